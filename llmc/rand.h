@@ -1,0 +1,117 @@
+/*
+Counter-based random numbers: a value is a pure function of (seed, purpose, position), so it does not depend on thread
+count, launch shape, number of GPUs or what was drawn before. Host and device.
+
+Generator: Philox 4x32 with 10 rounds (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3",
+SC 2011); the test checks it against that paper's known answers.
+
+    Rand4 r = philox4x32(c0, c1, c2, c3, k0, k1);                        // r.w[0..3]: 32 random bits each
+    float z = rand_normal(seed, tensor, element);                        // N(0,1), the initial weights
+    RoundKey key = {seed, step, micro, tensor};
+    uint16_t b = bf16_round_stochastic(x, round_bits16(key, element));   // unbiased: E[b] = x
+*/
+#ifndef LLMC_RAND_H
+#define LLMC_RAND_H
+
+#include <math.h>       // gives: log, cos, sqrt
+#include <stdint.h>     // gives: uint32_t, uint64_t
+#include <string.h>     // gives: memcpy
+
+#ifdef __CUDACC__
+#define LLMC_HD __host__ __device__
+#else
+#define LLMC_HD
+#endif
+
+// What a stream of numbers is for: the last counter word, so that no two uses ever share a number.
+enum RandPurpose : uint32_t { RAND_INIT = 1, RAND_ROUND = 2, RAND_SHUFFLE = 3, RAND_SAMPLE = 4, RAND_STORY = 5 };
+
+struct Rand4 { uint32_t w[4]; };
+
+LLMC_HD static inline Rand4 philox4x32(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0, uint32_t k1) {
+    for (int round = 0; round < 10; round++) {
+        uint64_t p0 = (uint64_t)0xD2511F53u * c0;
+        uint64_t p1 = (uint64_t)0xCD9E8D57u * c2;
+        c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0;
+        c1 = (uint32_t)p1;
+        c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
+        c3 = (uint32_t)p0;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    return Rand4{{c0, c1, c2, c3}};
+}
+
+// Four words for positions 4*block .. 4*block+3 of the stream (seed, purpose, id).
+LLMC_HD static inline Rand4 rand_block(uint64_t seed, RandPurpose purpose, uint32_t id, uint64_t block) {
+    return philox4x32((uint32_t)block, (uint32_t)(block >> 32), id, purpose, (uint32_t)seed, (uint32_t)(seed >> 32));
+}
+
+static inline uint32_t rand_u32(uint64_t seed, RandPurpose purpose, uint32_t id, uint64_t i) {
+    return rand_block(seed, purpose, id, i / 4).w[i % 4];
+}
+
+static inline double rand_unit(uint64_t seed, RandPurpose purpose, uint32_t id, uint64_t i) {   // [0, 1)
+    return rand_u32(seed, purpose, id, i) * (1.0 / 4294967296.0);
+}
+
+// N(0,1) by Box-Muller in double, so that any language with IEEE doubles gets the same floats.
+// z[0..3] are elements 4*block .. 4*block+3: words (0,1) make the first two, words (2,3) the other two.
+static inline void rand_normal4(float* z, uint64_t seed, uint32_t tensor, uint64_t block) {
+    Rand4 r = rand_block(seed, RAND_INIT, tensor, block);
+    for (int pair = 0; pair < 2; pair++) {
+        double u = (r.w[2 * pair] + 1.0) * (1.0 / 4294967296.0);        // (0, 1]: log is finite
+        double phi = r.w[2 * pair + 1] * (6.283185307179586476925286766559 / 4294967296.0);
+        double radius = sqrt(-2.0 * log(u));
+        z[2 * pair] = (float)(radius * cos(phi));
+        z[2 * pair + 1] = (float)(radius * sin(phi));
+    }
+}
+
+static inline float rand_normal(uint64_t seed, uint32_t tensor, uint64_t element) {
+    float z[4];
+    rand_normal4(z, seed, tensor, element / 4);
+    return z[element % 4];
+}
+
+// ---- stochastic rounding to bf16 ----
+struct RoundKey { uint64_t seed; uint32_t step, micro, tensor; };    // tensor: id; layers are told apart by element
+
+// One 16-bit draw per element: a block of four words serves eight neighbouring elements.
+LLMC_HD static inline Rand4 round_block(const RoundKey& key, uint64_t element_div_8) {
+    // 2^36 elements fit the 33 bits used here; tensor and micro-step share a counter word, step enters the key
+    return philox4x32((uint32_t)element_div_8, (uint32_t)(element_div_8 >> 32) | key.tensor << 8, key.micro, RAND_ROUND,
+                      (uint32_t)key.seed ^ key.step * 0x9E3779B1u, (uint32_t)(key.seed >> 32) + key.step);
+}
+
+LLMC_HD static inline uint32_t round_bits16(const RoundKey& key, uint64_t element) {
+    Rand4 r = round_block(key, element / 8);
+    uint32_t lane = (uint32_t)(element % 8);
+    return (r.w[lane / 2] >> (16 * (lane % 2))) & 0xFFFFu;
+}
+
+// Rounds up with probability (distance from the lower neighbour) / (gap): bits16 is uniform in [0, 65536).
+// Inf stays inf, and NaN stays NaN: adding to their bits would make other values of them.
+LLMC_HD static inline uint16_t bf16_round_stochastic(float x, uint32_t bits16) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    if ((u & 0x7F800000u) == 0x7F800000u) { return (uint16_t)((u >> 16) | ((u & 0xFFFFu) ? 0x40u : 0u)); }
+    return (uint16_t)((u + bits16) >> 16);
+}
+
+LLMC_HD static inline float bf16_to_float(uint16_t b) {
+    uint32_t u = (uint32_t)b << 16;
+    float x;
+    memcpy(&x, &u, 4);
+    return x;
+}
+
+// Round to nearest, ties to even: what a plain cast does.
+LLMC_HD static inline uint16_t bf16_round_nearest(float x) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    if ((u & 0x7F800000u) == 0x7F800000u) { return (uint16_t)((u >> 16) | ((u & 0xFFFFu) ? 0x40u : 0u)); }
+    return (uint16_t)((u + 0x7FFFu + ((u >> 16) & 1u)) >> 16);
+}
+
+#endif  // LLMC_RAND_H
