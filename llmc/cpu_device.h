@@ -1,0 +1,120 @@
+/*
+The CPU side of the seam in train_gpt2.cu: the device runtime in plain C++ and the ops by their launcher names.
+The trainer calls matmul_forward(...), device_malloc(...) and so on in both builds; here they are the twins of
+llmc/cpu_ops.h and malloc. Everything is synchronous, so streams and events do nothing.
+
+    #define GPT2_CPU, then #include "llmc/cpu_device.h"; compile with g++ -fopenmp.
+*/
+#ifndef LLMC_CPU_DEVICE_H
+#define LLMC_CPU_DEVICE_H
+
+#include <stdio.h>      // gives: FILE, fgets
+#include <stdlib.h>     // gives: aligned_alloc, free
+#include <string.h>     // gives: memcpy, memset
+#ifdef _OPENMP
+#include <omp.h>        // gives: omp_get_max_threads
+#endif
+
+#include <string>       // gives: std::string
+
+#include "check.h"      // gives: die, format
+
+#ifdef TESTING
+static void break_output(const char* name, float* data, size_t count);      // test_gpt2.cu: --break NAME
+#define OUTPUT(name, ptr, count) break_output(name, ptr, count)
+#endif
+#include "cpu_ops.h"        // gives: the twins, Stream, GradOf
+#include "token_buckets.h"  // gives: max_bucket_slots
+
+typedef GradOf<float> Grad;
+typedef LayernormBackwardOf<float> LayernormBackward;
+typedef MatmulForwardOf<float> MatmulForward;
+typedef MatmulBackwardInputOf<float> MatmulBackwardInput;
+typedef AdamWOf<float> AdamW;
+
+// ---- device runtime ----
+struct DeviceInfo { std::string name; size_t memory_free, memory_total; };
+typedef int Event;
+
+static inline size_t meminfo_bytes(const char* field) {     // a line of /proc/meminfo, in bytes; 0 if it is not there
+    FILE* f = fopen("/proc/meminfo", "r");
+    char line[256];
+    size_t kib = 0, length = strlen(field);
+    while (f && fgets(line, sizeof(line), f)) {
+        if (strncmp(line, field, length) == 0 && line[length] == ':') { kib = strtoull(line + length + 1, nullptr, 10); }
+    }
+    if (f) { fclose(f); }
+    return kib * 1024;
+}
+
+static inline DeviceInfo device_init() {
+    int threads = 1;
+#ifdef _OPENMP
+    threads = omp_get_max_threads();
+#endif
+#ifdef USE_OPENBLAS
+    const char* blas = "OpenBLAS";
+#else
+    const char* blas = "no BLAS";
+#endif
+    return {format("CPU (%d threads, %s)", threads, blas), meminfo_bytes("MemAvailable"), meminfo_bytes("MemTotal")};
+}
+
+static inline void* device_malloc(size_t bytes, const char* what) {
+    void* p = aligned_alloc(256, (bytes + 255) / 256 * 256 + 256);
+    if (!p) { die("out of memory: wanted %zu bytes for %s\nhint: use a smaller model, -b or -t", bytes, what); }
+    return p;
+}
+static inline void device_free(void* p) { free(p); }
+static inline void* pinned_malloc(size_t bytes, const char* what) { return device_malloc(bytes, what); }
+static inline void pinned_free(void* p) { free(p); }
+static inline void device_zero(void* p, size_t bytes, Stream) { memset(p, 0, bytes); }
+static inline void copy_to_device(void* device, const void* host, size_t bytes, Stream) { memcpy(device, host, bytes); }
+static inline void copy_to_host(void* host, const void* device, size_t bytes, Stream) { memcpy(host, device, bytes); }
+static inline Stream stream_create() { return 0; }
+static inline void stream_destroy(Stream) {}
+static inline void stream_sync(Stream) {}
+static inline Event event_create() { return 0; }
+static inline void event_destroy(Event) {}
+static inline void event_record(Event, Stream) {}
+static inline void event_wait(Event) {}
+static inline size_t matmul_workspace_bytes() { return 0; }
+static inline void matmul_init(void*, size_t, bool) {}
+static inline void matmul_free() {}
+
+static inline Grad make_grad(void* grads, bool, size_t offset, Accumulate acc, RoundKey) {
+    return Grad{grads ? (float*)grads + offset : nullptr, acc};
+}
+
+// ---- ops ----
+// The launcher's name and arguments, the twin's code.
+#define CPU_OP(op) template <class... Args> static inline void op(Args... args) { op##_cpu(args...); }
+CPU_OP(encoder_forward)
+CPU_OP(encoder_backward)
+CPU_OP(layernorm_forward)
+CPU_OP(residual_layernorm_forward)
+CPU_OP(matmul_backward_weight)
+CPU_OP(bias_backward)
+CPU_OP(gelu_forward)
+CPU_OP(gelu_backward_inplace)
+CPU_OP(attention_forward)
+CPU_OP(attention_backward)
+CPU_OP(classifier)
+CPU_OP(loss_sum)
+CPU_OP(global_norm)
+#undef CPU_OP
+static inline void layernorm_backward(const LayernormBackward& args, Stream stream) { layernorm_backward_cpu(args, stream); }
+static inline void matmul_forward(const MatmulForward& args, Stream stream) { matmul_forward_cpu(args, stream); }
+static inline void matmul_backward_input(const MatmulBackwardInput& args, Stream stream) { matmul_backward_input_cpu(args, stream); }
+static inline void adamw_update(const AdamW& args, Stream stream) { adamw_update_cpu(args, stream); }
+
+// The twins need little scratch of their own: only attention's D and the partial rows of the embedding gradient.
+static inline size_t encoder_backward_scratch_bytes(int B, int T, int C) {
+    return (size_t)max_bucket_slots((int64_t)B * T) * C * sizeof(float);
+}
+static inline size_t layernorm_backward_scratch_bytes(int, int) { return 0; }
+static inline size_t bias_backward_scratch_bytes(int, int) { return 0; }
+static inline size_t attention_backward_scratch_bytes(int B, int T, int NH) { return (size_t)B * T * NH * sizeof(float); }
+static inline size_t global_norm_scratch_bytes(size_t) { return 0; }
+
+#endif  // LLMC_CPU_DEVICE_H

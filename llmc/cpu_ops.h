@@ -1,0 +1,746 @@
+/*
+The twins: every op of the trainer in plain C++, one function each, with the arguments of its CUDA launcher. They are
+the specification. What an op computes, which outputs are stored (=) and which added to (+=), what becomes of padding
+and of unused rows: it is written here, and a CUDA kernel is right when it agrees. Host only.
+
+The trainer's CPU build runs them in float (OpenMP over rows, OpenBLAS where it is found), tests run them in double:
+
+    matmul_forward_cpu<float>({.out = y, .inp = x, .weight = w, .bias = b, .N = N, .C = C, .OC = OC}, stream);
+    bias_backward_cpu<double>({dbias, Accumulate::Yes}, nullptr, dout, N, OC, 0);
+
+Rules that hold for every twin:
+- Each output element belongs to one thread and is summed in one order, so the bits do not depend on the thread count.
+- Long sums are taken in double; values are rounded to Real when they are stored.
+- Outputs, scratch, inputs, sizes, stream, in this order. Inputs and outputs do not overlap unless the comment says so.
+- A GradOf<Real> output is = or += by its `acc`; null data means that it is not wanted.
+- N = B*T rows. Products of two sizes are size_t.
+
+OUTPUT(name, ptr, count) ends each twin, once per output tensor. Tests define it before they include this file, to
+disturb one tensor (--break NAME) and see that some check notices.
+*/
+#ifndef LLMC_CPU_OPS_H
+#define LLMC_CPU_OPS_H
+
+#include <assert.h>     // gives: assert
+#include <math.h>       // gives: exp, log, sqrt, INFINITY
+#include <stddef.h>     // gives: size_t
+#include <stdint.h>     // gives: uint16_t, uint32_t
+#include <string.h>     // gives: memcpy
+
+#include <vector>       // gives: std::vector
+
+#include "op_types.h"   // gives: Accumulate, ClassifierMode, TokenBuckets, UpdateState, ParamSegment, Stream
+#include "rand.h"       // gives: RoundKey, round_bits16, bf16_round_stochastic
+
+#ifdef USE_OPENBLAS
+#include <cblas.h>      // gives: cblas_sgemm, openblas_set_num_threads
+#endif
+
+#ifdef __CUDACC__       // here the twins are the oracle: --break is for the kernels, whose OUTPUT takes a stream as well
+#pragma push_macro("OUTPUT")
+#undef OUTPUT
+#endif
+#ifndef OUTPUT
+#define OUTPUT(name, ptr, count)
+#endif
+
+template <class Real> struct GradOf { Real* data; Accumulate acc; };
+
+// ---- small helpers ----
+
+static inline double exp_cpu(double x) { return exp(x); }
+
+// expf that a compiler can vectorise: e^x = 2^n * e^r with n = round(x / ln 2), so |r| <= ln 2 / 2, where the Taylor
+// series to r^7 is exact to float rounding (measured: 1.5 units in the last place at most). Below -87 it is 0 instead
+// of a number under 2^-125, above 88 it is inf.
+static inline float exp_cpu(float x) {
+    float shifted = x * 1.44269504f + 12582912.0f;      // adding 1.5 * 2^23 rounds to an integer, kept in the low bits
+    float n = shifted - 12582912.0f;
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;      // ln 2 in two parts: the product by the first is exact
+    float series = 1.0f / 5040;
+    series = series * r + 1.0f / 720;
+    series = series * r + 1.0f / 120;
+    series = series * r + 1.0f / 24;
+    series = series * r + 1.0f / 6;
+    series = series * r + 0.5f;
+    series = series * r + 1.0f;
+    series = series * r + 1.0f;
+    uint32_t bits;
+    memcpy(&bits, &shifted, 4);
+    bits = (bits << 23) + (127u << 23);                 // 2^n
+    float power;
+    memcpy(&power, &bits, 4);
+    float y = series * power;
+    y = x < -87.0f ? 0.0f : y;
+    return x > 88.0f ? (float)INFINITY : y;             // NaN fails both comparisons and comes through
+}
+
+template <class Real> static inline void store_grad(GradOf<Real> grad, size_t i, double value) {
+    grad.data[i] = (Real)(grad.acc == Accumulate::Yes ? grad.data[i] + value : value);
+}
+
+// dsum[c] (=, +=) sum over n of x[n,c], x (N,C). Threads own blocks of columns and walk down them row by row.
+template <class Real> static inline void column_sums(GradOf<Real> dsum, const Real* x, int N, int C) {
+    constexpr int kColumns = 64;
+    #pragma omp parallel for
+    for (int c0 = 0; c0 < C; c0 += kColumns) {
+        int columns = C - c0 < kColumns ? C - c0 : kColumns;
+        double sum[kColumns] = {0};
+        for (int n = 0; n < N; n++) {
+            const Real* x_n = x + (size_t)n * C + c0;
+            #pragma omp simd
+            for (int c = 0; c < columns; c++) { sum[c] += x_n[c]; }
+        }
+        for (int c = 0; c < columns; c++) { store_grad(dsum, c0 + c, sum[c]); }
+    }
+}
+
+// ---- encoder: token and position embedding ----
+
+// out[b,t,c] = wte[tokens[b,t],c] + wpe[t,c]
+template <class Real>
+void encoder_forward_cpu(Real* out,             // (B,T,C)
+                         const int* tokens,     // (B,T)
+                         const Real* wte,       // (Vp,C)
+                         const Real* wpe,       // (maxT,C)
+                         int B, int T, int C, Stream) {
+    const int N = B * T;
+    #pragma omp parallel for
+    for (int bt = 0; bt < N; bt++) {
+        Real* out_bt = out + (size_t)bt * C;
+        const Real* wte_ix = wte + (size_t)tokens[bt] * C;
+        const Real* wpe_t = wpe + (size_t)(bt % T) * C;
+        #pragma omp simd
+        for (int c = 0; c < C; c++) { out_bt[c] = wte_ix[c] + wpe_t[c]; }
+    }
+    OUTPUT("encoder_forward.out", out, (size_t)N * C);
+}
+
+// dwte[v,c] += sum over positions bt of token v of dout[bt,c]. Always added: the LM head's gradient is in there already.
+// dwpe[t,c] (=, +=) sum over b of dout[b,t,c]; rows t >= T get no gradient, so = makes them zero.
+// A bucket of up to 128 positions is one segment. A longer one is several, whose sums go to rows of scratch and are
+// added up in order by its entry in `splits`.
+template <class Real>
+void encoder_backward_cpu(GradOf<Real> dwte,    // (Vp,C), acc is Yes
+                          GradOf<Real> dwpe,    // (maxT,C)
+                          Real* scratch,        // (slots,C)
+                          const Real* dout,     // (B,T,C)
+                          const TokenBuckets& buckets, int B, int T, int maxT, int C, Stream) {
+    assert(dwte.acc == Accumulate::Yes);
+    #pragma omp parallel
+    {
+        std::vector<double> sum(C);
+        #pragma omp for
+        for (int s = 0; s < buckets.num_segments; s++) {
+            const int4 segment = buckets.segments[s];
+            sum.assign(C, 0.0);
+            for (int i = segment.y; i < segment.y + segment.z; i++) {
+                const Real* dout_bt = dout + (size_t)buckets.order[i] * C;
+                for (int c = 0; c < C; c++) { sum[c] += dout_bt[c]; }
+            }
+            for (int c = 0; c < C; c++) {
+                if (segment.w < 0) { store_grad(dwte, (size_t)segment.x * C + c, sum[c]); }
+                else { scratch[(size_t)segment.w * C + c] = (Real)sum[c]; }
+            }
+        }
+        #pragma omp for
+        for (int s = 0; s < buckets.num_splits; s++) {
+            const int4 split = buckets.splits[s];
+            sum.assign(C, 0.0);
+            for (int slot = split.y; slot < split.y + split.z; slot++) {
+                for (int c = 0; c < C; c++) { sum[c] += scratch[(size_t)slot * C + c]; }
+            }
+            for (int c = 0; c < C; c++) { store_grad(dwte, (size_t)split.x * C + c, sum[c]); }
+        }
+        #pragma omp for
+        for (int t = 0; t < maxT; t++) {
+            sum.assign(C, 0.0);
+            for (int b = 0; b < (t < T ? B : 0); b++) {
+                const Real* dout_bt = dout + ((size_t)b * T + t) * C;
+                for (int c = 0; c < C; c++) { sum[c] += dout_bt[c]; }
+            }
+            for (int c = 0; c < C; c++) { store_grad(dwpe, (size_t)t * C + c, sum[c]); }
+        }
+    }
+    // dwte's row count is not known here: the row of the commonest token stands for it
+    OUTPUT("encoder_backward.dwte", dwte.data + (size_t)buckets.segments[0].x * C, C);
+    OUTPUT("encoder_backward.dwpe", dwpe.data, (size_t)maxT * C);
+}
+
+// ---- layernorm, with and without the residual addition before it ----
+
+constexpr double kLayernormEps = 1e-5;
+
+// mean = sum(x)/C, rstd = 1/sqrt(sum((x-mean)^2)/C + eps), out[c] = (x[c]-mean)*rstd*weight[c] + bias[c]
+template <class Real>
+static inline void layernorm_row(Real* out, Real* mean, Real* rstd, const Real* x, const Real* weight, const Real* bias,
+                                 int C) {
+    double sum = 0.0, squares = 0.0;
+    #pragma omp simd reduction(+ : sum)
+    for (int c = 0; c < C; c++) { sum += x[c]; }
+    const double m = sum / C;
+    #pragma omp simd reduction(+ : squares)
+    for (int c = 0; c < C; c++) { squares += (x[c] - m) * (x[c] - m); }
+    *mean = (Real)m;
+    *rstd = (Real)(1.0 / sqrt(squares / C + kLayernormEps));
+    const Real m_stored = *mean, s = *rstd;
+    #pragma omp simd
+    for (int c = 0; c < C; c++) { out[c] = (x[c] - m_stored) * s * weight[c] + bias[c]; }
+}
+
+// out[n,:] = LN(inp[n,:]); mean and rstd of each row are kept for the backward pass.
+template <class Real>
+void layernorm_forward_cpu(Real* out,                               // (N,C)
+                           Real* mean, Real* rstd,                  // (N)
+                           const Real* inp,                         // (N,C)
+                           const Real* weight, const Real* bias,    // (C)
+                           int N, int C, Stream) {
+    #pragma omp parallel for
+    for (int n = 0; n < N; n++) {
+        layernorm_row(out + (size_t)n * C, mean + n, rstd + n, inp + (size_t)n * C, weight, bias, C);
+    }
+    OUTPUT("layernorm_forward.out", out, (size_t)N * C);
+    OUTPUT("layernorm_forward.mean", mean, N);
+    OUTPUT("layernorm_forward.rstd", rstd, N);
+}
+
+// residual = inp1 + inp2, rounded once; out = LN(residual as stored). residual may be the buffer of inp1 or inp2.
+template <class Real>
+void residual_layernorm_forward_cpu(Real* residual, Real* out,                  // (N,C)
+                                    Real* mean, Real* rstd,                     // (N)
+                                    const Real* inp1, const Real* inp2,         // (N,C)
+                                    const Real* weight, const Real* bias,       // (C)
+                                    int N, int C, Stream) {
+    #pragma omp parallel for
+    for (int n = 0; n < N; n++) {
+        const size_t row = (size_t)n * C;
+        for (int c = 0; c < C; c++) { residual[row + c] = inp1[row + c] + inp2[row + c]; }
+        layernorm_row(out + row, mean + n, rstd + n, residual + row, weight, bias, C);
+    }
+    OUTPUT("residual_layernorm_forward.residual", residual, (size_t)N * C);
+    OUTPUT("residual_layernorm_forward.out", out, (size_t)N * C);
+    OUTPUT("residual_layernorm_forward.mean", mean, N);
+    OUTPUT("residual_layernorm_forward.rstd", rstd, N);
+}
+
+template <class Real> struct LayernormBackwardOf {
+    Real* dresidual;                    // (N,C) gradient of the residual stream; the layernorm's is put into it
+    GradOf<Real> dweight, dbias;        // (C)
+    GradOf<Real> dcolsum;               // (C), data may be null
+    Real* scratch;                      // the CUDA kernels' partial sums; unused here
+    Accumulate dresidual_acc;
+    const Real* dout;                   // (N,C)
+    const Real* inp;                    // (N,C) what the forward pass normalised
+    const Real* weight;                 // (C)
+    const Real* mean; const Real* rstd; // (N)
+    int N, C;
+};
+
+// With norm[n,c] = (inp[n,c]-mean[n])*rstd[n] and dnorm[n,c] = dout[n,c]*weight[c]:
+// dweight[c] (=, +=) sum over n of dout[n,c]*norm[n,c];   dbias[c] (=, +=) sum over n of dout[n,c]
+// dresidual[n,c] (=, +=) rstd[n] * (dnorm[n,c] - mean_c(dnorm) - norm[n,c]*mean_c(dnorm*norm))
+// dcolsum[c] (=, +=) sum over n of the new dresidual[n,c], as stored: the bias gradient of the linear layer whose
+// output was added to this residual stream.
+template <class Real> void layernorm_backward_cpu(LayernormBackwardOf<Real> a, Stream) {
+    const int N = a.N, C = a.C;
+    constexpr int kColumns = 64;
+    #pragma omp parallel for
+    for (int c0 = 0; c0 < C; c0 += kColumns) {          // a thread owns these columns of dweight and dbias
+        int columns = C - c0 < kColumns ? C - c0 : kColumns;
+        double dweight[kColumns] = {0}, dbias[kColumns] = {0};
+        for (int n = 0; n < N; n++) {
+            const Real* dout_n = a.dout + (size_t)n * C + c0;
+            const Real* inp_n = a.inp + (size_t)n * C + c0;
+            const Real mean = a.mean[n], rstd = a.rstd[n];
+            #pragma omp simd
+            for (int c = 0; c < columns; c++) {
+                dweight[c] += dout_n[c] * ((inp_n[c] - mean) * rstd);
+                dbias[c] += dout_n[c];
+            }
+        }
+        for (int c = 0; c < columns; c++) {
+            store_grad(a.dweight, c0 + c, dweight[c]);
+            store_grad(a.dbias, c0 + c, dbias[c]);
+        }
+    }
+    #pragma omp parallel for
+    for (int n = 0; n < N; n++) {
+        const Real* dout_n = a.dout + (size_t)n * C;
+        const Real* inp_n = a.inp + (size_t)n * C;
+        Real* dresidual_n = a.dresidual + (size_t)n * C;
+        const Real mean = a.mean[n], rstd = a.rstd[n];
+        double sum_dnorm = 0.0, sum_dnorm_norm = 0.0;
+        #pragma omp simd reduction(+ : sum_dnorm, sum_dnorm_norm)
+        for (int c = 0; c < C; c++) {
+            Real dnorm = dout_n[c] * a.weight[c];
+            sum_dnorm += dnorm;
+            sum_dnorm_norm += dnorm * ((inp_n[c] - mean) * rstd);
+        }
+        const Real mean_dnorm = (Real)(sum_dnorm / C), mean_dnorm_norm = (Real)(sum_dnorm_norm / C);
+        const bool add = a.dresidual_acc == Accumulate::Yes;
+        for (int c = 0; c < C; c++) {
+            Real norm = (inp_n[c] - mean) * rstd;
+            Real dinp = rstd * (dout_n[c] * a.weight[c] - mean_dnorm - norm * mean_dnorm_norm);
+            dresidual_n[c] = add ? dresidual_n[c] + dinp : dinp;
+        }
+    }
+    if (a.dcolsum.data) { column_sums(a.dcolsum, a.dresidual, N, C); }
+    OUTPUT("layernorm_backward.dresidual", a.dresidual, (size_t)N * C);
+    OUTPUT("layernorm_backward.dweight", a.dweight.data, C);
+    OUTPUT("layernorm_backward.dbias", a.dbias.data, C);
+    if (a.dcolsum.data) { OUTPUT("layernorm_backward.dcolsum", a.dcolsum.data, C); }
+}
+
+// ---- GELU, the tanh form ----
+// gelu(x) = x/2 * (1 + tanh(u)) with u = sqrt(2/pi) * (x + 0.044715*x^3). Since (1 + tanh(u))/2 = 1/(1 + e^-2u) =: s,
+// and s*(1-s) = e/(1+e)^2 for e = e^-2|u|, neither the function nor its derivative ever subtracts near-equal numbers.
+
+template <class Real> static inline Real gelu_sigmoid(Real x, Real* s_times_1_minus_s) {
+    const Real u = (Real)0.79788456080286535588 * (x + (Real)0.044715 * x * x * x);
+    const Real e = exp_cpu((Real)-2 * (u < 0 ? -u : u));
+    const Real inverse = 1 / (1 + e);
+    *s_times_1_minus_s = e * inverse * inverse;
+    return u < 0 ? e * inverse : inverse;
+}
+
+template <class Real> static inline Real gelu(Real x) {
+    Real unused;
+    return x * gelu_sigmoid(x, &unused);
+}
+
+// d gelu(x)/dx = s + x * s*(1-s) * 2 du/dx
+template <class Real> static inline Real gelu_derivative(Real x) {
+    Real slope;
+    const Real s = gelu_sigmoid(x, &slope);
+    const Real du = (Real)0.79788456080286535588 * (1 + 3 * (Real)0.044715 * x * x);
+    return s + x * slope * 2 * du;
+}
+
+// out[i] = gelu(inp[i]). out may be the buffer of inp.
+template <class Real> void gelu_forward_cpu(Real* out, const Real* inp, size_t n, Stream) {
+    #pragma omp parallel for simd
+    for (size_t i = 0; i < n; i++) { out[i] = gelu(inp[i]); }
+    OUTPUT("gelu_forward.out", out, n);
+}
+
+// d[n,c] *= gelu'(inp[n,c]);   dbias[c] (=, +=) sum over n of the new d[n,c], as stored
+template <class Real>
+void gelu_backward_inplace_cpu(Real* d_inplace,         // (N,OC) in: gradient of the output, out: of the input
+                               GradOf<Real> dbias,      // (OC), data may be null
+                               Real* /*scratch*/,
+                               const Real* inp,         // (N,OC) what the forward pass took
+                               int N, int OC, Stream) {
+    const size_t n = (size_t)N * OC;
+    #pragma omp parallel for simd
+    for (size_t i = 0; i < n; i++) { d_inplace[i] *= gelu_derivative(inp[i]); }
+    if (dbias.data) { column_sums(dbias, d_inplace, N, OC); }
+    OUTPUT("gelu_backward_inplace.dinp", d_inplace, n);
+    if (dbias.data) { OUTPUT("gelu_backward_inplace.dbias", dbias.data, OC); }
+}
+
+// ---- matmul: the linear layer ----
+
+enum class Transpose { No, Yes };
+
+// out[m,n] (=, +=) sum over k of a[m,k]*b[k,n], out (M,N). a is stored (M,K), or (K,M) if a_transposed; b is stored
+// (K,N), or (N,K) if b_transposed. Threads own panels of 16 columns of out. A panel of b is copied to where it lies
+// contiguous and stays in the cache while 4 rows of a at a time stream past it.
+template <class Real>
+static inline void gemm_cpu(Real* out, Accumulate acc, const Real* a, Transpose a_transposed, const Real* b,
+                            Transpose b_transposed, int M, int N, int K) {
+    constexpr int kRows = 4, kColumns = 16, kDepth = 256;
+    const size_t a_m = a_transposed == Transpose::Yes ? 1 : K, a_k = a_transposed == Transpose::Yes ? M : 1;
+    const size_t b_k = b_transposed == Transpose::Yes ? 1 : N, b_n = b_transposed == Transpose::Yes ? K : 1;
+    #pragma omp parallel for
+    for (int n0 = 0; n0 < N; n0 += kColumns) {
+        const int columns = N - n0 < kColumns ? N - n0 : kColumns;
+        for (int k0 = 0; k0 < K; k0 += kDepth) {
+            const int depth = K - k0 < kDepth ? K - k0 : kDepth;
+            Real panel[kDepth][kColumns];       // columns past the edge of b are zero, and never stored
+            for (int k = 0; k < depth; k++) {
+                for (int n = 0; n < kColumns; n++) {
+                    panel[k][n] = n < columns ? b[(size_t)(k0 + k) * b_k + (size_t)(n0 + n) * b_n] : (Real)0;
+                }
+            }
+            for (int m0 = 0; m0 < M; m0 += kRows) {
+                const Real* a_row[kRows];       // rows past the edge repeat the last one, and are not stored
+                for (int m = 0; m < kRows; m++) { a_row[m] = a + (size_t)(m0 + m < M ? m0 + m : M - 1) * a_m + k0 * a_k; }
+                Real sum[kRows][kColumns] = {};
+                for (int k = 0; k < depth; k++) {
+                    for (int m = 0; m < kRows; m++) {
+                        const Real a_mk = a_row[m][k * a_k];
+                        #pragma omp simd
+                        for (int n = 0; n < kColumns; n++) { sum[m][n] += a_mk * panel[k][n]; }
+                    }
+                }
+                const bool add = acc == Accumulate::Yes || k0 > 0;
+                for (int m = 0; m < kRows && m0 + m < M; m++) {
+                    Real* out_m = out + (size_t)(m0 + m) * N + n0;
+                    for (int n = 0; n < columns; n++) { out_m[n] = add ? out_m[n] + sum[m][n] : sum[m][n]; }
+                }
+            }
+        }
+    }
+}
+
+#ifdef USE_OPENBLAS
+static inline void gemm_cpu(float* out, Accumulate acc, const float* a, Transpose a_transposed, const float* b,
+                            Transpose b_transposed, int M, int N, int K) {
+    const bool ta = a_transposed == Transpose::Yes, tb = b_transposed == Transpose::Yes;
+    cblas_sgemm(CblasRowMajor, ta ? CblasTrans : CblasNoTrans, tb ? CblasTrans : CblasNoTrans, M, N, K, 1.0f,
+                a, ta ? M : K, b, tb ? K : N, acc == Accumulate::Yes ? 1.0f : 0.0f, out, N);
+}
+#endif
+
+template <class Real> struct MatmulForwardOf {
+    Real* out;                  // (N,OC)
+    const Real* inp;            // (N,C)
+    const Real* weight;         // (OC,C)
+    const Real* bias;           // (OC) or null
+    const Real* residual;       // (N,OC) or null
+    Real* pre_gelu;             // (N,OC) or null
+    int N, C, OC;
+};
+
+// x[n,o] = sum over c of inp[n,c]*weight[o,c] + bias[o] + residual[n,o]
+// out = x; or, where pre_gelu is wanted, pre_gelu = x and out = gelu(x).
+template <class Real> void matmul_forward_cpu(MatmulForwardOf<Real> a, Stream) {
+    const int N = a.N, C = a.C, OC = a.OC;
+    gemm_cpu(a.out, Accumulate::No, a.inp, Transpose::No, a.weight, Transpose::Yes, N, OC, C);
+    #pragma omp parallel for
+    for (int n = 0; n < N; n++) {
+        const size_t row = (size_t)n * OC;
+        Real* out_n = a.out + row;
+        if (a.bias) { for (int o = 0; o < OC; o++) { out_n[o] += a.bias[o]; } }
+        if (a.residual) { for (int o = 0; o < OC; o++) { out_n[o] += a.residual[row + o]; } }
+        if (a.pre_gelu) {
+            #pragma omp simd
+            for (int o = 0; o < OC; o++) {
+                a.pre_gelu[row + o] = out_n[o];
+                out_n[o] = gelu(out_n[o]);
+            }
+        }
+    }
+    OUTPUT("matmul_forward.out", a.out, (size_t)N * OC);
+    if (a.pre_gelu) { OUTPUT("matmul_forward.pre_gelu", a.pre_gelu, (size_t)N * OC); }
+}
+
+template <class Real> struct MatmulBackwardInputOf {
+    Real* dinp;                 // (N,C)
+    const Real* dout;           // (N,OC)
+    const Real* weight;         // (OC,C)
+    const Real* pre_gelu;       // (N,C) or null
+    int N, C, OC;
+};
+
+// dinp[n,c] = sum over o of dout[n,o]*weight[o,c]; where pre_gelu is given, times gelu'(pre_gelu[n,c]):
+// the layer's input was gelu(pre_gelu), and this is the gradient before that GELU.
+template <class Real> void matmul_backward_input_cpu(MatmulBackwardInputOf<Real> a, Stream) {
+    const size_t n = (size_t)a.N * a.C;
+    gemm_cpu(a.dinp, Accumulate::No, a.dout, Transpose::No, a.weight, Transpose::No, a.N, a.C, a.OC);
+    if (a.pre_gelu) {
+        #pragma omp parallel for simd
+        for (size_t i = 0; i < n; i++) { a.dinp[i] *= gelu_derivative(a.pre_gelu[i]); }
+    }
+    OUTPUT("matmul_backward_input.dinp", a.dinp, n);
+}
+
+// dweight[o,c] (=, +=) sum over n of dout[n,o]*inp[n,c]
+template <class Real>
+void matmul_backward_weight_cpu(GradOf<Real> dweight,   // (OC,C)
+                                Real* /*scratch*/,
+                                const Real* dout,       // (N,OC)
+                                const Real* inp,        // (N,C)
+                                int N, int C, int OC, Stream) {
+    gemm_cpu(dweight.data, dweight.acc, dout, Transpose::Yes, inp, Transpose::No, OC, C, N);
+    OUTPUT("matmul_backward_weight.dweight", dweight.data, (size_t)OC * C);
+}
+
+// dbias[o] (=, +=) sum over n of dout[n,o]
+template <class Real>
+void bias_backward_cpu(GradOf<Real> dbias,      // (OC)
+                       Real* /*scratch*/,
+                       const Real* dout,        // (N,OC)
+                       int N, int OC, Stream) {
+    column_sums(dbias, dout, N, OC);
+    OUTPUT("bias_backward.dbias", dbias.data, OC);
+}
+
+// ---- causal self-attention ----
+// q, k, v of position t and head h are the HS values at qkv[b,t,0,h,:], qkv[b,t,1,h,:], qkv[b,t,2,h,:].
+// s[t,u] = q[t].k[u] / sqrt(HS) for u <= t;   p[t,u] = exp(s[t,u] - lse[t]), lse[t] = log(sum over u of exp(s[t,u]))
+// out[t] = sum over u of p[t,u]*v[u]
+// No (T,T) matrix is kept. Keys are taken kKeys at a time so that the exponentials vectorise.
+
+constexpr int kKeys = 64;
+
+template <class Real> static inline Real dot_cpu(const Real* x, const Real* y, int n) {
+    Real sum = 0;
+    #pragma omp simd reduction(+ : sum)
+    for (int i = 0; i < n; i++) { sum += x[i] * y[i]; }
+    return sum;
+}
+
+// Online softmax: while keys go by, `max` is the largest score so far, `sum` and out are relative to exp(max).
+template <class Real>
+void attention_forward_cpu(Real* out,           // (B,T,NH,HS) = (B,T,C)
+                           Real* lse,           // (B,NH,T)
+                           const Real* qkv,     // (B,T,3,NH,HS)
+                           int B, int T, int NH, int HS, Stream) {
+    const size_t C = (size_t)NH * HS;
+    const Real scale = (Real)(1.0 / sqrt((double)HS));
+    #pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int b = 0; b < B; b++) {
+        for (int h = 0; h < NH; h++) {
+            const Real* q = qkv + (size_t)b * T * 3 * C + (size_t)h * HS;     // q[t] is 3C further per t
+            const Real* k = q + C;
+            const Real* v = k + C;
+            for (int t = 0; t < T; t++) {
+                const Real* q_t = q + t * 3 * C;
+                Real* out_t = out + ((size_t)b * T + t) * C + (size_t)h * HS;
+                for (int i = 0; i < HS; i++) { out_t[i] = 0; }
+                Real max = (Real)-INFINITY, sum = 0;
+                for (int u0 = 0; u0 <= t; u0 += kKeys) {
+                    const int keys = t + 1 - u0 < kKeys ? t + 1 - u0 : kKeys;
+                    Real p[kKeys], old_max = max, tile_sum = 0;
+                    for (int u = 0; u < keys; u++) {
+                        p[u] = scale * dot_cpu(q_t, k + (u0 + u) * 3 * C, HS);
+                        max = p[u] > max ? p[u] : max;
+                    }
+                    #pragma omp simd reduction(+ : tile_sum)
+                    for (int u = 0; u < keys; u++) {
+                        p[u] = exp_cpu(p[u] - max);
+                        tile_sum += p[u];
+                    }
+                    const Real rescale = exp_cpu(old_max - max);        // 0 for the first tile: old_max is -inf
+                    sum = sum * rescale + tile_sum;
+                    for (int i = 0; i < HS; i++) { out_t[i] *= rescale; }
+                    for (int u = 0; u < keys; u++) {
+                        const Real* v_u = v + (u0 + u) * 3 * C;
+                        #pragma omp simd
+                        for (int i = 0; i < HS; i++) { out_t[i] += p[u] * v_u[i]; }
+                    }
+                }
+                for (int i = 0; i < HS; i++) { out_t[i] /= sum; }
+                lse[((size_t)b * NH + h) * T + t] = max + (Real)log((double)sum);
+            }
+        }
+    }
+    OUTPUT("attention_forward.out", out, (size_t)B * T * C);
+    OUTPUT("attention_forward.lse", lse, (size_t)B * NH * T);
+}
+
+// With p from lse and D[t] = sum over i of dout[t,i]*out[t,i] (= sum over u of p[t,u]*dp[t,u]):
+// dp[t,u] = dout[t].v[u];   ds[t,u] = p[t,u] * (dp[t,u] - D[t]) / sqrt(HS)
+// dq[t] = sum over u <= t of ds[t,u]*k[u];   dk[u] = sum over t >= u of ds[t,u]*q[t];   dv[u] = sum of p[t,u]*dout[t]
+template <class Real>
+void attention_backward_cpu(Real* dqkv,         // (B,T,3,NH,HS)
+                            Real* scratch,      // (B,NH,T) D
+                            const Real* dout,   // (B,T,C)
+                            const Real* out,    // (B,T,C)
+                            const Real* qkv,    // (B,T,3,NH,HS)
+                            const Real* lse,    // (B,NH,T)
+                            int B, int T, int NH, int HS, Stream) {
+    const size_t C = (size_t)NH * HS;
+    const Real scale = (Real)(1.0 / sqrt((double)HS));
+    #pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int b = 0; b < B; b++) {
+        for (int h = 0; h < NH; h++) {
+            const size_t head = (size_t)b * T * 3 * C + (size_t)h * HS;
+            const Real *q = qkv + head, *k = q + C, *v = k + C;
+            Real *dq = dqkv + head, *dk = dq + C, *dv = dk + C;
+            for (int t = 0; t < T; t++) {
+                for (int i = 0; i < HS; i++) { dq[t * 3 * C + i] = dk[t * 3 * C + i] = dv[t * 3 * C + i] = 0; }
+            }
+            for (int t = 0; t < T; t++) {
+                const size_t row = ((size_t)b * T + t) * C + (size_t)h * HS, stat = ((size_t)b * NH + h) * T + t;
+                const Real *q_t = q + t * 3 * C, *dout_t = dout + row;
+                Real* dq_t = dq + t * 3 * C;
+                const Real D = scratch[stat] = dot_cpu(dout_t, out + row, HS);
+                for (int u0 = 0; u0 <= t; u0 += kKeys) {
+                    const int keys = t + 1 - u0 < kKeys ? t + 1 - u0 : kKeys;
+                    Real p[kKeys], ds[kKeys];
+                    for (int u = 0; u < keys; u++) {
+                        p[u] = scale * dot_cpu(q_t, k + (u0 + u) * 3 * C, HS);
+                        ds[u] = dot_cpu(dout_t, v + (u0 + u) * 3 * C, HS);
+                    }
+                    #pragma omp simd
+                    for (int u = 0; u < keys; u++) {
+                        p[u] = exp_cpu(p[u] - lse[stat]);
+                        ds[u] = p[u] * (ds[u] - D) * scale;
+                    }
+                    for (int u = 0; u < keys; u++) {
+                        const size_t at = (u0 + u) * 3 * C;
+                        #pragma omp simd
+                        for (int i = 0; i < HS; i++) {
+                            dq_t[i] += ds[u] * k[at + i];
+                            dk[at + i] += ds[u] * q_t[i];
+                            dv[at + i] += p[u] * dout_t[i];
+                        }
+                    }
+                }
+            }
+        }
+    }
+    OUTPUT("attention_backward.dqkv", dqkv, (size_t)B * T * 3 * C);
+}
+
+// ---- classifier: softmax, cross-entropy and its gradient, in place ----
+
+// losses[n] = -log softmax(logits[n,0:V])[targets[n]]
+// LossAndGrad: logits[n,v] = (softmax(logits[n,0:V])[v] - (v == targets[n])) * dloss * loss_scale, and 0 for the
+// padding V <= v < Vp, which takes no part. LossOnly: logits stay as they are.
+// dloss is 1 / (tokens of the total batch); loss_scale is a device scalar, null stands for 1.
+template <class Real>
+void classifier_cpu(Real* logits_inplace,       // (N,Vp)
+                    Real* losses,               // (N)
+                    const int* targets,         // (N)
+                    float dloss, const float* loss_scale, int N, int V, int Vp, ClassifierMode mode, Stream) {
+    const Real gradient_scale = (Real)((double)dloss * (loss_scale ? *loss_scale : 1.0f));
+    #pragma omp parallel for
+    for (int n = 0; n < N; n++) {
+        Real* logits = logits_inplace + (size_t)n * Vp;
+        Real max = logits[0];
+        #pragma omp simd reduction(max : max)
+        for (int v = 0; v < V; v++) { max = logits[v] > max ? logits[v] : max; }
+        double sum = 0.0;
+        #pragma omp simd reduction(+ : sum)
+        for (int v = 0; v < V; v++) { sum += exp_cpu(logits[v] - max); }
+        const int target = targets[n];
+        losses[n] = (Real)(log(sum) - (logits[target] - max));
+        if (mode == ClassifierMode::LossOnly) { continue; }
+        const Real factor = (Real)(gradient_scale / sum);
+        #pragma omp simd
+        for (int v = 0; v < V; v++) { logits[v] = exp_cpu(logits[v] - max) * factor; }
+        logits[target] -= gradient_scale;
+        for (int v = V; v < Vp; v++) { logits[v] = 0; }
+    }
+    OUTPUT("classifier.losses", losses, N);
+    if (mode == ClassifierMode::LossAndGrad) { OUTPUT("classifier.dlogits", logits_inplace, (size_t)N * Vp); }
+}
+
+// mean (=, +=) weight * sum over n of losses[n], added in order
+template <class Real>
+void loss_sum_cpu(Real* mean, const Real* losses, float weight, Accumulate acc, int N, Stream) {
+    double sum = 0.0;
+    for (int n = 0; n < N; n++) { sum += losses[n]; }
+    *mean = (Real)((acc == Accumulate::Yes ? *mean : 0.0) + weight * sum);
+    OUTPUT("loss_sum.mean", mean, 1);
+}
+
+// ---- update: gradient norm, the decision to skip, AdamW ----
+
+// norm = sqrt(sum over i of grads[i]^2) / loss_scale. Then, for the update that follows:
+// norm not finite: it is skipped, and a dynamic loss scale halves, not below 1.
+// else: t advances; grad_scale takes the loss scale out of the gradients and clips their norm to max_norm (0: never);
+// after growth_interval good steps a dynamic loss scale doubles, not above max_scale.
+template <class Real>
+void global_norm_cpu(UpdateState* state, Real* /*scratch*/, const void* grads, bool grads_bf16, size_t n, float max_norm,
+                     UpdatePolicy policy, Stream) {
+    assert(!grads_bf16);
+    (void)grads_bf16;
+    const Real* g = (const Real*)grads;                         // (n)
+    constexpr size_t kBlock = 65536;                            // one sum each, added up in order
+    std::vector<double> block_sums((n + kBlock - 1) / kBlock);
+    #pragma omp parallel for
+    for (size_t block = 0; block < block_sums.size(); block++) {
+        const size_t begin = block * kBlock, end = begin + kBlock < n ? begin + kBlock : n;
+        double sum = 0.0;
+        #pragma omp simd reduction(+ : sum)
+        for (size_t i = begin; i < end; i++) { sum += (double)g[i] * g[i]; }
+        block_sums[block] = sum;
+    }
+    double sum = 0.0;
+    for (double block_sum : block_sums) { sum += block_sum; }
+
+    const float scale_used = state->loss_scale;
+    state->norm = (float)(sqrt(sum) / scale_used);
+    if (!isfinite(state->norm)) {                               // written so that NaN lands here
+        state->skip = 1;
+        state->skipped_in_a_row++;
+        state->good_steps = 0;
+        if (policy.dynamic_loss_scale) { state->loss_scale = scale_used > 2.0f ? scale_used / 2 : 1.0f; }
+    } else {
+        state->skip = 0;
+        state->skipped_in_a_row = 0;
+        state->t++;
+        state->good_steps++;
+        state->grad_scale = (max_norm > 0 && state->norm > max_norm ? max_norm / state->norm : 1.0f) / scale_used;
+        if (policy.dynamic_loss_scale && state->good_steps >= policy.growth_interval) {
+            state->loss_scale = scale_used * 2 < policy.max_scale ? scale_used * 2 : policy.max_scale;
+            state->good_steps = 0;
+        }
+    }
+    OUTPUT("global_norm.norm", &state->norm, 1);
+    OUTPUT("global_norm.grad_scale", &state->grad_scale, 1);
+}
+
+template <class Real> struct AdamWOf {
+    Real* params;                       // (n)
+    Real* master;                       // (n) or null: params are all there is
+    Real* m; Real* v;                   // (n)
+    const void* grads;                  // (n) Real
+    bool grads_bf16;                    // false: the twins keep no 16-bit gradients
+    const UpdateState* state;
+    const ParamSegment* segments;       // (num_segments)
+    int num_segments;
+    size_t n;
+    float lr, beta1, beta2, eps;
+    RoundKey key;                       // for 16-bit params without master; unused here
+};
+
+// Skipped update: nothing changes. Else for every i in a segment, with g = grads[i]*grad_scale and t updates done:
+// m = beta1*m + (1-beta1)*g;   v = beta2*v + (1-beta2)*g^2;   m_hat = m/(1-beta1^t);   v_hat = v/(1-beta2^t)
+// p = p*(1 - lr*weight_decay) - lr*m_hat/(sqrt(v_hat) + eps), on the master copy where there is one; params = p
+// Elements that no segment covers are not touched.
+template <class Real> void adamw_update_cpu(AdamWOf<Real> a, Stream) {
+    assert(!a.grads_bf16);
+    if (a.state->skip) { return; }
+    const Real* grads = (const Real*)a.grads;
+    Real* weights = a.master ? a.master : a.params;
+    const Real lr = a.lr, beta1 = a.beta1, beta2 = a.beta2, eps = a.eps, grad_scale = a.state->grad_scale;
+    const Real correction1 = (Real)(1.0 - pow((double)a.beta1, (double)a.state->t));
+    const Real correction2 = (Real)(1.0 - pow((double)a.beta2, (double)a.state->t));
+    for (int s = 0; s < a.num_segments; s++) {
+        const ParamSegment segment = a.segments[s];
+        const Real keep = (Real)(1.0 - (double)a.lr * segment.weight_decay);
+        assert(segment.begin <= segment.end && segment.end <= a.n);
+        #pragma omp parallel for simd
+        for (size_t i = segment.begin; i < segment.end; i++) {
+            const Real g = grads[i] * grad_scale;
+            const Real m = a.m[i] = beta1 * a.m[i] + (1 - beta1) * g;
+            const Real v = a.v[i] = beta2 * a.v[i] + (1 - beta2) * g * g;
+            const Real m_hat = m / correction1, v_hat = v / correction2;
+            weights[i] = weights[i] * keep - lr * m_hat / ((Real)sqrt(v_hat) + eps);
+            a.params[i] = weights[i];
+        }
+    }
+    OUTPUT("adamw_update.params", a.params, a.n);
+    if (a.master) { OUTPUT("adamw_update.master", a.master, a.n); }
+    OUTPUT("adamw_update.m", a.m, a.n);
+    OUTPUT("adamw_update.v", a.v, a.n);
+}
+
+// ---- bf16: stochastic rounding ----
+
+// out[i] = in[i], rounded to bf16 with the random bits of element first + i
+static inline void round_stochastic_cpu(uint16_t* out, const float* in, size_t n, RoundKey key, size_t first) {
+    #pragma omp parallel for
+    for (size_t i = 0; i < n; i++) { out[i] = bf16_round_stochastic(in[i], round_bits16(key, first + i)); }
+}
+
+// grad[i] (=, +=) add[i]: the sum is taken in fp32 and rounded stochastically, once
+static inline void grad_accumulate_bf16_cpu(uint16_t* grad, const float* add, size_t n, RoundKey key, size_t first,
+                                            Accumulate acc) {
+    #pragma omp parallel for
+    for (size_t i = 0; i < n; i++) {
+        float sum = acc == Accumulate::Yes ? bf16_to_float(grad[i]) + add[i] : add[i];
+        grad[i] = bf16_round_stochastic(sum, round_bits16(key, first + i));
+    }
+}
+
+#ifdef __CUDACC__
+#pragma pop_macro("OUTPUT")
+#endif
+
+#endif  // LLMC_CPU_OPS_H

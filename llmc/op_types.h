@@ -1,0 +1,89 @@
+/*
+Types that the ops of both builds share: CUDA launchers in train_gpt2.cu, CPU twins in cpu_ops.h. Host and device.
+
+    bias_backward(dbias, scratch, dout, N, OC, stream);     // the same call in either build, Stream from here
+    #define X(name) puts(name);
+    GPT2_OUTPUTS(X)                                         // every output tensor of every op, by name
+*/
+#ifndef LLMC_OP_TYPES_H
+#define LLMC_OP_TYPES_H
+
+#include <stddef.h>     // gives: size_t
+
+#ifdef __CUDACC__
+typedef cudaStream_t Stream;
+#else
+typedef int Stream;                             // the twins run at once and ignore it
+struct int4 { int x, y, z, w; };                // as the CUDA toolkit has it
+#endif
+
+enum class Accumulate { No, Yes };              // No: output = value; Yes: output += value
+enum class ClassifierMode { LossOnly, LossAndGrad };
+
+// Token positions grouped by token id, so that each row of dwte is summed by one owner in a fixed order.
+struct TokenBuckets {
+    const int* order;           // (B*T) positions bt, sorted by token id, stable
+    const int4* segments;       // {token, start in order, length <= 128, slot}, largest buckets first;
+                                // slot -1: the whole bucket, added to dwte; else the partial sum goes to row `slot`
+    const int4* splits;         // {token, first slot, slots, 0}: buckets of several segments, added up in order
+    int num_segments, num_splits;
+};
+
+// What decides about an update; on the device, and part of the saved state.
+struct UpdateState {
+    long long t;                // updates done: AdamW's step count, skipped ones not counted
+    float loss_scale;           // the loss was multiplied by this (FP16), 1 otherwise
+    int good_steps;             // finite steps since the scale last changed
+    float norm;                 // gradient norm of the last step, before clipping; may be inf or NaN
+    float grad_scale;           // AdamW multiplies gradients by this: clipping / loss scale
+    int skip;                   // 1: the norm was not finite, nothing is updated
+    int skipped_in_a_row;
+};
+
+struct UpdatePolicy {
+    bool dynamic_loss_scale;
+    int growth_interval;        // good steps after which the loss scale doubles
+    float max_scale;
+};
+
+// Elements [begin, end) of the flat parameter buffer share a weight decay; what no segment covers is padding.
+struct ParamSegment { size_t begin, end; float weight_decay; };
+
+// Every output tensor of every op: what --break NAME may disturb, and what the tests must then notice.
+#define GPT2_OUTPUTS(X)                     \
+    X("encoder_forward.out")                \
+    X("encoder_backward.dwte")              \
+    X("encoder_backward.dwpe")              \
+    X("layernorm_forward.out")              \
+    X("layernorm_forward.mean")             \
+    X("layernorm_forward.rstd")             \
+    X("residual_layernorm_forward.residual") \
+    X("residual_layernorm_forward.out")     \
+    X("residual_layernorm_forward.mean")    \
+    X("residual_layernorm_forward.rstd")    \
+    X("layernorm_backward.dresidual")       \
+    X("layernorm_backward.dweight")         \
+    X("layernorm_backward.dbias")           \
+    X("layernorm_backward.dcolsum")         \
+    X("matmul_forward.out")                 \
+    X("matmul_forward.pre_gelu")            \
+    X("matmul_backward_input.dinp")         \
+    X("matmul_backward_weight.dweight")     \
+    X("bias_backward.dbias")                \
+    X("gelu_forward.out")                   \
+    X("gelu_backward_inplace.dinp")         \
+    X("gelu_backward_inplace.dbias")        \
+    X("attention_forward.out")              \
+    X("attention_forward.lse")              \
+    X("attention_backward.dqkv")            \
+    X("classifier.losses")                  \
+    X("classifier.dlogits")                 \
+    X("loss_sum.mean")                      \
+    X("global_norm.norm")                   \
+    X("global_norm.grad_scale")             \
+    X("adamw_update.params")                \
+    X("adamw_update.master")                \
+    X("adamw_update.m")                     \
+    X("adamw_update.v")
+
+#endif  // LLMC_OP_TYPES_H
