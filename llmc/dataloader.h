@@ -1,0 +1,366 @@
+/*
+Token shards -> batches, read one batch ahead by a thread of its own. Host only.
+
+A shard is 256 int32 {20240520, 1, ntokens, 0...}, then uint16 tokens; the data set is every shard that
+matches a glob pattern. Shard s holds floor((ntokens_s - 1) / T) windows: window w is tokens [w*T, w*T + T],
+the first T are a row of inputs, the last T its targets. A sample is one window. Samples are numbered g = 0,
+1, 2, ... for ever: epoch g / samples_per_epoch, then that epoch's order; the window of g is a pure function
+of (seed, g). Row b of the batch at position p on rank r is sample p + r*B + b, and the next position is p +
+world*B. Hence every sample of an epoch is seen once, by one rank, in the same global order for any B and
+any number of ranks; a batch that meets the end of an epoch goes on in the next one; position is all there
+is to save.
+
+    DataLoader loader;
+    dataloader_init(&loader, "data/train_*.bin", B, T, rank, world, true, seed, V);
+    dataloader_next(&loader);               // loader.inputs, loader.targets: (B,T), valid until the next call
+    int64_t position = loader.position;     // save this ...
+    dataloader_seek(&loader, position);     // ... and the next batch is the one that would have come
+    dataloader_free(&loader);
+*/
+#ifndef LLMC_DATALOADER_H
+#define LLMC_DATALOADER_H
+
+#include <assert.h>             // gives: assert
+#include <errno.h>              // gives: errno, EINTR
+#include <fcntl.h>              // gives: open
+#include <glob.h>               // gives: glob
+#include <limits.h>             // gives: INT32_MAX
+#include <stdint.h>             // gives: int64_t
+#include <string.h>             // gives: strerror
+#include <sys/stat.h>           // gives: fstat
+#include <unistd.h>             // gives: pread, close
+
+#include <algorithm>            // gives: std::sort, std::upper_bound
+#include <condition_variable>   // gives: std::condition_variable
+#include <mutex>                // gives: std::mutex
+#include <string>               // gives: std::string
+#include <thread>               // gives: std::thread
+#include <utility>              // gives: std::pair
+#include <vector>               // gives: std::vector
+
+#include "check.h"              // gives: die, format
+#include "rand.h"               // gives: rand_block
+
+static const int kShardMagic = 20240520, kShardVersion = 1;
+static const int64_t kShardHeaderBytes = 256 * 4;
+
+struct DataShard {
+    std::string path;
+    int64_t tokens, windows;
+    dev_t device;                           // with inode: which file it is, whatever its path
+    ino_t inode;
+};
+
+// An epoch is a sequence of (key, shard), a shard one of (key, window); unshuffled, all keys are 0.
+typedef std::vector<std::pair<uint64_t, int64_t>> DataOrder;
+
+// What the thread works on. It lives on the heap, where exit() tears nothing down: die() may end the process
+// while the thread is in the middle of a read.
+struct DataPrefetch {
+    std::vector<DataShard> shards;          // sorted by path
+    int64_t samples_per_epoch;
+    int B, T, vocab;
+    bool shuffle;
+    uint64_t seed;
+
+    // of the thread alone: where it is
+    int64_t epoch, order_epoch, order_shard;    // what the orders below belong to; -1: nothing yet
+    DataOrder shard_order, window_order;
+    std::vector<int64_t> first_sample;      // of the k-th shard of this epoch
+    int fd;                                 // the open shard; -1: none
+    int64_t fd_shard;
+    std::vector<uint16_t> window;           // (T+1)
+
+    // guarded by the mutex: at most one request, written by the caller, answered by the thread
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool pending, quit;
+    int64_t first_row;                      // request: samples first_row .. first_row + B - 1 ...
+    int slot;                               // ... into this buffer; the caller owns the other one
+    std::vector<int> inputs[2], targets[2]; // (B,T)
+    std::string error;                      // why the request failed; "": it did not
+    std::thread thread;
+};
+
+struct DataLoader {
+    const int* inputs;                      // (B,T)
+    const int* targets;                     // (B,T)
+    int64_t position;                       // of the batch the next call returns, in samples of all ranks
+    int64_t samples_per_epoch;              // over all ranks
+    int64_t tokens;                         // in all shards, the tails that fill no window included
+    int B, T, rank, world;
+    DataPrefetch* prefetch;
+};
+
+// ---- shards ----
+
+// Opens shard->path and checks its header against its size. Returns the error, or "".
+static inline std::string data_shard_open(DataShard* shard, int* fd) {
+    const char* path = shard->path.c_str();
+    const char* hint = "hint: `dev/data/tokenize` makes shards from text; or name other files with -i and -j";
+    *fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (*fd < 0) { return format("cannot open '%s': %s", path, strerror(errno)); }
+    struct stat st;
+    if (fstat(*fd, &st) != 0) { return format("cannot read '%s': %s", path, strerror(errno)); }
+    if (!S_ISREG(st.st_mode)) { return format("'%s' is not a regular file, so it is no token shard", path); }
+    long long bytes = st.st_size;
+    if (bytes < kShardHeaderBytes) {
+        return format("'%s' is %s: %lld bytes, a token shard has a header of %lld\n%s", path,
+                      bytes ? "truncated" : "empty", bytes, (long long)kShardHeaderBytes, hint);
+    }
+    int32_t header[256];
+    if (pread(*fd, header, sizeof(header), 0) != (ssize_t)sizeof(header)) {
+        return format("cannot read the header of '%s': %s", path, strerror(errno));
+    }
+    if (header[0] != kShardMagic) {
+        return format("'%s' is not a token shard: its first number is %d, expected %d\n%s", path, header[0],
+                      kShardMagic, hint);
+    }
+    if (header[1] != kShardVersion) {
+        return format("'%s' is a token shard of version %d, only version %d can be read\n%s", path, header[1],
+                      kShardVersion, hint);
+    }
+    // The header's field holds the low 32 bits of the count; above 2^31 - 1 tokens only the size can tell it.
+    long long stored = (bytes - kShardHeaderBytes) / 2, claimed = header[2];
+    bool wraps = stored > INT32_MAX;
+    if (bytes % 2 != 0 || (wraps ? (uint32_t)claimed != (uint32_t)stored : claimed != stored)) {
+        const char* what = claimed < 0 && !wraps ? "has a negative token count"
+                         : claimed > stored ? "is truncated" : "does not match its header";
+        return format("'%s' %s: the header says %lld tokens, %lld bytes hold %lld\n%s", path, what, claimed,
+                      bytes, stored, hint);
+    }
+    shard->tokens = stored;
+    shard->device = st.st_dev;
+    shard->inode = st.st_ino;
+    return "";
+}
+
+// All files of the pattern, by name; a file that really has that name needs no pattern.
+static inline std::vector<std::string> data_glob(const char* pattern) {
+    if (file_size(pattern) >= 0) { return {pattern}; }
+    glob_t found;
+    int rc = glob(pattern, GLOB_NOSORT | GLOB_TILDE, nullptr, &found);
+    if (rc != 0) {
+        die("no data: %s '%s'\n"
+            "hint: `make tinyshakespeare` creates dev/data/tinyshakespeare/*.bin; -i and -j name other files",
+            rc == GLOB_NOMATCH ? "no file matches" : "cannot list", pattern);
+    }
+    std::vector<std::string> paths(found.gl_pathv, found.gl_pathv + found.gl_pathc);
+    globfree(&found);
+    std::sort(paths.begin(), paths.end());      // by bytes: the same order under every locale
+    return paths;
+}
+
+// ---- order: sample number -> (shard, window) ----
+
+// The order of count items by random keys, ties by index; item i has the block first_block + i of stream id.
+static inline void data_shuffled_order(DataOrder* order, uint64_t seed, uint32_t id, uint64_t first_block,
+                                       int64_t count, bool shuffle) {
+    order->resize((size_t)count);
+    for (int64_t i = 0; i < count; i++) {
+        uint64_t key = 0;
+        if (shuffle) {
+            Rand4 r = rand_block(seed, RAND_SHUFFLE, id, first_block + (uint64_t)i);
+            key = r.w[0] | (uint64_t)r.w[1] << 32;
+        }
+        (*order)[(size_t)i] = {key, i};
+    }
+    if (shuffle) { std::sort(order->begin(), order->end()); }
+}
+
+static inline void data_locate(DataPrefetch* p, int64_t sample, int64_t* shard, int64_t* window) {
+    const uint32_t kShardStream = 0xFFFFFFFFu;  // no shard has this number
+    int64_t epoch = sample / p->samples_per_epoch;
+    if (epoch != p->epoch) {
+        data_shuffled_order(&p->shard_order, p->seed, kShardStream, (uint64_t)epoch << 32,
+                            (int64_t)p->shards.size(), p->shuffle);
+        p->first_sample.clear();
+        int64_t first = 0;
+        for (const std::pair<uint64_t, int64_t>& o : p->shard_order) {
+            p->first_sample.push_back(first);
+            first += p->shards[(size_t)o.second].windows;
+        }
+        p->epoch = epoch;
+    }
+    // The last shard that starts at or before the sample: one without windows starts with its successor.
+    int64_t i = sample % p->samples_per_epoch;
+    auto after = std::upper_bound(p->first_sample.begin(), p->first_sample.end(), i);
+    size_t k = (size_t)(after - p->first_sample.begin()) - 1;
+    *shard = p->shard_order[k].second;
+    *window = i - p->first_sample[k];
+    if (!p->shuffle) { return; }
+    if (epoch != p->order_epoch || *shard != p->order_shard) {
+        data_shuffled_order(&p->window_order, p->seed, (uint32_t)*shard, (uint64_t)epoch << 36,
+                            p->shards[(size_t)*shard].windows, true);
+        p->order_epoch = epoch;
+        p->order_shard = *shard;
+    }
+    *window = p->window_order[(size_t)*window].second;
+}
+
+// ---- reading ----
+
+// Reads one row. Returns the error, or "".
+static inline std::string data_read_row(DataPrefetch* p, int64_t sample, int* inputs, int* targets /*(T)*/) {
+    int64_t s, w;
+    data_locate(p, sample, &s, &w);
+    const DataShard& shard = p->shards[(size_t)s];
+    const char* path = shard.path.c_str();
+    if (p->fd_shard != s) {                     // hundreds of shards, one open file
+        if (p->fd >= 0) { close(p->fd); }
+        p->fd_shard = -1;
+        DataShard now = shard;
+        std::string error = data_shard_open(&now, &p->fd);
+        if (!error.empty()) { return error; }
+        if (now.tokens != shard.tokens) { return format("'%s' changed while it was in use", path); }
+        p->fd_shard = s;
+    }
+    int T = p->T;
+    int64_t offset = kShardHeaderBytes + 2 * w * T;
+    char* to = (char*)p->window.data();
+    size_t want = 2 * ((size_t)T + 1), got = 0;
+    while (got < want) {
+        ssize_t n = pread(p->fd, to + got, want - got, (off_t)(offset + (int64_t)got));
+        if (n < 0 && errno == EINTR) { continue; }
+        if (n < 0) { return format("cannot read '%s': %s", path, strerror(errno)); }
+        if (n == 0) { return format("'%s' was cut short while it was in use", path); }
+        got += (size_t)n;
+    }
+    int largest = 0;
+    for (int t = 0; t <= T; t++) { largest = std::max(largest, (int)p->window[(size_t)t]); }
+    if (largest >= p->vocab) {
+        int t = 0;
+        while (p->window[(size_t)t] < p->vocab) { t++; }
+        return format("token id %d in '%s' at byte %lld (token number %lld), but the model's ids are 0..%d\n"
+                      "hint: choose a model with a larger V (-e), or tokenize the text for this one",
+                      p->window[(size_t)t], path, (long long)(offset + 2 * t), (long long)(w * T + t),
+                      p->vocab - 1);
+    }
+    for (int t = 0; t < T; t++) {
+        inputs[t] = p->window[(size_t)t];
+        targets[t] = p->window[(size_t)t + 1];
+    }
+    return "";
+}
+
+static inline void data_thread(DataPrefetch* p) {
+    std::unique_lock<std::mutex> lock(p->mutex);
+    for (;;) {
+        p->changed.wait(lock, [p] { return p->pending || p->quit; });
+        if (p->quit) { return; }
+        int64_t first_row = p->first_row;
+        int slot = p->slot;
+        lock.unlock();
+        std::string error;
+        int* inputs = p->inputs[slot].data();
+        int* targets = p->targets[slot].data();
+        for (int b = 0; b < p->B && error.empty(); b++) {
+            error = data_read_row(p, first_row + b, inputs + (size_t)b * p->T, targets + (size_t)b * p->T);
+        }
+        lock.lock();
+        p->error = error;
+        p->pending = false;
+        p->changed.notify_all();
+    }
+}
+
+static inline void data_request(DataLoader* loader) {       // the mutex is held, nothing is pending
+    DataPrefetch* p = loader->prefetch;
+    p->first_row = loader->position + (int64_t)loader->rank * loader->B;
+    p->pending = true;
+    p->changed.notify_all();
+}
+
+// ---- the loader ----
+
+static inline void dataloader_init(DataLoader* loader, const char* pattern, int B, int T, int rank, int world,
+                                   bool shuffle, uint64_t seed, int vocab) {
+    assert(B > 0 && T > 0 && rank >= 0 && rank < world && vocab > 0);
+    DataPrefetch* p = new DataPrefetch();
+    *loader = DataLoader();
+    loader->B = B;
+    loader->T = T;
+    loader->rank = rank;
+    loader->world = world;
+    loader->prefetch = p;
+    int64_t longest = 0;
+    for (const std::string& path : data_glob(pattern)) {
+        DataShard shard = {path, 0, 0, 0, 0};
+        int fd;
+        std::string error = data_shard_open(&shard, &fd);
+        if (!error.empty()) { die("%s", error.c_str()); }
+        close(fd);
+        if (shard.tokens > 0) { shard.windows = (shard.tokens - 1) / T; }   // - 1: the last target
+        p->shards.push_back(shard);
+        loader->samples_per_epoch += shard.windows;
+        loader->tokens += shard.tokens;
+        longest = std::max(longest, shard.tokens);
+    }
+    if (loader->samples_per_epoch == 0) {
+        die("'%s' is too short: one row takes T+1 = %lld tokens, the longest shard has %lld\n"
+            "hint: use a smaller -t or more text", pattern, (long long)T + 1, (long long)longest);
+    }
+    p->samples_per_epoch = loader->samples_per_epoch;
+    p->B = B;
+    p->T = T;
+    p->vocab = vocab;
+    p->shuffle = shuffle;
+    p->seed = seed;
+    p->epoch = p->order_epoch = p->order_shard = p->fd_shard = -1;
+    p->fd = -1;
+    p->window.resize((size_t)T + 1);
+    for (int slot = 0; slot < 2; slot++) {
+        p->inputs[slot].resize((size_t)B * (size_t)T);
+        p->targets[slot].resize((size_t)B * (size_t)T);
+    }
+    data_request(loader);                       // the thread does not run yet: no lock is needed
+    p->thread = std::thread(data_thread, p);
+}
+
+static inline void dataloader_next(DataLoader* loader) {
+    DataPrefetch* p = loader->prefetch;
+    std::unique_lock<std::mutex> lock(p->mutex);
+    p->changed.wait(lock, [p] { return !p->pending; });
+    if (p->first_row != loader->position + (int64_t)loader->rank * loader->B) {     // somebody seeked
+        data_request(loader);
+        p->changed.wait(lock, [p] { return !p->pending; });
+    }
+    if (!p->error.empty()) { die("%s", p->error.c_str()); }
+    loader->inputs = p->inputs[p->slot].data();
+    loader->targets = p->targets[p->slot].data();
+    loader->position += (int64_t)loader->world * loader->B;
+    p->slot = 1 - p->slot;
+    data_request(loader);
+}
+
+// The batch read ahead is simply not used when its position is no longer the wanted one.
+static inline void dataloader_seek(DataLoader* loader, int64_t position) {
+    assert(position >= 0);
+    loader->position = position;
+}
+
+// The path of a file that both loaders read, or nullptr. Validating on the training data is never meant.
+static inline const char* dataloader_shared_file(const DataLoader* a, const DataLoader* b) {
+    for (const DataShard& x : a->prefetch->shards) {
+        for (const DataShard& y : b->prefetch->shards) {
+            if (x.device == y.device && x.inode == y.inode) { return y.path.c_str(); }
+        }
+    }
+    return nullptr;
+}
+
+static inline void dataloader_free(DataLoader* loader) {
+    DataPrefetch* p = loader->prefetch;
+    if (!p) { return; }
+    {
+        std::lock_guard<std::mutex> lock(p->mutex);
+        p->quit = true;
+        p->changed.notify_all();
+    }
+    p->thread.join();
+    if (p->fd >= 0) { close(p->fd); }
+    delete p;
+    *loader = DataLoader();
+}
+
+#endif  // LLMC_DATALOADER_H

@@ -1,0 +1,424 @@
+/*
+GPT-2's byte-level BPE, text to token ids and back, and the byte tokenizer (V=256). Host only.
+
+    Tokenizer tok;
+    tokenizer_init_bpe(&tok, nullptr);                          // or tokenizer_init_bytes(&tok)
+    std::vector<uint32_t> ids = {tok.eot};
+    tokenizer_encode(&tok, text.data(), text.size(), ids);      // appends; text may hold any bytes
+    for (uint32_t id : ids) { fputs(tokenizer_decode(&tok, id).c_str(), stdout); }
+    tokenizer_free(&tok);
+
+A Tokenizer does not change after init: threads share one, each with a TokenizerCache of its own when there is much text.
+
+Encoding has two steps. The text is cut into pieces by GPT-2's pattern, here a scanner written by hand:
+    's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
+Then the bytes of each piece are merged: of all neighbouring pairs that together are a token, the one with the lowest id
+becomes that token (the leftmost, if several are equal), until no pair is left. On valid UTF-8 the ids are those of
+tiktoken's encode_ordinary. A byte that is not part of a well-formed UTF-8 sequence (no overlong forms, no surrogates)
+counts as one character of class other, like the U+FFFD a lossy reader would put there; its id keeps the byte, so every
+string of bytes comes back exactly. Nothing in the text becomes the end-of-text token: that is the caller's to add.
+*/
+#ifndef LLMC_TOKENIZER_H
+#define LLMC_TOKENIZER_H
+
+#include <stddef.h>     // gives: ptrdiff_t
+#include <stdint.h>     // gives: uint32_t, uint64_t
+#include <stdio.h>      // gives: FILE
+#include <string.h>     // gives: memcpy
+#include <unistd.h>     // gives: readlink
+
+#include <algorithm>    // gives: std::push_heap
+#include <functional>   // gives: std::greater
+#include <string>       // gives: std::string
+#include <string_view>  // gives: std::string_view
+#include <unordered_map>    // gives: std::unordered_map (only while the pair table is built)
+#include <vector>       // gives: std::vector
+
+#include "check.h"              // gives: die, fopen_check, AtomicFile
+#include "unicode_tables.h"     // gives: kCharRanges, CharClass
+
+static const uint32_t kTokenizerMagic = 20240328, kTokenizerVersion = 2;
+static const uint32_t kGpt2Merges = 50000, kGpt2Eot = 256 + kGpt2Merges;
+static const uint32_t kNoMerge = 0xFFFFFFFFu;       // larger than any id, so "lowest id" needs no special case
+
+struct Tokenizer {
+    std::vector<std::string> bytes;     // (V)        what each id stands for
+    uint32_t eot;                       //            goes before every document: 50256, or byte 0 for the byte tokenizer
+    uint16_t byte_id[256];              //            the id of each single byte
+    std::vector<uint64_t> pairs;        // (2^k)      hash table of left << 48 | right << 32 | merged; all ones: free
+    int pair_shift;                     //            a 32-bit hash >> pair_shift is a slot
+    std::vector<uint8_t> char_class;    // (0x110000) CharClass of every code point
+};
+
+// ---- tables ----
+
+// Where the pair is in the hash table, or where it would go.
+static inline size_t tokenizer_pair_slot(const Tokenizer* tok, uint32_t left, uint32_t right) {
+    uint32_t key = left << 16 | right;
+    size_t mask = tok->pairs.size() - 1;
+    size_t slot = (key * 0x9E3779B1u) >> tok->pair_shift;
+    while (tok->pairs[slot] != ~0ull && (uint32_t)(tok->pairs[slot] >> 32) != key) { slot = (slot + 1) & mask; }
+    return slot;
+}
+
+// The token that left and right make together, or kNoMerge (the low half of a free slot).
+static inline uint32_t tokenizer_pair(const Tokenizer* tok, uint32_t left, uint32_t right) {
+    return (uint32_t)tok->pairs[tokenizer_pair_slot(tok, left, right)];
+}
+
+// Everything that follows from tok->bytes and tok->eot. A pair merges whenever its bytes are a token, whichever pair
+// the vocabulary lists for that token: this is tiktoken's rule.
+static inline void tokenizer_build(Tokenizer* tok, const char* path) {
+    size_t V = tok->bytes.size();
+    std::unordered_map<std::string_view, uint32_t> ids;
+    std::vector<bool> byte_seen(256);
+    for (size_t id = 0; id < V; id++) {
+        if (tok->bytes[id].size() == 1) {
+            tok->byte_id[(uint8_t)tok->bytes[id][0]] = (uint16_t)id;
+            byte_seen[(uint8_t)tok->bytes[id][0]] = true;
+        }
+        if (id == tok->eot && V > 256) { continue; }        // text never merges into it
+        if (!ids.emplace(tok->bytes[id], (uint32_t)id).second) {
+            die("'%s' has the same token twice: id %zu\nhint: the file is damaged", path, id);
+        }
+    }
+    for (int b = 0; b < 256; b++) {
+        if (!byte_seen[b]) { die("'%s' has no token for the byte 0x%02x\nhint: the file is damaged", path, b); }
+    }
+
+    std::vector<uint64_t> found;
+    for (const auto& entry : ids) {
+        std::string_view whole = entry.first;
+        for (size_t cut = 1; cut < whole.size(); cut++) {
+            auto left = ids.find(whole.substr(0, cut)), right = ids.find(whole.substr(cut));
+            if (left == ids.end() || right == ids.end()) { continue; }
+            found.push_back((uint64_t)left->second << 48 | (uint64_t)right->second << 32 | entry.second);
+        }
+    }
+    int bits = 1;
+    while (((size_t)1 << bits) < 2 * found.size()) { bits++; }      // at most half full: short probes
+    tok->pairs.assign((size_t)1 << bits, ~0ull);
+    tok->pair_shift = 32 - bits;
+    for (uint64_t pair : found) {
+        tok->pairs[tokenizer_pair_slot(tok, (uint32_t)(pair >> 48), (uint32_t)(pair >> 32) & 0xFFFF)] = pair;
+    }
+
+    tok->char_class.assign(0x110000, CHAR_OTHER);
+    for (const CharRange& r : kCharRanges) {
+        memset(&tok->char_class[r.first], r.kind, r.last - r.first + 1);
+    }
+}
+
+static inline void tokenizer_free(Tokenizer* tok) { *tok = Tokenizer(); }
+
+// ---- characters and pieces ----
+
+// The code point at s[0], its bytes in *width; -1 with width 1 where no well-formed UTF-8 sequence begins. len >= 1.
+static inline int32_t utf8_decode(const uint8_t* s, size_t len, size_t* width) {
+    uint32_t lead = s[0];
+    *width = 1;
+    if (lead < 0x80) { return (int32_t)lead; }
+    size_t n = lead < 0xC2 ? 0 : lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : lead < 0xF5 ? 4 : 0;
+    if (n == 0 || n > len) { return -1; }
+    uint32_t cp = lead & (0x7Fu >> n);
+    for (size_t i = 1; i < n; i++) {
+        if ((s[i] & 0xC0) != 0x80) { return -1; }
+        cp = cp << 6 | (s[i] & 0x3Fu);
+    }
+    bool overlong = (n == 3 && cp < 0x800) || (n == 4 && cp < 0x10000);
+    if (overlong || (cp >= 0xD800 && cp < 0xE000) || cp > 0x10FFFF) { return -1; }
+    *width = n;
+    return (int32_t)cp;
+}
+
+static inline CharClass tokenizer_class(const Tokenizer* tok, const uint8_t* s, size_t len, size_t* width) {
+    int32_t cp = utf8_decode(s, len, width);
+    return cp < 0 ? CHAR_OTHER : (CharClass)tok->char_class[(size_t)cp];
+}
+
+// End of the run of characters of one class that begins at i.
+static inline size_t tokenizer_run(const Tokenizer* tok, const uint8_t* s, size_t i, size_t len, CharClass kind) {
+    size_t width;
+    while (i < len && tokenizer_class(tok, s + i, len - i, &width) == kind) { i += width; }
+    return i;
+}
+
+// Bytes in the first piece of s. len >= 1.
+static inline size_t tokenizer_piece(const Tokenizer* tok, const uint8_t* s, size_t len) {
+    if (s[0] == '\'' && len >= 2) {
+        if (s[1] == 's' || s[1] == 't' || s[1] == 'm' || s[1] == 'd') { return 2; }
+        bool pair = len >= 3 && ((s[1] == 'r' && s[2] == 'e') || (s[1] == 'v' && s[2] == 'e') ||
+                                 (s[1] == 'l' && s[2] == 'l'));
+        if (pair) { return 3; }
+    }
+    size_t skip = s[0] == ' ' && len >= 2 ? 1 : 0;      // one blank belongs to the word after it
+    size_t width;
+    CharClass kind = tokenizer_class(tok, s + skip, len - skip, &width);
+    if (kind != CHAR_SPACE) { return tokenizer_run(tok, s, skip + width, len, kind); }
+
+    // White space: all of it at the end of the text, else all but its last character, which is left for the next word.
+    size_t end = 0, last = 0;
+    while (end < len && tokenizer_class(tok, s + end, len - end, &width) == CHAR_SPACE) {
+        last = end;
+        end += width;
+    }
+    return end == len || last == 0 ? end : last;
+}
+
+// True if a piece is certain to begin at position i: white space after something else. Text cut there and encoded in
+// parts gives the ids of the whole, because every part ends in a character that is not white space.
+static inline bool tokenizer_can_cut(const Tokenizer* tok, const char* text, size_t len, size_t i) {
+    const uint8_t* s = (const uint8_t*)text;
+    if (i == 0 || i >= len || s[i] >= 0x80 || tok->char_class[s[i]] != CHAR_SPACE) { return false; }
+    size_t back = 1, width;         // to the first byte of the character before i
+    while (back < 4 && back < i && (s[i - back] & 0xC0) == 0x80) { back++; }
+    CharClass before = tokenizer_class(tok, s + i - back, back, &width);
+    return width != back || before != CHAR_SPACE;       // width != back: a broken sequence, class other
+}
+
+// ---- merging ----
+
+static const size_t kShortPiece = 64;   // above: a heap, so that a megabyte of one letter takes n log n, not n^2
+
+// Merges ids[0..n) in place, returns how many are left. n <= kShortPiece: looking through all pairs is fastest.
+static inline size_t tokenizer_merge_short(const Tokenizer* tok, uint32_t* ids, size_t n) {
+    uint32_t merged[kShortPiece];       // merged[i]: what ids[i] and ids[i+1] make; the last has no partner
+    for (size_t i = 0; i + 1 < n; i++) { merged[i] = tokenizer_pair(tok, ids[i], ids[i + 1]); }
+    merged[n - 1] = kNoMerge;
+    for (;;) {
+        size_t best = 0;
+        for (size_t i = 1; i < n; i++) { if (merged[i] < merged[best]) { best = i; } }
+        if (merged[best] == kNoMerge) { return n; }
+        ids[best] = merged[best];
+        n--;
+        for (size_t i = best + 1; i < n; i++) { ids[i] = ids[i + 1]; merged[i] = merged[i + 1]; }
+        merged[best] = best + 1 < n ? tokenizer_pair(tok, ids[best], ids[best + 1]) : kNoMerge;
+        if (best > 0) { merged[best - 1] = tokenizer_pair(tok, ids[best - 1], ids[best]); }
+    }
+}
+
+// The same for any n: a doubly linked list of what is left, and a heap of (merged id, position) ordered like the search
+// above. An entry that its neighbours have overtaken no longer equals merged[position] and is dropped when it comes up.
+static inline size_t tokenizer_merge_long(const Tokenizer* tok, uint32_t* ids, size_t n) {
+    std::vector<uint32_t> merged(n, kNoMerge);
+    std::vector<size_t> next(n), prev(n);
+    std::vector<uint64_t> heap;         // merged << 48 | position
+    auto look = [&](size_t i) {
+        merged[i] = next[i] < n ? tokenizer_pair(tok, ids[i], ids[next[i]]) : kNoMerge;
+        return merged[i] != kNoMerge;
+    };
+    for (size_t i = 0; i < n; i++) {
+        next[i] = i + 1;
+        prev[i] = i - 1;                // of position 0: never read, see below
+        if (look(i)) { heap.push_back((uint64_t)merged[i] << 48 | i); }
+    }
+    std::make_heap(heap.begin(), heap.end(), std::greater<uint64_t>());
+    auto push = [&](size_t i) {
+        heap.push_back((uint64_t)merged[i] << 48 | i);
+        std::push_heap(heap.begin(), heap.end(), std::greater<uint64_t>());
+    };
+    while (!heap.empty()) {
+        std::pop_heap(heap.begin(), heap.end(), std::greater<uint64_t>());
+        uint32_t id = (uint32_t)(heap.back() >> 48);
+        size_t i = heap.back() & 0xFFFFFFFFFFFFull;
+        heap.pop_back();
+        if (merged[i] != id) { continue; }
+
+        size_t gone = next[i];
+        ids[i] = id;
+        merged[gone] = kNoMerge;
+        next[i] = next[gone];
+        if (next[i] < n) { prev[next[i]] = i; }
+        if (look(i)) { push(i); }
+        if (i > 0 && look(prev[i])) { push(prev[i]); }
+    }
+    size_t left = 0;
+    for (size_t i = 0; i < n; i = next[i]) { ids[left++] = ids[i]; }
+    return left;
+}
+
+// ---- encode, decode ----
+
+// Remembers the ids of recent short pieces: text repeats its words, so most pieces are never merged again.
+struct TokenizerCache {
+    static const size_t kBits = 16, kKey = 15, kIds = 7;
+    struct Entry {
+        uint64_t key[2];        // the piece's bytes, zeros after them, its length in the last byte; length 0: free
+        uint16_t ids[kIds], count;
+    };
+    std::vector<Entry> entries = std::vector<Entry>((size_t)1 << kBits, Entry());    // 2 MB: fits a level-2 cache
+};
+
+static inline TokenizerCache::Entry* tokenizer_cache_entry(TokenizerCache* cache, const uint8_t* piece, size_t n,
+                                                           uint64_t key[2]) {
+    key[0] = key[1] = 0;
+    memcpy(key, piece, n);
+    key[1] |= (uint64_t)n << 56;
+    uint64_t hash = (key[0] ^ (key[1] << 29 | key[1] >> 35)) * 0x9E3779B97F4A7C15ull;
+    return &cache->entries[(hash ^ hash >> 32) * 0x9E3779B97F4A7C15ull >> (64 - TokenizerCache::kBits)];
+}
+
+static inline void tokenizer_encode_piece(const Tokenizer* tok, const uint8_t* piece, size_t n,
+                                          std::vector<uint32_t>& out) {
+    size_t start = out.size();
+    out.resize(start + n);
+    uint32_t* ids = &out[start];
+    for (size_t i = 0; i < n; i++) { ids[i] = tok->byte_id[piece[i]]; }
+    size_t left = n <= kShortPiece ? tokenizer_merge_short(tok, ids, n) : tokenizer_merge_long(tok, ids, n);
+    out.resize(start + left);
+}
+
+// Appends the ids of text to out.
+static inline void tokenizer_encode(const Tokenizer* tok, const char* text, size_t len, std::vector<uint32_t>& out,
+                                    TokenizerCache* cache = nullptr) {
+    const uint8_t* s = (const uint8_t*)text;
+    for (size_t i = 0, n; i < len; i += n) {
+        n = tokenizer_piece(tok, s + i, len - i);
+        if (!cache || n > TokenizerCache::kKey) {
+            tokenizer_encode_piece(tok, s + i, n, out);
+            continue;
+        }
+        uint64_t key[2];
+        TokenizerCache::Entry* e = tokenizer_cache_entry(cache, s + i, n, key);
+        if (e->key[0] == key[0] && e->key[1] == key[1]) {
+            out.insert(out.end(), e->ids, e->ids + e->count);
+            continue;
+        }
+        size_t start = out.size();
+        tokenizer_encode_piece(tok, s + i, n, out);
+        size_t count = out.size() - start;
+        if (count > TokenizerCache::kIds) { continue; }
+        memcpy(e->key, key, sizeof(key));
+        e->count = (uint16_t)count;
+        std::copy(out.begin() + (ptrdiff_t)start, out.end(), e->ids);
+    }
+}
+
+static inline const std::string& tokenizer_decode(const Tokenizer* tok, uint32_t id) {
+    if (id >= tok->bytes.size()) {
+        die("token id %u is outside the tokenizer's vocabulary of %zu", id, tok->bytes.size());
+    }
+    return tok->bytes[id];
+}
+
+// ---- where vocabularies come from ----
+
+// Every byte is its own id. No id is left for end of text; byte 0, which text does not hold, takes its place.
+static inline void tokenizer_init_bytes(Tokenizer* tok) {
+    *tok = Tokenizer();
+    for (int b = 0; b < 256; b++) { tok->bytes.push_back(std::string(1, (char)b)); }
+    tokenizer_build(tok, "bytes");
+}
+
+static inline std::string tokenizer_read_file(const char* path, const char* hint) {
+    FILE* f = fopen(path, "rb");
+    if (!f) { die("cannot open the vocabulary '%s': %s\nhint: %s", path, strerror(errno), hint); }
+    std::string data;
+    char block[1 << 16];
+    for (size_t n; (n = fread(block, 1, sizeof(block), f)) > 0;) { data.append(block, n); }
+    if (ferror(f)) { die("cannot read '%s': %s", path, strerror(errno)); }
+    fclose(f);
+    return data;
+}
+
+// The committed vocabulary, seen from the current folder or from the program's.
+static inline std::string tokenizer_default_path() {
+    const std::string path = "dev/data/gpt2_bpe/vocab.bpe";
+    if (file_size(path.c_str()) >= 0) { return path; }
+    char exe[4096];
+    ssize_t n = readlink("/proc/self/exe", exe, sizeof(exe));
+    std::string folder(exe, n > 0 ? (size_t)n : 0);
+    for (int up = 0; up < 3 && !folder.empty(); up++) {      // the repository, build/, dev/test/
+        folder.resize(folder.rfind('/') == std::string::npos ? 0 : folder.rfind('/'));
+        if (file_size((folder + "/" + path).c_str()) >= 0) { return folder + "/" + path; }
+    }
+    return path;
+}
+
+// GPT-2's vocabulary from its list of merges: ids 0-255 are the bytes, then one id per merge, then end of text.
+// The list writes each byte as one printable character: itself where it is printable, else U+0100, U+0101, ...; the
+// ids of the bytes follow the order of those characters. path: nullptr for the committed one.
+static inline void tokenizer_init_bpe(Tokenizer* tok, const char* path) {
+    std::string file = path && path[0] ? path : tokenizer_default_path();
+    path = file.c_str();
+    std::string data = tokenizer_read_file(path, "it is in the repository: dev/data/gpt2_bpe/vocab.bpe");
+    *tok = Tokenizer();
+
+    std::vector<int> byte_of_char(0x144, -1);
+    for (int pass = 0; pass < 2; pass++) {
+        for (int b = 0; b < 256; b++) {
+            bool printable = (b > 0x20 && b < 0x7F) || (b > 0xA0 && b != 0xAD);
+            if (printable == (pass == 1)) { continue; }
+            byte_of_char[pass == 0 ? (size_t)b : tok->bytes.size() - 188 + 256] = b;      // 188 are printable
+            tok->bytes.push_back(std::string(1, (char)b));
+        }
+    }
+
+    size_t line_number = 0;
+    for (size_t pos = 0, end; pos < data.size(); pos = end + 1) {
+        end = std::min(data.find('\n', pos), data.size());
+        line_number++;
+        if (line_number == 1 && data.compare(pos, 9, "#version:") == 0) { continue; }
+        std::string token;
+        int blanks = 0;
+        bool bad = end - pos < 3 || data[pos] == ' ' || data[end - 1] == ' ';
+        for (size_t i = pos, width; i < end && !bad; i += width) {
+            int32_t cp = utf8_decode((const uint8_t*)&data[i], end - i, &width);
+            if (cp == ' ') { blanks++; continue; }
+            bad = cp < 0 || cp >= 0x144 || byte_of_char[(size_t)cp] < 0;
+            if (!bad) { token += (char)byte_of_char[(size_t)cp]; }
+        }
+        if (bad || blanks != 1) { die("'%s' line %zu is not a merge of two tokens", path, line_number); }
+        tok->bytes.push_back(token);
+    }
+    if (tok->bytes.size() != kGpt2Eot) {
+        die("'%s' has %zu merges, GPT-2 has %u\nhint: is the file complete?", path, tok->bytes.size() - 256, kGpt2Merges);
+    }
+    tok->eot = kGpt2Eot;
+    tok->bytes.push_back("<|endoftext|>");
+    tokenizer_build(tok, path);
+}
+
+// ---- gpt2_tokenizer.bin: 256 int32 header {magic, version, V, eot, 0...}, then per token a length byte and its bytes ----
+
+static inline void tokenizer_write(const Tokenizer* tok, const char* path) {
+    AtomicFile out = atomic_open(path);
+    uint32_t header[256] = {kTokenizerMagic, kTokenizerVersion, (uint32_t)tok->bytes.size(), tok->eot};
+    atomic_write(&out, header, sizeof(header));
+    for (const std::string& token : tok->bytes) {
+        uint8_t length = (uint8_t)token.size();         // GPT-2's longest is 128
+        atomic_write(&out, &length, 1);
+        atomic_write(&out, token.data(), token.size());
+    }
+    atomic_commit(&out);
+}
+
+// The tokens are all it takes: merges follow from them, so what was read encodes as well.
+static inline void tokenizer_read(Tokenizer* tok, const char* path) {
+    std::string data = tokenizer_read_file(path, "tokenize --write-vocab FILE makes one");
+    uint32_t header[256];
+    if (data.size() < sizeof(header)) { die("'%s' is truncated: its header has 1024 bytes, the file %zu", path, data.size()); }
+    memcpy(header, data.data(), sizeof(header));
+    if (header[0] != kTokenizerMagic || header[1] != kTokenizerVersion) {
+        die("'%s' is no tokenizer file: it begins %u %u, expected %u %u", path, header[0], header[1], kTokenizerMagic,
+            kTokenizerVersion);
+    }
+    uint32_t V = header[2];
+    if (V < 256 || V > 65536 || header[3] >= V) {
+        die("'%s' has %u tokens and end of text %u; allowed are 256 to 65536 tokens and an id below that", path, V,
+            header[3]);
+    }
+    *tok = Tokenizer();
+    tok->eot = header[3];
+    size_t pos = sizeof(header);
+    while (tok->bytes.size() < V && pos < data.size() && pos + 1 + (uint8_t)data[pos] <= data.size()) {
+        tok->bytes.push_back(data.substr(pos + 1, (uint8_t)data[pos]));
+        pos += 1 + (uint8_t)data[pos];
+    }
+    if (tok->bytes.size() < V || pos != data.size()) {
+        die("'%s' has %zu bytes; its %u tokens end after %zu of them", path, data.size(), V, pos);
+    }
+    tokenizer_build(tok, path);
+}
+
+#endif  // LLMC_TOKENIZER_H
