@@ -1,0 +1,123 @@
+# GPT-2 training in one CUDA file. Linux with GNU make; `make help` lists the targets.
+#
+#   make quickstart                         train and sample a small GPT-2 here, with or without a GPU
+#   make train_gpt2cu PRECISION=FP32        the CUDA program
+#   make train_gpt2cpu                      the same program without CUDA
+
+# ---- settings: give them on the command line; a change rebuilds what it touches ----
+PRECISION ?= BF16#  what the CUDA programs compute in: BF16, FP32 or FP16
+ARCH ?= auto#       GPU to compile for: auto (those in this machine, else 90a), or 80, 86, 89, 90a, sm_90a ...
+DEBUG ?= 0#         1: no optimisation on the host, -DDEBUG
+NVCC ?= $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
+
+choose = $(if $(filter $(2),$($(1))),,$(error $(1)=$($(1)): choose one of $(2)))
+$(call choose,PRECISION,BF16 FP32 FP16)
+$(call choose,DEBUG,0 1)
+
+# ---- what this machine has ----
+HASH := \#
+# $(call works,FLAGS,PROGRAM): FLAGS if PROGRAM compiles and links with them, else nothing
+TRY := $(CXX) -x c++ - -o build/probe
+works = $(shell mkdir -p build; printf '$(2)\n' | $(TRY) $(1) 2>/dev/null && echo '$(1)')
+ifneq ($(filter-out help clean lint,$(or $(MAKECMDGOALS),all)),)
+OPENMP := $(call works,-fopenmp,int main() {})
+BLAS_PROGRAM := $(HASH)include <cblas.h>\nint main() { openblas_get_config(); }
+OPENBLAS := $(call works,-DUSE_OPENBLAS -lopenblas,$(BLAS_PROGRAM))
+endif
+
+# The GPUs' compute capabilities, without the dot. compute_80 PTX comes along, so that any later GPU runs too.
+need_nvcc = $(if $(NVCC),,$(error no nvcc: install the CUDA toolkit, give NVCC=path, or make train_gpt2cpu))
+KNOWN_ARCHS = $(need_nvcc)$(patsubst sm_%,%,$(shell $(NVCC) --list-gpu-code 2>/dev/null)) 90a
+GPU_CAPS = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | sort -u)
+GPU_ARCHS = $(or $(filter $(KNOWN_ARCHS),$(GPU_CAPS)),90a)
+ARCHS = $(patsubst 90,90a,$(if $(filter auto,$(ARCH)),$(GPU_ARCHS),$(ARCH:sm_%=%)))
+check_arch = $(if $(filter-out $(KNOWN_ARCHS),$(ARCHS)),$(error ARCH=$(ARCH): choose auto or $(KNOWN_ARCHS)))
+GENCODE = $(check_arch)$(foreach a,$(ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
+          -gencode arch=compute_80,code=compute_80
+
+# ---- flags ----
+comma := ,
+WARNINGS = -Wall -Wextra
+# test_gpt2's main() calls less than the trainer's. private: build/cpu.flags must not see it.
+test_gpt2cpu build/asan/test_gpt2cpu: private WARNINGS += -Wno-unused-function
+CPU_OPT := $(if $(filter 1,$(DEBUG)),-O0 -g -DDEBUG,-O3 -march=native)
+CPU_FLAGS = -std=c++17 -I. $(WARNINGS) $(CPU_OPT) -pthread $(OPENMP)
+CPU_LIBS := $(filter -l%,$(OPENBLAS))
+MODEL_FLAGS := -DGPT2_CPU $(filter -D%,$(OPENBLAS))
+ASAN_FLAGS = -std=c++17 -I. $(WARNINGS) -O2 -g -pthread -fsanitize=address,undefined -fno-sanitize-recover=all
+CUDA_FLAGS := -std=c++17 -lineinfo -Xcompiler -Wall,-Wno-unknown-pragmas,-Wno-unused-function \
+              -Xcompiler -pthread$(if $(OPENMP),$(comma)$(OPENMP)) $(if $(filter 1,$(DEBUG)),-O1 -g -DDEBUG,-O3)
+CUDA_LIBS := -lcublasLt
+DEPS = -MMD -MP -MT $@ -MF build/$(subst /,-,$@).d
+
+TOOLS := build/tokenize build/stories build/bigram
+TESTS := $(patsubst dev/test/%.cpp,build/%,$(wildcard dev/test/test_*.cpp))
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart tinyshakespeare test asan test-asan lint sanitize bench clean FORCE tokenize stories bigram
+.DELETE_ON_ERROR:
+
+help: ## this list
+	@sed -n 's/^\([a-z][^:]*\):[^#]*## \(.*\)/\1#\2/p' Makefile | awk -F'#' '{printf "%-44s %s\n", $$1, $$2}'
+	@echo "settings: PRECISION=BF16|FP32|FP16 ARCH=auto|80|86|89|90a|... DEBUG=0|1 CXX= NVCC="
+
+quickstart: ## make a corpus, train a small GPT-2, sample from it: runs/quickstart
+	scripts/quickstart.sh
+
+# ---- programs ----
+# Rewritten only when the flags change: what depends on it is then rebuilt.
+build/cpu.flags: NOW = $(CXX) $(CPU_FLAGS) $(MODEL_FLAGS) $(CPU_LIBS)
+build/cuda.flags: NOW = $(NVCC) $(CUDA_FLAGS) $(GENCODE) $(PRECISION)
+build/%.flags: FORCE
+	@mkdir -p build; echo '$(NOW)' | cmp -s - $@ || echo '$(NOW)' > $@
+
+train_gpt2cpu test_gpt2cpu: %cpu: %.cu build/cpu.flags ## the trainer and its tests, without CUDA
+	$(CXX) $(CPU_FLAGS) $(MODEL_FLAGS) $(DEPS) -x c++ $< -o $@ $(CPU_LIBS)
+
+HEADERS := $(wildcard llmc/*.h dev/test/*.h)
+train_gpt2cu test_gpt2cu profile_gpt2cu: %cu: %.cu train_gpt2.cu $(HEADERS) build/cuda.flags ## CUDA programs
+	$(NVCC) $(CUDA_FLAGS) $(GENCODE) -DENABLE_$(PRECISION) $< -o $@ $(CUDA_LIBS)
+
+# For `make test`: build/check/PROGRAM.PRECISION has its kernels for two kinds of GPU and runs on either.
+.SECONDEXPANSION:
+build/check/%: $$(basename $$*).cu train_gpt2.cu $(HEADERS)
+	@mkdir -p build/check
+	$(need_nvcc)$(NVCC) $(CUDA_FLAGS) -DENABLE_$(subst .,,$(suffix $*)) -gencode arch=compute_90a,code=sm_90a \
+	    -gencode arch=compute_80,code=\"sm_80,compute_80\" $< -o $@ $(CUDA_LIBS)
+
+build/asan/%cpu: %.cu
+	@mkdir -p build/asan
+	$(CXX) $(ASAN_FLAGS) -DGPT2_CPU $(DEPS) -x c++ $< -o $@
+build/asan/%: dev/test/%.cpp
+	@mkdir -p build/asan
+	$(CXX) $(ASAN_FLAGS) $(DEPS) $< -o $@
+build/%: dev/data/%.cpp build/cpu.flags
+	$(CXX) $(CPU_FLAGS) $(DEPS) $< -o $@
+build/%: dev/test/%.cpp build/cpu.flags
+	$(CXX) $(CPU_FLAGS) $(DEPS) $< -o $@
+-include $(wildcard build/*.d)
+
+tokenize stories bigram: %: build/% ## tools: text to shards, a story corpus, a baseline
+
+# ---- data, tests ----
+tinyshakespeare: build/tokenize ## its shards (TEXT=file: from that text, without a download)
+	dev/data/tinyshakespeare.sh $(if $(TEXT),--text $(TEXT))
+
+test: train_gpt2cpu test_gpt2cpu $(TOOLS) $(TESTS) ## all tests that this machine can run
+	python3 dev/test/run.py
+
+asan: build/asan/test_gpt2cpu $(TESTS:build/%=build/asan/%)
+test-asan: ## the host tests and the CPU model under ASan and UBSan, part of `make test`
+	python3 dev/test/run.py asan
+
+sanitize: build/check/test_gpt2.BF16 ## on a GPU: the kernels under compute-sanitizer
+	dev/gpu.sh sanitize
+
+bench: build/check/train_gpt2.BF16 ## on a GPU: tokens/s beside PyTorch's
+	dev/bench/bench.sh
+
+lint: ## launches without a stream, long lines, tabs, paths of one machine
+	python3 dev/test/lint.py
+
+clean: ## remove everything that make built
+	rm -rf build train_gpt2cu test_gpt2cu profile_gpt2cu train_gpt2cpu test_gpt2cpu

@@ -1,0 +1,41 @@
+#!/usr/bin/env python3
+"""Can the tests fail? Runs a test program once for each output of each op, with that output scaled by 1.01,
+and expects it to notice every time.
+
+    python3 dev/test/break_all.py ./test_gpt2cpu
+"""
+import concurrent.futures
+import os
+import re
+import subprocess
+import sys
+
+CLOSING = re.compile(r"^\d+ passed, (\d+) failed, \d+ skipped$")
+
+
+def notices(program, name):
+    env = dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")   # the runs share the cores
+    run = subprocess.run([program, "--break", name], env=env, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT, text=True, check=False)
+    lines = run.stdout.rstrip("\n").split("\n")
+    closing = CLOSING.match(lines[-1])
+    if f"note: {name} was not computed in this run" in lines:
+        return "skip", "this build's run does not compute it; the tests of single ops do"
+    noticed = run.returncode == 1 and closing is not None and int(closing.group(1)) > 0
+    return "ok" if noticed else "FAIL", lines[-1]
+
+
+def main():
+    program = sys.argv[1]
+    names = subprocess.run([program, "--list"], check=True, stdout=subprocess.PIPE, text=True).stdout.split()
+    counts = {"ok": 0, "FAIL": 0, "skip": 0}
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for name, (noticed, last) in zip(names, pool.map(lambda name: notices(program, name), names)):
+            print(f"{noticed:<4} --break {name}: {last}", flush=True)
+            counts[noticed] += 1
+    print(f"{counts['ok']} passed, {counts['FAIL']} failed, {counts['skip']} skipped")
+    sys.exit(1 if counts["FAIL"] or not counts["ok"] else 0)
+
+
+if __name__ == "__main__":
+    main()

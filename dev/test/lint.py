@@ -1,0 +1,74 @@
+#!/usr/bin/env python3
+"""Rules of the house that a machine can check, over all files that git knows or would add.
+
+    make lint
+
+A kernel launch names its stream (the fourth argument of <<<...>>>): work on the default stream would wait for
+everything else, or run before what it needs. Lines have at most 110 columns and no tabs (Makefile recipes
+need theirs), no blanks at their end, and no path of somebody's machine.
+"""
+import re
+import subprocess
+import sys
+
+MAX_COLUMNS = 110
+CODE = (".cu", ".cuh", ".h", ".cpp", ".py", ".sh")
+PROSE = (".md", ".json", ".txt")             # long lines are fine there
+MACHINE_PATH = re.compile(r"(?<![\w.])/(home|root|work|farm|mnt|Users)/")
+
+
+def launch_arguments(text, start):
+    """Number of arguments between <<< at start and its >>>; commas inside brackets do not separate."""
+    depth, count = 0, 1
+    for i in range(start, len(text)):
+        if depth == 0 and text.startswith(">>>", i):
+            return count
+        depth += text[i] in "([{"
+        depth -= text[i] in ")]}"
+        count += text[i] == "," and depth == 0
+    return count
+
+
+def check(path, text):
+    code = path.endswith(CODE) or path == "Makefile"
+    for number, line in enumerate(text.split("\n"), 1):
+        if code and len(line) > MAX_COLUMNS:
+            yield number, f"{len(line)} columns, at most {MAX_COLUMNS}"
+        if code and path != "Makefile" and "\t" in line:
+            yield number, "a tab"
+        if code and line != line.rstrip():
+            yield number, "blanks at the end of the line"
+        if MACHINE_PATH.search(line):
+            yield number, "a path of one machine: " + MACHINE_PATH.search(line).group()
+    if path.endswith((".cu", ".cuh")):
+        for launch in re.finditer(r"<<<", text):
+            if launch_arguments(text, launch.end()) < 4:
+                yield text.count("\n", 0, launch.start()) + 1, "a kernel launch without a stream"
+
+
+def main():
+    try:
+        listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+                                check=True, capture_output=True, text=True).stdout.split("\0")
+    except (OSError, subprocess.CalledProcessError):
+        print("SKIP: git does not know this folder\n0 passed, 0 failed, 1 skipped")
+        return
+    passed = failed = 0
+    for path in sorted(set(listed)):
+        if not (path.endswith(CODE + PROSE) or path in ("Makefile", ".ci/run")):
+            continue
+        try:
+            with open(path, encoding="utf-8") as f:
+                problems = list(check(path, f.read()))
+        except FileNotFoundError:               # removed, not committed yet
+            continue
+        for number, problem in problems:
+            print(f"FAIL {path}:{number}: {problem}")
+        passed += not problems
+        failed += bool(problems)
+    print(f"{passed} passed, {failed} failed, 0 skipped")
+    sys.exit(1 if failed or not passed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Installs what building, testing and plotting need and this machine lacks; quickstart.sh and .ci/run call it.
+#
+#   scripts/setup.sh
+#
+# On Debian or Ubuntu as root it installs packages; elsewhere it prints the command and ends with 1. Python
+# packages go into .venv, and only if python3 cannot import them already. Without them there is no loss.png,
+# and some tests are skipped, so failing to get them is only a warning.
+set -u
+cd "$(dirname "$0")/.."
+
+log=$(mktemp)
+trap 'rm -f "$log" "$log.out"' EXIT
+
+needed=() useful=()
+command -v g++ >/dev/null || needed+=(g++)
+command -v make >/dev/null || needed+=(make)
+command -v python3 >/dev/null || needed+=(python3)
+command -v git >/dev/null || useful+=(git)
+# OpenBLAS makes the CPU build several times faster; without it the plain loops do.
+printf '#include <cblas.h>\nint main() { openblas_get_config(); }\n' |
+    g++ -x c++ - -lopenblas -o "$log.out" 2>/dev/null || useful+=(libopenblas-dev)
+
+imports='import matplotlib, numpy, tiktoken'
+need_venv=1
+for python in python3 .venv/bin/python; do
+    if "$python" -c "$imports" 2>/dev/null; then need_venv=0; fi
+done
+if [ $need_venv = 1 ] && ! python3 -c 'import ensurepip' 2>/dev/null; then useful+=(python3-venv); fi
+
+all="${needed[*]} ${useful[*]}"
+install="apt-get update && apt-get install -y --no-install-recommends $all"
+if [ "$all" != " " ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    echo "installing: $all"
+    export DEBIAN_FRONTEND=noninteractive
+    if ! bash -c "$install" >"$log" 2>&1; then
+        tail -5 "$log" >&2
+        echo "error: this failed: $install" >&2
+        exit 1
+    fi
+elif [ ${#needed[@]} -gt 0 ]; then
+    echo "error: not installed here: $all" >&2
+    echo "hint: on Debian or Ubuntu: sudo sh -c '$install'" >&2
+    exit 1
+elif [ ${#useful[@]} -gt 0 ]; then
+    echo "note: useful, but not installed here: $all" >&2
+fi
+
+if [ $need_venv = 1 ]; then
+    echo "installing what dev/requirements.txt lists into .venv"
+    if ! { python3 -m venv .venv && .venv/bin/pip install -r dev/requirements.txt; } >"$log" 2>&1; then
+        tail -3 "$log" >&2
+        echo "warning: no Python packages, so no loss.png, and some tests are skipped" >&2
+        echo "hint: python3 -m venv .venv && .venv/bin/pip install -r dev/requirements.txt" >&2
+        rm -rf .venv
+    fi
+fi
