@@ -1,22 +1,24 @@
 /*
-The twins: every op of the trainer in plain C++, one function each, with the arguments of its CUDA launcher. They are
-the specification. What an op computes, which outputs are stored (=) and which added to (+=), what becomes of padding
-and of unused rows: it is written here, and a CUDA kernel is right when it agrees. Host only.
+The twins: every op of the trainer in plain C++, one function each, with the arguments of its CUDA launcher.
+They are the specification: what an op computes, which outputs are stored (=) and which added to (+=), what
+becomes of padding and of unused rows is written here, and a CUDA kernel is right when it agrees. Host only.
 
-The trainer's CPU build runs them in float (OpenMP over rows, OpenBLAS where it is found), tests run them in double:
+The trainer's CPU build runs them in float (OpenMP over rows, OpenBLAS where it is found), tests in double:
 
-    matmul_forward_cpu<float>({.out = y, .inp = x, .weight = w, .bias = b, .N = N, .C = C, .OC = OC}, stream);
+    matmul_forward_cpu<float>({.out = y, .inp = x, .weight = w, .bias = b, .residual = nullptr,
+                               .pre_gelu = nullptr, .N = N, .C = C, .OC = OC}, stream);
     bias_backward_cpu<double>({dbias, Accumulate::Yes}, nullptr, dout, N, OC, 0);
 
 Rules that hold for every twin:
-- Each output element belongs to one thread and is summed in one order, so the bits do not depend on the thread count.
+- Each output element belongs to one thread and is summed in one order: the thread count does not change the
+  bits. (OpenBLAS, where it is used, promises that only for the same thread count.)
 - Long sums are taken in double; values are rounded to Real when they are stored.
-- Outputs, scratch, inputs, sizes, stream, in this order. Inputs and outputs do not overlap unless the comment says so.
-- A GradOf<Real> output is = or += by its `acc`; null data means that it is not wanted.
+- Outputs, scratch, inputs, sizes, stream, in this order. They do not overlap unless the comment says so.
+- A GradOf<Real> output is = or += by its `acc`.
 - N = B*T rows. Products of two sizes are size_t.
 
-OUTPUT(name, ptr, count) ends each twin, once per output tensor. Tests define it before they include this file, to
-disturb one tensor (--break NAME) and see that some check notices.
+OUTPUT(name, ptr, count) ends each twin, once per output tensor. Tests define it before they include this
+file, to disturb one tensor (--break NAME) and see that some check notices.
 */
 #ifndef LLMC_CPU_OPS_H
 #define LLMC_CPU_OPS_H
@@ -29,14 +31,14 @@ disturb one tensor (--break NAME) and see that some check notices.
 
 #include <vector>       // gives: std::vector
 
-#include "op_types.h"   // gives: Accumulate, ClassifierMode, TokenBuckets, UpdateState, ParamSegment, Stream
+#include "op_types.h"   // gives: Accumulate, TokenBuckets, UpdateState, Stream
 #include "rand.h"       // gives: RoundKey, round_bits16, bf16_round_stochastic
 
 #ifdef USE_OPENBLAS
 #include <cblas.h>      // gives: cblas_sgemm, openblas_set_num_threads
 #endif
 
-#ifdef __CUDACC__       // here the twins are the oracle: --break is for the kernels, whose OUTPUT takes a stream as well
+#ifdef __CUDACC__       // there the twins are the oracle: --break is for the kernels, by their own OUTPUT
 #pragma push_macro("OUTPUT")
 #undef OUTPUT
 #endif
@@ -50,13 +52,13 @@ template <class Real> struct GradOf { Real* data; Accumulate acc; };
 
 static inline double exp_cpu(double x) { return exp(x); }
 
-// expf that a compiler can vectorise: e^x = 2^n * e^r with n = round(x / ln 2), so |r| <= ln 2 / 2, where the Taylor
-// series to r^7 is exact to float rounding (measured: 1.5 units in the last place at most). Below -87 it is 0 instead
-// of a number under 2^-125, above 88 it is inf.
+// expf that a compiler can vectorise (libm's it cannot): e^x = 2^n * e^r with n = round(x / ln 2), so that
+// |r| <= ln 2 / 2, where the Taylor series to r^7 is exact to float rounding. Measured: wrong by at most 0.92
+// units in the last place. Below -87 it is 0 instead of a number under 2^-125; above 88 it is inf.
 static inline float exp_cpu(float x) {
-    float shifted = x * 1.44269504f + 12582912.0f;      // adding 1.5 * 2^23 rounds to an integer, kept in the low bits
+    float shifted = x * 1.44269504f + 12582912.0f;      // + 1.5 * 2^23 rounds to an integer, in the low bits
     float n = shifted - 12582912.0f;
-    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;      // ln 2 in two parts: the product by the first is exact
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts: n times the first is exact
     float series = 1.0f / 5040;
     series = series * r + 1.0f / 720;
     series = series * r + 1.0f / 120;
@@ -80,7 +82,8 @@ template <class Real> static inline void store_grad(GradOf<Real> grad, size_t i,
 }
 
 // dsum[c] (=, +=) sum over n of x[n,c], x (N,C). Threads own blocks of columns and walk down them row by row.
-template <class Real> static inline void column_sums(GradOf<Real> dsum, const Real* x, int N, int C) {
+template <class Real>
+static inline void column_sums(GradOf<Real> dsum, const Real* x, int N, int C) {
     constexpr int kColumns = 64;
     #pragma omp parallel for
     for (int c0 = 0; c0 < C; c0 += kColumns) {
@@ -116,10 +119,10 @@ void encoder_forward_cpu(Real* out,             // (B,T,C)
     OUTPUT("encoder_forward.out", out, (size_t)N * C);
 }
 
-// dwte[v,c] += sum over positions bt of token v of dout[bt,c]. Always added: the LM head's gradient is in there already.
+// dwte[v,c] += sum over positions bt of token v of dout[bt,c]; always added, to the LM head's gradient
 // dwpe[t,c] (=, +=) sum over b of dout[b,t,c]; rows t >= T get no gradient, so = makes them zero.
-// A bucket of up to 128 positions is one segment. A longer one is several, whose sums go to rows of scratch and are
-// added up in order by its entry in `splits`.
+// A bucket of up to 128 positions is one segment. A longer one is several, whose sums go to rows of scratch
+// and are added up in order by its entry in `splits`.
 template <class Real>
 void encoder_backward_cpu(GradOf<Real> dwte,    // (Vp,C), acc is Yes
                           GradOf<Real> dwpe,    // (maxT,C)
@@ -169,12 +172,11 @@ void encoder_backward_cpu(GradOf<Real> dwte,    // (Vp,C), acc is Yes
 
 // ---- layernorm, with and without the residual addition before it ----
 
-constexpr double kLayernormEps = 1e-5;
 
 // mean = sum(x)/C, rstd = 1/sqrt(sum((x-mean)^2)/C + eps), out[c] = (x[c]-mean)*rstd*weight[c] + bias[c]
 template <class Real>
-static inline void layernorm_row(Real* out, Real* mean, Real* rstd, const Real* x, const Real* weight, const Real* bias,
-                                 int C) {
+static inline void layernorm_row(Real* out, Real* mean, Real* rstd, const Real* x, const Real* weight,
+                                 const Real* bias, int C) {
     double sum = 0.0, squares = 0.0;
     #pragma omp simd reduction(+ : sum)
     for (int c = 0; c < C; c++) { sum += x[c]; }
@@ -204,7 +206,8 @@ void layernorm_forward_cpu(Real* out,                               // (N,C)
     OUTPUT("layernorm_forward.rstd", rstd, N);
 }
 
-// residual = inp1 + inp2, rounded once; out = LN(residual as stored). residual may be the buffer of inp1 or inp2.
+// residual = inp1 + inp2, rounded once; out = LN(residual as stored).
+// residual may be the buffer of inp1 or of inp2: each element is read before it is written.
 template <class Real>
 void residual_layernorm_forward_cpu(Real* residual, Real* out,                  // (N,C)
                                     Real* mean, Real* rstd,                     // (N)
@@ -224,7 +227,7 @@ void residual_layernorm_forward_cpu(Real* residual, Real* out,                  
 }
 
 template <class Real> struct LayernormBackwardOf {
-    Real* dresidual;                    // (N,C) gradient of the residual stream; the layernorm's is put into it
+    Real* dresidual;                    // (N,C) gradient of the residual stream
     GradOf<Real> dweight, dbias;        // (C)
     GradOf<Real> dcolsum;               // (C), data may be null
     Real* scratch;                      // the CUDA kernels' partial sums; unused here
@@ -239,8 +242,8 @@ template <class Real> struct LayernormBackwardOf {
 // With norm[n,c] = (inp[n,c]-mean[n])*rstd[n] and dnorm[n,c] = dout[n,c]*weight[c]:
 // dweight[c] (=, +=) sum over n of dout[n,c]*norm[n,c];   dbias[c] (=, +=) sum over n of dout[n,c]
 // dresidual[n,c] (=, +=) rstd[n] * (dnorm[n,c] - mean_c(dnorm) - norm[n,c]*mean_c(dnorm*norm))
-// dcolsum[c] (=, +=) sum over n of the new dresidual[n,c], as stored: the bias gradient of the linear layer whose
-// output was added to this residual stream.
+// dcolsum[c] (=, +=) sum over n of the new dresidual[n,c], as stored: the bias gradient of the linear layer
+// whose output was added to this residual stream.
 template <class Real> void layernorm_backward_cpu(LayernormBackwardOf<Real> a, Stream) {
     const int N = a.N, C = a.C;
     constexpr int kColumns = 64;
@@ -292,8 +295,8 @@ template <class Real> void layernorm_backward_cpu(LayernormBackwardOf<Real> a, S
 }
 
 // ---- GELU, the tanh form ----
-// gelu(x) = x/2 * (1 + tanh(u)) with u = sqrt(2/pi) * (x + 0.044715*x^3). Since (1 + tanh(u))/2 = 1/(1 + e^-2u) =: s,
-// and s*(1-s) = e/(1+e)^2 for e = e^-2|u|, neither the function nor its derivative ever subtracts near-equal numbers.
+// gelu(x) = x/2 * (1 + tanh(u)), u = sqrt(2/pi)*(x + 0.044715*x^3). With s = (1 + tanh(u))/2 = 1/(1 + e^-2u),
+// s*(1-s) = e/(1+e)^2 for e = e^-2|u| neither function nor derivative subtracts near-equal numbers.
 
 template <class Real> static inline Real gelu_sigmoid(Real x, Real* s_times_1_minus_s) {
     const Real u = (Real)0.79788456080286535588 * (x + (Real)0.044715 * x * x * x);
@@ -325,7 +328,7 @@ template <class Real> void gelu_forward_cpu(Real* out, const Real* inp, size_t n
 
 // d[n,c] *= gelu'(inp[n,c]);   dbias[c] (=, +=) sum over n of the new d[n,c], as stored
 template <class Real>
-void gelu_backward_inplace_cpu(Real* d_inplace,         // (N,OC) in: gradient of the output, out: of the input
+void gelu_backward_inplace_cpu(Real* d_inplace,         // (N,OC) gradient of the output, then of the input
                                GradOf<Real> dbias,      // (OC), data may be null
                                Real* /*scratch*/,
                                const Real* inp,         // (N,OC) what the forward pass took
@@ -342,15 +345,16 @@ void gelu_backward_inplace_cpu(Real* d_inplace,         // (N,OC) in: gradient o
 
 enum class Transpose { No, Yes };
 
-// out[m,n] (=, +=) sum over k of a[m,k]*b[k,n], out (M,N). a is stored (M,K), or (K,M) if a_transposed; b is stored
-// (K,N), or (N,K) if b_transposed. Threads own panels of 16 columns of out. A panel of b is copied to where it lies
-// contiguous and stays in the cache while 4 rows of a at a time stream past it.
+// out[m,n] (=, +=) sum over k of a[m,k]*b[k,n], out (M,N). a is stored (M,K), or (K,M) if a_transposed; b is
+// stored (K,N), or (N,K) if b_transposed. Threads own panels of 16 columns of out. A panel of b is copied to
+// where it lies contiguous and stays in the cache while 4 rows of a at a time stream past it.
 template <class Real>
 static inline void gemm_cpu(Real* out, Accumulate acc, const Real* a, Transpose a_transposed, const Real* b,
                             Transpose b_transposed, int M, int N, int K) {
     constexpr int kRows = 4, kColumns = 16, kDepth = 256;
-    const size_t a_m = a_transposed == Transpose::Yes ? 1 : K, a_k = a_transposed == Transpose::Yes ? M : 1;
-    const size_t b_k = b_transposed == Transpose::Yes ? 1 : N, b_n = b_transposed == Transpose::Yes ? K : 1;
+    const bool ta = a_transposed == Transpose::Yes, tb = b_transposed == Transpose::Yes;
+    const size_t a_m = ta ? 1 : K, a_k = ta ? M : 1;        // from one element to the next
+    const size_t b_k = tb ? 1 : N, b_n = tb ? K : 1;
     #pragma omp parallel for
     for (int n0 = 0; n0 < N; n0 += kColumns) {
         const int columns = N - n0 < kColumns ? N - n0 : kColumns;
@@ -364,7 +368,9 @@ static inline void gemm_cpu(Real* out, Accumulate acc, const Real* a, Transpose 
             }
             for (int m0 = 0; m0 < M; m0 += kRows) {
                 const Real* a_row[kRows];       // rows past the edge repeat the last one, and are not stored
-                for (int m = 0; m < kRows; m++) { a_row[m] = a + (size_t)(m0 + m < M ? m0 + m : M - 1) * a_m + k0 * a_k; }
+                for (int m = 0; m < kRows; m++) {
+                    a_row[m] = a + (size_t)(m0 + m < M ? m0 + m : M - 1) * a_m + k0 * a_k;
+                }
                 Real sum[kRows][kColumns] = {};
                 for (int k = 0; k < depth; k++) {
                     for (int m = 0; m < kRows; m++) {
@@ -384,11 +390,24 @@ static inline void gemm_cpu(Real* out, Accumulate acc, const Real* a, Transpose 
 }
 
 #ifdef USE_OPENBLAS
-static inline void gemm_cpu(float* out, Accumulate acc, const float* a, Transpose a_transposed, const float* b,
-                            Transpose b_transposed, int M, int N, int K) {
+// Blocks of the output go to OpenMP's threads, each block to a single-threaded sgemm: OpenBLAS's own threads beside
+// OpenMP's would wait for each other (4 times slower on 2 cores), and the block sizes depend on the shape alone, so
+// the bits do not depend on the thread count.
+static inline void gemm_cpu(float* out, Accumulate acc, const float* a, Transpose a_transposed,
+                            const float* b, Transpose b_transposed, int M, int N, int K) {
+    static const bool single_threaded = (openblas_set_num_threads(1), true);
+    (void)single_threaded;
     const bool ta = a_transposed == Transpose::Yes, tb = b_transposed == Transpose::Yes;
-    cblas_sgemm(CblasRowMajor, ta ? CblasTrans : CblasNoTrans, tb ? CblasTrans : CblasNoTrans, M, N, K, 1.0f,
-                a, ta ? M : K, b, tb ? K : N, acc == Accumulate::Yes ? 1.0f : 0.0f, out, N);
+    const int rows = M / 8 > 64 ? M / 8 : 64, columns = N / 4 > 128 ? N / 4 : 128;
+    #pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int m = 0; m < M; m += rows) {
+        for (int n = 0; n < N; n += columns) {
+            cblas_sgemm(CblasRowMajor, ta ? CblasTrans : CblasNoTrans, tb ? CblasTrans : CblasNoTrans,
+                        M - m < rows ? M - m : rows, N - n < columns ? N - n : columns, K, 1.0f,
+                        a + (ta ? (size_t)m : (size_t)m * K), ta ? M : K, b + (tb ? (size_t)n * K : (size_t)n), tb ? K : N,
+                        acc == Accumulate::Yes ? 1.0f : 0.0f, out + (size_t)m * N + n, N);
+        }
+    }
 }
 #endif
 
@@ -468,8 +487,8 @@ void bias_backward_cpu(GradOf<Real> dbias,      // (OC)
 
 // ---- causal self-attention ----
 // q, k, v of position t and head h are the HS values at qkv[b,t,0,h,:], qkv[b,t,1,h,:], qkv[b,t,2,h,:].
-// s[t,u] = q[t].k[u] / sqrt(HS) for u <= t;   p[t,u] = exp(s[t,u] - lse[t]), lse[t] = log(sum over u of exp(s[t,u]))
-// out[t] = sum over u of p[t,u]*v[u]
+// s[t,u] = q[t].k[u] / sqrt(HS) for u <= t;   lse[t] = log(sum over u of exp(s[t,u]))
+// p[t,u] = exp(s[t,u] - lse[t]);   out[t] = sum over u of p[t,u]*v[u]
 // No (T,T) matrix is kept. Keys are taken kKeys at a time so that the exponentials vectorise.
 
 constexpr int kKeys = 64;
@@ -481,7 +500,7 @@ template <class Real> static inline Real dot_cpu(const Real* x, const Real* y, i
     return sum;
 }
 
-// Online softmax: while keys go by, `max` is the largest score so far, `sum` and out are relative to exp(max).
+// Online softmax: while keys go by, `max` is the largest score so far; sum and out are relative to exp(max).
 template <class Real>
 void attention_forward_cpu(Real* out,           // (B,T,NH,HS) = (B,T,C)
                            Real* lse,           // (B,NH,T)
@@ -512,7 +531,7 @@ void attention_forward_cpu(Real* out,           // (B,T,NH,HS) = (B,T,C)
                         p[u] = exp_cpu(p[u] - max);
                         tile_sum += p[u];
                     }
-                    const Real rescale = exp_cpu(old_max - max);        // 0 for the first tile: old_max is -inf
+                    const Real rescale = exp_cpu(old_max - max);    // 0 for the first tile: from -inf
                     sum = sum * rescale + tile_sum;
                     for (int i = 0; i < HS; i++) { out_t[i] *= rescale; }
                     for (int u = 0; u < keys; u++) {
@@ -532,7 +551,8 @@ void attention_forward_cpu(Real* out,           // (B,T,NH,HS) = (B,T,C)
 
 // With p from lse and D[t] = sum over i of dout[t,i]*out[t,i] (= sum over u of p[t,u]*dp[t,u]):
 // dp[t,u] = dout[t].v[u];   ds[t,u] = p[t,u] * (dp[t,u] - D[t]) / sqrt(HS)
-// dq[t] = sum over u <= t of ds[t,u]*k[u];   dk[u] = sum over t >= u of ds[t,u]*q[t];   dv[u] = sum of p[t,u]*dout[t]
+// dq[t] = sum over u <= t of ds[t,u]*k[u]
+// dk[u] = sum over t >= u of ds[t,u]*q[t];   dv[u] = sum over t >= u of p[t,u]*dout[t]
 template <class Real>
 void attention_backward_cpu(Real* dqkv,         // (B,T,3,NH,HS)
                             Real* scratch,      // (B,NH,T) D
@@ -550,10 +570,12 @@ void attention_backward_cpu(Real* dqkv,         // (B,T,3,NH,HS)
             const Real *q = qkv + head, *k = q + C, *v = k + C;
             Real *dq = dqkv + head, *dk = dq + C, *dv = dk + C;
             for (int t = 0; t < T; t++) {
-                for (int i = 0; i < HS; i++) { dq[t * 3 * C + i] = dk[t * 3 * C + i] = dv[t * 3 * C + i] = 0; }
+                const size_t at = t * 3 * C;
+                for (int i = 0; i < HS; i++) { dq[at + i] = dk[at + i] = dv[at + i] = 0; }
             }
             for (int t = 0; t < T; t++) {
-                const size_t row = ((size_t)b * T + t) * C + (size_t)h * HS, stat = ((size_t)b * NH + h) * T + t;
+                const size_t row = ((size_t)b * T + t) * C + (size_t)h * HS;
+                const size_t stat = ((size_t)b * NH + h) * T + t;
                 const Real *q_t = q + t * 3 * C, *dout_t = dout + row;
                 Real* dq_t = dq + t * 3 * C;
                 const Real D = scratch[stat] = dot_cpu(dout_t, out + row, HS);
@@ -587,9 +609,23 @@ void attention_backward_cpu(Real* dqkv,         // (B,T,3,NH,HS)
 
 // ---- classifier: softmax, cross-entropy and its gradient, in place ----
 
+// sum over i of exp(x[i] - max): blocks in Real, which vectorises, added up in double
+template <class Real> static inline double sum_exp(const Real* x, Real max, int n) {
+    constexpr int kBlock = 512;
+    double sum = 0.0;
+    for (int i0 = 0; i0 < n; i0 += kBlock) {
+        const int end = n - i0 < kBlock ? n : i0 + kBlock;
+        Real block_sum = 0;
+        #pragma omp simd reduction(+ : block_sum)
+        for (int i = i0; i < end; i++) { block_sum += exp_cpu(x[i] - max); }
+        sum += block_sum;
+    }
+    return sum;
+}
+
 // losses[n] = -log softmax(logits[n,0:V])[targets[n]]
-// LossAndGrad: logits[n,v] = (softmax(logits[n,0:V])[v] - (v == targets[n])) * dloss * loss_scale, and 0 for the
-// padding V <= v < Vp, which takes no part. LossOnly: logits stay as they are.
+// LossAndGrad: logits[n,v] = (softmax(logits[n,0:V])[v] - (v == targets[n])) * dloss * loss_scale, and 0 for
+// the padding V <= v < Vp, which takes no part. LossOnly: logits stay as they are.
 // dloss is 1 / (tokens of the total batch); loss_scale is a device scalar, null stands for 1.
 template <class Real>
 void classifier_cpu(Real* logits_inplace,       // (N,Vp)
@@ -603,9 +639,7 @@ void classifier_cpu(Real* logits_inplace,       // (N,Vp)
         Real max = logits[0];
         #pragma omp simd reduction(max : max)
         for (int v = 0; v < V; v++) { max = logits[v] > max ? logits[v] : max; }
-        double sum = 0.0;
-        #pragma omp simd reduction(+ : sum)
-        for (int v = 0; v < V; v++) { sum += exp_cpu(logits[v] - max); }
+        const double sum = sum_exp(logits, max, V);
         const int target = targets[n];
         losses[n] = (Real)(log(sum) - (logits[target] - max));
         if (mode == ClassifierMode::LossOnly) { continue; }
@@ -632,11 +666,11 @@ void loss_sum_cpu(Real* mean, const Real* losses, float weight, Accumulate acc, 
 
 // norm = sqrt(sum over i of grads[i]^2) / loss_scale. Then, for the update that follows:
 // norm not finite: it is skipped, and a dynamic loss scale halves, not below 1.
-// else: t advances; grad_scale takes the loss scale out of the gradients and clips their norm to max_norm (0: never);
-// after growth_interval good steps a dynamic loss scale doubles, not above max_scale.
+// else: t advances; grad_scale takes the loss scale out of the gradients and clips their norm to max_norm
+// (0: never); after growth_interval good steps a dynamic loss scale doubles, not above max_scale.
 template <class Real>
-void global_norm_cpu(UpdateState* state, Real* /*scratch*/, const void* grads, bool grads_bf16, size_t n, float max_norm,
-                     UpdatePolicy policy, Stream) {
+void global_norm_cpu(UpdateState* state, Real* /*scratch*/, const void* grads, bool grads_bf16, size_t n,
+                     float max_norm, UpdatePolicy policy, Stream) {
     assert(!grads_bf16);
     (void)grads_bf16;
     const Real* g = (const Real*)grads;                         // (n)
@@ -665,7 +699,8 @@ void global_norm_cpu(UpdateState* state, Real* /*scratch*/, const void* grads, b
         state->skipped_in_a_row = 0;
         state->t++;
         state->good_steps++;
-        state->grad_scale = (max_norm > 0 && state->norm > max_norm ? max_norm / state->norm : 1.0f) / scale_used;
+        const bool clip = max_norm > 0 && state->norm > max_norm;
+        state->grad_scale = (clip ? max_norm / state->norm : 1.0f) / scale_used;
         if (policy.dynamic_loss_scale && state->good_steps >= policy.growth_interval) {
             state->loss_scale = scale_used * 2 < policy.max_scale ? scale_used * 2 : policy.max_scale;
             state->good_steps = 0;
@@ -689,9 +724,9 @@ template <class Real> struct AdamWOf {
     RoundKey key;                       // for 16-bit params without master; unused here
 };
 
-// Skipped update: nothing changes. Else for every i in a segment, with g = grads[i]*grad_scale and t updates done:
+// Skipped update: nothing changes. Else for every i in a segment, with g = grads[i]*grad_scale:
 // m = beta1*m + (1-beta1)*g;   v = beta2*v + (1-beta2)*g^2;   m_hat = m/(1-beta1^t);   v_hat = v/(1-beta2^t)
-// p = p*(1 - lr*weight_decay) - lr*m_hat/(sqrt(v_hat) + eps), on the master copy where there is one; params = p
+// p = p*(1 - lr*weight_decay) - lr*m_hat/(sqrt(v_hat) + eps), in the master copy if there is one; params = p
 // Elements that no segment covers are not touched.
 template <class Real> void adamw_update_cpu(AdamWOf<Real> a, Stream) {
     assert(!a.grads_bf16);
@@ -724,14 +759,15 @@ template <class Real> void adamw_update_cpu(AdamWOf<Real> a, Stream) {
 // ---- bf16: stochastic rounding ----
 
 // out[i] = in[i], rounded to bf16 with the random bits of element first + i
-static inline void round_stochastic_cpu(uint16_t* out, const float* in, size_t n, RoundKey key, size_t first) {
+static inline void round_stochastic_cpu(uint16_t* out, const float* in, size_t n, RoundKey key,
+                                        size_t first) {
     #pragma omp parallel for
     for (size_t i = 0; i < n; i++) { out[i] = bf16_round_stochastic(in[i], round_bits16(key, first + i)); }
 }
 
 // grad[i] (=, +=) add[i]: the sum is taken in fp32 and rounded stochastically, once
-static inline void grad_accumulate_bf16_cpu(uint16_t* grad, const float* add, size_t n, RoundKey key, size_t first,
-                                            Accumulate acc) {
+static inline void grad_accumulate_bf16_cpu(uint16_t* grad, const float* add, size_t n, RoundKey key,
+                                            size_t first, Accumulate acc) {
     #pragma omp parallel for
     for (size_t i = 0; i < n; i++) {
         float sum = acc == Accumulate::Yes ? bf16_to_float(grad[i]) + add[i] : add[i];

@@ -1,5 +1,5 @@
 /*
-Types that the ops of both builds share: CUDA launchers in train_gpt2.cu, CPU twins in cpu_ops.h. Host and device.
+Types that the ops of both builds share: CUDA launchers in train_gpt2.cu, CPU twins in cpu_ops.h.
 
     bias_backward(dbias, scratch, dout, N, OC, stream);     // the same call in either build, Stream from here
     #define X(name) puts(name);
@@ -17,6 +17,8 @@ typedef int Stream;                             // the twins run at once and ign
 struct int4 { int x, y, z, w; };                // as the CUDA toolkit has it
 #endif
 
+constexpr double kLayernormEps = 1e-5;         // added to the variance, as in GPT-2 and PyTorch's default
+
 enum class Accumulate { No, Yes };              // No: output = value; Yes: output += value
 enum class ClassifierMode { LossOnly, LossAndGrad };
 
@@ -24,8 +26,8 @@ enum class ClassifierMode { LossOnly, LossAndGrad };
 struct TokenBuckets {
     const int* order;           // (B*T) positions bt, sorted by token id, stable
     const int4* segments;       // {token, start in order, length <= 128, slot}, largest buckets first;
-                                // slot -1: the whole bucket, added to dwte; else the partial sum goes to row `slot`
-    const int4* splits;         // {token, first slot, slots, 0}: buckets of several segments, added up in order
+                                // slot -1: the whole bucket, added to dwte; else its sum goes to row `slot`
+    const int4* splits;         // {token, first slot, slots, 0}: buckets of several segments
     int num_segments, num_splits;
 };
 

@@ -8,15 +8,17 @@ GPT-2's byte-level BPE, text to token ids and back, and the byte tokenizer (V=25
     for (uint32_t id : ids) { fputs(tokenizer_decode(&tok, id).c_str(), stdout); }
     tokenizer_free(&tok);
 
-A Tokenizer does not change after init: threads share one, each with a TokenizerCache of its own when there is much text.
+A Tokenizer does not change after init: threads share one, each with a TokenizerCache of its own when there is
+much text.
 
 Encoding has two steps. The text is cut into pieces by GPT-2's pattern, here a scanner written by hand:
     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
-Then the bytes of each piece are merged: of all neighbouring pairs that together are a token, the one with the lowest id
-becomes that token (the leftmost, if several are equal), until no pair is left. On valid UTF-8 the ids are those of
-tiktoken's encode_ordinary. A byte that is not part of a well-formed UTF-8 sequence (no overlong forms, no surrogates)
-counts as one character of class other, like the U+FFFD a lossy reader would put there; its id keeps the byte, so every
-string of bytes comes back exactly. Nothing in the text becomes the end-of-text token: that is the caller's to add.
+Then the bytes of each piece are merged: of all neighbouring pairs that together are a token, the one with the
+lowest id becomes that token (the leftmost, if several are equal), until no pair is left. On valid UTF-8 the
+ids are those of tiktoken's encode_ordinary. A byte that is not part of a well-formed UTF-8 sequence (no
+overlong forms, no surrogates) counts as one character of class other, like the U+FFFD a lossy reader would
+put there; its id keeps the byte, so every string of bytes comes back exactly. Nothing in the text becomes the
+end-of-text token: that is the caller's to add.
 */
 #ifndef LLMC_TOKENIZER_H
 #define LLMC_TOKENIZER_H
@@ -39,13 +41,13 @@ string of bytes comes back exactly. Nothing in the text becomes the end-of-text 
 
 static const uint32_t kTokenizerMagic = 20240328, kTokenizerVersion = 2;
 static const uint32_t kGpt2Merges = 50000, kGpt2Eot = 256 + kGpt2Merges;
-static const uint32_t kNoMerge = 0xFFFFFFFFu;       // larger than any id, so "lowest id" needs no special case
+static const uint32_t kNoMerge = 0xFFFFFFFFu;       // above any id, so "lowest id" needs no special case
 
 struct Tokenizer {
     std::vector<std::string> bytes;     // (V)        what each id stands for
-    uint32_t eot;                       //            goes before every document: 50256, or byte 0 for the byte tokenizer
+    uint32_t eot;                       //            goes before every document: 50256; for bytes 0
     uint16_t byte_id[256];              //            the id of each single byte
-    std::vector<uint64_t> pairs;        // (2^k)      hash table of left << 48 | right << 32 | merged; all ones: free
+    std::vector<uint64_t> pairs;        // (2^k)      hash table: left << 48 | right << 32 | merged; ~0: free
     int pair_shift;                     //            a 32-bit hash >> pair_shift is a slot
     std::vector<uint8_t> char_class;    // (0x110000) CharClass of every code point
 };
@@ -57,7 +59,7 @@ static inline size_t tokenizer_pair_slot(const Tokenizer* tok, uint32_t left, ui
     uint32_t key = left << 16 | right;
     size_t mask = tok->pairs.size() - 1;
     size_t slot = (key * 0x9E3779B1u) >> tok->pair_shift;
-    while (tok->pairs[slot] != ~0ull && (uint32_t)(tok->pairs[slot] >> 32) != key) { slot = (slot + 1) & mask; }
+    while (tok->pairs[slot] != ~0ull && tok->pairs[slot] >> 32 != key) { slot = (slot + 1) & mask; }
     return slot;
 }
 
@@ -66,8 +68,8 @@ static inline uint32_t tokenizer_pair(const Tokenizer* tok, uint32_t left, uint3
     return (uint32_t)tok->pairs[tokenizer_pair_slot(tok, left, right)];
 }
 
-// Everything that follows from tok->bytes and tok->eot. A pair merges whenever its bytes are a token, whichever pair
-// the vocabulary lists for that token: this is tiktoken's rule.
+// Everything that follows from tok->bytes and tok->eot. A pair merges whenever its bytes are a token,
+// whichever pair the vocabulary lists for that token: this is tiktoken's rule.
 static inline void tokenizer_build(Tokenizer* tok, const char* path) {
     size_t V = tok->bytes.size();
     std::unordered_map<std::string_view, uint32_t> ids;
@@ -83,7 +85,9 @@ static inline void tokenizer_build(Tokenizer* tok, const char* path) {
         }
     }
     for (int b = 0; b < 256; b++) {
-        if (!byte_seen[b]) { die("'%s' has no token for the byte 0x%02x\nhint: the file is damaged", path, b); }
+        if (!byte_seen[(size_t)b]) {
+            die("'%s' has no token for the byte 0x%02x\nhint: the file is damaged", path, b);
+        }
     }
 
     std::vector<uint64_t> found;
@@ -113,7 +117,8 @@ static inline void tokenizer_free(Tokenizer* tok) { *tok = Tokenizer(); }
 
 // ---- characters and pieces ----
 
-// The code point at s[0], its bytes in *width; -1 with width 1 where no well-formed UTF-8 sequence begins. len >= 1.
+// The code point at s[0], its bytes in *width; -1 with width 1 where no well-formed UTF-8 sequence begins.
+// len >= 1.
 static inline int32_t utf8_decode(const uint8_t* s, size_t len, size_t* width) {
     uint32_t lead = s[0];
     *width = 1;
@@ -137,7 +142,8 @@ static inline CharClass tokenizer_class(const Tokenizer* tok, const uint8_t* s, 
 }
 
 // End of the run of characters of one class that begins at i.
-static inline size_t tokenizer_run(const Tokenizer* tok, const uint8_t* s, size_t i, size_t len, CharClass kind) {
+static inline size_t tokenizer_run(const Tokenizer* tok, const uint8_t* s, size_t i, size_t len,
+                                   CharClass kind) {
     size_t width;
     while (i < len && tokenizer_class(tok, s + i, len - i, &width) == kind) { i += width; }
     return i;
@@ -156,7 +162,8 @@ static inline size_t tokenizer_piece(const Tokenizer* tok, const uint8_t* s, siz
     CharClass kind = tokenizer_class(tok, s + skip, len - skip, &width);
     if (kind != CHAR_SPACE) { return tokenizer_run(tok, s, skip + width, len, kind); }
 
-    // White space: all of it at the end of the text, else all but its last character, which is left for the next word.
+    // White space: all of it at the end of the text, else all but its last character, which is left for the
+    // next word.
     size_t end = 0, last = 0;
     while (end < len && tokenizer_class(tok, s + end, len - end, &width) == CHAR_SPACE) {
         last = end;
@@ -165,8 +172,9 @@ static inline size_t tokenizer_piece(const Tokenizer* tok, const uint8_t* s, siz
     return end == len || last == 0 ? end : last;
 }
 
-// True if a piece is certain to begin at position i: white space after something else. Text cut there and encoded in
-// parts gives the ids of the whole, because every part ends in a character that is not white space.
+// True if a piece is certain to begin at position i: white space after something else. Text cut there and
+// encoded in parts gives the ids of the whole, because every part ends in a character that is not white
+// space.
 static inline bool tokenizer_can_cut(const Tokenizer* tok, const char* text, size_t len, size_t i) {
     const uint8_t* s = (const uint8_t*)text;
     if (i == 0 || i >= len || s[i] >= 0x80 || tok->char_class[s[i]] != CHAR_SPACE) { return false; }
@@ -178,9 +186,10 @@ static inline bool tokenizer_can_cut(const Tokenizer* tok, const char* text, siz
 
 // ---- merging ----
 
-static const size_t kShortPiece = 64;   // above: a heap, so that a megabyte of one letter takes n log n, not n^2
+static const size_t kShortPiece = 64;   // above: a heap, so that 1 MB of one letter takes n log n, not n^2
 
-// Merges ids[0..n) in place, returns how many are left. n <= kShortPiece: looking through all pairs is fastest.
+// Merges ids[0..n) in place, returns how many are left. n <= kShortPiece: looking through all pairs is
+// fastest.
 static inline size_t tokenizer_merge_short(const Tokenizer* tok, uint32_t* ids, size_t n) {
     uint32_t merged[kShortPiece];       // merged[i]: what ids[i] and ids[i+1] make; the last has no partner
     for (size_t i = 0; i + 1 < n; i++) { merged[i] = tokenizer_pair(tok, ids[i], ids[i + 1]); }
@@ -197,8 +206,9 @@ static inline size_t tokenizer_merge_short(const Tokenizer* tok, uint32_t* ids, 
     }
 }
 
-// The same for any n: a doubly linked list of what is left, and a heap of (merged id, position) ordered like the search
-// above. An entry that its neighbours have overtaken no longer equals merged[position] and is dropped when it comes up.
+// The same for any n: a doubly linked list of what is left, and a heap of (merged id, position) ordered like
+// the search above. An entry that its neighbours have overtaken no longer equals merged[position] and is
+// dropped when it comes up.
 static inline size_t tokenizer_merge_long(const Tokenizer* tok, uint32_t* ids, size_t n) {
     std::vector<uint32_t> merged(n, kNoMerge);
     std::vector<size_t> next(n), prev(n);
@@ -243,14 +253,14 @@ static inline size_t tokenizer_merge_long(const Tokenizer* tok, uint32_t* ids, s
 struct TokenizerCache {
     static const size_t kBits = 16, kKey = 15, kIds = 7;
     struct Entry {
-        uint64_t key[2];        // the piece's bytes, zeros after them, its length in the last byte; length 0: free
+        uint64_t key[2];        // the piece's bytes, then zeros; last byte: its length, 0: free
         uint16_t ids[kIds], count;
     };
-    std::vector<Entry> entries = std::vector<Entry>((size_t)1 << kBits, Entry());    // 2 MB: fits a level-2 cache
+    std::vector<Entry> entries = std::vector<Entry>((size_t)1 << kBits, Entry());       // 2 MB
 };
 
-static inline TokenizerCache::Entry* tokenizer_cache_entry(TokenizerCache* cache, const uint8_t* piece, size_t n,
-                                                           uint64_t key[2]) {
+static inline TokenizerCache::Entry* tokenizer_cache_entry(TokenizerCache* cache, const uint8_t* piece,
+                                                           size_t n, uint64_t key[2]) {
     key[0] = key[1] = 0;
     memcpy(key, piece, n);
     key[1] |= (uint64_t)n << 56;
@@ -269,8 +279,8 @@ static inline void tokenizer_encode_piece(const Tokenizer* tok, const uint8_t* p
 }
 
 // Appends the ids of text to out.
-static inline void tokenizer_encode(const Tokenizer* tok, const char* text, size_t len, std::vector<uint32_t>& out,
-                                    TokenizerCache* cache = nullptr) {
+static inline void tokenizer_encode(const Tokenizer* tok, const char* text, size_t len,
+                                    std::vector<uint32_t>& out, TokenizerCache* cache = nullptr) {
     const uint8_t* s = (const uint8_t*)text;
     for (size_t i = 0, n; i < len; i += n) {
         n = tokenizer_piece(tok, s + i, len - i);
@@ -335,9 +345,10 @@ static inline std::string tokenizer_default_path() {
     return path;
 }
 
-// GPT-2's vocabulary from its list of merges: ids 0-255 are the bytes, then one id per merge, then end of text.
-// The list writes each byte as one printable character: itself where it is printable, else U+0100, U+0101, ...; the
-// ids of the bytes follow the order of those characters. path: nullptr for the committed one.
+// GPT-2's vocabulary from its list of merges: ids 0-255 are the bytes, then one id per merge, then end of
+// text. The list writes each byte as one printable character: itself where it is printable, else U+0100,
+// U+0101, ...; the ids of the bytes follow the order of those characters. path: nullptr for the committed
+// one.
 static inline void tokenizer_init_bpe(Tokenizer* tok, const char* path) {
     std::string file = path && path[0] ? path : tokenizer_default_path();
     path = file.c_str();
@@ -372,14 +383,16 @@ static inline void tokenizer_init_bpe(Tokenizer* tok, const char* path) {
         tok->bytes.push_back(token);
     }
     if (tok->bytes.size() != kGpt2Eot) {
-        die("'%s' has %zu merges, GPT-2 has %u\nhint: is the file complete?", path, tok->bytes.size() - 256, kGpt2Merges);
+        die("'%s' has %zu merges, GPT-2 has %u\nhint: is the file complete?", path, tok->bytes.size() - 256,
+            kGpt2Merges);
     }
     tok->eot = kGpt2Eot;
     tok->bytes.push_back("<|endoftext|>");
     tokenizer_build(tok, path);
 }
 
-// ---- gpt2_tokenizer.bin: 256 int32 header {magic, version, V, eot, 0...}, then per token a length byte and its bytes ----
+// ---- gpt2_tokenizer.bin ----
+// 256 int32 header {magic, version, V, eot, 0...}, then for each token one length byte and its bytes.
 
 static inline void tokenizer_write(const Tokenizer* tok, const char* path) {
     AtomicFile out = atomic_open(path);
@@ -397,16 +410,18 @@ static inline void tokenizer_write(const Tokenizer* tok, const char* path) {
 static inline void tokenizer_read(Tokenizer* tok, const char* path) {
     std::string data = tokenizer_read_file(path, "tokenize --write-vocab FILE makes one");
     uint32_t header[256];
-    if (data.size() < sizeof(header)) { die("'%s' is truncated: its header has 1024 bytes, the file %zu", path, data.size()); }
+    if (data.size() < sizeof(header)) {
+        die("'%s' is truncated: its header takes 1024 bytes, the file has %zu", path, data.size());
+    }
     memcpy(header, data.data(), sizeof(header));
     if (header[0] != kTokenizerMagic || header[1] != kTokenizerVersion) {
-        die("'%s' is no tokenizer file: it begins %u %u, expected %u %u", path, header[0], header[1], kTokenizerMagic,
-            kTokenizerVersion);
+        die("'%s' is no tokenizer file: it begins %u %u, expected %u %u", path, header[0], header[1],
+            kTokenizerMagic, kTokenizerVersion);
     }
     uint32_t V = header[2];
     if (V < 256 || V > 65536 || header[3] >= V) {
-        die("'%s' has %u tokens and end of text %u; allowed are 256 to 65536 tokens and an id below that", path, V,
-            header[3]);
+        die("'%s' has %u tokens and end of text %u; allowed are 256 to 65536 tokens and an id below that",
+            path, V, header[3]);
     }
     *tok = Tokenizer();
     tok->eot = header[3];

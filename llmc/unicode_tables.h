@@ -9,7 +9,8 @@ Made by dev/data/gen_unicode_tables.py: edit that, not this.
 
 #include <stdint.h>     // gives: uint32_t
 
-enum CharClass { CHAR_OTHER = 0, CHAR_LETTER = 1, CHAR_NUMBER = 2, CHAR_SPACE = 3 };    // \p{L}  \p{N}  \s
+// \p{L}, \p{N}, \s of regular expressions, and the rest
+enum CharClass { CHAR_OTHER = 0, CHAR_LETTER = 1, CHAR_NUMBER = 2, CHAR_SPACE = 3 };
 
 struct CharRange { uint32_t first, last; CharClass kind; };     // both ends included
 

@@ -1,0 +1,940 @@
+/*
+Tests of llmc/cpu_ops.h. In double: each forward pass against a formula written another way, each backward
+pass against finite differences of its forward pass. In float: against double. Both: same bits on any number
+of threads.
+
+    build/test_cpu_ops                  all tests; then --break for every output of every op
+    build/test_cpu_ops --break NAME     with that output scaled by 1.01: stops at the first group that notices
+    build/test_cpu_ops --list           the output names
+*/
+#include <math.h>       // gives: sqrt, isfinite
+#include <stdio.h>      // gives: printf
+#include <stdlib.h>     // gives: system
+#include <string.h>     // gives: strcmp
+
+#ifdef _OPENMP
+#include <omp.h>        // gives: omp_set_num_threads
+#endif
+
+#include <algorithm>    // gives: std::min, std::max
+#include <functional>   // gives: std::function
+#include <string>       // gives: std::string
+#include <vector>       // gives: std::vector
+
+#include "dev/test/test.h"      // gives: TEST, CHECK, test_summary
+#include "llmc/op_types.h"      // gives: GPT2_OUTPUTS
+
+// ---- --break: the hook that every twin calls for every output ----
+
+#define X(name) name,
+static const char* const output_names[] = {GPT2_OUTPUTS(X)};
+#undef X
+constexpr int kOutputs = sizeof(output_names) / sizeof(output_names[0]);
+static int output_hits[kOutputs];
+static int unknown_outputs = 0;
+static const char* broken = nullptr;
+
+template <class Real> static void output_hook(const char* name, Real* data, size_t count) {
+    int i = 0;
+    while (i < kOutputs && strcmp(output_names[i], name) != 0) { i++; }
+    if (i == kOutputs) { unknown_outputs++; return; }
+    output_hits[i]++;
+    if (!broken || strcmp(broken, name) != 0) { return; }
+    for (size_t k = 0; k < count; k++) { data[k] *= (Real)1.01; }
+}
+#define OUTPUT(name, ptr, count) output_hook(name, ptr, count)
+
+#include "llmc/cpu_ops.h"           // gives: the twins
+#include "llmc/token_buckets.h"     // gives: build_token_buckets
+
+// ---- tensors between sentinels ----
+
+static int overruns = 0;            // tensors that some op wrote beside
+
+template <class Real> struct Tensor {       // full of NaN until something is stored
+    static constexpr size_t kGuard = 16;
+    static constexpr Real kSentinel = (Real)-12345678;
+    size_t n;
+    std::vector<Real> all;                  // guard, n elements, guard
+    explicit Tensor(size_t n) : n(n), all(n + 2 * kGuard, (Real)NAN) {
+        for (size_t i = 0; i < kGuard; i++) { all[i] = all[kGuard + n + i] = kSentinel; }
+    }
+    Tensor(const Tensor&) = default;
+    Tensor& operator=(const Tensor& other) {
+        check_guards();
+        n = other.n;
+        all = other.all;
+        return *this;
+    }
+    ~Tensor() { check_guards(); }
+    void check_guards() const {
+        bool whole = true;
+        for (size_t i = 0; i < kGuard; i++) {
+            whole = whole && all[i] == kSentinel && all[kGuard + n + i] == kSentinel;
+        }
+        if (!whole) { overruns++; }
+    }
+    operator Real*() { return all.data() + kGuard; }
+    operator const Real*() const { return all.data() + kGuard; }
+    bool operator==(const Tensor& other) const {
+        return n == other.n && memcmp(all.data(), other.all.data(), all.size() * sizeof(Real)) == 0;
+    }
+};
+typedef Tensor<double> Doubles;
+
+static uint32_t random_id = 0;              // each random tensor takes the next stream
+static double uniform(uint32_t id, size_t i) { return 2.0 * rand_unit(7, RAND_SAMPLE, id, i) - 1.0; }
+
+// Uniform in shift +- scale, and a float's value: float and double twins can start from the same numbers.
+template <class Real = double>
+static Tensor<Real> random_tensor(size_t n, double scale = 1.0, double shift = 0.0) {
+    Tensor<Real> x(n);
+    random_id++;
+    for (size_t i = 0; i < n; i++) { x[i] = (Real)(float)(shift + scale * uniform(random_id, i)); }
+    return x;
+}
+
+static std::vector<int> random_ints(size_t n, int below) {
+    std::vector<int> x(n);
+    random_id++;
+    for (size_t i = 0; i < n; i++) { x[i] = (int)(rand_unit(7, RAND_SAMPLE, random_id, i) * below); }
+    return x;
+}
+
+// |a - b| / |b| over the whole tensor; NaN anywhere comes through
+template <class A, class B> static double difference(const A* a, const B* b, size_t n) {
+    double squares = 0.0, norm = 0.0;
+    for (size_t i = 0; i < n; i++) {
+        squares += ((double)a[i] - b[i]) * ((double)a[i] - b[i]);
+        norm += (double)b[i] * b[i];
+    }
+    return squares == 0.0 ? 0.0 : sqrt(squares / norm);
+}
+template <class Real> static double difference(const Tensor<Real>& a, const Doubles& b) {
+    return difference((const Real*)a, (const double*)b, b.n);
+}
+
+#define CHECK_SAME(got, expected, tolerance)                                                            \
+    do {                                                                                                \
+        double difference_ = difference(got, expected);                                                 \
+        CHECK(difference_ <= (tolerance), "%s: %s is off by %.2e", shape.c_str(), #got, difference_);   \
+    } while (0)
+
+constexpr double kExact = 1e-13;            // two ways to sum the same numbers in double
+constexpr double kNumeric = 1e-8;           // derivative against finite differences
+
+// Relative error of `gradient` = d loss / d x at up to 60 elements of x, against differences of fourth order.
+static double numeric_error(Doubles& x, const Doubles& gradient, const std::function<double()>& loss) {
+    const size_t samples = std::min<size_t>(x.n, 60);
+    const double h = 1e-3;
+    std::vector<double> numeric, analytic;
+    for (size_t s = 0; s < samples; s++) {
+        const size_t i = x.n <= samples ? s : (size_t)(rand_unit(7, RAND_SAMPLE, 0, s) * x.n);
+        const double x0 = x[i];
+        auto at = [&](double step) { x[i] = x0 + step; return loss(); };
+        numeric.push_back((at(-2 * h) - 8 * at(-h) + 8 * at(h) - at(2 * h)) / (12 * h));
+        analytic.push_back(gradient[i]);
+        x[i] = x0;
+    }
+    return difference(analytic.data(), numeric.data(), samples);
+}
+
+#define CHECK_GRADIENT(x, gradient, loss)                                                               \
+    do {                                                                                                \
+        double error_ = numeric_error(x, gradient, loss);                                               \
+        CHECK(error_ <= kNumeric, "%s: %s differs from finite differences by %.2e", shape.c_str(),      \
+              #gradient, error_);                                                                       \
+    } while (0)
+
+static double dot(const double* x, const double* y, size_t n) {
+    double sum = 0.0;
+    for (size_t i = 0; i < n; i++) { sum += x[i] * y[i]; }
+    return sum;
+}
+
+// Runs op(GradOf) with = on NaN and with += on old numbers; returns what = stored.
+typedef std::function<void(GradOf<double>)> GradientOp;
+static Doubles gradient_of(const std::string& shape, size_t n, const GradientOp& op) {
+    Doubles stored(n), added = random_tensor(n), expected = added;
+    op({stored, Accumulate::No});
+    op({added, Accumulate::Yes});
+    for (size_t i = 0; i < n; i++) { expected[i] += stored[i]; }
+    CHECK_SAME(added, expected, 1e-15);
+    return stored;
+}
+
+static Doubles column_sums_of(const Doubles& x, int N, int C) {
+    Doubles sums(C);
+    for (int c = 0; c < C; c++) {
+        sums[c] = 0.0;
+        for (int n = N - 1; n >= 0; n--) { sums[c] += x[(size_t)n * C + c]; }
+    }
+    return sums;
+}
+
+// ---- encoder ----
+
+struct Buckets {                            // TokenBuckets with the memory that they point to
+    std::vector<int> order;
+    std::vector<int4> segments, splits;
+    TokenBuckets view;
+    Buckets(const std::vector<int>& tokens, int vocab) {
+        const int n = (int)tokens.size();
+        order.resize(n);
+        segments.resize(max_bucket_segments(n));
+        splits.resize(max_bucket_splits(n) + 1);
+        build_token_buckets(&view, order.data(), segments.data(), splits.data(), tokens.data(), n, vocab);
+    }
+};
+
+static void test_encoder(int B, int T, int maxT, int Vp, int C, int different_tokens) {
+    const std::string shape = format("encoder B=%d T=%d C=%d tokens=%d", B, T, C, different_tokens);
+    const int N = B * T;
+    std::vector<int> tokens = random_ints(N, different_tokens);
+    Doubles wte = random_tensor((size_t)Vp * C), wpe = random_tensor((size_t)maxT * C), out((size_t)N * C);
+    Doubles expected((size_t)N * C);
+    encoder_forward_cpu<double>(out, tokens.data(), wte, wpe, B, T, C, 0);
+    for (size_t i = 0; i < expected.n; i++) {
+        const int bt = (int)(i / C), c = (int)(i % C);
+        expected[i] = wte[(size_t)tokens[bt] * C + c] + wpe[(size_t)(bt % T) * C + c];
+    }
+    CHECK_SAME(out, expected, 0.0);
+
+    Buckets buckets(tokens, Vp);
+    Doubles dout = random_tensor((size_t)N * C);
+    Doubles dwte = random_tensor((size_t)Vp * C), dwte_before = dwte, dwte_expected = dwte;
+    Doubles dwpe_expected((size_t)maxT * C);
+    for (size_t i = 0; i < dwpe_expected.n; i++) { dwpe_expected[i] = 0.0; }
+    for (int bt = 0; bt < N; bt++) {
+        for (int c = 0; c < C; c++) {
+            dwte_expected[(size_t)tokens[bt] * C + c] += dout[(size_t)bt * C + c];
+            dwpe_expected[(size_t)(bt % T) * C + c] += dout[(size_t)bt * C + c];
+        }
+    }
+    Doubles scratch((size_t)max_bucket_slots(N) * C);
+    Doubles dwpe = gradient_of(shape, dwpe_expected.n, [&](GradOf<double> grad) {
+        dwte = dwte_before;
+        encoder_backward_cpu<double>({dwte, Accumulate::Yes}, grad, scratch, dout, buckets.view, B, T, maxT,
+                                     C, 0);
+    });
+    CHECK_SAME(dwpe, dwpe_expected, kExact);
+    CHECK_SAME(dwte, dwte_expected, kExact);
+}
+
+// ---- layernorm ----
+
+static void test_layernorm(int N, int C) {
+    const std::string shape = format("layernorm N=%d C=%d", N, C);
+    const size_t n = (size_t)N * C;
+    Doubles inp1 = random_tensor(n), inp2 = random_tensor(n, 1.0, 0.5);
+    Doubles weight = random_tensor(C, 0.5, 1.0), bias = random_tensor(C, 0.5);
+    Doubles inp(n), residual(n), out(n), mean(N), rstd(N), expected(n), mean_expected(N), rstd_expected(N);
+    for (int i = 0; i < N; i++) {
+        double sum = 0.0, squares = 0.0;
+        for (int c = 0; c < C; c++) {
+            double x = inp[(size_t)i * C + c] = inp1[(size_t)i * C + c] + inp2[(size_t)i * C + c];
+            sum += x;
+            squares += x * x;
+        }
+        mean_expected[i] = sum / C;
+        rstd_expected[i] = pow(squares / C - sum / C * (sum / C) + 1e-5, -0.5);
+        for (int c = 0; c < C; c++) {
+            double x = inp[(size_t)i * C + c];
+            expected[(size_t)i * C + c] = weight[c] * (x - mean_expected[i]) * rstd_expected[i] + bias[c];
+        }
+    }
+    layernorm_forward_cpu<double>(out, mean, rstd, inp, weight, bias, N, C, 0);
+    CHECK_SAME(out, expected, 1e-12);
+    CHECK_SAME(mean, mean_expected, kExact);
+    CHECK_SAME(rstd, rstd_expected, 1e-12);
+
+    Doubles out2(n), mean2(N), rstd2(N);
+    residual_layernorm_forward_cpu<double>(residual, out2, mean2, rstd2, inp1, inp2, weight, bias, N, C, 0);
+    CHECK(residual == inp && out2 == out && mean2 == mean && rstd2 == rstd,
+          "%s: not the sum, then the layernorm", shape.c_str());
+    Doubles first = inp1, second = inp2;
+    residual_layernorm_forward_cpu<double>(first, out2, mean2, rstd2, first, inp2, weight, bias, N, C, 0);
+    CHECK(first == inp && out2 == out, "%s: residual in the place of inp1", shape.c_str());
+    residual_layernorm_forward_cpu<double>(second, out2, mean2, rstd2, inp1, second, weight, bias, N, C, 0);
+    CHECK(second == inp && out2 == out, "%s: residual in the place of inp2", shape.c_str());
+
+    Doubles dout = random_tensor(n), dresidual(n), dweight(C), dbias(C), dcolsum(C);
+    LayernormBackwardOf<double> a = {};
+    a.dresidual = dresidual;
+    a.dweight = {dweight, Accumulate::No};
+    a.dbias = {dbias, Accumulate::No};
+    a.dcolsum = {dcolsum, Accumulate::No};
+    a.dresidual_acc = Accumulate::No;
+    a.dout = dout, a.inp = inp, a.weight = weight, a.mean = mean, a.rstd = rstd, a.N = N, a.C = C;
+    layernorm_backward_cpu<double>(a, 0);
+    auto loss = [&] {
+        layernorm_forward_cpu<double>(out2, mean2, rstd2, inp, weight, bias, N, C, 0);
+        return dot(out2, dout, n);
+    };
+    CHECK_GRADIENT(inp, dresidual, loss);
+    CHECK_GRADIENT(weight, dweight, loss);
+    CHECK_GRADIENT(bias, dbias, loss);
+    Doubles sums = column_sums_of(dresidual, N, C);
+    CHECK_SAME(dcolsum, sums, 1e-11);       // of a layernorm's gradient: the sums nearly cancel
+
+    Doubles old = random_tensor(n, 1.0, 1.0), dresidual2 = old, unused(C);
+    a.dresidual = dresidual2;
+    a.dresidual_acc = Accumulate::Yes;
+    a.dweight.data = a.dbias.data = unused;
+    a.dcolsum.data = nullptr;
+    layernorm_backward_cpu<double>(a, 0);
+    Doubles dresidual_expected = old;
+    for (size_t i = 0; i < n; i++) { dresidual_expected[i] += dresidual[i]; }
+    CHECK_SAME(dresidual2, dresidual_expected, 1e-15);
+    a.dresidual = dresidual;
+    a.dresidual_acc = Accumulate::No;
+    auto backward = [&](GradOf<double> w, GradOf<double> b, GradOf<double> sum) {
+        a.dweight = w, a.dbias = b, a.dcolsum = sum;
+        layernorm_backward_cpu<double>(a, 0);
+    };
+    const GradOf<double> no = {unused, Accumulate::No};
+    Doubles dweight2 = gradient_of(shape, C, [&](GradOf<double> grad) { backward(grad, no, no); });
+    Doubles dbias2 = gradient_of(shape, C, [&](GradOf<double> grad) { backward(no, grad, no); });
+    Doubles dcolsum2 = gradient_of(shape, C, [&](GradOf<double> grad) { backward(no, no, grad); });
+    CHECK(dweight2 == dweight && dbias2 == dbias && dcolsum2 == dcolsum, "%s: not the same twice",
+          shape.c_str());
+    a.dresidual = dresidual2;               // += once more: the column sums are those of the sum
+    a.dresidual_acc = Accumulate::Yes;
+    backward(no, no, {dcolsum, Accumulate::No});
+    sums = column_sums_of(dresidual2, N, C);
+    CHECK_SAME(dcolsum, sums, kExact);
+}
+
+// ---- GELU ----
+
+static double gelu_direct(double x) {
+    return 0.5 * x * (1.0 + tanh(sqrt(2.0 / M_PI) * (x + 0.044715 * x * x * x)));
+}
+
+static void test_gelu(int N, int OC) {
+    const std::string shape = format("gelu N=%d OC=%d", N, OC);
+    const size_t n = (size_t)N * OC;
+    Doubles inp = random_tensor(n, 4.0), out(n), expected(n), dout = random_tensor(n);
+    gelu_forward_cpu<double>(out, inp, n, 0);
+    for (size_t i = 0; i < n; i++) { expected[i] = gelu_direct(inp[i]); }
+    CHECK_SAME(out, expected, kExact);
+
+    Doubles dinp(n);
+    Doubles dbias = gradient_of(shape, OC, [&](GradOf<double> grad) {
+        dinp = dout;
+        gelu_backward_inplace_cpu<double>(dinp, grad, nullptr, inp, N, OC, 0);
+    });
+    Doubles sums = column_sums_of(dinp, N, OC), without = dout;
+    CHECK_SAME(dbias, sums, kExact);
+    gelu_backward_inplace_cpu<double>(without, {nullptr, Accumulate::No}, nullptr, inp, N, OC, 0);
+    CHECK(without == dinp, "%s: dbias changes dinp", shape.c_str());
+    auto loss = [&] {
+        gelu_forward_cpu<double>(out, inp, n, 0);
+        return dot(out, dout, n);
+    };
+    CHECK_GRADIENT(inp, dinp, loss);
+}
+
+// ---- matmul ----
+
+static void test_matmul(int N, int C, int OC) {
+    const std::string shape = format("matmul N=%d C=%d OC=%d", N, C, OC);
+    const size_t n = (size_t)N * OC;
+    Doubles inp = random_tensor((size_t)N * C), weight = random_tensor((size_t)OC * C);
+    Doubles bias = random_tensor(OC), residual = random_tensor(n), dout = random_tensor(n);
+    Doubles products(n), out(n), expected(n), pre_gelu(n), gelu_expected(n);
+    for (int i = 0; i < N; i++) {
+        for (int o = 0; o < OC; o++) {
+            products[(size_t)i * OC + o] = dot(inp + (size_t)i * C, weight + (size_t)o * C, C);
+        }
+    }
+    auto forward = [&](double* out, const double* bias, const double* residual, double* pre_gelu) {
+        matmul_forward_cpu<double>({out, inp, weight, bias, residual, pre_gelu, N, C, OC}, 0);
+    };
+    forward(out, nullptr, nullptr, nullptr);
+    CHECK_SAME(out, products, kExact);
+    forward(out, bias, nullptr, nullptr);
+    for (size_t i = 0; i < n; i++) { expected[i] = products[i] + bias[i % OC]; }
+    CHECK_SAME(out, expected, kExact);
+    Doubles with_gelu(n);
+    forward(with_gelu, bias, nullptr, pre_gelu);
+    for (size_t i = 0; i < n; i++) { gelu_expected[i] = gelu_direct(expected[i]); }
+    CHECK_SAME(pre_gelu, expected, kExact);
+    CHECK_SAME(with_gelu, gelu_expected, kExact);
+    forward(out, bias, residual, nullptr);
+    for (size_t i = 0; i < n; i++) { expected[i] += residual[i]; }
+    CHECK_SAME(out, expected, kExact);
+
+    Doubles dinp((size_t)N * C);
+    matmul_backward_input_cpu<double>({dinp, dout, weight, nullptr, N, C, OC}, 0);
+    Doubles dweight = gradient_of(shape, weight.n, [&](GradOf<double> grad) {
+        matmul_backward_weight_cpu<double>(grad, nullptr, dout, inp, N, C, OC, 0);
+    });
+    Doubles dbias = gradient_of(shape, OC, [&](GradOf<double> grad) {
+        bias_backward_cpu<double>(grad, nullptr, dout, N, OC, 0);
+    });
+    auto loss = [&] {
+        forward(out, bias, nullptr, nullptr);
+        return dot(out, dout, n);
+    };
+    CHECK_GRADIENT(inp, dinp, loss);
+    CHECK_GRADIENT(weight, dweight, loss);
+    CHECK_GRADIENT(bias, dbias, loss);
+
+    Doubles hidden = random_tensor((size_t)N * C, 2.0), dhidden((size_t)N * C);
+    matmul_backward_input_cpu<double>({dhidden, dout, weight, hidden, N, C, OC}, 0);
+    auto loss_through_gelu = [&] {
+        gelu_forward_cpu<double>(inp, hidden, hidden.n, 0);
+        return loss();
+    };
+    CHECK_GRADIENT(hidden, dhidden, loss_through_gelu);
+}
+
+// ---- attention ----
+
+static void test_attention(int B, int T, int NH, int HS) {
+    const std::string shape = format("attention B=%d T=%d NH=%d HS=%d", B, T, NH, HS);
+    const size_t C = (size_t)NH * HS, n = (size_t)B * T * C, rows = (size_t)B * NH * T;
+    Doubles qkv = random_tensor(3 * n, 1.5), out(n), lse(rows), expected(n), lse_expected(rows);
+    attention_forward_cpu<double>(out, lse, qkv, B, T, NH, HS, 0);
+    for (int b = 0; b < B; b++) {
+        for (int h = 0; h < NH; h++) {
+            auto vec = [&](int which, int t) {
+                return qkv + ((size_t)b * T + t) * 3 * C + which * C + (size_t)h * HS;
+            };
+            for (int t = 0; t < T; t++) {
+                std::vector<double> p(T, 0.0);          // one row of the explicit matrix
+                double sum = 0.0;
+                for (int u = 0; u <= t; u++) { sum += p[u] = exp(dot(vec(0, t), vec(1, u), HS) / sqrt(HS)); }
+                lse_expected[((size_t)b * NH + h) * T + t] = log(sum);
+                for (int i = 0; i < HS; i++) {
+                    double value = 0.0;
+                    for (int u = 0; u < T; u++) { value += p[u] / sum * vec(2, u)[i]; }
+                    expected[((size_t)b * T + t) * C + (size_t)h * HS + i] = value;
+                }
+            }
+        }
+    }
+    CHECK_SAME(out, expected, kExact);
+    CHECK_SAME(lse, lse_expected, kExact);
+
+    Doubles dout = random_tensor(n), dqkv(3 * n), scratch(rows), out2(n), lse2(rows);
+    attention_backward_cpu<double>(dqkv, scratch, dout, out, qkv, lse, B, T, NH, HS, 0);
+    auto loss = [&] {
+        attention_forward_cpu<double>(out2, lse2, qkv, B, T, NH, HS, 0);
+        return dot(out2, dout, n);
+    };
+    CHECK_GRADIENT(qkv, dqkv, loss);
+}
+
+// Scores of thousands: one key takes all the weight. Also in float, where exp of such a score is inf.
+template <class Real> static void test_attention_large() {
+    const std::string shape = format("attention, large scores, %d bits", (int)sizeof(Real) * 8);
+    const int T = 70, HS = 20;
+    Tensor<Real> qkv = random_tensor<Real>((size_t)T * 3 * HS, 100.0);
+    Tensor<Real> out((size_t)T * HS), lse(T), dqkv((size_t)T * 3 * HS), scratch(T);
+    Tensor<Real> dout = random_tensor<Real>((size_t)T * HS);
+    attention_forward_cpu<Real>(out, lse, qkv, 1, T, 1, HS, 0);
+    attention_backward_cpu<Real>(dqkv, scratch, dout, out, qkv, lse, 1, T, 1, HS, 0);
+    bool finite = true, bounded = true;
+    for (size_t i = 0; i < dqkv.n; i++) { finite = finite && isfinite(dqkv[i]); }
+    for (int t = 0; t < T; t++) { finite = finite && isfinite(lse[t]); }
+    for (size_t i = 0; i < out.n; i++) { bounded = bounded && fabs(out[i]) <= 101.01; }
+    CHECK(finite, "%s: inf or NaN", shape.c_str());
+    CHECK(bounded, "%s: not an average of values", shape.c_str());
+}
+
+// ---- classifier and loss ----
+
+static void test_classifier(int N, int V, int Vp) {
+    const std::string shape = format("classifier N=%d V=%d Vp=%d", N, V, Vp);
+    const float dloss = 0.25f, loss_scale = 8.0f;
+    Doubles logits = random_tensor((size_t)N * Vp, 3.0), losses(N), losses_expected(N);
+    std::vector<int> targets = random_ints(N, V);
+    targets[0] = V - 1;
+    Doubles untouched = logits, dlogits = logits;
+    auto classify = [&](double* in_place, double* losses, const float* scale, ClassifierMode mode) {
+        classifier_cpu<double>(in_place, losses, targets.data(), dloss, scale, N, V, Vp, mode, 0);
+    };
+    classify(untouched, losses, nullptr, ClassifierMode::LossOnly);
+    CHECK(untouched == logits, "%s: LossOnly changes the logits", shape.c_str());
+    for (int n = 0; n < N; n++) {
+        const double* row = logits + (size_t)n * Vp;
+        double sum = 0.0;
+        for (int v = 0; v < V; v++) { sum += exp(row[v] - row[targets[n]]); }
+        losses_expected[n] = log(sum);
+    }
+    CHECK_SAME(losses, losses_expected, 1e-12);
+
+    Doubles losses2(N);
+    classify(dlogits, losses2, &loss_scale, ClassifierMode::LossAndGrad);
+    CHECK(losses2 == losses, "%s: the losses depend on the mode", shape.c_str());
+    auto loss = [&] {
+        classify(logits, losses2, nullptr, ClassifierMode::LossOnly);
+        double sum = 0.0;
+        for (int n = 0; n < N; n++) { sum += losses2[n]; }
+        return dloss * loss_scale * sum;
+    };
+    if (V > 1) { CHECK_GRADIENT(logits, dlogits, loss); }
+    for (int n = 0; n < N; n++) {           // each row of a gradient of softmax sums to zero, padding is zero
+        double sum = 0.0, padding = 0.0;
+        for (int v = 0; v < Vp; v++) { (v < V ? sum : padding) += fabs(dlogits[(size_t)n * Vp + v]); }
+        double target_part = -2.0 * dlogits[(size_t)n * Vp + targets[n]];
+        CHECK(fabs(sum - target_part) <= 1e-12 * sum, "%s: row %d sums to %g", shape.c_str(), n,
+              sum - target_part);
+        CHECK(padding == 0.0, "%s: the padding of row %d has a gradient", shape.c_str(), n);
+    }
+    Doubles other_padding = logits;
+    for (size_t i = 0; i < logits.n; i++) {
+        if ((int)(i % Vp) >= V) { other_padding[i] = i % 2 ? NAN : 1e9; }
+    }
+    classify(other_padding, losses2, &loss_scale, ClassifierMode::LossAndGrad);
+    CHECK(other_padding == dlogits && losses2 == losses, "%s: the padding's values matter", shape.c_str());
+    const float one = 1.0f;                 // no loss scale means 1
+    Doubles scaled_by_one = logits, not_scaled = logits;
+    classify(scaled_by_one, losses2, &one, ClassifierMode::LossAndGrad);
+    classify(not_scaled, losses2, nullptr, ClassifierMode::LossAndGrad);
+    CHECK(scaled_by_one == not_scaled, "%s: no loss scale is not a loss scale of 1", shape.c_str());
+}
+
+template <class Real> static void test_classifier_large() {
+    const std::string shape = format("classifier, logits of 1e4, %d bits", (int)sizeof(Real) * 8);
+    const int N = 6, V = 509, Vp = 512;
+    Tensor<Real> logits = random_tensor<Real>((size_t)N * Vp, 1e4), losses(N);
+    for (int v = 0; v < V; v++) {
+        logits[v] = v == 3 ? (Real)1e4 : (Real)-1e4;                    // row 0: certain, right
+        logits[Vp + v] = v == 4 ? (Real)1e4 : (Real)-1e4;               // row 1: certain, wrong
+        logits[2 * Vp + v] = (Real)-1e4;                                // row 2: undecided
+    }
+    std::vector<int> targets(N, 3);
+    const ClassifierMode mode = ClassifierMode::LossAndGrad;
+    classifier_cpu<Real>(logits, losses, targets.data(), 1.0f, nullptr, N, V, Vp, mode, 0);
+    bool finite = true;
+    for (size_t i = 0; i < logits.n; i++) { finite = finite && isfinite(logits[i]); }
+    for (int n = 0; n < N; n++) { finite = finite && isfinite(losses[n]); }
+    CHECK(finite, "%s: inf or NaN", shape.c_str());
+    CHECK(losses[0] == 0 && logits[3] == 0, "%s: certain and right: %g", shape.c_str(), (double)losses[0]);
+    CHECK(fabs(losses[1] - 2e4) <= 1e-3 && logits[Vp + 4] == 1 && logits[Vp + 3] == -1,
+          "%s: certain and wrong: %g", shape.c_str(), (double)losses[1]);
+    CHECK(fabs(losses[2] - log(509.0)) <= 1e-5, "%s: undecided: %g", shape.c_str(), (double)losses[2]);
+}
+
+static void test_loss_sum(int N) {
+    const std::string shape = format("loss_sum N=%d", N);
+    Doubles losses = random_tensor(N, 1.0, 5.0), expected(1);
+    expected[0] = 0.0;
+    for (int n = N - 1; n >= 0; n--) { expected[0] += 0.125 * losses[n]; }
+    Doubles mean = gradient_of(shape, 1, [&](GradOf<double> out) {
+        loss_sum_cpu<double>(out.data, losses, 0.125f, out.acc, N, 0);
+    });
+    CHECK_SAME(mean, expected, kExact);
+}
+
+// ---- update ----
+
+static UpdateState update_state(float loss_scale) { return {0, loss_scale, 0, 0.0f, 0.0f, 0, 0}; }
+
+static void test_global_norm() {
+    const UpdatePolicy fixed = {false, 3, 65536.0f}, dynamic = {true, 3, 16.0f};
+    for (size_t n : {(size_t)1, (size_t)127, (size_t)200000}) {     // 200000: several blocks
+        Doubles g = random_tensor(n);
+        UpdateState state = update_state(4.0f);
+        global_norm_cpu<double>(&state, nullptr, (double*)g, false, n, 0.0f, fixed, 0);
+        const double norm = sqrt(dot(g, g, n)) / 4.0;
+        CHECK(fabs(state.norm / norm - 1) <= 1e-7, "n=%zu: norm %g, expected %g", n, state.norm, norm);
+        CHECK(state.t == 1 && state.skip == 0 && state.loss_scale == 4.0f, "n=%zu: state", n);
+        CHECK(state.grad_scale == 0.25f, "n=%zu: without clipping grad_scale is %g", n, state.grad_scale);
+        global_norm_cpu<double>(&state, nullptr, (double*)g, false, n, (float)norm * 0.5f, fixed, 0);
+        CHECK(fabs(state.grad_scale / 0.125 - 1) <= 1e-6, "n=%zu: clipped to half: %g", n, state.grad_scale);
+        global_norm_cpu<double>(&state, nullptr, (double*)g, false, n, (float)norm * 2.0f, fixed, 0);
+        CHECK(state.grad_scale == 0.25f && state.t == 3, "n=%zu: clipped below max_norm", n);
+    }
+
+    Doubles g = random_tensor(100);
+    UpdateState state = update_state(4.0f);
+    auto step = [&](double first, UpdatePolicy policy) {
+        g[0] = first;
+        global_norm_cpu<double>(&state, nullptr, (double*)g, false, g.n, 1.0f, policy, 0);
+    };
+    for (int i = 0; i < 3; i++) { step(1.0, dynamic); }
+    CHECK(state.loss_scale == 8.0f && state.good_steps == 0 && state.t == 3, "after 3 good steps: scale %g",
+          state.loss_scale);
+    step(INFINITY, dynamic);
+    CHECK(state.skip == 1 && state.skipped_in_a_row == 1 && state.t == 3, "inf is not skipped");
+    CHECK(state.loss_scale == 4.0f, "after inf: scale %g", state.loss_scale);
+    step(NAN, dynamic);
+    CHECK(state.skip == 1 && state.skipped_in_a_row == 2 && state.t == 3, "NaN is not skipped");
+    CHECK(state.loss_scale == 2.0f, "after NaN: scale %g", state.loss_scale);
+    for (int i = 0; i < 3; i++) { step(-INFINITY, dynamic); }
+    CHECK(state.loss_scale == 1.0f && state.skipped_in_a_row == 5, "scale %g, not 1", state.loss_scale);
+    step(1.0, dynamic);
+    CHECK(state.skip == 0 && state.skipped_in_a_row == 0 && state.good_steps == 1, "good again");
+    CHECK(state.t == 4, "t counts updates that were skipped: %lld", state.t);
+    for (int i = 0; i < 30; i++) { step(1.0, dynamic); }
+    CHECK(state.loss_scale == 16.0f, "the scale stops at its maximum: %g", state.loss_scale);
+    state = update_state(2.0f);
+    for (int i = 0; i < 5; i++) { step(1.0, fixed); }
+    step(NAN, fixed);
+    CHECK(state.loss_scale == 2.0f && state.t == 5 && state.skip == 1, "a fixed scale became %g",
+          state.loss_scale);
+}
+
+// Ten steps beside the formula, element by element; two segments with their own decay and a gap between them.
+template <class Real> static void test_adamw(bool with_master, double tolerance) {
+    const std::string shape = format("adamw %d bits%s", (int)sizeof(Real) * 8, with_master ? ", master" : "");
+    const size_t n = 400;
+    const ParamSegment segments[] = {{0, 130, 0.1f}, {256, 391, 0.0f}};
+    const float lr = 1e-2f, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f;
+    auto live = [&](size_t i) { return i < 130 || (i >= 256 && i < 391); };
+    Tensor<Real> params = random_tensor<Real>(n), master = params, m(n), v(n);
+    const Tensor<Real> start = params;
+    Doubles params_expected(n), m_expected(n), v_expected(n);
+    for (size_t i = 0; i < n; i++) {
+        params_expected[i] = params[i];
+        m[i] = v[i] = live(i) ? 0 : 7;
+        m_expected[i] = v_expected[i] = m[i];
+    }
+    if (with_master) {                      // the master decides: what params held before does not matter
+        for (size_t i = 0; i < n; i++) { params[i] = live(i) ? (Real)NAN : params[i]; }
+    }
+    UpdateState state = update_state(1.0f);
+    for (int t = 1; t <= 10; t++) {
+        Tensor<Real> g = random_tensor<Real>(n, 0.1);
+        state.t = t;
+        state.grad_scale = t % 2 ? 0.5f : 1.0f;
+        for (size_t i = 0; i < n; i++) {
+            if (!live(i)) { continue; }
+            const double gi = (double)g[i] * state.grad_scale;
+            m_expected[i] = (double)beta1 * m_expected[i] + (1.0 - beta1) * gi;
+            v_expected[i] = (double)beta2 * v_expected[i] + (1.0 - beta2) * gi * gi;
+            const double m_hat = m_expected[i] / (1.0 - pow(beta1, t));
+            const double v_hat = v_expected[i] / (1.0 - pow(beta2, t));
+            const double decay = i < 130 ? segments[0].weight_decay : 0.0;
+            params_expected[i] -= (double)lr * (m_hat / (sqrt(v_hat) + eps) + decay * params_expected[i]);
+        }
+        const AdamWOf<Real> update = {params, with_master ? (Real*)master : nullptr, m, v, (Real*)g, false,
+                                      &state, segments, 2, n, lr, beta1, beta2, eps, RoundKey{}};
+        adamw_update_cpu<Real>(update, 0);
+        if (t == 5) {                       // a skipped update in between
+            const Tensor<Real> before[] = {params, master, m, v};
+            state.skip = 1;
+            g[3] = (Real)NAN;
+            adamw_update_cpu<Real>(update, 0);
+            CHECK(params == before[0] && master == before[1] && m == before[2] && v == before[3],
+                  "%s: a skipped update changes something", shape.c_str());
+            state.skip = 0;
+        }
+    }
+    CHECK_SAME(params, params_expected, tolerance);
+    CHECK_SAME(m, m_expected, tolerance);
+    CHECK_SAME(v, v_expected, tolerance);
+    CHECK(master == (with_master ? params : start), "%s: the master copy", shape.c_str());
+    bool gap_kept = true;
+    for (size_t i = 0; i < n; i++) {
+        gap_kept = gap_kept && (live(i) || (params[i] == start[i] && m[i] == 7 && v[i] == 7));
+    }
+    CHECK(gap_kept, "%s: an element outside of the segments changed", shape.c_str());
+}
+
+// ---- bf16 ----
+
+// Mean and root mean square, over elements, of how far 32 micro-steps accumulated in bf16 are from their sum.
+struct Bf16Errors { double mean[2], rms[2]; };      // [0] stochastic rounding, [1] to nearest
+
+static Bf16Errors accumulate_bf16(double noise, double first) {
+    const size_t n = 20000;
+    std::vector<float> add(n);
+    std::vector<double> exact(n);
+    std::vector<uint16_t> stochastic(n), nearest(n);
+    for (int micro = 0; micro < 32; micro++) {      // magnitudes over a factor of 8, one of them per element
+        for (size_t i = 0; i < n; i++) {
+            add[i] = (float)(exp2(1.5 * uniform(900, i)) * (1.0 + noise * uniform(901 + micro, i)));
+            if (micro == 0) { add[i] *= (float)first; }
+            exact[i] += add[i];
+            nearest[i] = bf16_round_nearest((micro == 0 ? 0.0f : bf16_to_float(nearest[i])) + add[i]);
+        }
+        grad_accumulate_bf16_cpu(stochastic.data(), add.data(), n, {1337, 1, (uint32_t)micro, 5}, 0,
+                                 micro == 0 ? Accumulate::No : Accumulate::Yes);
+    }
+    Bf16Errors e = {};
+    for (size_t i = 0; i < n; i++) {
+        for (int k = 0; k < 2; k++) {
+            const double error = bf16_to_float(k == 0 ? stochastic[i] : nearest[i]) / exact[i] - 1.0;
+            e.mean[k] += error / n;
+            e.rms[k] += error * error / n;
+        }
+    }
+    for (int k = 0; k < 2; k++) { e.rms[k] = sqrt(e.rms[k]); }
+    const double sigma = e.rms[0] / sqrt((double)n);
+    printf("noise %.1f, first x%.0f: rms error %.1e stochastic, %.1e nearest; mean %.1e and %.1e\n", noise,
+           first, e.rms[0], e.rms[1], e.mean[0], e.mean[1]);
+    CHECK(fabs(e.mean[0]) <= 4 * sigma, "stochastic rounding is biased: %.1e, sigma %.1e", e.mean[0], sigma);
+    return e;
+}
+
+static void test_bf16() {
+    // Where micro-steps differ at random, errors of up to half a unit in the last place add up to less than
+    // those of up to one unit. Where they agree, rounding to nearest makes the same error 32 times.
+    accumulate_bf16(0.5, 1.0);
+    for (double first : {1.0, 300.0}) {
+        Bf16Errors e = accumulate_bf16(0.0, first);
+        CHECK(e.rms[0] < e.rms[1], "rms error %g stochastic, %g nearest", e.rms[0], e.rms[1]);
+    }
+
+    const size_t n = 5000, first = 77, cut = 1001;  // element i draws the bits of first + i, in whatever part
+    const RoundKey key = {1337, 3, 0, 2};
+    std::vector<float> x(n);
+    std::vector<uint16_t> whole(n), part(n), stored(n);
+    for (size_t i = 0; i < n; i++) { x[i] = (float)uniform(900, i); }
+    round_stochastic_cpu(whole.data(), x.data(), n, key, first);
+    round_stochastic_cpu(part.data(), x.data() + cut, n - cut, key, first + cut);
+    grad_accumulate_bf16_cpu(stored.data(), x.data(), n, key, first, Accumulate::No);
+    CHECK(std::equal(whole.begin() + cut, whole.end(), part.begin()), "a part is rounded in another way");
+    CHECK(stored == whole, "a first micro-step is not the rounding of its gradient");
+}
+
+// ---- float twins ----
+
+struct Named { const char* name; std::vector<double> values; };
+
+// Every op once, on numbers that do not depend on Real; shapes large enough to keep several threads busy.
+template <class Real> static std::vector<Named> run_all_ops() {
+    random_id = 5000;
+    std::vector<Named> results;
+    auto keep = [&](const char* name, const Tensor<Real>& x) {
+        const Real* data = x;
+        results.push_back({name, std::vector<double>(data, data + x.n)});
+    };
+    const int B = 3, T = 70, maxT = 80, NH = 2, HS = 20, C = NH * HS, OC = 133, V = 509, Vp = 512, N = B * T;
+    const size_t n = (size_t)N * C;
+    std::vector<int> tokens = random_ints(N, 5), targets = random_ints(N, V);
+    Buckets buckets(tokens, V);
+    auto random = [](size_t n, double scale, double shift) { return random_tensor<Real>(n, scale, shift); };
+
+    Tensor<Real> wte = random((size_t)Vp * C, 1, 0), wpe = random((size_t)maxT * C, 1, 0), encoded(n);
+    encoder_forward_cpu<Real>(encoded, tokens.data(), wte, wpe, B, T, C, 0);
+    keep("encoder_forward out", encoded);
+    Tensor<Real> dout = random(n, 1, 0), dwte = random((size_t)Vp * C, 1, 0), dwpe((size_t)maxT * C);
+    Tensor<Real> scratch((size_t)max_bucket_slots(N) * C);
+    encoder_backward_cpu<Real>({dwte, Accumulate::Yes}, {dwpe, Accumulate::No}, scratch, dout, buckets.view, B,
+                               T, maxT, C, 0);
+    keep("encoder_backward dwte", dwte);
+    keep("encoder_backward dwpe", dwpe);
+
+    Tensor<Real> inp1 = random(n, 1, 0), inp2 = random(n, 1, 0);
+    Tensor<Real> weight = random(C, 0.5, 1), bias = random(C, 1, 0), residual(n), ln(n), mean(N), rstd(N);
+    residual_layernorm_forward_cpu<Real>(residual, ln, mean, rstd, inp1, inp2, weight, bias, N, C, 0);
+    keep("layernorm out", ln);
+    keep("layernorm mean", mean);
+    keep("layernorm rstd", rstd);
+    Tensor<Real> dresidual = random(n, 1, 0), dweight(C), dbias(C), dcolsum(C);
+    layernorm_backward_cpu<Real>({dresidual, {dweight, Accumulate::No}, {dbias, Accumulate::No},
+                                  {dcolsum, Accumulate::No}, nullptr, Accumulate::Yes, dout, residual, weight,
+                                  mean, rstd, N, C}, 0);
+    keep("layernorm_backward dresidual", dresidual);
+    keep("layernorm_backward dweight", dweight);
+    keep("layernorm_backward dbias", dbias);
+    keep("layernorm_backward dcolsum", dcolsum);
+
+    Tensor<Real> inp = random(n, 1, 0), w = random((size_t)OC * C, 1, 0), b = random(OC, 1, 0);
+    Tensor<Real> y((size_t)N * OC), x((size_t)N * OC), dy = random((size_t)N * OC, 1, 0);
+    Tensor<Real> dinp(n), dw((size_t)OC * C);
+    matmul_forward_cpu<Real>({y, inp, w, b, nullptr, x, N, C, OC}, 0);
+    keep("matmul_forward out", y);
+    keep("matmul_forward pre_gelu", x);
+    matmul_backward_input_cpu<Real>({dinp, dy, w, inp1, N, C, OC}, 0);
+    keep("matmul_backward_input dinp", dinp);
+    matmul_backward_weight_cpu<Real>({dw, Accumulate::No}, nullptr, dy, inp, N, C, OC, 0);
+    keep("matmul_backward_weight dweight", dw);
+    Tensor<Real> db(OC);
+    gelu_backward_inplace_cpu<Real>(dy, {db, Accumulate::No}, nullptr, x, N, OC, 0);
+    keep("gelu_backward_inplace dinp", dy);
+    keep("gelu_backward_inplace dbias", db);
+    gelu_forward_cpu<Real>(y, x, y.n, 0);
+    keep("gelu_forward out", y);
+
+    const size_t rows = (size_t)B * NH * T;
+    Tensor<Real> qkv = random(3 * n, 2, 0), att(n), lse(rows), dqkv(3 * n), D(rows);
+    attention_forward_cpu<Real>(att, lse, qkv, B, T, NH, HS, 0);
+    keep("attention_forward out", att);
+    keep("attention_forward lse", lse);
+    attention_backward_cpu<Real>(dqkv, D, dout, att, qkv, lse, B, T, NH, HS, 0);
+    keep("attention_backward dqkv", dqkv);
+
+    Tensor<Real> logits = random((size_t)N * Vp, 5, 0), losses(N), loss(1);
+    const ClassifierMode mode = ClassifierMode::LossAndGrad;
+    classifier_cpu<Real>(logits, losses, targets.data(), 1.0f / N, nullptr, N, V, Vp, mode, 0);
+    keep("classifier dlogits", logits);
+    keep("classifier losses", losses);
+    loss_sum_cpu<Real>(loss, losses, 1.0f / N, Accumulate::No, N, 0);
+    keep("loss_sum", loss);
+
+    const size_t count = 150000;
+    const ParamSegment segment = {0, count, 0.1f};
+    Tensor<Real> params = random(count, 1, 0), m = random(count, 0.1, 0), v = random(count, 0.1, 0.2);
+    Tensor<Real> grads = random(count, 1, 0), norm(1);
+    UpdateState state = update_state(1.0f);
+    global_norm_cpu<Real>(&state, nullptr, (Real*)grads, false, count, 1.0f, {false, 1, 1.0f}, 0);
+    norm[0] = state.norm;
+    keep("global_norm", norm);
+    adamw_update_cpu<Real>({params, nullptr, m, v, (Real*)grads, false, &state, &segment, 1, count, 1e-3f,
+                            0.9f, 0.95f, 1e-8f, RoundKey{}}, 0);
+    keep("adamw params", params);
+    keep("adamw m", m);
+    keep("adamw v", v);
+    return results;
+}
+
+static void test_float_against_double() {
+    std::vector<Named> floats = run_all_ops<float>(), doubles = run_all_ops<double>();
+    for (size_t k = 0; k < doubles.size(); k++) {
+        double off = difference(floats[k].values.data(), doubles[k].values.data(), doubles[k].values.size());
+        CHECK(off <= 5e-7, "%s: float is off by %.2e", doubles[k].name, off);
+    }
+}
+
+template <class Real> static void test_threads() {
+#ifdef _OPENMP
+    const int threads_before = omp_get_max_threads();
+    omp_set_num_threads(1);
+    const std::vector<Named> alone = run_all_ops<Real>();
+    for (int threads : {2, 3}) {
+        omp_set_num_threads(threads);
+        const std::vector<Named> shared = run_all_ops<Real>();
+        for (size_t k = 0; k < alone.size(); k++) {
+            CHECK(shared[k].values == alone[k].values, "%s: %d threads change bits", alone[k].name, threads);
+        }
+    }
+    omp_set_num_threads(threads_before);
+#else
+    SKIP(1, "built without OpenMP");
+#endif
+}
+
+// exp and GELU in float against double, over their whole range.
+static void test_float_functions() {
+    double worst_exp = 0.0, worst_gelu = 0.0, worst_derivative = 0.0;
+    for (double x0 = -86.9; x0 < 87.9; x0 += 0.00173) {
+        const float x = (float)x0;
+        worst_exp = std::max(worst_exp, fabs(exp_cpu(x) / exp((double)x) - 1.0));
+    }
+    for (double x0 = -6.0; x0 < 6.0; x0 += 0.00037) {
+        const float x = (float)x0;
+        worst_gelu = std::max(worst_gelu, fabs(gelu(x) - gelu_direct(x)) / std::max(1.0, fabs((double)x)));
+        worst_derivative = std::max(worst_derivative, fabs(gelu_derivative(x) - gelu_derivative((double)x)));
+    }
+    printf("float: exp off by %.1e (relative), gelu by %.1e, its derivative by %.1e; a rounding: 6.0e-8\n",
+           worst_exp, worst_gelu, worst_derivative);
+    CHECK(worst_exp <= 1.3e-7, "exp is off by %.2e", worst_exp);
+    CHECK(worst_gelu <= 2e-7, "gelu is off by %.2e", worst_gelu);
+    CHECK(worst_derivative <= 4e-7, "gelu's derivative is off by %.2e", worst_derivative);
+    CHECK(exp_cpu(0.0f) == 1.0f && exp_cpu(-88.0f) == 0.0f && exp_cpu(-1e30f) == 0.0f, "exp at 0 and below");
+    CHECK(exp_cpu(-(float)INFINITY) == 0.0f, "exp of -inf");
+    CHECK(exp_cpu((float)INFINITY) == INFINITY && exp_cpu(1e30f) == INFINITY && isnan(exp_cpu((float)NAN)),
+          "exp far above, and of NaN");
+    CHECK(gelu(100.0f) == 100.0f && gelu(-100.0f) == 0.0f && gelu(1e9f) == 1e9f && isnan(gelu((float)NAN)),
+          "gelu far out, and of NaN");
+    CHECK(gelu_derivative(100.0f) == 1.0f && gelu_derivative(-100.0f) == 0.0f, "gelu's derivative far out");
+}
+
+// ---- all of it ----
+
+struct Group { const char* name; void (*run)(); };
+static const Group groups[] = {
+    {"encoder", [] {
+        test_encoder(2, 33, 40, 512, 40, 509);
+        test_encoder(1, 1, 1, 128, 7, 100);
+        test_encoder(9, 65, 65, 128, 70, 3);        // three tokens, nearly 200 positions each: split buckets
+        test_encoder(2, 100, 128, 128, 5, 1);
+    }},
+    {"layernorm", [] {
+        test_layernorm(33, 40);
+        test_layernorm(1, 40);
+        test_layernorm(70, 131);
+        test_layernorm(3, 2);
+    }},
+    {"gelu", [] {
+        test_gelu(33, 70);
+        test_gelu(1, 1);
+    }},
+    {"matmul", [] {
+        test_matmul(33, 40, 67);
+        test_matmul(1, 40, 7);
+        test_matmul(1, 1, 1);
+        test_matmul(5, 300, 35);                    // sums longer than gemm_cpu takes in one piece: forward,
+        test_matmul(6, 20, 509);                    // backward to the input,
+        test_matmul(270, 9, 18);                    // backward to the weight
+    }},
+    {"attention", [] {
+        test_attention(2, 33, 2, 20);
+        test_attention(1, 1, 2, 20);
+        test_attention(1, 64, 1, 3);
+        test_attention(1, 65, 1, 8);
+        test_attention(2, 130, 1, 4);
+        test_attention(1, 9, 3, 80);
+        test_attention_large<double>();
+        test_attention_large<float>();
+    }},
+    {"classifier", [] {
+        test_classifier(33, 509, 512);
+        test_classifier(1, 509, 512);
+        test_classifier(3, 128, 128);
+        test_classifier(2, 600, 640);
+        test_classifier(2, 1, 128);
+        test_classifier_large<double>();
+        test_classifier_large<float>();
+    }},
+    {"loss_sum", [] {
+        test_loss_sum(1);
+        test_loss_sum(777);
+    }},
+    {"global_norm", test_global_norm},
+    {"adamw", [] {
+        for (bool with_master : {false, true}) {
+            test_adamw<double>(with_master, 1e-12);
+            test_adamw<float>(with_master, 5e-7);
+        }
+    }},
+    {"bf16", test_bf16},
+    {"float functions", test_float_functions},
+    {"float against double", test_float_against_double},
+    {"thread counts", [] {
+        test_threads<float>();
+        test_threads<double>();
+    }},
+    {"all outputs", [] {
+        for (int i = 0; i < kOutputs; i++) { CHECK(output_hits[i] > 0, "no test of %s", output_names[i]); }
+        CHECK(unknown_outputs == 0, "%d outputs are not in GPT2_OUTPUTS", unknown_outputs);
+        CHECK(overruns == 0, "%d tensors were written beside", overruns);
+    }},
+};
+
+// This program again, once per name: with that output off by 1 % some test must fail.
+static void test_that_tests_can_fail(const char* program) {
+    for (const char* name : output_names) {
+        const std::string command = format("OMP_NUM_THREADS=1 '%s' --break %s | tail -n 1 | "
+                                           "grep -q ' [1-9][0-9]* failed,'", program, name);
+        CHECK(system(command.c_str()) == 0, "no test noticed that %s was off by 1 %%", name);
+    }
+}
+
+int main(int argc, char** argv) {
+    if (argc == 2 && strcmp(argv[1], "--list") == 0) {
+        for (const char* name : output_names) { printf("%s\n", name); }
+        return 0;
+    }
+    if (argc == 3 && strcmp(argv[1], "--break") == 0) {
+        for (const char* name : output_names) { broken = strcmp(argv[2], name) == 0 ? name : broken; }
+        if (!broken) { die("no op has an output '%s'\nhint: --list prints the names", argv[2]); }
+    } else if (argc != 1) {
+        die("'%s': allowed are --break NAME and --list", argv[1]);
+    }
+    for (const Group& group : groups) {
+        TEST(group.name) { group.run(); }
+        if (broken && test_failed) { return test_summary(); }
+    }
+    if (!broken) {
+        TEST("every output off by 1 % is noticed") { test_that_tests_can_fail(argv[0]); }
+    }
+    return test_summary();
+}

@@ -1,0 +1,358 @@
+/*
+Tests of llmc/dataloader.h: who sees which token in which order, positions, shuffling, and every way in which
+a file can be wrong. The expected order is computed here again, straight from the definition.
+
+    g++ -std=c++17 -O2 -pthread -I. dev/test/test_dataloader.cpp -o test_dataloader && ./test_dataloader
+*/
+#include "../../llmc/dataloader.h"  // gives: what is tested
+
+#include <stdio.h>                  // gives: fopen
+#include <stdlib.h>                 // gives: mkdtemp, system
+
+#include <map>                      // gives: std::map
+
+#include "child.h"                  // gives: check_dies
+#include "test.h"                   // gives: TEST, CHECK, test_summary
+
+static std::string folder;          // of this run, removed at the end
+
+static std::string in_folder(const std::string& name) { return folder + "/" + name; }
+
+// ---- making shards ----
+
+static void write_file(const std::string& path, const void* data, size_t bytes) {
+    FILE* f = fopen_check(path.c_str(), "wb");
+    if (bytes && fwrite(data, 1, bytes, f) != bytes) { die("cannot write '%s'", path.c_str()); }
+    fclose(f);
+}
+
+static void write_shard(const std::string& path, const std::vector<uint16_t>& tokens, int magic = 20240520,
+                        int version = 1, long long count = -1) {
+    std::vector<char> bytes(1024 + 2 * tokens.size());
+    int32_t header[256] = {magic, version, count == -1 ? (int32_t)tokens.size() : (int32_t)count};
+    memcpy(bytes.data(), header, 1024);
+    if (!tokens.empty()) { memcpy(bytes.data() + 1024, tokens.data(), 2 * tokens.size()); }
+    write_file(path, bytes.data(), bytes.size());
+}
+
+// Token number n of a set is n itself, across its shards, so that a token tells where it came from.
+static std::string write_set(const std::string& name, const std::vector<int>& sizes) {
+    uint16_t next = 0;
+    for (size_t s = 0; s < sizes.size(); s++) {
+        std::vector<uint16_t> tokens;
+        for (int i = 0; i < sizes[s]; i++) { tokens.push_back(next++); }
+        write_shard(in_folder(format("%s_%03zu.bin", name.c_str(), s)), tokens);
+    }
+    return in_folder(name + "_*.bin");
+}
+
+// ---- the definition, once more: the first token of every sample of an epoch, in order ----
+
+static std::vector<int> expected_epoch(const std::vector<int>& sizes, int T, bool shuffle, uint64_t seed,
+                                       uint64_t epoch) {
+    auto key = [&](uint32_t id, uint64_t block) {
+        Rand4 r = rand_block(seed, RAND_SHUFFLE, id, block);
+        return shuffle ? ((uint64_t)r.w[1] << 32 | r.w[0]) : 0;
+    };
+    std::map<std::pair<uint64_t, size_t>, int> shards;      // (key, shard) -> its first token
+    int first = 0;
+    for (size_t s = 0; s < sizes.size(); s++) {
+        shards[{key(0xFFFFFFFFu, (epoch << 32) + s), s}] = first;
+        first += sizes[s];
+    }
+    std::vector<int> firsts;
+    for (const auto& shard : shards) {
+        uint32_t s = (uint32_t)shard.first.second;
+        std::map<std::pair<uint64_t, int>, int> windows;
+        for (int w = 0; (w + 1) * T + 1 <= sizes[s]; w++) {
+            windows[{key(s, (epoch << 36) + (uint64_t)w), w}] = shard.second + w * T;
+        }
+        for (const auto& window : windows) { firsts.push_back(window.second); }
+    }
+    return firsts;
+}
+
+// What `steps` batches of all ranks hold: the first token of every row, ordered by sample number. Checks that
+// every row is a run of consecutive tokens with its targets one further on.
+static std::vector<int> collect(const std::string& pattern, int B, int T, int world, int steps, bool shuffle,
+                                uint64_t seed, int64_t from = 0) {
+    std::vector<int> firsts((size_t)(B * world * steps));
+    int broken = 0;
+    for (int rank = 0; rank < world; rank++) {
+        DataLoader loader;
+        dataloader_init(&loader, pattern.c_str(), B, T, rank, world, shuffle, seed, 65536);
+        dataloader_seek(&loader, from);
+        for (int k = 0; k < steps; k++) {
+            dataloader_next(&loader);
+            for (int b = 0; b < B; b++) {
+                int first = loader.inputs[b * T];
+                firsts[(size_t)((k * world + rank) * B + b)] = first;
+                for (int t = 0; t < T; t++) {
+                    broken += loader.inputs[b * T + t] != first + t;
+                    broken += loader.targets[b * T + t] != first + t + 1;
+                }
+            }
+        }
+        broken += loader.position != from + (int64_t)steps * B * world;
+        dataloader_free(&loader);
+    }
+    CHECK(broken == 0, "B=%d T=%d world=%d: %d wrong tokens", B, T, world, broken);
+    return firsts;
+}
+
+static const std::vector<int> kSizes = {101, 7, 64, 8, 0, 5, 250, 9, 33, 1};
+static const int kT = 8, kSamples = 12 + 0 + 7 + 0 + 0 + 0 + 31 + 1 + 4 + 0;
+
+static void test_order() {
+    std::string pattern = write_set("order", kSizes);
+    const int shapes[][2] = {{1, 1}, {4, 1}, {3, 2}, {5, 3}, {2, 7}, {kSamples, 1}, {11, 5}, {13, 8}};
+    for (bool shuffle : {false, true}) {
+        std::vector<int> expected;
+        for (uint64_t e = 0; e < 6; e++) {
+            std::vector<int> epoch = expected_epoch(kSizes, kT, shuffle, 42, e);
+            CHECK((int)epoch.size() == kSamples, "%zu samples", epoch.size());
+            expected.insert(expected.end(), epoch.begin(), epoch.end());
+            std::sort(epoch.begin(), epoch.end());
+            CHECK(epoch == expected_epoch(kSizes, kT, false, 42, 0), "epoch %d is no permutation", (int)e);
+        }
+        for (const auto& shape : shapes) {
+            int B = shape[0], world = shape[1], steps = std::max(2, 2 * kSamples / (B * world) + 1);
+            std::vector<int> got = collect(pattern, B, kT, world, steps, shuffle, 42);
+            bool same = got.size() <= expected.size() && std::equal(got.begin(), got.end(), expected.begin());
+            CHECK(same, "B=%d world=%d shuffle=%d: not the promised order", B, world, shuffle);
+        }
+    }
+}
+
+static void test_shuffle() {
+    std::string pattern = write_set("shuffle", {2000, 3000});
+    int n = 1999 / 8 + 2999 / 8;
+    std::vector<int> two = collect(pattern, 1, 8, 1, 2 * n, true, 1);
+    std::vector<int> first(two.begin(), two.begin() + n), second(two.begin() + n, two.end());
+    CHECK(first != second, "two epochs have the same order");
+    CHECK(first != collect(pattern, 1, 8, 1, n, true, 2), "two seeds have the same order");
+    CHECK(first != collect(pattern, 1, 8, 1, n, true, 1ull << 32 | 1), "half of the seed does not count");
+    CHECK(first == collect(pattern, 1, 8, 1, n, true, 1), "one seed has two orders");
+    int stayed = 0, pairs = 0;              // one of each is expected
+    for (int i = 0; i < n; i++) {
+        stayed += first[(size_t)i] == second[(size_t)i];
+        pairs += i > 0 && first[(size_t)i] == first[(size_t)i - 1] + 8;
+    }
+    CHECK(stayed < 12 && pairs < 12, "%d of %d stayed, %d still follow each other", stayed, n, pairs);
+    int shard_first[2] = {0, 0};            // over many epochs, both shards come first about equally often
+    for (int e = 0; e < 64; e++) {
+        DataLoader loader;
+        dataloader_init(&loader, pattern.c_str(), 1, 8, 0, 1, true, 5, 65536);
+        dataloader_seek(&loader, (int64_t)e * n);
+        dataloader_next(&loader);
+        shard_first[loader.inputs[0] >= 2000]++;
+        dataloader_free(&loader);
+    }
+    CHECK(shard_first[0] >= 16 && shard_first[1] >= 16, "%d to %d", shard_first[0], shard_first[1]);
+}
+
+static void test_position() {
+    std::string pattern = write_set("position", kSizes);
+    const int B = 3, world = 2, steps = 40;
+    for (bool shuffle : {false, true}) {
+        std::vector<int> whole = collect(pattern, B, kT, world, steps, shuffle, 9);
+        for (int k : {0, 1, 5, 9, 17, 18, 39}) {            // before, at and after an epoch's end
+            int from = k * B * world;
+            std::vector<int> rest = collect(pattern, B, kT, world, steps - k, shuffle, 9, from);
+            bool same = std::equal(rest.begin(), rest.end(), whole.begin() + from);
+            CHECK(same, "shuffle=%d: after seeking to step %d it goes on differently", shuffle, k);
+        }
+        // back and forth in one loader; the current batch stays what it is until the next call
+        DataLoader loader;
+        dataloader_init(&loader, pattern.c_str(), B, kT, 1, world, shuffle, 9, 65536);
+        for (int k : {7, 8, 3, 30, 0, 30, 31, 0, 0, 1}) {
+            dataloader_seek(&loader, (int64_t)k * B * world);
+            dataloader_next(&loader);
+            dataloader_seek(&loader, 0);
+            bool same = true;
+            for (int b = 0; b < B; b++) {
+                same &= loader.inputs[b * kT] == whole[(size_t)((k * world + 1) * B + b)];
+            }
+            CHECK(same, "shuffle=%d: step %d", shuffle, k);
+        }
+        // another number of ranks goes on from the same position with the same samples
+        std::vector<int> other = collect(pattern, 2, kT, 3, 10, shuffle, 9, 24);
+        CHECK(std::equal(other.begin(), other.end(), whole.begin() + 24), "shuffle=%d: 3 ranks", shuffle);
+        dataloader_free(&loader);
+    }
+    DataLoader unused;
+    dataloader_init(&unused, pattern.c_str(), B, kT, 0, 1, true, 9, 65536);
+    CHECK(unused.samples_per_epoch == kSamples, "%lld samples", (long long)unused.samples_per_epoch);
+    CHECK(unused.tokens == 478, "%lld tokens", (long long)unused.tokens);
+    dataloader_free(&unused);               // with a batch read ahead that nobody asked for
+    dataloader_free(&unused);               // twice is harmless
+}
+
+static void test_small_sets() {
+    std::string one = write_set("one", {9});
+    std::vector<int> got = collect(one, 5, 8, 3, 4, true, 3);
+    CHECK(got == std::vector<int>(60, 0), "a set of one window must repeat it");
+    std::string single = write_set("single", {2});
+    CHECK(collect(single, 2, 1, 1, 3, true, 3) == std::vector<int>(6, 0), "T = 1 takes two tokens");
+    std::string exact = write_set("exact", {16, 17, 18});
+    std::vector<int> firsts = {0, 16, 24, 33, 41};          // 16 tokens: a second window of 8 lacks a target
+    CHECK(collect(exact, 5, 8, 1, 1, false, 0) == firsts, "windows at a shard's end");
+    std::vector<int> alone = {16, 24};
+    CHECK(collect(in_folder("exact_001.bin"), 2, 8, 1, 1, false, 0) == alone, "a plain path");
+    write_shard(in_folder("odd[1].bin"), {5, 6, 7});
+    std::vector<int> odd = {5};
+    CHECK(collect(in_folder("odd[1].bin"), 1, 2, 1, 1, false, 0) == odd, "a name with brackets");
+    DataLoader a, b;
+    dataloader_init(&a, exact.c_str(), 1, 8, 0, 1, false, 0, 65536);
+    dataloader_init(&b, in_folder("./exact_002.bin").c_str(), 1, 8, 0, 1, false, 0, 65536);
+    CHECK(dataloader_shared_file(&a, &b) != nullptr, "the same file under two names was not noticed");
+    dataloader_free(&b);
+    dataloader_init(&b, one.c_str(), 1, 8, 0, 1, false, 0, 65536);
+    CHECK(dataloader_shared_file(&a, &b) == nullptr, "different files were called the same");
+    dataloader_free(&a);
+    dataloader_free(&b);
+}
+
+// A shard of more than 2^31 tokens: the header has the count modulo 2^32, offsets pass 2^32 bytes.
+static void test_huge() {
+    std::string path = in_folder("huge.bin");
+    const int T = 1 << 20;
+    const int64_t tokens = (5ll << 30) + 3;                 // more than 2^32, in a sparse file: no disk used
+    int32_t header[256] = {20240520, 1, (int32_t)(uint32_t)(tokens & 0xFFFFFFFF)};
+    write_file(path, header, sizeof(header));
+    if (truncate(path.c_str(), 1024 + 2 * tokens) != 0) {
+        SKIP(4, "no sparse file of 10 GiB here: %s", strerror(errno));
+        return;
+    }
+    const int64_t window = tokens / T - 1;                  // the last one; mark its first token
+    uint16_t mark = 4321;
+    int fd = open(path.c_str(), O_WRONLY);
+    bool marked = fd >= 0 && pwrite(fd, &mark, 2, 1024 + 2 * window * T) == 2;
+    CHECK(marked, "cannot mark the file: %s", strerror(errno));
+    close(fd);
+    DataLoader loader;
+    dataloader_init(&loader, path.c_str(), 1, T, 0, 1, false, 0, 50257);
+    CHECK(loader.tokens == tokens, "%lld tokens, expected %lld", (long long)loader.tokens, (long long)tokens);
+    dataloader_seek(&loader, window);
+    dataloader_next(&loader);
+    CHECK(loader.inputs[0] == mark && loader.inputs[1] == 0, "token %d at the far end", loader.inputs[0]);
+    dataloader_next(&loader);
+    CHECK(loader.inputs[0] == 0, "the next epoch begins with token %d", loader.inputs[0]);
+    dataloader_free(&loader);
+    unlink(path.c_str());
+}
+
+// ---- what goes wrong ----
+
+static void load(const std::string& pattern, int batches = 1, int vocab = 65536, int64_t from = 0) {
+    DataLoader loader;
+    dataloader_init(&loader, pattern.c_str(), 2, 8, 0, 1, false, 0, vocab);
+    dataloader_seek(&loader, from);
+    for (int k = 0; k < batches; k++) { dataloader_next(&loader); }
+    dataloader_free(&loader);
+}
+
+static void test_bad_files() {
+    std::vector<uint16_t> tokens(100);
+    for (size_t i = 0; i < tokens.size(); i++) { tokens[i] = (uint16_t)i; }
+    std::string path = in_folder("bad.bin");
+    auto dies = [&](const char* what, std::vector<std::string> words) {
+        words.push_back(path);
+        check_dies(what, [&] { load(path); }, words);
+    };
+    unlink(path.c_str());
+    dies("missing file", {"no file matches", "make tinyshakespeare"});
+    std::string nothing = in_folder("nothing_*.bin");
+    check_dies("empty glob", [&] { load(nothing); }, {nothing, "make tinyshakespeare"});
+    check_dies("folder", [&] { load(folder); }, {folder, "not a regular file"});
+    write_file(path, "", 0);
+    dies("zero-length file", {"empty", "0 bytes"});
+    write_file(path, tokens.data(), 200);
+    dies("file shorter than a header", {"truncated", "200 bytes"});
+    write_shard(path, tokens, 20240326);
+    dies("wrong magic", {"20240326", "20240520"});
+    write_shard(path, tokens, 20240520, 2);
+    dies("wrong version", {"version 2", "version 1"});
+    write_shard(path, tokens, 20240520, 1, -7);
+    dies("negative count", {"negative", "-7 tokens", "100"});
+    write_shard(path, tokens, 20240520, 1, 0x7FFFFFFF);
+    dies("huge count", {"truncated", "2147483647 tokens", "100"});
+    write_shard(path, tokens, 20240520, 1, 101);
+    dies("one token less than promised", {"truncated", "101 tokens", "100"});
+    write_shard(path, tokens, 20240520, 1, 99);
+    dies("one token more than promised", {"99 tokens", "100"});
+    write_shard(path, tokens);
+    CHECK(truncate(path.c_str(), 1024 + 201) == 0, "truncate: %s", strerror(errno));
+    dies("half a token more than promised", {"100 tokens", "1225 bytes"});
+    write_shard(path, {1, 2, 3, 4, 5, 6, 7, 8});
+    dies("no window", {"too short", "9 tokens", "8"});
+    write_shard(path, {});
+    dies("no tokens", {"too short"});
+    write_shard(path, tokens);
+    if (geteuid() != 0) {
+        chmod(path.c_str(), 0);
+        dies("unreadable file", {"Permission denied"});
+        chmod(path.c_str(), 0600);
+    }
+    check_dies("one bad file among good ones", [&] {
+        write_shard(in_folder("mixed_0.bin"), tokens);
+        write_shard(in_folder("mixed_1.bin"), tokens, 7);
+        load(in_folder("mixed_*.bin"));
+    }, {"mixed_1.bin", "7"});
+    // found by the thread, reported by the caller
+    check_dies("file cut while in use", [&] {
+        DataLoader loader;
+        dataloader_init(&loader, path.c_str(), 2, 8, 0, 1, false, 0, 65536);
+        dataloader_next(&loader);
+        if (truncate(path.c_str(), 1024 + 50) != 0) { _exit(98); }
+        for (int k = 0; k < 6; k++) { dataloader_next(&loader); }
+    }, {path, "cut short"});
+    write_shard(path, tokens);
+    std::string other = in_folder("bae.bin");
+    write_shard(other, tokens);
+    check_dies("file replaced while in use", [&] {
+        DataLoader loader;
+        dataloader_init(&loader, in_folder("ba?.bin").c_str(), 2, 8, 0, 1, false, 0, 65536);
+        dataloader_next(&loader);
+        write_shard(other, {1, 2, 3});
+        for (int k = 0; k < 24; k++) { dataloader_next(&loader); }
+    }, {other, "changed"});
+}
+
+static void test_token_range() {
+    std::vector<uint16_t> tokens(100, 255);
+    tokens[37] = 256;
+    std::string path = in_folder("range.bin");
+    write_shard(path, tokens);
+    std::vector<std::string> words = {path, "token id 256", "byte 1098 ", "number 37", "0..255"};
+    check_dies("id = V in the third batch", [&] { load(path, 3, 256); }, words);
+    check_dies("id = V after a seek", [&] { load(path, 1, 256, 4); }, words);
+    load(path, 2, 256);
+    CHECK(true, "a bad batch that is only read ahead harms nobody");
+    tokens[37] = 255;
+    tokens[96] = 65535;                     // only ever a target: the last token of the last window
+    write_shard(path, tokens);
+    check_dies("id 65535 as the last target", [&] { load(path, 6, 50257); }, {path, "65535", "number 96"});
+    load(path, 6, 65536);
+    tokens[96] = 255;
+    tokens[97] = 65535;                     // in no window
+    write_shard(path, tokens);
+    load(path, 12, 256);
+    CHECK(true, "ids up to V - 1 pass");
+}
+
+int main() {
+    const char* tmp = getenv("TMPDIR");
+    std::string name = std::string(tmp ? tmp : "/tmp") + "/test_dataloader_XXXXXX";
+    if (!mkdtemp(&name[0])) { die("cannot create a folder '%s': %s", name.c_str(), strerror(errno)); }
+    folder = name;
+    TEST("order: every sample once per epoch, by one rank, in the promised order") { test_order(); }
+    TEST("shuffle") { test_shuffle(); }
+    TEST("position") { test_position(); }
+    TEST("small sets") { test_small_sets(); }
+    TEST("more than 2^31 tokens") { test_huge(); }
+    TEST("bad files") { test_bad_files(); }
+    TEST("token range") { test_token_range(); }
+    if (system(("rm -r '" + folder + "'").c_str()) != 0) { printf("left behind: %s\n", folder.c_str()); }
+    return test_summary();
+}

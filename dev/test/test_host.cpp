@@ -1,0 +1,597 @@
+/*
+Tests of the small host headers: check, json, flags, schedulers, sampler, rand, logger. Everything random
+comes from fixed seeds, so a result never changes from run to run.
+
+    make build/test_host && build/test_host
+*/
+#include <float.h>                      // gives: FLT_MAX
+#include <math.h>                       // gives: fabs, sqrt, INFINITY, NAN
+
+#include <set>                          // gives: std::set
+
+#include "../../llmc/check.h"           // gives: what is tested, here and in the next six lines
+#include "../../llmc/flags.h"
+#include "../../llmc/json.h"
+#include "../../llmc/logger.h"
+#include "../../llmc/rand.h"
+#include "../../llmc/sampler.h"
+#include "../../llmc/schedulers.h"
+#include "child.h"                      // gives: run_child, check_dies
+#include "test.h"                       // gives: TEST, CHECK, test_summary
+
+static std::string folder;              // of this run, removed at the end
+
+static std::string read_text(const std::string& path) {
+    std::string text((size_t)std::max<int64_t>(file_size(path.c_str()), 0), '\0');
+    FILE* f = fopen_check(path.c_str(), "rb");
+    fread_check(&text[0], 1, text.size(), f, path.c_str());
+    fclose(f);
+    return text;
+}
+
+static bool near(double a, double b, double tolerance) { return fabs(a - b) <= tolerance; }   // false for NaN
+
+// ---- check.h: files that appear whole or not at all ----
+
+static void test_check() {
+    TEST("check: atomic files") {
+        std::string path = folder + "/model.bin", part = path + ".part";
+        auto write = [&](const std::string& text) {
+            AtomicFile a = atomic_open(path);
+            atomic_write(&a, text.data(), text.size());
+            atomic_commit(&a);
+        };
+        write("old");
+        CHECK(read_text(path) == "old", "the file holds '%s'", read_text(path).c_str());
+        CHECK(file_size(part.c_str()) == -1, "the temporary file is still there");
+
+        // the temporary name leads to a full disk: found at once for much text, only by the flush for little
+        for (size_t bytes : {3, 1000000}) {
+            CHECK(symlink("/dev/full", part.c_str()) == 0, "cannot make the symbolic link");
+            check_dies("full disk", [&] { write(std::string(bytes, 'x')); }, {path, "No space", "hint:"});
+            CHECK(read_text(path) == "old", "a full disk changed the file");
+        }
+        Child killed = run_child([&] {
+            AtomicFile a = atomic_open(path);
+            atomic_write(&a, "half", 4);
+            fflush(a.f);
+            _exit(7);
+        });
+        CHECK(killed.code == 7 && read_text(path) == "old", "a kill changed the file");
+        write("new");
+        CHECK(read_text(path) == "new", "what the kill had left stopped the next write");
+        check_dies("folder missing", [] { atomic_open(folder + "/none/x"); }, {"none/x", "No such file"});
+    }
+    TEST("check: folders and short files") {
+        mkdir_check((folder + "/a/b/c").c_str());
+        mkdir_check((folder + "/a/b/c").c_str());
+        struct stat st;
+        CHECK(stat((folder + "/a/b/c").c_str(), &st) == 0 && S_ISDIR(st.st_mode), "no folder a/b/c");
+        check_dies("a file in the way", [] { mkdir_check((folder + "/model.bin/x").c_str()); }, {"bin/x"});
+        check_dies("a file for a folder", [] { mkdir_check((folder + "/model.bin").c_str()); },
+                   {"model.bin", "not a folder"});
+        check_dies("missing file", [] { fopen_check((folder + "/none").c_str(), "r"); }, {"/none", "No"});
+        check_dies("truncated file", [] {
+            std::string path = folder + "/model.bin";
+            int header[256];
+            fread_check(header, 4, 256, fopen_check(path.c_str(), "rb"), path.c_str());
+        }, {"model.bin", "truncated", "1024"});
+    }
+}
+
+// ---- json.h ----
+
+static void test_json() {
+    TEST("json") {
+        struct { const char* text; const char* quoted; } cases[] = {
+            {"", "\"\""},
+            {"plain", "\"plain\""},
+            {"a\"b\\c", "\"a\\\"b\\\\c\""},
+            {"\n\t\x01\x7f", "\"\\u000a\\u0009\\u0001\\u007f\""},
+            {"\xc3\xa9 \xe2\x82\xac", "\"\xc3\xa9 \xe2\x82\xac\""},
+            {"\xf0\x9f\x99\x82", "\"\xf0\x9f\x99\x82\""},
+            {"\xff" "a", "\"\\udcffa\""},
+            {"\xc3", "\"\\udcc3\""},
+            {"\xc3(", "\"\\udcc3(\""},
+            {"\xed\xa0\x80", "\"\\udced\\udca0\\udc80\""},              // a surrogate is not UTF-8,
+            {"\xc0\xaf", "\"\\udcc0\\udcaf\""},                         // nor is a longer form than needed,
+            {"\xe0\x80\xaf", "\"\\udce0\\udc80\\udcaf\""},
+            {"\xf5\x80\x80\x80", "\"\\udcf5\\udc80\\udc80\\udc80\""},   // nor anything above U+10FFFF
+            {"\xf4\x90\x80\x80", "\"\\udcf4\\udc90\\udc80\\udc80\""},
+        };
+        for (const auto& c : cases) {
+            CHECK(json_quote(c.text) == c.quoted, "%s, expected %s", json_quote(c.text).c_str(), c.quoted);
+        }
+        CHECK(json_number(0.5) == "0.5", "%s", json_number(0.5).c_str());
+        for (double x : {(double)NAN, (double)INFINITY, -(double)INFINITY}) {
+            CHECK(json_number(x) == "null", "%s", json_number(x).c_str());
+        }
+    }
+}
+
+// ---- flags.h ----
+
+static struct { int B, w, kind; int64_t z, seed; float lr; const char *out, *prompt, *name; } cfg;
+static const Flag flags[] = {
+    {"b",   "micro-batch", FLAG_INT,    &cfg.B,      "4",      1,       65536,   nullptr,  "rows (B)"},
+    {"z,d", "total-batch", FLAG_INT64,  &cfg.z,      "512",    0,       1e15,    nullptr,  "tokens"},
+    {"",    "seed",        FLAG_INT64,  &cfg.seed,   "1337",   -9.3e18, 9.3e18,  nullptr,  "seed"},
+    {"l",   "lr",          FLAG_FLOAT,  &cfg.lr,     "3e-4",   -1,      FLT_MAX, nullptr,  "rate"},
+    {"k",   "lr-schedule", FLAG_ENUM,   &cfg.kind,   "cosine", 0,       0,       kLrKinds, "shape"},
+    {"w",   "master",      FLAG_BOOL,   &cfg.w,      "1",      0,       1,       nullptr,  "fp32 copy"},
+    {"o",   "output",      FLAG_STRING, &cfg.out,    "",       0,       0,       nullptr,  "folder"},
+    {"",    "prompt",      FLAG_STRING, &cfg.prompt, "",       0,       0,       nullptr,  "text"},
+    {"",    "name",        FLAG_STRING, &cfg.name,   "x",      1,       0,       nullptr,
+     "a very long explanation, one that has to be broken into two lines because no terminal is that wide"},
+};
+static const int num_flags = sizeof flags / sizeof flags[0];
+
+static void parse(const std::vector<std::string>& words) {
+    static std::vector<std::string> kept;           // string values point into argv
+    kept = words;
+    std::vector<char*> argv = {(char*)"train"};
+    for (std::string& s : kept) { argv.push_back(&s[0]); }
+    flags_parse(flags, num_flags, (int)argv.size(), argv.data());
+}
+
+static void test_flags() {
+    TEST("flags: values") {
+        parse({});
+        CHECK(cfg.B == 4 && cfg.z == 512 && cfg.seed == 1337 && cfg.lr == 3e-4f && cfg.kind == LR_COSINE &&
+              cfg.w == 1 && !strcmp(cfg.out, "") && !strcmp(cfg.name, "x"), "the defaults are wrong");
+        CHECK(!flags_given(flags, num_flags, "micro-batch"), "a default counts as given");
+        parse({"-b", "8", "--total-batch", "1024", "--lr=-0.5", "-k=wsd", "-w", "0", "-o", "a b",
+               "--prompt=-b"});
+        CHECK(cfg.B == 8 && cfg.z == 1024 && cfg.lr == -0.5f && cfg.kind == LR_WSD && cfg.w == 0,
+              "%d %lld %g %d %d", cfg.B, (long long)cfg.z, (double)cfg.lr, cfg.kind, cfg.w);
+        CHECK(!strcmp(cfg.out, "a b") && !strcmp(cfg.prompt, "-b"), "'%s' '%s'", cfg.out, cfg.prompt);
+        CHECK(flags_given(flags, num_flags, "micro-batch"), "a flag that was typed does not count as given");
+        parse({"-d", "0", "-l", "-1e-3", "--seed", "-9223372036854775808", "--prompt", "- no flag = text"});
+        CHECK(cfg.z == 0 && cfg.lr == -1e-3f && cfg.seed == INT64_MIN, "%lld", (long long)cfg.seed);
+        CHECK(!strcmp(cfg.prompt, "- no flag = text"), "'%s'", cfg.prompt);
+        parse({"--seed=9223372036854775807", "-b", "65536", "-o="});
+        CHECK(cfg.seed == INT64_MAX && cfg.B == 65536 && !strcmp(cfg.out, ""), "%lld", (long long)cfg.seed);
+        CHECK(cfg.lr == 3e-4f, "a value of the last command line is still there: %g", (double)cfg.lr);
+    }
+    TEST("flags: what is refused") {
+        struct { std::vector<std::string> words, message; } cases[] = {
+            {{"-x", "1"}, {"unknown flag '-x'"}},
+            {{"--micro-bach", "1"}, {"unknown flag '--micro-bach'", "did you mean --micro-batch?"}},
+            {{"-micro-batch", "1"}, {"unknown flag '-micro-batch'", "did you mean --micro-batch?"}},
+            {{"--b", "1"}, {"unknown flag '--b'", "did you mean -b?"}},
+            {{"-help"}, {"did you mean --help?"}},
+            {{"-b8"}, {"unknown flag '-b8'", "did you mean -b?"}},
+            {{"-b"}, {"-b (--micro-batch) needs a value", "rows (B) (default 4)"}},
+            {{"-b", "-l", "1"}, {"needs a value", "found the flag '-l'"}},
+            {{"--prompt", "--lr=3"}, {"--prompt needs a value", "'--lr=3'"}},
+            {{"-b", "0"}, {"-b (--micro-batch) wants a whole number, 1 to 65536, not '0'"}},
+            {{"-b", "65537"}, {"1 to 65536", "'65537'"}},
+            {{"-b", "-1"}, {"'-1'"}},
+            {{"-b", "x"}, {"'x'"}},
+            {{"-b", "4x"}, {"'4x'"}},
+            {{"-b", ""}, {"''"}},
+            {{"-b="}, {"''"}},
+            {{"-b", " 4"}, {"' 4'"}},
+            {{"-b", "0x10"}, {"'0x10'"}},
+            {{"-b", "4.5"}, {"whole number", "'4.5'"}},
+            {{"-b", "1e5"}, {"whole number", "'1e5'", "digits only: 100000"}},
+            {{"-b", "4294967300"}, {"'4294967300'"}},               // 4 if cut to 32 bits
+            {{"-b", "99999999999999999999"}, {"'99999999999999999999'"}},
+            {{"--seed", "9223372036854775808"}, {"63 bits", "'9223372036854775808'"}},
+            {{"-z", "-1"}, {"-z (--total-batch) wants a whole number, 0 to 1000000000000000, not '-1'"}},
+            {{"-l", "nan"}, {"-l (--lr) wants a number, at least -1, not 'nan'"}},
+            {{"-l", "inf"}, {"'inf'"}},
+            {{"-l", "1e39"}, {"'1e39'", "float"}},
+            {{"-l", "1e999"}, {"'1e999'", "float"}},
+            {{"-l", "1e-60"}, {"'1e-60'", "float"}},
+            {{"-l", "-1.5"}, {"at least -1", "'-1.5'"}},
+            {{"-l", "1,5"}, {"'1,5'"}},
+            {{"-l", "1e"}, {"'1e'"}},
+            {{"-l", "."}, {"'.'"}},
+            {{"-w", "2"}, {"-w (--master) wants 0 or 1, not '2'"}},
+            {{"-w", "true"}, {"0 or 1", "'true'"}},
+            {{"-k", "cosin"}, {"cosine|linear|constant|wsd", "'cosin'", "did you mean 'cosine'?"}},
+            {{"-k", ""}, {"cosine|linear|constant|wsd", "''"}},
+            {{"--name", ""}, {"--name wants a text of 1 or more characters"}},
+            {{"-b", "8", "-b", "8"}, {"-b (--micro-batch) is given twice"}},
+            {{"-z", "8", "--total-batch=9"}, {"given twice", "'-z'", "'--total-batch=9'"}},
+            {{"-z", "8", "-d", "8"}, {"given twice", "'-z'", "'-d'"}},
+            {{"shard.bin"}, {"unexpected 'shard.bin'"}},
+            {{"-"}, {"unexpected '-'"}},
+            {{"--"}, {"unexpected '--'"}},
+            {{""}, {"unexpected ''"}},
+            {{"-b", "1\n2\n3\n4\n5"}, {"'1?2?3?4?5'"}},
+            {{"-b", std::string(100000, '7')}, {"777..."}},
+            {{"--" + std::string(100000, 'y'), "1"}, {"unknown flag '--yyy", "..."}},
+        };
+        for (const auto& c : cases) {
+            std::string what;
+            for (const std::string& word : c.words) { what += word.substr(0, 40) + " "; }
+            check_dies(what, [&] { parse(c.words); }, c.message);
+        }
+        static const Flag twice[] = {flags[0], flags[0]};
+        CHECK(!flags_table_ok(twice, 2), "a name stands in the table twice and nobody notices");
+    }
+    TEST("flags: help, table, json") {
+        Child help = run_child([] { parse({"-b", "8", "--help", "--nonsense"}); });
+        CHECK(help.code == 0 && help.err.empty(), "code %d, stderr '%s'", help.code, help.err.c_str());
+        for (const Flag& f : flags) {
+            for (const std::string& s : flags_spellings(&f)) {
+                CHECK(help.out.find(s) != std::string::npos, "--help does not name %s", s.c_str());
+            }
+        }
+        for (const char* s : {"(default 4; 1 to 65536)", "(default cosine; cosine|linear|constant|wsd)",
+                              "(default 3e-4; at least -1)", "seed (default 1337)", "er (default none)"}) {
+            CHECK(help.out.find(s) != std::string::npos, "--help lacks '%s'", s);
+        }
+        Child table = run_child([] {
+            parse({"-b", "8", "-o", std::string(300, 'o')});
+            flags_print(flags, num_flags);
+        });
+        CHECK(table.out.find("* micro-batch        8 ") != std::string::npos, "%s", table.out.c_str());
+        CHECK(table.out.find("  total-batch        512 ") != std::string::npos, "%s", table.out.c_str());
+        for (const std::string& line : flags_split(help.out + table.out, '\n')) {
+            CHECK(line.size() <= (size_t)kFlagColumns, "%zu columns: %s", line.size(), line.c_str());
+        }
+        Child json = run_child([] {
+            parse({"-l", "0.1", "-o", "a\"\n"});
+            flags_json(stdout, flags, num_flags);
+        });
+        CHECK(json.out == "{\"micro-batch\": 4, \"total-batch\": 512, \"seed\": 1337, \"lr\": 0.1, "
+              "\"lr-schedule\": \"cosine\", \"master\": true, \"output\": \"a\\\"\\u000a\", "
+              "\"prompt\": \"\", \"name\": \"x\"}", "%s", json.out.c_str());
+    }
+}
+
+// ---- schedulers.h ----
+
+static void test_schedulers() {
+    TEST("schedules: values by hand") {
+        struct { LrSchedule s; int64_t step; double lr; } cases[] = {
+            {{LR_CONSTANT, 6e-4f, 10, 50, 0.0f}, 0, 6e-5},          // the published tinyshakespeare recipe
+            {{LR_CONSTANT, 6e-4f, 10, 50, 0.0f}, 4, 3e-4},
+            {{LR_CONSTANT, 6e-4f, 10, 50, 0.0f}, 9, 6e-4},
+            {{LR_CONSTANT, 6e-4f, 10, 50, 0.0f}, 10, 6e-4},
+            {{LR_CONSTANT, 6e-4f, 10, 50, 0.5f}, 60, 6e-4},
+            {{LR_COSINE, 1.0f, 2, 12, 0.1f}, 0, 0.5},
+            {{LR_COSINE, 1.0f, 2, 12, 0.1f}, 1, 1.0},
+            {{LR_COSINE, 1.0f, 2, 12, 0.1f}, 2, 1.0},
+            {{LR_COSINE, 1.0f, 2, 12, 0.1f}, 4, 0.9140576475},      // .1 + .9 * (1 + cos(pi/5)) / 2
+            {{LR_COSINE, 1.0f, 2, 12, 0.1f}, 7, 0.55},
+            {{LR_COSINE, 1.0f, 2, 12, 0.1f}, 12, 0.1},
+            {{LR_COSINE, 1.0f, 2, 12, 0.1f}, 1000000000000, 0.1},
+            {{LR_LINEAR, 1.0f, 2, 12, 0.1f}, 2, 1.0},
+            {{LR_LINEAR, 1.0f, 2, 12, 0.1f}, 11, 0.19},
+            {{LR_LINEAR, 1.0f, 2, 12, 0.1f}, 12, 0.1},
+            {{LR_LINEAR, 1.0f, 2, 12, 0.1f}, 13, 0.1},
+            {{LR_WSD, 1.0f, 10, 100, 0.0f}, 9, 1.0},
+            {{LR_WSD, 1.0f, 10, 100, 0.0f}, 80, 1.0},
+            {{LR_WSD, 1.0f, 10, 100, 0.0f}, 81, 0.7763932023},      // 1 - sqrt(1/20)
+            {{LR_WSD, 1.0f, 10, 100, 0.0f}, 85, 0.5},
+            {{LR_WSD, 1.0f, 10, 100, 0.2f}, 85, 0.6},
+            {{LR_WSD, 1.0f, 10, 100, 0.2f}, 100, 0.2},
+            {{LR_WSD, 1.0f, 90, 100, 0.0f}, 90, 1.0},               // warm-up reaches into the last fifth
+            {{LR_COSINE, 1.0f, 0, 1, 0.0f}, 0, 1.0},
+            {{LR_COSINE, 1.0f, 0, 0, 0.25f}, 0, 0.25},
+            {{LR_COSINE, 1.0f, 5, 3, 0.0f}, 2, 0.6},                // the run ends within its warm-up
+        };
+        for (const auto& c : cases) {
+            double lr = lr_at(c.s, c.step);
+            CHECK(near(lr, c.lr, 2e-7 * c.s.peak), "kind %d, warm-up %d, total %d, step %lld: %.9g, not %.9g",
+                  c.s.kind, (int)c.s.warmup, (int)c.s.total, (long long)c.step, lr, c.lr);
+        }
+    }
+    TEST("schedules: edges") {
+        for (int kind = LR_COSINE; kind <= LR_WSD; kind++) {
+            for (int64_t total : {0, 1, 2, 5, 100}) {
+                for (int64_t warmup : {0, 1, 5, 99, 100, 200}) {
+                    LrSchedule s = {kind, 1.0f, warmup, total, 0.1f};
+                    bool fine = true;
+                    for (int64_t step = 0; step < 250; step++) {
+                        float lr = lr_at(s, step), last = step > 0 ? lr_at(s, step - 1) : 0.0f;
+                        fine = fine && lr > 0.0f && lr <= 1.0f;
+                        fine = fine && (step < warmup ? lr > last : step <= warmup || lr <= last);
+                        bool over = step >= warmup && step >= total;
+                        fine = fine && (!over || lr == (kind == LR_CONSTANT ? 1.0f : 0.1f));
+                    }
+                    CHECK(fine, "kind %d, warm-up %d, total %d: out of range, or not up and then down", kind,
+                          (int)warmup, (int)total);
+                }
+            }
+        }
+    }
+}
+
+// ---- sampler.h ----
+
+static int draw(const std::vector<float>& logits, float temperature, int top_k, double coin) {
+    std::vector<float> workspace(logits.size());
+    return sample_token(workspace.data(), logits.data(), (int)logits.size(), temperature, top_k, coin);
+}
+
+// Draws n times; the counts must fit softmax(logits/temperature) over the tokens marked as allowed.
+static void check_distribution(const char* what, const std::vector<float>& logits, float temperature,
+                               int top_k, const std::vector<int>& allowed) {
+    const int n = 100000;
+    std::vector<double> p(logits.size(), 0.0);
+    std::vector<int> counts(logits.size(), 0);
+    double total = 0.0, chi2 = 0.0;
+    for (int i : allowed) { total += p[(size_t)i] = exp((double)logits[(size_t)i] / temperature); }
+    for (int i = 0; i < n; i++) {
+        counts[(size_t)draw(logits, temperature, top_k, rand_unit(1, RAND_SAMPLE, 0, (uint64_t)i))]++;
+    }
+    bool only_allowed = true;
+    for (size_t i = 0; i < p.size(); i++) {
+        double expected = n * p[i] / total;
+        if (expected == 0.0) { only_allowed = only_allowed && counts[i] == 0; continue; }
+        chi2 += (counts[i] - expected) * (counts[i] - expected) / expected;
+    }
+    double freedom = (double)allowed.size() - 1.0;
+    CHECK(only_allowed, "%s: drew a token that was not allowed", what);
+    CHECK(chi2 <= freedom + 4.0 * sqrt(2.0 * freedom), "%s: chi-square %g with %g degrees of freedom", what,
+          chi2, freedom);
+}
+
+static void test_sampler() {
+    TEST("sampler: distribution") {
+        std::vector<float> logits = {0.5f, -1.0f, 2.0f, 0.0f, 1.5f, -3.0f, 2.0f, 1.0f};
+        std::vector<int> all = {0, 1, 2, 3, 4, 5, 6, 7};
+        check_distribution("temperature 1", logits, 1.0f, 0, all);
+        check_distribution("temperature 0.7", logits, 0.7f, 0, all);
+        check_distribution("temperature 5", logits, 5.0f, 0, all);
+        check_distribution("top 3", logits, 1.0f, 3, {2, 4, 6});
+        check_distribution("top 8", logits, 1.0f, 8, all);
+        check_distribution("top 9", logits, 1.0f, 9, all);
+        check_distribution("equal logits, top 2", {1, 1, 1, 1}, 1.0f, 2, {0, 1});
+        check_distribution("ties at the threshold", {0, 1, 0, 2, 0}, 1.0f, 4, {0, 1, 2, 3});
+        std::vector<float> large(50257);
+        for (size_t i = 0; i < large.size(); i++) { large[i] = rand_normal(1, 0, i); }
+        std::set<int> seen;
+        for (uint64_t i = 0; i < 300; i++) {
+            seen.insert(draw(large, 1.0f, 40, rand_unit(2, RAND_SAMPLE, 0, i)));
+        }
+        CHECK(seen.size() > 25 && seen.size() <= 40, "top 40 of 50257 drew %zu tokens", seen.size());
+    }
+    TEST("sampler: exact cases") {
+        CHECK(draw({0, 3, 1, 3}, 0.0f, 0, 0.9) == 1, "greedy does not take the lower of two equal ids");
+        CHECK(draw({0, 3, 1, 3}, 1.0f, 1, 0.9) == 1, "top 1 is not greedy");
+        CHECK(draw({0, 3, 1, 2}, 1e-30f, 0, 0.999) == 1, "a tiny temperature is not greedy");
+        CHECK(draw({0, 0}, 1.0f, 0, 0.0) == 0 && draw({0, 0}, 1.0f, 0, 0.5) == 1, "the halves of [0, 1)");
+        CHECK(draw({0, 0, 0}, 1.0f, 0, nextafter(1.0, 0.0)) == 2, "the last coin is not the last token");
+        CHECK(draw({5}, 1.0f, 0, 0.7) == 0, "a vocabulary of one");
+        bool shifted = true;
+        for (int i = 0; i < 100; i++) {
+            double coin = i / 100.0;
+            shifted = shifted && draw({1, 2, 3}, 1.0f, 0, coin) == draw({4097, 4098, 4099}, 1.0f, 0, coin);
+        }
+        CHECK(shifted, "a constant added to all logits changes the draw");
+    }
+    TEST("sampler: extreme logits") {
+        const float inf = INFINITY, nan = NAN;
+        for (double coin : {0.0, 0.3, 0.6, 0.999}) {
+            CHECK(draw({0, inf, 1}, 1.0f, 0, coin) == 1, "+inf is not drawn");
+            CHECK(draw({inf, 0, inf}, 1.0f, 0, coin) == (coin < 0.5 ? 0 : 2), "two +inf are not halves");
+            CHECK(draw({-inf, 0, -inf}, 1.0f, 0, coin) == 1, "-inf is drawn");
+            CHECK(draw({-inf, -inf}, 1.0f, 0, coin) == (coin < 0.5 ? 0 : 1), "all -inf are not all equal");
+            CHECK(draw({nan, 2, nan}, 1.0f, 0, coin) == 1, "NaN is drawn");
+            CHECK(draw({nan, 2, nan}, 1.0f, 2, coin) == 1, "NaN is drawn with top-k");
+            CHECK(draw({-FLT_MAX, FLT_MAX, 0}, 1.0f, 2, coin) == 1, "the largest floats overflow");
+        }
+        CHECK(draw({nan, 2, 3}, 0.0f, 0, 0.0) == 2, "greedy takes NaN");
+        check_dies("all NaN", [&] { draw({nan, nan}, 1.0f, 0, 0.5); }, {"NaN", "hint:"});
+    }
+}
+
+// ---- rand.h ----
+
+static void test_philox() {
+    TEST("rand: Philox 4x32-10, known answers of its authors") {
+        struct { uint32_t c[4], k[2], r[4]; } cases[] = {
+            {{0, 0, 0, 0}, {0, 0}, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}},
+            {{~0u, ~0u, ~0u, ~0u}, {~0u, ~0u}, {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}},
+            {{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}, {0xa4093822, 0x299f31d0},
+             {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}},
+        };
+        for (const auto& c : cases) {
+            Rand4 r = philox4x32(c.c[0], c.c[1], c.c[2], c.c[3], c.k[0], c.k[1]);
+            CHECK(!memcmp(r.w, c.r, sizeof c.r), "%08x %08x %08x %08x", r.w[0], r.w[1], r.w[2], r.w[3]);
+        }
+    }
+    TEST("rand: normal numbers") {
+        // an independent program's values: the initial weights of every build and language
+        struct { uint64_t seed; uint32_t tensor; uint64_t element; float value; } cases[] = {
+            {1337, 0, 0, 0.972332537f}, {1337, 0, 1, -0.671170056f}, {1337, 0, 2, 0.0521310866f},
+            {1337, 4, 3, -0.461457968f}, {(1ull << 40) + 7, 12, (1ull << 35) + 1, 1.93746436f},
+        };
+        for (const auto& c : cases) {
+            float z = rand_normal(c.seed, c.tensor, c.element);
+            CHECK(near(z, c.value, 1e-6), "%.9g, expected %.9g", (double)z, (double)c.value);
+        }
+        const int n = 1000000;
+        double moment[5] = {0};
+        double neighbours[5] = {0};                     // sums of z(i)*z(i-lag), lags 1..4
+        std::vector<double> z((size_t)n);
+        for (int i = 0; i < n; i++) {
+            z[(size_t)i] = rand_normal(7, 3, (uint64_t)i);
+            double power = 1.0;
+            for (int k = 1; k <= 4; k++) {
+                power *= z[(size_t)i];
+                moment[k] += power / n;
+                if (i >= k) { neighbours[k] += z[(size_t)i] * z[(size_t)(i - k)] / n; }
+            }
+        }
+        double sigma = 1.0 / sqrt((double)n);           // of the mean; the others: times a constant
+        CHECK(near(moment[1], 0.0, 3 * sigma), "mean %g", moment[1]);
+        CHECK(near(moment[2], 1.0, 3 * sigma * sqrt(2.0)), "variance %g", moment[2]);
+        CHECK(near(moment[3], 0.0, 3 * sigma * sqrt(15.0)), "third moment %g", moment[3]);
+        CHECK(near(moment[4], 3.0, 3 * sigma * sqrt(96.0)), "fourth moment %g", moment[4]);
+        for (int k = 1; k <= 4; k++) {
+            CHECK(near(neighbours[k], 0.0, 3 * sigma), "correlation %g at lag %d", neighbours[k], k);
+        }
+    }
+}
+
+static void test_rounding() {
+    TEST("rounding: exact cases") {
+        auto bits = [](float x) { uint32_t u; memcpy(&u, &x, 4); return u; };
+        auto value = [](uint32_t u) { float x; memcpy(&x, &u, 4); return x; };
+        uint32_t max_bits = 0xFFFF;
+        for (float x : {0.0f, -0.0f, 1.0f, -1.5f, 3.0e38f, value(0x00010000)}) {
+            uint32_t kept = bits(x) & 0xFFFF0000u;                  // the nearest bf16 towards zero
+            CHECK((uint32_t)bf16_round_stochastic(value(kept), 0) << 16 == kept &&
+                  (uint32_t)bf16_round_stochastic(value(kept), max_bits) << 16 == kept,
+                  "%g is a bf16 already and changes", (double)value(kept));
+        }
+        float up = bf16_to_float(bf16_round_stochastic(value(0x3F800001), max_bits));
+        float down = bf16_to_float(bf16_round_stochastic(value(0x3F80FFFF), 0));
+        CHECK(up == 1.0078125f && down == 1.0f, "%g %g", (double)up, (double)down);
+        CHECK(bf16_to_float(bf16_round_nearest(value(0x3F808000))) == 1.0f, "a tie does not go down");
+        CHECK(bf16_to_float(bf16_round_nearest(value(0x3F818000))) == 1.015625f, "a tie does not go up");
+        CHECK(bf16_to_float(bf16_round_nearest(value(0x3F808001))) == 1.0078125f, "not the nearest");
+        for (uint32_t random : {0u, 0x8000u, max_bits}) {
+            for (uint32_t u : {0x7F800001u, 0x7FC00000u, 0x7FFFFFFFu, 0xFF800001u, 0xFFFFFFFFu}) {
+                CHECK(isnan(bf16_to_float(bf16_round_stochastic(value(u), random))), "NaN %08x is lost", u);
+                CHECK(isnan(bf16_to_float(bf16_round_nearest(value(u)))), "NaN %08x is lost", u);
+            }
+            CHECK(bf16_to_float(bf16_round_stochastic(INFINITY, random)) == INFINITY, "inf is lost");
+            CHECK(bf16_to_float(bf16_round_stochastic(-INFINITY, random)) == -INFINITY, "-inf is lost");
+        }
+    }
+    TEST("rounding: mean error of 10 million draws") {
+        const int n = 10000000;
+        RoundKey key = {1337, 5, 2, 4};
+        double error = 0.0, variance = 0.0;             // in units of the gap between the two neighbours
+        for (int i = 0; i < n; i += 8) {
+            Rand4 block = round_block(key, (uint64_t)i / 8);
+            for (int lane = 0; lane < 8; lane++) {
+                uint32_t low = ((uint32_t)(i + lane) * 2654435761u) >> 16;      // all fractions of the gap
+                uint32_t u = 0x3F800000u | low;
+                float x;
+                memcpy(&x, &u, 4);
+                uint32_t draw = (block.w[lane / 2] >> (16 * (lane % 2))) & 0xFFFFu;
+                uint32_t word = (uint32_t)bf16_round_stochastic(x, draw) << 16;
+                double fraction = low / 65536.0;
+                error += ((double)word - (double)u) / 65536.0;
+                variance += fraction * (1.0 - fraction);
+            }
+        }
+        CHECK(near(error / sqrt(variance), 0.0, 3.0), "%g sigma from zero", error / sqrt(variance));
+        bool same = true;
+        for (uint64_t i = 0; i < 64; i++) {
+            Rand4 block = round_block(key, i / 8);
+            same = same && round_bits16(key, i) == ((block.w[i % 8 / 2] >> (16 * (i % 2))) & 0xFFFFu);
+        }
+        CHECK(same, "round_bits16 and round_block disagree on who gets which bits");
+    }
+    TEST("rounding: no correlation between lanes, tensors, steps, micro-steps, seeds") {
+        const uint64_t n = 400000;
+        RoundKey base = {1337, 5, 2, 4};
+        struct { const char* name; RoundKey key; uint64_t shift; } others[] = {
+            {"next lane", base, 1}, {"lane +2", base, 2}, {"lane +3", base, 3}, {"lane +4", base, 4},
+            {"lane +8", base, 8}, {"lane +32", base, 32}, {"lane +768", base, 768}, {"layer", base, 589824},
+            {"next tensor", {1337, 5, 2, 5}, 0}, {"next step", {1337, 6, 2, 4}, 0},
+            {"next micro-step", {1337, 5, 3, 4}, 0}, {"next seed", {1338, 5, 2, 4}, 0},
+            {"seed of the high word", {1337 + (1ull << 32), 5, 2, 4}, 0},
+            {"micro-step for step", {1337, 2, 5, 4}, 0}, {"far element", base, 1ull << 35},
+        };
+        for (const auto& other : others) {
+            double sum = 0.0;
+            uint64_t equal = 0;
+            for (uint64_t i = 0; i < n; i++) {
+                uint32_t a = round_bits16(base, i), b = round_bits16(other.key, i + other.shift);
+                sum += (a / 65535.0 - 0.5) * (b / 65535.0 - 0.5);
+                equal += a == b;
+            }
+            double sigmas = 12.0 * sum / sqrt((double)n);           // a uniform number has variance 1/12
+            CHECK(near(sigmas, 0.0, 4.0), "%s: %g sigma", other.name, sigmas);
+            CHECK(equal < n / 1000, "%s: %d of %d draws are equal", other.name, (int)equal, (int)n);
+        }
+    }
+    TEST("rounding: 32 micro-steps of one batch added up in bf16") {
+        double error[2] = {0, 0}, size = 0.0;           // nearest, stochastic
+        for (uint64_t i = 0; i < 4096; i++) {
+            float g = rand_normal(11, 0, i), sum[2] = {0, 0};
+            for (uint32_t micro = 0; micro < 32; micro++) {
+                sum[0] = bf16_to_float(bf16_round_nearest(sum[0] + g));
+                uint32_t draw = round_bits16({1337, 0, micro, 0}, i);
+                sum[1] = bf16_to_float(bf16_round_stochastic(sum[1] + g, draw));
+            }
+            for (int k = 0; k < 2; k++) { error[k] += (sum[k] - 32.0 * g) * (sum[k] - 32.0 * g); }
+            size += 32.0 * g * 32.0 * g;
+        }
+        CHECK(error[1] < error[0], "stochastic %g, nearest %g", sqrt(error[1] / size), sqrt(error[0] / size));
+    }
+}
+
+// ---- logger.h ----
+
+static void test_logger() {
+    TEST("logger: files") {
+        std::string run = folder + "/runs/a";
+        parse({"-b", "8"});
+        Logger log;
+        logger_init(&log, run.c_str());
+        logger_run(&log, flags, num_flags, {{"program", "test \"host\""}});
+        logger_train(&log, {0, 11.0234567, 6e-5, 2.25, 16384, 12.5, 1310720});
+        logger_val(&log, 1, 10.5);
+        const std::string begin = "s:0 trl:11.023457 lr:6.000000e-05 norm:2.2500\ns:1 tel:10.500000\n";
+        std::string text = read_text(run + "/main.log");
+        CHECK(text == begin, "main.log, not flushed line by line:\n%s", text.c_str());
+        logger_train(&log, {3000000000, -NAN, 0.0, INFINITY, 1ll << 40, 1, 1});
+        logger_eval(&log, 2, 0.25);
+        logger_free(&log);
+        logger_free(&log);
+        text = read_text(run + "/main.log");
+        std::string expected = begin + "s:3000000000 trl:nan lr:0.000000e+00 norm:inf\ns:2 eval:0.250000\n";
+        CHECK(text == expected, "main.log:\n%s", text.c_str());
+        text = read_text(run + "/metrics.jsonl");
+        expected = "{\"step\": 0, \"loss\": 11.0234567, \"lr\": 6e-05, \"norm\": 2.25, \"tokens\": 16384, "
+            "\"ms\": 12.5, \"tokens_per_s\": 1310720}\n{\"step\": 1, \"val_loss\": 10.5}\n"
+            "{\"step\": 3000000000, \"loss\": null, \"lr\": 0, \"norm\": null, \"tokens\": 1099511627776, "
+            "\"ms\": 1, \"tokens_per_s\": 1}\n{\"step\": 2, \"eval_acc_norm\": 0.25}\n";
+        CHECK(text == expected, "metrics.jsonl:\n%s", text.c_str());
+        text = read_text(run + "/run.json");
+        CHECK(text.find("{\n\"settings\": {\"micro-batch\": 8, ") == 0, "run.json:\n%s", text.c_str());
+        CHECK(text.find(",\n\"program\": \"test \\\"host\\\"\"\n}\n") != std::string::npos, "run.json:\n%s",
+              text.c_str());
+    }
+    TEST("logger: what cannot be written") {
+        Logger off;
+        logger_init(&off, "");
+        logger_run(&off, flags, num_flags, {});
+        logger_train(&off, {0, 1, 1, 1, 1, 1, 1});
+        logger_free(&off);
+        CHECK(true, "\"\" logs nowhere");
+        check_dies("a file in the way", [] {
+            Logger log;
+            logger_init(&log, (folder + "/model.bin/run").c_str());
+        }, {"model.bin/run"});
+        for (const char* name : {"main.log", "metrics.jsonl", "run.json.part"}) {
+            std::string run = folder + "/full_" + name;
+            mkdir_check(run.c_str());
+            CHECK(symlink("/dev/full", (run + "/" + name).c_str()) == 0, "cannot make the symbolic link");
+            check_dies(name, [&] {
+                Logger log;
+                logger_init(&log, run.c_str());
+                logger_run(&log, flags, num_flags, {});
+                logger_train(&log, {0, 1, 1, 1, 1, 1, 1});
+            }, {"cannot write", run, "No space left", "hint:"});
+        }
+    }
+}
+
+int main() {
+    char name[] = "/tmp/test_host_XXXXXX";
+    if (!mkdtemp(name)) { die("cannot make a folder in /tmp: %s", strerror(errno)); }
+    folder = name;
+    test_check();
+    test_json();
+    test_flags();
+    test_schedulers();
+    test_sampler();
+    test_philox();
+    test_rounding();
+    test_logger();
+    if (system(("rm -rf " + folder).c_str()) != 0) { fprintf(stderr, "%s is still there\n", name); }
+    return test_summary();
+}

@@ -1,0 +1,475 @@
+/*
+Tests of llmc/tokenizer.h and of the tokenize program.
+
+    g++ -std=c++17 -O2 -pthread dev/test/test_tokenizer.cpp -o build/test_tokenizer
+    build/test_tokenizer [build/tokenize]       # without the program its part is skipped
+
+The expected ids come from tiktoken: the fixture dev/test/fixtures/tokenizer.{txt,ids} was written by
+`dev/test/compare_tiktoken.py --write-fixture` (tiktoken 0.14.0), the short ones below were read off it as
+well.
+*/
+#include <chrono>       // gives: steady_clock
+
+#include "../../llmc/rand.h"        // gives: rand_u32
+#include "../../llmc/tokenizer.h"   // the subject
+#include "child.h"                  // gives: run_child, check_dies
+#include "test.h"                   // gives: CHECK, TEST
+
+typedef std::vector<uint32_t> Ids;
+
+static Tokenizer bpe;
+static std::string temp;            // a folder of our own
+static std::string source_root;     // where dev/ is
+
+static Ids encode(const std::string& text, TokenizerCache* cache = nullptr) {
+    Ids ids;
+    tokenizer_encode(&bpe, text.data(), text.size(), ids, cache);
+    return ids;
+}
+
+static std::string decode(const Tokenizer* tok, const Ids& ids) {
+    std::string text;
+    for (uint32_t id : ids) { text += tokenizer_decode(tok, id); }
+    return text;
+}
+
+static std::string show(const Ids& ids) {
+    std::string s;
+    for (uint32_t id : ids) { s += format("%s%u", s.empty() ? "" : " ", id); }
+    return s;
+}
+
+// The pieces of text, put between bars.
+static std::string pieces(const std::string& text) {
+    std::string s = "|";
+    const uint8_t* p = (const uint8_t*)text.data();
+    for (size_t i = 0, n; i < text.size(); i += n) {
+        n = tokenizer_piece(&bpe, p + i, text.size() - i);
+        s += text.substr(i, n) + "|";
+    }
+    return s;
+}
+
+static std::string file_text(const std::string& path) {
+    FILE* f = fopen(path.c_str(), "rb");
+    if (!f) { return ""; }
+    std::string s;
+    for (int c; (c = fgetc(f)) != EOF;) { s += (char)c; }
+    fclose(f);
+    return s;
+}
+
+static void file_write(const std::string& path, const std::string& data) {
+    FILE* f = fopen_check(path.c_str(), "wb");
+    if (fwrite(data.data(), 1, data.size(), f) != data.size()) { die("cannot write '%s'", path.c_str()); }
+    fclose(f);
+}
+
+// ---- encoding ----
+
+static void test_fixture() {
+    std::string base = source_root + "dev/test/fixtures/tokenizer";
+    std::string text = file_text(base + ".txt"), want = file_text(base + ".ids");
+    CHECK(text.size() > 30000 && want.size() > 20000, "the fixture is missing: %s.txt", base.c_str());
+    TokenizerCache cache;
+    for (TokenizerCache* c : {(TokenizerCache*)nullptr, &cache, &cache}) {     // the last time from the cache
+        Ids ids = encode(text, c);
+        size_t same = 0;
+        for (; same < ids.size() && 2 * same + 1 < want.size(); same++) {
+            uint16_t id;
+            memcpy(&id, &want[2 * same], 2);
+            if (id != ids[same]) { break; }
+        }
+        std::string before = decode(&bpe, Ids(ids.begin(), ids.begin() + (ptrdiff_t)same));
+        CHECK(same == ids.size() && 2 * same == want.size(), "token %zu of %zu differs, after '%s'", same,
+              want.size() / 2, before.substr(before.size() - std::min(before.size(), (size_t)20)).c_str());
+        CHECK(decode(&bpe, ids) == text, "the fixture does not decode to itself");
+    }
+}
+
+static void test_known_ids() {
+    struct { const char* text; Ids ids; } cases[] = {
+        {"", {}},
+        {"Hello world", {15496, 995}},
+        {" ", {220}},
+        {"\n\n", {628}},
+        {"a\n\nb", {64, 198, 198, 65}},
+        {"I'll can't 's", {40, 1183, 460, 470, 705, 82}},
+        {"<|endoftext|>", {27, 91, 437, 1659, 5239, 91, 29}},       // text never makes that token
+    };
+    for (auto& c : cases) {
+        Ids ids = encode(c.text);
+        CHECK(ids == c.ids, "'%s' is %s, expected %s", c.text, show(ids).c_str(), show(c.ids).c_str());
+    }
+}
+
+static void test_pieces() {
+    const char* cases[][2] = {
+        {"we're HE'S 'sable", "|we|'re| HE|'|S| '|sable|"},         // only lower case; not after a blank
+        {"'s's'", "|'s|'s|'|"},
+        {"'ve'd'm'll'x'l", "|'ve|'d|'m|'ll|'|x|'|l|"},
+        {"don''t", "|don|''|t|"},                                   // the first ' takes the second along
+        {"x  y", "|x| | y|"},
+        {"x\n\ny", "|x|\n|\n|y|"},
+        {"x \ny", "|x| |\n|y|"},
+        {"x\n y", "|x|\n| y|"},
+        {"x   ", "|x|   |"},
+        {"  ", "|  |"},
+        {"\t\tx", "|\t|\t|x|"},
+        {" \xC2\xA0x", "| |\xC2\xA0|x|"},                           // a no-break space joins no word
+        {"\xE3\x80\x80\xE3\x80\x80x", "|\xE3\x80\x80|\xE3\x80\x80|x|"},
+        {"ab12 34!? -x", "|ab|12| 34|!?| -|x|"},
+        {"a\x1C" "b", "|a|\x1C|b|"},                                // a space in Python, not in Unicode
+        {"\xC3\xA9t\xC3\xA9 \xD0\xBC\xD0\xB8\xD1\x80", "|\xC3\xA9t\xC3\xA9| \xD0\xBC\xD0\xB8\xD1\x80|"},
+        {"e\xCC\x81", "|e|\xCC\x81|"},                              // a combining accent is a mark, no letter
+        {"\xC2\xBD\xE2\x85\xA7" "7", "|\xC2\xBD\xE2\x85\xA7" "7|"},     // fraction, Roman numeral
+        {"a\xFF\x80 \xC3", "|a|\xFF\x80| \xC3|"},                   // bad bytes are like punctuation
+        {"\xED\xA0\x80!", "|\xED\xA0\x80!|"},                       // a surrogate is three bad bytes
+        {"\xC2\xA0\xC2", "|\xC2\xA0|\xC2|"},
+    };
+    for (auto& c : cases) { CHECK(pieces(c[0]) == c[1], "%s, expected %s", pieces(c[0]).c_str(), c[1]); }
+}
+
+static void test_cut() {
+    const std::string text = "a b  c\n\nd\xC2\xA0 e\xE3\x80\x80\n\xFF \xE3\x80 '\n";
+    const uint8_t* s = (const uint8_t*)text.data();
+    std::vector<bool> begins(text.size() + 1);
+    for (size_t i = 0; i < text.size(); i += tokenizer_piece(&bpe, s + i, text.size() - i)) {
+        begins[i] = true;
+    }
+    int cuts = 0;
+    for (size_t i = 0; i <= text.size(); i++) {
+        if (!tokenizer_can_cut(&bpe, text.data(), text.size(), i)) { continue; }
+        cuts++;
+        CHECK(begins[i], "no piece begins at %zu, yet it counts as a place to cut", i);
+        Ids whole = encode(text), head = encode(text.substr(0, i)), tail = encode(text.substr(i));
+        head.insert(head.end(), tail.begin(), tail.end());
+        CHECK(head == whole, "cut at %zu changes the tokens", i);
+    }
+    CHECK(cuts == 6, "%d places to cut, expected 6", cuts);
+}
+
+// Merges the slow, plain way: what both of the fast ones must equal.
+static Ids merge_plain(const std::string& piece) {
+    Ids ids;
+    for (char c : piece) { ids.push_back(bpe.byte_id[(uint8_t)c]); }
+    for (;;) {
+        uint32_t best = kNoMerge;
+        size_t at = 0;
+        for (size_t i = 0; i + 1 < ids.size(); i++) {
+            uint32_t id = tokenizer_pair(&bpe, ids[i], ids[i + 1]);
+            if (id < best) { best = id; at = i; }
+        }
+        if (best == kNoMerge) { return ids; }
+        ids[at] = best;
+        ids.erase(ids.begin() + (ptrdiff_t)at + 1);
+    }
+}
+
+static void test_merges() {
+    int wrong = 0;
+    for (uint32_t id = 0; id < bpe.eot; id++) {
+        wrong += merge_plain(bpe.bytes[id]) != Ids{id};
+    }
+    CHECK(wrong == 0, "%d tokens do not merge to themselves", wrong);
+
+    int short_wrong = 0, long_wrong = 0;
+    const char* letters[] = {"a", "ab", "-=", "etaoinshr", "abcdefghijklmnopqrstuvwxyz"};
+    for (uint32_t k = 0; k < 3000; k++) {
+        const char* set = letters[k % 5];
+        size_t n = 1 + rand_u32(5, RAND_STORY, 1, k) % (k % 2 ? 400 : kShortPiece);
+        std::string piece;
+        for (size_t i = 0; i < n; i++) { piece += set[rand_u32(5, RAND_STORY, 2 + k, i) % strlen(set)]; }
+        Ids want = merge_plain(piece), got;
+        for (char c : piece) { got.push_back(bpe.byte_id[(uint8_t)c]); }
+        Ids heap = got;
+        heap.resize(tokenizer_merge_long(&bpe, heap.data(), n));
+        long_wrong += heap != want;
+        if (n <= kShortPiece) {
+            got.resize(tokenizer_merge_short(&bpe, got.data(), n));
+            short_wrong += got != want;
+        }
+    }
+    CHECK(short_wrong == 0, "%d short pieces merge wrongly", short_wrong);
+    CHECK(long_wrong == 0, "%d pieces merge wrongly on the heap", long_wrong);
+}
+
+static void test_round_trips() {
+    TokenizerCache cache;
+    int wrong = 0, cache_wrong = 0;
+    for (uint32_t k = 0; k < 2000; k++) {
+        std::string text;
+        size_t n = rand_u32(9, RAND_STORY, 1, k) % 300;
+        uint32_t top = k % 3 == 0 ? 256 : k % 3 == 1 ? 128 : 4;
+        for (size_t i = 0; i < n; i++) {
+            uint32_t r = rand_u32(9, RAND_STORY, 2 + k, i);
+            text += top == 4 ? "\xE2\x80\x82 '"[r % 5] : (char)(r % top);      // an en space, whole or not
+        }
+        Ids ids = encode(text);
+        wrong += decode(&bpe, ids) != text;
+        cache_wrong += encode(text, &cache) != ids;
+    }
+    CHECK(wrong == 0, "%d random strings of bytes did not come back", wrong);
+    CHECK(cache_wrong == 0, "%d random strings get other ids with a cache", cache_wrong);
+
+    std::string nul("a\0b\0\0", 5);
+    CHECK(decode(&bpe, encode(nul)) == nul, "zero bytes are lost");
+    for (const std::string& zeros : {nul, std::string(3, '\0'), std::string(2, '\0')}) {
+        CHECK(encode(zeros, &cache) == encode(zeros), "zero bytes confuse the cache");
+    }
+
+    Ids appended = {bpe.eot};
+    tokenizer_encode(&bpe, "Hello", 5, appended);
+    CHECK(appended == (Ids{50256, 15496}), "encode does not append: %s", show(appended).c_str());
+}
+
+// A megabyte in one piece must take n log n: with n^2 this would be hours.
+static void test_long_runs() {
+    for (const char* unit : {"a", " ", "\n", "=-", "\xC3\xA9", "\xFF", "7"}) {
+        std::string text;
+        while (text.size() < 1 << 20) { text += unit; }
+        auto start = std::chrono::steady_clock::now();
+        Ids ids = encode(text);
+        double s = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+        CHECK(decode(&bpe, ids) == text, "1 MB of '%s' does not come back", unit);
+        CHECK(s < 20, "1 MB of '%s' took %.1f s", unit, s);
+    }
+    // tiktoken: 64 letters a are 16 times "aaaa"; the megabyte goes on like that
+    Ids few = encode(std::string(64, 'a')), many = encode(std::string(1 << 20, 'a'));
+    CHECK(few == Ids(16, 24794), "64 a: %s", show(few).c_str());
+    CHECK(many == Ids((1 << 20) / 4, 24794), "1 MB of a: %zu tokens", many.size());
+}
+
+static void test_bytes() {
+    Tokenizer tok;
+    tokenizer_init_bytes(&tok);
+    std::string all;
+    for (int b = 0; b < 256; b++) { all += (char)b; }
+    Ids ids;
+    tokenizer_encode(&tok, all.data(), all.size(), ids);
+    CHECK(ids.size() == 256 && tok.bytes.size() == 256 && tok.eot == 0, "%zu ids", ids.size());
+    for (uint32_t b = 0; b < ids.size(); b++) { CHECK(ids[b] == b, "byte %u is id %u", b, ids[b]); }
+    CHECK(decode(&tok, ids) == all, "bytes do not come back");
+    tokenizer_free(&tok);
+}
+
+// ---- files ----
+
+static void test_files() {
+    std::string path = temp + "/gpt2_tokenizer.bin";
+    tokenizer_write(&bpe, path.c_str());
+    Tokenizer back;
+    tokenizer_read(&back, path.c_str());
+    CHECK(back.bytes == bpe.bytes && back.eot == bpe.eot, "gpt2_tokenizer.bin does not read back");
+    Ids ids;
+    std::string text = "It's naïve: 1 + 1 = 11, isn't it?\n";
+    tokenizer_encode(&back, text.data(), text.size(), ids);
+    CHECK(ids == encode(text), "a vocabulary that was read encodes differently");
+    tokenizer_free(&back);
+    CHECK(back.bytes.empty(), "tokenizer_free leaves tokens behind");
+
+    std::string good = file_text(path), bad = temp + "/bad.bin";
+    auto read_dies = [&](const char* name, const std::string& data, const char* words) {
+        file_write(bad, data);
+        check_dies(name, [&] { Tokenizer t; tokenizer_read(&t, bad.c_str()); }, {words});
+    };
+    auto with_int = [&](size_t index, uint32_t value) {
+        std::string data = good;
+        memcpy(&data[4 * index], &value, 4);
+        return data;
+    };
+    uint32_t header[4];
+    memcpy(header, good.data(), sizeof(header));
+    CHECK(header[0] == 20240328 && header[1] == 2 && header[2] == 50257 && header[3] == 50256,
+          "header %u %u %u %u", header[0], header[1], header[2], header[3]);
+    read_dies("empty", "", "truncated");
+    read_dies("magic", with_int(0, 20240520), "no tokenizer file");
+    read_dies("version", with_int(1, 1), "no tokenizer file");
+    read_dies("huge count", with_int(2, 0xFFFFFFFF), "4294967295 tokens");
+    read_dies("small count", with_int(2, 50000), "50000");
+    read_dies("end of text", with_int(3, 50257), "50257");
+    read_dies("cut short", good.substr(0, good.size() - 1), "end after");
+    read_dies("too long", good + "x", "end after");
+    std::string twice = good;
+    twice[1024 + 3] = twice[1024 + 1];
+    read_dies("same token twice", twice, "twice");
+    check_dies("missing", [&] { Tokenizer t; tokenizer_read(&t, "/nowhere/t.bin"); }, {"/nowhere/t.bin"});
+
+    std::string merges = file_text(tokenizer_default_path()), list = temp + "/vocab.bpe";
+    auto bpe_dies = [&](const char* name, const std::string& data, const char* words) {
+        file_write(list, data);
+        check_dies(name, [&] { Tokenizer t; tokenizer_init_bpe(&t, list.c_str()); }, {words});
+    };
+    bpe_dies("no merges", "", "0 merges");
+    bpe_dies("half a list", merges.substr(0, merges.rfind('\n', merges.size() / 2) + 1), "GPT-2 has 50000");
+    bpe_dies("one word", "#version: 0.2\nabc\n", "line 2");
+    bpe_dies("three words", "#version: 0.2\na b c\n", "line 2");
+    bpe_dies("not a byte", "#version: 0.2\nh e\n\xE6\x97\xA5 x\n", "line 3");
+    bpe_dies("a merge twice", merges.substr(0, merges.rfind('\n', merges.size() - 2) + 1) + "h e\n", "twice");
+    check_dies("missing list", [] { Tokenizer t; tokenizer_init_bpe(&t, "/nowhere/v"); }, {"/nowhere/v"});
+    check_dies("id too large", [] { tokenizer_decode(&bpe, 50257); }, {"50257"});
+}
+
+// ---- the program ----
+
+static std::string tool;
+
+// What a child does: becomes the program, with these arguments and this standard input.
+static std::function<void()> with_args(const std::vector<std::string>& args, const std::string& input = "") {
+    return [=] {
+        std::vector<char*> argv = {&tool[0]};
+        for (const std::string& a : args) { argv.push_back(const_cast<char*>(a.c_str())); }
+        argv.push_back(nullptr);
+        file_write(temp + "/stdin", input);
+        if (!freopen((temp + "/stdin").c_str(), "r", stdin)) { _exit(99); }
+        execv(tool.c_str(), argv.data());
+        _exit(98);
+    };
+}
+
+static void tool_runs(const std::vector<std::string>& args, const std::string& input = "") {
+    Child c = run_child(with_args(args, input));
+    CHECK(c.code == 0 && c.err.empty(), "exit code %d: %s", c.code, c.err.c_str());
+}
+
+// The tokens of a shard; checks its header and its size.
+static Ids shard(const std::string& path) {
+    std::string data = file_text(path);
+    uint32_t header[3] = {0, 0, 0};
+    if (data.size() >= 1024) { memcpy(header, data.data(), sizeof(header)); }
+    size_t n = data.size() >= 1024 ? (data.size() - 1024) / 2 : 0;
+    CHECK(header[0] == 20240520 && header[1] == 1 && header[2] == n && data.size() == 1024 + 2 * n,
+          "%s: %zu bytes, header %u %u %u", path.c_str(), data.size(), header[0], header[1], header[2]);
+    Ids ids(n);
+    for (size_t i = 0; i < n; i++) {
+        uint16_t id;
+        memcpy(&id, &data[1024 + 2 * i], 2);
+        ids[i] = id;
+    }
+    return ids;
+}
+
+static void test_tool_documents() {
+    Ids a = encode("one\n"), b = encode("two <|endoftext|>\n"), eot = {bpe.eot}, want;
+    for (const Ids* part : {&eot, &a, &eot, &b, &eot, &a}) {
+        want.insert(want.end(), part->begin(), part->end());
+    }
+    std::string first = "<|endoftext|>\none\n<|endoftext|>\r\n<|endoftext|>\n"     // one, nothing,
+                        "two <|endoftext|>\n<|endoftext|>";                         // two, nothing
+    file_write(temp + "/1.txt", first);
+    file_write(temp + "/2.txt", "one\n");
+    file_write(temp + "/0.txt", "");
+    tool_runs({temp + "/1.txt", temp + "/0.txt", temp + "/2.txt", "-o", temp + "/sub/doc"});
+    Ids got = shard(temp + "/sub/doc_train.bin");
+    CHECK(got == want, "documents: %s, expected %s", show(got).c_str(), show(want).c_str());
+
+    Child e = run_child(with_args({"--decode", temp + "/sub/doc_train.bin"}));
+    std::string back = "<|endoftext|>\none\n<|endoftext|>\ntwo <|endoftext|>\n<|endoftext|>\none\n";
+    CHECK(e.out == back, "decoded: %s", e.out.c_str());
+
+    tool_runs({"-", "-o", temp + "/plain", "--separators", "0"}, first);
+    CHECK(shard(temp + "/plain_train.bin") == encode(first), "--separators 0 is not the plain text");
+
+    tool_runs({"-", "-o", temp + "/byte", "--bytes", "1"}, "hi\n<|endoftext|>\n\xFF");
+    got = shard(temp + "/byte_train.bin");
+    CHECK(got == (Ids{0, 'h', 'i', '\n', 0, 0xFF}), "bytes: %s", show(got).c_str());
+
+    // a word that goes over the end of a file is one word without separators
+    file_write(temp + "/a.txt", "Hel");
+    file_write(temp + "/b.txt", "lo world");
+    tool_runs({temp + "/a.txt", temp + "/b.txt", "-o", temp + "/join", "--separators", "0"});
+    CHECK(shard(temp + "/join_train.bin") == encode("Hello world"), "files are not joined");
+}
+
+static void test_tool_shards() {
+    std::string text = file_text(source_root + "dev/test/fixtures/tokenizer.txt"), big;
+    while (big.size() < 5 << 20) { big += text + "\n<|endoftext|>\n"; }       // several blocks
+    big += std::string(3 << 20, 'x');                                           // and one that cannot be cut
+    file_write(temp + "/big.txt", big);
+    Ids one_document = encode(text + "\n"), want;
+    one_document.insert(one_document.begin(), bpe.eot);
+    for (size_t n = 0; n + (3 << 20) < big.size(); n += text.size() + 15) {
+        want.insert(want.end(), one_document.begin(), one_document.end());
+    }
+    Ids tail = encode(std::string(3 << 20, 'x'));
+    want.push_back(bpe.eot);
+    want.insert(want.end(), tail.begin(), tail.end());
+
+    for (const char* threads : {"1", "3"}) {
+        tool_runs({temp + "/big.txt", "-o", temp + "/big", "-j", threads, "--val-tokens", "1000",
+                             "--shard-tokens", "300000", "--all", "1"});
+        CHECK(shard(temp + "/big_all.bin") == want, "-j %s: wrong tokens", threads);
+        Ids joined = shard(temp + "/big_val_000000.bin");
+        CHECK(joined.size() == 1000, "val has %zu tokens", joined.size());
+        size_t files = (want.size() - 1000 + 299999) / 300000;
+        for (size_t i = 0; i < files; i++) {
+            Ids part = shard(temp + format("/big_train_%06d.bin", (int)i));
+            CHECK(part.size() == 300000 || i + 1 == files, "shard %zu has %zu tokens", i, part.size());
+            joined.insert(joined.end(), part.begin(), part.end());
+        }
+        CHECK(joined == want, "-j %s: val and train shards are not the text", threads);
+        std::string extra = temp + format("/big_train_%06d.bin", (int)files);
+        CHECK(file_size(extra.c_str()) < 0, "one shard too many: %s", extra.c_str());
+    }
+    Child e = run_child(with_args({temp + "/big.txt", "-o", temp + "/big", "--shard-tokens", "1000000"}));
+    CHECK(e.code == 0 && e.err.find("left from an earlier run") != std::string::npos, "no warning: %s",
+          e.err.c_str());
+    e = run_child(with_args({"--decode", temp + "/big_all.bin"}));
+    CHECK(e.out == "<|endoftext|>\n" + big, "the decoded shard is not the text");
+}
+
+static void test_tool_errors() {
+    std::string o = temp + "/err";
+    file_write(temp + "/1.txt", "some text\n");
+    file_write(temp + "/0.txt", "");
+    file_write(temp + "/junk.bin", "junk");
+    check_dies("nothing", with_args({}), {"no text"});
+    check_dies("no -o", with_args({temp + "/1.txt"}), {"-o"});
+    check_dies("missing", with_args({temp + "/1.txt", temp + "/none.txt", "-o", o}), {"none.txt"});
+    check_dies("folder", with_args({temp, "-o", o}), {"is a folder"});
+    check_dies("empty", with_args({temp + "/0.txt", "-o", o}), {"there is no text"});
+    check_dies("only separators", with_args({"-", "-o", o}, "<|endoftext|>\n<|endoftext|>\n"), {"no text"});
+    check_dies("unknown flag", with_args({temp + "/1.txt", "-o", o, "--vall-tokens", "3"}), {"--val-tokens"});
+    check_dies("bad number", with_args({temp + "/1.txt", "-o", o, "--val-tokens", "4x"}), {"4x"});
+    check_dies("all val", with_args({temp + "/1.txt", "-o", o, "--val-tokens", "100"}), {"--val-tokens 100"});
+    check_dies("file after flags", with_args({"-o", o, temp + "/1.txt"}), {"unexpected"});
+    check_dies("unwritable", with_args({temp + "/1.txt", "-o", "/proc/nowhere/x"}), {"/proc/nowhere"});
+    check_dies("no vocabulary", with_args({temp + "/1.txt", "-o", o, "--vocab", "none.bpe"}), {"none.bpe"});
+    check_dies("decode junk", with_args({"--decode", temp + "/junk.bin"}), {"truncated"});
+    check_dies("decode and text", with_args({temp + "/1.txt", "--decode", temp + "/junk.bin"}), {"1.txt"});
+    for (const char* name : {"_train.bin", "_val.bin", "_train.bin.part", "_val.bin.part"}) {
+        CHECK(file_size((o + name).c_str()) < 0, "an error left err%s behind", name);
+    }
+    Child e = run_child(with_args({"--help"}));
+    CHECK(e.code == 0 && e.out.find("--shard-tokens") != std::string::npos, "--help: %s", e.out.c_str());
+}
+
+int main(int argc, char** argv) {
+    char name[] = "/tmp/test_tokenizer_XXXXXX";
+    if (!mkdtemp(name)) { die("cannot make a folder in /tmp: %s", strerror(errno)); }
+    temp = name;
+    std::string vocab = tokenizer_default_path();
+    source_root = vocab.substr(0, vocab.size() - strlen("dev/data/gpt2_bpe/vocab.bpe"));
+    tokenizer_init_bpe(&bpe, nullptr);
+
+    TEST("fixture from tiktoken") { test_fixture(); }
+    TEST("known ids") { test_known_ids(); }
+    TEST("pieces") { test_pieces(); }
+    TEST("places to cut") { test_cut(); }
+    TEST("merges") { test_merges(); }
+    TEST("round trips") { test_round_trips(); }
+    TEST("long runs") { test_long_runs(); }
+    TEST("bytes") { test_bytes(); }
+    TEST("vocabulary files") { test_files(); }
+
+    tool = argc >= 2 ? argv[1] : "build/tokenize";
+    if (access(tool.c_str(), X_OK) != 0) {
+        SKIP(3, "%s is not built", tool.c_str());
+    } else {
+        TEST("tokenize: documents") { test_tool_documents(); }
+        TEST("tokenize: shards and threads") { test_tool_shards(); }
+        TEST("tokenize: errors") { test_tool_errors(); }
+    }
+    if (system(("rm -rf " + temp).c_str()) != 0) { printf("left behind: %s\n", temp.c_str()); }
+    return test_summary();
+}
