@@ -1,0 +1,137 @@
+#!/usr/bin/env python3
+"""Writes llmc/unicode_tables.h: which code points are letters, numbers and white space.
+
+GPT-2 cuts text with a regular expression that asks for \\p{L}, \\p{N} and \\s, so the table must be of the
+Unicode version of the regex engine we want to agree with. tiktoken 0.12 and 0.14 answer from Unicode 16.0.0.
+This script takes the general categories from Python's own unicodedata where that is 16.0.0 (Python 3.14),
+else from `pip install unicodedata2==16.0.0`.
+
+    python3 dev/data/gen_unicode_tables.py            # writes llmc/unicode_tables.h
+    python3 dev/data/gen_unicode_tables.py --check    # compares the header with Unicode and with tiktoken
+"""
+import argparse
+import os
+import re
+import sys
+
+UNICODE_VERSION = "16.0.0"
+HEADER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "llmc", "unicode_tables.h")
+SPACES = [range(0x09, 0x0E), range(0x20, 0x21), range(0x85, 0x86), range(0xA0, 0xA1), range(0x1680, 0x1681),
+          range(0x2000, 0x200B), range(0x2028, 0x202A), range(0x202F, 0x2030), range(0x205F, 0x2060),
+          range(0x3000, 0x3001)]    # the property White_Space: no Python module has it; unchanged since 6.3
+OTHER, LETTER, NUMBER, SPACE = range(4)
+PATTERNS = {LETTER: r"\p{L}", NUMBER: r"\p{N}", SPACE: r"\s"}
+TOP = """/*
+Character classes of Unicode {version} as ranges of code points; what is in no range is CHAR_OTHER.
+Made by dev/data/gen_unicode_tables.py: edit that, not this.
+
+    for (const CharRange& r : kCharRanges) {{ memset(table + r.first, r.kind, r.last - r.first + 1); }}
+*/
+#ifndef LLMC_UNICODE_TABLES_H
+#define LLMC_UNICODE_TABLES_H
+
+#include <stdint.h>     // gives: uint32_t
+
+// \\p{{L}}, \\p{{N}}, \\s of regular expressions, and the rest
+enum CharClass {{ CHAR_OTHER = 0, CHAR_LETTER = 1, CHAR_NUMBER = 2, CHAR_SPACE = 3 }};
+
+struct CharRange {{ uint32_t first, last; CharClass kind; }};     // both ends included
+
+static const CharRange kCharRanges[] = {{
+"""
+
+
+def database():
+    """The module whose categories are of UNICODE_VERSION."""
+    import unicodedata
+    if unicodedata.unidata_version == UNICODE_VERSION:
+        return unicodedata
+    try:
+        import unicodedata2
+    except ImportError:
+        unicodedata2 = None
+    if unicodedata2 is None or unicodedata2.unidata_version != UNICODE_VERSION:
+        sys.exit(f"error: this needs Unicode {UNICODE_VERSION}, Python has {unicodedata.unidata_version}\n"
+                 f"hint: pip install unicodedata2=={UNICODE_VERSION}")
+    return unicodedata2
+
+
+def classes_from_database(db):
+    kinds = bytearray(0x110000)
+    for cp in range(0x110000):
+        kinds[cp] = {"L": LETTER, "N": NUMBER}.get(db.category(chr(cp))[0], OTHER)
+    for run in SPACES:
+        for cp in run:
+            kinds[cp] = SPACE
+    return kinds
+
+
+def classes_from_tiktoken():
+    """Asks tiktoken's regex engine: what a pattern does not match is dropped, the class comes back."""
+    import tiktoken
+    single_bytes = {bytes([i]): i for i in range(256)}
+    kinds = bytearray(0x110000)
+    for kind, pattern in PATTERNS.items():
+        probe = tiktoken.Encoding("probe", pat_str=pattern, mergeable_ranks=single_bytes, special_tokens={})
+        for start in range(0, 0x110000, 0x8000):
+            text = "".join(chr(cp) for cp in range(start, start + 0x8000) if not 0xD800 <= cp < 0xE000)
+            for char in bytes(probe.encode_ordinary(text)).decode():
+                kinds[ord(char)] = kind
+    return kinds
+
+
+def classes_from_header(path):
+    kinds = bytearray(0x110000)
+    with open(path) as f:
+        for first, last, kind in re.findall(r"\{0x([0-9A-F]+), 0x([0-9A-F]+), CHAR_(\w+)\}", f.read()):
+            for cp in range(int(first, 16), int(last, 16) + 1):
+                kinds[cp] = {"LETTER": LETTER, "NUMBER": NUMBER, "SPACE": SPACE}[kind]
+    return kinds
+
+
+def header_text(kinds):
+    names = {LETTER: "CHAR_LETTER", NUMBER: "CHAR_NUMBER", SPACE: "CHAR_SPACE"}
+    ranges, first = [], 0
+    for cp in range(1, 0x110001):
+        if cp == 0x110000 or kinds[cp] != kinds[first]:
+            if kinds[first] != OTHER:
+                ranges.append(f"{{0x{first:04X}, 0x{cp - 1:04X}, {names[kinds[first]]}}},")
+            first = cp
+    lines = ["    " + " ".join(ranges[i:i + 3]) for i in range(0, len(ranges), 3)]
+    top, bottom = TOP.format(version=UNICODE_VERSION), "\n};\n\n#endif  // LLMC_UNICODE_TABLES_H\n"
+    return top + "\n".join(lines) + bottom
+
+
+def check(path):
+    have = classes_from_header(path)
+    passed = failed = skipped = 0
+    for name, source in (("Unicode " + UNICODE_VERSION, lambda: classes_from_database(database())),
+                         ("tiktoken", classes_from_tiktoken)):
+        try:
+            want = source()
+        except (ImportError, SystemExit) as e:
+            print(f"SKIP {name}: {e}")
+            skipped += 1
+            continue
+        wrong = [cp for cp in range(0x110000) if have[cp] != want[cp]]
+        print(f"{'ok' if not wrong else 'FAIL'}: all code points against {name}: {len(wrong)} differ"
+              + "".join(f" U+{cp:04X}" for cp in wrong[:5]))
+        passed, failed = passed + (not wrong), failed + bool(wrong)
+    print(f"{passed} passed, {failed} failed, {skipped} skipped")
+    return 1 if failed else 0
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="compare, write nothing")
+    args = parser.parse_args()
+    path = os.path.normpath(HEADER)
+    if args.check:
+        sys.exit(check(path))
+    with open(path, "w") as f:
+        f.write(header_text(classes_from_database(database())))
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
