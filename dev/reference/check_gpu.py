@@ -1,0 +1,260 @@
+#!/usr/bin/env python3
+"""Holds the CUDA trainer against PyTorch on the same GPU. Last line: N passed, N failed, N skipped.
+
+    python dev/reference/check_gpu.py --work build/reference                     # builds FP32, BF16, FP16 and checks all
+    python dev/reference/check_gpu.py --work build/reference --precisions BF16 --build 0 --only curves,splits
+
+PyTorch's side is computed once into --work by compare.py and reused. Checks, and the bound of each:
+
+    losses   FP32        10 steps with and without -z 512: 1e-5 apart, and 1e-4 from the PyTorch twin
+    grads    all         first-step gradients at 124M shape. FP32: logits 2e-5, each gradient 1e-4;
+                         BF16, FP16: at most twice the error of PyTorch in the same type from the same weights
+    curves   FP32 BF16   50 steps of the tinyshakespeare recipe: within twice PyTorch's eager-to-compiled spread
+    published  BF16      the same recipe from PyTorch's default weights: steps 0-9 within 0.15 of the published losses
+    splits   FP32 BF16   1x32, 2x16 and 8x4 agree: FP32 1e-6, BF16 within twice PyTorch's own difference
+    rounding BF16        32 micro-steps accumulated in bf16 land closer to fp32 than PyTorch's do
+
+Our gradients come from a command that writes the reference-tensor format (--dump): {model} is a checkpoint, {tensors}
+a reference file whose x and y are to be used, {out} the file to write, {micro_steps} into how many equal parts the rows
+of the batch are split, {extra} further flags (`-f 0`, `--grad-dtype bf16`).
+"""
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import torch
+
+import train_gpt2
+from compare import SUFFIX, compare_tensors
+from formats import NAMES, read_checkpoint_header, read_tensors
+from reference import grad_errors
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+TYPE = {"FP32": "float32", "BF16": "bfloat16", "FP16": "float16"}
+counts = {"passed": 0, "failed": 0, "skipped": 0}
+
+
+def check(ok, text):
+    counts["passed" if ok else "failed"] += 1
+    print(("ok    " if ok else "FAIL  ") + text, flush=True)
+
+
+def check_each(title, rows):
+    """rows: (name, value, limit, ok). One line for all that pass, with the closest call, and one for each that fails."""
+    for name, value, limit, ok in rows:
+        if not ok:
+            check(False, f"{title} {name}: {value:.3e}, limit {limit:.3e}")
+    good = [row for row in rows if row[3]]
+    if good:
+        counts["passed"] += len(good) - 1
+        name, value, limit, _ = max(good, key=lambda row: row[1] / row[2] if row[2] else 0.0)
+        check(True, f"{title}: {len(good)} tensors, closest {name}: {value:.3e}, limit {limit:.3e}")
+
+
+def skip(text):
+    counts["skipped"] += 1
+    print("SKIP  " + text, flush=True)
+
+
+class CommandFailed(Exception):
+    pass
+
+
+def run(command, timeout=400):
+    result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout)
+    if result.returncode != 0:
+        lines = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()
+        raise CommandFailed(f"exit {result.returncode}: {shlex.join(command)}: {' / '.join(lines[-3:])}")
+    return result.stdout
+
+
+def our_losses(args, precision, flags):
+    """Training losses printed by the trainer, one per step."""
+    out = run([args.train.format(precision=precision)] + flags)
+    return [float(v) for v in re.findall(r"(?<!val )\bloss ([-+.\w]+)", out)]
+
+
+def our_tensors(args, precision, model, tensors, out, micro_steps=1, extra=""):
+    extra = (extra + (" -f 0" if precision == "FP32" else "")).strip()
+    run(shlex.split(args.dump.format(test=args.test.format(precision=precision), model=model, tensors=tensors, out=out,
+                                     micro_steps=micro_steps, extra=extra)))
+    return out
+
+
+def distance(ours, theirs):
+    """Largest difference; a different number of steps or a NaN is infinitely far."""
+    if len(ours) != len(theirs) or not ours or any(v != v for v in ours):
+        return float("inf")
+    return max(abs(a - b) for a, b in zip(ours, theirs))
+
+
+# ---- the checks ----
+def check_losses(args, precision):
+    flags = shlex.split("-b 4 -t 64 -l 1e-4 -v 200 -s 200 -a 1 -x 10 -f 0") + args.model_flags
+    if args.data:
+        flags += ["-i", f"{args.data}_train.bin", "-j", f"{args.data}_val.bin"]
+    once, twice = our_losses(args, precision, flags), our_losses(args, precision, flags + ["-z", "512"])
+    check(distance(once, twice) <= 1e-5, f"losses with -z 512: {distance(once, twice):.2e} apart, limit 1e-5")
+    twin = train_gpt2.parse_arguments(["--total_batch_size=512", "--write_tensors=0", f"--device={args.device}",
+                                       f"--model={args.model}"] + ([f"--input_bin={args.data}_train.bin"] if args.data else []))
+    theirs = [row["loss"] for row in train_gpt2.train(twin, *train_gpt2.initial_weights(twin), show=lambda line: None)]
+    for name, ours in (("without -z", once), ("with -z 512", twice)):
+        check(distance(ours, theirs) <= 1e-4, f"losses {name} against PyTorch: {distance(ours, theirs):.2e}, limit 1e-4")
+
+
+def check_grads(args, precision):
+    kind = TYPE[precision]
+    for T in args.lengths:
+        base = os.path.join(args.work, f"d12_T{T}{SUFFIX[kind]}")
+        model, tensors = base + "_model.bin", base + "_tensors.bin"
+        ours = our_tensors(args, precision, model, tensors, os.path.join(args.work, "ours.bin"))
+        if kind == "float32":
+            limits, logits_limit = {n: 1e-4 for n in NAMES}, 2e-5
+        else:
+            info = json.load(open(base + ".json"))
+            limits = {n: 2 * info[kind + "_grad_error"][n] for n in NAMES}
+            logits_limit = 2 * info[kind + "_logits_error"]
+        check_each(f"grads {kind} T={T}", compare_tensors(model, tensors, ours, limits, logits_limit))
+
+
+def recipe_losses(args, precision, r, model_flags):
+    """Ours on the recipe that PyTorch's side recorded in its JSON."""
+    folder = os.path.join(args.work, "curve_run")
+    shutil.rmtree(folder, ignore_errors=True)           # the trainer refuses a folder that holds a run
+    flags = ["-i", r["input_bin"], "-j", r["input_bin"], "--shuffle", "0", "-b", r["batch_size"],
+             "-t", r["sequence_length"], "-z", r["total_batch_size"], "-l", r["learning_rate"], "-k", "cosine",
+             "-u", r["warmup_iters"], "-q", r["learning_rate_decay_frac"], "-c", r["weight_decay"],
+             "-x", r["num_iterations"], "-v", 0, "-s", 0, "-o", folder] + model_flags
+    flags += ["-f", 0] if precision == "FP32" else []
+    return our_losses(args, precision, [str(f) for f in flags])
+
+
+def check_curves(args, precision):
+    data = json.load(open(os.path.join(args.work, "curves.json")))
+    kind = "float32" if precision == "FP32" else "autocast"
+    ours = recipe_losses(args, precision, data["recipe"], args.model_flags)
+    eager, compiled = data[kind + "_eager_losses"], data[kind + "_compiled_losses"]
+    near = [a if abs(a - v) < abs(b - v) else b for a, b, v in zip(eager, compiled, ours)]
+    d, limit = distance(ours, near), 2 * data[kind + "_spread"]["max"]
+    check(len(ours) == len(eager) and d <= limit,
+          f"curves: {len(ours)} steps from PyTorch {kind}: {d:.2e}, limit {limit:.2e}")
+    with open(os.path.join(args.work, f"curve_{precision}.json"), "w") as f:
+        json.dump({"losses": ours}, f)
+
+
+def check_published(args, precision):
+    data = json.load(open(os.path.join(args.work, "published.json")))
+    ours = recipe_losses(args, precision, data["recipe"], ["-e", os.path.join(args.work, "published_model.bin")])
+    d = distance(ours, data["published"])
+    check(d <= 0.15, f"published: steps 0-9: {d:.3f}, limit 0.15 (PyTorch here: "
+          f"{distance(data['losses'], data['published']):.3f}; ours to it: {distance(ours, data['losses']):.3f})")
+
+
+def split_paths(args):
+    return os.path.join(args.work, "splits_model.bin"), os.path.join(args.work, "splits_tensors.bin")
+
+
+def check_splits(args, precision):
+    model, tensors = split_paths(args)
+    data, dims = json.load(open(os.path.join(args.work, "splits.json"))), read_checkpoint_header(model)[0]
+    grads = {}
+    for micro_steps in (1, 2, 8):
+        out = our_tensors(args, precision, model, tensors, os.path.join(args.work, f"ours_{micro_steps}.bin"), micro_steps)
+        grads[micro_steps] = read_tensors(out, dims)["grads"]
+        os.unlink(out)
+    pairs = [grad_errors(grads[a], grads[b]) for a in grads for b in grads if a < b]
+    rows = []
+    for n in NAMES:
+        limit = 1e-6 if precision == "FP32" else 2 * data["bfloat16_split_difference"][n]
+        rows += [(n, pair[n], limit, pair[n] <= limit) for pair in pairs]
+    check_each(f"splits {TYPE[precision]}", rows)
+
+
+def check_rounding(args, precision):
+    model, tensors = split_paths(args)
+    data, dims = json.load(open(os.path.join(args.work, "splits.json"))), read_checkpoint_header(model)[0]
+    out = our_tensors(args, precision, model, tensors, os.path.join(args.work, "ours.bin"), data["rows"], "--grad-dtype bf16")
+    errors = grad_errors(read_tensors(out, dims)["grads"], read_tensors(tensors, dims)["grads"])
+    theirs = data["bfloat16_accumulated_error"]
+    check_each(f"rounding {data['rows']} micro-steps", [(n, errors[n], theirs[n], errors[n] < theirs[n]) for n in NAMES])
+
+
+CHECKS = {"losses": (check_losses, ("FP32",)), "grads": (check_grads, ("FP32", "BF16", "FP16")),
+          "curves": (check_curves, ("FP32", "BF16")), "published": (check_published, ("BF16",)),
+          "splits": (check_splits, ("FP32", "BF16")), "rounding": (check_rounding, ("BF16",))}
+
+
+def prepare(args):
+    """PyTorch's side, unless it is there."""
+    shard = ["--input_bin", f"{args.data or train_gpt2.SHARDS.rstrip('_')}_all.bin"]
+    model = ["--model", args.model]
+    jobs = {"grads": (f"d12_T{args.lengths[-1]}_fp16.json", ["references", args.work] + model),
+            "curves": ("curves.json", ["curves", os.path.join(args.work, "curves.json")] + model + shard),
+            "published": ("published.json", ["published", args.work] + shard),
+            "splits": ("splits.json", ["splits", args.work] + model),
+            "rounding": ("splits.json", ["splits", args.work] + model)}
+    for name in args.only:
+        if name in jobs and not os.path.exists(os.path.join(args.work, jobs[name][0])):
+            print("== PyTorch: " + jobs[name][1][0], flush=True)
+            command = [sys.executable, os.path.join(HERE, "compare.py")] + jobs[name][1] + ["--device", args.device]
+            try:
+                print(run(command, timeout=900), end="", flush=True)
+            except (CommandFailed, subprocess.TimeoutExpired) as e:
+                check(False, f"PyTorch's side of {name}: {e}")
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    p.add_argument("--work", default="build/reference", help="folder for PyTorch's files; about 8 GB")
+    p.add_argument("--precisions", default="FP32,BF16,FP16")
+    p.add_argument("--only", default=",".join(CHECKS))
+    p.add_argument("--build", type=int, default=1, help="0: the binaries are there")
+    p.add_argument("--train", default="./train_gpt2cu", help="may contain {precision}")
+    p.add_argument("--test", default="./test_gpt2cu", help="may contain {precision}")
+    p.add_argument("--dump", default="{test} dump-grads {model} {tensors} {out} {micro_steps} {extra}")
+    p.add_argument("--data", default="", help="prefix of tinyshakespeare shards: PREFIX_train.bin, _val.bin, _all.bin")
+    p.add_argument("--lengths", default="64,1024", help="sequence lengths of the gradient references")
+    p.add_argument("--model", default="d12")
+    p.add_argument("--device", default="cuda")
+    args = p.parse_args()
+    args.only, args.lengths = args.only.split(","), args.lengths.split(",")
+    args.model_flags = ["-e", args.model] if args.model != "d12" else []
+    unknown = (set(args.only) - set(CHECKS)) | (set(args.precisions.split(",")) - set(TYPE))
+    if unknown:
+        p.error(f"unknown {' '.join(sorted(unknown))}; checks: {' '.join(CHECKS)}; precisions: {' '.join(TYPE)}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        skip("no GPU that PyTorch can use")
+    else:
+        os.makedirs(args.work, exist_ok=True)
+        check_all(args)
+    print("%d passed, %d failed, %d skipped" % (counts["passed"], counts["failed"], counts["skipped"]))
+    raise SystemExit(1 if counts["failed"] else 0)
+
+
+def check_all(args):
+    prepare(args)
+    for precision in args.precisions.split(","):
+        print(f"== {precision}", flush=True)
+        try:
+            if args.build:
+                run(["make", "-s", "train_gpt2cu", "test_gpt2cu", f"PRECISION={precision}"], timeout=900)
+        except (CommandFailed, subprocess.TimeoutExpired) as e:
+            check(False, f"build: {e}")
+            continue
+        for name in args.only:
+            function, precisions = CHECKS[name]
+            if precision not in precisions:
+                continue
+            try:
+                function(args, precision)
+            except (CommandFailed, subprocess.TimeoutExpired, OSError, SystemExit, KeyError) as e:
+                check(False, f"{name}: {e}")
+
+
+if __name__ == "__main__":
+    main()

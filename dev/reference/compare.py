@@ -1,0 +1,262 @@
+#!/usr/bin/env python3
+"""What PyTorch does at full size, written down so that ours can be held against it. Meant for a GPU.
+
+    python dev/reference/compare.py references FOLDER      # d12_T64*, d12_T1024*: model, tensors and JSON (reference.py)
+    python dev/reference/compare.py curves OUT.json        # 50 steps of tinyshakespeare, eager against compiled
+    python dev/reference/compare.py published FOLDER       # the published losses of the same recipe, and their weights
+    python dev/reference/compare.py splits FOLDER          # one batch split 1x32, 2x16, 8x4, 32x1; splits_*.bin, .json
+    python dev/reference/compare.py speed                  # tokens/s of the best PyTorch we know how to write
+    python dev/reference/compare.py errors MODEL.bin REF_tensors.bin OUR_tensors.bin [--limits REF.json ...]
+
+Every subcommand takes --device and --model, prints a short table and exits 1 when something fails.
+check_gpu.py runs ours against these files.
+"""
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import time
+
+import torch
+
+import reference
+import train_gpt2
+from formats import Loader, NAMES, init_params, parse_model, rand_unit, read_checkpoint_header, read_tensors, \
+    round_params, write_checkpoint, write_tensors
+from gpt2 import load_params, make_optimizer, new_model, setup_device, to_numpy, versions
+
+COMMAND = "python dev/reference/compare.py " + " ".join(sys.argv[1:])
+HYPER = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "grad_clip": 1.0}
+SUFFIX = {"float32": "", "bfloat16": "_bf16", "float16": "_fp16"}
+
+
+def batch(dims, B, T, pattern, seed):
+    """From a shard, or, without one, made-up text in which some tokens come often."""
+    if pattern:
+        return Loader(pattern, B, T, shuffle=False, vocab=dims.V).next()
+    u = rand_unit(seed, 3, 99, B * T + 1)
+    text = (dims.V * u ** 3).astype("int64")
+    return text[:-1].reshape(B, T), text[1:].reshape(B, T)
+
+
+def release():
+    torch._dynamo.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# ---- references ----
+def references(args):
+    dims = parse_model(args.model)
+    params = init_params(dims, args.seed)
+    ok = True
+    print("%-16s %10s %14s %14s %14s" % ("", "loss", "worst fp32/64", "worst bf16", "worst fp16"))
+    for shape in args.shapes.split(","):
+        B, T = (int(v) for v in shape.split("x"))
+        for weights in args.weights.split(","):
+            name = f"{args.prefix}_T{T}{SUFFIX[weights]}"
+            reference.write(os.path.join(args.folder, name), dims, params, *batch(dims, B, T, args.input_bin, args.seed),
+                            hyper=HYPER, device=args.device, command=COMMAND, weights=weights)
+            info = json.load(open(os.path.join(args.folder, name + ".json")))
+            worst = [max(info[k].values()) for k in ("float32_grad_error", "bfloat16_grad_error", "float16_grad_error")]
+            print("%-16s %10.6f %14.2e %14.2e %14.2e" % (name, info["loss"], *worst), flush=True)
+            ok = ok and worst[0] <= 1e-4 and all(math.isfinite(w) for w in worst)
+            release()
+    return ok
+
+
+# ---- curves ----
+RECIPE = ["--overfit_single_batch=0", "--shuffle=0", "--learning_rate=6e-4", "--warmup_iters=10", "--write_tensors=0",
+          "--learning_rate_decay_frac=0.1", "--weight_decay=0.1"]
+
+
+def spread(a, b):
+    return [abs(p - q) for p, q in zip(a, b)]
+
+
+def curves(args):
+    """The published recipe from one set of weights. bf16 is autocast: float32 weights as in our default build."""
+    flags = RECIPE + [f"--input_bin={args.input_bin}", f"--model={args.model}", f"--batch_size={args.batch_size}",
+                      f"--sequence_length={args.sequence_length}", f"--num_iterations={args.steps}",
+                      f"--device={args.device}", f"--seed={args.seed}"]
+    dims, params = train_gpt2.initial_weights(train_gpt2.parse_arguments(flags))
+    recipe = vars(train_gpt2.parse_arguments(flags))
+    data = {"command": COMMAND, "flags": flags, "recipe": recipe, "versions": versions(args.device)}
+    for kind, dtype in (("float32", "float32"), ("autocast", "bfloat16")):
+        for how in ("eager", "compiled"):
+            run = train_gpt2.parse_arguments(flags + [f"--dtype={dtype}", f"--compile={int(how == 'compiled')}"])
+            start = time.perf_counter()
+            steps = train_gpt2.train(run, dims, params, show=lambda line: None)
+            data[f"{kind}_{how}_losses"] = [row["loss"] for row in steps]
+            data[f"{kind}_{how}_norms"] = [row["norm"] for row in steps]
+            print("%-18s %6.1f s, loss %.6f -> %.6f" % (f"{kind} {how}", time.perf_counter() - start,
+                                                        steps[0]["loss"], steps[-1]["loss"]), flush=True)
+            release()
+        apart = spread(data[f"{kind}_eager_losses"], data[f"{kind}_compiled_losses"])
+        data[f"{kind}_spread"] = {"max": max(apart), "mean": statistics.mean(apart)}
+        print("%-18s max %.2e, mean %.2e" % (f"{kind} spread", max(apart), statistics.mean(apart)))
+    reference.write_json(args.out, data)
+    return all(math.isfinite(v) for k in data if k.endswith("_losses") for v in data[k])
+
+
+# ---- the published curve ----
+# Loss of steps 0-9 of the recipe: PyTorch, 124M, batch 16 x 1024, bf16 autocast, V = 50304.
+PUBLISHED = [11.00, 10.40, 9.61, 9.37, 8.89, 8.79, 8.58, 8.27, 7.88, 7.53]
+
+
+def published(args):
+    """The published run started from PyTorch's default layers, not from GPT-2's init: the latter's first steps fall
+    faster (10.9, 9.6, ...) at ten times the gradient norm. So: PyTorch from such weights, and the weights for ours."""
+    flags = RECIPE + [f"--input_bin={args.input_bin}", f"--model={args.model}", f"--batch_size={args.batch_size}",
+                      f"--sequence_length={args.sequence_length}", "--num_iterations=10", "--dtype=bfloat16",
+                      f"--device={args.device}", f"--seed={args.seed}", "--init=torch"]
+    run = train_gpt2.parse_arguments(flags)
+    dims, params = train_gpt2.initial_weights(run)
+    write_checkpoint(os.path.join(args.folder, "published_model.bin"), dims, params)
+    steps = train_gpt2.train(run, dims, params, show=lambda line: None)
+    losses = [row["loss"] for row in steps]
+    reference.write_json(os.path.join(args.folder, "published.json"), {
+        "command": COMMAND, "recipe": vars(run), "versions": versions(args.device), "published": PUBLISHED,
+        "losses": losses, "norms": [row["norm"] for row in steps]})
+    for what, row in (("published", PUBLISHED), ("PyTorch", losses), ("norm", [s["norm"] for s in steps])):
+        print("%-10s %s" % (what, " ".join("%6.2f" % v for v in row)))
+    return all(abs(a - b) <= 0.15 for a, b in zip(losses, PUBLISHED))
+
+
+# ---- splits ----
+SPLITS = (1, 2, 8)                                      # micro-steps of one batch
+
+
+def splits(args):
+    """How much PyTorch's own gradients move when one batch is split: the yardstick for ours."""
+    setup_device(args.device)
+    dims = parse_model(args.model)
+    params = round_params(init_params(dims, args.seed), "bfloat16")
+    x, y = batch(dims, args.rows, args.sequence_length, args.input_bin, args.seed)
+    logits, loss, truth = reference.run(dims, params, x, y, torch.float32, args.device)
+    write_checkpoint(os.path.join(args.folder, "splits_model.bin"), dims, params, version=5)
+    write_tensors(os.path.join(args.folder, "splits_tensors.bin"), dims, x, y, logits.cpu().numpy(), loss, to_numpy(truth))
+    del logits
+    data = {"command": COMMAND, "model": dims.text(), "rows": args.rows, "T": args.sequence_length,
+            "versions": versions(args.device)}
+    print("%-10s %s" % ("", " ".join("%9s" % n for n in NAMES)))
+    for kind in ("float32", "autocast", "bfloat16"):
+        grads = {}
+        for micro_steps in SPLITS + (args.rows,):
+            dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+            grads[micro_steps] = reference.run(dims, params, x, y, dtype, args.device, sdpa=True,
+                                               autocast=kind == "autocast", micro_steps=micro_steps)[2]
+            key = f"{kind}_error_{micro_steps}x{args.rows // micro_steps}"
+            data[key] = reference.grad_errors(grads[micro_steps], truth)
+        pairs = [reference.grad_errors(grads[a], grads[b]) for a in SPLITS for b in SPLITS if a < b]
+        data[kind + "_split_difference"] = {n: max(pair[n] for pair in pairs) for n in NAMES}
+        data[kind + "_accumulated_error"] = data[f"{kind}_error_{args.rows}x1"]
+        for what in ("split_difference", "accumulated_error"):
+            print("%-10s %s  %s" % (kind, " ".join("%9.1e" % data[f"{kind}_{what}"][n] for n in NAMES), what))
+        release()
+    reference.write_json(os.path.join(args.folder, "splits.json"), data)
+    return all(math.isfinite(v) for k in data if k.endswith("_difference") for v in data[k].values())
+
+
+# ---- speed ----
+def speed(args):
+    """Tokens/s of a whole step: forward, backward, clip, AdamW. torch.compile, SDPA, fused AdamW, padded vocabulary.
+
+    The default model says V=50304, so that nothing is cut off the logits: the fastest form."""
+    setup_device(args.device, tf32=True, deterministic=False)
+    dims = parse_model(args.model)
+    B, T = args.batch_size, args.sequence_length
+    data = {"command": COMMAND, "model": dims.text(), "B": B, "T": T, "versions": versions(args.device)}
+    synchronize = torch.cuda.synchronize if args.device == "cuda" else (lambda: None)
+    for kind in args.kinds.split(","):
+        raw = new_model(dims, args.device)
+        load_params(raw, init_params(dims, args.seed))
+        raw = raw.to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
+        model = torch.compile(raw, mode=None if args.compile_mode == "default" else args.compile_mode)
+        optimizer = make_optimizer(raw, HYPER, fused=True)
+        x, y = reference.batch_tensors(*batch(dims, B, T, args.input_bin, args.seed), args.device)
+        times = []
+        for step in range(args.warmup + args.steps):
+            synchronize()
+            start = time.perf_counter()
+            with torch.autocast(args.device, torch.bfloat16, enabled=kind == "autocast"):
+                loss = model(x, y)[1]
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(raw.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            synchronize()
+            times.append(time.perf_counter() - start)
+        median = statistics.median(times[args.warmup:])
+        peak = torch.cuda.max_memory_allocated() / 2 ** 30 if args.device == "cuda" else 0.0
+        data[kind] = {"tokens_per_second": B * T / median, "ms": 1000 * median, "peak_gib": peak, "loss": loss.item()}
+        print("%-9s median %8.2f ms  %9.0f tokens/s  best %8.2f ms  peak %5.1f GiB  loss %.3f"
+              % (kind, 1000 * median, B * T / median, 1000 * min(times[args.warmup:]), peak, loss.item()), flush=True)
+        del raw, model, optimizer, loss
+        release()
+        if args.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+    if args.out:
+        reference.write_json(args.out, data)
+    return all(math.isfinite(data[kind]["loss"]) for kind in args.kinds.split(","))
+
+
+# ---- ours against a reference ----
+def compare_tensors(model, ref_path, our_path, grad_limits, logits_limit=math.inf):
+    """Rows (name, error, limit, ok) of two files in the reference-tensor format. NaN is not ok."""
+    dims = read_checkpoint_header(model)[0]
+    ref, ours = read_tensors(ref_path, dims), read_tensors(our_path, dims)
+    rows = []
+    if not ((ref["x"] == ours["x"]).all() and (ref["y"] == ours["y"]).all()):
+        raise SystemExit(f"error: '{ref_path}' and '{our_path}' are about different tokens")
+    if math.isfinite(logits_limit):
+        error = reference.logits_error(ours["logits"], ref["logits"])
+        rows.append(("logits", error, logits_limit, error <= logits_limit))
+    for name, error in reference.grad_errors(ours["grads"], ref["grads"]).items():
+        rows.append((name, error, grad_limits[name], error <= grad_limits[name]))
+    return rows
+
+
+def errors(args):
+    limits = {n: args.grad_limit for n in NAMES}
+    if args.limits:
+        yardstick = json.load(open(args.limits))[args.key]
+        limits = {n: args.factor * yardstick[n] for n in NAMES}
+    rows = compare_tensors(args.model, args.ref, args.ours, limits, args.logits_limit)
+    for name, error, limit, ok in rows:
+        print("%-9s %10.3e  limit %10.3e  %s" % (name, error, limit, "ok" if ok else "FAIL"))
+    return all(ok for _, _, _, ok in rows)
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    sub = p.add_subparsers(dest="what", required=True)
+
+    def command(name, function, positional=(), **defaults):
+        s = sub.add_parser(name, help=(function.__doc__ or name).split("\n")[0])
+        s.set_defaults(function=function)
+        for arg in positional:
+            s.add_argument(arg)
+        common = {"model": "d12", "seed": 1337, "input_bin": "",
+                  "device": "cuda" if torch.cuda.is_available() else "cpu"} if "model" not in positional else {}
+        for key, value in {**common, **defaults}.items():
+            s.add_argument("--" + key, type=type(value), default=value)
+
+    command("references", references, ["folder"], prefix="d12", shapes="4x64,1x1024", weights="float32,bfloat16,float16")
+    command("curves", curves, ["out"], steps=50, batch_size=16, sequence_length=1024,
+            input_bin=train_gpt2.SHARDS + "all.bin")
+    command("published", published, ["folder"], model="L12,NH12,C768,T1024,V50304", batch_size=16,
+            sequence_length=1024, input_bin=train_gpt2.SHARDS + "all.bin")
+    command("splits", splits, ["folder"], rows=32, sequence_length=64)
+    command("speed", speed, model="L12,NH12,C768,T1024,V50304", batch_size=64, sequence_length=1024, steps=20, warmup=5, kinds="autocast,bfloat16",
+            compile_mode="default", out="")
+    command("errors", errors, ["model", "ref", "ours"], limits="", key="bfloat16_grad_error", factor=2.0,
+            grad_limit=1e-4, logits_limit=math.inf)
+    args = p.parse_args()
+    raise SystemExit(0 if args.function(args) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,398 @@
+"""Everything of the reference that needs no PyTorch: shapes, the parameter table, random numbers, data order, files.
+
+An independent second reading of what the C++ side does (llmc/rand.h, llmc/dataloader.h, the file formats), in numpy:
+where the two disagree, one of them is wrong. Nothing here is shared with the C++ code.
+
+    dims = parse_model("L2,NH2,C40,T33,V509")
+    params = init_params(dims, seed=1337)              # {"wte": (Vp,C), "qkvw": (L,3C,C), ...} float32
+    write_checkpoint("model.bin", dims, params)        # version 3 (fp32); version=5 writes bf16
+    loader = Loader("tiny_shakespeare_train.bin", B=4, T=64, shuffle=True, seed=1337)
+    x, y = loader.next()                               # (B,T) int64 each
+"""
+import glob
+import math
+import os
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+MAGIC_SHARD, MAGIC_MODEL, MAGIC_TENSORS = 20240520, 20240326, 20240327
+RAND_INIT, RAND_SHUFFLE = 1, 3                          # enum RandPurpose
+
+
+# ---- shapes and the parameter table ----
+@dataclass(frozen=True)
+class Dims:
+    maxT: int
+    V: int
+    L: int
+    NH: int
+    C: int
+
+    @property
+    def Vp(self):
+        return (self.V + 127) // 128 * 128
+
+    def text(self):
+        return f"L{self.L},NH{self.NH},C{self.C},T{self.maxT},V{self.V}"
+
+
+GPT2_SIZES = {12: (12, 768), 24: (16, 1024), 36: (20, 1280), 48: (25, 1600)}             # depth: (NH, C)
+GPT3_SIZES = {384: (6, 6), 768: (12, 12), 1024: (24, 16), 1536: (24, 16), 2048: (24, 16),
+              2560: (32, 32), 4096: (32, 32), 12288: (96, 96)}                           # C: (L, NH)
+
+
+def parse_model(text):
+    """Dims of d12, gpt3:c768, L4,NH4,C128,T128,V256 or of a checkpoint file."""
+    if os.path.isfile(text):
+        return read_checkpoint_header(text)[0]
+    m = re.fullmatch(r"d(\d+)", text)
+    if m and int(m[1]) in GPT2_SIZES:
+        NH, C = GPT2_SIZES[int(m[1])]
+        return Dims(maxT=1024, V=50257, L=int(m[1]), NH=NH, C=C)
+    m = re.fullmatch(r"gpt3:c(\d+)", text)
+    if m and int(m[1]) in GPT3_SIZES:
+        L, NH = GPT3_SIZES[int(m[1])]
+        return Dims(maxT=2048, V=50257, L=L, NH=NH, C=int(m[1]))
+    fields = dict(re.findall(r"(L|NH|C|T|V)(\d+)(?:,|$)", text))
+    if set(fields) == {"L", "NH", "C", "T", "V"}:
+        dims = Dims(maxT=int(fields["T"]), V=int(fields["V"]), L=int(fields["L"]), NH=int(fields["NH"]), C=int(fields["C"]))
+        if min(dims.maxT, dims.V, dims.L, dims.NH, dims.C) < 1 or dims.C % dims.NH:
+            raise SystemExit(f"error: model '{text}': sizes must be positive and C a multiple of NH")
+        return dims
+    raise SystemExit(f"error: model '{text}' is neither a file nor d12 d24 d36 d48, gpt3:cN or L4,NH4,C128,T128,V256")
+
+
+# name, one per layer, shape, init, weight decay; in file order. The row's index is the tensor id of the random numbers.
+PARAMS = [
+    ("wte",      False, lambda d: (d.Vp, d.C),       "normal", True),
+    ("wpe",      False, lambda d: (d.maxT, d.C),     "normal", True),
+    ("ln1w",     True,  lambda d: (d.C,),            "one",    False),
+    ("ln1b",     True,  lambda d: (d.C,),            "zero",   False),
+    ("qkvw",     True,  lambda d: (3 * d.C, d.C),    "normal", True),
+    ("qkvb",     True,  lambda d: (3 * d.C,),        "zero",   False),
+    ("attprojw", True,  lambda d: (d.C, d.C),        "resid",  True),
+    ("attprojb", True,  lambda d: (d.C,),            "zero",   False),
+    ("ln2w",     True,  lambda d: (d.C,),            "one",    False),
+    ("ln2b",     True,  lambda d: (d.C,),            "zero",   False),
+    ("fcw",      True,  lambda d: (4 * d.C, d.C),    "normal", True),
+    ("fcb",      True,  lambda d: (4 * d.C,),        "zero",   False),
+    ("fcprojw",  True,  lambda d: (d.C, 4 * d.C),    "resid",  True),
+    ("fcprojb",  True,  lambda d: (d.C,),            "zero",   False),
+    ("lnfw",     False, lambda d: (d.C,),            "one",    False),
+    ("lnfb",     False, lambda d: (d.C,),            "zero",   False),
+]
+NAMES = [row[0] for row in PARAMS]
+
+
+def param_shape(dims, name):
+    """Shape of a whole table row: layers come first."""
+    _, per_layer, shape, _, _ = PARAMS[NAMES.index(name)]
+    return ((dims.L,) if per_layer else ()) + shape(dims)
+
+
+# ---- random numbers: Philox 4x32-10, vectorised over blocks ----
+def philox4x32(c0, c1, c2, c3, k0, k1):
+    """Counter words: scalars or arrays of one shape; key: scalars. Returns four uint32 arrays held in uint64."""
+    low = np.uint64(0xFFFFFFFF)
+    shift = np.uint64(32)
+    c0, c1, c2, c3 = np.broadcast_arrays(*(np.asarray(c, dtype=np.uint64) for c in (c0, c1, c2, c3)))
+    k0, k1 = int(k0), int(k1)
+    for _ in range(10):
+        p0 = c0 * np.uint64(0xD2511F53)
+        p1 = c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = ((p1 >> shift) ^ c1 ^ np.uint64(k0), p1 & low,
+                          (p0 >> shift) ^ c3 ^ np.uint64(k1), p0 & low)
+        k0 = (k0 + 0x9E3779B9) & 0xFFFFFFFF
+        k1 = (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+def rand_block(seed, purpose, stream, block):
+    block = np.asarray(block, dtype=np.uint64)
+    return philox4x32(block & np.uint64(0xFFFFFFFF), block >> np.uint64(32), stream, purpose,
+                      seed & 0xFFFFFFFF, seed >> 32)
+
+
+def rand_unit(seed, purpose, stream, count):
+    """Numbers 0..count-1 of a stream, in [0, 1)."""
+    words = rand_block(seed, purpose, stream, np.arange((count + 3) // 4, dtype=np.uint64))
+    return np.stack(words, axis=-1).reshape(-1)[:count].astype(np.float64) / 2.0 ** 32
+
+
+def normal_exact(w0, w1, odd):
+    """One value through the C library, as the C++ code computes it."""
+    radius = math.sqrt(-2.0 * math.log((w0 + 1.0) * (1.0 / 4294967296.0)))
+    phi = w1 * (6.283185307179586476925286766559 / 4294967296.0)
+    return radius * (math.sin(phi) if odd else math.cos(phi))
+
+
+def rand_normal(seed, tensor, count, first=0):
+    """Elements first..first+count-1 (first % 4 == 0) of N(0,1) for one tensor: float32, bit for bit those of C++.
+
+    numpy's log, sin and cos may differ from the C library's in the last bits of the double. That matters only where
+    the double lies next to a boundary between two floats, a few elements in 1e7: those are computed again."""
+    assert first % 4 == 0
+    out = np.empty((count + 3) // 4 * 4, dtype=np.float32)
+    chunk = 1 << 16
+    for start in range(0, len(out) // 4, chunk):
+        blocks = np.arange(start, min(start + chunk, len(out) // 4), dtype=np.uint64) + np.uint64(first // 4)
+        words = rand_block(seed, RAND_INIT, tensor, blocks)
+        part = np.empty((len(blocks), 4), dtype=np.float64)
+        for pair in (0, 1):
+            w0, w1 = words[2 * pair].astype(np.float64), words[2 * pair + 1].astype(np.float64)
+            radius = np.sqrt(-2.0 * np.log((w0 + 1.0) * (1.0 / 4294967296.0)))
+            phi = w1 * (6.283185307179586476925286766559 / 4294967296.0)
+            part[:, 2 * pair] = radius * np.cos(phi)
+            part[:, 2 * pair + 1] = radius * np.sin(phi)
+        near = (part * (1 - 1e-14)).astype(np.float32) != (part * (1 + 1e-14)).astype(np.float32)
+        for row, col in zip(*np.nonzero(near)):
+            part[row, col] = normal_exact(float(words[col // 2 * 2][row]), float(words[col // 2 * 2 + 1][row]), col % 2)
+        out[4 * start:4 * start + part.size] = part.reshape(-1).astype(np.float32)
+    return out[:count]
+
+
+def init_params(dims, seed, kind="gpt2"):
+    """GPT-2's initial weights: {name: float32 array}, layers stacked in front, rows of wte beyond V zero.
+
+    kind "torch": what PyTorch's own layers start with, which is not GPT-2's: see torch_default_params."""
+    if kind == "torch":
+        return torch_default_params(dims, seed)
+    params = {}
+    for tensor, (name, _, _, init, _) in enumerate(PARAMS):
+        shape = param_shape(dims, name)
+        if init in ("one", "zero"):
+            params[name] = np.full(shape, 1.0 if init == "one" else 0.0, dtype=np.float32)
+            continue
+        std = np.float32(0.02 if init == "normal" else 0.02 / math.sqrt(2.0 * dims.L))
+        live = (dims.V, dims.C) if name == "wte" else shape
+        params[name] = np.zeros(shape, dtype=np.float32)
+        params[name].reshape(-1)[:math.prod(live)] = rand_normal(seed, tensor, math.prod(live)) * std
+    return params
+
+
+def torch_default_params(dims, seed):
+    """The distribution of nn.Linear and nn.Embedding when nobody touches them: uniform within 1/sqrt(inputs) for
+    weights and biases, the head (and so wte, which is tied to it) likewise, positions N(0,1)."""
+    params, fan_in = {}, dims.C
+    for tensor, (name, _, _, init, _) in enumerate(PARAMS):
+        shape = param_shape(dims, name)
+        if name == "wpe":
+            params[name] = rand_normal(seed, tensor, math.prod(shape)).reshape(shape)
+        elif name.startswith("ln"):
+            params[name] = np.full(shape, 1.0 if init == "one" else 0.0, dtype=np.float32)
+        else:
+            fan_in = shape[-1] if name.endswith(("w", "e")) else fan_in         # a bias follows its weight
+            u = rand_unit(seed, RAND_INIT, tensor, math.prod(shape)).reshape(shape)
+            params[name] = ((2 * u - 1) / math.sqrt(fan_in)).astype(np.float32)
+    params["wte"][dims.V:] = 0
+    return params
+
+
+# ---- bf16 in numpy ----
+def to_bf16_bits(x):
+    """Round to nearest, ties to even; finite values only."""
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+
+
+def from_bf16_bits(bits):
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def round_params(params, kind):
+    """A copy whose values are exact in bfloat16 or float16, still held as float32."""
+    if kind == "bfloat16":
+        return {k: from_bf16_bits(to_bf16_bits(v)).reshape(v.shape) for k, v in params.items()}
+    return {k: v.astype(np.float16).astype(np.float32) for k, v in params.items()}
+
+
+# ---- files ----
+class FileError(SystemExit):
+    def __init__(self, path, text):
+        super().__init__(f"error: '{path}': {text}")
+
+
+def open_checked(path):
+    try:
+        return open(path, "rb")
+    except OSError as e:
+        raise FileError(path, e.strerror)
+
+
+def read_header(f, path, magic):
+    header = np.frombuffer(f.read(1024), dtype="<i4")
+    if len(header) != 256:
+        raise FileError(path, "shorter than its 1024-byte header")
+    if header[0] != magic:
+        raise FileError(path, f"starts with {header[0]}, expected {magic}")
+    return header
+
+
+def read_array(f, path, dtype, shape):
+    count = math.prod(shape)
+    data = np.fromfile(f, dtype=dtype, count=count)
+    if data.size != count:
+        raise FileError(path, f"truncated: wanted {count} values, found {data.size}")
+    return data.reshape(shape)
+
+
+def read_checkpoint_header(path):
+    """(dims, version) of a model file."""
+    with open_checked(path) as f:
+        header = read_header(f, path, MAGIC_MODEL)
+    version, maxT, V, L, NH, C, Vp = (int(v) for v in header[1:8])
+    dims = Dims(maxT=maxT, V=V, L=L, NH=NH, C=C)
+    if version not in (3, 5):
+        raise FileError(path, f"version {version}; 3 (fp32) and 5 (bf16) can be read")
+    if min(maxT, V, L, NH, C) < 1 or Vp != dims.Vp:
+        raise FileError(path, f"impossible sizes {header[2:8].tolist()}")
+    count = sum(math.prod(param_shape(dims, name)) for name in NAMES)
+    expected = 1024 + count * (4 if version == 3 else 2)
+    if os.path.getsize(path) != expected:
+        raise FileError(path, f"{os.path.getsize(path)} bytes, expected {expected}")
+    return dims, version
+
+
+def read_checkpoint(path):
+    """(dims, params as float32 whatever the version)."""
+    dims, version = read_checkpoint_header(path)
+    params = {}
+    with open_checked(path) as f:
+        f.seek(1024)
+        for name in NAMES:
+            data = read_array(f, path, "<f4" if version == 3 else "<u2", param_shape(dims, name))
+            params[name] = data if version == 3 else from_bf16_bits(data)
+    return dims, params
+
+
+class AtomicWriter:
+    """A file that appears under its name whole or not at all."""
+
+    def __init__(self, path):
+        self.path, self.temp = path, path + ".part"
+
+    def __enter__(self):
+        os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
+        self.file = open(self.temp, "wb")
+        return self.file
+
+    def __exit__(self, kind, value, trace):
+        self.file.close()
+        if kind is None:
+            os.replace(self.temp, self.path)
+        else:
+            os.unlink(self.temp)
+
+
+def header_words(*values):
+    header = np.zeros(256, dtype="<i4")
+    header[:len(values)] = values
+    return header
+
+
+def write_checkpoint(path, dims, params, version=3):
+    with AtomicWriter(path) as f:
+        header_words(MAGIC_MODEL, version, dims.maxT, dims.V, dims.L, dims.NH, dims.C, dims.Vp).tofile(f)
+        for name in NAMES:
+            data = params[name]
+            assert data.shape == param_shape(dims, name), name
+            (data.astype("<f4") if version == 3 else to_bf16_bits(data).astype("<u2")).tofile(f)
+
+
+def write_tensors(path, dims, x, y, logits, loss, grads):
+    """Reference tensors: x, y, logits over the V live columns, the loss, every gradient in table order."""
+    B, T = x.shape
+    assert logits.shape == (B, T, dims.V)
+    with AtomicWriter(path) as f:
+        header_words(MAGIC_TENSORS, 2, B, T).tofile(f)
+        x.astype("<i4").tofile(f)
+        y.astype("<i4").tofile(f)
+        logits.astype("<f4").tofile(f)
+        np.array([loss], dtype="<f4").tofile(f)
+        for name in NAMES:
+            assert grads[name].shape == param_shape(dims, name), name
+            grads[name].astype("<f4").tofile(f)
+
+
+def read_tensors(path, dims):
+    """{"x", "y", "logits", "loss", "grads": {name: array}}; the shapes come from the model, the file has B and T."""
+    with open_checked(path) as f:
+        header = read_header(f, path, MAGIC_TENSORS)
+        if header[1] != 2:
+            raise FileError(path, f"version {header[1]}, expected 2")
+        B, T = int(header[2]), int(header[3])
+        count = 2 * B * T + B * T * dims.V + 1 + sum(math.prod(param_shape(dims, name)) for name in NAMES)
+        if os.path.getsize(path) != 1024 + 4 * count:
+            raise FileError(path, f"{os.path.getsize(path)} bytes, expected {1024 + 4 * count} for {dims.text()}")
+        return {
+            "x": read_array(f, path, "<i4", (B, T)), "y": read_array(f, path, "<i4", (B, T)),
+            "logits": read_array(f, path, "<f4", (B, T, dims.V)),
+            "loss": float(read_array(f, path, "<f4", (1,))[0]),
+            "grads": {name: read_array(f, path, "<f4", param_shape(dims, name)) for name in NAMES},
+        }
+
+
+def write_shard(path, tokens):
+    with AtomicWriter(path) as f:
+        header_words(MAGIC_SHARD, 1, len(tokens)).tofile(f)
+        np.asarray(tokens, dtype="<u2").tofile(f)
+
+
+# ---- data order ----
+class Loader:
+    """Windows of T tokens from shards, in the order of llmc/dataloader.h: a pure function of (seed, sample number)."""
+
+    def __init__(self, pattern, B, T, shuffle=True, seed=1337, vocab=None):
+        paths = sorted(glob.glob(pattern))
+        if not paths:
+            raise SystemExit(f"error: no file matches '{pattern}'\nhint: make tinyshakespeare")
+        self.B, self.T, self.shuffle, self.seed, self.position = B, T, shuffle, seed, 0
+        self.shards = [self._open(path, vocab) for path in paths]
+        self.windows = [(len(tokens) - 1) // T for tokens in self.shards]
+        self.samples_per_epoch = sum(self.windows)
+        if self.samples_per_epoch < 1:
+            raise SystemExit(f"error: '{pattern}' has no window of {T} + 1 tokens")
+        self.epoch = -1
+
+    @staticmethod
+    def _open(path, vocab):
+        with open_checked(path) as f:
+            read_header(f, path, MAGIC_SHARD)
+        if os.path.getsize(path) % 2 or os.path.getsize(path) <= 1024:
+            raise FileError(path, "no tokens, or half a token")
+        tokens = np.memmap(path, dtype="<u2", mode="r", offset=1024)
+        if vocab and int(tokens.max()) >= vocab:
+            raise FileError(path, f"token {tokens.max()} does not fit the model's vocabulary of {vocab}")
+        return tokens
+
+    def _argsort_keys(self, stream, first, count):
+        block = np.arange(count, dtype=np.uint64) + np.uint64(first)
+        w0, w1, _, _ = rand_block(self.seed, RAND_SHUFFLE, stream, block)
+        return np.argsort(w0 | (w1 << np.uint64(32)), kind="stable")
+
+    def _start_epoch(self, epoch):
+        self.epoch = epoch
+        shards = np.arange(len(self.shards))
+        if self.shuffle:
+            shards = self._argsort_keys(0xFFFFFFFF, epoch << 32, len(shards))
+        self.order = []                                 # (shard, windows of it in their order)
+        for s in shards:
+            w = np.arange(self.windows[s])
+            self.order.append((s, self._argsort_keys(int(s), epoch << 36, len(w)) if self.shuffle else w))
+
+    def sample(self, g):
+        epoch, i = divmod(g, self.samples_per_epoch)
+        if epoch != self.epoch:
+            self._start_epoch(epoch)
+        for s, windows in self.order:
+            if i < len(windows):
+                start = int(windows[i]) * self.T
+                return self.shards[s][start:start + self.T + 1].astype(np.int64)
+            i -= len(windows)
+
+    def next(self):
+        rows = np.stack([self.sample(self.position + j) for j in range(self.B)])
+        self.position += self.B
+        return rows[:, :-1], rows[:, 1:]

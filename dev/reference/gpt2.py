@@ -1,0 +1,190 @@
+"""GPT-2 in plain PyTorch, the twin of train_gpt2.cu: LayerNorm eps 1e-5, tanh GELU, tied head, padded vocabulary.
+
+    model = GPT2(dims); load_params(model, init_params(dims, seed))
+    logits, loss = model(x, y)                          # logits (B,T,V): padding columns never exist outside
+    loss.backward(); grads = get_grads(model)           # {"wte": (Vp,C), "qkvw": (L,3C,C), ...}
+"""
+import math
+import os
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")    # cuBLAS sums in one order; read when CUDA starts
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from formats import NAMES, PARAMS, param_shape
+
+
+class Attention(nn.Module):
+    def __init__(self, dims, sdpa):
+        super().__init__()
+        self.NH, self.sdpa = dims.NH, sdpa
+        self.qkv = nn.Linear(dims.C, 3 * dims.C)
+        self.proj = nn.Linear(dims.C, dims.C)
+
+    def forward(self, x):
+        B, T, C = x.shape
+        q, k, v = (z.view(B, T, self.NH, C // self.NH).transpose(1, 2) for z in self.qkv(x).split(C, dim=2))
+        if self.sdpa:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(C // self.NH))
+            future = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
+            out = F.softmax(scores.masked_fill(future, float("-inf")), dim=-1) @ v
+        return self.proj(out.transpose(1, 2).reshape(B, T, C))
+
+
+class Block(nn.Module):
+    def __init__(self, dims, sdpa):
+        super().__init__()
+        self.ln1 = nn.LayerNorm(dims.C, eps=1e-5)
+        self.att = Attention(dims, sdpa)
+        self.ln2 = nn.LayerNorm(dims.C, eps=1e-5)
+        self.fc = nn.Linear(dims.C, 4 * dims.C)
+        self.fcproj = nn.Linear(4 * dims.C, dims.C)
+
+    def forward(self, x):
+        x = x + self.att(self.ln1(x))
+        return x + self.fcproj(F.gelu(self.fc(self.ln2(x)), approximate="tanh"))
+
+
+class GPT2(nn.Module):
+    def __init__(self, dims, sdpa=True):
+        super().__init__()
+        self.dims = dims
+        self.wte = nn.Parameter(torch.empty(dims.Vp, dims.C))
+        self.wpe = nn.Parameter(torch.empty(dims.maxT, dims.C))
+        self.blocks = nn.ModuleList(Block(dims, sdpa) for _ in range(dims.L))
+        self.lnf = nn.LayerNorm(dims.C, eps=1e-5)
+
+    def forward(self, x, y):
+        h = F.embedding(x, self.wte) + self.wpe[:x.shape[1]]
+        for block in self.blocks:
+            h = block(h)
+        # the product runs over all Vp rows, which keeps it aligned; the padding is cut off before anybody sees it
+        logits = F.linear(self.lnf(h), self.wte)[..., :self.dims.V]
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return logits, F.cross_entropy(wide.reshape(-1, self.dims.V), y.reshape(-1))
+
+
+def new_model(dims, device="cpu", sdpa=True):
+    with torch.device(device):
+        return GPT2(dims, sdpa)
+
+
+def tensor_list(model, name):
+    """The torch parameters of one table row: one per layer, or a single one."""
+    paths = {"ln1w": "ln1.weight", "ln1b": "ln1.bias", "qkvw": "att.qkv.weight", "qkvb": "att.qkv.bias",
+             "attprojw": "att.proj.weight", "attprojb": "att.proj.bias", "ln2w": "ln2.weight", "ln2b": "ln2.bias",
+             "fcw": "fc.weight", "fcb": "fc.bias", "fcprojw": "fcproj.weight", "fcprojb": "fcproj.bias"}
+    if name in paths:
+        return [block.get_parameter(paths[name]) for block in model.blocks]
+    return [{"wte": model.wte, "wpe": model.wpe, "lnfw": model.lnf.weight, "lnfb": model.lnf.bias}[name]]
+
+
+def load_params(model, params):
+    """From {name: float32 array}; converts to the model's own dtype and device."""
+    with torch.no_grad():
+        for name in NAMES:
+            array = params[name].reshape((-1,) + tensor_list(model, name)[0].shape)
+            for i, p in enumerate(tensor_list(model, name)):
+                p.copy_(torch.from_numpy(np.ascontiguousarray(array[i])))
+
+
+def collect(model, pick):
+    """{name: tensor on the model's device}, layers stacked; float32, or float64 if the model is."""
+    out = {}
+    for name in NAMES:
+        parts = [pick(p).detach() for p in tensor_list(model, name)]
+        stacked = torch.stack(parts).reshape(param_shape(model.dims, name))
+        out[name] = stacked if stacked.dtype == torch.float64 else stacked.float()
+    return out
+
+
+def get_grads(model):
+    return collect(model, lambda p: p.grad)
+
+
+def get_params(model):
+    return to_numpy(collect(model, lambda p: p))
+
+
+def to_numpy(tensors):
+    return {name: t.float().cpu().numpy() for name, t in tensors.items()}
+
+
+def params_from_huggingface(name_or_path):
+    """(dims, params) of a GPT-2 that transformers finds on this machine. Never downloads."""
+    from transformers import GPT2LMHeadModel            # only needed here
+
+    from formats import Dims
+    hf = GPT2LMHeadModel.from_pretrained(name_or_path, local_files_only=True)
+    c, sd = hf.config, {k.removeprefix("transformer."): v.float().numpy() for k, v in hf.state_dict().items()}
+    dims = Dims(maxT=c.n_positions, V=c.vocab_size, L=c.n_layer, NH=c.n_head, C=c.n_embd)
+    paths = {"ln1": "ln_1", "qkv": "attn.c_attn", "attproj": "attn.c_proj", "ln2": "ln_2", "fc": "mlp.c_fc",
+             "fcproj": "mlp.c_proj"}
+    params = {"wte": np.zeros((dims.Vp, dims.C), np.float32), "wpe": sd["wpe.weight"],
+              "lnfw": sd["ln_f.weight"], "lnfb": sd["ln_f.bias"]}
+    params["wte"][:dims.V] = sd["wte.weight"]
+    for short, path in paths.items():
+        weights = np.stack([sd[f"h.{l}.{path}.weight"] for l in range(dims.L)])
+        # their linear layers are (in, out), ours (out, in)
+        params[short + "w"] = weights if weights.ndim == 2 else np.ascontiguousarray(weights.transpose(0, 2, 1))
+        params[short + "b"] = np.stack([sd[f"h.{l}.{path}.bias"] for l in range(dims.L)])
+    return dims, params
+
+
+# ---- the optimizer and its schedule ----
+def make_optimizer(model, hyper, fused=False):
+    """AdamW; weight decay only on tensors of two dimensions."""
+    decay, keep = [], []
+    for name, _, _, _, decays in PARAMS:
+        (decay if decays else keep).extend(tensor_list(model, name))
+    groups = [{"params": decay, "weight_decay": hyper["weight_decay"]}, {"params": keep, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=hyper["learning_rate"], betas=(hyper["beta1"], hyper["beta2"]),
+                             eps=hyper["eps"], fused=fused)
+
+
+def learning_rate(step, steps, peak, warmup, final_fraction):
+    """Linear warm-up, then a cosine that reaches peak * final_fraction at `steps` and stays there."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if step >= steps:
+        return peak * final_fraction
+    progress = (step - warmup) / (steps - warmup)
+    low = peak * final_fraction
+    return low + 0.5 * (1.0 + math.cos(math.pi * progress)) * (peak - low)
+
+
+def update(model, optimizer, grad_clip):
+    """Clip and step; returns the norm before clipping. A norm that is not finite skips the update."""
+    if grad_clip > 0:
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
+    else:
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    if torch.isfinite(norm):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return float(norm)
+
+
+# ---- devices ----
+def setup_device(device, tf32=False, deterministic=True):
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("error: --device cuda: PyTorch finds no GPU\nhint: --device cpu")
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32
+    # reductions of 16-bit products stay in fp32, as in our kernels
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+
+
+def versions(device):
+    out = {"torch": torch.__version__, "numpy": np.__version__, "device": device}
+    if device == "cuda":
+        out["gpu"] = torch.cuda.get_device_name()
+        out["cuda"] = torch.version.cuda
+    return out

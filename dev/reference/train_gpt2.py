@@ -1,0 +1,177 @@
+#!/usr/bin/env python3
+"""Trains GPT-2 in PyTorch beside ours: same initial weights, same data order, same optimizer, same printed line.
+
+    python dev/reference/train_gpt2.py --total_batch_size=512 --write_tensors=0
+    ./train_gpt2cu -b 4 -t 64 -l 1e-4 -v 0 -s 0 -a 1 -x 10 -f 0 -z 512          # FP32 build: same losses to 1e-4
+
+With --write_tensors 1 it first writes the reference files of the first batch (reference.py says what is in them).
+"""
+import argparse
+import contextlib
+import math
+import sys
+import time
+
+import torch
+
+import reference
+from formats import Loader, init_params, parse_model, read_checkpoint, write_checkpoint
+from gpt2 import (get_params, learning_rate, load_params, make_optimizer, new_model, params_from_huggingface,
+                  setup_device, update)
+
+SHARDS = "dev/data/tinyshakespeare/tiny_shakespeare_"
+
+
+def parse_arguments(argv):
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False,
+                                usage="%(prog)s [--FLAG VALUE]... (--help lists the flags)")
+    p.add_argument("--input_bin", default=SHARDS + "train.bin", help="pattern of training shards")
+    p.add_argument("--input_val_bin", default="", help="pattern of validation shards")
+    p.add_argument("--shuffle", type=int, default=1, choices=(0, 1), help="0: shards and windows in order")
+    p.add_argument("--model", default="d12",
+                   help="d12 d24 d36 d48, gpt3:c768, L4,NH4,C128,T128,V256, a .bin file, or hf:NAME (local weights)")
+    p.add_argument("--seed", type=int, default=1337)
+    p.add_argument("--init", default="gpt2", choices=("gpt2", "torch"), help="torch: PyTorch's default layers")
+    p.add_argument("--batch_size", type=int, default=4)
+    p.add_argument("--sequence_length", type=int, default=64)
+    p.add_argument("--total_batch_size", type=int, default=0, help="tokens per optimizer step; 0: one micro-step")
+    p.add_argument("--num_iterations", type=int, default=10)
+    p.add_argument("--learning_rate", type=float, default=1e-4)
+    p.add_argument("--warmup_iters", type=int, default=0)
+    p.add_argument("--learning_rate_decay_frac", type=float, default=0.0, help="final fraction (ours: -q)")
+    p.add_argument("--weight_decay", type=float, default=0.0)
+    p.add_argument("--beta1", type=float, default=0.9)
+    p.add_argument("--beta2", type=float, default=0.95)
+    p.add_argument("--eps", type=float, default=1e-8)
+    p.add_argument("--grad_clip", type=float, default=1.0, help="0: off")
+    p.add_argument("--overfit_single_batch", type=int, default=1, choices=(0, 1), help="1: only ever the first batch")
+    p.add_argument("--val_loss_every", type=int, default=0)
+    p.add_argument("--val_max_steps", type=int, default=20)
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float64"), help="bfloat16: autocast")
+    p.add_argument("--pure_bf16", type=int, default=0, choices=(0, 1), help="weights, gradients and moments in bf16")
+    p.add_argument("--tensorcores", type=int, default=0, choices=(0, 1), help="1: TF32")
+    p.add_argument("--compile", type=int, default=0, choices=(0, 1))
+    p.add_argument("--compile_mode", default="default")
+    p.add_argument("--flash", type=int, default=1, choices=(0, 1), help="0: attention written out")
+    p.add_argument("--fused", type=int, default=0, choices=(0, 1), help="fused AdamW")
+    p.add_argument("--write_tensors", type=int, default=1, choices=(0, 1))
+    p.add_argument("--write_model", default="", help="write the initial weights here (.bin, version 3)")
+    p.add_argument("--write_final", default="", help="write the trained weights here (.bin, version 3)")
+    p.add_argument("--output_prefix", default="", help="prefix of the reference files; default: from the model's name")
+    args = p.parse_args(argv)
+    BT = args.batch_size * args.sequence_length
+    args.total_batch_size = args.total_batch_size or BT
+    if min(args.batch_size, args.sequence_length, args.num_iterations + 1) < 1:
+        p.error("--batch_size and --sequence_length must be positive")
+    if args.total_batch_size % BT or args.total_batch_size < BT:
+        p.error(f"--total_batch_size {args.total_batch_size} must be a multiple of batch_size * sequence_length = {BT}")
+    return args
+
+
+def initial_weights(args):
+    """(dims, params): from a file, from Hugging Face, or drawn from the seed."""
+    if args.model.startswith("hf:"):
+        return params_from_huggingface(args.model[3:])
+    if args.model.endswith(".bin"):
+        return read_checkpoint(args.model)
+    dims = parse_model(args.model)
+    return dims, init_params(dims, args.seed, args.init)
+
+
+def training_loader(args, dims):
+    """Overfitting takes the first batch as it lies in the file, as ours does."""
+    shuffle = bool(args.shuffle) and not args.overfit_single_batch
+    return Loader(args.input_bin, args.batch_size, args.sequence_length, shuffle, args.seed, dims.V)
+
+
+def dtype_of(args):
+    return torch.bfloat16 if args.pure_bf16 else torch.float64 if args.dtype == "float64" else torch.float32
+
+
+def autocast(args):
+    if args.dtype == "bfloat16" and not args.pure_bf16:
+        return torch.autocast(args.device, torch.bfloat16)
+    return contextlib.nullcontext()
+
+
+def to_device(batch, args):
+    return tuple(torch.from_numpy(a.copy()).to(args.device) for a in batch)
+
+
+def validation_loss(model, args, dims):
+    loader = Loader(args.input_val_bin, args.batch_size, args.sequence_length, False, args.seed, dims.V)
+    batches = max(1, min(args.val_max_steps, loader.samples_per_epoch // args.batch_size))
+    total = 0.0
+    with torch.no_grad(), autocast(args):
+        for _ in range(batches):
+            total += float(model(*to_device(loader.next(), args))[1])
+    return total / batches
+
+
+def train(args, dims, params, show=print):
+    """Runs the whole training; returns one dict per step: loss, norm, lr, ms, tokens_per_second."""
+    setup_device(args.device, tf32=bool(args.tensorcores))
+    if args.sequence_length > dims.maxT:
+        raise SystemExit(f"error: --sequence_length {args.sequence_length} exceeds the model's {dims.maxT}")
+    raw = new_model(dims, args.device, bool(args.flash)).to(dtype_of(args))
+    load_params(raw, params)
+    model = torch.compile(raw, mode=None if args.compile_mode == "default" else args.compile_mode) if args.compile else raw
+    optimizer = make_optimizer(raw, vars(args), fused=bool(args.fused))
+    loader = training_loader(args, dims)
+    micro_steps = args.total_batch_size // (args.batch_size * args.sequence_length)
+    first = to_device(loader.next(), args)
+    loader.position = 0
+    steps = []
+    for step in range(args.num_iterations + 1):
+        last = step == args.num_iterations
+        if args.input_val_bin and args.val_loss_every and (step % args.val_loss_every == 0 or last):
+            show("val loss %.6f" % validation_loss(model, args, dims))
+        if last:
+            break
+        start = time.perf_counter()
+        total = torch.zeros((), dtype=torch.float64, device=args.device)
+        for _ in range(micro_steps):
+            x, y = first if args.overfit_single_batch else to_device(loader.next(), args)
+            with autocast(args):
+                loss = model(x, y)[1] / micro_steps
+            loss.backward()
+            total += loss.detach()
+        lr = learning_rate(step, args.num_iterations, args.learning_rate, args.warmup_iters,
+                           args.learning_rate_decay_frac)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        norm = update(raw, optimizer, args.grad_clip)
+        if args.device == "cuda":
+            torch.cuda.synchronize()
+        ms = 1000 * (time.perf_counter() - start)
+        row = {"loss": float(total), "norm": norm, "lr": lr, "ms": ms, "tokens_per_second": 1000 * args.total_batch_size / ms}
+        steps.append(row)
+        show("step %4d/%d | loss %.6f | norm %.4f | lr %.2e | %.2f ms | %.0f tok/s"
+             % (step + 1, args.num_iterations, row["loss"], norm, lr, ms, row["tokens_per_second"]))
+    if args.write_final:
+        write_checkpoint(args.write_final, dims, get_params(raw))
+    return steps
+
+
+def main(argv=None):
+    args = parse_arguments(argv)
+    dims, params = initial_weights(args)
+    print(f"model {dims.text()} | {args.dtype}{' pure bf16' if args.pure_bf16 else ''} | {args.device} | "
+          f"torch {torch.__version__}", flush=True)
+    if args.write_model:
+        write_checkpoint(args.write_model, dims, params)
+    if args.write_tensors:
+        loader = training_loader(args, dims)
+        prefix = args.output_prefix or "gpt2_" + args.model.replace(":", "_").replace(",", "").replace("/", "_")
+        command = "python dev/reference/train_gpt2.py " + " ".join(sys.argv[1:] if argv is None else argv)
+        hyper = {k: getattr(args, k) for k in reference.HYPER}
+        made = reference.write(prefix, dims, params, *loader.next(), hyper=hyper, device=args.device, command=command)
+        print("wrote " + " ".join(made))
+    steps = train(args, dims, params, lambda line: print(line, flush=True))
+    if not all(math.isfinite(row["loss"]) for row in steps):
+        raise SystemExit("error: the loss is not finite")
+
+
+if __name__ == "__main__":
+    main()
