@@ -6,14 +6,19 @@ Tests of train_gpt2.cu, in both builds: `make test_gpt2cu && ./test_gpt2cu`, `ma
         model        against PyTorch: logits, loss, every gradient by name, 10 AdamW steps
         invariance   facts that need no reference: splits, recompute, two runs, skipped updates, files
     --reference PREFIX   model mode on PREFIX_model.bin, PREFIX_tensors.bin, PREFIX.json (dev/reference writes them)
+    --small              kernels mode with its small shapes only: for compute-sanitizer
     --break NAME         scales that op's output by 1.01: the run must then fail. --list prints the names
-    --dump-grads PREFIX OUT [MICRO_STEPS]   gradients of the reference's batch, in the reference file's format
+    dump-grads MODEL.bin TENSORS.bin OUT.bin MICRO_STEPS [-f 0] [--grad-dtype bf16]
+                         what this build computes for that reference's batch, in the reference file's format
 
 Tolerances: 16-bit builds may have at most twice the error of plain 16-bit PyTorch, both against fp32. Closing line:
 `N passed, N failed, N skipped`.
 */
 #define TESTING
 #include "train_gpt2.cu"
+#include "llmc/cpu_ops.h"        // gives: the twins, here as the oracle of the CUDA build
+#include <functional>           // gives: std::function
+#include <type_traits>          // gives: std::is_same
 #include "dev/test/test.h"      // gives: TEST, CHECK, SKIP, test_summary
 
 // ---- --break: the hook behind OUTPUT ----
@@ -67,7 +72,6 @@ static double relative_error(const float* a, const float* b, size_t n) {
 
 // ---- reference files (dev/reference) ----
 struct Reference {
-    std::string prefix, json;
     int B, T;
     std::vector<int> x, y;
     std::vector<float> logits;              // (B,T,V)
@@ -107,11 +111,8 @@ static std::vector<double> json_numbers(const std::string& json, const std::stri
     return numbers;
 }
 
-static Reference reference_load(const std::string& prefix, const Config& c) {
+static Reference reference_load(const std::string& path, const Config& c) {
     Reference r;
-    r.prefix = prefix;
-    r.json = read_text(prefix + ".json");
-    const std::string path = prefix + "_tensors.bin";
     FILE* f = fopen_check(path.c_str(), "rb");
     int header[256];
     fread_check(header, sizeof(int), 256, f, path.c_str());
@@ -211,18 +212,18 @@ static void accumulate_batch(GPT2* model, const int* x, const int* y, int B, int
 
 // == model ==
 // Bounds on an error: fp32 absolute ones, or twice what PyTorch's own type does to the same tensor.
-static double error_bound(const Reference& r, const std::string& what, double fp32_bound) {
+static double error_bound(const std::string& json, const std::string& what, double fp32_bound) {
     if (!kLowPrecision) { return fp32_bound; }
-    const std::string kind = kFp16 ? "float16" : "bfloat16";
-    return 2.0 * json_numbers(r.json, kind + what)[0];
+    return 2.0 * json_numbers(json, (kFp16 ? "float16" : "bfloat16") + what)[0];
 }
 
 static void test_model(const std::string& prefix, const Options& options, double logits_bound, double grad_bound) {
     const std::string path = prefix + "_model.bin";
     const Config c = checkpoint_config(path.c_str());
-    Reference r = reference_load(prefix, c);
+    const Reference r = reference_load(prefix + "_tensors.bin", c);
+    const std::string json = read_text(prefix + ".json");
     Options o = options;
-    o.weight_decay = (float)json_numbers(r.json, "hyper/weight_decay")[0];
+    o.weight_decay = (float)json_numbers(json, "hyper/weight_decay")[0];
     GPT2 model;
     gpt2_allocate(&model, c, o, r.B, r.T);
     checkpoint_load(&model, path.c_str());
@@ -238,8 +239,7 @@ static void test_model(const std::string& prefix, const Options& options, double
         square += (double)r.logits[i] * (double)r.logits[i];
     }
     const double logits_error = worst / sqrt(square / (double)logits.size());
-    const double logits_allowed = kLowPrecision
-        ? 2.0 * json_numbers(r.json, kFp16 ? "float16_logits_error" : "bfloat16_logits_error")[0] : logits_bound;
+    const double logits_allowed = error_bound(json, "_logits_error", logits_bound);
     CHECK(logits_error <= logits_allowed, "logits: max |d| / rms = %g, allowed %g", logits_error, logits_allowed);
     const float loss = gpt2_read_state(&model).loss;
     const double loss_allowed = kLowPrecision ? 0.02 : 2e-5;
@@ -250,23 +250,72 @@ static void test_model(const std::string& prefix, const Options& options, double
     for (int i = 0; i < NUM_PARAMS; i++) {
         const std::vector<float> grad = host_grad(&model, i);
         const double error = relative_error(grad.data(), r.grads[i].data(), grad.size());
-        const double allowed = error_bound(r, std::string("_total_error/") + model.param_specs[i].name, grad_bound);
+        const double allowed = error_bound(json, std::string("_total_error/") + model.param_specs[i].name, grad_bound);
         CHECK(error <= allowed, "gradient of %s: |d|/|g| = %g, allowed %g", model.param_specs[i].name, error, allowed);
         printf("   d%-9s |d|/|g| %.3g (allowed %.3g)\n", model.param_specs[i].name, error, allowed);
     }
 
     // ten AdamW steps on this batch, from the start
-    const std::vector<double> losses = json_numbers(r.json, "losses");
-    const float lr = (float)json_numbers(r.json, "hyper/learning_rate")[0];
-    const float beta1 = (float)json_numbers(r.json, "hyper/beta1")[0], beta2 = (float)json_numbers(r.json, "hyper/beta2")[0];
-    const float eps = (float)json_numbers(r.json, "hyper/eps")[0], clip = (float)json_numbers(r.json, "hyper/grad_clip")[0];
-    const double step_allowed = kLowPrecision ? 0.03 : 5e-5;
+    const std::vector<double> losses = json_numbers(json, "losses");
+    const float lr = (float)json_numbers(json, "hyper/learning_rate")[0];
+    const float beta1 = (float)json_numbers(json, "hyper/beta1")[0], beta2 = (float)json_numbers(json, "hyper/beta2")[0];
+    const float eps = (float)json_numbers(json, "hyper/eps")[0], clip = (float)json_numbers(json, "hyper/grad_clip")[0];
+    const std::vector<double> norms = json_numbers(json, "norms");
+    const double step_allowed = kLowPrecision ? 0.03 : 5e-5, norm_allowed = kLowPrecision ? 0.03 : 2e-4;
     for (size_t step = 0; step < losses.size(); step++) {
         gpt2_micro_step(&model, r.x.data(), r.y.data(), r.B, r.T, 0, 1);
         gpt2_update(&model, lr, beta1, beta2, eps, clip);
-        const float got = gpt2_read_state(&model).loss;
-        CHECK(fabs(got - losses[step]) <= step_allowed, "step %zu: loss %.7f, PyTorch %.7f", step, got, losses[step]);
+        const DeviceState state = gpt2_read_state(&model);
+        CHECK(fabs(state.loss - losses[step]) <= step_allowed, "step %zu: loss %.7f, PyTorch %.7f", step, state.loss, losses[step]);
+        CHECK(fabs(state.update.norm / norms[step] - 1.0) <= norm_allowed, "step %zu: norm %.7f, PyTorch %.7f", step,
+              state.update.norm, norms[step]);
+        const double scale = std::min(1.0, (double)clip / state.update.norm) / state.update.loss_scale;
+        CHECK(fabs(state.update.grad_scale / scale - 1.0) <= 1e-5, "step %zu: gradients scaled by %g, expected %g", step,
+              state.update.grad_scale, scale);
     }
+    gpt2_free(&model);
+}
+
+// What this build computes for a reference's batch, written like a reference (dev/reference/check_gpu.py compares).
+static void dump_grads(const std::vector<std::string>& args) {
+    if (args.size() < 4) { die("dump-grads needs MODEL.bin TENSORS.bin OUT.bin MICRO_STEPS"); }
+    const Config c = checkpoint_config(args[0].c_str());
+    const Reference r = reference_load(args[1], c);
+    const int micro_steps = atoi(args[3].c_str());
+    if (micro_steps < 1 || r.B % micro_steps != 0) { die("dump-grads: %s micro-steps of %d rows", args[3].c_str(), r.B); }
+    Options o = default_options();
+    o.tf32 = true;
+    for (size_t i = 4; i + 1 < args.size(); i += 2) {
+        if (args[i] == "-f") { o.tf32 = args[i + 1] != "0"; }
+        else if (args[i] == "--grad-dtype") { o.grads_bf16 = args[i + 1] == "bf16"; }
+        else { die("dump-grads: '%s' is not one of -f, --grad-dtype", args[i].c_str()); }
+    }
+    const int rows = r.B / micro_steps;
+    GPT2 model;
+    gpt2_allocate(&model, c, o, rows, r.T);
+    checkpoint_load(&model, args[0].c_str());
+
+    AtomicFile out = atomic_open(args[2]);
+    const int header[256] = {20240327, 2, r.B, r.T};
+    atomic_write(&out, header, sizeof(header));
+    atomic_write(&out, r.x.data(), r.x.size() * sizeof(int));
+    atomic_write(&out, r.y.data(), r.y.size() * sizeof(int));
+    for (int micro = 0; micro < micro_steps; micro++) {
+        const size_t at = (size_t)micro * rows * r.T;
+        gpt2_set_inputs(&model, r.x.data() + at, r.y.data() + at, rows, r.T);
+        gpt2_loss(&model, rows, r.T, ClassifierMode::LossOnly, 0.0f, 0.0f, Accumulate::No);
+        const std::vector<float> logits = host_logits(&model, rows * r.T);
+        atomic_write(&out, logits.data(), logits.size() * sizeof(float));
+    }
+    accumulate_batch(&model, r.x.data(), r.y.data(), r.B, r.T, micro_steps);
+    const float loss = gpt2_read_state(&model).loss;
+    atomic_write(&out, &loss, sizeof(loss));
+    for (int i = 0; i < NUM_PARAMS; i++) {
+        const std::vector<float> grad = host_grad(&model, i);
+        atomic_write(&out, grad.data(), grad.size() * sizeof(float));
+    }
+    atomic_commit(&out);
+    printf("loss %.6f\n", loss);
     gpt2_free(&model);
 }
 
@@ -343,7 +392,6 @@ static void test_invariance(const char* name, const Config& c) {
     TEST("one batch in 1, 2, 4 and 8 micro-steps") {
         Batch batch = random_batch(c, B, T, 0);
         std::vector<std::vector<float>> whole;
-        std::vector<double> floor16(NUM_PARAMS, 0.0);
         float loss = 0.0f;
         for (int micro_steps : {1, 2, 4, 8}) {
             GPT2 model;
@@ -377,6 +425,7 @@ static void test_invariance(const char* name, const Config& c) {
                 }
                 accumulate_batch(model, batch.x.data(), batch.y.data(), B, T, 2);
                 gpt2_update(model, 1e-3f, 0.9f, 0.95f, 1e-8f, 1.0f);
+                stream_sync(model->stream);     // models share the GEMM workspace: one at a time
             }
         }
         CHECK(same_bits(host_params(&a), host_params(&b)), "parameters differ");
@@ -391,6 +440,7 @@ static void test_invariance(const char* name, const Config& c) {
         Batch other = random_batch(c, B, T, 5), batch = random_batch(c, 2, 7, 6);
         accumulate_batch(&big, other.x.data(), other.y.data(), B, T, 1);
         accumulate_batch(&big, batch.x.data(), batch.y.data(), 2, 7, 1);
+        stream_sync(big.stream);
         accumulate_batch(&small, batch.x.data(), batch.y.data(), 2, 7, 1);
         const std::vector<std::vector<float>> a = host_grads(&big), b = host_grads(&small);
         for (int i = 0; i < NUM_PARAMS; i++) { CHECK(same_bits(a[i], b[i]), "gradient of %s differs", big.param_specs[i].name); }
@@ -462,17 +512,691 @@ static void test_invariance(const char* name, const Config& c) {
     }
 }
 
-// KERNELS-PART
+#ifndef GPT2_CPU
+// == options that only the CUDA build has ==
+static void test_cuda_options(const Config& c) {
+    const int B = 8, T = c.maxT, steps = 4;
+    const std::vector<float> base = short_run(c, default_options(), B, T, steps);
+    auto compare = [&](const char* name, const Options& o, double loss_bound, double bound) {
+        const std::vector<float> other = short_run(c, o, B, T, steps, o.grads_bf16 ? 4 : 1);
+        for (int i = 0; i < steps; i++) { CHECK(fabs(other[i] - base[i]) <= loss_bound, "%s: loss %.6f, default %.6f", name, other[i], base[i]); }
+        const double error = relative_error(other.data() + steps, base.data() + steps, base.size() - steps);
+        CHECK(error <= bound && error > 0.0, "%s: parameters differ by %g", name, error);
+        CHECK(same_bits(other, short_run(c, o, B, T, steps, o.grads_bf16 ? 4 : 1)), "%s: two equal runs differ", name);
+    };
+    TEST("GELU fused, no master weights, bf16 gradients") {
+        Options o = default_options();
+        if (kLowPrecision) {
+            for (o.gelu_fusion = 1; o.gelu_fusion <= 2; o.gelu_fusion++) { compare("GELU fusion", o, 2e-2, 2e-2); }
+            o = default_options();
+            o.master = false;
+            compare("no master weights", o, 2e-2, 2e-2);
+        }
+        o = default_options();
+        o.grads_bf16 = true;
+        compare("bf16 gradients", o, 2e-2, 2e-2);
+    }
+    TEST("weights without master copies move by less than their spacing") {
+        // A step is a small part of the gap between bf16 neighbours: rounded to nearest, most weights would never move.
+        Options o = default_options();
+        o.master = false;
+        GPT2 a, b;
+        Options exact = default_options();
+        start_model(&a, c, o, B, T);
+        start_model(&b, c, exact, B, T);
+        const std::vector<float> start = host_params(&a), start_master = host_params(&b);
+        for (int step = 0; step < 20; step++) {
+            Batch batch = random_batch(c, B, T, 0);
+            for (GPT2* model : {&a, &b}) {
+                accumulate_batch(model, batch.x.data(), batch.y.data(), B, T, 1);
+                gpt2_update(model, 1e-5f, 0.9f, 0.95f, 1e-8f, 1.0f);
+                stream_sync(model->stream);
+            }
+        }
+        const std::vector<float> rounded = host_params(&a), master = host_params(&b);
+        double along = 0.0, size = 0.0;
+        for (size_t i = 0; i < start.size(); i++) {
+            const double want = (double)master[i] - start_master[i], got = (double)rounded[i] - start[i];
+            along += want * got;
+            size += want * want;
+        }
+        CHECK(!kLowPrecision || (along / size >= 0.5 && along / size <= 1.5), "moved %.3f of the way", along / size);
+        gpt2_free(&a);
+        gpt2_free(&b);
+    }
+    if (kFp16) {
+        TEST("FP16: an overflow is skipped, halves the scale, and training recovers") {
+            GPT2 model;
+            start_model(&model, c, default_options(), B, T);
+            DeviceState state = gpt2_read_state(&model);
+            state.update.loss_scale = 1073741824.0f;       // 2^30: overflows for certain
+            copy_to_device(model.state, &state, sizeof(state), model.stream);
+            stream_sync(model.stream);
+            const std::vector<float> before = host_params(&model);
+            Batch batch = random_batch(c, B, T, 0);
+            int skips = 0;
+            for (; skips < 30; skips++) {
+                accumulate_batch(&model, batch.x.data(), batch.y.data(), B, T, 1);
+                gpt2_update(&model, 1e-3f, 0.9f, 0.95f, 1e-8f, 1.0f);
+                state = gpt2_read_state(&model);
+                if (!state.update.skip) { break; }
+                CHECK(state.update.loss_scale == ldexpf(1.0f, 29 - skips), "skip %d: loss scale %g", skips, state.update.loss_scale);
+                if (skips == 0) { CHECK(same_bits(before, host_params(&model)), "a skipped step changed the parameters"); }
+            }
+            CHECK(skips > 0 && skips < 30 && state.update.t == 1 && isfinite(state.update.norm), "%d skips, t %lld, norm %g", skips,
+                  state.update.t, state.update.norm);
+            CHECK(!same_bits(before, host_params(&model)), "training did not go on");
+            gpt2_free(&model);
+        }
+    }
+    TEST("logits beyond 2^31 elements") {
+        const Config wide = {1024, 50257, 50304, 1, 1, 64};
+        const int rows = 44, N = rows * 1024;               // 45056 * 50304 = 2.27e9
+        if (memory_total(gpt2_memory_plan(wide, default_options(), rows, 1024)) > device_init().memory_free) {
+            SKIP(1, "not enough GPU memory");
+            return;
+        }
+        GPT2 model;
+        gpt2_allocate(&model, wide, default_options(), rows, 1024);
+        gpt2_init_random(&model, 1);
+        Batch batch = random_batch(wide, rows, 1024, 3);
+        auto losses_of = [&](int count) {
+            std::vector<float> losses(count);
+            copy_to_host(losses.data(), act_views(model.acts, model.act_specs, 0).losses, count * sizeof(float), model.stream);
+            stream_sync(model.stream);
+            return losses;
+        };
+        accumulate_batch(&model, batch.x.data(), batch.y.data(), rows, 1024, 1);
+        const std::vector<float> all = losses_of(N);
+        const std::vector<std::vector<float>> whole = host_grads(&model);
+        accumulate_batch(&model, batch.x.data(), batch.y.data(), rows, 1024, 2);
+        const std::vector<float> half = losses_of(N / 2);   // of the second half
+        const double loss_error = relative_error(half.data(), all.data() + N / 2, N / 2);
+        CHECK(loss_error <= (kLowPrecision ? 1e-3 : 1e-6), "losses of the second half differ by %g", loss_error);
+        const std::vector<std::vector<float>> split = host_grads(&model);
+        for (int i = 0; i < NUM_PARAMS; i++) {
+            const double error = relative_error(split[i].data(), whole[i].data(), whole[i].size());
+            CHECK(error <= (kLowPrecision ? 2e-2 : 1e-5), "gradient of %s differs by %g", model.param_specs[i].name, error);
+        }
+        gpt2_free(&model);
+    }
+}
+#endif
+
+#ifndef GPT2_CPU
+// == kernels ==
+// Every op against its twin in double, from inputs rounded to the kernel's types. Outputs are poisoned with NaN first,
+// stand between guards, and are computed twice: the bits must agree.
+static bool small_shapes = false;                   // --small: for the sanitizers
+
+constexpr size_t kGuardBytes = 4096;
+constexpr unsigned char kGuard = 0xA5, kPoison = 0xFF;      // 0xFF..: NaN in every type
+
+// A device buffer with guards, and what it held before the op.
+struct Buffer {
+    std::string name;
+    size_t bytes;
+    std::vector<unsigned char> initial;
+    unsigned char* memory;
+
+    void allocate(size_t size) {
+        bytes = size;
+        initial.assign(bytes + 2 * kGuardBytes, kGuard);
+        memory = (unsigned char*)device_malloc(initial.size(), name.c_str());
+    }
+    void reset() { cudaCheck(cudaMemcpy(memory, initial.data(), initial.size(), cudaMemcpyHostToDevice)); }
+    std::vector<unsigned char> read() const {       // checks the guards, returns what is between
+        std::vector<unsigned char> all(initial.size());
+        cudaCheck(cudaMemcpy(all.data(), memory, all.size(), cudaMemcpyDeviceToHost));
+        bool intact = true;
+        for (size_t i = 0; i < kGuardBytes; i++) { intact = intact && all[i] == kGuard && all[kGuardBytes + bytes + i] == kGuard; }
+        CHECK(intact, "%s: written outside the tensor", name.c_str());
+        return std::vector<unsigned char>(all.begin() + kGuardBytes, all.end() - kGuardBytes);
+    }
+};
+
+static double round_to(float*, double x) { return (double)(float)x; }
+static double round_to(__nv_bfloat16*, double x) { return (double)__bfloat162float(__float2bfloat16_rn((float)x)); }
+#ifdef ENABLE_FP16
+static double round_to(half*, double x) { return (double)__half2float(__float2half_rn((float)x)); }
+#endif
+
+// One case: an op at one shape. Inputs and outputs live until the case ends.
+struct Case {
+    std::string title;
+    std::vector<Buffer*> buffers;
+    uint32_t next_id = 0;
+
+    explicit Case(std::string text) : title(std::move(text)) {}
+    ~Case() {
+        for (Buffer* b : buffers) { cudaCheck(cudaFree(b->memory)); delete b; }
+    }
+    Case(const Case&) = delete;
+
+    std::vector<double> random(size_t n, double scale = 1.0, double mean = 0.0) {
+        std::vector<double> values(n);
+        const uint32_t id = next_id++;
+        for (size_t i = 0; i < n; i++) { values[i] = mean + scale * rand_normal(5, id, i); }
+        return values;
+    }
+    // A tensor that starts as `values`, which become what the device holds: rounded to T.
+    template <class T> T* tensor(const char* name, std::vector<double>& values) {
+        Buffer* b = new Buffer;
+        b->name = title + " " + name;
+        b->allocate(values.size() * sizeof(T));
+        T* host = (T*)(b->initial.data() + kGuardBytes);
+        for (size_t i = 0; i < values.size(); i++) {
+            values[i] = round_to((T*)nullptr, values[i]);
+            host[i] = (T)(float)values[i];
+        }
+        b->reset();
+        buffers.push_back(b);
+        return (T*)(b->memory + kGuardBytes);
+    }
+    template <class T> T* poisoned(const char* name, size_t n) {
+        Buffer* b = new Buffer;
+        b->name = title + " " + name;
+        b->allocate(n * sizeof(T));
+        buffers.push_back(b);
+        memset(b->initial.data() + kGuardBytes, kPoison, n * sizeof(T));
+        b->reset();
+        return (T*)(b->memory + kGuardBytes);
+    }
+    template <class T> T* bytes_of(const char* name, const std::vector<T>& values) {
+        T* p = poisoned<T>(name, values.size());
+        memcpy(buffers.back()->initial.data() + kGuardBytes, values.data(), values.size() * sizeof(T));
+        buffers.back()->reset();
+        return p;
+    }
+    // An fp32 or bf16 gradient that starts as `old` (poisoned where the op is to store, not add).
+    Grad grad(const char* name, std::vector<double>& old, Accumulate acc, bool bf16) {
+        void* data;
+        if (acc == Accumulate::No) { data = bf16 ? (void*)poisoned<__nv_bfloat16>(name, old.size()) : (void*)poisoned<float>(name, old.size()); }
+        else { data = bf16 ? (void*)tensor<__nv_bfloat16>(name, old) : (void*)tensor<float>(name, old); }
+        return Grad{data, bf16, acc, RoundKey{7, 3, 1, next_id++}, 40};
+    }
+    template <class T> std::vector<double> values_of(const T* p) const {
+        for (const Buffer* b : buffers) {
+            if ((const unsigned char*)p != b->memory + kGuardBytes) { continue; }
+            const std::vector<unsigned char> raw = b->read();
+            std::vector<double> values(raw.size() / sizeof(T));
+            for (size_t i = 0; i < values.size(); i++) { values[i] = (double)(float)((const T*)raw.data())[i]; }
+            return values;
+        }
+        die("test: no such tensor");
+    }
+
+    // Expected values of a tensor, within twice the error (norm and worst element) of a plain version of the op in the
+    // kernel's types, both against double, plus `floor` for fp32 arithmetic.
+    template <class T> void expect_as_good_as(const char* name, const T* p, const std::vector<double>& want,
+                                              const std::vector<double>& plain, double floor) {
+        const std::vector<double> got = values_of(p);
+        double error = 0.0, plain_error = 0.0, worst = 0.0, plain_worst = 0.0, size = 0.0, largest = 0.0;
+        for (size_t i = 0; i < want.size(); i++) {
+            const double d = fabs(got[i] - want[i]), r = fabs(plain[i] - want[i]);
+            error += d * d;
+            plain_error += r * r;
+            size += want[i] * want[i];
+            if (!(d <= worst)) { worst = d; }       // keeps a NaN
+            plain_worst = std::max(plain_worst, r);
+            largest = std::max(largest, fabs(want[i]));
+        }
+        const double allowed = 2.0 * sqrt(plain_error) + floor * sqrt(size), worst_allowed = 2.0 * plain_worst + floor * largest;
+        CHECK(sqrt(error) <= allowed && worst <= worst_allowed, "%s %s: |d| %.3g, allowed %.3g; worst element %.3g, allowed %.3g",
+              title.c_str(), name, sqrt(error), allowed, worst, worst_allowed);
+    }
+    // Expected values of a tensor. Allowed: `factor` times the error of rounding the exact values to T once, plus
+    // `floor` for fp32 arithmetic; per element against its size + rms.
+    template <class T> void expect(const char* name, const T* p, const std::vector<double>& want, double floor = 2e-6, double factor = 2.0) {
+        const std::vector<double> got = values_of(p);
+        double distance = 0.0, rounding = 0.0, size = 0.0, worst = 0.0;
+        for (double w : want) { size += w * w; }
+        const double rms = sqrt(size / (double)want.size());
+        const double eps = sizeof(T) == 4 ? 0.0 : kFp16 && std::is_same<T, floatX>::value ? 1.0 / 2048 : 1.0 / 256;
+        for (size_t i = 0; i < want.size(); i++) {
+            const double d = got[i] - want[i], r = round_to((T*)nullptr, want[i]) - want[i];
+            distance += d * d;
+            rounding += r * r;
+            const double relative = fabs(d) / ((fabs(want[i]) + rms) * (factor * eps + 50 * floor) + 1e-30);
+            if (!(relative <= worst)) { worst = relative; }     // keeps a NaN
+        }
+        const double error = sqrt(distance), allowed = factor * sqrt(rounding) + floor * sqrt(size) + 1e-30;
+        CHECK(got.size() == want.size() && error <= allowed && worst <= 1.0,
+              "%s %s: |d| %.3g, allowed %.3g (|x| %.3g); worst element at %.2f of its bound", title.c_str(), name, error, allowed,
+              sqrt(size), worst);
+    }
+    void expect(const char* name, const Grad& grad, const std::vector<double>& want, double floor = 1e-5) {
+        if (grad.is_bf16) { expect(name, (const __nv_bfloat16*)grad.data, want, floor, 2.5); }  // stochastic: 1.41 times nearest
+        else { expect(name, (const float*)grad.data, want, floor); }
+    }
+    // Runs the op twice from the same start.
+    void run(const std::function<void()>& op) {
+        for (Buffer* b : buffers) { b->reset(); }
+        op();
+        cudaCheck(cudaDeviceSynchronize());
+        std::vector<std::vector<unsigned char>> first;
+        for (Buffer* b : buffers) { first.push_back(b->read()); }
+        for (Buffer* b : buffers) { b->reset(); }
+        op();
+        cudaCheck(cudaDeviceSynchronize());
+        for (size_t i = 0; i < buffers.size(); i++) {
+            const bool same = first[i] == buffers[i]->read() || buffers[i]->name.find("scratch") != std::string::npos;
+            CHECK(same, "%s: two runs differ", buffers[i]->name.c_str());
+        }
+    }
+};
+
+static std::vector<int> random_tokens(int n, int V, uint32_t id) {
+    std::vector<int> tokens(n);
+    for (int i = 0; i < n; i++) {
+        const uint32_t r = rand_u32(6, RAND_SAMPLE, id, (uint64_t)i);
+        tokens[i] = (int)(r % 2 == 0 ? r / 2 % 3 : r / 2 % (uint32_t)V);    // half of them common: split buckets
+    }
+    return tokens;
+}
+
+static const Accumulate kBothAccumulate[] = {Accumulate::No, Accumulate::Yes};
+
+static void test_encoder(int B, int T, int C, int V, int maxT) {
+    const std::vector<int> tokens = random_tokens(B * T, V, 1);
+    {
+        Case k(format("encoder_forward B=%d T=%d C=%d", B, T, C));
+        std::vector<double> wte = k.random((size_t)V * C), wpe = k.random((size_t)maxT * C), want((size_t)B * T * C);
+        const int* d_tokens = k.bytes_of("tokens", tokens);
+        const floatX *d_wte = k.tensor<floatX>("wte", wte), *d_wpe = k.tensor<floatX>("wpe", wpe);
+        floatX* out = k.poisoned<floatX>("out", want.size());
+        k.run([&] { encoder_forward(out, d_tokens, d_wte, d_wpe, B, T, C, 0); });
+        encoder_forward_cpu<double>(want.data(), tokens.data(), wte.data(), wpe.data(), B, T, C, 0);
+        k.expect("out", out, want);
+    }
+    for (Accumulate acc : kBothAccumulate) {
+        for (bool bf16 : {false, true}) {
+            Case k(format("encoder_backward B=%d T=%d C=%d acc=%d bf16=%d", B, T, C, (int)acc, bf16));
+            std::vector<double> dwte = k.random((size_t)V * C), dwpe = k.random((size_t)maxT * C), dout = k.random((size_t)B * T * C);
+            std::vector<int> order(B * T);
+            std::vector<int4> segments(max_bucket_segments(B * T)), splits(max_bucket_splits(B * T) + 1);
+            TokenBuckets host = {};
+            build_token_buckets(&host, order.data(), segments.data(), splits.data(), tokens.data(), B * T, V);
+            const floatX* d_dout = k.tensor<floatX>("dout", dout);
+            Grad g_wte = k.grad("dwte", dwte, Accumulate::Yes, bf16), g_wpe = k.grad("dwpe", dwpe, acc, bf16);
+            float* scratch = k.poisoned<float>("scratch", encoder_backward_scratch_bytes(B, T, C) / 4 + 1);
+            TokenBuckets device = host;
+            device.order = k.bytes_of("order", order);
+            device.segments = k.bytes_of("segments", segments);
+            device.splits = k.bytes_of("splits", splits);
+            k.run([&] { encoder_backward(g_wte, g_wpe, scratch, d_dout, device, B, T, maxT, C, 0); });
+            std::vector<double> slots(encoder_backward_scratch_bytes(B, T, C) / 4 + 1);
+            encoder_backward_cpu<double>({dwte.data(), Accumulate::Yes}, {dwpe.data(), acc}, slots.data(), dout.data(), host, B, T, maxT, C, 0);
+            k.expect("dwte", g_wte, dwte);
+            k.expect("dwpe", g_wpe, dwpe);
+        }
+    }
+}
+
+static void test_layernorm(int N, int C) {
+    for (bool residual : {false, true}) {
+        Case k(format("layernorm_forward N=%d C=%d residual=%d", N, C, residual));
+        std::vector<double> x1 = k.random((size_t)N * C, 1.0, 0.5), x2 = k.random((size_t)N * C), w = k.random(C, 0.3, 1.0), b = k.random(C);
+        const floatX *d1 = k.tensor<floatX>("inp1", x1), *d2 = k.tensor<floatX>("inp2", x2);
+        const floatX *dw = k.tensor<floatX>("weight", w), *db = k.tensor<floatX>("bias", b);
+        floatX *res = k.poisoned<floatX>("residual", (size_t)N * C), *out = k.poisoned<floatX>("out", (size_t)N * C);
+        float *mean = k.poisoned<float>("mean", N), *rstd = k.poisoned<float>("rstd", N);
+        std::vector<double> sum((size_t)N * C), y((size_t)N * C), m(N), r(N);
+        if (residual) {
+            k.run([&] { residual_layernorm_forward(res, out, mean, rstd, d1, d2, dw, db, N, C, 0); });
+            for (size_t i = 0; i < sum.size(); i++) { sum[i] = x1[i] + x2[i]; }
+            k.expect("residual", res, sum);
+            sum = k.values_of(res);         // what is normalised is the rounded sum
+        } else {
+            k.run([&] { layernorm_forward(out, mean, rstd, d1, dw, db, N, C, 0); });
+            sum = x1;
+        }
+        layernorm_forward_cpu<double>(y.data(), m.data(), r.data(), sum.data(), w.data(), b.data(), N, C, 0);
+        k.expect("out", out, y, C == 1 ? 1e-3 : 2e-6);      // C=1: the variance is rounding
+        k.expect("mean", mean, m);
+        if (C > 1) { k.expect("rstd", rstd, r); }
+    }
+    for (Accumulate acc : kBothAccumulate) {
+        for (bool bf16 : {false, true}) {
+            for (bool colsum : {false, true}) {
+                if (C == 1) { continue; }
+                Case k(format("layernorm_backward N=%d C=%d acc=%d bf16=%d colsum=%d", N, C, (int)acc, bf16, colsum));
+                std::vector<double> dres = k.random((size_t)N * C), dout = k.random((size_t)N * C), x = k.random((size_t)N * C, 1.0, 0.5);
+                std::vector<double> w = k.random(C, 0.3, 1.0), b(C), y((size_t)N * C), m(N), r(N);
+                std::vector<double> dweight = k.random(C), dbias = k.random(C), dcol = k.random(C);
+                floatX* d_res = acc == Accumulate::Yes ? k.tensor<floatX>("dresidual", dres) : k.poisoned<floatX>("dresidual", dres.size());
+                const floatX *d_dout = k.tensor<floatX>("dout", dout), *d_x = k.tensor<floatX>("inp", x), *d_w = k.tensor<floatX>("weight", w);
+                layernorm_forward_cpu<double>(y.data(), m.data(), r.data(), x.data(), w.data(), b.data(), N, C, 0);
+                const float *d_m = k.tensor<float>("mean", m), *d_r = k.tensor<float>("rstd", r);
+                Grad gw = k.grad("dweight", dweight, acc, bf16), gb = k.grad("dbias", dbias, acc, bf16), gc = k.grad("dcolsum", dcol, acc, bf16);
+                if (!colsum) { gc.data = nullptr; }
+                float* scratch = k.poisoned<float>("scratch", layernorm_backward_scratch_bytes(N, C) / 4);
+                k.run([&] { layernorm_backward({.dresidual = d_res, .dweight = gw, .dbias = gb, .dcolsum = gc, .scratch = scratch,
+                    .dresidual_acc = acc, .dout = d_dout, .inp = d_x, .weight = d_w, .mean = d_m, .rstd = d_r, .N = N, .C = C}, 0); });
+                std::vector<double> before = dcol;
+                layernorm_backward_cpu<double>({.dresidual = dres.data(), .dweight = {dweight.data(), acc}, .dbias = {dbias.data(), acc},
+                    .dcolsum = {nullptr, acc}, .scratch = nullptr, .dresidual_acc = acc, .dout = dout.data(), .inp = x.data(),
+                    .weight = w.data(), .mean = m.data(), .rstd = r.data(), .N = N, .C = C}, 0);
+                k.expect("dresidual", d_res, dres);
+                k.expect("dweight", gw, dweight);
+                k.expect("dbias", gb, dbias);
+                if (colsum) {               // of the values as stored
+                    const std::vector<double> stored = k.values_of(d_res);
+                    bias_backward_cpu<double>({before.data(), acc}, nullptr, stored.data(), N, C, 0);
+                    k.expect("dcolsum", gc, before);
+                }
+            }
+        }
+    }
+}
+
+static void test_matmul(int N, int C, int OC) {
+    for (int mode = 0; mode < 4; mode++) {              // plain; bias; bias + residual; bias + fused GELU
+        Case k(format("matmul_forward N=%d C=%d OC=%d mode=%d", N, C, OC, mode));
+        std::vector<double> x = k.random((size_t)N * C), w = k.random((size_t)OC * C, 1.0 / sqrt((double)C)), b = k.random(OC);
+        std::vector<double> res = k.random((size_t)N * OC), y((size_t)N * OC), pre((size_t)N * OC);
+        const floatX *dx = k.tensor<floatX>("inp", x), *dw = k.tensor<floatX>("weight", w), *db = k.tensor<floatX>("bias", b);
+        const floatX* dres = k.tensor<floatX>("residual", res);
+        floatX *out = k.poisoned<floatX>("out", y.size()), *d_pre = k.poisoned<floatX>("pre_gelu", y.size());
+        if (mode == 3 && (!kLowPrecision || OC % 8 != 0)) { continue; }    // what -ge 1 can be given
+        k.run([&] { matmul_forward({.out = out, .inp = dx, .weight = dw, .bias = mode >= 1 ? db : nullptr,
+            .residual = mode == 2 ? dres : nullptr, .pre_gelu = mode == 3 ? d_pre : nullptr, .N = N, .C = C, .OC = OC}, 0); });
+        matmul_forward_cpu<double>({.out = y.data(), .inp = x.data(), .weight = w.data(), .bias = mode >= 1 ? b.data() : nullptr,
+            .residual = mode == 2 ? res.data() : nullptr, .pre_gelu = mode == 3 ? pre.data() : nullptr, .N = N, .C = C, .OC = OC}, 0);
+        k.expect("out", out, y, mode == 3 ? 1e-3 : 5e-6);       // the fused GELU uses a hardware tanh
+        if (mode == 3) { k.expect("pre_gelu", d_pre, pre, 5e-6); }
+    }
+    for (bool gelu : {false, true}) {
+        if (gelu && (!kLowPrecision || C % 8 != 0)) { continue; }
+        Case k(format("matmul_backward_input N=%d C=%d OC=%d gelu=%d", N, C, OC, gelu));
+        std::vector<double> dy = k.random((size_t)N * OC), w = k.random((size_t)OC * C, 1.0 / sqrt((double)OC)), pre = k.random((size_t)N * C);
+        std::vector<double> dx((size_t)N * C);
+        const floatX *d_dy = k.tensor<floatX>("dout", dy), *d_w = k.tensor<floatX>("weight", w), *d_pre = k.tensor<floatX>("pre_gelu", pre);
+        floatX* d_dx = k.poisoned<floatX>("dinp", dx.size());
+        k.run([&] { matmul_backward_input({.dinp = d_dx, .dout = d_dy, .weight = d_w, .pre_gelu = gelu ? d_pre : nullptr, .N = N, .C = C, .OC = OC}, 0); });
+        matmul_backward_input_cpu<double>({.dinp = dx.data(), .dout = dy.data(), .weight = w.data(), .pre_gelu = gelu ? pre.data() : nullptr,
+            .N = N, .C = C, .OC = OC}, 0);
+        k.expect("dinp", d_dx, dx, gelu ? 1e-3 : 5e-6);
+    }
+    for (Accumulate acc : kBothAccumulate) {
+        for (bool bf16 : {false, true}) {
+            Case k(format("matmul_backward_weight N=%d C=%d OC=%d acc=%d bf16=%d", N, C, OC, (int)acc, bf16));
+            std::vector<double> dy = k.random((size_t)N * OC), x = k.random((size_t)N * C), dw = k.random((size_t)OC * C, sqrt((double)N));
+            const floatX *d_dy = k.tensor<floatX>("dout", dy), *d_x = k.tensor<floatX>("inp", x);
+            Grad g = k.grad("dweight", dw, acc, bf16);
+            float* scratch = k.poisoned<float>("scratch", (size_t)OC * C);
+            k.run([&] { matmul_backward_weight(g, scratch, d_dy, d_x, N, C, OC, 0); });
+            matmul_backward_weight_cpu<double>({dw.data(), acc}, nullptr, dy.data(), x.data(), N, C, OC, 0);
+            k.expect("dweight", g, dw);
+            std::vector<double> db = k.random(OC);
+            Case k2(format("bias_backward N=%d OC=%d acc=%d bf16=%d", N, OC, (int)acc, bf16));
+            const floatX* d_dy2 = k2.tensor<floatX>("dout", dy);
+            Grad gb = k2.grad("dbias", db, acc, bf16);
+            float* scratch2 = k2.poisoned<float>("scratch", bias_backward_scratch_bytes(N, OC) / 4 + 1);
+            k2.run([&] { bias_backward(gb, scratch2, d_dy2, N, OC, 0); });
+            bias_backward_cpu<double>({db.data(), acc}, nullptr, dy.data(), N, OC, 0);
+            k2.expect("dbias", gb, db);
+        }
+    }
+}
+
+static void test_gelu(int N, int OC) {
+    {
+        Case k(format("gelu_forward N=%d OC=%d", N, OC));
+        std::vector<double> x = k.random((size_t)N * OC, 2.0), y(x.size());
+        const floatX* dx = k.tensor<floatX>("inp", x);
+        floatX* out = k.poisoned<floatX>("out", x.size());
+        k.run([&] { gelu_forward(out, dx, x.size(), 0); });
+        gelu_forward_cpu<double>(y.data(), x.data(), x.size(), 0);
+        k.expect("out", out, y);
+    }
+    for (Accumulate acc : kBothAccumulate) {
+        for (bool bf16 : {false, true}) {
+            Case k(format("gelu_backward N=%d OC=%d acc=%d bf16=%d", N, OC, (int)acc, bf16));
+            std::vector<double> x = k.random((size_t)N * OC, 2.0), d = k.random(x.size()), db = k.random(OC), before = db;
+            const floatX* dx = k.tensor<floatX>("inp", x);
+            floatX* dd = k.tensor<floatX>("d_inplace", d);
+            Grad g = k.grad("dbias", before, acc, bf16);
+            float* scratch = k.poisoned<float>("scratch", bias_backward_scratch_bytes(N, OC) / 4 + 1);
+            k.run([&] { gelu_backward_inplace(dd, g, scratch, dx, N, OC, 0); });
+            gelu_backward_inplace_cpu<double>(d.data(), {db.data(), acc}, nullptr, x.data(), N, OC, 0);
+            k.expect("dinp", dd, d);
+            const std::vector<double> stored = k.values_of(dd);         // dbias sums the values as stored
+            bias_backward_cpu<double>({before.data(), acc}, nullptr, stored.data(), N, OC, 0);
+            k.expect("dbias", g, before);
+        }
+    }
+}
+
+// Attention as 16-bit tensor cores must do it: exact products and sums, P, dS and O rounded where they become operands.
+// In fp32 builds it rounds to fp32 and so says what that type can do.
+static void attention_plain(double* out /*(B,T,NH,HS)*/, double* dqkv /*(B,T,3,NH,HS)*/, const double* qkv, const double* dout,
+                            int B, int T, int NH, int HS) {
+    const double scale = 1.0 / sqrt((double)HS);
+    const size_t C = (size_t)NH * HS;
+    #pragma omp parallel for
+    for (int bh = 0; bh < B * NH; bh++) {
+        const double* q = qkv + (size_t)(bh / NH) * T * 3 * C + (size_t)(bh % NH) * HS;
+        const double *k = q + C, *v = q + 2 * C;
+        const double* dO = dout + (size_t)(bh / NH) * T * C + (size_t)(bh % NH) * HS;
+        double* O = out + (dO - dout);
+        double *dq = dqkv + (q - qkv), *dk = dq + C, *dv = dq + 2 * C;
+        std::vector<double> p(T), dkv((size_t)T * 2 * HS, 0.0), row(HS);
+        for (int t = 0; t < T; t++) {
+            double max = -HUGE_VAL, sum = 0.0, D = 0.0;
+            for (int u = 0; u <= t; u++) {
+                p[u] = 0.0;
+                for (int i = 0; i < HS; i++) { p[u] += q[t * 3 * C + i] * k[u * 3 * C + i]; }
+                p[u] *= scale;
+                max = std::max(max, p[u]);
+            }
+            for (int u = 0; u <= t; u++) { p[u] = exp(p[u] - max); sum += p[u]; }
+            for (int i = 0; i < HS; i++) {
+                double o = 0.0;
+                for (int u = 0; u <= t; u++) { o += round_to((floatX*)nullptr, p[u]) * v[u * 3 * C + i]; }
+                O[t * C + i] = round_to((floatX*)nullptr, o / sum);
+                D += O[t * C + i] * dO[t * C + i];
+            }
+            std::fill(row.begin(), row.end(), 0.0);
+            for (int u = 0; u <= t; u++) {
+                double dp = 0.0;
+                for (int i = 0; i < HS; i++) { dp += dO[t * C + i] * v[u * 3 * C + i]; }
+                const double prob = p[u] / sum, ds = round_to((floatX*)nullptr, prob * (dp - D));
+                const double rounded = round_to((floatX*)nullptr, prob);
+                for (int i = 0; i < HS; i++) {
+                    row[i] += ds * k[u * 3 * C + i];
+                    dkv[((size_t)u * 2) * HS + i] += ds * q[t * 3 * C + i];
+                    dkv[((size_t)u * 2 + 1) * HS + i] += rounded * dO[t * C + i];
+                }
+            }
+            for (int i = 0; i < HS; i++) { dq[t * 3 * C + i] = round_to((floatX*)nullptr, row[i] * scale); }
+        }
+        for (int t = 0; t < T; t++) {
+            for (int i = 0; i < HS; i++) {
+                dk[t * 3 * C + i] = round_to((floatX*)nullptr, dkv[((size_t)t * 2) * HS + i] * scale);
+                dv[t * 3 * C + i] = round_to((floatX*)nullptr, dkv[((size_t)t * 2 + 1) * HS + i]);
+            }
+        }
+    }
+}
+
+static void test_attention(int B, int T, int NH, int HS) {
+    Case k(format("attention B=%d T=%d NH=%d HS=%d", B, T, NH, HS));
+    const size_t n = (size_t)B * T * NH * HS, rows = (size_t)B * NH * T;
+    std::vector<double> qkv = k.random(3 * n), dout = k.random(n), out(n), lse(rows), dqkv(3 * n), D(rows);
+    const floatX *d_qkv = k.tensor<floatX>("qkv", qkv), *d_dout = k.tensor<floatX>("dout", dout);
+    floatX *d_out = k.poisoned<floatX>("out", n), *d_dqkv = k.poisoned<floatX>("dqkv", 3 * n);
+    float *d_lse = k.poisoned<float>("lse", rows), *scratch = k.poisoned<float>("scratch", attention_backward_scratch_bytes(B, T, NH) / 4);
+    k.run([&] {
+        attention_forward(d_out, d_lse, d_qkv, B, T, NH, HS, 0);
+        attention_backward(d_dqkv, scratch, d_dout, d_out, d_qkv, d_lse, B, T, NH, HS, 0);
+    });
+    attention_forward_cpu<double>(out.data(), lse.data(), qkv.data(), B, T, NH, HS, 0);
+    attention_backward_cpu<double>(dqkv.data(), D.data(), dout.data(), out.data(), qkv.data(), lse.data(), B, T, NH, HS, 0);
+    std::vector<double> plain_out(n), plain_dqkv(3 * n);
+    attention_plain(plain_out.data(), plain_dqkv.data(), qkv.data(), dout.data(), B, T, NH, HS);
+    k.expect_as_good_as("out", d_out, out, plain_out, 5e-6);
+    k.expect_as_good_as("dqkv", d_dqkv, dqkv, plain_dqkv, 2e-5);
+    k.expect("lse", d_lse, lse, 5e-6);
+}
+
+static void test_classifier(int N, int V, int Vp) {
+    for (ClassifierMode mode : {ClassifierMode::LossOnly, ClassifierMode::LossAndGrad}) {
+        Case k(format("classifier N=%d V=%d Vp=%d mode=%d", N, V, Vp, (int)mode));
+        std::vector<double> logits = k.random((size_t)N * Vp, 3.0), losses(N), scale = {16.0};
+        std::vector<int> targets = random_tokens(N, V, 2);
+        targets[N - 1] = V - 1;
+        for (int v = V; v < Vp; v++) { logits[v] = 1e4; }       // padding must not matter
+        floatX* d_logits = k.tensor<floatX>("logits", logits);
+        float* d_losses = k.poisoned<float>("losses", N);
+        const float* d_scale = k.tensor<float>("loss_scale", scale);
+        const int* d_targets = k.bytes_of("targets", targets);
+        k.run([&] { classifier(d_logits, d_losses, d_targets, 1.0f / 64, d_scale, N, V, Vp, mode, 0); });
+        const float host_scale = 16.0f;
+        classifier_cpu<double>(logits.data(), losses.data(), targets.data(), 1.0f / 64, &host_scale, N, V, Vp, mode, 0);
+        k.expect("losses", d_losses, losses, 3e-6);
+        k.expect("logits", d_logits, logits, mode == ClassifierMode::LossOnly ? 1e-12 : 3e-6);
+        for (Accumulate acc : kBothAccumulate) {
+            Case k2(format("loss_sum N=%d", N));
+            std::vector<double> mean = {3.0};
+            const float* in = k2.tensor<float>("losses", losses);
+            float* d_mean = acc == Accumulate::Yes ? k2.tensor<float>("mean", mean) : k2.poisoned<float>("mean", 1);
+            k2.run([&] { loss_sum(d_mean, in, 1.0f / (float)N, acc, N, 0); });
+            loss_sum_cpu<double>(mean.data(), losses.data(), 1.0f / (float)N, acc, N, 0);
+            k2.expect("mean", d_mean, mean);
+        }
+    }
+}
+
+static void test_update(size_t n) {
+    for (bool bf16 : {false, true}) {
+        for (bool use_master : {false, true}) {
+            if (use_master && !kLowPrecision) { continue; }
+            Case k(format("global_norm and adamw_update n=%zu bf16=%d master=%d", n, bf16, use_master));
+            std::vector<double> g = k.random(n), p = k.random(n), m = k.random(n, 0.1), v = k.random(n, 0.1);
+            for (double& x : v) { x = x * x; }
+            UpdateState state = {};
+            state.loss_scale = 4.0f;
+            state.t = 2;
+            const UpdatePolicy policy = {true, 1, 65536.0f};
+            void* dg = bf16 ? (void*)k.tensor<__nv_bfloat16>("grads", g) : (void*)k.tensor<float>("grads", g);
+            std::vector<double> master = p;
+            float* d_master = use_master ? k.tensor<float>("master", master) : nullptr;
+            floatX* dp = k.tensor<floatX>("params", p);
+            if (!use_master) { master = p; }
+            float *dm = k.tensor<float>("m", m), *dv = k.tensor<float>("v", v);
+            UpdateState* d_state = k.bytes_of("state", std::vector<UpdateState>{state});
+            const size_t part = n / 2 / 128 * 128;
+            const std::vector<ParamSegment> segments = {{0, part, 0.1f}, {part, n, 0.0f}};
+            const ParamSegment* d_segments = k.bytes_of("segments", segments);
+            float* scratch = k.poisoned<float>("scratch", global_norm_scratch_bytes(n) / 4 + 1);
+            const RoundKey key = {1, 2, 3, NUM_PARAMS};
+            k.run([&] {
+                global_norm(d_state, scratch, dg, bf16, n, 1.0f, policy, 0);
+                adamw_update({.params = dp, .master = d_master, .m = dm, .v = dv, .grads = dg, .grads_bf16 = bf16, .state = d_state,
+                              .segments = d_segments, .num_segments = 2, .n = n, .lr = 0.01f, .beta1 = 0.9f, .beta2 = 0.95f,
+                              .eps = 1e-8f, .key = key}, 0);
+            });
+            global_norm_cpu<double>(&state, nullptr, g.data(), false, n, 1.0f, policy, 0);
+            adamw_update_cpu<double>({.params = p.data(), .master = master.data(), .m = m.data(), .v = v.data(), .grads = g.data(),
+                .grads_bf16 = false, .state = &state, .segments = segments.data(), .num_segments = 2, .n = n, .lr = 0.01f,
+                .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .key = key}, 0);
+            UpdateState got;
+            cudaCheck(cudaMemcpy(&got, d_state, sizeof(got), cudaMemcpyDeviceToHost));
+            CHECK(fabs(got.norm / state.norm - 1) <= 1e-5 && fabs(got.grad_scale / state.grad_scale - 1) <= 1e-5 && got.t == state.t &&
+                  got.skip == 0 && got.loss_scale == state.loss_scale && got.good_steps == state.good_steps,
+                  "%s: norm %g grad_scale %g t %lld loss_scale %g, expected %g %g %lld %g", k.title.c_str(), got.norm,
+                  got.grad_scale, got.t, got.loss_scale, state.norm, state.grad_scale, state.t, state.loss_scale);
+            k.expect("m", dm, m, 1e-5);
+            k.expect("v", dv, v, 1e-5);
+            if (use_master) { k.expect("master", d_master, master, 1e-5); }
+            k.expect("params", dp, p, 1e-5, use_master ? 2.0 : 2.5);
+        }
+    }
+}
+
+static void test_kernels() {
+    void* workspace = device_malloc(matmul_workspace_bytes(), "matmul workspace");
+    matmul_init(workspace, matmul_workspace_bytes(), false);
+    TEST("kernels: encoder") {
+        test_encoder(3, 33, 40, 67, 40);
+        test_encoder(1, 1, 20, 5, 3);
+        if (!small_shapes) { test_encoder(4, 257, 768, 509, 300); }
+    }
+    TEST("kernels: layernorm") {
+        for (int C : {1, 20, 40, 64, 768}) { test_layernorm(7, C); }
+        test_layernorm(1, 768);
+        if (!small_shapes) {
+            for (int C : {1280, 1600, 2048, 5000, 12288}) { test_layernorm(33, C); }
+            test_layernorm(1000, 768);
+            test_layernorm(3001, 40);
+        }
+    }
+    TEST("kernels: matmul and bias") {
+        test_matmul(33, 40, 120);
+        test_matmul(1, 64, 72);
+        test_matmul(7, 20, 60);
+        if (!small_shapes) {
+            test_matmul(257, 768, 2304);
+            test_matmul(130, 1600, 400);
+            test_matmul(1000, 128, 509 + 3);
+        }
+    }
+    TEST("kernels: gelu") {
+        test_gelu(7, 160);
+        test_gelu(1, 20);
+        if (!small_shapes) { test_gelu(1000, 3072); }
+    }
+    TEST("kernels: attention") {
+        for (int HS : {64, 80, 96, 128, 8, 20}) {
+            test_attention(1, 1, 1, HS);
+            test_attention(2, 33, 2, HS);
+            if (!small_shapes) { test_attention(2, 257, 3, HS); }
+        }
+        test_attention(1, 130, 1, 64);
+        if (!small_shapes) {
+            test_attention(1, 1024, 2, 64);
+            test_attention(1, 1000, 2, 128);
+            test_attention(1, 70, 2, 256);
+        }
+    }
+    TEST("kernels: classifier and loss") {
+        test_classifier(7, 509, 512);
+        test_classifier(5, 67, 128);
+        if (!small_shapes) {
+            test_classifier(3, 50257, 50304);
+            test_classifier(1000, 256, 256);
+            test_classifier(3, 65533, 65536);
+        }
+    }
+    TEST("kernels: norm and AdamW") {
+        test_update(1024);
+        if (!small_shapes) { test_update(128 * 10007); }
+    }
+    matmul_free();
+    device_free(workspace);
+}
+#endif  // GPT2_CPU
+
 // == main ==
 int main(int argc, char** argv) {
+    device_prepare(argv);
     std::vector<std::string> modes, references;
     for (int i = 1; i < argc; i++) {
         const std::string arg = argv[i];
         const bool more = i + 1 < argc;
+        if (arg == "dump-grads") {
+            device_init();
+            dump_grads(std::vector<std::string>(argv + i + 1, argv + argc));
+            return 0;
+        }
         if (arg == "--list") {
             for (const char* name : kOutputNames) { puts(name); }
             return 0;
         }
+#ifndef GPT2_CPU
+        if (arg == "--small") { small_shapes = true; continue; }
+#endif
         if (arg == "--break" && more) { break_name = argv[++i]; }
         else if (arg == "--reference" && more) { references.push_back(argv[++i]); }
         else if (arg == "kernels" || arg == "model" || arg == "invariance") { modes.push_back(arg); }
@@ -501,6 +1225,9 @@ int main(int argc, char** argv) {
         if (mode == "invariance") {
             test_invariance("plain attention, C=40 V=509 T=33", kTiny);
             test_invariance("head size 64, C=128 V=300 T=70", kTensorCore);
+#ifndef GPT2_CPU
+            test_cuda_options(kTensorCore);
+#endif
         }
     }
     if (break_name && break_hits == 0) { printf("note: %s was not computed in this run\n", break_name); }

@@ -1,0 +1,49 @@
+/*
+One training step for a profiler: no data files, no logs, random tokens.
+
+    make profile_gpt2cu
+    ncu --set full --clock-control none -o step ./profile_gpt2cu            # every kernel of one micro-step
+    nsys profile -o step ./profile_gpt2cu d12 64 1024 3                     # model, B, T, steps
+
+Every op is an NVTX range with its own name. The first step loads kernels and picks GEMM algorithms, so the last one is
+the one to look at: ncu's --nvtx --nvtx-include "profiled/" keeps only that.
+*/
+#define TESTING
+#include "train_gpt2.cu"
+
+static void break_output(const char*, floatX*, size_t, Stream) {}
+#ifndef ENABLE_FP32
+static void break_output(const char*, float*, size_t, Stream) {}
+#endif
+static void break_output(const char*, Grad, size_t, Stream) {}
+
+int main(int argc, char** argv) {
+    const char* model_name = argc > 1 ? argv[1] : "d12";
+    const int B = argc > 2 ? atoi(argv[2]) : 64, T = argc > 3 ? atoi(argv[3]) : 1024, steps = argc > 4 ? atoi(argv[4]) : 2;
+    const Config c = descriptor_config(model_name);
+    if (argc > 5 || B < 1 || T < 1 || T > c.maxT || steps < 1) {
+        die("usage: profile_gpt2cu [MODEL [B [T [STEPS]]]], with T at most %d", c.maxT);
+    }
+    Options options = {};
+    options.master = options.residual_in_gemm = options.tf32 = true;
+    options.seed = 1337;
+    const DeviceInfo device = device_init();
+    gpt2_check_memory(c, options, B, T, device);
+    GPT2 model;
+    gpt2_allocate(&model, c, options, B, T);
+    gpt2_init_random(&model, options.seed);
+    std::vector<int> x((size_t)B * T), y((size_t)B * T);
+    for (size_t i = 0; i < x.size(); i++) {
+        x[i] = (int)(rand_u32(1, RAND_SAMPLE, 0, i) % (uint32_t)c.V);
+        y[i] = (int)(rand_u32(1, RAND_SAMPLE, 1, i) % (uint32_t)c.V);
+    }
+    for (int step = 0; step < steps; step++) {
+        NvtxRange range(step + 1 == steps ? "profiled" : "warm-up");
+        gpt2_micro_step(&model, x.data(), y.data(), B, T, 0, 1);
+        gpt2_update(&model, 1e-4f, 0.9f, 0.95f, 1e-8f, 1.0f);
+        printf("loss %.6f\n", gpt2_read_state(&model).loss);
+    }
+    matmul_print_plans(stdout);
+    gpt2_free(&model);
+    return 0;
+}
