@@ -1,0 +1,108 @@
+#!/usr/bin/env bash
+# The one command for a machine with a GPU: build, test, sanitize, prove determinism, compare with PyTorch, time.
+#
+#   dev/gpu.sh                       everything
+#   dev/gpu.sh build test bench      only these steps: build test ptx sanitize determinism compare bench
+#
+# Prints a short table last, keeps all output in build/gpu/*.log and, after a full test step, writes
+# dev/test/gpu-results.txt: `make test` on a machine without a GPU reads it to know whether these sources were tested.
+# DATA: prefix of tinyshakespeare's shards (default dev/data/tinyshakespeare/tiny_shakespeare).
+set -u
+cd "$(dirname "$0")/.."
+steps=${*:-build test ptx sanitize determinism compare bench}
+DATA=${DATA:-dev/data/tinyshakespeare/tiny_shakespeare}
+logs=build/gpu
+mkdir -p $logs
+declare -a table
+failures=0 passed=0 failed=0 skipped=0
+
+# row NAME RESULT: one line of the table; a result that does not begin with "ok" is a failure
+row() {
+    table+=("$(printf '%-26s %s' "$1" "$2")")
+    printf '%-26s %s\n' "$1" "$2"
+    case "$2" in ok*) ;; *) failures=$((failures + 1)) ;; esac
+}
+# suite NAME COMMAND...: runs it and takes its closing line
+suite() {
+    local name=$1 log=$logs/$1.log start=$SECONDS
+    shift
+    "$@" >"$log" 2>&1
+    local code=$? last
+    last=$(tail -n 1 "$log")
+    if [[ $last =~ ^([0-9]+)\ passed,\ ([0-9]+)\ failed,\ ([0-9]+)\ skipped$ ]]; then
+        passed=$((passed + BASH_REMATCH[1])) failed=$((failed + BASH_REMATCH[2])) skipped=$((skipped + BASH_REMATCH[3]))
+    else
+        failed=$((failed + 1))
+    fi
+    if [ $code = 0 ]; then row "$name" "ok: $last ($((SECONDS - start)) s)"; else
+        grep -E '^FAIL|error:' "$log" | head -8
+        row "$name" "FAILED (exit $code): $last"
+    fi
+}
+# check NAME COMMAND...: exit code only
+check() {
+    local name=$1 log=$logs/$1.log start=$SECONDS
+    shift
+    if "$@" >"$log" 2>&1; then row "$name" "ok ($((SECONDS - start)) s)"; else
+        tail -n 5 "$log"
+        row "$name" "FAILED"
+    fi
+}
+
+gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -1)
+driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -1)
+echo "$gpu, driver $driver"
+
+for step in $steps; do
+    case $step in
+    build)
+        programs="test_gpt2.BF16 test_gpt2.FP32 test_gpt2.FP16 train_gpt2.BF16 train_gpt2.FP32 profile_gpt2.BF16"
+        check build make -s -j8 $(for p in $programs; do echo build/check/$p; done)
+        ;;
+    test)
+        for precision in BF16 FP32 FP16; do suite "test $precision" build/check/test_gpt2.$precision; done
+        suite "break BF16" python3 dev/test/break_all.py build/check/test_gpt2.BF16
+        ;;
+    ptx)    # the portable code, as a GPU without machine code of its own would run it
+        suite "test BF16, sm_80 PTX" env CUDA_FORCE_PTX_JIT=1 build/check/test_gpt2.BF16
+        ;;
+    sanitize)
+        for tool in memcheck racecheck initcheck synccheck; do
+            suite "$tool" compute-sanitizer --tool $tool --error-exitcode 1 --log-file $logs/$tool.txt \
+                build/check/test_gpt2.BF16 kernels --small
+        done
+        ;;
+    determinism)
+        for run in 1 2; do
+            rm -rf build/gpu/run$run
+            build/check/train_gpt2.BF16 -i "${DATA}_train.bin" -j "${DATA}_val.bin" -b 8 -t 256 -z 4096 -x 100 -v 50 -s 0 \
+                -o build/gpu/run$run >$logs/determinism$run.log 2>&1
+        done
+        check "determinism: main.log" cmp build/gpu/run1/main.log build/gpu/run2/main.log
+        check "determinism: weights" cmp build/gpu/run1/model_00000100.bin build/gpu/run2/model_00000100.bin
+        ;;
+    compare)
+        suite "against PyTorch" python3 dev/reference/check_gpu.py --build 0 --data "$DATA" --work build/reference \
+            --train 'build/check/train_gpt2.{precision}' --test 'build/check/test_gpt2.{precision}'
+        ;;
+    bench)
+        check bench dev/bench/bench.sh "$DATA"
+        ;;
+    *) echo "error: '$step' is not a step of dev/gpu.sh" >&2; exit 1 ;;
+    esac
+done
+
+echo
+printf '%s\n' "${table[@]}"
+case " $steps " in *" build "*" test "*)
+    {
+        echo "date: $(date -u +%Y-%m-%d)"
+        echo "gpu: $gpu"
+        echo "driver: $driver"
+        echo "steps: $steps"
+        echo "counts: $passed passed, $failed failed, $skipped skipped"
+        echo "sha256: $(python3 dev/test/run.py --hash)"
+    } >dev/test/gpu-results.txt ;;
+esac
+echo "$passed passed, $failed failed, $skipped skipped"
+[ $failures = 0 ]

@@ -1,0 +1,992 @@
+#!/usr/bin/env python3
+"""The training program as its users see it: flags, files, output, exit codes, signals.
+
+    python3 dev/test/test_cli.py ./train_gpt2cpu            # under a minute
+    python3 dev/test/test_cli.py ./train_gpt2cu             # the same tests on a GPU
+    python3 dev/test/test_cli.py ./train_gpt2cpu --slow     # also d12 on tinyshakespeare against PyTorch
+    python3 dev/test/test_cli.py ./train_gpt2cpu -k signal  # only tests whose name contains a word
+
+Everything it needs it writes into a temporary folder, with its own few lines for the file formats; what the
+independent dev/test/llmc_format.py writes and reads is compared too. Standard library only. Bit-equality is
+asked for in every build; comparisons of different arithmetic are as tight as the build's precision allows.
+Losses of a run that another program computed: dev/reference/fixture/run.json (PyTorch, made by
+dev/reference/make_fixture.py) and EXPECTED_D12 below.
+"""
+import argparse
+import array
+import glob
+import hashlib
+import json
+import math
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
+FORMAT_TOOL = os.path.join(ROOT, "dev/test/llmc_format.py")
+FIXTURE = os.path.join(ROOT, "dev/reference/fixture")
+SHAKESPEARE = os.path.join(ROOT, "dev/data/tinyshakespeare/tiny_shakespeare_")
+SHARD_MAGIC, MODEL_MAGIC = 20240520, 20240326
+B, T, V, C, L = 4, 32, 256, 32, 2
+TINY = f"L{L},NH2,C{C},T{T},V{V}"
+NO_TEXT = "L2,NH2,C32,T32,V300"         # no tokenizer has 300 tokens; 300 is padded to 384
+LIMIT_S = 300                           # no run here takes more than seconds; a hang must not hang the tests
+
+# The first batch five times over, lr 1e-4, in PyTorch fp32:
+#   python dev/reference/train_gpt2.py --model d12 --batch_size 2 --sequence_length 64 --num_iterations 5 \
+#       --write_tensors 0
+EXPECTED_D12 = os.path.join(ROOT, "dev/test/fixtures/d12_losses.json")
+
+
+# ---- counting ----
+
+class Count:
+    passed = failed = skipped = 0
+    name = ""                           # of the test that runs
+
+
+def check(condition, what):
+    if condition:
+        Count.passed += 1
+    else:
+        Count.failed += 1
+        print(f"FAIL {Count.name}: {what}", flush=True)
+    return bool(condition)
+
+
+def skip(why, count=1):
+    Count.skipped += count
+    print(f"SKIP ({count}) {Count.name}: {why}", flush=True)
+
+
+def check_equal(got, want, what):
+    return check(got == want, f"{what}: {shorten(got)}, expected {shorten(want)}")
+
+
+def check_close(got, want, tolerance, what):
+    """Two lists of numbers, element by element; NaN is never close."""
+    if not check_equal(len(got), len(want), what + ": how many values"):
+        return False
+    worst = max((abs(a - b) if a == a and b == b else math.inf for a, b in zip(got, want)), default=math.inf)
+    return check(worst <= tolerance, f"{what}: differs by {worst:.3g}, allowed {tolerance:.3g}")
+
+
+def shorten(value):
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
+# ---- the program ----
+
+class Result:
+    def __init__(self, code, out, err, command):
+        self.code, self.out, self.err, self.command = code, out, err, command
+
+    def losses(self):
+        return [float(x) for x in re.findall(r"^step \d+/\d+ \| loss (\S+)", self.out, re.M)]
+
+    def val_losses(self):
+        return [float(x) for x in re.findall(r"^val loss (\S+)$", self.out, re.M)]
+
+    def samples(self):
+        """Texts after `sample N at step S:`, prompt included."""
+        return re.findall(r"^sample \d+ at step \d+:\n(.*?)\n---$", self.out, re.M | re.S)
+
+
+class Program:
+    path = precision = device = None
+
+    @staticmethod
+    def command(flags):
+        base = {"-e": TINY, "-i": "train.bin", "-j": "val.bin", "-b": B, "-x": 5, "-v": 0, "-s": 0, "-f": 0}
+        base.update(flags)
+        words = [Program.path]
+        for flag, value in base.items():
+            if value is not None:
+                words += [flag, str(value)]
+        return words
+
+    @staticmethod
+    def environment(threads):
+        env = dict(os.environ, LC_ALL="C")
+        env["OMP_NUM_THREADS"] = env["OPENBLAS_NUM_THREADS"] = str(threads)
+        return env
+
+
+def run(flags=None, extra=(), threads=1, **popen):
+    """Runs with the usual small flags; `flags` adds to them or, with None, takes one away."""
+    words = Program.command(flags or {}) + list(extra)
+    try:
+        p = subprocess.run(words, capture_output=True, timeout=LIMIT_S, env=Program.environment(threads), **popen)
+    except subprocess.TimeoutExpired:
+        return Result(None, "", f"no end after {LIMIT_S} s", words)
+    return Result(p.returncode, p.stdout.decode("latin-1"), p.stderr.decode("latin-1"), words)
+
+
+def run_ok(flags=None, **kwargs):
+    result = run(flags, **kwargs)
+    ran = result.code == 0 and result.err == ""
+    if not ran:
+        print(f"    {' '.join(result.command)}\n    exit code {result.code}: {result.err.strip()}")
+    check(ran, "the run ends well and without complaints")
+    return result
+
+
+def exact():
+    return Program.precision == "FP32"
+
+
+def tolerance(fp32, low):
+    return fp32 if exact() else low
+
+
+# ---- files, written and read by a few lines of our own ----
+
+def write_bytes(path, data):
+    with open(path, "wb") as f:
+        f.write(data)
+    return path
+
+
+def read_bytes(path):
+    with open(path, "rb") as f:
+        return f.read()
+
+
+def write_shard(path, tokens, magic=SHARD_MAGIC, version=1, count=None):
+    header = struct.pack("<256i", magic, version, len(tokens) if count is None else count, *[0] * 253)
+    return write_bytes(path, header + struct.pack(f"<{len(tokens)}H", *tokens))
+
+
+def sentences(seed, length):
+    """Bytes of made-up words in a made-up grammar: a model of bytes learns from them within a few steps."""
+    rng = random.Random(seed)
+    words = ["ba", "dum", "tak", "lorin", "mek", "sa", "vou", "rik", "teno", "pald"]
+    text = "".join(rng.choice(words) + rng.choice(["  ", " ", " ", ". ", ", "]) for _ in range(length // 3 + 8))
+    return text.encode()[:length]
+
+
+PARAMS = [("wte", 2), ("wpe", 2), ("ln1w", 1), ("ln1b", 1), ("qkvw", 2), ("qkvb", 1), ("attprojw", 2),
+          ("attprojb", 1), ("ln2w", 1), ("ln2b", 1), ("fcw", 2), ("fcb", 1), ("fcprojw", 2), ("fcprojb", 1),
+          ("lnfw", 1), ("lnfb", 1)]
+
+
+def param_sizes(maxT, vocabulary, layers, heads, channels, padded):
+    c = channels
+    return [padded * c, maxT * c] + [layers * n for n in (c, c, 3 * c * c, 3 * c, c * c, c, c, c, 4 * c * c, 4 * c,
+                                                          4 * c * c, c)] + [c, c]
+
+
+def read_model(path):
+    """(header's first 8 numbers, {name: values as float})"""
+    data = read_bytes(path)
+    header = struct.unpack("<8i", data[:32])
+    at, params = 1024, {}
+    for (name, _), size in zip(PARAMS, param_sizes(*header[2:8])):
+        if header[1] == 3:
+            params[name] = struct.unpack(f"<{size}f", data[at:at + 4 * size])
+            at += 4 * size
+        else:
+            halves = struct.unpack(f"<{size}H", data[at:at + 2 * size])
+            params[name] = struct.unpack(f"<{size}f", struct.pack(f"<{size}I", *[h << 16 for h in halves]))
+            at += 2 * size
+    check_equal(len(data), at, f"{path}: bytes")
+    return header, params
+
+
+def model_path(folder):
+    found = glob.glob(folder + "/model_*.bin")
+    return found[0] if check_equal(len(found), 1, f"checkpoints in {folder}") else ""
+
+
+LOG_LINE = re.compile(r"s:(\d+) (?:trl:(\S+) lr:(\S+) norm:(\S+)|tel:(\S+)|eval:(\S+))")
+
+
+def log_lines(folder, kind="trl"):
+    with open(folder + "/main.log", encoding="ascii") as f:
+        return [line for line in f if f" {kind}:" in line]
+
+
+def log_columns(folder):
+    """{"step": [...], "trl": [...], "lr": [...], "norm": [...]} of the training lines."""
+    rows = [LOG_LINE.fullmatch(line.strip()).groups()[:4] for line in log_lines(folder)]
+    return {name: [float(row[i]) for row in rows] for i, name in enumerate(("step", "trl", "lr", "norm"))}
+
+
+def snapshot(folder="."):
+    """Every file under the folder, with its bytes' hash, and every folder."""
+    state = {}
+    for parent, folders, files in os.walk(folder):
+        state.update((os.path.join(parent, name), None) for name in folders)
+        for name in files:
+            path = os.path.join(parent, name)
+            state[path] = hashlib.sha256(read_bytes(path)).hexdigest() if os.path.isfile(path) else "special"
+    return state
+
+
+# ---- training ----
+
+def test_accumulation():
+    one = run_ok({"-a": 1, "-x": 10, "-l": "1e-3"})
+    two = run_ok({"-a": 1, "-x": 10, "-l": "1e-3", "-z": 2 * B * T})
+    check_equal(len(one.losses()), 10, "step lines")
+    check_close(two.losses(), one.losses(), tolerance(1e-5, 5e-3), "one batch accumulated twice against once")
+    big = run_ok({"-b": 8, "-x": 6})
+    for rows in (4, 1):
+        split = run_ok({"-b": rows, "-z": 8 * T, "-x": 6})
+        check_close(split.losses(), big.losses(), tolerance(1e-5, 2e-2), f"a batch of 8 rows in parts of {rows}")
+    synonym = run_ok({"-d": 8 * T, "-x": 6})
+    long_name = run_ok({"--total-batch": 8 * T, "-x": 6})
+    check_equal(synonym.losses(), long_name.losses(), "-d is --total-batch")
+
+
+def test_determinism():
+    flags = {"-x": 6, "-v": 3, "-s": 3, "-z": 2 * B * T, "-c": 0.1}
+    runs = [run_ok({**flags, "-o": folder}) for folder in ("same1", "same2")]
+    check_equal(read_bytes("same1/main.log"), read_bytes("same2/main.log"), "main.log of two equal runs")
+    check(read_bytes(model_path("same1")) == read_bytes(model_path("same2")), "checkpoints of two equal runs differ")
+    check_equal(runs[0].samples(), runs[1].samples(), "samples of two equal runs")
+    other = run_ok({**flags, "--seed": 1})
+    check(other.losses() != runs[0].losses(), "another --seed gives the same losses")
+    ordered = run_ok({**flags, "--shuffle": 0})
+    check(ordered.losses() != runs[0].losses(), "--shuffle 0 gives the losses of the shuffled order")
+
+
+def test_same_bits():
+    """What must not change training's bits: recomputation, validation, sampling."""
+    flags = {"-x": 7, "-c": 0.1, "-l": "1e-3"}
+    run_ok({**flags, "-o": "bits"})
+    bits = log_lines("bits"), read_bytes(model_path("bits"))
+    variants = [{"-r": 1}, {"-r": 2}, {"-v": 1}, {"-v": 3, "-m": 1}, {"-s": 1}, {"-s": 2, "-g": 8},
+                {"-v": 2, "-s": 3, "--num-samples": 2, "--top-k": 5, "--temperature": 0.7, "-r": 1}]
+    for i, variant in enumerate(variants):
+        folder = f"bits{i}"
+        run_ok({**flags, **variant, "-o": folder})
+        check_equal(log_lines(folder), bits[0], f"training lines with {variant}")
+        check(read_bytes(model_path(folder)) == bits[1], f"the checkpoint with {variant} is another one")
+    check_equal([LOG_LINE.match(x)[1] for x in log_lines("bits3", "tel")], ["0", "3", "6", "7"],
+                "when -v 3 validates in 7 steps")
+    fused = run_ok({**flags, "--residual": "layernorm"})
+    check_close(fused.losses(), log_columns("bits")["trl"], tolerance(1e-4, 2e-2), "--residual layernorm")
+
+
+def test_threads():
+    for threads in (1, 2):
+        run_ok({"-o": f"threads{threads}", "-x": 6}, threads=threads)
+    equal = read_bytes(model_path("threads1")) == read_bytes(model_path("threads2"))
+    if "OpenBLAS" in Program.device:        # promised of our own loops alone
+        skip(f"with OpenBLAS nothing is promised; here 1 and 2 threads give {'equal' if equal else 'other'} bits")
+    else:
+        check(equal, "1 and 2 threads give other checkpoints")
+
+
+def test_saved_model():
+    trained = run_ok({"-o": "saved", "-x": 6, "-v": 6, "-l": "1e-3"})
+    path = model_path("saved")
+    check(path.endswith("/model_00000006.bin"), f"{path}: named after the steps")
+    check("saved " + path in trained.out, "the program says what it saved")
+    before = snapshot()
+    for flags in ({"-x": 0}, {"-x": 0, "-v": 1, "-s": 1}):
+        again = run_ok({"-e": path, **flags})
+        check_equal(len(again.val_losses()), 1, "val loss lines of -x 0")
+        check_equal(again.losses(), [], "steps of -x 0")
+        check_close(again.val_losses(), trained.val_losses()[-1:], tolerance(0, 1e-2), "the saved model's val loss")
+    check_equal(snapshot(), before, "the disk after -x 0")
+    header, params = read_model(path)
+    check_equal(header, (MODEL_MAGIC, 5 if Program.precision == "BF16" else 3, T, V, L, 2, C, 256), "header")
+    check(all(math.isfinite(x) for values in params.values() for x in values), "a weight is not finite")
+    # a learning rate of 0 leaves the weights alone: what is loaded is what is saved
+    run_ok({"-e": path, "-l": 0, "-x": 2, "-c": 0.1, "-o": "resaved"})
+    check(read_bytes(path) == read_bytes(model_path("resaved")), "a model that learned nothing is saved differently")
+    # training goes on from a checkpoint
+    more = run_ok({"-e": path, "-x": 20, "-l": "1e-3"})
+    check(more.losses()[-1] < trained.losses()[-1], "a loaded model does not learn")
+
+
+def test_padded_vocabulary():
+    for vocabulary, padded in ((256, 256), (300, 384)):
+        folder = f"padded{vocabulary}"
+        run_ok({"-e": f"L1,NH2,C16,T32,V{vocabulary}", "-x": 3, "-o": folder, "-l": "1e-2", "-c": 0.1})
+        header, params = read_model(model_path(folder))
+        check_equal(header[2:8], (32, vocabulary, 1, 2, 16, padded), "header")
+        check(not any(params["wte"][vocabulary * 16:]), "rows of the padding are not zero")
+    # what stands in the padding of somebody's file has no part in the loss
+    data = bytearray(read_bytes(model_path("padded300")))
+    clean = run_ok({"-e": model_path("padded300"), "-x": 0}).val_losses()
+    width = 2 if Program.precision == "BF16" else 4
+    at = 1024 + 300 * 16 * width
+    data[at:at + 84 * 16 * width] = (b"\x41\x20" if width == 2 else b"\x00\x00\x20\x41") * (84 * 16)
+    dirty = run_ok({"-e": write_bytes("dirty.bin", data), "-x": 0}).val_losses()
+    check_equal(dirty, clean, "val loss with rubbish in the padded rows")
+
+
+def test_weight_decay():
+    """One step with and without: only matrices differ, and by lr * decay * weight."""
+    rate, decay = 1e-2, 0.5
+    models = []
+    for name, lr, c in (("start", 0, 0), ("plain", rate, 0), ("decayed", rate, decay)):
+        run_ok({"-x": 1, "-l": lr, "-k": "constant", "-c": c, "-o": "decay_" + name})
+        models.append(read_model(model_path("decay_" + name))[1])
+    start, plain, decayed = models
+    for name, dimensions in PARAMS:
+        if dimensions == 1:
+            check(plain[name] == decayed[name], f"{name}: weight decay changed a tensor with one dimension")
+            continue
+        shrunk = [a - b for a, b in zip(plain[name], decayed[name])]
+        expected = [rate * decay * x for x in start[name]]
+        check(any(shrunk), f"{name}: weight decay changed nothing")
+        check_close(shrunk, expected, tolerance(1e-6, 1e-3), f"{name}: how much weight decay took off")
+    check(all(any(a != b for a, b in zip(start[name], plain[name])) for name, _ in PARAMS), "a tensor did not move")
+
+
+def test_overfit():
+    losses = run_ok({"-a": 1, "-x": 60, "-l": "1e-2", "-u": 5}).losses()
+    check(losses and losses[0] > 5.0 and losses[-1] < losses[0] - 3.0, f"loss goes from {losses[:1]} to {losses[-1:]}")
+
+
+def test_schedules():
+    steps, warmup, peak, last = 20, 4, 1e-3, 0.1
+    shapes = {"cosine": lambda x: 0.5 * (1 + math.cos(math.pi * x)), "linear": lambda x: 1 - x,
+              "wsd": lambda x: 1 - math.sqrt(x), "constant": None}
+    for kind, shape in shapes.items():
+        folder = "lr_" + kind
+        run_ok({"-x": steps, "-u": warmup, "-l": peak, "-q": last, "-k": kind, "-o": folder, "-b": 1, "-t": 8})
+        start = steps - steps // 5 if kind == "wsd" else warmup
+        expected = []
+        for step in range(steps):
+            x = max(0.0, (step - start) / (steps - start))
+            low = peak * last
+            after = peak if shape is None else low + shape(x) * (peak - low)
+            expected.append(peak * (step + 1) / warmup if step < warmup else after)
+        rates = log_columns(folder)["lr"]
+        check_close([a / b for a, b in zip(rates, expected)], [1.0] * steps, 1e-5, f"learning rates of {kind}")
+        check_equal(rates[warmup - 1], peak, f"{kind}: the rate when the warm-up is over")
+    printed = run_ok({"-x": steps, "-l": peak}).out
+    check("lr 1.00e-03" in printed, "the progress line shows the learning rate")
+
+
+def test_gradient_clipping():
+    """The norm in the log is the one before clipping; clipping to less moves the weights differently."""
+    columns = []
+    for clip in (0, 1, 0.01):
+        run_ok({"-x": 4, "--grad-clip": clip, "--eps": "1e-3", "-o": f"clip{clip}"})
+        columns.append(log_columns(f"clip{clip}"))
+    check(columns[0]["norm"][0] > 1.0, "the first norm is larger than 1")
+    check_equal([c["norm"][0] for c in columns], [columns[0]["norm"][0]] * 3, "first norm, whatever --grad-clip")
+    check(len({c["trl"][-1] for c in columns}) == 3, "--grad-clip has no effect")
+
+
+def test_epoch():
+    """-x epoch: every row of the training data once."""
+    for i, length in enumerate((1200, 400, 20)):        # the last holds no row
+        write_shard(f"part_{i}.bin", sentences(i, length))
+    rows = 1199 // T + 399 // T
+    for batch, flags in ((B, {}), (2 * B, {"-z": 2 * B * T}), (1, {"-b": 1})):
+        result = run_ok({"-i": "part_*.bin", "-x": "epoch", **flags})
+        check_equal(len(result.losses()), rows // batch, f"steps of {batch} rows in an epoch of {rows}")
+    result = run_ok({"-i": "part_*.bin", "-x": None})
+    check_equal(len(result.losses()), rows // B, "-x left out means one epoch")
+    check_equal(len(run_ok({"-i": "part_*.bin", "-x": 20}).losses()), 20, "steps beyond an epoch")
+    # data smaller than one batch
+    write_shard("short.bin", sentences(7, T + 1))
+    small = run_ok({"-i": "short.bin", "-j": "part_1.bin", "-v": 1, "-m": 1000, "-b": 16, "-x": 3})
+    check(len(small.losses()) == 3 and len(small.val_losses()) == 4, "a shard smaller than a batch")
+    small = run_ok({"-j": "short.bin", "-v": 1, "-x": 1})
+    check_equal(len(small.val_losses()), 2, "validations with a set smaller than a batch")
+    run_ok({"-i": "short.bin", "-x": "epoch", "-o": "short_epoch"})
+    check_equal(len(log_lines("short_epoch")), 1, "steps of an epoch that is smaller than a batch")
+
+
+def test_sequence_length():
+    for length in (1, 7, 31):
+        result = run_ok({"-t": length, "-x": 2, "-v": 1, "-s": 2})
+        check_equal(len(result.losses()), 2, f"steps with -t {length}")
+        check(all(4.5 < x < 7.0 for x in result.losses()), f"losses with -t {length}: {result.losses()}")
+
+
+# ---- against other programs ----
+
+def test_pytorch_run():
+    """12 steps with accumulation, warm-up, decay and clipping, two shards, as PyTorch in fp32 did them."""
+    with open(FIXTURE + "/run.json", encoding="utf-8") as f:
+        reference = json.load(f)
+    words = reference["our_flags"].split()
+    flags = {**dict(zip(words[::2], words[1::2])), "-i": os.path.join(FIXTURE, reference["shards"]),
+             "-o": "pytorch"}
+    run_ok(flags)
+    columns = log_columns("pytorch")
+    check_close(columns["trl"], reference["losses"], tolerance(2e-5, 3e-2), "losses")
+    check_close(columns["norm"], reference["norms"], tolerance(2e-4, 5e-2), "norms")
+    check_close(columns["lr"], reference["learning_rates"], 1e-8, "learning rates")
+
+
+def format_tool(*words):
+    p = subprocess.run([sys.executable, FORMAT_TOOL, *map(str, words)], capture_output=True, text=True)
+    check_equal((p.returncode, p.stderr), (0, ""), f"llmc_format.py {words[0]}")
+    return p.stdout
+
+
+def test_llmc_format():
+    """A shard and checkpoints of the independent script load here, and it reads ours, value for value."""
+    format_tool("write-shard", "theirs_train.bin", "--tokens", 3000, "--vocab", 250, "--seed", 1)
+    format_tool("write-shard", "theirs_val.bin", "--tokens", 700, "--vocab", 250, "--seed", 2)
+    for version in (3, 5):
+        model, folder = f"theirs_v{version}.bin", f"theirs_v{version}"
+        # padded to a multiple of 8 that is not one of 128: the file says what the padding is
+        written = format_tool("write-model", model, "--L", 2, "--NH", 4, "--C", 64, "--T", 32, "--V", 250, "--Vp", 256,
+                              "--version", version)
+        flags = {"-e": model, "-i": "theirs_train.bin", "-j": "theirs_val.bin"}
+        result = run_ok({**flags, "-v": 1, "-l": 0, "-x": 1, "-o": folder})
+        check("3000 training tokens" in result.out, "the number of tokens in their shard")
+        read = format_tool("read-model", model_path(folder))
+        if Program.precision == "BF16" and version == 3:        # rounded on the way: only shapes can agree
+            names = [[line.split()[:2] for line in text.splitlines()[1:]] for text in (written, read)]
+            check_equal(names[1], names[0], "tensors of our checkpoint")
+        else:
+            check_equal(read.splitlines()[1:], written.splitlines()[1:], f"our copy of their version {version}")
+        evaluated = run_ok({**flags, "-x": 0}).val_losses()
+        check_close(evaluated, result.val_losses()[:1], tolerance(0, 1e-2), "val loss of their model")
+    format_tool("write-model", "theirs_304.bin", "--L", 1, "--NH", 2, "--C", 32, "--T", 32, "--V", 300, "--Vp", 304)
+    run_ok({"-e": "theirs_304.bin", "-x": 2, "-o": "theirs_304"})
+    check("V 300 L 1 NH 2 C 32 Vp 304" in format_tool("read-model", model_path("theirs_304")), "Vp of the file is kept")
+
+
+def test_d12():
+    """The 124M model on tinyshakespeare: five losses of PyTorch."""
+    if not Program.slow:
+        skip("takes a minute; --slow runs it")
+    elif not os.path.exists(SHAKESPEARE + "train.bin"):
+        skip("no tinyshakespeare shards: make tinyshakespeare")
+    else:
+        with open(EXPECTED_D12, encoding="utf-8") as f:
+            expected = json.load(f)
+        for kind, flags in (("overfit", {"-a": 1}), ("shuffled", {"-a": 0})):
+            result = run_ok({"-e": "d12", "-b": 2, "-t": 64, "-x": 5, "-l": "1e-4", "-q": 1,
+                             "-i": SHAKESPEARE + "train.bin", "-j": SHAKESPEARE + "val.bin", **flags}, threads=2)
+            check_close(result.losses(), expected[kind], tolerance(1e-4, 5e-2), f"d12 losses, {kind}")
+        check("124475904 parameters" in result.out or "124,475,904" in result.out, "parameters of d12")
+
+
+# ---- sampling ----
+
+def trained_model():
+    """A model that has seen enough bytes to prefer letters; made once."""
+    if not os.path.exists("sampler"):
+        run_ok({"-o": "sampler", "-x": 60, "-l": "1e-2", "-b": 8})
+    return model_path("sampler")
+
+
+def test_prompt():
+    flags = {"-e": trained_model(), "-i": "nothing.bin", "-j": "nothing.bin", "-x": 0, "--prompt": "tak "}
+    before = snapshot()
+    one, two = run_ok(flags), run_ok(flags)
+    check_equal(len(one.samples()), 1, "samples")
+    check(one.samples()[0].startswith("tak ") and len(one.samples()[0]) > 4, f"{one.samples()}: text after the prompt")
+    check_equal(two.samples(), one.samples(), "the same text twice")
+    check_equal((one.losses(), one.val_losses()), ([], []), "only text: losses printed")
+    check_equal(snapshot(), before, "the disk after generating")
+    check(run_ok({**flags, "--seed": 5}).samples() != one.samples(), "another --seed writes the same text")
+
+    greedy = [run_ok({**flags, **more}).samples() for more in
+              ({"--temperature": 0}, {"--temperature": 0, "--seed": 5}, {"--top-k": 1}, {"--top-k": 1, "--seed": 9})]
+    check_equal(greedy[1:], greedy[:1] * 3, "temperature 0 and top-k 1, whatever the seed")
+    three = run_ok({**flags, "--num-samples": 3}).samples()
+    check_equal(len(three), 3, "samples of --num-samples 3")
+    check(len(set(three)) > 1, "samples of one run are all alike")
+    check_equal(three[0], one.samples()[0], "the first of three samples")
+    for wanted in (1, 5):
+        text = run_ok({**flags, "-g": wanted, "--temperature": 0}).samples()[0]
+        check_equal(len(text), 4 + wanted, f"length of the prompt and {wanted} tokens")
+    check_equal(greedy[0][0], run_ok({**flags, "-g": 1000, "--temperature": 0}).samples()[0],
+                "a sample as long as the model's T, and one that asks for more")
+    check(len(greedy[0][0]) <= T, "a sample is longer than the model's T")
+    longest = run_ok({**flags, "--prompt": "a" * (T - 2), "-g": 5}).samples()
+    check(longest and len(longest[0]) <= T - 1, "the longest prompt leaves room for one token")
+    odd = run_ok({**flags, "--prompt": "\u00e9\u00df\u4e16"})
+    check(odd.samples()[0].startswith("\u00e9\u00df\u4e16".encode().decode("latin-1")), "a prompt that is not ASCII")
+
+
+def test_samples_without_tokenizer():
+    result = run_ok({"-e": NO_TEXT, "-x": 2, "-s": 1, "-g": 9, "--num-samples": 2, "--temperature": 0.1})
+    samples = result.samples()
+    check_equal(len(samples), 4, "samples after steps 1 and 2")
+    ids = [[int(x) for x in text.split()] for text in samples]
+    check(all(1 <= len(x) <= 9 and max(x) < 300 for x in ids), f"token ids: {ids}")
+    for ids_wanted in (31, 1000):
+        text = run_ok({"-e": NO_TEXT, "-x": 1, "-s": 1, "-g": ids_wanted}).samples()[-1]
+        check(len(text.split()) <= T - 1, "more ids than the model has positions for")
+
+
+# ---- output and files ----
+
+def test_help():
+    p = subprocess.run([Program.path, "--help"], capture_output=True, text=True, timeout=LIMIT_S)
+    check_equal((p.returncode, p.stderr), (0, ""), "--help")
+    check(max(map(len, p.stdout.splitlines())) <= 110, "--help is wider than 110 columns")
+    mixed = subprocess.run([Program.path, "-b", "8", "--help"], capture_output=True, text=True, timeout=LIMIT_S)
+    check_equal((mixed.returncode, mixed.stdout), (0, p.stdout), "--help after other flags")
+
+    run_ok({"-o": "settings", "-x": 1})
+    with open("settings/run.json", encoding="utf-8") as f:
+        settings = json.load(f)["settings"]
+    check(len(settings) >= 30, "run.json holds all settings")
+    # each flag's entry goes from its --name at the left to the next flag's
+    entries = {}
+    for line in p.stdout.splitlines()[2:]:
+        match = re.match(r"  (?:(-\S+)\s+)?\s*--(\S+)", line)
+        if match:
+            name = match[2]
+            entries[name] = line
+        else:
+            entries[name] += " " + line.strip()
+    check_equal(sorted(entries), sorted(list(settings) + ["help"]), "flags in --help and in run.json")
+    for name in settings:
+        check("(default " in entries.get(name, ""), f"--help does not say the default of --{name}")
+    letters = re.findall(r"^  (-\S+)", p.stdout, re.M)
+    letters = {letter.strip("-") for group in letters for letter in group.split(",")}
+    missing = set("i j e o b t z d x l k u q c v m s g a f w r ge".split()) - letters
+    check(not missing, f"--help lacks {sorted(missing)}")
+
+
+def test_run_files():
+    flags = {"-o": "deep/er/files", "-x": 4, "-v": 2, "-s": 2, "--prompt": 'a "quoted\\ \u00e9 prompt'}
+    result = run_ok(flags)
+    folder = flags["-o"]
+    check_equal(sorted(os.listdir(folder)), ["main.log", "metrics.jsonl", "model_00000004.bin", "run.json"], "files")
+    with open(folder + "/main.log", encoding="ascii") as f:
+        lines = f.read().splitlines()
+    check(all(LOG_LINE.fullmatch(line) for line in lines), "main.log has other lines than its three forms")
+    check_equal([line.split(" ")[0] + line.split(" ")[1][:4] for line in lines],
+                ["s:0tel:", "s:0trl:", "s:1trl:", "s:2tel:", "s:2trl:", "s:3trl:", "s:4tel:"], "lines of main.log")
+
+    def no_constants(word):             # Python's reader would take NaN, which is not JSON
+        raise ValueError(word)
+    with open(folder + "/metrics.jsonl", encoding="utf-8") as f:
+        records = [json.loads(line, parse_constant=no_constants) for line in f]
+    with open(folder + "/run.json", encoding="utf-8") as f:
+        settings = json.load(f, parse_constant=no_constants)
+    check_equal(settings["settings"]["prompt"], flags["--prompt"], "the prompt in run.json")
+    check_equal(settings["precision"], Program.precision, "precision in run.json")
+    steps = [r for r in records if "loss" in r]
+    columns = log_columns(folder)
+    check_close([r["loss"] for r in steps], columns["trl"], 1e-6, "losses in metrics.jsonl and main.log")
+    check_close(result.losses(), columns["trl"], 0, "losses on the screen and in main.log")
+    check_close([r["val_loss"] for r in records if "val_loss" in r], result.val_losses(), 1e-6, "val losses")
+    check_equal([r["tokens"] for r in steps], [B * T * (i + 1) for i in range(4)], "tokens seen")
+    check(all(r["ms"] > 0 and r["tokens_per_s"] > 0 for r in steps), "times are positive")
+    check_close([r["tokens_per_s"] * r["ms"] / 1e3 for r in steps], [B * T] * 4, 0.5, "tokens/s times seconds")
+    check(re.search(r"^step 4/4 \| loss \d+\.\d{6} \| lr \S+ \| norm \S+ \| .* \| ETA 0:00:00$", result.out, re.M),
+          "the last progress line")
+
+
+def test_command_line_forms():
+    usual = run_ok({"-b": 2}).losses()
+    words = [Program.path, "--model=" + TINY, "--train-data", "train.bin", "--val-data=val.bin", "--micro-batch=2",
+             "--max-steps", "5", "--val-every=0", "--sample-every=0", "--tf32=0"]
+    p = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, env=Program.environment(1))
+    check_equal(Result(p.returncode, p.stdout, p.stderr, words).losses(), usual, "long names, with = or blank")
+    check_equal(run_ok({"-b": 2, "-e": "V256,T32,C32,NH2,L2"}).losses(), usual, "a descriptor in another order")
+    check_equal(run_ok({"-b": 2, "-l": "+.0003"}).losses(), usual, "a number with a sign")
+
+
+# ---- bad input ----
+
+def check_refused(name, flags, *said, extra=()):
+    """Exit code 1, one sentence with the value, nothing on disk changed."""
+    Count.name = "refuse " + name
+    before = snapshot()
+    result = run({"-o": "refused", **flags}, extra=extra)
+    lines = result.err.splitlines()
+    problems = []
+    if result.code != 1:
+        problems.append(f"exit code {result.code}")
+    if not 1 <= len(lines) <= 3 or not result.err.startswith("error: "):
+        problems.append(f"{len(lines)} lines on stderr")
+    problems += [f"stderr lacks '{text}'" for text in said if str(text) not in result.err]
+    if snapshot() != before:
+        changed = sorted(set(snapshot().items()) ^ set(before.items()), key=str)
+        problems.append("the disk changed: " + ", ".join(path for path, _ in changed))
+        shutil.rmtree("refused", ignore_errors=True)
+    if not check(not problems, "; ".join(problems)):
+        print(f"    {' '.join(result.command)}\n    " + "\n    ".join(lines[:5]))
+
+
+def test_bad_shards():
+    tokens = list(sentences(3, 3000))
+    whole = read_bytes(write_shard("whole.bin", tokens))
+    bad = {
+        "empty": (b"", "empty"),
+        "headless": (whole[:500], "500"),
+        "only a header": (struct.pack("<256i", SHARD_MAGIC, 1, *[0] * 254), "bad_shard.bin", T + 1),
+        "truncated": (whole[:-2], "3000", "2999"),
+        "half a token": (whole[:-1], "3000"),
+        "too long": (whole + b"\0\0", "3000", "3001"),
+        "wrong magic": (struct.pack("<i", 20240521) + whole[4:], "20240521", SHARD_MAGIC),
+        "a model": (struct.pack("<i", MODEL_MAGIC) + whole[4:], MODEL_MAGIC),
+        "version 2": (whole[:4] + struct.pack("<i", 2) + whole[8:], "version 2"),
+        "negative count": (whole[:8] + struct.pack("<i", -3000) + whole[12:], "-3000"),
+        "huge count": (whole[:8] + struct.pack("<i", 2**31 - 1) + whole[12:], "2147483647"),
+        "smallest count": (whole[:8] + struct.pack("<i", -2**31) + whole[12:], "-2147483648"),
+        "shorter than a row": (struct.pack("<256i", SHARD_MAGIC, 1, T, *[0] * 253) + bytes(2 * T), T + 1, T),
+        "token beyond V": (whole[:1024] + struct.pack("<10H", *tokens[:9], 256) * 300, "256", "255"),
+        "text": (b"to be or not to be " * 100, "bad_shard.bin"),
+    }
+    for name, (data, *said) in bad.items():
+        write_bytes("bad_shard.bin", data)
+        check_refused(name + " training shard", {"-i": "bad_shard.bin"}, "bad_shard.bin", *said)
+        check_refused(name + " validation shard", {"-j": "bad_shard.bin", "-v": 1}, "bad_shard.bin", *said)
+    write_bytes("bad_shard.bin", bad["wrong magic"][0])
+    check_refused("one bad shard among good ones", {"-i": "[bt]*a*.bin"}, "bad_shard.bin")
+    check_refused("missing shard", {"-i": "no/such.bin"}, "no/such.bin")
+    check_refused("missing validation shard", {"-j": "such.bin", "-v": 1}, "such.bin")
+    check_refused("pattern that matches nothing", {"-i": "nothing_*.bin"}, "nothing_*.bin")
+    check_refused("folder as a shard", {"-i": "."}, "'.'")
+    check_refused("validation on the training data", {"-j": "train.bin", "-v": 1}, "train.bin")
+
+
+def test_late_bad_token():
+    """A wrong token far into the data stops the run when it is reached, with a sentence and no checkpoint."""
+    tokens = list(sentences(3, 3000))
+    tokens[2000] = 256
+    write_shard("late.bin", tokens)
+    result = run({"-i": "late.bin", "-x": "epoch", "--shuffle": 0, "-o": "late"})
+    check_equal(result.code, 1, "exit code")
+    check(len(result.err.splitlines()) <= 3 and "256" in result.err and "late.bin" in result.err, result.err)
+    check_equal(glob.glob("late/model_*"), [], "checkpoints")
+    check(len(log_lines("late")) >= 10, "the steps before are in main.log")
+
+
+def test_bad_checkpoints():
+    good = read_bytes(trained_model())
+
+    def patched(**fields):
+        names = ["magic", "version", "T", "V", "L", "NH", "C", "Vp"]
+        header = list(struct.unpack("<256i", good[:1024]))
+        for field, value in fields.items():
+            header[names.index(field)] = value
+        return struct.pack("<256i", *header) + good[1024:]
+    bad = {
+        "empty": (b"", "truncated"),
+        "headless": (good[:100], "100"),
+        "only a header": (good[:1024], "1024", len(good)),
+        "truncated": (good[:-4], len(good) - 4, len(good)),
+        "too long": (good + b"\0", len(good) + 1, len(good)),
+        "wrong magic": (patched(magic=20240325), "20240325", MODEL_MAGIC),
+        "a shard": (read_bytes("train.bin"), SHARD_MAGIC),
+        "version 1": (patched(version=1), "version 1", "3", "5"),
+        "version 5 of fp32 size": (patched(version=8 - good[4]), len(good)),
+        "L 2^30": (patched(L=2**30), 2**30),
+        "L -1": (patched(L=-1), "-1"),
+        "C 0": (patched(C=0), "C=0"),
+        "C -32": (patched(C=-32), "-32"),
+        "C 2^31-1": (patched(C=2**31 - 1, NH=1), 2**31 - 1),
+        "NH 0": (patched(NH=0), "NH=0"),
+        "C not a multiple of NH": (patched(NH=3), "32", "3"),
+        "V beyond Vp": (patched(V=257), "257", "256"),
+        "V 2^31-1": (patched(V=2**31 - 1, Vp=2**31 - 1), 2**31 - 1),
+        "Vp negative": (patched(Vp=-256), "-256"),
+        "Vp huge": (patched(Vp=2**31 - 8), 2**31 - 8),
+        "T 0": (patched(T=0), "T=0"),
+        "T 2^31-1": (patched(T=2**31 - 1), 2**31 - 1),
+        "all sizes huge": (patched(L=10000, C=2**20, T=2**24), 2**20),
+    }
+    for name, (data, *said) in bad.items():
+        write_bytes("bad_model.bin", data)
+        check_refused(name + " checkpoint", {"-e": "bad_model.bin"}, "bad_model.bin", *said)
+    check_refused("missing checkpoint", {"-e": "no/model.bin"}, "no/model.bin")
+    check_refused("missing checkpoint here", {"-e": "model_00000001.bin"}, "model_00000001.bin")
+    check_refused("folder as a checkpoint", {"-e": "sampler/"}, "sampler/")
+
+
+def test_bad_flags():
+    number = 10**19
+    cases = [
+        ({"-b": 0}, "-b", "'0'", 65536), ({"-b": "x"}, "-b", "'x'"), ({"-b": "4x"}, "-b", "'4x'"),
+        ({"-b": -4}, "-b", "'-4'"), ({"-b": 65537}, "65537"), ({"-b": number}, "-b", number),
+        ({"-b": "4.5"}, "4.5"), ({"-b": "1e1"}, "1e1", "10"), ({"-b": "0x10"}, "0x10"), ({"-b": " 4"}, "' 4'"),
+        ({"-b": ""}, "-b", "''"), ({"-l": "nan"}, "-l", "nan"), ({"-l": "inf"}, "-l", "inf"), ({"-l": -1}, "-1"),
+        ({"-l": "1e400"}, "1e400"), ({"-l": "1e-400"}, "1e-400"), ({"-l": "1e-4x"}, "1e-4x"), ({"-l": ""}, "''"),
+        ({"-q": 2}, "-q", "'2'"), ({"-q": -0.5}, "-0.5"), ({"-k": "foo"}, "-k", "foo", "cosine", "wsd"),
+        ({"-k": "cosin"}, "cosin", "cosine"), ({"-x": -1}, "-x", "-1"), ({"-x": "1e5"}, "1e5"), ({"-x": ""}, "-x"),
+        ({"-x": number}, number), ({"-x": "epochs"}, "epochs"), ({"-r": 3}, "-r", "3"), ({"-f": 2}, "-f", "2"),
+        ({"-a": "yes"}, "yes"), ({"-v": -1}, "-v", "-1"), ({"-m": 0}, "-m", "'0'"), ({"-g": 0}, "-g", "'0'"),
+        ({"--num-samples": 0}, "--num-samples", "'0'"), ({"--temperature": -1}, "--temperature", "-1"),
+        ({"--temperature": "nan"}, "nan"), ({"--top-k": -1}, "--top-k", "-1"), ({"-c": -0.1}, "-0.1"),
+        ({"--beta1": 1}, "--beta1", "'1'"), ({"--beta2": -1}, "-1"), ({"--seed": -1}, "-1"),
+        ({"--eps": "1e"}, "1e"), ({"-u": -1}, "-u", "-1"), ({"--grad-clip": -1}, "--grad-clip", "-1"),
+        ({"-z": 130}, "130", "use -z 128"), ({"-z": 100}, "100", "128"), ({"-z": 1}, "-z 1", "-zs"),
+        ({"-z": 0}, "-z 0", "-zs"), ({"-z": 3}, "-z 3", "-zs"), ({"-z": -128}, "-128"), ({"-z": number}, number),
+        ({"-z": 2**64 + 128}, 2**64 + 128), ({"-z": 10**15}, 10**15),
+        ({"-t": T + 1}, T + 1, T), ({"-t": -1}, "-t", "-1"), ({"-t": 2**24 + 1}, 2**24 + 1),
+        ({"--foo": 1}, "--foo"), ({"-Z": 1}, "-Z"), ({"--batch": 4}, "--batch"), ({"-bb": 4}, "-bb"),
+        ({"--": 1}, "--"), ({"-": 1}, "'-'"), ({"--help-me": 1}, "--help-me"),
+        ({"-ge": 1, "-r": 1}, "-ge 1", "-r 0"), ({"-ge": 3}, "-ge", "3"), ({"--grad-dtype": "fp8"}, "fp8", "bf16"),
+        ({"-x": 0, "-o": "refused"}, "-x 0", "refused"),
+    ]
+    for flags, *said in cases:
+        name = " ".join(f"{flag} {value}" for flag, value in flags.items())
+        check_refused(name, flags, *said)
+    extras = [
+        (["--micro-batch", "4"], "twice", "-b", "--micro-batch"), (["-b", "4"], "twice", "-b"),
+        (["-z", "128", "-d", "128"], "twice", "-z", "-d"), (["--seed=1", "--seed", "1"], "--seed", "twice"),
+        (["-u"], "-u", "value"), (["--prompt"], "--prompt", "value"), (["-u", "-c", "0"], "-u", "value"),
+        (["--seed="], "--seed", "''"), (["--seed=x"], "'x'"), (["stray"], "stray"), (["-u", "1", "2"], "'2'"),
+        (["--foo=1"], "--foo"), (["\x1b[31m\n\n\n\n"], "unexpected"), (["--" + "long" * 3000, "1"], "longlong"),
+    ]
+    for words, *said in extras:
+        check_refused(" ".join(words)[:40], {}, *said, extra=words)
+
+
+def test_bad_models():
+    for text, *said in (
+            ("nonsense", "nonsense"), ("d13", "d13", "d12"), ("d", "'d'"), ("d12x", "d12x"), ("d-12", "d-12"),
+            ("gpt3:c100", "gpt3:c100"), ("gpt3:x", "gpt3:x"), ("L4", "L4"), ("L2,NH2,C32,T32", "L2,NH2,C32,T32"),
+            ("L2,NH2,C32,T32,V256,", "V256,"), ("L2,L2,NH2,C32,T32,V256", "L2,L2"), ("L2,NH2,C32,T32,V256,V256", "V256,V"),
+            ("L2,NH2,C32,T32,V256,X1", "X1"), ("L2 NH2 C32 T32 V256", "L2 NH2"), ("L2NH2C32T32V256", "L2NH2"),
+            ("L2,NH2,C32,T32,V256x", "V256x"), ("L2,NH3,C32,T32,V256", "C=32", "NH=3"), ("L0,NH2,C32,T32,V256", "L0"),
+            ("L2,NH2,C0,T32,V256", "C0"), ("L-2,NH2,C32,T32,V256", "L-2"), ("L2,NH2,C32,T32,V1", "V=1"),
+            ("L2,NH2,C32,T32,V70000", "70000", "65536"), ("L99999,NH2,C32,T32,V256", "99999"),
+            ("L99999999999999999999,NH2,C32,T32,V256", "99999999999"), ("L2,NH2,C32,T99999999,V256", "99999999"),
+            ("L2,NH2,C2147483648,T32,V256", "2147483648"), ("x" * 5000, "xxxx"), ("", "-e")):
+        check_refused("-e " + text[:50], {"-e": text}, *said)
+    for name, flags, *said in (
+            ("a model of petabytes", {"-e": "L10000,NH1,C1048576,T32,V256"}, "GiB", "memory|free"),
+            ("activations of terabytes", {"-e": "L100,NH1,C65536,T32,V256", "-b": 65536}, "GiB", "memory|free"),
+            ("more activations than 64 bits count", {"-e": "L10000,NH1,C1048576,T32767,V256", "-b": 65536}, "32767|elements"),
+            ("B*T beyond 32 bits", {"-e": "L2,NH2,C32,T16777216,V256", "-b": 65536}, "65536", "16777216"),
+            ("a batch of gigabytes", {"-e": "L2,NH2,C32,T2048,V256", "-b": 65536}, "65536", "GiB")):
+        check_refused(name, flags)
+        result = run(flags)
+        for text in said:
+            check(re.search(text, result.err), f"stderr lacks {text}: {result.err.strip()}")
+
+
+def test_bad_prompts():
+    model = trained_model()
+    for name, flags, *said in (
+            ("prompt without a tokenizer", {"-e": NO_TEXT, "--prompt": "hi"}, "--prompt", "300"),
+            ("prompt longer than T", {"-e": model, "--prompt": "a" * T}, T, T - 2),
+            ("prompt longer than -t", {"-e": model, "--prompt": "aaaaaaa", "-t": 8}, "7", "6")):
+        check_refused(name, {**flags, "-x": 0, "-o": ""}, *said)
+        check_refused(name + ", in a training run", {**flags, "-s": 5, "-x": 10}, *said)
+
+
+def test_bad_folders():
+    write_bytes("plain_file", b"x")
+    check_refused("-o below a file", {"-o": "plain_file/run"}, "plain_file/run")
+    check_refused("-o is a file", {"-o": "plain_file"}, "plain_file")
+    check_refused("-o in /proc", {"-o": "/proc/nowhere/run"}, "/proc/nowhere")
+    check_refused("-o with a name too long", {"-o": "n" * 300}, "n" * 60)
+    run_ok({"-o": "held", "-x": 1})
+    check_refused("-o that holds a run", {"-o": "held"}, "held", "already holds")
+    if os.geteuid() == 0:
+        skip("a folder without write permission: root may write everywhere")
+    else:
+        os.mkdir("locked", 0o555)
+        check_refused("-o without permission", {"-o": "locked"}, "locked")
+
+
+# ---- things that go wrong on the way ----
+
+def test_not_finite():
+    """A model that has diverged: every update is skipped and said so, then the run stops and writes no weights."""
+    data = bytearray(read_bytes(trained_model()))
+    width = 2 if Program.precision == "BF16" else 4
+    data[1024:1024 + width] = (b"\xc0\x7f" if width == 2 else b"\0\0\xc0\x7f")      # wte[0] = NaN
+    write_bytes("nan_model.bin", data)
+    tokens = [x % 2 for x in sentences(1, 5000)]
+    write_shard("zeros.bin", tokens)                    # token 0 is looked up in every row
+    result = run({"-e": "nan_model.bin", "-i": "zeros.bin", "-x": 100, "-o": "nan"})
+    check_equal(result.code, 1, "exit code")
+    lines = result.err.splitlines()
+    skips = [line for line in lines if "skipped" in line and line.startswith("step ")]
+    check(1 < len(skips) <= 50 and len(lines) - len(skips) <= 3, f"stderr has {len(lines)} lines, {len(skips)} skips")
+    check("in a row" in result.err, "the last sentence says why the run stops")
+    check_equal(glob.glob("nan/model_*"), [], "checkpoints")
+    check(all(LOG_LINE.fullmatch(line.strip()) for line in log_lines("nan")), "main.log's form with NaN")
+    with open("nan/metrics.jsonl", encoding="utf-8") as f:
+        check(all(json.loads(line, parse_constant=lambda word: "bad")["loss"] is None for line in f), "metrics.jsonl")
+
+
+def start(flags, threads=1):
+    """A run in the background, once it has printed its third step."""
+    words = Program.command(flags)
+    p = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=Program.environment(threads))
+    seen = b""
+    while b"step 3/" not in seen:
+        line = p.stdout.readline()
+        if not line:
+            break
+        seen += line
+    check(b"step 3/" in seen, "the run reaches step 3")
+    return p, seen
+
+
+def finish(p, seen):
+    try:
+        out, err = p.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        p.kill()
+        out, err = p.communicate()
+        check(False, f"the run does not end within {LIMIT_S} s")
+    return (seen + out).decode("latin-1"), err.decode("latin-1")
+
+
+def test_signals():
+    for number in (signal.SIGTERM, signal.SIGINT):
+        folder = "signal_" + number.name
+        p, seen = start({"-x": 10**6, "-o": folder, "-v": 10**5})
+        p.send_signal(number)
+        out, err = finish(p, seen)
+        check_equal((p.returncode, err), (0, ""), f"exit code and stderr after {number.name}")
+        steps = len(log_lines(folder))
+        check_equal(os.path.basename(model_path(folder)), f"model_{steps:08d}.bin", "the checkpoint of the last step")
+        check("signal" in out, "the output says why the run ended")
+        check(f"step {steps}/1000000" in out, "the last step is printed")
+        # it is the model of a run with that many steps: the schedule still aims at -x
+        loss = run_ok({"-e": model_path(folder), "-x": 0}).val_losses()
+        printed = [float(x) for x in re.findall(r"^val loss (\S+)$", out, re.M)]
+        check_close(loss, printed[-1:], tolerance(0, 1e-2), "val loss at the end and of the checkpoint")
+
+
+def test_kill():
+    """Killed at any moment, also while it writes: no half file under a checkpoint's name."""
+    model = "L3,NH4,C256,T32,V256"
+    whole = 1024 + (2 if Program.precision == "BF16" else 4) * sum(param_sizes(32, 256, 3, 4, 256, 256))
+    caught = 0
+    for attempt in range(4):
+        folder = f"kill{attempt}"
+        p, seen = start({"-e": model, "-b": 1, "-t": 8, "-x": 10**6, "-o": folder})
+        if attempt == 0:
+            time.sleep(0.05)                    # in the middle of training
+        else:
+            p.send_signal(signal.SIGTERM)
+            end = time.monotonic() + 20
+            while time.monotonic() < end and not glob.glob(folder + "/*.part") and p.poll() is None:
+                pass
+        p.kill()
+        finish(p, seen)
+        caught += bool(glob.glob(folder + "/*.part"))
+        sizes = [os.path.getsize(path) for path in glob.glob(folder + "/model_*.bin")]
+        check(all(size == whole for size in sizes), f"checkpoints of {sizes} bytes, a whole one has {whole}")
+        check(all(LOG_LINE.fullmatch(line) for line in read_bytes(folder + "/main.log").decode().splitlines()),
+              "main.log after a kill")
+    print(f"    {caught} of 3 runs were killed in the middle of a checkpoint")
+
+
+def check_write_failure(result, folder):
+    check_equal(result.code, 1, "exit code")
+    lines = result.err.splitlines()
+    check(1 <= len(lines) <= 3 and "cannot write" in lines[0] and folder in lines[0], f"stderr: {result.err}")
+    check_equal(glob.glob(folder + "/model_*"), [], "checkpoints, whole or half")
+
+
+def test_disk_full():
+    """A file system that runs full, and a limit on the size of files, which needs no rights."""
+    def small_files():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384))
+    result = run({"-o": "limited"}, preexec_fn=small_files, restore_signals=False)
+    check_write_failure(result, "limited")
+
+    os.mkdir("full")
+    mounted = os.geteuid() == 0 and subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", "full"],
+                                                   capture_output=True).returncode == 0
+    if not mounted:
+        skip("no right to mount a small file system", 7)
+        return
+    try:
+        check_write_failure(run({"-o": "full/run"}), "full/run")        # the checkpoint does not fit
+        shutil.rmtree("full/run")
+        with open("full/ballast", "wb") as f:
+            f.write(bytes(60 * 1024))
+        check_write_failure(run({"-o": "full/log", "-x": 2000, "-b": 1, "-t": 1}), "full/log")      # nor do the logs
+        with open("full/more", "wb", buffering=0) as f:
+            try:
+                while f.write(bytes(512)):
+                    pass
+            except OSError:
+                pass
+        result = run({"-o": "full/nothing"})                            # nor the very first file
+        check(result.code == 1 and len(result.err.splitlines()) <= 3 and "full/nothing" in result.err, result.err)
+    finally:
+        subprocess.run(["umount", "full"], check=True)
+
+
+def test_closed_output():
+    """A reader that goes away (| head) ends the run as it ends any Unix program, and never as a crash."""
+    p = subprocess.Popen(Program.command({"-x": 10**6}), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                         env=Program.environment(1))
+    p.stdout.readline()
+    p.stdout.close()
+    try:
+        p.wait(timeout=60)
+    except subprocess.TimeoutExpired:
+        p.kill()
+        p.wait()
+    check_equal(p.stderr.read(), b"", "stderr")
+    p.stderr.close()
+    check(p.returncode in (0, 1, -signal.SIGPIPE), f"exit code {p.returncode}")
+
+
+# ---- main ----
+
+def look_at_program(precision):
+    result = run({"-x": 0})
+    match = re.search(r"^device: (.*), precision (\w+)$", result.out, re.M)
+    if not match:
+        sys.exit(f"error: {Program.path} -x 0 does not print its device and precision: {result.err.strip()}")
+    Program.device, Program.precision = match[1], precision or match[2]
+    if Program.precision != match[2]:
+        sys.exit(f"error: --precision {precision}, but {Program.path} is built for {match[2]}")
+    print(f"{Program.path}: {Program.device}, {Program.precision}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("program", nargs="?", default="./train_gpt2cpu")
+    parser.add_argument("--precision", choices=("FP32", "BF16", "FP16"), help="what the program must be built for")
+    parser.add_argument("--slow", action="store_true", help="also what takes minutes")
+    parser.add_argument("--keep", action="store_true", help="keep the temporary folder")
+    parser.add_argument("-k", default="", help="only tests with this in their name")
+    args = parser.parse_args()
+    Program.path = os.path.abspath(args.program)
+    Program.slow = args.slow
+    if not os.access(Program.path, os.X_OK):
+        sys.exit(f"error: no program '{args.program}'\nhint: make train_gpt2cpu")
+    tests = [(name[5:], f) for name, f in globals().items() if name.startswith("test_") and args.k in name]
+    folder = tempfile.mkdtemp(prefix="test_cli_")
+    os.chdir(folder)
+    try:
+        write_shard("train.bin", sentences(1, 20000))
+        write_shard("val.bin", sentences(2, 3000))
+        look_at_program(args.precision)
+        for name, test in tests:
+            Count.name = name
+            before, began = (Count.passed, Count.failed), time.monotonic()
+            try:
+                test()
+            except Exception as e:              # a test that stumbles over unexpected output has failed
+                check(False, f"{type(e).__name__}: {e} (line {e.__traceback__.tb_next.tb_lineno})")
+            print(f"{name}: {Count.passed - before[0]} passed, {Count.failed - before[1]} failed, "
+                  f"{time.monotonic() - began:.1f} s", flush=True)
+    finally:
+        os.chdir(ROOT)
+        if args.keep:
+            print(f"kept {folder}")
+        else:
+            shutil.rmtree(folder)
+    print(f"{Count.passed} passed, {Count.failed} failed, {Count.skipped} skipped")
+    return 1 if Count.failed or not Count.passed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
