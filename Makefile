@@ -40,7 +40,7 @@ comma := ,
 WARNINGS = -Wall -Wextra
 # test_gpt2's main() calls less than the trainer's. private: build/cpu.flags must not see it.
 test_gpt2cpu build/asan/test_gpt2cpu: private WARNINGS += -Wno-unused-function
-CPU_OPT := $(if $(filter 1,$(DEBUG)),-O0 -g -DDEBUG,-O3 -march=native)
+CPU_OPT := $(if $(filter 1,$(DEBUG)),-O0 -g -DDEBUG,-O3 -march=native -fno-math-errno)
 CPU_FLAGS = -std=c++17 -I. $(WARNINGS) $(CPU_OPT) -pthread $(OPENMP)
 CPU_LIBS := $(filter -l%,$(OPENBLAS))
 MODEL_FLAGS := -DGPT2_CPU $(filter -D%,$(OPENBLAS))
@@ -54,7 +54,8 @@ TOOLS := build/tokenize build/stories build/bigram
 TESTS := $(patsubst dev/test/%.cpp,build/%,$(wildcard dev/test/test_*.cpp))
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart tinyshakespeare test asan test-asan lint sanitize bench clean FORCE tokenize stories bigram
+.PHONY: help quickstart tinyshakespeare tokenize stories bigram test asan test-asan lint sanitize bench clean
+.PHONY: FORCE
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -84,6 +85,12 @@ build/check/%: $$(basename $$*).cu train_gpt2.cu $(HEADERS)
 	@mkdir -p build/check
 	$(need_nvcc)$(NVCC) $(CUDA_FLAGS) -DENABLE_$(subst .,,$(suffix $*)) -gencode arch=compute_90a,code=sm_90a \
 	    -gencode arch=compute_80,code=\"sm_80,compute_80\" $< -o $@ $(CUDA_LIBS)
+
+# Only compute_80 PTX, which the driver compiles for the GPU it meets: the portable kernels on a new GPU.
+build/ptx/%: $$(basename $$*).cu train_gpt2.cu $(HEADERS)
+	@mkdir -p build/ptx
+	$(need_nvcc)$(NVCC) $(CUDA_FLAGS) -DENABLE_$(subst .,,$(suffix $*)) \
+	    -gencode arch=compute_80,code=compute_80 $< -o $@ $(CUDA_LIBS)
 
 build/asan/%cpu: %.cu
 	@mkdir -p build/asan

@@ -57,14 +57,14 @@ for step in $steps; do
     case $step in
     build)
         programs="test_gpt2.BF16 test_gpt2.FP32 test_gpt2.FP16 train_gpt2.BF16 train_gpt2.FP32 profile_gpt2.BF16"
-        check build make -s -j8 $(for p in $programs; do echo build/check/$p; done)
+        check build make -s -j8 $(for p in $programs; do echo build/check/$p; done) build/ptx/test_gpt2.BF16
         ;;
     test)
         for precision in BF16 FP32 FP16; do suite "test $precision" build/check/test_gpt2.$precision; done
-        suite "break BF16" python3 dev/test/break_all.py build/check/test_gpt2.BF16
+        suite "break BF16" python3 dev/test/break_all.py build/check/test_gpt2.BF16 kernels --small model
         ;;
     ptx)    # the portable code, as a GPU without machine code of its own would run it
-        suite "test BF16, sm_80 PTX" env CUDA_FORCE_PTX_JIT=1 build/check/test_gpt2.BF16
+        suite "test BF16, sm_80 PTX" build/ptx/test_gpt2.BF16
         ;;
     sanitize)
         for tool in memcheck racecheck initcheck synccheck; do

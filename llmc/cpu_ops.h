@@ -10,8 +10,7 @@ The trainer's CPU build runs them in float (OpenMP over rows, OpenBLAS where it 
     bias_backward_cpu<double>({dbias, Accumulate::Yes}, nullptr, dout, N, OC, 0);
 
 Rules that hold for every twin:
-- Each output element belongs to one thread and is summed in one order: the thread count does not change the
-  bits. (OpenBLAS, where it is used, promises that only for the same thread count.)
+- Each output element belongs to one thread and is summed in one order: the thread count does not change bits.
 - Long sums are taken in double; values are rounded to Real when they are stored.
 - Outputs, scratch, inputs, sizes, stream, in this order. They do not overlap unless the comment says so.
 - A GradOf<Real> output is = or += by its `acc`.
@@ -27,7 +26,7 @@ file, to disturb one tensor (--break NAME) and see that some check notices.
 #include <math.h>       // gives: exp, log, sqrt, INFINITY
 #include <stddef.h>     // gives: size_t
 #include <stdint.h>     // gives: uint16_t, uint32_t
-#include <string.h>     // gives: memcpy
+#include <string.h>     // gives: memcpy, strcmp
 
 #include <vector>       // gives: std::vector
 
@@ -35,7 +34,7 @@ file, to disturb one tensor (--break NAME) and see that some check notices.
 #include "rand.h"       // gives: RoundKey, round_bits16, bf16_round_stochastic
 
 #ifdef USE_OPENBLAS
-#include <cblas.h>      // gives: cblas_sgemm, openblas_set_num_threads
+#include <cblas.h>      // gives: cblas_sgemm, openblas_set_num_threads, openblas_get_corename
 #endif
 
 #ifdef __CUDACC__       // there the twins are the oracle: --break is for the kernels, by their own OUTPUT
@@ -345,44 +344,64 @@ void gelu_backward_inplace_cpu(Real* d_inplace,         // (N,OC) gradient of th
 
 enum class Transpose { No, Yes };
 
+// A tile of out: sum[m,n] = sum over k of a_row[m][k*stride] * panel[k,n]. 6 x 16 floats are 12 AVX2
+// registers; the sums stay there, and what is loaded is used 16 or 6 times. Inlined into gemm_cpu they
+// would be spilled.
+constexpr int kTileRows = 6, kTileColumns = 16, kTileDepth = 256;
+
+template <class Real>
+__attribute__((noinline)) static void gemm_tile(Real (*sum)[kTileColumns], const Real* const* a_row,
+                                                size_t stride, const Real (*panel)[kTileColumns], int depth) {
+    Real s[kTileRows][kTileColumns] = {};
+    for (int k = 0; k < depth; k++) {
+        for (int m = 0; m < kTileRows; m++) {
+            const Real a_mk = a_row[m][k * stride];
+            #pragma omp simd
+            for (int n = 0; n < kTileColumns; n++) { s[m][n] += a_mk * panel[k][n]; }
+        }
+    }
+    memcpy(sum, s, sizeof(s));
+}
+
 // out[m,n] (=, +=) sum over k of a[m,k]*b[k,n], out (M,N). a is stored (M,K), or (K,M) if a_transposed; b is
-// stored (K,N), or (N,K) if b_transposed. Threads own panels of 16 columns of out. A panel of b is copied to
-// where it lies contiguous and stays in the cache while 4 rows of a at a time stream past it.
+// stored (K,N), or (N,K) if b_transposed. Threads own blocks of out. In a block, 16 columns of b at a time
+// are copied to where they lie contiguous, then tiles pass them; 240 x 256 values of a stay in the L2 cache.
 template <class Real>
 static inline void gemm_cpu(Real* out, Accumulate acc, const Real* a, Transpose a_transposed, const Real* b,
                             Transpose b_transposed, int M, int N, int K) {
-    constexpr int kRows = 4, kColumns = 16, kDepth = 256;
+    constexpr int kBlockRows = 240, kBlockColumns = 128;
     const bool ta = a_transposed == Transpose::Yes, tb = b_transposed == Transpose::Yes;
     const size_t a_m = ta ? 1 : K, a_k = ta ? M : 1;        // from one element to the next
     const size_t b_k = tb ? 1 : N, b_n = tb ? K : 1;
-    #pragma omp parallel for
-    for (int n0 = 0; n0 < N; n0 += kColumns) {
-        const int columns = N - n0 < kColumns ? N - n0 : kColumns;
-        for (int k0 = 0; k0 < K; k0 += kDepth) {
-            const int depth = K - k0 < kDepth ? K - k0 : kDepth;
-            Real panel[kDepth][kColumns];       // columns past the edge of b are zero, and never stored
-            for (int k = 0; k < depth; k++) {
-                for (int n = 0; n < kColumns; n++) {
-                    panel[k][n] = n < columns ? b[(size_t)(k0 + k) * b_k + (size_t)(n0 + n) * b_n] : (Real)0;
-                }
-            }
-            for (int m0 = 0; m0 < M; m0 += kRows) {
-                const Real* a_row[kRows];       // rows past the edge repeat the last one, and are not stored
-                for (int m = 0; m < kRows; m++) {
-                    a_row[m] = a + (size_t)(m0 + m < M ? m0 + m : M - 1) * a_m + k0 * a_k;
-                }
-                Real sum[kRows][kColumns] = {};
-                for (int k = 0; k < depth; k++) {
-                    for (int m = 0; m < kRows; m++) {
-                        const Real a_mk = a_row[m][k * a_k];
-                        #pragma omp simd
-                        for (int n = 0; n < kColumns; n++) { sum[m][n] += a_mk * panel[k][n]; }
-                    }
-                }
+    #pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int m1 = 0; m1 < M; m1 += kBlockRows) {
+        for (int n1 = 0; n1 < N; n1 += kBlockColumns) {
+            const int m_end = M - m1 < kBlockRows ? M : m1 + kBlockRows;
+            const int n_end = N - n1 < kBlockColumns ? N : n1 + kBlockColumns;
+            for (int k0 = 0; k0 < K; k0 += kTileDepth) {
+                const int depth = K - k0 < kTileDepth ? K - k0 : kTileDepth;
                 const bool add = acc == Accumulate::Yes || k0 > 0;
-                for (int m = 0; m < kRows && m0 + m < M; m++) {
-                    Real* out_m = out + (size_t)(m0 + m) * N + n0;
-                    for (int n = 0; n < columns; n++) { out_m[n] = add ? out_m[n] + sum[m][n] : sum[m][n]; }
+                for (int n0 = n1; n0 < n_end; n0 += kTileColumns) {
+                    const int columns = n_end - n0 < kTileColumns ? n_end - n0 : kTileColumns;
+                    Real panel[kTileDepth][kTileColumns];   // past the edge of b: zero
+                    for (int k = 0; k < depth; k++) {
+                        for (int n = 0; n < kTileColumns; n++) {
+                            panel[k][n] = n < columns ? b[(k0 + k) * b_k + (n0 + n) * b_n] : (Real)0;
+                        }
+                    }
+                    for (int m0 = m1; m0 < m_end; m0 += kTileRows) {
+                        const int rows = m_end - m0 < kTileRows ? m_end - m0 : kTileRows;
+                        const Real* a_row[kTileRows];       // past the edge of a: its last row
+                        for (int m = 0; m < kTileRows; m++) {
+                            a_row[m] = a + (m0 + (m < rows ? m : rows - 1)) * a_m + k0 * a_k;
+                        }
+                        Real sum[kTileRows][kTileColumns];
+                        gemm_tile<Real>(sum, a_row, a_k, panel, depth);
+                        for (int m = 0; m < rows; m++) {
+                            Real* out_m = out + (size_t)(m0 + m) * N + n0;
+                            for (int n = 0; n < columns; n++) { out_m[n] = (add ? out_m[n] : 0) + sum[m][n]; }
+                        }
+                    }
                 }
             }
         }
@@ -390,13 +409,17 @@ static inline void gemm_cpu(Real* out, Accumulate acc, const Real* a, Transpose 
 }
 
 #ifdef USE_OPENBLAS
-// Blocks of the output go to OpenMP's threads, each block to a single-threaded sgemm: OpenBLAS's own threads beside
-// OpenMP's would wait for each other (4 times slower on 2 cores), and the block sizes depend on the shape alone, so
-// the bits do not depend on the thread count.
+// Blocks of the output go to OpenMP's threads, each block to a single-threaded sgemm: OpenBLAS's own threads
+// beside OpenMP's would wait for each other (4 times slower on 2 cores), and the block sizes depend on the
+// shape alone, so the bits do not depend on the thread count. An OpenBLAS older than the CPU may not know it
+// and take SSE3 code, "Prescott": 18 GFLOPS a core where the loops above reach 90 and the right code 200.
 static inline void gemm_cpu(float* out, Accumulate acc, const float* a, Transpose a_transposed,
                             const float* b, Transpose b_transposed, int M, int N, int K) {
-    static const bool single_threaded = (openblas_set_num_threads(1), true);
-    (void)single_threaded;
+    static const bool knows_cpu = [] {
+        openblas_set_num_threads(1);
+        return strcmp(openblas_get_corename(), "Prescott") != 0;
+    }();
+    if (!knows_cpu) { return gemm_cpu<float>(out, acc, a, a_transposed, b, b_transposed, M, N, K); }
     const bool ta = a_transposed == Transpose::Yes, tb = b_transposed == Transpose::Yes;
     const int rows = M / 8 > 64 ? M / 8 : 64, columns = N / 4 > 128 ? N / 4 : 128;
     #pragma omp parallel for collapse(2) schedule(dynamic)
@@ -404,7 +427,8 @@ static inline void gemm_cpu(float* out, Accumulate acc, const float* a, Transpos
         for (int n = 0; n < N; n += columns) {
             cblas_sgemm(CblasRowMajor, ta ? CblasTrans : CblasNoTrans, tb ? CblasTrans : CblasNoTrans,
                         M - m < rows ? M - m : rows, N - n < columns ? N - n : columns, K, 1.0f,
-                        a + (ta ? (size_t)m : (size_t)m * K), ta ? M : K, b + (tb ? (size_t)n * K : (size_t)n), tb ? K : N,
+                        a + (ta ? (size_t)m : (size_t)m * K), ta ? M : K,
+                        b + (tb ? (size_t)n * K : (size_t)n), tb ? K : N,
                         acc == Accumulate::Yes ? 1.0f : 0.0f, out + (size_t)m * N + n, N);
         }
     }

@@ -1,7 +1,7 @@
-"""Everything of the reference that needs no PyTorch: shapes, the parameter table, random numbers, data order, files.
+"""The reference without PyTorch: shapes, the parameter table, random numbers, data order, files.
 
-An independent second reading of what the C++ side does (llmc/rand.h, llmc/dataloader.h, the file formats), in numpy:
-where the two disagree, one of them is wrong. Nothing here is shared with the C++ code.
+An independent second reading of what the C++ side does (llmc/rand.h, llmc/dataloader.h, the file formats), in
+numpy: where the two disagree, one of them is wrong. Nothing here is shared with the C++ code.
 
     dims = parse_model("L2,NH2,C40,T33,V509")
     params = init_params(dims, seed=1337)              # {"wte": (Vp,C), "qkvw": (L,3C,C), ...} float32
@@ -57,14 +57,16 @@ def parse_model(text):
         return Dims(maxT=2048, V=50257, L=L, NH=NH, C=int(m[1]))
     fields = dict(re.findall(r"(L|NH|C|T|V)(\d+)(?:,|$)", text))
     if set(fields) == {"L", "NH", "C", "T", "V"}:
-        dims = Dims(maxT=int(fields["T"]), V=int(fields["V"]), L=int(fields["L"]), NH=int(fields["NH"]), C=int(fields["C"]))
+        L, NH, C, T, V = (int(fields[k]) for k in ("L", "NH", "C", "T", "V"))
+        dims = Dims(maxT=T, V=V, L=L, NH=NH, C=C)
         if min(dims.maxT, dims.V, dims.L, dims.NH, dims.C) < 1 or dims.C % dims.NH:
             raise SystemExit(f"error: model '{text}': sizes must be positive and C a multiple of NH")
         return dims
-    raise SystemExit(f"error: model '{text}' is neither a file nor d12 d24 d36 d48, gpt3:cN or L4,NH4,C128,T128,V256")
+    raise SystemExit(f"error: model '{text}' is neither a file nor d12 d24 d36 d48, gpt3:cN, "
+                     "L4,NH4,C128,T128,V256")
 
 
-# name, one per layer, shape, init, weight decay; in file order. The row's index is the tensor id of the random numbers.
+# name, one per layer, shape, init, weight decay; in file order. A row's index is its RNG id.
 PARAMS = [
     ("wte",      False, lambda d: (d.Vp, d.C),       "normal", True),
     ("wpe",      False, lambda d: (d.maxT, d.C),     "normal", True),
@@ -94,7 +96,7 @@ def param_shape(dims, name):
 
 # ---- random numbers: Philox 4x32-10, vectorised over blocks ----
 def philox4x32(c0, c1, c2, c3, k0, k1):
-    """Counter words: scalars or arrays of one shape; key: scalars. Returns four uint32 arrays held in uint64."""
+    """Counter words: scalars or arrays of one shape; key: scalars. Four arrays of uint32 held in uint64."""
     low = np.uint64(0xFFFFFFFF)
     shift = np.uint64(32)
     c0, c1, c2, c3 = np.broadcast_arrays(*(np.asarray(c, dtype=np.uint64) for c in (c0, c1, c2, c3)))
@@ -129,10 +131,10 @@ def normal_exact(w0, w1, odd):
 
 
 def rand_normal(seed, tensor, count, first=0):
-    """Elements first..first+count-1 (first % 4 == 0) of N(0,1) for one tensor: float32, bit for bit those of C++.
+    """Elements first..first+count-1 (first % 4 == 0) of N(0,1) of a tensor, bit for bit those of C++.
 
-    numpy's log, sin and cos may differ from the C library's in the last bits of the double. That matters only where
-    the double lies next to a boundary between two floats, a few elements in 1e7: those are computed again."""
+    numpy's log, sin and cos may differ from the C library's in the last bits of the double. That matters only
+    where the double lies next to a boundary between two floats, a few in 1e7: those are computed again."""
     assert first % 4 == 0
     out = np.empty((count + 3) // 4 * 4, dtype=np.float32)
     chunk = 1 << 16
@@ -148,7 +150,8 @@ def rand_normal(seed, tensor, count, first=0):
             part[:, 2 * pair + 1] = radius * np.sin(phi)
         near = (part * (1 - 1e-14)).astype(np.float32) != (part * (1 + 1e-14)).astype(np.float32)
         for row, col in zip(*np.nonzero(near)):
-            part[row, col] = normal_exact(float(words[col // 2 * 2][row]), float(words[col // 2 * 2 + 1][row]), col % 2)
+            w0, w1 = (float(words[col // 2 * 2 + k][row]) for k in (0, 1))
+            part[row, col] = normal_exact(w0, w1, col % 2)
         out[4 * start:4 * start + part.size] = part.reshape(-1).astype(np.float32)
     return out[:count]
 
@@ -156,9 +159,8 @@ def rand_normal(seed, tensor, count, first=0):
 def init_params(dims, seed, kind="gpt2"):
     """GPT-2's initial weights: {name: float32 array}, layers stacked in front, rows of wte beyond V zero.
 
-    kind "torch": what PyTorch's own layers start with, which is not GPT-2's: see torch_default_params."""
-    if kind == "torch":
-        return torch_default_params(dims, seed)
+    kind "wide-positions": the same with wpe from N(0,1), PyTorch's default for an embedding. Normalising a residual
+    stream of 0.03 multiplies gradients by 30 at the start; from N(0,1) the first norms are 2, not 27."""
     params = {}
     for tensor, (name, _, _, init, _) in enumerate(PARAMS):
         shape = param_shape(dims, name)
@@ -166,27 +168,11 @@ def init_params(dims, seed, kind="gpt2"):
             params[name] = np.full(shape, 1.0 if init == "one" else 0.0, dtype=np.float32)
             continue
         std = np.float32(0.02 if init == "normal" else 0.02 / math.sqrt(2.0 * dims.L))
+        if name == "wpe" and kind == "wide-positions":
+            std = np.float32(1.0)
         live = (dims.V, dims.C) if name == "wte" else shape
         params[name] = np.zeros(shape, dtype=np.float32)
         params[name].reshape(-1)[:math.prod(live)] = rand_normal(seed, tensor, math.prod(live)) * std
-    return params
-
-
-def torch_default_params(dims, seed):
-    """The distribution of nn.Linear and nn.Embedding when nobody touches them: uniform within 1/sqrt(inputs) for
-    weights and biases, the head (and so wte, which is tied to it) likewise, positions N(0,1)."""
-    params, fan_in = {}, dims.C
-    for tensor, (name, _, _, init, _) in enumerate(PARAMS):
-        shape = param_shape(dims, name)
-        if name == "wpe":
-            params[name] = rand_normal(seed, tensor, math.prod(shape)).reshape(shape)
-        elif name.startswith("ln"):
-            params[name] = np.full(shape, 1.0 if init == "one" else 0.0, dtype=np.float32)
-        else:
-            fan_in = shape[-1] if name.endswith(("w", "e")) else fan_in         # a bias follows its weight
-            u = rand_unit(seed, RAND_INIT, tensor, math.prod(shape)).reshape(shape)
-            params[name] = ((2 * u - 1) / math.sqrt(fan_in)).astype(np.float32)
-    params["wte"][dims.V:] = 0
     return params
 
 
@@ -194,7 +180,8 @@ def torch_default_params(dims, seed):
 def to_bf16_bits(x):
     """Round to nearest, ties to even; finite values only."""
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
-    return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+    half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return ((bits + half) >> np.uint32(16)).astype(np.uint16)
 
 
 def from_bf16_bits(bits):
@@ -317,7 +304,7 @@ def write_tensors(path, dims, x, y, logits, loss, grads):
 
 
 def read_tensors(path, dims):
-    """{"x", "y", "logits", "loss", "grads": {name: array}}; the shapes come from the model, the file has B and T."""
+    """{"x", "y", "logits", "loss", "grads": {name: array}}; the file has only B and T of the shapes."""
     with open_checked(path) as f:
         header = read_header(f, path, MAGIC_TENSORS)
         if header[1] != 2:
@@ -325,7 +312,8 @@ def read_tensors(path, dims):
         B, T = int(header[2]), int(header[3])
         count = 2 * B * T + B * T * dims.V + 1 + sum(math.prod(param_shape(dims, name)) for name in NAMES)
         if os.path.getsize(path) != 1024 + 4 * count:
-            raise FileError(path, f"{os.path.getsize(path)} bytes, expected {1024 + 4 * count} for {dims.text()}")
+            size = os.path.getsize(path)
+            raise FileError(path, f"{size} bytes, expected {1024 + 4 * count} for {dims.text()}")
         return {
             "x": read_array(f, path, "<i4", (B, T)), "y": read_array(f, path, "<i4", (B, T)),
             "logits": read_array(f, path, "<f4", (B, T, dims.V)),
@@ -342,7 +330,7 @@ def write_shard(path, tokens):
 
 # ---- data order ----
 class Loader:
-    """Windows of T tokens from shards, in the order of llmc/dataloader.h: a pure function of (seed, sample number)."""
+    """Windows of T tokens from shards, in the order of llmc/dataloader.h: a function of (seed, sample)."""
 
     def __init__(self, pattern, B, T, shuffle=True, seed=1337, vocab=None):
         paths = sorted(glob.glob(pattern))

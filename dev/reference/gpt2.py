@@ -1,4 +1,4 @@
-"""GPT-2 in plain PyTorch, the twin of train_gpt2.cu: LayerNorm eps 1e-5, tanh GELU, tied head, padded vocabulary.
+"""GPT-2 in plain PyTorch, the twin of train_gpt2.cu: LayerNorm eps 1e-5, tanh GELU, tied head, padded wte.
 
     model = GPT2(dims); load_params(model, init_params(dims, seed))
     logits, loss = model(x, y)                          # logits (B,T,V): padding columns never exist outside
@@ -7,7 +7,7 @@
 import math
 import os
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")    # cuBLAS sums in one order; read when CUDA starts
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")    # cuBLAS sums in one order
 
 import numpy as np
 import torch
@@ -63,7 +63,7 @@ class GPT2(nn.Module):
         h = F.embedding(x, self.wte) + self.wpe[:x.shape[1]]
         for block in self.blocks:
             h = block(h)
-        # the product runs over all Vp rows, which keeps it aligned; the padding is cut off before anybody sees it
+        # the product runs over all Vp rows, which keeps it aligned; the padding is cut off unseen
         logits = F.linear(self.lnf(h), self.wte)[..., :self.dims.V]
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return logits, F.cross_entropy(wide.reshape(-1, self.dims.V), y.reshape(-1))
@@ -77,8 +77,9 @@ def new_model(dims, device="cpu", sdpa=True):
 def tensor_list(model, name):
     """The torch parameters of one table row: one per layer, or a single one."""
     paths = {"ln1w": "ln1.weight", "ln1b": "ln1.bias", "qkvw": "att.qkv.weight", "qkvb": "att.qkv.bias",
-             "attprojw": "att.proj.weight", "attprojb": "att.proj.bias", "ln2w": "ln2.weight", "ln2b": "ln2.bias",
-             "fcw": "fc.weight", "fcb": "fc.bias", "fcprojw": "fcproj.weight", "fcprojb": "fcproj.bias"}
+             "attprojw": "att.proj.weight", "attprojb": "att.proj.bias", "ln2w": "ln2.weight",
+             "ln2b": "ln2.bias", "fcw": "fc.weight", "fcb": "fc.bias", "fcprojw": "fcproj.weight",
+             "fcprojb": "fcproj.bias"}
     if name in paths:
         return [block.get_parameter(paths[name]) for block in model.blocks]
     return [{"wte": model.wte, "wpe": model.wpe, "lnfw": model.lnf.weight, "lnfb": model.lnf.bias}[name]]
@@ -130,8 +131,9 @@ def params_from_huggingface(name_or_path):
     params["wte"][:dims.V] = sd["wte.weight"]
     for short, path in paths.items():
         weights = np.stack([sd[f"h.{l}.{path}.weight"] for l in range(dims.L)])
-        # their linear layers are (in, out), ours (out, in)
-        params[short + "w"] = weights if weights.ndim == 2 else np.ascontiguousarray(weights.transpose(0, 2, 1))
+        if weights.ndim == 3:                           # their linear layers are (in, out), ours (out, in)
+            weights = np.ascontiguousarray(weights.transpose(0, 2, 1))
+        params[short + "w"] = weights
         params[short + "b"] = np.stack([sd[f"h.{l}.{path}.bias"] for l in range(dims.L)])
     return dims, params
 

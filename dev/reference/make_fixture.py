@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Makes the committed fixture: two small models with ugly shapes and weights that leave no gradient at zero, and a run.
+"""Makes the committed fixture: two small models whose weights leave no gradient at zero, and a training run.
 
     python dev/reference/make_fixture.py [FOLDER]        # default dev/reference/fixture; CPU, a few seconds
 
-ugly: nothing is a multiple of anything (C=40, head size 20, V=509, T=33 of 37, 3 rows), fp32 weights, version 3.
-head64: head size 64, so that the tensor-core attention runs, T=70 beyond one tile, bf16 weights, version 5.
-run: two shards of made-up tokens and the losses of a training run over them: initial weights, shuffling over several
-     epochs, accumulation, warm-up, cosine, weight decay and clipping at once. `our_flags` runs the same in ours.
+ugly    nothing is a multiple of anything: C=40, head size 20, V=509, T=33 of 37, B=3; fp32 weights, version 3
+head64  head size 64, so that the tensor-core attention runs; T=70, beyond one tile; bf16 weights, version 5
+run     two shards of made-up tokens and the losses of a training run over them: initial weights, shuffling
+        over several epochs, accumulation, warm-up, cosine, weight decay and clipping at once. `our_flags` are
+        what the trainer wants to hear.
 """
 import os
 import sys
@@ -17,9 +18,12 @@ import reference
 import train_gpt2
 from formats import NAMES, RAND_SHUFFLE, param_shape, parse_model, rand_normal, rand_unit, write_shard
 
+COMMAND = "python dev/reference/make_fixture.py"
 SEED = 20240326
-HYPER = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "grad_clip": 1.0}
-CASES = {"ugly": ("L2,NH2,C40,T37,V509", 3, 33, "float32"), "head64": ("L2,NH1,C64,T70,V67", 2, 70, "bfloat16")}
+HYPER = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1,
+         "grad_clip": 1.0}
+CASES = {"ugly": ("L2,NH2,C40,T37,V509", 3, 33, "float32"),
+         "head64": ("L2,NH1,C64,T70,V67", 2, 70, "bfloat16")}
 
 
 def lively_params(dims):
@@ -41,7 +45,7 @@ def lively_params(dims):
 
 
 def batch(dims, B, T):
-    """Windows of one text, as a loader cuts them. A few tokens come often, and both ends of the vocabulary appear."""
+    """Windows of one text, as a loader cuts them. Some tokens come often; the first and the last appear."""
     u = rand_unit(SEED, RAND_SHUFFLE, 99, B * T + 1)
     text = (dims.V * u * u * u).astype(np.int64)
     text[3], text[7], text[-1] = dims.V - 1, 0, dims.V - 1
@@ -50,7 +54,7 @@ def batch(dims, B, T):
 
 def write_run(folder):
     V = 97
-    for i, count in enumerate((700, 333)):              # 43 + 20 windows of 16: 63 samples, 24 a step, four epochs
+    for i, count in enumerate((700, 333)):          # 43 + 20 windows; 24 a step, five epochs
         u = rand_unit(SEED, RAND_SHUFFLE, 100 + i, count)
         write_shard(os.path.join(folder, f"run_{i}.bin"), (V * u * u).astype(np.int64))
     flags = {"model": f"L2,NH2,C40,T16,V{V}", "batch_size": 4, "sequence_length": 16, "total_batch_size": 384,
@@ -59,11 +63,11 @@ def write_run(folder):
     args = train_gpt2.parse_arguments([f"--{k}={v}" for k, v in flags.items()]
                                       + [f"--input_bin={folder}/run_?.bin", "--device=cpu"])
     steps = train_gpt2.train(args, *train_gpt2.initial_weights(args), show=lambda line: None)
-    ours = ("-e {model} -b {batch_size} -t {sequence_length} -z {total_batch_size} -l {learning_rate} -k cosine "
-            "-x {num_iterations} -u {warmup_iters} -q {learning_rate_decay_frac} -c {weight_decay} "
+    ours = ("-e {model} -b {batch_size} -t {sequence_length} -z {total_batch_size} -l {learning_rate} "
+            "-k cosine -x {num_iterations} -u {warmup_iters} -q {learning_rate_decay_frac} -c {weight_decay} "
             "--grad-clip {grad_clip} --seed {seed} -v 0 -s 0").format(**flags)
     reference.write_json(os.path.join(folder, "run.json"), {
-        "command": "python dev/reference/make_fixture.py", "our_flags": ours, "shards": "run_?.bin", "flags": flags,
+        "command": COMMAND, "our_flags": ours, "shards": "run_?.bin", "flags": flags,
         "losses": [row["loss"] for row in steps], "norms": [row["norm"] for row in steps],
         "learning_rates": [row["lr"] for row in steps]})
 
@@ -72,8 +76,9 @@ def main():
     folder = sys.argv[1] if len(sys.argv) > 1 else os.path.join(os.path.dirname(__file__), "fixture")
     for case, (model, B, T, weights) in CASES.items():
         dims = parse_model(model)
-        made = reference.write(os.path.join(folder, case), dims, lively_params(dims), *batch(dims, B, T), hyper=HYPER,
-                               command="python dev/reference/make_fixture.py", weights=weights)
+        x, y = batch(dims, B, T)
+        made = reference.write(os.path.join(folder, case), dims, lively_params(dims), x, y, hyper=HYPER,
+                               command=COMMAND, weights=weights)
         print(case, " ".join(f"{os.path.basename(path)} {os.path.getsize(path)}" for path in made))
     write_run(folder)
 

@@ -1,22 +1,22 @@
-"""Reference files: a model, what PyTorch computes from it on one batch, and how far PyTorch's own types are apart.
+"""Reference files: a model, what PyTorch makes of it on one batch, how far apart PyTorch's own types are.
 
-write() makes PREFIX_model.bin, PREFIX_tensors.bin and PREFIX.json. Truth is torch float32 with attention written out
-and TF32 off, run from exactly the weights in the model file. All errors are |a - b| / |b| (Frobenius) of one table
-row, layers together. Keys of the JSON:
+write() makes PREFIX_model.bin, PREFIX_tensors.bin and PREFIX.json. Truth is torch float32 with attention
+written out and TF32 off, run from exactly the weights in the model file. All errors are |a - b| / |b|
+(Frobenius) of one table row, layers together. Keys of the JSON:
 
-    losses, norms           loss before and gradient norm before clipping at each of 10 AdamW steps on the batch
+    losses, norms           loss before, and norm before clipping, of each of 10 AdamW steps on the batch
     losses_float64          the same steps in float64: how well the float32 losses are determined at all
     hyper                   learning rate (constant), betas, eps, weight decay (2-D tensors), gradient clip
     float32_grad_error      float32 against float64
     bfloat16_grad_error     pure bf16 PyTorch (SDPA) against float32, both from the same bf16-rounded weights
-    bfloat16_total_error    the same bf16 gradients against float32 from the unrounded weights (= the tensors file)
+    bfloat16_total_error    the same gradients against float32 from the unrounded weights: the tensors file
     float16_*               likewise; the gradients were scaled by float16_loss_scale
     autocast_grad_error     bf16 autocast (weights float32) against float32
     *_logits_error          max |d| / rms(reference)
 
-`weights` says to what the weights in the model file were rounded: "bfloat16" makes it version 5; "float16" stays
-version 3. A type whose rounding changes nothing has equal _grad_error and _total_error, and the tensors file is the
-truth to hold a 16-bit build against.
+`weights` says to what the weights in the model file were rounded: "bfloat16" makes it version 5, "float16"
+stays version 3. A type whose rounding changes nothing has equal _grad_error and _total_error; then the
+tensors file is the truth to hold a 16-bit build against.
 """
 import contextlib
 import json
@@ -60,7 +60,7 @@ def logits_error(a, b):
 def run(dims, params, x, y, dtype, device, sdpa=False, loss_scale=1.0, autocast=False, micro_steps=1):
     """(logits, loss, grads) of one batch: tensors on the device, at least float32.
 
-    With micro_steps > 1 the rows are split evenly and .grad accumulates, in the dtype of the weights as PyTorch does."""
+    With micro_steps > 1 the rows are split evenly and .grad accumulates, in the dtype of the weights."""
     model = new_model(dims, device, sdpa).to(dtype)
     load_params(model, params)
     xt, yt = batch_tensors(x, y, device)
@@ -115,7 +115,7 @@ def write_json(path, data):
     os.replace(path + ".part", path)
 
 
-def write(prefix, dims, params, x, y, hyper, device="cpu", command="", weights="float32", low_types=True, double=True):
+def write(prefix, dims, params, x, y, hyper, device="cpu", command="", weights="float32"):
     """Writes the three files; returns their names."""
     setup_device(device)
     if weights != "float32":
@@ -124,14 +124,14 @@ def write(prefix, dims, params, x, y, hyper, device="cpu", command="", weights="
     info = {"command": command, "model": dims.text(), "weights": weights, "B": x.shape[0], "T": x.shape[1],
             "versions": versions(device), "notes": NOTES, "hyper": hyper, "loss": loss}
     info["losses"], info["norms"] = optimizer_steps(dims, params, x, y, torch.float32, device, hyper)
-    if double:
-        exact = run(dims, params, x, y, torch.float64, device)
-        info["float32_logits_error"] = logits_error(logits, exact[0])
-        info["float32_loss_error"] = abs(loss - exact[1])
-        info["float32_grad_error"] = grad_errors(grads, exact[2])
-        info["losses_float64"], info["norms_float64"] = optimizer_steps(dims, params, x, y, torch.float64, device, hyper)
-    if low_types:
-        add_low_types(info, dims, params, x, y, device, logits, grads)
+    exact_logits, exact_loss, exact = run(dims, params, x, y, torch.float64, device)
+    info["float32_logits_error"] = logits_error(logits, exact_logits)
+    info["float32_loss_error"] = abs(loss - exact_loss)
+    info["float32_grad_error"] = grad_errors(grads, exact)
+    del exact_logits, exact
+    exact_steps = optimizer_steps(dims, params, x, y, torch.float64, device, hyper)
+    info["losses_float64"], info["norms_float64"] = exact_steps
+    add_low_types(info, dims, params, x, y, device, logits, grads)
     made = [prefix + "_model.bin", prefix + "_tensors.bin", prefix + ".json"]
     write_checkpoint(made[0], dims, params, version=5 if weights == "bfloat16" else 3)
     write_tensors(made[1], dims, x, y, logits.cpu().numpy(), loss, to_numpy(grads))
@@ -144,7 +144,9 @@ def add_low_types(info, dims, params, x, y, device, logits, grads):
     for kind, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
         rounded = round_params(params, kind)
         same_weights = all(np.array_equal(rounded[name], params[name]) for name in NAMES)
-        base_logits, _, base = (logits, 0, grads) if same_weights else run(dims, rounded, x, y, torch.float32, device)
+        base_logits, base = logits, grads
+        if not same_weights:
+            base_logits, _, base = run(dims, rounded, x, y, torch.float32, device)
         if kind == "float16":
             info["float16_loss_scale"], low_logits, _, low = run_float16(dims, rounded, x, y, device)
         else:

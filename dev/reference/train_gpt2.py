@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Trains GPT-2 in PyTorch beside ours: same initial weights, same data order, same optimizer, same printed line.
+"""Trains GPT-2 in PyTorch beside ours: same initial weights, data order, optimizer and schedule.
 
     python dev/reference/train_gpt2.py --total_batch_size=512 --write_tensors=0
-    ./train_gpt2cu -b 4 -t 64 -l 1e-4 -v 0 -s 0 -a 1 -x 10 -f 0 -z 512          # FP32 build: same losses to 1e-4
+    ./train_gpt2cu -b 4 -t 64 -l 1e-4 -v 0 -s 0 -a 1 -x 10 -f 0 -z 512      # FP32 build: same losses to 1e-4
 
-With --write_tensors 1 it first writes the reference files of the first batch (reference.py says what is in them).
+With --write_tensors 1 it first writes the reference files of the first batch (see reference.py).
 """
 import argparse
 import contextlib
 import math
+import re
 import sys
 import time
 
@@ -29,12 +30,12 @@ def parse_arguments(argv):
     p.add_argument("--input_val_bin", default="", help="pattern of validation shards")
     p.add_argument("--shuffle", type=int, default=1, choices=(0, 1), help="0: shards and windows in order")
     p.add_argument("--model", default="d12",
-                   help="d12 d24 d36 d48, gpt3:c768, L4,NH4,C128,T128,V256, a .bin file, or hf:NAME (local weights)")
+                   help="d12 d24 d36 d48, gpt3:c768, L4,NH4,C128,T128,V256, FILE.bin, or hf:NAME (local)")
     p.add_argument("--seed", type=int, default=1337)
-    p.add_argument("--init", default="gpt2", choices=("gpt2", "torch"), help="torch: PyTorch's default layers")
+    p.add_argument("--init", default="gpt2", choices=("gpt2", "wide-positions"), help="see formats.py")
     p.add_argument("--batch_size", type=int, default=4)
     p.add_argument("--sequence_length", type=int, default=64)
-    p.add_argument("--total_batch_size", type=int, default=0, help="tokens per optimizer step; 0: one micro-step")
+    p.add_argument("--total_batch_size", type=int, default=0, help="tokens per step; 0: one micro-step")
     p.add_argument("--num_iterations", type=int, default=10)
     p.add_argument("--learning_rate", type=float, default=1e-4)
     p.add_argument("--warmup_iters", type=int, default=0)
@@ -44,12 +45,14 @@ def parse_arguments(argv):
     p.add_argument("--beta2", type=float, default=0.95)
     p.add_argument("--eps", type=float, default=1e-8)
     p.add_argument("--grad_clip", type=float, default=1.0, help="0: off")
-    p.add_argument("--overfit_single_batch", type=int, default=1, choices=(0, 1), help="1: only ever the first batch")
+    p.add_argument("--overfit_single_batch", type=int, default=1, choices=(0, 1), help="1: one batch")
     p.add_argument("--val_loss_every", type=int, default=0)
     p.add_argument("--val_max_steps", type=int, default=20)
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float64"), help="bfloat16: autocast")
-    p.add_argument("--pure_bf16", type=int, default=0, choices=(0, 1), help="weights, gradients and moments in bf16")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                   choices=("cpu", "cuda"))
+    p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float64"),
+                   help="bfloat16: autocast")
+    p.add_argument("--pure_bf16", type=int, default=0, choices=(0, 1), help="1: weights and moments in bf16")
     p.add_argument("--tensorcores", type=int, default=0, choices=(0, 1), help="1: TF32")
     p.add_argument("--compile", type=int, default=0, choices=(0, 1))
     p.add_argument("--compile_mode", default="default")
@@ -58,14 +61,14 @@ def parse_arguments(argv):
     p.add_argument("--write_tensors", type=int, default=1, choices=(0, 1))
     p.add_argument("--write_model", default="", help="write the initial weights here (.bin, version 3)")
     p.add_argument("--write_final", default="", help="write the trained weights here (.bin, version 3)")
-    p.add_argument("--output_prefix", default="", help="prefix of the reference files; default: from the model's name")
+    p.add_argument("--output_prefix", default="", help="of the reference files; default: the model's name")
     args = p.parse_args(argv)
     BT = args.batch_size * args.sequence_length
     args.total_batch_size = args.total_batch_size or BT
     if min(args.batch_size, args.sequence_length, args.num_iterations + 1) < 1:
         p.error("--batch_size and --sequence_length must be positive")
     if args.total_batch_size % BT or args.total_batch_size < BT:
-        p.error(f"--total_batch_size {args.total_batch_size} must be a multiple of batch_size * sequence_length = {BT}")
+        p.error(f"--total_batch_size {args.total_batch_size} must be a multiple of {BT}, one micro-step")
     return args
 
 
@@ -110,13 +113,14 @@ def validation_loss(model, args, dims):
 
 
 def train(args, dims, params, show=print):
-    """Runs the whole training; returns one dict per step: loss, norm, lr, ms, tokens_per_second."""
+    """Runs the whole training; returns one dict per step: loss, norm, lr, ms."""
     setup_device(args.device, tf32=bool(args.tensorcores))
     if args.sequence_length > dims.maxT:
         raise SystemExit(f"error: --sequence_length {args.sequence_length} exceeds the model's {dims.maxT}")
     raw = new_model(dims, args.device, bool(args.flash)).to(dtype_of(args))
     load_params(raw, params)
-    model = torch.compile(raw, mode=None if args.compile_mode == "default" else args.compile_mode) if args.compile else raw
+    mode = None if args.compile_mode == "default" else args.compile_mode
+    model = torch.compile(raw, mode=mode) if args.compile else raw
     optimizer = make_optimizer(raw, vars(args), fused=bool(args.fused))
     loader = training_loader(args, dims)
     micro_steps = args.total_batch_size // (args.batch_size * args.sequence_length)
@@ -145,10 +149,9 @@ def train(args, dims, params, show=print):
         if args.device == "cuda":
             torch.cuda.synchronize()
         ms = 1000 * (time.perf_counter() - start)
-        row = {"loss": float(total), "norm": norm, "lr": lr, "ms": ms, "tokens_per_second": 1000 * args.total_batch_size / ms}
-        steps.append(row)
+        steps.append({"loss": float(total), "norm": norm, "lr": lr, "ms": ms})
         show("step %4d/%d | loss %.6f | norm %.4f | lr %.2e | %.2f ms | %.0f tok/s"
-             % (step + 1, args.num_iterations, row["loss"], norm, lr, ms, row["tokens_per_second"]))
+             % (step + 1, args.num_iterations, float(total), norm, lr, ms, 1000 * args.total_batch_size / ms))
     if args.write_final:
         write_checkpoint(args.write_final, dims, get_params(raw))
     return steps
@@ -163,10 +166,11 @@ def main(argv=None):
         write_checkpoint(args.write_model, dims, params)
     if args.write_tensors:
         loader = training_loader(args, dims)
-        prefix = args.output_prefix or "gpt2_" + args.model.replace(":", "_").replace(",", "").replace("/", "_")
+        prefix = args.output_prefix or "gpt2_" + re.sub(r"[^\w.-]+", "_", args.model)
         command = "python dev/reference/train_gpt2.py " + " ".join(sys.argv[1:] if argv is None else argv)
         hyper = {k: getattr(args, k) for k in reference.HYPER}
-        made = reference.write(prefix, dims, params, *loader.next(), hyper=hyper, device=args.device, command=command)
+        x, y = loader.next()
+        made = reference.write(prefix, dims, params, x, y, hyper=hyper, device=args.device, command=command)
         print("wrote " + " ".join(made))
     steps = train(args, dims, params, lambda line: print(line, flush=True))
     if not all(math.isfinite(row["loss"]) for row in steps):

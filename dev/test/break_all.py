@@ -3,6 +3,7 @@
 and expects it to notice every time.
 
     python3 dev/test/break_all.py ./test_gpt2cpu
+    python3 dev/test/break_all.py ./test_gpt2cu kernels --small model       # only these modes
 """
 import concurrent.futures
 import os
@@ -13,9 +14,9 @@ import sys
 CLOSING = re.compile(r"^\d+ passed, (\d+) failed, \d+ skipped$")
 
 
-def notices(program, name):
+def notices(command, name):
     env = dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")   # the runs share the cores
-    run = subprocess.run([program, "--break", name], env=env, stdout=subprocess.PIPE,
+    run = subprocess.run(command + ["--break", name], env=env, stdout=subprocess.PIPE,
                          stderr=subprocess.STDOUT, text=True, check=False)
     lines = run.stdout.rstrip("\n").split("\n")
     closing = CLOSING.match(lines[-1])
@@ -26,11 +27,11 @@ def notices(program, name):
 
 
 def main():
-    program = sys.argv[1]
-    names = subprocess.run([program, "--list"], check=True, stdout=subprocess.PIPE, text=True).stdout.split()
+    command = sys.argv[1:]
+    names = subprocess.run([command[0], "--list"], check=True, stdout=subprocess.PIPE, text=True).stdout.split()
     counts = {"ok": 0, "FAIL": 0, "skip": 0}
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        for name, (noticed, last) in zip(names, pool.map(lambda name: notices(program, name), names)):
+    with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count(), 4)) as pool:
+        for name, (noticed, last) in zip(names, pool.map(lambda name: notices(command, name), names)):
             print(f"{noticed:<4} --break {name}: {last}", flush=True)
             counts[noticed] += 1
     print(f"{counts['ok']} passed, {counts['FAIL']} failed, {counts['skip']} skipped")

@@ -13,7 +13,6 @@ Losses of a run that another program computed: dev/reference/fixture/run.json (P
 dev/reference/make_fixture.py) and EXPECTED_D12 below.
 """
 import argparse
-import array
 import glob
 import hashlib
 import json
@@ -40,9 +39,7 @@ TINY = f"L{L},NH2,C{C},T{T},V{V}"
 NO_TEXT = "L2,NH2,C32,T32,V300"         # no tokenizer has 300 tokens; 300 is padded to 384
 LIMIT_S = 300                           # no run here takes more than seconds; a hang must not hang the tests
 
-# The first batch five times over, lr 1e-4, in PyTorch fp32:
-#   python dev/reference/train_gpt2.py --model d12 --batch_size 2 --sequence_length 64 --num_iterations 5 \
-#       --write_tensors 0
+# Five losses of two d12 runs in PyTorch; the file says which commands made them.
 EXPECTED_D12 = os.path.join(ROOT, "dev/test/fixtures/d12_losses.json")
 
 
@@ -125,7 +122,8 @@ def run(flags=None, extra=(), threads=1, **popen):
     """Runs with the usual small flags; `flags` adds to them or, with None, takes one away."""
     words = Program.command(flags or {}) + list(extra)
     try:
-        p = subprocess.run(words, capture_output=True, timeout=LIMIT_S, env=Program.environment(threads), **popen)
+        p = subprocess.run(words, capture_output=True, timeout=LIMIT_S, env=Program.environment(threads),
+                           **popen)
     except subprocess.TimeoutExpired:
         return Result(None, "", f"no end after {LIMIT_S} s", words)
     return Result(p.returncode, p.stdout.decode("latin-1"), p.stderr.decode("latin-1"), words)
@@ -170,7 +168,8 @@ def sentences(seed, length):
     """Bytes of made-up words in a made-up grammar: a model of bytes learns from them within a few steps."""
     rng = random.Random(seed)
     words = ["ba", "dum", "tak", "lorin", "mek", "sa", "vou", "rik", "teno", "pald"]
-    text = "".join(rng.choice(words) + rng.choice(["  ", " ", " ", ". ", ", "]) for _ in range(length // 3 + 8))
+    text = "".join(rng.choice(words) + rng.choice(["  ", " ", " ", ". ",
+                                                   ", "]) for _ in range(length // 3 + 8))
     return text.encode()[:length]
 
 
@@ -181,7 +180,8 @@ PARAMS = [("wte", 2), ("wpe", 2), ("ln1w", 1), ("ln1b", 1), ("qkvw", 2), ("qkvb"
 
 def param_sizes(maxT, vocabulary, layers, heads, channels, padded):
     c = channels
-    return [padded * c, maxT * c] + [layers * n for n in (c, c, 3 * c * c, 3 * c, c * c, c, c, c, 4 * c * c, 4 * c,
+    return [padded * c, maxT * c] + [layers * n for n in (c, c, 3 * c * c, 3 * c, c * c, c, c, c, 4 * c * c,
+                                                          4 * c,
                                                           4 * c * c, c)] + [c, c]
 
 
@@ -242,7 +242,8 @@ def test_accumulation():
     big = run_ok({"-b": 8, "-x": 6})
     for rows in (4, 1):
         split = run_ok({"-b": rows, "-z": 8 * T, "-x": 6})
-        check_close(split.losses(), big.losses(), tolerance(1e-5, 2e-2), f"a batch of 8 rows in parts of {rows}")
+        check_close(split.losses(), big.losses(), tolerance(1e-5, 2e-2),
+                    f"a batch of 8 rows in parts of {rows}")
     synonym = run_ok({"-d": 8 * T, "-x": 6})
     long_name = run_ok({"--total-batch": 8 * T, "-x": 6})
     check_equal(synonym.losses(), long_name.losses(), "-d is --total-batch")
@@ -252,7 +253,8 @@ def test_determinism():
     flags = {"-x": 6, "-v": 3, "-s": 3, "-z": 2 * B * T, "-c": 0.1}
     runs = [run_ok({**flags, "-o": folder}) for folder in ("same1", "same2")]
     check_equal(read_bytes("same1/main.log"), read_bytes("same2/main.log"), "main.log of two equal runs")
-    check(read_bytes(model_path("same1")) == read_bytes(model_path("same2")), "checkpoints of two equal runs differ")
+    check(read_bytes(model_path("same1")) == read_bytes(model_path("same2")),
+          "checkpoints of two equal runs differ")
     check_equal(runs[0].samples(), runs[1].samples(), "samples of two equal runs")
     other = run_ok({**flags, "--seed": 1})
     check(other.losses() != runs[0].losses(), "another --seed gives the same losses")
@@ -283,7 +285,8 @@ def test_threads():
         run_ok({"-o": f"threads{threads}", "-x": 6}, threads=threads)
     equal = read_bytes(model_path("threads1")) == read_bytes(model_path("threads2"))
     if "OpenBLAS" in Program.device:        # promised of our own loops alone
-        skip(f"with OpenBLAS nothing is promised; here 1 and 2 threads give {'equal' if equal else 'other'} bits")
+        bits = "equal" if equal else "other"
+        skip(f"with OpenBLAS nothing is promised; here 1 and 2 threads give {bits} bits")
     else:
         check(equal, "1 and 2 threads give other checkpoints")
 
@@ -298,14 +301,16 @@ def test_saved_model():
         again = run_ok({"-e": path, **flags})
         check_equal(len(again.val_losses()), 1, "val loss lines of -x 0")
         check_equal(again.losses(), [], "steps of -x 0")
-        check_close(again.val_losses(), trained.val_losses()[-1:], tolerance(0, 1e-2), "the saved model's val loss")
+        check_close(again.val_losses(), trained.val_losses()[-1:], tolerance(0, 1e-2),
+                    "the saved model's val loss")
     check_equal(snapshot(), before, "the disk after -x 0")
     header, params = read_model(path)
     check_equal(header, (MODEL_MAGIC, 5 if Program.precision == "BF16" else 3, T, V, L, 2, C, 256), "header")
     check(all(math.isfinite(x) for values in params.values() for x in values), "a weight is not finite")
     # a learning rate of 0 leaves the weights alone: what is loaded is what is saved
     run_ok({"-e": path, "-l": 0, "-x": 2, "-c": 0.1, "-o": "resaved"})
-    check(read_bytes(path) == read_bytes(model_path("resaved")), "a model that learned nothing is saved differently")
+    check(read_bytes(path) == read_bytes(model_path("resaved")),
+          "a model that learned nothing is saved differently")
     # training goes on from a checkpoint
     more = run_ok({"-e": path, "-x": 20, "-l": "1e-3"})
     check(more.losses()[-1] < trained.losses()[-1], "a loaded model does not learn")
@@ -344,12 +349,14 @@ def test_weight_decay():
         expected = [rate * decay * x for x in start[name]]
         check(any(shrunk), f"{name}: weight decay changed nothing")
         check_close(shrunk, expected, tolerance(1e-6, 1e-3), f"{name}: how much weight decay took off")
-    check(all(any(a != b for a, b in zip(start[name], plain[name])) for name, _ in PARAMS), "a tensor did not move")
+    check(all(any(a != b for a, b in zip(start[name], plain[name])) for name, _ in PARAMS),
+          "a tensor did not move")
 
 
 def test_overfit():
     losses = run_ok({"-a": 1, "-x": 60, "-l": "1e-2", "-u": 5}).losses()
-    check(losses and losses[0] > 5.0 and losses[-1] < losses[0] - 3.0, f"loss goes from {losses[:1]} to {losses[-1:]}")
+    check(losses and losses[0] > 5.0 and losses[-1] < losses[0] - 3.0,
+          f"loss goes from {losses[:1]} to {losses[-1:]}")
 
 
 def test_schedules():
@@ -358,7 +365,8 @@ def test_schedules():
               "wsd": lambda x: 1 - math.sqrt(x), "constant": None}
     for kind, shape in shapes.items():
         folder = "lr_" + kind
-        run_ok({"-x": steps, "-u": warmup, "-l": peak, "-q": last, "-k": kind, "-o": folder, "-b": 1, "-t": 8})
+        run_ok({"-x": steps, "-u": warmup, "-l": peak, "-q": last, "-k": kind, "-o": folder, "-b": 1,
+                "-t": 8})
         start = steps - steps // 5 if kind == "wsd" else warmup
         expected = []
         for step in range(steps):
@@ -367,7 +375,8 @@ def test_schedules():
             after = peak if shape is None else low + shape(x) * (peak - low)
             expected.append(peak * (step + 1) / warmup if step < warmup else after)
         rates = log_columns(folder)["lr"]
-        check_close([a / b for a, b in zip(rates, expected)], [1.0] * steps, 1e-5, f"learning rates of {kind}")
+        check_close([a / b for a, b in zip(rates, expected)], [1.0] * steps, 1e-5,
+                    f"learning rates of {kind}")
         check_equal(rates[warmup - 1], peak, f"{kind}: the rate when the warm-up is over")
     printed = run_ok({"-x": steps, "-l": peak}).out
     check("lr 1.00e-03" in printed, "the progress line shows the learning rate")
@@ -380,7 +389,8 @@ def test_gradient_clipping():
         run_ok({"-x": 4, "--grad-clip": clip, "--eps": "1e-3", "-o": f"clip{clip}"})
         columns.append(log_columns(f"clip{clip}"))
     check(columns[0]["norm"][0] > 1.0, "the first norm is larger than 1")
-    check_equal([c["norm"][0] for c in columns], [columns[0]["norm"][0]] * 3, "first norm, whatever --grad-clip")
+    check_equal([c["norm"][0] for c in columns], [columns[0]["norm"][0]] * 3,
+                "first norm, whatever --grad-clip")
     check(len({c["trl"][-1] for c in columns}) == 3, "--grad-clip has no effect")
 
 
@@ -441,7 +451,8 @@ def test_llmc_format():
     for version in (3, 5):
         model, folder = f"theirs_v{version}.bin", f"theirs_v{version}"
         # padded to a multiple of 8 that is not one of 128: the file says what the padding is
-        written = format_tool("write-model", model, "--L", 2, "--NH", 4, "--C", 64, "--T", 32, "--V", 250, "--Vp", 256,
+        written = format_tool("write-model", model, "--L", 2, "--NH", 4, "--C", 64, "--T", 32, "--V", 250,
+                              "--Vp", 256,
                               "--version", version)
         flags = {"-e": model, "-i": "theirs_train.bin", "-j": "theirs_val.bin"}
         result = run_ok({**flags, "-v": 1, "-l": 0, "-x": 1, "-o": folder})
@@ -451,12 +462,15 @@ def test_llmc_format():
             names = [[line.split()[:2] for line in text.splitlines()[1:]] for text in (written, read)]
             check_equal(names[1], names[0], "tensors of our checkpoint")
         else:
-            check_equal(read.splitlines()[1:], written.splitlines()[1:], f"our copy of their version {version}")
+            check_equal(read.splitlines()[1:], written.splitlines()[1:],
+                        f"our copy of their version {version}")
         evaluated = run_ok({**flags, "-x": 0}).val_losses()
         check_close(evaluated, result.val_losses()[:1], tolerance(0, 1e-2), "val loss of their model")
-    format_tool("write-model", "theirs_304.bin", "--L", 1, "--NH", 2, "--C", 32, "--T", 32, "--V", 300, "--Vp", 304)
+    format_tool("write-model", "theirs_304.bin", "--L", 1, "--NH", 2, "--C", 32, "--T", 32, "--V", 300,
+                "--Vp", 304)
     run_ok({"-e": "theirs_304.bin", "-x": 2, "-o": "theirs_304"})
-    check("V 300 L 1 NH 2 C 32 Vp 304" in format_tool("read-model", model_path("theirs_304")), "Vp of the file is kept")
+    check("V 300 L 1 NH 2 C 32 Vp 304" in format_tool("read-model", model_path("theirs_304")),
+          "Vp of the file is kept")
 
 
 def test_d12():
@@ -467,12 +481,15 @@ def test_d12():
         skip("no tinyshakespeare shards: make tinyshakespeare")
     else:
         with open(EXPECTED_D12, encoding="utf-8") as f:
-            expected = json.load(f)
-        for kind, flags in (("overfit", {"-a": 1}), ("shuffled", {"-a": 0})):
-            result = run_ok({"-e": "d12", "-b": 2, "-t": 64, "-x": 5, "-l": "1e-4", "-q": 1,
-                             "-i": SHAKESPEARE + "train.bin", "-j": SHAKESPEARE + "val.bin", **flags}, threads=2)
-            check_close(result.losses(), expected[kind], tolerance(1e-4, 5e-2), f"d12 losses, {kind}")
-        check("124475904 parameters" in result.out or "124,475,904" in result.out, "parameters of d12")
+            runs = json.load(f)["runs"]
+        for reference in runs:
+            words = reference["our_flags"].split()
+            result = run_ok({"-e": "d12", "-b": 2, "-t": 64, "-x": 5, "-l": "1e-4",
+                             "-i": SHAKESPEARE + "train.bin",
+                             "-j": SHAKESPEARE + "val.bin", **dict(zip(words[::2], words[1::2]))}, threads=2)
+            check_close(result.losses(), reference["losses"], tolerance(1e-4, 5e-2), reference["our_flags"])
+        check("124439808 parameters" in result.out, "parameters of d12 (V=50257 rows)")
+        check("124354560 with weight decay, 121344 without" in result.out, "parameters by weight decay")
 
 
 # ---- sampling ----
@@ -489,14 +506,16 @@ def test_prompt():
     before = snapshot()
     one, two = run_ok(flags), run_ok(flags)
     check_equal(len(one.samples()), 1, "samples")
-    check(one.samples()[0].startswith("tak ") and len(one.samples()[0]) > 4, f"{one.samples()}: text after the prompt")
+    check(one.samples()[0].startswith("tak ") and len(one.samples()[0]) > 4,
+          f"{one.samples()}: text after the prompt")
     check_equal(two.samples(), one.samples(), "the same text twice")
     check_equal((one.losses(), one.val_losses()), ([], []), "only text: losses printed")
     check_equal(snapshot(), before, "the disk after generating")
     check(run_ok({**flags, "--seed": 5}).samples() != one.samples(), "another --seed writes the same text")
 
     greedy = [run_ok({**flags, **more}).samples() for more in
-              ({"--temperature": 0}, {"--temperature": 0, "--seed": 5}, {"--top-k": 1}, {"--top-k": 1, "--seed": 9})]
+              ({"--temperature": 0}, {"--temperature": 0, "--seed": 5}, {"--top-k": 1},
+               {"--top-k": 1, "--seed": 9})]
     check_equal(greedy[1:], greedy[:1] * 3, "temperature 0 and top-k 1, whatever the seed")
     three = run_ok({**flags, "--num-samples": 3}).samples()
     check_equal(len(three), 3, "samples of --num-samples 3")
@@ -511,7 +530,8 @@ def test_prompt():
     longest = run_ok({**flags, "--prompt": "a" * (T - 2), "-g": 5}).samples()
     check(longest and len(longest[0]) <= T - 1, "the longest prompt leaves room for one token")
     odd = run_ok({**flags, "--prompt": "\u00e9\u00df\u4e16"})
-    check(odd.samples()[0].startswith("\u00e9\u00df\u4e16".encode().decode("latin-1")), "a prompt that is not ASCII")
+    check(odd.samples()[0].startswith("\u00e9\u00df\u4e16".encode().decode("latin-1")),
+          "a prompt that is not ASCII")
 
 
 def test_samples_without_tokenizer():
@@ -531,7 +551,8 @@ def test_help():
     p = subprocess.run([Program.path, "--help"], capture_output=True, text=True, timeout=LIMIT_S)
     check_equal((p.returncode, p.stderr), (0, ""), "--help")
     check(max(map(len, p.stdout.splitlines())) <= 110, "--help is wider than 110 columns")
-    mixed = subprocess.run([Program.path, "-b", "8", "--help"], capture_output=True, text=True, timeout=LIMIT_S)
+    mixed = subprocess.run([Program.path, "-b", "8", "--help"], capture_output=True, text=True,
+                           timeout=LIMIT_S)
     check_equal((mixed.returncode, mixed.stdout), (0, p.stdout), "--help after other flags")
 
     run_ok({"-o": "settings", "-x": 1})
@@ -560,12 +581,14 @@ def test_run_files():
     flags = {"-o": "deep/er/files", "-x": 4, "-v": 2, "-s": 2, "--prompt": 'a "quoted\\ \u00e9 prompt'}
     result = run_ok(flags)
     folder = flags["-o"]
-    check_equal(sorted(os.listdir(folder)), ["main.log", "metrics.jsonl", "model_00000004.bin", "run.json"], "files")
+    check_equal(sorted(os.listdir(folder)), ["main.log", "metrics.jsonl", "model_00000004.bin", "run.json"],
+                "files")
     with open(folder + "/main.log", encoding="ascii") as f:
         lines = f.read().splitlines()
     check(all(LOG_LINE.fullmatch(line) for line in lines), "main.log has other lines than its three forms")
     check_equal([line.split(" ")[0] + line.split(" ")[1][:4] for line in lines],
-                ["s:0tel:", "s:0trl:", "s:1trl:", "s:2tel:", "s:2trl:", "s:3trl:", "s:4tel:"], "lines of main.log")
+                ["s:0tel:", "s:0trl:", "s:1trl:", "s:2tel:", "s:2trl:", "s:3trl:", "s:4tel:"],
+                "lines of main.log")
 
     def no_constants(word):             # Python's reader would take NaN, which is not JSON
         raise ValueError(word)
@@ -582,18 +605,23 @@ def test_run_files():
     check_close([r["val_loss"] for r in records if "val_loss" in r], result.val_losses(), 1e-6, "val losses")
     check_equal([r["tokens"] for r in steps], [B * T * (i + 1) for i in range(4)], "tokens seen")
     check(all(r["ms"] > 0 and r["tokens_per_s"] > 0 for r in steps), "times are positive")
-    check_close([r["tokens_per_s"] * r["ms"] / 1e3 for r in steps], [B * T] * 4, 0.5, "tokens/s times seconds")
-    check(re.search(r"^step 4/4 \| loss \d+\.\d{6} \| lr \S+ \| norm \S+ \| .* \| ETA 0:00:00$", result.out, re.M),
+    check_close([r["tokens_per_s"] * r["ms"] / 1e3 for r in steps], [B * T] * 4, 0.5,
+                "tokens/s times seconds")
+    check(re.search(r"^step 4/4 \| loss \d+\.\d{6} \| lr \S+ \| norm \S+ \| .* \| ETA 0:00:00$", result.out,
+                    re.M),
           "the last progress line")
 
 
 def test_command_line_forms():
     usual = run_ok({"-b": 2}).losses()
-    words = [Program.path, "--model=" + TINY, "--train-data", "train.bin", "--val-data=val.bin", "--micro-batch=2",
+    words = [Program.path, "--model=" + TINY, "--train-data", "train.bin", "--val-data=val.bin",
+             "--micro-batch=2",
              "--max-steps", "5", "--val-every=0", "--sample-every=0", "--tf32=0"]
     p = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, env=Program.environment(1))
-    check_equal(Result(p.returncode, p.stdout, p.stderr, words).losses(), usual, "long names, with = or blank")
-    check_equal(run_ok({"-b": 2, "-e": "V256,T32,C32,NH2,L2"}).losses(), usual, "a descriptor in another order")
+    check_equal(Result(p.returncode, p.stdout, p.stderr, words).losses(), usual,
+                "long names, with = or blank")
+    check_equal(run_ok({"-b": 2, "-e": "V256,T32,C32,NH2,L2"}).losses(), usual,
+                "a descriptor in another order")
     check_equal(run_ok({"-b": 2, "-l": "+.0003"}).losses(), usual, "a number with a sign")
 
 
@@ -711,24 +739,31 @@ def test_bad_flags():
     cases = [
         ({"-b": 0}, "-b", "'0'", 65536), ({"-b": "x"}, "-b", "'x'"), ({"-b": "4x"}, "-b", "'4x'"),
         ({"-b": -4}, "-b", "'-4'"), ({"-b": 65537}, "65537"), ({"-b": number}, "-b", number),
-        ({"-b": "4.5"}, "4.5"), ({"-b": "1e1"}, "1e1", "10"), ({"-b": "0x10"}, "0x10"), ({"-b": " 4"}, "' 4'"),
-        ({"-b": ""}, "-b", "''"), ({"-l": "nan"}, "-l", "nan"), ({"-l": "inf"}, "-l", "inf"), ({"-l": -1}, "-1"),
-        ({"-l": "1e400"}, "1e400"), ({"-l": "1e-400"}, "1e-400"), ({"-l": "1e-4x"}, "1e-4x"), ({"-l": ""}, "''"),
+        ({"-b": "4.5"}, "4.5"), ({"-b": "1e1"}, "1e1", "10"), ({"-b": "0x10"}, "0x10"),
+        ({"-b": " 4"}, "' 4'"),
+        ({"-b": ""}, "-b", "''"), ({"-l": "nan"}, "-l", "nan"), ({"-l": "inf"}, "-l", "inf"),
+        ({"-l": -1}, "-1"),
+        ({"-l": "1e400"}, "1e400"), ({"-l": "1e-400"}, "1e-400"), ({"-l": "1e-4x"}, "1e-4x"),
+        ({"-l": ""}, "''"),
         ({"-q": 2}, "-q", "'2'"), ({"-q": -0.5}, "-0.5"), ({"-k": "foo"}, "-k", "foo", "cosine", "wsd"),
-        ({"-k": "cosin"}, "cosin", "cosine"), ({"-x": -1}, "-x", "-1"), ({"-x": "1e5"}, "1e5"), ({"-x": ""}, "-x"),
-        ({"-x": number}, number), ({"-x": "epochs"}, "epochs"), ({"-r": 3}, "-r", "3"), ({"-f": 2}, "-f", "2"),
+        ({"-k": "cosin"}, "cosin", "cosine"), ({"-x": -1}, "-x", "-1"), ({"-x": "1e5"}, "1e5"),
+        ({"-x": ""}, "-x"),
+        ({"-x": number}, number), ({"-x": "epochs"}, "epochs"), ({"-r": 3}, "-r", "3"),
+        ({"-f": 2}, "-f", "2"),
         ({"-a": "yes"}, "yes"), ({"-v": -1}, "-v", "-1"), ({"-m": 0}, "-m", "'0'"), ({"-g": 0}, "-g", "'0'"),
         ({"--num-samples": 0}, "--num-samples", "'0'"), ({"--temperature": -1}, "--temperature", "-1"),
         ({"--temperature": "nan"}, "nan"), ({"--top-k": -1}, "--top-k", "-1"), ({"-c": -0.1}, "-0.1"),
         ({"--beta1": 1}, "--beta1", "'1'"), ({"--beta2": -1}, "-1"), ({"--seed": -1}, "-1"),
         ({"--eps": "1e"}, "1e"), ({"-u": -1}, "-u", "-1"), ({"--grad-clip": -1}, "--grad-clip", "-1"),
         ({"-z": 130}, "130", "use -z 128"), ({"-z": 100}, "100", "128"), ({"-z": 1}, "-z 1", "-zs"),
-        ({"-z": 0}, "-z 0", "-zs"), ({"-z": 3}, "-z 3", "-zs"), ({"-z": -128}, "-128"), ({"-z": number}, number),
+        ({"-z": 0}, "-z 0", "-zs"), ({"-z": 3}, "-z 3", "-zs"), ({"-z": -128}, "-128"),
+        ({"-z": number}, number),
         ({"-z": 2**64 + 128}, 2**64 + 128), ({"-z": 10**15}, 10**15),
         ({"-t": T + 1}, T + 1, T), ({"-t": -1}, "-t", "-1"), ({"-t": 2**24 + 1}, 2**24 + 1),
         ({"--foo": 1}, "--foo"), ({"-Z": 1}, "-Z"), ({"--batch": 4}, "--batch"), ({"-bb": 4}, "-bb"),
         ({"--": 1}, "--"), ({"-": 1}, "'-'"), ({"--help-me": 1}, "--help-me"),
-        ({"-ge": 1, "-r": 1}, "-ge 1", "-r 0"), ({"-ge": 3}, "-ge", "3"), ({"--grad-dtype": "fp8"}, "fp8", "bf16"),
+        ({"-ge": 1, "-r": 1}, "-ge 1", "-r 0"), ({"-ge": 3}, "-ge", "3"),
+        ({"--grad-dtype": "fp8"}, "fp8", "bf16"),
         ({"-x": 0, "-o": "refused"}, "-x 0", "refused"),
     ]
     for flags, *said in cases:
@@ -739,7 +774,8 @@ def test_bad_flags():
         (["-z", "128", "-d", "128"], "twice", "-z", "-d"), (["--seed=1", "--seed", "1"], "--seed", "twice"),
         (["-u"], "-u", "value"), (["--prompt"], "--prompt", "value"), (["-u", "-c", "0"], "-u", "value"),
         (["--seed="], "--seed", "''"), (["--seed=x"], "'x'"), (["stray"], "stray"), (["-u", "1", "2"], "'2'"),
-        (["--foo=1"], "--foo"), (["\x1b[31m\n\n\n\n"], "unexpected"), (["--" + "long" * 3000, "1"], "longlong"),
+        (["--foo=1"], "--foo"), (["\x1b[31m\n\n\n\n"], "unexpected"),
+        (["--" + "long" * 3000, "1"], "longlong"),
     ]
     for words, *said in extras:
         check_refused(" ".join(words)[:40], {}, *said, extra=words)
@@ -748,19 +784,25 @@ def test_bad_flags():
 def test_bad_models():
     for text, *said in (
             ("nonsense", "nonsense"), ("d13", "d13", "d12"), ("d", "'d'"), ("d12x", "d12x"), ("d-12", "d-12"),
-            ("gpt3:c100", "gpt3:c100"), ("gpt3:x", "gpt3:x"), ("L4", "L4"), ("L2,NH2,C32,T32", "L2,NH2,C32,T32"),
-            ("L2,NH2,C32,T32,V256,", "V256,"), ("L2,L2,NH2,C32,T32,V256", "L2,L2"), ("L2,NH2,C32,T32,V256,V256", "V256,V"),
+            ("gpt3:c100", "gpt3:c100"), ("gpt3:x", "gpt3:x"), ("L4", "L4"),
+            ("L2,NH2,C32,T32", "L2,NH2,C32,T32"),
+            ("L2,NH2,C32,T32,V256,", "V256,"), ("L2,L2,NH2,C32,T32,V256", "L2,L2"),
+            ("L2,NH2,C32,T32,V256,V256", "V256,V"),
             ("L2,NH2,C32,T32,V256,X1", "X1"), ("L2 NH2 C32 T32 V256", "L2 NH2"), ("L2NH2C32T32V256", "L2NH2"),
-            ("L2,NH2,C32,T32,V256x", "V256x"), ("L2,NH3,C32,T32,V256", "C=32", "NH=3"), ("L0,NH2,C32,T32,V256", "L0"),
+            ("L2,NH2,C32,T32,V256x", "V256x"), ("L2,NH3,C32,T32,V256", "C=32", "NH=3"),
+            ("L0,NH2,C32,T32,V256", "L0"),
             ("L2,NH2,C0,T32,V256", "C0"), ("L-2,NH2,C32,T32,V256", "L-2"), ("L2,NH2,C32,T32,V1", "V=1"),
             ("L2,NH2,C32,T32,V70000", "70000", "65536"), ("L99999,NH2,C32,T32,V256", "99999"),
-            ("L99999999999999999999,NH2,C32,T32,V256", "99999999999"), ("L2,NH2,C32,T99999999,V256", "99999999"),
+            ("L99999999999999999999,NH2,C32,T32,V256", "99999999999"),
+            ("L2,NH2,C32,T99999999,V256", "99999999"),
             ("L2,NH2,C2147483648,T32,V256", "2147483648"), ("x" * 5000, "xxxx"), ("", "-e")):
         check_refused("-e " + text[:50], {"-e": text}, *said)
     for name, flags, *said in (
             ("a model of petabytes", {"-e": "L10000,NH1,C1048576,T32,V256"}, "GiB", "memory|free"),
-            ("activations of terabytes", {"-e": "L100,NH1,C65536,T32,V256", "-b": 65536}, "GiB", "memory|free"),
-            ("more activations than 64 bits count", {"-e": "L10000,NH1,C1048576,T32767,V256", "-b": 65536}, "32767|elements"),
+            ("activations of terabytes", {"-e": "L100,NH1,C65536,T32,V256", "-b": 65536}, "GiB",
+             "memory|free"),
+            ("more activations than 64 bits count", {"-e": "L10000,NH1,C1048576,T32767,V256", "-b": 65536},
+             "32767|elements"),
             ("B*T beyond 32 bits", {"-e": "L2,NH2,C32,T16777216,V256", "-b": 65536}, "65536", "16777216"),
             ("a batch of gigabytes", {"-e": "L2,NH2,C32,T2048,V256", "-b": 65536}, "65536", "GiB")):
         check_refused(name, flags)
@@ -797,7 +839,7 @@ def test_bad_folders():
 # ---- things that go wrong on the way ----
 
 def test_not_finite():
-    """A model that has diverged: every update is skipped and said so, then the run stops and writes no weights."""
+    """A model that has diverged: updates are skipped, which is said, then the run stops without saving."""
     data = bytearray(read_bytes(trained_model()))
     width = 2 if Program.precision == "BF16" else 4
     data[1024:1024 + width] = (b"\xc0\x7f" if width == 2 else b"\0\0\xc0\x7f")      # wte[0] = NaN
@@ -808,18 +850,21 @@ def test_not_finite():
     check_equal(result.code, 1, "exit code")
     lines = result.err.splitlines()
     skips = [line for line in lines if "skipped" in line and line.startswith("step ")]
-    check(1 < len(skips) <= 50 and len(lines) - len(skips) <= 3, f"stderr has {len(lines)} lines, {len(skips)} skips")
+    check(1 < len(skips) <= 50 and len(lines) - len(skips) <= 3,
+          f"stderr has {len(lines)} lines, {len(skips)} skips")
     check("in a row" in result.err, "the last sentence says why the run stops")
     check_equal(glob.glob("nan/model_*"), [], "checkpoints")
     check(all(LOG_LINE.fullmatch(line.strip()) for line in log_lines("nan")), "main.log's form with NaN")
     with open("nan/metrics.jsonl", encoding="utf-8") as f:
-        check(all(json.loads(line, parse_constant=lambda word: "bad")["loss"] is None for line in f), "metrics.jsonl")
+        check(all(json.loads(line, parse_constant=lambda word: "bad")["loss"] is None for line in f),
+              "metrics.jsonl")
 
 
 def start(flags, threads=1):
     """A run in the background, once it has printed its third step."""
     words = Program.command(flags)
-    p = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=Program.environment(threads))
+    p = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                         env=Program.environment(threads))
     seen = b""
     while b"step 3/" not in seen:
         line = p.stdout.readline()
@@ -848,7 +893,8 @@ def test_signals():
         out, err = finish(p, seen)
         check_equal((p.returncode, err), (0, ""), f"exit code and stderr after {number.name}")
         steps = len(log_lines(folder))
-        check_equal(os.path.basename(model_path(folder)), f"model_{steps:08d}.bin", "the checkpoint of the last step")
+        check_equal(os.path.basename(model_path(folder)), f"model_{steps:08d}.bin",
+                    "the checkpoint of the last step")
         check("signal" in out, "the output says why the run ended")
         check(f"step {steps}/1000000" in out, "the last step is printed")
         # it is the model of a run with that many steps: the schedule still aims at -x
@@ -877,7 +923,8 @@ def test_kill():
         caught += bool(glob.glob(folder + "/*.part"))
         sizes = [os.path.getsize(path) for path in glob.glob(folder + "/model_*.bin")]
         check(all(size == whole for size in sizes), f"checkpoints of {sizes} bytes, a whole one has {whole}")
-        check(all(LOG_LINE.fullmatch(line) for line in read_bytes(folder + "/main.log").decode().splitlines()),
+        logged = read_bytes(folder + "/main.log").decode().splitlines()
+        check(all(LOG_LINE.fullmatch(line) for line in logged),
               "main.log after a kill")
     print(f"    {caught} of 3 runs were killed in the middle of a checkpoint")
 
@@ -908,7 +955,8 @@ def test_disk_full():
         shutil.rmtree("full/run")
         with open("full/ballast", "wb") as f:
             f.write(bytes(60 * 1024))
-        check_write_failure(run({"-o": "full/log", "-x": 2000, "-b": 1, "-t": 1}), "full/log")      # nor do the logs
+        check_write_failure(run({"-o": "full/log", "-x": 2000, "-b": 1, "-t": 1}),
+                            "full/log")      # nor do the logs
         with open("full/more", "wb", buffering=0) as f:
             try:
                 while f.write(bytes(512)):
@@ -916,7 +964,8 @@ def test_disk_full():
             except OSError:
                 pass
         result = run({"-o": "full/nothing"})                            # nor the very first file
-        check(result.code == 1 and len(result.err.splitlines()) <= 3 and "full/nothing" in result.err, result.err)
+        check(result.code == 1 and len(result.err.splitlines()) <= 3 and "full/nothing" in result.err,
+              result.err)
     finally:
         subprocess.run(["umount", "full"], check=True)
 
@@ -953,7 +1002,8 @@ def look_at_program(precision):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("program", nargs="?", default="./train_gpt2cpu")
-    parser.add_argument("--precision", choices=("FP32", "BF16", "FP16"), help="what the program must be built for")
+    parser.add_argument("--precision", choices=("FP32", "BF16", "FP16"),
+                        help="what the program must be built for")
     parser.add_argument("--slow", action="store_true", help="also what takes minutes")
     parser.add_argument("--keep", action="store_true", help="keep the temporary folder")
     parser.add_argument("-k", default="", help="only tests with this in their name")
