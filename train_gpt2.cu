@@ -1429,21 +1429,33 @@ static void matmul_backward_weight(Grad dweight /*(OC,C)*/, float* scratch /*(OC
 // Forward:  qkv (B,T,3,NH,HS) -> out (B,T,NH,HS) =, lse (B,NH,T) = ln sum exp S.
 // Backward: D = rowsum(dO * O)     P = exp(S - lse)     dS = P * (dO V^T - D)
 //     dQ = dS K / sqrt(HS)     dK = dS^T Q / sqrt(HS)     dV = P^T dO     dqkv (B,T,3,NH,HS) =
-// Nothing of shape (T,T) is ever stored: tiles of S live in registers and the backward builds P again from lse.
-// Backward is two kernels, one that owns query rows (dQ, and D on its way) and one that owns key rows (dK, dV).
-// That costs 7 matrix products where one kernel with atomic adds into dQ needs 5, but every output has one owner
-// that sums in a fixed order (bit-equal runs), and no fp32 dQ buffer is cleared, added to and converted.
-// Scratch of the backward: float2 {lse * log2(e), D} per query (plain kernels: {lse, D}), (B,NH,stats_stride(T)):
-// rows of a head are padded with zeros to a multiple of 128, so that whole tiles of it can be copied.
-// Head sizes 64, 80, 96, 128 in 16 bits use tensor cores; fp32 and every other head size take the plain kernels.
+//
+// Nothing of shape (T,T) is ever stored: tiles of S live in registers and the backward builds P again from
+// lse.
+//
+// Backward is two kernels, one that owns query rows (dQ, and D on its way) and one that owns key rows (dK,
+// dV). That costs 7 matrix products where one kernel with atomic adds into dQ needs 5, but every output has
+// one owner that sums in a fixed order (bit-equal runs), and no fp32 dQ buffer is cleared, added to and
+// converted.
+//
+// Scratch of the backward: float2 {lse * log2(e), D} per query (plain kernels: {lse, D}),
+// (B,NH,stats_stride(T)): rows of a head are padded with zeros to a multiple of 128, so that whole tiles of
+// it can be copied.
+//
+// Head sizes 64, 80, 96, 128 in 16 bits use tensor cores (mma.sync; 64 on Hopper: wgmma); fp32 and every
+// other head size take the plain kernels.
 
-// Work order of the tensor-core kernels: sections of 32 heads, in a section the longest tiles first. A section's
-// K and V (8 MB at T=1024, HS=64) stay in L2 while its tiles run, and short tiles fill the end of the grid.
+// Work order of the tensor-core kernels: sections of 32 heads, in a section the longest tiles first. A
+// section's K and V (8 MB at T=1024, HS=64) stay in L2 while its tiles run, and short tiles fill the end of
+// the grid.
 constexpr int kSectionHeads = 32;
 
 __host__ __device__ inline size_t stats_stride(int T) { return (static_cast<size_t>(T) + 127) / 128 * 128; }
 
-struct AttentionTile { int tile, bh; };    // rank of the tile in its head, 0 = longest; b * NH + h
+struct AttentionTile {
+    int tile;    // rank in its head, 0 = the longest
+    int bh;      // b * NH + h
+};
 
 __device__ inline AttentionTile attention_tile(int tiles, int heads) {
     const int per_section = kSectionHeads * tiles;
@@ -1455,11 +1467,14 @@ __device__ inline AttentionTile attention_tile(int tiles, int heads) {
 
 // ---- tensor-core pieces (mma.sync m16n8k16: sm_80 and later). PTX ISA "Matrix Fragments for mma.m16n8k16":
 // with g = lane / 4 and c = 2 * (lane % 4), an accumulator holds (g,c) (g,c+1) (g+8,c) (g+8,c+1), so two
-// neighbouring 16x8 accumulators, packed, are the A operand of the next product: P and dS never leave registers.
+// neighbouring 16x8 accumulators, packed, are the A operand of the next product: P and dS never leave
+// registers.
 
 // Rows in shared memory are 8 elements longer than HS: 16-byte chunks of 8 consecutive rows then start in 8
-// different bank groups, so ldmatrix has no conflicts, and every offset is a constant (a swizzle would need XORs).
-template <int HS> constexpr int kTileStride = HS + 8;
+// different bank groups, so ldmatrix has no conflicts, and every offset is a constant (a swizzle would need
+// XORs).
+template <int HS>
+constexpr int kTileStride = HS + 8;
 
 __device__ inline uint32_t smem_address(const void* ptr) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(ptr));
@@ -1467,28 +1482,37 @@ __device__ inline uint32_t smem_address(const void* ptr) {
 
 __device__ inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
 }
 
 __device__ inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
 }
 
 template <typename E>
 __device__ inline void mma_16816(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     if constexpr (std::is_same_v<E, half>) {
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-                     "{%0,%1,%2,%3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+            "{%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     } else {
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-                     "{%0,%1,%2,%3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+            "{%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     }
 }
 
-template <typename E> __device__ inline uint32_t pack_pair(float low, float high) {
+template <typename E>
+__device__ inline uint32_t pack_pair(float low, float high) {
     uint32_t bits;
     if constexpr (std::is_same_v<E, half>) {
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
@@ -1498,13 +1522,13 @@ template <typename E> __device__ inline uint32_t pack_pair(float low, float high
     return bits;
 }
 
-// Starts the copy of rows row0.. of a (T, HS) matrix with `stride` elements between rows into a tile (ROWS, HS);
-// rows from T on become zero.
+// Starts the copy of rows row0.. of a (T, HS) matrix with `stride` elements between rows into a tile (ROWS,
+// HS); rows from T on become zero.
 template <typename E, int HS, int ROWS, int THREADS>
 __device__ inline void load_tile(E* tile, const E* matrix, size_t stride, int row0, int T) {
     constexpr int kChunks = HS / 8;
     constexpr int kTotal = ROWS * kChunks;
-    #pragma unroll
+#pragma unroll
     for (int first = 0; first < kTotal; first += THREADS) {
         const int i = first + static_cast<int>(threadIdx.x);
         if (kTotal % THREADS == 0 || i < kTotal) {
@@ -1521,9 +1545,9 @@ __device__ inline void load_tile(E* tile, const E* matrix, size_t stride, int ro
 template <int MT, int HS>
 __device__ inline void load_fragments(uint32_t (&a)[MT][HS / 16][4], uint32_t tile, int row, int lane) {
     const uint32_t address = tile + ((row + lane % 16) * kTileStride<HS> + lane / 16 * 8) * 2;
-    #pragma unroll
+#pragma unroll
     for (int mt = 0; mt < MT; mt++) {
-        #pragma unroll
+#pragma unroll
         for (int kk = 0; kk < HS / 16; kk++) {
             ldmatrix_x4(a[mt][kk], address + (mt * 16 * kTileStride<HS> + kk * 16) * 2);
         }
@@ -1535,13 +1559,13 @@ template <typename E, int MT, int N, int HS>
 __device__ inline void mma_times_rows(float (&acc)[MT][N / 8][4], const uint32_t (&a)[MT][HS / 16][4],
                                       uint32_t tile, int lane) {
     const uint32_t address = tile + ((lane % 8 + lane / 16 * 8) * kTileStride<HS> + lane / 8 % 2 * 8) * 2;
-    #pragma unroll
+#pragma unroll
     for (int kk = 0; kk < HS / 16; kk++) {
-        #pragma unroll
+#pragma unroll
         for (int n = 0; n < N / 16; n++) {
             uint32_t b[4];
             ldmatrix_x4(b, address + (n * 16 * kTileStride<HS> + kk * 16) * 2);
-            #pragma unroll
+#pragma unroll
             for (int mt = 0; mt < MT; mt++) {
                 mma_16816<E>(acc[mt][2 * n], a[mt][kk], b[0], b[1]);
                 mma_16816<E>(acc[mt][2 * n + 1], a[mt][kk], b[2], b[3]);
@@ -1555,13 +1579,13 @@ template <typename E, int MT, int K, int HS>
 __device__ inline void mma_times_columns(float (&acc)[MT][HS / 8][4], const uint32_t (&a)[MT][K / 16][4],
                                          uint32_t tile, int lane) {
     const uint32_t address = tile + (lane % 16 * kTileStride<HS> + lane / 16 * 8) * 2;
-    #pragma unroll
+#pragma unroll
     for (int kk = 0; kk < K / 16; kk++) {
-        #pragma unroll
+#pragma unroll
         for (int n = 0; n < HS / 16; n++) {
             uint32_t b[4];
             ldmatrix_x4_trans(b, address + (kk * 16 * kTileStride<HS> + n * 16) * 2);
-            #pragma unroll
+#pragma unroll
             for (int mt = 0; mt < MT; mt++) {
                 mma_16816<E>(acc[mt][2 * n], a[mt][kk], b[0], b[1]);
                 mma_16816<E>(acc[mt][2 * n + 1], a[mt][kk], b[2], b[3]);
@@ -1573,9 +1597,9 @@ __device__ inline void mma_times_columns(float (&acc)[MT][HS / 8][4], const uint
 // Accumulators (16 * MT, N), rounded to E, as A operands.
 template <typename E, int MT, int N>
 __device__ inline void to_fragments(uint32_t (&a)[MT][N / 16][4], const float (&acc)[MT][N / 8][4]) {
-    #pragma unroll
+#pragma unroll
     for (int mt = 0; mt < MT; mt++) {
-        #pragma unroll
+#pragma unroll
         for (int kk = 0; kk < N / 16; kk++) {
             a[mt][kk][0] = pack_pair<E>(acc[mt][2 * kk][0], acc[mt][2 * kk][1]);
             a[mt][kk][1] = pack_pair<E>(acc[mt][2 * kk][2], acc[mt][2 * kk][3]);
@@ -1585,18 +1609,18 @@ __device__ inline void to_fragments(uint32_t (&a)[MT][N / 16][4], const float (&
     }
 }
 
-// Stores the warp's accumulators (16 * MT, HS), rows scaled by `scale`, to rows row0.. of a (T, HS) matrix. They go
-// through the warp's own rows `staging` of shared memory (nobody else may use those), so that global stores are
-// 16 bytes wide and whole rows.
+// Stores the warp's accumulators (16 * MT, HS), rows scaled by `scale`, to rows row0.. of a (T, HS) matrix.
+// They go through the warp's own rows `staging` of shared memory (nobody else may use those), so that global
+// stores are 16 bytes wide and whole rows.
 template <typename E, int MT, int HS>
 __device__ inline void store_rows(E* matrix, size_t stride, int row0, int T, E* staging,
                                   const float (&acc)[MT][HS / 8][4], const float (&scale)[MT][2], int lane) {
     __syncwarp();
-    #pragma unroll
+#pragma unroll
     for (int mt = 0; mt < MT; mt++) {
-        #pragma unroll
+#pragma unroll
         for (int n = 0; n < HS / 8; n++) {
-            #pragma unroll
+#pragma unroll
             for (int half_tile = 0; half_tile < 2; half_tile++) {
                 const int row = mt * 16 + half_tile * 8 + lane / 4;
                 const uint32_t pair = pack_pair<E>(acc[mt][n][2 * half_tile] * scale[mt][half_tile],
@@ -1606,7 +1630,7 @@ __device__ inline void store_rows(E* matrix, size_t stride, int row0, int T, E* 
         }
     }
     __syncwarp();
-    #pragma unroll
+#pragma unroll
     for (int i = lane; i < 16 * MT * HS / 8; i += 32) {
         const int row = i / (HS / 8);
         const int chunk = i % (HS / 8);
@@ -1628,19 +1652,21 @@ __device__ inline float quad_max(float x) {
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// ---- forward, tensor cores: a block owns BM query rows (16 * MT a warp) and walks the key blocks from the diagonal
-// leftwards, so every row's running maximum is finite from its first block on and only diagonal blocks are masked.
+// ---- forward, tensor cores: a block owns BM query rows (16 * MT a warp) and walks the key blocks from the
+// diagonal leftwards, so every row's running maximum is finite from its first block on and only diagonal
+// blocks are masked.
 
-template <typename E, int HS, int MT, int WARPS, int BN> struct AttentionForwardShared {
+template <typename E, int HS, int MT, int WARPS, int BN>
+struct AttentionForwardShared {
     static constexpr int BM = WARPS * MT * 16;
-    alignas(16) E q[BM * kTileStride<HS>];       // (BM, HS), later the staging of out
-    E k[2][BN * kTileStride<HS>];                // (stage, BN, HS)
-    E v[2][BN * kTileStride<HS>];                // (stage, BN, HS)
+    alignas(16) E q[BM * kTileStride<HS>];    // (BM, HS), later the staging of out
+    E k[2][BN * kTileStride<HS>];             // (stage, BN, HS)
+    E v[2][BN * kTileStride<HS>];             // (stage, BN, HS)
 };
 
 template <typename E, int HS, int MT, int WARPS, int BN, int MIN_BLOCKS>
 __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
-attention_forward_mma_kernel(E* out, float* lse, const E* qkv, int B, int T, int NH, float scale) {
+    attention_forward_mma_kernel(E* out, float* lse, const E* qkv, int B, int T, int NH, float scale) {
     static_assert(BN % (16 * MT) == 0, "a warp's rows must not straddle the first column of a key block");
     typedef AttentionForwardShared<E, HS, MT, WARPS, BN> Shared;
     constexpr int BM = Shared::BM;
@@ -1656,7 +1682,7 @@ attention_forward_mma_kernel(E* out, float* lse, const E* qkv, int B, int T, int
     const int b = work.bh / NH;
     const int h = work.bh % NH;
     const size_t C = static_cast<size_t>(NH) * HS;
-    const E* q_bh = qkv + b * (T * 3 * C) + h * HS;             // (T, HS), rows 3*C apart
+    const E* q_bh = qkv + b * (T * 3 * C) + h * HS;    // (T, HS), rows 3*C apart
     const E* k_bh = q_bh + C;
     const E* v_bh = k_bh + C;
 
@@ -1667,11 +1693,11 @@ attention_forward_mma_kernel(E* out, float* lse, const E* qkv, int B, int T, int
     cp_async_commit();
 
     const float scale_log2 = scale * kLog2e;
-    const int row_first = q0 + warp_row;                        // the warp's first query
+    const int row_first = q0 + warp_row;    // the warp's first query
     uint32_t q_frag[MT][HS / 16][4];
     float o[MT][HS / 8][4] = {};
-    float row_max[MT][2], row_sum[MT][2];                       // of rows lane/4 and lane/4 + 8
-    #pragma unroll
+    float row_max[MT][2], row_sum[MT][2];    // of rows lane/4 and lane/4 + 8
+#pragma unroll
     for (int mt = 0; mt < MT; mt++) {
         row_max[mt][0] = row_max[mt][1] = -INFINITY;
         row_sum[mt][0] = row_sum[mt][1] = 0.0f;
@@ -1690,16 +1716,18 @@ attention_forward_mma_kernel(E* out, float* lse, const E* qkv, int B, int T, int
         if (it == 0) {
             load_fragments<MT, HS>(q_frag, smem_address(shared.q), warp_row, lane);
         }
-        if (k0 > row_first + 16 * MT - 1) { continue; }         // all masked for this warp
+        if (k0 > row_first + 16 * MT - 1) {
+            continue;
+        }    // all masked for this warp
 
         float s[MT][BN / 8][4] = {};
         mma_times_rows<E, MT, BN, HS>(s, q_frag, smem_address(shared.k[stage]), lane);
         if (k0 + BN - 1 > row_first) {
-            #pragma unroll
+#pragma unroll
             for (int mt = 0; mt < MT; mt++) {
-                #pragma unroll
+#pragma unroll
                 for (int n = 0; n < BN / 8; n++) {
-                    #pragma unroll
+#pragma unroll
                     for (int i = 0; i < 4; i++) {
                         const int row = row_first + mt * 16 + lane / 4 + i / 2 * 8;
                         const int column = k0 + n * 8 + lane % 4 * 2 + i % 2;
@@ -1709,13 +1737,13 @@ attention_forward_mma_kernel(E* out, float* lse, const E* qkv, int B, int T, int
             }
         }
 
-        #pragma unroll
+#pragma unroll
         for (int mt = 0; mt < MT; mt++) {
-            #pragma unroll
+#pragma unroll
             for (int half_tile = 0; half_tile < 2; half_tile++) {
                 const int i0 = 2 * half_tile;
                 float block_max = -INFINITY;
-                #pragma unroll
+#pragma unroll
                 for (int n = 0; n < BN / 8; n++) {
                     block_max = fmaxf(block_max, fmaxf(s[mt][n][i0], s[mt][n][i0 + 1]));
                 }
@@ -1724,14 +1752,14 @@ attention_forward_mma_kernel(E* out, float* lse, const E* qkv, int B, int T, int
                 const float max_log2 = new_max * scale_log2;
                 row_max[mt][half_tile] = new_max;
                 float sum = row_sum[mt][half_tile] * correction;
-                #pragma unroll
+#pragma unroll
                 for (int n = 0; n < BN / 8; n++) {
                     s[mt][n][i0] = exp2_fast(fmaf(s[mt][n][i0], scale_log2, -max_log2));
                     s[mt][n][i0 + 1] = exp2_fast(fmaf(s[mt][n][i0 + 1], scale_log2, -max_log2));
                     sum += s[mt][n][i0] + s[mt][n][i0 + 1];
                 }
                 row_sum[mt][half_tile] = sum;
-                #pragma unroll
+#pragma unroll
                 for (int n = 0; n < HS / 8; n++) {
                     o[mt][n][i0] *= correction;
                     o[mt][n][i0 + 1] *= correction;
@@ -1744,9 +1772,9 @@ attention_forward_mma_kernel(E* out, float* lse, const E* qkv, int B, int T, int
     }
 
     float inverse[MT][2];
-    #pragma unroll
+#pragma unroll
     for (int mt = 0; mt < MT; mt++) {
-        #pragma unroll
+#pragma unroll
         for (int half_tile = 0; half_tile < 2; half_tile++) {
             const float sum = quad_sum(row_sum[mt][half_tile]);
             const int row = row_first + mt * 16 + half_tile * 8 + lane / 4;
@@ -1756,34 +1784,40 @@ attention_forward_mma_kernel(E* out, float* lse, const E* qkv, int B, int T, int
             }
         }
     }
-    store_rows<E, MT, HS>(out + b * (T * C) + h * HS, C, row_first, T, shared.q + warp_row * kTileStride<HS>, o,
-                          inverse, lane);
+    store_rows<E, MT, HS>(out + b * (T * C) + h * HS, C, row_first, T, shared.q + warp_row * kTileStride<HS>,
+                          o, inverse, lane);
 }
 
-// The statistics of the warp's 16 queries from row0 on: D = rowsum(dO * O), two lanes a row, and lse * log2(e), both
-// for this lane's accumulator rows lane / 4 and lane / 4 + 8, and stored for the dK/dV kernel. Rows from T on get
-// zeros: their P is exp2(0) = 1, which then meets rows of zeros only.
+// The statistics of the warp's 16 queries from row0 on: D = rowsum(dO * O), two lanes a row, and lse *
+// log2(e), both for this lane's accumulator rows lane / 4 and lane / 4 + 8, and stored for the dK/dV kernel.
+// Rows from T on get zeros: their P is exp2(0) = 1, which then meets rows of zeros only.
 template <typename E, int HS>
 __device__ inline void attention_row_stats(float (&row_lse2)[2], float (&row_d)[2], float2* stats_bh,
-                                           const float* lse_bh, const E* out_bh, const E* dout_bh, size_t C, int row0,
-                                           int T, int lane) {
+                                           const float* lse_bh, const E* out_bh, const E* dout_bh, size_t C,
+                                           int row0, int T, int lane) {
     const int row = row0 + lane / 2;
     float sum = 0.0f;
     float lse2 = 0.0f;
     if (row < T) {
-        #pragma unroll
+#pragma unroll
         for (int chunk = lane % 2; chunk < HS / 8; chunk += 2) {
             alignas(16) E o_chunk[8], do_chunk[8];
-            *reinterpret_cast<uint4*>(o_chunk) = *reinterpret_cast<const uint4*>(out_bh + row * C + chunk * 8);
-            *reinterpret_cast<uint4*>(do_chunk) = *reinterpret_cast<const uint4*>(dout_bh + row * C + chunk * 8);
-            #pragma unroll
-            for (int i = 0; i < 8; i++) { sum += static_cast<float>(o_chunk[i]) * static_cast<float>(do_chunk[i]); }
+            *reinterpret_cast<uint4*>(o_chunk) =
+                *reinterpret_cast<const uint4*>(out_bh + row * C + chunk * 8);
+            *reinterpret_cast<uint4*>(do_chunk) =
+                *reinterpret_cast<const uint4*>(dout_bh + row * C + chunk * 8);
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                sum += static_cast<float>(o_chunk[i]) * static_cast<float>(do_chunk[i]);
+            }
         }
         lse2 = lse_bh[row] * kLog2e;
     }
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    if (lane % 2 == 0 && row < stats_stride(T)) { stats_bh[row] = make_float2(lse2, sum); }
-    #pragma unroll
+    if (lane % 2 == 0 && row < stats_stride(T)) {
+        stats_bh[row] = make_float2(lse2, sum);
+    }
+#pragma unroll
     for (int r = 0; r < 2; r++) {
         const int source = 2 * (r * 8 + lane / 4);
         row_lse2[r] = __shfl_sync(0xffffffffu, lse2, source);
@@ -1793,18 +1827,19 @@ __device__ inline void attention_row_stats(float (&row_lse2)[2], float (&row_d)[
 
 // ---- backward, tensor cores, 1: dQ and D. Same walk as the forward.
 
-template <typename E, int HS, int MT, int WARPS, int BN> struct AttentionDqShared {
+template <typename E, int HS, int MT, int WARPS, int BN>
+struct AttentionDqShared {
     static constexpr int BM = WARPS * MT * 16;
-    alignas(16) E q[BM * kTileStride<HS>];       // (BM, HS), later the staging of dQ
-    E dout[BM * kTileStride<HS>];                // (BM, HS)
-    E k[2][BN * kTileStride<HS>];                // (stage, BN, HS)
-    E v[2][BN * kTileStride<HS>];                // (stage, BN, HS)
+    alignas(16) E q[BM * kTileStride<HS>];    // (BM, HS), later the staging of dQ
+    E dout[BM * kTileStride<HS>];             // (BM, HS)
+    E k[2][BN * kTileStride<HS>];             // (stage, BN, HS)
+    E v[2][BN * kTileStride<HS>];             // (stage, BN, HS)
 };
 
 template <typename E, int HS, int MT, int WARPS, int BN, int MIN_BLOCKS>
 __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
-attention_backward_dq_mma_kernel(E* dqkv, float2* row_stats, const E* dout, const E* out, const E* qkv,
-                                 const float* lse, int B, int T, int NH, float scale) {
+    attention_backward_dq_mma_kernel(E* dqkv, float2* row_stats, const E* dout, const E* out, const E* qkv,
+                                     const float* lse, int B, int T, int NH, float scale) {
     typedef AttentionDqShared<E, HS, MT, WARPS, BN> Shared;
     constexpr int BM = Shared::BM;
     constexpr int THREADS = WARPS * 32;
@@ -1819,10 +1854,10 @@ attention_backward_dq_mma_kernel(E* dqkv, float2* row_stats, const E* dout, cons
     const int b = work.bh / NH;
     const int h = work.bh % NH;
     const size_t C = static_cast<size_t>(NH) * HS;
-    const E* q_bh = qkv + b * (T * 3 * C) + h * HS;             // (T, HS), rows 3*C apart
+    const E* q_bh = qkv + b * (T * 3 * C) + h * HS;    // (T, HS), rows 3*C apart
     const E* k_bh = q_bh + C;
     const E* v_bh = k_bh + C;
-    const E* dout_bh = dout + b * (T * C) + h * HS;             // (T, HS), rows C apart
+    const E* dout_bh = dout + b * (T * C) + h * HS;    // (T, HS), rows C apart
     const E* out_bh = out + b * (T * C) + h * HS;
 
     const int blocks = (min(q0 + BM, T) + BN - 1) / BN;
@@ -1834,12 +1869,12 @@ attention_backward_dq_mma_kernel(E* dqkv, float2* row_stats, const E* dout, cons
 
     const int row_first = q0 + warp_row;
     const size_t stats_bh = work.bh * stats_stride(T);
-    float row_lse2[MT][2], row_d[MT][2];                        // of rows lane/4 and lane/4 + 8
-    #pragma unroll
-    for (int mt = 0; mt < MT; mt++) {                           // while the tiles are on their way
+    float row_lse2[MT][2], row_d[MT][2];    // of rows lane/4 and lane/4 + 8
+#pragma unroll
+    for (int mt = 0; mt < MT; mt++) {    // while the tiles are on their way
         attention_row_stats<E, HS>(row_lse2[mt], row_d[mt], row_stats + stats_bh,
-                                   lse + static_cast<size_t>(work.bh) * T, out_bh, dout_bh, C, row_first + mt * 16, T,
-                                   lane);
+                                   lse + static_cast<size_t>(work.bh) * T, out_bh, dout_bh, C,
+                                   row_first + mt * 16, T, lane);
     }
 
     const float scale_log2 = scale * kLog2e;
@@ -1859,18 +1894,20 @@ attention_backward_dq_mma_kernel(E* dqkv, float2* row_stats, const E* dout, cons
             load_fragments<MT, HS>(q_frag, smem_address(shared.q), warp_row, lane);
             load_fragments<MT, HS>(do_frag, smem_address(shared.dout), warp_row, lane);
         }
-        if (k0 > row_first + 16 * MT - 1) { continue; }
+        if (k0 > row_first + 16 * MT - 1) {
+            continue;
+        }
 
         float s[MT][BN / 8][4] = {};
         mma_times_rows<E, MT, BN, HS>(s, q_frag, smem_address(shared.k[stage]), lane);
         const bool masked = k0 + BN - 1 > row_first;
         float dp[MT][BN / 8][4] = {};
         mma_times_rows<E, MT, BN, HS>(dp, do_frag, smem_address(shared.v[stage]), lane);
-        #pragma unroll
+#pragma unroll
         for (int mt = 0; mt < MT; mt++) {
-            #pragma unroll
+#pragma unroll
             for (int n = 0; n < BN / 8; n++) {
-                #pragma unroll
+#pragma unroll
                 for (int i = 0; i < 4; i++) {
                     float p = exp2_fast(fmaf(s[mt][n][i], scale_log2, -row_lse2[mt][i / 2]));
                     if (masked) {
@@ -1888,32 +1925,35 @@ attention_backward_dq_mma_kernel(E* dqkv, float2* row_stats, const E* dout, cons
     }
 
     float scales[MT][2];
-    #pragma unroll
+#pragma unroll
     for (int mt = 0; mt < MT; mt++) { scales[mt][0] = scales[mt][1] = scale; }
     store_rows<E, MT, HS>(dqkv + b * (T * 3 * C) + h * HS, 3 * C, row_first, T,
                           shared.q + warp_row * kTileStride<HS>, dq, scales, lane);
 }
 
-// ---- backward, tensor cores, 2: dK and dV. A block owns BN key rows and walks the query blocks from the diagonal
-// down. It works on S^T = K Q^T, so that P^T and dS^T are A operands where they arise; lse and D are per column.
+// ---- backward, tensor cores, 2: dK and dV. A block owns BN key rows and walks the query blocks from the
+// diagonal down. It works on S^T = K Q^T, so that P^T and dS^T are A operands where they arise; lse and D are
+// per column.
 
-template <typename E, int HS, int MT, int WARPS, int BM> struct AttentionDkvShared {
+template <typename E, int HS, int MT, int WARPS, int BM>
+struct AttentionDkvShared {
     static constexpr int BN = WARPS * MT * 16;
-    alignas(16) E k[BN * kTileStride<HS>];       // (BN, HS), later the staging of dK
-    E v[BN * kTileStride<HS>];                   // (BN, HS), later the staging of dV
-    E q[2][BM * kTileStride<HS>];                // (stage, BM, HS)
-    E dout[2][BM * kTileStride<HS>];             // (stage, BM, HS)
-    float2 stats[2][BM];                         // (stage, BM) {lse * log2(e), D}
+    alignas(16) E k[BN * kTileStride<HS>];    // (BN, HS), later the staging of dK
+    E v[BN * kTileStride<HS>];                // (BN, HS), later the staging of dV
+    E q[2][BM * kTileStride<HS>];             // (stage, BM, HS)
+    E dout[2][BM * kTileStride<HS>];          // (stage, BM, HS)
+    float2 stats[2][BM];                      // (stage, BM) {lse * log2(e), D}
 };
 
 template <typename E, int HS, int MT, int WARPS, int BM, int MIN_BLOCKS, bool kKeepFragments>
 __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
-attention_backward_dkv_mma_kernel(E* dqkv, const float2* row_stats, const E* dout, const E* qkv, int B, int T, int NH,
-                                  float scale) {
+    attention_backward_dkv_mma_kernel(E* dqkv, const float2* row_stats, const E* dout, const E* qkv, int B,
+                                      int T, int NH, float scale) {
     typedef AttentionDkvShared<E, HS, MT, WARPS, BM> Shared;
     constexpr int BN = Shared::BN;
     constexpr int THREADS = WARPS * 32;
-    static_assert(BM <= 2 * THREADS && 128 % BM == 0, "a thread loads the statistics of two queries, padded to 128");
+    static_assert(BM <= 2 * THREADS && 128 % BM == 0,
+                  "a thread loads the statistics of two queries, padded to 128");
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
 
@@ -1924,10 +1964,10 @@ attention_backward_dkv_mma_kernel(E* dqkv, const float2* row_stats, const E* dou
     const int b = work.bh / NH;
     const int h = work.bh % NH;
     const size_t C = static_cast<size_t>(NH) * HS;
-    const E* q_bh = qkv + b * (T * 3 * C) + h * HS;             // (T, HS), rows 3*C apart
+    const E* q_bh = qkv + b * (T * 3 * C) + h * HS;    // (T, HS), rows 3*C apart
     const E* k_bh = q_bh + C;
     const E* v_bh = k_bh + C;
-    const E* dout_bh = dout + b * (T * C) + h * HS;             // (T, HS), rows C apart
+    const E* dout_bh = dout + b * (T * C) + h * HS;    // (T, HS), rows C apart
     const float2* stats_bh = row_stats + work.bh * stats_stride(T);
 
     const auto load_queries = [&](int stage, int q0) {
@@ -1945,7 +1985,7 @@ attention_backward_dkv_mma_kernel(E* dqkv, const float2* row_stats, const E* dou
     load_queries(0, first_q);
 
     const float scale_log2 = scale * kLog2e;
-    const int row_first = k0 + warp_row;                        // the warp's first key
+    const int row_first = k0 + warp_row;    // the warp's first key
     uint32_t k_frag[MT][HS / 16][4], v_frag[MT][HS / 16][4];
     float dk[MT][HS / 8][4] = {};
     float dv[MT][HS / 8][4] = {};
@@ -1953,27 +1993,35 @@ attention_backward_dkv_mma_kernel(E* dqkv, const float2* row_stats, const E* dou
     for (int q0 = first_q; q0 < T; q0 += BM, stage ^= 1) {
         cp_async_wait<0>();
         __syncthreads();    // this stage has landed for all, and all have finished with the other stage
-        if (q0 + BM < T) { load_queries(stage ^ 1, q0 + BM); }
+        if (q0 + BM < T) {
+            load_queries(stage ^ 1, q0 + BM);
+        }
         if (kKeepFragments && q0 == first_q) {
             load_fragments<MT, HS>(k_frag, smem_address(shared.k), warp_row, lane);
             load_fragments<MT, HS>(v_frag, smem_address(shared.v), warp_row, lane);
         }
-        if (q0 + BM - 1 < row_first) { continue; }              // all masked for this warp
+        if (q0 + BM - 1 < row_first) {
+            continue;
+        }    // all masked for this warp
 
-        float s[MT][BM / 8][4] = {};                            // S^T, then P^T
-        if (!kKeepFragments) { load_fragments<MT, HS>(k_frag, smem_address(shared.k), warp_row, lane); }
+        float s[MT][BM / 8][4] = {};    // S^T, then P^T
+        if (!kKeepFragments) {
+            load_fragments<MT, HS>(k_frag, smem_address(shared.k), warp_row, lane);
+        }
         mma_times_rows<E, MT, BM, HS>(s, k_frag, smem_address(shared.q[stage]), lane);
-        float dp[MT][BM / 8][4] = {};                           // dP^T, then dS^T
-        if (!kKeepFragments) { load_fragments<MT, HS>(v_frag, smem_address(shared.v), warp_row, lane); }
+        float dp[MT][BM / 8][4] = {};    // dP^T, then dS^T
+        if (!kKeepFragments) {
+            load_fragments<MT, HS>(v_frag, smem_address(shared.v), warp_row, lane);
+        }
         mma_times_rows<E, MT, BM, HS>(dp, v_frag, smem_address(shared.dout[stage]), lane);
         const bool masked = q0 < row_first + 16 * MT - 1;
-        #pragma unroll
+#pragma unroll
         for (int n = 0; n < BM / 8; n++) {
             const int column = n * 8 + lane % 4 * 2;
             const float4 stats = *reinterpret_cast<const float4*>(&shared.stats[stage][column]);
-            #pragma unroll
+#pragma unroll
             for (int mt = 0; mt < MT; mt++) {
-                #pragma unroll
+#pragma unroll
                 for (int i = 0; i < 4; i++) {
                     float p = exp2_fast(fmaf(s[mt][n][i], scale_log2, i % 2 == 0 ? -stats.x : -stats.z));
                     if (masked) {
@@ -1994,121 +2042,155 @@ attention_backward_dkv_mma_kernel(E* dqkv, const float2* row_stats, const E* dou
     }
 
     float scales[MT][2], ones[MT][2];
-    #pragma unroll
+#pragma unroll
     for (int mt = 0; mt < MT; mt++) {
         scales[mt][0] = scales[mt][1] = scale;
         ones[mt][0] = ones[mt][1] = 1.0f;
     }
-    E* dk_bh = dqkv + b * (T * 3 * C) + C + h * HS;             // (T, HS), rows 3*C apart
+    E* dk_bh = dqkv + b * (T * 3 * C) + C + h * HS;    // (T, HS), rows 3*C apart
     E* dv_bh = dk_bh + C;
-    store_rows<E, MT, HS>(dk_bh, 3 * C, row_first, T, shared.k + warp_row * kTileStride<HS>, dk, scales, lane);
+    store_rows<E, MT, HS>(dk_bh, 3 * C, row_first, T, shared.k + warp_row * kTileStride<HS>, dk, scales,
+                          lane);
     store_rows<E, MT, HS>(dv_bh, 3 * C, row_first, T, shared.v + warp_row * kTileStride<HS>, dv, ones, lane);
 }
 
-// ---- Hopper (sm_90a), head size 64: the same three loops on wgmma, tiles fetched by the tensor memory accelerator.
-// A block is one warpgroup (4 warps): 64 rows of one side against blocks of 64 rows of the other, so the first block
-// is the only masked one. Three or four such blocks share an SM and fill each other's waits; that measured faster than
-// two warpgroups on one tile. In the forward the
-// second product of a step also runs under the exponentials of the next step; the same in the backward measured slower.
+// ---- Hopper (sm_90a), head size 64: the same three loops on wgmma, tiles fetched by the tensor memory
+// accelerator. A block is one warpgroup (4 warps): 64 rows of one side against blocks of 64 rows of the
+// other, so the first block is the only masked one. Three or four such blocks share an SM and fill each
+// other's waits; that measured faster than two warpgroups on one tile. In the forward the second product of a
+// step also runs under the exponentials of the next step; the same in the backward measured no faster.
+//
 // Tiles are [64][64] in the 128-byte swizzle: 16-byte chunk c of row r sits at chunk c ^ (r % 8).
-// (The block's own rows in registers as A operands would spare shared memory a third of its reads, but ptxas 13.0.88
-// then puts P into the registers that still hold Q: wrong from the second block on.)
+// (The block's own rows in registers as A operands would spare shared memory a third of its reads, but
+// ptxas 13.0.88 then puts P into the registers that still hold Q: wrong from the second block on.)
 
 constexpr int kSm90Tile = 64 * 64;
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define WGMMA_REGS_64 \
+#define WGMMA_REGS_64                                                        \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define WGMMA_OPS_64(IO, d) \
+#define WGMMA_OPS_64(IO, d)                                                                                 \
     IO(d[0][0]), IO(d[0][1]), IO(d[0][2]), IO(d[0][3]), IO(d[1][0]), IO(d[1][1]), IO(d[1][2]), IO(d[1][3]), \
-    IO(d[2][0]), IO(d[2][1]), IO(d[2][2]), IO(d[2][3]), IO(d[3][0]), IO(d[3][1]), IO(d[3][2]), IO(d[3][3]), \
-    IO(d[4][0]), IO(d[4][1]), IO(d[4][2]), IO(d[4][3]), IO(d[5][0]), IO(d[5][1]), IO(d[5][2]), IO(d[5][3]), \
-    IO(d[6][0]), IO(d[6][1]), IO(d[6][2]), IO(d[6][3]), IO(d[7][0]), IO(d[7][1]), IO(d[7][2]), IO(d[7][3])
+        IO(d[2][0]), IO(d[2][1]), IO(d[2][2]), IO(d[2][3]), IO(d[3][0]), IO(d[3][1]), IO(d[3][2]),          \
+        IO(d[3][3]), IO(d[4][0]), IO(d[4][1]), IO(d[4][2]), IO(d[4][3]), IO(d[5][0]), IO(d[5][1]),          \
+        IO(d[5][2]), IO(d[5][3]), IO(d[6][0]), IO(d[6][1]), IO(d[6][2]), IO(d[6][3]), IO(d[7][0]),          \
+        IO(d[7][1]), IO(d[7][2]), IO(d[7][3])
 
 __device__ inline void mbarrier_init(uint64_t* barrier, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(count) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(count)
+                 : "memory");
 }
 
 __device__ inline void mbarrier_expect(uint64_t* barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)), "r"(bytes)
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)),
+                 "r"(bytes)
                  : "memory");
 }
 
 __device__ inline void mbarrier_wait(uint64_t* barrier, int parity) {
-    asm volatile("{\n.reg .pred done;\nWAIT:\n"
-                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-                 "@done bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(smem_address(barrier)), "r"(parity) : "memory");
+    asm volatile(
+        "{\n.reg .pred done;\nWAIT:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(smem_address(barrier)),
+        "r"(parity)
+        : "memory");
 }
 
 // 64 rows from t on of slot (h, or NH + h, 2 NH + h) of batch row b; rows past T arrive as zeros.
-__device__ inline void tma_load(void* dst, const CUtensorMap* map, uint64_t* barrier, int t, int slot, int b) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-                 "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(smem_address(dst)), "l"(map), "r"(0), "r"(t), "r"(slot),
-                 "r"(b), "r"(smem_address(barrier)) : "memory");
+__device__ inline void tma_load(void* dst, const CUtensorMap* map, uint64_t* barrier, int t, int slot,
+                                int b) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(smem_address(dst)),
+        "l"(map), "r"(0), "r"(t), "r"(slot), "r"(b), "r"(smem_address(barrier))
+        : "memory");
 }
 
 __device__ inline void bulk_load(void* dst, const void* src, uint64_t* barrier, int bytes) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(smem_address(dst)), "l"(src), "r"(bytes), "r"(smem_address(barrier)) : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            smem_address(dst)),
+        "l"(src), "r"(bytes), "r"(smem_address(barrier))
+        : "memory");
 }
 
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int kPending> __device__ inline void wgmma_wait() {
+template <int kPending>
+__device__ inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
 // The compiler does not know that wgmma writes its accumulators until the wait: no use may move across this.
 __device__ inline void pin_registers(float (&d)[8][4]) {
-    #pragma unroll
+#pragma unroll
     for (int n = 0; n < 8; n++) {
-        #pragma unroll
+#pragma unroll
         for (int i = 0; i < 4; i++) { asm volatile("" : "+f"(d[n][i])::"memory"); }
     }
 }
 
-// Matrix descriptor of a swizzled tile (PTX ISA "Matrix Descriptor Format"): groups of 8 rows are 1024 bytes apart.
+// Matrix descriptor of a swizzled tile (PTX ISA "Matrix Descriptor Format"): groups of 8 rows are 1024 bytes
+// apart.
 __device__ inline uint64_t wgmma_descriptor(const void* tile) {
-    return static_cast<uint64_t>((smem_address(tile) & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+    return static_cast<uint64_t>((smem_address(tile) & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) |
+           (1ull << 62);
 }
 
-// The first step of a product stores ("=f"), the later ones add ("+f"): a "+f" on registers that hold nothing yet would
-// make the compiler set them first, and ptxas then serialises the wgmma pipeline (warning C7515).
-#define WGMMA_SS(TYPE, IO, ADD) \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" WGMMA_REGS_64 "}, " \
-                 "%32, %33, " ADD ", 1, 1, 0, 0;" : WGMMA_OPS_64(IO, d) : "l"(a), "l"(b))
-#define WGMMA_RS(TYPE) \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" WGMMA_REGS_64 "}, " \
-                 "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;" \
-                 : WGMMA_OPS_64("+f", d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+// The first step of a product stores ("=f"), the later ones add ("+f"): a "+f" on registers that hold nothing
+// yet would make the compiler set them first, and ptxas then serialises the wgmma pipeline (warning C7515).
+#define WGMMA_SS(TYPE, IO, ADD)                                                                 \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" WGMMA_REGS_64 \
+                 "}, "                                                                          \
+                 "%32, %33, " ADD ", 1, 1, 0, 0;"                                               \
+                 : WGMMA_OPS_64(IO, d)                                                          \
+                 : "l"(a), "l"(b))
+#define WGMMA_RS(TYPE)                                                                          \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" WGMMA_REGS_64 \
+                 "}, "                                                                          \
+                 "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;"                                       \
+                 : WGMMA_OPS_64("+f", d)                                                        \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
 // d (64, 64) = or += A (64, 16) B (64, 16)^T, both in shared memory.
-template <typename E, bool kAdd> __device__ inline void wgmma_shared(float (&d)[8][4], uint64_t a, uint64_t b) {
+template <typename E, bool kAdd>
+__device__ inline void wgmma_shared(float (&d)[8][4], uint64_t a, uint64_t b) {
     constexpr bool kHalf = std::is_same_v<E, half>;
-    if constexpr (kHalf && kAdd) { WGMMA_SS("f16", "+f", "1"); }
-    if constexpr (kHalf && !kAdd) { WGMMA_SS("f16", "=f", "0"); }
-    if constexpr (!kHalf && kAdd) { WGMMA_SS("bf16", "+f", "1"); }
-    if constexpr (!kHalf && !kAdd) { WGMMA_SS("bf16", "=f", "0"); }
+    if constexpr (kHalf && kAdd) {
+        WGMMA_SS("f16", "+f", "1");
+    }
+    if constexpr (kHalf && !kAdd) {
+        WGMMA_SS("f16", "=f", "0");
+    }
+    if constexpr (!kHalf && kAdd) {
+        WGMMA_SS("bf16", "+f", "1");
+    }
+    if constexpr (!kHalf && !kAdd) {
+        WGMMA_SS("bf16", "=f", "0");
+    }
 }
 
 // Starts d (64, 64) = A (64, 64) B^T, both tiles in shared memory, and closes the group.
-template <typename E> __device__ inline void wgmma_rows(float (&d)[8][4], const E* a_tile, const E* b_tile) {
+template <typename E>
+__device__ inline void wgmma_rows(float (&d)[8][4], const E* a_tile, const E* b_tile) {
     const uint64_t a = wgmma_descriptor(a_tile);
     const uint64_t b = wgmma_descriptor(b_tile);
     wgmma_shared<E, false>(d, a, b);
-    #pragma unroll
-    for (int kk = 1; kk < 4; kk++) { wgmma_shared<E, true>(d, a + 2 * kk, b + 2 * kk); }    // 16 columns: 32 bytes
+#pragma unroll
+    for (int kk = 1; kk < 4; kk++) {
+        wgmma_shared<E, true>(d, a + 2 * kk, b + 2 * kk);
+    }    // 16 columns: 32 bytes
     wgmma_commit();
 }
 
 // Starts d (64, 64) += A (64, 64) B, A in registers, and closes the group.
 template <typename E>
 __device__ inline void wgmma_columns(float (&d)[8][4], const uint32_t (&a_frag)[4][4], const E* b_tile) {
-    #pragma unroll
+#pragma unroll
     for (int kk = 0; kk < 4; kk++) {
-        const uint32_t (&a)[4] = a_frag[kk];
-        const uint64_t b = wgmma_descriptor(b_tile) + 128 * kk;                             // 16 rows: 2048 bytes
+        const uint32_t(&a)[4] = a_frag[kk];
+        const uint64_t b = wgmma_descriptor(b_tile) + 128 * kk;    // 16 rows: 2048 bytes
         if constexpr (std::is_same_v<E, half>) {
             WGMMA_RS("f16");
         } else {
@@ -2118,31 +2200,32 @@ __device__ inline void wgmma_columns(float (&d)[8][4], const uint32_t (&a_frag)[
     wgmma_commit();
 }
 
-template <typename E> __device__ inline void pack_fragments(uint32_t (&a)[4][4], const float (&acc)[8][4]) {
-    #pragma unroll
+template <typename E>
+__device__ inline void pack_fragments(uint32_t (&a)[4][4], const float (&acc)[8][4]) {
+#pragma unroll
     for (int n = 0; n < 8; n++) {
         a[n / 2][n % 2 * 2] = pack_pair<E>(acc[n][0], acc[n][1]);
         a[n / 2][n % 2 * 2 + 1] = pack_pair<E>(acc[n][2], acc[n][3]);
     }
 }
 
-// Stores the block's accumulators (64, 64) to rows row0.. of a (T, 64) matrix, through a tile that nobody reads any
-// more: each warp has its own 16 rows of it.
+// Stores the block's accumulators (64, 64) to rows row0.. of a (T, 64) matrix, through a tile that nobody
+// reads any more: each warp has its own 16 rows of it.
 template <typename E>
-__device__ inline void store_swizzled(E* matrix, size_t stride, int row0, int T, E* tile, const float (&acc)[8][4],
-                                      float scale0, float scale1) {
+__device__ inline void store_swizzled(E* matrix, size_t stride, int row0, int T, E* tile,
+                                      const float (&acc)[8][4], float scale0, float scale1) {
     const int lane = threadIdx.x % 32;
     const int warp_row = threadIdx.x / 32 * 16;
     const int g = lane / 4;
     E* staging = tile + warp_row * 64;
-    #pragma unroll
+#pragma unroll
     for (int n = 0; n < 8; n++) {
         uint32_t* pair = reinterpret_cast<uint32_t*>(staging + g * 64 + (n ^ g) * 8 + lane % 4 * 2);
         pair[0] = pack_pair<E>(acc[n][0] * scale0, acc[n][1] * scale0);
         pair[8 * 32] = pack_pair<E>(acc[n][2] * scale1, acc[n][3] * scale1);
     }
     __syncwarp();
-    #pragma unroll
+#pragma unroll
     for (int i = lane; i < 16 * 8; i += 32) {
         const int row = i / 8;
         const int t = row0 + warp_row + row;
@@ -2155,30 +2238,31 @@ __device__ inline void store_swizzled(E* matrix, size_t stride, int row0, int T,
 #endif
 
 // OWN tiles that stay (q; or q and dout; or k and v), stages of two tiles that come and go.
-template <typename E, int OWN, int STAGES> struct AttentionSm90Shared {
+template <typename E, int OWN, int STAGES>
+struct AttentionSm90Shared {
     alignas(1024) E own[OWN][kSm90Tile];
-    E a[STAGES][kSm90Tile];                      // k, or q
-    E b[STAGES][kSm90Tile];                      // v, or dout
-    alignas(16) float2 stats[STAGES][64];        // {lse * log2(e), D} of the queries: dK/dV kernel
+    E a[STAGES][kSm90Tile];                  // k, or q
+    E b[STAGES][kSm90Tile];                  // v, or dout
+    alignas(16) float2 stats[STAGES][64];    // {lse * log2(e), D} of the queries: dK/dV kernel
     uint64_t own_full, full[STAGES];
 };
 
 template <typename E, int STAGES, int MIN_BLOCKS>
 __global__ void __launch_bounds__(128, MIN_BLOCKS)
-attention_forward_sm90_kernel(E* out, float* lse, const __grid_constant__ CUtensorMap qkv_map, int B, int T, int NH,
-                              float scale) {
+    attention_forward_sm90_kernel(E* out, float* lse, const __grid_constant__ CUtensorMap qkv_map, int B,
+                                  int T, int NH, float scale) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
     auto& shared = *reinterpret_cast<AttentionSm90Shared<E, 1, STAGES>*>(sm90_bytes);
     const int lane = threadIdx.x % 32;
     const int tiles = (T + 63) / 64;
     const AttentionTile work = attention_tile(tiles, B * NH);
-    const int last = tiles - 1 - work.tile;                     // query tile = its diagonal key block
+    const int last = tiles - 1 - work.tile;    // query tile = its diagonal key block
     const int b = work.bh / NH;
     const int h = work.bh % NH;
     const size_t C = static_cast<size_t>(NH) * 64;
 
-    const auto load_block = [&](int it) {                       // key block `last - it`
+    const auto load_block = [&](int it) {    // key block `last - it`
         const int stage = it % STAGES;
         mbarrier_expect(&shared.full[stage], 2 * kSm90Tile * sizeof(E));
         tma_load(shared.a[stage], &qkv_map, &shared.full[stage], (last - it) * 64, NH + h, b);
@@ -2196,7 +2280,7 @@ attention_forward_sm90_kernel(E* out, float* lse, const __grid_constant__ CUtens
 
     const float scale_log2 = scale * kLog2e;
     const float max_slack = 8.0f / scale_log2;
-    const int local_row = threadIdx.x / 32 * 16 + lane / 4;     // in the tile; the other row is 8 further
+    const int local_row = threadIdx.x / 32 * 16 + lane / 4;    // in the tile; the other row is 8 further
     float o[8][4] = {};
     float s[8][4];
     uint32_t p_frag[4][4];
@@ -2204,33 +2288,36 @@ attention_forward_sm90_kernel(E* out, float* lse, const __grid_constant__ CUtens
     float row_sum[2] = {};
     float correction[2];
 
-    bool rescale;                                               // by `correction`: O, once its older products are done
+    bool rescale;    // by `correction`: O, once its older products are done
 
-    // S -> P and statistics. The subtracted maximum follows the true one only when some row of the warp is more than
-    // 2^8 above it: P <= 256 costs no accuracy, and most blocks then leave O alone (2..4 % of the kernel).
+    // S -> P and statistics. The subtracted maximum follows the true one only when some row of the warp is
+    // more than 2^8 above it: P <= 256 costs no accuracy, and most blocks then leave O alone (2..4 % of the
+    // kernel).
     const auto softmax = [&]() {
         float new_max[2];
-        #pragma unroll
+#pragma unroll
         for (int r = 0; r < 2; r++) {
             new_max[r] = row_max[r];
-            #pragma unroll
-            for (int n = 0; n < 8; n++) { new_max[r] = fmaxf(new_max[r], fmaxf(s[n][2 * r], s[n][2 * r + 1])); }
+#pragma unroll
+            for (int n = 0; n < 8; n++) {
+                new_max[r] = fmaxf(new_max[r], fmaxf(s[n][2 * r], s[n][2 * r + 1]));
+            }
             new_max[r] = quad_max(new_max[r]);
         }
         const bool above = new_max[0] - row_max[0] > max_slack || new_max[1] - row_max[1] > max_slack;
         rescale = __any_sync(0xffffffffu, above);
         if (rescale) {
-            #pragma unroll
+#pragma unroll
             for (int r = 0; r < 2; r++) {
                 correction[r] = exp2_fast((row_max[r] - new_max[r]) * scale_log2);
                 row_max[r] = new_max[r];
                 row_sum[r] *= correction[r];
             }
         }
-        #pragma unroll
+#pragma unroll
         for (int r = 0; r < 2; r++) {
             const float max_log2 = row_max[r] * scale_log2;
-            #pragma unroll
+#pragma unroll
             for (int n = 0; n < 8; n++) {
                 s[n][2 * r] = exp2_fast(fmaf(s[n][2 * r], scale_log2, -max_log2));
                 s[n][2 * r + 1] = exp2_fast(fmaf(s[n][2 * r + 1], scale_log2, -max_log2));
@@ -2245,9 +2332,9 @@ attention_forward_sm90_kernel(E* out, float* lse, const __grid_constant__ CUtens
     wgmma_rows(s, shared.own[0], shared.a[0]);
     wgmma_wait<0>();
     pin_registers(s);
-    #pragma unroll
+#pragma unroll
     for (int n = 0; n < 8; n++) {
-        #pragma unroll
+#pragma unroll
         for (int i = 0; i < 4; i++) {
             s[n][i] = n * 8 + lane % 4 * 2 + i % 2 > local_row + i / 2 * 8 ? -INFINITY : s[n][i];
         }
@@ -2261,22 +2348,24 @@ attention_forward_sm90_kernel(E* out, float* lse, const __grid_constant__ CUtens
         mbarrier_wait(&shared.full[next], it / STAGES % 2);
         wgmma_fence();
         wgmma_rows(s, shared.own[0], shared.a[next]);
-        wgmma_columns(o, p_frag, shared.b[stage]);              // of the block before, under this block's exponentials
+        wgmma_columns(o, p_frag, shared.b[stage]);    // of the block before, under this block's exponentials
         wgmma_wait<1>();
         pin_registers(s);
         softmax();
         wgmma_wait<0>();
         pin_registers(o);
         if (rescale) {
-            #pragma unroll
+#pragma unroll
             for (int n = 0; n < 8; n++) {
-                #pragma unroll
+#pragma unroll
                 for (int i = 0; i < 4; i++) { o[n][i] *= correction[i / 2]; }
             }
         }
         pack_fragments<E>(p_frag, s);
-        __syncthreads();                                        // all are done with the old stage
-        if (threadIdx.x == 0 && it - 1 + STAGES <= last) { load_block(it - 1 + STAGES); }
+        __syncthreads();    // all are done with the old stage
+        if (threadIdx.x == 0 && it - 1 + STAGES <= last) {
+            load_block(it - 1 + STAGES);
+        }
         stage = next;
     }
     wgmma_fence();
@@ -2285,7 +2374,7 @@ attention_forward_sm90_kernel(E* out, float* lse, const __grid_constant__ CUtens
     pin_registers(o);
 
     float inverse[2];
-    #pragma unroll
+#pragma unroll
     for (int r = 0; r < 2; r++) {
         const float sum = quad_sum(row_sum[r]);
         const int row = last * 64 + local_row + r * 8;
@@ -2294,7 +2383,7 @@ attention_forward_sm90_kernel(E* out, float* lse, const __grid_constant__ CUtens
             lse[static_cast<size_t>(work.bh) * T + row] = row_max[r] * scale + logf(sum);
         }
     }
-    __syncthreads();                                            // all are done with Q
+    __syncthreads();    // all are done with Q
     store_swizzled(out + b * (T * C) + h * 64, C, last * 64, T, shared.own[0], o, inverse[0], inverse[1]);
 #else
     __trap();
@@ -2303,21 +2392,22 @@ attention_forward_sm90_kernel(E* out, float* lse, const __grid_constant__ CUtens
 
 template <typename E, int STAGES, int MIN_BLOCKS>
 __global__ void __launch_bounds__(128, MIN_BLOCKS)
-attention_backward_dq_sm90_kernel(E* dqkv, float2* row_stats, const E* dout, const E* out, const float* lse,
-                                  const __grid_constant__ CUtensorMap qkv_map,
-                                  const __grid_constant__ CUtensorMap dout_map, int B, int T, int NH, float scale) {
+    attention_backward_dq_sm90_kernel(E* dqkv, float2* row_stats, const E* dout, const E* out,
+                                      const float* lse, const __grid_constant__ CUtensorMap qkv_map,
+                                      const __grid_constant__ CUtensorMap dout_map, int B, int T, int NH,
+                                      float scale) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
     auto& shared = *reinterpret_cast<AttentionSm90Shared<E, 2, STAGES>*>(sm90_bytes);
     const int lane = threadIdx.x % 32;
     const int tiles = (T + 63) / 64;
     const AttentionTile work = attention_tile(tiles, B * NH);
-    const int last = tiles - 1 - work.tile;                     // query tile = its diagonal key block
+    const int last = tiles - 1 - work.tile;    // query tile = its diagonal key block
     const int b = work.bh / NH;
     const int h = work.bh % NH;
     const size_t C = static_cast<size_t>(NH) * 64;
 
-    const auto load_block = [&](int it) {                       // key block `last - it`
+    const auto load_block = [&](int it) {    // key block `last - it`
         const int stage = it % STAGES;
         mbarrier_expect(&shared.full[stage], 2 * kSm90Tile * sizeof(E));
         tma_load(shared.a[stage], &qkv_map, &shared.full[stage], (last - it) * 64, NH + h, b);
@@ -2335,7 +2425,7 @@ attention_backward_dq_sm90_kernel(E* dqkv, float2* row_stats, const E* dout, con
     __syncthreads();
 
     const size_t head = b * (T * C) + h * 64;
-    float row_lse2[2], row_d[2];                                // while the tiles are on their way
+    float row_lse2[2], row_d[2];    // while the tiles are on their way
     attention_row_stats<E, 64>(row_lse2, row_d, row_stats + work.bh * stats_stride(T),
                                lse + static_cast<size_t>(work.bh) * T, out + head, dout + head, C,
                                last * 64 + threadIdx.x / 32 * 16, T, lane);
@@ -2355,15 +2445,15 @@ attention_backward_dq_sm90_kernel(E* dqkv, float2* row_stats, const E* dout, con
         wgmma_rows(dp, shared.own[1], shared.b[stage]);
         wgmma_wait<1>();
         pin_registers(s);
-        #pragma unroll
+#pragma unroll
         for (int n = 0; n < 8; n++) {
-            #pragma unroll
+#pragma unroll
             for (int i = 0; i < 4; i++) { s[n][i] = exp2_fast(fmaf(s[n][i], scale_log2, -row_lse2[i / 2])); }
         }
         if (it == 0) {
-            #pragma unroll
+#pragma unroll
             for (int n = 0; n < 8; n++) {
-                #pragma unroll
+#pragma unroll
                 for (int i = 0; i < 4; i++) {
                     s[n][i] = n * 8 + lane % 4 * 2 + i % 2 > local_row + i / 2 * 8 ? 0.0f : s[n][i];
                 }
@@ -2371,9 +2461,9 @@ attention_backward_dq_sm90_kernel(E* dqkv, float2* row_stats, const E* dout, con
         }
         wgmma_wait<0>();
         pin_registers(dp);
-        #pragma unroll
+#pragma unroll
         for (int n = 0; n < 8; n++) {
-            #pragma unroll
+#pragma unroll
             for (int i = 0; i < 4; i++) { dp[n][i] = s[n][i] * (dp[n][i] - row_d[i / 2]); }
         }
         pack_fragments<E>(ds_frag, dp);
@@ -2381,8 +2471,10 @@ attention_backward_dq_sm90_kernel(E* dqkv, float2* row_stats, const E* dout, con
         wgmma_columns(dq, ds_frag, shared.a[stage]);
         wgmma_wait<0>();
         pin_registers(dq);
-        __syncthreads();                                        // all are done with the stage
-        if (threadIdx.x == 0 && it + STAGES <= last) { load_block(it + STAGES); }
+        __syncthreads();    // all are done with the stage
+        if (threadIdx.x == 0 && it + STAGES <= last) {
+            load_block(it + STAGES);
+        }
     }
     store_swizzled(dqkv + b * (T * 3 * C) + h * 64, 3 * C, last * 64, T, shared.own[0], dq, scale, scale);
 #else
@@ -2392,22 +2484,24 @@ attention_backward_dq_sm90_kernel(E* dqkv, float2* row_stats, const E* dout, con
 
 template <typename E, int STAGES, int MIN_BLOCKS>
 __global__ void __launch_bounds__(128, MIN_BLOCKS)
-attention_backward_dkv_sm90_kernel(E* dqkv, const float2* row_stats, const __grid_constant__ CUtensorMap qkv_map,
-                                   const __grid_constant__ CUtensorMap dout_map, int B, int T, int NH, float scale) {
+    attention_backward_dkv_sm90_kernel(E* dqkv, const float2* row_stats,
+                                       const __grid_constant__ CUtensorMap qkv_map,
+                                       const __grid_constant__ CUtensorMap dout_map, int B, int T, int NH,
+                                       float scale) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
     auto& shared = *reinterpret_cast<AttentionSm90Shared<E, 2, STAGES>*>(sm90_bytes);
     const int lane = threadIdx.x % 32;
     const int tiles = (T + 63) / 64;
     const AttentionTile work = attention_tile(tiles, B * NH);
-    const int first = work.tile;                                // key tile = its diagonal query block
-    const int last = tiles - 1 - first;                         // query blocks after that
+    const int first = work.tile;           // key tile = its diagonal query block
+    const int last = tiles - 1 - first;    // query blocks after that
     const int b = work.bh / NH;
     const int h = work.bh % NH;
     const size_t C = static_cast<size_t>(NH) * 64;
     const float2* stats_bh = row_stats + work.bh * stats_stride(T);
 
-    const auto load_block = [&](int it) {                       // query block `first + it`
+    const auto load_block = [&](int it) {    // query block `first + it`
         const int stage = it % STAGES;
         const int q0 = (first + it) * 64;
         mbarrier_expect(&shared.full[stage], 2 * kSm90Tile * sizeof(E) + sizeof(shared.stats[stage]));
@@ -2427,7 +2521,7 @@ attention_backward_dkv_sm90_kernel(E* dqkv, const float2* row_stats, const __gri
     __syncthreads();
 
     const float scale_log2 = scale * kLog2e;
-    const int local_row = threadIdx.x / 32 * 16 + lane / 4;     // key in the tile; the other one is 8 further
+    const int local_row = threadIdx.x / 32 * 16 + lane / 4;    // key in the tile; the other one is 8 further
     float dk[8][4] = {};
     float dv[8][4] = {};
     float s[8][4], dp[8][4];
@@ -2437,24 +2531,24 @@ attention_backward_dkv_sm90_kernel(E* dqkv, const float2* row_stats, const __gri
     for (int it = 0; it <= last; it++) {
         const int stage = it % STAGES;
         mbarrier_wait(&shared.full[stage], it / STAGES % 2);
-        const float2* stats = shared.stats[stage] + lane % 4 * 2;   // of this lane's first two columns
+        const float2* stats = shared.stats[stage] + lane % 4 * 2;    // of this lane's first two columns
         wgmma_fence();
         wgmma_rows(s, shared.own[0], shared.a[stage]);
         wgmma_rows(dp, shared.own[1], shared.b[stage]);
         wgmma_wait<1>();
         pin_registers(s);
-        #pragma unroll
+#pragma unroll
         for (int n = 0; n < 8; n++) {
             const float4 lse2_d = *reinterpret_cast<const float4*>(stats + n * 8);
-            #pragma unroll
+#pragma unroll
             for (int i = 0; i < 4; i++) {
                 s[n][i] = exp2_fast(fmaf(s[n][i], scale_log2, i % 2 == 0 ? -lse2_d.x : -lse2_d.z));
             }
         }
         if (it == 0) {
-            #pragma unroll
+#pragma unroll
             for (int n = 0; n < 8; n++) {
-                #pragma unroll
+#pragma unroll
                 for (int i = 0; i < 4; i++) {
                     s[n][i] = local_row + i / 2 * 8 > n * 8 + lane % 4 * 2 + i % 2 ? 0.0f : s[n][i];
                 }
@@ -2464,11 +2558,11 @@ attention_backward_dkv_sm90_kernel(E* dqkv, const float2* row_stats, const __gri
         wgmma_wait<0>();
         pin_registers(dp);
         wgmma_fence();
-        wgmma_columns(dv, p_frag, shared.b[stage]);             // runs under the arithmetic of dS
-        #pragma unroll
+        wgmma_columns(dv, p_frag, shared.b[stage]);    // runs under the arithmetic of dS
+#pragma unroll
         for (int n = 0; n < 8; n++) {
             const float4 lse2_d = *reinterpret_cast<const float4*>(stats + n * 8);
-            #pragma unroll
+#pragma unroll
             for (int i = 0; i < 4; i++) {
                 dp[n][i] = s[n][i] * (dp[n][i] - (i % 2 == 0 ? lse2_d.y : lse2_d.w));
             }
@@ -2479,10 +2573,12 @@ attention_backward_dkv_sm90_kernel(E* dqkv, const float2* row_stats, const __gri
         wgmma_wait<0>();
         pin_registers(dv);
         pin_registers(dk);
-        __syncthreads();                                        // all are done with the stage
-        if (threadIdx.x == 0 && it + STAGES <= last) { load_block(it + STAGES); }
+        __syncthreads();    // all are done with the stage
+        if (threadIdx.x == 0 && it + STAGES <= last) {
+            load_block(it + STAGES);
+        }
     }
-    E* dk_bh = dqkv + b * (T * 3 * C) + C + h * 64;             // (T, 64), rows 3*C apart
+    E* dk_bh = dqkv + b * (T * 3 * C) + C + h * 64;    // (T, 64), rows 3*C apart
     store_swizzled(dk_bh, 3 * C, first * 64, T, shared.own[0], dk, scale, scale);
     store_swizzled(dk_bh + C, 3 * C, first * 64, T, shared.own[1], dv, 1.0f, 1.0f);
 #else
@@ -2490,23 +2586,23 @@ attention_backward_dkv_sm90_kernel(E* dqkv, const float2* row_stats, const __gri
 #endif
 }
 
-// ---- plain kernels: any element type and head size up to 512, fp32 arithmetic. A warp owns 4 rows; the other side
-// comes in tiles of 32 rows through shared memory. In the products over HS a lane owns one row of the tile, in the
-// products over the tile it owns columns lane, lane + 32, ... (kCols of them).
+// ---- plain kernels: any element type and head size up to 512, fp32 arithmetic. A warp owns 4 rows; the
+// other side comes in tiles of 32 rows through shared memory. In the products over HS a lane owns one row of
+// the tile, in the products over the tile it owns columns lane, lane + 32, ... (kCols of them).
 
-constexpr int kPlainRows = 4;       // rows a warp
-constexpr int kPlainWarps = 4;      // warps a block
-constexpr int kPlainTile = 32;      // rows of the other side at a time: one a lane
+constexpr int kPlainRows = 4;     // rows a warp
+constexpr int kPlainWarps = 4;    // warps a block
+constexpr int kPlainTile = 32;    // rows of the other side at a time: one a lane
 constexpr int kPlainMaxHeadSize = 512;
 
 // Offsets in floats. float4 = the same element of a warp's four rows: one broadcast load feeds four products.
 struct PlainShared {
-    float4* own_a;      // (warps, HS) of float4: q, or k
-    float4* own_b;      // (warps, HS) of float4: dout, or v       (not in the forward)
-    float4* weight_a;   // (warps, tile) of float4: p or ds
-    float4* weight_b;   // (warps, tile) of float4: ds of the kv side
-    float* tile_a;      // (tile, HS | 1): odd row length, so that 32 lanes reading a column hit 32 banks
-    float* tile_b;      // (tile, HS | 1)
+    float4* own_a;       // (warps, HS) of float4: q, or k
+    float4* own_b;       // (warps, HS) of float4: dout, or v       (not in the forward)
+    float4* weight_a;    // (warps, tile) of float4: p or ds
+    float4* weight_b;    // (warps, tile) of float4: ds of the kv side
+    float* tile_a;       // (tile, HS | 1): odd row length, so that 32 lanes reading a column hit 32 banks
+    float* tile_b;       // (tile, HS | 1)
 
     __device__ PlainShared(float4* base, int HS) {
         own_a = base;
@@ -2528,17 +2624,19 @@ template <typename E>
 __device__ inline void plain_load_tile(float* tile, const E* matrix, size_t stride, int row0, int T, int HS) {
     for (int row = threadIdx.x / 32; row < kPlainTile; row += kPlainWarps) {
         for (int d = threadIdx.x % 32; d < HS; d += 32) {
-            tile[row * (HS | 1) + d] = row0 + row < T ? static_cast<float>(matrix[(row0 + row) * stride + d]) : 0.0f;
+            tile[row * (HS | 1) + d] =
+                row0 + row < T ? static_cast<float>(matrix[(row0 + row) * stride + d]) : 0.0f;
         }
     }
 }
 
 // The warp's four rows from row0 on, transposed: own[d] = element d of the four.
 template <typename E>
-__device__ inline void plain_load_own(float4* own, const E* matrix, size_t stride, int row0, int T, int HS, int lane) {
+__device__ inline void plain_load_own(float4* own, const E* matrix, size_t stride, int row0, int T, int HS,
+                                      int lane) {
     for (int d = lane; d < HS; d += 32) {
         float x[kPlainRows];
-        #pragma unroll
+#pragma unroll
         for (int r = 0; r < kPlainRows; r++) {
             x[r] = row0 + r < T ? static_cast<float>(matrix[(row0 + r) * stride + d]) : 0.0f;
         }
@@ -2548,9 +2646,9 @@ __device__ inline void plain_load_own(float4* own, const E* matrix, size_t strid
 
 // dot[r] = the warp's row r times this lane's row of the tile.
 __device__ inline void plain_dot(float (&dot)[kPlainRows], const float4* own, const float* tile_row, int HS) {
-    #pragma unroll
+#pragma unroll
     for (int r = 0; r < kPlainRows; r++) { dot[r] = 0.0f; }
-    #pragma unroll 4
+#pragma unroll 4
     for (int d = 0; d < HS; d++) {
         const float4 x = own[d];
         const float y = tile_row[d];
@@ -2561,15 +2659,15 @@ __device__ inline void plain_dot(float (&dot)[kPlainRows], const float4* own, co
     }
 }
 
-// acc[c][r] += sum over the tile's rows j of weight[j][r] * tile[j][lane + 32 c]. Columns past HS read the last one
-// and are never stored.
+// acc[c][r] += sum over the tile's rows j of weight[j][r] * tile[j][lane + 32 c]. Columns past HS read the
+// last one and are never stored.
 template <int kCols>
-__device__ inline void plain_accumulate(float (&acc)[kCols][kPlainRows], const float4* weight, const float* tile,
-                                        int HS, int lane) {
-    #pragma unroll 4
+__device__ inline void plain_accumulate(float (&acc)[kCols][kPlainRows], const float4* weight,
+                                        const float* tile, int HS, int lane) {
+#pragma unroll 4
     for (int j = 0; j < kPlainTile; j++) {
         const float4 w = weight[j];
-        #pragma unroll
+#pragma unroll
         for (int c = 0; c < kCols; c++) {
             const float y = tile[j * (HS | 1) + min(lane + 32 * c, HS - 1)];
             acc[c][0] += w.x * y;
@@ -2582,10 +2680,11 @@ __device__ inline void plain_accumulate(float (&acc)[kCols][kPlainRows], const f
 
 template <typename E, int kCols>
 __device__ inline void plain_store(E* matrix, size_t stride, int row0, int T, int HS,
-                                   const float (&acc)[kCols][kPlainRows], const float (&scale)[kPlainRows], int lane) {
-    #pragma unroll
+                                   const float (&acc)[kCols][kPlainRows], const float (&scale)[kPlainRows],
+                                   int lane) {
+#pragma unroll
     for (int c = 0; c < kCols; c++) {
-        #pragma unroll
+#pragma unroll
         for (int r = 0; r < kPlainRows; r++) {
             if (lane + 32 * c < HS && row0 + r < T) {
                 matrix[(row0 + r) * stride + lane + 32 * c] = static_cast<E>(acc[c][r] * scale[r]);
@@ -2596,7 +2695,8 @@ __device__ inline void plain_store(E* matrix, size_t stride, int row0, int T, in
 
 template <typename E, int kCols>
 __global__ void __launch_bounds__(kPlainWarps * 32)
-attention_forward_plain_kernel(E* out, float* lse, const E* qkv, int B, int T, int NH, int HS, float scale) {
+    attention_forward_plain_kernel(E* out, float* lse, const E* qkv, int B, int T, int NH, int HS,
+                                   float scale) {
     extern __shared__ float4 plain_bytes[];
     const PlainShared shared(plain_bytes, HS);
     const int lane = threadIdx.x % 32;
@@ -2613,8 +2713,8 @@ attention_forward_plain_kernel(E* out, float* lse, const E* qkv, int B, int T, i
     plain_load_own(q_own, q_bh, 3 * C, row_first, T, HS, lane);
 
     float acc[kCols][kPlainRows] = {};
-    float row_max[kPlainRows], row_sum[kPlainRows];             // row_sum: this lane's share
-    #pragma unroll
+    float row_max[kPlainRows], row_sum[kPlainRows];    // row_sum: this lane's share
+#pragma unroll
     for (int r = 0; r < kPlainRows; r++) {
         row_max[r] = -INFINITY;
         row_sum[r] = 0.0f;
@@ -2624,11 +2724,13 @@ attention_forward_plain_kernel(E* out, float* lse, const E* qkv, int B, int T, i
         plain_load_tile(shared.tile_a, q_bh + C, 3 * C, k0, T, HS);
         plain_load_tile(shared.tile_b, q_bh + 2 * C, 3 * C, k0, T, HS);
         __syncthreads();
-        if (k0 > row_first) { continue; }                       // a multiple of 32 cannot fall inside four rows
+        if (k0 > row_first) {
+            continue;
+        }    // a multiple of 32 cannot fall inside four rows
 
         float s[kPlainRows];
         plain_dot(s, q_own, shared.tile_a + lane * (HS | 1), HS);
-        #pragma unroll
+#pragma unroll
         for (int r = 0; r < kPlainRows; r++) {
             s[r] = k0 + lane > row_first + r ? -INFINITY : s[r] * scale;
             const float new_max = fmaxf(row_max[r], warp_max(s[r]));
@@ -2636,7 +2738,7 @@ attention_forward_plain_kernel(E* out, float* lse, const E* qkv, int B, int T, i
             s[r] = expf(s[r] - new_max);
             row_max[r] = new_max;
             row_sum[r] = row_sum[r] * correction + s[r];
-            #pragma unroll
+#pragma unroll
             for (int c = 0; c < kCols; c++) { acc[c][r] *= correction; }
         }
         __syncwarp();
@@ -2646,7 +2748,7 @@ attention_forward_plain_kernel(E* out, float* lse, const E* qkv, int B, int T, i
     }
 
     float inverse[kPlainRows];
-    #pragma unroll
+#pragma unroll
     for (int r = 0; r < kPlainRows; r++) {
         const float sum = warp_sum(row_sum[r]);
         inverse[r] = 1.0f / sum;
@@ -2660,8 +2762,8 @@ attention_forward_plain_kernel(E* out, float* lse, const E* qkv, int B, int T, i
 
 template <typename E, int kCols>
 __global__ void __launch_bounds__(kPlainWarps * 32)
-attention_backward_dq_plain_kernel(E* dqkv, float2* row_stats, const E* dout, const E* out, const E* qkv,
-                                   const float* lse, int B, int T, int NH, int HS, float scale) {
+    attention_backward_dq_plain_kernel(E* dqkv, float2* row_stats, const E* dout, const E* out, const E* qkv,
+                                       const float* lse, int B, int T, int NH, int HS, float scale) {
     extern __shared__ float4 plain_bytes[];
     const PlainShared shared(plain_bytes, HS);
     const int lane = threadIdx.x % 32;
@@ -2683,7 +2785,7 @@ attention_backward_dq_plain_kernel(E* dqkv, float2* row_stats, const E* dout, co
     plain_load_own(do_own, dout_bh, C, row_first, T, HS, lane);
 
     float row_lse[kPlainRows], row_d[kPlainRows];
-    #pragma unroll
+#pragma unroll
     for (int r = 0; r < kPlainRows; r++) {
         const int row = row_first + r;
         float sum = 0.0f;
@@ -2702,12 +2804,14 @@ attention_backward_dq_plain_kernel(E* dqkv, float2* row_stats, const E* dout, co
         plain_load_tile(shared.tile_a, q_bh + C, 3 * C, k0, T, HS);
         plain_load_tile(shared.tile_b, q_bh + 2 * C, 3 * C, k0, T, HS);
         __syncthreads();
-        if (k0 > row_first) { continue; }
+        if (k0 > row_first) {
+            continue;
+        }
 
         float s[kPlainRows], dp[kPlainRows];
         plain_dot(s, q_own, shared.tile_a + lane * (HS | 1), HS);
         plain_dot(dp, do_own, shared.tile_b + lane * (HS | 1), HS);
-        #pragma unroll
+#pragma unroll
         for (int r = 0; r < kPlainRows; r++) {
             const float p = k0 + lane > row_first + r ? 0.0f : expf(s[r] * scale - row_lse[r]);
             dp[r] = p * (dp[r] - row_d[r]);
@@ -2723,8 +2827,8 @@ attention_backward_dq_plain_kernel(E* dqkv, float2* row_stats, const E* dout, co
 
 template <typename E, int kCols>
 __global__ void __launch_bounds__(kPlainWarps * 32)
-attention_backward_dkv_plain_kernel(E* dqkv, const float2* row_stats, const E* dout, const E* qkv, int B, int T,
-                                    int NH, int HS, float scale) {
+    attention_backward_dkv_plain_kernel(E* dqkv, const float2* row_stats, const E* dout, const E* qkv, int B,
+                                        int T, int NH, int HS, float scale) {
     extern __shared__ float4 plain_bytes[];
     const PlainShared shared(plain_bytes, HS);
     const int lane = threadIdx.x % 32;
@@ -2733,7 +2837,7 @@ attention_backward_dkv_plain_kernel(E* dqkv, const float2* row_stats, const E* d
     const int tiles = (T + kBlockRows - 1) / kBlockRows;
     const int bh = blockIdx.x / tiles;
     const int block_first = static_cast<int>(blockIdx.x % tiles) * kBlockRows;
-    const int row_first = block_first + warp * kPlainRows;      // the warp's first key
+    const int row_first = block_first + warp * kPlainRows;    // the warp's first key
     const size_t C = static_cast<size_t>(NH) * HS;
     const size_t head = static_cast<size_t>(bh % NH) * HS;
     const E* q_bh = qkv + bh / NH * (T * 3 * C) + head;
@@ -2758,7 +2862,7 @@ attention_backward_dkv_plain_kernel(E* dqkv, const float2* row_stats, const E* d
         float s[kPlainRows], dp[kPlainRows];
         plain_dot(s, k_own, shared.tile_a + lane * (HS | 1), HS);
         plain_dot(dp, v_own, shared.tile_b + lane * (HS | 1), HS);
-        #pragma unroll
+#pragma unroll
         for (int r = 0; r < kPlainRows; r++) {
             const bool masked = row_first + r > query || query >= T;
             s[r] = masked ? 0.0f : expf(s[r] * scale - stats.x);
@@ -2781,13 +2885,17 @@ attention_backward_dkv_plain_kernel(E* dqkv, const float2* row_stats, const E* d
 // ---- launchers
 
 // Dynamic shared memory above 48 KB has to be asked for, kernel by kernel.
-template <typename Kernel> static void allow_shared_memory(Kernel kernel, size_t bytes) {
-    cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+template <typename Kernel>
+static void allow_shared_memory(Kernel kernel, size_t bytes) {
+    cudaCheck(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
 }
 
 static unsigned attention_grid(int T, int rows, int B, int NH) {
     const size_t blocks = static_cast<size_t>(ceil_div(T, rows)) * B * NH;
-    if (blocks > 0x7fffffffu) { die("attention: B=%d T=%d NH=%d needs more than 2^31 blocks", B, T, NH); }
+    if (blocks > 0x7fffffffu) {
+        die("attention: B=%d T=%d NH=%d needs more than 2^31 blocks", B, T, NH);
+    }
     return static_cast<unsigned>(blocks);
 }
 
@@ -2813,8 +2921,8 @@ static void attention_backward_dq_mma(E* dqkv, float* scratch, const E* dout, co
 }
 
 template <typename E, int HS, int MT, int WARPS, int BM, int MIN_BLOCKS, bool kKeepFragments>
-static void attention_backward_dkv_mma(E* dqkv, const float* scratch, const E* dout, const E* qkv, int B, int T,
-                                       int NH, Stream stream) {
+static void attention_backward_dkv_mma(E* dqkv, const float* scratch, const E* dout, const E* qkv, int B,
+                                       int T, int NH, Stream stream) {
     typedef AttentionDkvShared<E, HS, MT, WARPS, BM> Shared;
     const auto kernel = attention_backward_dkv_mma_kernel<E, HS, MT, WARPS, BM, MIN_BLOCKS, kKeepFragments>;
     allow_shared_memory(kernel, sizeof(Shared));
@@ -2825,8 +2933,8 @@ static void attention_backward_dkv_mma(E* dqkv, const float* scratch, const E* d
 
 // ---- Hopper launchers
 
-// Its thread limit tells the host for which architecture the code that runs on this GPU was compiled: on a Hopper GPU
-// that may be a plain sm_90 or a compute_80 build, where the bodies above are traps.
+// Its thread limit tells the host for which architecture the code that runs on this GPU was compiled: on a
+// Hopper GPU that may be a plain sm_90 or a compute_80 build, where the bodies above are traps.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 __global__ void __launch_bounds__(128) sm90_probe_kernel() {}
 #else
@@ -2855,8 +2963,11 @@ static CUtensorMap attention_tensor_map(const E* tensor, int B, int T, int slots
     if (encode == nullptr) {
         void* entry = nullptr;
         cudaDriverEntryPointQueryResult found;
-        cudaCheck(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found));
-        if (found != cudaDriverEntryPointSuccess) { die("the CUDA driver has no cuTensorMapEncodeTiled"); }
+        cudaCheck(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault,
+                                                   &found));
+        if (found != cudaDriverEntryPointSuccess) {
+            die("the CUDA driver has no cuTensorMapEncodeTiled");
+        }
         encode = reinterpret_cast<EncodeTiled>(entry);
     }
     const cuuint64_t row_bytes = static_cast<cuuint64_t>(slots) * 64 * sizeof(E);
@@ -2866,8 +2977,8 @@ static CUtensorMap attention_tensor_map(const E* tensor, int B, int T, int slots
     const cuuint32_t box[4] = {64, 64, 1, 1};
     const cuuint32_t steps[4] = {1, 1, 1, 1};
     CUtensorMap map;
-    const CUtensorMapDataType type = std::is_same_v<E, half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                             : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    const CUtensorMapDataType type =
+        std::is_same_v<E, half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     const CUresult result = encode(&map, type, 4, const_cast<E*>(tensor), dims, strides, box, steps,
                                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
@@ -2901,8 +3012,8 @@ static void attention_backward_dq_sm90(E* dqkv, float* scratch, const E* dout, c
 }
 
 template <typename E, int STAGES, int MIN_BLOCKS>
-static void attention_backward_dkv_sm90(E* dqkv, const float* scratch, const E* dout, const E* qkv, int B, int T,
-                                        int NH, Stream stream) {
+static void attention_backward_dkv_sm90(E* dqkv, const float* scratch, const E* dout, const E* qkv, int B,
+                                        int T, int NH, Stream stream) {
     constexpr size_t kBytes = sizeof(AttentionSm90Shared<E, 2, STAGES>);
     const auto kernel = attention_backward_dkv_sm90_kernel<E, STAGES, MIN_BLOCKS>;
     allow_shared_memory(kernel, kBytes);
@@ -2913,11 +3024,12 @@ static void attention_backward_dkv_sm90(E* dqkv, const float* scratch, const E* 
 }
 
 template <typename E, int kCols>
-static void attention_forward_plain(E* out, float* lse, const E* qkv, int B, int T, int NH, int HS, Stream stream) {
+static void attention_forward_plain(E* out, float* lse, const E* qkv, int B, int T, int NH, int HS,
+                                    Stream stream) {
     const auto kernel = attention_forward_plain_kernel<E, kCols>;
     allow_shared_memory(kernel, PlainShared::bytes(HS));
-    kernel<<<attention_grid(T, kPlainWarps * kPlainRows, B, NH), kPlainWarps * 32, PlainShared::bytes(HS), stream>>>(
-        out, lse, qkv, B, T, NH, HS, 1.0f / sqrtf(HS));
+    kernel<<<attention_grid(T, kPlainWarps * kPlainRows, B, NH), kPlainWarps * 32, PlainShared::bytes(HS),
+             stream>>>(out, lse, qkv, B, T, NH, HS, 1.0f / sqrtf(HS));
     cudaCheck(cudaGetLastError());
 }
 
@@ -2932,7 +3044,8 @@ static void attention_backward_plain(E* dqkv, float* scratch, const E* dout, con
     const auto dkv_kernel = attention_backward_dkv_plain_kernel<E, kCols>;
     allow_shared_memory(dq_kernel, bytes);
     allow_shared_memory(dkv_kernel, bytes);
-    dq_kernel<<<grid, kPlainWarps * 32, bytes, stream>>>(dqkv, row_stats, dout, out, qkv, lse, B, T, NH, HS, scale);
+    dq_kernel<<<grid, kPlainWarps * 32, bytes, stream>>>(dqkv, row_stats, dout, out, qkv, lse, B, T, NH, HS,
+                                                         scale);
     cudaCheck(cudaGetLastError());
     dkv_kernel<<<grid, kPlainWarps * 32, bytes, stream>>>(dqkv, row_stats, dout, qkv, B, T, NH, HS, scale);
     cudaCheck(cudaGetLastError());
@@ -2941,23 +3054,33 @@ static void attention_backward_plain(E* dqkv, float* scratch, const E* dout, con
 static void attention_check(int B, int T, int NH, int HS) {
     if (B < 1 || T < 1 || NH < 1 || HS < 1 || HS > kPlainMaxHeadSize) {
         die("attention: B=%d T=%d NH=%d head size=%d; all must be positive, the head size at most %d\n"
-            "hint: choose more heads (head size = C / NH)", B, T, NH, HS, kPlainMaxHeadSize);
+            "hint: choose more heads (head size = C / NH)",
+            B, T, NH, HS, kPlainMaxHeadSize);
     }
 }
 
 // True when the tensor-core kernels took the work.
 template <typename E>
-static bool attention_forward_tensor(E* out, float* lse, const E* qkv, int B, int T, int NH, int HS, Stream stream) {
+static bool attention_forward_tensor(E* out, float* lse, const E* qkv, int B, int T, int NH, int HS,
+                                     Stream stream) {
     if constexpr (sizeof(E) == 2) {
         if (attention_sm90_ok(HS)) {
             attention_forward_sm90<E, 2, 4>(out, lse, qkv, B, T, NH, stream);
             return true;
         }
         switch (HS) {
-            case 64: attention_forward_mma<E, 64, 2, 4, 64, 2>(out, lse, qkv, B, T, NH, stream); return true;
-            case 80: attention_forward_mma<E, 80, 1, 4, 64, 3>(out, lse, qkv, B, T, NH, stream); return true;
-            case 96: attention_forward_mma<E, 96, 1, 4, 64, 2>(out, lse, qkv, B, T, NH, stream); return true;
-            case 128: attention_forward_mma<E, 128, 1, 4, 64, 2>(out, lse, qkv, B, T, NH, stream); return true;
+            case 64:
+                attention_forward_mma<E, 64, 2, 4, 64, 2>(out, lse, qkv, B, T, NH, stream);
+                return true;
+            case 80:
+                attention_forward_mma<E, 80, 1, 4, 64, 3>(out, lse, qkv, B, T, NH, stream);
+                return true;
+            case 96:
+                attention_forward_mma<E, 96, 1, 4, 64, 2>(out, lse, qkv, B, T, NH, stream);
+                return true;
+            case 128:
+                attention_forward_mma<E, 128, 1, 4, 64, 2>(out, lse, qkv, B, T, NH, stream);
+                return true;
         }
     }
     return false;
@@ -2980,10 +3103,22 @@ static bool attention_backward_tensor(E* dqkv, float* scratch, const E* dout, co
             return true;
         }
         switch (HS) {
-            case 64: attention_backward_mma<E, 64, 2, 2, 32, 32>(dqkv, scratch, dout, out, qkv, lse, B, T, NH, stream); return true;
-            case 80: attention_backward_mma<E, 80, 1, 2, 64, 64>(dqkv, scratch, dout, out, qkv, lse, B, T, NH, stream); return true;
-            case 96: attention_backward_mma<E, 96, 1, 2, 64, 32>(dqkv, scratch, dout, out, qkv, lse, B, T, NH, stream); return true;
-            case 128: attention_backward_mma<E, 128, 1, 2, 32, 32>(dqkv, scratch, dout, out, qkv, lse, B, T, NH, stream); return true;
+            case 64:
+                attention_backward_mma<E, 64, 2, 2, 32, 32>(dqkv, scratch, dout, out, qkv, lse, B, T, NH,
+                                                            stream);
+                return true;
+            case 80:
+                attention_backward_mma<E, 80, 1, 2, 64, 64>(dqkv, scratch, dout, out, qkv, lse, B, T, NH,
+                                                            stream);
+                return true;
+            case 96:
+                attention_backward_mma<E, 96, 1, 2, 64, 32>(dqkv, scratch, dout, out, qkv, lse, B, T, NH,
+                                                            stream);
+                return true;
+            case 128:
+                attention_backward_mma<E, 128, 1, 2, 32, 32>(dqkv, scratch, dout, out, qkv, lse, B, T, NH,
+                                                             stream);
+                return true;
         }
     }
     return false;
@@ -2995,9 +3130,13 @@ static void attention_forward(floatX* out, float* lse, const floatX* qkv, int B,
     NvtxRange range("attention_forward");
     attention_check(B, T, NH, HS);
     if (!attention_forward_tensor<floatX>(out, lse, qkv, B, T, NH, HS, stream)) {
-        if (HS <= 64) { attention_forward_plain<floatX, 2>(out, lse, qkv, B, T, NH, HS, stream); }
-        else if (HS <= 128) { attention_forward_plain<floatX, 4>(out, lse, qkv, B, T, NH, HS, stream); }
-        else { attention_forward_plain<floatX, 16>(out, lse, qkv, B, T, NH, HS, stream); }
+        if (HS <= 64) {
+            attention_forward_plain<floatX, 2>(out, lse, qkv, B, T, NH, HS, stream);
+        } else if (HS <= 128) {
+            attention_forward_plain<floatX, 4>(out, lse, qkv, B, T, NH, HS, stream);
+        } else {
+            attention_forward_plain<floatX, 16>(out, lse, qkv, B, T, NH, HS, stream);
+        }
     }
     OUTPUT("attention_forward.out", out, static_cast<size_t>(B) * T * NH * HS, stream);
     OUTPUT("attention_forward.lse", lse, static_cast<size_t>(B) * NH * T, stream);
@@ -3008,13 +3147,15 @@ static size_t attention_backward_scratch_bytes(int B, int T, int NH) {
 }
 
 // dqkv (B,T,3,NH,HS) =.
-static void attention_backward(floatX* dqkv, float* scratch, const floatX* dout, const floatX* out, const floatX* qkv,
-                               const float* lse, int B, int T, int NH, int HS, Stream stream) {
+static void attention_backward(floatX* dqkv, float* scratch, const floatX* dout, const floatX* out,
+                               const floatX* qkv, const float* lse, int B, int T, int NH, int HS,
+                               Stream stream) {
     NvtxRange range("attention_backward");
     attention_check(B, T, NH, HS);
     if (!attention_backward_tensor<floatX>(dqkv, scratch, dout, out, qkv, lse, B, T, NH, HS, stream)) {
-        const auto plain = HS <= 64 ? attention_backward_plain<floatX, 2>
-                         : HS <= 128 ? attention_backward_plain<floatX, 4> : attention_backward_plain<floatX, 16>;
+        const auto plain = HS <= 64    ? attention_backward_plain<floatX, 2>
+                           : HS <= 128 ? attention_backward_plain<floatX, 4>
+                                       : attention_backward_plain<floatX, 16>;
         plain(dqkv, scratch, dout, out, qkv, lse, B, T, NH, HS, stream);
     }
     OUTPUT("attention_backward.dqkv", dqkv, static_cast<size_t>(B) * T * 3 * NH * HS, stream);
