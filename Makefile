@@ -46,7 +46,8 @@ CPU_LIBS := $(filter -l%,$(OPENBLAS))
 MODEL_FLAGS := -DGPT2_CPU $(filter -D%,$(OPENBLAS))
 ASAN_FLAGS = -std=c++17 -I. $(WARNINGS) -O2 -g -pthread -fsanitize=address,undefined -fno-sanitize-recover=all
 CUDA_FLAGS := -std=c++17 -lineinfo -Xcompiler -Wall,-Wno-unknown-pragmas,-Wno-unused-function \
-              -Xcompiler -pthread$(if $(OPENMP),$(comma)$(OPENMP)) $(if $(filter 1,$(DEBUG)),-O1 -g -DDEBUG,-O3)
+              -Xcompiler -pthread$(if $(OPENMP),$(comma)$(OPENMP)) \
+              $(if $(filter 1,$(DEBUG)),-O1 -g -DDEBUG,-O3)
 CUDA_LIBS := -lcublasLt
 DEPS = -MMD -MP -MT $@ -MF build/$(subst /,-,$@).d
 

@@ -5,8 +5,8 @@ One training step for a profiler: no data files, no logs, random tokens.
     ncu --set full --clock-control none -o step ./profile_gpt2cu            # every kernel of one micro-step
     nsys profile -o step ./profile_gpt2cu d12 64 1024 3                     # model, B, T, steps
 
-Every op is an NVTX range with its own name. The first step loads kernels and picks GEMM algorithms, so the last one is
-the one to look at: ncu's --nvtx --nvtx-include "profiled/" keeps only that.
+Every op is an NVTX range with its own name. The first step loads kernels and picks GEMM algorithms, so the
+last one is the one to look at: ncu's --nvtx --nvtx-include "profiled/" keeps only that.
 */
 #define TESTING
 #include "train_gpt2.cu"
@@ -19,7 +19,8 @@ static void break_output(const char*, Grad, size_t, Stream) {}
 
 int main(int argc, char** argv) {
     const char* model_name = argc > 1 ? argv[1] : "d12";
-    const int B = argc > 2 ? atoi(argv[2]) : 64, T = argc > 3 ? atoi(argv[3]) : 1024, steps = argc > 4 ? atoi(argv[4]) : 2;
+    const int B = argc > 2 ? atoi(argv[2]) : 64, T = argc > 3 ? atoi(argv[3]) : 1024,
+              steps = argc > 4 ? atoi(argv[4]) : 2;
     const Config c = descriptor_config(model_name);
     if (argc > 5 || B < 1 || T < 1 || T > c.maxT || steps < 1) {
         die("usage: profile_gpt2cu [MODEL [B [T [STEPS]]]], with T at most %d", c.maxT);

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# The one command for a machine with a GPU: build, test, sanitize, prove determinism, compare with PyTorch, time.
+# The one command for a machine with a GPU: build, test, sanitize, prove determinism, compare with PyTorch,
+# time.
 #
 #   dev/gpu.sh                       everything
 #   dev/gpu.sh build test bench      only these steps: build test ptx sanitize determinism compare bench
 #
-# Prints a short table last, keeps all output in build/gpu/*.log and, after a full test step, writes
-# dev/test/gpu-results.txt: `make test` on a machine without a GPU reads it to know whether these sources were tested.
+# Prints a short table last, keeps all output in build/gpu/*.log and, after the steps build and test, writes
+# dev/test/gpu-results.txt: `make test` on a machine without a GPU reads it to know whether these sources were
+# tested.
 # DATA: prefix of tinyshakespeare's shards (default dev/data/tinyshakespeare/tiny_shakespeare).
 set -u
 cd "$(dirname "$0")/.."
@@ -30,7 +32,8 @@ suite() {
     local code=$? last
     last=$(tail -n 1 "$log")
     if [[ $last =~ ^([0-9]+)\ passed,\ ([0-9]+)\ failed,\ ([0-9]+)\ skipped$ ]]; then
-        passed=$((passed + BASH_REMATCH[1])) failed=$((failed + BASH_REMATCH[2])) skipped=$((skipped + BASH_REMATCH[3]))
+        passed=$((passed + BASH_REMATCH[1])) failed=$((failed + BASH_REMATCH[2]))
+        skipped=$((skipped + BASH_REMATCH[3]))
     else
         failed=$((failed + 1))
     fi
@@ -56,7 +59,8 @@ echo "$gpu, driver $driver"
 for step in $steps; do
     case $step in
     build)
-        programs="test_gpt2.BF16 test_gpt2.FP32 test_gpt2.FP16 train_gpt2.BF16 train_gpt2.FP32 profile_gpt2.BF16"
+        programs="test_gpt2.BF16 test_gpt2.FP32 test_gpt2.FP16 train_gpt2.BF16 train_gpt2.FP32"
+        programs="$programs train_gpt2.FP16 profile_gpt2.BF16"
         check build make -s -j8 $(for p in $programs; do echo build/check/$p; done) build/ptx/test_gpt2.BF16
         ;;
     test)
@@ -75,15 +79,16 @@ for step in $steps; do
     determinism)
         for run in 1 2; do
             rm -rf build/gpu/run$run
-            build/check/train_gpt2.BF16 -i "${DATA}_train.bin" -j "${DATA}_val.bin" -b 8 -t 256 -z 4096 -x 100 -v 50 -s 0 \
-                -o build/gpu/run$run >$logs/determinism$run.log 2>&1
+            build/check/train_gpt2.BF16 -i "${DATA}_train.bin" -j "${DATA}_val.bin" \
+                -b 8 -t 256 -z 4096 -x 100 -v 50 -s 0 -o build/gpu/run$run >$logs/determinism$run.log 2>&1
         done
         check "determinism: main.log" cmp build/gpu/run1/main.log build/gpu/run2/main.log
         check "determinism: weights" cmp build/gpu/run1/model_00000100.bin build/gpu/run2/model_00000100.bin
         ;;
     compare)
-        suite "against PyTorch" python3 dev/reference/check_gpu.py --build 0 --data "$DATA" --work build/reference \
-            --train 'build/check/train_gpt2.{precision}' --test 'build/check/test_gpt2.{precision}'
+        suite "against PyTorch" python3 dev/reference/check_gpu.py --build 0 --data "$DATA" \
+            --work build/reference --train 'build/check/train_gpt2.{precision}' \
+            --test 'build/check/test_gpt2.{precision}'
         ;;
     bench)
         check bench dev/bench/bench.sh "$DATA"

@@ -1,9 +1,9 @@
 /*
 Errors and checked files. Host only.
 
-Every error a user can cause ends in die(): one sentence on stderr that names the value, what is allowed and, after
-"\nhint: ", what to do; exit code 1. Files that matter are written beside their final name, synced and renamed, so
-that a kill or a full disk never leaves half a file under the good name.
+Every error a user can cause ends in die(): one sentence on stderr that names the value, what is allowed and,
+after "\nhint: ", what to do; exit code 1. Files that matter are written beside their final name, synced and
+renamed, so that a kill or a full disk never leaves half a file under the good name.
 
     FILE* f = fopen_check("in.bin", "rb");
     fread_check(header, sizeof(int), 256, f, "in.bin");
@@ -120,7 +120,8 @@ static inline void atomic_commit(AtomicFile* a) {
     if (fclose(f) != 0) { atomic_fail(a, "close"); }
     if (rename(a->temp.c_str(), a->path.c_str()) != 0) { atomic_fail(a, "rename into"); }
     size_t slash = a->path.rfind('/');
-    int dir = open(slash == std::string::npos ? "." : a->path.substr(0, slash + 1).c_str(), O_RDONLY | O_DIRECTORY);
+    int dir =
+        open(slash == std::string::npos ? "." : a->path.substr(0, slash + 1).c_str(), O_RDONLY | O_DIRECTORY);
     if (dir >= 0) { fsync(dir); close(dir); }    // the new name itself survives a power cut
 }
 

@@ -315,7 +315,8 @@ static inline void dataloader_init(DataLoader* loader, const char* pattern, int 
     }
     data_request(loader);                       // the thread does not run yet: no lock is needed
     p->thread = std::thread(data_thread, p);
-    std::unique_lock<std::mutex> lock(p->mutex);        // a wrong first batch is an error now, before a run begins
+    // A wrong first batch is an error now, before a run begins
+    std::unique_lock<std::mutex> lock(p->mutex);
     p->changed.wait(lock, [p] { return !p->pending; });
     if (!p->error.empty()) { die("%s", p->error.c_str()); }
 }

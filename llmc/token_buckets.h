@@ -1,14 +1,15 @@
 /*
-Token positions sorted by token, for the embedding's backward: each token's bucket of positions is summed in a fixed
-order, so the gradient needs no atomics and is the same in every run. Host only; runs while the device still works on
-the micro-step before.
+Token positions sorted by token, for the embedding's backward: each token's bucket of positions is summed in a
+fixed order, so the gradient needs no atomics and is the same in every run. Host only; runs while the device
+still works on the micro-step before.
 
     int order[N]; int4 segments[max_bucket_segments(N)], splits[max_bucket_splits(N)];      // pinned, usually
     TokenBuckets buckets;
     build_token_buckets(&buckets, order, segments, splits, tokens, N, Vp);
 
-124M, B=64, T=1024: 65,536 positions, some 10,000 buckets; the commonest token alone holds a few thousand positions and
-is cut into segments of kBucketSegment, so that no thread block of the kernel works much longer than the others.
+124M, B=64, T=1024: 65,536 positions, some 10,000 buckets; the commonest token alone holds a few thousand
+positions and is cut into segments of kBucketSegment, so that no thread block of the kernel works much longer
+than the others.
 */
 #ifndef LLMC_TOKEN_BUCKETS_H
 #define LLMC_TOKEN_BUCKETS_H
@@ -23,15 +24,15 @@ is cut into segments of kBucketSegment, so that no thread block of the kernel wo
 
 constexpr int kBucketSegment = 128;     // positions one thread block sums
 
-// Bounds for n positions. A segment holds at least one position; only buckets longer than kBucketSegment are split,
-// into fewer than 2 * length / kBucketSegment slots each.
+// Bounds for n positions. A segment holds at least one position; only buckets longer than kBucketSegment are
+// split, into fewer than 2 * length / kBucketSegment slots each.
 static inline int64_t max_bucket_segments(int64_t n) { return n; }
 static inline int64_t max_bucket_splits(int64_t n) { return n / (kBucketSegment + 1); }
 static inline int64_t max_bucket_slots(int64_t n) { return 2 * n / kBucketSegment; }
 
 // Segments and splits come largest bucket first (ties: smaller token first): the long ones start early.
-static inline void build_token_buckets(TokenBuckets* buckets, int* order /*(n)*/, int4* segments, int4* splits,
-                                       const int* tokens /*(n)*/, int n, int vocab) {
+static inline void build_token_buckets(TokenBuckets* buckets, int* order /*(n)*/, int4* segments,
+                                       int4* splits, const int* tokens /*(n)*/, int n, int vocab) {
     std::vector<int> start(vocab + 1, 0);               // of each token's bucket in `order`
     for (int i = 0; i < n; i++) {
         if (tokens[i] < 0 || tokens[i] >= vocab) {
@@ -54,7 +55,8 @@ static inline void build_token_buckets(TokenBuckets* buckets, int* order /*(n)*/
         const bool whole = length(token) <= kBucketSegment;
         const int first_slot = slot;
         for (int begin = start[token]; begin < start[token + 1]; begin += kBucketSegment) {
-            int4 segment = {token, begin, std::min(kBucketSegment, start[token + 1] - begin), whole ? -1 : slot++};
+            int4 segment = {token, begin, std::min(kBucketSegment, start[token + 1] - begin),
+                            whole ? -1 : slot++};
             segments[num_segments++] = segment;
         }
         if (!whole) {

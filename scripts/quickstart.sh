@@ -26,7 +26,7 @@ if [ -n "$nvcc" ] && nvidia-smi -L >/dev/null 2>&1; then
     flags+=(--val-every 100 --val-batches 10 --sample-every 0 --top-k 40)
 else
     trainer=train_gpt2cpu bytes=1 text=8000000
-    flags=(--model L4,NH4,C128,T128,V256 --micro-batch 4 --max-steps 2800 --learning-rate 4e-3 --warmup 100)
+    flags=(--model L4,NH4,C128,T128,V256 --micro-batch 4 --max-steps 2400 --learning-rate 4e-3 --warmup 100)
     flags+=(--beta2 0.99 --val-every 400 --val-batches 20 --sample-every 0)
 fi
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# `make bench`: tokens/s of the trainer, and of PyTorch beside it on the same GPU. The shipped binary, default flags.
+# `make bench`: tokens/s of the trainer, and of PyTorch beside it on the same GPU. The shipped binary, default
+# flags.
 #
 #   dev/bench/bench.sh [PREFIX of tinyshakespeare's shards] [MODEL:B ...]        default: d12:64
 #
-# Ours and PyTorch's take turns, so that both meet the same clocks. Ours is the mean from step start to step start,
-# without the first step.
+# Ours and PyTorch's take turns, so that both meet the same clocks. Ours is the mean from step start to step
+# start, without the first step.
 set -eu
 cd "$(dirname "$0")/../.."
 data=${1:-dev/data/tinyshakespeare/tiny_shakespeare}
@@ -12,7 +13,9 @@ train=build/check/train_gpt2.BF16
 [ -x $train ] || make -s $train
 nvidia-smi --query-gpu=name,driver_version,power.limit --format=csv,noheader
 ours() {
-    $train -e "$1" -b "$2" -t 1024 -i "${data}_train.bin" -j "${data}_val.bin" -x 60 -v 0 -s 0 | tee build/bench.log | grep '^memory'
+    $train -e "$1" -b "$2" -t 1024 -x 80 -v 0 -s 0 -i "${data}_train.bin" -j "${data}_val.bin" \
+        >build/bench.log
+    grep '^memory' build/bench.log
     tail -n 1 build/bench.log
 }
 shift || true

@@ -147,8 +147,9 @@ def check_curves(args, precision):
     # fp32: eager and compiled PyTorch share every GEMM's bits, so their own spread says nothing about another
     # program; the spread among eager, compiled, written-out attention and float64 does
     d, limit = distance(ours, near), 2 * data[kind + "_wide_spread"]
-    check(len(ours) == len(eager) and d <= limit, f"curves: {len(ours)} steps from PyTorch {kind}: {d:.2e}, limit "
-          f"{limit:.2e} (eager to compiled alone: {2 * data[kind + '_spread']['max']:.2e})")
+    check(len(ours) == len(eager) and d <= limit,
+          f"curves: {len(ours)} steps from PyTorch {kind}: {d:.2e}, limit {limit:.2e} "
+          f"(from eager to compiled alone: {2 * data[kind + '_spread']['max']:.2e})")
     with open(os.path.join(args.work, f"curve_{precision}.json"), "w") as f:
         json.dump({"losses": ours}, f)
 

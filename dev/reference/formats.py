@@ -159,8 +159,8 @@ def rand_normal(seed, tensor, count, first=0):
 def init_params(dims, seed, kind="gpt2"):
     """GPT-2's initial weights: {name: float32 array}, layers stacked in front, rows of wte beyond V zero.
 
-    kind "wide-positions": the same with wpe from N(0,1), PyTorch's default for an embedding. Normalising a residual
-    stream of 0.03 multiplies gradients by 30 at the start; from N(0,1) the first norms are 2, not 27."""
+    kind "wide-positions": the same with wpe from N(0,1), PyTorch's default for an embedding. Normalising a
+    residual stream of 0.03 multiplies gradients by 30 at the start; from N(0,1) the first norms are 2."""
     params = {}
     for tensor, (name, _, _, init, _) in enumerate(PARAMS):
         shape = param_shape(dims, name)

@@ -28,7 +28,8 @@ def notices(command, name):
 
 def main():
     command = sys.argv[1:]
-    names = subprocess.run([command[0], "--list"], check=True, stdout=subprocess.PIPE, text=True).stdout.split()
+    listed = subprocess.run([command[0], "--list"], check=True, stdout=subprocess.PIPE, text=True)
+    names = listed.stdout.split()
     counts = {"ok": 0, "FAIL": 0, "skip": 0}
     with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count(), 4)) as pool:
         for name, (noticed, last) in zip(names, pool.map(lambda name: notices(command, name), names)):

@@ -26,8 +26,13 @@ static int test_passed = 0, test_failed = 0, test_skipped = 0;
         }                                                                       \
     } while (0)
 
-#define SKIP(count, ...)                                                        \
-    do { test_skipped += (count); printf("SKIP (%d): ", (int)(count)); printf(__VA_ARGS__); printf("\n"); } while (0)
+#define SKIP(count, ...)                     \
+    do {                                     \
+        test_skipped += (count);             \
+        printf("SKIP (%d): ", (int)(count)); \
+        printf(__VA_ARGS__);                 \
+        printf("\n");                        \
+    } while (0)
 
 static inline int test_summary() {
     printf("%d passed, %d failed, %d skipped\n", test_passed, test_failed, test_skipped);
