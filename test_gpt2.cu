@@ -138,7 +138,8 @@ static Reference reference_load(const std::string& path, const Config& c) {
 }
 
 // ---- a model's tensors on the host ----
-static std::vector<float> host_grad(GPT2* model, int i) {       // layers together, tight, without FP16's loss scale
+// Between a micro-step and the update: layers together, tight, without FP16's loss scale.
+static std::vector<float> host_grad(GPT2* model, int i) {
     const ParamSpec& s = model->param_specs[i];
     const float scale = gpt2_read_state(model).update.loss_scale;
     std::vector<float> values(s.elems * s.copies);
@@ -146,10 +147,12 @@ static std::vector<float> host_grad(GPT2* model, int i) {       // layers togeth
     for (int l = 0; l < s.copies; l++) {
         const Grad grad = gpt2_grad(model, (ParamId)i, l, Accumulate::No);
         float* out = values.data() + l * s.elems;
-        if (model->options.grads_bf16) {
+        if (model->segments[i].grads_bf16) {
             copy_to_host(raw.data(), grad.data, s.elems * 2, model->stream);
             stream_sync(model->stream);
-            for (size_t k = 0; k < s.elems; k++) { out[k] = bf16_to_float(raw[k]); }
+            const RoundKey key = gpt2_grad_key(model);
+            const size_t first = s.offset + l * s.stride;
+            for (size_t k = 0; k < s.elems; k++) { out[k] = bf16_decode_dithered(raw[k], round_bits16(key, first + k)); }
         } else {
             copy_to_host(out, grad.data, s.elems * sizeof(float), model->stream);
             stream_sync(model->stream);
@@ -536,6 +539,31 @@ static void test_cuda_options(const Config& c) {
         o.grads_bf16 = true;
         compare("bf16 gradients", o, 2e-2, 2e-2);
     }
+    TEST("bf16 gradients of 4 micro-steps: matrices near fp32's, all others equal to them") {
+        Options o = default_options();
+        GPT2 a, b;
+        start_model(&a, c, o, B / 4, T);
+        o.grads_bf16 = true;
+        start_model(&b, c, o, B / 4, T);
+        Batch batch = random_batch(c, B, T, 0);
+        std::vector<std::vector<float>> grads[2];
+        float norms[2];
+        for (GPT2* model : {&a, &b}) {
+            accumulate_batch(model, batch.x.data(), batch.y.data(), B, T, 4);
+            grads[model == &b] = host_grads(model);
+            gpt2_update(model, 1e-3f, 0.9f, 0.95f, 1e-8f, 1.0f);
+            norms[model == &b] = gpt2_read_state(model).update.norm;
+        }
+        for (int i = 0; i < NUM_PARAMS; i++) {
+            const std::vector<float> &exact = grads[0][i], &got = grads[1][i];
+            const double error = relative_error(got.data(), exact.data(), exact.size());
+            const bool good = b.segments[i].grads_bf16 ? error > 0.0 && error <= 5e-3 : same_bits(got, exact);
+            CHECK(good, "gradient of %s differs by %g", a.param_specs[i].name, error);
+        }
+        CHECK(fabs(norms[1] / norms[0] - 1.0) <= 2e-4, "norm %.7f, of fp32 gradients %.7f", norms[1], norms[0]);
+        gpt2_free(&a);
+        gpt2_free(&b);
+    }
     TEST("weights without master copies move by less than their spacing") {
         // A step is a small part of the gap between bf16 neighbours: rounded to nearest, most weights would never move.
         Options o = default_options();
@@ -656,7 +684,7 @@ struct Buffer {
 };
 
 static double round_to(float*, double x) { return (double)(float)x; }
-static double round_to(__nv_bfloat16*, double x) { return (double)__bfloat162float(__float2bfloat16_rn((float)x)); }
+[[maybe_unused]] static double round_to(__nv_bfloat16*, double x) { return (double)__bfloat162float(__float2bfloat16_rn((float)x)); }
 #ifdef ENABLE_FP16
 static double round_to(half*, double x) { return (double)__half2float(__float2half_rn((float)x)); }
 #endif
@@ -708,12 +736,34 @@ struct Case {
         buffers.back()->reset();
         return p;
     }
+    // What bf16 gradients hold that a micro-step with this key stored; values become what their readers see.
+    uint16_t* dithered(const char* name, std::vector<double>& values, RoundKey key, size_t first) {
+        std::vector<uint16_t> stored(values.size());
+        for (size_t i = 0; i < stored.size(); i++) {
+            const uint32_t draw = round_bits16(key, first + i);
+            stored[i] = bf16_encode_dithered((float)values[i], draw);
+            values[i] = bf16_decode_dithered(stored[i], draw);
+        }
+        return bytes_of(name, stored);
+    }
     // An fp32 or bf16 gradient that starts as `old` (poisoned where the op is to store, not add).
     Grad grad(const char* name, std::vector<double>& old, Accumulate acc, bool bf16) {
+        const RoundKey key = {7, 3, 1, next_id++}, before = {7, 3, 0, key.tensor};
         void* data;
-        if (acc == Accumulate::No) { data = bf16 ? (void*)poisoned<__nv_bfloat16>(name, old.size()) : (void*)poisoned<float>(name, old.size()); }
-        else { data = bf16 ? (void*)tensor<__nv_bfloat16>(name, old) : (void*)tensor<float>(name, old); }
-        return Grad{data, bf16, acc, RoundKey{7, 3, 1, next_id++}, 40};
+        if (acc == Accumulate::Yes) {
+            data = bf16 ? (void*)dithered(name, old, before, 40) : (void*)tensor<float>(name, old);
+        } else {
+            data = bf16 ? (void*)poisoned<uint16_t>(name, old.size()) : (void*)poisoned<float>(name, old.size());
+        }
+        return Grad{data, bf16, acc, key, 40};
+    }
+    std::vector<double> values_of(const Grad& grad) const {
+        if (!grad.is_bf16) { return values_of((const float*)grad.data); }
+        std::vector<double> values = values_of((const uint16_t*)grad.data);     // the bits as numbers
+        for (size_t i = 0; i < values.size(); i++) {
+            values[i] = bf16_decode_dithered((uint16_t)values[i], round_bits16(grad.key, grad.first + i));
+        }
+        return values;
     }
     template <class T> std::vector<double> values_of(const T* p) const {
         for (const Buffer* b : buffers) {
@@ -748,26 +798,42 @@ struct Case {
     // Expected values of a tensor. Allowed: `factor` times the error of rounding the exact values to T once, plus
     // `floor` for fp32 arithmetic; per element against its size + rms.
     template <class T> void expect(const char* name, const T* p, const std::vector<double>& want, double floor = 2e-6, double factor = 2.0) {
-        const std::vector<double> got = values_of(p);
-        double distance = 0.0, rounding = 0.0, size = 0.0, worst = 0.0;
+        const double eps = sizeof(T) == 4 ? 0.0 : kFp16 && std::is_same<T, floatX>::value ? 1.0 / 2048 : 1.0 / 256;
+        double rounding = 0.0;
+        for (double w : want) {
+            const double r = round_to((T*)nullptr, w) - w;
+            rounding += r * r;
+        }
+        expect_values(name, values_of(p), want, sqrt(rounding), eps, floor, factor);
+    }
+    // rounding: norm of the error of storing the exact values; eps: the largest of one element, relative.
+    void expect_values(const char* name, const std::vector<double>& got, const std::vector<double>& want, double rounding,
+                       double eps, double floor, double factor) {
+        double distance = 0.0, size = 0.0, worst = 0.0;
         for (double w : want) { size += w * w; }
         const double rms = sqrt(size / (double)want.size());
-        const double eps = sizeof(T) == 4 ? 0.0 : kFp16 && std::is_same<T, floatX>::value ? 1.0 / 2048 : 1.0 / 256;
         for (size_t i = 0; i < want.size(); i++) {
-            const double d = got[i] - want[i], r = round_to((T*)nullptr, want[i]) - want[i];
+            const double d = got[i] - want[i];
             distance += d * d;
-            rounding += r * r;
             const double relative = fabs(d) / ((fabs(want[i]) + rms) * (factor * eps + 50 * floor) + 1e-30);
             if (!(relative <= worst)) { worst = relative; }     // keeps a NaN
         }
-        const double error = sqrt(distance), allowed = factor * sqrt(rounding) + floor * sqrt(size) + 1e-30;
+        const double error = sqrt(distance), allowed = factor * rounding + floor * sqrt(size) + 1e-30;
         CHECK(got.size() == want.size() && error <= allowed && worst <= 1.0,
               "%s %s: |d| %.3g, allowed %.3g (|x| %.3g); worst element at %.2f of its bound", title.c_str(), name, error, allowed,
               sqrt(size), worst);
     }
     void expect(const char* name, const Grad& grad, const std::vector<double>& want, double floor = 1e-5) {
-        if (grad.is_bf16) { expect(name, (const __nv_bfloat16*)grad.data, want, floor, 2.5); }  // stochastic: 1.41 times nearest
-        else { expect(name, (const float*)grad.data, want, floor); }
+        if (!grad.is_bf16) {
+            expect(name, (const float*)grad.data, want, floor);
+            return;
+        }
+        double gaps = 0.0;          // dither moves what is a bf16 number already as much as any other: gap/sqrt(12)
+        for (double w : want) {
+            const double gap = w == 0.0 ? 0.0 : ldexp(1.0, ilogb(w) - 7);
+            gaps += gap * gap / 12;
+        }
+        expect_values(name, values_of(grad), want, sqrt(gaps), 1.0 / 256, floor, 2.0);
     }
     // Runs the op twice from the same start.
     void run(const std::function<void()>& op) {
@@ -818,7 +884,9 @@ static void test_encoder(int B, int T, int C, int V, int maxT) {
             TokenBuckets host = {};
             build_token_buckets(&host, order.data(), segments.data(), splits.data(), tokens.data(), B * T, V);
             const floatX* d_dout = k.tensor<floatX>("dout", dout);
-            Grad g_wte = k.grad("dwte", dwte, Accumulate::Yes, bf16), g_wpe = k.grad("dwpe", dwpe, acc, bf16);
+            // the first micro-step left zeros in the rows that have no position
+            for (size_t i = (size_t)T * C; i < dwpe.size() && acc == Accumulate::Yes; i++) { dwpe[i] = 0.0; }
+            Grad g_wte = k.grad("dwte", dwte, Accumulate::Yes, false), g_wpe = k.grad("dwpe", dwpe, acc, bf16);
             float* scratch = k.poisoned<float>("scratch", encoder_backward_scratch_bytes(B, T, C) / 4 + 1);
             TokenBuckets device = host;
             device.order = k.bytes_of("order", order);
@@ -938,6 +1006,53 @@ static void test_matmul(int N, int C, int OC) {
             k2.expect("dbias", gb, db);
         }
     }
+}
+
+// n values stored, then 256 times a hundredth of the gap between their bf16 neighbours added. Errors in gaps.
+static void test_grad_accumulate(size_t n) {
+    for (Accumulate acc : kBothAccumulate) {
+        for (bool bf16 : {false, true}) {
+            Case k(format("grad_accumulate n=%zu acc=%d bf16=%d", n, (int)acc, bf16));
+            std::vector<double> x = k.random(n), old = k.random(n);
+            Grad g = k.grad("grad", old, acc, bf16);
+            const float* values = k.tensor<float>("values", x);
+            k.run([&] { grad_accumulate(g, values, n, 0); });
+            grad_accumulate_cpu<double>({old.data(), acc}, x.data(), n, 0);
+            k.expect("grad", g, old);
+        }
+    }
+    Case k(format("bf16 gradients n=%zu", n));
+    std::vector<double> x = k.random(n), gaps(n), hundredth(n);
+    const float* start = k.tensor<float>("start", x);
+    for (size_t i = 0; i < n; i++) {
+        gaps[i] = ldexp(1.0, ilogb(x[i]) - 7);
+        hundredth[i] = gaps[i] / 100;
+    }
+    const float* increment = k.tensor<float>("increment", hundredth);
+    Grad g = k.grad("grad", x, Accumulate::No, true);
+    const double rms = 1.0 / sqrt(12.0), root = sqrt((double)n);
+    double mean = 0.0, square = 0.0, moved = 0.0;
+    grad_accumulate(g, start, n, 0);
+    cudaCheck(cudaDeviceSynchronize());
+    const std::vector<double> stored = k.values_of(g);
+    for (size_t i = 0; i < n; i++) {
+        const double error = (stored[i] - x[i]) / gaps[i];
+        mean += error / (double)n;
+        square += error * error / (double)n;
+    }
+    CHECK(fabs(mean) <= 4 * rms / root, "%s: the mean error is %g gaps", k.title.c_str(), mean);
+    CHECK(fabs(sqrt(square) / rms - 1.0) <= (n >= 100000 ? 0.03 : 0.3), "%s: rms error of %g gaps, expected %g",
+          k.title.c_str(), sqrt(square), rms);
+    g.acc = Accumulate::Yes;
+    for (int micro = 0; micro < 256; micro++) {
+        g.key.micro++;
+        grad_accumulate(g, increment, n, 0);
+    }
+    cudaCheck(cudaDeviceSynchronize());
+    const std::vector<double> sums = k.values_of(g);
+    for (size_t i = 0; i < n; i++) { moved += (sums[i] - x[i]) / gaps[i] / (double)n; }
+    // 257 errors of gap/sqrt(12) make 4.6 gaps in each value, somewhat more where the gap has doubled
+    CHECK(fabs(moved - 2.56) <= 4 * 6.0 / root, "%s: moved by %g gaps, expected 2.56", k.title.c_str(), moved);
 }
 
 static void test_gelu(int N, int OC) {
@@ -1079,28 +1194,45 @@ static void test_update(size_t n) {
             state.loss_scale = 4.0f;
             state.t = 2;
             const UpdatePolicy policy = {true, 1, 65536.0f};
-            void* dg = bf16 ? (void*)k.tensor<__nv_bfloat16>("grads", g) : (void*)k.tensor<float>("grads", g);
+            const size_t part = n / 2 / 128 * 128;
+            const RoundKey grad_key = {1, 2, 5, kRoundGrads};
+            const void* dg;
+            if (bf16) {         // the first segment's in bf16, behind them the second's in fp32
+                std::vector<double> low(g.begin(), g.begin() + part);
+                const uint16_t* first = k.dithered("bf16 grads", low, grad_key, 0);
+                std::vector<uint16_t> both((n - part) * 2 + part);
+                cudaCheck(cudaMemcpy(both.data(), first, part * 2, cudaMemcpyDeviceToHost));
+                std::copy(low.begin(), low.end(), g.begin());
+                for (size_t i = part; i < n; i++) {
+                    const float value = (float)g[i];
+                    g[i] = value;
+                    memcpy(&both[part + 2 * (i - part)], &value, sizeof(value));
+                }
+                dg = k.bytes_of("grads", both);
+            } else {
+                dg = k.tensor<float>("grads", g);
+            }
             std::vector<double> master = p;
             float* d_master = use_master ? k.tensor<float>("master", master) : nullptr;
             floatX* dp = k.tensor<floatX>("params", p);
             if (!use_master) { master = p; }
             float *dm = k.tensor<float>("m", m), *dv = k.tensor<float>("v", v);
             UpdateState* d_state = k.bytes_of("state", std::vector<UpdateState>{state});
-            const size_t part = n / 2 / 128 * 128;
-            const std::vector<ParamSegment> segments = {{0, part, 0.1f}, {part, n, 0.0f}};
+            const std::vector<ParamSegment> segments = {{0, part, 0.1f, bf16, 0}, {part, n, 0.0f, false, part * (bf16 ? 2 : 4)}};
             const ParamSegment* d_segments = k.bytes_of("segments", segments);
             float* scratch = k.poisoned<float>("scratch", global_norm_scratch_bytes(n) / 4 + 1);
-            const RoundKey key = {1, 2, 3, NUM_PARAMS};
+            const RoundKey key = {1, 2, 0, kRoundParams};
             k.run([&] {
-                global_norm(d_state, scratch, dg, bf16, n, 1.0f, policy, 0);
+                global_norm({.state = d_state, .scratch = scratch, .grads = dg, .grads_bf16 = bf16, .grad_key = grad_key,
+                             .segments = d_segments, .num_segments = 2, .n = n, .max_norm = 1.0f, .policy = policy}, 0);
                 adamw_update({.params = dp, .master = d_master, .m = dm, .v = dv, .grads = dg, .grads_bf16 = bf16, .state = d_state,
                               .segments = d_segments, .num_segments = 2, .n = n, .lr = 0.01f, .beta1 = 0.9f, .beta2 = 0.95f,
-                              .eps = 1e-8f, .key = key}, 0);
+                              .eps = 1e-8f, .key = key, .grad_key = grad_key}, 0);
             });
             global_norm_cpu<double>(&state, nullptr, g.data(), false, n, 1.0f, policy, 0);
             adamw_update_cpu<double>({.params = p.data(), .master = master.data(), .m = m.data(), .v = v.data(), .grads = g.data(),
                 .grads_bf16 = false, .state = &state, .segments = segments.data(), .num_segments = 2, .n = n, .lr = 0.01f,
-                .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .key = key}, 0);
+                .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .key = key, .grad_key = grad_key}, 0);
             UpdateState got;
             cudaCheck(cudaMemcpy(&got, d_state, sizeof(got), cudaMemcpyDeviceToHost));
             CHECK(fabs(got.norm / state.norm - 1) <= 1e-5 && fabs(got.grad_scale / state.grad_scale - 1) <= 1e-5 && got.t == state.t &&
@@ -1141,6 +1273,10 @@ static void test_kernels() {
             test_matmul(130, 1600, 400);
             test_matmul(1000, 128, 509 + 3);
         }
+    }
+    TEST("kernels: gradients in bf16") {
+        test_grad_accumulate(1003);
+        if (!small_shapes) { test_grad_accumulate(1 << 20); }
     }
     TEST("kernels: gelu") {
         test_gelu(7, 160);

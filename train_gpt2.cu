@@ -337,8 +337,9 @@ static void event_destroy(Event event) { cudaCheck(cudaEventDestroy(event)); }
 static void event_record(Event event, Stream stream) { cudaCheck(cudaEventRecord(event, stream)); }
 static void event_wait(Event event) { cudaCheck(cudaEventSynchronize(event)); }
 
-// Where one gradient tensor goes: fp32, or bf16 rounded stochastically (--grad-dtype). Element i of `data` draws the
-// rounding bits of position `first` + i of the whole gradient, whoever computes it.
+// Where one gradient tensor goes: fp32, or bf16 rounded with dither (--grad-dtype). Element i of `data` draws the
+// bits of position `first` + i of the whole gradient, whoever computes it. Its readers need that draw again, so an
+// element is rounded once a micro-step, and an addition expects to find what the micro-step before stored.
 struct Grad {
     void* data;         // null: not wanted
     bool is_bf16;
@@ -347,9 +348,8 @@ struct Grad {
     size_t first;
 };
 
-static Grad make_grad(void* grads, bool is_bf16, size_t offset, Accumulate acc, RoundKey key) {
-    void* data = grads ? (char*)grads + offset * (is_bf16 ? 2 : 4) : nullptr;
-    return Grad{data, is_bf16, acc, key, offset};
+static Grad make_grad(void* data, bool is_bf16, size_t first, Accumulate acc, RoundKey key) {
+    return Grad{data, is_bf16, acc, key, first};
 }
 
 #ifdef TESTING      // test_gpt2.cu defines these: --break NAME scales one output by 1.01
@@ -552,24 +552,54 @@ __device__ __forceinline__ void store_stochastic(half* p, float x, uint32_t bits
 }
 #endif
 
-// 16 bits of a block of eight draws (round_block), k = element % 8.
-__device__ __forceinline__ uint32_t round_bits_of(const Rand4& block, int k) {
-    return (block.w[k / 2] >> (16 * (k % 2))) & 0xFFFFu;
+// Draws of the elements [first, first + kWidth), first a multiple of kWidth: one block of eight has them all.
+struct Draws { uint32_t at[kWidth]; };
+__device__ __forceinline__ Draws round_draws(const RoundKey& key, size_t first) {
+    const Rand4 block = round_block(key, first / 8);
+    Draws draws;
+#pragma unroll
+    for (int k = 0; k < kWidth; k++) {
+        const int lane = (int)(first % 8) + k;
+        draws.at[k] = (block.w[lane / 2] >> (16 * (lane % 2))) & 0xFFFFu;
+    }
+    return draws;
 }
 
-// ---- gradients: every store to a Grad is one of these two ----
+// ---- gradients: every load of bf16 gradients and every store to a Grad is one of these ----
+__device__ __forceinline__ RoundKey previous_micro_step(RoundKey key) {
+    key.micro--;
+    return key;
+}
+
+// Elements [i, i + kWidth) of n; `first` is the position of element 0, `key` that of the micro-step that stored them.
+template <Cache kCache = Cache::Default>
+__device__ __forceinline__ Floats load_dithered(const __nv_bfloat16* p, size_t i, size_t n, const RoundKey& key,
+                                                size_t first) {
+    const Pack<__nv_bfloat16> pack = load<true, kCache>(p, i, n);
+    const Draws draws = round_draws(key, first + i);
+    Floats f;
+#pragma unroll
+    for (int k = 0; k < kWidth; k++) {
+        f.at[k] = bf16_decode_dithered(__bfloat16_as_ushort(pack.data[k]), draws.at[k]);
+    }
+    return f;
+}
+
 __device__ __forceinline__ void grad_store(const Grad& grad, size_t i, float value) {
     if (grad.is_bf16) {
-        __nv_bfloat16* p = (__nv_bfloat16*)grad.data + i;
-        if (grad.acc == Accumulate::Yes) { value += (float)*p; }
-        store_stochastic(p, value, round_bits16(grad.key, grad.first + i));
+        uint16_t* p = (uint16_t*)grad.data + i;
+        const size_t position = grad.first + i;
+        if (grad.acc == Accumulate::Yes) {
+            value += bf16_decode_dithered(*p, round_bits16(previous_micro_step(grad.key), position));
+        }
+        *p = bf16_encode_dithered(value, round_bits16(grad.key, position));
     } else {
         float* p = (float*)grad.data + i;
         *p = grad.acc == Accumulate::Yes ? *p + value : value;
     }
 }
 
-// Elements [i, i + kWidth), those below `end`.
+// Elements [i, i + kWidth), those below `end`. kVector promises that `first` is a multiple of kWidth as well.
 template <bool kVector> __device__ __forceinline__ void grad_store(const Grad& grad, size_t i, size_t end, Floats value) {
     const bool add = grad.acc == Accumulate::Yes;
     if constexpr (!kVector) {
@@ -580,16 +610,12 @@ template <bool kVector> __device__ __forceinline__ void grad_store(const Grad& g
     } else if (grad.is_bf16) {
         __nv_bfloat16* p = (__nv_bfloat16*)grad.data;
         Floats old = {};
-        if (add) { old = load_floats<true>(p, i, end); }
-        const size_t first = grad.first + i;
-        const bool one_block = first % 8 + kWidth <= 8;     // else the draws of these elements span two Philox blocks
-        Rand4 block = round_block(grad.key, first / 8);
+        if (add) { old = load_dithered(p, i, end, previous_micro_step(grad.key), grad.first); }
+        const Draws draws = round_draws(grad.key, grad.first + i);
         Pack<__nv_bfloat16> pack;
 #pragma unroll
         for (int k = 0; k < kWidth; k++) {
-            const int lane = (int)(first % 8) + k;
-            uint32_t bits = one_block ? round_bits_of(block, lane % 8) : round_bits16(grad.key, first + k);
-            store_stochastic(&pack.data[k], old.at[k] + value.at[k], bits);
+            pack.data[k] = __ushort_as_bfloat16(bf16_encode_dithered(old.at[k] + value.at[k], draws.at[k]));
         }
         store<true>(p, i, end, pack);
     } else {
@@ -716,6 +742,7 @@ static void encoder_backward(Grad dwte /*(Vp,C)*/, Grad dwpe /*(maxT,C)*/, float
                              const floatX* dout /*(B,T,C)*/, const TokenBuckets& buckets, int B, int T, int maxT, int C,
                              Stream stream) {
     NvtxRange range("encoder_backward");
+    if (dwte.is_bf16) { die("encoder_backward adds to rows of dwte: bf16 must be rounded as a whole, by grad_accumulate"); }
     if (dwte.acc != Accumulate::Yes) { die("encoder_backward only adds to dwte: the LM head has stored its part before"); }
     const int threads = std::min(round_up(ceil_div(C, kWidth), kWarp), kEncoderThreads);
     const int slabs = ceil_div(C, threads * kWidth);
@@ -1342,10 +1369,19 @@ static void gemm_or_die(const Gemm& g, Stream stream) {
     }
 }
 
-// grad (+)= values: the rounding step of a GEMM whose gradient is kept in bf16.
-template <bool kVector> __global__ void grad_add_kernel(Grad grad, const float* values, size_t n) {
+// grad (+)= values: the rounding step of a gradient that is kept in bf16.
+template <bool kVector> __global__ void grad_accumulate_kernel(Grad grad, const float* values, size_t n) {
     const size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
     if (i < n) { grad_store<kVector>(grad, i, n, load_floats<kVector>(values, i, n)); }
+}
+
+static void grad_accumulate(Grad grad /*(n)*/, const float* values /*(n)*/, size_t n, Stream stream) {
+    NvtxRange range("grad_accumulate");
+    with_vector(n, [&](auto vector) {
+        const size_t threads = 256, blocks = ceil_div(n, threads * kWidth);
+        grad_accumulate_kernel<vector.value><<<(unsigned)blocks, (unsigned)threads, 0, stream>>>(grad, values, n);
+    });
+    cudaCheck(cudaGetLastError());
 }
 
 struct MatmulForward {
@@ -1413,13 +1449,7 @@ static void matmul_backward_weight(Grad dweight /*(OC,C)*/, float* scratch /*(OC
     gemm_or_die({d, inp, dout, add ? d : nullptr, nullptr, nullptr, C, OC, N, false, true, CUDA_R_32F, CUBLASLT_EPILOGUE_DEFAULT},
                 stream);
     const size_t n = (size_t)OC * C;
-    if (dweight.is_bf16) {
-        with_vector(n, [&](auto vector) {
-            const size_t threads = 256, blocks = ceil_div(n, threads * kWidth);
-            grad_add_kernel<vector.value><<<(unsigned)blocks, (unsigned)threads, 0, stream>>>(dweight, scratch, n);
-        });
-        cudaCheck(cudaGetLastError());
-    }
+    if (dweight.is_bf16) { grad_accumulate(dweight, scratch, n, stream); }
     OUTPUT("matmul_backward_weight.dweight", dweight, n, stream);
 }
 
@@ -3480,17 +3510,49 @@ static void loss_sum(float* mean, const float* losses /*(N)*/, float weight, Acc
 
 // == 6.8 global norm ==
 // norm = sqrt(sum of squares of all gradients) / loss_scale, then the decision about this update, all on the device: the
-// host reads both a step later. Gaps between tensors must hold zeros.
+// host reads both a step later. Gaps between tensors must hold zeros. Gradients of which some are bf16 are found by the
+// segments of the parameter buffer, as in AdamW below.
 constexpr int kNormBlocks = 1056, kNormThreads = 256;   // fixed, so that the bits do not depend on the GPU
 
-template <class T, bool kVector> __global__ void global_norm_kernel(double* partial, const T* grads, size_t n) {
+// The last segment that begins at or before i.
+__device__ __forceinline__ ParamSegment segment_of(const ParamSegment* segments, int num_segments, size_t i) {
+    int low = 0, high = num_segments;
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (segments[middle].begin <= i) { low = middle; }
+        else { high = middle; }
+    }
+    return segments[low];
+}
+
+// Gradients of the elements [i, i + kWidth) of the parameter buffer, which lie in this segment.
+template <Cache kCache = Cache::Default>
+__device__ __forceinline__ Floats load_grads(const void* grads, const ParamSegment& segment, size_t i, const RoundKey& key) {
+    const void* data = (const char*)grads + segment.grads;
+    const size_t n = segment.end - segment.begin;
+    if (!segment.grads_bf16) { return load_floats<true, kCache>((const float*)data, i - segment.begin, n); }
+    return load_dithered<kCache>((const __nv_bfloat16*)data, i - segment.begin, n, key, segment.begin);
+}
+
+template <bool kBf16, bool kVector> __global__ void global_norm_kernel(double* partial, GlobalNorm a) {
     __shared__ double shared[kWarp];
+    const size_t n = a.n;
     float squares = 0.0f;                               // 124M: 460 elements a thread
     const size_t step = (size_t)gridDim.x * blockDim.x * kWidth;
     for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < n; i += 4 * step) {
         Floats x[4];
 #pragma unroll
-        for (int u = 0; u < 4; u++) { x[u] = load_floats<kVector>(grads, i + u * step, n); }
+        for (int u = 0; u < 4; u++) {
+            const size_t at = i + u * step;
+            if (!kBf16) {
+                x[u] = load_floats<kVector>((const float*)a.grads, at, n);
+                continue;
+            }
+            x[u] = Floats{};
+            if (at >= n) { continue; }
+            const ParamSegment segment = segment_of(a.segments, a.num_segments, at);
+            if (at >= segment.begin && at < segment.end) { x[u] = load_grads(a.grads, segment, at, a.grad_key); }
+        }
 #pragma unroll
         for (int u = 0; u < 4; u++) {
             float sum = 0.0f;
@@ -3533,24 +3595,22 @@ __global__ void update_decision_kernel(UpdateState* state, const double* partial
 
 static size_t global_norm_scratch_bytes(size_t) { return kNormBlocks * sizeof(double); }
 
-static void global_norm(UpdateState* state, float* scratch, const void* grads /*(n)*/, bool grads_bf16, size_t n, float max_norm,
-                        UpdatePolicy policy, Stream stream) {
+static void global_norm(const GlobalNorm& args, Stream stream) {
     NvtxRange range("global_norm");
-    double* partial = (double*)scratch;
-    with_vector(n, [&](auto vector) {
-        constexpr bool kVector = vector.value;
-        if (grads_bf16) {
-            global_norm_kernel<__nv_bfloat16, kVector><<<kNormBlocks, kNormThreads, 0, stream>>>(
-                partial, (const __nv_bfloat16*)grads, n);
-        } else {
-            global_norm_kernel<float, kVector><<<kNormBlocks, kNormThreads, 0, stream>>>(partial, (const float*)grads, n);
-        }
-    });
+    double* partial = (double*)args.scratch;
+    if (args.grads_bf16) {
+        if (!is_vector(args.n)) { die("global_norm: %zu elements, not a multiple of %d", args.n, kWidth); }
+        global_norm_kernel<true, true><<<kNormBlocks, kNormThreads, 0, stream>>>(partial, args);
+    } else {
+        with_vector(args.n, [&](auto vector) {
+            global_norm_kernel<false, vector.value><<<kNormBlocks, kNormThreads, 0, stream>>>(partial, args);
+        });
+    }
     cudaCheck(cudaGetLastError());
-    update_decision_kernel<<<1, 1024, 0, stream>>>(state, partial, kNormBlocks, max_norm, policy);
+    update_decision_kernel<<<1, 1024, 0, stream>>>(args.state, partial, kNormBlocks, args.max_norm, args.policy);
     cudaCheck(cudaGetLastError());
-    OUTPUT("global_norm.norm", &state->norm, 1, stream);
-    OUTPUT("global_norm.grad_scale", &state->grad_scale, 1, stream);
+    OUTPUT("global_norm.norm", &args.state->norm, 1, stream);
+    OUTPUT("global_norm.grad_scale", &args.state->grad_scale, 1, stream);
 }
 
 // == 6.9 adamw ==
@@ -3560,14 +3620,15 @@ static void global_norm(UpdateState* state, float* scratch, const void* grads /*
 struct AdamW {
     floatX* params;                     // (n)
     float *master, *m, *v;              // (n); master: null when params are fp32, or for stochastic rounding
-    const void* grads;                  // (n) fp32 or bf16
-    bool grads_bf16;
+    const void* grads;                  // (n) fp32, or as the segments say
+    bool grads_bf16;                    // some segments' are
     const UpdateState* state;           // t already counts this update
     const ParamSegment* segments;       // on the device; ascending, each begins at a multiple of 8
     int num_segments;
     size_t n;
     float lr, beta1, beta2, eps;
-    RoundKey key;
+    RoundKey key;                       // of the parameters' rounding
+    RoundKey grad_key;                  // of the micro-step that stored the gradients
 };
 
 __device__ inline double power(double x, long long n) {     // x^n by squaring: the same bits on every GPU
@@ -3578,7 +3639,7 @@ __device__ inline double power(double x, long long n) {     // x^n by squaring: 
     return result;
 }
 
-template <class GradT, bool kMaster> __global__ void __launch_bounds__(256) adamw_kernel(AdamW a) {
+template <bool kGradsBf16, bool kMaster> __global__ void __launch_bounds__(256) adamw_kernel(AdamW a) {
     if (a.state->skip) { return; }
     __shared__ float corrections[2];
     if (threadIdx.x == 0) {
@@ -3590,20 +3651,16 @@ template <class GradT, bool kMaster> __global__ void __launch_bounds__(256) adam
 
     const size_t step = (size_t)gridDim.x * blockDim.x * kWidth;
     for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
-        Floats g = load_floats<true, Cache::Streaming>((const GradT*)a.grads, i, a.n);
+        Floats g;
+        if (!kGradsBf16) { g = load_floats<true, Cache::Streaming>((const float*)a.grads, i, a.n); }
         Floats m = load_floats<true, Cache::Streaming>(a.m, i, a.n), v = load_floats<true, Cache::Streaming>(a.v, i, a.n);
         Floats p;
         if (kMaster) { p = load_floats<true, Cache::Streaming>(a.master, i, a.n); }
         else { p = load_floats<true>(a.params, i, a.n); }
 
-        int low = 0, high = a.num_segments;             // the last segment that begins at or before i
-        while (high - low > 1) {
-            const int middle = (low + high) / 2;
-            if (a.segments[middle].begin <= i) { low = middle; }
-            else { high = middle; }
-        }
-        const ParamSegment segment = a.segments[low];
+        const ParamSegment segment = segment_of(a.segments, a.num_segments, i);
         if (i < segment.begin || i >= segment.end) { continue; }
+        if (kGradsBf16) { g = load_grads<Cache::Streaming>(a.grads, segment, i, a.grad_key); }
         const float decay = 1.0f - a.lr * segment.weight_decay;
 #pragma unroll
         for (int k = 0; k < kWidth; k++) {
@@ -3616,9 +3673,9 @@ template <class GradT, bool kMaster> __global__ void __launch_bounds__(256) adam
 
         x128 rounded = to_pack<floatX>(p);
         if (!kMaster && sizeof(floatX) == 2) {
-            const Rand4 draws = round_block(a.key, i / 8);
+            const Draws draws = round_draws(a.key, i);
 #pragma unroll
-            for (int k = 0; k < kWidth; k++) { store_stochastic(&rounded.data[k], p.at[k], round_bits_of(draws, (int)(i % 8) + k)); }
+            for (int k = 0; k < kWidth; k++) { store_stochastic(&rounded.data[k], p.at[k], draws.at[k]); }
         }
         if (i + kWidth <= segment.end) {
             store<true, Cache::Streaming>(a.m, i, a.n, to_pack<float>(m));
@@ -3640,11 +3697,11 @@ static void adamw_update(AdamW args, Stream stream) {
     const int threads = 256;
     const int blocks = (int)std::min<size_t>(ceil_div(args.n, (size_t)threads * kWidth), (size_t)device_sm_count * 8);
     if (args.grads_bf16) {
-        if (args.master) { adamw_kernel<__nv_bfloat16, true><<<blocks, threads, 0, stream>>>(args); }
-        else { adamw_kernel<__nv_bfloat16, false><<<blocks, threads, 0, stream>>>(args); }
+        if (args.master) { adamw_kernel<true, true><<<blocks, threads, 0, stream>>>(args); }
+        else { adamw_kernel<true, false><<<blocks, threads, 0, stream>>>(args); }
     } else {
-        if (args.master) { adamw_kernel<float, true><<<blocks, threads, 0, stream>>>(args); }
-        else { adamw_kernel<float, false><<<blocks, threads, 0, stream>>>(args); }
+        if (args.master) { adamw_kernel<false, true><<<blocks, threads, 0, stream>>>(args); }
+        else { adamw_kernel<false, false><<<blocks, threads, 0, stream>>>(args); }
     }
     cudaCheck(cudaGetLastError());
     OUTPUT("adamw_update.params", args.params, args.n, stream);
@@ -3664,7 +3721,7 @@ struct Options {                // what a run may choose; fixed after gpt2_alloc
     int recompute;              // 0: save all activations; 1: recompute GELU in backward; 2: LayerNorms too
     int gelu_fusion;            // 0: GELU by its own kernels; 1: in the forward GEMM's epilogue; 2: in the backward's too
     bool master;                // fp32 master copies of 16-bit parameters
-    bool grads_bf16;            // gradients in bf16, rounded stochastically; else fp32
+    bool grads_bf16;            // gradients of tensors with two dimensions in bf16, rounded with dither; else fp32
     bool residual_in_gemm;      // residual added in the projection GEMM's epilogue, else fused into the next LayerNorm
     Kernels kernels;            // which kernels an op with several may use
     bool tf32;                  // FP32 builds: tensor cores for GEMMs
@@ -3713,8 +3770,11 @@ struct GPT2 {
     Event staged[kSlots];               // the slot's last copy has left it
     int64_t micro_steps_staged;
     TokenBuckets buckets;               // of the batch in `inputs`; pointers on the device
-    uint32_t step, micro;               // keys of stochastic rounding
+    uint32_t step, micro;               // keys of stochastic rounding; micro: of the last micro-step
 };
+
+// The `tensor` of a RoundKey; elements count through the flat parameter buffer.
+constexpr uint32_t kRoundParams = NUM_PARAMS, kRoundGrads = NUM_PARAMS + 1;
 
 static size_t gpt2_num_parameters(const ParamSpec* specs, Decay decay) {
     size_t count = 0;
@@ -3747,6 +3807,25 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
     bytes = std::max(bytes, attention_backward_scratch_bytes(B, T, c.NH));
     bytes = std::max(bytes, global_norm_scratch_bytes(elems));
     for (int i = 0; i < NUM_PARAMS && options.grads_bf16; i++) { bytes = std::max(bytes, specs[i].elems * sizeof(float)); }
+    if (options.grads_bf16) {                   // both parts of dwte meet in scratch
+        const size_t wte = specs[PARAM_wte].elems * sizeof(float);
+        bytes = std::max(bytes, wte + encoder_backward_scratch_bytes(B, T, c.C));
+    }
+    return bytes;
+}
+
+// One segment a tensor, and the bytes of all gradients. --grad-dtype bf16 leaves LayerNorms and biases in fp32: 0.1 %
+// of the gradients, and sums over all tokens, which have the most digits to lose.
+static size_t gpt2_segments(std::vector<ParamSegment>* segments, const ParamSpec* specs, const Options& options) {
+    size_t bytes = 0;
+    segments->clear();
+    for (int i = 0; i < NUM_PARAMS; i++) {
+        const ParamSpec& s = specs[i];
+        const bool matrix = s.decay == Decay::Yes, bf16 = options.grads_bf16 && matrix;
+        const size_t elems = s.stride * s.copies;
+        segments->push_back({s.offset, s.offset + elems, matrix ? options.weight_decay : 0.0f, bf16, bytes});
+        bytes += elems * (bf16 ? 2 : sizeof(float));
+    }
     return bytes;
 }
 
@@ -3761,7 +3840,8 @@ static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& 
     std::vector<MemoryItem> plan;
     plan.push_back({"parameters", elems * sizeof(floatX)});
     if (kLowPrecision && options.master) { plan.push_back({"master weights", elems * sizeof(float)}); }
-    plan.push_back({"gradients", elems * (options.grads_bf16 ? 2 : sizeof(float))});
+    std::vector<ParamSegment> segments;
+    plan.push_back({"gradients", gpt2_segments(&segments, specs, options)});
     plan.push_back({"AdamW m and v", elems * 2 * sizeof(float)});
     for (const ActSpec& a : acts) { plan.push_back({a.name, round_up(a.elems * a.elem_bytes, kAlign) * a.copies}); }
     plan.push_back({"scratch", gpt2_scratch_bytes(c, options, B, T, specs, elems)});
@@ -3816,13 +3896,9 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     model->arena_elems = param_specs(model->param_specs, config);
     size_t act_bytes = act_specs(model->act_specs, config, B, T, options.recompute);
     model->num_parameters = gpt2_num_parameters(model->param_specs, Decay::Yes) + gpt2_num_parameters(model->param_specs, Decay::No);
-    model->segments.clear();
-    for (const ParamSpec& s : model->param_specs) {
-        model->segments.push_back({s.offset, s.offset + s.stride * s.copies, s.decay == Decay::Yes ? options.weight_decay : 0.0f});
-    }
+    const size_t grad_bytes = gpt2_segments(&model->segments, model->param_specs, options);
 
     const size_t n = model->arena_elems;
-    const size_t grad_bytes = n * (options.grads_bf16 ? 2 : sizeof(float));
     model->stream = stream_create();
     model->params = (floatX*)device_malloc(n * sizeof(floatX), "parameters");
     model->master = kLowPrecision && options.master ? (float*)device_malloc(n * sizeof(float), "master weights") : nullptr;
@@ -4035,10 +4111,16 @@ static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float dlos
     loss_sum(&model->state->loss, a.losses, weight, acc, N, model->stream);
 }
 
+// Key of the last micro-step's gradients.
+static RoundKey gpt2_grad_key(const GPT2* model) {
+    return RoundKey{model->options.seed, model->step, model->micro, kRoundGrads};
+}
+
 static Grad gpt2_grad(GPT2* model, ParamId id, int l, Accumulate acc) {
     const ParamSpec& s = model->param_specs[id];
-    RoundKey key = {model->options.seed, model->step, model->micro, (uint32_t)id};
-    return make_grad(model->grads, model->options.grads_bf16, s.offset + l * s.stride, acc, key);
+    const ParamSegment& segment = model->segments[id];
+    char* data = (char*)model->grads + segment.grads + l * s.stride * (segment.grads_bf16 ? 2 : sizeof(float));
+    return make_grad(data, segment.grads_bf16, s.offset + l * s.stride, acc, gpt2_grad_key(model));
 }
 
 // Gradients of every parameter from dlogits. The first micro-step stores, later ones add: no memset.
@@ -4053,7 +4135,6 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc) {
 
     Params p = gpt2_params(model, 0);
     Acts a = act_views(model->acts, model->act_specs, c.L - 1);
-    matmul_backward_weight(grad(PARAM_wte, 0), scratch, a.logits, a.lnf, N, C, c.Vp, stream);
     matmul_backward_input({.dinp = a.dnarrow, .dout = a.logits, .weight = p.wte, .pre_gelu = nullptr, .N = N, .C = C,
                            .OC = c.Vp}, stream);
     layernorm_backward({.dresidual = a.dresidual, .dweight = grad(PARAM_lnfw, 0), .dbias = grad(PARAM_lnfb, 0),
@@ -4095,9 +4176,14 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc) {
                             .dresidual_acc = Accumulate::Yes, .dout = a.dnarrow, .inp = residual, .weight = p.ln1w,
                             .mean = a.ln1_mean, .rstd = a.ln1_rstd, .N = N, .C = C}, stream);
     }
-    // wte already holds the LM head's part of its gradient
-    encoder_backward(gpt2_grad(model, PARAM_wte, 0, Accumulate::Yes), grad(PARAM_wpe, 0), scratch, a.dresidual,
-                     model->buckets, B, T, c.maxT, C, stream);
+    // wte: the LM head's part, then the embedding's. bf16 is rounded once, so there they meet in scratch.
+    const size_t wte_elems = model->param_specs[PARAM_wte].elems;
+    Grad dwte = o.grads_bf16 ? make_grad(scratch, false, 0, Accumulate::No, RoundKey{}) : grad(PARAM_wte, 0);
+    matmul_backward_weight(dwte, scratch, a.logits, a.lnf, N, C, c.Vp, stream);
+    dwte.acc = Accumulate::Yes;
+    float* free_scratch = o.grads_bf16 ? scratch + wte_elems : scratch;
+    encoder_backward(dwte, grad(PARAM_wpe, 0), free_scratch, a.dresidual, model->buckets, B, T, c.maxT, C, stream);
+    if (o.grads_bf16) { grad_accumulate(grad(PARAM_wte, 0), scratch, wte_elems, stream); }
 }
 
 // One micro-step of `micro_steps`: gradients of the mean loss over the total batch.
@@ -4113,13 +4199,16 @@ static void gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, 
 // Norm, the decision to skip, AdamW: all decided on the device.
 static void gpt2_update(GPT2* model, float lr, float beta1, float beta2, float eps, float max_norm) {
     const UpdatePolicy policy = {kFp16, 1000, kMaxLossScale};
-    global_norm(&model->state->update, model->scratch, model->grads, model->options.grads_bf16, model->arena_elems, max_norm,
-                policy, model->stream);
+    global_norm({.state = &model->state->update, .scratch = model->scratch, .grads = model->grads,
+                 .grads_bf16 = model->options.grads_bf16, .grad_key = gpt2_grad_key(model),
+                 .segments = model->device_segments, .num_segments = NUM_PARAMS, .n = model->arena_elems,
+                 .max_norm = max_norm, .policy = policy}, model->stream);
     adamw_update({.params = model->params, .master = model->master, .m = model->m, .v = model->v, .grads = model->grads,
                   .grads_bf16 = model->options.grads_bf16, .state = &model->state->update,
                   .segments = model->device_segments, .num_segments = NUM_PARAMS, .n = model->arena_elems, .lr = lr,
                   .beta1 = beta1, .beta2 = beta2, .eps = eps,
-                  .key = RoundKey{model->options.seed, model->step, 0, NUM_PARAMS}}, model->stream);
+                  .key = RoundKey{model->options.seed, model->step, 0, kRoundParams},
+                  .grad_key = gpt2_grad_key(model)}, model->stream);
     model->step++;
 }
 
@@ -4372,7 +4461,7 @@ static const Flag kFlags[] = {
     {"",    "kernels",         FLAG_ENUM,   &run.kernels,        "auto",    0, 0, "auto|portable|sm90",
         "kernels of ops that have several: the best for this GPU, sm_80's, or Hopper's (an error where they cannot run)"},
     {"",    "grad-dtype",      FLAG_ENUM,   &run.grad_dtype,     "fp32",    0, 0, "fp32|bf16",
-        "gradient accumulation; bf16 sums are rounded stochastically"},
+        "gradient accumulation; bf16: 2-D gradients in bf16, rounded without bias, others in fp32"},
 };
 constexpr int kNumFlags = sizeof(kFlags) / sizeof(kFlags[0]);
 

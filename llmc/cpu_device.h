@@ -102,8 +102,8 @@ static inline void matmul_free() {}
 static inline void select_kernels(bool) {}
 static inline bool attention_uses_sm90(int) { return false; }
 
-static inline Grad make_grad(void* grads, bool, size_t offset, Accumulate acc, RoundKey) {
-    return Grad{grads ? (float*)grads + offset : nullptr, acc};
+static inline Grad make_grad(void* data, bool, size_t, Accumulate acc, RoundKey) {
+    return Grad{(float*)data, acc};
 }
 
 // ---- ops ----
@@ -114,6 +114,7 @@ CPU_OP(encoder_backward)
 CPU_OP(layernorm_forward)
 CPU_OP(residual_layernorm_forward)
 CPU_OP(matmul_backward_weight)
+CPU_OP(grad_accumulate)
 CPU_OP(bias_backward)
 CPU_OP(gelu_forward)
 CPU_OP(gelu_backward_inplace)
@@ -121,8 +122,10 @@ CPU_OP(attention_forward)
 CPU_OP(attention_backward)
 CPU_OP(classifier)
 CPU_OP(loss_sum)
-CPU_OP(global_norm)
 #undef CPU_OP
+static inline void global_norm(const GlobalNorm& a, Stream stream) {
+    global_norm_cpu<float>(a.state, a.scratch, a.grads, a.grads_bf16, a.n, a.max_norm, a.policy, stream);
+}
 static inline void layernorm_backward(const LayernormBackward& args, Stream stream) { layernorm_backward_cpu(args, stream); }
 static inline void matmul_forward(const MatmulForward& args, Stream stream) { matmul_forward_cpu(args, stream); }
 static inline void matmul_backward_input(const MatmulBackwardInput& args, Stream stream) { matmul_backward_input_cpu(args, stream); }

@@ -31,7 +31,7 @@ file, to disturb one tensor (--break NAME) and see that some check notices.
 #include <vector>       // gives: std::vector
 
 #include "op_types.h"   // gives: Accumulate, TokenBuckets, UpdateState, Stream
-#include "rand.h"       // gives: RoundKey, round_bits16, bf16_round_stochastic
+#include "rand.h"       // gives: RoundKey, round_bits16, bf16_encode_dithered
 
 #ifdef USE_OPENBLAS
 #include <cblas.h>      // gives: cblas_sgemm, openblas_set_num_threads, openblas_get_corename
@@ -499,6 +499,13 @@ void matmul_backward_weight_cpu(GradOf<Real> dweight,   // (OC,C)
     OUTPUT("matmul_backward_weight.dweight", dweight.data, (size_t)OC * C);
 }
 
+// grad[i] (=, +=) values[i]
+template <class Real> void grad_accumulate_cpu(GradOf<Real> grad, const Real* values, size_t n, Stream) {
+    const bool add = grad.acc == Accumulate::Yes;
+    #pragma omp parallel for simd
+    for (size_t i = 0; i < n; i++) { grad.data[i] = add ? grad.data[i] + values[i] : values[i]; }
+}
+
 // dbias[o] (=, +=) sum over n of dout[n,o]
 template <class Real>
 void bias_backward_cpu(GradOf<Real> dbias,      // (OC)
@@ -746,6 +753,7 @@ template <class Real> struct AdamWOf {
     size_t n;
     float lr, beta1, beta2, eps;
     RoundKey key;                       // for 16-bit params without master; unused here
+    RoundKey grad_key = {};             // for bf16 gradients; unused here
 };
 
 // Skipped update: nothing changes. Else for every i in a segment, with g = grads[i]*grad_scale:
@@ -780,7 +788,7 @@ template <class Real> void adamw_update_cpu(AdamWOf<Real> a, Stream) {
     OUTPUT("adamw_update.v", a.v, a.n);
 }
 
-// ---- bf16: stochastic rounding ----
+// ---- bf16 ----
 
 // out[i] = in[i], rounded to bf16 with the random bits of element first + i
 static inline void round_stochastic_cpu(uint16_t* out, const float* in, size_t n, RoundKey key,
@@ -789,13 +797,17 @@ static inline void round_stochastic_cpu(uint16_t* out, const float* in, size_t n
     for (size_t i = 0; i < n; i++) { out[i] = bf16_round_stochastic(in[i], round_bits16(key, first + i)); }
 }
 
-// grad[i] (=, +=) add[i]: the sum is taken in fp32 and rounded stochastically, once
+// grad[i] (=, +=) add[i]: the sum is taken in fp32 and rounded with dither, once. What is added to was stored
+// by the micro-step before, with the same key but for that.
 static inline void grad_accumulate_bf16_cpu(uint16_t* grad, const float* add, size_t n, RoundKey key,
                                             size_t first, Accumulate acc) {
+    RoundKey before = key;
+    before.micro--;
     #pragma omp parallel for
     for (size_t i = 0; i < n; i++) {
-        float sum = acc == Accumulate::Yes ? bf16_to_float(grad[i]) + add[i] : add[i];
-        grad[i] = bf16_round_stochastic(sum, round_bits16(key, first + i));
+        float sum = add[i];
+        if (acc == Accumulate::Yes) { sum += bf16_decode_dithered(grad[i], round_bits16(before, first + i)); }
+        grad[i] = bf16_encode_dithered(sum, round_bits16(key, first + i));
     }
 }
 

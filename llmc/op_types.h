@@ -10,6 +10,8 @@ Types that the ops of both builds share: CUDA launchers in train_gpt2.cu, CPU tw
 
 #include <stddef.h>     // gives: size_t
 
+#include "rand.h"       // gives: RoundKey
+
 #ifdef __CUDACC__
 typedef cudaStream_t Stream;
 #else
@@ -48,8 +50,28 @@ struct UpdatePolicy {
     float max_scale;
 };
 
-// Elements [begin, end) of the flat parameter buffer share a weight decay; what no segment covers is padding.
-struct ParamSegment { size_t begin, end; float weight_decay; };
+// Elements [begin, end) of the flat parameter buffer share a weight decay and the type of their gradients,
+// which lie `grads` bytes into the gradient buffer. What no segment covers is padding. Where all gradients
+// are fp32 they lie as the parameters do: grads = 4 * begin.
+struct ParamSegment {
+    size_t begin, end;
+    float weight_decay;
+    bool grads_bf16 = false;
+    size_t grads = 0;
+};
+
+struct GlobalNorm {
+    UpdateState* state;
+    float* scratch;
+    const void* grads;
+    bool grads_bf16;                // some segments' are; else the gradients are n fp32 values
+    RoundKey grad_key;              // of the micro-step that stored them: bf16_decode_dithered needs it
+    const ParamSegment* segments;   // on the device
+    int num_segments;
+    size_t n;
+    float max_norm;
+    UpdatePolicy policy;
+};
 
 // Every output tensor of every op: what --break NAME may disturb, and what the tests must then notice.
 #define GPT2_OUTPUTS(X)                     \

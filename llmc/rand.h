@@ -9,11 +9,13 @@ SC 2011); the test checks it against that paper's known answers.
     float z = rand_normal(seed, tensor, element);                        // N(0,1), the initial weights
     RoundKey key = {seed, step, micro, tensor};
     uint16_t b = bf16_round_stochastic(x, round_bits16(key, element));   // unbiased: E[b] = x
+    uint16_t d = bf16_encode_dithered(x, round_bits16(key, element));    // E[y] = x at half the variance, for
+    float y = bf16_decode_dithered(d, round_bits16(key, element));       // readers who have the key
 */
 #ifndef LLMC_RAND_H
 #define LLMC_RAND_H
 
-#include <math.h>       // gives: log, cos, sqrt
+#include <math.h>       // gives: log, cos, sqrt, floorf
 #include <stdint.h>     // gives: uint32_t, uint64_t
 #include <string.h>     // gives: memcpy
 
@@ -75,7 +77,7 @@ static inline float rand_normal(uint64_t seed, uint32_t tensor, uint64_t element
 }
 
 // ---- stochastic rounding to bf16 ----
-struct RoundKey { uint64_t seed; uint32_t step, micro, tensor; };    // tensor: id; layers are told apart by element
+struct RoundKey { uint64_t seed; uint32_t step, micro, tensor; };    // tensor: what is rounded
 
 // One 16-bit draw per element: a block of four words serves eight neighbouring elements.
 LLMC_HD static inline Rand4 round_block(const RoundKey& key, uint64_t element_div_8) {
@@ -101,6 +103,41 @@ LLMC_HD static inline uint16_t bf16_round_stochastic(float x, uint32_t bits16) {
 
 LLMC_HD static inline float bf16_to_float(uint16_t b) {
     uint32_t u = (uint32_t)b << 16;
+    float x;
+    memcpy(&x, &u, 4);
+    return x;
+}
+
+// Subtractive dither (Roberts 1962 put it to pictures, Schuchman 1964 says which noise works), for values
+// whose reader knows the draw. Adding the draw u before the low half is cut off and taking it away again
+// afterwards moves the bf16 grid by u: x goes to the nearest point of a grid whose place is random.
+// In units of fp32's last place, with r = (bits(x) + u) mod 2^16, the result is x + 2^15 - r; r is uniform
+// whatever x is. So the error is uniform in half a gap to either side, its mean zero, its variance gap^2/12:
+// that of rounding to nearest, without its bias. Stochastic rounding, whose readers do not know u, has
+// gap^2/6. With a draw of its own for every step, the errors along a running sum are independent.
+//
+// At a power of two the gap doubles, and an error upwards would weigh twice as much as one downwards. With b
+// the distance of bits(x) from there, in steps of 2^16, |b| <= 1/2, the mean result would lie b^2/2 + 3/2 b +
+// 1/8 of the smaller gaps above it. x lies v = b or, above it, v = 2b such gaps from it. So what is encoded
+// instead of b is the b' whose mean is v: sqrt(2 + 2v) - 3/2.
+LLMC_HD static inline uint16_t bf16_encode_dithered(float x, uint32_t bits16) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    const uint32_t exponent = u & 0x7F800000u, near = (u + 0x8000u) & 0x7FFFFFu;
+    if (near <= 0xFFFFu && exponent > 0x00800000u && exponent != 0x7F800000u) {
+        const int b = (int)near - 0x8000;
+        const float v = (b < 0 ? b : 2 * b) * (1.0f / 65536.0f);
+        u += (uint32_t)((int)floorf((sqrtf(2.0f + 2.0f * v) - 1.5f) * 65536.0f + 0.5f) - b);
+        memcpy(&x, &u, 4);
+    }
+    return bf16_round_stochastic(x, bits16);
+}
+
+// Zero, denormals, inf and NaN are what they look like: padding stays zero.
+LLMC_HD static inline float bf16_decode_dithered(uint16_t q, uint32_t bits16) {
+    const uint32_t exponent = q & 0x7F80u;
+    uint32_t u = (uint32_t)q << 16;
+    if (exponent != 0 && exponent != 0x7F80u) { u += 0x8000u - bits16; }
     float x;
     memcpy(&x, &u, 4);
     return x;

@@ -639,13 +639,13 @@ template <class Real> static void test_adamw(bool with_master, double tolerance)
 // ---- bf16 ----
 
 // Mean and root mean square, over elements, of how far 32 micro-steps accumulated in bf16 are from their sum.
-struct Bf16Errors { double mean[2], rms[2]; };      // [0] stochastic rounding, [1] to nearest
+struct Bf16Errors { double mean[2], rms[2]; };      // [0] dithered, [1] rounded to nearest
 
 static Bf16Errors accumulate_bf16(double noise, double first) {
     const size_t n = 20000;
     std::vector<float> add(n);
     std::vector<double> exact(n);
-    std::vector<uint16_t> stochastic(n), nearest(n);
+    std::vector<uint16_t> dithered(n), nearest(n);
     for (int micro = 0; micro < 32; micro++) {      // magnitudes over a factor of 8, one of them per element
         for (size_t i = 0; i < n; i++) {
             add[i] = (float)(exp2(1.5 * uniform(900, i)) * (1.0 + noise * uniform(901 + micro, i)));
@@ -653,32 +653,36 @@ static Bf16Errors accumulate_bf16(double noise, double first) {
             exact[i] += add[i];
             nearest[i] = bf16_round_nearest((micro == 0 ? 0.0f : bf16_to_float(nearest[i])) + add[i]);
         }
-        grad_accumulate_bf16_cpu(stochastic.data(), add.data(), n, {1337, 1, (uint32_t)micro, 5}, 0,
+        grad_accumulate_bf16_cpu(dithered.data(), add.data(), n, {1337, 1, (uint32_t)micro, 5}, 0,
                                  micro == 0 ? Accumulate::No : Accumulate::Yes);
     }
     Bf16Errors e = {};
     for (size_t i = 0; i < n; i++) {
         for (int k = 0; k < 2; k++) {
-            const double error = bf16_to_float(k == 0 ? stochastic[i] : nearest[i]) / exact[i] - 1.0;
+            const float sum = k == 0 ? bf16_decode_dithered(dithered[i], round_bits16({1337, 1, 31, 5}, i))
+                                     : bf16_to_float(nearest[i]);
+            const double error = sum / exact[i] - 1.0;
             e.mean[k] += error / n;
             e.rms[k] += error * error / n;
         }
     }
     for (int k = 0; k < 2; k++) { e.rms[k] = sqrt(e.rms[k]); }
     const double sigma = e.rms[0] / sqrt((double)n);
-    printf("noise %.1f, first x%.0f: rms error %.1e stochastic, %.1e nearest; mean %.1e and %.1e\n", noise,
+    printf("noise %.1f, first x%.0f: rms error %.1e dithered, %.1e nearest; mean %.1e and %.1e\n", noise,
            first, e.rms[0], e.rms[1], e.mean[0], e.mean[1]);
-    CHECK(fabs(e.mean[0]) <= 4 * sigma, "stochastic rounding is biased: %.1e, sigma %.1e", e.mean[0], sigma);
+    CHECK(fabs(e.mean[0]) <= 4 * sigma, "dithered sums are biased: %.1e, sigma %.1e", e.mean[0], sigma);
     return e;
 }
 
 static void test_bf16() {
-    // Where micro-steps differ at random, errors of up to half a unit in the last place add up to less than
-    // those of up to one unit. Where they agree, rounding to nearest makes the same error 32 times.
-    accumulate_bf16(0.5, 1.0);
+    // Where micro-steps differ at random, either errs by up to half a unit in the last place, independently
+    // each time. Where they agree, rounding to nearest makes the same error 32 times.
+    const Bf16Errors random = accumulate_bf16(0.5, 1.0);
+    CHECK(random.rms[0] < 1.03 * random.rms[1], "rms error %g dithered, %g nearest", random.rms[0],
+          random.rms[1]);
     for (double first : {1.0, 300.0}) {
         Bf16Errors e = accumulate_bf16(0.0, first);
-        CHECK(e.rms[0] < e.rms[1], "rms error %g stochastic, %g nearest", e.rms[0], e.rms[1]);
+        CHECK(e.rms[0] < e.rms[1], "rms error %g dithered, %g nearest", e.rms[0], e.rms[1]);
     }
 
     const size_t n = 5000, first = 77, cut = 1001;  // element i draws the bits of first + i, in whatever part
@@ -688,9 +692,13 @@ static void test_bf16() {
     for (size_t i = 0; i < n; i++) { x[i] = (float)uniform(900, i); }
     round_stochastic_cpu(whole.data(), x.data(), n, key, first);
     round_stochastic_cpu(part.data(), x.data() + cut, n - cut, key, first + cut);
-    grad_accumulate_bf16_cpu(stored.data(), x.data(), n, key, first, Accumulate::No);
     CHECK(std::equal(whole.begin() + cut, whole.end(), part.begin()), "a part is rounded in another way");
-    CHECK(stored == whole, "a first micro-step is not the rounding of its gradient");
+    grad_accumulate_bf16_cpu(stored.data(), x.data(), n, key, first, Accumulate::No);
+    bool same = true;
+    for (size_t i = 0; i < n; i++) {
+        same = same && stored[i] == bf16_encode_dithered(x[i], round_bits16(key, first + i));
+    }
+    CHECK(same, "a first micro-step is not the rounding of its gradient");
 }
 
 // ---- float twins ----

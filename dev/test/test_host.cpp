@@ -432,9 +432,9 @@ static void test_philox() {
 }
 
 static void test_rounding() {
+    auto bits = [](float x) { uint32_t u; memcpy(&u, &x, 4); return u; };
+    auto value = [](uint32_t u) { float x; memcpy(&x, &u, 4); return x; };
     TEST("rounding: exact cases") {
-        auto bits = [](float x) { uint32_t u; memcpy(&u, &x, 4); return u; };
-        auto value = [](uint32_t u) { float x; memcpy(&x, &u, 4); return x; };
         uint32_t max_bits = 0xFFFF;
         for (float x : {0.0f, -0.0f, 1.0f, -1.5f, 3.0e38f, value(0x00010000)}) {
             uint32_t kept = bits(x) & 0xFFFF0000u;                  // the nearest bf16 towards zero
@@ -508,18 +508,86 @@ static void test_rounding() {
         }
     }
     TEST("rounding: 32 micro-steps of one batch added up in bf16") {
-        double error[2] = {0, 0}, size = 0.0;           // nearest, stochastic
+        double error[3] = {0, 0, 0}, size = 0.0;        // nearest, stochastic, dithered
         for (uint64_t i = 0; i < 4096; i++) {
-            float g = rand_normal(11, 0, i), sum[2] = {0, 0};
+            float g = rand_normal(11, 0, i), sum[3] = {0, 0, 0};
             for (uint32_t micro = 0; micro < 32; micro++) {
                 sum[0] = bf16_to_float(bf16_round_nearest(sum[0] + g));
                 uint32_t draw = round_bits16({1337, 0, micro, 0}, i);
                 sum[1] = bf16_to_float(bf16_round_stochastic(sum[1] + g, draw));
+                sum[2] = bf16_decode_dithered(bf16_encode_dithered(sum[2] + g, draw), draw);
             }
-            for (int k = 0; k < 2; k++) { error[k] += (sum[k] - 32.0 * g) * (sum[k] - 32.0 * g); }
+            for (int k = 0; k < 3; k++) { error[k] += (sum[k] - 32.0 * g) * (sum[k] - 32.0 * g); }
             size += 32.0 * g * 32.0 * g;
         }
         CHECK(error[1] < error[0], "stochastic %g, nearest %g", sqrt(error[1] / size), sqrt(error[0] / size));
+        CHECK(error[2] < 0.6 * error[1], "dithered %g, stochastic %g", sqrt(error[2] / size),
+              sqrt(error[1] / size));
+    }
+    auto dithered = [](float x, uint32_t draw) {
+        return bf16_decode_dithered(bf16_encode_dithered(x, draw), draw);
+    };
+    TEST("dither: the mean over all draws, also around powers of two, and the variance") {
+        for (float sign : {1.0f, -1.0f}) {
+            for (int step = -40; step <= 40; step++) {      // two gaps to either side of 1
+                const float x = sign * value(0x3F800000u + (uint32_t)(step * 4001));
+                const double gap = step < 0 ? 1.0 / 256 : 1.0 / 128;
+                double mean = 0.0, variance = 0.0, worst = 0.0;
+                for (uint32_t draw = 0; draw < 65536; draw++) {
+                    const double error = (double)dithered(x, draw) - (double)x;
+                    mean += error / 65536;
+                    variance += error * error / 65536;
+                    worst = fmax(worst, fabs(error));
+                }
+                CHECK(fabs(mean) <= 1.5 * gap / 65536, "%.9g: mean error of %g gaps", (double)x, mean / gap);
+                CHECK(worst <= 1.1 * gap, "%.9g: an error of %g gaps", (double)x, worst / gap);
+                if (step * 4001 > 33000 || step * 4001 < -33000) {
+                    CHECK(near(variance * 12 / (gap * gap), 1.0, 0.001) && worst <= 0.51 * gap,
+                          "%.9g: %g of the variance gap^2/12, worst %g gaps", (double)x,
+                          variance * 12 / (gap * gap), worst / gap);
+                }
+            }
+        }
+    }
+    TEST("dither: a million random values") {
+        const int n = 1000000;
+        double mean = 0.0, square = 0.0;                    // in gaps
+        for (int i = 0; i < n; i++) {
+            const float x = rand_normal(12, 0, (uint64_t)i) * ldexpf(1.0f, i % 40 - 20);
+            const double gap = ldexp(1.0, ilogbf(x) - 7);
+            const double error = ((double)dithered(x, round_bits16({1337, 0, 0, 0}, (uint64_t)i)) - x) / gap;
+            mean += error / n;
+            square += error * error / n;
+        }
+        const double rms = 1.0 / sqrt(12.0);
+        CHECK(fabs(mean) <= 4 * rms / sqrt(n), "the mean error is %g gaps", mean);
+        CHECK(near(sqrt(square) / rms, 1.0, 0.03), "rms error of %g gaps, expected %g", sqrt(square), rms);
+    }
+    TEST("dither: 256 increments of a hundredth of the gap") {
+        const int n = 20000;
+        double moved = 0.0;                                 // in first gaps
+        for (int i = 0; i < n; i++) {
+            const float start = rand_normal(13, 0, (uint64_t)i), gap = ldexpf(1.0f, ilogbf(start) - 7);
+            float sum = start;
+            for (uint32_t micro = 0; micro < 256; micro++) {
+                sum = dithered(sum + gap / 100, round_bits16({1337, 0, micro, 0}, (uint64_t)i));
+            }
+            moved += (sum - start) / gap / n;
+        }
+        // 256 errors of gap/sqrt(12) make 4.6 gaps in each value, somewhat more where the gap has doubled
+        CHECK(near(moved, 2.56, 4 * 6.0 / sqrt(n)), "moved by %g gaps, expected 2.56", moved);
+    }
+    TEST("dither: zero, denormals, inf and NaN") {
+        for (uint32_t draw : {0u, 1u, 0x8000u, 0xFFFFu}) {
+            for (float x : {0.0f, -0.0f, INFINITY, -INFINITY}) {
+                const float y = dithered(x, draw);
+                CHECK(bits(y) == bits(x), "%g becomes %g", (double)x, (double)y);
+            }
+            CHECK(isnan(dithered(NAN, draw)), "NaN is lost");
+            const float tiny = dithered(1e-39f, draw);
+            CHECK(fabsf(tiny - 1e-39f) < 1e-40f, "1e-39 becomes %g", (double)tiny);
+            CHECK(isfinite(dithered(1e38f, draw)), "a large number is lost");
+        }
     }
 }
 
