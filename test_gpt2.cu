@@ -1,18 +1,19 @@
 /*
-Tests of train_gpt2.cu, in both builds: `make test_gpt2cu && ./test_gpt2cu`, `make test_gpt2cpu && ./test_gpt2cpu`.
+Tests of train_gpt2.cu, in both builds: `make test_gpt2cu && ./test_gpt2cu`, `make test_gpt2cpu &&
+./test_gpt2cpu`.
 
     ./test_gpt2cu [kernels] [model] [invariance]    the named modes, all without a name
         kernels      each CUDA op against its twin in double (llmc/cpu_ops.h); CUDA builds only
         model        against PyTorch: logits, loss, every gradient by name, 10 AdamW steps
         invariance   facts that need no reference: splits, recompute, two runs, skipped updates, files
-    --reference PREFIX   model mode on PREFIX_model.bin, PREFIX_tensors.bin, PREFIX.json (dev/reference writes them)
+    --reference PREFIX   model mode on PREFIX_model.bin, PREFIX_tensors.bin, PREFIX.json (from dev/reference)
     --small              kernels mode with its small shapes only: for compute-sanitizer
     --break NAME         scales that op's output by 1.01: the run must then fail. --list prints the names
     dump-grads MODEL.bin TENSORS.bin OUT.bin MICRO_STEPS [-f 0] [--grad-dtype bf16]
                          what this build computes for that reference's batch, in the reference file's format
 
-Tolerances: 16-bit builds may have at most twice the error of plain 16-bit PyTorch, both against fp32. Closing line:
-`N passed, N failed, N skipped`.
+Tolerances: 16-bit builds may have at most twice the error of plain 16-bit PyTorch, both against fp32. Closing
+line: `N passed, N failed, N skipped`.
 */
 #define TESTING
 #include "train_gpt2.cu"
@@ -38,7 +39,8 @@ static void break_output(const char* name, float* data, size_t count) {
 #else
 template <class Real>
 __global__ void break_kernel(Real* data, size_t count) {
-    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < count; i += (size_t)gridDim.x * blockDim.x) {
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < count;
+         i += (size_t)gridDim.x * blockDim.x) {
         data[i] = (Real)((float)data[i] * 1.01f);
     }
 }
@@ -48,9 +50,13 @@ template <class Real> static void break_device(const char* name, Real* data, siz
     break_kernel<<<1024, 256, 0, stream>>>(data, count);
     cudaCheck(cudaGetLastError());
 }
-static void break_output(const char* name, floatX* data, size_t count, Stream stream) { break_device(name, data, count, stream); }
+static void break_output(const char* name, floatX* data, size_t count, Stream stream) {
+    break_device(name, data, count, stream);
+}
 #ifndef ENABLE_FP32
-static void break_output(const char* name, float* data, size_t count, Stream stream) { break_device(name, data, count, stream); }
+static void break_output(const char* name, float* data, size_t count, Stream stream) {
+    break_device(name, data, count, stream);
+}
 #endif
 static void break_output(const char* name, Grad grad, size_t count, Stream stream) {
     if (grad.is_bf16) { break_device(name, (__nv_bfloat16*)grad.data, count, stream); }
@@ -116,7 +122,9 @@ static Reference reference_load(const std::string& path, const Config& c) {
     FILE* f = fopen_check(path.c_str(), "rb");
     int header[256];
     fread_check(header, sizeof(int), 256, f, path.c_str());
-    if (header[0] != 20240327 || header[1] != 2) { die("'%s' is not a reference file of version 2", path.c_str()); }
+    if (header[0] != 20240327 || header[1] != 2) {
+        die("'%s' is not a reference file of version 2", path.c_str());
+    }
     r.B = header[2];
     r.T = header[3];
     const size_t N = (size_t)r.B * r.T;
@@ -152,7 +160,9 @@ static std::vector<float> host_grad(GPT2* model, int i) {
             stream_sync(model->stream);
             const RoundKey key = gpt2_grad_key(model);
             const size_t first = s.offset + l * s.stride;
-            for (size_t k = 0; k < s.elems; k++) { out[k] = bf16_decode_dithered(raw[k], round_bits16(key, first + k)); }
+            for (size_t k = 0; k < s.elems; k++) {
+                out[k] = bf16_decode_dithered(raw[k], round_bits16(key, first + k));
+            }
         } else {
             copy_to_host(out, grad.data, s.elems * sizeof(float), model->stream);
             stream_sync(model->stream);
@@ -183,7 +193,8 @@ static std::vector<float> host_params(GPT2* model) {            // every paramet
 static std::vector<float> host_logits(GPT2* model, int rows) {  // (rows, V): live columns
     const Config& c = model->config;
     std::vector<floatX> raw((size_t)rows * c.Vp);
-    copy_to_host(raw.data(), act_views(model->acts, model->act_specs, 0).logits, raw.size() * sizeof(floatX), model->stream);
+    copy_to_host(raw.data(), act_views(model->acts, model->act_specs, 0).logits, raw.size() * sizeof(floatX),
+                 model->stream);
     stream_sync(model->stream);
     std::vector<float> logits((size_t)rows * c.V);
     for (int n = 0; n < rows; n++) {
@@ -220,7 +231,8 @@ static double error_bound(const std::string& json, const std::string& what, doub
     return 2.0 * json_numbers(json, (kFp16 ? "float16" : "bfloat16") + what)[0];
 }
 
-static void test_model(const std::string& prefix, const Options& options, double logits_bound, double grad_bound) {
+static void test_model(const std::string& prefix, const Options& options, double logits_bound,
+                       double grad_bound) {
     const std::string path = prefix + "_model.bin";
     const Config c = checkpoint_config(path.c_str());
     const Reference r = reference_load(prefix + "_tensors.bin", c);
@@ -243,49 +255,59 @@ static void test_model(const std::string& prefix, const Options& options, double
     }
     const double logits_error = worst / sqrt(square / (double)logits.size());
     const double logits_allowed = error_bound(json, "_logits_error", logits_bound);
-    CHECK(logits_error <= logits_allowed, "logits: max |d| / rms = %g, allowed %g", logits_error, logits_allowed);
+    CHECK(logits_error <= logits_allowed, "logits: max |d| / rms = %g, allowed %g", logits_error,
+          logits_allowed);
     const float loss = gpt2_read_state(&model).loss;
     const double loss_allowed = kLowPrecision ? 0.02 : 2e-5;
     CHECK(fabs(loss - r.loss) <= loss_allowed, "loss %.7f, PyTorch %.7f", loss, r.loss);
-    printf("   logits max|d|/rms %.3g (allowed %.3g), loss %.6f (PyTorch %.6f)\n", logits_error, logits_allowed, loss, r.loss);
+    printf("   logits max|d|/rms %.3g (allowed %.3g), loss %.6f (PyTorch %.6f)\n", logits_error,
+           logits_allowed, loss, r.loss);
 
     gpt2_micro_step(&model, r.x.data(), r.y.data(), r.B, r.T, 0, 1);
     for (int i = 0; i < NUM_PARAMS; i++) {
         const std::vector<float> grad = host_grad(&model, i);
         const double error = relative_error(grad.data(), r.grads[i].data(), grad.size());
-        const double allowed = error_bound(json, std::string("_total_error/") + model.param_specs[i].name, grad_bound);
-        CHECK(error <= allowed, "gradient of %s: |d|/|g| = %g, allowed %g", model.param_specs[i].name, error, allowed);
+        const double allowed =
+            error_bound(json, std::string("_total_error/") + model.param_specs[i].name, grad_bound);
+        CHECK(error <= allowed, "gradient of %s: |d|/|g| = %g, allowed %g", model.param_specs[i].name, error,
+              allowed);
         printf("   d%-9s |d|/|g| %.3g (allowed %.3g)\n", model.param_specs[i].name, error, allowed);
     }
 
     // ten AdamW steps on this batch, from the start
     const std::vector<double> losses = json_numbers(json, "losses");
     const float lr = (float)json_numbers(json, "hyper/learning_rate")[0];
-    const float beta1 = (float)json_numbers(json, "hyper/beta1")[0], beta2 = (float)json_numbers(json, "hyper/beta2")[0];
-    const float eps = (float)json_numbers(json, "hyper/eps")[0], clip = (float)json_numbers(json, "hyper/grad_clip")[0];
+    const float beta1 = (float)json_numbers(json, "hyper/beta1")[0],
+                beta2 = (float)json_numbers(json, "hyper/beta2")[0];
+    const float eps = (float)json_numbers(json, "hyper/eps")[0],
+                clip = (float)json_numbers(json, "hyper/grad_clip")[0];
     const std::vector<double> norms = json_numbers(json, "norms");
     const double step_allowed = kLowPrecision ? 0.03 : 5e-5, norm_allowed = kLowPrecision ? 0.03 : 2e-4;
     for (size_t step = 0; step < losses.size(); step++) {
         gpt2_micro_step(&model, r.x.data(), r.y.data(), r.B, r.T, 0, 1);
         gpt2_update(&model, lr, beta1, beta2, eps, clip);
         const DeviceState state = gpt2_read_state(&model);
-        CHECK(fabs(state.loss - losses[step]) <= step_allowed, "step %zu: loss %.7f, PyTorch %.7f", step, state.loss, losses[step]);
-        CHECK(fabs(state.update.norm / norms[step] - 1.0) <= norm_allowed, "step %zu: norm %.7f, PyTorch %.7f", step,
-              state.update.norm, norms[step]);
+        CHECK(fabs(state.loss - losses[step]) <= step_allowed, "step %zu: loss %.7f, PyTorch %.7f", step,
+              state.loss, losses[step]);
+        CHECK(fabs(state.update.norm / norms[step] - 1.0) <= norm_allowed,
+              "step %zu: norm %.7f, PyTorch %.7f", step, state.update.norm, norms[step]);
         const double scale = std::min(1.0, (double)clip / state.update.norm) / state.update.loss_scale;
-        CHECK(fabs(state.update.grad_scale / scale - 1.0) <= 1e-5, "step %zu: gradients scaled by %g, expected %g", step,
-              state.update.grad_scale, scale);
+        CHECK(fabs(state.update.grad_scale / scale - 1.0) <= 1e-5,
+              "step %zu: gradients scaled by %g, expected %g", step, state.update.grad_scale, scale);
     }
     gpt2_free(&model);
 }
 
-// What this build computes for a reference's batch, written like a reference (dev/reference/check_gpu.py compares).
+// What this build computes for a reference's batch, written like a reference (dev/reference/check_gpu.py
+// compares).
 static void dump_grads(const std::vector<std::string>& args) {
     if (args.size() < 4) { die("dump-grads needs MODEL.bin TENSORS.bin OUT.bin MICRO_STEPS"); }
     const Config c = checkpoint_config(args[0].c_str());
     const Reference r = reference_load(args[1], c);
     const int micro_steps = atoi(args[3].c_str());
-    if (micro_steps < 1 || r.B % micro_steps != 0) { die("dump-grads: %s micro-steps of %d rows", args[3].c_str(), r.B); }
+    if (micro_steps < 1 || r.B % micro_steps != 0) {
+        die("dump-grads: %s micro-steps of %d rows", args[3].c_str(), r.B);
+    }
     Options o = default_options();
     o.tf32 = true;
     for (size_t i = 4; i + 1 < args.size(); i += 2) {
@@ -338,14 +360,17 @@ static Batch random_batch(const Config& c, int B, int T, uint32_t id) {
     return batch;
 }
 
-// Weights away from their symmetric start (biases 0, LayerNorm weights 1), so that no term of a gradient vanishes.
+// Weights away from their symmetric start (biases 0, LayerNorm weights 1), so that no term of a gradient
+// vanishes.
 static void perturb(GPT2* model) {
     for (int i = 0; i < NUM_PARAMS; i++) {
         const ParamSpec& s = model->param_specs[i];
         std::vector<float> values(s.elems);
         for (int l = 0; l < s.copies; l++) {
             gpt2_get_param(model, i, l, values.data(), true);
-            for (size_t k = 0; k < s.live_rows * s.cols; k++) { values[k] += 0.05f * rand_normal(7, (uint32_t)(100 + i), l * s.elems + k); }
+            for (size_t k = 0; k < s.live_rows * s.cols; k++) {
+                values[k] += 0.05f * rand_normal(7, (uint32_t)(100 + i), l * s.elems + k);
+            }
             gpt2_set_param(model, i, l, values.data());
         }
     }
@@ -358,7 +383,8 @@ static void start_model(GPT2* model, const Config& c, const Options& o, int B, i
 }
 
 // A few steps of training; returns parameters and the losses.
-static std::vector<float> short_run(const Config& c, const Options& o, int B, int T, int steps, int micro_steps = 1) {
+static std::vector<float> short_run(const Config& c, const Options& o, int B, int T, int steps,
+                                    int micro_steps = 1) {
     GPT2 model;
     start_model(&model, c, o, B, T);
     std::vector<float> result;
@@ -389,8 +415,10 @@ static void test_invariance(const char* name, const Config& c) {
         r.residual_in_gemm = false;
         const std::vector<float> fused = short_run(c, r, B, T, 3);
         const double residual_error = relative_error(fused.data() + 3, base.data() + 3, base.size() - 3);
-        CHECK(residual_error <= (kLowPrecision ? 2e-2 : 1e-4), "residual in LayerNorm differs from residual in GEMM by %g", residual_error);
-        CHECK(fabs(fused[0] - base[0]) <= (kLowPrecision ? 1e-2 : 1e-5), "losses %.7f and %.7f", fused[0], base[0]);
+        CHECK(residual_error <= (kLowPrecision ? 2e-2 : 1e-4),
+              "residual in LayerNorm differs from residual in GEMM by %g", residual_error);
+        CHECK(fabs(fused[0] - base[0]) <= (kLowPrecision ? 1e-2 : 1e-5), "losses %.7f and %.7f", fused[0],
+              base[0]);
     }
     TEST("one batch in 1, 2, 4 and 8 micro-steps") {
         Batch batch = random_batch(c, B, T, 0);
@@ -406,8 +434,8 @@ static void test_invariance(const char* name, const Config& c) {
             CHECK(fabs(got - loss) <= 1e-5, "%d micro-steps: loss %.7f, in one %.7f", micro_steps, got, loss);
             for (int i = 0; i < NUM_PARAMS; i++) {
                 const double error = relative_error(grads[i].data(), whole[i].data(), whole[i].size());
-                CHECK(error <= (kLowPrecision ? 1e-2 : 1e-6), "%d micro-steps: gradient of %s differs by %g", micro_steps,
-                      model.param_specs[i].name, error);
+                CHECK(error <= (kLowPrecision ? 1e-2 : 1e-6), "%d micro-steps: gradient of %s differs by %g",
+                      micro_steps, model.param_specs[i].name, error);
             }
             gpt2_free(&model);
         }
@@ -446,7 +474,9 @@ static void test_invariance(const char* name, const Config& c) {
         stream_sync(big.stream);
         accumulate_batch(&small, batch.x.data(), batch.y.data(), 2, 7, 1);
         const std::vector<std::vector<float>> a = host_grads(&big), b = host_grads(&small);
-        for (int i = 0; i < NUM_PARAMS; i++) { CHECK(same_bits(a[i], b[i]), "gradient of %s differs", big.param_specs[i].name); }
+        for (int i = 0; i < NUM_PARAMS; i++) {
+            CHECK(same_bits(a[i], b[i]), "gradient of %s differs", big.param_specs[i].name);
+        }
         gpt2_free(&big);
         gpt2_free(&small);
     }
@@ -458,22 +488,26 @@ static void test_invariance(const char* name, const Config& c) {
         gpt2_update(&model, 1e-3f, 0.9f, 0.95f, 1e-8f, 1.0f);
         const std::vector<float> before = host_params(&model);
         const UpdateState good = gpt2_read_state(&model).update;
-        CHECK(good.t == 1 && good.skip == 0 && isfinite(good.norm), "t %lld skip %d norm %f", good.t, good.skip, good.norm);
+        CHECK(good.t == 1 && good.skip == 0 && isfinite(good.norm), "t %lld skip %d norm %f", good.t,
+              good.skip, good.norm);
         for (float poison : {NAN, INFINITY}) {
             const Grad grad = gpt2_grad(&model, PARAM_fcw, c.L - 1, Accumulate::No);
             accumulate_batch(&model, batch.x.data(), batch.y.data(), B, T, 1);
             copy_to_device((float*)grad.data + 3, &poison, sizeof(float), model.stream);
             gpt2_update(&model, 1e-3f, 0.9f, 0.95f, 1e-8f, 1.0f);
             const UpdateState state = gpt2_read_state(&model).update;
-            CHECK(state.skip == 1 && state.t == 1 && !isfinite(state.norm), "skip %d t %lld norm %f", state.skip, state.t, state.norm);
+            CHECK(state.skip == 1 && state.t == 1 && !isfinite(state.norm), "skip %d t %lld norm %f",
+                  state.skip, state.t, state.norm);
             CHECK(same_bits(before, host_params(&model)), "parameters changed");
-            CHECK(!kFp16 || state.loss_scale < good.loss_scale, "FP16: the loss scale stayed at %f", state.loss_scale);
+            CHECK(!kFp16 || state.loss_scale < good.loss_scale, "FP16: the loss scale stayed at %f",
+                  state.loss_scale);
         }
         CHECK(gpt2_read_state(&model).update.skipped_in_a_row == 2, "skips in a row");
         accumulate_batch(&model, batch.x.data(), batch.y.data(), B, T, 1);
         gpt2_update(&model, 1e-3f, 0.9f, 0.95f, 1e-8f, 1.0f);
         const UpdateState after = gpt2_read_state(&model).update;
-        CHECK(after.skip == 0 && after.t == 2 && after.skipped_in_a_row == 0, "skip %d t %lld", after.skip, after.t);
+        CHECK(after.skip == 0 && after.t == 2 && after.skipped_in_a_row == 0, "skip %d t %lld", after.skip,
+              after.t);
         CHECK(!same_bits(before, host_params(&model)), "a good step must change the parameters");
         gpt2_free(&model);
     }
@@ -506,7 +540,9 @@ static void test_invariance(const char* name, const Config& c) {
         std::vector<float> values(wte.elems), grad = host_grad(&a, PARAM_wte);
         gpt2_get_param(&a, PARAM_wte, 0, values.data(), true);
         bool zero = true;
-        for (size_t k = wte.live_rows * wte.cols; k < wte.elems; k++) { zero = zero && values[k] == 0.0f && grad[k] == 0.0f; }
+        for (size_t k = wte.live_rows * wte.cols; k < wte.elems; k++) {
+            zero = zero && values[k] == 0.0f && grad[k] == 0.0f;
+        }
         CHECK(zero, "the padded vocabulary has weights or gradients");
         unlink(path.c_str());
         rmdir(folder);
@@ -522,15 +558,21 @@ static void test_cuda_options(const Config& c) {
     const std::vector<float> base = short_run(c, default_options(), B, T, steps);
     auto compare = [&](const char* name, const Options& o, double loss_bound, double bound) {
         const std::vector<float> other = short_run(c, o, B, T, steps, o.grads_bf16 ? 4 : 1);
-        for (int i = 0; i < steps; i++) { CHECK(fabs(other[i] - base[i]) <= loss_bound, "%s: loss %.6f, default %.6f", name, other[i], base[i]); }
+        for (int i = 0; i < steps; i++) {
+            CHECK(fabs(other[i] - base[i]) <= loss_bound, "%s: loss %.6f, default %.6f", name, other[i],
+                  base[i]);
+        }
         const double error = relative_error(other.data() + steps, base.data() + steps, base.size() - steps);
         CHECK(error <= bound && error > 0.0, "%s: parameters differ by %g", name, error);
-        CHECK(same_bits(other, short_run(c, o, B, T, steps, o.grads_bf16 ? 4 : 1)), "%s: two equal runs differ", name);
+        CHECK(same_bits(other, short_run(c, o, B, T, steps, o.grads_bf16 ? 4 : 1)),
+              "%s: two equal runs differ", name);
     };
     TEST("GELU fused, no master weights, bf16 gradients") {
         Options o = default_options();
         if (kLowPrecision) {
-            for (o.gelu_fusion = 1; o.gelu_fusion <= 2; o.gelu_fusion++) { compare("GELU fusion", o, 2e-2, 2e-2); }
+            for (o.gelu_fusion = 1; o.gelu_fusion <= 2; o.gelu_fusion++) {
+                compare("GELU fusion", o, 2e-2, 2e-2);
+            }
             o = default_options();
             o.master = false;
             compare("no master weights", o, 2e-2, 2e-2);
@@ -560,12 +602,14 @@ static void test_cuda_options(const Config& c) {
             const bool good = b.segments[i].grads_bf16 ? error > 0.0 && error <= 5e-3 : same_bits(got, exact);
             CHECK(good, "gradient of %s differs by %g", a.param_specs[i].name, error);
         }
-        CHECK(fabs(norms[1] / norms[0] - 1.0) <= 2e-4, "norm %.7f, of fp32 gradients %.7f", norms[1], norms[0]);
+        CHECK(fabs(norms[1] / norms[0] - 1.0) <= 2e-4, "norm %.7f, of fp32 gradients %.7f", norms[1],
+              norms[0]);
         gpt2_free(&a);
         gpt2_free(&b);
     }
     TEST("weights without master copies move by less than their spacing") {
-        // A step is a small part of the gap between bf16 neighbours: rounded to nearest, most weights would never move.
+        // A step is a small part of the gap between bf16 neighbours: rounded to nearest, most weights would
+        // never move.
         Options o = default_options();
         o.master = false;
         GPT2 a, b;
@@ -588,7 +632,8 @@ static void test_cuda_options(const Config& c) {
             along += want * got;
             size += want * want;
         }
-        CHECK(!kLowPrecision || (along / size >= 0.5 && along / size <= 1.5), "moved %.3f of the way", along / size);
+        CHECK(!kLowPrecision || (along / size >= 0.5 && along / size <= 1.5), "moved %.3f of the way",
+              along / size);
         gpt2_free(&a);
         gpt2_free(&b);
     }
@@ -608,11 +653,14 @@ static void test_cuda_options(const Config& c) {
                 gpt2_update(&model, 1e-3f, 0.9f, 0.95f, 1e-8f, 1.0f);
                 state = gpt2_read_state(&model);
                 if (!state.update.skip) { break; }
-                CHECK(state.update.loss_scale == ldexpf(1.0f, 29 - skips), "skip %d: loss scale %g", skips, state.update.loss_scale);
-                if (skips == 0) { CHECK(same_bits(before, host_params(&model)), "a skipped step changed the parameters"); }
+                CHECK(state.update.loss_scale == ldexpf(1.0f, 29 - skips), "skip %d: loss scale %g", skips,
+                      state.update.loss_scale);
+                if (skips == 0) {
+                    CHECK(same_bits(before, host_params(&model)), "a skipped step changed the parameters");
+                }
             }
-            CHECK(skips > 0 && skips < 30 && state.update.t == 1 && isfinite(state.update.norm), "%d skips, t %lld, norm %g", skips,
-                  state.update.t, state.update.norm);
+            CHECK(skips > 0 && skips < 30 && state.update.t == 1 && isfinite(state.update.norm),
+                  "%d skips, t %lld, norm %g", skips, state.update.t, state.update.norm);
             CHECK(!same_bits(before, host_params(&model)), "training did not go on");
             gpt2_free(&model);
         }
@@ -630,7 +678,8 @@ static void test_cuda_options(const Config& c) {
         Batch batch = random_batch(wide, rows, 1024, 3);
         auto losses_of = [&](int count) {
             std::vector<float> losses(count);
-            copy_to_host(losses.data(), act_views(model.acts, model.act_specs, 0).losses, count * sizeof(float), model.stream);
+            copy_to_host(losses.data(), act_views(model.acts, model.act_specs, 0).losses,
+                         count * sizeof(float), model.stream);
             stream_sync(model.stream);
             return losses;
         };
@@ -640,11 +689,13 @@ static void test_cuda_options(const Config& c) {
         accumulate_batch(&model, batch.x.data(), batch.y.data(), rows, 1024, 2);
         const std::vector<float> half = losses_of(N / 2);   // of the second half
         const double loss_error = relative_error(half.data(), all.data() + N / 2, N / 2);
-        CHECK(loss_error <= (kLowPrecision ? 1e-3 : 1e-6), "losses of the second half differ by %g", loss_error);
+        CHECK(loss_error <= (kLowPrecision ? 1e-3 : 1e-6), "losses of the second half differ by %g",
+              loss_error);
         const std::vector<std::vector<float>> split = host_grads(&model);
         for (int i = 0; i < NUM_PARAMS; i++) {
             const double error = relative_error(split[i].data(), whole[i].data(), whole[i].size());
-            CHECK(error <= (kLowPrecision ? 2e-2 : 1e-5), "gradient of %s differs by %g", model.param_specs[i].name, error);
+            CHECK(error <= (kLowPrecision ? 2e-2 : 1e-5), "gradient of %s differs by %g",
+                  model.param_specs[i].name, error);
         }
         gpt2_free(&model);
     }
@@ -653,8 +704,8 @@ static void test_cuda_options(const Config& c) {
 
 #ifndef GPT2_CPU
 // == kernels ==
-// Every op against its twin in double, from inputs rounded to the kernel's types. Outputs are poisoned with NaN first,
-// stand between guards, and are computed twice: the bits must agree.
+// Every op against its twin in double, from inputs rounded to the kernel's types. Outputs are poisoned with
+// NaN first, stand between guards, and are computed twice: the bits must agree.
 static bool small_shapes = false;                   // --small: for the sanitizers
 
 constexpr size_t kGuardBytes = 4096;
@@ -677,14 +728,18 @@ struct Buffer {
         std::vector<unsigned char> all(initial.size());
         cudaCheck(cudaMemcpy(all.data(), memory, all.size(), cudaMemcpyDeviceToHost));
         bool intact = true;
-        for (size_t i = 0; i < kGuardBytes; i++) { intact = intact && all[i] == kGuard && all[kGuardBytes + bytes + i] == kGuard; }
+        for (size_t i = 0; i < kGuardBytes; i++) {
+            intact = intact && all[i] == kGuard && all[kGuardBytes + bytes + i] == kGuard;
+        }
         CHECK(intact, "%s: written outside the tensor", name.c_str());
         return std::vector<unsigned char>(all.begin() + kGuardBytes, all.end() - kGuardBytes);
     }
 };
 
 static double round_to(float*, double x) { return (double)(float)x; }
-[[maybe_unused]] static double round_to(__nv_bfloat16*, double x) { return (double)__bfloat162float(__float2bfloat16_rn((float)x)); }
+[[maybe_unused]] static double round_to(__nv_bfloat16*, double x) {
+    return (double)__bfloat162float(__float2bfloat16_rn((float)x));
+}
 #ifdef ENABLE_FP16
 static double round_to(half*, double x) { return (double)__half2float(__float2half_rn((float)x)); }
 #endif
@@ -753,7 +808,8 @@ struct Case {
         if (acc == Accumulate::Yes) {
             data = bf16 ? (void*)dithered(name, old, before, 40) : (void*)tensor<float>(name, old);
         } else {
-            data = bf16 ? (void*)poisoned<uint16_t>(name, old.size()) : (void*)poisoned<float>(name, old.size());
+            data =
+                bf16 ? (void*)poisoned<uint16_t>(name, old.size()) : (void*)poisoned<float>(name, old.size());
         }
         return Grad{data, bf16, acc, key, 40};
     }
@@ -770,14 +826,16 @@ struct Case {
             if ((const unsigned char*)p != b->memory + kGuardBytes) { continue; }
             const std::vector<unsigned char> raw = b->read();
             std::vector<double> values(raw.size() / sizeof(T));
-            for (size_t i = 0; i < values.size(); i++) { values[i] = (double)(float)((const T*)raw.data())[i]; }
+            for (size_t i = 0; i < values.size(); i++) {
+                values[i] = (double)(float)((const T*)raw.data())[i];
+            }
             return values;
         }
         die("test: no such tensor");
     }
 
-    // Expected values of a tensor, within twice the error (norm and worst element) of a plain version of the op in the
-    // kernel's types, both against double, plus `floor` for fp32 arithmetic.
+    // Expected values of a tensor, within twice the error (norm and worst element) of a plain version of the
+    // op in the kernel's types, both against double, plus `floor` for fp32 arithmetic.
     template <class T> void expect_as_good_as(const char* name, const T* p, const std::vector<double>& want,
                                               const std::vector<double>& plain, double floor) {
         const std::vector<double> got = values_of(p);
@@ -791,14 +849,20 @@ struct Case {
             plain_worst = std::max(plain_worst, r);
             largest = std::max(largest, fabs(want[i]));
         }
-        const double allowed = 2.0 * sqrt(plain_error) + floor * sqrt(size), worst_allowed = 2.0 * plain_worst + floor * largest;
-        CHECK(sqrt(error) <= allowed && worst <= worst_allowed, "%s %s: |d| %.3g, allowed %.3g; worst element %.3g, allowed %.3g",
-              title.c_str(), name, sqrt(error), allowed, worst, worst_allowed);
+        const double allowed = 2.0 * sqrt(plain_error) + floor * sqrt(size),
+                     worst_allowed = 2.0 * plain_worst + floor * largest;
+        CHECK(sqrt(error) <= allowed && worst <= worst_allowed,
+              "%s %s: |d| %.3g, allowed %.3g; worst element %.3g, allowed %.3g", title.c_str(), name,
+              sqrt(error), allowed, worst, worst_allowed);
     }
-    // Expected values of a tensor. Allowed: `factor` times the error of rounding the exact values to T once, plus
-    // `floor` for fp32 arithmetic; per element against its size + rms.
-    template <class T> void expect(const char* name, const T* p, const std::vector<double>& want, double floor = 2e-6, double factor = 2.0) {
-        const double eps = sizeof(T) == 4 ? 0.0 : kFp16 && std::is_same<T, floatX>::value ? 1.0 / 2048 : 1.0 / 256;
+    // Expected values of a tensor. Allowed: `factor` times the error of rounding the exact values to T once,
+    // plus `floor` for fp32 arithmetic; per element against its size + rms.
+    template <class T>
+    void expect(const char* name, const T* p, const std::vector<double>& want, double floor = 2e-6,
+                double factor = 2.0) {
+        const double eps = sizeof(T) == 4                            ? 0.0
+                           : kFp16 && std::is_same<T, floatX>::value ? 1.0 / 2048
+                                                                     : 1.0 / 256;
         double rounding = 0.0;
         for (double w : want) {
             const double r = round_to((T*)nullptr, w) - w;
@@ -807,8 +871,8 @@ struct Case {
         expect_values(name, values_of(p), want, sqrt(rounding), eps, floor, factor);
     }
     // rounding: norm of the error of storing the exact values; eps: the largest of one element, relative.
-    void expect_values(const char* name, const std::vector<double>& got, const std::vector<double>& want, double rounding,
-                       double eps, double floor, double factor) {
+    void expect_values(const char* name, const std::vector<double>& got, const std::vector<double>& want,
+                       double rounding, double eps, double floor, double factor) {
         double distance = 0.0, size = 0.0, worst = 0.0;
         for (double w : want) { size += w * w; }
         const double rms = sqrt(size / (double)want.size());
@@ -820,15 +884,16 @@ struct Case {
         }
         const double error = sqrt(distance), allowed = factor * rounding + floor * sqrt(size) + 1e-30;
         CHECK(got.size() == want.size() && error <= allowed && worst <= 1.0,
-              "%s %s: |d| %.3g, allowed %.3g (|x| %.3g); worst element at %.2f of its bound", title.c_str(), name, error, allowed,
-              sqrt(size), worst);
+              "%s %s: |d| %.3g, allowed %.3g (|x| %.3g); worst element at %.2f of its bound", title.c_str(),
+              name, error, allowed, sqrt(size), worst);
     }
     void expect(const char* name, const Grad& grad, const std::vector<double>& want, double floor = 1e-5) {
         if (!grad.is_bf16) {
             expect(name, (const float*)grad.data, want, floor);
             return;
         }
-        double gaps = 0.0;          // dither moves what is a bf16 number already as much as any other: gap/sqrt(12)
+        // Dither moves what is a bf16 number already as much as any other: gap/sqrt(12)
+        double gaps = 0.0;
         for (double w : want) {
             const double gap = w == 0.0 ? 0.0 : ldexp(1.0, ilogb(w) - 7);
             gaps += gap * gap / 12;
@@ -846,7 +911,8 @@ struct Case {
         op();
         cudaCheck(cudaDeviceSynchronize());
         for (size_t i = 0; i < buffers.size(); i++) {
-            const bool same = first[i] == buffers[i]->read() || buffers[i]->name.find("scratch") != std::string::npos;
+            const bool same =
+                first[i] == buffers[i]->read() || buffers[i]->name.find("scratch") != std::string::npos;
             CHECK(same, "%s: two runs differ", buffers[i]->name.c_str());
         }
     }
@@ -856,7 +922,8 @@ static std::vector<int> random_tokens(int n, int V, uint32_t id) {
     std::vector<int> tokens(n);
     for (int i = 0; i < n; i++) {
         const uint32_t r = rand_u32(6, RAND_SAMPLE, id, (uint64_t)i);
-        tokens[i] = (int)(r % 2 == 0 ? r / 2 % 3 : r / 2 % (uint32_t)V);    // half of them common: split buckets
+        // Half of them common: split buckets
+        tokens[i] = (int)(r % 2 == 0 ? r / 2 % 3 : r / 2 % (uint32_t)V);
     }
     return tokens;
 }
@@ -867,7 +934,8 @@ static void test_encoder(int B, int T, int C, int V, int maxT) {
     const std::vector<int> tokens = random_tokens(B * T, V, 1);
     {
         Case k(format("encoder_forward B=%d T=%d C=%d", B, T, C));
-        std::vector<double> wte = k.random((size_t)V * C), wpe = k.random((size_t)maxT * C), want((size_t)B * T * C);
+        std::vector<double> wte = k.random((size_t)V * C), wpe = k.random((size_t)maxT * C),
+                            want((size_t)B * T * C);
         const int* d_tokens = k.bytes_of("tokens", tokens);
         const floatX *d_wte = k.tensor<floatX>("wte", wte), *d_wpe = k.tensor<floatX>("wpe", wpe);
         floatX* out = k.poisoned<floatX>("out", want.size());
@@ -878,7 +946,8 @@ static void test_encoder(int B, int T, int C, int V, int maxT) {
     for (Accumulate acc : kBothAccumulate) {
         for (bool bf16 : {false, true}) {
             Case k(format("encoder_backward B=%d T=%d C=%d acc=%d bf16=%d", B, T, C, (int)acc, bf16));
-            std::vector<double> dwte = k.random((size_t)V * C), dwpe = k.random((size_t)maxT * C), dout = k.random((size_t)B * T * C);
+            std::vector<double> dwte = k.random((size_t)V * C), dwpe = k.random((size_t)maxT * C),
+                                dout = k.random((size_t)B * T * C);
             std::vector<int> order(B * T);
             std::vector<int4> segments(max_bucket_segments(B * T)), splits(max_bucket_splits(B * T) + 1);
             TokenBuckets host = {};
@@ -886,7 +955,8 @@ static void test_encoder(int B, int T, int C, int V, int maxT) {
             const floatX* d_dout = k.tensor<floatX>("dout", dout);
             // the first micro-step left zeros in the rows that have no position
             for (size_t i = (size_t)T * C; i < dwpe.size() && acc == Accumulate::Yes; i++) { dwpe[i] = 0.0; }
-            Grad g_wte = k.grad("dwte", dwte, Accumulate::Yes, false), g_wpe = k.grad("dwpe", dwpe, acc, bf16);
+            Grad g_wte = k.grad("dwte", dwte, Accumulate::Yes, false),
+                 g_wpe = k.grad("dwpe", dwpe, acc, bf16);
             float* scratch = k.poisoned<float>("scratch", encoder_backward_scratch_bytes(B, T, C) / 4 + 1);
             TokenBuckets device = host;
             device.order = k.bytes_of("order", order);
@@ -894,7 +964,8 @@ static void test_encoder(int B, int T, int C, int V, int maxT) {
             device.splits = k.bytes_of("splits", splits);
             k.run([&] { encoder_backward(g_wte, g_wpe, scratch, d_dout, device, B, T, maxT, C, 0); });
             std::vector<double> slots(encoder_backward_scratch_bytes(B, T, C) / 4 + 1);
-            encoder_backward_cpu<double>({dwte.data(), Accumulate::Yes}, {dwpe.data(), acc}, slots.data(), dout.data(), host, B, T, maxT, C, 0);
+            encoder_backward_cpu<double>({dwte.data(), Accumulate::Yes}, {dwpe.data(), acc}, slots.data(),
+                                         dout.data(), host, B, T, maxT, C, 0);
             k.expect("dwte", g_wte, dwte);
             k.expect("dwpe", g_wpe, dwpe);
         }
@@ -904,10 +975,12 @@ static void test_encoder(int B, int T, int C, int V, int maxT) {
 static void test_layernorm(int N, int C) {
     for (bool residual : {false, true}) {
         Case k(format("layernorm_forward N=%d C=%d residual=%d", N, C, residual));
-        std::vector<double> x1 = k.random((size_t)N * C, 1.0, 0.5), x2 = k.random((size_t)N * C), w = k.random(C, 0.3, 1.0), b = k.random(C);
+        std::vector<double> x1 = k.random((size_t)N * C, 1.0, 0.5), x2 = k.random((size_t)N * C),
+                            w = k.random(C, 0.3, 1.0), b = k.random(C);
         const floatX *d1 = k.tensor<floatX>("inp1", x1), *d2 = k.tensor<floatX>("inp2", x2);
         const floatX *dw = k.tensor<floatX>("weight", w), *db = k.tensor<floatX>("bias", b);
-        floatX *res = k.poisoned<floatX>("residual", (size_t)N * C), *out = k.poisoned<floatX>("out", (size_t)N * C);
+        floatX *res = k.poisoned<floatX>("residual", (size_t)N * C),
+               *out = k.poisoned<floatX>("out", (size_t)N * C);
         float *mean = k.poisoned<float>("mean", N), *rstd = k.poisoned<float>("rstd", N);
         std::vector<double> sum((size_t)N * C), y((size_t)N * C), m(N), r(N);
         if (residual) {
@@ -928,23 +1001,54 @@ static void test_layernorm(int N, int C) {
         for (bool bf16 : {false, true}) {
             for (bool colsum : {false, true}) {
                 if (C == 1) { continue; }
-                Case k(format("layernorm_backward N=%d C=%d acc=%d bf16=%d colsum=%d", N, C, (int)acc, bf16, colsum));
-                std::vector<double> dres = k.random((size_t)N * C), dout = k.random((size_t)N * C), x = k.random((size_t)N * C, 1.0, 0.5);
+                Case k(format("layernorm_backward N=%d C=%d acc=%d bf16=%d colsum=%d", N, C, (int)acc, bf16,
+                              colsum));
+                std::vector<double> dres = k.random((size_t)N * C), dout = k.random((size_t)N * C),
+                                    x = k.random((size_t)N * C, 1.0, 0.5);
                 std::vector<double> w = k.random(C, 0.3, 1.0), b(C), y((size_t)N * C), m(N), r(N);
                 std::vector<double> dweight = k.random(C), dbias = k.random(C), dcol = k.random(C);
-                floatX* d_res = acc == Accumulate::Yes ? k.tensor<floatX>("dresidual", dres) : k.poisoned<floatX>("dresidual", dres.size());
-                const floatX *d_dout = k.tensor<floatX>("dout", dout), *d_x = k.tensor<floatX>("inp", x), *d_w = k.tensor<floatX>("weight", w);
-                layernorm_forward_cpu<double>(y.data(), m.data(), r.data(), x.data(), w.data(), b.data(), N, C, 0);
+                floatX* d_res = acc == Accumulate::Yes ? k.tensor<floatX>("dresidual", dres)
+                                                       : k.poisoned<floatX>("dresidual", dres.size());
+                const floatX *d_dout = k.tensor<floatX>("dout", dout), *d_x = k.tensor<floatX>("inp", x),
+                             *d_w = k.tensor<floatX>("weight", w);
+                layernorm_forward_cpu<double>(y.data(), m.data(), r.data(), x.data(), w.data(), b.data(), N,
+                                              C, 0);
                 const float *d_m = k.tensor<float>("mean", m), *d_r = k.tensor<float>("rstd", r);
-                Grad gw = k.grad("dweight", dweight, acc, bf16), gb = k.grad("dbias", dbias, acc, bf16), gc = k.grad("dcolsum", dcol, acc, bf16);
+                Grad gw = k.grad("dweight", dweight, acc, bf16), gb = k.grad("dbias", dbias, acc, bf16),
+                     gc = k.grad("dcolsum", dcol, acc, bf16);
                 if (!colsum) { gc.data = nullptr; }
                 float* scratch = k.poisoned<float>("scratch", layernorm_backward_scratch_bytes(N, C) / 4);
-                k.run([&] { layernorm_backward({.dresidual = d_res, .dweight = gw, .dbias = gb, .dcolsum = gc, .scratch = scratch,
-                    .dresidual_acc = acc, .dout = d_dout, .inp = d_x, .weight = d_w, .mean = d_m, .rstd = d_r, .N = N, .C = C}, 0); });
+                k.run([&] {
+                    layernorm_backward({.dresidual = d_res,
+                                        .dweight = gw,
+                                        .dbias = gb,
+                                        .dcolsum = gc,
+                                        .scratch = scratch,
+                                        .dresidual_acc = acc,
+                                        .dout = d_dout,
+                                        .inp = d_x,
+                                        .weight = d_w,
+                                        .mean = d_m,
+                                        .rstd = d_r,
+                                        .N = N,
+                                        .C = C},
+                                       0);
+                });
                 std::vector<double> before = dcol;
-                layernorm_backward_cpu<double>({.dresidual = dres.data(), .dweight = {dweight.data(), acc}, .dbias = {dbias.data(), acc},
-                    .dcolsum = {nullptr, acc}, .scratch = nullptr, .dresidual_acc = acc, .dout = dout.data(), .inp = x.data(),
-                    .weight = w.data(), .mean = m.data(), .rstd = r.data(), .N = N, .C = C}, 0);
+                layernorm_backward_cpu<double>({.dresidual = dres.data(),
+                                                .dweight = {dweight.data(), acc},
+                                                .dbias = {dbias.data(), acc},
+                                                .dcolsum = {nullptr, acc},
+                                                .scratch = nullptr,
+                                                .dresidual_acc = acc,
+                                                .dout = dout.data(),
+                                                .inp = x.data(),
+                                                .weight = w.data(),
+                                                .mean = m.data(),
+                                                .rstd = r.data(),
+                                                .N = N,
+                                                .C = C},
+                                               0);
                 k.expect("dresidual", d_res, dres);
                 k.expect("dweight", gw, dweight);
                 k.expect("dbias", gb, dbias);
@@ -961,35 +1065,74 @@ static void test_layernorm(int N, int C) {
 static void test_matmul(int N, int C, int OC) {
     for (int mode = 0; mode < 4; mode++) {              // plain; bias; bias + residual; bias + fused GELU
         Case k(format("matmul_forward N=%d C=%d OC=%d mode=%d", N, C, OC, mode));
-        std::vector<double> x = k.random((size_t)N * C), w = k.random((size_t)OC * C, 1.0 / sqrt((double)C)), b = k.random(OC);
+        std::vector<double> x = k.random((size_t)N * C), w = k.random((size_t)OC * C, 1.0 / sqrt((double)C)),
+                            b = k.random(OC);
         std::vector<double> res = k.random((size_t)N * OC), y((size_t)N * OC), pre((size_t)N * OC);
-        const floatX *dx = k.tensor<floatX>("inp", x), *dw = k.tensor<floatX>("weight", w), *db = k.tensor<floatX>("bias", b);
+        const floatX *dx = k.tensor<floatX>("inp", x), *dw = k.tensor<floatX>("weight", w),
+                     *db = k.tensor<floatX>("bias", b);
         const floatX* dres = k.tensor<floatX>("residual", res);
         floatX *out = k.poisoned<floatX>("out", y.size()), *d_pre = k.poisoned<floatX>("pre_gelu", y.size());
         if (mode == 3 && (!kLowPrecision || OC % 8 != 0)) { continue; }    // what -ge 1 can be given
-        k.run([&] { matmul_forward({.out = out, .inp = dx, .weight = dw, .bias = mode >= 1 ? db : nullptr,
-            .residual = mode == 2 ? dres : nullptr, .pre_gelu = mode == 3 ? d_pre : nullptr, .N = N, .C = C, .OC = OC}, 0); });
-        matmul_forward_cpu<double>({.out = y.data(), .inp = x.data(), .weight = w.data(), .bias = mode >= 1 ? b.data() : nullptr,
-            .residual = mode == 2 ? res.data() : nullptr, .pre_gelu = mode == 3 ? pre.data() : nullptr, .N = N, .C = C, .OC = OC}, 0);
+        k.run([&] {
+            matmul_forward({.out = out,
+                            .inp = dx,
+                            .weight = dw,
+                            .bias = mode >= 1 ? db : nullptr,
+                            .residual = mode == 2 ? dres : nullptr,
+                            .pre_gelu = mode == 3 ? d_pre : nullptr,
+                            .N = N,
+                            .C = C,
+                            .OC = OC},
+                           0);
+        });
+        matmul_forward_cpu<double>({.out = y.data(),
+                                    .inp = x.data(),
+                                    .weight = w.data(),
+                                    .bias = mode >= 1 ? b.data() : nullptr,
+                                    .residual = mode == 2 ? res.data() : nullptr,
+                                    .pre_gelu = mode == 3 ? pre.data() : nullptr,
+                                    .N = N,
+                                    .C = C,
+                                    .OC = OC},
+                                   0);
         k.expect("out", out, y, mode == 3 ? 1e-3 : 5e-6);       // the fused GELU uses a hardware tanh
         if (mode == 3) { k.expect("pre_gelu", d_pre, pre, 5e-6); }
     }
     for (bool gelu : {false, true}) {
         if (gelu && (!kLowPrecision || C % 8 != 0)) { continue; }
         Case k(format("matmul_backward_input N=%d C=%d OC=%d gelu=%d", N, C, OC, gelu));
-        std::vector<double> dy = k.random((size_t)N * OC), w = k.random((size_t)OC * C, 1.0 / sqrt((double)OC)), pre = k.random((size_t)N * C);
+        std::vector<double> dy = k.random((size_t)N * OC),
+                            w = k.random((size_t)OC * C, 1.0 / sqrt((double)OC)),
+                            pre = k.random((size_t)N * C);
         std::vector<double> dx((size_t)N * C);
-        const floatX *d_dy = k.tensor<floatX>("dout", dy), *d_w = k.tensor<floatX>("weight", w), *d_pre = k.tensor<floatX>("pre_gelu", pre);
+        const floatX *d_dy = k.tensor<floatX>("dout", dy), *d_w = k.tensor<floatX>("weight", w),
+                     *d_pre = k.tensor<floatX>("pre_gelu", pre);
         floatX* d_dx = k.poisoned<floatX>("dinp", dx.size());
-        k.run([&] { matmul_backward_input({.dinp = d_dx, .dout = d_dy, .weight = d_w, .pre_gelu = gelu ? d_pre : nullptr, .N = N, .C = C, .OC = OC}, 0); });
-        matmul_backward_input_cpu<double>({.dinp = dx.data(), .dout = dy.data(), .weight = w.data(), .pre_gelu = gelu ? pre.data() : nullptr,
-            .N = N, .C = C, .OC = OC}, 0);
+        k.run([&] {
+            matmul_backward_input({.dinp = d_dx,
+                                   .dout = d_dy,
+                                   .weight = d_w,
+                                   .pre_gelu = gelu ? d_pre : nullptr,
+                                   .N = N,
+                                   .C = C,
+                                   .OC = OC},
+                                  0);
+        });
+        matmul_backward_input_cpu<double>({.dinp = dx.data(),
+                                           .dout = dy.data(),
+                                           .weight = w.data(),
+                                           .pre_gelu = gelu ? pre.data() : nullptr,
+                                           .N = N,
+                                           .C = C,
+                                           .OC = OC},
+                                          0);
         k.expect("dinp", d_dx, dx, gelu ? 1e-3 : 5e-6);
     }
     for (Accumulate acc : kBothAccumulate) {
         for (bool bf16 : {false, true}) {
             Case k(format("matmul_backward_weight N=%d C=%d OC=%d acc=%d bf16=%d", N, C, OC, (int)acc, bf16));
-            std::vector<double> dy = k.random((size_t)N * OC), x = k.random((size_t)N * C), dw = k.random((size_t)OC * C, sqrt((double)N));
+            std::vector<double> dy = k.random((size_t)N * OC), x = k.random((size_t)N * C),
+                                dw = k.random((size_t)OC * C, sqrt((double)N));
             const floatX *d_dy = k.tensor<floatX>("dout", dy), *d_x = k.tensor<floatX>("inp", x);
             Grad g = k.grad("dweight", dw, acc, bf16);
             float* scratch = k.poisoned<float>("scratch", (size_t)OC * C);
@@ -1041,8 +1184,8 @@ static void test_grad_accumulate(size_t n) {
         square += error * error / (double)n;
     }
     CHECK(fabs(mean) <= 4 * rms / root, "%s: the mean error is %g gaps", k.title.c_str(), mean);
-    CHECK(fabs(sqrt(square) / rms - 1.0) <= (n >= 100000 ? 0.03 : 0.3), "%s: rms error of %g gaps, expected %g",
-          k.title.c_str(), sqrt(square), rms);
+    CHECK(fabs(sqrt(square) / rms - 1.0) <= (n >= 100000 ? 0.03 : 0.3),
+          "%s: rms error of %g gaps, expected %g", k.title.c_str(), sqrt(square), rms);
     g.acc = Accumulate::Yes;
     for (int micro = 0; micro < 256; micro++) {
         g.key.micro++;
@@ -1052,7 +1195,8 @@ static void test_grad_accumulate(size_t n) {
     const std::vector<double> sums = k.values_of(g);
     for (size_t i = 0; i < n; i++) { moved += (sums[i] - x[i]) / gaps[i] / (double)n; }
     // 257 errors of gap/sqrt(12) make 4.6 gaps in each value, somewhat more where the gap has doubled
-    CHECK(fabs(moved - 2.56) <= 4 * 6.0 / root, "%s: moved by %g gaps, expected 2.56", k.title.c_str(), moved);
+    CHECK(fabs(moved - 2.56) <= 4 * 6.0 / root, "%s: moved by %g gaps, expected 2.56", k.title.c_str(),
+          moved);
 }
 
 static void test_gelu(int N, int OC) {
@@ -1068,7 +1212,8 @@ static void test_gelu(int N, int OC) {
     for (Accumulate acc : kBothAccumulate) {
         for (bool bf16 : {false, true}) {
             Case k(format("gelu_backward N=%d OC=%d acc=%d bf16=%d", N, OC, (int)acc, bf16));
-            std::vector<double> x = k.random((size_t)N * OC, 2.0), d = k.random(x.size()), db = k.random(OC), before = db;
+            std::vector<double> x = k.random((size_t)N * OC, 2.0), d = k.random(x.size()), db = k.random(OC),
+                                before = db;
             const floatX* dx = k.tensor<floatX>("inp", x);
             floatX* dd = k.tensor<floatX>("d_inplace", d);
             Grad g = k.grad("dbias", before, acc, bf16);
@@ -1083,10 +1228,10 @@ static void test_gelu(int N, int OC) {
     }
 }
 
-// Attention as 16-bit tensor cores must do it: exact products and sums, P, dS and O rounded where they become operands.
-// In fp32 builds it rounds to fp32 and so says what that type can do.
-static void attention_plain(double* out /*(B,T,NH,HS)*/, double* dqkv /*(B,T,3,NH,HS)*/, const double* qkv, const double* dout,
-                            int B, int T, int NH, int HS) {
+// Attention as 16-bit tensor cores must do it: exact products and sums, P, dS and O rounded where they become
+// operands. In fp32 builds it rounds to fp32 and so says what that type can do.
+static void attention_plain(double* out /*(B,T,NH,HS)*/, double* dqkv /*(B,T,3,NH,HS)*/, const double* qkv,
+                            const double* dout, int B, int T, int NH, int HS) {
     const double scale = 1.0 / sqrt((double)HS);
     const size_t C = (size_t)NH * HS;
     #pragma omp parallel for
@@ -1141,13 +1286,15 @@ static void test_attention(int B, int T, int NH, int HS) {
     std::vector<double> qkv = k.random(3 * n), dout = k.random(n), out(n), lse(rows), dqkv(3 * n), D(rows);
     const floatX *d_qkv = k.tensor<floatX>("qkv", qkv), *d_dout = k.tensor<floatX>("dout", dout);
     floatX *d_out = k.poisoned<floatX>("out", n), *d_dqkv = k.poisoned<floatX>("dqkv", 3 * n);
-    float *d_lse = k.poisoned<float>("lse", rows), *scratch = k.poisoned<float>("scratch", attention_backward_scratch_bytes(B, T, NH) / 4);
+    float *d_lse = k.poisoned<float>("lse", rows),
+          *scratch = k.poisoned<float>("scratch", attention_backward_scratch_bytes(B, T, NH) / 4);
     k.run([&] {
         attention_forward(d_out, d_lse, d_qkv, B, T, NH, HS, 0);
         attention_backward(d_dqkv, scratch, d_dout, d_out, d_qkv, d_lse, B, T, NH, HS, 0);
     });
     attention_forward_cpu<double>(out.data(), lse.data(), qkv.data(), B, T, NH, HS, 0);
-    attention_backward_cpu<double>(dqkv.data(), D.data(), dout.data(), out.data(), qkv.data(), lse.data(), B, T, NH, HS, 0);
+    attention_backward_cpu<double>(dqkv.data(), D.data(), dout.data(), out.data(), qkv.data(), lse.data(), B,
+                                   T, NH, HS, 0);
     std::vector<double> plain_out(n), plain_dqkv(3 * n);
     attention_plain(plain_out.data(), plain_dqkv.data(), qkv.data(), dout.data(), B, T, NH, HS);
     k.expect_as_good_as("out", d_out, out, plain_out, 5e-6);
@@ -1168,14 +1315,16 @@ static void test_classifier(int N, int V, int Vp) {
         const int* d_targets = k.bytes_of("targets", targets);
         k.run([&] { classifier(d_logits, d_losses, d_targets, 1.0f / 64, d_scale, N, V, Vp, mode, 0); });
         const float host_scale = 16.0f;
-        classifier_cpu<double>(logits.data(), losses.data(), targets.data(), 1.0f / 64, &host_scale, N, V, Vp, mode, 0);
+        classifier_cpu<double>(logits.data(), losses.data(), targets.data(), 1.0f / 64, &host_scale, N, V, Vp,
+                               mode, 0);
         k.expect("losses", d_losses, losses, 3e-6);
         k.expect("logits", d_logits, logits, mode == ClassifierMode::LossOnly ? 1e-12 : 3e-6);
         for (Accumulate acc : kBothAccumulate) {
             Case k2(format("loss_sum N=%d", N));
             std::vector<double> mean = {3.0};
             const float* in = k2.tensor<float>("losses", losses);
-            float* d_mean = acc == Accumulate::Yes ? k2.tensor<float>("mean", mean) : k2.poisoned<float>("mean", 1);
+            float* d_mean =
+                acc == Accumulate::Yes ? k2.tensor<float>("mean", mean) : k2.poisoned<float>("mean", 1);
             k2.run([&] { loss_sum(d_mean, in, 1.0f / (float)N, acc, N, 0); });
             loss_sum_cpu<double>(mean.data(), losses.data(), 1.0f / (float)N, acc, N, 0);
             k2.expect("mean", d_mean, mean);
@@ -1218,27 +1367,68 @@ static void test_update(size_t n) {
             if (!use_master) { master = p; }
             float *dm = k.tensor<float>("m", m), *dv = k.tensor<float>("v", v);
             UpdateState* d_state = k.bytes_of("state", std::vector<UpdateState>{state});
-            const std::vector<ParamSegment> segments = {{0, part, 0.1f, bf16, 0}, {part, n, 0.0f, false, part * (bf16 ? 2 : 4)}};
+            const std::vector<ParamSegment> segments = {{0, part, 0.1f, bf16, 0},
+                                                        {part, n, 0.0f, false, part * (bf16 ? 2 : 4)}};
             const ParamSegment* d_segments = k.bytes_of("segments", segments);
             float* scratch = k.poisoned<float>("scratch", global_norm_scratch_bytes(n) / 4 + 1);
             const RoundKey key = {1, 2, 0, kRoundParams};
             k.run([&] {
-                global_norm({.state = d_state, .scratch = scratch, .grads = dg, .grads_bf16 = bf16, .grad_key = grad_key,
-                             .segments = d_segments, .num_segments = 2, .n = n, .max_norm = 1.0f, .policy = policy}, 0);
-                adamw_update({.params = dp, .master = d_master, .m = dm, .v = dv, .grads = dg, .grads_bf16 = bf16, .state = d_state,
-                              .segments = d_segments, .num_segments = 2, .n = n, .lr = 0.01f, .beta1 = 0.9f, .beta2 = 0.95f,
-                              .eps = 1e-8f, .key = key, .grad_key = grad_key}, 0);
+                global_norm({.state = d_state,
+                             .scratch = scratch,
+                             .grads = dg,
+                             .grads_bf16 = bf16,
+                             .grad_key = grad_key,
+                             .segments = d_segments,
+                             .num_segments = 2,
+                             .n = n,
+                             .max_norm = 1.0f,
+                             .policy = policy},
+                            0);
+                adamw_update({.params = dp,
+                              .master = d_master,
+                              .m = dm,
+                              .v = dv,
+                              .grads = dg,
+                              .grads_bf16 = bf16,
+                              .state = d_state,
+                              .segments = d_segments,
+                              .num_segments = 2,
+                              .n = n,
+                              .lr = 0.01f,
+                              .beta1 = 0.9f,
+                              .beta2 = 0.95f,
+                              .eps = 1e-8f,
+                              .key = key,
+                              .grad_key = grad_key},
+                             0);
             });
             global_norm_cpu<double>(&state, nullptr, g.data(), false, n, 1.0f, policy, 0);
-            adamw_update_cpu<double>({.params = p.data(), .master = master.data(), .m = m.data(), .v = v.data(), .grads = g.data(),
-                .grads_bf16 = false, .state = &state, .segments = segments.data(), .num_segments = 2, .n = n, .lr = 0.01f,
-                .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .key = key, .grad_key = grad_key}, 0);
+            adamw_update_cpu<double>({.params = p.data(),
+                                      .master = master.data(),
+                                      .m = m.data(),
+                                      .v = v.data(),
+                                      .grads = g.data(),
+                                      .grads_bf16 = false,
+                                      .state = &state,
+                                      .segments = segments.data(),
+                                      .num_segments = 2,
+                                      .n = n,
+                                      .lr = 0.01f,
+                                      .beta1 = 0.9f,
+                                      .beta2 = 0.95f,
+                                      .eps = 1e-8f,
+                                      .key = key,
+                                      .grad_key = grad_key},
+                                     0);
             UpdateState got;
             cudaCheck(cudaMemcpy(&got, d_state, sizeof(got), cudaMemcpyDeviceToHost));
-            CHECK(fabs(got.norm / state.norm - 1) <= 1e-5 && fabs(got.grad_scale / state.grad_scale - 1) <= 1e-5 && got.t == state.t &&
-                  got.skip == 0 && got.loss_scale == state.loss_scale && got.good_steps == state.good_steps,
-                  "%s: norm %g grad_scale %g t %lld loss_scale %g, expected %g %g %lld %g", k.title.c_str(), got.norm,
-                  got.grad_scale, got.t, got.loss_scale, state.norm, state.grad_scale, state.t, state.loss_scale);
+            CHECK(fabs(got.norm / state.norm - 1) <= 1e-5 &&
+                      fabs(got.grad_scale / state.grad_scale - 1) <= 1e-5 && got.t == state.t &&
+                      got.skip == 0 && got.loss_scale == state.loss_scale &&
+                      got.good_steps == state.good_steps,
+                  "%s: norm %g grad_scale %g t %lld loss_scale %g, expected %g %g %lld %g", k.title.c_str(),
+                  got.norm, got.grad_scale, got.t, got.loss_scale, state.norm, state.grad_scale, state.t,
+                  state.loss_scale);
             k.expect("m", dm, m, 1e-5);
             k.expect("v", dv, v, 1e-5);
             if (use_master) { k.expect("master", d_master, master, 1e-5); }
@@ -1335,8 +1525,12 @@ int main(int argc, char** argv) {
 #endif
         if (arg == "--break" && more) { break_name = argv[++i]; }
         else if (arg == "--reference" && more) { references.push_back(argv[++i]); }
-        else if (arg == "kernels" || arg == "model" || arg == "invariance") { modes.push_back(arg); }
-        else { die("'%s' is not an argument of this test\nhint: kernels, model, invariance, --reference PREFIX, --break NAME, --list", argv[i]); }
+        else if (arg == "kernels" || arg == "model" || arg == "invariance") { modes.push_back(arg);
+        } else {
+            die("'%s' is not an argument of this test\nhint: kernels, model, invariance, --reference PREFIX, "
+                "--break NAME, --list",
+                argv[i]);
+        }
     }
     bool known = break_name == nullptr;
     for (const char* name : kOutputNames) { known = known || strcmp(name, break_name) == 0; }

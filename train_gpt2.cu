@@ -4,8 +4,8 @@ accumulation, checkpoints, the training loop.
 
 Two builds of this file:
     make train_gpt2cu      nvcc, the CUDA program (PRECISION=BF16|FP16|FP32)
-    make train_gpt2cpu     g++ -DGPT2_CPU, the same program in plain loops: llmc/cpu_ops.h is the specification
-                           of every kernel here, and what runs where there is no GPU
+    make train_gpt2cpu     g++ -DGPT2_CPU, the same program in plain loops: llmc/cpu_ops.h specifies every
+                           kernel here, and is what runs where there is no GPU
 Run:
     ./train_gpt2cu -e d12 -b 64 -t 1024 -z 524288 -i 'shards/train_*.bin' -j 'shards/val_*.bin' -o runs/d12
     ./train_gpt2cu --help
@@ -17,7 +17,8 @@ Sections (search for "// == "), in the order in which data flows:
 Section 6: 6.1 encoder  6.2 layernorm  6.3 matmul  6.4 attention  6.5 gelu  6.6 classifier  6.7 loss
      6.8 global norm  6.9 adamw
 Letters, everywhere: B batch rows, T tokens a row, C channels, NH heads, HS head size, V vocabulary, Vp padded
-vocabulary, L layers, OC output channels, N = B*T rows of a matrix. Index = lower-case letter: b t c nh l, bt = b*T+t.
+vocabulary, L layers, OC output channels, N = B*T rows of a matrix. Index = lower-case letter: b t c nh l; bt
+is b*T+t.
 */
 
 // == 1 includes ==
@@ -27,7 +28,6 @@ vocabulary, L layers, OC output channels, N = B*T rows of a matrix. Index = lowe
 #include <stdint.h>     // gives: int64_t
 #include <stdio.h>      // gives: printf
 #include <string.h>     // gives: strcmp
-#include <time.h>       // gives: clock_gettime
 
 #include <string>       // gives: std::string
 #include <vector>       // gives: std::vector
@@ -44,7 +44,8 @@ vocabulary, L layers, OC output channels, N = B*T rows of a matrix. Index = lowe
 #include "llmc/logger.h"        // gives: Logger
 
 // == 2 types and limits ==
-// floatX is the type of weights and activations. Statistics, losses, norms and optimizer state are fp32 in every build.
+// floatX is the type of weights and activations. Statistics, losses, norms and optimizer state are fp32 in
+// every build.
 #if defined(GPT2_CPU)
 typedef float floatX;
 #define PRECISION_NAME "FP32"
@@ -70,16 +71,19 @@ constexpr bool kFp16 = true;
 #else
 constexpr bool kFp16 = false;
 #endif
-constexpr float kMaxLossScale = 65536.0f;               // FP16: where dynamic loss scaling starts and may return to
-constexpr size_t kAlign = 256;                          // bytes: the start of each tensor and of each layer's view
-constexpr int kMaxSkipsInARow = 20;                     // updates skipped for a non-finite gradient before the run stops
+// FP16: where dynamic loss scaling starts and may return to
+constexpr float kMaxLossScale = 65536.0f;
+// Bytes: the start of each tensor and of each layer's view
+constexpr size_t kAlign = 256;
+// Updates skipped for a non-finite gradient before the run stops
+constexpr int kMaxSkipsInARow = 20;
 
 template <class Int> constexpr Int ceil_div(Int a, Int b) { return (a + b - 1) / b; }
 template <class Int> constexpr Int round_up(Int a, Int b) { return ceil_div(a, b) * b; }
 
 // == 3 shapes and tables ==
-// The model is two tables. Everything that walks over tensors (allocation, init, AdamW, norm, checkpoints, memory
-// report, tests) walks over these.
+// The model is two tables. Everything that walks over tensors (allocation, init, AdamW, norm, checkpoints,
+// memory report, tests) walks over these.
 struct Config {
     int maxT;           // longest sequence: rows of wpe
     int V, Vp;          // vocabulary; padded to a multiple of 128 so that the LM head's GEMM is aligned
@@ -175,26 +179,31 @@ struct ActSpec {
     size_t offset;      // bytes from the arena's start
 };
 
-// A product of sizes that must not wrap: a table row that asks for more than 2^62 elements is an error with its name.
+// A product of sizes that must not wrap: a table row that asks for more than 2^62 elements is an error with
+// its name.
 static size_t size_check(const char* name, double elements) {
-    if (!(elements < 4.6e18)) { die("tensor '%s' would have %.3g elements: too many\nhint: use a smaller model, -b or -t", name, elements); }
+    if (!(elements < 4.6e18)) {
+        die("tensor '%s' would have %.3g elements: too many\nhint: use a smaller model, -b or -t", name,
+            elements);
+    }
     return (size_t)elements;
 }
 
 static size_t param_specs(ParamSpec* specs, const Config& c) {      // returns the arena's size in elements
     const size_t V = c.V, Vp = c.Vp, L = c.L, C = c.C, maxT = c.maxT;
-    const size_t align = kAlign / 2;            // elements: 256 bytes of the narrowest type that uses these offsets
+    // Elements: 256 bytes of the narrowest type that uses these offsets
+    const size_t align = kAlign / 2;
     size_t offset = 0;
     int i = 0;
-#define X(name_, where_, rows_, cols_, init_, decay_, live_)                                                       \
-    {                                                                                                              \
-        ParamSpec s = {#name_, Init::init_, Decay::decay_, Where::where_ == Where::Block ? c.L : 1,                \
-                       rows_, cols_, live_, 0, 0, offset};                                                         \
-        size_check(#name_, (double)s.rows * (double)s.cols * s.copies);                                            \
-        s.elems = s.rows * s.cols;                                                                                 \
-        s.stride = round_up(s.elems, align);                                                                       \
-        offset += s.stride * s.copies;                                                                             \
-        specs[i++] = s;                                                                                            \
+#define X(name_, where_, rows_, cols_, init_, decay_, live_)                                                 \
+    {                                                                                                        \
+        ParamSpec s = {#name_, Init::init_, Decay::decay_, Where::where_ == Where::Block ? c.L : 1,          \
+                       rows_, cols_, live_, 0, 0, offset};                                                   \
+        size_check(#name_, (double)s.rows * (double)s.cols * s.copies);                                      \
+        s.elems = s.rows * s.cols;                                                                           \
+        s.stride = round_up(s.elems, align);                                                                 \
+        offset += s.stride * s.copies;                                                                       \
+        specs[i++] = s;                                                                                      \
     }
     GPT2_PARAMS(X)
 #undef X
@@ -208,15 +217,15 @@ static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recom
     auto SAVED = [recompute](int level) { return recompute < level; };
     size_t offset = 0;
     int i = 0;
-#define X(name_, type_, where_, kept_, elems_)                                                                     \
-    {                                                                                                              \
-        bool block = Where::where_ == Where::Block, kept = kept_;                                                  \
-        ActSpec s = {#name_, block && kept ? c.L : 1, elems_, sizeof(type_), 0, offset};                           \
-        size_t bytes = round_up(size_check(#name_, (double)s.elems) * s.elem_bytes, kAlign);                       \
-        s.stride = block && kept ? bytes / s.elem_bytes : 0;                                                       \
-        size_check(#name_, (double)bytes * s.copies);                                                              \
-        offset += bytes * s.copies;                                                                                \
-        specs[i++] = s;                                                                                            \
+#define X(name_, type_, where_, kept_, elems_)                                                               \
+    {                                                                                                        \
+        bool block = Where::where_ == Where::Block, kept = kept_;                                            \
+        ActSpec s = {#name_, block && kept ? c.L : 1, elems_, sizeof(type_), 0, offset};                     \
+        size_t bytes = round_up(size_check(#name_, (double)s.elems) * s.elem_bytes, kAlign);                 \
+        s.stride = block && kept ? bytes / s.elem_bytes : 0;                                                 \
+        size_check(#name_, (double)bytes * s.copies);                                                        \
+        offset += bytes * s.copies;                                                                          \
+        specs[i++] = s;                                                                                      \
     }
     GPT2_ACTS(X)
 #undef X
@@ -226,14 +235,18 @@ static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recom
 template <class Real> static ParamViews<Real> param_views(Real* base, const ParamSpec* specs, int l) {
     ParamViews<Real> views;
     Real** field = (Real**)&views;
-    for (int i = 0; i < NUM_PARAMS; i++) { field[i] = base + specs[i].offset + (specs[i].copies > 1 ? l : 0) * specs[i].stride; }
+    for (int i = 0; i < NUM_PARAMS; i++) {
+        field[i] = base + specs[i].offset + (specs[i].copies > 1 ? l : 0) * specs[i].stride;
+    }
     return views;
 }
 
 static Acts act_views(char* base, const ActSpec* specs, int l) {
     Acts views;
     void** field = (void**)&views;
-    for (int i = 0; i < NUM_ACTS; i++) { field[i] = base + specs[i].offset + l * specs[i].stride * specs[i].elem_bytes; }
+    for (int i = 0; i < NUM_ACTS; i++) {
+        field[i] = base + specs[i].offset + l * specs[i].stride * specs[i].elem_bytes;
+    }
     return views;
 }
 
@@ -274,7 +287,8 @@ struct NvtxRange {
 };
 
 struct DeviceInfo { std::string name; size_t memory_free, memory_total; };
-static int device_sm_count = 0;                 // set by device_init, read by launchers to size persistent grids
+// Set by device_init, read by launchers to size persistent grids
+static int device_sm_count = 0;
 
 static void device_prepare(char**) {}
 
@@ -289,7 +303,8 @@ static DeviceInfo device_init() {
     cudaDeviceProp prop;
     cudaCheck(cudaGetDeviceProperties(&prop, 0));
     if (prop.major < 8) {
-        die("%s has compute capability %d.%d; 8.0 or later is needed (A100, RTX 30, H100, ...)", prop.name, prop.major, prop.minor);
+        die("%s has compute capability %d.%d; 8.0 or later is needed (A100, RTX 30, H100, ...)", prop.name,
+            prop.major, prop.minor);
     }
     device_sm_count = prop.multiProcessorCount;
     DeviceInfo info;
@@ -302,7 +317,8 @@ static void* device_malloc(size_t bytes, const char* what) {
     void* p = nullptr;
     cudaError_t status = cudaMalloc(&p, bytes ? bytes : kAlign);
     if (status != cudaSuccess) {
-        die("cannot allocate %.2f GiB of GPU memory for %s: %s", bytes / 1073741824.0, what, cudaGetErrorString(status));
+        die("cannot allocate %.2f GiB of GPU memory for %s: %s", bytes / 1073741824.0, what,
+            cudaGetErrorString(status));
     }
     return p;
 }
@@ -310,11 +326,15 @@ static void device_free(void* p) { cudaCheck(cudaFree(p)); }
 static void* pinned_malloc(size_t bytes, const char* what) {
     void* p = nullptr;
     cudaError_t status = cudaMallocHost(&p, bytes ? bytes : kAlign);
-    if (status != cudaSuccess) { die("cannot pin %zu bytes of host memory for %s: %s", bytes, what, cudaGetErrorString(status)); }
+    if (status != cudaSuccess) {
+        die("cannot pin %zu bytes of host memory for %s: %s", bytes, what, cudaGetErrorString(status));
+    }
     return p;
 }
 static void pinned_free(void* p) { cudaCheck(cudaFreeHost(p)); }
-static void device_zero(void* p, size_t bytes, Stream stream) { cudaCheck(cudaMemsetAsync(p, 0, bytes, stream)); }
+static void device_zero(void* p, size_t bytes, Stream stream) {
+    cudaCheck(cudaMemsetAsync(p, 0, bytes, stream));
+}
 static void copy_to_device(void* device, const void* host, size_t bytes, Stream stream) {
     cudaCheck(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, stream));
 }
@@ -330,16 +350,22 @@ static void stream_destroy(Stream stream) { cudaCheck(cudaStreamDestroy(stream))
 static void stream_sync(Stream stream) { cudaCheck(cudaStreamSynchronize(stream)); }
 static Event event_create() {
     Event event;
-    cudaCheck(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    cudaCheck(cudaEventCreate(&event));
     return event;
 }
 static void event_destroy(Event event) { cudaCheck(cudaEventDestroy(event)); }
 static void event_record(Event event, Stream stream) { cudaCheck(cudaEventRecord(event, stream)); }
 static void event_wait(Event event) { cudaCheck(cudaEventSynchronize(event)); }
+static double event_ms(Event from, Event to) {      // both have been reached
+    float ms;
+    cudaCheck(cudaEventElapsedTime(&ms, from, to));
+    return ms;
+}
 
-// Where one gradient tensor goes: fp32, or bf16 rounded with dither (--grad-dtype). Element i of `data` draws the
-// bits of position `first` + i of the whole gradient, whoever computes it. Its readers need that draw again, so an
-// element is rounded once a micro-step, and an addition expects to find what the micro-step before stored.
+// Where one gradient tensor goes: fp32, or bf16 rounded with dither (--grad-dtype). Element i of `data` draws
+// the bits of position `first` + i of the whole gradient, whoever computes it. Its readers need that draw
+// again, so an element is rounded once a micro-step, and an addition expects to find what the micro-step
+// before stored.
 struct Grad {
     void* data;         // null: not wanted
     bool is_bf16;
@@ -368,8 +394,9 @@ static void break_output(const char* name, Grad grad, size_t count, Stream strea
 constexpr int kWarp = 32;
 constexpr float kLog2e = 1.4426950408889634f;
 
-// The unit in which kernels walk along a row: as many elements as make 16 bytes of floatX (8, or 4 in the FP32 build),
-// of any element type. Pack<float> beside 16-bit floatX is 32 bytes, moved as two 16-byte accesses.
+// The unit in which kernels walk along a row: as many elements as make 16 bytes of floatX (8, or 4 in the
+// FP32 build), of any element type. Pack<float> beside 16-bit floatX is 32 bytes, moved as two 16-byte
+// accesses.
 constexpr int kWidth = 16 / (int)sizeof(floatX);
 template <class T> struct alignas(sizeof(T) * kWidth < 16 ? sizeof(T) * kWidth : 16) Pack {
     static constexpr int size = kWidth;
@@ -390,9 +417,10 @@ template <Cache kCache, class Word> __device__ __forceinline__ void store_word(W
     else { *p = word; }
 }
 
-// The one pair of functions that owns the bounds check: elements [i, i + kWidth) of a row or array of n elements. What
-// lies beyond n reads as zero and is not written. kVector promises that n and i are multiples of kWidth and that p is
-// 16-byte aligned (all tensors are: kAlign); without it elements move one by one, for rows such as C = 7.
+// The one pair of functions that owns the bounds check: elements [i, i + kWidth) of a row or array of n
+// elements. What lies beyond n reads as zero and is not written. kVector promises that n and i are multiples
+// of kWidth and that p is 16-byte aligned (all tensors are: kAlign); without it elements move one by one, for
+// rows such as C = 7.
 template <bool kVector, Cache kCache = Cache::Default, class T, class Index>
 __device__ __forceinline__ Pack<T> load(const T* p, Index i, Index n) {
     Pack<T> pack;
@@ -435,8 +463,10 @@ __device__ __forceinline__ void store(T* p, Index i, Index n, const Pack<T>& pac
     }
 }
 
-__device__ __forceinline__ x128 as_pack(uint4 word) {       // arrays of words stay packed in registers: the compiler gives
-    x128 pack;                                              // each element of an array of 16-bit values a register
+// Arrays of words stay packed in registers: the compiler gives
+__device__ __forceinline__ x128 as_pack(uint4 word) {
+    // Each element of an array of 16-bit values a register
+    x128 pack;
     memcpy(&pack, &word, sizeof(pack));
     return pack;
 }
@@ -457,7 +487,8 @@ __device__ __forceinline__ Floats load_floats(const T* p, Index i, Index n) {
     return to_floats(load<kVector, kCache>(p, i, n));
 }
 
-static inline bool is_vector(size_t n) { return n % kWidth == 0; }     // may kVector be promised for rows of n elements?
+// May kVector be promised for rows of n elements?
+static inline bool is_vector(size_t n) { return n % kWidth == 0; }
 
 // Calls f with is_vector(n) as a type, to choose a template argument: f(true_type) or f(false_type).
 template <class F> static inline void with_vector(size_t n, F f) {
@@ -482,10 +513,11 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
-// kCount sums at once: each step halves the values a lane carries, so 8 sums take 9 shuffles instead of 40. The lane
-// returns the sum of value number lane / (32 / kCount).
+// kCount sums at once: each step halves the values a lane carries, so 8 sums take 9 shuffles instead of 40.
+// The lane returns the sum of value number lane / (32 / kCount).
 template <int kCount> __device__ __forceinline__ float warp_sums(float (&x)[kCount]) {
-    static_assert(kCount >= 1 && kCount <= kWarp && (kCount & (kCount - 1)) == 0, "halved until one value is left");
+    static_assert(kCount >= 1 && kCount <= kWarp && (kCount & (kCount - 1)) == 0,
+                  "halved until one value is left");
     const int lane = threadIdx.x % kWarp;
     int mask = kWarp / 2;
 #pragma unroll
@@ -503,7 +535,8 @@ template <int kCount> __device__ __forceinline__ float warp_sums(float (&x)[kCou
     return x[0];
 }
 
-// Over a block of whole warps in one dimension; every thread gets the result. `shared` has one element a warp.
+// Over a block of whole warps in one dimension; every thread gets the result. `shared` has one element a
+// warp.
 template <class T> __device__ __forceinline__ T block_sum(T x, T* shared /*(32)*/) {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     x = warp_sum(x);
@@ -522,8 +555,8 @@ __device__ __forceinline__ float exp2_fast(float x) {       // 2 ulp (PTX ex2.ap
     return y;
 }
 
-// GELU, tanh form: x/2 (1 + tanh(u)), u = sqrt(2/pi) (x + 0.044715 x^3). Written as x sigmoid(2u): no cancellation for
-// negative x, where 1 + tanh(u) would lose all digits of a fast tanh.
+// GELU, tanh form: x/2 (1 + tanh(u)), u = sqrt(2/pi) (x + 0.044715 x^3). Written as x sigmoid(2u): no
+// cancellation for negative x, where 1 + tanh(u) would lose all digits of a fast tanh.
 constexpr float kGeluScale = 0.7978845608028654f, kGeluCubic = 0.044715f;
 __device__ __forceinline__ float gelu_sigmoid(float x) {
     float u = kGeluScale * x * fmaf(kGeluCubic * x, x, 1.0f);
@@ -542,8 +575,8 @@ __device__ __forceinline__ void store_stochastic(__nv_bfloat16* p, float x, uint
 }
 __device__ __forceinline__ void store_stochastic(float* p, float x, uint32_t) { *p = x; }
 #ifdef ENABLE_FP16
-// Between the two neighbours of x: the one towards zero, and the next away from it with probability (distance from
-// the first) / gap. Beyond the largest half (65504) there is no next one.
+// Between the two neighbours of x: the one towards zero, and the next away from it with probability (distance
+// from the first) / gap. Beyond the largest half (65504) there is no next one.
 __device__ __forceinline__ void store_stochastic(half* p, float x, uint32_t bits16) {
     half low = __float2half_rz(x);
     half high = __ushort_as_half((unsigned short)(__half_as_ushort(low) + 1));
@@ -571,10 +604,11 @@ __device__ __forceinline__ RoundKey previous_micro_step(RoundKey key) {
     return key;
 }
 
-// Elements [i, i + kWidth) of n; `first` is the position of element 0, `key` that of the micro-step that stored them.
+// Elements [i, i + kWidth) of n; `first` is the position of element 0, `key` that of the micro-step that
+// stored them.
 template <Cache kCache = Cache::Default>
-__device__ __forceinline__ Floats load_dithered(const __nv_bfloat16* p, size_t i, size_t n, const RoundKey& key,
-                                                size_t first) {
+__device__ __forceinline__ Floats load_dithered(const __nv_bfloat16* p, size_t i, size_t n,
+                                                const RoundKey& key, size_t first) {
     const Pack<__nv_bfloat16> pack = load<true, kCache>(p, i, n);
     const Draws draws = round_draws(key, first + i);
     Floats f;
@@ -600,7 +634,8 @@ __device__ __forceinline__ void grad_store(const Grad& grad, size_t i, float val
 }
 
 // Elements [i, i + kWidth), those below `end`. kVector promises that `first` is a multiple of kWidth as well.
-template <bool kVector> __device__ __forceinline__ void grad_store(const Grad& grad, size_t i, size_t end, Floats value) {
+template <bool kVector>
+__device__ __forceinline__ void grad_store(const Grad& grad, size_t i, size_t end, Floats value) {
     const bool add = grad.acc == Accumulate::Yes;
     if constexpr (!kVector) {
 #pragma unroll
@@ -634,13 +669,17 @@ __device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
     uint32_t address = (uint32_t)__cvta_generic_to_shared(shared);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
 }
-__device__ __forceinline__ void cp_async_16_or_zero(void* shared, const void* global, bool live) {  // zeros if not live
+// Zeros if not live
+__device__ __forceinline__ void cp_async_16_or_zero(void* shared, const void* global, bool live) {
     uint32_t address = (uint32_t)__cvta_generic_to_shared(shared);
-    const int bytes = live ? 16 : 0;                        // read from `global`; the rest of the 16 is filled with zeros
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(bytes) : "memory");
+    // Read from `global`; the rest of the 16 is filled with zeros
+    const int bytes = live ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(bytes)
+                 : "memory");
 }
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending> __device__ __forceinline__ void cp_async_wait() {       // all but the last kPending groups
+// All but the last kPending groups
+template <int kPending> __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
@@ -648,13 +687,14 @@ template <int kPending> __device__ __forceinline__ void cp_async_wait() {       
 
 // == 6.1 encoder ==
 // out[b,t,:] = wte[token[b,t],:] + wpe[t,:]
-// Backward: dwte[token,:] += sum of dout[bt,:] over the token's positions bt, in the order of the sorted list;
-// dwpe[t,:] (+)= sum over b of dout[b,t,:], in order. Partial sums of long buckets go through scratch (slots,C).
+// Backward: dwte[token,:] += sum of dout[bt,:] over the token's positions bt, in the order of the sorted
+// list; dwpe[t,:] (+)= sum over b of dout[b,t,:], in order. Partial sums of long buckets go through scratch
+// (slots,C).
 constexpr int kEncoderThreads = 128;
 
 template <bool kVector>
-__global__ void encoder_forward_kernel(floatX* out, const int* tokens, const floatX* wte, const floatX* wpe, int N, int T,
-                                       int C) {
+__global__ void encoder_forward_kernel(floatX* out, const int* tokens, const floatX* wte, const floatX* wpe,
+                                       int N, int T, int C) {
     const int bt = blockIdx.x * blockDim.y + threadIdx.y;
     if (bt >= N) { return; }
     floatX* out_bt = out + (size_t)bt * C;
@@ -668,8 +708,8 @@ __global__ void encoder_forward_kernel(floatX* out, const int* tokens, const flo
     }
 }
 
-// Sum of `count` rows of (.,C) from column c on, one after the other; row_of(i) says which row comes i-th. Several loads
-// are in flight before the first add.
+// Sum of `count` rows of (.,C) from column c on, one after the other; row_of(i) says which row comes i-th.
+// Several loads are in flight before the first add.
 template <bool kVector, class T, class RowOf>
 __device__ __forceinline__ Floats sum_rows(const T* rows, int count, int c, int C, RowOf row_of) {
     constexpr int kUnroll = 8;
@@ -692,15 +732,18 @@ __device__ __forceinline__ Floats sum_rows(const T* rows, int count, int c, int 
 }
 
 template <bool kVector>
-__global__ void encoder_backward_wte_kernel(Grad dwte, float* partial /*(slots,C)*/, const floatX* dout, const int* order,
-                                            const int4* segments, int C) {
+__global__ void encoder_backward_wte_kernel(Grad dwte, float* partial /*(slots,C)*/, const floatX* dout,
+                                            const int* order, const int4* segments, int C) {
     const int4 segment = segments[blockIdx.x];          // {token, start, length, slot or -1}
     const int c = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
     if (c >= C) { return; }
     const int* positions = order + segment.y;
     Floats sum = sum_rows<kVector>(dout, segment.z, c, C, [&](int i) { return positions[i]; });
-    if (segment.w < 0) { grad_store<kVector>(dwte, (size_t)segment.x * C + c, (size_t)(segment.x + 1) * C, sum); }
-    else { store<kVector>(partial + (size_t)segment.w * C, c, C, to_pack<float>(sum)); }
+    if (segment.w < 0) {
+        grad_store<kVector>(dwte, (size_t)segment.x * C + c, (size_t)(segment.x + 1) * C, sum);
+    } else {
+        store<kVector>(partial + (size_t)segment.w * C, c, C, to_pack<float>(sum));
+    }
 }
 
 template <bool kVector>
@@ -721,14 +764,16 @@ __global__ void encoder_backward_wpe_kernel(Grad dwpe, const floatX* dout, int B
     grad_store<kVector>(dwpe, (size_t)t * C + c, (size_t)(t + 1) * C, sum);
 }
 
-static void encoder_forward(floatX* out /*(B,T,C)*/, const int* tokens /*(B,T)*/, const floatX* wte /*(Vp,C)*/,
-                            const floatX* wpe /*(maxT,C)*/, int B, int T, int C, Stream stream) {
+static void encoder_forward(floatX* out /*(B,T,C)*/, const int* tokens /*(B,T)*/,
+                            const floatX* wte /*(Vp,C)*/, const floatX* wpe /*(maxT,C)*/, int B, int T, int C,
+                            Stream stream) {
     NvtxRange range("encoder_forward");
     const int N = B * T;
     const int x = std::min(round_up(ceil_div(C, kWidth), kWarp), 256);
     const dim3 block(x, 256 / x);
     with_vector(C, [&](auto vector) {
-        encoder_forward_kernel<vector.value><<<ceil_div(N, (int)block.y), block, 0, stream>>>(out, tokens, wte, wpe, N, T, C);
+        encoder_forward_kernel<vector.value>
+            <<<ceil_div(N, (int)block.y), block, 0, stream> > >(out, tokens, wte, wpe, N, T, C);
     });
     cudaCheck(cudaGetLastError());
     OUTPUT("encoder_forward.out", out, (size_t)N * C, stream);
@@ -739,11 +784,15 @@ static size_t encoder_backward_scratch_bytes(int B, int T, int C) {
 }
 
 static void encoder_backward(Grad dwte /*(Vp,C)*/, Grad dwpe /*(maxT,C)*/, float* scratch /*(slots,C)*/,
-                             const floatX* dout /*(B,T,C)*/, const TokenBuckets& buckets, int B, int T, int maxT, int C,
-                             Stream stream) {
+                             const floatX* dout /*(B,T,C)*/, const TokenBuckets& buckets, int B, int T,
+                             int maxT, int C, Stream stream) {
     NvtxRange range("encoder_backward");
-    if (dwte.is_bf16) { die("encoder_backward adds to rows of dwte: bf16 must be rounded as a whole, by grad_accumulate"); }
-    if (dwte.acc != Accumulate::Yes) { die("encoder_backward only adds to dwte: the LM head has stored its part before"); }
+    if (dwte.is_bf16) {
+        die("encoder_backward adds to rows of dwte: bf16 must be rounded as a whole, by grad_accumulate");
+    }
+    if (dwte.acc != Accumulate::Yes) {
+        die("encoder_backward only adds to dwte: the LM head has stored its part before");
+    }
     const int threads = std::min(round_up(ceil_div(C, kWidth), kWarp), kEncoderThreads);
     const int slabs = ceil_div(C, threads * kWidth);
     with_vector(C, [&](auto vector) {
@@ -760,27 +809,30 @@ static void encoder_backward(Grad dwte /*(Vp,C)*/, Grad dwpe /*(maxT,C)*/, float
         encoder_backward_wpe_kernel<kVector><<<dim3(rows, slabs), threads, 0, stream>>>(dwpe, dout, B, T, C);
         cudaCheck(cudaGetLastError());
     });
-    OUTPUT("encoder_backward.dwte", dwte, (size_t)C, stream);     // row 0: how many rows there are is not known here
+    // Row 0: how many rows there are is not known here
+    OUTPUT("encoder_backward.dwte", dwte, (size_t)C, stream);
     OUTPUT("encoder_backward.dwpe", dwpe, (size_t)maxT * C, stream);
 }
 
 // == 6.2 layernorm ==
-// mean = sum(x)/C, rstd = 1/sqrt(sum((x - mean)^2)/C + eps), out = (x - mean)*rstd*weight + bias, row by row of (N,C).
-// residual_layernorm_forward: x = inp1 + inp2, rounded and stored as `residual` first.
-// Backward: xhat = (x - mean)*rstd, g = dout*weight,
-//     dresidual (+)= rstd*(g - mean(g) - xhat*mean(g*xhat)),  dweight (+)= colsum(dout*xhat),  dbias (+)= colsum(dout),
-//     dcolsum (+)= colsum(new dresidual, as stored): the bias gradient of the linear layer whose output was added to this
-//     residual stream, free of charge while the tensor passes by.
-// Column sums: each block sums its rows into (kLayernormBlocks,3,C) partials, then column_sums_kernel adds those up.
+// mean = sum(x)/C, rstd = 1/sqrt(sum((x - mean)^2)/C + eps), out = (x - mean)*rstd*weight + bias, row by row
+// of (N,C). residual_layernorm_forward: x = inp1 + inp2, rounded and stored as `residual` first. Backward:
+// xhat = (x - mean)*rstd, g = dout*weight,
+//     dresidual (+)= rstd*(g - mean(g) - xhat*mean(g*xhat)),  dweight (+)= colsum(dout*xhat),  dbias (+)=
+//     colsum(dout), dcolsum (+)= colsum(new dresidual, as stored): the bias gradient of the linear layer
+//     whose output was added to this residual stream, free of charge while the tensor passes by.
+// Column sums: each block sums its rows into (kLayernormBlocks,3,C) partials, then column_sums_kernel adds
+// those up.
 constexpr int kLayernormBlocks = 396;           // most blocks of the backward: 3 an SM of an H200
 constexpr int kLayernormWarps = 8;              // rows a block of the forward works on
-constexpr int kLayernormVectors = 8;            // most vectors a lane holds: rows up to 2048 (16-bit) stay in registers
+// Most vectors a lane holds: rows up to 2048 (16-bit) stay in registers
+constexpr int kLayernormVectors = 8;
 
 // One warp a row, the row in registers: two passes over it (mean, then variance) cost no memory traffic.
 template <int kVectors, bool kResidual>
-__global__ void __launch_bounds__(kLayernormWarps * kWarp)
-layernorm_forward_kernel(floatX* residual, floatX* out, float* mean, float* rstd, const floatX* inp1, const floatX* inp2,
-                         const floatX* weight, const floatX* bias, int N, int C) {
+__global__ void __launch_bounds__(kLayernormWarps* kWarp)
+    layernorm_forward_kernel(floatX* residual, floatX* out, float* mean, float* rstd, const floatX* inp1,
+                             const floatX* inp2, const floatX* weight, const floatX* bias, int N, int C) {
     const int row = blockIdx.x * kLayernormWarps + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     if (row >= N) { return; }
     const size_t at = (size_t)row * C;
@@ -835,8 +887,9 @@ layernorm_forward_kernel(floatX* residual, floatX* out, float* mean, float* rstd
 
 // Any C: one block a row, which is read three times (from L1 after the first).
 template <bool kVector, bool kResidual>
-__global__ void layernorm_forward_any_kernel(floatX* residual, floatX* out, float* mean, float* rstd, const floatX* inp1,
-                                             const floatX* inp2, const floatX* weight, const floatX* bias, int C) {
+__global__ void layernorm_forward_any_kernel(floatX* residual, floatX* out, float* mean, float* rstd,
+                                             const floatX* inp1, const floatX* inp2, const floatX* weight,
+                                             const floatX* bias, int C) {
     __shared__ float shared[kWarp];
     const int row = blockIdx.x, first = threadIdx.x * kWidth, step = blockDim.x * kWidth;
     const size_t at = (size_t)row * C;
@@ -878,10 +931,11 @@ __global__ void layernorm_forward_any_kernel(floatX* residual, floatX* out, floa
     }
 }
 
-// Second stage of every column sum: out[i][c] (+)= sum over p of partial[p,i,c], p in a fixed order. Block (32,32): 32
-// columns of one of the tensors, thread row y takes p = y, y + 32, ...
+// Second stage of every column sum: out[i][c] (+)= sum over p of partial[p,i,c], p in a fixed order. Block
+// (32,32): 32 columns of one of the tensors, thread row y takes p = y, y + 32, ...
 struct ColumnSums { Grad out[3]; };
-__global__ void column_sums_kernel(ColumnSums sums, const float* partial /*(partials,tensors,C)*/, int partials, int C) {
+__global__ void column_sums_kernel(ColumnSums sums, const float* partial /*(partials,tensors,C)*/,
+                                   int partials, int C) {
     __shared__ float shared[kWarp][kWarp];
     const int c = blockIdx.x * kWarp + threadIdx.x, i = blockIdx.y;
     const Grad& out = sums.out[i];
@@ -889,7 +943,9 @@ __global__ void column_sums_kernel(ColumnSums sums, const float* partial /*(part
     float sum = 0.0f;
     if (c < C) {
 #pragma unroll 4
-        for (int p = threadIdx.y; p < partials; p += kWarp) { sum += partial[((size_t)p * gridDim.y + i) * C + c]; }
+        for (int p = threadIdx.y; p < partials; p += kWarp) {
+            sum += partial[((size_t)p * gridDim.y + i) * C + c];
+        }
     }
     shared[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
@@ -899,8 +955,10 @@ __global__ void column_sums_kernel(ColumnSums sums, const float* partial /*(part
     grad_store(out, c, sum);
 }
 
-static void column_sums(const ColumnSums& sums, int tensors, const float* partial, int partials, int C, Stream stream) {
-    column_sums_kernel<<<dim3(ceil_div(C, kWarp), tensors), dim3(kWarp, kWarp), 0, stream>>>(sums, partial, partials, C);
+static void column_sums(const ColumnSums& sums, int tensors, const float* partial, int partials, int C,
+                        Stream stream) {
+    column_sums_kernel<<<dim3(ceil_div(C, kWarp), tensors), dim3(kWarp, kWarp), 0, stream> > >(sums, partial,
+                                                                                               partials, C);
     cudaCheck(cudaGetLastError());
 }
 
@@ -915,11 +973,12 @@ struct LayernormBackward {
     int N, C;
 };
 
-// A thread owns one vector of columns and walks over rows, kLayernormRows at a time; blockDim.x threads (whole warps) make
-// a row, blockDim.y groups work on different rows. Rows stream through slots of shared memory that belong to one thread
-// each, so the memory stays busy during the arithmetic (plain loads into registers: 177 us instead of 104 for C=768, 124M).
-// Column sums stay in 24 registers from the first row to the last; only the two sums of a row cross threads, those of
-// kLayernormRows rows with one exchange and one barrier.
+// A thread owns one vector of columns and walks over rows, kLayernormRows at a time; blockDim.x threads
+// (whole warps) make a row, blockDim.y groups work on different rows. Rows stream through slots of shared
+// memory that belong to one thread each, so the memory stays busy during the arithmetic (plain loads into
+// registers: 177 us instead of 104 for C=768, 124M). Column sums stay in 24 registers from the first row to
+// the last; only the two sums of a row cross threads, those of kLayernormRows rows with one exchange and one
+// barrier.
 constexpr int kLayernormRows = 2, kLayernormStages = 2, kLayernormMaxThreads = 512;
 
 __global__ void __launch_bounds__(kLayernormMaxThreads)
@@ -934,7 +993,8 @@ layernorm_backward_kernel(LayernormBackward a, float* partial /*(gridDim.x,3,C)*
     const Floats weight = load_floats<true>(a.weight, c, C);
     Floats dweight = {}, dbias = {}, dcolsum = {};
 
-    auto stage = [&](int first, int s) {                // rows beyond N and columns beyond C become zeros: they add nothing
+    // Rows beyond N and columns beyond C become zeros: they add nothing
+    auto stage = [&](int first, int s) {
         x128* at = staged + s * kRows * 3 * threads + thread;
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
@@ -964,7 +1024,8 @@ layernorm_backward_kernel(LayernormBackward a, float* partial /*(gridDim.x,3,C)*
         cp_async_wait<kStages - 1>();
         const x128* at = staged + s * kRows * 3 * threads + thread;
         uint4 inp[kRows], dout[kRows], old[kRows];
-        float rstd[kRows], shift[kRows], sums[kSums];   // xhat = inp*rstd + shift; sums: of g and of g*xhat, per row
+        // Xhat = inp*rstd + shift; sums: of g and of g*xhat, per row
+        float rstd[kRows], shift[kRows], sums[kSums];
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
             inp[r] = *(const uint4*)(at + (3 * r) * threads);
@@ -991,7 +1052,8 @@ layernorm_backward_kernel(LayernormBackward a, float* partial /*(gridDim.x,3,C)*
         constexpr int kLanesPerSum = kWarp / kSums;
         const float total = warp_sums(sums);
         if (lane % kLanesPerSum == 0) { exchange[warp * kSums + lane / kLanesPerSum] = total; }
-        __syncthreads();                                // the other slot of sums is written next: one barrier is enough
+        // The other slot of sums is written next: one barrier is enough
+        __syncthreads();
         stage(first + kStages * step, s);
         s = s + 1 == kStages ? 0 : s + 1;
 
@@ -1004,7 +1066,8 @@ layernorm_backward_kernel(LayernormBackward a, float* partial /*(gridDim.x,3,C)*
         for (int r = 0; r < kRows; r++) {
             const Floats x = to_floats(as_pack(inp[r])), d = to_floats(as_pack(dout[r]));
             Floats result = to_floats(as_pack(old[r]));
-            const float minus_g = -rstd[r] * row_sums[2 * r] / C, minus_gx = -rstd[r] * row_sums[2 * r + 1] / C;
+            const float minus_g = -rstd[r] * row_sums[2 * r] / C,
+                        minus_gx = -rstd[r] * row_sums[2 * r + 1] / C;
 #pragma unroll
             for (int k = 0; k < kWidth; k++) {
                 const float xhat = fmaf(x.at[k], rstd[r], shift[r]), g = d.at[k] * weight.at[k];
@@ -1027,7 +1090,9 @@ layernorm_backward_kernel(LayernormBackward a, float* partial /*(gridDim.x,3,C)*
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < 3; i++) {
-            if ((int)threadIdx.y == group) { store<true>(group_sums + i * row, c, row, to_pack<float>(*mine[i])); }
+            if ((int)threadIdx.y == group) {
+                store<true>(group_sums + i * row, c, row, to_pack<float>(*mine[i]));
+            }
         }
         __syncthreads();
 #pragma unroll
@@ -1040,11 +1105,13 @@ layernorm_backward_kernel(LayernormBackward a, float* partial /*(gridDim.x,3,C)*
     }
     if (threadIdx.y > 0) { return; }
 #pragma unroll
-    for (int i = 0; i < 3; i++) { store<true>(partial + ((size_t)blockIdx.x * 3 + i) * C, c, C, to_pack<float>(*mine[i])); }
+    for (int i = 0; i < 3; i++) {
+        store<true>(partial + ((size_t)blockIdx.x * 3 + i) * C, c, C, to_pack<float>(*mine[i]));
+    }
 }
 
-// Rows that are not whole vectors, or longer than kLayernormMaxThreads of them (4096 at 16 bits: 24 sums a thread do not fit
-// the registers of larger blocks): one block a row, then a second pass for the columns.
+// Rows that are not whole vectors, or longer than kLayernormMaxThreads of them (4096 at 16 bits: 24 sums a
+// thread do not fit the registers of larger blocks): one block a row, then a second pass for the columns.
 template <bool kVector> __global__ void layernorm_backward_long_kernel(LayernormBackward a) {
     __shared__ float shared[kWarp];
     const int row = blockIdx.x, C = a.C, first = threadIdx.x * kWidth, step = blockDim.x * kWidth;
@@ -1074,7 +1141,8 @@ template <bool kVector> __global__ void layernorm_backward_long_kernel(Layernorm
         store<kVector>(a.dresidual + at, c, C, to_pack<floatX>(old));
     }
 }
-template <bool kVector> __global__ void layernorm_backward_columns_kernel(LayernormBackward a, float* partial /*(gridDim.y,3,C)*/) {
+template <bool kVector>
+__global__ void layernorm_backward_columns_kernel(LayernormBackward a, float* partial /*(gridDim.y,3,C)*/) {
     const int C = a.C, c = (blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
     if (c >= C) { return; }
     Floats dweight = {}, dbias = {}, dcolsum = {};
@@ -1097,27 +1165,31 @@ template <bool kVector> __global__ void layernorm_backward_columns_kernel(Layern
 }
 
 template <int kVectors, bool kResidual>
-static void layernorm_forward_launch(floatX* residual, floatX* out, float* mean, float* rstd, const floatX* inp1,
-                                     const floatX* inp2, const floatX* weight, const floatX* bias, int N, int C, Stream stream) {
+static void layernorm_forward_launch(floatX* residual, floatX* out, float* mean, float* rstd,
+                                     const floatX* inp1, const floatX* inp2, const floatX* weight,
+                                     const floatX* bias, int N, int C, Stream stream) {
     if (kVectors > kLayernormVectors || !is_vector(C)) {
         with_vector(C, [&](auto vector) {
             const int threads = std::min(round_up(ceil_div(C, kWidth), kWarp), 512);
-            layernorm_forward_any_kernel<vector.value, kResidual><<<N, threads, 0, stream>>>(residual, out, mean, rstd, inp1,
-                                                                                             inp2, weight, bias, C);
+            layernorm_forward_any_kernel<vector.value, kResidual>
+                <<<N, threads, 0, stream> > >(residual, out, mean, rstd, inp1, inp2, weight, bias, C);
         });
     } else if (C > kVectors * kWarp * kWidth) {         // one more vector a lane
         constexpr int kMore = kVectors <= kLayernormVectors ? kVectors + 1 : kVectors;
-        layernorm_forward_launch<kMore, kResidual>(residual, out, mean, rstd, inp1, inp2, weight, bias, N, C, stream);
+        layernorm_forward_launch<kMore, kResidual>(residual, out, mean, rstd, inp1, inp2, weight, bias, N, C,
+                                                   stream);
     } else {
         constexpr int kFits = kVectors <= kLayernormVectors ? kVectors : 1;
-        layernorm_forward_kernel<kFits, kResidual><<<ceil_div(N, kLayernormWarps), kLayernormWarps * kWarp, 0, stream>>>(
-            residual, out, mean, rstd, inp1, inp2, weight, bias, N, C);
+        layernorm_forward_kernel<kFits, kResidual>
+            <<<ceil_div(N, kLayernormWarps), kLayernormWarps * kWarp, 0, stream> > >(
+                residual, out, mean, rstd, inp1, inp2, weight, bias, N, C);
     }
     cudaCheck(cudaGetLastError());
 }
 
-static void layernorm_forward(floatX* out /*(N,C)*/, float* mean /*(N)*/, float* rstd /*(N)*/, const floatX* inp /*(N,C)*/,
-                              const floatX* weight /*(C)*/, const floatX* bias /*(C)*/, int N, int C, Stream stream) {
+static void layernorm_forward(floatX* out /*(N,C)*/, float* mean /*(N)*/, float* rstd /*(N)*/,
+                              const floatX* inp /*(N,C)*/, const floatX* weight /*(C)*/,
+                              const floatX* bias /*(C)*/, int N, int C, Stream stream) {
     NvtxRange range("layernorm_forward");
     layernorm_forward_launch<1, false>(nullptr, out, mean, rstd, inp, nullptr, weight, bias, N, C, stream);
     OUTPUT("layernorm_forward.out", out, (size_t)N * C, stream);
@@ -1126,9 +1198,10 @@ static void layernorm_forward(floatX* out /*(N,C)*/, float* mean /*(N)*/, float*
 }
 
 // residual may be inp1 or inp2: each element is read before it is written, by the same thread.
-static void residual_layernorm_forward(floatX* residual /*(N,C)*/, floatX* out /*(N,C)*/, float* mean, float* rstd,
-                                       const floatX* inp1 /*(N,C)*/, const floatX* inp2 /*(N,C)*/, const floatX* weight,
-                                       const floatX* bias, int N, int C, Stream stream) {
+static void residual_layernorm_forward(floatX* residual /*(N,C)*/, floatX* out /*(N,C)*/, float* mean,
+                                       float* rstd, const floatX* inp1 /*(N,C)*/,
+                                       const floatX* inp2 /*(N,C)*/, const floatX* weight, const floatX* bias,
+                                       int N, int C, Stream stream) {
     NvtxRange range("residual_layernorm_forward");
     layernorm_forward_launch<1, true>(residual, out, mean, rstd, inp1, inp2, weight, bias, N, C, stream);
     OUTPUT("residual_layernorm_forward.residual", residual, (size_t)N * C, stream);
@@ -1141,15 +1214,18 @@ static size_t layernorm_backward_scratch_bytes(int N, int C) {
     return (size_t)std::min(N, kLayernormBlocks) * 3 * C * sizeof(float);
 }
 
-static int layernorm_backward_stream(const LayernormBackward& args, Stream stream) {    // returns the number of partials
+// Returns the number of partials
+static int layernorm_backward_stream(const LayernormBackward& args, Stream stream) {
     const int x = round_up(ceil_div(args.C, kWidth), kWarp), y = std::max(1, 192 / x);
     // as many blocks as fit an SM of an H200; not asked of the GPU, so that the bits do not depend on it
     const int wanted = std::min(kLayernormBlocks, 132 * std::max(1, 480 / (x * y)));
     const int blocks = std::min(wanted, ceil_div(args.N, y * kLayernormRows));
     const size_t slots = (size_t)kLayernormStages * kLayernormRows * 3 * x * y * sizeof(x128);
     const size_t sums = (size_t)2 * y * (x / kWarp) * 2 * kLayernormRows * sizeof(float);
-    static_assert(kLayernormStages * kLayernormRows * sizeof(x128) >= kWidth * sizeof(float), "group_sums reuses the slots");
-    cudaCheck(cudaFuncSetAttribute(layernorm_backward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)(slots + sums)));
+    static_assert(kLayernormStages * kLayernormRows * sizeof(x128) >= kWidth * sizeof(float),
+                  "group_sums reuses the slots");
+    cudaCheck(cudaFuncSetAttribute(layernorm_backward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   (int)(slots + sums)));
     layernorm_backward_kernel<<<blocks, dim3(x, y), slots + sums, stream>>>(args, args.scratch);
     cudaCheck(cudaGetLastError());
     return blocks;
@@ -1183,11 +1259,11 @@ static void layernorm_backward(LayernormBackward args, Stream stream) {
 //     forward      out (N,OC) = inp weight^T + bias (+ residual)     D = W^T inp   (m,n,k) = (OC,N,C)
 //     input grad   dinp (N,C) = dout weight                          D = W dout            = (C,N,OC)
 //     weight grad  dweight (OC,C) (+)= dout^T inp, fp32              D = inp dout^T        = (C,OC,N)
-// bias, residual (as the C matrix, beta = 1), GELU and its derivative ride in the epilogue. cuBLASLt's bias-gradient
-// epilogues do not pay (DGELU_BGRAD 1.58 ms against .57 for DGELU, BGRADB +25..60 %): column sums come from LayerNorm's
-// backward, gelu_backward_inplace and bias_backward.
-// Descriptors and the algorithm are looked up once per shape and kept. The choice is the library's first suggestion: no
-// timing takes part, so equal runs take equal algorithms.
+// bias, residual (as the C matrix, beta = 1), GELU and its derivative ride in the epilogue. cuBLASLt's
+// bias-gradient epilogues do not pay (DGELU_BGRAD 1.58 ms against .57 for DGELU, BGRADB +25..60 %): column
+// sums come from LayerNorm's backward, gelu_backward_inplace and bias_backward. Descriptors and the algorithm
+// are looked up once per shape and kept. The choice is the library's first suggestion: no timing takes part,
+// so equal runs take equal algorithms.
 static size_t matmul_workspace_bytes() { return (size_t)64 << 20; }
 
 struct Gemm {                           // D (m,n) = op(A) op(B) [+ C], column-major as cuBLAS wants it
@@ -1235,13 +1311,16 @@ static void matmul_init(void* workspace, size_t workspace_bytes, bool tf32) {
 static void matmul_free() {
     for (GemmPlan& plan : matmul_state.plans) {
         cublasCheck(cublasLtMatmulDescDestroy(plan.desc));
-        for (cublasLtMatrixLayout_t layout : {plan.a, plan.b, plan.d}) { cublasCheck(cublasLtMatrixLayoutDestroy(layout)); }
+        for (cublasLtMatrixLayout_t layout : {plan.a, plan.b, plan.d}) {
+            cublasCheck(cublasLtMatrixLayoutDestroy(layout));
+        }
     }
     matmul_state.plans.clear();
     cublasCheck(cublasLtDestroy(matmul_state.handle));
 }
 
-static int64_t pointer_alignment(const void* p) {       // the largest power of two up to 256 that divides the address
+// The largest power of two up to 256 that divides the address
+static int64_t pointer_alignment(const void* p) {
     const uintptr_t address = (uintptr_t)p;
     return address == 0 ? 0 : (int64_t)std::min<uintptr_t>(256, address & (~address + 1));
 }
@@ -1249,30 +1328,34 @@ static int64_t pointer_alignment(const void* p) {       // the largest power of 
 // Operand pointers that are part of the descriptor rather than arguments of the call.
 static void gemm_set_pointers(cublasLtMatmulDesc_t desc, const Gemm& g) {
     if (g.bias) {
-        cublasCheck(cublasLtMatmulDescSetAttribute(desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &g.bias, sizeof(g.bias)));
+        cublasCheck(
+            cublasLtMatmulDescSetAttribute(desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &g.bias, sizeof(g.bias)));
     }
     if (g.aux) {
-        cublasCheck(cublasLtMatmulDescSetAttribute(desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &g.aux, sizeof(g.aux)));
+        cublasCheck(cublasLtMatmulDescSetAttribute(desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &g.aux,
+                                                   sizeof(g.aux)));
     }
 }
 
 // The library's suggestions for this product, best first by its own model; returns how many there are.
-static int gemm_candidates(const GemmPlan& plan, const Gemm& g, cublasLtMatmulHeuristicResult_t* results, int max) {
+static int gemm_candidates(const GemmPlan& plan, const Gemm& g, cublasLtMatmulHeuristicResult_t* results,
+                           int max) {
     cublasLtMatmulPreference_t pref;
     cublasCheck(cublasLtMatmulPreferenceCreate(&pref));
     auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, const auto& value) {
         cublasCheck(cublasLtMatmulPreferenceSetAttribute(pref, attribute, &value, sizeof(value)));
     };
     set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, matmul_state.workspace_bytes);
-    // split-K partials are added in fp32 in the workspace, in a fixed order; the in-place scheme adds as blocks finish
+    // split-K partials are added in fp32 in the workspace, in a fixed order; the in-place scheme adds as
+    // blocks finish
     set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (uint32_t)CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, (uint32_t)pointer_alignment(g.a));
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, (uint32_t)pointer_alignment(g.b));
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)pointer_alignment(g.c ? g.c : g.d));
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)pointer_alignment(g.d));
     int count = 0;
-    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(matmul_state.handle, plan.desc, plan.a, plan.b, plan.d, plan.d, pref,
-                                                           max, results, &count);
+    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(matmul_state.handle, plan.desc, plan.a, plan.b,
+                                                           plan.d, plan.d, pref, max, results, &count);
     cublasCheck(cublasLtMatmulPreferenceDestroy(pref));
     if (status == CUBLAS_STATUS_NOT_SUPPORTED) { return 0; }
     cublasCheck(status);
@@ -1302,9 +1385,10 @@ static GemmPlan gemm_plan(const Gemm& g) {
         cublasCheck(cublasLtMatrixLayoutCreate(&plan.d, g.d_type, g.m, n, g.m));
     };
     cublasLtMatmulHeuristicResult_t result;
-    // Where n is the number of rows (forward, input gradient), an FP32 build takes the algorithm for kInvariantRows rows,
-    // whatever n is: a row's result then does not depend on how many rows are beside it, and splitting a batch changes
-    // gradients only by the order of their sums over rows (1e-7; with an algorithm for each n: 2e-6).
+    // Where n is the number of rows (forward, input gradient), an FP32 build takes the algorithm for
+    // kInvariantRows rows, whatever n is: a row's result then does not depend on how many rows are beside it,
+    // and splitting a batch changes gradients only by the order of their sums over rows (1e-7; with an
+    // algorithm for each n: 2e-6).
     constexpr int kInvariantRows = 4096;
     if (sizeof(floatX) == 4 && !g.trans_b) {
         layouts(kInvariantRows);
@@ -1314,8 +1398,9 @@ static GemmPlan gemm_plan(const Gemm& g) {
     }
     layouts(g.n);
     cublasLtMatmulHeuristicResult_t check;
-    if (!plan.found || cublasLtMatmulAlgoCheck(matmul_state.handle, plan.desc, plan.a, plan.b, plan.d, plan.d, &result.algo,
-                                               &check) != CUBLAS_STATUS_SUCCESS ||
+    if (!plan.found ||
+        cublasLtMatmulAlgoCheck(matmul_state.handle, plan.desc, plan.a, plan.b, plan.d, plan.d, &result.algo,
+                                &check) != CUBLAS_STATUS_SUCCESS ||
         check.workspaceSize > matmul_state.workspace_bytes) {
         plan.found = gemm_candidates(plan, g, &result, 1) > 0;
     }
@@ -1325,9 +1410,21 @@ static GemmPlan gemm_plan(const Gemm& g) {
 
 // False, and nothing done, if the library cannot do this product (odd sizes with a fused epilogue).
 static bool gemm(const Gemm& g, Stream stream) {
-    const int64_t key[15] = {g.m, g.n, g.k, g.trans_a, g.trans_b, g.d_type, g.epilogue, g.c != nullptr,
-                             pointer_alignment(g.a), pointer_alignment(g.b), pointer_alignment(g.c), pointer_alignment(g.d),
-                             pointer_alignment(g.bias), pointer_alignment(g.aux), 0};
+    const int64_t key[15] = {g.m,
+                             g.n,
+                             g.k,
+                             g.trans_a,
+                             g.trans_b,
+                             g.d_type,
+                             g.epilogue,
+                             g.c != nullptr,
+                             pointer_alignment(g.a),
+                             pointer_alignment(g.b),
+                             pointer_alignment(g.c),
+                             pointer_alignment(g.d),
+                             pointer_alignment(g.bias),
+                             pointer_alignment(g.aux),
+                             0};
     GemmPlan* plan = nullptr;
     for (GemmPlan& p : matmul_state.plans) {
         if (memcmp(p.key, key, sizeof(key)) == 0) { plan = &p; }
@@ -1340,15 +1437,18 @@ static bool gemm(const Gemm& g, Stream stream) {
     if (!plan->found) { return false; }
     gemm_set_pointers(plan->desc, g);
     const float one = 1.0f, beta = g.c ? 1.0f : 0.0f;
-    cublasCheck(cublasLtMatmul(matmul_state.handle, plan->desc, &one, g.a, plan->a, g.b, plan->b, &beta, g.c ? g.c : g.d, plan->d,
-                               g.d, plan->d, &plan->algo, matmul_state.workspace, matmul_state.workspace_bytes, stream));
+    cublasCheck(cublasLtMatmul(matmul_state.handle, plan->desc, &one, g.a, plan->a, g.b, plan->b, &beta,
+                               g.c ? g.c : g.d, plan->d, g.d, plan->d, &plan->algo, matmul_state.workspace,
+                               matmul_state.workspace_bytes, stream));
     return true;
 }
 
 static void gemm_or_die(const Gemm& g, Stream stream) {
     if (gemm(g, stream)) { return; }
-    die("cuBLASLt has no algorithm for a matrix product of %d x %d x %d (m, n, k) in %s\nhint: channel counts that are "
-        "multiples of 8 always have one", g.m, g.n, g.k, PRECISION_NAME);
+    die("cuBLASLt has no algorithm for a matrix product of %d x %d x %d (m, n, k) in %s\nhint: channel "
+        "counts that are "
+        "multiples of 8 always have one",
+        g.m, g.n, g.k, PRECISION_NAME);
 }
 
 // One line per product seen so far: what the library chose for it. profile_gpt2.cu prints them.
@@ -1357,15 +1457,18 @@ static void gemm_or_die(const Gemm& g, Stream stream) {
         int id = -1, tile = -1, stages = -1, split_k = -1;
         auto get = [&](cublasLtMatmulAlgoConfigAttributes_t attribute, int* value) {
             size_t written = 0;
-            if (p.found) { cublasLtMatmulAlgoConfigGetAttribute(&p.algo, attribute, value, sizeof(*value), &written); }
+            if (p.found) {
+                cublasLtMatmulAlgoConfigGetAttribute(&p.algo, attribute, value, sizeof(*value), &written);
+            }
         };
         get(CUBLASLT_ALGO_CONFIG_ID, &id);
         get(CUBLASLT_ALGO_CONFIG_TILE_ID, &tile);
         get(CUBLASLT_ALGO_CONFIG_STAGES_ID, &stages);
         get(CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &split_k);
-        fprintf(f, "gemm m %d n %d k %d %c%c epilogue %d beta %d: algorithm %d tile %d stages %d split-k %d\n", (int)p.key[0],
-                (int)p.key[1], (int)p.key[2], p.key[3] ? 'T' : 'N', p.key[4] ? 'T' : 'N', (int)p.key[6], (int)p.key[7], id, tile,
-                stages, split_k);
+        fprintf(f,
+                "gemm m %d n %d k %d %c%c epilogue %d beta %d: algorithm %d tile %d stages %d split-k %d\n",
+                (int)p.key[0], (int)p.key[1], (int)p.key[2], p.key[3] ? 'T' : 'N', p.key[4] ? 'T' : 'N',
+                (int)p.key[6], (int)p.key[7], id, tile, stages, split_k);
     }
 }
 
@@ -1379,7 +1482,8 @@ static void grad_accumulate(Grad grad /*(n)*/, const float* values /*(n)*/, size
     NvtxRange range("grad_accumulate");
     with_vector(n, [&](auto vector) {
         const size_t threads = 256, blocks = ceil_div(n, threads * kWidth);
-        grad_accumulate_kernel<vector.value><<<(unsigned)blocks, (unsigned)threads, 0, stream>>>(grad, values, n);
+        grad_accumulate_kernel<vector.value>
+            <<<(unsigned)blocks, (unsigned)threads, 0, stream> > >(grad, values, n);
     });
     cudaCheck(cudaGetLastError());
 }
@@ -1388,7 +1492,8 @@ struct MatmulForward {
     floatX* out;                        // (N,OC)
     const floatX *inp, *weight, *bias;  // (N,C) (OC,C) (OC) or null
     const floatX* residual;             // (N,OC) added to the output, or null; not `out`
-    floatX* pre_gelu;                   // (N,OC) or null; else pre_gelu = the layer's output and out = gelu(it)
+    // (N,OC) or null; else pre_gelu = the layer's output and out = gelu(it)
+    floatX* pre_gelu;
     int N, C, OC;
 };
 struct MatmulBackwardInput {
@@ -1399,15 +1504,28 @@ struct MatmulBackwardInput {
 };
 
 static void gelu_forward(floatX* out, const floatX* inp, size_t n, Stream stream);
-static void gelu_backward_inplace(floatX* d_inplace, Grad dbias, float* scratch, const floatX* inp, int N, int OC, Stream stream);
+static void gelu_backward_inplace(floatX* d_inplace, Grad dbias, float* scratch, const floatX* inp, int N,
+                                  int OC, Stream stream);
 
 static void matmul_forward(MatmulForward args, Stream stream) {
     NvtxRange range("matmul_forward");
     if (args.pre_gelu && args.residual) { die("matmul_forward: GELU and a residual do not go together"); }
-    Gemm g = {args.out, args.weight, args.inp, args.residual, args.bias, nullptr, args.OC, args.N, args.C, true, false,
-              cuda_type(floatX()), args.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT};
+    Gemm g = {args.out,
+              args.weight,
+              args.inp,
+              args.residual,
+              args.bias,
+              nullptr,
+              args.OC,
+              args.N,
+              args.C,
+              true,
+              false,
+              cuda_type(floatX()),
+              args.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT};
     bool done = false;
-    if (args.pre_gelu && args.OC % 8 == 0) {            // the library wants rows of aux in multiples of 8 elements
+    // The library wants rows of aux in multiples of 8 elements
+    if (args.pre_gelu && args.OC % 8 == 0) {
         Gemm fused = g;
         fused.aux = args.pre_gelu;
         fused.epilogue = args.bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
@@ -1424,8 +1542,19 @@ static void matmul_forward(MatmulForward args, Stream stream) {
 
 static void matmul_backward_input(MatmulBackwardInput args, Stream stream) {
     NvtxRange range("matmul_backward_input");
-    Gemm g = {args.dinp, args.weight, args.dout, nullptr, nullptr, nullptr, args.C, args.N, args.OC, false, false,
-              cuda_type(floatX()), CUBLASLT_EPILOGUE_DEFAULT};
+    Gemm g = {args.dinp,
+              args.weight,
+              args.dout,
+              nullptr,
+              nullptr,
+              nullptr,
+              args.C,
+              args.N,
+              args.OC,
+              false,
+              false,
+              cuda_type(floatX()),
+              CUBLASLT_EPILOGUE_DEFAULT};
     bool done = false;
     if (args.pre_gelu && args.C % 8 == 0) {
         Gemm fused = g;
@@ -1435,18 +1564,21 @@ static void matmul_backward_input(MatmulBackwardInput args, Stream stream) {
     }
     if (!done) {
         gemm_or_die(g, stream);
-        if (args.pre_gelu) { gelu_backward_inplace(args.dinp, Grad{}, nullptr, args.pre_gelu, args.N, args.C, stream); }
+        if (args.pre_gelu) {
+            gelu_backward_inplace(args.dinp, Grad{}, nullptr, args.pre_gelu, args.N, args.C, stream);
+        }
     }
     OUTPUT("matmul_backward_input.dinp", args.dinp, (size_t)args.N * args.C, stream);
 }
 
 static void matmul_backward_weight(Grad dweight /*(OC,C)*/, float* scratch /*(OC,C) for bf16 gradients*/,
-                                   const floatX* dout /*(N,OC)*/, const floatX* inp /*(N,C)*/, int N, int C, int OC,
-                                   Stream stream) {
+                                   const floatX* dout /*(N,OC)*/, const floatX* inp /*(N,C)*/, int N, int C,
+                                   int OC, Stream stream) {
     NvtxRange range("matmul_backward_weight");
     void* d = dweight.is_bf16 ? scratch : dweight.data;
     const bool add = !dweight.is_bf16 && dweight.acc == Accumulate::Yes;
-    gemm_or_die({d, inp, dout, add ? d : nullptr, nullptr, nullptr, C, OC, N, false, true, CUDA_R_32F, CUBLASLT_EPILOGUE_DEFAULT},
+    gemm_or_die({d, inp, dout, add ? d : nullptr, nullptr, nullptr, C, OC, N, false, true, CUDA_R_32F,
+                 CUBLASLT_EPILOGUE_DEFAULT},
                 stream);
     const size_t n = (size_t)OC * C;
     if (dweight.is_bf16) { grad_accumulate(dweight, scratch, n, stream); }
@@ -3192,10 +3324,11 @@ static void attention_backward(floatX* dqkv, float* scratch, const floatX* dout,
 }
 
 // == 6.5 gelu and bias ==
-// gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).  bias_backward: dbias (+)= column sums of dout (N,OC).
-// gelu_backward_inplace: d = d*gelu'(inp), and dbias (+)= column sums of the new d as stored, in the same pass.
-// Column sums: each block adds up one chunk of rows into a partial row, then column_sums_kernel adds the partials.
-constexpr int kColumnBlocks = 1056;             // 8 an SM of an H200; fixed, so that the bits do not depend on the GPU
+// gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).  bias_backward: dbias (+)= column sums of dout
+// (N,OC). gelu_backward_inplace: d = d*gelu'(inp), and dbias (+)= column sums of the new d as stored, in the
+// same pass. Column sums: each block adds up one chunk of rows into a partial row, then column_sums_kernel
+// adds the partials. 8 an SM of an H200; fixed, so that the bits do not depend on the GPU
+constexpr int kColumnBlocks = 1056;
 constexpr int kColumnRows = 8;                  // rows a block works on at a time, one a warp
 
 template <bool kVector> __global__ void gelu_forward_kernel(floatX* out, const floatX* inp, size_t n) {
@@ -3206,12 +3339,12 @@ template <bool kVector> __global__ void gelu_forward_kernel(floatX* out, const f
     store<kVector>(out, i, n, to_pack<floatX>(x));
 }
 
-// Block (32,8): 32 vectors of columns, 8 rows at a time of the rows of chunk blockIdx.y. kGelu: d is updated in place, each
-// element by the thread that read it.
+// Block (32,8): 32 vectors of columns, 8 rows at a time of the rows of chunk blockIdx.y. kGelu: d is updated
+// in place, each element by the thread that read it.
 template <bool kVector, bool kGelu>
-__global__ void __launch_bounds__(kWarp * kColumnRows)
-partial_sums_kernel(float* partial /*(gridDim.y,OC) or null*/, floatX* d_inplace, const floatX* d, const floatX* inp, int N,
-                    int OC, int chunk_rows) {
+__global__ void __launch_bounds__(kWarp* kColumnRows)
+    partial_sums_kernel(float* partial /*(gridDim.y,OC) or null*/, floatX* d_inplace, const floatX* d,
+                        const floatX* inp, int N, int OC, int chunk_rows) {
     constexpr int kUnroll = kVector ? 4 : 1;
     __shared__ Floats shared[kColumnRows][kWarp];
     const int c = (blockIdx.x * kWarp + threadIdx.x) * kWidth;
@@ -3257,22 +3390,26 @@ static int column_chunks(int N, int OC) {
     return std::min(std::max(kColumnBlocks / slabs, 1), ceil_div(N, kColumnRows));
 }
 
-static size_t bias_backward_scratch_bytes(int N, int OC) { return (size_t)column_chunks(N, OC) * OC * sizeof(float); }
+static size_t bias_backward_scratch_bytes(int N, int OC) {
+    return (size_t)column_chunks(N, OC) * OC * sizeof(float);
+}
 
 template <bool kGelu>
-static void column_pass(Grad dbias, float* scratch, floatX* d_inplace, const floatX* d, const floatX* inp, int N, int OC,
-                        Stream stream) {
+static void column_pass(Grad dbias, float* scratch, floatX* d_inplace, const floatX* d, const floatX* inp,
+                        int N, int OC, Stream stream) {
     const int chunk_rows = ceil_div(N, column_chunks(N, OC)), chunks = ceil_div(N, chunk_rows);
     float* partial = dbias.data ? scratch : nullptr;
     with_vector(OC, [&](auto vector) {
         const dim3 grid(ceil_div(OC, kWarp * kWidth), chunks), block(kWarp, kColumnRows);
-        partial_sums_kernel<vector.value, kGelu><<<grid, block, 0, stream>>>(partial, d_inplace, d, inp, N, OC, chunk_rows);
+        partial_sums_kernel<vector.value, kGelu>
+            <<<grid, block, 0, stream> > >(partial, d_inplace, d, inp, N, OC, chunk_rows);
     });
     cudaCheck(cudaGetLastError());
     if (dbias.data) { column_sums({{dbias}}, 1, partial, chunks, OC, stream); }
 }
 
-static void bias_backward(Grad dbias /*(OC)*/, float* scratch, const floatX* dout /*(N,OC)*/, int N, int OC, Stream stream) {
+static void bias_backward(Grad dbias /*(OC)*/, float* scratch, const floatX* dout /*(N,OC)*/, int N, int OC,
+                          Stream stream) {
     NvtxRange range("bias_backward");
     column_pass<false>(dbias, scratch, nullptr, dout, nullptr, N, OC, stream);
     OUTPUT("bias_backward.dbias", dbias, (size_t)OC, stream);
@@ -3288,8 +3425,9 @@ static void gelu_forward(floatX* out, const floatX* inp, size_t n, Stream stream
     OUTPUT("gelu_forward.out", out, n, stream);
 }
 
-static void gelu_backward_inplace(floatX* d_inplace /*(N,OC)*/, Grad dbias /*(OC), data may be null*/, float* scratch,
-                                  const floatX* inp /*(N,OC)*/, int N, int OC, Stream stream) {
+static void gelu_backward_inplace(floatX* d_inplace /*(N,OC)*/, Grad dbias /*(OC), data may be null*/,
+                                  float* scratch, const floatX* inp /*(N,OC)*/, int N, int OC,
+                                  Stream stream) {
     NvtxRange range("gelu_backward_inplace");
     column_pass<true>(dbias, scratch, d_inplace, d_inplace, inp, N, OC, stream);
     OUTPUT("gelu_backward_inplace.dinp", d_inplace, (size_t)N * OC, stream);
@@ -3297,12 +3435,14 @@ static void gelu_backward_inplace(floatX* d_inplace /*(N,OC)*/, Grad dbias /*(OC
 }
 
 // == 6.6 classifier ==
-// Row by row of logits (N,Vp), over the first V columns: losses = log(sum(exp(x))) - x[target]. LossAndGrad writes
-// (softmax(x) - onehot(target)) * dloss * loss_scale over the logits, zeros into columns V and up.
+// Row by row of logits (N,Vp), over the first V columns: losses = log(sum(exp(x))) - x[target]. LossAndGrad
+// writes (softmax(x) - onehot(target)) * dloss * loss_scale over the logits, zeros into columns V and up.
 // 124M, B=64: 6.6 GB of logits. The first kernel reads each row once; LossOnly does not write.
-constexpr int kClassifierThreads = 1024, kClassifierVectors = 7;        // rows of up to 57,344 elements in registers
+// Rows of up to 57,344 elements in registers
+constexpr int kClassifierThreads = 1024, kClassifierVectors = 7;
 
-__device__ __forceinline__ float pack_max(const Pack<float>& x) {       // ignores NaN, which the sum of exp() keeps
+// Ignores NaN, which the sum of exp() keeps
+__device__ __forceinline__ float pack_max(const Pack<float>& x) {
     float top = x.data[0];
 #pragma unroll
     for (int k = 1; k < kWidth; k++) { top = fmaxf(top, x.data[k]); }
@@ -3330,8 +3470,8 @@ __device__ __forceinline__ float exp_sum(const x128& x, float top) {    // sum o
     return sum;
 }
 
-// Each thread's (max, sum of exp(x - max)) becomes the row's, in every thread. One barrier; `parts` must not be written
-// again before the next one.
+// Each thread's (max, sum of exp(x - max)) becomes the row's, in every thread. One barrier; `parts` must not
+// be written again before the next one.
 __device__ __forceinline__ void softmax_combine(float& top, float& sum, float2* parts /*(32)*/) {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     float row_top = warp_max(top);
@@ -3343,7 +3483,8 @@ __device__ __forceinline__ void softmax_combine(float& top, float& sum, float2* 
     sum = warp_sum(part.y * exp2_fast((part.x - top) * kLog2e));
 }
 
-__device__ __forceinline__ x128 softmax_grad(const x128& x, float top, float scale_over_sum, int c, int target, float scale) {
+__device__ __forceinline__ x128 softmax_grad(const x128& x, float top, float scale_over_sum, int c,
+                                             int target, float scale) {
     Floats d;
 #pragma unroll
     for (int k = 0; k < kWidth; k++) {
@@ -3358,19 +3499,20 @@ __device__ __forceinline__ x128 softmax_grad(const x128& x, float top, float sca
     return to_pack<floatX>(d);
 }
 
-// Persistent, one block an SM. Rows stream through two slots of shared memory (200 KB) into registers: while a row is
-// worked on, the next one is on its way, so the memory never waits for the arithmetic. A thread reads only what it
-// copied itself.
+// Persistent, one block an SM. Rows stream through two slots of shared memory (200 KB) into registers: while
+// a row is worked on, the next one is on its way, so the memory never waits for the arithmetic. A thread
+// reads only what it copied itself.
 template <bool kGrad>
 __global__ void __launch_bounds__(kClassifierThreads, 1)
-classifier_stream_kernel(floatX* logits, float* losses, const int* targets, float dloss, const float* loss_scale, int N, int V,
-                         int Vp) {
+    classifier_stream_kernel(floatX* logits, float* losses, const int* targets, float dloss,
+                             const float* loss_scale, int N, int V, int Vp) {
     extern __shared__ x128 staged[];                    // (2, Vp/kWidth)
     __shared__ float2 parts[2][kWarp];
     __shared__ float target_logit[2];
     const int vectors = Vp / kWidth, first = threadIdx.x;
     const float scale = kGrad ? dloss * (loss_scale ? *loss_scale : 1.0f) : 0.0f;
-    auto row_at = [&](int row) { return logits + (size_t)row * Vp + first * kWidth; };      // this thread's first vector
+    // This thread's first vector
+    auto row_at = [&](int row) { return logits + (size_t)row * Vp + first * kWidth; };
     auto stage = [&](int row, int slot) {
         if (row < N) {
             const floatX* x_row = row_at(row);
@@ -3391,7 +3533,8 @@ classifier_stream_kernel(floatX* logits, float* losses, const int* targets, floa
         x128* slot_at = staged + slot * vectors + first;
         cp_async_wait<1>();
         uint4 row_x[kClassifierVectors];                // as words, see as_pack
-        float top = -FLT_MAX;                           // not -inf: inf - inf would be NaN where all is padding
+        // Not -inf: inf - inf would be NaN where all is padding
+        float top = -FLT_MAX;
 #pragma unroll
         for (int j = 0; j < kClassifierVectors; j++) {
             const int v = j * kClassifierThreads;
@@ -3418,7 +3561,9 @@ classifier_stream_kernel(floatX* logits, float* losses, const int* targets, floa
             for (int j = 0; j < kClassifierVectors; j++) {
                 const int v = j * kClassifierThreads, c = (first + v) * kWidth;
                 if (first + v >= vectors) { continue; }
-                store<true, Cache::Streaming>(d_row, v * kWidth, Vp, softmax_grad(as_pack(row_x[j]), top, scale_over_sum, c, target, scale));
+                store<true, Cache::Streaming>(
+                    d_row, v * kWidth, Vp,
+                    softmax_grad(as_pack(row_x[j]), top, scale_over_sum, c, target, scale));
             }
         }
     }
@@ -3426,12 +3571,14 @@ classifier_stream_kernel(floatX* logits, float* losses, const int* targets, floa
 
 // Any Vp: one block a row, read twice (the second time from cache).
 template <bool kVector, bool kGrad>
-__global__ void classifier_kernel(floatX* logits, float* losses, const int* targets, float dloss, const float* loss_scale, int V,
-                                  int Vp) {
+__global__ void classifier_kernel(floatX* logits, float* losses, const int* targets, float dloss,
+                                  const float* loss_scale, int V, int Vp) {
     __shared__ float2 parts[kWarp];
-    const int row = blockIdx.x, target = targets[row], first = threadIdx.x * kWidth, step = blockDim.x * kWidth;
+    const int row = blockIdx.x, target = targets[row], first = threadIdx.x * kWidth,
+              step = blockDim.x * kWidth;
     floatX* x_row = logits + (size_t)row * Vp;
-    float target_logit = threadIdx.x == 0 ? (float)x_row[target] : 0.0f;    // before the barrier after which rows are written
+    // Before the barrier after which rows are written
+    float target_logit = threadIdx.x == 0 ? (float)x_row[target] : 0.0f;
     float top = -FLT_MAX, sum = 0.0f;
     for (int c = first; c < V; c += step) {
         x128 x = load<kVector>(x_row, c, Vp);
@@ -3456,30 +3603,33 @@ __global__ void classifier_kernel(floatX* logits, float* losses, const int* targ
 static bool classifier_streams(int Vp) {
     int shared_limit = 0;
     cudaCheck(cudaDeviceGetAttribute(&shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
-    return sizeof(floatX) == 2 && is_vector(Vp) && Vp >= 8192 && Vp <= kClassifierVectors * kClassifierThreads * kWidth &&
-           2 * Vp * (int)sizeof(floatX) + 1024 <= shared_limit;        // 1024: the static part
+    return sizeof(floatX) == 2 && is_vector(Vp) && Vp >= 8192 &&
+           Vp <= kClassifierVectors * kClassifierThreads * kWidth &&
+           2 * Vp * (int)sizeof(floatX) + 1024 <= shared_limit;    // 1024: the static part
 }
 
 template <bool kGrad>
-static void classifier_launch(floatX* logits, float* losses, const int* targets, float dloss, const float* loss_scale, int N,
-                              int V, int Vp, Stream stream) {
+static void classifier_launch(floatX* logits, float* losses, const int* targets, float dloss,
+                              const float* loss_scale, int N, int V, int Vp, Stream stream) {
     if (classifier_streams(Vp)) {
         const int shared = 2 * Vp * (int)sizeof(floatX);
-        cudaCheck(cudaFuncSetAttribute(classifier_stream_kernel<kGrad>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+        cudaCheck(cudaFuncSetAttribute(classifier_stream_kernel<kGrad>,
+                                       cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
         classifier_stream_kernel<kGrad><<<std::min(N, device_sm_count), kClassifierThreads, shared, stream>>>(
             logits, losses, targets, dloss, loss_scale, N, V, Vp);
     } else {
         const int threads = std::min(round_up(ceil_div(Vp, kWidth), kWarp), 1024);
         with_vector(Vp, [&](auto vector) {
-            classifier_kernel<vector.value, kGrad><<<N, threads, 0, stream>>>(logits, losses, targets, dloss, loss_scale, V, Vp);
+            classifier_kernel<vector.value, kGrad>
+                <<<N, threads, 0, stream> > >(logits, losses, targets, dloss, loss_scale, V, Vp);
         });
     }
     cudaCheck(cudaGetLastError());
 }
 
-static void classifier(floatX* logits_inplace /*(N,Vp)*/, float* losses /*(N)*/, const int* targets /*(N)*/, float dloss,
-                       const float* loss_scale /*device scalar; null: 1*/, int N, int V, int Vp, ClassifierMode mode,
-                       Stream stream) {
+static void classifier(floatX* logits_inplace /*(N,Vp)*/, float* losses /*(N)*/, const int* targets /*(N)*/,
+                       float dloss, const float* loss_scale /*device scalar; null: 1*/, int N, int V, int Vp,
+                       ClassifierMode mode, Stream stream) {
     NvtxRange range("classifier");
     if (mode == ClassifierMode::LossOnly) {
         classifier_launch<false>(logits_inplace, losses, targets, dloss, loss_scale, N, V, Vp, stream);
@@ -3501,7 +3651,8 @@ __global__ void loss_sum_kernel(float* mean, const float* losses, float weight, 
     if (threadIdx.x == 0) { *mean = (float)((acc == Accumulate::Yes ? (double)*mean : 0.0) + weight * sum); }
 }
 
-static void loss_sum(float* mean, const float* losses /*(N)*/, float weight, Accumulate acc, int N, Stream stream) {
+static void loss_sum(float* mean, const float* losses /*(N)*/, float weight, Accumulate acc, int N,
+                     Stream stream) {
     NvtxRange range("loss_sum");
     loss_sum_kernel<<<1, 1024, 0, stream>>>(mean, losses, weight, acc, N);
     cudaCheck(cudaGetLastError());
@@ -3509,9 +3660,9 @@ static void loss_sum(float* mean, const float* losses /*(N)*/, float weight, Acc
 }
 
 // == 6.8 global norm ==
-// norm = sqrt(sum of squares of all gradients) / loss_scale, then the decision about this update, all on the device: the
-// host reads both a step later. Gaps between tensors must hold zeros. Gradients of which some are bf16 are found by the
-// segments of the parameter buffer, as in AdamW below.
+// norm = sqrt(sum of squares of all gradients) / loss_scale, then the decision about this update, all on the
+// device: the host reads both a step later. Gaps between tensors must hold zeros. Gradients of which some are
+// bf16 are found by the segments of the parameter buffer, as in AdamW below.
 constexpr int kNormBlocks = 1056, kNormThreads = 256;   // fixed, so that the bits do not depend on the GPU
 
 // The last segment that begins at or before i.
@@ -3527,7 +3678,8 @@ __device__ __forceinline__ ParamSegment segment_of(const ParamSegment* segments,
 
 // Gradients of the elements [i, i + kWidth) of the parameter buffer, which lie in this segment.
 template <Cache kCache = Cache::Default>
-__device__ __forceinline__ Floats load_grads(const void* grads, const ParamSegment& segment, size_t i, const RoundKey& key) {
+__device__ __forceinline__ Floats load_grads(const void* grads, const ParamSegment& segment, size_t i,
+                                             const RoundKey& key) {
     const void* data = (const char*)grads + segment.grads;
     const size_t n = segment.end - segment.begin;
     if (!segment.grads_bf16) { return load_floats<true, kCache>((const float*)data, i - segment.begin, n); }
@@ -3551,7 +3703,9 @@ template <bool kBf16, bool kVector> __global__ void global_norm_kernel(double* p
             x[u] = Floats{};
             if (at >= n) { continue; }
             const ParamSegment segment = segment_of(a.segments, a.num_segments, at);
-            if (at >= segment.begin && at < segment.end) { x[u] = load_grads(a.grads, segment, at, a.grad_key); }
+            if (at >= segment.begin && at < segment.end) {
+                x[u] = load_grads(a.grads, segment, at, a.grad_key);
+            }
         }
 #pragma unroll
         for (int u = 0; u < 4; u++) {
@@ -3565,8 +3719,8 @@ template <bool kBf16, bool kVector> __global__ void global_norm_kernel(double* p
     if (threadIdx.x == 0) { partial[blockIdx.x] = sum; }
 }
 
-__global__ void update_decision_kernel(UpdateState* state, const double* partial, int partials, float max_norm,
-                                       UpdatePolicy policy) {
+__global__ void update_decision_kernel(UpdateState* state, const double* partial, int partials,
+                                       float max_norm, UpdatePolicy policy) {
     __shared__ double shared[kWarp];
     double sum = 0.0;
     for (int i = threadIdx.x; i < partials; i += blockDim.x) { sum += partial[i]; }
@@ -3607,7 +3761,8 @@ static void global_norm(const GlobalNorm& args, Stream stream) {
         });
     }
     cudaCheck(cudaGetLastError());
-    update_decision_kernel<<<1, 1024, 0, stream>>>(args.state, partial, kNormBlocks, args.max_norm, args.policy);
+    update_decision_kernel<<<1, 1024, 0, stream> > >(args.state, partial, kNormBlocks, args.max_norm,
+                                                     args.policy);
     cudaCheck(cudaGetLastError());
     OUTPUT("global_norm.norm", &args.state->norm, 1, stream);
     OUTPUT("global_norm.grad_scale", &args.state->grad_scale, 1, stream);
@@ -3615,8 +3770,9 @@ static void global_norm(const GlobalNorm& args, Stream stream) {
 
 // == 6.9 adamw ==
 // g = grad*grad_scale;  m = beta1 m + (1-beta1) g;  v = beta2 v + (1-beta2) g^2;  both divided by 1 - beta^t;
-// p = p (1 - lr wd) - lr mhat / (sqrt(vhat) + eps).  One launch over the flat parameter buffer; p is the fp32 master
-// copy, or the parameter itself (fp32), or the 16-bit parameter, rounded stochastically. A skipped update changes nothing.
+// p = p (1 - lr wd) - lr mhat / (sqrt(vhat) + eps).  One launch over the flat parameter buffer; p is the fp32
+// master copy, or the parameter itself (fp32), or the 16-bit parameter, rounded stochastically. A skipped
+// update changes nothing.
 struct AdamW {
     floatX* params;                     // (n)
     float *master, *m, *v;              // (n); master: null when params are fp32, or for stochastic rounding
@@ -3653,7 +3809,8 @@ template <bool kGradsBf16, bool kMaster> __global__ void __launch_bounds__(256) 
     for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
         Floats g;
         if (!kGradsBf16) { g = load_floats<true, Cache::Streaming>((const float*)a.grads, i, a.n); }
-        Floats m = load_floats<true, Cache::Streaming>(a.m, i, a.n), v = load_floats<true, Cache::Streaming>(a.v, i, a.n);
+        Floats m = load_floats<true, Cache::Streaming>(a.m, i, a.n),
+               v = load_floats<true, Cache::Streaming>(a.v, i, a.n);
         Floats p;
         if (kMaster) { p = load_floats<true, Cache::Streaming>(a.master, i, a.n); }
         else { p = load_floats<true>(a.params, i, a.n); }
@@ -3682,7 +3839,8 @@ template <bool kGradsBf16, bool kMaster> __global__ void __launch_bounds__(256) 
             store<true, Cache::Streaming>(a.v, i, a.n, to_pack<float>(v));
             if (kMaster) { store<true, Cache::Streaming>(a.master, i, a.n, to_pack<float>(p)); }
             store<true>(a.params, i, a.n, rounded);
-        } else {                                        // the last elements of a segment: what follows is not touched
+        // The last elements of a segment: what follows is not touched
+        } else {
             store<false>(a.m, i, segment.end, to_pack<float>(m));
             store<false>(a.v, i, segment.end, to_pack<float>(v));
             if (kMaster) { store<false>(a.master, i, segment.end, to_pack<float>(p)); }
@@ -3693,9 +3851,12 @@ template <bool kGradsBf16, bool kMaster> __global__ void __launch_bounds__(256) 
 
 static void adamw_update(AdamW args, Stream stream) {
     NvtxRange range("adamw_update");
-    if (!is_vector(args.n)) { die("adamw_update: the parameter buffer has %zu elements, not a multiple of %d", args.n, kWidth); }
+    if (!is_vector(args.n)) {
+        die("adamw_update: the parameter buffer has %zu elements, not a multiple of %d", args.n, kWidth);
+    }
     const int threads = 256;
-    const int blocks = (int)std::min<size_t>(ceil_div(args.n, (size_t)threads * kWidth), (size_t)device_sm_count * 8);
+    const int blocks =
+        (int)std::min<size_t>(ceil_div(args.n, (size_t)threads * kWidth), (size_t)device_sm_count * 8);
     if (args.grads_bf16) {
         if (args.master) { adamw_kernel<true, true><<<blocks, threads, 0, stream>>>(args); }
         else { adamw_kernel<true, false><<<blocks, threads, 0, stream>>>(args); }
@@ -3712,17 +3873,20 @@ static void adamw_update(AdamW args, Stream stream) {
 #endif  // GPT2_CPU
 
 // == 7 multi-GPU ==
-// One process, one GPU so far: the loader, the rounding keys and the batch arithmetic already count in samples of the
-// whole job, so that more ranks will not change what is computed.
+// One process, one GPU so far: the loader, the rounding keys and the batch arithmetic already count in
+// samples of the whole job, so that more ranks will not change what is computed.
 
 // == 8 model ==
 enum class Kernels { Auto, Portable, Sm90 };    // best for this GPU; sm_80's and later; Hopper's or an error
 struct Options {                // what a run may choose; fixed after gpt2_allocate
     int recompute;              // 0: save all activations; 1: recompute GELU in backward; 2: LayerNorms too
-    int gelu_fusion;            // 0: GELU by its own kernels; 1: in the forward GEMM's epilogue; 2: in the backward's too
+    // 0: GELU by its own kernels; 1: in the forward GEMM's epilogue; 2: in the backward's too
+    int gelu_fusion;
     bool master;                // fp32 master copies of 16-bit parameters
-    bool grads_bf16;            // gradients of tensors with two dimensions in bf16, rounded with dither; else fp32
-    bool residual_in_gemm;      // residual added in the projection GEMM's epilogue, else fused into the next LayerNorm
+    // Gradients of tensors with two dimensions in bf16, rounded with dither; else fp32
+    bool grads_bf16;
+    // Residual added in the projection GEMM's epilogue, else fused into the next LayerNorm
+    bool residual_in_gemm;
     Kernels kernels;            // which kernels an op with several may use
     bool tf32;                  // FP32 builds: tensor cores for GEMMs
     float weight_decay;         // on the tensors with two dimensions
@@ -3735,7 +3899,8 @@ struct DeviceState {
     float loss;                 // mean over the total batch
 };
 
-struct Inputs {                 // one batch on the device, or one staging slot in pinned memory; same layout in both
+// One batch on the device, or one staging slot in pinned memory; same layout in both
+struct Inputs {
     int *tokens, *targets;      // (B,T)
     int* order;                 // (B,T) positions sorted by token, for the embedding's backward
     int4 *segments, *splits;
@@ -3779,7 +3944,9 @@ constexpr uint32_t kRoundParams = NUM_PARAMS, kRoundGrads = NUM_PARAMS + 1;
 static size_t gpt2_num_parameters(const ParamSpec* specs, Decay decay) {
     size_t count = 0;
     for (int i = 0; i < NUM_PARAMS; i++) {
-        if (specs[i].decay == decay) { count += (size_t)specs[i].copies * specs[i].live_rows * specs[i].cols; }
+        if (specs[i].decay == decay) {
+            count += (size_t)specs[i].copies * specs[i].live_rows * specs[i].cols;
+        }
     }
     return count;
 }
@@ -3799,14 +3966,17 @@ static Inputs inputs_layout(char* base, int B, int T) {
     return in;
 }
 
-static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B, int T, const ParamSpec* specs, size_t elems) {
+static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B, int T,
+                                 const ParamSpec* specs, size_t elems) {
     const int N = B * T;
     size_t bytes = encoder_backward_scratch_bytes(B, T, c.C);
     bytes = std::max(bytes, layernorm_backward_scratch_bytes(N, c.C));
     bytes = std::max(bytes, bias_backward_scratch_bytes(N, 4 * c.C));
     bytes = std::max(bytes, attention_backward_scratch_bytes(B, T, c.NH));
     bytes = std::max(bytes, global_norm_scratch_bytes(elems));
-    for (int i = 0; i < NUM_PARAMS && options.grads_bf16; i++) { bytes = std::max(bytes, specs[i].elems * sizeof(float)); }
+    for (int i = 0; i < NUM_PARAMS && options.grads_bf16; i++) {
+        bytes = std::max(bytes, specs[i].elems * sizeof(float));
+    }
     if (options.grads_bf16) {                   // both parts of dwte meet in scratch
         const size_t wte = specs[PARAM_wte].elems * sizeof(float);
         bytes = std::max(bytes, wte + encoder_backward_scratch_bytes(B, T, c.C));
@@ -3814,9 +3984,10 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
     return bytes;
 }
 
-// One segment a tensor, and the bytes of all gradients. --grad-dtype bf16 leaves LayerNorms and biases in fp32: 0.1 %
-// of the gradients, and sums over all tokens, which have the most digits to lose.
-static size_t gpt2_segments(std::vector<ParamSegment>* segments, const ParamSpec* specs, const Options& options) {
+// One segment a tensor, and the bytes of all gradients. --grad-dtype bf16 leaves LayerNorms and biases in
+// fp32: 0.1 % of the gradients, and sums over all tokens, which have the most digits to lose.
+static size_t gpt2_segments(std::vector<ParamSegment>* segments, const ParamSpec* specs,
+                            const Options& options) {
     size_t bytes = 0;
     segments->clear();
     for (int i = 0; i < NUM_PARAMS; i++) {
@@ -3843,7 +4014,9 @@ static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& 
     std::vector<ParamSegment> segments;
     plan.push_back({"gradients", gpt2_segments(&segments, specs, options)});
     plan.push_back({"AdamW m and v", elems * 2 * sizeof(float)});
-    for (const ActSpec& a : acts) { plan.push_back({a.name, round_up(a.elems * a.elem_bytes, kAlign) * a.copies}); }
+    for (const ActSpec& a : acts) {
+        plan.push_back({a.name, round_up(a.elems * a.elem_bytes, kAlign) * a.copies});
+    }
     plan.push_back({"scratch", gpt2_scratch_bytes(c, options, B, T, specs, elems)});
     plan.push_back({"matmul workspace", matmul_workspace_bytes()});
     plan.push_back({"inputs", inputs_layout(nullptr, B, T).bytes});
@@ -3859,9 +4032,11 @@ static size_t memory_total(const std::vector<MemoryItem>& plan) {
 // What is left over for the driver, the library's own buffers and fragmentation.
 static size_t memory_reserve(const DeviceInfo& device) { return device.memory_total / 100; }
 
-static void gpt2_check_memory(const Config& c, const Options& options, int B, int T, const DeviceInfo& device) {
+static void gpt2_check_memory(const Config& c, const Options& options, int B, int T,
+                              const DeviceInfo& device) {
     auto fits = [&](int b) {
-        return memory_total(gpt2_memory_plan(c, options, b, T)) + memory_reserve(device) <= device.memory_free;
+        return memory_total(gpt2_memory_plan(c, options, b, T)) + memory_reserve(device) <=
+               device.memory_free;
     };
     if (device.memory_free == 0 || fits(B)) { return; }
     int low = 0, high = B;                      // low fits (0: taken for granted), high does not
@@ -3874,13 +4049,14 @@ static void gpt2_check_memory(const Config& c, const Options& options, int B, in
     std::string hint = low > 0 ? format("the largest micro-batch that fits is -b %d", low)
                                : std::string("not even -b 1 fits: choose a smaller model or -t");
     if (options.recompute < 2) { hint += "; -r 2 needs less memory"; }
-    die("-b %d -t %d needs %.2f GiB on %s, which has %.2f GiB free\nhint: %s", B, T, wanted, device.name.c_str(),
-        device.memory_free / GiB, hint.c_str());
+    die("-b %d -t %d needs %.2f GiB on %s, which has %.2f GiB free\nhint: %s", B, T, wanted,
+        device.name.c_str(), device.memory_free / GiB, hint.c_str());
 }
 
 static void gpt2_print_memory(const Config& c, const Options& options, int B, int T) {
     std::vector<MemoryItem> plan = gpt2_memory_plan(c, options, B, T);
-    std::stable_sort(plan.begin(), plan.end(), [](const MemoryItem& a, const MemoryItem& b) { return a.bytes > b.bytes; });
+    std::stable_sort(plan.begin(), plan.end(),
+                     [](const MemoryItem& a, const MemoryItem& b) { return a.bytes > b.bytes; });
     printf("memory: %.3f GiB in all; the largest:", memory_total(plan) / 1073741824.0);
     for (size_t i = 0; i < plan.size() && i < 10; i++) {
         printf("%s %s %.3f", i ? "," : "", plan[i].name.c_str(), plan[i].bytes / 1073741824.0);
@@ -3895,21 +4071,26 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     model->T = T;
     model->arena_elems = param_specs(model->param_specs, config);
     size_t act_bytes = act_specs(model->act_specs, config, B, T, options.recompute);
-    model->num_parameters = gpt2_num_parameters(model->param_specs, Decay::Yes) + gpt2_num_parameters(model->param_specs, Decay::No);
+    model->num_parameters = gpt2_num_parameters(model->param_specs, Decay::Yes) +
+                            gpt2_num_parameters(model->param_specs, Decay::No);
     const size_t grad_bytes = gpt2_segments(&model->segments, model->param_specs, options);
 
     const size_t n = model->arena_elems;
     model->stream = stream_create();
     model->params = (floatX*)device_malloc(n * sizeof(floatX), "parameters");
-    model->master = kLowPrecision && options.master ? (float*)device_malloc(n * sizeof(float), "master weights") : nullptr;
+    model->master = kLowPrecision && options.master
+                        ? (float*)device_malloc(n * sizeof(float), "master weights")
+                        : nullptr;
     model->m = (float*)device_malloc(2 * n * sizeof(float), "AdamW m and v");
     model->v = model->m + n;
     model->grads = device_malloc(grad_bytes, "gradients");
     model->acts = (char*)device_malloc(act_bytes, "activations");
-    model->scratch = (float*)device_malloc(gpt2_scratch_bytes(config, options, B, T, model->param_specs, n), "scratch");
+    model->scratch =
+        (float*)device_malloc(gpt2_scratch_bytes(config, options, B, T, model->param_specs, n), "scratch");
     model->workspace = device_malloc(matmul_workspace_bytes(), "matmul workspace");
     model->state = (DeviceState*)device_malloc(sizeof(DeviceState), "state");
-    model->device_segments = (ParamSegment*)device_malloc(NUM_PARAMS * sizeof(ParamSegment), "parameter segments");
+    model->device_segments =
+        (ParamSegment*)device_malloc(NUM_PARAMS * sizeof(ParamSegment), "parameter segments");
     model->inputs_memory = (char*)device_malloc(inputs_layout(nullptr, B, T).bytes, "inputs");
     model->inputs = inputs_layout(model->inputs_memory, B, T);
     for (int i = 0; i < GPT2::kSlots; i++) {
@@ -3920,8 +4101,10 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     matmul_init(model->workspace, matmul_workspace_bytes(), options.tf32);
     select_kernels(options.kernels == Kernels::Portable);
     if (options.kernels == Kernels::Sm90 && !attention_uses_sm90(config.C / config.NH)) {
-        die("--kernels sm90: no Hopper kernel serves head size %d here\nhint: they need an H100 or H200, a 16-bit build for "
-            "sm_90a and head size 64; --kernels auto takes what fits", config.C / config.NH);
+        die("--kernels sm90: no Hopper kernel serves head size %d here\nhint: they need an H100 or H200, a "
+            "16-bit build for "
+            "sm_90a and head size 64; --kernels auto takes what fits",
+            config.C / config.NH);
     }
 
     // The gaps between tensors take part in norm and AdamW: they are zero and stay zero.
@@ -3932,7 +4115,8 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     DeviceState state = {};
     state.update.loss_scale = kFp16 ? kMaxLossScale : 1.0f;
     copy_to_device(model->state, &state, sizeof(state), model->stream);
-    copy_to_device(model->device_segments, model->segments.data(), NUM_PARAMS * sizeof(ParamSegment), model->stream);
+    copy_to_device(model->device_segments, model->segments.data(), NUM_PARAMS * sizeof(ParamSegment),
+                   model->stream);
     stream_sync(model->stream);
     model->micro_steps_staged = 0;
     model->step = model->micro = 0;
@@ -3959,7 +4143,8 @@ static void gpt2_free(GPT2* model) {
     stream_destroy(model->stream);
 }
 
-// ---- parameters from and to the host, one copy of one tensor at a time, as fp32 (slow, at start and end only) ----
+// ---- parameters from and to the host, one copy of one tensor at a time, as fp32 (slow, at start and end
+// only) ----
 
 static void gpt2_set_param(GPT2* model, int i, int l, const float* values /*(elems)*/) {
     const ParamSpec& s = model->param_specs[i];
@@ -3985,8 +4170,9 @@ static void gpt2_get_param(GPT2* model, int i, int l, float* values /*(elems)*/,
     for (size_t k = 0; k < s.elems; k++) { values[k] = (float)raw[k]; }
 }
 
-// GPT-2's initialisation (Radford et al. 2019, section 2.3: residual projections scaled by 1/sqrt(number of residual
-// layers)). Values depend on (seed, tensor, position) alone. Padded rows of wte are zero and stay so.
+// GPT-2's initialisation (Radford et al. 2019, section 2.3: residual projections scaled by 1/sqrt(number of
+// residual layers)). Values depend on (seed, tensor, position) alone. Padded rows of wte are zero and stay
+// so.
 static void gpt2_init_random(GPT2* model, uint64_t seed) {
     std::vector<float> values;
     for (int i = 0; i < NUM_PARAMS; i++) {
@@ -3996,7 +4182,8 @@ static void gpt2_init_random(GPT2* model, uint64_t seed) {
         for (int l = 0; l < s.copies; l++) {
             values.assign(s.elems, s.init == Init::One ? 1.0f : 0.0f);
             if (s.init == Init::Normal || s.init == Init::Residual) {
-                const int64_t first = (int64_t)(l * live), end = first + (int64_t)live;     // positions in the whole tensor
+                // Positions in the whole tensor
+                const int64_t first = (int64_t)(l * live), end = first + (int64_t)live;
                 #pragma omp parallel for schedule(static)
                 for (int64_t block = first / 4; block < ceil_div(end, (int64_t)4); block++) {
                     float z[4];
@@ -4013,8 +4200,8 @@ static void gpt2_init_random(GPT2* model, uint64_t seed) {
 
 // ---- one micro-step: inputs, forward, loss, backward ----
 
-// Copies a batch to the device, asynchronously. With targets it also sorts the token positions for the embedding's
-// backward: counting sort on the host, while the device still works on the micro-step before.
+// Copies a batch to the device, asynchronously. With targets it also sorts the token positions for the
+// embedding's backward: counting sort on the host, while the device still works on the micro-step before.
 static void gpt2_set_inputs(GPT2* model, const int* tokens, const int* targets /*or null*/, int B, int T) {
     const size_t N = (size_t)B * T;
     const int slot = (int)(model->micro_steps_staged++ % GPT2::kSlots);
@@ -4027,16 +4214,21 @@ static void gpt2_set_inputs(GPT2* model, const int* tokens, const int* targets /
         memcpy(host.targets, targets, N * sizeof(int));
         copy_to_device(device.targets, host.targets, N * sizeof(int), model->stream);
         TokenBuckets host_buckets = {};
-        build_token_buckets(&host_buckets, host.order, host.segments, host.splits, tokens, (int)N, model->config.Vp);
+        build_token_buckets(&host_buckets, host.order, host.segments, host.splits, tokens, (int)N,
+                            model->config.Vp);
         copy_to_device(device.order, host.order, N * sizeof(int), model->stream);
-        copy_to_device(device.segments, host.segments, host_buckets.num_segments * sizeof(int4), model->stream);
+        copy_to_device(device.segments, host.segments, host_buckets.num_segments * sizeof(int4),
+                       model->stream);
         copy_to_device(device.splits, host.splits, host_buckets.num_splits * sizeof(int4), model->stream);
-        model->buckets = {device.order, device.segments, device.splits, host_buckets.num_segments, host_buckets.num_splits};
+        model->buckets = {device.order, device.segments, device.splits, host_buckets.num_segments,
+                          host_buckets.num_splits};
     }
     event_record(model->staged[slot], model->stream);
 }
 
-static Params gpt2_params(const GPT2* model, int l) { return param_views<const floatX>(model->params, model->param_specs, l); }
+static Params gpt2_params(const GPT2* model, int l) {
+    return param_views<const floatX>(model->params, model->param_specs, l);
+}
 
 // Activations of a forward over (B,T) from the inputs on the device, up to lnf.
 static void gpt2_forward(GPT2* model, int B, int T) {
@@ -4063,11 +4255,19 @@ static void gpt2_forward(GPT2* model, int B, int T) {
         } else {
             matmul_forward({.out = a.dnarrow, .inp = a.atty, .weight = p.attprojw, .bias = p.attprojb,
                             .residual = nullptr, .pre_gelu = nullptr, .N = N, .C = C, .OC = C}, stream);
-            residual_layernorm_forward(a.residual2, a.ln2, a.ln2_mean, a.ln2_rstd, residual, a.dnarrow, p.ln2w, p.ln2b,
-                                       N, C, stream);
+            residual_layernorm_forward(a.residual2, a.ln2, a.ln2_mean, a.ln2_rstd, residual, a.dnarrow,
+                                       p.ln2w, p.ln2b, N, C, stream);
         }
-        matmul_forward({.out = gelu_in_gemm ? a.fch_gelu : a.fch, .inp = a.ln2, .weight = p.fcw, .bias = p.fcb,
-                        .residual = nullptr, .pre_gelu = gelu_in_gemm ? a.fch : nullptr, .N = N, .C = C, .OC = 4 * C}, stream);
+        matmul_forward({.out = gelu_in_gemm ? a.fch_gelu : a.fch,
+                        .inp = a.ln2,
+                        .weight = p.fcw,
+                        .bias = p.fcb,
+                        .residual = nullptr,
+                        .pre_gelu = gelu_in_gemm ? a.fch : nullptr,
+                        .N = N,
+                        .C = C,
+                        .OC = 4 * C},
+                       stream);
         if (!gelu_in_gemm) { gelu_forward(a.fch_gelu, a.fch, (size_t)N * 4 * C, stream); }
 
         // the LayerNorm after this layer: the next layer's first, or the final one
@@ -4079,13 +4279,22 @@ static void gpt2_forward(GPT2* model, int B, int T) {
         float* rstd = last ? a.lnf_rstd : next.ln1_rstd;
         const floatX *weight = last ? q.lnfw : q.ln1w, *bias = last ? q.lnfb : q.ln1b;
         if (o.residual_in_gemm) {
-            matmul_forward({.out = a.residual3, .inp = a.fch_gelu, .weight = p.fcprojw, .bias = p.fcprojb,
-                            .residual = a.residual2, .pre_gelu = nullptr, .N = N, .C = 4 * C, .OC = C}, stream);
+            matmul_forward({.out = a.residual3,
+                            .inp = a.fch_gelu,
+                            .weight = p.fcprojw,
+                            .bias = p.fcprojb,
+                            .residual = a.residual2,
+                            .pre_gelu = nullptr,
+                            .N = N,
+                            .C = 4 * C,
+                            .OC = C},
+                           stream);
             layernorm_forward(ln, mean, rstd, a.residual3, weight, bias, N, C, stream);
         } else {
             matmul_forward({.out = a.dnarrow, .inp = a.fch_gelu, .weight = p.fcprojw, .bias = p.fcprojb,
                             .residual = nullptr, .pre_gelu = nullptr, .N = N, .C = 4 * C, .OC = C}, stream);
-            residual_layernorm_forward(a.residual3, ln, mean, rstd, a.residual2, a.dnarrow, weight, bias, N, C, stream);
+            residual_layernorm_forward(a.residual3, ln, mean, rstd, a.residual2, a.dnarrow, weight, bias, N,
+                                       C, stream);
         }
         residual = a.residual3;
     }
@@ -4095,19 +4304,28 @@ static void gpt2_forward(GPT2* model, int B, int T) {
 static void gpt2_logits(GPT2* model, int first, int rows) {
     const Config& c = model->config;
     Acts a = act_views(model->acts, model->act_specs, 0);
-    matmul_forward({.out = a.logits, .inp = a.lnf + (size_t)first * c.C, .weight = gpt2_params(model, 0).wte, .bias = nullptr,
-                    .residual = nullptr, .pre_gelu = nullptr, .N = rows, .C = c.C, .OC = c.Vp}, model->stream);
+    matmul_forward({.out = a.logits,
+                    .inp = a.lnf + (size_t)first * c.C,
+                    .weight = gpt2_params(model, 0).wte,
+                    .bias = nullptr,
+                    .residual = nullptr,
+                    .pre_gelu = nullptr,
+                    .N = rows,
+                    .C = c.C,
+                    .OC = c.Vp},
+                   model->stream);
 }
 
-// Forward, losses of every position, and state->loss (+)= weight * sum of losses. LossAndGrad leaves dlogits of
-// dloss * sum(losses) where the logits were.
-static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float dloss, float weight, Accumulate acc) {
+// Forward, losses of every position, and state->loss (+)= weight * sum of losses. LossAndGrad leaves dlogits
+// of dloss * sum(losses) where the logits were.
+static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float dloss, float weight,
+                      Accumulate acc) {
     const int N = B * T;
     gpt2_forward(model, B, T);
     gpt2_logits(model, 0, N);
     Acts a = act_views(model->acts, model->act_specs, 0);
-    classifier(a.logits, a.losses, model->inputs.targets, dloss, &model->state->update.loss_scale, N, model->config.V,
-               model->config.Vp, mode, model->stream);
+    classifier(a.logits, a.losses, model->inputs.targets, dloss, &model->state->update.loss_scale, N,
+               model->config.V, model->config.Vp, mode, model->stream);
     loss_sum(&model->state->loss, a.losses, weight, acc, N, model->stream);
 }
 
@@ -4119,7 +4337,8 @@ static RoundKey gpt2_grad_key(const GPT2* model) {
 static Grad gpt2_grad(GPT2* model, ParamId id, int l, Accumulate acc) {
     const ParamSpec& s = model->param_specs[id];
     const ParamSegment& segment = model->segments[id];
-    char* data = (char*)model->grads + segment.grads + l * s.stride * (segment.grads_bf16 ? 2 : sizeof(float));
+    char* data =
+        (char*)model->grads + segment.grads + l * s.stride * (segment.grads_bf16 ? 2 : sizeof(float));
     return make_grad(data, segment.grads_bf16, s.offset + l * s.stride, acc, gpt2_grad_key(model));
 }
 
@@ -4135,46 +4354,111 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc) {
 
     Params p = gpt2_params(model, 0);
     Acts a = act_views(model->acts, model->act_specs, c.L - 1);
-    matmul_backward_input({.dinp = a.dnarrow, .dout = a.logits, .weight = p.wte, .pre_gelu = nullptr, .N = N, .C = C,
-                           .OC = c.Vp}, stream);
-    layernorm_backward({.dresidual = a.dresidual, .dweight = grad(PARAM_lnfw, 0), .dbias = grad(PARAM_lnfb, 0),
-                        .dcolsum = grad(PARAM_fcprojb, c.L - 1), .scratch = scratch, .dresidual_acc = Accumulate::No,
-                        .dout = a.dnarrow, .inp = a.residual3, .weight = p.lnfw, .mean = a.lnf_mean, .rstd = a.lnf_rstd,
-                        .N = N, .C = C}, stream);
+    matmul_backward_input({.dinp = a.dnarrow,
+                           .dout = a.logits,
+                           .weight = p.wte,
+                           .pre_gelu = nullptr,
+                           .N = N,
+                           .C = C,
+                           .OC = c.Vp},
+                          stream);
+    layernorm_backward({.dresidual = a.dresidual,
+                        .dweight = grad(PARAM_lnfw, 0),
+                        .dbias = grad(PARAM_lnfb, 0),
+                        .dcolsum = grad(PARAM_fcprojb, c.L - 1),
+                        .scratch = scratch,
+                        .dresidual_acc = Accumulate::No,
+                        .dout = a.dnarrow,
+                        .inp = a.residual3,
+                        .weight = p.lnfw,
+                        .mean = a.lnf_mean,
+                        .rstd = a.lnf_rstd,
+                        .N = N,
+                        .C = C},
+                       stream);
     for (int l = c.L - 1; l >= 0; l--) {
         p = gpt2_params(model, l);
         a = act_views(model->acts, model->act_specs, l);
-        const floatX* residual = l == 0 ? a.encoded : act_views(model->acts, model->act_specs, l - 1).residual3;
+        const floatX* residual =
+            l == 0 ? a.encoded : act_views(model->acts, model->act_specs, l - 1).residual3;
         // MLP
         if (o.recompute >= 1) { gelu_forward(a.fch_gelu, a.fch, (size_t)N * 4 * C, stream); }
         matmul_backward_weight(grad(PARAM_fcprojw, l), scratch, a.dresidual, a.fch_gelu, N, 4 * C, C, stream);
         const bool gelu_in_gemm = o.gelu_fusion >= 2 && o.recompute == 0;
-        matmul_backward_input({.dinp = a.dwide, .dout = a.dresidual, .weight = p.fcprojw,
-                               .pre_gelu = gelu_in_gemm ? a.fch : nullptr, .N = N, .C = 4 * C, .OC = C}, stream);
+        matmul_backward_input({.dinp = a.dwide,
+                               .dout = a.dresidual,
+                               .weight = p.fcprojw,
+                               .pre_gelu = gelu_in_gemm ? a.fch : nullptr,
+                               .N = N,
+                               .C = 4 * C,
+                               .OC = C},
+                              stream);
         if (gelu_in_gemm) { bias_backward(grad(PARAM_fcb, l), scratch, a.dwide, N, 4 * C, stream); }
         else { gelu_backward_inplace(a.dwide, grad(PARAM_fcb, l), scratch, a.fch, N, 4 * C, stream); }
-        if (o.recompute >= 2) { layernorm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, p.ln2w, p.ln2b, N, C, stream); }
+        if (o.recompute >= 2) {
+            layernorm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, p.ln2w, p.ln2b, N, C, stream);
+        }
         matmul_backward_weight(grad(PARAM_fcw, l), scratch, a.dwide, a.ln2, N, C, 4 * C, stream);
-        matmul_backward_input({.dinp = a.dnarrow, .dout = a.dwide, .weight = p.fcw, .pre_gelu = nullptr, .N = N, .C = C,
-                               .OC = 4 * C}, stream);
-        layernorm_backward({.dresidual = a.dresidual, .dweight = grad(PARAM_ln2w, l), .dbias = grad(PARAM_ln2b, l),
-                            .dcolsum = grad(PARAM_attprojb, l), .scratch = scratch, .dresidual_acc = Accumulate::Yes,
-                            .dout = a.dnarrow, .inp = a.residual2, .weight = p.ln2w, .mean = a.ln2_mean, .rstd = a.ln2_rstd,
-                            .N = N, .C = C}, stream);
+        matmul_backward_input({.dinp = a.dnarrow,
+                               .dout = a.dwide,
+                               .weight = p.fcw,
+                               .pre_gelu = nullptr,
+                               .N = N,
+                               .C = C,
+                               .OC = 4 * C},
+                              stream);
+        layernorm_backward({.dresidual = a.dresidual,
+                            .dweight = grad(PARAM_ln2w, l),
+                            .dbias = grad(PARAM_ln2b, l),
+                            .dcolsum = grad(PARAM_attprojb, l),
+                            .scratch = scratch,
+                            .dresidual_acc = Accumulate::Yes,
+                            .dout = a.dnarrow,
+                            .inp = a.residual2,
+                            .weight = p.ln2w,
+                            .mean = a.ln2_mean,
+                            .rstd = a.ln2_rstd,
+                            .N = N,
+                            .C = C},
+                           stream);
         // attention
         matmul_backward_weight(grad(PARAM_attprojw, l), scratch, a.dresidual, a.atty, N, C, C, stream);
-        matmul_backward_input({.dinp = a.dnarrow, .dout = a.dresidual, .weight = p.attprojw, .pre_gelu = nullptr, .N = N,
-                               .C = C, .OC = C}, stream);
+        matmul_backward_input({.dinp = a.dnarrow,
+                               .dout = a.dresidual,
+                               .weight = p.attprojw,
+                               .pre_gelu = nullptr,
+                               .N = N,
+                               .C = C,
+                               .OC = C},
+                              stream);
         attention_backward(a.dwide, scratch, a.dnarrow, a.atty, a.qkv, a.att_lse, B, T, NH, HS, stream);
         bias_backward(grad(PARAM_qkvb, l), scratch, a.dwide, N, 3 * C, stream);
-        if (o.recompute >= 2) { layernorm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, N, C, stream); }
+        if (o.recompute >= 2) {
+            layernorm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, N, C, stream);
+        }
         matmul_backward_weight(grad(PARAM_qkvw, l), scratch, a.dwide, a.ln1, N, C, 3 * C, stream);
-        matmul_backward_input({.dinp = a.dnarrow, .dout = a.dwide, .weight = p.qkvw, .pre_gelu = nullptr, .N = N, .C = C,
-                               .OC = 3 * C}, stream);
-        layernorm_backward({.dresidual = a.dresidual, .dweight = grad(PARAM_ln1w, l), .dbias = grad(PARAM_ln1b, l),
-                            .dcolsum = l > 0 ? grad(PARAM_fcprojb, l - 1) : none, .scratch = scratch,
-                            .dresidual_acc = Accumulate::Yes, .dout = a.dnarrow, .inp = residual, .weight = p.ln1w,
-                            .mean = a.ln1_mean, .rstd = a.ln1_rstd, .N = N, .C = C}, stream);
+        matmul_backward_input({.dinp = a.dnarrow,
+                               .dout = a.dwide,
+                               .weight = p.qkvw,
+                               .pre_gelu = nullptr,
+                               .N = N,
+                               .C = C,
+                               .OC = 3 * C},
+                              stream);
+        layernorm_backward({.dresidual = a.dresidual,
+                            .dweight = grad(PARAM_ln1w, l),
+                            .dbias = grad(PARAM_ln1b, l),
+                            .dcolsum = l > 0 ? grad(PARAM_fcprojb, l - 1) : none,
+                            .scratch = scratch,
+                            .dresidual_acc = Accumulate::Yes,
+                            .dout = a.dnarrow,
+                            .inp = residual,
+                            .weight = p.ln1w,
+                            .mean = a.ln1_mean,
+                            .rstd = a.ln1_rstd,
+                            .N = N,
+                            .C = C},
+                           stream);
     }
     // wte: the LM head's part, then the embedding's. bf16 is rounded once, so there they meet in scratch.
     const size_t wte_elems = model->param_specs[PARAM_wte].elems;
@@ -4182,12 +4466,14 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc) {
     matmul_backward_weight(dwte, scratch, a.logits, a.lnf, N, C, c.Vp, stream);
     dwte.acc = Accumulate::Yes;
     float* free_scratch = o.grads_bf16 ? scratch + wte_elems : scratch;
-    encoder_backward(dwte, grad(PARAM_wpe, 0), free_scratch, a.dresidual, model->buckets, B, T, c.maxT, C, stream);
+    encoder_backward(dwte, grad(PARAM_wpe, 0), free_scratch, a.dresidual, model->buckets, B, T, c.maxT, C,
+                     stream);
     if (o.grads_bf16) { grad_accumulate(grad(PARAM_wte, 0), scratch, wte_elems, stream); }
 }
 
 // One micro-step of `micro_steps`: gradients of the mean loss over the total batch.
-static void gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, int B, int T, int micro, int micro_steps) {
+static void gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, int B, int T, int micro,
+                            int micro_steps) {
     const Accumulate acc = micro == 0 ? Accumulate::No : Accumulate::Yes;
     const float weight = (float)(1.0 / ((double)B * T * micro_steps));
     model->micro = (uint32_t)micro;
@@ -4203,12 +4489,23 @@ static void gpt2_update(GPT2* model, float lr, float beta1, float beta2, float e
                  .grads_bf16 = model->options.grads_bf16, .grad_key = gpt2_grad_key(model),
                  .segments = model->device_segments, .num_segments = NUM_PARAMS, .n = model->arena_elems,
                  .max_norm = max_norm, .policy = policy}, model->stream);
-    adamw_update({.params = model->params, .master = model->master, .m = model->m, .v = model->v, .grads = model->grads,
-                  .grads_bf16 = model->options.grads_bf16, .state = &model->state->update,
-                  .segments = model->device_segments, .num_segments = NUM_PARAMS, .n = model->arena_elems, .lr = lr,
-                  .beta1 = beta1, .beta2 = beta2, .eps = eps,
+    adamw_update({.params = model->params,
+                  .master = model->master,
+                  .m = model->m,
+                  .v = model->v,
+                  .grads = model->grads,
+                  .grads_bf16 = model->options.grads_bf16,
+                  .state = &model->state->update,
+                  .segments = model->device_segments,
+                  .num_segments = NUM_PARAMS,
+                  .n = model->arena_elems,
+                  .lr = lr,
+                  .beta1 = beta1,
+                  .beta2 = beta2,
+                  .eps = eps,
                   .key = RoundKey{model->options.seed, model->step, 0, kRoundParams},
-                  .grad_key = gpt2_grad_key(model)}, model->stream);
+                  .grad_key = gpt2_grad_key(model)},
+                 model->stream);
     model->step++;
 }
 
@@ -4219,33 +4516,42 @@ static DeviceState gpt2_read_state(GPT2* model) {       // waits for the device
     return state;
 }
 
-// Mean loss of the next `batches` batches of the loader, from its first sample. Touches neither gradients nor weights.
+// Mean loss of the next `batches` batches of the loader, from its first sample. Touches neither gradients nor
+// weights.
 static float gpt2_validate(GPT2* model, DataLoader* loader, int B, int T, int batches) {
     const float weight = (float)(1.0 / ((double)B * T * batches));
     dataloader_seek(loader, 0);
     for (int i = 0; i < batches; i++) {
         dataloader_next(loader);
         gpt2_set_inputs(model, loader->inputs, loader->targets, B, T);
-        gpt2_loss(model, B, T, ClassifierMode::LossOnly, 0.0f, weight, i == 0 ? Accumulate::No : Accumulate::Yes);
+        gpt2_loss(model, B, T, ClassifierMode::LossOnly, 0.0f, weight,
+                  i == 0 ? Accumulate::No : Accumulate::Yes);
     }
     return gpt2_read_state(model).loss;
 }
 
 // == 9 checkpoint ==
-// model_%08d.bin: 256 int32 header, then the tensors in table order, tight. Version 3 holds fp32, 5 bf16 (llm.c's
-// numbers); either loads in any build. FP16 builds save version 3 from the master weights.
+// model_%08d.bin: 256 int32 header, then the tensors in table order, tight. Version 3 holds fp32, 5 bf16
+// (llm.c's numbers); either loads in any build. FP16 builds save version 3 from the master weights.
 constexpr int kModelMagic = 20240326, kModelFp32 = 3, kModelBf16 = 5;
 
-// A model from a header's numbers or a descriptor's: what the kernels and the file format need, or a sentence why not.
+// A model from a header's numbers or a descriptor's: what the kernels and the file format need, or a sentence
+// why not.
 static std::string config_error(const Config& c) {
     if (c.maxT < 1 || c.V < 2 || c.L < 1 || c.NH < 1 || c.C < 1) {
-        return format("T=%d V=%d L=%d NH=%d C=%d: each must be at least 1, V at least 2", c.maxT, c.V, c.L, c.NH, c.C);
+        return format("T=%d V=%d L=%d NH=%d C=%d: each must be at least 1, V at least 2", c.maxT, c.V, c.L,
+                      c.NH, c.C);
     }
-    if (c.C % c.NH != 0) { return format("C=%d is not a multiple of NH=%d (C = heads x head size)", c.C, c.NH); }
+    if (c.C % c.NH != 0) {
+        return format("C=%d is not a multiple of NH=%d (C = heads x head size)", c.C, c.NH);
+    }
     if (c.V > 65536) { return format("V=%d: token shards hold 16-bit ids, so V is at most 65536", c.V); }
-    if (c.Vp < c.V || c.Vp % 8 != 0) { return format("the padded vocabulary %d must be a multiple of 8 and at least V=%d", c.Vp, c.V); }
+    if (c.Vp < c.V || c.Vp % 8 != 0) {
+        return format("the padded vocabulary %d must be a multiple of 8 and at least V=%d", c.Vp, c.V);
+    }
     if (c.L > 10000 || c.C > (1 << 20) || c.maxT > (1 << 24)) {
-        return format("L=%d C=%d T=%d: at most 10000 layers, 2^20 channels, 2^24 positions", c.L, c.C, c.maxT);
+        return format("L=%d C=%d T=%d: at most 10000 layers, 2^20 channels, 2^24 positions", c.L, c.C,
+                      c.maxT);
     }
     return "";
 }
@@ -4254,7 +4560,8 @@ static Config checkpoint_read_header(const char* path, FILE* f, int* version) {
     int header[256];
     fread_check(header, sizeof(int), 256, f, path);
     if (header[0] != kModelMagic) {
-        die("'%s' is not a model checkpoint: magic number %d, expected %d\nhint: -e takes a model_*.bin or a descriptor such as d12",
+        die("'%s' is not a model checkpoint: magic number %d, expected %d\nhint: -e takes a model_*.bin or a "
+            "descriptor such as d12",
             path, header[0], kModelMagic);
     }
     *version = header[1];
@@ -4270,8 +4577,9 @@ static Config checkpoint_read_header(const char* path, FILE* f, int* version) {
     int64_t expected = sizeof(header), elem_bytes = *version == kModelFp32 ? 4 : 2;
     for (const ParamSpec& s : specs) { expected += (int64_t)(s.elems * s.copies) * elem_bytes; }
     if (file_size(path) != expected) {
-        die("'%s' has %lld bytes; its header (L=%d NH=%d C=%d T=%d V=%d, padded %d, version %d) means %lld", path,
-            (long long)file_size(path), c.L, c.NH, c.C, c.maxT, c.V, c.Vp, *version, (long long)expected);
+        die("'%s' has %lld bytes; its header (L=%d NH=%d C=%d T=%d V=%d, padded %d, version %d) means %lld",
+            path, (long long)file_size(path), c.L, c.NH, c.C, c.maxT, c.V, c.Vp, *version,
+            (long long)expected);
     }
     return c;
 }
@@ -4324,7 +4632,8 @@ static void checkpoint_save(GPT2* model, const std::string& path) {
             gpt2_get_param(model, i, l, values.data(), !bf16);
             if (!bf16) { atomic_write(&out, values.data(), s.elems * sizeof(float)); continue; }
             raw.resize(s.elems);
-            for (size_t k = 0; k < s.elems; k++) { raw[k] = bf16_round_nearest(values[k]); }    // exact: bf16 already
+            // Exact: bf16 already
+            for (size_t k = 0; k < s.elems; k++) { raw[k] = bf16_round_nearest(values[k]); }
             atomic_write(&out, raw.data(), s.elems * sizeof(uint16_t));
         }
     }
@@ -4335,17 +4644,24 @@ static void checkpoint_save(GPT2* model, const std::string& path) {
 // "d12" (GPT-2: 124M 350M 774M 1558M are d12 d24 d36 d48), "gpt3:c768", or explicit "L4,NH4,C128,T128,V256".
 static Config descriptor_config(const char* text) {
     struct Size { int key, L, C, HS; };
-    static const Size gpt2_sizes[] = {{6, 6, 384, 64}, {12, 12, 768, 64}, {24, 24, 1024, 64}, {36, 36, 1280, 64}, {48, 48, 1600, 64}};
+    static const Size gpt2_sizes[] = {
+        {6, 6, 384, 64}, {12, 12, 768, 64}, {24, 24, 1024, 64}, {36, 36, 1280, 64}, {48, 48, 1600, 64}};
     // GPT-3 (Brown et al. 2020, table 2.1), by channels; c384 is a smaller one for experiments
-    static const Size gpt3_sizes[] = {{384, 6, 384, 64}, {768, 12, 768, 64}, {1024, 24, 1024, 64}, {1536, 24, 1536, 96},
-                                      {2048, 24, 2048, 128}, {2560, 32, 2560, 80}, {4096, 32, 4096, 128}};
-    const char* hint = "\nhint: -e takes a model_*.bin, d6 d12 d24 d36 d48, gpt3:c384 c768 c1024 c1536 c2048 c2560 c4096, or L4,NH4,C128,T128,V256";
+    static const Size gpt3_sizes[] = {{384, 6, 384, 64},    {768, 12, 768, 64},    {1024, 24, 1024, 64},
+                                      {1536, 24, 1536, 96}, {2048, 24, 2048, 128}, {2560, 32, 2560, 80},
+                                      {4096, 32, 4096, 128}};
+    const char* hint =
+        "\nhint: -e takes a model_*.bin, d6 d12 d24 d36 d48, gpt3:c384 c768 c1024 c1536 c2048 c2560 c4096, "
+        "or L4,NH4,C128,T128,V256";
     Config c = {};
     int key = 0, used = 0;
     const size_t length = strlen(text);
     auto from_table = [&](const Size* sizes, size_t count, int maxT) {
         for (size_t i = 0; i < count; i++) {
-            if (sizes[i].key == key) { c.maxT = maxT, c.V = 50257, c.L = sizes[i].L, c.C = sizes[i].C, c.NH = sizes[i].C / sizes[i].HS; }
+            if (sizes[i].key == key) {
+                c.maxT = maxT, c.V = 50257, c.L = sizes[i].L, c.C = sizes[i].C,
+                c.NH = sizes[i].C / sizes[i].HS;
+            }
         }
     };
     if (sscanf(text, "d%d%n", &key, &used) == 1 && (size_t)used == length) {
@@ -4354,7 +4670,10 @@ static Config descriptor_config(const char* text) {
         from_table(gpt3_sizes, sizeof(gpt3_sizes) / sizeof(Size), 2048);
     } else {
         // letters in any order, each once
-        struct Field { const char* letters; int* value; } fields[] = {{"L", &c.L}, {"NH", &c.NH}, {"C", &c.C}, {"T", &c.maxT}, {"V", &c.V}};
+        struct Field {
+            const char* letters;
+            int* value;
+        } fields[] = {{"L", &c.L}, {"NH", &c.NH}, {"C", &c.C}, {"T", &c.maxT}, {"V", &c.V}};
         int seen = 0;
         for (const char* s = text; *s != '\0';) {
             char letters[3] = {};
@@ -4362,7 +4681,11 @@ static Config descriptor_config(const char* text) {
             if (sscanf(s, "%2[A-Z]%9d%n", letters, &value, &used) != 2) { seen = -1; break; }
             bool known = false;
             for (Field& field : fields) {
-                if (strcmp(letters, field.letters) == 0 && *field.value == 0) { *field.value = value; known = true; seen++; }
+                if (strcmp(letters, field.letters) == 0 && *field.value == 0) {
+                    *field.value = value;
+                    known = true;
+                    seen++;
+                }
             }
             s += used;
             const bool more = s[0] == ',' && s[1] != '\0';
@@ -4395,7 +4718,8 @@ static RunConfig run;
 
 #define DATA_DIR "dev/data/tinyshakespeare/"
 static const Flag kFlags[] = {
-    // letters name            type         where                default                       min max  options, help
+    // letters, name           type         where                default   min, max, options
+    //     help
     {"i",   "train-data",      FLAG_STRING, &run.train_data,     DATA_DIR "tiny_shakespeare_train.bin", 1, 0, nullptr,
         "training shards (glob)"},
     {"j",   "val-data",        FLAG_STRING, &run.val_data,       DATA_DIR "tiny_shakespeare_val.bin", 1, 0, nullptr,
@@ -4470,32 +4794,44 @@ static Config config_check() {
     Config c = file_size(run.model) >= 0 || strchr(run.model, '/') || strstr(run.model, ".bin")
              ? checkpoint_config(run.model) : descriptor_config(run.model);
     if (flags_given(kFlags, kNumFlags, "total-batch") && run.total_batch <= 3) {
-        die("-z %lld: -z is the total batch in tokens per step, not a ZeRO stage\nhint: the ZeRO stage will be -zs, which "
-            "this version does not have; give -z a multiple of B*T or leave it out", (long long)run.total_batch);
+        die("-z %lld: -z is the total batch in tokens per step, not a ZeRO stage\nhint: the ZeRO stage will "
+            "be -zs, which "
+            "this version does not have; give -z a multiple of B*T or leave it out",
+            (long long)run.total_batch);
     }
     if (run.T == 0) { run.T = c.maxT; }
     if (run.T > c.maxT) {
-        die("-t %d is longer than the model's longest sequence, %d\nhint: use -t %d or less, or a model with more positions",
+        die("-t %d is longer than the model's longest sequence, %d\nhint: use -t %d or less, or a model with "
+            "more positions",
             run.T, c.maxT, c.maxT);
     }
     const int64_t tokens = (int64_t)run.B * run.T;
-    if (tokens > INT_MAX) { die("-b %d x -t %d = %lld tokens in a micro-step: at most %d", run.B, run.T, (long long)tokens, INT_MAX); }
+    if (tokens > INT_MAX) {
+        die("-b %d x -t %d = %lld tokens in a micro-step: at most %d", run.B, run.T, (long long)tokens,
+            INT_MAX);
+    }
     if (run.total_batch == 0) { run.total_batch = tokens; }
     if (run.total_batch % tokens != 0) {
         const int64_t below = run.total_batch / tokens * tokens;
-        die("-z %lld is not a multiple of B*T = %d*%d = %lld\nhint: use -z %lld", (long long)run.total_batch, run.B, run.T,
-            (long long)tokens, (long long)(below > 0 ? below : tokens));
+        die("-z %lld is not a multiple of B*T = %d*%d = %lld\nhint: use -z %lld", (long long)run.total_batch,
+            run.B, run.T, (long long)tokens, (long long)(below > 0 ? below : tokens));
     }
     if (run.total_batch / tokens > INT_MAX) {
         die("-z %lld is %lld micro-steps of B*T = %lld tokens: at most %d", (long long)run.total_batch,
             (long long)(run.total_batch / tokens), (long long)tokens, INT_MAX);
     }
     if (run.gelu_fusion > 0 && run.recompute > 0) {
-        die("-ge %d needs -r 0: a recomputed GELU works on rounded values and would differ from the fused one", run.gelu_fusion);
+        die("-ge %d needs -r 0: a recomputed GELU works on rounded values and would differ from the fused "
+            "one",
+            run.gelu_fusion);
     }
 #ifdef GPT2_CPU
-    if (run.grad_dtype != 0) { die("--grad-dtype bf16 needs the CUDA program; the CPU build accumulates in fp32"); }
-    if (run.gelu_fusion != 0) { die("-ge %d needs the CUDA program; the CPU build has no GEMM epilogues", run.gelu_fusion); }
+    if (run.grad_dtype != 0) {
+        die("--grad-dtype bf16 needs the CUDA program; the CPU build accumulates in fp32");
+    }
+    if (run.gelu_fusion != 0) {
+        die("-ge %d needs the CUDA program; the CPU build has no GEMM epilogues", run.gelu_fusion);
+    }
 #endif
     run.max_steps = -1;
     if (strcmp(run.max_steps_text, "epoch") != 0) {
@@ -4506,7 +4842,9 @@ static Config config_check() {
             die("-x %.40s: wants a whole number of steps, 0 or more, or `epoch`", run.max_steps_text);
         }
     }
-    if (run.max_steps == 0 && run.output_dir[0] != '\0') { die("-x 0 trains nothing, so there is nothing to write to -o %s", run.output_dir); }
+    if (run.max_steps == 0 && run.output_dir[0] != '\0') {
+        die("-x 0 trains nothing, so there is nothing to write to -o %s", run.output_dir);
+    }
     return c;
 }
 
@@ -4528,18 +4866,14 @@ static Options run_options() {
 static volatile sig_atomic_t stop_requested = 0;
 static void request_stop(int) { stop_requested = 1; }
 
-static double seconds_now() {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-// The tokenizer that fits the vocabulary: GPT-2's for 50257, bytes for 256, none otherwise (samples are printed as ids).
+// The tokenizer that fits the vocabulary: GPT-2's for 50257, bytes for 256, none otherwise (samples are
+// printed as ids).
 static bool text_init(Tokenizer* tokenizer, int V) {
     if (V == 256) { tokenizer_init_bytes(tokenizer); return true; }
     if (V != 50257) { return false; }
     if (file_size(tokenizer_default_path().c_str()) < 0) {
-        fprintf(stderr, "warning: %s is not there: samples are printed as token ids\n", tokenizer_default_path().c_str());
+        fprintf(stderr, "warning: %s is not there: samples are printed as token ids\n",
+                tokenizer_default_path().c_str());
         return false;
     }
     tokenizer_init_bpe(tokenizer, nullptr);
@@ -4550,7 +4884,9 @@ static bool text_init(Tokenizer* tokenizer, int V) {
 static std::vector<uint32_t> prompt_tokens(const Tokenizer* tokenizer, bool has_text, int V, int T) {
     std::vector<uint32_t> prompt;
     if (run.prompt[0] == '\0') { return prompt; }
-    if (!has_text) { die("--prompt needs a tokenizer: there is none for V=%d (256: bytes, 50257: GPT-2)", V); }
+    if (!has_text) {
+        die("--prompt needs a tokenizer: there is none for V=%d (256: bytes, 50257: GPT-2)", V);
+    }
     tokenizer_encode(tokenizer, run.prompt, strlen(run.prompt), prompt);
     if ((int64_t)prompt.size() > T - 2) {       // T positions: one before the prompt, one at least after it
         die("the prompt has %zu tokens; with -t %d at most %d fit", prompt.size(), T, std::max(0, T - 2));
@@ -4558,9 +4894,9 @@ static std::vector<uint32_t> prompt_tokens(const Tokenizer* tokenizer, bool has_
     return prompt;
 }
 
-// Text after the prompt, token by token. The whole prefix is run again for each token; T is rounded up, so that few
-// shapes occur, with tokens that a causal model does not see. Draws from its own random stream and touches neither
-// weights nor training's state, so training's bits do not depend on it.
+// Text after the prompt, token by token. The whole prefix is run again for each token; T is rounded up, so
+// that few shapes occur, with tokens that a causal model does not see. Draws from its own random stream and
+// touches neither weights nor training's state, so training's bits do not depend on it.
 static void generate(GPT2* model, const Tokenizer* tokenizer, bool has_text, int64_t step) {
     const Config& c = model->config;
     const int limit = model->T;
@@ -4580,11 +4916,14 @@ static void generate(GPT2* model, const Tokenizer* tokenizer, bool has_text, int
             gpt2_set_inputs(model, tokens.data(), nullptr, 1, T);
             gpt2_forward(model, 1, T);
             gpt2_logits(model, n - 1, 1);
-            copy_to_host(raw.data(), act_views(model->acts, model->act_specs, 0).logits, c.V * sizeof(floatX), model->stream);
+            copy_to_host(raw.data(), act_views(model->acts, model->act_specs, 0).logits, c.V * sizeof(floatX),
+                         model->stream);
             stream_sync(model->stream);
             for (int i = 0; i < c.V; i++) { logits[i] = (float)raw[i]; }
-            const double coin = rand_unit((uint64_t)run.seed, RAND_SAMPLE, (uint32_t)sample, (uint64_t)step << 24 | (uint64_t)n);
-            const int token = sample_token(workspace.data(), logits.data(), c.V, run.temperature, run.top_k, coin);
+            const double coin = rand_unit((uint64_t)run.seed, RAND_SAMPLE, (uint32_t)sample,
+                                          (uint64_t)step << 24 | (uint64_t)n);
+            const int token =
+                sample_token(workspace.data(), logits.data(), c.V, run.temperature, run.top_k, coin);
             if (token == start) { break; }      // the document is over
             tokens[n] = token;
             if (has_text) {
@@ -4604,14 +4943,16 @@ static std::string duration_text(double seconds) {
     return format("%lld:%02d:%02d", (long long)(s / 3600), (int)(s / 60 % 60), (int)(s % 60));
 }
 
-// What a finished step reports. The host enqueues step s+1 before it waits for the report of step s, so the device
-// always has work.
+// What a finished step reports. The host enqueues step s+1 before it waits for the report of step s, so the
+// device always has work.
 struct Reports {
     static const int kSlots = 2;
     DeviceState* slots;         // pinned
     Event ready[kSlots];
     int64_t pending;            // the step whose report is still out; -1: none
-    double last_time;           // when the step before was seen to end
+    Event started;              // the device was idle and this step was its next work
+    // Where the pending step's time begins: the end of the step before, or `started`
+    Event since;
     double ms_sum;
     int64_t ms_count;
 };
@@ -4623,34 +4964,39 @@ static void report_step(Reports* r, Logger* logger, const LrSchedule& schedule) 
     const int slot = (int)(step % Reports::kSlots);
     event_wait(r->ready[slot]);
     const DeviceState state = r->slots[slot];
-    const double now = seconds_now(), ms = (now - r->last_time) * 1e3;
-    r->last_time = now;
+    // The device's clock: the host may be far ahead
+    const double ms = event_ms(r->since, r->ready[slot]);
+    r->since = r->ready[slot];
     if (step > 0) { r->ms_sum += ms; r->ms_count++; }      // the first step also loads kernels
     const double lr = lr_at(schedule, step);
     const double tokens_per_s = (double)run.total_batch / ms * 1e3;
     const double mean_ms = r->ms_count > 0 ? r->ms_sum / (double)r->ms_count : ms;
-    printf("step %lld/%lld | loss %.6f | lr %.2e | norm %.4f | %.1f ms | %.0f tok/s | ETA %s\n", (long long)step + 1,
-           (long long)run.max_steps, state.loss, lr, state.update.norm, ms, tokens_per_s,
+    printf("step %lld/%lld | loss %.6f | lr %.2e | norm %.4f | %.1f ms | %.0f tok/s | ETA %s\n",
+           (long long)step + 1, (long long)run.max_steps, state.loss, lr, state.update.norm, ms, tokens_per_s,
            duration_text((double)(run.max_steps - step - 1) * mean_ms * 1e-3).c_str());
     fflush(stdout);
-    logger_train(logger, {step, state.loss, lr, state.update.norm, (step + 1) * run.total_batch, ms, tokens_per_s});
+    logger_train(logger,
+                 {step, state.loss, lr, state.update.norm, (step + 1) * run.total_batch, ms, tokens_per_s});
     if (state.update.skip) {
-        fprintf(stderr, "step %lld: the gradient is not finite (norm %f, loss %f): update skipped\n", (long long)step + 1,
-                state.update.norm, state.loss);
+        fprintf(stderr, "step %lld: the gradient is not finite (norm %f, loss %f): update skipped\n",
+                (long long)step + 1, state.update.norm, state.loss);
         if (state.update.skipped_in_a_row >= kMaxSkipsInARow) {
-            die("%d updates in a row were skipped for a non-finite gradient: the run stops and writes nothing\nhint: a smaller "
-                "-l or a longer -u; look at the data", state.update.skipped_in_a_row);
+            die("%d updates in a row were skipped for a non-finite gradient: the run stops and writes "
+                "nothing\nhint: a smaller "
+                "-l or a longer -u; look at the data",
+                state.update.skipped_in_a_row);
         }
     }
 }
 
-static void train(GPT2* model, DataLoader* train_loader, DataLoader* val_loader, const Tokenizer* tokenizer, bool has_text,
-                  Logger* logger) {
+static void train(GPT2* model, DataLoader* train_loader, DataLoader* val_loader, const Tokenizer* tokenizer,
+                  bool has_text, Logger* logger) {
     const LrSchedule schedule = {run.schedule, run.lr, run.warmup, run.max_steps, run.final_fraction};
     const int micro_steps = (int)(run.total_batch / ((int64_t)run.B * run.T));
     Reports reports = {};
     reports.slots = (DeviceState*)pinned_malloc(Reports::kSlots * sizeof(DeviceState), "step reports");
     for (Event& e : reports.ready) { e = event_create(); }
+    reports.started = event_create();
     reports.pending = -1;
 
     for (int64_t step = 0; step <= run.max_steps; step++) {
@@ -4660,8 +5006,9 @@ static void train(GPT2* model, DataLoader* train_loader, DataLoader* val_loader,
         if (validate || sample || last) { report_step(&reports, logger, schedule); }
         if (validate) {
             const int64_t whole = val_loader->samples_per_epoch / run.B;
-            const float loss = gpt2_validate(model, val_loader, run.B, run.T,
-                                             (int)std::max((int64_t)1, std::min((int64_t)run.val_batches, whole)));
+            const float loss =
+                gpt2_validate(model, val_loader, run.B, run.T,
+                              (int)std::max((int64_t)1, std::min((int64_t)run.val_batches, whole)));
             printf("val loss %.6f\n", loss);
             fflush(stdout);
             logger_val(logger, step, loss);
@@ -4671,23 +5018,28 @@ static void train(GPT2* model, DataLoader* train_loader, DataLoader* val_loader,
             if (stop_requested) { printf("stopped by a signal after step %lld\n", (long long)step); }
             break;
         }
-        if (reports.pending < 0) { reports.last_time = seconds_now(); }
+        if (reports.pending < 0) {
+            event_record(reports.started, model->stream);
+            reports.since = reports.started;
+        }
         for (int micro = 0; micro < micro_steps; micro++) {
             if (run.overfit) { dataloader_seek(train_loader, 0); }
             dataloader_next(train_loader);
-            gpt2_micro_step(model, train_loader->inputs, train_loader->targets, run.B, run.T, micro, micro_steps);
+            gpt2_micro_step(model, train_loader->inputs, train_loader->targets, run.B, run.T, micro,
+                            micro_steps);
         }
         gpt2_update(model, lr_at(schedule, step), run.beta1, run.beta2, run.eps, run.grad_clip);
         if (kDeviceIsAsync) { report_step(&reports, logger, schedule); }        // of the step before
-        copy_to_host(&reports.slots[step % Reports::kSlots], model->state, sizeof(DeviceState), model->stream);
+        copy_to_host(&reports.slots[step % Reports::kSlots], model->state, sizeof(DeviceState),
+                     model->stream);
         event_record(reports.ready[step % Reports::kSlots], model->stream);
         reports.pending = step;
         if (!kDeviceIsAsync) { report_step(&reports, logger, schedule); }
     }
     if (reports.ms_count > 0) {
         const double mean_ms = reports.ms_sum / (double)reports.ms_count;
-        printf("mean step time %.1f ms, %.0f tokens/s over %lld steps\n", mean_ms, (double)run.total_batch / mean_ms * 1e3,
-               (long long)reports.ms_count);
+        printf("mean step time %.1f ms, %.0f tokens/s over %lld steps\n", mean_ms,
+               (double)run.total_batch / mean_ms * 1e3, (long long)reports.ms_count);
     }
     if (run.output_dir[0] != '\0') {
         const std::string path = format("%s/model_%08d.bin", run.output_dir, (int)model->step);
@@ -4695,6 +5047,7 @@ static void train(GPT2* model, DataLoader* train_loader, DataLoader* val_loader,
         printf("saved %s\n", path.c_str());
     }
     for (Event& e : reports.ready) { event_destroy(e); }
+    event_destroy(reports.started);
     pinned_free(reports.slots);
 }
 
@@ -4707,19 +5060,27 @@ int main(int argc, char** argv) {
     const Options options = run_options();
     const bool evaluate_only = run.max_steps == 0, generate_only = evaluate_only && run.prompt[0] != '\0';
 
-    // what can be wrong with sizes, files and the prompt is found before memory is taken and before anything is written
+    // what can be wrong with sizes, files and the prompt is found before memory is taken and before anything
+    // is written
     const DeviceInfo device = device_init();
     gpt2_check_memory(config, options, run.B, run.T, device);
     DataLoader train_loader, val_loader;
     if (!evaluate_only) {
-        dataloader_init(&train_loader, run.train_data, run.B, run.T, 0, 1, run.shuffle && !run.overfit, (uint64_t)run.seed, config.V);
-        if (run.max_steps < 0) { run.max_steps = std::max((int64_t)1, train_loader.samples_per_epoch * run.T / run.total_batch); }
+        dataloader_init(&train_loader, run.train_data, run.B, run.T, 0, 1, run.shuffle && !run.overfit,
+                        (uint64_t)run.seed, config.V);
+        if (run.max_steps < 0) {
+            run.max_steps = std::max((int64_t)1, train_loader.samples_per_epoch * run.T / run.total_batch);
+        }
     }
     const bool needs_val = !generate_only && (run.val_every > 0 || evaluate_only);
     if (needs_val) { dataloader_init(&val_loader, run.val_data, run.B, run.T, 0, 1, false, 0, config.V); }
     if (needs_val && !evaluate_only) {
         const char* shared = dataloader_shared_file(&train_loader, &val_loader);
-        if (shared) { die("'%s' is both training data (-i) and validation data (-j)\nhint: -v 0 trains without validation", shared); }
+        if (shared) {
+            die("'%s' is both training data (-i) and validation data (-j)\nhint: -v 0 trains without "
+                "validation",
+                shared);
+        }
     }
     const bool sampling = generate_only || (!evaluate_only && run.sample_every > 0);
     Tokenizer tokenizer;
@@ -4728,7 +5089,8 @@ int main(int argc, char** argv) {
     Logger logger;
     if (run.output_dir[0] != '\0') {
         if (file_size(format("%s/main.log", run.output_dir).c_str()) >= 0) {
-            die("-o %s already holds a run (main.log)\nhint: choose another folder, or remove that one", run.output_dir);
+            die("-o %s already holds a run (main.log)\nhint: choose another folder, or remove that one",
+                run.output_dir);
         }
         logger_init(&logger, run.output_dir);
         logger_run(&logger, kFlags, kNumFlags, {{"precision", PRECISION_NAME}, {"device", device.name}});
@@ -4737,12 +5099,15 @@ int main(int argc, char** argv) {
     flags_print(kFlags, kNumFlags);
     GPT2 model;
     gpt2_allocate(&model, config, options, run.B, run.T);
-    printf("model: L=%d NH=%d C=%d T=%d V=%d (padded %d), %zu parameters: %zu with weight decay, %zu without (wte with padded rows)\n",
-           config.L, config.NH, config.C, config.maxT, config.V, config.Vp, model.num_parameters,
-           gpt2_num_parameters(model.param_specs, Decay::Yes) + (size_t)(config.Vp - config.V) * config.C,
-           gpt2_num_parameters(model.param_specs, Decay::No));
+    printf(
+        "model: L=%d NH=%d C=%d T=%d V=%d (padded %d), %zu parameters: %zu with weight decay, %zu without "
+        "(wte with padded rows)\n",
+        config.L, config.NH, config.C, config.maxT, config.V, config.Vp, model.num_parameters,
+        gpt2_num_parameters(model.param_specs, Decay::Yes) + (size_t)(config.Vp - config.V) * config.C,
+        gpt2_num_parameters(model.param_specs, Decay::No));
     gpt2_print_memory(config, options, run.B, run.T);
-    printf("kernels: attention %s\n", attention_uses_sm90(config.C / config.NH) ? "sm90 (wgmma)" : "portable");
+    printf("kernels: attention %s\n",
+           attention_uses_sm90(config.C / config.NH) ? "sm90 (wgmma)" : "portable");
     if (file_size(run.model) >= 0) { checkpoint_load(&model, run.model); }
     else { gpt2_init_random(&model, options.seed); }
 

@@ -1,7 +1,7 @@
 /*
-The CPU side of the seam in train_gpt2.cu: the device runtime in plain C++ and the ops by their launcher names.
-The trainer calls matmul_forward(...), device_malloc(...) and so on in both builds; here they are the twins of
-llmc/cpu_ops.h and malloc. Everything is synchronous, so streams and events do nothing.
+The CPU side of the seam in train_gpt2.cu: the device runtime in plain C++ and the ops by their launcher
+names. The trainer calls matmul_forward(...), device_malloc(...) and so on in both builds; here they are the
+twins of llmc/cpu_ops.h and malloc. Everything is synchronous, so streams and events do nothing.
 
     #define GPT2_CPU, then #include "llmc/cpu_device.h"; compile with g++ -fopenmp.
 */
@@ -11,6 +11,7 @@ llmc/cpu_ops.h and malloc. Everything is synchronous, so streams and events do n
 #include <stdio.h>      // gives: FILE, fgets
 #include <stdlib.h>     // gives: aligned_alloc, free
 #include <string.h>     // gives: memcpy, memset
+#include <time.h>       // gives: clock_gettime
 #ifdef _OPENMP
 #include <omp.h>        // gives: omp_get_max_threads
 #endif
@@ -34,13 +35,15 @@ typedef AdamWOf<float> AdamW;
 
 // ---- device runtime ----
 struct DeviceInfo { std::string name; size_t memory_free, memory_total; };
-typedef int Event;
+struct Event { double* seconds; };              // when it was recorded
 constexpr bool kDeviceIsAsync = false;          // a call has done its work when it returns
 
-// Two libraries read the environment before main() and choose badly on common machines, so the program sets it and
-// starts itself again, once:
-// - OpenMP's threads spin while they wait; where other work shares the cores, a step then takes up to 4 times as long.
-// - OpenBLAS 0.3.21 (Debian 12) takes CPUs newer than itself for a Prescott and leaves AVX unused: 2 times as long.
+// Two libraries read the environment before main() and choose badly on common machines, so the program sets
+// it and starts itself again, once:
+// - OpenMP's threads spin while they wait; where other work shares the cores, a step then takes up to 4 times
+// as long.
+// - OpenBLAS 0.3.21 (Debian 12) takes CPUs newer than itself for a Prescott and leaves AVX unused: 2 times as
+// long.
 static inline void device_prepare(char** argv) {
     if (getenv("GPT2_CPU_PREPARED")) { return; }
     setenv("GPT2_CPU_PREPARED", "1", 1);
@@ -51,15 +54,19 @@ static inline void device_prepare(char** argv) {
         else if (__builtin_cpu_supports("avx2")) { setenv("OPENBLAS_CORETYPE", "HASWELL", 0); }
     }
 #endif
-    execv("/proc/self/exe", argv);      // returns only where that cannot be done: then it runs as it is, slower
+    // Returns only where that cannot be done: then it runs as it is, slower
+    execv("/proc/self/exe", argv);
 }
 
-static inline size_t meminfo_bytes(const char* field) {     // a line of /proc/meminfo, in bytes; 0 if it is not there
+// A line of /proc/meminfo, in bytes; 0 if it is not there
+static inline size_t meminfo_bytes(const char* field) {
     FILE* f = fopen("/proc/meminfo", "r");
     char line[256];
     size_t kib = 0, length = strlen(field);
     while (f && fgets(line, sizeof(line), f)) {
-        if (strncmp(line, field, length) == 0 && line[length] == ':') { kib = strtoull(line + length + 1, nullptr, 10); }
+        if (strncmp(line, field, length) == 0 && line[length] == ':') {
+            kib = strtoull(line + length + 1, nullptr, 10);
+        }
     }
     if (f) { fclose(f); }
     return kib * 1024;
@@ -75,27 +82,39 @@ static inline DeviceInfo device_init() {
 #else
     const char* blas = "no BLAS";
 #endif
-    return {format("CPU (%d threads, %s)", threads, blas), meminfo_bytes("MemAvailable"), meminfo_bytes("MemTotal")};
+    return {format("CPU (%d threads, %s)", threads, blas), meminfo_bytes("MemAvailable"),
+            meminfo_bytes("MemTotal")};
 }
 
 static inline void* device_malloc(size_t bytes, const char* what) {
     void* p = aligned_alloc(256, (bytes + 255) / 256 * 256 + 256);
-    if (!p) { die("out of memory: wanted %zu bytes for %s\nhint: use a smaller model, -b or -t", bytes, what); }
+    if (!p) {
+        die("out of memory: wanted %zu bytes for %s\nhint: use a smaller model, -b or -t", bytes, what);
+    }
     return p;
 }
 static inline void device_free(void* p) { free(p); }
 static inline void* pinned_malloc(size_t bytes, const char* what) { return device_malloc(bytes, what); }
 static inline void pinned_free(void* p) { free(p); }
 static inline void device_zero(void* p, size_t bytes, Stream) { memset(p, 0, bytes); }
-static inline void copy_to_device(void* device, const void* host, size_t bytes, Stream) { memcpy(device, host, bytes); }
-static inline void copy_to_host(void* host, const void* device, size_t bytes, Stream) { memcpy(host, device, bytes); }
+static inline void copy_to_device(void* device, const void* host, size_t bytes, Stream) {
+    memcpy(device, host, bytes);
+}
+static inline void copy_to_host(void* host, const void* device, size_t bytes, Stream) {
+    memcpy(host, device, bytes);
+}
 static inline Stream stream_create() { return 0; }
 static inline void stream_destroy(Stream) {}
 static inline void stream_sync(Stream) {}
-static inline Event event_create() { return 0; }
-static inline void event_destroy(Event) {}
-static inline void event_record(Event, Stream) {}
+static inline Event event_create() { return Event{new double(0.0)}; }
+static inline void event_destroy(Event event) { delete event.seconds; }
+static inline void event_record(Event event, Stream) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    *event.seconds = (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
 static inline void event_wait(Event) {}
+static inline double event_ms(Event from, Event to) { return (*to.seconds - *from.seconds) * 1e3; }
 static inline size_t matmul_workspace_bytes() { return 0; }
 static inline void matmul_init(void*, size_t, bool) {}
 static inline void matmul_free() {}
@@ -126,18 +145,27 @@ CPU_OP(loss_sum)
 static inline void global_norm(const GlobalNorm& a, Stream stream) {
     global_norm_cpu<float>(a.state, a.scratch, a.grads, a.grads_bf16, a.n, a.max_norm, a.policy, stream);
 }
-static inline void layernorm_backward(const LayernormBackward& args, Stream stream) { layernorm_backward_cpu(args, stream); }
-static inline void matmul_forward(const MatmulForward& args, Stream stream) { matmul_forward_cpu(args, stream); }
-static inline void matmul_backward_input(const MatmulBackwardInput& args, Stream stream) { matmul_backward_input_cpu(args, stream); }
+static inline void layernorm_backward(const LayernormBackward& args, Stream stream) {
+    layernorm_backward_cpu(args, stream);
+}
+static inline void matmul_forward(const MatmulForward& args, Stream stream) {
+    matmul_forward_cpu(args, stream);
+}
+static inline void matmul_backward_input(const MatmulBackwardInput& args, Stream stream) {
+    matmul_backward_input_cpu(args, stream);
+}
 static inline void adamw_update(const AdamW& args, Stream stream) { adamw_update_cpu(args, stream); }
 
-// The twins need little scratch of their own: only attention's D and the partial rows of the embedding gradient.
+// The twins need little scratch of their own: only attention's D and the partial rows of the embedding
+// gradient.
 static inline size_t encoder_backward_scratch_bytes(int B, int T, int C) {
     return (size_t)max_bucket_slots((int64_t)B * T) * C * sizeof(float);
 }
 static inline size_t layernorm_backward_scratch_bytes(int, int) { return 0; }
 static inline size_t bias_backward_scratch_bytes(int, int) { return 0; }
-static inline size_t attention_backward_scratch_bytes(int B, int T, int NH) { return (size_t)B * T * NH * sizeof(float); }
+static inline size_t attention_backward_scratch_bytes(int B, int T, int NH) {
+    return (size_t)B * T * NH * sizeof(float);
+}
 static inline size_t global_norm_scratch_bytes(size_t) { return 0; }
 
 #endif  // LLMC_CPU_DEVICE_H

@@ -1,9 +1,9 @@
 /*
-Counter-based random numbers: a value is a pure function of (seed, purpose, position), so it does not depend on thread
-count, launch shape, number of GPUs or what was drawn before. Host and device.
+Counter-based random numbers: a value is a pure function of (seed, purpose, position), so it does not depend
+on thread count, launch shape, number of GPUs or what was drawn before. Host and device.
 
-Generator: Philox 4x32 with 10 rounds (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3",
-SC 2011); the test checks it against that paper's known answers.
+Generator: Philox 4x32 with 10 rounds (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2,
+3", SC 2011); the test checks it against that paper's known answers.
 
     Rand4 r = philox4x32(c0, c1, c2, c3, k0, k1);                        // r.w[0..3]: 32 random bits each
     float z = rand_normal(seed, tensor, element);                        // N(0,1), the initial weights
@@ -26,11 +26,18 @@ SC 2011); the test checks it against that paper's known answers.
 #endif
 
 // What a stream of numbers is for: the last counter word, so that no two uses ever share a number.
-enum RandPurpose : uint32_t { RAND_INIT = 1, RAND_ROUND = 2, RAND_SHUFFLE = 3, RAND_SAMPLE = 4, RAND_STORY = 5 };
+enum RandPurpose : uint32_t {
+    RAND_INIT = 1,
+    RAND_ROUND = 2,
+    RAND_SHUFFLE = 3,
+    RAND_SAMPLE = 4,
+    RAND_STORY = 5
+};
 
 struct Rand4 { uint32_t w[4]; };
 
-LLMC_HD static inline Rand4 philox4x32(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0, uint32_t k1) {
+LLMC_HD static inline Rand4 philox4x32(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0,
+                                       uint32_t k1) {
     for (int round = 0; round < 10; round++) {
         uint64_t p0 = (uint64_t)0xD2511F53u * c0;
         uint64_t p1 = (uint64_t)0xCD9E8D57u * c2;
@@ -46,7 +53,8 @@ LLMC_HD static inline Rand4 philox4x32(uint32_t c0, uint32_t c1, uint32_t c2, ui
 
 // Four words for positions 4*block .. 4*block+3 of the stream (seed, purpose, id).
 LLMC_HD static inline Rand4 rand_block(uint64_t seed, RandPurpose purpose, uint32_t id, uint64_t block) {
-    return philox4x32((uint32_t)block, (uint32_t)(block >> 32), id, purpose, (uint32_t)seed, (uint32_t)(seed >> 32));
+    return philox4x32((uint32_t)block, (uint32_t)(block >> 32), id, purpose, (uint32_t)seed,
+                      (uint32_t)(seed >> 32));
 }
 
 static inline uint32_t rand_u32(uint64_t seed, RandPurpose purpose, uint32_t id, uint64_t i) {
@@ -81,9 +89,11 @@ struct RoundKey { uint64_t seed; uint32_t step, micro, tensor; };    // tensor: 
 
 // One 16-bit draw per element: a block of four words serves eight neighbouring elements.
 LLMC_HD static inline Rand4 round_block(const RoundKey& key, uint64_t element_div_8) {
-    // 2^36 elements fit the 33 bits used here; tensor and micro-step share a counter word, step enters the key
-    return philox4x32((uint32_t)element_div_8, (uint32_t)(element_div_8 >> 32) | key.tensor << 8, key.micro, RAND_ROUND,
-                      (uint32_t)key.seed ^ key.step * 0x9E3779B1u, (uint32_t)(key.seed >> 32) + key.step);
+    // 2^36 elements fit the 33 bits used here; tensor and micro-step share a counter word, step enters the
+    // key
+    return philox4x32((uint32_t)element_div_8, (uint32_t)(element_div_8 >> 32) | key.tensor << 8, key.micro,
+                      RAND_ROUND, (uint32_t)key.seed ^ key.step * 0x9E3779B1u,
+                      (uint32_t)(key.seed >> 32) + key.step);
 }
 
 LLMC_HD static inline uint32_t round_bits16(const RoundKey& key, uint64_t element) {
