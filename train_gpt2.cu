@@ -773,7 +773,7 @@ static void encoder_forward(floatX* out /*(B,T,C)*/, const int* tokens /*(B,T)*/
     const dim3 block(x, 256 / x);
     with_vector(C, [&](auto vector) {
         encoder_forward_kernel<vector.value>
-            <<<ceil_div(N, (int)block.y), block, 0, stream> > >(out, tokens, wte, wpe, N, T, C);
+            <<<ceil_div(N, (int)block.y), block, 0, stream>>>(out, tokens, wte, wpe, N, T, C);
     });
     cudaCheck(cudaGetLastError());
     OUTPUT("encoder_forward.out", out, (size_t)N * C, stream);
@@ -957,7 +957,7 @@ __global__ void column_sums_kernel(ColumnSums sums, const float* partial /*(part
 
 static void column_sums(const ColumnSums& sums, int tensors, const float* partial, int partials, int C,
                         Stream stream) {
-    column_sums_kernel<<<dim3(ceil_div(C, kWarp), tensors), dim3(kWarp, kWarp), 0, stream> > >(sums, partial,
+    column_sums_kernel<<<dim3(ceil_div(C, kWarp), tensors), dim3(kWarp, kWarp), 0, stream>>>(sums, partial,
                                                                                                partials, C);
     cudaCheck(cudaGetLastError());
 }
@@ -1172,7 +1172,7 @@ static void layernorm_forward_launch(floatX* residual, floatX* out, float* mean,
         with_vector(C, [&](auto vector) {
             const int threads = std::min(round_up(ceil_div(C, kWidth), kWarp), 512);
             layernorm_forward_any_kernel<vector.value, kResidual>
-                <<<N, threads, 0, stream> > >(residual, out, mean, rstd, inp1, inp2, weight, bias, C);
+                <<<N, threads, 0, stream>>>(residual, out, mean, rstd, inp1, inp2, weight, bias, C);
         });
     } else if (C > kVectors * kWarp * kWidth) {         // one more vector a lane
         constexpr int kMore = kVectors <= kLayernormVectors ? kVectors + 1 : kVectors;
@@ -1181,7 +1181,7 @@ static void layernorm_forward_launch(floatX* residual, floatX* out, float* mean,
     } else {
         constexpr int kFits = kVectors <= kLayernormVectors ? kVectors : 1;
         layernorm_forward_kernel<kFits, kResidual>
-            <<<ceil_div(N, kLayernormWarps), kLayernormWarps * kWarp, 0, stream> > >(
+            <<<ceil_div(N, kLayernormWarps), kLayernormWarps * kWarp, 0, stream>>>(
                 residual, out, mean, rstd, inp1, inp2, weight, bias, N, C);
     }
     cudaCheck(cudaGetLastError());
@@ -1483,7 +1483,7 @@ static void grad_accumulate(Grad grad /*(n)*/, const float* values /*(n)*/, size
     with_vector(n, [&](auto vector) {
         const size_t threads = 256, blocks = ceil_div(n, threads * kWidth);
         grad_accumulate_kernel<vector.value>
-            <<<(unsigned)blocks, (unsigned)threads, 0, stream> > >(grad, values, n);
+            <<<(unsigned)blocks, (unsigned)threads, 0, stream>>>(grad, values, n);
     });
     cudaCheck(cudaGetLastError());
 }
@@ -3402,7 +3402,7 @@ static void column_pass(Grad dbias, float* scratch, floatX* d_inplace, const flo
     with_vector(OC, [&](auto vector) {
         const dim3 grid(ceil_div(OC, kWarp * kWidth), chunks), block(kWarp, kColumnRows);
         partial_sums_kernel<vector.value, kGelu>
-            <<<grid, block, 0, stream> > >(partial, d_inplace, d, inp, N, OC, chunk_rows);
+            <<<grid, block, 0, stream>>>(partial, d_inplace, d, inp, N, OC, chunk_rows);
     });
     cudaCheck(cudaGetLastError());
     if (dbias.data) { column_sums({{dbias}}, 1, partial, chunks, OC, stream); }
@@ -3621,7 +3621,7 @@ static void classifier_launch(floatX* logits, float* losses, const int* targets,
         const int threads = std::min(round_up(ceil_div(Vp, kWidth), kWarp), 1024);
         with_vector(Vp, [&](auto vector) {
             classifier_kernel<vector.value, kGrad>
-                <<<N, threads, 0, stream> > >(logits, losses, targets, dloss, loss_scale, V, Vp);
+                <<<N, threads, 0, stream>>>(logits, losses, targets, dloss, loss_scale, V, Vp);
         });
     }
     cudaCheck(cudaGetLastError());
@@ -3761,7 +3761,7 @@ static void global_norm(const GlobalNorm& args, Stream stream) {
         });
     }
     cudaCheck(cudaGetLastError());
-    update_decision_kernel<<<1, 1024, 0, stream> > >(args.state, partial, kNormBlocks, args.max_norm,
+    update_decision_kernel<<<1, 1024, 0, stream>>>(args.state, partial, kNormBlocks, args.max_norm,
                                                      args.policy);
     cudaCheck(cudaGetLastError());
     OUTPUT("global_norm.norm", &args.state->norm, 1, stream);
@@ -4720,10 +4720,10 @@ static RunConfig run;
 static const Flag kFlags[] = {
     // letters, name           type         where                default   min, max, options
     //     help
-    {"i",   "train-data",      FLAG_STRING, &run.train_data,     DATA_DIR "tiny_shakespeare_train.bin", 1, 0, nullptr,
-        "training shards (glob)"},
-    {"j",   "val-data",        FLAG_STRING, &run.val_data,       DATA_DIR "tiny_shakespeare_val.bin", 1, 0, nullptr,
-        "validation shards (glob)"},
+    {"i",   "train-data",      FLAG_STRING, &run.train_data,
+        DATA_DIR "tiny_shakespeare_train.bin", 1, 0, nullptr, "training shards (glob)"},
+    {"j",   "val-data",        FLAG_STRING, &run.val_data,
+        DATA_DIR "tiny_shakespeare_val.bin", 1, 0, nullptr, "validation shards (glob)"},
     {"e",   "model",           FLAG_STRING, &run.model,          "d12",     1, 0, nullptr,
         "checkpoint model_*.bin, or d12 d24 d36 d48, gpt3:c768, L4,NH4,C128,T128,V256"},
     {"o",   "output-dir",      FLAG_STRING, &run.output_dir,     "",        0, 0, nullptr,
@@ -4735,7 +4735,7 @@ static const Flag kFlags[] = {
     {"z,d", "total-batch",     FLAG_INT64,  &run.total_batch,    "0",       0, 1e15, nullptr,
         "tokens per optimizer step, a multiple of B*T; 0: B*T, one micro-step"},
     {"x",   "max-steps",       FLAG_STRING, &run.max_steps_text, "epoch",   1, 0, nullptr,
-        "optimizer steps, or `epoch`: once through the training data; 0: evaluate, or generate with --prompt"},
+        "optimizer steps, or `epoch`: once through the data; 0: evaluate, or generate with --prompt"},
     {"l",   "learning-rate",   FLAG_FLOAT,  &run.lr,             "3e-4",    0, 100, nullptr,
         "peak learning rate"},
     {"k",   "lr-schedule",     FLAG_ENUM,   &run.schedule,       "cosine",  0, 0, kLrKinds,
@@ -4754,7 +4754,7 @@ static const Flag kFlags[] = {
     {"",    "seed",            FLAG_INT64,  &run.seed,           "1337",    0, 9e15, nullptr,
         "initial weights, data order, samples, stochastic rounding"},
     {"",    "shuffle",         FLAG_BOOL,   &run.shuffle,        "1",       0, 1, nullptr,
-        "training rows in an order shuffled by the seed, another one each epoch; 0: as they lie in the shards"},
+        "training rows in an order drawn from the seed, another each epoch; 0: as they lie in the shards"},
     {"v",   "val-every",       FLAG_INT,    &run.val_every,      "20",      0, INT_MAX, nullptr,
         "validate every so many steps, and at the end; 0: never"},
     {"m",   "val-batches",     FLAG_INT,    &run.val_batches,    "20",      1, INT_MAX, nullptr,
@@ -4765,7 +4765,8 @@ static const Flag kFlags[] = {
         "tokens per sample"},
     {"",    "prompt",          FLAG_STRING, &run.prompt,         "",        0, 0, nullptr,
         "text that samples go on from; empty: a new document"},
-    {"",    "num-samples",     FLAG_INT,    &run.num_samples,    "1",       1, 1000000, nullptr, "samples each time"},
+    {"",    "num-samples",     FLAG_INT,    &run.num_samples,    "1",       1, 1000000, nullptr,
+        "samples each time"},
     {"",    "temperature",     FLAG_FLOAT,  &run.temperature,    "1",       0, 100, nullptr,
         "of sampling; 0: always the likeliest token"},
     {"",    "top-k",           FLAG_INT,    &run.top_k,          "0",       0, 65536, nullptr,
@@ -4783,7 +4784,7 @@ static const Flag kFlags[] = {
     {"",    "residual",        FLAG_ENUM,   &run.residual,       "gemm",    0, 0, "gemm|layernorm",
         "where the residual is added: in the projection GEMM's epilogue, or in the next LayerNorm"},
     {"",    "kernels",         FLAG_ENUM,   &run.kernels,        "auto",    0, 0, "auto|portable|sm90",
-        "kernels of ops that have several: the best for this GPU, sm_80's, or Hopper's (an error where they cannot run)"},
+        "kernels of ops that have several: the best for this GPU, sm_80's, or Hopper's (or an error)"},
     {"",    "grad-dtype",      FLAG_ENUM,   &run.grad_dtype,     "fp32",    0, 0, "fp32|bf16",
         "gradient accumulation; bf16: 2-D gradients in bf16, rounded without bias, others in fp32"},
 };
