@@ -65,6 +65,8 @@ for step in $steps; do
         ;;
     test)
         for precision in BF16 FP32 FP16; do suite "test $precision" build/check/test_gpt2.$precision; done
+        suite "command line BF16" python3 dev/test/test_cli.py build/check/train_gpt2.BF16
+        suite "command line FP32" python3 dev/test/test_cli.py build/check/train_gpt2.FP32
         suite "break BF16" python3 dev/test/break_all.py build/check/test_gpt2.BF16 kernels --small model
         ;;
     ptx)    # the portable code, as a GPU without machine code of its own would run it
@@ -74,6 +76,7 @@ for step in $steps; do
         for tool in memcheck racecheck initcheck synccheck; do
             suite "$tool" compute-sanitizer --tool $tool --error-exitcode 1 --log-file $logs/$tool.txt \
                 build/check/test_gpt2.BF16 kernels --small
+            check "$tool: 0 errors" grep -E "SUMMARY: 0 (errors|hazards)" $logs/$tool.txt
         done
         ;;
     determinism)
@@ -99,7 +102,7 @@ done
 
 echo
 printf '%s\n' "${table[@]}"
-case " $steps " in *" build "*" test "*)
+case " $steps " in *" build test "*)
     {
         echo "date: $(date -u +%Y-%m-%d)"
         echo "gpu: $gpu"
