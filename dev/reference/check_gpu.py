@@ -9,7 +9,7 @@ PyTorch's side is computed once into --work by compare.py and reused. Checks, an
     losses     FP32       10 steps with and without -z 512: 1e-5 apart, and 1e-4 from the PyTorch twin
     grads      all        first-step gradients at 124M shape. FP32: logits 2e-5, each gradient 1e-4;
                           BF16, FP16: at most twice PyTorch's error in the same type, from the same weights
-    curves     FP32 BF16  50 steps of tinyshakespeare: within twice the spread of four PyTorch computations
+    curves     FP32 BF16  50 steps of tinyshakespeare: within twice PyTorch's eager-to-compiled spread
     published  BF16       the same from PyTorch's default weights: steps 0-9 within 0.15 of the published
     splits     FP32 BF16  1x32, 2x16 and 8x4 agree: FP32 1e-6, BF16 within twice PyTorch's own difference
     rounding   BF16       32 micro-steps accumulated in bf16 land closer to fp32 than PyTorch's do
@@ -144,11 +144,11 @@ def check_curves(args, precision):
     ours = recipe_losses(args, precision, data["recipe"], args.model_flags)
     eager, compiled = data[kind + "_eager_losses"], data[kind + "_compiled_losses"]
     near = [a if abs(a - v) < abs(b - v) else b for a, b, v in zip(eager, compiled, ours)]
-    # the spread of eager and compiled alone is one draw of a chaotic quantity: see compare.py
-    d, limit = distance(ours, near), 2 * data[kind + "_wide_spread"]
+    # The bound is the issue's. The wider spread, of four PyTorch computations, is printed and decides nothing.
+    d, limit = distance(ours, near), 2 * data[kind + "_spread"]["max"]
     check(len(ours) == len(eager) and d <= limit,
           f"curves: {len(ours)} steps from PyTorch {kind}: {d:.2e}, limit {limit:.2e} "
-          f"(from eager to compiled alone: {2 * data[kind + '_spread']['max']:.2e})")
+          f"(spread of four computations: {data[kind + '_wide_spread']:.2e})")
     with open(os.path.join(args.work, f"curve_{precision}.json"), "w") as f:
         json.dump({"losses": ours}, f)
 
