@@ -144,7 +144,7 @@ def check_curves(args, precision):
     ours = recipe_losses(args, precision, data["recipe"], args.model_flags)
     eager, compiled = data[kind + "_eager_losses"], data[kind + "_compiled_losses"]
     near = [a if abs(a - v) < abs(b - v) else b for a, b, v in zip(eager, compiled, ours)]
-    # The bound is the issue's. The wider spread, of four PyTorch computations, is printed and decides nothing.
+    # The bound is the issue's. The wider spread, of four PyTorch computations is printed, decides nothing
     d, limit = distance(ours, near), 2 * data[kind + "_spread"]["max"]
     check(len(ours) == len(eager) and d <= limit,
           f"curves: {len(ours)} steps from PyTorch {kind}: {d:.2e}, limit {limit:.2e} "
