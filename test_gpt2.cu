@@ -277,11 +277,10 @@ static void test_model(const std::string& prefix, const Options& options, double
 
     // ten AdamW steps on this batch, from the start
     const std::vector<double> losses = json_numbers(json, "losses");
-    const float lr = (float)json_numbers(json, "hyper/learning_rate")[0];
-    const float beta1 = (float)json_numbers(json, "hyper/beta1")[0],
-                beta2 = (float)json_numbers(json, "hyper/beta2")[0];
-    const float eps = (float)json_numbers(json, "hyper/eps")[0],
-                clip = (float)json_numbers(json, "hyper/grad_clip")[0];
+    auto hyper = [&](const char* name) { return json_numbers(json, std::string("hyper/") + name)[0]; };
+    const double lr = hyper("learning_rate"), beta1 = hyper("beta1"), beta2 = hyper("beta2");
+    const double eps = hyper("eps");
+    const float clip = (float)hyper("grad_clip");
     const std::vector<double> norms = json_numbers(json, "norms");
     const double step_allowed = kLowPrecision ? 0.03 : 5e-5, norm_allowed = kLowPrecision ? 0.03 : 2e-4;
     for (size_t step = 0; step < losses.size(); step++) {
@@ -392,7 +391,7 @@ static std::vector<float> short_run(const Config& c, const Options& o, int B, in
     for (int step = 0; step < steps; step++) {
         Batch batch = random_batch(c, B, T, (uint32_t)step);
         accumulate_batch(&model, batch.x.data(), batch.y.data(), B, T, micro_steps);
-        gpt2_update(&model, 1e-3f, 0.9f, 0.95f, 1e-8f, 1.0f);
+        gpt2_update(&model, 1e-3, 0.9, 0.95, 1e-8, 1.0f);
         result.push_back(gpt2_read_state(&model).loss);
     }
     const std::vector<float> params = host_params(&model);
@@ -456,7 +455,7 @@ static void test_invariance(const char* name, const Config& c) {
                     gpt2_logits(model, T / 2 - 1, 1);
                 }
                 accumulate_batch(model, batch.x.data(), batch.y.data(), B, T, 2);
-                gpt2_update(model, 1e-3f, 0.9f, 0.95f, 1e-8f, 1.0f);
+                gpt2_update(model, 1e-3, 0.9, 0.95, 1e-8, 1.0f);
                 stream_sync(model->stream);     // models share the GEMM workspace: one at a time
             }
         }
@@ -486,7 +485,7 @@ static void test_invariance(const char* name, const Config& c) {
         start_model(&model, c, o, B, T);
         Batch batch = random_batch(c, B, T, 0);
         accumulate_batch(&model, batch.x.data(), batch.y.data(), B, T, 1);
-        gpt2_update(&model, 1e-3f, 0.9f, 0.95f, 1e-8f, 1.0f);
+        gpt2_update(&model, 1e-3, 0.9, 0.95, 1e-8, 1.0f);
         const std::vector<float> before = host_params(&model);
         const UpdateState good = gpt2_read_state(&model).update;
         CHECK(good.t == 1 && good.skip == 0 && isfinite(good.norm), "t %lld skip %d norm %f", good.t,
@@ -495,7 +494,7 @@ static void test_invariance(const char* name, const Config& c) {
             const Grad grad = gpt2_grad(&model, PARAM_fcw, c.L - 1, Accumulate::No);
             accumulate_batch(&model, batch.x.data(), batch.y.data(), B, T, 1);
             copy_to_device((float*)grad.data + 3, &poison, sizeof(float), model.stream);
-            gpt2_update(&model, 1e-3f, 0.9f, 0.95f, 1e-8f, 1.0f);
+            gpt2_update(&model, 1e-3, 0.9, 0.95, 1e-8, 1.0f);
             const UpdateState state = gpt2_read_state(&model).update;
             CHECK(state.skip == 1 && state.t == 1 && !isfinite(state.norm), "skip %d t %lld norm %f",
                   state.skip, state.t, state.norm);
@@ -505,7 +504,7 @@ static void test_invariance(const char* name, const Config& c) {
         }
         CHECK(gpt2_read_state(&model).update.skipped_in_a_row == 2, "skips in a row");
         accumulate_batch(&model, batch.x.data(), batch.y.data(), B, T, 1);
-        gpt2_update(&model, 1e-3f, 0.9f, 0.95f, 1e-8f, 1.0f);
+        gpt2_update(&model, 1e-3, 0.9, 0.95, 1e-8, 1.0f);
         const UpdateState after = gpt2_read_state(&model).update;
         CHECK(after.skip == 0 && after.t == 2 && after.skipped_in_a_row == 0, "skip %d t %lld", after.skip,
               after.t);
@@ -517,7 +516,7 @@ static void test_invariance(const char* name, const Config& c) {
         start_model(&a, c, o, 2, T);
         Batch batch = random_batch(c, 2, T, 0);
         accumulate_batch(&a, batch.x.data(), batch.y.data(), 2, T, 1);
-        gpt2_update(&a, 1e-2f, 0.9f, 0.95f, 1e-8f, 1.0f);
+        gpt2_update(&a, 1e-2, 0.9, 0.95, 1e-8, 1.0f);
         char folder[] = "/tmp/test_gpt2_XXXXXX";
         if (!mkdtemp(folder)) { die("cannot make a folder under /tmp"); }
         const std::string path = std::string(folder) + "/model_00000001.bin";
@@ -533,6 +532,10 @@ static void test_invariance(const char* name, const Config& c) {
                 pb.resize(a.param_specs[i].elems);
                 gpt2_get_param(&a, i, l, pa.data(), kFp16);
                 gpt2_get_param(&b, i, l, pb.data(), kFp16);
+                // a BF16 build's file is bf16 throughout, LayerNorm's fp32 too
+                if (kLowPrecision && !kFp16) {
+                    for (float& x : pa) { x = bf16_to_float(bf16_round_nearest(x)); }
+                }
                 CHECK(same_bits(pa, pb), "%s of layer %d differs", a.param_specs[i].name, l);
             }
         }
@@ -594,7 +597,7 @@ static void test_cuda_options(const Config& c) {
         for (GPT2* model : {&a, &b}) {
             accumulate_batch(model, batch.x.data(), batch.y.data(), B, T, 4);
             grads[model == &b] = host_grads(model);
-            gpt2_update(model, 1e-3f, 0.9f, 0.95f, 1e-8f, 1.0f);
+            gpt2_update(model, 1e-3, 0.9, 0.95, 1e-8, 1.0f);
             norms[model == &b] = gpt2_read_state(model).update.norm;
         }
         for (int i = 0; i < NUM_PARAMS; i++) {
@@ -622,7 +625,7 @@ static void test_cuda_options(const Config& c) {
             Batch batch = random_batch(c, B, T, 0);
             for (GPT2* model : {&a, &b}) {
                 accumulate_batch(model, batch.x.data(), batch.y.data(), B, T, 1);
-                gpt2_update(model, 1e-5f, 0.9f, 0.95f, 1e-8f, 1.0f);
+                gpt2_update(model, 1e-5, 0.9, 0.95, 1e-8, 1.0f);
                 stream_sync(model->stream);
             }
         }
@@ -651,7 +654,7 @@ static void test_cuda_options(const Config& c) {
             int skips = 0;
             for (; skips < 30; skips++) {
                 accumulate_batch(&model, batch.x.data(), batch.y.data(), B, T, 1);
-                gpt2_update(&model, 1e-3f, 0.9f, 0.95f, 1e-8f, 1.0f);
+                gpt2_update(&model, 1e-3, 0.9, 0.95, 1e-8, 1.0f);
                 state = gpt2_read_state(&model);
                 if (!state.update.skip) { break; }
                 CHECK(state.update.loss_scale == ldexpf(1.0f, 29 - skips), "skip %d: loss scale %g", skips,
@@ -861,6 +864,11 @@ struct Case {
     template <class T>
     void expect(const char* name, const T* p, const std::vector<double>& want, double floor = 2e-6,
                 double factor = 2.0) {
+        expect_type<T>(name, values_of(p), want, floor, factor);
+    }
+    template <class T>
+    void expect_type(const char* name, const std::vector<double>& got, const std::vector<double>& want,
+                     double floor, double factor) {
         const double eps = sizeof(T) == 4                            ? 0.0
                            : kFp16 && std::is_same<T, floatX>::value ? 1.0 / 2048
                                                                      : 1.0 / 256;
@@ -869,7 +877,7 @@ struct Case {
             const double r = round_to((T*)nullptr, w) - w;
             rounding += r * r;
         }
-        expect_values(name, values_of(p), want, sqrt(rounding), eps, floor, factor);
+        expect_values(name, got, want, sqrt(rounding), eps, floor, factor);
     }
     // rounding: norm of the error of storing the exact values; eps: the largest of one element, relative.
     void expect_values(const char* name, const std::vector<double>& got, const std::vector<double>& want,
@@ -979,7 +987,7 @@ static void test_layernorm(int N, int C) {
         std::vector<double> x1 = k.random((size_t)N * C, 1.0, 0.5), x2 = k.random((size_t)N * C),
                             w = k.random(C, 0.3, 1.0), b = k.random(C);
         const floatX *d1 = k.tensor<floatX>("inp1", x1), *d2 = k.tensor<floatX>("inp2", x2);
-        const floatX *dw = k.tensor<floatX>("weight", w), *db = k.tensor<floatX>("bias", b);
+        const float *dw = k.tensor<float>("weight", w), *db = k.tensor<float>("bias", b);
         floatX *res = k.poisoned<floatX>("residual", (size_t)N * C),
                *out = k.poisoned<floatX>("out", (size_t)N * C);
         float *mean = k.poisoned<float>("mean", N), *rstd = k.poisoned<float>("rstd", N);
@@ -1010,8 +1018,8 @@ static void test_layernorm(int N, int C) {
                 std::vector<double> dweight = k.random(C), dbias = k.random(C), dcol = k.random(C);
                 floatX* d_res = acc == Accumulate::Yes ? k.tensor<floatX>("dresidual", dres)
                                                        : k.poisoned<floatX>("dresidual", dres.size());
-                const floatX *d_dout = k.tensor<floatX>("dout", dout), *d_x = k.tensor<floatX>("inp", x),
-                             *d_w = k.tensor<floatX>("weight", w);
+                const floatX *d_dout = k.tensor<floatX>("dout", dout), *d_x = k.tensor<floatX>("inp", x);
+                const float* d_w = k.tensor<float>("weight", w);
                 layernorm_forward_cpu<double>(y.data(), m.data(), r.data(), x.data(), w.data(), b.data(), N,
                                               C, 0);
                 const float *d_m = k.tensor<float>("mean", m), *d_r = k.tensor<float>("rstd", r);
@@ -1020,36 +1028,16 @@ static void test_layernorm(int N, int C) {
                 if (!colsum) { gc.data = nullptr; }
                 float* scratch = k.poisoned<float>("scratch", layernorm_backward_scratch_bytes(N, C) / 4);
                 k.run([&] {
-                    layernorm_backward({.dresidual = d_res,
-                                        .dweight = gw,
-                                        .dbias = gb,
-                                        .dcolsum = gc,
-                                        .scratch = scratch,
-                                        .dresidual_acc = acc,
-                                        .dout = d_dout,
-                                        .inp = d_x,
-                                        .weight = d_w,
-                                        .mean = d_m,
-                                        .rstd = d_r,
-                                        .N = N,
-                                        .C = C},
-                                       0);
+                    layernorm_backward({.dresidual = d_res, .dweight = gw, .dbias = gb, .dcolsum = gc,
+                                        .scratch = scratch, .dresidual_acc = acc, .dout = d_dout, .inp = d_x,
+                                        .weight = d_w, .mean = d_m, .rstd = d_r, .N = N, .C = C}, 0);
                 });
                 std::vector<double> before = dcol;
-                layernorm_backward_cpu<double>({.dresidual = dres.data(),
-                                                .dweight = {dweight.data(), acc},
-                                                .dbias = {dbias.data(), acc},
-                                                .dcolsum = {nullptr, acc},
-                                                .scratch = nullptr,
-                                                .dresidual_acc = acc,
-                                                .dout = dout.data(),
-                                                .inp = x.data(),
-                                                .weight = w.data(),
-                                                .mean = m.data(),
-                                                .rstd = r.data(),
-                                                .N = N,
-                                                .C = C},
-                                               0);
+                layernorm_backward_cpu<double>({.dresidual = dres.data(), .dweight = {dweight.data(), acc},
+                                                .dbias = {dbias.data(), acc}, .dcolsum = {nullptr, acc},
+                                                .scratch = nullptr, .dresidual_acc = acc, .dout = dout.data(),
+                                                .inp = x.data(), .weight = w.data(), .mean = m.data(),
+                                                .rstd = r.data(), .N = N, .C = C}, 0);
                 k.expect("dresidual", d_res, dres);
                 k.expect("dweight", gw, dweight);
                 k.expect("dbias", gb, dbias);
@@ -1075,26 +1063,14 @@ static void test_matmul(int N, int C, int OC) {
         floatX *out = k.poisoned<floatX>("out", y.size()), *d_pre = k.poisoned<floatX>("pre_gelu", y.size());
         if (mode == 3 && (!kLowPrecision || OC % 8 != 0)) { continue; }    // what -ge 1 can be given
         k.run([&] {
-            matmul_forward({.out = out,
-                            .inp = dx,
-                            .weight = dw,
-                            .bias = mode >= 1 ? db : nullptr,
-                            .residual = mode == 2 ? dres : nullptr,
-                            .pre_gelu = mode == 3 ? d_pre : nullptr,
-                            .N = N,
-                            .C = C,
-                            .OC = OC},
-                           0);
+            matmul_forward({.out = out, .inp = dx, .weight = dw, .bias = mode >= 1 ? db : nullptr,
+                            .residual = mode == 2 ? dres : nullptr, .pre_gelu = mode == 3 ? d_pre : nullptr,
+                            .N = N, .C = C, .OC = OC}, 0);
         });
-        matmul_forward_cpu<double>({.out = y.data(),
-                                    .inp = x.data(),
-                                    .weight = w.data(),
+        matmul_forward_cpu<double>({.out = y.data(), .inp = x.data(), .weight = w.data(),
                                     .bias = mode >= 1 ? b.data() : nullptr,
                                     .residual = mode == 2 ? res.data() : nullptr,
-                                    .pre_gelu = mode == 3 ? pre.data() : nullptr,
-                                    .N = N,
-                                    .C = C,
-                                    .OC = OC},
+                                    .pre_gelu = mode == 3 ? pre.data() : nullptr, .N = N, .C = C, .OC = OC},
                                    0);
         k.expect("out", out, y, mode == 3 ? 1e-3 : 5e-6);       // the fused GELU uses a hardware tanh
         if (mode == 3) { k.expect("pre_gelu", d_pre, pre, 5e-6); }
@@ -1110,22 +1086,11 @@ static void test_matmul(int N, int C, int OC) {
                      *d_pre = k.tensor<floatX>("pre_gelu", pre);
         floatX* d_dx = k.poisoned<floatX>("dinp", dx.size());
         k.run([&] {
-            matmul_backward_input({.dinp = d_dx,
-                                   .dout = d_dy,
-                                   .weight = d_w,
-                                   .pre_gelu = gelu ? d_pre : nullptr,
-                                   .N = N,
-                                   .C = C,
-                                   .OC = OC},
-                                  0);
+            matmul_backward_input({.dinp = d_dx, .dout = d_dy, .weight = d_w,
+                                   .pre_gelu = gelu ? d_pre : nullptr, .N = N, .C = C, .OC = OC}, 0);
         });
-        matmul_backward_input_cpu<double>({.dinp = dx.data(),
-                                           .dout = dy.data(),
-                                           .weight = w.data(),
-                                           .pre_gelu = gelu ? pre.data() : nullptr,
-                                           .N = N,
-                                           .C = C,
-                                           .OC = OC},
+        matmul_backward_input_cpu<double>({.dinp = dx.data(), .dout = dy.data(), .weight = w.data(),
+                                           .pre_gelu = gelu ? pre.data() : nullptr, .N = N, .C = C, .OC = OC},
                                           0);
         k.expect("dinp", d_dx, dx, gelu ? 1e-3 : 5e-6);
     }
@@ -1344,10 +1309,11 @@ static void test_update(size_t n) {
             state.loss_scale = 4.0f;
             state.t = 2;
             const UpdatePolicy policy = {true, 1, 65536.0f};
-            const size_t part = n / 2 / 128 * 128;
+            // a matrix, biases, LayerNorms: their gradients and parameters differ in type
+            const size_t part = n / 3 / 128 * 128, vectors = n * 2 / 3 / 128 * 128;
             const RoundKey grad_key = {1, 2, 5, kRoundGrads};
             const void* dg;
-            if (bf16) {         // the first segment's in bf16, behind them the second's in fp32
+            if (bf16) {         // the matrix's in bf16, behind them the others' in fp32
                 std::vector<double> low(g.begin(), g.begin() + part);
                 const uint16_t* first = k.dithered("bf16 grads", low, grad_key, 0);
                 std::vector<uint16_t> both((n - part) * 2 + part);
@@ -1364,63 +1330,42 @@ static void test_update(size_t n) {
             }
             std::vector<double> master = p;
             float* d_master = use_master ? k.tensor<float>("master", master) : nullptr;
-            floatX* dp = k.tensor<floatX>("params", p);
+            const size_t fp32_at = vectors * sizeof(floatX);
+            std::vector<unsigned char> raw(fp32_at + (n - vectors) * sizeof(float));
+            for (size_t i = 0; i < n; i++) {
+                const float value = (float)p[i];
+                const floatX rounded = (floatX)value;
+                if (i < vectors) { memcpy(&raw[i * sizeof(rounded)], &rounded, sizeof(rounded)); }
+                else { memcpy(&raw[fp32_at + (i - vectors) * sizeof(value)], &value, sizeof(value)); }
+                p[i] = i < vectors ? (double)(float)rounded : (double)value;
+            }
+            const unsigned char* dp = k.bytes_of("params", raw);
             if (!use_master) { master = p; }
             float *dm = k.tensor<float>("m", m), *dv = k.tensor<float>("v", v);
             UpdateState* d_state = k.bytes_of("state", std::vector<UpdateState>{state});
-            const std::vector<ParamSegment> segments = {{0, part, 0.1f, bf16, 0},
-                                                        {part, n, 0.0f, false, part * (bf16 ? 2 : 4)}};
+            const size_t grads_at = part * (bf16 ? 2 : 4);
+            const std::vector<ParamSegment> segments = {
+                {0, part, 0.1f, bf16, 0, false, 0},
+                {part, vectors, 0.0f, false, grads_at, false, part * sizeof(floatX)},
+                {vectors, n, 0.0f, false, grads_at + (vectors - part) * 4, true, fp32_at}};
             const ParamSegment* d_segments = k.bytes_of("segments", segments);
             float* scratch = k.poisoned<float>("scratch", global_norm_scratch_bytes(n) / 4 + 1);
             const RoundKey key = {1, 2, 0, kRoundParams};
             k.run([&] {
-                global_norm({.state = d_state,
-                             .scratch = scratch,
-                             .grads = dg,
-                             .grads_bf16 = bf16,
-                             .grad_key = grad_key,
-                             .segments = d_segments,
-                             .num_segments = 2,
-                             .n = n,
-                             .max_norm = 1.0f,
-                             .policy = policy},
-                            0);
-                adamw_update({.params = dp,
-                              .master = d_master,
-                              .m = dm,
-                              .v = dv,
-                              .grads = dg,
-                              .grads_bf16 = bf16,
-                              .state = d_state,
-                              .segments = d_segments,
-                              .num_segments = 2,
-                              .n = n,
-                              .lr = 0.01f,
-                              .beta1 = 0.9f,
-                              .beta2 = 0.95f,
-                              .eps = 1e-8f,
-                              .key = key,
-                              .grad_key = grad_key},
-                             0);
+                global_norm({.state = d_state, .scratch = scratch, .grads = dg, .grads_bf16 = bf16,
+                             .grad_key = grad_key, .segments = d_segments, .num_segments = 3, .n = n,
+                             .max_norm = 1.0f, .policy = policy}, 0);
+                adamw_update({.params = (void*)dp, .master = d_master, .m = dm, .v = dv, .grads = dg,
+                              .grads_bf16 = bf16, .state = d_state, .segments = d_segments, .num_segments = 3,
+                              .n = n, .lr = 0.01, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .key = key,
+                              .grad_key = grad_key}, 0);
             });
             global_norm_cpu<double>(&state, nullptr, g.data(), false, n, 1.0f, policy, 0);
-            adamw_update_cpu<double>({.params = p.data(),
-                                      .master = master.data(),
-                                      .m = m.data(),
-                                      .v = v.data(),
-                                      .grads = g.data(),
-                                      .grads_bf16 = false,
-                                      .state = &state,
-                                      .segments = segments.data(),
-                                      .num_segments = 2,
-                                      .n = n,
-                                      .lr = 0.01f,
-                                      .beta1 = 0.9f,
-                                      .beta2 = 0.95f,
-                                      .eps = 1e-8f,
-                                      .key = key,
-                                      .grad_key = grad_key},
-                                     0);
+            adamw_update_cpu<double>({.params = p.data(), .master = master.data(), .m = m.data(),
+                                      .v = v.data(), .grads = g.data(), .grads_bf16 = false, .state = &state,
+                                      .segments = segments.data(), .num_segments = 3, .n = n, .lr = 0.01,
+                                      .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .key = key,
+                                      .grad_key = grad_key}, 0);
             UpdateState got;
             cudaCheck(cudaMemcpy(&got, d_state, sizeof(got), cudaMemcpyDeviceToHost));
             CHECK(fabs(got.norm / state.norm - 1) <= 1e-5 &&
@@ -1433,7 +1378,18 @@ static void test_update(size_t n) {
             k.expect("m", dm, m, 1e-5);
             k.expect("v", dv, v, 1e-5);
             if (use_master) { k.expect("master", d_master, master, 1e-5); }
-            k.expect("params", dp, p, 1e-5, use_master ? 2.0 : 2.5);
+            const std::vector<double> bytes = k.values_of(dp);
+            for (size_t i = 0; i < raw.size(); i++) { raw[i] = (unsigned char)bytes[i]; }
+            std::vector<double> low(vectors), high(n - vectors);
+            for (size_t i = 0; i < vectors; i++) { low[i] = (double)(float)((const floatX*)raw.data())[i]; }
+            for (size_t i = 0; i < n - vectors; i++) {
+                float value;
+                memcpy(&value, &raw[fp32_at + i * sizeof(value)], sizeof(value));
+                high[i] = value;
+            }
+            k.expect_type<floatX>("params", low, {p.begin(), p.begin() + vectors}, 1e-5,
+                                  use_master ? 2.0 : 2.5);
+            k.expect_type<float>("fp32 params", high, {p.begin() + vectors, p.end()}, 1e-5, 2.0);
         }
     }
 }

@@ -94,25 +94,27 @@ enum class Where { Global, Block };             // one tensor, or one per layer
 enum class Init { Zero, One, Normal, Residual };    // Normal: N(0, 0.02); Residual: N(0, 0.02/sqrt(2L))
 enum class Decay { No, Yes };                   // weight decay: tensors with two dimensions
 
-// The order is the checkpoint's order: append nothing in the middle.
-//    name      where   rows    cols    init      decay  live rows
-#define GPT2_PARAMS(X)                                          \
-    X(wte,      Global, Vp,     C,      Normal,   Yes,   V)     \
-    X(wpe,      Global, maxT,   C,      Normal,   Yes,   maxT)  \
-    X(ln1w,     Block,  1,      C,      One,      No,    1)     \
-    X(ln1b,     Block,  1,      C,      Zero,     No,    1)     \
-    X(qkvw,     Block,  3 * C,  C,      Normal,   Yes,   3 * C) \
-    X(qkvb,     Block,  1,      3 * C,  Zero,     No,    1)     \
-    X(attprojw, Block,  C,      C,      Residual, Yes,   C)     \
-    X(attprojb, Block,  1,      C,      Zero,     No,    1)     \
-    X(ln2w,     Block,  1,      C,      One,      No,    1)     \
-    X(ln2b,     Block,  1,      C,      Zero,     No,    1)     \
-    X(fcw,      Block,  4 * C,  C,      Normal,   Yes,   4 * C) \
-    X(fcb,      Block,  1,      4 * C,  Zero,     No,    1)     \
-    X(fcprojw,  Block,  C,      4 * C,  Residual, Yes,   C)     \
-    X(fcprojb,  Block,  1,      C,      Zero,     No,    1)     \
-    X(lnfw,     Global, 1,      C,      One,      No,    1)     \
-    X(lnfb,     Global, 1,      C,      Zero,     No,    1)
+// The order is the checkpoint's order: append nothing in the middle. LayerNorm's weights and biases are fp32
+// in every build, as in PyTorch's autocast: next to 1 bf16 has steps of 0.0078, in which training's steps
+// vanish (dev/bench/NOTES.md: loss +3e-3 after ten steps).
+//    name      type    where   rows    cols    init      decay  live rows
+#define GPT2_PARAMS(X)                                                  \
+    X(wte,      floatX, Global, Vp,     C,      Normal,   Yes,   V)     \
+    X(wpe,      floatX, Global, maxT,   C,      Normal,   Yes,   maxT)  \
+    X(ln1w,     float,  Block,  1,      C,      One,      No,    1)     \
+    X(ln1b,     float,  Block,  1,      C,      Zero,     No,    1)     \
+    X(qkvw,     floatX, Block,  3 * C,  C,      Normal,   Yes,   3 * C) \
+    X(qkvb,     floatX, Block,  1,      3 * C,  Zero,     No,    1)     \
+    X(attprojw, floatX, Block,  C,      C,      Residual, Yes,   C)     \
+    X(attprojb, floatX, Block,  1,      C,      Zero,     No,    1)     \
+    X(ln2w,     float,  Block,  1,      C,      One,      No,    1)     \
+    X(ln2b,     float,  Block,  1,      C,      Zero,     No,    1)     \
+    X(fcw,      floatX, Block,  4 * C,  C,      Normal,   Yes,   4 * C) \
+    X(fcb,      floatX, Block,  1,      4 * C,  Zero,     No,    1)     \
+    X(fcprojw,  floatX, Block,  C,      4 * C,  Residual, Yes,   C)     \
+    X(fcprojb,  floatX, Block,  1,      C,      Zero,     No,    1)     \
+    X(lnfw,     float,  Global, 1,      C,      One,      No,    1)     \
+    X(lnfb,     float,  Global, 1,      C,      Zero,     No,    1)
 
 // SAVED(r): one copy per layer while the recompute level is below r, else one buffer that all layers share.
 //    name        type    where   kept    elements
@@ -147,12 +149,11 @@ enum ParamId { GPT2_PARAMS(X) NUM_PARAMS };
 enum ActId { GPT2_ACTS(X) NUM_ACTS };
 #undef X
 
-template <class Real> struct ParamViews {       // one pointer per tensor; per-layer ones stand at a layer
-#define X(name, ...) Real* name;
+struct Params {                 // one pointer per tensor; per-layer ones stand at a layer
+#define X(name, type, ...) const type* name;
     GPT2_PARAMS(X)
 #undef X
 };
-typedef ParamViews<const floatX> Params;
 struct Acts {
 #define X(name, type, ...) type* name;
     GPT2_ACTS(X)
@@ -169,7 +170,9 @@ struct ParamSpec {
     size_t rows, cols, live_rows;
     size_t elems;       // rows*cols: one copy, as in files
     size_t stride;      // elements from one layer's copy to the next in the arenas (aligned)
-    size_t offset;      // elements from the arena's start
+    size_t offset;      // elements from the start of the arenas of one type: master weights, m, v
+    size_t elem_bytes;  // of the parameter itself
+    size_t params;      // bytes from the start of the parameters' arena
 };
 struct ActSpec {
     const char* name;
@@ -193,16 +196,17 @@ static size_t param_specs(ParamSpec* specs, const Config& c) {      // returns t
     const size_t V = c.V, Vp = c.Vp, L = c.L, C = c.C, maxT = c.maxT;
     // Elements: 256 bytes of the narrowest type that uses these offsets
     const size_t align = kAlign / 2;
-    size_t offset = 0;
+    size_t offset = 0, params = 0;
     int i = 0;
-#define X(name_, where_, rows_, cols_, init_, decay_, live_)                                                 \
+#define X(name_, type_, where_, rows_, cols_, init_, decay_, live_)                                          \
     {                                                                                                        \
         ParamSpec s = {#name_, Init::init_, Decay::decay_, Where::where_ == Where::Block ? c.L : 1,          \
-                       rows_, cols_, live_, 0, 0, offset};                                                   \
+                       rows_, cols_, live_, 0, 0, offset, sizeof(type_), params};                            \
         size_check(#name_, (double)s.rows * (double)s.cols * s.copies);                                      \
         s.elems = s.rows * s.cols;                                                                           \
         s.stride = round_up(s.elems, align);                                                                 \
         offset += s.stride * s.copies;                                                                       \
+        params += s.stride * s.copies * s.elem_bytes;                                                        \
         specs[i++] = s;                                                                                      \
     }
     GPT2_PARAMS(X)
@@ -232,12 +236,19 @@ static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recom
     return offset;
 }
 
-template <class Real> static ParamViews<Real> param_views(Real* base, const ParamSpec* specs, int l) {
-    ParamViews<Real> views;
-    Real** field = (Real**)&views;
-    for (int i = 0; i < NUM_PARAMS; i++) {
-        field[i] = base + specs[i].offset + (specs[i].copies > 1 ? l : 0) * specs[i].stride;
-    }
+// Where layer l's copy of a parameter begins: bytes from the start of their arena
+static size_t param_at(const ParamSpec& s, int l) {
+    return s.params + (s.copies > 1 ? l : 0) * s.stride * s.elem_bytes;
+}
+static size_t params_bytes(const ParamSpec* specs) {
+    const ParamSpec& last = specs[NUM_PARAMS - 1];
+    return last.params + last.copies * last.stride * last.elem_bytes;
+}
+
+static Params param_views(const char* base, const ParamSpec* specs, int l) {
+    Params views;
+    const void** field = (const void**)&views;
+    for (int i = 0; i < NUM_PARAMS; i++) { field[i] = base + param_at(specs[i], l); }
     return views;
 }
 
@@ -832,7 +843,7 @@ constexpr int kLayernormVectors = 8;
 template <int kVectors, bool kResidual>
 __global__ void __launch_bounds__(kLayernormWarps* kWarp)
     layernorm_forward_kernel(floatX* residual, floatX* out, float* mean, float* rstd, const floatX* inp1,
-                             const floatX* inp2, const floatX* weight, const floatX* bias, int N, int C) {
+                             const floatX* inp2, const float* weight, const float* bias, int N, int C) {
     const int row = blockIdx.x * kLayernormWarps + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     if (row >= N) { return; }
     const size_t at = (size_t)row * C;
@@ -869,7 +880,7 @@ __global__ void __launch_bounds__(kLayernormWarps* kWarp)
             for (int k = 0; k < kWidth; k++) { squares += (x[j].at[k] - m) * (x[j].at[k] - m); }
         }
     }
-    const float s = 1.0f / sqrtf(warp_sum(squares) / C + (float)(float)kLayernormEps);
+    const float s = 1.0f / sqrtf(warp_sum(squares) / C + (float)kLayernormEps);
 
 #pragma unroll
     for (int j = 0; j < kVectors; j++) {
@@ -888,8 +899,8 @@ __global__ void __launch_bounds__(kLayernormWarps* kWarp)
 // Any C: one block a row, which is read three times (from L1 after the first).
 template <bool kVector, bool kResidual>
 __global__ void layernorm_forward_any_kernel(floatX* residual, floatX* out, float* mean, float* rstd,
-                                             const floatX* inp1, const floatX* inp2, const floatX* weight,
-                                             const floatX* bias, int C) {
+                                             const floatX* inp1, const floatX* inp2, const float* weight,
+                                             const float* bias, int C) {
     __shared__ float shared[kWarp];
     const int row = blockIdx.x, first = threadIdx.x * kWidth, step = blockDim.x * kWidth;
     const size_t at = (size_t)row * C;
@@ -916,7 +927,7 @@ __global__ void layernorm_forward_any_kernel(floatX* residual, floatX* out, floa
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { squares += c + k < C ? (x.at[k] - m) * (x.at[k] - m) : 0.0f; }
     }
-    const float s = 1.0f / sqrtf(block_sum(squares, shared) / C + (float)(float)kLayernormEps);
+    const float s = 1.0f / sqrtf(block_sum(squares, shared) / C + (float)kLayernormEps);
 
     for (int c = first; c < C; c += step) {
         Floats x = load_floats<kVector>(x_row, c, C);
@@ -968,7 +979,7 @@ struct LayernormBackward {
     float* scratch;
     Accumulate dresidual_acc;
     const floatX *dout, *inp;           // (N,C); neither may be dresidual
-    const floatX* weight;               // (C)
+    const float* weight;                // (C)
     const float *mean, *rstd;           // (N)
     int N, C;
 };
@@ -1166,8 +1177,8 @@ __global__ void layernorm_backward_columns_kernel(LayernormBackward a, float* pa
 
 template <int kVectors, bool kResidual>
 static void layernorm_forward_launch(floatX* residual, floatX* out, float* mean, float* rstd,
-                                     const floatX* inp1, const floatX* inp2, const floatX* weight,
-                                     const floatX* bias, int N, int C, Stream stream) {
+                                     const floatX* inp1, const floatX* inp2, const float* weight,
+                                     const float* bias, int N, int C, Stream stream) {
     if (kVectors > kLayernormVectors || !is_vector(C)) {
         with_vector(C, [&](auto vector) {
             const int threads = std::min(round_up(ceil_div(C, kWidth), kWarp), 512);
@@ -1188,8 +1199,8 @@ static void layernorm_forward_launch(floatX* residual, floatX* out, float* mean,
 }
 
 static void layernorm_forward(floatX* out /*(N,C)*/, float* mean /*(N)*/, float* rstd /*(N)*/,
-                              const floatX* inp /*(N,C)*/, const floatX* weight /*(C)*/,
-                              const floatX* bias /*(C)*/, int N, int C, Stream stream) {
+                              const floatX* inp /*(N,C)*/, const float* weight /*(C)*/,
+                              const float* bias /*(C)*/, int N, int C, Stream stream) {
     NvtxRange range("layernorm_forward");
     layernorm_forward_launch<1, false>(nullptr, out, mean, rstd, inp, nullptr, weight, bias, N, C, stream);
     OUTPUT("layernorm_forward.out", out, (size_t)N * C, stream);
@@ -1200,7 +1211,7 @@ static void layernorm_forward(floatX* out /*(N,C)*/, float* mean /*(N)*/, float*
 // residual may be inp1 or inp2: each element is read before it is written, by the same thread.
 static void residual_layernorm_forward(floatX* residual /*(N,C)*/, floatX* out /*(N,C)*/, float* mean,
                                        float* rstd, const floatX* inp1 /*(N,C)*/,
-                                       const floatX* inp2 /*(N,C)*/, const floatX* weight, const floatX* bias,
+                                       const floatX* inp2 /*(N,C)*/, const float* weight, const float* bias,
                                        int N, int C, Stream stream) {
     NvtxRange range("residual_layernorm_forward");
     layernorm_forward_launch<1, true>(residual, out, mean, rstd, inp1, inp2, weight, bias, N, C, stream);
@@ -1346,9 +1357,14 @@ static int gemm_candidates(const GemmPlan& plan, const Gemm& g, cublasLtMatmulHe
         cublasCheck(cublasLtMatmulPreferenceSetAttribute(pref, attribute, &value, sizeof(value)));
     };
     set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, matmul_state.workspace_bytes);
-    // split-K partials are added in fp32 in the workspace, in a fixed order; the in-place scheme adds as
-    // blocks finish
-    set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (uint32_t)CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
+    // Split-K partials are added in fp32 in the workspace, in a fixed order; the in-place scheme adds as
+    // blocks finish. Where n counts rows (forward, input gradient), fp32 without TF32 takes no split: every
+    // algorithm then adds k = 0, 1, 2, ... one after the other (measured: dev/bench/NOTES.md), so a row's
+    // result depends neither on how many rows are beside it (splitting a batch changes gradients by 1e-7
+    // instead of 2e-6) nor on the library's choice.
+    const bool sequential = sizeof(floatX) == 4 && matmul_state.compute == CUBLAS_COMPUTE_32F && !g.trans_b;
+    set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+        (uint32_t)(sequential ? CUBLASLT_REDUCTION_SCHEME_NONE : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, (uint32_t)pointer_alignment(g.a));
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, (uint32_t)pointer_alignment(g.b));
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)pointer_alignment(g.c ? g.c : g.d));
@@ -1380,30 +1396,10 @@ static GemmPlan gemm_plan(const Gemm& g) {
     gemm_set_pointers(plan.desc, g);                    // before the search: it reads their alignment
     const int a_rows = g.trans_a ? g.k : g.m, b_rows = g.trans_b ? g.n : g.k;
     cublasCheck(cublasLtMatrixLayoutCreate(&plan.a, type, a_rows, g.trans_a ? g.m : g.k, a_rows));
-    auto layouts = [&](int n) {
-        cublasCheck(cublasLtMatrixLayoutCreate(&plan.b, type, b_rows, g.trans_b ? g.k : n, b_rows));
-        cublasCheck(cublasLtMatrixLayoutCreate(&plan.d, g.d_type, g.m, n, g.m));
-    };
+    cublasCheck(cublasLtMatrixLayoutCreate(&plan.b, type, b_rows, g.trans_b ? g.k : g.n, b_rows));
+    cublasCheck(cublasLtMatrixLayoutCreate(&plan.d, g.d_type, g.m, g.n, g.m));
     cublasLtMatmulHeuristicResult_t result;
-    // Where n is the number of rows (forward, input gradient), an FP32 build takes the algorithm for
-    // kInvariantRows rows, whatever n is: a row's result then does not depend on how many rows are beside it,
-    // and splitting a batch changes gradients only by the order of their sums over rows (1e-7; with an
-    // algorithm for each n: 2e-6).
-    constexpr int kInvariantRows = 4096;
-    if (sizeof(floatX) == 4 && !g.trans_b) {
-        layouts(kInvariantRows);
-        plan.found = gemm_candidates(plan, g, &result, 1) > 0;
-        cublasCheck(cublasLtMatrixLayoutDestroy(plan.b));
-        cublasCheck(cublasLtMatrixLayoutDestroy(plan.d));
-    }
-    layouts(g.n);
-    cublasLtMatmulHeuristicResult_t check;
-    if (!plan.found ||
-        cublasLtMatmulAlgoCheck(matmul_state.handle, plan.desc, plan.a, plan.b, plan.d, plan.d, &result.algo,
-                                &check) != CUBLAS_STATUS_SUCCESS ||
-        check.workspaceSize > matmul_state.workspace_bytes) {
-        plan.found = gemm_candidates(plan, g, &result, 1) > 0;
-    }
+    plan.found = gemm_candidates(plan, g, &result, 1) > 0;
     if (plan.found) { plan.algo = result.algo; }
     return plan;
 }
@@ -1445,9 +1441,8 @@ static bool gemm(const Gemm& g, Stream stream) {
 
 static void gemm_or_die(const Gemm& g, Stream stream) {
     if (gemm(g, stream)) { return; }
-    die("cuBLASLt has no algorithm for a matrix product of %d x %d x %d (m, n, k) in %s\nhint: channel "
-        "counts that are "
-        "multiples of 8 always have one",
+    die("cuBLASLt has no algorithm for a matrix product of %d x %d x %d (m, n, k) in %s\n"
+        "hint: channel counts that are multiples of 8 always have one",
         g.m, g.n, g.k, PRECISION_NAME);
 }
 
@@ -1510,18 +1505,8 @@ static void gelu_backward_inplace(floatX* d_inplace, Grad dbias, float* scratch,
 static void matmul_forward(MatmulForward args, Stream stream) {
     NvtxRange range("matmul_forward");
     if (args.pre_gelu && args.residual) { die("matmul_forward: GELU and a residual do not go together"); }
-    Gemm g = {args.out,
-              args.weight,
-              args.inp,
-              args.residual,
-              args.bias,
-              nullptr,
-              args.OC,
-              args.N,
-              args.C,
-              true,
-              false,
-              cuda_type(floatX()),
+    Gemm g = {args.out, args.weight, args.inp, args.residual, args.bias, nullptr, args.OC, args.N, args.C,
+              true, false, cuda_type(floatX()),
               args.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT};
     bool done = false;
     // The library wants rows of aux in multiples of 8 elements
@@ -1542,19 +1527,8 @@ static void matmul_forward(MatmulForward args, Stream stream) {
 
 static void matmul_backward_input(MatmulBackwardInput args, Stream stream) {
     NvtxRange range("matmul_backward_input");
-    Gemm g = {args.dinp,
-              args.weight,
-              args.dout,
-              nullptr,
-              nullptr,
-              nullptr,
-              args.C,
-              args.N,
-              args.OC,
-              false,
-              false,
-              cuda_type(floatX()),
-              CUBLASLT_EPILOGUE_DEFAULT};
+    Gemm g = {args.dinp, args.weight, args.dout, nullptr, nullptr, nullptr, args.C, args.N, args.OC, false,
+              false, cuda_type(floatX()), CUBLASLT_EPILOGUE_DEFAULT};
     bool done = false;
     if (args.pre_gelu && args.C % 8 == 0) {
         Gemm fused = g;
@@ -3739,7 +3713,8 @@ __global__ void update_decision_kernel(UpdateState* state, const double* partial
     state->skip = 0;
     state->skipped_in_a_row = 0;
     state->t++;
-    state->grad_scale = (max_norm > 0.0f && norm > max_norm ? max_norm / norm : 1.0f) / scale;
+    const float clip = max_norm / (norm + kClipEps);
+    state->grad_scale = (max_norm > 0.0f && clip < 1.0f ? clip : 1.0f) / scale;
     state->good_steps++;
     if (policy.dynamic_loss_scale && state->good_steps >= policy.growth_interval) {
         state->loss_scale = fminf(scale * 2.0f, policy.max_scale);
@@ -3769,12 +3744,13 @@ static void global_norm(const GlobalNorm& args, Stream stream) {
 }
 
 // == 6.9 adamw ==
-// g = grad*grad_scale;  m = beta1 m + (1-beta1) g;  v = beta2 v + (1-beta2) g^2;  both divided by 1 - beta^t;
-// p = p (1 - lr wd) - lr mhat / (sqrt(vhat) + eps).  One launch over the flat parameter buffer; p is the fp32
-// master copy, or the parameter itself (fp32), or the 16-bit parameter, rounded stochastically. A skipped
-// update changes nothing.
+// g = grad*grad_scale;  m = m + (1-beta1) (g - m);  v = beta2 v + (1-beta2) g^2;
+// p = p (1 - lr wd) - lr/(1-beta1^t) m / (sqrt(v)/sqrt(1-beta2^t) + eps), rounded in the order in which
+// PyTorch's AdamW rounds (its foreach form), constants taken in double: from equal gradients, equal weights.
+// One launch over the flat parameter buffer; p is the fp32 master copy, or the parameter itself (fp32), or
+// the 16-bit parameter, rounded stochastically. A skipped update changes nothing.
 struct AdamW {
-    floatX* params;                     // (n)
+    void* params;                       // (n) of floatX or fp32, as the segments say
     float *master, *m, *v;              // (n); master: null when params are fp32, or for stochastic rounding
     const void* grads;                  // (n) fp32, or as the segments say
     bool grads_bf16;                    // some segments' are
@@ -3782,7 +3758,7 @@ struct AdamW {
     const ParamSegment* segments;       // on the device; ascending, each begins at a multiple of 8
     int num_segments;
     size_t n;
-    float lr, beta1, beta2, eps;
+    double lr, beta1, beta2, eps;
     RoundKey key;                       // of the parameters' rounding
     RoundKey grad_key;                  // of the micro-step that stored the gradients
 };
@@ -3797,13 +3773,15 @@ __device__ inline double power(double x, long long n) {     // x^n by squaring: 
 
 template <bool kGradsBf16, bool kMaster> __global__ void __launch_bounds__(256) adamw_kernel(AdamW a) {
     if (a.state->skip) { return; }
-    __shared__ float corrections[2];
+    __shared__ float shared[2];
     if (threadIdx.x == 0) {
-        corrections[0] = (float)(1.0 / (1.0 - power(a.beta1, a.state->t)));
-        corrections[1] = (float)(1.0 / (1.0 - power(a.beta2, a.state->t)));
+        shared[0] = (float)(-a.lr / (1.0 - power(a.beta1, a.state->t)));
+        shared[1] = (float)sqrt(1.0 - power(a.beta2, a.state->t));
     }
     __syncthreads();
-    const float m_scale = corrections[0], v_scale = corrections[1], grad_scale = a.state->grad_scale;
+    const float minus_rate = shared[0], v_correction = shared[1], grad_scale = a.state->grad_scale;
+    const float m_part = (float)(1.0 - a.beta1), v_part = (float)(1.0 - a.beta2), v_keep = (float)a.beta2,
+                eps = (float)a.eps;
 
     const size_t step = (size_t)gridDim.x * blockDim.x * kWidth;
     for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
@@ -3811,21 +3789,26 @@ template <bool kGradsBf16, bool kMaster> __global__ void __launch_bounds__(256) 
         if (!kGradsBf16) { g = load_floats<true, Cache::Streaming>((const float*)a.grads, i, a.n); }
         Floats m = load_floats<true, Cache::Streaming>(a.m, i, a.n),
                v = load_floats<true, Cache::Streaming>(a.v, i, a.n);
-        Floats p;
-        if (kMaster) { p = load_floats<true, Cache::Streaming>(a.master, i, a.n); }
-        else { p = load_floats<true>(a.params, i, a.n); }
-
         const ParamSegment segment = segment_of(a.segments, a.num_segments, i);
         if (i < segment.begin || i >= segment.end) { continue; }
+        // The parameters lie in the segment's own type: element j of size
+        const size_t j = i - segment.begin, size = segment.end - segment.begin;
+        const bool fp32 = sizeof(floatX) == 4 || segment.params_fp32;
+        float* param_fp32 = (float*)((char*)a.params + segment.params);
+        floatX* param = (floatX*)((char*)a.params + segment.params);
+        Floats p;
+        if (kMaster) { p = load_floats<true, Cache::Streaming>(a.master, i, a.n); }
+        else if (fp32) { p = load_floats<true>(param_fp32, j, size); }
+        else { p = load_floats<true>(param, j, size); }
         if (kGradsBf16) { g = load_grads<Cache::Streaming>(a.grads, segment, i, a.grad_key); }
-        const float decay = 1.0f - a.lr * segment.weight_decay;
+        const float decay = (float)(1.0 - a.lr * segment.weight_decay);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) {
             const float grad = g.at[k] * grad_scale;
-            m.at[k] = fmaf(a.beta1, m.at[k] - grad, grad);
-            v.at[k] = fmaf(a.beta2, v.at[k] - grad * grad, grad * grad);
-            const float update = m.at[k] * m_scale / (sqrtf(v.at[k] * v_scale) + a.eps);
-            p.at[k] = fmaf(-a.lr, update, p.at[k] * decay);
+            m.at[k] = fmaf(m_part, grad - m.at[k], m.at[k]);
+            v.at[k] = fmaf(v_part, grad * grad, __fmul_rn(v.at[k], v_keep));
+            const float update = m.at[k] / (sqrtf(v.at[k]) / v_correction + eps);
+            p.at[k] = fmaf(minus_rate, update, __fmul_rn(p.at[k], decay));
         }
 
         x128 rounded = to_pack<floatX>(p);
@@ -3838,13 +3821,15 @@ template <bool kGradsBf16, bool kMaster> __global__ void __launch_bounds__(256) 
             store<true, Cache::Streaming>(a.m, i, a.n, to_pack<float>(m));
             store<true, Cache::Streaming>(a.v, i, a.n, to_pack<float>(v));
             if (kMaster) { store<true, Cache::Streaming>(a.master, i, a.n, to_pack<float>(p)); }
-            store<true>(a.params, i, a.n, rounded);
+            if (fp32) { store<true>(param_fp32, j, size, to_pack<float>(p)); }
+            else { store<true>(param, j, size, rounded); }
         // The last elements of a segment: what follows is not touched
         } else {
             store<false>(a.m, i, segment.end, to_pack<float>(m));
             store<false>(a.v, i, segment.end, to_pack<float>(v));
             if (kMaster) { store<false>(a.master, i, segment.end, to_pack<float>(p)); }
-            store<false>(a.params, i, segment.end, rounded);
+            if (fp32) { store<false>(param_fp32, j, size, to_pack<float>(p)); }
+            else { store<false>(param, j, size, rounded); }
         }
     }
 }
@@ -3865,7 +3850,8 @@ static void adamw_update(AdamW args, Stream stream) {
         else { adamw_kernel<false, false><<<blocks, threads, 0, stream>>>(args); }
     }
     cudaCheck(cudaGetLastError());
-    OUTPUT("adamw_update.params", args.params, args.n, stream);
+    // as if all of them were floatX: inside the arena, whatever the segments say
+    OUTPUT("adamw_update.params", (floatX*)args.params, args.n, stream);
     if (args.master) { OUTPUT("adamw_update.master", args.master, args.n, stream); }
     OUTPUT("adamw_update.m", args.m, args.n, stream);
     OUTPUT("adamw_update.v", args.v, args.n, stream);
@@ -3914,10 +3900,10 @@ struct GPT2 {
     ParamSpec param_specs[NUM_PARAMS];
     ActSpec act_specs[NUM_ACTS];
     size_t num_parameters;      // as in the checkpoint: wte with V rows
-    size_t arena_elems;         // flat size of parameters, gradients, m and v, gaps between tensors included
+    size_t arena_elems;         // flat size of master weights, gradients, m and v, gaps included
     std::vector<ParamSegment> segments;
 
-    floatX* params;
+    char* params;               // see GPT2_PARAMS
     float *master, *m, *v;      // master: null when the parameters are fp32 themselves or -w 0
     void* grads;
     char* acts;
@@ -3994,7 +3980,10 @@ static size_t gpt2_segments(std::vector<ParamSegment>* segments, const ParamSpec
         const ParamSpec& s = specs[i];
         const bool matrix = s.decay == Decay::Yes, bf16 = options.grads_bf16 && matrix;
         const size_t elems = s.stride * s.copies;
-        segments->push_back({s.offset, s.offset + elems, matrix ? options.weight_decay : 0.0f, bf16, bytes});
+        segments->push_back({.begin = s.offset, .end = s.offset + elems,
+                             .weight_decay = matrix ? options.weight_decay : 0.0f, .grads_bf16 = bf16,
+                             .grads = bytes, .params_fp32 = s.elem_bytes == sizeof(float),
+                             .params = s.params});
         bytes += elems * (bf16 ? 2 : sizeof(float));
     }
     return bytes;
@@ -4009,7 +3998,7 @@ static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& 
     size_t elems = param_specs(specs, c);
     act_specs(acts, c, B, T, options.recompute);
     std::vector<MemoryItem> plan;
-    plan.push_back({"parameters", elems * sizeof(floatX)});
+    plan.push_back({"parameters", params_bytes(specs)});
     if (kLowPrecision && options.master) { plan.push_back({"master weights", elems * sizeof(float)}); }
     std::vector<ParamSegment> segments;
     plan.push_back({"gradients", gpt2_segments(&segments, specs, options)});
@@ -4057,9 +4046,12 @@ static void gpt2_print_memory(const Config& c, const Options& options, int B, in
     std::vector<MemoryItem> plan = gpt2_memory_plan(c, options, B, T);
     std::stable_sort(plan.begin(), plan.end(),
                      [](const MemoryItem& a, const MemoryItem& b) { return a.bytes > b.bytes; });
-    printf("memory: %.3f GiB in all; the largest:", memory_total(plan) / 1073741824.0);
+    const size_t total = memory_total(plan);
+    const bool gib = total >= (size_t)1 << 30;
+    const double unit = gib ? 1073741824.0 : 1048576.0;
+    printf("memory: %.3f %s in all; the largest:", total / unit, gib ? "GiB" : "MiB");
     for (size_t i = 0; i < plan.size() && i < 10; i++) {
-        printf("%s %s %.3f", i ? "," : "", plan[i].name.c_str(), plan[i].bytes / 1073741824.0);
+        printf("%s %s %.3f", i ? "," : "", plan[i].name.c_str(), plan[i].bytes / unit);
     }
     printf("\n");
 }
@@ -4077,7 +4069,7 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
 
     const size_t n = model->arena_elems;
     model->stream = stream_create();
-    model->params = (floatX*)device_malloc(n * sizeof(floatX), "parameters");
+    model->params = (char*)device_malloc(params_bytes(model->param_specs), "parameters");
     model->master = kLowPrecision && options.master
                         ? (float*)device_malloc(n * sizeof(float), "master weights")
                         : nullptr;
@@ -4101,14 +4093,14 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     matmul_init(model->workspace, matmul_workspace_bytes(), options.tf32);
     select_kernels(options.kernels == Kernels::Portable);
     if (options.kernels == Kernels::Sm90 && !attention_uses_sm90(config.C / config.NH)) {
-        die("--kernels sm90: no Hopper kernel serves head size %d here\nhint: they need an H100 or H200, a "
-            "16-bit build for "
-            "sm_90a and head size 64; --kernels auto takes what fits",
+        die("--kernels sm90: no Hopper kernel serves head size %d here\n"
+            "hint: they need an H100 or H200, a 16-bit build for sm_90a and head size 64; --kernels auto "
+            "takes what fits",
             config.C / config.NH);
     }
 
     // The gaps between tensors take part in norm and AdamW: they are zero and stay zero.
-    device_zero(model->params, n * sizeof(floatX), model->stream);
+    device_zero(model->params, params_bytes(model->param_specs), model->stream);
     if (model->master) { device_zero(model->master, n * sizeof(float), model->stream); }
     device_zero(model->m, 2 * n * sizeof(float), model->stream);
     device_zero(model->grads, grad_bytes, model->stream);
@@ -4148,26 +4140,34 @@ static void gpt2_free(GPT2* model) {
 
 static void gpt2_set_param(GPT2* model, int i, int l, const float* values /*(elems)*/) {
     const ParamSpec& s = model->param_specs[i];
-    const size_t at = s.offset + l * s.stride;
-    std::vector<floatX> rounded(s.elems);
-    for (size_t k = 0; k < s.elems; k++) { rounded[k] = (floatX)values[k]; }
-    copy_to_device(model->params + at, rounded.data(), s.elems * sizeof(floatX), model->stream);
-    if (model->master) { copy_to_device(model->master + at, values, s.elems * sizeof(float), model->stream); }
+    std::vector<floatX> rounded;
+    const void* data = values;
+    if (s.elem_bytes != sizeof(float)) {
+        rounded.resize(s.elems);
+        for (size_t k = 0; k < s.elems; k++) { rounded[k] = (floatX)values[k]; }
+        data = rounded.data();
+    }
+    copy_to_device(model->params + param_at(s, l), data, s.elems * s.elem_bytes, model->stream);
+    if (model->master) {
+        copy_to_device(model->master + s.offset + l * s.stride, values, s.elems * sizeof(float),
+                       model->stream);
+    }
     stream_sync(model->stream);
 }
 
 static void gpt2_get_param(GPT2* model, int i, int l, float* values /*(elems)*/, bool from_master) {
     const ParamSpec& s = model->param_specs[i];
-    const size_t at = s.offset + l * s.stride;
-    if (from_master && model->master) {
-        copy_to_host(values, model->master + at, s.elems * sizeof(float), model->stream);
+    const void* device = model->params + param_at(s, l);
+    if (from_master && model->master) { device = model->master + s.offset + l * s.stride; }
+    else if (s.elem_bytes != sizeof(float)) {
+        std::vector<floatX> raw(s.elems);
+        copy_to_host(raw.data(), device, s.elems * s.elem_bytes, model->stream);
         stream_sync(model->stream);
+        for (size_t k = 0; k < s.elems; k++) { values[k] = (float)raw[k]; }
         return;
     }
-    std::vector<floatX> raw(s.elems);
-    copy_to_host(raw.data(), model->params + at, s.elems * sizeof(floatX), model->stream);
+    copy_to_host(values, device, s.elems * sizeof(float), model->stream);
     stream_sync(model->stream);
-    for (size_t k = 0; k < s.elems; k++) { values[k] = (float)raw[k]; }
 }
 
 // GPT-2's initialisation (Radford et al. 2019, section 2.3: residual projections scaled by 1/sqrt(number of
@@ -4227,7 +4227,7 @@ static void gpt2_set_inputs(GPT2* model, const int* tokens, const int* targets /
 }
 
 static Params gpt2_params(const GPT2* model, int l) {
-    return param_views<const floatX>(model->params, model->param_specs, l);
+    return param_views(model->params, model->param_specs, l);
 }
 
 // Activations of a forward over (B,T) from the inputs on the device, up to lnf.
@@ -4258,16 +4258,9 @@ static void gpt2_forward(GPT2* model, int B, int T) {
             residual_layernorm_forward(a.residual2, a.ln2, a.ln2_mean, a.ln2_rstd, residual, a.dnarrow,
                                        p.ln2w, p.ln2b, N, C, stream);
         }
-        matmul_forward({.out = gelu_in_gemm ? a.fch_gelu : a.fch,
-                        .inp = a.ln2,
-                        .weight = p.fcw,
-                        .bias = p.fcb,
-                        .residual = nullptr,
-                        .pre_gelu = gelu_in_gemm ? a.fch : nullptr,
-                        .N = N,
-                        .C = C,
-                        .OC = 4 * C},
-                       stream);
+        matmul_forward({.out = gelu_in_gemm ? a.fch_gelu : a.fch, .inp = a.ln2, .weight = p.fcw,
+                        .bias = p.fcb, .residual = nullptr, .pre_gelu = gelu_in_gemm ? a.fch : nullptr,
+                        .N = N, .C = C, .OC = 4 * C}, stream);
         if (!gelu_in_gemm) { gelu_forward(a.fch_gelu, a.fch, (size_t)N * 4 * C, stream); }
 
         // the LayerNorm after this layer: the next layer's first, or the final one
@@ -4277,17 +4270,10 @@ static void gpt2_forward(GPT2* model, int B, int T) {
         floatX* ln = last ? a.lnf : next.ln1;
         float* mean = last ? a.lnf_mean : next.ln1_mean;
         float* rstd = last ? a.lnf_rstd : next.ln1_rstd;
-        const floatX *weight = last ? q.lnfw : q.ln1w, *bias = last ? q.lnfb : q.ln1b;
+        const float *weight = last ? q.lnfw : q.ln1w, *bias = last ? q.lnfb : q.ln1b;
         if (o.residual_in_gemm) {
-            matmul_forward({.out = a.residual3,
-                            .inp = a.fch_gelu,
-                            .weight = p.fcprojw,
-                            .bias = p.fcprojb,
-                            .residual = a.residual2,
-                            .pre_gelu = nullptr,
-                            .N = N,
-                            .C = 4 * C,
-                            .OC = C},
+            matmul_forward({.out = a.residual3, .inp = a.fch_gelu, .weight = p.fcprojw, .bias = p.fcprojb,
+                            .residual = a.residual2, .pre_gelu = nullptr, .N = N, .C = 4 * C, .OC = C},
                            stream);
             layernorm_forward(ln, mean, rstd, a.residual3, weight, bias, N, C, stream);
         } else {
@@ -4304,16 +4290,9 @@ static void gpt2_forward(GPT2* model, int B, int T) {
 static void gpt2_logits(GPT2* model, int first, int rows) {
     const Config& c = model->config;
     Acts a = act_views(model->acts, model->act_specs, 0);
-    matmul_forward({.out = a.logits,
-                    .inp = a.lnf + (size_t)first * c.C,
-                    .weight = gpt2_params(model, 0).wte,
-                    .bias = nullptr,
-                    .residual = nullptr,
-                    .pre_gelu = nullptr,
-                    .N = rows,
-                    .C = c.C,
-                    .OC = c.Vp},
-                   model->stream);
+    matmul_forward({.out = a.logits, .inp = a.lnf + (size_t)first * c.C, .weight = gpt2_params(model, 0).wte,
+                    .bias = nullptr, .residual = nullptr, .pre_gelu = nullptr, .N = rows, .C = c.C,
+                    .OC = c.Vp}, model->stream);
 }
 
 // Forward, losses of every position, and state->loss (+)= weight * sum of losses. LossAndGrad leaves dlogits
@@ -4354,28 +4333,13 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc) {
 
     Params p = gpt2_params(model, 0);
     Acts a = act_views(model->acts, model->act_specs, c.L - 1);
-    matmul_backward_input({.dinp = a.dnarrow,
-                           .dout = a.logits,
-                           .weight = p.wte,
-                           .pre_gelu = nullptr,
-                           .N = N,
-                           .C = C,
-                           .OC = c.Vp},
-                          stream);
-    layernorm_backward({.dresidual = a.dresidual,
-                        .dweight = grad(PARAM_lnfw, 0),
-                        .dbias = grad(PARAM_lnfb, 0),
-                        .dcolsum = grad(PARAM_fcprojb, c.L - 1),
-                        .scratch = scratch,
-                        .dresidual_acc = Accumulate::No,
-                        .dout = a.dnarrow,
-                        .inp = a.residual3,
-                        .weight = p.lnfw,
-                        .mean = a.lnf_mean,
-                        .rstd = a.lnf_rstd,
-                        .N = N,
-                        .C = C},
-                       stream);
+    matmul_backward_input({.dinp = a.dnarrow, .dout = a.logits, .weight = p.wte, .pre_gelu = nullptr, .N = N,
+                           .C = C, .OC = c.Vp}, stream);
+    layernorm_backward({.dresidual = a.dresidual, .dweight = grad(PARAM_lnfw, 0),
+                        .dbias = grad(PARAM_lnfb, 0), .dcolsum = grad(PARAM_fcprojb, c.L - 1),
+                        .scratch = scratch, .dresidual_acc = Accumulate::No, .dout = a.dnarrow,
+                        .inp = a.residual3, .weight = p.lnfw, .mean = a.lnf_mean, .rstd = a.lnf_rstd, .N = N,
+                        .C = C}, stream);
     for (int l = c.L - 1; l >= 0; l--) {
         p = gpt2_params(model, l);
         a = act_views(model->acts, model->act_specs, l);
@@ -4385,13 +4349,8 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc) {
         if (o.recompute >= 1) { gelu_forward(a.fch_gelu, a.fch, (size_t)N * 4 * C, stream); }
         matmul_backward_weight(grad(PARAM_fcprojw, l), scratch, a.dresidual, a.fch_gelu, N, 4 * C, C, stream);
         const bool gelu_in_gemm = o.gelu_fusion >= 2 && o.recompute == 0;
-        matmul_backward_input({.dinp = a.dwide,
-                               .dout = a.dresidual,
-                               .weight = p.fcprojw,
-                               .pre_gelu = gelu_in_gemm ? a.fch : nullptr,
-                               .N = N,
-                               .C = 4 * C,
-                               .OC = C},
+        matmul_backward_input({.dinp = a.dwide, .dout = a.dresidual, .weight = p.fcprojw,
+                               .pre_gelu = gelu_in_gemm ? a.fch : nullptr, .N = N, .C = 4 * C, .OC = C},
                               stream);
         if (gelu_in_gemm) { bias_backward(grad(PARAM_fcb, l), scratch, a.dwide, N, 4 * C, stream); }
         else { gelu_backward_inplace(a.dwide, grad(PARAM_fcb, l), scratch, a.fch, N, 4 * C, stream); }
@@ -4399,65 +4358,30 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc) {
             layernorm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, p.ln2w, p.ln2b, N, C, stream);
         }
         matmul_backward_weight(grad(PARAM_fcw, l), scratch, a.dwide, a.ln2, N, C, 4 * C, stream);
-        matmul_backward_input({.dinp = a.dnarrow,
-                               .dout = a.dwide,
-                               .weight = p.fcw,
-                               .pre_gelu = nullptr,
-                               .N = N,
-                               .C = C,
-                               .OC = 4 * C},
-                              stream);
-        layernorm_backward({.dresidual = a.dresidual,
-                            .dweight = grad(PARAM_ln2w, l),
-                            .dbias = grad(PARAM_ln2b, l),
-                            .dcolsum = grad(PARAM_attprojb, l),
-                            .scratch = scratch,
-                            .dresidual_acc = Accumulate::Yes,
-                            .dout = a.dnarrow,
-                            .inp = a.residual2,
-                            .weight = p.ln2w,
-                            .mean = a.ln2_mean,
-                            .rstd = a.ln2_rstd,
-                            .N = N,
-                            .C = C},
-                           stream);
+        matmul_backward_input({.dinp = a.dnarrow, .dout = a.dwide, .weight = p.fcw, .pre_gelu = nullptr,
+                               .N = N, .C = C, .OC = 4 * C}, stream);
+        layernorm_backward({.dresidual = a.dresidual, .dweight = grad(PARAM_ln2w, l),
+                            .dbias = grad(PARAM_ln2b, l), .dcolsum = grad(PARAM_attprojb, l),
+                            .scratch = scratch, .dresidual_acc = Accumulate::Yes, .dout = a.dnarrow,
+                            .inp = a.residual2, .weight = p.ln2w, .mean = a.ln2_mean, .rstd = a.ln2_rstd,
+                            .N = N, .C = C}, stream);
         // attention
         matmul_backward_weight(grad(PARAM_attprojw, l), scratch, a.dresidual, a.atty, N, C, C, stream);
-        matmul_backward_input({.dinp = a.dnarrow,
-                               .dout = a.dresidual,
-                               .weight = p.attprojw,
-                               .pre_gelu = nullptr,
-                               .N = N,
-                               .C = C,
-                               .OC = C},
-                              stream);
+        matmul_backward_input({.dinp = a.dnarrow, .dout = a.dresidual, .weight = p.attprojw,
+                               .pre_gelu = nullptr, .N = N, .C = C, .OC = C}, stream);
         attention_backward(a.dwide, scratch, a.dnarrow, a.atty, a.qkv, a.att_lse, B, T, NH, HS, stream);
         bias_backward(grad(PARAM_qkvb, l), scratch, a.dwide, N, 3 * C, stream);
         if (o.recompute >= 2) {
             layernorm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, N, C, stream);
         }
         matmul_backward_weight(grad(PARAM_qkvw, l), scratch, a.dwide, a.ln1, N, C, 3 * C, stream);
-        matmul_backward_input({.dinp = a.dnarrow,
-                               .dout = a.dwide,
-                               .weight = p.qkvw,
-                               .pre_gelu = nullptr,
-                               .N = N,
-                               .C = C,
-                               .OC = 3 * C},
-                              stream);
-        layernorm_backward({.dresidual = a.dresidual,
-                            .dweight = grad(PARAM_ln1w, l),
+        matmul_backward_input({.dinp = a.dnarrow, .dout = a.dwide, .weight = p.qkvw, .pre_gelu = nullptr,
+                               .N = N, .C = C, .OC = 3 * C}, stream);
+        layernorm_backward({.dresidual = a.dresidual, .dweight = grad(PARAM_ln1w, l),
                             .dbias = grad(PARAM_ln1b, l),
-                            .dcolsum = l > 0 ? grad(PARAM_fcprojb, l - 1) : none,
-                            .scratch = scratch,
-                            .dresidual_acc = Accumulate::Yes,
-                            .dout = a.dnarrow,
-                            .inp = residual,
-                            .weight = p.ln1w,
-                            .mean = a.ln1_mean,
-                            .rstd = a.ln1_rstd,
-                            .N = N,
-                            .C = C},
+                            .dcolsum = l > 0 ? grad(PARAM_fcprojb, l - 1) : none, .scratch = scratch,
+                            .dresidual_acc = Accumulate::Yes, .dout = a.dnarrow, .inp = residual,
+                            .weight = p.ln1w, .mean = a.ln1_mean, .rstd = a.ln1_rstd, .N = N, .C = C},
                            stream);
     }
     // wte: the LM head's part, then the embedding's. bf16 is rounded once, so there they meet in scratch.
@@ -4483,29 +4407,19 @@ static void gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, 
 }
 
 // Norm, the decision to skip, AdamW: all decided on the device.
-static void gpt2_update(GPT2* model, float lr, float beta1, float beta2, float eps, float max_norm) {
+static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, double eps, float max_norm) {
     const UpdatePolicy policy = {kFp16, 1000, kMaxLossScale};
     global_norm({.state = &model->state->update, .scratch = model->scratch, .grads = model->grads,
                  .grads_bf16 = model->options.grads_bf16, .grad_key = gpt2_grad_key(model),
                  .segments = model->device_segments, .num_segments = NUM_PARAMS, .n = model->arena_elems,
                  .max_norm = max_norm, .policy = policy}, model->stream);
-    adamw_update({.params = model->params,
-                  .master = model->master,
-                  .m = model->m,
-                  .v = model->v,
-                  .grads = model->grads,
-                  .grads_bf16 = model->options.grads_bf16,
-                  .state = &model->state->update,
-                  .segments = model->device_segments,
-                  .num_segments = NUM_PARAMS,
-                  .n = model->arena_elems,
-                  .lr = lr,
-                  .beta1 = beta1,
-                  .beta2 = beta2,
-                  .eps = eps,
+    adamw_update({.params = (floatX*)model->params, .master = model->master, .m = model->m, .v = model->v,
+                  .grads = model->grads, .grads_bf16 = model->options.grads_bf16,
+                  .state = &model->state->update, .segments = model->device_segments,
+                  .num_segments = NUM_PARAMS, .n = model->arena_elems, .lr = lr, .beta1 = beta1,
+                  .beta2 = beta2, .eps = eps,
                   .key = RoundKey{model->options.seed, model->step, 0, kRoundParams},
-                  .grad_key = gpt2_grad_key(model)},
-                 model->stream);
+                  .grad_key = gpt2_grad_key(model)}, model->stream);
     model->step++;
 }
 
@@ -4632,7 +4546,6 @@ static void checkpoint_save(GPT2* model, const std::string& path) {
             gpt2_get_param(model, i, l, values.data(), !bf16);
             if (!bf16) { atomic_write(&out, values.data(), s.elems * sizeof(float)); continue; }
             raw.resize(s.elems);
-            // Exact: bf16 already
             for (size_t k = 0; k < s.elems; k++) { raw[k] = bf16_round_nearest(values[k]); }
             atomic_write(&out, raw.data(), s.elems * sizeof(uint16_t));
         }
@@ -4708,8 +4621,8 @@ struct RunConfig {
     int64_t total_batch;            // tokens per optimizer step
     int64_t max_steps;
     int val_every, val_batches, sample_every, sample_tokens, num_samples, top_k;
-    float temperature;
-    float lr, final_fraction, weight_decay, beta1, beta2, eps, grad_clip;
+    double temperature;
+    double lr, final_fraction, weight_decay, beta1, beta2, eps, grad_clip;
     int64_t warmup;
     int schedule, overfit, tf32, master, shuffle, kernels;
     int64_t seed;
@@ -4748,7 +4661,7 @@ static const Flag kFlags[] = {
         "AdamW's decay of tensors with two dimensions"},
     {"",    "beta1",           FLAG_FLOAT,  &run.beta1,          "0.9",     0, 0.9999999, nullptr, "AdamW"},
     {"",    "beta2",           FLAG_FLOAT,  &run.beta2,          "0.95",    0, 0.9999999, nullptr, "AdamW"},
-    {"",    "eps",             FLAG_FLOAT,  &run.eps,            "1e-8",    0, 1, nullptr, "AdamW"},
+    {"",    "eps",             FLAG_FLOAT,  &run.eps,            "1e-8",    1e-30, 1, nullptr, "AdamW"},
     {"",    "grad-clip",       FLAG_FLOAT,  &run.grad_clip,      "1",       0, 1e30, nullptr,
         "largest gradient norm; 0: no clipping"},
     {"",    "seed",            FLAG_INT64,  &run.seed,           "1337",    0, 9e15, nullptr,
@@ -4795,9 +4708,9 @@ static Config config_check() {
     Config c = file_size(run.model) >= 0 || strchr(run.model, '/') || strstr(run.model, ".bin")
              ? checkpoint_config(run.model) : descriptor_config(run.model);
     if (flags_given(kFlags, kNumFlags, "total-batch") && run.total_batch <= 3) {
-        die("-z %lld: -z is the total batch in tokens per step, not a ZeRO stage\nhint: the ZeRO stage will "
-            "be -zs, which "
-            "this version does not have; give -z a multiple of B*T or leave it out",
+        die("-z %lld: -z is the total batch in tokens per step, not a ZeRO stage\n"
+            "hint: the ZeRO stage will be -zs, which this version does not have; give -z a multiple of B*T "
+            "or leave it out",
             (long long)run.total_batch);
     }
     if (run.T == 0) { run.T = c.maxT; }
@@ -4858,7 +4771,7 @@ static Options run_options() {
     o.residual_in_gemm = run.residual == 0;
     o.tf32 = run.tf32 != 0;
     o.kernels = (Kernels)run.kernels;
-    o.weight_decay = run.weight_decay;
+    o.weight_decay = (float)run.weight_decay;
     o.seed = (uint64_t)run.seed;
     return o;
 }
@@ -4924,7 +4837,7 @@ static void generate(GPT2* model, const Tokenizer* tokenizer, bool has_text, int
             const double coin = rand_unit((uint64_t)run.seed, RAND_SAMPLE, (uint32_t)sample,
                                           (uint64_t)step << 24 | (uint64_t)n);
             const int token =
-                sample_token(workspace.data(), logits.data(), c.V, run.temperature, run.top_k, coin);
+                sample_token(workspace.data(), logits.data(), c.V, (float)run.temperature, run.top_k, coin);
             if (token == start) { break; }      // the document is over
             tokens[n] = token;
             if (has_text) {
@@ -4983,8 +4896,7 @@ static void report_step(Reports* r, Logger* logger, const LrSchedule& schedule) 
                 (long long)step + 1, state.update.norm, state.loss);
         if (state.update.skipped_in_a_row >= kMaxSkipsInARow) {
             die("%d updates in a row were skipped for a non-finite gradient: the run stops and writes "
-                "nothing\nhint: a smaller "
-                "-l or a longer -u; look at the data",
+                "nothing\nhint: a smaller -l or a longer -u; look at the data",
                 state.update.skipped_in_a_row);
         }
     }
@@ -5029,7 +4941,7 @@ static void train(GPT2* model, DataLoader* train_loader, DataLoader* val_loader,
             gpt2_micro_step(model, train_loader->inputs, train_loader->targets, run.B, run.T, micro,
                             micro_steps);
         }
-        gpt2_update(model, lr_at(schedule, step), run.beta1, run.beta2, run.eps, run.grad_clip);
+        gpt2_update(model, lr_at(schedule, step), run.beta1, run.beta2, run.eps, (float)run.grad_clip);
         if (kDeviceIsAsync) { report_step(&reports, logger, schedule); }        // of the step before
         copy_to_host(&reports.slots[step % Reports::kSlots], model->state, sizeof(DeviceState),
                      model->stream);

@@ -24,11 +24,18 @@ row() {
     printf '%-26s %s\n' "$1" "$2"
     case "$2" in ok*) ;; *) failures=$((failures + 1)) ;; esac
 }
-# suite NAME COMMAND...: runs it and takes its closing line
-suite() {
-    local name=$1 log=$logs/$1.log start=$SECONDS
+# launch NAME COMMAND...: starts a suite in the background; collect NAME: waits for it, takes its closing line
+declare -A pids starts
+launch() {
+    local name=$1
     shift
-    "$@" >"$log" 2>&1
+    starts[$name]=$SECONDS
+    "$@" >"$logs/$name.log" 2>&1 &
+    pids[$name]=$!
+}
+collect() {
+    local name=$1 log=$logs/$1.log start=${starts[$1]}
+    wait "${pids[$name]}"
     local code=$? last
     last=$(tail -n 1 "$log")
     if [[ $last =~ ^([0-9]+)\ passed,\ ([0-9]+)\ failed,\ ([0-9]+)\ skipped$ ]]; then
@@ -42,6 +49,7 @@ suite() {
         row "$name" "FAILED (exit $code): $last"
     fi
 }
+suite() { launch "$@"; collect "$1"; }
 # check NAME COMMAND...: exit code only
 check() {
     local name=$1 log=$logs/$1.log start=$SECONDS
@@ -65,18 +73,24 @@ for step in $steps; do
         ;;
     test)
         for precision in BF16 FP32 FP16; do suite "test $precision" build/check/test_gpt2.$precision; done
-        suite "command line BF16" python3 dev/test/test_cli.py build/check/train_gpt2.BF16
-        suite "command line FP32" python3 dev/test/test_cli.py build/check/train_gpt2.FP32
-        suite "break BF16" python3 dev/test/break_all.py build/check/test_gpt2.BF16 kernels --small model
+        for precision in BF16 FP32 FP16; do
+            launch "command line $precision" python3 dev/test/test_cli.py build/check/train_gpt2.$precision
+        done
+        launch "break BF16" python3 dev/test/break_all.py build/check/test_gpt2.BF16 kernels --small model
+        for precision in BF16 FP32 FP16; do collect "command line $precision"; done
+        collect "break BF16"
         ;;
     ptx)    # the portable code, as a GPU without machine code of its own would run it
         suite "test BF16, sm_80 PTX" build/ptx/test_gpt2.BF16
         ;;
     sanitize)
-        for tool in memcheck racecheck initcheck synccheck; do
-            suite "$tool" compute-sanitizer --tool $tool --error-exitcode 1 --log-file $logs/$tool.txt \
-                build/check/test_gpt2.BF16 kernels --small
-            check "$tool: 0 errors" grep -E "SUMMARY: 0 (errors|hazards)" $logs/$tool.txt
+        for precision in BF16 FP32 FP16; do
+            for tool in memcheck racecheck initcheck synccheck; do
+                name="$tool $precision"
+                suite "$name" compute-sanitizer --tool $tool --error-exitcode 1 --log-file "$logs/$name.txt" \
+                    build/check/test_gpt2.$precision kernels --small
+                check "$name: 0 errors" grep -E "SUMMARY: 0 (errors|hazards)" "$logs/$name.txt"
+            done
         done
         ;;
     determinism)

@@ -730,8 +730,8 @@ void global_norm_cpu(UpdateState* state, Real* /*scratch*/, const void* grads, b
         state->skipped_in_a_row = 0;
         state->t++;
         state->good_steps++;
-        const bool clip = max_norm > 0 && state->norm > max_norm;
-        state->grad_scale = (clip ? max_norm / state->norm : 1.0f) / scale_used;
+        const float clip = max_norm / (state->norm + kClipEps);
+        state->grad_scale = (max_norm > 0 && clip < 1.0f ? clip : 1.0f) / scale_used;
         if (policy.dynamic_loss_scale && state->good_steps >= policy.growth_interval) {
             state->loss_scale = scale_used * 2 < policy.max_scale ? scale_used * 2 : policy.max_scale;
             state->good_steps = 0;
@@ -751,34 +751,35 @@ template <class Real> struct AdamWOf {
     const ParamSegment* segments;       // (num_segments)
     int num_segments;
     size_t n;
-    float lr, beta1, beta2, eps;
+    double lr, beta1, beta2, eps;
     RoundKey key;                       // for 16-bit params without master; unused here
     RoundKey grad_key = {};             // for bf16 gradients; unused here
 };
 
 // Skipped update: nothing changes. Else for every i in a segment, with g = grads[i]*grad_scale:
-// m = beta1*m + (1-beta1)*g;   v = beta2*v + (1-beta2)*g^2;   m_hat = m/(1-beta1^t);   v_hat = v/(1-beta2^t)
-// p = p*(1 - lr*weight_decay) - lr*m_hat/(sqrt(v_hat) + eps), in the master copy if there is one; params = p
+// m = m + (1-beta1)*(g - m);   v = beta2*v + (1-beta2)*g^2;
+// p = p*(1 - lr*weight_decay) - lr/(1-beta1^t) * m/(sqrt(v)/sqrt(1-beta2^t) + eps), in the master copy if
+// there is one; params = p.
 // Elements that no segment covers are not touched.
 template <class Real> void adamw_update_cpu(AdamWOf<Real> a, Stream) {
     assert(!a.grads_bf16);
     if (a.state->skip) { return; }
     const Real* grads = (const Real*)a.grads;
     Real* weights = a.master ? a.master : a.params;
-    const Real lr = a.lr, beta1 = a.beta1, beta2 = a.beta2, eps = a.eps, grad_scale = a.state->grad_scale;
-    const Real correction1 = (Real)(1.0 - pow((double)a.beta1, (double)a.state->t));
-    const Real correction2 = (Real)(1.0 - pow((double)a.beta2, (double)a.state->t));
+    const double t = (double)a.state->t;
+    const Real rate = (Real)(a.lr / (1.0 - pow(a.beta1, t))), correction = (Real)sqrt(1.0 - pow(a.beta2, t));
+    const Real m_part = (Real)(1.0 - a.beta1), v_part = (Real)(1.0 - a.beta2), beta2 = (Real)a.beta2;
+    const Real eps = (Real)a.eps, grad_scale = a.state->grad_scale;
     for (int s = 0; s < a.num_segments; s++) {
         const ParamSegment segment = a.segments[s];
-        const Real keep = (Real)(1.0 - (double)a.lr * segment.weight_decay);
+        const Real keep = (Real)(1.0 - a.lr * segment.weight_decay);
         assert(segment.begin <= segment.end && segment.end <= a.n);
         #pragma omp parallel for simd
         for (size_t i = segment.begin; i < segment.end; i++) {
             const Real g = grads[i] * grad_scale;
-            const Real m = a.m[i] = beta1 * a.m[i] + (1 - beta1) * g;
-            const Real v = a.v[i] = beta2 * a.v[i] + (1 - beta2) * g * g;
-            const Real m_hat = m / correction1, v_hat = v / correction2;
-            weights[i] = weights[i] * keep - lr * m_hat / ((Real)sqrt(v_hat) + eps);
+            const Real m = a.m[i] = a.m[i] + m_part * (g - a.m[i]);
+            const Real v = a.v[i] = beta2 * a.v[i] + v_part * g * g;
+            weights[i] = weights[i] * keep - rate * m / ((Real)sqrt(v) / correction + eps);
             a.params[i] = weights[i];
         }
     }

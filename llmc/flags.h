@@ -42,7 +42,7 @@ struct Flag {
     const char* letters;    // "b", "z,d" (synonyms), "" none: written -b, -z, -d
     const char* name;       // "micro-batch": written --micro-batch
     FlagType type;
-    void* where;            // int*, int64_t*, float*, const char**, int* (0 or 1), int* (which option)
+    void* where;            // int*, int64_t*, double*, const char**, int* (0 or 1), int* (which option)
     const char* def;        // default, parsed like user text
     double min, max;        // numbers: both ends allowed; strings: min is the shortest length; else unused
     const char* options;    // ENUM: "cosine|linear"; else nullptr
@@ -97,7 +97,7 @@ static inline std::string flags_text(const Flag* f) {       // the value now, as
     switch (f->type) {
         case FLAG_INT: case FLAG_BOOL: return format("%d", *(int*)f->where);
         case FLAG_INT64: return format("%lld", (long long)*(int64_t*)f->where);
-        case FLAG_FLOAT: return flags_float_text(*(float*)f->where);
+        case FLAG_FLOAT: return flags_float_text((float)*(double*)f->where);
         case FLAG_STRING: return *(const char**)f->where;
         case FLAG_ENUM: return flags_split(f->options, '|')[(size_t)*(int*)f->where];
     }
@@ -208,7 +208,7 @@ static inline void flags_set(const Flag* f, const char* text) {
             flags_value_error(f, wants, text, "this is more than a float can hold");
         }
         if (!(real >= f->min && real <= f->max)) { flags_value_error(f, wants, text, see); }
-        *(float*)f->where = (float)real;
+        *(double*)f->where = real;
         return;
     }
     errno = 0;

@@ -20,6 +20,7 @@ struct int4 { int x, y, z, w; };                // as the CUDA toolkit has it
 #endif
 
 constexpr double kLayernormEps = 1e-5;         // added to the variance, as in GPT-2 and PyTorch's default
+constexpr float kClipEps = 1e-6f;                // added to the norm in clipping, as in clip_grad_norm_
 
 enum class Accumulate { No, Yes };              // No: output = value; Yes: output += value
 enum class ClassifierMode { LossOnly, LossAndGrad };
@@ -50,14 +51,17 @@ struct UpdatePolicy {
     float max_scale;
 };
 
-// Elements [begin, end) of the flat parameter buffer share a weight decay and the type of their gradients,
-// which lie `grads` bytes into the gradient buffer. What no segment covers is padding. Where all gradients
-// are fp32 they lie as the parameters do: grads = 4 * begin.
+// Elements [begin, end) of the flat fp32 buffers (master weights, m, v) share a weight decay, the type of
+// their gradients, which lie `grads` bytes into the gradient buffer, and the type of the parameters
+// themselves, `params` bytes into theirs. What no segment covers is padding. Where all gradients are fp32:
+// grads = 4 * begin.
 struct ParamSegment {
     size_t begin, end;
     float weight_decay;
     bool grads_bf16 = false;
     size_t grads = 0;
+    bool params_fp32 = false;       // else floatX
+    size_t params = 0;
 };
 
 struct GlobalNorm {

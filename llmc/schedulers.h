@@ -2,8 +2,8 @@
 Learning rate as a function of the optimizer step (0, 1, 2, ...): a linear warm-up to the peak, then one of
 four shapes. Host only.
 
-    LrSchedule s = {LR_COSINE, 6e-4f, 700, 18865, 0.1f};    // kind, peak, warm-up, total, final fraction
-    float lr = lr_at(s, step);
+    LrSchedule s = {LR_COSINE, 6e-4, 700, 18865, 0.1};    // kind, peak, warm-up, total, final fraction
+    double lr = lr_at(s, step);
 
 Step k of a warm-up over W steps gets peak*(k+1)/W: the first step already learns, step W-1 is at the peak.
 From step `total` on the rate is peak*final_fraction; the last step trained, total-1, comes just before that.
@@ -21,13 +21,13 @@ static const char* const kLrKinds = "cosine|linear|constant|wsd";      // for th
 
 struct LrSchedule {
     int kind;                   // LrKind
-    float peak;
+    double peak;
     int64_t warmup, total;      // steps; a warm-up longer than the run simply never ends
-    float final_fraction;       // of the peak; `constant` has no use for it
+    double final_fraction;      // of the peak; `constant` has no use for it
 };
 
-static inline float lr_at(const LrSchedule& s, int64_t step) {
-    if (step < s.warmup) { return (float)((double)s.peak * (double)(step + 1) / (double)s.warmup); }
+static inline double lr_at(const LrSchedule& s, int64_t step) {
+    if (step < s.warmup) { return s.peak * (double)(step + 1) / (double)s.warmup; }
     if (s.kind == LR_CONSTANT) { return s.peak; }
 
     // wsd (warm-up, stable, decay) holds the peak until the last fifth. Its decay is 1 - sqrt(x), which ended
@@ -39,8 +39,8 @@ static inline float lr_at(const LrSchedule& s, int64_t step) {
     double left = s.kind == LR_COSINE ? 0.5 * (1.0 + cos(x * 3.14159265358979323846))
                 : s.kind == LR_LINEAR ? 1.0 - x
                 : 1.0 - sqrt(x);
-    double last = (double)s.peak * s.final_fraction;
-    return (float)(last + left * (s.peak - last));
+    const double last = s.peak * s.final_fraction;
+    return last + left * (s.peak - last);
 }
 
 #endif  // LLMC_SCHEDULERS_H

@@ -111,7 +111,7 @@ static void test_json() {
 
 // ---- flags.h ----
 
-static struct { int B, w, kind; int64_t z, seed; float lr; const char *out, *prompt, *name; } cfg;
+static struct { int B, w, kind; int64_t z, seed; double lr; const char *out, *prompt, *name; } cfg;
 static const Flag flags[] = {
     {"b",   "micro-batch", FLAG_INT,    &cfg.B,      "4",      1,       65536,   nullptr,  "rows (B)"},
     {"z,d", "total-batch", FLAG_INT64,  &cfg.z,      "512",    0,       1e15,    nullptr,  "tokens"},
@@ -137,21 +137,21 @@ static void parse(const std::vector<std::string>& words) {
 static void test_flags() {
     TEST("flags: values") {
         parse({});
-        CHECK(cfg.B == 4 && cfg.z == 512 && cfg.seed == 1337 && cfg.lr == 3e-4f && cfg.kind == LR_COSINE &&
+        CHECK(cfg.B == 4 && cfg.z == 512 && cfg.seed == 1337 && cfg.lr == 3e-4 && cfg.kind == LR_COSINE &&
               cfg.w == 1 && !strcmp(cfg.out, "") && !strcmp(cfg.name, "x"), "the defaults are wrong");
         CHECK(!flags_given(flags, num_flags, "micro-batch"), "a default counts as given");
         parse({"-b", "8", "--total-batch", "1024", "--lr=-0.5", "-k=wsd", "-w", "0", "-o", "a b",
                "--prompt=-b"});
-        CHECK(cfg.B == 8 && cfg.z == 1024 && cfg.lr == -0.5f && cfg.kind == LR_WSD && cfg.w == 0,
-              "%d %lld %g %d %d", cfg.B, (long long)cfg.z, (double)cfg.lr, cfg.kind, cfg.w);
+        CHECK(cfg.B == 8 && cfg.z == 1024 && cfg.lr == -0.5 && cfg.kind == LR_WSD && cfg.w == 0,
+              "%d %lld %g %d %d", cfg.B, (long long)cfg.z, cfg.lr, cfg.kind, cfg.w);
         CHECK(!strcmp(cfg.out, "a b") && !strcmp(cfg.prompt, "-b"), "'%s' '%s'", cfg.out, cfg.prompt);
         CHECK(flags_given(flags, num_flags, "micro-batch"), "a flag that was typed does not count as given");
         parse({"-d", "0", "-l", "-1e-3", "--seed", "-9223372036854775808", "--prompt", "- no flag = text"});
-        CHECK(cfg.z == 0 && cfg.lr == -1e-3f && cfg.seed == INT64_MIN, "%lld", (long long)cfg.seed);
+        CHECK(cfg.z == 0 && cfg.lr == -1e-3 && cfg.seed == INT64_MIN, "%lld", (long long)cfg.seed);
         CHECK(!strcmp(cfg.prompt, "- no flag = text"), "'%s'", cfg.prompt);
         parse({"--seed=9223372036854775807", "-b", "65536", "-o="});
         CHECK(cfg.seed == INT64_MAX && cfg.B == 65536 && !strcmp(cfg.out, ""), "%lld", (long long)cfg.seed);
-        CHECK(cfg.lr == 3e-4f, "a value of the last command line is still there: %g", (double)cfg.lr);
+        CHECK(cfg.lr == 3e-4, "a value of the last command line is still there: %g", cfg.lr);
     }
     TEST("flags: what is refused") {
         struct { std::vector<std::string> words, message; } cases[] = {
@@ -288,7 +288,7 @@ static void test_schedulers() {
                     LrSchedule s = {kind, 1.0f, warmup, total, 0.1f};
                     bool fine = true;
                     for (int64_t step = 0; step < 250; step++) {
-                        float lr = lr_at(s, step), last = step > 0 ? lr_at(s, step - 1) : 0.0f;
+                        double lr = lr_at(s, step), last = step > 0 ? lr_at(s, step - 1) : 0.0;
                         fine = fine && lr > 0.0f && lr <= 1.0f;
                         fine = fine && (step < warmup ? lr > last : step <= warmup || lr <= last);
                         bool over = step >= warmup && step >= total;
