@@ -140,13 +140,13 @@ def params_from_huggingface(name_or_path):
 
 # ---- the optimizer and its schedule ----
 def make_optimizer(model, hyper, fused=False):
-    """AdamW; weight decay only on tensors of two dimensions."""
+    """AdamW; weight decay only on tensors of two dimensions. Not fused: PyTorch's default for the device."""
     decay, keep = [], []
     for name, _, _, _, decays in PARAMS:
         (decay if decays else keep).extend(tensor_list(model, name))
     groups = [{"params": decay, "weight_decay": hyper["weight_decay"]}, {"params": keep, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=hyper["learning_rate"], betas=(hyper["beta1"], hyper["beta2"]),
-                             eps=hyper["eps"], fused=fused)
+                             eps=hyper["eps"], fused=True if fused else None)
 
 
 def learning_rate(step, steps, peak, warmup, final_fraction):
