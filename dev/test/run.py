@@ -33,6 +33,7 @@ class Suite:
 def all_suites():
     # one for each dev/test/test_*.cpp: a new file needs no line here, nor in the Makefile
     host = sorted(re.sub(r".*/test_|\.cpp$", "", path) for path in glob.glob("dev/test/test_*.cpp"))
+    parallel_make = ["make", "-s", f"-j{os.cpu_count() or 1}"]
     suites = [Suite("host " + name, ["build/test_" + name]) for name in host]
     suites += [
         Suite("host tiktoken", [PYTHON, "dev/test/compare_tiktoken.py"], seconds=300),
@@ -40,16 +41,18 @@ def all_suites():
         Suite("cli cpu", [PYTHON, "dev/test/test_cli.py", "./train_gpt2cpu"], seconds=300),
         Suite("break cpu", [PYTHON, "dev/test/break_all.py", "./test_gpt2cpu"], seconds=400),
         Suite("lint", [PYTHON, "dev/test/lint.py"]),
-        Suite("asan build", ["make", "-s", "asan"], seconds=400, counts=False),
+        Suite("asan build", parallel_make + ["asan"], seconds=400, counts=False),
         Suite("asan model cpu", ["build/asan/test_gpt2cpu"], seconds=400),
     ]
     suites += [Suite("asan " + name, ["build/asan/test_" + name]) for name in host]
-    programs = ["train_gpt2.BF16", "profile_gpt2.BF16", "test_gpt2.BF16", "test_gpt2.FP32", "test_gpt2.FP16"]
-    suites += [Suite("nvcc " + name, ["make", "-s", "build/check/" + name], "nvcc", 600, counts=False)
-               for name in programs]
+    programs = ["train_gpt2.BF16", "train_gpt2.FP32", "profile_gpt2.BF16"]
+    programs += ["test_gpt2." + precision for precision in ("BF16", "FP32", "FP16")]
+    suites += [Suite("nvcc build", parallel_make + ["build/check/" + name for name in programs], "nvcc", 900,
+                     counts=False)]
     suites += [Suite("gpu " + name, ["build/check/" + name], "gpu", 600)
                for name in programs if name.startswith("test_")]
-    suites += [Suite("gpu cli", [PYTHON, "dev/test/test_cli.py", "build/check/train_gpt2.BF16"], "gpu", 600)]
+    suites += [Suite("gpu cli " + name, [PYTHON, "dev/test/test_cli.py", "build/check/" + name], "gpu", 600)
+               for name in programs if name.startswith("train_")]
     return suites
 
 
