@@ -25,6 +25,7 @@ row() {
     case "$2" in ok*) ;; *) failures=$((failures + 1)) ;; esac
 }
 # launch NAME COMMAND...: starts a suite in the background; collect NAME: waits for it, takes its closing line
+# (its seconds are those until it is collected)
 declare -A pids starts
 launch() {
     local name=$1
@@ -33,6 +34,9 @@ launch() {
     "$@" >"$logs/$name.log" 2>&1 &
     pids[$name]=$!
 }
+# background jobs do not hear Ctrl-C
+trap 'kill $(jobs -p) 2>/dev/null' EXIT
+trap 'exit 130' INT TERM
 collect() {
     local name=$1 log=$logs/$1.log start=${starts[$1]}
     wait "${pids[$name]}"

@@ -2,7 +2,7 @@
 The command line as one table: a row per flag drives parsing, --help, the start-up table and the saved
 settings, so they cannot disagree. A default is text that goes through the same code as user text. Host only.
 
-    struct { int B; float lr; int schedule; const char* out; } cfg;
+    struct { int B; double lr; int schedule; const char* out; } cfg;
     const Flag table[] = {
         // letters name      type         where          default   min max    options          help
         {"b", "micro-batch", FLAG_INT,    &cfg.B,        "4",      1,  65536, nullptr,         "rows (B)"},
@@ -84,20 +84,20 @@ static inline std::string flags_title(const Flag* f) {      // "-b (--micro-batc
     return all.size() == 1 ? all[0] : all[0] + " (" + all.back() + ")";
 }
 
-// No more digits than it takes to read back as the same float: 0.1f is "0.1".
-static inline std::string flags_float_text(float x) {
-    for (int digits = 6; digits < 9; digits++) {
+// No more digits than it takes to read back as the same number: 0.1 is "0.1".
+static inline std::string flags_real_text(double x) {
+    for (int digits = 6; digits < 17; digits++) {
         std::string s = format("%.*g", digits, x);
-        if (strtof(s.c_str(), nullptr) == x) { return s; }
+        if (strtod(s.c_str(), nullptr) == x) { return s; }
     }
-    return format("%.9g", x);
+    return format("%.17g", x);
 }
 
 static inline std::string flags_text(const Flag* f) {       // the value now, as text a user could type
     switch (f->type) {
         case FLAG_INT: case FLAG_BOOL: return format("%d", *(int*)f->where);
         case FLAG_INT64: return format("%lld", (long long)*(int64_t*)f->where);
-        case FLAG_FLOAT: return flags_float_text((float)*(double*)f->where);
+        case FLAG_FLOAT: return flags_real_text(*(double*)f->where);
         case FLAG_STRING: return *(const char**)f->where;
         case FLAG_ENUM: return flags_split(f->options, '|')[(size_t)*(int*)f->where];
     }
@@ -105,7 +105,7 @@ static inline std::string flags_text(const Flag* f) {       // the value now, as
 }
 
 static inline std::string flags_number(const Flag* f, double x) {
-    return f->type == FLAG_FLOAT ? flags_float_text((float)x) : format("%.0f", x);
+    return f->type == FLAG_FLOAT ? flags_real_text(x) : format("%.0f", x);
 }
 
 // What the flag allows: "1 to 65536", "at least 0", "cosine|linear"; "" if there is nothing to say.

@@ -37,7 +37,7 @@ static inline std::string json_quote(const std::string& text) {
     return out + "\"";
 }
 
-// JSON has no word for inf and NaN: they become null. 9 digits are enough for every float.
+// JSON has no word for inf and NaN: they become null. 9 digits: every float reads back.
 static inline std::string json_number(double x) { return isfinite(x) ? format("%.9g", x) : "null"; }
 
 #endif  // LLMC_JSON_H

@@ -29,18 +29,23 @@ done
 if [ $need_venv = 1 ] && ! python3 -c 'import ensurepip' 2>/dev/null; then useful+=(python3-venv); fi
 
 all="${needed[*]} ${useful[*]}"
-install="apt-get update && apt-get install -y --no-install-recommends $all"
+install="apt-get update && apt-get install -y --no-install-recommends"
+# apt PACKAGE...: installs them all; if not, shows why and the command
+apt() {
+    [ $# = 0 ] && return
+    echo "installing: $*"
+    bash -c "$install $*" >"$log" 2>&1 && return
+    tail -5 "$log" >&2
+    echo "this failed: $install $*" >&2
+    return 1
+}
 if [ "$all" != " " ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    echo "installing: $all"
     export DEBIAN_FRONTEND=noninteractive
-    if ! bash -c "$install" >"$log" 2>&1; then
-        tail -5 "$log" >&2
-        if [ ${#needed[@]} -gt 0 ]; then echo "error: this failed: $install" >&2; exit 1; fi
-        echo "warning: this failed, and what it installs is useful but not needed: $install" >&2
-    fi
+    apt "${needed[@]}" || { echo "error: without it nothing can be built" >&2; exit 1; }
+    apt "${useful[@]}" || echo "warning: it goes on without; the CPU build is slower without OpenBLAS" >&2
 elif [ ${#needed[@]} -gt 0 ]; then
     echo "error: not installed here: $all" >&2
-    echo "hint: on Debian or Ubuntu: sudo sh -c '$install'" >&2
+    echo "hint: on Debian or Ubuntu: sudo sh -c '$install $all'" >&2
     exit 1
 elif [ ${#useful[@]} -gt 0 ]; then
     echo "note: useful, but not installed here: $all" >&2

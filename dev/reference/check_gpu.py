@@ -10,8 +10,9 @@ PyTorch's side is computed once into --work by compare.py and reused. Checks, an
     adamw      FP32       one step from our gradients: PyTorch's AdamW gives the same weights, to the bit
     grads      all        first-step gradients at 124M shape. FP32: logits 2e-5, each gradient 1e-4;
                           BF16, FP16: at most twice PyTorch's error in the same type, from the same weights
-    curves     FP32 BF16  50 steps of tinyshakespeare: within twice PyTorch's eager-to-compiled spread, the
-                          largest of the pairs of three runs of each (PyTorch does not repeat itself)
+    curves     FP32 BF16  50 steps of tinyshakespeare from the nearest of three eager and three compiled runs:
+                          within twice the largest distance of one of either (PyTorch does not repeat
+                          itself); no drift in steps 5-19
     published  BF16       the same from PyTorch's default weights: steps 0-9 within 0.15 of the published
     splits     FP32 BF16  1x32, 2x16 and 8x4 agree: FP32 1e-6, BF16 within twice PyTorch's own difference
     rounding   BF16       32 micro-steps accumulated in bf16 land closer to fp32 than PyTorch's do
@@ -93,7 +94,7 @@ def our_tensors(args, precision, model, tensors, out, micro_steps=1, extra=""):
 
 def distance(ours, theirs):
     """Largest difference; a different number of steps or a NaN is infinitely far."""
-    if len(ours) != len(theirs) or not ours or any(v != v for v in ours):
+    if len(ours) != len(theirs) or not ours or any(v != v for v in [*ours, *theirs]):
         return float("inf")
     return max(abs(a - b) for a, b in zip(ours, theirs))
 
@@ -178,12 +179,18 @@ def check_curves(args, precision):
     kind = "float32" if precision == "FP32" else "autocast"
     ours = recipe_losses(args, precision, data["recipe"], args.model_flags)
     runs, pairs = data[f"{kind}_losses"], data[f"{kind}_pairs"]
-    theirs = list(zip(*runs["eager"], *runs["compiled"]))
-    nearest = [min(step, key=lambda v: abs(v - own)) for step, own in zip(theirs, ours)]
-    d, limit = distance(ours, nearest), 2 * max(pairs)
-    check(len(ours) == len(theirs) and d <= limit,
-          f"curves: {len(ours)} steps from PyTorch {kind}: {d:.2e}, limit {limit:.2e}: twice eager against "
-          f"compiled (pairs {min(pairs):.2e} to {max(pairs):.2e})")
+    theirs = runs["eager"] + runs["compiled"]
+    distances = sorted(distance(ours, run) for run in theirs)
+    limit = 2 * max(pairs)
+    check(distances[0] <= limit,
+          f"curves: {len(ours)} steps from the nearest run of PyTorch {kind}: {distances[0]:.2e}, limit "
+          f"{limit:.2e}: twice eager against compiled (pairs {min(pairs):.2e} to {max(pairs):.2e})")
+    # Steps 5-19, before differences grow: there PyTorch's runs agree to 1e-4 on average. LayerNorm's
+    # parameters in bf16 cost +2.0e-3 here, which the bound above would not notice.
+    early, drift_limit = range(5, 20), 1e-6 if precision == "FP32" else 1e-3
+    drift = sum(ours[i] - sum(run[i] for run in theirs) / len(theirs) for i in early) / len(early)
+    check(abs(drift) <= drift_limit,
+          f"curves: mean difference of steps 5-19: {drift:+.2e}, limit {drift_limit:.0e}")
     first = runs["eager"][0]
     print("      from one eager run: ours %.2e; PyTorch %s" % (distance(ours, first), " ".join(
         "%s %s" % (how, " ".join("%.2e" % distance(run, first) for run in runs[how] if run is not first))

@@ -45,8 +45,8 @@ def all_suites():
         Suite("asan model cpu", ["build/asan/test_gpt2cpu"], seconds=400),
     ]
     suites += [Suite("asan " + name, ["build/asan/test_" + name]) for name in host]
-    programs = ["train_gpt2.BF16", "train_gpt2.FP32", "profile_gpt2.BF16"]
-    programs += ["test_gpt2." + precision for precision in ("BF16", "FP32", "FP16")]
+    programs = ["profile_gpt2.BF16"]
+    programs += [f"{name}_gpt2.{kind}" for name in ("train", "test") for kind in ("BF16", "FP32", "FP16")]
     suites += [Suite("nvcc build", parallel_make + ["build/check/" + name for name in programs], "nvcc", 900,
                      counts=False)]
     suites += [Suite("gpu " + name, ["build/check/" + name], "gpu", 600)

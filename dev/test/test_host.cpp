@@ -151,6 +151,12 @@ static void test_flags() {
         CHECK(!strcmp(cfg.prompt, "- no flag = text"), "'%s'", cfg.prompt);
         parse({"--seed=9223372036854775807", "-b", "65536", "-o="});
         CHECK(cfg.seed == INT64_MAX && cfg.B == 65536 && !strcmp(cfg.out, ""), "%lld", (long long)cfg.seed);
+        for (const char* text : {"0.1", "0.00123456789", "0.0006", "1e-08", "0.30000000000000004"}) {
+            parse({"-l", text});
+            const std::string again = flags_text(flags_find(flags, num_flags, "--lr"));
+            CHECK(again == text, "-l %s is written as %s", text, again.c_str());
+        }
+        parse({});
         CHECK(cfg.lr == 3e-4, "a value of the last command line is still there: %g", cfg.lr);
     }
     TEST("flags: what is refused") {
@@ -248,36 +254,37 @@ static void test_flags() {
 static void test_schedulers() {
     TEST("schedules: values by hand") {
         struct { LrSchedule s; int64_t step; double lr; } cases[] = {
-            {{LR_CONSTANT, 6e-4f, 10, 50, 0.0f}, 0, 6e-5},          // the published tinyshakespeare recipe
-            {{LR_CONSTANT, 6e-4f, 10, 50, 0.0f}, 4, 3e-4},
-            {{LR_CONSTANT, 6e-4f, 10, 50, 0.0f}, 9, 6e-4},
-            {{LR_CONSTANT, 6e-4f, 10, 50, 0.0f}, 10, 6e-4},
-            {{LR_CONSTANT, 6e-4f, 10, 50, 0.5f}, 60, 6e-4},
-            {{LR_COSINE, 1.0f, 2, 12, 0.1f}, 0, 0.5},
-            {{LR_COSINE, 1.0f, 2, 12, 0.1f}, 1, 1.0},
-            {{LR_COSINE, 1.0f, 2, 12, 0.1f}, 2, 1.0},
-            {{LR_COSINE, 1.0f, 2, 12, 0.1f}, 4, 0.9140576475},      // .1 + .9 * (1 + cos(pi/5)) / 2
-            {{LR_COSINE, 1.0f, 2, 12, 0.1f}, 7, 0.55},
-            {{LR_COSINE, 1.0f, 2, 12, 0.1f}, 12, 0.1},
-            {{LR_COSINE, 1.0f, 2, 12, 0.1f}, 1000000000000, 0.1},
-            {{LR_LINEAR, 1.0f, 2, 12, 0.1f}, 2, 1.0},
-            {{LR_LINEAR, 1.0f, 2, 12, 0.1f}, 11, 0.19},
-            {{LR_LINEAR, 1.0f, 2, 12, 0.1f}, 12, 0.1},
-            {{LR_LINEAR, 1.0f, 2, 12, 0.1f}, 13, 0.1},
-            {{LR_WSD, 1.0f, 10, 100, 0.0f}, 9, 1.0},
-            {{LR_WSD, 1.0f, 10, 100, 0.0f}, 80, 1.0},
-            {{LR_WSD, 1.0f, 10, 100, 0.0f}, 81, 0.7763932023},      // 1 - sqrt(1/20)
-            {{LR_WSD, 1.0f, 10, 100, 0.0f}, 85, 0.5},
-            {{LR_WSD, 1.0f, 10, 100, 0.2f}, 85, 0.6},
-            {{LR_WSD, 1.0f, 10, 100, 0.2f}, 100, 0.2},
-            {{LR_WSD, 1.0f, 90, 100, 0.0f}, 90, 1.0},               // warm-up reaches into the last fifth
-            {{LR_COSINE, 1.0f, 0, 1, 0.0f}, 0, 1.0},
-            {{LR_COSINE, 1.0f, 0, 0, 0.25f}, 0, 0.25},
-            {{LR_COSINE, 1.0f, 5, 3, 0.0f}, 2, 0.6},                // the run ends within its warm-up
+            {{LR_CONSTANT, 6e-4, 10, 50, 0.0}, 0, 6e-5},          // the published tinyshakespeare recipe
+            {{LR_CONSTANT, 6e-4, 10, 50, 0.0}, 4, 3e-4},
+            {{LR_CONSTANT, 6e-4, 10, 50, 0.0}, 9, 6e-4},
+            {{LR_CONSTANT, 6e-4, 10, 50, 0.0}, 10, 6e-4},
+            {{LR_CONSTANT, 6e-4, 10, 50, 0.5}, 60, 6e-4},
+            {{LR_COSINE, 1.0, 2, 12, 0.1}, 0, 0.5},
+            {{LR_COSINE, 1.0, 2, 12, 0.1}, 1, 1.0},
+            {{LR_COSINE, 1.0, 2, 12, 0.1}, 2, 1.0},
+            {{LR_COSINE, 1.0, 2, 12, 0.1}, 4, 0.1 + 0.45 * (1 + cos(acos(-1.0) / 5))},
+            {{LR_COSINE, 1.0, 2, 12, 0.1}, 7, 0.55},
+            {{LR_COSINE, 1.0, 2, 12, 0.1}, 12, 0.1},
+            {{LR_COSINE, 1.0, 2, 12, 0.1}, 1000000000000, 0.1},
+            {{LR_LINEAR, 1.0, 2, 12, 0.1}, 2, 1.0},
+            {{LR_LINEAR, 1.0, 2, 12, 0.1}, 11, 0.19},
+            {{LR_LINEAR, 1.0, 2, 12, 0.1}, 12, 0.1},
+            {{LR_LINEAR, 1.0, 2, 12, 0.1}, 13, 0.1},
+            {{LR_WSD, 1.0, 10, 100, 0.0}, 9, 1.0},
+            {{LR_WSD, 1.0, 10, 100, 0.0}, 80, 1.0},
+            {{LR_WSD, 1.0, 10, 100, 0.0}, 81, 1 - sqrt(0.05)},
+            {{LR_WSD, 1.0, 10, 100, 0.0}, 85, 0.5},
+            {{LR_WSD, 1.0, 10, 100, 0.2}, 85, 0.6},
+            {{LR_WSD, 1.0, 10, 100, 0.2}, 100, 0.2},
+            {{LR_WSD, 1.0, 90, 100, 0.0}, 90, 1.0},               // warm-up reaches into the last fifth
+            {{LR_COSINE, 1.0, 0, 1, 0.0}, 0, 1.0},
+            {{LR_COSINE, 1.0, 0, 0, 0.25}, 0, 0.25},
+            {{LR_COSINE, 1.0, 5, 3, 0.0}, 2, 0.6},                // the run ends within its warm-up
         };
         for (const auto& c : cases) {
             double lr = lr_at(c.s, c.step);
-            CHECK(near(lr, c.lr, 2e-7 * c.s.peak), "kind %d, warm-up %d, total %d, step %lld: %.9g, not %.9g",
+            CHECK(near(lr, c.lr, 1e-15 * c.s.peak),
+                  "kind %d, warm-up %d, total %d, step %lld: %.17g, not %.17g",
                   c.s.kind, (int)c.s.warmup, (int)c.s.total, (long long)c.step, lr, c.lr);
         }
     }
