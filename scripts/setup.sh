@@ -30,8 +30,8 @@ if [ $need_venv = 1 ] && ! python3 -c 'import ensurepip' 2>/dev/null; then usefu
 
 all="${needed[*]} ${useful[*]}"
 install="apt-get update && apt-get install -y --no-install-recommends"
-# apt PACKAGE...: installs them all; if not, shows why and the command
-apt() {
+# install_all PACKAGE...: installs them all; if not, shows why and the command
+install_all() {
     [ $# = 0 ] && return
     echo "installing: $*"
     bash -c "$install $*" >"$log" 2>&1 && return
@@ -41,8 +41,8 @@ apt() {
 }
 if [ "$all" != " " ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     export DEBIAN_FRONTEND=noninteractive
-    apt "${needed[@]}" || { echo "error: without it nothing can be built" >&2; exit 1; }
-    apt "${useful[@]}" || echo "warning: it goes on without; the CPU build is slower without OpenBLAS" >&2
+    install_all "${needed[@]}" || { echo "error: without it nothing can be built" >&2; exit 1; }
+    install_all "${useful[@]}" || echo "warning: it goes on without; the CPU build is slower without OpenBLAS" >&2
 elif [ ${#needed[@]} -gt 0 ]; then
     echo "error: not installed here: $all" >&2
     echo "hint: on Debian or Ubuntu: sudo sh -c '$install $all'" >&2
