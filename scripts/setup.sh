@@ -42,7 +42,7 @@ install_all() {
 if [ "$all" != " " ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     export DEBIAN_FRONTEND=noninteractive
     install_all "${needed[@]}" || { echo "error: without it nothing can be built" >&2; exit 1; }
-    install_all "${useful[@]}" || echo "warning: it goes on without; the CPU build is slower without OpenBLAS" >&2
+    install_all "${useful[@]}" || echo "warning: going on without; the CPU build is slower then" >&2
 elif [ ${#needed[@]} -gt 0 ]; then
     echo "error: not installed here: $all" >&2
     echo "hint: on Debian or Ubuntu: sudo sh -c '$install $all'" >&2
