@@ -93,6 +93,12 @@ build/ptx/%: $$(basename $$*).cu train_gpt2.cu $(HEADERS)
 	$(need_nvcc)$(NVCC) $(CUDA_FLAGS) -DENABLE_$(subst .,,$(suffix $*)) \
 	    -gencode arch=compute_80,code=compute_80 $< -o $@ $(CUDA_LIBS)
 
+# A ladder of dev/cuda: the steps of one op, checked and timed against each other.
+build/cuda/%: dev/cuda/%.cu train_gpt2.cu $(HEADERS)
+	@mkdir -p build/cuda
+	$(need_nvcc)$(NVCC) $(CUDA_FLAGS) -I. -DENABLE_BF16 -gencode arch=compute_90a,code=sm_90a $< -o $@ \
+	    $(CUDA_LIBS)
+
 build/asan/%cpu: %.cu
 	@mkdir -p build/asan
 	$(CXX) $(ASAN_FLAGS) -DGPT2_CPU $(DEPS) -x c++ $< -o $@
@@ -118,7 +124,7 @@ asan: build/asan/test_gpt2cpu $(TESTS:build/%=build/asan/%)
 test-asan: ## the host tests and the CPU model under ASan and UBSan, part of `make test`
 	python3 dev/test/run.py asan
 
-sanitize: build/check/test_gpt2.BF16 ## on a GPU: the kernels under compute-sanitizer
+sanitize: $(addprefix build/check/test_gpt2.,BF16 FP32 FP16) ## on a GPU: kernels under compute-sanitizer
 	dev/gpu.sh sanitize
 
 bench: build/check/train_gpt2.BF16 ## on a GPU: tokens/s beside PyTorch's

@@ -53,12 +53,6 @@ __attribute__((format(printf, 1, 2))) static inline std::string format(const cha
     return s;
 }
 
-static inline void* malloc_check(size_t bytes) {
-    void* p = malloc(bytes ? bytes : 1);
-    if (!p) { die("out of memory on the host: wanted %zu bytes", bytes); }
-    return p;
-}
-
 static inline FILE* fopen_check(const char* path, const char* mode) {
     FILE* f = fopen(path, mode);
     if (!f) { die("cannot open '%s': %s", path, strerror(errno)); }

@@ -1,16 +1,13 @@
 /*
 Ladder of the attention kernels (section 6.4): every step is checked against the plain kernels (fp32
 arithmetic), then timed on rotated buffers. Step 0 is what training runs.
-Build and run, from the repository root (BF16 build; sm_90a is needed for the last steps):
-    nvcc -std=c++17 -O3 -Xcompiler -fopenmp -gencode arch=compute_90a,code=sm_90a -I. dev/cuda/attention.cu \
-         -lcublasLt -lcublas -o attention
-    ./attention [B [T [NH]]]        e.g. ./attention 64 1024 12
+Build and run, from the repository root (BF16, for sm_90a):
+    make build/cuda/attention && build/cuda/attention [B [T [NH]]]        e.g. build/cuda/attention 64 1024 12
 */
 #define main train_gpt2_main
 #include "train_gpt2.cu"
 #undef main
 #include <algorithm>     // gives: std::sort
-#include <functional>    // gives: std::function
 
 #ifdef ENABLE_FP32
 #error "the ladder is about the 16-bit kernels: build it without -DENABLE_FP32"
@@ -25,9 +22,44 @@ struct Buffers {
     float *lse, *scratch;          // (B,NH,T), stats
 };
 
+static int B = 64, T = 1024, NH = 12;
+
+// The steps. Template arguments as in section 6.4 of train_gpt2.cu.
+static void forward_plain(const Buffers& b) {
+    attention_forward_plain<E, 2>(b.out, b.lse, b.qkv, B, T, NH, kHS, 0);
+}
+template <int kTiles, int kWarps> static void forward_mma(const Buffers& b) {
+    attention_forward_mma<E, kHS, kTiles, kWarps, 64, 2>(b.out, b.lse, b.qkv, B, T, NH, 0);
+}
+template <int kStages, int kBlocks> static void forward_sm90(const Buffers& b) {
+    attention_forward_sm90<E, kStages, kBlocks>(b.out, b.lse, b.qkv, B, T, NH, 0);
+}
+static void forward_shipped(const Buffers& b) { attention_forward(b.out, b.lse, b.qkv, B, T, NH, kHS, 0); }
+
+static void backward_plain(const Buffers& b) {
+    attention_backward_plain<E, 2>(b.dqkv, b.scratch, b.dout, b.out, b.qkv, b.lse, B, T, NH, kHS, 0);
+}
+template <int kTiles, int kBlock, int kBlocksDq, bool kKeepFragments>
+static void backward_mma(const Buffers& b) {
+    attention_backward_dq_mma<E, kHS, kTiles, 4, kBlock, kBlocksDq>(b.dqkv, b.scratch, b.dout, b.out, b.qkv,
+                                                                    b.lse, B, T, NH, 0);
+    attention_backward_dkv_mma<E, kHS, kTiles, 4, kBlock, 2, kKeepFragments>(b.dqkv, b.scratch, b.dout, b.qkv,
+                                                                             B, T, NH, 0);
+}
+static void backward_sm90_dq(const Buffers& b) {
+    attention_backward_dq_sm90<E, 2, 4>(b.dqkv, b.scratch, b.dout, b.out, b.qkv, b.lse, B, T, NH, 0);
+}
+static void backward_sm90(const Buffers& b) {
+    backward_sm90_dq(b);
+    attention_backward_dkv_sm90<E, 3, 3>(b.dqkv, b.scratch, b.dout, b.qkv, B, T, NH, 0);
+}
+static void backward_shipped(const Buffers& b) {
+    attention_backward(b.dqkv, b.scratch, b.dout, b.out, b.qkv, b.lse, B, T, NH, kHS, 0);
+}
+
 struct Step {
     const char* name;
-    std::function<void(const Buffers&)> run;
+    void (*run)(const Buffers&);
     double gemms;    // useful products: 2 forward, 5 backward (0: part of a pass, no rate)
 };
 
@@ -79,9 +111,9 @@ static float median_ms(const Step& step, const Buffers* buffers) {
 }
 
 int main(int argc, char** argv) {
-    const int B = argc > 1 ? atoi(argv[1]) : 64;
-    const int T = argc > 2 ? atoi(argv[2]) : 1024;
-    const int NH = argc > 3 ? atoi(argv[3]) : 12;
+    if (argc > 1) { B = atoi(argv[1]); }
+    if (argc > 2) { T = atoi(argv[2]); }
+    if (argc > 3) { NH = atoi(argv[3]); }
     if (argc > 4 || B < 1 || T < 1 || NH < 1) {
         die("usage: attention [B [T [NH]]], all positive");
     }
@@ -103,76 +135,20 @@ int main(int argc, char** argv) {
         cudaCheck(cudaGetLastError());
     }
 
-    const Step plain_forward = {
-        "forward  1 plain",
-        [=](const Buffers& b) { attention_forward_plain<E, 2>(b.out, b.lse, b.qkv, B, T, NH, kHS, 0); }, 2};
-    const Step plain_backward = {"backward 1 plain",
-                                 [=](const Buffers& b) {
-                                     attention_backward_plain<E, 2>(b.dqkv, b.scratch, b.dout, b.out, b.qkv,
-                                                                    b.lse, B, T, NH, kHS, 0);
-                                 },
-                                 5};
-    std::vector<Step> forward = {plain_forward};
-    std::vector<Step> backward = {plain_backward};
-    forward.push_back({"forward  2 mma.sync, 16 rows a warp",
-                       [=](const Buffers& b) {
-                           attention_forward_mma<E, kHS, 1, 8, 64, 2>(b.out, b.lse, b.qkv, B, T, NH, 0);
-                       },
-                       2});
-    forward.push_back({"forward  3 mma.sync, 32 rows a warp",
-                       [=](const Buffers& b) {
-                           attention_forward_mma<E, kHS, 2, 4, 64, 2>(b.out, b.lse, b.qkv, B, T, NH, 0);
-                       },
-                       2});
-    backward.push_back({"backward 2 mma.sync, 16 rows a warp",
-                        [=](const Buffers& b) {
-                            attention_backward_dq_mma<E, kHS, 1, 4, 64, 3>(b.dqkv, b.scratch, b.dout, b.out,
-                                                                           b.qkv, b.lse, B, T, NH, 0);
-                            attention_backward_dkv_mma<E, kHS, 1, 4, 64, 2, true>(b.dqkv, b.scratch, b.dout,
-                                                                                  b.qkv, B, T, NH, 0);
-                        },
-                        5});
-    backward.push_back({"backward 3 mma.sync, 32 rows a warp",
-                        [=](const Buffers& b) {
-                            attention_backward_dq_mma<E, kHS, 2, 4, 32, 2>(b.dqkv, b.scratch, b.dout, b.out,
-                                                                           b.qkv, b.lse, B, T, NH, 0);
-                            attention_backward_dkv_mma<E, kHS, 2, 4, 32, 2, false>(b.dqkv, b.scratch, b.dout,
-                                                                                   b.qkv, B, T, NH, 0);
-                        },
-                        5});
+    std::vector<Step> forward = {{"forward  1 plain", forward_plain, 2},
+                                 {"forward  2 mma.sync, 16 rows a warp", forward_mma<1, 8>, 2},
+                                 {"forward  3 mma.sync, 32 rows a warp", forward_mma<2, 4>, 2}};
+    std::vector<Step> backward = {{"backward 1 plain", backward_plain, 5},
+                                  {"backward 2 mma.sync, 16 rows a warp", backward_mma<1, 64, 3, true>, 5},
+                                  {"backward 3 mma.sync, 32 rows a warp", backward_mma<2, 32, 2, false>, 5}};
     if (attention_sm90_ok(kHS)) {
-        forward.push_back(
-            {"forward  4 wgmma + TMA, 3 stages",
-             [=](const Buffers& b) { attention_forward_sm90<E, 3, 3>(b.out, b.lse, b.qkv, B, T, NH, 0); },
-             2});
-        forward.push_back(
-            {"forward  5 wgmma + TMA, 2 stages, 4 blocks an SM",
-             [=](const Buffers& b) { attention_forward_sm90<E, 2, 4>(b.out, b.lse, b.qkv, B, T, NH, 0); },
-             2});
-        backward.push_back({"backward 4 wgmma + TMA",
-                            [=](const Buffers& b) {
-                                attention_backward_dq_sm90<E, 2, 4>(b.dqkv, b.scratch, b.dout, b.out, b.qkv,
-                                                                    b.lse, B, T, NH, 0);
-                                attention_backward_dkv_sm90<E, 3, 3>(b.dqkv, b.scratch, b.dout, b.qkv, B, T,
-                                                                     NH, 0);
-                            },
-                            5});
-        backward.push_back({"           of which dQ",
-                            [=](const Buffers& b) {
-                                attention_backward_dq_sm90<E, 2, 4>(b.dqkv, b.scratch, b.dout, b.out, b.qkv,
-                                                                    b.lse, B, T, NH, 0);
-                            },
-                            0});
+        forward.push_back({"forward  4 wgmma + TMA, 3 stages", forward_sm90<3, 3>, 2});
+        forward.push_back({"forward  5 wgmma + TMA, 2 stages, 4 blocks an SM", forward_sm90<2, 4>, 2});
+        backward.push_back({"backward 4 wgmma + TMA", backward_sm90, 5});
+        backward.push_back({"           of which dQ", backward_sm90_dq, 0});
     }
-    forward.push_back({"forward  0 attention_forward",
-                       [=](const Buffers& b) { attention_forward(b.out, b.lse, b.qkv, B, T, NH, kHS, 0); },
-                       2});
-    backward.push_back({"backward 0 attention_backward",
-                        [=](const Buffers& b) {
-                            attention_backward(b.dqkv, b.scratch, b.dout, b.out, b.qkv, b.lse, B, T, NH, kHS,
-                                               0);
-                        },
-                        5});
+    forward.push_back({"forward  0 attention_forward", forward_shipped, 2});
+    backward.push_back({"backward 0 attention_backward", backward_shipped, 5});
 
     printf("%s, B=%d T=%d NH=%d HS=%d, " PRECISION_NAME "\n", device.name.c_str(), B, T, NH, kHS);
     const Buffers& first = buffers[0];

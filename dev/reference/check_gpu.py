@@ -7,13 +7,13 @@
 PyTorch's side is computed once into --work by compare.py and reused. Checks, and the bound of each:
 
     losses     FP32       10 steps with and without -z 512: 1e-5 apart, and 1e-4 from the PyTorch twin
-    adamw      FP32       one step from our gradients: PyTorch's AdamW gives the same weights, to the bit
+    adamw      FP32       two steps from our gradients: PyTorch's AdamW gives the same weights, to the bit
     grads      all        first-step gradients at 124M shape. FP32: logits 2e-5, each gradient 1e-4;
                           BF16, FP16: at most twice PyTorch's error in the same type, from the same weights
     curves     FP32 BF16  50 steps of tinyshakespeare from the nearest of three eager and three compiled runs:
                           within twice the largest distance of one of either (PyTorch does not repeat
                           itself); no drift in steps 5-19
-    published  BF16       the same from PyTorch's default weights: steps 0-9 within 0.15 of the published
+    published  BF16       the same with positions from N(0,1): steps 0-9 within 0.15 of the published losses
     splits     FP32 BF16  1x32, 2x16 and 8x4 agree: FP32 1e-6, BF16 within twice PyTorch's own difference
     rounding   BF16       32 micro-steps accumulated in bf16 land closer to fp32 than PyTorch's do
 
@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 import train_gpt2
-from compare import SUFFIX, compare_tensors
+from compare import HYPER, SUFFIX, compare_tensors
 from formats import (NAMES, Loader, init_params, parse_model, read_checkpoint, read_checkpoint_header,
                      read_tensors, write_checkpoint, write_tensors)
 from gpt2 import get_params, load_params, make_optimizer, new_model, tensor_list
@@ -102,13 +102,11 @@ def distance(ours, theirs):
 # ---- the checks ----
 def check_losses(args, precision):
     flags = shlex.split("-b 4 -t 64 -l 1e-4 -v 200 -s 200 -a 1 -x 10 -f 0") + args.model_flags
-    if args.data:
-        flags += ["-i", f"{args.data}_train.bin", "-j", f"{args.data}_val.bin"]
+    flags += ["-i", f"{args.data}_train.bin", "-j", f"{args.data}_val.bin"]
     once, twice = our_losses(args, precision, flags), our_losses(args, precision, flags + ["-z", "512"])
     check(distance(once, twice) <= 1e-5, f"losses with -z 512: {distance(once, twice):.2e} apart, limit 1e-5")
     twin_flags = ["--total_batch_size=512", "--write_tensors=0"]
-    twin_flags += [f"--device={args.device}", f"--model={args.model}"]
-    twin_flags += [f"--input_bin={args.data}_train.bin"] if args.data else []
+    twin_flags += [f"--device={args.device}", f"--model={args.model}", f"--input_bin={args.data}_train.bin"]
     twin = train_gpt2.parse_arguments(twin_flags)
     steps = train_gpt2.train(twin, *train_gpt2.initial_weights(twin), show=lambda line: None)
     theirs = [row["loss"] for row in steps]
@@ -118,33 +116,39 @@ def check_losses(args, precision):
 
 
 def check_adamw(args, precision):
-    """Two ways from the same gradients: our step, and PyTorch's on the gradients that we dump."""
-    folder, model, tensors, out = (os.path.join(args.work, n) for n in
-                                   ("adamw_run", "adamw_model.bin", "adamw_tensors.bin", "ours.bin"))
-    shutil.rmtree(folder, ignore_errors=True)
-    data = args.data or train_gpt2.SHARDS.rstrip("_")
+    """Two ways from the same gradients: our steps, and PyTorch's on the gradients that we dump. The second
+    step is the first with m, v and a bias correction of their own."""
+    folder, start, tensors = (os.path.join(args.work, "adamw_" + name) for name in
+                              ("run", "model.bin", "tensors.bin"))
+    hyper = {**HYPER, "learning_rate": 1e-3, "weight_decay": 0.1}
     dims = parse_model(args.model)
     params = init_params(dims, 1337)
-    x, y = Loader(f"{data}_train.bin", 4, 64, shuffle=False, vocab=dims.V).next()
-    write_checkpoint(model, dims, params)
+    x, y = Loader(f"{args.data}_train.bin", 4, 64, shuffle=False, vocab=dims.V).next()
+    write_checkpoint(start, dims, params)
     write_tensors(tensors, dims, x, y, np.zeros((4, 64, dims.V), np.float32), 0.0, params)
-    grads = read_tensors(our_tensors(args, precision, model, tensors, out), dims)["grads"]
-    our_losses(args, precision, shlex.split(
-        f"-i {data}_train.bin -e {model} -b 4 -t 64 -l 1e-3 -k constant -c 0.1 -x 1 -a 1 -f 0 -v 0 -s 0 "
-        f"--grad-clip 0 -o {folder}"))
-    ours = read_checkpoint(os.path.join(folder, "model_00000001.bin"))[1]
     theirs = new_model(dims, args.device)
     load_params(theirs, params)
-    for name in NAMES:
-        for i, p in enumerate(tensor_list(theirs, name)):
-            p.grad = torch.from_numpy(grads[name].reshape((-1,) + p.shape)[i].copy()).to(args.device)
-    make_optimizer(theirs, {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8,
-                            "weight_decay": 0.1}).step()
-    stepped = get_params(theirs)
-    for name in NAMES:
-        other = int((ours[name] != stepped[name]).sum())
-        moved = bool((ours[name] != params[name]).any())
-        check(moved and other == 0, f"adamw {name}: {other} of {ours[name].size} weights differ")
+    optimizer, model, before = make_optimizer(theirs, hyper), start, params
+    for step in (1, 2):
+        out = our_tensors(args, precision, model, tensors, os.path.join(args.work, "ours.bin"))
+        grads = read_tensors(out, dims)["grads"]
+        shutil.rmtree(folder, ignore_errors=True)
+        our_losses(args, precision, shlex.split(
+            f"-i {args.data}_train.bin -e {start} -b 4 -t 64 -l 1e-3 -k constant -c 0.1 -x {step} -a 1 -f 0 "
+            f"-v 0 -s 0 --grad-clip 0 -o {folder}"))
+        model = os.path.join(args.work, f"adamw_model_{step}.bin")
+        shutil.move(os.path.join(folder, f"model_{step:08d}.bin"), model)
+        ours = read_checkpoint(model)[1]
+        for name in NAMES:
+            for i, p in enumerate(tensor_list(theirs, name)):
+                p.grad = torch.from_numpy(grads[name].reshape((-1,) + p.shape)[i].copy()).to(args.device)
+        optimizer.step()
+        stepped = get_params(theirs)
+        for name in NAMES:
+            other = int((ours[name] != stepped[name]).sum())
+            moved = bool((ours[name] != before[name]).any())
+            check(moved and other == 0, f"adamw step {step}, {name}: {other} of {ours[name].size} differ")
+        before = ours
 
 
 def check_grads(args, precision):
@@ -248,7 +252,7 @@ CHECKS = {"losses": (check_losses, ("FP32",)), "adamw": (check_adamw, ("FP32",))
 
 def prepare(args):
     """PyTorch's side, unless it is there."""
-    shard = ["--input_bin", f"{args.data or train_gpt2.SHARDS.rstrip('_')}_all.bin"]
+    shard = ["--input_bin", f"{args.data}_all.bin"]
     model = ["--model", args.model]
     jobs = {"grads": (f"d12_T{args.lengths[-1]}_fp16.json", ["references", args.work] + model),
             "curves": ("curves.json", ["curves", os.path.join(args.work, "curves.json")] + model + shard),
@@ -275,7 +279,8 @@ def main():
     p.add_argument("--train", default="./train_gpt2cu", help="may contain {precision}")
     p.add_argument("--test", default="./test_gpt2cu", help="may contain {precision}")
     p.add_argument("--dump", default="{test} dump-grads {model} {tensors} {out} {micro_steps} {extra}")
-    p.add_argument("--data", default="", help="tinyshakespeare shards up to _train.bin, _val.bin, _all.bin")
+    p.add_argument("--data", default=train_gpt2.SHARDS.rstrip("_"),
+                   help="tinyshakespeare shards up to _train.bin, _val.bin, _all.bin")
     p.add_argument("--lengths", default="64,1024", help="sequence lengths of the gradient references")
     p.add_argument("--model", default="d12")
     p.add_argument("--device", default="cuda")

@@ -47,8 +47,9 @@ def all_suites():
     suites += [Suite("asan " + name, ["build/asan/test_" + name]) for name in host]
     programs = ["profile_gpt2.BF16"]
     programs += [f"{name}_gpt2.{kind}" for name in ("train", "test") for kind in ("BF16", "FP32", "FP16")]
-    suites += [Suite("nvcc build", parallel_make + ["build/check/" + name for name in programs], "nvcc", 900,
-                     counts=False)]
+    built = ["build/check/" + name for name in programs]
+    built += [f"build/{path[4:-3]}" for path in glob.glob("dev/cuda/*.cu")]
+    suites += [Suite("nvcc build", parallel_make + built, "nvcc", 900, counts=False)]
     suites += [Suite("gpu " + name, ["build/check/" + name], "gpu", 600)
                for name in programs if name.startswith("test_")]
     suites += [Suite("gpu cli " + name, [PYTHON, "dev/test/test_cli.py", "build/check/" + name], "gpu", 600)
