@@ -669,6 +669,21 @@ static void test_cuda_options(const Config& c) {
             gpt2_free(&model);
         }
     }
+    TEST("scratch holds what each op asks for") {
+        for (int C : {8, 40, 64, 72, 80, 128, 136, 168, 384, 768, 1280, 1600}) {
+            for (int N : {1, 4096, 8192, 16384, 65536}) {
+                const Config shape = {N, 256, 256, 2, 1, C};
+                ParamSpec specs[NUM_PARAMS];
+                const size_t elems = param_specs(specs, shape);
+                const size_t bytes = gpt2_scratch_bytes(shape, default_options(), 1, N, specs, elems);
+                size_t most = std::max(encoder_backward_scratch_bytes(1, N, C),
+                                       layernorm_backward_scratch_bytes(N, C));
+                for (int OC : {3 * C, 4 * C}) { most = std::max(most, bias_backward_scratch_bytes(N, OC)); }
+                most = std::max(most, attention_backward_scratch_bytes(1, N, 1));
+                CHECK(bytes >= most, "C=%d N=%d: %zu bytes, an op takes %zu", C, N, bytes, most);
+            }
+        }
+    }
     TEST("logits beyond 2^31 elements") {
         const Config wide = {1024, 50257, 50304, 1, 1, 64};
         const int rows = 44, N = rows * 1024;               // 45056 * 50304 = 2.27e9

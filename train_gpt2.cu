@@ -3957,6 +3957,8 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
     const int N = B * T;
     size_t bytes = encoder_backward_scratch_bytes(B, T, c.C);
     bytes = std::max(bytes, layernorm_backward_scratch_bytes(N, c.C));
+    // qkv's and fc's: the narrower one may need more, in more chunks
+    bytes = std::max(bytes, bias_backward_scratch_bytes(N, 3 * c.C));
     bytes = std::max(bytes, bias_backward_scratch_bytes(N, 4 * c.C));
     bytes = std::max(bytes, attention_backward_scratch_bytes(B, T, c.NH));
     bytes = std::max(bytes, global_norm_scratch_bytes(elems));
