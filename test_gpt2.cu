@@ -12,8 +12,8 @@ Tests of train_gpt2.cu, in both builds: `make test_gpt2cu && ./test_gpt2cu`, `ma
     dump-grads MODEL.bin TENSORS.bin OUT.bin MICRO_STEPS [-f 0] [--grad-dtype bf16]
                          what this build computes for that reference's batch, in the reference file's format
 
-Tolerances: 16-bit builds may have at most twice the error of plain 16-bit PyTorch, both against fp32. Closing
-line: `N passed, N failed, N skipped`.
+Tolerances: logits and gradients of 16-bit builds may have at most twice the error of plain 16-bit PyTorch,
+both against fp32; their losses and norms are held to 3 %. Closing line: `N passed, N failed, N skipped`.
 */
 #define TESTING
 #include "train_gpt2.cu"
@@ -636,8 +636,9 @@ static void test_cuda_options(const Config& c) {
             along += want * got;
             size += want * want;
         }
-        CHECK(!kLowPrecision || (along / size >= 0.5 && along / size <= 1.5), "moved %.3f of the way",
-              along / size);
+        // without master copies fp32 is its own
+        const double off = kLowPrecision ? 0.5 : 0.0;
+        CHECK(fabs(along / size - 1.0) <= off, "moved %.3f of the way", along / size);
         gpt2_free(&a);
         gpt2_free(&b);
     }

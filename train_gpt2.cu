@@ -44,8 +44,8 @@ is b*T+t.
 #include "llmc/logger.h"        // gives: Logger
 
 // == 2 types and limits ==
-// floatX is the type of weights and activations. Statistics, losses, norms and optimizer state are fp32 in
-// every build.
+// floatX is the type of weights and activations. LayerNorm's parameters, statistics, losses, norms and
+// optimizer state are fp32 in every build.
 #if defined(GPT2_CPU)
 typedef float floatX;
 #define PRECISION_NAME "FP32"
@@ -65,7 +65,7 @@ typedef __nv_bfloat16 floatX;
 #define PRECISION_NAME "BF16"
 #endif
 
-constexpr bool kLowPrecision = sizeof(floatX) == 2;     // parameters have fp32 master copies
+constexpr bool kLowPrecision = sizeof(floatX) == 2;     // parameters may have fp32 master copies
 #ifdef ENABLE_FP16
 constexpr bool kFp16 = true;
 #else
@@ -211,7 +211,7 @@ static size_t param_specs(ParamSpec* specs, const Config& c) {      // returns t
     }
     GPT2_PARAMS(X)
 #undef X
-    (void)V; (void)L;
+    (void)L;
     return offset;
 }
 
@@ -3636,7 +3636,7 @@ static void loss_sum(float* mean, const float* losses /*(N)*/, float weight, Acc
 // == 6.8 global norm ==
 // norm = sqrt(sum of squares of all gradients) / loss_scale, then the decision about this update, all on the
 // device: the host reads both a step later. Gaps between tensors must hold zeros. Gradients of which some are
-// bf16 are found by the segments of the parameter buffer, as in AdamW below.
+// bf16 are found by their segments, as in AdamW below.
 constexpr int kNormBlocks = 1056, kNormThreads = 256;   // fixed, so that the bits do not depend on the GPU
 
 // The last segment that begins at or before i.
@@ -3650,7 +3650,7 @@ __device__ __forceinline__ ParamSegment segment_of(const ParamSegment* segments,
     return segments[low];
 }
 
-// Gradients of the elements [i, i + kWidth) of the parameter buffer, which lie in this segment.
+// Gradients of the elements [i, i + kWidth) of the flat fp32 buffers, which lie in this segment.
 template <Cache kCache = Cache::Default>
 __device__ __forceinline__ Floats load_grads(const void* grads, const ParamSegment& segment, size_t i,
                                              const RoundKey& key) {
@@ -3747,8 +3747,8 @@ static void global_norm(const GlobalNorm& args, Stream stream) {
 // g = grad*grad_scale;  m = m + (1-beta1) (g - m);  v = beta2 v + (1-beta2) g^2;
 // p = p (1 - lr wd) - lr/(1-beta1^t) m / (sqrt(v)/sqrt(1-beta2^t) + eps), rounded in the order in which
 // PyTorch's AdamW rounds (its foreach form), constants taken in double: from equal gradients, equal weights.
-// One launch over the flat parameter buffer; p is the fp32 master copy, or the parameter itself (fp32), or
-// the 16-bit parameter, rounded stochastically. A skipped update changes nothing.
+// One launch over the flat fp32 buffers; p is the master copy, or the parameter itself (fp32), or the 16-bit
+// parameter, rounded stochastically. A skipped update changes nothing.
 struct AdamW {
     void* params;                       // (n) of floatX or fp32, as the segments say
     float *master, *m, *v;              // (n); master: null when params are fp32, or for stochastic rounding
@@ -3837,7 +3837,7 @@ template <bool kGradsBf16, bool kMaster> __global__ void __launch_bounds__(256) 
 static void adamw_update(AdamW args, Stream stream) {
     NvtxRange range("adamw_update");
     if (!is_vector(args.n)) {
-        die("adamw_update: the parameter buffer has %zu elements, not a multiple of %d", args.n, kWidth);
+        die("adamw_update: the flat buffers have %zu elements, not a multiple of %d", args.n, kWidth);
     }
     const int threads = 256;
     const int blocks =
@@ -3896,10 +3896,9 @@ struct Inputs {
 struct GPT2 {
     Config config;
     Options options;
-    int B, T;                   // what the activations are allocated for; a forward may use less
+    int T;                      // what the activations are allocated for; a forward may use less
     ParamSpec param_specs[NUM_PARAMS];
     ActSpec act_specs[NUM_ACTS];
-    size_t num_parameters;      // as in the checkpoint: wte with V rows
     size_t arena_elems;         // flat size of master weights, gradients, m and v, gaps included
     std::vector<ParamSegment> segments;
 
@@ -3924,7 +3923,7 @@ struct GPT2 {
     uint32_t step, micro;               // keys of stochastic rounding; micro: of the last micro-step
 };
 
-// The `tensor` of a RoundKey; elements count through the flat parameter buffer.
+// The `tensor` of a RoundKey; elements count through the flat fp32 buffers.
 constexpr uint32_t kRoundParams = NUM_PARAMS, kRoundGrads = NUM_PARAMS + 1;
 
 static size_t gpt2_num_parameters(const ParamSpec* specs, Decay decay) {
@@ -4061,12 +4060,9 @@ static void gpt2_print_memory(const Config& c, const Options& options, int B, in
 static void gpt2_allocate(GPT2* model, const Config& config, const Options& options, int B, int T) {
     model->config = config;
     model->options = options;
-    model->B = B;
     model->T = T;
     model->arena_elems = param_specs(model->param_specs, config);
     size_t act_bytes = act_specs(model->act_specs, config, B, T, options.recompute);
-    model->num_parameters = gpt2_num_parameters(model->param_specs, Decay::Yes) +
-                            gpt2_num_parameters(model->param_specs, Decay::No);
     const size_t grad_bytes = gpt2_segments(&model->segments, model->param_specs, options);
 
     const size_t n = model->arena_elems;
@@ -4432,9 +4428,10 @@ static DeviceState gpt2_read_state(GPT2* model) {       // waits for the device
     return state;
 }
 
-// Mean loss of the next `batches` batches of the loader, from its first sample. Touches neither gradients nor
-// weights.
-static float gpt2_validate(GPT2* model, DataLoader* loader, int B, int T, int batches) {
+// Mean loss of the loader's first batches: as many as it has, at least one and at most `most`. Touches
+// neither gradients nor weights.
+static float gpt2_validate(GPT2* model, DataLoader* loader, int B, int T, int most) {
+    const int batches = (int)std::max((int64_t)1, std::min((int64_t)most, loader->samples_per_epoch / B));
     const float weight = (float)(1.0 / ((double)B * T * batches));
     dataloader_seek(loader, 0);
     for (int i = 0; i < batches; i++) {
@@ -4920,10 +4917,7 @@ static void train(GPT2* model, DataLoader* train_loader, DataLoader* val_loader,
         const bool sample = run.sample_every > 0 && ((step > 0 && step % run.sample_every == 0) || last);
         if (validate || sample || last) { report_step(&reports, logger, schedule); }
         if (validate) {
-            const int64_t whole = val_loader->samples_per_epoch / run.B;
-            const float loss =
-                gpt2_validate(model, val_loader, run.B, run.T,
-                              (int)std::max((int64_t)1, std::min((int64_t)run.val_batches, whole)));
+            const float loss = gpt2_validate(model, val_loader, run.B, run.T, run.val_batches);
             printf("val loss %.6f\n", loss);
             fflush(stdout);
             logger_val(logger, step, loss);
@@ -5014,12 +5008,13 @@ int main(int argc, char** argv) {
     flags_print(kFlags, kNumFlags);
     GPT2 model;
     gpt2_allocate(&model, config, options, run.B, run.T);
+    const size_t decayed = gpt2_num_parameters(model.param_specs, Decay::Yes);      // wte with V rows
+    const size_t others = gpt2_num_parameters(model.param_specs, Decay::No);
     printf(
         "model: L=%d NH=%d C=%d T=%d V=%d (padded %d), %zu parameters: %zu with weight decay, %zu without "
         "(wte with padded rows)\n",
-        config.L, config.NH, config.C, config.maxT, config.V, config.Vp, model.num_parameters,
-        gpt2_num_parameters(model.param_specs, Decay::Yes) + (size_t)(config.Vp - config.V) * config.C,
-        gpt2_num_parameters(model.param_specs, Decay::No));
+        config.L, config.NH, config.C, config.maxT, config.V, config.Vp, decayed + others,
+        decayed + (size_t)(config.Vp - config.V) * config.C, others);
     gpt2_print_memory(config, options, run.B, run.T);
     printf("kernels: attention %s\n",
            attention_uses_sm90(config.C / config.NH) ? "sm90 (wgmma)" : "portable");
@@ -5030,9 +5025,7 @@ int main(int argc, char** argv) {
         if (generate_only) {
             generate(&model, &tokenizer, has_text, 0);
         } else {
-            const int64_t whole = val_loader.samples_per_epoch / run.B;
-            printf("val loss %.6f\n", gpt2_validate(&model, &val_loader, run.B, run.T,
-                   (int)std::max((int64_t)1, std::min((int64_t)run.val_batches, whole))));
+            printf("val loss %.6f\n", gpt2_validate(&model, &val_loader, run.B, run.T, run.val_batches));
         }
     } else {
         printf("data: %lld training tokens (%lld rows of %d), %d micro-steps a step, %lld steps\n",

@@ -77,7 +77,8 @@ struct GlobalNorm {
     UpdatePolicy policy;
 };
 
-// Every output tensor of every op: what --break NAME may disturb, and what the tests must then notice.
+// Every output tensor of every op but grad_accumulate, which rounds another op's: what --break NAME may
+// disturb, and what the tests must then notice.
 #define GPT2_OUTPUTS(X)                     \
     X("encoder_forward.out")                \
     X("encoder_backward.dwte")              \

@@ -4,8 +4,8 @@
 #
 #   dev/bench/bench.sh [PREFIX of tinyshakespeare's shards] [MODEL:B ...]        default: d12:64
 #
-# Ours and PyTorch's take turns, so that both meet the same clocks. Ours is the mean from step end to step end,
-# without the first step.
+# Ours and PyTorch's take turns, so that both meet the same clocks. Ours is the mean from step end to step
+# end, without the first step.
 set -eu
 cd "$(dirname "$0")/../.."
 data=${1:-dev/data/tinyshakespeare/tiny_shakespeare}
