@@ -44,7 +44,7 @@ int main(int argc, char** argv) {
         gpt2_update(&model, 1e-4, 0.9, 0.95, 1e-8, 1.0f);
         printf("loss %.6f\n", gpt2_read_state(&model).loss);
     }
-    matmul_print_plans(stdout);
+    gemm_print_plans(stdout);
     gpt2_free(&model);
     return 0;
 }

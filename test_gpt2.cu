@@ -831,7 +831,7 @@ struct Case {
             data =
                 bf16 ? (void*)poisoned<uint16_t>(name, old.size()) : (void*)poisoned<float>(name, old.size());
         }
-        return Grad{data, bf16, acc, key, 40};
+        return Grad{(float*)data, acc, bf16, key, 40};
     }
     std::vector<double> values_of(const Grad& grad) const {
         if (!grad.is_bf16) { return values_of((const float*)grad.data); }
@@ -1411,8 +1411,8 @@ static void test_update(size_t n) {
 }
 
 static void test_kernels() {
-    void* workspace = device_malloc(matmul_workspace_bytes(), "matmul workspace");
-    matmul_init(workspace, matmul_workspace_bytes(), false);
+    void* workspace = device_malloc(gemm_workspace_bytes(), "matmul workspace");
+    gemm_init(workspace, gemm_workspace_bytes(), false);
     TEST("kernels: encoder") {
         test_encoder(3, 33, 40, 67, 40);
         test_encoder(1, 1, 20, 5, 3);
@@ -1472,7 +1472,7 @@ static void test_kernels() {
         test_update(1024);
         if (!small_shapes) { test_update(128 * 10007); }
     }
-    matmul_free();
+    gemm_free();
     device_free(workspace);
 }
 #endif  // GPT2_CPU

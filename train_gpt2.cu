@@ -14,8 +14,8 @@ Sections (search for "// == "), in the order in which data flows:
      1 includes            2 types and limits       3 shapes and tables    4 device runtime and checks
      5 device helpers      6 ops                    7 multi-GPU            8 model
      9 checkpoint         10 run configuration     11 training loop       12 main
-Section 6: 6.1 encoder  6.2 layernorm  6.3 matmul  6.4 attention  6.5 gelu  6.6 classifier  6.7 loss
-     6.8 global norm  6.9 adamw
+Section 6: 6.1 encoder  6.2 layernorm  6.3 matmul  6.4 gelu and bias  6.5 classifier  6.6 loss
+     6.7 global norm  6.8 adamw  6.9 attention, the longest: plain, mma.sync, sm90
 Letters, everywhere: B batch rows, T tokens a row, C channels, NH heads, HS head size, V vocabulary, Vp padded
 vocabulary, L layers, OC output channels, N = B*T rows of a matrix. Index = lower-case letter: b t c nh l; bt
 is b*T+t.
@@ -266,128 +266,10 @@ static Acts act_views(char* base, const ActSpec* specs, int l) {
 // The device runtime and the ops by the same names, in plain C++.
 #include "llmc/cpu_device.h"
 #else
-// == 4 device runtime and checks ==
-#include <cuda.h>               // gives: CUtensorMap
-#include <cuda_runtime.h>       // gives: cudaMalloc, streams, events
-#include <cuda_bf16.h>          // gives: __nv_bfloat16: --grad-dtype bf16 exists in every build
-#include <cuda_fp16.h>          // gives: half
-#include <cublasLt.h>           // gives: cublasLtMatmul
-#include <nvtx3/nvToolsExt.h>   // gives: nvtxRangePushA
-
-typedef cudaStream_t Stream;
-typedef cudaEvent_t Event;
-constexpr bool kDeviceIsAsync = true;           // a call puts work on a stream and returns
-
-static inline void cuda_check(cudaError_t status, const char* call, const char* file, int line) {
-    if (status == cudaSuccess) { return; }
-    die("%s at %s:%d: %s", call, file, line, cudaGetErrorString(status));
-}
-#define cudaCheck(call) cuda_check(call, #call, __FILE__, __LINE__)
-
-static inline void cublas_check(cublasStatus_t status, const char* call, const char* file, int line) {
-    if (status == CUBLAS_STATUS_SUCCESS) { return; }
-    die("%s at %s:%d: %s", call, file, line, cublasLtGetStatusString(status));
-}
-#define cublasCheck(call) cublas_check(call, #call, __FILE__, __LINE__)
-
-// A named range in Nsight's timeline for as long as the object lives: one per op.
-struct NvtxRange {
-    explicit NvtxRange(const char* name) { nvtxRangePushA(name); }
-    ~NvtxRange() { nvtxRangePop(); }
-    NvtxRange(const NvtxRange&) = delete;
-};
-
-struct DeviceInfo { std::string name; size_t memory_free, memory_total; };
-// Set by device_init, read by launchers to size persistent grids
-static int device_sm_count = 0;
-
-static void device_prepare(char**) {}
-
-static DeviceInfo device_init() {
-    int count = 0;
-    cudaError_t status = cudaGetDeviceCount(&count);
-    if (status != cudaSuccess || count == 0) {
-        die("no CUDA GPU can be used: %s\nhint: `make train_gpt2cpu` builds the CPU program",
-            status != cudaSuccess ? cudaGetErrorString(status) : "none found");
-    }
-    cudaCheck(cudaSetDevice(0));
-    cudaDeviceProp prop;
-    cudaCheck(cudaGetDeviceProperties(&prop, 0));
-    if (prop.major < 8) {
-        die("%s has compute capability %d.%d; 8.0 or later is needed (A100, RTX 30, H100, ...)", prop.name,
-            prop.major, prop.minor);
-    }
-    device_sm_count = prop.multiProcessorCount;
-    DeviceInfo info;
-    info.name = format("%s (sm_%d%d, %d SMs)", prop.name, prop.major, prop.minor, prop.multiProcessorCount);
-    cudaCheck(cudaMemGetInfo(&info.memory_free, &info.memory_total));
-    return info;
-}
-
-static void* device_malloc(size_t bytes, const char* what) {
-    void* p = nullptr;
-    cudaError_t status = cudaMalloc(&p, bytes ? bytes : kAlign);
-    if (status != cudaSuccess) {
-        die("cannot allocate %.2f GiB of GPU memory for %s: %s", bytes / 1073741824.0, what,
-            cudaGetErrorString(status));
-    }
-    return p;
-}
-static void device_free(void* p) { cudaCheck(cudaFree(p)); }
-static void* pinned_malloc(size_t bytes, const char* what) {
-    void* p = nullptr;
-    cudaError_t status = cudaMallocHost(&p, bytes ? bytes : kAlign);
-    if (status != cudaSuccess) {
-        die("cannot pin %zu bytes of host memory for %s: %s", bytes, what, cudaGetErrorString(status));
-    }
-    return p;
-}
-static void pinned_free(void* p) { cudaCheck(cudaFreeHost(p)); }
-static void device_zero(void* p, size_t bytes, Stream stream) {
-    cudaCheck(cudaMemsetAsync(p, 0, bytes, stream));
-}
-static void copy_to_device(void* device, const void* host, size_t bytes, Stream stream) {
-    cudaCheck(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, stream));
-}
-static void copy_to_host(void* host, const void* device, size_t bytes, Stream stream) {
-    cudaCheck(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, stream));
-}
-static Stream stream_create() {
-    Stream stream;
-    cudaCheck(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    return stream;
-}
-static void stream_destroy(Stream stream) { cudaCheck(cudaStreamDestroy(stream)); }
-static void stream_sync(Stream stream) { cudaCheck(cudaStreamSynchronize(stream)); }
-static Event event_create() {
-    Event event;
-    cudaCheck(cudaEventCreate(&event));
-    return event;
-}
-static void event_destroy(Event event) { cudaCheck(cudaEventDestroy(event)); }
-static void event_record(Event event, Stream stream) { cudaCheck(cudaEventRecord(event, stream)); }
-static void event_wait(Event event) { cudaCheck(cudaEventSynchronize(event)); }
-static double event_ms(Event from, Event to) {      // both have been reached
-    float ms;
-    cudaCheck(cudaEventElapsedTime(&ms, from, to));
-    return ms;
-}
-
-// Where one gradient tensor goes: fp32, or bf16 rounded with dither (--grad-dtype). Element i of `data` draws
-// the bits of position `first` + i of the whole gradient, whoever computes it. Its readers need that draw
-// again, so an element is rounded once a micro-step, and an addition expects to find what the micro-step
-// before stored.
-struct Grad {
-    void* data;         // null: not wanted
-    bool is_bf16;
-    Accumulate acc;
-    RoundKey key;
-    size_t first;
-};
-
-static Grad make_grad(void* data, bool is_bf16, size_t first, Accumulate acc, RoundKey key) {
-    return Grad{data, is_bf16, acc, key, first};
-}
+// == 4 device runtime, 5 device helpers ==
+#include "llmc/cuda_device.h"   // gives: device_malloc, Stream, cudaCheck, NvtxRange
+#include "llmc/cuda_helpers.h"  // gives: x128, load, store, block_sum, grad_store, mma_16816, wgmma_shared
+#include "llmc/cublaslt.h"      // gives: Gemm, gemm, gemm_or_die
 
 #ifdef TESTING      // test_gpt2.cu defines these: --break NAME scales one output by 1.01
 static void break_output(const char* name, float* data, size_t count, Stream stream);
@@ -399,300 +281,6 @@ static void break_output(const char* name, Grad grad, size_t count, Stream strea
 #else
 #define OUTPUT(name, output, count, stream)
 #endif
-
-// == 5 device helpers ==
-
-constexpr int kWarp = 32;
-constexpr float kLog2e = 1.4426950408889634f;
-
-// The unit in which kernels walk along a row: as many elements as make 16 bytes of floatX (8, or 4 in the
-// FP32 build), of any element type. Pack<float> beside 16-bit floatX is 32 bytes, moved as two 16-byte
-// accesses.
-constexpr int kWidth = 16 / (int)sizeof(floatX);
-template <class T> struct alignas(sizeof(T) * kWidth < 16 ? sizeof(T) * kWidth : 16) Pack {
-    static constexpr int size = kWidth;
-    T data[kWidth];
-};
-typedef Pack<floatX> x128;
-static_assert(sizeof(x128) == 16, "one x128 is one 16-byte access");
-struct Floats { float at[kWidth]; };                    // a Pack in arithmetic
-
-// Streaming: bytes that nobody reads again before they leave the L2 anyway.
-enum class Cache { Default, Streaming };
-
-template <Cache kCache, class Word> __device__ __forceinline__ Word load_word(const Word* p) {
-    return kCache == Cache::Streaming ? __ldcs(p) : *p;
-}
-template <Cache kCache, class Word> __device__ __forceinline__ void store_word(Word* p, Word word) {
-    if (kCache == Cache::Streaming) { __stcs(p, word); }
-    else { *p = word; }
-}
-
-// The one pair of functions that owns the bounds check: elements [i, i + kWidth) of a row or array of n
-// elements. What lies beyond n reads as zero and is not written. kVector promises that n and i are multiples
-// of kWidth and that p is 16-byte aligned (all tensors are: kAlign); without it elements move one by one, for
-// rows such as C = 7.
-template <bool kVector, Cache kCache = Cache::Default, class T, class Index>
-__device__ __forceinline__ Pack<T> load(const T* p, Index i, Index n) {
-    Pack<T> pack;
-    if constexpr (!kVector) {
-#pragma unroll
-        for (int k = 0; k < kWidth; k++) { pack.data[k] = i + k < n ? p[i + k] : (T)0.0f; }
-    } else if constexpr (sizeof(pack) == 8) {
-        uint2 word = make_uint2(0, 0);
-        if (i < n) { word = load_word<kCache>((const uint2*)(p + i)); }
-        memcpy(&pack, &word, sizeof(pack));
-    } else {
-#pragma unroll
-        for (int w = 0; w < (int)sizeof(pack) / 16; w++) {
-            uint4 word = make_uint4(0, 0, 0, 0);
-            if (i < n) { word = load_word<kCache>((const uint4*)(p + i) + w); }
-            memcpy((char*)&pack + 16 * w, &word, 16);
-        }
-    }
-    return pack;
-}
-
-template <bool kVector, Cache kCache = Cache::Default, class T, class Index>
-__device__ __forceinline__ void store(T* p, Index i, Index n, const Pack<T>& pack) {
-    if constexpr (!kVector) {
-#pragma unroll
-        for (int k = 0; k < kWidth; k++) {
-            if (i + k < n) { p[i + k] = pack.data[k]; }
-        }
-    } else if constexpr (sizeof(pack) == 8) {
-        uint2 word;
-        memcpy(&word, &pack, sizeof(pack));
-        if (i < n) { store_word<kCache>((uint2*)(p + i), word); }
-    } else {
-#pragma unroll
-        for (int w = 0; w < (int)sizeof(pack) / 16; w++) {
-            uint4 word;
-            memcpy(&word, (const char*)&pack + 16 * w, 16);
-            if (i < n) { store_word<kCache>((uint4*)(p + i) + w, word); }
-        }
-    }
-}
-
-// Arrays of words stay packed in registers: the compiler gives
-__device__ __forceinline__ x128 as_pack(uint4 word) {
-    // Each element of an array of 16-bit values a register
-    x128 pack;
-    memcpy(&pack, &word, sizeof(pack));
-    return pack;
-}
-template <class T> __device__ __forceinline__ Floats to_floats(const Pack<T>& pack) {
-    Floats f;
-#pragma unroll
-    for (int k = 0; k < kWidth; k++) { f.at[k] = (float)pack.data[k]; }
-    return f;
-}
-template <class T> __device__ __forceinline__ Pack<T> to_pack(const Floats& f) {     // rounds to nearest
-    Pack<T> pack;
-#pragma unroll
-    for (int k = 0; k < kWidth; k++) { pack.data[k] = (T)f.at[k]; }
-    return pack;
-}
-template <bool kVector, Cache kCache = Cache::Default, class T, class Index>
-__device__ __forceinline__ Floats load_floats(const T* p, Index i, Index n) {
-    return to_floats(load<kVector, kCache>(p, i, n));
-}
-
-// May kVector be promised for rows of n elements?
-static inline bool is_vector(size_t n) { return n % kWidth == 0; }
-
-// Calls f with is_vector(n) as a type, to choose a template argument: f(true_type) or f(false_type).
-template <class F> static inline void with_vector(size_t n, F f) {
-    if (is_vector(n)) { f(std::true_type()); }
-    else { f(std::false_type()); }
-}
-
-// ---- sums in a fixed order ----
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-    for (int mask = kWarp / 2; mask > 0; mask /= 2) { x += __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
-    return x;
-}
-__device__ __forceinline__ double warp_sum(double x) {
-#pragma unroll
-    for (int mask = kWarp / 2; mask > 0; mask /= 2) { x += __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
-    return x;
-}
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-    for (int mask = kWarp / 2; mask > 0; mask /= 2) { x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, mask)); }
-    return x;
-}
-
-// kCount sums at once: each step halves the values a lane carries, so 8 sums take 9 shuffles instead of 40.
-// The lane returns the sum of value number lane / (32 / kCount).
-template <int kCount> __device__ __forceinline__ float warp_sums(float (&x)[kCount]) {
-    static_assert(kCount >= 1 && kCount <= kWarp && (kCount & (kCount - 1)) == 0,
-                  "halved until one value is left");
-    const int lane = threadIdx.x % kWarp;
-    int mask = kWarp / 2;
-#pragma unroll
-    for (int count = kCount / 2; count > 0; count /= 2, mask /= 2) {
-        const bool upper = (lane & mask) != 0;
-#pragma unroll
-        for (int i = 0; i < count; i++) {
-            float mine = upper ? x[i + count] : x[i];
-            float other = upper ? x[i] : x[i + count];
-            x[i] = mine + __shfl_xor_sync(0xFFFFFFFFu, other, mask);
-        }
-    }
-#pragma unroll
-    for (; mask > 0; mask /= 2) { x[0] += __shfl_xor_sync(0xFFFFFFFFu, x[0], mask); }
-    return x[0];
-}
-
-// Over a block of whole warps in one dimension; every thread gets the result. `shared` has one element a
-// warp.
-template <class T> __device__ __forceinline__ T block_sum(T x, T* shared /*(32)*/) {
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    x = warp_sum(x);
-    if (lane == 0) { shared[warp] = x; }
-    __syncthreads();
-    x = lane < (int)blockDim.x / kWarp ? shared[lane] : (T)0;
-    x = warp_sum(x);
-    __syncthreads();            // the next call may write `shared`
-    return x;
-}
-
-// ---- maths ----
-__device__ __forceinline__ float exp2_fast(float x) {       // 2 ulp (PTX ex2.approx); exp2(-inf) = 0
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// GELU, tanh form: x/2 (1 + tanh(u)), u = sqrt(2/pi) (x + 0.044715 x^3). Written as x sigmoid(2u): no
-// cancellation for negative x, where 1 + tanh(u) would lose all digits of a fast tanh.
-constexpr float kGeluScale = 0.7978845608028654f, kGeluCubic = 0.044715f;
-__device__ __forceinline__ float gelu_sigmoid(float x) {
-    float u = kGeluScale * x * fmaf(kGeluCubic * x, x, 1.0f);
-    return __fdividef(1.0f, 1.0f + exp2_fast(-2.0f * kLog2e * u));
-}
-__device__ __forceinline__ float gelu(float x) { return x * gelu_sigmoid(x); }
-__device__ __forceinline__ float gelu_grad(float x) {
-    float s = gelu_sigmoid(x);
-    float du = kGeluScale * fmaf(3.0f * kGeluCubic * x, x, 1.0f);
-    return fmaf(2.0f * x * du, s * (1.0f - s), s);
-}
-
-// ---- stochastic rounding: E[result] = x ----
-__device__ __forceinline__ void store_stochastic(__nv_bfloat16* p, float x, uint32_t bits16) {
-    *(uint16_t*)p = bf16_round_stochastic(x, bits16);
-}
-__device__ __forceinline__ void store_stochastic(float* p, float x, uint32_t) { *p = x; }
-#ifdef ENABLE_FP16
-// Between the two neighbours of x: the one towards zero, and the next away from it with probability (distance
-// from the first) / gap. Beyond the largest half (65504) there is no next one.
-__device__ __forceinline__ void store_stochastic(half* p, float x, uint32_t bits16) {
-    half low = __float2half_rz(x);
-    half high = __ushort_as_half((unsigned short)(__half_as_ushort(low) + 1));
-    float part = (x - __half2float(low)) / (__half2float(high) - __half2float(low));
-    *p = part * 65536.0f > (float)bits16 ? high : low;      // NaN and inf: the comparison is false, low is x
-}
-#endif
-
-// Draws of the elements [first, first + kWidth), first a multiple of kWidth: one block of eight has them all.
-struct Draws { uint32_t at[kWidth]; };
-__device__ __forceinline__ Draws round_draws(const RoundKey& key, size_t first) {
-    const Rand4 block = round_block(key, first / 8);
-    Draws draws;
-#pragma unroll
-    for (int k = 0; k < kWidth; k++) {
-        const int lane = (int)(first % 8) + k;
-        draws.at[k] = (block.w[lane / 2] >> (16 * (lane % 2))) & 0xFFFFu;
-    }
-    return draws;
-}
-
-// ---- gradients: every load of bf16 gradients and every store to a Grad is one of these ----
-__device__ __forceinline__ RoundKey previous_micro_step(RoundKey key) {
-    key.micro--;
-    return key;
-}
-
-// Elements [i, i + kWidth) of n; `first` is the position of element 0, `key` that of the micro-step that
-// stored them.
-template <Cache kCache = Cache::Default>
-__device__ __forceinline__ Floats load_dithered(const __nv_bfloat16* p, size_t i, size_t n,
-                                                const RoundKey& key, size_t first) {
-    const Pack<__nv_bfloat16> pack = load<true, kCache>(p, i, n);
-    const Draws draws = round_draws(key, first + i);
-    Floats f;
-#pragma unroll
-    for (int k = 0; k < kWidth; k++) {
-        f.at[k] = bf16_decode_dithered(__bfloat16_as_ushort(pack.data[k]), draws.at[k]);
-    }
-    return f;
-}
-
-__device__ __forceinline__ void grad_store(const Grad& grad, size_t i, float value) {
-    if (grad.is_bf16) {
-        uint16_t* p = (uint16_t*)grad.data + i;
-        const size_t position = grad.first + i;
-        if (grad.acc == Accumulate::Yes) {
-            value += bf16_decode_dithered(*p, round_bits16(previous_micro_step(grad.key), position));
-        }
-        *p = bf16_encode_dithered(value, round_bits16(grad.key, position));
-    } else {
-        float* p = (float*)grad.data + i;
-        *p = grad.acc == Accumulate::Yes ? *p + value : value;
-    }
-}
-
-// Elements [i, i + kWidth), those below `end`. kVector promises that `first` is a multiple of kWidth as well.
-template <bool kVector>
-__device__ __forceinline__ void grad_store(const Grad& grad, size_t i, size_t end, Floats value) {
-    const bool add = grad.acc == Accumulate::Yes;
-    if constexpr (!kVector) {
-#pragma unroll
-        for (int k = 0; k < kWidth; k++) {
-            if (i + k < end) { grad_store(grad, i + k, value.at[k]); }
-        }
-    } else if (grad.is_bf16) {
-        __nv_bfloat16* p = (__nv_bfloat16*)grad.data;
-        Floats old = {};
-        if (add) { old = load_dithered(p, i, end, previous_micro_step(grad.key), grad.first); }
-        const Draws draws = round_draws(grad.key, grad.first + i);
-        Pack<__nv_bfloat16> pack;
-#pragma unroll
-        for (int k = 0; k < kWidth; k++) {
-            pack.data[k] = __ushort_as_bfloat16(bf16_encode_dithered(old.at[k] + value.at[k], draws.at[k]));
-        }
-        store<true>(p, i, end, pack);
-    } else {
-        float* p = (float*)grad.data;
-        if (add) {
-            Floats old = load_floats<true>(p, i, end);
-#pragma unroll
-            for (int k = 0; k < kWidth; k++) { value.at[k] += old.at[k]; }
-        }
-        store<true>(p, i, end, to_pack<float>(value));
-    }
-}
-
-// ---- asynchronous copies to shared memory (PTX cp.async, sm_80+) ----
-__device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
-    uint32_t address = (uint32_t)__cvta_generic_to_shared(shared);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
-}
-// Zeros if not live
-__device__ __forceinline__ void cp_async_16_or_zero(void* shared, const void* global, bool live) {
-    uint32_t address = (uint32_t)__cvta_generic_to_shared(shared);
-    // Read from `global`; the rest of the 16 is filled with zeros
-    const int bytes = live ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(bytes)
-                 : "memory");
-}
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// All but the last kPending groups
-template <int kPending> __device__ __forceinline__ void cp_async_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
 
 // == 6 ops ==
 
@@ -1273,200 +861,7 @@ static void layernorm_backward(LayernormBackward args, Stream stream) {
 // bias, residual (as the C matrix, beta = 1), GELU and its derivative ride in the epilogue. cuBLASLt's
 // bias-gradient epilogues do not pay (DGELU_BGRAD 1.58 ms against .57 for DGELU, BGRADB +25..60 %): column
 // sums come from LayerNorm's backward, gelu_backward_inplace and bias_backward. Descriptors and the algorithm
-// are looked up once per shape and kept. The choice is the library's first suggestion: no timing takes part,
-// so equal runs take equal algorithms.
-static size_t matmul_workspace_bytes() { return (size_t)64 << 20; }
-
-struct Gemm {                           // D (m,n) = op(A) op(B) [+ C], column-major as cuBLAS wants it
-    void* d;
-    const void *a, *b, *c;              // c: null, or added; same layout and type as D
-    const void* bias;                   // (m), or null
-    void* aux;                          // (m,n): GELU's input, written (GELU_AUX) or read (DGELU); or null
-    int m, n, k;
-    bool trans_a, trans_b;
-    cudaDataType_t d_type;
-    cublasLtEpilogue_t epilogue;
-};
-
-struct GemmPlan {
-    int64_t key[15];                    // all that the choice of an algorithm may depend on
-    bool found;                         // false: the library has no algorithm for this
-    cublasLtMatmulDesc_t desc;
-    cublasLtMatrixLayout_t a, b, d;     // C has D's layout
-    cublasLtMatmulAlgo_t algo;
-};
-
-static struct {
-    cublasLtHandle_t handle;
-    void* workspace;
-    size_t workspace_bytes;
-    cublasComputeType_t compute;
-    std::vector<GemmPlan> plans;        // 124M: 13 of them
-} matmul_state;
-
-[[maybe_unused]] static cudaDataType_t cuda_type(float) { return CUDA_R_32F; }
-#ifdef ENABLE_BF16
-static cudaDataType_t cuda_type(__nv_bfloat16) { return CUDA_R_16BF; }
-#endif
-#ifdef ENABLE_FP16
-static cudaDataType_t cuda_type(half) { return CUDA_R_16F; }
-#endif
-
-static void matmul_init(void* workspace, size_t workspace_bytes, bool tf32) {
-    cublasCheck(cublasLtCreate(&matmul_state.handle));
-    matmul_state.workspace = workspace;
-    matmul_state.workspace_bytes = workspace_bytes;
-    matmul_state.compute = tf32 && sizeof(floatX) == 4 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
-}
-
-static void matmul_free() {
-    for (GemmPlan& plan : matmul_state.plans) {
-        cublasCheck(cublasLtMatmulDescDestroy(plan.desc));
-        for (cublasLtMatrixLayout_t layout : {plan.a, plan.b, plan.d}) {
-            cublasCheck(cublasLtMatrixLayoutDestroy(layout));
-        }
-    }
-    matmul_state.plans.clear();
-    cublasCheck(cublasLtDestroy(matmul_state.handle));
-}
-
-// The largest power of two up to 256 that divides the address
-static int64_t pointer_alignment(const void* p) {
-    const uintptr_t address = (uintptr_t)p;
-    return address == 0 ? 0 : (int64_t)std::min<uintptr_t>(256, address & (~address + 1));
-}
-
-// Operand pointers that are part of the descriptor rather than arguments of the call.
-static void gemm_set_pointers(cublasLtMatmulDesc_t desc, const Gemm& g) {
-    if (g.bias) {
-        cublasCheck(
-            cublasLtMatmulDescSetAttribute(desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &g.bias, sizeof(g.bias)));
-    }
-    if (g.aux) {
-        cublasCheck(cublasLtMatmulDescSetAttribute(desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &g.aux,
-                                                   sizeof(g.aux)));
-    }
-}
-
-// The library's suggestions for this product, best first by its own model; returns how many there are.
-static int gemm_candidates(const GemmPlan& plan, const Gemm& g, cublasLtMatmulHeuristicResult_t* results,
-                           int max) {
-    cublasLtMatmulPreference_t pref;
-    cublasCheck(cublasLtMatmulPreferenceCreate(&pref));
-    auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, const auto& value) {
-        cublasCheck(cublasLtMatmulPreferenceSetAttribute(pref, attribute, &value, sizeof(value)));
-    };
-    set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, matmul_state.workspace_bytes);
-    // Split-K partials are added in fp32 in the workspace, in a fixed order; the in-place scheme adds as
-    // blocks finish. Where n counts rows (forward, input gradient), fp32 without TF32 takes no split: every
-    // algorithm then adds k = 0, 1, 2, ... one after the other (measured: dev/bench/NOTES.md), so a row's
-    // result depends neither on how many rows are beside it (splitting a batch changes gradients by 1e-7
-    // instead of 2e-6) nor on the library's choice.
-    const bool sequential = sizeof(floatX) == 4 && matmul_state.compute == CUBLAS_COMPUTE_32F && !g.trans_b;
-    set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-        (uint32_t)(sequential ? CUBLASLT_REDUCTION_SCHEME_NONE : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
-    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, (uint32_t)pointer_alignment(g.a));
-    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, (uint32_t)pointer_alignment(g.b));
-    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)pointer_alignment(g.c ? g.c : g.d));
-    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)pointer_alignment(g.d));
-    int count = 0;
-    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(matmul_state.handle, plan.desc, plan.a, plan.b,
-                                                           plan.d, plan.d, pref, max, results, &count);
-    cublasCheck(cublasLtMatmulPreferenceDestroy(pref));
-    if (status == CUBLAS_STATUS_NOT_SUPPORTED) { return 0; }
-    cublasCheck(status);
-    return count;
-}
-
-static GemmPlan gemm_plan(const Gemm& g) {
-    GemmPlan plan = {};
-    const cudaDataType_t type = cuda_type(floatX());
-    cublasCheck(cublasLtMatmulDescCreate(&plan.desc, matmul_state.compute, CUDA_R_32F));
-    auto set = [&](cublasLtMatmulDescAttributes_t attribute, const auto& value) {
-        cublasCheck(cublasLtMatmulDescSetAttribute(plan.desc, attribute, &value, sizeof(value)));
-    };
-    set(CUBLASLT_MATMUL_DESC_TRANSA, g.trans_a ? CUBLAS_OP_T : CUBLAS_OP_N);
-    set(CUBLASLT_MATMUL_DESC_TRANSB, g.trans_b ? CUBLAS_OP_T : CUBLAS_OP_N);
-    set(CUBLASLT_MATMUL_DESC_EPILOGUE, g.epilogue);
-    if (g.bias) { set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, type); }
-    if (g.aux) {
-        set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, (int64_t)g.m);
-        set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, type);
-    }
-    gemm_set_pointers(plan.desc, g);                    // before the search: it reads their alignment
-    const int a_rows = g.trans_a ? g.k : g.m, b_rows = g.trans_b ? g.n : g.k;
-    cublasCheck(cublasLtMatrixLayoutCreate(&plan.a, type, a_rows, g.trans_a ? g.m : g.k, a_rows));
-    cublasCheck(cublasLtMatrixLayoutCreate(&plan.b, type, b_rows, g.trans_b ? g.k : g.n, b_rows));
-    cublasCheck(cublasLtMatrixLayoutCreate(&plan.d, g.d_type, g.m, g.n, g.m));
-    cublasLtMatmulHeuristicResult_t result;
-    plan.found = gemm_candidates(plan, g, &result, 1) > 0;
-    if (plan.found) { plan.algo = result.algo; }
-    return plan;
-}
-
-// False, and nothing done, if the library cannot do this product (odd sizes with a fused epilogue).
-static bool gemm(const Gemm& g, Stream stream) {
-    const int64_t key[15] = {g.m,
-                             g.n,
-                             g.k,
-                             g.trans_a,
-                             g.trans_b,
-                             g.d_type,
-                             g.epilogue,
-                             g.c != nullptr,
-                             pointer_alignment(g.a),
-                             pointer_alignment(g.b),
-                             pointer_alignment(g.c),
-                             pointer_alignment(g.d),
-                             pointer_alignment(g.bias),
-                             pointer_alignment(g.aux),
-                             0};
-    GemmPlan* plan = nullptr;
-    for (GemmPlan& p : matmul_state.plans) {
-        if (memcmp(p.key, key, sizeof(key)) == 0) { plan = &p; }
-    }
-    if (!plan) {
-        matmul_state.plans.push_back(gemm_plan(g));
-        plan = &matmul_state.plans.back();
-        memcpy(plan->key, key, sizeof(key));
-    }
-    if (!plan->found) { return false; }
-    gemm_set_pointers(plan->desc, g);
-    const float one = 1.0f, beta = g.c ? 1.0f : 0.0f;
-    cublasCheck(cublasLtMatmul(matmul_state.handle, plan->desc, &one, g.a, plan->a, g.b, plan->b, &beta,
-                               g.c ? g.c : g.d, plan->d, g.d, plan->d, &plan->algo, matmul_state.workspace,
-                               matmul_state.workspace_bytes, stream));
-    return true;
-}
-
-static void gemm_or_die(const Gemm& g, Stream stream) {
-    if (gemm(g, stream)) { return; }
-    die("cuBLASLt has no algorithm for a matrix product of %d x %d x %d (m, n, k) in %s\n"
-        "hint: channel counts that are multiples of 8 always have one",
-        g.m, g.n, g.k, PRECISION_NAME);
-}
-
-// One line per product seen so far: what the library chose for it. profile_gpt2.cu prints them.
-[[maybe_unused]] static void matmul_print_plans(FILE* f) {
-    for (const GemmPlan& p : matmul_state.plans) {
-        int id = -1, tile = -1, stages = -1, split_k = -1;
-        auto get = [&](cublasLtMatmulAlgoConfigAttributes_t attribute, int* value) {
-            size_t written = 0;
-            if (p.found) {
-                cublasLtMatmulAlgoConfigGetAttribute(&p.algo, attribute, value, sizeof(*value), &written);
-            }
-        };
-        get(CUBLASLT_ALGO_CONFIG_ID, &id);
-        get(CUBLASLT_ALGO_CONFIG_TILE_ID, &tile);
-        get(CUBLASLT_ALGO_CONFIG_STAGES_ID, &stages);
-        get(CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &split_k);
-        fprintf(f,
-                "gemm m %d n %d k %d %c%c epilogue %d beta %d: algorithm %d tile %d stages %d split-k %d\n",
-                (int)p.key[0], (int)p.key[1], (int)p.key[2], p.key[3] ? 'T' : 'N', p.key[4] ? 'T' : 'N',
-                (int)p.key[6], (int)p.key[7], id, tile, stages, split_k);
-    }
-}
-
+// are looked up once per shape and kept (llmc/cublaslt.h).
 // grad (+)= values: the rounding step of a gradient that is kept in bf16.
 template <bool kVector> __global__ void grad_accumulate_kernel(Grad grad, const float* values, size_t n) {
     const size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
@@ -1559,7 +954,581 @@ static void matmul_backward_weight(Grad dweight /*(OC,C)*/, float* scratch /*(OC
     OUTPUT("matmul_backward_weight.dweight", dweight, n, stream);
 }
 
-// == 6.4 attention ==
+// == 6.4 gelu and bias ==
+// gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).  bias_backward: dbias (+)= column sums of dout
+// (N,OC). gelu_backward_inplace: d = d*gelu'(inp), and dbias (+)= column sums of the new d as stored, in the
+// same pass. Column sums: each block adds up one chunk of rows into a partial row, then column_sums_kernel
+// adds the partials. 8 an SM of an H200; fixed, so that the bits do not depend on the GPU
+constexpr int kColumnBlocks = 1056;
+constexpr int kColumnRows = 8;                  // rows a block works on at a time, one a warp
+
+// GELU, tanh form: x/2 (1 + tanh(u)), u = sqrt(2/pi) (x + 0.044715 x^3). Written as x sigmoid(2u): no
+// cancellation for negative x, where 1 + tanh(u) would lose all digits of a fast tanh.
+constexpr float kGeluScale = 0.7978845608028654f, kGeluCubic = 0.044715f;
+__device__ __forceinline__ float gelu_sigmoid(float x) {
+    float u = kGeluScale * x * fmaf(kGeluCubic * x, x, 1.0f);
+    return __fdividef(1.0f, 1.0f + exp2_fast(-2.0f * kLog2e * u));
+}
+__device__ __forceinline__ float gelu(float x) { return x * gelu_sigmoid(x); }
+__device__ __forceinline__ float gelu_grad(float x) {
+    float s = gelu_sigmoid(x);
+    float du = kGeluScale * fmaf(3.0f * kGeluCubic * x, x, 1.0f);
+    return fmaf(2.0f * x * du, s * (1.0f - s), s);
+}
+
+template <bool kVector> __global__ void gelu_forward_kernel(floatX* out, const floatX* inp, size_t n) {
+    const size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
+    Floats x = load_floats<kVector, Cache::Streaming>(inp, i, n);
+#pragma unroll
+    for (int k = 0; k < kWidth; k++) { x.at[k] = gelu(x.at[k]); }
+    store<kVector>(out, i, n, to_pack<floatX>(x));
+}
+
+// Block (32,8): 32 vectors of columns, 8 rows at a time of the rows of chunk blockIdx.y. kGelu: d is updated
+// in place, each element by the thread that read it.
+template <bool kVector, bool kGelu>
+__global__ void __launch_bounds__(kWarp* kColumnRows)
+    partial_sums_kernel(float* partial /*(gridDim.y,OC) or null*/, floatX* d_inplace, const floatX* d,
+                        const floatX* inp, int N, int OC, int chunk_rows) {
+    constexpr int kUnroll = kVector ? 4 : 1;
+    __shared__ Floats shared[kColumnRows][kWarp];
+    const int c = (blockIdx.x * kWarp + threadIdx.x) * kWidth;
+    const int begin = blockIdx.y * chunk_rows, end = min(begin + chunk_rows, N);
+    Floats sum = {};
+    for (int first = begin + threadIdx.y; first < end; first += kColumnRows * kUnroll) {
+        x128 x[kUnroll], y[kUnroll];
+#pragma unroll
+        for (int u = 0; u < kUnroll; u++) {
+            const int row = first + u * kColumnRows, columns = row < end ? OC : 0;
+            const size_t at = row < end ? (size_t)row * OC : 0;
+            x[u] = load<kVector>(d + at, c, columns);
+            if (kGelu) { y[u] = load<kVector, Cache::Streaming>(inp + at, c, columns); }
+        }
+#pragma unroll
+        for (int u = 0; u < kUnroll; u++) {
+            if (kGelu) {
+#pragma unroll
+                for (int k = 0; k < kWidth; k++) {
+                    x[u].data[k] = (floatX)((float)x[u].data[k] * gelu_grad((float)y[u].data[k]));
+                }
+                const int row = first + u * kColumnRows, columns = row < end ? OC : 0;
+                store<kVector>(d_inplace + (row < end ? (size_t)row * OC : 0), c, columns, x[u]);
+            }
+#pragma unroll
+            for (int k = 0; k < kWidth; k++) { sum.at[k] += (float)x[u].data[k]; }
+        }
+    }
+    if (!partial) { return; }
+    shared[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y > 0) { return; }
+#pragma unroll
+    for (int y = 1; y < kColumnRows; y++) {
+#pragma unroll
+        for (int k = 0; k < kWidth; k++) { sum.at[k] += shared[y][threadIdx.x].at[k]; }
+    }
+    store<kVector>(partial + (size_t)blockIdx.y * OC, c, OC, to_pack<float>(sum));
+}
+
+static int column_chunks(int N, int OC) {
+    const int slabs = ceil_div(OC, kWarp * kWidth);
+    return std::min(std::max(kColumnBlocks / slabs, 1), ceil_div(N, kColumnRows));
+}
+
+static size_t bias_backward_scratch_bytes(int N, int OC) {
+    return (size_t)column_chunks(N, OC) * OC * sizeof(float);
+}
+
+template <bool kGelu>
+static void column_pass(Grad dbias, float* scratch, floatX* d_inplace, const floatX* d, const floatX* inp,
+                        int N, int OC, Stream stream) {
+    const int chunk_rows = ceil_div(N, column_chunks(N, OC)), chunks = ceil_div(N, chunk_rows);
+    float* partial = dbias.data ? scratch : nullptr;
+    with_vector(OC, [&](auto vector) {
+        const dim3 grid(ceil_div(OC, kWarp * kWidth), chunks), block(kWarp, kColumnRows);
+        partial_sums_kernel<vector.value, kGelu>
+            <<<grid, block, 0, stream>>>(partial, d_inplace, d, inp, N, OC, chunk_rows);
+    });
+    cudaCheck(cudaGetLastError());
+    if (dbias.data) { column_sums({{dbias}}, 1, partial, chunks, OC, stream); }
+}
+
+static void bias_backward(Grad dbias /*(OC)*/, float* scratch, const floatX* dout /*(N,OC)*/, int N, int OC,
+                          Stream stream) {
+    NvtxRange range("bias_backward");
+    column_pass<false>(dbias, scratch, nullptr, dout, nullptr, N, OC, stream);
+    OUTPUT("bias_backward.dbias", dbias, (size_t)OC, stream);
+}
+
+static void gelu_forward(floatX* out, const floatX* inp, size_t n, Stream stream) {
+    NvtxRange range("gelu_forward");
+    with_vector(n, [&](auto vector) {
+        const size_t threads = 256, blocks = ceil_div(n, threads * kWidth);
+        gelu_forward_kernel<vector.value><<<(unsigned)blocks, (unsigned)threads, 0, stream>>>(out, inp, n);
+    });
+    cudaCheck(cudaGetLastError());
+    OUTPUT("gelu_forward.out", out, n, stream);
+}
+
+static void gelu_backward_inplace(floatX* d_inplace /*(N,OC)*/, Grad dbias /*(OC), data may be null*/,
+                                  float* scratch, const floatX* inp /*(N,OC)*/, int N, int OC,
+                                  Stream stream) {
+    NvtxRange range("gelu_backward_inplace");
+    column_pass<true>(dbias, scratch, d_inplace, d_inplace, inp, N, OC, stream);
+    OUTPUT("gelu_backward_inplace.dinp", d_inplace, (size_t)N * OC, stream);
+    OUTPUT("gelu_backward_inplace.dbias", dbias, (size_t)OC, stream);
+}
+
+// == 6.5 classifier ==
+// Row by row of logits (N,Vp), over the first V columns: losses = log(sum(exp(x))) - x[target]. LossAndGrad
+// writes (softmax(x) - onehot(target)) * dloss * loss_scale over the logits, zeros into columns V and up.
+// 124M, B=64: 6.6 GB of logits. The first kernel reads each row once; LossOnly does not write.
+// Rows of up to 57,344 elements in registers
+constexpr int kClassifierThreads = 1024, kClassifierVectors = 7;
+
+// Ignores NaN, which the sum of exp() keeps
+__device__ __forceinline__ float pack_max(const Pack<float>& x) {
+    float top = x.data[0];
+#pragma unroll
+    for (int k = 1; k < kWidth; k++) { top = fmaxf(top, x.data[k]); }
+    return top;
+}
+template <class Half> __device__ __forceinline__ float pack_max(const Pack<Half>& x) {
+    Half top = x.data[0];
+#pragma unroll
+    for (int k = 1; k < kWidth; k++) { top = __hmax(top, x.data[k]); }
+    return (float)top;
+}
+
+__device__ __forceinline__ void mask_padding(x128* x, int c, int V) {   // columns V and up get no probability
+    if (c + kWidth <= V) { return; }
+#pragma unroll
+    for (int k = 0; k < kWidth; k++) {
+        if (c + k >= V) { x->data[k] = (floatX)-INFINITY; }
+    }
+}
+
+__device__ __forceinline__ float exp_sum(const x128& x, float top) {    // sum of exp(x - top)
+    float sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kWidth; k++) { sum += exp2_fast(fmaf((float)x.data[k], kLog2e, -top * kLog2e)); }
+    return sum;
+}
+
+// Each thread's (max, sum of exp(x - max)) becomes the row's, in every thread. One barrier; `parts` must not
+// be written again before the next one.
+__device__ __forceinline__ void softmax_combine(float& top, float& sum, float2* parts /*(32)*/) {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    float row_top = warp_max(top);
+    float row_sum = warp_sum(sum * exp2_fast((top - row_top) * kLog2e));
+    if (lane == 0) { parts[warp] = make_float2(row_top, row_sum); }
+    __syncthreads();
+    const float2 part = lane < (int)blockDim.x / kWarp ? parts[lane] : make_float2(-FLT_MAX, 0.0f);
+    top = warp_max(part.x);
+    sum = warp_sum(part.y * exp2_fast((part.x - top) * kLog2e));
+}
+
+__device__ __forceinline__ x128 softmax_grad(const x128& x, float top, float scale_over_sum, int c,
+                                             int target, float scale) {
+    Floats d;
+#pragma unroll
+    for (int k = 0; k < kWidth; k++) {
+        d.at[k] = exp2_fast(fmaf((float)x.data[k], kLog2e, -top * kLog2e)) * scale_over_sum;
+    }
+    if (target >= c && target < c + kWidth) {
+#pragma unroll
+        for (int k = 0; k < kWidth; k++) {
+            if (c + k == target) { d.at[k] -= scale; }
+        }
+    }
+    return to_pack<floatX>(d);
+}
+
+// Persistent, one block an SM. Rows stream through two slots of shared memory (200 KB) into registers: while
+// a row is worked on, the next one is on its way, so the memory never waits for the arithmetic. A thread
+// reads only what it copied itself.
+template <bool kGrad>
+__global__ void __launch_bounds__(kClassifierThreads, 1)
+    classifier_stream_kernel(floatX* logits, float* losses, const int* targets, float dloss,
+                             const float* loss_scale, int N, int V, int Vp) {
+    extern __shared__ x128 staged[];                    // (2, Vp/kWidth)
+    __shared__ float2 parts[2][kWarp];
+    __shared__ float target_logit[2];
+    const int vectors = Vp / kWidth, first = threadIdx.x;
+    const float scale = kGrad ? dloss * (loss_scale ? *loss_scale : 1.0f) : 0.0f;
+    // This thread's first vector
+    auto row_at = [&](int row) { return logits + (size_t)row * Vp + first * kWidth; };
+    auto stage = [&](int row, int slot) {
+        if (row < N) {
+            const floatX* x_row = row_at(row);
+            x128* slot_at = staged + slot * vectors + first;
+#pragma unroll
+            for (int j = 0; j < kClassifierVectors; j++) {
+                const int v = j * kClassifierThreads;
+                if (first + v < vectors) { cp_async_16(slot_at + v, x_row + v * kWidth); }
+            }
+        }
+        cp_async_commit();
+    };
+    stage(blockIdx.x, 0);
+    stage(blockIdx.x + gridDim.x, 1);
+    int slot = 0;
+    for (int row = blockIdx.x; row < N; row += gridDim.x, slot ^= 1) {
+        const int target = targets[row];
+        x128* slot_at = staged + slot * vectors + first;
+        cp_async_wait<1>();
+        uint4 row_x[kClassifierVectors];                // as words, see as_pack
+        // Not -inf: inf - inf would be NaN where all is padding
+        float top = -FLT_MAX;
+#pragma unroll
+        for (int j = 0; j < kClassifierVectors; j++) {
+            const int v = j * kClassifierThreads;
+            if (first + v >= vectors) { continue; }
+            mask_padding(slot_at + v, (first + v) * kWidth, V);     // there, not in registers: see `row_x`
+            row_x[j] = *(const uint4*)(slot_at + v);
+            top = fmaxf(top, pack_max(as_pack(row_x[j])));
+        }
+        if (target / kWidth % kClassifierThreads == first) {
+            target_logit[slot] = (float)((const floatX*)(staged + slot * vectors))[target];
+        }
+        float sum = 0.0f;
+#pragma unroll
+        for (int j = 0; j < kClassifierVectors; j++) {
+            if (first + j * kClassifierThreads < vectors) { sum += exp_sum(as_pack(row_x[j]), top); }
+        }
+        softmax_combine(top, sum, parts[slot]);
+        stage(row + 2 * gridDim.x, slot);               // every read of this slot was before that barrier
+        if (first == 0) { losses[row] = logf(sum) + top - target_logit[slot]; }
+        if (kGrad) {
+            floatX* d_row = row_at(row);
+            const float scale_over_sum = scale / sum;
+#pragma unroll
+            for (int j = 0; j < kClassifierVectors; j++) {
+                const int v = j * kClassifierThreads, c = (first + v) * kWidth;
+                if (first + v >= vectors) { continue; }
+                store<true, Cache::Streaming>(
+                    d_row, v * kWidth, Vp,
+                    softmax_grad(as_pack(row_x[j]), top, scale_over_sum, c, target, scale));
+            }
+        }
+    }
+}
+
+// Any Vp: one block a row, read twice (the second time from cache).
+template <bool kVector, bool kGrad>
+__global__ void classifier_kernel(floatX* logits, float* losses, const int* targets, float dloss,
+                                  const float* loss_scale, int V, int Vp) {
+    __shared__ float2 parts[kWarp];
+    const int row = blockIdx.x, target = targets[row], first = threadIdx.x * kWidth,
+              step = blockDim.x * kWidth;
+    floatX* x_row = logits + (size_t)row * Vp;
+    // Before the barrier after which rows are written
+    float target_logit = threadIdx.x == 0 ? (float)x_row[target] : 0.0f;
+    float top = -FLT_MAX, sum = 0.0f;
+    for (int c = first; c < V; c += step) {
+        x128 x = load<kVector>(x_row, c, Vp);
+        mask_padding(&x, c, V);
+        const float higher = fmaxf(top, pack_max(x));
+        sum = sum * exp2_fast((top - higher) * kLog2e) + exp_sum(x, higher);
+        top = higher;
+    }
+    softmax_combine(top, sum, parts);
+    if (threadIdx.x == 0) { losses[row] = logf(sum) + top - target_logit; }
+    if (kGrad) {
+        const float scale = dloss * (loss_scale ? *loss_scale : 1.0f), scale_over_sum = scale / sum;
+        for (int c = first; c < Vp; c += step) {
+            x128 x = load<kVector>(x_row, c, Vp);
+            mask_padding(&x, c, V);
+            store<kVector>(x_row, c, Vp, softmax_grad(x, top, scale_over_sum, c, target, scale));
+        }
+    }
+}
+
+// Rows short enough for registers and for two slots, and long enough to keep all threads busy.
+static bool classifier_streams(int Vp) {
+    int shared_limit = 0;
+    cudaCheck(cudaDeviceGetAttribute(&shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
+    return sizeof(floatX) == 2 && is_vector(Vp) && Vp >= 8192 &&
+           Vp <= kClassifierVectors * kClassifierThreads * kWidth &&
+           2 * Vp * (int)sizeof(floatX) + 1024 <= shared_limit;    // 1024: the static part
+}
+
+template <bool kGrad>
+static void classifier_launch(floatX* logits, float* losses, const int* targets, float dloss,
+                              const float* loss_scale, int N, int V, int Vp, Stream stream) {
+    if (classifier_streams(Vp)) {
+        const int shared = 2 * Vp * (int)sizeof(floatX);
+        cudaCheck(cudaFuncSetAttribute(classifier_stream_kernel<kGrad>,
+                                       cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+        classifier_stream_kernel<kGrad><<<std::min(N, device_sm_count), kClassifierThreads, shared, stream>>>(
+            logits, losses, targets, dloss, loss_scale, N, V, Vp);
+    } else {
+        const int threads = std::min(round_up(ceil_div(Vp, kWidth), kWarp), 1024);
+        with_vector(Vp, [&](auto vector) {
+            classifier_kernel<vector.value, kGrad>
+                <<<N, threads, 0, stream>>>(logits, losses, targets, dloss, loss_scale, V, Vp);
+        });
+    }
+    cudaCheck(cudaGetLastError());
+}
+
+static void classifier(floatX* logits_inplace /*(N,Vp)*/, float* losses /*(N)*/, const int* targets /*(N)*/,
+                       float dloss, const float* loss_scale /*device scalar; null: 1*/, int N, int V, int Vp,
+                       ClassifierMode mode, Stream stream) {
+    NvtxRange range("classifier");
+    if (mode == ClassifierMode::LossOnly) {
+        classifier_launch<false>(logits_inplace, losses, targets, dloss, loss_scale, N, V, Vp, stream);
+        OUTPUT("classifier.losses", losses, (size_t)N, stream);
+        return;
+    }
+    classifier_launch<true>(logits_inplace, losses, targets, dloss, loss_scale, N, V, Vp, stream);
+    OUTPUT("classifier.losses", losses, (size_t)N, stream);
+    OUTPUT("classifier.dlogits", logits_inplace, (size_t)N * Vp, stream);
+}
+
+// == 6.6 loss ==
+// mean (+)= weight * sum of losses. One block; the sum is exact to double precision, in a fixed order.
+__global__ void loss_sum_kernel(float* mean, const float* losses, float weight, Accumulate acc, int N) {
+    __shared__ double shared[kWarp];
+    double sum = 0.0;
+    for (int i = threadIdx.x; i < N; i += blockDim.x) { sum += losses[i]; }
+    sum = block_sum(sum, shared);
+    if (threadIdx.x == 0) { *mean = (float)((acc == Accumulate::Yes ? (double)*mean : 0.0) + weight * sum); }
+}
+
+static void loss_sum(float* mean, const float* losses /*(N)*/, float weight, Accumulate acc, int N,
+                     Stream stream) {
+    NvtxRange range("loss_sum");
+    loss_sum_kernel<<<1, 1024, 0, stream>>>(mean, losses, weight, acc, N);
+    cudaCheck(cudaGetLastError());
+    OUTPUT("loss_sum.mean", mean, 1, stream);
+}
+
+// == 6.7 global norm ==
+// norm = sqrt(sum of squares of all gradients) / loss_scale, then the decision about this update, all on the
+// device: the host reads both a step later. Gaps between tensors must hold zeros. Gradients of which some are
+// bf16 are found by their segments, as in AdamW below.
+constexpr int kNormBlocks = 1056, kNormThreads = 256;   // fixed, so that the bits do not depend on the GPU
+
+// The last segment that begins at or before i.
+__device__ __forceinline__ ParamSegment segment_of(const ParamSegment* segments, int num_segments, size_t i) {
+    int low = 0, high = num_segments;
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (segments[middle].begin <= i) { low = middle; }
+        else { high = middle; }
+    }
+    return segments[low];
+}
+
+// Gradients of the elements [i, i + kWidth) of the flat fp32 buffers, which lie in this segment.
+template <Cache kCache = Cache::Default>
+__device__ __forceinline__ Floats load_grads(const void* grads, const ParamSegment& segment, size_t i,
+                                             const RoundKey& key) {
+    const void* data = (const char*)grads + segment.grads;
+    const size_t n = segment.end - segment.begin;
+    if (!segment.grads_bf16) { return load_floats<true, kCache>((const float*)data, i - segment.begin, n); }
+    return load_dithered<kCache>((const __nv_bfloat16*)data, i - segment.begin, n, key, segment.begin);
+}
+
+template <bool kBf16, bool kVector> __global__ void global_norm_kernel(double* partial, GlobalNorm a) {
+    __shared__ double shared[kWarp];
+    const size_t n = a.n;
+    float squares = 0.0f;                               // 124M: 460 elements a thread
+    const size_t step = (size_t)gridDim.x * blockDim.x * kWidth;
+    for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < n; i += 4 * step) {
+        Floats x[4];
+#pragma unroll
+        for (int u = 0; u < 4; u++) {
+            const size_t at = i + u * step;
+            if (!kBf16) {
+                x[u] = load_floats<kVector>((const float*)a.grads, at, n);
+                continue;
+            }
+            x[u] = Floats{};
+            if (at >= n) { continue; }
+            const ParamSegment segment = segment_of(a.segments, a.num_segments, at);
+            if (at >= segment.begin && at < segment.end) {
+                x[u] = load_grads(a.grads, segment, at, a.grad_key);
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < 4; u++) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int k = 0; k < kWidth; k++) { sum = fmaf(x[u].at[k], x[u].at[k], sum); }
+            squares += sum;
+        }
+    }
+    const double sum = block_sum((double)squares, shared);
+    if (threadIdx.x == 0) { partial[blockIdx.x] = sum; }
+}
+
+__global__ void update_decision_kernel(UpdateState* state, const double* partial, int partials,
+                                       float max_norm, UpdatePolicy policy) {
+    __shared__ double shared[kWarp];
+    double sum = 0.0;
+    for (int i = threadIdx.x; i < partials; i += blockDim.x) { sum += partial[i]; }
+    sum = block_sum(sum, shared);
+    if (threadIdx.x > 0) { return; }
+    const float scale = state->loss_scale;
+    const float norm = (float)(sqrt(sum) / scale);
+    state->norm = norm;
+    if (!isfinite(norm)) {
+        state->skip = 1;
+        state->skipped_in_a_row++;
+        state->good_steps = 0;
+        if (policy.dynamic_loss_scale) { state->loss_scale = fmaxf(scale * 0.5f, 1.0f); }
+        return;
+    }
+    state->skip = 0;
+    state->skipped_in_a_row = 0;
+    state->t++;
+    const float clip = max_norm / (norm + kClipEps);
+    state->grad_scale = (max_norm > 0.0f && clip < 1.0f ? clip : 1.0f) / scale;
+    state->good_steps++;
+    if (policy.dynamic_loss_scale && state->good_steps >= policy.growth_interval) {
+        state->loss_scale = fminf(scale * 2.0f, policy.max_scale);
+        state->good_steps = 0;
+    }
+}
+
+static size_t global_norm_scratch_bytes(size_t) { return kNormBlocks * sizeof(double); }
+
+static void global_norm(const GlobalNorm& args, Stream stream) {
+    NvtxRange range("global_norm");
+    double* partial = (double*)args.scratch;
+    if (args.grads_bf16) {
+        if (!is_vector(args.n)) { die("global_norm: %zu elements, not a multiple of %d", args.n, kWidth); }
+        global_norm_kernel<true, true><<<kNormBlocks, kNormThreads, 0, stream>>>(partial, args);
+    } else {
+        with_vector(args.n, [&](auto vector) {
+            global_norm_kernel<false, vector.value><<<kNormBlocks, kNormThreads, 0, stream>>>(partial, args);
+        });
+    }
+    cudaCheck(cudaGetLastError());
+    update_decision_kernel<<<1, 1024, 0, stream>>>(args.state, partial, kNormBlocks, args.max_norm,
+                                                     args.policy);
+    cudaCheck(cudaGetLastError());
+    OUTPUT("global_norm.norm", &args.state->norm, 1, stream);
+    OUTPUT("global_norm.grad_scale", &args.state->grad_scale, 1, stream);
+}
+
+// == 6.8 adamw ==
+// g = grad*grad_scale;  m = m + (1-beta1) (g - m);  v = beta2 v + (1-beta2) g^2;
+// p = p (1 - lr wd) - lr/(1-beta1^t) m / (sqrt(v)/sqrt(1-beta2^t) + eps), rounded in the order in which
+// PyTorch's AdamW rounds (its foreach form), constants taken in double: from equal gradients, equal weights.
+// One launch over the flat fp32 buffers; p is the master copy, or the parameter itself (fp32), or the 16-bit
+// parameter, rounded stochastically. A skipped update changes nothing.
+struct AdamW {
+    void* params;                       // (n) of floatX or fp32, as the segments say
+    float *master, *m, *v;              // (n); master: null when params are fp32, or for stochastic rounding
+    const void* grads;                  // (n) fp32, or as the segments say
+    bool grads_bf16;                    // some segments' are
+    const UpdateState* state;           // t already counts this update
+    const ParamSegment* segments;       // on the device; ascending, each begins at a multiple of 8
+    int num_segments;
+    size_t n;
+    double lr, beta1, beta2, eps;
+    RoundKey key;                       // of the parameters' rounding
+    RoundKey grad_key;                  // of the micro-step that stored the gradients
+};
+
+__device__ inline double power(double x, long long n) {     // x^n by squaring: the same bits on every GPU
+    double result = 1.0;
+    for (; n > 0; n /= 2, x *= x) {
+        if (n % 2 == 1) { result *= x; }
+    }
+    return result;
+}
+
+template <bool kGradsBf16, bool kMaster> __global__ void __launch_bounds__(256) adamw_kernel(AdamW a) {
+    if (a.state->skip) { return; }
+    __shared__ float shared[2];
+    if (threadIdx.x == 0) {
+        shared[0] = (float)(-a.lr / (1.0 - power(a.beta1, a.state->t)));
+        shared[1] = (float)sqrt(1.0 - power(a.beta2, a.state->t));
+    }
+    __syncthreads();
+    const float minus_rate = shared[0], v_correction = shared[1], grad_scale = a.state->grad_scale;
+    const float m_part = (float)(1.0 - a.beta1), v_part = (float)(1.0 - a.beta2), v_keep = (float)a.beta2,
+                eps = (float)a.eps;
+
+    const size_t step = (size_t)gridDim.x * blockDim.x * kWidth;
+    for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
+        Floats g;
+        if (!kGradsBf16) { g = load_floats<true, Cache::Streaming>((const float*)a.grads, i, a.n); }
+        Floats m = load_floats<true, Cache::Streaming>(a.m, i, a.n),
+               v = load_floats<true, Cache::Streaming>(a.v, i, a.n);
+        const ParamSegment segment = segment_of(a.segments, a.num_segments, i);
+        if (i < segment.begin || i >= segment.end) { continue; }
+        // The parameters lie in the segment's own type: element j of size
+        const size_t j = i - segment.begin, size = segment.end - segment.begin;
+        const bool fp32 = sizeof(floatX) == 4 || segment.params_fp32;
+        float* param_fp32 = (float*)((char*)a.params + segment.params);
+        floatX* param = (floatX*)((char*)a.params + segment.params);
+        Floats p;
+        if (kMaster) { p = load_floats<true, Cache::Streaming>(a.master, i, a.n); }
+        else if (fp32) { p = load_floats<true>(param_fp32, j, size); }
+        else { p = load_floats<true>(param, j, size); }
+        if (kGradsBf16) { g = load_grads<Cache::Streaming>(a.grads, segment, i, a.grad_key); }
+        const float decay = (float)(1.0 - a.lr * segment.weight_decay);
+#pragma unroll
+        for (int k = 0; k < kWidth; k++) {
+            const float grad = g.at[k] * grad_scale;
+            m.at[k] = fmaf(m_part, grad - m.at[k], m.at[k]);
+            v.at[k] = fmaf(v_part, grad * grad, __fmul_rn(v.at[k], v_keep));
+            const float update = m.at[k] / (sqrtf(v.at[k]) / v_correction + eps);
+            p.at[k] = fmaf(minus_rate, update, __fmul_rn(p.at[k], decay));
+        }
+
+        x128 rounded = to_pack<floatX>(p);
+        if (!kMaster && sizeof(floatX) == 2) {
+            const Draws draws = round_draws(a.key, i);
+#pragma unroll
+            for (int k = 0; k < kWidth; k++) { store_stochastic(&rounded.data[k], p.at[k], draws.at[k]); }
+        }
+        if (i + kWidth <= segment.end) {
+            store<true, Cache::Streaming>(a.m, i, a.n, to_pack<float>(m));
+            store<true, Cache::Streaming>(a.v, i, a.n, to_pack<float>(v));
+            if (kMaster) { store<true, Cache::Streaming>(a.master, i, a.n, to_pack<float>(p)); }
+            if (fp32) { store<true>(param_fp32, j, size, to_pack<float>(p)); }
+            else { store<true>(param, j, size, rounded); }
+        // The last elements of a segment: what follows is not touched
+        } else {
+            store<false>(a.m, i, segment.end, to_pack<float>(m));
+            store<false>(a.v, i, segment.end, to_pack<float>(v));
+            if (kMaster) { store<false>(a.master, i, segment.end, to_pack<float>(p)); }
+            if (fp32) { store<false>(param_fp32, j, size, to_pack<float>(p)); }
+            else { store<false>(param, j, size, rounded); }
+        }
+    }
+}
+
+static void adamw_update(AdamW args, Stream stream) {
+    NvtxRange range("adamw_update");
+    if (!is_vector(args.n)) {
+        die("adamw_update: the flat buffers have %zu elements, not a multiple of %d", args.n, kWidth);
+    }
+    const int threads = 256;
+    const int blocks =
+        (int)std::min<size_t>(ceil_div(args.n, (size_t)threads * kWidth), (size_t)device_sm_count * 8);
+    if (args.grads_bf16) {
+        if (args.master) { adamw_kernel<true, true><<<blocks, threads, 0, stream>>>(args); }
+        else { adamw_kernel<true, false><<<blocks, threads, 0, stream>>>(args); }
+    } else {
+        if (args.master) { adamw_kernel<false, true><<<blocks, threads, 0, stream>>>(args); }
+        else { adamw_kernel<false, false><<<blocks, threads, 0, stream>>>(args); }
+    }
+    cudaCheck(cudaGetLastError());
+    // as if all of them were floatX: inside the arena, whatever the segments say
+    OUTPUT("adamw_update.params", (floatX*)args.params, args.n, stream);
+    if (args.master) { OUTPUT("adamw_update.master", args.master, args.n, stream); }
+    OUTPUT("adamw_update.m", args.m, args.n, stream);
+    OUTPUT("adamw_update.v", args.v, args.n, stream);
+}
+
+// == 6.9 attention ==
 // Causal self-attention of each head, straight on the packed output of the qkv linear layer:
 //     S = Q K^T / sqrt(HS)     P = softmax(S) over keys <= query     O = P V
 // Forward:  qkv (B,T,3,NH,HS) -> out (B,T,NH,HS) =, lse (B,NH,T) = ln sum exp S.
@@ -1612,52 +1581,6 @@ __device__ inline AttentionTile attention_tile(int tiles, int heads) {
 template <int HS>
 constexpr int kTileStride = HS + 8;
 
-__device__ inline uint32_t smem_address(const void* ptr) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(ptr));
-}
-
-__device__ inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
-
-__device__ inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
-
-template <typename E>
-__device__ inline void mma_16816(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    if constexpr (std::is_same_v<E, half>) {
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-            "{%0,%1,%2,%3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    } else {
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-            "{%0,%1,%2,%3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    }
-}
-
-template <typename E>
-__device__ inline uint32_t pack_pair(float low, float high) {
-    uint32_t bits;
-    if constexpr (std::is_same_v<E, half>) {
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
-    } else {
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
-    }
-    return bits;
-}
-
 // Starts the copy of rows row0.. of a (T, HS) matrix with `stride` elements between rows into a tile (ROWS,
 // HS); rows from T on become zero.
 template <typename E, int HS, int ROWS, int THREADS>
@@ -1703,8 +1626,8 @@ __device__ inline void mma_times_rows(float (&acc)[MT][N / 8][4], const uint32_t
             ldmatrix_x4(b, address + (n * 16 * kTileStride<HS> + kk * 16) * 2);
 #pragma unroll
             for (int mt = 0; mt < MT; mt++) {
-                mma_16816<E>(acc[mt][2 * n], a[mt][kk], b[0], b[1]);
-                mma_16816<E>(acc[mt][2 * n + 1], a[mt][kk], b[2], b[3]);
+                mma_16816(acc[mt][2 * n], a[mt][kk], b[0], b[1]);
+                mma_16816(acc[mt][2 * n + 1], a[mt][kk], b[2], b[3]);
             }
         }
     }
@@ -1723,8 +1646,8 @@ __device__ inline void mma_times_columns(float (&acc)[MT][HS / 8][4], const uint
             ldmatrix_x4_trans(b, address + (kk * 16 * kTileStride<HS> + n * 16) * 2);
 #pragma unroll
             for (int mt = 0; mt < MT; mt++) {
-                mma_16816<E>(acc[mt][2 * n], a[mt][kk], b[0], b[1]);
-                mma_16816<E>(acc[mt][2 * n + 1], a[mt][kk], b[2], b[3]);
+                mma_16816(acc[mt][2 * n], a[mt][kk], b[0], b[1]);
+                mma_16816(acc[mt][2 * n + 1], a[mt][kk], b[2], b[3]);
             }
         }
     }
@@ -1737,10 +1660,10 @@ __device__ inline void to_fragments(uint32_t (&a)[MT][N / 16][4], const float (&
     for (int mt = 0; mt < MT; mt++) {
 #pragma unroll
         for (int kk = 0; kk < N / 16; kk++) {
-            a[mt][kk][0] = pack_pair<E>(acc[mt][2 * kk][0], acc[mt][2 * kk][1]);
-            a[mt][kk][1] = pack_pair<E>(acc[mt][2 * kk][2], acc[mt][2 * kk][3]);
-            a[mt][kk][2] = pack_pair<E>(acc[mt][2 * kk + 1][0], acc[mt][2 * kk + 1][1]);
-            a[mt][kk][3] = pack_pair<E>(acc[mt][2 * kk + 1][2], acc[mt][2 * kk + 1][3]);
+            a[mt][kk][0] = pack_pair(acc[mt][2 * kk][0], acc[mt][2 * kk][1]);
+            a[mt][kk][1] = pack_pair(acc[mt][2 * kk][2], acc[mt][2 * kk][3]);
+            a[mt][kk][2] = pack_pair(acc[mt][2 * kk + 1][0], acc[mt][2 * kk + 1][1]);
+            a[mt][kk][3] = pack_pair(acc[mt][2 * kk + 1][2], acc[mt][2 * kk + 1][3]);
         }
     }
 }
@@ -1759,7 +1682,7 @@ __device__ inline void store_rows(E* matrix, size_t stride, int row0, int T, E* 
 #pragma unroll
             for (int half_tile = 0; half_tile < 2; half_tile++) {
                 const int row = mt * 16 + half_tile * 8 + lane / 4;
-                const uint32_t pair = pack_pair<E>(acc[mt][n][2 * half_tile] * scale[mt][half_tile],
+                const uint32_t pair = pack_pair(acc[mt][n][2 * half_tile] * scale[mt][half_tile],
                                                    acc[mt][n][2 * half_tile + 1] * scale[mt][half_tile]);
                 *reinterpret_cast<uint32_t*>(staging + row * kTileStride<HS> + n * 8 + lane % 4 * 2) = pair;
             }
@@ -2203,119 +2126,15 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
 constexpr int kSm90Tile = 64 * 64;
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define WGMMA_REGS_64                                                        \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define WGMMA_OPS_64(IO, d)                                                                                 \
-    IO(d[0][0]), IO(d[0][1]), IO(d[0][2]), IO(d[0][3]), IO(d[1][0]), IO(d[1][1]), IO(d[1][2]), IO(d[1][3]), \
-        IO(d[2][0]), IO(d[2][1]), IO(d[2][2]), IO(d[2][3]), IO(d[3][0]), IO(d[3][1]), IO(d[3][2]),          \
-        IO(d[3][3]), IO(d[4][0]), IO(d[4][1]), IO(d[4][2]), IO(d[4][3]), IO(d[5][0]), IO(d[5][1]),          \
-        IO(d[5][2]), IO(d[5][3]), IO(d[6][0]), IO(d[6][1]), IO(d[6][2]), IO(d[6][3]), IO(d[7][0]),          \
-        IO(d[7][1]), IO(d[7][2]), IO(d[7][3])
-
-__device__ inline void mbarrier_init(uint64_t* barrier, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(count)
-                 : "memory");
-}
-
-__device__ inline void mbarrier_expect(uint64_t* barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)),
-                 "r"(bytes)
-                 : "memory");
-}
-
-__device__ inline void mbarrier_wait(uint64_t* barrier, int parity) {
-    asm volatile(
-        "{\n.reg .pred done;\nWAIT:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(smem_address(barrier)),
-        "r"(parity)
-        : "memory");
-}
-
-// 64 rows from t on of slot (h, or NH + h, 2 NH + h) of batch row b; rows past T arrive as zeros.
-__device__ inline void tma_load(void* dst, const CUtensorMap* map, uint64_t* barrier, int t, int slot,
-                                int b) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(smem_address(dst)),
-        "l"(map), "r"(0), "r"(t), "r"(slot), "r"(b), "r"(smem_address(barrier))
-        : "memory");
-}
-
-__device__ inline void bulk_load(void* dst, const void* src, uint64_t* barrier, int bytes) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-            smem_address(dst)),
-        "l"(src), "r"(bytes), "r"(smem_address(barrier))
-        : "memory");
-}
-
-__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int kPending>
-__device__ inline void wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-}
-
-// The compiler does not know that wgmma writes its accumulators until the wait: no use may move across this.
-__device__ inline void pin_registers(float (&d)[8][4]) {
-#pragma unroll
-    for (int n = 0; n < 8; n++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) { asm volatile("" : "+f"(d[n][i])::"memory"); }
-    }
-}
-
-// Matrix descriptor of a swizzled tile (PTX ISA "Matrix Descriptor Format"): groups of 8 rows are 1024 bytes
-// apart.
-__device__ inline uint64_t wgmma_descriptor(const void* tile) {
-    return static_cast<uint64_t>((smem_address(tile) & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) |
-           (1ull << 62);
-}
-
-// The first step of a product stores ("=f"), the later ones add ("+f"): a "+f" on registers that hold nothing
-// yet would make the compiler set them first, and ptxas then serialises the wgmma pipeline (warning C7515).
-#define WGMMA_SS(TYPE, IO, ADD)                                                                 \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" WGMMA_REGS_64 \
-                 "}, "                                                                          \
-                 "%32, %33, " ADD ", 1, 1, 0, 0;"                                               \
-                 : WGMMA_OPS_64(IO, d)                                                          \
-                 : "l"(a), "l"(b))
-#define WGMMA_RS(TYPE)                                                                          \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" WGMMA_REGS_64 \
-                 "}, "                                                                          \
-                 "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;"                                       \
-                 : WGMMA_OPS_64("+f", d)                                                        \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-
-// d (64, 64) = or += A (64, 16) B (64, 16)^T, both in shared memory.
-template <typename E, bool kAdd>
-__device__ inline void wgmma_shared(float (&d)[8][4], uint64_t a, uint64_t b) {
-    constexpr bool kHalf = std::is_same_v<E, half>;
-    if constexpr (kHalf && kAdd) {
-        WGMMA_SS("f16", "+f", "1");
-    }
-    if constexpr (kHalf && !kAdd) {
-        WGMMA_SS("f16", "=f", "0");
-    }
-    if constexpr (!kHalf && kAdd) {
-        WGMMA_SS("bf16", "+f", "1");
-    }
-    if constexpr (!kHalf && !kAdd) {
-        WGMMA_SS("bf16", "=f", "0");
-    }
-}
-
 // Starts d (64, 64) = A (64, 64) B^T, both tiles in shared memory, and closes the group.
 template <typename E>
 __device__ inline void wgmma_rows(float (&d)[8][4], const E* a_tile, const E* b_tile) {
     const uint64_t a = wgmma_descriptor(a_tile);
     const uint64_t b = wgmma_descriptor(b_tile);
-    wgmma_shared<E, false>(d, a, b);
+    wgmma_shared<false>(d, a, b);
 #pragma unroll
     for (int kk = 1; kk < 4; kk++) {
-        wgmma_shared<E, true>(d, a + 2 * kk, b + 2 * kk);
+        wgmma_shared<true>(d, a + 2 * kk, b + 2 * kk);
     }    // 16 columns: 32 bytes
     wgmma_commit();
 }
@@ -2325,13 +2144,7 @@ template <typename E>
 __device__ inline void wgmma_columns(float (&d)[8][4], const uint32_t (&a_frag)[4][4], const E* b_tile) {
 #pragma unroll
     for (int kk = 0; kk < 4; kk++) {
-        const uint32_t(&a)[4] = a_frag[kk];
-        const uint64_t b = wgmma_descriptor(b_tile) + 128 * kk;    // 16 rows: 2048 bytes
-        if constexpr (std::is_same_v<E, half>) {
-            WGMMA_RS("f16");
-        } else {
-            WGMMA_RS("bf16");
-        }
+        wgmma_registers(d, a_frag[kk], wgmma_descriptor(b_tile) + 128 * kk);    // 16 rows: 2048 bytes
     }
     wgmma_commit();
 }
@@ -2340,8 +2153,8 @@ template <typename E>
 __device__ inline void pack_fragments(uint32_t (&a)[4][4], const float (&acc)[8][4]) {
 #pragma unroll
     for (int n = 0; n < 8; n++) {
-        a[n / 2][n % 2 * 2] = pack_pair<E>(acc[n][0], acc[n][1]);
-        a[n / 2][n % 2 * 2 + 1] = pack_pair<E>(acc[n][2], acc[n][3]);
+        a[n / 2][n % 2 * 2] = pack_pair(acc[n][0], acc[n][1]);
+        a[n / 2][n % 2 * 2 + 1] = pack_pair(acc[n][2], acc[n][3]);
     }
 }
 
@@ -2357,8 +2170,8 @@ __device__ inline void store_swizzled(E* matrix, size_t stride, int row0, int T,
 #pragma unroll
     for (int n = 0; n < 8; n++) {
         uint32_t* pair = reinterpret_cast<uint32_t*>(staging + g * 64 + (n ^ g) * 8 + lane % 4 * 2);
-        pair[0] = pack_pair<E>(acc[n][0] * scale0, acc[n][1] * scale0);
-        pair[8 * 32] = pack_pair<E>(acc[n][2] * scale1, acc[n][3] * scale1);
+        pair[0] = pack_pair(acc[n][0] * scale0, acc[n][1] * scale0);
+        pair[8 * 32] = pack_pair(acc[n][2] * scale1, acc[n][3] * scale1);
     }
     __syncwarp();
 #pragma unroll
@@ -2401,15 +2214,15 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
     const auto load_block = [&](int it) {    // key block `last - it`
         const int stage = it % STAGES;
         mbarrier_expect(&shared.full[stage], 2 * kSm90Tile * sizeof(E));
-        tma_load(shared.a[stage], &qkv_map, &shared.full[stage], (last - it) * 64, NH + h, b);
-        tma_load(shared.b[stage], &qkv_map, &shared.full[stage], (last - it) * 64, 2 * NH + h, b);
+        tma_load_4d(shared.a[stage], &qkv_map, &shared.full[stage], 0, (last - it) * 64, NH + h, b);
+        tma_load_4d(shared.b[stage], &qkv_map, &shared.full[stage], 0, (last - it) * 64, 2 * NH + h, b);
     };
     if (threadIdx.x == 0) {
         mbarrier_init(&shared.own_full, 1);
         for (int i = 0; i < STAGES; i++) { mbarrier_init(&shared.full[i], 1); }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        mbarrier_fence_init();
         mbarrier_expect(&shared.own_full, kSm90Tile * sizeof(E));
-        tma_load(shared.own[0], &qkv_map, &shared.own_full, last * 64, h, b);
+        tma_load_4d(shared.own[0], &qkv_map, &shared.own_full, 0, last * 64, h, b);
         for (int it = 0; it < min(STAGES, last + 1); it++) { load_block(it); }
     }
     __syncthreads();
@@ -2546,16 +2359,16 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
     const auto load_block = [&](int it) {    // key block `last - it`
         const int stage = it % STAGES;
         mbarrier_expect(&shared.full[stage], 2 * kSm90Tile * sizeof(E));
-        tma_load(shared.a[stage], &qkv_map, &shared.full[stage], (last - it) * 64, NH + h, b);
-        tma_load(shared.b[stage], &qkv_map, &shared.full[stage], (last - it) * 64, 2 * NH + h, b);
+        tma_load_4d(shared.a[stage], &qkv_map, &shared.full[stage], 0, (last - it) * 64, NH + h, b);
+        tma_load_4d(shared.b[stage], &qkv_map, &shared.full[stage], 0, (last - it) * 64, 2 * NH + h, b);
     };
     if (threadIdx.x == 0) {
         mbarrier_init(&shared.own_full, 1);
         for (int i = 0; i < STAGES; i++) { mbarrier_init(&shared.full[i], 1); }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        mbarrier_fence_init();
         mbarrier_expect(&shared.own_full, 2 * kSm90Tile * sizeof(E));
-        tma_load(shared.own[0], &qkv_map, &shared.own_full, last * 64, h, b);
-        tma_load(shared.own[1], &dout_map, &shared.own_full, last * 64, h, b);
+        tma_load_4d(shared.own[0], &qkv_map, &shared.own_full, 0, last * 64, h, b);
+        tma_load_4d(shared.own[1], &dout_map, &shared.own_full, 0, last * 64, h, b);
         for (int it = 0; it < min(STAGES, last + 1); it++) { load_block(it); }
     }
     __syncthreads();
@@ -2641,17 +2454,17 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
         const int stage = it % STAGES;
         const int q0 = (first + it) * 64;
         mbarrier_expect(&shared.full[stage], 2 * kSm90Tile * sizeof(E) + sizeof(shared.stats[stage]));
-        tma_load(shared.a[stage], &qkv_map, &shared.full[stage], q0, h, b);
+        tma_load_4d(shared.a[stage], &qkv_map, &shared.full[stage], 0, q0, h, b);
         bulk_load(shared.stats[stage], stats_bh + q0, &shared.full[stage], sizeof(shared.stats[stage]));
-        tma_load(shared.b[stage], &dout_map, &shared.full[stage], q0, h, b);
+        tma_load_4d(shared.b[stage], &dout_map, &shared.full[stage], 0, q0, h, b);
     };
     if (threadIdx.x == 0) {
         mbarrier_init(&shared.own_full, 1);
         for (int i = 0; i < STAGES; i++) { mbarrier_init(&shared.full[i], 1); }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        mbarrier_fence_init();
         mbarrier_expect(&shared.own_full, 2 * kSm90Tile * sizeof(E));
-        tma_load(shared.own[0], &qkv_map, &shared.own_full, first * 64, NH + h, b);
-        tma_load(shared.own[1], &qkv_map, &shared.own_full, first * 64, 2 * NH + h, b);
+        tma_load_4d(shared.own[0], &qkv_map, &shared.own_full, 0, first * 64, NH + h, b);
+        tma_load_4d(shared.own[1], &qkv_map, &shared.own_full, 0, first * 64, 2 * NH + h, b);
         for (int it = 0; it < min(STAGES, last + 1); it++) { load_block(it); }
     }
     __syncthreads();
@@ -3296,566 +3109,6 @@ static void attention_backward(floatX* dqkv, float* scratch, const floatX* dout,
     }
     OUTPUT("attention_backward.dqkv", dqkv, static_cast<size_t>(B) * T * 3 * NH * HS, stream);
 }
-
-// == 6.5 gelu and bias ==
-// gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).  bias_backward: dbias (+)= column sums of dout
-// (N,OC). gelu_backward_inplace: d = d*gelu'(inp), and dbias (+)= column sums of the new d as stored, in the
-// same pass. Column sums: each block adds up one chunk of rows into a partial row, then column_sums_kernel
-// adds the partials. 8 an SM of an H200; fixed, so that the bits do not depend on the GPU
-constexpr int kColumnBlocks = 1056;
-constexpr int kColumnRows = 8;                  // rows a block works on at a time, one a warp
-
-template <bool kVector> __global__ void gelu_forward_kernel(floatX* out, const floatX* inp, size_t n) {
-    const size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
-    Floats x = load_floats<kVector, Cache::Streaming>(inp, i, n);
-#pragma unroll
-    for (int k = 0; k < kWidth; k++) { x.at[k] = gelu(x.at[k]); }
-    store<kVector>(out, i, n, to_pack<floatX>(x));
-}
-
-// Block (32,8): 32 vectors of columns, 8 rows at a time of the rows of chunk blockIdx.y. kGelu: d is updated
-// in place, each element by the thread that read it.
-template <bool kVector, bool kGelu>
-__global__ void __launch_bounds__(kWarp* kColumnRows)
-    partial_sums_kernel(float* partial /*(gridDim.y,OC) or null*/, floatX* d_inplace, const floatX* d,
-                        const floatX* inp, int N, int OC, int chunk_rows) {
-    constexpr int kUnroll = kVector ? 4 : 1;
-    __shared__ Floats shared[kColumnRows][kWarp];
-    const int c = (blockIdx.x * kWarp + threadIdx.x) * kWidth;
-    const int begin = blockIdx.y * chunk_rows, end = min(begin + chunk_rows, N);
-    Floats sum = {};
-    for (int first = begin + threadIdx.y; first < end; first += kColumnRows * kUnroll) {
-        x128 x[kUnroll], y[kUnroll];
-#pragma unroll
-        for (int u = 0; u < kUnroll; u++) {
-            const int row = first + u * kColumnRows, columns = row < end ? OC : 0;
-            const size_t at = row < end ? (size_t)row * OC : 0;
-            x[u] = load<kVector>(d + at, c, columns);
-            if (kGelu) { y[u] = load<kVector, Cache::Streaming>(inp + at, c, columns); }
-        }
-#pragma unroll
-        for (int u = 0; u < kUnroll; u++) {
-            if (kGelu) {
-#pragma unroll
-                for (int k = 0; k < kWidth; k++) {
-                    x[u].data[k] = (floatX)((float)x[u].data[k] * gelu_grad((float)y[u].data[k]));
-                }
-                const int row = first + u * kColumnRows, columns = row < end ? OC : 0;
-                store<kVector>(d_inplace + (row < end ? (size_t)row * OC : 0), c, columns, x[u]);
-            }
-#pragma unroll
-            for (int k = 0; k < kWidth; k++) { sum.at[k] += (float)x[u].data[k]; }
-        }
-    }
-    if (!partial) { return; }
-    shared[threadIdx.y][threadIdx.x] = sum;
-    __syncthreads();
-    if (threadIdx.y > 0) { return; }
-#pragma unroll
-    for (int y = 1; y < kColumnRows; y++) {
-#pragma unroll
-        for (int k = 0; k < kWidth; k++) { sum.at[k] += shared[y][threadIdx.x].at[k]; }
-    }
-    store<kVector>(partial + (size_t)blockIdx.y * OC, c, OC, to_pack<float>(sum));
-}
-
-static int column_chunks(int N, int OC) {
-    const int slabs = ceil_div(OC, kWarp * kWidth);
-    return std::min(std::max(kColumnBlocks / slabs, 1), ceil_div(N, kColumnRows));
-}
-
-static size_t bias_backward_scratch_bytes(int N, int OC) {
-    return (size_t)column_chunks(N, OC) * OC * sizeof(float);
-}
-
-template <bool kGelu>
-static void column_pass(Grad dbias, float* scratch, floatX* d_inplace, const floatX* d, const floatX* inp,
-                        int N, int OC, Stream stream) {
-    const int chunk_rows = ceil_div(N, column_chunks(N, OC)), chunks = ceil_div(N, chunk_rows);
-    float* partial = dbias.data ? scratch : nullptr;
-    with_vector(OC, [&](auto vector) {
-        const dim3 grid(ceil_div(OC, kWarp * kWidth), chunks), block(kWarp, kColumnRows);
-        partial_sums_kernel<vector.value, kGelu>
-            <<<grid, block, 0, stream>>>(partial, d_inplace, d, inp, N, OC, chunk_rows);
-    });
-    cudaCheck(cudaGetLastError());
-    if (dbias.data) { column_sums({{dbias}}, 1, partial, chunks, OC, stream); }
-}
-
-static void bias_backward(Grad dbias /*(OC)*/, float* scratch, const floatX* dout /*(N,OC)*/, int N, int OC,
-                          Stream stream) {
-    NvtxRange range("bias_backward");
-    column_pass<false>(dbias, scratch, nullptr, dout, nullptr, N, OC, stream);
-    OUTPUT("bias_backward.dbias", dbias, (size_t)OC, stream);
-}
-
-static void gelu_forward(floatX* out, const floatX* inp, size_t n, Stream stream) {
-    NvtxRange range("gelu_forward");
-    with_vector(n, [&](auto vector) {
-        const size_t threads = 256, blocks = ceil_div(n, threads * kWidth);
-        gelu_forward_kernel<vector.value><<<(unsigned)blocks, (unsigned)threads, 0, stream>>>(out, inp, n);
-    });
-    cudaCheck(cudaGetLastError());
-    OUTPUT("gelu_forward.out", out, n, stream);
-}
-
-static void gelu_backward_inplace(floatX* d_inplace /*(N,OC)*/, Grad dbias /*(OC), data may be null*/,
-                                  float* scratch, const floatX* inp /*(N,OC)*/, int N, int OC,
-                                  Stream stream) {
-    NvtxRange range("gelu_backward_inplace");
-    column_pass<true>(dbias, scratch, d_inplace, d_inplace, inp, N, OC, stream);
-    OUTPUT("gelu_backward_inplace.dinp", d_inplace, (size_t)N * OC, stream);
-    OUTPUT("gelu_backward_inplace.dbias", dbias, (size_t)OC, stream);
-}
-
-// == 6.6 classifier ==
-// Row by row of logits (N,Vp), over the first V columns: losses = log(sum(exp(x))) - x[target]. LossAndGrad
-// writes (softmax(x) - onehot(target)) * dloss * loss_scale over the logits, zeros into columns V and up.
-// 124M, B=64: 6.6 GB of logits. The first kernel reads each row once; LossOnly does not write.
-// Rows of up to 57,344 elements in registers
-constexpr int kClassifierThreads = 1024, kClassifierVectors = 7;
-
-// Ignores NaN, which the sum of exp() keeps
-__device__ __forceinline__ float pack_max(const Pack<float>& x) {
-    float top = x.data[0];
-#pragma unroll
-    for (int k = 1; k < kWidth; k++) { top = fmaxf(top, x.data[k]); }
-    return top;
-}
-template <class Half> __device__ __forceinline__ float pack_max(const Pack<Half>& x) {
-    Half top = x.data[0];
-#pragma unroll
-    for (int k = 1; k < kWidth; k++) { top = __hmax(top, x.data[k]); }
-    return (float)top;
-}
-
-__device__ __forceinline__ void mask_padding(x128* x, int c, int V) {   // columns V and up get no probability
-    if (c + kWidth <= V) { return; }
-#pragma unroll
-    for (int k = 0; k < kWidth; k++) {
-        if (c + k >= V) { x->data[k] = (floatX)-INFINITY; }
-    }
-}
-
-__device__ __forceinline__ float exp_sum(const x128& x, float top) {    // sum of exp(x - top)
-    float sum = 0.0f;
-#pragma unroll
-    for (int k = 0; k < kWidth; k++) { sum += exp2_fast(fmaf((float)x.data[k], kLog2e, -top * kLog2e)); }
-    return sum;
-}
-
-// Each thread's (max, sum of exp(x - max)) becomes the row's, in every thread. One barrier; `parts` must not
-// be written again before the next one.
-__device__ __forceinline__ void softmax_combine(float& top, float& sum, float2* parts /*(32)*/) {
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    float row_top = warp_max(top);
-    float row_sum = warp_sum(sum * exp2_fast((top - row_top) * kLog2e));
-    if (lane == 0) { parts[warp] = make_float2(row_top, row_sum); }
-    __syncthreads();
-    const float2 part = lane < (int)blockDim.x / kWarp ? parts[lane] : make_float2(-FLT_MAX, 0.0f);
-    top = warp_max(part.x);
-    sum = warp_sum(part.y * exp2_fast((part.x - top) * kLog2e));
-}
-
-__device__ __forceinline__ x128 softmax_grad(const x128& x, float top, float scale_over_sum, int c,
-                                             int target, float scale) {
-    Floats d;
-#pragma unroll
-    for (int k = 0; k < kWidth; k++) {
-        d.at[k] = exp2_fast(fmaf((float)x.data[k], kLog2e, -top * kLog2e)) * scale_over_sum;
-    }
-    if (target >= c && target < c + kWidth) {
-#pragma unroll
-        for (int k = 0; k < kWidth; k++) {
-            if (c + k == target) { d.at[k] -= scale; }
-        }
-    }
-    return to_pack<floatX>(d);
-}
-
-// Persistent, one block an SM. Rows stream through two slots of shared memory (200 KB) into registers: while
-// a row is worked on, the next one is on its way, so the memory never waits for the arithmetic. A thread
-// reads only what it copied itself.
-template <bool kGrad>
-__global__ void __launch_bounds__(kClassifierThreads, 1)
-    classifier_stream_kernel(floatX* logits, float* losses, const int* targets, float dloss,
-                             const float* loss_scale, int N, int V, int Vp) {
-    extern __shared__ x128 staged[];                    // (2, Vp/kWidth)
-    __shared__ float2 parts[2][kWarp];
-    __shared__ float target_logit[2];
-    const int vectors = Vp / kWidth, first = threadIdx.x;
-    const float scale = kGrad ? dloss * (loss_scale ? *loss_scale : 1.0f) : 0.0f;
-    // This thread's first vector
-    auto row_at = [&](int row) { return logits + (size_t)row * Vp + first * kWidth; };
-    auto stage = [&](int row, int slot) {
-        if (row < N) {
-            const floatX* x_row = row_at(row);
-            x128* slot_at = staged + slot * vectors + first;
-#pragma unroll
-            for (int j = 0; j < kClassifierVectors; j++) {
-                const int v = j * kClassifierThreads;
-                if (first + v < vectors) { cp_async_16(slot_at + v, x_row + v * kWidth); }
-            }
-        }
-        cp_async_commit();
-    };
-    stage(blockIdx.x, 0);
-    stage(blockIdx.x + gridDim.x, 1);
-    int slot = 0;
-    for (int row = blockIdx.x; row < N; row += gridDim.x, slot ^= 1) {
-        const int target = targets[row];
-        x128* slot_at = staged + slot * vectors + first;
-        cp_async_wait<1>();
-        uint4 row_x[kClassifierVectors];                // as words, see as_pack
-        // Not -inf: inf - inf would be NaN where all is padding
-        float top = -FLT_MAX;
-#pragma unroll
-        for (int j = 0; j < kClassifierVectors; j++) {
-            const int v = j * kClassifierThreads;
-            if (first + v >= vectors) { continue; }
-            mask_padding(slot_at + v, (first + v) * kWidth, V);     // there, not in registers: see `row_x`
-            row_x[j] = *(const uint4*)(slot_at + v);
-            top = fmaxf(top, pack_max(as_pack(row_x[j])));
-        }
-        if (target / kWidth % kClassifierThreads == first) {
-            target_logit[slot] = (float)((const floatX*)(staged + slot * vectors))[target];
-        }
-        float sum = 0.0f;
-#pragma unroll
-        for (int j = 0; j < kClassifierVectors; j++) {
-            if (first + j * kClassifierThreads < vectors) { sum += exp_sum(as_pack(row_x[j]), top); }
-        }
-        softmax_combine(top, sum, parts[slot]);
-        stage(row + 2 * gridDim.x, slot);               // every read of this slot was before that barrier
-        if (first == 0) { losses[row] = logf(sum) + top - target_logit[slot]; }
-        if (kGrad) {
-            floatX* d_row = row_at(row);
-            const float scale_over_sum = scale / sum;
-#pragma unroll
-            for (int j = 0; j < kClassifierVectors; j++) {
-                const int v = j * kClassifierThreads, c = (first + v) * kWidth;
-                if (first + v >= vectors) { continue; }
-                store<true, Cache::Streaming>(
-                    d_row, v * kWidth, Vp,
-                    softmax_grad(as_pack(row_x[j]), top, scale_over_sum, c, target, scale));
-            }
-        }
-    }
-}
-
-// Any Vp: one block a row, read twice (the second time from cache).
-template <bool kVector, bool kGrad>
-__global__ void classifier_kernel(floatX* logits, float* losses, const int* targets, float dloss,
-                                  const float* loss_scale, int V, int Vp) {
-    __shared__ float2 parts[kWarp];
-    const int row = blockIdx.x, target = targets[row], first = threadIdx.x * kWidth,
-              step = blockDim.x * kWidth;
-    floatX* x_row = logits + (size_t)row * Vp;
-    // Before the barrier after which rows are written
-    float target_logit = threadIdx.x == 0 ? (float)x_row[target] : 0.0f;
-    float top = -FLT_MAX, sum = 0.0f;
-    for (int c = first; c < V; c += step) {
-        x128 x = load<kVector>(x_row, c, Vp);
-        mask_padding(&x, c, V);
-        const float higher = fmaxf(top, pack_max(x));
-        sum = sum * exp2_fast((top - higher) * kLog2e) + exp_sum(x, higher);
-        top = higher;
-    }
-    softmax_combine(top, sum, parts);
-    if (threadIdx.x == 0) { losses[row] = logf(sum) + top - target_logit; }
-    if (kGrad) {
-        const float scale = dloss * (loss_scale ? *loss_scale : 1.0f), scale_over_sum = scale / sum;
-        for (int c = first; c < Vp; c += step) {
-            x128 x = load<kVector>(x_row, c, Vp);
-            mask_padding(&x, c, V);
-            store<kVector>(x_row, c, Vp, softmax_grad(x, top, scale_over_sum, c, target, scale));
-        }
-    }
-}
-
-// Rows short enough for registers and for two slots, and long enough to keep all threads busy.
-static bool classifier_streams(int Vp) {
-    int shared_limit = 0;
-    cudaCheck(cudaDeviceGetAttribute(&shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
-    return sizeof(floatX) == 2 && is_vector(Vp) && Vp >= 8192 &&
-           Vp <= kClassifierVectors * kClassifierThreads * kWidth &&
-           2 * Vp * (int)sizeof(floatX) + 1024 <= shared_limit;    // 1024: the static part
-}
-
-template <bool kGrad>
-static void classifier_launch(floatX* logits, float* losses, const int* targets, float dloss,
-                              const float* loss_scale, int N, int V, int Vp, Stream stream) {
-    if (classifier_streams(Vp)) {
-        const int shared = 2 * Vp * (int)sizeof(floatX);
-        cudaCheck(cudaFuncSetAttribute(classifier_stream_kernel<kGrad>,
-                                       cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-        classifier_stream_kernel<kGrad><<<std::min(N, device_sm_count), kClassifierThreads, shared, stream>>>(
-            logits, losses, targets, dloss, loss_scale, N, V, Vp);
-    } else {
-        const int threads = std::min(round_up(ceil_div(Vp, kWidth), kWarp), 1024);
-        with_vector(Vp, [&](auto vector) {
-            classifier_kernel<vector.value, kGrad>
-                <<<N, threads, 0, stream>>>(logits, losses, targets, dloss, loss_scale, V, Vp);
-        });
-    }
-    cudaCheck(cudaGetLastError());
-}
-
-static void classifier(floatX* logits_inplace /*(N,Vp)*/, float* losses /*(N)*/, const int* targets /*(N)*/,
-                       float dloss, const float* loss_scale /*device scalar; null: 1*/, int N, int V, int Vp,
-                       ClassifierMode mode, Stream stream) {
-    NvtxRange range("classifier");
-    if (mode == ClassifierMode::LossOnly) {
-        classifier_launch<false>(logits_inplace, losses, targets, dloss, loss_scale, N, V, Vp, stream);
-        OUTPUT("classifier.losses", losses, (size_t)N, stream);
-        return;
-    }
-    classifier_launch<true>(logits_inplace, losses, targets, dloss, loss_scale, N, V, Vp, stream);
-    OUTPUT("classifier.losses", losses, (size_t)N, stream);
-    OUTPUT("classifier.dlogits", logits_inplace, (size_t)N * Vp, stream);
-}
-
-// == 6.7 loss ==
-// mean (+)= weight * sum of losses. One block; the sum is exact to double precision, in a fixed order.
-__global__ void loss_sum_kernel(float* mean, const float* losses, float weight, Accumulate acc, int N) {
-    __shared__ double shared[kWarp];
-    double sum = 0.0;
-    for (int i = threadIdx.x; i < N; i += blockDim.x) { sum += losses[i]; }
-    sum = block_sum(sum, shared);
-    if (threadIdx.x == 0) { *mean = (float)((acc == Accumulate::Yes ? (double)*mean : 0.0) + weight * sum); }
-}
-
-static void loss_sum(float* mean, const float* losses /*(N)*/, float weight, Accumulate acc, int N,
-                     Stream stream) {
-    NvtxRange range("loss_sum");
-    loss_sum_kernel<<<1, 1024, 0, stream>>>(mean, losses, weight, acc, N);
-    cudaCheck(cudaGetLastError());
-    OUTPUT("loss_sum.mean", mean, 1, stream);
-}
-
-// == 6.8 global norm ==
-// norm = sqrt(sum of squares of all gradients) / loss_scale, then the decision about this update, all on the
-// device: the host reads both a step later. Gaps between tensors must hold zeros. Gradients of which some are
-// bf16 are found by their segments, as in AdamW below.
-constexpr int kNormBlocks = 1056, kNormThreads = 256;   // fixed, so that the bits do not depend on the GPU
-
-// The last segment that begins at or before i.
-__device__ __forceinline__ ParamSegment segment_of(const ParamSegment* segments, int num_segments, size_t i) {
-    int low = 0, high = num_segments;
-    while (high - low > 1) {
-        const int middle = (low + high) / 2;
-        if (segments[middle].begin <= i) { low = middle; }
-        else { high = middle; }
-    }
-    return segments[low];
-}
-
-// Gradients of the elements [i, i + kWidth) of the flat fp32 buffers, which lie in this segment.
-template <Cache kCache = Cache::Default>
-__device__ __forceinline__ Floats load_grads(const void* grads, const ParamSegment& segment, size_t i,
-                                             const RoundKey& key) {
-    const void* data = (const char*)grads + segment.grads;
-    const size_t n = segment.end - segment.begin;
-    if (!segment.grads_bf16) { return load_floats<true, kCache>((const float*)data, i - segment.begin, n); }
-    return load_dithered<kCache>((const __nv_bfloat16*)data, i - segment.begin, n, key, segment.begin);
-}
-
-template <bool kBf16, bool kVector> __global__ void global_norm_kernel(double* partial, GlobalNorm a) {
-    __shared__ double shared[kWarp];
-    const size_t n = a.n;
-    float squares = 0.0f;                               // 124M: 460 elements a thread
-    const size_t step = (size_t)gridDim.x * blockDim.x * kWidth;
-    for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < n; i += 4 * step) {
-        Floats x[4];
-#pragma unroll
-        for (int u = 0; u < 4; u++) {
-            const size_t at = i + u * step;
-            if (!kBf16) {
-                x[u] = load_floats<kVector>((const float*)a.grads, at, n);
-                continue;
-            }
-            x[u] = Floats{};
-            if (at >= n) { continue; }
-            const ParamSegment segment = segment_of(a.segments, a.num_segments, at);
-            if (at >= segment.begin && at < segment.end) {
-                x[u] = load_grads(a.grads, segment, at, a.grad_key);
-            }
-        }
-#pragma unroll
-        for (int u = 0; u < 4; u++) {
-            float sum = 0.0f;
-#pragma unroll
-            for (int k = 0; k < kWidth; k++) { sum = fmaf(x[u].at[k], x[u].at[k], sum); }
-            squares += sum;
-        }
-    }
-    const double sum = block_sum((double)squares, shared);
-    if (threadIdx.x == 0) { partial[blockIdx.x] = sum; }
-}
-
-__global__ void update_decision_kernel(UpdateState* state, const double* partial, int partials,
-                                       float max_norm, UpdatePolicy policy) {
-    __shared__ double shared[kWarp];
-    double sum = 0.0;
-    for (int i = threadIdx.x; i < partials; i += blockDim.x) { sum += partial[i]; }
-    sum = block_sum(sum, shared);
-    if (threadIdx.x > 0) { return; }
-    const float scale = state->loss_scale;
-    const float norm = (float)(sqrt(sum) / scale);
-    state->norm = norm;
-    if (!isfinite(norm)) {
-        state->skip = 1;
-        state->skipped_in_a_row++;
-        state->good_steps = 0;
-        if (policy.dynamic_loss_scale) { state->loss_scale = fmaxf(scale * 0.5f, 1.0f); }
-        return;
-    }
-    state->skip = 0;
-    state->skipped_in_a_row = 0;
-    state->t++;
-    const float clip = max_norm / (norm + kClipEps);
-    state->grad_scale = (max_norm > 0.0f && clip < 1.0f ? clip : 1.0f) / scale;
-    state->good_steps++;
-    if (policy.dynamic_loss_scale && state->good_steps >= policy.growth_interval) {
-        state->loss_scale = fminf(scale * 2.0f, policy.max_scale);
-        state->good_steps = 0;
-    }
-}
-
-static size_t global_norm_scratch_bytes(size_t) { return kNormBlocks * sizeof(double); }
-
-static void global_norm(const GlobalNorm& args, Stream stream) {
-    NvtxRange range("global_norm");
-    double* partial = (double*)args.scratch;
-    if (args.grads_bf16) {
-        if (!is_vector(args.n)) { die("global_norm: %zu elements, not a multiple of %d", args.n, kWidth); }
-        global_norm_kernel<true, true><<<kNormBlocks, kNormThreads, 0, stream>>>(partial, args);
-    } else {
-        with_vector(args.n, [&](auto vector) {
-            global_norm_kernel<false, vector.value><<<kNormBlocks, kNormThreads, 0, stream>>>(partial, args);
-        });
-    }
-    cudaCheck(cudaGetLastError());
-    update_decision_kernel<<<1, 1024, 0, stream>>>(args.state, partial, kNormBlocks, args.max_norm,
-                                                     args.policy);
-    cudaCheck(cudaGetLastError());
-    OUTPUT("global_norm.norm", &args.state->norm, 1, stream);
-    OUTPUT("global_norm.grad_scale", &args.state->grad_scale, 1, stream);
-}
-
-// == 6.9 adamw ==
-// g = grad*grad_scale;  m = m + (1-beta1) (g - m);  v = beta2 v + (1-beta2) g^2;
-// p = p (1 - lr wd) - lr/(1-beta1^t) m / (sqrt(v)/sqrt(1-beta2^t) + eps), rounded in the order in which
-// PyTorch's AdamW rounds (its foreach form), constants taken in double: from equal gradients, equal weights.
-// One launch over the flat fp32 buffers; p is the master copy, or the parameter itself (fp32), or the 16-bit
-// parameter, rounded stochastically. A skipped update changes nothing.
-struct AdamW {
-    void* params;                       // (n) of floatX or fp32, as the segments say
-    float *master, *m, *v;              // (n); master: null when params are fp32, or for stochastic rounding
-    const void* grads;                  // (n) fp32, or as the segments say
-    bool grads_bf16;                    // some segments' are
-    const UpdateState* state;           // t already counts this update
-    const ParamSegment* segments;       // on the device; ascending, each begins at a multiple of 8
-    int num_segments;
-    size_t n;
-    double lr, beta1, beta2, eps;
-    RoundKey key;                       // of the parameters' rounding
-    RoundKey grad_key;                  // of the micro-step that stored the gradients
-};
-
-__device__ inline double power(double x, long long n) {     // x^n by squaring: the same bits on every GPU
-    double result = 1.0;
-    for (; n > 0; n /= 2, x *= x) {
-        if (n % 2 == 1) { result *= x; }
-    }
-    return result;
-}
-
-template <bool kGradsBf16, bool kMaster> __global__ void __launch_bounds__(256) adamw_kernel(AdamW a) {
-    if (a.state->skip) { return; }
-    __shared__ float shared[2];
-    if (threadIdx.x == 0) {
-        shared[0] = (float)(-a.lr / (1.0 - power(a.beta1, a.state->t)));
-        shared[1] = (float)sqrt(1.0 - power(a.beta2, a.state->t));
-    }
-    __syncthreads();
-    const float minus_rate = shared[0], v_correction = shared[1], grad_scale = a.state->grad_scale;
-    const float m_part = (float)(1.0 - a.beta1), v_part = (float)(1.0 - a.beta2), v_keep = (float)a.beta2,
-                eps = (float)a.eps;
-
-    const size_t step = (size_t)gridDim.x * blockDim.x * kWidth;
-    for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
-        Floats g;
-        if (!kGradsBf16) { g = load_floats<true, Cache::Streaming>((const float*)a.grads, i, a.n); }
-        Floats m = load_floats<true, Cache::Streaming>(a.m, i, a.n),
-               v = load_floats<true, Cache::Streaming>(a.v, i, a.n);
-        const ParamSegment segment = segment_of(a.segments, a.num_segments, i);
-        if (i < segment.begin || i >= segment.end) { continue; }
-        // The parameters lie in the segment's own type: element j of size
-        const size_t j = i - segment.begin, size = segment.end - segment.begin;
-        const bool fp32 = sizeof(floatX) == 4 || segment.params_fp32;
-        float* param_fp32 = (float*)((char*)a.params + segment.params);
-        floatX* param = (floatX*)((char*)a.params + segment.params);
-        Floats p;
-        if (kMaster) { p = load_floats<true, Cache::Streaming>(a.master, i, a.n); }
-        else if (fp32) { p = load_floats<true>(param_fp32, j, size); }
-        else { p = load_floats<true>(param, j, size); }
-        if (kGradsBf16) { g = load_grads<Cache::Streaming>(a.grads, segment, i, a.grad_key); }
-        const float decay = (float)(1.0 - a.lr * segment.weight_decay);
-#pragma unroll
-        for (int k = 0; k < kWidth; k++) {
-            const float grad = g.at[k] * grad_scale;
-            m.at[k] = fmaf(m_part, grad - m.at[k], m.at[k]);
-            v.at[k] = fmaf(v_part, grad * grad, __fmul_rn(v.at[k], v_keep));
-            const float update = m.at[k] / (sqrtf(v.at[k]) / v_correction + eps);
-            p.at[k] = fmaf(minus_rate, update, __fmul_rn(p.at[k], decay));
-        }
-
-        x128 rounded = to_pack<floatX>(p);
-        if (!kMaster && sizeof(floatX) == 2) {
-            const Draws draws = round_draws(a.key, i);
-#pragma unroll
-            for (int k = 0; k < kWidth; k++) { store_stochastic(&rounded.data[k], p.at[k], draws.at[k]); }
-        }
-        if (i + kWidth <= segment.end) {
-            store<true, Cache::Streaming>(a.m, i, a.n, to_pack<float>(m));
-            store<true, Cache::Streaming>(a.v, i, a.n, to_pack<float>(v));
-            if (kMaster) { store<true, Cache::Streaming>(a.master, i, a.n, to_pack<float>(p)); }
-            if (fp32) { store<true>(param_fp32, j, size, to_pack<float>(p)); }
-            else { store<true>(param, j, size, rounded); }
-        // The last elements of a segment: what follows is not touched
-        } else {
-            store<false>(a.m, i, segment.end, to_pack<float>(m));
-            store<false>(a.v, i, segment.end, to_pack<float>(v));
-            if (kMaster) { store<false>(a.master, i, segment.end, to_pack<float>(p)); }
-            if (fp32) { store<false>(param_fp32, j, size, to_pack<float>(p)); }
-            else { store<false>(param, j, size, rounded); }
-        }
-    }
-}
-
-static void adamw_update(AdamW args, Stream stream) {
-    NvtxRange range("adamw_update");
-    if (!is_vector(args.n)) {
-        die("adamw_update: the flat buffers have %zu elements, not a multiple of %d", args.n, kWidth);
-    }
-    const int threads = 256;
-    const int blocks =
-        (int)std::min<size_t>(ceil_div(args.n, (size_t)threads * kWidth), (size_t)device_sm_count * 8);
-    if (args.grads_bf16) {
-        if (args.master) { adamw_kernel<true, true><<<blocks, threads, 0, stream>>>(args); }
-        else { adamw_kernel<true, false><<<blocks, threads, 0, stream>>>(args); }
-    } else {
-        if (args.master) { adamw_kernel<false, true><<<blocks, threads, 0, stream>>>(args); }
-        else { adamw_kernel<false, false><<<blocks, threads, 0, stream>>>(args); }
-    }
-    cudaCheck(cudaGetLastError());
-    // as if all of them were floatX: inside the arena, whatever the segments say
-    OUTPUT("adamw_update.params", (floatX*)args.params, args.n, stream);
-    if (args.master) { OUTPUT("adamw_update.master", args.master, args.n, stream); }
-    OUTPUT("adamw_update.m", args.m, args.n, stream);
-    OUTPUT("adamw_update.v", args.v, args.n, stream);
-}
 #endif  // GPT2_CPU
 
 // == 7 multi-GPU ==
@@ -4008,7 +3261,7 @@ static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& 
         plan.push_back({a.name, round_up(a.elems * a.elem_bytes, kAlign) * a.copies});
     }
     plan.push_back({"scratch", gpt2_scratch_bytes(c, options, B, T, specs, elems)});
-    plan.push_back({"matmul workspace", matmul_workspace_bytes()});
+    plan.push_back({"matmul workspace", gemm_workspace_bytes()});
     plan.push_back({"inputs", inputs_layout(nullptr, B, T).bytes});
     return plan;
 }
@@ -4077,7 +3330,7 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     model->acts = (char*)device_malloc(act_bytes, "activations");
     model->scratch =
         (float*)device_malloc(gpt2_scratch_bytes(config, options, B, T, model->param_specs, n), "scratch");
-    model->workspace = device_malloc(matmul_workspace_bytes(), "matmul workspace");
+    model->workspace = device_malloc(gemm_workspace_bytes(), "matmul workspace");
     model->state = (DeviceState*)device_malloc(sizeof(DeviceState), "state");
     model->device_segments =
         (ParamSegment*)device_malloc(NUM_PARAMS * sizeof(ParamSegment), "parameter segments");
@@ -4088,7 +3341,7 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
         model->staging[i] = inputs_layout(model->staging_memory[i], B, T);
         model->staged[i] = event_create();
     }
-    matmul_init(model->workspace, matmul_workspace_bytes(), options.tf32);
+    gemm_init(model->workspace, gemm_workspace_bytes(), options.tf32);
     select_kernels(options.kernels == Kernels::Portable);
     if (options.kernels == Kernels::Sm90 && !attention_uses_sm90(config.C / config.NH)) {
         die("--kernels sm90: no Hopper kernel serves head size %d here\n"
@@ -4129,7 +3382,7 @@ static void gpt2_free(GPT2* model) {
         pinned_free(model->staging_memory[i]);
         event_destroy(model->staged[i]);
     }
-    matmul_free();
+    gemm_free();
     stream_destroy(model->stream);
 }
 
@@ -4316,7 +3569,7 @@ static Grad gpt2_grad(GPT2* model, ParamId id, int l, Accumulate acc) {
     const ParamSegment& segment = model->segments[id];
     char* data =
         (char*)model->grads + segment.grads + l * s.stride * (segment.grads_bf16 ? 2 : sizeof(float));
-    return make_grad(data, segment.grads_bf16, s.offset + l * s.stride, acc, gpt2_grad_key(model));
+    return Grad{(float*)data, acc, segment.grads_bf16, gpt2_grad_key(model), s.offset + l * s.stride};
 }
 
 // Gradients of every parameter from dlogits. The first micro-step stores, later ones add: no memset.
@@ -4324,7 +3577,7 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc) {
     const Config& c = model->config;
     const Options& o = model->options;
     const int N = B * T, C = c.C, NH = c.NH, HS = C / NH;
-    const Grad none = make_grad(nullptr, false, 0, acc, RoundKey{});
+    const Grad none = {};
     Stream stream = model->stream;
     float* scratch = model->scratch;
     auto grad = [&](ParamId id, int l) { return gpt2_grad(model, id, l, acc); };
@@ -4384,7 +3637,7 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc) {
     }
     // wte: the LM head's part, then the embedding's. bf16 is rounded once, so there they meet in scratch.
     const size_t wte_elems = model->param_specs[PARAM_wte].elems;
-    Grad dwte = o.grads_bf16 ? make_grad(scratch, false, 0, Accumulate::No, RoundKey{}) : grad(PARAM_wte, 0);
+    Grad dwte = o.grads_bf16 ? Grad{scratch, Accumulate::No} : grad(PARAM_wte, 0);
     matmul_backward_weight(dwte, scratch, a.logits, a.lnf, N, C, c.Vp, stream);
     dwte.acc = Accumulate::Yes;
     float* free_scratch = o.grads_bf16 ? scratch + wte_elems : scratch;

@@ -27,7 +27,6 @@ static void break_output(const char* name, float* data, size_t count);      // t
 #include "cpu_ops.h"        // gives: the twins, Stream, GradOf
 #include "token_buckets.h"  // gives: max_bucket_slots
 
-typedef GradOf<float> Grad;
 typedef LayernormBackwardOf<float> LayernormBackward;
 typedef MatmulForwardOf<float> MatmulForward;
 typedef MatmulBackwardInputOf<float> MatmulBackwardInput;
@@ -115,15 +114,11 @@ static inline void event_record(Event event, Stream) {
 }
 static inline void event_wait(Event) {}
 static inline double event_ms(Event from, Event to) { return (*to.seconds - *from.seconds) * 1e3; }
-static inline size_t matmul_workspace_bytes() { return 0; }
-static inline void matmul_init(void*, size_t, bool) {}
-static inline void matmul_free() {}
+static inline size_t gemm_workspace_bytes() { return 0; }
+static inline void gemm_init(void*, size_t, bool) {}
+static inline void gemm_free() {}
 static inline void select_kernels(bool) {}
 static inline bool attention_uses_sm90(int) { return false; }
-
-static inline Grad make_grad(void* data, bool, size_t, Accumulate acc, RoundKey) {
-    return Grad{(float*)data, acc};
-}
 
 // ---- ops ----
 // The launcher's name and arguments, the twin's code.

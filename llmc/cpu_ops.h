@@ -45,8 +45,6 @@ file, to disturb one tensor (--break NAME) and see that some check notices.
 #define OUTPUT(name, ptr, count)
 #endif
 
-template <class Real> struct GradOf { Real* data; Accumulate acc; };
-
 // ---- small helpers ----
 
 static inline double exp_cpu(double x) { return exp(x); }

@@ -13,6 +13,7 @@ Types that the ops of both builds share: CUDA launchers in train_gpt2.cu, CPU tw
 #include "rand.h"       // gives: RoundKey
 
 #ifdef __CUDACC__
+#include <cuda_runtime.h>   // gives: cudaStream_t, int4
 typedef cudaStream_t Stream;
 #else
 typedef int Stream;                             // the twins run at once and ignore it
@@ -24,6 +25,19 @@ constexpr float kClipEps = 1e-6f;                // added to the norm in clippin
 
 enum class Accumulate { No, Yes };              // No: output = value; Yes: output += value
 enum class ClassifierMode { LossOnly, LossAndGrad };
+
+// Where one gradient tensor goes. S is fp32 in the trainer, double where tests run the twins. The CUDA build
+// can keep it in bf16, rounded with dither (--grad-dtype bf16): element i then draws the bits of position
+// `first` + i of the whole gradient, whoever computes it. Its readers need that draw again, so an element is
+// rounded once a micro-step, and an addition expects to find what the micro-step before stored.
+template <class S> struct GradOf {
+    S* data;                // null: not wanted
+    Accumulate acc;
+    bool is_bf16 = false;   // data points to bf16
+    RoundKey key = {};      // of the micro-step that stores
+    size_t first = 0;
+};
+typedef GradOf<float> Grad;
 
 // Token positions grouped by token id, so that each row of dwte is summed by one owner in a fixed order.
 struct TokenBuckets {

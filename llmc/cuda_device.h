@@ -1,0 +1,123 @@
+/*
+The CUDA side of the seam in train_gpt2.cu: the device runtime. llmc/cpu_device.h has the same names in plain
+C++, so the model and the training loop are written once.
+
+    const DeviceInfo device = device_init();            // GPU 0, or die()
+    Stream stream = stream_create();
+    float* x = (float*)device_malloc(bytes, "x");       // at start only: nothing on the step's path allocates
+    copy_to_device(x, host, bytes, stream);             // asynchronous when `host` is pinned
+    cudaCheck(cudaGetLastError());                      // after each launch
+
+Everything is asynchronous on the stream it is given, except what its name or comment says waits.
+*/
+#ifndef LLMC_CUDA_DEVICE_H
+#define LLMC_CUDA_DEVICE_H
+
+#include <cublasLt.h>           // gives: cublasStatus_t
+#include <cuda_runtime.h>       // gives: cudaMalloc, streams, events
+#include <nvtx3/nvToolsExt.h>   // gives: nvtxRangePushA
+
+#include <string>               // gives: std::string
+
+#include "check.h"              // gives: die, format
+#include "op_types.h"           // gives: Stream
+
+typedef cudaEvent_t Event;
+constexpr bool kDeviceIsAsync = true;           // a call puts work on a stream and returns
+
+static inline void cuda_check(cudaError_t status, const char* call, const char* file, int line) {
+    if (status == cudaSuccess) { return; }
+    die("%s at %s:%d: %s", call, file, line, cudaGetErrorString(status));
+}
+#define cudaCheck(call) cuda_check(call, #call, __FILE__, __LINE__)
+
+static inline void cublas_check(cublasStatus_t status, const char* call, const char* file, int line) {
+    if (status == CUBLAS_STATUS_SUCCESS) { return; }
+    die("%s at %s:%d: %s", call, file, line, cublasLtGetStatusString(status));
+}
+#define cublasCheck(call) cublas_check(call, #call, __FILE__, __LINE__)
+
+// A named range in Nsight's timeline for as long as the object lives: one per op.
+struct NvtxRange {
+    explicit NvtxRange(const char* name) { nvtxRangePushA(name); }
+    ~NvtxRange() { nvtxRangePop(); }
+    NvtxRange(const NvtxRange&) = delete;
+};
+
+struct DeviceInfo { std::string name; size_t memory_free, memory_total; };
+// Set by device_init, read by launchers to size persistent grids
+static int device_sm_count = 0;
+
+static inline void device_prepare(char**) {}
+
+static inline DeviceInfo device_init() {
+    int count = 0;
+    cudaError_t status = cudaGetDeviceCount(&count);
+    if (status != cudaSuccess || count == 0) {
+        die("no CUDA GPU can be used: %s\nhint: `make train_gpt2cpu` builds the CPU program",
+            status != cudaSuccess ? cudaGetErrorString(status) : "none found");
+    }
+    cudaCheck(cudaSetDevice(0));
+    cudaDeviceProp prop;
+    cudaCheck(cudaGetDeviceProperties(&prop, 0));
+    if (prop.major < 8) {
+        die("%s has compute capability %d.%d; 8.0 or later is needed (A100, RTX 30, H100, ...)", prop.name,
+            prop.major, prop.minor);
+    }
+    device_sm_count = prop.multiProcessorCount;
+    DeviceInfo info;
+    info.name = format("%s (sm_%d%d, %d SMs)", prop.name, prop.major, prop.minor, prop.multiProcessorCount);
+    cudaCheck(cudaMemGetInfo(&info.memory_free, &info.memory_total));
+    return info;
+}
+
+static inline void* device_malloc(size_t bytes, const char* what) {
+    void* p = nullptr;
+    cudaError_t status = cudaMalloc(&p, bytes ? bytes : 1);
+    if (status != cudaSuccess) {
+        die("cannot allocate %.2f GiB of GPU memory for %s: %s", bytes / 1073741824.0, what,
+            cudaGetErrorString(status));
+    }
+    return p;
+}
+static inline void device_free(void* p) { cudaCheck(cudaFree(p)); }
+static inline void* pinned_malloc(size_t bytes, const char* what) {
+    void* p = nullptr;
+    cudaError_t status = cudaMallocHost(&p, bytes ? bytes : 1);
+    if (status != cudaSuccess) {
+        die("cannot pin %zu bytes of host memory for %s: %s", bytes, what, cudaGetErrorString(status));
+    }
+    return p;
+}
+static inline void pinned_free(void* p) { cudaCheck(cudaFreeHost(p)); }
+static inline void device_zero(void* p, size_t bytes, Stream stream) {
+    cudaCheck(cudaMemsetAsync(p, 0, bytes, stream));
+}
+static inline void copy_to_device(void* device, const void* host, size_t bytes, Stream stream) {
+    cudaCheck(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, stream));
+}
+static inline void copy_to_host(void* host, const void* device, size_t bytes, Stream stream) {
+    cudaCheck(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, stream));
+}
+static inline Stream stream_create() {
+    Stream stream;
+    cudaCheck(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    return stream;
+}
+static inline void stream_destroy(Stream stream) { cudaCheck(cudaStreamDestroy(stream)); }
+static inline void stream_sync(Stream stream) { cudaCheck(cudaStreamSynchronize(stream)); }
+static inline Event event_create() {
+    Event event;
+    cudaCheck(cudaEventCreate(&event));
+    return event;
+}
+static inline void event_destroy(Event event) { cudaCheck(cudaEventDestroy(event)); }
+static inline void event_record(Event event, Stream stream) { cudaCheck(cudaEventRecord(event, stream)); }
+static inline void event_wait(Event event) { cudaCheck(cudaEventSynchronize(event)); }
+static inline double event_ms(Event from, Event to) {      // both have been reached
+    float ms;
+    cudaCheck(cudaEventElapsedTime(&ms, from, to));
+    return ms;
+}
+
+#endif  // LLMC_CUDA_DEVICE_H
