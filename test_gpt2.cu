@@ -22,18 +22,23 @@ both against fp32; their losses and norms are held to 3 %. Closing line: `N pass
 #include <type_traits>          // gives: std::is_same
 #include "dev/test/test.h"      // gives: TEST, CHECK, SKIP, test_summary
 
-// ---- --break: the hook behind OUTPUT ----
+// ---- --break: what the ops' outputs pass before the next op reads them ----
 static const char* break_name = nullptr;
 static int64_t break_hits = 0;
 
-#define X(name) name,
-static const char* const kOutputNames[] = {GPT2_OUTPUTS(X)};
+static std::vector<std::string> output_names() {        // OP.OUTPUT of every output of every op
+    std::vector<std::string> names;
+    auto add = [&](const char* op, const char* output, auto, size_t) {
+        names.push_back(format("%s.%s", op, output));
+    };
+#define X(op, Args, ...) op_outputs(Args<floatX, float>{}, add);
+    GPT2_OPS(X)
 #undef X
+    return names;
+}
 
 #ifdef GPT2_CPU
-static void break_output(const char* name, float* data, size_t count) {
-    if (!break_name || strcmp(name, break_name) != 0) { return; }
-    break_hits++;
+static void break_output(float* data, size_t count, Stream) {
     for (size_t i = 0; i < count; i++) { data[i] *= 1.01f; }
 }
 #else
@@ -44,26 +49,28 @@ __global__ void break_kernel(Real* data, size_t count) {
         data[i] = (Real)((float)data[i] * 1.01f);
     }
 }
-template <class Real> static void break_device(const char* name, Real* data, size_t count, Stream stream) {
-    if (!break_name || strcmp(name, break_name) != 0) { return; }
-    if (!data || count == 0) { return; }        // an output that the caller did not want
-    break_hits++;
+template <class Real> static void break_output(Real* data, size_t count, Stream stream) {
     break_kernel<<<1024, 256, 0, stream>>>(data, count);
     cudaCheck(cudaGetLastError());
 }
-static void break_output(const char* name, floatX* data, size_t count, Stream stream) {
-    break_device(name, data, count, stream);
-}
-#ifndef ENABLE_FP32
-static void break_output(const char* name, float* data, size_t count, Stream stream) {
-    break_device(name, data, count, stream);
-}
 #endif
-static void break_output(const char* name, Grad grad, size_t count, Stream stream) {
-    if (grad.is_bf16) { break_device(name, (__nv_bfloat16*)grad.data, count, stream); }
-    else { break_device(name, (float*)grad.data, count, stream); }
-}
+static void break_output(const Grad& grad, size_t count, Stream stream) {
+#ifndef GPT2_CPU
+    if (grad.is_bf16) { break_output((__nv_bfloat16*)grad.data, count, stream); return; }
 #endif
+    break_output(grad.data, count, stream);
+}
+template <class Real> static bool is_wanted(const Real* data) { return data != nullptr; }
+static bool is_wanted(const Grad& grad) { return grad.data != nullptr; }
+
+template <class Args> static void break_outputs(const Args& args, Stream stream) {
+    if (!break_name) { return; }
+    op_outputs(args, [&](const char* op, const char* output, auto where, size_t count) {
+        if (!is_wanted(where) || count == 0 || format("%s.%s", op, output) != break_name) { return; }
+        break_hits++;
+        break_output(where, count, stream);
+    });
+}
 
 // ---- measures ----
 // |a - b| / |b|, in double. NaN anywhere gives NaN, which fails every bound written as err <= tol.
@@ -964,8 +971,8 @@ static void test_encoder(int B, int T, int C, int V, int maxT) {
         const int* d_tokens = k.bytes_of("tokens", tokens);
         const floatX *d_wte = k.tensor<floatX>("wte", wte), *d_wpe = k.tensor<floatX>("wpe", wpe);
         floatX* out = k.poisoned<floatX>("out", want.size());
-        k.run([&] { encoder_forward(out, d_tokens, d_wte, d_wpe, B, T, C, 0); });
-        encoder_forward_cpu<double>(want.data(), tokens.data(), wte.data(), wpe.data(), B, T, C, 0);
+        k.run([&] { encoder_forward({out, d_tokens, d_wte, d_wpe, B, T, C}, 0); });
+        encoder_forward_cpu<double>({want.data(), tokens.data(), wte.data(), wpe.data(), B, T, C}, 0);
         k.expect("out", out, want);
     }
     for (Accumulate acc : kBothAccumulate) {
@@ -987,10 +994,10 @@ static void test_encoder(int B, int T, int C, int V, int maxT) {
             device.order = k.bytes_of("order", order);
             device.segments = k.bytes_of("segments", segments);
             device.splits = k.bytes_of("splits", splits);
-            k.run([&] { encoder_backward(g_wte, g_wpe, scratch, d_dout, device, B, T, maxT, C, 0); });
+            k.run([&] { encoder_backward({g_wte, g_wpe, scratch, d_dout, device, B, T, maxT, C}, 0); });
             std::vector<double> slots(encoder_backward_scratch_bytes(B, T, C) / 4 + 1);
-            encoder_backward_cpu<double>({dwte.data(), Accumulate::Yes}, {dwpe.data(), acc}, slots.data(),
-                                         dout.data(), host, B, T, maxT, C, 0);
+            encoder_backward_cpu<double>({{dwte.data(), Accumulate::Yes}, {dwpe.data(), acc}, slots.data(),
+                                          dout.data(), host, B, T, maxT, C}, 0);
             k.expect("dwte", g_wte, dwte);
             k.expect("dwpe", g_wpe, dwpe);
         }
@@ -1009,15 +1016,16 @@ static void test_layernorm(int N, int C) {
         float *mean = k.poisoned<float>("mean", N), *rstd = k.poisoned<float>("rstd", N);
         std::vector<double> sum((size_t)N * C), y((size_t)N * C), m(N), r(N);
         if (residual) {
-            k.run([&] { residual_layernorm_forward(res, out, mean, rstd, d1, d2, dw, db, N, C, 0); });
+            k.run([&] { residual_layernorm_forward({res, out, mean, rstd, d1, d2, dw, db, N, C}, 0); });
             for (size_t i = 0; i < sum.size(); i++) { sum[i] = x1[i] + x2[i]; }
             k.expect("residual", res, sum);
             sum = k.values_of(res);         // what is normalised is the rounded sum
         } else {
-            k.run([&] { layernorm_forward(out, mean, rstd, d1, dw, db, N, C, 0); });
+            k.run([&] { layernorm_forward({out, mean, rstd, d1, dw, db, N, C}, 0); });
             sum = x1;
         }
-        layernorm_forward_cpu<double>(y.data(), m.data(), r.data(), sum.data(), w.data(), b.data(), N, C, 0);
+        layernorm_forward_cpu<double>({y.data(), m.data(), r.data(), sum.data(), w.data(), b.data(), N, C},
+                                      0);
         k.expect("out", out, y, C == 1 ? 1e-3 : 2e-6);      // C=1: the variance is rounding
         k.expect("mean", mean, m);
         if (C > 1) { k.expect("rstd", rstd, r); }
@@ -1036,8 +1044,8 @@ static void test_layernorm(int N, int C) {
                                                        : k.poisoned<floatX>("dresidual", dres.size());
                 const floatX *d_dout = k.tensor<floatX>("dout", dout), *d_x = k.tensor<floatX>("inp", x);
                 const float* d_w = k.tensor<float>("weight", w);
-                layernorm_forward_cpu<double>(y.data(), m.data(), r.data(), x.data(), w.data(), b.data(), N,
-                                              C, 0);
+                layernorm_forward_cpu<double>({y.data(), m.data(), r.data(), x.data(), w.data(), b.data(), N,
+                                               C}, 0);
                 const float *d_m = k.tensor<float>("mean", m), *d_r = k.tensor<float>("rstd", r);
                 Grad gw = k.grad("dweight", dweight, acc, bf16), gb = k.grad("dbias", dbias, acc, bf16),
                      gc = k.grad("dcolsum", dcol, acc, bf16);
@@ -1059,7 +1067,7 @@ static void test_layernorm(int N, int C) {
                 k.expect("dbias", gb, dbias);
                 if (colsum) {               // of the values as stored
                     const std::vector<double> stored = k.values_of(d_res);
-                    bias_backward_cpu<double>({before.data(), acc}, nullptr, stored.data(), N, C, 0);
+                    bias_backward_cpu<double>({{before.data(), acc}, nullptr, stored.data(), N, C}, 0);
                     k.expect("dcolsum", gc, before);
                 }
             }
@@ -1118,16 +1126,16 @@ static void test_matmul(int N, int C, int OC) {
             const floatX *d_dy = k.tensor<floatX>("dout", dy), *d_x = k.tensor<floatX>("inp", x);
             Grad g = k.grad("dweight", dw, acc, bf16);
             float* scratch = k.poisoned<float>("scratch", (size_t)OC * C);
-            k.run([&] { matmul_backward_weight(g, scratch, d_dy, d_x, N, C, OC, 0); });
-            matmul_backward_weight_cpu<double>({dw.data(), acc}, nullptr, dy.data(), x.data(), N, C, OC, 0);
+            k.run([&] { matmul_backward_weight({g, scratch, d_dy, d_x, N, C, OC}, 0); });
+            matmul_backward_weight_cpu<double>({{dw.data(), acc}, nullptr, dy.data(), x.data(), N, C, OC}, 0);
             k.expect("dweight", g, dw);
             std::vector<double> db = k.random(OC);
             Case k2(format("bias_backward N=%d OC=%d acc=%d bf16=%d", N, OC, (int)acc, bf16));
             const floatX* d_dy2 = k2.tensor<floatX>("dout", dy);
             Grad gb = k2.grad("dbias", db, acc, bf16);
             float* scratch2 = k2.poisoned<float>("scratch", bias_backward_scratch_bytes(N, OC) / 4 + 1);
-            k2.run([&] { bias_backward(gb, scratch2, d_dy2, N, OC, 0); });
-            bias_backward_cpu<double>({db.data(), acc}, nullptr, dy.data(), N, OC, 0);
+            k2.run([&] { bias_backward({gb, scratch2, d_dy2, N, OC}, 0); });
+            bias_backward_cpu<double>({{db.data(), acc}, nullptr, dy.data(), N, OC}, 0);
             k2.expect("dbias", gb, db);
         }
     }
@@ -1141,8 +1149,8 @@ static void test_grad_accumulate(size_t n) {
             std::vector<double> x = k.random(n), old = k.random(n);
             Grad g = k.grad("grad", old, acc, bf16);
             const float* values = k.tensor<float>("values", x);
-            k.run([&] { grad_accumulate(g, values, n, 0); });
-            grad_accumulate_cpu<double>({old.data(), acc}, x.data(), n, 0);
+            k.run([&] { grad_accumulate({g, values, n}, 0); });
+            grad_accumulate_cpu<double>({{old.data(), acc}, x.data(), n}, 0);
             k.expect("grad", g, old);
         }
     }
@@ -1157,7 +1165,7 @@ static void test_grad_accumulate(size_t n) {
     Grad g = k.grad("grad", x, Accumulate::No, true);
     const double rms = 1.0 / sqrt(12.0), root = sqrt((double)n);
     double mean = 0.0, square = 0.0, moved = 0.0;
-    grad_accumulate(g, start, n, 0);
+    grad_accumulate({g, start, n}, 0);
     cudaCheck(cudaDeviceSynchronize());
     const std::vector<double> stored = k.values_of(g);
     for (size_t i = 0; i < n; i++) {
@@ -1171,7 +1179,7 @@ static void test_grad_accumulate(size_t n) {
     g.acc = Accumulate::Yes;
     for (int micro = 0; micro < 256; micro++) {
         g.key.micro++;
-        grad_accumulate(g, increment, n, 0);
+        grad_accumulate({g, increment, n}, 0);
     }
     cudaCheck(cudaDeviceSynchronize());
     const std::vector<double> sums = k.values_of(g);
@@ -1187,8 +1195,8 @@ static void test_gelu(int N, int OC) {
         std::vector<double> x = k.random((size_t)N * OC, 2.0), y(x.size());
         const floatX* dx = k.tensor<floatX>("inp", x);
         floatX* out = k.poisoned<floatX>("out", x.size());
-        k.run([&] { gelu_forward(out, dx, x.size(), 0); });
-        gelu_forward_cpu<double>(y.data(), x.data(), x.size(), 0);
+        k.run([&] { gelu_forward({out, dx, x.size()}, 0); });
+        gelu_forward_cpu<double>({y.data(), x.data(), x.size()}, 0);
         k.expect("out", out, y);
     }
     for (Accumulate acc : kBothAccumulate) {
@@ -1200,11 +1208,11 @@ static void test_gelu(int N, int OC) {
             floatX* dd = k.tensor<floatX>("d_inplace", d);
             Grad g = k.grad("dbias", before, acc, bf16);
             float* scratch = k.poisoned<float>("scratch", bias_backward_scratch_bytes(N, OC) / 4 + 1);
-            k.run([&] { gelu_backward_inplace(dd, g, scratch, dx, N, OC, 0); });
-            gelu_backward_inplace_cpu<double>(d.data(), {db.data(), acc}, nullptr, x.data(), N, OC, 0);
+            k.run([&] { gelu_backward_inplace({dd, g, scratch, dx, N, OC}, 0); });
+            gelu_backward_inplace_cpu<double>({d.data(), {db.data(), acc}, nullptr, x.data(), N, OC}, 0);
             k.expect("dinp", dd, d);
             const std::vector<double> stored = k.values_of(dd);         // dbias sums the values as stored
-            bias_backward_cpu<double>({before.data(), acc}, nullptr, stored.data(), N, OC, 0);
+            bias_backward_cpu<double>({{before.data(), acc}, nullptr, stored.data(), N, OC}, 0);
             k.expect("dbias", g, before);
         }
     }
@@ -1271,12 +1279,12 @@ static void test_attention(int B, int T, int NH, int HS) {
     float *d_lse = k.poisoned<float>("lse", rows),
           *scratch = k.poisoned<float>("scratch", attention_backward_scratch_bytes(B, T, NH) / 4);
     k.run([&] {
-        attention_forward(d_out, d_lse, d_qkv, B, T, NH, HS, 0);
-        attention_backward(d_dqkv, scratch, d_dout, d_out, d_qkv, d_lse, B, T, NH, HS, 0);
+        attention_forward({d_out, d_lse, d_qkv, B, T, NH, HS}, 0);
+        attention_backward({d_dqkv, scratch, d_dout, d_out, d_qkv, d_lse, B, T, NH, HS}, 0);
     });
-    attention_forward_cpu<double>(out.data(), lse.data(), qkv.data(), B, T, NH, HS, 0);
-    attention_backward_cpu<double>(dqkv.data(), D.data(), dout.data(), out.data(), qkv.data(), lse.data(), B,
-                                   T, NH, HS, 0);
+    attention_forward_cpu<double>({out.data(), lse.data(), qkv.data(), B, T, NH, HS}, 0);
+    attention_backward_cpu<double>({dqkv.data(), D.data(), dout.data(), out.data(), qkv.data(), lse.data(), B,
+                                    T, NH, HS}, 0);
     std::vector<double> plain_out(n), plain_dqkv(3 * n);
     attention_plain(plain_out.data(), plain_dqkv.data(), qkv.data(), dout.data(), B, T, NH, HS);
     k.expect_as_good_as("out", d_out, out, plain_out, 5e-6);
@@ -1295,10 +1303,10 @@ static void test_classifier(int N, int V, int Vp) {
         float* d_losses = k.poisoned<float>("losses", N);
         const float* d_scale = k.tensor<float>("loss_scale", scale);
         const int* d_targets = k.bytes_of("targets", targets);
-        k.run([&] { classifier(d_logits, d_losses, d_targets, 1.0f / 64, d_scale, N, V, Vp, mode, 0); });
+        k.run([&] { classifier({d_logits, d_losses, d_targets, 1.0f / 64, d_scale, N, V, Vp, mode}, 0); });
         const float host_scale = 16.0f;
-        classifier_cpu<double>(logits.data(), losses.data(), targets.data(), 1.0f / 64, &host_scale, N, V, Vp,
-                               mode, 0);
+        classifier_cpu<double>({logits.data(), losses.data(), targets.data(), 1.0f / 64, &host_scale, N, V,
+                                Vp, mode}, 0);
         k.expect("losses", d_losses, losses, 3e-6);
         k.expect("logits", d_logits, logits, mode == ClassifierMode::LossOnly ? 1e-12 : 3e-6);
         for (Accumulate acc : kBothAccumulate) {
@@ -1307,8 +1315,8 @@ static void test_classifier(int N, int V, int Vp) {
             const float* in = k2.tensor<float>("losses", losses);
             float* d_mean =
                 acc == Accumulate::Yes ? k2.tensor<float>("mean", mean) : k2.poisoned<float>("mean", 1);
-            k2.run([&] { loss_sum(d_mean, in, 1.0f / (float)N, acc, N, 0); });
-            loss_sum_cpu<double>(mean.data(), losses.data(), 1.0f / (float)N, acc, N, 0);
+            k2.run([&] { loss_sum({d_mean, in, 1.0f / (float)N, acc, N}, 0); });
+            loss_sum_cpu<double>({mean.data(), losses.data(), 1.0f / (float)N, acc, N}, 0);
             k2.expect("mean", d_mean, mean);
         }
     }
@@ -1376,7 +1384,9 @@ static void test_update(size_t n) {
                               .n = n, .lr = 0.01, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .key = key,
                               .grad_key = grad_key}, 0);
             });
-            global_norm_cpu<double>(&state, nullptr, g.data(), false, n, 1.0f, policy, 0);
+            global_norm_cpu<double>({.state = &state, .scratch = nullptr, .grads = g.data(),
+                                     .grads_bf16 = false, .grad_key = grad_key, .segments = segments.data(),
+                                     .num_segments = 3, .n = n, .max_norm = 1.0f, .policy = policy}, 0);
             adamw_update_cpu<double>({.params = p.data(), .master = master.data(), .m = m.data(),
                                       .v = v.data(), .grads = g.data(), .grads_bf16 = false, .state = &state,
                                       .segments = segments.data(), .num_segments = 3, .n = n, .lr = 0.01,
@@ -1490,7 +1500,7 @@ int main(int argc, char** argv) {
             return 0;
         }
         if (arg == "--list") {
-            for (const char* name : kOutputNames) { puts(name); }
+            for (const std::string& name : output_names()) { puts(name.c_str()); }
             return 0;
         }
 #ifndef GPT2_CPU
@@ -1506,7 +1516,7 @@ int main(int argc, char** argv) {
         }
     }
     bool known = break_name == nullptr;
-    for (const char* name : kOutputNames) { known = known || strcmp(name, break_name) == 0; }
+    for (const std::string& name : output_names()) { known = known || name == break_name; }
     if (!known) { die("--break %s: there is no such output\nhint: --list prints them", break_name); }
     if (modes.empty()) { modes = {"kernels", "model", "invariance"}; }
     const DeviceInfo device = device_init();

@@ -271,18 +271,12 @@ static Acts act_views(char* base, const ActSpec* specs, int l) {
 #include "llmc/cuda_helpers.h"  // gives: x128, load, store, block_sum, grad_store, mma_16816, wgmma_shared
 #include "llmc/cublaslt.h"      // gives: Gemm, gemm, gemm_or_die
 
-#ifdef TESTING      // test_gpt2.cu defines these: --break NAME scales one output by 1.01
-static void break_output(const char* name, float* data, size_t count, Stream stream);
-#ifndef ENABLE_FP32
-static void break_output(const char* name, floatX* data, size_t count, Stream stream);
-#endif
-static void break_output(const char* name, Grad grad, size_t count, Stream stream);
-#define OUTPUT(name, output, count, stream) break_output(name, output, count, stream)
-#else
-#define OUTPUT(name, output, count, stream)
-#endif
-
 // == 6 ops ==
+// Each op of llmc/ops.h: its maths, its kernels and, last, its launcher by the op's name. A launcher checks
+// what it needs, allocates nothing and waits for nothing.
+#define X(op, Args, ...) static void op(const Args<floatX, float>& a, Stream stream);
+GPT2_OPS(X)
+#undef X
 
 // == 6.1 encoder ==
 // out[b,t,:] = wte[token[b,t],:] + wpe[t,:]
@@ -363,54 +357,49 @@ __global__ void encoder_backward_wpe_kernel(Grad dwpe, const floatX* dout, int B
     grad_store<kVector>(dwpe, (size_t)t * C + c, (size_t)(t + 1) * C, sum);
 }
 
-static void encoder_forward(floatX* out /*(B,T,C)*/, const int* tokens /*(B,T)*/,
-                            const floatX* wte /*(Vp,C)*/, const floatX* wpe /*(maxT,C)*/, int B, int T, int C,
-                            Stream stream) {
-    NvtxRange range("encoder_forward");
+static void encoder_forward(const EncoderForward<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    const int B = a.B, T = a.T, C = a.C;
     const int N = B * T;
     const int x = std::min(round_up(ceil_div(C, kWidth), kWarp), 256);
     const dim3 block(x, 256 / x);
     with_vector(C, [&](auto vector) {
         encoder_forward_kernel<vector.value>
-            <<<ceil_div(N, (int)block.y), block, 0, stream>>>(out, tokens, wte, wpe, N, T, C);
+            <<<ceil_div(N, (int)block.y), block, 0, stream>>>(a.out, a.tokens, a.wte, a.wpe, N, T, C);
     });
     cudaCheck(cudaGetLastError());
-    OUTPUT("encoder_forward.out", out, (size_t)N * C, stream);
 }
 
 static size_t encoder_backward_scratch_bytes(int B, int T, int C) {
     return (size_t)max_bucket_slots((int64_t)B * T) * C * sizeof(float);
 }
 
-static void encoder_backward(Grad dwte /*(Vp,C)*/, Grad dwpe /*(maxT,C)*/, float* scratch /*(slots,C)*/,
-                             const floatX* dout /*(B,T,C)*/, const TokenBuckets& buckets, int B, int T,
-                             int maxT, int C, Stream stream) {
-    NvtxRange range("encoder_backward");
-    if (dwte.is_bf16) {
+static void encoder_backward(const EncoderBackward<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    const int B = a.B, T = a.T, maxT = a.maxT, C = a.C;
+    if (a.dwte.is_bf16) {
         die("encoder_backward adds to rows of dwte: bf16 must be rounded as a whole, by grad_accumulate");
     }
-    if (dwte.acc != Accumulate::Yes) {
+    if (a.dwte.acc != Accumulate::Yes) {
         die("encoder_backward only adds to dwte: the LM head has stored its part before");
     }
     const int threads = std::min(round_up(ceil_div(C, kWidth), kWarp), kEncoderThreads);
     const int slabs = ceil_div(C, threads * kWidth);
     with_vector(C, [&](auto vector) {
         constexpr bool kVector = vector.value;
-        encoder_backward_wte_kernel<kVector><<<dim3(buckets.num_segments, slabs), threads, 0, stream>>>(
-            dwte, scratch, dout, buckets.order, buckets.segments, C);
+        encoder_backward_wte_kernel<kVector><<<dim3(a.buckets.num_segments, slabs), threads, 0, stream>>>(
+            a.dwte, a.scratch, a.dout, a.buckets.order, a.buckets.segments, C);
         cudaCheck(cudaGetLastError());
-        if (buckets.num_splits > 0) {
-            encoder_backward_split_kernel<kVector><<<dim3(buckets.num_splits, slabs), threads, 0, stream>>>(
-                dwte, scratch, buckets.splits, C);
+        if (a.buckets.num_splits > 0) {
+            encoder_backward_split_kernel<kVector><<<dim3(a.buckets.num_splits, slabs), threads, 0, stream>>>(
+                a.dwte, a.scratch, a.buckets.splits, C);
             cudaCheck(cudaGetLastError());
         }
-        const int rows = dwpe.acc == Accumulate::Yes ? T : maxT;
-        encoder_backward_wpe_kernel<kVector><<<dim3(rows, slabs), threads, 0, stream>>>(dwpe, dout, B, T, C);
+        const int rows = a.dwpe.acc == Accumulate::Yes ? T : maxT;
+        encoder_backward_wpe_kernel<kVector>
+            <<<dim3(rows, slabs), threads, 0, stream>>>(a.dwpe, a.dout, B, T, C);
         cudaCheck(cudaGetLastError());
     });
-    // Row 0: how many rows there are is not known here
-    OUTPUT("encoder_backward.dwte", dwte, (size_t)C, stream);
-    OUTPUT("encoder_backward.dwpe", dwpe, (size_t)maxT * C, stream);
 }
 
 // == 6.2 layernorm ==
@@ -561,16 +550,6 @@ static void column_sums(const ColumnSums& sums, int tensors, const float* partia
     cudaCheck(cudaGetLastError());
 }
 
-struct LayernormBackward {
-    floatX* dresidual;                  // (N,C)
-    Grad dweight, dbias, dcolsum;       // (C); dcolsum.data may be null
-    float* scratch;
-    Accumulate dresidual_acc;
-    const floatX *dout, *inp;           // (N,C); neither may be dresidual
-    const float* weight;                // (C)
-    const float *mean, *rstd;           // (N)
-    int N, C;
-};
 
 // A thread owns one vector of columns and walks over rows, kLayernormRows at a time; blockDim.x threads
 // (whole warps) make a row, blockDim.y groups work on different rows. Rows stream through slots of shared
@@ -581,7 +560,7 @@ struct LayernormBackward {
 constexpr int kLayernormRows = 2, kLayernormStages = 2, kLayernormMaxThreads = 512;
 
 __global__ void __launch_bounds__(kLayernormMaxThreads)
-layernorm_backward_kernel(LayernormBackward a, float* partial /*(gridDim.x,3,C)*/) {
+layernorm_backward_kernel(LayernormBackward<floatX, float> a, float* partial /*(gridDim.x,3,C)*/) {
     constexpr int kRows = kLayernormRows, kStages = kLayernormStages, kSums = 2 * kRows;
     extern __shared__ x128 staged[];                    // (stage, row, inp|dout|dresidual, thread)
     const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
@@ -711,7 +690,7 @@ layernorm_backward_kernel(LayernormBackward a, float* partial /*(gridDim.x,3,C)*
 
 // Rows that are not whole vectors, or longer than kLayernormMaxThreads of them (4096 at 16 bits: 24 sums a
 // thread do not fit the registers of larger blocks): one block a row, then a second pass for the columns.
-template <bool kVector> __global__ void layernorm_backward_long_kernel(LayernormBackward a) {
+template <bool kVector> __global__ void layernorm_backward_long_kernel(LayernormBackward<floatX, float> a) {
     __shared__ float shared[kWarp];
     const int row = blockIdx.x, C = a.C, first = threadIdx.x * kWidth, step = blockDim.x * kWidth;
     const size_t at = (size_t)row * C;
@@ -741,7 +720,8 @@ template <bool kVector> __global__ void layernorm_backward_long_kernel(Layernorm
     }
 }
 template <bool kVector>
-__global__ void layernorm_backward_columns_kernel(LayernormBackward a, float* partial /*(gridDim.y,3,C)*/) {
+__global__ void layernorm_backward_columns_kernel(LayernormBackward<floatX, float> a,
+                                                  float* partial /*(gridDim.y,3,C)*/) {
     const int C = a.C, c = (blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
     if (c >= C) { return; }
     Floats dweight = {}, dbias = {}, dcolsum = {};
@@ -763,50 +743,37 @@ __global__ void layernorm_backward_columns_kernel(LayernormBackward a, float* pa
     store<kVector>(partial_block + 2 * C, c, C, to_pack<float>(dcolsum));
 }
 
+// The kernel with the fewest vectors a lane that holds a row of C; from 1 vector upwards.
 template <int kVectors, bool kResidual>
-static void layernorm_forward_launch(floatX* residual, floatX* out, float* mean, float* rstd,
-                                     const floatX* inp1, const floatX* inp2, const float* weight,
-                                     const float* bias, int N, int C, Stream stream) {
-    if (kVectors > kLayernormVectors || !is_vector(C)) {
-        with_vector(C, [&](auto vector) {
-            const int threads = std::min(round_up(ceil_div(C, kWidth), kWarp), 512);
-            layernorm_forward_any_kernel<vector.value, kResidual>
-                <<<N, threads, 0, stream>>>(residual, out, mean, rstd, inp1, inp2, weight, bias, C);
+static void layernorm_forward_launch(const ResidualLayernormForward<floatX, float>& a, Stream stream) {
+    if (kVectors > kLayernormVectors || !is_vector(a.C)) {
+        with_vector(a.C, [&](auto vector) {
+            const int threads = std::min(round_up(ceil_div(a.C, kWidth), kWarp), 512);
+            layernorm_forward_any_kernel<vector.value, kResidual><<<a.N, threads, 0, stream>>>(
+                a.residual, a.out, a.mean, a.rstd, a.inp1, a.inp2, a.weight, a.bias, a.C);
         });
-    } else if (C > kVectors * kWarp * kWidth) {         // one more vector a lane
+    } else if (a.C > kVectors * kWarp * kWidth) {       // one more vector a lane
         constexpr int kMore = kVectors <= kLayernormVectors ? kVectors + 1 : kVectors;
-        layernorm_forward_launch<kMore, kResidual>(residual, out, mean, rstd, inp1, inp2, weight, bias, N, C,
-                                                   stream);
+        layernorm_forward_launch<kMore, kResidual>(a, stream);
     } else {
         constexpr int kFits = kVectors <= kLayernormVectors ? kVectors : 1;
         layernorm_forward_kernel<kFits, kResidual>
-            <<<ceil_div(N, kLayernormWarps), kLayernormWarps * kWarp, 0, stream>>>(
-                residual, out, mean, rstd, inp1, inp2, weight, bias, N, C);
+            <<<ceil_div(a.N, kLayernormWarps), kLayernormWarps * kWarp, 0, stream>>>(
+                a.residual, a.out, a.mean, a.rstd, a.inp1, a.inp2, a.weight, a.bias, a.N, a.C);
     }
     cudaCheck(cudaGetLastError());
 }
 
-static void layernorm_forward(floatX* out /*(N,C)*/, float* mean /*(N)*/, float* rstd /*(N)*/,
-                              const floatX* inp /*(N,C)*/, const float* weight /*(C)*/,
-                              const float* bias /*(C)*/, int N, int C, Stream stream) {
-    NvtxRange range("layernorm_forward");
-    layernorm_forward_launch<1, false>(nullptr, out, mean, rstd, inp, nullptr, weight, bias, N, C, stream);
-    OUTPUT("layernorm_forward.out", out, (size_t)N * C, stream);
-    OUTPUT("layernorm_forward.mean", mean, (size_t)N, stream);
-    OUTPUT("layernorm_forward.rstd", rstd, (size_t)N, stream);
+static void layernorm_forward(const LayernormForward<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    layernorm_forward_launch<1, false>(
+        {nullptr, a.out, a.mean, a.rstd, a.inp, nullptr, a.weight, a.bias, a.N, a.C}, stream);
 }
 
 // residual may be inp1 or inp2: each element is read before it is written, by the same thread.
-static void residual_layernorm_forward(floatX* residual /*(N,C)*/, floatX* out /*(N,C)*/, float* mean,
-                                       float* rstd, const floatX* inp1 /*(N,C)*/,
-                                       const floatX* inp2 /*(N,C)*/, const float* weight, const float* bias,
-                                       int N, int C, Stream stream) {
-    NvtxRange range("residual_layernorm_forward");
-    layernorm_forward_launch<1, true>(residual, out, mean, rstd, inp1, inp2, weight, bias, N, C, stream);
-    OUTPUT("residual_layernorm_forward.residual", residual, (size_t)N * C, stream);
-    OUTPUT("residual_layernorm_forward.out", out, (size_t)N * C, stream);
-    OUTPUT("residual_layernorm_forward.mean", mean, (size_t)N, stream);
-    OUTPUT("residual_layernorm_forward.rstd", rstd, (size_t)N, stream);
+static void residual_layernorm_forward(const ResidualLayernormForward<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    layernorm_forward_launch<1, true>(a, stream);
 }
 
 static size_t layernorm_backward_scratch_bytes(int N, int C) {
@@ -814,7 +781,7 @@ static size_t layernorm_backward_scratch_bytes(int N, int C) {
 }
 
 // Returns the number of partials
-static int layernorm_backward_stream(const LayernormBackward& args, Stream stream) {
+static int layernorm_backward_stream(const LayernormBackward<floatX, float>& args, Stream stream) {
     const int x = round_up(ceil_div(args.C, kWidth), kWarp), y = std::max(1, 192 / x);
     // as many blocks as fit an SM of an H200; not asked of the GPU, so that the bits do not depend on it
     const int wanted = std::min(kLayernormBlocks, 132 * std::max(1, 480 / (x * y)));
@@ -830,27 +797,23 @@ static int layernorm_backward_stream(const LayernormBackward& args, Stream strea
     return blocks;
 }
 
-static void layernorm_backward(LayernormBackward args, Stream stream) {
-    NvtxRange range("layernorm_backward");
-    const int vectors = ceil_div(args.C, kWidth);
+static void layernorm_backward(const LayernormBackward<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    const int vectors = ceil_div(a.C, kWidth);
     int partials;
-    if (is_vector(args.C) && vectors <= kLayernormMaxThreads) {
-        partials = layernorm_backward_stream(args, stream);
+    if (is_vector(a.C) && vectors <= kLayernormMaxThreads) {
+        partials = layernorm_backward_stream(a, stream);
     } else {
-        partials = std::min(args.N, kLayernormBlocks);
-        with_vector(args.C, [&](auto vector) {
-            layernorm_backward_long_kernel<vector.value><<<args.N, 512, 0, stream>>>(args);
+        partials = std::min(a.N, kLayernormBlocks);
+        with_vector(a.C, [&](auto vector) {
+            layernorm_backward_long_kernel<vector.value><<<a.N, 512, 0, stream>>>(a);
             cudaCheck(cudaGetLastError());
             layernorm_backward_columns_kernel<vector.value>
-                <<<dim3(ceil_div(vectors, 128), partials), 128, 0, stream>>>(args, args.scratch);
+                <<<dim3(ceil_div(vectors, 128), partials), 128, 0, stream>>>(a, a.scratch);
             cudaCheck(cudaGetLastError());
         });
     }
-    column_sums({{args.dweight, args.dbias, args.dcolsum}}, 3, args.scratch, partials, args.C, stream);
-    OUTPUT("layernorm_backward.dresidual", args.dresidual, (size_t)args.N * args.C, stream);
-    OUTPUT("layernorm_backward.dweight", args.dweight, (size_t)args.C, stream);
-    OUTPUT("layernorm_backward.dbias", args.dbias, (size_t)args.C, stream);
-    OUTPUT("layernorm_backward.dcolsum", args.dcolsum, (size_t)args.C, stream);
+    column_sums({{a.dweight, a.dbias, a.dcolsum}}, 3, a.scratch, partials, a.C, stream);
 }
 
 // == 6.3 matmul ==
@@ -868,90 +831,61 @@ template <bool kVector> __global__ void grad_accumulate_kernel(Grad grad, const 
     if (i < n) { grad_store<kVector>(grad, i, n, load_floats<kVector>(values, i, n)); }
 }
 
-static void grad_accumulate(Grad grad /*(n)*/, const float* values /*(n)*/, size_t n, Stream stream) {
-    NvtxRange range("grad_accumulate");
-    with_vector(n, [&](auto vector) {
-        const size_t threads = 256, blocks = ceil_div(n, threads * kWidth);
+static void grad_accumulate(const GradAccumulate<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    with_vector(a.n, [&](auto vector) {
+        const size_t threads = 256, blocks = ceil_div(a.n, threads * kWidth);
         grad_accumulate_kernel<vector.value>
-            <<<(unsigned)blocks, (unsigned)threads, 0, stream>>>(grad, values, n);
+            <<<(unsigned)blocks, (unsigned)threads, 0, stream>>>(a.grad, a.values, a.n);
     });
     cudaCheck(cudaGetLastError());
 }
 
-struct MatmulForward {
-    floatX* out;                        // (N,OC)
-    const floatX *inp, *weight, *bias;  // (N,C) (OC,C) (OC) or null
-    const floatX* residual;             // (N,OC) added to the output, or null; not `out`
-    // (N,OC) or null; else pre_gelu = the layer's output and out = gelu(it)
-    floatX* pre_gelu;
-    int N, C, OC;
-};
-struct MatmulBackwardInput {
-    floatX* dinp;                       // (N,C) stored
-    const floatX *dout, *weight;        // (N,OC) (OC,C)
-    const floatX* pre_gelu;             // (N,C) or null; else dinp is multiplied by gelu'(pre_gelu)
-    int N, C, OC;
-};
 
-static void gelu_forward(floatX* out, const floatX* inp, size_t n, Stream stream);
-static void gelu_backward_inplace(floatX* d_inplace, Grad dbias, float* scratch, const floatX* inp, int N,
-                                  int OC, Stream stream);
-
-static void matmul_forward(MatmulForward args, Stream stream) {
-    NvtxRange range("matmul_forward");
-    if (args.pre_gelu && args.residual) { die("matmul_forward: GELU and a residual do not go together"); }
-    Gemm g = {args.out, args.weight, args.inp, args.residual, args.bias, nullptr, args.OC, args.N, args.C,
-              true, false, cuda_type(floatX()),
-              args.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT};
+static void matmul_forward(const MatmulForward<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    if (a.pre_gelu && a.residual) { die("matmul_forward: GELU and a residual do not go together"); }
+    Gemm g = {a.out, a.weight, a.inp, a.residual, a.bias, nullptr, a.OC, a.N, a.C, true, false,
+              cuda_type(floatX()), a.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT};
     bool done = false;
     // The library wants rows of aux in multiples of 8 elements
-    if (args.pre_gelu && args.OC % 8 == 0) {
+    if (a.pre_gelu && a.OC % 8 == 0) {
         Gemm fused = g;
-        fused.aux = args.pre_gelu;
-        fused.epilogue = args.bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+        fused.aux = a.pre_gelu;
+        fused.epilogue = a.bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
         done = gemm(fused, stream);
     }
     if (!done) {
-        if (args.pre_gelu) { g.d = args.pre_gelu; }
+        if (a.pre_gelu) { g.d = a.pre_gelu; }
         gemm_or_die(g, stream);
-        if (args.pre_gelu) { gelu_forward(args.out, args.pre_gelu, (size_t)args.N * args.OC, stream); }
+        if (a.pre_gelu) { gelu_forward({a.out, a.pre_gelu, (size_t)a.N * a.OC}, stream); }
     }
-    OUTPUT("matmul_forward.out", args.out, (size_t)args.N * args.OC, stream);
-    if (args.pre_gelu) { OUTPUT("matmul_forward.pre_gelu", args.pre_gelu, (size_t)args.N * args.OC, stream); }
 }
 
-static void matmul_backward_input(MatmulBackwardInput args, Stream stream) {
-    NvtxRange range("matmul_backward_input");
-    Gemm g = {args.dinp, args.weight, args.dout, nullptr, nullptr, nullptr, args.C, args.N, args.OC, false,
-              false, cuda_type(floatX()), CUBLASLT_EPILOGUE_DEFAULT};
+static void matmul_backward_input(const MatmulBackwardInput<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    Gemm g = {a.dinp, a.weight, a.dout, nullptr, nullptr, nullptr, a.C, a.N, a.OC, false, false,
+              cuda_type(floatX()), CUBLASLT_EPILOGUE_DEFAULT};
     bool done = false;
-    if (args.pre_gelu && args.C % 8 == 0) {
+    if (a.pre_gelu && a.C % 8 == 0) {
         Gemm fused = g;
-        fused.aux = const_cast<floatX*>(args.pre_gelu);     // only read by this epilogue
+        fused.aux = const_cast<floatX*>(a.pre_gelu);        // only read by this epilogue
         fused.epilogue = CUBLASLT_EPILOGUE_DGELU;
         done = gemm(fused, stream);
     }
     if (!done) {
         gemm_or_die(g, stream);
-        if (args.pre_gelu) {
-            gelu_backward_inplace(args.dinp, Grad{}, nullptr, args.pre_gelu, args.N, args.C, stream);
-        }
+        if (a.pre_gelu) { gelu_backward_inplace({a.dinp, {}, nullptr, a.pre_gelu, a.N, a.C}, stream); }
     }
-    OUTPUT("matmul_backward_input.dinp", args.dinp, (size_t)args.N * args.C, stream);
 }
 
-static void matmul_backward_weight(Grad dweight /*(OC,C)*/, float* scratch /*(OC,C) for bf16 gradients*/,
-                                   const floatX* dout /*(N,OC)*/, const floatX* inp /*(N,C)*/, int N, int C,
-                                   int OC, Stream stream) {
-    NvtxRange range("matmul_backward_weight");
-    void* d = dweight.is_bf16 ? scratch : dweight.data;
-    const bool add = !dweight.is_bf16 && dweight.acc == Accumulate::Yes;
-    gemm_or_die({d, inp, dout, add ? d : nullptr, nullptr, nullptr, C, OC, N, false, true, CUDA_R_32F,
-                 CUBLASLT_EPILOGUE_DEFAULT},
-                stream);
-    const size_t n = (size_t)OC * C;
-    if (dweight.is_bf16) { grad_accumulate(dweight, scratch, n, stream); }
-    OUTPUT("matmul_backward_weight.dweight", dweight, n, stream);
+static void matmul_backward_weight(const MatmulBackwardWeight<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    void* d = a.dweight.is_bf16 ? a.scratch : a.dweight.data;
+    const bool add = !a.dweight.is_bf16 && a.dweight.acc == Accumulate::Yes;
+    gemm_or_die({d, a.inp, a.dout, add ? d : nullptr, nullptr, nullptr, a.C, a.OC, a.N, false, true,
+                 CUDA_R_32F, CUBLASLT_EPILOGUE_DEFAULT}, stream);
+    if (a.dweight.is_bf16) { grad_accumulate({a.dweight, a.scratch, (size_t)a.OC * a.C}, stream); }
 }
 
 // == 6.4 gelu and bias ==
@@ -1053,30 +987,24 @@ static void column_pass(Grad dbias, float* scratch, floatX* d_inplace, const flo
     if (dbias.data) { column_sums({{dbias}}, 1, partial, chunks, OC, stream); }
 }
 
-static void bias_backward(Grad dbias /*(OC)*/, float* scratch, const floatX* dout /*(N,OC)*/, int N, int OC,
-                          Stream stream) {
-    NvtxRange range("bias_backward");
-    column_pass<false>(dbias, scratch, nullptr, dout, nullptr, N, OC, stream);
-    OUTPUT("bias_backward.dbias", dbias, (size_t)OC, stream);
+static void bias_backward(const BiasBackward<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    column_pass<false>(a.dbias, a.scratch, nullptr, a.dout, nullptr, a.N, a.OC, stream);
 }
 
-static void gelu_forward(floatX* out, const floatX* inp, size_t n, Stream stream) {
-    NvtxRange range("gelu_forward");
-    with_vector(n, [&](auto vector) {
-        const size_t threads = 256, blocks = ceil_div(n, threads * kWidth);
-        gelu_forward_kernel<vector.value><<<(unsigned)blocks, (unsigned)threads, 0, stream>>>(out, inp, n);
+static void gelu_forward(const GeluForward<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    with_vector(a.n, [&](auto vector) {
+        const size_t threads = 256, blocks = ceil_div(a.n, threads * kWidth);
+        gelu_forward_kernel<vector.value>
+            <<<(unsigned)blocks, (unsigned)threads, 0, stream>>>(a.out, a.inp, a.n);
     });
     cudaCheck(cudaGetLastError());
-    OUTPUT("gelu_forward.out", out, n, stream);
 }
 
-static void gelu_backward_inplace(floatX* d_inplace /*(N,OC)*/, Grad dbias /*(OC), data may be null*/,
-                                  float* scratch, const floatX* inp /*(N,OC)*/, int N, int OC,
-                                  Stream stream) {
-    NvtxRange range("gelu_backward_inplace");
-    column_pass<true>(dbias, scratch, d_inplace, d_inplace, inp, N, OC, stream);
-    OUTPUT("gelu_backward_inplace.dinp", d_inplace, (size_t)N * OC, stream);
-    OUTPUT("gelu_backward_inplace.dbias", dbias, (size_t)OC, stream);
+static void gelu_backward_inplace(const GeluBackward<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    column_pass<true>(a.dbias, a.scratch, a.d, a.d, a.inp, a.N, a.OC, stream);
 }
 
 // == 6.5 classifier ==
@@ -1253,37 +1181,28 @@ static bool classifier_streams(int Vp) {
            2 * Vp * (int)sizeof(floatX) + 1024 <= shared_limit;    // 1024: the static part
 }
 
-template <bool kGrad>
-static void classifier_launch(floatX* logits, float* losses, const int* targets, float dloss,
-                              const float* loss_scale, int N, int V, int Vp, Stream stream) {
-    if (classifier_streams(Vp)) {
-        const int shared = 2 * Vp * (int)sizeof(floatX);
+template <bool kGrad> static void classifier_launch(const Classifier<floatX, float>& a, Stream stream) {
+    if (classifier_streams(a.Vp)) {
+        const int shared = 2 * a.Vp * (int)sizeof(floatX);
         cudaCheck(cudaFuncSetAttribute(classifier_stream_kernel<kGrad>,
                                        cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-        classifier_stream_kernel<kGrad><<<std::min(N, device_sm_count), kClassifierThreads, shared, stream>>>(
-            logits, losses, targets, dloss, loss_scale, N, V, Vp);
+        const int blocks = std::min(a.N, device_sm_count);
+        classifier_stream_kernel<kGrad><<<blocks, kClassifierThreads, shared, stream>>>(
+            a.logits, a.losses, a.targets, a.dloss, a.loss_scale, a.N, a.V, a.Vp);
     } else {
-        const int threads = std::min(round_up(ceil_div(Vp, kWidth), kWarp), 1024);
-        with_vector(Vp, [&](auto vector) {
-            classifier_kernel<vector.value, kGrad>
-                <<<N, threads, 0, stream>>>(logits, losses, targets, dloss, loss_scale, V, Vp);
+        const int threads = std::min(round_up(ceil_div(a.Vp, kWidth), kWarp), 1024);
+        with_vector(a.Vp, [&](auto vector) {
+            classifier_kernel<vector.value, kGrad><<<a.N, threads, 0, stream>>>(
+                a.logits, a.losses, a.targets, a.dloss, a.loss_scale, a.V, a.Vp);
         });
     }
     cudaCheck(cudaGetLastError());
 }
 
-static void classifier(floatX* logits_inplace /*(N,Vp)*/, float* losses /*(N)*/, const int* targets /*(N)*/,
-                       float dloss, const float* loss_scale /*device scalar; null: 1*/, int N, int V, int Vp,
-                       ClassifierMode mode, Stream stream) {
-    NvtxRange range("classifier");
-    if (mode == ClassifierMode::LossOnly) {
-        classifier_launch<false>(logits_inplace, losses, targets, dloss, loss_scale, N, V, Vp, stream);
-        OUTPUT("classifier.losses", losses, (size_t)N, stream);
-        return;
-    }
-    classifier_launch<true>(logits_inplace, losses, targets, dloss, loss_scale, N, V, Vp, stream);
-    OUTPUT("classifier.losses", losses, (size_t)N, stream);
-    OUTPUT("classifier.dlogits", logits_inplace, (size_t)N * Vp, stream);
+static void classifier(const Classifier<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    if (a.mode == ClassifierMode::LossAndGrad) { classifier_launch<true>(a, stream); }
+    else { classifier_launch<false>(a, stream); }
 }
 
 // == 6.6 loss ==
@@ -1296,12 +1215,10 @@ __global__ void loss_sum_kernel(float* mean, const float* losses, float weight, 
     if (threadIdx.x == 0) { *mean = (float)((acc == Accumulate::Yes ? (double)*mean : 0.0) + weight * sum); }
 }
 
-static void loss_sum(float* mean, const float* losses /*(N)*/, float weight, Accumulate acc, int N,
-                     Stream stream) {
-    NvtxRange range("loss_sum");
-    loss_sum_kernel<<<1, 1024, 0, stream>>>(mean, losses, weight, acc, N);
+static void loss_sum(const LossSum<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    loss_sum_kernel<<<1, 1024, 0, stream>>>(a.mean, a.losses, a.weight, a.acc, a.N);
     cudaCheck(cudaGetLastError());
-    OUTPUT("loss_sum.mean", mean, 1, stream);
 }
 
 // == 6.7 global norm ==
@@ -1331,7 +1248,8 @@ __device__ __forceinline__ Floats load_grads(const void* grads, const ParamSegme
     return load_dithered<kCache>((const __nv_bfloat16*)data, i - segment.begin, n, key, segment.begin);
 }
 
-template <bool kBf16, bool kVector> __global__ void global_norm_kernel(double* partial, GlobalNorm a) {
+template <bool kBf16, bool kVector>
+__global__ void global_norm_kernel(double* partial, GlobalNorm<floatX, float> a) {
     __shared__ double shared[kWarp];
     const size_t n = a.n;
     float squares = 0.0f;                               // 124M: 460 elements a thread
@@ -1395,23 +1313,20 @@ __global__ void update_decision_kernel(UpdateState* state, const double* partial
 
 static size_t global_norm_scratch_bytes(size_t) { return kNormBlocks * sizeof(double); }
 
-static void global_norm(const GlobalNorm& args, Stream stream) {
-    NvtxRange range("global_norm");
-    double* partial = (double*)args.scratch;
-    if (args.grads_bf16) {
-        if (!is_vector(args.n)) { die("global_norm: %zu elements, not a multiple of %d", args.n, kWidth); }
-        global_norm_kernel<true, true><<<kNormBlocks, kNormThreads, 0, stream>>>(partial, args);
+static void global_norm(const GlobalNorm<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    double* partial = (double*)a.scratch;
+    if (a.grads_bf16) {
+        if (!is_vector(a.n)) { die("global_norm: %zu elements, not a multiple of %d", a.n, kWidth); }
+        global_norm_kernel<true, true><<<kNormBlocks, kNormThreads, 0, stream>>>(partial, a);
     } else {
-        with_vector(args.n, [&](auto vector) {
-            global_norm_kernel<false, vector.value><<<kNormBlocks, kNormThreads, 0, stream>>>(partial, args);
+        with_vector(a.n, [&](auto vector) {
+            global_norm_kernel<false, vector.value><<<kNormBlocks, kNormThreads, 0, stream>>>(partial, a);
         });
     }
     cudaCheck(cudaGetLastError());
-    update_decision_kernel<<<1, 1024, 0, stream>>>(args.state, partial, kNormBlocks, args.max_norm,
-                                                     args.policy);
+    update_decision_kernel<<<1, 1024, 0, stream>>>(a.state, partial, kNormBlocks, a.max_norm, a.policy);
     cudaCheck(cudaGetLastError());
-    OUTPUT("global_norm.norm", &args.state->norm, 1, stream);
-    OUTPUT("global_norm.grad_scale", &args.state->grad_scale, 1, stream);
 }
 
 // == 6.8 adamw ==
@@ -1420,19 +1335,6 @@ static void global_norm(const GlobalNorm& args, Stream stream) {
 // PyTorch's AdamW rounds (its foreach form), constants taken in double: from equal gradients, equal weights.
 // One launch over the flat fp32 buffers; p is the master copy, or the parameter itself (fp32), or the 16-bit
 // parameter, rounded stochastically. A skipped update changes nothing.
-struct AdamW {
-    void* params;                       // (n) of floatX or fp32, as the segments say
-    float *master, *m, *v;              // (n); master: null when params are fp32, or for stochastic rounding
-    const void* grads;                  // (n) fp32, or as the segments say
-    bool grads_bf16;                    // some segments' are
-    const UpdateState* state;           // t already counts this update
-    const ParamSegment* segments;       // on the device; ascending, each begins at a multiple of 8
-    int num_segments;
-    size_t n;
-    double lr, beta1, beta2, eps;
-    RoundKey key;                       // of the parameters' rounding
-    RoundKey grad_key;                  // of the micro-step that stored the gradients
-};
 
 __device__ inline double power(double x, long long n) {     // x^n by squaring: the same bits on every GPU
     double result = 1.0;
@@ -1442,7 +1344,8 @@ __device__ inline double power(double x, long long n) {     // x^n by squaring: 
     return result;
 }
 
-template <bool kGradsBf16, bool kMaster> __global__ void __launch_bounds__(256) adamw_kernel(AdamW a) {
+template <bool kGradsBf16, bool kMaster>
+__global__ void __launch_bounds__(256) adamw_kernel(AdamW<floatX, float> a) {
     if (a.state->skip) { return; }
     __shared__ float shared[2];
     if (threadIdx.x == 0) {
@@ -1505,27 +1408,22 @@ template <bool kGradsBf16, bool kMaster> __global__ void __launch_bounds__(256) 
     }
 }
 
-static void adamw_update(AdamW args, Stream stream) {
-    NvtxRange range("adamw_update");
-    if (!is_vector(args.n)) {
-        die("adamw_update: the flat buffers have %zu elements, not a multiple of %d", args.n, kWidth);
+static void adamw_update(const AdamW<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    if (!is_vector(a.n)) {
+        die("adamw_update: the flat buffers have %zu elements, not a multiple of %d", a.n, kWidth);
     }
     const int threads = 256;
     const int blocks =
-        (int)std::min<size_t>(ceil_div(args.n, (size_t)threads * kWidth), (size_t)device_sm_count * 8);
-    if (args.grads_bf16) {
-        if (args.master) { adamw_kernel<true, true><<<blocks, threads, 0, stream>>>(args); }
-        else { adamw_kernel<true, false><<<blocks, threads, 0, stream>>>(args); }
+        (int)std::min<size_t>(ceil_div(a.n, (size_t)threads * kWidth), (size_t)device_sm_count * 8);
+    if (a.grads_bf16) {
+        if (a.master) { adamw_kernel<true, true><<<blocks, threads, 0, stream>>>(a); }
+        else { adamw_kernel<true, false><<<blocks, threads, 0, stream>>>(a); }
     } else {
-        if (args.master) { adamw_kernel<false, true><<<blocks, threads, 0, stream>>>(args); }
-        else { adamw_kernel<false, false><<<blocks, threads, 0, stream>>>(args); }
+        if (a.master) { adamw_kernel<false, true><<<blocks, threads, 0, stream>>>(a); }
+        else { adamw_kernel<false, false><<<blocks, threads, 0, stream>>>(a); }
     }
     cudaCheck(cudaGetLastError());
-    // as if all of them were floatX: inside the arena, whatever the segments say
-    OUTPUT("adamw_update.params", (floatX*)args.params, args.n, stream);
-    if (args.master) { OUTPUT("adamw_update.master", args.master, args.n, stream); }
-    OUTPUT("adamw_update.m", args.m, args.n, stream);
-    OUTPUT("adamw_update.v", args.v, args.n, stream);
 }
 
 // == 6.9 attention ==
@@ -3073,41 +2971,31 @@ static bool attention_backward_tensor(E* dqkv, float* scratch, const E* dout, co
     return false;
 }
 
-// out (B,T,C) =, lse (B,NH,T) =. 16-bit pointers must be 16-byte aligned (the arenas align to 256).
-static void attention_forward(floatX* out, float* lse, const floatX* qkv, int B, int T, int NH, int HS,
-                              Stream stream) {
-    NvtxRange range("attention_forward");
-    attention_check(B, T, NH, HS);
-    if (!attention_forward_tensor<floatX>(out, lse, qkv, B, T, NH, HS, stream)) {
-        if (HS <= 64) {
-            attention_forward_plain<floatX, 2>(out, lse, qkv, B, T, NH, HS, stream);
-        } else if (HS <= 128) {
-            attention_forward_plain<floatX, 4>(out, lse, qkv, B, T, NH, HS, stream);
-        } else {
-            attention_forward_plain<floatX, 16>(out, lse, qkv, B, T, NH, HS, stream);
-        }
-    }
-    OUTPUT("attention_forward.out", out, static_cast<size_t>(B) * T * NH * HS, stream);
-    OUTPUT("attention_forward.lse", lse, static_cast<size_t>(B) * NH * T, stream);
+// 16-bit pointers must be 16-byte aligned (the arenas align to 256).
+static void attention_forward(const AttentionForward<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    attention_check(a.B, a.T, a.NH, a.HS);
+    if (attention_forward_tensor<floatX>(a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.HS, stream)) { return; }
+    const auto plain = a.HS <= 64    ? attention_forward_plain<floatX, 2>
+                       : a.HS <= 128 ? attention_forward_plain<floatX, 4>
+                                     : attention_forward_plain<floatX, 16>;
+    plain(a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.HS, stream);
 }
 
 static size_t attention_backward_scratch_bytes(int B, int T, int NH) {
     return static_cast<size_t>(B) * NH * stats_stride(T) * sizeof(float2);
 }
 
-// dqkv (B,T,3,NH,HS) =.
-static void attention_backward(floatX* dqkv, float* scratch, const floatX* dout, const floatX* out,
-                               const floatX* qkv, const float* lse, int B, int T, int NH, int HS,
-                               Stream stream) {
-    NvtxRange range("attention_backward");
-    attention_check(B, T, NH, HS);
-    if (!attention_backward_tensor<floatX>(dqkv, scratch, dout, out, qkv, lse, B, T, NH, HS, stream)) {
-        const auto plain = HS <= 64    ? attention_backward_plain<floatX, 2>
-                           : HS <= 128 ? attention_backward_plain<floatX, 4>
-                                       : attention_backward_plain<floatX, 16>;
-        plain(dqkv, scratch, dout, out, qkv, lse, B, T, NH, HS, stream);
-    }
-    OUTPUT("attention_backward.dqkv", dqkv, static_cast<size_t>(B) * T * 3 * NH * HS, stream);
+static void attention_backward(const AttentionBackward<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    attention_check(a.B, a.T, a.NH, a.HS);
+    const bool done = attention_backward_tensor<floatX>(a.dqkv, a.scratch, a.dout, a.out, a.qkv, a.lse, a.B,
+                                                        a.T, a.NH, a.HS, stream);
+    if (done) { return; }
+    const auto plain = a.HS <= 64    ? attention_backward_plain<floatX, 2>
+                       : a.HS <= 128 ? attention_backward_plain<floatX, 4>
+                                     : attention_backward_plain<floatX, 16>;
+    plain(a.dqkv, a.scratch, a.dout, a.out, a.qkv, a.lse, a.B, a.T, a.NH, a.HS, stream);
 }
 #endif  // GPT2_CPU
 
@@ -3481,57 +3369,57 @@ static Params gpt2_params(const GPT2* model, int l) {
     return param_views(model->params, model->param_specs, l);
 }
 
+static Acts gpt2_acts(const GPT2* model, int l) { return act_views(model->acts, model->act_specs, l); }
+
 // Activations of a forward over (B,T) from the inputs on the device, up to lnf.
 static void gpt2_forward(GPT2* model, int B, int T) {
     const Config& c = model->config;
     const Options& o = model->options;
     const int N = B * T, C = c.C, NH = c.NH, HS = C / NH;
-    const bool gelu_in_gemm = o.gelu_fusion >= 1 && o.recompute == 0;
     Stream stream = model->stream;
     Params p = gpt2_params(model, 0);
-    Acts a = act_views(model->acts, model->act_specs, 0);
-    encoder_forward(a.encoded, model->inputs.tokens, p.wte, p.wpe, B, T, C, stream);
-    layernorm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, a.encoded, p.ln1w, p.ln1b, N, C, stream);
+    Acts a = gpt2_acts(model, 0);
+
+    // The end of a branch: sum = before + inp weight^T + bias is the residual stream, then out = LN(sum).
+    // --residual layernorm leaves the addition to the LayerNorm; the branch waits in dnarrow.
+    floatX* branch = a.dnarrow;
+    auto add_to_residual = [&](floatX* sum, const floatX* before, const floatX* inp, const floatX* weight,
+                               const floatX* bias, int inp_C) {
+        const bool now = o.residual_in_gemm;
+        matmul_forward({now ? sum : branch, inp, weight, bias, now ? before : nullptr, nullptr, N, inp_C, C},
+                       stream);
+    };
+    auto normalise = [&](floatX* out, float* mean, float* rstd, floatX* sum, const floatX* before,
+                         const float* weight, const float* bias) {
+        if (o.residual_in_gemm) {
+            layernorm_forward({out, mean, rstd, sum, weight, bias, N, C}, stream);
+        } else {
+            residual_layernorm_forward({sum, out, mean, rstd, before, branch, weight, bias, N, C}, stream);
+        }
+    };
+
+    encoder_forward({a.encoded, model->inputs.tokens, p.wte, p.wpe, B, T, C}, stream);
+    layernorm_forward({a.ln1, a.ln1_mean, a.ln1_rstd, a.encoded, p.ln1w, p.ln1b, N, C}, stream);
     const floatX* residual = a.encoded;                                             // (B,T,C) into this layer
     for (int l = 0; l < c.L; l++) {
         p = gpt2_params(model, l);
-        a = act_views(model->acts, model->act_specs, l);
-        matmul_forward({.out = a.qkv, .inp = a.ln1, .weight = p.qkvw, .bias = p.qkvb, .residual = nullptr,
-                        .pre_gelu = nullptr, .N = N, .C = C, .OC = 3 * C}, stream);
-        attention_forward(a.atty, a.att_lse, a.qkv, B, T, NH, HS, stream);
-        if (o.residual_in_gemm) {
-            matmul_forward({.out = a.residual2, .inp = a.atty, .weight = p.attprojw, .bias = p.attprojb,
-                            .residual = residual, .pre_gelu = nullptr, .N = N, .C = C, .OC = C}, stream);
-            layernorm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, p.ln2w, p.ln2b, N, C, stream);
-        } else {
-            matmul_forward({.out = a.dnarrow, .inp = a.atty, .weight = p.attprojw, .bias = p.attprojb,
-                            .residual = nullptr, .pre_gelu = nullptr, .N = N, .C = C, .OC = C}, stream);
-            residual_layernorm_forward(a.residual2, a.ln2, a.ln2_mean, a.ln2_rstd, residual, a.dnarrow,
-                                       p.ln2w, p.ln2b, N, C, stream);
-        }
-        matmul_forward({.out = gelu_in_gemm ? a.fch_gelu : a.fch, .inp = a.ln2, .weight = p.fcw,
-                        .bias = p.fcb, .residual = nullptr, .pre_gelu = gelu_in_gemm ? a.fch : nullptr,
-                        .N = N, .C = C, .OC = 4 * C}, stream);
-        if (!gelu_in_gemm) { gelu_forward(a.fch_gelu, a.fch, (size_t)N * 4 * C, stream); }
+        a = gpt2_acts(model, l);
+        const bool gelu_in_gemm = o.gelu_fusion >= 1 && o.recompute == 0;
+        floatX *fc_out = gelu_in_gemm ? a.fch_gelu : a.fch, *pre_gelu = gelu_in_gemm ? a.fch : nullptr;
 
-        // the LayerNorm after this layer: the next layer's first, or the final one
-        const bool last = l + 1 == c.L;
-        Params q = gpt2_params(model, last ? l : l + 1);
-        Acts next = act_views(model->acts, model->act_specs, last ? l : l + 1);
-        floatX* ln = last ? a.lnf : next.ln1;
-        float* mean = last ? a.lnf_mean : next.ln1_mean;
-        float* rstd = last ? a.lnf_rstd : next.ln1_rstd;
-        const float *weight = last ? q.lnfw : q.ln1w, *bias = last ? q.lnfb : q.ln1b;
-        if (o.residual_in_gemm) {
-            matmul_forward({.out = a.residual3, .inp = a.fch_gelu, .weight = p.fcprojw, .bias = p.fcprojb,
-                            .residual = a.residual2, .pre_gelu = nullptr, .N = N, .C = 4 * C, .OC = C},
-                           stream);
-            layernorm_forward(ln, mean, rstd, a.residual3, weight, bias, N, C, stream);
-        } else {
-            matmul_forward({.out = a.dnarrow, .inp = a.fch_gelu, .weight = p.fcprojw, .bias = p.fcprojb,
-                            .residual = nullptr, .pre_gelu = nullptr, .N = N, .C = 4 * C, .OC = C}, stream);
-            residual_layernorm_forward(a.residual3, ln, mean, rstd, a.residual2, a.dnarrow, weight, bias, N,
-                                       C, stream);
+        matmul_forward({a.qkv, a.ln1, p.qkvw, p.qkvb, nullptr, nullptr, N, C, 3 * C}, stream);
+        attention_forward({a.atty, a.att_lse, a.qkv, B, T, NH, HS}, stream);
+        add_to_residual(a.residual2, residual, a.atty, p.attprojw, p.attprojb, C);
+        normalise(a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, residual, p.ln2w, p.ln2b);
+        matmul_forward({fc_out, a.ln2, p.fcw, p.fcb, nullptr, pre_gelu, N, C, 4 * C}, stream);
+        if (!gelu_in_gemm) { gelu_forward({a.fch_gelu, a.fch, (size_t)N * 4 * C}, stream); }
+        add_to_residual(a.residual3, a.residual2, a.fch_gelu, p.fcprojw, p.fcprojb, 4 * C);
+        if (l + 1 < c.L) {                      // what follows: the next layer's first LayerNorm
+            const Params q = gpt2_params(model, l + 1);
+            const Acts b = gpt2_acts(model, l + 1);
+            normalise(b.ln1, b.ln1_mean, b.ln1_rstd, a.residual3, a.residual2, q.ln1w, q.ln1b);
+        } else {                                // or the final one
+            normalise(a.lnf, a.lnf_mean, a.lnf_rstd, a.residual3, a.residual2, p.lnfw, p.lnfb);
         }
         residual = a.residual3;
     }
@@ -3539,24 +3427,26 @@ static void gpt2_forward(GPT2* model, int B, int T) {
 
 // Logits of `rows` rows of lnf from row `first` on, into the start of the logits buffer: (rows, Vp).
 static void gpt2_logits(GPT2* model, int first, int rows) {
-    const Config& c = model->config;
-    Acts a = act_views(model->acts, model->act_specs, 0);
-    matmul_forward({.out = a.logits, .inp = a.lnf + (size_t)first * c.C, .weight = gpt2_params(model, 0).wte,
-                    .bias = nullptr, .residual = nullptr, .pre_gelu = nullptr, .N = rows, .C = c.C,
-                    .OC = c.Vp}, model->stream);
+    const int C = model->config.C, Vp = model->config.Vp;
+    const Acts a = gpt2_acts(model, 0);
+    const floatX* wte = gpt2_params(model, 0).wte;
+    matmul_forward({a.logits, a.lnf + (size_t)first * C, wte, nullptr, nullptr, nullptr, rows, C, Vp},
+                   model->stream);
 }
 
 // Forward, losses of every position, and state->loss (+)= weight * sum of losses. LossAndGrad leaves dlogits
 // of dloss * sum(losses) where the logits were.
 static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float dloss, float weight,
                       Accumulate acc) {
+    const Config& c = model->config;
     const int N = B * T;
+    const Acts a = gpt2_acts(model, 0);
+    const float* loss_scale = &model->state->update.loss_scale;
     gpt2_forward(model, B, T);
     gpt2_logits(model, 0, N);
-    Acts a = act_views(model->acts, model->act_specs, 0);
-    classifier(a.logits, a.losses, model->inputs.targets, dloss, &model->state->update.loss_scale, N,
-               model->config.V, model->config.Vp, mode, model->stream);
-    loss_sum(&model->state->loss, a.losses, weight, acc, N, model->stream);
+    classifier({a.logits, a.losses, model->inputs.targets, dloss, loss_scale, N, c.V, c.Vp, mode},
+               model->stream);
+    loss_sum({&model->state->loss, a.losses, weight, acc, N}, model->stream);
 }
 
 // Key of the last micro-step's gradients.
@@ -3573,77 +3463,68 @@ static Grad gpt2_grad(GPT2* model, ParamId id, int l, Accumulate acc) {
 }
 
 // Gradients of every parameter from dlogits. The first micro-step stores, later ones add: no memset.
+// dresidual is the gradient of the residual stream, from the last layer to the first; each LayerNorm adds its
+// branch's to it and, in passing, sums its columns: the bias gradient of the projection before it.
 static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc) {
     const Config& c = model->config;
     const Options& o = model->options;
     const int N = B * T, C = c.C, NH = c.NH, HS = C / NH;
-    const Grad none = {};
+    const Accumulate store = Accumulate::No, add = Accumulate::Yes;
     Stream stream = model->stream;
     float* scratch = model->scratch;
     auto grad = [&](ParamId id, int l) { return gpt2_grad(model, id, l, acc); };
 
     Params p = gpt2_params(model, 0);
-    Acts a = act_views(model->acts, model->act_specs, c.L - 1);
-    matmul_backward_input({.dinp = a.dnarrow, .dout = a.logits, .weight = p.wte, .pre_gelu = nullptr, .N = N,
-                           .C = C, .OC = c.Vp}, stream);
-    layernorm_backward({.dresidual = a.dresidual, .dweight = grad(PARAM_lnfw, 0),
-                        .dbias = grad(PARAM_lnfb, 0), .dcolsum = grad(PARAM_fcprojb, c.L - 1),
-                        .scratch = scratch, .dresidual_acc = Accumulate::No, .dout = a.dnarrow,
-                        .inp = a.residual3, .weight = p.lnfw, .mean = a.lnf_mean, .rstd = a.lnf_rstd, .N = N,
-                        .C = C}, stream);
+    Acts a = gpt2_acts(model, c.L - 1);
+    matmul_backward_input({a.dnarrow, a.logits, p.wte, nullptr, N, C, c.Vp}, stream);
+    layernorm_backward({a.dresidual, grad(PARAM_lnfw, 0), grad(PARAM_lnfb, 0), grad(PARAM_fcprojb, c.L - 1),
+                        scratch, store, a.dnarrow, a.residual3, p.lnfw, a.lnf_mean, a.lnf_rstd, N, C},
+                       stream);
     for (int l = c.L - 1; l >= 0; l--) {
         p = gpt2_params(model, l);
-        a = act_views(model->acts, model->act_specs, l);
-        const floatX* residual =
-            l == 0 ? a.encoded : act_views(model->acts, model->act_specs, l - 1).residual3;
-        // MLP
-        if (o.recompute >= 1) { gelu_forward(a.fch_gelu, a.fch, (size_t)N * 4 * C, stream); }
-        matmul_backward_weight(grad(PARAM_fcprojw, l), scratch, a.dresidual, a.fch_gelu, N, 4 * C, C, stream);
+        a = gpt2_acts(model, l);
+        const floatX* residual = l == 0 ? a.encoded : gpt2_acts(model, l - 1).residual3;
+        const Grad bias_before = l == 0 ? Grad{} : grad(PARAM_fcprojb, l - 1);
         const bool gelu_in_gemm = o.gelu_fusion >= 2 && o.recompute == 0;
-        matmul_backward_input({.dinp = a.dwide, .dout = a.dresidual, .weight = p.fcprojw,
-                               .pre_gelu = gelu_in_gemm ? a.fch : nullptr, .N = N, .C = 4 * C, .OC = C},
-                              stream);
-        if (gelu_in_gemm) { bias_backward(grad(PARAM_fcb, l), scratch, a.dwide, N, 4 * C, stream); }
-        else { gelu_backward_inplace(a.dwide, grad(PARAM_fcb, l), scratch, a.fch, N, 4 * C, stream); }
+        floatX *dy = a.dresidual, *pre_gelu = gelu_in_gemm ? a.fch : nullptr;
+
+        // MLP. dy, the gradient of the layer's output, becomes that of each earlier place of the stream
+        if (o.recompute >= 1) { gelu_forward({a.fch_gelu, a.fch, (size_t)N * 4 * C}, stream); }
+        matmul_backward_weight({grad(PARAM_fcprojw, l), scratch, dy, a.fch_gelu, N, 4 * C, C}, stream);
+        matmul_backward_input({a.dwide, dy, p.fcprojw, pre_gelu, N, 4 * C, C}, stream);
+        if (gelu_in_gemm) { bias_backward({grad(PARAM_fcb, l), scratch, a.dwide, N, 4 * C}, stream); }
+        else { gelu_backward_inplace({a.dwide, grad(PARAM_fcb, l), scratch, a.fch, N, 4 * C}, stream); }
         if (o.recompute >= 2) {
-            layernorm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, p.ln2w, p.ln2b, N, C, stream);
+            layernorm_forward({a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, p.ln2w, p.ln2b, N, C}, stream);
         }
-        matmul_backward_weight(grad(PARAM_fcw, l), scratch, a.dwide, a.ln2, N, C, 4 * C, stream);
-        matmul_backward_input({.dinp = a.dnarrow, .dout = a.dwide, .weight = p.fcw, .pre_gelu = nullptr,
-                               .N = N, .C = C, .OC = 4 * C}, stream);
-        layernorm_backward({.dresidual = a.dresidual, .dweight = grad(PARAM_ln2w, l),
-                            .dbias = grad(PARAM_ln2b, l), .dcolsum = grad(PARAM_attprojb, l),
-                            .scratch = scratch, .dresidual_acc = Accumulate::Yes, .dout = a.dnarrow,
-                            .inp = a.residual2, .weight = p.ln2w, .mean = a.ln2_mean, .rstd = a.ln2_rstd,
-                            .N = N, .C = C}, stream);
+        matmul_backward_weight({grad(PARAM_fcw, l), scratch, a.dwide, a.ln2, N, C, 4 * C}, stream);
+        matmul_backward_input({a.dnarrow, a.dwide, p.fcw, nullptr, N, C, 4 * C}, stream);
+        layernorm_backward({dy, grad(PARAM_ln2w, l), grad(PARAM_ln2b, l), grad(PARAM_attprojb, l), scratch,
+                            add, a.dnarrow, a.residual2, p.ln2w, a.ln2_mean, a.ln2_rstd, N, C}, stream);
+
         // attention
-        matmul_backward_weight(grad(PARAM_attprojw, l), scratch, a.dresidual, a.atty, N, C, C, stream);
-        matmul_backward_input({.dinp = a.dnarrow, .dout = a.dresidual, .weight = p.attprojw,
-                               .pre_gelu = nullptr, .N = N, .C = C, .OC = C}, stream);
-        attention_backward(a.dwide, scratch, a.dnarrow, a.atty, a.qkv, a.att_lse, B, T, NH, HS, stream);
-        bias_backward(grad(PARAM_qkvb, l), scratch, a.dwide, N, 3 * C, stream);
+        matmul_backward_weight({grad(PARAM_attprojw, l), scratch, dy, a.atty, N, C, C}, stream);
+        matmul_backward_input({a.dnarrow, dy, p.attprojw, nullptr, N, C, C}, stream);
+        attention_backward({a.dwide, scratch, a.dnarrow, a.atty, a.qkv, a.att_lse, B, T, NH, HS}, stream);
+        bias_backward({grad(PARAM_qkvb, l), scratch, a.dwide, N, 3 * C}, stream);
         if (o.recompute >= 2) {
-            layernorm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, N, C, stream);
+            layernorm_forward({a.ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, N, C}, stream);
         }
-        matmul_backward_weight(grad(PARAM_qkvw, l), scratch, a.dwide, a.ln1, N, C, 3 * C, stream);
-        matmul_backward_input({.dinp = a.dnarrow, .dout = a.dwide, .weight = p.qkvw, .pre_gelu = nullptr,
-                               .N = N, .C = C, .OC = 3 * C}, stream);
-        layernorm_backward({.dresidual = a.dresidual, .dweight = grad(PARAM_ln1w, l),
-                            .dbias = grad(PARAM_ln1b, l),
-                            .dcolsum = l > 0 ? grad(PARAM_fcprojb, l - 1) : none, .scratch = scratch,
-                            .dresidual_acc = Accumulate::Yes, .dout = a.dnarrow, .inp = residual,
-                            .weight = p.ln1w, .mean = a.ln1_mean, .rstd = a.ln1_rstd, .N = N, .C = C},
-                           stream);
+        matmul_backward_weight({grad(PARAM_qkvw, l), scratch, a.dwide, a.ln1, N, C, 3 * C}, stream);
+        matmul_backward_input({a.dnarrow, a.dwide, p.qkvw, nullptr, N, C, 3 * C}, stream);
+        layernorm_backward({dy, grad(PARAM_ln1w, l), grad(PARAM_ln1b, l), bias_before, scratch, add,
+                            a.dnarrow, residual, p.ln1w, a.ln1_mean, a.ln1_rstd, N, C}, stream);
     }
+
     // wte: the LM head's part, then the embedding's. bf16 is rounded once, so there they meet in scratch.
     const size_t wte_elems = model->param_specs[PARAM_wte].elems;
     Grad dwte = o.grads_bf16 ? Grad{scratch, Accumulate::No} : grad(PARAM_wte, 0);
-    matmul_backward_weight(dwte, scratch, a.logits, a.lnf, N, C, c.Vp, stream);
-    dwte.acc = Accumulate::Yes;
     float* free_scratch = o.grads_bf16 ? scratch + wte_elems : scratch;
-    encoder_backward(dwte, grad(PARAM_wpe, 0), free_scratch, a.dresidual, model->buckets, B, T, c.maxT, C,
+    matmul_backward_weight({dwte, scratch, a.logits, a.lnf, N, C, c.Vp}, stream);
+    dwte.acc = Accumulate::Yes;
+    encoder_backward({dwte, grad(PARAM_wpe, 0), free_scratch, a.dresidual, model->buckets, B, T, c.maxT, C},
                      stream);
-    if (o.grads_bf16) { grad_accumulate(grad(PARAM_wte, 0), scratch, wte_elems, stream); }
+    if (o.grads_bf16) { grad_accumulate({grad(PARAM_wte, 0), scratch, wte_elems}, stream); }
 }
 
 // One micro-step of `micro_steps`: gradients of the mean loss over the total batch.
@@ -3664,7 +3545,7 @@ static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, doub
                  .grads_bf16 = model->options.grads_bf16, .grad_key = gpt2_grad_key(model),
                  .segments = model->device_segments, .num_segments = NUM_PARAMS, .n = model->arena_elems,
                  .max_norm = max_norm, .policy = policy}, model->stream);
-    adamw_update({.params = (floatX*)model->params, .master = model->master, .m = model->m, .v = model->v,
+    adamw_update({.params = model->params, .master = model->master, .m = model->m, .v = model->v,
                   .grads = model->grads, .grads_bf16 = model->options.grads_bf16,
                   .state = &model->state->update, .segments = model->device_segments,
                   .num_segments = NUM_PARAMS, .n = model->arena_elems, .lr = lr, .beta1 = beta1,
@@ -4082,7 +3963,7 @@ static void generate(GPT2* model, const Tokenizer* tokenizer, bool has_text, int
             gpt2_set_inputs(model, tokens.data(), nullptr, 1, T);
             gpt2_forward(model, 1, T);
             gpt2_logits(model, n - 1, 1);
-            copy_to_host(raw.data(), act_views(model->acts, model->act_specs, 0).logits, c.V * sizeof(floatX),
+            copy_to_host(raw.data(), gpt2_acts(model, 0).logits, c.V * sizeof(floatX),
                          model->stream);
             stream_sync(model->stream);
             for (int i = 0; i < c.V; i++) { logits[i] = (float)raw[i]; }

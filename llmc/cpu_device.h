@@ -21,16 +21,11 @@ twins of llmc/cpu_ops.h and malloc. Everything is synchronous, so streams and ev
 #include "check.h"      // gives: die, format
 
 #ifdef TESTING
-static void break_output(const char* name, float* data, size_t count);      // test_gpt2.cu: --break NAME
-#define OUTPUT(name, ptr, count) break_output(name, ptr, count)
+template <class Args> static void break_outputs(const Args& args, int stream);     // test_gpt2.cu: --break
+#define OP_DONE(args) break_outputs(args, 0)
 #endif
-#include "cpu_ops.h"        // gives: the twins, Stream, GradOf
+#include "cpu_ops.h"        // gives: the twins, GPT2_OPS, Stream
 #include "token_buckets.h"  // gives: max_bucket_slots
-
-typedef LayernormBackwardOf<float> LayernormBackward;
-typedef MatmulForwardOf<float> MatmulForward;
-typedef MatmulBackwardInputOf<float> MatmulBackwardInput;
-typedef AdamWOf<float> AdamW;
 
 // ---- device runtime ----
 struct DeviceInfo { std::string name; size_t memory_free, memory_total; };
@@ -121,35 +116,11 @@ static inline void select_kernels(bool) {}
 static inline bool attention_uses_sm90(int) { return false; }
 
 // ---- ops ----
-// The launcher's name and arguments, the twin's code.
-#define CPU_OP(op) template <class... Args> static inline void op(Args... args) { op##_cpu(args...); }
-CPU_OP(encoder_forward)
-CPU_OP(encoder_backward)
-CPU_OP(layernorm_forward)
-CPU_OP(residual_layernorm_forward)
-CPU_OP(matmul_backward_weight)
-CPU_OP(grad_accumulate)
-CPU_OP(bias_backward)
-CPU_OP(gelu_forward)
-CPU_OP(gelu_backward_inplace)
-CPU_OP(attention_forward)
-CPU_OP(attention_backward)
-CPU_OP(classifier)
-CPU_OP(loss_sum)
-#undef CPU_OP
-static inline void global_norm(const GlobalNorm& a, Stream stream) {
-    global_norm_cpu<float>(a.state, a.scratch, a.grads, a.grads_bf16, a.n, a.max_norm, a.policy, stream);
-}
-static inline void layernorm_backward(const LayernormBackward& args, Stream stream) {
-    layernorm_backward_cpu(args, stream);
-}
-static inline void matmul_forward(const MatmulForward& args, Stream stream) {
-    matmul_forward_cpu(args, stream);
-}
-static inline void matmul_backward_input(const MatmulBackwardInput& args, Stream stream) {
-    matmul_backward_input_cpu(args, stream);
-}
-static inline void adamw_update(const AdamW& args, Stream stream) { adamw_update_cpu(args, stream); }
+// The launcher's name, the twin's code.
+#define X(op, Args, ...) \
+    static inline void op(const Args<float, float>& a, Stream stream) { op##_cpu<float>(a, stream); }
+GPT2_OPS(X)
+#undef X
 
 // The twins need little scratch of their own: only attention's D and the partial rows of the embedding
 // gradient.

@@ -1,23 +1,23 @@
 /*
-The twins: every op of the trainer in plain C++, one function each, with the arguments of its CUDA launcher.
-They are the specification: what an op computes, which outputs are stored (=) and which added to (+=), what
-becomes of padding and of unused rows is written here, and a CUDA kernel is right when it agrees. Host only.
+The twins: every op of llmc/ops.h in plain C++, one function each. They are the specification: what an op
+computes, which outputs are stored (=) and which added to (+=), what becomes of padding and of unused rows is
+written here, and a CUDA kernel is right when it agrees. Host only.
 
 The trainer's CPU build runs them in float (OpenMP over rows, OpenBLAS where it is found), tests in double:
 
     matmul_forward_cpu<float>({.out = y, .inp = x, .weight = w, .bias = b, .residual = nullptr,
                                .pre_gelu = nullptr, .N = N, .C = C, .OC = OC}, stream);
-    bias_backward_cpu<double>({dbias, Accumulate::Yes}, nullptr, dout, N, OC, 0);
+    bias_backward_cpu<double>({{dbias, Accumulate::Yes}, nullptr, dout, N, OC}, 0);
 
 Rules that hold for every twin:
 - Each output element belongs to one thread and is summed in one order: the thread count does not change bits.
 - Long sums are taken in double; values are rounded to Real when they are stored.
-- Outputs, scratch, inputs, sizes, stream, in this order. They do not overlap unless the comment says so.
+- Outputs do not overlap inputs unless ops.h says so.
 - A GradOf<Real> output is = or += by its `acc`.
 - N = B*T rows. Products of two sizes are size_t.
 
-OUTPUT(name, ptr, count) ends each twin, once per output tensor. Tests define it before they include this
-file, to disturb one tensor (--break NAME) and see that some check notices.
+OP_DONE(a) ends each twin. Tests define it before they include this file, to disturb one output (--break) and
+see that some check notices.
 */
 #ifndef LLMC_CPU_OPS_H
 #define LLMC_CPU_OPS_H
@@ -30,19 +30,15 @@ file, to disturb one tensor (--break NAME) and see that some check notices.
 
 #include <vector>       // gives: std::vector
 
-#include "op_types.h"   // gives: Accumulate, TokenBuckets, UpdateState, Stream
+#include "ops.h"        // gives: every op's arguments, Accumulate, Stream
 #include "rand.h"       // gives: RoundKey, round_bits16, bf16_encode_dithered
 
 #ifdef USE_OPENBLAS
 #include <cblas.h>      // gives: cblas_sgemm, openblas_set_num_threads, openblas_get_corename
 #endif
 
-#ifdef __CUDACC__       // there the twins are the oracle: --break is for the kernels, by their own OUTPUT
-#pragma push_macro("OUTPUT")
-#undef OUTPUT
-#endif
-#ifndef OUTPUT
-#define OUTPUT(name, ptr, count)
+#ifndef OP_DONE
+#define OP_DONE(a)
 #endif
 
 // ---- small helpers ----
@@ -98,73 +94,63 @@ static inline void column_sums(GradOf<Real> dsum, const Real* x, int N, int C) {
 // ---- encoder: token and position embedding ----
 
 // out[b,t,c] = wte[tokens[b,t],c] + wpe[t,c]
-template <class Real>
-void encoder_forward_cpu(Real* out,             // (B,T,C)
-                         const int* tokens,     // (B,T)
-                         const Real* wte,       // (Vp,C)
-                         const Real* wpe,       // (maxT,C)
-                         int B, int T, int C, Stream) {
+template <class Real> void encoder_forward_cpu(const EncoderForward<Real, Real>& a, Stream) {
+    const int B = a.B, T = a.T, C = a.C;
     const int N = B * T;
     #pragma omp parallel for
     for (int bt = 0; bt < N; bt++) {
-        Real* out_bt = out + (size_t)bt * C;
-        const Real* wte_ix = wte + (size_t)tokens[bt] * C;
-        const Real* wpe_t = wpe + (size_t)(bt % T) * C;
+        Real* out_bt = a.out + (size_t)bt * C;
+        const Real* wte_ix = a.wte + (size_t)a.tokens[bt] * C;
+        const Real* wpe_t = a.wpe + (size_t)(bt % T) * C;
         #pragma omp simd
         for (int c = 0; c < C; c++) { out_bt[c] = wte_ix[c] + wpe_t[c]; }
     }
-    OUTPUT("encoder_forward.out", out, (size_t)N * C);
+    OP_DONE(a);
 }
 
 // dwte[v,c] += sum over positions bt of token v of dout[bt,c]; always added, to the LM head's gradient
 // dwpe[t,c] (=, +=) sum over b of dout[b,t,c]; rows t >= T get no gradient, so = makes them zero.
 // A bucket of up to 128 positions is one segment. A longer one is several, whose sums go to rows of scratch
 // and are added up in order by its entry in `splits`.
-template <class Real>
-void encoder_backward_cpu(GradOf<Real> dwte,    // (Vp,C), acc is Yes
-                          GradOf<Real> dwpe,    // (maxT,C)
-                          Real* scratch,        // (slots,C)
-                          const Real* dout,     // (B,T,C)
-                          const TokenBuckets& buckets, int B, int T, int maxT, int C, Stream) {
-    assert(dwte.acc == Accumulate::Yes);
+template <class Real> void encoder_backward_cpu(const EncoderBackward<Real, Real>& a, Stream) {
+    const int B = a.B, T = a.T, maxT = a.maxT, C = a.C;
+    assert(a.dwte.acc == Accumulate::Yes);
     #pragma omp parallel
     {
         std::vector<double> sum(C);
         #pragma omp for
-        for (int s = 0; s < buckets.num_segments; s++) {
-            const int4 segment = buckets.segments[s];
+        for (int s = 0; s < a.buckets.num_segments; s++) {
+            const int4 segment = a.buckets.segments[s];
             sum.assign(C, 0.0);
             for (int i = segment.y; i < segment.y + segment.z; i++) {
-                const Real* dout_bt = dout + (size_t)buckets.order[i] * C;
+                const Real* dout_bt = a.dout + (size_t)a.buckets.order[i] * C;
                 for (int c = 0; c < C; c++) { sum[c] += dout_bt[c]; }
             }
             for (int c = 0; c < C; c++) {
-                if (segment.w < 0) { store_grad(dwte, (size_t)segment.x * C + c, sum[c]); }
-                else { scratch[(size_t)segment.w * C + c] = (Real)sum[c]; }
+                if (segment.w < 0) { store_grad(a.dwte, (size_t)segment.x * C + c, sum[c]); }
+                else { a.scratch[(size_t)segment.w * C + c] = (Real)sum[c]; }
             }
         }
         #pragma omp for
-        for (int s = 0; s < buckets.num_splits; s++) {
-            const int4 split = buckets.splits[s];
+        for (int s = 0; s < a.buckets.num_splits; s++) {
+            const int4 split = a.buckets.splits[s];
             sum.assign(C, 0.0);
             for (int slot = split.y; slot < split.y + split.z; slot++) {
-                for (int c = 0; c < C; c++) { sum[c] += scratch[(size_t)slot * C + c]; }
+                for (int c = 0; c < C; c++) { sum[c] += a.scratch[(size_t)slot * C + c]; }
             }
-            for (int c = 0; c < C; c++) { store_grad(dwte, (size_t)split.x * C + c, sum[c]); }
+            for (int c = 0; c < C; c++) { store_grad(a.dwte, (size_t)split.x * C + c, sum[c]); }
         }
         #pragma omp for
         for (int t = 0; t < maxT; t++) {
             sum.assign(C, 0.0);
             for (int b = 0; b < (t < T ? B : 0); b++) {
-                const Real* dout_bt = dout + ((size_t)b * T + t) * C;
+                const Real* dout_bt = a.dout + ((size_t)b * T + t) * C;
                 for (int c = 0; c < C; c++) { sum[c] += dout_bt[c]; }
             }
-            for (int c = 0; c < C; c++) { store_grad(dwpe, (size_t)t * C + c, sum[c]); }
+            for (int c = 0; c < C; c++) { store_grad(a.dwpe, (size_t)t * C + c, sum[c]); }
         }
     }
-    // dwte's row count is not known here: the row of the commonest token stands for it
-    OUTPUT("encoder_backward.dwte", dwte.data + (size_t)buckets.segments[0].x * C, C);
-    OUTPUT("encoder_backward.dwpe", dwpe.data, (size_t)maxT * C);
+    OP_DONE(a);
 }
 
 // ---- layernorm, with and without the residual addition before it ----
@@ -188,60 +174,36 @@ static inline void layernorm_row(Real* out, Real* mean, Real* rstd, const Real* 
 }
 
 // out[n,:] = LN(inp[n,:]); mean and rstd of each row are kept for the backward pass.
-template <class Real>
-void layernorm_forward_cpu(Real* out,                               // (N,C)
-                           Real* mean, Real* rstd,                  // (N)
-                           const Real* inp,                         // (N,C)
-                           const Real* weight, const Real* bias,    // (C)
-                           int N, int C, Stream) {
+template <class Real> void layernorm_forward_cpu(const LayernormForward<Real, Real>& a, Stream) {
+    const int N = a.N, C = a.C;
     #pragma omp parallel for
     for (int n = 0; n < N; n++) {
-        layernorm_row(out + (size_t)n * C, mean + n, rstd + n, inp + (size_t)n * C, weight, bias, C);
+        const size_t row = (size_t)n * C;
+        layernorm_row(a.out + row, a.mean + n, a.rstd + n, a.inp + row, a.weight, a.bias, C);
     }
-    OUTPUT("layernorm_forward.out", out, (size_t)N * C);
-    OUTPUT("layernorm_forward.mean", mean, N);
-    OUTPUT("layernorm_forward.rstd", rstd, N);
+    OP_DONE(a);
 }
 
 // residual = inp1 + inp2, rounded once; out = LN(residual as stored).
 // residual may be the buffer of inp1 or of inp2: each element is read before it is written.
 template <class Real>
-void residual_layernorm_forward_cpu(Real* residual, Real* out,                  // (N,C)
-                                    Real* mean, Real* rstd,                     // (N)
-                                    const Real* inp1, const Real* inp2,         // (N,C)
-                                    const Real* weight, const Real* bias,       // (C)
-                                    int N, int C, Stream) {
+void residual_layernorm_forward_cpu(const ResidualLayernormForward<Real, Real>& a, Stream) {
+    const int N = a.N, C = a.C;
     #pragma omp parallel for
     for (int n = 0; n < N; n++) {
         const size_t row = (size_t)n * C;
-        for (int c = 0; c < C; c++) { residual[row + c] = inp1[row + c] + inp2[row + c]; }
-        layernorm_row(out + row, mean + n, rstd + n, residual + row, weight, bias, C);
+        for (int c = 0; c < C; c++) { a.residual[row + c] = a.inp1[row + c] + a.inp2[row + c]; }
+        layernorm_row(a.out + row, a.mean + n, a.rstd + n, a.residual + row, a.weight, a.bias, C);
     }
-    OUTPUT("residual_layernorm_forward.residual", residual, (size_t)N * C);
-    OUTPUT("residual_layernorm_forward.out", out, (size_t)N * C);
-    OUTPUT("residual_layernorm_forward.mean", mean, N);
-    OUTPUT("residual_layernorm_forward.rstd", rstd, N);
+    OP_DONE(a);
 }
-
-template <class Real> struct LayernormBackwardOf {
-    Real* dresidual;                    // (N,C) gradient of the residual stream
-    GradOf<Real> dweight, dbias;        // (C)
-    GradOf<Real> dcolsum;               // (C), data may be null
-    Real* scratch;                      // the CUDA kernels' partial sums; unused here
-    Accumulate dresidual_acc;
-    const Real* dout;                   // (N,C)
-    const Real* inp;                    // (N,C) what the forward pass normalised
-    const Real* weight;                 // (C)
-    const Real* mean; const Real* rstd; // (N)
-    int N, C;
-};
 
 // With norm[n,c] = (inp[n,c]-mean[n])*rstd[n] and dnorm[n,c] = dout[n,c]*weight[c]:
 // dweight[c] (=, +=) sum over n of dout[n,c]*norm[n,c];   dbias[c] (=, +=) sum over n of dout[n,c]
 // dresidual[n,c] (=, +=) rstd[n] * (dnorm[n,c] - mean_c(dnorm) - norm[n,c]*mean_c(dnorm*norm))
 // dcolsum[c] (=, +=) sum over n of the new dresidual[n,c], as stored: the bias gradient of the linear layer
 // whose output was added to this residual stream.
-template <class Real> void layernorm_backward_cpu(LayernormBackwardOf<Real> a, Stream) {
+template <class Real> void layernorm_backward_cpu(const LayernormBackward<Real, Real>& a, Stream) {
     const int N = a.N, C = a.C;
     constexpr int kColumns = 64;
     #pragma omp parallel for
@@ -285,10 +247,7 @@ template <class Real> void layernorm_backward_cpu(LayernormBackwardOf<Real> a, S
         }
     }
     if (a.dcolsum.data) { column_sums(a.dcolsum, a.dresidual, N, C); }
-    OUTPUT("layernorm_backward.dresidual", a.dresidual, (size_t)N * C);
-    OUTPUT("layernorm_backward.dweight", a.dweight.data, C);
-    OUTPUT("layernorm_backward.dbias", a.dbias.data, C);
-    if (a.dcolsum.data) { OUTPUT("layernorm_backward.dcolsum", a.dcolsum.data, C); }
+    OP_DONE(a);
 }
 
 // ---- GELU, the tanh form ----
@@ -317,25 +276,20 @@ template <class Real> static inline Real gelu_derivative(Real x) {
 }
 
 // out[i] = gelu(inp[i]). out may be the buffer of inp.
-template <class Real> void gelu_forward_cpu(Real* out, const Real* inp, size_t n, Stream) {
+template <class Real> void gelu_forward_cpu(const GeluForward<Real, Real>& a, Stream) {
     #pragma omp parallel for simd
-    for (size_t i = 0; i < n; i++) { out[i] = gelu(inp[i]); }
-    OUTPUT("gelu_forward.out", out, n);
+    for (size_t i = 0; i < a.n; i++) { a.out[i] = gelu(a.inp[i]); }
+    OP_DONE(a);
 }
 
 // d[n,c] *= gelu'(inp[n,c]);   dbias[c] (=, +=) sum over n of the new d[n,c], as stored
-template <class Real>
-void gelu_backward_inplace_cpu(Real* d_inplace,         // (N,OC) gradient of the output, then of the input
-                               GradOf<Real> dbias,      // (OC), data may be null
-                               Real* /*scratch*/,
-                               const Real* inp,         // (N,OC) what the forward pass took
-                               int N, int OC, Stream) {
+template <class Real> void gelu_backward_inplace_cpu(const GeluBackward<Real, Real>& a, Stream) {
+    const int N = a.N, OC = a.OC;
     const size_t n = (size_t)N * OC;
     #pragma omp parallel for simd
-    for (size_t i = 0; i < n; i++) { d_inplace[i] *= gelu_derivative(inp[i]); }
-    if (dbias.data) { column_sums(dbias, d_inplace, N, OC); }
-    OUTPUT("gelu_backward_inplace.dinp", d_inplace, n);
-    if (dbias.data) { OUTPUT("gelu_backward_inplace.dbias", dbias.data, OC); }
+    for (size_t i = 0; i < n; i++) { a.d[i] *= gelu_derivative(a.inp[i]); }
+    if (a.dbias.data) { column_sums(a.dbias, a.d, N, OC); }
+    OP_DONE(a);
 }
 
 // ---- matmul: the linear layer ----
@@ -433,19 +387,9 @@ static inline void gemm_cpu(float* out, Accumulate acc, const float* a, Transpos
 }
 #endif
 
-template <class Real> struct MatmulForwardOf {
-    Real* out;                  // (N,OC)
-    const Real* inp;            // (N,C)
-    const Real* weight;         // (OC,C)
-    const Real* bias;           // (OC) or null
-    const Real* residual;       // (N,OC) or null
-    Real* pre_gelu;             // (N,OC) or null
-    int N, C, OC;
-};
-
 // x[n,o] = sum over c of inp[n,c]*weight[o,c] + bias[o] + residual[n,o]
 // out = x; or, where pre_gelu is wanted, pre_gelu = x and out = gelu(x).
-template <class Real> void matmul_forward_cpu(MatmulForwardOf<Real> a, Stream) {
+template <class Real> void matmul_forward_cpu(const MatmulForward<Real, Real>& a, Stream) {
     const int N = a.N, C = a.C, OC = a.OC;
     gemm_cpu(a.out, Accumulate::No, a.inp, Transpose::No, a.weight, Transpose::Yes, N, OC, C);
     #pragma omp parallel for
@@ -462,56 +406,39 @@ template <class Real> void matmul_forward_cpu(MatmulForwardOf<Real> a, Stream) {
             }
         }
     }
-    OUTPUT("matmul_forward.out", a.out, (size_t)N * OC);
-    if (a.pre_gelu) { OUTPUT("matmul_forward.pre_gelu", a.pre_gelu, (size_t)N * OC); }
+    OP_DONE(a);
 }
-
-template <class Real> struct MatmulBackwardInputOf {
-    Real* dinp;                 // (N,C)
-    const Real* dout;           // (N,OC)
-    const Real* weight;         // (OC,C)
-    const Real* pre_gelu;       // (N,C) or null
-    int N, C, OC;
-};
 
 // dinp[n,c] = sum over o of dout[n,o]*weight[o,c]; where pre_gelu is given, times gelu'(pre_gelu[n,c]):
 // the layer's input was gelu(pre_gelu), and this is the gradient before that GELU.
-template <class Real> void matmul_backward_input_cpu(MatmulBackwardInputOf<Real> a, Stream) {
+template <class Real> void matmul_backward_input_cpu(const MatmulBackwardInput<Real, Real>& a, Stream) {
     const size_t n = (size_t)a.N * a.C;
     gemm_cpu(a.dinp, Accumulate::No, a.dout, Transpose::No, a.weight, Transpose::No, a.N, a.C, a.OC);
     if (a.pre_gelu) {
         #pragma omp parallel for simd
         for (size_t i = 0; i < n; i++) { a.dinp[i] *= gelu_derivative(a.pre_gelu[i]); }
     }
-    OUTPUT("matmul_backward_input.dinp", a.dinp, n);
+    OP_DONE(a);
 }
 
 // dweight[o,c] (=, +=) sum over n of dout[n,o]*inp[n,c]
-template <class Real>
-void matmul_backward_weight_cpu(GradOf<Real> dweight,   // (OC,C)
-                                Real* /*scratch*/,
-                                const Real* dout,       // (N,OC)
-                                const Real* inp,        // (N,C)
-                                int N, int C, int OC, Stream) {
-    gemm_cpu(dweight.data, dweight.acc, dout, Transpose::Yes, inp, Transpose::No, OC, C, N);
-    OUTPUT("matmul_backward_weight.dweight", dweight.data, (size_t)OC * C);
+template <class Real> void matmul_backward_weight_cpu(const MatmulBackwardWeight<Real, Real>& a, Stream) {
+    gemm_cpu(a.dweight.data, a.dweight.acc, a.dout, Transpose::Yes, a.inp, Transpose::No, a.OC, a.C, a.N);
+    OP_DONE(a);
 }
 
 // grad[i] (=, +=) values[i]
-template <class Real> void grad_accumulate_cpu(GradOf<Real> grad, const Real* values, size_t n, Stream) {
-    const bool add = grad.acc == Accumulate::Yes;
+template <class Real> void grad_accumulate_cpu(const GradAccumulate<Real, Real>& a, Stream) {
+    const bool add = a.grad.acc == Accumulate::Yes;
     #pragma omp parallel for simd
-    for (size_t i = 0; i < n; i++) { grad.data[i] = add ? grad.data[i] + values[i] : values[i]; }
+    for (size_t i = 0; i < a.n; i++) { a.grad.data[i] = add ? a.grad.data[i] + a.values[i] : a.values[i]; }
+    OP_DONE(a);
 }
 
 // dbias[o] (=, +=) sum over n of dout[n,o]
-template <class Real>
-void bias_backward_cpu(GradOf<Real> dbias,      // (OC)
-                       Real* /*scratch*/,
-                       const Real* dout,        // (N,OC)
-                       int N, int OC, Stream) {
-    column_sums(dbias, dout, N, OC);
-    OUTPUT("bias_backward.dbias", dbias.data, OC);
+template <class Real> void bias_backward_cpu(const BiasBackward<Real, Real>& a, Stream) {
+    column_sums(a.dbias, a.dout, a.N, a.OC);
+    OP_DONE(a);
 }
 
 // ---- causal self-attention ----
@@ -530,22 +457,19 @@ template <class Real> static inline Real dot_cpu(const Real* x, const Real* y, i
 }
 
 // Online softmax: while keys go by, `max` is the largest score so far; sum and out are relative to exp(max).
-template <class Real>
-void attention_forward_cpu(Real* out,           // (B,T,NH,HS) = (B,T,C)
-                           Real* lse,           // (B,NH,T)
-                           const Real* qkv,     // (B,T,3,NH,HS)
-                           int B, int T, int NH, int HS, Stream) {
+template <class Real> void attention_forward_cpu(const AttentionForward<Real, Real>& a, Stream) {
+    const int B = a.B, T = a.T, NH = a.NH, HS = a.HS;
     const size_t C = (size_t)NH * HS;
     const Real scale = (Real)(1.0 / sqrt((double)HS));
     #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int b = 0; b < B; b++) {
         for (int h = 0; h < NH; h++) {
-            const Real* q = qkv + (size_t)b * T * 3 * C + (size_t)h * HS;     // q[t] is 3C further per t
+            const Real* q = a.qkv + (size_t)b * T * 3 * C + (size_t)h * HS;     // q[t] is 3C further per t
             const Real* k = q + C;
             const Real* v = k + C;
             for (int t = 0; t < T; t++) {
                 const Real* q_t = q + t * 3 * C;
-                Real* out_t = out + ((size_t)b * T + t) * C + (size_t)h * HS;
+                Real* out_t = a.out + ((size_t)b * T + t) * C + (size_t)h * HS;
                 for (int i = 0; i < HS; i++) { out_t[i] = 0; }
                 Real max = (Real)-INFINITY, sum = 0;
                 for (int u0 = 0; u0 <= t; u0 += kKeys) {
@@ -570,34 +494,27 @@ void attention_forward_cpu(Real* out,           // (B,T,NH,HS) = (B,T,C)
                     }
                 }
                 for (int i = 0; i < HS; i++) { out_t[i] /= sum; }
-                lse[((size_t)b * NH + h) * T + t] = max + (Real)log((double)sum);
+                a.lse[((size_t)b * NH + h) * T + t] = max + (Real)log((double)sum);
             }
         }
     }
-    OUTPUT("attention_forward.out", out, (size_t)B * T * C);
-    OUTPUT("attention_forward.lse", lse, (size_t)B * NH * T);
+    OP_DONE(a);
 }
 
 // With p from lse and D[t] = sum over i of dout[t,i]*out[t,i] (= sum over u of p[t,u]*dp[t,u]):
 // dp[t,u] = dout[t].v[u];   ds[t,u] = p[t,u] * (dp[t,u] - D[t]) / sqrt(HS)
 // dq[t] = sum over u <= t of ds[t,u]*k[u]
 // dk[u] = sum over t >= u of ds[t,u]*q[t];   dv[u] = sum over t >= u of p[t,u]*dout[t]
-template <class Real>
-void attention_backward_cpu(Real* dqkv,         // (B,T,3,NH,HS)
-                            Real* scratch,      // (B,NH,T) D
-                            const Real* dout,   // (B,T,C)
-                            const Real* out,    // (B,T,C)
-                            const Real* qkv,    // (B,T,3,NH,HS)
-                            const Real* lse,    // (B,NH,T)
-                            int B, int T, int NH, int HS, Stream) {
+template <class Real> void attention_backward_cpu(const AttentionBackward<Real, Real>& a, Stream) {
+    const int B = a.B, T = a.T, NH = a.NH, HS = a.HS;
     const size_t C = (size_t)NH * HS;
     const Real scale = (Real)(1.0 / sqrt((double)HS));
     #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int b = 0; b < B; b++) {
         for (int h = 0; h < NH; h++) {
             const size_t head = (size_t)b * T * 3 * C + (size_t)h * HS;
-            const Real *q = qkv + head, *k = q + C, *v = k + C;
-            Real *dq = dqkv + head, *dk = dq + C, *dv = dk + C;
+            const Real *q = a.qkv + head, *k = q + C, *v = k + C;
+            Real *dq = a.dqkv + head, *dk = dq + C, *dv = dk + C;
             for (int t = 0; t < T; t++) {
                 const size_t at = t * 3 * C;
                 for (int i = 0; i < HS; i++) { dq[at + i] = dk[at + i] = dv[at + i] = 0; }
@@ -605,9 +522,9 @@ void attention_backward_cpu(Real* dqkv,         // (B,T,3,NH,HS)
             for (int t = 0; t < T; t++) {
                 const size_t row = ((size_t)b * T + t) * C + (size_t)h * HS;
                 const size_t stat = ((size_t)b * NH + h) * T + t;
-                const Real *q_t = q + t * 3 * C, *dout_t = dout + row;
+                const Real *q_t = q + t * 3 * C, *dout_t = a.dout + row;
                 Real* dq_t = dq + t * 3 * C;
-                const Real D = scratch[stat] = dot_cpu(dout_t, out + row, HS);
+                const Real D = a.scratch[stat] = dot_cpu(dout_t, a.out + row, HS);
                 for (int u0 = 0; u0 <= t; u0 += kKeys) {
                     const int keys = t + 1 - u0 < kKeys ? t + 1 - u0 : kKeys;
                     Real p[kKeys], ds[kKeys];
@@ -617,7 +534,7 @@ void attention_backward_cpu(Real* dqkv,         // (B,T,3,NH,HS)
                     }
                     #pragma omp simd
                     for (int u = 0; u < keys; u++) {
-                        p[u] = exp_cpu(p[u] - lse[stat]);
+                        p[u] = exp_cpu(p[u] - a.lse[stat]);
                         ds[u] = p[u] * (ds[u] - D) * scale;
                     }
                     for (int u = 0; u < keys; u++) {
@@ -633,7 +550,7 @@ void attention_backward_cpu(Real* dqkv,         // (B,T,3,NH,HS)
             }
         }
     }
-    OUTPUT("attention_backward.dqkv", dqkv, (size_t)B * T * 3 * C);
+    OP_DONE(a);
 }
 
 // ---- classifier: softmax, cross-entropy and its gradient, in place ----
@@ -656,39 +573,34 @@ template <class Real> static inline double sum_exp(const Real* x, Real max, int 
 // LossAndGrad: logits[n,v] = (softmax(logits[n,0:V])[v] - (v == targets[n])) * dloss * loss_scale, and 0 for
 // the padding V <= v < Vp, which takes no part. LossOnly: logits stay as they are.
 // dloss is 1 / (tokens of the total batch); loss_scale is a device scalar, null stands for 1.
-template <class Real>
-void classifier_cpu(Real* logits_inplace,       // (N,Vp)
-                    Real* losses,               // (N)
-                    const int* targets,         // (N)
-                    float dloss, const float* loss_scale, int N, int V, int Vp, ClassifierMode mode, Stream) {
-    const Real gradient_scale = (Real)((double)dloss * (loss_scale ? *loss_scale : 1.0f));
+template <class Real> void classifier_cpu(const Classifier<Real, Real>& a, Stream) {
+    const int V = a.V, Vp = a.Vp;
+    const Real gradient_scale = (Real)((double)a.dloss * (a.loss_scale ? *a.loss_scale : 1.0f));
     #pragma omp parallel for
-    for (int n = 0; n < N; n++) {
-        Real* logits = logits_inplace + (size_t)n * Vp;
+    for (int n = 0; n < a.N; n++) {
+        Real* logits = a.logits + (size_t)n * Vp;
         Real max = logits[0];
         #pragma omp simd reduction(max : max)
         for (int v = 0; v < V; v++) { max = logits[v] > max ? logits[v] : max; }
         const double sum = sum_exp(logits, max, V);
-        const int target = targets[n];
-        losses[n] = (Real)(log(sum) - (logits[target] - max));
-        if (mode == ClassifierMode::LossOnly) { continue; }
+        const int target = a.targets[n];
+        a.losses[n] = (Real)(log(sum) - (logits[target] - max));
+        if (a.mode == ClassifierMode::LossOnly) { continue; }
         const Real factor = (Real)(gradient_scale / sum);
         #pragma omp simd
         for (int v = 0; v < V; v++) { logits[v] = exp_cpu(logits[v] - max) * factor; }
         logits[target] -= gradient_scale;
         for (int v = V; v < Vp; v++) { logits[v] = 0; }
     }
-    OUTPUT("classifier.losses", losses, N);
-    if (mode == ClassifierMode::LossAndGrad) { OUTPUT("classifier.dlogits", logits_inplace, (size_t)N * Vp); }
+    OP_DONE(a);
 }
 
 // mean (=, +=) weight * sum over n of losses[n], added in order
-template <class Real>
-void loss_sum_cpu(Real* mean, const Real* losses, float weight, Accumulate acc, int N, Stream) {
+template <class Real> void loss_sum_cpu(const LossSum<Real, Real>& a, Stream) {
     double sum = 0.0;
-    for (int n = 0; n < N; n++) { sum += losses[n]; }
-    *mean = (Real)((acc == Accumulate::Yes ? *mean : 0.0) + weight * sum);
-    OUTPUT("loss_sum.mean", mean, 1);
+    for (int n = 0; n < a.N; n++) { sum += a.losses[n]; }
+    *a.mean = (Real)((a.acc == Accumulate::Yes ? *a.mean : 0.0) + a.weight * sum);
+    OP_DONE(a);
 }
 
 // ---- update: gradient norm, the decision to skip, AdamW ----
@@ -697,17 +609,15 @@ void loss_sum_cpu(Real* mean, const Real* losses, float weight, Accumulate acc, 
 // norm not finite: it is skipped, and a dynamic loss scale halves, not below 1.
 // else: t advances; grad_scale takes the loss scale out of the gradients and clips their norm to max_norm
 // (0: never); after growth_interval good steps a dynamic loss scale doubles, not above max_scale.
-template <class Real>
-void global_norm_cpu(UpdateState* state, Real* /*scratch*/, const void* grads, bool grads_bf16, size_t n,
-                     float max_norm, UpdatePolicy policy, Stream) {
-    assert(!grads_bf16);
-    (void)grads_bf16;
-    const Real* g = (const Real*)grads;                         // (n)
+template <class Real> void global_norm_cpu(const GlobalNorm<Real, Real>& a, Stream) {
+    assert(!a.grads_bf16);                                      // the twins keep no 16-bit gradients
+    UpdateState* state = a.state;
+    const Real* g = (const Real*)a.grads;                       // (n)
     constexpr size_t kBlock = 65536;                            // one sum each, added up in order
-    std::vector<double> block_sums((n + kBlock - 1) / kBlock);
+    std::vector<double> block_sums((a.n + kBlock - 1) / kBlock);
     #pragma omp parallel for
     for (size_t block = 0; block < block_sums.size(); block++) {
-        const size_t begin = block * kBlock, end = begin + kBlock < n ? begin + kBlock : n;
+        const size_t begin = block * kBlock, end = begin + kBlock < a.n ? begin + kBlock : a.n;
         double sum = 0.0;
         #pragma omp simd reduction(+ : sum)
         for (size_t i = begin; i < end; i++) { sum += (double)g[i] * g[i]; }
@@ -722,48 +632,32 @@ void global_norm_cpu(UpdateState* state, Real* /*scratch*/, const void* grads, b
         state->skip = 1;
         state->skipped_in_a_row++;
         state->good_steps = 0;
-        if (policy.dynamic_loss_scale) { state->loss_scale = scale_used > 2.0f ? scale_used / 2 : 1.0f; }
+        if (a.policy.dynamic_loss_scale) { state->loss_scale = scale_used > 2.0f ? scale_used / 2 : 1.0f; }
     } else {
         state->skip = 0;
         state->skipped_in_a_row = 0;
         state->t++;
         state->good_steps++;
-        const float clip = max_norm / (state->norm + kClipEps);
-        state->grad_scale = (max_norm > 0 && clip < 1.0f ? clip : 1.0f) / scale_used;
-        if (policy.dynamic_loss_scale && state->good_steps >= policy.growth_interval) {
-            state->loss_scale = scale_used * 2 < policy.max_scale ? scale_used * 2 : policy.max_scale;
+        const float clip = a.max_norm / (state->norm + kClipEps);
+        state->grad_scale = (a.max_norm > 0 && clip < 1.0f ? clip : 1.0f) / scale_used;
+        if (a.policy.dynamic_loss_scale && state->good_steps >= a.policy.growth_interval) {
+            state->loss_scale = scale_used * 2 < a.policy.max_scale ? scale_used * 2 : a.policy.max_scale;
             state->good_steps = 0;
         }
     }
-    OUTPUT("global_norm.norm", &state->norm, 1);
-    OUTPUT("global_norm.grad_scale", &state->grad_scale, 1);
+    OP_DONE(a);
 }
-
-template <class Real> struct AdamWOf {
-    Real* params;                       // (n)
-    Real* master;                       // (n) or null: params are all there is
-    Real* m; Real* v;                   // (n)
-    const void* grads;                  // (n) Real
-    bool grads_bf16;                    // false: the twins keep no 16-bit gradients
-    const UpdateState* state;
-    const ParamSegment* segments;       // (num_segments)
-    int num_segments;
-    size_t n;
-    double lr, beta1, beta2, eps;
-    RoundKey key;                       // for 16-bit params without master; unused here
-    RoundKey grad_key = {};             // for bf16 gradients; unused here
-};
 
 // Skipped update: nothing changes. Else for every i in a segment, with g = grads[i]*grad_scale:
 // m = m + (1-beta1)*(g - m);   v = beta2*v + (1-beta2)*g^2;
 // p = p*(1 - lr*weight_decay) - lr/(1-beta1^t) * m/(sqrt(v)/sqrt(1-beta2^t) + eps), in the master copy if
 // there is one; params = p.
 // Elements that no segment covers are not touched.
-template <class Real> void adamw_update_cpu(AdamWOf<Real> a, Stream) {
+template <class Real> void adamw_update_cpu(const AdamW<Real, Real>& a, Stream) {
     assert(!a.grads_bf16);
     if (a.state->skip) { return; }
     const Real* grads = (const Real*)a.grads;
-    Real* weights = a.master ? a.master : a.params;
+    Real *params = (Real*)a.params, *weights = a.master ? a.master : params;
     const double t = (double)a.state->t;
     const Real rate = (Real)(a.lr / (1.0 - pow(a.beta1, t))), correction = (Real)sqrt(1.0 - pow(a.beta2, t));
     const Real m_part = (Real)(1.0 - a.beta1), v_part = (Real)(1.0 - a.beta2), beta2 = (Real)a.beta2;
@@ -778,13 +672,10 @@ template <class Real> void adamw_update_cpu(AdamWOf<Real> a, Stream) {
             const Real m = a.m[i] = a.m[i] + m_part * (g - a.m[i]);
             const Real v = a.v[i] = beta2 * a.v[i] + v_part * g * g;
             weights[i] = weights[i] * keep - rate * m / ((Real)sqrt(v) / correction + eps);
-            a.params[i] = weights[i];
+            params[i] = weights[i];
         }
     }
-    OUTPUT("adamw_update.params", a.params, a.n);
-    if (a.master) { OUTPUT("adamw_update.master", a.master, a.n); }
-    OUTPUT("adamw_update.m", a.m, a.n);
-    OUTPUT("adamw_update.v", a.v, a.n);
+    OP_DONE(a);
 }
 
 // ---- bf16 ----
@@ -809,9 +700,5 @@ static inline void grad_accumulate_bf16_cpu(uint16_t* grad, const float* add, si
         grad[i] = bf16_encode_dithered(sum, round_bits16(key, first + i));
     }
 }
-
-#ifdef __CUDACC__
-#pragma pop_macro("OUTPUT")
-#endif
 
 #endif  // LLMC_CPU_OPS_H

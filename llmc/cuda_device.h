@@ -20,7 +20,7 @@ Everything is asynchronous on the stream it is given, except what its name or co
 #include <string>               // gives: std::string
 
 #include "check.h"              // gives: die, format
-#include "op_types.h"           // gives: Stream
+#include "ops.h"                // gives: op_name, Stream
 
 typedef cudaEvent_t Event;
 constexpr bool kDeviceIsAsync = true;           // a call puts work on a stream and returns
@@ -42,6 +42,20 @@ struct NvtxRange {
     explicit NvtxRange(const char* name) { nvtxRangePushA(name); }
     ~NvtxRange() { nvtxRangePop(); }
     NvtxRange(const NvtxRange&) = delete;
+};
+
+// The scope of one op: a range with its name in Nsight's timeline. At its end tests may disturb an output.
+#ifdef TESTING
+template <class Args> static void break_outputs(const Args& args, Stream stream);     // of test_gpt2.cu
+#endif
+template <class Args> struct OpScope {
+    NvtxRange range;
+    const Args& args;
+    Stream stream;
+    OpScope(const Args& args, Stream stream) : range(op_name(args)), args(args), stream(stream) {}
+#ifdef TESTING
+    ~OpScope() { break_outputs(args, stream); }
+#endif
 };
 
 struct DeviceInfo { std::string name; size_t memory_free, memory_total; };

@@ -1,9 +1,8 @@
 /*
-Types that the ops of both builds share: CUDA launchers in train_gpt2.cu, CPU twins in cpu_ops.h.
+Types that the ops of both builds share, the nouns of llmc/ops.h: a gradient and where it goes, token buckets,
+the state of an update, segments of the flat buffers.
 
-    bias_backward(dbias, scratch, dout, N, OC, stream);     // the same call in either build, Stream from here
-    #define X(name) puts(name);
-    GPT2_OUTPUTS(X)                                         // every output tensor of every op, by name
+    Grad dweight = {data, Accumulate::Yes};     // added to
 */
 #ifndef LLMC_OP_TYPES_H
 #define LLMC_OP_TYPES_H
@@ -77,56 +76,5 @@ struct ParamSegment {
     bool params_fp32 = false;       // else floatX
     size_t params = 0;
 };
-
-struct GlobalNorm {
-    UpdateState* state;
-    float* scratch;
-    const void* grads;
-    bool grads_bf16;                // some segments' are; else the gradients are n fp32 values
-    RoundKey grad_key;              // of the micro-step that stored them: bf16_decode_dithered needs it
-    const ParamSegment* segments;   // on the device
-    int num_segments;
-    size_t n;
-    float max_norm;
-    UpdatePolicy policy;
-};
-
-// Every output tensor of every op but grad_accumulate, which rounds another op's: what --break NAME may
-// disturb, and what the tests must then notice.
-#define GPT2_OUTPUTS(X)                     \
-    X("encoder_forward.out")                \
-    X("encoder_backward.dwte")              \
-    X("encoder_backward.dwpe")              \
-    X("layernorm_forward.out")              \
-    X("layernorm_forward.mean")             \
-    X("layernorm_forward.rstd")             \
-    X("residual_layernorm_forward.residual") \
-    X("residual_layernorm_forward.out")     \
-    X("residual_layernorm_forward.mean")    \
-    X("residual_layernorm_forward.rstd")    \
-    X("layernorm_backward.dresidual")       \
-    X("layernorm_backward.dweight")         \
-    X("layernorm_backward.dbias")           \
-    X("layernorm_backward.dcolsum")         \
-    X("matmul_forward.out")                 \
-    X("matmul_forward.pre_gelu")            \
-    X("matmul_backward_input.dinp")         \
-    X("matmul_backward_weight.dweight")     \
-    X("bias_backward.dbias")                \
-    X("gelu_forward.out")                   \
-    X("gelu_backward_inplace.dinp")         \
-    X("gelu_backward_inplace.dbias")        \
-    X("attention_forward.out")              \
-    X("attention_forward.lse")              \
-    X("attention_backward.dqkv")            \
-    X("classifier.losses")                  \
-    X("classifier.dlogits")                 \
-    X("loss_sum.mean")                      \
-    X("global_norm.norm")                   \
-    X("global_norm.grad_scale")             \
-    X("adamw_update.params")                \
-    X("adamw_update.master")                \
-    X("adamw_update.m")                     \
-    X("adamw_update.v")
 
 #endif  // LLMC_OP_TYPES_H

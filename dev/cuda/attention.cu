@@ -34,7 +34,7 @@ template <int kTiles, int kWarps> static void forward_mma(const Buffers& b) {
 template <int kStages, int kBlocks> static void forward_sm90(const Buffers& b) {
     attention_forward_sm90<E, kStages, kBlocks>(b.out, b.lse, b.qkv, B, T, NH, 0);
 }
-static void forward_shipped(const Buffers& b) { attention_forward(b.out, b.lse, b.qkv, B, T, NH, kHS, 0); }
+static void forward_shipped(const Buffers& b) { attention_forward({b.out, b.lse, b.qkv, B, T, NH, kHS}, 0); }
 
 static void backward_plain(const Buffers& b) {
     attention_backward_plain<E, 2>(b.dqkv, b.scratch, b.dout, b.out, b.qkv, b.lse, B, T, NH, kHS, 0);
@@ -54,7 +54,7 @@ static void backward_sm90(const Buffers& b) {
     attention_backward_dkv_sm90<E, 3, 3>(b.dqkv, b.scratch, b.dout, b.qkv, B, T, NH, 0);
 }
 static void backward_shipped(const Buffers& b) {
-    attention_backward(b.dqkv, b.scratch, b.dout, b.out, b.qkv, b.lse, B, T, NH, kHS, 0);
+    attention_backward({b.dqkv, b.scratch, b.dout, b.out, b.qkv, b.lse, B, T, NH, kHS}, 0);
 }
 
 struct Step {

@@ -1,0 +1,207 @@
+/*
+Every operation of a GPT-2 training step, once: what it takes and what it gives. Two sides implement it:
+CUDA kernels (train_gpt2.cu, section 6) and their twins in plain loops (llmc/cpu_ops.h, the specification).
+Both are compiled against the structs below, and the model (section 8) calls either by the same name:
+
+    layernorm_forward({out, mean, rstd, inp, weight, bias, N, C}, stream);
+
+X is the type of weights and activations: floatX, or double where tests run the twins. S is the type of
+statistics, losses, gradients and LayerNorm's parameters: fp32, or double. Outputs come first, then scratch,
+inputs, sizes. Outputs are stored (=); those that are a GradOf or have an Accumulate beside them are stored or
+added to, (+)=. Scratch is as large as op_scratch_bytes(sizes) says and keeps nothing. N = B*T rows.
+*/
+#ifndef LLMC_OPS_H
+#define LLMC_OPS_H
+
+#include "op_types.h"   // gives: GradOf, Accumulate, TokenBuckets, UpdateState, ParamSegment, Stream
+
+template <class X, class S> struct EncoderForward {     // token plus position embedding
+    X* out;                             // (B,T,C)
+    const int* tokens;                  // (B,T)
+    const X *wte, *wpe;                 // (Vp,C) (maxT,C)
+    int B, T, C;
+};
+template <class X, class S> struct EncoderBackward {    // dwte is only added to: the LM head stored its part
+    GradOf<S> dwte, dwpe;               // (Vp,C) (maxT,C); stored, rows t >= T of dwpe are zero
+    S* scratch;
+    const X* dout;                      // (B,T,C)
+    TokenBuckets buckets;
+    int B, T, maxT, C;
+};
+
+template <class X, class S> struct LayernormForward {
+    X* out;                             // (N,C)
+    S *mean, *rstd;                     // (N)
+    const X* inp;                       // (N,C)
+    const S *weight, *bias;             // (C)
+    int N, C;
+};
+template <class X, class S> struct ResidualLayernormForward {   // residual = inp1 + inp2, out = LN(residual)
+    X *residual, *out;                  // (N,C); residual may be inp1 or inp2
+    S *mean, *rstd;                     // (N)
+    const X *inp1, *inp2;               // (N,C)
+    const S *weight, *bias;             // (C)
+    int N, C;
+};
+template <class X, class S> struct LayernormBackward {
+    X* dresidual;                       // (N,C) gradient of the residual stream
+    GradOf<S> dweight, dbias;           // (C)
+    GradOf<S> dcolsum;                  // (C) or null: column sums of the new dresidual, as stored: the bias
+                                        // gradient of the linear layer whose output was added to this stream
+    S* scratch;
+    Accumulate dresidual_acc;
+    const X *dout, *inp;                // (N,C); neither may be dresidual
+    const S* weight;                    // (C)
+    const S *mean, *rstd;               // (N)
+    int N, C;
+};
+
+template <class X, class S> struct MatmulForward {      // out = inp weight^T + bias + residual
+    X* out;                             // (N,OC)
+    const X *inp, *weight, *bias;       // (N,C) (OC,C) (OC) or null
+    const X* residual;                  // (N,OC) or null; not `out`
+    X* pre_gelu;                        // (N,OC) or null; else pre_gelu = the layer's output, out = gelu(it)
+    int N, C, OC;
+};
+template <class X, class S> struct MatmulBackwardInput {        // dinp = dout weight
+    X* dinp;                            // (N,C)
+    const X *dout, *weight;             // (N,OC) (OC,C)
+    const X* pre_gelu;                  // (N,C) or null; else dinp is multiplied by gelu'(pre_gelu)
+    int N, C, OC;
+};
+template <class X, class S> struct MatmulBackwardWeight {       // dweight (+)= dout^T inp
+    GradOf<S> dweight;                  // (OC,C)
+    S* scratch;                         // (OC,C) for bf16 gradients
+    const X *dout, *inp;                // (N,OC) (N,C)
+    int N, C, OC;
+};
+template <class X, class S> struct BiasBackward {       // dbias (+)= column sums of dout
+    GradOf<S> dbias;                    // (OC)
+    S* scratch;
+    const X* dout;                      // (N,OC)
+    int N, OC;
+};
+template <class X, class S> struct GradAccumulate {     // grad (+)= values, rounded once
+    GradOf<S> grad;                     // (n)
+    const S* values;                    // (n)
+    size_t n;
+};
+
+template <class X, class S> struct GeluForward {
+    X* out;                             // (n)
+    const X* inp;                       // (n)
+    size_t n;
+};
+template <class X, class S> struct GeluBackward {       // in place: d = d * gelu'(inp)
+    X* d;                               // (N,OC) gradient of the output, then of the input
+    GradOf<S> dbias;                    // (OC) or null: column sums of the new d, as stored
+    S* scratch;
+    const X* inp;                       // (N,OC)
+    int N, OC;
+};
+
+template <class X, class S> struct AttentionForward {   // causal self-attention of each head
+    X* out;                             // (B,T,NH,HS) = (B,T,C)
+    S* lse;                             // (B,NH,T) log-sum-exp of the scores
+    const X* qkv;                       // (B,T,3,NH,HS)
+    int B, T, NH, HS;
+};
+template <class X, class S> struct AttentionBackward {
+    X* dqkv;                            // (B,T,3,NH,HS)
+    S* scratch;
+    const X *dout, *out, *qkv;          // (B,T,C) (B,T,C) (B,T,3,NH,HS)
+    const S* lse;                       // (B,NH,T)
+    int B, T, NH, HS;
+};
+
+template <class X, class S> struct Classifier {         // softmax and cross-entropy over the first V columns
+    X* logits;                          // (N,Vp); LossAndGrad: then their gradient times dloss * loss_scale
+    S* losses;                          // (N)
+    const int* targets;                 // (N)
+    float dloss;
+    const float* loss_scale;            // device scalar; null: 1
+    int N, V, Vp;
+    ClassifierMode mode;
+};
+template <class X, class S> struct LossSum {            // mean (+)= weight * sum of losses
+    S* mean;                            // one value
+    const S* losses;                    // (N)
+    float weight;
+    Accumulate acc;
+    int N;
+};
+
+template <class X, class S> struct GlobalNorm {         // the norm, and the decision about the update
+    UpdateState* state;
+    S* scratch;
+    const void* grads;                  // (n) S, or as the segments say
+    bool grads_bf16;                    // some segments' are
+    RoundKey grad_key;                  // of the micro-step that stored the gradients
+    const ParamSegment* segments;       // on the device; ascending, each begins at a multiple of 8
+    int num_segments;
+    size_t n;
+    float max_norm;                     // 0: no clipping
+    UpdatePolicy policy;
+};
+template <class X, class S> struct AdamW {              // a skipped update changes nothing
+    void* params;                       // (n) X, or as the segments say
+    S *master, *m, *v;                  // (n); master: null when the parameters are all there is
+    const void* grads;                  // (n) S, or as the segments say
+    bool grads_bf16;                    // some segments' are
+    const UpdateState* state;           // t already counts this update
+    const ParamSegment* segments;       // on the device; ascending, each begins at a multiple of 8
+    int num_segments;
+    size_t n;
+    double lr, beta1, beta2, eps;
+    RoundKey key;                       // of the rounding of 16-bit parameters without master copies
+    RoundKey grad_key;                  // of the micro-step that stored the gradients
+};
+
+// The table of ops: each is op(const Arguments<X, S>& a, Stream stream). Behind the two names stand its
+// output tensors: name, where, dimensions; null where a call does not compute it. Both builds declare the ops
+// by this table, and the tests' --break OP.OUTPUT disturbs what it names. (Of encoder_backward's dwte that is
+// row 0: how many rows there are is not known there.)
+#define GPT2_OPS(X)                                                                                    \
+    X(encoder_forward, EncoderForward, out("out", a.out, a.B, a.T, a.C))                               \
+    X(encoder_backward, EncoderBackward, out("dwte", a.dwte, a.C), out("dwpe", a.dwpe, a.maxT, a.C))   \
+    X(layernorm_forward, LayernormForward, out("out", a.out, a.N, a.C), out("mean", a.mean, a.N),      \
+      out("rstd", a.rstd, a.N))                                                                        \
+    X(residual_layernorm_forward, ResidualLayernormForward, out("residual", a.residual, a.N, a.C),     \
+      out("out", a.out, a.N, a.C), out("mean", a.mean, a.N), out("rstd", a.rstd, a.N))                 \
+    X(layernorm_backward, LayernormBackward, out("dresidual", a.dresidual, a.N, a.C),                  \
+      out("dweight", a.dweight, a.C), out("dbias", a.dbias, a.C), out("dcolsum", a.dcolsum, a.C))      \
+    X(matmul_forward, MatmulForward, out("out", a.out, a.N, a.OC),                                     \
+      out("pre_gelu", a.pre_gelu, a.N, a.OC))                                                          \
+    X(matmul_backward_input, MatmulBackwardInput, out("dinp", a.dinp, a.N, a.C))                       \
+    X(matmul_backward_weight, MatmulBackwardWeight, out("dweight", a.dweight, a.OC, a.C))              \
+    X(bias_backward, BiasBackward, out("dbias", a.dbias, a.OC))                                        \
+    X(grad_accumulate, GradAccumulate, out("grad", a.grad, a.n))                                       \
+    X(gelu_forward, GeluForward, out("out", a.out, a.n))                                               \
+    X(gelu_backward_inplace, GeluBackward, out("dinp", a.d, a.N, a.OC), out("dbias", a.dbias, a.OC))   \
+    X(attention_forward, AttentionForward, out("out", a.out, a.B, a.T, a.NH, a.HS),                    \
+      out("lse", a.lse, a.B, a.NH, a.T))                                                               \
+    X(attention_backward, AttentionBackward, out("dqkv", a.dqkv, a.B, a.T, 3, a.NH, a.HS))             \
+    X(classifier, Classifier, out("losses", a.losses, a.N),                                            \
+      out("dlogits", a.mode == ClassifierMode::LossAndGrad ? a.logits : nullptr, a.N, a.Vp))           \
+    X(loss_sum, LossSum, out("mean", a.mean, 1))                                                       \
+    X(global_norm, GlobalNorm, out("norm", a.state ? &a.state->norm : nullptr, 1),                     \
+      out("grad_scale", a.state ? &a.state->grad_scale : nullptr, 1))                                  \
+    X(adamw_update, AdamW, out("params", (Weight*)a.params, a.n), out("master", a.master, a.n),        \
+      out("m", a.m, a.n), out("v", a.v, a.n))
+
+// op_name(a) is the op's name; op_outputs(a, f) calls f(op, output, pointer or GradOf, elements) for each of
+// its outputs.
+#define X(op, Args, ...)                                                            \
+    template <class Weight, class S>                                                \
+    constexpr const char* op_name(const Args<Weight, S>&) { return #op; }           \
+    template <class Weight, class S, class F>                                       \
+    void op_outputs(const Args<Weight, S>& a, F f) {                                \
+        auto out = [&](const char* output, auto where, auto... dimensions) {        \
+            f(#op, output, where, (1 * ... * (size_t)dimensions));                  \
+        };                                                                          \
+        __VA_ARGS__;                                                                \
+    }
+GPT2_OPS(X)
+#undef X
+
+#endif  // LLMC_OPS_H
