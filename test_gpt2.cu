@@ -163,13 +163,11 @@ static std::vector<float> host_grad(GPT2* model, int i) {
     for (int l = 0; l < s.copies; l++) {
         const Grad grad = gpt2_grad(model, (ParamId)i, l, Accumulate::No);
         float* out = values.data() + l * s.elems;
-        if (model->segments[i].grads_bf16) {
+        if (grad.is_bf16) {
             copy_to_host(raw.data(), grad.data, s.elems * 2, model->stream);
             stream_sync(model->stream);
-            const RoundKey key = gpt2_grad_key(model);
-            const size_t first = s.offset + l * s.stride;
             for (size_t k = 0; k < s.elems; k++) {
-                out[k] = bf16_decode_dithered(raw[k], round_bits16(key, first + k));
+                out[k] = bf16_decode_dithered(raw[k], round_bits16(grad.key, grad.first + k));
             }
         } else {
             copy_to_host(out, grad.data, s.elems * sizeof(float), model->stream);
@@ -407,6 +405,49 @@ static std::vector<float> short_run(const Config& c, const Options& o, int B, in
     return result;
 }
 
+// A layer's tensors lie together in every arena, no two tensors overlap, and the segments say the same.
+static void test_layout() {
+    const Config one_layer = {8, 67, 128, 1, 1, 8}, seven_layers = {70, 300, 384, 7, 2, 40};
+    for (const Config& c : {kTiny, kTensorCore, one_layer, seven_layers}) {
+        for (bool grads_bf16 : {false, true}) {
+            Options o = default_options();
+            o.grads_bf16 = grads_bf16;
+            o.weight_decay = 0.5f;
+            ParamSpec specs[NUM_PARAMS];
+            const size_t elems = param_specs(specs, c);
+            std::vector<ParamSegment> segments;
+            const size_t grad_bytes = gpt2_segments(&segments, specs, o);
+            // the arenas' order, written out: before the layers, layer by layer, behind them
+            std::vector<std::pair<int, int>> order = {{PARAM_wte, 0}, {PARAM_wpe, 0}};
+            for (int l = 0; l < c.L; l++) {
+                for (int i = PARAM_ln1w; i <= PARAM_fcprojb; i++) { order.push_back({i, l}); }
+            }
+            order.push_back({PARAM_lnfw, 0});
+            order.push_back({PARAM_lnfb, 0});
+            CHECK(segments.size() == order.size(), "%zu segments", segments.size());
+            size_t at = 0, params = 0, grads = 0;
+            for (size_t k = 0; k < order.size(); k++) {
+                const ParamSpec& s = specs[order[k].first];
+                const int l = order[k].second;
+                const ParamSegment& segment = segments[segment_index(c, order[k].first, l)];
+                const bool matrix = s.rows > 1;
+                CHECK(&segment == &segments[k] && param_offset(s, l) == at && param_at(s, l) == params &&
+                          segment.begin == at && segment.params == params && segment.grads == grads,
+                      "L=%d: %s of layer %d is not where its layer is", c.L, s.name, l);
+                CHECK(segment.end - segment.begin >= s.elems && at % 128 == 0 && params % kAlign == 0 &&
+                          grads % kAlign == 0, "%s: size or alignment", s.name);
+                CHECK(segment.weight_decay == (matrix ? 0.5f : 0.0f) &&
+                          segment.grads_bf16 == (matrix && grads_bf16) &&
+                          segment.params_fp32 == (s.elem_bytes == 4), "%s: kind", s.name);
+                at = segment.end;
+                params += (segment.end - segment.begin) * s.elem_bytes;
+                grads += (segment.end - segment.begin) * (segment.grads_bf16 ? 2 : 4);
+            }
+            CHECK(at == elems && params == params_bytes(specs) && grads == grad_bytes, "the arenas' sizes");
+        }
+    }
+}
+
 static void test_invariance(const char* name, const Config& c) {
     const int B = 8, T = c.maxT;
     const Options o = default_options();
@@ -610,7 +651,8 @@ static void test_cuda_options(const Config& c) {
         for (int i = 0; i < NUM_PARAMS; i++) {
             const std::vector<float> &exact = grads[0][i], &got = grads[1][i];
             const double error = relative_error(got.data(), exact.data(), exact.size());
-            const bool good = b.segments[i].grads_bf16 ? error > 0.0 && error <= 5e-3 : same_bits(got, exact);
+            const bool bf16 = b.segments[segment_index(c, i, 0)].grads_bf16;
+            const bool good = bf16 ? error > 0.0 && error <= 5e-3 : same_bits(got, exact);
             CHECK(good, "gradient of %s differs by %g", a.param_specs[i].name, error);
         }
         CHECK(fabs(norms[1] / norms[0] - 1.0) <= 2e-4, "norm %.7f, of fp32 gradients %.7f", norms[1],
@@ -1536,6 +1578,7 @@ int main(int argc, char** argv) {
             }
         }
         if (mode == "invariance") {
+            TEST("layout of the arenas") { test_layout(); }
             test_invariance("plain attention, C=40 V=509 T=33", kTiny);
             test_invariance("head size 64, C=128 V=300 T=70", kTensorCore);
 #ifndef GPT2_CPU

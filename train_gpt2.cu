@@ -149,6 +149,17 @@ enum ParamId { GPT2_PARAMS(X) NUM_PARAMS };
 enum ActId { GPT2_ACTS(X) NUM_ACTS };
 #undef X
 
+// The rows of the blocks stand together in the table: [kBlockBegin, kBlockEnd).
+#define X(name, type, where, ...) Where::where,
+constexpr Where kParamWhere[] = {GPT2_PARAMS(X)};
+#undef X
+constexpr int first_param(Where where, int from) {
+    while (from < NUM_PARAMS && kParamWhere[from] != where) { from++; }
+    return from;
+}
+constexpr int kBlockBegin = first_param(Where::Block, 0), kBlockEnd = first_param(Where::Global, kBlockBegin);
+static_assert(first_param(Where::Block, kBlockEnd) == NUM_PARAMS, "arenas keep a layer's tensors together");
+
 struct Params {                 // one pointer per tensor; per-layer ones stand at a layer
 #define X(name, type, ...) const type* name;
     GPT2_PARAMS(X)
@@ -162,17 +173,20 @@ struct Acts {
 static_assert(sizeof(Params) == NUM_PARAMS * sizeof(void*) && sizeof(Acts) == NUM_ACTS * sizeof(void*),
               "one pointer per table row: the loops below address the fields by row");
 
+// Files hold a tensor's layers together; the arenas hold a layer's tensors together, in the table's order, so
+// that a layer is one piece to reduce or to gather. There are two kinds of arena: flat fp32 ones that share
+// their offsets (master weights, m, v), and the parameters', in bytes, since their types differ.
 struct ParamSpec {
     const char* name;
     Init init;
     Decay decay;
-    int copies;         // 1, or L
+    int copies;             // 1, or L
     size_t rows, cols, live_rows;
-    size_t elems;       // rows*cols: one copy, as in files
-    size_t stride;      // elements from one layer's copy to the next in the arenas (aligned)
-    size_t offset;      // elements from the start of the arenas of one type: master weights, m, v
-    size_t elem_bytes;  // of the parameter itself
-    size_t params;      // bytes from the start of the parameters' arena
+    size_t elems;           // rows*cols: one copy, as in files
+    size_t slot;            // the same, rounded up to where the next tensor may begin
+    size_t elem_bytes;      // of the parameter itself
+    size_t offset, stride;  // flat arenas: elements before the first copy; from layer to layer (Global: 0)
+    size_t params, params_stride;       // the parameters' arena: the same in bytes
 };
 struct ActSpec {
     const char* name;
@@ -192,26 +206,39 @@ static size_t size_check(const char* name, double elements) {
     return (size_t)elements;
 }
 
-static size_t param_specs(ParamSpec* specs, const Config& c) {      // returns the arena's size in elements
-    const size_t V = c.V, Vp = c.Vp, L = c.L, C = c.C, maxT = c.maxT;
-    // Elements: 256 bytes of the narrowest type that uses these offsets
-    const size_t align = kAlign / 2;
-    size_t offset = 0, params = 0;
+static size_t param_specs(ParamSpec* specs, const Config& c) {      // returns the flat arenas' elements
+    const size_t V = c.V, Vp = c.Vp, C = c.C, maxT = c.maxT, L = c.L;
+    const size_t align = kAlign / 2;        // elements: 256 bytes of the narrowest type that uses the offsets
+    size_t layer = 0, layer_bytes = 0;      // one layer of each arena
     int i = 0;
 #define X(name_, type_, where_, rows_, cols_, init_, decay_, live_)                                          \
     {                                                                                                        \
-        ParamSpec s = {#name_, Init::init_, Decay::decay_, Where::where_ == Where::Block ? c.L : 1,          \
-                       rows_, cols_, live_, 0, 0, offset, sizeof(type_), params};                            \
+        const bool block = Where::where_ == Where::Block;                                                    \
+        const size_t elems = (rows_) * (cols_), slot = round_up(elems, align);                               \
+        ParamSpec s = {#name_, Init::init_, Decay::decay_, block ? c.L : 1, rows_, cols_, live_, elems,      \
+                       slot, sizeof(type_), 0, 0, 0, 0};                                                     \
         size_check(#name_, (double)s.rows * (double)s.cols * s.copies);                                      \
-        s.elems = s.rows * s.cols;                                                                           \
-        s.stride = round_up(s.elems, align);                                                                 \
-        offset += s.stride * s.copies;                                                                       \
-        params += s.stride * s.copies * s.elem_bytes;                                                        \
+        layer += block ? s.slot : 0;                                                                         \
+        layer_bytes += block ? s.slot * s.elem_bytes : 0;                                                    \
         specs[i++] = s;                                                                                      \
     }
     GPT2_PARAMS(X)
 #undef X
-    (void)L;
+    size_t offset = 0, params = 0;
+    for (i = 0; i < NUM_PARAMS; i++) {
+        ParamSpec& s = specs[i];
+        const bool block = kParamWhere[i] == Where::Block;
+        s.offset = offset;
+        s.params = params;
+        s.stride = block ? layer : 0;
+        s.params_stride = block ? layer_bytes : 0;
+        offset += s.slot;
+        params += s.slot * s.elem_bytes;
+        if (i + 1 == kBlockEnd) {           // behind the last tensor of layer 0 come the other layers
+            offset += (L - 1) * layer;
+            params += (L - 1) * layer_bytes;
+        }
+    }
     return offset;
 }
 
@@ -236,14 +263,14 @@ static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recom
     return offset;
 }
 
-// Where layer l's copy of a parameter begins: bytes from the start of their arena
-static size_t param_at(const ParamSpec& s, int l) {
-    return s.params + (s.copies > 1 ? l : 0) * s.stride * s.elem_bytes;
-}
+// Where layer l's copy of a tensor begins: element of the flat arenas, byte of the parameters'
+static size_t param_offset(const ParamSpec& s, int l) { return s.offset + l * s.stride; }
+static size_t param_at(const ParamSpec& s, int l) { return s.params + l * s.params_stride; }
 static size_t params_bytes(const ParamSpec* specs) {
     const ParamSpec& last = specs[NUM_PARAMS - 1];
-    return last.params + last.copies * last.stride * last.elem_bytes;
+    return last.params + last.slot * last.elem_bytes;
 }
+static_assert(kBlockEnd < NUM_PARAMS, "the last tensor is no layer's: it ends the arenas");
 
 static Params param_views(const char* base, const ParamSpec* specs, int l) {
     Params views;
@@ -3112,23 +3139,35 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
     return bytes;
 }
 
-// One segment a tensor, and the bytes of all gradients. --grad-dtype bf16 leaves LayerNorms and biases in
-// fp32: 0.1 % of the gradients, and sums over all tokens, which have the most digits to lose.
+// One segment a tensor and layer, in the arenas' order, and the bytes of all gradients. --grad-dtype bf16
+// leaves LayerNorms and biases in fp32: 0.1 % of the gradients, and sums over all tokens, which have the most
+// digits to lose.
 static size_t gpt2_segments(std::vector<ParamSegment>* segments, const ParamSpec* specs,
                             const Options& options) {
     size_t bytes = 0;
     segments->clear();
-    for (int i = 0; i < NUM_PARAMS; i++) {
+    auto add = [&](int i, int l) {
         const ParamSpec& s = specs[i];
         const bool matrix = s.decay == Decay::Yes, bf16 = options.grads_bf16 && matrix;
-        const size_t elems = s.stride * s.copies;
-        segments->push_back({.begin = s.offset, .end = s.offset + elems,
+        const size_t begin = param_offset(s, l);
+        segments->push_back({.begin = begin, .end = begin + s.slot,
                              .weight_decay = matrix ? options.weight_decay : 0.0f, .grads_bf16 = bf16,
                              .grads = bytes, .params_fp32 = s.elem_bytes == sizeof(float),
-                             .params = s.params});
-        bytes += elems * (bf16 ? 2 : sizeof(float));
+                             .params = param_at(s, l)});
+        bytes += s.slot * (bf16 ? 2 : sizeof(float));
+    };
+    for (int i = 0; i < kBlockBegin; i++) { add(i, 0); }
+    for (int l = 0; l < specs[kBlockBegin].copies; l++) {
+        for (int i = kBlockBegin; i < kBlockEnd; i++) { add(i, l); }
     }
+    for (int i = kBlockEnd; i < NUM_PARAMS; i++) { add(i, 0); }
     return bytes;
+}
+
+// The segment of layer l's copy of tensor i.
+static int segment_index(const Config& c, int i, int l) {
+    const int layers_before = i < kBlockBegin ? 0 : i < kBlockEnd ? l : c.L - 1;
+    return i + layers_before * (kBlockEnd - kBlockBegin);
 }
 
 // Every byte the run will take on the device, by name, before anything is allocated.
@@ -3221,7 +3260,7 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     model->workspace = device_malloc(gemm_workspace_bytes(), "matmul workspace");
     model->state = (DeviceState*)device_malloc(sizeof(DeviceState), "state");
     model->device_segments =
-        (ParamSegment*)device_malloc(NUM_PARAMS * sizeof(ParamSegment), "parameter segments");
+        (ParamSegment*)device_malloc(model->segments.size() * sizeof(ParamSegment), "parameter segments");
     model->inputs_memory = (char*)device_malloc(inputs_layout(nullptr, B, T).bytes, "inputs");
     model->inputs = inputs_layout(model->inputs_memory, B, T);
     for (int i = 0; i < GPT2::kSlots; i++) {
@@ -3246,8 +3285,8 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     DeviceState state = {};
     state.update.loss_scale = kFp16 ? kMaxLossScale : 1.0f;
     copy_to_device(model->state, &state, sizeof(state), model->stream);
-    copy_to_device(model->device_segments, model->segments.data(), NUM_PARAMS * sizeof(ParamSegment),
-                   model->stream);
+    copy_to_device(model->device_segments, model->segments.data(),
+                   model->segments.size() * sizeof(ParamSegment), model->stream);
     stream_sync(model->stream);
     model->micro_steps_staged = 0;
     model->step = model->micro = 0;
@@ -3288,8 +3327,7 @@ static void gpt2_set_param(GPT2* model, int i, int l, const float* values /*(ele
     }
     copy_to_device(model->params + param_at(s, l), data, s.elems * s.elem_bytes, model->stream);
     if (model->master) {
-        copy_to_device(model->master + s.offset + l * s.stride, values, s.elems * sizeof(float),
-                       model->stream);
+        copy_to_device(model->master + param_offset(s, l), values, s.elems * sizeof(float), model->stream);
     }
     stream_sync(model->stream);
 }
@@ -3297,7 +3335,7 @@ static void gpt2_set_param(GPT2* model, int i, int l, const float* values /*(ele
 static void gpt2_get_param(GPT2* model, int i, int l, float* values /*(elems)*/, bool from_master) {
     const ParamSpec& s = model->param_specs[i];
     const void* device = model->params + param_at(s, l);
-    if (from_master && model->master) { device = model->master + s.offset + l * s.stride; }
+    if (from_master && model->master) { device = model->master + param_offset(s, l); }
     else if (s.elem_bytes != sizeof(float)) {
         std::vector<floatX> raw(s.elems);
         copy_to_host(raw.data(), device, s.elems * s.elem_bytes, model->stream);
@@ -3455,11 +3493,9 @@ static RoundKey gpt2_grad_key(const GPT2* model) {
 }
 
 static Grad gpt2_grad(GPT2* model, ParamId id, int l, Accumulate acc) {
-    const ParamSpec& s = model->param_specs[id];
-    const ParamSegment& segment = model->segments[id];
-    char* data =
-        (char*)model->grads + segment.grads + l * s.stride * (segment.grads_bf16 ? 2 : sizeof(float));
-    return Grad{(float*)data, acc, segment.grads_bf16, gpt2_grad_key(model), s.offset + l * s.stride};
+    const ParamSegment& segment = model->segments[segment_index(model->config, id, l)];
+    float* data = (float*)((char*)model->grads + segment.grads);
+    return Grad{data, acc, segment.grads_bf16, gpt2_grad_key(model), segment.begin};
 }
 
 // Gradients of every parameter from dlogits. The first micro-step stores, later ones add: no memset.
@@ -3543,13 +3579,13 @@ static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, doub
     const UpdatePolicy policy = {kFp16, 1000, kMaxLossScale};
     global_norm({.state = &model->state->update, .scratch = model->scratch, .grads = model->grads,
                  .grads_bf16 = model->options.grads_bf16, .grad_key = gpt2_grad_key(model),
-                 .segments = model->device_segments, .num_segments = NUM_PARAMS, .n = model->arena_elems,
-                 .max_norm = max_norm, .policy = policy}, model->stream);
+                 .segments = model->device_segments, .num_segments = (int)model->segments.size(),
+                 .n = model->arena_elems, .max_norm = max_norm, .policy = policy}, model->stream);
     adamw_update({.params = model->params, .master = model->master, .m = model->m, .v = model->v,
                   .grads = model->grads, .grads_bf16 = model->options.grads_bf16,
                   .state = &model->state->update, .segments = model->device_segments,
-                  .num_segments = NUM_PARAMS, .n = model->arena_elems, .lr = lr, .beta1 = beta1,
-                  .beta2 = beta2, .eps = eps,
+                  .num_segments = (int)model->segments.size(), .n = model->arena_elems, .lr = lr,
+                  .beta1 = beta1, .beta2 = beta2, .eps = eps,
                   .key = RoundKey{model->options.seed, model->step, 0, kRoundParams},
                   .grad_key = gpt2_grad_key(model)}, model->stream);
     model->step++;

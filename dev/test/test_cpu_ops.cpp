@@ -634,9 +634,9 @@ template <class Real> static void test_adamw(bool with_master, double tolerance)
             const double decay = i < 130 ? segments[0].weight_decay : 0.0;
             params_expected[i] -= lr * (m_hat / (sqrt(v_hat) + eps) + decay * params_expected[i]);
         }
-        const AdamW<Real, Real> update = {params, with_master ? (Real*)master : nullptr, m, v, (Real*)g, false,
-                                      &state, segments, 2, n, lr, beta1, beta2, eps, RoundKey{},
-                                      RoundKey{}};
+        const AdamW<Real, Real> update = {params, with_master ? (Real*)master : nullptr, m, v, (Real*)g,
+                                          false, &state, segments, 2, n, lr, beta1, beta2, eps, RoundKey{},
+                                          RoundKey{}};
         adamw_update_cpu<Real>(update, 0);
         if (t == 5) {                       // a skipped update in between
             const Tensor<Real> before[] = {params, master, m, v};
