@@ -71,11 +71,11 @@ constexpr bool kFp16 = true;
 #else
 constexpr bool kFp16 = false;
 #endif
-// FP16: where dynamic loss scaling starts and may return to
+// FP16 multiplies the loss by a scale that starts here, so that small gradients do not become zero.
 constexpr float kMaxLossScale = 65536.0f;
-// Bytes: the start of each tensor and of each layer's view
+// Every tensor, and every layer's part of one, begins at a multiple of so many bytes.
 constexpr size_t kAlign = 256;
-// Updates skipped for a non-finite gradient before the run stops
+// A run stops after so many updates in a row were skipped because the gradient was not finite.
 constexpr int kMaxSkipsInARow = 20;
 
 template <class Int> constexpr Int ceil_div(Int a, Int b) { return (a + b - 1) / b; }
@@ -263,7 +263,7 @@ static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recom
     return offset;
 }
 
-// Where layer l's copy of a tensor begins: element of the flat arenas, byte of the parameters'
+// Where layer l's copy of a tensor begins: which element of the flat arenas, which byte of the parameters'.
 static size_t param_offset(const ParamSpec& s, int l) { return s.offset + l * s.stride; }
 static size_t param_at(const ParamSpec& s, int l) { return s.params + l * s.params_stride; }
 static size_t params_bytes(const ParamSpec* specs) {
@@ -306,12 +306,16 @@ GPT2_OPS(X)
 #undef X
 
 // == 6.1 encoder ==
-// out[b,t,:] = wte[token[b,t],:] + wpe[t,:]
-// Backward: dwte[token,:] += sum of dout[bt,:] over the token's positions bt, in the order of the sorted
-// list; dwpe[t,:] (+)= sum over b of dout[b,t,:], in order. Partial sums of long buckets go through scratch
-// (slots,C).
+// Forward:  out[b,t,:] = wte[token[b,t],:] + wpe[t,:]
+// Backward: dwte[v,:] += sum of dout[bt,:] over the positions bt where token v stood
+//           dwpe[t,:] (+)= sum over b of dout[b,t,:], in order
+// Many positions may hold the same token, and adding them atomically would give other bits each run. So the
+// host sorts the positions by token (llmc/token_buckets.h), and each row of dwte has one owner that adds its
+// positions in that order. A token with more than 128 positions is split into segments, each with an owner:
+// their sums meet in scratch (slots,C), and a second kernel adds them up, again in order.
 constexpr int kEncoderThreads = 128;
 
+// One row of out per threadIdx.y.
 template <bool kVector>
 __global__ void encoder_forward_kernel(floatX* out, const int* tokens, const floatX* wte, const floatX* wpe,
                                        int N, int T, int C) {
@@ -351,6 +355,7 @@ __device__ __forceinline__ Floats sum_rows(const T* rows, int count, int c, int 
     return sum;
 }
 
+// A block owns one segment (x) and some columns (y): the sum of its positions goes to dwte, or to a slot.
 template <bool kVector>
 __global__ void encoder_backward_wte_kernel(Grad dwte, float* partial /*(slots,C)*/, const floatX* dout,
                                             const int* order, const int4* segments, int C) {
@@ -366,6 +371,7 @@ __global__ void encoder_backward_wte_kernel(Grad dwte, float* partial /*(slots,C
     }
 }
 
+// A block owns one token that was split: the sum of its slots is added to its row of dwte.
 template <bool kVector>
 __global__ void encoder_backward_split_kernel(Grad dwte, const float* partial, const int4* splits, int C) {
     const int4 split = splits[blockIdx.x];              // {token, first slot, slots, 0}
@@ -375,6 +381,7 @@ __global__ void encoder_backward_split_kernel(Grad dwte, const float* partial, c
     grad_store<kVector>(dwte, (size_t)split.x * C + c, (size_t)(split.x + 1) * C, sum);
 }
 
+// A block owns one position t.
 template <bool kVector>
 __global__ void encoder_backward_wpe_kernel(Grad dwpe, const floatX* dout, int B, int T, int C) {
     const int t = blockIdx.x, c = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
@@ -430,17 +437,19 @@ static void encoder_backward(const EncoderBackward<floatX, float>& a, Stream str
 }
 
 // == 6.2 layernorm ==
-// mean = sum(x)/C, rstd = 1/sqrt(sum((x - mean)^2)/C + eps), out = (x - mean)*rstd*weight + bias, row by row
-// of (N,C). residual_layernorm_forward: x = inp1 + inp2, rounded and stored as `residual` first. Backward:
-// xhat = (x - mean)*rstd, g = dout*weight,
-//     dresidual (+)= rstd*(g - mean(g) - xhat*mean(g*xhat)),  dweight (+)= colsum(dout*xhat),  dbias (+)=
-//     colsum(dout), dcolsum (+)= colsum(new dresidual, as stored): the bias gradient of the linear layer
-//     whose output was added to this residual stream, free of charge while the tensor passes by.
-// Column sums: each block sums its rows into (kLayernormBlocks,3,C) partials, then column_sums_kernel adds
-// those up.
+// Row by row of x (N,C), with the means over the row's C elements:
+// Forward:  mean = mean(x)   rstd = 1/sqrt(mean((x - mean)^2) + eps)   out = (x - mean)*rstd*weight + bias
+//           residual_layernorm_forward: x = inp1 + inp2, rounded and stored as `residual` first
+// Backward: xhat = (x - mean)*rstd     g = dout*weight
+//           dresidual (+)= rstd*(g - mean(g) - xhat*mean(g*xhat))
+//           dweight (+)= column sums of dout*xhat     dbias (+)= column sums of dout
+//           dcolsum (+)= column sums of the new dresidual, as stored: the bias gradient of the linear layer
+//           whose output was added to this residual stream, free of charge while the tensor passes by
+// Column sums take two stages: each block sums its rows into a row of partials (blocks,3,C) in scratch, then
+// column_sums_kernel adds those up in order.
 constexpr int kLayernormBlocks = 396;           // most blocks of the backward: 3 an SM of an H200
 constexpr int kLayernormWarps = 8;              // rows a block of the forward works on
-// Most vectors a lane holds: rows up to 2048 (16-bit) stay in registers
+// A lane holds at most so many vectors of its row: 16-bit rows up to 2048 stay in registers.
 constexpr int kLayernormVectors = 8;
 
 // One warp a row, the row in registers: two passes over it (mean, then variance) cost no memory traffic.
@@ -451,6 +460,8 @@ __global__ void __launch_bounds__(kLayernormWarps* kWarp)
     const int row = blockIdx.x * kLayernormWarps + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     if (row >= N) { return; }
     const size_t at = (size_t)row * C;
+
+    // All loads are on their way before the first is needed.
     x128 pack[kVectors], pack2[kVectors];
 #pragma unroll
     for (int j = 0; j < kVectors; j++) {
@@ -459,6 +470,7 @@ __global__ void __launch_bounds__(kLayernormWarps* kWarp)
         if (kResidual) { pack2[j] = load<true>(inp2 + at, c, C); }
     }
 
+    // The residual stream, rounded, and its mean. Beyond C there are zeros, which add nothing.
     Floats x[kVectors];
     float sum = 0.0f;
 #pragma unroll
@@ -476,6 +488,7 @@ __global__ void __launch_bounds__(kLayernormWarps* kWarp)
     }
     const float m = warp_sum(sum) / C;
 
+    // The variance around that mean, here without what lies beyond C.
     float squares = 0.0f;
 #pragma unroll
     for (int j = 0; j < kVectors; j++) {
@@ -500,7 +513,7 @@ __global__ void __launch_bounds__(kLayernormWarps* kWarp)
     }
 }
 
-// Any C: one block a row, which is read three times (from L1 after the first).
+// Any C: one block a row, in the same three passes, each of which reads the row again (from L1, mostly).
 template <bool kVector, bool kResidual>
 __global__ void layernorm_forward_any_kernel(floatX* residual, floatX* out, float* mean, float* rstd,
                                              const floatX* inp1, const floatX* inp2, const float* weight,
@@ -546,8 +559,9 @@ __global__ void layernorm_forward_any_kernel(floatX* residual, floatX* out, floa
     }
 }
 
-// Second stage of every column sum: out[i][c] (+)= sum over p of partial[p,i,c], p in a fixed order. Block
-// (32,32): 32 columns of one of the tensors, thread row y takes p = y, y + 32, ...
+// The second stage of every column sum: out[i][c] (+)= sum over p of partial[p,i,c], in a fixed order. A block
+// of (32,32) threads owns 32 columns of tensor i; thread row y takes p = y, y + 32, ..., then row 0 adds up
+// the rows.
 struct ColumnSums { Grad out[3]; };
 __global__ void column_sums_kernel(ColumnSums sums, const float* partial /*(partials,tensors,C)*/,
                                    int partials, int C) {
@@ -578,12 +592,16 @@ static void column_sums(const ColumnSums& sums, int tensors, const float* partia
 }
 
 
-// A thread owns one vector of columns and walks over rows, kLayernormRows at a time; blockDim.x threads
-// (whole warps) make a row, blockDim.y groups work on different rows. Rows stream through slots of shared
-// memory that belong to one thread each, so the memory stays busy during the arithmetic (plain loads into
-// registers: 177 us instead of 104 for C=768, 124M). Column sums stay in 24 registers from the first row to
-// the last; only the two sums of a row cross threads, those of kLayernormRows rows with one exchange and one
-// barrier.
+// A thread owns one vector of columns and walks down the rows, kLayernormRows at a time. blockDim.x threads
+// (whole warps) make a row, and blockDim.y groups of them work on different rows. The column sums stay in 24
+// registers from the first row to the last. Only the two sums of a row cross threads: those of kLayernormRows
+// rows with one exchange and one barrier.
+//
+//     copies       | rows i+2s .. (cp.async, this thread's own slots)  | rows i+3s ..
+//     this thread  | rows i: sums -> exchange -> barrier -> dresidual  | rows i+s: ...        s = step
+//
+// The slots in shared memory belong to one thread each, so waiting for its own copies is enough. With plain
+// loads into registers the memory idles during the arithmetic: 177 us instead of 104 for C=768, 124M.
 constexpr int kLayernormRows = 2, kLayernormStages = 2, kLayernormMaxThreads = 512;
 
 __global__ void __launch_bounds__(kLayernormMaxThreads)
@@ -598,7 +616,8 @@ layernorm_backward_kernel(LayernormBackward<floatX, float> a, float* partial /*(
     const Floats weight = load_floats<true>(a.weight, c, C);
     Floats dweight = {}, dbias = {}, dcolsum = {};
 
-    // Rows beyond N and columns beyond C become zeros: they add nothing
+    // Starts the copies of kRows rows from `first` on into stage s. Rows beyond N and columns beyond C become
+    // zeros: they add nothing.
     auto stage = [&](int first, int s) {
         x128* at = staged + s * kRows * 3 * threads + thread;
 #pragma unroll
@@ -629,7 +648,7 @@ layernorm_backward_kernel(LayernormBackward<floatX, float> a, float* partial /*(
         cp_async_wait<kStages - 1>();
         const x128* at = staged + s * kRows * 3 * threads + thread;
         uint4 inp[kRows], dout[kRows], old[kRows];
-        // Xhat = inp*rstd + shift; sums: of g and of g*xhat, per row
+        // xhat = inp*rstd + shift. sums: of g and of g*xhat, row by row
         float rstd[kRows], shift[kRows], sums[kSums];
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
@@ -640,6 +659,8 @@ layernorm_backward_kernel(LayernormBackward<floatX, float> a, float* partial /*(
             shift[r] = -next_mean[r] * next_rstd[r];
         }
         load_statistics(first + step);
+
+        // First pass over the rows: their two sums, and the columns of dbias and dweight.
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
             const Floats x = to_floats(as_pack(inp[r])), d = to_floats(as_pack(dout[r]));
@@ -657,11 +678,12 @@ layernorm_backward_kernel(LayernormBackward<floatX, float> a, float* partial /*(
         constexpr int kLanesPerSum = kWarp / kSums;
         const float total = warp_sums(sums);
         if (lane % kLanesPerSum == 0) { exchange[warp * kSums + lane / kLanesPerSum] = total; }
-        // The other slot of sums is written next: one barrier is enough
+        // One barrier is enough: the next round writes the other half of `exchange`.
         __syncthreads();
         stage(first + kStages * step, s);
         s = s + 1 == kStages ? 0 : s + 1;
 
+        // Second pass: the gradient of x, added to the residual stream's, and the columns of what is stored.
         float row_sums[kSums] = {};
         for (int w = 0; w < warps; w++) {
 #pragma unroll
@@ -687,7 +709,7 @@ layernorm_backward_kernel(LayernormBackward<floatX, float> a, float* partial /*(
     }
     cp_async_wait<0>();
 
-    // groups of the block, in order, then one partial row a block
+    // The groups' column sums meet in group 0, one after the other, which stores the block's row of partials.
     float* group_sums = (float*)staged;                 // (3, blockDim.x*kWidth)
     const int row = blockDim.x * kWidth;
     Floats* const mine[3] = {&dweight, &dbias, &dcolsum};
@@ -807,10 +829,10 @@ static size_t layernorm_backward_scratch_bytes(int N, int C) {
     return (size_t)std::min(N, kLayernormBlocks) * 3 * C * sizeof(float);
 }
 
-// Returns the number of partials
+// Returns the number of rows of partials.
 static int layernorm_backward_stream(const LayernormBackward<floatX, float>& args, Stream stream) {
     const int x = round_up(ceil_div(args.C, kWidth), kWarp), y = std::max(1, 192 / x);
-    // as many blocks as fit an SM of an H200; not asked of the GPU, so that the bits do not depend on it
+    // As many blocks as fit the SMs of an H200. The GPU is not asked, so that the bits do not depend on it.
     const int wanted = std::min(kLayernormBlocks, 132 * std::max(1, 480 / (x * y)));
     const int blocks = std::min(wanted, ceil_div(args.N, y * kLayernormRows));
     const size_t slots = (size_t)kLayernormStages * kLayernormRows * 3 * x * y * sizeof(x128);
@@ -852,6 +874,7 @@ static void layernorm_backward(const LayernormBackward<floatX, float>& a, Stream
 // bias-gradient epilogues do not pay (DGELU_BGRAD 1.58 ms against .57 for DGELU, BGRADB +25..60 %): column
 // sums come from LayerNorm's backward, gelu_backward_inplace and bias_backward. Descriptors and the algorithm
 // are looked up once per shape and kept (llmc/cublaslt.h).
+
 // grad (+)= values: the rounding step of a gradient that is kept in bf16.
 template <bool kVector> __global__ void grad_accumulate_kernel(Grad grad, const float* values, size_t n) {
     const size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
@@ -875,7 +898,7 @@ static void matmul_forward(const MatmulForward<floatX, float>& a, Stream stream)
     Gemm g = {a.out, a.weight, a.inp, a.residual, a.bias, nullptr, a.OC, a.N, a.C, true, false,
               cuda_type(floatX()), a.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT};
     bool done = false;
-    // The library wants rows of aux in multiples of 8 elements
+    // The library wants rows of aux in multiples of 8 elements.
     if (a.pre_gelu && a.OC % 8 == 0) {
         Gemm fused = g;
         fused.aux = a.pre_gelu;
@@ -916,15 +939,16 @@ static void matmul_backward_weight(const MatmulBackwardWeight<floatX, float>& a,
 }
 
 // == 6.4 gelu and bias ==
-// gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).  bias_backward: dbias (+)= column sums of dout
-// (N,OC). gelu_backward_inplace: d = d*gelu'(inp), and dbias (+)= column sums of the new d as stored, in the
-// same pass. Column sums: each block adds up one chunk of rows into a partial row, then column_sums_kernel
-// adds the partials. 8 an SM of an H200; fixed, so that the bits do not depend on the GPU
-constexpr int kColumnBlocks = 1056;
+// gelu_forward:           out = gelu(inp), gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
+// gelu_backward_inplace:  d = d*gelu'(inp), and in the same pass dbias (+)= column sums of the new d, as stored
+// bias_backward:          dbias (+)= column sums of dout (N,OC)
+// Column sums in two stages: each block adds up one chunk of rows into a row of partials, then
+// column_sums_kernel (6.2) adds the partials.
+constexpr int kColumnBlocks = 1056;             // 8 an SM of an H200; fixed, so the bits depend on no GPU
 constexpr int kColumnRows = 8;                  // rows a block works on at a time, one a warp
 
-// GELU, tanh form: x/2 (1 + tanh(u)), u = sqrt(2/pi) (x + 0.044715 x^3). Written as x sigmoid(2u): no
-// cancellation for negative x, where 1 + tanh(u) would lose all digits of a fast tanh.
+// With u = sqrt(2/pi) (x + 0.044715 x^3), x/2 (1 + tanh(u)) is x sigmoid(2u). Written so, nothing cancels for
+// negative x, where 1 + tanh(u) would lose all digits of a fast tanh.
 constexpr float kGeluScale = 0.7978845608028654f, kGeluCubic = 0.044715f;
 __device__ __forceinline__ float gelu_sigmoid(float x) {
     float u = kGeluScale * x * fmaf(kGeluCubic * x, x, 1.0f);
@@ -945,8 +969,8 @@ template <bool kVector> __global__ void gelu_forward_kernel(floatX* out, const f
     store<kVector>(out, i, n, to_pack<floatX>(x));
 }
 
-// Block (32,8): 32 vectors of columns, 8 rows at a time of the rows of chunk blockIdx.y. kGelu: d is updated
-// in place, each element by the thread that read it.
+// The first stage. A block of (32,8) threads owns 32 vectors of columns (x) of one chunk of rows (y) and takes
+// 8 rows at a time, several in flight. kGelu: d is updated in place, each element by the thread that read it.
 template <bool kVector, bool kGelu>
 __global__ void __launch_bounds__(kWarp* kColumnRows)
     partial_sums_kernel(float* partial /*(gridDim.y,OC) or null*/, floatX* d_inplace, const floatX* d,
@@ -1035,13 +1059,14 @@ static void gelu_backward_inplace(const GeluBackward<floatX, float>& a, Stream s
 }
 
 // == 6.5 classifier ==
-// Row by row of logits (N,Vp), over the first V columns: losses = log(sum(exp(x))) - x[target]. LossAndGrad
-// writes (softmax(x) - onehot(target)) * dloss * loss_scale over the logits, zeros into columns V and up.
+// Row by row of logits x (N,Vp), over the first V columns:
+//     losses = log(sum(exp(x))) - x[target]
+//     LossAndGrad: x = (softmax(x) - onehot(target)) * dloss * loss_scale, and zeros into columns V and up
 // 124M, B=64: 6.6 GB of logits. The first kernel reads each row once; LossOnly does not write.
-// Rows of up to 57,344 elements in registers
+// Its threads hold rows of up to 57,344 elements in registers.
 constexpr int kClassifierThreads = 1024, kClassifierVectors = 7;
 
-// Ignores NaN, which the sum of exp() keeps
+// The largest element. NaN is ignored here; the sum of exp() keeps it.
 __device__ __forceinline__ float pack_max(const Pack<float>& x) {
     float top = x.data[0];
 #pragma unroll
@@ -1099,9 +1124,12 @@ __device__ __forceinline__ x128 softmax_grad(const x128& x, float top, float sca
     return to_pack<floatX>(d);
 }
 
-// Persistent, one block an SM. Rows stream through two slots of shared memory (200 KB) into registers: while
-// a row is worked on, the next one is on its way, so the memory never waits for the arithmetic. A thread
-// reads only what it copied itself.
+// Persistent, one block an SM. Rows stream through two slots of shared memory (200 KB) into registers: while a
+// row is worked on, the next one is on its way, so the memory never waits for the arithmetic. A thread reads
+// only what it copied itself and waits for its own copies alone; a row's one barrier is in softmax_combine.
+//
+//     copies       | row i+1 into slot 1                                     | row i+2 into slot 0
+//     this thread  | row i: slot 0 -> registers -> max, sum -> barrier -> d  | row i+1: slot 1 -> ...
 template <bool kGrad>
 __global__ void __launch_bounds__(kClassifierThreads, 1)
     classifier_stream_kernel(floatX* logits, float* losses, const int* targets, float dloss,
@@ -1111,7 +1139,7 @@ __global__ void __launch_bounds__(kClassifierThreads, 1)
     __shared__ float target_logit[2];
     const int vectors = Vp / kWidth, first = threadIdx.x;
     const float scale = kGrad ? dloss * (loss_scale ? *loss_scale : 1.0f) : 0.0f;
-    // This thread's first vector
+    // Where this thread's first vector of a row is; its others are kClassifierThreads vectors apart.
     auto row_at = [&](int row) { return logits + (size_t)row * Vp + first * kWidth; };
     auto stage = [&](int row, int slot) {
         if (row < N) {
@@ -1129,12 +1157,12 @@ __global__ void __launch_bounds__(kClassifierThreads, 1)
     stage(blockIdx.x + gridDim.x, 1);
     int slot = 0;
     for (int row = blockIdx.x; row < N; row += gridDim.x, slot ^= 1) {
+        // Into registers, padding masked, and this thread's maximum.
         const int target = targets[row];
         x128* slot_at = staged + slot * vectors + first;
         cp_async_wait<1>();
         uint4 row_x[kClassifierVectors];                // as words, see as_pack
-        // Not -inf: inf - inf would be NaN where all is padding
-        float top = -FLT_MAX;
+        float top = -FLT_MAX;                           // not -inf: inf - inf would be NaN
 #pragma unroll
         for (int j = 0; j < kClassifierVectors; j++) {
             const int v = j * kClassifierThreads;
@@ -1146,6 +1174,7 @@ __global__ void __launch_bounds__(kClassifierThreads, 1)
         if (target / kWidth % kClassifierThreads == first) {
             target_logit[slot] = (float)((const floatX*)(staged + slot * vectors))[target];
         }
+        // The row's maximum and sum of exp(x - max): this thread's part, then everybody's.
         float sum = 0.0f;
 #pragma unroll
         for (int j = 0; j < kClassifierVectors; j++) {
@@ -1154,6 +1183,8 @@ __global__ void __launch_bounds__(kClassifierThreads, 1)
         softmax_combine(top, sum, parts[slot]);
         stage(row + 2 * gridDim.x, slot);               // every read of this slot was before that barrier
         if (first == 0) { losses[row] = logf(sum) + top - target_logit[slot]; }
+
+        // The gradient, over the logits.
         if (kGrad) {
             floatX* d_row = row_at(row);
             const float scale_over_sum = scale / sum;
@@ -1177,7 +1208,7 @@ __global__ void classifier_kernel(floatX* logits, float* losses, const int* targ
     const int row = blockIdx.x, target = targets[row], first = threadIdx.x * kWidth,
               step = blockDim.x * kWidth;
     floatX* x_row = logits + (size_t)row * Vp;
-    // Before the barrier after which rows are written
+    // Read before the barrier in softmax_combine, after which the row is written.
     float target_logit = threadIdx.x == 0 ? (float)x_row[target] : 0.0f;
     float top = -FLT_MAX, sum = 0.0f;
     for (int c = first; c < V; c += step) {
@@ -1250,8 +1281,8 @@ static void loss_sum(const LossSum<floatX, float>& a, Stream stream) {
 
 // == 6.7 global norm ==
 // norm = sqrt(sum of squares of all gradients) / loss_scale, then the decision about this update, all on the
-// device: the host reads both a step later. Gaps between tensors must hold zeros. Gradients of which some are
-// bf16 are found by their segments, as in AdamW below.
+// device: the host reads both a step later. Gaps between tensors must hold zeros. Where some gradients are
+// bf16, each element's segment says which, as in AdamW below.
 constexpr int kNormBlocks = 1056, kNormThreads = 256;   // fixed, so that the bits do not depend on the GPU
 
 // The last segment that begins at or before i.
@@ -1275,6 +1306,7 @@ __device__ __forceinline__ Floats load_grads(const void* grads, const ParamSegme
     return load_dithered<kCache>((const __nv_bfloat16*)data, i - segment.begin, n, key, segment.begin);
 }
 
+// Each block's sum of squares: in fp32 within a thread, in double from there on.
 template <bool kBf16, bool kVector>
 __global__ void global_norm_kernel(double* partial, GlobalNorm<floatX, float> a) {
     __shared__ double shared[kWarp];
@@ -1309,6 +1341,7 @@ __global__ void global_norm_kernel(double* partial, GlobalNorm<floatX, float> a)
     if (threadIdx.x == 0) { partial[blockIdx.x] = sum; }
 }
 
+// One block: the norm, and with it UpdateState for this update. The comparisons are such that NaN skips.
 __global__ void update_decision_kernel(UpdateState* state, const double* partial, int partials,
                                        float max_norm, UpdatePolicy policy) {
     __shared__ double shared[kWarp];
@@ -1386,13 +1419,15 @@ __global__ void __launch_bounds__(256) adamw_kernel(AdamW<floatX, float> a) {
 
     const size_t step = (size_t)gridDim.x * blockDim.x * kWidth;
     for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
+        // What lies in the flat fp32 buffers is asked for first, while the segment is looked up.
         Floats g;
         if (!kGradsBf16) { g = load_floats<true, Cache::Streaming>((const float*)a.grads, i, a.n); }
         Floats m = load_floats<true, Cache::Streaming>(a.m, i, a.n),
                v = load_floats<true, Cache::Streaming>(a.v, i, a.n);
         const ParamSegment segment = segment_of(a.segments, a.num_segments, i);
         if (i < segment.begin || i >= segment.end) { continue; }
-        // The parameters lie in the segment's own type: element j of size
+
+        // The parameter: element j of the segment, in the segment's own type, or its master copy.
         const size_t j = i - segment.begin, size = segment.end - segment.begin;
         const bool fp32 = sizeof(floatX) == 4 || segment.params_fp32;
         float* param_fp32 = (float*)((char*)a.params + segment.params);
@@ -1402,6 +1437,8 @@ __global__ void __launch_bounds__(256) adamw_kernel(AdamW<floatX, float> a) {
         else if (fp32) { p = load_floats<true>(param_fp32, j, size); }
         else { p = load_floats<true>(param, j, size); }
         if (kGradsBf16) { g = load_grads<Cache::Streaming>(a.grads, segment, i, a.grad_key); }
+
+        // The formula above, each operation rounded where PyTorch rounds.
         const float decay = (float)(1.0 - a.lr * segment.weight_decay);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) {
@@ -1412,6 +1449,7 @@ __global__ void __launch_bounds__(256) adamw_kernel(AdamW<floatX, float> a) {
             p.at[k] = fmaf(minus_rate, update, __fmul_rn(p.at[k], decay));
         }
 
+        // To floatX: to nearest from a master copy, else stochastically, or small steps would be lost.
         x128 rounded = to_pack<floatX>(p);
         if (!kMaster && sizeof(floatX) == 2) {
             const Draws draws = round_draws(a.key, i);
@@ -1424,8 +1462,7 @@ __global__ void __launch_bounds__(256) adamw_kernel(AdamW<floatX, float> a) {
             if (kMaster) { store<true, Cache::Streaming>(a.master, i, a.n, to_pack<float>(p)); }
             if (fp32) { store<true>(param_fp32, j, size, to_pack<float>(p)); }
             else { store<true>(param, j, size, rounded); }
-        // The last elements of a segment: what follows is not touched
-        } else {
+        } else {                                // the segment's last elements: what follows is not touched
             store<false>(a.m, i, segment.end, to_pack<float>(m));
             store<false>(a.v, i, segment.end, to_pack<float>(v));
             if (kMaster) { store<false>(a.master, i, segment.end, to_pack<float>(p)); }
