@@ -559,9 +559,9 @@ __global__ void layernorm_forward_any_kernel(floatX* residual, floatX* out, floa
     }
 }
 
-// The second stage of every column sum: out[i][c] (+)= sum over p of partial[p,i,c], in a fixed order. A block
-// of (32,32) threads owns 32 columns of tensor i; thread row y takes p = y, y + 32, ..., then row 0 adds up
-// the rows.
+// The second stage of every column sum: out[i][c] (+)= sum over p of partial[p,i,c], in a fixed order. A
+// block of (32,32) threads owns 32 columns of tensor i; thread row y takes p = y, y + 32, ..., then row 0 adds
+// up the rows.
 struct ColumnSums { Grad out[3]; };
 __global__ void column_sums_kernel(ColumnSums sums, const float* partial /*(partials,tensors,C)*/,
                                    int partials, int C) {
@@ -940,7 +940,7 @@ static void matmul_backward_weight(const MatmulBackwardWeight<floatX, float>& a,
 
 // == 6.4 gelu and bias ==
 // gelu_forward:           out = gelu(inp), gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
-// gelu_backward_inplace:  d = d*gelu'(inp), and in the same pass dbias (+)= column sums of the new d, as stored
+// gelu_backward_inplace:  d = d*gelu'(inp), and in passing dbias (+)= column sums of the new d, as stored
 // bias_backward:          dbias (+)= column sums of dout (N,OC)
 // Column sums in two stages: each block adds up one chunk of rows into a row of partials, then
 // column_sums_kernel (6.2) adds the partials.
@@ -969,8 +969,8 @@ template <bool kVector> __global__ void gelu_forward_kernel(floatX* out, const f
     store<kVector>(out, i, n, to_pack<floatX>(x));
 }
 
-// The first stage. A block of (32,8) threads owns 32 vectors of columns (x) of one chunk of rows (y) and takes
-// 8 rows at a time, several in flight. kGelu: d is updated in place, each element by the thread that read it.
+// The first stage. A block of (32,8) threads owns 32 vectors of columns (x) of one chunk of rows (y), takes 8
+// rows at a time, several in flight. kGelu: d is updated in place, each element by the thread that read it.
 template <bool kVector, bool kGelu>
 __global__ void __launch_bounds__(kWarp* kColumnRows)
     partial_sums_kernel(float* partial /*(gridDim.y,OC) or null*/, floatX* d_inplace, const floatX* d,
@@ -1124,8 +1124,8 @@ __device__ __forceinline__ x128 softmax_grad(const x128& x, float top, float sca
     return to_pack<floatX>(d);
 }
 
-// Persistent, one block an SM. Rows stream through two slots of shared memory (200 KB) into registers: while a
-// row is worked on, the next one is on its way, so the memory never waits for the arithmetic. A thread reads
+// Persistent, one block an SM. Rows stream through two slots of shared memory (200 KB) into registers: while
+// a row is worked on, the next is on its way, so the memory never waits for the arithmetic. A thread reads
 // only what it copied itself and waits for its own copies alone; a row's one barrier is in softmax_combine.
 //
 //     copies       | row i+1 into slot 1                                     | row i+2 into slot 0
