@@ -692,6 +692,26 @@ static void test_cuda_options(const Config& c) {
         gpt2_free(&b);
     }
     if (kFp16) {
+        TEST("FP16: the loss scale starts where it is told and grows past its start") {
+            GPT2 model;
+            Options o = default_options();
+            for (float start : {kFirstLossScale, 16 * kFirstLossScale}) {
+                o.loss_scale = start;
+                start_model(&model, c, o, B, T);
+                DeviceState state = gpt2_read_state(&model);
+                CHECK(state.update.loss_scale == start, "the scale starts at %g", state.update.loss_scale);
+                state.update.good_steps = kLossScaleSteps - 1;
+                copy_to_device(model.state, &state, sizeof(state), model.stream);
+                stream_sync(model.stream);
+                Batch batch = random_batch(c, B, T, 0);
+                accumulate_batch(&model, batch.x.data(), batch.y.data(), B, T, 1);
+                gpt2_update(&model, 1e-3, 0.9, 0.95, 1e-8, 1.0f);
+                state = gpt2_read_state(&model);
+                CHECK(state.update.skip == 0 && state.update.loss_scale == 2 * start, "skip %d, scale %g",
+                      state.update.skip, state.update.loss_scale);
+                gpt2_free(&model);
+            }
+        }
         TEST("FP16: an overflow is skipped, halves the scale, and training recovers") {
             GPT2 model;
             start_model(&model, c, default_options(), B, T);
@@ -1514,7 +1534,12 @@ static void test_kernels() {
     TEST("kernels: classifier and loss") {
         test_classifier(7, 509, 512);
         test_classifier(5, 67, 128);
+        test_classifier(2, 8100, 8192);             // threads that hold nothing but padding
         if (!small_shapes) {
+            for (int V : {8065, 8184, 8185, 8191, 8192}) { test_classifier(3, V, 8192); }
+            test_classifier(3, 8064, 8064);         // too short for the kernel that streams rows
+            test_classifier(3, 57217, 57344);       // the longest rows that it takes
+            test_classifier(3, 57345, 57472);       // one vector too long
             test_classifier(3, 50257, 50304);
             test_classifier(1000, 256, 256);
             test_classifier(3, 65533, 65536);

@@ -71,8 +71,11 @@ constexpr bool kFp16 = true;
 #else
 constexpr bool kFp16 = false;
 #endif
-// FP16 multiplies the loss by a scale that starts here, so that small gradients do not become zero.
-constexpr float kMaxLossScale = 65536.0f;
+// FP16 multiplies the loss by a scale, so that small gradients do not become zero. It starts here or, as
+// gradients are divided by the tokens of a step, at that number; it doubles after kLossScaleSteps good steps
+// and halves when something overflows. The maximum only keeps it finite.
+constexpr float kFirstLossScale = 65536.0f, kMaxLossScale = 0x1p60f;
+constexpr int kLossScaleSteps = 1000;
 // Every tensor, and every layer's part of one, begins at a multiple of so many bytes.
 constexpr size_t kAlign = 256;
 // A run stops after so many updates in a row were skipped because the gradient was not finite.
@@ -560,8 +563,8 @@ __global__ void layernorm_forward_any_kernel(floatX* residual, floatX* out, floa
 }
 
 // The second stage of every column sum: out[i][c] (+)= sum over p of partial[p,i,c], in a fixed order. A
-// block of (32,32) threads owns 32 columns of tensor i; thread row y takes p = y, y + 32, ..., then row 0 adds
-// up the rows.
+// block of (32,32) threads owns 32 columns of tensor i; thread row y takes p = y, y + 32, ...; row 0 adds up
+// the rows.
 struct ColumnSums { Grad out[3]; };
 __global__ void column_sums_kernel(ColumnSums sums, const float* partial /*(partials,tensors,C)*/,
                                    int partials, int C) {
@@ -1065,6 +1068,9 @@ static void gelu_backward_inplace(const GeluBackward<floatX, float>& a, Stream s
 // 124M, B=64: 6.6 GB of logits. The first kernel reads each row once; LossOnly does not write.
 // Its threads hold rows of up to 57,344 elements in registers.
 constexpr int kClassifierThreads = 1024, kClassifierVectors = 7;
+// Where a maximum starts. Not -inf, and far enough above it to be multiplied by log2(e): a thread whose columns
+// are all padding has no other maximum, and inf - inf would make NaN of the whole row.
+constexpr float kLowest = -FLT_MAX / 4;
 
 // The largest element. NaN is ignored here; the sum of exp() keeps it.
 __device__ __forceinline__ float pack_max(const Pack<float>& x) {
@@ -1103,7 +1109,7 @@ __device__ __forceinline__ void softmax_combine(float& top, float& sum, float2* 
     float row_sum = warp_sum(sum * exp2_fast((top - row_top) * kLog2e));
     if (lane == 0) { parts[warp] = make_float2(row_top, row_sum); }
     __syncthreads();
-    const float2 part = lane < (int)blockDim.x / kWarp ? parts[lane] : make_float2(-FLT_MAX, 0.0f);
+    const float2 part = lane < (int)blockDim.x / kWarp ? parts[lane] : make_float2(kLowest, 0.0f);
     top = warp_max(part.x);
     sum = warp_sum(part.y * exp2_fast((part.x - top) * kLog2e));
 }
@@ -1162,7 +1168,7 @@ __global__ void __launch_bounds__(kClassifierThreads, 1)
         x128* slot_at = staged + slot * vectors + first;
         cp_async_wait<1>();
         uint4 row_x[kClassifierVectors];                // as words, see as_pack
-        float top = -FLT_MAX;                           // not -inf: inf - inf would be NaN
+        float top = kLowest;
 #pragma unroll
         for (int j = 0; j < kClassifierVectors; j++) {
             const int v = j * kClassifierThreads;
@@ -1210,7 +1216,7 @@ __global__ void classifier_kernel(floatX* logits, float* losses, const int* targ
     floatX* x_row = logits + (size_t)row * Vp;
     // Read before the barrier in softmax_combine, after which the row is written.
     float target_logit = threadIdx.x == 0 ? (float)x_row[target] : 0.0f;
-    float top = -FLT_MAX, sum = 0.0f;
+    float top = kLowest, sum = 0.0f;
     for (int c = first; c < V; c += step) {
         x128 x = load<kVector>(x_row, c, Vp);
         mask_padding(&x, c, V);
@@ -3081,6 +3087,7 @@ struct Options {                // what a run may choose; fixed after gpt2_alloc
     Kernels kernels;            // which kernels an op with several may use
     bool tf32;                  // FP32 builds: tensor cores for GEMMs
     float weight_decay;         // on the tensors with two dimensions
+    float loss_scale;           // FP16: where it starts; 0: kFirstLossScale
     uint64_t seed;
 };
 
@@ -3320,7 +3327,8 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     device_zero(model->m, 2 * n * sizeof(float), model->stream);
     device_zero(model->grads, grad_bytes, model->stream);
     DeviceState state = {};
-    state.update.loss_scale = kFp16 ? kMaxLossScale : 1.0f;
+    const float first_scale = options.loss_scale > 0.0f ? options.loss_scale : kFirstLossScale;
+    state.update.loss_scale = kFp16 ? first_scale : 1.0f;
     copy_to_device(model->state, &state, sizeof(state), model->stream);
     copy_to_device(model->device_segments, model->segments.data(),
                    model->segments.size() * sizeof(ParamSegment), model->stream);
@@ -3613,7 +3621,7 @@ static void gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, 
 
 // Norm, the decision to skip, AdamW: all decided on the device.
 static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, double eps, float max_norm) {
-    const UpdatePolicy policy = {kFp16, 1000, kMaxLossScale};
+    const UpdatePolicy policy = {kFp16, kLossScaleSteps, kMaxLossScale};
     global_norm({.state = &model->state->update, .scratch = model->scratch, .grads = model->grads,
                  .grads_bf16 = model->options.grads_bf16, .grad_key = gpt2_grad_key(model),
                  .segments = model->device_segments, .num_segments = (int)model->segments.size(),
@@ -3978,6 +3986,7 @@ static Options run_options() {
     o.tf32 = run.tf32 != 0;
     o.kernels = (Kernels)run.kernels;
     o.weight_decay = (float)run.weight_decay;
+    o.loss_scale = std::max(kFirstLossScale, (float)exp2(ceil(log2((double)run.total_batch))));
     o.seed = (uint64_t)run.seed;
     return o;
 }
