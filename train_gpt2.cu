@@ -1068,8 +1068,8 @@ static void gelu_backward_inplace(const GeluBackward<floatX, float>& a, Stream s
 // 124M, B=64: 6.6 GB of logits. The first kernel reads each row once; LossOnly does not write.
 // Its threads hold rows of up to 57,344 elements in registers.
 constexpr int kClassifierThreads = 1024, kClassifierVectors = 7;
-// Where a maximum starts. Not -inf, and far enough above it to be multiplied by log2(e): a thread whose columns
-// are all padding has no other maximum, and inf - inf would make NaN of the whole row.
+// Where a maximum starts. Not -inf, and far enough above it to be multiplied by log2(e): a thread whose
+// columns are all padding has no other maximum, and inf - inf would make NaN of the whole row.
 constexpr float kLowest = -FLT_MAX / 4;
 
 // The largest element. NaN is ignored here; the sum of exp() keeps it.
