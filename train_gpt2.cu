@@ -2651,7 +2651,9 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
     __syncthreads();                                    // the barriers exist
 
     const float scale_log2 = scale * kLog2e;            // exp(x) is calculated as exp2(x * log2(e))
-    const float max_slack = 8.0f / scale_log2;
+    // 2^8 in units of Q K^T, where scale is 1/sqrt(64). A constant: a division at run time branches, and the
+    // compiler put it between the first products and their commit, where ptxas then added a fence (C7519)
+    constexpr float kMaxSlack = 8.0f / (0.125f * kLog2e);
     float o[8][4] = {};                                 // not yet divided by the row's sum
     float s[8][4];
     uint32_t p_frag[4][4];
@@ -2674,7 +2676,7 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
             }
             new_max[r] = quad_max(new_max[r]);
         }
-        const bool above = new_max[0] - row_max[0] > max_slack || new_max[1] - row_max[1] > max_slack;
+        const bool above = new_max[0] - row_max[0] > kMaxSlack || new_max[1] - row_max[1] > kMaxSlack;
         rescale = __any_sync(0xFFFFFFFFu, above);
         if (rescale) {
 #pragma unroll
@@ -2726,6 +2728,7 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
         softmax();
         wgmma_wait<0>();
         pin_registers(o);
+        pin_registers(p_frag);
         if (rescale) {
 #pragma unroll
             for (int n = 0; n < 8; n++) {
@@ -2742,6 +2745,7 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
     wgmma_columns(o, p_frag, shared.b[stage]);
     wgmma_wait<0>();
     pin_registers(o);
+    pin_registers(p_frag);
 
     // The rows' sums lie across four lanes; then O is divided by them
     float inverse[2];
@@ -2843,6 +2847,7 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
         wgmma_columns(dq, ds_frag, shared.a[stage]);
         wgmma_wait<0>();
         pin_registers(dq);
+        pin_registers(ds_frag);
         __syncthreads();                                // all are done with the stage
         if (threadIdx.x == 0 && it + kStages <= last) { load_keys(it + kStages); }
     }
@@ -2947,6 +2952,8 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
         wgmma_wait<0>();
         pin_registers(dv);
         pin_registers(dk);
+        pin_registers(p_frag);
+        pin_registers(ds_frag);
         __syncthreads();                                // all are done with the stage
         if (threadIdx.x == 0 && it + kStages <= last) { load_queries(it + kStages); }
     }
