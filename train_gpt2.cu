@@ -1503,622 +1503,1029 @@ static void adamw_update(const AdamW<floatX, float>& a, Stream stream) {
 // Backward: D = rowsum(dO * O)     P = exp(S - lse)     dS = P * (dO V^T - D)
 //     dQ = dS K / sqrt(HS)     dK = dS^T Q / sqrt(HS)     dV = P^T dO     dqkv (B,T,3,NH,HS) =
 //
-// Nothing of shape (T,T) is ever stored: tiles of S live in registers and the backward builds P again from
-// lse.
+// Nothing of shape (T,T) is ever stored. A block owns some rows of one side; the rows of the other side come
+// by in tiles, through shared memory, and the piece of S where the two meet lives in registers only. The
+// backward builds P again, from S and lse.
 //
-// Backward is two kernels, one that owns query rows (dQ, and D on its way) and one that owns key rows (dK,
-// dV). That costs 7 matrix products where one kernel with atomic adds into dQ needs 5, but every output has
-// one owner that sums in a fixed order (bit-equal runs), and no fp32 dQ buffer is cleared, added to and
-// converted.
+//     forward   owns queries   sees K and V   a running maximum and sum per row; O is rescaled as they change
+//     dQ        owns queries   sees K and V   and computes D on its way, for the next kernel
+//     dK, dV    owns keys      sees Q and dO  works on S^T
 //
-// Scratch of the backward: float2 {lse * log2(e), D} per query (plain kernels: {lse, D}),
-// (B,NH,stats_stride(T)): rows of a head are padded with zeros to a multiple of 128, so that whole tiles of
-// it can be copied.
+// The backward is two kernels. That costs 7 matrix products where one kernel with atomic adds into dQ needs
+// 5, but every output has one owner that sums in a fixed order (two runs have the same bits), and no fp32 dQ
+// is cleared, added to and converted.
 //
-// Head sizes 64, 80, 96, 128 in 16 bits use tensor cores (mma.sync; 64 on Hopper: wgmma); fp32 and every
-// other head size take the plain kernels.
+// Scratch of the backward: float2 {lse * log2(e), D} per query (plain kernels: {lse, D}), laid out
+// (B,NH,stats_stride(T)): the rows of a head are padded with zeros to a multiple of 128, so that whole tiles
+// of them can be copied.
+//
+// There are three forms, one loop in each of them, from the simplest to the fastest:
+//     plain       fp32 arithmetic on the ordinary cores: any type, any head size up to 512
+//     mma.sync    tensor cores of sm_80 and later, 16 bits, head sizes 64, 80, 96 and 128
+//     sm90        Hopper's tensor cores and copy engine (wgmma, TMA), 16 bits, head size 64
 
-// Work order of the tensor-core kernels: sections of 32 heads, in a section the longest tiles first. A
-// section's K and V (8 MB at T=1024, HS=64) stay in L2 while its tiles run, and short tiles fill the end of
-// the grid.
-constexpr int kSectionHeads = 32;
+// Elements of scratch from one head's statistics to the next's.
+__host__ __device__ inline size_t stats_stride(int T) { return ((size_t)T + 127) / 128 * 128; }
 
-__host__ __device__ inline size_t stats_stride(int T) { return (static_cast<size_t>(T) + 127) / 128 * 128; }
+// How many tiles or blocks of `size` rows make `rows` (ceil_div, for the device).
+__device__ __forceinline__ int tile_count(int rows, int size) { return (rows + size - 1) / size; }
 
-struct AttentionTile {
-    int tile;    // rank in its head, 0 = the longest
-    int bh;      // b * NH + h
+// Where a head of a sequence lies in the tensors: elements from their starts to its first row.
+struct AttentionHead {
+    int bh, b, h;               // bh = b*NH + h
+    size_t C, qkv_row;          // elements from one row to the next: out and dout, qkv and dqkv
+    size_t out, q, k, v;        // out: of dout as well; q, k, v: of dq, dk, dv as well
+
+    __device__ __forceinline__ AttentionHead(int index, int T, int NH, int HS) {
+        bh = index;
+        b = bh / NH;
+        h = bh % NH;
+        C = (size_t)NH * HS;
+        qkv_row = 3 * C;
+        out = b * (T * C) + (size_t)h * HS;
+        q = b * (T * qkv_row) + (size_t)h * HS;
+        k = q + C;
+        v = k + C;
+    }
 };
 
-__device__ inline AttentionTile attention_tile(int tiles, int heads) {
-    const int per_section = kSectionHeads * tiles;
-    const int first_head = static_cast<int>(blockIdx.x / per_section) * kSectionHeads;
-    const int rest = static_cast<int>(blockIdx.x % per_section);
+static size_t attention_backward_scratch_bytes(int B, int T, int NH) {
+    return (size_t)B * NH * stats_stride(T) * sizeof(float2);
+}
+
+// One block for every `rows` rows of every head.
+static unsigned attention_grid(int T, int rows, int B, int NH) {
+    const size_t blocks = (size_t)ceil_div(T, rows) * B * NH;
+    if (blocks > 0x7fffffffu) { die("attention: B=%d T=%d NH=%d needs more than 2^31 blocks", B, T, NH); }
+    return (unsigned)blocks;
+}
+
+// Dynamic shared memory above 48 KB has to be asked for, kernel by kernel.
+template <class Kernel> static void allow_shared_memory(Kernel kernel, size_t bytes) {
+    cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+}
+
+// ---- plain: any element type and head size up to 512, fp32 arithmetic ----
+// A block is 4 warps and owns 16 rows, 4 a warp; the other side comes in tiles of 32 rows, as fp32.
+//
+//     all warps   | load tile 0 | S, softmax, O += P V | load tile 1 | S, softmax, O += P V | ...
+//                 ^             ^ barrier              ^ barrier     ^ barrier
+//
+// One set of buffers, nothing overlaps within a block; other blocks of the SM fill the waits. What a lane
+// does changes from phase to phase:
+//     load        each thread takes elements of the tile, neighbours in a row
+//     S           lane j owns row j of the tile and forms its products with the warp's 4 rows
+//     softmax     S of a row lies across the 32 lanes: maxima and sums go through shuffles
+//     O           a lane owns columns lane, lane + 32, ... of O (kCols of them) and sums over the rows of the
+//                 tile; P reaches it through the warp's own corner of shared memory
+constexpr int kPlainRows = 4;           // rows a warp
+constexpr int kPlainWarps = 4;          // warps a block
+constexpr int kPlainTile = kWarp;       // rows of the other side at a time: one a lane
+constexpr int kPlainMaxHeadSize = 512;
+
+// float4 = the same element of a warp's four rows: one broadcast load feeds four products.
+struct PlainShared {
+    float4* own_a;              // (warps, HS): q, or k
+    float4* own_b;              // (warps, HS): dout, or v; the forward has none
+    float4* weight_a;           // (warps, tile): p, or ds for dQ
+    float4* weight_b;           // (warps, tile): ds for dK
+    float* tile_a;              // (tile, HS | 1): odd rows, so that 32 lanes reading a column hit 32 banks
+    float* tile_b;              // (tile, HS | 1)
+
+    __device__ __forceinline__ PlainShared(float4* base, int HS) {
+        own_a = base;
+        own_b = own_a + kPlainWarps * HS;
+        weight_a = own_b + kPlainWarps * HS;
+        weight_b = weight_a + kPlainWarps * kPlainTile;
+        tile_a = (float*)(weight_b + kPlainWarps * kPlainTile);
+        tile_b = tile_a + kPlainTile * (HS | 1);
+    }
+
+    static size_t bytes(int HS) {
+        return (2 * kPlainWarps * HS + 2 * kPlainWarps * kPlainTile) * sizeof(float4) +
+               2 * kPlainTile * (HS | 1) * sizeof(float);
+    }
+};
+
+// Which rows a plain block and its warp own. Blocks are numbered head by head.
+struct PlainWork { int bh, block_first, row_first, block_end; };
+__device__ __forceinline__ PlainWork plain_work(int T, bool longest_first) {
+    constexpr int kBlockRows = kPlainWarps * kPlainRows;
+    const int tiles = tile_count(T, kBlockRows), rank = (int)(blockIdx.x % tiles);
+    PlainWork work;
+    work.bh = blockIdx.x / tiles;
+    work.block_first = (longest_first ? tiles - 1 - rank : rank) * kBlockRows;
+    work.row_first = work.block_first + threadIdx.x / kWarp * kPlainRows;
+    work.block_end = min(work.block_first + kBlockRows, T);
+    return work;
+}
+
+// Rows row0.. of a (T,HS) matrix into a tile; rows from T on become zero. The whole block takes part.
+__device__ __forceinline__ void plain_load_tile(float* tile, const floatX* matrix, size_t stride, int row0,
+                                                int T, int HS) {
+    for (int row = threadIdx.x / kWarp; row < kPlainTile; row += kPlainWarps) {
+        for (int d = threadIdx.x % kWarp; d < HS; d += kWarp) {
+            tile[row * (HS | 1) + d] = row0 + row < T ? (float)matrix[(row0 + row) * stride + d] : 0.0f;
+        }
+    }
+}
+
+// The warp's four rows from row0 on, transposed: own[d] = element d of the four.
+__device__ __forceinline__ void plain_load_own(float4* own, const floatX* matrix, size_t stride, int row0,
+                                               int T, int HS, int lane) {
+    for (int d = lane; d < HS; d += kWarp) {
+        float x[kPlainRows];
+#pragma unroll
+        for (int r = 0; r < kPlainRows; r++) {
+            x[r] = row0 + r < T ? (float)matrix[(row0 + r) * stride + d] : 0.0f;
+        }
+        own[d] = make_float4(x[0], x[1], x[2], x[3]);
+    }
+}
+
+// dot[r] = the warp's row r times this lane's row of the tile.
+__device__ __forceinline__ void plain_dot(float (&dot)[kPlainRows], const float4* own, const float* tile_row,
+                                          int HS) {
+#pragma unroll
+    for (int r = 0; r < kPlainRows; r++) { dot[r] = 0.0f; }
+#pragma unroll 4
+    for (int d = 0; d < HS; d++) {
+        const float4 x = own[d];
+        const float y = tile_row[d];
+        dot[0] += x.x * y;
+        dot[1] += x.y * y;
+        dot[2] += x.z * y;
+        dot[3] += x.w * y;
+    }
+}
+
+// acc[c][r] += sum over the tile's rows j of weight[j][r] * tile[j][lane + 32 c]. Columns past HS read the
+// last one and are never stored.
+template <int kCols>
+__device__ __forceinline__ void plain_accumulate(float (&acc)[kCols][kPlainRows], const float4* weight,
+                                                 const float* tile, int HS, int lane) {
+#pragma unroll 4
+    for (int j = 0; j < kPlainTile; j++) {
+        const float4 w = weight[j];
+#pragma unroll
+        for (int c = 0; c < kCols; c++) {
+            const float y = tile[j * (HS | 1) + min(lane + kWarp * c, HS - 1)];
+            acc[c][0] += w.x * y;
+            acc[c][1] += w.y * y;
+            acc[c][2] += w.z * y;
+            acc[c][3] += w.w * y;
+        }
+    }
+}
+
+template <int kCols>
+__device__ __forceinline__ void plain_store(floatX* matrix, size_t stride, int row0, int T, int HS,
+                                            const float (&acc)[kCols][kPlainRows],
+                                            const float (&scale)[kPlainRows], int lane) {
+#pragma unroll
+    for (int c = 0; c < kCols; c++) {
+#pragma unroll
+        for (int r = 0; r < kPlainRows; r++) {
+            if (lane + kWarp * c < HS && row0 + r < T) {
+                matrix[(row0 + r) * stride + lane + kWarp * c] = (floatX)(acc[c][r] * scale[r]);
+            }
+        }
+    }
+}
+
+template <int kCols>
+__global__ void __launch_bounds__(kPlainWarps* kWarp)
+    attention_forward_plain_kernel(floatX* out, float* lse, const floatX* qkv, int B, int T, int NH, int HS,
+                                   float scale) {
+    extern __shared__ float4 plain_bytes[];
+    const PlainShared shared(plain_bytes, HS);
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const PlainWork work = plain_work(T, true);
+    const AttentionHead head(work.bh, T, NH, HS);
+    float4* q_own = shared.own_a + warp * HS;
+    float4* p_own = shared.weight_a + warp * kPlainTile;
+    plain_load_own(q_own, qkv + head.q, head.qkv_row, work.row_first, T, HS, lane);
+
+    float acc[kCols][kPlainRows] = {};                      // O, not yet divided by the row's sum
+    float row_max[kPlainRows], row_sum[kPlainRows];         // row_sum: this lane's share
+#pragma unroll
+    for (int r = 0; r < kPlainRows; r++) {
+        row_max[r] = -INFINITY;
+        row_sum[r] = 0.0f;
+    }
+    for (int k0 = 0; k0 < work.block_end; k0 += kPlainTile) {
+        // Load: the first barrier is for the tile before, which nobody may read any more
+        __syncthreads();
+        plain_load_tile(shared.tile_a, qkv + head.k, head.qkv_row, k0, T, HS);
+        plain_load_tile(shared.tile_b, qkv + head.v, head.qkv_row, k0, T, HS);
+        __syncthreads();
+        if (k0 > work.row_first) { continue; }              // all masked: a multiple of 32 cannot fall
+                                                            // inside four rows
+
+        // S, and the softmax so far: what was summed under an older maximum is scaled to the new one
+        float s[kPlainRows];
+        plain_dot(s, q_own, shared.tile_a + lane * (HS | 1), HS);
+#pragma unroll
+        for (int r = 0; r < kPlainRows; r++) {
+            s[r] = k0 + lane > work.row_first + r ? -INFINITY : s[r] * scale;
+            const float new_max = fmaxf(row_max[r], warp_max(s[r]));
+            const float correction = expf(row_max[r] - new_max);
+            s[r] = expf(s[r] - new_max);
+            row_max[r] = new_max;
+            row_sum[r] = row_sum[r] * correction + s[r];
+#pragma unroll
+            for (int c = 0; c < kCols; c++) { acc[c][r] *= correction; }
+        }
+
+        // O += P V: from here on a lane owns columns, so P changes lanes
+        __syncwarp();
+        p_own[lane] = make_float4(s[0], s[1], s[2], s[3]);
+        __syncwarp();
+        plain_accumulate<kCols>(acc, p_own, shared.tile_b, HS, lane);
+    }
+
+    float inverse[kPlainRows];
+#pragma unroll
+    for (int r = 0; r < kPlainRows; r++) {
+        const float sum = warp_sum(row_sum[r]);
+        inverse[r] = 1.0f / sum;
+        if (lane == 0 && work.row_first + r < T) {
+            lse[(size_t)work.bh * T + work.row_first + r] = row_max[r] + logf(sum);
+        }
+    }
+    plain_store<kCols>(out + head.out, head.C, work.row_first, T, HS, acc, inverse, lane);
+}
+
+template <int kCols>
+__global__ void __launch_bounds__(kPlainWarps* kWarp)
+    attention_backward_dq_plain_kernel(floatX* dqkv, float2* row_stats, const floatX* dout, const floatX* out,
+                                       const floatX* qkv, const float* lse, int B, int T, int NH, int HS,
+                                       float scale) {
+    extern __shared__ float4 plain_bytes[];
+    const PlainShared shared(plain_bytes, HS);
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const PlainWork work = plain_work(T, true);
+    const AttentionHead head(work.bh, T, NH, HS);
+    const floatX* dout_bh = dout + head.out;                // (T,HS), rows C apart
+    const floatX* out_bh = out + head.out;
+    float4* q_own = shared.own_a + warp * HS;
+    float4* do_own = shared.own_b + warp * HS;
+    float4* ds_own = shared.weight_a + warp * kPlainTile;
+    plain_load_own(q_own, qkv + head.q, head.qkv_row, work.row_first, T, HS, lane);
+    plain_load_own(do_own, dout_bh, head.C, work.row_first, T, HS, lane);
+
+    // The statistics of the warp's rows, also for the dK/dV kernel
+    float row_lse[kPlainRows], row_d[kPlainRows];
+#pragma unroll
+    for (int r = 0; r < kPlainRows; r++) {
+        const int row = work.row_first + r;
+        float sum = 0.0f;
+        for (int d = lane; row < T && d < HS; d += kWarp) {
+            sum += (float)out_bh[row * head.C + d] * (float)dout_bh[row * head.C + d];
+        }
+        row_d[r] = warp_sum(sum);
+        row_lse[r] = row < T ? lse[(size_t)work.bh * T + row] : 0.0f;
+        if (lane == 0 && row < T) {
+            row_stats[work.bh * stats_stride(T) + row] = make_float2(row_lse[r], row_d[r]);
+        }
+    }
+
+    float acc[kCols][kPlainRows] = {};                      // dQ, not yet scaled
+    for (int k0 = 0; k0 < work.block_end; k0 += kPlainTile) {
+        __syncthreads();
+        plain_load_tile(shared.tile_a, qkv + head.k, head.qkv_row, k0, T, HS);
+        plain_load_tile(shared.tile_b, qkv + head.v, head.qkv_row, k0, T, HS);
+        __syncthreads();
+        if (k0 > work.row_first) { continue; }              // all masked
+
+        // S and dP = dO V^T, then dS in place of dP
+        float s[kPlainRows], dp[kPlainRows];
+        plain_dot(s, q_own, shared.tile_a + lane * (HS | 1), HS);
+        plain_dot(dp, do_own, shared.tile_b + lane * (HS | 1), HS);
+#pragma unroll
+        for (int r = 0; r < kPlainRows; r++) {
+            const float p = k0 + lane > work.row_first + r ? 0.0f : expf(s[r] * scale - row_lse[r]);
+            dp[r] = p * (dp[r] - row_d[r]);
+        }
+
+        // dQ += dS K
+        __syncwarp();
+        ds_own[lane] = make_float4(dp[0], dp[1], dp[2], dp[3]);
+        __syncwarp();
+        plain_accumulate<kCols>(acc, ds_own, shared.tile_a, HS, lane);
+    }
+    const float scales[kPlainRows] = {scale, scale, scale, scale};
+    plain_store<kCols>(dqkv + head.q, head.qkv_row, work.row_first, T, HS, acc, scales, lane);
+}
+
+template <int kCols>
+__global__ void __launch_bounds__(kPlainWarps* kWarp)
+    attention_backward_dkv_plain_kernel(floatX* dqkv, const float2* row_stats, const floatX* dout,
+                                        const floatX* qkv, int B, int T, int NH, int HS, float scale) {
+    extern __shared__ float4 plain_bytes[];
+    const PlainShared shared(plain_bytes, HS);
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const PlainWork work = plain_work(T, false);            // of keys: the first see the most queries
+    const AttentionHead head(work.bh, T, NH, HS);
+    float4* k_own = shared.own_a + warp * HS;
+    float4* v_own = shared.own_b + warp * HS;
+    float4* p_own = shared.weight_a + warp * kPlainTile;
+    float4* ds_own = shared.weight_b + warp * kPlainTile;
+    plain_load_own(k_own, qkv + head.k, head.qkv_row, work.row_first, T, HS, lane);
+    plain_load_own(v_own, qkv + head.v, head.qkv_row, work.row_first, T, HS, lane);
+
+    float dk[kCols][kPlainRows] = {};
+    float dv[kCols][kPlainRows] = {};
+    for (int q0 = work.block_first / kPlainTile * kPlainTile; q0 < T; q0 += kPlainTile) {
+        __syncthreads();
+        plain_load_tile(shared.tile_a, qkv + head.q, head.qkv_row, q0, T, HS);
+        plain_load_tile(shared.tile_b, dout + head.out, head.C, q0, T, HS);
+        __syncthreads();
+        const int query = q0 + lane;
+        const float2 stats =
+            query < T ? row_stats[work.bh * stats_stride(T) + query] : make_float2(0.0f, 0.0f);
+
+        // S^T and dP^T: the lane owns a query. Then P^T and dS^T in their place
+        float s[kPlainRows], dp[kPlainRows];
+        plain_dot(s, k_own, shared.tile_a + lane * (HS | 1), HS);
+        plain_dot(dp, v_own, shared.tile_b + lane * (HS | 1), HS);
+#pragma unroll
+        for (int r = 0; r < kPlainRows; r++) {
+            const bool masked = work.row_first + r > query || query >= T;
+            s[r] = masked ? 0.0f : expf(s[r] * scale - stats.x);
+            dp[r] = s[r] * (dp[r] - stats.y);
+        }
+
+        // dV += P^T dO, dK += dS^T Q
+        __syncwarp();
+        p_own[lane] = make_float4(s[0], s[1], s[2], s[3]);
+        ds_own[lane] = make_float4(dp[0], dp[1], dp[2], dp[3]);
+        __syncwarp();
+        plain_accumulate<kCols>(dv, p_own, shared.tile_b, HS, lane);
+        plain_accumulate<kCols>(dk, ds_own, shared.tile_a, HS, lane);
+    }
+    const float scales[kPlainRows] = {scale, scale, scale, scale};
+    const float ones[kPlainRows] = {1.0f, 1.0f, 1.0f, 1.0f};
+    plain_store<kCols>(dqkv + head.k, head.qkv_row, work.row_first, T, HS, dk, scales, lane);
+    plain_store<kCols>(dqkv + head.v, head.qkv_row, work.row_first, T, HS, dv, ones, lane);
+}
+
+template <int kCols>
+static void attention_forward_plain(const AttentionForward<floatX, float>& a, Stream stream) {
+    auto kernel = attention_forward_plain_kernel<kCols>;
+    const size_t bytes = PlainShared::bytes(a.HS);
+    allow_shared_memory(kernel, bytes);
+    kernel<<<attention_grid(a.T, kPlainWarps * kPlainRows, a.B, a.NH), kPlainWarps * kWarp, bytes, stream>>>(
+        a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.HS, 1.0f / sqrtf(a.HS));
+    cudaCheck(cudaGetLastError());
+}
+
+template <int kCols>
+static void attention_backward_plain(const AttentionBackward<floatX, float>& a, Stream stream) {
+    auto dq_kernel = attention_backward_dq_plain_kernel<kCols>;
+    auto dkv_kernel = attention_backward_dkv_plain_kernel<kCols>;
+    const unsigned grid = attention_grid(a.T, kPlainWarps * kPlainRows, a.B, a.NH);
+    const int threads = kPlainWarps * kWarp;
+    const size_t bytes = PlainShared::bytes(a.HS);
+    const float scale = 1.0f / sqrtf(a.HS);
+    allow_shared_memory(dq_kernel, bytes);
+    allow_shared_memory(dkv_kernel, bytes);
+    dq_kernel<<<grid, threads, bytes, stream>>>(a.dqkv, (float2*)a.scratch, a.dout, a.out, a.qkv, a.lse, a.B,
+                                                a.T, a.NH, a.HS, scale);
+    cudaCheck(cudaGetLastError());
+    dkv_kernel<<<grid, threads, bytes, stream>>>(a.dqkv, (const float2*)a.scratch, a.dout, a.qkv, a.B, a.T,
+                                                 a.NH, a.HS, scale);
+    cudaCheck(cudaGetLastError());
+}
+
+// ---- mma.sync: tensor cores of sm_80 and later ----
+// A block is 4 warps and owns kOwned = 4 * 16 * kGroups rows, 16 * kGroups a warp; the other side comes in
+// tiles of kTile rows, in two stages. Every thread starts copies (cp.async) that land while it calculates:
+//
+//     copies in flight | Q, K0 V0 | K1 V1                       | K2 V2                       | K3 V3 ...
+//     into stage       |   0      |   1                         |   0                         |   1
+//     4 warps          |          | S0 | softmax | O += P0 V0   | S1 | softmax | O += P1 V1   | S2 ...
+//                                 ^ wait_group 0, barrier       ^ the same                    ^
+//
+// At the top of a step each thread waits for its own copies. The barrier behind that says two things at
+// once: the tile of this step has landed for everybody, and everybody is done with the tile before, into
+// whose stage the next copies go. The walk starts at the diagonal and goes left (forward, dQ) or down
+// (dK/dV): only the first tiles are masked, and in the forward every row's maximum is finite from its first
+// tile on.
+//
+// Between two products nothing leaves the registers. PTX ISA, "Matrix Fragments for mma.m16n8k16": with
+// g = lane / 4 and c = 2 * (lane % 4) an accumulator (16,8) holds (g,c) (g,c+1) (g+8,c) (g+8,c+1), and two
+// neighbouring ones, packed to 16 bits, are the A operand (16,16) of the next product. So P of O += P V, and
+// dS of dQ += dS K, are made where they are used. For dV = P^T dO and dK = dS^T Q the kernel calculates S^T
+// and dP^T to begin with.
+//
+// In the code, m counts a warp's groups of 16 rows, n the accumulators along a row (8 columns each), kk the
+// steps of 16 along the summed dimension, and r the lane's two rows of an accumulator, g and g + 8.
+constexpr int kMmaWarps = 4;
+
+// Work order: sections of 32 heads, in a section the longest work first. A section's K and V (8 MB at T=1024,
+// HS=64) stay in the L2 while its blocks run, and short blocks fill the end of the grid.
+constexpr int kSectionHeads = 32;
+
+struct AttentionWork {
+    int rank;                   // in its head, 0 = the block with the most to do
+    int bh;
+};
+__device__ __forceinline__ AttentionWork attention_work(int blocks_a_head, int heads) {
+    const int per_section = kSectionHeads * blocks_a_head;
+    const int first_head = (int)(blockIdx.x / per_section) * kSectionHeads;
+    const int rest = (int)(blockIdx.x % per_section);
     const int section_heads = min(kSectionHeads, heads - first_head);
     return {rest / section_heads, first_head + rest % section_heads};
 }
 
-// ---- tensor-core pieces (mma.sync m16n8k16: sm_80 and later). PTX ISA "Matrix Fragments for mma.m16n8k16":
-// with g = lane / 4 and c = 2 * (lane % 4), an accumulator holds (g,c) (g,c+1) (g+8,c) (g+8,c+1), so two
-// neighbouring 16x8 accumulators, packed, are the A operand of the next product: P and dS never leave
-// registers.
+// Rows in shared memory are 8 elements longer than HS: the 16-byte chunks of 8 consecutive rows then start in
+// 8 different groups of banks, so ldmatrix has no conflicts, and every offset is a constant (a swizzle would
+// need XORs).
+template <int kHS> constexpr int kTileStride = kHS + 8;
 
-// Rows in shared memory are 8 elements longer than HS: 16-byte chunks of 8 consecutive rows then start in 8
-// different bank groups, so ldmatrix has no conflicts, and every offset is a constant (a swizzle would need
-// XORs).
-template <int HS>
-constexpr int kTileStride = HS + 8;
-
-// Starts the copy of rows row0.. of a (T, HS) matrix with `stride` elements between rows into a tile (ROWS,
+// Starts the copy of rows row0.. of a (T,HS) matrix with `stride` elements between rows into a tile (kRows,
 // HS); rows from T on become zero.
-template <typename E, int HS, int ROWS, int THREADS>
-__device__ inline void load_tile(E* tile, const E* matrix, size_t stride, int row0, int T) {
-    constexpr int kChunks = HS / 8;
-    constexpr int kTotal = ROWS * kChunks;
+template <int kHS, int kRows>
+__device__ __forceinline__ void load_tile(floatX* tile, const floatX* matrix, size_t stride, int row0,
+                                          int T) {
+    constexpr int kChunks = kHS / 8, kTotal = kRows * kChunks, kThreads = kMmaWarps * kWarp;
 #pragma unroll
-    for (int first = 0; first < kTotal; first += THREADS) {
-        const int i = first + static_cast<int>(threadIdx.x);
-        if (kTotal % THREADS == 0 || i < kTotal) {
-            const int row = i / kChunks;
-            const int chunk = i % kChunks;
-            const bool valid = row0 + row < T;
-            const E* src = matrix + (valid ? row0 + row : 0) * stride + chunk * 8;
-            cp_async_16_or_zero(tile + row * kTileStride<HS> + chunk * 8, src, valid);
+    for (int first = 0; first < kTotal; first += kThreads) {
+        const int i = first + (int)threadIdx.x;
+        if (kTotal % kThreads == 0 || i < kTotal) {
+            const int row = i / kChunks, chunk = i % kChunks;
+            const bool live = row0 + row < T;
+            const floatX* from = matrix + (live ? row0 + row : 0) * stride + chunk * 8;
+            cp_async_16_or_zero(tile + row * kTileStride<kHS> + chunk * 8, from, live);
         }
     }
 }
 
-// The warp's rows of a tile as A operands: (16 * MT, HS) from row `row`.
-template <int MT, int HS>
-__device__ inline void load_fragments(uint32_t (&a)[MT][HS / 16][4], uint32_t tile, int row, int lane) {
-    const uint32_t address = tile + ((row + lane % 16) * kTileStride<HS> + lane / 16 * 8) * 2;
+// The warp's rows of a tile as A operands: (16 * kGroups, HS) from row `row`.
+template <int kGroups, int kHS>
+__device__ __forceinline__ void load_fragments(uint32_t (&a)[kGroups][kHS / 16][4], uint32_t tile, int row,
+                                               int lane) {
+    const uint32_t address = tile + ((row + lane % 16) * kTileStride<kHS> + lane / 16 * 8) * 2;
 #pragma unroll
-    for (int mt = 0; mt < MT; mt++) {
+    for (int m = 0; m < kGroups; m++) {
 #pragma unroll
-        for (int kk = 0; kk < HS / 16; kk++) {
-            ldmatrix_x4(a[mt][kk], address + (mt * 16 * kTileStride<HS> + kk * 16) * 2);
+        for (int kk = 0; kk < kHS / 16; kk++) {
+            ldmatrix_x4(a[m][kk], address + (m * 16 * kTileStride<kHS> + kk * 16) * 2);
         }
     }
 }
 
-// acc (16 * MT, N) += A (16 * MT, HS) B^T with B (N, HS) a tile in shared memory.
-template <typename E, int MT, int N, int HS>
-__device__ inline void mma_times_rows(float (&acc)[MT][N / 8][4], const uint32_t (&a)[MT][HS / 16][4],
-                                      uint32_t tile, int lane) {
-    const uint32_t address = tile + ((lane % 8 + lane / 16 * 8) * kTileStride<HS> + lane / 8 % 2 * 8) * 2;
+// acc (16 * kGroups, kN) += A (16 * kGroups, HS) B^T with B (kN, HS) a tile in shared memory.
+template <int kGroups, int kN, int kHS>
+__device__ __forceinline__ void mma_times_rows(float (&acc)[kGroups][kN / 8][4],
+                                               const uint32_t (&a)[kGroups][kHS / 16][4], uint32_t tile,
+                                               int lane) {
+    const uint32_t address = tile + ((lane % 8 + lane / 16 * 8) * kTileStride<kHS> + lane / 8 % 2 * 8) * 2;
 #pragma unroll
-    for (int kk = 0; kk < HS / 16; kk++) {
+    for (int kk = 0; kk < kHS / 16; kk++) {
 #pragma unroll
-        for (int n = 0; n < N / 16; n++) {
+        for (int n = 0; n < kN / 16; n++) {
             uint32_t b[4];
-            ldmatrix_x4(b, address + (n * 16 * kTileStride<HS> + kk * 16) * 2);
+            ldmatrix_x4(b, address + (n * 16 * kTileStride<kHS> + kk * 16) * 2);
 #pragma unroll
-            for (int mt = 0; mt < MT; mt++) {
-                mma_16816(acc[mt][2 * n], a[mt][kk], b[0], b[1]);
-                mma_16816(acc[mt][2 * n + 1], a[mt][kk], b[2], b[3]);
+            for (int m = 0; m < kGroups; m++) {
+                mma_16816(acc[m][2 * n], a[m][kk], b[0], b[1]);
+                mma_16816(acc[m][2 * n + 1], a[m][kk], b[2], b[3]);
             }
         }
     }
 }
 
-// acc (16 * MT, HS) += A (16 * MT, K) B with B (K, HS) a tile in shared memory.
-template <typename E, int MT, int K, int HS>
-__device__ inline void mma_times_columns(float (&acc)[MT][HS / 8][4], const uint32_t (&a)[MT][K / 16][4],
-                                         uint32_t tile, int lane) {
-    const uint32_t address = tile + (lane % 16 * kTileStride<HS> + lane / 16 * 8) * 2;
+// acc (16 * kGroups, HS) += A (16 * kGroups, kK) B with B (kK, HS) a tile in shared memory.
+template <int kGroups, int kK, int kHS>
+__device__ __forceinline__ void mma_times_columns(float (&acc)[kGroups][kHS / 8][4],
+                                                  const uint32_t (&a)[kGroups][kK / 16][4], uint32_t tile,
+                                                  int lane) {
+    const uint32_t address = tile + (lane % 16 * kTileStride<kHS> + lane / 16 * 8) * 2;
 #pragma unroll
-    for (int kk = 0; kk < K / 16; kk++) {
+    for (int kk = 0; kk < kK / 16; kk++) {
 #pragma unroll
-        for (int n = 0; n < HS / 16; n++) {
+        for (int n = 0; n < kHS / 16; n++) {
             uint32_t b[4];
-            ldmatrix_x4_trans(b, address + (kk * 16 * kTileStride<HS> + n * 16) * 2);
+            ldmatrix_x4_trans(b, address + (kk * 16 * kTileStride<kHS> + n * 16) * 2);
 #pragma unroll
-            for (int mt = 0; mt < MT; mt++) {
-                mma_16816(acc[mt][2 * n], a[mt][kk], b[0], b[1]);
-                mma_16816(acc[mt][2 * n + 1], a[mt][kk], b[2], b[3]);
+            for (int m = 0; m < kGroups; m++) {
+                mma_16816(acc[m][2 * n], a[m][kk], b[0], b[1]);
+                mma_16816(acc[m][2 * n + 1], a[m][kk], b[2], b[3]);
             }
         }
     }
 }
 
-// Accumulators (16 * MT, N), rounded to E, as A operands.
-template <typename E, int MT, int N>
-__device__ inline void to_fragments(uint32_t (&a)[MT][N / 16][4], const float (&acc)[MT][N / 8][4]) {
+// Accumulators (16 * kGroups, kN), rounded to floatX, as A operands.
+template <int kGroups, int kN>
+__device__ __forceinline__ void to_fragments(uint32_t (&a)[kGroups][kN / 16][4],
+                                             const float (&acc)[kGroups][kN / 8][4]) {
 #pragma unroll
-    for (int mt = 0; mt < MT; mt++) {
+    for (int m = 0; m < kGroups; m++) {
 #pragma unroll
-        for (int kk = 0; kk < N / 16; kk++) {
-            a[mt][kk][0] = pack_pair(acc[mt][2 * kk][0], acc[mt][2 * kk][1]);
-            a[mt][kk][1] = pack_pair(acc[mt][2 * kk][2], acc[mt][2 * kk][3]);
-            a[mt][kk][2] = pack_pair(acc[mt][2 * kk + 1][0], acc[mt][2 * kk + 1][1]);
-            a[mt][kk][3] = pack_pair(acc[mt][2 * kk + 1][2], acc[mt][2 * kk + 1][3]);
+        for (int kk = 0; kk < kN / 16; kk++) {
+            a[m][kk][0] = pack_pair(acc[m][2 * kk][0], acc[m][2 * kk][1]);
+            a[m][kk][1] = pack_pair(acc[m][2 * kk][2], acc[m][2 * kk][3]);
+            a[m][kk][2] = pack_pair(acc[m][2 * kk + 1][0], acc[m][2 * kk + 1][1]);
+            a[m][kk][3] = pack_pair(acc[m][2 * kk + 1][2], acc[m][2 * kk + 1][3]);
         }
     }
 }
 
-// Stores the warp's accumulators (16 * MT, HS), rows scaled by `scale`, to rows row0.. of a (T, HS) matrix.
-// They go through the warp's own rows `staging` of shared memory (nobody else may use those), so that global
-// stores are 16 bytes wide and whole rows.
-template <typename E, int MT, int HS>
-__device__ inline void store_rows(E* matrix, size_t stride, int row0, int T, E* staging,
-                                  const float (&acc)[MT][HS / 8][4], const float (&scale)[MT][2], int lane) {
+// Stores the warp's accumulators (16 * kGroups, HS), rows scaled by `scale`, to rows row0.. of a (T,HS)
+// matrix. They go through the warp's own rows `staging` of shared memory (nobody else may use those), so that
+// global stores are 16 bytes wide and whole rows.
+template <int kGroups, int kHS>
+__device__ __forceinline__ void store_rows(floatX* matrix, size_t stride, int row0, int T, floatX* staging,
+                                           const float (&acc)[kGroups][kHS / 8][4],
+                                           const float (&scale)[kGroups][2], int lane) {
     __syncwarp();
 #pragma unroll
-    for (int mt = 0; mt < MT; mt++) {
+    for (int m = 0; m < kGroups; m++) {
 #pragma unroll
-        for (int n = 0; n < HS / 8; n++) {
+        for (int n = 0; n < kHS / 8; n++) {
 #pragma unroll
-            for (int half_tile = 0; half_tile < 2; half_tile++) {
-                const int row = mt * 16 + half_tile * 8 + lane / 4;
-                const uint32_t pair = pack_pair(acc[mt][n][2 * half_tile] * scale[mt][half_tile],
-                                                   acc[mt][n][2 * half_tile + 1] * scale[mt][half_tile]);
-                *reinterpret_cast<uint32_t*>(staging + row * kTileStride<HS> + n * 8 + lane % 4 * 2) = pair;
+            for (int r = 0; r < 2; r++) {
+                const int row = m * 16 + r * 8 + lane / 4;
+                const uint32_t pair =
+                    pack_pair(acc[m][n][2 * r] * scale[m][r], acc[m][n][2 * r + 1] * scale[m][r]);
+                *(uint32_t*)(staging + row * kTileStride<kHS> + n * 8 + lane % 4 * 2) = pair;
             }
         }
     }
     __syncwarp();
 #pragma unroll
-    for (int i = lane; i < 16 * MT * HS / 8; i += 32) {
-        const int row = i / (HS / 8);
-        const int chunk = i % (HS / 8);
+    for (int i = lane; i < 16 * kGroups * kHS / 8; i += kWarp) {
+        const int row = i / (kHS / 8), chunk = i % (kHS / 8);
         if (row0 + row < T) {
-            *reinterpret_cast<uint4*>(matrix + (row0 + row) * stride + chunk * 8) =
-                *reinterpret_cast<const uint4*>(staging + row * kTileStride<HS> + chunk * 8);
+            *(uint4*)(matrix + (row0 + row) * stride + chunk * 8) =
+                *(const uint4*)(staging + row * kTileStride<kHS> + chunk * 8);
         }
     }
 }
 
 // Sum or maximum over the four lanes that share the rows of an accumulator.
-__device__ inline float quad_sum(float x) {
-    x += __shfl_xor_sync(0xffffffffu, x, 1);
-    return x + __shfl_xor_sync(0xffffffffu, x, 2);
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(0xFFFFFFFFu, x, 1);
+    return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
+}
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));
 }
 
-__device__ inline float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-}
-
-// ---- forward, tensor cores: a block owns BM query rows (16 * MT a warp) and walks the key blocks from the
-// diagonal leftwards, so every row's running maximum is finite from its first block on and only diagonal
-// blocks are masked.
-
-template <typename E, int HS, int MT, int WARPS, int BN>
-struct AttentionForwardShared {
-    static constexpr int BM = WARPS * MT * 16;
-    alignas(16) E q[BM * kTileStride<HS>];    // (BM, HS), later the staging of out
-    E k[2][BN * kTileStride<HS>];             // (stage, BN, HS)
-    E v[2][BN * kTileStride<HS>];             // (stage, BN, HS)
+template <int kHS, int kGroups, int kTile> struct ForwardMmaShared {
+    static constexpr int kOwned = kMmaWarps * kGroups * 16;
+    alignas(16) floatX q[kOwned * kTileStride<kHS>];        // (kOwned, HS), later the staging of out
+    floatX k[2][kTile * kTileStride<kHS>];                  // (stage, kTile, HS)
+    floatX v[2][kTile * kTileStride<kHS>];                  // (stage, kTile, HS)
 };
 
-template <typename E, int HS, int MT, int WARPS, int BN, int MIN_BLOCKS>
-__global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
-    attention_forward_mma_kernel(E* out, float* lse, const E* qkv, int B, int T, int NH, float scale) {
-    static_assert(BN % (16 * MT) == 0, "a warp's rows must not straddle the first column of a key block");
-    typedef AttentionForwardShared<E, HS, MT, WARPS, BN> Shared;
-    constexpr int BM = Shared::BM;
-    constexpr int THREADS = WARPS * 32;
-    extern __shared__ __align__(16) unsigned char shared_bytes[];
-    Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
+template <int kHS, int kGroups, int kTile, int kMinBlocks>
+__global__ void __launch_bounds__(kMmaWarps* kWarp, kMinBlocks)
+    attention_forward_mma_kernel(floatX* out, float* lse, const floatX* qkv, int B, int T, int NH,
+                                 float scale) {
+    static_assert(kTile % (16 * kGroups) == 0, "a warp's rows must not straddle the first column of a tile");
+    typedef ForwardMmaShared<kHS, kGroups, kTile> Shared;
+    constexpr int kOwned = Shared::kOwned;
+    extern __shared__ __align__(16) unsigned char mma_bytes[];
+    Shared& shared = *(Shared*)mma_bytes;
 
-    const int lane = threadIdx.x % 32;
-    const int warp_row = threadIdx.x / 32 * (16 * MT);
-    const int tiles = (T + BM - 1) / BM;
-    const AttentionTile work = attention_tile(tiles, B * NH);
-    const int q0 = (tiles - 1 - work.tile) * BM;
-    const int b = work.bh / NH;
-    const int h = work.bh % NH;
-    const size_t C = static_cast<size_t>(NH) * HS;
-    const E* q_bh = qkv + b * (T * 3 * C) + h * HS;    // (T, HS), rows 3*C apart
-    const E* k_bh = q_bh + C;
-    const E* v_bh = k_bh + C;
+    const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * (16 * kGroups);
+    const int blocks_a_head = tile_count(T, kOwned);
+    const AttentionWork work = attention_work(blocks_a_head, B * NH);
+    const AttentionHead head(work.bh, T, NH, kHS);
+    const floatX* k_bh = qkv + head.k;                      // (T,HS), rows 3*C apart
+    const floatX* v_bh = qkv + head.v;
+    const int q0 = (blocks_a_head - 1 - work.rank) * kOwned;    // the block's first query
+    const int row_first = q0 + warp_row;                        // the warp's
+    const int tiles = tile_count(min(q0 + kOwned, T), kTile);
 
-    const int blocks = (min(q0 + BM, T) + BN - 1) / BN;
-    load_tile<E, HS, BM, THREADS>(shared.q, q_bh, 3 * C, q0, T);
-    load_tile<E, HS, BN, THREADS>(shared.k[0], k_bh, 3 * C, (blocks - 1) * BN, T);
-    load_tile<E, HS, BN, THREADS>(shared.v[0], v_bh, 3 * C, (blocks - 1) * BN, T);
+    // The first copies: the block's own queries and the rightmost tile
+    load_tile<kHS, kOwned>(shared.q, qkv + head.q, head.qkv_row, q0, T);
+    load_tile<kHS, kTile>(shared.k[0], k_bh, head.qkv_row, (tiles - 1) * kTile, T);
+    load_tile<kHS, kTile>(shared.v[0], v_bh, head.qkv_row, (tiles - 1) * kTile, T);
     cp_async_commit();
 
-    const float scale_log2 = scale * kLog2e;
-    const int row_first = q0 + warp_row;    // the warp's first query
-    uint32_t q_frag[MT][HS / 16][4];
-    float o[MT][HS / 8][4] = {};
-    float row_max[MT][2], row_sum[MT][2];    // of rows lane/4 and lane/4 + 8
+    const float scale_log2 = scale * kLog2e;                // exp(x) is calculated as exp2(x * log2(e))
+    uint32_t q_frag[kGroups][kHS / 16][4];
+    float o[kGroups][kHS / 8][4] = {};                      // not yet divided by the row's sum
+    float row_max[kGroups][2], row_sum[kGroups][2];         // row_sum: this lane's share
 #pragma unroll
-    for (int mt = 0; mt < MT; mt++) {
-        row_max[mt][0] = row_max[mt][1] = -INFINITY;
-        row_sum[mt][0] = row_sum[mt][1] = 0.0f;
+    for (int m = 0; m < kGroups; m++) {
+        row_max[m][0] = row_max[m][1] = -INFINITY;
+        row_sum[m][0] = row_sum[m][1] = 0.0f;
     }
 
-    for (int it = 0; it < blocks; it++) {
-        const int k0 = (blocks - 1 - it) * BN;
-        const int stage = it % 2;
+    for (int it = 0; it < tiles; it++) {
+        // Wait for this step's tile, start the copies of the next one
+        const int k0 = (tiles - 1 - it) * kTile, stage = it % 2;
         cp_async_wait<0>();
-        __syncthreads();    // this stage has landed for all, and all have finished with the other stage
-        if (it + 1 < blocks) {
-            load_tile<E, HS, BN, THREADS>(shared.k[stage ^ 1], k_bh, 3 * C, k0 - BN, T);
-            load_tile<E, HS, BN, THREADS>(shared.v[stage ^ 1], v_bh, 3 * C, k0 - BN, T);
+        __syncthreads();
+        if (it + 1 < tiles) {
+            load_tile<kHS, kTile>(shared.k[stage ^ 1], k_bh, head.qkv_row, k0 - kTile, T);
+            load_tile<kHS, kTile>(shared.v[stage ^ 1], v_bh, head.qkv_row, k0 - kTile, T);
             cp_async_commit();
         }
-        if (it == 0) {
-            load_fragments<MT, HS>(q_frag, smem_address(shared.q), warp_row, lane);
-        }
-        if (k0 > row_first + 16 * MT - 1) {
-            continue;
-        }    // all masked for this warp
+        if (it == 0) { load_fragments<kGroups, kHS>(q_frag, smem_address(shared.q), warp_row, lane); }
+        if (k0 > row_first + 16 * kGroups - 1) { continue; }        // all masked for this warp
 
-        float s[MT][BN / 8][4] = {};
-        mma_times_rows<E, MT, BN, HS>(s, q_frag, smem_address(shared.k[stage]), lane);
-        if (k0 + BN - 1 > row_first) {
+        // S = Q K^T, and the mask where the tile meets the diagonal
+        float s[kGroups][kTile / 8][4] = {};
+        mma_times_rows<kGroups, kTile, kHS>(s, q_frag, smem_address(shared.k[stage]), lane);
+        if (k0 + kTile - 1 > row_first) {
 #pragma unroll
-            for (int mt = 0; mt < MT; mt++) {
+            for (int m = 0; m < kGroups; m++) {
 #pragma unroll
-                for (int n = 0; n < BN / 8; n++) {
+                for (int n = 0; n < kTile / 8; n++) {
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
-                        const int row = row_first + mt * 16 + lane / 4 + i / 2 * 8;
+                        const int row = row_first + m * 16 + lane / 4 + i / 2 * 8;
                         const int column = k0 + n * 8 + lane % 4 * 2 + i % 2;
-                        s[mt][n][i] = column > row ? -INFINITY : s[mt][n][i];
+                        s[m][n][i] = column > row ? -INFINITY : s[m][n][i];
                     }
                 }
             }
         }
 
+        // P = exp(S - maximum so far). What was summed under an older maximum, in row_sum and O, is scaled to
+        // the new one
 #pragma unroll
-        for (int mt = 0; mt < MT; mt++) {
+        for (int m = 0; m < kGroups; m++) {
 #pragma unroll
-            for (int half_tile = 0; half_tile < 2; half_tile++) {
-                const int i0 = 2 * half_tile;
-                float block_max = -INFINITY;
+            for (int r = 0; r < 2; r++) {
+                const int i0 = 2 * r;
+                float tile_max = -INFINITY;
 #pragma unroll
-                for (int n = 0; n < BN / 8; n++) {
-                    block_max = fmaxf(block_max, fmaxf(s[mt][n][i0], s[mt][n][i0 + 1]));
+                for (int n = 0; n < kTile / 8; n++) {
+                    tile_max = fmaxf(tile_max, fmaxf(s[m][n][i0], s[m][n][i0 + 1]));
                 }
-                const float new_max = fmaxf(row_max[mt][half_tile], quad_max(block_max));
-                const float correction = exp2_fast((row_max[mt][half_tile] - new_max) * scale_log2);
+                const float new_max = fmaxf(row_max[m][r], quad_max(tile_max));
+                const float correction = exp2_fast((row_max[m][r] - new_max) * scale_log2);
                 const float max_log2 = new_max * scale_log2;
-                row_max[mt][half_tile] = new_max;
-                float sum = row_sum[mt][half_tile] * correction;
+                row_max[m][r] = new_max;
+                float sum = row_sum[m][r] * correction;
 #pragma unroll
-                for (int n = 0; n < BN / 8; n++) {
-                    s[mt][n][i0] = exp2_fast(fmaf(s[mt][n][i0], scale_log2, -max_log2));
-                    s[mt][n][i0 + 1] = exp2_fast(fmaf(s[mt][n][i0 + 1], scale_log2, -max_log2));
-                    sum += s[mt][n][i0] + s[mt][n][i0 + 1];
+                for (int n = 0; n < kTile / 8; n++) {
+                    s[m][n][i0] = exp2_fast(fmaf(s[m][n][i0], scale_log2, -max_log2));
+                    s[m][n][i0 + 1] = exp2_fast(fmaf(s[m][n][i0 + 1], scale_log2, -max_log2));
+                    sum += s[m][n][i0] + s[m][n][i0 + 1];
                 }
-                row_sum[mt][half_tile] = sum;
+                row_sum[m][r] = sum;
 #pragma unroll
-                for (int n = 0; n < HS / 8; n++) {
-                    o[mt][n][i0] *= correction;
-                    o[mt][n][i0 + 1] *= correction;
+                for (int n = 0; n < kHS / 8; n++) {
+                    o[m][n][i0] *= correction;
+                    o[m][n][i0 + 1] *= correction;
                 }
             }
         }
-        uint32_t p_frag[MT][BN / 16][4];
-        to_fragments<E, MT, BN>(p_frag, s);
-        mma_times_columns<E, MT, BN, HS>(o, p_frag, smem_address(shared.v[stage]), lane);
+
+        // O += P V
+        uint32_t p_frag[kGroups][kTile / 16][4];
+        to_fragments<kGroups, kTile>(p_frag, s);
+        mma_times_columns<kGroups, kTile, kHS>(o, p_frag, smem_address(shared.v[stage]), lane);
     }
 
-    float inverse[MT][2];
+    // The rows' sums lie across four lanes; then O is divided by them
+    float inverse[kGroups][2];
 #pragma unroll
-    for (int mt = 0; mt < MT; mt++) {
+    for (int m = 0; m < kGroups; m++) {
 #pragma unroll
-        for (int half_tile = 0; half_tile < 2; half_tile++) {
-            const float sum = quad_sum(row_sum[mt][half_tile]);
-            const int row = row_first + mt * 16 + half_tile * 8 + lane / 4;
-            inverse[mt][half_tile] = 1.0f / sum;
+        for (int r = 0; r < 2; r++) {
+            const float sum = quad_sum(row_sum[m][r]);
+            const int row = row_first + m * 16 + r * 8 + lane / 4;
+            inverse[m][r] = 1.0f / sum;
             if (lane % 4 == 0 && row < T) {
-                lse[static_cast<size_t>(work.bh) * T + row] = row_max[mt][half_tile] * scale + logf(sum);
+                lse[(size_t)work.bh * T + row] = row_max[m][r] * scale + logf(sum);
             }
         }
     }
-    store_rows<E, MT, HS>(out + b * (T * C) + h * HS, C, row_first, T, shared.q + warp_row * kTileStride<HS>,
-                          o, inverse, lane);
+    store_rows<kGroups, kHS>(out + head.out, head.C, row_first, T, shared.q + warp_row * kTileStride<kHS>, o,
+                             inverse, lane);
 }
 
-// The statistics of the warp's 16 queries from row0 on: D = rowsum(dO * O), two lanes a row, and lse *
-// log2(e), both for this lane's accumulator rows lane / 4 and lane / 4 + 8, and stored for the dK/dV kernel.
-// Rows from T on get zeros: their P is exp2(0) = 1, which then meets rows of zeros only.
-template <typename E, int HS>
-__device__ inline void attention_row_stats(float (&row_lse2)[2], float (&row_d)[2], float2* stats_bh,
-                                           const float* lse_bh, const E* out_bh, const E* dout_bh, size_t C,
-                                           int row0, int T, int lane) {
+// The statistics of the warp's 16 queries from row0 on, two lanes a row: D = rowsum(dO * O), and
+// lse * log2(e). Each lane gets those of its accumulator rows lane / 4 and lane / 4 + 8, and they are stored
+// for the dK/dV kernel. Rows from T on get zeros: their P is exp2(0) = 1, which then meets rows of zeros
+// only.
+template <int kHS>
+__device__ __forceinline__ void attention_row_stats(float (&row_lse2)[2], float (&row_d)[2], float2* stats_bh,
+                                                    const float* lse_bh, const floatX* out_bh,
+                                                    const floatX* dout_bh, size_t C, int row0, int T,
+                                                    int lane) {
     const int row = row0 + lane / 2;
-    float sum = 0.0f;
-    float lse2 = 0.0f;
+    float sum = 0.0f, lse2 = 0.0f;
     if (row < T) {
 #pragma unroll
-        for (int chunk = lane % 2; chunk < HS / 8; chunk += 2) {
-            alignas(16) E o_chunk[8], do_chunk[8];
-            *reinterpret_cast<uint4*>(o_chunk) =
-                *reinterpret_cast<const uint4*>(out_bh + row * C + chunk * 8);
-            *reinterpret_cast<uint4*>(do_chunk) =
-                *reinterpret_cast<const uint4*>(dout_bh + row * C + chunk * 8);
+        for (int chunk = lane % 2; chunk < kHS / 8; chunk += 2) {
+            alignas(16) floatX o_chunk[8], do_chunk[8];
+            *(uint4*)o_chunk = *(const uint4*)(out_bh + row * C + chunk * 8);
+            *(uint4*)do_chunk = *(const uint4*)(dout_bh + row * C + chunk * 8);
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                sum += static_cast<float>(o_chunk[i]) * static_cast<float>(do_chunk[i]);
-            }
+            for (int i = 0; i < 8; i++) { sum += (float)o_chunk[i] * (float)do_chunk[i]; }
         }
         lse2 = lse_bh[row] * kLog2e;
     }
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    if (lane % 2 == 0 && row < stats_stride(T)) {
-        stats_bh[row] = make_float2(lse2, sum);
-    }
+    sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
+    if (lane % 2 == 0 && row < stats_stride(T)) { stats_bh[row] = make_float2(lse2, sum); }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int source = 2 * (r * 8 + lane / 4);
-        row_lse2[r] = __shfl_sync(0xffffffffu, lse2, source);
-        row_d[r] = __shfl_sync(0xffffffffu, sum, source);
+        row_lse2[r] = __shfl_sync(0xFFFFFFFFu, lse2, source);
+        row_d[r] = __shfl_sync(0xFFFFFFFFu, sum, source);
     }
 }
 
-// ---- backward, tensor cores, 1: dQ and D. Same walk as the forward.
-
-template <typename E, int HS, int MT, int WARPS, int BN>
-struct AttentionDqShared {
-    static constexpr int BM = WARPS * MT * 16;
-    alignas(16) E q[BM * kTileStride<HS>];    // (BM, HS), later the staging of dQ
-    E dout[BM * kTileStride<HS>];             // (BM, HS)
-    E k[2][BN * kTileStride<HS>];             // (stage, BN, HS)
-    E v[2][BN * kTileStride<HS>];             // (stage, BN, HS)
+template <int kHS, int kGroups, int kTile> struct DqMmaShared {
+    static constexpr int kOwned = kMmaWarps * kGroups * 16;
+    alignas(16) floatX q[kOwned * kTileStride<kHS>];        // (kOwned, HS), later the staging of dQ
+    floatX dout[kOwned * kTileStride<kHS>];                 // (kOwned, HS)
+    floatX k[2][kTile * kTileStride<kHS>];                  // (stage, kTile, HS)
+    floatX v[2][kTile * kTileStride<kHS>];                  // (stage, kTile, HS)
 };
 
-template <typename E, int HS, int MT, int WARPS, int BN, int MIN_BLOCKS>
-__global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
-    attention_backward_dq_mma_kernel(E* dqkv, float2* row_stats, const E* dout, const E* out, const E* qkv,
-                                     const float* lse, int B, int T, int NH, float scale) {
-    typedef AttentionDqShared<E, HS, MT, WARPS, BN> Shared;
-    constexpr int BM = Shared::BM;
-    constexpr int THREADS = WARPS * 32;
-    extern __shared__ __align__(16) unsigned char shared_bytes[];
-    Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
+// dQ, and D on the way. The forward's pipeline, with three products a step:
+//     | S = Q K^T | dP = dO V^T | P = exp(S - lse), dS = P * (dP - D) | dQ += dS K |
+template <int kHS, int kGroups, int kTile, int kMinBlocks>
+__global__ void __launch_bounds__(kMmaWarps* kWarp, kMinBlocks)
+    attention_backward_dq_mma_kernel(floatX* dqkv, float2* row_stats, const floatX* dout, const floatX* out,
+                                     const floatX* qkv, const float* lse, int B, int T, int NH, float scale) {
+    typedef DqMmaShared<kHS, kGroups, kTile> Shared;
+    constexpr int kOwned = Shared::kOwned;
+    extern __shared__ __align__(16) unsigned char mma_bytes[];
+    Shared& shared = *(Shared*)mma_bytes;
 
-    const int lane = threadIdx.x % 32;
-    const int warp_row = threadIdx.x / 32 * (16 * MT);
-    const int tiles = (T + BM - 1) / BM;
-    const AttentionTile work = attention_tile(tiles, B * NH);
-    const int q0 = (tiles - 1 - work.tile) * BM;
-    const int b = work.bh / NH;
-    const int h = work.bh % NH;
-    const size_t C = static_cast<size_t>(NH) * HS;
-    const E* q_bh = qkv + b * (T * 3 * C) + h * HS;    // (T, HS), rows 3*C apart
-    const E* k_bh = q_bh + C;
-    const E* v_bh = k_bh + C;
-    const E* dout_bh = dout + b * (T * C) + h * HS;    // (T, HS), rows C apart
-    const E* out_bh = out + b * (T * C) + h * HS;
+    const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * (16 * kGroups);
+    const int blocks_a_head = tile_count(T, kOwned);
+    const AttentionWork work = attention_work(blocks_a_head, B * NH);
+    const AttentionHead head(work.bh, T, NH, kHS);
+    const floatX* k_bh = qkv + head.k;                      // (T,HS), rows 3*C apart
+    const floatX* v_bh = qkv + head.v;
+    const int q0 = (blocks_a_head - 1 - work.rank) * kOwned;    // the block's first query
+    const int row_first = q0 + warp_row;                        // the warp's
+    const int tiles = tile_count(min(q0 + kOwned, T), kTile);
 
-    const int blocks = (min(q0 + BM, T) + BN - 1) / BN;
-    load_tile<E, HS, BM, THREADS>(shared.q, q_bh, 3 * C, q0, T);
-    load_tile<E, HS, BM, THREADS>(shared.dout, dout_bh, C, q0, T);
-    load_tile<E, HS, BN, THREADS>(shared.k[0], k_bh, 3 * C, (blocks - 1) * BN, T);
-    load_tile<E, HS, BN, THREADS>(shared.v[0], v_bh, 3 * C, (blocks - 1) * BN, T);
+    // The first copies; the statistics are calculated while they are on their way
+    load_tile<kHS, kOwned>(shared.q, qkv + head.q, head.qkv_row, q0, T);
+    load_tile<kHS, kOwned>(shared.dout, dout + head.out, head.C, q0, T);
+    load_tile<kHS, kTile>(shared.k[0], k_bh, head.qkv_row, (tiles - 1) * kTile, T);
+    load_tile<kHS, kTile>(shared.v[0], v_bh, head.qkv_row, (tiles - 1) * kTile, T);
     cp_async_commit();
-
-    const int row_first = q0 + warp_row;
-    const size_t stats_bh = work.bh * stats_stride(T);
-    float row_lse2[MT][2], row_d[MT][2];    // of rows lane/4 and lane/4 + 8
+    float row_lse2[kGroups][2], row_d[kGroups][2];
 #pragma unroll
-    for (int mt = 0; mt < MT; mt++) {    // while the tiles are on their way
-        attention_row_stats<E, HS>(row_lse2[mt], row_d[mt], row_stats + stats_bh,
-                                   lse + static_cast<size_t>(work.bh) * T, out_bh, dout_bh, C,
-                                   row_first + mt * 16, T, lane);
+    for (int m = 0; m < kGroups; m++) {
+        attention_row_stats<kHS>(row_lse2[m], row_d[m], row_stats + work.bh * stats_stride(T),
+                                 lse + (size_t)work.bh * T, out + head.out, dout + head.out, head.C,
+                                 row_first + m * 16, T, lane);
     }
 
     const float scale_log2 = scale * kLog2e;
-    uint32_t q_frag[MT][HS / 16][4], do_frag[MT][HS / 16][4];
-    float dq[MT][HS / 8][4] = {};
-    for (int it = 0; it < blocks; it++) {
-        const int k0 = (blocks - 1 - it) * BN;
-        const int stage = it % 2;
+    uint32_t q_frag[kGroups][kHS / 16][4], do_frag[kGroups][kHS / 16][4];
+    float dq[kGroups][kHS / 8][4] = {};                     // not yet scaled
+    for (int it = 0; it < tiles; it++) {
+        // Wait for this step's tile, start the copies of the next one
+        const int k0 = (tiles - 1 - it) * kTile, stage = it % 2;
         cp_async_wait<0>();
         __syncthreads();
-        if (it + 1 < blocks) {
-            load_tile<E, HS, BN, THREADS>(shared.k[stage ^ 1], k_bh, 3 * C, k0 - BN, T);
-            load_tile<E, HS, BN, THREADS>(shared.v[stage ^ 1], v_bh, 3 * C, k0 - BN, T);
+        if (it + 1 < tiles) {
+            load_tile<kHS, kTile>(shared.k[stage ^ 1], k_bh, head.qkv_row, k0 - kTile, T);
+            load_tile<kHS, kTile>(shared.v[stage ^ 1], v_bh, head.qkv_row, k0 - kTile, T);
             cp_async_commit();
         }
         if (it == 0) {
-            load_fragments<MT, HS>(q_frag, smem_address(shared.q), warp_row, lane);
-            load_fragments<MT, HS>(do_frag, smem_address(shared.dout), warp_row, lane);
+            load_fragments<kGroups, kHS>(q_frag, smem_address(shared.q), warp_row, lane);
+            load_fragments<kGroups, kHS>(do_frag, smem_address(shared.dout), warp_row, lane);
         }
-        if (k0 > row_first + 16 * MT - 1) {
-            continue;
-        }
+        if (k0 > row_first + 16 * kGroups - 1) { continue; }        // all masked for this warp
 
-        float s[MT][BN / 8][4] = {};
-        mma_times_rows<E, MT, BN, HS>(s, q_frag, smem_address(shared.k[stage]), lane);
-        const bool masked = k0 + BN - 1 > row_first;
-        float dp[MT][BN / 8][4] = {};
-        mma_times_rows<E, MT, BN, HS>(dp, do_frag, smem_address(shared.v[stage]), lane);
+        // S = Q K^T and dP = dO V^T
+        float s[kGroups][kTile / 8][4] = {};
+        mma_times_rows<kGroups, kTile, kHS>(s, q_frag, smem_address(shared.k[stage]), lane);
+        float dp[kGroups][kTile / 8][4] = {};
+        mma_times_rows<kGroups, kTile, kHS>(dp, do_frag, smem_address(shared.v[stage]), lane);
+
+        // P = exp(S - lse), masked where the tile meets the diagonal, and dS in place of dP
+        const bool masked = k0 + kTile - 1 > row_first;
 #pragma unroll
-        for (int mt = 0; mt < MT; mt++) {
+        for (int m = 0; m < kGroups; m++) {
 #pragma unroll
-            for (int n = 0; n < BN / 8; n++) {
+            for (int n = 0; n < kTile / 8; n++) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    float p = exp2_fast(fmaf(s[mt][n][i], scale_log2, -row_lse2[mt][i / 2]));
+                    float p = exp2_fast(fmaf(s[m][n][i], scale_log2, -row_lse2[m][i / 2]));
                     if (masked) {
-                        const int row = row_first + mt * 16 + lane / 4 + i / 2 * 8;
+                        const int row = row_first + m * 16 + lane / 4 + i / 2 * 8;
                         const int column = k0 + n * 8 + lane % 4 * 2 + i % 2;
                         p = column > row ? 0.0f : p;
                     }
-                    dp[mt][n][i] = p * (dp[mt][n][i] - row_d[mt][i / 2]);
+                    dp[m][n][i] = p * (dp[m][n][i] - row_d[m][i / 2]);
                 }
             }
         }
-        uint32_t ds_frag[MT][BN / 16][4];
-        to_fragments<E, MT, BN>(ds_frag, dp);
-        mma_times_columns<E, MT, BN, HS>(dq, ds_frag, smem_address(shared.k[stage]), lane);
+
+        // dQ += dS K
+        uint32_t ds_frag[kGroups][kTile / 16][4];
+        to_fragments<kGroups, kTile>(ds_frag, dp);
+        mma_times_columns<kGroups, kTile, kHS>(dq, ds_frag, smem_address(shared.k[stage]), lane);
     }
 
-    float scales[MT][2];
+    float scales[kGroups][2];
 #pragma unroll
-    for (int mt = 0; mt < MT; mt++) { scales[mt][0] = scales[mt][1] = scale; }
-    store_rows<E, MT, HS>(dqkv + b * (T * 3 * C) + h * HS, 3 * C, row_first, T,
-                          shared.q + warp_row * kTileStride<HS>, dq, scales, lane);
+    for (int m = 0; m < kGroups; m++) { scales[m][0] = scales[m][1] = scale; }
+    store_rows<kGroups, kHS>(dqkv + head.q, head.qkv_row, row_first, T,
+                             shared.q + warp_row * kTileStride<kHS>, dq, scales, lane);
 }
 
-// ---- backward, tensor cores, 2: dK and dV. A block owns BN key rows and walks the query blocks from the
-// diagonal down. It works on S^T = K Q^T, so that P^T and dS^T are A operands where they arise; lse and D are
-// per column.
-
-template <typename E, int HS, int MT, int WARPS, int BM>
-struct AttentionDkvShared {
-    static constexpr int BN = WARPS * MT * 16;
-    alignas(16) E k[BN * kTileStride<HS>];    // (BN, HS), later the staging of dK
-    E v[BN * kTileStride<HS>];                // (BN, HS), later the staging of dV
-    E q[2][BM * kTileStride<HS>];             // (stage, BM, HS)
-    E dout[2][BM * kTileStride<HS>];          // (stage, BM, HS)
-    float2 stats[2][BM];                      // (stage, BM) {lse * log2(e), D}
+template <int kHS, int kGroups, int kTile> struct DkvMmaShared {
+    static constexpr int kOwned = kMmaWarps * kGroups * 16;
+    alignas(16) floatX k[kOwned * kTileStride<kHS>];        // (kOwned, HS), later the staging of dK
+    floatX v[kOwned * kTileStride<kHS>];                    // (kOwned, HS), later the staging of dV
+    floatX q[2][kTile * kTileStride<kHS>];                  // (stage, kTile, HS)
+    floatX dout[2][kTile * kTileStride<kHS>];               // (stage, kTile, HS)
+    float2 stats[2][kTile];                                 // (stage, kTile) {lse * log2(e), D}
 };
 
-template <typename E, int HS, int MT, int WARPS, int BM, int MIN_BLOCKS, bool kKeepFragments>
-__global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
-    attention_backward_dkv_mma_kernel(E* dqkv, const float2* row_stats, const E* dout, const E* qkv, int B,
-                                      int T, int NH, float scale) {
-    typedef AttentionDkvShared<E, HS, MT, WARPS, BM> Shared;
-    constexpr int BN = Shared::BN;
-    constexpr int THREADS = WARPS * 32;
-    static_assert(BM <= 2 * THREADS && 128 % BM == 0,
+// dK and dV: the block owns keys and walks the query tiles from the diagonal down. Four products a step:
+//     | S^T = K Q^T | dP^T = V dO^T | P^T = exp(S^T - lse), dS^T = P^T * (dP^T - D) |
+//     | dV += P^T dO | dK += dS^T Q |
+// A column is a query here, so lse and D belong to columns; they come with the tile.
+template <int kHS, int kGroups, int kTile, int kMinBlocks>
+__global__ void __launch_bounds__(kMmaWarps* kWarp, kMinBlocks)
+    attention_backward_dkv_mma_kernel(floatX* dqkv, const float2* row_stats, const floatX* dout,
+                                      const floatX* qkv, int B, int T, int NH, float scale) {
+    typedef DkvMmaShared<kHS, kGroups, kTile> Shared;
+    constexpr int kOwned = Shared::kOwned;
+    static_assert(kTile <= 2 * kMmaWarps * kWarp && 128 % kTile == 0,
                   "a thread loads the statistics of two queries, padded to 128");
-    extern __shared__ __align__(16) unsigned char shared_bytes[];
-    Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
+    extern __shared__ __align__(16) unsigned char mma_bytes[];
+    Shared& shared = *(Shared*)mma_bytes;
 
-    const int lane = threadIdx.x % 32;
-    const int warp_row = threadIdx.x / 32 * (16 * MT);
-    const AttentionTile work = attention_tile((T + BN - 1) / BN, B * NH);
-    const int k0 = work.tile * BN;
-    const int b = work.bh / NH;
-    const int h = work.bh % NH;
-    const size_t C = static_cast<size_t>(NH) * HS;
-    const E* q_bh = qkv + b * (T * 3 * C) + h * HS;    // (T, HS), rows 3*C apart
-    const E* k_bh = q_bh + C;
-    const E* v_bh = k_bh + C;
-    const E* dout_bh = dout + b * (T * C) + h * HS;    // (T, HS), rows C apart
+    const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * (16 * kGroups);
+    const AttentionWork work = attention_work(tile_count(T, kOwned), B * NH);
+    const AttentionHead head(work.bh, T, NH, kHS);
+    const int k0 = work.rank * kOwned;                      // the block's first key
+    const int row_first = k0 + warp_row;                    // the warp's
     const float2* stats_bh = row_stats + work.bh * stats_stride(T);
-
-    const auto load_queries = [&](int stage, int q0) {
-        load_tile<E, HS, BM, THREADS>(shared.q[stage], q_bh, 3 * C, q0, T);
-        load_tile<E, HS, BM, THREADS>(shared.dout[stage], dout_bh, C, q0, T);
-        if (threadIdx.x < BM / 2) {
-            const int row = 2 * static_cast<int>(threadIdx.x);
+    auto load_queries = [&](int stage, int q0) {
+        load_tile<kHS, kTile>(shared.q[stage], qkv + head.q, head.qkv_row, q0, T);
+        load_tile<kHS, kTile>(shared.dout[stage], dout + head.out, head.C, q0, T);
+        if (threadIdx.x < kTile / 2) {
+            const int row = 2 * (int)threadIdx.x;
             cp_async_16_or_zero(&shared.stats[stage][row], stats_bh + q0 + row, true);
         }
         cp_async_commit();
     };
-    const int first_q = k0 / BM * BM;
-    load_tile<E, HS, BN, THREADS>(shared.k, k_bh, 3 * C, k0, T);
-    load_tile<E, HS, BN, THREADS>(shared.v, v_bh, 3 * C, k0, T);
+
+    // The first copies: the block's own keys and values and the tile on the diagonal
+    const int first_q = k0 / kTile * kTile;
+    load_tile<kHS, kOwned>(shared.k, qkv + head.k, head.qkv_row, k0, T);
+    load_tile<kHS, kOwned>(shared.v, qkv + head.v, head.qkv_row, k0, T);
     load_queries(0, first_q);
 
     const float scale_log2 = scale * kLog2e;
-    const int row_first = k0 + warp_row;    // the warp's first key
-    uint32_t k_frag[MT][HS / 16][4], v_frag[MT][HS / 16][4];
-    float dk[MT][HS / 8][4] = {};
-    float dv[MT][HS / 8][4] = {};
+    uint32_t k_frag[kGroups][kHS / 16][4], v_frag[kGroups][kHS / 16][4];
+    float dk[kGroups][kHS / 8][4] = {};                     // not yet scaled
+    float dv[kGroups][kHS / 8][4] = {};
     int stage = 0;
-    for (int q0 = first_q; q0 < T; q0 += BM, stage ^= 1) {
+    for (int q0 = first_q; q0 < T; q0 += kTile, stage ^= 1) {
+        // Wait for this step's tile, start the copies of the next one
         cp_async_wait<0>();
-        __syncthreads();    // this stage has landed for all, and all have finished with the other stage
-        if (q0 + BM < T) {
-            load_queries(stage ^ 1, q0 + BM);
-        }
-        if (kKeepFragments && q0 == first_q) {
-            load_fragments<MT, HS>(k_frag, smem_address(shared.k), warp_row, lane);
-            load_fragments<MT, HS>(v_frag, smem_address(shared.v), warp_row, lane);
-        }
-        if (q0 + BM - 1 < row_first) {
-            continue;
-        }    // all masked for this warp
+        __syncthreads();
+        if (q0 + kTile < T) { load_queries(stage ^ 1, q0 + kTile); }
+        if (q0 + kTile - 1 < row_first) { continue; }       // all masked for this warp
 
-        float s[MT][BM / 8][4] = {};    // S^T, then P^T
-        if (!kKeepFragments) {
-            load_fragments<MT, HS>(k_frag, smem_address(shared.k), warp_row, lane);
-        }
-        mma_times_rows<E, MT, BM, HS>(s, k_frag, smem_address(shared.q[stage]), lane);
-        float dp[MT][BM / 8][4] = {};    // dP^T, then dS^T
-        if (!kKeepFragments) {
-            load_fragments<MT, HS>(v_frag, smem_address(shared.v), warp_row, lane);
-        }
-        mma_times_rows<E, MT, BM, HS>(dp, v_frag, smem_address(shared.dout[stage]), lane);
-        const bool masked = q0 < row_first + 16 * MT - 1;
+        // S^T = K Q^T and dP^T = V dO^T. K and V are read from shared memory in every step: two accumulators
+        // of HS columns leave no registers to keep them in
+        float s[kGroups][kTile / 8][4] = {};
+        load_fragments<kGroups, kHS>(k_frag, smem_address(shared.k), warp_row, lane);
+        mma_times_rows<kGroups, kTile, kHS>(s, k_frag, smem_address(shared.q[stage]), lane);
+        float dp[kGroups][kTile / 8][4] = {};
+        load_fragments<kGroups, kHS>(v_frag, smem_address(shared.v), warp_row, lane);
+        mma_times_rows<kGroups, kTile, kHS>(dp, v_frag, smem_address(shared.dout[stage]), lane);
+
+        // P^T in place of S^T, masked where the tile meets the diagonal, and dS^T in place of dP^T
+        const bool masked = q0 < row_first + 16 * kGroups - 1;
 #pragma unroll
-        for (int n = 0; n < BM / 8; n++) {
+        for (int n = 0; n < kTile / 8; n++) {
             const int column = n * 8 + lane % 4 * 2;
-            const float4 stats = *reinterpret_cast<const float4*>(&shared.stats[stage][column]);
+            const float4 stats = *(const float4*)&shared.stats[stage][column];      // of two queries
 #pragma unroll
-            for (int mt = 0; mt < MT; mt++) {
+            for (int m = 0; m < kGroups; m++) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    float p = exp2_fast(fmaf(s[mt][n][i], scale_log2, i % 2 == 0 ? -stats.x : -stats.z));
+                    float p = exp2_fast(fmaf(s[m][n][i], scale_log2, i % 2 == 0 ? -stats.x : -stats.z));
                     if (masked) {
-                        const int row = row_first + mt * 16 + lane / 4 + i / 2 * 8;
+                        const int row = row_first + m * 16 + lane / 4 + i / 2 * 8;
                         p = row > q0 + column + i % 2 ? 0.0f : p;
                     }
-                    s[mt][n][i] = p;
-                    dp[mt][n][i] = p * (dp[mt][n][i] - (i % 2 == 0 ? stats.y : stats.w));
+                    s[m][n][i] = p;
+                    dp[m][n][i] = p * (dp[m][n][i] - (i % 2 == 0 ? stats.y : stats.w));
                 }
             }
         }
-        uint32_t p_frag[MT][BM / 16][4];
-        to_fragments<E, MT, BM>(p_frag, s);
-        mma_times_columns<E, MT, BM, HS>(dv, p_frag, smem_address(shared.dout[stage]), lane);
-        uint32_t ds_frag[MT][BM / 16][4];
-        to_fragments<E, MT, BM>(ds_frag, dp);
-        mma_times_columns<E, MT, BM, HS>(dk, ds_frag, smem_address(shared.q[stage]), lane);
+
+        // dV += P^T dO, dK += dS^T Q
+        uint32_t p_frag[kGroups][kTile / 16][4];
+        to_fragments<kGroups, kTile>(p_frag, s);
+        mma_times_columns<kGroups, kTile, kHS>(dv, p_frag, smem_address(shared.dout[stage]), lane);
+        uint32_t ds_frag[kGroups][kTile / 16][4];
+        to_fragments<kGroups, kTile>(ds_frag, dp);
+        mma_times_columns<kGroups, kTile, kHS>(dk, ds_frag, smem_address(shared.q[stage]), lane);
     }
 
-    float scales[MT][2], ones[MT][2];
+    float scales[kGroups][2], ones[kGroups][2];
 #pragma unroll
-    for (int mt = 0; mt < MT; mt++) {
-        scales[mt][0] = scales[mt][1] = scale;
-        ones[mt][0] = ones[mt][1] = 1.0f;
+    for (int m = 0; m < kGroups; m++) {
+        scales[m][0] = scales[m][1] = scale;
+        ones[m][0] = ones[m][1] = 1.0f;
     }
-    E* dk_bh = dqkv + b * (T * 3 * C) + C + h * HS;    // (T, HS), rows 3*C apart
-    E* dv_bh = dk_bh + C;
-    store_rows<E, MT, HS>(dk_bh, 3 * C, row_first, T, shared.k + warp_row * kTileStride<HS>, dk, scales,
-                          lane);
-    store_rows<E, MT, HS>(dv_bh, 3 * C, row_first, T, shared.v + warp_row * kTileStride<HS>, dv, ones, lane);
+    store_rows<kGroups, kHS>(dqkv + head.k, head.qkv_row, row_first, T,
+                             shared.k + warp_row * kTileStride<kHS>, dk, scales, lane);
+    store_rows<kGroups, kHS>(dqkv + head.v, head.qkv_row, row_first, T,
+                             shared.v + warp_row * kTileStride<kHS>, dv, ones, lane);
 }
 
-// ---- Hopper (sm_90a), head size 64: the same three loops on wgmma, tiles fetched by the tensor memory
-// accelerator. A block is one warpgroup (4 warps): 64 rows of one side against blocks of 64 rows of the
-// other, so the first block is the only masked one. Three or four such blocks share an SM and fill each
-// other's waits; that measured faster than two warpgroups on one tile. In the forward the second product of a
-// step also runs under the exponentials of the next step; the same in the backward measured no faster.
-//
-// Tiles are [64][64] in the 128-byte swizzle: 16-byte chunk c of row r sits at chunk c ^ (r % 8).
-// (The block's own rows in registers as A operands would spare shared memory a third of its reads, but
-// ptxas 13.0.88 then puts P into the registers that still hold Q: wrong from the second block on.)
+template <int kHS, int kGroups, int kTile, int kMinBlocks>
+static void attention_forward_mma(const AttentionForward<floatX, float>& a, Stream stream) {
+    typedef ForwardMmaShared<kHS, kGroups, kTile> Shared;
+    auto kernel = attention_forward_mma_kernel<kHS, kGroups, kTile, kMinBlocks>;
+    allow_shared_memory(kernel, sizeof(Shared));
+    kernel<<<attention_grid(a.T, Shared::kOwned, a.B, a.NH), kMmaWarps * kWarp, sizeof(Shared), stream>>>(
+        a.out, a.lse, a.qkv, a.B, a.T, a.NH, 1.0f / sqrtf(kHS));
+    cudaCheck(cudaGetLastError());
+}
 
-constexpr int kSm90Tile = 64 * 64;
+template <int kHS, int kGroups, int kTile, int kMinBlocks>
+static void attention_backward_dq_mma(const AttentionBackward<floatX, float>& a, Stream stream) {
+    typedef DqMmaShared<kHS, kGroups, kTile> Shared;
+    auto kernel = attention_backward_dq_mma_kernel<kHS, kGroups, kTile, kMinBlocks>;
+    allow_shared_memory(kernel, sizeof(Shared));
+    kernel<<<attention_grid(a.T, Shared::kOwned, a.B, a.NH), kMmaWarps * kWarp, sizeof(Shared), stream>>>(
+        a.dqkv, (float2*)a.scratch, a.dout, a.out, a.qkv, a.lse, a.B, a.T, a.NH, 1.0f / sqrtf(kHS));
+    cudaCheck(cudaGetLastError());
+}
+
+template <int kHS, int kGroups, int kTile, int kMinBlocks>
+static void attention_backward_dkv_mma(const AttentionBackward<floatX, float>& a, Stream stream) {
+    typedef DkvMmaShared<kHS, kGroups, kTile> Shared;
+    auto kernel = attention_backward_dkv_mma_kernel<kHS, kGroups, kTile, kMinBlocks>;
+    allow_shared_memory(kernel, sizeof(Shared));
+    kernel<<<attention_grid(a.T, Shared::kOwned, a.B, a.NH), kMmaWarps * kWarp, sizeof(Shared), stream>>>(
+        a.dqkv, (const float2*)a.scratch, a.dout, a.qkv, a.B, a.T, a.NH, 1.0f / sqrtf(kHS));
+    cudaCheck(cudaGetLastError());
+}
+
+// ---- sm90: Hopper's tensor cores (wgmma) and copy engine (TMA), head size 64 ----
+// A block is one warpgroup (4 warps): it owns 64 rows, and the tiles of the other side have 64 rows as well,
+// so the first tile is the only masked one. wgmma reads its operands from shared memory and runs on its own,
+// and one thread starts the copy of a whole tile; so the pipeline is drawn by what is under way. The forward,
+// with two stages:
+//
+//     thread 0       K0 V0 -> 0, K1 V1 -> 1          K2 V2 -> 0                  K3 V3 -> 1
+//     wgmma          | S0 |           | S1 | O += P0 V0 |    | S2 | O += P1 V1 |    | S3 | O += P2 V2 |
+//     ordinary cores      | P0=exp(S0)|    | P1=exp(S1) |         | P2=exp(S2) |         | P3=...
+//                    ^ full[0]        ^ full[1]         ^ barrier ^ full[0]     ^ barrier
+//
+//     full[stage]    an mbarrier in shared memory that hears of the copy's bytes: all there, its phase ends
+//     wait<1>, <0>   until only the last group of wgmma, or none, is under way: S is there first, O later
+//     barrier        all warps are done with a stage; thread 0 then starts the next copy into it
+//
+// The backward has no such overlap of one step's product with the next step's exponentials (it measured no
+// faster); dV += P^T dO runs under the arithmetic of dS. Three or four such blocks share an SM and fill each
+// other's waits; that measured faster than two warpgroups on one tile.
+//
+// Tiles are (64,64) in the 128-byte swizzle: 16-byte chunk c of row r sits at chunk c ^ (r % 8). The block's
+// own rows in registers as A operands would spare shared memory a third of its reads, but ptxas 13.0.88 then
+// puts P into the registers that still hold Q: wrong from the second tile on.
+constexpr int kSm90Rows = 64;                           // of a block, and of a tile
+constexpr int kSm90Tile = kSm90Rows * 64;               // elements
+constexpr int kSm90Threads = 4 * kWarp;
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// Starts d (64, 64) = A (64, 64) B^T, both tiles in shared memory, and closes the group.
-template <typename E>
-__device__ inline void wgmma_rows(float (&d)[8][4], const E* a_tile, const E* b_tile) {
-    const uint64_t a = wgmma_descriptor(a_tile);
-    const uint64_t b = wgmma_descriptor(b_tile);
+// Starts d (64,64) = A (64,64) B^T, both tiles in shared memory, and closes the group.
+__device__ __forceinline__ void wgmma_rows(float (&d)[8][4], const floatX* a_tile, const floatX* b_tile) {
+    const uint64_t a = wgmma_descriptor(a_tile), b = wgmma_descriptor(b_tile);
     wgmma_shared<false>(d, a, b);
 #pragma unroll
-    for (int kk = 1; kk < 4; kk++) {
+    for (int kk = 1; kk < 4; kk++) {                    // 16 columns: 32 bytes
         wgmma_shared<true>(d, a + 2 * kk, b + 2 * kk);
-    }    // 16 columns: 32 bytes
-    wgmma_commit();
-}
-
-// Starts d (64, 64) += A (64, 64) B, A in registers, and closes the group.
-template <typename E>
-__device__ inline void wgmma_columns(float (&d)[8][4], const uint32_t (&a_frag)[4][4], const E* b_tile) {
-#pragma unroll
-    for (int kk = 0; kk < 4; kk++) {
-        wgmma_registers(d, a_frag[kk], wgmma_descriptor(b_tile) + 128 * kk);    // 16 rows: 2048 bytes
     }
     wgmma_commit();
 }
 
-template <typename E>
-__device__ inline void pack_fragments(uint32_t (&a)[4][4], const float (&acc)[8][4]) {
+// Starts d (64,64) += A (64,64) B, A in registers, and closes the group.
+__device__ __forceinline__ void wgmma_columns(float (&d)[8][4], const uint32_t (&a_frag)[4][4],
+                                              const floatX* b_tile) {
+#pragma unroll
+    for (int kk = 0; kk < 4; kk++) {                    // 16 rows: 2048 bytes
+        wgmma_registers(d, a_frag[kk], wgmma_descriptor(b_tile) + 128 * kk);
+    }
+    wgmma_commit();
+}
+
+__device__ __forceinline__ void pack_fragments(uint32_t (&a)[4][4], const float (&acc)[8][4]) {
 #pragma unroll
     for (int n = 0; n < 8; n++) {
         a[n / 2][n % 2 * 2] = pack_pair(acc[n][0], acc[n][1]);
@@ -2126,91 +2533,93 @@ __device__ inline void pack_fragments(uint32_t (&a)[4][4], const float (&acc)[8]
     }
 }
 
-// Stores the block's accumulators (64, 64) to rows row0.. of a (T, 64) matrix, through a tile that nobody
-// reads any more: each warp has its own 16 rows of it.
-template <typename E>
-__device__ inline void store_swizzled(E* matrix, size_t stride, int row0, int T, E* tile,
-                                      const float (&acc)[8][4], float scale0, float scale1) {
-    const int lane = threadIdx.x % 32;
-    const int warp_row = threadIdx.x / 32 * 16;
-    const int g = lane / 4;
-    E* staging = tile + warp_row * 64;
+// Stores the block's accumulators (64,64) to rows row0.. of a (T,64) matrix, through a tile that nobody reads
+// any more: each warp has its own 16 rows of it.
+__device__ __forceinline__ void store_swizzled(floatX* matrix, size_t stride, int row0, int T, floatX* tile,
+                                               const float (&acc)[8][4], float scale0, float scale1) {
+    const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * 16, g = lane / 4;
+    floatX* staging = tile + warp_row * 64;
 #pragma unroll
     for (int n = 0; n < 8; n++) {
-        uint32_t* pair = reinterpret_cast<uint32_t*>(staging + g * 64 + (n ^ g) * 8 + lane % 4 * 2);
+        uint32_t* pair = (uint32_t*)(staging + g * 64 + (n ^ g) * 8 + lane % 4 * 2);
         pair[0] = pack_pair(acc[n][0] * scale0, acc[n][1] * scale0);
-        pair[8 * 32] = pack_pair(acc[n][2] * scale1, acc[n][3] * scale1);
+        pair[8 * 32] = pack_pair(acc[n][2] * scale1, acc[n][3] * scale1);      // 8 rows of 32 pairs further
     }
     __syncwarp();
 #pragma unroll
-    for (int i = lane; i < 16 * 8; i += 32) {
-        const int row = i / 8;
-        const int t = row0 + warp_row + row;
+    for (int i = lane; i < 16 * 8; i += kWarp) {
+        const int row = i / 8, t = row0 + warp_row + row;
         if (t < T) {
-            *reinterpret_cast<uint4*>(matrix + t * stride + i % 8 * 8) =
-                *reinterpret_cast<const uint4*>(staging + row * 64 + (i % 8 ^ row % 8) * 8);
+            *(uint4*)(matrix + t * stride + i % 8 * 8) =
+                *(const uint4*)(staging + row * 64 + (i % 8 ^ row % 8) * 8);
         }
     }
 }
 #endif
 
-// OWN tiles that stay (q; or q and dout; or k and v), stages of two tiles that come and go.
-template <typename E, int OWN, int STAGES>
-struct AttentionSm90Shared {
-    alignas(1024) E own[OWN][kSm90Tile];
-    E a[STAGES][kSm90Tile];                  // k, or q
-    E b[STAGES][kSm90Tile];                  // v, or dout
-    alignas(16) float2 stats[STAGES][64];    // {lse * log2(e), D} of the queries: dK/dV kernel
-    uint64_t own_full, full[STAGES];
+// kOwn tiles that stay (q; or q and dout; or k and v), kStages of two tiles that come and go.
+template <int kOwn, int kStages> struct Sm90Shared {
+    alignas(1024) floatX own[kOwn][kSm90Tile];
+    floatX a[kStages][kSm90Tile];                       // k, or q
+    floatX b[kStages][kSm90Tile];                       // v, or dout
+    alignas(16) float2 stats[kStages][kSm90Rows];       // dK/dV: {lse * log2(e), D} of the queries
+    uint64_t own_full, full[kStages];                   // mbarriers
+
+    // One thread, before the first copy: each barrier expects one arrival, of the thread that starts copies.
+    __device__ __forceinline__ void init_barriers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+        mbarrier_init(&own_full, 1);
+        for (int i = 0; i < kStages; i++) { mbarrier_init(&full[i], 1); }
+        mbarrier_fence_init();
+#endif
+    }
 };
 
-template <typename E, int STAGES, int MIN_BLOCKS>
-__global__ void __launch_bounds__(128, MIN_BLOCKS)
-    attention_forward_sm90_kernel(E* out, float* lse, const __grid_constant__ CUtensorMap qkv_map, int B,
+template <int kStages, int kMinBlocks>
+__global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
+    attention_forward_sm90_kernel(floatX* out, float* lse, const __grid_constant__ CUtensorMap qkv_map, int B,
                                   int T, int NH, float scale) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
-    auto& shared = *reinterpret_cast<AttentionSm90Shared<E, 1, STAGES>*>(sm90_bytes);
-    const int lane = threadIdx.x % 32;
-    const int tiles = (T + 63) / 64;
-    const AttentionTile work = attention_tile(tiles, B * NH);
-    const int last = tiles - 1 - work.tile;    // query tile = its diagonal key block
-    const int b = work.bh / NH;
-    const int h = work.bh % NH;
-    const size_t C = static_cast<size_t>(NH) * 64;
+    auto& shared = *(Sm90Shared<1, kStages>*)sm90_bytes;
+    const int lane = threadIdx.x % kWarp;
+    const int local_row = threadIdx.x / kWarp * 16 + lane / 4;      // in the block; the other is 8 further
+    const int tiles = tile_count(T, kSm90Rows);
+    const AttentionWork work = attention_work(tiles, B * NH);
+    const AttentionHead head(work.bh, T, NH, 64);
+    const int last = tiles - 1 - work.rank;             // the query tile, and the key tile on its diagonal
 
-    const auto load_block = [&](int it) {    // key block `last - it`
-        const int stage = it % STAGES;
-        mbarrier_expect(&shared.full[stage], 2 * kSm90Tile * sizeof(E));
-        tma_load_4d(shared.a[stage], &qkv_map, &shared.full[stage], 0, (last - it) * 64, NH + h, b);
-        tma_load_4d(shared.b[stage], &qkv_map, &shared.full[stage], 0, (last - it) * 64, 2 * NH + h, b);
+    // Start the first copies: the block's own queries and the first kStages tiles
+    auto load_keys = [&](int it) {                      // key tile `last - it`
+        const int stage = it % kStages, k0 = (last - it) * kSm90Rows;
+        mbarrier_expect(&shared.full[stage], 2 * kSm90Tile * sizeof(floatX));
+        tma_load_4d(shared.a[stage], &qkv_map, &shared.full[stage], 0, k0, NH + head.h, head.b);
+        tma_load_4d(shared.b[stage], &qkv_map, &shared.full[stage], 0, k0, 2 * NH + head.h, head.b);
     };
     if (threadIdx.x == 0) {
-        mbarrier_init(&shared.own_full, 1);
-        for (int i = 0; i < STAGES; i++) { mbarrier_init(&shared.full[i], 1); }
-        mbarrier_fence_init();
-        mbarrier_expect(&shared.own_full, kSm90Tile * sizeof(E));
-        tma_load_4d(shared.own[0], &qkv_map, &shared.own_full, 0, last * 64, h, b);
-        for (int it = 0; it < min(STAGES, last + 1); it++) { load_block(it); }
+        shared.init_barriers();
+        mbarrier_expect(&shared.own_full, kSm90Tile * sizeof(floatX));
+        tma_load_4d(shared.own[0], &qkv_map, &shared.own_full, 0, last * kSm90Rows, head.h, head.b);
+        for (int it = 0; it < min(kStages, last + 1); it++) { load_keys(it); }
     }
-    __syncthreads();
+    __syncthreads();                                    // the barriers exist
 
-    const float scale_log2 = scale * kLog2e;
-    const float max_slack = 8.0f / scale_log2;
-    const int local_row = threadIdx.x / 32 * 16 + lane / 4;    // in the tile; the other row is 8 further
-    float o[8][4] = {};
+    const float scale_log2 = scale * kLog2e;            // exp(x) is calculated as exp2(x * log2(e))
+    // 2^8 in units of Q K^T, where scale is 1/sqrt(64). A constant: a division at run time branches, and the
+    // compiler put it between the first products and their commit, where ptxas then added a fence (C7519)
+    constexpr float kMaxSlack = 8.0f / (0.125f * kLog2e);
+    float o[8][4] = {};                                 // not yet divided by the row's sum
     float s[8][4];
     uint32_t p_frag[4][4];
     float row_max[2] = {-INFINITY, -INFINITY};
-    float row_sum[2] = {};
+    float row_sum[2] = {};                              // this lane's share
     float correction[2];
-
-    bool rescale;    // by `correction`: O, once its older products are done
+    bool rescale;                                       // O by `correction`, once its older products are done
 
     // S -> P and statistics. The subtracted maximum follows the true one only when some row of the warp is
-    // more than 2^8 above it: P <= 256 costs no accuracy, and most blocks then leave O alone (2..4 % of the
+    // more than 2^8 above it: P <= 256 costs no accuracy, and most tiles then leave O alone (2..4 % of the
     // kernel).
-    const auto softmax = [&]() {
+    auto softmax = [&]() {
         float new_max[2];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -2221,8 +2630,8 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
             }
             new_max[r] = quad_max(new_max[r]);
         }
-        const bool above = new_max[0] - row_max[0] > max_slack || new_max[1] - row_max[1] > max_slack;
-        rescale = __any_sync(0xffffffffu, above);
+        const bool above = new_max[0] - row_max[0] > kMaxSlack || new_max[1] - row_max[1] > kMaxSlack;
+        rescale = __any_sync(0xFFFFFFFFu, above);
         if (rescale) {
 #pragma unroll
             for (int r = 0; r < 2; r++) {
@@ -2243,6 +2652,7 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
         }
     };
 
+    // The tile on the diagonal: S, mask, P
     mbarrier_wait(&shared.own_full, 0);
     mbarrier_wait(&shared.full[0], 0);
     wgmma_fence();
@@ -2257,20 +2667,22 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
         }
     }
     softmax();
-    pack_fragments<E>(p_frag, s);
+    pack_fragments(p_frag, s);
 
+    // Each further tile: its S, and then O += P V of the tile before, which runs under this tile's softmax
     int stage = 0;
     for (int it = 1; it <= last; it++) {
-        const int next = stage + 1 == STAGES ? 0 : stage + 1;
-        mbarrier_wait(&shared.full[next], it / STAGES % 2);
+        const int next = stage + 1 == kStages ? 0 : stage + 1;
+        mbarrier_wait(&shared.full[next], it / kStages % 2);
         wgmma_fence();
         wgmma_rows(s, shared.own[0], shared.a[next]);
-        wgmma_columns(o, p_frag, shared.b[stage]);    // of the block before, under this block's exponentials
+        wgmma_columns(o, p_frag, shared.b[stage]);
         wgmma_wait<1>();
         pin_registers(s);
         softmax();
         wgmma_wait<0>();
         pin_registers(o);
+        pin_registers(p_frag);
         if (rescale) {
 #pragma unroll
             for (int n = 0; n < 8; n++) {
@@ -2278,85 +2690,84 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
                 for (int i = 0; i < 4; i++) { o[n][i] *= correction[i / 2]; }
             }
         }
-        pack_fragments<E>(p_frag, s);
-        __syncthreads();    // all are done with the old stage
-        if (threadIdx.x == 0 && it - 1 + STAGES <= last) {
-            load_block(it - 1 + STAGES);
-        }
+        pack_fragments(p_frag, s);
+        __syncthreads();                                // all are done with the old stage
+        if (threadIdx.x == 0 && it - 1 + kStages <= last) { load_keys(it - 1 + kStages); }
         stage = next;
     }
     wgmma_fence();
     wgmma_columns(o, p_frag, shared.b[stage]);
     wgmma_wait<0>();
     pin_registers(o);
+    pin_registers(p_frag);
 
+    // The rows' sums lie across four lanes; then O is divided by them
     float inverse[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const float sum = quad_sum(row_sum[r]);
-        const int row = last * 64 + local_row + r * 8;
+        const int row = last * kSm90Rows + local_row + r * 8;
         inverse[r] = 1.0f / sum;
         if (lane % 4 == 0 && row < T) {
-            lse[static_cast<size_t>(work.bh) * T + row] = row_max[r] * scale + logf(sum);
+            lse[(size_t)work.bh * T + row] = row_max[r] * scale + logf(sum);
         }
     }
-    __syncthreads();    // all are done with Q
-    store_swizzled(out + b * (T * C) + h * 64, C, last * 64, T, shared.own[0], o, inverse[0], inverse[1]);
+    __syncthreads();                                    // all are done with Q
+    store_swizzled(out + head.out, head.C, last * kSm90Rows, T, shared.own[0], o, inverse[0], inverse[1]);
 #else
     __trap();
 #endif
 }
 
-template <typename E, int STAGES, int MIN_BLOCKS>
-__global__ void __launch_bounds__(128, MIN_BLOCKS)
-    attention_backward_dq_sm90_kernel(E* dqkv, float2* row_stats, const E* dout, const E* out,
+// A step of dQ, all of it on one tile:
+//     wgmma           | S = Q K^T | dP = dO V^T |             | dQ += dS K |
+//     ordinary cores              | P = exp(S - lse) | dS, packed |        | barrier, copy of a later tile |
+//                     ^ full[stage]
+template <int kStages, int kMinBlocks>
+__global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
+    attention_backward_dq_sm90_kernel(floatX* dqkv, float2* row_stats, const floatX* dout, const floatX* out,
                                       const float* lse, const __grid_constant__ CUtensorMap qkv_map,
                                       const __grid_constant__ CUtensorMap dout_map, int B, int T, int NH,
                                       float scale) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
-    auto& shared = *reinterpret_cast<AttentionSm90Shared<E, 2, STAGES>*>(sm90_bytes);
-    const int lane = threadIdx.x % 32;
-    const int tiles = (T + 63) / 64;
-    const AttentionTile work = attention_tile(tiles, B * NH);
-    const int last = tiles - 1 - work.tile;    // query tile = its diagonal key block
-    const int b = work.bh / NH;
-    const int h = work.bh % NH;
-    const size_t C = static_cast<size_t>(NH) * 64;
+    auto& shared = *(Sm90Shared<2, kStages>*)sm90_bytes;
+    const int lane = threadIdx.x % kWarp;
+    const int local_row = threadIdx.x / kWarp * 16 + lane / 4;      // in the block; the other is 8 further
+    const int tiles = tile_count(T, kSm90Rows);
+    const AttentionWork work = attention_work(tiles, B * NH);
+    const AttentionHead head(work.bh, T, NH, 64);
+    const int last = tiles - 1 - work.rank;             // the query tile, and the key tile on its diagonal
 
-    const auto load_block = [&](int it) {    // key block `last - it`
-        const int stage = it % STAGES;
-        mbarrier_expect(&shared.full[stage], 2 * kSm90Tile * sizeof(E));
-        tma_load_4d(shared.a[stage], &qkv_map, &shared.full[stage], 0, (last - it) * 64, NH + h, b);
-        tma_load_4d(shared.b[stage], &qkv_map, &shared.full[stage], 0, (last - it) * 64, 2 * NH + h, b);
+    // Start the first copies; the statistics are calculated while they are on their way
+    auto load_keys = [&](int it) {                      // key tile `last - it`
+        const int stage = it % kStages, k0 = (last - it) * kSm90Rows;
+        mbarrier_expect(&shared.full[stage], 2 * kSm90Tile * sizeof(floatX));
+        tma_load_4d(shared.a[stage], &qkv_map, &shared.full[stage], 0, k0, NH + head.h, head.b);
+        tma_load_4d(shared.b[stage], &qkv_map, &shared.full[stage], 0, k0, 2 * NH + head.h, head.b);
     };
     if (threadIdx.x == 0) {
-        mbarrier_init(&shared.own_full, 1);
-        for (int i = 0; i < STAGES; i++) { mbarrier_init(&shared.full[i], 1); }
-        mbarrier_fence_init();
-        mbarrier_expect(&shared.own_full, 2 * kSm90Tile * sizeof(E));
-        tma_load_4d(shared.own[0], &qkv_map, &shared.own_full, 0, last * 64, h, b);
-        tma_load_4d(shared.own[1], &dout_map, &shared.own_full, 0, last * 64, h, b);
-        for (int it = 0; it < min(STAGES, last + 1); it++) { load_block(it); }
+        shared.init_barriers();
+        mbarrier_expect(&shared.own_full, 2 * kSm90Tile * sizeof(floatX));
+        tma_load_4d(shared.own[0], &qkv_map, &shared.own_full, 0, last * kSm90Rows, head.h, head.b);
+        tma_load_4d(shared.own[1], &dout_map, &shared.own_full, 0, last * kSm90Rows, head.h, head.b);
+        for (int it = 0; it < min(kStages, last + 1); it++) { load_keys(it); }
     }
-    __syncthreads();
-
-    const size_t head = b * (T * C) + h * 64;
-    float row_lse2[2], row_d[2];    // while the tiles are on their way
-    attention_row_stats<E, 64>(row_lse2, row_d, row_stats + work.bh * stats_stride(T),
-                               lse + static_cast<size_t>(work.bh) * T, out + head, dout + head, C,
-                               last * 64 + threadIdx.x / 32 * 16, T, lane);
+    __syncthreads();                                    // the barriers exist
+    float row_lse2[2], row_d[2];
+    attention_row_stats<64>(row_lse2, row_d, row_stats + work.bh * stats_stride(T),
+                            lse + (size_t)work.bh * T, out + head.out, dout + head.out, head.C,
+                            last * kSm90Rows + threadIdx.x / kWarp * 16, T, lane);
 
     const float scale_log2 = scale * kLog2e;
-    const int local_row = threadIdx.x / 32 * 16 + lane / 4;
-    float dq[8][4] = {};
+    float dq[8][4] = {};                                // not yet scaled
     float s[8][4], dp[8][4];
     uint32_t ds_frag[4][4];
-
     mbarrier_wait(&shared.own_full, 0);
     for (int it = 0; it <= last; it++) {
-        const int stage = it % STAGES;
-        mbarrier_wait(&shared.full[stage], it / STAGES % 2);
+        // S and dP start together; P is calculated from S while dP is under way
+        const int stage = it % kStages;
+        mbarrier_wait(&shared.full[stage], it / kStages % 2);
         wgmma_fence();
         wgmma_rows(s, shared.own[0], shared.a[stage]);
         wgmma_rows(dp, shared.own[1], shared.b[stage]);
@@ -2367,7 +2778,7 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
 #pragma unroll
             for (int i = 0; i < 4; i++) { s[n][i] = exp2_fast(fmaf(s[n][i], scale_log2, -row_lse2[i / 2])); }
         }
-        if (it == 0) {
+        if (it == 0) {                                  // the diagonal
 #pragma unroll
             for (int n = 0; n < 8; n++) {
 #pragma unroll
@@ -2376,6 +2787,8 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
                 }
             }
         }
+
+        // dS in place of dP, dQ += dS K
         wgmma_wait<0>();
         pin_registers(dp);
 #pragma unroll
@@ -2383,72 +2796,71 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
 #pragma unroll
             for (int i = 0; i < 4; i++) { dp[n][i] = s[n][i] * (dp[n][i] - row_d[i / 2]); }
         }
-        pack_fragments<E>(ds_frag, dp);
+        pack_fragments(ds_frag, dp);
         wgmma_fence();
         wgmma_columns(dq, ds_frag, shared.a[stage]);
         wgmma_wait<0>();
         pin_registers(dq);
-        __syncthreads();    // all are done with the stage
-        if (threadIdx.x == 0 && it + STAGES <= last) {
-            load_block(it + STAGES);
-        }
+        pin_registers(ds_frag);
+        __syncthreads();                                // all are done with the stage
+        if (threadIdx.x == 0 && it + kStages <= last) { load_keys(it + kStages); }
     }
-    store_swizzled(dqkv + b * (T * 3 * C) + h * 64, 3 * C, last * 64, T, shared.own[0], dq, scale, scale);
+    store_swizzled(dqkv + head.q, head.qkv_row, last * kSm90Rows, T, shared.own[0], dq, scale, scale);
 #else
     __trap();
 #endif
 }
 
-template <typename E, int STAGES, int MIN_BLOCKS>
-__global__ void __launch_bounds__(128, MIN_BLOCKS)
-    attention_backward_dkv_sm90_kernel(E* dqkv, const float2* row_stats,
+// A step of dK and dV. Rows are keys, columns queries, whose statistics come with the tile:
+//     wgmma           | S^T = K Q^T | dP^T = V dO^T |        | dV += P^T dO | dK += dS^T Q |
+//     ordinary cores                | P^T = exp(S^T - lse), packed | dS^T, packed |       | barrier, copy |
+//                     ^ full[stage]
+template <int kStages, int kMinBlocks>
+__global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
+    attention_backward_dkv_sm90_kernel(floatX* dqkv, const float2* row_stats,
                                        const __grid_constant__ CUtensorMap qkv_map,
                                        const __grid_constant__ CUtensorMap dout_map, int B, int T, int NH,
                                        float scale) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
-    auto& shared = *reinterpret_cast<AttentionSm90Shared<E, 2, STAGES>*>(sm90_bytes);
-    const int lane = threadIdx.x % 32;
-    const int tiles = (T + 63) / 64;
-    const AttentionTile work = attention_tile(tiles, B * NH);
-    const int first = work.tile;           // key tile = its diagonal query block
-    const int last = tiles - 1 - first;    // query blocks after that
-    const int b = work.bh / NH;
-    const int h = work.bh % NH;
-    const size_t C = static_cast<size_t>(NH) * 64;
-    const float2* stats_bh = row_stats + work.bh * stats_stride(T);
+    auto& shared = *(Sm90Shared<2, kStages>*)sm90_bytes;
+    const int lane = threadIdx.x % kWarp;
+    const int local_row = threadIdx.x / kWarp * 16 + lane / 4;      // in the block; the other is 8 further
+    const int tiles = tile_count(T, kSm90Rows);
+    const AttentionWork work = attention_work(tiles, B * NH);
+    const AttentionHead head(work.bh, T, NH, 64);
+    const int first = work.rank;                        // the key tile, and the query tile on its diagonal
+    const int last = tiles - 1 - first;                 // query tiles after that
 
-    const auto load_block = [&](int it) {    // query block `first + it`
-        const int stage = it % STAGES;
-        const int q0 = (first + it) * 64;
-        mbarrier_expect(&shared.full[stage], 2 * kSm90Tile * sizeof(E) + sizeof(shared.stats[stage]));
-        tma_load_4d(shared.a[stage], &qkv_map, &shared.full[stage], 0, q0, h, b);
+    // Start the first copies: the block's own keys and values and the first kStages tiles
+    const float2* stats_bh = row_stats + work.bh * stats_stride(T);
+    auto load_queries = [&](int it) {                   // query tile `first + it`
+        const int stage = it % kStages, q0 = (first + it) * kSm90Rows;
+        mbarrier_expect(&shared.full[stage], 2 * kSm90Tile * sizeof(floatX) + sizeof(shared.stats[stage]));
+        tma_load_4d(shared.a[stage], &qkv_map, &shared.full[stage], 0, q0, head.h, head.b);
         bulk_load(shared.stats[stage], stats_bh + q0, &shared.full[stage], sizeof(shared.stats[stage]));
-        tma_load_4d(shared.b[stage], &dout_map, &shared.full[stage], 0, q0, h, b);
+        tma_load_4d(shared.b[stage], &dout_map, &shared.full[stage], 0, q0, head.h, head.b);
     };
     if (threadIdx.x == 0) {
-        mbarrier_init(&shared.own_full, 1);
-        for (int i = 0; i < STAGES; i++) { mbarrier_init(&shared.full[i], 1); }
-        mbarrier_fence_init();
-        mbarrier_expect(&shared.own_full, 2 * kSm90Tile * sizeof(E));
-        tma_load_4d(shared.own[0], &qkv_map, &shared.own_full, 0, first * 64, NH + h, b);
-        tma_load_4d(shared.own[1], &qkv_map, &shared.own_full, 0, first * 64, 2 * NH + h, b);
-        for (int it = 0; it < min(STAGES, last + 1); it++) { load_block(it); }
+        shared.init_barriers();
+        mbarrier_expect(&shared.own_full, 2 * kSm90Tile * sizeof(floatX));
+        tma_load_4d(shared.own[0], &qkv_map, &shared.own_full, 0, first * kSm90Rows, NH + head.h, head.b);
+        tma_load_4d(shared.own[1], &qkv_map, &shared.own_full, 0, first * kSm90Rows, 2 * NH + head.h, head.b);
+        for (int it = 0; it < min(kStages, last + 1); it++) { load_queries(it); }
     }
-    __syncthreads();
+    __syncthreads();                                    // the barriers exist
 
     const float scale_log2 = scale * kLog2e;
-    const int local_row = threadIdx.x / 32 * 16 + lane / 4;    // key in the tile; the other one is 8 further
-    float dk[8][4] = {};
+    float dk[8][4] = {};                                // not yet scaled
     float dv[8][4] = {};
     float s[8][4], dp[8][4];
     uint32_t p_frag[4][4], ds_frag[4][4];
-
     mbarrier_wait(&shared.own_full, 0);
     for (int it = 0; it <= last; it++) {
-        const int stage = it % STAGES;
-        mbarrier_wait(&shared.full[stage], it / STAGES % 2);
-        const float2* stats = shared.stats[stage] + lane % 4 * 2;    // of this lane's first two columns
+        // S^T and dP^T start together; P^T is calculated from S^T while dP^T is under way
+        const int stage = it % kStages;
+        mbarrier_wait(&shared.full[stage], it / kStages % 2);
+        const float2* stats = shared.stats[stage] + lane % 4 * 2;       // of this lane's first two columns
         wgmma_fence();
         wgmma_rows(s, shared.own[0], shared.a[stage]);
         wgmma_rows(dp, shared.own[1], shared.b[stage]);
@@ -2456,13 +2868,13 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
         pin_registers(s);
 #pragma unroll
         for (int n = 0; n < 8; n++) {
-            const float4 lse2_d = *reinterpret_cast<const float4*>(stats + n * 8);
+            const float4 lse2_d = *(const float4*)(stats + n * 8);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 s[n][i] = exp2_fast(fmaf(s[n][i], scale_log2, i % 2 == 0 ? -lse2_d.x : -lse2_d.z));
             }
         }
-        if (it == 0) {
+        if (it == 0) {                                  // the diagonal
 #pragma unroll
             for (int n = 0; n < 8; n++) {
 #pragma unroll
@@ -2471,501 +2883,145 @@ __global__ void __launch_bounds__(128, MIN_BLOCKS)
                 }
             }
         }
-        pack_fragments<E>(p_frag, s);
+
+        // dV += P^T dO runs under the arithmetic of dS^T, which takes the place of dP^T
+        pack_fragments(p_frag, s);
         wgmma_wait<0>();
         pin_registers(dp);
         wgmma_fence();
-        wgmma_columns(dv, p_frag, shared.b[stage]);    // runs under the arithmetic of dS
+        wgmma_columns(dv, p_frag, shared.b[stage]);
 #pragma unroll
         for (int n = 0; n < 8; n++) {
-            const float4 lse2_d = *reinterpret_cast<const float4*>(stats + n * 8);
+            const float4 lse2_d = *(const float4*)(stats + n * 8);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 dp[n][i] = s[n][i] * (dp[n][i] - (i % 2 == 0 ? lse2_d.y : lse2_d.w));
             }
         }
-        pack_fragments<E>(ds_frag, dp);
+
+        // dK += dS^T Q
+        pack_fragments(ds_frag, dp);
         wgmma_fence();
         wgmma_columns(dk, ds_frag, shared.a[stage]);
         wgmma_wait<0>();
         pin_registers(dv);
         pin_registers(dk);
-        __syncthreads();    // all are done with the stage
-        if (threadIdx.x == 0 && it + STAGES <= last) {
-            load_block(it + STAGES);
-        }
+        pin_registers(p_frag);
+        pin_registers(ds_frag);
+        __syncthreads();                                // all are done with the stage
+        if (threadIdx.x == 0 && it + kStages <= last) { load_queries(it + kStages); }
     }
-    E* dk_bh = dqkv + b * (T * 3 * C) + C + h * 64;    // (T, 64), rows 3*C apart
-    store_swizzled(dk_bh, 3 * C, first * 64, T, shared.own[0], dk, scale, scale);
-    store_swizzled(dk_bh + C, 3 * C, first * 64, T, shared.own[1], dv, 1.0f, 1.0f);
+    store_swizzled(dqkv + head.k, head.qkv_row, first * kSm90Rows, T, shared.own[0], dk, scale, scale);
+    store_swizzled(dqkv + head.v, head.qkv_row, first * kSm90Rows, T, shared.own[1], dv, 1.0f, 1.0f);
 #else
     __trap();
 #endif
 }
 
-// ---- plain kernels: any element type and head size up to 512, fp32 arithmetic. A warp owns 4 rows; the
-// other side comes in tiles of 32 rows through shared memory. In the products over HS a lane owns one row of
-// the tile, in the products over the tile it owns columns lane, lane + 32, ... (kCols of them).
-
-constexpr int kPlainRows = 4;     // rows a warp
-constexpr int kPlainWarps = 4;    // warps a block
-constexpr int kPlainTile = 32;    // rows of the other side at a time: one a lane
-constexpr int kPlainMaxHeadSize = 512;
-
-// Offsets in floats. float4 = the same element of a warp's four rows: one broadcast load feeds four products.
-struct PlainShared {
-    float4* own_a;       // (warps, HS) of float4: q, or k
-    float4* own_b;       // (warps, HS) of float4: dout, or v       (not in the forward)
-    float4* weight_a;    // (warps, tile) of float4: p or ds
-    float4* weight_b;    // (warps, tile) of float4: ds of the kv side
-    float* tile_a;       // (tile, HS | 1): odd row length, so that 32 lanes reading a column hit 32 banks
-    float* tile_b;       // (tile, HS | 1)
-
-    __device__ PlainShared(float4* base, int HS) {
-        own_a = base;
-        own_b = own_a + kPlainWarps * HS;
-        weight_a = own_b + kPlainWarps * HS;
-        weight_b = weight_a + kPlainWarps * kPlainTile;
-        tile_a = reinterpret_cast<float*>(weight_b + kPlainWarps * kPlainTile);
-        tile_b = tile_a + kPlainTile * (HS | 1);
+// What the copy engine is told about a (B,T,slots,64) tensor: it copies boxes of 64 rows of one slot, by
+// coordinates {0, t, slot, b}. Slots are heads: 3*NH of qkv, NH of dout. (FP32 builds never call it.)
+[[maybe_unused]] static CUtensorMap attention_tensor_map(const floatX* tensor, int B, int T, int slots) {
+    typedef decltype(&cuTensorMapEncodeTiled) EncodeTiled;
+    static EncodeTiled encode = nullptr;
+    if (!encode) {
+        void* entry = nullptr;
+        cudaDriverEntryPointQueryResult found;
+        cudaCheck(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault,
+                                                   &found));
+        if (found != cudaDriverEntryPointSuccess) { die("the CUDA driver has no cuTensorMapEncodeTiled"); }
+        encode = (EncodeTiled)entry;
     }
-
-    static size_t bytes(int HS) {
-        return (2 * kPlainWarps * HS + 2 * kPlainWarps * kPlainTile) * sizeof(float4) +
-               2 * kPlainTile * (HS | 1) * sizeof(float);
+    const cuuint64_t row_bytes = (cuuint64_t)slots * 64 * sizeof(floatX);
+    const cuuint64_t dims[4] = {64, (cuuint64_t)T, (cuuint64_t)slots, (cuuint64_t)B};
+    const cuuint64_t strides[3] = {row_bytes, 64 * sizeof(floatX), row_bytes * T};      // of t, slot, b
+    const cuuint32_t box[4] = {64, kSm90Rows, 1, 1}, steps[4] = {1, 1, 1, 1};
+    CUtensorMap map;
+    const CUresult result =
+        encode(&map, kFp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
+               (void*)tensor, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result != CUDA_SUCCESS) {
+        die("attention: tensor map of B=%d T=%d slots=%d at %p refused (CUDA error %d)", B, T, slots,
+            (const void*)tensor, (int)result);
     }
-};
-
-// Rows row0.. of a (T, HS) matrix into a tile; rows from T on become zero. The whole block takes part.
-template <typename E>
-__device__ inline void plain_load_tile(float* tile, const E* matrix, size_t stride, int row0, int T, int HS) {
-    for (int row = threadIdx.x / 32; row < kPlainTile; row += kPlainWarps) {
-        for (int d = threadIdx.x % 32; d < HS; d += 32) {
-            tile[row * (HS | 1) + d] =
-                row0 + row < T ? static_cast<float>(matrix[(row0 + row) * stride + d]) : 0.0f;
-        }
-    }
+    return map;
 }
 
-// The warp's four rows from row0 on, transposed: own[d] = element d of the four.
-template <typename E>
-__device__ inline void plain_load_own(float4* own, const E* matrix, size_t stride, int row0, int T, int HS,
-                                      int lane) {
-    for (int d = lane; d < HS; d += 32) {
-        float x[kPlainRows];
-#pragma unroll
-        for (int r = 0; r < kPlainRows; r++) {
-            x[r] = row0 + r < T ? static_cast<float>(matrix[(row0 + r) * stride + d]) : 0.0f;
-        }
-        own[d] = make_float4(x[0], x[1], x[2], x[3]);
-    }
-}
-
-// dot[r] = the warp's row r times this lane's row of the tile.
-__device__ inline void plain_dot(float (&dot)[kPlainRows], const float4* own, const float* tile_row, int HS) {
-#pragma unroll
-    for (int r = 0; r < kPlainRows; r++) { dot[r] = 0.0f; }
-#pragma unroll 4
-    for (int d = 0; d < HS; d++) {
-        const float4 x = own[d];
-        const float y = tile_row[d];
-        dot[0] += x.x * y;
-        dot[1] += x.y * y;
-        dot[2] += x.z * y;
-        dot[3] += x.w * y;
-    }
-}
-
-// acc[c][r] += sum over the tile's rows j of weight[j][r] * tile[j][lane + 32 c]. Columns past HS read the
-// last one and are never stored.
-template <int kCols>
-__device__ inline void plain_accumulate(float (&acc)[kCols][kPlainRows], const float4* weight,
-                                        const float* tile, int HS, int lane) {
-#pragma unroll 4
-    for (int j = 0; j < kPlainTile; j++) {
-        const float4 w = weight[j];
-#pragma unroll
-        for (int c = 0; c < kCols; c++) {
-            const float y = tile[j * (HS | 1) + min(lane + 32 * c, HS - 1)];
-            acc[c][0] += w.x * y;
-            acc[c][1] += w.y * y;
-            acc[c][2] += w.z * y;
-            acc[c][3] += w.w * y;
-        }
-    }
-}
-
-template <typename E, int kCols>
-__device__ inline void plain_store(E* matrix, size_t stride, int row0, int T, int HS,
-                                   const float (&acc)[kCols][kPlainRows], const float (&scale)[kPlainRows],
-                                   int lane) {
-#pragma unroll
-    for (int c = 0; c < kCols; c++) {
-#pragma unroll
-        for (int r = 0; r < kPlainRows; r++) {
-            if (lane + 32 * c < HS && row0 + r < T) {
-                matrix[(row0 + r) * stride + lane + 32 * c] = static_cast<E>(acc[c][r] * scale[r]);
-            }
-        }
-    }
-}
-
-template <typename E, int kCols>
-__global__ void __launch_bounds__(kPlainWarps * 32)
-    attention_forward_plain_kernel(E* out, float* lse, const E* qkv, int B, int T, int NH, int HS,
-                                   float scale) {
-    extern __shared__ float4 plain_bytes[];
-    const PlainShared shared(plain_bytes, HS);
-    const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
-    constexpr int kBlockRows = kPlainWarps * kPlainRows;
-    const int tiles = (T + kBlockRows - 1) / kBlockRows;
-    const int bh = blockIdx.x / tiles;
-    const int block_first = (tiles - 1 - static_cast<int>(blockIdx.x % tiles)) * kBlockRows;
-    const int row_first = block_first + warp * kPlainRows;
-    const size_t C = static_cast<size_t>(NH) * HS;
-    const E* q_bh = qkv + bh / NH * (T * 3 * C) + static_cast<size_t>(bh % NH) * HS;
-    float4* q_own = shared.own_a + warp * HS;
-    float4* p_own = shared.weight_a + warp * kPlainTile;
-    plain_load_own(q_own, q_bh, 3 * C, row_first, T, HS, lane);
-
-    float acc[kCols][kPlainRows] = {};
-    float row_max[kPlainRows], row_sum[kPlainRows];    // row_sum: this lane's share
-#pragma unroll
-    for (int r = 0; r < kPlainRows; r++) {
-        row_max[r] = -INFINITY;
-        row_sum[r] = 0.0f;
-    }
-    for (int k0 = 0; k0 < min(block_first + kBlockRows, T); k0 += kPlainTile) {
-        __syncthreads();
-        plain_load_tile(shared.tile_a, q_bh + C, 3 * C, k0, T, HS);
-        plain_load_tile(shared.tile_b, q_bh + 2 * C, 3 * C, k0, T, HS);
-        __syncthreads();
-        if (k0 > row_first) {
-            continue;
-        }    // a multiple of 32 cannot fall inside four rows
-
-        float s[kPlainRows];
-        plain_dot(s, q_own, shared.tile_a + lane * (HS | 1), HS);
-#pragma unroll
-        for (int r = 0; r < kPlainRows; r++) {
-            s[r] = k0 + lane > row_first + r ? -INFINITY : s[r] * scale;
-            const float new_max = fmaxf(row_max[r], warp_max(s[r]));
-            const float correction = expf(row_max[r] - new_max);
-            s[r] = expf(s[r] - new_max);
-            row_max[r] = new_max;
-            row_sum[r] = row_sum[r] * correction + s[r];
-#pragma unroll
-            for (int c = 0; c < kCols; c++) { acc[c][r] *= correction; }
-        }
-        __syncwarp();
-        p_own[lane] = make_float4(s[0], s[1], s[2], s[3]);
-        __syncwarp();
-        plain_accumulate<kCols>(acc, p_own, shared.tile_b, HS, lane);
-    }
-
-    float inverse[kPlainRows];
-#pragma unroll
-    for (int r = 0; r < kPlainRows; r++) {
-        const float sum = warp_sum(row_sum[r]);
-        inverse[r] = 1.0f / sum;
-        if (lane == 0 && row_first + r < T) {
-            lse[static_cast<size_t>(bh) * T + row_first + r] = row_max[r] + logf(sum);
-        }
-    }
-    E* out_bh = out + bh / NH * (T * C) + static_cast<size_t>(bh % NH) * HS;
-    plain_store<E, kCols>(out_bh, C, row_first, T, HS, acc, inverse, lane);
-}
-
-template <typename E, int kCols>
-__global__ void __launch_bounds__(kPlainWarps * 32)
-    attention_backward_dq_plain_kernel(E* dqkv, float2* row_stats, const E* dout, const E* out, const E* qkv,
-                                       const float* lse, int B, int T, int NH, int HS, float scale) {
-    extern __shared__ float4 plain_bytes[];
-    const PlainShared shared(plain_bytes, HS);
-    const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
-    constexpr int kBlockRows = kPlainWarps * kPlainRows;
-    const int tiles = (T + kBlockRows - 1) / kBlockRows;
-    const int bh = blockIdx.x / tiles;
-    const int block_first = (tiles - 1 - static_cast<int>(blockIdx.x % tiles)) * kBlockRows;
-    const int row_first = block_first + warp * kPlainRows;
-    const size_t C = static_cast<size_t>(NH) * HS;
-    const size_t head = static_cast<size_t>(bh % NH) * HS;
-    const E* q_bh = qkv + bh / NH * (T * 3 * C) + head;
-    const E* dout_bh = dout + bh / NH * (T * C) + head;
-    const E* out_bh = out + bh / NH * (T * C) + head;
-    float4* q_own = shared.own_a + warp * HS;
-    float4* do_own = shared.own_b + warp * HS;
-    float4* ds_own = shared.weight_a + warp * kPlainTile;
-    plain_load_own(q_own, q_bh, 3 * C, row_first, T, HS, lane);
-    plain_load_own(do_own, dout_bh, C, row_first, T, HS, lane);
-
-    float row_lse[kPlainRows], row_d[kPlainRows];
-#pragma unroll
-    for (int r = 0; r < kPlainRows; r++) {
-        const int row = row_first + r;
-        float sum = 0.0f;
-        for (int d = lane; row < T && d < HS; d += 32) {
-            sum += static_cast<float>(out_bh[row * C + d]) * static_cast<float>(dout_bh[row * C + d]);
-        }
-        row_d[r] = warp_sum(sum);
-        row_lse[r] = row < T ? lse[static_cast<size_t>(bh) * T + row] : 0.0f;
-        if (lane == 0 && row < T) {
-            row_stats[bh * stats_stride(T) + row] = make_float2(row_lse[r], row_d[r]);
-        }
-    }
-    float acc[kCols][kPlainRows] = {};
-    for (int k0 = 0; k0 < min(block_first + kBlockRows, T); k0 += kPlainTile) {
-        __syncthreads();
-        plain_load_tile(shared.tile_a, q_bh + C, 3 * C, k0, T, HS);
-        plain_load_tile(shared.tile_b, q_bh + 2 * C, 3 * C, k0, T, HS);
-        __syncthreads();
-        if (k0 > row_first) {
-            continue;
-        }
-
-        float s[kPlainRows], dp[kPlainRows];
-        plain_dot(s, q_own, shared.tile_a + lane * (HS | 1), HS);
-        plain_dot(dp, do_own, shared.tile_b + lane * (HS | 1), HS);
-#pragma unroll
-        for (int r = 0; r < kPlainRows; r++) {
-            const float p = k0 + lane > row_first + r ? 0.0f : expf(s[r] * scale - row_lse[r]);
-            dp[r] = p * (dp[r] - row_d[r]);
-        }
-        __syncwarp();
-        ds_own[lane] = make_float4(dp[0], dp[1], dp[2], dp[3]);
-        __syncwarp();
-        plain_accumulate<kCols>(acc, ds_own, shared.tile_a, HS, lane);
-    }
-    const float scales[kPlainRows] = {scale, scale, scale, scale};
-    plain_store<E, kCols>(dqkv + bh / NH * (T * 3 * C) + head, 3 * C, row_first, T, HS, acc, scales, lane);
-}
-
-template <typename E, int kCols>
-__global__ void __launch_bounds__(kPlainWarps * 32)
-    attention_backward_dkv_plain_kernel(E* dqkv, const float2* row_stats, const E* dout, const E* qkv, int B,
-                                        int T, int NH, int HS, float scale) {
-    extern __shared__ float4 plain_bytes[];
-    const PlainShared shared(plain_bytes, HS);
-    const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
-    constexpr int kBlockRows = kPlainWarps * kPlainRows;
-    const int tiles = (T + kBlockRows - 1) / kBlockRows;
-    const int bh = blockIdx.x / tiles;
-    const int block_first = static_cast<int>(blockIdx.x % tiles) * kBlockRows;
-    const int row_first = block_first + warp * kPlainRows;    // the warp's first key
-    const size_t C = static_cast<size_t>(NH) * HS;
-    const size_t head = static_cast<size_t>(bh % NH) * HS;
-    const E* q_bh = qkv + bh / NH * (T * 3 * C) + head;
-    const E* dout_bh = dout + bh / NH * (T * C) + head;
-    float4* k_own = shared.own_a + warp * HS;
-    float4* v_own = shared.own_b + warp * HS;
-    float4* p_own = shared.weight_a + warp * kPlainTile;
-    float4* ds_own = shared.weight_b + warp * kPlainTile;
-    plain_load_own(k_own, q_bh + C, 3 * C, row_first, T, HS, lane);
-    plain_load_own(v_own, q_bh + 2 * C, 3 * C, row_first, T, HS, lane);
-
-    float dk[kCols][kPlainRows] = {};
-    float dv[kCols][kPlainRows] = {};
-    for (int q0 = block_first / kPlainTile * kPlainTile; q0 < T; q0 += kPlainTile) {
-        __syncthreads();
-        plain_load_tile(shared.tile_a, q_bh, 3 * C, q0, T, HS);
-        plain_load_tile(shared.tile_b, dout_bh, C, q0, T, HS);
-        __syncthreads();
-        const int query = q0 + lane;
-        const float2 stats = query < T ? row_stats[bh * stats_stride(T) + query] : make_float2(0.0f, 0.0f);
-
-        float s[kPlainRows], dp[kPlainRows];
-        plain_dot(s, k_own, shared.tile_a + lane * (HS | 1), HS);
-        plain_dot(dp, v_own, shared.tile_b + lane * (HS | 1), HS);
-#pragma unroll
-        for (int r = 0; r < kPlainRows; r++) {
-            const bool masked = row_first + r > query || query >= T;
-            s[r] = masked ? 0.0f : expf(s[r] * scale - stats.x);
-            dp[r] = s[r] * (dp[r] - stats.y);
-        }
-        __syncwarp();
-        p_own[lane] = make_float4(s[0], s[1], s[2], s[3]);
-        ds_own[lane] = make_float4(dp[0], dp[1], dp[2], dp[3]);
-        __syncwarp();
-        plain_accumulate<kCols>(dv, p_own, shared.tile_b, HS, lane);
-        plain_accumulate<kCols>(dk, ds_own, shared.tile_a, HS, lane);
-    }
-    const float scales[kPlainRows] = {scale, scale, scale, scale};
-    const float ones[kPlainRows] = {1.0f, 1.0f, 1.0f, 1.0f};
-    E* dk_bh = dqkv + bh / NH * (T * 3 * C) + C + head;
-    plain_store<E, kCols>(dk_bh, 3 * C, row_first, T, HS, dk, scales, lane);
-    plain_store<E, kCols>(dk_bh + C, 3 * C, row_first, T, HS, dv, ones, lane);
-}
-
-// ---- launchers
-
-// Dynamic shared memory above 48 KB has to be asked for, kernel by kernel.
-template <typename Kernel>
-static void allow_shared_memory(Kernel kernel, size_t bytes) {
-    cudaCheck(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
-}
-
-static unsigned attention_grid(int T, int rows, int B, int NH) {
-    const size_t blocks = static_cast<size_t>(ceil_div(T, rows)) * B * NH;
-    if (blocks > 0x7fffffffu) {
-        die("attention: B=%d T=%d NH=%d needs more than 2^31 blocks", B, T, NH);
-    }
-    return static_cast<unsigned>(blocks);
-}
-
-template <typename E, int HS, int MT, int WARPS, int BN, int MIN_BLOCKS>
-static void attention_forward_mma(E* out, float* lse, const E* qkv, int B, int T, int NH, Stream stream) {
-    typedef AttentionForwardShared<E, HS, MT, WARPS, BN> Shared;
-    const auto kernel = attention_forward_mma_kernel<E, HS, MT, WARPS, BN, MIN_BLOCKS>;
-    allow_shared_memory(kernel, sizeof(Shared));
-    kernel<<<attention_grid(T, Shared::BM, B, NH), WARPS * 32, sizeof(Shared), stream>>>(
-        out, lse, qkv, B, T, NH, 1.0f / sqrtf(HS));
+template <int kStages, int kMinBlocks>
+static void attention_forward_sm90(const AttentionForward<floatX, float>& a, Stream stream) {
+    constexpr size_t kBytes = sizeof(Sm90Shared<1, kStages>);
+    auto kernel = attention_forward_sm90_kernel<kStages, kMinBlocks>;
+    allow_shared_memory(kernel, kBytes);
+    kernel<<<attention_grid(a.T, kSm90Rows, a.B, a.NH), kSm90Threads, kBytes, stream>>>(
+        a.out, a.lse, attention_tensor_map(a.qkv, a.B, a.T, 3 * a.NH), a.B, a.T, a.NH, 1.0f / sqrtf(64.0f));
     cudaCheck(cudaGetLastError());
 }
 
-template <typename E, int HS, int MT, int WARPS, int BN, int MIN_BLOCKS>
-static void attention_backward_dq_mma(E* dqkv, float* scratch, const E* dout, const E* out, const E* qkv,
-                                      const float* lse, int B, int T, int NH, Stream stream) {
-    typedef AttentionDqShared<E, HS, MT, WARPS, BN> Shared;
-    const auto kernel = attention_backward_dq_mma_kernel<E, HS, MT, WARPS, BN, MIN_BLOCKS>;
-    allow_shared_memory(kernel, sizeof(Shared));
-    kernel<<<attention_grid(T, Shared::BM, B, NH), WARPS * 32, sizeof(Shared), stream>>>(
-        dqkv, reinterpret_cast<float2*>(scratch), dout, out, qkv, lse, B, T, NH, 1.0f / sqrtf(HS));
+template <int kStages, int kMinBlocks>
+static void attention_backward_dq_sm90(const AttentionBackward<floatX, float>& a, Stream stream) {
+    constexpr size_t kBytes = sizeof(Sm90Shared<2, kStages>);
+    auto kernel = attention_backward_dq_sm90_kernel<kStages, kMinBlocks>;
+    allow_shared_memory(kernel, kBytes);
+    kernel<<<attention_grid(a.T, kSm90Rows, a.B, a.NH), kSm90Threads, kBytes, stream>>>(
+        a.dqkv, (float2*)a.scratch, a.dout, a.out, a.lse, attention_tensor_map(a.qkv, a.B, a.T, 3 * a.NH),
+        attention_tensor_map(a.dout, a.B, a.T, a.NH), a.B, a.T, a.NH, 1.0f / sqrtf(64.0f));
     cudaCheck(cudaGetLastError());
 }
 
-template <typename E, int HS, int MT, int WARPS, int BM, int MIN_BLOCKS, bool kKeepFragments>
-static void attention_backward_dkv_mma(E* dqkv, const float* scratch, const E* dout, const E* qkv, int B,
-                                       int T, int NH, Stream stream) {
-    typedef AttentionDkvShared<E, HS, MT, WARPS, BM> Shared;
-    const auto kernel = attention_backward_dkv_mma_kernel<E, HS, MT, WARPS, BM, MIN_BLOCKS, kKeepFragments>;
-    allow_shared_memory(kernel, sizeof(Shared));
-    kernel<<<attention_grid(T, Shared::BN, B, NH), WARPS * 32, sizeof(Shared), stream>>>(
-        dqkv, reinterpret_cast<const float2*>(scratch), dout, qkv, B, T, NH, 1.0f / sqrtf(HS));
+template <int kStages, int kMinBlocks>
+static void attention_backward_dkv_sm90(const AttentionBackward<floatX, float>& a, Stream stream) {
+    constexpr size_t kBytes = sizeof(Sm90Shared<2, kStages>);
+    auto kernel = attention_backward_dkv_sm90_kernel<kStages, kMinBlocks>;
+    allow_shared_memory(kernel, kBytes);
+    kernel<<<attention_grid(a.T, kSm90Rows, a.B, a.NH), kSm90Threads, kBytes, stream>>>(
+        a.dqkv, (const float2*)a.scratch, attention_tensor_map(a.qkv, a.B, a.T, 3 * a.NH),
+        attention_tensor_map(a.dout, a.B, a.T, a.NH), a.B, a.T, a.NH, 1.0f / sqrtf(64.0f));
     cudaCheck(cudaGetLastError());
 }
 
-// ---- Hopper launchers
-
+// ---- which form runs ----
 // Its thread limit tells the host for which architecture the code that runs on this GPU was compiled: on a
-// Hopper GPU that may be a plain sm_90 or a compute_80 build, where the bodies above are traps.
+// Hopper GPU that may be a plain sm_90 or a compute_80 build, where the sm90 bodies are traps.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 __global__ void __launch_bounds__(128) sm90_probe_kernel() {}
 #else
 __global__ void __launch_bounds__(64) sm90_probe_kernel() {}
 #endif
 
-static bool use_sm90_kernels = true;    // --kernels portable clears it
+static bool use_sm90_kernels = true;            // --kernels portable clears it
 static void select_kernels(bool portable_only) { use_sm90_kernels = !portable_only; }
 
-static bool attention_sm90_ok(int HS) {
+static bool attention_uses_sm90(int HS) {
     static const bool built = [] {
         cudaFuncAttributes attributes;
         cudaCheck(cudaFuncGetAttributes(&attributes, sm90_probe_kernel));
         return attributes.maxThreadsPerBlock == 128;
     }();
-    return use_sm90_kernels && built && HS == 64;
+    return sizeof(floatX) == 2 && use_sm90_kernels && built && HS == 64;
 }
 
-static bool attention_uses_sm90(int HS) { return sizeof(floatX) == 2 && attention_sm90_ok(HS); }
+// The shapes of the mma.sync kernels, by head size: groups of 16 rows a warp, rows of a tile, and blocks on
+// an SM, for which the compiler has to save registers (255 a thread at 2, 168 at 3). NOTES.md has what was
+// measured.
+struct MmaShape { int groups, tile, min_blocks; };
+struct MmaShapes { int HS; MmaShape forward, dq, dkv; };
+constexpr MmaShapes kMmaShapes[] = {
+    { 64, {2, 64, 2}, {2, 32, 2}, {2, 32, 2}},
+    { 80, {1, 64, 3}, {1, 64, 2}, {1, 64, 2}},
+    { 96, {1, 64, 2}, {1, 64, 2}, {1, 32, 2}},
+    {128, {1, 64, 2}, {1, 32, 2}, {1, 32, 2}},
+};
+constexpr int kNumMmaShapes = sizeof(kMmaShapes) / sizeof(*kMmaShapes);
 
-// A (B, T, slots, 64) tensor in boxes of (64, 64): coordinates {0, t, slot, b}.
-template <typename E>
-static CUtensorMap attention_tensor_map(const E* tensor, int B, int T, int slots) {
-    typedef decltype(&cuTensorMapEncodeTiled) EncodeTiled;
-    static EncodeTiled encode = nullptr;
-    if (encode == nullptr) {
-        void* entry = nullptr;
-        cudaDriverEntryPointQueryResult found;
-        cudaCheck(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault,
-                                                   &found));
-        if (found != cudaDriverEntryPointSuccess) {
-            die("the CUDA driver has no cuTensorMapEncodeTiled");
-        }
-        encode = reinterpret_cast<EncodeTiled>(entry);
+// Calls f with the row of kMmaShapes for this head size, as a type. False: there is none.
+template <int kRow = 0, class F> static bool with_mma_shapes(int HS, F f) {
+    if constexpr (sizeof(floatX) == 2 && kRow < kNumMmaShapes) {
+        if (kMmaShapes[kRow].HS != HS) { return with_mma_shapes<kRow + 1>(HS, f); }
+        f(std::integral_constant<int, kRow>());
+        return true;
     }
-    const cuuint64_t row_bytes = static_cast<cuuint64_t>(slots) * 64 * sizeof(E);
-    const cuuint64_t dims[4] = {64, static_cast<cuuint64_t>(T), static_cast<cuuint64_t>(slots),
-                                static_cast<cuuint64_t>(B)};
-    const cuuint64_t strides[3] = {row_bytes, 64 * sizeof(E), row_bytes * T};
-    const cuuint32_t box[4] = {64, 64, 1, 1};
-    const cuuint32_t steps[4] = {1, 1, 1, 1};
-    CUtensorMap map;
-    const CUtensorMapDataType type =
-        std::is_same_v<E, half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    const CUresult result = encode(&map, type, 4, const_cast<E*>(tensor), dims, strides, box, steps,
-                                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result != CUDA_SUCCESS) {
-        die("attention: tensor map of B=%d T=%d slots=%d at %p refused (CUDA error %d)", B, T, slots,
-            static_cast<const void*>(tensor), static_cast<int>(result));
-    }
-    return map;
-}
-
-template <typename E, int STAGES, int MIN_BLOCKS>
-static void attention_forward_sm90(E* out, float* lse, const E* qkv, int B, int T, int NH, Stream stream) {
-    constexpr size_t kBytes = sizeof(AttentionSm90Shared<E, 1, STAGES>);
-    const auto kernel = attention_forward_sm90_kernel<E, STAGES, MIN_BLOCKS>;
-    allow_shared_memory(kernel, kBytes);
-    kernel<<<attention_grid(T, 64, B, NH), 128, kBytes, stream>>>(
-        out, lse, attention_tensor_map(qkv, B, T, 3 * NH), B, T, NH, 1.0f / sqrtf(64.0f));
-    cudaCheck(cudaGetLastError());
-}
-
-template <typename E, int STAGES, int MIN_BLOCKS>
-static void attention_backward_dq_sm90(E* dqkv, float* scratch, const E* dout, const E* out, const E* qkv,
-                                       const float* lse, int B, int T, int NH, Stream stream) {
-    constexpr size_t kBytes = sizeof(AttentionSm90Shared<E, 2, STAGES>);
-    const auto kernel = attention_backward_dq_sm90_kernel<E, STAGES, MIN_BLOCKS>;
-    allow_shared_memory(kernel, kBytes);
-    kernel<<<attention_grid(T, 64, B, NH), 128, kBytes, stream>>>(
-        dqkv, reinterpret_cast<float2*>(scratch), dout, out, lse, attention_tensor_map(qkv, B, T, 3 * NH),
-        attention_tensor_map(dout, B, T, NH), B, T, NH, 1.0f / sqrtf(64.0f));
-    cudaCheck(cudaGetLastError());
-}
-
-template <typename E, int STAGES, int MIN_BLOCKS>
-static void attention_backward_dkv_sm90(E* dqkv, const float* scratch, const E* dout, const E* qkv, int B,
-                                        int T, int NH, Stream stream) {
-    constexpr size_t kBytes = sizeof(AttentionSm90Shared<E, 2, STAGES>);
-    const auto kernel = attention_backward_dkv_sm90_kernel<E, STAGES, MIN_BLOCKS>;
-    allow_shared_memory(kernel, kBytes);
-    kernel<<<attention_grid(T, 64, B, NH), 128, kBytes, stream>>>(
-        dqkv, reinterpret_cast<const float2*>(scratch), attention_tensor_map(qkv, B, T, 3 * NH),
-        attention_tensor_map(dout, B, T, NH), B, T, NH, 1.0f / sqrtf(64.0f));
-    cudaCheck(cudaGetLastError());
-}
-
-template <typename E, int kCols>
-static void attention_forward_plain(E* out, float* lse, const E* qkv, int B, int T, int NH, int HS,
-                                    Stream stream) {
-    const auto kernel = attention_forward_plain_kernel<E, kCols>;
-    allow_shared_memory(kernel, PlainShared::bytes(HS));
-    kernel<<<attention_grid(T, kPlainWarps * kPlainRows, B, NH), kPlainWarps * 32, PlainShared::bytes(HS),
-             stream>>>(out, lse, qkv, B, T, NH, HS, 1.0f / sqrtf(HS));
-    cudaCheck(cudaGetLastError());
-}
-
-template <typename E, int kCols>
-static void attention_backward_plain(E* dqkv, float* scratch, const E* dout, const E* out, const E* qkv,
-                                     const float* lse, int B, int T, int NH, int HS, Stream stream) {
-    float2* row_stats = reinterpret_cast<float2*>(scratch);
-    const unsigned grid = attention_grid(T, kPlainWarps * kPlainRows, B, NH);
-    const size_t bytes = PlainShared::bytes(HS);
-    const float scale = 1.0f / sqrtf(HS);
-    const auto dq_kernel = attention_backward_dq_plain_kernel<E, kCols>;
-    const auto dkv_kernel = attention_backward_dkv_plain_kernel<E, kCols>;
-    allow_shared_memory(dq_kernel, bytes);
-    allow_shared_memory(dkv_kernel, bytes);
-    dq_kernel<<<grid, kPlainWarps * 32, bytes, stream>>>(dqkv, row_stats, dout, out, qkv, lse, B, T, NH, HS,
-                                                         scale);
-    cudaCheck(cudaGetLastError());
-    dkv_kernel<<<grid, kPlainWarps * 32, bytes, stream>>>(dqkv, row_stats, dout, qkv, B, T, NH, HS, scale);
-    cudaCheck(cudaGetLastError());
+    return false;
 }
 
 static void attention_check(int B, int T, int NH, int HS) {
@@ -2976,97 +3032,45 @@ static void attention_check(int B, int T, int NH, int HS) {
     }
 }
 
-// True when the tensor-core kernels took the work.
-template <typename E>
-static bool attention_forward_tensor(E* out, float* lse, const E* qkv, int B, int T, int NH, int HS,
-                                     Stream stream) {
-    if constexpr (sizeof(E) == 2) {
-        if (attention_sm90_ok(HS)) {
-            attention_forward_sm90<E, 2, 4>(out, lse, qkv, B, T, NH, stream);
-            return true;
-        }
-        switch (HS) {
-            case 64:
-                attention_forward_mma<E, 64, 2, 4, 64, 2>(out, lse, qkv, B, T, NH, stream);
-                return true;
-            case 80:
-                attention_forward_mma<E, 80, 1, 4, 64, 3>(out, lse, qkv, B, T, NH, stream);
-                return true;
-            case 96:
-                attention_forward_mma<E, 96, 1, 4, 64, 2>(out, lse, qkv, B, T, NH, stream);
-                return true;
-            case 128:
-                attention_forward_mma<E, 128, 1, 4, 64, 2>(out, lse, qkv, B, T, NH, stream);
-                return true;
-        }
-    }
-    return false;
-}
-
-template <typename E, int HS, int MT, int BLOCKS, int BN, int BM>
-static void attention_backward_mma(E* dqkv, float* scratch, const E* dout, const E* out, const E* qkv,
-                                   const float* lse, int B, int T, int NH, Stream stream) {
-    attention_backward_dq_mma<E, HS, MT, 4, BN, BLOCKS>(dqkv, scratch, dout, out, qkv, lse, B, T, NH, stream);
-    attention_backward_dkv_mma<E, HS, MT, 4, BM, BLOCKS, false>(dqkv, scratch, dout, qkv, B, T, NH, stream);
-}
-
-template <typename E>
-static bool attention_backward_tensor(E* dqkv, float* scratch, const E* dout, const E* out, const E* qkv,
-                                      const float* lse, int B, int T, int NH, int HS, Stream stream) {
-    if constexpr (sizeof(E) == 2) {
-        if (attention_sm90_ok(HS)) {
-            attention_backward_dq_sm90<E, 2, 4>(dqkv, scratch, dout, out, qkv, lse, B, T, NH, stream);
-            attention_backward_dkv_sm90<E, 3, 3>(dqkv, scratch, dout, qkv, B, T, NH, stream);
-            return true;
-        }
-        switch (HS) {
-            case 64:
-                attention_backward_mma<E, 64, 2, 2, 32, 32>(dqkv, scratch, dout, out, qkv, lse, B, T, NH,
-                                                            stream);
-                return true;
-            case 80:
-                attention_backward_mma<E, 80, 1, 2, 64, 64>(dqkv, scratch, dout, out, qkv, lse, B, T, NH,
-                                                            stream);
-                return true;
-            case 96:
-                attention_backward_mma<E, 96, 1, 2, 64, 32>(dqkv, scratch, dout, out, qkv, lse, B, T, NH,
-                                                            stream);
-                return true;
-            case 128:
-                attention_backward_mma<E, 128, 1, 2, 32, 32>(dqkv, scratch, dout, out, qkv, lse, B, T, NH,
-                                                             stream);
-                return true;
-        }
-    }
-    return false;
-}
-
-// 16-bit pointers must be 16-byte aligned (the arenas align to 256).
+// Pointers are 16-byte aligned (all tensors are: kAlign).
 static void attention_forward(const AttentionForward<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     attention_check(a.B, a.T, a.NH, a.HS);
-    if (attention_forward_tensor<floatX>(a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.HS, stream)) { return; }
-    const auto plain = a.HS <= 64    ? attention_forward_plain<floatX, 2>
-                       : a.HS <= 128 ? attention_forward_plain<floatX, 4>
-                                     : attention_forward_plain<floatX, 16>;
-    plain(a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.HS, stream);
-}
-
-static size_t attention_backward_scratch_bytes(int B, int T, int NH) {
-    return static_cast<size_t>(B) * NH * stats_stride(T) * sizeof(float2);
+    if (attention_uses_sm90(a.HS)) {
+        if constexpr (sizeof(floatX) == 2) { attention_forward_sm90<2, 4>(a, stream); }
+        return;
+    }
+    const bool done = with_mma_shapes(a.HS, [&](auto row) {
+        constexpr MmaShapes s = kMmaShapes[row.value];
+        attention_forward_mma<s.HS, s.forward.groups, s.forward.tile, s.forward.min_blocks>(a, stream);
+    });
+    if (done) { return; }
+    if (a.HS <= 64) { attention_forward_plain<2>(a, stream); }
+    else if (a.HS <= 128) { attention_forward_plain<4>(a, stream); }
+    else { attention_forward_plain<16>(a, stream); }
 }
 
 static void attention_backward(const AttentionBackward<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     attention_check(a.B, a.T, a.NH, a.HS);
-    const bool done = attention_backward_tensor<floatX>(a.dqkv, a.scratch, a.dout, a.out, a.qkv, a.lse, a.B,
-                                                        a.T, a.NH, a.HS, stream);
+    if (attention_uses_sm90(a.HS)) {
+        if constexpr (sizeof(floatX) == 2) {
+            attention_backward_dq_sm90<2, 4>(a, stream);
+            attention_backward_dkv_sm90<3, 3>(a, stream);
+        }
+        return;
+    }
+    const bool done = with_mma_shapes(a.HS, [&](auto row) {
+        constexpr MmaShapes s = kMmaShapes[row.value];
+        attention_backward_dq_mma<s.HS, s.dq.groups, s.dq.tile, s.dq.min_blocks>(a, stream);
+        attention_backward_dkv_mma<s.HS, s.dkv.groups, s.dkv.tile, s.dkv.min_blocks>(a, stream);
+    });
     if (done) { return; }
-    const auto plain = a.HS <= 64    ? attention_backward_plain<floatX, 2>
-                       : a.HS <= 128 ? attention_backward_plain<floatX, 4>
-                                     : attention_backward_plain<floatX, 16>;
-    plain(a.dqkv, a.scratch, a.dout, a.out, a.qkv, a.lse, a.B, a.T, a.NH, a.HS, stream);
+    if (a.HS <= 64) { attention_backward_plain<2>(a, stream); }
+    else if (a.HS <= 128) { attention_backward_plain<4>(a, stream); }
+    else { attention_backward_plain<16>(a, stream); }
 }
+
 #endif  // GPT2_CPU
 
 // == 7 multi-GPU ==

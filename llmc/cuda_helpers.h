@@ -396,12 +396,20 @@ template <int kPending> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// The compiler does not know that wgmma writes its accumulators until the wait: no use may move across this.
+// The compiler does not know that wgmma writes its accumulators, and reads its A operand in registers, until
+// the wait: no use of them may move across this, and no register of them may be given away before it.
 __device__ __forceinline__ void pin_registers(float (&d)[8][4]) {
 #pragma unroll
     for (int n = 0; n < 8; n++) {
 #pragma unroll
         for (int i = 0; i < 4; i++) { asm volatile("" : "+f"(d[n][i])::"memory"); }
+    }
+}
+__device__ __forceinline__ void pin_registers(uint32_t (&a)[4][4]) {
+#pragma unroll
+    for (int kk = 0; kk < 4; kk++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) { asm volatile("" : "+r"(a[kk][i])::"memory"); }
     }
 }
 
