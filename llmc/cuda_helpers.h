@@ -254,7 +254,7 @@ template <bool kVector>
 __device__ __forceinline__ void grad_store(const Grad& grad, size_t i, size_t end, Floats value) {
     const bool add = grad.acc == Accumulate::Yes;
     if constexpr (!kVector) {
-#pragma unroll 1        // odd rows are rare; unrolled, their draws were a tenth of all the code there is to compile
+#pragma unroll 1        // odd rows are rare; unrolled, their draws were a tenth of all code to compile
         for (int k = 0; k < kWidth; k++) {
             if (i + k < end) { grad_store(grad, i + k, value.at[k]); }
         }
