@@ -115,7 +115,7 @@ tokenize stories bigram: %: build/% ## tools: text to shards, a story corpus, a 
 
 # ---- data, tests ----
 tinyshakespeare: build/tokenize ## its shards (TEXT=file: from that text, without a download)
-	dev/data/tinyshakespeare.sh $(if $(TEXT),--text $(TEXT))
+	dev/data/tinyshakespeare.sh $(if $(value TEXT),--text "$$TEXT")
 
 test: train_gpt2cpu test_gpt2cpu $(TOOLS) $(TESTS) ## all tests that this machine can run
 	python3 dev/test/run.py

@@ -10,36 +10,39 @@ renamed, so that a kill or a full disk never leaves half a file under the good n
     AtomicFile out = atomic_open("model.bin");
     atomic_write(&out, data, bytes);
     atomic_commit(&out);                       // fsync, rename, fsync of the folder
+    stdout_check();                            // the last thing main does: was all that it printed written?
+
+Memory that runs out ends in die(), too, in every program that includes this.
 */
 #ifndef LLMC_CHECK_H
 #define LLMC_CHECK_H
 
+#include <assert.h>     // gives: assert
+#include <dirent.h>     // gives: opendir, readdir
 #include <errno.h>      // gives: errno
 #include <fcntl.h>      // gives: open, O_DIRECTORY
+#include <signal.h>     // gives: sigaction, raise
 #include <stdarg.h>     // gives: va_list
 #include <stdint.h>     // gives: int64_t
 #include <stdio.h>      // gives: FILE, fprintf
 #include <stdlib.h>     // gives: exit, malloc
 #include <string.h>     // gives: strerror
+#include <sys/file.h>   // gives: flock
 #include <sys/stat.h>   // gives: stat, mkdir
 #include <unistd.h>     // gives: fsync, unlink
 
+#include <atomic>       // gives: std::atomic
+#include <new>          // gives: std::set_new_handler
 #include <string>       // gives: std::string
 
-// Runs before die() exits: the trainer uses it to take other ranks down. Set once, at start.
-static void (*die_hook)() = nullptr;
+// What a disk can refuse. Tests put functions that fail in the place of these.
+static struct {
+    int (*fflush)(FILE*);
+    int (*fsync)(int);
+    int (*rename)(const char*, const char*);
+} file_layer = {fflush, fsync, rename};
 
-__attribute__((noreturn, format(printf, 1, 2))) static inline void die(const char* fmt, ...) {
-    fflush(stdout);                             // what was printed before the error comes before it
-    va_list args;
-    va_start(args, fmt);
-    fprintf(stderr, "error: ");
-    vfprintf(stderr, fmt, args);
-    fprintf(stderr, "\n");
-    va_end(args);
-    if (die_hook) { die_hook(); }
-    exit(EXIT_FAILURE);
-}
+// ---- errors ----
 
 __attribute__((format(printf, 1, 2))) static inline std::string format(const char* fmt, ...) {
     va_list args, again;
@@ -53,17 +56,108 @@ __attribute__((format(printf, 1, 2))) static inline std::string format(const cha
     return s;
 }
 
+// A path, or whatever else a user named, as it may be printed: its control characters (C0, DEL and C1) could
+// move the cursor, colour the terminal or forge lines, so they become \n, \x1b and so on.
+static inline std::string shown(const std::string& text) {
+    std::string out;
+    for (size_t i = 0; i < text.size(); i++) {
+        unsigned char c = (unsigned char)text[i], next = i + 1 < text.size() ? (unsigned char)text[i + 1] : 0;
+        if (c == '\n') { out += "\\n"; }
+        else if (c < 0x20 || c == 0x7F) { out += format("\\x%02x", c); }
+        else if (c == 0xC2 && next >= 0x80 && next < 0xA0) { out += format("\\u%04x", next); i++; }
+        else { out += (char)c; }
+    }
+    return out;
+}
+
+// Runs before die() exits: the trainer uses it to take other ranks down. Set once, at start.
+static void (*die_hook)() = nullptr;
+static inline void atomic_remove_parts();
+
+// The one way out. Only the first thread gets through: the others wait for the end that it brings.
+__attribute__((noreturn)) static inline void die_now(const char* text) {
+    static std::atomic<bool> dying(false);
+    static thread_local bool mine = false;
+    if (mine) { _exit(EXIT_FAILURE); }          // an error on the way out: enough was said
+    if (dying.exchange(true)) { for (;;) { pause(); } }
+    mine = true;
+    fflush(stdout);                             // what was printed before the error comes before it
+    fprintf(stderr, "error: %s\n", text);
+    atomic_remove_parts();
+    if (die_hook) { die_hook(); }
+    exit(EXIT_FAILURE);
+}
+
+// The message begins a new line for its hint only, whatever is in the names that it quotes.
+__attribute__((noreturn, format(printf, 1, 2))) static inline void die(const char* fmt, ...) {
+    va_list args, again;
+    va_start(args, fmt);
+    va_copy(again, args);
+    std::string text((size_t)vsnprintf(nullptr, 0, fmt, args), '\0');
+    vsnprintf(&text[0], text.size() + 1, fmt, again);
+    va_end(again);
+    va_end(args);
+    const std::string hint = "\nhint: ";
+    size_t at = text.rfind(hint);
+    std::string line = shown(text.substr(0, at));
+    if (at != std::string::npos) { line += hint + shown(text.substr(at + hint.size())); }
+    die_now(line.c_str());
+}
+
+static struct MemoryErrors {
+    MemoryErrors() {
+        std::set_new_handler([] {
+            die_now("out of memory\nhint: give the program more of it, or less to do: smaller batches or "
+                    "models when training, fewer threads when tokenizing");
+        });
+    }
+} memory_errors [[maybe_unused]];
+
+// Before main returns: a disk may refuse the last of what was printed, and printf told nobody.
+static inline void stdout_check() {
+    errno = 0;
+    bool failed = ferror(stdout) != 0;
+    if (file_layer.fflush(stdout) != 0 || failed) {
+        die("cannot write to standard output: %s", errno ? strerror(errno) : "an earlier write failed");
+    }
+}
+
+// ---- files ----
+
+// "" for a regular file, else what it is instead.
+static inline const char* not_regular(mode_t mode) {
+    return S_ISREG(mode) ? "" : S_ISDIR(mode) ? "a folder" : S_ISFIFO(mode) ? "a pipe"
+         : S_ISLNK(mode) ? "a symbolic link" : S_ISSOCK(mode) ? "a socket" : "a device";
+}
+
+// An output must be new or a regular file: a device would be written to or replaced, a pipe waited for, a
+// link followed to who knows where.
+static inline void output_check(const char* path) {
+    struct stat st;
+    if (lstat(path, &st) != 0 || S_ISREG(st.st_mode)) { return; }       // what else is wrong, open will tell
+    die("cannot write '%s': it is %s, and an output must be a regular file or new\nhint: choose another name",
+        shown(path).c_str(), not_regular(st.st_mode));
+}
+
+// So must an input, whatever links lead to it: opening a pipe nobody writes to waits for ever.
+static inline void input_check(const char* path) {
+    struct stat st;
+    if (stat(path, &st) != 0 || S_ISREG(st.st_mode)) { return; }
+    die("cannot read '%s': it is %s, not a regular file", shown(path).c_str(), not_regular(st.st_mode));
+}
+
 static inline FILE* fopen_check(const char* path, const char* mode) {
+    if (mode[0] == 'r') { input_check(path); } else { output_check(path); }
     FILE* f = fopen(path, mode);
-    if (!f) { die("cannot open '%s': %s", path, strerror(errno)); }
+    if (!f) { die("cannot open '%s': %s", shown(path).c_str(), strerror(errno)); }
     return f;
 }
 
 static inline void fread_check(void* ptr, size_t size, size_t count, FILE* f, const char* path) {
     size_t got = fread(ptr, size, count, f);
     if (got == count) { return; }
-    if (ferror(f)) { die("cannot read '%s': %s", path, strerror(errno)); }
-    die("'%s' is truncated: wanted %zu bytes, found %zu", path, size * count, size * got);
+    if (ferror(f)) { die("cannot read '%s': %s", shown(path).c_str(), strerror(errno)); }
+    die("'%s' is truncated: wanted %zu bytes, found %zu", shown(path).c_str(), size * count, size * got);
 }
 
 static inline int64_t file_size(const char* path) {     // bytes; -1: no such file
@@ -77,29 +171,101 @@ static inline void mkdir_check(const char* path) {       // like mkdir -p
         if (i != s.size() && s[i] != '/') { continue; }
         std::string part = s.substr(0, i);
         if (mkdir(part.c_str(), 0777) != 0 && errno != EEXIST) {
-            die("cannot create the folder '%s': %s", part.c_str(), strerror(errno));
+            die("cannot create the folder '%s': %s", shown(part).c_str(), strerror(errno));
         }
     }
     struct stat st;
-    if (stat(path, &st) != 0 || !S_ISDIR(st.st_mode)) { die("'%s' is not a folder", path); }
-    if (access(path, W_OK) != 0) { die("the folder '%s' is not writable: %s", path, strerror(errno)); }
+    if (stat(path, &st) != 0 || !S_ISDIR(st.st_mode)) { die("'%s' is not a folder", shown(path).c_str()); }
+    if (access(path, W_OK) != 0) {
+        die("the folder '%s' is not writable: %s", shown(path).c_str(), strerror(errno));
+    }
 }
 
 // ---- a file that appears whole or not at all ----
+// It grows under a name of its own, PATH.PID.N.part, made new (O_EXCL follows no link) and locked while it
+// lives. Errors and signals remove it. A kill that nothing can catch leaves it; the next program that writes
+// PATH finds that nobody holds the lock, and removes it then.
+
 struct AtomicFile { FILE* f; std::string path, temp; };
+
+static const int kMaxParts = 16;                // open at once in one program; tokenize has three
+static char part_names[kMaxParts][4096];        // "": free. Plain arrays, because a signal may come any time
+
+static inline void part_forget(const std::string& temp) {
+    for (char* name : part_names) { if (temp == name) { name[0] = '\0'; } }
+}
+
+// Takes away what is half written. May be called in a signal handler.
+static inline void atomic_remove_parts() {
+    for (char* name : part_names) {
+        if (name[0]) { unlink(name); }
+        name[0] = '\0';
+    }
+}
+
+static inline void atomic_signal(int signal_number) {
+    atomic_remove_parts();
+    signal(signal_number, SIG_DFL);
+    raise(signal_number);                       // comes when this handler returns: the parent sees the signal
+}
+
+// Who handles a signal (the trainer finishes its step) or ignores it (nohup) keeps it.
+static inline void atomic_watch_signals() {
+    for (int number : {SIGINT, SIGTERM, SIGHUP}) {
+        struct sigaction now;
+        if (sigaction(number, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) {
+            signal(number, atomic_signal);
+        }
+    }
+}
+
+// Removes PATH.*.part that nobody writes any more.
+static inline void atomic_remove_stale(const std::string& path) {
+    size_t slash = path.rfind('/') + 1;         // npos + 1 is 0
+    std::string folder = path.substr(0, slash), base = path.substr(slash) + ".";
+    DIR* dir = opendir(folder.empty() ? "." : folder.c_str());
+    if (!dir) { return; }
+    while (struct dirent* entry = readdir(dir)) {
+        std::string name = entry->d_name;
+        if (name.compare(0, base.size(), base) != 0) { continue; }
+        size_t word = name.find_first_not_of("0123456789.", base.size());  // PATH.bin.7.0.part: not PATH's
+        if (word == std::string::npos || name.compare(word, std::string::npos, "part") != 0) { continue; }
+        int fd = open((folder + name).c_str(), O_WRONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+        if (fd < 0) { continue; }
+        if (flock(fd, LOCK_EX | LOCK_NB) == 0) { unlink((folder + name).c_str()); }
+        close(fd);
+    }
+    closedir(dir);
+}
 
 static inline void atomic_fail(AtomicFile* a, const char* what) {
     int e = errno;
     if (a->f) { fclose(a->f); }
-    unlink(a->temp.c_str());
     die("cannot %s '%s': %s\nhint: nothing was changed under that name; free some space or choose another -o",
-        what, a->path.c_str(), strerror(e));
+        what, shown(a->path).c_str(), strerror(e));
 }
 
 static inline AtomicFile atomic_open(const std::string& path) {
-    AtomicFile a = {nullptr, path, path + ".part"};
-    a.f = fopen(a.temp.c_str(), "wb");
-    if (!a.f) { die("cannot create '%s': %s", path.c_str(), strerror(errno)); }
+    static int count = 0;
+    output_check(path.c_str());
+    atomic_remove_stale(path);
+    atomic_watch_signals();
+    AtomicFile a = {nullptr, path, ""};
+    while (!a.f) {
+        a.temp = path + format(".%d.%d.part", (int)getpid(), count++);
+        int fd = open(a.temp.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
+        if (fd < 0 && errno == EEXIST) { continue; }        // of another process with this number
+        if (fd < 0) { die("cannot create '%s': %s", shown(path).c_str(), strerror(errno)); }
+        flock(fd, LOCK_EX);
+        struct stat st;
+        bool gone = fstat(fd, &st) != 0 || st.st_nlink == 0;    // taken for a stale one before it was locked
+        if (gone) { close(fd); continue; }
+        a.f = fdopen(fd, "wb");
+    }
+    int slot = 0;
+    while (slot < kMaxParts && part_names[slot][0]) { slot++; }
+    assert(slot < kMaxParts && a.temp.size() < sizeof(part_names[0]));      // open refused a longer name
+    memcpy(part_names[slot], a.temp.c_str(), a.temp.size() + 1);
     return a;
 }
 
@@ -108,15 +274,20 @@ static inline void atomic_write(AtomicFile* a, const void* data, size_t bytes) {
 }
 
 static inline void atomic_commit(AtomicFile* a) {
-    if (fflush(a->f) != 0 || fsync(fileno(a->f)) != 0) { atomic_fail(a, "write"); }
-    FILE* f = a->f;
+    if (file_layer.fflush(a->f) != 0 || file_layer.fsync(fileno(a->f)) != 0) { atomic_fail(a, "write"); }
+    if (file_layer.rename(a->temp.c_str(), a->path.c_str()) != 0) { atomic_fail(a, "rename into"); }
+    part_forget(a->temp);
+    fclose(a->f);                               // only now: it holds the lock. Nothing is left to be written
     a->f = nullptr;
-    if (fclose(f) != 0) { atomic_fail(a, "close"); }
-    if (rename(a->temp.c_str(), a->path.c_str()) != 0) { atomic_fail(a, "rename into"); }
-    size_t slash = a->path.rfind('/');
-    int dir =
-        open(slash == std::string::npos ? "." : a->path.substr(0, slash + 1).c_str(), O_RDONLY | O_DIRECTORY);
-    if (dir >= 0) { fsync(dir); close(dir); }    // the new name itself survives a power cut
+    size_t slash = a->path.rfind('/') + 1;
+    std::string folder = slash ? a->path.substr(0, slash) : ".";
+    int dir = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (dir < 0) { return; }                    // may be written to but not listed: then it cannot be synced
+    // the new name itself survives a power cut; some file systems have no such thing and say EINVAL
+    if (file_layer.fsync(dir) != 0 && errno != EINVAL) {
+        die("'%s' is written, but its folder cannot be synced: %s", shown(a->path).c_str(), strerror(errno));
+    }
+    close(dir);
 }
 
 #endif  // LLMC_CHECK_H

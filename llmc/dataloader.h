@@ -98,7 +98,7 @@ struct DataLoader {
 static inline std::string data_shard_open(DataShard* shard, int* fd) {
     const char* path = shard->path.c_str();
     const char* hint = "hint: `dev/data/tokenize` makes shards from text; or name other files with -i and -j";
-    *fd = open(path, O_RDONLY | O_CLOEXEC);
+    *fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);    // a pipe is refused below, not waited for
     if (*fd < 0) { return format("cannot open '%s': %s", path, strerror(errno)); }
     struct stat st;
     if (fstat(*fd, &st) != 0) { return format("cannot read '%s': %s", path, strerror(errno)); }

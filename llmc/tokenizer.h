@@ -43,7 +43,12 @@ static const uint32_t kTokenizerMagic = 20240328, kTokenizerVersion = 2;
 static const uint32_t kGpt2Merges = 50000, kGpt2Eot = 256 + kGpt2Merges;
 static const uint32_t kNoMerge = 0xFFFFFFFFu;       // above any id, so "lowest id" needs no special case
 
+// What token shards say of themselves in word 3 of their header, the one after the count (tokenize writes it,
+// --decode goes by it). Zero, as in llm.c's shards and in our older ones, says nothing and is accepted.
+enum TokenizerId : uint32_t { TOKENIZER_UNKNOWN = 0, TOKENIZER_GPT2 = 1, TOKENIZER_BYTES = 2 };
+
 struct Tokenizer {
+    TokenizerId id;                     //            unknown if the vocabulary came from elsewhere
     std::vector<std::string> bytes;     // (V)        what each id stands for
     uint32_t eot;                       //            goes before every document: 50256; for bytes 0
     uint16_t byte_id[256];              //            the id of each single byte
@@ -316,11 +321,13 @@ static inline const std::string& tokenizer_decode(const Tokenizer* tok, uint32_t
 // Every byte is its own id. No id is left for end of text; byte 0, which text does not hold, takes its place.
 static inline void tokenizer_init_bytes(Tokenizer* tok) {
     *tok = Tokenizer();
+    tok->id = TOKENIZER_BYTES;
     for (int b = 0; b < 256; b++) { tok->bytes.push_back(std::string(1, (char)b)); }
     tokenizer_build(tok, "bytes");
 }
 
 static inline std::string tokenizer_read_file(const char* path, const char* hint) {
+    input_check(path);
     FILE* f = fopen(path, "rb");
     if (!f) { die("cannot open the vocabulary '%s': %s\nhint: %s", path, strerror(errno), hint); }
     std::string data;
@@ -350,10 +357,12 @@ static inline std::string tokenizer_default_path() {
 // U+0101, ...; the ids of the bytes follow the order of those characters. path: nullptr for the committed
 // one.
 static inline void tokenizer_init_bpe(Tokenizer* tok, const char* path) {
-    std::string file = path && path[0] ? path : tokenizer_default_path();
+    bool ours = !path || !path[0];      // of another list of merges nobody can say what its ids mean
+    std::string file = ours ? tokenizer_default_path() : path;
     path = file.c_str();
     std::string data = tokenizer_read_file(path, "it is in the repository: dev/data/gpt2_bpe/vocab.bpe");
     *tok = Tokenizer();
+    tok->id = ours ? TOKENIZER_GPT2 : TOKENIZER_UNKNOWN;
 
     std::vector<int> byte_of_char(0x144, -1);
     for (int pass = 0; pass < 2; pass++) {

@@ -82,5 +82,6 @@ int main(int argc, char** argv) {
     printf("bigram val loss %.6f (nats per token; %zu pairs counted, %zu predicted, s = %g, t = %g)\n",
            loss[best] / (double)val.size(), train.size(), val.size(), kPairSmoothing[best / nt],
            kSingleSmoothing[best % nt]);
+    stdout_check();
     return 0;
 }

@@ -806,7 +806,7 @@ int main(int argc, char** argv) {
     flags_parse(table, 4, argc, argv);
     if (bytes > 0 && !flags_given(table, 4, "count")) { count = INT64_MAX; }
     bool to_file = path[0] != '\0';
-    AtomicFile out = {stdout, "standard output", ""};
+    AtomicFile out = {};
     if (to_file) { out = atomic_open(path); }
     int64_t written = 0;
     for (int64_t n = 0; n < count && (bytes == 0 || written < bytes); n++) {
@@ -814,14 +814,11 @@ int main(int argc, char** argv) {
         if (to_file) {
             atomic_write(&out, text.data(), text.size());
         } else if (fwrite(text.data(), 1, text.size(), stdout) != text.size()) {
-            die("cannot write to standard output: %s", strerror(errno));
+            break;                              // see stdout_check
         }
         written += (int64_t)text.size();
     }
-    if (to_file) {
-        atomic_commit(&out);
-    } else if (fflush(stdout) != 0) {
-        die("cannot write to standard output: %s", strerror(errno));
-    }
+    if (to_file) { atomic_commit(&out); }
+    stdout_check();
     return 0;
 }

@@ -63,6 +63,6 @@ if [ ! -x "$tokenize" ]; then       # make has built it; by hand it is built her
     mkdir -p "$(dirname "$tokenize")"
     "${CXX:-g++}" -std=c++17 -O3 -pthread "$root/dev/data/tokenize.cpp" -o "$tokenize"
 fi
-"$tokenize" "$text" -o "$out/tiny_shakespeare" --separators 0 --all 1 --val-tokens $val_tokens
+"$tokenize" -o "$out/tiny_shakespeare" --separators 0 --all 1 --val-tokens $val_tokens -- "$text"
 bytes=$(wc -c < "$out/tiny_shakespeare_all.bin")
 [ "$bytes" -eq $((1024 + 2 * tokens)) ] || die "$out/tiny_shakespeare_all.bin does not hold $tokens tokens"

@@ -22,6 +22,7 @@ size of the text.
 #include <memory>       // gives: std::unique_ptr
 #include <mutex>        // gives: std::mutex
 #include <string>       // gives: std::string
+#include <system_error> // gives: std::system_error
 #include <thread>       // gives: std::thread
 #include <vector>       // gives: std::vector
 
@@ -34,6 +35,7 @@ static const size_t kSeparatorLength = sizeof(kSeparator) - 1;
 static const size_t kBlock = 1 << 20;               // bytes read at a time: one job
 static const uint32_t kShardMagic = 20240520, kShardVersion = 1;
 static const size_t kShardHeader = 256 * sizeof(uint32_t);
+static const int kShardTokenizerWord = 3;           // of the header: a TokenizerId; llm.c writes 0 there
 
 static double seconds() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -45,6 +47,7 @@ static double seconds() {
 struct ShardWriter {
     std::string stem;           // PREFIX_NAME
     int64_t shard_tokens;       // limit of one file; 0: one file takes all
+    TokenizerId tokenizer;
     AtomicFile file;            // file.f is null between two shards
     int64_t in_file, total;     // tokens
     int files;
@@ -58,10 +61,11 @@ static void shard_close(ShardWriter* w) {
     if (!w->file.f) { return; }
     // modulo 2^32: a file above that is known by its size
     uint32_t header[256] = {kShardMagic, kShardVersion, (uint32_t)w->in_file};
+    header[kShardTokenizerWord] = w->tokenizer;
     if (fseek(w->file.f, 0, SEEK_SET) != 0) { atomic_fail(&w->file, "write"); }
     atomic_write(&w->file, header, sizeof(header));
     atomic_commit(&w->file);
-    printf("%s: %lld tokens\n", w->file.path.c_str(), (long long)w->in_file);
+    printf("%s: %lld tokens\n", shown(w->file.path).c_str(), (long long)w->in_file);
     w->file.f = nullptr;
     w->in_file = 0;
     w->files++;
@@ -91,20 +95,12 @@ struct Outputs {
     bool want_all;
 };
 
-static Outputs outputs;         // global, so that an error can take the unfinished files away
-
-static void outputs_remove_parts() {
-    for (ShardWriter* w : {&outputs.val, &outputs.train, &outputs.all}) {
-        if (w->file.f) { unlink(w->file.temp.c_str()); }
-    }
-}
-
-static void outputs_put(const uint16_t* tokens, size_t n) {
-    if (outputs.want_all) { shard_put(&outputs.all, tokens, n); }
-    size_t val = (size_t)std::min((int64_t)n, outputs.val_left);
-    shard_put(&outputs.val, tokens, val);
-    shard_put(&outputs.train, tokens + val, n - val);
-    outputs.val_left -= (int64_t)val;
+static void outputs_put(Outputs* out, const uint16_t* tokens, size_t n) {
+    if (out->want_all) { shard_put(&out->all, tokens, n); }
+    size_t val = (size_t)std::min((int64_t)n, out->val_left);
+    shard_put(&out->val, tokens, val);
+    shard_put(&out->train, tokens + val, n - val);
+    out->val_left -= (int64_t)val;
 }
 
 // ---- jobs ----
@@ -210,10 +206,16 @@ static void progress_show(Progress* p, bool last) {
 
 // Reads all files, encodes them on the pool's threads, writes the tokens in order.
 static void tokenize_files(const std::vector<std::string>& files, const Tokenizer* tok, int threads,
-                           bool separators, Progress* progress) {
+                           bool separators, Outputs* out, Progress* progress) {
     Pool pool;
     std::vector<std::thread> workers;
-    for (int i = 0; i < threads; i++) { workers.emplace_back(pool_thread, &pool, tok, separators); }
+    for (int i = 0; i < threads; i++) {
+        try {
+            workers.emplace_back(pool_thread, &pool, tok, separators);
+        } catch (const std::system_error& e) {
+            die("cannot start thread %d: %s\nhint: fewer of them take less memory: -j 1", i + 1, e.what());
+        }
+    }
     std::deque<std::unique_ptr<Job>> in_flight;
 
     auto finish_oldest = [&] {
@@ -222,7 +224,7 @@ static void tokenize_files(const std::vector<std::string>& files, const Tokenize
             std::unique_lock<std::mutex> lock(pool.mutex);
             pool.ready.wait(lock, [&] { return job->done; });
         }
-        outputs_put(job->tokens.data(), job->tokens.size());
+        outputs_put(out, job->tokens.data(), job->tokens.size());
         progress->tokens += (int64_t)job->tokens.size();
         in_flight.pop_front();
         progress_show(progress, false);
@@ -245,7 +247,7 @@ static void tokenize_files(const std::vector<std::string>& files, const Tokenize
             size_t old = text.size();
             text.resize(old + kBlock);
             size_t n = fread(&text[old], 1, kBlock, f);
-            if (ferror(f)) { die("cannot read '%s': %s", files[i].c_str(), strerror(errno)); }
+            if (ferror(f)) { die("cannot read '%s': %s", shown(files[i]).c_str(), strerror(errno)); }
             text.resize(old + n);
             progress->read += (int64_t)n;
             end_of_file = n < kBlock;
@@ -268,84 +270,175 @@ static void tokenize_files(const std::vector<std::string>& files, const Tokenize
     progress_show(progress, true);
 }
 
+// ---- the command line ----
+
+static struct {
+    const char *output, *vocab, *decode, *write_vocab;
+    int bytes, separators, all, threads;
+    int64_t val_tokens, shard_tokens;
+} cfg;
+
+static const Flag kFlags[] = {
+    {"o", "output", FLAG_STRING, &cfg.output, "", 0, 0, nullptr,
+     "where to: TEXT_train.bin, TEXT_val.bin"},
+    {"", "val-tokens", FLAG_INT64, &cfg.val_tokens, "0", 0, 1e15, nullptr,
+     "the first N tokens go to TEXT_val.bin"},
+    {"", "shard-tokens", FLAG_INT64, &cfg.shard_tokens, "0", 0, 1e15, nullptr,
+     "a new file every N tokens: TEXT_train_000000.bin and so on; 0: one file"},
+    {"", "all", FLAG_BOOL, &cfg.all, "0", 0, 0, nullptr, "also write everything to TEXT_all.bin"},
+    {"", "separators", FLAG_BOOL, &cfg.separators, "1", 0, 0, nullptr,
+     "a line <|endoftext|> or a new file begins a document, an end-of-text token goes before it; 0: no"},
+    {"", "bytes", FLAG_BOOL, &cfg.bytes, "0", 0, 0, nullptr,
+     "tokens are bytes (V=256, end of text is byte 0); 0: GPT-2's; --decode: as the shard says"},
+    {"", "vocab", FLAG_STRING, &cfg.vocab, "", 0, 0, nullptr,
+     "GPT-2's merges, if not dev/data/gpt2_bpe/vocab.bpe"},
+    {"j", "threads", FLAG_INT, &cfg.threads, "0", 0, 1024, nullptr,
+     "threads that encode; 0: one per core"},
+    {"", "decode", FLAG_STRING, &cfg.decode, "", 0, 0, nullptr,
+     "print this shard as text, do nothing else"},
+    {"", "write-vocab", FLAG_STRING, &cfg.write_vocab, "", 0, 0, nullptr,
+     "write the vocabulary as a gpt2_tokenizer.bin, do nothing else"},
+};
+static const int kNumFlags = sizeof(kFlags) / sizeof(kFlags[0]);
+
+// Reads the flags, returns the files: they may stand before, between and after the flags, of which every one
+// has a value. After -- all is files, so that a name may begin with a dash.
+static std::vector<std::string> command_line(int argc, char** argv) {
+    std::string program = std::string(argv[0]) + " FILE... (- is standard input)";
+    std::vector<char*> flags = {&program[0]};
+    std::vector<std::string> files;
+    for (int i = 1; i < argc; i++) {
+        if (strcmp(argv[i], "--") == 0) {
+            files.insert(files.end(), argv + i + 1, argv + argc);
+            break;
+        }
+        if (argv[i][0] != '-' || strcmp(argv[i], "-") == 0) {
+            files.push_back(argv[i]);
+            continue;
+        }
+        flags.push_back(argv[i]);
+        bool takes_next = !strchr(argv[i], '=') && flags_find(kFlags, kNumFlags, argv[i]);
+        if (takes_next && i + 1 < argc) { flags.push_back(argv[++i]); }
+    }
+    flags_parse(kFlags, kNumFlags, (int)flags.size(), flags.data());
+    return files;
+}
+
+// All now: a missing file is found before hours of work. Returns the bytes to read, 0 if that is not known.
+static int64_t inputs_check(const std::vector<std::string>& files) {
+    int64_t total = 0;
+    for (const std::string& file : files) {
+        if (file == "-") { continue; }
+        struct stat st;
+        if (access(file.c_str(), R_OK) != 0 || stat(file.c_str(), &st) != 0) {
+            die("cannot open '%s': %s", shown(file).c_str(), strerror(errno));
+        }
+        if (!S_ISREG(st.st_mode)) {
+            die("cannot read '%s': it is %s, not a regular file\nhint: %s", shown(file).c_str(),
+                not_regular(st.st_mode), S_ISDIR(st.st_mode) ? "name its files" : "- is standard input");
+        }
+        total += (int64_t)st.st_size;
+    }
+    return std::count(files.begin(), files.end(), "-") ? 0 : total;
+}
+
 // ---- shard back to text ----
 
-static void decode_shard(const Tokenizer* tok, const char* path, bool separators) {
+// The tokenizer of a shard: what --bytes says, else what its header says, else GPT-2's. first: some tokens.
+static void shard_tokenizer(Tokenizer* tok, const std::string& path, uint32_t id,
+                            const std::vector<uint16_t>& first) {
+    if (flags_given(kFlags, kNumFlags, "bytes")) {
+        id = cfg.bytes ? TOKENIZER_BYTES : TOKENIZER_GPT2;
+    } else if (id == TOKENIZER_UNKNOWN && *std::max_element(first.begin(), first.end()) < 256) {
+        fprintf(stderr, "warning: '%s' does not say which tokens it holds, and they look like bytes\n"
+                "hint: --bytes 1 prints them as such\n", shown(path).c_str());
+    }
+    switch (id) {
+        case TOKENIZER_BYTES: tokenizer_init_bytes(tok); return;
+        case TOKENIZER_UNKNOWN: case TOKENIZER_GPT2: tokenizer_init_bpe(tok, cfg.vocab); return;
+    }
+    die("'%s' holds tokens of the tokenizer %u; known are 0 (not said), 1 (GPT-2) and 2 (bytes)",
+        shown(path).c_str(), id);
+}
+
+static void decode_shard(const char* path) {
     FILE* f = fopen_check(path, "rb");
     int64_t size = file_size(path);
     uint32_t header[256];
     fread_check(header, sizeof(uint32_t), 256, f, path);
     if (header[0] != kShardMagic || header[1] != kShardVersion) {
-        die("'%s' is no token shard: it begins %u %u, expected %u %u", path, header[0], header[1],
-            kShardMagic, kShardVersion);
+        die("'%s' is no token shard: it begins %u %u, expected %u %u", shown(path).c_str(), header[0],
+            header[1], kShardMagic, kShardVersion);
     }
     int64_t count = (size - (int64_t)kShardHeader) / 2;
     if (size % 2 != 0 || (uint32_t)count != header[2]) {
-        die("'%s' has %lld bytes, its header announces %u tokens (1024 + 2 bytes for each)", path,
-            (long long)size, header[2]);
+        die("'%s' has %lld bytes, its header announces %u tokens (1024 + 2 bytes for each)",
+            shown(path).c_str(), (long long)size, header[2]);
     }
-    std::vector<uint16_t> tokens(kBlock);
+    Tokenizer tok;
+    std::vector<uint16_t> tokens;
     bool line_start = true;
-    while (count > 0) {
-        size_t n = (size_t)std::min(count, (int64_t)tokens.size());
-        fread_check(tokens.data(), sizeof(uint16_t), n, f, path);
+    for (int64_t done = 0; done < count; done += (int64_t)tokens.size()) {
+        tokens.resize((size_t)std::min(count - done, (int64_t)kBlock));
+        fread_check(tokens.data(), sizeof(uint16_t), tokens.size(), f, path);
+        if (done == 0) { shard_tokenizer(&tok, path, header[kShardTokenizerWord], tokens); }
         std::string text;
-        for (size_t i = 0; i < n; i++) {
-            if (separators && tokens[i] == tok->eot) {
+        for (uint16_t id : tokens) {
+            if (cfg.separators && id == tok.eot) {
                 text += line_start ? "" : "\n";
                 text += std::string(kSeparator) + "\n";
             } else {
-                text += tokenizer_decode(tok, tokens[i]);
+                text += tokenizer_decode(&tok, id);
             }
             line_start = !text.empty() ? text.back() == '\n' : line_start;
         }
-        if (fwrite(text.data(), 1, text.size(), stdout) != text.size()) {
-            die("cannot write: %s", strerror(errno));
-        }
-        count -= (int64_t)n;
+        if (fwrite(text.data(), 1, text.size(), stdout) != text.size()) { break; }     // see stdout_check
     }
     fclose(f);
 }
 
 // ---- main ----
 
-int main(int argc, char** argv) {
-    struct { const char *output, *vocab, *decode, *write_vocab; int bytes, separators, all, threads;
-             int64_t val_tokens, shard_tokens; } cfg;
-    const Flag table[] = {
-        {"o", "output", FLAG_STRING, &cfg.output, "", 0, 0, nullptr,
-         "where to: TEXT_train.bin, TEXT_val.bin"},
-        {"", "val-tokens", FLAG_INT64, &cfg.val_tokens, "0", 0, 1e15, nullptr,
-         "the first N tokens go to TEXT_val.bin"},
-        {"", "shard-tokens", FLAG_INT64, &cfg.shard_tokens, "0", 0, 1e15, nullptr,
-         "a new file every N tokens: TEXT_train_000000.bin and so on; 0: one file"},
-        {"", "all", FLAG_BOOL, &cfg.all, "0", 0, 0, nullptr, "also write everything to TEXT_all.bin"},
-        {"", "separators", FLAG_BOOL, &cfg.separators, "1", 0, 0, nullptr,
-         "a line <|endoftext|> or a new file begins a document, an end-of-text token goes before it; 0: no"},
-        {"", "bytes", FLAG_BOOL, &cfg.bytes, "0", 0, 0, nullptr,
-         "tokens are bytes (V=256, end of text is byte 0); 0: GPT-2's"},
-        {"", "vocab", FLAG_STRING, &cfg.vocab, "", 0, 0, nullptr,
-         "GPT-2's merges, if not dev/data/gpt2_bpe/vocab.bpe"},
-        {"j", "threads", FLAG_INT, &cfg.threads, "0", 0, 1024, nullptr,
-         "threads that encode; 0: one per core"},
-        {"", "decode", FLAG_STRING, &cfg.decode, "", 0, 0, nullptr,
-         "print this shard as text, do nothing else"},
-        {"", "write-vocab", FLAG_STRING, &cfg.write_vocab, "", 0, 0, nullptr,
-         "write the vocabulary as a gpt2_tokenizer.bin, do nothing else"},
-    };
-    const int num_flags = sizeof(table) / sizeof(table[0]);
+static void convert(const std::vector<std::string>& files) {
+    Progress progress = {inputs_check(files), 0, 0, 0, 0, isatty(STDERR_FILENO) == 1};
+    Tokenizer tok;
+    if (cfg.bytes) { tokenizer_init_bytes(&tok); } else { tokenizer_init_bpe(&tok, cfg.vocab); }
+    std::string prefix = cfg.output;
+    size_t slash = prefix.rfind('/');
+    if (slash != std::string::npos) { mkdir_check(prefix.substr(0, slash + 1).c_str()); }
+    ShardWriter none = {"", cfg.shard_tokens, tok.id, {}, 0, 0, 0};
+    Outputs out = {none, none, none, cfg.val_tokens, cfg.all == 1};
+    out.val.stem = prefix + "_val";
+    out.train.stem = prefix + "_train";
+    out.all.stem = prefix + "_all";
+    out.all.shard_tokens = 0;
 
-    // Files come first; the rest is flags.
-    std::vector<std::string> files;
-    int first = 1;
-    for (; first < argc && (argv[first][0] != '-' || strcmp(argv[first], "-") == 0); first++) {
-        files.push_back(argv[first]);
+    int threads = cfg.threads ? cfg.threads : std::max(1, (int)std::thread::hardware_concurrency());
+    progress.start = seconds();
+    tokenize_files(files, &tok, threads, cfg.separators, &out, &progress);
+    if (progress.tokens == 0) {
+        die("there is no text in '%s'%s", shown(files[0]).c_str(), files.size() > 1 ? " and the others" : "");
     }
-    std::string program = std::string(argv[0]) + " FILE... (- is standard input)";
-    std::vector<char*> args = {&program[0]};
-    args.insert(args.end(), argv + first, argv + argc);
-    flags_parse(table, num_flags, (int)args.size(), args.data());
+    if (out.train.total == 0) {
+        die("the text has %lld tokens, --val-tokens %lld leaves none to train on\nhint: ask for fewer",
+            (long long)progress.tokens, (long long)cfg.val_tokens);
+    }
+    for (ShardWriter* w : {&out.val, &out.train, &out.all}) { shard_close(w); }
+    double took = seconds() - progress.start;
+    double mb = (double)progress.read * 1e-6;
+    printf("%.1f MB, %lld tokens in %.2f s: %.1f MB/s with %d thread%s\n", mb, (long long)progress.tokens,
+           took, mb / took, threads, threads == 1 ? "" : "s");
+    for (const ShardWriter* w : {&out.val, &out.train}) {
+        std::string next = shard_path(*w, w->files);
+        if (cfg.shard_tokens && file_size(next.c_str()) >= 0) {
+            fprintf(stderr, "warning: '%s' is left from an earlier run; remove it before you train on %s_*\n",
+                    shown(next).c_str(), shown(w->stem).c_str());
+        }
+    }
+}
 
+int main(int argc, char** argv) {
+    std::vector<std::string> files = command_line(argc, argv);
     bool converts = !cfg.decode[0] && !cfg.write_vocab[0];
     if (converts && files.empty()) {
         die("no text to read\nhint: %s text.txt -o data/text; - is standard input; --help lists the flags",
@@ -353,62 +446,15 @@ int main(int argc, char** argv) {
     }
     if (converts && !cfg.output[0]) { die("no -o\nhint: -o data/text writes data/text_train.bin"); }
     if (!converts && !files.empty()) {
-        die("'%s' is left over: --decode and --write-vocab read no text", files[0].c_str());
+        die("'%s' is left over: --decode and --write-vocab read no text", shown(files[0]).c_str());
     }
-    Progress progress = {0, 0, 0, 0, 0, isatty(STDERR_FILENO) == 1};
-    for (const std::string& file : files) {         // all now: a missing one is found before hours of work
-        if (file == "-") { continue; }
-        struct stat st;
-        if (access(file.c_str(), R_OK) != 0 || stat(file.c_str(), &st) != 0) {
-            die("cannot open '%s': %s", file.c_str(), strerror(errno));
-        }
-        if (S_ISDIR(st.st_mode)) {
-            die("'%s' is a folder\nhint: name its files, %s/*", file.c_str(), file.c_str());
-        }
-        progress.total += (int64_t)st.st_size;
+    if (cfg.decode[0]) { decode_shard(cfg.decode); }
+    if (cfg.write_vocab[0]) {
+        Tokenizer tok;
+        if (cfg.bytes) { tokenizer_init_bytes(&tok); } else { tokenizer_init_bpe(&tok, cfg.vocab); }
+        tokenizer_write(&tok, cfg.write_vocab);
     }
-    if (std::count(files.begin(), files.end(), "-")) { progress.total = 0; }
-
-    Tokenizer tok;
-    if (cfg.bytes) { tokenizer_init_bytes(&tok); } else { tokenizer_init_bpe(&tok, cfg.vocab); }
-    if (cfg.write_vocab[0]) { tokenizer_write(&tok, cfg.write_vocab); }
-    if (cfg.decode[0]) { decode_shard(&tok, cfg.decode, cfg.separators); }
-    if (!converts) { return 0; }
-
-    std::string prefix = cfg.output;
-    size_t slash = prefix.rfind('/');
-    if (slash != std::string::npos) { mkdir_check(prefix.substr(0, slash + 1).c_str()); }
-    ShardWriter none = {"", cfg.shard_tokens, {}, 0, 0, 0};
-    outputs = {none, none, none, cfg.val_tokens, cfg.all == 1};
-    outputs.val.stem = prefix + "_val";
-    outputs.train.stem = prefix + "_train";
-    outputs.all.stem = prefix + "_all";
-    outputs.all.shard_tokens = 0;
-    die_hook = outputs_remove_parts;
-
-    int threads = cfg.threads ? cfg.threads : std::max(1, (int)std::thread::hardware_concurrency());
-    progress.start = seconds();
-    tokenize_files(files, &tok, threads, cfg.separators, &progress);
-    if (progress.tokens == 0) {
-        die("there is no text in '%s'%s", files[0].c_str(), files.size() > 1 ? " and the others" : "");
-    }
-    if (outputs.train.total == 0) {
-        die("the text has %lld tokens, --val-tokens %lld leaves none to train on\nhint: ask for fewer",
-            (long long)progress.tokens, (long long)cfg.val_tokens);
-    }
-    shard_close(&outputs.val);
-    shard_close(&outputs.train);
-    shard_close(&outputs.all);
-    double took = seconds() - progress.start;
-    double mb = (double)progress.read * 1e-6;
-    printf("%.1f MB, %lld tokens in %.2f s: %.1f MB/s with %d thread%s\n", mb, (long long)progress.tokens,
-           took, mb / took, threads, threads == 1 ? "" : "s");
-    for (const ShardWriter* w : {&outputs.val, &outputs.train}) {
-        std::string next = shard_path(*w, w->files);
-        if (cfg.shard_tokens && file_size(next.c_str()) >= 0) {
-            fprintf(stderr, "warning: '%s' is left from an earlier run; remove it before you train on %s_*\n",
-                    next.c_str(), w->stem.c_str());
-        }
-    }
+    if (converts) { convert(files); }
+    stdout_check();
     return 0;
 }

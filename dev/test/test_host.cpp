@@ -5,9 +5,12 @@ comes from fixed seeds, so a result never changes from run to run.
     make build/test_host && build/test_host
 */
 #include <float.h>                      // gives: FLT_MAX
+#include <glob.h>                       // gives: glob
 #include <math.h>                       // gives: fabs, sqrt, INFINITY, NAN
+#include <sys/resource.h>               // gives: setrlimit
 
 #include <set>                          // gives: std::set
+#include <thread>                       // gives: std::thread
 
 #include "../../llmc/check.h"           // gives: what is tested, here and in the next six lines
 #include "../../llmc/flags.h"
@@ -31,36 +34,142 @@ static std::string read_text(const std::string& path) {
 
 static bool near(double a, double b, double tolerance) { return fabs(a - b) <= tolerance; }   // false for NaN
 
-// ---- check.h: files that appear whole or not at all ----
+// ---- check.h: errors, and files that appear whole or not at all ----
 
-static void test_check() {
+static std::string file_named(const std::string& name) { return folder + "/" + name; }
+
+// The unfinished files of that name, as a shell lists them.
+static std::vector<std::string> parts(const std::string& path) {
+    glob_t found;
+    std::vector<std::string> names;
+    if (glob((path + "*.part").c_str(), 0, nullptr, &found) == 0) {
+        names.assign(found.gl_pathv, found.gl_pathv + found.gl_pathc);
+        globfree(&found);
+    }
+    return names;
+}
+
+static void write_atomic(const std::string& path, const std::string& text) {
+    AtomicFile a = atomic_open(path);
+    atomic_write(&a, text.data(), text.size());
+    atomic_commit(&a);
+}
+
+// An operation that would wait for ever ends with SIGALRM, which is not the exit code 1 of check_dies.
+static void check_dies_soon(const std::string& what, const std::function<void()>& f,
+                            const std::vector<std::string>& words) {
+    check_dies(what, [&] { alarm(30); f(); }, words);
+}
+
+static int refuse(int error) { errno = error; return -1; }
+
+static void test_check_disk() {
     TEST("check: atomic files") {
-        std::string path = folder + "/model.bin", part = path + ".part";
-        auto write = [&](const std::string& text) {
-            AtomicFile a = atomic_open(path);
-            atomic_write(&a, text.data(), text.size());
-            atomic_commit(&a);
-        };
-        write("old");
+        std::string path = file_named("model.bin");
+        write_atomic(path, "old");
         CHECK(read_text(path) == "old", "the file holds '%s'", read_text(path).c_str());
-        CHECK(file_size(part.c_str()) == -1, "the temporary file is still there");
-
-        // the temporary name leads to a full disk: found at once for much text, only by the flush for little
-        for (size_t bytes : {3, 1000000}) {
-            CHECK(symlink("/dev/full", part.c_str()) == 0, "cannot make the symbolic link");
-            check_dies("full disk", [&] { write(std::string(bytes, 'x')); }, {path, "No space", "hint:"});
-            CHECK(read_text(path) == "old", "a full disk changed the file");
+        struct stat st;
+        CHECK(stat(path.c_str(), &st) == 0 && (st.st_mode & 0600) == 0600, "nobody may read the file");
+        check_dies("a limit on size", [&] {         // a write in the middle fails, not the last one
+            struct rlimit limit = {4096, 4096};
+            signal(SIGXFSZ, SIG_IGN);
+            setrlimit(RLIMIT_FSIZE, &limit);
+            write_atomic(path, std::string(1000000, 'x'));
+        }, {"cannot write", path, "too large", "hint:"});
+        // what only the last flush, the sync or the rename finds out
+        struct { const char* name; std::function<void()> fail; const char* words; } refusals[] = {
+            {"flush", [] { file_layer.fflush = [](FILE*) { return refuse(ENOSPC); }; }, "No space"},
+            {"sync", [] { file_layer.fsync = [](int) { return refuse(EIO); }; }, "Input/output error"},
+            {"rename", [] { file_layer.rename = [](const char*, const char*) { return refuse(EROFS); }; },
+             "Read-only"},
+        };
+        for (auto& r : refusals) {
+            check_dies(r.name, [&] { r.fail(); write_atomic(path, "new"); }, {path, r.words, "hint:"});
+            CHECK(read_text(path) == "old", "a %s that failed changed the file", r.name);
+            CHECK(parts(path).empty(), "a %s that failed left %s", r.name, parts(path)[0].c_str());
         }
-        Child killed = run_child([&] {
-            AtomicFile a = atomic_open(path);
-            atomic_write(&a, "half", 4);
-            fflush(a.f);
-            _exit(7);
-        });
-        CHECK(killed.code == 7 && read_text(path) == "old", "a kill changed the file");
-        write("new");
-        CHECK(read_text(path) == "new", "what the kill had left stopped the next write");
+        auto fail_folder = [](int error) {          // of a folder's sync
+            static int folder_error;
+            folder_error = error;
+            file_layer.fsync = [](int fd) {
+                struct stat now;
+                return fstat(fd, &now) == 0 && S_ISDIR(now.st_mode) ? refuse(folder_error) : 0;
+            };
+        };
+        check_dies("folder's sync", [&] { fail_folder(EIO); write_atomic(path, "2"); }, {path, "folder"});
+        CHECK(read_text(path) == "2", "the file is not there though only its folder's sync failed");
+        Child odd = run_child([&] { fail_folder(EINVAL); write_atomic(path, "3"); });
+        CHECK(odd.code == 0, "a file system that cannot sync folders stopped a write: %s", odd.err.c_str());
         check_dies("folder missing", [] { atomic_open(folder + "/none/x"); }, {"none/x", "No such file"});
+    }
+    TEST("check: kills, signals, several writers") {
+        std::string path = file_named("killed.bin");
+        write_atomic(path, "old");
+        auto half_then = [&](const std::function<void()>& end) {
+            return run_child([&] {
+                AtomicFile a = atomic_open(path);
+                atomic_write(&a, "half", 4);
+                fflush(a.f);
+                end();
+            });
+        };
+        Child killed = half_then([] { raise(SIGKILL); });
+        CHECK(killed.code == -SIGKILL && read_text(path) == "old", "a kill changed the file");
+        CHECK(parts(path).size() == 1, "%zu unfinished files after a kill", parts(path).size());
+        write_atomic(file_named("killed"), "another file");
+        CHECK(parts(path).size() == 1, "writing 'killed' removed what belongs to 'killed.bin'");
+        AtomicFile mine = atomic_open(path);        // removes what the kill has left,
+        CHECK(parts(path).size() == 1 && parts(path)[0] == mine.temp, "the kill's file is still there");
+        AtomicFile other = atomic_open(path);       // but nothing that is being written,
+        CHECK(mine.temp != other.temp && parts(path).size() == 2, "two writers share %s", mine.temp.c_str());
+        Child third = half_then([] {});             // nor what another process writes
+        CHECK(third.code == 0 && parts(path).size() == 3, "%zu writers", parts(path).size());
+        atomic_write(&mine, "mine", 4);
+        atomic_write(&other, "the other's", 11);
+        atomic_commit(&mine);
+        CHECK(read_text(path) == "mine", "the first writer left '%s'", read_text(path).c_str());
+        atomic_commit(&other);
+        CHECK(read_text(path) == "the other's", "the second writer left '%s'", read_text(path).c_str());
+        write_atomic(path, "old");
+        for (int number : {SIGINT, SIGTERM, SIGHUP}) {
+            Child ended = half_then([=] { raise(number); });
+            CHECK(ended.code == -number, "signal %d ended the program with %d", number, ended.code);
+            CHECK(parts(path).empty(), "signal %d left %s", number, parts(path)[0].c_str());
+        }
+        Child kept = run_child([&] {                // the program's own way with a signal stays its way
+            signal(SIGTERM, [](int) { _exit(42); });
+            signal(SIGHUP, SIG_IGN);
+            AtomicFile a = atomic_open(path);
+            raise(SIGHUP);
+            raise(SIGTERM);
+        });
+        CHECK(kept.code == 42, "atomic_open took the signals of the program: it ended with %d", kept.code);
+        write_atomic(path, "new");
+        CHECK(read_text(path) == "new" && parts(path).empty(), "'%s' and %zu unfinished files",
+              read_text(path).c_str(), parts(path).size());
+    }
+}
+
+static void test_check_paths() {
+    TEST("check: what is no regular file") {
+        std::string pipe = file_named("pipe"), link = file_named("link"), target = file_named("target");
+        CHECK(mkfifo(pipe.c_str(), 0600) == 0, "cannot make a pipe");
+        CHECK(symlink(target.c_str(), link.c_str()) == 0, "cannot make a link");
+        write_atomic(target, "precious");
+        struct { std::string path; const char* what; } odd[] = {
+            {pipe, "a pipe"}, {link, "a symbolic link"}, {"/dev/null", "a device"}, {folder, "a folder"}};
+        for (auto& o : odd) {
+            check_dies_soon("atomic " + o.path, [&] { atomic_open(o.path); }, {o.path, o.what, "regular"});
+            check_dies_soon("w " + o.path, [&] { fopen_check(o.path.c_str(), "w"); }, {o.path, o.what});
+            if (o.path == link) { continue; }       // may be read through
+            check_dies_soon("r " + o.path, [&] { fopen_check(o.path.c_str(), "rb"); }, {o.path, o.what});
+        }
+        CHECK(read_text(link) == "precious", "'%s' through the link", read_text(link).c_str());
+        // a link under the name that the unfinished file once had
+        CHECK(symlink(target.c_str(), file_named("new.bin.part").c_str()) == 0, "cannot make the link");
+        write_atomic(file_named("new.bin"), "new");
+        CHECK(read_text(target) == "precious", "a link led to '%s'", read_text(target).c_str());
+        CHECK(unlink(file_named("new.bin.part").c_str()) == 0, "somebody else's link is gone");
     }
     TEST("check: folders and short files") {
         mkdir_check((folder + "/a/b/c").c_str());
@@ -77,6 +186,51 @@ static void test_check() {
             fread_check(header, 4, 256, fopen_check(path.c_str(), "rb"), path.c_str());
         }, {"model.bin", "truncated", "1024"});
     }
+    TEST("check: control characters") {
+        struct { const char *text, *shown; } cases[] = {
+            {"runs/a b.bin", "runs/a b.bin"}, {"\x1b[31mred", "\\x1b[31mred"},
+            {"a\nb\tc\rd", "a\\nb\\x09c\\x0dd"}, {"\x7f", "\\x7f"}, {"", ""},
+            {"Übung/日本語", "Übung/日本語"}, {"\xC2\x9B" "31m", "\\u009b31m"},
+        };
+        for (auto& c : cases) { CHECK(shown(c.text) == c.shown, "%s", shown(c.text).c_str()); }
+        std::string evil = file_named("x\nerror: \x1b[2Jforged");
+        std::vector<std::function<void()>> errors = {
+            [&] { fopen_check(evil.c_str(), "rb"); }, [&] { atomic_open(evil + "/y"); },
+            [&] { write_atomic(evil, ""); mkdir_check((evil + "/y").c_str()); },
+            [&] { die("'%s' is wrong\nhint: choose another than '%s'", evil.c_str(), evil.c_str()); },
+        };
+        for (size_t i = 0; i < errors.size(); i++) {
+            Child c = run_child(errors[i]);
+            long lines = std::count(c.err.begin(), c.err.end(), '\n');
+            CHECK(c.code == 1 && lines == (i == 3 ? 2 : 1) && c.err.find('\x1b') == std::string::npos,
+                  "error %zu, exit code %d: %s", i, c.code, json_quote(c.err).c_str());
+            CHECK(c.err.find("x\\nerror: \\x1b[2Jforged") != std::string::npos, "%s", c.err.c_str());
+        }
+    }
+}
+
+static void test_check() {
+    TEST("check: errors") {
+        check_dies("no memory left", [] { std::get_new_handler()(); }, {"out of memory", "hint:"});
+        Child many = run_child([] {
+            std::vector<std::thread> threads;
+            for (int i = 0; i < 8; i++) { threads.emplace_back([] { die("one sentence"); }); }
+            for (std::thread& t : threads) { t.join(); }
+        });
+        CHECK(many.code == 1 && many.err == "error: one sentence\n", "%d: %s", many.code, many.err.c_str());
+        auto print = [](const char* to, size_t bytes) {
+            if (!freopen(to, "w", stdout)) { _exit(99); }
+            printf("%s", std::string(bytes, 'x').c_str());
+            stdout_check();
+        };
+        for (size_t bytes : {3, 1000000}) {         // seen by the last flush only, or long before
+            check_dies("stdout to a full disk", [&] { print("/dev/full", bytes); }, {"standard output"});
+        }
+        Child well = run_child([&] { print("/dev/null", 3); });
+        CHECK(well.code == 0 && well.err.empty(), "%d: %s", well.code, well.err.c_str());
+    }
+    test_check_disk();
+    test_check_paths();
 }
 
 // ---- json.h ----
@@ -631,23 +785,29 @@ static void test_logger() {
               text.c_str());
     }
     TEST("logger: what cannot be written") {
-        Logger off;
-        logger_init(&off, "");
-        logger_run(&off, flags, num_flags, {});
-        logger_train(&off, {0, 1, 1, 1, 1, 1, 1});
-        logger_free(&off);
-        CHECK(true, "\"\" logs nowhere");
+        std::string empty = folder + "/empty";          // "" logs nowhere: not in the current folder either
+        mkdir_check(empty.c_str());
+        Child off = run_child([&] {
+            if (chdir(empty.c_str()) != 0) { _exit(99); }
+            Logger log;
+            logger_init(&log, "");
+            logger_run(&log, flags, num_flags, {});
+            logger_train(&log, {0, 1, 1, 1, 1, 1, 1});
+            logger_free(&log);
+        });
+        CHECK(off.code == 0 && rmdir(empty.c_str()) == 0, "%d, %s", off.code, strerror(errno));
         check_dies("a file in the way", [] {
             Logger log;
             logger_init(&log, (folder + "/model.bin/run").c_str());
         }, {"model.bin/run"});
-        for (const char* name : {"main.log", "metrics.jsonl", "run.json.part"}) {
-            std::string run = folder + "/full_" + name;
-            mkdir_check(run.c_str());
-            CHECK(symlink("/dev/full", (run + "/" + name).c_str()) == 0, "cannot make the symbolic link");
+        for (const char* name : {"main.log", "metrics.jsonl", "run.json"}) {
+            std::string run = folder + "/full_" + name, word = name;
             check_dies(name, [&] {
                 Logger log;
                 logger_init(&log, run.c_str());
+                FILE** f = word == "main.log" ? &log.main_log : &log.metrics;
+                if (word == "run.json") { file_layer.fsync = [](int) { return refuse(ENOSPC); }; }
+                else if (!freopen("/dev/full", "w", *f)) { _exit(99); }
                 logger_run(&log, flags, num_flags, {});
                 logger_train(&log, {0, 1, 1, 1, 1, 1, 1});
             }, {"cannot write", run, "No space left", "hint:"});

@@ -8,6 +8,10 @@ The expected ids come from tiktoken: the fixture dev/test/fixtures/tokenizer.{tx
 `dev/test/compare_tiktoken.py --write-fixture` (tiktoken 0.14.0), the short ones below were read off it as
 well.
 */
+#include <glob.h>       // gives: glob
+#include <signal.h>     // gives: kill
+#include <sys/resource.h>   // gives: setrlimit
+
 #include <chrono>       // gives: steady_clock
 
 #include "../../llmc/rand.h"        // gives: rand_u32
@@ -327,19 +331,68 @@ static std::function<void()> with_args(const std::vector<std::string>& args, con
     };
 }
 
+// The program in another process that waits for the rest of its standard input.
+struct Running { pid_t pid; int input; };
+
+static Running start_tool(const std::vector<std::string>& args) {
+    int ends[2];
+    if (pipe2(ends, O_CLOEXEC) != 0) { die("cannot make a pipe: %s", strerror(errno)); }
+    fflush(stdout);
+    Running r = {fork(), ends[1]};
+    if (r.pid == 0) {
+        dup2(ends[0], STDIN_FILENO);
+        if (!freopen("/dev/null", "w", stdout)) { _exit(99); }
+        std::vector<char*> argv = {&tool[0]};
+        for (const std::string& a : args) { argv.push_back(const_cast<char*>(a.c_str())); }
+        argv.push_back(nullptr);
+        execv(tool.c_str(), argv.data());
+        _exit(98);
+    }
+    close(ends[0]);
+    return r;
+}
+
+static int end_tool(const Running& r) {         // its exit code, or -signal
+    close(r.input);
+    int status = 0;
+    waitpid(r.pid, &status, 0);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+}
+
+static size_t count_files(const std::string& pattern) {
+    glob_t found;
+    if (glob(pattern.c_str(), 0, nullptr, &found) != 0) { return 0; }
+    size_t n = found.gl_pathc;
+    globfree(&found);
+    return n;
+}
+
+// Writes text to the program and waits until it holds so many unfinished files.
+static void feed_tool(const Running& r, const std::string& text, const std::string& parts, size_t wanted) {
+    for (size_t done = 0; done < text.size();) {
+        ssize_t n = write(r.input, text.data() + done, text.size() - done);
+        if (n <= 0) { die("cannot write to the program: %s", strerror(errno)); }
+        done += (size_t)n;
+    }
+    for (int i = 0; i < 6000 && count_files(parts) != wanted; i++) { usleep(10000); }
+    CHECK(count_files(parts) == wanted, "%zu unfinished files, expected %zu", count_files(parts), wanted);
+}
+
 static void tool_runs(const std::vector<std::string>& args, const std::string& input = "") {
     Child c = run_child(with_args(args, input));
     CHECK(c.code == 0 && c.err.empty(), "exit code %d: %s", c.code, c.err.c_str());
 }
 
 // The tokens of a shard; checks its header and its size.
-static Ids shard(const std::string& path) {
+static Ids shard(const std::string& path, uint32_t tokenizer = TOKENIZER_GPT2) {
     std::string data = file_text(path);
-    uint32_t header[3] = {0, 0, 0};
+    uint32_t header[256] = {0};
     if (data.size() >= 1024) { memcpy(header, data.data(), sizeof(header)); }
     size_t n = data.size() >= 1024 ? (data.size() - 1024) / 2 : 0;
     CHECK(header[0] == 20240520 && header[1] == 1 && header[2] == n && data.size() == 1024 + 2 * n,
           "%s: %zu bytes, header %u %u %u", path.c_str(), data.size(), header[0], header[1], header[2]);
+    CHECK(header[3] == tokenizer, "%s: tokenizer %u, expected %u", path.c_str(), header[3], tokenizer);
+    CHECK(std::count(header + 4, header + 256, 0u) == 252, "%s: the rest is not zero", path.c_str());
     Ids ids(n);
     for (size_t i = 0; i < n; i++) {
         uint16_t id;
@@ -371,7 +424,7 @@ static void test_tool_documents() {
     CHECK(shard(temp + "/plain_train.bin") == encode(first), "--separators 0 is not the plain text");
 
     tool_runs({"-", "-o", temp + "/byte", "--bytes", "1"}, "hi\n<|endoftext|>\n\xFF");
-    got = shard(temp + "/byte_train.bin");
+    got = shard(temp + "/byte_train.bin", TOKENIZER_BYTES);
     CHECK(got == (Ids{0, 'h', 'i', '\n', 0, 0xFF}), "bytes: %s", show(got).c_str());
 
     // a word that goes over the end of a file is one word without separators
@@ -432,16 +485,143 @@ static void test_tool_errors() {
     check_dies("unknown flag", with_args({temp + "/1.txt", "-o", o, "--vall-tokens", "3"}), {"--val-tokens"});
     check_dies("bad number", with_args({temp + "/1.txt", "-o", o, "--val-tokens", "4x"}), {"4x"});
     check_dies("all val", with_args({temp + "/1.txt", "-o", o, "--val-tokens", "100"}), {"--val-tokens 100"});
-    check_dies("file after flags", with_args({"-o", o, temp + "/1.txt"}), {"unexpected"});
+    check_dies("no value", with_args({temp + "/1.txt", "-o", "--bytes", "1"}), {"-o", "needs a value"});
+    check_dies("a dash", with_args({temp + "/1.txt", "-o", o, "--", "-n"}), {"'-n'"});
     check_dies("unwritable", with_args({temp + "/1.txt", "-o", "/proc/nowhere/x"}), {"/proc/nowhere"});
     check_dies("no vocabulary", with_args({temp + "/1.txt", "-o", o, "--vocab", "none.bpe"}), {"none.bpe"});
     check_dies("decode junk", with_args({"--decode", temp + "/junk.bin"}), {"truncated"});
     check_dies("decode and text", with_args({temp + "/1.txt", "--decode", temp + "/junk.bin"}), {"1.txt"});
-    for (const char* name : {"_train.bin", "_val.bin", "_train.bin.part", "_val.bin.part"}) {
-        CHECK(file_size((o + name).c_str()) < 0, "an error left err%s behind", name);
-    }
+    CHECK(count_files(o + "*") == 0, "an error left %zu files behind", count_files(o + "*"));
     Child e = run_child(with_args({"--help"}));
     CHECK(e.code == 0 && e.out.find("--shard-tokens") != std::string::npos, "--help: %s", e.out.c_str());
+}
+
+static void test_tool_decode() {
+    const std::string text = "<|endoftext|>\nhi\n<|endoftext|>\n\xFF" "b\n", path = temp + "/d_train.bin";
+    std::string old = temp + "/old.bin";
+    struct { const char* bytes; uint32_t id; } kinds[] = {{"0", TOKENIZER_GPT2}, {"1", TOKENIZER_BYTES}};
+    for (auto& kind : kinds) {
+        tool_runs({"-", "-o", temp + "/d", "--bytes", kind.bytes}, text);
+        shard(path, kind.id);
+        Child e = run_child(with_args({"--decode", path}));
+        CHECK(e.code == 0 && e.out == text && e.err.empty(), "%d: %s%s", e.code, e.out.c_str(),
+              e.err.c_str());
+        // shards from before there was a tokenizer in the header: GPT-2's unless the flag says bytes
+        std::string data = file_text(path);
+        memset(&data[12], 0, 4);
+        file_write(old, data);
+        e = run_child(with_args({"--decode", old, "--bytes", kind.bytes}));
+        CHECK(e.code == 0 && e.out == text && e.err.empty(), "%d: %s%s", e.code, e.out.c_str(),
+              e.err.c_str());
+        bool bytes = kind.id == TOKENIZER_BYTES;
+        e = run_child(with_args({"--decode", old}));
+        CHECK((e.out == text) == !bytes, "decoded: %s", e.out.c_str());
+        CHECK((e.err.find("--bytes 1") != std::string::npos) == bytes, "stderr: %s", e.err.c_str());
+        data[12] = 3;
+        file_write(old, data);
+        check_dies("a tokenizer of the future", with_args({"--decode", old}), {"old.bin", "tokenizer 3"});
+    }
+    // a list of merges from elsewhere: nobody knows what its ids mean
+    std::string list = temp + "/other.bpe";
+    file_write(list, file_text(tokenizer_default_path()));
+    tool_runs({"-", "-o", temp + "/d", "--vocab", list}, text);
+    shard(path, TOKENIZER_UNKNOWN);
+}
+
+static void test_tool_command_line() {
+    file_write(temp + "/1.txt", "one ");
+    file_write(temp + "/2.txt", "two");
+    Ids want = encode("one two");
+    std::string one = temp + "/1.txt", two = temp + "/2.txt", o = temp + "/line";
+    std::vector<std::vector<std::string>> lines = {
+        {one, two, "--separators", "0", "-o", o}, {"--separators", "0", "-o", o, one, two},
+        {"-o", o, one, "--separators=0", two}, {"-o", o, "--separators", "0", "--", one, two}};
+    for (const std::vector<std::string>& line : lines) {
+        unlink((o + "_train.bin").c_str());
+        tool_runs(line);
+        CHECK(shard(o + "_train.bin") == want, "'%s %s %s ...' gives other tokens", line[0].c_str(),
+              line[1].c_str(), line[2].c_str());
+    }
+}
+
+static void test_tool_odd_files() {
+    std::string o = temp + "/odd", pipe = temp + "/pipe", text = temp + "/1.txt";
+    file_write(text, "some text\n");
+    CHECK(mkfifo(pipe.c_str(), 0600) == 0, "cannot make a pipe");
+    auto dies_soon = [](const char* what, const std::vector<std::string>& args, const char* words) {
+        check_dies(what, [&] { alarm(60); with_args(args)(); }, {words, "pipe"});
+    };
+    dies_soon("a pipe to read", {pipe, "-o", o}, "standard input");
+    dies_soon("a pipe to decode", {"--decode", pipe}, "regular file");
+    dies_soon("a pipe of merges", {text, "-o", o, "--vocab", pipe}, "regular file");
+    CHECK(rename(pipe.c_str(), (o + "_train.bin").c_str()) == 0, "cannot rename the pipe");
+    pipe = o + "_train.bin";
+    dies_soon("a pipe to write", {text, "-o", o}, "regular file");
+    unlink(pipe.c_str());
+    CHECK(symlink(text.c_str(), pipe.c_str()) == 0, "cannot make a link");
+    check_dies("a link to write", with_args({text, "-o", o}), {"symbolic link"});
+    unlink(pipe.c_str());
+    check_dies("control characters", with_args({"\x1b[2J\nx", "-o", o}), {"\\x1b[2J\\nx"});
+
+    tool_runs({text, "-o", o});
+    auto full = [&](const std::vector<std::string>& args) {
+        return [=] {
+            if (!freopen("/dev/full", "w", stdout)) { _exit(99); }
+            with_args(args)();
+        };
+    };
+    check_dies("decode to a full disk", full({"--decode", o + "_train.bin"}), {"output", "No space"});
+    file_write(text, std::string(3 << 20, 'x'));        // found by a write, not only by the last flush
+    tool_runs({text, "-o", o});
+    check_dies("much to a full disk", full({"--decode", o + "_train.bin"}), {"standard output"});
+    check_dies("a report to a full disk", full({text, "-o", o}), {"standard output", "No space"});
+}
+
+static void test_tool_processes() {
+    std::string o = temp + "/two", result = o + "_train.bin", parts = o + "*.part";
+    std::string a, b;                           // enough blocks for the first to be written
+    for (int line = 0; line < 120000; line++) { a += format("%9d", line) + std::string(90, '.') + "\n"; }
+    b = a + a;
+    std::vector<std::string> args = {"-", "-o", o, "--separators", "0", "-j", "1", "--bytes", "1"};
+    Running first = start_tool(args), second = start_tool(args);
+    feed_tool(first, a + "x", parts, 1);
+    feed_tool(second, b + "y", parts, 2);
+    CHECK(end_tool(first) == 0, "the first of two writers failed");
+    Ids ids = shard(result, TOKENIZER_BYTES);
+    CHECK(ids.size() == a.size() + 1 && ids.back() == 'x', "the first writer's shard is not its text");
+    CHECK(end_tool(second) == 0, "the second of two writers failed");
+    ids = shard(result, TOKENIZER_BYTES);
+    CHECK(ids.size() == b.size() + 1 && ids.back() == 'y', "the second writer's shard is not its text");
+
+    for (int number : {SIGTERM, SIGINT}) {
+        Running r = start_tool(args);
+        feed_tool(r, a + "x", parts, 1);
+        kill(r.pid, number);
+        CHECK(end_tool(r) == -number, "signal %d did not end the program", number);
+        CHECK(count_files(parts) == 0, "signal %d left an unfinished file", number);
+    }
+    CHECK(shard(result, TOKENIZER_BYTES) == ids, "a signal changed the shard");
+}
+
+// Whatever the limit, the program ends well or with one sentence.
+static void test_tool_memory() {
+    std::string o = temp + "/mem";
+    file_write(temp + "/1.txt", std::string(4 << 20, 'x'));
+    int well = 0, out_of_memory = 0;
+    for (rlim_t mb = 8; mb < 2000; mb += 1 + mb / 6) {
+        Child c = run_child([&] {
+            struct rlimit limit = {mb << 20, mb << 20};
+            setrlimit(RLIMIT_AS, &limit);
+            with_args({temp + "/1.txt", "-o", o, "-j", "2"})();
+        });
+        bool loaded = c.code != 127 && c.code != 98;        // below that, not even the libraries fit
+        bool one_sentence = c.err.find("error: ") == 0 && std::count(c.err.begin(), c.err.end(), '\n') <= 3;
+        CHECK(!loaded || c.code == 0 || (c.code == 1 && one_sentence), "%d MB: exit code %d: %s", (int)mb,
+              c.code, c.err.c_str());
+        well += c.code == 0;
+        out_of_memory += c.err.find("out of memory") != std::string::npos;
+    }
+    CHECK(well > 0 && out_of_memory > 0, "%d runs ended well, %d without memory", well, out_of_memory);
 }
 
 int main(int argc, char** argv) {
@@ -464,11 +644,16 @@ int main(int argc, char** argv) {
 
     tool = argc >= 2 ? argv[1] : "build/tokenize";
     if (access(tool.c_str(), X_OK) != 0) {
-        SKIP(3, "%s is not built", tool.c_str());
+        SKIP(8, "%s is not built", tool.c_str());
     } else {
         TEST("tokenize: documents") { test_tool_documents(); }
         TEST("tokenize: shards and threads") { test_tool_shards(); }
         TEST("tokenize: errors") { test_tool_errors(); }
+        TEST("tokenize: shards back to text") { test_tool_decode(); }
+        TEST("tokenize: order of the command line") { test_tool_command_line(); }
+        TEST("tokenize: pipes, links, full disks") { test_tool_odd_files(); }
+        TEST("tokenize: several writers, signals") { test_tool_processes(); }
+        TEST("tokenize: no memory left") { test_tool_memory(); }
     }
     if (system(("rm -rf " + temp).c_str()) != 0) { printf("left behind: %s\n", temp.c_str()); }
     return test_summary();
