@@ -4,11 +4,14 @@ Token shards -> batches, read one batch ahead by a thread of its own. Host only.
 A shard is 256 int32 {20240520, 1, ntokens, 0...}, then uint16 tokens; the data set is every shard that
 matches a glob pattern. Shard s holds floor((ntokens_s - 1) / T) windows: window w is tokens [w*T, w*T + T],
 the first T are a row of inputs, the last T its targets. A sample is one window. Samples are numbered g = 0,
-1, 2, ... for ever: epoch g / samples_per_epoch, then that epoch's order; the window of g is a pure function
-of (seed, g). Row b of the batch at position p on rank r is sample p + r*B + b, and the next position is p +
-world*B. Hence every sample of an epoch is seen once, by one rank, in the same global order for any B and
-any number of ranks; a batch that meets the end of an epoch goes on in the next one; position is all there
-is to save.
+1, 2, ... for ever: place g % samples_per_epoch of epoch g / samples_per_epoch. Unshuffled, place i holds
+window i of all shards one after another; shuffled, window rand_permuted(seed, epoch, samples_per_epoch, i).
+Row b of the batch at position p on rank r is sample p + r*B + b, and the next position is p + world*B.
+
+Hence every sample of an epoch is seen once, by one rank, in the same global order for any B and any number of
+ranks; position is all there is to save, and any position is a good one to seek. A batch that meets the end of
+an epoch goes on in the next one: who wants each row once (validation) takes the first samples_per_epoch - p
+rows of the batch at p; the others are the epoch's first again.
 
     DataLoader loader;
     dataloader_init(&loader, "data/train_*.bin", B, T, rank, world, true, seed, V);
@@ -34,12 +37,12 @@ is to save.
 #include <condition_variable>   // gives: std::condition_variable
 #include <mutex>                // gives: std::mutex
 #include <string>               // gives: std::string
+#include <system_error>         // gives: std::system_error
 #include <thread>               // gives: std::thread
-#include <utility>              // gives: std::pair
 #include <vector>               // gives: std::vector
 
 #include "check.h"              // gives: die, format
-#include "rand.h"               // gives: rand_block
+#include "rand.h"               // gives: rand_permuted
 
 static const int kShardMagic = 20240520, kShardVersion = 1;
 static const int64_t kShardHeaderBytes = 256 * 4;
@@ -51,8 +54,10 @@ struct DataShard {
     ino_t inode;
 };
 
-// An epoch is a sequence of (key, shard), a shard one of (key, window); unshuffled, all keys are 0.
-typedef std::vector<std::pair<uint64_t, int64_t>> DataOrder;
+// Shuffled rows come from anywhere, so several shards stay open; fewer than a process may open (256 or more).
+static const int64_t kOpenShards = 100;
+
+struct OpenShard { int64_t shard; int fd; };    // fd -1: none
 
 // What the thread works on. It lives on the heap, where exit() tears nothing down: die() may end the process
 // while the thread is in the middle of a read.
@@ -63,12 +68,9 @@ struct DataPrefetch {
     bool shuffle;
     uint64_t seed;
 
-    // of the thread alone: where it is
-    int64_t epoch, order_epoch, order_shard;    // what the orders below belong to; -1: nothing yet
-    DataOrder shard_order, window_order;
-    std::vector<int64_t> first_sample;      // of the k-th shard of this epoch
-    int fd;                                 // the open shard; -1: none
-    int64_t fd_shard;
+    std::vector<int64_t> first_window;      // of each shard, among all windows
+    // of the thread alone
+    OpenShard open[kOpenShards];            // shard s has place s % kOpenShards
     std::vector<uint16_t> window;           // (T+1)
 
     // guarded by the mutex: at most one request, written by the caller, answered by the thread
@@ -97,24 +99,24 @@ struct DataLoader {
 // Opens shard->path and checks its header against its size. Returns the error, or "".
 static inline std::string data_shard_open(DataShard* shard, int* fd) {
     const char* path = shard->path.c_str();
-    const char* hint = "hint: `dev/data/tokenize` makes shards from text; or name other files with -i and -j";
+    const char* hint = "hint: `make tokenize`, then `build/tokenize FILE -o NAME` makes shards of a text; or "
+                       "name other files with -i and -j";
     *fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);    // a pipe is refused below, not waited for
     if (*fd < 0) { return format("cannot open '%s': %s", path, strerror(errno)); }
     struct stat st;
     if (fstat(*fd, &st) != 0) { return format("cannot read '%s': %s", path, strerror(errno)); }
     if (!S_ISREG(st.st_mode)) { return format("'%s' is not a regular file, so it is no token shard", path); }
     long long bytes = st.st_size;
-    if (bytes < kShardHeaderBytes) {
-        return format("'%s' is %s: %lld bytes, a token shard has a header of %lld\n%s", path,
-                      bytes ? "truncated" : "empty", bytes, (long long)kShardHeaderBytes, hint);
-    }
-    int32_t header[256];
-    if (pread(*fd, header, sizeof(header), 0) != (ssize_t)sizeof(header)) {
-        return format("cannot read the header of '%s': %s", path, strerror(errno));
-    }
-    if (header[0] != kShardMagic) {
+    int32_t header[256] = {};
+    ssize_t got = pread(*fd, header, sizeof(header), 0);
+    if (got < 0) { return format("cannot read the header of '%s': %s", path, strerror(errno)); }
+    if (got >= (ssize_t)sizeof(header[0]) && header[0] != kShardMagic) {
         return format("'%s' is not a token shard: its first number is %d, expected %d\n%s", path, header[0],
                       kShardMagic, hint);
+    }
+    if (got < kShardHeaderBytes) {
+        return format("'%s' is %s: %lld bytes, a token shard has a header of %lld\n%s", path,
+                      bytes ? "truncated" : "empty", bytes, (long long)kShardHeaderBytes, hint);
     }
     if (header[1] != kShardVersion) {
         return format("'%s' is a token shard of version %d, only version %d can be read\n%s", path, header[1],
@@ -153,74 +155,51 @@ static inline std::vector<std::string> data_glob(const char* pattern) {
 
 // ---- order: sample number -> (shard, window) ----
 
-// The order of count items by random keys, ties by index; item i has the block first_block + i of stream id.
-static inline void data_shuffled_order(DataOrder* order, uint64_t seed, uint32_t id, uint64_t first_block,
-                                       int64_t count, bool shuffle) {
-    order->resize((size_t)count);
-    for (int64_t i = 0; i < count; i++) {
-        uint64_t key = 0;
-        if (shuffle) {
-            Rand4 r = rand_block(seed, RAND_SHUFFLE, id, first_block + (uint64_t)i);
-            key = r.w[0] | (uint64_t)r.w[1] << 32;
-        }
-        (*order)[(size_t)i] = {key, i};
-    }
-    if (shuffle) { std::sort(order->begin(), order->end()); }
-}
-
-static inline void data_locate(DataPrefetch* p, int64_t sample, int64_t* shard, int64_t* window) {
-    const uint32_t kShardStream = 0xFFFFFFFFu;  // no shard has this number
-    int64_t epoch = sample / p->samples_per_epoch;
-    if (epoch != p->epoch) {
-        data_shuffled_order(&p->shard_order, p->seed, kShardStream, (uint64_t)epoch << 32,
-                            (int64_t)p->shards.size(), p->shuffle);
-        p->first_sample.clear();
-        int64_t first = 0;
-        for (const std::pair<uint64_t, int64_t>& o : p->shard_order) {
-            p->first_sample.push_back(first);
-            first += p->shards[(size_t)o.second].windows;
-        }
-        p->epoch = epoch;
-    }
-    // The last shard that starts at or before the sample: one without windows starts with its successor.
-    int64_t i = sample % p->samples_per_epoch;
-    auto after = std::upper_bound(p->first_sample.begin(), p->first_sample.end(), i);
-    size_t k = (size_t)(after - p->first_sample.begin()) - 1;
-    *shard = p->shard_order[k].second;
-    *window = i - p->first_sample[k];
-    if (!p->shuffle) { return; }
-    if (epoch != p->order_epoch || *shard != p->order_shard) {
-        data_shuffled_order(&p->window_order, p->seed, (uint32_t)*shard, (uint64_t)epoch << 36,
-                            p->shards[(size_t)*shard].windows, true);
-        p->order_epoch = epoch;
-        p->order_shard = *shard;
-    }
-    *window = p->window_order[(size_t)*window].second;
+static inline void data_locate(const DataPrefetch* p, int64_t sample, int64_t* shard, int64_t* window) {
+    const int64_t n = p->samples_per_epoch, epoch = sample / n;
+    int64_t i = sample % n;
+    // Epochs 2^32 apart share an order
+    if (p->shuffle) { i = (int64_t)rand_permuted(p->seed, (uint32_t)epoch, (uint64_t)n, (uint64_t)i); }
+    // The last shard that starts at or before window i: one without windows starts with its successor.
+    auto after = std::upper_bound(p->first_window.begin(), p->first_window.end(), i);
+    *shard = after - p->first_window.begin() - 1;
+    *window = i - p->first_window[(size_t)*shard];
 }
 
 // ---- reading ----
+
+// The open file of shard s. Returns the error, or "".
+static inline std::string data_shard_file(DataPrefetch* p, int64_t s, int* fd) {
+    OpenShard* place = &p->open[s % kOpenShards];
+    if (place->fd < 0 || place->shard != s) {
+        if (place->fd >= 0) { close(place->fd); }
+        place->fd = -1;
+        DataShard now = p->shards[(size_t)s];
+        std::string error = data_shard_open(&now, &place->fd);
+        if (!error.empty()) { return error; }
+        if (now.tokens != p->shards[(size_t)s].tokens) {
+            return format("'%s' changed while it was in use", now.path.c_str());
+        }
+        place->shard = s;
+    }
+    *fd = place->fd;
+    return "";
+}
 
 // Reads one row. Returns the error, or "".
 static inline std::string data_read_row(DataPrefetch* p, int64_t sample, int* inputs, int* targets /*(T)*/) {
     int64_t s, w;
     data_locate(p, sample, &s, &w);
-    const DataShard& shard = p->shards[(size_t)s];
-    const char* path = shard.path.c_str();
-    if (p->fd_shard != s) {                     // hundreds of shards, one open file
-        if (p->fd >= 0) { close(p->fd); }
-        p->fd_shard = -1;
-        DataShard now = shard;
-        std::string error = data_shard_open(&now, &p->fd);
-        if (!error.empty()) { return error; }
-        if (now.tokens != shard.tokens) { return format("'%s' changed while it was in use", path); }
-        p->fd_shard = s;
-    }
+    const char* path = p->shards[(size_t)s].path.c_str();
+    int fd = -1;
+    std::string error = data_shard_file(p, s, &fd);
+    if (!error.empty()) { return error; }
     int T = p->T;
     int64_t offset = kShardHeaderBytes + 2 * w * T;
     char* to = (char*)p->window.data();
     size_t want = 2 * ((size_t)T + 1), got = 0;
     while (got < want) {
-        ssize_t n = pread(p->fd, to + got, want - got, (off_t)(offset + (int64_t)got));
+        ssize_t n = pread(fd, to + got, want - got, (off_t)(offset + (int64_t)got));
         if (n < 0 && errno == EINTR) { continue; }
         if (n < 0) { return format("cannot read '%s': %s", path, strerror(errno)); }
         if (n == 0) { return format("'%s' was cut short while it was in use", path); }
@@ -292,6 +271,7 @@ static inline void dataloader_init(DataLoader* loader, const char* pattern, int 
         close(fd);
         if (shard.tokens > 0) { shard.windows = (shard.tokens - 1) / T; }   // - 1: the last target
         p->shards.push_back(shard);
+        p->first_window.push_back(loader->samples_per_epoch);
         loader->samples_per_epoch += shard.windows;
         loader->tokens += shard.tokens;
         longest = std::max(longest, shard.tokens);
@@ -306,15 +286,18 @@ static inline void dataloader_init(DataLoader* loader, const char* pattern, int 
     p->vocab = vocab;
     p->shuffle = shuffle;
     p->seed = seed;
-    p->epoch = p->order_epoch = p->order_shard = p->fd_shard = -1;
-    p->fd = -1;
+    for (OpenShard& place : p->open) { place = {-1, -1}; }
     p->window.resize((size_t)T + 1);
     for (int slot = 0; slot < 2; slot++) {
         p->inputs[slot].resize((size_t)B * (size_t)T);
         p->targets[slot].resize((size_t)B * (size_t)T);
     }
     data_request(loader);                       // the thread does not run yet: no lock is needed
-    p->thread = std::thread(data_thread, p);
+    try { p->thread = std::thread(data_thread, p); }
+    catch (const std::system_error& e) {
+        die("cannot start the thread that reads the data: %s\nhint: give the program more memory or more "
+            "threads (ulimit -a)", e.what());
+    }
     // A wrong first batch is an error now, before a run begins
     std::unique_lock<std::mutex> lock(p->mutex);
     p->changed.wait(lock, [p] { return !p->pending; });
@@ -362,7 +345,7 @@ static inline void dataloader_free(DataLoader* loader) {
         p->changed.notify_all();
     }
     p->thread.join();
-    if (p->fd >= 0) { close(p->fd); }
+    for (const OpenShard& place : p->open) { if (place.fd >= 0) { close(place.fd); } }
     delete p;
     *loader = DataLoader();
 }

@@ -117,6 +117,25 @@ def rand_block(seed, purpose, stream, block):
                       seed & 0xFFFFFFFF, seed >> 32)
 
 
+def rand_permuted(seed, stream, n, i):
+    """Elements i (an array) of the random order (seed, stream) of 0 .. n-1: Feistel rounds, cycle walking."""
+    bits = max(6, (n - 1).bit_length())
+    low_bits = np.uint64(bits // 2)
+    low_mask, high_mask = np.uint64(2 ** (bits // 2) - 1), np.uint64(2 ** (bits - bits // 2) - 1)
+    i = np.array(i, dtype=np.uint64)
+    out = np.ones(i.shape, dtype=bool)
+    while out.any():
+        low, high = i[out] & low_mask, i[out] >> low_bits
+        for r in range(0, 8, 2):
+            word = rand_block(seed, RAND_SHUFFLE, stream, low | np.uint64(r << 32))[0]
+            high = (high + word) & high_mask
+            word = rand_block(seed, RAND_SHUFFLE, stream, high | np.uint64((r + 1) << 32))[0]
+            low = (low + word) & low_mask
+        i[out] = high << low_bits | low
+        out = i >= n
+    return i.astype(np.int64)
+
+
 def rand_unit(seed, purpose, stream, count):
     """Numbers 0..count-1 of a stream, in [0, 1)."""
     words = rand_block(seed, purpose, stream, np.arange((count + 3) // 4, dtype=np.uint64))
@@ -338,11 +357,11 @@ class Loader:
             raise SystemExit(f"error: no file matches '{pattern}'\nhint: make tinyshakespeare")
         self.B, self.T, self.shuffle, self.seed, self.position = B, T, shuffle, seed, 0
         self.shards = [self._open(path, vocab) for path in paths]
-        self.windows = [(len(tokens) - 1) // T for tokens in self.shards]
-        self.samples_per_epoch = sum(self.windows)
+        windows = [(len(tokens) - 1) // T for tokens in self.shards]
+        self.first_window = np.cumsum([0] + windows[:-1])           # of each shard, among all windows
+        self.samples_per_epoch = sum(windows)
         if self.samples_per_epoch < 1:
             raise SystemExit(f"error: '{pattern}' has no window of {T} + 1 tokens")
-        self.epoch = -1
 
     @staticmethod
     def _open(path, vocab):
@@ -355,32 +374,22 @@ class Loader:
             raise FileError(path, f"token {tokens.max()} does not fit the model's vocabulary of {vocab}")
         return tokens
 
-    def _argsort_keys(self, stream, first, count):
-        block = np.arange(count, dtype=np.uint64) + np.uint64(first)
-        w0, w1, _, _ = rand_block(self.seed, RAND_SHUFFLE, stream, block)
-        return np.argsort(w0 | (w1 << np.uint64(32)), kind="stable")
-
-    def _start_epoch(self, epoch):
-        self.epoch = epoch
-        shards = np.arange(len(self.shards))
+    def windows(self, samples):
+        """Which window, of those of all shards one after another, each sample is."""
+        epochs, windows = np.divmod(np.asarray(samples, dtype=np.int64), self.samples_per_epoch)
         if self.shuffle:
-            shards = self._argsort_keys(0xFFFFFFFF, epoch << 32, len(shards))
-        self.order = []                                 # (shard, windows of it in their order)
-        for s in shards:
-            w = np.arange(self.windows[s])
-            self.order.append((s, self._argsort_keys(int(s), epoch << 36, len(w)) if self.shuffle else w))
+            for epoch in np.unique(epochs):
+                here = epochs == epoch
+                windows[here] = rand_permuted(self.seed, int(epoch) & 0xFFFFFFFF, self.samples_per_epoch,
+                                              windows[here])
+        return windows
 
-    def sample(self, g):
-        epoch, i = divmod(g, self.samples_per_epoch)
-        if epoch != self.epoch:
-            self._start_epoch(epoch)
-        for s, windows in self.order:
-            if i < len(windows):
-                start = int(windows[i]) * self.T
-                return self.shards[s][start:start + self.T + 1].astype(np.int64)
-            i -= len(windows)
+    def row(self, window):
+        s = int(np.searchsorted(self.first_window, window, side="right")) - 1
+        start = (int(window) - int(self.first_window[s])) * self.T
+        return self.shards[s][start:start + self.T + 1].astype(np.int64)
 
     def next(self):
-        rows = np.stack([self.sample(self.position + j) for j in range(self.B)])
+        rows = np.stack([self.row(w) for w in self.windows(self.position + np.arange(self.B))])
         self.position += self.B
         return rows[:, :-1], rows[:, 1:]

@@ -6,10 +6,10 @@ a file can be wrong. The expected order is computed here again, straight from th
 */
 #include "../../llmc/dataloader.h"  // gives: what is tested
 
+#include <dirent.h>                 // gives: opendir
 #include <stdio.h>                  // gives: fopen
 #include <stdlib.h>                 // gives: mkdtemp, system
-
-#include <map>                      // gives: std::map
+#include <sys/resource.h>           // gives: setrlimit
 
 #include "child.h"                  // gives: check_dies
 #include "test.h"                   // gives: TEST, CHECK, test_summary
@@ -49,25 +49,15 @@ static std::string write_set(const std::string& name, const std::vector<int>& si
 // ---- the definition, once more: the first token of every sample of an epoch, in order ----
 
 static std::vector<int> expected_epoch(const std::vector<int>& sizes, int T, bool shuffle, uint64_t seed,
-                                       uint64_t epoch) {
-    auto key = [&](uint32_t id, uint64_t block) {
-        Rand4 r = rand_block(seed, RAND_SHUFFLE, id, block);
-        return shuffle ? ((uint64_t)r.w[1] << 32 | r.w[0]) : 0;
-    };
-    std::map<std::pair<uint64_t, size_t>, int> shards;      // (key, shard) -> its first token
-    int first = 0;
-    for (size_t s = 0; s < sizes.size(); s++) {
-        shards[{key(0xFFFFFFFFu, (epoch << 32) + s), s}] = first;
-        first += sizes[s];
+                                       uint32_t epoch) {
+    std::vector<int> in_order, firsts;
+    int first = 0;                                          // of the shard
+    for (int size : sizes) {
+        for (int w = 0; (w + 1) * T + 1 <= size; w++) { in_order.push_back(first + w * T); }
+        first += size;
     }
-    std::vector<int> firsts;
-    for (const auto& shard : shards) {
-        uint32_t s = (uint32_t)shard.first.second;
-        std::map<std::pair<uint64_t, int>, int> windows;
-        for (int w = 0; (w + 1) * T + 1 <= sizes[s]; w++) {
-            windows[{key(s, (epoch << 36) + (uint64_t)w), w}] = shard.second + w * T;
-        }
-        for (const auto& window : windows) { firsts.push_back(window.second); }
+    for (size_t i = 0; i < in_order.size(); i++) {
+        firsts.push_back(in_order[shuffle ? rand_permuted(seed, epoch, in_order.size(), i) : i]);
     }
     return firsts;
 }
@@ -108,7 +98,7 @@ static void test_order() {
     const int shapes[][2] = {{1, 1}, {4, 1}, {3, 2}, {5, 3}, {2, 7}, {kSamples, 1}, {11, 5}, {13, 8}};
     for (bool shuffle : {false, true}) {
         std::vector<int> expected;
-        for (uint64_t e = 0; e < 6; e++) {
+        for (uint32_t e = 0; e < 6; e++) {
             std::vector<int> epoch = expected_epoch(kSizes, kT, shuffle, 42, e);
             CHECK((int)epoch.size() == kSamples, "%zu samples", epoch.size());
             expected.insert(expected.end(), epoch.begin(), epoch.end());
@@ -188,6 +178,77 @@ static void test_position() {
     dataloader_free(&unused);               // twice is harmless
 }
 
+// What a caller needs who takes each row of a set once, whatever B: any row may be sought, and the rows after
+// the set's last one are its first ones again.
+static void test_any_row() {
+    std::string pattern = write_set("any", kSizes);
+    for (bool shuffle : {false, true}) {
+        std::vector<int> rows;
+        for (uint32_t e = 0; e < 3; e++) {
+            for (int first : expected_epoch(kSizes, kT, shuffle, 21, e)) { rows.push_back(first); }
+        }
+        if (!shuffle) { CHECK(rows[kSamples] == rows[0], "unshuffled, row 0 does not follow the last one"); }
+        for (int B : {1, 3, kSamples - 1, kSamples, kSamples + 5}) {
+            DataLoader loader;
+            dataloader_init(&loader, pattern.c_str(), B, kT, 0, 1, shuffle, 21, 65536);
+            int wrong = 0, seeks = 0;
+            for (int p = 2 * kSamples; p >= 0; p--) {
+                dataloader_seek(&loader, p);
+                for (int batch = 0; batch < 2; batch++) {   // the second was read ahead from there
+                    int at = p + batch * B;
+                    if (at + B > (int)rows.size()) { continue; }
+                    dataloader_next(&loader);
+                    for (int b = 0; b < B; b++) { wrong += loader.inputs[b * kT] != rows[(size_t)(at + b)]; }
+                    seeks++;
+                }
+            }
+            CHECK(wrong == 0 && seeks > kSamples, "B=%d shuffle=%d: %d wrong rows", B, shuffle, wrong);
+            std::vector<int> once;                          // all rows once, in batches of B
+            for (int p = 0; p < kSamples; p += B) {
+                dataloader_seek(&loader, p);
+                dataloader_next(&loader);
+                int live = std::min(B, kSamples - p);
+                for (int b = 0; b < live; b++) { once.push_back(loader.inputs[b * kT]); }
+            }
+            rows.resize((size_t)kSamples * 3);
+            CHECK(std::equal(once.begin(), once.end(), rows.begin()) && (int)once.size() == kSamples,
+                  "B=%d shuffle=%d: not each row once", B, shuffle);
+            dataloader_free(&loader);
+        }
+    }
+}
+
+static int count_entries(const char* path) {
+    DIR* dir = opendir(path);
+    int count = 0;
+    while (dir && readdir(dir)) { count++; }
+    if (dir) { closedir(dir); }
+    return count;
+}
+
+// More shards than are kept open at once, in random order: files and threads are given back.
+static void test_open_files() {
+    std::vector<int> sizes(260, 17);
+    std::string pattern = write_set("many", sizes);
+    const int files = count_entries("/proc/self/fd"), threads = count_entries("/proc/self/task");
+    if (files < 4 || threads < 3) { SKIP(8, "no /proc here"); return; }
+    for (int round = 0; round < 3; round++) {
+        DataLoader loader;
+        dataloader_init(&loader, pattern.c_str(), 13, 8, 0, 1, true, 6, 65536);
+        std::vector<int> firsts, expected = expected_epoch(sizes, 8, true, 6, 0);
+        for (int k = 0; k < 40; k++) {
+            dataloader_next(&loader);
+            for (int b = 0; b < 13; b++) { firsts.push_back(loader.inputs[b * 8]); }
+        }
+        CHECK(firsts == expected, "260 shards: not the promised order");
+        int open_now = count_entries("/proc/self/fd") - files;
+        CHECK(open_now >= 1 && open_now <= 100, "%d files are open", open_now);
+        dataloader_free(&loader);
+    }
+    CHECK(count_entries("/proc/self/fd") == files, "a freed loader leaves files open");
+    CHECK(count_entries("/proc/self/task") == threads, "a freed loader leaves a thread");
+}
+
 static void test_small_sets() {
     std::string one = write_set("one", {9});
     std::vector<int> got = collect(one, 5, 8, 3, 4, true, 3);
@@ -213,23 +274,41 @@ static void test_small_sets() {
     dataloader_free(&b);
 }
 
-// A shard of more than 2^31 tokens: the header has the count modulo 2^32, offsets pass 2^32 bytes.
+static void limit_memory(size_t bytes) {
+#ifndef __SANITIZE_ADDRESS__                                // which takes terabytes of addresses for itself
+    struct rlimit limit = {bytes, bytes};
+    setrlimit(RLIMIT_AS, &limit);
+#else
+    (void)bytes;
+#endif
+}
+
+// A sparse file, which takes no room on the disk: its header has the count modulo 2^32.
+static bool write_huge(const std::string& path, int64_t tokens) {
+    int32_t header[256] = {20240520, 1, (int32_t)(uint32_t)(tokens & 0xFFFFFFFF)};
+    write_file(path, header, sizeof(header));
+    return truncate(path.c_str(), 1024 + 2 * tokens) == 0;
+}
+
+static void mark_token(const std::string& path, int64_t number, uint16_t token) {
+    int fd = open(path.c_str(), O_WRONLY);
+    bool marked = fd >= 0 && pwrite(fd, &token, 2, 1024 + 2 * number) == 2;
+    CHECK(marked, "cannot mark the file: %s", strerror(errno));
+    close(fd);
+}
+
+// More than 2^32 tokens, offsets beyond 2^32 bytes; 5 * 2^30 rows, whose order as a table would take 80 GB.
 static void test_huge() {
     std::string path = in_folder("huge.bin");
     const int T = 1 << 20;
-    const int64_t tokens = (5ll << 30) + 3;                 // more than 2^32, in a sparse file: no disk used
-    int32_t header[256] = {20240520, 1, (int32_t)(uint32_t)(tokens & 0xFFFFFFFF)};
-    write_file(path, header, sizeof(header));
-    if (truncate(path.c_str(), 1024 + 2 * tokens) != 0) {
-        SKIP(4, "no sparse file of 10 GiB here: %s", strerror(errno));
+    const int64_t tokens = (5ll << 30) + 3;
+    if (!write_huge(path, tokens)) {
+        SKIP(6, "no sparse file of 10 GiB here: %s", strerror(errno));
         return;
     }
+    const uint16_t mark = 4321;
     const int64_t window = tokens / T - 1;                  // the last one; mark its first token
-    uint16_t mark = 4321;
-    int fd = open(path.c_str(), O_WRONLY);
-    bool marked = fd >= 0 && pwrite(fd, &mark, 2, 1024 + 2 * window * T) == 2;
-    CHECK(marked, "cannot mark the file: %s", strerror(errno));
-    close(fd);
+    mark_token(path, window * T, mark);
     DataLoader loader;
     dataloader_init(&loader, path.c_str(), 1, T, 0, 1, false, 0, 50257);
     CHECK(loader.tokens == tokens, "%lld tokens, expected %lld", (long long)loader.tokens, (long long)tokens);
@@ -239,6 +318,19 @@ static void test_huge() {
     dataloader_next(&loader);
     CHECK(loader.inputs[0] == 0, "the next epoch begins with token %d", loader.inputs[0]);
     dataloader_free(&loader);
+
+    const int64_t rows = tokens - 1, epoch = 7, place = 12345;
+    const int64_t row = (int64_t)rand_permuted(3, (uint32_t)epoch, (uint64_t)rows, (uint64_t)place);
+    mark_token(path, row, mark);
+    Child shuffled = run_child([&] {
+        limit_memory(1ull << 30);
+        dataloader_init(&loader, path.c_str(), 1, 1, 0, 1, true, 3, 50257);
+        dataloader_seek(&loader, epoch * rows + place);
+        dataloader_next(&loader);
+        _exit(loader.samples_per_epoch == rows && loader.inputs[0] == mark ? 7 : 8);
+    });
+    CHECK(shuffled.code == 7, "shuffling %lld rows ended with %d: %s", (long long)rows, shuffled.code,
+          shuffled.err.c_str());
     unlink(path.c_str());
 }
 
@@ -258,7 +350,7 @@ static void test_bad_files() {
     std::string path = in_folder("bad.bin");
     auto dies = [&](const char* what, std::vector<std::string> words) {
         words.push_back(path);
-        check_dies(what, [&] { load(path); }, words);
+        check_dies(what, [&] { alarm(60); load(path); }, words);        // who waits ends by a signal
     };
     unlink(path.c_str());
     dies("missing file", {"no file matches", "make tinyshakespeare"});
@@ -267,10 +359,22 @@ static void test_bad_files() {
     check_dies("folder", [&] { load(folder); }, {folder, "not a regular file"});
     write_file(path, "", 0);
     dies("zero-length file", {"empty", "0 bytes"});
-    write_file(path, tokens.data(), 200);
+    const int32_t magic[50] = {20240520, 1};
+    write_file(path, magic, 200);
     dies("file shorter than a header", {"truncated", "200 bytes"});
     write_shard(path, tokens, 20240326);
     dies("wrong magic", {"20240326", "20240520"});
+    for (int lines : {1, 1000}) {                           // shorter and longer than a header
+        std::string text;
+        for (int i = 0; i < lines; i++) { text += "To be or not to be\n"; }
+        write_file(path, text.data(), text.size());
+        dies("a text", {"not a token shard", "`make tokenize`", "`build/tokenize FILE -o NAME`"});
+    }
+    unlink(path.c_str());
+    CHECK(mkfifo(path.c_str(), 0600) == 0, "cannot make a pipe");
+    dies("a pipe that nobody writes", {"not a regular file"});
+    unlink(path.c_str());
+    check_dies("a device", [&] { load("/dev/zero"); }, {"/dev/zero", "not a regular file"});
     write_shard(path, tokens, 20240520, 2);
     dies("wrong version", {"version 2", "version 1"});
     write_shard(path, tokens, 20240520, 1, -7);
@@ -319,16 +423,40 @@ static void test_bad_files() {
     }, {other, "changed"});
 }
 
+// A loader that cannot have what it needs says so.
+static void test_no_memory() {
+#ifdef __SANITIZE_ADDRESS__
+    SKIP(4, "the sanitizer's own memory cannot be limited");
+    return;
+#endif
+    std::string pattern = write_set("memory", {100});
+    check_dies("no room for the thread's stack", [&] {
+        FILE* f = fopen("/proc/self/statm", "r");           // pages that the program has now
+        size_t pages = 0;
+        if (!f || fscanf(f, "%zu", &pages) != 1) { _exit(99); }
+        limit_memory(pages * (size_t)sysconf(_SC_PAGESIZE) + (4u << 20));
+        load(pattern);
+    }, {"cannot start the thread", "hint:"});
+}
+
 static void test_token_range() {
-    std::vector<uint16_t> tokens(100, 255);
+    std::vector<uint16_t> tokens(100, 254);
     tokens[37] = 256;
+    tokens[35] = 255;                       // the largest id that V = 256 has
     std::string path = in_folder("range.bin");
     write_shard(path, tokens);
     std::vector<std::string> words = {path, "token id 256", "byte 1098 ", "number 37", "0..255"};
     check_dies("id = V in the third batch", [&] { load(path, 3, 256); }, words);
     check_dies("id = V after a seek", [&] { load(path, 1, 256, 4); }, words);
-    load(path, 2, 256);
-    CHECK(true, "a bad batch that is only read ahead harms nobody");
+    DataLoader loader;                      // reads the bad batch ahead, and nobody asks for it
+    dataloader_init(&loader, path.c_str(), 2, 8, 0, 1, false, 0, 256);
+    dataloader_next(&loader);
+    dataloader_next(&loader);
+    CHECK(loader.inputs[0] == 254 && loader.position == 4, "position %lld", (long long)loader.position);
+    dataloader_seek(&loader, 0);
+    dataloader_next(&loader);
+    CHECK(loader.inputs[0] == 254 && loader.position == 2, "a bad batch read ahead spoils the next one");
+    dataloader_free(&loader);
     tokens[37] = 255;
     tokens[96] = 65535;                     // only ever a target: the last token of the last window
     write_shard(path, tokens);
@@ -337,8 +465,12 @@ static void test_token_range() {
     tokens[96] = 255;
     tokens[97] = 65535;                     // in no window
     write_shard(path, tokens);
-    load(path, 12, 256);
-    CHECK(true, "ids up to V - 1 pass");
+    dataloader_init(&loader, path.c_str(), 12, 8, 0, 1, false, 0, 256);
+    dataloader_next(&loader);
+    int largest = 0;
+    for (int i = 0; i < 12 * 8; i++) { largest = std::max(largest, loader.targets[i]); }
+    CHECK(largest == 255, "the id V - 1 came as %d", largest);
+    dataloader_free(&loader);
 }
 
 int main() {
@@ -346,9 +478,12 @@ int main() {
     std::string name = std::string(tmp ? tmp : "/tmp") + "/test_dataloader_XXXXXX";
     if (!mkdtemp(&name[0])) { die("cannot create a folder '%s': %s", name.c_str(), strerror(errno)); }
     folder = name;
+    TEST("no memory") { test_no_memory(); }         // first: later, stacks of ended threads are at hand
     TEST("order: every sample once per epoch, by one rank, in the promised order") { test_order(); }
     TEST("shuffle") { test_shuffle(); }
     TEST("position") { test_position(); }
+    TEST("any row may be sought") { test_any_row(); }
+    TEST("open files and threads") { test_open_files(); }
     TEST("small sets") { test_small_sets(); }
     TEST("more than 2^31 tokens") { test_huge(); }
     TEST("bad files") { test_bad_files(); }

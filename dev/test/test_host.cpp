@@ -592,6 +592,179 @@ static void test_philox() {
     }
 }
 
+// What rand_permuted undoes to itself: the rounds backwards, and walking the cycle backwards.
+static uint64_t place_of(uint64_t seed, uint32_t id, uint64_t n, uint64_t x) {
+    int bits = 6;
+    while (bits < 63 && (1ull << bits) < n) { bits++; }
+    const uint64_t lows = 1ull << (bits / 2), highs = 1ull << (bits - bits / 2);
+    do {
+        uint64_t low = x % lows, high = x / lows;
+        for (uint64_t round = 8; round-- > 0;) {
+            uint64_t* half = round % 2 ? &low : &high;
+            const uint64_t size = round % 2 ? lows : highs, other = round % 2 ? high : low;
+            const uint64_t word = rand_block(seed, RAND_SHUFFLE, id, round * 4294967296ull + other).w[0];
+            *half = (*half + size - word % size) % size;
+        }
+        x = high * lows + low;
+    } while (x >= n);
+    return x;
+}
+
+static void test_permutation() {
+    TEST("permutation: an independent program's values") {
+        // rand_permuted of dev/reference/formats.py
+        struct { uint64_t seed; uint32_t id; uint64_t n; std::vector<uint64_t> i, x; } cases[] = {
+            {1337, 5, 10, {0, 1, 2, 3, 4, 5, 6, 7, 8, 9}, {9, 2, 0, 8, 5, 3, 1, 6, 4, 7}},
+            {1337, 0, 1000, {0, 1, 2, 3, 4, 5, 6, 7}, {353, 169, 339, 841, 318, 152, 333, 885}},
+            {(1ull << 40) + 7, 3, 500000000000, {0, 1, 2, 499999999999},
+             {178612030304, 15959690548, 365489328980, 401387331412}},
+            {1, 0xFFFFFFFF, 1ull << 63, {0, 1, 1ull << 62},
+             {1375563812516118945, 8712765427021297227, 7137619255648286411}},
+        };
+        for (const auto& c : cases) {
+            for (size_t k = 0; k < c.i.size(); k++) {
+                uint64_t x = rand_permuted(c.seed, c.id, c.n, c.i[k]);
+                CHECK(x == c.x[k], "n=%llu: element %llu is %llu", (unsigned long long)c.n,
+                      (unsigned long long)c.i[k], (unsigned long long)x);
+            }
+        }
+    }
+    TEST("permutation: a bijection") {
+        for (uint64_t n = 1; n <= 700; n++) {
+            std::vector<int> seen(n, 0);
+            bool inside = true;
+            for (uint64_t i = 0; i < n; i++) {
+                uint64_t x = rand_permuted(n * 77, (uint32_t)n % 5, n, i);
+                inside = inside && x < n;
+                if (x < n) { seen[x]++; }
+            }
+            CHECK(inside && *std::min_element(seen.begin(), seen.end()) == 1, "n=%d", (int)n);
+        }
+        for (int bits = 10; bits <= 40; bits++) {           // and around each power of two
+            int wrong = 0;
+            const uint64_t power = 1ull << bits;
+            for (uint64_t n : {power - 1, power, power + 1, power * 4 / 3}) {
+                for (uint64_t k = 0; k < 200; k++) {
+                    uint64_t i = k < 2 ? k * (n - 1) : rand_u32(1, RAND_SAMPLE, (uint32_t)bits, k) * n >> 32;
+                    uint64_t x = rand_permuted(9, 4, n, i);
+                    wrong += x >= n || place_of(9, 4, n, x) != i;
+                }
+            }
+            CHECK(wrong == 0, "2^%d: %d of 800 elements are not undone", bits, wrong);
+        }
+    }
+}
+
+static void test_permutation_of_few() {
+    TEST("permutation: small sets have each order equally often, and each pair of places") {
+        for (uint64_t n = 2; n <= 5; n++) {
+            const int draws = 100000;
+            std::vector<uint64_t> order(n);
+            std::vector<int> counts;
+            int orders = 1;
+            for (uint64_t k = 2; k <= n; k++) { orders *= (int)k; }
+            counts.resize(10000);                           // by the order's digits, in base n
+            for (uint32_t id = 0; id < (uint32_t)draws; id++) {
+                uint64_t digits = 0;
+                for (uint64_t i = 0; i < n; i++) { digits = digits * n + rand_permuted(7, id, n, i); }
+                counts[digits]++;
+            }
+            double expected = (double)draws / orders, chi2 = 0.0;
+            int seen = 0;
+            for (int count : counts) {
+                if (count == 0) { continue; }
+                chi2 += (count - expected) * (count - expected) / expected;
+                seen++;
+            }
+            CHECK(seen == orders, "n=%d: %d orders of %d", (int)n, seen, orders);
+            CHECK(chi2 <= orders - 1 + 4 * sqrt(2.0 * (orders - 1)), "n=%d: chi-square %g", (int)n, chi2);
+        }
+        for (uint64_t n : {16, 64, 65, 100}) {
+            for (uint64_t other : {(uint64_t)1, n - 1}) {           // where rows 0 and `other` go
+                const int draws = 200000;
+                std::vector<int> counts(n * n);
+                for (uint32_t id = 0; id < (uint32_t)draws; id++) {
+                    counts[rand_permuted(3, id, n, 0) * n + rand_permuted(3, id, n, other)]++;
+                }
+                double cells = (double)(n * (n - 1)), expected = draws / cells, chi2 = 0.0;
+                for (uint64_t c = 0; c < n * n; c++) {
+                    if (c / n == c % n) { continue; }               // never: it is a bijection
+                    chi2 += (counts[c] - expected) * (counts[c] - expected) / expected;
+                }
+                CHECK(chi2 <= cells - 1 + 4 * sqrt(2 * (cells - 1)), "n=%d, rows 0 and %d: %g sigma", (int)n,
+                      (int)other, (chi2 - cells + 1) / sqrt(2 * (cells - 1)));
+            }
+        }
+    }
+}
+
+static void test_permutation_of_many() {
+    TEST("permutation: large sets look random") {
+        const uint64_t sizes[] = {1 << 16, 100003, (1 << 17) + 1, 1ull << 36, 1000000000039};
+        for (uint64_t n : sizes) {
+            const int draws = 65536;
+            std::vector<double> u((size_t)draws);                   // (x + 1/2) / n
+            std::vector<int> serial(256);
+            double covariance = 0.0, place = 0.0, distance = 0.0, chi2 = 0.0;
+            const double cell = draws / 256.0;                      // pairs of neighbours expected in each
+            int follow = 0, fixed = 0;
+            uint64_t last = 0;
+            for (int i = 0; i < draws; i++) {
+                uint64_t x = rand_permuted(5, 1, n, (uint64_t)i);
+                u[(size_t)i] = ((double)x + 0.5) / (double)n;
+                fixed += x == (uint64_t)i;
+                place += (u[(size_t)i] - 0.5) * ((double)i / draws - 0.5);
+                if (i > 0) {
+                    follow += x == last + 1;
+                    distance += fabs(u[(size_t)i] - u[(size_t)i - 1]);
+                    covariance += (u[(size_t)i] - 0.5) * (u[(size_t)i - 1] - 0.5);
+                    serial[(size_t)(u[(size_t)i - 1] * 16) * 16 + (size_t)(u[(size_t)i] * 16)]++;
+                }
+                last = x;
+            }
+            for (int count : serial) { chi2 += (count - cell) * (count - cell) / cell; }
+            const double root = sqrt((double)draws);
+            CHECK(fabs(covariance * 12 / root) <= 4.0, "n=%g: neighbours correlate by %g sigma", (double)n,
+                  covariance * 12 / root);
+            CHECK(fabs(place * 12 / root) <= 4.0, "n=%g: place and element by %g sigma", (double)n,
+                  place * 12 / root);
+            // |u - v| has mean 1/3 and variance 1/18; each element is in two of them
+            CHECK(near(distance / draws, 1.0 / 3, 4 * sqrt(1.4 / 18) / root), "n=%g: a mean distance of %g n",
+                  (double)n, distance / draws);
+            CHECK(fabs(chi2 - 255) <= 4 * sqrt(2 * 255.0), "n=%g: chi-square %g of pairs of neighbours",
+                  (double)n, chi2);
+            CHECK(follow <= 8 && fixed <= 8, "n=%g: %d follow each other, %d stay", (double)n, follow, fixed);
+        }
+    }
+    TEST("permutation: seeds and epochs have orders of their own") {
+        const uint64_t n = 1000;
+        struct { const char* name; uint64_t seed; uint32_t id; } others[] = {
+            {"next epoch", 1, 2}, {"next seed", 2, 1}, {"seed for epoch", 0, 1},
+            {"high word of the seed", 1 + (1ull << 32), 1}, {"high bit of the epoch", 1, 1u << 31 | 1},
+        };
+        int stay = 0, draws = 0;
+        for (const auto& other : others) {
+            int equal = 0;
+            double sum = 0.0;
+            for (uint64_t i = 0; i < n; i++) {
+                uint64_t a = rand_permuted(1, 1, n, i), b = rand_permuted(other.seed, other.id, n, i);
+                equal += a == b;
+                sum += ((double)a / n - 0.5) * ((double)b / n - 0.5);
+            }
+            CHECK(equal <= 8 && fabs(12 * sum / sqrt((double)n)) <= 4.0, "%s: %d of %d equal, %g sigma",
+                  other.name, equal, (int)n, 12 * sum / sqrt((double)n));
+        }
+        for (uint64_t size : {1, 2, 3, 7, 64, 65, 200}) {           // on average, one element stays
+            for (uint32_t id = 0; id < 4000; id++) {
+                for (uint64_t i = 0; i < size; i++) { stay += rand_permuted(2, id, size, i) == i; }
+                draws++;
+            }
+        }
+        const double mean = (double)stay / draws;
+        CHECK(near(mean, 1.0, 4 / sqrt((double)draws)), "%g elements stay", mean);
+    }
+}
+
 static void test_rounding() {
     auto bits = [](float x) { uint32_t u; memcpy(&u, &x, 4); return u; };
     auto value = [](uint32_t u) { float x; memcpy(&x, &u, 4); return x; };
@@ -825,6 +998,9 @@ int main() {
     test_schedulers();
     test_sampler();
     test_philox();
+    test_permutation();
+    test_permutation_of_few();
+    test_permutation_of_many();
     test_rounding();
     test_logger();
     if (system(("rm -rf " + folder).c_str()) != 0) { fprintf(stderr, "%s is still there\n", name); }
