@@ -3238,6 +3238,15 @@ static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& 
     plan.push_back({"scratch", gpt2_scratch_bytes(c, options, B, T, specs, elems)});
     plan.push_back({"matmul workspace", gemm_workspace_bytes()});
     plan.push_back({"inputs", inputs_layout(nullptr, B, T).bytes});
+#ifdef GPT2_CPU
+    // What a GPU's host keeps for itself is here in the same memory: staged inputs, both loaders' two
+    // batches of tokens and targets, and one tensor on its way from or to a file, in fp32 and in its type.
+    size_t largest = 0;
+    for (const ParamSpec& s : specs) { largest = std::max(largest, s.elems); }
+    const size_t batches = 2 * 2 * 2 * sizeof(int) * (size_t)B * T;
+    plan.push_back({"host buffers", GPT2::kSlots * inputs_layout(nullptr, B, T).bytes + batches +
+                                        largest * (sizeof(float) + sizeof(uint16_t))});
+#endif
     return plan;
 }
 
@@ -3249,6 +3258,11 @@ static size_t memory_total(const std::vector<MemoryItem>& plan) {
 
 // What is left over for the driver, the library's own buffers and fragmentation.
 static size_t memory_reserve(const DeviceInfo& device) { return device.memory_total / 100; }
+
+static std::string bytes_text(size_t bytes) {
+    const double MiB = 1048576.0, GiB = 1073741824.0;
+    return bytes >= GiB ? format("%.2f GiB", bytes / GiB) : format("%.2f MiB", bytes / MiB);
+}
 
 static void gpt2_check_memory(const Config& c, const Options& options, int B, int T,
                               const DeviceInfo& device) {
@@ -3262,13 +3276,13 @@ static void gpt2_check_memory(const Config& c, const Options& options, int B, in
         int mid = low + (high - low) / 2;
         (fits(mid) ? low : high) = mid;
     }
-    const double GiB = 1073741824.0;
-    double wanted = memory_total(gpt2_memory_plan(c, options, B, T)) / GiB;
+    const size_t wanted = memory_total(gpt2_memory_plan(c, options, B, T)) + memory_reserve(device);
     std::string hint = low > 0 ? format("the largest micro-batch that fits is -b %d", low)
                                : std::string("not even -b 1 fits: choose a smaller model or -t");
     if (options.recompute < 2) { hint += "; -r 2 needs less memory"; }
-    die("-b %d -t %d needs %.2f GiB on %s, which has %.2f GiB free\nhint: %s", B, T, wanted,
-        device.name.c_str(), device.memory_free / GiB, hint.c_str());
+    die("-b %d -t %d needs %s of memory on %s, which has %s free\nhint: %s", B, T,
+        bytes_text(wanted).c_str(), device.name.c_str(), bytes_text(device.memory_free).c_str(),
+        hint.c_str());
 }
 
 static void gpt2_print_memory(const Config& c, const Options& options, int B, int T) {
@@ -3647,22 +3661,17 @@ static DeviceState gpt2_read_state(GPT2* model) {       // waits for the device
     return state;
 }
 
-// Mean loss of the loader's first batches: as many as it has, at least one and at most `most`. Touches
-// neither gradients nor weights.
-static float gpt2_validate(GPT2* model, DataLoader* loader, int B, int T, int most) {
-    const int batches = (int)std::max((int64_t)1, std::min((int64_t)most, loader->samples_per_epoch / B));
-    const float weight = (float)(1.0 / ((double)B * T * batches));
-    dataloader_seek(loader, 0);
-    for (int i = 0; i < batches; i++) {
-        dataloader_next(loader);
-        gpt2_set_inputs(model, loader->inputs, loader->targets, B, T);
-        gpt2_loss(model, B, T, ClassifierMode::LossOnly, 0.0f, weight,
-                  i == 0 ? Accumulate::No : Accumulate::Yes);
+// == 9 checkpoint ==
+// Text that a user gave, for a message: on one line, and no command to the terminal.
+static std::string shown_(const std::string& text) {
+    std::string s;
+    for (char c : text) {
+        const bool control = (unsigned char)c < 32 || c == 127;
+        s += control ? format("\\x%02x", (unsigned char)c) : std::string(1, c);
     }
-    return gpt2_read_state(model).loss;
+    return s;
 }
 
-// == 9 checkpoint ==
 // model_%08d.bin: 256 int32 header, then the tensors in table order, tight. Version 3 holds fp32, 5 bf16
 // (llm.c's numbers); either loads in any build. FP16 builds save version 3 from the master weights.
 constexpr int kModelMagic = 20240326, kModelFp32 = 3, kModelBf16 = 5;
@@ -3688,36 +3697,75 @@ static std::string config_error(const Config& c) {
     return "";
 }
 
+// A FIFO would wait for its writer for ever, and a folder can be opened like a file.
+static FILE* checkpoint_open(const char* path) {
+    struct stat st;
+    if (stat(path, &st) == 0 && !S_ISREG(st.st_mode)) {
+        die("'%s' is not a regular file\nhint: -e takes a model_*.bin or a descriptor such as d12",
+            shown_(path).c_str());
+    }
+    FILE* f = fopen(path, "rb");
+    if (!f) { die("cannot open '%s': %s", shown_(path).c_str(), strerror(errno)); }
+    return f;
+}
+
+// What a file that is no checkpoint seems to be; "" for what nobody here writes.
+static const char* other_file_kind(const void* data, size_t bytes) {
+    const struct { int magic; const char* kind; } kinds[] = {
+        {20240520, "a token shard"}, {20240522, "questions of an evaluation"},
+        {20240327, "reference tensors"}, {20240328, "a tokenizer"}};
+    int magic = 0;
+    memcpy(&magic, data, std::min(bytes, sizeof(magic)));
+    for (const auto& k : kinds) { if (k.magic == magic) { return k.kind; } }
+    const char* text = (const char*)data;
+    for (size_t i = 0; i < bytes; i++) {
+        const bool space = text[i] == '\n' || text[i] == '\r' || text[i] == '\t';
+        if (((unsigned char)text[i] < 32 && !space) || text[i] == 127) { return ""; }
+    }
+    return bytes > 0 ? "text" : "empty";
+}
+
 static Config checkpoint_read_header(const char* path, FILE* f, int* version) {
-    int header[256];
-    fread_check(header, sizeof(int), 256, f, path);
+    const std::string name = shown_(path);
+    int header[256] = {};
+    const size_t got = fread(header, 1, sizeof(header), f);
+    if (ferror(f)) { die("cannot read '%s': %s", name.c_str(), strerror(errno)); }
     if (header[0] != kModelMagic) {
-        die("'%s' is not a model checkpoint: magic number %d, expected %d\nhint: -e takes a model_*.bin or a "
-            "descriptor such as d12",
-            path, header[0], kModelMagic);
+        const std::string kind = other_file_kind(header, got);
+        std::string why = kind.empty() ? "" : " but " + kind;
+        if (kind != "text" && kind != "empty") {
+            why += format(": its first number is %d, expected %d", header[0], kModelMagic);
+        }
+        die("'%s' is not a model checkpoint%s\nhint: -e takes a model_*.bin or a descriptor such as d12",
+            name.c_str(), why.c_str());
+    }
+    if (got < sizeof(header)) {
+        die("'%s' is truncated: %zu bytes, a checkpoint's header alone has %zu", name.c_str(), got,
+            sizeof(header));
     }
     *version = header[1];
     if (*version != kModelFp32 && *version != kModelBf16) {
-        die("'%s' has checkpoint version %d; this program reads 3 (fp32) and 5 (bf16)", path, *version);
+        die("'%s' has checkpoint version %d; this program reads 3 (fp32) and 5 (bf16)", name.c_str(),
+            *version);
     }
     Config c = {};
     c.maxT = header[2], c.V = header[3], c.L = header[4], c.NH = header[5], c.C = header[6], c.Vp = header[7];
     std::string error = config_error(c);
-    if (!error.empty()) { die("'%s' has a bad header: %s", path, error.c_str()); }
+    if (!error.empty()) { die("'%s' has a bad header: %s", name.c_str(), error.c_str()); }
     ParamSpec specs[NUM_PARAMS];
     param_specs(specs, c);
     int64_t expected = sizeof(header), elem_bytes = *version == kModelFp32 ? 4 : 2;
     for (const ParamSpec& s : specs) { expected += (int64_t)(s.elems * s.copies) * elem_bytes; }
     if (file_size(path) != expected) {
         die("'%s' has %lld bytes; its header (L=%d NH=%d C=%d T=%d V=%d, padded %d, version %d) means %lld",
-            path, (long long)file_size(path), c.L, c.NH, c.C, c.maxT, c.V, c.Vp, *version,
+            name.c_str(), (long long)file_size(path), c.L, c.NH, c.C, c.maxT, c.V, c.Vp, *version,
             (long long)expected);
     }
     return c;
 }
 
 static Config checkpoint_config(const char* path) {
-    FILE* f = fopen_check(path, "rb");
+    FILE* f = checkpoint_open(path);
     int version;
     Config c = checkpoint_read_header(path, f, &version);
     fclose(f);
@@ -3725,7 +3773,7 @@ static Config checkpoint_config(const char* path) {
 }
 
 static void checkpoint_load(GPT2* model, const char* path) {
-    FILE* f = fopen_check(path, "rb");
+    FILE* f = checkpoint_open(path);
     int version;
     checkpoint_read_header(path, f, &version);
     std::vector<float> values;
@@ -3925,12 +3973,6 @@ constexpr int kNumFlags = sizeof(kFlags) / sizeof(kFlags[0]);
 static Config config_check() {
     Config c = file_size(run.model) >= 0 || strchr(run.model, '/') || strstr(run.model, ".bin")
              ? checkpoint_config(run.model) : descriptor_config(run.model);
-    if (flags_given(kFlags, kNumFlags, "total-batch") && run.total_batch <= 3) {
-        die("-z %lld: -z is the total batch in tokens per step, not a ZeRO stage\n"
-            "hint: the ZeRO stage will be -zs, which this version does not have; give -z a multiple of B*T "
-            "or leave it out",
-            (long long)run.total_batch);
-    }
     if (run.T == 0) { run.T = c.maxT; }
     if (run.T > c.maxT) {
         die("-t %d is longer than the model's longest sequence, %d\nhint: use -t %d or less, or a model with "
@@ -3941,6 +3983,13 @@ static Config config_check() {
     if (tokens > INT_MAX) {
         die("-b %d x -t %d = %lld tokens in a micro-step: at most %d", run.B, run.T, (long long)tokens,
             INT_MAX);
+    }
+    const bool batch_given = flags_given(kFlags, kNumFlags, "total-batch");
+    if (batch_given && run.total_batch <= 3 && (run.total_batch == 0 || run.total_batch % tokens != 0)) {
+        die("-z %lld: -z is the total batch in tokens per step, not a ZeRO stage\n"
+            "hint: the ZeRO stage will be -zs, which this version does not have; give -z a multiple of B*T "
+            "or leave it out",
+            (long long)run.total_batch);
     }
     if (run.total_batch == 0) { run.total_batch = tokens; }
     if (run.total_batch % tokens != 0) {
@@ -3975,7 +4024,7 @@ static Config config_check() {
         }
     }
     if (run.max_steps == 0 && run.output_dir[0] != '\0') {
-        die("-x 0 trains nothing, so there is nothing to write to -o %s", run.output_dir);
+        die("-x 0 trains nothing, so there is nothing to write to -o %s", shown_(run.output_dir).c_str());
     }
     return c;
 }
@@ -3996,8 +4045,59 @@ static Options run_options() {
 }
 
 // == 11 training loop ==
+// SIGINT and SIGTERM end a training run early. The loop looks at the request between micro-steps, validation
+// batches and generated tokens: a step that is not complete is dropped without an update, the model of the
+// last complete one is saved, and nothing is validated or sampled any more. A second signal does not wait.
 static volatile sig_atomic_t stop_requested = 0;
-static void request_stop(int) { stop_requested = 1; }
+static void request_stop(int number) {
+    if (stop_requested) { _exit(128 + number); }        // what a shell makes of a program that a signal ended
+    stop_requested = 1;
+    // Of `trainer | tee`, Ctrl-C ends tee as well, and printing must not end us before the model is saved.
+    signal(SIGPIPE, SIG_IGN);
+    static const char text[] = "stopping after the last complete step; once more: at once, unsaved\n";
+    const int e = errno;
+    if (write(STDERR_FILENO, text, sizeof(text) - 1) < 0) { errno = e; }
+}
+
+static void catch_signals() {
+    struct sigaction action = {};
+    action.sa_handler = request_stop;
+    action.sa_flags = SA_RESTART;           // a write that the signal meets goes on
+    sigaction(SIGINT, &action, nullptr);
+    sigaction(SIGTERM, &action, nullptr);
+}
+
+// Mean loss over the first most*B rows of the set, or over all of them where there are fewer: each counts
+// once, so the last batch may be a smaller one, and B changes the mean by rounding only. Touches neither
+// gradients nor weights. False: a signal ended it early.
+static bool gpt2_validate(float* loss, GPT2* model, DataLoader* loader, int B, int T, int most) {
+    const int64_t rows = std::min((int64_t)most * B, loader->samples_per_epoch);
+    const float weight = (float)(1.0 / ((double)rows * T));
+    dataloader_seek(loader, 0);
+    for (int64_t row = 0; row < rows; row += B) {
+        if (stop_requested) { return false; }
+        const int live = (int)std::min((int64_t)B, rows - row);
+        dataloader_next(loader);            // always B rows: after the set's last come its first again
+        gpt2_set_inputs(model, loader->inputs, loader->targets, live, T);
+        gpt2_loss(model, live, T, ClassifierMode::LossOnly, 0.0f, weight,
+                  row == 0 ? Accumulate::No : Accumulate::Yes);
+    }
+    *loss = gpt2_read_state(model).loss;
+    return true;
+}
+
+// Validates, prints and logs. False: the loss is not finite.
+static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t step) {
+    float loss = 0.0f;
+    if (!gpt2_validate(&loss, model, loader, run.B, run.T, run.val_batches)) { return true; }
+    printf("val loss %s\n", logger_number("%.6f", loss).c_str());
+    fflush(stdout);
+    logger_val(logger, step, loss);
+    if (isfinite(loss)) { return true; }
+    fprintf(stderr, "warning: the validation loss is not finite: the weights hold NaN or far too large "
+            "numbers\n");
+    return false;
+}
 
 // The tokenizer that fits the vocabulary: GPT-2's for 50257, bytes for 256, none otherwise (samples are
 // printed as ids).
@@ -4006,7 +4106,7 @@ static bool text_init(Tokenizer* tokenizer, int V) {
     if (V != 50257) { return false; }
     if (file_size(tokenizer_default_path().c_str()) < 0) {
         fprintf(stderr, "warning: %s is not there: samples are printed as token ids\n",
-                tokenizer_default_path().c_str());
+                shown_(tokenizer_default_path()).c_str());
         return false;
     }
     tokenizer_init_bpe(tokenizer, nullptr);
@@ -4038,13 +4138,13 @@ static void generate(GPT2* model, const Tokenizer* tokenizer, bool has_text, int
     std::vector<float> logits(c.V);
     std::vector<floatX> raw(c.V);
     std::vector<float> workspace(c.V);
-    for (int sample = 0; sample < run.num_samples; sample++) {
+    for (int sample = 0; sample < run.num_samples && !stop_requested; sample++) {
         std::vector<int> tokens(limit, start);
         int n = 1;
         for (uint32_t id : prompt) { tokens[n++] = (int)id; }
         const int end = std::min(limit, n + run.sample_tokens);
         printf("sample %d at step %lld:\n%s", sample + 1, (long long)step, run.prompt);
-        for (; n < end; n++) {
+        for (; n < end && !stop_requested; n++) {
             const int T = std::min(limit, round_up(n, 64));
             gpt2_set_inputs(model, tokens.data(), nullptr, 1, T);
             gpt2_forward(model, 1, T);
@@ -4121,43 +4221,54 @@ static void report_step(Reports* r, Logger* logger, const LrSchedule& schedule) 
     }
 }
 
+// False: a signal came before the last micro-step. The gradients so far are dropped: no update, and the next
+// step would store its own over them.
+static bool train_step(GPT2* model, DataLoader* loader, double lr) {
+    const int micro_steps = (int)(run.total_batch / ((int64_t)run.B * run.T));
+    for (int micro = 0; micro < micro_steps; micro++) {
+        if (stop_requested) { return false; }
+        if (run.overfit) { dataloader_seek(loader, 0); }
+        dataloader_next(loader);
+        gpt2_micro_step(model, loader->inputs, loader->targets, run.B, run.T, micro, micro_steps);
+    }
+    gpt2_update(model, lr, run.beta1, run.beta2, run.eps, (float)run.grad_clip);
+    return true;
+}
+
+// The model on disk before anything else that takes time.
+static void save_at_end(GPT2* model) {
+    if (run.output_dir[0] == '\0') { return; }
+    if (model->step == 0) {
+        printf("no step was completed: nothing is saved\n");
+        return;
+    }
+    const std::string path = format("%s/model_%08d.bin", run.output_dir, (int)model->step);
+    checkpoint_save(model, path);
+    printf("saved %s\n", shown_(path).c_str());
+    fflush(stdout);
+}
+
 static void train(GPT2* model, DataLoader* train_loader, DataLoader* val_loader, const Tokenizer* tokenizer,
                   bool has_text, Logger* logger) {
     const LrSchedule schedule = {run.schedule, run.lr, run.warmup, run.max_steps, run.final_fraction};
-    const int micro_steps = (int)(run.total_batch / ((int64_t)run.B * run.T));
     Reports reports = {};
     reports.slots = (DeviceState*)pinned_malloc(Reports::kSlots * sizeof(DeviceState), "step reports");
     for (Event& e : reports.ready) { e = event_create(); }
     reports.started = event_create();
     reports.pending = -1;
 
-    for (int64_t step = 0; step <= run.max_steps; step++) {
-        const bool last = step == run.max_steps || stop_requested;
-        const bool validate = run.val_every > 0 && (step % run.val_every == 0 || last);
-        const bool sample = run.sample_every > 0 && ((step > 0 && step % run.sample_every == 0) || last);
-        if (validate || sample || last) { report_step(&reports, logger, schedule); }
-        if (validate) {
-            const float loss = gpt2_validate(model, val_loader, run.B, run.T, run.val_batches);
-            printf("val loss %.6f\n", loss);
-            fflush(stdout);
-            logger_val(logger, step, loss);
-        }
-        if (sample) { generate(model, tokenizer, has_text, step); }
-        if (last) {
-            if (stop_requested) { printf("stopped by a signal after step %lld\n", (long long)step); }
-            break;
-        }
+    int64_t step = 0;
+    for (; step < run.max_steps && !stop_requested; step++) {
+        const bool val_due = run.val_every > 0 && step % run.val_every == 0;
+        const bool sample_due = run.sample_every > 0 && step > 0 && step % run.sample_every == 0;
+        if (val_due || sample_due) { report_step(&reports, logger, schedule); }
+        if (val_due) { validate(model, val_loader, logger, step); }
+        if (sample_due) { generate(model, tokenizer, has_text, step); }
         if (reports.pending < 0) {
             event_record(reports.started, model->stream);
             reports.since = reports.started;
         }
-        for (int micro = 0; micro < micro_steps; micro++) {
-            if (run.overfit) { dataloader_seek(train_loader, 0); }
-            dataloader_next(train_loader);
-            gpt2_micro_step(model, train_loader->inputs, train_loader->targets, run.B, run.T, micro,
-                            micro_steps);
-        }
-        gpt2_update(model, lr_at(schedule, step), run.beta1, run.beta2, run.eps, (float)run.grad_clip);
+        if (!train_step(model, train_loader, lr_at(schedule, step))) { break; }
         if (kDeviceIsAsync) { report_step(&reports, logger, schedule); }        // of the step before
         copy_to_host(&reports.slots[step % Reports::kSlots], model->state, sizeof(DeviceState),
                      model->stream);
@@ -4165,16 +4276,16 @@ static void train(GPT2* model, DataLoader* train_loader, DataLoader* val_loader,
         reports.pending = step;
         if (!kDeviceIsAsync) { report_step(&reports, logger, schedule); }
     }
+    report_step(&reports, logger, schedule);
+    if (step < run.max_steps) { printf("stopped by a signal after step %lld\n", (long long)step); }
     if (reports.ms_count > 0) {
         const double mean_ms = reports.ms_sum / (double)reports.ms_count;
         printf("mean step time %.1f ms, %.0f tokens/s over %lld steps\n", mean_ms,
                (double)run.total_batch / mean_ms * 1e3, (long long)reports.ms_count);
     }
-    if (run.output_dir[0] != '\0') {
-        const std::string path = format("%s/model_%08d.bin", run.output_dir, (int)model->step);
-        checkpoint_save(model, path);
-        printf("saved %s\n", path.c_str());
-    }
+    save_at_end(model);
+    if (run.val_every > 0) { validate(model, val_loader, logger, step); }
+    if (run.sample_every > 0) { generate(model, tokenizer, has_text, step); }
     for (Event& e : reports.ready) { event_destroy(e); }
     event_destroy(reports.started);
     pinned_free(reports.slots);
@@ -4182,15 +4293,89 @@ static void train(GPT2* model, DataLoader* train_loader, DataLoader* val_loader,
 
 // == 12 main ==
 #ifndef TESTING
+// A folder with the line of a step in its main.log; what a start that failed left behind is no run.
+static bool holds_run(const std::string& main_log) {
+    if (file_size(main_log.c_str()) < 0) { return false; }
+    FILE* f = fopen_check(main_log.c_str(), "r");
+    char line[1024];
+    bool found = false;
+    while (!found && fgets(line, sizeof(line), f)) { found = strstr(line, " trl:") != nullptr; }
+    fclose(f);
+    return found;
+}
+
+// What can be wrong with -o is found before anything is computed; its files come with the first step.
+static void output_check(const std::string& folder) {
+    for (const char* name : {"/main.log", "/metrics.jsonl", "/run.json"}) {
+        struct stat st;
+        if (stat((folder + name).c_str(), &st) == 0 && !S_ISREG(st.st_mode)) {
+            die("'%s' is not a regular file\nhint: choose another folder with -o",
+                shown_(folder + name).c_str());
+        }
+    }
+    if (holds_run(folder + "/main.log")) {
+        die("-o %s already holds a run (main.log)\nhint: choose another folder, or remove that one",
+            shown_(folder).c_str());
+    }
+    std::string there = folder;             // or the nearest folder above it that exists
+    struct stat st;
+    while (stat(there.c_str(), &st) != 0) {
+        if (errno != ENOENT) {
+            die("cannot create the folder '%s': %s", shown_(folder).c_str(), strerror(errno));
+        }
+        const size_t slash = there.rfind('/');
+        there = slash == std::string::npos ? "." : slash == 0 ? "/" : there.substr(0, slash);
+    }
+    if (!S_ISDIR(st.st_mode)) { die("'%s' is not a folder", shown_(there).c_str()); }
+    if (access(there.c_str(), W_OK | X_OK) != 0) {
+        die("the folder '%s' is not writable: %s", shown_(there).c_str(), strerror(errno));
+    }
+}
+
+// Output that could not be written is an error even where only its last block was lost.
+static void stdout_check_() {
+    if (fflush(stdout) != 0) { die("cannot write to the standard output: %s", strerror(errno)); }
+    if (ferror(stdout)) { die("cannot write to the standard output: part of it is lost"); }
+}
+
+static void print_model(const GPT2& model) {
+    const Config& c = model.config;
+    const size_t decayed = gpt2_num_parameters(model.param_specs, Decay::Yes);
+    const size_t others = gpt2_num_parameters(model.param_specs, Decay::No);
+    printf("model: L=%d NH=%d C=%d T=%d V=%d, %zu parameters: %zu with weight decay, %zu without; wte is "
+           "padded to %d rows with %zu zeros\n",
+           c.L, c.NH, c.C, c.maxT, c.V, decayed + others, decayed, others, c.Vp, (size_t)(c.Vp - c.V) * c.C);
+    gpt2_print_memory(c, model.options, run.B, model.T);
+    printf("kernels: attention %s\n", attention_uses_sm90(c.C / c.NH) ? "sm90 (wgmma)" : "portable");
+}
+
+// The settings that do what was asked, but hardly what was meant.
+static void print_surprises(bool sampling, size_t prompt_tokens) {
+    const int room = run.T - 1 - (int)prompt_tokens;        // the first position stands before the document
+    if (sampling && run.sample_tokens > room && flags_given(kFlags, kNumFlags, "sample-tokens")) {
+        printf("samples: -g %d is cut to %d tokens, after which all T=%d positions are taken\n",
+               run.sample_tokens, room, run.T);
+    }
+    if (run.max_steps == 0) { return; }
+    if (run.output_dir[0] == '\0') { printf("no -o: nothing of this run will be saved\n"); }
+    if (run.warmup > 0 && run.warmup >= run.max_steps) {
+        const char* when = run.warmup > run.max_steps ? "never" : "at the last step only";
+        fprintf(stderr, "warning: -u %lld in a run of %lld steps: the learning rate reaches its peak %s\n",
+                (long long)run.warmup, (long long)run.max_steps, when);
+    }
+}
+
 int main(int argc, char** argv) {
     device_prepare(argv);
     flags_parse(kFlags, kNumFlags, argc, argv);
     const Config config = config_check();
     const Options options = run_options();
-    const bool evaluate_only = run.max_steps == 0, generate_only = evaluate_only && run.prompt[0] != '\0';
+    const bool evaluate_only = run.max_steps == 0;
+    const bool generate_only = evaluate_only && flags_given(kFlags, kNumFlags, "prompt");
 
     // what can be wrong with sizes, files and the prompt is found before memory is taken and before anything
     // is written
+    if (run.output_dir[0] != '\0') { output_check(run.output_dir); }
     const DeviceInfo device = device_init();
     gpt2_check_memory(config, options, run.B, run.T, device);
     DataLoader train_loader, val_loader;
@@ -4208,54 +4393,34 @@ int main(int argc, char** argv) {
         if (shared) {
             die("'%s' is both training data (-i) and validation data (-j)\nhint: -v 0 trains without "
                 "validation",
-                shared);
+                shown_(shared).c_str());
         }
     }
     const bool sampling = generate_only || (!evaluate_only && run.sample_every > 0);
     Tokenizer tokenizer;
     const bool has_text = sampling && text_init(&tokenizer, config.V);
-    if (sampling) { prompt_tokens(&tokenizer, has_text, config.V, run.T); }
-    Logger logger;
-    if (run.output_dir[0] != '\0') {
-        if (file_size(format("%s/main.log", run.output_dir).c_str()) >= 0) {
-            die("-o %s already holds a run (main.log)\nhint: choose another folder, or remove that one",
-                run.output_dir);
-        }
-        logger_init(&logger, run.output_dir);
-        logger_run(&logger, kFlags, kNumFlags, {{"precision", PRECISION_NAME}, {"device", device.name}});
-    }
+    const size_t prompted = sampling ? prompt_tokens(&tokenizer, has_text, config.V, run.T).size() : 0;
+
     printf("device: %s, precision %s\n", device.name.c_str(), PRECISION_NAME);
     flags_print(kFlags, kNumFlags);
     GPT2 model;
     gpt2_allocate(&model, config, options, run.B, run.T);
-    const size_t decayed = gpt2_num_parameters(model.param_specs, Decay::Yes);      // wte with V rows
-    const size_t others = gpt2_num_parameters(model.param_specs, Decay::No);
-    printf(
-        "model: L=%d NH=%d C=%d T=%d V=%d (padded %d), %zu parameters: %zu with weight decay, %zu without "
-        "(wte with padded rows)\n",
-        config.L, config.NH, config.C, config.maxT, config.V, config.Vp, decayed + others,
-        decayed + (size_t)(config.Vp - config.V) * config.C, others);
-    gpt2_print_memory(config, options, run.B, run.T);
-    printf("kernels: attention %s\n",
-           attention_uses_sm90(config.C / config.NH) ? "sm90 (wgmma)" : "portable");
+    print_model(model);
     if (file_size(run.model) >= 0) { checkpoint_load(&model, run.model); }
     else { gpt2_init_random(&model, options.seed); }
+    print_surprises(sampling, prompted);
 
-    if (evaluate_only) {
-        if (generate_only) {
-            generate(&model, &tokenizer, has_text, 0);
-        } else {
-            printf("val loss %.6f\n", gpt2_validate(&model, &val_loader, run.B, run.T, run.val_batches));
-        }
-    } else {
+    Logger logger;
+    bool fine = true;
+    if (generate_only) { generate(&model, &tokenizer, has_text, 0); }
+    else if (evaluate_only) { fine = validate(&model, &val_loader, &logger, 0); }
+    else {
         printf("data: %lld training tokens (%lld rows of %d), %d micro-steps a step, %lld steps\n",
                (long long)train_loader.tokens, (long long)train_loader.samples_per_epoch, run.T,
                (int)(run.total_batch / ((int64_t)run.B * run.T)), (long long)run.max_steps);
-        struct sigaction action = {};
-        action.sa_handler = request_stop;
-        action.sa_flags = SA_RESTART;       // a write that the signal meets goes on
-        sigaction(SIGINT, &action, nullptr);
-        sigaction(SIGTERM, &action, nullptr);
+        logger_init(&logger, run.output_dir);
+        logger_run(&logger, kFlags, kNumFlags, {{"precision", PRECISION_NAME}, {"device", device.name}});
+        catch_signals();
         train(&model, &train_loader, &val_loader, &tokenizer, has_text, &logger);
         dataloader_free(&train_loader);
     }
@@ -4263,6 +4428,7 @@ int main(int argc, char** argv) {
     if (has_text) { tokenizer_free(&tokenizer); }
     logger_free(&logger);
     gpt2_free(&model);
-    return 0;
+    if (!stop_requested) { stdout_check_(); }       // else its reader may be gone, see request_stop
+    return fine ? 0 : 1;
 }
 #endif

@@ -8,14 +8,17 @@ twins of llmc/cpu_ops.h and malloc. Everything is synchronous, so streams and ev
 #ifndef LLMC_CPU_DEVICE_H
 #define LLMC_CPU_DEVICE_H
 
+#include <malloc.h>     // gives: mallopt
 #include <stdio.h>      // gives: FILE, fgets
 #include <stdlib.h>     // gives: aligned_alloc, free
 #include <string.h>     // gives: memcpy, memset
+#include <sys/resource.h> // gives: getrlimit
 #include <time.h>       // gives: clock_gettime
 #ifdef _OPENMP
 #include <omp.h>        // gives: omp_get_max_threads
 #endif
 
+#include <algorithm>    // gives: std::min
 #include <string>       // gives: std::string
 
 #include "check.h"      // gives: die, format
@@ -39,6 +42,12 @@ constexpr bool kDeviceIsAsync = false;          // a call has done its work when
 // - OpenBLAS 0.3.21 (Debian 12) takes CPUs newer than itself for a Prescott and leaves AVX unused: 2 times as
 // long.
 static inline void device_prepare(char** argv) {
+    // Where addresses are limited (ulimit -v), a thread of OpenBLAS may be waiting for its buffer for ever
+    // already, and exit() would wait for the thread.
+    struct rlimit addresses;
+    if (getrlimit(RLIMIT_AS, &addresses) == 0 && addresses.rlim_cur != RLIM_INFINITY) {
+        die_hook = [] { _exit(EXIT_FAILURE); };
+    }
     if (getenv("GPT2_CPU_PREPARED")) { return; }
     setenv("GPT2_CPU_PREPARED", "1", 1);
     setenv("OMP_WAIT_POLICY", "passive", 0);
@@ -52,9 +61,9 @@ static inline void device_prepare(char** argv) {
     execv("/proc/self/exe", argv);
 }
 
-// A line of /proc/meminfo, in bytes; 0 if it is not there
-static inline size_t meminfo_bytes(const char* field) {
-    FILE* f = fopen("/proc/meminfo", "r");
+// A line of /proc/meminfo or /proc/self/status, in bytes; 0 if it is not there
+static inline size_t proc_bytes(const char* path, const char* field) {
+    FILE* f = fopen(path, "r");
     char line[256];
     size_t kib = 0, length = strlen(field);
     while (f && fgets(line, sizeof(line), f)) {
@@ -64,6 +73,27 @@ static inline size_t meminfo_bytes(const char* field) {
     }
     if (f) { fclose(f); }
     return kib * 1024;
+}
+
+// Under a limit on addresses (ulimit -v) less is free than the machine has: what the limit leaves, less what
+// threads and BLAS will take of it. OpenBLAS asks for its buffers again and again for ever if it gets none.
+static inline void limit_memory(DeviceInfo* info, int threads) {
+    struct rlimit addresses, stack;
+    if (getrlimit(RLIMIT_AS, &addresses) != 0 || addresses.rlim_cur == RLIM_INFINITY) { return; }
+    const bool bounded = getrlimit(RLIMIT_STACK, &stack) == 0 && stack.rlim_cur != RLIM_INFINITY;
+    const size_t stack_bytes = bounded ? stack.rlim_cur : 2 << 20;      // glibc's own default
+#ifdef USE_OPENBLAS
+    const size_t blas_bytes = 128 << 20;        // BUFFER_SIZE of its 64-bit builds, one for each thread
+#else
+    const size_t blas_bytes = 0;
+#endif
+    mallopt(M_ARENA_MAX, 1);                    // else each thread that allocates takes 64 MiB of addresses
+    // OpenMP's threads and OpenBLAS's own; the readers of both data sets
+    const size_t others = threads * (2 * stack_bytes + blas_bytes) + 2 * stack_bytes;
+    const size_t used = proc_bytes("/proc/self/status", "VmSize") + others;
+    const size_t left = addresses.rlim_cur > used ? addresses.rlim_cur - used : 1;      // 0: not known
+    info->memory_free = std::min(info->memory_free, left);
+    info->memory_total = std::min(info->memory_total, (size_t)addresses.rlim_cur);
 }
 
 static inline DeviceInfo device_init() {
@@ -76,8 +106,10 @@ static inline DeviceInfo device_init() {
 #else
     const char* blas = "no BLAS";
 #endif
-    return {format("CPU (%d threads, %s)", threads, blas), meminfo_bytes("MemAvailable"),
-            meminfo_bytes("MemTotal")};
+    DeviceInfo info = {format("CPU (%d threads, %s)", threads, blas),
+                       proc_bytes("/proc/meminfo", "MemAvailable"), proc_bytes("/proc/meminfo", "MemTotal")};
+    limit_memory(&info, threads);
+    return info;
 }
 
 static inline void* device_malloc(size_t bytes, const char* what) {

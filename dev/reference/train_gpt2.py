@@ -103,13 +103,16 @@ def to_device(batch, args):
 
 
 def validation_loss(model, args, dims):
+    """Mean over the first rows of the set, each once: the last batch may be a smaller one."""
     loader = Loader(args.input_val_bin, args.batch_size, args.sequence_length, False, args.seed, dims.V)
-    batches = max(1, min(args.val_max_steps, loader.samples_per_epoch // args.batch_size))
+    rows = min(args.val_max_steps * args.batch_size, loader.samples_per_epoch)
     total = 0.0
     with torch.no_grad(), autocast(args):
-        for _ in range(batches):
-            total += float(model(*to_device(loader.next(), args))[1])
-    return total / batches
+        for row in range(0, rows, args.batch_size):
+            live = min(args.batch_size, rows - row)
+            x, y = to_device(loader.next(), args)
+            total += float(model(x[:live], y[:live])[1]) * live
+    return total / rows
 
 
 def train(args, dims, params, show=print):
