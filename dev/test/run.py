@@ -177,7 +177,7 @@ def update_counts():
             tests = passed + skipped
             rows[suite.name] = str(tests - tests // 50)
     with open(EXPECTED, "w", encoding="utf-8") as f:
-        f.write("# Lowest number of tests of each suite, skipped ones included: a suite that has fewer fails.\n"
+        f.write("# Lowest number of tests of each suite, skipped ones included: with fewer it fails.\n"
                 "# Rewritten by `python3 dev/test/run.py --update-counts` after a run of the suites.\n")
         f.writelines(f"{s.name}: {rows[s.name]}\n" for s in sorted(suites, key=lambda s: s.name)
                      if s.name in rows)
@@ -298,9 +298,9 @@ def run_all(suites, have, expected):
             for suite in list(waiting):
                 missing = [name for name in suite.after if name in done and name not in good]
                 if not have[suite.needs] or missing:
-                    why = f"no {suite.needs} here" if not missing else f"without {missing[0]}"
+                    why = f"skipped: without {missing[0]}" if missing else f"skipped: no {suite.needs} here"
                     waiting.remove(suite)
-                    close((suite.name, 0, 0, skipped_tests(suite, expected), 0.0, "skipped: " + why))
+                    close((suite.name, 0, 0, skipped_tests(suite, expected), 0.0, why))
                     print_row(*rows[-1])
                 elif good.issuperset(suite.after) and fits(suite, running):
                     waiting.remove(suite)
