@@ -223,6 +223,16 @@ def test_plot_takes_the_venv():
     check((code, out) == (0, "venv dev/data/plot_log.py runs/mine\n"), f"with .venv: {code}, {out}{err}")
 
 
+# ---- programs that find their files ----
+
+def test_any_working_directory():
+    code, out, err = call([os.path.join(ROOT, "test_gpt2cpu"), "model"])
+    check(code == 0 and " passed, 0 failed, 0 skipped" in out,
+          f"test_gpt2cpu elsewhere: {code}, {out[-200:]}{err}")
+    code, out, err = call([os.path.join(ROOT, "build/tokenize"), "--write-vocab", "vocab.bin"])
+    check(code == 0 and os.path.getsize("vocab.bin") > 300000, f"tokenize elsewhere: {code}, {out}{err}")
+
+
 # ---- break_all.py ----
 
 def breaking(device, **said):
