@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 from contextlib import redirect_stdout
@@ -23,7 +24,7 @@ import run as runner                                # noqa: E402  the one under 
 import break_all                                    # noqa: E402
 
 LIMIT_S = 600                                       # only a hang meets it
-counts = {"passed": 0, "failed": 0}
+counts = {"passed": 0, "failed": 0, "skipped": 0}
 current = ""
 
 
@@ -233,6 +234,72 @@ def test_any_working_directory():
     check(code == 0 and os.path.getsize("vocab.bin") > 300000, f"tokenize elsewhere: {code}, {out}{err}")
 
 
+# ---- dev/reference/train_gpt2.py, as the converter of Hugging Face weights ----
+
+# As much of torch and transformers as a conversion looks at; a GPT-2 of L=1, NH=1, C=8, T=4, V=10.
+STUBS = {
+    "torch/__init__.py": """
+        __version__ = "stub"
+        class cuda:
+            is_available = staticmethod(lambda: False)
+        """,
+    "torch/nn/__init__.py": "class Module: pass",
+    "torch/nn/functional.py": "",
+    "transformers.py": """
+        import numpy as np
+        class Tensor:
+            def __init__(self, *shape): self.shape = shape
+            def float(self): return self
+            def numpy(self): return np.arange(np.prod(self.shape), dtype=np.float32).reshape(self.shape)
+        C, names = 8, {}
+        for ln in ("ln_f", "h.0.ln_1", "h.0.ln_2"):
+            names[ln + ".weight"] = names[ln + ".bias"] = (C,)
+        linears = {"attn.c_attn": (C, 3 * C), "attn.c_proj": (C, C), "mlp.c_fc": (C, 4 * C),
+                   "mlp.c_proj": (4 * C, C)}
+        for name, shape in linears.items():
+            names[f"h.0.{name}.weight"], names[f"h.0.{name}.bias"] = shape, shape[1:]
+        names.update({"wte.weight": (10, C), "wpe.weight": (4, C)})
+        class config: n_positions, vocab_size, n_layer, n_head, n_embd = 4, 10, 1, 1, C
+        class GPT2LMHeadModel:
+            config = config
+            @staticmethod
+            def from_pretrained(name, local_files_only):
+                if name != "gpt2": raise OSError("a long story\\n" * 40)
+                return GPT2LMHeadModel()
+            def state_dict(self):
+                return {"transformer." + name: Tensor(*shape) for name, shape in names.items()}
+        """,
+}
+
+
+def test_hugging_face_recipe():
+    try:
+        import numpy                                # noqa: F401
+    except ImportError:
+        counts["skipped"] += 1
+        return
+    for name, text in STUBS.items():
+        write("stubs/" + name, textwrap.dedent(text))
+    os.makedirs("clone")
+    os.chdir("clone")                               # without any shard
+    twin = [sys.executable, os.path.join(ROOT, "dev/reference/train_gpt2.py"), "--num_iterations", "0",
+            "--write_model", "gpt2_124M.bin", "--model"]
+    stubs = os.path.abspath("../stubs")
+    code, _, err = call(twin + ["hf:gpt2"], PYTHONPATH=stubs)
+    check((code, err) == (0, ""), f"exit code {code}: {err[-300:]}")
+    check(os.listdir(".") == ["gpt2_124M.bin"], f"files: {os.listdir('.')}")
+    tool = [sys.executable, os.path.join(ROOT, "dev/test/llmc_format.py"), "read-model", "gpt2_124M.bin"]
+    code, out, err = call(tool)
+    header = out.split("\n", 1)[0]
+    check((code, header) == (0, "version 3 T 4 V 10 L 1 NH 1 C 8 Vp 128"), f"the file: {header}{err}")
+    code, _, err = call(twin + ["hf:other"], PYTHONPATH=stubs)
+    check(code == 1 and "hf download other" in err and err.count("\n") <= 3, f"not downloaded: {code}, {err}")
+    os.remove("../stubs/transformers.py")
+    write("../stubs/transformers.py", "raise ImportError")
+    code, _, err = call(twin + ["hf:gpt2"], PYTHONPATH=stubs)
+    check(code == 1 and "pip install transformers" in err, f"no transformers: {code}, {err}")
+
+
 # ---- break_all.py ----
 
 def breaking(device, **said):
@@ -428,7 +495,7 @@ def main():
             os.chdir(ROOT)
             shutil.rmtree(folder)
         print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
-    print(f"{counts['passed']} passed, {counts['failed']} failed, 0 skipped")
+    print("{passed} passed, {failed} failed, {skipped} skipped".format(**counts))
     return 1 if counts["failed"] or not counts["passed"] else 0
 
 
