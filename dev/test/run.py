@@ -75,6 +75,7 @@ def all_suites():
         Suite("host tiktoken", [PYTHON, "dev/test/compare_tiktoken.py"], cpu),
         Suite("model cpu", ["./test_gpt2cpu"], cpu, cores=2),
         Suite("scripts", [PYTHON, "dev/test/test_scripts.py"], cpu),
+        Suite("formats", [PYTHON, "dev/test/test_llmc_format.py"]),
         Suite("lint", [PYTHON, "dev/test/lint.py"], steady=False),      # as many as there are files
     ]
     suites += [Suite("asan " + name, ["build/asan/test_" + name], asan) for name in host]
