@@ -130,13 +130,15 @@ def read_fields(path):
         return {}
 
 
-def gpu_report(suites, expected):
-    """Two or three calm lines for a machine without a GPU."""
+def gpu_report(suites, expected, have):
+    """Three calm lines for a machine without a GPU."""
     tests = sum(skipped_tests(s, expected) for s in suites if s.needs == "gpu")
+    programs = sum(s.needs == "nvcc" for s in suites)
+    more = "" if have["nvcc"] else f" So are {programs} CUDA programs that nvcc would compile."
     fields = read_fields(GPU_RESULTS)
     about = ", ".join(fields.get(key, "no " + key) for key in ("date", "gpu", "counts"))
     print(f"\nAll that needs no GPU ran here. {tests} tests of the CUDA programs are counted as skipped:\n"
-          "they need an NVIDIA GPU (`make test-gpu` on a machine that has one).")
+          f"they need an NVIDIA GPU (`make test-gpu` on a machine that has one).{more}")
     if not fields:
         print(f"STALE: there is no {GPU_RESULTS}: nothing is known of a run on a GPU.")
     elif fields.get("sha256") != cuda_hash():
@@ -300,10 +302,10 @@ def run_all(suites, have, expected):
             for suite in list(waiting):
                 missing = [name for name in suite.after if name in done and name not in good]
                 if not have[suite.needs] or missing:
-                    why = f"skipped: without {missing[0]}" if missing else f"skipped: no {suite.needs} here"
                     waiting.remove(suite)
-                    close((suite.name, 0, 0, skipped_tests(suite, expected), 0.0, why))
-                    print_row(*rows[-1])
+                    close((suite.name, 0, 0, skipped_tests(suite, expected), 0.0, "skipped"))
+                    if have[suite.needs]:       # gpu_report tells of the others
+                        print_row(*rows[-1][:5], f"skipped: without {missing[0]}")
                 elif good.issuperset(suite.after) and fits(suite, running):
                     waiting.remove(suite)
                     running.append(Running(suite))
@@ -343,10 +345,13 @@ def main():
         rows += [(name, 0, 1, 0, 0.0, f"is in {EXPECTED} but no suite any more") for name in expected
                  if name not in names]
     on_gpu = {s.name for s in everything if s.needs == "gpu"}
-    if have["gpu"] and on_gpu.issubset(s.name for s in suites):
-        write_gpu_results([row for row in rows if row[0] in on_gpu])
-    elif not have["gpu"] and any(s.needs == "gpu" for s in suites):
-        gpu_report(suites, expected)
+    ran = [row for row in rows if row[0] in on_gpu and row[5] != "skipped"]
+    if len(ran) == len(on_gpu):
+        write_gpu_results(ran)
+    elif not have["gpu"] and not words:
+        gpu_report(suites, expected, have)
+    elif not have["gpu"] and on_gpu.intersection(s.name for s in suites):
+        print("\nThe suites with gpu in their name need an NVIDIA GPU; nvidia-smi lists none here.")
     failures = [row for row in rows if row[2]]
     for row in failures:
         print(f"FAILED: {row[0]}: {row[5] or str(row[2]) + ' failed'}")
@@ -356,4 +361,7 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

@@ -350,7 +350,7 @@ def run_suites(suites, expected=None, have=None, **settings):
         setattr(runner, name, value)
     try:
         with redirect_stdout(io.StringIO()) as out:
-            rows = runner.run_all(suites, have or {None: True, "gpu": False}, expected or {})
+            rows = runner.run_all(suites, have or {None: True, "nvcc": True, "gpu": False}, expected or {})
     finally:
         for name, value in before.items():
             setattr(runner, name, value)
@@ -437,25 +437,64 @@ def test_run_knows_every_suite():
 def test_run_report_without_gpu():
     write("a.cu", "kernel")
     write("llmc/helper.h", "helper")
-    suites = suites_of(one=(GOOD, {"needs": "gpu"}), two=(GOOD, {"needs": "gpu"}), host=GOOD)
+    on_gpu = {"needs": "gpu"}
+    suites = suites_of(one=(GOOD, on_gpu), two=(GOOD, on_gpu), host=GOOD, build=("true", {"needs": "nvcc"}))
     expected = {"one": "100", "two": "20", "host": "3"}
 
-    def report():
+    def report(nvcc=True):
         with redirect_stdout(io.StringIO()) as out:
-            runner.gpu_report(suites, expected)
+            runner.gpu_report(suites, expected, {"nvcc": nvcc})
         return out.getvalue()
     check("STALE: there is no dev/test/gpu-results.txt" in report(), report())
     write("dev/test/gpu-results.txt", f"date: 2026-01-02\ngpu: H\ncounts: 5 passed, 0 failed, 0 skipped\n"
           f"sha256: {runner.cuda_hash()}\n")
     text = report()
     check("STALE" not in text and "2026-01-02, H, 5 passed" in text and "120 tests" in text, text)
-    check(len(text.strip().split("\n")) <= 3 and "!" not in text, f"two or three calm lines: {text}")
+    check("1 CUDA program" not in text and "1 CUDA program" in report(nvcc=False), report(nvcc=False))
+    for text in (text, report(nvcc=False)):
+        check(len(text.strip().split("\n")) <= 3 and "!" not in text, f"three calm lines: {text}")
     write("llmc/helper.h", "another")
     check(report().count("STALE") == 1, "a header of the CUDA programs has changed: " + report())
     write("llmc/helper.h", "helper")
     check("STALE" not in report(), report())
     write("a.cu", "another kernel")
     check(report().count("STALE") == 1, "a .cu file has changed: " + report())
+
+
+def test_run_main():
+    """main() with two suites, one of them on a GPU that is there or not."""
+    def main(*words, gpu=False, build="true", expected=""):
+        suites = suites_of(build=(build, {"needs": "nvcc", "counts": False}), host=GOOD,
+                           gpu_one=(GOOD, {"needs": "gpu", "after": ["build"]}))
+        shutil.rmtree("dev", ignore_errors=True)
+        write("dev/test/expected.txt", "host: 4\ngpu one: 4\n" + expected)
+        write("bin/nvidia-smi", "#!/bin/sh\n" + ("echo 'GPU 0'" if gpu else "exit 1") + "\n", True)
+        changes = {"ROOT": os.getcwd(), "all_suites": lambda: suites, "has_nvcc": lambda: True}
+        before, argv, path = {n: getattr(runner, n) for n in changes}, sys.argv, os.environ["PATH"]
+        try:
+            for n, value in changes.items():
+                setattr(runner, n, value)
+            sys.argv, os.environ["PATH"] = ["run.py", *words], os.path.abspath("bin") + ":" + path
+            with redirect_stdout(io.StringIO()) as out:
+                code = runner.main()
+        finally:
+            sys.argv, os.environ["PATH"] = argv, path
+            for n, value in before.items():
+                setattr(runner, n, value)
+        return code, out.getvalue().rstrip().split("\n")[-1], os.path.exists("dev/test/gpu-results.txt")
+    closing = "{} passed, {} failed, {} skipped".format
+    cases = ((main(), (0, closing(4, 0, 5), False), "without a GPU"),
+             (main("gpu"), (1, closing(0, 0, 4), False), "make test-gpu without a GPU"),
+             (main(gpu=True), (0, closing(7, 0, 2), True), "with a GPU"),
+             (main("gpu", gpu=True), (0, closing(4, 0, 1), True), "make test-gpu"),
+             (main("host", gpu=True), (0, closing(3, 0, 1), False), "one suite of several"),
+             (main(gpu=True, build="false"), (1, closing(3, 1, 5), False), "with a GPU, but no build"),
+             (main(expected="gone: 9\n"), (1, closing(4, 1, 5), False), "a suite has gone"))
+    for got, wanted, what in cases:
+        check(got == wanted, f"{what}: {got}, expected {wanted}")
+    main(gpu=True)
+    results = read("dev/test/gpu-results.txt")
+    check("gpu one: 3 passed, 0 failed, 1 skipped" in results, results)
 
 
 def test_run_writes_gpu_results():
