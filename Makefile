@@ -17,23 +17,28 @@ $(call choose,DEBUG,0 1)
 # ---- what this machine has ----
 HASH := \#
 # $(call works,FLAGS,PROGRAM): FLAGS if PROGRAM compiles and links with them, else nothing
-TRY := $(CXX) -x c++ - -o build/probe
-works = $(shell mkdir -p build; printf '$(2)\n' | $(TRY) $(1) 2>/dev/null && echo '$(1)')
-ifneq ($(filter-out help clean lint,$(or $(MAKECMDGOALS),all)),)
+# (to /dev/null: run.py has several makes at work at once)
+TRY := $(CXX) -x c++ - -o /dev/null
+works = $(shell printf '$(2)\n' | $(TRY) $(1) 2>/dev/null && echo '$(1)')
+ifneq ($(filter-out help clean lint quickstart test test-gpu test-asan,$(or $(MAKECMDGOALS),all)),)
 OPENMP := $(call works,-fopenmp,int main() {})
 BLAS_PROGRAM := $(HASH)include <cblas.h>\nint main() { openblas_get_config(); }
 OPENBLAS := $(call works,-DUSE_OPENBLAS -lopenblas,$(BLAS_PROGRAM))
 endif
 
-# The GPUs' compute capabilities, without the dot. compute_80 PTX comes along, so that any later GPU runs too.
+# GPU_CAPS: the GPUs' compute capabilities, without the dot. Asked for once, and only if something needs them.
 need_nvcc = $(if $(NVCC),,$(error no nvcc: install the CUDA toolkit, give NVCC=path, or make train_gpt2cpu))
 KNOWN_ARCHS = $(need_nvcc)$(patsubst sm_%,%,$(shell $(NVCC) --list-gpu-code 2>/dev/null)) 90a
-GPU_CAPS = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | sort -u)
+ASK_GPUS = nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | sort -u
+GPU_CAPS = $(eval GPU_CAPS := $(shell $(ASK_GPUS)))$(GPU_CAPS)
 GPU_ARCHS = $(or $(filter $(KNOWN_ARCHS),$(GPU_CAPS)),90a)
 ARCHS = $(patsubst 90,90a,$(if $(filter auto,$(ARCH)),$(GPU_ARCHS),$(ARCH:sm_%=%)))
 check_arch = $(if $(filter-out $(KNOWN_ARCHS),$(ARCHS)),$(error ARCH=$(ARCH): choose auto or $(KNOWN_ARCHS)))
-GENCODE = $(check_arch)$(foreach a,$(ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
-          -gencode arch=compute_80,code=compute_80
+# What runs is not known where auto finds no GPU, or one that nvcc does not know: then compute_80 PTX comes
+# along, which the driver of any later GPU compiles. Else it would only cost a quarter of the time to build.
+is_known = $(and $(GPU_CAPS),$(if $(filter-out $(KNOWN_ARCHS),$(GPU_CAPS)),,yes))
+PTX = $(if $(filter auto,$(ARCH)),$(if $(is_known),,-gencode arch=compute_80,code=compute_80))
+GENCODE = $(check_arch)$(foreach a,$(ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) $(PTX)
 
 # ---- flags ----
 comma := ,
@@ -45,7 +50,8 @@ CPU_FLAGS = -std=c++17 -I. $(WARNINGS) $(CPU_OPT) -pthread $(OPENMP)
 CPU_LIBS := $(filter -l%,$(OPENBLAS))
 MODEL_FLAGS := -DGPT2_CPU $(filter -D%,$(OPENBLAS))
 ASAN_FLAGS = -std=c++17 -I. $(WARNINGS) -O2 -g -pthread -fsanitize=address,undefined -fno-sanitize-recover=all
-CUDA_FLAGS := -std=c++17 -lineinfo -Xcompiler -Wall,-Wno-unknown-pragmas,-Wno-unused-function \
+# --threads: two kinds of code are compiled side by side
+CUDA_FLAGS := -std=c++17 -lineinfo --threads 2 -Xcompiler -Wall,-Wno-unknown-pragmas,-Wno-unused-function \
               -Xcompiler -pthread$(if $(OPENMP),$(comma)$(OPENMP)) \
               $(if $(filter 1,$(DEBUG)),-O1 -g -DDEBUG,-O3)
 CUDA_LIBS := -lcublasLt
@@ -55,8 +61,8 @@ TOOLS := build/tokenize build/stories build/bigram
 TESTS := $(patsubst dev/test/%.cpp,build/%,$(wildcard dev/test/test_*.cpp))
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart tinyshakespeare tokenize stories bigram test asan test-asan lint sanitize bench clean
-.PHONY: FORCE
+.PHONY: help quickstart tinyshakespeare tokenize stories bigram test test-gpu cpu asan test-asan lint sanitize
+.PHONY: bench clean FORCE
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -117,12 +123,16 @@ tokenize stories bigram: %: build/% ## tools: text to shards, a story corpus, a 
 tinyshakespeare: build/tokenize ## its shards (TEXT=file: from that text, without a download)
 	dev/data/tinyshakespeare.sh $(if $(value TEXT),--text "$$TEXT")
 
-test: train_gpt2cpu test_gpt2cpu $(TOOLS) $(TESTS) ## all tests that this machine can run
-	python3 dev/test/run.py
-
-asan: build/asan/test_gpt2cpu $(TESTS:build/%=build/asan/%)
+# These install what is missing first, the compiler too; run.py then builds, in a make of its own.
+RUN_TESTS = @scripts/setup.sh && python3 dev/test/run.py
+test: ## all tests that this machine can run
+	$(RUN_TESTS)
+test-gpu: ## only those that need a GPU
+	$(RUN_TESTS) gpu
 test-asan: ## the host tests and the CPU model under ASan and UBSan, part of `make test`
-	python3 dev/test/run.py asan
+	$(RUN_TESTS) asan
+asan: build/asan/test_gpt2cpu $(TESTS:build/%=build/asan/%)
+cpu: train_gpt2cpu test_gpt2cpu $(TOOLS) $(TESTS)
 
 sanitize: $(addprefix build/check/test_gpt2.,BF16 FP32 FP16) ## on a GPU: kernels under compute-sanitizer
 	dev/gpu.sh sanitize

@@ -1555,6 +1555,20 @@ static void test_kernels() {
 #endif  // GPT2_CPU
 
 // == main ==
+// Prefix of a committed reference's files, whatever the working directory: in this program's folder, or one or
+// two above it (build/check/).
+static std::string committed_reference(const std::string& name) {
+    char exe[4096];
+    const ssize_t n = readlink("/proc/self/exe", exe, sizeof(exe));
+    std::string folder(exe, n > 0 ? (size_t)n : 0);
+    const std::string prefix = "dev/reference/fixture/" + name;
+    for (int up = 0; up < 3 && !folder.empty(); up++) {
+        folder.resize(folder.rfind('/') == std::string::npos ? 0 : folder.rfind('/'));
+        if (file_size((folder + "/" + prefix + ".json").c_str()) >= 0) { return folder + "/" + prefix; }
+    }
+    return prefix;
+}
+
 int main(int argc, char** argv) {
     device_prepare(argv);
     std::vector<std::string> modes, references;
@@ -1595,7 +1609,7 @@ int main(int argc, char** argv) {
 #endif
         if (mode == "model") {
             const bool given = !references.empty();
-            if (!given) { references = {"dev/reference/fixture/ugly", "dev/reference/fixture/head64"}; }
+            if (!given) { references = {committed_reference("ugly"), committed_reference("head64")}; }
             for (const std::string& prefix : references) {
                 TEST(format("model against PyTorch: %s", prefix.c_str()).c_str()) {
                     test_model(prefix, default_options(), given ? 2e-5 : 1e-5, given ? 1e-4 : 2e-5);

@@ -5,15 +5,14 @@
 #   dev/gpu.sh                       everything
 #   dev/gpu.sh build test bench      only these steps: build test ptx sanitize determinism compare bench
 #
-# Prints a short table last, keeps all output in build/gpu/*.log and, after the steps build and test, writes
-# dev/test/gpu-results.txt: `make test` on a machine without a GPU reads it to know whether these sources were
-# tested.
+# Prints a short table last and keeps all output in build/gpu/*.log. The step test is `make test-gpu`, which
+# writes dev/test/gpu-results.txt; the other steps' rows are added below, if they ran the same sources.
 # DATA: prefix of tinyshakespeare's shards (default dev/data/tinyshakespeare/tiny_shakespeare).
 set -u
 cd "$(dirname "$0")/.."
 steps=${*:-build test ptx sanitize determinism compare bench}
 DATA=${DATA:-dev/data/tinyshakespeare/tiny_shakespeare}
-logs=build/gpu
+logs=build/gpu results=dev/test/gpu-results.txt
 mkdir -p $logs
 declare -a table
 failures=0 passed=0 failed=0 skipped=0
@@ -24,23 +23,11 @@ row() {
     printf '%-26s %s\n' "$1" "$2"
     case "$2" in ok*) ;; *) failures=$((failures + 1)) ;; esac
 }
-# launch NAME COMMAND...: starts a suite in the background; collect NAME: waits for it, takes its closing line
-# (its seconds are those until it is collected)
-declare -A pids starts
-launch() {
-    local name=$1
+# suite NAME COMMAND...: its closing line is the result
+suite() {
+    local name=$1 log=$logs/$1.log start=$SECONDS code=0 last
     shift
-    starts[$name]=$SECONDS
-    "$@" >"$logs/$name.log" 2>&1 &
-    pids[$name]=$!
-}
-# background jobs do not hear Ctrl-C
-trap 'kill $(jobs -p) 2>/dev/null' EXIT
-trap 'exit 130' INT TERM
-collect() {
-    local name=$1 log=$logs/$1.log start=${starts[$1]}
-    wait "${pids[$name]}"
-    local code=$? last
+    "$@" >"$log" 2>&1 || code=$?
     last=$(tail -n 1 "$log")
     if [[ $last =~ ^([0-9]+)\ passed,\ ([0-9]+)\ failed,\ ([0-9]+)\ skipped$ ]]; then
         passed=$((passed + BASH_REMATCH[1])) failed=$((failed + BASH_REMATCH[2]))
@@ -53,7 +40,6 @@ collect() {
         row "$name" "FAILED (exit $code): $last"
     fi
 }
-suite() { launch "$@"; collect "$1"; }
 # check NAME COMMAND...: exit code only
 check() {
     local name=$1 log=$logs/$1.log start=$SECONDS
@@ -71,21 +57,14 @@ echo "$gpu, driver $driver"
 for step in $steps; do
     case $step in
     build)
-        programs="test_gpt2.BF16 test_gpt2.FP32 test_gpt2.FP16 train_gpt2.BF16 train_gpt2.FP32"
-        programs="$programs train_gpt2.FP16 profile_gpt2.BF16"
-        check build make -s -j8 $(for p in $programs; do echo build/check/$p; done) build/ptx/test_gpt2.BF16
+        suite build python3 dev/test/run.py nvcc
+        check "build PTX" make -s build/ptx/test_gpt2.BF16
         ;;
-    test)
-        for precision in BF16 FP32 FP16; do suite "test $precision" build/check/test_gpt2.$precision; done
-        for precision in BF16 FP32 FP16; do
-            launch "command line $precision" python3 dev/test/test_cli.py build/check/train_gpt2.$precision
-        done
-        launch "break BF16" python3 dev/test/break_all.py build/check/test_gpt2.BF16 kernels --small model
-        for precision in BF16 FP32 FP16; do collect "command line $precision"; done
-        collect "break BF16"
+    test)   # the suites of `make test-gpu`
+        suite test python3 dev/test/run.py gpu
         ;;
     ptx)    # the portable code, as a GPU without machine code of its own would run it
-        suite "test BF16, sm_80 PTX" build/ptx/test_gpt2.BF16
+        suite "sm_80 PTX, BF16" build/ptx/test_gpt2.BF16
         ;;
     sanitize)
         for precision in BF16 FP32 FP16; do
@@ -120,15 +99,10 @@ done
 
 echo
 printf '%s\n' "${table[@]}"
-case " $steps " in *" build test "*)
-    {
-        echo "date: $(date -u +%Y-%m-%d)"
-        echo "gpu: $gpu"
-        echo "driver: $driver"
-        echo "steps: $steps"
-        echo "counts: $passed passed, $failed failed, $skipped skipped"
-        echo "sha256: $(python3 dev/test/run.py --hash)"
-    } >dev/test/gpu-results.txt ;;
-esac
+# beside what run.py wrote about the same sources
+others=$(printf '%s\n' "${table[@]}" | grep -v -E '^(build|test) ')
+if [ -n "$others" ] && grep -q "^sha256: $(python3 dev/test/run.py --hash)$" $results; then
+    printf '\ndev/gpu.sh, %s\n%s\n' "$(date -u +%Y-%m-%d)" "$others" >>$results
+fi
 echo "$passed passed, $failed failed, $skipped skipped"
 [ $failures = 0 ]

@@ -10,31 +10,37 @@
 #   time       about 90 s of training              under a minute
 #
 # Both validate on stories of another seed, which no training story is from. A bigram model on the same shards
-# is the loss to beat. Leaves runs/quickstart: main.log, metrics.jsonl, run.json, model_*.bin, loss.png.
-set -eu
+# is the loss to beat. Leaves runs/quickstart: main.log, metrics.jsonl, run.json, model_*.bin, loss.png; a run
+# that was there is kept as runs/quickstart.1, .2, ... The stories are the same every time: dev/data/stories.
+set -euo pipefail
 cd "$(dirname "$0")/.."
 # OpenMP threads that spin while they wait slow each other down tenfold when other programs want the cores.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 run=runs/quickstart
-data=$run/data
 
 scripts/setup.sh
 nvcc=$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null || true)
 if [ -n "$nvcc" ] && nvidia-smi -L >/dev/null 2>&1; then
-    trainer=train_gpt2cu bytes=0 text=60000000
-    flags=(--model L8,NH8,C512,T512,V50257 --micro-batch 64 --max-steps 600 --learning-rate 1e-3 --warmup 50)
+    trainer=train_gpt2cu bytes=0 text=60000000 steps=600 data=dev/data/stories/gpt2
+    flags=(--model L8,NH8,C512,T512,V50257 --micro-batch 64 --learning-rate 1e-3 --warmup 50)
     flags+=(--val-every 100 --val-batches 10 --sample-every 0 --top-k 40)
 else
-    trainer=train_gpt2cpu bytes=1 text=8000000
-    flags=(--model L4,NH4,C128,T128,V256 --micro-batch 4 --max-steps 2400 --learning-rate 4e-3 --warmup 100)
+    trainer=train_gpt2cpu bytes=1 text=8000000 steps=2400 data=dev/data/stories/bytes
+    flags=(--model L4,NH4,C128,T128,V256 --micro-batch 4 --learning-rate 4e-3 --warmup 100)
     flags+=(--beta2 0.99 --val-every 400 --val-batches 20 --sample-every 0)
 fi
+
+# stop CODE SENTENCE: the run folder keeps what there is
+stop() {
+    echo "error: $2" >&2
+    echo "hint: what it printed is in $run/stdout.txt; make quickstart starts anew and keeps this run" >&2
+    exit "$1"
+}
 
 echo "== building $trainer"
 make -s "$trainer" tokenize stories bigram
 
 echo "== making and tokenising stories: $data"
-rm -rf "$run"
 mkdir -p "$data"
 build/stories --seed 1 --bytes "$text" -o "$data/train.txt"
 build/stories --seed 2 --bytes 1000000 -o "$data/held_out.txt"
@@ -43,12 +49,23 @@ for part in train held_out; do
     mv "$data/${part}_train.bin" "$data/$part.bin"
 done
 
+if [ -e "$run" ]; then
+    n=1
+    while [ -e "$run.$n" ]; do n=$((n + 1)); done
+    mv "$run" "$run.$n"
+    echo "== the run that was in $run is now $run.$n"
+fi
+mkdir -p "$run"
+
 echo "== training: the flags are explained by ./$trainer --help"
+# tee -i: Ctrl-C is for the trainer alone, which then saves what it has
 ./"$trainer" --train-data "$data/train.bin" --val-data "$data/held_out.bin" --output-dir "$run" \
-    --final-fraction 0.1 --weight-decay 0.1 "${flags[@]}" | tee "$run/stdout.txt"
+    --max-steps "$steps" --final-fraction 0.1 --weight-decay 0.1 "${flags[@]}" |
+    tee -i "$run/stdout.txt" || stop $? "./$trainer has failed"
+model=$run/model_$(printf %08d "$steps").bin
+[ -f "$model" ] || stop 1 "./$trainer ended before step $steps: there is no $model"
 
 echo "== samples"
-model=$(ls "$run"/model_*.bin | tail -1)
 ./"$trainer" --model "$model" --max-steps 0 --prompt "One morning" --num-samples 3 --sample-tokens 100 \
     --temperature 0.7 --train-data "$data/train.bin" --val-data "$data/held_out.bin" |
     tee "$run/samples.txt"
@@ -56,13 +73,13 @@ model=$(ls "$run"/model_*.bin | tail -1)
 echo "== a bigram model on the same shards"
 build/bigram -i "$data/train.bin" -j "$data/held_out.bin" | tee "$run/bigram.txt"
 bigram=$(sed -n 's/^bigram val loss \([0-9.]*\).*/\1/p' "$run/bigram.txt")
-python=python3
-[ -x .venv/bin/python ] && python=.venv/bin/python
-"$python" dev/data/plot_log.py "$run" --line "$bigram" "bigram model" || true
+python3 dev/data/plot_log.py "$run" --line "$bigram" "bigram model" || echo "note: so there is no loss.png"
 val=$(sed -n 's/^s:[0-9]* tel://p' "$run/main.log" | tail -1)
 first=$(sed -n 's/^s:[0-9]* tel://p' "$run/main.log" | head -1)
 ls "$run"
 awk -v first="$first" -v val="$val" -v bigram="$bigram" 'BEGIN {
     printf "val loss %.3f at the start, %.3f at the end; a bigram model has %.3f\n", first, val, bigram
-    exit !(val < bigram && val < first - 1)
+    learned = val + 0 > 0 && val + 0 < bigram + 0 && val + 0 < first - 1
+    if (!learned) { print "error: it should be below that, and at least 1 below the start" > "/dev/stderr" }
+    exit !learned
 }'

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draws the losses in main.log: loss.png beside it.
 
-    python3 dev/data/plot_log.py runs/quickstart
+    python3 dev/data/plot_log.py runs/mine
     python3 dev/data/plot_log.py runs/a runs/b -o both.png --line 1.93 "bigram baseline"
 """
 import argparse
@@ -43,6 +43,14 @@ def smooth(values, weight):
     return out
 
 
+def take_the_venv():
+    """Starts again with .venv's Python, if there is one and this is another: setup.sh installs into it."""
+    root = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
+    python = os.path.join(root, ".venv", "bin", "python")
+    if os.access(python, os.X_OK) and os.path.realpath(sys.prefix) != os.path.realpath(root + "/.venv"):
+        os.execv(python, [python] + sys.argv)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("runs", nargs="+", help="run folders, or main.log files")
@@ -56,6 +64,7 @@ def main():
     try:
         import matplotlib
     except ImportError:
+        take_the_venv()
         sys.exit("error: no plot without matplotlib\nhint: scripts/setup.sh installs it into .venv")
     matplotlib.use("Agg")                               # no screen needed
     from matplotlib import pyplot

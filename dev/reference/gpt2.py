@@ -118,10 +118,17 @@ def to_numpy(tensors):
 
 def params_from_huggingface(name_or_path):
     """(dims, params) of a GPT-2 that transformers finds on this machine. Never downloads."""
-    from transformers import GPT2LMHeadModel            # only needed here
+    try:
+        from transformers import GPT2LMHeadModel        # only needed here
+    except ImportError:
+        raise SystemExit("error: hf: needs transformers\nhint: pip install transformers") from None
 
     from formats import Dims
-    hf = GPT2LMHeadModel.from_pretrained(name_or_path, local_files_only=True)
+    try:
+        hf = GPT2LMHeadModel.from_pretrained(name_or_path, local_files_only=True)
+    except OSError:
+        raise SystemExit(f"error: no model hf:{name_or_path} on this machine\n"
+                         f"hint: hf download {name_or_path} config.json model.safetensors") from None
     c, sd = hf.config, {k.removeprefix("transformer."): v.float().numpy() for k, v in hf.state_dict().items()}
     dims = Dims(maxT=c.n_positions, V=c.vocab_size, L=c.n_layer, NH=c.n_head, C=c.n_embd)
     paths = {"ln1": "ln_1", "qkv": "attn.c_attn", "attproj": "attn.c_proj", "ln2": "ln_2", "fc": "mlp.c_fc",

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Trains GPT-2 in PyTorch beside ours: same initial weights, data order, optimizer and schedule.
 
-    python dev/reference/train_gpt2.py --total_batch_size=512 --write_tensors=0
+    python dev/reference/train_gpt2.py --total_batch_size=512
     ./train_gpt2cu -b 4 -t 64 -l 1e-4 -v 0 -s 0 -a 1 -x 10 -f 0 -z 512      # FP32 build: same losses to 1e-4
+    python dev/reference/train_gpt2.py --model hf:gpt2 --num_iterations 0 --write_model gpt2_124M.bin
 
 With --write_tensors 1 it first writes the reference files of the first batch (see reference.py).
 """
@@ -13,7 +14,10 @@ import re
 import sys
 import time
 
-import torch
+try:
+    import torch
+except ImportError:
+    sys.exit("error: no PyTorch in this Python\nhint: pip install torch numpy, in a venv of yours")
 
 import reference
 from formats import Loader, init_params, parse_model, read_checkpoint, write_checkpoint
@@ -58,7 +62,7 @@ def parse_arguments(argv):
     p.add_argument("--compile_mode", default="default")
     p.add_argument("--flash", type=int, default=1, choices=(0, 1), help="0: attention written out")
     p.add_argument("--fused", type=int, default=0, choices=(0, 1), help="fused AdamW")
-    p.add_argument("--write_tensors", type=int, default=1, choices=(0, 1))
+    p.add_argument("--write_tensors", type=int, default=0, choices=(0, 1))
     p.add_argument("--write_model", default="", help="write the initial weights here (.bin, version 3)")
     p.add_argument("--write_final", default="", help="write the trained weights here (.bin, version 3)")
     p.add_argument("--output_prefix", default="", help="of the reference files; default: the model's name")
@@ -117,6 +121,8 @@ def validation_loss(model, args, dims):
 
 def train(args, dims, params, show=print):
     """Runs the whole training; returns one dict per step: loss, norm, lr, ms."""
+    if not args.num_iterations and not args.input_val_bin and not args.write_final:
+        return []                                   # only --write_model, which needs no shard
     setup_device(args.device, tf32=bool(args.tensorcores))
     if args.sequence_length > dims.maxT:
         raise SystemExit(f"error: --sequence_length {args.sequence_length} exceeds the model's {dims.maxT}")
@@ -125,10 +131,11 @@ def train(args, dims, params, show=print):
     mode = None if args.compile_mode == "default" else args.compile_mode
     model = torch.compile(raw, mode=mode) if args.compile else raw
     optimizer = make_optimizer(raw, vars(args), fused=bool(args.fused))
-    loader = training_loader(args, dims)
     micro_steps = args.total_batch_size // (args.batch_size * args.sequence_length)
-    first = to_device(loader.next(), args)
-    loader.position = 0
+    if args.num_iterations:
+        loader = training_loader(args, dims)
+        first = to_device(loader.next(), args)
+        loader.position = 0
     steps = []
     for step in range(args.num_iterations + 1):
         last = step == args.num_iterations

@@ -6,10 +6,10 @@
     python3 dev/test/llmc_format.py write-model m.bin --L 2 --NH 4 --C 64 --T 32 --V 250 --Vp 256 --version 5
     python3 dev/test/llmc_format.py read-model m.bin
 
-A file is right if this reads what ours wrote, ours reads what this wrote, and the sums agree. The model
-commands print one line per tensor: name, values, sum, crc32 of the values as little-endian fp32; so a bf16
-checkpoint that is loaded and saved as fp32 keeps its crc32s. Standard library only; an error is one line and
-exit code 1.
+A file is right if this reads what ours wrote, ours reads what this wrote, and the sums agree; this itself is
+held against facts from elsewhere by test_llmc_format.py. The model commands print one line per tensor: name,
+values, sum, crc32 of the values as little-endian fp32; so a bf16 checkpoint that is loaded and saved as fp32
+keeps its crc32s. Standard library only; an error is one line and exit code 1.
 """
 import argparse
 import array

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Runs the test suites and adds up their closing lines. `make test` builds first, then calls this.
+"""Builds and runs the test suites side by side, and adds up their closing lines. `make test` calls it.
 
-    python3 dev/test/run.py                 # all suites that this machine can run
-    python3 dev/test/run.py host gpu        # only those whose name contains one of these words
-    python3 dev/test/run.py --hash          # sha256 of the .cu files, for dev/test/gpu-results.txt
+    python3 dev/test/run.py                     # all that this machine can run
+    python3 dev/test/run.py host gpu            # only suites whose name contains one of these words
+    python3 dev/test/run.py --update-counts     # the last runs' numbers of tests into dev/test/expected.txt
+    python3 dev/test/run.py --hash              # sha256 of the CUDA sources, for dev/test/gpu-results.txt
 
-A suite is a command whose last line is `N passed, N failed, N skipped`. One that dies, takes too long, prints
-no such line or ran no test counts as one failure. Its whole output is kept in build/logs/NAME.log.
+A suite is a command whose last line is `N passed, N failed, N skipped`. One that dies, hangs, prints no such
+line or ran fewer tests than dev/test/expected.txt asks for counts as one failure. Its whole output is kept in
+build/logs/NAME.log. Where a GPU ran all of its suites, dev/test/gpu-results.txt says so to other machines.
 """
 import glob
 import hashlib
@@ -20,41 +22,74 @@ import time
 
 ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
 GPU_RESULTS = "dev/test/gpu-results.txt"
+EXPECTED = "dev/test/expected.txt"
+LOGS = "build/logs"
 CLOSING = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped$")
 PYTHON = ".venv/bin/python" if os.path.exists(os.path.join(ROOT, ".venv/bin/python")) else sys.executable
+CORES = len(os.sched_getaffinity(0))
+GPU_PLACES = 4          # programs that share the GPU's memory at one time
+
+# Only a hang meets these, however busy the machine is: seconds without output and without using a core (a
+# deadlock), and seconds in all (an endless loop); no suite takes more than two minutes of one core.
+QUIET_S, LIMIT_S = 600, 3600
 
 
 class Suite:
-    def __init__(self, name, command, needs=None, seconds=120, counts=True):
-        self.name, self.command, self.needs, self.seconds = name, command, needs, seconds
+    """after: names of suites that come first; cores, gpu: places that it takes of CORES and GPU_PLACES."""
+
+    def __init__(self, name, command, after=(), needs=None, cores=1, gpu=0, counts=True, steady=True):
+        self.name, self.command, self.after, self.needs = name, command, after, needs
+        self.cores, self.gpu = min(cores, CORES), gpu
         self.counts = counts        # False: the command counts nothing, its exit code is the one test
+        self.steady = steady        # False: the number of its tests is not kept in expected.txt
+
+    def log(self):
+        return f"{LOGS}/" + re.sub(r"\W+", "_", self.name) + ".log"
+
+
+def make(name, targets, **more):
+    return Suite(name, ["make", "-s", f"-j{min(CORES, 4)}"] + targets, counts=False, **more)
 
 
 def all_suites():
+    """In the order of starting: first what others wait for, then what takes long."""
     # one for each dev/test/test_*.cpp: a new file needs no line here, nor in the Makefile
     host = sorted(re.sub(r".*/test_|\.cpp$", "", path) for path in glob.glob("dev/test/test_*.cpp"))
-    parallel_make = ["make", "-s", f"-j{os.cpu_count() or 1}"]
-    suites = [Suite("host " + name, ["build/test_" + name]) for name in host]
+    suites = [make("build cpu", ["cpu"], cores=4)]
+    kinds = ("BF16", "FP16", "FP32")
+    cuda = [f"check/{name}_gpt2.{kind}" for kind in kinds for name in ("test", "train")]
+    cuda += ["check/profile_gpt2.BF16"] + [path[4:-3] for path in glob.glob("dev/cuda/*.cu")]
+    suites += [make("nvcc " + name.split("/")[1], ["build/" + name], needs="nvcc") for name in cuda]
+    suites += [make("build asan", ["asan"], cores=4)]
+    suites += [Suite("gpu cli " + kind, [PYTHON, "dev/test/test_cli.py", "build/check/train_gpt2." + kind],
+                     ["nvcc train_gpt2." + kind], "gpu", gpu=1) for kind in kinds]
+    suites += [Suite("gpu test " + kind, ["build/check/test_gpt2." + kind], ["nvcc test_gpt2." + kind], "gpu",
+                     gpu=1) for kind in kinds]
+    breaks = [PYTHON, "dev/test/break_all.py", "build/check/test_gpt2.BF16", "kernels", "--small", "model"]
+    suites += [Suite("gpu break BF16", breaks, ["nvcc test_gpt2.BF16"], "gpu", cores=4, gpu=2)]
+    cpu, asan = ["build cpu"], ["build asan", "build cpu"]
     suites += [
-        Suite("host tiktoken", [PYTHON, "dev/test/compare_tiktoken.py"], seconds=300),
-        Suite("model cpu", ["./test_gpt2cpu"], seconds=300),
-        Suite("cli cpu", [PYTHON, "dev/test/test_cli.py", "./train_gpt2cpu"], seconds=300),
-        Suite("break cpu", [PYTHON, "dev/test/break_all.py", "./test_gpt2cpu"], seconds=400),
-        Suite("lint", [PYTHON, "dev/test/lint.py"]),
-        Suite("asan build", parallel_make + ["asan"], seconds=400, counts=False),
-        Suite("asan model cpu", ["build/asan/test_gpt2cpu"], seconds=400),
+        Suite("cli cpu", [PYTHON, "dev/test/test_cli.py", "./train_gpt2cpu"], cpu),
+        Suite("asan model cpu", ["build/asan/test_gpt2cpu"], asan),
+        Suite("break cpu", [PYTHON, "dev/test/break_all.py", "./test_gpt2cpu"], cpu, cores=4),
+        Suite("host tiktoken", [PYTHON, "dev/test/compare_tiktoken.py"], cpu),
+        Suite("model cpu", ["./test_gpt2cpu"], cpu, cores=2),
+        Suite("scripts", [PYTHON, "dev/test/test_scripts.py"], cpu),
+        Suite("formats", [PYTHON, "dev/test/test_llmc_format.py"]),
+        Suite("lint", [PYTHON, "dev/test/lint.py"], steady=False),      # as many as there are files
     ]
-    suites += [Suite("asan " + name, ["build/asan/test_" + name]) for name in host]
-    programs = ["profile_gpt2.BF16"]
-    programs += [f"{name}_gpt2.{kind}" for name in ("train", "test") for kind in ("BF16", "FP32", "FP16")]
-    built = ["build/check/" + name for name in programs]
-    built += [f"build/{path[4:-3]}" for path in glob.glob("dev/cuda/*.cu")]
-    suites += [Suite("nvcc build", parallel_make + built, "nvcc", 900, counts=False)]
-    suites += [Suite("gpu " + name, ["build/check/" + name], "gpu", 600)
-               for name in programs if name.startswith("test_")]
-    suites += [Suite("gpu cli " + name, [PYTHON, "dev/test/test_cli.py", "build/check/" + name], "gpu", 600)
-               for name in programs if name.startswith("train_")]
+    suites += [Suite("asan " + name, ["build/asan/test_" + name], asan) for name in host]
+    suites += [Suite("host " + name, ["build/test_" + name], cpu) for name in host]
     return suites
+
+
+def chosen(suites, words, have):
+    """Those whose name contains a word, and before them what they wait for, if they can run here."""
+    wanted = {s.name for s in suites if not words or any(word in s.name for word in words)}
+    for suite in reversed(suites):          # a suite stands behind those that it waits for
+        if suite.name in wanted and have[suite.needs]:
+            wanted.update(suite.after)
+    return [s for s in suites if s.name in wanted]
 
 
 # ---- what this machine has ----
@@ -63,114 +98,270 @@ def has_nvcc():
     return shutil.which("nvcc") is not None or os.path.exists("/usr/local/cuda/bin/nvcc")
 
 
-def has_gpu():
+def ask_gpu(*words):
+    """nvidia-smi's first line, or None."""
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+        said = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
-        return False
-    return listed.returncode == 0 and listed.stdout.startswith("GPU ")
+        return None
+    return said.stdout.split("\n", 1)[0].strip() if said.returncode == 0 else None
 
+
+def has_gpu():
+    return (ask_gpu("-L") or "").startswith("GPU ")
+
+
+# ---- dev/test/gpu-results.txt and dev/test/expected.txt: lines `key: value` ----
 
 def cuda_hash():
+    """Of all that the CUDA programs are made of."""
     digest = hashlib.sha256()
-    for path in sorted(glob.glob("*.cu")):
+    for path in sorted(glob.glob("*.cu") + glob.glob("llmc/*.h")):
         with open(path, "rb") as f:
             digest.update(path.encode() + b"\0" + f.read() + b"\0")
     return digest.hexdigest()
 
 
-def gpu_results():
-    """The last run on a GPU: how many tests it had (all skipped here), and what to say about it."""
+def read_fields(path):
     try:
-        with open(GPU_RESULTS, encoding="utf-8") as f:
-            fields = dict(line.strip().split(": ", 1) for line in f if ": " in line)
+        with open(path, encoding="utf-8") as f:
+            return dict(line.strip().split(": ", 1) for line in f if ": " in line and line[0] != "#")
     except FileNotFoundError:
-        return 1, f"STALE: there is no {GPU_RESULTS}: run dev/gpu.sh on a machine with a GPU"
+        return {}
+
+
+def gpu_report(suites, expected, have):
+    """Three calm lines for a machine without a GPU."""
+    tests = sum(skipped_tests(s, expected) for s in suites if s.needs == "gpu")
+    programs = sum(s.needs == "nvcc" for s in suites)
+    more = "" if have["nvcc"] else f" So are {programs} CUDA programs that nvcc would compile."
+    fields = read_fields(GPU_RESULTS)
     about = ", ".join(fields.get(key, "no " + key) for key in ("date", "gpu", "counts"))
-    closing = CLOSING.match(fields.get("counts", ""))
-    tests = sum(int(n) for n in closing.groups()) if closing else 1
-    if fields.get("sha256") != cuda_hash():
-        return tests, f"STALE: the .cu files have changed since their GPU run ({about}): run dev/gpu.sh again"
-    return tests, f"GPU tests of these .cu files: {about}"
+    print(f"\nAll that needs no GPU ran here. {tests} tests of the CUDA programs are counted as skipped:\n"
+          f"they need an NVIDIA GPU (`make test-gpu` on a machine that has one).{more}")
+    if not fields:
+        print(f"STALE: there is no {GPU_RESULTS}: nothing is known of a run on a GPU.")
+    elif fields.get("sha256") != cuda_hash():
+        print(f"STALE: the CUDA sources have changed since their last run on a GPU ({about}).")
+    else:
+        print(f"Their last run, of these very sources: {about}.")
+
+
+def write_gpu_results(rows):
+    """What dev/gpu.sh wrote below the first empty line stays as long as the sources do."""
+    more = ""
+    if read_fields(GPU_RESULTS).get("sha256") == cuda_hash():
+        with open(GPU_RESULTS, encoding="utf-8") as f:
+            more = "".join(f.read().partition("\n\n")[1:])[1:]
+    total = [sum(row[i] for row in rows) for i in (1, 2, 3)]
+    query = ("--format=csv,noheader", "--query-gpu=")
+    with open(GPU_RESULTS, "w", encoding="utf-8") as f:
+        f.write(f"date: {time.strftime('%Y-%m-%d', time.gmtime())}\n"
+                f"gpu: {ask_gpu(query[0], query[1] + 'name')}\n"
+                f"driver: {ask_gpu(query[0], query[1] + 'driver_version')}\n"
+                f"counts: {total[0]} passed, {total[1]} failed, {total[2]} skipped\n"
+                f"sha256: {cuda_hash()}\n")
+        f.writelines(f"{row[0]}: {row[1]} passed, {row[2]} failed, {row[3]} skipped\n" for row in rows)
+        f.write(more)
+
+
+def update_counts():
+    """Each suite's number of tests in its last run, here or on the GPU; 2 % less of many, as machines differ
+    in a few (some cannot mount a file system, some are root)."""
+    rows, on_gpu = read_fields(EXPECTED), read_fields(GPU_RESULTS)
+    suites = [s for s in all_suites() if s.counts]
+    for suite in suites:
+        last = on_gpu.get(suite.name, "")
+        if suite.needs != "gpu" and os.path.exists(suite.log()):
+            with open(suite.log(), encoding="utf-8", errors="replace") as f:
+                last = f.read().rstrip("\n").rpartition("\n")[2]
+        closing = CLOSING.match(last)
+        passed, failed, skipped = (int(n) for n in closing.groups()) if closing else (0, 0, 0)
+        if passed and not failed and suite.steady:
+            tests = passed + skipped
+            rows[suite.name] = str(tests - tests // 50)
+    with open(EXPECTED, "w", encoding="utf-8") as f:
+        f.write("# Lowest number of tests of each suite, skipped ones included: with fewer it fails.\n"
+                "# Rewritten by `python3 dev/test/run.py --update-counts` after a run of the suites.\n")
+        f.writelines(f"{s.name}: {rows[s.name]}\n" for s in sorted(suites, key=lambda s: s.name)
+                     if s.name in rows)
+
+
+def skipped_tests(suite, expected):
+    return int(expected.get(suite.name, 1))
 
 
 # ---- running ----
 
-def run(suite):
-    """(passed, failed, skipped, what went wrong)"""
-    log = "build/logs/" + re.sub(r"\W+", "_", suite.name) + ".log"
-    with open(log, "w+", encoding="utf-8", errors="replace") as out:
+def cpu_ticks(session):
+    """Of all processes of a session; children that have ended are counted by their parents."""
+    ticks = 0
+    for path in glob.glob("/proc/[0-9]*/stat"):
         try:
-            child = subprocess.Popen(suite.command, stdin=subprocess.DEVNULL, stdout=out,
-                                     stderr=subprocess.STDOUT, start_new_session=True)
-        except OSError as error:
-            return 0, 1, 0, str(error)
-        problem = ""
-        try:
-            code = child.wait(suite.seconds)
-        except subprocess.TimeoutExpired:
-            problem = f"still running after {suite.seconds} s"
-        finally:
-            if child.poll() is None:                    # and whatever it started
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-        out.seek(0)
-        lines = out.read().rstrip("\n").split("\n")
-    closing = CLOSING.match(lines[-1]) if suite.counts else None
-    counts = tuple(int(n) for n in closing.groups()) if closing else (0, 0, 0)
-    if problem:
-        pass
-    elif not suite.counts:
-        counts, problem = (int(code == 0), 0, 0), f"exit code {code}" if code else ""
-    elif not closing:
-        problem = f"exit code {code}, no closing line"
-    elif sum(counts) == 0:
-        problem = "ran no test"
-    elif (code != 0) != (counts[1] > 0):
-        problem = f"exit code {code} does not fit its closing line '{lines[-1]}'"
-    if problem:
-        counts = (counts[0], max(counts[1], 1), counts[2])
-    if counts[1]:
-        failures = [line for line in lines if line.startswith("FAIL")][:20] or lines[-20:]
-        print("\n".join("    " + line for line in failures))
-        print(f"    all of it: {log}")
-    return (*counts, problem)
+            with open(path, encoding="utf-8", errors="replace") as f:
+                fields = f.read().rpartition(")")[2].split()
+        except OSError:                         # it has just ended
+            continue
+        if int(fields[3]) == session:
+            ticks += sum(int(n) for n in fields[11:15])
+    return ticks
+
+
+class Running:
+    def __init__(self, suite):
+        self.suite, self.problem = suite, ""
+        self.began = self.moved = self.looked = time.monotonic()
+        self.seen = None
+        with open(suite.log(), "wb") as out:
+            try:                                # a session of its own: what it starts can be ended with it
+                self.child = subprocess.Popen(suite.command, stdin=subprocess.DEVNULL, stdout=out,
+                                              stderr=subprocess.STDOUT, start_new_session=True)
+            except OSError as error:
+                self.child, self.problem = None, str(error)
+
+    def ended(self):
+        if self.child is None or self.child.poll() is not None:
+            return True
+        now = time.monotonic()
+        if now - self.looked < min(10, QUIET_S / 4):
+            return False
+        self.looked = now
+        seen = (os.path.getsize(self.suite.log()), cpu_ticks(self.child.pid))
+        if seen != self.seen:
+            self.seen, self.moved = seen, now
+        if now - self.moved > QUIET_S:
+            self.problem = f"hangs: no output and no use of a core for {QUIET_S} s"
+        elif now - self.began > LIMIT_S:
+            self.problem = f"still running after {LIMIT_S} s"
+        if self.problem:
+            self.kill()
+        return bool(self.problem)
+
+    def kill(self):
+        if self.child is not None and self.child.poll() is None:
+            os.killpg(self.child.pid, signal.SIGKILL)
+            self.child.wait()
+
+    def row(self, expected):
+        """(name, passed, failed, skipped, seconds, what went wrong); prints a failure's lines."""
+        suite, seconds = self.suite, time.monotonic() - self.began
+        code = self.child.returncode if self.child else None
+        with open(suite.log(), encoding="utf-8", errors="replace") as f:
+            lines = f.read().rstrip("\n").split("\n")
+        counts, problem = judge(suite, code, lines[-1], expected)
+        problem = self.problem or problem
+        if problem:
+            counts = (counts[0], max(counts[1], 1), counts[2])
+        row = (suite.name, *counts, seconds, problem)
+        print_row(*row)
+        if counts[1]:
+            failures = [line for line in lines if line.startswith("FAIL")][:20] or lines[-20:]
+            print("\n".join("    " + line for line in failures))
+            print(f"    all of it: {suite.log()}", flush=True)
+        return row
+
+
+def judge(suite, code, last_line, expected):
+    """((passed, failed, skipped), what is wrong with them)"""
+    if not suite.counts:
+        return (int(code == 0), 0, 0), f"exit code {code}" if code else ""
+    closing = CLOSING.match(last_line)
+    if not closing:
+        return (0, 0, 0), f"exit code {code}, no closing line"
+    passed, failed, skipped = (int(n) for n in closing.groups())
+    tests, lowest = passed + failed + skipped, skipped_tests(suite, expected)
+    if skipped == tests > 0:                    # something that it needs is not here
+        return (0, 0, max(skipped, lowest)), ""
+    problem = ""
+    if tests < lowest:
+        problem = f"ran {tests} tests, {EXPECTED} asks for {lowest}" if tests else "ran no test"
+    elif (code != 0) != (failed > 0):
+        problem = f"exit code {code} does not fit its closing line '{last_line}'"
+    return (passed, failed, skipped), problem
+
+
+def print_row(name, passed, failed, skipped, seconds, note):
+    print(f"{name:<24}{passed:>8}{failed:>8}{skipped:>9}{seconds:>9.1f}  {note}".rstrip(), flush=True)
+
+
+def run_all(suites, have, expected):
+    """One row per suite, in the order in which they ended."""
+    os.makedirs(LOGS, exist_ok=True)
+    print(f"{'suite':<24}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}", flush=True)
+    waiting, running, rows, good = list(suites), [], [], set()
+    done = set()
+
+    def close(row):
+        rows.append(row)
+        done.add(row[0])
+        if not row[2] and row[1]:
+            good.add(row[0])
+
+    try:
+        while waiting or running:
+            for suite in list(waiting):
+                missing = [name for name in suite.after if name in done and name not in good]
+                if not have[suite.needs] or missing:
+                    waiting.remove(suite)
+                    close((suite.name, 0, 0, skipped_tests(suite, expected), 0.0, "skipped"))
+                    if have[suite.needs]:       # gpu_report tells of the others
+                        print_row(*rows[-1][:5], f"skipped: without {missing[0]}")
+                elif good.issuperset(suite.after) and fits(suite, running):
+                    waiting.remove(suite)
+                    running.append(Running(suite))
+            for one in [one for one in running if one.ended()]:
+                running.remove(one)
+                close(one.row(expected))
+            time.sleep(0.05)
+    finally:                                    # Ctrl-C as well
+        for one in running:
+            one.kill()
+    return rows
+
+
+def fits(suite, running):
+    cores = sum(one.suite.cores for one in running) + suite.cores
+    places = sum(one.suite.gpu for one in running) + suite.gpu
+    return not running or (cores <= CORES and places <= GPU_PLACES)
 
 
 def main():
     os.chdir(ROOT)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")     # spinning threads would starve each other
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     words = sys.argv[1:]
     if words == ["--hash"]:
         print(cuda_hash())
         return 0
-    suites = [s for s in all_suites() if not words or any(word in s.name for word in words)]
-    os.makedirs("build/logs", exist_ok=True)
+    if words == ["--update-counts"]:
+        update_counts()
+        return 0
     have = {None: True, "nvcc": has_nvcc(), "gpu": has_gpu()}
-
-    rows, total = [], [0, 0, 0]
-    for suite in suites:
-        if not have[suite.needs]:
-            skipped = 1 if suite.needs == "nvcc" else 0     # GPU tests: below, as many as a GPU ran
-            rows.append((suite.name, 0, 0, skipped, 0.0, f"skipped: no {suite.needs} here"))
-            continue
-        print(f"{suite.name} ...", flush=True)
-        start = time.monotonic()
-        passed, failed, skipped, problem = run(suite)
-        rows.append((suite.name, passed, failed, skipped, time.monotonic() - start, problem))
-
-    print(f"\n{'suite':<24}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}")
-    for name, passed, failed, skipped, seconds, note in rows:
-        print(f"{name:<24}{passed:>8}{failed:>8}{skipped:>9}{seconds:>9.1f}  {note}")
-        total = [a + b for a, b in zip(total, (passed, failed, skipped))]
-    if not have["gpu"] and any(s.needs == "gpu" for s in suites):
-        tests, line = gpu_results()
-        total[2] += tests
-        bar = "!" * len(line) if line.startswith("STALE") else ""
-        print(f"\n{bar}\n{line}\n{bar}\n")
+    everything, expected = all_suites(), read_fields(EXPECTED)
+    suites = chosen(everything, words, have)
+    rows = run_all(suites, have, expected)
+    if not words:
+        names = {s.name for s in everything if s.counts}
+        rows += [(name, 0, 1, 0, 0.0, f"is in {EXPECTED} but no suite any more") for name in expected
+                 if name not in names]
+    on_gpu = {s.name for s in everything if s.needs == "gpu"}
+    ran = [row for row in rows if row[0] in on_gpu and row[5] != "skipped"]
+    if len(ran) == len(on_gpu):
+        write_gpu_results(ran)
+    elif not have["gpu"] and not words:
+        gpu_report(suites, expected, have)
+    elif not have["gpu"] and on_gpu.intersection(s.name for s in suites):
+        print("\nThe suites with gpu in their name need an NVIDIA GPU; nvidia-smi lists none here.")
+    failures = [row for row in rows if row[2]]
+    for row in failures:
+        print(f"FAILED: {row[0]}: {row[5] or str(row[2]) + ' failed'}")
+    total = [sum(row[i] for row in rows) for i in (1, 2, 3)]
     print(f"{total[0]} passed, {total[1]} failed, {total[2]} skipped")
     return 1 if total[1] or not total[0] else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

@@ -1,0 +1,542 @@
+#!/usr/bin/env python3
+"""The scripts as a user meets them, with stand-ins for what takes long or changes the machine: quickstart.sh,
+setup.sh, `make test` on a bare machine, plot_log.py, and the test runner itself.
+
+    python3 dev/test/test_scripts.py                # -k WORD: only tests whose name contains it
+
+Standard library only. Every test works in a folder of its own; nothing is installed.
+"""
+import glob
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import traceback
+from contextlib import redirect_stdout
+
+ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
+sys.path.insert(0, os.path.join(ROOT, "dev/test"))
+import run as runner                                # noqa: E402  the one under test
+import break_all                                    # noqa: E402
+
+LIMIT_S = 600                                       # only a hang meets it
+counts = {"passed": 0, "failed": 0, "skipped": 0}
+current = ""
+
+
+def check(condition, what):
+    counts["passed" if condition else "failed"] += 1
+    if not condition:
+        print(f"FAIL {current}: {what}", flush=True)
+
+
+def write(path, text, executable=False):
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    with open(path, "w", encoding="utf-8") as f:
+        f.write(text)
+    os.chmod(path, 0o755 if executable else 0o644)
+
+
+def read(path):
+    with open(path, encoding="utf-8") as f:
+        return f.read()
+
+
+def call(command, path=None, **env):
+    """(exit code, stdout, stderr); path: what PATH is, or stands before the usual one."""
+    env = {**os.environ, **env}
+    for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL"):
+        env.pop(name, None)                         # of the make that may have started this
+    if path:
+        env["PATH"] = path
+    p = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=env, check=False,
+                       stdin=subprocess.DEVNULL)
+    return p.returncode, p.stdout, p.stderr
+
+
+def copy(*paths):
+    """Files of the repository into this test's folder."""
+    for path in paths:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        shutil.copy(os.path.join(ROOT, path), path)
+
+
+# ---- quickstart.sh ----
+
+TRAINER = r"""#!/bin/sh
+while [ $# -gt 0 ]; do
+    case $1 in --output-dir) out=$2 ;; --max-steps) steps=$2 ;; esac
+    shift
+done
+[ "$steps" = 0 ] && { echo "sample 1"; exit 0; }
+[ "$MODE" = fails ] && { echo "error: no memory" >&2; exit 3; }
+mkdir -p "$out"
+echo "s:0 tel:5.579" >"$out/main.log"
+[ "$MODE" = killed ] && kill -9 $$
+[ "$MODE" = interrupted ] && exit 0
+echo "s:$steps tel:${LAST:-1.023}" >>"$out/main.log"
+echo "$MARK" >"$out/model_$(printf %08d "$steps").bin"
+"""
+TOKENIZE = '#!/bin/sh\necho shard >"$3_train.bin"\n'
+STORIES = '#!/bin/sh\necho "a story" >"$6"\n'
+
+
+def quickstart_tree():
+    copy("scripts/quickstart.sh", "dev/data/plot_log.py")
+    write("scripts/setup.sh", "#!/bin/sh\n", True)
+    write("train_gpt2cpu", TRAINER, True)
+    write("build/tokenize", TOKENIZE, True)
+    write("build/stories", STORIES, True)
+    write("build/bigram", "#!/bin/sh\necho 'bigram val loss 2.326 nats'\n", True)
+    write("bin/make", '#!/bin/sh\n[ "$MODE" != "no build" ]\n', True)
+    write("bin/nvidia-smi", "#!/bin/sh\nexit 1\n", True)        # a machine without a GPU
+
+
+def quickstart(mode, **env):
+    path = os.path.abspath("bin") + ":" + os.environ["PATH"]
+    return call(["bash", "scripts/quickstart.sh"], path, MODE=mode, **env)
+
+
+def test_quickstart_ends_well():
+    quickstart_tree()
+    code, out, err = quickstart("works", MARK="first")
+    check(code == 0, f"exit code {code}: {err}")
+    check(out.rstrip().endswith("val loss 5.579 at the start, 1.023 at the end; a bigram model has 2.326"),
+          f"last line: {out[-200:]}")
+
+
+def test_quickstart_twice_loses_nothing():
+    quickstart_tree()
+    for mark in ("first", "second", "third"):
+        code, _, err = quickstart("works", MARK=mark)
+        check(code == 0, f"{mark} run: exit code {code}: {err}")
+    model = "model_00002400.bin"
+    marks = [read(path).strip() for path in
+             (f"runs/quickstart.1/{model}", f"runs/quickstart.2/{model}", f"runs/quickstart/{model}")
+             if os.path.exists(path)]
+    check(marks == ["first", "second", "third"], f"the three runs' models: {marks}")
+
+
+def test_quickstart_tells_of_failure():
+    for mode, expected in (("fails", 3), ("killed", 137), ("interrupted", 1)):
+        shutil.rmtree("runs", ignore_errors=True)
+        quickstart_tree()
+        code, out, err = quickstart(mode)
+        check(code == expected, f"{mode}: exit code {code}, expected {expected}")
+        check("at the end" not in out, f"{mode}: speaks of a loss at the end: {out[-100:]!r}")
+        check("== samples" not in out, f"{mode}: goes on to sample")
+        last = err.rstrip().split("\n")[-2:]        # before them the trainer's own, or the shell's of a kill
+        check(last[0].startswith("error: ./train_gpt2cpu ") and last[-1].startswith("hint: "),
+              f"{mode}: {err!r}")
+
+
+def test_quickstart_keeps_the_run_if_it_cannot_build():
+    quickstart_tree()
+    quickstart("works", MARK="first")
+    code, _, _ = quickstart("no build")
+    check(code != 0, "exit code 0 without a build")
+    check(read("runs/quickstart/model_00002400.bin") == "first\n", "the run before is where it was")
+
+
+def test_quickstart_checks_its_promise():
+    quickstart_tree()
+    code, out, _ = quickstart("works", LAST="5.1")
+    check(code == 1 and "5.100 at the end" in out, f"nothing learned: exit code {code}")
+
+
+# ---- setup.sh, and make test on a bare machine ----
+
+TOOLS = "bash sh env sed awk cat tail head mktemp rm mkdir dirname chmod ln make cmp tr sort uname".split()
+
+
+def bare_machine(root):
+    """PATH of a machine without compiler; apt-get brings one."""
+    for tool in TOOLS:
+        if shutil.which(tool):
+            os.makedirs("bin", exist_ok=True)
+            os.symlink(shutil.which(tool), "bin/" + tool)
+    write("bin/id", f"#!/bin/sh\necho {0 if root else 1000}\n", True)
+    write("bin/python3", '#!/bin/sh\necho "python3 $*" >>order.log\n', True)
+    write("bin/git", "#!/bin/sh\n", True)
+    write("bin/apt-get", """#!/bin/sh
+echo "apt-get $*" >>order.log
+case "$*" in *g++*) printf '#!/bin/sh\\n' >bin/g++; chmod +x bin/g++ ;; esac
+""", True)
+    return os.path.abspath("bin")
+
+
+def bare_tree():
+    copy("scripts/setup.sh", "dev/requirements.txt", "Makefile")
+    for name in ("train_gpt2.cu", "test_gpt2.cu"):
+        write(name, "")
+
+
+def order():
+    """What was called, line by line."""
+    return read("order.log") if os.path.exists("order.log") else ""
+
+
+def test_setup_as_user_says_the_command():
+    copy("scripts/setup.sh", "dev/requirements.txt")
+    code, out, err = call(["scripts/setup.sh"], bare_machine(root=False))
+    check(code == 1 and "g++" in err and "sudo sh -c 'apt-get update && apt-get install" in err,
+          f"exit code {code}, {out}{err}")
+    check("apt-get" not in order(), "installs without being root")
+
+
+def test_make_test_installs_first():
+    start = os.getcwd()
+    for goal in ("test", "test-gpu", "test-asan"):
+        os.makedirs(os.path.join(start, goal))
+        os.chdir(os.path.join(start, goal))
+        bare_tree()
+        code, out, err = call(["make", goal], bare_machine(root=True))
+        said = out + err
+        check(code == 0 and "No such file" not in said and "not found" not in said, f"{goal}: {code}, {said}")
+        lines = order().splitlines()
+        installs = [i for i, line in enumerate(lines) if "install" in line and "g++" in line]
+        runs = [i for i, line in enumerate(lines) if line.startswith("python3 dev/test/run.py")]
+        check(installs and runs and installs[0] < runs[0], f"{goal}: not installed, then run: {lines}")
+
+
+def test_make_test_as_user_says_the_command():
+    bare_tree()
+    code, out, err = call(["make", "test"], bare_machine(root=False))
+    check(code != 0 and "sudo sh -c" in err and "No such file" not in out + err, f"{code}: {out}{err}")
+    check("run.py" not in order(), "runs tests without a compiler")
+
+
+# ---- plot_log.py ----
+
+def test_plot_takes_the_venv():
+    copy("dev/data/plot_log.py")
+    write("runs/mine/main.log", "s:0 tel:5.5\ns:1 trl:5.4 lr:1e-3 norm:2\n")
+    write("none/matplotlib.py", "raise ImportError\n")
+    plot = [sys.executable, "dev/data/plot_log.py", "runs/mine"]
+    code, _, err = call(plot, PYTHONPATH=os.path.abspath("none"))
+    check(code == 1 and "scripts/setup.sh" in err, f"without .venv: {code}, {err}")
+    write(".venv/bin/python", '#!/bin/sh\necho "venv $*"\n', True)
+    code, out, err = call(plot, PYTHONPATH=os.path.abspath("none"))
+    check((code, out) == (0, "venv dev/data/plot_log.py runs/mine\n"), f"with .venv: {code}, {out}{err}")
+
+
+# ---- programs that find their files ----
+
+def test_any_working_directory():
+    code, out, err = call([os.path.join(ROOT, "test_gpt2cpu"), "model"])
+    check(code == 0 and " passed, 0 failed, 0 skipped" in out,
+          f"test_gpt2cpu elsewhere: {code}, {out[-200:]}{err}")
+    code, out, err = call([os.path.join(ROOT, "build/tokenize"), "--write-vocab", "vocab.bin"])
+    check(code == 0 and os.path.getsize("vocab.bin") > 300000, f"tokenize elsewhere: {code}, {out}{err}")
+
+
+# ---- dev/reference/train_gpt2.py, as the converter of Hugging Face weights ----
+
+# As much of torch and transformers as a conversion looks at; a GPT-2 of L=1, NH=1, C=8, T=4, V=10.
+STUBS = {
+    "torch/__init__.py": """
+        __version__ = "stub"
+        class cuda:
+            is_available = staticmethod(lambda: False)
+        """,
+    "torch/nn/__init__.py": "class Module: pass",
+    "torch/nn/functional.py": "",
+    "transformers.py": """
+        import numpy as np
+        class Tensor:
+            def __init__(self, *shape): self.shape = shape
+            def float(self): return self
+            def numpy(self): return np.arange(np.prod(self.shape), dtype=np.float32).reshape(self.shape)
+        C, names = 8, {}
+        for ln in ("ln_f", "h.0.ln_1", "h.0.ln_2"):
+            names[ln + ".weight"] = names[ln + ".bias"] = (C,)
+        linears = {"attn.c_attn": (C, 3 * C), "attn.c_proj": (C, C), "mlp.c_fc": (C, 4 * C),
+                   "mlp.c_proj": (4 * C, C)}
+        for name, shape in linears.items():
+            names[f"h.0.{name}.weight"], names[f"h.0.{name}.bias"] = shape, shape[1:]
+        names.update({"wte.weight": (10, C), "wpe.weight": (4, C)})
+        class config: n_positions, vocab_size, n_layer, n_head, n_embd = 4, 10, 1, 1, C
+        class GPT2LMHeadModel:
+            config = config
+            @staticmethod
+            def from_pretrained(name, local_files_only):
+                if name != "gpt2": raise OSError("a long story\\n" * 40)
+                return GPT2LMHeadModel()
+            def state_dict(self):
+                return {"transformer." + name: Tensor(*shape) for name, shape in names.items()}
+        """,
+}
+
+
+def test_hugging_face_recipe():
+    try:
+        import numpy                                # noqa: F401
+    except ImportError:
+        counts["skipped"] += 1
+        return
+    for name, text in STUBS.items():
+        write("stubs/" + name, textwrap.dedent(text))
+    os.makedirs("clone")
+    os.chdir("clone")                               # without any shard
+    twin = [sys.executable, os.path.join(ROOT, "dev/reference/train_gpt2.py"), "--num_iterations", "0",
+            "--write_model", "gpt2_124M.bin", "--model"]
+    stubs = os.path.abspath("../stubs")
+    code, _, err = call(twin + ["hf:gpt2"], PYTHONPATH=stubs)
+    check((code, err) == (0, ""), f"exit code {code}: {err[-300:]}")
+    check(os.listdir(".") == ["gpt2_124M.bin"], f"files: {os.listdir('.')}")
+    tool = [sys.executable, os.path.join(ROOT, "dev/test/llmc_format.py"), "read-model", "gpt2_124M.bin"]
+    code, out, err = call(tool)
+    header = out.split("\n", 1)[0]
+    check((code, header) == (0, "version 3 T 4 V 10 L 1 NH 1 C 8 Vp 128"), f"the file: {header}{err}")
+    code, _, err = call(twin + ["hf:other"], PYTHONPATH=stubs)
+    check(code == 1 and "hf download other" in err and err.count("\n") <= 3, f"not downloaded: {code}, {err}")
+    os.remove("../stubs/transformers.py")
+    write("../stubs/transformers.py", "raise ImportError")
+    code, _, err = call(twin + ["hf:gpt2"], PYTHONPATH=stubs)
+    check(code == 1 and "pip install transformers" in err, f"no transformers: {code}, {err}")
+
+
+# ---- break_all.py ----
+
+def breaking(device, **said):
+    """Its exit code and closing line for a program that answers `--break NAME` with said[NAME]."""
+    lines = "".join(f"{name}) echo '{text}' ;;\n" for name, text in said.items())
+    write("program", f"""#!/bin/sh
+[ "$1" = --list ] && {{ echo {' '.join(said)}; exit; }}
+echo 'device: {device}, precision FP32'
+case $2 in
+{lines}esac
+echo '1 passed, 1 failed, 0 skipped'
+exit 1
+""", True)
+    code, out, _ = call([sys.executable, os.path.join(ROOT, "dev/test/break_all.py"), "./program"])
+    return code, out.rstrip().split("\n")[-1]
+
+
+def test_break_all_knows_its_skips():
+    known = sorted(break_all.NOT_COMPUTED["CPU"])[0]
+    code, out = breaking("CPU (2 threads)", out="")
+    check((code, out) == (0, "1 passed, 0 failed, 0 skipped"), f"a break that is noticed: {code}, {out}")
+    code, out = breaking("CPU (2 threads)", out="", dead="note: dead was not computed in this run")
+    check((code, out) == (1, "1 passed, 1 failed, 0 skipped"), f"a dead path: {code}, {out}")
+    note = f"note: {known} was not computed in this run"
+    code, out = breaking("CPU (2 threads)", out="", **{known: note})
+    check((code, out) == (0, "1 passed, 0 failed, 1 skipped"), f"left out by the CPU build: {code}, {out}")
+    code, out = breaking("NVIDIA H200", out="", **{known: note})
+    check((code, out) == (1, "1 passed, 1 failed, 0 skipped"), f"left out on a GPU as well: {code}, {out}")
+    code, out = breaking("CPU (2 threads)", out="", **{known: ""})
+    check((code, out) == (1, "1 passed, 1 failed, 0 skipped"), f"listed, but computed: {code}, {out}")
+
+
+# ---- run.py ----
+
+def suites_of(**commands):
+    """Suites that are lines of sh; a tuple is (line, keywords of Suite)."""
+    made = []
+    for name, line in commands.items():
+        line, more = line if isinstance(line, tuple) else (line, {})
+        made.append(runner.Suite(name.replace("_", " "), ["sh", "-c", line], **more))
+    return made
+
+
+def run_suites(suites, expected=None, have=None, **settings):
+    """{name: (passed, failed, skipped, note)}, with run.py's settings for the time being."""
+    before = {name: getattr(runner, name) for name in settings}
+    for name, value in settings.items():
+        setattr(runner, name, value)
+    try:
+        with redirect_stdout(io.StringIO()) as out:
+            rows = runner.run_all(suites, have or {None: True, "nvcc": True, "gpu": False}, expected or {})
+    finally:
+        for name, value in before.items():
+            setattr(runner, name, value)
+    return {row[0]: (*row[1:4], row[5]) for row in rows}, out.getvalue()
+
+
+GOOD = "echo 3 passed, 0 failed, 1 skipped"
+
+
+def test_run_judges_suites():
+    rows, out = run_suites(suites_of(
+        good=GOOD, fails="echo FAIL this; echo 2 passed, 1 failed, 0 skipped; exit 1", dies="exit 7",
+        lies=GOOD + "; exit 1", silent="true", empty="echo 0 passed, 0 failed, 0 skipped",
+        none=("x", {}), build=("true", {"counts": False}), broken=("false", {"counts": False})))
+    check(rows["good"] == (3, 0, 1, ""), f"a good one: {rows['good']}")
+    check(rows["fails"][:3] == (2, 1, 0) and "FAIL this" in out, f"one that fails: {rows['fails']}")
+    for name in ("dies", "lies", "silent", "empty", "none", "broken"):
+        check(rows[name][1] == 1, f"{name}: {rows[name]}")
+    check(rows["build"] == (1, 0, 0, ""), f"a build: {rows['build']}")
+
+
+def test_run_notices_a_suite_that_shrinks():
+    expected = {"shrunk": "5", "whole": "4", "absent": "22"}
+    suites = suites_of(shrunk=GOOD, whole=GOOD, absent="echo 0 passed, 0 failed, 1 skipped")
+    rows, _ = run_suites(suites, expected)
+    check(rows["whole"] == (3, 0, 1, ""), f"as many as expected: {rows['whole']}")
+    check(rows["shrunk"][1] == 1 and "asks for 5" in rows["shrunk"][3], f"fewer: {rows['shrunk']}")
+    check(rows["absent"][:3] == (0, 0, 22), f"what it needs is not here: {rows['absent']}")
+
+
+def test_run_side_by_side():
+    meet = "touch {0}; until [ -e {1} ]; do sleep 0.05; done; " + GOOD
+    rows, _ = run_suites(suites_of(one=meet.format("a", "b"), two=meet.format("b", "a")), CORES=2)
+    check(all(row[:2] == (3, 0) for row in rows.values()), f"two that wait for each other: {rows}")
+    alone = "mkdir busy || exit 9; sleep 0.3; rmdir busy; " + GOOD
+    for place in ({"cores": 2}, {"gpu": runner.GPU_PLACES}):
+        rows, _ = run_suites(suites_of(one=(alone, place), two=(alone, place), three=(alone, place)), CORES=2)
+        check(all(row[:2] == (3, 0) for row in rows.values()), f"more at once than {place} allows: {rows}")
+
+
+def test_run_builds_first():
+    after = {"after": ["build"]}
+    rows, _ = run_suites(suites_of(suite=("[ -e built ] && " + GOOD, after),
+                                   build=("sleep 0.3; touch built", {"counts": False})), CORES=4)
+    check(rows["suite"][:2] == (3, 0), f"after its build: {rows['suite']}")
+    suites = suites_of(suite=("touch started; " + GOOD, after), build=("false", {"counts": False}))
+    rows, _ = run_suites(suites, {"suite": "9"})
+    check(rows["build"][1] == 1 and rows["suite"][:3] == (0, 0, 9) and not os.path.exists("started"),
+          f"without its build: {rows}")
+    rows, _ = run_suites(suites_of(suite=(GOOD, {"needs": "gpu"})), {"suite": "9"})
+    check(rows["suite"][:3] == (0, 0, 9), f"without a GPU: {rows}")
+
+
+def test_run_ends_a_hang_only():
+    rows, _ = run_suites(suites_of(hang="sleep 1000 & wait"), QUIET_S=0.4)
+    check(rows["hang"][1] == 1 and "hangs" in rows["hang"][3], f"a hang: {rows}")
+    ticks = iter(range(10**9))
+    rows, _ = run_suites(suites_of(slow="sleep 2; " + GOOD), QUIET_S=0.4,
+                         cpu_ticks=lambda session: next(ticks))
+    check(rows["slow"][:2] == (3, 0), f"a slow one that works: {rows}")
+    session, start = os.getsid(0), time.process_time()
+    before = runner.cpu_ticks(session)
+    while time.process_time() - start < 0.1:
+        pass
+    check(runner.cpu_ticks(session) > before, "work on a core is seen")
+
+
+def test_run_knows_every_suite():
+    suites = runner.all_suites()
+    names = [s.name for s in suites]
+    check(len(set(names)) == len(names), "two suites of one name")
+    for at, suite in enumerate(suites):
+        check(set(suite.after) <= set(names[:at]), f"{suite.name} stands behind what it waits for")
+    for path in glob.glob("dev/test/test_*.cpp"):
+        word = os.path.basename(path)[5:-4]
+        check({"host " + word, "asan " + word} <= set(names), f"{path} has its suites")
+    alone = runner.chosen(suites, ["gpu"], {None: True, "nvcc": True, "gpu": True})
+    on_gpu = {s.name for s in suites if s.needs == "gpu"}
+    builds = {name for s in suites if s.needs == "gpu" for name in s.after}
+    check({s.name for s in alone} == on_gpu | builds,
+          f"make test-gpu runs the GPU's suites and what they need: {[s.name for s in alone]}")
+
+
+def test_run_report_without_gpu():
+    write("a.cu", "kernel")
+    write("llmc/helper.h", "helper")
+    on_gpu = {"needs": "gpu"}
+    suites = suites_of(one=(GOOD, on_gpu), two=(GOOD, on_gpu), host=GOOD, build=("true", {"needs": "nvcc"}))
+    expected = {"one": "100", "two": "20", "host": "3"}
+
+    def report(nvcc=True):
+        with redirect_stdout(io.StringIO()) as out:
+            runner.gpu_report(suites, expected, {"nvcc": nvcc})
+        return out.getvalue()
+    check("STALE: there is no dev/test/gpu-results.txt" in report(), report())
+    write("dev/test/gpu-results.txt", f"date: 2026-01-02\ngpu: H\ncounts: 5 passed, 0 failed, 0 skipped\n"
+          f"sha256: {runner.cuda_hash()}\n")
+    text = report()
+    check("STALE" not in text and "2026-01-02, H, 5 passed" in text and "120 tests" in text, text)
+    check("1 CUDA program" not in text and "1 CUDA program" in report(nvcc=False), report(nvcc=False))
+    for text in (text, report(nvcc=False)):
+        check(len(text.strip().split("\n")) <= 3 and "!" not in text, f"three calm lines: {text}")
+    write("llmc/helper.h", "another")
+    check(report().count("STALE") == 1, "a header of the CUDA programs has changed: " + report())
+    write("llmc/helper.h", "helper")
+    check("STALE" not in report(), report())
+    write("a.cu", "another kernel")
+    check(report().count("STALE") == 1, "a .cu file has changed: " + report())
+
+
+def test_run_main():
+    """main() with two suites, one of them on a GPU that is there or not."""
+    def main(*words, gpu=False, build="true", expected=""):
+        suites = suites_of(build=(build, {"needs": "nvcc", "counts": False}), host=GOOD,
+                           gpu_one=(GOOD, {"needs": "gpu", "after": ["build"]}))
+        shutil.rmtree("dev", ignore_errors=True)
+        write("dev/test/expected.txt", "host: 4\ngpu one: 4\n" + expected)
+        write("bin/nvidia-smi", "#!/bin/sh\n" + ("echo 'GPU 0'" if gpu else "exit 1") + "\n", True)
+        changes = {"ROOT": os.getcwd(), "all_suites": lambda: suites, "has_nvcc": lambda: True}
+        before, argv, path = {n: getattr(runner, n) for n in changes}, sys.argv, os.environ["PATH"]
+        try:
+            for n, value in changes.items():
+                setattr(runner, n, value)
+            sys.argv, os.environ["PATH"] = ["run.py", *words], os.path.abspath("bin") + ":" + path
+            with redirect_stdout(io.StringIO()) as out:
+                code = runner.main()
+        finally:
+            sys.argv, os.environ["PATH"] = argv, path
+            for n, value in before.items():
+                setattr(runner, n, value)
+        return code, out.getvalue().rstrip().split("\n")[-1], os.path.exists("dev/test/gpu-results.txt")
+    closing = "{} passed, {} failed, {} skipped".format
+    cases = ((main(), (0, closing(4, 0, 5), False), "without a GPU"),
+             (main("gpu"), (1, closing(0, 0, 4), False), "make test-gpu without a GPU"),
+             (main(gpu=True), (0, closing(7, 0, 2), True), "with a GPU"),
+             (main("gpu", gpu=True), (0, closing(4, 0, 1), True), "make test-gpu"),
+             (main("host", gpu=True), (0, closing(3, 0, 1), False), "one suite of several"),
+             (main(gpu=True, build="false"), (1, closing(3, 1, 5), False), "with a GPU, but no build"),
+             (main(expected="gone: 9\n"), (1, closing(4, 1, 5), False), "a suite has gone"))
+    for got, wanted, what in cases:
+        check(got == wanted, f"{what}: {got}, expected {wanted}")
+    main(gpu=True)
+    results = read("dev/test/gpu-results.txt")
+    check("gpu one: 3 passed, 0 failed, 1 skipped" in results, results)
+
+
+def test_run_writes_gpu_results():
+    write("a.cu", "kernel")
+    os.makedirs("dev/test")
+    rows = [("gpu one", 5, 0, 1, 2.0, ""), ("gpu two", 7, 1, 0, 3.0, "")]
+    runner.write_gpu_results(rows)
+    fields = runner.read_fields("dev/test/gpu-results.txt")
+    check(fields["counts"] == "12 passed, 1 failed, 1 skipped", fields)
+    check(fields["gpu one"] == "5 passed, 0 failed, 1 skipped", fields)
+    check(fields["sha256"] == runner.cuda_hash(), fields)
+    with open("dev/test/gpu-results.txt", "a", encoding="utf-8") as f:
+        f.write("\nmemcheck: ok\n")
+    runner.write_gpu_results(rows)
+    check(read("dev/test/gpu-results.txt").endswith("\n\nmemcheck: ok\n"),
+          "other steps of these sources stay")
+    write("a.cu", "another")
+    runner.write_gpu_results(rows)
+    check("memcheck" not in read("dev/test/gpu-results.txt"), "those of other sources go")
+
+
+# ---- main ----
+
+def main():
+    global current
+    word = sys.argv[2] if sys.argv[1:2] == ["-k"] else ""
+    for name, test in [(n[5:], f) for n, f in globals().items() if n.startswith("test_") and word in n]:
+        current, began = name, time.monotonic()
+        folder = tempfile.mkdtemp(prefix="test_scripts_")
+        os.chdir(ROOT if name == "run_knows_every_suite" else folder)
+        try:
+            test()
+        except Exception as e:                      # unexpected output is a failure, not an end
+            where = traceback.extract_tb(e.__traceback__)[-1]
+            check(False, f"{type(e).__name__}: {e} ({os.path.basename(where.filename)}:{where.lineno})")
+        finally:
+            os.chdir(ROOT)
+            shutil.rmtree(folder)
+        print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
+    print("{passed} passed, {failed} failed, {skipped} skipped".format(**counts))
+    return 1 if counts["failed"] or not counts["passed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
