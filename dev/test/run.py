@@ -39,6 +39,7 @@ def all_suites():
         Suite("host tiktoken", [PYTHON, "dev/test/compare_tiktoken.py"], seconds=300),
         Suite("model cpu", ["./test_gpt2cpu"], seconds=300),
         Suite("cli cpu", [PYTHON, "dev/test/test_cli.py", "./train_gpt2cpu"], seconds=300),
+        Suite("loop cpu", [PYTHON, "dev/test/test_loop.py", "./train_gpt2cpu"], seconds=300),
         Suite("break cpu", [PYTHON, "dev/test/break_all.py", "./test_gpt2cpu"], seconds=400),
         Suite("lint", [PYTHON, "dev/test/lint.py"]),
         Suite("asan build", parallel_make + ["asan"], seconds=400, counts=False),
@@ -52,8 +53,8 @@ def all_suites():
     suites += [Suite("nvcc build", parallel_make + built, "nvcc", 900, counts=False)]
     suites += [Suite("gpu " + name, ["build/check/" + name], "gpu", 600)
                for name in programs if name.startswith("test_")]
-    suites += [Suite("gpu cli " + name, [PYTHON, "dev/test/test_cli.py", "build/check/" + name], "gpu", 600)
-               for name in programs if name.startswith("train_")]
+    suites += [Suite(f"gpu {test} " + name, [PYTHON, f"dev/test/test_{test}.py", "build/check/" + name], "gpu",
+                     600) for name in programs if name.startswith("train_") for test in ("cli", "loop")]
     return suites
 
 

@@ -7,8 +7,8 @@
     python3 dev/test/test_cli.py ./train_gpt2cpu -k signal  # only tests whose name contains a word
 
 Everything it needs it writes into a temporary folder, with trainer.py's few lines for the file formats; what
-the independent dev/test/llmc_format.py writes and reads is compared too. What the outer loop computes is tested
-in test_loop.py. Standard library only.
+the independent dev/test/llmc_format.py writes and reads is compared too. What the outer loop computes is for
+test_loop.py. Standard library only.
 Losses of a run that another program computed: dev/reference/fixture/run.json (PyTorch, made by
 dev/reference/make_fixture.py) and EXPECTED_D12 below.
 """
