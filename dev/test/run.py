@@ -53,8 +53,10 @@ def all_suites():
     suites += [Suite("nvcc build", parallel_make + built, "nvcc", 900, counts=False)]
     suites += [Suite("gpu " + name, ["build/check/" + name], "gpu", 600)
                for name in programs if name.startswith("test_")]
-    suites += [Suite(f"gpu {test} " + name, [PYTHON, f"dev/test/test_{test}.py", "build/check/" + name], "gpu",
-                     600) for name in programs if name.startswith("train_") for test in ("cli", "loop")]
+    for test in ("cli", "loop"):
+        words = [PYTHON, f"dev/test/test_{test}.py"]
+        suites += [Suite(f"gpu {test} {name}", words + ["build/check/" + name], "gpu", 600)
+                   for name in programs if name.startswith("train_")]
     return suites
 
 
