@@ -61,8 +61,8 @@ def all_suites():
     cuda += ["check/profile_gpt2.BF16"] + [path[4:-3] for path in glob.glob("dev/cuda/*.cu")]
     suites += [make("nvcc " + name.split("/")[1], ["build/" + name], needs="nvcc") for name in cuda]
     suites += [make("build asan", ["asan"], cores=4)]
-    suites += [Suite("gpu cli " + kind, [PYTHON, "dev/test/test_cli.py", "build/check/train_gpt2." + kind],
-                     ["nvcc train_gpt2." + kind], "gpu", gpu=1) for kind in kinds]
+    suites += [Suite(f"gpu {test} {kind}", [PYTHON, f"dev/test/test_{test}.py", "build/check/train_gpt2." + kind],
+                     ["nvcc train_gpt2." + kind], "gpu", gpu=1) for test in ("cli", "loop") for kind in kinds]
     suites += [Suite("gpu test " + kind, ["build/check/test_gpt2." + kind], ["nvcc test_gpt2." + kind], "gpu",
                      gpu=1) for kind in kinds]
     breaks = [PYTHON, "dev/test/break_all.py", "build/check/test_gpt2.BF16", "kernels", "--small", "model"]
@@ -70,6 +70,7 @@ def all_suites():
     cpu, asan = ["build cpu"], ["build asan", "build cpu"]
     suites += [
         Suite("cli cpu", [PYTHON, "dev/test/test_cli.py", "./train_gpt2cpu"], cpu),
+        Suite("loop cpu", [PYTHON, "dev/test/test_loop.py", "./train_gpt2cpu"], cpu),
         Suite("asan model cpu", ["build/asan/test_gpt2cpu"], asan),
         Suite("break cpu", [PYTHON, "dev/test/break_all.py", "./test_gpt2cpu"], cpu, cores=4),
         Suite("host tiktoken", [PYTHON, "dev/test/compare_tiktoken.py"], cpu),

@@ -6,19 +6,16 @@
     python3 dev/test/test_cli.py ./train_gpt2cpu --slow     # also d12 on tinyshakespeare against PyTorch
     python3 dev/test/test_cli.py ./train_gpt2cpu -k signal  # only tests whose name contains a word
 
-Everything it needs it writes into a temporary folder, with its own few lines for the file formats; what the
-independent dev/test/llmc_format.py writes and reads is compared too. Standard library only. Bit-equality is
-asked for in every build; comparisons of different arithmetic are as tight as the build's precision allows.
+Everything it needs it writes into a temporary folder, with trainer.py's few lines for the file formats; what
+the independent dev/test/llmc_format.py writes and reads is compared too. What the outer loop computes is for
+test_loop.py. Standard library only.
 Losses of a run that another program computed: dev/reference/fixture/run.json (PyTorch, made by
 dev/reference/make_fixture.py) and EXPECTED_D12 below.
 """
-import argparse
 import glob
-import hashlib
 import json
 import math
 import os
-import random
 import re
 import resource
 import shutil
@@ -26,214 +23,17 @@ import signal
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 
-ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
+from trainer import *                   # gives: run, run_ok, check, write_shard, read_model, main, ...
+
 FORMAT_TOOL = os.path.join(ROOT, "dev/test/llmc_format.py")
 FIXTURE = os.path.join(ROOT, "dev/reference/fixture")
 SHAKESPEARE = os.path.join(ROOT, "dev/data/tinyshakespeare/tiny_shakespeare_")
-SHARD_MAGIC, MODEL_MAGIC = 20240520, 20240326
-B, T, V, C, L = 4, 32, 256, 32, 2
-TINY = f"L{L},NH2,C{C},T{T},V{V}"
 NO_TEXT = "L2,NH2,C32,T32,V300"         # no tokenizer has 300 tokens; 300 is padded to 384
-LIMIT_S = 300                           # no run here takes more than seconds; a hang must not hang the tests
 
 # Five losses of two d12 runs in PyTorch; the file says which commands made them.
 EXPECTED_D12 = os.path.join(ROOT, "dev/test/fixtures/d12_losses.json")
-
-
-# ---- counting ----
-
-class Count:
-    passed = failed = skipped = 0
-    name = ""                           # of the test that runs
-
-
-def check(condition, what):
-    if condition:
-        Count.passed += 1
-    else:
-        Count.failed += 1
-        print(f"FAIL {Count.name}: {what}", flush=True)
-    return bool(condition)
-
-
-def skip(why, count=1):
-    Count.skipped += count
-    print(f"SKIP ({count}) {Count.name}: {why}", flush=True)
-
-
-def check_equal(got, want, what):
-    return check(got == want, f"{what}: {shorten(got)}, expected {shorten(want)}")
-
-
-def check_close(got, want, tolerance, what):
-    """Two lists of numbers, element by element; NaN is never close."""
-    if not check_equal(len(got), len(want), what + ": how many values"):
-        return False
-    worst = max((abs(a - b) if a == a and b == b else math.inf for a, b in zip(got, want)), default=math.inf)
-    return check(worst <= tolerance, f"{what}: differs by {worst:.3g}, allowed {tolerance:.3g}")
-
-
-def shorten(value):
-    text = repr(value)
-    return text if len(text) <= 200 else text[:200] + "..."
-
-
-# ---- the program ----
-
-class Result:
-    def __init__(self, code, out, err, command):
-        self.code, self.out, self.err, self.command = code, out, err, command
-
-    def losses(self):
-        return [float(x) for x in re.findall(r"^step \d+/\d+ \| loss (\S+)", self.out, re.M)]
-
-    def val_losses(self):
-        return [float(x) for x in re.findall(r"^val loss (\S+)$", self.out, re.M)]
-
-    def samples(self):
-        """Texts after `sample N at step S:`, prompt included."""
-        return re.findall(r"^sample \d+ at step \d+:\n(.*?)\n---$", self.out, re.M | re.S)
-
-
-class Program:
-    path = precision = device = None
-
-    @staticmethod
-    def command(flags):
-        base = {"-e": TINY, "-i": "train.bin", "-j": "val.bin", "-b": B, "-x": 5, "-v": 0, "-s": 0, "-f": 0}
-        base.update(flags)
-        words = [Program.path]
-        for flag, value in base.items():
-            if value is not None:
-                words += [flag, str(value)]
-        return words
-
-    @staticmethod
-    def environment(threads):
-        env = dict(os.environ, LC_ALL="C")
-        env["OMP_NUM_THREADS"] = env["OPENBLAS_NUM_THREADS"] = str(threads)
-        return env
-
-
-def run(flags=None, extra=(), threads=1, **popen):
-    """Runs with the usual small flags; `flags` adds to them or, with None, takes one away."""
-    words = Program.command(flags or {}) + list(extra)
-    try:
-        p = subprocess.run(words, capture_output=True, timeout=LIMIT_S, env=Program.environment(threads),
-                           **popen)
-    except subprocess.TimeoutExpired:
-        return Result(None, "", f"no end after {LIMIT_S} s", words)
-    return Result(p.returncode, p.stdout.decode("latin-1"), p.stderr.decode("latin-1"), words)
-
-
-def run_ok(flags=None, **kwargs):
-    result = run(flags, **kwargs)
-    # FP16's loss scale starts at 2^16 and is halved by updates that are skipped: that is no complaint
-    lines = result.err.splitlines()
-    skips = [line for line in lines if "the gradient is not finite" in line]
-    allowed = skips if Program.precision == "FP16" and len(skips) <= 16 else []
-    ran = result.code == 0 and lines == allowed
-    if not ran:
-        print(f"    {' '.join(result.command)}\n    exit code {result.code}: {result.err.strip()}")
-    check(ran, "the run ends well and without complaints")
-    return result
-
-
-def exact():
-    return Program.precision == "FP32"
-
-
-def tolerance(fp32, low):
-    return fp32 if exact() else low
-
-
-# ---- files, written and read by a few lines of our own ----
-
-def write_bytes(path, data):
-    with open(path, "wb") as f:
-        f.write(data)
-    return path
-
-
-def read_bytes(path):
-    with open(path, "rb") as f:
-        return f.read()
-
-
-def write_shard(path, tokens, magic=SHARD_MAGIC, version=1, count=None):
-    header = struct.pack("<256i", magic, version, len(tokens) if count is None else count, *[0] * 253)
-    return write_bytes(path, header + struct.pack(f"<{len(tokens)}H", *tokens))
-
-
-def sentences(seed, length):
-    """Bytes of made-up words in a made-up grammar: a model of bytes learns from them within a few steps."""
-    rng = random.Random(seed)
-    words = ["ba", "dum", "tak", "lorin", "mek", "sa", "vou", "rik", "teno", "pald"]
-    text = "".join(rng.choice(words) + rng.choice(["  ", " ", " ", ". ",
-                                                   ", "]) for _ in range(length // 3 + 8))
-    return text.encode()[:length]
-
-
-PARAMS = [("wte", 2), ("wpe", 2), ("ln1w", 1), ("ln1b", 1), ("qkvw", 2), ("qkvb", 1), ("attprojw", 2),
-          ("attprojb", 1), ("ln2w", 1), ("ln2b", 1), ("fcw", 2), ("fcb", 1), ("fcprojw", 2), ("fcprojb", 1),
-          ("lnfw", 1), ("lnfb", 1)]
-
-
-def param_sizes(maxT, vocabulary, layers, heads, channels, padded):
-    c = channels
-    return [padded * c, maxT * c] + [layers * n for n in (c, c, 3 * c * c, 3 * c, c * c, c, c, c, 4 * c * c,
-                                                          4 * c,
-                                                          4 * c * c, c)] + [c, c]
-
-
-def read_model(path):
-    """(header's first 8 numbers, {name: values as float})"""
-    data = read_bytes(path)
-    header = struct.unpack("<8i", data[:32])
-    at, params = 1024, {}
-    for (name, _), size in zip(PARAMS, param_sizes(*header[2:8])):
-        if header[1] == 3:
-            params[name] = struct.unpack(f"<{size}f", data[at:at + 4 * size])
-            at += 4 * size
-        else:
-            halves = struct.unpack(f"<{size}H", data[at:at + 2 * size])
-            params[name] = struct.unpack(f"<{size}f", struct.pack(f"<{size}I", *[h << 16 for h in halves]))
-            at += 2 * size
-    check_equal(len(data), at, f"{path}: bytes")
-    return header, params
-
-
-def model_path(folder):
-    found = glob.glob(folder + "/model_*.bin")
-    return found[0] if check_equal(len(found), 1, f"checkpoints in {folder}") else ""
-
-
-LOG_LINE = re.compile(r"s:(\d+) (?:trl:(\S+) lr:(\S+) norm:(\S+)|tel:(\S+)|eval:(\S+))")
-
-
-def log_lines(folder, kind="trl"):
-    with open(folder + "/main.log", encoding="ascii") as f:
-        return [line for line in f if f" {kind}:" in line]
-
-
-def log_columns(folder):
-    """{"step": [...], "trl": [...], "lr": [...], "norm": [...]} of the training lines."""
-    rows = [LOG_LINE.fullmatch(line.strip()).groups()[:4] for line in log_lines(folder)]
-    return {name: [float(row[i]) for row in rows] for i, name in enumerate(("step", "trl", "lr", "norm"))}
-
-
-def snapshot(folder="."):
-    """Every file under the folder, with its bytes' hash, and every folder."""
-    state = {}
-    for parent, folders, files in os.walk(folder):
-        state.update((os.path.join(parent, name), None) for name in folders)
-        for name in files:
-            path = os.path.join(parent, name)
-            state[path] = hashlib.sha256(read_bytes(path)).hexdigest() if os.path.isfile(path) else "special"
-    return state
 
 
 # ---- training ----
@@ -990,57 +790,5 @@ def test_closed_output():
     check(p.returncode in (0, 1, -signal.SIGPIPE), f"exit code {p.returncode}")
 
 
-# ---- main ----
-
-def look_at_program(precision):
-    result = run({"-x": 0})
-    match = re.search(r"^device: (.*), precision (\w+)$", result.out, re.M)
-    if not match:
-        sys.exit(f"error: {Program.path} -x 0 does not print its device and precision: {result.err.strip()}")
-    Program.device, Program.precision = match[1], precision or match[2]
-    if Program.precision != match[2]:
-        sys.exit(f"error: --precision {precision}, but {Program.path} is built for {match[2]}")
-    print(f"{Program.path}: {Program.device}, {Program.precision}")
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("program", nargs="?", default="./train_gpt2cpu")
-    parser.add_argument("--precision", choices=("FP32", "BF16", "FP16"),
-                        help="what the program must be built for")
-    parser.add_argument("--slow", action="store_true", help="also what takes minutes")
-    parser.add_argument("--keep", action="store_true", help="keep the temporary folder")
-    parser.add_argument("-k", default="", help="only tests with this in their name")
-    args = parser.parse_args()
-    Program.path = os.path.abspath(args.program)
-    Program.slow = args.slow
-    if not os.access(Program.path, os.X_OK):
-        sys.exit(f"error: no program '{args.program}'\nhint: make train_gpt2cpu")
-    tests = [(name[5:], f) for name, f in globals().items() if name.startswith("test_") and args.k in name]
-    folder = tempfile.mkdtemp(prefix="test_cli_")
-    os.chdir(folder)
-    try:
-        write_shard("train.bin", sentences(1, 20000))
-        write_shard("val.bin", sentences(2, 3000))
-        look_at_program(args.precision)
-        for name, test in tests:
-            Count.name = name
-            before, began = (Count.passed, Count.failed), time.monotonic()
-            try:
-                test()
-            except Exception as e:              # a test that stumbles over unexpected output has failed
-                check(False, f"{type(e).__name__}: {e} (line {e.__traceback__.tb_next.tb_lineno})")
-            print(f"{name}: {Count.passed - before[0]} passed, {Count.failed - before[1]} failed, "
-                  f"{time.monotonic() - began:.1f} s", flush=True)
-    finally:
-        os.chdir(ROOT)
-        if args.keep:
-            print(f"kept {folder}")
-        else:
-            shutil.rmtree(folder)
-    print(f"{Count.passed} passed, {Count.failed} failed, {Count.skipped} skipped")
-    return 1 if Count.failed or not Count.passed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, globals()))
