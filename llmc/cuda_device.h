@@ -27,6 +27,11 @@ constexpr bool kDeviceIsAsync = true;           // a call puts work on a stream 
 
 static inline void cuda_check(cudaError_t status, const char* call, const char* file, int line) {
     if (status == cudaSuccess) { return; }
+    if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorUnsupportedPtxVersion) {
+        die("this program holds no code that this GPU or its driver can run (%s)\n"
+            "hint: run make again on this machine, or with ARCH= this GPU's compute capability",
+            cudaGetErrorString(status));
+    }
     die("%s at %s:%d: %s", call, file, line, cudaGetErrorString(status));
 }
 #define cudaCheck(call) cuda_check(call, #call, __FILE__, __LINE__)
