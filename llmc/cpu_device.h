@@ -117,7 +117,7 @@ static inline double event_ms(Event from, Event to) { return (*to.seconds - *fro
 static inline size_t gemm_workspace_bytes() { return 0; }
 static inline void gemm_init(void*, size_t, bool) {}
 static inline void gemm_free() {}
-static inline void select_kernels(bool) {}
+static inline void select_kernels(bool, bool) {}
 static inline bool attention_uses_sm90(int) { return false; }
 
 // ---- ops ----
