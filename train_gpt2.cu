@@ -1553,7 +1553,7 @@ static void adamw_update(AdamW args, Stream stream) {
 //
 // There are three forms, one loop in each of them, from the simplest to the fastest:
 //     plain       fp32 arithmetic on the ordinary cores: any type, any head size up to 512
-//     mma.sync    tensor cores of sm_80 and later, 16 bits, head sizes 64, 80, 96 and 128
+//     mma.sync    tensor cores of sm_80 and later, 16 bits or TF32, most multiples of 16: kMmaShapes
 //     sm90        Hopper's tensor cores and copy engine (wgmma, TMA), 16 bits, head size 64
 
 // Elements of scratch from one head's statistics to the next's.
@@ -1939,8 +1939,10 @@ static int plain_warps(int HS, int owned) {
     return warps;
 }
 
-template <int kCols> static void attention_forward_plain(const AttentionForwardArgs& a, Stream stream) {
-    auto kernel = attention_forward_plain_kernel<kCols>;
+static void attention_forward_plain(const AttentionForwardArgs& a, Stream stream) {
+    auto kernel = a.HS <= 64    ? attention_forward_plain_kernel<2>
+                  : a.HS <= 128 ? attention_forward_plain_kernel<4>
+                                : attention_forward_plain_kernel<16>;
     const int warps = plain_warps(a.HS, kPlainForward);
     const size_t bytes = PlainShared::bytes(a.HS, kPlainForward, warps);
     allow_shared_memory(kernel, bytes);
@@ -1949,9 +1951,13 @@ template <int kCols> static void attention_forward_plain(const AttentionForwardA
     cudaCheck(cudaGetLastError());
 }
 
-template <int kCols> static void attention_backward_plain(const AttentionBackwardArgs& a, Stream stream) {
-    auto dq_kernel = attention_backward_dq_plain_kernel<kCols>;
-    auto dkv_kernel = attention_backward_dkv_plain_kernel<kCols>;
+static void attention_backward_plain(const AttentionBackwardArgs& a, Stream stream) {
+    auto dq_kernel = a.HS <= 64    ? attention_backward_dq_plain_kernel<2>
+                     : a.HS <= 128 ? attention_backward_dq_plain_kernel<4>
+                                   : attention_backward_dq_plain_kernel<16>;
+    auto dkv_kernel = a.HS <= 64    ? attention_backward_dkv_plain_kernel<2>
+                      : a.HS <= 128 ? attention_backward_dkv_plain_kernel<4>
+                                    : attention_backward_dkv_plain_kernel<16>;
     const int warps = plain_warps(a.HS, kPlainBackward), threads = warps * kWarp;
     const unsigned grid = attention_grid(a.T, warps * kPlainRows, a.B, a.NH);
     const size_t bytes = PlainShared::bytes(a.HS, kPlainBackward, warps);
@@ -1981,6 +1987,9 @@ template <int kCols> static void attention_backward_plain(const AttentionBackwar
 // (dK/dV): only the first tiles are masked, and in the forward every row's maximum is finite from its first
 // tile on.
 //
+// All of it is written for floatX of 16 bits and of 32. An fp32 operand is rounded to TF32 (10 bits after the
+// point) on its way from shared memory to the tensor core, so FP32 builds come here only with -f 1.
+//
 // Between two products nothing leaves the registers. PTX ISA, "Matrix Fragments for mma.m16n8k16": with
 // g = lane / 4 and c = 2 * (lane % 4) an accumulator (16,8) holds (g,c) (g,c+1) (g+8,c) (g+8,c+1), and two
 // neighbouring ones, packed to 16 bits, are the A operand (16,16) of the next product. So P of O += P V, and
@@ -1988,7 +1997,7 @@ template <int kCols> static void attention_backward_plain(const AttentionBackwar
 // and dP^T to begin with.
 //
 // In the code, m counts a warp's groups of 16 rows, n the accumulators along a row (8 columns each), kk the
-// steps of 16 along the summed dimension, and r the lane's two rows of an accumulator, g and g + 8.
+// steps of kMmaK along the summed dimension, and r the lane's two rows of an accumulator, g and g + 8.
 constexpr int kMmaWarps = 4;
 
 // Work order: sections of 32 heads, in a section the longest work first. A section's K and V (8 MB at T=1024,
@@ -3127,21 +3136,25 @@ static bool attention_uses_sm90(int HS) {
 }
 
 // The shapes of the mma.sync kernels, by head size: groups of 16 rows a warp, rows of a tile, and blocks on
-// an SM, for which the compiler has to save registers (255 a thread at 2, 168 at 3, 128 at 4). What limits
-// them: accumulators of HS / 2 registers a group (dK/dV: twice that), and 99 KiB of shared memory where a GPU
-// has no more. NOTES.md has what was measured.
+// an SM, for which the compiler has to save registers (255 a thread at 2, 168 at 3). Two groups halve what
+// shared memory has to deliver for a product, but accumulators take HS / 2 registers a group, dK/dV's twice
+// that. dev/cuda/attention.cu has the others that were tried. The first row that fits the GPU's shared memory
+// is taken; rows that exist for 99 KiB only are marked.
 struct MmaShape { int groups, tile, min_blocks; };
 struct MmaShapes { int HS; MmaShape forward, dq, dkv; };
 constexpr MmaShapes kMmaShapes[] = {
+//    HS   forward     dQ          dK/dV
 #ifdef ENABLE_FP32
     { 16, {2, 64, 3}, {2, 32, 3}, {2, 32, 3}},
     { 32, {2, 64, 2}, {2, 32, 2}, {2, 32, 2}},
     { 48, {2, 32, 2}, {2, 32, 2}, {2, 32, 2}},
-    { 64, {2, 32, 2}, {2, 16, 2}, {2, 32, 2}},
+    { 64, {2, 32, 2}, {2, 32, 2}, {2, 32, 2}},
+    { 64, {2, 32, 2}, {2, 16, 2}, {2, 16, 2}},      // 99 KiB
     { 80, {1, 32, 2}, {1, 32, 2}, {1, 32, 2}},
     { 96, {1, 32, 2}, {1, 32, 2}, {1, 32, 2}},
-    {112, {1, 32, 2}, {1, 32, 2}, {1, 16, 2}},
-    {128, {1, 32, 2}, {1, 16, 2}, {1, 16, 2}},
+    { 96, {1, 32, 2}, {1, 16, 2}, {1, 16, 2}},      // 99 KiB
+    {112, {1, 32, 2}, {1, 16, 2}, {1, 16, 2}},
+    {128, {1, 32, 2}, {1, 16, 2}, {1, 16, 2}},      // needs 100 KiB
 #else
     { 16, {2, 64, 3}, {2, 32, 3}, {2, 32, 3}},
     { 32, {2, 64, 2}, {2, 32, 3}, {2, 32, 2}},
@@ -3152,7 +3165,7 @@ constexpr MmaShapes kMmaShapes[] = {
     {112, {1, 64, 2}, {1, 32, 2}, {1, 32, 2}},
     {128, {1, 64, 2}, {1, 32, 2}, {1, 32, 2}},
     {160, {1, 32, 2}, {1, 32, 2}, {1, 16, 2}},
-    {192, {1, 32, 2}, {1, 32, 2}, {1, 16, 2}},
+    {192, {1, 32, 2}, {1, 16, 2}, {1, 16, 2}},      // at 256 the accumulators of dK and dV fill all registers
 #endif
 };
 constexpr int kNumMmaShapes = sizeof(kMmaShapes) / sizeof(*kMmaShapes);
@@ -3175,9 +3188,10 @@ template <int kRow> struct MmaRow {
 // Calls f with the row of kMmaShapes that serves this head size here, as a type. False: there is none.
 template <int kRow = 0, class F> static bool with_mma_shapes(int HS, F f) {
     if constexpr (kRow < kNumMmaShapes) {
-        if (kMmaShapes[kRow].HS != HS) { return with_mma_shapes<kRow + 1>(HS, f); }
+        if (kMmaShapes[kRow].HS != HS || MmaRow<kRow>::kBytes > attention_shared_limit()) {
+            return with_mma_shapes<kRow + 1>(HS, f);
+        }
         if (sizeof(floatX) == 4 && !use_tf32) { return false; }
-        if (MmaRow<kRow>::kBytes > attention_shared_limit()) { return false; }
         f(MmaRow<kRow>());
         return true;
     }
@@ -3191,7 +3205,7 @@ static const char* attention_form(int HS) {
     return plain_warps(HS, kPlainBackward) > 0 && HS <= kPlainMaxHeadSize ? "plain" : "";
 }
 
-// Why a head size cannot run on this GPU, or nothing. After device_init and select_kernels.
+// Why a head size cannot run on this GPU, or nothing. For the start, after device_init.
 static std::string attention_error(int HS) {
     const char* hint = "hint: choose more heads (head size = C / NH)";
     if (HS < 1 || HS > kPlainMaxHeadSize) {
@@ -3208,9 +3222,7 @@ static void attention_forward_run(const AttentionForwardArgs& a, Stream stream) 
         return;
     }
     if (with_mma_shapes(a.HS, [&](auto row) { row.forward(a, stream); })) { return; }
-    if (a.HS <= 64) { attention_forward_plain<2>(a, stream); }
-    else if (a.HS <= 128) { attention_forward_plain<4>(a, stream); }
-    else { attention_forward_plain<16>(a, stream); }
+    attention_forward_plain(a, stream);
 }
 
 static void attention_backward_run(const AttentionBackwardArgs& a, Stream stream) {
@@ -3222,9 +3234,7 @@ static void attention_backward_run(const AttentionBackwardArgs& a, Stream stream
         return;
     }
     if (with_mma_shapes(a.HS, [&](auto row) { row.backward(a, stream); })) { return; }
-    if (a.HS <= 64) { attention_backward_plain<2>(a, stream); }
-    else if (a.HS <= 128) { attention_backward_plain<4>(a, stream); }
-    else { attention_backward_plain<16>(a, stream); }
+    attention_backward_plain(a, stream);
 }
 
 static void attention_check(int B, int T, int NH, int HS) {
