@@ -1280,19 +1280,32 @@ static void test_gelu(int N, int OC) {
     }
 }
 
-// Attention as 16-bit tensor cores must do it: exact products and sums, P, dS and O rounded where they become
-// operands. In fp32 builds it rounds to fp32 and so says what that type can do.
-static void attention_plain(double* out /*(B,T,NH,HS)*/, double* dqkv /*(B,T,3,NH,HS)*/, const double* qkv,
-                            const double* dout, int B, int T, int NH, int HS) {
+// What tensor cores make of an operand: it is rounded to floatX or, of fp32 where `tf32`, to TF32: 10 bits
+// after the point.
+static double to_operand(double x, bool tf32) {
+    if (!tf32 || x == 0.0) { return round_to((floatX*)nullptr, x); }
+    const int exponent = ilogb(x) - 10;
+    return ldexp(round(ldexp(x, -exponent)), exponent);
+}
+
+// Attention as tensor cores must do it: exact products and sums, P, dS and O rounded where they become
+// operands. In fp32 builds without TF32 it rounds to fp32 and so says what that type can do.
+static void attention_plain(double* out /*(B,T,NH,HS)*/, double* lse /*(B,NH,T)*/,
+                            double* dqkv /*(B,T,3,NH,HS)*/, const double* qkv, const double* dout, int B,
+                            int T, int NH, int HS, bool tf32) {
     const double scale = 1.0 / sqrt((double)HS);
     const size_t C = (size_t)NH * HS;
+    std::vector<double> qkv_operand(qkv, qkv + 3 * C * B * T), dout_operand(dout, dout + C * B * T);
+    for (double& x : qkv_operand) { x = to_operand(x, tf32); }
+    for (double& x : dout_operand) { x = to_operand(x, tf32); }
     #pragma omp parallel for
     for (int bh = 0; bh < B * NH; bh++) {
-        const double* q = qkv + (size_t)(bh / NH) * T * 3 * C + (size_t)(bh % NH) * HS;
-        const double *k = q + C, *v = q + 2 * C;
-        const double* dO = dout + (size_t)(bh / NH) * T * C + (size_t)(bh % NH) * HS;
-        double* O = out + (dO - dout);
-        double *dq = dqkv + (q - qkv), *dk = dq + C, *dv = dq + 2 * C;
+        const size_t at = (size_t)(bh / NH) * T * C + (size_t)(bh % NH) * HS;
+        const size_t qkv_at = (size_t)(bh / NH) * T * 3 * C + (size_t)(bh % NH) * HS;
+        const double *q = &qkv_operand[qkv_at], *k = q + C, *v = q + 2 * C;
+        const double *dO = dout + at, *dO_operand = &dout_operand[at];
+        double* O = out + at;
+        double *dq = dqkv + qkv_at, *dk = dq + C, *dv = dq + 2 * C;
         std::vector<double> p(T), dkv((size_t)T * 2 * HS, 0.0), row(HS);
         for (int t = 0; t < T; t++) {
             double max = -HUGE_VAL, sum = 0.0, D = 0.0;
@@ -1303,22 +1316,23 @@ static void attention_plain(double* out /*(B,T,NH,HS)*/, double* dqkv /*(B,T,3,N
                 max = std::max(max, p[u]);
             }
             for (int u = 0; u <= t; u++) { p[u] = exp(p[u] - max); sum += p[u]; }
+            lse[(size_t)bh * T + t] = max + log(sum);
             for (int i = 0; i < HS; i++) {
                 double o = 0.0;
-                for (int u = 0; u <= t; u++) { o += round_to((floatX*)nullptr, p[u]) * v[u * 3 * C + i]; }
+                for (int u = 0; u <= t; u++) { o += to_operand(p[u], tf32) * v[u * 3 * C + i]; }
                 O[t * C + i] = round_to((floatX*)nullptr, o / sum);
                 D += O[t * C + i] * dO[t * C + i];
             }
             std::fill(row.begin(), row.end(), 0.0);
             for (int u = 0; u <= t; u++) {
                 double dp = 0.0;
-                for (int i = 0; i < HS; i++) { dp += dO[t * C + i] * v[u * 3 * C + i]; }
-                const double prob = p[u] / sum, ds = round_to((floatX*)nullptr, prob * (dp - D));
-                const double rounded = round_to((floatX*)nullptr, prob);
+                for (int i = 0; i < HS; i++) { dp += dO_operand[t * C + i] * v[u * 3 * C + i]; }
+                const double prob = p[u] / sum, ds = to_operand(prob * (dp - D), tf32);
+                const double rounded = to_operand(prob, tf32);
                 for (int i = 0; i < HS; i++) {
                     row[i] += ds * k[u * 3 * C + i];
                     dkv[((size_t)u * 2) * HS + i] += ds * q[t * 3 * C + i];
-                    dkv[((size_t)u * 2 + 1) * HS + i] += rounded * dO[t * C + i];
+                    dkv[((size_t)u * 2 + 1) * HS + i] += rounded * dO_operand[t * C + i];
                 }
             }
             for (int i = 0; i < HS; i++) { dq[t * 3 * C + i] = round_to((floatX*)nullptr, row[i] * scale); }
@@ -1332,8 +1346,12 @@ static void attention_plain(double* out /*(B,T,NH,HS)*/, double* dqkv /*(B,T,3,N
     }
 }
 
-static void test_attention(int B, int T, int NH, int HS) {
-    Case k(format("attention B=%d T=%d NH=%d HS=%d", B, T, NH, HS));
+// `form`: what must run it, as attention_form says it; null: whatever does.
+static void test_attention(int B, int T, int NH, int HS, const char* form = nullptr) {
+    const char* runs = attention_form(HS);
+    Case k(format("attention B=%d T=%d NH=%d HS=%d %s", B, T, NH, HS, runs));
+    CHECK(!form || strcmp(form, runs) == 0, "%s: '%s' was to run it", k.title.c_str(), form);
+    const bool tf32 = strcmp(runs, "mma.sync (TF32)") == 0;
     const size_t n = (size_t)B * T * NH * HS, rows = (size_t)B * NH * T;
     std::vector<double> qkv = k.random(3 * n), dout = k.random(n), out(n), lse(rows), dqkv(3 * n), D(rows);
     const floatX *d_qkv = k.tensor<floatX>("qkv", qkv), *d_dout = k.tensor<floatX>("dout", dout);
@@ -1347,11 +1365,69 @@ static void test_attention(int B, int T, int NH, int HS) {
     attention_forward_cpu<double>({out.data(), lse.data(), qkv.data(), B, T, NH, HS}, 0);
     attention_backward_cpu<double>({dqkv.data(), D.data(), dout.data(), out.data(), qkv.data(), lse.data(), B,
                                     T, NH, HS}, 0);
-    std::vector<double> plain_out(n), plain_dqkv(3 * n);
-    attention_plain(plain_out.data(), plain_dqkv.data(), qkv.data(), dout.data(), B, T, NH, HS);
+    std::vector<double> plain_out(n), plain_lse(rows), plain_dqkv(3 * n);
+    attention_plain(plain_out.data(), plain_lse.data(), plain_dqkv.data(), qkv.data(), dout.data(), B, T, NH,
+                    HS, tf32);
     k.expect_as_good_as("out", d_out, out, plain_out, 5e-6);
     k.expect_as_good_as("dqkv", d_dqkv, dqkv, plain_dqkv, 2e-5);
-    k.expect("lse", d_lse, lse, 5e-6);
+    if (tf32) { k.expect_as_good_as("lse", d_lse, lse, plain_lse, 5e-6); }
+    else { k.expect("lse", d_lse, lse, 5e-6); }
+}
+
+// Every form at the head sizes that it serves, by all that chooses one: head size, --kernels, -f, and how
+// much shared memory the GPU has.
+static void test_attention_forms() {
+    const char* mma = kLowPrecision ? "mma.sync" : "mma.sync (TF32)";
+    for (bool tf32 : {false, true}) {
+        if (tf32 && kLowPrecision) { continue; }
+        select_kernels(true, tf32);
+        for (int HS : {64, 16, 32, 48, 80, 96, 112, 128, 160, 192, 8, 20}) {
+            // TF32's tiles are twice as large: those of 128 want more than the 99 KiB of some GPUs
+            const bool fits = HS < 128 || (HS == 128 && attention_shared_limit() > 101376);
+            const bool tensor = HS % 16 == 0 && (kLowPrecision || (tf32 && fits));
+            const char* form = tensor ? mma : "plain";
+            test_attention(1, 1, 1, HS, form);
+            test_attention(2, 33, 2, HS, form);
+            if (!small_shapes) { test_attention(2, 257, 3, HS, form); }
+        }
+        test_attention(1, 130, 1, 64);
+        if (!small_shapes) {
+            test_attention(1, 1024, 2, 64);
+            test_attention(1, 1000, 2, 128);
+        }
+    }
+    select_kernels(false, false);
+    if (attention_uses_sm90(64)) {
+        for (int T : {1, 33, 130}) { test_attention(2, T, 2, 64, "sm90 (wgmma)"); }
+        if (!small_shapes) { test_attention(2, 257, 3, 64); test_attention(1, 1024, 2, 64); }
+    }
+
+    // GPUs with 99 and 163 KiB a block, and one with so little that the tensor cores' tiles do not fit
+    struct { size_t cap; int HS, warps; const char* form; int B, T; } limits[] = {
+        {101376, 64, 4, mma, 2, 33},      {101376, 96, 4, mma, 2, 33},      {30000, 64, 4, "plain", 2, 33},
+        {101376, 256, 2, "plain", 1, 70}, {101376, 340, 1, "plain", 1, 34}, {166912, 512, 2, "plain", 1, 34},
+        {101376, 512, 0, "", 0, 0}};
+    select_kernels(true, true);
+    const size_t limit = attention_shared_limit();
+    for (auto& l : limits) {
+        if (l.cap > limit) { continue; }
+        attention_shared_cap = l.cap;
+        const std::string error = attention_error(l.HS);
+        CHECK(plain_warps(l.HS, kPlainBackward) == l.warps, "head size %d within %zu bytes: %d warps", l.HS,
+              l.cap, plain_warps(l.HS, kPlainBackward));
+        CHECK(error.empty() == (l.warps > 0), "head size %d within %zu bytes: '%s'", l.HS, l.cap,
+              error.c_str());
+        if (error.empty()) {
+            test_attention(l.B, l.T, 2, l.HS, l.form);
+        } else {
+            CHECK(error.find(format("head size %d ", l.HS)) != std::string::npos &&
+                      error.find(format(" %zu\n", l.cap)) != std::string::npos,
+                  "head size and limit are not in '%s'", error.c_str());
+        }
+    }
+    attention_shared_cap = SIZE_MAX;
+    for (int HS : {0, -1, 513}) { CHECK(!attention_error(HS).empty(), "head size %d is taken", HS); }
+    select_kernels(false, false);
 }
 
 static void test_classifier(int N, int V, int Vp) {
@@ -1519,17 +1595,7 @@ static void test_kernels() {
         if (!small_shapes) { test_gelu(1000, 3072); }
     }
     TEST("kernels: attention") {
-        for (int HS : {64, 80, 96, 128, 8, 20}) {
-            test_attention(1, 1, 1, HS);
-            test_attention(2, 33, 2, HS);
-            if (!small_shapes) { test_attention(2, 257, 3, HS); }
-        }
-        test_attention(1, 130, 1, 64);
-        if (!small_shapes) {
-            test_attention(1, 1024, 2, 64);
-            test_attention(1, 1000, 2, 128);
-            test_attention(1, 70, 2, 256);
-        }
+        test_attention_forms();
     }
     TEST("kernels: classifier and loss") {
         test_classifier(7, 509, 512);

@@ -298,7 +298,7 @@ static Acts act_views(char* base, const ActSpec* specs, int l) {
 #else
 // == 4 device runtime, 5 device helpers ==
 #include "llmc/cuda_device.h"   // gives: device_malloc, Stream, cudaCheck, NvtxRange
-#include "llmc/cuda_helpers.h"  // gives: x128, load, store, block_sum, grad_store, mma_16816, wgmma_shared
+#include "llmc/cuda_helpers.h"  // gives: x128, load, store, block_sum, grad_store, mma_16x8, wgmma_shared
 #include "llmc/cublaslt.h"      // gives: Gemm, gemm, gemm_or_die
 
 // == 6 ops ==
@@ -1521,7 +1521,7 @@ static void adamw_update(const AdamW<floatX, float>& a, Stream stream) {
 //
 // There are three forms, one loop in each of them, from the simplest to the fastest:
 //     plain       fp32 arithmetic on the ordinary cores: any type, any head size up to 512
-//     mma.sync    tensor cores of sm_80 and later, 16 bits, head sizes 64, 80, 96 and 128
+//     mma.sync    tensor cores of sm_80 and later, 16 bits or TF32, most multiples of 16: kMmaShapes
 //     sm90        Hopper's tensor cores and copy engine (wgmma, TMA), 16 bits, head size 64
 
 // Elements of scratch from one head's statistics to the next's.
@@ -1566,7 +1566,8 @@ template <class Kernel> static void allow_shared_memory(Kernel kernel, size_t by
 }
 
 // ---- plain: any element type and head size up to 512, fp32 arithmetic ----
-// A block is 4 warps and owns 16 rows, 4 a warp; the other side comes in tiles of 32 rows, as fp32.
+// A block is 4 warps and owns 16 rows, 4 a warp; the other side comes in tiles of 32 rows, as fp32. (Where
+// shared memory is too small for the rows of long heads, 2 warps or one.)
 //
 //     all warps   | load tile 0 | S, softmax, O += P V | load tile 1 | S, softmax, O += P V | ...
 //                 ^             ^ barrier              ^ barrier     ^ barrier
@@ -1579,51 +1580,52 @@ template <class Kernel> static void allow_shared_memory(Kernel kernel, size_t by
 //     O           a lane owns columns lane, lane + 32, ... of O (kCols of them) and sums over the rows of the
 //                 tile; P reaches it through the warp's own corner of shared memory
 constexpr int kPlainRows = 4;           // rows a warp
-constexpr int kPlainWarps = 4;          // warps a block
+constexpr int kPlainWarps = 4;          // most warps a block
 constexpr int kPlainTile = kWarp;       // rows of the other side at a time: one a lane
 constexpr int kPlainMaxHeadSize = 512;
 
-// float4 = the same element of a warp's four rows: one broadcast load feeds four products.
+// The tiles, and the corner of the block's warp. float4 = the same element of the warp's four rows: one
+// broadcast load feeds four products.
 struct PlainShared {
-    float4* own_a;              // (warps, HS): q, or k
-    float4* own_b;              // (warps, HS): dout, or v; the forward has none
-    float4* weight_a;           // (warps, tile): p, or ds for dQ
-    float4* weight_b;           // (warps, tile): ds for dK
     float* tile_a;              // (tile, HS | 1): odd rows, so that 32 lanes reading a column hit 32 banks
     float* tile_b;              // (tile, HS | 1)
+    float4* own_a;              // (HS): q, or k
+    float4* weight_a;           // (tile): p, or ds for dQ
+    float4* own_b;              // (HS): dout, or v                 own_b and weight_b: in the backward only
+    float4* weight_b;           // (tile): ds for dK
 
-    __device__ __forceinline__ PlainShared(float4* base, int HS) {
-        own_a = base;
-        own_b = own_a + kPlainWarps * HS;
-        weight_a = own_b + kPlainWarps * HS;
-        weight_b = weight_a + kPlainWarps * kPlainTile;
-        tile_a = (float*)(weight_b + kPlainWarps * kPlainTile);
+    __device__ __forceinline__ PlainShared(float4* base, int HS, int owned) {
+        tile_a = (float*)base;
         tile_b = tile_a + kPlainTile * (HS | 1);
+        own_a = (float4*)(tile_b + kPlainTile * (HS | 1)) + threadIdx.x / kWarp * owned * (HS + kPlainTile);
+        weight_a = own_a + HS;
+        own_b = weight_a + kPlainTile;
+        weight_b = own_b + HS;
     }
 
-    static size_t bytes(int HS) {
-        return (2 * kPlainWarps * HS + 2 * kPlainWarps * kPlainTile) * sizeof(float4) +
-               2 * kPlainTile * (HS | 1) * sizeof(float);
+    static size_t bytes(int HS, int owned, int warps) {
+        return 2 * kPlainTile * (HS | 1) * sizeof(float) + warps * owned * (HS + kPlainTile) * sizeof(float4);
     }
 };
+constexpr int kPlainForward = 1, kPlainBackward = 2;       // matrices of which a warp owns rows
 
 // Which rows a plain block and its warp own. Blocks are numbered head by head.
 struct PlainWork { int bh, block_first, row_first, block_end; };
 __device__ __forceinline__ PlainWork plain_work(int T, bool longest_first) {
-    constexpr int kBlockRows = kPlainWarps * kPlainRows;
-    const int tiles = tile_count(T, kBlockRows), rank = (int)(blockIdx.x % tiles);
+    const int block_rows = blockDim.x / kWarp * kPlainRows;
+    const int blocks = tile_count(T, block_rows), rank = (int)(blockIdx.x % blocks);
     PlainWork work;
-    work.bh = blockIdx.x / tiles;
-    work.block_first = (longest_first ? tiles - 1 - rank : rank) * kBlockRows;
+    work.bh = blockIdx.x / blocks;
+    work.block_first = (longest_first ? blocks - 1 - rank : rank) * block_rows;
     work.row_first = work.block_first + threadIdx.x / kWarp * kPlainRows;
-    work.block_end = min(work.block_first + kBlockRows, T);
+    work.block_end = min(work.block_first + block_rows, T);
     return work;
 }
 
 // Rows row0.. of a (T,HS) matrix into a tile; rows from T on become zero. The whole block takes part.
 __device__ __forceinline__ void plain_load_tile(float* tile, const floatX* matrix, size_t stride, int row0,
                                                 int T, int HS) {
-    for (int row = threadIdx.x / kWarp; row < kPlainTile; row += kPlainWarps) {
+    for (int row = threadIdx.x / kWarp; row < kPlainTile; row += blockDim.x / kWarp) {
         for (int d = threadIdx.x % kWarp; d < HS; d += kWarp) {
             tile[row * (HS | 1) + d] = row0 + row < T ? (float)matrix[(row0 + row) * stride + d] : 0.0f;
         }
@@ -1698,12 +1700,12 @@ __global__ void __launch_bounds__(kPlainWarps* kWarp)
     attention_forward_plain_kernel(floatX* out, float* lse, const floatX* qkv, int B, int T, int NH, int HS,
                                    float scale) {
     extern __shared__ float4 plain_bytes[];
-    const PlainShared shared(plain_bytes, HS);
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const PlainShared shared(plain_bytes, HS, kPlainForward);
+    const int lane = threadIdx.x % kWarp;
     const PlainWork work = plain_work(T, true);
     const AttentionHead head(work.bh, T, NH, HS);
-    float4* q_own = shared.own_a + warp * HS;
-    float4* p_own = shared.weight_a + warp * kPlainTile;
+    float4* q_own = shared.own_a;
+    float4* p_own = shared.weight_a;
     plain_load_own(q_own, qkv + head.q, head.qkv_row, work.row_first, T, HS, lane);
 
     float acc[kCols][kPlainRows] = {};                      // O, not yet divided by the row's sum
@@ -1762,15 +1764,15 @@ __global__ void __launch_bounds__(kPlainWarps* kWarp)
                                        const floatX* qkv, const float* lse, int B, int T, int NH, int HS,
                                        float scale) {
     extern __shared__ float4 plain_bytes[];
-    const PlainShared shared(plain_bytes, HS);
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const PlainShared shared(plain_bytes, HS, kPlainBackward);
+    const int lane = threadIdx.x % kWarp;
     const PlainWork work = plain_work(T, true);
     const AttentionHead head(work.bh, T, NH, HS);
     const floatX* dout_bh = dout + head.out;                // (T,HS), rows C apart
     const floatX* out_bh = out + head.out;
-    float4* q_own = shared.own_a + warp * HS;
-    float4* do_own = shared.own_b + warp * HS;
-    float4* ds_own = shared.weight_a + warp * kPlainTile;
+    float4* q_own = shared.own_a;
+    float4* do_own = shared.own_b;
+    float4* ds_own = shared.weight_a;
     plain_load_own(q_own, qkv + head.q, head.qkv_row, work.row_first, T, HS, lane);
     plain_load_own(do_own, dout_bh, head.C, work.row_first, T, HS, lane);
 
@@ -1823,14 +1825,14 @@ __global__ void __launch_bounds__(kPlainWarps* kWarp)
     attention_backward_dkv_plain_kernel(floatX* dqkv, const float2* row_stats, const floatX* dout,
                                         const floatX* qkv, int B, int T, int NH, int HS, float scale) {
     extern __shared__ float4 plain_bytes[];
-    const PlainShared shared(plain_bytes, HS);
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const PlainShared shared(plain_bytes, HS, kPlainBackward);
+    const int lane = threadIdx.x % kWarp;
     const PlainWork work = plain_work(T, false);            // of keys: the first see the most queries
     const AttentionHead head(work.bh, T, NH, HS);
-    float4* k_own = shared.own_a + warp * HS;
-    float4* v_own = shared.own_b + warp * HS;
-    float4* p_own = shared.weight_a + warp * kPlainTile;
-    float4* ds_own = shared.weight_b + warp * kPlainTile;
+    float4* k_own = shared.own_a;
+    float4* v_own = shared.own_b;
+    float4* p_own = shared.weight_a;
+    float4* ds_own = shared.weight_b;
     plain_load_own(k_own, qkv + head.k, head.qkv_row, work.row_first, T, HS, lane);
     plain_load_own(v_own, qkv + head.v, head.qkv_row, work.row_first, T, HS, lane);
 
@@ -1870,23 +1872,47 @@ __global__ void __launch_bounds__(kPlainWarps* kWarp)
     plain_store<kCols>(dqkv + head.v, head.qkv_row, work.row_first, T, HS, dv, ones, lane);
 }
 
-template <int kCols>
+// The most bytes of shared memory that a block may ask for: 227 KiB on Hopper, 163 on an A100, 99 on most
+// others. Tests lower the cap.
+static size_t attention_shared_cap = SIZE_MAX;
+static size_t attention_shared_limit() {
+    static const int limit = [] {
+        int bytes = 0;
+        cudaCheck(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
+        return bytes;
+    }();
+    return std::min((size_t)limit, attention_shared_cap);
+}
+
+// As many warps a block as fit, 4 at most; 0: not even one does. Results do not depend on it.
+static int plain_warps(int HS, int owned) {
+    int warps = kPlainWarps;
+    while (warps > 0 && PlainShared::bytes(HS, owned, warps) > attention_shared_limit()) { warps /= 2; }
+    return warps;
+}
+
 static void attention_forward_plain(const AttentionForward<floatX, float>& a, Stream stream) {
-    auto kernel = attention_forward_plain_kernel<kCols>;
-    const size_t bytes = PlainShared::bytes(a.HS);
+    auto kernel = a.HS <= 64    ? attention_forward_plain_kernel<2>
+                  : a.HS <= 128 ? attention_forward_plain_kernel<4>
+                                : attention_forward_plain_kernel<16>;
+    const int warps = plain_warps(a.HS, kPlainForward);
+    const size_t bytes = PlainShared::bytes(a.HS, kPlainForward, warps);
     allow_shared_memory(kernel, bytes);
-    kernel<<<attention_grid(a.T, kPlainWarps * kPlainRows, a.B, a.NH), kPlainWarps * kWarp, bytes, stream>>>(
+    kernel<<<attention_grid(a.T, warps * kPlainRows, a.B, a.NH), warps * kWarp, bytes, stream>>>(
         a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.HS, 1.0f / sqrtf(a.HS));
     cudaCheck(cudaGetLastError());
 }
 
-template <int kCols>
 static void attention_backward_plain(const AttentionBackward<floatX, float>& a, Stream stream) {
-    auto dq_kernel = attention_backward_dq_plain_kernel<kCols>;
-    auto dkv_kernel = attention_backward_dkv_plain_kernel<kCols>;
-    const unsigned grid = attention_grid(a.T, kPlainWarps * kPlainRows, a.B, a.NH);
-    const int threads = kPlainWarps * kWarp;
-    const size_t bytes = PlainShared::bytes(a.HS);
+    auto dq_kernel = a.HS <= 64    ? attention_backward_dq_plain_kernel<2>
+                     : a.HS <= 128 ? attention_backward_dq_plain_kernel<4>
+                                   : attention_backward_dq_plain_kernel<16>;
+    auto dkv_kernel = a.HS <= 64    ? attention_backward_dkv_plain_kernel<2>
+                      : a.HS <= 128 ? attention_backward_dkv_plain_kernel<4>
+                                    : attention_backward_dkv_plain_kernel<16>;
+    const int warps = plain_warps(a.HS, kPlainBackward), threads = warps * kWarp;
+    const unsigned grid = attention_grid(a.T, warps * kPlainRows, a.B, a.NH);
+    const size_t bytes = PlainShared::bytes(a.HS, kPlainBackward, warps);
     const float scale = 1.0f / sqrtf(a.HS);
     allow_shared_memory(dq_kernel, bytes);
     allow_shared_memory(dkv_kernel, bytes);
@@ -1913,6 +1939,9 @@ static void attention_backward_plain(const AttentionBackward<floatX, float>& a, 
 // (dK/dV): only the first tiles are masked, and in the forward every row's maximum is finite from its first
 // tile on.
 //
+// All of it is written for floatX of 16 bits and of 32. An fp32 operand is rounded to TF32 (10 bits after the
+// point) on its way from shared memory to the tensor core, so FP32 builds come here only with -f 1.
+//
 // Between two products nothing leaves the registers. PTX ISA, "Matrix Fragments for mma.m16n8k16": with
 // g = lane / 4 and c = 2 * (lane % 4) an accumulator (16,8) holds (g,c) (g,c+1) (g+8,c) (g+8,c+1), and two
 // neighbouring ones, packed to 16 bits, are the A operand (16,16) of the next product. So P of O += P V, and
@@ -1920,7 +1949,7 @@ static void attention_backward_plain(const AttentionBackward<floatX, float>& a, 
 // and dP^T to begin with.
 //
 // In the code, m counts a warp's groups of 16 rows, n the accumulators along a row (8 columns each), kk the
-// steps of 16 along the summed dimension, and r the lane's two rows of an accumulator, g and g + 8.
+// steps of kMmaK along the summed dimension, and r the lane's two rows of an accumulator, g and g + 8.
 constexpr int kMmaWarps = 4;
 
 // Work order: sections of 32 heads, in a section the longest work first. A section's K and V (8 MB at T=1024,
@@ -1939,97 +1968,144 @@ __device__ __forceinline__ AttentionWork attention_work(int blocks_a_head, int h
     return {rest / section_heads, first_head + rest % section_heads};
 }
 
-// Rows in shared memory are 8 elements longer than HS: the 16-byte chunks of 8 consecutive rows then start in
-// 8 different groups of banks, so ldmatrix has no conflicts, and every offset is a constant (a swizzle would
-// need XORs).
-template <int kHS> constexpr int kTileStride = kHS + 8;
+// Rows in shared memory are 16 bytes longer than HS elements: the 16-byte chunks of 8 consecutive rows then
+// start in 8 different groups of banks, so ldmatrix has no conflicts, and every offset is a constant (a
+// swizzle would need XORs).
+template <int kHS> constexpr int kTileStride = kHS + kWidth;
 
 // Starts the copy of rows row0.. of a (T,HS) matrix with `stride` elements between rows into a tile (kRows,
 // HS); rows from T on become zero.
 template <int kHS, int kRows>
 __device__ __forceinline__ void load_tile(floatX* tile, const floatX* matrix, size_t stride, int row0,
                                           int T) {
-    constexpr int kChunks = kHS / 8, kTotal = kRows * kChunks, kThreads = kMmaWarps * kWarp;
+    constexpr int kChunks = kHS / kWidth, kTotal = kRows * kChunks, kThreads = kMmaWarps * kWarp;
 #pragma unroll
     for (int first = 0; first < kTotal; first += kThreads) {
         const int i = first + (int)threadIdx.x;
         if (kTotal % kThreads == 0 || i < kTotal) {
             const int row = i / kChunks, chunk = i % kChunks;
             const bool live = row0 + row < T;
-            const floatX* from = matrix + (live ? row0 + row : 0) * stride + chunk * 8;
-            cp_async_16_or_zero(tile + row * kTileStride<kHS> + chunk * 8, from, live);
+            const floatX* from = matrix + (live ? row0 + row : 0) * stride + chunk * kWidth;
+            cp_async_16_or_zero(tile + row * kTileStride<kHS> + chunk * kWidth, from, live);
         }
     }
 }
 
-// The warp's rows of a tile as A operands: (16 * kGroups, HS) from row `row`.
-template <int kGroups, int kHS>
-__device__ __forceinline__ void load_fragments(uint32_t (&a)[kGroups][kHS / 16][4], uint32_t tile, int row,
+// What ldmatrix_x4 wants of a lane for an A operand (16,kMmaK) at the start of `rows`: the address of a row
+// of one of four matrices, 8 rows of 16 bytes each: rows 0-7 and 8-15 of the first 16 bytes, then of the
+// next 16.
+template <int kHS> __device__ __forceinline__ uint32_t fragment_address(const floatX* rows, int lane) {
+    return smem_address(rows) + (lane % 16 * kTileStride<kHS> + lane / 16 * kWidth) * (int)sizeof(floatX);
+}
+
+// The warp's rows of a tile as A operands: kCols columns of (16 * kGroups, HS).
+template <int kGroups, int kHS, int kCols = kHS>
+__device__ __forceinline__ void load_fragments(uint32_t (&a)[kGroups][kCols / kMmaK][4], const floatX* rows,
                                                int lane) {
-    const uint32_t address = tile + ((row + lane % 16) * kTileStride<kHS> + lane / 16 * 8) * 2;
+    const uint32_t address = fragment_address<kHS>(rows, lane);
 #pragma unroll
     for (int m = 0; m < kGroups; m++) {
 #pragma unroll
-        for (int kk = 0; kk < kHS / 16; kk++) {
-            ldmatrix_x4(a[m][kk], address + (m * 16 * kTileStride<kHS> + kk * 16) * 2);
+        for (int kk = 0; kk < kCols / kMmaK; kk++) {
+            ldmatrix_x4(a[m][kk], address + (m * 16 * kTileStride<kHS> + kk * kMmaK) * (int)sizeof(floatX));
+            round_operands(a[m][kk]);
         }
     }
 }
 
-// acc (16 * kGroups, kN) += A (16 * kGroups, HS) B^T with B (kN, HS) a tile in shared memory.
-template <int kGroups, int kN, int kHS>
+// acc (16 * kGroups, kN) += A (16 * kGroups, kCols) B^T with B kCols columns of a tile (kN, HS).
+template <int kGroups, int kN, int kHS, int kCols = kHS>
 __device__ __forceinline__ void mma_times_rows(float (&acc)[kGroups][kN / 8][4],
-                                               const uint32_t (&a)[kGroups][kHS / 16][4], uint32_t tile,
-                                               int lane) {
-    const uint32_t address = tile + ((lane % 8 + lane / 16 * 8) * kTileStride<kHS> + lane / 8 % 2 * 8) * 2;
+                                               const uint32_t (&a)[kGroups][kCols / kMmaK][4],
+                                               const floatX* tile, int lane) {
+    const int row = lane % 8 + lane / 16 * 8, chunk = lane / 8 % 2;
+    const uint32_t address =
+        smem_address(tile) + (row * kTileStride<kHS> + chunk * kWidth) * (int)sizeof(floatX);
 #pragma unroll
-    for (int kk = 0; kk < kHS / 16; kk++) {
+    for (int kk = 0; kk < kCols / kMmaK; kk++) {
 #pragma unroll
         for (int n = 0; n < kN / 16; n++) {
             uint32_t b[4];
-            ldmatrix_x4(b, address + (n * 16 * kTileStride<kHS> + kk * 16) * 2);
+            ldmatrix_x4(b, address + (n * 16 * kTileStride<kHS> + kk * kMmaK) * (int)sizeof(floatX));
+            round_operands(b);
 #pragma unroll
             for (int m = 0; m < kGroups; m++) {
-                mma_16816(acc[m][2 * n], a[m][kk], b[0], b[1]);
-                mma_16816(acc[m][2 * n + 1], a[m][kk], b[2], b[3]);
+                mma_16x8(acc[m][2 * n], a[m][kk], b[0], b[1]);
+                mma_16x8(acc[m][2 * n + 1], a[m][kk], b[2], b[3]);
             }
         }
     }
 }
 
-// acc (16 * kGroups, HS) += A (16 * kGroups, kK) B with B (kK, HS) a tile in shared memory.
+// Rows of more than 32 registers an operand are fetched a step of the sum at a time.
+template <int kGroups, int kHS> constexpr bool kLongRows = kGroups * kHS * sizeof(floatX) > 256;
+
+// The same with A in shared memory as well: the warp's `rows` of a tile.
+template <int kGroups, int kN, int kHS>
+__device__ __forceinline__ void mma_rows_times_rows(float (&acc)[kGroups][kN / 8][4], const floatX* rows,
+                                                    const floatX* tile, int lane) {
+    constexpr int kCols = kLongRows<kGroups, kHS> ? kMmaK : kHS;
+#pragma unroll
+    for (int c = 0; c < kHS; c += kCols) {
+        uint32_t a[kGroups][kCols / kMmaK][4];
+        load_fragments<kGroups, kHS, kCols>(a, rows + c, lane);
+        mma_times_rows<kGroups, kN, kHS, kCols>(acc, a, tile + c, lane);
+    }
+}
+
+// acc (16 * kGroups, HS) += A (16 * kGroups, kK) B with B (kK, HS) a tile in shared memory. B is needed by
+// columns: ldmatrix transposes 16-bit elements. It cannot do so with fp32; there a lane reads its elements
+// one by one, and TF32's fragments have columns lane % 4 and lane % 4 + 4 of A where an accumulator has
+// 2 * (lane % 4) and the one after. The order of a sum does not matter: A stays as it is, under other names
+// for its columns, and B's rows are read by the same names.
 template <int kGroups, int kK, int kHS>
 __device__ __forceinline__ void mma_times_columns(float (&acc)[kGroups][kHS / 8][4],
-                                                  const uint32_t (&a)[kGroups][kK / 16][4], uint32_t tile,
-                                                  int lane) {
-    const uint32_t address = tile + (lane % 16 * kTileStride<kHS> + lane / 16 * 8) * 2;
+                                                  const uint32_t (&a)[kGroups][kK / kMmaK][4],
+                                                  const floatX* tile, int lane) {
+    const uint32_t address = fragment_address<kHS>(tile, lane);
+    const floatX* own = tile + lane % 4 * 2 * kTileStride<kHS> + lane / 4;
 #pragma unroll
-    for (int kk = 0; kk < kK / 16; kk++) {
+    for (int kk = 0; kk < kK / kMmaK; kk++) {
 #pragma unroll
         for (int n = 0; n < kHS / 16; n++) {
+            const int at = kk * kMmaK * kTileStride<kHS> + n * 16;
             uint32_t b[4];
-            ldmatrix_x4_trans(b, address + (kk * 16 * kTileStride<kHS> + n * 16) * 2);
+            if constexpr (sizeof(floatX) == 2) {
+                ldmatrix_x4_trans(b, address + at * (int)sizeof(floatX));
+            } else {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    b[i] = to_tf32(own[at + i % 2 * kTileStride<kHS> + i / 2 * 8]);
+                }
+            }
 #pragma unroll
             for (int m = 0; m < kGroups; m++) {
-                mma_16816(acc[m][2 * n], a[m][kk], b[0], b[1]);
-                mma_16816(acc[m][2 * n + 1], a[m][kk], b[2], b[3]);
+                mma_16x8(acc[m][2 * n], a[m][kk], b[0], b[1]);
+                mma_16x8(acc[m][2 * n + 1], a[m][kk], b[2], b[3]);
             }
         }
     }
 }
 
-// Accumulators (16 * kGroups, kN), rounded to floatX, as A operands.
+// Accumulators (16 * kGroups, kN), rounded, as A operands: two neighbours packed to 16 bits, or one as it is.
 template <int kGroups, int kN>
-__device__ __forceinline__ void to_fragments(uint32_t (&a)[kGroups][kN / 16][4],
+__device__ __forceinline__ void to_fragments(uint32_t (&a)[kGroups][kN / kMmaK][4],
                                              const float (&acc)[kGroups][kN / 8][4]) {
 #pragma unroll
     for (int m = 0; m < kGroups; m++) {
 #pragma unroll
-        for (int kk = 0; kk < kN / 16; kk++) {
-            a[m][kk][0] = pack_pair(acc[m][2 * kk][0], acc[m][2 * kk][1]);
-            a[m][kk][1] = pack_pair(acc[m][2 * kk][2], acc[m][2 * kk][3]);
-            a[m][kk][2] = pack_pair(acc[m][2 * kk + 1][0], acc[m][2 * kk + 1][1]);
-            a[m][kk][3] = pack_pair(acc[m][2 * kk + 1][2], acc[m][2 * kk + 1][3]);
+        for (int kk = 0; kk < kN / kMmaK; kk++) {
+            if constexpr (sizeof(floatX) == 2) {
+                a[m][kk][0] = pack_pair(acc[m][2 * kk][0], acc[m][2 * kk][1]);
+                a[m][kk][1] = pack_pair(acc[m][2 * kk][2], acc[m][2 * kk][3]);
+                a[m][kk][2] = pack_pair(acc[m][2 * kk + 1][0], acc[m][2 * kk + 1][1]);
+                a[m][kk][3] = pack_pair(acc[m][2 * kk + 1][2], acc[m][2 * kk + 1][3]);
+            } else {
+                a[m][kk][0] = to_tf32(acc[m][kk][0]);       // see mma_times_columns
+                a[m][kk][1] = to_tf32(acc[m][kk][2]);
+                a[m][kk][2] = to_tf32(acc[m][kk][1]);
+                a[m][kk][3] = to_tf32(acc[m][kk][3]);
+            }
         }
     }
 }
@@ -2049,19 +2125,20 @@ __device__ __forceinline__ void store_rows(floatX* matrix, size_t stride, int ro
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const int row = m * 16 + r * 8 + lane / 4;
-                const uint32_t pair =
-                    pack_pair(acc[m][n][2 * r] * scale[m][r], acc[m][n][2 * r + 1] * scale[m][r]);
-                *(uint32_t*)(staging + row * kTileStride<kHS> + n * 8 + lane % 4 * 2) = pair;
+                const float x = acc[m][n][2 * r] * scale[m][r], y = acc[m][n][2 * r + 1] * scale[m][r];
+                floatX* pair = staging + row * kTileStride<kHS> + n * 8 + lane % 4 * 2;
+                if constexpr (sizeof(floatX) == 2) { *(uint32_t*)pair = pack_pair(x, y); }
+                else { *(float2*)pair = make_float2(x, y); }
             }
         }
     }
     __syncwarp();
 #pragma unroll
-    for (int i = lane; i < 16 * kGroups * kHS / 8; i += kWarp) {
-        const int row = i / (kHS / 8), chunk = i % (kHS / 8);
+    for (int i = lane; i < 16 * kGroups * kHS / kWidth; i += kWarp) {
+        const int row = i / (kHS / kWidth), chunk = i % (kHS / kWidth);
         if (row0 + row < T) {
-            *(uint4*)(matrix + (row0 + row) * stride + chunk * 8) =
-                *(const uint4*)(staging + row * kTileStride<kHS> + chunk * 8);
+            *(uint4*)(matrix + (row0 + row) * stride + chunk * kWidth) =
+                *(const uint4*)(staging + row * kTileStride<kHS> + chunk * kWidth);
         }
     }
 }
@@ -2110,7 +2187,7 @@ __global__ void __launch_bounds__(kMmaWarps* kWarp, kMinBlocks)
     cp_async_commit();
 
     const float scale_log2 = scale * kLog2e;                // exp(x) is calculated as exp2(x * log2(e))
-    uint32_t q_frag[kGroups][kHS / 16][4];
+    uint32_t q_frag[kGroups][kHS / kMmaK][4];
     float o[kGroups][kHS / 8][4] = {};                      // not yet divided by the row's sum
     float row_max[kGroups][2], row_sum[kGroups][2];         // row_sum: this lane's share
 #pragma unroll
@@ -2129,12 +2206,12 @@ __global__ void __launch_bounds__(kMmaWarps* kWarp, kMinBlocks)
             load_tile<kHS, kTile>(shared.v[stage ^ 1], v_bh, head.qkv_row, k0 - kTile, T);
             cp_async_commit();
         }
-        if (it == 0) { load_fragments<kGroups, kHS>(q_frag, smem_address(shared.q), warp_row, lane); }
+        if (it == 0) { load_fragments<kGroups, kHS>(q_frag, shared.q + warp_row * kTileStride<kHS>, lane); }
         if (k0 > row_first + 16 * kGroups - 1) { continue; }        // all masked for this warp
 
         // S = Q K^T, and the mask where the tile meets the diagonal
         float s[kGroups][kTile / 8][4] = {};
-        mma_times_rows<kGroups, kTile, kHS>(s, q_frag, smem_address(shared.k[stage]), lane);
+        mma_times_rows<kGroups, kTile, kHS>(s, q_frag, shared.k[stage], lane);
         if (k0 + kTile - 1 > row_first) {
 #pragma unroll
             for (int m = 0; m < kGroups; m++) {
@@ -2183,9 +2260,9 @@ __global__ void __launch_bounds__(kMmaWarps* kWarp, kMinBlocks)
         }
 
         // O += P V
-        uint32_t p_frag[kGroups][kTile / 16][4];
+        uint32_t p_frag[kGroups][kTile / kMmaK][4];
         to_fragments<kGroups, kTile>(p_frag, s);
-        mma_times_columns<kGroups, kTile, kHS>(o, p_frag, smem_address(shared.v[stage]), lane);
+        mma_times_columns<kGroups, kTile, kHS>(o, p_frag, shared.v[stage], lane);
     }
 
     // The rows' sums lie across four lanes; then O is divided by them
@@ -2219,12 +2296,11 @@ __device__ __forceinline__ void attention_row_stats(float (&row_lse2)[2], float 
     float sum = 0.0f, lse2 = 0.0f;
     if (row < T) {
 #pragma unroll
-        for (int chunk = lane % 2; chunk < kHS / 8; chunk += 2) {
-            alignas(16) floatX o_chunk[8], do_chunk[8];
-            *(uint4*)o_chunk = *(const uint4*)(out_bh + row * C + chunk * 8);
-            *(uint4*)do_chunk = *(const uint4*)(dout_bh + row * C + chunk * 8);
+        for (int chunk = lane % 2; chunk < kHS / kWidth; chunk += 2) {
+            const Floats x = load_floats<true>(out_bh + row * C, chunk * kWidth, kHS);
+            const Floats y = load_floats<true>(dout_bh + row * C, chunk * kWidth, kHS);
 #pragma unroll
-            for (int i = 0; i < 8; i++) { sum += (float)o_chunk[i] * (float)do_chunk[i]; }
+            for (int k = 0; k < kWidth; k++) { sum += x.at[k] * y.at[k]; }
         }
         lse2 = lse_bh[row] * kLog2e;
     }
@@ -2282,8 +2358,10 @@ __global__ void __launch_bounds__(kMmaWarps* kWarp, kMinBlocks)
     }
 
     const float scale_log2 = scale * kLog2e;
-    uint32_t q_frag[kGroups][kHS / 16][4], do_frag[kGroups][kHS / 16][4];
+    uint32_t q_frag[kGroups][kHS / kMmaK][4], do_frag[kGroups][kHS / kMmaK][4];
     float dq[kGroups][kHS / 8][4] = {};                     // not yet scaled
+    const floatX* q_rows = shared.q + warp_row * kTileStride<kHS>;
+    const floatX* do_rows = shared.dout + warp_row * kTileStride<kHS>;
     for (int it = 0; it < tiles; it++) {
         // Wait for this step's tile, start the copies of the next one
         const int k0 = (tiles - 1 - it) * kTile, stage = it % 2;
@@ -2294,17 +2372,22 @@ __global__ void __launch_bounds__(kMmaWarps* kWarp, kMinBlocks)
             load_tile<kHS, kTile>(shared.v[stage ^ 1], v_bh, head.qkv_row, k0 - kTile, T);
             cp_async_commit();
         }
-        if (it == 0) {
-            load_fragments<kGroups, kHS>(q_frag, smem_address(shared.q), warp_row, lane);
-            load_fragments<kGroups, kHS>(do_frag, smem_address(shared.dout), warp_row, lane);
+        if (it == 0 && !kLongRows<kGroups, kHS>) {
+            load_fragments<kGroups, kHS>(q_frag, q_rows, lane);
+            load_fragments<kGroups, kHS>(do_frag, do_rows, lane);
         }
         if (k0 > row_first + 16 * kGroups - 1) { continue; }        // all masked for this warp
 
         // S = Q K^T and dP = dO V^T
         float s[kGroups][kTile / 8][4] = {};
-        mma_times_rows<kGroups, kTile, kHS>(s, q_frag, smem_address(shared.k[stage]), lane);
         float dp[kGroups][kTile / 8][4] = {};
-        mma_times_rows<kGroups, kTile, kHS>(dp, do_frag, smem_address(shared.v[stage]), lane);
+        if constexpr (kLongRows<kGroups, kHS>) {
+            mma_rows_times_rows<kGroups, kTile, kHS>(s, q_rows, shared.k[stage], lane);
+            mma_rows_times_rows<kGroups, kTile, kHS>(dp, do_rows, shared.v[stage], lane);
+        } else {
+            mma_times_rows<kGroups, kTile, kHS>(s, q_frag, shared.k[stage], lane);
+            mma_times_rows<kGroups, kTile, kHS>(dp, do_frag, shared.v[stage], lane);
+        }
 
         // P = exp(S - lse), masked where the tile meets the diagonal, and dS in place of dP
         const bool masked = k0 + kTile - 1 > row_first;
@@ -2326,9 +2409,9 @@ __global__ void __launch_bounds__(kMmaWarps* kWarp, kMinBlocks)
         }
 
         // dQ += dS K
-        uint32_t ds_frag[kGroups][kTile / 16][4];
+        uint32_t ds_frag[kGroups][kTile / kMmaK][4];
         to_fragments<kGroups, kTile>(ds_frag, dp);
-        mma_times_columns<kGroups, kTile, kHS>(dq, ds_frag, smem_address(shared.k[stage]), lane);
+        mma_times_columns<kGroups, kTile, kHS>(dq, ds_frag, shared.k[stage], lane);
     }
 
     float scales[kGroups][2];
@@ -2385,7 +2468,8 @@ __global__ void __launch_bounds__(kMmaWarps* kWarp, kMinBlocks)
     load_queries(0, first_q);
 
     const float scale_log2 = scale * kLog2e;
-    uint32_t k_frag[kGroups][kHS / 16][4], v_frag[kGroups][kHS / 16][4];
+    const floatX* k_rows = shared.k + warp_row * kTileStride<kHS>;
+    const floatX* v_rows = shared.v + warp_row * kTileStride<kHS>;
     float dk[kGroups][kHS / 8][4] = {};                     // not yet scaled
     float dv[kGroups][kHS / 8][4] = {};
     int stage = 0;
@@ -2399,11 +2483,9 @@ __global__ void __launch_bounds__(kMmaWarps* kWarp, kMinBlocks)
         // S^T = K Q^T and dP^T = V dO^T. K and V are read from shared memory in every step: two accumulators
         // of HS columns leave no registers to keep them in
         float s[kGroups][kTile / 8][4] = {};
-        load_fragments<kGroups, kHS>(k_frag, smem_address(shared.k), warp_row, lane);
-        mma_times_rows<kGroups, kTile, kHS>(s, k_frag, smem_address(shared.q[stage]), lane);
+        mma_rows_times_rows<kGroups, kTile, kHS>(s, k_rows, shared.q[stage], lane);
         float dp[kGroups][kTile / 8][4] = {};
-        load_fragments<kGroups, kHS>(v_frag, smem_address(shared.v), warp_row, lane);
-        mma_times_rows<kGroups, kTile, kHS>(dp, v_frag, smem_address(shared.dout[stage]), lane);
+        mma_rows_times_rows<kGroups, kTile, kHS>(dp, v_rows, shared.dout[stage], lane);
 
         // P^T in place of S^T, masked where the tile meets the diagonal, and dS^T in place of dP^T
         const bool masked = q0 < row_first + 16 * kGroups - 1;
@@ -2427,12 +2509,12 @@ __global__ void __launch_bounds__(kMmaWarps* kWarp, kMinBlocks)
         }
 
         // dV += P^T dO, dK += dS^T Q
-        uint32_t p_frag[kGroups][kTile / 16][4];
+        uint32_t p_frag[kGroups][kTile / kMmaK][4];
         to_fragments<kGroups, kTile>(p_frag, s);
-        mma_times_columns<kGroups, kTile, kHS>(dv, p_frag, smem_address(shared.dout[stage]), lane);
-        uint32_t ds_frag[kGroups][kTile / 16][4];
+        mma_times_columns<kGroups, kTile, kHS>(dv, p_frag, shared.dout[stage], lane);
+        uint32_t ds_frag[kGroups][kTile / kMmaK][4];
         to_fragments<kGroups, kTile>(ds_frag, dp);
-        mma_times_columns<kGroups, kTile, kHS>(dk, ds_frag, smem_address(shared.q[stage]), lane);
+        mma_times_columns<kGroups, kTile, kHS>(dk, ds_frag, shared.q[stage], lane);
     }
 
     float scales[kGroups][2], ones[kGroups][2];
@@ -2989,8 +3071,12 @@ __global__ void __launch_bounds__(128) sm90_probe_kernel() {}
 __global__ void __launch_bounds__(64) sm90_probe_kernel() {}
 #endif
 
-static bool use_sm90_kernels = true;            // --kernels portable clears it
-static void select_kernels(bool portable_only) { use_sm90_kernels = !portable_only; }
+// Set once, at start: --kernels portable, and whether an FP32 build may round operands to TF32 (-f).
+static bool use_sm90_kernels = true, use_tf32 = false;
+static void select_kernels(bool portable_only, bool tf32) {
+    use_sm90_kernels = !portable_only;
+    use_tf32 = tf32 && sizeof(floatX) == 4;
+}
 
 static bool attention_uses_sm90(int HS) {
     static const bool built = [] {
@@ -3002,37 +3088,92 @@ static bool attention_uses_sm90(int HS) {
 }
 
 // The shapes of the mma.sync kernels, by head size: groups of 16 rows a warp, rows of a tile, and blocks on
-// an SM, for which the compiler has to save registers (255 a thread at 2, 168 at 3). NOTES.md has what was
-// measured.
+// an SM, for which the compiler has to save registers (255 a thread at 2, 168 at 3). Two groups halve what
+// shared memory has to deliver for a product, but accumulators take HS / 2 registers a group, dK/dV's twice
+// that. dev/cuda/attention.cu has the others that were tried. The first row that fits the GPU's shared memory
+// is taken; rows that exist for 99 KiB only are marked.
 struct MmaShape { int groups, tile, min_blocks; };
 struct MmaShapes { int HS; MmaShape forward, dq, dkv; };
 constexpr MmaShapes kMmaShapes[] = {
+//    HS   forward     dQ          dK/dV
+#ifdef ENABLE_FP32
+    { 16, {2, 64, 3}, {2, 32, 3}, {2, 32, 3}},
+    { 32, {2, 64, 2}, {2, 32, 2}, {2, 32, 2}},
+    { 48, {2, 32, 2}, {2, 32, 2}, {2, 32, 2}},
+    { 64, {2, 32, 2}, {2, 32, 2}, {2, 32, 2}},
+    { 64, {2, 32, 2}, {2, 16, 2}, {2, 16, 2}},      // 99 KiB
+    { 80, {1, 32, 2}, {1, 32, 2}, {1, 32, 2}},
+    { 96, {1, 32, 2}, {1, 32, 2}, {1, 32, 2}},
+    { 96, {1, 32, 2}, {1, 16, 2}, {1, 16, 2}},      // 99 KiB
+    {112, {1, 32, 2}, {1, 16, 2}, {1, 16, 2}},
+    {128, {1, 32, 2}, {1, 16, 2}, {1, 16, 2}},      // needs 100 KiB
+#else
+    { 16, {2, 64, 3}, {2, 32, 3}, {2, 32, 3}},
+    { 32, {2, 64, 2}, {2, 32, 3}, {2, 32, 2}},
+    { 48, {2, 64, 2}, {2, 32, 2}, {2, 32, 2}},
     { 64, {2, 64, 2}, {2, 32, 2}, {2, 32, 2}},
     { 80, {1, 64, 3}, {1, 64, 2}, {1, 64, 2}},
     { 96, {1, 64, 2}, {1, 64, 2}, {1, 32, 2}},
+    {112, {1, 64, 2}, {1, 32, 2}, {1, 32, 2}},
     {128, {1, 64, 2}, {1, 32, 2}, {1, 32, 2}},
+    {160, {1, 32, 2}, {1, 32, 2}, {1, 16, 2}},
+    {192, {1, 32, 2}, {1, 16, 2}, {1, 16, 2}},      // at 256 the accumulators of dK and dV fill all registers
+#endif
 };
 constexpr int kNumMmaShapes = sizeof(kMmaShapes) / sizeof(*kMmaShapes);
 
-// Calls f with the row of kMmaShapes for this head size, as a type. False: there is none.
+template <int kRow> struct MmaRow {
+    static constexpr MmaShapes s = kMmaShapes[kRow];
+    static void forward(const AttentionForward<floatX, float>& a, Stream stream) {
+        attention_forward_mma<s.HS, s.forward.groups, s.forward.tile, s.forward.min_blocks>(a, stream);
+    }
+    static void backward(const AttentionBackward<floatX, float>& a, Stream stream) {
+        attention_backward_dq_mma<s.HS, s.dq.groups, s.dq.tile, s.dq.min_blocks>(a, stream);
+        attention_backward_dkv_mma<s.HS, s.dkv.groups, s.dkv.tile, s.dkv.min_blocks>(a, stream);
+    }
+    static constexpr size_t kBytes =                        // of the kernel that needs most
+        std::max({sizeof(ForwardMmaShared<s.HS, s.forward.groups, s.forward.tile>),
+                  sizeof(DqMmaShared<s.HS, s.dq.groups, s.dq.tile>),
+                  sizeof(DkvMmaShared<s.HS, s.dkv.groups, s.dkv.tile>)});
+};
+
+// Calls f with the row of kMmaShapes that serves this head size here, as a type. False: there is none.
 template <int kRow = 0, class F> static bool with_mma_shapes(int HS, F f) {
-    if constexpr (sizeof(floatX) == 2 && kRow < kNumMmaShapes) {
-        if (kMmaShapes[kRow].HS != HS) { return with_mma_shapes<kRow + 1>(HS, f); }
-        f(std::integral_constant<int, kRow>());
+    if constexpr (kRow < kNumMmaShapes) {
+        if (kMmaShapes[kRow].HS != HS || MmaRow<kRow>::kBytes > attention_shared_limit()) {
+            return with_mma_shapes<kRow + 1>(HS, f);
+        }
+        if (sizeof(floatX) == 4 && !use_tf32) { return false; }
+        f(MmaRow<kRow>());
         return true;
     }
     return false;
 }
 
-static void attention_check(int B, int T, int NH, int HS) {
-    if (B < 1 || T < 1 || NH < 1 || HS < 1 || HS > kPlainMaxHeadSize) {
-        die("attention: B=%d T=%d NH=%d head size=%d; all must be positive, the head size at most %d\n"
-            "hint: choose more heads (head size = C / NH)",
-            B, T, NH, HS, kPlainMaxHeadSize);
-    }
+// What this GPU runs, for people. Empty: attention_error says why not.
+static const char* attention_form(int HS) {
+    if (attention_uses_sm90(HS)) { return "sm90 (wgmma)"; }
+    if (with_mma_shapes(HS, [](auto) {})) { return sizeof(floatX) == 4 ? "mma.sync (TF32)" : "mma.sync"; }
+    return plain_warps(HS, kPlainBackward) > 0 && HS <= kPlainMaxHeadSize ? "plain" : "";
 }
 
-// Pointers are 16-byte aligned (all tensors are: kAlign).
+// Why a head size cannot run on this GPU, or nothing. For the start, after device_init.
+static std::string attention_error(int HS) {
+    const char* hint = "hint: choose more heads (head size = C / NH)";
+    if (HS < 1 || HS > kPlainMaxHeadSize) {
+        return format("attention: head size %d; 1 to %d are possible\n%s", HS, kPlainMaxHeadSize, hint);
+    }
+    if (attention_form(HS)[0] != '\0') { return ""; }
+    return format("attention: head size %d needs %zu bytes of shared memory in a block, this GPU has %zu\n%s",
+                  HS, PlainShared::bytes(HS, kPlainBackward, 1), attention_shared_limit(), hint);
+}
+
+static void attention_check(int B, int T, int NH, int HS) {
+    if (B < 1 || T < 1 || NH < 1) { die("attention: B=%d T=%d NH=%d; all must be positive", B, T, NH); }
+    const std::string error = attention_error(HS);
+    if (!error.empty()) { die("%s", error.c_str()); }
+}
+
 static void attention_forward(const AttentionForward<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     attention_check(a.B, a.T, a.NH, a.HS);
@@ -3040,14 +3181,8 @@ static void attention_forward(const AttentionForward<floatX, float>& a, Stream s
         if constexpr (sizeof(floatX) == 2) { attention_forward_sm90<2, 4>(a, stream); }
         return;
     }
-    const bool done = with_mma_shapes(a.HS, [&](auto row) {
-        constexpr MmaShapes s = kMmaShapes[row.value];
-        attention_forward_mma<s.HS, s.forward.groups, s.forward.tile, s.forward.min_blocks>(a, stream);
-    });
-    if (done) { return; }
-    if (a.HS <= 64) { attention_forward_plain<2>(a, stream); }
-    else if (a.HS <= 128) { attention_forward_plain<4>(a, stream); }
-    else { attention_forward_plain<16>(a, stream); }
+    if (with_mma_shapes(a.HS, [&](auto row) { row.forward(a, stream); })) { return; }
+    attention_forward_plain(a, stream);
 }
 
 static void attention_backward(const AttentionBackward<floatX, float>& a, Stream stream) {
@@ -3060,17 +3195,9 @@ static void attention_backward(const AttentionBackward<floatX, float>& a, Stream
         }
         return;
     }
-    const bool done = with_mma_shapes(a.HS, [&](auto row) {
-        constexpr MmaShapes s = kMmaShapes[row.value];
-        attention_backward_dq_mma<s.HS, s.dq.groups, s.dq.tile, s.dq.min_blocks>(a, stream);
-        attention_backward_dkv_mma<s.HS, s.dkv.groups, s.dkv.tile, s.dkv.min_blocks>(a, stream);
-    });
-    if (done) { return; }
-    if (a.HS <= 64) { attention_backward_plain<2>(a, stream); }
-    else if (a.HS <= 128) { attention_backward_plain<4>(a, stream); }
-    else { attention_backward_plain<16>(a, stream); }
+    if (with_mma_shapes(a.HS, [&](auto row) { row.backward(a, stream); })) { return; }
+    attention_backward_plain(a, stream);
 }
-
 #endif  // GPT2_CPU
 
 // == 7 multi-GPU ==
@@ -3331,7 +3458,7 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
         model->staged[i] = event_create();
     }
     gemm_init(model->workspace, gemm_workspace_bytes(), options.tf32);
-    select_kernels(options.kernels == Kernels::Portable);
+    select_kernels(options.kernels == Kernels::Portable, options.tf32);
     if (options.kernels == Kernels::Sm90 && !attention_uses_sm90(config.C / config.NH)) {
         die("--kernels sm90: no Hopper kernel serves head size %d here\n"
             "hint: they need an H100 or H200, a 16-bit build for sm_90a and head size 64; --kernels auto "

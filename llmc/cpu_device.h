@@ -144,8 +144,10 @@ static inline double event_ms(Event from, Event to) { return (*to.seconds - *fro
 static inline size_t gemm_workspace_bytes() { return 0; }
 static inline void gemm_init(void*, size_t, bool) {}
 static inline void gemm_free() {}
-static inline void select_kernels(bool) {}
+static inline void select_kernels(bool, bool) {}
 static inline bool attention_uses_sm90(int) { return false; }
+static inline const char* attention_form(int) { return "plain loops"; }
+static inline std::string attention_error(int) { return ""; }
 
 // ---- ops ----
 // The launcher's name, the twin's code.

@@ -325,13 +325,35 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t add
                  : "memory");
 }
 
-// d (16,8) += A (16,16) B (16,8). PTX ISA, "Matrix Fragments for mma.m16n8k16": with g = lane / 4 and
-// c = 2 * (lane % 4), d is (g,c) (g,c+1) (g+8,c) (g+8,c+1).
-__device__ __forceinline__ void mma_16816(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+// How many values an mma sums: 16 of 16 bits, or 8 of fp32 (TF32). Either is 32 bytes of a row, so ldmatrix,
+// which moves rows of 16 bytes, fetches the operands of both.
+constexpr int kMmaK = 32 / (int)sizeof(floatX);
+
+// d (16,8) += A (16,kMmaK) B (kMmaK,8). PTX ISA, "Matrix Fragments for mma.m16n8k16" and "... mma.m16n8k8":
+// with g = lane / 4 and c = 2 * (lane % 4), d is (g,c) (g,c+1) (g+8,c) (g+8,c+1).
+__device__ __forceinline__ void mma_16x8(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#ifdef ENABLE_FP32
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, "
+#else
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPE "." MMA_TYPE ".f32 {%0,%1,%2,%3}, "
+#endif
                  "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// fp32 rounded to nearest with 10 bits after the point: TF32, what the tensor cores see of it.
+__device__ __forceinline__ uint32_t to_tf32(float x) {
+    uint32_t bits;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+    return bits;
+}
+// Operands as ldmatrix brings them become what mma takes: fp32 is rounded, 16 bits stay.
+__device__ __forceinline__ void round_operands(uint32_t (&r)[4]) {
+    if constexpr (sizeof(floatX) == 4) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) { r[i] = to_tf32(__uint_as_float(r[i])); }
+    }
 }
 
 // Two values, rounded to floatX, in one register: `low` in the lower half.

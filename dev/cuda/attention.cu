@@ -1,19 +1,19 @@
 /*
 Ladder of the attention kernels (section 6.9): every step is checked against the plain kernels (fp32
-arithmetic), then timed on rotated buffers. Step 0 is what training runs.
-Build and run, from the repository root (BF16, for sm_90a):
-    make build/cuda/attention && build/cuda/attention [B [T [NH]]]        e.g. build/cuda/attention 64 1024 12
+arithmetic), then timed on rotated buffers. "shipped" is what training runs here; the first mma.sync step of a
+kind is what it runs where there is no sm90 form.
+Build and run, from the repository root:
+    make build/cuda/attention && build/cuda/attention [B [T [HS]]]      e.g. build/cuda/attention 64 1024 64
+        without HS: every head size that has steps, C = 768 (or the next multiple of HS below) for all
+TF32:
+    nvcc -std=c++17 -O3 -I. -DENABLE_FP32 -gencode arch=compute_90a,code=sm_90a dev/cuda/attention.cu \
+        -o build/cuda/attention.FP32 -lcublasLt && build/cuda/attention.FP32 16
 */
 #define main train_gpt2_main
 #include "train_gpt2.cu"
 #undef main
 #include <algorithm>     // gives: std::sort
 
-#ifdef ENABLE_FP32
-#error "the ladder is about the 16-bit kernels: build it without -DENABLE_FP32"
-#endif
-
-constexpr int kHS = 64;
 constexpr int kBuffers = 2;     // rotated; each set is many times the L2 at the default size
 
 struct Buffers {
@@ -21,34 +21,97 @@ struct Buffers {
     AttentionBackward<floatX, float> backward;
 };
 
-static int B = 64, T = 1024, NH = 12;
+static int B = 64, T = 1024;
 
-// The steps. Template arguments as in section 6.9 of train_gpt2.cu.
-static void forward_plain(const Buffers& b) { attention_forward_plain<2>(b.forward, 0); }
-template <int kGroups> static void forward_mma(const Buffers& b) {
-    attention_forward_mma<kHS, kGroups, 64, 2>(b.forward, 0);
-}
-template <int kStages, int kMinBlocks> static void forward_sm90(const Buffers& b) {
-    attention_forward_sm90<kStages, kMinBlocks>(b.forward, 0);
-}
-static void forward_shipped(const Buffers& b) { attention_forward(b.forward, 0); }
-
-static void backward_plain(const Buffers& b) { attention_backward_plain<2>(b.backward, 0); }
-template <int kGroups, int kTile, int kMinBlocks> static void backward_mma(const Buffers& b) {
-    attention_backward_dq_mma<kHS, kGroups, kTile, kMinBlocks>(b.backward, 0);
-    attention_backward_dkv_mma<kHS, kGroups, kTile, 2>(b.backward, 0);
-}
-static void backward_sm90_dq(const Buffers& b) { attention_backward_dq_sm90<2, 4>(b.backward, 0); }
-static void backward_sm90(const Buffers& b) {
-    backward_sm90_dq(b);
-    attention_backward_dkv_sm90<3, 3>(b.backward, 0);
-}
-static void backward_shipped(const Buffers& b) { attention_backward(b.backward, 0); }
-
+// What a step computes. The dK/dV kernel needs the statistics that a tensor-core dQ kernel left in scratch.
+enum class Pass { Forward, Backward, Dq, Dkv };
 struct Step {
+    int HS;             // 0: any
+    Pass pass;
     const char* name;
     void (*run)(const Buffers&);
-    double gemms;    // useful products: 2 forward, 5 backward (0: part of a pass, no rate)
+};
+
+template <int kHS, int kGroups, int kTile, int kMinBlocks> static void forward_mma(const Buffers& b) {
+    attention_forward_mma<kHS, kGroups, kTile, kMinBlocks>(b.forward, 0);
+}
+template <int kHS, int kGroups, int kTile, int kMinBlocks> static void dq_mma(const Buffers& b) {
+    attention_backward_dq_mma<kHS, kGroups, kTile, kMinBlocks>(b.backward, 0);
+}
+template <int kHS, int kGroups, int kTile, int kMinBlocks> static void dkv_mma(const Buffers& b) {
+    attention_backward_dkv_mma<kHS, kGroups, kTile, kMinBlocks>(b.backward, 0);
+}
+static void forward_plain(const Buffers& b) { attention_forward_plain(b.forward, 0); }
+static void backward_plain(const Buffers& b) { attention_backward_plain(b.backward, 0); }
+static void forward_shipped(const Buffers& b) { attention_forward(b.forward, 0); }
+static void backward_shipped(const Buffers& b) { attention_backward(b.backward, 0); }
+
+// HS, then as in kMmaShapes: groups of 16 rows a warp, rows of a tile, blocks on an SM.
+#define STEP(PASS, TITLE, RUN, ...) \
+    {first_of(__VA_ARGS__), PASS, TITLE " <" #__VA_ARGS__ ">", RUN<__VA_ARGS__>}
+#define FORWARD(...) STEP(Pass::Forward, "forward mma.sync", forward_mma, __VA_ARGS__)
+#define DQ(...) STEP(Pass::Dq, "dQ mma.sync", dq_mma, __VA_ARGS__)
+#define DKV(...) STEP(Pass::Dkv, "dK/dV mma.sync", dkv_mma, __VA_ARGS__)
+static constexpr int first_of(int HS, int, int, int) { return HS; }
+
+static const Step kSteps[] = {
+    {0, Pass::Forward, "forward plain", forward_plain},
+    {0, Pass::Backward, "backward plain", backward_plain},
+    {0, Pass::Forward, "forward shipped", forward_shipped},
+    {0, Pass::Backward, "backward shipped", backward_shipped},
+#ifdef ENABLE_FP32
+    FORWARD(16, 2, 64, 3), FORWARD(16, 1, 64, 4),
+    DQ(16, 2, 32, 3), DQ(16, 1, 32, 4),
+    DKV(16, 2, 32, 3), DKV(16, 1, 32, 4),
+    FORWARD(32, 2, 64, 2), FORWARD(32, 2, 32, 3), FORWARD(32, 1, 64, 3),
+    DQ(32, 2, 32, 2), DQ(32, 2, 32, 3), DQ(32, 1, 32, 3),
+    DKV(32, 2, 32, 2), DKV(32, 1, 32, 3),
+    FORWARD(64, 2, 32, 2), FORWARD(64, 1, 64, 2), FORWARD(64, 1, 32, 3),
+    DQ(64, 2, 32, 2), DQ(64, 2, 16, 2), DQ(64, 1, 32, 3), DQ(64, 1, 64, 2),
+    DKV(64, 2, 32, 2), DKV(64, 2, 16, 2), DKV(64, 1, 32, 3), DKV(64, 1, 32, 2),
+    FORWARD(80, 1, 32, 2), FORWARD(80, 1, 32, 3),
+    DQ(80, 1, 32, 2), DQ(80, 1, 32, 3),
+    DKV(80, 1, 32, 2), DKV(80, 2, 16, 2),
+    FORWARD(96, 1, 32, 2),
+    DQ(96, 1, 32, 2), DQ(96, 1, 16, 2),
+    DKV(96, 1, 32, 2), DKV(96, 1, 16, 2),
+    FORWARD(112, 1, 32, 2),
+    DQ(112, 1, 16, 2), DQ(112, 1, 32, 2),
+    DKV(112, 1, 16, 2), DKV(112, 1, 32, 2),
+    FORWARD(128, 1, 32, 2),
+    DQ(128, 1, 16, 2), DQ(128, 1, 32, 2),
+    DKV(128, 1, 16, 2), DKV(128, 1, 32, 2),
+#else
+    {64, Pass::Forward, "forward wgmma + TMA, 3 stages, 3 blocks an SM",
+     [](const Buffers& b) { attention_forward_sm90<3, 3>(b.forward, 0); }},
+    {64, Pass::Forward, "forward wgmma + TMA, 2 stages, 4 blocks an SM",
+     [](const Buffers& b) { attention_forward_sm90<2, 4>(b.forward, 0); }},
+    {64, Pass::Dq, "dQ wgmma + TMA, 2 stages, 4 blocks an SM",
+     [](const Buffers& b) { attention_backward_dq_sm90<2, 4>(b.backward, 0); }},
+    {64, Pass::Dkv, "dK/dV wgmma + TMA, 3 stages, 3 blocks an SM",
+     [](const Buffers& b) { attention_backward_dkv_sm90<3, 3>(b.backward, 0); }},
+    FORWARD(16, 2, 64, 3), FORWARD(16, 2, 64, 4), FORWARD(16, 1, 64, 4),
+    DQ(16, 2, 32, 3), DQ(16, 2, 64, 2), DQ(16, 1, 64, 4),
+    DKV(16, 2, 32, 3), DKV(16, 2, 32, 4), DKV(16, 1, 64, 4),
+    FORWARD(32, 2, 64, 2), FORWARD(32, 2, 64, 3), FORWARD(32, 1, 64, 4),
+    DQ(32, 2, 32, 3), DQ(32, 2, 32, 2), DQ(32, 1, 64, 3),
+    DKV(32, 2, 32, 2), DKV(32, 2, 32, 3), DKV(32, 1, 64, 3),
+    FORWARD(48, 2, 64, 2), FORWARD(48, 1, 64, 3),
+    DQ(48, 2, 32, 2), DQ(48, 1, 64, 3),
+    DKV(48, 2, 32, 2), DKV(48, 1, 32, 3),
+    FORWARD(64, 2, 64, 2), FORWARD(64, 1, 64, 3),
+    DQ(64, 2, 32, 2), DQ(64, 1, 32, 3),
+    DKV(64, 2, 32, 2), DKV(64, 1, 32, 3),
+    FORWARD(112, 1, 64, 2), FORWARD(112, 1, 32, 3),
+    DQ(112, 1, 32, 2), DQ(112, 1, 64, 2),
+    DKV(112, 1, 32, 2), DKV(112, 1, 16, 2),
+    FORWARD(160, 1, 32, 2), FORWARD(160, 1, 64, 2),
+    DQ(160, 1, 32, 2), DQ(160, 1, 16, 2),
+    DKV(160, 1, 16, 2), DKV(160, 1, 32, 2),
+    FORWARD(192, 1, 32, 2),
+    DQ(192, 1, 16, 2), DQ(192, 1, 32, 2),
+    DKV(192, 1, 16, 2),
+#endif
 };
 
 __global__ void fill_kernel(floatX* data, size_t n, uint32_t seed) {
@@ -78,14 +141,14 @@ static double relative_distance(const floatX* data, const std::vector<floatX>& r
     return sqrt(distance / size);
 }
 
-static float median_ms(const Step& step, const Buffers* buffers) {
-    constexpr int kRuns = 100;
+static float median_ms(void (*run)(const Buffers&), const Buffers* buffers) {
+    constexpr int kRuns = 30;
     cudaEvent_t events[kRuns + 1];
     for (cudaEvent_t& event : events) { cudaCheck(cudaEventCreate(&event)); }
-    for (int i = 0; i < 5; i++) { step.run(buffers[i % kBuffers]); }
+    for (int i = 0; i < 5; i++) { run(buffers[i % kBuffers]); }
     cudaCheck(cudaEventRecord(events[0]));
     for (int i = 0; i < kRuns; i++) {
-        step.run(buffers[i % kBuffers]);
+        run(buffers[i % kBuffers]);
         cudaCheck(cudaEventRecord(events[i + 1]));
     }
     cudaCheck(cudaDeviceSynchronize());
@@ -98,67 +161,88 @@ static float median_ms(const Step& step, const Buffers* buffers) {
 
 template <class T> static T* allocate(size_t n) { return (T*)device_malloc(n * sizeof(T), "the ladder"); }
 
-static Buffers buffers_create(uint32_t seed) {
-    const size_t n = (size_t)B * T * NH * kHS;
+static Buffers buffers_create(int NH, int HS, uint32_t seed) {
+    const size_t n = (size_t)B * T * NH * HS;
     floatX *qkv = allocate<floatX>(3 * n), *dqkv = allocate<floatX>(3 * n);     // (B,T,3,NH,HS)
     floatX *out = allocate<floatX>(n), *dout = allocate<floatX>(n);             // (B,T,NH,HS)
-    float* lse = allocate<float>(n / kHS);
+    float* lse = allocate<float>(n / HS);
     float* scratch = (float*)allocate<char>(attention_backward_scratch_bytes(B, T, NH));
     fill_kernel<<<(unsigned)ceil_div(3 * n, (size_t)256), 256, 0, 0>>>(qkv, 3 * n, seed);
     fill_kernel<<<(unsigned)ceil_div(n, (size_t)256), 256, 0, 0>>>(dout, n, seed + 17);
     cudaCheck(cudaGetLastError());
-    return {{out, lse, qkv, B, T, NH, kHS}, {dqkv, scratch, dout, out, qkv, lse, B, T, NH, kHS}};
+    return {{out, lse, qkv, B, T, NH, HS}, {dqkv, scratch, dout, out, qkv, lse, B, T, NH, HS}};
+}
+static void buffers_free(const Buffers& b) {
+    for (void* p : {(void*)b.forward.out, (void*)b.forward.lse, (void*)b.forward.qkv, (void*)b.backward.dqkv,
+                    (void*)b.backward.scratch, (void*)b.backward.dout}) {
+        device_free(p);
+    }
+}
+
+// Runs the step once where its result was NaN, and returns the distance from `reference`. dQ and dK/dV alone:
+// the other part of dqkv is what the whole backward wrote.
+static double step_error(const Step& step, const Buffers& b, const std::vector<floatX>& reference) {
+    const size_t C = (size_t)b.forward.NH * b.forward.HS, N = (size_t)B * T, row = C * sizeof(floatX);
+    if (step.pass == Pass::Forward) {
+        cudaCheck(cudaMemset(b.forward.out, 0xFF, N * row));
+        step.run(b);
+        return relative_distance(b.forward.out, reference);
+    }
+    backward_shipped(b);
+    const size_t first = step.pass == Pass::Dkv ? 1 : 0, count = step.pass == Pass::Dq ? 1 : 3 - first;
+    cudaCheck(cudaMemset2D(b.backward.dqkv + first * C, 3 * row, 0xFF, count * row, N));
+    step.run(b);
+    return relative_distance(b.backward.dqkv, reference);
+}
+
+static int run_head_size(int HS) {
+    const int NH = std::max(1, 768 / HS);
+    printf("B=%d T=%d NH=%d HS=%d, " PRECISION_NAME ", shipped: %s\n", B, T, NH, HS, attention_form(HS));
+    Buffers buffers[kBuffers];
+    for (int i = 0; i < kBuffers; i++) {
+        buffers[i] = buffers_create(NH, HS, (uint32_t)i);
+        forward_plain(buffers[i]);
+        backward_plain(buffers[i]);
+    }
+    const Buffers& b = buffers[0];
+    const size_t n = (size_t)B * T * NH * HS;
+    const std::vector<floatX> out = to_host(b.forward.out, n), dqkv = to_host(b.backward.dqkv, 3 * n);
+    int failed = 0;
+    for (const Step& step : kSteps) {
+        const bool wgmma = strstr(step.name, "wgmma") != nullptr;
+        if ((step.HS != 0 && step.HS != HS) || (wgmma && !attention_uses_sm90(HS))) { continue; }
+        // What the dK/dV kernels read must come from a tensor-core dQ kernel, whatever ran before
+        for (const Buffers& each : buffers) { backward_shipped(each); }
+        const double error = step_error(step, b, step.pass == Pass::Forward ? out : dqkv);
+        if (!(error <= 1e-2)) { failed++; }
+        const float ms = median_ms(step.run, buffers);
+        // Useful products: 2 forward, 5 backward; of the backward's kernels alone, those that they calculate
+        const double gemms = step.pass == Pass::Forward    ? 2
+                             : step.pass == Pass::Backward ? 5
+                             : step.pass == Pass::Dq       ? 3
+                                                           : 4;
+        const double flops = gemms * B * NH * (double)T * T * HS;       // causal half of 2 T^2 HS
+        printf("  %-50s %7.3f ms  %4.0f TFLOP/s  |d|/|plain| %.1e%s\n", step.name, ms, flops / ms * 1e-9,
+               error, error <= 1e-2 ? "" : "  FAILED");
+        fflush(stdout);
+    }
+    for (const Buffers& each : buffers) { buffers_free(each); }
+    return failed;
 }
 
 int main(int argc, char** argv) {
     if (argc > 1) { B = atoi(argv[1]); }
     if (argc > 2) { T = atoi(argv[2]); }
-    if (argc > 3) { NH = atoi(argv[3]); }
-    if (argc > 4 || B < 1 || T < 1 || NH < 1) { die("usage: attention [B [T [NH]]], all positive"); }
+    const int only = argc > 3 ? atoi(argv[3]) : 0;
+    if (argc > 4 || B < 1 || T < 1 || only < 0) { die("usage: attention [B [T [HS]]], all positive"); }
     const DeviceInfo device = device_init();
-    const size_t n_out = (size_t)B * T * NH * kHS;
-    Buffers buffers[kBuffers];
-    for (int i = 0; i < kBuffers; i++) { buffers[i] = buffers_create((uint32_t)i); }
-
-    std::vector<Step> forward = {{"forward  1 plain", forward_plain, 2},
-                                 {"forward  2 mma.sync, 16 rows a warp", forward_mma<1>, 2},
-                                 {"forward  3 mma.sync, 32 rows a warp", forward_mma<2>, 2}};
-    std::vector<Step> backward = {{"backward 1 plain", backward_plain, 5},
-                                  {"backward 2 mma.sync, 16 rows a warp", backward_mma<1, 32, 3>, 5},
-                                  {"backward 3 mma.sync, 32 rows a warp", backward_mma<2, 32, 2>, 5}};
-    if (attention_uses_sm90(kHS)) {
-        forward.push_back({"forward  4 wgmma + TMA, 3 stages", forward_sm90<3, 3>, 2});
-        forward.push_back({"forward  5 wgmma + TMA, 2 stages, 4 blocks an SM", forward_sm90<2, 4>, 2});
-        backward.push_back({"backward 4 wgmma + TMA", backward_sm90, 5});
-        backward.push_back({"           of which dQ", backward_sm90_dq, 0});
-    }
-    forward.push_back({"forward  0 what training runs", forward_shipped, 2});
-    backward.push_back({"backward 0 what training runs", backward_shipped, 5});
-
-    printf("%s, B=%d T=%d NH=%d HS=%d, " PRECISION_NAME "\n", device.name.c_str(), B, T, NH, kHS);
-    const Buffers& first = buffers[0];
+    printf("%s\n", device.name.c_str());
+    select_kernels(false, true);
     int failed = 0;
-    for (const std::vector<Step>* pass : {&forward, &backward}) {
-        const bool is_forward = pass == &forward;
-        floatX* result = is_forward ? first.forward.out : first.backward.dqkv;
-        const size_t n = is_forward ? n_out : 3 * n_out;
-        std::vector<floatX> reference;
-        for (const Step& step : *pass) {
-            double error = 0.0;
-            if (step.gemms > 0.0) {
-                // NaN: an element left out fails the check
-                cudaCheck(cudaMemset(result, 0xFF, n * sizeof(floatX)));
-                step.run(first);
-                cudaCheck(cudaDeviceSynchronize());
-                if (reference.empty()) { reference = to_host(result, n); }
-                error = relative_distance(result, reference);
-                if (!(error <= 1e-2)) { failed++; }
-            }
-            const float ms = median_ms(step, buffers);
-            const double flops = step.gemms * B * NH * (double)T * T * kHS;     // causal half of 2 T^2 HS
-            printf("%-50s %7.3f ms  %4.0f TFLOP/s useful  |d|/|plain| %.1e\n", step.name, ms,
-                   flops / ms * 1e-9, error);
-        }
+    for (int HS = 1; HS <= kPlainMaxHeadSize; HS++) {
+        bool has_steps = HS == only;
+        for (const Step& step : kSteps) { has_steps = has_steps || (only == 0 && step.HS == HS); }
+        if (has_steps) { failed += run_head_size(HS); }
     }
     printf("%s\n", failed == 0 ? "all steps agree" : "FAILED: a step disagrees with the plain kernels");
     return failed != 0;
