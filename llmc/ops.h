@@ -62,7 +62,8 @@ template <class X, class S> struct MatmulForward {      // out = inp weight^T + 
     X* out;                             // (N,OC)
     const X *inp, *weight, *bias;       // (N,C) (OC,C) (OC) or null
     const X* residual;                  // (N,OC) or null; not `out`
-    X* pre_gelu;                        // (N,OC) or null; else pre_gelu = the sum, out = gelu(it); no residual
+    X* pre_gelu;                        // (N,OC) or null; else pre_gelu = the sum and out = gelu(it), without
+                                        // a residual
     int N, C, OC;
 };
 template <class X, class S> struct MatmulBackwardInput {        // dinp = dout weight
