@@ -11,30 +11,37 @@ Run:
     ./train_gpt2cu --help
 
 Sections (search for "// == "), in the order in which data flows:
-     1 includes            2 types and limits       3 shapes and tables    4 device runtime and checks
-     5 device helpers      6 ops                    7 multi-GPU            8 model
-     9 checkpoint         10 run configuration     11 training loop       12 main
+     1 includes            2 types and limits       3 shapes and tables    4 device runtime (a header)
+     5 device helpers (headers)                     6 ops                  7 multi-GPU
+     8 model               9 checkpoint            10 run configuration   11 training loop      12 main
 Section 6: 6.1 encoder  6.2 layernorm  6.3 matmul  6.4 gelu and bias  6.5 classifier  6.6 loss
      6.7 global norm  6.8 adamw  6.9 attention, the longest: plain, mma.sync, sm90
+What each op takes and gives stands in llmc/ops.h; read that first.
 Letters, everywhere: B batch rows, T tokens a row, C channels, NH heads, HS head size, V vocabulary, Vp padded
-vocabulary, L layers, OC output channels, N = B*T rows of a matrix. Index = lower-case letter: b t c nh l; bt
-is b*T+t.
+vocabulary, L layers, OC output channels, N = B*T rows of a matrix. An index is the lower-case letter: b t c
+l, and h for a head; bt is b*T+t.
 */
 
 // == 1 includes ==
-#include <limits.h>     // gives: INT_MAX, PATH_MAX
+#include <errno.h>      // gives: errno
+#include <float.h>      // gives: FLT_MAX
+#include <limits.h>     // gives: INT_MAX
 #include <math.h>       // gives: sqrtf, isfinite
 #include <signal.h>     // gives: sigaction, SIGINT
 #include <stdint.h>     // gives: int64_t
 #include <stdio.h>      // gives: printf
+#include <stdlib.h>     // gives: strtoll
 #include <string.h>     // gives: strcmp
+#include <sys/stat.h>   // gives: stat
+#include <unistd.h>     // gives: write, access, _exit
 
+#include <algorithm>    // gives: std::min, std::stable_sort
 #include <string>       // gives: std::string
 #include <vector>       // gives: std::vector
 
 #include "llmc/check.h"         // gives: die, fopen_check, AtomicFile
-#include "llmc/rand.h"          // gives: philox4x32, rand_normal4, RoundKey
-#include "llmc/op_types.h"      // gives: Accumulate, TokenBuckets, UpdateState, ParamSegment, GPT2_OUTPUTS
+#include "llmc/rand.h"          // gives: rand_normal4, rand_unit, RoundKey
+#include "llmc/ops.h"           // gives: GPT2_OPS, each op's arguments, Grad, UpdateState, ParamSegment
 #include "llmc/token_buckets.h" // gives: build_token_buckets
 #include "llmc/dataloader.h"    // gives: DataLoader
 #include "llmc/tokenizer.h"     // gives: Tokenizer
@@ -71,12 +78,14 @@ constexpr bool kFp16 = true;
 #else
 constexpr bool kFp16 = false;
 #endif
-// FP16 multiplies the loss by a scale, so that small gradients do not become zero. It starts here or, as
-// gradients are divided by the tokens of a step, at that number; it doubles after kLossScaleSteps good steps
-// and halves when something overflows. The maximum only keeps it finite.
+// FP16 multiplies the loss by a scale, so that small gradients do not become zero. Gradients are divided by
+// the tokens of a step, so it starts at the power of two above that number, but not below kFirstLossScale. It
+// doubles after kLossScaleSteps good steps and halves when something overflows. The maximum only keeps it
+// finite.
 constexpr float kFirstLossScale = 65536.0f, kMaxLossScale = 0x1p60f;
 constexpr int kLossScaleSteps = 1000;
-// Every tensor, and every layer's part of one, begins at a multiple of so many bytes.
+// Every tensor, and every layer's part of one, begins at a multiple of so many bytes, as from cudaMalloc. The
+// kernels' vectors need 16; the algorithms that cuBLASLt offers depend on more.
 constexpr size_t kAlign = 256;
 // A run stops after so many updates in a row were skipped because the gradient was not finite.
 constexpr int kMaxSkipsInARow = 20;
@@ -89,7 +98,7 @@ template <class Int> constexpr Int round_up(Int a, Int b) { return ceil_div(a, b
 // memory report, tests) walks over these.
 struct Config {
     int maxT;           // longest sequence: rows of wpe
-    int V, Vp;          // vocabulary; padded to a multiple of 128 so that the LM head's GEMM is aligned
+    int V, Vp;          // vocabulary; padded to a multiple of 128, so that the LM head's GEMM has whole tiles
     int L, NH, C;
 };
 
@@ -97,9 +106,10 @@ enum class Where { Global, Block };             // one tensor, or one per layer
 enum class Init { Zero, One, Normal, Residual };    // Normal: N(0, 0.02); Residual: N(0, 0.02/sqrt(2L))
 enum class Decay { No, Yes };                   // weight decay: tensors with two dimensions
 
-// The order is the checkpoint's order: append nothing in the middle. LayerNorm's weights and biases are fp32
-// in every build, as in PyTorch's autocast: next to 1 bf16 has steps of 0.0078, in which training's steps
-// vanish (dev/bench/NOTES.md: loss +3e-3 after ten steps).
+// The order is the checkpoint's order: append nothing in the middle. Rows beyond the live ones are padding:
+// zero, and not counted as parameters. LayerNorm's weights and biases are fp32 in every build, as in
+// PyTorch's autocast: next to 1 bf16 has steps of 0.0078, in which training's steps vanish
+// (dev/bench/NOTES.md: loss +3e-3 after ten steps).
 //    name      type    where   rows    cols    init      decay  live rows
 #define GPT2_PARAMS(X)                                                  \
     X(wte,      floatX, Global, Vp,     C,      Normal,   Yes,   V)     \
@@ -119,7 +129,8 @@ enum class Decay { No, Yes };                   // weight decay: tensors with tw
     X(lnfw,     float,  Global, 1,      C,      One,      No,    1)     \
     X(lnfb,     float,  Global, 1,      C,      Zero,     No,    1)
 
-// SAVED(r): one copy per layer while the recompute level is below r, else one buffer that all layers share.
+// A Block's tensor has a copy per layer, kept for the backward pass. SAVED(r): only while the recompute level
+// (-r) is below r, else all layers share one buffer and the backward computes it again.
 //    name        type    where   kept    elements
 #define GPT2_ACTS(X)                                                                                      \
     X(encoded,    floatX, Global, ALWAYS, N * C)            /* (B,T,C) */                                 \
@@ -163,7 +174,8 @@ constexpr int first_param(Where where, int from) {
 constexpr int kBlockBegin = first_param(Where::Block, 0), kBlockEnd = first_param(Where::Global, kBlockBegin);
 static_assert(first_param(Where::Block, kBlockEnd) == NUM_PARAMS, "arenas keep a layer's tensors together");
 
-struct Params {                 // one pointer per tensor; per-layer ones stand at a layer
+// One pointer per tensor. The Blocks' point to the copy of one layer: whose, says who made the views.
+struct Params {
 #define X(name, type, ...) const type* name;
     GPT2_PARAMS(X)
 #undef X
@@ -176,9 +188,11 @@ struct Acts {
 static_assert(sizeof(Params) == NUM_PARAMS * sizeof(void*) && sizeof(Acts) == NUM_ACTS * sizeof(void*),
               "one pointer per table row: the loops below address the fields by row");
 
-// Files hold a tensor's layers together; the arenas hold a layer's tensors together, in the table's order, so
-// that a layer is one piece to reduce or to gather. There are two kinds of arena: flat fp32 ones that share
-// their offsets (master weights, m, v), and the parameters', in bytes, since their types differ.
+// An arena is one allocation for all tensors of a kind. Files hold a tensor's layers together; the arenas
+// hold a layer's tensors together, in the table's order, so that a layer is one piece to reduce or to gather.
+// The flat arenas are fp32 and share their offsets: master weights, m, v. The parameters' own arena counts in
+// bytes, since their types differ. So does that of the gradients, whose types depend on --grad-dtype as well:
+// gpt2_segments in section 8 lays it out.
 struct ParamSpec {
     const char* name;
     Init init;
@@ -186,7 +200,7 @@ struct ParamSpec {
     int copies;             // 1, or L
     size_t rows, cols, live_rows;
     size_t elems;           // rows*cols: one copy, as in files
-    size_t slot;            // the same, rounded up to where the next tensor may begin
+    size_t slot;            // elems, rounded up to where the next tensor may begin
     size_t elem_bytes;      // of the parameter itself
     size_t offset, stride;  // flat arenas: elements before the first copy; from layer to layer (Global: 0)
     size_t params, params_stride;       // the parameters' arena: the same in bytes
@@ -199,8 +213,8 @@ struct ActSpec {
     size_t offset;      // bytes from the arena's start
 };
 
-// A product of sizes that must not wrap: a table row that asks for more than 2^62 elements is an error with
-// its name.
+// `elements` as a size, if it is one: a table row that asks for more than 2^62 is an error with its name. The
+// product comes as a double, which does not wrap.
 static size_t size_check(const char* name, double elements) {
     if (!(elements < 4.6e18)) {
         die("tensor '%s' would have %.3g elements: too many\nhint: use a smaller model, -b or -t", name,
@@ -211,7 +225,7 @@ static size_t size_check(const char* name, double elements) {
 
 static size_t param_specs(ParamSpec* specs, const Config& c) {      // returns the flat arenas' elements
     const size_t V = c.V, Vp = c.Vp, C = c.C, maxT = c.maxT, L = c.L;
-    const size_t align = kAlign / 2;        // elements: 256 bytes of the narrowest type that uses the offsets
+    const size_t align = kAlign / 2;        // elements: kAlign bytes even where each has two, as in bf16
     size_t layer = 0, layer_bytes = 0;      // one layer of each arena
     int i = 0;
 #define X(name_, type_, where_, rows_, cols_, init_, decay_, live_)                                          \
@@ -293,17 +307,18 @@ static Acts act_views(char* base, const ActSpec* specs, int l) {
 
 #ifdef GPT2_CPU
 // == 4-6 in the CPU build ==
-// The device runtime and the ops by the same names, in plain C++.
+// The device runtime and the ops, by the same names, in plain C++.
 #include "llmc/cpu_device.h"
 #else
 // == 4 device runtime, 5 device helpers ==
-#include "llmc/cuda_device.h"   // gives: device_malloc, Stream, cudaCheck, NvtxRange
+#include "llmc/cuda_device.h"   // gives: device_malloc, stream_create, cudaCheck, OpScope
 #include "llmc/cuda_helpers.h"  // gives: x128, load, store, block_sum, grad_store, mma_16816, wgmma_shared
 #include "llmc/cublaslt.h"      // gives: Gemm, gemm, gemm_or_die
 
 // == 6 ops ==
 // Each op of llmc/ops.h: its maths, its kernels and, last, its launcher by the op's name. A launcher checks
-// what it needs, allocates nothing and waits for nothing.
+// what it needs, allocates nothing and waits for nothing. Most kernels exist twice: with kVector for rows of
+// whole vectors, which all sizes d12 to d48 have, and without it for any other C, V or OC.
 #define X(op, Args, ...) static void op(const Args<floatX, float>& a, Stream stream);
 GPT2_OPS(X)
 #undef X
@@ -316,9 +331,9 @@ GPT2_OPS(X)
 // host sorts the positions by token (llmc/token_buckets.h), and each row of dwte has one owner that adds its
 // positions in that order. A token with more than 128 positions is split into segments, each with an owner:
 // their sums meet in scratch (slots,C), and a second kernel adds them up, again in order.
-constexpr int kEncoderThreads = 128;
+constexpr int kEncoderThreads = 128;            // of the backward: wider rows are shared among blocks
 
-// One row of out per threadIdx.y.
+// Each threadIdx.y of a block takes one row of out.
 template <bool kVector>
 __global__ void encoder_forward_kernel(floatX* out, const int* tokens, const floatX* wte, const floatX* wpe,
                                        int N, int T, int C) {
@@ -335,8 +350,8 @@ __global__ void encoder_forward_kernel(floatX* out, const int* tokens, const flo
     }
 }
 
-// Sum of `count` rows of (.,C) from column c on, one after the other; row_of(i) says which row comes i-th.
-// Several loads are in flight before the first add.
+// Sum of `count` rows of a matrix with C columns, one after the other, for the columns [c, c + kWidth);
+// row_of(i) says which row comes i-th. Eight rows are asked for before the first is added.
 template <bool kVector, class T, class RowOf>
 __device__ __forceinline__ Floats sum_rows(const T* rows, int count, int c, int C, RowOf row_of) {
     constexpr int kUnroll = 8;
@@ -358,7 +373,8 @@ __device__ __forceinline__ Floats sum_rows(const T* rows, int count, int c, int 
     return sum;
 }
 
-// A block owns one segment (x) and some columns (y): the sum of its positions goes to dwte, or to a slot.
+// A block owns one segment (blockIdx.x) and some columns (blockIdx.y), here and in the two kernels below: the
+// sum of its positions goes to dwte, or to a slot.
 template <bool kVector>
 __global__ void encoder_backward_wte_kernel(Grad dwte, float* partial /*(slots,C)*/, const floatX* dout,
                                             const int* order, const int4* segments, int C) {
@@ -399,7 +415,7 @@ static void encoder_forward(const EncoderForward<floatX, float>& a, Stream strea
     const int B = a.B, T = a.T, C = a.C;
     const int N = B * T;
     const int x = std::min(round_up(ceil_div(C, kWidth), kWarp), 256);
-    const dim3 block(x, 256 / x);
+    const dim3 block(x, 256 / x);               // as many rows as make some 256 threads: C=768, 96 x 2
     with_vector(C, [&](auto vector) {
         encoder_forward_kernel<vector.value>
             <<<ceil_div(N, (int)block.y), block, 0, stream>>>(a.out, a.tokens, a.wte, a.wpe, N, T, C);
@@ -421,7 +437,7 @@ static void encoder_backward(const EncoderBackward<floatX, float>& a, Stream str
         die("encoder_backward only adds to dwte: the LM head has stored its part before");
     }
     const int threads = std::min(round_up(ceil_div(C, kWidth), kWarp), kEncoderThreads);
-    const int slabs = ceil_div(C, threads * kWidth);
+    const int slabs = ceil_div(C, threads * kWidth);    // blocks side by side along a row
     with_vector(C, [&](auto vector) {
         constexpr bool kVector = vector.value;
         encoder_backward_wte_kernel<kVector><<<dim3(a.buckets.num_segments, slabs), threads, 0, stream>>>(
