@@ -11,30 +11,37 @@ Run:
     ./train_gpt2cu --help
 
 Sections (search for "// == "), in the order in which data flows:
-     1 includes            2 types and limits       3 shapes and tables    4 device runtime and checks
+     1 includes            2 types and limits       3 shapes and tables    4 device runtime
      5 device helpers      6 ops                    7 multi-GPU            8 model
      9 checkpoint         10 run configuration     11 training loop       12 main
 Section 6: 6.1 encoder  6.2 layernorm  6.3 matmul  6.4 gelu and bias  6.5 classifier  6.6 loss
      6.7 global norm  6.8 adamw  6.9 attention, the longest: plain, mma.sync, sm90
+Sections 4 and 5 are headers in llmc/. What each op takes and gives stands in llmc/ops.h: read that first.
 Letters, everywhere: B batch rows, T tokens a row, C channels, NH heads, HS head size, V vocabulary, Vp padded
-vocabulary, L layers, OC output channels, N = B*T rows of a matrix. Index = lower-case letter: b t c nh l; bt
-is b*T+t.
+vocabulary, L layers, OC output channels, N = B*T rows of a matrix. An index is the lower-case letter: b t c
+l, and h for a head; bt is b*T+t.
 */
 
 // == 1 includes ==
-#include <limits.h>     // gives: INT_MAX, PATH_MAX
+#include <errno.h>      // gives: errno
+#include <float.h>      // gives: FLT_MAX
+#include <limits.h>     // gives: INT_MAX
 #include <math.h>       // gives: sqrtf, isfinite
 #include <signal.h>     // gives: sigaction, SIGINT
 #include <stdint.h>     // gives: int64_t
 #include <stdio.h>      // gives: printf
+#include <stdlib.h>     // gives: strtoll
 #include <string.h>     // gives: strcmp
+#include <sys/stat.h>   // gives: stat
+#include <unistd.h>     // gives: write, access, _exit
 
+#include <algorithm>    // gives: std::min, std::stable_sort
 #include <string>       // gives: std::string
 #include <vector>       // gives: std::vector
 
 #include "llmc/check.h"         // gives: die, fopen_check, AtomicFile
-#include "llmc/rand.h"          // gives: philox4x32, rand_normal4, RoundKey
-#include "llmc/op_types.h"      // gives: Accumulate, TokenBuckets, UpdateState, ParamSegment, GPT2_OUTPUTS
+#include "llmc/rand.h"          // gives: rand_normal4, rand_unit, RoundKey
+#include "llmc/ops.h"           // gives: GPT2_OPS, each op's arguments, Grad, UpdateState, ParamSegment
 #include "llmc/token_buckets.h" // gives: build_token_buckets
 #include "llmc/dataloader.h"    // gives: DataLoader
 #include "llmc/tokenizer.h"     // gives: Tokenizer
@@ -71,12 +78,14 @@ constexpr bool kFp16 = true;
 #else
 constexpr bool kFp16 = false;
 #endif
-// FP16 multiplies the loss by a scale, so that small gradients do not become zero. It starts here or, as
-// gradients are divided by the tokens of a step, at that number; it doubles after kLossScaleSteps good steps
-// and halves when something overflows. The maximum only keeps it finite.
+// FP16 multiplies the loss by a scale, so that small gradients do not become zero. Gradients are divided by
+// the tokens of a step, so it starts at the power of two above that number, but not below kFirstLossScale. It
+// doubles after kLossScaleSteps good steps and halves when something overflows. The maximum only keeps it
+// finite.
 constexpr float kFirstLossScale = 65536.0f, kMaxLossScale = 0x1p60f;
 constexpr int kLossScaleSteps = 1000;
-// Every tensor, and every layer's part of one, begins at a multiple of so many bytes.
+// Every tensor, and every layer's part of one, begins at a multiple of so many bytes, as from cudaMalloc. The
+// kernels' vectors need 16; the algorithms that cuBLASLt offers depend on more.
 constexpr size_t kAlign = 256;
 // A run stops after so many updates in a row were skipped because the gradient was not finite.
 constexpr int kMaxSkipsInARow = 20;
@@ -89,7 +98,7 @@ template <class Int> constexpr Int round_up(Int a, Int b) { return ceil_div(a, b
 // memory report, tests) walks over these.
 struct Config {
     int maxT;           // longest sequence: rows of wpe
-    int V, Vp;          // vocabulary; padded to a multiple of 128 so that the LM head's GEMM is aligned
+    int V, Vp;          // vocabulary; padded to a multiple of 128, so that the LM head's GEMM has whole tiles
     int L, NH, C;
 };
 
@@ -97,9 +106,10 @@ enum class Where { Global, Block };             // one tensor, or one per layer
 enum class Init { Zero, One, Normal, Residual };    // Normal: N(0, 0.02); Residual: N(0, 0.02/sqrt(2L))
 enum class Decay { No, Yes };                   // weight decay: tensors with two dimensions
 
-// The order is the checkpoint's order: append nothing in the middle. LayerNorm's weights and biases are fp32
-// in every build, as in PyTorch's autocast: next to 1 bf16 has steps of 0.0078, in which training's steps
-// vanish (dev/bench/NOTES.md: loss +3e-3 after ten steps).
+// The order is the checkpoint's order: append nothing in the middle. Rows beyond the live ones are padding:
+// zero, and not counted as parameters. LayerNorm's weights and biases are fp32 in every build, as in
+// PyTorch's autocast: next to 1 bf16 has steps of 0.0078, in which training's steps vanish
+// (dev/bench/NOTES.md: loss +3e-3 after ten steps).
 //    name      type    where   rows    cols    init      decay  live rows
 #define GPT2_PARAMS(X)                                                  \
     X(wte,      floatX, Global, Vp,     C,      Normal,   Yes,   V)     \
@@ -119,7 +129,8 @@ enum class Decay { No, Yes };                   // weight decay: tensors with tw
     X(lnfw,     float,  Global, 1,      C,      One,      No,    1)     \
     X(lnfb,     float,  Global, 1,      C,      Zero,     No,    1)
 
-// SAVED(r): one copy per layer while the recompute level is below r, else one buffer that all layers share.
+// A Block's tensor has a copy per layer, kept for the backward pass. SAVED(r): only while the recompute level
+// (-r) is below r, else all layers share one buffer and the backward computes it again.
 //    name        type    where   kept    elements
 #define GPT2_ACTS(X)                                                                                      \
     X(encoded,    floatX, Global, ALWAYS, N * C)            /* (B,T,C) */                                 \
@@ -163,7 +174,8 @@ constexpr int first_param(Where where, int from) {
 constexpr int kBlockBegin = first_param(Where::Block, 0), kBlockEnd = first_param(Where::Global, kBlockBegin);
 static_assert(first_param(Where::Block, kBlockEnd) == NUM_PARAMS, "arenas keep a layer's tensors together");
 
-struct Params {                 // one pointer per tensor; per-layer ones stand at a layer
+// One pointer per tensor. The Blocks' point to the copy of one layer: whose, says who made the views.
+struct Params {
 #define X(name, type, ...) const type* name;
     GPT2_PARAMS(X)
 #undef X
@@ -176,9 +188,11 @@ struct Acts {
 static_assert(sizeof(Params) == NUM_PARAMS * sizeof(void*) && sizeof(Acts) == NUM_ACTS * sizeof(void*),
               "one pointer per table row: the loops below address the fields by row");
 
-// Files hold a tensor's layers together; the arenas hold a layer's tensors together, in the table's order, so
-// that a layer is one piece to reduce or to gather. There are two kinds of arena: flat fp32 ones that share
-// their offsets (master weights, m, v), and the parameters', in bytes, since their types differ.
+// An arena is one allocation for all tensors of a kind. Files hold a tensor's layers together; the arenas
+// hold a layer's tensors together, in the table's order, so that a layer is one piece to reduce or to gather.
+// The flat arenas are fp32 and share their offsets: master weights, m, v. The parameters' own arena counts in
+// bytes, since their types differ. So does that of the gradients, whose types depend on --grad-dtype as well:
+// gpt2_segments in section 8 lays it out.
 struct ParamSpec {
     const char* name;
     Init init;
@@ -186,7 +200,7 @@ struct ParamSpec {
     int copies;             // 1, or L
     size_t rows, cols, live_rows;
     size_t elems;           // rows*cols: one copy, as in files
-    size_t slot;            // the same, rounded up to where the next tensor may begin
+    size_t slot;            // elems, rounded up to where the next tensor may begin
     size_t elem_bytes;      // of the parameter itself
     size_t offset, stride;  // flat arenas: elements before the first copy; from layer to layer (Global: 0)
     size_t params, params_stride;       // the parameters' arena: the same in bytes
@@ -199,8 +213,8 @@ struct ActSpec {
     size_t offset;      // bytes from the arena's start
 };
 
-// A product of sizes that must not wrap: a table row that asks for more than 2^62 elements is an error with
-// its name.
+// `elements` as a size, if it is one: a table row that asks for more than 2^62 is an error with its name. The
+// product comes as a double, which does not wrap.
 static size_t size_check(const char* name, double elements) {
     if (!(elements < 4.6e18)) {
         die("tensor '%s' would have %.3g elements: too many\nhint: use a smaller model, -b or -t", name,
@@ -211,7 +225,7 @@ static size_t size_check(const char* name, double elements) {
 
 static size_t param_specs(ParamSpec* specs, const Config& c) {      // returns the flat arenas' elements
     const size_t V = c.V, Vp = c.Vp, C = c.C, maxT = c.maxT, L = c.L;
-    const size_t align = kAlign / 2;        // elements: 256 bytes of the narrowest type that uses the offsets
+    const size_t align = kAlign / 2;        // elements: kAlign bytes even where each has two, as in bf16
     size_t layer = 0, layer_bytes = 0;      // one layer of each arena
     int i = 0;
 #define X(name_, type_, where_, rows_, cols_, init_, decay_, live_)                                          \
@@ -293,17 +307,18 @@ static Acts act_views(char* base, const ActSpec* specs, int l) {
 
 #ifdef GPT2_CPU
 // == 4-6 in the CPU build ==
-// The device runtime and the ops by the same names, in plain C++.
+// The device runtime and the ops, by the same names, in plain C++.
 #include "llmc/cpu_device.h"
 #else
 // == 4 device runtime, 5 device helpers ==
-#include "llmc/cuda_device.h"   // gives: device_malloc, Stream, cudaCheck, NvtxRange
+#include "llmc/cuda_device.h"   // gives: device_malloc, stream_create, cudaCheck, OpScope
 #include "llmc/cuda_helpers.h"  // gives: x128, load, store, block_sum, grad_store, mma_16x8, wgmma_shared
 #include "llmc/cublaslt.h"      // gives: Gemm, gemm, gemm_or_die
 
 // == 6 ops ==
 // Each op of llmc/ops.h: its maths, its kernels and, last, its launcher by the op's name. A launcher checks
-// what it needs, allocates nothing and waits for nothing.
+// what it needs, allocates nothing and waits for nothing. Most kernels exist twice: with kVector for rows of
+// whole vectors, which all sizes d12 to d48 have, and without it for any other C, V or OC.
 #define X(op, Args, ...) static void op(const Args<floatX, float>& a, Stream stream);
 GPT2_OPS(X)
 #undef X
@@ -316,9 +331,9 @@ GPT2_OPS(X)
 // host sorts the positions by token (llmc/token_buckets.h), and each row of dwte has one owner that adds its
 // positions in that order. A token with more than 128 positions is split into segments, each with an owner:
 // their sums meet in scratch (slots,C), and a second kernel adds them up, again in order.
-constexpr int kEncoderThreads = 128;
+constexpr int kEncoderThreads = 128;            // of the backward: wider rows are shared among blocks
 
-// One row of out per threadIdx.y.
+// Each threadIdx.y of a block takes one row of out.
 template <bool kVector>
 __global__ void encoder_forward_kernel(floatX* out, const int* tokens, const floatX* wte, const floatX* wpe,
                                        int N, int T, int C) {
@@ -335,8 +350,8 @@ __global__ void encoder_forward_kernel(floatX* out, const int* tokens, const flo
     }
 }
 
-// Sum of `count` rows of (.,C) from column c on, one after the other; row_of(i) says which row comes i-th.
-// Several loads are in flight before the first add.
+// Sum of `count` rows of a matrix with C columns, one after the other, for the columns [c, c + kWidth);
+// row_of(i) says which row comes i-th. Eight rows are asked for before the first is added.
 template <bool kVector, class T, class RowOf>
 __device__ __forceinline__ Floats sum_rows(const T* rows, int count, int c, int C, RowOf row_of) {
     constexpr int kUnroll = 8;
@@ -358,7 +373,8 @@ __device__ __forceinline__ Floats sum_rows(const T* rows, int count, int c, int 
     return sum;
 }
 
-// A block owns one segment (x) and some columns (y): the sum of its positions goes to dwte, or to a slot.
+// A block owns one segment (blockIdx.x) and some columns (blockIdx.y), here and in the two kernels below: the
+// sum of its positions goes to dwte, or to a slot.
 template <bool kVector>
 __global__ void encoder_backward_wte_kernel(Grad dwte, float* partial /*(slots,C)*/, const floatX* dout,
                                             const int* order, const int4* segments, int C) {
@@ -399,7 +415,7 @@ static void encoder_forward(const EncoderForward<floatX, float>& a, Stream strea
     const int B = a.B, T = a.T, C = a.C;
     const int N = B * T;
     const int x = std::min(round_up(ceil_div(C, kWidth), kWarp), 256);
-    const dim3 block(x, 256 / x);
+    const dim3 block(x, 256 / x);               // as many rows as make some 256 threads: C=768, 96 x 2
     with_vector(C, [&](auto vector) {
         encoder_forward_kernel<vector.value>
             <<<ceil_div(N, (int)block.y), block, 0, stream>>>(a.out, a.tokens, a.wte, a.wpe, N, T, C);
@@ -421,7 +437,7 @@ static void encoder_backward(const EncoderBackward<floatX, float>& a, Stream str
         die("encoder_backward only adds to dwte: the LM head has stored its part before");
     }
     const int threads = std::min(round_up(ceil_div(C, kWidth), kWarp), kEncoderThreads);
-    const int slabs = ceil_div(C, threads * kWidth);
+    const int slabs = ceil_div(C, threads * kWidth);    // blocks side by side along a row
     with_vector(C, [&](auto vector) {
         constexpr bool kVector = vector.value;
         encoder_backward_wte_kernel<kVector><<<dim3(a.buckets.num_segments, slabs), threads, 0, stream>>>(
@@ -451,13 +467,13 @@ static void encoder_backward(const EncoderBackward<floatX, float>& a, Stream str
 // Column sums take two stages: each block sums its rows into a row of partials (blocks,3,C) in scratch, then
 // column_sums_kernel adds those up in order.
 constexpr int kLayernormBlocks = 396;           // most blocks of the backward: 3 an SM of an H200
-constexpr int kLayernormWarps = 8;              // rows a block of the forward works on
-// A lane holds at most so many vectors of its row: 16-bit rows up to 2048 stay in registers.
+constexpr int kLayernormWarps = 8;              // of a block of the forward; each takes a row
+// The most vectors of its row that a lane of the forward holds: 16-bit rows up to 2048 stay in registers.
 constexpr int kLayernormVectors = 8;
 
 // One warp a row, the row in registers: two passes over it (mean, then variance) cost no memory traffic.
 template <int kVectors, bool kResidual>
-__global__ void __launch_bounds__(kLayernormWarps* kWarp)
+__global__ void __launch_bounds__(kLayernormWarps * kWarp)
     layernorm_forward_kernel(floatX* residual, floatX* out, float* mean, float* rstd, const floatX* inp1,
                              const floatX* inp2, const float* weight, const float* bias, int N, int C) {
     const int row = blockIdx.x * kLayernormWarps + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -516,7 +532,8 @@ __global__ void __launch_bounds__(kLayernormWarps* kWarp)
     }
 }
 
-// Any C: one block a row, in the same three passes, each of which reads the row again (from L1, mostly).
+// Any C: one block a row, in the same three passes (mean, variance, output), each of which reads the row
+// again, mostly from the L1.
 template <bool kVector, bool kResidual>
 __global__ void layernorm_forward_any_kernel(floatX* residual, floatX* out, float* mean, float* rstd,
                                              const floatX* inp1, const floatX* inp2, const float* weight,
@@ -562,9 +579,9 @@ __global__ void layernorm_forward_any_kernel(floatX* residual, floatX* out, floa
     }
 }
 
-// The second stage of every column sum: out[i][c] (+)= sum over p of partial[p,i,c], in a fixed order. A
-// block of (32,32) threads owns 32 columns of tensor i; thread row y takes p = y, y + 32, ...; row 0 adds up
-// the rows.
+// The second stage of every column sum, here and in 6.4: out[i][c] (+)= sum over p of partial[p,i,c], in a
+// fixed order. A block of (32,32) threads owns 32 columns of tensor i = blockIdx.y; thread row y takes p = y,
+// y + 32, ...; thread row 0 adds up what the 32 have.
 struct ColumnSums { Grad out[3]; };
 __global__ void column_sums_kernel(ColumnSums sums, const float* partial /*(partials,tensors,C)*/,
                                    int partials, int C) {
@@ -594,21 +611,22 @@ static void column_sums(const ColumnSums& sums, int tensors, const float* partia
     cudaCheck(cudaGetLastError());
 }
 
-
-// A thread owns one vector of columns and walks down the rows, kLayernormRows at a time. blockDim.x threads
-// (whole warps) make a row, and blockDim.y groups of them work on different rows. The column sums stay in 24
-// registers from the first row to the last. Only the two sums of a row cross threads: those of kLayernormRows
-// rows with one exchange and one barrier.
+// The backward for rows of whole vectors. A thread owns one vector of columns and walks down the rows,
+// kLayernormRows at a time. blockDim.x threads (whole warps) make a row, and blockDim.y groups of them work
+// on different rows. The three column sums stay in registers, 24 of them at 16 bits, from the first row to
+// the last. Only the two sums along a row cross threads: those of kLayernormRows rows with one exchange and
+// one barrier. A step is the rows that all blocks take at once; i is this group's first row:
 //
-//     copies       | rows i+2s .. (cp.async, this thread's own slots)  | rows i+3s ..
-//     this thread  | rows i: sums -> exchange -> barrier -> dresidual  | rows i+s: ...        s = step
+//     copies       | rows i + 2 steps (cp.async, into this thread's slots) | rows i + 3 steps
+//     this thread  | rows i: sums -> exchange -> barrier -> dresidual      | rows i + 1 step: sums -> ...
 //
 // The slots in shared memory belong to one thread each, so waiting for its own copies is enough. With plain
 // loads into registers the memory idles during the arithmetic: 177 us instead of 104 for C=768, 124M.
-constexpr int kLayernormRows = 2, kLayernormStages = 2, kLayernormMaxThreads = 512;
+constexpr int kLayernormRows = 2, kLayernormStages = 2;
+constexpr int kLayernormMaxThreads = 512;       // with 128 registers each, all that an SM has
 
 __global__ void __launch_bounds__(kLayernormMaxThreads)
-layernorm_backward_kernel(LayernormBackward<floatX, float> a, float* partial /*(gridDim.x,3,C)*/) {
+    layernorm_backward_kernel(LayernormBackward<floatX, float> a, float* partial /*(gridDim.x,3,C)*/) {
     constexpr int kRows = kLayernormRows, kStages = kLayernormStages, kSums = 2 * kRows;
     extern __shared__ x128 staged[];                    // (stage, row, inp|dout|dresidual, thread)
     const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
@@ -633,6 +651,7 @@ layernorm_backward_kernel(LayernormBackward<floatX, float> a, float* partial /*(
         }
         cp_async_commit();
     };
+    // Mean and rstd of rows come one step ahead, in registers.
     int first = (blockIdx.x * blockDim.y + threadIdx.y) * kRows;
     float next_mean[kRows], next_rstd[kRows];
     auto load_statistics = [&](int row) {
@@ -646,12 +665,14 @@ layernorm_backward_kernel(LayernormBackward<floatX, float> a, float* partial /*(
     for (int s = 0; s < kStages; s++) { stage(first + s * step, s); }
     load_statistics(first);
 
-    int s = 0, slot = 0;
-    for (int base = blockIdx.x * blockDim.y * kRows; base < a.N; base += step, first += step, slot ^= 1) {
+    // All groups of a block go as many rounds (`base` is the block's first row), or they would not meet at
+    // the barrier. s: the stage whose turn it is; half: of sums_shared.
+    int s = 0, half = 0;
+    for (int base = blockIdx.x * blockDim.y * kRows; base < a.N; base += step, first += step, half ^= 1) {
+        // This round's rows into registers. xhat = inp*rstd + shift; sums: of g and of g*xhat, row by row.
         cp_async_wait<kStages - 1>();
         const x128* at = staged + s * kRows * 3 * threads + thread;
-        uint4 inp[kRows], dout[kRows], old[kRows];
-        // xhat = inp*rstd + shift. sums: of g and of g*xhat, row by row
+        uint4 inp[kRows], dout[kRows], old[kRows];      // as words, see as_pack
         float rstd[kRows], shift[kRows], sums[kSums];
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
@@ -677,11 +698,13 @@ layernorm_backward_kernel(LayernormBackward<floatX, float> a, float* partial /*(
                 dweight.at[k] = fmaf(d.at[k], xhat, dweight.at[k]);
             }
         }
-        float* exchange = sums_shared + (slot * blockDim.y + threadIdx.y) * warps * kSums;
+
+        // The warps of a row exchange their sums. One barrier is enough: the next round writes the other
+        // half. The stage is free, as its rows are in registers: the copies for a later round start.
+        float* exchange = sums_shared + (half * blockDim.y + threadIdx.y) * warps * kSums;
         constexpr int kLanesPerSum = kWarp / kSums;
         const float total = warp_sums(sums);
         if (lane % kLanesPerSum == 0) { exchange[warp * kSums + lane / kLanesPerSum] = total; }
-        // One barrier is enough: the next round writes the other half of `exchange`.
         __syncthreads();
         stage(first + kStages * step, s);
         s = s + 1 == kStages ? 0 : s + 1;
@@ -740,13 +763,16 @@ layernorm_backward_kernel(LayernormBackward<floatX, float> a, float* partial /*(
     }
 }
 
-// Rows that are not whole vectors, or longer than kLayernormMaxThreads of them (4096 at 16 bits: 24 sums a
-// thread do not fit the registers of larger blocks): one block a row, then a second pass for the columns.
+// The backward for all other rows: not of whole vectors, or of more than kLayernormMaxThreads (beyond C=4096
+// at 16 bits; larger blocks would have no registers for 24 sums a thread). One block a row makes dresidual,
+// then a second kernel passes over everything again for the column sums.
 template <bool kVector> __global__ void layernorm_backward_long_kernel(LayernormBackward<floatX, float> a) {
     __shared__ float shared[kWarp];
     const int row = blockIdx.x, C = a.C, first = threadIdx.x * kWidth, step = blockDim.x * kWidth;
     const size_t at = (size_t)row * C;
     const float mean = a.mean[row], rstd = a.rstd[row];
+
+    // The row's two sums: of g and of g*xhat.
     float sum_g = 0.0f, sum_gx = 0.0f;
     for (int c = first; c < C; c += step) {
         Floats x = load_floats<kVector>(a.inp + at, c, C), d = load_floats<kVector>(a.dout + at, c, C);
@@ -759,6 +785,8 @@ template <bool kVector> __global__ void layernorm_backward_long_kernel(Layernorm
         }
     }
     const float mean_g = block_sum(sum_g, shared) / C, mean_gx = block_sum(sum_gx, shared) / C;
+
+    // The gradient of x, added to the residual stream's.
     for (int c = first; c < C; c += step) {
         Floats x = load_floats<kVector>(a.inp + at, c, C), d = load_floats<kVector>(a.dout + at, c, C);
         Floats w = load_floats<kVector>(a.weight, c, C);
@@ -771,6 +799,8 @@ template <bool kVector> __global__ void layernorm_backward_long_kernel(Layernorm
         store<kVector>(a.dresidual + at, c, C, to_pack<floatX>(old));
     }
 }
+
+// A block owns some columns (blockIdx.x) and every gridDim.y-th row.
 template <bool kVector>
 __global__ void layernorm_backward_columns_kernel(LayernormBackward<floatX, float> a,
                                                   float* partial /*(gridDim.y,3,C)*/) {
@@ -795,21 +825,20 @@ __global__ void layernorm_backward_columns_kernel(LayernormBackward<floatX, floa
     store<kVector>(partial_block + 2 * C, c, C, to_pack<float>(dcolsum));
 }
 
-// The kernel with the fewest vectors a lane that holds a row of C; from 1 vector upwards.
+// The kernel with 1, 2, .. or kLayernormVectors vectors a lane, the first that holds a row of C; where none
+// does, the kernel for any C.
 template <int kVectors, bool kResidual>
 static void layernorm_forward_launch(const ResidualLayernormForward<floatX, float>& a, Stream stream) {
-    if (kVectors > kLayernormVectors || !is_vector(a.C)) {
+    if constexpr (kVectors > kLayernormVectors) {
         with_vector(a.C, [&](auto vector) {
             const int threads = std::min(round_up(ceil_div(a.C, kWidth), kWarp), 512);
             layernorm_forward_any_kernel<vector.value, kResidual><<<a.N, threads, 0, stream>>>(
                 a.residual, a.out, a.mean, a.rstd, a.inp1, a.inp2, a.weight, a.bias, a.C);
         });
-    } else if (a.C > kVectors * kWarp * kWidth) {       // one more vector a lane
-        constexpr int kMore = kVectors <= kLayernormVectors ? kVectors + 1 : kVectors;
-        layernorm_forward_launch<kMore, kResidual>(a, stream);
+    } else if (!is_vector(a.C) || a.C > kVectors * kWarp * kWidth) {
+        layernorm_forward_launch<kVectors + 1, kResidual>(a, stream);
     } else {
-        constexpr int kFits = kVectors <= kLayernormVectors ? kVectors : 1;
-        layernorm_forward_kernel<kFits, kResidual>
+        layernorm_forward_kernel<kVectors, kResidual>
             <<<ceil_div(a.N, kLayernormWarps), kLayernormWarps * kWarp, 0, stream>>>(
                 a.residual, a.out, a.mean, a.rstd, a.inp1, a.inp2, a.weight, a.bias, a.N, a.C);
     }
@@ -832,10 +861,12 @@ static size_t layernorm_backward_scratch_bytes(int N, int C) {
     return (size_t)std::min(N, kLayernormBlocks) * 3 * C * sizeof(float);
 }
 
-// Returns the number of rows of partials.
+// Launches layernorm_backward_kernel; returns the number of blocks, which is that of the rows of partials.
 static int layernorm_backward_stream(const LayernormBackward<floatX, float>& args, Stream stream) {
+    // Narrow rows share a block of some 192 threads: C=768 (124M) has 96 x 2.
     const int x = round_up(ceil_div(args.C, kWidth), kWarp), y = std::max(1, 192 / x);
-    // As many blocks as fit the SMs of an H200. The GPU is not asked, so that the bits do not depend on it.
+    // As many blocks as fit the 132 SMs of an H200, with room for up to 480 threads of 128 registers on each.
+    // The GPU is not asked, so that the bits do not depend on it.
     const int wanted = std::min(kLayernormBlocks, 132 * std::max(1, 480 / (x * y)));
     const int blocks = std::min(wanted, ceil_div(args.N, y * kLayernormRows));
     const size_t slots = (size_t)kLayernormStages * kLayernormRows * 3 * x * y * sizeof(x128);
@@ -877,8 +908,11 @@ static void layernorm_backward(const LayernormBackward<floatX, float>& a, Stream
 // bias-gradient epilogues do not pay (DGELU_BGRAD 1.58 ms against .57 for DGELU, BGRADB +25..60 %): column
 // sums come from LayerNorm's backward, gelu_backward_inplace and bias_backward. Descriptors and the algorithm
 // are looked up once per shape and kept (llmc/cublaslt.h).
+//     grad_accumulate   grad (+)= values
+// A weight gradient that is kept in bf16 is first computed in fp32, in scratch; grad_accumulate then adds it
+// and rounds once.
 
-// grad (+)= values: the rounding step of a gradient that is kept in bf16.
+// One vector a thread.
 template <bool kVector> __global__ void grad_accumulate_kernel(Grad grad, const float* values, size_t n) {
     const size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
     if (i < n) { grad_store<kVector>(grad, i, n, load_floats<kVector>(values, i, n)); }
@@ -894,14 +928,15 @@ static void grad_accumulate(const GradAccumulate<floatX, float>& a, Stream strea
     cudaCheck(cudaGetLastError());
 }
 
-
 static void matmul_forward(const MatmulForward<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     if (a.pre_gelu && a.residual) { die("matmul_forward: GELU and a residual do not go together"); }
-    Gemm g = {a.out, a.weight, a.inp, a.residual, a.bias, nullptr, a.OC, a.N, a.C, true, false,
-              cuda_type(floatX()), a.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT};
+    Gemm g = {.d = a.out, .a = a.weight, .b = a.inp, .c = a.residual, .bias = a.bias, .aux = nullptr,
+              .m = a.OC, .n = a.N, .k = a.C, .trans_a = true, .trans_b = false,
+              .d_type = cuda_type(floatX()),
+              .epilogue = a.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT};
+    // GELU in the epilogue, where the library can: it wants rows of aux in multiples of 8 elements.
     bool done = false;
-    // The library wants rows of aux in multiples of 8 elements.
     if (a.pre_gelu && a.OC % 8 == 0) {
         Gemm fused = g;
         fused.aux = a.pre_gelu;
@@ -917,8 +952,9 @@ static void matmul_forward(const MatmulForward<floatX, float>& a, Stream stream)
 
 static void matmul_backward_input(const MatmulBackwardInput<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
-    Gemm g = {a.dinp, a.weight, a.dout, nullptr, nullptr, nullptr, a.C, a.N, a.OC, false, false,
-              cuda_type(floatX()), CUBLASLT_EPILOGUE_DEFAULT};
+    Gemm g = {.d = a.dinp, .a = a.weight, .b = a.dout, .c = nullptr, .bias = nullptr, .aux = nullptr,
+              .m = a.C, .n = a.N, .k = a.OC, .trans_a = false, .trans_b = false,
+              .d_type = cuda_type(floatX()), .epilogue = CUBLASLT_EPILOGUE_DEFAULT};
     bool done = false;
     if (a.pre_gelu && a.C % 8 == 0) {
         Gemm fused = g;
@@ -936,8 +972,9 @@ static void matmul_backward_weight(const MatmulBackwardWeight<floatX, float>& a,
     OpScope scope(a, stream);
     void* d = a.dweight.is_bf16 ? a.scratch : a.dweight.data;
     const bool add = !a.dweight.is_bf16 && a.dweight.acc == Accumulate::Yes;
-    gemm_or_die({d, a.inp, a.dout, add ? d : nullptr, nullptr, nullptr, a.C, a.OC, a.N, false, true,
-                 CUDA_R_32F, CUBLASLT_EPILOGUE_DEFAULT}, stream);
+    gemm_or_die({.d = d, .a = a.inp, .b = a.dout, .c = add ? d : nullptr, .bias = nullptr, .aux = nullptr,
+                 .m = a.C, .n = a.OC, .k = a.N, .trans_a = false, .trans_b = true, .d_type = CUDA_R_32F,
+                 .epilogue = CUBLASLT_EPILOGUE_DEFAULT}, stream);
     if (a.dweight.is_bf16) { grad_accumulate({a.dweight, a.scratch, (size_t)a.OC * a.C}, stream); }
 }
 
@@ -945,8 +982,8 @@ static void matmul_backward_weight(const MatmulBackwardWeight<floatX, float>& a,
 // gelu_forward:           out = gelu(inp), gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
 // gelu_backward_inplace:  d = d*gelu'(inp), and in passing dbias (+)= column sums of the new d, as stored
 // bias_backward:          dbias (+)= column sums of dout (N,OC)
-// Column sums in two stages: each block adds up one chunk of rows into a row of partials, then
-// column_sums_kernel (6.2) adds the partials.
+// The two backward ops share a kernel that passes over d once. Its column sums take two stages: each block
+// adds up one chunk of rows into a row of partials, then column_sums_kernel (6.2) adds the partials.
 constexpr int kColumnBlocks = 1056;             // 8 an SM of an H200; fixed, so the bits depend on no GPU
 constexpr int kColumnRows = 8;                  // rows a block works on at a time, one a warp
 
@@ -972,18 +1009,20 @@ template <bool kVector> __global__ void gelu_forward_kernel(floatX* out, const f
     store<kVector>(out, i, n, to_pack<floatX>(x));
 }
 
-// The first stage. A block of (32,8) threads owns 32 vectors of columns (x) of one chunk of rows (y), takes 8
-// rows at a time, several in flight. kGelu: d is updated in place, each element by the thread that read it.
+// The first stage. A block of (32,8) threads owns 32 vectors of columns (blockIdx.x) of one chunk of rows
+// (blockIdx.y) and takes 8 rows at a time, a warp a row. kGelu: d is multiplied by GELU's slope in place,
+// each element by the thread that read it.
 template <bool kVector, bool kGelu>
-__global__ void __launch_bounds__(kWarp* kColumnRows)
+__global__ void __launch_bounds__(kWarp * kColumnRows)
     partial_sums_kernel(float* partial /*(gridDim.y,OC) or null*/, floatX* d_inplace, const floatX* d,
                         const floatX* inp, int N, int OC, int chunk_rows) {
-    constexpr int kUnroll = kVector ? 4 : 1;
+    constexpr int kUnroll = kVector ? 4 : 1;            // of a warp's rows in flight; without kVector: rare
     __shared__ Floats shared[kColumnRows][kWarp];
     const int c = (blockIdx.x * kWarp + threadIdx.x) * kWidth;
     const int begin = blockIdx.y * chunk_rows, end = min(begin + chunk_rows, N);
     Floats sum = {};
     for (int first = begin + threadIdx.y; first < end; first += kColumnRows * kUnroll) {
+        // Ask for kUnroll rows before the first is used; what lies beyond the chunk is zero.
         x128 x[kUnroll], y[kUnroll];
 #pragma unroll
         for (int u = 0; u < kUnroll; u++) {
@@ -992,6 +1031,7 @@ __global__ void __launch_bounds__(kWarp* kColumnRows)
             x[u] = load<kVector>(d + at, c, columns);
             if (kGelu) { y[u] = load<kVector, Cache::Streaming>(inp + at, c, columns); }
         }
+        // The new d, rounded and stored; what is summed is what was stored.
 #pragma unroll
         for (int u = 0; u < kUnroll; u++) {
             if (kGelu) {
@@ -1006,6 +1046,8 @@ __global__ void __launch_bounds__(kWarp* kColumnRows)
             for (int k = 0; k < kWidth; k++) { sum.at[k] += (float)x[u].data[k]; }
         }
     }
+
+    // The warps' sums meet in the first warp, which adds them in order.
     if (!partial) { return; }
     shared[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
@@ -1018,6 +1060,7 @@ __global__ void __launch_bounds__(kWarp* kColumnRows)
     store<kVector>(partial + (size_t)blockIdx.y * OC, c, OC, to_pack<float>(sum));
 }
 
+// Into how many chunks the rows are cut: enough for kColumnBlocks blocks, but at least kColumnRows rows each.
 static int column_chunks(int N, int OC) {
     const int slabs = ceil_div(OC, kWarp * kWidth);
     return std::min(std::max(kColumnBlocks / slabs, 1), ceil_div(N, kColumnRows));
@@ -1065,8 +1108,9 @@ static void gelu_backward_inplace(const GeluBackward<floatX, float>& a, Stream s
 // Row by row of logits x (N,Vp), over the first V columns:
 //     losses = log(sum(exp(x))) - x[target]
 //     LossAndGrad: x = (softmax(x) - onehot(target)) * dloss * loss_scale, and zeros into columns V and up
-// 124M, B=64: 6.6 GB of logits. The first kernel reads each row once; LossOnly does not write.
-// Its threads hold rows of up to 57,344 elements in registers.
+// 124M, B=64: 6.6 GB of logits. The streaming kernel reads each row once and keeps it in registers, up to
+// kClassifierVectors vectors a thread: 57,344 elements. The other one, for any Vp, reads it twice. LossOnly
+// does not write.
 constexpr int kClassifierThreads = 1024, kClassifierVectors = 7;
 // Where a maximum starts. Not -inf, and far enough above it to be multiplied by log2(e): a thread whose
 // columns are all padding has no other maximum, and inf - inf would make NaN of the whole row.
@@ -1114,6 +1158,7 @@ __device__ __forceinline__ void softmax_combine(float& top, float& sum, float2* 
     sum = warp_sum(part.y * exp2_fast((part.x - top) * kLog2e));
 }
 
+// The gradient of one vector of logits, columns [c, c + kWidth): scale * (softmax(x) - onehot(target)).
 __device__ __forceinline__ x128 softmax_grad(const x128& x, float top, float scale_over_sum, int c,
                                              int target, float scale) {
     Floats d;
@@ -1236,11 +1281,12 @@ __global__ void classifier_kernel(floatX* logits, float* losses, const int* targ
     }
 }
 
-// Rows short enough for registers and for two slots, and long enough to keep all threads busy.
+// 16-bit rows short enough for registers and for two slots of shared memory (an H200's 227 KB hold GPT-2's
+// 50,304 columns, an A100's 163 KB do not), and long enough to keep all threads busy.
 static bool classifier_streams(int Vp) {
     int shared_limit = 0;
     cudaCheck(cudaDeviceGetAttribute(&shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
-    return sizeof(floatX) == 2 && is_vector(Vp) && Vp >= 8192 &&
+    return sizeof(floatX) == 2 && is_vector(Vp) && Vp >= kClassifierThreads * kWidth &&
            Vp <= kClassifierVectors * kClassifierThreads * kWidth &&
            2 * Vp * (int)sizeof(floatX) + 1024 <= shared_limit;    // 1024: the static part
 }
@@ -1254,7 +1300,7 @@ template <bool kGrad> static void classifier_launch(const Classifier<floatX, flo
         classifier_stream_kernel<kGrad><<<blocks, kClassifierThreads, shared, stream>>>(
             a.logits, a.losses, a.targets, a.dloss, a.loss_scale, a.N, a.V, a.Vp);
     } else {
-        const int threads = std::min(round_up(ceil_div(a.Vp, kWidth), kWarp), 1024);
+        const int threads = std::min(round_up(ceil_div(a.Vp, kWidth), kWarp), kClassifierThreads);
         with_vector(a.Vp, [&](auto vector) {
             classifier_kernel<vector.value, kGrad><<<a.N, threads, 0, stream>>>(
                 a.logits, a.losses, a.targets, a.dloss, a.loss_scale, a.V, a.Vp);
@@ -1289,7 +1335,8 @@ static void loss_sum(const LossSum<floatX, float>& a, Stream stream) {
 // norm = sqrt(sum of squares of all gradients) / loss_scale, then the decision about this update, all on the
 // device: the host reads both a step later. Gaps between tensors must hold zeros. Where some gradients are
 // bf16, each element's segment says which, as in AdamW below.
-constexpr int kNormBlocks = 1056, kNormThreads = 256;   // fixed, so that the bits do not depend on the GPU
+constexpr int kNormBlocks = 1056;               // 8 an SM of an H200; fixed, so the bits depend on no GPU
+constexpr int kNormThreads = 256;
 
 // The last segment that begins at or before i.
 __device__ __forceinline__ ParamSegment segment_of(const ParamSegment* segments, int num_segments, size_t i) {
@@ -1302,7 +1349,8 @@ __device__ __forceinline__ ParamSegment segment_of(const ParamSegment* segments,
     return segments[low];
 }
 
-// Gradients of the elements [i, i + kWidth) of the flat fp32 buffers, which lie in this segment.
+// Gradients of the elements [i, i + kWidth) of the flat fp32 buffers; i lies in this segment. What the last
+// vector reads beyond the segment's end is padding: segments begin at multiples of 8.
 template <Cache kCache = Cache::Default>
 __device__ __forceinline__ Floats load_grads(const void* grads, const ParamSegment& segment, size_t i,
                                              const RoundKey& key) {
@@ -1320,6 +1368,7 @@ __global__ void global_norm_kernel(double* partial, GlobalNorm<floatX, float> a)
     float squares = 0.0f;                               // 124M: 460 elements a thread
     const size_t step = (size_t)gridDim.x * blockDim.x * kWidth;
     for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < n; i += 4 * step) {
+        // Ask for four vectors before the first is used.
         Floats x[4];
 #pragma unroll
         for (int u = 0; u < 4; u++) {
@@ -1328,6 +1377,7 @@ __global__ void global_norm_kernel(double* partial, GlobalNorm<floatX, float> a)
                 x[u] = load_floats<kVector>((const float*)a.grads, at, n);
                 continue;
             }
+            // Not in a segment: a gap, which counts as zeros.
             x[u] = Floats{};
             if (at >= n) { continue; }
             const ParamSegment segment = segment_of(a.segments, a.num_segments, at);
@@ -1335,6 +1385,7 @@ __global__ void global_norm_kernel(double* partial, GlobalNorm<floatX, float> a)
                 x[u] = load_grads(a.grads, segment, at, a.grad_key);
             }
         }
+        // A vector's squares are added up before they meet the thread's larger sum: less is rounded away.
 #pragma unroll
         for (int u = 0; u < 4; u++) {
             float sum = 0.0f;
@@ -1401,6 +1452,7 @@ static void global_norm(const GlobalNorm<floatX, float>& a, Stream stream) {
 // PyTorch's AdamW rounds (its foreach form), constants taken in double: from equal gradients, equal weights.
 // One launch over the flat fp32 buffers; p is the master copy, or the parameter itself (fp32), or the 16-bit
 // parameter, rounded stochastically. A skipped update changes nothing.
+constexpr int kAdamwThreads = 256;
 
 __device__ inline double power(double x, long long n) {     // x^n by squaring: the same bits on every GPU
     double result = 1.0;
@@ -1411,8 +1463,10 @@ __device__ inline double power(double x, long long n) {     // x^n by squaring: 
 }
 
 template <bool kGradsBf16, bool kMaster>
-__global__ void __launch_bounds__(256) adamw_kernel(AdamW<floatX, float> a) {
+__global__ void __launch_bounds__(kAdamwThreads) adamw_kernel(AdamW<floatX, float> a) {
     if (a.state->skip) { return; }
+
+    // The factors of this step, in double: t is on the device, so the host cannot prepare them.
     __shared__ float shared[2];
     if (threadIdx.x == 0) {
         shared[0] = (float)(-a.lr / (1.0 - power(a.beta1, a.state->t)));
@@ -1425,7 +1479,7 @@ __global__ void __launch_bounds__(256) adamw_kernel(AdamW<floatX, float> a) {
 
     const size_t step = (size_t)gridDim.x * blockDim.x * kWidth;
     for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
-        // What lies in the flat fp32 buffers is asked for first, while the segment is looked up.
+        // What lies in the flat fp32 buffers is asked for first: it comes while the segment is looked up.
         Floats g;
         if (!kGradsBf16) { g = load_floats<true, Cache::Streaming>((const float*)a.grads, i, a.n); }
         Floats m = load_floats<true, Cache::Streaming>(a.m, i, a.n),
@@ -1462,13 +1516,15 @@ __global__ void __launch_bounds__(256) adamw_kernel(AdamW<floatX, float> a) {
 #pragma unroll
             for (int k = 0; k < kWidth; k++) { store_stochastic(&rounded.data[k], p.at[k], draws.at[k]); }
         }
+
+        // Store what changed. A segment's last vector may reach into what follows, which is not touched.
         if (i + kWidth <= segment.end) {
             store<true, Cache::Streaming>(a.m, i, a.n, to_pack<float>(m));
             store<true, Cache::Streaming>(a.v, i, a.n, to_pack<float>(v));
             if (kMaster) { store<true, Cache::Streaming>(a.master, i, a.n, to_pack<float>(p)); }
             if (fp32) { store<true>(param_fp32, j, size, to_pack<float>(p)); }
             else { store<true>(param, j, size, rounded); }
-        } else {                                // the segment's last elements: what follows is not touched
+        } else {
             store<false>(a.m, i, segment.end, to_pack<float>(m));
             store<false>(a.v, i, segment.end, to_pack<float>(v));
             if (kMaster) { store<false>(a.master, i, segment.end, to_pack<float>(p)); }
@@ -1483,16 +1539,11 @@ static void adamw_update(const AdamW<floatX, float>& a, Stream stream) {
     if (!is_vector(a.n)) {
         die("adamw_update: the flat buffers have %zu elements, not a multiple of %d", a.n, kWidth);
     }
-    const int threads = 256;
-    const int blocks =
-        (int)std::min<size_t>(ceil_div(a.n, (size_t)threads * kWidth), (size_t)device_sm_count * 8);
-    if (a.grads_bf16) {
-        if (a.master) { adamw_kernel<true, true><<<blocks, threads, 0, stream>>>(a); }
-        else { adamw_kernel<true, false><<<blocks, threads, 0, stream>>>(a); }
-    } else {
-        if (a.master) { adamw_kernel<false, true><<<blocks, threads, 0, stream>>>(a); }
-        else { adamw_kernel<false, false><<<blocks, threads, 0, stream>>>(a); }
-    }
+    const size_t needed = ceil_div(a.n, (size_t)kAdamwThreads * kWidth);
+    const int blocks = (int)std::min(needed, (size_t)device_sm_count * 8);
+    auto kernel = a.grads_bf16 ? (a.master ? adamw_kernel<true, true> : adamw_kernel<true, false>)
+                               : (a.master ? adamw_kernel<false, true> : adamw_kernel<false, false>);
+    kernel<<<blocks, kAdamwThreads, 0, stream>>>(a);
     cudaCheck(cudaGetLastError());
 }
 

@@ -14,6 +14,7 @@ twins of llmc/cpu_ops.h and malloc. Everything is synchronous, so streams and ev
 #include <string.h>     // gives: memcpy, memset
 #include <sys/resource.h> // gives: getrlimit
 #include <time.h>       // gives: clock_gettime
+#include <unistd.h>     // gives: execv, _exit
 #ifdef _OPENMP
 #include <omp.h>        // gives: omp_get_max_threads
 #endif
@@ -27,7 +28,7 @@ twins of llmc/cpu_ops.h and malloc. Everything is synchronous, so streams and ev
 template <class Args> static void break_outputs(const Args& args, int stream);     // test_gpt2.cu: --break
 #define OP_DONE(args) break_outputs(args, 0)
 #endif
-#include "cpu_ops.h"        // gives: the twins, GPT2_OPS, Stream
+#include "cpu_ops.h"        // gives: the twins, GPT2_OPS, Stream, openblas_get_corename
 #include "token_buckets.h"  // gives: max_bucket_slots
 
 // ---- device runtime ----
@@ -38,12 +39,12 @@ constexpr bool kDeviceIsAsync = false;          // a call has done its work when
 // Two libraries read the environment before main() and choose badly on common machines, so the program sets
 // it and starts itself again, once:
 // - OpenMP's threads spin while they wait; where other work shares the cores, a step then takes up to 4 times
-// as long.
-// - OpenBLAS 0.3.21 (Debian 12) takes CPUs newer than itself for a Prescott and leaves AVX unused: 2 times as
-// long.
+//   as long.
+// - OpenBLAS 0.3.21 (Debian 12) takes CPUs newer than itself for a Prescott and leaves AVX unused: twice as
+//   long.
 static inline void device_prepare(char** argv) {
-    // Where addresses are limited (ulimit -v), a thread of OpenBLAS may be waiting for its buffer for ever
-    // already, and exit() would wait for the thread.
+    // Where addresses are limited (ulimit -v), a thread of OpenBLAS may already be waiting for its buffer,
+    // for ever, and exit() would wait for that thread.
     struct rlimit addresses;
     if (getrlimit(RLIMIT_AS, &addresses) == 0 && addresses.rlim_cur != RLIM_INFINITY) {
         die_hook = [] { _exit(EXIT_FAILURE); };
@@ -57,11 +58,11 @@ static inline void device_prepare(char** argv) {
         else if (__builtin_cpu_supports("avx2")) { setenv("OPENBLAS_CORETYPE", "HASWELL", 0); }
     }
 #endif
-    // Returns only where that cannot be done: then it runs as it is, slower
+    // Returns only where that cannot be done; the program then goes on as it is, slower.
     execv("/proc/self/exe", argv);
 }
 
-// A line of /proc/meminfo or /proc/self/status, in bytes; 0 if it is not there
+// What a line of /proc/meminfo or /proc/self/status says, in bytes; 0 if there is no such line.
 static inline size_t proc_bytes(const char* path, const char* field) {
     FILE* f = fopen(path, "r");
     char line[256];
@@ -76,7 +77,8 @@ static inline size_t proc_bytes(const char* path, const char* field) {
 }
 
 // Under a limit on addresses (ulimit -v) less is free than the machine has: what the limit leaves, less what
-// threads and BLAS will take of it. OpenBLAS asks for its buffers again and again for ever if it gets none.
+// threads and BLAS will take of it. That is kept for them, because OpenBLAS does not give up when it gets no
+// buffer: it asks again for ever.
 static inline void limit_memory(DeviceInfo* info, int threads) {
     struct rlimit addresses, stack;
     if (getrlimit(RLIMIT_AS, &addresses) != 0 || addresses.rlim_cur == RLIM_INFINITY) { return; }
@@ -88,7 +90,7 @@ static inline void limit_memory(DeviceInfo* info, int threads) {
     const size_t blas_bytes = 0;
 #endif
     mallopt(M_ARENA_MAX, 1);                    // else each thread that allocates takes 64 MiB of addresses
-    // OpenMP's threads and OpenBLAS's own; the readers of both data sets
+    // Stacks: OpenMP's threads, OpenBLAS's own, and the two that read training and validation data.
     const size_t others = threads * (2 * stack_bytes + blas_bytes) + 2 * stack_bytes;
     const size_t used = proc_bytes("/proc/self/status", "VmSize") + others;
     const size_t left = addresses.rlim_cur > used ? addresses.rlim_cur - used : 1;      // 0: not known
@@ -141,6 +143,7 @@ static inline void event_record(Event event, Stream) {
 }
 static inline void event_wait(Event) {}
 static inline double event_ms(Event from, Event to) { return (*to.seconds - *from.seconds) * 1e3; }
+// What llmc/cublaslt.h and section 6.9 have for the model: nothing to do here.
 static inline size_t gemm_workspace_bytes() { return 0; }
 static inline void gemm_init(void*, size_t, bool) {}
 static inline void gemm_free() {}
@@ -149,15 +152,13 @@ static inline bool attention_uses_sm90(int) { return false; }
 static inline const char* attention_form(int) { return "plain loops"; }
 static inline std::string attention_error(int) { return ""; }
 
-// ---- ops ----
-// The launcher's name, the twin's code.
+// ---- ops: the launcher's name, the twin's code ----
 #define X(op, Args, ...) \
     static inline void op(const Args<float, float>& a, Stream stream) { op##_cpu<float>(a, stream); }
 GPT2_OPS(X)
 #undef X
 
-// The twins need little scratch of their own: only attention's D and the partial rows of the embedding
-// gradient.
+// Two of the twins need scratch: the embedding's backward for the sums of split buckets, attention's for D.
 static inline size_t encoder_backward_scratch_bytes(int B, int T, int C) {
     return (size_t)max_bucket_slots((int64_t)B * T) * C * sizeof(float);
 }

@@ -155,7 +155,6 @@ template <class Real> void encoder_backward_cpu(const EncoderBackward<Real, Real
 
 // ---- layernorm, with and without the residual addition before it ----
 
-
 // mean = sum(x)/C, rstd = 1/sqrt(sum((x-mean)^2)/C + eps), out[c] = (x[c]-mean)*rstd*weight[c] + bias[c]
 template <class Real>
 static inline void layernorm_row(Real* out, Real* mean, Real* rstd, const Real* x, const Real* weight,

@@ -1,13 +1,14 @@
 /*
 Matrix products through cuBLASLt: descriptors, the choice of an algorithm, and both kept for the next time.
-The linear layers of train_gpt2.cu (section 6.3) use it. The includer has defined floatX.
+The linear layers of train_gpt2.cu (section 6.3) use it. The includer has defined floatX and PRECISION_NAME.
 
     gemm_init(workspace, gemm_workspace_bytes(), tf32);
-    bool done = gemm({d, a, b, c, bias, aux, m, n, k, trans_a, trans_b, CUDA_R_32F, epilogue}, stream);
+    bool done = gemm({.d = d, .a = a, .b = b, .m = m, .n = n, .k = k, .d_type = CUDA_R_32F,
+                      .epilogue = CUBLASLT_EPILOGUE_DEFAULT}, stream);
     gemm_free();
 
-The first call of a shape asks the library, later ones find the plan. The choice is the library's first
-suggestion: no timing takes part, so equal runs take equal algorithms.
+The first call of a shape asks the library and keeps a plan, which later ones find. The choice is the
+library's first suggestion: no timing takes part, so equal runs take equal algorithms.
 */
 #ifndef LLMC_CUBLASLT_H
 #define LLMC_CUBLASLT_H
@@ -23,15 +24,19 @@ suggestion: no timing takes part, so equal runs take equal algorithms.
 #include "check.h"              // gives: die
 #include "cuda_device.h"        // gives: cublasCheck, Stream
 
+// Where the library keeps the partial sums of split-K. Its manual advises 32 MiB for Hopper, 4 for earlier
+// GPUs. The choice of algorithms, and so the bits, may depend on it.
 static inline size_t gemm_workspace_bytes() { return (size_t)64 << 20; }
 
-struct Gemm {                           // D (m,n) = op(A) op(B) [+ C], column-major as cuBLAS wants it
+// D (m,n) = op(A) op(B) [+ C] and an epilogue, column-major as cuBLAS wants it: op(A) is (m,k), op(B) (k,n).
+// A and B are floatX. Leading dimensions follow from that: no matrix has gaps.
+struct Gemm {
     void* d;
     const void *a, *b, *c;              // c: null, or added; same layout and type as D
-    const void* bias;                   // (m), or null
+    const void* bias;                   // (m), or null; the epilogue must be one that adds it
     void* aux;                          // (m,n): GELU's input, written (GELU_AUX) or read (DGELU); or null
     int m, n, k;
-    bool trans_a, trans_b;
+    bool trans_a, trans_b;              // op: the stored matrix is (k,m), or (n,k)
     cudaDataType_t d_type;
     cublasLtEpilogue_t epilogue;
 };
@@ -79,7 +84,8 @@ static inline void gemm_free() {
     cublasCheck(cublasLtDestroy(gemm_state.handle));
 }
 
-// The largest power of two up to 256 that divides the address
+// The largest power of two that divides the address, up to the 256 that the library takes for granted and
+// kAlign promises.
 static inline int64_t pointer_alignment(const void* p) {
     const uintptr_t address = (uintptr_t)p;
     return address == 0 ? 0 : (int64_t)std::min<uintptr_t>(256, address & (~address + 1));
@@ -184,7 +190,8 @@ static inline void gemm_or_die(const Gemm& g, Stream stream) {
         g.m, g.n, g.k, PRECISION_NAME);
 }
 
-// One line per product seen so far: what the library chose for it. profile_gpt2.cu prints them.
+// One line per product seen so far: what the library chose for it (-1: it did not say). profile_gpt2.cu
+// prints them.
 static inline void gemm_print_plans(FILE* f) {
     for (const GemmPlan& p : gemm_state.plans) {
         int id = -1, tile = -1, stages = -1, split_k = -1;

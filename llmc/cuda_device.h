@@ -49,7 +49,8 @@ struct NvtxRange {
     NvtxRange(const NvtxRange&) = delete;
 };
 
-// The scope of one op: a range with its name in Nsight's timeline. At its end tests may disturb an output.
+// Stands at the top of every launcher: gives the op its range in Nsight's timeline, and lets the tests
+// disturb one of its outputs when it is done (--break).
 #ifdef TESTING
 template <class Args> static void break_outputs(const Args& args, Stream stream);     // of test_gpt2.cu
 #endif
@@ -64,10 +65,11 @@ template <class Args> struct OpScope {
 };
 
 struct DeviceInfo { std::string name; size_t memory_free, memory_total; };
-// Set by device_init, read by launchers to size persistent grids
+// Set by device_init. Launchers read it where a kernel's blocks each take several rows and as many of them as
+// run at once are enough; never where the number of blocks would change the order of a sum.
 static int device_sm_count = 0;
 
-static inline void device_prepare(char**) {}
+static inline void device_prepare(char**) {}    // the CPU build starts itself again here
 
 static inline DeviceInfo device_init() {
     int count = 0;
@@ -133,7 +135,7 @@ static inline Event event_create() {
 static inline void event_destroy(Event event) { cudaCheck(cudaEventDestroy(event)); }
 static inline void event_record(Event event, Stream stream) { cudaCheck(cudaEventRecord(event, stream)); }
 static inline void event_wait(Event event) { cudaCheck(cudaEventSynchronize(event)); }
-static inline double event_ms(Event from, Event to) {      // both have been reached
+static inline double event_ms(Event from, Event to) {       // the device has passed both
     float ms;
     cudaCheck(cudaEventElapsedTime(&ms, from, to));
     return ms;

@@ -3,9 +3,11 @@ Device helpers: what the kernels of train_gpt2.cu have in common. Vectors of flo
 functions that owns the bounds check, sums in a fixed order, rounding, gradients in fp32 or bf16, and one
 function per instruction of the tensor cores and copy engines. No kernel. The includer has defined floatX.
 
-    Floats x = load_floats<kVector>(row, c, C);         // elements c .. c + kWidth of a row of C, as fp32
+    Floats x = load_floats<kVector>(row, c, C);         // elements [c, c + kWidth) of a row of C, as fp32
     store<kVector>(out, c, C, to_pack<floatX>(x));      // rounded to nearest
     float total = block_sum(x.at[0], shared);           // the same bits every time
+
+kVector = true is the fast way, for rows of whole vectors; a launcher lets with_vector(C, ...) choose.
 */
 #ifndef LLMC_CUDA_HELPERS_H
 #define LLMC_CUDA_HELPERS_H
@@ -16,7 +18,7 @@ function per instruction of the tensor cores and copy engines. No kernel. The in
 #include <stdint.h>             // gives: uint32_t
 #include <string.h>             // gives: memcpy
 
-#include <type_traits>          // gives: std::true_type
+#include <type_traits>          // gives: std::true_type, std::integral_constant
 
 #include "op_types.h"           // gives: Accumulate, Grad
 #include "rand.h"               // gives: RoundKey, round_block, bf16_encode_dithered
@@ -36,7 +38,7 @@ typedef Pack<floatX> x128;
 static_assert(sizeof(x128) == 16, "one x128 is one 16-byte access");
 struct Floats { float at[kWidth]; };                    // a Pack in arithmetic
 
-// Streaming: bytes that nobody reads again before they leave the L2 anyway.
+// Streaming: bytes that nobody reads again before they leave the L2 anyway, so they should leave it first.
 enum class Cache { Default, Streaming };
 
 template <Cache kCache, class Word> __device__ __forceinline__ Word load_word(const Word* p) {
@@ -165,7 +167,7 @@ template <int kCount> __device__ __forceinline__ float warp_sums(float (&x)[kCou
     return x[0];
 }
 
-// Over a block of whole warps in one dimension; every thread gets the result. `shared` has one element a
+// Over a one-dimensional block of whole warps; every thread gets the result. `shared` has an element for each
 // warp.
 template <class T> __device__ __forceinline__ T block_sum(T x, T* shared /*(32)*/) {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -201,7 +203,8 @@ __device__ __forceinline__ void store_stochastic(half* p, float x, uint32_t bits
 }
 #endif
 
-// Draws of the elements [first, first + kWidth), first a multiple of kWidth: one block of eight has them all.
+// The random bits of elements [first, first + kWidth), 16 each. The generator gives those of eight elements
+// at once, and kWidth is 8 or 4: with `first` a multiple of kWidth, one call has them all.
 struct Draws { uint32_t at[kWidth]; };
 __device__ __forceinline__ Draws round_draws(const RoundKey& key, size_t first) {
     const Rand4 block = round_block(key, first / 8);
@@ -215,13 +218,15 @@ __device__ __forceinline__ Draws round_draws(const RoundKey& key, size_t first) 
 }
 
 // ---- gradients: every load of bf16 gradients and every store to a Grad is one of these ----
+// bf16 gradients are dithered (rand.h): who reads one needs the key it was stored with, and who adds to one
+// reads what the micro-step before stored.
 __device__ __forceinline__ RoundKey previous_micro_step(RoundKey key) {
     key.micro--;
     return key;
 }
 
-// Elements [i, i + kWidth) of n; `first` is the position of element 0, `key` that of the micro-step that
-// stored them.
+// Elements [i, i + kWidth) of n. `key` is that of the micro-step that stored them, `first` the position of
+// element 0 in the whole gradient.
 template <Cache kCache = Cache::Default>
 __device__ __forceinline__ Floats load_dithered(const __nv_bfloat16* p, size_t i, size_t n,
                                                 const RoundKey& key, size_t first) {
@@ -249,7 +254,8 @@ __device__ __forceinline__ void grad_store(const Grad& grad, size_t i, float val
     }
 }
 
-// Elements [i, i + kWidth), those below `end`. kVector promises that `first` is a multiple of kWidth as well.
+// Elements [i, i + kWidth), as far as they lie below `end`. kVector promises that grad.first is a multiple of
+// kWidth as well.
 template <bool kVector>
 __device__ __forceinline__ void grad_store(const Grad& grad, size_t i, size_t end, Floats value) {
     const bool add = grad.acc == Accumulate::Yes;
@@ -311,7 +317,8 @@ template <int kPending> __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Four 8x8 matrices of 16-bit elements; lane 8 i + r gives the address of row r of matrix i.
+// Four 8x8 matrices of 16-bit elements, one into each r[i]; lane 8 i + j gives the address of row j of matrix
+// i. Lane l receives elements 2 (l % 4) and the next of row l / 4; with _trans, of column l / 4.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -366,8 +373,9 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // ---- one function per instruction, Hopper: mbarrier, bulk and tensor copies (TMA), wgmma ----
 
-// A barrier in shared memory that counts arrivals and bytes. fence_init makes new ones visible to the copy
-// engine; expect: one arrival, and `bytes` more to come; wait: until the phase of this parity has ended.
+// A barrier in shared memory that counts arrivals and bytes; when all it was told to expect are there, its
+// phase ends and the next begins. fence_init makes new barriers visible to the copy engine. expect arrives
+// once and announces `bytes` to come. wait returns when the phase of this parity (the n-th: n % 2) has ended.
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(count)
                  : "memory");
@@ -390,7 +398,7 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
 }
 
 // Starts the copy of the map's box at coordinates (c0, c1, c2, c3), innermost first; what lies outside of the
-// tensor arrives as zeros. One thread calls it; `barrier` hears of the bytes.
+// tensor arrives as zeros and counts. One thread calls it; the bytes arrive at `barrier`.
 __device__ __forceinline__ void tma_load_4d(void* shared, const CUtensorMap* map, uint64_t* barrier, int c0,
                                             int c1, int c2, int c3) {
     asm volatile(
@@ -408,8 +416,9 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint
         : "memory");
 }
 
-// wgmma runs on its own. fence: registers and shared memory that it will use are written; commit closes a
-// group of products; wait: until at most the last kPending groups are under way.
+// wgmma runs on its own, beside the threads that started it. fence: what they have written to registers (its
+// accumulators, its A operand) is visible to it. commit closes a group of products. wait: until at most the
+// last kPending groups are under way.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -436,7 +445,8 @@ __device__ __forceinline__ void pin_registers(uint32_t (&a)[4][4]) {
 }
 
 // Descriptor of a tile with rows of 64 16-bit elements in the 128-byte swizzle (PTX ISA, "Matrix Descriptor
-// Format"): groups of 8 rows are 1024 bytes apart.
+// Format"), in units of 16 bytes: its address; 1, unused in this swizzle; 64, as groups of 8 rows are 1024
+// bytes apart; and in bits 62 and 63 the swizzle's number, 1.
 __device__ __forceinline__ uint64_t wgmma_descriptor(const void* tile) {
     return (uint64_t)((smem_address(tile) & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
@@ -454,6 +464,8 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(const void* tile) {
 // d (64,64) = or += A (64,16) B (64,16)^T, both in shared memory. The first step of a product stores ("=f"),
 // the later ones add ("+f"): a "+f" on registers that hold nothing yet would make the compiler set them
 // first, and ptxas then serialises the wgmma pipeline (warning C7515).
+// The constants that end the instruction: add to d; the signs of A and B; whether A (where it is in shared
+// memory) and B lie transposed, which is with k as the slower index.
 #define WGMMA_64 "wgmma.mma_async.sync.aligned.m64n64k16.f32." MMA_TYPE "." MMA_TYPE " {" WGMMA_REGS_64 "}, "
 template <bool kAdd> __device__ __forceinline__ void wgmma_shared(float (&d)[8][4], uint64_t a, uint64_t b) {
 #define WGMMA(IO, ADD)                                          \

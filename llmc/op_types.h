@@ -19,16 +19,17 @@ typedef int Stream;                             // the twins run at once and ign
 struct int4 { int x, y, z, w; };                // as the CUDA toolkit has it
 #endif
 
-constexpr double kLayernormEps = 1e-5;         // added to the variance, as in GPT-2 and PyTorch's default
-constexpr float kClipEps = 1e-6f;                // added to the norm in clipping, as in clip_grad_norm_
+constexpr double kLayernormEps = 1e-5;          // added to the variance, as in GPT-2 and PyTorch's default
+constexpr float kClipEps = 1e-6f;               // added to the norm in clipping, as in clip_grad_norm_
 
 enum class Accumulate { No, Yes };              // No: output = value; Yes: output += value
 enum class ClassifierMode { LossOnly, LossAndGrad };
 
 // Where one gradient tensor goes. S is fp32 in the trainer, double where tests run the twins. The CUDA build
-// can keep it in bf16, rounded with dither (--grad-dtype bf16): element i then draws the bits of position
-// `first` + i of the whole gradient, whoever computes it. Its readers need that draw again, so an element is
-// rounded once a micro-step, and an addition expects to find what the micro-step before stored.
+// can keep it in bf16, rounded with dither (--grad-dtype bf16; bf16_encode_dithered in rand.h says what that
+// is): element i then draws the random bits of position `first` + i of the whole gradient, whoever computes
+// it. Whoever reads it needs the same bits again, so an element is rounded once a micro-step, and an addition
+// expects to find what the micro-step before stored.
 template <class S> struct GradOf {
     S* data;                // null: not wanted
     Accumulate acc;

@@ -7,8 +7,10 @@ Both are compiled against the structs below, and the model (section 8) calls eit
 
 X is the type of weights and activations: floatX, or double where tests run the twins. S is the type of
 statistics, losses, gradients and LayerNorm's parameters: fp32, or double. Outputs come first, then scratch,
-inputs, sizes. Outputs are stored (=); those that are a GradOf or have an Accumulate beside them are stored or
-added to, (+)=. Scratch is as large as op_scratch_bytes(sizes) says and keeps nothing. N = B*T rows.
+inputs, sizes; N = B*T rows. Outputs are stored, written =. Those that are a GradOf or have an Accumulate
+beside them are stored or added to, as it says: (+)=. Scratch keeps nothing from one op to the next; beside
+each launcher that needs some, a function says how much: layernorm_backward_scratch_bytes(N, C). A pointer
+that may be null says so.
 */
 #ifndef LLMC_OPS_H
 #define LLMC_OPS_H
@@ -60,7 +62,8 @@ template <class X, class S> struct MatmulForward {      // out = inp weight^T + 
     X* out;                             // (N,OC)
     const X *inp, *weight, *bias;       // (N,C) (OC,C) (OC) or null
     const X* residual;                  // (N,OC) or null; not `out`
-    X* pre_gelu;                        // (N,OC) or null; else pre_gelu = the layer's output, out = gelu(it)
+    X* pre_gelu;                        // (N,OC) or null; else pre_gelu = the sum and out = gelu(it), without
+                                        // a residual
     int N, C, OC;
 };
 template <class X, class S> struct MatmulBackwardInput {        // dinp = dout weight
@@ -71,7 +74,7 @@ template <class X, class S> struct MatmulBackwardInput {        // dinp = dout w
 };
 template <class X, class S> struct MatmulBackwardWeight {       // dweight (+)= dout^T inp
     GradOf<S> dweight;                  // (OC,C)
-    S* scratch;                         // (OC,C) for bf16 gradients
+    S* scratch;                         // (OC,C) where dweight is bf16, else not used
     const X *dout, *inp;                // (N,OC) (N,C)
     int N, C, OC;
 };
@@ -159,8 +162,8 @@ template <class X, class S> struct AdamW {              // a skipped update chan
 
 // The table of ops: each is op(const Arguments<X, S>& a, Stream stream). Behind the two names stand its
 // output tensors: name, where, dimensions; null where a call does not compute it. Both builds declare the ops
-// by this table, and the tests' --break OP.OUTPUT disturbs what it names. (Of encoder_backward's dwte that is
-// row 0: how many rows there are is not known there.)
+// by this table, and the tests' --break OP.OUTPUT disturbs what it names. Of encoder_backward's dwte it names
+// row 0 alone, since that op does not know how many rows there are.
 #define GPT2_OPS(X)                                                                                    \
     X(encoder_forward, EncoderForward, out("out", a.out, a.B, a.T, a.C))                               \
     X(encoder_backward, EncoderBackward, out("dwte", a.dwte, a.C), out("dwpe", a.dwpe, a.maxT, a.C))   \
@@ -190,7 +193,7 @@ template <class X, class S> struct AdamW {              // a skipped update chan
       out("m", a.m, a.n), out("v", a.v, a.n))
 
 // op_name(a) is the op's name; op_outputs(a, f) calls f(op, output, pointer or GradOf, elements) for each of
-// its outputs.
+// its outputs. (Weight is the X of the structs, a name that the macro has taken here.)
 #define X(op, Args, ...)                                                            \
     template <class Weight, class S>                                                \
     constexpr const char* op_name(const Args<Weight, S>&) { return #op; }           \
