@@ -4520,9 +4520,9 @@ static void print_model(const GPT2& model) {
     const Config& c = model.config;
     const size_t decayed = gpt2_num_parameters(model.param_specs, Decay::Yes);
     const size_t others = gpt2_num_parameters(model.param_specs, Decay::No);
-    printf("model: L=%d NH=%d C=%d T=%d V=%d, %zu parameters: %zu with weight decay, %zu without; wte is "
-           "padded to %d rows with %zu zeros\n",
-           c.L, c.NH, c.C, c.maxT, c.V, decayed + others, decayed, others, c.Vp, (size_t)(c.Vp - c.V) * c.C);
+    printf("model: L=%d NH=%d C=%d T=%d V=%d, %zu parameters: %zu with weight decay, %zu without; and %zu "
+           "zeros that pad wte to %d rows\n",
+           c.L, c.NH, c.C, c.maxT, c.V, decayed + others, decayed, others, (size_t)(c.Vp - c.V) * c.C, c.Vp);
     gpt2_print_memory(c, model.options, run.B, model.T);
     printf("kernels: attention %s\n", attention_uses_sm90(c.C / c.NH) ? "sm90 (wgmma)" : "portable");
 }
@@ -4593,12 +4593,13 @@ int main(int argc, char** argv) {
     if (generate_only) { generate(&model, &tokenizer, has_text, 0); }
     else if (evaluate_only) { fine = validate(&model, &val_loader, &logger, 0); }
     else {
-        printf("data: %lld training tokens (%lld rows of %d), %d micro-steps a step, %lld steps\n",
-               (long long)train_loader.tokens, (long long)train_loader.samples_per_epoch, run.T,
-               (int)(run.total_batch / ((int64_t)run.B * run.T)), (long long)run.max_steps);
         logger_init(&logger, run.output_dir);
         logger_run(&logger, kFlags, kNumFlags, {{"precision", PRECISION_NAME}, {"device", device.name}});
         catch_signals();
+        printf("data: %lld training tokens (%lld rows of %d), %d micro-steps a step, %lld steps\n",
+               (long long)train_loader.tokens, (long long)train_loader.samples_per_epoch, run.T,
+               (int)(run.total_batch / ((int64_t)run.B * run.T)), (long long)run.max_steps);
+        fflush(stdout);                     // the first step may take long
         train(&model, &train_loader, &val_loader, &tokenizer, has_text, &logger);
         dataloader_free(&train_loader);
     }

@@ -94,6 +94,7 @@ static inline void limit_memory(DeviceInfo* info, int threads) {
     const size_t others = threads * (2 * stack_bytes + blas_bytes) + 2 * stack_bytes;
     const size_t used = proc_bytes("/proc/self/status", "VmSize") + others;
     const size_t left = addresses.rlim_cur > used ? addresses.rlim_cur - used : 1;      // 0: not known
+    info->name += ", addresses limited by `ulimit -v`";
     info->memory_free = std::min(info->memory_free, left);
     info->memory_total = std::min(info->memory_total, (size_t)addresses.rlim_cur);
 }

@@ -12,6 +12,7 @@ test_loop.py. Standard library only.
 Losses of a run that another program computed: dev/reference/fixture/run.json (PyTorch, made by
 dev/reference/make_fixture.py) and EXPECTED_D12 below.
 """
+import fcntl
 import glob
 import json
 import math
@@ -23,6 +24,7 @@ import signal
 import struct
 import subprocess
 import sys
+import termios
 import time
 
 from trainer import *                   # gives: run, run_ok, check, write_shard, read_model, main, ...
@@ -124,9 +126,12 @@ def test_padded_vocabulary():
     for vocabulary, padded in ((256, 256), (300, 384)):
         folder = f"padded{vocabulary}"
         run_ok({"-e": f"L1,NH2,C16,T32,V{vocabulary}", "-x": 3, "-o": folder, "-l": "1e-2", "-c": 0.1})
-        header, params = read_model(model_path(folder))
+        header, _ = read_model(model_path(folder))
         check_equal(header[2:8], (32, vocabulary, 1, 2, 16, padded), "header")
-        check(not any(params["wte"][vocabulary * 16:]), "rows of the padding are not zero")
+        width = 2 if Program.precision == "BF16" else 4
+        wte = read_bytes(model_path(folder))[1024:1024 + padded * 16 * width]
+        check(any(wte[:vocabulary * 16 * width]) and not any(wte[vocabulary * 16 * width:]),
+              "bytes of the padded rows are not zero")
     # what stands in the padding of somebody's file has no part in the loss
     data = bytearray(read_bytes(model_path("padded300")))
     clean = run_ok({"-e": model_path("padded300"), "-x": 0}).val_losses()
@@ -226,6 +231,197 @@ def test_sequence_length():
         check(all(4.5 < x < 7.0 for x in result.losses()), f"losses with -t {length}: {result.losses()}")
 
 
+def test_shorter_rows():
+    """A run at -t below the model's T saves all positions, of which it moved those that it saw."""
+    saw = 7
+    for name, rate in (("still", 0), ("moved", "1e-2")):
+        run_ok({"-t": saw, "-x": 3, "-l": rate, "-o": "shorter_" + name})
+    path = model_path("shorter_moved")
+    header, params = read_model(path)
+    check_equal(header[2:8], (T, V, L, 2, C, 256), "header")
+    start = read_model(model_path("shorter_still"))[1]["wpe"]
+    moved = [params["wpe"][t * C:t * C + C] != start[t * C:t * C + C] for t in range(T)]
+    check_equal(moved, [True] * saw + [False] * (T - saw), "positions that moved")
+    again = run_ok({"-e": path, "-x": 2, "-l": 0, "-v": 1, "-o": "shorter_again"})
+    check(f" T={T} " in again.out and len(again.val_losses()) == 3, "the file loads, at all its positions")
+    check(read_bytes(path) == read_bytes(model_path("shorter_again")), "loaded and saved, it is another file")
+
+
+def model_loss(path, shard, rows, **flags):
+    return run_ok({"-e": path, "-j": shard, "-x": 0, "-b": rows, **flags}).val_losses()
+
+
+def test_validation_rows():
+    """The mean over the first -m x B rows, over all where there are fewer, each once, whatever B."""
+    model, text = trained_model(), sentences(4, 5 * T + 1)[:5 * T] + bytes(range(4 * T + 1))
+    write_shard("nine.bin", text)
+    one_by_one = []                                     # the last four rows are nothing the model has seen
+    for row in range(9):
+        one_by_one += model_loss(model, write_shard("one.bin", text[row * T:row * T + T + 1]), 1)
+    mean = sum(one_by_one) / 9
+    check(max(one_by_one) - min(one_by_one) > 1, f"rows of equal loss would prove nothing: {one_by_one}")
+    near = tolerance(2e-6, 1e-2)
+    for rows in (1, 2, 3, 4, 5, 8, 9, 16):
+        check_close(model_loss(model, "nine.bin", rows), [mean], near, f"val loss of 9 rows with -b {rows}")
+    for rows, batches in ((1, 4), (2, 2), (4, 1), (2, 3), (3, 2), (4, 2), (5, 1)):
+        check_close(model_loss(model, "nine.bin", rows, **{"-m": batches}),
+                    [sum(one_by_one[:rows * batches]) / (rows * batches)], near,
+                    f"val loss of the first {rows} x {batches} rows")
+
+
+def test_clock():
+    """What the progress lines say of time agrees with itself."""
+    began = time.monotonic()
+    total = 10**5
+    p, seen = start({"-x": total, "-o": "clock"})
+    while b"step 12/" not in seen:
+        seen += p.stdout.readline()
+    p.send_signal(signal.SIGTERM)
+    out, _ = finish(p, seen)
+    wall_ms = 1000 * (time.monotonic() - began)
+    with open("clock/metrics.jsonl", encoding="utf-8") as f:
+        ms = [json.loads(line)["ms"] for line in f]
+    rows = re.findall(r"^step (\d+)/.*\| (\S+) ms \| (\d+) tok/s \| ETA (\d+):(\d+):(\d+)$", out, re.M)
+    check(len(rows) >= 12 and check_equal(len(ms), len(rows), "steps in metrics.jsonl"), "steps printed")
+    off = []
+    for (step, shown, speed, hours, minutes, seconds), x in zip(rows, ms):
+        measured = ms[1:int(step)] or ms[:1]            # the first step also loads kernels
+        eta = (total - int(step)) * sum(measured) / len(measured) / 1000
+        off.append(abs(int(hours) * 3600 + int(minutes) * 60 + int(seconds) - eta))
+        check(abs(float(shown) - x) <= 0.0501, f"step {step}: {shown} ms printed, {x} in metrics.jsonl")
+        check(abs(int(speed) - B * T / x * 1000) <= 1, f"step {step}: {speed} tokens/s in {x} ms")
+    check(max(off) <= 0.51, f"ETA: {max(off)} s from the steps left times their mean time")
+    check(sum(ms) <= wall_ms, f"steps of {sum(ms)} ms in all, the whole run took {wall_ms}")
+    mean = re.search(r"^mean step time (\S+) ms, (\d+) tokens/s over (\d+) steps$", out, re.M)
+    check(mean and int(mean[3]) == len(ms) - 1 and
+          abs(float(mean[1]) - sum(ms[1:]) / (len(ms) - 1)) <= 0.0501, "mean step time")
+    done = run_ok({"-x": 3}).out
+    check_equal(re.findall(r"^step 3/3 .* ETA (\S+)$", done, re.M), ["0:00:00"], "ETA of the last step")
+
+
+# ---- what the start says ----
+
+def test_parameter_counts():
+    """Whole and parts in the start-up line, by the file format's own sizes."""
+    for shape in ((32, 256, 2, 2, 32), (17, 300, 3, 1, 40), (8, 2, 1, 4, 16), (64, 257, 1, 1, 8)):
+        maxT, vocabulary, layers, heads, channels = shape
+        out = run_ok({"-e": f"L{layers},NH{heads},C{channels},T{maxT},V{vocabulary}", "-x": 0, "-b": 1,
+                      "-j": write_shard("zeros.bin", [0] * (maxT + 1))}).out
+        sizes = param_sizes(maxT, vocabulary, layers, heads, channels, vocabulary)
+        matrices = sum(size for size, (_, dimensions) in zip(sizes, PARAMS) if dimensions == 2)
+        padded = -(-vocabulary // 128) * 128
+        match = re.search(r"^model: .* (\d+) parameters: (\d+) with weight decay, (\d+) without; and (\d+) "
+                          r"zeros that pad wte to (\d+) rows$", out, re.M)
+        check_equal(match and tuple(map(int, match.groups())),
+                    (sum(sizes), matrices, sum(sizes) - matrices, (padded - vocabulary) * channels, padded),
+                    f"parameters of {shape}")
+
+
+def test_said_at_start():
+    """Settings that hardly do what was meant are said, in a line each, and only then."""
+    none = run_ok({"-x": 2, "-s": 1, "-u": 1, "-g": T - 1, "-o": "said"})
+    check(not re.search("no -o|samples:", none.out), f"a run without surprises: {none.out}")
+    check(re.search("^no -o: nothing of this run will be saved$", run_ok({"-x": 1}).out, re.M),
+          "a run without -o says that nothing will be saved")
+    check("no -o" not in run_ok({"-x": 0}).out, "-x 0 has nothing to save")
+    for warmup, steps, said in ((2, 2, "at the last step only"), (3, 2, "never")):
+        late = run({"-x": steps, "-u": warmup})
+        check(late.code == 0 and len(late.err.splitlines()) == 1 and f"-u {warmup}" in late.err and
+              said in late.err, f"-u {warmup} in {steps} steps: {late.err}")
+    cut = run_ok({"-e": trained_model(), "-x": 0, "--prompt": "tak ", "-g": T, "--temperature": 0}).out
+    check(f"samples: -g {T} is cut to {T - 5} tokens" in cut, "-g beyond T says so")
+    check("samples:" not in run_ok({"-e": trained_model(), "-x": 0, "--prompt": "tak ", "-g": T - 5}).out,
+          "a -g that just fits")
+
+
+def test_control_characters():
+    """No message sends a user's control characters to the terminal."""
+    evil = "e\x1b[31mvil\x07\n"
+    write_bytes(evil + ".bin", b"text")
+    os.mkdir(evil)
+    write_bytes(evil + "/main.log", b"s:0 trl:1 lr:1 norm:1\n")
+    for flags in ({"-e": evil + ".bin"}, {"-e": evil + "/no.bin"}, {"-e": evil + "/"}, {"-o": evil},
+                  {"-o": evil + ".bin"}, {"-o": evil + ".bin/x"}, {"-x": 0, "-o": evil}):
+        result = run({"-x": 1, **flags})
+        check(result.code == 1 and "e\\x1b[31mvil\\x07\\x0a" in result.err and
+              not re.search("[\0-\x09\x0b-\x1f\x7f]", result.err), f"{flags}: {result.err!r}")
+    out = run_ok({"-x": 1, "-o": "saved" + evil}).out
+    check(not re.search("[\0-\x09\x0b-\x1f\x7f]", out), "stdout of a run whose folder has such a name")
+
+
+# ---- memory ----
+
+def host_memory_only(count):
+    if Program.device.startswith("CPU"):
+        return True
+    skip("the CPU build's memory is measured by the process's own books", count)
+    return False
+
+
+MIB = 2**20
+
+
+def memory_plan(flags):
+    """Bytes: what the start-up line promises, and by how much the process had grown after its first steps."""
+    words = Program.command({"-x": 10**6, **flags})
+    p = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                         env={**Program.environment(1), "MALLOC_ARENA_MAX": "1"})
+    out = b""
+    while b"step 2/" not in out:
+        line = p.stdout.readline()
+        if not line:
+            break
+        out += line
+    with open(f"/proc/{p.pid}/status", encoding="ascii") as f:
+        peak = re.search(r"^VmPeak:\s+(\d+) kB$", f.read(), re.M)
+    p.kill()
+    p.communicate()
+    plan = re.search(rb"^memory: (\S+) (MiB|GiB) in all", out, re.M)
+    if not check(plan and peak, "the run prints its memory and reaches step 2"):
+        return 0, 0
+    return float(plan[1]) * (MIB if plan[2] == b"MiB" else 1024 * MIB), 1024 * int(peak[1])
+
+
+def test_memory_plan():
+    """The plan's total is what a run takes: two runs differ in the kernel's books as in their plans."""
+    if not host_memory_only(6):
+        return
+    small, small_peak = memory_plan({"-b": 32})         # large enough for BLAS to have taken its buffer
+    for flags, largest in (({"-b": 256}, V * C), ({"-b": 256, "-r": 2}, V * C), ({"-b": 999, "-t": 5}, V * C),
+                           ({"-b": 2, "-e": "L3,NH2,C512,T32,V300"}, 4 * 512 * 512),
+                           ({"-b": 64, "-e": "L1,NH2,C16,T32,V50000"}, 50048 * 16),
+                           ({"-b": 1, "-e": "L1,NH1,C8,T100000,V256", "-t": 8}, 800000)):
+        plan, peak = memory_plan(flags)
+        allowed = 6 * largest + MIB     # planned for a tensor on its way to a file: these are killed before
+        off = (peak - small_peak) - (plan - small)
+        check(plan > 8 * MIB and abs(off) <= allowed,
+              f"{flags}: {plan / MIB:.1f} MiB planned, {off / MIB:.1f} MiB more were taken")
+
+
+def test_memory_limit():
+    """Under a limit the plan is refused in a sentence, whose hint fits, and one row more does not."""
+    if not host_memory_only(12):
+        return
+
+    def limited(flags, mib):
+        def limit():
+            resource.setrlimit(resource.RLIMIT_AS, (mib * MIB, mib * MIB))
+        return run({"-x": 2, "-v": 1, "-s": 1, "-o": None, **flags}, preexec_fn=limit)
+    for mib, flags in ((400, {}), (600, {}), (500, {"-r": 2}), (500, {"-e": "L2,NH2,C128,T256,V50000"})):
+        over = limited({**flags, "-b": 65536}, mib)
+        best = re.search(r"largest micro-batch that fits is -b (\d+)", over.err)
+        if not check(over.code == 1 and best and len(over.err.splitlines()) <= 3, f"{mib} MiB: {over.err}"):
+            continue
+        fits = limited({**flags, "-b": best[1]}, mib)
+        check_equal((fits.code, fits.err), (0, ""), f"{mib} MiB: the hinted -b {best[1]}")
+        more = limited({**flags, "-b": int(best[1]) + 1}, mib)
+        check(more.code == 1 and f"fits is -b {best[1]}" in more.err, f"{mib} MiB: one row more: {more.err}")
+    for mib in (100, 160):              # too little for OpenBLAS alone, which would wait for ever
+        none = limited({}, mib)
+        check(none.code == 1 and none.err.startswith("error: ") and len(none.err.splitlines()) <= 3,
+              f"{mib} MiB: exit code {none.code}, {none.err}")
+
+
 # ---- against other programs ----
 
 def test_pytorch_run():
@@ -293,7 +489,8 @@ def test_d12():
                              "-j": SHAKESPEARE + "val.bin", **dict(zip(words[::2], words[1::2]))}, threads=2)
             check_close(result.losses(), reference["losses"], tolerance(1e-4, 5e-2), reference["our_flags"])
         check("124439808 parameters" in result.out, "parameters of d12 (V=50257 rows)")
-        check("124354560 with weight decay, 121344 without" in result.out, "parameters by weight decay")
+        check("124318464 with weight decay, 121344 without" in result.out, "parameters by weight decay")
+        check("36096 zeros" in result.out, "47 rows of padding")
 
 
 # ---- sampling ----
@@ -333,6 +530,8 @@ def test_prompt():
     check(len(greedy[0][0]) <= T, "a sample is longer than the model's T")
     longest = run_ok({**flags, "--prompt": "a" * (T - 2), "-g": 5}).samples()
     check(longest and len(longest[0]) <= T - 1, "the longest prompt leaves room for one token")
+    nothing = run_ok({**flags, "--prompt": "", "-g": 5})
+    check_equal((nothing.val_losses(), len(nothing.samples())), ([], 1), "an empty prompt: text from nothing")
     odd = run_ok({**flags, "--prompt": "\u00e9\u00df\u4e16"})
     check(odd.samples()[0].startswith("\u00e9\u00df\u4e16".encode().decode("latin-1")),
           "a prompt that is not ASCII")
@@ -506,13 +705,16 @@ def test_bad_checkpoints():
             header[names.index(field)] = value
         return struct.pack("<256i", *header) + good[1024:]
     bad = {
-        "empty": (b"", "truncated"),
-        "headless": (good[:100], "100"),
+        "empty": (b"", "empty"),
+        "headless": (good[:100], "truncated", "100"),
         "only a header": (good[:1024], "1024", len(good)),
         "truncated": (good[:-4], len(good) - 4, len(good)),
         "too long": (good + b"\0", len(good) + 1, len(good)),
         "wrong magic": (patched(magic=20240325), "20240325", MODEL_MAGIC),
-        "a shard": (read_bytes("train.bin"), SHARD_MAGIC),
+        "a shard": (read_bytes("train.bin"), "a token shard", SHARD_MAGIC),
+        "a short text": (b'{"settings": 1}\n', "text"),
+        "a long text": (b"to be or not to be\n" * 100, "text"),
+        "no text": (bytes(range(256)) * 8, "not a model checkpoint"),
         "version 1": (patched(version=1), "version 1", "3", "5"),
         "version 5 of fp32 size": (patched(version=8 - good[4]), len(good)),
         "L 2^30": (patched(L=2**30), 2**30),
@@ -536,6 +738,8 @@ def test_bad_checkpoints():
     check_refused("missing checkpoint", {"-e": "no/model.bin"}, "no/model.bin")
     check_refused("missing checkpoint here", {"-e": "model_00000001.bin"}, "model_00000001.bin")
     check_refused("folder as a checkpoint", {"-e": "sampler/"}, "sampler/")
+    os.mkfifo("fifo.bin")                               # nobody will ever write to it
+    check_refused("FIFO as a checkpoint", {"-e": "fifo.bin"}, "fifo.bin", "regular file")
 
 
 def test_bad_flags():
@@ -562,6 +766,7 @@ def test_bad_flags():
         ({"-z": 130}, "130", "use -z 128"), ({"-z": 100}, "100", "128"), ({"-z": 1}, "-z 1", "-zs"),
         ({"-z": 0}, "-z 0", "-zs"), ({"-z": 3}, "-z 3", "-zs"), ({"-z": -128}, "-128"),
         ({"-z": number}, number),
+        ({"-z": 2, "-b": 1, "-t": 4}, "-z 2", "-zs"), ({"-z": 0, "-b": 1, "-t": 1}, "-z 0", "-zs"),
         ({"-z": 2**64 + 128}, 2**64 + 128), ({"-z": 10**15}, 10**15),
         ({"-t": T + 1}, T + 1, T), ({"-t": -1}, "-t", "-1"), ({"-t": 2**24 + 1}, 2**24 + 1),
         ({"--foo": 1}, "--foo"), ({"-Z": 1}, "-Z"), ({"--batch": 4}, "--batch"), ({"-bb": 4}, "-bb"),
@@ -633,6 +838,11 @@ def test_bad_folders():
     check_refused("-o with a name too long", {"-o": "n" * 300}, "n" * 60)
     run_ok({"-o": "held", "-x": 1})
     check_refused("-o that holds a run", {"-o": "held"}, "held", "already holds")
+    for name in ("main.log", "metrics.jsonl", "run.json"):
+        os.makedirs("pipes")
+        os.mkfifo("pipes/" + name)
+        check_refused(f"FIFO as {name}", {"-o": "pipes"}, name, "regular file")
+        shutil.rmtree("pipes")
     if os.geteuid() == 0:
         skip("a folder without write permission: root may write everywhere")
     else:
@@ -657,6 +867,8 @@ def test_not_finite():
     check(1 < len(skips) <= 50 and len(lines) - len(skips) <= 3,
           f"stderr has {len(lines)} lines, {len(skips)} skips")
     check("in a row" in result.err, "the last sentence says why the run stops")
+    if Program.precision != "FP16":                     # its loss scale skips a few of its own
+        check_equal((len(skips), len(log_lines("nan"))), (20, 20), "skipped updates and logged steps")
     check_equal(glob.glob("nan/model_*"), [], "checkpoints")
     check(all(LOG_LINE.fullmatch(line.strip()) for line in log_lines("nan")), "main.log's form with NaN")
     with open("nan/metrics.jsonl", encoding="utf-8") as f:
@@ -664,18 +876,99 @@ def test_not_finite():
               "metrics.jsonl")
 
 
-def start(flags, threads=1):
+def test_skips_in_a_row():
+    """Twenty skipped updates in a row end a run; nineteen, one good one and nineteen do not."""
+    if Program.precision == "FP16":
+        skip("FP16 holds no number that is this large", 4)
+        return
+    # Whatever the context, the logit of token 1 is very small, which harms nobody but who asks for it: then
+    # the gradient's norm is larger than fp32 holds.
+    model = "L1,NH1,C16,T1,V256"
+    run_ok({"-e": model, "-x": 1, "-l": 0, "-b": 1, "-o": "rare"})
+    data, width = bytearray(read_bytes(model_path("rare"))), 2 if Program.precision == "BF16" else 4
+
+    def put(first, values):
+        for i, x in enumerate(values):
+            at = 1024 + (first + i) * width
+            data[at:at + width] = struct.pack("<f", x)[4 - width:]
+    put(16, [-3e38] * 16)                               # wte of token 1
+    size = sum(param_sizes(1, 256, 1, 1, 16, 256))
+    put(size - 32, [0.0] * 16 + [1 / 16] * 16)          # lnfw, lnfb
+    write_bytes("rare.bin", data)
+    for bad, code in ((19, 0), (20, 1)):
+        wanted = 2 * (bad * [1] + [0])                  # a shard is a row: 0 goes on with this
+        for i, token in enumerate(wanted):
+            write_shard(f"rare{bad}_{i:02d}.bin", [0, token])
+        result = run({"-e": "rare.bin", "-i": f"rare{bad}_*.bin", "-b": 1, "-l": 0, "--shuffle": 0,
+                      "-x": len(wanted)})
+        skips = [int(n) for n in re.findall(r"^step (\d+):.*skipped$", result.err, re.M)]
+        expected = [i + 1 for i, token in enumerate(wanted) if token]
+        check_equal((result.code, skips), (code, expected if code == 0 else expected[:20]),
+                    f"exit code and skipped steps, twice {bad} in a row")
+
+
+def test_not_finite_validation():
+    data = bytearray(read_bytes(trained_model()))
+    width = 2 if Program.precision == "BF16" else 4
+    data[1024:1024 + width] = (b"\xc0\x7f" if width == 2 else b"\0\0\xc0\x7f")      # wte[0] = NaN
+    result = run({"-e": write_bytes("nan_val.bin", data), "-x": 0})
+    check_equal((result.code, re.findall("^val loss.*$", result.out, re.M)), (1, ["val loss nan"]),
+                "exit code and val loss of -x 0")
+    check(len(result.err.splitlines()) == 1 and result.err.startswith("warning: ") and
+          "not finite" in result.err, f"stderr: {result.err}")
+
+
+def test_failed_start():
+    """A folder without the line of a step is no run; one with it is kept as it is."""
+    os.mkdir("failed")
+    for main_log in (b"", b"s:0 tel:5.545\n"):
+        write_bytes("failed/main.log", main_log)
+        write_bytes("failed/metrics.jsonl", b"")
+        run_ok({"-o": "failed", "-x": 2})
+        check_equal(len(log_lines("failed")), 2, f"steps in a folder whose main.log held {main_log}")
+        shutil.copytree("failed", "kept")
+        check_refused("-o with a step", {"-o": "kept"}, "kept", "already holds")
+        Count.name = "failed_start"
+        shutil.rmtree("kept")
+    run_ok({"-o": "val_first", "-x": 1, "-v": 1})
+    check_refused("-o with a validation and a step", {"-o": "val_first"}, "already holds")
+    Count.name = "failed_start"
+    # a disk that is full at the very first file
+    def no_files():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
+    full = run({"-o": "full_start"}, preexec_fn=no_files, restore_signals=False)
+    check_equal(full.code, 1, "exit code where nothing can be written")
+    run_ok({"-o": "full_start", "-x": 1})
+
+
+def test_full_output():
+    """Text that could not be written is an error; a model is saved all the same."""
+    def to_full(flags):
+        with open("/dev/full", "wb") as full:
+            p = subprocess.run(Program.command(flags), stdout=full, stderr=subprocess.PIPE, timeout=LIMIT_S,
+                               env=Program.environment(1))
+        return p.returncode, p.stderr.decode("latin-1")
+    prompted = {"-e": trained_model(), "-x": 0, "--prompt": "tak "}
+    for flags in ({"-x": 0}, prompted, {"-x": 2, "-o": "unheard"}):
+        code, err = to_full(flags)
+        check(code == 1 and err.startswith("error: cannot write to the standard output") and
+              len(err.splitlines()) == 1, f"{flags}: exit code {code}, {err}")
+    model_path("unheard")
+
+
+def start(flags, threads=1, until=b"step 3/"):
     """A run in the background, once it has printed its third step."""
     words = Program.command(flags)
     p = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                          env=Program.environment(threads))
     seen = b""
-    while b"step 3/" not in seen:
+    while until not in seen:
         line = p.stdout.readline()
         if not line:
             break
         seen += line
-    check(b"step 3/" in seen, "the run reaches step 3")
+    check(until in seen, f"the run reaches {until.decode()}")
     return p, seen
 
 
@@ -689,22 +982,108 @@ def finish(p, seen):
     return (seen + out).decode("latin-1"), err.decode("latin-1")
 
 
+STOPPING = "stopping after the last complete step; once more: at once, unsaved\n"
+
+
 def test_signals():
-    for number in (signal.SIGTERM, signal.SIGINT):
-        folder = "signal_" + number.name
-        p, seen = start({"-x": 10**6, "-o": folder, "-v": 10**5})
+    flags = {"-z": 20 * T, "-b": 1, "-k": "constant", "-l": "1e-3"}     # 20 micro-steps: most signals meet one
+    for i, number in enumerate((signal.SIGTERM, signal.SIGINT, signal.SIGTERM, signal.SIGINT)):
+        folder = f"signal_{i}"
+        p, seen = start({**flags, "-x": 10**6, "-o": folder, "-v": 10**5, "-s": 10**5})
         p.send_signal(number)
         out, err = finish(p, seen)
-        check_equal((p.returncode, err), (0, ""), f"exit code and stderr after {number.name}")
+        if Program.precision != "FP16":
+            check_equal((p.returncode, err), (0, STOPPING), f"exit code and stderr after {number.name}")
         steps = len(log_lines(folder))
         check_equal(os.path.basename(model_path(folder)), f"model_{steps:08d}.bin",
                     "the checkpoint of the last step")
-        check("signal" in out, "the output says why the run ended")
+        check(f"stopped by a signal after step {steps}\n" in out, "the output says why the run ended")
         check(f"step {steps}/1000000" in out, "the last step is printed")
-        # it is the model of a run with that many steps: the schedule still aims at -x
-        loss = run_ok({"-e": model_path(folder), "-x": 0}).val_losses()
-        printed = [float(x) for x in re.findall(r"^val loss (\S+)$", out, re.M)]
-        check_close(loss, printed[-1:], tolerance(0, 1e-2), "val loss at the end and of the checkpoint")
+        check(len(re.findall("^val loss", out, re.M)) == 1 and not re.search("^sample ", out, re.M),
+              "something is validated or sampled after the signal")
+        # it is the model of a run of that many steps: what a dropped step had added up is nowhere
+        run_ok({**flags, "-x": steps, "-o": folder + "_whole"})
+        check(read_bytes(model_path(folder)) == read_bytes(model_path(folder + "_whole")),
+              f"the checkpoint of {steps} steps is not that of a run of {steps} steps")
+
+
+def test_signal_inside():
+    """A signal during a long validation, long sampling, a long step: what was begun is not finished."""
+    write_shard("long_val.bin", [0, 1] * 500000)
+    work = {"validation": {"-v": 1, "-b": 1, "-t": 1, "-j": "long_val.bin", "-m": 10**6},
+            "samples": {"-s": 3, "-x": 6, "--num-samples": 10**5},
+            "micro-steps": {"-z": B * T * 10**6}}
+    for name, flags in work.items():
+        folder = "inside_" + name
+        until = b"sample 2 at step 3" if name == "samples" else b"micro-steps a step"
+        p, seen = start({"-x": 10, "-o": folder, **flags}, until=until)
+        if name != "samples":
+            time.sleep(0.2)                             # not in the first of them
+        p.send_signal(signal.SIGTERM)
+        out, err = finish(p, seen)
+        check(p.returncode == 0 and STOPPING in err, f"{name}: exit code {p.returncode}, {err}")
+        steps = 3 if name == "samples" else 0
+        check_equal((out.count("val loss"), out.count("\nstep ")), (0, steps), f"{name}: losses printed")
+        check(out.count("\nsample ") < 10**5, f"{name}: all samples were written")
+        check_equal(len(glob.glob(folder + "/model_*")), int(steps > 0), f"{name}: checkpoints")
+        if steps == 0:                                  # no step, no run: the folder may be used again
+            check("no step was completed: nothing is saved" in out, f"{name}: what became of the run")
+            run_ok({"-o": folder, "-x": 1})
+
+
+def unread(folder):
+    """A run that can print no more: nobody reads its output."""
+    p = subprocess.Popen(Program.command({"-x": 10**6, "-o": folder}), stdout=subprocess.PIPE,
+                         stderr=subprocess.PIPE, env=Program.environment(1))
+    size = fcntl.fcntl(p.stdout, 1031, 4096)            # F_SETPIPE_SZ
+    end = time.monotonic() + LIMIT_S
+    while time.monotonic() < end:
+        held = struct.unpack("i", fcntl.ioctl(p.stdout, termios.FIONREAD, bytes(4)))[0]
+        if held > size - 150:                           # the last lines of a run are longer
+            break
+        time.sleep(0.01)
+    check(held > size - 150, "the pipe fills")
+    return p
+
+
+def test_second_signal():
+    for number in (signal.SIGINT, signal.SIGTERM):
+        p = unread("second_" + number.name)
+        p.send_signal(number)
+        check_equal(p.stderr.readline().decode(), STOPPING, "stderr after the first signal, at once")
+        p.send_signal(number)
+        try:
+            p.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            p.kill()
+        check_equal(p.wait(), 128 + number, "exit code after the second")
+        check_equal(p.stderr.read(), b"", "more on stderr")
+        p.stdout.close()
+        p.stderr.close()
+
+
+def test_signal_and_closed_output():
+    """Ctrl-C ends the other programs of a pipe too (`| tee log`): the model is saved all the same."""
+    p = unread("teed")
+    p.send_signal(signal.SIGINT)
+    check_equal(p.stderr.readline().decode(), STOPPING, "stderr after the signal")
+    p.stdout.close()
+    try:
+        p.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        p.kill()
+    check_equal((p.wait(), p.stderr.read()), (0, b""), "exit code and stderr")
+    p.stderr.close()
+    model_path("teed")
+
+
+def test_saved_before_the_end():
+    """The model is on disk before the last validation and the last samples begin."""
+    for name, flags, begun in (("val", {"-v": 10}, b"val loss"), ("text", {"-s": 10}, b"\nsample ")):
+        folder = "early_" + name
+        out = run_ok({"-x": 1, "-o": folder, "--num-samples": 3, **flags}).out.encode("latin-1")
+        at = out.find(b"saved " + model_path(folder).encode())
+        check(0 < at < out.rfind(begun), f"{name}: saved at {at} of the output, begun at {out.rfind(begun)}")
 
 
 def test_kill():
