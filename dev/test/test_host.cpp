@@ -134,6 +134,59 @@ static void parse(const std::vector<std::string>& words) {
     flags_parse(flags, num_flags, (int)argv.size(), argv.data());
 }
 
+static void test_numbers() {
+    TEST("numbers: whole ones") {
+        struct { const char* text; int64_t value; } good[] = {
+            {"0", 0}, {"7", 7}, {"10", 10}, {"-1", -1}, {"-30", -30}, {"4294967302", 4294967302},
+            {"9223372036854775807", INT64_MAX}, {"-9223372036854775808", INT64_MIN},
+        };
+        for (const auto& g : good) {
+            int64_t n = -5;
+            bool taken = parse_int(g.text, g.text + strlen(g.text), &n);
+            CHECK(taken && n == g.value, "'%s' gives %lld", g.text, (long long)n);
+        }
+        for (const char* text : {"", "-", "+", "+6", "-+6", "--6", " 6", "6 ", "\t6", "6\n", "06", "00", "-0",
+                                 "-06", "007", "0x10", "1e5", "6.", "6.0", ".", "6x", "x", "\xef\xbc\x96",
+                                 "1_000", "1,000", "9223372036854775808", "-9223372036854775809",
+                                 "99999999999999999999", "18446744073709551622"}) {
+            int64_t n = 0;
+            CHECK(!parse_int(text, text + strlen(text), &n), "'%s' is taken as %lld", text, (long long)n);
+        }
+        int64_t n = 0;                                      // a part of a text, which need not end there
+        const char* text = "V256,T32";
+        CHECK(parse_int(text + 1, text + 4, &n) && n == 256, "%lld", (long long)n);
+        CHECK(!parse_int(text + 1, text + 5, &n), "a comma is taken");
+        CHECK(!parse_int("12\0" "3", "12\0" "3" + 4, &n), "a zero byte ends the number");
+    }
+    TEST("numbers: others") {
+        struct { const char* text; double value; } good[] = {
+            {"0", 0}, {"-0", 0}, {"1", 1}, {"0.5", 0.5}, {".5", 0.5}, {"5.", 5}, {"-.25", -0.25},
+            {"1e5", 1e5}, {"1E5", 1e5}, {"1e+5", 1e5}, {"6e-04", 6e-4}, {"1.5e-3", 1.5e-3}, {"0e9", 0}, {"0.1", 0.1},
+            {"0.00", 0}, {"1e308", 1e308}, {"100000000000000000000000", 1e23},
+        };
+        for (const auto& g : good) {
+            double x = -5;
+            bool taken = parse_double(g.text, g.text + strlen(g.text), &x);
+            CHECK(taken && x == g.value, "'%s' gives %g", g.text, x);
+        }
+        for (const char* text : {"", "-", "+1", " 1", "1 ", "1\n", ".", "-.", "e5", ".e5", "1e", "1e+",
+                                 "1e5.", "1e5e5", "1.2.3", "--1", "00.5", "007", "-01", "0x10", "0x1p3",
+                                 "inf", "-inf", "infinity", "nan", "nan(1)", "1f", "1,5", "1e400", "-1e400", "1e-400"}) {
+            double x = 0;
+            CHECK(!parse_double(text, text + strlen(text), &x), "'%s' is taken as %g", text, x);
+        }
+    }
+    TEST("numbers: what to write instead") {
+        struct { const char *text, *hint; } cases[] = {
+            {"1e5", "write it in digits only: 100000"}, {"8.", "write it in digits only: 8"},
+            {"-2.0", "write it in digits only: -2"}, {"1.5", ""}, {"1e30", ""}, {"x", ""}, {"", ""},
+        };
+        for (const auto& c : cases) {
+            CHECK(parse_int_hint(c.text) == c.hint, "'%s': %s", c.text, parse_int_hint(c.text).c_str());
+        }
+    }
+}
+
 static void test_flags() {
     TEST("flags: values") {
         parse({});
@@ -178,6 +231,8 @@ static void test_flags() {
             {{"-b", ""}, {"''"}},
             {{"-b="}, {"''"}},
             {{"-b", " 4"}, {"' 4'"}},
+            {{"-b", "+4"}, {"'+4'"}},
+            {{"-b", "007"}, {"'007'"}},
             {{"-b", "0x10"}, {"'0x10'"}},
             {{"-b", "4.5"}, {"whole number", "'4.5'"}},
             {{"-b", "1e5"}, {"whole number", "'1e5'", "digits only: 100000"}},
@@ -193,6 +248,10 @@ static void test_flags() {
             {{"-l", "-1.5"}, {"at least -1", "'-1.5'"}},
             {{"-l", "1,5"}, {"'1,5'"}},
             {{"-l", "1e"}, {"'1e'"}},
+            {{"-l", "+1"}, {"'+1'"}},
+            {{"-l", "00.1"}, {"'00.1'"}},
+            {{"-l", "0x1p-4"}, {"'0x1p-4'"}},
+            {{"--seed", "x"}, {"--seed wants a whole number of at most 63 bits, not 'x'"}},
             {{"-l", "."}, {"'.'"}},
             {{"-w", "2"}, {"-w (--master) wants 0 or 1, not '2'"}},
             {{"-w", "true"}, {"0 or 1", "'true'"}},
@@ -834,6 +893,7 @@ int main() {
     folder = name;
     test_check();
     test_json();
+    test_numbers();
     test_flags();
     test_schedulers();
     test_sampler();
