@@ -161,8 +161,8 @@ static void test_numbers() {
     TEST("numbers: others") {
         struct { const char* text; double value; } good[] = {
             {"0", 0}, {"-0", 0}, {"1", 1}, {"0.5", 0.5}, {".5", 0.5}, {"5.", 5}, {"-.25", -0.25},
-            {"1e5", 1e5}, {"1E5", 1e5}, {"1e+5", 1e5}, {"6e-04", 6e-4}, {"1.5e-3", 1.5e-3}, {"0e9", 0}, {"0.1", 0.1},
-            {"0.00", 0}, {"1e308", 1e308}, {"100000000000000000000000", 1e23},
+            {"1e5", 1e5}, {"1E5", 1e5}, {"1e+5", 1e5}, {"6e-04", 6e-4}, {"1.5e-3", 1.5e-3}, {"0e9", 0},
+            {"0.1", 0.1}, {"0.00", 0}, {"1e308", 1e308}, {"100000000000000000000000", 1e23},
         };
         for (const auto& g : good) {
             double x = -5;
@@ -171,7 +171,8 @@ static void test_numbers() {
         }
         for (const char* text : {"", "-", "+1", " 1", "1 ", "1\n", ".", "-.", "e5", ".e5", "1e", "1e+",
                                  "1e5.", "1e5e5", "1.2.3", "--1", "00.5", "007", "-01", "0x10", "0x1p3",
-                                 "inf", "-inf", "infinity", "nan", "nan(1)", "1f", "1,5", "1e400", "-1e400", "1e-400"}) {
+                                 "inf", "-inf", "infinity", "nan", "nan(1)", "1f", "1,5", "1e400", "-1e400",
+                                 "1e-400"}) {
             double x = 0;
             CHECK(!parse_double(text, text + strlen(text), &x), "'%s' is taken as %g", text, x);
         }
@@ -396,6 +397,71 @@ static void check_distribution(const char* what, const std::vector<float>& logit
     CHECK(only_allowed, "%s: drew a token that was not allowed", what);
     CHECK(chi2 <= freedom + 4.0 * sqrt(2.0 * freedom), "%s: chi-square %g with %g degrees of freedom", what,
           chi2, freedom);
+}
+
+// The whole distribution in double, from the definition: the k best by (logit, lower id first), each with
+// exp((x - largest) / temperature).
+static std::vector<double> sampler_oracle(const std::vector<float>& logits, double temperature, int top_k) {
+    std::vector<int> ids;
+    for (size_t i = 0; i < logits.size(); i++) { if (!isnan(logits[i])) { ids.push_back((int)i); } }
+    std::stable_sort(ids.begin(), ids.end(),
+                     [&](int a, int b) { return logits[(size_t)a] > logits[(size_t)b]; });
+    if (top_k > 0 && top_k < (int)ids.size()) { ids.resize((size_t)top_k); }
+    if (temperature == 0) { ids.resize(1); }
+    std::vector<double> p(logits.size(), 0.0);
+    const double largest = logits[(size_t)ids[0]];
+    double total = 0.0;
+    for (int i : ids) {
+        double x = logits[(size_t)i];
+        total += p[(size_t)i] = x == largest ? 1.0 : exp((x - largest) / temperature);
+    }
+    for (double& each : p) { each /= total; }
+    return p;
+}
+
+// A coin in the middle of each token's share of [0, 1), and close to both its ends, draws this token.
+static int sampler_errors(const std::vector<float>& logits, float temperature, int top_k) {
+    std::vector<double> p = sampler_oracle(logits, temperature, top_k);
+    int wrong = 0;
+    double begin = 0.0;
+    for (size_t i = 0; i < p.size(); i++) {
+        for (double at : {begin + 1e-6, begin + p[i] / 2, begin + p[i] - 1e-6}) {
+            if (p[i] > 1e-5) { wrong += draw(logits, temperature, top_k, at) != (int)i; }
+        }
+        begin += p[i];
+    }
+    return wrong;
+}
+
+static void test_sampler_ties() {
+    TEST("sampler: the whole distribution of random logits, many of them equal") {
+        int wrong = 0, cases = 0, tied = 0;
+        for (uint32_t c = 0; c < 4000; c++) {
+            auto random = [&](uint64_t k, uint32_t below) { return rand_u32(5, RAND_SAMPLE, c, k) % below; };
+            const int V = 2 + (int)random(0, 30), top_k = (int)random(1, (uint32_t)V + 3);
+            const uint32_t values = 1 + random(2, 8);               // few values: ties at every place
+            const float temperature = 0.25f * (float)random(3, 9), odd[] = {NAN, INFINITY, -INFINITY};
+            std::vector<float> logits;
+            for (uint64_t i = 0; i < (uint64_t)V; i++) {
+                logits.push_back(0.5f * (float)random(10 + i, values) - 2);
+            }
+            std::vector<float> sorted = logits;
+            std::sort(sorted.begin(), sorted.end());
+            tied += top_k > 0 && top_k < V && sorted[(size_t)(V - top_k)] == sorted[(size_t)(V - top_k - 1)];
+            if (c % 4 == 0) { logits[random(4, (uint32_t)V)] = odd[c / 4 % 3]; }
+            int errors = sampler_errors(logits, temperature, top_k);
+            if (errors > 0 && wrong == 0) { printf("V=%d top %d at %g:\n", V, top_k, (double)temperature); }
+            wrong += errors > 0;
+            cases++;
+        }
+        CHECK(wrong == 0, "%d of %d cases", wrong, cases);
+        CHECK(tied > 1000, "only %d cases have a tie at the threshold", tied);
+        std::vector<float> equal(1000, 3.0f);
+        std::set<int> seen;
+        for (int i = 0; i < 4000; i++) { seen.insert(draw(equal, 1.0f, 40, i / 4000.0)); }
+        CHECK(seen.size() == 40 && *seen.rbegin() == 39, "top 40 of equal logits drew %zu, up to %d",
+              seen.size(), *seen.rbegin());
+    }
 }
 
 static void test_sampler() {
@@ -897,6 +963,7 @@ int main() {
     test_flags();
     test_schedulers();
     test_sampler();
+    test_sampler_ties();
     test_philox();
     test_permutation();
     test_permutation_of_few();
