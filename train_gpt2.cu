@@ -4582,32 +4582,25 @@ static Config descriptor_config(const char* text) {
         from_table(gpt3_sizes, sizeof(gpt3_sizes) / sizeof(Size), 2048);
     } else {
         // letters in any order, each once
-        struct Field {
-            const char* letters;
-            int* value;
-            bool seen;
-        } fields[] = {
-            {"L", &c.L, false}, {"NH", &c.NH, false}, {"C", &c.C, false}, {"T", &c.maxT, false},
-            {"V", &c.V, false}};
-        size_t seen = 0;
+        struct Field { const char* letters; int* value; };
+        const Field fields[] = {{"L", &c.L}, {"NH", &c.NH}, {"C", &c.C}, {"T", &c.maxT}, {"V", &c.V}};
         const std::vector<std::string> parts = flags_split(text, ',');
+        size_t read = 0;
         for (const std::string& part : parts) {
-            const size_t letters = part.find_first_of("-0123456789");
-            if (letters == std::string::npos) { break; }
-            int64_t value;
+            const size_t letters = std::min(part.find_first_of("-0123456789"), part.size());
             const char* number = part.c_str() + letters;
-            if (!parse_int(number, part.c_str() + part.size(), &value)) { break; }
-            for (Field& field : fields) {
-                if (part.substr(0, letters) != field.letters || field.seen) { continue; }
+            int64_t value;
+            const bool whole = parse_int(number, part.c_str() + part.size(), &value);
+            for (const Field& field : fields) {
+                if (!whole || part.substr(0, letters) != field.letters || *field.value != 0) { continue; }
                 if (value < 1 || value > INT_MAX) {
                     die("-e '%.80s': %s is %.40s, and must be 1 to %d", text, field.letters, number, INT_MAX);
                 }
                 *field.value = (int)value;
-                field.seen = true;
-                seen++;
+                read++;
             }
         }
-        if (seen != 5 || parts.size() != 5) {
+        if (read != 5 || parts.size() != 5) {
             die("-e '%.80s' is neither a file nor a model descriptor%s", text, hint);
         }
     }

@@ -4,6 +4,7 @@ comes from fixed seeds, so a result never changes from run to run.
 
     make build/test_host && build/test_host
 */
+#include <dirent.h>                     // gives: opendir
 #include <float.h>                      // gives: FLT_MAX
 #include <math.h>                       // gives: fabs, sqrt, INFINITY, NAN
 
@@ -210,7 +211,16 @@ static void test_flags() {
             const std::string again = flags_text(flags_find(flags, num_flags, "--lr"));
             CHECK(again == text, "-l %s is written as %s", text, again.c_str());
         }
+        for (const Flag& f : flags) {           // each default, typed as --help shows it, changes nothing
+            parse({});
+            const std::string before = flags_text(&f);
+            parse({std::string("--") + f.name + "=" + f.def});
+            CHECK(flags_text(&f) == before, "--%s: '%s', not '%s'", f.name, flags_text(&f).c_str(),
+                  before.c_str());
+        }
+        parse({"-l", "1"});
         parse({});
+        CHECK(!flags_given(flags, num_flags, "lr"), "what was given last time counts as given");
         CHECK(cfg.lr == 3e-4, "a value of the last command line is still there: %g", cfg.lr);
     }
     TEST("flags: what is refused") {
@@ -275,8 +285,21 @@ static void test_flags() {
             for (const std::string& word : c.words) { what += word.substr(0, 40) + " "; }
             check_dies(what, [&] { parse(c.words); }, c.message);
         }
-        static const Flag twice[] = {flags[0], flags[0]};
-        CHECK(!flags_table_ok(twice, 2), "a name stands in the table twice and nobody notices");
+    }
+    TEST("flags: mistakes in a table") {
+        CHECK(flags_table_ok(flags, num_flags), "the table of this test is refused");
+        struct { const char* what; Flag row; } rows[] = {
+            {"a name twice", {"", "micro-batch", FLAG_INT, &cfg.B, "4", 1, 2, nullptr, ""}},
+            {"a letter twice", {"d", "other", FLAG_INT, &cfg.B, "4", 1, 2, nullptr, ""}},
+            {"--help", {"", "help", FLAG_INT, &cfg.B, "4", 1, 2, nullptr, ""}},
+            {"no options", {"", "other", FLAG_ENUM, &cfg.kind, "a", 0, 0, nullptr, ""}},
+            {"options of a number", {"", "other", FLAG_INT, &cfg.B, "4", 1, 2, "a|b", ""}},
+            {"an empty range", {"", "other", FLAG_FLOAT, &cfg.lr, "4", 2, 1, nullptr, ""}},
+        };
+        for (const auto& r : rows) {
+            const Flag table[] = {flags[0], flags[1], r.row};
+            CHECK(!flags_table_ok(table, 3), "%s: nobody notices", r.what);
+        }
     }
     TEST("flags: help, table, json") {
         Child help = run_child([] { parse({"-b", "8", "--help", "--nonsense"}); });
@@ -290,6 +313,11 @@ static void test_flags() {
                               "(default 3e-4; at least -1)", "seed (default 1337)", "er (default none)"}) {
             CHECK(help.out.find(s) != std::string::npos, "--help lacks '%s'", s);
         }
+        Child full = run_child([] {
+            if (!freopen("/dev/full", "w", stdout)) { _exit(99); }
+            parse({"--help"});
+        });
+        CHECK(full.code == 1, "--help to a full disk ends with %d", full.code);
         Child table = run_child([] {
             parse({"-b", "8", "-o", std::string(300, 'o')});
             flags_print(flags, num_flags);
@@ -953,6 +981,35 @@ static void test_logger() {
     }
 }
 
+static int open_files() {
+    DIR* dir = opendir("/proc/self/fd");
+    int count = 0;
+    while (dir && readdir(dir)) { count++; }
+    if (dir) { closedir(dir); }
+    return count;
+}
+
+static void test_logger_files() {
+    TEST("logger: its files are closed, and a second run in the same folder starts them anew") {
+        const std::string run = folder + "/runs/twice";
+        const int before = open_files();
+        for (double loss : {3.0, 2.0}) {
+            Logger log;
+            logger_init(&log, run.c_str());
+            logger_run(&log, flags, num_flags, {});
+            logger_val(&log, 7, loss);
+            CHECK(before == 0 || open_files() == before + 2, "%d more files are open", open_files() - before);
+            logger_free(&log);
+            CHECK(log.main_log == nullptr && log.folder.empty(), "a freed logger would log on");
+        }
+        CHECK(open_files() == before, "%d more files are open", open_files() - before);
+        std::string text = read_text(run + "/main.log");
+        CHECK(text == "s:7 tel:2.000000\n", "main.log:\n%s", text.c_str());
+        text = read_text(run + "/metrics.jsonl");
+        CHECK(text == "{\"step\": 7, \"val_loss\": 2}\n", "metrics.jsonl:\n%s", text.c_str());
+    }
+}
+
 int main() {
     char name[] = "/tmp/test_host_XXXXXX";
     if (!mkdtemp(name)) { die("cannot make a folder in /tmp: %s", strerror(errno)); }
@@ -970,6 +1027,7 @@ int main() {
     test_permutation_of_many();
     test_rounding();
     test_logger();
+    test_logger_files();
     if (system(("rm -rf " + folder).c_str()) != 0) { fprintf(stderr, "%s is still there\n", name); }
     return test_summary();
 }
