@@ -14,11 +14,16 @@ last one is the one to look at: ncu's --nvtx --nvtx-include "profiled/" keeps on
 
 int main(int argc, char** argv) {
     const char* model_name = argc > 1 ? argv[1] : "d12";
-    const int B = argc > 2 ? atoi(argv[2]) : 64, T = argc > 3 ? atoi(argv[3]) : 1024,
-              steps = argc > 4 ? atoi(argv[4]) : 2;
     const Config c = descriptor_config(model_name);
-    if (argc > 5 || B < 1 || T < 1 || T > c.maxT || steps < 1) {
-        die("usage: profile_gpt2cu [MODEL [B [T [STEPS]]]], with T at most %d", c.maxT);
+    int64_t numbers[3] = {64, 1024, 2};
+    bool good = argc <= 5;
+    for (int i = 2; i < argc && good; i++) {
+        int64_t* n = &numbers[i - 2];
+        good = parse_int(argv[i], argv[i] + strlen(argv[i]), n) && *n >= 1 && *n <= 65536;
+    }
+    const int B = (int)numbers[0], T = (int)numbers[1], steps = (int)numbers[2];
+    if (!good || T > c.maxT) {
+        die("usage: profile_gpt2cu [MODEL [B [T [STEPS]]]], 1 to 65536 each, with T at most %d", c.maxT);
     }
     Options options = {};
     options.master = options.residual_in_gemm = options.tf32 = true;

@@ -4011,8 +4011,8 @@ static Config descriptor_config(const char* text) {
         "\nhint: -e takes a model_*.bin, d6 d12 d24 d36 d48, gpt3:c384 c768 c1024 c1536 c2048 c2560 c4096, "
         "or L4,NH4,C128,T128,V256";
     Config c = {};
-    int key = 0, used = 0;
-    const size_t length = strlen(text);
+    const char* end = text + strlen(text);
+    int64_t key = 0;
     auto from_table = [&](const Size* sizes, size_t count, int maxT) {
         for (size_t i = 0; i < count; i++) {
             if (sizes[i].key == key) {
@@ -4021,35 +4021,33 @@ static Config descriptor_config(const char* text) {
             }
         }
     };
-    if (sscanf(text, "d%d%n", &key, &used) == 1 && (size_t)used == length) {
+    if (text[0] == 'd' && parse_int(text + 1, end, &key)) {
         from_table(gpt2_sizes, sizeof(gpt2_sizes) / sizeof(Size), 1024);
-    } else if (sscanf(text, "gpt3:c%d%n", &key, &used) == 1 && (size_t)used == length) {
+    } else if (strncmp(text, "gpt3:c", 6) == 0 && parse_int(text + 6, end, &key)) {
         from_table(gpt3_sizes, sizeof(gpt3_sizes) / sizeof(Size), 2048);
     } else {
         // letters in any order, each once
-        struct Field {
-            const char* letters;
-            int* value;
-        } fields[] = {{"L", &c.L}, {"NH", &c.NH}, {"C", &c.C}, {"T", &c.maxT}, {"V", &c.V}};
-        int seen = 0;
-        for (const char* s = text; *s != '\0';) {
-            char letters[3] = {};
-            int value = 0;
-            if (sscanf(s, "%2[A-Z]%9d%n", letters, &value, &used) != 2) { seen = -1; break; }
-            bool known = false;
-            for (Field& field : fields) {
-                if (strcmp(letters, field.letters) == 0 && *field.value == 0) {
-                    *field.value = value;
-                    known = true;
-                    seen++;
+        struct Field { const char* letters; int* value; };
+        const Field fields[] = {{"L", &c.L}, {"NH", &c.NH}, {"C", &c.C}, {"T", &c.maxT}, {"V", &c.V}};
+        const std::vector<std::string> parts = flags_split(text, ',');
+        size_t read = 0;
+        for (const std::string& part : parts) {
+            const size_t letters = std::min(part.find_first_of("-0123456789"), part.size());
+            const char* number = part.c_str() + letters;
+            int64_t value;
+            const bool whole = parse_int(number, part.c_str() + part.size(), &value);
+            for (const Field& field : fields) {
+                if (!whole || part.substr(0, letters) != field.letters || *field.value != 0) { continue; }
+                if (value < 1 || value > INT_MAX) {
+                    die("-e '%.80s': %s is %.40s, and must be 1 to %d", text, field.letters, number, INT_MAX);
                 }
+                *field.value = (int)value;
+                read++;
             }
-            s += used;
-            const bool more = s[0] == ',' && s[1] != '\0';
-            if (!known || (*s != '\0' && !more)) { seen = -1; break; }
-            s += more;
         }
-        if (seen != 5) { die("-e '%.80s' is neither a file nor a model descriptor%s", text, hint); }
+        if (read != 5 || parts.size() != 5) {
+            die("-e '%.80s' is neither a file nor a model descriptor%s", text, hint);
+        }
     }
     if (c.L == 0) { die("-e '%.80s': there is no such size%s", text, hint); }
     c.Vp = (int)round_up((int64_t)c.V, (int64_t)128);
@@ -4194,11 +4192,13 @@ static Config config_check() {
 #endif
     run.max_steps = -1;
     if (strcmp(run.max_steps_text, "epoch") != 0) {
-        char* end;
-        errno = 0;
-        run.max_steps = strtoll(run.max_steps_text, &end, 10);
-        if (end == run.max_steps_text || *end != '\0' || errno != 0 || run.max_steps < 0) {
-            die("-x %.40s: wants a whole number of steps, 0 or more, or `epoch`", run.max_steps_text);
+        const char* text = run.max_steps_text;
+        const int64_t most = 1000000000000000;      // as for -u
+        if (!parse_int(text, text + strlen(text), &run.max_steps) || run.max_steps < 0 ||
+            run.max_steps > most) {
+            const std::string digits = parse_int_hint(text);
+            die("-x (--max-steps) wants a whole number, 0 to %lld, or `epoch`, not '%s'%s%s", (long long)most,
+                flags_show(text).c_str(), digits.empty() ? "" : "\nhint: ", digits.c_str());
         }
     }
     if (run.max_steps == 0 && run.output_dir[0] != '\0') {

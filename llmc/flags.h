@@ -14,16 +14,22 @@ settings, so they cannot disagree. A default is text that goes through the same 
 
 A user writes `-b 8`, `-b=8`, `--micro-batch 8` or `--micro-batch=8`. A value that is itself the name of a
 flag counts as forgotten; the form with = takes anything (`--prompt=-b`).
+
+Numbers, here and wherever else text holds one (parse_int, parse_double): a whole number is 0, or digits that
+do not begin with 0, with a minus before them or not; another number may also have a point, with digits on at
+least one side of it, and an exponent: .5 5. 1e-4 2.5E+8. Nothing else: no plus or blanks in front, no 007, no
+hexadecimal, no inf or nan, nothing that is too large for 64 bits or for a double.
 */
 #ifndef LLMC_FLAGS_H
 #define LLMC_FLAGS_H
 
 #include <assert.h>     // gives: assert (mistakes in the table, never in what the user typed)
-#include <ctype.h>      // gives: isspace, tolower
+#include <ctype.h>      // gives: tolower
 #include <errno.h>      // gives: errno, ERANGE
 #include <float.h>      // gives: FLT_MAX
 #include <limits.h>     // gives: INT_MIN, INT_MAX
 #include <math.h>       // gives: isfinite
+#include <stddef.h>     // gives: ptrdiff_t
 #include <stdint.h>     // gives: int64_t
 #include <stdio.h>      // gives: FILE, printf
 #include <stdlib.h>     // gives: strtoll, strtod
@@ -51,6 +57,54 @@ struct Flag {
 };
 
 static const int kFlagColumns = 110;        // width of --help and of the start-up table
+
+// ---- numbers ----
+
+// The whole number that [begin, end) spells. False if it spells none, or one of more than 64 bits.
+static inline bool parse_int(const char* begin, const char* end, int64_t* value) {
+    const char* digits = begin < end && *begin == '-' ? begin + 1 : begin;
+    if (digits == end || (*digits == '0' && (end - digits > 1 || digits > begin))) { return false; }
+    for (const char* s = digits; s < end; s++) { if (*s < '0' || *s > '9') { return false; } }
+    errno = 0;
+    *value = strtoll(std::string(begin, end).c_str(), nullptr, 10);
+    return errno == 0;
+}
+
+static inline bool is_number(const char* begin, const char* end) {
+    const char* s = begin;
+    auto digits = [&] {                         // how many come next
+        const char* from = s;
+        while (s < end && *s >= '0' && *s <= '9') { s++; }
+        return s - from;
+    };
+    if (s < end && *s == '-') { s++; }
+    const bool zero = s < end && *s == '0';
+    const ptrdiff_t whole = digits();
+    ptrdiff_t fraction = 0;
+    if (s < end && *s == '.') { s++; fraction = digits(); }
+    if (whole + fraction == 0 || (zero && whole > 1)) { return false; }
+    if (s < end && (*s == 'e' || *s == 'E')) {
+        s++;
+        if (s < end && (*s == '-' || *s == '+')) { s++; }
+        if (digits() == 0) { return false; }
+    }
+    return s == end;
+}
+
+// The number that [begin, end) spells. False if it spells none, or one that no double can hold.
+static inline bool parse_double(const char* begin, const char* end, double* value) {
+    if (!is_number(begin, end)) { return false; }
+    errno = 0;
+    *value = strtod(std::string(begin, end).c_str(), nullptr);
+    return errno == 0;
+}
+
+// What to write instead of 1e5 or 100.0 where only a whole number will do; "" if there is nothing to propose.
+static inline std::string parse_int_hint(const std::string& text) {
+    double x;
+    bool exact = parse_double(text.data(), text.data() + text.size(), &x) && fabs(x) < 9e15 && x == floor(x);
+    return exact ? format("write it in digits only: %.0f", x) : "";
+}
 
 // ---- text ----
 
@@ -195,34 +249,28 @@ static inline void flags_set(const Flag* f, const char* text) {
         flags_value_error(f, "one of " + range, text, near.empty() ? see : "did you mean '" + near + "'?");
     }
 
-    bool whole = f->type != FLAG_FLOAT;
-    std::string wants = (whole ? "a whole number" : "a number") + (range.empty() ? "" : ", " + range);
-    // strtod alone would take blanks in front, hexadecimal, "nan" and "infinity"
-    bool plain = text[0] != '\0' && strspn(text, "+-.0123456789eE") == strlen(text);
-    char* end = nullptr;
-    errno = 0;
-    double real = strtod(text, &end);
-    if (!plain || *end != '\0') { flags_value_error(f, wants, text, see); }
-    if (!whole) {
-        if (errno == ERANGE || !isfinite((float)real) || ((float)real == 0.0f && real != 0.0)) {
+    const char* end = text + strlen(text);
+    if (f->type == FLAG_FLOAT) {
+        std::string wants = "a number" + (range.empty() ? "" : ", " + range);
+        if (!is_number(text, end)) { flags_value_error(f, wants, text, see); }
+        double x;                               // neither inf nor a zero that the user did not write
+        if (!parse_double(text, end, &x) || !isfinite((float)x) || ((float)x == 0.0f && x != 0.0)) {
             flags_value_error(f, wants, text, "this is more than a float can hold");
         }
-        if (!(real >= f->min && real <= f->max)) { flags_value_error(f, wants, text, see); }
-        *(double*)f->where = real;
+        if (!(x >= f->min && x <= f->max)) { flags_value_error(f, wants, text, see); }
+        *(double*)f->where = x;
         return;
     }
-    errno = 0;
-    long long value = strtoll(text, &end, 10);
-    if (*end != '\0') {
-        bool exact = fabs(real) < 9e15 && real == floor(real);
-        flags_value_error(f, wants, text, exact ? format("write it in digits only: %.0f", real) : see);
+    const char* bits = f->type == FLAG_INT ? " of at most 31 bits" : " of at most 63 bits";
+    std::string wants = "a whole number" + (range.empty() ? bits : ", " + range);
+    int64_t n;
+    if (!parse_int(text, end, &n)) {
+        std::string hint = parse_int_hint(text);
+        flags_value_error(f, wants, text, hint.empty() ? see : hint);
     }
-    bool fits = f->type == FLAG_INT64 || (value >= INT_MIN && value <= INT_MAX);
-    if (errno == ERANGE || !fits || (double)value < f->min || (double)value > f->max) {
-        if (range.empty()) { wants += f->type == FLAG_INT ? " of at most 31 bits" : " of at most 63 bits"; }
-        flags_value_error(f, wants, text, see);
-    }
-    if (f->type == FLAG_INT) { *(int*)f->where = (int)value; } else { *(int64_t*)f->where = value; }
+    bool fits = f->type == FLAG_INT64 || (n >= INT_MIN && n <= INT_MAX);
+    if (!fits || (double)n < f->min || (double)n > f->max) { flags_value_error(f, wants, text, see); }
+    if (f->type == FLAG_INT) { *(int*)f->where = (int)n; } else { *(int64_t*)f->where = n; }
 }
 
 // ---- the table as help, start-up table and JSON ----

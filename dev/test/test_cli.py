@@ -625,7 +625,7 @@ def test_command_line_forms():
                 "long names, with = or blank")
     check_equal(run_ok({"-b": 2, "-e": "V256,T32,C32,NH2,L2"}).losses(), usual,
                 "a descriptor in another order")
-    check_equal(run_ok({"-b": 2, "-l": "+.0003"}).losses(), usual, "a number with a sign")
+    check_equal(run_ok({"-b": 2, "-l": ".0003"}).losses(), usual, "a number without a zero")
 
 
 # ---- bad input ----
@@ -755,7 +755,9 @@ def test_bad_flags():
         ({"-l": ""}, "''"),
         ({"-q": 2}, "-q", "'2'"), ({"-q": -0.5}, "-0.5"), ({"-k": "foo"}, "-k", "foo", "cosine", "wsd"),
         ({"-k": "cosin"}, "cosin", "cosine"), ({"-x": -1}, "-x", "-1"), ({"-x": "1e5"}, "1e5"),
-        ({"-x": ""}, "-x"),
+        ({"-x": ""}, "-x"), ({"-x": " 2"}, "-x", "' 2'"), ({"-x": "+2"}, "'+2'"), ({"-x": "02"}, "'02'"),
+        ({"-x": "1e5"}, "-x", "digits only: 100000"), ({"-x": "2 "}, "'2 '"), ({"-x": "0x2"}, "'0x2'"),
+        ({"-b": "+4"}, "'+4'"), ({"-b": "04"}, "'04'"), ({"-l": "+1"}, "'+1'"), ({"-l": "00.1"}, "'00.1'"),
         ({"-x": number}, number), ({"-x": "epochs"}, "epochs"), ({"-r": 3}, "-r", "3"),
         ({"-f": 2}, "-f", "2"),
         ({"-a": "yes"}, "yes"), ({"-v": -1}, "-v", "-1"), ({"-m": 0}, "-m", "'0'"), ({"-g": 0}, "-g", "'0'"),
@@ -793,6 +795,11 @@ def test_bad_flags():
 def test_bad_models():
     for text, *said in (
             ("nonsense", "nonsense"), ("d13", "d13", "d12"), ("d", "'d'"), ("d12x", "d12x"), ("d-12", "d-12"),
+            ("d4294967302", "d4294967302", "no such size"), ("d+6", "d+6"), ("d 6", "'d 6'"), ("d06", "d06"),
+            ("gpt3:c4294968064", "no such size"), ("gpt3:c+768", "c+768"), ("gpt3:c0768", "c0768"),
+            ("L2,NH2,C32,T32,V+256", "V+256"), ("L2,NH2,C32,T32,V 256", "V 256"), ("L02,NH2,C32,T32,V256", "L02"),
+            ("L2, NH2,C32,T32,V256", "L2, NH2"), (" L2,NH2,C32,T32,V256", "' L2"), ("L,NH2,C32,T32,V256", "'L,"),
+            ("L2,NH2,C32,T32,V4294967552", "V", "4294967552"),
             ("gpt3:c100", "gpt3:c100"), ("gpt3:x", "gpt3:x"), ("L4", "L4"),
             ("L2,NH2,C32,T32", "L2,NH2,C32,T32"),
             ("L2,NH2,C32,T32,V256,", "V256,"), ("L2,L2,NH2,C32,T32,V256", "L2,L2"),

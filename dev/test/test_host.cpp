@@ -4,6 +4,7 @@ comes from fixed seeds, so a result never changes from run to run.
 
     make build/test_host && build/test_host
 */
+#include <dirent.h>                     // gives: opendir
 #include <float.h>                      // gives: FLT_MAX
 #include <glob.h>                       // gives: glob
 #include <math.h>                       // gives: fabs, sqrt, INFINITY, NAN
@@ -288,6 +289,60 @@ static void parse(const std::vector<std::string>& words) {
     flags_parse(flags, num_flags, (int)argv.size(), argv.data());
 }
 
+static void test_numbers() {
+    TEST("numbers: whole ones") {
+        struct { const char* text; int64_t value; } good[] = {
+            {"0", 0}, {"7", 7}, {"10", 10}, {"-1", -1}, {"-30", -30}, {"4294967302", 4294967302},
+            {"9223372036854775807", INT64_MAX}, {"-9223372036854775808", INT64_MIN},
+        };
+        for (const auto& g : good) {
+            int64_t n = -5;
+            bool taken = parse_int(g.text, g.text + strlen(g.text), &n);
+            CHECK(taken && n == g.value, "'%s' gives %lld", g.text, (long long)n);
+        }
+        for (const char* text : {"", "-", "+", "+6", "-+6", "--6", " 6", "6 ", "\t6", "6\n", "06", "00", "-0",
+                                 "-06", "007", "0x10", "1e5", "6.", "6.0", ".", "6x", "x", "\xef\xbc\x96",
+                                 "1_000", "1,000", "9223372036854775808", "-9223372036854775809",
+                                 "99999999999999999999", "18446744073709551622"}) {
+            int64_t n = 0;
+            CHECK(!parse_int(text, text + strlen(text), &n), "'%s' is taken as %lld", text, (long long)n);
+        }
+        int64_t n = 0;                                      // a part of a text, which need not end there
+        const char* text = "V256,T32";
+        CHECK(parse_int(text + 1, text + 4, &n) && n == 256, "%lld", (long long)n);
+        CHECK(!parse_int(text + 1, text + 5, &n), "a comma is taken");
+        CHECK(!parse_int("12\0" "3", "12\0" "3" + 4, &n), "a zero byte ends the number");
+    }
+    TEST("numbers: others") {
+        struct { const char* text; double value; } good[] = {
+            {"0", 0}, {"-0", 0}, {"1", 1}, {"0.5", 0.5}, {".5", 0.5}, {"5.", 5}, {"-.25", -0.25},
+            {"1e5", 1e5}, {"1E5", 1e5}, {"1e+5", 1e5}, {"6e-04", 6e-4}, {"1.5e-3", 1.5e-3}, {"0e9", 0},
+            {"0.1", 0.1}, {"0.00", 0}, {"1e308", 1e308}, {"100000000000000000000000", 1e23},
+        };
+        for (const auto& g : good) {
+            double x = -5;
+            bool taken = parse_double(g.text, g.text + strlen(g.text), &x);
+            CHECK(taken && x == g.value, "'%s' gives %g", g.text, x);
+        }
+        for (const char* text : {"", "-", "+1", " 1", "1 ", "1\n", ".", "-.", "e5", ".e5", "1e", "1e+",
+                                 "1e5.", "1e5e5", "1.2.3", "--1", "00.5", "007", "-01", "0x10", "0x1p3",
+                                 "inf", "-inf", "infinity", "nan", "nan(1)", "1f", "1,5", "1e400", "-1e400",
+                                 "1e-400"}) {
+            double x = 0;
+            CHECK(!parse_double(text, text + strlen(text), &x), "'%s' is taken as %g", text, x);
+        }
+    }
+    TEST("numbers: what to write instead") {
+        struct { const char *text, *hint; } cases[] = {
+            {"1e5", "write it in digits only: 100000"}, {"8.", "write it in digits only: 8"},
+            {"-2.0", "write it in digits only: -2"}, {"1.5", ""}, {"1e30", ""}, {"x", ""}, {"", ""},
+        };
+        for (const auto& c : cases) {
+            CHECK(parse_int_hint(c.text) == c.hint, "'%s': %s", c.text, parse_int_hint(c.text).c_str());
+        }
+    }
+}
+
 static void test_flags() {
     TEST("flags: values") {
         parse({});
@@ -310,7 +365,16 @@ static void test_flags() {
             const std::string again = flags_text(flags_find(flags, num_flags, "--lr"));
             CHECK(again == text, "-l %s is written as %s", text, again.c_str());
         }
+        for (const Flag& f : flags) {           // each default, typed as --help shows it, changes nothing
+            parse({});
+            const std::string before = flags_text(&f);
+            parse({std::string("--") + f.name + "=" + f.def});
+            CHECK(flags_text(&f) == before, "--%s: '%s', not '%s'", f.name, flags_text(&f).c_str(),
+                  before.c_str());
+        }
+        parse({"-l", "1"});
         parse({});
+        CHECK(!flags_given(flags, num_flags, "lr"), "what was given last time counts as given");
         CHECK(cfg.lr == 3e-4, "a value of the last command line is still there: %g", cfg.lr);
     }
     TEST("flags: what is refused") {
@@ -332,6 +396,8 @@ static void test_flags() {
             {{"-b", ""}, {"''"}},
             {{"-b="}, {"''"}},
             {{"-b", " 4"}, {"' 4'"}},
+            {{"-b", "+4"}, {"'+4'"}},
+            {{"-b", "007"}, {"'007'"}},
             {{"-b", "0x10"}, {"'0x10'"}},
             {{"-b", "4.5"}, {"whole number", "'4.5'"}},
             {{"-b", "1e5"}, {"whole number", "'1e5'", "digits only: 100000"}},
@@ -347,6 +413,10 @@ static void test_flags() {
             {{"-l", "-1.5"}, {"at least -1", "'-1.5'"}},
             {{"-l", "1,5"}, {"'1,5'"}},
             {{"-l", "1e"}, {"'1e'"}},
+            {{"-l", "+1"}, {"'+1'"}},
+            {{"-l", "00.1"}, {"'00.1'"}},
+            {{"-l", "0x1p-4"}, {"'0x1p-4'"}},
+            {{"--seed", "x"}, {"--seed wants a whole number of at most 63 bits, not 'x'"}},
             {{"-l", "."}, {"'.'"}},
             {{"-w", "2"}, {"-w (--master) wants 0 or 1, not '2'"}},
             {{"-w", "true"}, {"0 or 1", "'true'"}},
@@ -369,8 +439,21 @@ static void test_flags() {
             for (const std::string& word : c.words) { what += word.substr(0, 40) + " "; }
             check_dies(what, [&] { parse(c.words); }, c.message);
         }
-        static const Flag twice[] = {flags[0], flags[0]};
-        CHECK(!flags_table_ok(twice, 2), "a name stands in the table twice and nobody notices");
+    }
+    TEST("flags: mistakes in a table") {
+        CHECK(flags_table_ok(flags, num_flags), "the table of this test is refused");
+        struct { const char* what; Flag row; } rows[] = {
+            {"a name twice", {"", "micro-batch", FLAG_INT, &cfg.B, "4", 1, 2, nullptr, ""}},
+            {"a letter twice", {"d", "other", FLAG_INT, &cfg.B, "4", 1, 2, nullptr, ""}},
+            {"--help", {"", "help", FLAG_INT, &cfg.B, "4", 1, 2, nullptr, ""}},
+            {"no options", {"", "other", FLAG_ENUM, &cfg.kind, "a", 0, 0, nullptr, ""}},
+            {"options of a number", {"", "other", FLAG_INT, &cfg.B, "4", 1, 2, "a|b", ""}},
+            {"an empty range", {"", "other", FLAG_FLOAT, &cfg.lr, "4", 2, 1, nullptr, ""}},
+        };
+        for (const auto& r : rows) {
+            const Flag table[] = {flags[0], flags[1], r.row};
+            CHECK(!flags_table_ok(table, 3), "%s: nobody notices", r.what);
+        }
     }
     TEST("flags: help, table, json") {
         Child help = run_child([] { parse({"-b", "8", "--help", "--nonsense"}); });
@@ -384,6 +467,11 @@ static void test_flags() {
                               "(default 3e-4; at least -1)", "seed (default 1337)", "er (default none)"}) {
             CHECK(help.out.find(s) != std::string::npos, "--help lacks '%s'", s);
         }
+        Child full = run_child([] {
+            if (!freopen("/dev/full", "w", stdout)) { _exit(99); }
+            parse({"--help"});
+        });
+        CHECK(full.code == 1, "--help to a full disk ends with %d", full.code);
         Child table = run_child([] {
             parse({"-b", "8", "-o", std::string(300, 'o')});
             flags_print(flags, num_flags);
@@ -491,6 +579,71 @@ static void check_distribution(const char* what, const std::vector<float>& logit
     CHECK(only_allowed, "%s: drew a token that was not allowed", what);
     CHECK(chi2 <= freedom + 4.0 * sqrt(2.0 * freedom), "%s: chi-square %g with %g degrees of freedom", what,
           chi2, freedom);
+}
+
+// The whole distribution in double, from the definition: the k best by (logit, lower id first), each with
+// exp((x - largest) / temperature).
+static std::vector<double> sampler_oracle(const std::vector<float>& logits, double temperature, int top_k) {
+    std::vector<int> ids;
+    for (size_t i = 0; i < logits.size(); i++) { if (!isnan(logits[i])) { ids.push_back((int)i); } }
+    std::stable_sort(ids.begin(), ids.end(),
+                     [&](int a, int b) { return logits[(size_t)a] > logits[(size_t)b]; });
+    if (top_k > 0 && top_k < (int)ids.size()) { ids.resize((size_t)top_k); }
+    if (temperature == 0) { ids.resize(1); }
+    std::vector<double> p(logits.size(), 0.0);
+    const double largest = logits[(size_t)ids[0]];
+    double total = 0.0;
+    for (int i : ids) {
+        double x = logits[(size_t)i];
+        total += p[(size_t)i] = x == largest ? 1.0 : exp((x - largest) / temperature);
+    }
+    for (double& each : p) { each /= total; }
+    return p;
+}
+
+// A coin in the middle of each token's share of [0, 1), and close to both its ends, draws this token.
+static int sampler_errors(const std::vector<float>& logits, float temperature, int top_k) {
+    std::vector<double> p = sampler_oracle(logits, temperature, top_k);
+    int wrong = 0;
+    double begin = 0.0;
+    for (size_t i = 0; i < p.size(); i++) {
+        for (double at : {begin + 1e-6, begin + p[i] / 2, begin + p[i] - 1e-6}) {
+            if (p[i] > 1e-5) { wrong += draw(logits, temperature, top_k, at) != (int)i; }
+        }
+        begin += p[i];
+    }
+    return wrong;
+}
+
+static void test_sampler_ties() {
+    TEST("sampler: the whole distribution of random logits, many of them equal") {
+        int wrong = 0, cases = 0, tied = 0;
+        for (uint32_t c = 0; c < 4000; c++) {
+            auto random = [&](uint64_t k, uint32_t below) { return rand_u32(5, RAND_SAMPLE, c, k) % below; };
+            const int V = 2 + (int)random(0, 30), top_k = (int)random(1, (uint32_t)V + 3);
+            const uint32_t values = 1 + random(2, 8);               // few values: ties at every place
+            const float temperature = 0.25f * (float)random(3, 9), odd[] = {NAN, INFINITY, -INFINITY};
+            std::vector<float> logits;
+            for (uint64_t i = 0; i < (uint64_t)V; i++) {
+                logits.push_back(0.5f * (float)random(10 + i, values) - 2);
+            }
+            std::vector<float> sorted = logits;
+            std::sort(sorted.begin(), sorted.end());
+            tied += top_k > 0 && top_k < V && sorted[(size_t)(V - top_k)] == sorted[(size_t)(V - top_k - 1)];
+            if (c % 4 == 0) { logits[random(4, (uint32_t)V)] = odd[c / 4 % 3]; }
+            int errors = sampler_errors(logits, temperature, top_k);
+            if (errors > 0 && wrong == 0) { printf("V=%d top %d at %g:\n", V, top_k, (double)temperature); }
+            wrong += errors > 0;
+            cases++;
+        }
+        CHECK(wrong == 0, "%d of %d cases", wrong, cases);
+        CHECK(tied > 1000, "only %d cases have a tie at the threshold", tied);
+        std::vector<float> equal(1000, 3.0f);
+        std::set<int> seen;
+        for (int i = 0; i < 4000; i++) { seen.insert(draw(equal, 1.0f, 40, i / 4000.0)); }
+        CHECK(seen.size() == 40 && *seen.rbegin() == 39, "top 40 of equal logits drew %zu, up to %d",
+              seen.size(), *seen.rbegin());
+    }
 }
 
 static void test_sampler() {
@@ -988,21 +1141,53 @@ static void test_logger() {
     }
 }
 
+static int open_files() {
+    DIR* dir = opendir("/proc/self/fd");
+    int count = 0;
+    while (dir && readdir(dir)) { count++; }
+    if (dir) { closedir(dir); }
+    return count;
+}
+
+static void test_logger_files() {
+    TEST("logger: its files are closed, and a second run in the same folder starts them anew") {
+        const std::string run = folder + "/runs/twice";
+        const int before = open_files();
+        for (double loss : {3.0, 2.0}) {
+            Logger log;
+            logger_init(&log, run.c_str());
+            logger_run(&log, flags, num_flags, {});
+            logger_val(&log, 7, loss);
+            CHECK(before == 0 || open_files() == before + 2, "%d more files are open", open_files() - before);
+            logger_free(&log);
+            CHECK(log.main_log == nullptr && log.folder.empty(), "a freed logger would log on");
+        }
+        CHECK(open_files() == before, "%d more files are open", open_files() - before);
+        std::string text = read_text(run + "/main.log");
+        CHECK(text == "s:7 tel:2.000000\n", "main.log:\n%s", text.c_str());
+        text = read_text(run + "/metrics.jsonl");
+        CHECK(text == "{\"step\": 7, \"val_loss\": 2}\n", "metrics.jsonl:\n%s", text.c_str());
+    }
+}
+
 int main() {
     char name[] = "/tmp/test_host_XXXXXX";
     if (!mkdtemp(name)) { die("cannot make a folder in /tmp: %s", strerror(errno)); }
     folder = name;
     test_check();
     test_json();
+    test_numbers();
     test_flags();
     test_schedulers();
     test_sampler();
+    test_sampler_ties();
     test_philox();
     test_permutation();
     test_permutation_of_few();
     test_permutation_of_many();
     test_rounding();
     test_logger();
+    test_logger_files();
     if (system(("rm -rf " + folder).c_str()) != 0) { fprintf(stderr, "%s is still there\n", name); }
     return test_summary();
 }
