@@ -50,6 +50,7 @@ enum TokenizerId : uint32_t { TOKENIZER_UNKNOWN = 0, TOKENIZER_GPT2 = 1, TOKENIZ
 struct Tokenizer {
     TokenizerId id;                     //            unknown if the vocabulary came from elsewhere
     std::vector<std::string> bytes;     // (V)        what each id stands for
+    size_t longest;                     //            bytes of the longest one
     uint32_t eot;                       //            goes before every document: 50256; for bytes 0
     uint16_t byte_id[256];              //            the id of each single byte
     std::vector<uint64_t> pairs;        // (2^k)      hash table: left << 48 | right << 32 | merged; ~0: free
@@ -80,6 +81,7 @@ static inline void tokenizer_build(Tokenizer* tok, const char* path) {
     std::unordered_map<std::string_view, uint32_t> ids;
     std::vector<bool> byte_seen(256);
     for (size_t id = 0; id < V; id++) {
+        tok->longest = std::max(tok->longest, tok->bytes[id].size());
         if (tok->bytes[id].size() == 1) {
             tok->byte_id[(uint8_t)tok->bytes[id][0]] = (uint16_t)id;
             byte_seen[(uint8_t)tok->bytes[id][0]] = true;
@@ -191,7 +193,7 @@ static inline bool tokenizer_can_cut(const Tokenizer* tok, const char* text, siz
 
 // ---- merging ----
 
-static const size_t kShortPiece = 64;   // above: a heap, so that 1 MB of one letter takes n log n, not n^2
+static const size_t kShortPiece = 64;   // above: a heap, n log n steps where looking through all takes n^2
 
 // Merges ids[0..n) in place, returns how many are left. n <= kShortPiece: looking through all pairs is
 // fastest.
@@ -216,15 +218,15 @@ static inline size_t tokenizer_merge_short(const Tokenizer* tok, uint32_t* ids, 
 // dropped when it comes up.
 static inline size_t tokenizer_merge_long(const Tokenizer* tok, uint32_t* ids, size_t n) {
     std::vector<uint32_t> merged(n, kNoMerge);
-    std::vector<size_t> next(n), prev(n);
+    std::vector<uint32_t> next(n), prev(n);     // n is a window's: it fits
     std::vector<uint64_t> heap;         // merged << 48 | position
     auto look = [&](size_t i) {
         merged[i] = next[i] < n ? tokenizer_pair(tok, ids[i], ids[next[i]]) : kNoMerge;
         return merged[i] != kNoMerge;
     };
     for (size_t i = 0; i < n; i++) {
-        next[i] = i + 1;
-        prev[i] = i - 1;                // of position 0: never read, see below
+        next[i] = (uint32_t)i + 1;
+        prev[i] = (uint32_t)i - 1;      // of position 0: never read, see below
         if (look(i)) { heap.push_back((uint64_t)merged[i] << 48 | i); }
     }
     std::make_heap(heap.begin(), heap.end(), std::greater<uint64_t>());
@@ -243,13 +245,87 @@ static inline size_t tokenizer_merge_long(const Tokenizer* tok, uint32_t* ids, s
         ids[i] = id;
         merged[gone] = kNoMerge;
         next[i] = next[gone];
-        if (next[i] < n) { prev[next[i]] = i; }
+        if (next[i] < n) { prev[next[i]] = (uint32_t)i; }
         if (look(i)) { push(i); }
         if (i > 0 && look(prev[i])) { push(prev[i]); }
     }
     size_t left = 0;
     for (size_t i = 0; i < n; i = next[i]) { ids[left++] = ids[i]; }
     return left;
+}
+
+// Appends the ids of the n bytes, merged as one.
+static inline void tokenizer_merge(const Tokenizer* tok, const uint8_t* bytes, size_t n,
+                                   std::vector<uint32_t>& out) {
+    size_t start = out.size();
+    out.resize(start + n);
+    uint32_t* ids = &out[start];
+    for (size_t i = 0; i < n; i++) { ids[i] = tok->byte_id[bytes[i]]; }
+    size_t left = n <= kShortPiece ? tokenizer_merge_short(tok, ids, n) : tokenizer_merge_long(tok, ids, n);
+    out.resize(start + left);
+}
+
+// ---- merging without an end ----
+// A merge looks at two neighbours only, so long pieces need not be merged as a whole. Call a row of tokens
+// right if merging its bytes gives just that row.
+//  1. Any part of a right row is right: nothing was merged across its two ends, and the merges inside were
+//     the ones that its bytes alone would have made, in that order.
+//  2. A row is right if every two neighbours in it are. Otherwise take the first merge that goes over an
+//     end between two tokens: up to then both had only merges of their own, so the two alone would have
+//     come to this merge as well.
+// So two right rows that overlap and have one token in common (same bytes, same place) make one right row:
+// the first up to that token, the second from there. Pieces are merged in windows joined like that.
+
+// Bytes that a window shares with the one before, at least, and that it adds: most are short pieces then.
+// Where this shows to be too little (a token may have 128 bytes) both grow, and shrink again later.
+static const size_t kOverlap = 16, kAdvance = 40;
+
+struct TokenizerRow {               // a right row of tokens, from the first byte of a piece
+    std::vector<uint32_t>* ids;
+    size_t first, end;              // the row is ids[first..]; the byte where it ends
+    size_t overlap;                 // that the next window tries
+};
+
+// Goes back over the last tokens, at least `bytes` of them if there are so many. Returns the index where it
+// stops, and in *at the byte.
+static inline size_t tokenizer_step_back(const Tokenizer* tok, const TokenizerRow& row, size_t bytes,
+                                         size_t* at) {
+    size_t i = row.ids->size();
+    *at = row.end;
+    while (i > row.first && row.end - *at < bytes) { *at -= tok->bytes[(*row.ids)[--i]].size(); }
+    return i;
+}
+
+// Two rows, from index i and j, both at the same byte: moves i and j to the first token that they share, or
+// returns false.
+static inline bool tokenizer_common(const Tokenizer* tok, const std::vector<uint32_t>& a, size_t* i,
+                                    const std::vector<uint32_t>& b, size_t* j) {
+    size_t at_a = 0, at_b = 0;
+    while (*i < a.size() && *j < b.size()) {
+        if (at_a == at_b && a[*i] == b[*j]) { return true; }
+        bool move_a = at_a <= at_b, move_b = at_b <= at_a;
+        if (move_a) { at_a += tok->bytes[a[(*i)++]].size(); }
+        if (move_b) { at_b += tok->bytes[b[(*j)++]].size(); }
+    }
+    return false;
+}
+
+// Merges one window more of the piece's n bytes. part: room for its tokens.
+static inline void tokenizer_extend(const Tokenizer* tok, const uint8_t* piece, size_t n, TokenizerRow* row,
+                                    std::vector<uint32_t>& part) {
+    size_t end = std::min(n, row->end + row->overlap * kAdvance / kOverlap);
+    for (;; row->overlap *= 2) {
+        size_t from, i = tokenizer_step_back(tok, *row, row->overlap, &from), j = 0;
+        part.clear();
+        tokenizer_merge(tok, piece + from, end - from, part);
+        bool whole = i == row->first;           // the window begins where the row does: it is the row
+        if (!whole && !tokenizer_common(tok, *row->ids, &i, part, &j)) { continue; }
+        row->ids->resize(i);
+        row->ids->insert(row->ids->end(), part.begin() + (ptrdiff_t)j, part.end());
+        row->end = end;
+        row->overlap = std::max(kOverlap, row->overlap - row->overlap / 16);
+        return;
+    }
 }
 
 // ---- encode, decode ----
@@ -275,12 +351,10 @@ static inline TokenizerCache::Entry* tokenizer_cache_entry(TokenizerCache* cache
 
 static inline void tokenizer_encode_piece(const Tokenizer* tok, const uint8_t* piece, size_t n,
                                           std::vector<uint32_t>& out) {
-    size_t start = out.size();
-    out.resize(start + n);
-    uint32_t* ids = &out[start];
-    for (size_t i = 0; i < n; i++) { ids[i] = tok->byte_id[piece[i]]; }
-    size_t left = n <= kShortPiece ? tokenizer_merge_short(tok, ids, n) : tokenizer_merge_long(tok, ids, n);
-    out.resize(start + left);
+    if (n <= kShortPiece) { tokenizer_merge(tok, piece, n, out); return; }
+    TokenizerRow row = {&out, out.size(), 0, kOverlap};
+    std::vector<uint32_t> part;
+    while (row.end < n) { tokenizer_extend(tok, piece, n, &row, part); }
 }
 
 // Appends the ids of text to out.
@@ -307,6 +381,34 @@ static inline void tokenizer_encode(const Tokenizer* tok, const char* text, size
         e->count = (uint16_t)count;
         std::copy(out.begin() + (ptrdiff_t)start, out.end(), e->ids);
     }
+}
+
+// A place inside the n bytes of a piece that goes on, nobody knows how far, where text can be cut and encoded
+// in parts whatever follows. 0: none was found.
+// No token is longer than `longest`, so one of them will end in the last `longest` bytes, at e, say, and up
+// to there the tokens will be those of these bytes alone. If for every e they have a token in common with the
+// row of all n bytes, then what comes before it is the same whatever follows.
+static inline size_t tokenizer_cut_inside(const Tokenizer* tok, const uint8_t* piece, size_t n) {
+    std::vector<uint32_t> ids, part;
+    tokenizer_encode_piece(tok, piece, n, ids);
+    TokenizerRow row = {&ids, 0, n, 0};
+    size_t longest = std::max(tok->longest, (size_t)4);     // white space leaves its last character
+    for (size_t back = 2 * longest; back < n / 2; back *= 2) {
+        size_t cut, first = tokenizer_step_back(tok, row, back, &cut);
+        // the rest must be one piece by itself, too: not begin inside of a character, or like 's
+        while (first > 0 && tokenizer_piece(tok, piece + cut, n - cut) != n - cut) {
+            cut -= tok->bytes[ids[--first]].size();
+        }
+        bool sure = first > 0;
+        for (size_t e = n - longest + 1; e < n && sure; e++) {
+            part.clear();
+            tokenizer_encode_piece(tok, piece + cut, e - cut, part);
+            size_t i = first, j = 0;
+            sure = tokenizer_common(tok, ids, &i, part, &j);
+        }
+        if (sure) { return cut; }
+    }
+    return 0;
 }
 
 static inline const std::string& tokenizer_decode(const Tokenizer* tok, uint32_t id) {

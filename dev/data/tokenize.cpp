@@ -173,15 +173,46 @@ static void pool_thread(Pool* pool, const Tokenizer* tok, bool separators) {
 
 // ---- reading ----
 
+// True where a separator begins, ends or lies: cut there, a line would not stay whole, or become one.
+static bool touches_separator(const std::string& text, size_t i) {
+    for (size_t from = i - std::min(i, kSeparatorLength + 1); from <= i; from++) {      // + 1: its \r
+        if (text.compare(from, kSeparatorLength, kSeparator) == 0) { return true; }
+    }
+    return false;
+}
+
+// For text in which white space never follows anything else, at least not for a whole block: the pieces are
+// found from its begin, and it is cut before the last of them or, if that is long, inside. What the last few
+// bytes mean shows only later.
+static size_t cut_anywhere(const Tokenizer* tok, const std::string& text, bool separators) {
+    const size_t kUnsure = 2 * kSeparatorLength, kLongPiece = kBlock / 4;
+    size_t n = text.size(), begin = 0, piece = 0, cut = 0;
+    while (n > 0 && text.size() - n < 3 && ((uint8_t)text[n - 1] & 0xC0) == 0x80) { n--; }
+    if (n > 0 && (uint8_t)text[n - 1] >= 0xC0) { n--; }         // a character whose end may be missing
+    if (separators) {
+        for (size_t p = 0, after; (p = find_separator(text, p, &after)) < text.size(); p = begin = after) {}
+    }
+    const uint8_t* s = (const uint8_t*)text.data();
+    for (size_t i = begin; i + kUnsure < n; i += tokenizer_piece(tok, s + i, n - i)) {
+        piece = i;
+        if (!touches_separator(text, i)) { cut = i; }
+    }
+    if (begin < n && n - piece > kLongPiece) {
+        size_t inside = tokenizer_cut_inside(tok, s + piece, n - piece);
+        if (inside && !touches_separator(text, piece + inside)) { cut = piece + inside; }
+    }
+    return cut;
+}
+
 // The last place after `from` where text may be cut, 0 if there is none. Right after a separator there is
 // none, so that the line stays whole.
-static size_t last_cut(const Tokenizer* tok, const std::string& text, size_t from) {
+static size_t last_cut(const Tokenizer* tok, const std::string& text, size_t from, bool separators) {
     for (size_t i = text.size(); i-- > std::max(from, (size_t)1);) {
         bool after_separator = i >= kSeparatorLength &&
                                text.compare(i - kSeparatorLength, kSeparatorLength, kSeparator) == 0;
         if (!after_separator && tokenizer_can_cut(tok, text.data(), text.size(), i)) { return i; }
     }
-    return 0;
+    return text.size() >= kBlock ? cut_anywhere(tok, text, separators) : 0;
 }
 
 struct Progress {
@@ -252,7 +283,7 @@ static void tokenize_files(const std::vector<std::string>& files, const Tokenize
             progress->read += (int64_t)n;
             end_of_file = n < kBlock;
             bool whole = end_of_file && (separators || i + 1 == files.size());
-            size_t cut = whole ? text.size() : last_cut(tok, text, old);
+            size_t cut = whole ? text.size() : last_cut(tok, text, old, separators);
             if (cut == 0) { continue; }
             submit(text.substr(0, cut), starts_document);
             text.erase(0, cut);

@@ -198,6 +198,66 @@ static void test_merges() {
     CHECK(long_wrong == 0, "%d pieces merge wrongly on the heap", long_wrong);
 }
 
+// Some n bytes that make one piece: long tokens, runs, periods and noise, of one class of characters each.
+static std::string endless_piece(uint32_t k, size_t n) {
+    uint32_t draw = 0;
+    auto roll = [&](uint32_t below) { return rand_u32(6, RAND_STORY, k, draw++) % below; };
+    const char* sets[] = {"a", "etaoinshr", "abcdefghijklmnopqrstuvwxyz", "-=*_#.", "0123456789", " ", "-",
+                          "\n \t", "ACGT", "\xC3\x82", "\xC3\x83\xC3\x82", "'s'", "\xE2\x80"};
+    const char* set = sets[k % 13];
+    size_t period = 1 + roll(40), same = 1 + roll(200);
+    std::string piece;
+    for (size_t i = 0; piece.size() < n; i++) {
+        switch (k / 13 % 4) {
+            case 0: piece += set[roll((uint32_t)strlen(set))]; break;
+            case 1: piece += i < period ? set[roll((uint32_t)strlen(set))] : piece[i - period]; break;
+            case 2: piece += std::string(1 + roll((uint32_t)same), set[roll((uint32_t)strlen(set))]); break;
+            case 3: {
+                const std::string& token = bpe.bytes[roll(bpe.eot)];        // letters only, without a blank
+                bool letters = token.find_first_not_of("abcdefghijklmnopqrstuvwxyz") == std::string::npos;
+                piece += letters ? token : "e";
+            }
+        }
+    }
+    return piece.substr(0, n);
+}
+
+static void test_windows() {
+    int wrong = 0, cuts = 0, cut_wrong = 0, runs_cut = 0;
+    for (uint32_t k = 0; k < 416; k++) {
+        std::string piece = endless_piece(k, 65 + rand_u32(5, RAND_STORY, 9, k) % 900);
+        Ids got;
+        tokenizer_encode_piece(&bpe, (const uint8_t*)piece.data(), piece.size(), got);
+        wrong += got != merge_plain(piece);
+    }
+    CHECK(wrong == 0, "%d of 416 pieces merge wrongly in windows", wrong);
+    for (uint32_t k = 0; k < 104; k++) {
+        size_t n = 2000;
+        std::string text = "x" + endless_piece(k, 2 * n);
+        size_t begin = 0, length = 0;           // of a piece that reaches beyond the first n bytes
+        const uint8_t* s = (const uint8_t*)text.data();
+        for (size_t i = 0; i < n; begin = i, i += length) {
+            length = tokenizer_piece(&bpe, s + i, text.size() - i);
+        }
+        if (n - begin < 600) { continue; }
+        size_t cut = tokenizer_cut_inside(&bpe, s + begin, n - begin);
+        runs_cut += cut > 0 && k / 13 % 4 == 1;
+        if (cut == 0) { continue; }
+        cut += begin;
+        cuts++;
+        Ids head = encode(text.substr(0, cut));
+        for (size_t stop = n; stop < n + 260; stop += 1 + stop % 23) {
+            for (const char* then : {"", "'s", " ", "\n", "x", "\xE2\x82\xAC", "\xFF"}) {
+                Ids parts = head, tail = encode(text.substr(cut, stop - cut) + then);
+                parts.insert(parts.end(), tail.begin(), tail.end());
+                cut_wrong += parts != encode(text.substr(0, stop) + then);
+            }
+        }
+    }
+    CHECK(cuts > 40 && runs_cut > 10, "only %d pieces could be cut, %d of them periodic", cuts, runs_cut);
+    CHECK(cut_wrong == 0, "a cut changed the tokens in %d cases", cut_wrong);
+}
+
 static void test_round_trips() {
     TokenizerCache cache;
     int wrong = 0, cache_wrong = 0;
@@ -471,6 +531,65 @@ static void test_tool_shards() {
     CHECK(e.out == "<|endoftext|>\n" + big, "the decoded shard is not the text");
 }
 
+// The documents of the text, by lines: what `tokenize` must give.
+static Ids encode_documents(const std::string& text, TokenizerCache* cache) {
+    Ids ids;
+    std::string document;
+    auto flush = [&] {
+        if (document.empty()) { return; }
+        ids.push_back(bpe.eot);
+        tokenizer_encode(&bpe, document.data(), document.size(), ids, cache);
+        document.clear();
+    };
+    for (size_t i = 0, end; i < text.size(); i = end) {
+        end = std::min(text.find('\n', i), text.size() - 1) + 1;
+        std::string line = text.substr(i, end - i);
+        if (line == "<|endoftext|>" || line == "<|endoftext|>\n" || line == "<|endoftext|>\r\n") { flush(); }
+        else { document += line; }
+    }
+    flush();
+    return ids;
+}
+
+// Text without places that are easy to cut.
+static void test_tool_endless() {
+    std::vector<std::vector<std::string>> kinds = {
+        {std::string(300000, 'a'), std::string(700000, ' '), std::string(500000, '7'), "\n<|endoftext|>\n",
+         "<|endoftext|>", "\r\n", std::string(400000, '<'), "<|endoftext|>\r\n"},
+        {"\"key\":", "12345,", "{\"a\":[", "],", "bar", "'s", "'", "<|endoftext|>", "\xFF", "\xE3\x80"},
+        {"\xE7\x9A\x84", "\xE4\xB8\x80", "\xE6\x98\xAF", "\xE6\x97\xA5", "\xE6\x9C\xAC"},
+        {"\xC3\xA9", "\xC3\xA8", "\xC3\xBC"}, {"'s"}, {"'"}, {"\xF0\x9F\x98\x80", "\xE2\x82\xAC"}, {"-"},
+        {"\xE3\x80\x80"}, {"\x80"}};
+    TokenizerCache cache;
+    for (uint32_t k = 0; k < kinds.size(); k++) {
+        std::string text, path = temp + "/endless.txt";
+        for (uint32_t i = 0; text.size() < 2500000; i++) {
+            text += kinds[k][rand_u32(8, RAND_STORY, k, i) % kinds[k].size()];
+        }
+        file_write(path, text);
+        for (const char* separators : {"0", "1"}) {
+            tool_runs({path, "-o", temp + "/endless", "-j", "2", "--separators", separators});
+            Ids want = separators[0] == '0' ? encode(text, &cache) : encode_documents(text, &cache);
+            CHECK(shard(temp + "/endless_train.bin") == want, "text %u, --separators %s: wrong tokens", k,
+                  separators);
+        }
+    }
+    long memory[2];                             // KB, of one thread
+    for (int many : {0, 1}) {
+        file_write(temp + "/endless.txt", std::string(many ? 20 << 20 : 1000, 'a'));
+        pid_t pid = fork();
+        if (pid == 0) {
+            if (!freopen("/dev/null", "w", stdout)) { _exit(99); }
+            with_args({temp + "/endless.txt", "-o", temp + "/endless", "-j", "1"})();
+        }
+        int status;
+        struct rusage usage;
+        CHECK(wait4(pid, &status, 0, &usage) == pid && status == 0, "the program failed: %d", status);
+        memory[many] = usage.ru_maxrss;
+    }
+    CHECK(memory[1] - memory[0] < 3 * 20 * 1024, "20 MB of one letter take %ld KB", memory[1] - memory[0]);
+}
+
 static void test_tool_errors() {
     std::string o = temp + "/err";
     file_write(temp + "/1.txt", "some text\n");
@@ -608,7 +727,7 @@ static void test_tool_memory() {
     std::string o = temp + "/mem";
     file_write(temp + "/1.txt", std::string(4 << 20, 'x'));
     int well = 0, out_of_memory = 0;
-    for (rlim_t mb = 8; mb < 2000; mb += 1 + mb / 6) {
+    for (rlim_t mb = 8; mb < 2000; mb += 1 + mb / 3) {
         Child c = run_child([&] {
             struct rlimit limit = {mb << 20, mb << 20};
             setrlimit(RLIMIT_AS, &limit);
@@ -637,6 +756,7 @@ int main(int argc, char** argv) {
     TEST("pieces") { test_pieces(); }
     TEST("places to cut") { test_cut(); }
     TEST("merges") { test_merges(); }
+    TEST("windows, cuts inside of pieces") { test_windows(); }
     TEST("round trips") { test_round_trips(); }
     TEST("long runs") { test_long_runs(); }
     TEST("bytes") { test_bytes(); }
@@ -644,10 +764,11 @@ int main(int argc, char** argv) {
 
     tool = argc >= 2 ? argv[1] : "build/tokenize";
     if (access(tool.c_str(), X_OK) != 0) {
-        SKIP(8, "%s is not built", tool.c_str());
+        SKIP(9, "%s is not built", tool.c_str());
     } else {
         TEST("tokenize: documents") { test_tool_documents(); }
         TEST("tokenize: shards and threads") { test_tool_shards(); }
+        TEST("tokenize: text without an end") { test_tool_endless(); }
         TEST("tokenize: errors") { test_tool_errors(); }
         TEST("tokenize: shards back to text") { test_tool_decode(); }
         TEST("tokenize: order of the command line") { test_tool_command_line(); }
