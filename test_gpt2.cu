@@ -1621,8 +1621,8 @@ static void test_kernels() {
 #endif  // GPT2_CPU
 
 // == main ==
-// Prefix of a committed reference's files, whatever the working directory: in this program's folder, or one or
-// two above it (build/check/).
+// Prefix of a committed reference's files, whatever the working directory: in this program's folder, or
+// one or two above it (build/check/).
 static std::string committed_reference(const std::string& name) {
     char exe[4096];
     const ssize_t n = readlink("/proc/self/exe", exe, sizeof(exe));
