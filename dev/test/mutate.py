@@ -9,8 +9,8 @@ the suite that must notice.
 The table is dev/test/mutants.txt. A patch whose old text does not occur exactly once (runs of blanks and line
 ends count as one blank) is an error of the table: somebody has changed the code, and the patch wants to be
 changed with it. A suite notices by failing, by dying or by not ending; a patch that does not compile is an
-error of the table as well. The sources are copied into a temporary folder and built there at -O1 without OpenBLAS,
-only the programs that include the patched file; the working tree is not touched.
+error of the table as well. The sources are copied into a temporary folder and built there at -O1 without
+OpenBLAS, only the programs that include the patched file; the working tree is not touched.
 """
 import argparse
 import concurrent.futures
