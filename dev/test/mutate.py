@@ -14,6 +14,7 @@ OpenBLAS, only the programs that include the patched file; the working tree is n
 """
 import argparse
 import concurrent.futures
+import contextlib
 import os
 import re
 import resource
@@ -125,28 +126,38 @@ class Copy:
         shutil.copy2(self.path(program), self.path(program + ".clean"))
 
     def run(self, suite):
-        """(what happened: "passed" or how it failed, the last lines)"""
+        """(what happened: "passed" or how it failed, a line about it); ends at the first failure."""
         env = dict(os.environ, TMPDIR=self.path("build"), OMP_WAIT_POLICY="passive",
                    PYTHONDONTWRITEBYTECODE="1")
 
         def limits():                   # a patch may ask for all memory or fill the disk
+            signal.signal(signal.SIGINT, signal.SIG_DFL)        # which a shell's background jobs ignore
             resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
             resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 30, resource.RLIM_INFINITY))
-        child = subprocess.Popen(suite_command(suite)[1], cwd=self.folder, env=env, stdin=subprocess.DEVNULL,
+        command = (["stdbuf", "-oL"] if shutil.which("stdbuf") else []) + suite_command(suite)[1]
+        child = subprocess.Popen(command, cwd=self.folder, env=env, stdin=subprocess.DEVNULL,
                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-                                 preexec_fn=limits)
-        try:
-            out = child.communicate(timeout=LIMIT_S)[0].decode("utf-8", "replace")
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.communicate()
-            return f"no end after {LIMIT_S} s", ""
-        lines = out.rstrip("\n").split("\n")
-        closing = re.fullmatch(r"(\d+) passed, (\d+) failed, (\d+) skipped", lines[-1])
-        if child.returncode == 0 and closing and int(closing[1]) > 0 and int(closing[2]) == 0:
-            return "passed", lines[-1]
-        failures = [line for line in lines if line.startswith("FAIL")]
-        return "failed", (failures or [f"exit code {child.returncode}: {lines[-1]}"])[0]
+                                 text=True, errors="replace", preexec_fn=limits)
+        too_late = threading.Timer(LIMIT_S, os.killpg, (child.pid, signal.SIGKILL))
+        too_late.start()
+        line = failure = ""
+        for line in child.stdout:
+            if line.startswith("FAIL"):
+                failure = line
+                break
+        hung = not too_late.is_alive()
+        too_late.cancel()
+        with contextlib.suppress(ProcessLookupError):
+            if failure:
+                os.killpg(child.pid, signal.SIGKILL)
+        child.stdout.close()
+        code = child.wait()
+        if failure or hung:
+            return "failed", failure.rstrip() or f"no end after {LIMIT_S} s"
+        closing = re.fullmatch(r"(\d+) passed, 0 failed, (\d+) skipped\n?", line)
+        if code == 0 and closing and int(closing[1]) > 0:
+            return "passed", line.rstrip()
+        return "failed", f"exit code {code}: {line.rstrip()}"
 
     def try_mutant(self, mutant):
         """(noticed, a line about it)"""
@@ -216,11 +227,12 @@ def main():
                 copies[0].build_clean(program)
             how, line = copies[0].run(suite)
             if how != "passed":
-                print(f"FAIL {suite} fails without a patch: {line}")
-                counts[False] += 1
-        if not counts[False]:
-            with concurrent.futures.ThreadPoolExecutor(args.j) as pool:
-                list(pool.map(one, mutants))
+                waiting = len(mutants)
+                mutants = [m for m in mutants if m[1] != suite]
+                counts[False] += waiting - len(mutants)
+                print(f"FAIL {suite} fails without a patch, {waiting - len(mutants)} wait for it: {line}", flush=True)
+        with concurrent.futures.ThreadPoolExecutor(args.j) as pool:
+            list(pool.map(one, mutants))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     for file, _, old, new, why in equivalent:

@@ -850,5 +850,17 @@ def test_skip_limit():
           "skipped updates leave the weights alone")
 
 
+def test_nan_validation():
+    """A validation loss that is no number: a warning in training, a failure where it is all there is."""
+    _, (dims, params) = trained_model()
+    params["lnfb"][:] = np.nan
+    formats.write_checkpoint("nan_val.bin", dims, params)
+    for flags, code in (({"-x": 0}, 1), ({"-x": 1, "-v": 1}, 0)):
+        result = run({"-e": "nan_val.bin", **flags})
+        check_equal(result.code, code, f"exit code with {flags}")
+        check("validation loss is not finite" in result.err, f"a warning with {flags}: {result.err}")
+        check("nan" in result.out, "the loss itself is printed")
+
+
 if __name__ == "__main__":
     sys.exit(main(__doc__, globals()))
