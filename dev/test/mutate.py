@@ -134,10 +134,9 @@ class Copy:
             signal.signal(signal.SIGINT, signal.SIG_DFL)        # which a shell's background jobs ignore
             resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
             resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 30, resource.RLIM_INFINITY))
-        command = (["stdbuf", "-oL"] if shutil.which("stdbuf") else []) + suite_command(suite)[1]
-        child = subprocess.Popen(command, cwd=self.folder, env=env, stdin=subprocess.DEVNULL,
-                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-                                 text=True, errors="replace", preexec_fn=limits)
+        child = subprocess.Popen(suite_command(suite)[1], cwd=self.folder, env=env, stdin=subprocess.DEVNULL,
+                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+                                 start_new_session=True, preexec_fn=limits)
         too_late = threading.Timer(LIMIT_S, os.killpg, (child.pid, signal.SIGKILL))
         too_late.start()
         line = failure = ""
@@ -145,19 +144,24 @@ class Copy:
             if line.startswith("FAIL"):
                 failure = line
                 break
-        hung = not too_late.is_alive()
-        too_late.cancel()
+        child.stdout.close()
         with contextlib.suppress(ProcessLookupError):
             if failure:
                 os.killpg(child.pid, signal.SIGKILL)
-        child.stdout.close()
         code = child.wait()
+        hung = not too_late.is_alive()
+        too_late.cancel()
         if failure or hung:
             return "failed", failure.rstrip() or f"no end after {LIMIT_S} s"
         closing = re.fullmatch(r"(\d+) passed, 0 failed, (\d+) skipped\n?", line)
         if code == 0 and closing and int(closing[1]) > 0:
             return "passed", line.rstrip()
         return "failed", f"exit code {code}: {line.rstrip()}"
+
+    def run_clean(self, suite):
+        for program in suite_command(suite)[0]:
+            self.build_clean(program)
+        return self.run(suite)
 
     def try_mutant(self, mutant):
         """(noticed, a line about it)"""
@@ -206,15 +210,18 @@ def main():
     copies = [Copy(os.path.join(folder, str(i))) for i in range(args.j)]
     lock, counts = threading.Lock(), {True: 0, False: 0}
 
-    def one(mutant):
+    def with_copy(work, *arguments):
         with lock:
             copy = copies.pop()
-        began = time.monotonic()
         try:
-            noticed, line = copy.try_mutant(mutant)
+            return work(copy, *arguments)
         finally:
             with lock:
                 copies.append(copy)
+
+    def one(mutant):
+        began = time.monotonic()
+        noticed, line = with_copy(Copy.try_mutant, mutant)
         file, suite, old, new, _ = mutant
         with lock:
             counts[noticed] += 1
@@ -222,16 +229,15 @@ def main():
             print(f"{word} by {suite} ({time.monotonic() - began:.1f} s): {file}: {old}  ->  {new}\n"
                   f"    {line[:160]}", flush=True)
     try:
-        for suite in sorted({m[1] for m in mutants}):       # a suite that fails anyway notices nothing
-            for program in suite_command(suite)[0]:
-                copies[0].build_clean(program)
-            how, line = copies[0].run(suite)
-            if how != "passed":
-                waiting = len(mutants)
-                mutants = [m for m in mutants if m[1] != suite]
-                counts[False] += waiting - len(mutants)
-                print(f"FAIL {suite} fails without a patch, {waiting - len(mutants)} wait for it: {line}", flush=True)
         with concurrent.futures.ThreadPoolExecutor(args.j) as pool:
+            suites = sorted({m[1] for m in mutants})            # a suite that fails anyway notices nothing
+            outcomes = pool.map(lambda suite: with_copy(Copy.run_clean, suite), suites)
+            for suite, (how, line) in zip(suites, outcomes):
+                waiting = [m for m in mutants if m[1] == suite]
+                if how != "passed":
+                    print(f"FAIL {suite} fails without a patch: {len(waiting)} wait for it. {line}", flush=True)
+                    counts[False] += len(waiting)
+                    mutants = [m for m in mutants if m[1] != suite]
             list(pool.map(one, mutants))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
