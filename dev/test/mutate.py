@@ -135,8 +135,8 @@ class Copy:
             resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
             resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 30, resource.RLIM_INFINITY))
         child = subprocess.Popen(suite_command(suite)[1], cwd=self.folder, env=env, stdin=subprocess.DEVNULL,
-                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-                                 start_new_session=True, preexec_fn=limits)
+                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                 errors="replace", start_new_session=True, preexec_fn=limits)
         too_late = threading.Timer(LIMIT_S, os.killpg, (child.pid, signal.SIGKILL))
         too_late.start()
         line = failure = ""
@@ -235,7 +235,8 @@ def main():
             for suite, (how, line) in zip(suites, outcomes):
                 waiting = [m for m in mutants if m[1] == suite]
                 if how != "passed":
-                    print(f"FAIL {suite} fails without a patch: {len(waiting)} wait for it. {line}", flush=True)
+                    print(f"FAIL {suite} fails without a patch: {len(waiting)} wait for it. {line}",
+                          flush=True)
                     counts[False] += len(waiting)
                     mutants = [m for m in mutants if m[1] != suite]
             list(pool.map(one, mutants))
