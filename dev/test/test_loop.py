@@ -771,6 +771,9 @@ def test_memory_hint():
         plan = sum(act_bytes(d, 65536, 16384, recompute).values()) / 2**30
         check(plan < needs < 1.1 * plan, f"-r {recompute}: needs {needs} GiB, activations alone {plan}")
         check_equal("-r 2" in error, recompute == 0, "the hint names -r 2 where it is not taken already")
+    # sizes that 64 bits do not count are not taken modulo 2^64
+    error = run({"-e": "L10000,NH1,C1048576,T32767,V256", "-b": 65536}).err
+    check(re.search(r"^error: tensor '\w+' would have \S+ elements: too many$", error, re.M), error)
 
 
 # ---- what is printed on the way ----
@@ -794,7 +797,7 @@ def seconds_of(text):
 
 def test_times():
     """Milliseconds, tokens/s, their mean and the time left agree with each other and with a clock outside."""
-    steps, batch = 10**7, 3 * B * T
+    steps, batch = 10**8, 3 * B * T
     began = time.monotonic()
     p = subprocess.Popen(Program.command({"-x": steps, "-z": batch, "-o": "times"}), text=True,
                          stdout=subprocess.PIPE, env=Program.environment(1))
