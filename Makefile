@@ -61,8 +61,8 @@ TOOLS := build/tokenize build/stories build/bigram
 TESTS := $(patsubst dev/test/%.cpp,build/%,$(wildcard dev/test/test_*.cpp))
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart tinyshakespeare tokenize stories bigram test test-gpu cpu asan test-asan lint sanitize
-.PHONY: bench clean FORCE
+.PHONY: help quickstart tinyshakespeare tokenize stories bigram test test-gpu cpu asan test-asan test-mutants
+.PHONY: lint sanitize bench clean FORCE
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -133,6 +133,9 @@ test-asan: ## the host tests and the CPU model under ASan and UBSan, part of `ma
 	$(RUN_TESTS) asan
 asan: build/asan/test_gpt2cpu $(TESTS:build/%=build/asan/%)
 cpu: train_gpt2cpu test_gpt2cpu $(TOOLS) $(TESTS)
+
+test-mutants: ## some 220 small wrong things, each patched in and to be noticed by its suite (20 minutes)
+	python3 dev/test/mutate.py
 
 sanitize: $(addprefix build/check/test_gpt2.,BF16 FP32 FP16) ## on a GPU: kernels under compute-sanitizer
 	dev/gpu.sh sanitize

@@ -281,7 +281,7 @@ static std::string polish(const std::string& raw) {
             out += c;
             if (c != ',') { capital = true; }
         } else {
-            bool article = c == 'a' && !isalpha((unsigned char)last) && raw[i + 1] == ' ';
+            bool article = (c == 'a' || c == 'A') && !isalpha((unsigned char)last) && raw[i + 1] == ' ';
             out += capital ? (char)toupper((unsigned char)c) : c;
             capital = false;
             if (article) {

@@ -75,6 +75,7 @@ def all_suites():
         Suite("break cpu", [PYTHON, "dev/test/break_all.py", "./test_gpt2cpu"], cpu, cores=4),
         Suite("host tiktoken", [PYTHON, "dev/test/compare_tiktoken.py"], cpu),
         Suite("model cpu", ["./test_gpt2cpu"], cpu, cores=2),
+        Suite("host stories", [PYTHON, "dev/test/test_stories.py"], cpu),
         Suite("scripts", [PYTHON, "dev/test/test_scripts.py"], cpu),
         Suite("formats", [PYTHON, "dev/test/test_llmc_format.py"]),
         Suite("lint", [PYTHON, "dev/test/lint.py"], steady=False),      # as many as there are files

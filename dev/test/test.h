@@ -23,6 +23,7 @@ static int test_passed = 0, test_failed = 0, test_skipped = 0;
             printf("FAIL %s:%d: %s: ", __FILE__, __LINE__, #cond);              \
             printf(__VA_ARGS__);                                                \
             printf("\n");                                                       \
+            fflush(stdout);                                                     \
         }                                                                       \
     } while (0)
 

@@ -176,8 +176,8 @@ def test_validation():
     means = [sum(rows[:n]) / n for n in range(1, count + 1)]
     apart = min(abs(a - b) for i, a in enumerate(means) for b in means[:i])
     check(exact() is False or apart > 2 * near, f"means that can be told apart: {means}")
-    for batch, most in ((1, 1), (1, 2), (1, 7), (1, 11), (1, 50), (2, 3), (2, 5), (2, 6), (3, 3), (3, 4),
-                        (4, 2), (4, 3), (5, 1), (5, 20), (11, 1), (16, 1), (16, 9)):
+    for batch, most in ((1, 1), (1, 7), (1, 50), (2, 5), (2, 6), (3, 3), (3, 4), (4, 2), (4, 3), (5, 20),
+                        (11, 1), (16, 9)):
         used = min(count, batch * most)
         losses = run_ok({"-e": path, "-j": "rows.bin", "-x": 0, "-b": batch, "-m": most}).val_losses()
         check_close(losses, [means[used - 1]], near, f"-b {batch} -m {most}: the mean of {used} rows")
@@ -218,12 +218,12 @@ def test_learned_period():
             "-o": "period"})
     flags = {"-e": model_path("period"), "-x": 0, "--temperature": 0}
     text = "abcdefgh" * 20
-    for prompt in ("abcd", "defghabcdefg", "h", text[:62], text[3:67]):
-        for wanted in (1, 9, 70):
-            got = run_ok({**flags, "--prompt": prompt, "-g": wanted}).samples()
-            first = "abcdefgh".index(prompt[0])
-            total = min(len(prompt) + wanted, length - 1)       # one position is the start's
-            check_equal(got, [text[first:first + total]], f"'{prompt}' and {wanted} tokens")
+    for prompt, wanted in (("abcd", 1), ("abcd", 70), ("defghabcdefg", 9), ("h", 9), (text[:62], 1),
+                           (text[:62], 9), (text[3:67], 70)):
+        got = run_ok({**flags, "--prompt": prompt, "-g": wanted}).samples()
+        first = "abcdefgh".index(prompt[0])
+        total = min(len(prompt) + wanted, length - 1)           # one position is the start's
+        check_equal(got, [text[first:first + total]], f"'{prompt}' and {wanted} tokens")
 
 
 def test_documents():
@@ -309,7 +309,7 @@ def test_samples_of_trained():
         check_equal(len(ids), T, "as many tokens as the model has positions")
         logits = forward(model, np.array(ids[:-1]))
         behind = [logits[t].max() - logits[t, ids[t + 1]] for t in range(len(prompt), len(ids) - 1)]
-        check(max(behind) <= tolerance(1e-4, 0.1), f"'{text}': letters {behind} behind the likeliest")
+        check(max(behind) <= tolerance(1e-4, 0.25), f"'{text}': letters {behind} behind the likeliest")
 
 
 def test_when():
@@ -464,7 +464,7 @@ def adamw(params, grads, m, v, t, lr, beta1, beta2, eps, decay, clip):
 def test_adamw():
     """Two updates with each setting, from the program's own gradients, as AdamW's formula has them."""
     if not exact():
-        skip("16-bit weights in the saved files: the update cannot be seen in them", 28)
+        skip("the update cannot be seen in 16-bit weights", 83)
         return
     start, _ = trained_model()
     zero = formats.read_checkpoint(start)[1]
@@ -607,17 +607,17 @@ def test_files_that_fail():
 
 
 def test_open_files():
-    """Hundreds of shards take one descriptor at a time, and no step or checkpoint keeps one."""
-    for i in range(120):
+    """However many shards there are, 256 descriptors are enough; no step and no checkpoint keeps one."""
+    for i in range(180):
         write_shard(f"many_{i:03d}.bin", sentences(i, T + 1))
         write_shard(f"many_val_{i:03d}.bin", sentences(500 + i, T + 1))
 
     def few_files():
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    limit = 24 if "CPU" in Program.device else 200
-    result = run_ok({"-i": "many_[0-9]*.bin", "-j": "many_val_*.bin", "-x": 300, "-b": 1, "-v": 30, "-m": 200,
+    limit = 256 if "CPU" in Program.device else 512
+    result = run_ok({"-i": "many_[0-9]*.bin", "-j": "many_val_*.bin", "-x": 400, "-b": 1, "-v": 40, "-m": 200,
                      "-o": "few"}, preexec_fn=few_files)
-    check_equal((len(result.losses()), len(result.val_losses())), (300, 11), "steps and validations")
+    check_equal((len(result.losses()), len(result.val_losses())), (400, 11), "steps and validations")
 
 
 # ---- sizes ----
@@ -675,21 +675,15 @@ def test_parameter_counts():
         out = run_ok({"-e": text, "-t": 8, "-b": 1, "-m": 1, "-x": 0}, threads=2).out
         line = re.findall(r"^model: (.*)$", out, re.M)[0]
         live, padded, others = parameter_counts(d)
-        sizes = dict(re.findall(r"\b(L|NH|C|T|V)=(\d+)", line))
-        want = {"L": d.L, "NH": d.NH, "C": d.C, "T": d.maxT, "V": d.V}
-        check_equal({name: int(size) for name, size in sizes.items()}, want, "sizes")
-        check(f"padded {d.Vp}" in line, f"padded vocabulary in {line}")
-        counts = [int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*\d", line.split(")", 1)[1])]
-        check(counts[0] in (live + others, padded + others), f"{line}: parameters, expected {live + others}")
-        check(others in counts and (live in counts or padded in counts), f"{line}: lacks {live} or {others}")
-        check(not set(counts) - {live + others, padded + others, live, padded, others, d.Vp - d.V,
-                                 (d.Vp - d.V) * d.C}, f"{line}: a number that is none of ours")
+        want = (f"L={d.L} NH={d.NH} C={d.C} T={d.maxT} V={d.V}, {live + others} parameters: {live} with "
+                f"weight decay, {others} without; wte is padded to {d.Vp} rows with {padded - live} zeros")
+        check_equal(line, want, f"the model line of {text}")
     d12 = formats.Dims(maxT=1024, V=50257, L=12, NH=12, C=768)
     check_equal(sum(parameter_counts(d12)[::2]), 124439808, "GPT-2 124M's parameters, as published")
 
 
 def test_descriptors():
-    """The sizes behind a name: from the memory that 2^26 tokens would take, and its longest sequence."""
+    """The sizes behind a name: from the memory that 2^25 tokens take, and its longest sequence."""
     for name, (layers, heads, channels, length) in DESCRIPTORS.items():
         d = formats.Dims(maxT=length, V=50257, L=layers, NH=heads, C=channels)
         refused = run({"-e": name, "-t": length + 1, "-x": 0})
@@ -697,18 +691,19 @@ def test_descriptors():
               f"{name}: T of {length}: {refused.err}")
         if "CPU" not in Program.device:
             continue
-        batch = 65536
-        refused = run({"-e": name, "-t": 1024, "-b": batch, "-x": 0})
-        said = re.search(r"needs ([\d.]+) GiB on .*, which has ([\d.]+) GiB free", refused.err)
-        n = batch * 1024
-        want = sum(act_bytes(d, batch, 1024, 0).values()) + sum(weight_bytes(d).values())
-        scratch = max(4 * channels * (2 * n // 128), 4 * n * heads)
-        ids = 3 * 4 * n + 16 * n + 16 * (n // 129)
-        if check(said, f"{name}: {refused.err}"):
-            want = (want + scratch + ids) / 2**30
-            check_close([float(said[1])], [want], 1e-6 * want + 0.01, f"{name}: GiB")
+        needs, want = [], []
+        for batch in (65536, 32768):                # the difference: what grows with the batch
+            refused = run({"-e": name, "-t": 1024, "-b": batch, "-x": 0})
+            said = re.search(r"needs ([\d.]+) GiB of memory on", refused.err)
+            needs.append(float(said[1]) if check(said, f"{name}: {refused.err}") else 0)
+            n = batch * 1024
+            scratch = max(4 * channels * (2 * n // 128), 4 * n * heads)
+            inputs = 3 * 4 * n + 16 * n + 16 * (n // 129)       # and two staged copies, eight loaded batches
+            rest = scratch + 3 * inputs + 8 * 4 * n
+            want.append((sum(act_bytes(d, batch, 1024, 0).values()) + rest) / 2**30)
+        check_close([needs[0] - needs[1]], [want[0] - want[1]], 1e-6 * want[0] + 0.01, f"{name}: GiB")
     if "CPU" not in Program.device:
-        skip("scratch is the CPU build's", 2 * len(DESCRIPTORS))
+        skip("scratch is the CPU build's", 3 * len(DESCRIPTORS))
 
 
 def memory_line(out):
@@ -766,7 +761,7 @@ def test_memory_hint():
     flags = {"-e": "L4,NH1,C64,T16384,V256", "-b": 65536, "-x": 0}
     for recompute in (0, 2):
         error = run({**flags, "-r": recompute}).err
-        said = re.search(r"needs ([\d.]+) GiB on .*, which has ([\d.]+) GiB free\n.*fits is -b (\d+)", error)
+        said = re.search(r"needs ([\d.]+) GiB of memory .* has ([\d.]+) GiB free\n.*fits is -b (\d+)", error)
         if not check(said, f"-r {recompute}: {error}"):
             continue
         needs, free, batch = float(said[1]), float(said[2]), int(said[3])
@@ -776,6 +771,9 @@ def test_memory_hint():
         plan = sum(act_bytes(d, 65536, 16384, recompute).values()) / 2**30
         check(plan < needs < 1.1 * plan, f"-r {recompute}: needs {needs} GiB, activations alone {plan}")
         check_equal("-r 2" in error, recompute == 0, "the hint names -r 2 where it is not taken already")
+    # sizes that 64 bits do not count are not taken modulo 2^64
+    error = run({"-e": "L10000,NH1,C1048576,T32767,V256", "-b": 65536}).err
+    check(re.search(r"^error: tensor '\w+' would have \S+ elements: too many$", error, re.M), error)
 
 
 # ---- what is printed on the way ----
@@ -799,7 +797,7 @@ def seconds_of(text):
 
 def test_times():
     """Milliseconds, tokens/s, their mean and the time left agree with each other and with a clock outside."""
-    steps, batch = 10**7, 3 * B * T
+    steps, batch = 10**8, 3 * B * T
     began = time.monotonic()
     p = subprocess.Popen(Program.command({"-x": steps, "-z": batch, "-o": "times"}), text=True,
                          stdout=subprocess.PIPE, env=Program.environment(1))
@@ -853,6 +851,18 @@ def test_skip_limit():
     after = formats.read_checkpoint(model_path("skips19"))[1]
     check(all(np.array_equal(after[name], params[name], equal_nan=True) for name in formats.NAMES),
           "skipped updates leave the weights alone")
+
+
+def test_nan_validation():
+    """A validation loss that is no number: a warning in training, a failure where it is all there is."""
+    _, (dims, params) = trained_model()
+    params["lnfb"][:] = np.nan
+    formats.write_checkpoint("nan_val.bin", dims, params)
+    for flags, code in (({"-x": 0}, 1), ({"-x": 1, "-v": 1}, 0)):
+        result = run({"-e": "nan_val.bin", **flags})
+        check_equal(result.code, code, f"exit code with {flags}")
+        check("validation loss is not finite" in result.err, f"a warning with {flags}: {result.err}")
+        check("nan" in result.out, "the loss itself is printed")
 
 
 if __name__ == "__main__":
