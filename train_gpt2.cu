@@ -3159,16 +3159,17 @@ constexpr MmaShapes kMmaShapes[] = {
     {112, {1, 32, 2}, {1, 16, 2}, {1, 16, 2}},
     {128, {1, 32, 2}, {1, 16, 2}, {1, 16, 2}},      // needs 100 KiB
 #else
-    { 16, {2, 64, 3}, {2, 32, 3}, {2, 32, 3}},
-    { 32, {2, 64, 2}, {2, 32, 3}, {2, 32, 2}},
+    { 16, {2, 64, 4}, {1, 64, 4}, {2, 32, 4}},
+    { 32, {2, 64, 3}, {2, 32, 3}, {2, 32, 3}},
     { 48, {2, 64, 2}, {2, 32, 2}, {2, 32, 2}},
     { 64, {2, 64, 2}, {2, 32, 2}, {2, 32, 2}},
     { 80, {1, 64, 3}, {1, 64, 2}, {1, 64, 2}},
     { 96, {1, 64, 2}, {1, 64, 2}, {1, 32, 2}},
-    {112, {1, 64, 2}, {1, 32, 2}, {1, 32, 2}},
+    {112, {1, 32, 3}, {1, 32, 2}, {1, 32, 2}},
     {128, {1, 64, 2}, {1, 32, 2}, {1, 32, 2}},
     {160, {1, 32, 2}, {1, 32, 2}, {1, 16, 2}},
-    {192, {1, 32, 2}, {1, 16, 2}, {1, 16, 2}},      // at 256 the accumulators of dK and dV fill all registers
+    {192, {1, 32, 2}, {1, 32, 2}, {1, 16, 2}},
+    {192, {1, 32, 2}, {1, 16, 2}, {1, 16, 2}},      // 99 KiB; at 256 dK and dV fill all registers
 #endif
 };
 constexpr int kNumMmaShapes = sizeof(kMmaShapes) / sizeof(*kMmaShapes);
@@ -3840,16 +3841,6 @@ static DeviceState gpt2_read_state(GPT2* model) {       // waits for the device
 }
 
 // == 9 checkpoint ==
-// Text that a user gave, for a message: on one line, and no command to the terminal.
-static std::string shown_(const std::string& text) {
-    std::string s;
-    for (char c : text) {
-        const bool control = (unsigned char)c < 32 || c == 127;
-        s += control ? format("\\x%02x", (unsigned char)c) : std::string(1, c);
-    }
-    return s;
-}
-
 // model_%08d.bin: 256 int32 header, then the tensors in table order, tight. Version 3 holds fp32, 5 bf16
 // (llm.c's numbers); either loads in any build. FP16 builds save version 3 from the master weights.
 constexpr int kModelMagic = 20240326, kModelFp32 = 3, kModelBf16 = 5;
@@ -3880,10 +3871,10 @@ static FILE* checkpoint_open(const char* path) {
     struct stat st;
     if (stat(path, &st) == 0 && !S_ISREG(st.st_mode)) {
         die("'%s' is not a regular file\nhint: -e takes a model_*.bin or a descriptor such as d12",
-            shown_(path).c_str());
+            path);
     }
     FILE* f = fopen(path, "rb");
-    if (!f) { die("cannot open '%s': %s", shown_(path).c_str(), strerror(errno)); }
+    if (!f) { die("cannot open '%s': %s", path, strerror(errno)); }
     return f;
 }
 
@@ -3904,10 +3895,9 @@ static const char* other_file_kind(const void* data, size_t bytes) {
 }
 
 static Config checkpoint_read_header(const char* path, FILE* f, int* version) {
-    const std::string name = shown_(path);
     int header[256] = {};
     const size_t got = fread(header, 1, sizeof(header), f);
-    if (ferror(f)) { die("cannot read '%s': %s", name.c_str(), strerror(errno)); }
+    if (ferror(f)) { die("cannot read '%s': %s", path, strerror(errno)); }
     if (header[0] != kModelMagic) {
         const std::string kind = other_file_kind(header, got);
         std::string why = kind.empty() ? "" : " but " + kind;
@@ -3915,28 +3905,28 @@ static Config checkpoint_read_header(const char* path, FILE* f, int* version) {
             why += format(": its first number is %d, expected %d", header[0], kModelMagic);
         }
         die("'%s' is not a model checkpoint%s\nhint: -e takes a model_*.bin or a descriptor such as d12",
-            name.c_str(), why.c_str());
+            path, why.c_str());
     }
     if (got < sizeof(header)) {
-        die("'%s' is truncated: %zu bytes, a checkpoint's header alone has %zu", name.c_str(), got,
+        die("'%s' is truncated: %zu bytes, a checkpoint's header alone has %zu", path, got,
             sizeof(header));
     }
     *version = header[1];
     if (*version != kModelFp32 && *version != kModelBf16) {
-        die("'%s' has checkpoint version %d; this program reads 3 (fp32) and 5 (bf16)", name.c_str(),
+        die("'%s' has checkpoint version %d; this program reads 3 (fp32) and 5 (bf16)", path,
             *version);
     }
     Config c = {};
     c.maxT = header[2], c.V = header[3], c.L = header[4], c.NH = header[5], c.C = header[6], c.Vp = header[7];
     std::string error = config_error(c);
-    if (!error.empty()) { die("'%s' has a bad header: %s", name.c_str(), error.c_str()); }
+    if (!error.empty()) { die("'%s' has a bad header: %s", path, error.c_str()); }
     ParamSpec specs[NUM_PARAMS];
     param_specs(specs, c);
     int64_t expected = sizeof(header), elem_bytes = *version == kModelFp32 ? 4 : 2;
     for (const ParamSpec& s : specs) { expected += (int64_t)(s.elems * s.copies) * elem_bytes; }
     if (file_size(path) != expected) {
         die("'%s' has %lld bytes; its header (L=%d NH=%d C=%d T=%d V=%d, padded %d, version %d) means %lld",
-            name.c_str(), (long long)file_size(path), c.L, c.NH, c.C, c.maxT, c.V, c.Vp, *version,
+            path, (long long)file_size(path), c.L, c.NH, c.C, c.maxT, c.V, c.Vp, *version,
             (long long)expected);
     }
     return c;
@@ -4202,7 +4192,7 @@ static Config config_check() {
         }
     }
     if (run.max_steps == 0 && run.output_dir[0] != '\0') {
-        die("-x 0 trains nothing, so there is nothing to write to -o %s", shown_(run.output_dir).c_str());
+        die("-x 0 trains nothing, so there is nothing to write to -o %s", run.output_dir);
     }
     return c;
 }
@@ -4284,7 +4274,7 @@ static bool text_init(Tokenizer* tokenizer, int V) {
     if (V != 50257) { return false; }
     if (file_size(tokenizer_default_path().c_str()) < 0) {
         fprintf(stderr, "warning: %s is not there: samples are printed as token ids\n",
-                shown_(tokenizer_default_path()).c_str());
+                tokenizer_default_path().c_str());
         return false;
     }
     tokenizer_init_bpe(tokenizer, nullptr);
@@ -4422,7 +4412,7 @@ static void save_at_end(GPT2* model) {
     }
     const std::string path = format("%s/model_%08d.bin", run.output_dir, (int)model->step);
     checkpoint_save(model, path);
-    printf("saved %s\n", shown_(path).c_str());
+    printf("saved %s\n", shown(path).c_str());
     fflush(stdout);
 }
 
@@ -4483,37 +4473,31 @@ static bool holds_run(const std::string& main_log) {
 }
 
 // What can be wrong with -o is found before anything is computed; its files come with the first step.
-static void output_check(const std::string& folder) {
+static void run_folder_check(const std::string& folder) {
     for (const char* name : {"/main.log", "/metrics.jsonl", "/run.json"}) {
         struct stat st;
         if (stat((folder + name).c_str(), &st) == 0 && !S_ISREG(st.st_mode)) {
             die("'%s' is not a regular file\nhint: choose another folder with -o",
-                shown_(folder + name).c_str());
+                (folder + name).c_str());
         }
     }
     if (holds_run(folder + "/main.log")) {
         die("-o %s already holds a run (main.log)\nhint: choose another folder, or remove that one",
-            shown_(folder).c_str());
+            folder.c_str());
     }
     std::string there = folder;             // or the nearest folder above it that exists
     struct stat st;
     while (stat(there.c_str(), &st) != 0) {
         if (errno != ENOENT) {
-            die("cannot create the folder '%s': %s", shown_(folder).c_str(), strerror(errno));
+            die("cannot create the folder '%s': %s", folder.c_str(), strerror(errno));
         }
         const size_t slash = there.rfind('/');
         there = slash == std::string::npos ? "." : slash == 0 ? "/" : there.substr(0, slash);
     }
-    if (!S_ISDIR(st.st_mode)) { die("'%s' is not a folder", shown_(there).c_str()); }
+    if (!S_ISDIR(st.st_mode)) { die("'%s' is not a folder", there.c_str()); }
     if (access(there.c_str(), W_OK | X_OK) != 0) {
-        die("the folder '%s' is not writable: %s", shown_(there).c_str(), strerror(errno));
+        die("the folder '%s' is not writable: %s", there.c_str(), strerror(errno));
     }
-}
-
-// Output that could not be written is an error even where only its last block was lost.
-static void stdout_check_() {
-    if (fflush(stdout) != 0) { die("cannot write to the standard output: %s", strerror(errno)); }
-    if (ferror(stdout)) { die("cannot write to the standard output: part of it is lost"); }
 }
 
 static void print_model(const GPT2& model) {
@@ -4524,7 +4508,7 @@ static void print_model(const GPT2& model) {
            "zeros that pad wte to %d rows\n",
            c.L, c.NH, c.C, c.maxT, c.V, decayed + others, decayed, others, (size_t)(c.Vp - c.V) * c.C, c.Vp);
     gpt2_print_memory(c, model.options, run.B, model.T);
-    printf("kernels: attention %s\n", attention_uses_sm90(c.C / c.NH) ? "sm90 (wgmma)" : "portable");
+    printf("kernels: attention %s\n", attention_form(c.C / c.NH));
 }
 
 // The settings that do what was asked, but hardly what was meant.
@@ -4553,8 +4537,10 @@ int main(int argc, char** argv) {
 
     // what can be wrong with sizes, files and the prompt is found before memory is taken and before anything
     // is written
-    if (run.output_dir[0] != '\0') { output_check(run.output_dir); }
+    if (run.output_dir[0] != '\0') { run_folder_check(run.output_dir); }
     const DeviceInfo device = device_init();
+    const std::string unfit = attention_error(config.C / config.NH);
+    if (!unfit.empty()) { die("%s", unfit.c_str()); }
     gpt2_check_memory(config, options, run.B, run.T, device);
     DataLoader train_loader, val_loader;
     if (!evaluate_only) {
@@ -4571,7 +4557,7 @@ int main(int argc, char** argv) {
         if (shared) {
             die("'%s' is both training data (-i) and validation data (-j)\nhint: -v 0 trains without "
                 "validation",
-                shown_(shared).c_str());
+                shared);
         }
     }
     const bool sampling = generate_only || (!evaluate_only && run.sample_every > 0);
@@ -4607,7 +4593,7 @@ int main(int argc, char** argv) {
     if (has_text) { tokenizer_free(&tokenizer); }
     logger_free(&logger);
     gpt2_free(&model);
-    if (!stop_requested) { stdout_check_(); }       // else its reader may be gone, see request_stop
+    if (!stop_requested) { stdout_check(); }       // else its reader may be gone, see request_stop
     return fine ? 0 : 1;
 }
 #endif
