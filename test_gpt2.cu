@@ -1404,10 +1404,10 @@ static void test_attention_forms() {
 
     // GPUs with 99 and 163 KiB a block, and one with so little that the tensor cores' tiles do not fit
     struct { size_t cap; int HS, warps; const char* form; int B, T; } limits[] = {
-        {101376, 64, 4, mma, 2, 33},      {101376, 96, 4, mma, 2, 33},      {101376, 192, 2, kLowPrecision ? mma : "plain", 2, 33},
-        {30000, 64, 4, "plain", 2, 33},
-        {101376, 256, 2, "plain", 1, 70}, {101376, 340, 1, "plain", 1, 34}, {166912, 512, 2, "plain", 1, 34},
-        {101376, 512, 0, "", 0, 0}};
+        {101376, 64, 4, mma, 2, 33},      {101376, 96, 4, mma, 2, 33},
+        {101376, 192, 4, kLowPrecision ? mma : "plain", 2, 33},
+        {30000, 64, 4, "plain", 2, 33},   {101376, 256, 2, "plain", 1, 70},
+        {101376, 340, 1, "plain", 1, 34}, {166912, 512, 2, "plain", 1, 34}, {101376, 512, 0, "", 0, 0}};
     select_kernels(true, true);
     const size_t limit = attention_shared_limit();
     for (auto& l : limits) {

@@ -343,7 +343,7 @@ def test_control_characters():
     for flags in ({"-e": evil + ".bin"}, {"-e": evil + "/no.bin"}, {"-e": evil + "/"}, {"-o": evil},
                   {"-o": evil + ".bin"}, {"-o": evil + ".bin/x"}, {"-x": 0, "-o": evil}):
         result = run({"-x": 1, **flags})
-        check(result.code == 1 and "e\\x1b[31mvil\\x07\\x0a" in result.err and
+        check(result.code == 1 and "e\\x1b[31mvil\\x07\\n" in result.err and
               not re.search("[\0-\x09\x0b-\x1f\x7f]", result.err), f"{flags}: {result.err!r}")
     out = run_ok({"-x": 1, "-o": "saved" + evil}).out
     check(not re.search("[\0-\x09\x0b-\x1f\x7f]", out), "stdout of a run whose folder has such a name")
@@ -959,7 +959,7 @@ def test_full_output():
     prompted = {"-e": trained_model(), "-x": 0, "--prompt": "tak "}
     for flags in ({"-x": 0}, prompted, {"-x": 2, "-o": "unheard"}):
         code, err = to_full(flags)
-        check(code == 1 and err.startswith("error: cannot write to the standard output") and
+        check(code == 1 and err.startswith("error: cannot write to standard output") and
               len(err.splitlines()) == 1, f"{flags}: exit code {code}, {err}")
     model_path("unheard")
 
