@@ -174,8 +174,8 @@ constexpr int first_param(Where where, int from) {
 constexpr int kBlockBegin = first_param(Where::Block, 0), kBlockEnd = first_param(Where::Global, kBlockBegin);
 static_assert(first_param(Where::Block, kBlockEnd) == NUM_PARAMS, "arenas keep a layer's tensors together");
 
-// One pointer per tensor. A Block's pointer is that of one layer's copy: param_views and act_views, below, are
-// told which layer.
+// One pointer per tensor. A Block's pointer is that of one layer's copy: param_views and act_views (below)
+// are told which layer.
 struct Params {
 #define X(name, type, ...) const type* name;
     GPT2_PARAMS(X)
