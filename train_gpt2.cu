@@ -312,8 +312,8 @@ static Acts act_views(char* base, const ActSpec* specs, int l) {
 #include "llmc/cpu_device.h"
 #else
 // == 4 device runtime, 5 device helpers ==
-#include "llmc/cuda_device.h"   // gives: device_malloc, Stream, cudaCheck, NvtxRange
-#include "llmc/cuda_helpers.h"  // gives: x128, load, store, block_sum, grad_store, mma_16816, wgmma_shared
+#include "llmc/cuda_device.h"   // gives: device_malloc, stream_create, cudaCheck, OpScope
+#include "llmc/cuda_helpers.h"  // gives: x128, load, store, block_sum, grad_store, mma_16x8, wgmma_shared
 #include "llmc/cublaslt.h"      // gives: Gemm, gemm, gemm_or_die
 
 // == 6 ops ==
