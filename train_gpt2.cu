@@ -79,9 +79,9 @@ constexpr bool kFp16 = true;
 constexpr bool kFp16 = false;
 #endif
 // FP16 multiplies the loss by a scale, so that small gradients do not become zero. Gradients are divided by
-// the tokens of a step, so it starts at the power of two above that number, but not below kFirstLossScale. It
-// doubles after kLossScaleSteps good steps and halves when something overflows. The maximum only keeps it
-// finite.
+// the tokens of a step, so it starts at the first power of two that is not below that number, nor below
+// kFirstLossScale. It doubles after kLossScaleSteps good steps and halves when something overflows. The
+// maximum only keeps it finite.
 constexpr float kFirstLossScale = 65536.0f, kMaxLossScale = 0x1p60f;
 constexpr int kLossScaleSteps = 1000;
 // Every tensor, and every layer's part of one, begins at a multiple of so many bytes, as from cudaMalloc. The
@@ -174,7 +174,8 @@ constexpr int first_param(Where where, int from) {
 constexpr int kBlockBegin = first_param(Where::Block, 0), kBlockEnd = first_param(Where::Global, kBlockBegin);
 static_assert(first_param(Where::Block, kBlockEnd) == NUM_PARAMS, "arenas keep a layer's tensors together");
 
-// One pointer per tensor. The Blocks' point to the copy of one layer: whose, says who made the views.
+// One pointer per tensor. A Block's pointer is that of one layer's copy: param_views and act_views (below)
+// are told which layer.
 struct Params {
 #define X(name, type, ...) const type* name;
     GPT2_PARAMS(X)

@@ -74,7 +74,8 @@ template <class Real> static inline void store_grad(GradOf<Real> grad, size_t i,
     grad.data[i] = (Real)(grad.acc == Accumulate::Yes ? grad.data[i] + value : value);
 }
 
-// dsum[c] (=, +=) sum over n of x[n,c], x (N,C). Threads own blocks of columns and walk down them row by row.
+// dsum[c] (=, +=) sum over n of x[n,c], x (N,C). Threads own blocks of columns and walk down them row by row:
+// 64 of them are whole cache lines, and their sums stay in the L1 cache.
 template <class Real>
 static inline void column_sums(GradOf<Real> dsum, const Real* x, int N, int C) {
     constexpr int kColumns = 64;
@@ -204,9 +205,10 @@ void residual_layernorm_forward_cpu(const ResidualLayernormForward<Real, Real>& 
 // whose output was added to this residual stream.
 template <class Real> void layernorm_backward_cpu(const LayernormBackward<Real, Real>& a, Stream) {
     const int N = a.N, C = a.C;
+    // dweight and dbias: a thread owns kColumns columns and walks down them.
     constexpr int kColumns = 64;
     #pragma omp parallel for
-    for (int c0 = 0; c0 < C; c0 += kColumns) {          // a thread owns these columns of dweight and dbias
+    for (int c0 = 0; c0 < C; c0 += kColumns) {
         int columns = C - c0 < kColumns ? C - c0 : kColumns;
         double dweight[kColumns] = {0}, dbias[kColumns] = {0};
         for (int n = 0; n < N; n++) {
@@ -224,6 +226,8 @@ template <class Real> void layernorm_backward_cpu(const LayernormBackward<Real, 
             store_grad(a.dbias, c0 + c, dbias[c]);
         }
     }
+
+    // dresidual: a thread owns rows; first a row's two means, then its gradient.
     #pragma omp parallel for
     for (int n = 0; n < N; n++) {
         const Real* dout_n = a.dout + (size_t)n * C;
@@ -315,8 +319,9 @@ __attribute__((noinline)) static void gemm_tile(Real (*sum)[kTileColumns], const
 }
 
 // out[m,n] (=, +=) sum over k of a[m,k]*b[k,n], out (M,N). a is stored (M,K), or (K,M) if a_transposed; b is
-// stored (K,N), or (N,K) if b_transposed. Threads own blocks of out. In a block, 16 columns of b at a time
-// are copied to where they lie contiguous, then tiles pass them; 240 x 256 values of a stay in the L2 cache.
+// stored (K,N), or (N,K) if b_transposed. Threads own blocks of out. For a block, 16 columns of b at a time
+// are copied into a panel, where they lie contiguous, and multiplied with one tile of rows after the other;
+// the block's 240 x 256 values of a stay in the L2 cache meanwhile.
 template <class Real>
 static inline void gemm_cpu(Real* out, Accumulate acc, const Real* a, Transpose a_transposed, const Real* b,
                             Transpose b_transposed, int M, int N, int K) {
@@ -514,6 +519,8 @@ template <class Real> void attention_backward_cpu(const AttentionBackward<Real, 
             const size_t head = (size_t)b * T * 3 * C + (size_t)h * HS;
             const Real *q = a.qkv + head, *k = q + C, *v = k + C;
             Real *dq = a.dqkv + head, *dk = dq + C, *dv = dk + C;
+
+            // Every query adds to dq of its own row, to dk and dv of all rows up to it: they start at zero.
             for (int t = 0; t < T; t++) {
                 const size_t at = t * 3 * C;
                 for (int i = 0; i < HS; i++) { dq[at + i] = dk[at + i] = dv[at + i] = 0; }
@@ -526,6 +533,7 @@ template <class Real> void attention_backward_cpu(const AttentionBackward<Real, 
                 const Real D = a.scratch[stat] = dot_cpu(dout_t, a.out + row, HS);
                 for (int u0 = 0; u0 <= t; u0 += kKeys) {
                     const int keys = t + 1 - u0 < kKeys ? t + 1 - u0 : kKeys;
+                    // p and ds of this query and a tile of keys, then what they add to the gradients.
                     Real p[kKeys], ds[kKeys];
                     for (int u = 0; u < keys; u++) {
                         p[u] = scale * dot_cpu(q_t, k + (u0 + u) * 3 * C, HS);
