@@ -250,7 +250,7 @@ static void test_model(const std::string& prefix, const Options& options, double
     checkpoint_load(&model, path.c_str());
     const int N = r.B * r.T;
 
-    gpt2_set_inputs(&model, r.x.data(), r.y.data(), r.B, r.T);
+    gpt2_set_inputs(&model, r.x.data(), r.y.data(), r.B, r.T, ClassifierMode::LossOnly);
     gpt2_loss(&model, r.B, r.T, ClassifierMode::LossOnly, 0.0f, 1.0f / (float)N, Accumulate::No);
     std::vector<float> logits = host_logits(&model, N);
     double worst = 0.0, square = 0.0;
@@ -332,7 +332,8 @@ static void dump_grads(const std::vector<std::string>& args) {
     atomic_write(&out, r.y.data(), r.y.size() * sizeof(int));
     for (int micro = 0; micro < micro_steps; micro++) {
         const size_t at = (size_t)micro * rows * r.T;
-        gpt2_set_inputs(&model, r.x.data() + at, r.y.data() + at, rows, r.T);
+        gpt2_set_inputs(&model, r.x.data() + at, r.y.data() + at, rows, r.T,
+                        ClassifierMode::LossOnly);
         gpt2_loss(&model, rows, r.T, ClassifierMode::LossOnly, 0.0f, 0.0f, Accumulate::No);
         const std::vector<float> logits = host_logits(&model, rows * r.T);
         atomic_write(&out, logits.data(), logits.size() * sizeof(float));
@@ -496,9 +497,9 @@ static void test_invariance(const char* name, const Config& c) {
             Batch batch = random_batch(c, B, T, (uint32_t)step), other = random_batch(c, B, T, 77);
             for (GPT2* model : {&a, &b}) {
                 if (model == &b) {
-                    gpt2_set_inputs(model, other.x.data(), other.y.data(), B, T);
+                    gpt2_set_inputs(model, other.x.data(), other.y.data(), B, T, ClassifierMode::LossOnly);
                     gpt2_loss(model, B, T, ClassifierMode::LossOnly, 0.0f, 1.0f, Accumulate::No);
-                    gpt2_set_inputs(model, other.x.data(), nullptr, 1, T / 2);
+                    gpt2_set_inputs(model, other.x.data(), nullptr, 1, T / 2, ClassifierMode::LossOnly);
                     gpt2_forward(model, 1, T / 2);
                     gpt2_logits(model, T / 2 - 1, 1);
                 }

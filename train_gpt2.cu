@@ -1568,8 +1568,8 @@ static void adamw_update(const AdamW<floatX, float>& a, Stream stream) {
 // is cleared, added to and converted.
 //
 // Scratch of the backward: float2 {lse * log2(e), D} per query (plain kernels: {lse, D}), laid out
-// (B,NH,stats_stride(T)): the rows of a head are padded with zeros to a multiple of 128, so that whole tiles
-// of them can be copied.
+// (B,NH,stats_stride(T)): a head has a multiple of 128, so that whole tiles can be copied, with zeros behind
+// T to the end of the last tile.
 //
 // There are three forms, one loop in each of them, from the simplest to the fastest:
 //     plain       fp32 arithmetic on the ordinary cores: any type, any head size up to 512
@@ -1659,7 +1659,7 @@ struct PlainShared {
         return 2 * kPlainTile * (HS | 1) * sizeof(float) + warps * owned * (HS + kPlainTile) * sizeof(float4);
     }
 };
-constexpr int kPlainForward = 1, kPlainBackward = 2;       // matrices of which a warp owns rows
+constexpr int kPlainForward = 1, kPlainBackward = 2;   // whose rows a warp keeps: q; or q and dout, k and v
 
 // Which rows a plain block and its warp own. Blocks are numbered head by head.
 struct PlainWork { int bh, block_first, row_first, block_end; };
@@ -1748,7 +1748,7 @@ __device__ __forceinline__ void plain_store(floatX* matrix, size_t stride, int r
 }
 
 template <int kCols>
-__global__ void __launch_bounds__(kPlainWarps* kWarp)
+__global__ void __launch_bounds__(kPlainWarps * kWarp)
     attention_forward_plain_kernel(floatX* out, float* lse, const floatX* qkv, int B, int T, int NH, int HS,
                                    float scale) {
     extern __shared__ float4 plain_bytes[];
@@ -1811,7 +1811,7 @@ __global__ void __launch_bounds__(kPlainWarps* kWarp)
 }
 
 template <int kCols>
-__global__ void __launch_bounds__(kPlainWarps* kWarp)
+__global__ void __launch_bounds__(kPlainWarps * kWarp)
     attention_backward_dq_plain_kernel(floatX* dqkv, float2* row_stats, const floatX* dout, const floatX* out,
                                        const floatX* qkv, const float* lse, int B, int T, int NH, int HS,
                                        float scale) {
@@ -1873,7 +1873,7 @@ __global__ void __launch_bounds__(kPlainWarps* kWarp)
 }
 
 template <int kCols>
-__global__ void __launch_bounds__(kPlainWarps* kWarp)
+__global__ void __launch_bounds__(kPlainWarps * kWarp)
     attention_backward_dkv_plain_kernel(floatX* dqkv, const float2* row_stats, const floatX* dout,
                                         const floatX* qkv, int B, int T, int NH, int HS, float scale) {
     extern __shared__ float4 plain_bytes[];
@@ -2213,7 +2213,7 @@ template <int kHS, int kGroups, int kTile> struct ForwardMmaShared {
 };
 
 template <int kHS, int kGroups, int kTile, int kMinBlocks>
-__global__ void __launch_bounds__(kMmaWarps* kWarp, kMinBlocks)
+__global__ void __launch_bounds__(kMmaWarps * kWarp, kMinBlocks)
     attention_forward_mma_kernel(floatX* out, float* lse, const floatX* qkv, int B, int T, int NH,
                                  float scale) {
     static_assert(kTile % (16 * kGroups) == 0, "a warp's rows must not straddle the first column of a tile");
@@ -2377,7 +2377,7 @@ template <int kHS, int kGroups, int kTile> struct DqMmaShared {
 // dQ, and D on the way. The forward's pipeline, with three products a step:
 //     | S = Q K^T | dP = dO V^T | P = exp(S - lse), dS = P * (dP - D) | dQ += dS K |
 template <int kHS, int kGroups, int kTile, int kMinBlocks>
-__global__ void __launch_bounds__(kMmaWarps* kWarp, kMinBlocks)
+__global__ void __launch_bounds__(kMmaWarps * kWarp, kMinBlocks)
     attention_backward_dq_mma_kernel(floatX* dqkv, float2* row_stats, const floatX* dout, const floatX* out,
                                      const floatX* qkv, const float* lse, int B, int T, int NH, float scale) {
     typedef DqMmaShared<kHS, kGroups, kTile> Shared;
@@ -2487,7 +2487,7 @@ template <int kHS, int kGroups, int kTile> struct DkvMmaShared {
 //     | dV += P^T dO | dK += dS^T Q |
 // A column is a query here, so lse and D belong to columns; they come with the tile.
 template <int kHS, int kGroups, int kTile, int kMinBlocks>
-__global__ void __launch_bounds__(kMmaWarps* kWarp, kMinBlocks)
+__global__ void __launch_bounds__(kMmaWarps * kWarp, kMinBlocks)
     attention_backward_dkv_mma_kernel(floatX* dqkv, const float2* row_stats, const floatX* dout,
                                       const floatX* qkv, int B, int T, int NH, float scale) {
     typedef DkvMmaShared<kHS, kGroups, kTile> Shared;
@@ -3139,6 +3139,10 @@ static bool attention_uses_sm90(int HS) {
     return sizeof(floatX) == 2 && use_sm90_kernels && built && HS == 64;
 }
 
+// The shapes of the sm90 kernels: stages of tiles on their way, blocks that share an SM. NOTES.md has others.
+struct Sm90Shape { int stages, blocks; };
+constexpr Sm90Shape kSm90Forward = {2, 4}, kSm90Dq = {2, 4}, kSm90Dkv = {3, 3};
+
 // The shapes of the mma.sync kernels, by head size: groups of 16 rows a warp, rows of a tile, and blocks on
 // an SM, for which the compiler has to save registers (255 a thread at 2, 168 at 3). Two groups halve what
 // shared memory has to deliver for a product, but accumulators take HS / 2 registers a group, dK/dV's twice
@@ -3231,7 +3235,9 @@ static void attention_forward(const AttentionForward<floatX, float>& a, Stream s
     OpScope scope(a, stream);
     attention_check(a.B, a.T, a.NH, a.HS);
     if (attention_uses_sm90(a.HS)) {
-        if constexpr (sizeof(floatX) == 2) { attention_forward_sm90<2, 4>(a, stream); }
+        if constexpr (sizeof(floatX) == 2) {
+            attention_forward_sm90<kSm90Forward.stages, kSm90Forward.blocks>(a, stream);
+        }
         return;
     }
     if (with_mma_shapes(a.HS, [&](auto row) { row.forward(a, stream); })) { return; }
@@ -3243,8 +3249,8 @@ static void attention_backward(const AttentionBackward<floatX, float>& a, Stream
     attention_check(a.B, a.T, a.NH, a.HS);
     if (attention_uses_sm90(a.HS)) {
         if constexpr (sizeof(floatX) == 2) {
-            attention_backward_dq_sm90<2, 4>(a, stream);
-            attention_backward_dkv_sm90<3, 3>(a, stream);
+            attention_backward_dq_sm90<kSm90Dq.stages, kSm90Dq.blocks>(a, stream);
+            attention_backward_dkv_sm90<kSm90Dkv.stages, kSm90Dkv.blocks>(a, stream);
         }
         return;
     }
@@ -3258,18 +3264,15 @@ static void attention_backward(const AttentionBackward<floatX, float>& a, Stream
 // samples of the whole job, so that more ranks will not change what is computed.
 
 // == 8 model ==
-enum class Kernels { Auto, Portable, Sm90 };    // best for this GPU; sm_80's and later; Hopper's or an error
+enum class Kernels { Auto, Portable, Sm90 };    // the best for this GPU; only what sm_80 has; Hopper's
 struct Options {                // what a run may choose; fixed after gpt2_allocate
     int recompute;              // 0: save all activations; 1: recompute GELU in backward; 2: LayerNorms too
-    // 0: GELU by its own kernels; 1: in the forward GEMM's epilogue; 2: in the backward's too
-    int gelu_fusion;
+    int gelu_fusion;            // GELU in the GEMM's epilogue: 0: no; 1: in the forward; 2: in both passes
     bool master;                // fp32 master copies of 16-bit parameters
-    // Gradients of tensors with two dimensions in bf16, rounded with dither; else fp32
-    bool grads_bf16;
-    // Residual added in the projection GEMM's epilogue, else fused into the next LayerNorm
-    bool residual_in_gemm;
+    bool grads_bf16;            // gradients of tensors with two dimensions in bf16, rounded with dither
+    bool residual_in_gemm;      // the residual is added in the projection's epilogue, else in the LayerNorm
     Kernels kernels;            // which kernels an op with several may use
-    bool tf32;                  // FP32 builds: tensor cores for GEMMs
+    bool tf32;                  // FP32 builds: tensor cores for GEMMs and attention
     float weight_decay;         // on the tensors with two dimensions
     float loss_scale;           // FP16: where it starts; 0: kFirstLossScale
     uint64_t seed;
@@ -3295,7 +3298,7 @@ struct GPT2 {
     int T;                      // what the activations are allocated for; a forward may use less
     ParamSpec param_specs[NUM_PARAMS];
     ActSpec act_specs[NUM_ACTS];
-    size_t arena_elems;         // flat size of master weights, gradients, m and v, gaps included
+    size_t arena_elems;         // of the flat arenas (master weights, m, v), gaps included
     std::vector<ParamSegment> segments;
 
     char* params;               // see GPT2_PARAMS
@@ -3357,10 +3360,8 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
     bytes = std::max(bytes, bias_backward_scratch_bytes(N, 4 * c.C));
     bytes = std::max(bytes, attention_backward_scratch_bytes(B, T, c.NH));
     bytes = std::max(bytes, global_norm_scratch_bytes(elems));
-    for (int i = 0; i < NUM_PARAMS && options.grads_bf16; i++) {
-        bytes = std::max(bytes, specs[i].elems * sizeof(float));
-    }
-    if (options.grads_bf16) {                   // both parts of dwte meet in scratch
+    if (options.grads_bf16) {                   // fp32 weight gradients; both parts of dwte meet in scratch
+        for (int i = 0; i < NUM_PARAMS; i++) { bytes = std::max(bytes, specs[i].elems * sizeof(float)); }
         const size_t wte = specs[PARAM_wte].elems * sizeof(float);
         bytes = std::max(bytes, wte + encoder_backward_scratch_bytes(B, T, c.C));
     }
@@ -3556,8 +3557,7 @@ static void gpt2_free(GPT2* model) {
     stream_destroy(model->stream);
 }
 
-// ---- parameters from and to the host, one copy of one tensor at a time, as fp32 (slow, at start and end
-// only) ----
+// ---- parameters from and to the host, one copy of one tensor at a time, as fp32: at start and end only ----
 
 static void gpt2_set_param(GPT2* model, int i, int l, const float* values /*(elems)*/) {
     const ParamSpec& s = model->param_specs[i];
@@ -3620,9 +3620,12 @@ static void gpt2_init_random(GPT2* model, uint64_t seed) {
 
 // ---- one micro-step: inputs, forward, loss, backward ----
 
-// Copies a batch to the device, asynchronously. With targets it also sorts the token positions for the
-// embedding's backward: counting sort on the host, while the device still works on the micro-step before.
-static void gpt2_set_inputs(GPT2* model, const int* tokens, const int* targets /*or null*/, int B, int T) {
+// Copies a batch to the device, asynchronously, through one of two slots of pinned memory (the wait returns
+// at once until a slot is used again). Targets are null when text is generated. For a backward pass it also
+// sorts the token positions for the embedding's gradient: a counting sort on the host, 0.6 ms at B=64, while
+// the device still works on the micro-step before.
+static void gpt2_set_inputs(GPT2* model, const int* tokens, const int* targets, int B, int T,
+                            ClassifierMode mode) {
     const size_t N = (size_t)B * T;
     const int slot = (int)(model->micro_steps_staged++ % GPT2::kSlots);
     event_wait(model->staged[slot]);
@@ -3633,6 +3636,8 @@ static void gpt2_set_inputs(GPT2* model, const int* tokens, const int* targets /
     if (targets) {
         memcpy(host.targets, targets, N * sizeof(int));
         copy_to_device(device.targets, host.targets, N * sizeof(int), model->stream);
+    }
+    if (mode == ClassifierMode::LossAndGrad) {
         TokenBuckets host_buckets = {};
         build_token_buckets(&host_buckets, host.order, host.segments, host.splits, tokens, (int)N,
                             model->config.Vp);
@@ -3662,7 +3667,8 @@ static void gpt2_forward(GPT2* model, int B, int T) {
     Acts a = gpt2_acts(model, 0);
 
     // The end of a branch: sum = before + inp weight^T + bias is the residual stream, then out = LN(sum).
-    // --residual layernorm leaves the addition to the LayerNorm; the branch waits in dnarrow.
+    // --residual layernorm leaves the addition to the LayerNorm; the branch waits in dnarrow, which is free
+    // until the backward.
     floatX* branch = a.dnarrow;
     auto add_to_residual = [&](floatX* sum, const floatX* before, const floatX* inp, const floatX* weight,
                                const floatX* bias, int inp_C) {
@@ -3812,7 +3818,7 @@ static void gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, 
     const Accumulate acc = micro == 0 ? Accumulate::No : Accumulate::Yes;
     const float weight = (float)(1.0 / ((double)B * T * micro_steps));
     model->micro = (uint32_t)micro;
-    gpt2_set_inputs(model, tokens, targets, B, T);
+    gpt2_set_inputs(model, tokens, targets, B, T, ClassifierMode::LossAndGrad);
     gpt2_loss(model, B, T, ClassifierMode::LossAndGrad, weight, weight, acc);
     gpt2_backward(model, B, T, acc);
 }
@@ -4120,7 +4126,7 @@ static const Flag kFlags[] = {
     {"a",   "overfit",         FLAG_BOOL,   &run.overfit,        "0",       0, 1, nullptr,
         "train on the first batch over and over"},
     {"f",   "tf32",            FLAG_BOOL,   &run.tf32,           "1",       0, 1, nullptr,
-        "TF32 tensor cores for the GEMMs of an FP32 build"},
+        "TF32 tensor cores for the GEMMs and attention of an FP32 build"},
     {"w",   "master-weights",  FLAG_BOOL,   &run.master,         "1",       0, 1, nullptr,
         "fp32 master copies of 16-bit weights; 0: weights are rounded stochastically"},
     {"r",   "recompute",       FLAG_INT,    &run.recompute,      "0",       0, 2, nullptr,
@@ -4247,7 +4253,7 @@ static bool gpt2_validate(float* loss, GPT2* model, DataLoader* loader, int B, i
         if (stop_requested) { return false; }
         const int live = (int)std::min((int64_t)B, rows - row);
         dataloader_next(loader);            // always B rows: after the set's last come its first again
-        gpt2_set_inputs(model, loader->inputs, loader->targets, live, T);
+        gpt2_set_inputs(model, loader->inputs, loader->targets, live, T, ClassifierMode::LossOnly);
         gpt2_loss(model, live, T, ClassifierMode::LossOnly, 0.0f, weight,
                   row == 0 ? Accumulate::No : Accumulate::Yes);
     }
@@ -4315,7 +4321,7 @@ static void generate(GPT2* model, const Tokenizer* tokenizer, bool has_text, int
         printf("sample %d at step %lld:\n%s", sample + 1, (long long)step, run.prompt);
         for (; n < end && !stop_requested; n++) {
             const int T = std::min(limit, round_up(n, 64));
-            gpt2_set_inputs(model, tokens.data(), nullptr, 1, T);
+            gpt2_set_inputs(model, tokens.data(), nullptr, 1, T, ClassifierMode::LossOnly);
             gpt2_forward(model, 1, T);
             gpt2_logits(model, n - 1, 1);
             copy_to_host(raw.data(), gpt2_acts(model, 0).logits, c.V * sizeof(floatX),
