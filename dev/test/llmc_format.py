@@ -69,7 +69,7 @@ def write_shard(args):
 
 def read_shard(args):
     with open(args.file, "rb") as f:
-        magic, version, count, *rest = read_header(f, args.file)
+        magic, version, count, tokenizer, *rest = read_header(f, args.file)
         tokens_in_file, odd = divmod(os.path.getsize(args.file) - HEADER_BYTES, 2)
         if magic != SHARD_MAGIC or version != SHARD_VERSION:
             die(f"{args.file}: magic {magic} version {version}, expected {SHARD_MAGIC} and {SHARD_VERSION}")
@@ -77,8 +77,8 @@ def read_shard(args):
         expected = tokens_in_file % 2**32 if tokens_in_file > 2**31 - 1 else tokens_in_file
         if odd or (count % 2**32 if tokens_in_file > 2**31 - 1 else count) != expected:
             die(f"{args.file}: the header says {count} tokens, the file's size {tokens_in_file}")
-        if any(rest):
-            die(f"{args.file}: the rest of the header is not zero")
+        if tokenizer not in (0, 1, 2) or any(rest):         # llm.c does not look: not said, GPT-2, bytes
+            die(f"{args.file}: tokenizer {tokenizer}, or the rest of the header is not zero")
         print_shard(from_little("H", f.read()))
 
 

@@ -198,42 +198,86 @@ static void test_merges() {
     CHECK(long_wrong == 0, "%d pieces merge wrongly on the heap", long_wrong);
 }
 
-// Some n bytes that make one piece: long tokens, runs, periods and noise, of one class of characters each.
+// Some n bytes that make one piece or nearly so: noise, periods, runs and long tokens of one class of
+// characters each.
 static std::string endless_piece(uint32_t k, size_t n) {
     uint32_t draw = 0;
-    auto roll = [&](uint32_t below) { return rand_u32(6, RAND_STORY, k, draw++) % below; };
-    const char* sets[] = {"a", "etaoinshr", "abcdefghijklmnopqrstuvwxyz", "-=*_#.", "0123456789", " ", "-",
-                          "\n \t", "ACGT", "\xC3\x82", "\xC3\x83\xC3\x82", "'s'", "\xE2\x80"};
-    const char* set = sets[k % 13];
-    size_t period = 1 + roll(40), same = 1 + roll(200);
-    std::string piece;
-    for (size_t i = 0; piece.size() < n; i++) {
-        switch (k / 13 % 4) {
-            case 0: piece += set[roll((uint32_t)strlen(set))]; break;
-            case 1: piece += i < period ? set[roll((uint32_t)strlen(set))] : piece[i - period]; break;
-            case 2: piece += std::string(1 + roll((uint32_t)same), set[roll((uint32_t)strlen(set))]); break;
+    auto roll = [&](size_t below) { return rand_u32(6, RAND_STORY, k, draw++) % (uint32_t)below; };
+    static const std::vector<std::vector<std::string>> sets = {
+        {"a"}, {"e", "t", "a", "o", "i", "n"}, {"q", "x", "z", "j", "v", "w", "k", "y", "b", "p"}, {"-"},
+        {"-", "=", "*", "_", "#", "."}, {"0", "1", "2", "3", "4", "5", "6", "7", "8", "9"}, {" "},
+        {" ", "\n", "\t"}, {"A", "C", "G", "T"}, {"\xC3\x82"}, {"\xC3\x83", "\xC3\x82"}, {"'", "!"},
+        {"\xE3\x83\xBC", "\xE3\x83\xAB", "\xE3\x83\x89"}, {"\xC3\xA9", "\xC3\xA8", "a"}, {"\xE2", "\x80"}};
+    const std::vector<std::string>& set = sets[k % sets.size()];
+    const size_t period = 1 + roll(40), longest_run = 1 + roll(200);
+    std::vector<std::string> units;
+    for (size_t size = 0; size < n; size += units.back().size()) {
+        std::string unit = set[roll(set.size())];
+        switch (k / sets.size() % 4) {
+            case 0: break;
+            case 1: if (units.size() >= period) { unit = units[units.size() - period]; } break;
+            case 2: for (size_t i = roll(longest_run); i > 0; i--) { unit += set[0]; } break;
             case 3: {
-                const std::string& token = bpe.bytes[roll(bpe.eot)];        // letters only, without a blank
+                const std::string& token = bpe.bytes[roll(bpe.eot)];
                 bool letters = token.find_first_not_of("abcdefghijklmnopqrstuvwxyz") == std::string::npos;
-                piece += letters ? token : "e";
+                if (letters) { unit = token; }
             }
         }
+        units.push_back(unit);
     }
+    std::string piece;
+    for (const std::string& unit : units) { piece += unit; }
     return piece.substr(0, n);
+}
+
+// A vocabulary whose tokens depend on what comes far behind: with 128 bytes x0 x1 x2 ..., x1x2 merges before
+// x0x1, x2x3 before that, and so on, so that the parity of the last one decides about all.
+static void test_far_dependence() {
+    Tokenizer chain;
+    tokenizer_init_bytes(&chain);
+    for (int i = 126; i >= 0; i--) { chain.bytes.push_back({(char)(0x80 + i), (char)(0x81 + i)}); }
+    std::vector<std::string> tokens = chain.bytes;
+    chain = Tokenizer();
+    chain.bytes = tokens;
+    chain.eot = (uint32_t)tokens.size();
+    tokenizer_build(&chain, "chain");
+    std::string bytes;
+    for (int i = 0; i < 5 * 128; i++) { bytes += (char)(0x80 + i % 128); }
+    auto row = [&](size_t from, size_t to) {
+        Ids ids;
+        tokenizer_encode_piece(&chain, (const uint8_t*)&bytes[from], to - from, ids);
+        return ids;
+    };
+    int cuts = 0;
+    for (size_t n = 2 * 128; n < 4 * 128; n++) {
+        Ids whole, plain = row(0, n);
+        tokenizer_merge(&chain, (const uint8_t*)bytes.data(), n, whole);
+        CHECK(plain == whole, "%zu bytes merge wrongly in windows", n);
+        size_t cut = tokenizer_cut_inside(&chain, (const uint8_t*)bytes.data(), n);
+        if (cut == 0) { continue; }
+        cuts++;
+        for (size_t end : {n, n + 1, n + 2, n + 63, n + 128}) {
+            Ids parts = row(0, cut), tail = row(cut, end);
+            parts.insert(parts.end(), tail.begin(), tail.end());
+            CHECK(parts == row(0, end), "%zu bytes cut at %zu, then %zu: other tokens", n, cut, end);
+        }
+    }
+    CHECK(cuts > 100, "%d of 256 could be cut", cuts);
 }
 
 static void test_windows() {
     int wrong = 0, cuts = 0, cut_wrong = 0, runs_cut = 0;
-    for (uint32_t k = 0; k < 416; k++) {
+    for (uint32_t k = 0; k < 480; k++) {
         std::string piece = endless_piece(k, 65 + rand_u32(5, RAND_STORY, 9, k) % 900);
         Ids got;
         tokenizer_encode_piece(&bpe, (const uint8_t*)piece.data(), piece.size(), got);
         wrong += got != merge_plain(piece);
     }
-    CHECK(wrong == 0, "%d of 416 pieces merge wrongly in windows", wrong);
-    for (uint32_t k = 0; k < 104; k++) {
-        size_t n = 2000;
+    CHECK(wrong == 0, "%d of 480 pieces merge wrongly in windows", wrong);
+    for (uint32_t k = 0; k < 120; k++) {
+        size_t n = 2000 + k % 3;
         std::string text = "x" + endless_piece(k, 2 * n);
+        while ((text[n] & 0xC0) == 0x80) { n++; }
         size_t begin = 0, length = 0;           // of a piece that reaches beyond the first n bytes
         const uint8_t* s = (const uint8_t*)text.data();
         for (size_t i = 0; i < n; begin = i, i += length) {
@@ -241,7 +285,7 @@ static void test_windows() {
         }
         if (n - begin < 600) { continue; }
         size_t cut = tokenizer_cut_inside(&bpe, s + begin, n - begin);
-        runs_cut += cut > 0 && k / 13 % 4 == 1;
+        runs_cut += cut > 0 && k / 15 % 4 == 1;
         if (cut == 0) { continue; }
         cut += begin;
         cuts++;
@@ -756,7 +800,7 @@ int main(int argc, char** argv) {
     TEST("pieces") { test_pieces(); }
     TEST("places to cut") { test_cut(); }
     TEST("merges") { test_merges(); }
-    TEST("windows, cuts inside of pieces") { test_windows(); }
+    TEST("windows, cuts inside of pieces") { test_windows(); test_far_dependence(); }
     TEST("round trips") { test_round_trips(); }
     TEST("long runs") { test_long_runs(); }
     TEST("bytes") { test_bytes(); }
