@@ -525,6 +525,11 @@ static void test_sampler() {
             shifted = shifted && draw({1, 2, 3}, 1.0f, 0, coin) == draw({4097, 4098, 4099}, 1.0f, 0, coin);
         }
         CHECK(shifted, "a constant added to all logits changes the draw");
+        bool last = true;                               // the largest coin times the sum may round to the sum
+        for (int i = 0; i < 200; i++) {
+            last = last && draw({0, -0.05f * (float)i, -INFINITY}, 1.0f, 0, nextafter(1.0, 0.0)) == 1;
+        }
+        CHECK(last, "the largest coin draws a token that has no probability");
     }
     TEST("sampler: extreme logits") {
         const float inf = INFINITY, nan = NAN;
