@@ -286,6 +286,41 @@ static void test_flags() {
             check_dies(what, [&] { parse(c.words); }, c.message);
         }
     }
+    TEST("flags: both ends of a range are allowed, nothing beyond them") {
+        static double x;
+        static int n, wide;
+        const Flag table[] = {
+            {"x", "real", FLAG_FLOAT, &x, "1", 0.5, 2, nullptr, "real"},
+            {"n", "whole", FLAG_INT, &n, "1", -3, 7, nullptr, "whole"},
+            {"w", "wide", FLAG_INT, &wide, "1", -1e18, 1e18, nullptr, "wide"},
+            {"m", "most", FLAG_FLOAT, &x, "1", -FLT_MAX, 2, nullptr, "most"},
+        };
+        auto parse_one = [&](const char* flag, const char* value) {
+            char* argv[] = {(char*)"train", (char*)flag, (char*)value};
+            flags_parse(table, 4, 3, argv);
+        };
+        struct { const char *flag, *value, *text; } good[] = {
+            {"-x", "0.5", "0.5"}, {"-x", "2", "2"}, {"-n", "-3", "-3"}, {"-n", "7", "7"}, {"-m", "-8", "-8"},
+            {"-w", "2147483647", "2147483647"}, {"-w", "-2147483648", "-2147483648"},
+        };
+        for (const auto& g : good) {
+            Child c = run_child([&] {
+                parse_one(g.flag, g.value);
+                printf("%s", flags_text(flags_find(table, 4, g.flag)).c_str());
+            });
+            CHECK(c.code == 0 && c.out == g.text, "%s %s: '%s' %s", g.flag, g.value, c.out.c_str(),
+                  c.err.c_str());
+        }
+        struct { const char *flag, *value, *message; } bad[] = {
+            {"-x", "0.49", "a number, 0.5 to 2, not '0.49'"}, {"-x", "2.01", "0.5 to 2, not '2.01'"},
+            {"-n", "-4", "-3 to 7, not '-4'"}, {"-n", "8", "-3 to 7, not '8'"},
+            {"-m", "2.5", "a number, at most 2, not '2.5'"},
+            {"-w", "2147483648", "a whole number of at most 31 bits"}, {"-w", "-2147483649", "31 bits"},
+        };
+        for (const auto& b : bad) {
+            check_dies(std::string(b.flag) + " " + b.value, [&] { parse_one(b.flag, b.value); }, {b.message});
+        }
+    }
     TEST("flags: mistakes in a table") {
         CHECK(flags_table_ok(flags, num_flags), "the table of this test is refused");
         struct { const char* what; Flag row; } rows[] = {
