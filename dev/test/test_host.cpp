@@ -345,7 +345,8 @@ static void test_flags() {
             }
         }
         for (const char* s : {"(default 4; 1 to 65536)", "(default cosine; cosine|linear|constant|wsd)",
-                              "(default 3e-4; at least -1)", "seed (default 1337)", "er (default none)"}) {
+                              "(default 3e-4; at least -1)", "seed (default 1337)", "er (default none)",
+                              "fp32 copy (default 1)"}) {
             CHECK(help.out.find(s) != std::string::npos, "--help lacks '%s'", s);
         }
         Child full = run_child([] {
@@ -993,6 +994,9 @@ static void test_logger() {
         CHECK(text == expected, "metrics.jsonl:\n%s", text.c_str());
         text = read_text(run + "/run.json");
         CHECK(text.find("{\n\"settings\": {\"micro-batch\": 8, ") == 0, "run.json:\n%s", text.c_str());
+        for (const Flag& f : flags) {
+            CHECK(text.find(json_quote(f.name) + ": ") != std::string::npos, "run.json lacks %s", f.name);
+        }
         CHECK(text.find(",\n\"program\": \"test \\\"host\\\"\"\n}\n") != std::string::npos, "run.json:\n%s",
               text.c_str());
     }
