@@ -1054,6 +1054,32 @@ static void test_logger_files() {
     }
 }
 
+// check.h refuses them; here is that the logger asks it, for each of its files.
+static void test_logger_pipes() {
+    TEST("logger: pipes, devices and folders under its files' names") {
+        for (const char* name : {"main.log", "metrics.jsonl", "run.json"}) {
+            for (const char* kind : {"pipe", "device", "folder"}) {
+                const std::string run = folder + "/odd_" + name + "_" + kind, path = run + "/" + name;
+                mkdir_check(run.c_str());
+                const std::string word = kind;
+                int rc = word == "pipe" ? mkfifo(path.c_str(), 0600)
+                       : word == "device" ? symlink("/dev/null", path.c_str()) : mkdir(path.c_str(), 0700);
+                CHECK(rc == 0, "cannot make a %s: %s", kind, strerror(errno));
+                struct stat before, after;
+                lstat(path.c_str(), &before);
+                check_dies(name + (" is a " + word), [&] {
+                    alarm(60);                                      // who waits for a pipe ends by a signal
+                    Logger log;
+                    logger_init(&log, run.c_str());
+                    logger_run(&log, flags, num_flags, {});
+                }, {path, "regular file"});
+                CHECK(lstat(path.c_str(), &after) == 0 && before.st_ino == after.st_ino, "%s was replaced",
+                      path.c_str());
+            }
+        }
+    }
+}
+
 int main() {
     char name[] = "/tmp/test_host_XXXXXX";
     if (!mkdtemp(name)) { die("cannot make a folder in /tmp: %s", strerror(errno)); }
@@ -1072,6 +1098,7 @@ int main() {
     test_rounding();
     test_logger();
     test_logger_files();
+    test_logger_pipes();
     if (system(("rm -rf " + folder).c_str()) != 0) { fprintf(stderr, "%s is still there\n", name); }
     return test_summary();
 }
