@@ -394,6 +394,8 @@ static void test_schedulers() {
             {{LR_LINEAR, 1.0, 2, 12, 0.1}, 11, 0.19},
             {{LR_LINEAR, 1.0, 2, 12, 0.1}, 12, 0.1},
             {{LR_LINEAR, 1.0, 2, 12, 0.1}, 13, 0.1},
+            {{LR_COSINE, 6e-4, 700, 19073, 0.1}, 19073, 6e-5},
+            {{LR_LINEAR, 3e-4, 0, 10, 0.5}, 5, 2.25e-4},
             {{LR_WSD, 1.0, 10, 100, 0.0}, 9, 1.0},
             {{LR_WSD, 1.0, 10, 100, 0.0}, 80, 1.0},
             {{LR_WSD, 1.0, 10, 100, 0.0}, 81, 1 - sqrt(0.05)},
@@ -561,11 +563,6 @@ static void test_sampler() {
             shifted = shifted && draw({1, 2, 3}, 1.0f, 0, coin) == draw({4097, 4098, 4099}, 1.0f, 0, coin);
         }
         CHECK(shifted, "a constant added to all logits changes the draw");
-        bool last = true;                               // the largest coin times the sum may round to the sum
-        for (int i = 0; i < 200; i++) {
-            last = last && draw({0, -0.05f * (float)i, -INFINITY}, 1.0f, 0, nextafter(1.0, 0.0)) == 1;
-        }
-        CHECK(last, "the largest coin draws a token that has no probability");
     }
     TEST("sampler: extreme logits") {
         const float inf = INFINITY, nan = NAN;
