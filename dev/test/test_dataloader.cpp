@@ -255,6 +255,8 @@ static void test_small_sets() {
     CHECK(got == std::vector<int>(60, 0), "a set of one window must repeat it");
     std::string single = write_set("single", {2});
     CHECK(collect(single, 2, 1, 1, 3, true, 3) == std::vector<int>(6, 0), "T = 1 takes two tokens");
+    std::string hole = write_set("hole", {0, 3, 0, 1, 3, 0});
+    CHECK(collect(hole, 4, 1, 1, 1, false, 3) == (std::vector<int>{0, 1, 4, 5}), "T = 1 with empty shards");
     std::string exact = write_set("exact", {16, 17, 18});
     std::vector<int> firsts = {0, 16, 24, 33, 41};          // 16 tokens: a second window of 8 lacks a target
     CHECK(collect(exact, 5, 8, 1, 1, false, 0) == firsts, "windows at a shard's end");
@@ -303,7 +305,7 @@ static void test_huge() {
     const int T = 1 << 20;
     const int64_t tokens = (5ll << 30) + 3;
     if (!write_huge(path, tokens)) {
-        SKIP(6, "no sparse file of 10 GiB here: %s", strerror(errno));
+        SKIP(7, "no sparse file of 10 GiB here: %s", strerror(errno));
         return;
     }
     const uint16_t mark = 4321;
@@ -331,6 +333,14 @@ static void test_huge() {
     });
     CHECK(shuffled.code == 7, "shuffling %lld rows ended with %d: %s", (long long)rows, shuffled.code,
           shuffled.err.c_str());
+
+    const int64_t middle = (3ll << 30) + 5;                 // fits 32 bits, but not with a sign
+    Child taken = run_child([&] {
+        if (!write_huge(path, middle)) { _exit(6); }
+        dataloader_init(&loader, path.c_str(), 1, T, 0, 1, true, 3, 50257);
+        _exit(loader.tokens == middle ? 7 : 8);
+    });
+    CHECK(taken.code == 7, "%lld tokens: %d, %s", (long long)middle, taken.code, taken.err.c_str());
     unlink(path.c_str());
 }
 

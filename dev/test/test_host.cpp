@@ -440,6 +440,41 @@ static void test_flags() {
             check_dies(what, [&] { parse(c.words); }, c.message);
         }
     }
+    TEST("flags: both ends of a range are allowed, nothing beyond them") {
+        static double x;
+        static int n, wide;
+        const Flag table[] = {
+            {"x", "real", FLAG_FLOAT, &x, "1", 0.5, 2, nullptr, "real"},
+            {"n", "whole", FLAG_INT, &n, "1", -3, 7, nullptr, "whole"},
+            {"w", "wide", FLAG_INT, &wide, "1", -1e18, 1e18, nullptr, "wide"},
+            {"m", "most", FLAG_FLOAT, &x, "1", -FLT_MAX, 2, nullptr, "most"},
+        };
+        auto parse_one = [&](const char* flag, const char* value) {
+            char* argv[] = {(char*)"train", (char*)flag, (char*)value};
+            flags_parse(table, 4, 3, argv);
+        };
+        struct { const char *flag, *value, *text; } good[] = {
+            {"-x", "0.5", "0.5"}, {"-x", "2", "2"}, {"-n", "-3", "-3"}, {"-n", "7", "7"}, {"-m", "-8", "-8"},
+            {"-w", "2147483647", "2147483647"}, {"-w", "-2147483648", "-2147483648"},
+        };
+        for (const auto& g : good) {
+            Child c = run_child([&] {
+                parse_one(g.flag, g.value);
+                printf("%s", flags_text(flags_find(table, 4, g.flag)).c_str());
+            });
+            CHECK(c.code == 0 && c.out == g.text, "%s %s: '%s' %s", g.flag, g.value, c.out.c_str(),
+                  c.err.c_str());
+        }
+        struct { const char *flag, *value, *message; } bad[] = {
+            {"-x", "0.49", "a number, 0.5 to 2, not '0.49'"}, {"-x", "2.01", "0.5 to 2, not '2.01'"},
+            {"-n", "-4", "-3 to 7, not '-4'"}, {"-n", "8", "-3 to 7, not '8'"},
+            {"-m", "2.5", "a number, at most 2, not '2.5'"},
+            {"-w", "2147483648", "a whole number of at most 31 bits"}, {"-w", "-2147483649", "31 bits"},
+        };
+        for (const auto& b : bad) {
+            check_dies(std::string(b.flag) + " " + b.value, [&] { parse_one(b.flag, b.value); }, {b.message});
+        }
+    }
     TEST("flags: mistakes in a table") {
         CHECK(flags_table_ok(flags, num_flags), "the table of this test is refused");
         struct { const char* what; Flag row; } rows[] = {
@@ -464,7 +499,8 @@ static void test_flags() {
             }
         }
         for (const char* s : {"(default 4; 1 to 65536)", "(default cosine; cosine|linear|constant|wsd)",
-                              "(default 3e-4; at least -1)", "seed (default 1337)", "er (default none)"}) {
+                              "(default 3e-4; at least -1)", "seed (default 1337)", "er (default none)",
+                              "fp32 copy (default 1)"}) {
             CHECK(help.out.find(s) != std::string::npos, "--help lacks '%s'", s);
         }
         Child full = run_child([] {
@@ -512,6 +548,8 @@ static void test_schedulers() {
             {{LR_LINEAR, 1.0, 2, 12, 0.1}, 11, 0.19},
             {{LR_LINEAR, 1.0, 2, 12, 0.1}, 12, 0.1},
             {{LR_LINEAR, 1.0, 2, 12, 0.1}, 13, 0.1},
+            {{LR_COSINE, 6e-4, 700, 19073, 0.1}, 19073, 6e-5},
+            {{LR_LINEAR, 3e-4, 0, 10, 0.5}, 5, 2.25e-4},
             {{LR_WSD, 1.0, 10, 100, 0.0}, 9, 1.0},
             {{LR_WSD, 1.0, 10, 100, 0.0}, 80, 1.0},
             {{LR_WSD, 1.0, 10, 100, 0.0}, 81, 1 - sqrt(0.05)},
@@ -1107,6 +1145,9 @@ static void test_logger() {
         CHECK(text == expected, "metrics.jsonl:\n%s", text.c_str());
         text = read_text(run + "/run.json");
         CHECK(text.find("{\n\"settings\": {\"micro-batch\": 8, ") == 0, "run.json:\n%s", text.c_str());
+        for (const Flag& f : flags) {
+            CHECK(text.find(json_quote(f.name) + ": ") != std::string::npos, "run.json lacks %s", f.name);
+        }
         CHECK(text.find(",\n\"program\": \"test \\\"host\\\"\"\n}\n") != std::string::npos, "run.json:\n%s",
               text.c_str());
     }
@@ -1170,6 +1211,32 @@ static void test_logger_files() {
     }
 }
 
+// check.h refuses them; here is that the logger asks it, for each of its files.
+static void test_logger_pipes() {
+    TEST("logger: pipes, devices and folders under its files' names") {
+        for (const char* name : {"main.log", "metrics.jsonl", "run.json"}) {
+            for (const char* kind : {"pipe", "device", "folder"}) {
+                const std::string run = folder + "/odd_" + name + "_" + kind, path = run + "/" + name;
+                mkdir_check(run.c_str());
+                const std::string word = kind;
+                int rc = word == "pipe" ? mkfifo(path.c_str(), 0600)
+                       : word == "device" ? symlink("/dev/null", path.c_str()) : mkdir(path.c_str(), 0700);
+                CHECK(rc == 0, "cannot make a %s: %s", kind, strerror(errno));
+                struct stat before, after;
+                lstat(path.c_str(), &before);
+                check_dies(name + (" is a " + word), [&] {
+                    alarm(60);                                      // who waits for a pipe ends by a signal
+                    Logger log;
+                    logger_init(&log, run.c_str());
+                    logger_run(&log, flags, num_flags, {});
+                }, {path, "regular file"});
+                CHECK(lstat(path.c_str(), &after) == 0 && before.st_ino == after.st_ino, "%s was replaced",
+                      path.c_str());
+            }
+        }
+    }
+}
+
 int main() {
     char name[] = "/tmp/test_host_XXXXXX";
     if (!mkdtemp(name)) { die("cannot make a folder in /tmp: %s", strerror(errno)); }
@@ -1188,6 +1255,7 @@ int main() {
     test_rounding();
     test_logger();
     test_logger_files();
+    test_logger_pipes();
     if (system(("rm -rf " + folder).c_str()) != 0) { fprintf(stderr, "%s is still there\n", name); }
     return test_summary();
 }
