@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import termios
+import threading
 import time
 
 ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
@@ -250,6 +251,9 @@ def test_accumulation():
         split = run_ok({"-b": rows, "-z": 8 * T, "-x": 6})
         check_close(split.losses(), big.losses(), tolerance(1e-5, 2e-2),
                     f"a batch of 8 rows in parts of {rows}")
+    for rows, tokens in ((1, 1), (1, 3), (3, 3), (2, 2)):       # small, but multiples of B*T
+        tiny = run_ok({"-b": rows, "-t": 1, "-z": tokens, "-x": 2})
+        check(f" {tokens // rows} micro-steps a step" in tiny.out, f"-z {tokens} with -b {rows} -t 1")
     synonym = run_ok({"-d": 8 * T, "-x": 6})
     long_name = run_ok({"--total-batch": 8 * T, "-x": 6})
     check_equal(synonym.losses(), long_name.losses(), "-d is --total-batch")
@@ -1043,6 +1047,7 @@ def test_bad_folders():
         os.mkfifo("pipes/" + name)
         check_refused(f"FIFO as {name}", {"-o": "pipes"}, name, "regular file")
         shutil.rmtree("pipes")
+    Count.name = "bad_folders"
     if os.geteuid() == 0:
         skip("a folder without write permission: root may write everywhere")
     else:
@@ -1162,12 +1167,15 @@ def start(flags, threads=1, until=b"step 3/"):
     words = Program.command(flags)
     p = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                          env=Program.environment(threads))
+    hang = threading.Timer(LIMIT_S, p.kill)             # readline has no limit of its own
+    hang.start()
     seen = b""
     while until not in seen:
         line = p.stdout.readline()
         if not line:
             break
         seen += line
+    hang.cancel()
     check(until in seen, f"the run reaches {until.decode()}")
     return p, seen
 
@@ -1186,7 +1194,7 @@ STOPPING = "stopping after the last complete step; once more: at once, unsaved\n
 
 
 def test_signals():
-    flags = {"-z": 20 * T, "-b": 1, "-k": "constant", "-l": "1e-3"}     # 20 micro-steps: most signals meet one
+    flags = {"-z": 20 * T, "-b": 1, "-k": "constant", "-l": "1e-3"}     # most signals meet a step half done
     for i, number in enumerate((signal.SIGTERM, signal.SIGINT, signal.SIGTERM, signal.SIGINT)):
         folder = f"signal_{i}"
         p, seen = start({**flags, "-x": 10**6, "-o": folder, "-v": 10**5, "-s": 10**5})
@@ -1243,6 +1251,9 @@ def unread(folder):
             break
         time.sleep(0.01)
     check(held > size - 150, "the pipe fills")
+    hang = threading.Timer(LIMIT_S, p.kill)             # reading its stderr has no limit of its own
+    hang.daemon = True
+    hang.start()
     return p
 
 
