@@ -604,14 +604,14 @@ def test_memory_plan():
 
 def test_memory_limit():
     """Under a limit the plan is refused in a sentence, whose hint fits, and one row more does not."""
-    if not host_memory_only(12):
+    if not host_memory_only(8):
         return
 
     def limited(flags, mib):
         def limit():
             resource.setrlimit(resource.RLIMIT_AS, (mib * MIB, mib * MIB))
-        return run({"-x": 2, "-v": 1, "-s": 1, "-o": None, **flags}, preexec_fn=limit)
-    for mib, flags in ((400, {}), (600, {}), (500, {"-r": 2}), (500, {"-e": "L2,NH2,C128,T256,V50000"})):
+        return run({"-x": 1, "-v": 1, "-s": 1, **flags}, preexec_fn=limit)
+    for mib, flags in ((350, {}), (400, {"-r": 2}), (400, {"-e": "L2,NH2,C16,T64,V5000"})):
         over = limited({**flags, "-b": 65536}, mib)
         best = re.search(r"largest micro-batch that fits is -b (\d+)", over.err)
         if not check(over.code == 1 and best and len(over.err.splitlines()) <= 3, f"{mib} MiB: {over.err}"):
@@ -622,7 +622,8 @@ def test_memory_limit():
         check(more.code == 1 and f"fits is -b {best[1]}" in more.err, f"{mib} MiB: one row more: {more.err}")
     for mib in (100, 160):              # too little for OpenBLAS alone, which would wait for ever
         none = limited({}, mib)
-        check(none.code == 1 and none.err.startswith("error: ") and len(none.err.splitlines()) <= 3,
+        refused = none.code == 1 and none.err.startswith("error: ") and len(none.err.splitlines()) <= 3
+        check(refused or (none.code == 0 and "OpenBLAS" not in Program.device),
               f"{mib} MiB: exit code {none.code}, {none.err}")
 
 
