@@ -25,6 +25,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 
 from trainer import *                   # gives: run, run_ok, check, write_shard, read_model, main, ...
@@ -50,6 +51,9 @@ def test_accumulation():
         split = run_ok({"-b": rows, "-z": 8 * T, "-x": 6})
         check_close(split.losses(), big.losses(), tolerance(1e-5, 2e-2),
                     f"a batch of 8 rows in parts of {rows}")
+    for rows, tokens in ((1, 1), (1, 3), (3, 3), (2, 2)):       # small, but multiples of B*T
+        tiny = run_ok({"-b": rows, "-t": 1, "-z": tokens, "-x": 2})
+        check(f" {tokens // rows} micro-steps a step" in tiny.out, f"-z {tokens} with -b {rows} -t 1")
     synonym = run_ok({"-d": 8 * T, "-x": 6})
     long_name = run_ok({"--total-batch": 8 * T, "-x": 6})
     check_equal(synonym.losses(), long_name.losses(), "-d is --total-batch")
@@ -400,14 +404,14 @@ def test_memory_plan():
 
 def test_memory_limit():
     """Under a limit the plan is refused in a sentence, whose hint fits, and one row more does not."""
-    if not host_memory_only(12):
+    if not host_memory_only(8):
         return
 
     def limited(flags, mib):
         def limit():
             resource.setrlimit(resource.RLIMIT_AS, (mib * MIB, mib * MIB))
-        return run({"-x": 2, "-v": 1, "-s": 1, "-o": None, **flags}, preexec_fn=limit)
-    for mib, flags in ((400, {}), (600, {}), (500, {"-r": 2}), (500, {"-e": "L2,NH2,C128,T256,V50000"})):
+        return run({"-x": 1, "-v": 1, "-s": 1, **flags}, preexec_fn=limit)
+    for mib, flags in ((350, {}), (400, {"-r": 2}), (400, {"-e": "L2,NH2,C16,T64,V5000"})):
         over = limited({**flags, "-b": 65536}, mib)
         best = re.search(r"largest micro-batch that fits is -b (\d+)", over.err)
         if not check(over.code == 1 and best and len(over.err.splitlines()) <= 3, f"{mib} MiB: {over.err}"):
@@ -418,7 +422,8 @@ def test_memory_limit():
         check(more.code == 1 and f"fits is -b {best[1]}" in more.err, f"{mib} MiB: one row more: {more.err}")
     for mib in (100, 160):              # too little for OpenBLAS alone, which would wait for ever
         none = limited({}, mib)
-        check(none.code == 1 and none.err.startswith("error: ") and len(none.err.splitlines()) <= 3,
+        refused = none.code == 1 and none.err.startswith("error: ") and len(none.err.splitlines()) <= 3
+        check(refused or (none.code == 0 and "OpenBLAS" not in Program.device),
               f"{mib} MiB: exit code {none.code}, {none.err}")
 
 
@@ -851,6 +856,7 @@ def test_bad_folders():
         os.mkfifo("pipes/" + name)
         check_refused(f"FIFO as {name}", {"-o": "pipes"}, name, "regular file")
         shutil.rmtree("pipes")
+    Count.name = "bad_folders"
     if os.geteuid() == 0:
         skip("a folder without write permission: root may write everywhere")
     else:
@@ -970,12 +976,15 @@ def start(flags, threads=1, until=b"step 3/"):
     words = Program.command(flags)
     p = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                          env=Program.environment(threads))
+    hang = threading.Timer(LIMIT_S, p.kill)             # readline has no limit of its own
+    hang.start()
     seen = b""
     while until not in seen:
         line = p.stdout.readline()
         if not line:
             break
         seen += line
+    hang.cancel()
     check(until in seen, f"the run reaches {until.decode()}")
     return p, seen
 
@@ -994,7 +1003,7 @@ STOPPING = "stopping after the last complete step; once more: at once, unsaved\n
 
 
 def test_signals():
-    flags = {"-z": 20 * T, "-b": 1, "-k": "constant", "-l": "1e-3"}     # 20 micro-steps: most signals meet one
+    flags = {"-z": 20 * T, "-b": 1, "-k": "constant", "-l": "1e-3"}     # most signals meet a step half done
     for i, number in enumerate((signal.SIGTERM, signal.SIGINT, signal.SIGTERM, signal.SIGINT)):
         folder = f"signal_{i}"
         p, seen = start({**flags, "-x": 10**6, "-o": folder, "-v": 10**5, "-s": 10**5})
@@ -1051,6 +1060,9 @@ def unread(folder):
             break
         time.sleep(0.01)
     check(held > size - 150, "the pipe fills")
+    hang = threading.Timer(LIMIT_S, p.kill)             # reading its stderr has no limit of its own
+    hang.daemon = True
+    hang.start()
     return p
 
 
