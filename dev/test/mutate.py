@@ -108,6 +108,8 @@ class Copy:
 
     def compile(self, program):
         """None, or what the compiler says; with every file that went into it."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path(program))
         words = [os.environ.get("CXX", "g++"), "-std=c++17", "-I.", "-O1", "-w", "-pthread", "-fopenmp",
                  "-MMD", "-MF", program + ".d", *PROGRAMS[program].split(), "-o", program]
         done = subprocess.run(words, cwd=self.folder, capture_output=True, text=True)
@@ -186,19 +188,21 @@ class Copy:
         finally:
             with open(self.path(file), "w", encoding="utf-8") as f:
                 f.write(text)
-            for program in patched:
-                shutil.copy2(self.path(program + ".clean"), self.path(program))
+            for program in patched:     # a new file: one that was just killed may still run the old one
+                shutil.copy2(self.path(program + ".clean"), self.path(program + ".new"))
+                os.replace(self.path(program + ".new"), self.path(program))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("-k", default="", help="only patches with this in their file, suite or text")
     parser.add_argument("-j", type=int, default=min(2, os.cpu_count() or 1), help="patches at a time")
+    parser.add_argument("--skip", type=int, default=0, help="leave out so many, to go on where a run ended")
     parser.add_argument("--check", action="store_true", help="only look whether the table fits the sources")
     args = parser.parse_args()
     table = read_table()
     equivalent = [m for m in table if m[1] == "equivalent"]
-    mutants = [m for m in table if m[1] != "equivalent" and args.k in " ".join(m)]
+    mutants = [m for m in table if m[1] != "equivalent" and args.k in " ".join(m)][args.skip:]
     errors = list(table_errors(table))
     for error in errors:
         print("FAIL the table: " + error)
