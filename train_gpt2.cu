@@ -4225,7 +4225,10 @@ static Options run_options() {
 // last complete one is saved, and nothing is validated or sampled any more. A second signal does not wait.
 static volatile sig_atomic_t stop_requested = 0;
 static void request_stop(int number) {
-    if (stop_requested) { _exit(128 + number); }        // what a shell makes of a program that a signal ended
+    if (stop_requested) {
+        atomic_remove_parts();              // of a checkpoint that is being written
+        _exit(128 + number);                // what a shell makes of a program that a signal ended
+    }
     stop_requested = 1;
     // Of `trainer | tee`, Ctrl-C ends tee as well, and printing must not end us before the model is saved.
     signal(SIGPIPE, SIG_IGN);

@@ -61,8 +61,10 @@ def all_suites():
     cuda += ["check/profile_gpt2.BF16"] + [path[4:-3] for path in glob.glob("dev/cuda/*.cu")]
     suites += [make("nvcc " + name.split("/")[1], ["build/" + name], needs="nvcc") for name in cuda]
     suites += [make("build asan", ["asan"], cores=4)]
-    suites += [Suite(f"gpu {test} {kind}", [PYTHON, f"dev/test/test_{test}.py", "build/check/train_gpt2." + kind],
-                     ["nvcc train_gpt2." + kind], "gpu", gpu=1) for test in ("cli", "loop") for kind in kinds]
+    for test in ("cli", "loop"):
+        command = [PYTHON, f"dev/test/test_{test}.py"]
+        suites += [Suite(f"gpu {test} {kind}", command + ["build/check/train_gpt2." + kind],
+                         ["nvcc train_gpt2." + kind], "gpu", gpu=1) for kind in kinds]
     suites += [Suite("gpu test " + kind, ["build/check/test_gpt2." + kind], ["nvcc test_gpt2." + kind], "gpu",
                      gpu=1) for kind in kinds]
     breaks = [PYTHON, "dev/test/break_all.py", "build/check/test_gpt2.BF16", "kernels", "--small", "model"]

@@ -272,7 +272,7 @@ static void check_plots(const std::vector<std::string>& docs) {
 static void check_text(const std::string& text) {
     uint64_t hash = 14695981039346656037ull;            // FNV-1a
     for (char c : text) { hash = (hash ^ (unsigned char)c) * 1099511628211ull; }
-    CHECK(hash == 0xc0ea6badbc305f1aull, "2000 stories of seed 1 have the hash 0x%016llx",
+    CHECK(hash == 0x01bebcadfb3b9f20ull, "2000 stories of seed 1 have the hash 0x%016llx",
           (unsigned long long)hash);
 }
 

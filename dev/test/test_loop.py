@@ -676,7 +676,7 @@ def test_parameter_counts():
         line = re.findall(r"^model: (.*)$", out, re.M)[0]
         live, padded, others = parameter_counts(d)
         want = (f"L={d.L} NH={d.NH} C={d.C} T={d.maxT} V={d.V}, {live + others} parameters: {live} with "
-                f"weight decay, {others} without; wte is padded to {d.Vp} rows with {padded - live} zeros")
+                f"weight decay, {others} without; and {padded - live} zeros that pad wte to {d.Vp} rows")
         check_equal(line, want, f"the model line of {text}")
     d12 = formats.Dims(maxT=1024, V=50257, L=12, NH=12, C=768)
     check_equal(sum(parameter_counts(d12)[::2]), 124439808, "GPT-2 124M's parameters, as published")
