@@ -34,7 +34,7 @@ LIMIT_S = 240                           # a suite takes seconds: what does not e
 # program: its source and its flags
 PROGRAMS = {f"{name}_gpt2cpu": f"-DGPT2_CPU -x c++ {name}_gpt2.cu" for name in ("train", "test")}
 PROGRAMS.update({f"build/test_{name}": f"dev/test/test_{name}.cpp"
-                 for name in ("host", "dataloader", "tokenizer", "cpu_ops", "data_tools")})
+                 for name in ("host", "dataloader", "token_buckets", "tokenizer", "cpu_ops", "data_tools")})
 PROGRAMS.update({f"build/{name}": f"dev/data/{name}.cpp" for name in ("tokenize", "stories", "bigram")})
 
 # suite: programs that it runs, and its command; `loop WORD` and `cli WORD` run only tests with that word
@@ -42,6 +42,7 @@ TOOLS = ["build/tokenize", "build/stories", "build/bigram"]
 SUITES = {
     "host": (["build/test_host"], ["build/test_host"]),
     "dataloader": (["build/test_dataloader"], ["build/test_dataloader"]),
+    "token_buckets": (["build/test_token_buckets"], ["build/test_token_buckets"]),
     "tokenizer": (["build/test_tokenizer", "build/tokenize"], ["build/test_tokenizer"]),
     "tiktoken": (["build/tokenize"], [PYTHON, "dev/test/compare_tiktoken.py"]),
     "cpu_ops": (["build/test_cpu_ops"], ["build/test_cpu_ops"]),
@@ -134,7 +135,8 @@ class Copy:
 
         def limits():                   # a patch may ask for all memory or fill the disk
             signal.signal(signal.SIGINT, signal.SIG_DFL)        # which a shell's background jobs ignore
-            resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
+            # not RLIMIT_AS, under which the trainer ends in another way
+            resource.setrlimit(resource.RLIMIT_DATA, (16 << 30, 16 << 30))
             resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 30, resource.RLIM_INFINITY))
         child = subprocess.Popen(suite_command(suite)[1], cwd=self.folder, env=env, stdin=subprocess.DEVNULL,
                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -102,6 +102,12 @@ static void test_check_disk() {
         Child odd = run_child([&] { fail_folder(EINVAL); write_atomic(path, "3"); });
         CHECK(odd.code == 0, "a file system that cannot sync folders stopped a write: %s", odd.err.c_str());
         check_dies("folder missing", [] { atomic_open(folder + "/none/x"); }, {"none/x", "No such file"});
+        Child many = run_child([&] {
+            struct rlimit limit = {24, 24};
+            setrlimit(RLIMIT_NOFILE, &limit);
+            for (int i = 0; i < 100; i++) { write_atomic(path, "4"); }
+        });
+        CHECK(many.code == 0, "written files keep descriptors: %s", many.err.c_str());
     }
     TEST("check: kills, signals, several writers") {
         std::string path = file_named("killed.bin");
@@ -381,6 +387,7 @@ static void test_flags() {
         struct { std::vector<std::string> words, message; } cases[] = {
             {{"-x", "1"}, {"unknown flag '-x'"}},
             {{"--micro-bach", "1"}, {"unknown flag '--micro-bach'", "did you mean --micro-batch?"}},
+            {{"--MICRO-BACH", "1"}, {"unknown flag '--MICRO-BACH'", "did you mean --micro-batch?"}},
             {{"-micro-batch", "1"}, {"unknown flag '-micro-batch'", "did you mean --micro-batch?"}},
             {{"--b", "1"}, {"unknown flag '--b'", "did you mean -b?"}},
             {{"-help"}, {"did you mean --help?"}},
