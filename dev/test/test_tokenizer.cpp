@@ -129,6 +129,8 @@ static void test_pieces() {
         {"\xC2\xBD\xE2\x85\xA7" "7", "|\xC2\xBD\xE2\x85\xA7" "7|"},     // fraction, Roman numeral
         {"a\xFF\x80 \xC3", "|a|\xFF\x80| \xC3|"},                   // bad bytes are like punctuation
         {"\xED\xA0\x80!", "|\xED\xA0\x80!|"},                       // a surrogate is three bad bytes
+        {"a\xE0\x81\x81", "|a|\xE0\x81\x81|"},                    // an overlong A is three bad bytes
+        {"a\xF0\x80\x81\x81", "|a|\xF0\x80\x81\x81|"},
         {"\xC2\xA0\xC2", "|\xC2\xA0|\xC2|"},
     };
     for (auto& c : cases) { CHECK(pieces(c[0]) == c[1], "%s, expected %s", pieces(c[0]).c_str(), c[1]); }
