@@ -4549,9 +4549,9 @@ int main(int argc, char** argv) {
     // is written
     if (run.output_dir[0] != '\0') { run_folder_check(run.output_dir); }
     const DeviceInfo device = device_init();
+    gpt2_check_memory(config, options, run.B, run.T, device);
     const std::string unfit = attention_error(config.C / config.NH);
     if (!unfit.empty()) { die("%s", unfit.c_str()); }
-    gpt2_check_memory(config, options, run.B, run.T, device);
     DataLoader train_loader, val_loader;
     if (!evaluate_only) {
         dataloader_init(&train_loader, run.train_data, run.B, run.T, 0, 1, run.shuffle && !run.overfit,

@@ -27,7 +27,7 @@ LOGS = "build/logs"
 CLOSING = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped$")
 PYTHON = ".venv/bin/python" if os.path.exists(os.path.join(ROOT, ".venv/bin/python")) else sys.executable
 CORES = len(os.sched_getaffinity(0))
-GPU_PLACES = 4          # programs that share the GPU's memory at one time
+GPU_PLACES = 6          # programs that share the GPU's memory at one time
 
 # Only a hang meets these, however busy the machine is: seconds without output and without using a core (a
 # deadlock), and seconds in all (an endless loop); no suite takes more than two minutes of one core.
@@ -61,12 +61,14 @@ def all_suites():
     cuda += ["check/profile_gpt2.BF16"] + [path[4:-3] for path in glob.glob("dev/cuda/*.cu")]
     suites += [make("nvcc " + name.split("/")[1], ["build/" + name], needs="nvcc") for name in cuda]
     suites += [make("build asan", ["asan"], cores=4)]
+    # starting on a GPU takes long: what the precision cannot change is tested in one of them
     for test in ("cli", "loop"):
-        command = [PYTHON, f"dev/test/test_{test}.py"]
-        suites += [Suite(f"gpu {test} {kind}", command + ["build/check/train_gpt2." + kind],
-                         ["nvcc train_gpt2." + kind], "gpu", gpu=1) for kind in kinds]
+        for kind in kinds:
+            command = [PYTHON, f"dev/test/test_{test}.py", "build/check/train_gpt2." + kind]
+            suites.append(Suite(f"gpu {test} {kind}", command + ["--numeric"] * (kind != "BF16"),
+                                ["nvcc train_gpt2." + kind], "gpu", gpu=1))
     suites += [Suite("gpu test " + kind, ["build/check/test_gpt2." + kind], ["nvcc test_gpt2." + kind], "gpu",
-                     gpu=1) for kind in kinds]
+                     gpu=2) for kind in kinds]
     breaks = [PYTHON, "dev/test/break_all.py", "build/check/test_gpt2.BF16", "kernels", "--small", "model"]
     suites += [Suite("gpu break BF16", breaks, ["nvcc test_gpt2.BF16"], "gpu", cores=4, gpu=2)]
     cpu, asan = ["build cpu"], ["build asan", "build cpu"]

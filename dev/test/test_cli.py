@@ -40,6 +40,11 @@ EXPECTED_D12 = os.path.join(ROOT, "dev/test/fixtures/d12_losses.json")
 
 
 # ---- training ----
+# What the precision of a build can change; the others are about words, files and signals.
+NUMERIC = ("accumulation", "determinism", "same_bits", "saved_model", "padded_vocabulary", "weight_decay",
+           "overfit", "gradient_clipping", "shorter_rows", "validation_rows", "pytorch_run", "llmc_format",
+           "not_finite", "skips_in_a_row", "not_finite_validation")
+
 
 def test_accumulation():
     one = run_ok({"-a": 1, "-x": 10, "-l": "1e-3"})

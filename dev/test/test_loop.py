@@ -128,6 +128,11 @@ def constant_model(path, logits, V=256, length=64):
 
 
 # ---- losses ----
+# What the precision of a build can change.
+NUMERIC = ("rows", "validation", "learned_period", "gpt2_vocabulary", "constant_model",
+           "samples_of_trained", "flags", "residual_layernorm", "initial_weights", "adamw",
+           "saved_files_load", "skip_limit", "nan_validation")
+
 
 def test_rows():
     """Each row's loss, as training prints it at a learning rate of 0, is the judge's; so is the order."""
