@@ -61,11 +61,12 @@ def all_suites():
     cuda += ["check/profile_gpt2.BF16"] + [path[4:-3] for path in glob.glob("dev/cuda/*.cu")]
     suites += [make("nvcc " + name.split("/")[1], ["build/" + name], needs="nvcc") for name in cuda]
     suites += [make("build asan", ["asan"], cores=4)]
-    # starting on a GPU takes long: what the precision cannot change is tested in one of them
+    # Starting on a GPU takes long, so what the precision cannot change is tested in one of them.
     for test in ("cli", "loop"):
-        for kind in kinds:
-            command = [PYTHON, f"dev/test/test_{test}.py", "build/check/train_gpt2." + kind]
-            suites.append(Suite(f"gpu {test} {kind}", command + ["--numeric"] * (kind != "BF16"),
+        for kind, part in [("BF16", 0)] + [(kind, 1) for kind in kinds]:
+            program = "build/check/train_gpt2." + kind
+            command = [PYTHON, f"dev/test/test_{test}.py", program, f"--numeric={part}"]
+            suites.append(Suite(f"gpu {test} {kind}" + (" words" if part == 0 else ""), command,
                                 ["nvcc train_gpt2." + kind], "gpu", gpu=1))
     suites += [Suite("gpu test " + kind, ["build/check/test_gpt2." + kind], ["nvcc test_gpt2." + kind], "gpu",
                      gpu=2) for kind in kinds]

@@ -979,7 +979,8 @@ def test_full_output():
 def start(flags, threads=1, until=b"step 3/"):
     """A run in the background, once it has printed its third step."""
     words = Program.command(flags)
-    p = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    # no buffer here: what readline had read ahead, communicate would not find
+    p = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
                          env=Program.environment(threads))
     hang = threading.Timer(LIMIT_S, p.kill)             # readline has no limit of its own
     hang.start()

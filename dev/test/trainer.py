@@ -243,19 +243,19 @@ def main(about, names):
     parser.add_argument("--slow", action="store_true", help="also what takes minutes")
     parser.add_argument("--keep", action="store_true", help="keep the temporary folder")
     parser.add_argument("-k", default="", help="only tests with this in their name")
-    parser.add_argument("--numeric", action="store_true",
-                        help="only tests that the precision can change: another build runs all of them")
+    parser.add_argument("--numeric", type=int, choices=(0, 1),
+                        help="1: only tests that the precision of a build can change; 0: only the others")
     args = parser.parse_args()
     Program.path = os.path.abspath(args.program)
     Program.slow = args.slow
     if not os.access(Program.path, os.X_OK):
         sys.exit(f"error: no program '{args.program}'\nhint: make train_gpt2cpu")
     tests = [(name[5:], f) for name, f in names.items() if name.startswith("test_") and args.k in name]
-    if args.numeric:
+    if args.numeric is not None:
         unknown = set(names["NUMERIC"]) - {name[5:] for name in names}
         if unknown:
             sys.exit(f"error: NUMERIC names {unknown}, which are no tests")
-        tests = [(name, f) for name, f in tests if name in names["NUMERIC"]]
+        tests = [(name, f) for name, f in tests if (name in names["NUMERIC"]) == bool(args.numeric)]
     folder = tempfile.mkdtemp(prefix="test_gpt2_")
     os.chdir(folder)
     try:
