@@ -49,6 +49,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/schedulers.h"    // gives: lr_at
 #include "llmc/flags.h"         // gives: Flag, flags_parse
 #include "llmc/logger.h"        // gives: Logger
+#include "llmc/comm.h"          // gives: comm, comm_start, comm_any, comm_all_gather
 
 // == 2 types and limits ==
 // floatX is the type of weights and activations. LayerNorm's parameters, statistics, losses, norms and
@@ -104,30 +105,31 @@ struct Config {
 
 enum class Where { Global, Block };             // one tensor, or one per layer
 enum class Init { Zero, One, Normal, Residual };    // Normal: N(0, 0.02); Residual: N(0, 0.02/sqrt(2L))
-enum class Decay { No, Yes };                   // weight decay: tensors with two dimensions
+// Matrix: two dimensions, and weight decay. Norm: fp32 in every build.
+enum class Kind { Matrix, Bias, Norm };
 
 // The order is the checkpoint's order: append nothing in the middle. Rows beyond the live ones are padding:
 // zero, and not counted as parameters. LayerNorm's weights and biases are fp32 in every build, as in
 // PyTorch's autocast: next to 1 bf16 has steps of 0.0078, in which training's steps vanish
 // (dev/bench/NOTES.md: loss +3e-3 after ten steps).
-//    name      type    where   rows    cols    init      decay  live rows
+//    name      type    where   rows    cols    init      kind    live rows
 #define GPT2_PARAMS(X)                                                  \
-    X(wte,      floatX, Global, Vp,     C,      Normal,   Yes,   V)     \
-    X(wpe,      floatX, Global, maxT,   C,      Normal,   Yes,   maxT)  \
-    X(ln1w,     float,  Block,  1,      C,      One,      No,    1)     \
-    X(ln1b,     float,  Block,  1,      C,      Zero,     No,    1)     \
-    X(qkvw,     floatX, Block,  3 * C,  C,      Normal,   Yes,   3 * C) \
-    X(qkvb,     floatX, Block,  1,      3 * C,  Zero,     No,    1)     \
-    X(attprojw, floatX, Block,  C,      C,      Residual, Yes,   C)     \
-    X(attprojb, floatX, Block,  1,      C,      Zero,     No,    1)     \
-    X(ln2w,     float,  Block,  1,      C,      One,      No,    1)     \
-    X(ln2b,     float,  Block,  1,      C,      Zero,     No,    1)     \
-    X(fcw,      floatX, Block,  4 * C,  C,      Normal,   Yes,   4 * C) \
-    X(fcb,      floatX, Block,  1,      4 * C,  Zero,     No,    1)     \
-    X(fcprojw,  floatX, Block,  C,      4 * C,  Residual, Yes,   C)     \
-    X(fcprojb,  floatX, Block,  1,      C,      Zero,     No,    1)     \
-    X(lnfw,     float,  Global, 1,      C,      One,      No,    1)     \
-    X(lnfb,     float,  Global, 1,      C,      Zero,     No,    1)
+    X(wte,      floatX, Global, Vp,     C,      Normal,   Matrix, V)    \
+    X(wpe,      floatX, Global, maxT,   C,      Normal,   Matrix, maxT) \
+    X(ln1w,     float,  Block,  1,      C,      One,      Norm,   1)    \
+    X(ln1b,     float,  Block,  1,      C,      Zero,     Norm,   1)    \
+    X(qkvw,     floatX, Block,  3 * C,  C,      Normal,   Matrix, 3 * C)\
+    X(qkvb,     floatX, Block,  1,      3 * C,  Zero,     Bias,   1)    \
+    X(attprojw, floatX, Block,  C,      C,      Residual, Matrix, C)    \
+    X(attprojb, floatX, Block,  1,      C,      Zero,     Bias,   1)    \
+    X(ln2w,     float,  Block,  1,      C,      One,      Norm,   1)    \
+    X(ln2b,     float,  Block,  1,      C,      Zero,     Norm,   1)    \
+    X(fcw,      floatX, Block,  4 * C,  C,      Normal,   Matrix, 4 * C)\
+    X(fcb,      floatX, Block,  1,      4 * C,  Zero,     Bias,   1)    \
+    X(fcprojw,  floatX, Block,  C,      4 * C,  Residual, Matrix, C)    \
+    X(fcprojb,  floatX, Block,  1,      C,      Zero,     Bias,   1)    \
+    X(lnfw,     float,  Global, 1,      C,      One,      Norm,   1)    \
+    X(lnfb,     float,  Global, 1,      C,      Zero,     Norm,   1)
 
 // A Block's tensor has a copy per layer, kept for the backward pass. SAVED(r): only while the recompute level
 // (-r) is below r, else all layers share one buffer and the backward computes it again.
@@ -163,16 +165,9 @@ enum ParamId { GPT2_PARAMS(X) NUM_PARAMS };
 enum ActId { GPT2_ACTS(X) NUM_ACTS };
 #undef X
 
-// The rows of the blocks stand together in the table: [kBlockBegin, kBlockEnd).
 #define X(name, type, where, ...) Where::where,
 constexpr Where kParamWhere[] = {GPT2_PARAMS(X)};
 #undef X
-constexpr int first_param(Where where, int from) {
-    while (from < NUM_PARAMS && kParamWhere[from] != where) { from++; }
-    return from;
-}
-constexpr int kBlockBegin = first_param(Where::Block, 0), kBlockEnd = first_param(Where::Global, kBlockBegin);
-static_assert(first_param(Where::Block, kBlockEnd) == NUM_PARAMS, "arenas keep a layer's tensors together");
 
 // One pointer per tensor. A Block's pointer is that of one layer's copy: param_views and act_views (below)
 // are told which layer.
@@ -189,23 +184,50 @@ struct Acts {
 static_assert(sizeof(Params) == NUM_PARAMS * sizeof(void*) && sizeof(Acts) == NUM_ACTS * sizeof(void*),
               "one pointer per table row: the loops below address the fields by row");
 
-// An arena is one allocation for all tensors of a kind. Files hold a tensor's layers together; the arenas
-// hold a layer's tensors together, in the table's order, so that a layer is one piece to reduce or to gather.
-// The flat arenas are fp32 and share their offsets: master weights, m, v. The parameters' own arena counts in
-// bytes, since their types differ. So does that of the gradients, whose types depend on --grad-dtype as well:
-// gpt2_segments in section 8 lays it out.
 struct ParamSpec {
     const char* name;
     Init init;
-    Decay decay;
+    Kind kind;
     int copies;             // 1, or L
     size_t rows, cols, live_rows;
     size_t elems;           // rows*cols: one copy, as in files
     size_t slot;            // elems, rounded up to where the next tensor may begin
     size_t elem_bytes;      // of the parameter itself
-    size_t offset, stride;  // flat arenas: elements before the first copy; from layer to layer (Global: 0)
-    size_t params, params_stride;       // the parameters' arena: the same in bytes
+    size_t offset, stride;  // elements: from the start of its bucket; there, from layer to layer
 };
+
+// Files hold a tensor's layers together. Memory holds tensors in buckets: what is reduced, updated and
+// gathered in one go. A bucket's tensors are of one kind, so its parameters have one type, and so have its
+// gradients. They are, in this order,
+//     wte and wpe | the matrices of layer 0 | of layer 1 | ... | all biases, by layers | all LayerNorms, too.
+// Each is padded with zeros to whole chunks for every rank and cut into `world` equal shards.
+struct Bucket {
+    Kind kind;
+    size_t elems;           // of its tensors, gaps included
+    size_t padded, shard;   // world * shard; a multiple of kChunk
+    size_t first;           // elements before it where there is one rank: for keys that depend on no number of ranks
+    size_t params, grads;   // bytes from the start of the parameters' and of the gradients' arena
+    size_t state;           // elements from the start of master weights, m and v: whole buckets, or this rank's shards
+    size_t shards;          // elements from the start of an arena of shards
+};
+
+// How a job is shared out. Ranks, and what each of them holds: ZeRO stage 0 everything, 1 a shard of the
+// optimizer's state, 2 of the gradients as well.
+struct Split { int rank = 0, world = 1, zero = 0; };
+
+struct Layout {
+    std::vector<Bucket> buckets;
+    size_t elems, shard_elems;          // of all buckets, padded; of this rank's shards
+    size_t state_elems;                 // of master weights, m and v on this rank
+    size_t params_bytes, grads_bytes;
+    size_t largest;                     // padded elements of a bucket
+    int L;
+
+    int bucket_of(Kind kind, Where where, int l) const {
+        return kind == Kind::Matrix ? (where == Where::Global ? 0 : 1 + l) : kind == Kind::Bias ? L + 1 : L + 2;
+    }
+};
+
 struct ActSpec {
     const char* name;
     int copies;
@@ -224,40 +246,73 @@ static size_t size_check(const char* name, double elements) {
     return (size_t)elements;
 }
 
-static size_t param_specs(ParamSpec* specs, const Config& c) {      // returns the flat arenas' elements
-    const size_t V = c.V, Vp = c.Vp, C = c.C, maxT = c.maxT, L = c.L;
+static void param_specs(ParamSpec* specs, const Config& c) {
+    const size_t V = c.V, Vp = c.Vp, C = c.C, maxT = c.maxT;
     const size_t align = kAlign / 2;        // elements: kAlign bytes even where each has two, as in bf16
-    size_t layer = 0, layer_bytes = 0;      // one layer of each arena
     int i = 0;
-#define X(name_, type_, where_, rows_, cols_, init_, decay_, live_)                                          \
+#define X(name_, type_, where_, rows_, cols_, init_, kind_, live_)                                           \
     {                                                                                                        \
-        const bool block = Where::where_ == Where::Block;                                                    \
+        static_assert(Kind::kind_ != Kind::Norm || sizeof(type_) == sizeof(float), "as Kind says");          \
         const size_t elems = (rows_) * (cols_), slot = round_up(elems, align);                               \
-        ParamSpec s = {#name_, Init::init_, Decay::decay_, block ? c.L : 1, rows_, cols_, live_, elems,      \
-                       slot, sizeof(type_), 0, 0, 0, 0};                                                     \
-        size_check(#name_, (double)s.rows * (double)s.cols * s.copies);                                      \
-        layer += block ? s.slot : 0;                                                                         \
-        layer_bytes += block ? s.slot * s.elem_bytes : 0;                                                    \
-        specs[i++] = s;                                                                                      \
+        const int copies = Where::where_ == Where::Block ? c.L : 1;                                          \
+        specs[i] = {#name_, Init::init_, Kind::kind_, copies, rows_, cols_, live_, elems, slot,              \
+                    sizeof(type_), 0, 0};                                                                    \
+        size_check(#name_, (double)specs[i].rows * (double)specs[i].cols * copies);                          \
+        i++;                                                                                                 \
     }
     GPT2_PARAMS(X)
 #undef X
-    size_t offset = 0, params = 0;
-    for (i = 0; i < NUM_PARAMS; i++) {
-        ParamSpec& s = specs[i];
-        const bool block = kParamWhere[i] == Where::Block;
-        s.offset = offset;
-        s.params = params;
-        s.stride = block ? layer : 0;
-        s.params_stride = block ? layer_bytes : 0;
-        offset += s.slot;
-        params += s.slot * s.elem_bytes;
-        if (i + 1 == kBlockEnd) {           // behind the last tensor of layer 0 come the other layers
-            offset += (L - 1) * layer;
-            params += (L - 1) * layer_bytes;
+    for (Kind kind : {Kind::Matrix, Kind::Bias, Kind::Norm}) {
+        size_t layer = 0;                   // of one layer, of this kind
+        for (i = 0; i < NUM_PARAMS; i++) {
+            if (specs[i].kind != kind || kParamWhere[i] != Where::Block) { continue; }
+            specs[i].offset = layer;
+            layer += specs[i].slot;
+        }
+        size_t behind = kind == Kind::Matrix ? 0 : layer * c.L;     // the others of a common bucket
+        for (i = 0; i < NUM_PARAMS; i++) {
+            if (specs[i].kind != kind) { continue; }
+            if (kParamWhere[i] == Where::Block) { specs[i].stride = kind == Kind::Matrix ? 0 : layer; continue; }
+            specs[i].offset = behind;
+            behind += specs[i].slot;
         }
     }
-    return offset;
+}
+
+static Layout param_layout(const ParamSpec* specs, const Config& c, const Split& split, bool grads_bf16) {
+    Layout layout = {};
+    layout.L = c.L;
+    layout.buckets.resize(c.L + 3);
+    for (int i = 0; i < NUM_PARAMS; i++) {
+        for (int l = 0; l < specs[i].copies; l++) {
+            Bucket& b = layout.buckets[layout.bucket_of(specs[i].kind, kParamWhere[i], l)];
+            b.kind = specs[i].kind;
+            b.elems = std::max(b.elems, specs[i].offset + l * specs[i].stride + specs[i].slot);
+        }
+    }
+    size_t first = 0;
+    for (int i = 0; i < (int)layout.buckets.size(); i++) {
+        Bucket& b = layout.buckets[i];
+        const bool is_layer = i >= 1 && i <= c.L;
+        b.shard = round_up(ceil_div(b.elems, (size_t)split.world), kChunk);
+        b.padded = b.shard * split.world;
+        b.first = first;
+        b.params = layout.params_bytes;
+        b.grads = layout.grads_bytes;
+        b.state = layout.state_elems;
+        b.shards = layout.shard_elems;
+        first += round_up(b.elems, kChunk);
+        layout.elems += b.padded;
+        layout.shard_elems += b.shard;
+        layout.state_elems += split.zero >= 1 ? b.shard : b.padded;
+        layout.largest = std::max(layout.largest, b.padded);
+        layout.params_bytes += b.padded * (b.kind == Kind::Norm ? sizeof(float) : sizeof(floatX));
+        const size_t bytes = b.padded * (grads_bf16 && b.kind == Kind::Matrix ? 2 : sizeof(float));
+        // At stage 2 gradients stay no longer than their exchange takes: layers take turns in two places.
+        if (split.zero == 2 && is_layer && i > 2) { b.grads = layout.buckets[i - 2].grads; }
+        else { layout.grads_bytes += bytes; }
+    }
+    return layout;
 }
 
 static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recompute) {     // returns bytes
@@ -281,19 +336,19 @@ static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recom
     return offset;
 }
 
-// Where layer l's copy of a tensor begins: which element of the flat arenas, which byte of the parameters'.
-static size_t param_offset(const ParamSpec& s, int l) { return s.offset + l * s.stride; }
-static size_t param_at(const ParamSpec& s, int l) { return s.params + l * s.params_stride; }
-static size_t params_bytes(const ParamSpec* specs) {
-    const ParamSpec& last = specs[NUM_PARAMS - 1];
-    return last.params + last.slot * last.elem_bytes;
+// Where layer l's copy of tensor i begins: in which bucket, and how many elements from its start.
+struct ParamPlace { int bucket; size_t offset; };
+static ParamPlace param_place(const ParamSpec* specs, const Layout& layout, int i, int l) {
+    return {layout.bucket_of(specs[i].kind, kParamWhere[i], l), specs[i].offset + l * specs[i].stride};
 }
-static_assert(kBlockEnd < NUM_PARAMS, "the last tensor is no layer's: it ends the arenas");
 
-static Params param_views(const char* base, const ParamSpec* specs, int l) {
+static Params param_views(const char* base, const ParamSpec* specs, const Layout& layout, int l) {
     Params views;
     const void** field = (const void**)&views;
-    for (int i = 0; i < NUM_PARAMS; i++) { field[i] = base + param_at(specs[i], l); }
+    for (int i = 0; i < NUM_PARAMS; i++) {
+        const ParamPlace place = param_place(specs, layout, i, l);
+        field[i] = base + layout.buckets[place.bucket].params + place.offset * specs[i].elem_bytes;
+    }
     return views;
 }
 
@@ -315,6 +370,7 @@ static Acts act_views(char* base, const ActSpec* specs, int l) {
 #include "llmc/cuda_device.h"   // gives: device_malloc, stream_create, cudaCheck, OpScope
 #include "llmc/cuda_helpers.h"  // gives: x128, load, store, block_sum, grad_store, mma_16x8, wgmma_shared
 #include "llmc/cublaslt.h"      // gives: Gemm, gemm, gemm_or_die
+#include "llmc/nccl.h"          // gives: device_comm_init, device_all_to_all, device_all_gather
 
 // == 6 ops ==
 // Each op of llmc/ops.h: its maths, its kernels and, last, its launcher by the op's name. A launcher checks
@@ -1332,81 +1388,155 @@ static void loss_sum(const LossSum<floatX, float>& a, Stream stream) {
     cudaCheck(cudaGetLastError());
 }
 
-// == 6.7 global norm ==
-// norm = sqrt(sum of squares of all gradients) / loss_scale, then the decision about this update, all on the
-// device: the host reads both a step later. Gaps between tensors must hold zeros. Where some gradients are
-// bf16, each element's segment says which, as in AdamW below.
-constexpr int kNormBlocks = 1056;               // 8 an SM of an H200; fixed, so the bits depend on no GPU
+// == 6.7 gradients: lanes and the norm ==
+// out = chain[0] + (chain[1] + (... + tree of the pieces)): each thread walks over the pieces of its elements
+// and merges like a binary counter: piece r, then one earlier sum for every trailing one bit of r. What is
+// left at the end belongs together from the last to the first, as in the twin's pairs.
+constexpr int kLaneThreads = 256;
+constexpr int kMaxPieceLevels = 11;             // 1024 ranks
+
+template <bool kPiecesBf16>
+__device__ __forceinline__ Floats load_piece(const LaneSum<floatX, float>& a, int r, size_t i) {
+    const size_t at = (size_t)r * a.n;
+    if (!kPiecesBf16) {
+        return load_floats<true, Cache::Streaming>((const float*)a.pieces.data + at, i, a.n);
+    }
+    RoundKey key = a.pieces.key;
+    key.micro += (uint32_t)r * a.piece_micros;
+    const __nv_bfloat16* piece = (const __nv_bfloat16*)a.pieces.data + at;
+    return load_dithered<Cache::Streaming>(piece, i, a.n, key, a.pieces.first);
+}
+
+__device__ __forceinline__ void add_to(Floats* sum, const Floats& left) {
+#pragma unroll
+    for (int k = 0; k < kWidth; k++) { sum->at[k] = left.at[k] + sum->at[k]; }
+}
+
+// kPieces: their number, where it is one of the common ones: the stack then stays in registers. 0: any.
+template <int kPieces, bool kPiecesBf16>
+__global__ void __launch_bounds__(kLaneThreads) lane_sum_kernel(LaneSum<floatX, float> a) {
+    const int pieces = kPieces > 0 ? kPieces : a.num_pieces;
+    const size_t step = (size_t)gridDim.x * blockDim.x * kWidth;
+    for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
+        Floats sum;
+        if constexpr (kPieces > 0) {
+            Floats x[kPieces];
+#pragma unroll
+            for (int r = 0; r < kPieces; r++) { x[r] = load_piece<kPiecesBf16>(a, r, i); }
+#pragma unroll
+            for (int gap = 1; gap < kPieces; gap *= 2) {
+#pragma unroll
+                for (int r = 0; r < kPieces; r += 2 * gap) { add_to(&x[r], x[r + gap]); }
+            }
+            sum = x[0];
+        } else {
+            Floats stack[kMaxPieceLevels];
+            int height = 0;
+            for (int r = 0; r < pieces; r++) {
+                sum = load_piece<kPiecesBf16>(a, r, i);
+                for (int bits = r; bits & 1; bits >>= 1) { add_to(&sum, stack[--height]); }
+                stack[height++] = sum;
+            }
+            while (--height > 0) { add_to(&stack[height - 1], stack[height]); }
+            sum = stack[0];
+        }
+        for (int k = a.num_chain - 1; k >= 0; k--) {
+            add_to(&sum, load_floats<true, Cache::Streaming>(a.chain[k], i, a.n));
+        }
+        grad_store<true>(a.out, i, a.n, sum);
+    }
+}
+
+static void lane_sum(const LaneSum<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    if (a.n % kChunk != 0 || a.num_pieces < 1 || a.num_pieces > 1 << (kMaxPieceLevels - 1)) {
+        die("lane_sum: %zu elements in each of %d pieces", a.n, a.num_pieces);
+    }
+    if (a.n == 0) { return; }
+    const size_t needed = a.n / (kLaneThreads * kWidth);
+    const int blocks = (int)std::min(needed, (size_t)device_sm_count * 8);
+    auto run = [&](auto pieces) {
+        if (a.pieces.is_bf16) {
+            lane_sum_kernel<pieces.value, true><<<blocks, kLaneThreads, 0, stream>>>(a);
+        } else {
+            lane_sum_kernel<pieces.value, false><<<blocks, kLaneThreads, 0, stream>>>(a);
+        }
+    };
+    switch (a.num_pieces) {
+    case 1: run(std::integral_constant<int, 1>()); break;
+    case 2: run(std::integral_constant<int, 2>()); break;
+    case 4: run(std::integral_constant<int, 4>()); break;
+    case 8: run(std::integral_constant<int, 8>()); break;
+    default: run(std::integral_constant<int, 0>());
+    }
+    cudaCheck(cudaGetLastError());
+}
+
+// A block sums the squares of a chunk: in fp32 within a thread (32 elements), in double from there on.
 constexpr int kNormThreads = 256;
 
-// The last segment that begins at or before i.
-__device__ __forceinline__ ParamSegment segment_of(const ParamSegment* segments, int num_segments, size_t i) {
-    int low = 0, high = num_segments;
-    while (high - low > 1) {
-        const int middle = (low + high) / 2;
-        if (segments[middle].begin <= i) { low = middle; }
-        else { high = middle; }
-    }
-    return segments[low];
-}
-
-// Gradients of the elements [i, i + kWidth) of the flat fp32 buffers; i lies in this segment. What the last
-// vector reads beyond the segment's end is padding: segments begin at multiples of 8.
-template <Cache kCache = Cache::Default>
-__device__ __forceinline__ Floats load_grads(const void* grads, const ParamSegment& segment, size_t i,
-                                             const RoundKey& key) {
-    const void* data = (const char*)grads + segment.grads;
-    const size_t n = segment.end - segment.begin;
-    if (!segment.grads_bf16) { return load_floats<true, kCache>((const float*)data, i - segment.begin, n); }
-    return load_dithered<kCache>((const __nv_bfloat16*)data, i - segment.begin, n, key, segment.begin);
-}
-
-// Each block's sum of squares: in fp32 within a thread, in double from there on.
-template <bool kBf16, bool kVector>
-__global__ void global_norm_kernel(double* partial, GlobalNorm<floatX, float> a) {
+template <bool kBf16>
+__global__ void __launch_bounds__(kNormThreads) square_sums_kernel(SquareSums<floatX, float> a) {
     __shared__ double shared[kWarp];
-    const size_t n = a.n;
-    float squares = 0.0f;                               // 124M: 460 elements a thread
-    const size_t step = (size_t)gridDim.x * blockDim.x * kWidth;
-    for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < n; i += 4 * step) {
-        // Ask for four vectors before the first is used.
-        Floats x[4];
+    constexpr int kVectors = kChunk / (kNormThreads * kWidth);
+    static_assert(kVectors * kNormThreads * kWidth == kChunk, "a chunk is whole vectors of every thread");
+    const size_t first = blockIdx.x * kChunk + threadIdx.x * kWidth;
+    Floats x[kVectors];                                 // all are asked for before the first is used
 #pragma unroll
-        for (int u = 0; u < 4; u++) {
-            const size_t at = i + u * step;
-            if (!kBf16) {
-                x[u] = load_floats<kVector>((const float*)a.grads, at, n);
-                continue;
-            }
-            // Not in a segment: a gap, which counts as zeros.
-            x[u] = Floats{};
-            if (at >= n) { continue; }
-            const ParamSegment segment = segment_of(a.segments, a.num_segments, at);
-            if (at >= segment.begin && at < segment.end) {
-                x[u] = load_grads(a.grads, segment, at, a.grad_key);
-            }
-        }
-        // A vector's squares are added up before they meet the thread's larger sum: less is rounded away.
+    for (int u = 0; u < kVectors; u++) {
+        const size_t i = first + (size_t)u * kNormThreads * kWidth;
+        if (kBf16) { x[u] = load_dithered((const __nv_bfloat16*)a.grads.data, i, a.n, a.grads.key, a.grads.first); }
+        else { x[u] = load_floats<true>((const float*)a.grads.data, i, a.n); }
+    }
+    float squares = 0.0f;
 #pragma unroll
-        for (int u = 0; u < 4; u++) {
-            float sum = 0.0f;
+    for (int u = 0; u < kVectors; u++) {
+        float sum = 0.0f;       // a vector's squares meet before they meet the larger sum: less is rounded away
 #pragma unroll
-            for (int k = 0; k < kWidth; k++) { sum = fmaf(x[u].at[k], x[u].at[k], sum); }
-            squares += sum;
-        }
+        for (int k = 0; k < kWidth; k++) { sum = fmaf(x[u].at[k], x[u].at[k], sum); }
+        squares += sum;
     }
     const double sum = block_sum((double)squares, shared);
-    if (threadIdx.x == 0) { partial[blockIdx.x] = sum; }
+    if (threadIdx.x == 0) { a.sums[blockIdx.x] = sum; }
 }
 
-// One block: the norm, and with it UpdateState for this update. The comparisons are such that NaN skips.
-__global__ void update_decision_kernel(UpdateState* state, const double* partial, int partials,
-                                       float max_norm, UpdatePolicy policy) {
+static void square_sums(const SquareSums<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    if (a.n % kChunk != 0) { die("square_sums: %zu elements are not whole chunks", a.n); }
+    if (a.n == 0) { return; }
+    auto kernel = a.grads.is_bf16 ? square_sums_kernel<true> : square_sums_kernel<false>;
+    kernel<<<(unsigned)(a.n / kChunk), kNormThreads, 0, stream>>>(a);
+    cudaCheck(cudaGetLastError());
+}
+
+// norm = sqrt(sum of squares of all gradients) / loss_scale, then the decision about this update, all on the
+// device: the host reads both a step later. One block; which thread adds a chunk or a lane depends on its
+// number in the job alone. The comparisons are such that NaN skips.
+constexpr int kDecisionThreads = 1024;
+
+__global__ void update_decision_kernel(UpdateDecision<floatX, float> a) {
     __shared__ double shared[kWarp];
-    double sum = 0.0;
-    for (int i = threadIdx.x; i < partials; i += blockDim.x) { sum += partial[i]; }
+    double sum = 0.0, loss = 0.0;
+    size_t before = 0;                                  // chunks of earlier buckets
+    for (int k = 0; k < a.num_ranges; k++) {
+        const ChunkRange range = a.ranges[k];
+        const size_t skip = (threadIdx.x + blockDim.x - before % blockDim.x) % blockDim.x;
+        for (size_t c = skip; c < range.chunks; c += blockDim.x) {
+            const char* record = a.records + c / range.per_rank * a.record_bytes;
+            sum += ((const double*)record)[range.at + c % range.per_rank];
+        }
+        before += range.chunks;
+    }
+    for (int g = threadIdx.x; g < a.ranks * a.lanes; g += blockDim.x) {
+        const int rank = a.interleaved ? g % a.ranks : g / a.lanes;
+        const int lane = a.interleaved ? g / a.ranks : g % a.lanes;
+        loss += ((const float*)(a.records + (size_t)rank * a.record_bytes + a.lanes_at))[lane];
+    }
     sum = block_sum(sum, shared);
+    loss = block_sum(loss, shared);
     if (threadIdx.x > 0) { return; }
+    *a.loss = (float)loss;
+    UpdateState* state = a.state;
     const float scale = state->loss_scale;
     const float norm = (float)(sqrt(sum) / scale);
     state->norm = norm;
@@ -1414,36 +1544,24 @@ __global__ void update_decision_kernel(UpdateState* state, const double* partial
         state->skip = 1;
         state->skipped_in_a_row++;
         state->good_steps = 0;
-        if (policy.dynamic_loss_scale) { state->loss_scale = fmaxf(scale * 0.5f, 1.0f); }
+        if (a.policy.dynamic_loss_scale) { state->loss_scale = fmaxf(scale * 0.5f, 1.0f); }
         return;
     }
     state->skip = 0;
     state->skipped_in_a_row = 0;
     state->t++;
-    const float clip = max_norm / (norm + kClipEps);
-    state->grad_scale = (max_norm > 0.0f && clip < 1.0f ? clip : 1.0f) / scale;
+    const float clip = a.max_norm / (norm + kClipEps);
+    state->grad_scale = (a.max_norm > 0.0f && clip < 1.0f ? clip : 1.0f) / scale;
     state->good_steps++;
-    if (policy.dynamic_loss_scale && state->good_steps >= policy.growth_interval) {
-        state->loss_scale = fminf(scale * 2.0f, policy.max_scale);
+    if (a.policy.dynamic_loss_scale && state->good_steps >= a.policy.growth_interval) {
+        state->loss_scale = fminf(scale * 2.0f, a.policy.max_scale);
         state->good_steps = 0;
     }
 }
 
-static size_t global_norm_scratch_bytes(size_t) { return kNormBlocks * sizeof(double); }
-
-static void global_norm(const GlobalNorm<floatX, float>& a, Stream stream) {
+static void update_decision(const UpdateDecision<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
-    double* partial = (double*)a.scratch;
-    if (a.grads_bf16) {
-        if (!is_vector(a.n)) { die("global_norm: %zu elements, not a multiple of %d", a.n, kWidth); }
-        global_norm_kernel<true, true><<<kNormBlocks, kNormThreads, 0, stream>>>(partial, a);
-    } else {
-        with_vector(a.n, [&](auto vector) {
-            global_norm_kernel<false, vector.value><<<kNormBlocks, kNormThreads, 0, stream>>>(partial, a);
-        });
-    }
-    cudaCheck(cudaGetLastError());
-    update_decision_kernel<<<1, 1024, 0, stream>>>(a.state, partial, kNormBlocks, a.max_norm, a.policy);
+    update_decision_kernel<<<1, kDecisionThreads, 0, stream>>>(a);
     cudaCheck(cudaGetLastError());
 }
 
@@ -1451,8 +1569,8 @@ static void global_norm(const GlobalNorm<floatX, float>& a, Stream stream) {
 // g = grad*grad_scale;  m = m + (1-beta1) (g - m);  v = beta2 v + (1-beta2) g^2;
 // p = p (1 - lr wd) - lr/(1-beta1^t) m / (sqrt(v)/sqrt(1-beta2^t) + eps), rounded in the order in which
 // PyTorch's AdamW rounds (its foreach form), constants taken in double: from equal gradients, equal weights.
-// One launch over the flat fp32 buffers; p is the master copy, or the parameter itself (fp32), or the 16-bit
-// parameter, rounded stochastically. A skipped update changes nothing.
+// A launch for each run of tensors of one kind; p is the master copy, or the parameter itself (fp32), or the
+// 16-bit parameter, rounded stochastically. Gaps between tensors are zeros and stay zeros.
 constexpr int kAdamwThreads = 256;
 
 __device__ inline double power(double x, long long n) {     // x^n by squaring: the same bits on every GPU
@@ -1463,7 +1581,8 @@ __device__ inline double power(double x, long long n) {     // x^n by squaring: 
     return result;
 }
 
-template <bool kGradsBf16, bool kMaster>
+// Param: floatX or float.
+template <class Param, bool kGradsBf16, bool kMaster>
 __global__ void __launch_bounds__(kAdamwThreads) adamw_kernel(AdamW<floatX, float> a) {
     if (a.state->skip) { return; }
 
@@ -1476,31 +1595,24 @@ __global__ void __launch_bounds__(kAdamwThreads) adamw_kernel(AdamW<floatX, floa
     __syncthreads();
     const float minus_rate = shared[0], v_correction = shared[1], grad_scale = a.state->grad_scale;
     const float m_part = (float)(1.0 - a.beta1), v_part = (float)(1.0 - a.beta2), v_keep = (float)a.beta2,
-                eps = (float)a.eps;
+                eps = (float)a.eps, decay = (float)(1.0 - a.lr * a.weight_decay);
 
+    Param* params = (Param*)a.params;
     const size_t step = (size_t)gridDim.x * blockDim.x * kWidth;
     for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
-        // What lies in the flat fp32 buffers is asked for first: it comes while the segment is looked up.
-        Floats g;
-        if (!kGradsBf16) { g = load_floats<true, Cache::Streaming>((const float*)a.grads, i, a.n); }
+        Floats g, p;
+        if (kGradsBf16) {
+            const __nv_bfloat16* grads = (const __nv_bfloat16*)a.grads.data;
+            g = load_dithered<Cache::Streaming>(grads, i, a.n, a.grads.key, a.grads.first);
+        } else {
+            g = load_floats<true, Cache::Streaming>((const float*)a.grads.data, i, a.n);
+        }
         Floats m = load_floats<true, Cache::Streaming>(a.m, i, a.n),
                v = load_floats<true, Cache::Streaming>(a.v, i, a.n);
-        const ParamSegment segment = segment_of(a.segments, a.num_segments, i);
-        if (i < segment.begin || i >= segment.end) { continue; }
-
-        // The parameter: element j of the segment, in the segment's own type, or its master copy.
-        const size_t j = i - segment.begin, size = segment.end - segment.begin;
-        const bool fp32 = sizeof(floatX) == 4 || segment.params_fp32;
-        float* param_fp32 = (float*)((char*)a.params + segment.params);
-        floatX* param = (floatX*)((char*)a.params + segment.params);
-        Floats p;
         if (kMaster) { p = load_floats<true, Cache::Streaming>(a.master, i, a.n); }
-        else if (fp32) { p = load_floats<true>(param_fp32, j, size); }
-        else { p = load_floats<true>(param, j, size); }
-        if (kGradsBf16) { g = load_grads<Cache::Streaming>(a.grads, segment, i, a.grad_key); }
+        else { p = load_floats<true>(params, i, a.n); }
 
         // The formula above, each operation rounded where PyTorch rounds.
-        const float decay = (float)(1.0 - a.lr * segment.weight_decay);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) {
             const float grad = g.at[k] * grad_scale;
@@ -1510,41 +1622,38 @@ __global__ void __launch_bounds__(kAdamwThreads) adamw_kernel(AdamW<floatX, floa
             p.at[k] = fmaf(minus_rate, update, __fmul_rn(p.at[k], decay));
         }
 
-        // To floatX: to nearest from a master copy, else stochastically, or small steps would be lost.
-        x128 rounded = to_pack<floatX>(p);
-        if (!kMaster && sizeof(floatX) == 2) {
-            const Draws draws = round_draws(a.key, i);
+        // To the parameter's type: to nearest from a master copy, else stochastically, or small steps would
+        // be lost.
+        Pack<Param> rounded = to_pack<Param>(p);
+        if (!kMaster && sizeof(Param) == 2) {
+            const Draws draws = round_draws(a.key, a.first + i);
 #pragma unroll
             for (int k = 0; k < kWidth; k++) { store_stochastic(&rounded.data[k], p.at[k], draws.at[k]); }
         }
-
-        // Store what changed. A segment's last vector may reach into what follows, which is not touched.
-        if (i + kWidth <= segment.end) {
-            store<true, Cache::Streaming>(a.m, i, a.n, to_pack<float>(m));
-            store<true, Cache::Streaming>(a.v, i, a.n, to_pack<float>(v));
-            if (kMaster) { store<true, Cache::Streaming>(a.master, i, a.n, to_pack<float>(p)); }
-            if (fp32) { store<true>(param_fp32, j, size, to_pack<float>(p)); }
-            else { store<true>(param, j, size, rounded); }
-        } else {
-            store<false>(a.m, i, segment.end, to_pack<float>(m));
-            store<false>(a.v, i, segment.end, to_pack<float>(v));
-            if (kMaster) { store<false>(a.master, i, segment.end, to_pack<float>(p)); }
-            if (fp32) { store<false>(param_fp32, j, size, to_pack<float>(p)); }
-            else { store<false>(param, j, size, rounded); }
-        }
+        store<true, Cache::Streaming>(a.m, i, a.n, to_pack<float>(m));
+        store<true, Cache::Streaming>(a.v, i, a.n, to_pack<float>(v));
+        if (kMaster) { store<true, Cache::Streaming>(a.master, i, a.n, to_pack<float>(p)); }
+        store<true>(params, i, a.n, rounded);
     }
 }
 
 static void adamw_update(const AdamW<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
-    if (!is_vector(a.n)) {
-        die("adamw_update: the flat buffers have %zu elements, not a multiple of %d", a.n, kWidth);
+    if (a.n % 8 != 0 || a.first % 8 != 0) {
+        die("adamw_update: %zu elements from number %zu on: both must be multiples of 8", a.n, a.first);
     }
+    if (a.n == 0) { return; }
     const size_t needed = ceil_div(a.n, (size_t)kAdamwThreads * kWidth);
     const int blocks = (int)std::min(needed, (size_t)device_sm_count * 8);
-    auto kernel = a.grads_bf16 ? (a.master ? adamw_kernel<true, true> : adamw_kernel<true, false>)
-                               : (a.master ? adamw_kernel<false, true> : adamw_kernel<false, false>);
-    kernel<<<blocks, kAdamwThreads, 0, stream>>>(a);
+    auto run = [&](auto param) {
+        using Param = decltype(param);
+        auto kernel = a.grads.is_bf16
+                          ? (a.master ? adamw_kernel<Param, true, true> : adamw_kernel<Param, true, false>)
+                          : (a.master ? adamw_kernel<Param, false, true> : adamw_kernel<Param, false, false>);
+        kernel<<<blocks, kAdamwThreads, 0, stream>>>(a);
+    };
+    if (a.params_fp32) { run(0.0f); }
+    else { run(floatX()); }
     cudaCheck(cudaGetLastError());
 }
 
@@ -3260,8 +3369,74 @@ static void attention_backward(const AttentionBackward<floatX, float>& a, Stream
 #endif  // GPT2_CPU
 
 // == 7 multi-GPU ==
-// One process, one GPU so far: the loader, the rounding keys and the batch arithmetic already count in
-// samples of the whole job, so that more ranks will not change what is computed.
+// One process a GPU ("rank"), all of which hold the same parameters and work on other rows. A step's batch is a
+// list of M micro-steps. It is cut into G lanes, contiguous and equally long: a lane's gradients are summed in
+// order, in place, by the rank that has it, and lanes are summed by a tree of pairs,
+//     ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)),
+// whoever holds them. Hence the bits of a run depend on -b, -t, -z and G, not on the number of ranks:
+//
+//     G = 8       1 rank                     2 ranks                      4 ranks
+//     backward    lanes 0 .. 7               0 .. 3 | 4 .. 7              0 1 | 2 3 | 4 5 | 6 7
+//     summed      as soon as a pair is       likewise; then each rank sends shard r of its sum to rank r,
+//                 complete: 4 buffers        which adds up what it got, in pairs, in the same tree
+//
+// Buckets (section 3) are exchanged one by one on a stream of their own while the backward of earlier layers
+// goes on. Rank r then has the sums of shard r of each bucket. ZeRO stage 0 gathers the gradients, and all
+// ranks update everything; at 1 and 2 each updates its shards, and the parameters are gathered bucket by
+// bucket, the embedding and the first layers first, while the next forward waits only for what it needs.
+// At stage 2 every micro-step is a lane of its own and is exchanged at once; gradients of a layer live in one
+// of two places until then. Rank r takes micro-step j * world + r at time j, so that the ranks' micro-steps
+// of one time are a part of the tree.
+//
+// --reduction nccl sums in NCCL's order instead: the same bits for the same number of ranks only.
+
+// How many lanes where the user does not say: the fewest that every rank shares in, but 8 if the list allows it.
+static int64_t lanes_default(int64_t micro_steps, int world, int zero) {
+    if (zero == 2) { return micro_steps; }
+    int64_t lanes = world;
+    while (lanes < 8 && micro_steps % (2 * lanes) == 0) { lanes *= 2; }
+    return lanes;
+}
+
+static bool is_power_of_two(int64_t n) { return n > 0 && (n & (n - 1)) == 0; }
+
+// Why a list of so many micro-steps cannot be cut into so many lanes, or "".
+static std::string lanes_error(int64_t lanes, int64_t micro_steps, int world, int zero) {
+    if (lanes < 1 || micro_steps % lanes != 0) {
+        return format("a step's %lld micro-steps cannot be cut into %lld equal lanes", (long long)micro_steps,
+                      (long long)lanes);
+    }
+    if (zero == 2) {
+        if (lanes != micro_steps) {
+            return format("at -zs 2 each of the %lld micro-steps is a lane of its own",
+                          (long long)micro_steps);
+        }
+        if (!is_power_of_two(world) && lanes != world) {
+            return format("at -zs 2 %d ranks, not a power of two, can take one micro-step each, not %lld",
+                          world, (long long)(lanes / world));
+        }
+    } else if (lanes % world != 0 || !is_power_of_two(lanes / world)) {
+        return format("%d ranks cannot share %lld lanes: each takes 1, 2, 4, 8 ... of them", world,
+                      (long long)lanes);
+    }
+    if (lanes / world >= (int64_t)1 << kMaxLevels) {
+        return format("%lld lanes a rank are too many", (long long)(lanes / world));
+    }
+    return "";
+}
+
+// A rank sums its lanes like a binary counter. Lane i goes into buffer number lane_buffer(i), on top of what
+// earlier lanes left; then the last lane_merges(i) buffers below it are added to it, from the top down: pairs
+// that it completed, and after the last lane all that is left. Sums end in buffer 0.
+static int lane_buffer(int lane) { return __builtin_popcount((unsigned)lane); }
+static int lane_merges(int lane, int lanes) {
+    return lane == lanes - 1 ? lane_buffer(lane) : __builtin_ctz(~(unsigned)lane);
+}
+static int lane_buffers(int lanes) {            // how many there are: 1 + floor(log2(lanes))
+    int count = 1;
+    for (; lanes > 1; lanes /= 2) { count++; }
+    return count;
+}
 
 // == 8 model ==
 enum class Kernels { Auto, Portable, Sm90 };    // the best for this GPU; only what sm_80 has; Hopper's
@@ -3276,6 +3451,9 @@ struct Options {                // what a run may choose; fixed after gpt2_alloc
     float weight_decay;         // on the tensors with two dimensions
     float loss_scale;           // FP16: where it starts; 0: kFirstLossScale
     uint64_t seed;
+    Split split;                // of the job among ranks
+    int lanes = 1;              // of this rank, each with as many of its micro-steps
+    bool nccl_order = false;    // gradients are summed in NCCL's order, not in that of the lanes' tree
 };
 
 // What a step leaves on the device for the host to read one step later, and for the next step to go on from.
@@ -3298,17 +3476,20 @@ struct GPT2 {
     int T;                      // what the activations are allocated for; a forward may use less
     ParamSpec param_specs[NUM_PARAMS];
     ActSpec act_specs[NUM_ACTS];
-    size_t arena_elems;         // of the flat arenas (master weights, m, v), gaps included
-    std::vector<ParamSegment> segments;
+    Layout layout;
 
     char* params;               // see GPT2_PARAMS
     float *master, *m, *v;      // master: null when the parameters are fp32 themselves or -w 0
-    void* grads;
+    char* grads;                // lane_buffers(lanes) times the arena; at ZeRO stage 2 of one micro-step
+    float* grad_shards;         // ZeRO stage 2: lane_buffers(lanes) times this rank's shards
+    char* exchange;             // what other ranks sent of one bucket
+    char* records;              // (world,record_bytes) what the ranks tell each other about a step
+    size_t record_bytes, lanes_at;      // a record: sums of squares of the rank's chunks, its lanes' losses
     char* acts;
     float* scratch;             // one op at a time uses it: the largest need of any op
     void* workspace;            // cuBLASLt's
     DeviceState* state;
-    ParamSegment* device_segments;
+    ChunkRange* ranges;         // of all buckets
     char* inputs_memory;
     Inputs inputs;
 
@@ -3320,15 +3501,23 @@ struct GPT2 {
     int64_t micro_steps_staged;
     TokenBuckets buckets;               // of the batch in `inputs`; pointers on the device
     uint32_t step, micro;               // keys of stochastic rounding; micro: of the last micro-step
+    int lane, micro_steps;              // of this rank: the last micro-step's lane; how many make a step
+
+    // Section 7; where there is one rank, none of these is used.
+    Stream comm_stream;
+    std::vector<Event> complete;        // of a bucket: the backward has computed it
+    std::vector<Event> exchanged;       // its place may be used again (ZeRO stage 2)
+    std::vector<Event> updated, gathered;       // its parameters: this rank's shard; all of them
+    Event records_gathered;
 };
 
-// The `tensor` of a RoundKey; elements count through the flat fp32 buffers.
-constexpr uint32_t kRoundParams = NUM_PARAMS, kRoundGrads = NUM_PARAMS + 1;
+// The `tensor` of a RoundKey; elements count through all buckets (Bucket::first).
+constexpr uint32_t kRoundParams = NUM_PARAMS, kRoundGrads = NUM_PARAMS + 1, kRoundGradSums = NUM_PARAMS + 2;
 
-static size_t gpt2_num_parameters(const ParamSpec* specs, Decay decay) {
+static size_t gpt2_num_parameters(const ParamSpec* specs, bool decays) {
     size_t count = 0;
     for (int i = 0; i < NUM_PARAMS; i++) {
-        if (specs[i].decay == decay) {
+        if ((specs[i].kind == Kind::Matrix) == decays) {
             count += (size_t)specs[i].copies * specs[i].live_rows * specs[i].cols;
         }
     }
@@ -3351,7 +3540,7 @@ static Inputs inputs_layout(char* base, int B, int T) {
 }
 
 static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B, int T,
-                                 const ParamSpec* specs, size_t elems) {
+                                 const ParamSpec* specs) {
     const int N = B * T;
     size_t bytes = encoder_backward_scratch_bytes(B, T, c.C);
     bytes = std::max(bytes, layernorm_backward_scratch_bytes(N, c.C));
@@ -3359,7 +3548,6 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
     bytes = std::max(bytes, bias_backward_scratch_bytes(N, 3 * c.C));
     bytes = std::max(bytes, bias_backward_scratch_bytes(N, 4 * c.C));
     bytes = std::max(bytes, attention_backward_scratch_bytes(B, T, c.NH));
-    bytes = std::max(bytes, global_norm_scratch_bytes(elems));
     if (options.grads_bf16) {                   // fp32 weight gradients; both parts of dwte meet in scratch
         for (int i = 0; i < NUM_PARAMS; i++) { bytes = std::max(bytes, specs[i].elems * sizeof(float)); }
         const size_t wte = specs[PARAM_wte].elems * sizeof(float);
@@ -3368,35 +3556,16 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
     return bytes;
 }
 
-// One segment a tensor and layer, in the arenas' order, and the bytes of all gradients. --grad-dtype bf16
-// leaves LayerNorms and biases in fp32: 0.1 % of the gradients, and sums over all tokens, which have the most
-// digits to lose.
-static size_t gpt2_segments(std::vector<ParamSegment>* segments, const ParamSpec* specs,
-                            const Options& options) {
-    size_t bytes = 0;
-    segments->clear();
-    auto add = [&](int i, int l) {
-        const ParamSpec& s = specs[i];
-        const bool matrix = s.decay == Decay::Yes, bf16 = options.grads_bf16 && matrix;
-        const size_t begin = param_offset(s, l);
-        segments->push_back({.begin = begin, .end = begin + s.slot,
-                             .weight_decay = matrix ? options.weight_decay : 0.0f, .grads_bf16 = bf16,
-                             .grads = bytes, .params_fp32 = s.elem_bytes == sizeof(float),
-                             .params = param_at(s, l)});
-        bytes += s.slot * (bf16 ? 2 : sizeof(float));
-    };
-    for (int i = 0; i < kBlockBegin; i++) { add(i, 0); }
-    for (int l = 0; l < specs[kBlockBegin].copies; l++) {
-        for (int i = kBlockBegin; i < kBlockEnd; i++) { add(i, l); }
-    }
-    for (int i = kBlockEnd; i < NUM_PARAMS; i++) { add(i, 0); }
-    return bytes;
+// --grad-dtype bf16 leaves LayerNorms and biases in fp32: 0.1 % of the gradients, and sums over all tokens,
+// which have the most digits to lose.
+static Layout gpt2_layout(const ParamSpec* specs, const Config& c, const Options& options) {
+    return param_layout(specs, c, options.split, options.grads_bf16);
 }
 
-// The segment of layer l's copy of tensor i.
-static int segment_index(const Config& c, int i, int l) {
-    const int layers_before = i < kBlockBegin ? 0 : i < kBlockEnd ? l : c.L - 1;
-    return i + layers_before * (kBlockEnd - kBlockBegin);
+// A record's sums, and behind them its losses; all ranks' records have the same size.
+static size_t record_lanes_at(const Layout& layout) { return layout.shard_elems / kChunk * sizeof(double); }
+static size_t record_bytes(const Layout& layout, int lanes) {
+    return round_up(record_lanes_at(layout) + lanes * sizeof(float), kAlign);
 }
 
 // Every byte the run will take on the device, by name, before anything is allocated.
@@ -3405,18 +3574,27 @@ struct MemoryItem { std::string name; size_t bytes; };
 static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& options, int B, int T) {
     ParamSpec specs[NUM_PARAMS];
     ActSpec acts[NUM_ACTS];
-    size_t elems = param_specs(specs, c);
+    param_specs(specs, c);
     act_specs(acts, c, B, T, options.recompute);
+    const Layout layout = gpt2_layout(specs, c, options);
+    const int buffers = lane_buffers(options.lanes);
+    const Split& split = options.split;
     std::vector<MemoryItem> plan;
-    plan.push_back({"parameters", params_bytes(specs)});
-    if (kLowPrecision && options.master) { plan.push_back({"master weights", elems * sizeof(float)}); }
-    std::vector<ParamSegment> segments;
-    plan.push_back({"gradients", gpt2_segments(&segments, specs, options)});
-    plan.push_back({"AdamW m and v", elems * 2 * sizeof(float)});
+    plan.push_back({"parameters", layout.params_bytes});
+    if (kLowPrecision && options.master) {
+        plan.push_back({"master weights", layout.state_elems * sizeof(float)});
+    }
+    plan.push_back({"gradients", layout.grads_bytes * (split.zero == 2 ? 1 : buffers)});
+    if (split.zero == 2) {
+        plan.push_back({"gradient shards", layout.shard_elems * sizeof(float) * buffers});
+    }
+    plan.push_back({"AdamW m and v", layout.state_elems * 2 * sizeof(float)});
+    if (split.world > 1) { plan.push_back({"exchange", layout.largest * sizeof(float)}); }
+    plan.push_back({"records", record_bytes(layout, options.lanes) * split.world});
     for (const ActSpec& a : acts) {
         plan.push_back({a.name, round_up(a.elems * a.elem_bytes, kAlign) * a.copies});
     }
-    plan.push_back({"scratch", gpt2_scratch_bytes(c, options, B, T, specs, elems)});
+    plan.push_back({"scratch", gpt2_scratch_bytes(c, options, B, T, specs)});
     plan.push_back({"matmul workspace", gemm_workspace_bytes()});
     plan.push_back({"inputs", inputs_layout(nullptr, B, T).bytes});
 #ifdef GPT2_CPU
@@ -3484,26 +3662,39 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     model->config = config;
     model->options = options;
     model->T = T;
-    model->arena_elems = param_specs(model->param_specs, config);
+    param_specs(model->param_specs, config);
     size_t act_bytes = act_specs(model->act_specs, config, B, T, options.recompute);
-    const size_t grad_bytes = gpt2_segments(&model->segments, model->param_specs, options);
+    model->layout = gpt2_layout(model->param_specs, config, options);
+    const Layout& layout = model->layout;
+    const Split& split = options.split;
+    const int buffers = lane_buffers(options.lanes);
+    const size_t grad_bytes = layout.grads_bytes * (split.zero == 2 ? 1 : buffers);
+    model->lanes_at = record_lanes_at(layout);
+    model->record_bytes = record_bytes(layout, options.lanes);
 
-    const size_t n = model->arena_elems;
+    // What other ranks' data comes into or goes out of is memory that the ranks have in common.
+    auto common = [&](size_t bytes, const char* what) {
+        return (char*)(split.world > 1 ? device_comm_malloc(bytes, what) : device_malloc(bytes, what));
+    };
+    const size_t n = layout.state_elems;
     model->stream = stream_create();
-    model->params = (char*)device_malloc(params_bytes(model->param_specs), "parameters");
+    model->params = common(layout.params_bytes, "parameters");
     model->master = kLowPrecision && options.master
                         ? (float*)device_malloc(n * sizeof(float), "master weights")
                         : nullptr;
     model->m = (float*)device_malloc(2 * n * sizeof(float), "AdamW m and v");
     model->v = model->m + n;
-    model->grads = device_malloc(grad_bytes, "gradients");
+    model->grads = common(grad_bytes, "gradients");
+    model->grad_shards = split.zero == 2 ? (float*)device_malloc(
+        layout.shard_elems * sizeof(float) * buffers, "gradient shards") : nullptr;
+    model->exchange = split.world > 1 ? common(layout.largest * sizeof(float), "exchange") : nullptr;
+    model->records = common(model->record_bytes * split.world, "records");
     model->acts = (char*)device_malloc(act_bytes, "activations");
     model->scratch =
-        (float*)device_malloc(gpt2_scratch_bytes(config, options, B, T, model->param_specs, n), "scratch");
+        (float*)device_malloc(gpt2_scratch_bytes(config, options, B, T, model->param_specs), "scratch");
     model->workspace = device_malloc(gemm_workspace_bytes(), "matmul workspace");
     model->state = (DeviceState*)device_malloc(sizeof(DeviceState), "state");
-    model->device_segments =
-        (ParamSegment*)device_malloc(model->segments.size() * sizeof(ParamSegment), "parameter segments");
+    model->ranges = (ChunkRange*)device_malloc(layout.buckets.size() * sizeof(ChunkRange), "chunk ranges");
     model->inputs_memory = (char*)device_malloc(inputs_layout(nullptr, B, T).bytes, "inputs");
     model->inputs = inputs_layout(model->inputs_memory, B, T);
     for (int i = 0; i < GPT2::kSlots; i++) {
@@ -3521,17 +3712,28 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     }
 
     // The gaps between tensors take part in norm and AdamW: they are zero and stay zero.
-    device_zero(model->params, params_bytes(model->param_specs), model->stream);
+    device_zero(model->params, layout.params_bytes, model->stream);
     if (model->master) { device_zero(model->master, n * sizeof(float), model->stream); }
     device_zero(model->m, 2 * n * sizeof(float), model->stream);
     device_zero(model->grads, grad_bytes, model->stream);
+    device_zero(model->records, model->record_bytes * split.world, model->stream);
     DeviceState state = {};
     const float first_scale = options.loss_scale > 0.0f ? options.loss_scale : kFirstLossScale;
     state.update.loss_scale = kFp16 ? first_scale : 1.0f;
     copy_to_device(model->state, &state, sizeof(state), model->stream);
-    copy_to_device(model->device_segments, model->segments.data(),
-                   model->segments.size() * sizeof(ParamSegment), model->stream);
+    std::vector<ChunkRange> ranges;
+    for (const Bucket& b : layout.buckets) {
+        ranges.push_back({ceil_div(b.elems, kChunk), b.shard / kChunk, b.shards / kChunk});
+    }
+    copy_to_device(model->ranges, ranges.data(), ranges.size() * sizeof(ChunkRange), model->stream);
     stream_sync(model->stream);
+    model->comm_stream = stream_create_urgent();
+    for (auto* events : {&model->complete, &model->exchanged, &model->updated, &model->gathered}) {
+        events->clear();
+        for (size_t b = 0; b < layout.buckets.size(); b++) { events->push_back(event_create()); }
+    }
+    model->records_gathered = event_create();
+    model->lane = 0;
     model->micro_steps_staged = 0;
     model->step = model->micro = 0;
     model->buckets = TokenBuckets{};
@@ -3539,25 +3741,65 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
 
 static void gpt2_free(GPT2* model) {
     stream_sync(model->stream);
-    device_free(model->params);
+    stream_sync(model->comm_stream);
+    auto free_common = [&](void* p) {
+        if (model->options.split.world > 1) { device_comm_free(p); }
+        else { device_free(p); }
+    };
+    free_common(model->params);
+    free_common(model->grads);
+    free_common(model->records);
+    if (model->exchange) { free_common(model->exchange); }
+    if (model->grad_shards) { device_free(model->grad_shards); }
     if (model->master) { device_free(model->master); }
     device_free(model->m);
-    device_free(model->grads);
     device_free(model->acts);
     device_free(model->scratch);
     device_free(model->workspace);
     device_free(model->state);
-    device_free(model->device_segments);
+    device_free(model->ranges);
     device_free(model->inputs_memory);
     for (int i = 0; i < GPT2::kSlots; i++) {
         pinned_free(model->staging_memory[i]);
         event_destroy(model->staged[i]);
     }
     gemm_free();
+    for (auto* events : {&model->complete, &model->exchanged, &model->updated, &model->gathered}) {
+        for (Event e : *events) { event_destroy(e); }
+    }
+    event_destroy(model->records_gathered);
+    stream_destroy(model->comm_stream);
     stream_destroy(model->stream);
 }
 
 // ---- parameters from and to the host, one copy of one tensor at a time, as fp32: at start and end only ----
+
+// What follows on the stream reads parameters of this bucket, which may still be on their way from other ranks.
+static void gpt2_await_params(GPT2* model, int bucket) {
+    const Split& split = model->options.split;
+    if (split.world > 1 && split.zero >= 1) { stream_wait(model->stream, model->gathered[bucket]); }
+}
+
+// Elements [begin, end) of a tensor's copy are those that this rank has in master weights, m and v; the first
+// of them stands there at `state`.
+struct HeldPart { size_t begin, end, state; };
+static HeldPart gpt2_held_part(const GPT2* model, int i, int l) {
+    const ParamPlace place = param_place(model->param_specs, model->layout, i, l);
+    const Bucket& b = model->layout.buckets[place.bucket];
+    const Split& split = model->options.split;
+    const size_t elems = model->param_specs[i].elems;
+    if (split.zero == 0) { return {0, elems, b.state + place.offset}; }
+    const size_t from = std::max(place.offset, split.rank * b.shard);
+    const size_t to = std::min(place.offset + elems, (split.rank + 1) * b.shard);
+    if (from >= to) { return {0, 0, b.state}; }
+    return {from - place.offset, to - place.offset, b.state + from - split.rank * b.shard};
+}
+
+static char* gpt2_param_data(const GPT2* model, int i, int l) {
+    const ParamPlace place = param_place(model->param_specs, model->layout, i, l);
+    return model->params + model->layout.buckets[place.bucket].params +
+           place.offset * model->param_specs[i].elem_bytes;
+}
 
 static void gpt2_set_param(GPT2* model, int i, int l, const float* values /*(elems)*/) {
     const ParamSpec& s = model->param_specs[i];
@@ -3568,18 +3810,33 @@ static void gpt2_set_param(GPT2* model, int i, int l, const float* values /*(ele
         for (size_t k = 0; k < s.elems; k++) { rounded[k] = (floatX)values[k]; }
         data = rounded.data();
     }
-    copy_to_device(model->params + param_at(s, l), data, s.elems * s.elem_bytes, model->stream);
+    copy_to_device(gpt2_param_data(model, i, l), data, s.elems * s.elem_bytes, model->stream);
     if (model->master) {
-        copy_to_device(model->master + param_offset(s, l), values, s.elems * sizeof(float), model->stream);
+        const HeldPart part = gpt2_held_part(model, i, l);
+        copy_to_device(model->master + part.state, values + part.begin,
+                       (part.end - part.begin) * sizeof(float), model->stream);
     }
     stream_sync(model->stream);
 }
 
+// Of master weights that are shared out (from_master at ZeRO stage 1 or 2) all ranks must ask at the same time.
 static void gpt2_get_param(GPT2* model, int i, int l, float* values /*(elems)*/, bool from_master) {
     const ParamSpec& s = model->param_specs[i];
-    const void* device = model->params + param_at(s, l);
-    if (from_master && model->master) { device = model->master + param_offset(s, l); }
-    else if (s.elem_bytes != sizeof(float)) {
+    const Split& split = model->options.split;
+    const void* device = gpt2_param_data(model, i, l);
+    gpt2_await_params(model, param_place(model->param_specs, model->layout, i, l).bucket);
+    if (from_master && model->master) {
+        const ParamPlace place = param_place(model->param_specs, model->layout, i, l);
+        const Bucket& b = model->layout.buckets[place.bucket];
+        device = model->master + b.state + place.offset;
+        if (split.zero >= 1) {
+            float* all = (float*)model->exchange;
+            copy_on_device(all + split.rank * b.shard, model->master + b.state, b.shard * sizeof(float),
+                           model->stream);
+            device_all_gather(all, b.shard * sizeof(float), model->stream);
+            device = all + place.offset;
+        }
+    } else if (s.elem_bytes != sizeof(float)) {
         std::vector<floatX> raw(s.elems);
         copy_to_host(raw.data(), device, s.elems * s.elem_bytes, model->stream);
         stream_sync(model->stream);
@@ -3652,7 +3909,7 @@ static void gpt2_set_inputs(GPT2* model, const int* tokens, const int* targets, 
 }
 
 static Params gpt2_params(const GPT2* model, int l) {
-    return param_views(model->params, model->param_specs, l);
+    return param_views(model->params, model->param_specs, model->layout, l);
 }
 
 static Acts gpt2_acts(const GPT2* model, int l) { return act_views(model->acts, model->act_specs, l); }
@@ -3685,12 +3942,17 @@ static void gpt2_forward(GPT2* model, int B, int T) {
         }
     };
 
+    const Layout& layout = model->layout;
+    for (Kind kind : {Kind::Matrix, Kind::Bias, Kind::Norm}) {
+        gpt2_await_params(model, layout.bucket_of(kind, Where::Global, 0));
+    }
     encoder_forward({a.encoded, model->inputs.tokens, p.wte, p.wpe, B, T, C}, stream);
     layernorm_forward({a.ln1, a.ln1_mean, a.ln1_rstd, a.encoded, p.ln1w, p.ln1b, N, C}, stream);
     const floatX* residual = a.encoded;                                             // (B,T,C) into this layer
     for (int l = 0; l < c.L; l++) {
         p = gpt2_params(model, l);
         a = gpt2_acts(model, l);
+        gpt2_await_params(model, layout.bucket_of(Kind::Matrix, Where::Block, l));
         const bool gelu_in_gemm = o.gelu_fusion >= 1 && o.recompute == 0;
         floatX *fc_out = gelu_in_gemm ? a.fch_gelu : a.fch, *pre_gelu = gelu_in_gemm ? a.fch : nullptr;
 
@@ -3721,9 +3983,9 @@ static void gpt2_logits(GPT2* model, int first, int rows) {
                    model->stream);
 }
 
-// Forward, losses of every position, and state->loss (+)= weight * sum of losses. LossAndGrad leaves dlogits
-// of dloss * sum(losses) where the logits were.
-static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float dloss, float weight,
+// Forward, losses of every position, and mean (+)= weight * sum of losses, on the device. LossAndGrad leaves
+// dlogits of dloss * sum(losses) where the logits were.
+static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float dloss, float weight, float* mean,
                       Accumulate acc) {
     const Config& c = model->config;
     const int N = B * T;
@@ -3733,7 +3995,7 @@ static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float dlos
     gpt2_logits(model, 0, N);
     classifier({a.logits, a.losses, model->inputs.targets, dloss, loss_scale, N, c.V, c.Vp, mode},
                model->stream);
-    loss_sum({&model->state->loss, a.losses, weight, acc, N}, model->stream);
+    loss_sum({mean, a.losses, weight, acc, N}, model->stream);
 }
 
 // Key of the last micro-step's gradients.
@@ -3741,31 +4003,176 @@ static RoundKey gpt2_grad_key(const GPT2* model) {
     return RoundKey{model->options.seed, model->step, model->micro, kRoundGrads};
 }
 
+// Where the backward puts a gradient: the buffer of the lane that the micro-step belongs to.
 static Grad gpt2_grad(GPT2* model, ParamId id, int l, Accumulate acc) {
-    const ParamSegment& segment = model->segments[segment_index(model->config, id, l)];
-    float* data = (float*)((char*)model->grads + segment.grads);
-    return Grad{data, acc, segment.grads_bf16, gpt2_grad_key(model), segment.begin};
+    const ParamPlace place = param_place(model->param_specs, model->layout, id, l);
+    const Bucket& b = model->layout.buckets[place.bucket];
+    const bool bf16 = model->options.grads_bf16 && b.kind == Kind::Matrix;
+    const int buffer = model->options.split.zero == 2 ? 0 : lane_buffer(model->lane);
+    char* data = model->grads + buffer * model->layout.grads_bytes + b.grads + place.offset * (bf16 ? 2 : 4);
+    return Grad{(float*)data, acc, bf16, gpt2_grad_key(model), b.first + place.offset};
 }
 
+// Where the sums of all micro-steps and ranks stand at the end of a step: shard `rank` of a bucket's, at ZeRO
+// stage 0 all of it.
+static StoredGrads gpt2_summed_grads(const GPT2* model, int bucket) {
+    const Options& o = model->options;
+    const Split& split = o.split;
+    const Bucket& b = model->layout.buckets[bucket];
+    if (split.zero == 2) { return {.data = model->grad_shards + b.shards}; }
+    const bool bf16 = o.grads_bf16 && b.kind == Kind::Matrix;
+    const size_t from = split.zero == 0 ? 0 : split.rank * b.shard;
+    RoundKey key = gpt2_grad_key(model);
+    if (split.world > 1) {      // summed and rounded once more, by the last micro-step of the job's list
+        key.micro = (uint32_t)(split.world * model->micro_steps - 1);
+        key.tensor = kRoundGradSums;
+    }
+    return {model->grads + b.grads + from * (bf16 ? 2 : 4), bf16, key, b.first + from};
+}
+
+// Adds this rank's finished lane to those that it completes a pair with: n elements of every buffer, from
+// `offset` bytes on. Where there are several lanes a rank, gradients are fp32.
+static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n, Stream stream) {
+    const int top = lane_buffer(model->lane), merges = lane_merges(model->lane, model->options.lanes);
+    if (merges == 0) { return; }
+    auto buffer = [&](int k) { return (float*)(model->grads + k * model->layout.grads_bytes + offset); };
+    LaneSum<floatX, float> a = {};
+    a.out = {buffer(top - merges), Accumulate::No};
+    a.num_chain = merges;
+    for (int k = 0; k < merges; k++) { a.chain[k] = buffer(top - merges + k); }
+    a.pieces = {.data = buffer(top)};
+    a.num_pieces = 1;
+    a.n = n;
+    lane_sum(a, stream);
+}
+
+// Layers take turns in two places at ZeRO stage 2; the event of a place is that of the first bucket in it.
+static int gpt2_place(const GPT2* model, int bucket) {
+    return bucket >= 1 && bucket <= model->config.L ? 1 + (bucket - 1) % 2 : bucket;
+}
+
+// What follows on the stream writes gradients of this bucket.
+static void gpt2_await_place(GPT2* model, int bucket) {
+    if (model->options.split.zero == 2) {
+        stream_wait(model->stream, model->exchanged[gpt2_place(model, bucket)]);
+    }
+}
+
+// ZeRO stage 2: a micro-step's gradients of a bucket become part of the shards' sums.
+static void gpt2_exchange_micro_step(GPT2* model, int bucket) {
+    const Options& o = model->options;
+    const Split& split = o.split;
+    const Bucket& b = model->layout.buckets[bucket];
+    const Stream stream = model->comm_stream;
+    const bool bf16 = o.grads_bf16 && b.kind == Kind::Matrix;
+    char* grads = model->grads + b.grads;
+    auto shards = [&](int k) { return model->grad_shards + k * model->layout.shard_elems + b.shards; };
+    LaneSum<floatX, float> a = {};
+    a.n = b.shard;
+    if (o.nccl_order) {
+        device_reduce_scatter((float*)grads, b.shard, stream);
+        a.out = {shards(0), Accumulate::No};
+        a.num_chain = model->micro >= (uint32_t)split.world;        // not the first: added to those before
+        a.chain[0] = shards(0);
+        a.pieces = {.data = grads + split.rank * b.shard * sizeof(float)};
+        a.num_pieces = 1;
+    } else {
+        const int top = lane_buffer(model->lane), merges = lane_merges(model->lane, o.lanes);
+        RoundKey key = gpt2_grad_key(model);
+        key.micro -= (uint32_t)split.rank;
+        device_all_to_all(model->exchange, grads, b.shard * (bf16 ? 2 : 4), stream);
+        a.out = {shards(top - merges), Accumulate::No};
+        a.num_chain = merges;
+        for (int k = 0; k < merges; k++) { a.chain[k] = shards(top - merges + k); }
+        a.pieces = {model->exchange, bf16, key, b.first + split.rank * b.shard};
+        a.piece_micros = 1;
+        a.num_pieces = split.world;
+    }
+    lane_sum(a, stream);
+    event_record(model->exchanged[gpt2_place(model, bucket)], stream);
+}
+
+// ZeRO stages 0 and 1, once a step: the ranks' sums of a bucket become shards of the whole job's, and at stage
+// 0 all of it.
+static void gpt2_exchange_step(GPT2* model, int bucket) {
+    const Options& o = model->options;
+    const Split& split = o.split;
+    const Bucket& b = model->layout.buckets[bucket];
+    const Stream stream = model->comm_stream;
+    const bool bf16 = o.grads_bf16 && b.kind == Kind::Matrix;
+    char* grads = model->grads + b.grads;
+    const size_t bytes = b.shard * (bf16 ? 2 : 4);
+    if (o.nccl_order) {
+        if (split.zero == 0) { device_all_reduce((float*)grads, b.padded, stream); }
+        else { device_reduce_scatter((float*)grads, b.shard, stream); }
+        return;
+    }
+    gpt2_merge_lanes(model, b.grads, b.padded, stream);
+    device_all_to_all(model->exchange, grads, bytes, stream);
+    const StoredGrads sum = gpt2_summed_grads(model, bucket);
+    RoundKey key = gpt2_grad_key(model);
+    key.micro = (uint32_t)(model->micro_steps - 1);                 // rank 0's last
+    LaneSum<floatX, float> a = {};
+    a.out = {(float*)(grads + split.rank * bytes), Accumulate::No, bf16, sum.key,
+             b.first + split.rank * b.shard};
+    a.pieces = {model->exchange, bf16, key, b.first + split.rank * b.shard};
+    a.piece_micros = (uint32_t)model->micro_steps;
+    a.num_pieces = split.world;
+    a.n = b.shard;
+    lane_sum(a, stream);
+    if (split.zero == 0) { device_all_gather(grads, bytes, stream); }
+}
+
+// Sums of squares of this rank's shard of a bucket, or of n elements from its start, into its record.
+static void gpt2_square_sums(GPT2* model, int bucket, size_t n, Stream stream) {
+    const Split& split = model->options.split;
+    const Bucket& b = model->layout.buckets[bucket];
+    double* sums = (double*)(model->records + split.rank * model->record_bytes) + b.shards / kChunk;
+    StoredGrads grads = gpt2_summed_grads(model, bucket);
+    if (split.world > 1 && split.zero == 0) {               // of all that stands there, its own shard
+        const size_t from = split.rank * b.shard;
+        grads.data = (const char*)grads.data + from * (grads.is_bf16 ? 2 : 4);
+        grads.first += from;
+    }
+    square_sums({sums, grads, n}, stream);
+}
+
+// The backward has computed this micro-step's gradients of a bucket.
+static void gpt2_bucket_complete(GPT2* model, int bucket, bool is_last) {
+    const Split& split = model->options.split;
+    if (split.world == 1 || (split.zero < 2 && !is_last)) { return; }
+    event_record(model->complete[bucket], model->stream);
+    stream_wait(model->comm_stream, model->complete[bucket]);
+    if (split.zero == 2) { gpt2_exchange_micro_step(model, bucket); }
+    else { gpt2_exchange_step(model, bucket); }
+    if (is_last) { gpt2_square_sums(model, bucket, model->layout.buckets[bucket].shard, model->comm_stream); }
+}
 // Gradients of every parameter from dlogits. The first micro-step stores, later ones add: no memset.
+// is_last: of this rank's step; buckets then go to the other ranks as soon as they are complete.
 // dresidual is the gradient of the residual stream, from the last layer to the first; each LayerNorm adds its
 // branch's to it and, in passing, sums its columns: the bias gradient of the projection before it.
-static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc) {
+static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_last) {
     const Config& c = model->config;
     const Options& o = model->options;
     const int N = B * T, C = c.C, NH = c.NH, HS = C / NH;
     const Accumulate store = Accumulate::No, add = Accumulate::Yes;
     Stream stream = model->stream;
     float* scratch = model->scratch;
+    const int biases = model->layout.bucket_of(Kind::Bias, Where::Global, 0),
+              norms = model->layout.bucket_of(Kind::Norm, Where::Global, 0),
+              embeddings = model->layout.bucket_of(Kind::Matrix, Where::Global, 0);
+    auto layer_matrices = [&](int l) { return model->layout.bucket_of(Kind::Matrix, Where::Block, l); };
     auto grad = [&](ParamId id, int l) { return gpt2_grad(model, id, l, acc); };
 
     Params p = gpt2_params(model, 0);
     Acts a = gpt2_acts(model, c.L - 1);
+    for (int bucket : {biases, norms}) { gpt2_await_place(model, bucket); }
     matmul_backward_input({a.dnarrow, a.logits, p.wte, nullptr, N, C, c.Vp}, stream);
     layernorm_backward({a.dresidual, grad(PARAM_lnfw, 0), grad(PARAM_lnfb, 0), grad(PARAM_fcprojb, c.L - 1),
                         scratch, store, a.dnarrow, a.residual3, p.lnfw, a.lnf_mean, a.lnf_rstd, N, C},
                        stream);
     for (int l = c.L - 1; l >= 0; l--) {
+        gpt2_await_place(model, layer_matrices(l));
         p = gpt2_params(model, l);
         a = gpt2_acts(model, l);
         const floatX* residual = l == 0 ? a.encoded : gpt2_acts(model, l - 1).residual3;
@@ -3796,12 +4203,17 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc) {
             layernorm_forward({a.ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, N, C}, stream);
         }
         matmul_backward_weight({grad(PARAM_qkvw, l), scratch, a.dwide, a.ln1, N, C, 3 * C}, stream);
+        gpt2_bucket_complete(model, layer_matrices(l), is_last);
         matmul_backward_input({a.dnarrow, a.dwide, p.qkvw, nullptr, N, C, 3 * C}, stream);
         layernorm_backward({dy, grad(PARAM_ln1w, l), grad(PARAM_ln1b, l), bias_before, scratch, add,
                             a.dnarrow, residual, p.ln1w, a.ln1_mean, a.ln1_rstd, N, C}, stream);
     }
 
+    gpt2_bucket_complete(model, norms, is_last);
+    gpt2_bucket_complete(model, biases, is_last);
+
     // wte: the LM head's part, then the embedding's. bf16 is rounded once, so there they meet in scratch.
+    gpt2_await_place(model, embeddings);
     const size_t wte_elems = model->param_specs[PARAM_wte].elems;
     Grad dwte = o.grads_bf16 ? Grad{scratch, Accumulate::No} : grad(PARAM_wte, 0);
     float* free_scratch = o.grads_bf16 ? scratch + wte_elems : scratch;
@@ -3810,33 +4222,80 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc) {
     encoder_backward({dwte, grad(PARAM_wpe, 0), free_scratch, a.dresidual, model->buckets, B, T, c.maxT, C},
                      stream);
     if (o.grads_bf16) { grad_accumulate({grad(PARAM_wte, 0), scratch, wte_elems}, stream); }
+    gpt2_bucket_complete(model, embeddings, is_last);
 }
 
-// One micro-step of `micro_steps`: gradients of the mean loss over the total batch.
+// One of this rank's micro-steps, number `micro` of `micro_steps`: gradients of the mean loss over the total
+// batch.
 static void gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, int B, int T, int micro,
                             int micro_steps) {
-    const Accumulate acc = micro == 0 ? Accumulate::No : Accumulate::Yes;
-    const float weight = (float)(1.0 / ((double)B * T * micro_steps));
-    model->micro = (uint32_t)micro;
+    const Options& o = model->options;
+    const Split& split = o.split;
+    const int per_lane = micro_steps / o.lanes;
+    const bool begins_lane = micro % per_lane == 0, ends_lane = micro % per_lane == per_lane - 1;
+    const bool is_last = micro == micro_steps - 1;
+    const float weight = (float)(1.0 / ((double)B * T * micro_steps * split.world));
+    model->lane = micro / per_lane;
+    model->micro_steps = micro_steps;
+    // its number in the job's list
+    model->micro = (uint32_t)(split.zero == 2 ? micro * split.world + split.rank
+                                              : split.rank * micro_steps + micro);
+    float* loss = (float*)(model->records + split.rank * model->record_bytes + model->lanes_at) + model->lane;
+    const Accumulate add = begins_lane ? Accumulate::No : Accumulate::Yes;
     gpt2_set_inputs(model, tokens, targets, B, T, ClassifierMode::LossAndGrad);
-    gpt2_loss(model, B, T, ClassifierMode::LossAndGrad, weight, weight, acc);
-    gpt2_backward(model, B, T, acc);
+    gpt2_loss(model, B, T, ClassifierMode::LossAndGrad, weight, weight, loss, add);
+    gpt2_backward(model, B, T, split.zero == 2 ? Accumulate::No : add, is_last);
+    const bool exchanged = split.world > 1 && (split.zero == 2 || is_last);
+    if (ends_lane && !exchanged) { gpt2_merge_lanes(model, 0, model->layout.elems, model->stream); }
 }
 
-// Norm, the decision to skip, AdamW: all decided on the device.
+// Norm, the decision to skip, AdamW: all decided on the device, from the same numbers on every rank.
 static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, double eps, float max_norm) {
-    const UpdatePolicy policy = {kFp16, kLossScaleSteps, kMaxLossScale};
-    global_norm({.state = &model->state->update, .scratch = model->scratch, .grads = model->grads,
-                 .grads_bf16 = model->options.grads_bf16, .grad_key = gpt2_grad_key(model),
-                 .segments = model->device_segments, .num_segments = (int)model->segments.size(),
-                 .n = model->arena_elems, .max_norm = max_norm, .policy = policy}, model->stream);
-    adamw_update({.params = model->params, .master = model->master, .m = model->m, .v = model->v,
-                  .grads = model->grads, .grads_bf16 = model->options.grads_bf16,
-                  .state = &model->state->update, .segments = model->device_segments,
-                  .num_segments = (int)model->segments.size(), .n = model->arena_elems, .lr = lr,
-                  .beta1 = beta1, .beta2 = beta2, .eps = eps,
-                  .key = RoundKey{model->options.seed, model->step, 0, kRoundParams},
-                  .grad_key = gpt2_grad_key(model)}, model->stream);
+    const Options& o = model->options;
+    const Split& split = o.split;
+    const Layout& layout = model->layout;
+    const int L = model->config.L;
+    // What is updated in one go: where there is one rank, all buckets of a kind.
+    struct Run { int bucket; size_t n; };
+    std::vector<Run> runs;
+    for (int bucket : {L + 2, L + 1}) { runs.push_back({bucket, layout.buckets[bucket].padded}); }
+    for (int bucket = 0; bucket <= L; bucket++) {
+        if (bucket > 0 && split.world == 1) { runs.back().n += layout.buckets[bucket].padded; }
+        else { runs.push_back({bucket, layout.buckets[bucket].padded}); }
+    }
+    if (split.zero >= 1) { for (Run& run : runs) { run.n = layout.buckets[run.bucket].shard; } }
+
+    if (split.world > 1) {
+        device_all_gather(model->records, model->record_bytes, model->comm_stream);
+        event_record(model->records_gathered, model->comm_stream);
+        stream_wait(model->stream, model->records_gathered);
+    } else {
+        for (const Run& run : runs) { gpt2_square_sums(model, run.bucket, run.n, model->stream); }
+    }
+    update_decision({.state = &model->state->update, .loss = &model->state->loss, .records = model->records,
+                     .record_bytes = model->record_bytes, .lanes_at = model->lanes_at, .ranks = split.world,
+                     .lanes = o.lanes, .interleaved = split.zero == 2, .ranges = model->ranges,
+                     .num_ranges = (int)layout.buckets.size(), .max_norm = max_norm,
+                     .policy = {kFp16, kLossScaleSteps, kMaxLossScale}}, model->stream);
+    for (const Run& run : runs) {
+        const Bucket& b = layout.buckets[run.bucket];
+        const size_t from = split.zero == 0 ? 0 : split.rank * b.shard;
+        const size_t elem_bytes = b.kind == Kind::Norm ? sizeof(float) : sizeof(floatX);
+        char* params = model->params + b.params;
+        adamw_update({.params = params + from * elem_bytes, .params_fp32 = elem_bytes == sizeof(float),
+                      .master = model->master ? model->master + b.state : nullptr, .m = model->m + b.state,
+                      .v = model->v + b.state, .grads = gpt2_summed_grads(model, run.bucket),
+                      .state = &model->state->update, .n = run.n,
+                      .weight_decay = b.kind == Kind::Matrix ? o.weight_decay : 0.0f, .lr = lr,
+                      .beta1 = beta1, .beta2 = beta2, .eps = eps,
+                      .key = RoundKey{o.seed, model->step, 0, kRoundParams}, .first = b.first + from},
+                     model->stream);
+        if (split.world == 1 || split.zero == 0) { continue; }
+        event_record(model->updated[run.bucket], model->stream);
+        stream_wait(model->comm_stream, model->updated[run.bucket]);
+        device_all_gather(params, b.shard * elem_bytes, model->comm_stream);
+        event_record(model->gathered[run.bucket], model->comm_stream);
+    }
     model->step++;
 }
 
@@ -3967,17 +4426,23 @@ static void checkpoint_load(GPT2* model, const char* path) {
             // whatever a file holds in the padded vocabulary, it must not leak into the sums
             for (size_t k = s.live_rows * s.cols; k < s.elems; k++) { values[k] = 0.0f; }
             gpt2_set_param(model, i, l, values.data());
+            comm_progress(0);
         }
     }
     fclose(f);
 }
 
+// All ranks come here, as parts of the model may be on any; rank 0 writes.
 static void checkpoint_save(GPT2* model, const std::string& path) {
     const Config& c = model->config;
     const bool bf16 = strcmp(PRECISION_NAME, "BF16") == 0;
     int header[256] = {kModelMagic, bf16 ? kModelBf16 : kModelFp32, c.maxT, c.V, c.L, c.NH, c.C, c.Vp};
-    AtomicFile out = atomic_open(path);
-    atomic_write(&out, header, sizeof(header));
+    const bool writes = model->options.split.rank == 0;
+    AtomicFile out = {};
+    if (writes) {
+        out = atomic_open(path);
+        atomic_write(&out, header, sizeof(header));
+    }
     std::vector<float> values;
     std::vector<uint16_t> raw;
     for (int i = 0; i < NUM_PARAMS; i++) {
@@ -3985,13 +4450,15 @@ static void checkpoint_save(GPT2* model, const std::string& path) {
         values.resize(s.elems);
         for (int l = 0; l < s.copies; l++) {
             gpt2_get_param(model, i, l, values.data(), !bf16);
+            comm_progress(model->step);
+            if (!writes) { continue; }
             if (!bf16) { atomic_write(&out, values.data(), s.elems * sizeof(float)); continue; }
             raw.resize(s.elems);
             for (size_t k = 0; k < s.elems; k++) { raw[k] = bf16_round_nearest(values[k]); }
             atomic_write(&out, raw.data(), s.elems * sizeof(uint16_t));
         }
     }
-    atomic_commit(&out);
+    if (writes) { atomic_commit(&out); }
 }
 
 // ---- descriptors ----
@@ -4065,6 +4532,9 @@ struct RunConfig {
     int64_t warmup;
     int schedule, overfit, tf32, master, shuffle, kernels;
     int64_t seed;
+    CommOptions comm;
+    int comm_init;
+    int zero, lanes, reduction, check_ranks;
 };
 static RunConfig run;
 
@@ -4085,7 +4555,7 @@ static const Flag kFlags[] = {
     {"t",   "sequence-length", FLAG_INT,    &run.T,              "0",       0, 1 << 24, nullptr,
         "tokens per row (T); 0: the model's longest"},
     {"z,d", "total-batch",     FLAG_INT64,  &run.total_batch,    "0",       0, 1e15, nullptr,
-        "tokens per optimizer step, a multiple of B*T; 0: B*T, one micro-step"},
+        "tokens per optimizer step, a multiple of B*T*ranks; 0: B*T*ranks, one micro-step each"},
     {"x",   "max-steps",       FLAG_STRING, &run.max_steps_text, "epoch",   1, 0, nullptr,
         "optimizer steps, or `epoch`: once through the data; 0: evaluate, or generate with --prompt"},
     {"l",   "learning-rate",   FLAG_FLOAT,  &run.lr,             "3e-4",    0, 100, nullptr,
@@ -4139,8 +4609,59 @@ static const Flag kFlags[] = {
         "kernels of ops that have several: the best for this GPU, sm_80's, or Hopper's (or an error)"},
     {"",    "grad-dtype",      FLAG_ENUM,   &run.grad_dtype,     "fp32",    0, 0, "fp32|bf16",
         "gradient accumulation; bf16: 2-D gradients in bf16, rounded without bias, others in fp32"},
+    {"",    "gpus",            FLAG_INT,    &run.comm.gpus,      "0",       0, 1024, nullptr,
+        "start so many ranks on this machine, one a GPU; 0: as started (mpirun, srun, torchrun, or alone)"},
+    {"zs",  "zero-stage",      FLAG_INT,    &run.zero,           "0",       0, 2, nullptr,
+        "what the ranks share out: 0 nothing, 1 the optimizer's state, 2 the gradients as well"},
+    {"",    "lanes",           FLAG_INT,    &run.lanes,          "0",       0, 1 << 24, nullptr,
+        "parts of a step whose gradients are summed by a tree, the same for any number of ranks; 0: chosen"},
+    {"",    "reduction",       FLAG_ENUM,   &run.reduction,      "tree",    0, 0, "tree|nccl",
+        "gradients of all ranks are summed by the lanes' tree, or in NCCL's order"},
+    {"",    "check-ranks",     FLAG_BOOL,   &run.check_ranks,    "0",       0, 1, nullptr,
+        "compare all ranks' parameters after every step (slow)"},
+    {"pi",  "process-init",    FLAG_ENUM,   &run.comm_init,      "auto",    0, 0, "auto|mpi|tcp|fs",
+        "how ranks find each other: what started them says, MPI, a server (-ps), or a folder (-pf)"},
+    {"ps",  "process-server",  FLAG_STRING, &run.comm.server,    "",        0, 0, nullptr,
+        "-pi tcp: HOST[:PORT] of rank 0"},
+    {"pf",  "process-folder",  FLAG_STRING, &run.comm.folder,    "",        0, 0, nullptr,
+        "-pi fs: a folder that all ranks see"},
+    {"pn",  "processes",       FLAG_INT,    &run.comm.processes, "0",       0, 65536, nullptr,
+        "-pi tcp|fs: number of ranks"},
+    {"pr",  "process-rank",    FLAG_INT,    &run.comm.process,   "-1",      -1, 65535, nullptr,
+        "-pi tcp|fs: which rank this is, from 0"},
+    {"pg",  "gpus-per-node",   FLAG_INT,    &run.comm.per_node,  "0",       0, 1024, nullptr,
+        "-pi tcp|fs: ranks on each machine; 0: found out"},
+    {"",    "start-timeout",   FLAG_INT,    &run.comm.start_timeout_s, "120", 1, 86400, nullptr,
+        "seconds that ranks wait for each other at the start"},
 };
 constexpr int kNumFlags = sizeof(kFlags) / sizeof(kFlags[0]);
+
+// How many lanes a step's micro-steps are cut into. Where sums are not the tree's, or are kept in bf16, each
+// rank has one.
+static void lanes_check(int64_t micro_steps) {
+    const bool given = run.lanes != 0;
+    const bool kept_in_bf16 = run.grad_dtype == 1 && (run.zero < 2 || comm.world == 1);
+    const bool one_each = run.reduction == 1 || kept_in_bf16;
+    if (!kDeviceHasNccl && run.reduction == 1) {
+        die("--reduction nccl needs NCCL, which this program was built without\n"
+            "hint: --reduction tree works everywhere");
+    }
+    if (run.reduction == 1 && run.grad_dtype == 1) {
+        die("--reduction nccl would sum --grad-dtype bf16 in bf16\nhint: --reduction tree sums in fp32");
+    }
+    if (one_each && given && run.lanes != comm.world) {
+        die("--lanes %d: with %s each of the %d ranks has one lane\nhint: leave --lanes out", run.lanes,
+            run.reduction == 1 ? "--reduction nccl" : "--grad-dtype bf16", comm.world);
+    }
+    const int zero = one_each ? 0 : run.zero;
+    if (!given) { run.lanes = (int)(one_each ? comm.world : lanes_default(micro_steps, comm.world, zero)); }
+    const std::string error = lanes_error(run.lanes, micro_steps, comm.world, zero);
+    if (error.empty()) { return; }
+    const int64_t good = lanes_default(micro_steps, comm.world, zero);
+    const std::string hint = lanes_error(good, micro_steps, comm.world, zero).empty()
+        ? format("--lanes %lld fits", (long long)good) : "--reduction nccl has no lanes";
+    die("--lanes %d: %s\nhint: %s", run.lanes, error.c_str(), hint.c_str());
+}
 
 // Checks over more than one flag, before anything is allocated.
 static Config config_check() {
@@ -4157,23 +4678,26 @@ static Config config_check() {
         die("-b %d x -t %d = %lld tokens in a micro-step: at most %d", run.B, run.T, (long long)tokens,
             INT_MAX);
     }
+    const int64_t all = tokens * comm.world;            // one micro-step of every rank
     const bool batch_given = flags_given(kFlags, kNumFlags, "total-batch");
-    if (batch_given && run.total_batch <= 3 && (run.total_batch == 0 || run.total_batch % tokens != 0)) {
+    if (batch_given && run.total_batch <= 3 && (run.total_batch == 0 || run.total_batch % all != 0)) {
         die("-z %lld: -z is the total batch in tokens per step, not a ZeRO stage\n"
-            "hint: the ZeRO stage will be -zs, which this version does not have; give -z a multiple of B*T "
-            "or leave it out",
+            "hint: the ZeRO stage is -zs; give -z a multiple of B*T*ranks or leave it out",
             (long long)run.total_batch);
     }
-    if (run.total_batch == 0) { run.total_batch = tokens; }
-    if (run.total_batch % tokens != 0) {
-        const int64_t below = run.total_batch / tokens * tokens;
-        die("-z %lld is not a multiple of B*T = %d*%d = %lld\nhint: use -z %lld", (long long)run.total_batch,
-            run.B, run.T, (long long)tokens, (long long)(below > 0 ? below : tokens));
+    if (run.total_batch == 0) { run.total_batch = all; }
+    if (run.total_batch % all != 0) {
+        const int64_t below = std::max(all, run.total_batch / all * all);
+        const std::string ranks = comm.world > 1 ? format(" * %d ranks", comm.world) : "";
+        die("-z %lld is not a multiple of B*T = %d*%d%s = %lld\nhint: use -z %lld", (long long)run.total_batch,
+            run.B, run.T, ranks.c_str(), (long long)all, (long long)below);
     }
-    if (run.total_batch / tokens > INT_MAX) {
+    const int64_t micro_steps = run.total_batch / tokens;
+    if (micro_steps > INT_MAX) {
         die("-z %lld is %lld micro-steps of B*T = %lld tokens: at most %d", (long long)run.total_batch,
-            (long long)(run.total_batch / tokens), (long long)tokens, INT_MAX);
+            (long long)micro_steps, (long long)tokens, INT_MAX);
     }
+    lanes_check(micro_steps);
     if (run.gelu_fusion > 0 && run.recompute > 0) {
         die("-ge %d needs -r 0: a recomputed GELU works on rounded values and would differ from the fused "
             "one",
@@ -4216,6 +4740,9 @@ static Options run_options() {
     o.weight_decay = (float)run.weight_decay;
     o.loss_scale = std::max(kFirstLossScale, (float)exp2(ceil(log2((double)run.total_batch))));
     o.seed = (uint64_t)run.seed;
+    o.split = {comm.rank, comm.world, comm.world > 1 ? run.zero : 0};
+    o.lanes = run.lanes / comm.world;
+    o.nccl_order = run.reduction == 1;
     return o;
 }
 
@@ -4237,6 +4764,12 @@ static void request_stop(int number) {
     if (write(STDERR_FILENO, text, sizeof(text) - 1) < 0) { errno = e; }
 }
 
+// Has any rank been told to stop? All ranks ask at the same places and get the same answer.
+static bool stop_agreed() {
+    comm_progress_now();
+    return comm_any(stop_requested != 0);
+}
+
 static void catch_signals() {
     struct sigaction action = {};
     action.sa_handler = request_stop;
@@ -4246,21 +4779,40 @@ static void catch_signals() {
 }
 
 // Mean loss over the first most*B rows of the set, or over all of them where there are fewer: each counts
-// once, so the last batch may be a smaller one, and B changes the mean by rounding only. Touches neither
-// gradients nor weights. False: a signal ended it early.
+// once, so the last batch may be a smaller one, and B changes the mean by rounding only. Batches go round the
+// ranks, and their sums are added up in order. Touches neither gradients nor weights. False: a signal ended it
+// early.
 static bool gpt2_validate(float* loss, GPT2* model, DataLoader* loader, int B, int T, int most) {
+    const int rank = comm.rank, world = comm.world;
     const int64_t rows = std::min((int64_t)most * B, loader->samples_per_epoch);
+    const int64_t rounds = ceil_div(rows, (int64_t)B * world);          // of one batch each
     const float weight = (float)(1.0 / ((double)rows * T));
+    float* mine = (float*)pinned_malloc(rounds * sizeof(float), "validation losses");
     dataloader_seek(loader, 0);
-    for (int64_t row = 0; row < rows; row += B) {
-        if (stop_requested) { return false; }
+    bool stopped = false;
+    for (int64_t round = 0; round < rounds && !stopped; round++) {
+        stopped = stop_agreed();
+        const int64_t row = (round * world + rank) * B;
+        mine[round] = 0.0f;
+        if (stopped || row >= rows) { continue; }
         const int live = (int)std::min((int64_t)B, rows - row);
         dataloader_next(loader);            // always B rows: after the set's last come its first again
         gpt2_set_inputs(model, loader->inputs, loader->targets, live, T, ClassifierMode::LossOnly);
-        gpt2_loss(model, live, T, ClassifierMode::LossOnly, 0.0f, weight,
-                  row == 0 ? Accumulate::No : Accumulate::Yes);
+        gpt2_loss(model, live, T, ClassifierMode::LossOnly, 0.0f, weight, &model->state->loss,
+                  Accumulate::No);
+        copy_to_host(&mine[round], &model->state->loss, sizeof(float), model->stream);
     }
-    *loss = gpt2_read_state(model).loss;
+    stream_sync(model->stream);
+    std::vector<float> all((size_t)rounds * world);
+    std::copy(mine, mine + rounds, all.begin() + (size_t)rank * rounds);
+    pinned_free(mine);
+    if (stopped) { return false; }
+    comm_all_gather(all.data(), rounds * sizeof(float));
+    double sum = 0.0;
+    for (int64_t round = 0; round < rounds; round++) {
+        for (int r = 0; r < world; r++) { sum += all[r * rounds + round]; }
+    }
+    *loss = (float)sum;
     return true;
 }
 
@@ -4272,8 +4824,10 @@ static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t st
     fflush(stdout);
     logger_val(logger, step, loss);
     if (isfinite(loss)) { return true; }
-    fprintf(stderr, "warning: the validation loss is not finite: the weights hold NaN or far too large "
-            "numbers\n");
+    if (comm.rank == 0) {
+        fprintf(stderr, "warning: the validation loss is not finite: the weights hold NaN or far too large "
+                "numbers\n");
+    }
     return false;
 }
 
@@ -4307,8 +4861,10 @@ static std::vector<uint32_t> prompt_tokens(const Tokenizer* tokenizer, bool has_
 
 // Text after the prompt, token by token. The whole prefix is run again for each token; T is rounded up, so
 // that few shapes occur, with tokens that a causal model does not see. Draws from its own random stream and
-// touches neither weights nor training's state, so training's bits do not depend on it.
+// touches neither weights nor training's state, so training's bits do not depend on it. Rank 0 writes the text;
+// the others wait for it at the next exchange.
 static void generate(GPT2* model, const Tokenizer* tokenizer, bool has_text, int64_t step) {
+    if (comm.rank != 0) { return; }
     const Config& c = model->config;
     const int limit = model->T;
     const int start = has_text ? (int)tokenizer->eot : 0;       // what stands before each document
@@ -4323,6 +4879,7 @@ static void generate(GPT2* model, const Tokenizer* tokenizer, bool has_text, int
         const int end = std::min(limit, n + run.sample_tokens);
         printf("sample %d at step %lld:\n%s", sample + 1, (long long)step, run.prompt);
         for (; n < end && !stop_requested; n++) {
+            comm_progress_now();
             const int T = std::min(limit, round_up(n, 64));
             gpt2_set_inputs(model, tokens.data(), nullptr, 1, T, ClassifierMode::LossOnly);
             gpt2_forward(model, 1, T);
@@ -4374,6 +4931,7 @@ static void report_step(Reports* r, Logger* logger, const LrSchedule& schedule) 
     r->pending = -1;
     const int slot = (int)(step % Reports::kSlots);
     event_wait(r->ready[slot]);
+    comm_progress(step + 1);
     const DeviceState state = r->slots[slot];
     // The device's clock: the host may be far ahead
     const double ms = event_ms(r->since, r->ready[slot]);
@@ -4389,8 +4947,10 @@ static void report_step(Reports* r, Logger* logger, const LrSchedule& schedule) 
     logger_train(logger,
                  {step, state.loss, lr, state.update.norm, (step + 1) * run.total_batch, ms, tokens_per_s});
     if (state.update.skip) {
-        fprintf(stderr, "step %lld: the gradient is not finite (norm %f, loss %f): update skipped\n",
-                (long long)step + 1, state.update.norm, state.loss);
+        if (comm.rank == 0) {
+            fprintf(stderr, "step %lld: the gradient is not finite (norm %f, loss %f): update skipped\n",
+                    (long long)step + 1, state.update.norm, state.loss);
+        }
         if (state.update.skipped_in_a_row >= kMaxSkipsInARow) {
             die("%d updates in a row were skipped for a non-finite gradient: the run stops and writes "
                 "nothing\nhint: a smaller -l or a longer -u; look at the data",
@@ -4399,17 +4959,37 @@ static void report_step(Reports* r, Logger* logger, const LrSchedule& schedule) 
     }
 }
 
+static int rank_micro_steps() { return (int)(run.total_batch / ((int64_t)run.B * run.T * comm.world)); }
+
+// Parameters are the same on all ranks: by a hash of their bytes, gathered from all.
+static void check_ranks(GPT2* model, int64_t step) {
+    const size_t bytes = model->layout.params_bytes;
+    for (int b = 0; b < (int)model->layout.buckets.size(); b++) { gpt2_await_params(model, b); }
+    std::vector<uint64_t> words(bytes / sizeof(uint64_t));
+    copy_to_host(words.data(), model->params, bytes, model->stream);
+    stream_sync(model->stream);
+    uint64_t hash = 14695981039346656037ull;            // FNV-1a, a word at a time
+    for (uint64_t word : words) { hash = (hash ^ word) * 1099511628211ull; }
+    std::vector<uint64_t> hashes(comm.world, hash);
+    comm_all_gather(hashes.data(), sizeof(hash));
+    for (int r = 1; r < comm.world; r++) {
+        if (hashes[r] == hashes[0]) { continue; }
+        die("after %lld steps the parameters of rank %d are not those of rank 0", (long long)step, r);
+    }
+}
+
 // False: a signal came before the last micro-step. The gradients so far are dropped: no update, and the next
 // step would store its own over them.
 static bool train_step(GPT2* model, DataLoader* loader, double lr) {
-    const int micro_steps = (int)(run.total_batch / ((int64_t)run.B * run.T));
+    const int micro_steps = rank_micro_steps();
     for (int micro = 0; micro < micro_steps; micro++) {
-        if (stop_requested) { return false; }
+        if (stop_agreed()) { return false; }
         if (run.overfit) { dataloader_seek(loader, 0); }
         dataloader_next(loader);
         gpt2_micro_step(model, loader->inputs, loader->targets, run.B, run.T, micro, micro_steps);
     }
     gpt2_update(model, lr, run.beta1, run.beta2, run.eps, (float)run.grad_clip);
+    if (run.check_ranks) { check_ranks(model, model->step); }
     return true;
 }
 
@@ -4436,7 +5016,7 @@ static void train(GPT2* model, DataLoader* train_loader, DataLoader* val_loader,
     reports.pending = -1;
 
     int64_t step = 0;
-    for (; step < run.max_steps && !stop_requested; step++) {
+    for (; step < run.max_steps && !stop_agreed(); step++) {
         const bool val_due = run.val_every > 0 && step % run.val_every == 0;
         const bool sample_due = run.sample_every > 0 && step > 0 && step % run.sample_every == 0;
         if (val_due || sample_due) { report_step(&reports, logger, schedule); }
@@ -4512,8 +5092,13 @@ static void run_folder_check(const std::string& folder) {
 
 static void print_model(const GPT2& model) {
     const Config& c = model.config;
-    const size_t decayed = gpt2_num_parameters(model.param_specs, Decay::Yes);
-    const size_t others = gpt2_num_parameters(model.param_specs, Decay::No);
+    const size_t decayed = gpt2_num_parameters(model.param_specs, true);
+    const size_t others = gpt2_num_parameters(model.param_specs, false);
+    const Split& split = model.options.split;
+    if (split.world > 1) {
+        printf("ranks: %d, ZeRO stage %d, gradients summed %s\n", split.world, split.zero,
+               model.options.nccl_order ? "in NCCL's order" : format("over %d lanes", run.lanes).c_str());
+    }
     printf("model: L=%d NH=%d C=%d T=%d V=%d, %zu parameters: %zu with weight decay, %zu without; and %zu "
            "zeros that pad wte to %d rows\n",
            c.L, c.NH, c.C, c.maxT, c.V, decayed + others, decayed, others, (size_t)(c.Vp - c.V) * c.C, c.Vp);
@@ -4537,31 +5122,73 @@ static void print_surprises(bool sampling, size_t prompt_tokens) {
     }
 }
 
+// More lanes than ranks take more buffers for gradients. If the memory lacks them and the user did not ask for
+// so many, there are fewer, and the bits are those of fewer lanes.
+static void fit_lanes(const Config& config, Options* options, const DeviceInfo& device) {
+    const int wanted = run.lanes;
+    const bool may_choose = !flags_given(kFlags, kNumFlags, "lanes") && run.zero < 2;
+    int fewer = options->lanes;
+    auto fits = [&] {
+        return memory_total(gpt2_memory_plan(config, *options, run.B, run.T)) + memory_reserve(device) <=
+               device.memory_free;
+    };
+    while (may_choose && device.memory_free > 0 && options->lanes > 1 && !fits()) { options->lanes /= 2; }
+    std::vector<int> lanes(comm.world, options->lanes);
+    comm_all_gather(lanes.data(), sizeof(int));
+    for (int n : lanes) { fewer = std::min(fewer, n); }
+    options->lanes = fewer;
+    run.lanes = fewer * comm.world;
+    if (run.lanes < wanted) {
+        printf("memory is short: gradients are summed over %d lanes, not %d; --lanes %d gives the same bits on "
+               "another machine\n", run.lanes, wanted, run.lanes);
+    }
+}
+
+// Ranks that differ in anything that decides about the result would train nonsense, or wait for ever.
+static void check_same_job(const DataLoader& train_loader, const DataLoader& val_loader) {
+    std::vector<std::pair<std::string, std::string>> facts = {
+        {"the program", executable_hash()}, {"training data", dataloader_facts(&train_loader)},
+        {"validation data", dataloader_facts(&val_loader)}};
+    for (const Flag& flag : kFlags) {
+        const std::string name = flag.name;
+        if (name == "process-rank" || name == "process-server") { continue; }
+        facts.push_back({"--" + name, flags_text(&flag)});
+    }
+    comm_check_same(facts);
+}
+
 int main(int argc, char** argv) {
     device_prepare(argv);
     flags_parse(kFlags, kNumFlags, argc, argv);
+    run.comm.init = flags_split("auto|mpi|tcp|fs", '|')[run.comm_init].c_str();
+    comm_start(run.comm, argc, argv);
     const Config config = config_check();
-    const Options options = run_options();
+    Options options = run_options();
     const bool evaluate_only = run.max_steps == 0;
     const bool generate_only = evaluate_only && flags_given(kFlags, kNumFlags, "prompt");
 
     // what can be wrong with sizes, files and the prompt is found before memory is taken and before anything
     // is written
     if (run.output_dir[0] != '\0') { run_folder_check(run.output_dir); }
-    const DeviceInfo device = device_init();
+    const DeviceInfo device = device_init(comm.local_rank);
+    fit_lanes(config, &options, device);
     gpt2_check_memory(config, options, run.B, run.T, device);
     const std::string unfit = attention_error(config.C / config.NH);
     if (!unfit.empty()) { die("%s", unfit.c_str()); }
-    DataLoader train_loader, val_loader;
+    DataLoader train_loader = {}, val_loader = {};
     if (!evaluate_only) {
-        dataloader_init(&train_loader, run.train_data, run.B, run.T, 0, 1, run.shuffle && !run.overfit,
-                        (uint64_t)run.seed, config.V);
+        const int in_a_row = run.zero == 2 ? 1 : rank_micro_steps();
+        dataloader_init(&train_loader, run.train_data, run.B, run.T, comm.rank, comm.world,
+                        run.shuffle && !run.overfit, (uint64_t)run.seed, config.V, in_a_row);
         if (run.max_steps < 0) {
             run.max_steps = std::max((int64_t)1, train_loader.samples_per_epoch * run.T / run.total_batch);
         }
     }
     const bool needs_val = !generate_only && (run.val_every > 0 || evaluate_only);
-    if (needs_val) { dataloader_init(&val_loader, run.val_data, run.B, run.T, 0, 1, false, 0, config.V); }
+    if (needs_val) {
+        dataloader_init(&val_loader, run.val_data, run.B, run.T, comm.rank, comm.world, false, 0, config.V,
+                        1);
+    }
     if (needs_val && !evaluate_only) {
         const char* shared = dataloader_shared_file(&train_loader, &val_loader);
         if (shared) {
@@ -4575,13 +5202,16 @@ int main(int argc, char** argv) {
     const bool has_text = sampling && text_init(&tokenizer, config.V);
     const size_t prompted = sampling ? prompt_tokens(&tokenizer, has_text, config.V, run.T).size() : 0;
 
+    check_same_job(train_loader, val_loader);
     printf("device: %s, precision %s\n", device.name.c_str(), PRECISION_NAME);
     flags_print(kFlags, kNumFlags);
+    device_comm_init();
     GPT2 model;
     gpt2_allocate(&model, config, options, run.B, run.T);
     print_model(model);
     if (file_size(run.model) >= 0) { checkpoint_load(&model, run.model); }
     else { gpt2_init_random(&model, options.seed); }
+    if (comm.world > 1) { check_ranks(&model, 0); }
     print_surprises(sampling, prompted);
 
     Logger logger;
@@ -4589,12 +5219,12 @@ int main(int argc, char** argv) {
     if (generate_only) { generate(&model, &tokenizer, has_text, 0); }
     else if (evaluate_only) { fine = validate(&model, &val_loader, &logger, 0); }
     else {
-        logger_init(&logger, run.output_dir);
+        logger_init(&logger, comm.rank == 0 ? run.output_dir : "");
         logger_run(&logger, kFlags, kNumFlags, {{"precision", PRECISION_NAME}, {"device", device.name}});
         catch_signals();
-        printf("data: %lld training tokens (%lld rows of %d), %d micro-steps a step, %lld steps\n",
+        printf("data: %lld training tokens (%lld rows of %d), %d micro-steps a step%s, %lld steps\n",
                (long long)train_loader.tokens, (long long)train_loader.samples_per_epoch, run.T,
-               (int)(run.total_batch / ((int64_t)run.B * run.T)), (long long)run.max_steps);
+               rank_micro_steps(), comm.world > 1 ? " on each rank" : "", (long long)run.max_steps);
         fflush(stdout);                     // the first step may take long
         train(&model, &train_loader, &val_loader, &tokenizer, has_text, &logger);
         dataloader_free(&train_loader);
@@ -4603,6 +5233,8 @@ int main(int argc, char** argv) {
     if (has_text) { tokenizer_free(&tokenizer); }
     logger_free(&logger);
     gpt2_free(&model);
+    device_comm_end();
+    comm_end();
     if (!stop_requested) { stdout_check(); }       // else its reader may be gone, see request_stop
     return fine ? 0 : 1;
 }

@@ -99,6 +99,20 @@ static inline void limit_memory(DeviceInfo* info, int threads) {
     info->memory_total = std::min(info->memory_total, (size_t)addresses.rlim_cur);
 }
 
+// Data between ranks: each waits for the others here, over the connections of llmc/comm.h.
+static inline void device_comm_init() {}
+static inline void device_comm_free_all() {}
+static inline void* device_comm_malloc(size_t bytes, const char* what);
+static inline void device_comm_free(void* p);
+static inline void device_all_to_all(void* recv, const void* send, size_t bytes, Stream) {
+    comm_all_to_all(recv, send, bytes);
+}
+static inline void device_all_gather(void* all, size_t bytes, Stream) { comm_all_gather(all, bytes); }
+// NCCL's order of summing is NCCL's.
+constexpr bool kDeviceHasNccl = false;
+static inline void device_reduce_scatter(float*, size_t, Stream) { assert(!"config_check refused it"); }
+static inline void device_all_reduce(float*, size_t, Stream) { assert(!"config_check refused it"); }
+
 static inline DeviceInfo device_init() {
     int threads = 1;
 #ifdef _OPENMP
@@ -132,7 +146,10 @@ static inline void copy_to_device(void* device, const void* host, size_t bytes, 
 static inline void copy_to_host(void* host, const void* device, size_t bytes, Stream) {
     memcpy(host, device, bytes);
 }
+static inline void copy_on_device(void* to, const void* from, size_t bytes, Stream) { memcpy(to, from, bytes); }
 static inline Stream stream_create() { return 0; }
+static inline Stream stream_create_urgent() { return 0; }
+static inline void stream_wait(Stream, Event) {}
 static inline void stream_destroy(Stream) {}
 static inline void stream_sync(Stream) {}
 static inline Event event_create() { return Event{new double(0.0)}; }
@@ -168,6 +185,5 @@ static inline size_t bias_backward_scratch_bytes(int, int) { return 0; }
 static inline size_t attention_backward_scratch_bytes(int B, int T, int NH) {
     return (size_t)B * T * NH * sizeof(float);
 }
-static inline size_t global_norm_scratch_bytes(size_t) { return 0; }
 
 #endif  // LLMC_CPU_DEVICE_H

@@ -612,26 +612,64 @@ template <class Real> void loss_sum_cpu(const LossSum<Real, Real>& a, Stream) {
 
 // ---- update: gradient norm, the decision to skip, AdamW ----
 
-// norm = sqrt(sum over i of grads[i]^2) / loss_scale. Then, for the update that follows:
+// out[i] = chain[0][i] + (chain[1][i] + (... + tree(i))), each sum rounded to Real. tree(i) adds up the pieces
+// in pairs until one is left: level by level, the last of an odd number unchanged.
+template <class Real> void lane_sum_cpu(const LaneSum<Real, Real>& a, Stream) {
+    assert(!a.out.is_bf16 && !a.pieces.is_bf16);                // the twins keep no 16-bit gradients
+    const Real* pieces = (const Real*)a.pieces.data;
+    #pragma omp parallel
+    {
+        std::vector<Real> values((size_t)a.num_pieces);
+        #pragma omp for
+        for (size_t i = 0; i < a.n; i++) {
+            for (int r = 0; r < a.num_pieces; r++) { values[r] = pieces[(size_t)r * a.n + i]; }
+            for (int count = a.num_pieces; count > 1; count = (count + 1) / 2) {
+                for (int r = 0; r + 1 < count; r += 2) { values[r / 2] = values[r] + values[r + 1]; }
+                if (count % 2 == 1) { values[count / 2] = values[count - 1]; }
+            }
+            Real sum = values[0];
+            for (int k = a.num_chain - 1; k >= 0; k--) { sum = a.chain[k][i] + sum; }
+            a.out.data[i] = sum;
+        }
+    }
+    OP_DONE(a);
+}
+
+// sums[c] = sum over the kChunk elements of chunk c of grads[i]^2
+template <class Real> void square_sums_cpu(const SquareSums<Real, Real>& a, Stream) {
+    assert(!a.grads.is_bf16 && a.n % kChunk == 0);
+    const Real* g = (const Real*)a.grads.data;
+    #pragma omp parallel for
+    for (size_t chunk = 0; chunk < a.n / kChunk; chunk++) {
+        double sum = 0.0;
+        #pragma omp simd reduction(+ : sum)
+        for (size_t i = chunk * kChunk; i < (chunk + 1) * kChunk; i++) { sum += (double)g[i] * g[i]; }
+        a.sums[chunk] = sum;
+    }
+    OP_DONE(a);
+}
+
+// loss = sum of all lanes' losses; norm = sqrt(sum of all live chunks' sums) / loss_scale. Then, for the update
+// that follows:
 // norm not finite: it is skipped, and a dynamic loss scale halves, not below 1.
 // else: t advances; grad_scale takes the loss scale out of the gradients and clips their norm to max_norm
 // (0: never); after growth_interval good steps a dynamic loss scale doubles, not above max_scale.
-template <class Real> void global_norm_cpu(const GlobalNorm<Real, Real>& a, Stream) {
-    assert(!a.grads_bf16);                                      // the twins keep no 16-bit gradients
+template <class Real> void update_decision_cpu(const UpdateDecision<Real, Real>& a, Stream) {
     UpdateState* state = a.state;
-    const Real* g = (const Real*)a.grads;                       // (n)
-    constexpr size_t kBlock = 65536;                            // one sum each, added up in order
-    std::vector<double> block_sums((a.n + kBlock - 1) / kBlock);
-    #pragma omp parallel for
-    for (size_t block = 0; block < block_sums.size(); block++) {
-        const size_t begin = block * kBlock, end = begin + kBlock < a.n ? begin + kBlock : a.n;
-        double sum = 0.0;
-        #pragma omp simd reduction(+ : sum)
-        for (size_t i = begin; i < end; i++) { sum += (double)g[i] * g[i]; }
-        block_sums[block] = sum;
+    double sum = 0.0, loss = 0.0;
+    for (int k = 0; k < a.num_ranges; k++) {
+        const ChunkRange& range = a.ranges[k];
+        for (size_t c = 0; c < range.chunks; c++) {
+            const char* record = a.records + c / range.per_rank * a.record_bytes;
+            sum += ((const double*)record)[range.at + c % range.per_rank];
+        }
     }
-    double sum = 0.0;
-    for (double block_sum : block_sums) { sum += block_sum; }
+    for (int g = 0; g < a.ranks * a.lanes; g++) {               // in the job's order
+        const int rank = a.interleaved ? g % a.ranks : g / a.lanes;
+        const int lane = a.interleaved ? g / a.ranks : g % a.lanes;
+        loss += ((const Real*)(a.records + (size_t)rank * a.record_bytes + a.lanes_at))[lane];
+    }
+    *a.loss = (Real)loss;
 
     const float scale_used = state->loss_scale;
     state->norm = (float)(sqrt(sum) / scale_used);
@@ -655,32 +693,27 @@ template <class Real> void global_norm_cpu(const GlobalNorm<Real, Real>& a, Stre
     OP_DONE(a);
 }
 
-// Skipped update: nothing changes. Else for every i in a segment, with g = grads[i]*grad_scale:
+// Skipped update: nothing changes. Else, with g = grads[i]*grad_scale:
 // m = m + (1-beta1)*(g - m);   v = beta2*v + (1-beta2)*g^2;
 // p = p*(1 - lr*weight_decay) - lr/(1-beta1^t) * m/(sqrt(v)/sqrt(1-beta2^t) + eps), in the master copy if
 // there is one; params = p.
-// Elements that no segment covers are not touched.
 template <class Real> void adamw_update_cpu(const AdamW<Real, Real>& a, Stream) {
-    assert(!a.grads_bf16);
+    assert(!a.grads.is_bf16);
     if (a.state->skip) { return; }
-    const Real* grads = (const Real*)a.grads;
+    const Real* grads = (const Real*)a.grads.data;
     Real *params = (Real*)a.params, *weights = a.master ? a.master : params;
     const double t = (double)a.state->t;
     const Real rate = (Real)(a.lr / (1.0 - pow(a.beta1, t))), correction = (Real)sqrt(1.0 - pow(a.beta2, t));
     const Real m_part = (Real)(1.0 - a.beta1), v_part = (Real)(1.0 - a.beta2), beta2 = (Real)a.beta2;
     const Real eps = (Real)a.eps, grad_scale = a.state->grad_scale;
-    for (int s = 0; s < a.num_segments; s++) {
-        const ParamSegment segment = a.segments[s];
-        const Real keep = (Real)(1.0 - a.lr * segment.weight_decay);
-        assert(segment.begin <= segment.end && segment.end <= a.n);
-        #pragma omp parallel for simd
-        for (size_t i = segment.begin; i < segment.end; i++) {
-            const Real g = grads[i] * grad_scale;
-            const Real m = a.m[i] = a.m[i] + m_part * (g - a.m[i]);
-            const Real v = a.v[i] = beta2 * a.v[i] + v_part * g * g;
-            weights[i] = weights[i] * keep - rate * m / ((Real)sqrt(v) / correction + eps);
-            params[i] = weights[i];
-        }
+    const Real keep = (Real)(1.0 - a.lr * a.weight_decay);
+    #pragma omp parallel for simd
+    for (size_t i = 0; i < a.n; i++) {
+        const Real g = grads[i] * grad_scale;
+        const Real m = a.m[i] = a.m[i] + m_part * (g - a.m[i]);
+        const Real v = a.v[i] = beta2 * a.v[i] + v_part * g * g;
+        weights[i] = weights[i] * keep - rate * m / ((Real)sqrt(v) / correction + eps);
+        params[i] = weights[i];
     }
     OP_DONE(a);
 }

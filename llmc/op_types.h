@@ -1,6 +1,6 @@
 /*
 Types that the ops of both builds share, the nouns of llmc/ops.h: a gradient and where it goes, token buckets,
-the state of an update, segments of the flat buffers.
+the state of an update, chunks of the gradient.
 
     Grad dweight = {data, Accumulate::Yes};     // added to
 */
@@ -20,6 +20,7 @@ struct int4 { int x, y, z, w; };                // as the CUDA toolkit has it
 #endif
 
 constexpr double kLayernormEps = 1e-5;          // added to the variance, as in GPT-2 and PyTorch's default
+constexpr int kMaxLevels = 24;                   // of the tree that lanes are summed by: 2^24 lanes a rank
 constexpr float kClipEps = 1e-6f;               // added to the norm in clipping, as in clip_grad_norm_
 
 enum class Accumulate { No, Yes };              // No: output = value; Yes: output += value
@@ -38,6 +39,14 @@ template <class S> struct GradOf {
     size_t first = 0;
 };
 typedef GradOf<float> Grad;
+
+// The same tensor, read again.
+struct StoredGrads {
+    const void* data;           // S, or bf16
+    bool is_bf16 = false;
+    RoundKey key = {};          // of the micro-step that stored it
+    size_t first = 0;
+};
 
 // Token positions grouped by token id, so that each row of dwte is summed by one owner in a fixed order.
 struct TokenBuckets {
@@ -65,17 +74,16 @@ struct UpdatePolicy {
     float max_scale;
 };
 
-// Elements [begin, end) of the flat fp32 buffers (master weights, m, v) share a weight decay, the type of
-// their gradients, which lie `grads` bytes into the gradient buffer, and the type of the parameters
-// themselves, `params` bytes into theirs. What no segment covers is padding. Where all gradients are fp32:
-// grads = 4 * begin.
-struct ParamSegment {
-    size_t begin, end;
-    float weight_decay;
-    bool grads_bf16 = false;
-    size_t grads = 0;
-    bool params_fp32 = false;       // else floatX
-    size_t params = 0;
+// The gradient's sum of squares is taken chunk by chunk, and shards are whole chunks: so it has the same bits
+// however many ranks share the gradient out.
+constexpr size_t kChunk = 8192;
+
+// Which part of the sums that all ranks send belongs where. A bucket is a run of tensors that is cut into
+// equal shards, one a rank; its live chunks come first, and what stands behind them is padding.
+struct ChunkRange {
+    size_t chunks;              // live ones of this bucket
+    size_t per_rank;            // of a shard
+    size_t at;                  // index of a shard's first one among all sums of its rank
 };
 
 #endif  // LLMC_OP_TYPES_H

@@ -15,7 +15,7 @@ that may be null says so.
 #ifndef LLMC_OPS_H
 #define LLMC_OPS_H
 
-#include "op_types.h"   // gives: GradOf, Accumulate, TokenBuckets, UpdateState, ParamSegment, Stream
+#include "op_types.h"   // gives: GradOf, Accumulate, TokenBuckets, UpdateState, ChunkRange, Stream
 
 template <class X, class S> struct EncoderForward {     // token plus position embedding
     X* out;                             // (B,T,C)
@@ -134,30 +134,44 @@ template <class X, class S> struct LossSum {            // mean (+)= weight * su
     int N;
 };
 
-template <class X, class S> struct GlobalNorm {         // the norm, and the decision about the update
+// Gradients of lanes (section 7): out = chain[0] + (chain[1] + (... + sum of the pieces)), where pieces are
+// summed in pairs, (0 + 1) + (2 + 3) and so on, and an odd one out moves up a level. Both are parts of one tree.
+template <class X, class S> struct LaneSum {
+    GradOf<S> out;                      // (n), stored; may be one of the inputs
+    const S* chain[kMaxLevels];         // (n) each
+    int num_chain;
+    StoredGrads pieces;                 // (num_pieces,n), one after another. Each has this `first`; in bf16,
+    uint32_t piece_micros;              // piece r was stored by micro-step key.micro + r * piece_micros
+    int num_pieces;
+    size_t n;                           // a multiple of kChunk
+};
+template <class X, class S> struct SquareSums {         // of the gradient's chunks
+    double* sums;                       // (n/kChunk)
+    StoredGrads grads;                  // (n)
+    size_t n;                           // a multiple of kChunk
+};
+template <class X, class S> struct UpdateDecision {     // loss, norm, and the decision about the update
     UpdateState* state;
-    S* scratch;
-    const void* grads;                  // (n) S, or as the segments say
-    bool grads_bf16;                    // some segments' are
-    RoundKey grad_key;                  // of the micro-step that stored the gradients
-    const ParamSegment* segments;       // on the device; ascending, each begins at a multiple of 8
-    int num_segments;
-    size_t n;
+    S* loss;                            // mean over the total batch: the sum of all lanes'
+    const char* records;                // (ranks,record_bytes): each rank's sums and, at lanes_at, S losses of
+    size_t record_bytes, lanes_at;      // its lanes
+    int ranks, lanes;                   // lanes: of each rank
+    bool interleaved;                   // lane l of rank r is the job's number l*ranks + r, else r*lanes + l
+    const ChunkRange* ranges;           // (num_ranges) on the device
+    int num_ranges;
     float max_norm;                     // 0: no clipping
     UpdatePolicy policy;
 };
 template <class X, class S> struct AdamW {              // a skipped update changes nothing
-    void* params;                       // (n) X, or as the segments say
+    void* params;                       // (n) X, or S
+    bool params_fp32;                   // S
     S *master, *m, *v;                  // (n); master: null when the parameters are all there is
-    const void* grads;                  // (n) S, or as the segments say
-    bool grads_bf16;                    // some segments' are
+    StoredGrads grads;                  // (n)
     const UpdateState* state;           // t already counts this update
-    const ParamSegment* segments;       // on the device; ascending, each begins at a multiple of 8
-    int num_segments;
-    size_t n;
-    double lr, beta1, beta2, eps;
-    RoundKey key;                       // of the rounding of 16-bit parameters without master copies
-    RoundKey grad_key;                  // of the micro-step that stored the gradients
+    size_t n;                           // a multiple of 8
+    double weight_decay, lr, beta1, beta2, eps;
+    RoundKey key;                       // of the rounding of 16-bit parameters without master copies; element i
+    size_t first;                       // draws as number first + i
 };
 
 // The table of ops: each is op(const Arguments<X, S>& a, Stream stream). Behind the two names stand its
@@ -187,7 +201,10 @@ template <class X, class S> struct AdamW {              // a skipped update chan
     X(classifier, Classifier, out("losses", a.losses, a.N),                                            \
       out("dlogits", a.mode == ClassifierMode::LossAndGrad ? a.logits : nullptr, a.N, a.Vp))           \
     X(loss_sum, LossSum, out("mean", a.mean, 1))                                                       \
-    X(global_norm, GlobalNorm, out("norm", a.state ? &a.state->norm : nullptr, 1),                     \
+    X(lane_sum, LaneSum, out("out", a.out, a.n))                                                       \
+    X(square_sums, SquareSums, out("sums", a.sums, a.n / kChunk))                                      \
+    X(update_decision, UpdateDecision, out("loss", a.loss, 1),                                         \
+      out("norm", a.state ? &a.state->norm : nullptr, 1),                                              \
       out("grad_scale", a.state ? &a.state->grad_scale : nullptr, 1))                                  \
     X(adamw_update, AdamW, out("params", (Weight*)a.params, a.n), out("master", a.master, a.n),        \
       out("m", a.m, a.n), out("v", a.v, a.n))
