@@ -4554,14 +4554,14 @@ int main(int argc, char** argv) {
     if (!unfit.empty()) { die("%s", unfit.c_str()); }
     DataLoader train_loader, val_loader;
     if (!evaluate_only) {
-        dataloader_init(&train_loader, run.train_data, run.B, run.T, 0, 1, run.shuffle && !run.overfit,
+        dataloader_init(&train_loader, run.train_data, run.B, run.T, run.shuffle && !run.overfit,
                         (uint64_t)run.seed, config.V);
         if (run.max_steps < 0) {
             run.max_steps = std::max((int64_t)1, train_loader.samples_per_epoch * run.T / run.total_batch);
         }
     }
     const bool needs_val = !generate_only && (run.val_every > 0 || evaluate_only);
-    if (needs_val) { dataloader_init(&val_loader, run.val_data, run.B, run.T, 0, 1, false, 0, config.V); }
+    if (needs_val) { dataloader_init(&val_loader, run.val_data, run.B, run.T, false, 0, config.V); }
     if (needs_val && !evaluate_only) {
         const char* shared = dataloader_shared_file(&train_loader, &val_loader);
         if (shared) {
