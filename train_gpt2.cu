@@ -5160,7 +5160,8 @@ static void check_same_job(const DataLoader& train_loader, const DataLoader& val
 int main(int argc, char** argv) {
     device_prepare(argv);
     flags_parse(kFlags, kNumFlags, argc, argv);
-    run.comm.init = flags_split("auto|mpi|tcp|fs", '|')[run.comm_init].c_str();
+    const char* const inits[] = {"auto", "mpi", "tcp", "fs"};      // as the flag's options
+    run.comm.init = inits[run.comm_init];
     comm_start(run.comm, argc, argv);
     const Config config = config_check();
     Options options = run_options();
@@ -5178,16 +5179,16 @@ int main(int argc, char** argv) {
     DataLoader train_loader = {}, val_loader = {};
     if (!evaluate_only) {
         const int in_a_row = run.zero == 2 ? 1 : rank_micro_steps();
-        dataloader_init(&train_loader, run.train_data, run.B, run.T, comm.rank, comm.world,
-                        run.shuffle && !run.overfit, (uint64_t)run.seed, config.V, in_a_row);
+        dataloader_init(&train_loader, run.train_data, run.B, run.T, run.shuffle && !run.overfit,
+                        (uint64_t)run.seed, config.V, {comm.rank, comm.world, in_a_row});
         if (run.max_steps < 0) {
             run.max_steps = std::max((int64_t)1, train_loader.samples_per_epoch * run.T / run.total_batch);
         }
     }
     const bool needs_val = !generate_only && (run.val_every > 0 || evaluate_only);
     if (needs_val) {
-        dataloader_init(&val_loader, run.val_data, run.B, run.T, comm.rank, comm.world, false, 0, config.V,
-                        1);
+        dataloader_init(&val_loader, run.val_data, run.B, run.T, false, 0, config.V,
+                        {comm.rank, comm.world});
     }
     if (needs_val && !evaluate_only) {
         const char* shared = dataloader_shared_file(&train_loader, &val_loader);

@@ -6,15 +6,17 @@ matches a glob pattern. Shard s holds floor((ntokens_s - 1) / T) windows: window
 the first T are a row of inputs, the last T its targets. A sample is one window. Samples are numbered g = 0,
 1, 2, ... for ever: place g % samples_per_epoch of epoch g / samples_per_epoch. Unshuffled, place i holds
 window i of all shards one after another; shuffled, window rand_permuted(seed, epoch, samples_per_epoch, i).
-Row b of the batch at position p on rank r is sample p + r*B + b, and the next position is p + world*B.
+A step of the job is the next world*run batches of B samples; rank r has `run` of them in a row, from number
+r*run on. So row b of its batch j = 0 .. run-1, in the step that begins at position p, is sample
+p + (r*run + j)*B + b, and the next step begins at p + world*run*B; each batch adds world*B to the position.
 
-Hence every sample of an epoch is seen once, by one rank, in the same global order for any B and any number of
-ranks; position is all there is to save, and any position is a good one to seek. A batch that meets the end of
-an epoch goes on in the next one: who wants each row once (validation) takes the first samples_per_epoch - p
-rows of the batch at p; the others are the epoch's first again.
+Hence every sample of an epoch is seen once, by one rank, and what a step holds depends on B*world*run alone.
+Between two steps position is all there is to save, and any position is a good one to seek: a step begins
+there. A batch that meets the end of an epoch goes on in the next one: who wants each row once (validation)
+takes the first samples_per_epoch - p rows of the batch at p; the others are the epoch's first again.
 
     DataLoader loader;
-    dataloader_init(&loader, "data/train_*.bin", B, T, rank, world, true, seed, V);
+    dataloader_init(&loader, "data/train_*.bin", B, T, true, seed, V, {rank, world, run});
     dataloader_next(&loader);               // loader.inputs, loader.targets: (B,T), valid until the next call
     int64_t position = loader.position;     // save this ...
     dataloader_seek(&loader, position);     // ... and the next batch is the one that would have come
@@ -84,13 +86,18 @@ struct DataPrefetch {
     std::thread thread;
 };
 
+// Which part of each step is this process's; {}: all of it.
+struct DataShare { int rank = 0, world = 1, run = 1; };
+
 struct DataLoader {
     const int* inputs;                      // (B,T)
     const int* targets;                     // (B,T)
     int64_t position;                       // of the batch the next call returns, in samples of all ranks
     int64_t samples_per_epoch;              // over all ranks
     int64_t tokens;                         // in all shards, the tails that fill no window included
-    int B, T, rank, world;
+    int B, T;
+    DataShare share;
+    int batch;                              // number of the next batch within its step, 0 .. share.run-1
     DataPrefetch* prefetch;
 };
 
@@ -243,24 +250,31 @@ static inline void data_thread(DataPrefetch* p) {
     }
 }
 
+// The sample that the next batch begins with. Each batch of this step has moved position by one of every
+// rank's, but the rank's own follow each other.
+static inline int64_t data_first_row(const DataLoader* loader) {
+    const DataShare& share = loader->share;
+    const int64_t step_began = loader->position - (int64_t)loader->batch * share.world * loader->B;
+    return step_began + ((int64_t)share.rank * share.run + loader->batch) * loader->B;
+}
+
 static inline void data_request(DataLoader* loader) {       // the mutex is held, nothing is pending
     DataPrefetch* p = loader->prefetch;
-    p->first_row = loader->position + (int64_t)loader->rank * loader->B;
+    p->first_row = data_first_row(loader);
     p->pending = true;
     p->changed.notify_all();
 }
 
 // ---- the loader ----
 
-static inline void dataloader_init(DataLoader* loader, const char* pattern, int B, int T, int rank, int world,
-                                   bool shuffle, uint64_t seed, int vocab) {
-    assert(B > 0 && T > 0 && rank >= 0 && rank < world && vocab > 0);
+static inline void dataloader_init(DataLoader* loader, const char* pattern, int B, int T, bool shuffle,
+                                   uint64_t seed, int vocab, DataShare share = {}) {
+    assert(B > 0 && T > 0 && vocab > 0 && share.rank >= 0 && share.rank < share.world && share.run > 0);
     DataPrefetch* p = new DataPrefetch();
     *loader = DataLoader();
     loader->B = B;
     loader->T = T;
-    loader->rank = rank;
-    loader->world = world;
+    loader->share = share;
     loader->prefetch = p;
     int64_t longest = 0;
     for (const std::string& path : data_glob(pattern)) {
@@ -308,22 +322,24 @@ static inline void dataloader_next(DataLoader* loader) {
     DataPrefetch* p = loader->prefetch;
     std::unique_lock<std::mutex> lock(p->mutex);
     p->changed.wait(lock, [p] { return !p->pending; });
-    if (p->first_row != loader->position + (int64_t)loader->rank * loader->B) {     // somebody seeked
+    if (p->first_row != data_first_row(loader)) {           // somebody seeked
         data_request(loader);
         p->changed.wait(lock, [p] { return !p->pending; });
     }
     if (!p->error.empty()) { die("%s", p->error.c_str()); }
     loader->inputs = p->inputs[p->slot].data();
     loader->targets = p->targets[p->slot].data();
-    loader->position += (int64_t)loader->world * loader->B;
+    loader->position += (int64_t)loader->share.world * loader->B;
+    loader->batch = (loader->batch + 1) % loader->share.run;
     p->slot = 1 - p->slot;
     data_request(loader);
 }
 
-// The batch read ahead is simply not used when its position is no longer the wanted one.
+// A step begins there. The batch read ahead is simply not used when it is no longer the wanted one.
 static inline void dataloader_seek(DataLoader* loader, int64_t position) {
     assert(position >= 0);
     loader->position = position;
+    loader->batch = 0;
 }
 
 // The path of a file that both loaders read, or nullptr. Validating on the training data is never meant.
@@ -334,6 +350,17 @@ static inline const char* dataloader_shared_file(const DataLoader* a, const Data
         }
     }
     return nullptr;
+}
+
+// What the data are, in one line, to be compared between ranks that read them by paths of their own. "": none.
+static inline std::string dataloader_facts(const DataLoader* loader) {
+    if (!loader->prefetch) { return ""; }
+    std::string text = format("%lld tokens in %zu shards:", (long long)loader->tokens,
+                              loader->prefetch->shards.size());
+    for (const DataShard& shard : loader->prefetch->shards) {
+        text += format(" %s %lld", shard.path.substr(shard.path.rfind('/') + 1).c_str(), (long long)shard.tokens);
+    }
+    return text;
 }
 
 static inline void dataloader_free(DataLoader* loader) {

@@ -340,7 +340,7 @@ static void test_bigram() {
 // The sum of all tokens as the loader sees them, one window of T = 1 after the other.
 static unsigned long sum_of_loader(const std::string& path, int64_t tokens) {
     DataLoader loader;
-    dataloader_init(&loader, path.c_str(), 1, 1, 0, 1, false, 0, 65536);
+    dataloader_init(&loader, path.c_str(), 1, 1, false, 0, 65536);
     unsigned long sum = 0;
     for (int64_t i = 0; i + 1 < tokens; i++) {
         dataloader_next(&loader);
@@ -404,7 +404,7 @@ static void test_tinyshakespeare() {
     CHECK(out.code == 0, "%s", out.text.c_str());
     DataLoader loader;
     std::string all = in_folder("tiny/tiny_shakespeare_all.bin");
-    dataloader_init(&loader, all.c_str(), 16, 1024, 0, 1, false, 0, 50257);
+    dataloader_init(&loader, all.c_str(), 16, 1024, false, 0, 50257);
     CHECK(loader.tokens == 338025, "%lld tokens", (long long)loader.tokens);
     dataloader_free(&loader);
 }

@@ -62,31 +62,32 @@ static std::vector<int> expected_epoch(const std::vector<int>& sizes, int T, boo
     return firsts;
 }
 
-// What `steps` batches of all ranks hold: the first token of every row, ordered by sample number. Checks that
-// every row is a run of consecutive tokens with its targets one further on.
+// What `steps` steps of all ranks hold, `run` batches a rank: the first token of every row, ordered by sample
+// number. Checks that every row is a run of consecutive tokens with its targets one further on.
 static std::vector<int> collect(const std::string& pattern, int B, int T, int world, int steps, bool shuffle,
-                                uint64_t seed, int64_t from = 0) {
-    std::vector<int> firsts((size_t)(B * world * steps));
+                                uint64_t seed, int64_t from = 0, int run = 1) {
+    std::vector<int> firsts((size_t)(B * world * run * steps));
     int broken = 0;
     for (int rank = 0; rank < world; rank++) {
         DataLoader loader;
-        dataloader_init(&loader, pattern.c_str(), B, T, rank, world, shuffle, seed, 65536);
+        dataloader_init(&loader, pattern.c_str(), B, T, shuffle, seed, 65536, {rank, world, run});
         dataloader_seek(&loader, from);
-        for (int k = 0; k < steps; k++) {
+        for (int k = 0; k < steps * run; k++) {
             dataloader_next(&loader);
+            const int batch = (k / run * world + rank) * run + k % run;     // its number in the job's list
+            broken += loader.position != from + (int64_t)(k + 1) * B * world;
             for (int b = 0; b < B; b++) {
                 int first = loader.inputs[b * T];
-                firsts[(size_t)((k * world + rank) * B + b)] = first;
+                firsts[(size_t)(batch * B + b)] = first;
                 for (int t = 0; t < T; t++) {
                     broken += loader.inputs[b * T + t] != first + t;
                     broken += loader.targets[b * T + t] != first + t + 1;
                 }
             }
         }
-        broken += loader.position != from + (int64_t)steps * B * world;
         dataloader_free(&loader);
     }
-    CHECK(broken == 0, "B=%d T=%d world=%d: %d wrong tokens", B, T, world, broken);
+    CHECK(broken == 0, "B=%d T=%d world=%d run=%d: %d wrong tokens or positions", B, T, world, run, broken);
     return firsts;
 }
 
@@ -114,6 +115,51 @@ static void test_order() {
     }
 }
 
+// A rank that takes several batches in a row: all ranks together still take the one global order, so a step
+// is the same for every way to cut it, and so is what comes after a seek to the position between two steps.
+static void test_runs() {
+    std::string pattern = write_set("runs", kSizes);
+    std::vector<int> expected;
+    while ((int)expected.size() < kSamples + 2 * 64 * 8 * 3) {      // where it begins, the two largest steps
+        std::vector<int> epoch = expected_epoch(kSizes, kT, true, 42, (uint32_t)(expected.size() / kSamples));
+        expected.insert(expected.end(), epoch.begin(), epoch.end());
+    }
+    for (int world : {1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 31, 32, 63, 64}) {
+        for (int run = 1; run <= 8; run++) {
+            const int B = 1 + (world + run) % 3, step = B * world * run;
+            const int steps = std::max(2, 3 * kSamples / step + 1), from = world * run % kSamples;
+            std::vector<int> got = collect(pattern, B, kT, world, steps, true, 42, from, run);
+            bool same = from + got.size() <= expected.size() &&
+                        std::equal(got.begin(), got.end(), expected.begin() + from);
+            CHECK(same, "B=%d world=%d run=%d: not the promised order", B, world, run);
+            // another cut of the same steps goes on where the first one ended
+            std::vector<int> rest = collect(pattern, B, kT, world * run, steps - 1, true, 42, from + step);
+            same = std::equal(rest.begin(), rest.end(), got.begin() + step);
+            CHECK(same, "B=%d world=%d run=%d: %d ranks go on differently", B, world, run, world * run);
+        }
+    }
+    // a seek in the middle of a step begins a new one, also where the position stays the same
+    DataLoader loader;
+    const int B = 2, rank = 1, world = 3, run = 4;
+    dataloader_init(&loader, pattern.c_str(), B, kT, true, 42, 65536, {rank, world, run});
+    for (int taken = 1; taken <= 2 * run; taken++) {
+        const int64_t before = loader.position;
+        for (int k = 0; k < taken; k++) { dataloader_next(&loader); }
+        CHECK(loader.position == before + taken * world * B, "position %lld", (long long)loader.position);
+        const int64_t from = taken % 2 ? loader.position : 17 + taken;
+        dataloader_seek(&loader, from);
+        bool same = true;
+        for (int j = 0; j < run; j++) {
+            dataloader_next(&loader);
+            for (int b = 0; b < B; b++) {
+                same &= loader.inputs[b * kT] == expected[(size_t)(from + (rank * run + j) * B + b)];
+            }
+        }
+        CHECK(same && loader.position == from + run * world * B, "a seek after %d batches", taken);
+    }
+    dataloader_free(&loader);
+}
+
 static void test_shuffle() {
     std::string pattern = write_set("shuffle", {2000, 3000});
     int n = 1999 / 8 + 2999 / 8;
@@ -132,7 +178,7 @@ static void test_shuffle() {
     int shard_first[2] = {0, 0};            // over many epochs, both shards come first about equally often
     for (int e = 0; e < 64; e++) {
         DataLoader loader;
-        dataloader_init(&loader, pattern.c_str(), 1, 8, 0, 1, true, 5, 65536);
+        dataloader_init(&loader, pattern.c_str(), 1, 8, true, 5, 65536);
         dataloader_seek(&loader, (int64_t)e * n);
         dataloader_next(&loader);
         shard_first[loader.inputs[0] >= 2000]++;
@@ -154,7 +200,7 @@ static void test_position() {
         }
         // back and forth in one loader; the current batch stays what it is until the next call
         DataLoader loader;
-        dataloader_init(&loader, pattern.c_str(), B, kT, 1, world, shuffle, 9, 65536);
+        dataloader_init(&loader, pattern.c_str(), B, kT, shuffle, 9, 65536, {1, world});
         for (int k : {7, 8, 3, 30, 0, 30, 31, 0, 0, 1}) {
             dataloader_seek(&loader, (int64_t)k * B * world);
             dataloader_next(&loader);
@@ -171,7 +217,7 @@ static void test_position() {
         dataloader_free(&loader);
     }
     DataLoader unused;
-    dataloader_init(&unused, pattern.c_str(), B, kT, 0, 1, true, 9, 65536);
+    dataloader_init(&unused, pattern.c_str(), B, kT, true, 9, 65536);
     CHECK(unused.samples_per_epoch == kSamples, "%lld samples", (long long)unused.samples_per_epoch);
     CHECK(unused.tokens == 478, "%lld tokens", (long long)unused.tokens);
     dataloader_free(&unused);               // with a batch read ahead that nobody asked for
@@ -190,7 +236,7 @@ static void test_any_row() {
         if (!shuffle) { CHECK(rows[kSamples] == rows[0], "unshuffled, row 0 does not follow the last one"); }
         for (int B : {1, 3, kSamples - 1, kSamples, kSamples + 5}) {
             DataLoader loader;
-            dataloader_init(&loader, pattern.c_str(), B, kT, 0, 1, shuffle, 21, 65536);
+            dataloader_init(&loader, pattern.c_str(), B, kT, shuffle, 21, 65536);
             int wrong = 0, seeks = 0;
             for (int p = 2 * kSamples; p >= 0; p--) {
                 dataloader_seek(&loader, p);
@@ -234,7 +280,7 @@ static void test_open_files() {
     if (files < 4 || threads < 3) { SKIP(8, "no /proc here"); return; }
     for (int round = 0; round < 3; round++) {
         DataLoader loader;
-        dataloader_init(&loader, pattern.c_str(), 13, 8, 0, 1, true, 6, 65536);
+        dataloader_init(&loader, pattern.c_str(), 13, 8, true, 6, 65536);
         std::vector<int> firsts, expected = expected_epoch(sizes, 8, true, 6, 0);
         for (int k = 0; k < 40; k++) {
             dataloader_next(&loader);
@@ -266,11 +312,11 @@ static void test_small_sets() {
     std::vector<int> odd = {5};
     CHECK(collect(in_folder("odd[1].bin"), 1, 2, 1, 1, false, 0) == odd, "a name with brackets");
     DataLoader a, b;
-    dataloader_init(&a, exact.c_str(), 1, 8, 0, 1, false, 0, 65536);
-    dataloader_init(&b, in_folder("./exact_002.bin").c_str(), 1, 8, 0, 1, false, 0, 65536);
+    dataloader_init(&a, exact.c_str(), 1, 8, false, 0, 65536);
+    dataloader_init(&b, in_folder("./exact_002.bin").c_str(), 1, 8, false, 0, 65536);
     CHECK(dataloader_shared_file(&a, &b) != nullptr, "the same file under two names was not noticed");
     dataloader_free(&b);
-    dataloader_init(&b, one.c_str(), 1, 8, 0, 1, false, 0, 65536);
+    dataloader_init(&b, one.c_str(), 1, 8, false, 0, 65536);
     CHECK(dataloader_shared_file(&a, &b) == nullptr, "different files were called the same");
     dataloader_free(&a);
     dataloader_free(&b);
@@ -312,7 +358,7 @@ static void test_huge() {
     const int64_t window = tokens / T - 1;                  // the last one; mark its first token
     mark_token(path, window * T, mark);
     DataLoader loader;
-    dataloader_init(&loader, path.c_str(), 1, T, 0, 1, false, 0, 50257);
+    dataloader_init(&loader, path.c_str(), 1, T, false, 0, 50257);
     CHECK(loader.tokens == tokens, "%lld tokens, expected %lld", (long long)loader.tokens, (long long)tokens);
     dataloader_seek(&loader, window);
     dataloader_next(&loader);
@@ -326,7 +372,7 @@ static void test_huge() {
     mark_token(path, row, mark);
     Child shuffled = run_child([&] {
         limit_memory(1ull << 30);
-        dataloader_init(&loader, path.c_str(), 1, 1, 0, 1, true, 3, 50257);
+        dataloader_init(&loader, path.c_str(), 1, 1, true, 3, 50257);
         dataloader_seek(&loader, epoch * rows + place);
         dataloader_next(&loader);
         _exit(loader.samples_per_epoch == rows && loader.inputs[0] == mark ? 7 : 8);
@@ -337,7 +383,7 @@ static void test_huge() {
     const int64_t middle = (3ll << 30) + 5;                 // fits 32 bits, but not with a sign
     Child taken = run_child([&] {
         if (!write_huge(path, middle)) { _exit(6); }
-        dataloader_init(&loader, path.c_str(), 1, T, 0, 1, true, 3, 50257);
+        dataloader_init(&loader, path.c_str(), 1, T, true, 3, 50257);
         _exit(loader.tokens == middle ? 7 : 8);
     });
     CHECK(taken.code == 7, "%lld tokens: %d, %s", (long long)middle, taken.code, taken.err.c_str());
@@ -348,7 +394,7 @@ static void test_huge() {
 
 static void load(const std::string& pattern, int batches = 1, int vocab = 65536, int64_t from = 0) {
     DataLoader loader;
-    dataloader_init(&loader, pattern.c_str(), 2, 8, 0, 1, false, 0, vocab);
+    dataloader_init(&loader, pattern.c_str(), 2, 8, false, 0, vocab);
     dataloader_seek(&loader, from);
     for (int k = 0; k < batches; k++) { dataloader_next(&loader); }
     dataloader_free(&loader);
@@ -416,7 +462,7 @@ static void test_bad_files() {
     // found by the thread, reported by the caller
     check_dies("file cut while in use", [&] {
         DataLoader loader;
-        dataloader_init(&loader, path.c_str(), 2, 8, 0, 1, false, 0, 65536);
+        dataloader_init(&loader, path.c_str(), 2, 8, false, 0, 65536);
         dataloader_next(&loader);
         if (truncate(path.c_str(), 1024 + 50) != 0) { _exit(98); }
         for (int k = 0; k < 6; k++) { dataloader_next(&loader); }
@@ -426,7 +472,7 @@ static void test_bad_files() {
     write_shard(other, tokens);
     check_dies("file replaced while in use", [&] {
         DataLoader loader;
-        dataloader_init(&loader, in_folder("ba?.bin").c_str(), 2, 8, 0, 1, false, 0, 65536);
+        dataloader_init(&loader, in_folder("ba?.bin").c_str(), 2, 8, false, 0, 65536);
         dataloader_next(&loader);
         write_shard(other, {1, 2, 3});
         for (int k = 0; k < 24; k++) { dataloader_next(&loader); }
@@ -459,7 +505,7 @@ static void test_token_range() {
     check_dies("id = V in the third batch", [&] { load(path, 3, 256); }, words);
     check_dies("id = V after a seek", [&] { load(path, 1, 256, 4); }, words);
     DataLoader loader;                      // reads the bad batch ahead, and nobody asks for it
-    dataloader_init(&loader, path.c_str(), 2, 8, 0, 1, false, 0, 256);
+    dataloader_init(&loader, path.c_str(), 2, 8, false, 0, 256);
     dataloader_next(&loader);
     dataloader_next(&loader);
     CHECK(loader.inputs[0] == 254 && loader.position == 4, "position %lld", (long long)loader.position);
@@ -475,7 +521,7 @@ static void test_token_range() {
     tokens[96] = 255;
     tokens[97] = 65535;                     // in no window
     write_shard(path, tokens);
-    dataloader_init(&loader, path.c_str(), 12, 8, 0, 1, false, 0, 256);
+    dataloader_init(&loader, path.c_str(), 12, 8, false, 0, 256);
     dataloader_next(&loader);
     int largest = 0;
     for (int i = 0; i < 12 * 8; i++) { largest = std::max(largest, loader.targets[i]); }
@@ -490,6 +536,7 @@ int main() {
     folder = name;
     TEST("no memory") { test_no_memory(); }         // first: later, stacks of ended threads are at hand
     TEST("order: every sample once per epoch, by one rank, in the promised order") { test_order(); }
+    TEST("runs: several batches of a step in a row for each rank") { test_runs(); }
     TEST("shuffle") { test_shuffle(); }
     TEST("position") { test_position(); }
     TEST("any row may be sought") { test_any_row(); }
