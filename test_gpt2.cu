@@ -251,7 +251,8 @@ static void test_model(const std::string& prefix, const Options& options, double
     const int N = r.B * r.T;
 
     gpt2_set_inputs(&model, r.x.data(), r.y.data(), r.B, r.T, ClassifierMode::LossOnly);
-    gpt2_loss(&model, r.B, r.T, ClassifierMode::LossOnly, 0.0f, 1.0f / (float)N, Accumulate::No);
+    gpt2_loss(&model, r.B, r.T, ClassifierMode::LossOnly, 0.0f, 1.0f / (float)N, &model.state->loss,
+                  Accumulate::No);
     std::vector<float> logits = host_logits(&model, N);
     double worst = 0.0, square = 0.0;
     for (size_t i = 0; i < logits.size(); i++) {
@@ -334,7 +335,8 @@ static void dump_grads(const std::vector<std::string>& args) {
         const size_t at = (size_t)micro * rows * r.T;
         gpt2_set_inputs(&model, r.x.data() + at, r.y.data() + at, rows, r.T,
                         ClassifierMode::LossOnly);
-        gpt2_loss(&model, rows, r.T, ClassifierMode::LossOnly, 0.0f, 0.0f, Accumulate::No);
+        gpt2_loss(&model, rows, r.T, ClassifierMode::LossOnly, 0.0f, 0.0f, &model.state->loss,
+                  Accumulate::No);
         const std::vector<float> logits = host_logits(&model, rows * r.T);
         atomic_write(&out, logits.data(), logits.size() * sizeof(float));
     }
@@ -406,46 +408,122 @@ static std::vector<float> short_run(const Config& c, const Options& o, int B, in
     return result;
 }
 
-// A layer's tensors lie together in every arena, no two tensors overlap, and the segments say the same.
+static void check_layout(const ParamSpec* specs, const Config& c, const Split& split, bool bf16,
+                         const Layout& alone) {
+    const Layout layout = param_layout(specs, c, split, bf16);
+    const std::string what = format("L=%d, %d ranks, stage %d, bf16 %d", c.L, split.world, split.zero, bf16);
+    std::vector<std::vector<std::pair<size_t, size_t>>> taken(layout.buckets.size());
+    bool good = (int)layout.buckets.size() == c.L + 3;
+    for (int i = 0; i < NUM_PARAMS; i++) {
+        const ParamSpec& s = specs[i];
+        for (int l = 0; l < s.copies; l++) {
+            const ParamPlace place = param_place(specs, layout, i, l), there = param_place(specs, alone, i, l);
+            const Bucket& b = layout.buckets[place.bucket];
+            good = good && b.kind == s.kind && place.offset % 128 == 0 && place.offset == there.offset &&
+                   place.offset + s.elems <= b.elems && place.bucket == there.bucket;
+            // wte and wpe, then layer by layer; vectors of all layers behind
+            const int expected = s.kind == Kind::Matrix ? (i <= PARAM_wpe ? 0 : 1 + l)
+                               : s.elem_bytes == 4 && strncmp(s.name, "ln", 2) == 0 ? c.L + 2 : c.L + 1;
+            good = good && place.bucket == expected;
+            taken[place.bucket].push_back({place.offset, place.offset + s.elems});
+        }
+    }
+    CHECK(good, "%s: a tensor's place", what.c_str());
+    size_t params = 0, state = 0, shards = 0, first = 0;
+    for (size_t k = 0; k < layout.buckets.size(); k++) {
+        const Bucket& b = layout.buckets[k];
+        std::sort(taken[k].begin(), taken[k].end());
+        for (size_t t = 1; t < taken[k].size(); t++) { good = good && taken[k][t - 1].second <= taken[k][t].first; }
+        good = good && b.padded == b.shard * split.world && b.shard % kChunk == 0 && b.padded >= b.elems &&
+               b.padded - b.elems < kChunk * split.world + split.world * (size_t)128;
+        good = good && b.params == params && b.state == state && b.shards == shards && b.first == first &&
+               b.first == alone.buckets[k].first && b.params % kAlign == 0 && b.grads % kAlign == 0;
+        params += b.padded * (b.kind == Kind::Norm ? 4 : sizeof(floatX));
+        state += split.zero ? b.shard : b.padded;
+        shards += b.shard;
+        first += alone.buckets[k].padded;
+        // at stage 2 layers of one parity share a place, else none do
+        const size_t bytes = b.padded * (bf16 && b.kind == Kind::Matrix ? 2 : 4);
+        good = good && b.grads + bytes <= layout.grads_bytes;
+        for (size_t j = 0; j < k; j++) {
+            const Bucket& other = layout.buckets[j];
+            const bool layers = j >= 1 && (int)k <= c.L, same = other.grads == b.grads;
+            good = good && same == (split.zero == 2 && layers && (k - j) % 2 == 0);
+            good = good && (same || other.grads + other.padded * (bf16 && other.kind == Kind::Matrix ? 2 : 4) <=
+                            b.grads || b.grads + bytes <= other.grads);
+        }
+    }
+    CHECK(good && params == layout.params_bytes && state == layout.state_elems && shards == layout.shard_elems,
+          "%s: buckets", what.c_str());
+}
+
+// Every tensor's place: whole, aligned, in a bucket of its kind, alone; every bucket cut into equal shards of
+// whole chunks; keys of rounding that do not depend on the number of ranks.
 static void test_layout() {
     const Config one_layer = {8, 67, 128, 1, 1, 8}, seven_layers = {70, 300, 384, 7, 2, 40};
     for (const Config& c : {kTiny, kTensorCore, one_layer, seven_layers}) {
-        for (bool grads_bf16 : {false, true}) {
-            Options o = default_options();
-            o.grads_bf16 = grads_bf16;
-            o.weight_decay = 0.5f;
-            ParamSpec specs[NUM_PARAMS];
-            const size_t elems = param_specs(specs, c);
-            std::vector<ParamSegment> segments;
-            const size_t grad_bytes = gpt2_segments(&segments, specs, o);
-            // the arenas' order, written out: before the layers, layer by layer, behind them
-            std::vector<std::pair<int, int>> order = {{PARAM_wte, 0}, {PARAM_wpe, 0}};
-            for (int l = 0; l < c.L; l++) {
-                for (int i = PARAM_ln1w; i <= PARAM_fcprojb; i++) { order.push_back({i, l}); }
+        ParamSpec specs[NUM_PARAMS];
+        param_specs(specs, c);
+        const Layout alone = param_layout(specs, c, {0, 1, 0}, false);
+        for (int world = 1; world <= 64; world++) {
+            for (int zero = 0; zero <= (world > 1 ? 2 : 0); zero++) {
+                for (bool bf16 : {false, true}) {
+                    check_layout(specs, c, {world - 1, world, zero}, bf16, alone);
+                }
             }
-            order.push_back({PARAM_lnfw, 0});
-            order.push_back({PARAM_lnfb, 0});
-            CHECK(segments.size() == order.size(), "%zu segments", segments.size());
-            size_t at = 0, params = 0, grads = 0;
-            for (size_t k = 0; k < order.size(); k++) {
-                const ParamSpec& s = specs[order[k].first];
-                const int l = order[k].second;
-                const ParamSegment& segment = segments[segment_index(c, order[k].first, l)];
-                const bool matrix = s.rows > 1;
-                CHECK(&segment == &segments[k] && param_offset(s, l) == at && param_at(s, l) == params &&
-                          segment.begin == at && segment.params == params && segment.grads == grads,
-                      "L=%d: %s of layer %d is not where its layer is", c.L, s.name, l);
-                CHECK(segment.end - segment.begin >= s.elems && at % 128 == 0 && params % kAlign == 0 &&
-                          grads % kAlign == 0, "%s: size or alignment", s.name);
-                CHECK(segment.weight_decay == (matrix ? 0.5f : 0.0f) &&
-                          segment.grads_bf16 == (matrix && grads_bf16) &&
-                          segment.params_fp32 == (s.elem_bytes == 4), "%s: kind", s.name);
-                at = segment.end;
-                params += (segment.end - segment.begin) * s.elem_bytes;
-                grads += (segment.end - segment.begin) * (segment.grads_bf16 ? 2 : 4);
-            }
-            CHECK(at == elems && params == params_bytes(specs) && grads == grad_bytes, "the arenas' sizes");
         }
+    }
+}
+
+// A number of lanes for every list and every number of ranks; the counter's buffers, against sets of lanes.
+static void test_lanes() {
+    bool sound = true, shared = true, tree = true;
+    for (int world = 1; world <= 64; world++) {
+        for (int each = 1; each <= 40; each++) {
+            const int64_t micro_steps = (int64_t)world * each;
+            const int64_t lanes = lanes_default(micro_steps, world, 0);
+            sound = sound && lanes_error(lanes, micro_steps, world, 0).empty() && micro_steps % lanes == 0;
+            const bool more = lanes < 8 && micro_steps % (2 * lanes) == 0;
+            sound = sound && !more && (lanes == world || lanes / 2 < 8);
+            // fewer ranks choose the same where powers of two share the list out
+            for (int fewer = world; fewer % 2 == 0 && is_power_of_two(world) && world <= 8; fewer /= 2) {
+                shared = shared && lanes_default(micro_steps, fewer / 2, 0) == lanes;
+            }
+        }
+    }
+    CHECK(sound, "lanes_default: lanes that do not fit, or too few");
+    CHECK(shared, "lanes_default: 1, 2, 4 and 8 ranks choose different numbers of lanes");
+    CHECK(lanes_default(24, 1, 2) == 24 && lanes_default(24, 3, 0) == 12 && lanes_default(64, 64, 0) == 64,
+          "lanes_default: %d %d %d", (int)lanes_default(24, 1, 2), (int)lanes_default(24, 3, 0),
+          (int)lanes_default(64, 64, 0));
+    for (int64_t bad : {0, 3, 5, 16, 7}) { CHECK(!lanes_error(bad, 8, 1, 0).empty(), "%d lanes of 8", (int)bad); }
+    CHECK(!lanes_error(6, 24, 1, 0).empty() && lanes_error(6, 24, 3, 0).empty(), "6 lanes");
+    CHECK(!lanes_error(4, 8, 1, 2).empty() && lanes_error(8, 8, 1, 2).empty(), "a lane a micro-step");
+    CHECK(!lanes_error(6, 6, 3, 2).empty() && lanes_error(3, 3, 3, 2).empty(), "three ranks at stage 2");
+
+    // Follow the counter with texts instead of numbers: "(0+1)" for a sum.
+    for (int lanes = 1; lanes <= 33; lanes++) {
+        std::vector<std::string> buffers(lane_buffers(lanes)), level;
+        for (int lane = 0; lane < lanes; lane++) {
+            const int top = lane_buffer(lane), merges = lane_merges(lane, lanes);
+            tree = tree && top < (int)buffers.size() && merges <= top;
+            if (!tree) { break; }
+            level.push_back(format("%d", lane));
+            buffers[top] = level.back();
+            for (int k = top - 1; k >= top - merges; k--) {
+                buffers[k] = "(" + buffers[k] + "+" + buffers[k + 1] + ")";
+            }
+        }
+        while (level.size() > 1) {              // bottom up, in pairs
+            std::vector<std::string> next;
+            for (size_t i = 0; i + 1 < level.size(); i += 2) {
+                next.push_back("(" + level[i] + "+" + level[i + 1] + ")");
+            }
+            if (level.size() % 2 == 1) { next.push_back(level.back()); }
+            level = next;
+        }
+        CHECK(tree && buffers[0] == level[0], "%d lanes: %s, not %s", lanes, buffers[0].c_str(),
+              level[0].c_str());
     }
 }
 
@@ -498,7 +576,8 @@ static void test_invariance(const char* name, const Config& c) {
             for (GPT2* model : {&a, &b}) {
                 if (model == &b) {
                     gpt2_set_inputs(model, other.x.data(), other.y.data(), B, T, ClassifierMode::LossOnly);
-                    gpt2_loss(model, B, T, ClassifierMode::LossOnly, 0.0f, 1.0f, Accumulate::No);
+                    gpt2_loss(model, B, T, ClassifierMode::LossOnly, 0.0f, 1.0f, &model->state->loss,
+                  Accumulate::No);
                     gpt2_set_inputs(model, other.x.data(), nullptr, 1, T / 2, ClassifierMode::LossOnly);
                     gpt2_forward(model, 1, T / 2);
                     gpt2_logits(model, T / 2 - 1, 1);
@@ -652,7 +731,7 @@ static void test_cuda_options(const Config& c) {
         for (int i = 0; i < NUM_PARAMS; i++) {
             const std::vector<float> &exact = grads[0][i], &got = grads[1][i];
             const double error = relative_error(got.data(), exact.data(), exact.size());
-            const bool bf16 = b.segments[segment_index(c, i, 0)].grads_bf16;
+            const bool bf16 = a.param_specs[i].kind == Kind::Matrix;
             const bool good = bf16 ? error > 0.0 && error <= 5e-3 : same_bits(got, exact);
             CHECK(good, "gradient of %s differs by %g", a.param_specs[i].name, error);
         }
@@ -745,8 +824,8 @@ static void test_cuda_options(const Config& c) {
             for (int N : {1, 4096, 8192, 16384, 65536}) {
                 const Config shape = {N, 256, 256, 2, 1, C};
                 ParamSpec specs[NUM_PARAMS];
-                const size_t elems = param_specs(specs, shape);
-                const size_t bytes = gpt2_scratch_bytes(shape, default_options(), 1, N, specs, elems);
+                param_specs(specs, shape);
+                const size_t bytes = gpt2_scratch_bytes(shape, default_options(), 1, N, specs);
                 size_t most = std::max(encoder_backward_scratch_bytes(1, N, C),
                                        layernorm_backward_scratch_bytes(N, C));
                 for (int OC : {3 * C, 4 * C}) { most = std::max(most, bias_backward_scratch_bytes(N, OC)); }
@@ -1462,100 +1541,170 @@ static void test_classifier(int N, int V, int Vp) {
     }
 }
 
+// The tree's order is the point: the same bits as the twin's in float.
+static void test_lane_sum(int pieces, int chain, size_t n, bool bf16) {
+    Case k(format("lane_sum pieces=%d chain=%d n=%zu bf16=%d", pieces, chain, n, bf16));
+    const RoundKey key = {7, 3, 4, kRoundGrads}, out_key = {7, 3, 9, kRoundGradSums};
+    const size_t first = 3 * kChunk;
+    const uint32_t stride = 5;
+    std::vector<double> values;
+    std::vector<uint16_t> stored;
+    for (int r = 0; r < pieces; r++) {
+        RoundKey piece_key = key;
+        piece_key.micro += (uint32_t)r * stride;
+        std::vector<double> piece = k.random(n, 1.0 + r);
+        for (size_t i = 0; i < n; i++) {
+            const uint32_t draw = round_bits16(piece_key, first + i);
+            stored.push_back(bf16_encode_dithered((float)piece[i], draw));
+            piece[i] = bf16 ? bf16_decode_dithered(stored.back(), draw) : (double)(float)piece[i];
+        }
+        values.insert(values.end(), piece.begin(), piece.end());
+    }
+    LaneSum<floatX, float> a = {};
+    a.pieces = {bf16 ? (const void*)k.bytes_of("pieces", stored) : (const void*)k.tensor<float>("pieces", values),
+                bf16, key, first};
+    a.piece_micros = stride;
+    a.num_pieces = pieces;
+    a.num_chain = chain;
+    a.n = n;
+    std::vector<std::vector<float>> chains;
+    for (int c = 0; c < chain; c++) {
+        std::vector<double> x = k.random(n);
+        a.chain[c] = k.tensor<float>("chain", x);
+        chains.push_back({x.begin(), x.end()});
+    }
+    a.out = {bf16 ? (float*)k.poisoned<uint16_t>("out", n) : k.poisoned<float>("out", n), Accumulate::No, bf16,
+             out_key, first};
+    k.run([&] { lane_sum(a, 0); });
+    std::vector<float> flat(values.begin(), values.end()), sum(n);
+    LaneSum<float, float> twin = {};
+    twin.out = {sum.data(), Accumulate::No};
+    twin.pieces = {.data = flat.data()};
+    twin.num_pieces = pieces;
+    twin.num_chain = chain;
+    for (int c = 0; c < chain; c++) { twin.chain[c] = chains[c].data(); }
+    twin.n = n;
+    lane_sum_cpu<float>(twin, 0);
+    const std::vector<double> got = k.values_of(a.out);
+    size_t wrong = 0;
+    for (size_t i = 0; i < n; i++) {
+        const uint32_t draw = round_bits16(out_key, first + i);
+        const float want = bf16 ? bf16_decode_dithered(bf16_encode_dithered(sum[i], draw), draw) : sum[i];
+        wrong += (float)got[i] != want;
+    }
+    CHECK(wrong == 0, "%s: %zu elements differ from the twin's", k.title.c_str(), wrong);
+}
+
+// Two ranks' records of three buckets, the last one with fewer chunks than places; then clipping and scale.
+static void test_decision(bool interleaved, float factor, size_t chunks) {
+    Case k(format("update_decision interleaved=%d x %g, %zu chunks", interleaved, factor, chunks));
+    const int ranks = 2, lanes = 4;
+    const std::vector<ChunkRange> ranges = {{chunks * 2, chunks, 0}, {3, 2, chunks}, {1, 1, chunks + 2}};
+    const size_t per_rank = chunks + 3, lanes_at = per_rank * sizeof(double), bytes = lanes_at + 64;
+    std::vector<unsigned char> records(ranks * bytes, 0xFF);        // padding is NaN: it must not be read
+    double squares = 0.0, total = 0.0;
+    for (int b = 0; b < 3; b++) {
+        for (size_t c = 0; c < ranges[b].chunks; c++) {
+            const double x = factor * (1.0 + rand_normal(3, b, c) * 0.1);
+            const size_t r = c / ranges[b].per_rank, at = ranges[b].at + c % ranges[b].per_rank;
+            memcpy(&records[r * bytes + at * sizeof(double)], &x, sizeof(x));
+            squares += x;
+        }
+    }
+    for (int r = 0; r < ranks; r++) {
+        for (int lane = 0; lane < lanes; lane++) {
+            const float x = 1.0f + 0.1f * (r * lanes + lane);
+            memcpy(&records[r * bytes + lanes_at + lane * sizeof(float)], &x, sizeof(x));
+            total += x;
+        }
+    }
+    UpdateState state = {};
+    state.loss_scale = 4.0f;
+    state.t = 2;
+    UpdateState* d_state = k.bytes_of("state", std::vector<UpdateState>{state});
+    const char* d_records = (const char*)k.bytes_of("records", records);
+    const ChunkRange* d_ranges = k.bytes_of("ranges", ranges);
+    float* d_loss = k.poisoned<float>("loss", 1);
+    const UpdatePolicy policy = {true, 1, 65536.0f};
+    k.run([&] {
+        update_decision({d_state, d_loss, d_records, bytes, lanes_at, ranks, lanes, interleaved, d_ranges, 3,
+                         1.0f, policy}, 0);
+    });
+    float loss = 0.0f;
+    update_decision_cpu<float>({&state, &loss, (const char*)records.data(), bytes, lanes_at, ranks, lanes,
+                                interleaved, ranges.data(), 3, 1.0f, policy}, 0);
+    UpdateState got;
+    cudaCheck(cudaMemcpy(&got, d_state, sizeof(got), cudaMemcpyDeviceToHost));
+    const double norm = sqrt(squares) / 4.0;
+    CHECK(fabs(state.norm / norm - 1) <= 1e-6 && fabs(loss / total - 1) <= 1e-6, "the twin: norm %g, loss %g",
+          state.norm, loss);
+    CHECK(fabs(got.norm / state.norm - 1) <= 1e-6 && fabs(got.grad_scale / state.grad_scale - 1) <= 1e-6 &&
+              got.t == state.t && got.skip == 0 && got.loss_scale == state.loss_scale &&
+              got.good_steps == state.good_steps,
+          "%s: norm %g grad_scale %g t %lld loss_scale %g, expected %g %g %lld %g", k.title.c_str(), got.norm,
+          got.grad_scale, got.t, got.loss_scale, state.norm, state.grad_scale, state.t, state.loss_scale);
+    k.expect("loss", d_loss, {loss});
+}
+
+static void test_square_sums(size_t chunks) {
+    for (bool bf16 : {false, true}) {
+        Case k(format("square_sums chunks=%zu bf16=%d", chunks, bf16));
+        const RoundKey key = {1, 2, 5, kRoundGrads};
+        std::vector<double> g = k.random(chunks * kChunk), sums(chunks);
+        const void* dg = bf16 ? (const void*)k.dithered("grads", g, key, kChunk)
+                              : (const void*)k.tensor<float>("grads", g);
+        std::vector<unsigned char> empty(chunks * sizeof(double), 0xFF);
+        double* d_sums = (double*)k.bytes_of("sums", empty);
+        k.run([&] { square_sums({d_sums, {dg, bf16, key, kChunk}, g.size()}, 0); });
+        square_sums_cpu<double>({sums.data(), {.data = g.data()}, g.size()}, 0);
+        std::vector<double> got(chunks);
+        cudaCheck(cudaMemcpy(got.data(), d_sums, chunks * sizeof(double), cudaMemcpyDeviceToHost));
+        for (size_t c = 0; c < chunks; c++) {
+            CHECK(fabs(got[c] / sums[c] - 1) <= 2e-6, "%s: chunk %zu: %g, expected %g", k.title.c_str(), c,
+                  got[c], sums[c]);
+        }
+    }
+}
+
+template <class Param> static void test_adamw(size_t n, bool bf16, bool use_master) {
+    constexpr bool fp32 = sizeof(Param) == sizeof(float);
+    Case k(format("adamw_update n=%zu bf16=%d master=%d fp32=%d", n, bf16, use_master, fp32));
+    std::vector<double> g = k.random(n), p = k.random(n), m = k.random(n, 0.1), v = k.random(n, 0.1);
+    for (double& x : v) { x = x * x; }
+    UpdateState state = {};
+    state.grad_scale = 0.25f;
+    state.t = 3;
+    const size_t first = 8 * 1001;
+    const RoundKey grad_key = {1, 2, 5, kRoundGrads}, key = {1, 2, 0, kRoundParams};
+    const void* dg = bf16 ? (const void*)k.dithered("grads", g, grad_key, first)
+                          : (const void*)k.tensor<float>("grads", g);
+    std::vector<double> master = p;
+    float* d_master = use_master ? k.tensor<float>("master", master) : nullptr;
+    Param* dp = k.tensor<Param>("params", p);
+    if (!use_master) { master = p; }
+    float *dm = k.tensor<float>("m", m), *dv = k.tensor<float>("v", v);
+    const UpdateState* d_state = k.bytes_of("state", std::vector<UpdateState>{state});
+    k.run([&] {
+        adamw_update({.params = dp, .params_fp32 = fp32, .master = d_master, .m = dm, .v = dv,
+                      .grads = {dg, bf16, grad_key, first}, .state = d_state, .n = n, .weight_decay = 0.1,
+                      .lr = 0.01, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .key = key, .first = first}, 0);
+    });
+    adamw_update_cpu<double>({.params = p.data(), .params_fp32 = false, .master = master.data(), .m = m.data(),
+                              .v = v.data(), .grads = {.data = g.data()}, .state = &state, .n = n,
+                              .weight_decay = 0.1, .lr = 0.01, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8,
+                              .key = key, .first = 0}, 0);
+    k.expect("m", dm, m, 1e-5);
+    k.expect("v", dv, v, 1e-5);
+    if (use_master) { k.expect("master", d_master, master, 1e-5); }
+    k.expect_type<Param>("params", k.values_of(dp), p, 1e-5, use_master || fp32 ? 2.0 : 2.5);
+}
+
 static void test_update(size_t n) {
     for (bool bf16 : {false, true}) {
-        for (bool use_master : {false, true}) {
-            if (use_master && !kLowPrecision) { continue; }
-            Case k(format("global_norm and adamw_update n=%zu bf16=%d master=%d", n, bf16, use_master));
-            std::vector<double> g = k.random(n), p = k.random(n), m = k.random(n, 0.1), v = k.random(n, 0.1);
-            for (double& x : v) { x = x * x; }
-            UpdateState state = {};
-            state.loss_scale = 4.0f;
-            state.t = 2;
-            const UpdatePolicy policy = {true, 1, 65536.0f};
-            // a matrix, biases, LayerNorms: their gradients and parameters differ in type
-            const size_t part = n / 3 / 128 * 128, vectors = n * 2 / 3 / 128 * 128;
-            const RoundKey grad_key = {1, 2, 5, kRoundGrads};
-            const void* dg;
-            if (bf16) {         // the matrix's in bf16, behind them the others' in fp32
-                std::vector<double> low(g.begin(), g.begin() + part);
-                const uint16_t* first = k.dithered("bf16 grads", low, grad_key, 0);
-                std::vector<uint16_t> both((n - part) * 2 + part);
-                cudaCheck(cudaMemcpy(both.data(), first, part * 2, cudaMemcpyDeviceToHost));
-                std::copy(low.begin(), low.end(), g.begin());
-                for (size_t i = part; i < n; i++) {
-                    const float value = (float)g[i];
-                    g[i] = value;
-                    memcpy(&both[part + 2 * (i - part)], &value, sizeof(value));
-                }
-                dg = k.bytes_of("grads", both);
-            } else {
-                dg = k.tensor<float>("grads", g);
-            }
-            std::vector<double> master = p;
-            float* d_master = use_master ? k.tensor<float>("master", master) : nullptr;
-            const size_t fp32_at = vectors * sizeof(floatX);
-            std::vector<unsigned char> raw(fp32_at + (n - vectors) * sizeof(float));
-            for (size_t i = 0; i < n; i++) {
-                const float value = (float)p[i];
-                const floatX rounded = (floatX)value;
-                if (i < vectors) { memcpy(&raw[i * sizeof(rounded)], &rounded, sizeof(rounded)); }
-                else { memcpy(&raw[fp32_at + (i - vectors) * sizeof(value)], &value, sizeof(value)); }
-                p[i] = i < vectors ? (double)(float)rounded : (double)value;
-            }
-            const unsigned char* dp = k.bytes_of("params", raw);
-            if (!use_master) { master = p; }
-            float *dm = k.tensor<float>("m", m), *dv = k.tensor<float>("v", v);
-            UpdateState* d_state = k.bytes_of("state", std::vector<UpdateState>{state});
-            const size_t grads_at = part * (bf16 ? 2 : 4);
-            const std::vector<ParamSegment> segments = {
-                {0, part, 0.1f, bf16, 0, false, 0},
-                {part, vectors, 0.0f, false, grads_at, false, part * sizeof(floatX)},
-                {vectors, n, 0.0f, false, grads_at + (vectors - part) * 4, true, fp32_at}};
-            const ParamSegment* d_segments = k.bytes_of("segments", segments);
-            float* scratch = k.poisoned<float>("scratch", global_norm_scratch_bytes(n) / 4 + 1);
-            const RoundKey key = {1, 2, 0, kRoundParams};
-            k.run([&] {
-                global_norm({.state = d_state, .scratch = scratch, .grads = dg, .grads_bf16 = bf16,
-                             .grad_key = grad_key, .segments = d_segments, .num_segments = 3, .n = n,
-                             .max_norm = 1.0f, .policy = policy}, 0);
-                adamw_update({.params = (void*)dp, .master = d_master, .m = dm, .v = dv, .grads = dg,
-                              .grads_bf16 = bf16, .state = d_state, .segments = d_segments, .num_segments = 3,
-                              .n = n, .lr = 0.01, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .key = key,
-                              .grad_key = grad_key}, 0);
-            });
-            global_norm_cpu<double>({.state = &state, .scratch = nullptr, .grads = g.data(),
-                                     .grads_bf16 = false, .grad_key = grad_key, .segments = segments.data(),
-                                     .num_segments = 3, .n = n, .max_norm = 1.0f, .policy = policy}, 0);
-            adamw_update_cpu<double>({.params = p.data(), .master = master.data(), .m = m.data(),
-                                      .v = v.data(), .grads = g.data(), .grads_bf16 = false, .state = &state,
-                                      .segments = segments.data(), .num_segments = 3, .n = n, .lr = 0.01,
-                                      .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .key = key,
-                                      .grad_key = grad_key}, 0);
-            UpdateState got;
-            cudaCheck(cudaMemcpy(&got, d_state, sizeof(got), cudaMemcpyDeviceToHost));
-            CHECK(fabs(got.norm / state.norm - 1) <= 1e-5 &&
-                      fabs(got.grad_scale / state.grad_scale - 1) <= 1e-5 && got.t == state.t &&
-                      got.skip == 0 && got.loss_scale == state.loss_scale &&
-                      got.good_steps == state.good_steps,
-                  "%s: norm %g grad_scale %g t %lld loss_scale %g, expected %g %g %lld %g", k.title.c_str(),
-                  got.norm, got.grad_scale, got.t, got.loss_scale, state.norm, state.grad_scale, state.t,
-                  state.loss_scale);
-            k.expect("m", dm, m, 1e-5);
-            k.expect("v", dv, v, 1e-5);
-            if (use_master) { k.expect("master", d_master, master, 1e-5); }
-            const std::vector<double> bytes = k.values_of(dp);
-            for (size_t i = 0; i < raw.size(); i++) { raw[i] = (unsigned char)bytes[i]; }
-            std::vector<double> low(vectors), high(n - vectors);
-            for (size_t i = 0; i < vectors; i++) { low[i] = (double)(float)((const floatX*)raw.data())[i]; }
-            for (size_t i = 0; i < n - vectors; i++) {
-                float value;
-                memcpy(&value, &raw[fp32_at + i * sizeof(value)], sizeof(value));
-                high[i] = value;
-            }
-            k.expect_type<floatX>("params", low, {p.begin(), p.begin() + vectors}, 1e-5,
-                                  use_master ? 2.0 : 2.5);
-            k.expect_type<float>("fp32 params", high, {p.begin() + vectors, p.end()}, 1e-5, 2.0);
+        for (bool master : {false, true}) {
+            if (master && !kLowPrecision) { continue; }
+            test_adamw<floatX>(n, bf16, master);
+            if (kLowPrecision) { test_adamw<float>(n, bf16, master); }
         }
     }
 }
@@ -1613,8 +1762,22 @@ static void test_kernels() {
             test_classifier(3, 65533, 65536);
         }
     }
-    TEST("kernels: norm and AdamW") {
-        test_update(1024);
+    TEST("kernels: sums of lanes") {
+        for (int pieces : {1, 2, 3, 4, 6, 7, 8, 16, 37}) {
+            for (int chain : {0, 1, 3}) {
+                test_lane_sum(pieces, chain, kChunk * (small_shapes ? 1 : 5), false);
+            }
+            test_lane_sum(pieces, 0, kChunk * (small_shapes ? 1 : 5), true);
+        }
+    }
+    TEST("kernels: norm, decision and AdamW") {
+        test_square_sums(1);
+        if (!small_shapes) { test_square_sums(1301); }
+        for (bool interleaved : {false, true}) {
+            for (float factor : {1e-4f, 100.0f}) { test_decision(interleaved, factor, 700); }
+        }
+        test_decision(false, 1.0f, 1);
+        test_update(1024 + 8);
         if (!small_shapes) { test_update(128 * 10007); }
     }
     gemm_free();
@@ -1685,7 +1848,10 @@ int main(int argc, char** argv) {
             }
         }
         if (mode == "invariance") {
-            TEST("layout of the arenas") { test_layout(); }
+            TEST("layout of the arenas, lanes") {
+                test_layout();
+                test_lanes();
+            }
             test_invariance("plain attention, C=40 V=509 T=33", kTiny);
             test_invariance("head size 64, C=128 V=300 T=70", kTensorCore);
 #ifndef GPT2_CPU

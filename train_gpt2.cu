@@ -4299,7 +4299,7 @@ static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, doub
     model->step++;
 }
 
-static DeviceState gpt2_read_state(GPT2* model) {       // waits for the device
+[[maybe_unused]] static DeviceState gpt2_read_state(GPT2* model) {      // waits for the device
     DeviceState state;
     copy_to_host(&state, model->state, sizeof(state), model->stream);
     stream_sync(model->stream);
@@ -4766,7 +4766,6 @@ static void request_stop(int number) {
 
 // Has any rank been told to stop? All ranks ask at the same places and get the same answer.
 static bool stop_agreed() {
-    comm_progress_now();
     return comm_any(stop_requested != 0);
 }
 
@@ -4879,7 +4878,7 @@ static void generate(GPT2* model, const Tokenizer* tokenizer, bool has_text, int
         const int end = std::min(limit, n + run.sample_tokens);
         printf("sample %d at step %lld:\n%s", sample + 1, (long long)step, run.prompt);
         for (; n < end && !stop_requested; n++) {
-            comm_progress_now();
+            comm_progress(step);
             const int T = std::min(limit, round_up(n, 64));
             gpt2_set_inputs(model, tokens.data(), nullptr, 1, T, ClassifierMode::LossOnly);
             gpt2_forward(model, 1, T);
@@ -5144,6 +5143,18 @@ static void fit_lanes(const Config& config, Options* options, const DeviceInfo& 
     }
 }
 
+// Of this program's file: what decides about the result beside the flags and the data.
+static std::string executable_hash() {
+    FILE* f = fopen_check("/proc/self/exe", "rb");
+    std::vector<unsigned char> bytes(1 << 20);
+    uint64_t hash = 14695981039346656037ull;            // FNV-1a
+    for (size_t got; (got = fread(bytes.data(), 1, bytes.size(), f)) > 0;) {
+        for (size_t i = 0; i < got; i++) { hash = (hash ^ bytes[i]) * 1099511628211ull; }
+    }
+    fclose(f);
+    return format("%016llx", (unsigned long long)hash);
+}
+
 // Ranks that differ in anything that decides about the result would train nonsense, or wait for ever.
 static void check_same_job(const DataLoader& train_loader, const DataLoader& val_loader) {
     std::vector<std::pair<std::string, std::string>> facts = {
@@ -5154,7 +5165,7 @@ static void check_same_job(const DataLoader& train_loader, const DataLoader& val
         if (name == "process-rank" || name == "process-server") { continue; }
         facts.push_back({"--" + name, flags_text(&flag)});
     }
-    comm_check_same(facts);
+    if (comm.world > 1) { comm_check_same(facts); }
 }
 
 int main(int argc, char** argv) {

@@ -23,6 +23,7 @@ twins of llmc/cpu_ops.h and malloc. Everything is synchronous, so streams and ev
 #include <string>       // gives: std::string
 
 #include "check.h"      // gives: die, format
+#include "comm.h"       // gives: comm_all_to_all, comm_all_gather
 
 #ifdef TESTING
 template <class Args> static void break_outputs(const Args& args, int stream);     // test_gpt2.cu: --break
@@ -99,21 +100,7 @@ static inline void limit_memory(DeviceInfo* info, int threads) {
     info->memory_total = std::min(info->memory_total, (size_t)addresses.rlim_cur);
 }
 
-// Data between ranks: each waits for the others here, over the connections of llmc/comm.h.
-static inline void device_comm_init() {}
-static inline void device_comm_free_all() {}
-static inline void* device_comm_malloc(size_t bytes, const char* what);
-static inline void device_comm_free(void* p);
-static inline void device_all_to_all(void* recv, const void* send, size_t bytes, Stream) {
-    comm_all_to_all(recv, send, bytes);
-}
-static inline void device_all_gather(void* all, size_t bytes, Stream) { comm_all_gather(all, bytes); }
-// NCCL's order of summing is NCCL's.
-constexpr bool kDeviceHasNccl = false;
-static inline void device_reduce_scatter(float*, size_t, Stream) { assert(!"config_check refused it"); }
-static inline void device_all_reduce(float*, size_t, Stream) { assert(!"config_check refused it"); }
-
-static inline DeviceInfo device_init() {
+static inline DeviceInfo device_init(int /*place*/ = 0) {
     int threads = 1;
 #ifdef _OPENMP
     threads = omp_get_max_threads();
@@ -161,6 +148,20 @@ static inline void event_record(Event event, Stream) {
 }
 static inline void event_wait(Event) {}
 static inline double event_ms(Event from, Event to) { return (*to.seconds - *from.seconds) * 1e3; }
+// Data between ranks: each waits for the others here, over the connections of llmc/comm.h.
+static inline void device_comm_init() {}
+static inline void device_comm_end() {}
+static inline void* device_comm_malloc(size_t bytes, const char* what) { return device_malloc(bytes, what); }
+static inline void device_comm_free(void* p) { device_free(p); }
+static inline void device_all_to_all(void* recv, const void* send, size_t bytes, Stream) {
+    comm_all_to_all(recv, send, bytes);
+}
+static inline void device_all_gather(void* all, size_t bytes, Stream) { comm_all_gather(all, bytes); }
+// NCCL's order of summing is NCCL's.
+constexpr bool kDeviceHasNccl = false;
+static inline void device_reduce_scatter(float*, size_t, Stream) { assert(!"config_check refused it"); }
+static inline void device_all_reduce(float*, size_t, Stream) { assert(!"config_check refused it"); }
+
 // What llmc/cublaslt.h and section 6.9 have for the model: nothing to do here.
 static inline size_t gemm_workspace_bytes() { return 0; }
 static inline void gemm_init(void*, size_t, bool) {}

@@ -71,16 +71,22 @@ static int device_sm_count = 0;
 
 static inline void device_prepare(char**) {}    // the CPU build starts itself again here
 
-static inline DeviceInfo device_init() {
+// GPU number `place` of this machine; a job's ranks count from 0 on each.
+static inline DeviceInfo device_init(int place = 0) {
     int count = 0;
     cudaError_t status = cudaGetDeviceCount(&count);
     if (status != cudaSuccess || count == 0) {
         die("no CUDA GPU can be used: %s\nhint: `make train_gpt2cpu` builds the CPU program",
             status != cudaSuccess ? cudaGetErrorString(status) : "none found");
     }
-    cudaCheck(cudaSetDevice(0));
+    if (place > 0 && count == 1) { place = 0; }     // srun --gpus-per-task=1 shows each rank its own
+    if (place >= count) {
+        die("there are %d GPUs here, too few for a rank with number %d on this machine\n"
+            "hint: start at most one rank a GPU", count, place);
+    }
+    cudaCheck(cudaSetDevice(place));
     cudaDeviceProp prop;
-    cudaCheck(cudaGetDeviceProperties(&prop, 0));
+    cudaCheck(cudaGetDeviceProperties(&prop, place));
     if (prop.major < 8) {
         die("%s has compute capability %d.%d; 8.0 or later is needed (A100, RTX 30, H100, ...)", prop.name,
             prop.major, prop.minor);
@@ -120,10 +126,24 @@ static inline void copy_to_device(void* device, const void* host, size_t bytes, 
 static inline void copy_to_host(void* host, const void* device, size_t bytes, Stream stream) {
     cudaCheck(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, stream));
 }
+static inline void copy_on_device(void* to, const void* from, size_t bytes, Stream stream) {
+    cudaCheck(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream));
+}
 static inline Stream stream_create() {
     Stream stream;
     cudaCheck(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     return stream;
+}
+// Its work goes before that of other streams where both could begin.
+static inline Stream stream_create_urgent() {
+    Stream stream;
+    int least, greatest;
+    cudaCheck(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+    cudaCheck(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest));
+    return stream;
+}
+static inline void stream_wait(Stream stream, Event event) {    // until the device has passed the event
+    cudaCheck(cudaStreamWaitEvent(stream, event, 0));
 }
 static inline void stream_destroy(Stream stream) { cudaCheck(cudaStreamDestroy(stream)); }
 static inline void stream_sync(Stream stream) { cudaCheck(cudaStreamSynchronize(stream)); }

@@ -548,36 +548,113 @@ static void test_loss_sum(int N) {
 
 static UpdateState update_state(float loss_scale) { return {0, loss_scale, 0, 0.0f, 0.0f, 0, 0}; }
 
-template <class Real>
-static GlobalNorm<Real, Real> norm_of(UpdateState* state, const Tensor<Real>& grads, size_t n, float max_norm,
-                                      UpdatePolicy policy) {
-    return {state, nullptr, (const Real*)grads, false, RoundKey{}, nullptr, 0, n, max_norm, policy};
+static void test_lane_sum() {
+    for (int pieces = 1; pieces <= 9; pieces++) {
+        for (int chain = 0; chain <= 3; chain++) {
+            const std::string shape = format("lane_sum pieces=%d chain=%d", pieces, chain);
+            const size_t n = 3;
+            Tensor<double> in(n * pieces), out(n);
+            std::vector<Tensor<double>> chains;
+            for (int c = 0; c < chain; c++) { chains.push_back(random_tensor<double>(n)); }
+            for (size_t i = 0; i < n * pieces; i++) { in[i] = rand_normal(3, 1, i); }
+            LaneSum<double, double> a = {};
+            a.out = {out, Accumulate::No};
+            a.pieces = {.data = (double*)in};
+            a.num_pieces = pieces;
+            a.num_chain = chain;
+            for (int c = 0; c < chain; c++) { a.chain[c] = chains[c]; }
+            a.n = n;
+            lane_sum_cpu<double>(a, 0);
+            Doubles expected(n);
+            for (size_t i = 0; i < n; i++) {
+                for (int r = 0; r < pieces; r++) { expected[i] += in[r * n + i]; }
+                for (int c = 0; c < chain; c++) { expected[i] += chains[c][i]; }
+            }
+            CHECK_SAME(out, expected, 1e-14);
+        }
+    }
+    const float big = 16777216.0f;      // 2^24: +1 is lost, +2 is not
+    const struct { std::vector<float> pieces; float sum; } cases[] = {
+        {{1, 1, big}, big + 2},                 // (1+1)+big
+        {{big, 1, 1}, big},                     // (big+1)+1
+        {{big, 1, 1, 1}, big + 2},              // (big+1)+(1+1)
+        {{1, 1, 1, 1, big}, big + 4},           // ((1+1)+(1+1))+big
+        {{big, 0, 0, 0, 1, 1}, big + 2},        // ((big+0)+(0+0))+(1+1)
+        {{big, 0, 0, 1, 1, 1}, big + 2},        // ((big+0)+(0+1))+(1+1): the first 1 is lost
+        {{1, 0, 0, 0, big, 1, 1}, big}};        // ((1+0)+(0+0))+((big+1)+1): each 1 alone
+    for (const auto& c : cases) {
+        Tensor<float> in(c.pieces.size()), out(1);
+        for (size_t r = 0; r < c.pieces.size(); r++) { in[r] = c.pieces[r]; }
+        LaneSum<float, float> a = {};
+        a.out = {out, Accumulate::No};
+        a.pieces = {.data = (float*)in};
+        a.num_pieces = (int)c.pieces.size();
+        a.n = 1;
+        lane_sum_cpu<float>(a, 0);
+        CHECK(out[0] == c.sum, "%zu pieces: %.1f, expected %.1f", c.pieces.size(), out[0], c.sum);
+    }
+    // the chain's sums come after the pieces', from its end: (0 - big) + (big + (1 + 1)), then with a 1 alone
+    for (float last : {1.0f, 0.0f}) {
+        Tensor<float> in(2), out(1), chain0(1), chain1(1);
+        in[0] = 1.0f;
+        in[1] = last;
+        chain0[0] = -big;
+        chain1[0] = big;
+        LaneSum<float, float> a = {};
+        a.out = {out, Accumulate::No};
+        a.pieces = {.data = (float*)in};
+        a.num_pieces = 2;
+        a.chain[0] = chain0;
+        a.chain[1] = chain1;
+        a.num_chain = 2;
+        a.n = 1;
+        lane_sum_cpu<float>(a, 0);
+        CHECK(out[0] == 2 * last, "a chain of two: %g", out[0]);
+    }
 }
 
-static void test_global_norm() {
+static void test_square_sums() {
+    const std::string shape = "square_sums";
+    Doubles g = random_tensor(3 * kChunk), sums(3), expected(3);
+    square_sums_cpu<double>({sums, {.data = (double*)g}, g.n}, 0);
+    for (size_t i = 0; i < g.n; i++) { expected[i / kChunk] += g[i] * g[i]; }
+    CHECK_SAME(sums, expected, kExact);
+}
+
+// One rank, one bucket, one chunk, one lane.
+struct Record { double sum; float loss; };
+template <class Real>
+static void decide(UpdateState* state, double squares, float max_norm, UpdatePolicy policy, float loss = 0.5f) {
+    Record record = {squares, 0};
+    static_assert(sizeof(Record) == 16, "room for a double, too");
+    const Real real_loss = (Real)loss;
+    memcpy((char*)&record + 8, &real_loss, sizeof(real_loss));
+    const ChunkRange range = {1, 1, 0};
+    Real mean = 7;
+    update_decision_cpu<Real>({state, &mean, (const char*)&record, sizeof(record), 8, 1, 1, false, &range, 1,
+                               max_norm, policy}, 0);
+    CHECK(mean == real_loss, "the loss is %g, expected %g", (double)mean, (double)real_loss);
+}
+
+static void test_update_decision() {
     const UpdatePolicy fixed = {false, 3, 65536.0f}, dynamic = {true, 3, 16.0f};
-    for (size_t n : {(size_t)1, (size_t)127, (size_t)200000}) {     // 200000: several blocks
-        Doubles g = random_tensor(n);
+    for (double norm : {0.01, 3.0, 1e6}) {
+        const double squares = 16.0 * norm * norm;
         UpdateState state = update_state(4.0f);
-        global_norm_cpu<double>(norm_of(&state, g, n, 0.0f, fixed), 0);
-        const double norm = sqrt(dot(g, g, n)) / 4.0;
-        CHECK(fabs(state.norm / norm - 1) <= 1e-7, "n=%zu: norm %g, expected %g", n, state.norm, norm);
-        CHECK(state.t == 1 && state.skip == 0 && state.loss_scale == 4.0f, "n=%zu: state", n);
-        CHECK(state.grad_scale == 0.25f, "n=%zu: without clipping grad_scale is %g", n, state.grad_scale);
-        global_norm_cpu<double>(norm_of(&state, g, n, (float)norm * 0.5f, fixed), 0);
+        decide<double>(&state, squares, 0.0f, fixed);
+        CHECK(fabs(state.norm / norm - 1) <= 1e-7, "norm %g, expected %g", state.norm, norm);
+        CHECK(state.t == 1 && state.skip == 0 && state.loss_scale == 4.0f, "norm %g: state", norm);
+        CHECK(state.grad_scale == 0.25f, "norm %g: without clipping grad_scale is %g", norm, state.grad_scale);
+        decide<double>(&state, squares, (float)norm * 0.5f, fixed);
         const double half = 0.125 * norm / (norm + kClipEps);
-        CHECK(fabs(state.grad_scale / half - 1) <= 2e-7, "n=%zu: clipped to half: %.8g, expected %.8g", n,
+        CHECK(fabs(state.grad_scale / half - 1) <= 2e-7, "norm %g: clipped to half: %.8g, expected %.8g", norm,
               state.grad_scale, half);
-        global_norm_cpu<double>(norm_of(&state, g, n, (float)norm * 2.0f, fixed), 0);
-        CHECK(state.grad_scale == 0.25f && state.t == 3, "n=%zu: clipped below max_norm", n);
+        decide<double>(&state, squares, (float)norm * 2.0f, fixed);
+        CHECK(state.grad_scale == 0.25f && state.t == 3, "norm %g: clipped below max_norm", norm);
     }
 
-    Doubles g = random_tensor(100);
     UpdateState state = update_state(4.0f);
-    auto step = [&](double first, UpdatePolicy policy) {
-        g[0] = first;
-        global_norm_cpu<double>(norm_of(&state, g, g.n, 1.0f, policy), 0);
-    };
+    auto step = [&](double squares, UpdatePolicy policy) { decide<double>(&state, squares, 1.0f, policy); };
     for (int i = 0; i < 3; i++) { step(1.0, dynamic); }
     CHECK(state.loss_scale == 8.0f && state.good_steps == 0 && state.t == 3, "after 3 good steps: scale %g",
           state.loss_scale);
@@ -587,7 +664,7 @@ static void test_global_norm() {
     step(NAN, dynamic);
     CHECK(state.skip == 1 && state.skipped_in_a_row == 2 && state.t == 3, "NaN is not skipped");
     CHECK(state.loss_scale == 2.0f, "after NaN: scale %g", state.loss_scale);
-    for (int i = 0; i < 3; i++) { step(-INFINITY, dynamic); }
+    for (int i = 0; i < 3; i++) { step(INFINITY, dynamic); }
     CHECK(state.loss_scale == 1.0f && state.skipped_in_a_row == 5, "scale %g, not 1", state.loss_scale);
     step(1.0, dynamic);
     CHECK(state.skip == 0 && state.skipped_in_a_row == 0 && state.good_steps == 1, "good again");
@@ -601,62 +678,82 @@ static void test_global_norm() {
           state.loss_scale);
 }
 
-// Ten steps beside the formula, element by element; two segments with their own decay and a gap between them.
-template <class Real> static void test_adamw(bool with_master, double tolerance) {
-    const std::string shape = format("adamw %d bits%s", (int)sizeof(Real) * 8, with_master ? ", master" : "");
-    const size_t n = 400;
-    const ParamSegment segments[] = {{0, 130, 0.1f}, {256, 391, 0.0f}};
-    const double lr = 1e-2, beta1 = 0.9, beta2 = 0.95, eps = 1e-8;
-    auto live = [&](size_t i) { return i < 130 || (i >= 256 && i < 391); };
-    Tensor<Real> params = random_tensor<Real>(n), master = params, m(n), v(n);
-    const Tensor<Real> start = params;
-    Doubles params_expected(n), m_expected(n), v_expected(n);
-    for (size_t i = 0; i < n; i++) {
-        params_expected[i] = params[i];
-        m[i] = v[i] = live(i) ? 0 : 7;
-        m_expected[i] = v_expected[i] = m[i];
+// Records of several ranks: every live chunk once, no padding, every lane once, in whatever order they lie.
+static void test_records(int ranks, int lanes, bool interleaved) {
+    const ChunkRange ranges[] = {{(size_t)(2 * ranks), 2, 0}, {1, 1, 2}, {(size_t)(ranks + 1), 2, 3}};
+    const size_t per_rank = 5, lanes_at = per_rank * sizeof(double), bytes = lanes_at + lanes * sizeof(double);
+    std::vector<char> records(ranks * bytes);
+    std::vector<double> all(per_rank, NAN);
+    double squares = 0.0, loss = 0.0;
+    for (int r = 0; r < ranks; r++) { memcpy(&records[r * bytes], all.data(), lanes_at); }
+    for (const ChunkRange& range : ranges) {
+        for (size_t c = 0; c < range.chunks; c++) {
+            const double x = 1.0 + (double)c;
+            memcpy(&records[c / range.per_rank * bytes + (range.at + c % range.per_rank) * 8], &x, 8);
+            squares += x;
+        }
     }
-    if (with_master) {                      // the master decides: what params held before does not matter
-        for (size_t i = 0; i < n; i++) { params[i] = live(i) ? (Real)NAN : params[i]; }
+    for (int g = 0; g < ranks * lanes; g++) {
+        const double x = 1.0 / (1 + g);
+        const int rank = interleaved ? g % ranks : g / lanes, lane = interleaved ? g / ranks : g % lanes;
+        memcpy(&records[rank * bytes + lanes_at + lane * 8], &x, 8);
+        loss += x;
     }
     UpdateState state = update_state(1.0f);
-    for (int t = 1; t <= 10; t++) {
-        Tensor<Real> g = random_tensor<Real>(n, 0.1);
-        state.t = t;
-        state.grad_scale = t % 2 ? 0.5f : 1.0f;
+    double mean = 0.0;
+    update_decision_cpu<double>({&state, &mean, records.data(), bytes, lanes_at, ranks, lanes, interleaved,
+                                 ranges, 3, 0.0f, {false, 1, 1.0f}}, 0);
+    CHECK(fabs(state.norm / sqrt(squares) - 1) <= 1e-6, "%d ranks: norm %g, expected %g", ranks, state.norm,
+          sqrt(squares));
+    CHECK(mean == loss, "%d ranks, %d lanes: loss %.17g, expected %.17g", ranks, lanes, mean, loss);
+}
+
+// Ten steps beside the formula, element by element.
+template <class Real> static void test_adamw(bool with_master, double tolerance) {
+    const std::string shape = format("adamw %d bits%s", (int)sizeof(Real) * 8, with_master ? ", master" : "");
+    const size_t n = 391;
+    const double lr = 1e-2, beta1 = 0.9, beta2 = 0.95, eps = 1e-8;
+    for (double weight_decay : {0.1, 0.0}) {
+        Tensor<Real> params = random_tensor<Real>(n), master = params, m(n), v(n);
+        const Tensor<Real> start = params;
+        Doubles params_expected(n), m_expected(n), v_expected(n);
         for (size_t i = 0; i < n; i++) {
-            if (!live(i)) { continue; }
-            const double gi = (double)g[i] * state.grad_scale;
-            m_expected[i] = beta1 * m_expected[i] + (1.0 - beta1) * gi;
-            v_expected[i] = beta2 * v_expected[i] + (1.0 - beta2) * gi * gi;
-            const double m_hat = m_expected[i] / (1.0 - pow(beta1, t));
-            const double v_hat = v_expected[i] / (1.0 - pow(beta2, t));
-            const double decay = i < 130 ? segments[0].weight_decay : 0.0;
-            params_expected[i] -= lr * (m_hat / (sqrt(v_hat) + eps) + decay * params_expected[i]);
+            params_expected[i] = params[i];
+            m[i] = v[i] = 0;
+            if (with_master) { params[i] = (Real)NAN; }     // the master decides, not what params held before
         }
-        const AdamW<Real, Real> update = {params, with_master ? (Real*)master : nullptr, m, v, (Real*)g,
-                                          false, &state, segments, 2, n, lr, beta1, beta2, eps, RoundKey{},
-                                          RoundKey{}};
-        adamw_update_cpu<Real>(update, 0);
-        if (t == 5) {                       // a skipped update in between
-            const Tensor<Real> before[] = {params, master, m, v};
-            state.skip = 1;
-            g[3] = (Real)NAN;
+        UpdateState state = update_state(1.0f);
+        for (int t = 1; t <= 10; t++) {
+            Tensor<Real> g = random_tensor<Real>(n, 0.1);
+            state.t = t;
+            state.grad_scale = t % 2 ? 0.5f : 1.0f;
+            for (size_t i = 0; i < n; i++) {
+                const double gi = (double)g[i] * state.grad_scale;
+                m_expected[i] = beta1 * m_expected[i] + (1.0 - beta1) * gi;
+                v_expected[i] = beta2 * v_expected[i] + (1.0 - beta2) * gi * gi;
+                const double m_hat = m_expected[i] / (1.0 - pow(beta1, t));
+                const double v_hat = v_expected[i] / (1.0 - pow(beta2, t));
+                params_expected[i] -= lr * (m_hat / (sqrt(v_hat) + eps) + weight_decay * params_expected[i]);
+            }
+            const AdamW<Real, Real> update = {(Real*)params, false, with_master ? (Real*)master : nullptr, m, v,
+                                              {.data = (Real*)g}, &state, n, weight_decay, lr, beta1, beta2,
+                                              eps, RoundKey{}, 0};
             adamw_update_cpu<Real>(update, 0);
-            CHECK(params == before[0] && master == before[1] && m == before[2] && v == before[3],
-                  "%s: a skipped update changes something", shape.c_str());
-            state.skip = 0;
+            if (t == 5) {                       // a skipped update in between
+                const Tensor<Real> before[] = {params, master, m, v};
+                state.skip = 1;
+                g[3] = (Real)NAN;
+                adamw_update_cpu<Real>(update, 0);
+                CHECK(params == before[0] && master == before[1] && m == before[2] && v == before[3],
+                      "%s: a skipped update changes something", shape.c_str());
+                state.skip = 0;
+            }
         }
+        CHECK_SAME(params, params_expected, tolerance);
+        CHECK_SAME(m, m_expected, tolerance);
+        CHECK_SAME(v, v_expected, tolerance);
+        CHECK(master == (with_master ? params : start), "%s: the master copy", shape.c_str());
     }
-    CHECK_SAME(params, params_expected, tolerance);
-    CHECK_SAME(m, m_expected, tolerance);
-    CHECK_SAME(v, v_expected, tolerance);
-    CHECK(master == (with_master ? params : start), "%s: the master copy", shape.c_str());
-    bool gap_kept = true;
-    for (size_t i = 0; i < n; i++) {
-        gap_kept = gap_kept && (live(i) || (params[i] == start[i] && m[i] == 7 && v[i] == 7));
-    }
-    CHECK(gap_kept, "%s: an element outside of the segments changed", shape.c_str());
 }
 
 // ---- bf16 ----
@@ -800,16 +897,27 @@ template <class Real> static std::vector<Named> run_all_ops() {
     loss_sum_cpu<Real>({loss, losses, 1.0f / N, Accumulate::No, N}, 0);
     keep("loss_sum", loss);
 
-    const size_t count = 150000;
-    const ParamSegment segment = {0, count, 0.1f};
+    const size_t count = 18 * kChunk;
     Tensor<Real> params = random(count, 1, 0), m = random(count, 0.1, 0), v = random(count, 0.1, 0.2);
-    Tensor<Real> grads = random(count, 1, 0), norm(1);
+    Tensor<Real> grads = random(count, 1, 0), norm(1), sum(count / 2);
+    LaneSum<Real, Real> lanes = {};
+    lanes.out = {sum, Accumulate::No};
+    lanes.pieces = {.data = (Real*)grads};
+    lanes.num_pieces = 2;
+    lanes.n = count / 2;
+    lane_sum_cpu<Real>(lanes, 0);
+    keep("lane_sum", sum);
+    std::vector<double> sums(count / kChunk + 1);
+    square_sums_cpu<Real>({sums.data(), {.data = (Real*)grads}, count}, 0);
     UpdateState state = update_state(1.0f);
-    global_norm_cpu<Real>(norm_of(&state, grads, count, 1.0f, {false, 1, 1.0f}), 0);
+    const ChunkRange range = {count / kChunk, count / kChunk, 0};
+    update_decision_cpu<Real>({&state, loss, (const char*)sums.data(), sums.size() * sizeof(double),
+                               (count / kChunk) * sizeof(double), 1, 1, false, &range, 1, 1.0f,
+                               {false, 1, 1.0f}}, 0);
     norm[0] = state.norm;
-    keep("global_norm", norm);
-    adamw_update_cpu<Real>({params, nullptr, m, v, (Real*)grads, false, &state, &segment, 1, count, 1e-3,
-                            0.9, 0.95, 1e-8, RoundKey{}, RoundKey{}}, 0);
+    keep("norm", norm);
+    adamw_update_cpu<Real>({(Real*)params, false, nullptr, m, v, {.data = (Real*)grads}, &state, count, 0.1,
+                            1e-3, 0.9, 0.95, 1e-8, RoundKey{}, 0}, 0);
     keep("adamw params", params);
     keep("adamw m", m);
     keep("adamw v", v);
@@ -918,7 +1026,16 @@ static const Group groups[] = {
         test_loss_sum(1);
         test_loss_sum(777);
     }},
-    {"global_norm", test_global_norm},
+    {"lane_sum", test_lane_sum},
+    {"square_sums", test_square_sums},
+    {"update_decision", [] {
+        test_update_decision();
+        for (int ranks : {1, 2, 3, 8}) {
+            for (int lanes : {1, 2, 5}) {
+                for (bool interleaved : {false, true}) { test_records(ranks, lanes, interleaved); }
+            }
+        }
+    }},
     {"adamw", [] {
         for (bool with_master : {false, true}) {
             test_adamw<double>(with_master, 1e-12);
