@@ -70,8 +70,11 @@ static inline std::string shown(const std::string& text) {
     return out;
 }
 
-// Runs before die() exits: the trainer uses it to take other ranks down. Set once, at start.
+// Runs before die() exits. Set once, at start.
 static void (*die_hook)() = nullptr;
+// In a job of several processes one of them speaks for all: llmc/comm.h puts a function here that passes the
+// message on and ends this process, or says whether that was done (else it is printed here, as always).
+static bool (*die_report)(const char* text) = nullptr;
 static inline void atomic_remove_parts();
 
 // The one way out. Only the first thread gets through: the others wait for the end that it brings.
@@ -81,8 +84,10 @@ __attribute__((noreturn)) static inline void die_now(const char* text) {
     if (mine) { _exit(EXIT_FAILURE); }          // an error on the way out: enough was said
     if (dying.exchange(true)) { for (;;) { pause(); } }
     mine = true;
-    fflush(stdout);                             // what was printed before the error comes before it
-    fprintf(stderr, "error: %s\n", text);
+    if (!die_report || !die_report(text)) {
+        fflush(stdout);                         // what was printed before the error comes before it
+        fprintf(stderr, "error: %s\n", text);
+    }
     atomic_remove_parts();
     if (die_hook) { die_hook(); }
     exit(EXIT_FAILURE);
