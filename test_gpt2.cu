@@ -38,8 +38,8 @@ static std::vector<std::string> output_names() {        // OP.OUTPUT of every ou
 }
 
 #ifdef GPT2_CPU
-static void break_output(float* data, size_t count, Stream) {
-    for (size_t i = 0; i < count; i++) { data[i] *= 1.01f; }
+template <class Real> static void break_output(Real* data, size_t count, Stream) {
+    for (size_t i = 0; i < count; i++) { data[i] *= (Real)1.01; }
 }
 #else
 template <class Real>
@@ -577,7 +577,7 @@ static void test_invariance(const char* name, const Config& c) {
                 if (model == &b) {
                     gpt2_set_inputs(model, other.x.data(), other.y.data(), B, T, ClassifierMode::LossOnly);
                     gpt2_loss(model, B, T, ClassifierMode::LossOnly, 0.0f, 1.0f, &model->state->loss,
-                  Accumulate::No);
+                              Accumulate::No);
                     gpt2_set_inputs(model, other.x.data(), nullptr, 1, T / 2, ClassifierMode::LossOnly);
                     gpt2_forward(model, 1, T / 2);
                     gpt2_logits(model, T / 2 - 1, 1);

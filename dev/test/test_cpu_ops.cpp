@@ -567,6 +567,7 @@ static void test_lane_sum() {
             lane_sum_cpu<double>(a, 0);
             Doubles expected(n);
             for (size_t i = 0; i < n; i++) {
+                expected[i] = 0.0;
                 for (int r = 0; r < pieces; r++) { expected[i] += in[r * n + i]; }
                 for (int c = 0; c < chain; c++) { expected[i] += chains[c][i]; }
             }
@@ -617,6 +618,7 @@ static void test_square_sums() {
     const std::string shape = "square_sums";
     Doubles g = random_tensor(3 * kChunk), sums(3), expected(3);
     square_sums_cpu<double>({sums, {.data = (double*)g}, g.n}, 0);
+    for (int c = 0; c < 3; c++) { expected[c] = 0.0; }
     for (size_t i = 0; i < g.n; i++) { expected[i / kChunk] += g[i] * g[i]; }
     CHECK_SAME(sums, expected, kExact);
 }
@@ -720,6 +722,7 @@ template <class Real> static void test_adamw(bool with_master, double tolerance)
         for (size_t i = 0; i < n; i++) {
             params_expected[i] = params[i];
             m[i] = v[i] = 0;
+            m_expected[i] = v_expected[i] = 0.0;
             if (with_master) { params[i] = (Real)NAN; }     // the master decides, not what params held before
         }
         UpdateState state = update_state(1.0f);
