@@ -683,6 +683,42 @@ static void test_invariance(const char* name, const Config& c) {
     }
 }
 
+// Four or eight micro-steps in as many lanes, against each one's gradients alone, summed here by the tree.
+static void test_lane_gradients(const Config& c) {
+    const int B = 8, T = c.maxT;
+    Batch batch = random_batch(c, B, T, 1);
+    for (int lanes : {4, 8}) {
+        Options o = default_options();
+        o.lanes = lanes;
+        const int rows = B / lanes;
+        GPT2 model;
+        start_model(&model, c, o, rows, T);
+        std::vector<std::vector<std::vector<float>>> alone;     // of a lane, of a tensor
+        for (int lane = 0; lane < lanes; lane++) {
+            const size_t at = (size_t)lane * rows * T;
+            gpt2_micro_step(&model, batch.x.data() + at, batch.y.data() + at, rows, T, 0, lanes);
+            alone.push_back(host_grads(&model));
+        }
+        for (; alone.size() > 1; alone.resize(alone.size() / 2)) {
+            for (size_t k = 0; k < alone.size(); k += 2) {
+                for (int i = 0; i < NUM_PARAMS; i++) {
+                    for (size_t e = 0; e < alone[k][i].size(); e++) {
+                        alone[k / 2][i][e] = alone[k][i][e] + alone[k + 1][i][e];
+                    }
+                }
+            }
+        }
+        accumulate_batch(&model, batch.x.data(), batch.y.data(), B, T, lanes);
+        const std::vector<std::vector<float>> got = host_grads(&model);
+        for (int i = 0; i < NUM_PARAMS; i++) {
+            CHECK(same_bits(got[i], alone[0][i]), "%d lanes: gradient of %s differs by %g", lanes,
+                  model.param_specs[i].name,
+                  relative_error(got[i].data(), alone[0][i].data(), got[i].size()));
+        }
+        gpt2_free(&model);
+    }
+}
+
 #ifndef GPT2_CPU
 // == options that only the CUDA build has ==
 static void test_cuda_options(const Config& c) {
@@ -1852,6 +1888,7 @@ int main(int argc, char** argv) {
                 test_layout();
                 test_lanes();
             }
+            TEST("sums of lanes") { test_lane_gradients(kTensorCore); }
             test_invariance("plain attention, C=40 V=509 T=33", kTiny);
             test_invariance("head size 64, C=128 V=300 T=70", kTensorCore);
 #ifndef GPT2_CPU

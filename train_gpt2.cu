@@ -4247,6 +4247,7 @@ static void gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, 
     gpt2_backward(model, B, T, split.zero == 2 ? Accumulate::No : add, is_last);
     const bool exchanged = split.world > 1 && (split.zero == 2 || is_last);
     if (ends_lane && !exchanged) { gpt2_merge_lanes(model, 0, model->layout.elems, model->stream); }
+    if (is_last) { model->lane = 0; }           // the sums stand in buffer 0 now
 }
 
 // Norm, the decision to skip, AdamW: all decided on the device, from the same numbers on every rank.
