@@ -29,6 +29,7 @@ get kCommGrace seconds to end by themselves before they are killed. If it is kil
 #include <time.h>           // gives: clock_gettime
 #include <unistd.h>         // gives: fork, execve
 
+#include <algorithm>        // gives: std::min
 #include <atomic>           // gives: std::atomic
 #include <string>           // gives: std::string
 #include <vector>           // gives: std::vector
@@ -106,8 +107,8 @@ static inline void comm_kill_all(const CommLaunch& l) {
 }
 
 // Between fork and exec only what a signal handler may call: other threads may hold any lock.
-__attribute__((noreturn)) static inline void comm_child_exec(int rank, const std::vector<int>& keep, pid_t parent,
-                                                             char** argv, char** env) {
+__attribute__((noreturn)) static inline void comm_child_exec(int rank, const std::vector<int>& keep,
+                                                             pid_t parent, char** argv, char** env) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() != parent) { _exit(EXIT_FAILURE); }       // it is gone already
     setpgid(0, 0);                              // a terminal's Ctrl-C reaches the launcher only
@@ -138,8 +139,9 @@ static inline void comm_start_rank(CommLaunch* l, int rank, char** argv) {
     setenv(kCommChild, text.c_str(), 1);
     const pid_t parent = getpid(), pid = fork();
     if (pid == 0) { comm_child_exec(rank, keep, parent, argv, environ); }
+    const int e = errno;
+    unsetenv(kCommChild);                       // this is no rank
     if (pid < 0) {
-        const int e = errno;
         comm_kill_all(*l);
         die("cannot start rank %d: %s", rank, strerror(e));
     }
