@@ -210,6 +210,82 @@ def test_make_test_as_user_says_the_command():
     check("run.py" not in order(), "runs tests without a compiler")
 
 
+# ---- Makefile: what it finds on a machine ----
+
+def found_machine(mpi="", nccl=""):
+    """A folder with a trainer and stand-ins for mpicc and nvcc; mpi, nccl: what stands in their headers."""
+    copy("Makefile")
+    here = os.getcwd()
+    write("train_gpt2.cu", "")
+    write("mpi/mpi.h", "static inline int MPI_Init(int*, char***) { return 0; }\n" + mpi)
+    write("cuda/include/nccl.h", "static inline int ncclGetVersion(int*) { return 0; }\n" + nccl)
+    write("cuda/lib/libnccl.a", "!<arch>\n")
+    write("bin/mpicc", f"""#!/bin/sh
+[ "$1" = -show ] && echo "cc -O9 -flto=auto -I{here}/mpi -L{here}/mpi -Wl,-rpath,/there -pthread"
+""", True)
+    write("bin/nvcc", f"""#!/bin/sh
+case $1 in
+    -dryrun) printf '#$ INCLUDES="-I{here}/cuda/include"  \\n#$ LIBRARIES=  "-L{here}/cuda/lib"\\n' >&2 ;;
+    --list-gpu-code) printf 'sm_80\\nsm_90a\\n' ;;
+esac
+""", True)
+    write("bin/nvidia-smi", "#!/bin/sh\nexit 1\n", True)
+
+
+def made(*words):
+    """(exit code, the line that would make the trainer, stderr)"""
+    path = os.path.abspath("bin") + ":" + os.environ["PATH"]
+    code, out, err = call(["make", "-n", "NVCC=" + os.path.abspath("bin/nvcc"), *words], path)
+    lines = [line for line in out.replace("\\\n", "").split("\n") if "train_gpt2.cu" in line]
+    return code, (lines or [""])[-1], err
+
+
+def has_neither(line):
+    return line and not any(word in line for word in ("USE_MPI", "USE_NCCL", "-lnccl", "-rpath"))
+
+
+def test_make_finds_mpi_and_nccl():
+    found_machine()
+    here = os.getcwd()
+    for words in ([], ["MPI=1", "NCCL=1"]):
+        code, line, err = made("train_gpt2cpu", *words)
+        check(code == 0 and "-DUSE_MPI -D" in line and f"-I{here}/mpi " in line, f"{words}: {line}{err}")
+        check("-o train_gpt2cpu" in line and line.endswith(f"-L{here}/mpi -Wl,-rpath,/there"), line)
+        check("-flto" not in line and "-O9" not in line and "NCCL" not in line, line)
+        for target in ("train_gpt2cu", "build/check/train_gpt2.BF16", "build/ptx/train_gpt2.FP32"):
+            code, line, err = made(target, *words)
+            check(code == 0 and "-DUSE_NCCL -DUSE_MPI" in line, f"{target} {words}: {line}{err}")
+            check(line.endswith(f"-lnccl -L{here}/mpi -Xlinker -rpath,/there"), line)
+    for words in (["train_gpt2cpu", "MPI=0"], ["train_gpt2cu", "MPI=0", "NCCL=0"],
+                  ["build/plain/train_gpt2cpu"], ["build/plain/train_gpt2.BF16"]):
+        code, line, err = made(*words)
+        check(code == 0 and has_neither(line), f"{words}: {line}{err}")
+    code, line, err = made("train_gpt2cu", "MPI=0")
+    check(code == 0 and "USE_NCCL" in line and "USE_MPI" not in line, f"NCCL alone: {line}{err}")
+    code, out, _ = call(["make", "help"])
+    check(code == 0 and "NCCL=auto|0|1 MPI=auto|0|1" in out, out)
+
+
+def test_make_without_mpi_and_nccl():
+    found_machine(mpi="#error broken\n", nccl="#error broken\n")
+    for target in ("train_gpt2cpu", "train_gpt2cu"):
+        code, line, err = made(target)
+        check(code == 0 and has_neither(line) and not err, f"{line}{err}")
+        code, _, err = made(target, "MPI=1")
+        check(code == 2 and "MPI=1, but" in err and "libopenmpi-dev" in err and "NCCL" not in err, err)
+    code, _, err = made("train_gpt2cu", "NCCL=1")
+    check(code == 2 and "NCCL=1, but" in err and "libnccl-dev" in err and "MPI" not in err, err)
+    check(made("train_gpt2cpu", "NCCL=1")[0] == 0, "the CPU program has no use for NCCL")
+    for setting in ("NCCL", "MPI"):
+        code, _, err = made("train_gpt2cpu", setting + "=yes")
+        check(code == 2 and f"{setting}=yes: choose one of auto 0 1" in err, err)
+    write("bin/mpicc", "#!/bin/sh\nexit 1\n", True)          # as where there is none
+    write("bin/nvcc", "#!/bin/sh\n[ $1 != -dryrun ] || exit 1\necho sm_80\n", True)
+    for target in ("train_gpt2cpu", "train_gpt2cu"):
+        code, line, err = made(target, "ARCH=80")
+        check(code == 0 and "USE_MPI" not in line and not err, f"{line}{err}")
+
+
 # ---- plot_log.py ----
 
 def test_plot_takes_the_venv():
