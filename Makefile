@@ -157,7 +157,7 @@ tinyshakespeare: build/tokenize ## its shards (TEXT=file: from that text, withou
 	dev/data/tinyshakespeare.sh $(if $(value TEXT),--text "$$TEXT")
 
 # These install what is missing first, the compiler too; run.py then builds, in a make of its own.
-RUN_TESTS = @scripts/setup.sh && python3 dev/test/run.py
+RUN_TESTS = @scripts/setup.sh tests && python3 dev/test/run.py
 test: ## all tests that this machine can run
 	$(RUN_TESTS)
 test-gpu: ## only those that need a GPU

@@ -201,6 +201,7 @@ def test_make_test_installs_first():
         installs = [i for i, line in enumerate(lines) if "install" in line and "g++" in line]
         runs = [i for i, line in enumerate(lines) if line.startswith("python3 dev/test/run.py")]
         check(installs and runs and installs[0] < runs[0], f"{goal}: not installed, then run: {lines}")
+        check("libopenmpi-dev openmpi-bin" in order(), f"{goal}: without MPI: {lines}")
 
 
 def test_make_test_as_user_says_the_command():
@@ -264,6 +265,24 @@ def test_make_finds_mpi_and_nccl():
     check(code == 0 and "USE_NCCL" in line and "USE_MPI" not in line, f"NCCL alone: {line}{err}")
     code, out, _ = call(["make", "help"])
     check(code == 0 and "NCCL=auto|0|1 MPI=auto|0|1" in out, out)
+
+
+def test_setup_and_mpi_and_nccl():
+    copy("scripts/setup.sh", "dev/requirements.txt")
+    for mpi, gpus, words, wanted in (
+            ("", 1, ["tests"], (False, False)), ("", 2, ["tests"], (False, False)),
+            ("#error\n", 1, ["tests"], (True, False)), ("#error\n", 2, [], (False, True))):
+        found_machine(mpi=mpi, nccl=mpi)
+        write("bin/id", "#!/bin/sh\necho 0\n", True)
+        for tool in ("python3", "mpirun"):
+            write("bin/" + tool, "#!/bin/sh\n", True)
+        write("bin/apt-get", '#!/bin/sh\necho "apt-get $*" >>order.log\n', True)
+        write("bin/nvidia-smi", "#!/bin/sh\n" + "".join(f"echo 'GPU {i}: H'\n" for i in range(gpus)), True)
+        write("order.log", "")
+        code, out, err = call(["scripts/setup.sh", *words], os.path.abspath("bin") + ":" + os.environ["PATH"],
+                              NVCC=os.path.abspath("bin/nvcc"))
+        got = ("libopenmpi-dev openmpi-bin" in order(), "libnccl-dev" in err)
+        check(code == 0 and got == wanted, f"{mpi!r}, {gpus} GPUs, {words}: {code}, {order()}{out}{err}")
 
 
 def test_make_without_mpi_and_nccl():
