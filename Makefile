@@ -8,11 +8,15 @@
 PRECISION ?= BF16#  what the CUDA programs compute in: BF16, FP32 or FP16
 ARCH ?= auto#       GPU to compile for: auto (those in this machine, else 90a), or 80, 86, 89, 90a, sm_90a ...
 DEBUG ?= 0#         1: no optimisation on the host, -DDEBUG
+NCCL ?= auto#       the CUDA programs on several GPUs: auto (if NCCL is here), 0, 1 (it must be here)
+MPI ?= auto#        all programs under mpirun: likewise
 NVCC ?= $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
 
 choose = $(if $(filter $(2),$($(1))),,$(error $(1)=$($(1)): choose one of $(2)))
 $(call choose,PRECISION,BF16 FP32 FP16)
 $(call choose,DEBUG,0 1)
+$(call choose,NCCL,auto 0 1)
+$(call choose,MPI,auto 0 1)
 
 # ---- what this machine has ----
 HASH := \#
@@ -25,6 +29,23 @@ OPENMP := $(call works,-fopenmp,int main() {})
 BLAS_PROGRAM := $(HASH)include <cblas.h>\nint main() { openblas_get_config(); }
 OPENBLAS := $(call works,-DUSE_OPENBLAS -lopenblas,$(BLAS_PROGRAM))
 endif
+
+# $(call wanted,SETTING,FLAGS): FLAGS, as SETTING is auto, 0 or 1
+wanted = $(if $(filter 0,$($(1))),,$(or $(2),$(if $(filter 1,$($(1))),$(no_$(1)))))
+no_MPI = $(error MPI=1, but a program with MPI does not compile and link here: install libopenmpi-dev)
+no_NCCL = $(error NCCL=1, but a program with NCCL does not compile and link here: install libnccl-dev)
+# Looked for once, when something is made that would use it. mpicc, of every kind of MPI, shows what it would
+# call; the C++ classes of old kinds would need a library more. NCCL may lie in the toolkit's own folders,
+# which nvcc knows and g++ does not: nvcc is asked for them.
+MPI_CALL := $(HASH)include <mpi.h>\nint main(int n, char** words) { return MPI_Init(&n, &words); }
+MPI_ANY = -DUSE_MPI -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX \
+          $(filter -I% -L% -l% -Wl%,$(shell mpicc -show 2>/dev/null))
+MPI_FLAGS = $(eval MPI_FLAGS := $(call wanted,MPI,$(call works,$(MPI_ANY),$(MPI_CALL))))$(MPI_FLAGS)
+NCCL_CALL := $(HASH)include <nccl.h>\nint main(int n, char**) { return ncclGetVersion(&n); }
+NVCC_SAYS = $(shell $(NVCC) -dryrun -x cu /dev/null 2>&1 | sed -n '/INCLUDES=\|LIBRARIES=/s/"//gp')
+NVCC_DIRS = $(filter -I% -L%,$(subst =, ,$(NVCC_SAYS)))
+NCCL_ANY = $(if $(call works,-DUSE_NCCL $(NVCC_DIRS) -lnccl,$(NCCL_CALL)),-DUSE_NCCL -lnccl)
+NCCL_FLAGS = $(eval NCCL_FLAGS := $(call wanted,NCCL,$(NCCL_ANY)))$(NCCL_FLAGS)
 
 # GPU_CAPS: the GPUs' compute capabilities, without the dot. Asked for once, and only if something needs them.
 need_nvcc = $(if $(NVCC),,$(error no nvcc: install the CUDA toolkit, give NVCC=path, or make train_gpt2cpu))
@@ -47,14 +68,14 @@ WARNINGS = -Wall -Wextra
 test_gpt2cpu build/asan/test_gpt2cpu: private WARNINGS += -Wno-unused-function
 CPU_OPT := $(if $(filter 1,$(DEBUG)),-O0 -g -DDEBUG,-O3 -march=native -fno-math-errno)
 CPU_FLAGS = -std=c++17 -I. $(WARNINGS) $(CPU_OPT) -pthread $(OPENMP)
-CPU_LIBS := $(filter -l%,$(OPENBLAS))
-MODEL_FLAGS := -DGPT2_CPU $(filter -D%,$(OPENBLAS))
+CPU_LIBS = $(filter -l%,$(OPENBLAS)) $(filter-out -D% -I%,$(MPI_FLAGS))
+MODEL_FLAGS = -DGPT2_CPU $(filter -D%,$(OPENBLAS)) $(filter -D% -I%,$(MPI_FLAGS))
 ASAN_FLAGS = -std=c++17 -I. $(WARNINGS) -O2 -g -pthread -fsanitize=address,undefined -fno-sanitize-recover=all
 # --threads: two kinds of code are compiled side by side
-CUDA_FLAGS := -std=c++17 -lineinfo --threads 2 -Xcompiler -Wall,-Wno-unknown-pragmas,-Wno-unused-function \
+CUDA_FLAGS = -std=c++17 -lineinfo --threads 2 -Xcompiler -Wall,-Wno-unknown-pragmas,-Wno-unused-function \
               -Xcompiler -pthread$(if $(OPENMP),$(comma)$(OPENMP)) \
-              $(if $(filter 1,$(DEBUG)),-O1 -g -DDEBUG,-O3)
-CUDA_LIBS := -lcublasLt
+              $(if $(filter 1,$(DEBUG)),-O1 -g -DDEBUG,-O3) $(filter -D% -I%,$(NCCL_FLAGS) $(MPI_FLAGS))
+CUDA_LIBS = -lcublasLt $(patsubst -Wl$(comma)%,-Xlinker %,$(filter-out -D% -I%,$(NCCL_FLAGS) $(MPI_FLAGS)))
 DEPS = -MMD -MP -MT $@ -MF build/$(subst /,-,$@).d
 
 TOOLS := build/tokenize build/stories build/bigram
@@ -67,7 +88,8 @@ TESTS := $(patsubst dev/test/%.cpp,build/%,$(wildcard dev/test/test_*.cpp))
 
 help: ## this list
 	@sed -n 's/^\([a-z][^:]*\):[^#]*## \(.*\)/\1#\2/p' Makefile | awk -F'#' '{printf "%-44s %s\n", $$1, $$2}'
-	@echo "settings: PRECISION=BF16|FP32|FP16 ARCH=auto|80|86|89|90a|... DEBUG=0|1 CXX= NVCC="
+	@echo "settings: PRECISION=BF16|FP32|FP16 ARCH=auto|80|86|89|90a|... NCCL=auto|0|1 MPI=auto|0|1"
+	@echo "          DEBUG=0|1 CXX= NVCC="
 
 quickstart: ## make a corpus, train a small GPT-2, sample from it: runs/quickstart
 	scripts/quickstart.sh
@@ -75,7 +97,7 @@ quickstart: ## make a corpus, train a small GPT-2, sample from it: runs/quicksta
 # ---- programs ----
 # Rewritten only when the flags change: what depends on it is then rebuilt.
 build/cpu.flags: NOW = $(CXX) $(CPU_FLAGS) $(MODEL_FLAGS) $(CPU_LIBS)
-build/cuda.flags: NOW = $(NVCC) $(CUDA_FLAGS) $(GENCODE) $(PRECISION)
+build/cuda.flags: NOW = $(NVCC) $(CUDA_FLAGS) $(GENCODE) $(PRECISION) $(CUDA_LIBS)
 build/%.flags: FORCE
 	@mkdir -p build; echo '$(NOW)' | cmp -s - $@ || echo '$(NOW)' > $@
 
@@ -96,6 +118,17 @@ build/check/%: $$(basename $$*).cu train_gpt2.cu $(HEADERS)
 # Only compute_80 PTX, which the driver compiles for the GPU it meets: the portable kernels on a new GPU.
 build/ptx/%: $$(basename $$*).cu train_gpt2.cu $(HEADERS)
 	@mkdir -p build/ptx
+	$(need_nvcc)$(NVCC) $(CUDA_FLAGS) -DENABLE_$(subst .,,$(suffix $*)) \
+	    -gencode arch=compute_80,code=compute_80 $< -o $@ $(CUDA_LIBS)
+
+# The trainer of a machine that has nothing of what is looked for: `make test` sees that it can be made.
+build/plain/train_gpt2cpu: train_gpt2.cu $(HEADERS)
+	@mkdir -p build/plain
+	$(CXX) -std=c++17 $(WARNINGS) -Wno-unknown-pragmas -pthread -DGPT2_CPU -x c++ $< -o $@
+build/plain/%: private NCCL_FLAGS :=
+build/plain/%: private MPI_FLAGS :=
+build/plain/%: $$(basename $$*).cu train_gpt2.cu $(HEADERS)
+	@mkdir -p build/plain
 	$(need_nvcc)$(NVCC) $(CUDA_FLAGS) -DENABLE_$(subst .,,$(suffix $*)) \
 	    -gencode arch=compute_80,code=compute_80 $< -o $@ $(CUDA_LIBS)
 
@@ -124,7 +157,7 @@ tinyshakespeare: build/tokenize ## its shards (TEXT=file: from that text, withou
 	dev/data/tinyshakespeare.sh $(if $(value TEXT),--text "$$TEXT")
 
 # These install what is missing first, the compiler too; run.py then builds, in a make of its own.
-RUN_TESTS = @scripts/setup.sh && python3 dev/test/run.py
+RUN_TESTS = @scripts/setup.sh tests && python3 dev/test/run.py
 test: ## all tests that this machine can run
 	$(RUN_TESTS)
 test-gpu: ## only those that need a GPU

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs what building, testing and plotting need and this machine lacks; quickstart.sh and .ci/run call it.
 #
-#   scripts/setup.sh
+#   scripts/setup.sh            what building and training use
+#   scripts/setup.sh tests      and what only tests use: MPI (12 MB, ten seconds)
 #
 # On Debian or Ubuntu as root it installs packages; elsewhere it prints the command and ends with 1. Python
 # packages go into .venv, and only if python3 cannot import them already. Without them there is no loss.png,
@@ -20,6 +21,11 @@ command -v git >/dev/null || useful+=(git)
 # OpenBLAS makes the CPU build several times faster; without it the plain loops do.
 printf '#include <cblas.h>\nint main() { openblas_get_config(); }\n' |
     g++ -x c++ - -lopenblas -o "$log.out" 2>/dev/null || useful+=(libopenblas-dev)
+# The Makefile knows whether it finds MPI. Who starts runs with it has it; the tests want to try it anywhere.
+if [ "${1:-}" = tests ] && { [[ $(make -n train_gpt2cpu 2>/dev/null) != *-DUSE_MPI* ]] ||
+                             ! command -v mpirun >/dev/null; }; then
+    useful+=(libopenmpi-dev openmpi-bin)
+fi
 
 imports='import matplotlib, numpy, tiktoken'
 need_venv=1
@@ -42,13 +48,18 @@ install_all() {
 if [ "$all" != " " ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     export DEBIAN_FRONTEND=noninteractive
     install_all "${needed[@]}" || { echo "error: without it nothing can be built" >&2; exit 1; }
-    install_all "${useful[@]}" || echo "warning: going on without; the CPU build is slower then" >&2
+    install_all "${useful[@]}" || echo "warning: going on without them" >&2
 elif [ ${#needed[@]} -gt 0 ]; then
     echo "error: not installed here: $all" >&2
     echo "hint: on Debian or Ubuntu: sudo sh -c '$install $all'" >&2
     exit 1
 elif [ ${#useful[@]} -gt 0 ]; then
     echo "note: useful, but not installed here: $all" >&2
+fi
+# NCCL is in NVIDIA's package list, not in the system's, and it has to fit the CUDA toolkit: only a word.
+if [[ $(nvidia-smi -L 2>/dev/null) == *"GPU 1:"* &&
+      $(make -n train_gpt2cu 2>/dev/null) != *-DUSE_NCCL* ]]; then
+    echo "note: without NCCL the CUDA programs take one GPU only; NVIDIA's package is libnccl-dev" >&2
 fi
 
 if [ $need_venv = 1 ]; then

@@ -28,6 +28,7 @@ CLOSING = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped$")
 PYTHON = ".venv/bin/python" if os.path.exists(os.path.join(ROOT, ".venv/bin/python")) else sys.executable
 CORES = len(os.sched_getaffinity(0))
 GPU_PLACES = 6          # programs that share the GPU's memory at one time
+ON_GPU = ("gpu", "gpus")    # what a suite needs that runs CUDA programs: one GPU, several
 
 # Only a hang meets these, however busy the machine is: seconds without output and without using a core (a
 # deadlock), and seconds in all (an endless loop); no suite takes more than two minutes of one core.
@@ -60,6 +61,8 @@ def all_suites():
     cuda = [f"check/{name}_gpt2.{kind}" for kind in kinds for name in ("test", "train")]
     cuda += ["check/profile_gpt2.BF16"] + [path[4:-3] for path in glob.glob("dev/cuda/*.cu")]
     suites += [make("nvcc " + name.split("/")[1], ["build/" + name], needs="nvcc") for name in cuda]
+    suites += [make("nvcc plain", ["build/plain/train_gpt2.BF16"], needs="nvcc"),
+               make("build plain", ["build/plain/train_gpt2cpu"])]      # without NCCL, MPI, ...
     suites += [make("build asan", ["asan"], cores=4)]
     # Starting on a GPU takes long, so what the precision cannot change is tested in one of them.
     for test in ("cli", "loop"):
@@ -73,6 +76,11 @@ def all_suites():
     breaks = [PYTHON, "dev/test/break_all.py", "build/check/test_gpt2.BF16", "kernels", "--small", "model"]
     suites += [Suite("gpu break BF16", breaks, ["nvcc test_gpt2.BF16"], "gpu", cores=4, gpu=2)]
     cpu, asan = ["build cpu"], ["build asan", "build cpu"]
+    if os.path.exists("dev/test/test_ranks.py"):
+        ranks = [PYTHON, "dev/test/test_ranks.py"]
+        suites += [Suite("gpus ranks " + kind, ranks + ["build/check/train_gpt2." + kind],
+                         ["nvcc train_gpt2." + kind], "gpus", cores=4, gpu=2) for kind in ("BF16", "FP32")]
+        suites += [Suite("ranks cpu", ranks + ["./train_gpt2cpu"], cpu, cores=4)]
     suites += [
         Suite("cli cpu", [PYTHON, "dev/test/test_cli.py", "./train_gpt2cpu"], cpu),
         Suite("loop cpu", [PYTHON, "dev/test/test_loop.py", "./train_gpt2cpu"], cpu),
@@ -105,17 +113,17 @@ def has_nvcc():
     return shutil.which("nvcc") is not None or os.path.exists("/usr/local/cuda/bin/nvcc")
 
 
-def ask_gpu(*words):
-    """nvidia-smi's first line, or None."""
+def ask_gpus(*words):
+    """nvidia-smi's lines, one for each GPU; none without it."""
     try:
         said = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    return said.stdout.split("\n", 1)[0].strip() if said.returncode == 0 else None
+        return []
+    return said.stdout.splitlines() if said.returncode == 0 else []
 
 
-def has_gpu():
-    return (ask_gpu("-L") or "").startswith("GPU ")
+def count_gpus():
+    return sum(line.startswith("GPU ") for line in ask_gpus("-L"))
 
 
 # ---- dev/test/gpu-results.txt and dev/test/expected.txt: lines `key: value` ----
@@ -139,11 +147,13 @@ def read_fields(path):
 
 def gpu_report(suites, expected, have):
     """Three calm lines for a machine without a GPU."""
-    tests = sum(skipped_tests(s, expected) for s in suites if s.needs == "gpu")
+    on_gpu = [s for s in suites if s.needs in ON_GPU]
+    tests = sum(skipped_tests(s, expected) for s in on_gpu)
     programs = sum(s.needs == "nvcc" for s in suites)
     more = "" if have["nvcc"] else f" So are {programs} CUDA programs that nvcc would compile."
     fields = read_fields(GPU_RESULTS)
     about = ", ".join(fields.get(key, "no " + key) for key in ("date", "gpu", "counts"))
+    about += "".join(f", without {s.name}" for s in on_gpu if s.name not in fields)
     print(f"\nAll that needs no GPU ran here. {tests} tests of the CUDA programs are counted as skipped:\n"
           f"they need an NVIDIA GPU (`make test-gpu` on a machine that has one).{more}")
     if not fields:
@@ -154,18 +164,22 @@ def gpu_report(suites, expected, have):
         print(f"Their last run, of these very sources: {about}.")
 
 
-def write_gpu_results(rows):
-    """What dev/gpu.sh wrote below the first empty line stays as long as the sources do."""
-    more = ""
-    if read_fields(GPU_RESULTS).get("sha256") == cuda_hash():
+def write_gpu_results(rows, absent=()):
+    """As long as the sources are the same, what dev/gpu.sh wrote below the first empty line stays, and so do
+    the rows of the suites `absent`, which this machine has too few GPUs for."""
+    more, fields = "", read_fields(GPU_RESULTS)
+    if fields.get("sha256") == cuda_hash():
         with open(GPU_RESULTS, encoding="utf-8") as f:
             more = "".join(f.read().partition("\n\n")[1:])[1:]
+        kept = [(name, CLOSING.match(fields.get(name, ""))) for name in absent]
+        rows = rows + [(name, *map(int, row.groups())) for name, row in kept if row]
     total = [sum(row[i] for row in rows) for i in (1, 2, 3)]
-    query = ("--format=csv,noheader", "--query-gpu=")
+    name, driver = ((ask_gpus("--format=csv,noheader", "--query-gpu=" + what) or [None])[0]
+                    for what in ("name", "driver_version"))
     with open(GPU_RESULTS, "w", encoding="utf-8") as f:
         f.write(f"date: {time.strftime('%Y-%m-%d', time.gmtime())}\n"
-                f"gpu: {ask_gpu(query[0], query[1] + 'name')}\n"
-                f"driver: {ask_gpu(query[0], query[1] + 'driver_version')}\n"
+                f"gpu: {name}\n"
+                f"driver: {driver}\n"
                 f"counts: {total[0]} passed, {total[1]} failed, {total[2]} skipped\n"
                 f"sha256: {cuda_hash()}\n")
         f.writelines(f"{row[0]}: {row[1]} passed, {row[2]} failed, {row[3]} skipped\n" for row in rows)
@@ -179,7 +193,7 @@ def update_counts():
     suites = [s for s in all_suites() if s.counts]
     for suite in suites:
         last = on_gpu.get(suite.name, "")
-        if suite.needs != "gpu" and os.path.exists(suite.log()):
+        if suite.needs not in ON_GPU and os.path.exists(suite.log()):
             with open(suite.log(), encoding="utf-8", errors="replace") as f:
                 last = f.read().rstrip("\n").rpartition("\n")[2]
         closing = CLOSING.match(last)
@@ -343,7 +357,8 @@ def main():
     if words == ["--update-counts"]:
         update_counts()
         return 0
-    have = {None: True, "nvcc": has_nvcc(), "gpu": has_gpu()}
+    gpus = count_gpus()
+    have = {None: True, "nvcc": has_nvcc(), "gpu": gpus >= 1, "gpus": gpus >= 2}
     everything, expected = all_suites(), read_fields(EXPECTED)
     suites = chosen(everything, words, have)
     rows = run_all(suites, have, expected)
@@ -351,13 +366,16 @@ def main():
         names = {s.name for s in everything if s.counts}
         rows += [(name, 0, 1, 0, 0.0, f"is in {EXPECTED} but no suite any more") for name in expected
                  if name not in names]
-    on_gpu = {s.name for s in everything if s.needs == "gpu"}
+    on_gpu = {s.name: have[s.needs] for s in everything if s.needs in ON_GPU}
+    absent = [name for name, can_run in on_gpu.items() if not can_run]
     ran = [row for row in rows if row[0] in on_gpu and row[5] != "skipped"]
-    if len(ran) == len(on_gpu):
-        write_gpu_results(ran)
+    if have["gpu"] and absent and any(row[0] in absent for row in rows):
+        print(f"\n{', '.join(absent)}: counted as skipped, they need two GPUs and nvidia-smi lists one.")
+    if have["gpu"] and len(ran) == len(on_gpu) - len(absent):
+        write_gpu_results(ran, absent)
     elif not have["gpu"] and not words:
         gpu_report(suites, expected, have)
-    elif not have["gpu"] and on_gpu.intersection(s.name for s in suites):
+    elif not have["gpu"] and any(s.name in on_gpu for s in suites):
         print("\nThe suites with gpu in their name need an NVIDIA GPU; nvidia-smi lists none here.")
     failures = [row for row in rows if row[2]]
     for row in failures:

@@ -201,6 +201,7 @@ def test_make_test_installs_first():
         installs = [i for i, line in enumerate(lines) if "install" in line and "g++" in line]
         runs = [i for i, line in enumerate(lines) if line.startswith("python3 dev/test/run.py")]
         check(installs and runs and installs[0] < runs[0], f"{goal}: not installed, then run: {lines}")
+        check("libopenmpi-dev openmpi-bin" in order(), f"{goal}: without MPI: {lines}")
 
 
 def test_make_test_as_user_says_the_command():
@@ -208,6 +209,100 @@ def test_make_test_as_user_says_the_command():
     code, out, err = call(["make", "test"], bare_machine(root=False))
     check(code != 0 and "sudo sh -c" in err and "No such file" not in out + err, f"{code}: {out}{err}")
     check("run.py" not in order(), "runs tests without a compiler")
+
+
+# ---- Makefile: what it finds on a machine ----
+
+def found_machine(mpi="", nccl=""):
+    """A folder with a trainer and stand-ins for mpicc and nvcc; mpi, nccl: what stands in their headers."""
+    copy("Makefile")
+    here = os.getcwd()
+    write("train_gpt2.cu", "")
+    write("mpi/mpi.h", "static inline int MPI_Init(int*, char***) { return 0; }\n" + mpi)
+    write("cuda/include/nccl.h", "static inline int ncclGetVersion(int*) { return 0; }\n" + nccl)
+    write("cuda/lib/libnccl.a", "!<arch>\n")
+    write("bin/mpicc", f"""#!/bin/sh
+[ "$1" = -show ] && echo "cc -O9 -flto=auto -I{here}/mpi -L{here}/mpi -Wl,-rpath,/there -pthread"
+""", True)
+    write("bin/nvcc", f"""#!/bin/sh
+case $1 in
+    -dryrun) printf '#$ INCLUDES="-I{here}/cuda/include"  \\n#$ LIBRARIES=  "-L{here}/cuda/lib"\\n' >&2 ;;
+    --list-gpu-code) printf 'sm_80\\nsm_90a\\n' ;;
+esac
+""", True)
+    write("bin/nvidia-smi", "#!/bin/sh\nexit 1\n", True)
+
+
+def made(*words):
+    """(exit code, the line that would make the trainer, stderr)"""
+    path = os.path.abspath("bin") + ":" + os.environ["PATH"]
+    code, out, err = call(["make", "-n", "NVCC=" + os.path.abspath("bin/nvcc"), *words], path)
+    lines = [line for line in out.replace("\\\n", "").split("\n") if "train_gpt2.cu" in line]
+    return code, (lines or [""])[-1], err
+
+
+def has_neither(line):
+    return line and not any(word in line for word in ("USE_MPI", "USE_NCCL", "-lnccl", "-rpath"))
+
+
+def test_make_finds_mpi_and_nccl():
+    found_machine()
+    here = os.getcwd()
+    for words in ([], ["MPI=1", "NCCL=1"]):
+        code, line, err = made("train_gpt2cpu", *words)
+        check(code == 0 and "-DUSE_MPI -D" in line and f"-I{here}/mpi " in line, f"{words}: {line}{err}")
+        check("-o train_gpt2cpu" in line and line.endswith(f"-L{here}/mpi -Wl,-rpath,/there"), line)
+        check("-flto" not in line and "-O9" not in line and "NCCL" not in line, line)
+        for target in ("train_gpt2cu", "build/check/train_gpt2.BF16", "build/ptx/train_gpt2.FP32"):
+            code, line, err = made(target, *words)
+            check(code == 0 and "-DUSE_NCCL -DUSE_MPI" in line, f"{target} {words}: {line}{err}")
+            check(line.endswith(f"-lnccl -L{here}/mpi -Xlinker -rpath,/there"), line)
+    for words in (["train_gpt2cpu", "MPI=0"], ["train_gpt2cu", "MPI=0", "NCCL=0"],
+                  ["build/plain/train_gpt2cpu"], ["build/plain/train_gpt2.BF16"]):
+        code, line, err = made(*words)
+        check(code == 0 and has_neither(line), f"{words}: {line}{err}")
+    code, line, err = made("train_gpt2cu", "MPI=0")
+    check(code == 0 and "USE_NCCL" in line and "USE_MPI" not in line, f"NCCL alone: {line}{err}")
+    code, out, _ = call(["make", "help"])
+    check(code == 0 and "NCCL=auto|0|1 MPI=auto|0|1" in out, out)
+
+
+def test_setup_and_mpi_and_nccl():
+    copy("scripts/setup.sh", "dev/requirements.txt")
+    for mpi, gpus, words, wanted in (
+            ("", 1, ["tests"], (False, False)), ("", 2, ["tests"], (False, False)),
+            ("#error\n", 1, ["tests"], (True, False)), ("#error\n", 2, [], (False, True))):
+        found_machine(mpi=mpi, nccl=mpi)
+        write("bin/id", "#!/bin/sh\necho 0\n", True)
+        for tool in ("python3", "mpirun"):
+            write("bin/" + tool, "#!/bin/sh\n", True)
+        write("bin/apt-get", '#!/bin/sh\necho "apt-get $*" >>order.log\n', True)
+        write("bin/nvidia-smi", "#!/bin/sh\n" + "".join(f"echo 'GPU {i}: H'\n" for i in range(gpus)), True)
+        write("order.log", "")
+        code, out, err = call(["scripts/setup.sh", *words], os.path.abspath("bin") + ":" + os.environ["PATH"],
+                              NVCC=os.path.abspath("bin/nvcc"))
+        got = ("libopenmpi-dev openmpi-bin" in order(), "libnccl-dev" in err)
+        check(code == 0 and got == wanted, f"{mpi!r}, {gpus} GPUs, {words}: {code}, {order()}{out}{err}")
+
+
+def test_make_without_mpi_and_nccl():
+    found_machine(mpi="#error broken\n", nccl="#error broken\n")
+    for target in ("train_gpt2cpu", "train_gpt2cu"):
+        code, line, err = made(target)
+        check(code == 0 and has_neither(line) and not err, f"{line}{err}")
+        code, _, err = made(target, "MPI=1")
+        check(code == 2 and "MPI=1, but" in err and "libopenmpi-dev" in err and "NCCL" not in err, err)
+    code, _, err = made("train_gpt2cu", "NCCL=1")
+    check(code == 2 and "NCCL=1, but" in err and "libnccl-dev" in err and "MPI" not in err, err)
+    check(made("train_gpt2cpu", "NCCL=1")[0] == 0, "the CPU program has no use for NCCL")
+    for setting in ("NCCL", "MPI"):
+        code, _, err = made("train_gpt2cpu", setting + "=yes")
+        check(code == 2 and f"{setting}=yes: choose one of auto 0 1" in err, err)
+    write("bin/mpicc", "#!/bin/sh\nexit 1\n", True)          # as where there is none
+    write("bin/nvcc", "#!/bin/sh\n[ $1 != -dryrun ] || exit 1\necho sm_80\n", True)
+    for target in ("train_gpt2cpu", "train_gpt2cu"):
+        code, line, err = made(target, "ARCH=80")
+        check(code == 0 and "USE_MPI" not in line and not err, f"{line}{err}")
 
 
 # ---- plot_log.py ----
@@ -343,6 +438,9 @@ def suites_of(**commands):
     return made
 
 
+NO_GPU = {None: True, "nvcc": True, "gpu": False, "gpus": False}
+
+
 def run_suites(suites, expected=None, have=None, **settings):
     """{name: (passed, failed, skipped, note)}, with run.py's settings for the time being."""
     before = {name: getattr(runner, name) for name in settings}
@@ -350,7 +448,7 @@ def run_suites(suites, expected=None, have=None, **settings):
         setattr(runner, name, value)
     try:
         with redirect_stdout(io.StringIO()) as out:
-            rows = runner.run_all(suites, have or {None: True, "nvcc": True, "gpu": False}, expected or {})
+            rows = runner.run_all(suites, have or NO_GPU, expected or {})
     finally:
         for name, value in before.items():
             setattr(runner, name, value)
@@ -400,8 +498,9 @@ def test_run_builds_first():
     rows, _ = run_suites(suites, {"suite": "9"})
     check(rows["build"][1] == 1 and rows["suite"][:3] == (0, 0, 9) and not os.path.exists("started"),
           f"without its build: {rows}")
-    rows, _ = run_suites(suites_of(suite=(GOOD, {"needs": "gpu"})), {"suite": "9"})
-    check(rows["suite"][:3] == (0, 0, 9), f"without a GPU: {rows}")
+    for needs in runner.ON_GPU:
+        rows, _ = run_suites(suites_of(suite=(GOOD, {"needs": needs})), {"suite": "9"})
+        check(rows["suite"][:3] == (0, 0, 9), f"without a GPU: {rows}")
 
 
 def test_run_ends_a_hang_only():
@@ -427,9 +526,9 @@ def test_run_knows_every_suite():
     for path in glob.glob("dev/test/test_*.cpp"):
         word = os.path.basename(path)[5:-4]
         check({"host " + word, "asan " + word} <= set(names), f"{path} has its suites")
-    alone = runner.chosen(suites, ["gpu"], {None: True, "nvcc": True, "gpu": True})
-    on_gpu = {s.name for s in suites if s.needs == "gpu"}
-    builds = {name for s in suites if s.needs == "gpu" for name in s.after}
+    alone = runner.chosen(suites, ["gpu"], {need: True for need in NO_GPU})
+    on_gpu = {s.name for s in suites if s.needs in runner.ON_GPU}
+    builds = {name for s in suites if s.name in on_gpu for name in s.after}
     check({s.name for s in alone} == on_gpu | builds,
           f"make test-gpu runs the GPU's suites and what they need: {[s.name for s in alone]}")
 
@@ -437,8 +536,8 @@ def test_run_knows_every_suite():
 def test_run_report_without_gpu():
     write("a.cu", "kernel")
     write("llmc/helper.h", "helper")
-    on_gpu = {"needs": "gpu"}
-    suites = suites_of(one=(GOOD, on_gpu), two=(GOOD, on_gpu), host=GOOD, build=("true", {"needs": "nvcc"}))
+    suites = suites_of(one=(GOOD, {"needs": "gpu"}), two=(GOOD, {"needs": "gpus"}), host=GOOD,
+                       build=("true", {"needs": "nvcc"}))
     expected = {"one": "100", "two": "20", "host": "3"}
 
     def report(nvcc=True):
@@ -448,8 +547,12 @@ def test_run_report_without_gpu():
     check("STALE: there is no dev/test/gpu-results.txt" in report(), report())
     write("dev/test/gpu-results.txt", f"date: 2026-01-02\ngpu: H\ncounts: 5 passed, 0 failed, 0 skipped\n"
           f"sha256: {runner.cuda_hash()}\n")
+    check("without one, without two." in report(), report())
+    with open("dev/test/gpu-results.txt", "a", encoding="utf-8") as f:
+        f.write("one: 3 passed, 0 failed, 1 skipped\ntwo: 1 passed, 0 failed, 0 skipped\n")
     text = report()
-    check("STALE" not in text and "2026-01-02, H, 5 passed" in text and "120 tests" in text, text)
+    check("STALE" not in text and "2026-01-02, H, 5 passed, 0 failed, 0 skipped." in text, text)
+    check("120 tests" in text, text)
     check("1 CUDA program" not in text and "1 CUDA program" in report(nvcc=False), report(nvcc=False))
     for text in (text, report(nvcc=False)):
         check(len(text.strip().split("\n")) <= 3 and "!" not in text, f"three calm lines: {text}")
@@ -462,13 +565,15 @@ def test_run_report_without_gpu():
 
 
 def test_run_main():
-    """main() with two suites, one of them on a GPU that is there or not."""
-    def main(*words, gpu=False, build="true", expected=""):
+    """main() with two suites, one of them on a GPU that is there or not; and one that needs two GPUs."""
+    def main(*words, gpu=0, build="true", expected="", more=None, clean=True):
         suites = suites_of(build=(build, {"needs": "nvcc", "counts": False}), host=GOOD,
-                           gpu_one=(GOOD, {"needs": "gpu", "after": ["build"]}))
-        shutil.rmtree("dev", ignore_errors=True)
+                           gpu_one=(GOOD, {"needs": "gpu", "after": ["build"]}), **(more or {}))
+        if clean:
+            shutil.rmtree("dev", ignore_errors=True)
         write("dev/test/expected.txt", "host: 4\ngpu one: 4\n" + expected)
-        write("bin/nvidia-smi", "#!/bin/sh\n" + ("echo 'GPU 0'" if gpu else "exit 1") + "\n", True)
+        lines = "".join(f"echo 'GPU {i}: H'; echo '  MIG 1g'; " for i in range(gpu))
+        write("bin/nvidia-smi", f"#!/bin/sh\n{lines or 'exit 1'}\n", True)
         changes = {"ROOT": os.getcwd(), "all_suites": lambda: suites, "has_nvcc": lambda: True}
         before, argv, path = {n: getattr(runner, n) for n in changes}, sys.argv, os.environ["PATH"]
         try:
@@ -485,16 +590,34 @@ def test_run_main():
     closing = "{} passed, {} failed, {} skipped".format
     cases = ((main(), (0, closing(4, 0, 5), False), "without a GPU"),
              (main("gpu"), (1, closing(0, 0, 4), False), "make test-gpu without a GPU"),
-             (main(gpu=True), (0, closing(7, 0, 2), True), "with a GPU"),
-             (main("gpu", gpu=True), (0, closing(4, 0, 1), True), "make test-gpu"),
-             (main("host", gpu=True), (0, closing(3, 0, 1), False), "one suite of several"),
-             (main(gpu=True, build="false"), (1, closing(3, 1, 5), False), "with a GPU, but no build"),
+             (main(gpu=1), (0, closing(7, 0, 2), True), "with a GPU"),
+             (main("gpu", gpu=1), (0, closing(4, 0, 1), True), "make test-gpu"),
+             (main("host", gpu=1), (0, closing(3, 0, 1), False), "one suite of several"),
+             (main(gpu=1, build="false"), (1, closing(3, 1, 5), False), "with a GPU, but no build"),
              (main(expected="gone: 9\n"), (1, closing(4, 1, 5), False), "a suite has gone"))
     for got, wanted, what in cases:
         check(got == wanted, f"{what}: {got}, expected {wanted}")
-    main(gpu=True)
+    main(gpu=1)
     results = read("dev/test/gpu-results.txt")
     check("gpu one: 3 passed, 0 failed, 1 skipped" in results, results)
+
+    two = (GOOD, {"needs": "gpus", "after": ["build"]})
+    several = {"expected": "gpus two: 9\n", "more": {"gpus_two": two}}
+    cases = ((main(**several), (0, closing(4, 0, 14), False), "without a GPU"),
+             (main(gpu=1, **several), (0, closing(7, 0, 11), True), "with one GPU of two"),
+             (main("gpu", gpu=2, **several), (1, closing(7, 1, 2), True), "two GPUs, fewer tests"))
+    for got, wanted, what in cases:
+        check(got == wanted, f"{what}: {got}, expected {wanted}")
+    several["expected"] = "gpus two: 4\n"
+    check(main(gpu=2, **several) == (0, closing(10, 0, 3), True), "with two GPUs")
+    row = "gpus two: 3 passed, 0 failed, 1 skipped"
+    check(row in read("dev/test/gpu-results.txt"), read("dev/test/gpu-results.txt"))
+    check(main(gpu=1, clean=False, **several) == (0, closing(7, 0, 6), True), "then with one")
+    results = read("dev/test/gpu-results.txt")
+    check(row in results and "counts: 6 passed, 0 failed, 2 skipped" in results, f"its row stays: {results}")
+    write("a.cu", "other sources")
+    main(gpu=1, clean=False, **several)
+    check(row not in read("dev/test/gpu-results.txt"), "the row of other sources goes")
 
 
 def test_run_writes_gpu_results():
