@@ -3,14 +3,14 @@
 # time.
 #
 #   dev/gpu.sh                       everything
-#   dev/gpu.sh build test bench      only these steps: build test ptx sanitize determinism compare bench
+#   dev/gpu.sh build test bench      only these steps: build test ptx sanitize determinism multi compare bench
 #
 # Prints a short table last and keeps all output in build/gpu/*.log. The step test is `make test-gpu`, which
 # writes dev/test/gpu-results.txt; the other steps' rows are added below, if they ran the same sources.
 # DATA: prefix of tinyshakespeare's shards (default dev/data/tinyshakespeare/tiny_shakespeare).
 set -u
 cd "$(dirname "$0")/.."
-steps=${*:-build test ptx sanitize determinism compare bench}
+steps=${*:-build test ptx sanitize determinism multi compare bench}
 DATA=${DATA:-dev/data/tinyshakespeare/tiny_shakespeare}
 logs=build/gpu results=dev/test/gpu-results.txt
 mkdir -p $logs
@@ -84,6 +84,27 @@ for step in $steps; do
         done
         check "determinism: main.log" cmp build/gpu/run1/main.log build/gpu/run2/main.log
         check "determinism: weights" cmp build/gpu/run1/model_00000100.bin build/gpu/run2/model_00000100.bin
+        ;;
+    multi)  # 1, 2, ... all GPUs: a run's bits do not depend on how many, nor on the ZeRO stage
+        gpus=$(nvidia-smi -L | grep -c '^GPU ')
+        if [ "$gpus" -lt 2 ]; then row multi "ok: skipped, one GPU"; continue; fi
+        for precision in BF16 FP32; do
+            train=build/check/train_gpt2.$precision
+            suite "ranks $precision" python3 dev/test/test_ranks.py $train
+            alone=
+            for n in 1 2 4 8; do
+                for zs in 0 1 2; do
+                    if [ $n -gt "$gpus" ] || [ $n$zs = 11 ] || [ $n$zs = 12 ]; then continue; fi
+                    out=build/gpu/multi.$precision.$n.$zs
+                    rm -rf $out
+                    $train --gpus $n -zs $zs --lanes 8 -i "${DATA}_train.bin" -j "${DATA}_val.bin" \
+                        -b 8 -t 256 -z 16384 -x 50 -v 25 -s 0 -o $out >$out.log 2>&1
+                    alone=${alone:-$out}
+                    check "$precision, $n GPUs, -zs $zs: log" cmp $alone/main.log $out/main.log
+                    check "$precision, $n GPUs, -zs $zs: model" cmp {$alone,$out}/model_00000050.bin
+                done
+            done
+        done
         ;;
     compare)
         suite "against PyTorch" python3 dev/reference/check_gpu.py --build 0 --data "$DATA" \

@@ -28,7 +28,7 @@ import termios
 import threading
 import time
 
-from trainer import *                   # gives: run, run_ok, check, write_shard, read_model, main, ...
+from trainer import *                   # gives: run, run_ok, check, check_refused, read_model, main, ...
 
 FORMAT_TOOL = os.path.join(ROOT, "dev/test/llmc_format.py")
 FIXTURE = os.path.join(ROOT, "dev/reference/fixture")
@@ -639,26 +639,6 @@ def test_command_line_forms():
 
 
 # ---- bad input ----
-
-def check_refused(name, flags, *said, extra=()):
-    """Exit code 1, one sentence with the value, nothing on disk changed."""
-    Count.name = "refuse " + name
-    before = snapshot()
-    result = run({"-o": "refused", **flags}, extra=extra)
-    lines = result.err.splitlines()
-    problems = []
-    if result.code != 1:
-        problems.append(f"exit code {result.code}")
-    if not 1 <= len(lines) <= 3 or not result.err.startswith("error: "):
-        problems.append(f"{len(lines)} lines on stderr")
-    problems += [f"stderr lacks '{text}'" for text in said if str(text) not in result.err]
-    if snapshot() != before:
-        changed = sorted(set(snapshot().items()) ^ set(before.items()), key=str)
-        problems.append("the disk changed: " + ", ".join(path for path, _ in changed))
-        shutil.rmtree("refused", ignore_errors=True)
-    if not check(not problems, "; ".join(problems)):
-        print(f"    {' '.join(result.command)}\n    " + "\n    ".join(lines[:5]))
-
 
 def test_bad_shards():
     tokens = list(sentences(3, 3000))

@@ -82,9 +82,12 @@ class Result:
         return re.findall(r"^sample \d+ at step \d+:\n(.*?)\n---$", self.out, re.M | re.S)
 
 
+JOB_VARIABLE = re.compile("SLURM_|OMPI_|PMI|PRTE_|MASTER_|TORCHELASTIC_|LLMC_|(LOCAL_)?(RANK|WORLD_SIZE)$")
+
+
 class Program:
     path = precision = device = None
-    slow = False
+    slow = quick = False
     usual = {"-e": TINY, "-i": "train.bin", "-j": "val.bin", "-b": B, "-x": 5, "-v": 0, "-s": 0, "-f": 0}
 
     @staticmethod
@@ -96,9 +99,12 @@ class Program:
         return words
 
     @staticmethod
-    def environment(threads):
-        env = dict(os.environ, LC_ALL="C")
+    def environment(threads, **more):
+        # what starts jobs (SLURM, torchrun, mpirun) may have started these tests: no run here is a part of it
+        env = {name: value for name, value in os.environ.items() if not JOB_VARIABLE.match(name)}
+        env["LC_ALL"] = "C"
         env["OMP_NUM_THREADS"] = env["OPENBLAS_NUM_THREADS"] = str(threads)
+        env.update((name, str(value)) for name, value in more.items())
         return env
 
 
@@ -114,7 +120,10 @@ def run(flags=None, extra=(), threads=1, **popen):
 
 
 def run_ok(flags=None, **kwargs):
-    result = run(flags, **kwargs)
+    return check_ran(run(flags, **kwargs))
+
+
+def check_ran(result):
     # FP16's loss scale starts at 2^16 and is halved by updates that are skipped: that is no complaint
     lines = result.err.splitlines()
     skips = [line for line in lines if "the gradient is not finite" in line]
@@ -220,6 +229,27 @@ def snapshot(folder="."):
     return state
 
 
+def check_refused(name, flags, *said, extra=()):
+    """Exit code 1, one sentence with the value, nothing on disk changed."""
+    Count.name = "refuse " + name
+    before = snapshot()
+    result = run({"-o": "refused", **flags}, extra=extra)
+    lines = result.err.splitlines()
+    problems = []
+    if result.code != 1:
+        problems.append(f"exit code {result.code}")
+    once = [line.startswith("error: ") for line in lines] == [True] + [False] * (len(lines) - 1)
+    if not once or len(lines) > 3:
+        problems.append(f"{len(lines)} lines on stderr")
+    problems += [f"stderr lacks '{text}'" for text in said if str(text) not in result.err]
+    if snapshot() != before:
+        changed = sorted(set(snapshot().items()) ^ set(before.items()), key=str)
+        problems.append("the disk changed: " + ", ".join(path for path, _ in changed))
+        shutil.rmtree("refused", ignore_errors=True)
+    if not check(not problems, "; ".join(problems)):
+        print(f"    {' '.join(result.command)}\n    " + "\n    ".join(lines[:5]))
+
+
 # ---- main ----
 
 def look_at_program(precision):
@@ -241,13 +271,14 @@ def main(about, names):
     parser.add_argument("--precision", choices=("FP32", "BF16", "FP16"),
                         help="what the program must be built for")
     parser.add_argument("--slow", action="store_true", help="also what takes minutes")
+    parser.add_argument("--quick", action="store_true", help="fewer of what is repeated at random")
     parser.add_argument("--keep", action="store_true", help="keep the temporary folder")
     parser.add_argument("-k", default="", help="only tests with this in their name")
     parser.add_argument("--numeric", type=int, choices=(0, 1),
                         help="1: only tests that the precision of a build can change; 0: only the others")
     args = parser.parse_args()
     Program.path = os.path.abspath(args.program)
-    Program.slow = args.slow
+    Program.slow, Program.quick = args.slow, args.quick
     if not os.access(Program.path, os.X_OK):
         sys.exit(f"error: no program '{args.program}'\nhint: make train_gpt2cpu")
     tests = [(name[5:], f) for name, f in names.items() if name.startswith("test_") and args.k in name]
