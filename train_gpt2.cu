@@ -220,7 +220,7 @@ struct Layout {
     size_t elems, shard_elems;          // of all buckets, padded; of this rank's shards
     size_t state_elems;                 // of master weights, m and v on this rank
     size_t params_bytes, grads_bytes;
-    size_t largest;                     // padded elements of a bucket
+    size_t largest_but_first;           // padded elements of a bucket other than the embedding's
     int L;
 
     int bucket_of(Kind kind, Where where, int l) const {
@@ -305,7 +305,7 @@ static Layout param_layout(const ParamSpec* specs, const Config& c, const Split&
         layout.elems += b.padded;
         layout.shard_elems += b.shard;
         layout.state_elems += split.zero >= 1 ? b.shard : b.padded;
-        layout.largest = std::max(layout.largest, b.padded);
+        if (i > 0) { layout.largest_but_first = std::max(layout.largest_but_first, b.padded); }
         layout.params_bytes += b.padded * (b.kind == Kind::Norm ? sizeof(float) : sizeof(floatX));
         const size_t bytes = b.padded * (grads_bf16 && b.kind == Kind::Matrix ? 2 : sizeof(float));
         // At stage 2 gradients stay no longer than their exchange takes: layers take turns in two places.
@@ -1452,7 +1452,6 @@ static void lane_sum(const LaneSum<floatX, float>& a, Stream stream) {
     if (a.n % kChunk != 0 || a.num_pieces < 1 || a.num_pieces > 1 << (kMaxPieceLevels - 1)) {
         die("lane_sum: %zu elements in each of %d pieces", a.n, a.num_pieces);
     }
-    if (a.n == 0) { return; }
     const size_t needed = a.n / (kLaneThreads * kWidth);
     const int blocks = (int)std::min(needed, (size_t)device_sm_count * 8);
     auto run = [&](auto pieces) {
@@ -1480,13 +1479,15 @@ __global__ void __launch_bounds__(kNormThreads) square_sums_kernel(SquareSums<fl
     __shared__ double shared[kWarp];
     constexpr int kVectors = kChunk / (kNormThreads * kWidth);
     static_assert(kVectors * kNormThreads * kWidth == kChunk, "a chunk is whole vectors of every thread");
+    const char* data = (const char*)a.grads.data + blockIdx.y * a.rows.grads;
+    const size_t position = a.grads.first + blockIdx.y * a.rows.first;
     const size_t first = blockIdx.x * kChunk + threadIdx.x * kWidth;
     Floats x[kVectors];                                 // all are asked for before the first is used
 #pragma unroll
     for (int u = 0; u < kVectors; u++) {
         const size_t i = first + (size_t)u * kNormThreads * kWidth;
-        if (kBf16) { x[u] = load_dithered((const __nv_bfloat16*)a.grads.data, i, a.n, a.grads.key, a.grads.first); }
-        else { x[u] = load_floats<true>((const float*)a.grads.data, i, a.n); }
+        if (kBf16) { x[u] = load_dithered((const __nv_bfloat16*)data, i, a.n, a.grads.key, position); }
+        else { x[u] = load_floats<true>((const float*)data, i, a.n); }
     }
     float squares = 0.0f;
 #pragma unroll
@@ -1497,15 +1498,15 @@ __global__ void __launch_bounds__(kNormThreads) square_sums_kernel(SquareSums<fl
         squares += sum;
     }
     const double sum = block_sum((double)squares, shared);
-    if (threadIdx.x == 0) { a.sums[blockIdx.x] = sum; }
+    if (threadIdx.x == 0) { a.sums[(size_t)blockIdx.y * gridDim.x + blockIdx.x] = sum; }
 }
 
 static void square_sums(const SquareSums<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     if (a.n % kChunk != 0) { die("square_sums: %zu elements are not whole chunks", a.n); }
-    if (a.n == 0) { return; }
     auto kernel = a.grads.is_bf16 ? square_sums_kernel<true> : square_sums_kernel<false>;
-    kernel<<<(unsigned)(a.n / kChunk), kNormThreads, 0, stream>>>(a);
+    const dim3 grid((unsigned)(a.n / kChunk), a.rows.count);
+    kernel<<<grid, kNormThreads, 0, stream>>>(a);
     cudaCheck(cudaGetLastError());
 }
 
@@ -1569,7 +1570,7 @@ static void update_decision(const UpdateDecision<floatX, float>& a, Stream strea
 // g = grad*grad_scale;  m = m + (1-beta1) (g - m);  v = beta2 v + (1-beta2) g^2;
 // p = p (1 - lr wd) - lr/(1-beta1^t) m / (sqrt(v)/sqrt(1-beta2^t) + eps), rounded in the order in which
 // PyTorch's AdamW rounds (its foreach form), constants taken in double: from equal gradients, equal weights.
-// A launch for each run of tensors of one kind; p is the master copy, or the parameter itself (fp32), or the
+// A launch for each kind of bucket, of all layers at once; p is the master copy, or the parameter itself (fp32), or the
 // 16-bit parameter, rounded stochastically. Gaps between tensors are zeros and stay zeros.
 constexpr int kAdamwThreads = 256;
 
@@ -1597,19 +1598,23 @@ __global__ void __launch_bounds__(kAdamwThreads) adamw_kernel(AdamW<floatX, floa
     const float m_part = (float)(1.0 - a.beta1), v_part = (float)(1.0 - a.beta2), v_keep = (float)a.beta2,
                 eps = (float)a.eps, decay = (float)(1.0 - a.lr * a.weight_decay);
 
-    Param* params = (Param*)a.params;
+    const int row = blockIdx.y;
+    Param* params = (Param*)((char*)a.params + row * a.rows.params);
+    const void* grads = (const char*)a.grads.data + row * a.rows.grads;
+    float *master = kMaster ? a.master + row * a.n : nullptr, *ms = a.m + row * a.n, *vs = a.v + row * a.n;
+    const size_t first = row * a.rows.first;
     const size_t step = (size_t)gridDim.x * blockDim.x * kWidth;
     for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
         Floats g, p;
         if (kGradsBf16) {
-            const __nv_bfloat16* grads = (const __nv_bfloat16*)a.grads.data;
-            g = load_dithered<Cache::Streaming>(grads, i, a.n, a.grads.key, a.grads.first);
+            g = load_dithered<Cache::Streaming>((const __nv_bfloat16*)grads, i, a.n, a.grads.key,
+                                                a.grads.first + first);
         } else {
-            g = load_floats<true, Cache::Streaming>((const float*)a.grads.data, i, a.n);
+            g = load_floats<true, Cache::Streaming>((const float*)grads, i, a.n);
         }
-        Floats m = load_floats<true, Cache::Streaming>(a.m, i, a.n),
-               v = load_floats<true, Cache::Streaming>(a.v, i, a.n);
-        if (kMaster) { p = load_floats<true, Cache::Streaming>(a.master, i, a.n); }
+        Floats m = load_floats<true, Cache::Streaming>(ms, i, a.n),
+               v = load_floats<true, Cache::Streaming>(vs, i, a.n);
+        if (kMaster) { p = load_floats<true, Cache::Streaming>(master, i, a.n); }
         else { p = load_floats<true>(params, i, a.n); }
 
         // The formula above, each operation rounded where PyTorch rounds.
@@ -1626,13 +1631,13 @@ __global__ void __launch_bounds__(kAdamwThreads) adamw_kernel(AdamW<floatX, floa
         // be lost.
         Pack<Param> rounded = to_pack<Param>(p);
         if (!kMaster && sizeof(Param) == 2) {
-            const Draws draws = round_draws(a.key, a.first + i);
+            const Draws draws = round_draws(a.key, a.first + first + i);
 #pragma unroll
             for (int k = 0; k < kWidth; k++) { store_stochastic(&rounded.data[k], p.at[k], draws.at[k]); }
         }
-        store<true, Cache::Streaming>(a.m, i, a.n, to_pack<float>(m));
-        store<true, Cache::Streaming>(a.v, i, a.n, to_pack<float>(v));
-        if (kMaster) { store<true, Cache::Streaming>(a.master, i, a.n, to_pack<float>(p)); }
+        store<true, Cache::Streaming>(ms, i, a.n, to_pack<float>(m));
+        store<true, Cache::Streaming>(vs, i, a.n, to_pack<float>(v));
+        if (kMaster) { store<true, Cache::Streaming>(master, i, a.n, to_pack<float>(p)); }
         store<true>(params, i, a.n, rounded);
     }
 }
@@ -1642,9 +1647,9 @@ static void adamw_update(const AdamW<floatX, float>& a, Stream stream) {
     if (a.n % 8 != 0 || a.first % 8 != 0) {
         die("adamw_update: %zu elements from number %zu on: both must be multiples of 8", a.n, a.first);
     }
-    if (a.n == 0) { return; }
     const size_t needed = ceil_div(a.n, (size_t)kAdamwThreads * kWidth);
-    const int blocks = (int)std::min(needed, (size_t)device_sm_count * 8);
+    const dim3 blocks((unsigned)std::min(needed, (size_t)ceil_div(device_sm_count * 8, a.rows.count)),
+                      a.rows.count);
     auto run = [&](auto param) {
         using Param = decltype(param);
         auto kernel = a.grads.is_bf16
@@ -3380,13 +3385,13 @@ static void attention_backward(const AttentionBackward<floatX, float>& a, Stream
 //     summed      as soon as a pair is       likewise; then each rank sends shard r of its sum to rank r,
 //                 complete: 4 buffers        which adds up what it got, in pairs, in the same tree
 //
-// Buckets (section 3) are exchanged one by one on a stream of their own while the backward of earlier layers
-// goes on. Rank r then has the sums of shard r of each bucket. ZeRO stage 0 gathers the gradients, and all
+// Buckets (section 3) are exchanged one by one, by the GPU's copy engines, while the backward of earlier layers
+// goes on; a layer later they are summed. Rank r then has the sums of shard r of each bucket. ZeRO stage 0 gathers the gradients, and all
 // ranks update everything; at 1 and 2 each updates its shards, and the parameters are gathered bucket by
 // bucket, the embedding and the first layers first, while the next forward waits only for what it needs.
 // At stage 2 every micro-step is a lane of its own and is exchanged at once; gradients of a layer live in one
 // of two places until then. Rank r takes micro-step j * world + r at time j, so that the ranks' micro-steps
-// of one time are a part of the tree.
+// of one time are a part of the tree (if they are a power of two; else the order is that number of ranks' own).
 //
 // --reduction nccl sums in NCCL's order instead: the same bits for the same number of ranks only.
 
@@ -3410,10 +3415,6 @@ static std::string lanes_error(int64_t lanes, int64_t micro_steps, int world, in
         if (lanes != micro_steps) {
             return format("at -zs 2 each of the %lld micro-steps is a lane of its own",
                           (long long)micro_steps);
-        }
-        if (!is_power_of_two(world) && lanes != world) {
-            return format("at -zs 2 %d ranks, not a power of two, can take one micro-step each, not %lld",
-                          world, (long long)(lanes / world));
         }
     } else if (lanes % world != 0 || !is_power_of_two(lanes / world)) {
         return format("%d ranks cannot share %lld lanes: each takes 1, 2, 4, 8 ... of them", world,
@@ -3505,10 +3506,14 @@ struct GPT2 {
 
     // Section 7; where there is one rank, none of these is used.
     Stream comm_stream;
-    std::vector<Event> complete;        // of a bucket: the backward has computed it
-    std::vector<Event> exchanged;       // its place may be used again (ZeRO stage 2)
-    std::vector<Event> updated, gathered;       // its parameters: this rank's shard; all of them
-    Event records_gathered;
+    std::vector<Event> complete;        // of a bucket's gradients: the backward has computed them
+    std::vector<Event> arrived;         // those of all ranks are here
+    std::vector<Event> summed;
+    std::vector<Event> updated, gathered;       // of its parameters: this rank's shard; all of them
+    Event recorded, records_gathered;
+    std::vector<int> place;             // where the ranks' data of a bucket come to
+    uint32_t turn;
+    int on_its_way;                     // bucket that is being exchanged; -1: none
 };
 
 // The `tensor` of a RoundKey; elements count through all buckets (Bucket::first).
@@ -3548,10 +3553,11 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
     bytes = std::max(bytes, bias_backward_scratch_bytes(N, 3 * c.C));
     bytes = std::max(bytes, bias_backward_scratch_bytes(N, 4 * c.C));
     bytes = std::max(bytes, attention_backward_scratch_bytes(B, T, c.NH));
-    if (options.grads_bf16) {                   // fp32 weight gradients; both parts of dwte meet in scratch
-        for (int i = 0; i < NUM_PARAMS; i++) { bytes = std::max(bytes, specs[i].elems * sizeof(float)); }
-        const size_t wte = specs[PARAM_wte].elems * sizeof(float);
-        bytes = std::max(bytes, wte + encoder_backward_scratch_bytes(B, T, c.C));
+    if (options.grads_bf16) {                   // fp32 weight gradients, behind both parts of dwte
+        for (int i = 0; i < NUM_PARAMS; i++) {
+            if (i != PARAM_wte) { bytes = std::max(bytes, specs[i].elems * sizeof(float)); }
+        }
+        bytes += specs[PARAM_wte].elems * sizeof(float);
     }
     return bytes;
 }
@@ -3560,6 +3566,12 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
 // which have the most digits to lose.
 static Layout gpt2_layout(const ParamSpec* specs, const Config& c, const Options& options) {
     return param_layout(specs, c, options.split, options.grads_bf16);
+}
+
+// Where all ranks' data of a bucket come to: the embedding's into a place of its own, the others in turn into
+// one of two, so that one can be filled while the other is summed.
+static size_t exchange_bytes(const Layout& layout) {
+    return (layout.buckets[0].padded + 2 * layout.largest_but_first) * sizeof(float);
 }
 
 // A record's sums, and behind them its losses; all ranks' records have the same size.
@@ -3589,7 +3601,7 @@ static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& 
         plan.push_back({"gradient shards", layout.shard_elems * sizeof(float) * buffers});
     }
     plan.push_back({"AdamW m and v", layout.state_elems * 2 * sizeof(float)});
-    if (split.world > 1) { plan.push_back({"exchange", layout.largest * sizeof(float)}); }
+    if (split.world > 1) { plan.push_back({"exchange", exchange_bytes(layout)}); }
     plan.push_back({"records", record_bytes(layout, options.lanes) * split.world});
     for (const ActSpec& a : acts) {
         plan.push_back({a.name, round_up(a.elems * a.elem_bytes, kAlign) * a.copies});
@@ -3687,7 +3699,7 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     model->grads = common(grad_bytes, "gradients");
     model->grad_shards = split.zero == 2 ? (float*)device_malloc(
         layout.shard_elems * sizeof(float) * buffers, "gradient shards") : nullptr;
-    model->exchange = split.world > 1 ? common(layout.largest * sizeof(float), "exchange") : nullptr;
+    model->exchange = split.world > 1 ? common(exchange_bytes(layout), "exchange") : nullptr;
     model->records = common(model->record_bytes * split.world, "records");
     model->acts = (char*)device_malloc(act_bytes, "activations");
     model->scratch =
@@ -3728,12 +3740,16 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     copy_to_device(model->ranges, ranges.data(), ranges.size() * sizeof(ChunkRange), model->stream);
     stream_sync(model->stream);
     model->comm_stream = stream_create_urgent();
-    for (auto* events : {&model->complete, &model->exchanged, &model->updated, &model->gathered}) {
+    for (auto* events : {&model->complete, &model->arrived, &model->summed, &model->updated, &model->gathered}) {
         events->clear();
         for (size_t b = 0; b < layout.buckets.size(); b++) { events->push_back(event_create()); }
     }
+    model->recorded = event_create();
     model->records_gathered = event_create();
     model->lane = 0;
+    model->place.assign(layout.buckets.size(), 0);
+    model->turn = 0;
+    model->on_its_way = -1;
     model->micro_steps_staged = 0;
     model->step = model->micro = 0;
     model->buckets = TokenBuckets{};
@@ -3764,9 +3780,10 @@ static void gpt2_free(GPT2* model) {
         event_destroy(model->staged[i]);
     }
     gemm_free();
-    for (auto* events : {&model->complete, &model->exchanged, &model->updated, &model->gathered}) {
+    for (auto* events : {&model->complete, &model->arrived, &model->summed, &model->updated, &model->gathered}) {
         for (Event e : *events) { event_destroy(e); }
     }
+    event_destroy(model->recorded);
     event_destroy(model->records_gathered);
     stream_destroy(model->comm_stream);
     stream_destroy(model->stream);
@@ -4046,107 +4063,81 @@ static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n, Stream stream
     lane_sum(a, stream);
 }
 
-// Layers take turns in two places at ZeRO stage 2; the event of a place is that of the first bucket in it.
-static int gpt2_place(const GPT2* model, int bucket) {
-    return bucket >= 1 && bucket <= model->config.L ? 1 + (bucket - 1) % 2 : bucket;
+static char* gpt2_exchange_memory(const GPT2* model, int place) {
+    return model->exchange + place * model->layout.largest_but_first * sizeof(float);
 }
 
-// What follows on the stream writes gradients of this bucket.
-static void gpt2_await_place(GPT2* model, int bucket) {
-    if (model->options.split.zero == 2) {
-        stream_wait(model->stream, model->exchanged[gpt2_place(model, bucket)]);
-    }
-}
-
-// ZeRO stage 2: a micro-step's gradients of a bucket become part of the shards' sums.
-static void gpt2_exchange_micro_step(GPT2* model, int bucket) {
+// What came from all ranks is summed. On the stream of the backward: beside it, the kernels of both waited for
+// each other's SMs, 1.8 ms a step for 0.3 ms of work.
+static void gpt2_sum_bucket(GPT2* model, int bucket) {
     const Options& o = model->options;
     const Split& split = o.split;
     const Bucket& b = model->layout.buckets[bucket];
-    const Stream stream = model->comm_stream;
     const bool bf16 = o.grads_bf16 && b.kind == Kind::Matrix;
-    char* grads = model->grads + b.grads;
-    auto shards = [&](int k) { return model->grad_shards + k * model->layout.shard_elems + b.shards; };
+    const size_t bytes = b.shard * (bf16 ? 2 : 4), first = b.first + split.rank * b.shard;
+    char* mine = model->grads + b.grads + split.rank * bytes;           // this rank's shard
+    stream_wait(model->stream, model->arrived[bucket]);
+    if (o.nccl_order && split.zero < 2) { return; }                     // NCCL has summed it
+
     LaneSum<floatX, float> a = {};
     a.n = b.shard;
-    if (o.nccl_order) {
-        device_reduce_scatter((float*)grads, b.shard, stream);
-        a.out = {shards(0), Accumulate::No};
-        a.num_chain = model->micro >= (uint32_t)split.world;        // not the first: added to those before
-        a.chain[0] = shards(0);
-        a.pieces = {.data = grads + split.rank * b.shard * sizeof(float)};
-        a.num_pieces = 1;
+    RoundKey key = gpt2_grad_key(model);                                // of rank 0's micro-step
+    key.micro = (uint32_t)(split.zero == 2 ? model->micro - split.rank : model->micro_steps - 1);
+    a.pieces = {gpt2_exchange_memory(model, model->place[bucket]), bf16, key, first};
+    a.piece_micros = split.zero == 2 ? 1 : (uint32_t)model->micro_steps;
+    a.num_pieces = split.world;
+    if (split.zero < 2) {
+        a.out = {(float*)mine, Accumulate::No, bf16, gpt2_summed_grads(model, bucket).key, first};
     } else {
-        const int top = lane_buffer(model->lane), merges = lane_merges(model->lane, o.lanes);
-        RoundKey key = gpt2_grad_key(model);
-        key.micro -= (uint32_t)split.rank;
-        device_all_to_all(model->exchange, grads, b.shard * (bf16 ? 2 : 4), stream);
-        a.out = {shards(top - merges), Accumulate::No};
+        auto shards = [&](int k) { return model->grad_shards + k * model->layout.shard_elems + b.shards; };
+        const int top = o.nccl_order ? 1 : lane_buffer(model->lane);
+        int merges = lane_merges(model->lane, o.lanes);
+        if (o.nccl_order) {                                             // a running sum
+            a.pieces = {.data = mine};
+            a.num_pieces = 1;
+            merges = model->micro >= (uint32_t)split.world;
+        }
+        a.out = {shards(o.nccl_order ? 0 : top - merges), Accumulate::No};
         a.num_chain = merges;
         for (int k = 0; k < merges; k++) { a.chain[k] = shards(top - merges + k); }
-        a.pieces = {model->exchange, bf16, key, b.first + split.rank * b.shard};
-        a.piece_micros = 1;
-        a.num_pieces = split.world;
     }
-    lane_sum(a, stream);
-    event_record(model->exchanged[gpt2_place(model, bucket)], stream);
+    lane_sum(a, model->stream);
+    event_record(model->summed[bucket], model->stream);
+    if (split.zero == 0) {
+        stream_wait(model->comm_stream, model->summed[bucket]);
+        device_all_gather(model->grads + b.grads, bytes, model->comm_stream);
+    }
 }
 
-// ZeRO stages 0 and 1, once a step: the ranks' sums of a bucket become shards of the whole job's, and at stage
-// 0 all of it.
-static void gpt2_exchange_step(GPT2* model, int bucket) {
+// The backward has computed this micro-step's gradients of a bucket: they go out, and those of the bucket
+// before, which have come in the meantime, are summed. bucket -1: there is nothing more to come.
+static void gpt2_bucket_complete(GPT2* model, int bucket, bool is_last) {
     const Options& o = model->options;
     const Split& split = o.split;
-    const Bucket& b = model->layout.buckets[bucket];
-    const Stream stream = model->comm_stream;
-    const bool bf16 = o.grads_bf16 && b.kind == Kind::Matrix;
-    char* grads = model->grads + b.grads;
-    const size_t bytes = b.shard * (bf16 ? 2 : 4);
-    if (o.nccl_order) {
-        if (split.zero == 0) { device_all_reduce((float*)grads, b.padded, stream); }
-        else { device_reduce_scatter((float*)grads, b.shard, stream); }
-        return;
-    }
-    gpt2_merge_lanes(model, b.grads, b.padded, stream);
-    device_all_to_all(model->exchange, grads, bytes, stream);
-    const StoredGrads sum = gpt2_summed_grads(model, bucket);
-    RoundKey key = gpt2_grad_key(model);
-    key.micro = (uint32_t)(model->micro_steps - 1);                 // rank 0's last
-    LaneSum<floatX, float> a = {};
-    a.out = {(float*)(grads + split.rank * bytes), Accumulate::No, bf16, sum.key,
-             b.first + split.rank * b.shard};
-    a.pieces = {model->exchange, bf16, key, b.first + split.rank * b.shard};
-    a.piece_micros = (uint32_t)model->micro_steps;
-    a.num_pieces = split.world;
-    a.n = b.shard;
-    lane_sum(a, stream);
-    if (split.zero == 0) { device_all_gather(grads, bytes, stream); }
-}
-
-// Sums of squares of this rank's shard of a bucket, or of n elements from its start, into its record.
-static void gpt2_square_sums(GPT2* model, int bucket, size_t n, Stream stream) {
-    const Split& split = model->options.split;
-    const Bucket& b = model->layout.buckets[bucket];
-    double* sums = (double*)(model->records + split.rank * model->record_bytes) + b.shards / kChunk;
-    StoredGrads grads = gpt2_summed_grads(model, bucket);
-    if (split.world > 1 && split.zero == 0) {               // of all that stands there, its own shard
-        const size_t from = split.rank * b.shard;
-        grads.data = (const char*)grads.data + from * (grads.is_bf16 ? 2 : 4);
-        grads.first += from;
-    }
-    square_sums({sums, grads, n}, stream);
-}
-
-// The backward has computed this micro-step's gradients of a bucket.
-static void gpt2_bucket_complete(GPT2* model, int bucket, bool is_last) {
-    const Split& split = model->options.split;
     if (split.world == 1 || (split.zero < 2 && !is_last)) { return; }
-    event_record(model->complete[bucket], model->stream);
-    stream_wait(model->comm_stream, model->complete[bucket]);
-    if (split.zero == 2) { gpt2_exchange_micro_step(model, bucket); }
-    else { gpt2_exchange_step(model, bucket); }
-    if (is_last) { gpt2_square_sums(model, bucket, model->layout.buckets[bucket].shard, model->comm_stream); }
+    const int before = model->on_its_way;
+    model->on_its_way = bucket;
+    if (bucket >= 0) {
+        const Bucket& b = model->layout.buckets[bucket];
+        const bool bf16 = o.grads_bf16 && b.kind == Kind::Matrix;
+        char* grads = model->grads + b.grads;
+        if (split.zero < 2) { gpt2_merge_lanes(model, b.grads, b.padded, model->stream); }
+        event_record(model->complete[bucket], model->stream);   // so is the sum of what stood in its place
+        stream_wait(model->comm_stream, model->complete[bucket]);
+        if (!o.nccl_order) {
+            model->place[bucket] = bucket == 0 ? 2 : model->turn++ % 2;
+            device_all_to_all(gpt2_exchange_memory(model, model->place[bucket]), grads, b.shard * (bf16 ? 2 : 4),
+                              model->comm_stream);
+        } else if (split.zero == 0) {
+            device_all_reduce((float*)grads, b.padded, model->comm_stream);
+        } else {
+            device_reduce_scatter((float*)grads, b.shard, model->comm_stream);
+        }
+        event_record(model->arrived[bucket], model->comm_stream);
+    }
+    if (before >= 0) { gpt2_sum_bucket(model, before); }
 }
+
 // Gradients of every parameter from dlogits. The first micro-step stores, later ones add: no memset.
 // is_last: of this rank's step; buckets then go to the other ranks as soon as they are complete.
 // dresidual is the gradient of the residual stream, from the last layer to the first; each LayerNorm adds its
@@ -4166,13 +4157,17 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_las
 
     Params p = gpt2_params(model, 0);
     Acts a = gpt2_acts(model, c.L - 1);
-    for (int bucket : {biases, norms}) { gpt2_await_place(model, bucket); }
+    // wte's first part, the LM head's; the embedding's comes last. bf16 is rounded once, so there they meet in
+    // scratch, which begins with a place for them.
+    const size_t wte_elems = model->param_specs[PARAM_wte].elems;
+    Grad dwte = o.grads_bf16 ? Grad{scratch, Accumulate::No} : grad(PARAM_wte, 0);
+    if (o.grads_bf16) { scratch += wte_elems; }
+    matmul_backward_weight({dwte, scratch, a.logits, a.lnf, N, C, c.Vp}, stream);
     matmul_backward_input({a.dnarrow, a.logits, p.wte, nullptr, N, C, c.Vp}, stream);
     layernorm_backward({a.dresidual, grad(PARAM_lnfw, 0), grad(PARAM_lnfb, 0), grad(PARAM_fcprojb, c.L - 1),
                         scratch, store, a.dnarrow, a.residual3, p.lnfw, a.lnf_mean, a.lnf_rstd, N, C},
                        stream);
     for (int l = c.L - 1; l >= 0; l--) {
-        gpt2_await_place(model, layer_matrices(l));
         p = gpt2_params(model, l);
         a = gpt2_acts(model, l);
         const floatX* residual = l == 0 ? a.encoded : gpt2_acts(model, l - 1).residual3;
@@ -4202,27 +4197,27 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_las
         if (o.recompute >= 2) {
             layernorm_forward({a.ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, N, C}, stream);
         }
-        matmul_backward_weight({grad(PARAM_qkvw, l), scratch, a.dwide, a.ln1, N, C, 3 * C}, stream);
-        gpt2_bucket_complete(model, layer_matrices(l), is_last);
+        auto last_of_layer = [&] {
+            matmul_backward_weight({grad(PARAM_qkvw, l), scratch, a.dwide, a.ln1, N, C, 3 * C}, stream);
+            gpt2_bucket_complete(model, layer_matrices(l), is_last);
+        };
+        if (l > 0) { last_of_layer(); }
         matmul_backward_input({a.dnarrow, a.dwide, p.qkvw, nullptr, N, C, 3 * C}, stream);
         layernorm_backward({dy, grad(PARAM_ln1w, l), grad(PARAM_ln1b, l), bias_before, scratch, add,
                             a.dnarrow, residual, p.ln1w, a.ln1_mean, a.ln1_rstd, N, C}, stream);
+        if (l > 0) { continue; }
+
+        // The embedding goes to the other ranks before layer 0's last gradients are computed: it is by far the
+        // largest bucket, and travels behind them.
+        gpt2_bucket_complete(model, norms, is_last);
+        gpt2_bucket_complete(model, biases, is_last);
+        dwte.acc = Accumulate::Yes;
+        encoder_backward({dwte, grad(PARAM_wpe, 0), scratch, dy, model->buckets, B, T, c.maxT, C}, stream);
+        if (o.grads_bf16) { grad_accumulate({grad(PARAM_wte, 0), dwte.data, wte_elems}, stream); }
+        gpt2_bucket_complete(model, embeddings, is_last);
+        last_of_layer();
     }
-
-    gpt2_bucket_complete(model, norms, is_last);
-    gpt2_bucket_complete(model, biases, is_last);
-
-    // wte: the LM head's part, then the embedding's. bf16 is rounded once, so there they meet in scratch.
-    gpt2_await_place(model, embeddings);
-    const size_t wte_elems = model->param_specs[PARAM_wte].elems;
-    Grad dwte = o.grads_bf16 ? Grad{scratch, Accumulate::No} : grad(PARAM_wte, 0);
-    float* free_scratch = o.grads_bf16 ? scratch + wte_elems : scratch;
-    matmul_backward_weight({dwte, scratch, a.logits, a.lnf, N, C, c.Vp}, stream);
-    dwte.acc = Accumulate::Yes;
-    encoder_backward({dwte, grad(PARAM_wpe, 0), free_scratch, a.dresidual, model->buckets, B, T, c.maxT, C},
-                     stream);
-    if (o.grads_bf16) { grad_accumulate({grad(PARAM_wte, 0), scratch, wte_elems}, stream); }
-    gpt2_bucket_complete(model, embeddings, is_last);
+    gpt2_bucket_complete(model, -1, is_last);
 }
 
 // One of this rank's micro-steps, number `micro` of `micro_steps`: gradients of the mean loss over the total
@@ -4250,52 +4245,78 @@ static void gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, 
     if (is_last) { model->lane = 0; }           // the sums stand in buffer 0 now
 }
 
+// Buckets that are updated in one launch, one row each, in the order in which the next forward needs them. At
+// ZeRO stage 0 a row is a whole bucket, else this rank's shard.
+struct UpdateRows { int bucket; size_t n; size_t elem_bytes; Rows rows; };
+static std::vector<UpdateRows> gpt2_update_rows(const GPT2* model) {
+    const Layout& layout = model->layout;
+    const int zero = model->options.split.zero, L = model->config.L;
+    std::vector<UpdateRows> all;
+    for (int bucket : {L + 2, L + 1, 0, 1}) {
+        const Bucket& b = layout.buckets[bucket];
+        UpdateRows r = {bucket, zero == 0 ? b.padded : b.shard,
+                        b.kind == Kind::Norm ? sizeof(float) : sizeof(floatX), {}};
+        if (bucket == 1 && L > 1) {
+            const Bucket& next = layout.buckets[2];
+            r.rows = {L, next.params - b.params,
+                      zero == 2 ? b.shard * sizeof(float) : next.grads - b.grads, next.first - b.first};
+        }
+        all.push_back(r);
+    }
+    return all;
+}
+
 // Norm, the decision to skip, AdamW: all decided on the device, from the same numbers on every rank.
 static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, double eps, float max_norm) {
     const Options& o = model->options;
     const Split& split = o.split;
     const Layout& layout = model->layout;
-    const int L = model->config.L;
-    // What is updated in one go: where there is one rank, all buckets of a kind.
-    struct Run { int bucket; size_t n; };
-    std::vector<Run> runs;
-    for (int bucket : {L + 2, L + 1}) { runs.push_back({bucket, layout.buckets[bucket].padded}); }
-    for (int bucket = 0; bucket <= L; bucket++) {
-        if (bucket > 0 && split.world == 1) { runs.back().n += layout.buckets[bucket].padded; }
-        else { runs.push_back({bucket, layout.buckets[bucket].padded}); }
-    }
-    if (split.zero >= 1) { for (Run& run : runs) { run.n = layout.buckets[run.bucket].shard; } }
+    const std::vector<UpdateRows> updates = gpt2_update_rows(model);
 
+    // Each rank's record, of its shards alone, then everybody's.
+    char* record = model->records + split.rank * model->record_bytes;
+    for (const UpdateRows& u : updates) {
+        const Bucket& b = layout.buckets[u.bucket];
+        StoredGrads grads = gpt2_summed_grads(model, u.bucket);
+        if (split.zero == 0) {
+            const size_t from = split.rank * b.shard;
+            grads.data = (const char*)grads.data + from * (grads.is_bf16 ? 2 : 4);
+            grads.first += from;
+        }
+        square_sums({(double*)record + b.shards / kChunk, grads, b.shard, u.rows}, model->stream);
+    }
     if (split.world > 1) {
+        event_record(model->recorded, model->stream);
+        stream_wait(model->comm_stream, model->recorded);
         device_all_gather(model->records, model->record_bytes, model->comm_stream);
         event_record(model->records_gathered, model->comm_stream);
         stream_wait(model->stream, model->records_gathered);
-    } else {
-        for (const Run& run : runs) { gpt2_square_sums(model, run.bucket, run.n, model->stream); }
     }
     update_decision({.state = &model->state->update, .loss = &model->state->loss, .records = model->records,
                      .record_bytes = model->record_bytes, .lanes_at = model->lanes_at, .ranks = split.world,
                      .lanes = o.lanes, .interleaved = split.zero == 2, .ranges = model->ranges,
                      .num_ranges = (int)layout.buckets.size(), .max_norm = max_norm,
                      .policy = {kFp16, kLossScaleSteps, kMaxLossScale}}, model->stream);
-    for (const Run& run : runs) {
-        const Bucket& b = layout.buckets[run.bucket];
+    for (const UpdateRows& u : updates) {
+        const Bucket& b = layout.buckets[u.bucket];
         const size_t from = split.zero == 0 ? 0 : split.rank * b.shard;
-        const size_t elem_bytes = b.kind == Kind::Norm ? sizeof(float) : sizeof(floatX);
-        char* params = model->params + b.params;
-        adamw_update({.params = params + from * elem_bytes, .params_fp32 = elem_bytes == sizeof(float),
+        adamw_update({.params = model->params + b.params + from * u.elem_bytes,
+                      .params_fp32 = u.elem_bytes == sizeof(float),
                       .master = model->master ? model->master + b.state : nullptr, .m = model->m + b.state,
-                      .v = model->v + b.state, .grads = gpt2_summed_grads(model, run.bucket),
-                      .state = &model->state->update, .n = run.n,
+                      .v = model->v + b.state, .grads = gpt2_summed_grads(model, u.bucket),
+                      .state = &model->state->update, .n = u.n, .rows = u.rows,
                       .weight_decay = b.kind == Kind::Matrix ? o.weight_decay : 0.0f, .lr = lr,
                       .beta1 = beta1, .beta2 = beta2, .eps = eps,
                       .key = RoundKey{o.seed, model->step, 0, kRoundParams}, .first = b.first + from},
                      model->stream);
         if (split.world == 1 || split.zero == 0) { continue; }
-        event_record(model->updated[run.bucket], model->stream);
-        stream_wait(model->comm_stream, model->updated[run.bucket]);
-        device_all_gather(params, b.shard * elem_bytes, model->comm_stream);
-        event_record(model->gathered[run.bucket], model->comm_stream);
+        event_record(model->updated[u.bucket], model->stream);
+        stream_wait(model->comm_stream, model->updated[u.bucket]);
+        for (int bucket = u.bucket; bucket < u.bucket + u.rows.count; bucket++) {
+            const Bucket& row = layout.buckets[bucket];
+            device_all_gather(model->params + row.params, row.shard * u.elem_bytes, model->comm_stream);
+            event_record(model->gathered[bucket], model->comm_stream);
+        }
     }
     model->step++;
 }

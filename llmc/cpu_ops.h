@@ -635,16 +635,18 @@ template <class Real> void lane_sum_cpu(const LaneSum<Real, Real>& a, Stream) {
     OP_DONE(a);
 }
 
-// sums[c] = sum over the kChunk elements of chunk c of grads[i]^2
+// sums[c] = sum over the kChunk elements of chunk c of grads[i]^2, row by row
 template <class Real> void square_sums_cpu(const SquareSums<Real, Real>& a, Stream) {
     assert(!a.grads.is_bf16 && a.n % kChunk == 0);
-    const Real* g = (const Real*)a.grads.data;
+    const size_t chunks = a.n / kChunk;                         // of a row
     #pragma omp parallel for
-    for (size_t chunk = 0; chunk < a.n / kChunk; chunk++) {
+    for (size_t k = 0; k < a.rows.count * chunks; k++) {
+        const Real* g = (const Real*)((const char*)a.grads.data + k / chunks * a.rows.grads);
+        const size_t begin = k % chunks * kChunk;
         double sum = 0.0;
         #pragma omp simd reduction(+ : sum)
-        for (size_t i = chunk * kChunk; i < (chunk + 1) * kChunk; i++) { sum += (double)g[i] * g[i]; }
-        a.sums[chunk] = sum;
+        for (size_t i = begin; i < begin + kChunk; i++) { sum += (double)g[i] * g[i]; }
+        a.sums[k] = sum;
     }
     OP_DONE(a);
 }
@@ -700,20 +702,24 @@ template <class Real> void update_decision_cpu(const UpdateDecision<Real, Real>&
 template <class Real> void adamw_update_cpu(const AdamW<Real, Real>& a, Stream) {
     assert(!a.grads.is_bf16);
     if (a.state->skip) { return; }
-    const Real* grads = (const Real*)a.grads.data;
-    Real *params = (Real*)a.params, *weights = a.master ? a.master : params;
     const double t = (double)a.state->t;
     const Real rate = (Real)(a.lr / (1.0 - pow(a.beta1, t))), correction = (Real)sqrt(1.0 - pow(a.beta2, t));
     const Real m_part = (Real)(1.0 - a.beta1), v_part = (Real)(1.0 - a.beta2), beta2 = (Real)a.beta2;
     const Real eps = (Real)a.eps, grad_scale = a.state->grad_scale;
     const Real keep = (Real)(1.0 - a.lr * a.weight_decay);
-    #pragma omp parallel for simd
-    for (size_t i = 0; i < a.n; i++) {
-        const Real g = grads[i] * grad_scale;
-        const Real m = a.m[i] = a.m[i] + m_part * (g - a.m[i]);
-        const Real v = a.v[i] = beta2 * a.v[i] + v_part * g * g;
-        weights[i] = weights[i] * keep - rate * m / ((Real)sqrt(v) / correction + eps);
-        params[i] = weights[i];
+    for (int row = 0; row < a.rows.count; row++) {
+        const Real* grads = (const Real*)((const char*)a.grads.data + row * a.rows.grads);
+        Real* params = (Real*)((char*)a.params + row * a.rows.params);
+        Real *ms = a.m + row * a.n, *vs = a.v + row * a.n;
+        Real* weights = a.master ? a.master + row * a.n : params;
+        #pragma omp parallel for simd
+        for (size_t i = 0; i < a.n; i++) {
+            const Real g = grads[i] * grad_scale;
+            const Real m = ms[i] = ms[i] + m_part * (g - ms[i]);
+            const Real v = vs[i] = beta2 * vs[i] + v_part * g * g;
+            weights[i] = weights[i] * keep - rate * m / ((Real)sqrt(v) / correction + eps);
+            params[i] = weights[i];
+        }
     }
     OP_DONE(a);
 }

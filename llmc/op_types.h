@@ -74,6 +74,14 @@ struct UpdatePolicy {
     float max_scale;
 };
 
+// Equal rows of a bucket's kind, one in each of several buckets: how far it is from row to row. What is not
+// named here (m, v, sums) stands packed.
+struct Rows {
+    int count = 1;
+    size_t params = 0, grads = 0;       // bytes
+    size_t first = 0;                   // elements, of the keys' positions
+};
+
 // The gradient's sum of squares is taken chunk by chunk, and shards are whole chunks: so it has the same bits
 // however many ranks share the gradient out.
 constexpr size_t kChunk = 8192;

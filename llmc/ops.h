@@ -146,9 +146,10 @@ template <class X, class S> struct LaneSum {
     size_t n;                           // a multiple of kChunk
 };
 template <class X, class S> struct SquareSums {         // of the gradient's chunks
-    double* sums;                       // (n/kChunk)
-    StoredGrads grads;                  // (n)
+    double* sums;                       // (rows,n/kChunk)
+    StoredGrads grads;                  // (rows,n)
     size_t n;                           // a multiple of kChunk
+    Rows rows;
 };
 template <class X, class S> struct UpdateDecision {     // loss, norm, and the decision about the update
     UpdateState* state;
@@ -163,12 +164,13 @@ template <class X, class S> struct UpdateDecision {     // loss, norm, and the d
     UpdatePolicy policy;
 };
 template <class X, class S> struct AdamW {              // a skipped update changes nothing
-    void* params;                       // (n) X, or S
+    void* params;                       // (rows,n) X, or S
     bool params_fp32;                   // S
-    S *master, *m, *v;                  // (n); master: null when the parameters are all there is
-    StoredGrads grads;                  // (n)
+    S *master, *m, *v;                  // (rows,n); master: null when the parameters are all there is
+    StoredGrads grads;                  // (rows,n)
     const UpdateState* state;           // t already counts this update
     size_t n;                           // a multiple of 8
+    Rows rows;
     double weight_decay, lr, beta1, beta2, eps;
     RoundKey key;                       // of the rounding of 16-bit parameters without master copies; element i
     size_t first;                       // draws as number first + i
@@ -177,7 +179,7 @@ template <class X, class S> struct AdamW {              // a skipped update chan
 // The table of ops: each is op(const Arguments<X, S>& a, Stream stream). Behind the two names stand its
 // output tensors: name, where, dimensions; null where a call does not compute it. Both builds declare the ops
 // by this table, and the tests' --break OP.OUTPUT disturbs what it names. Of encoder_backward's dwte it names
-// row 0 alone, since that op does not know how many rows there are.
+// row 0 alone, since that op does not know how many rows there are, and of adamw_update's params, too.
 #define GPT2_OPS(X)                                                                                    \
     X(encoder_forward, EncoderForward, out("out", a.out, a.B, a.T, a.C))                               \
     X(encoder_backward, EncoderBackward, out("dwte", a.dwte, a.C), out("dwpe", a.dwpe, a.maxT, a.C))   \
@@ -202,12 +204,13 @@ template <class X, class S> struct AdamW {              // a skipped update chan
       out("dlogits", a.mode == ClassifierMode::LossAndGrad ? a.logits : nullptr, a.N, a.Vp))           \
     X(loss_sum, LossSum, out("mean", a.mean, 1))                                                       \
     X(lane_sum, LaneSum, out("out", a.out, a.n))                                                       \
-    X(square_sums, SquareSums, out("sums", a.sums, a.n / kChunk))                                      \
+    X(square_sums, SquareSums, out("sums", a.sums, a.rows.count, a.n / kChunk))                        \
     X(update_decision, UpdateDecision, out("loss", a.loss, 1),                                         \
       out("norm", a.state ? &a.state->norm : nullptr, 1),                                              \
       out("grad_scale", a.state ? &a.state->grad_scale : nullptr, 1))                                  \
-    X(adamw_update, AdamW, out("params", (Weight*)a.params, a.n), out("master", a.master, a.n),        \
-      out("m", a.m, a.n), out("v", a.v, a.n))
+    X(adamw_update, AdamW, out("params", (Weight*)a.params, a.n),                                      \
+      out("master", a.master, a.rows.count, a.n), out("m", a.m, a.rows.count, a.n),                    \
+      out("v", a.v, a.rows.count, a.n))
 
 // op_name(a) is the op's name; op_outputs(a, f) calls f(op, output, pointer or GradOf, elements) for each of
 // its outputs. (Weight is the X of the structs, a name that the macro has taken here.)

@@ -616,11 +616,15 @@ static void test_lane_sum() {
 
 static void test_square_sums() {
     const std::string shape = "square_sums";
-    Doubles g = random_tensor(3 * kChunk), sums(3), expected(3);
-    square_sums_cpu<double>({sums, {.data = (double*)g}, g.n}, 0);
-    for (int c = 0; c < 3; c++) { expected[c] = 0.0; }
+    Doubles g = random_tensor(6 * kChunk), sums(6), expected(6);
+    square_sums_cpu<double>({sums, {.data = (double*)g}, g.n, {}}, 0);
+    for (int c = 0; c < 6; c++) { expected[c] = 0.0; }
     for (size_t i = 0; i < g.n; i++) { expected[i / kChunk] += g[i] * g[i]; }
     CHECK_SAME(sums, expected, kExact);
+    Doubles four(4), picked(4);                 // of each half two chunks
+    square_sums_cpu<double>({four, {.data = (double*)g}, 2 * kChunk, {2, 0, 3 * kChunk * sizeof(double), 0}}, 0);
+    for (int c = 0; c < 4; c++) { picked[c] = expected[c + c / 2]; }
+    CHECK_SAME(four, picked, kExact);
 }
 
 // One rank, one bucket, one chunk, one lane.
@@ -739,7 +743,7 @@ template <class Real> static void test_adamw(bool with_master, double tolerance)
                 params_expected[i] -= lr * (m_hat / (sqrt(v_hat) + eps) + weight_decay * params_expected[i]);
             }
             const AdamW<Real, Real> update = {(Real*)params, false, with_master ? (Real*)master : nullptr, m, v,
-                                              {.data = (Real*)g}, &state, n, weight_decay, lr, beta1, beta2,
+                                              {.data = (Real*)g}, &state, n, {}, weight_decay, lr, beta1, beta2,
                                               eps, RoundKey{}, 0};
             adamw_update_cpu<Real>(update, 0);
             if (t == 5) {                       // a skipped update in between
@@ -757,6 +761,34 @@ template <class Real> static void test_adamw(bool with_master, double tolerance)
         CHECK_SAME(v, v_expected, tolerance);
         CHECK(master == (with_master ? params : start), "%s: the master copy", shape.c_str());
     }
+}
+
+// Three rows with other things between them, against each row alone.
+static void test_adamw_rows() {
+    const std::string shape = "adamw rows";
+    const size_t n = 24, params_row = 40, grads_row = 32;
+    Doubles params = random_tensor(3 * params_row), grads = random_tensor(3 * grads_row);
+    Doubles master = random_tensor(3 * n), m = random_tensor(3 * n), v = random_tensor(3 * n);
+    for (size_t i = 0; i < 3 * n; i++) { v[i] = v[i] * v[i]; }
+    UpdateState state = update_state(1.0f);
+    state.t = 2;
+    state.grad_scale = 0.5f;
+    Doubles params2 = params, master2 = master, m2 = m, v2 = v;
+    AdamW<double, double> a = {(double*)params, false, master, m, v, {.data = (double*)grads}, &state, n,
+                               {3, params_row * sizeof(double), grads_row * sizeof(double), 100}, 0.1, 1e-2,
+                               0.9, 0.95, 1e-8, RoundKey{}, 0};
+    adamw_update_cpu<double>(a, 0);
+    for (int row = 0; row < 3; row++) {
+        a.params = (double*)params2 + row * params_row;
+        a.grads.data = (double*)grads + row * grads_row;
+        a.master = (double*)master2 + row * n;
+        a.m = (double*)m2 + row * n;
+        a.v = (double*)v2 + row * n;
+        a.rows = {};
+        adamw_update_cpu<double>(a, 0);
+    }
+    CHECK(params == params2 && master == master2 && m == m2 && v == v2, "%s: not those of one at a time",
+          shape.c_str());
 }
 
 // ---- bf16 ----
@@ -911,7 +943,7 @@ template <class Real> static std::vector<Named> run_all_ops() {
     lane_sum_cpu<Real>(lanes, 0);
     keep("lane_sum", sum);
     std::vector<double> sums(count / kChunk + 1);
-    square_sums_cpu<Real>({sums.data(), {.data = (Real*)grads}, count}, 0);
+    square_sums_cpu<Real>({sums.data(), {.data = (Real*)grads}, count, {}}, 0);
     UpdateState state = update_state(1.0f);
     const ChunkRange range = {count / kChunk, count / kChunk, 0};
     update_decision_cpu<Real>({&state, loss, (const char*)sums.data(), sums.size() * sizeof(double),
@@ -919,7 +951,7 @@ template <class Real> static std::vector<Named> run_all_ops() {
                                {false, 1, 1.0f}}, 0);
     norm[0] = state.norm;
     keep("norm", norm);
-    adamw_update_cpu<Real>({(Real*)params, false, nullptr, m, v, {.data = (Real*)grads}, &state, count, 0.1,
+    adamw_update_cpu<Real>({(Real*)params, false, nullptr, m, v, {.data = (Real*)grads}, &state, count, {}, 0.1,
                             1e-3, 0.9, 0.95, 1e-8, RoundKey{}, 0}, 0);
     keep("adamw params", params);
     keep("adamw m", m);
@@ -1040,6 +1072,7 @@ static const Group groups[] = {
         }
     }},
     {"adamw", [] {
+        test_adamw_rows();
         for (bool with_master : {false, true}) {
             test_adamw<double>(with_master, 1e-12);
             test_adamw<float>(with_master, 5e-7);
