@@ -201,7 +201,7 @@ static inline void comm_wait_ranks(CommLaunch* l) {
 
 __attribute__((noreturn)) static inline void comm_launch(int world, char** argv) {
     CommLaunch l = {std::vector<pid_t>(world, 0), std::vector<int>(4 * (world - 1)), nullptr, -1, 0, 0, ""};
-    if (world > kCommMaxLocal) { die("--gpus %d: one machine has at most %d ranks", world, kCommMaxLocal); }
+    if (world > kCommMaxLocal) { die("--gpus %d: at most %d", world, kCommMaxLocal); }
     l.page_fd = memfd_create("job", MFD_CLOEXEC);
     if (l.page_fd >= 0 && ftruncate(l.page_fd, sizeof(CommPage)) == 0) { l.page = comm_map_page(l.page_fd); }
     bool fine = l.page && pipe2(comm_wake, O_CLOEXEC | O_NONBLOCK) == 0;
