@@ -88,6 +88,14 @@ static int run_program(const std::string& name) {
     } else if (name == "other_call") {
         rank_loop([](int) { char c; comm_broadcast(&c, 1); });
     } else if (name == "facts") { rank_facts(); }
+    else if (name == "flood") {                 // more than a pipe holds
+        for (int step = 0; step < 100; step++) {
+            comm_progress(step);
+            if (comm_any(false)) { return 1; }
+            printf("%s\n", std::string(4000, 'f').c_str());
+            fflush(stdout);
+        }
+    }
     else if (name == "patience") {
         rank_loop([](int) {
             comm_patience(30);
@@ -152,6 +160,7 @@ struct Case {
     std::vector<int> codes;             // of the launcher; or of each rank. 128+n: ended by signal n
     std::vector<std::string> words;     // of the one message; none: there must be none
     std::string out;                    // all of stdout
+    int out_fd = -1;                    // where stdout goes, if not to a file
     int start = 0;                      // processes that are started, if not `world`
     std::string rank_variable;          // of a scheduler that numbers the ranks; "": -pn and -pr do
 
@@ -183,7 +192,8 @@ static pid_t start_process(const Case& c, const std::vector<std::string>& more) 
     if (pid != 0) { return pid; }
     for (int fd : {STDOUT_FILENO, STDERR_FILENO}) {
         const std::string path = c.dir + (fd == STDOUT_FILENO ? "/out" : "/err");
-        dup2(open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0666), fd);
+        const bool given = fd == STDOUT_FILENO && c.out_fd >= 0;
+        dup2(given ? c.out_fd : open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0666), fd);
     }
     setenv("LLMC_TEST_CASE", c.dir.c_str(), 1);     // by which what is left of it is found
     for (const std::string& e : c.env) {
@@ -373,7 +383,8 @@ static std::vector<Case> failure_cases() {
     cases.push_back(make_case("other call", "other_call", 3, {1}, {"rank 1 is at operation"}, 1));
     cases.push_back(make_case("health", "health", 3, {1}, {"error: rank 1: NCCL: unhandled error"}, 1));
     cases.push_back(make_case("health of rank 0", "health", 3, {1}, {"error: NCCL: unhandled error"}, 0));
-    cases.push_back(make_case("facts", "facts", 4, {1}, {"differ in -b", "on rank 0", "8'", "4' on rank 2"}, 2));
+    cases.push_back(make_case("facts", "facts", 4, {1}, {"differ in -b", "on rank 0", "8'", "4' on rank 2"},
+                              2));
     cases.push_back(make_case("patience", "patience", 3, {0}, {}, 1));
     cases.push_back(make_case("patience of rank 0", "patience", 3, {0}, {}, 0));
     cases.push_back(make_case("code", "code", 3, {3}, {}, 1));
@@ -412,11 +423,13 @@ static std::vector<Case> start_cases() {
     ip6.args[1] = "server=localhost:" + std::to_string(free_port());
     cases.push_back(ip6);
 
-    Case never = over_tcp(make_case("never come", "loop", 4, {}, {"ranks 2, 3 of 4 did not come", "hint:"}), 1);
+    const std::vector<std::string> missing = {"ranks 2, 3 of 4 did not come", "hint:"};
+    Case never = over_tcp(make_case("never come", "loop", 4, {}, missing), 1);
     never.args.push_back("timeout=2");
     never.start = 2;                            // rank 1 has come and ends silently
     cases.push_back(never);
-    Case port = over_tcp(make_case("port in use", "loop", 2, {}, {"cannot listen on port", "in use", "hint:"}), 1);
+    const std::vector<std::string> in_use = {"cannot listen on port", "in use", "hint:"};
+    Case port = over_tcp(make_case("port in use", "loop", 2, {}, in_use), 1);
     port.args[1] = "server=" + local_server(port_in_use());
     port.start = 1;
     cases.push_back(port);
@@ -470,11 +483,10 @@ static void test_folder() {
     Case fine = make_case("folder", "collectives", 3, {0, 0, 0});
     fine.local = false;
     fine.args = {"init=fs", "folder=" + place};
-    Case file = make_case("folder that is a file", "loop", 2, {1}, {"cannot create the folder", "File exists"});
+    Case file = make_case("folder that is a file", "loop", 2, {1}, {"is not a folder"});
     file.local = false;
     file.start = 1;
     file.args = {"init=fs", "folder=" + place + "/rendezvous-other.00000004"};
-    file.words = {"is not a folder"};
     run_cases({fine, file}, 2);
     std::string left;
     for (const std::string& name : names_in(place)) { left += name.substr(name.size() - 3) + " "; }
@@ -534,7 +546,8 @@ static void test_strangers() {
     wrong.pids = {start_process(wrong, {"processes=3", "process=1"})};
     wrong.codes = {1};
     wrong.ended = {-1};
-    wrong.words = {"error: rank 1: rank 0 was not found at", "does not answer as rank 0 of this job", "hint:"};
+    wrong.words = {"error: rank 1: rank 0 was not found at", "does not answer as rank 0 of this job",
+                   "hint:"};
     while (case_runs(&wrong)) { usleep(20000); }
     check_case(wrong);
     for (int r : {1, 2}) {
@@ -544,6 +557,23 @@ static void test_strangers() {
     while (case_runs(&c)) { usleep(20000); }
     check_case(c);
     for (int i : {0, 1, 3, 4, 5}) { close(strangers[i]); }
+}
+
+// ---- a reader that takes its time, as less does ----
+
+static void test_reader() {
+    int ends[2];
+    CHECK(pipe2(ends, O_CLOEXEC) == 0, "no pipe");
+    Case c = make_case("a slow reader", "flood", 2, {0});
+    c.out_fd = ends[1];
+    start_case(&c);
+    close(ends[1]);
+    sleep(9);                                   // more than a standstill may take
+    char buffer[4096];
+    while (read(ends[0], buffer, sizeof(buffer)) > 0) {}
+    close(ends[0]);
+    while (case_runs(&c)) { usleep(20000); }
+    check_case(c);
 }
 
 // ---- what needs no processes ----
@@ -584,7 +614,8 @@ static void test_contradictions() {
         {"tcp alone", [](CommOptions* o) { o->init = "tcp"; }, {"-ps HOST"}, {}},
         {"no -pn", [](CommOptions* o) { o->init = "tcp"; o->server = "a"; }, {"-pn", "-pr"}, {}},
         {"fs alone", [](CommOptions* o) { o->init = "fs"; }, {"-pf"}, {}},
-        {"-pr too big", [](CommOptions* o) { o->init = "fs"; o->folder = "x"; o->processes = o->process = 2; },
+        {"-pr too big",
+         [](CommOptions* o) { o->init = "fs"; o->folder = "x"; o->processes = o->process = 2; },
          {"-pr 2", "-pn 2", "0 to 1"}, {}},
         {"-ps for nothing", [](CommOptions* o) { o->server = "a"; }, {"-ps needs -pi tcp"}, {}},
         {"-pn for nothing", [](CommOptions* o) { o->processes = 2; }, {"-pn and -pr need"}, {}},
@@ -613,7 +644,8 @@ static void test_contradictions() {
         printf("%d of %d, %d", comm.rank, comm.world, (int)comm_any(true));
         comm_end();
     });
-    CHECK(batch.code == 0 && batch.out == "0 of 1, 1", "%d: %s%s", batch.code, batch.out.c_str(), batch.err.c_str());
+    CHECK(batch.code == 0 && batch.out == "0 of 1, 1", "%d: %s%s", batch.code, batch.out.c_str(),
+          batch.err.c_str());
 }
 
 int main(int argc, char** argv) {
@@ -631,6 +663,7 @@ int main(int argc, char** argv) {
     TEST("comm: collectives, ways to start") { run_cases(start_cases(), 3); }
     TEST("comm: strangers") { test_strangers(); }
     TEST("comm: a folder to meet in") { test_folder(); }
+    TEST("comm: a slow reader") { test_reader(); }
     TEST("comm: failures") { run_cases(failure_cases(), 8); }
     if (system(("rm -rf '" + folder + "'").c_str()) != 0) { printf("%s stays\n", folder.c_str()); }
     return test_summary();
