@@ -81,6 +81,7 @@ static int run_program(const std::string& name) {
     else if (name == "loop") { rank_loop([](int) {}); }
     else if (name == "die") { rank_loop([](int step) { die("bad thing in step %d\nhint: none", step); }); }
     else if (name == "die_all") { victim = comm.rank; rank_loop([](int) { die("the same everywhere"); }); }
+    else if (name == "stuck_early") { while (comm.rank == victim) { pause(); } }
     else if (name == "stuck") { rank_loop([](int) { for (;;) { pause(); } }); }
     else if (name == "exit") { rank_loop([](int) { exit(0); }); }
     else if (name == "thread_dies") {
@@ -135,7 +136,8 @@ static int rank_main(int argc, char** argv) {
     o.per_node = number("per_node", 0);
     o.start_timeout_s = number("timeout", 60);
     comm_limits.beat = 0.5;
-    comm_limits.silence = comm_limits.still = comm_limits.first = 4;
+    comm_limits.silence = comm_limits.still = 5;
+    comm_limits.first = number("first", 600);
     comm_limits.health = 0.5;
     victim = atoi(argv[4]);
     if (strcmp(argv[2], "early") == 0 && getenv(kCommChild)) { die("before the start"); }
@@ -255,7 +257,7 @@ static bool case_runs(Case* c) {
     for (int r = 0; r < c->world && c->signal_number && !c->sent; r++) { ready += rank_pid(*c, r) > 0; }
     if (ready == c->world) {
         usleep(200000);                         // some steps
-        c->sent = comm_now() + (c->frozen ? 7 : 0);
+        c->sent = comm_now() + (c->frozen ? 8 : 0);
         for (int r = 0; r < c->world && c->frozen; r++) { kill(rank_pid(*c, r), SIGSTOP); }
     }
     if (c->sent && comm_now() >= c->sent && c->signal_number) {
@@ -355,7 +357,7 @@ static std::vector<Case> failure_cases() {
         for (int number : {SIGKILL, SIGSTOP}) {
             const std::string name = format("signal %d to rank %d", number, rank);
             const std::string who = format("error: rank %d (", rank);
-            std::vector<std::string> words = {who, number == SIGKILL ? "died" : "no sign of life for 4 s",
+            std::vector<std::string> words = {who, number == SIGKILL ? "died" : "no sign of life for 5 s",
                                               "its last step was"};
             // who fails first is the rank that was killed, or the one that saw the stopped one
             Case c = make_case(name, "loop", 3, {number == SIGKILL ? 137 : 1}, words);
@@ -374,6 +376,10 @@ static std::vector<Case> failure_cases() {
         cases.push_back(make_case(format("exit %d", rank), "exit", 3, {1},
                                   {format("error: rank %d (", rank), "died; its last step was 5"}, rank));
     }
+    Case early = make_case("stuck before the first step", "stuck_early", 3, {1},
+                           {"error: rank 1 (", "makes no progress", "had not begun its first step"}, 1);
+    early.args = {"first=5"};
+    cases.push_back(early);
     cases.push_back(over_tcp(make_case("die", "die", 3, {}, {"error: rank 2: bad thing in step 5"}, 2), 1));
     cases.push_back(make_case("die all", "die_all", 4, {1}, {"the same everywhere"}));
     cases.push_back(over_tcp(make_case("die all", "die_all", 4, {}, {"the same everywhere"}), 1));
@@ -568,7 +574,7 @@ static void test_reader() {
     c.out_fd = ends[1];
     start_case(&c);
     close(ends[1]);
-    sleep(9);                                   // more than a standstill may take
+    sleep(10);                                  // more than a standstill may take
     char buffer[4096];
     while (read(ends[0], buffer, sizeof(buffer)) > 0) {}
     close(ends[0]);
@@ -664,7 +670,7 @@ int main(int argc, char** argv) {
     TEST("comm: strangers") { test_strangers(); }
     TEST("comm: a folder to meet in") { test_folder(); }
     TEST("comm: a slow reader") { test_reader(); }
-    TEST("comm: failures") { run_cases(failure_cases(), 8); }
+    TEST("comm: failures") { run_cases(failure_cases(), 14); }
     if (system(("rm -rf '" + folder + "'").c_str()) != 0) { printf("%s stays\n", folder.c_str()); }
     return test_summary();
 }
