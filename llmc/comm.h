@@ -54,6 +54,11 @@ static inline void comm_start(const CommOptions& options, int argc, char** argv)
     comm_state = s;
     die_report = comm_report;
     unsetenv(kCommChild);                       // until here die() needed it
+    const int null = comm.rank == 0 ? -1 : open("/dev/null", O_WRONLY | O_CLOEXEC);
+    if (null >= 0) {                            // rank 0 prints for all, however they were started
+        dup2(null, STDOUT_FILENO);
+        close(null);
+    }
     sigset_t all, before;                       // signals are for the main thread
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);

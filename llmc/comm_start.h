@@ -277,7 +277,7 @@ static inline void comm_find_mpi(CommJob* job, const CommOptions& o) {
         MPI_Comm_size(MPI_COMM_WORLD, &job->world) != MPI_SUCCESS) { die("MPI does not start"); }
     job->mpi = true;
     comm_early_rank = job->rank;
-    if (job->world == 1) { return; }
+    if (job->world == 1) { MPI_Finalize(); return; }
     const CommSecret secret = comm_random_secret();
     char text[4096] = "";
     int port, listener = -1;

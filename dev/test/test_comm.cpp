@@ -55,7 +55,7 @@ static void rank_collectives() {
     std::vector<Place> places(world);
     places[me] = {comm.rank, comm.local_rank, comm.local_world, (int)getpid()};
     comm_all_gather(places.data(), sizeof(Place));
-    printf("collectives of %d:", world);        // the others' stdout is nobody's in a local job
+    printf("collectives of %d:", world);        // rank 0's; the others' stdout is nowhere
     for (const Place& p : places) { printf(" %d.%d/%d", p.rank, p.local_rank, p.local_world); }
     printf("\n");
 }
@@ -143,6 +143,7 @@ static int rank_main(int argc, char** argv) {
     if (strcmp(argv[2], "early") == 0 && getenv(kCommChild)) { die("before the start"); }
     comm_start(o, argc, argv);
     signal(SIGINT, [](int) { interrupted = 1; });
+    signal(SIGUSR1, [](int signal_number) { _exit(128 + signal_number); });     // a second Ctrl-C does so
     FILE* f = fopen((std::string(argv[3]) + format("/rank.%d", comm.rank)).c_str(), "w");
     if (f) { fprintf(f, "%d", (int)getpid()); fclose(f); }
     const int code = run_program(argv[2]);
@@ -405,6 +406,9 @@ static std::vector<Case> failure_cases() {
     Case hangup = make_case("a signal that kills", "loop", 3, {128 + SIGHUP});
     hangup.signal_number = SIGHUP;              // the user's own doing is no error
     cases.push_back(hangup);
+    Case at_once = make_case("a signal that ends at once", "loop", 3, {128 + SIGUSR1});
+    at_once.signal_number = SIGUSR1;
+    cases.push_back(at_once);
     Case launcher = make_case("the launcher is killed", "loop", 3, {137});
     launcher.signal_number = SIGKILL;
     cases.push_back(launcher);
@@ -422,8 +426,7 @@ static std::vector<Case> start_cases() {
     }
     Case tcp = over_tcp(make_case("collectives", "collectives", 3, {}));
     tcp.args.push_back("per_node=2");
-    const std::string line = "collectives of 3: 0.0/2 1.1/2 2.0/1\n";
-    tcp.out = line + line + line;
+    tcp.out = "collectives of 3: 0.0/2 1.1/2 2.0/1\n";      // rank 0's; the others print nothing
     cases.push_back(tcp);
     Case ip6 = over_tcp(make_case("collectives v6", "collectives", 2, {}));
     ip6.args[1] = "server=localhost:" + std::to_string(free_port());
