@@ -139,7 +139,12 @@ static int rank_main(int argc, char** argv) {
     comm_limits.silence = comm_limits.still = 5;
     comm_limits.first = number("first", 600);
     comm_limits.health = 0.5;
+    comm_local_start_s = number("local", 20);
     victim = atoi(argv[4]);
+    CommChild child;
+    const bool is_victim = comm_child(&child) && child.rank == victim;
+    if (strcmp(argv[2], "never_begins") == 0 && is_victim) { raise(SIGSTOP); }
+    if (strcmp(argv[2], "ends_early") == 0 && is_victim) { raise(SIGKILL); }
     if (strcmp(argv[2], "early") == 0 && getenv(kCommChild)) { die("before the start"); }
     comm_start(o, argc, argv);
     signal(SIGINT, [](int) { interrupted = 1; });
@@ -386,6 +391,11 @@ static std::vector<Case> failure_cases() {
     cases.push_back(over_tcp(make_case("die all", "die_all", 4, {}, {"the same everywhere"}), 1));
     cases.push_back(make_case("die in a thread", "thread_dies", 2, {1}, {"error: rank 1: from a thread"}, 1));
     cases.push_back(make_case("die early", "early", 3, {1}, {"error: before the start\n"}));
+    Case never = make_case("stopped at the start", "never_begins", 3, {1}, {"rank 1 has ended, or has"}, 1);
+    never.args = {"local=4"};
+    cases.push_back(never);
+    cases.push_back(make_case("killed at the start", "ends_early", 3, {137}, {"error: rank 2 has ended"}, 2));
+    cases.push_back(make_case("rank 0 killed at the start", "ends_early", 3, {137}, {"rank 0 is gone"}, 0));
     cases.push_back(make_case("die late", "late", 3, {1}, {"error: rank 2: after the end"}, 2));
     cases.push_back(make_case("other call", "other_call", 3, {1}, {"rank 1 is at operation"}, 1));
     cases.push_back(make_case("health", "health", 3, {1}, {"error: rank 1: NCCL: unhandled error"}, 1));
