@@ -54,6 +54,11 @@ static inline void comm_start(const CommOptions& options, int argc, char** argv)
     comm_state = s;
     die_report = comm_report;
     unsetenv(kCommChild);                       // until here die() needed it
+    const int null = comm.rank == 0 ? -1 : open("/dev/null", O_WRONLY | O_CLOEXEC);
+    if (null >= 0) {                            // rank 0 prints for all, however they were started
+        dup2(null, STDOUT_FILENO);
+        close(null);
+    }
     sigset_t all, before;                       // signals are for the main thread
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -216,6 +221,7 @@ typedef std::vector<std::pair<std::string, std::string>> CommFacts;
 static inline void comm_check_same(const CommFacts& facts) {
     if (!comm_state) { return; }
     CommWait waiting;
+    comm_meet(kCommFacts, 0);
     std::string text;                           // name \0 value \0 ...
     for (const auto& f : facts) { text += f.first + '\0' + f.second + '\0'; }
     if (comm.rank != 0) {
@@ -244,7 +250,7 @@ static inline void comm_check_same(const CommFacts& facts) {
                 comm_shorten(value, f.second).c_str(), r);
         }
     }
-    comm_meet(kCommFacts, facts.size());        // nobody goes on before rank 0 has looked
+    comm_meet(kCommFacts, 0);                   // nobody goes on before rank 0 has looked
     comm_state->calls++;
 }
 

@@ -100,6 +100,7 @@ struct CommLaunch {
     unsigned forwarded;                         // a bit for each signal that was passed on
     int code;                                   // exit code of the first that failed
     std::string killed;                         // what to say if that one could not, and nobody else did
+    bool killing;                               // from now on the launcher itself kills
 };
 
 static inline void comm_kill_all(const CommLaunch& l) {
@@ -153,7 +154,9 @@ static inline void comm_rank_ended(CommLaunch* l, int rank, int status) {
     const int code = by_signal ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
     const pid_t pid = l->pids[rank];
     l->pids[rank] = 0;
-    if (code == 0 || l->code != 0) { return; }
+    // Who was killed failed before those that saw it, in whatever order they are gone.
+    const bool first = l->code == 0 || (by_signal && l->killed.empty() && !l->killing);
+    if (code == 0 || !first) { return; }
     l->code = code;
     // What a signal of the user's ended is no failure to speak of. Rank 0's death has its witnesses wait a
     // moment for this word.
@@ -194,14 +197,16 @@ static inline void comm_wait_ranks(CommLaunch* l) {
             l->killed = format("rank %zu (pid %d) did not end when rank 0 had", r, (int)l->pids[r]);
             l->code = EXIT_FAILURE;
         }
+        l->killing = true;
         comm_kill_all(*l);                      // SIGKILL ends those that are stopped, too
         kill_at = comm_now() + 1;
     }
 }
 
 __attribute__((noreturn)) static inline void comm_launch(int world, char** argv) {
-    CommLaunch l = {std::vector<pid_t>(world, 0), std::vector<int>(4 * (world - 1)), nullptr, -1, 0, 0, ""};
-    if (world > kCommMaxLocal) { die("--gpus %d: one machine has at most %d ranks", world, kCommMaxLocal); }
+    CommLaunch l = {std::vector<pid_t>(world, 0), std::vector<int>(4 * (world - 1)), nullptr, -1, 0, 0, "",
+                    false};
+    if (world > kCommMaxLocal) { die("--gpus %d: at most %d", world, kCommMaxLocal); }
     l.page_fd = memfd_create("job", MFD_CLOEXEC);
     if (l.page_fd >= 0 && ftruncate(l.page_fd, sizeof(CommPage)) == 0) { l.page = comm_map_page(l.page_fd); }
     bool fine = l.page && pipe2(comm_wake, O_CLOEXEC | O_NONBLOCK) == 0;

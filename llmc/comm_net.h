@@ -178,16 +178,18 @@ static inline void comm_set_up(int fd) {
 static inline CommAddress comm_parse_server(const std::string& text, int port, const CommSecret& secret) {
     CommAddress a = {text, std::to_string(port), secret};
     size_t colon = text.rfind(':');
+    bool whole = true;
     if (text[0] == '[') {
         const size_t close = text.find(']');
-        a.host = text.substr(1, close == std::string::npos ? close : close - 1);
-        colon = close != std::string::npos && text[close + 1] == ':' ? close + 1 : std::string::npos;
+        whole = close != std::string::npos && (close + 1 == text.size() || text[close + 1] == ':');
+        a.host = text.substr(1, whole ? close - 1 : 0);
+        colon = whole && close + 1 < text.size() ? close + 1 : std::string::npos;
     } else if (colon != text.find(':')) { colon = std::string::npos; }      // a bare IPv6 address
     else { a.host = text.substr(0, colon); }
     if (colon != std::string::npos) { a.port = text.substr(colon + 1); }
     char* end;
     const long n = strtol(a.port.c_str(), &end, 10);
-    if (a.host.empty() || a.port.empty() || *end || n < 1 || n > 65535) {
+    if (!whole || a.host.empty() || a.port.empty() || *end || n < 1 || n > 65535) {
         die("-ps '%s' is no HOST or HOST:PORT with a port from 1 to 65535", text.c_str());
     }
     return a;

@@ -277,7 +277,7 @@ static inline void comm_find_mpi(CommJob* job, const CommOptions& o) {
         MPI_Comm_size(MPI_COMM_WORLD, &job->world) != MPI_SUCCESS) { die("MPI does not start"); }
     job->mpi = true;
     comm_early_rank = job->rank;
-    if (job->world == 1) { return; }
+    if (job->world == 1) { MPI_Finalize(); return; }
     const CommSecret secret = comm_random_secret();
     char text[4096] = "";
     int port, listener = -1;
@@ -298,19 +298,21 @@ static inline void comm_find_mpi(CommJob* job, const CommOptions& o) {
 }
 #endif
 
-// A rank of this machine's launcher: the connections are there.
+// A rank of this machine's launcher: the connections are there, and all ranks started a moment ago.
+static double comm_local_start_s = 20;          // tests lower it
 static inline void comm_find_local(CommJob* job, const CommChild& child, const CommOptions& o) {
     job->rank = child.rank;
     job->world = child.world;
     job->page = comm_map_page(child.page);
-    const double deadline = comm_now() + o.start_timeout_s;
+    const double limit = std::min(comm_local_start_s, (double)o.start_timeout_s);
+    const double deadline = comm_now() + limit;
     for (const auto& fds : {child.control, child.data, {child.page}}) {
         for (int fd : fds) { fcntl(fd, F_SETFD, FD_CLOEXEC); }
     }
     if (job->rank != 0) {
         const CommHello hello = comm_hello(*job, CommSecret{}, 0);
         if (!comm_write(child.control[0], &hello, sizeof(hello), deadline) ||
-            !comm_await_welcome(job, child.control[0], child.data[0], deadline)) {
+            !comm_await_welcome(job, child.control[0], child.data[0], deadline + 5)) {
             die("rank 0 is gone before the start");
         }
         return;
@@ -320,7 +322,7 @@ static inline void comm_find_local(CommJob* job, const CommChild& child, const C
         CommPeer& p = job->peers[r];
         p = {child.control[r - 1], child.data[r - 1], {}};
         if (!comm_read(p.control, &p.who, sizeof(p.who), deadline)) {
-            die("rank %d does not start\nhint: is there memory for %d ranks?", r, job->world);
+            die("rank %d has ended, or has not begun within %.0f s", r, limit);
         }
     }
     comm_welcome(job);

@@ -1,0 +1,692 @@
+/*
+Tests of jobs of several processes: llmc/comm.h and what it includes. Each case is a small program of ranks,
+run by this very program (`test_comm rank PROGRAM FOLDER ...`), alone or beside other cases, since most of the
+time they wait. The limits of the watchdog are lowered; what is tested is never how long something took.
+
+    make build/test_comm && build/test_comm
+*/
+#include <dirent.h>                     // gives: opendir
+
+#include <functional>                   // gives: std::function
+#include <map>                          // gives: std::map
+
+#include "../../llmc/comm.h"            // gives: what is tested
+#include "child.h"                      // gives: check_dies
+#include "test.h"                       // gives: TEST, CHECK, test_summary
+
+static std::string folder;              // of this run, removed at the end
+
+// ---- the ranks' programs ----
+
+static volatile sig_atomic_t interrupted = 0;
+static int victim = -1;                 // of the program: the rank that does what the program is about
+
+// Byte i of what rank `from` has for rank `to`.
+static char pattern(int from, int to, size_t i) { return (char)(from * 31 + to * 17 + i * 7 + i / 251); }
+
+static void rank_collectives() {
+    const int world = comm.world, me = comm.rank;
+    for (size_t bytes : {(size_t)0, (size_t)1, (size_t)3, (size_t)4097, (size_t)300001, (size_t)5000003}) {
+        std::vector<char> one(bytes + 1, 'x'), all(world * bytes + 1, 'x'), to(world * bytes), from(all);
+        for (size_t i = 0; i < bytes && me == 0; i++) { one[i] = pattern(7, 9, i); }
+        comm_broadcast(one.data(), bytes);
+        for (size_t i = 0; i < bytes; i++) {
+            all[me * bytes + i] = pattern(me, 0, i);
+            for (int r = 0; r < world; r++) { to[r * bytes + i] = pattern(me, r, i); }
+        }
+        comm_all_gather(all.data(), bytes);
+        comm_all_to_all(from.data(), to.data(), bytes);
+        size_t wrong = one[bytes] != 'x' || all[world * bytes] != 'x' || from[world * bytes] != 'x';
+        for (size_t i = 0; i < bytes; i++) {
+            wrong += one[i] != pattern(7, 9, i);
+            for (int r = 0; r < world; r++) {
+                wrong += all[r * bytes + i] != pattern(r, 0, i);
+                wrong += from[r * bytes + i] != pattern(r, me, i);
+            }
+        }
+        if (wrong) { die("%zu of %zu bytes are wrong", wrong, bytes); }
+    }
+    for (int r = 0; r < world; r++) {
+        if (!comm_any(me == r)) { die("nobody heard rank %d", r); }
+        if (comm_any(false)) { die("somebody said what nobody did"); }
+    }
+    comm_check_same({{"-b", "4"}, {"empty", ""}});
+    struct Place { int rank, local_rank, local_world, pid; };
+    std::vector<Place> places(world);
+    places[me] = {comm.rank, comm.local_rank, comm.local_world, (int)getpid()};
+    comm_all_gather(places.data(), sizeof(Place));
+    printf("collectives of %d:", world);        // rank 0's; the others' stdout is nowhere
+    for (const Place& p : places) { printf(" %d.%d/%d", p.rank, p.local_rank, p.local_world); }
+    printf("\n");
+}
+
+// Trains nothing until it is told to end.
+static void rank_loop(const std::function<void(int)>& in_step) {
+    for (int step = 0; step < 3000 && !comm_any(interrupted); step++) {
+        comm_progress(step);
+        if (comm.rank == victim && step >= 5) { in_step(step); }
+        usleep(20000);
+    }
+    printf("the loop has ended\n");
+}
+
+static void rank_facts() {
+    const std::string long_name(200, 'a');
+    const std::string config = comm.rank == victim ? long_name + "4" : long_name + "8";
+    comm_check_same({{"program", "same"}, {"-b", config}, {"last", comm.rank == victim ? "1" : "2"}});
+}
+
+static int run_program(const std::string& name) {
+    if (name == "collectives") { rank_collectives(); }
+    else if (name == "loop") { rank_loop([](int) {}); }
+    else if (name == "die") { rank_loop([](int step) { die("bad thing in step %d\nhint: none", step); }); }
+    else if (name == "die_all") { victim = comm.rank; rank_loop([](int) { die("the same everywhere"); }); }
+    else if (name == "stuck_early") { while (comm.rank == victim) { pause(); } }
+    else if (name == "stuck") { rank_loop([](int) { for (;;) { pause(); } }); }
+    else if (name == "exit") { rank_loop([](int) { exit(0); }); }
+    else if (name == "thread_dies") {
+        rank_loop([](int) { std::thread([] { die("from a thread"); }).join(); });
+    } else if (name == "other_call") {
+        rank_loop([](int) { char c; comm_broadcast(&c, 1); });
+    } else if (name == "facts") { rank_facts(); }
+    else if (name == "flood") {                 // more than a pipe holds
+        for (int step = 0; step < 100; step++) {
+            comm_progress(step);
+            if (comm_any(false)) { return 1; }
+            printf("%s\n", std::string(4000, 'f').c_str());
+            fflush(stdout);
+        }
+    }
+    else if (name == "patience") {
+        rank_loop([](int) {
+            comm_patience(30);
+            usleep((useconds_t)(3e6 * comm_limits.still));
+            interrupted = 1;
+        });
+    } else if (name == "health") {
+        comm_abort = [] { sleep(1000); };
+        if (comm.rank == victim) { comm_health = [] { return std::string("NCCL: unhandled error"); }; }
+        rank_loop([](int) {});
+    } else if (name == "code") { comm_end(); return comm.rank == victim ? 3 : 0; }
+    else if (name == "late") {
+        comm_end();
+        if (comm.rank == victim) { die("after the end"); }
+    }
+    comm_end();
+    return 0;
+}
+
+// rank PROGRAM FOLDER VICTIM key=value...
+static int rank_main(int argc, char** argv) {
+    std::map<std::string, std::string> given;
+    for (int i = 5; i < argc; i++) {
+        const std::string s = argv[i];
+        given[s.substr(0, s.find('='))] = s.substr(s.find('=') + 1);
+    }
+    auto number = [&](const char* key, int otherwise) {
+        return given.count(key) ? atoi(given[key].c_str()) : otherwise;
+    };
+    CommOptions o;
+    o.gpus = number("gpus", 0);
+    o.init = given.count("init") ? given["init"].c_str() : "auto";
+    o.server = given["server"].c_str();
+    o.folder = given["folder"].c_str();
+    o.processes = number("processes", 0);
+    o.process = number("process", -1);
+    o.per_node = number("per_node", 0);
+    o.start_timeout_s = number("timeout", 60);
+    comm_limits.beat = 0.5;
+    comm_limits.silence = comm_limits.still = 5;
+    comm_limits.first = number("first", 600);
+    comm_limits.health = 0.5;
+    comm_local_start_s = number("local", 20);
+    victim = atoi(argv[4]);
+    CommChild child;
+    const bool is_victim = comm_child(&child) && child.rank == victim;
+    if (strcmp(argv[2], "never_begins") == 0 && is_victim) { raise(SIGSTOP); }
+    if (strcmp(argv[2], "ends_early") == 0 && is_victim) { raise(SIGKILL); }
+    if (strcmp(argv[2], "early") == 0 && getenv(kCommChild)) { die("before the start"); }
+    comm_start(o, argc, argv);
+    signal(SIGINT, [](int) { interrupted = 1; });
+    signal(SIGUSR1, [](int signal_number) { _exit(128 + signal_number); });     // a second Ctrl-C does so
+    FILE* f = fopen((std::string(argv[3]) + format("/rank.%d", comm.rank)).c_str(), "w");
+    if (f) { fprintf(f, "%d", (int)getpid()); fclose(f); }
+    const int code = run_program(argv[2]);
+    stdout_check();
+    return code;
+}
+
+// ---- cases ----
+
+struct Case {
+    std::string name, program;
+    int world = 3, victim = -1;
+    bool local = true;                  // else each rank is started with `args` and its own number
+    std::vector<std::string> args, env;
+    int signal_number = 0, to = -1;     // sent to rank `to`, or to the launcher, when all ranks run
+    bool frozen = false;                // before that all ranks are stopped for longer than silence may be
+    std::vector<int> codes;             // of the launcher; or of each rank. 128+n: ended by signal n
+    std::vector<std::string> words;     // of the one message; none: there must be none
+    std::string out;                    // all of stdout
+    int out_fd = -1;                    // where stdout goes, if not to a file
+    int start = 0;                      // processes that are started, if not `world`
+    std::string rank_variable;          // of a scheduler that numbers the ranks; "": -pn and -pr do
+
+    // while it runs
+    std::string dir;
+    std::vector<pid_t> pids;
+    std::vector<int> ended;             // exit codes, -1: runs
+    bool hung = false;
+    double started = 0, sent = 0;
+};
+
+static std::string read_all(const std::string& path) {
+    FILE* f = fopen(path.c_str(), "r");
+    std::string text;
+    for (int c; f && (c = fgetc(f)) != EOF;) { text += (char)c; }
+    if (f) { fclose(f); }
+    return text;
+}
+
+static pid_t start_process(const Case& c, const std::vector<std::string>& more) {
+    std::vector<std::string> words = {"test_comm", "rank", c.program, c.dir, std::to_string(c.victim)};
+    words.insert(words.end(), c.args.begin(), c.args.end());
+    words.insert(words.end(), more.begin(), more.end());
+    std::vector<char*> argv;
+    for (std::string& w : words) { argv.push_back(&w[0]); }
+    argv.push_back(nullptr);
+    fflush(stdout);
+    const pid_t pid = fork();
+    if (pid != 0) { return pid; }
+    for (int fd : {STDOUT_FILENO, STDERR_FILENO}) {
+        const std::string path = c.dir + (fd == STDOUT_FILENO ? "/out" : "/err");
+        const bool given = fd == STDOUT_FILENO && c.out_fd >= 0;
+        dup2(given ? c.out_fd : open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0666), fd);
+    }
+    for (int number : {SIGINT, SIGHUP}) { signal(number, SIG_DFL); }    // nohup and & ignore them
+    setenv("LLMC_TEST_CASE", c.dir.c_str(), 1);     // by which what is left of it is found
+    for (const std::string& e : c.env) {
+        setenv(e.substr(0, e.find('=')).c_str(), e.substr(e.find('=') + 1).c_str(), 1);
+    }
+    execv("/proc/self/exe", argv.data());
+    _exit(127);
+}
+
+static void start_case(Case* c) {
+    c->dir = folder + "/" + c->name;
+    for (char& ch : c->dir) { if (ch == ' ') { ch = '_'; } }
+    mkdir_check(c->dir.c_str());
+    c->started = comm_now();
+    const int count = c->local ? 1 : c->start ? c->start : c->world;
+    for (int r = 0; r < count; r++) {
+        const std::string rank = std::to_string(r), world = std::to_string(c->world);
+        std::vector<std::string> more;
+        if (c->local) { more = {"gpus=" + world}; }
+        else if (c->rank_variable.empty()) { more = {"processes=" + world, "process=" + rank}; }
+        else { setenv(c->rank_variable.c_str(), rank.c_str(), 1); }
+        c->pids.push_back(start_process(*c, more));
+        unsetenv(c->rank_variable.empty() ? "LLMC_NONE" : c->rank_variable.c_str());
+        c->ended.push_back(-1);
+    }
+}
+
+static pid_t rank_pid(const Case& c, int rank) {
+    return atoi(read_all(c.dir + format("/rank.%d", rank)).c_str());
+}
+
+// Processes that carry this case's mark.
+static std::vector<pid_t> left_of(const Case& c) {
+    std::vector<pid_t> left;
+    DIR* dir = opendir("/proc");
+    while (struct dirent* entry = dir ? readdir(dir) : nullptr) {
+        const pid_t pid = atoi(entry->d_name);
+        const std::string mark = "LLMC_TEST_CASE=" + c.dir + '\0';
+        if (pid > 0 && pid != getpid() &&
+            read_all(format("/proc/%d/environ", (int)pid)).find(mark) != std::string::npos) {
+            left.push_back(pid);
+        }
+    }
+    if (dir) { closedir(dir); }
+    return left;
+}
+
+// One look at a running case. False: it is over.
+static bool case_runs(Case* c) {
+    int running = 0, ready = 0;
+    for (size_t i = 0; i < c->pids.size(); i++) {
+        int status;
+        if (c->ended[i] < 0 && waitpid(c->pids[i], &status, WNOHANG) == c->pids[i]) {
+            c->ended[i] = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+        }
+        running += c->ended[i] < 0;
+    }
+    if (running == 0) { return false; }
+    for (int r = 0; r < c->world && c->signal_number && !c->sent; r++) { ready += rank_pid(*c, r) > 0; }
+    if (ready == c->world) {
+        usleep(200000);                         // some steps
+        c->sent = comm_now() + (c->frozen ? 8 : 0);
+        for (int r = 0; r < c->world && c->frozen; r++) { kill(rank_pid(*c, r), SIGSTOP); }
+    }
+    if (c->sent && comm_now() >= c->sent && c->signal_number) {
+        for (int r = 0; r < c->world && c->frozen; r++) { kill(rank_pid(*c, r), SIGCONT); }
+        kill(c->to < 0 ? c->pids[0] : rank_pid(*c, c->to), c->signal_number);
+        c->signal_number = 0;
+    }
+    if (comm_now() - c->started < 300) { return true; }     // only a hang takes that long
+    c->hung = true;
+    for (pid_t pid : left_of(*c)) { kill(pid, SIGKILL); }
+    for (size_t i = 0; i < c->pids.size(); i++) {
+        if (c->ended[i] < 0) { waitpid(c->pids[i], nullptr, 0); }
+    }
+    return false;
+}
+
+static void check_case(const Case& c) {
+    const std::string err = read_all(c.dir + "/err"), out = read_all(c.dir + "/out");
+    const char* name = c.name.c_str();
+    CHECK(!c.hung, "%s: hangs", name);
+    for (size_t i = 0; i < c.codes.size() && i < c.ended.size(); i++) {
+        CHECK(c.ended[i] == c.codes[i], "%s: process %zu ended with %d, not %d:\n%s", name, i, c.ended[i],
+              c.codes[i], err.c_str());
+    }
+    int messages = 0;
+    for (size_t at = 0; (at = err.find("error: ", at)) != std::string::npos; at++) { messages++; }
+    CHECK(messages == !c.words.empty(), "%s: %d messages:\n%s", name, messages, err.c_str());
+    CHECK(!c.words.empty() || err.empty(), "%s: on stderr:\n%s", name, err.c_str());
+    CHECK(std::count(err.begin(), err.end(), '\n') <= 3, "%s: more than three lines:\n%s", name, err.c_str());
+    for (const std::string& word : c.words) {
+        CHECK(err.find(word) != std::string::npos, "%s: no '%s' in:\n%s", name, word.c_str(), err.c_str());
+    }
+    CHECK(c.out.empty() || out == c.out, "%s: on stdout:\n%s", name, out.c_str());
+    const std::vector<pid_t> left = left_of(c);
+    CHECK(left.empty(), "%s: %zu processes are left", name, left.size());
+    for (pid_t pid : left) { kill(pid, SIGKILL); }
+}
+
+// Some at a time: they wait more than they compute.
+static void run_cases(std::vector<Case> cases, size_t at_a_time) {
+    std::vector<Case*> running;
+    for (size_t next = 0; next < cases.size() || !running.empty();) {
+        while (next < cases.size() && running.size() < at_a_time) {
+            start_case(&cases[next]);
+            running.push_back(&cases[next++]);
+        }
+        usleep(20000);
+        for (size_t i = 0; i < running.size();) {
+            if (case_runs(running[i])) { i++; continue; }
+            check_case(*running[i]);
+            running.erase(running.begin() + i);
+        }
+    }
+}
+
+// A port that nobody uses.
+static int free_port() {
+    int port;
+    close(comm_listen({"127.0.0.1", "0", {}}, &port));
+    return port;
+}
+
+// One that stays in use until this program ends.
+static int port_in_use() {
+    int port;
+    comm_listen({"127.0.0.1", "0", {}}, &port);
+    return port;
+}
+
+static std::string local_server(int port) { return format("127.0.0.1:%d", port); }
+
+static Case make_case(const std::string& name, const std::string& program, int world, std::vector<int> codes,
+                      std::vector<std::string> words = {}, int victim = -1) {
+    Case c;
+    c.name = name;
+    c.program = program;
+    c.world = world;
+    c.codes = codes;
+    c.words = words;
+    c.victim = victim;
+    return c;
+}
+
+// The same over TCP: one process for each rank, all but `odd` end with `code`.
+static Case over_tcp(Case c, int code = 0, int odd = -1, int odd_code = 0) {
+    c.name += " tcp";
+    c.local = false;
+    c.args = {"init=tcp", "server=" + local_server(free_port())};
+    c.codes.assign(c.world, code);
+    if (odd >= 0) { c.codes[odd] = odd_code; }
+    return c;
+}
+
+static std::vector<Case> failure_cases() {
+    std::vector<Case> cases;
+    for (int rank : {0, 1, 2}) {
+        for (int number : {SIGKILL, SIGSTOP}) {
+            const std::string name = format("signal %d to rank %d", number, rank);
+            const std::string who = format("error: rank %d (", rank);
+            std::vector<std::string> words = {who, number == SIGKILL ? "died" : "no sign of life for 5 s",
+                                              "its last step was"};
+            // who fails first is the rank that was killed, or the one that saw the stopped one
+            Case c = make_case(name, "loop", 3, {number == SIGKILL ? 137 : 1}, words);
+            c.signal_number = number;
+            c.to = rank;
+            cases.push_back(c);
+            if (rank == 1) { continue; }
+            c.words.pop_back();                 // over TCP the step is as old as the last heartbeat
+            cases.push_back(over_tcp(c, 1, rank, 137));     // a stopped one is killed by whoever speaks
+        }
+        cases.push_back(make_case(format("die %d", rank), "die", 3, {1},
+                                  {rank ? format("error: rank %d: bad thing in step 5", rank)
+                                        : "error: bad thing in step 5", "\nhint: none\n"}, rank));
+        cases.push_back(make_case(format("stuck %d", rank), "stuck", 3, {1},
+                                  {format("error: rank %d (", rank), "makes no progress for", "step was 5"},
+                                  rank));
+        cases.push_back(make_case(format("exit %d", rank), "exit", 3, {1},
+                                  {format("error: rank %d (", rank), "died; its last step was 5"}, rank));
+    }
+    Case early = make_case("stuck before the first step", "stuck_early", 3, {1},
+                           {"error: rank 1 (", "makes no progress", "had not begun its first step"}, 1);
+    early.args = {"first=5"};
+    cases.push_back(early);
+    cases.push_back(over_tcp(make_case("die", "die", 3, {}, {"error: rank 2: bad thing in step 5"}, 2), 1));
+    cases.push_back(make_case("die all", "die_all", 4, {1}, {"the same everywhere"}));
+    cases.push_back(over_tcp(make_case("die all", "die_all", 4, {}, {"the same everywhere"}), 1));
+    cases.push_back(make_case("die in a thread", "thread_dies", 2, {1}, {"error: rank 1: from a thread"}, 1));
+    cases.push_back(make_case("die early", "early", 3, {1}, {"error: before the start\n"}));
+    Case never = make_case("stopped at the start", "never_begins", 3, {1}, {"rank 1 has ended, or has"}, 1);
+    never.args = {"local=4"};
+    cases.push_back(never);
+    cases.push_back(make_case("killed at the start", "ends_early", 3, {137}, {"error: rank 2 has ended"}, 2));
+    cases.push_back(make_case("rank 0 killed at the start", "ends_early", 3, {137}, {"rank 0 is gone"}, 0));
+    cases.push_back(make_case("die late", "late", 3, {1}, {"error: rank 2: after the end"}, 2));
+    cases.push_back(make_case("other call", "other_call", 3, {1}, {"rank 1 is at operation"}, 1));
+    cases.push_back(make_case("health", "health", 3, {1}, {"error: rank 1: NCCL: unhandled error"}, 1));
+    cases.push_back(make_case("health of rank 0", "health", 3, {1}, {"error: NCCL: unhandled error"}, 0));
+    cases.push_back(make_case("facts", "facts", 4, {1}, {"differ in -b", "on rank 0", "8'", "4' on rank 2"},
+                              2));
+    cases.push_back(make_case("patience", "patience", 3, {0}, {}, 1));
+    cases.push_back(make_case("patience of rank 0", "patience", 3, {0}, {}, 0));
+    cases.push_back(make_case("code", "code", 3, {3}, {}, 1));
+    Case stop = make_case("one signal", "loop", 3, {0});
+    stop.signal_number = SIGINT;
+    stop.out = "the loop has ended\n";          // once: the other ranks print nothing
+    cases.push_back(stop);
+    Case frozen = stop;                         // as a scheduler or a debugger does
+    frozen.name = "all are stopped for a while";
+    frozen.frozen = true;
+    cases.push_back(frozen);
+    Case hangup = make_case("a signal that kills", "loop", 3, {128 + SIGHUP});
+    hangup.signal_number = SIGHUP;              // the user's own doing is no error
+    cases.push_back(hangup);
+    Case at_once = make_case("a signal that ends at once", "loop", 3, {128 + SIGUSR1});
+    at_once.signal_number = SIGUSR1;
+    cases.push_back(at_once);
+    Case launcher = make_case("the launcher is killed", "loop", 3, {137});
+    launcher.signal_number = SIGKILL;
+    cases.push_back(launcher);
+    return cases;
+}
+
+static std::vector<Case> start_cases() {
+    std::vector<Case> cases;
+    for (int world = 2; world <= 8; world++) {
+        Case c = make_case(format("collectives of %d", world), "collectives", world, {0});
+        c.out = format("collectives of %d:", world);
+        for (int r = 0; r < world; r++) { c.out += format(" %d.%d/%d", r, r, world); }
+        c.out += "\n";
+        cases.push_back(c);
+    }
+    Case tcp = over_tcp(make_case("collectives", "collectives", 3, {}));
+    tcp.args.push_back("per_node=2");
+    tcp.out = "collectives of 3: 0.0/2 1.1/2 2.0/1\n";      // rank 0's; the others print nothing
+    cases.push_back(tcp);
+    Case ip6 = over_tcp(make_case("collectives v6", "collectives", 2, {}));
+    ip6.args[1] = "server=localhost:" + std::to_string(free_port());
+    cases.push_back(ip6);
+
+    const std::vector<std::string> missing = {"ranks 2, 3 of 4 did not come", "hint:"};
+    Case never = over_tcp(make_case("never come", "loop", 4, {}, missing), 1);
+    never.args.push_back("timeout=2");
+    never.start = 2;                            // rank 1 has come and ends silently
+    cases.push_back(never);
+    const std::vector<std::string> in_use = {"cannot listen on port", "in use", "hint:"};
+    Case port = over_tcp(make_case("port in use", "loop", 2, {}, in_use), 1);
+    port.args[1] = "server=" + local_server(port_in_use());
+    port.start = 1;
+    cases.push_back(port);
+    Case torch = make_case("torchrun", "collectives", 2, {0, 0});
+    torch.local = false;
+    torch.rank_variable = "RANK";
+    torch.env = {"WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", format("MASTER_PORT=%d", free_port() - 1)};
+    cases.push_back(torch);
+    Case slurm = make_case("slurm", "collectives", 2, {0, 0});
+    slurm.local = false;
+    slurm.rank_variable = "SLURM_PROCID";
+    slurm.env = {"SLURM_NTASKS=2", "SLURM_STEP_NODELIST=localhost", "SLURM_STEP_ID=0",
+                 format("SLURM_JOB_ID=%d", 70000 + (int)getpid() % 10000)};
+    cases.push_back(slurm);
+    return cases;
+}
+
+// ---- the folder of -pi fs ----
+
+static std::vector<std::string> names_in(const std::string& path) {
+    std::vector<std::string> names;
+    DIR* dir = opendir(path.c_str());
+    while (struct dirent* entry = dir ? readdir(dir) : nullptr) {
+        if (entry->d_name[0] != '.') { names.push_back(entry->d_name); }
+    }
+    if (dir) { closedir(dir); }
+    std::sort(names.begin(), names.end());
+    return names;
+}
+
+static void write_text(const std::string& path, const std::string& text) {
+    FILE* f = fopen_check(path.c_str(), "w");
+    fwrite(text.data(), 1, text.size(), f);
+    fclose(f);
+}
+
+static void test_folder() {
+    const std::string place = folder + "/meeting point";
+    mkdir_check(place.c_str());
+    CommHello killed = comm_hello(CommJob(), CommSecret{}, 0), away = killed;
+    killed.pid = 999999999;                     // no such process; its port is nobody's now
+    snprintf(away.host_id, sizeof(away.host_id), "another host");
+    const std::string stale = comm_describe(killed, free_port(), comm_random_secret());
+    write_text(place + "/rendezvous-job.00000001", stale);
+    write_text(place + "/rendezvous-job.00000002", comm_describe(away, free_port(), comm_random_secret()));
+    write_text(place + "/rendezvous-job.00000003", stale.substr(0, stale.size() / 2));
+    write_text(place + "/rendezvous-other.00000004", stale);
+    // a port where somebody listens who never says a word
+    CommHello mute = away;
+    write_text(place + "/rendezvous-job.00000005", comm_describe(mute, port_in_use(), comm_random_secret()));
+    Case fine = make_case("folder", "collectives", 3, {0, 0, 0});
+    fine.local = false;
+    fine.args = {"init=fs", "folder=" + place};
+    Case file = make_case("folder that is a file", "loop", 2, {1}, {"is not a folder"});
+    file.local = false;
+    file.start = 1;
+    file.args = {"init=fs", "folder=" + place + "/rendezvous-other.00000004"};
+    run_cases({fine, file}, 2);
+    std::string left;
+    for (const std::string& name : names_in(place)) { left += name.substr(name.size() - 3) + " "; }
+    CHECK(left == "002 005 004 ", "after a job its folder holds %s", left.c_str());
+    const CommHello self = comm_hello(CommJob(), CommSecret{}, 0);
+    CHECK(comm_addresses(stale, self).size() >= 1, "a whole file has no address");
+    for (size_t n = 0; n < stale.size(); n++) {
+        if (!comm_addresses(stale.substr(0, n), self).empty()) { CHECK(false, "%zu bytes are a file", n); }
+    }
+    if (geteuid() != 0) {
+        chmod(place.c_str(), 0500);
+        check_dies("folder read-only", [&] {
+            CommJob job;
+            job.world = 2;
+            CommOptions o;
+            o.folder = place.c_str();
+            comm_find_fs(&job, o);
+        }, {"cannot create", "Permission denied"});
+        chmod(place.c_str(), 0700);
+    }
+}
+
+// ---- strangers at rank 0's port ----
+
+static void test_strangers() {
+    Case c = over_tcp(make_case("strangers", "collectives", 3, {}));
+    const std::string server = c.args[1].substr(7);
+    const CommAddress address = comm_parse_server(server, kCommPort, CommSecret{});
+    c.start = 1;
+    c.env = {"LLMC_JOB_SECRET=of this test"};
+    start_case(&c);
+    std::vector<int> strangers;
+    std::string why;
+    while (strangers.empty()) {                 // until rank 0 listens
+        const int fd = comm_connect(address, comm_now() + 1, &why);
+        if (fd >= 0) { strangers.push_back(fd); }
+        usleep(10000);
+    }
+    for (int i = 0; i < 5; i++) { strangers.push_back(comm_connect(address, comm_now() + 60, &why)); }
+    CommHello hello = comm_hello(CommJob(), CommSecret{}, 0);
+    hello.rank = 1;
+    hello.world = 3;
+    const std::string garbage(100000, 'g');
+    comm_write(strangers[1], garbage.data(), garbage.size(), comm_now() + 1);
+    close(strangers[2]);                        // strangers[0] says nothing and stays
+    comm_write(strangers[3], &hello, sizeof(hello), comm_now() + 60);       // no secret
+    comm_write(strangers[4], &hello, sizeof(hello) - 1, comm_now() + 60);
+    char answer;
+    CHECK(!comm_read(strangers[3], &answer, 1, comm_now() + 60), "a hello without the secret was answered");
+
+    Case wrong = c;                             // a rank with another secret comes before the true ones
+    wrong.name = "wrong secret";
+    wrong.env = {"LLMC_JOB_SECRET=of another"};
+    wrong.args.push_back("timeout=2");
+    wrong.dir = folder + "/wrong_secret";
+    mkdir_check(wrong.dir.c_str());
+    wrong.pids = {start_process(wrong, {"processes=3", "process=1"})};
+    wrong.codes = {1};
+    wrong.ended = {-1};
+    wrong.words = {"error: rank 1: rank 0 was not found at", "does not answer as rank 0 of this job",
+                   "hint:"};
+    while (case_runs(&wrong)) { usleep(20000); }
+    check_case(wrong);
+    for (int r : {1, 2}) {
+        c.pids.push_back(start_process(c, {"processes=3", format("process=%d", r)}));
+        c.ended.push_back(-1);
+    }
+    while (case_runs(&c)) { usleep(20000); }
+    check_case(c);
+    for (int i : {0, 1, 3, 4, 5}) { close(strangers[i]); }
+}
+
+// ---- a reader that takes its time, as less does ----
+
+static void test_reader() {
+    int ends[2];
+    CHECK(pipe2(ends, O_CLOEXEC) == 0, "no pipe");
+    Case c = make_case("a slow reader", "flood", 2, {0});
+    c.out_fd = ends[1];
+    start_case(&c);
+    close(ends[1]);
+    sleep(10);                                  // more than a standstill may take
+    char buffer[4096];
+    while (read(ends[0], buffer, sizeof(buffer)) > 0) {}
+    close(ends[0]);
+    while (case_runs(&c)) { usleep(20000); }
+    check_case(c);
+}
+
+// ---- what needs no processes ----
+
+static void test_names() {
+    struct { const char *list, *first; } lists[] = {
+        {"node1", "node1"}, {"node1,node2", "node1"}, {"n[07-12,20],gpu3", "n07"}, {"r[1-2]n[3,4]x", "r1n3x"},
+        {"n[5]", "n5"}, {"", ""}, {"n[1-", "n1"},
+    };
+    for (const auto& l : lists) {
+        const std::string host = comm_first_host(l.list);
+        CHECK(host == l.first, "the first of '%s' is '%s'", l.list, host.c_str());
+    }
+    struct { const char *text, *host, *port; } servers[] = {
+        {"a", "a", "29547"}, {"a.b:1", "a.b", "1"}, {"[::1]:65535", "::1", "65535"}, {"::1", "::1", "29547"},
+        {"[::1]", "::1", "29547"},
+    };
+    for (const auto& s : servers) {
+        const CommAddress a = comm_parse_server(s.text, kCommPort, CommSecret{});
+        CHECK(a.host == s.host && a.port == s.port, "'%s' is %s %s", s.text, a.host.c_str(), a.port.c_str());
+    }
+    for (const char* bad : {"a:", ":1", "a:0", "a:65536", "a:b", "a:1x", "[::1", "[::1]x"}) {
+        check_dies(bad, [&] { comm_parse_server(bad, kCommPort, CommSecret{}); }, {"-ps", bad, "65535"});
+    }
+    const std::string same(100, 's');
+    const std::string shortened = comm_shorten(same + "1" + same, same + "2" + same);
+    CHECK(shortened.size() <= 66 && shortened.find('1') != std::string::npos, "%s", shortened.c_str());
+}
+
+static void test_contradictions() {
+    typedef std::function<void(CommOptions*)> Change;
+    struct { const char* name; Change change; std::vector<std::string> words; std::vector<const char*> env; }
+    wrong[] = {
+        {"gpus under mpirun", [](CommOptions* o) { o->gpus = 2; }, {"--gpus 2", "mpirun", "4 ranks"},
+         {"OMPI_COMM_WORLD_RANK=0", "OMPI_COMM_WORLD_SIZE=4"}},
+        {"gpus and tcp", [](CommOptions* o) { o->gpus = 2; o->init = "tcp"; }, {"--gpus 2", "-pi"}, {}},
+        {"no such init", [](CommOptions* o) { o->init = "udp"; }, {"-pi 'udp'", "tcp"}, {}},
+        {"tcp alone", [](CommOptions* o) { o->init = "tcp"; }, {"-ps HOST"}, {}},
+        {"no -pn", [](CommOptions* o) { o->init = "tcp"; o->server = "a"; }, {"-pn", "-pr"}, {}},
+        {"fs alone", [](CommOptions* o) { o->init = "fs"; }, {"-pf"}, {}},
+        {"-pr too big",
+         [](CommOptions* o) { o->init = "fs"; o->folder = "x"; o->processes = o->process = 2; },
+         {"-pr 2", "-pn 2", "0 to 1"}, {}},
+        {"-ps for nothing", [](CommOptions* o) { o->server = "a"; }, {"-ps needs -pi tcp"}, {}},
+        {"-pn for nothing", [](CommOptions* o) { o->processes = 2; }, {"-pn and -pr need"}, {}},
+        {"-pn against srun", [](CommOptions* o) { o->init = "fs"; o->folder = "x"; o->processes = 3; },
+         {"-pn 3", "srun", "rank 0 of 2"}, {"SLURM_PROCID=0", "SLURM_NTASKS=2", "SLURM_STEP_ID=0"}},
+        {"no master", [](CommOptions*) {}, {"torchrun", "-ps"}, {"RANK=0", "WORLD_SIZE=2"}},
+        {"too many", [](CommOptions* o) { o->gpus = 1000; }, {"--gpus 1000", "64"}, {}},
+#ifndef USE_MPI
+        {"no MPI", [](CommOptions*) {}, {"without MPI", "hint:"},
+         {"OMPI_COMM_WORLD_RANK=0", "OMPI_COMM_WORLD_SIZE=2"}},
+#endif
+    };
+    for (const auto& w : wrong) {
+        check_dies(w.name, [&] {
+            for (const char* e : w.env) { putenv((char*)e); }
+            CommOptions o;
+            w.change(&o);
+            char* argv[] = {nullptr};
+            comm_start(o, 0, argv);
+        }, w.words);
+    }
+    Child batch = run_child([] {                // a batch script is none of the tasks that it may start
+        for (const char* e : {"SLURM_PROCID=0", "SLURM_NTASKS=8", "ENVIRONMENT=BATCH"}) { putenv((char*)e); }
+        char* argv[] = {nullptr};
+        comm_start(CommOptions(), 0, argv);
+        printf("%d of %d, %d", comm.rank, comm.world, (int)comm_any(true));
+        comm_end();
+    });
+    CHECK(batch.code == 0 && batch.out == "0 of 1, 1", "%d: %s%s", batch.code, batch.out.c_str(),
+          batch.err.c_str());
+}
+
+int main(int argc, char** argv) {
+    if (argc > 4 && strcmp(argv[1], "rank") == 0) { return rank_main(argc, argv); }
+    for (const char* name : {"OMPI_COMM_WORLD_SIZE", "WORLD_SIZE", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS",
+                             "SLURM_JOB_ID", "LLMC_JOB_ID", "LLMC_JOB_SECRET", "PMIX_NAMESPACE"}) {
+        unsetenv(name);
+    }
+    signal(SIGPIPE, SIG_IGN);
+    const char* temp = getenv("TMPDIR");
+    std::string pattern_name = std::string(temp ? temp : "/tmp") + "/test_comm.XXXXXX";
+    folder = mkdtemp(&pattern_name[0]);
+    setenv("LLMC_JOB_SECRET", folder.c_str(), 1);       // another test may run beside this one
+    TEST("comm: names of hosts, servers") { test_names(); }
+    TEST("comm: contradictions") { test_contradictions(); }
+    TEST("comm: collectives, ways to start") { run_cases(start_cases(), 3); }
+    TEST("comm: strangers") { test_strangers(); }
+    TEST("comm: a folder to meet in") { test_folder(); }
+    TEST("comm: a slow reader") { test_reader(); }
+    TEST("comm: failures") { run_cases(failure_cases(), 14); }
+    if (system(("rm -rf '" + folder + "'").c_str()) != 0) { printf("%s stays\n", folder.c_str()); }
+    return test_summary();
+}
