@@ -357,7 +357,9 @@ class Job:
         Job.made += 1
         self.name = f"job{Job.made}_{random.randrange(10**9)}"
         self.flags = flags
-        words = list(before) + Program.command(flags)
+        # ends with this test, even if that is killed
+        leash = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+        words = leash + list(before) + Program.command(flags)
         env = Program.environment(1, **(env or {}))
         with open(self.name + ".out", "wb") as out, open(self.name + ".err", "wb") as err:
             self.p = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=stdout or out, stderr=err,
