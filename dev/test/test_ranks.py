@@ -152,11 +152,17 @@ def test_world_sizes():
 
 
 def test_three_ranks():
-    """A number of ranks that is no power of two: G/ranks is one, or at -zs 2 every micro-step is a lane."""
+    """A number of ranks that is no power of two: G/ranks is one. At -zs 2 such a number has its own order."""
     flags = {"-v": 3, "-m": 5, **batch(24)}
     same_bits("M=24, the default of 12 lanes", flags, worlds((3,), 0, 1) + worlds((6,), 0, 1, lanes=12))
     same_bits("M=24, 6 lanes", flags, worlds((3, 6), 0, 1, lanes=6))
-    same_bits("M=24=G", flags, worlds((3,), 0, 1, lanes=24) + worlds((1, 2, 3, 4, 6, 8), 2))
+    same_bits("M=24=G", flags, worlds((3,), 0, 1, lanes=24) + worlds((1, 2, 4, 8), 2))
+    for n in (3, 6):
+        same_bits(f"{n} ranks, repeated", flags, worlds((n,), 2, 2))
+        if enough(n):
+            flags = {**flags, "-l": "1e-3"}
+            got, want = (run_ok({**flags, "-zs": 2, "--gpus": ranks}).losses() for ranks in (n, 1))
+            check_close(got, want, tolerance(1e-5, 1e-2), f"{n} ranks at -zs 2 and one: losses")
     same_bits("M=5=G", {"-e": ODD, **batch(5, ODD_T)}, worlds((5,), 0, 1, 2) + worlds((1,), 2))
 
 
