@@ -574,6 +574,25 @@ def test_bad_input_of_all():
         check_refused(f"too long a prompt on {n} ranks", {**flags, "-s": 1, "--prompt": "a" * 99}, "99")
 
 
+def nan_model():
+    shutil.rmtree("seed", ignore_errors=True)
+    run_ok({"-x": 1, "-o": "seed"})
+    data, width = bytearray(read_bytes(model_path("seed"))), 2 if Program.precision == "BF16" else 4
+    data[1024:1024 + width] = (b"\xc0\x7f" if width == 2 else b"\0\0\xc0\x7f")      # wte[0] = NaN
+    return write_bytes("nan.bin", data)
+
+
+def test_warnings():
+    """What every rank could say is said once."""
+    if not enough(2, 2):
+        return
+    for flags, code in (({"-u": 10, "-x": 5}, 0), ({"-e": nan_model(), "-x": 0, "-c": 0}, 1)):
+        result = run({"--gpus": 2, **flags})
+        lines = result.err.splitlines()
+        check(result.code == code and len(lines) == 1 and lines[0].startswith("warning: "),
+              f"{named(flags)}: {result.code}, {lines}")
+
+
 def test_bad_input_on_the_way():
     """What goes wrong later, on one rank or on all: once, the others end too, what was logged stays."""
     if not enough(2, 8):
@@ -587,12 +606,7 @@ def test_bad_input_on_the_way():
     check(len(log_lines("late")) >= 4, "the steps before are in main.log")
     check_equal(glob.glob("late/model_*"), [], "checkpoints of a run that failed")
     # a model that holds NaN: each skipped update is said once, and why the run ends
-    run_ok({"-x": 1, "-o": "seed"})
-    data = bytearray(read_bytes(model_path("seed")))
-    width = 2 if Program.precision == "BF16" else 4
-    data[1024:1024 + width] = (b"\xc0\x7f" if width == 2 else b"\0\0\xc0\x7f")      # wte[0] = NaN
-    write_bytes("nan.bin", data)
-    result = run({"-e": "nan.bin", "--gpus": 2, "-x": 50, "-o": "nan", **batch(8)})
+    result = run({"-e": nan_model(), "--gpus": 2, "-x": 50, "-o": "nan", **batch(8)})
     skips = re.findall(r"^step (\d+): the gradient is not finite", result.err, re.M)
     if Program.precision != "FP16":
         check_equal((result.code, skips), (1, [str(k) for k in range(1, 21)]), "skipped updates")
