@@ -220,6 +220,7 @@ struct Layout {
     size_t elems, shard_elems;          // of all buckets, padded; of this rank's shards
     size_t state_elems;                 // of master weights, m and v on this rank
     size_t params_bytes, grads_bytes;
+    size_t largest_but_first;           // padded elements of a bucket other than the embedding's
     int L;
 
     int bucket_of(Kind kind, Where where, int l) const {
@@ -304,6 +305,7 @@ static Layout param_layout(const ParamSpec* specs, const Config& c, const Split&
         layout.elems += b.padded;
         layout.shard_elems += b.shard;
         layout.state_elems += split.zero >= 1 ? b.shard : b.padded;
+        if (i > 0) { layout.largest_but_first = std::max(layout.largest_but_first, b.padded); }
         layout.params_bytes += b.padded * (b.kind == Kind::Norm ? sizeof(float) : sizeof(floatX));
         const size_t bytes = b.padded * (grads_bf16 && b.kind == Kind::Matrix ? 2 : sizeof(float));
         // At stage 2 gradients stay no longer than their exchange takes: layers take turns in two places.
@@ -1395,14 +1397,14 @@ constexpr int kMaxPieceLevels = 11;             // 1024 ranks
 
 template <bool kPiecesBf16>
 __device__ __forceinline__ Floats load_piece(const LaneSum<floatX, float>& a, int r, size_t i) {
-    const size_t at = ((size_t)blockIdx.y * a.num_pieces + r) * a.n;
+    const size_t at = (size_t)r * a.n;
     if (!kPiecesBf16) {
         return load_floats<true, Cache::Streaming>((const float*)a.pieces.data + at, i, a.n);
     }
     RoundKey key = a.pieces.key;
     key.micro += (uint32_t)r * a.piece_micros;
     const __nv_bfloat16* piece = (const __nv_bfloat16*)a.pieces.data + at;
-    return load_dithered<Cache::Streaming>(piece, i, a.n, key, a.pieces.first + blockIdx.y * a.rows.first);
+    return load_dithered<Cache::Streaming>(piece, i, a.n, key, a.pieces.first);
 }
 
 __device__ __forceinline__ void add_to(Floats* sum, const Floats& left) {
@@ -1414,9 +1416,6 @@ __device__ __forceinline__ void add_to(Floats* sum, const Floats& left) {
 template <int kPieces, bool kPiecesBf16>
 __global__ void __launch_bounds__(kLaneThreads) lane_sum_kernel(LaneSum<floatX, float> a) {
     const int pieces = kPieces > 0 ? kPieces : a.num_pieces;
-    Grad out = a.out;
-    out.data = (float*)((char*)out.data + blockIdx.y * a.rows.grads);
-    out.first += blockIdx.y * a.rows.first;
     const size_t step = (size_t)gridDim.x * blockDim.x * kWidth;
     for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
         Floats sum;
@@ -1444,7 +1443,7 @@ __global__ void __launch_bounds__(kLaneThreads) lane_sum_kernel(LaneSum<floatX, 
         for (int k = a.num_chain - 1; k >= 0; k--) {
             add_to(&sum, load_floats<true, Cache::Streaming>(a.chain[k], i, a.n));
         }
-        grad_store<true>(out, i, a.n, sum);
+        grad_store<true>(a.out, i, a.n, sum);
     }
 }
 
@@ -1453,10 +1452,8 @@ static void lane_sum(const LaneSum<floatX, float>& a, Stream stream) {
     if (a.n % kChunk != 0 || a.num_pieces < 1 || a.num_pieces > 1 << (kMaxPieceLevels - 1)) {
         die("lane_sum: %zu elements in each of %d pieces", a.n, a.num_pieces);
     }
-    if (a.num_chain > 0 && a.rows.count > 1) { die("lane_sum: chains of %d rows", a.rows.count); }
     const size_t needed = a.n / (kLaneThreads * kWidth);
-    const dim3 blocks((unsigned)std::min(needed, (size_t)ceil_div(device_sm_count * 8, a.rows.count)),
-                      a.rows.count);
+    const int blocks = (int)std::min(needed, (size_t)device_sm_count * 8);
     auto run = [&](auto pieces) {
         if (a.pieces.is_bf16) {
             lane_sum_kernel<pieces.value, true><<<blocks, kLaneThreads, 0, stream>>>(a);
@@ -3514,8 +3511,9 @@ struct GPT2 {
     std::vector<Event> summed;
     std::vector<Event> updated, gathered;       // of its parameters: this rank's shard; all of them
     Event recorded, records_gathered;
-    int group;                          // layers that are summed at once
-    std::vector<int> group_before, group_now;   // buckets on their way, of two groups
+    std::vector<int> place;             // where the ranks' data of a bucket come to
+    uint32_t turn;
+    int on_its_way;                     // bucket that is being exchanged; -1: none
 };
 
 // The `tensor` of a RoundKey; elements count through all buckets (Bucket::first).
@@ -3570,26 +3568,10 @@ static Layout gpt2_layout(const ParamSpec* specs, const Config& c, const Options
     return param_layout(specs, c, options.split, options.grads_bf16);
 }
 
-// A wait of the backward's stream for another one costs 70 us, whatever it waits for (dev/bench/NOTES.md). So
-// layers are summed, and waited for in the forward, in groups: [0, g), [g, 2g) and so on. While one group's
-// gradients are being summed, those of the next come in. At stage 2 a group is a layer, for the memory's sake.
-constexpr int kLayerGroups = 6;
-static int layers_in_group(const Config& c, const Split& split) {
-    return split.zero == 2 ? 1 : ceil_div(c.L, kLayerGroups);
-}
-
-// Where all ranks' data of a bucket come to, in elements: places of their own for all but the layers, and behind
-// them two groups of layers in turn.
-static size_t exchange_place(const Layout& layout, int group, int bucket) {
-    const std::vector<Bucket>& b = layout.buckets;
-    const int L = layout.L;
-    if (bucket == 0) { return 0; }
-    if (bucket > L) { return b[0].padded + (bucket == L + 2 ? b[L + 1].padded : 0); }
-    return b[0].padded + b[L + 1].padded + b[L + 2].padded + (size_t)((bucket - 1) % (2 * group)) * b[1].padded;
-}
-static size_t exchange_bytes(const Layout& layout, int group) {
-    const int slots = std::min(layout.L, 2 * group);
-    return (exchange_place(layout, group, 1) + slots * layout.buckets[1].padded) * sizeof(float);
+// Where all ranks' data of a bucket come to: the embedding's into a place of its own, the others in turn into
+// one of two, so that one can be filled while the other is summed.
+static size_t exchange_bytes(const Layout& layout) {
+    return (layout.buckets[0].padded + 2 * layout.largest_but_first) * sizeof(float);
 }
 
 // A record's sums, and behind them its losses; all ranks' records have the same size.
@@ -3619,7 +3601,7 @@ static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& 
         plan.push_back({"gradient shards", layout.shard_elems * sizeof(float) * buffers});
     }
     plan.push_back({"AdamW m and v", layout.state_elems * 2 * sizeof(float)});
-    if (split.world > 1) { plan.push_back({"exchange", exchange_bytes(layout, layers_in_group(c, split))}); }
+    if (split.world > 1) { plan.push_back({"exchange", exchange_bytes(layout)}); }
     plan.push_back({"records", record_bytes(layout, options.lanes) * split.world});
     for (const ActSpec& a : acts) {
         plan.push_back({a.name, round_up(a.elems * a.elem_bytes, kAlign) * a.copies});
@@ -3698,7 +3680,6 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     const Layout& layout = model->layout;
     const Split& split = options.split;
     const int buffers = lane_buffers(options.lanes);
-    model->group = layers_in_group(config, split);
     const size_t grad_bytes = layout.grads_bytes * (split.zero == 2 ? 1 : buffers);
     model->lanes_at = record_lanes_at(layout);
     model->record_bytes = record_bytes(layout, options.lanes);
@@ -3718,7 +3699,7 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     model->grads = common(grad_bytes, "gradients");
     model->grad_shards = split.zero == 2 ? (float*)device_malloc(
         layout.shard_elems * sizeof(float) * buffers, "gradient shards") : nullptr;
-    model->exchange = split.world > 1 ? common(exchange_bytes(layout, model->group), "exchange") : nullptr;
+    model->exchange = split.world > 1 ? common(exchange_bytes(layout), "exchange") : nullptr;
     model->records = common(model->record_bytes * split.world, "records");
     model->acts = (char*)device_malloc(act_bytes, "activations");
     model->scratch =
@@ -3761,13 +3742,14 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     model->comm_stream = stream_create_urgent();
     for (auto* events : {&model->complete, &model->arrived, &model->summed, &model->updated, &model->gathered}) {
         events->clear();
-        for (size_t b = 0; b < layout.buckets.size(); b++) { events->push_back(event_create_untimed()); }
+        for (size_t b = 0; b < layout.buckets.size(); b++) { events->push_back(event_create()); }
     }
-    model->recorded = event_create_untimed();
-    model->records_gathered = event_create_untimed();
+    model->recorded = event_create();
+    model->records_gathered = event_create();
     model->lane = 0;
-    model->group_before.clear();
-    model->group_now.clear();
+    model->place.assign(layout.buckets.size(), 0);
+    model->turn = 0;
+    model->on_its_way = -1;
     model->micro_steps_staged = 0;
     model->step = model->micro = 0;
     model->buckets = TokenBuckets{};
@@ -3809,19 +3791,10 @@ static void gpt2_free(GPT2* model) {
 
 // ---- parameters from and to the host, one copy of one tensor at a time, as fp32: at start and end only ----
 
-// Parameters are gathered in the order in which a forward needs them: LayerNorms, biases, embedding, layers.
-// One event tells of all up to the bucket that is returned: the embedding, or the last layer of a group.
-static int gpt2_gathered_with(const GPT2* model, int bucket) {
-    const int L = model->config.L;
-    if (bucket < 1 || bucket > L) { return 0; }
-    return std::min(L, ((bucket - 1) / model->group + 1) * model->group);
-}
-
 // What follows on the stream reads parameters of this bucket, which may still be on their way from other ranks.
 static void gpt2_await_params(GPT2* model, int bucket) {
     const Split& split = model->options.split;
-    if (split.world == 1 || split.zero == 0) { return; }
-    stream_wait(model->stream, model->gathered[gpt2_gathered_with(model, bucket)]);
+    if (split.world > 1 && split.zero >= 1) { stream_wait(model->stream, model->gathered[bucket]); }
 }
 
 // Elements [begin, end) of a tensor's copy are those that this rank has in master weights, m and v; the first
@@ -3987,14 +3960,16 @@ static void gpt2_forward(GPT2* model, int B, int T) {
     };
 
     const Layout& layout = model->layout;
-    gpt2_await_params(model, layout.bucket_of(Kind::Matrix, Where::Global, 0));     // and biases, LayerNorms
+    for (Kind kind : {Kind::Matrix, Kind::Bias, Kind::Norm}) {
+        gpt2_await_params(model, layout.bucket_of(kind, Where::Global, 0));
+    }
     encoder_forward({a.encoded, model->inputs.tokens, p.wte, p.wpe, B, T, C}, stream);
     layernorm_forward({a.ln1, a.ln1_mean, a.ln1_rstd, a.encoded, p.ln1w, p.ln1b, N, C}, stream);
     const floatX* residual = a.encoded;                                             // (B,T,C) into this layer
     for (int l = 0; l < c.L; l++) {
         p = gpt2_params(model, l);
         a = gpt2_acts(model, l);
-        if (l % model->group == 0) { gpt2_await_params(model, layout.bucket_of(Kind::Matrix, Where::Block, l)); }
+        gpt2_await_params(model, layout.bucket_of(Kind::Matrix, Where::Block, l));
         const bool gelu_in_gemm = o.gelu_fusion >= 1 && o.recompute == 0;
         floatX *fc_out = gelu_in_gemm ? a.fch_gelu : a.fch, *pre_gelu = gelu_in_gemm ? a.fch : nullptr;
 
@@ -4088,103 +4063,79 @@ static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n, Stream stream
     lane_sum(a, stream);
 }
 
-static char* gpt2_exchange_memory(const GPT2* model, int bucket) {
-    return model->exchange + exchange_place(model->layout, model->group, bucket) * sizeof(float);
+static char* gpt2_exchange_memory(const GPT2* model, int place) {
+    return model->exchange + place * model->layout.largest_but_first * sizeof(float);
 }
 
-// What came from all ranks is summed, into shards of this rank: `bucket`, and the `count` - 1 layers behind it.
-// This is done on the stream of the backward: beside it, its kernels and these waited for each other's SMs,
-// 1.8 ms a step for 0.3 ms of work.
-static void gpt2_sum_buckets(GPT2* model, int bucket, int count) {
+// What came from all ranks is summed. On the stream of the backward: beside it, the kernels of both waited for
+// each other's SMs, 1.8 ms a step for 0.3 ms of work.
+static void gpt2_sum_bucket(GPT2* model, int bucket) {
     const Options& o = model->options;
     const Split& split = o.split;
-    const Bucket &b = model->layout.buckets[bucket], &last = model->layout.buckets[bucket + count - 1];
-    if (o.nccl_order && split.zero < 2) { return; }                     // NCCL has summed it
-
+    const Bucket& b = model->layout.buckets[bucket];
     const bool bf16 = o.grads_bf16 && b.kind == Kind::Matrix;
     const size_t bytes = b.shard * (bf16 ? 2 : 4), first = b.first + split.rank * b.shard;
     char* mine = model->grads + b.grads + split.rank * bytes;           // this rank's shard
+    stream_wait(model->stream, model->arrived[bucket]);
+    if (o.nccl_order && split.zero < 2) { return; }                     // NCCL has summed it
+
     LaneSum<floatX, float> a = {};
     a.n = b.shard;
-    if (count > 1) { a.rows = {count, 0, (last.grads - b.grads) / (count - 1), (last.first - b.first) / (count - 1)}; }
     RoundKey key = gpt2_grad_key(model);                                // of rank 0's micro-step
     key.micro = (uint32_t)(split.zero == 2 ? model->micro - split.rank : model->micro_steps - 1);
-    a.pieces = {gpt2_exchange_memory(model, bucket), bf16, key, first};
+    a.pieces = {gpt2_exchange_memory(model, model->place[bucket]), bf16, key, first};
     a.piece_micros = split.zero == 2 ? 1 : (uint32_t)model->micro_steps;
     a.num_pieces = split.world;
     if (split.zero < 2) {
         a.out = {(float*)mine, Accumulate::No, bf16, gpt2_summed_grads(model, bucket).key, first};
     } else {
         auto shards = [&](int k) { return model->grad_shards + k * model->layout.shard_elems + b.shards; };
-        int to = lane_buffer(model->lane) - lane_merges(model->lane, o.lanes);
-        a.num_chain = lane_merges(model->lane, o.lanes);
-        if (o.nccl_order) {                                             // a running sum of what NCCL has summed
-            to = 0;
-            a.num_chain = model->micro >= (uint32_t)split.world;
+        const int top = o.nccl_order ? 1 : lane_buffer(model->lane);
+        int merges = lane_merges(model->lane, o.lanes);
+        if (o.nccl_order) {                                             // a running sum
             a.pieces = {.data = mine};
             a.num_pieces = 1;
+            merges = model->micro >= (uint32_t)split.world;
         }
-        a.out = {shards(to), Accumulate::No};
-        for (int k = 0; k < a.num_chain; k++) { a.chain[k] = shards(to + k); }
+        a.out = {shards(o.nccl_order ? 0 : top - merges), Accumulate::No};
+        a.num_chain = merges;
+        for (int k = 0; k < merges; k++) { a.chain[k] = shards(top - merges + k); }
     }
     lane_sum(a, model->stream);
-}
-
-// The group before has come in by now; it is summed, all its layers at once.
-static void gpt2_sum_group(GPT2* model) {
-    const Split& split = model->options.split;
-    const int L = model->config.L;
-    const std::vector<int> group = std::move(model->group_before);
-    model->group_before = std::move(model->group_now);
-    model->group_now.clear();
-    if (group.empty()) { return; }
-    stream_wait(model->stream, model->arrived[group.back()]);           // so have all that were sent before it
-    int lowest = L + 1, layers = 0;
-    for (int bucket : group) {
-        if (bucket < 1 || bucket > L) { gpt2_sum_buckets(model, bucket, 1); continue; }
-        lowest = std::min(lowest, bucket);
-        layers++;
-    }
-    if (layers > 0) { gpt2_sum_buckets(model, lowest, layers); }
-    if (split.zero > 0 || model->options.nccl_order) { return; }
-    event_record(model->summed[group.back()], model->stream);
-    stream_wait(model->comm_stream, model->summed[group.back()]);
-    for (int bucket : group) {
-        const Bucket& b = model->layout.buckets[bucket];
-        const bool bf16 = model->options.grads_bf16 && b.kind == Kind::Matrix;
-        device_all_gather(model->grads + b.grads, b.shard * (bf16 ? 2 : 4), model->comm_stream);
+    event_record(model->summed[bucket], model->stream);
+    if (split.zero == 0) {
+        stream_wait(model->comm_stream, model->summed[bucket]);
+        device_all_gather(model->grads + b.grads, bytes, model->comm_stream);
     }
 }
 
-// The backward has computed this micro-step's gradients of a bucket: they go out. At the end of a group the one
-// before is summed.
+// The backward has computed this micro-step's gradients of a bucket: they go out, and those of the bucket
+// before, which have come in the meantime, are summed. bucket -1: there is nothing more to come.
 static void gpt2_bucket_complete(GPT2* model, int bucket, bool is_last) {
     const Options& o = model->options;
     const Split& split = o.split;
     if (split.world == 1 || (split.zero < 2 && !is_last)) { return; }
-    const Bucket& b = model->layout.buckets[bucket];
-    const bool bf16 = o.grads_bf16 && b.kind == Kind::Matrix;
-    char* grads = model->grads + b.grads;
-    if (split.zero < 2) { gpt2_merge_lanes(model, b.grads, b.padded, model->stream); }
-    event_record(model->complete[bucket], model->stream);   // summed is, too, what was in its place before
-    stream_wait(model->comm_stream, model->complete[bucket]);
-    if (!o.nccl_order) {
-        device_all_to_all(gpt2_exchange_memory(model, bucket), grads, b.shard * (bf16 ? 2 : 4),
-                          model->comm_stream);
-    } else if (split.zero == 0) {
-        device_all_reduce((float*)grads, b.padded, model->comm_stream);
-    } else {
-        device_reduce_scatter((float*)grads, b.shard, model->comm_stream);
+    const int before = model->on_its_way;
+    model->on_its_way = bucket;
+    if (bucket >= 0) {
+        const Bucket& b = model->layout.buckets[bucket];
+        const bool bf16 = o.grads_bf16 && b.kind == Kind::Matrix;
+        char* grads = model->grads + b.grads;
+        if (split.zero < 2) { gpt2_merge_lanes(model, b.grads, b.padded, model->stream); }
+        event_record(model->complete[bucket], model->stream);   // so is the sum of what stood in its place
+        stream_wait(model->comm_stream, model->complete[bucket]);
+        if (!o.nccl_order) {
+            model->place[bucket] = bucket == 0 ? 2 : model->turn++ % 2;
+            device_all_to_all(gpt2_exchange_memory(model, model->place[bucket]), grads, b.shard * (bf16 ? 2 : 4),
+                              model->comm_stream);
+        } else if (split.zero == 0) {
+            device_all_reduce((float*)grads, b.padded, model->comm_stream);
+        } else {
+            device_reduce_scatter((float*)grads, b.shard, model->comm_stream);
+        }
+        event_record(model->arrived[bucket], model->comm_stream);
     }
-    event_record(model->arrived[bucket], model->comm_stream);
-    model->group_now.push_back(bucket);
-    const int l = bucket - 1;
-    if (l >= 0 && l < model->config.L && l % model->group == 0) { gpt2_sum_group(model); }
-}
-
-// All buckets of a micro-step are complete.
-static void gpt2_sum_rest(GPT2* model) {
-    while (!model->group_before.empty() || !model->group_now.empty()) { gpt2_sum_group(model); }
+    if (before >= 0) { gpt2_sum_bucket(model, before); }
 }
 
 // Gradients of every parameter from dlogits. The first micro-step stores, later ones add: no memset.
@@ -4266,7 +4217,7 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_las
         gpt2_bucket_complete(model, embeddings, is_last);
         last_of_layer();
     }
-    gpt2_sum_rest(model);
+    gpt2_bucket_complete(model, -1, is_last);
 }
 
 // One of this rank's micro-steps, number `micro` of `micro_steps`: gradients of the mean loss over the total
@@ -4364,8 +4315,7 @@ static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, doub
         for (int bucket = u.bucket; bucket < u.bucket + u.rows.count; bucket++) {
             const Bucket& row = layout.buckets[bucket];
             device_all_gather(model->params + row.params, row.shard * u.elem_bytes, model->comm_stream);
-            const int place = gpt2_gathered_with(model, bucket);
-            if (place == bucket) { event_record(model->gathered[place], model->comm_stream); }
+            event_record(model->gathered[bucket], model->comm_stream);
         }
     }
     model->step++;

@@ -140,7 +140,6 @@ static inline void stream_wait(Stream, Event) {}
 static inline void stream_destroy(Stream) {}
 static inline void stream_sync(Stream) {}
 static inline Event event_create() { return Event{new double(0.0)}; }
-static inline Event event_create_untimed() { return event_create(); }
 static inline void event_destroy(Event event) { delete event.seconds; }
 static inline void event_record(Event event, Stream) {
     struct timespec t;

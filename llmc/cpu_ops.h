@@ -616,23 +616,20 @@ template <class Real> void loss_sum_cpu(const LossSum<Real, Real>& a, Stream) {
 // in pairs until one is left: level by level, the last of an odd number unchanged.
 template <class Real> void lane_sum_cpu(const LaneSum<Real, Real>& a, Stream) {
     assert(!a.out.is_bf16 && !a.pieces.is_bf16);                // the twins keep no 16-bit gradients
-    assert(a.num_chain == 0 || a.rows.count == 1);
+    const Real* pieces = (const Real*)a.pieces.data;
     #pragma omp parallel
     {
         std::vector<Real> values((size_t)a.num_pieces);
         #pragma omp for
-        for (size_t k = 0; k < a.rows.count * a.n; k++) {
-            const size_t row = k / a.n, i = k % a.n;
-            const Real* pieces = (const Real*)a.pieces.data + row * a.num_pieces * a.n;
-            Real* out = (Real*)((char*)a.out.data + row * a.rows.grads);
+        for (size_t i = 0; i < a.n; i++) {
             for (int r = 0; r < a.num_pieces; r++) { values[r] = pieces[(size_t)r * a.n + i]; }
             for (int count = a.num_pieces; count > 1; count = (count + 1) / 2) {
                 for (int r = 0; r + 1 < count; r += 2) { values[r / 2] = values[r] + values[r + 1]; }
                 if (count % 2 == 1) { values[count / 2] = values[count - 1]; }
             }
             Real sum = values[0];
-            for (int c = a.num_chain - 1; c >= 0; c--) { sum = a.chain[c][i] + sum; }
-            out[i] = sum;
+            for (int k = a.num_chain - 1; k >= 0; k--) { sum = a.chain[k][i] + sum; }
+            a.out.data[i] = sum;
         }
     }
     OP_DONE(a);

@@ -152,11 +152,6 @@ static inline Event event_create() {
     cudaCheck(cudaEventCreate(&event));
     return event;
 }
-static inline Event event_create_untimed() {        // for stream_wait only
-    Event event;
-    cudaCheck(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-    return event;
-}
 static inline void event_destroy(Event event) { cudaCheck(cudaEventDestroy(event)); }
 static inline void event_record(Event event, Stream stream) { cudaCheck(cudaEventRecord(event, stream)); }
 static inline void event_wait(Event event) { cudaCheck(cudaEventSynchronize(event)); }

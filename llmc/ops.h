@@ -137,14 +137,13 @@ template <class X, class S> struct LossSum {            // mean (+)= weight * su
 // Gradients of lanes (section 7): out = chain[0] + (chain[1] + (... + sum of the pieces)), where pieces are
 // summed in pairs, (0 + 1) + (2 + 3) and so on, and an odd one out moves up a level. Both are parts of one tree.
 template <class X, class S> struct LaneSum {
-    GradOf<S> out;                      // (rows,n), stored; may be one of the inputs
-    const S* chain[kMaxLevels];         // (n) each; where there are chains, there is one row
+    GradOf<S> out;                      // (n), stored; may be one of the inputs
+    const S* chain[kMaxLevels];         // (n) each
     int num_chain;
-    StoredGrads pieces;                 // (rows,num_pieces,n). Each has its row's `first`; in bf16, piece r was
-    uint32_t piece_micros;              // stored by micro-step key.micro + r * piece_micros
+    StoredGrads pieces;                 // (num_pieces,n), one after another. Each has this `first`; in bf16,
+    uint32_t piece_micros;              // piece r was stored by micro-step key.micro + r * piece_micros
     int num_pieces;
     size_t n;                           // a multiple of kChunk
-    Rows rows;                          // of out; pieces are packed
 };
 template <class X, class S> struct SquareSums {         // of the gradient's chunks
     double* sums;                       // (rows,n/kChunk)
