@@ -417,7 +417,8 @@ static void check_layout(const ParamSpec* specs, const Config& c, const Split& s
     for (int i = 0; i < NUM_PARAMS; i++) {
         const ParamSpec& s = specs[i];
         for (int l = 0; l < s.copies; l++) {
-            const ParamPlace place = param_place(specs, layout, i, l), there = param_place(specs, alone, i, l);
+            const ParamPlace place = param_place(specs, layout, i, l);
+            const ParamPlace there = param_place(specs, alone, i, l);
             const Bucket& b = layout.buckets[place.bucket];
             good = good && b.kind == s.kind && place.offset % 128 == 0 && place.offset == there.offset &&
                    place.offset + s.elems <= b.elems && place.bucket == there.bucket;
@@ -433,7 +434,9 @@ static void check_layout(const ParamSpec* specs, const Config& c, const Split& s
     for (size_t k = 0; k < layout.buckets.size(); k++) {
         const Bucket& b = layout.buckets[k];
         std::sort(taken[k].begin(), taken[k].end());
-        for (size_t t = 1; t < taken[k].size(); t++) { good = good && taken[k][t - 1].second <= taken[k][t].first; }
+        for (size_t t = 1; t < taken[k].size(); t++) {
+            good = good && taken[k][t - 1].second <= taken[k][t].first;
+        }
         good = good && b.padded == b.shard * split.world && b.shard % kChunk == 0 && b.padded >= b.elems &&
                b.padded - b.elems < kChunk * split.world + split.world * (size_t)128;
         good = good && b.params == params && b.state == state && b.shards == shards && b.first == first &&
@@ -449,12 +452,12 @@ static void check_layout(const ParamSpec* specs, const Config& c, const Split& s
             const Bucket& other = layout.buckets[j];
             const bool layers = j >= 1 && (int)k <= c.L, same = other.grads == b.grads;
             good = good && same == (split.zero == 2 && layers && (k - j) % 2 == 0);
-            good = good && (same || other.grads + other.padded * (bf16 && other.kind == Kind::Matrix ? 2 : 4) <=
-                            b.grads || b.grads + bytes <= other.grads);
+            const size_t others = other.padded * (bf16 && other.kind == Kind::Matrix ? 2 : 4);
+            good = good && (same || other.grads + others <= b.grads || b.grads + bytes <= other.grads);
         }
     }
-    CHECK(good && params == layout.params_bytes && state == layout.state_elems && shards == layout.shard_elems,
-          "%s: buckets", what.c_str());
+    CHECK(good && params == layout.params_bytes && state == layout.state_elems &&
+              shards == layout.shard_elems, "%s: buckets", what.c_str());
 }
 
 // Every tensor's place: whole, aligned, in a bucket of its kind, alone; every bucket cut into equal shards of
@@ -496,7 +499,9 @@ static void test_lanes() {
     CHECK(lanes_default(24, 1, 2) == 24 && lanes_default(24, 3, 0) == 12 && lanes_default(64, 64, 0) == 64,
           "lanes_default: %d %d %d", (int)lanes_default(24, 1, 2), (int)lanes_default(24, 3, 0),
           (int)lanes_default(64, 64, 0));
-    for (int64_t bad : {0, 3, 5, 16, 7}) { CHECK(!lanes_error(bad, 8, 1, 0).empty(), "%d lanes of 8", (int)bad); }
+    for (int64_t bad : {0, 3, 5, 16, 7}) {
+        CHECK(!lanes_error(bad, 8, 1, 0).empty(), "%d lanes of 8", (int)bad);
+    }
     CHECK(!lanes_error(6, 24, 1, 0).empty() && lanes_error(6, 24, 3, 0).empty(), "6 lanes");
     CHECK(!lanes_error(4, 8, 1, 2).empty() && lanes_error(8, 8, 1, 2).empty(), "a lane a micro-step");
     CHECK(lanes_error(6, 6, 3, 2).empty() && lanes_error(6, 6, 3, 0).empty(), "three ranks");
@@ -1603,8 +1608,8 @@ static void test_lane_sum(int pieces, int chain, size_t n, bool bf16) {
         values.insert(values.end(), piece.begin(), piece.end());
     }
     LaneSum<floatX, float> a = {};
-    a.pieces = {bf16 ? (const void*)k.bytes_of("pieces", stored) : (const void*)k.tensor<float>("pieces", values),
-                bf16, key, first};
+    a.pieces = {bf16 ? (const void*)k.bytes_of("pieces", stored)
+                     : (const void*)k.tensor<float>("pieces", values), bf16, key, first};
     a.piece_micros = stride;
     a.num_pieces = pieces;
     a.num_chain = chain;
@@ -1615,8 +1620,8 @@ static void test_lane_sum(int pieces, int chain, size_t n, bool bf16) {
         a.chain[c] = k.tensor<float>("chain", x);
         chains.push_back({x.begin(), x.end()});
     }
-    a.out = {bf16 ? (float*)k.poisoned<uint16_t>("out", n) : k.poisoned<float>("out", n), Accumulate::No, bf16,
-             out_key, first};
+    a.out = {bf16 ? (float*)k.poisoned<uint16_t>("out", n) : k.poisoned<float>("out", n), Accumulate::No,
+             bf16, out_key, first};
     k.run([&] { lane_sum(a, 0); });
     std::vector<float> flat(values.begin(), values.end()), sum(n);
     LaneSum<float, float> twin = {};
@@ -1740,10 +1745,10 @@ template <class Param> static void test_adamw(size_t n, bool bf16, bool use_mast
                       .rows = {2, half * sizeof(Param), half * (bf16 ? 2 : 4), half}, .weight_decay = 0.1,
                       .lr = 0.01, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .key = key, .first = first}, 0);
     });
-    adamw_update_cpu<double>({.params = p.data(), .params_fp32 = false, .master = master.data(), .m = m.data(),
-                              .v = v.data(), .grads = {.data = g.data()}, .state = &state, .n = n,
-                              .rows = {}, .weight_decay = 0.1, .lr = 0.01, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8,
-                              .key = key, .first = 0}, 0);
+    adamw_update_cpu<double>({.params = p.data(), .params_fp32 = false, .master = master.data(),
+                              .m = m.data(), .v = v.data(), .grads = {.data = g.data()}, .state = &state,
+                              .n = n, .rows = {}, .weight_decay = 0.1, .lr = 0.01, .beta1 = 0.9,
+                              .beta2 = 0.95, .eps = 1e-8, .key = key, .first = 0}, 0);
     k.expect("m", dm, m, 1e-5);
     k.expect("v", dv, v, 1e-5);
     if (use_master) { k.expect("master", d_master, master, 1e-5); }

@@ -205,9 +205,9 @@ struct Bucket {
     Kind kind;
     size_t elems;           // of its tensors, gaps included
     size_t padded, shard;   // world * shard; a multiple of kChunk
-    size_t first;           // elements before it where there is one rank: for keys that depend on no number of ranks
+    size_t first;           // elements before it where there is one rank: positions in keys of rounding
     size_t params, grads;   // bytes from the start of the parameters' and of the gradients' arena
-    size_t state;           // elements from the start of master weights, m and v: whole buckets, or this rank's shards
+    size_t state;           // elements from the start of master weights, m and v, which are whole or shards
     size_t shards;          // elements from the start of an arena of shards
 };
 
@@ -224,7 +224,8 @@ struct Layout {
     int L;
 
     int bucket_of(Kind kind, Where where, int l) const {
-        return kind == Kind::Matrix ? (where == Where::Global ? 0 : 1 + l) : kind == Kind::Bias ? L + 1 : L + 2;
+        if (kind == Kind::Matrix) { return where == Where::Global ? 0 : 1 + l; }
+        return kind == Kind::Bias ? L + 1 : L + 2;
     }
 };
 
@@ -272,9 +273,12 @@ static void param_specs(ParamSpec* specs, const Config& c) {
         size_t behind = kind == Kind::Matrix ? 0 : layer * c.L;     // the others of a common bucket
         for (i = 0; i < NUM_PARAMS; i++) {
             if (specs[i].kind != kind) { continue; }
-            if (kParamWhere[i] == Where::Block) { specs[i].stride = kind == Kind::Matrix ? 0 : layer; continue; }
-            specs[i].offset = behind;
-            behind += specs[i].slot;
+            if (kParamWhere[i] == Where::Block) {
+                specs[i].stride = kind == Kind::Matrix ? 0 : layer;
+            } else {
+                specs[i].offset = behind;
+                behind += specs[i].slot;
+            }
         }
     }
 }
@@ -1492,7 +1496,7 @@ __global__ void __launch_bounds__(kNormThreads) square_sums_kernel(SquareSums<fl
     float squares = 0.0f;
 #pragma unroll
     for (int u = 0; u < kVectors; u++) {
-        float sum = 0.0f;       // a vector's squares meet before they meet the larger sum: less is rounded away
+        float sum = 0.0f;       // a vector's squares meet before the larger sum: less is rounded away
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { sum = fmaf(x[u].at[k], x[u].at[k], sum); }
         squares += sum;
@@ -1570,8 +1574,8 @@ static void update_decision(const UpdateDecision<floatX, float>& a, Stream strea
 // g = grad*grad_scale;  m = m + (1-beta1) (g - m);  v = beta2 v + (1-beta2) g^2;
 // p = p (1 - lr wd) - lr/(1-beta1^t) m / (sqrt(v)/sqrt(1-beta2^t) + eps), rounded in the order in which
 // PyTorch's AdamW rounds (its foreach form), constants taken in double: from equal gradients, equal weights.
-// A launch for each kind of bucket, of all layers at once; p is the master copy, or the parameter itself (fp32), or the
-// 16-bit parameter, rounded stochastically. Gaps between tensors are zeros and stay zeros.
+// A launch for each kind of bucket, of all layers at once; p is the master copy, or the parameter itself
+// (fp32), or the 16-bit parameter, rounded stochastically. Gaps between tensors are zeros and stay zeros.
 constexpr int kAdamwThreads = 256;
 
 __device__ inline double power(double x, long long n) {     // x^n by squaring: the same bits on every GPU
@@ -3374,9 +3378,9 @@ static void attention_backward(const AttentionBackward<floatX, float>& a, Stream
 #endif  // GPT2_CPU
 
 // == 7 multi-GPU ==
-// One process a GPU ("rank"), all of which hold the same parameters and work on other rows. A step's batch is a
-// list of M micro-steps. It is cut into G lanes, contiguous and equally long: a lane's gradients are summed in
-// order, in place, by the rank that has it, and lanes are summed by a tree of pairs,
+// One process a GPU ("rank"), all of which hold the same parameters and work on other rows. A step's batch is
+// a list of M micro-steps. It is cut into G lanes, contiguous and equally long: a lane's gradients are summed
+// in order, in place, by the rank that has it, and lanes are summed by a tree of pairs,
 //     ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)),
 // whoever holds them. Hence the bits of a run depend on -b, -t, -z and G, not on the number of ranks:
 //
@@ -3385,17 +3389,20 @@ static void attention_backward(const AttentionBackward<floatX, float>& a, Stream
 //     summed      as soon as a pair is       likewise; then each rank sends shard r of its sum to rank r,
 //                 complete: 4 buffers        which adds up what it got, in pairs, in the same tree
 //
-// Buckets (section 3) are exchanged one by one, by the GPU's copy engines, while the backward of earlier layers
-// goes on; a layer later they are summed. Rank r then has the sums of shard r of each bucket. ZeRO stage 0 gathers the gradients, and all
-// ranks update everything; at 1 and 2 each updates its shards, and the parameters are gathered bucket by
-// bucket, the embedding and the first layers first, while the next forward waits only for what it needs.
+// Buckets (section 3) are exchanged one by one, by the GPU's copy engines, while the backward of earlier
+// layers goes on; a layer later they are summed. Rank r then has the sums of shard r of each bucket. ZeRO
+// stage 0 gathers the gradients, and all ranks update everything; at 1 and 2 each updates its shards, and the
+// parameters are gathered bucket by bucket, the embedding and the first layers first, while the next forward
+// waits only for what it needs.
 // At stage 2 every micro-step is a lane of its own and is exchanged at once; gradients of a layer live in one
 // of two places until then. Rank r takes micro-step j * world + r at time j, so that the ranks' micro-steps
-// of one time are a part of the tree (if they are a power of two; else the order is that number of ranks' own).
+// of one time are a part of the tree (if they are a power of two; else that number of ranks has an order of
+// its own).
 //
 // --reduction nccl sums in NCCL's order instead: the same bits for the same number of ranks only.
 
-// How many lanes where the user does not say: the fewest that every rank shares in, but 8 if the list allows it.
+// How many lanes where the user does not say: the fewest that every rank shares in, but 8 if the list allows
+// it.
 static int64_t lanes_default(int64_t micro_steps, int world, int zero) {
     if (zero == 2) { return micro_steps; }
     int64_t lanes = world;
@@ -3670,6 +3677,10 @@ static void gpt2_print_memory(const Config& c, const Options& options, int B, in
     printf("\n");
 }
 
+static std::vector<std::vector<Event>*> gpt2_bucket_events(GPT2* model) {
+    return {&model->complete, &model->arrived, &model->summed, &model->updated, &model->gathered};
+}
+
 static void gpt2_allocate(GPT2* model, const Config& config, const Options& options, int B, int T) {
     model->config = config;
     model->options = options;
@@ -3740,7 +3751,7 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     copy_to_device(model->ranges, ranges.data(), ranges.size() * sizeof(ChunkRange), model->stream);
     stream_sync(model->stream);
     model->comm_stream = stream_create_urgent();
-    for (auto* events : {&model->complete, &model->arrived, &model->summed, &model->updated, &model->gathered}) {
+    for (auto* events : gpt2_bucket_events(model)) {
         events->clear();
         for (size_t b = 0; b < layout.buckets.size(); b++) { events->push_back(event_create()); }
     }
@@ -3780,7 +3791,7 @@ static void gpt2_free(GPT2* model) {
         event_destroy(model->staged[i]);
     }
     gemm_free();
-    for (auto* events : {&model->complete, &model->arrived, &model->summed, &model->updated, &model->gathered}) {
+    for (auto* events : gpt2_bucket_events(model)) {
         for (Event e : *events) { event_destroy(e); }
     }
     event_destroy(model->recorded);
@@ -3791,7 +3802,8 @@ static void gpt2_free(GPT2* model) {
 
 // ---- parameters from and to the host, one copy of one tensor at a time, as fp32: at start and end only ----
 
-// What follows on the stream reads parameters of this bucket, which may still be on their way from other ranks.
+// What follows on the stream reads parameters of this bucket, which may still be on their way from other
+// ranks.
 static void gpt2_await_params(GPT2* model, int bucket) {
     const Split& split = model->options.split;
     if (split.world > 1 && split.zero >= 1) { stream_wait(model->stream, model->gathered[bucket]); }
@@ -3836,7 +3848,8 @@ static void gpt2_set_param(GPT2* model, int i, int l, const float* values /*(ele
     stream_sync(model->stream);
 }
 
-// Of master weights that are shared out (from_master at ZeRO stage 1 or 2) all ranks must ask at the same time.
+// Of master weights that are shared out (from_master at ZeRO stage 1 or 2) all ranks must ask at the same
+// time.
 static void gpt2_get_param(GPT2* model, int i, int l, float* values /*(elems)*/, bool from_master) {
     const ParamSpec& s = model->param_specs[i];
     const Split& split = model->options.split;
@@ -4067,8 +4080,8 @@ static char* gpt2_exchange_memory(const GPT2* model, int place) {
     return model->exchange + place * model->layout.largest_but_first * sizeof(float);
 }
 
-// What came from all ranks is summed. On the stream of the backward: beside it, the kernels of both waited for
-// each other's SMs, 1.8 ms a step for 0.3 ms of work.
+// What came from all ranks is summed. On the stream of the backward: on one beside it, its kernels and these
+// wait for each other's SMs, and the step took 0.5 ms longer.
 static void gpt2_sum_bucket(GPT2* model, int bucket) {
     const Options& o = model->options;
     const Split& split = o.split;
@@ -4126,8 +4139,8 @@ static void gpt2_bucket_complete(GPT2* model, int bucket, bool is_last) {
         stream_wait(model->comm_stream, model->complete[bucket]);
         if (!o.nccl_order) {
             model->place[bucket] = bucket == 0 ? 2 : model->turn++ % 2;
-            device_all_to_all(gpt2_exchange_memory(model, model->place[bucket]), grads, b.shard * (bf16 ? 2 : 4),
-                              model->comm_stream);
+            device_all_to_all(gpt2_exchange_memory(model, model->place[bucket]), grads,
+                              b.shard * (bf16 ? 2 : 4), model->comm_stream);
         } else if (split.zero == 0) {
             device_all_reduce((float*)grads, b.padded, model->comm_stream);
         } else {
@@ -4157,8 +4170,8 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_las
 
     Params p = gpt2_params(model, 0);
     Acts a = gpt2_acts(model, c.L - 1);
-    // wte's first part, the LM head's; the embedding's comes last. bf16 is rounded once, so there they meet in
-    // scratch, which begins with a place for them.
+    // wte's first part, the LM head's; the embedding's comes last. bf16 is rounded once, so there they meet
+    // in scratch, which begins with a place for them.
     const size_t wte_elems = model->param_specs[PARAM_wte].elems;
     Grad dwte = o.grads_bf16 ? Grad{scratch, Accumulate::No} : grad(PARAM_wte, 0);
     if (o.grads_bf16) { scratch += wte_elems; }
@@ -4207,8 +4220,8 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_las
                             a.dnarrow, residual, p.ln1w, a.ln1_mean, a.ln1_rstd, N, C}, stream);
         if (l > 0) { continue; }
 
-        // The embedding goes to the other ranks before layer 0's last gradients are computed: it is by far the
-        // largest bucket, and travels behind them.
+        // The embedding goes to the other ranks before layer 0's last gradients are computed: it is by far
+        // the largest bucket, and travels behind them.
         gpt2_bucket_complete(model, norms, is_last);
         gpt2_bucket_complete(model, biases, is_last);
         dwte.acc = Accumulate::Yes;
@@ -4711,8 +4724,8 @@ static Config config_check() {
     if (run.total_batch % all != 0) {
         const int64_t below = std::max(all, run.total_batch / all * all);
         const std::string ranks = comm.world > 1 ? format(" * %d ranks", comm.world) : "";
-        die("-z %lld is not a multiple of B*T = %d*%d%s = %lld\nhint: use -z %lld", (long long)run.total_batch,
-            run.B, run.T, ranks.c_str(), (long long)all, (long long)below);
+        die("-z %lld is not a multiple of B*T = %d*%d%s = %lld\nhint: use -z %lld",
+            (long long)run.total_batch, run.B, run.T, ranks.c_str(), (long long)all, (long long)below);
     }
     const int64_t micro_steps = run.total_batch / tokens;
     if (micro_steps > INT_MAX) {
@@ -4791,6 +4804,17 @@ static bool stop_agreed() {
     return comm_any(stop_requested != 0);
 }
 
+// What all ranks find, rank 0 says.
+__attribute__((format(printf, 1, 2))) static void warn(const char* fmt, ...) {
+    if (comm.rank != 0) { return; }
+    va_list args;
+    va_start(args, fmt);
+    fprintf(stderr, "warning: ");
+    vfprintf(stderr, fmt, args);
+    fprintf(stderr, "\n");
+    va_end(args);
+}
+
 static void catch_signals() {
     struct sigaction action = {};
     action.sa_handler = request_stop;
@@ -4801,8 +4825,8 @@ static void catch_signals() {
 
 // Mean loss over the first most*B rows of the set, or over all of them where there are fewer: each counts
 // once, so the last batch may be a smaller one, and B changes the mean by rounding only. Batches go round the
-// ranks, and their sums are added up in order. Touches neither gradients nor weights. False: a signal ended it
-// early.
+// ranks, and their sums are added up in order. Touches neither gradients nor weights. False: a signal ended
+// it early.
 static bool gpt2_validate(float* loss, GPT2* model, DataLoader* loader, int B, int T, int most) {
     const int rank = comm.rank, world = comm.world;
     const int64_t rows = std::min((int64_t)most * B, loader->samples_per_epoch);
@@ -4845,10 +4869,7 @@ static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t st
     fflush(stdout);
     logger_val(logger, step, loss);
     if (isfinite(loss)) { return true; }
-    if (comm.rank == 0) {
-        fprintf(stderr, "warning: the validation loss is not finite: the weights hold NaN or far too large "
-                "numbers\n");
-    }
+    warn("the validation loss is not finite: the weights hold NaN or far too large numbers");
     return false;
 }
 
@@ -4858,8 +4879,7 @@ static bool text_init(Tokenizer* tokenizer, int V) {
     if (V == 256) { tokenizer_init_bytes(tokenizer); return true; }
     if (V != 50257) { return false; }
     if (file_size(tokenizer_default_path().c_str()) < 0) {
-        fprintf(stderr, "warning: %s is not there: samples are printed as token ids\n",
-                tokenizer_default_path().c_str());
+        warn("%s is not there: samples are printed as token ids", tokenizer_default_path().c_str());
         return false;
     }
     tokenizer_init_bpe(tokenizer, nullptr);
@@ -4882,8 +4902,8 @@ static std::vector<uint32_t> prompt_tokens(const Tokenizer* tokenizer, bool has_
 
 // Text after the prompt, token by token. The whole prefix is run again for each token; T is rounded up, so
 // that few shapes occur, with tokens that a causal model does not see. Draws from its own random stream and
-// touches neither weights nor training's state, so training's bits do not depend on it. Rank 0 writes the text;
-// the others wait for it at the next exchange.
+// touches neither weights nor training's state, so training's bits do not depend on it. Rank 0 writes the
+// text; the others wait for it at the next exchange.
 static void generate(GPT2* model, const Tokenizer* tokenizer, bool has_text, int64_t step) {
     if (comm.rank != 0) { return; }
     const Config& c = model->config;
@@ -4951,7 +4971,10 @@ static void report_step(Reports* r, Logger* logger, const LrSchedule& schedule) 
     const int64_t step = r->pending;
     r->pending = -1;
     const int slot = (int)(step % Reports::kSlots);
-    event_wait(r->ready[slot]);
+    {
+        CommWait waiting;                   // if the others do not come, it is not this rank's fault
+        event_wait(r->ready[slot]);
+    }
     comm_progress(step + 1);
     const DeviceState state = r->slots[slot];
     // The device's clock: the host may be far ahead
@@ -5138,13 +5161,13 @@ static void print_surprises(bool sampling, size_t prompt_tokens) {
     if (run.output_dir[0] == '\0') { printf("no -o: nothing of this run will be saved\n"); }
     if (run.warmup > 0 && run.warmup >= run.max_steps) {
         const char* when = run.warmup > run.max_steps ? "never" : "at the last step only";
-        fprintf(stderr, "warning: -u %lld in a run of %lld steps: the learning rate reaches its peak %s\n",
-                (long long)run.warmup, (long long)run.max_steps, when);
+        warn("-u %lld in a run of %lld steps: the learning rate reaches its peak %s", (long long)run.warmup,
+             (long long)run.max_steps, when);
     }
 }
 
-// More lanes than ranks take more buffers for gradients. If the memory lacks them and the user did not ask for
-// so many, there are fewer, and the bits are those of fewer lanes.
+// More lanes than ranks take more buffers for gradients. If the memory lacks them and the user did not ask
+// for so many, there are fewer, and the bits are those of fewer lanes.
 static void fit_lanes(const Config& config, Options* options, const DeviceInfo& device) {
     const int wanted = run.lanes;
     const bool may_choose = !flags_given(kFlags, kNumFlags, "lanes") && run.zero < 2;
@@ -5160,8 +5183,8 @@ static void fit_lanes(const Config& config, Options* options, const DeviceInfo& 
     options->lanes = fewer;
     run.lanes = fewer * comm.world;
     if (run.lanes < wanted) {
-        printf("memory is short: gradients are summed over %d lanes, not %d; --lanes %d gives the same bits on "
-               "another machine\n", run.lanes, wanted, run.lanes);
+        printf("memory is short: gradients are summed over %d lanes, not %d; --lanes %d gives the same bits "
+               "on another machine\n", run.lanes, wanted, run.lanes);
     }
 }
 
@@ -5211,9 +5234,10 @@ int main(int argc, char** argv) {
     if (!unfit.empty()) { die("%s", unfit.c_str()); }
     DataLoader train_loader = {}, val_loader = {};
     if (!evaluate_only) {
-        const int in_a_row = run.zero == 2 ? 1 : rank_micro_steps();
+        DataShare share = {comm.rank, comm.world, run.zero == 2 ? 1 : rank_micro_steps()};
+        if (run.overfit) { share = {}; }        // all ranks have the job's first batch
         dataloader_init(&train_loader, run.train_data, run.B, run.T, run.shuffle && !run.overfit,
-                        (uint64_t)run.seed, config.V, {comm.rank, comm.world, in_a_row});
+                        (uint64_t)run.seed, config.V, share);
         if (run.max_steps < 0) {
             run.max_steps = std::max((int64_t)1, train_loader.samples_per_epoch * run.T / run.total_batch);
         }

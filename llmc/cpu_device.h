@@ -133,7 +133,9 @@ static inline void copy_to_device(void* device, const void* host, size_t bytes, 
 static inline void copy_to_host(void* host, const void* device, size_t bytes, Stream) {
     memcpy(host, device, bytes);
 }
-static inline void copy_on_device(void* to, const void* from, size_t bytes, Stream) { memcpy(to, from, bytes); }
+static inline void copy_on_device(void* to, const void* from, size_t bytes, Stream) {
+    memcpy(to, from, bytes);
+}
 static inline Stream stream_create() { return 0; }
 static inline Stream stream_create_urgent() { return 0; }
 static inline void stream_wait(Stream, Event) {}

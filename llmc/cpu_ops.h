@@ -612,8 +612,8 @@ template <class Real> void loss_sum_cpu(const LossSum<Real, Real>& a, Stream) {
 
 // ---- update: gradient norm, the decision to skip, AdamW ----
 
-// out[i] = chain[0][i] + (chain[1][i] + (... + tree(i))), each sum rounded to Real. tree(i) adds up the pieces
-// in pairs until one is left: level by level, the last of an odd number unchanged.
+// out[i] = chain[0][i] + (chain[1][i] + (... + tree(i))), each sum rounded to Real. tree(i) adds up the
+// pieces in pairs until one is left: level by level, the last of an odd number unchanged.
 template <class Real> void lane_sum_cpu(const LaneSum<Real, Real>& a, Stream) {
     assert(!a.out.is_bf16 && !a.pieces.is_bf16);                // the twins keep no 16-bit gradients
     const Real* pieces = (const Real*)a.pieces.data;
@@ -651,8 +651,8 @@ template <class Real> void square_sums_cpu(const SquareSums<Real, Real>& a, Stre
     OP_DONE(a);
 }
 
-// loss = sum of all lanes' losses; norm = sqrt(sum of all live chunks' sums) / loss_scale. Then, for the update
-// that follows:
+// loss = sum of all lanes' losses; norm = sqrt(sum of all live chunks' sums) / loss_scale. Then, for the
+// update that follows:
 // norm not finite: it is skipped, and a dynamic loss scale halves, not below 1.
 // else: t advances; grad_scale takes the loss scale out of the gradients and clips their norm to max_norm
 // (0: never); after growth_interval good steps a dynamic loss scale doubles, not above max_scale.

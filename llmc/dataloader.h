@@ -352,13 +352,15 @@ static inline const char* dataloader_shared_file(const DataLoader* a, const Data
     return nullptr;
 }
 
-// What the data are, in one line, to be compared between ranks that read them by paths of their own. "": none.
+// What the data are, in one line, to be compared between ranks that read them by paths of their own. "" where
+// there are none.
 static inline std::string dataloader_facts(const DataLoader* loader) {
     if (!loader->prefetch) { return ""; }
     std::string text = format("%lld tokens in %zu shards:", (long long)loader->tokens,
                               loader->prefetch->shards.size());
     for (const DataShard& shard : loader->prefetch->shards) {
-        text += format(" %s %lld", shard.path.substr(shard.path.rfind('/') + 1).c_str(), (long long)shard.tokens);
+        const std::string name = shard.path.substr(shard.path.rfind('/') + 1);
+        text += format(" %s %lld", name.c_str(), (long long)shard.tokens);
     }
     return text;
 }

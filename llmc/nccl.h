@@ -4,14 +4,14 @@ over sockets. Without -DUSE_NCCL there is one rank, and asking for more is an er
 
     device_comm_init();                                     // after comm_start() and device_init()
     char* grads = (char*)device_comm_malloc(bytes, "gradients");    // all ranks at once, with the same size
-    device_all_to_all(recv, send, bytes, stream);           // (world,bytes) each: part r of send goes to rank r
-    device_all_gather(all, bytes, stream);                  // (world,bytes): in place, part r is rank r's
+    device_all_to_all(recv, send, bytes, stream);       // (world,bytes) each: part r of send goes to rank r
+    device_all_gather(all, bytes, stream);              // (world,bytes): in place, part r is rank r's
     device_comm_end();
 
 What is sent or received stands in memory from device_comm_malloc: NCCL knows it on all GPUs ("symmetric
 windows"), so inside a host it moves data by the copy engines, and no SM is taken from the step's kernels. On
-4 H200s a 154 MB bucket goes round in 0.36 ms that way and slows GEMMs that run beside it by 3 %; by NCCL's own
-kernels it takes 0.37 ms and slows them by 20 % (dev/bench/NOTES.md).
+4 H200s a 154 MB bucket goes round in 0.36 ms that way, and GEMMs that run beside it take 3 % longer; with
+NCCL's own kernels it is 0.37 ms and 21 % (dev/bench/NOTES.md).
 */
 #ifndef LLMC_NCCL_H
 #define LLMC_NCCL_H

@@ -135,7 +135,8 @@ template <class X, class S> struct LossSum {            // mean (+)= weight * su
 };
 
 // Gradients of lanes (section 7): out = chain[0] + (chain[1] + (... + sum of the pieces)), where pieces are
-// summed in pairs, (0 + 1) + (2 + 3) and so on, and an odd one out moves up a level. Both are parts of one tree.
+// summed in pairs, (0 + 1) + (2 + 3) and so on, and an odd one out moves up a level. Both are parts of one
+// tree.
 template <class X, class S> struct LaneSum {
     GradOf<S> out;                      // (n), stored; may be one of the inputs
     const S* chain[kMaxLevels];         // (n) each
@@ -154,8 +155,8 @@ template <class X, class S> struct SquareSums {         // of the gradient's chu
 template <class X, class S> struct UpdateDecision {     // loss, norm, and the decision about the update
     UpdateState* state;
     S* loss;                            // mean over the total batch: the sum of all lanes'
-    const char* records;                // (ranks,record_bytes): each rank's sums and, at lanes_at, S losses of
-    size_t record_bytes, lanes_at;      // its lanes
+    const char* records;                // (ranks,record_bytes): each rank's sums and, at lanes_at, its lanes'
+    size_t record_bytes, lanes_at;      // losses, of type S
     int ranks, lanes;                   // lanes: of each rank
     bool interleaved;                   // lane l of rank r is the job's number l*ranks + r, else r*lanes + l
     const ChunkRange* ranges;           // (num_ranges) on the device
@@ -172,8 +173,8 @@ template <class X, class S> struct AdamW {              // a skipped update chan
     size_t n;                           // a multiple of 8
     Rows rows;
     double weight_decay, lr, beta1, beta2, eps;
-    RoundKey key;                       // of the rounding of 16-bit parameters without master copies; element i
-    size_t first;                       // draws as number first + i
+    RoundKey key;                       // of the rounding of 16-bit parameters without master copies;
+    size_t first;                       // element i draws as number first + i
 };
 
 // The table of ops: each is op(const Arguments<X, S>& a, Stream stream). Behind the two names stand its

@@ -622,7 +622,8 @@ static void test_square_sums() {
     for (size_t i = 0; i < g.n; i++) { expected[i / kChunk] += g[i] * g[i]; }
     CHECK_SAME(sums, expected, kExact);
     Doubles four(4), picked(4);                 // of each half two chunks
-    square_sums_cpu<double>({four, {.data = (double*)g}, 2 * kChunk, {2, 0, 3 * kChunk * sizeof(double), 0}}, 0);
+    const Rows halves = {2, 0, 3 * kChunk * sizeof(double), 0};
+    square_sums_cpu<double>({four, {.data = (double*)g}, 2 * kChunk, halves}, 0);
     for (int c = 0; c < 4; c++) { picked[c] = expected[c + c / 2]; }
     CHECK_SAME(four, picked, kExact);
 }
@@ -630,7 +631,8 @@ static void test_square_sums() {
 // One rank, one bucket, one chunk, one lane.
 struct Record { double sum; float loss; };
 template <class Real>
-static void decide(UpdateState* state, double squares, float max_norm, UpdatePolicy policy, float loss = 0.5f) {
+static void decide(UpdateState* state, double squares, float max_norm, UpdatePolicy policy) {
+    const float loss = 0.5f;
     Record record = {squares, 0};
     static_assert(sizeof(Record) == 16, "room for a double, too");
     const Real real_loss = (Real)loss;
@@ -650,11 +652,12 @@ static void test_update_decision() {
         decide<double>(&state, squares, 0.0f, fixed);
         CHECK(fabs(state.norm / norm - 1) <= 1e-7, "norm %g, expected %g", state.norm, norm);
         CHECK(state.t == 1 && state.skip == 0 && state.loss_scale == 4.0f, "norm %g: state", norm);
-        CHECK(state.grad_scale == 0.25f, "norm %g: without clipping grad_scale is %g", norm, state.grad_scale);
+        CHECK(state.grad_scale == 0.25f, "norm %g: without clipping grad_scale is %g", norm,
+              state.grad_scale);
         decide<double>(&state, squares, (float)norm * 0.5f, fixed);
         const double half = 0.125 * norm / (norm + kClipEps);
-        CHECK(fabs(state.grad_scale / half - 1) <= 2e-7, "norm %g: clipped to half: %.8g, expected %.8g", norm,
-              state.grad_scale, half);
+        CHECK(fabs(state.grad_scale / half - 1) <= 2e-7, "norm %g: clipped to half: %.8g, expected %.8g",
+              norm, state.grad_scale, half);
         decide<double>(&state, squares, (float)norm * 2.0f, fixed);
         CHECK(state.grad_scale == 0.25f && state.t == 3, "norm %g: clipped below max_norm", norm);
     }
@@ -687,7 +690,8 @@ static void test_update_decision() {
 // Records of several ranks: every live chunk once, no padding, every lane once, in whatever order they lie.
 static void test_records(int ranks, int lanes, bool interleaved) {
     const ChunkRange ranges[] = {{(size_t)(2 * ranks), 2, 0}, {1, 1, 2}, {(size_t)(ranks + 1), 2, 3}};
-    const size_t per_rank = 5, lanes_at = per_rank * sizeof(double), bytes = lanes_at + lanes * sizeof(double);
+    const size_t per_rank = 5, lanes_at = per_rank * sizeof(double);
+    const size_t bytes = lanes_at + lanes * sizeof(double);
     std::vector<char> records(ranks * bytes);
     std::vector<double> all(per_rank, NAN);
     double squares = 0.0, loss = 0.0;
@@ -742,9 +746,9 @@ template <class Real> static void test_adamw(bool with_master, double tolerance)
                 const double v_hat = v_expected[i] / (1.0 - pow(beta2, t));
                 params_expected[i] -= lr * (m_hat / (sqrt(v_hat) + eps) + weight_decay * params_expected[i]);
             }
-            const AdamW<Real, Real> update = {(Real*)params, false, with_master ? (Real*)master : nullptr, m, v,
-                                              {.data = (Real*)g}, &state, n, {}, weight_decay, lr, beta1, beta2,
-                                              eps, RoundKey{}, 0};
+            Real* masters = with_master ? (Real*)master : nullptr;
+            const AdamW<Real, Real> update = {(Real*)params, false, masters, m, v, {.data = (Real*)g}, &state,
+                                              n, {}, weight_decay, lr, beta1, beta2, eps, RoundKey{}, 0};
             adamw_update_cpu<Real>(update, 0);
             if (t == 5) {                       // a skipped update in between
                 const Tensor<Real> before[] = {params, master, m, v};
@@ -951,8 +955,8 @@ template <class Real> static std::vector<Named> run_all_ops() {
                                {false, 1, 1.0f}}, 0);
     norm[0] = state.norm;
     keep("norm", norm);
-    adamw_update_cpu<Real>({(Real*)params, false, nullptr, m, v, {.data = (Real*)grads}, &state, count, {}, 0.1,
-                            1e-3, 0.9, 0.95, 1e-8, RoundKey{}, 0}, 0);
+    adamw_update_cpu<Real>({(Real*)params, false, nullptr, m, v, {.data = (Real*)grads}, &state, count, {},
+                            0.1, 1e-3, 0.9, 0.95, 1e-8, RoundKey{}, 0}, 0);
     keep("adamw params", params);
     keep("adamw m", m);
     keep("adamw v", v);
