@@ -4800,7 +4800,8 @@ static void request_stop(int number) {
 }
 
 // Has any rank been told to stop? All ranks ask at the same places and get the same answer.
-static bool stop_agreed() {
+static bool stop_agreed(int64_t step) {
+    comm_progress(step);
     return comm_any(stop_requested != 0);
 }
 
@@ -4836,7 +4837,7 @@ static bool gpt2_validate(float* loss, GPT2* model, DataLoader* loader, int B, i
     dataloader_seek(loader, 0);
     bool stopped = false;
     for (int64_t round = 0; round < rounds && !stopped; round++) {
-        stopped = stop_agreed();
+        stopped = stop_agreed(model->step);
         const int64_t row = (round * world + rank) * B;
         mine[round] = 0.0f;
         if (stopped || row >= rows) { continue; }
@@ -4975,7 +4976,6 @@ static void report_step(Reports* r, Logger* logger, const LrSchedule& schedule) 
         CommWait waiting;                   // if the others do not come, it is not this rank's fault
         event_wait(r->ready[slot]);
     }
-    comm_progress(step + 1);
     const DeviceState state = r->slots[slot];
     // The device's clock: the host may be far ahead
     const double ms = event_ms(r->since, r->ready[slot]);
@@ -5027,7 +5027,7 @@ static void check_ranks(GPT2* model, int64_t step) {
 static bool train_step(GPT2* model, DataLoader* loader, double lr) {
     const int micro_steps = rank_micro_steps();
     for (int micro = 0; micro < micro_steps; micro++) {
-        if (stop_agreed()) { return false; }
+        if (stop_agreed(model->step)) { return false; }
         if (run.overfit) { dataloader_seek(loader, 0); }
         dataloader_next(loader);
         gpt2_micro_step(model, loader->inputs, loader->targets, run.B, run.T, micro, micro_steps);
@@ -5060,7 +5060,7 @@ static void train(GPT2* model, DataLoader* train_loader, DataLoader* val_loader,
     reports.pending = -1;
 
     int64_t step = 0;
-    for (; step < run.max_steps && !stop_agreed(); step++) {
+    for (; step < run.max_steps && !stop_agreed(step); step++) {
         const bool val_due = run.val_every > 0 && step % run.val_every == 0;
         const bool sample_due = run.sample_every > 0 && step > 0 && step % run.sample_every == 0;
         if (val_due || sample_due) { report_step(&reports, logger, schedule); }

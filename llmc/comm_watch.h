@@ -264,18 +264,19 @@ static inline std::string comm_silent() {
     return format("is stopped or unreachable: no sign of life for %.0f s", comm_limits.silence);
 }
 
-// Rank 0: the one that all wait for is the one with the least progress; of several, one that does not wait
-// itself. As long as it may take its time, so may all.
+// Rank 0: the one that all wait for does not wait itself (if several do not, it is the one with the least
+// progress); where all wait, the one with the least progress stands still. As long as it may take its time, so
+// may all: rank 0 writes a long sample while the others, which have done less, wait for it.
 static inline int comm_slowest() {
     CommState* s = comm_state;
     int slowest = -1;
     for (int r = 0; r < s->job.world; r++) {
         if (s->seen[r].bye) { continue; }
         const CommMessage &m = s->seen[r].last, &w = s->seen[slowest < 0 ? r : slowest].last;
-        const auto key = std::make_tuple(m.progress, m.calls, m.waiting, m.still == 0 ? 0 : 1);
-        if (slowest < 0 || key < std::make_tuple(w.progress, w.calls, w.waiting, w.still == 0 ? 0 : 1)) {
-            slowest = r;
-        }
+        auto key = [](const CommMessage& k) {
+            return std::make_tuple(k.waiting, k.progress, k.calls, k.still == 0 ? 0 : 1);
+        };
+        if (slowest < 0 || key(m) < key(w)) { slowest = r; }
     }
     return slowest >= 0 && s->seen[slowest].last.still > 0 ? slowest : -1;
 }
