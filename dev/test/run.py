@@ -27,7 +27,7 @@ LOGS = "build/logs"
 CLOSING = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped$")
 PYTHON = ".venv/bin/python" if os.path.exists(os.path.join(ROOT, ".venv/bin/python")) else sys.executable
 CORES = len(os.sched_getaffinity(0))
-GPU_PLACES = 6          # programs that share the GPU's memory at one time
+GPU_PLACES = 6          # programs that share a GPU's memory at one time
 ON_GPU = ("gpu", "gpus")    # what a suite needs that runs CUDA programs: one GPU, several
 
 # Only a hang meets these, however busy the machine is: seconds without output and without using a core (a
@@ -36,7 +36,8 @@ QUIET_S, LIMIT_S = 600, 3600
 
 
 class Suite:
-    """after: names of suites that come first; cores, gpu: places that it takes of CORES and GPU_PLACES."""
+    """after: names of suites that come first; cores: how many of CORES it takes; gpu: how many of GPU_PLACES,
+    on one GPU, or on all of them where it needs several."""
 
     def __init__(self, name, command, after=(), needs=None, cores=1, gpu=0, counts=True, steady=True):
         self.name, self.command, self.after, self.needs = name, command, after, needs
@@ -122,8 +123,11 @@ def ask_gpus(*words):
     return said.stdout.splitlines() if said.returncode == 0 else []
 
 
-def count_gpus():
-    return sum(line.startswith("GPU ") for line in ask_gpus("-L"))
+def list_gpus():
+    """As CUDA_VISIBLE_DEVICES names them."""
+    there = [str(i) for i in range(sum(line.startswith("GPU ") for line in ask_gpus("-L")))]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [word for word in visible.split(",") if word] if there and visible is not None else there
 
 
 # ---- dev/test/gpu-results.txt and dev/test/expected.txt: lines `key: value` ----
@@ -229,14 +233,18 @@ def cpu_ticks(session):
 
 
 class Running:
-    def __init__(self, suite):
-        self.suite, self.problem = suite, ""
+    """gpus: those that the suite uses; where it needs one, it sees no other."""
+
+    def __init__(self, suite, gpus=()):
+        self.suite, self.gpus, self.problem = suite, gpus, ""
         self.began = self.moved = self.looked = time.monotonic()
         self.seen = None
+        env = dict(os.environ, CUDA_VISIBLE_DEVICES=gpus[0]) if len(gpus) == 1 else None
         with open(suite.log(), "wb") as out:
             try:                                # a session of its own: what it starts can be ended with it
                 self.child = subprocess.Popen(suite.command, stdin=subprocess.DEVNULL, stdout=out,
-                                              stderr=subprocess.STDOUT, start_new_session=True)
+                                              stderr=subprocess.STDOUT, start_new_session=True,
+                                              env=env)
             except OSError as error:
                 self.child, self.problem = None, str(error)
 
@@ -305,7 +313,7 @@ def print_row(name, passed, failed, skipped, seconds, note):
     print(f"{name:<24}{passed:>8}{failed:>8}{skipped:>9}{seconds:>9.1f}  {note}".rstrip(), flush=True)
 
 
-def run_all(suites, have, expected):
+def run_all(suites, have, expected, all_gpus=()):
     """One row per suite, in the order in which they ended."""
     os.makedirs(LOGS, exist_ok=True)
     print(f"{'suite':<24}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}", flush=True)
@@ -327,9 +335,11 @@ def run_all(suites, have, expected):
                     close((suite.name, 0, 0, skipped_tests(suite, expected), 0.0, "skipped"))
                     if have[suite.needs]:       # gpu_report tells of the others
                         print_row(*rows[-1][:5], f"skipped: without {missing[0]}")
-                elif good.issuperset(suite.after) and fits(suite, running):
-                    waiting.remove(suite)
-                    running.append(Running(suite))
+                elif good.issuperset(suite.after):
+                    gpus = place(suite, running, all_gpus)
+                    if gpus is not None:
+                        waiting.remove(suite)
+                        running.append(Running(suite, gpus))
             for one in [one for one in running if one.ended()]:
                 running.remove(one)
                 close(one.row(expected))
@@ -340,10 +350,17 @@ def run_all(suites, have, expected):
     return rows
 
 
-def fits(suite, running):
-    cores = sum(one.suite.cores for one in running) + suite.cores
-    places = sum(one.suite.gpu for one in running) + suite.gpu
-    return not running or (cores <= CORES and places <= GPU_PLACES)
+def place(suite, running, all_gpus):
+    """The GPUs on which a suite can start now, () if it needs none; None: it has to wait."""
+    if running and sum(one.suite.cores for one in running) + suite.cores > CORES:
+        return None
+    if suite.needs not in ON_GPU:
+        return ()
+    taken = {gpu: sum(one.suite.gpu for one in running if gpu in one.gpus) for gpu in all_gpus}
+    free = [gpu for gpu in sorted(all_gpus, key=taken.get) if taken[gpu] + suite.gpu <= GPU_PLACES]
+    if suite.needs == "gpu":
+        return tuple(free[:1]) or None
+    return tuple(all_gpus) if len(free) == len(all_gpus) else None
 
 
 def main():
@@ -357,11 +374,11 @@ def main():
     if words == ["--update-counts"]:
         update_counts()
         return 0
-    gpus = count_gpus()
-    have = {None: True, "nvcc": has_nvcc(), "gpu": gpus >= 1, "gpus": gpus >= 2}
+    gpus = list_gpus()
+    have = {None: True, "nvcc": has_nvcc(), "gpu": len(gpus) >= 1, "gpus": len(gpus) >= 2}
     everything, expected = all_suites(), read_fields(EXPECTED)
     suites = chosen(everything, words, have)
-    rows = run_all(suites, have, expected)
+    rows = run_all(suites, have, expected, gpus)
     if not words:
         names = {s.name for s in everything if s.counts}
         rows += [(name, 0, 1, 0, 0.0, f"is in {EXPECTED} but no suite any more") for name in expected

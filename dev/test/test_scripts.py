@@ -441,14 +441,14 @@ def suites_of(**commands):
 NO_GPU = {None: True, "nvcc": True, "gpu": False, "gpus": False}
 
 
-def run_suites(suites, expected=None, have=None, **settings):
+def run_suites(suites, expected=None, have=None, all_gpus=(), **settings):
     """{name: (passed, failed, skipped, note)}, with run.py's settings for the time being."""
     before = {name: getattr(runner, name) for name in settings}
     for name, value in settings.items():
         setattr(runner, name, value)
     try:
         with redirect_stdout(io.StringIO()) as out:
-            rows = runner.run_all(suites, have or NO_GPU, expected or {})
+            rows = runner.run_all(suites, have or NO_GPU, expected or {}, all_gpus)
     finally:
         for name, value in before.items():
             setattr(runner, name, value)
@@ -484,8 +484,9 @@ def test_run_side_by_side():
     rows, _ = run_suites(suites_of(one=meet.format("a", "b"), two=meet.format("b", "a")), CORES=2)
     check(all(row[:2] == (3, 0) for row in rows.values()), f"two that wait for each other: {rows}")
     alone = "mkdir busy || exit 9; sleep 0.3; rmdir busy; " + GOOD
-    for place in ({"cores": 2}, {"gpu": runner.GPU_PLACES}):
-        rows, _ = run_suites(suites_of(one=(alone, place), two=(alone, place), three=(alone, place)), CORES=2)
+    for place in ({"cores": 2}, {"gpu": runner.GPU_PLACES, "needs": "gpu"}):
+        rows, _ = run_suites(suites_of(one=(alone, place), two=(alone, place), three=(alone, place)), CORES=2,
+                             have={**NO_GPU, "gpu": True}, all_gpus=("0",))
         check(all(row[:2] == (3, 0) for row in rows.values()), f"more at once than {place} allows: {rows}")
 
 
@@ -531,6 +532,23 @@ def test_run_knows_every_suite():
     builds = {name for s in suites if s.name in on_gpu for name in s.after}
     check({s.name for s in alone} == on_gpu | builds,
           f"make test-gpu runs the GPU's suites and what they need: {[s.name for s in alone]}")
+
+
+def test_run_spreads_over_gpus():
+    """A suite sees one GPU, the next one another; one that needs several sees all, when they are free."""
+    says = "echo ${CUDA_VISIBLE_DEVICES-all} >%s; sleep 0.5; " + GOOD
+    one, several = {"needs": "gpu", "gpu": 2}, {"needs": "gpus", "gpu": 2}
+    suites = suites_of(a=(says % "a", one), b=(says % "b", one), c=("test ! -e a && " + says % "c", several))
+    visible = os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    try:
+        rows, _ = run_suites(suites[2:] + suites[:2], have={**NO_GPU, "gpu": True, "gpus": True},
+                             all_gpus=("4", "7"), GPU_PLACES=3, CORES=8)
+    finally:
+        if visible is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    check(all(row[:2] == (3, 0) for row in rows.values()), rows)
+    check({read("a"), read("b")} == {"4\n", "7\n"} and read("c") == "all\n",
+          [read(name) for name in "abc"])
 
 
 def test_run_report_without_gpu():
