@@ -79,8 +79,10 @@ def all_suites():
     cpu, asan = ["build cpu"], ["build asan", "build cpu"]
     if os.path.exists("dev/test/test_ranks.py"):
         ranks = [PYTHON, "dev/test/test_ranks.py"]
-        suites += [Suite("gpus ranks " + kind, ranks + ["build/check/train_gpt2." + kind],
-                         ["nvcc train_gpt2." + kind], "gpus", cores=4, gpu=2) for kind in ("BF16", "FP32")]
+        suites += [Suite(f"gpus ranks {kind}" + (" words" if part == 0 else ""),
+                         ranks + ["build/check/train_gpt2." + kind, f"--numeric={part}"],
+                         ["nvcc train_gpt2." + kind], "gpus", cores=8, gpu=2)
+                   for kind, part in (("BF16", 0), ("BF16", 1), ("FP32", 1))]
         suites += [Suite("ranks cpu", ranks + ["./train_gpt2cpu"], cpu, cores=4)]
     suites += [
         Suite("cli cpu", [PYTHON, "dev/test/test_cli.py", "./train_gpt2cpu"], cpu),
@@ -168,14 +170,14 @@ def gpu_report(suites, expected, have):
         print(f"Their last run, of these very sources: {about}.")
 
 
-def write_gpu_results(rows, absent=()):
+def write_gpu_results(rows, others=()):
     """As long as the sources are the same, what dev/gpu.sh wrote below the first empty line stays, and so do
-    the rows of the suites `absent`, which this machine has too few GPUs for."""
+    the rows of suites that did not run this time, `others`."""
     more, fields = "", read_fields(GPU_RESULTS)
     if fields.get("sha256") == cuda_hash():
         with open(GPU_RESULTS, encoding="utf-8") as f:
             more = "".join(f.read().partition("\n\n")[1:])[1:]
-        kept = [(name, CLOSING.match(fields.get(name, ""))) for name in absent]
+        kept = [(name, CLOSING.match(fields.get(name, ""))) for name in others]
         rows = rows + [(name, *map(int, row.groups())) for name, row in kept if row]
     total = [sum(row[i] for row in rows) for i in (1, 2, 3)]
     name, driver = ((ask_gpus("--format=csv,noheader", "--query-gpu=" + what) or [None])[0]
@@ -388,8 +390,8 @@ def main():
     ran = [row for row in rows if row[0] in on_gpu and row[5] != "skipped"]
     if have["gpu"] and absent and any(row[0] in absent for row in rows):
         print(f"\n{', '.join(absent)}: counted as skipped, they need two GPUs and nvidia-smi lists one.")
-    if have["gpu"] and len(ran) == len(on_gpu) - len(absent):
-        write_gpu_results(ran, absent)
+    if have["gpu"] and ran:
+        write_gpu_results(ran, [name for name in on_gpu if name not in {row[0] for row in ran}])
     elif not have["gpu"] and not words:
         gpu_report(suites, expected, have)
     elif not have["gpu"] and any(s.name in on_gpu for s in suites):

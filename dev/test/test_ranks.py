@@ -63,7 +63,7 @@ def enough(ranks, tests=1):
 
 def side_by_side(function, items, workers=None):
     """[function(item)], several at a time. The functions may not check(): counting is for one thread."""
-    workers = workers or max(2, min(4, (os.cpu_count() or 1) // 4))
+    workers = workers or max(2, min(8, (os.cpu_count() or 1) // 4))
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         return list(pool.map(function, items))
 
