@@ -8,6 +8,7 @@ Two builds of this file:
                            kernel here, and is what runs where there is no GPU
 Run:
     ./train_gpt2cu -e d12 -b 64 -t 1024 -z 524288 -i 'shards/train_*.bin' -j 'shards/val_*.bin' -o runs/d12
+    ./train_gpt2cu --gpus 8 -zs 1 ...           the same run, to the bit, on eight GPUs
     ./train_gpt2cu --help
 
 Sections (search for "// == "), in the order in which data flows:
@@ -15,7 +16,7 @@ Sections (search for "// == "), in the order in which data flows:
      5 device helpers      6 ops                    7 multi-GPU            8 model
      9 checkpoint         10 run configuration     11 training loop       12 main
 Section 6: 6.1 encoder  6.2 layernorm  6.3 matmul  6.4 gelu and bias  6.5 classifier  6.6 loss
-     6.7 global norm  6.8 adamw  6.9 attention, the longest: plain, mma.sync, sm90
+     6.7 lanes and norm  6.8 adamw  6.9 attention, the longest: plain, mma.sync, sm90
 Sections 4 and 5 are headers in llmc/. What each op takes and gives stands in llmc/ops.h: read that first.
 Letters, everywhere: B batch rows, T tokens a row, C channels, NH heads, HS head size, V vocabulary, Vp padded
 vocabulary, L layers, OC output channels, N = B*T rows of a matrix. An index is the lower-case letter: b t c
@@ -1392,7 +1393,7 @@ static void loss_sum(const LossSum<floatX, float>& a, Stream stream) {
     cudaCheck(cudaGetLastError());
 }
 
-// == 6.7 gradients: lanes and the norm ==
+// == 6.7 lanes and norm ==
 // out = chain[0] + (chain[1] + (... + tree of the pieces)): each thread walks over the pieces of its elements
 // and merges like a binary counter: piece r, then one earlier sum for every trailing one bit of r. What is
 // left at the end belongs together from the last to the first, as in the twin's pairs.
@@ -5227,6 +5228,10 @@ int main(int argc, char** argv) {
     // what can be wrong with sizes, files and the prompt is found before memory is taken and before anything
     // is written
     if (run.output_dir[0] != '\0') { run_folder_check(run.output_dir); }
+    if (run.comm.gpus > device_count()) {
+        die("--gpus %d: this machine has %d\nhint: one rank a GPU; other machines join by mpirun, srun or -pi",
+            run.comm.gpus, device_count());
+    }
     const DeviceInfo device = device_init(comm.local_rank);
     fit_lanes(config, &options, device);
     gpt2_check_memory(config, options, run.B, run.T, device);

@@ -8,6 +8,7 @@ twins of llmc/cpu_ops.h and malloc. Everything is synchronous, so streams and ev
 #ifndef LLMC_CPU_DEVICE_H
 #define LLMC_CPU_DEVICE_H
 
+#include <limits.h>     // gives: INT_MAX
 #include <malloc.h>     // gives: mallopt
 #include <stdio.h>      // gives: FILE, fgets
 #include <stdlib.h>     // gives: aligned_alloc, free
@@ -100,6 +101,7 @@ static inline void limit_memory(DeviceInfo* info, int threads) {
     info->memory_total = std::min(info->memory_total, (size_t)addresses.rlim_cur);
 }
 
+static inline int device_count() { return INT_MAX; }       // several ranks share the cores
 static inline DeviceInfo device_init(int /*place*/ = 0) {
     int threads = 1;
 #ifdef _OPENMP

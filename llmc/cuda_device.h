@@ -71,6 +71,11 @@ static int device_sm_count = 0;
 
 static inline void device_prepare(char**) {}    // the CPU build starts itself again here
 
+static inline int device_count() {
+    int count = 0;
+    return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
+}
+
 // GPU number `place` of this machine; a job's ranks count from 0 on each.
 static inline DeviceInfo device_init(int place = 0) {
     int count = 0;
