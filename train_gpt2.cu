@@ -5229,8 +5229,9 @@ int main(int argc, char** argv) {
     // is written
     if (run.output_dir[0] != '\0') { run_folder_check(run.output_dir); }
     if (run.comm.gpus > device_count()) {
-        die("--gpus %d: this machine has %d\nhint: one rank a GPU; other machines join by mpirun, srun or -pi",
-            run.comm.gpus, device_count());
+        die("--gpus %d: this machine has %d\n"
+            "hint: a rank takes a GPU; other machines join by mpirun, srun or -pi", run.comm.gpus,
+            device_count());
     }
     const DeviceInfo device = device_init(comm.local_rank);
     fit_lanes(config, &options, device);

@@ -265,8 +265,8 @@ static inline std::string comm_silent() {
 }
 
 // Rank 0: the one that all wait for does not wait itself (if several do not, it is the one with the least
-// progress); where all wait, the one with the least progress stands still. As long as it may take its time, so
-// may all: rank 0 writes a long sample while the others, which have done less, wait for it.
+// progress); where all wait, the one with the least progress stands still. As long as it may take its time,
+// so may all: rank 0 writes a long sample while the others, which have done less, wait for it.
 static inline int comm_slowest() {
     CommState* s = comm_state;
     int slowest = -1;
