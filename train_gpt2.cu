@@ -4467,7 +4467,9 @@ static void checkpoint_load(GPT2* model, const char* path) {
     fclose(f);
 }
 
-// All ranks come here, as parts of the model may be on any; rank 0 writes.
+// All ranks come here, as parts of the model may be on any; rank 0 writes. A slow disk is no reason to give
+// the job up: what is being written is all there is of it.
+constexpr double kDiskPatience = 3600;          // seconds for a tensor, and for the whole file's way to disk
 static void checkpoint_save(GPT2* model, const std::string& path) {
     const Config& c = model->config;
     const bool bf16 = strcmp(PRECISION_NAME, "BF16") == 0;
@@ -4486,6 +4488,7 @@ static void checkpoint_save(GPT2* model, const std::string& path) {
         for (int l = 0; l < s.copies; l++) {
             gpt2_get_param(model, i, l, values.data(), !bf16);
             comm_progress(model->step);
+            comm_patience(kDiskPatience);
             if (!writes) { continue; }
             if (!bf16) { atomic_write(&out, values.data(), s.elems * sizeof(float)); continue; }
             raw.resize(s.elems);
