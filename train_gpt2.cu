@@ -4803,9 +4803,11 @@ static void request_stop(int number) {
 }
 
 // Has any rank been told to stop? All ranks ask at the same places and get the same answer.
+static bool stopping = false;       // what they got last
 static bool stop_agreed(int64_t step) {
     comm_progress(step);
-    return comm_any(stop_requested != 0);
+    stopping = comm_any(stop_requested != 0);
+    return stopping;
 }
 
 // What all ranks find, rank 0 says.
@@ -4909,7 +4911,7 @@ static std::vector<uint32_t> prompt_tokens(const Tokenizer* tokenizer, bool has_
 // touches neither weights nor training's state, so training's bits do not depend on it. Rank 0 writes the
 // text; the others wait for it at the next exchange.
 static void generate(GPT2* model, const Tokenizer* tokenizer, bool has_text, int64_t step) {
-    if (comm.rank != 0) { return; }
+    if (comm.rank != 0 || stopping) { return; }
     const Config& c = model->config;
     const int limit = model->T;
     const int start = has_text ? (int)tokenizer->eot : 0;       // what stands before each document
