@@ -1397,7 +1397,8 @@ static void loss_sum(const LossSum<floatX, float>& a, Stream stream) {
 // and merges like a binary counter: piece r, then one earlier sum for every trailing one bit of r. What is
 // left at the end belongs together from the last to the first, as in the twin's pairs.
 constexpr int kLaneThreads = 256;
-constexpr int kMaxPieceLevels = 11;             // 1024 ranks
+constexpr int kMaxPieceLevels = 13;
+static_assert(kCommMaxWorld <= 1 << (kMaxPieceLevels - 1), "a piece from each rank");
 
 template <bool kPiecesBf16>
 __device__ __forceinline__ Floats load_piece(const LaneSum<floatX, float>& a, int r, size_t i) {
@@ -5231,7 +5232,7 @@ int main(int argc, char** argv) {
 
     // what can be wrong with sizes, files and the prompt is found before memory is taken and before anything
     // is written
-    if (run.output_dir[0] != '\0') { run_folder_check(run.output_dir); }
+    if (run.output_dir[0] != '\0' && comm.rank == 0) { run_folder_check(run.output_dir); }
     const DeviceInfo device = device_init(comm.local_rank);
     fit_lanes(config, &options, device);
     gpt2_check_memory(config, options, run.B, run.T, device);
@@ -5295,6 +5296,7 @@ int main(int argc, char** argv) {
     if (needs_val) { dataloader_free(&val_loader); }
     if (has_text) { tokenizer_free(&tokenizer); }
     logger_free(&logger);
+    comm_any(false);                        // the others wait for rank 0's last sample here, not in NCCL
     gpt2_free(&model);
     device_comm_end();
     comm_end();
