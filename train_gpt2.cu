@@ -1,6 +1,6 @@
 /*
 GPT-2 and GPT-3 shaped pretraining in one file: every forward and backward kernel, the model, AdamW, gradient
-accumulation, checkpoints, the training loop.
+accumulation, several GPUs, checkpoints, the training loop.
 
 Two builds of this file:
     make train_gpt2cu      nvcc, the CUDA program (PRECISION=BF16|FP16|FP32)
@@ -15,7 +15,7 @@ Sections (search for "// == "), in the order in which data flows:
      5 device helpers      6 ops                    7 multi-GPU            8 model
      9 checkpoint         10 run configuration     11 training loop       12 main
 Section 6: 6.1 encoder  6.2 layernorm  6.3 matmul  6.4 gelu and bias  6.5 classifier  6.6 loss
-     6.7 global norm  6.8 adamw  6.9 attention, the longest: plain, mma.sync, sm90
+     6.7 gradients: lanes and the norm  6.8 adamw  6.9 attention, the longest: plain, mma.sync, sm90
 Sections 4 and 5 are headers in llmc/. What each op takes and gives stands in llmc/ops.h: read that first.
 Letters, everywhere: B batch rows, T tokens a row, C channels, NH heads, HS head size, V vocabulary, Vp padded
 vocabulary, L layers, OC output channels, N = B*T rows of a matrix. An index is the lower-case letter: b t c
@@ -41,7 +41,7 @@ l, and h for a head; bt is b*T+t.
 
 #include "llmc/check.h"         // gives: die, fopen_check, AtomicFile
 #include "llmc/rand.h"          // gives: rand_normal4, rand_unit, RoundKey
-#include "llmc/ops.h"           // gives: GPT2_OPS, each op's arguments, Grad, UpdateState, ParamSegment
+#include "llmc/ops.h"           // gives: GPT2_OPS, each op's arguments, Grad, UpdateState, ChunkRange
 #include "llmc/token_buckets.h" // gives: build_token_buckets
 #include "llmc/dataloader.h"    // gives: DataLoader
 #include "llmc/tokenizer.h"     // gives: Tokenizer
@@ -3682,6 +3682,35 @@ static std::vector<std::vector<Event>*> gpt2_bucket_events(GPT2* model) {
     return {&model->complete, &model->arrived, &model->summed, &model->updated, &model->gathered};
 }
 
+// What the device holds before the first step, and what the host counts.
+static void gpt2_reset(GPT2* model, size_t grad_bytes) {
+    const Layout& layout = model->layout;
+    const Options& options = model->options;
+    // The gaps between tensors take part in norm and AdamW: they are zero and stay zero.
+    device_zero(model->params, layout.params_bytes, model->stream);
+    if (model->master) { device_zero(model->master, layout.state_elems * sizeof(float), model->stream); }
+    device_zero(model->m, 2 * layout.state_elems * sizeof(float), model->stream);
+    device_zero(model->grads, grad_bytes, model->stream);
+    device_zero(model->records, model->record_bytes * options.split.world, model->stream);
+    DeviceState state = {};
+    const float first_scale = options.loss_scale > 0.0f ? options.loss_scale : kFirstLossScale;
+    state.update.loss_scale = kFp16 ? first_scale : 1.0f;
+    copy_to_device(model->state, &state, sizeof(state), model->stream);
+    std::vector<ChunkRange> ranges;
+    for (const Bucket& b : layout.buckets) {
+        ranges.push_back({ceil_div(b.elems, kChunk), b.shard / kChunk, b.shards / kChunk});
+    }
+    copy_to_device(model->ranges, ranges.data(), ranges.size() * sizeof(ChunkRange), model->stream);
+    stream_sync(model->stream);
+    model->lane = 0;
+    model->place.assign(layout.buckets.size(), 0);
+    model->turn = 0;
+    model->on_its_way = -1;
+    model->micro_steps_staged = 0;
+    model->step = model->micro = 0;
+    model->buckets = TokenBuckets{};
+}
+
 static void gpt2_allocate(GPT2* model, const Config& config, const Options& options, int B, int T) {
     model->config = config;
     model->options = options;
@@ -3735,22 +3764,6 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
             config.C / config.NH);
     }
 
-    // The gaps between tensors take part in norm and AdamW: they are zero and stay zero.
-    device_zero(model->params, layout.params_bytes, model->stream);
-    if (model->master) { device_zero(model->master, n * sizeof(float), model->stream); }
-    device_zero(model->m, 2 * n * sizeof(float), model->stream);
-    device_zero(model->grads, grad_bytes, model->stream);
-    device_zero(model->records, model->record_bytes * split.world, model->stream);
-    DeviceState state = {};
-    const float first_scale = options.loss_scale > 0.0f ? options.loss_scale : kFirstLossScale;
-    state.update.loss_scale = kFp16 ? first_scale : 1.0f;
-    copy_to_device(model->state, &state, sizeof(state), model->stream);
-    std::vector<ChunkRange> ranges;
-    for (const Bucket& b : layout.buckets) {
-        ranges.push_back({ceil_div(b.elems, kChunk), b.shard / kChunk, b.shards / kChunk});
-    }
-    copy_to_device(model->ranges, ranges.data(), ranges.size() * sizeof(ChunkRange), model->stream);
-    stream_sync(model->stream);
     model->comm_stream = stream_create_urgent();
     for (auto* events : gpt2_bucket_events(model)) {
         events->clear();
@@ -3758,13 +3771,7 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     }
     model->recorded = event_create();
     model->records_gathered = event_create();
-    model->lane = 0;
-    model->place.assign(layout.buckets.size(), 0);
-    model->turn = 0;
-    model->on_its_way = -1;
-    model->micro_steps_staged = 0;
-    model->step = model->micro = 0;
-    model->buckets = TokenBuckets{};
+    gpt2_reset(model, grad_bytes);
 }
 
 static void gpt2_free(GPT2* model) {
