@@ -36,8 +36,11 @@ static struct {
 
 static inline void nccl_check(ncclResult_t status, const char* call) {
     if (status == ncclSuccess || status == ncclInProgress) { return; }
-    die("%s: %s (%s)\nhint: NCCL_DEBUG=INFO makes NCCL say more", call, ncclGetErrorString(status),
-        ncclGetLastError(nccl_state.comm));
+    const bool window = strstr(call, "Window") != nullptr;
+    // To files, because NCCL prints to stdout, and of that only rank 0 has one.
+    die("%s: %s (%s)\nhint: NCCL_DEBUG=INFO NCCL_DEBUG_FILE=nccl.%%h.%%p makes NCCL say more%s", call,
+        ncclGetErrorString(status), ncclGetLastError(nccl_state.comm),
+        window ? "; NCCL_WIN_ENABLE=0 does without windows" : "");
 }
 #define ncclCheck(call) nccl_check(call, #call)
 
