@@ -1,6 +1,6 @@
 /*
 GPT-2 and GPT-3 shaped pretraining in one file: every forward and backward kernel, the model, AdamW, gradient
-accumulation, checkpoints, the training loop.
+accumulation, several GPUs, checkpoints, the training loop.
 
 Two builds of this file:
     make train_gpt2cu      nvcc, the CUDA program (PRECISION=BF16|FP16|FP32)
@@ -16,7 +16,7 @@ Sections (search for "// == "), in the order in which data flows:
      5 device helpers      6 ops                    7 multi-GPU            8 model
      9 checkpoint         10 run configuration     11 training loop       12 main
 Section 6: 6.1 encoder  6.2 layernorm  6.3 matmul  6.4 gelu and bias  6.5 classifier  6.6 loss
-     6.7 lanes and norm  6.8 adamw  6.9 attention, the longest: plain, mma.sync, sm90
+     6.7 gradients: lanes and the norm  6.8 adamw  6.9 attention, the longest: plain, mma.sync, sm90
 Sections 4 and 5 are headers in llmc/. What each op takes and gives stands in llmc/ops.h: read that first.
 Letters, everywhere: B batch rows, T tokens a row, C channels, NH heads, HS head size, V vocabulary, Vp padded
 vocabulary, L layers, OC output channels, N = B*T rows of a matrix. An index is the lower-case letter: b t c
@@ -42,7 +42,7 @@ l, and h for a head; bt is b*T+t.
 
 #include "llmc/check.h"         // gives: die, fopen_check, AtomicFile
 #include "llmc/rand.h"          // gives: rand_normal4, rand_unit, RoundKey
-#include "llmc/ops.h"           // gives: GPT2_OPS, each op's arguments, Grad, UpdateState, ParamSegment
+#include "llmc/ops.h"           // gives: GPT2_OPS, each op's arguments, Grad, UpdateState, ChunkRange
 #include "llmc/token_buckets.h" // gives: build_token_buckets
 #include "llmc/dataloader.h"    // gives: DataLoader
 #include "llmc/tokenizer.h"     // gives: Tokenizer
@@ -1398,7 +1398,8 @@ static void loss_sum(const LossSum<floatX, float>& a, Stream stream) {
 // and merges like a binary counter: piece r, then one earlier sum for every trailing one bit of r. What is
 // left at the end belongs together from the last to the first, as in the twin's pairs.
 constexpr int kLaneThreads = 256;
-constexpr int kMaxPieceLevels = 11;             // 1024 ranks
+constexpr int kMaxPieceLevels = 13;
+static_assert(kCommMaxWorld <= 1 << (kMaxPieceLevels - 1), "a piece from each rank");
 
 template <bool kPiecesBf16>
 __device__ __forceinline__ Floats load_piece(const LaneSum<floatX, float>& a, int r, size_t i) {
@@ -3635,8 +3636,10 @@ static size_t memory_total(const std::vector<MemoryItem>& plan) {
     return bytes;
 }
 
-// What is left over for the driver, the library's own buffers and fragmentation.
-static size_t memory_reserve(const DeviceInfo& device) { return device.memory_total / 100; }
+// What is left over for the driver, the library's own buffers and fragmentation; NCCL has some as well.
+static size_t memory_reserve(const DeviceInfo& device) {
+    return device.memory_total / 100 + (kDeviceHasNccl && comm.world > 1 ? (size_t)512 << 20 : 0);
+}
 
 static std::string bytes_text(size_t bytes) {
     const double MiB = 1048576.0, GiB = 1073741824.0;
@@ -3680,6 +3683,35 @@ static void gpt2_print_memory(const Config& c, const Options& options, int B, in
 
 static std::vector<std::vector<Event>*> gpt2_bucket_events(GPT2* model) {
     return {&model->complete, &model->arrived, &model->summed, &model->updated, &model->gathered};
+}
+
+// What the device holds before the first step, and what the host counts.
+static void gpt2_reset(GPT2* model, size_t grad_bytes) {
+    const Layout& layout = model->layout;
+    const Options& options = model->options;
+    // The gaps between tensors take part in norm and AdamW: they are zero and stay zero.
+    device_zero(model->params, layout.params_bytes, model->stream);
+    if (model->master) { device_zero(model->master, layout.state_elems * sizeof(float), model->stream); }
+    device_zero(model->m, 2 * layout.state_elems * sizeof(float), model->stream);
+    device_zero(model->grads, grad_bytes, model->stream);
+    device_zero(model->records, model->record_bytes * options.split.world, model->stream);
+    DeviceState state = {};
+    const float first_scale = options.loss_scale > 0.0f ? options.loss_scale : kFirstLossScale;
+    state.update.loss_scale = kFp16 ? first_scale : 1.0f;
+    copy_to_device(model->state, &state, sizeof(state), model->stream);
+    std::vector<ChunkRange> ranges;
+    for (const Bucket& b : layout.buckets) {
+        ranges.push_back({ceil_div(b.elems, kChunk), b.shard / kChunk, b.shards / kChunk});
+    }
+    copy_to_device(model->ranges, ranges.data(), ranges.size() * sizeof(ChunkRange), model->stream);
+    stream_sync(model->stream);
+    model->lane = 0;
+    model->place.assign(layout.buckets.size(), 0);
+    model->turn = 0;
+    model->on_its_way = -1;
+    model->micro_steps_staged = 0;
+    model->step = model->micro = 0;
+    model->buckets = TokenBuckets{};
 }
 
 static void gpt2_allocate(GPT2* model, const Config& config, const Options& options, int B, int T) {
@@ -3735,22 +3767,6 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
             config.C / config.NH);
     }
 
-    // The gaps between tensors take part in norm and AdamW: they are zero and stay zero.
-    device_zero(model->params, layout.params_bytes, model->stream);
-    if (model->master) { device_zero(model->master, n * sizeof(float), model->stream); }
-    device_zero(model->m, 2 * n * sizeof(float), model->stream);
-    device_zero(model->grads, grad_bytes, model->stream);
-    device_zero(model->records, model->record_bytes * split.world, model->stream);
-    DeviceState state = {};
-    const float first_scale = options.loss_scale > 0.0f ? options.loss_scale : kFirstLossScale;
-    state.update.loss_scale = kFp16 ? first_scale : 1.0f;
-    copy_to_device(model->state, &state, sizeof(state), model->stream);
-    std::vector<ChunkRange> ranges;
-    for (const Bucket& b : layout.buckets) {
-        ranges.push_back({ceil_div(b.elems, kChunk), b.shard / kChunk, b.shards / kChunk});
-    }
-    copy_to_device(model->ranges, ranges.data(), ranges.size() * sizeof(ChunkRange), model->stream);
-    stream_sync(model->stream);
     model->comm_stream = stream_create_urgent();
     for (auto* events : gpt2_bucket_events(model)) {
         events->clear();
@@ -3758,13 +3774,7 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     }
     model->recorded = event_create();
     model->records_gathered = event_create();
-    model->lane = 0;
-    model->place.assign(layout.buckets.size(), 0);
-    model->turn = 0;
-    model->on_its_way = -1;
-    model->micro_steps_staged = 0;
-    model->step = model->micro = 0;
-    model->buckets = TokenBuckets{};
+    gpt2_reset(model, grad_bytes);
 }
 
 static void gpt2_free(GPT2* model) {
@@ -3916,7 +3926,10 @@ static void gpt2_set_inputs(GPT2* model, const int* tokens, const int* targets, 
                             ClassifierMode mode) {
     const size_t N = (size_t)B * T;
     const int slot = (int)(model->micro_steps_staged++ % GPT2::kSlots);
-    event_wait(model->staged[slot]);
+    {
+        CommWait waiting;
+        event_wait(model->staged[slot]);
+    }
     Inputs& host = model->staging[slot];
     Inputs& device = model->inputs;
     memcpy(host.tokens, tokens, N * sizeof(int));
@@ -4468,7 +4481,9 @@ static void checkpoint_load(GPT2* model, const char* path) {
     fclose(f);
 }
 
-// All ranks come here, as parts of the model may be on any; rank 0 writes.
+// All ranks come here, as parts of the model may be on any; rank 0 writes. A slow disk is no reason to give
+// the job up: what is being written is all there is of it.
+constexpr double kDiskPatience = 3600;          // seconds for a tensor, and for the whole file's way to disk
 static void checkpoint_save(GPT2* model, const std::string& path) {
     const Config& c = model->config;
     const bool bf16 = strcmp(PRECISION_NAME, "BF16") == 0;
@@ -4487,6 +4502,7 @@ static void checkpoint_save(GPT2* model, const std::string& path) {
         for (int l = 0; l < s.copies; l++) {
             gpt2_get_param(model, i, l, values.data(), !bf16);
             comm_progress(model->step);
+            comm_patience(kDiskPatience);
             if (!writes) { continue; }
             if (!bf16) { atomic_write(&out, values.data(), s.elems * sizeof(float)); continue; }
             raw.resize(s.elems);
@@ -4801,9 +4817,11 @@ static void request_stop(int number) {
 }
 
 // Has any rank been told to stop? All ranks ask at the same places and get the same answer.
+static bool stopping = false;       // what they got last
 static bool stop_agreed(int64_t step) {
     comm_progress(step);
-    return comm_any(stop_requested != 0);
+    stopping = comm_any(stop_requested != 0);
+    return stopping;
 }
 
 // What all ranks find, rank 0 says.
@@ -4849,7 +4867,10 @@ static bool gpt2_validate(float* loss, GPT2* model, DataLoader* loader, int B, i
                   Accumulate::No);
         copy_to_host(&mine[round], &model->state->loss, sizeof(float), model->stream);
     }
-    stream_sync(model->stream);
+    {
+        CommWait waiting;
+        stream_sync(model->stream);
+    }
     std::vector<float> all((size_t)rounds * world);
     std::copy(mine, mine + rounds, all.begin() + (size_t)rank * rounds);
     pinned_free(mine);
@@ -4907,7 +4928,7 @@ static std::vector<uint32_t> prompt_tokens(const Tokenizer* tokenizer, bool has_
 // touches neither weights nor training's state, so training's bits do not depend on it. Rank 0 writes the
 // text; the others wait for it at the next exchange.
 static void generate(GPT2* model, const Tokenizer* tokenizer, bool has_text, int64_t step) {
-    if (comm.rank != 0) { return; }
+    if (comm.rank != 0 || stopping) { return; }
     const Config& c = model->config;
     const int limit = model->T;
     const int start = has_text ? (int)tokenizer->eot : 0;       // what stands before each document
@@ -5227,7 +5248,7 @@ int main(int argc, char** argv) {
 
     // what can be wrong with sizes, files and the prompt is found before memory is taken and before anything
     // is written
-    if (run.output_dir[0] != '\0') { run_folder_check(run.output_dir); }
+    if (run.output_dir[0] != '\0' && comm.rank == 0) { run_folder_check(run.output_dir); }
     if (run.comm.gpus > device_count()) {
         die("--gpus %d: this machine has %d\n"
             "hint: a rank takes a GPU; other machines join by mpirun, srun or -pi", run.comm.gpus,
@@ -5296,6 +5317,7 @@ int main(int argc, char** argv) {
     if (needs_val) { dataloader_free(&val_loader); }
     if (has_text) { tokenizer_free(&tokenizer); }
     logger_free(&logger);
+    comm_any(false);                        // the others wait for rank 0's last sample here, not in NCCL
     gpt2_free(&model);
     device_comm_end();
     comm_end();

@@ -38,7 +38,7 @@ static struct {
     double silence = 10;            // without one: stopped or unreachable
     double still = 20;              // without progress, or still_factor times the longest step
     double still_factor = 10;
-    double first = 600;             // before the second comm_progress: loading, compiling, warming up
+    double first = 600;             // until the first step is over: loading, compiling, warming up
     double health = 2;              // an NCCL error waits so long for the death that it may come from
     double abort = 3;               // for comm_abort and printing
 } comm_limits;
@@ -79,6 +79,7 @@ struct CommState {
     std::atomic<double> since{0}, allowed{0};   // last progress, and how long after it all is well
     std::atomic<bool> patient{false};
     double longest = 0;             // between two comm_progress
+    int64_t first_step = 0;
 };
 static CommState* comm_state = nullptr;         // of a job of several ranks
 static std::atomic<int> comm_spoken{0};         // where no page is shared
@@ -105,8 +106,10 @@ static inline void comm_progress(int64_t step) {
     if (s->progress > 0 && !s->patient) { s->longest = std::max(s->longest, took); }
     s->patient = false;
     s->since = now;
-    s->allowed = ++s->progress < 2 ? comm_limits.first
-                                   : std::max(comm_limits.still, comm_limits.still_factor * s->longest);
+    if (s->progress++ == 0) { s->first_step = step; }
+    // Several calls may belong to the first step, and none of them tells how long its longest part takes.
+    s->allowed = step <= s->first_step ? comm_limits.first
+                                       : std::max(comm_limits.still, comm_limits.still_factor * s->longest);
 }
 
 static inline void comm_patience(double seconds) {

@@ -17,6 +17,7 @@ NCCL's own kernels it is 0.37 ms and 21 % (dev/bench/NOTES.md).
 #define LLMC_NCCL_H
 
 #include <map>              // gives: std::map
+#include <mutex>            // gives: std::mutex
 
 #include "check.h"          // gives: die
 #include "comm.h"           // gives: comm, comm_broadcast, comm_health
@@ -29,18 +30,23 @@ constexpr bool kDeviceHasNccl = true;
 
 static struct {
     ncclComm_t comm = nullptr;
+    std::mutex asked;                           // the watchdog does not ask about one that is being destroyed
     std::map<void*, ncclWindow_t> windows;      // of the memory that the ranks have in common
 } nccl_state;
 
 static inline void nccl_check(ncclResult_t status, const char* call) {
     if (status == ncclSuccess || status == ncclInProgress) { return; }
-    die("%s: %s (%s)\nhint: NCCL_DEBUG=INFO makes NCCL say more", call, ncclGetErrorString(status),
-        ncclGetLastError(nccl_state.comm));
+    const bool window = strstr(call, "Window") != nullptr;
+    // To files, because NCCL prints to stdout, and of that only rank 0 has one.
+    die("%s: %s (%s)\nhint: NCCL_DEBUG=INFO NCCL_DEBUG_FILE=nccl.%%h.%%p makes NCCL say more%s", call,
+        ncclGetErrorString(status), ncclGetLastError(nccl_state.comm),
+        window ? "; NCCL_WIN_ENABLE=0 does without windows" : "");
 }
 #define ncclCheck(call) nccl_check(call, #call)
 
 // For the watchdog's thread: what went wrong in the background, or "".
 static inline std::string nccl_health() {
+    std::lock_guard<std::mutex> lock(nccl_state.asked);
     ncclResult_t status = ncclSuccess;
     if (nccl_state.comm && ncclCommGetAsyncError(nccl_state.comm, &status) == ncclSuccess &&
         status != ncclSuccess && status != ncclInProgress) {
@@ -54,10 +60,14 @@ static inline void nccl_abort() {
 
 static inline void device_comm_init() {
     if (comm.world == 1) { return; }
-    // Ranks that share a GPU would wait for each other for ever.
-    struct { char host[64], gpu[64]; } mine = {}, *all;
+    // Ranks that share a GPU would wait for each other for ever. Its number on the bus does not tell GPUs
+    // apart whose hosts have one name.
+    struct { char host[64], gpu[64]; cudaUUID_t uuid; } mine = {}, *all;
     int device;
+    cudaDeviceProp prop;
     cudaCheck(cudaGetDevice(&device));
+    cudaCheck(cudaGetDeviceProperties(&prop, device));
+    mine.uuid = prop.uuid;
     gethostname(mine.host, sizeof(mine.host) - 1);
     cudaCheck(cudaDeviceGetPCIBusId(mine.gpu, sizeof(mine.gpu), device));
     std::vector<char> places((size_t)comm.world * sizeof(mine));
@@ -65,7 +75,7 @@ static inline void device_comm_init() {
     comm_all_gather(places.data(), sizeof(mine));
     all = (decltype(all))places.data();
     for (int r = 0; r < comm.rank; r++) {
-        if (memcmp(&all[r], &mine, sizeof(mine)) == 0) {
+        if (memcmp(&all[r].uuid, &mine.uuid, sizeof(mine.uuid)) == 0) {
             die("ranks %d and %d are both on GPU %s of %s\nhint: one rank a GPU", r, comm.rank, mine.gpu,
                 mine.host);
         }
@@ -134,8 +144,13 @@ static inline void device_all_reduce(float* x, size_t n, Stream stream) {
 }
 
 static inline void device_comm_end() {
-    if (nccl_state.comm) { ncclCheck(ncclCommDestroy(nccl_state.comm)); }
-    nccl_state.comm = nullptr;
+    ncclComm_t ended;
+    {
+        std::lock_guard<std::mutex> lock(nccl_state.asked);
+        ended = nccl_state.comm;
+        nccl_state.comm = nullptr;
+    }
+    if (ended) { ncclCheck(ncclCommDestroy(ended)); }
 }
 
 #else   // one rank

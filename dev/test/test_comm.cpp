@@ -103,6 +103,11 @@ static int run_program(const std::string& name) {
             usleep((useconds_t)(3e6 * comm_limits.still));
             interrupted = 1;
         });
+    } else if (name == "slow_start") {          // all compute, and nobody knows yet how long a step takes
+        for (int part = 0; part < 3; part++) { comm_progress(0); }
+        usleep((useconds_t)(3e6 * comm_limits.still));
+        interrupted = 1;
+        rank_loop([](int) {});
     } else if (name == "health") {
         comm_abort = [] { sleep(1000); };
         if (comm.rank == victim) { comm_health = [] { return std::string("NCCL: unhandled error"); }; }
@@ -406,6 +411,7 @@ static std::vector<Case> failure_cases() {
                               2));
     cases.push_back(make_case("patience", "patience", 3, {0}, {}, 1));
     cases.push_back(make_case("patience of rank 0", "patience", 3, {0}, {}, 0));
+    cases.push_back(make_case("a slow first step", "slow_start", 3, {0}));
     cases.push_back(make_case("code", "code", 3, {3}, {}, 1));
     Case stop = make_case("one signal", "loop", 3, {0});
     stop.signal_number = SIGINT;

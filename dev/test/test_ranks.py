@@ -705,7 +705,7 @@ def test_stop_of_one():
     flags = batch(24)
     for i, told in enumerate(((1,), (0,), (0, 1))):
         port, folder = free_port(), f"told{i}"
-        jobs = [Job({**flags, **tcp(r, port), "-x": 10**6, "-o": folder}) for r in (0, 1)]
+        jobs = [Job({**flags, **tcp(r, port), "-x": 10**6, "-s": 10**6, "-o": folder}) for r in (0, 1)]
         check(jobs[0].until_step(3), f"the run reaches a step: {jobs[0].err()}")
         for rank in told:
             jobs[rank].p.send_signal(signal.SIGTERM)
@@ -713,6 +713,7 @@ def test_stop_of_one():
         lines = "".join(result.err for result in results).splitlines(keepends=True)
         check(set(lines) <= {STOPPING} and results[1].code == 0,
               f"signal to {told}: {results[1].code}, {lines}")
+        check("sample" not in results[0].out.split("stopped by")[-1], f"signal to {told}: samples afterwards")
         check_stopped(f"signal to {told}", results[0], folder, flags)
 
 
