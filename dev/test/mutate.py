@@ -34,10 +34,11 @@ LIMIT_S = 240                           # a suite takes seconds: what does not e
 # program: its source and its flags
 PROGRAMS = {f"{name}_gpt2cpu": f"-DGPT2_CPU -x c++ {name}_gpt2.cu" for name in ("train", "test")}
 PROGRAMS.update({f"build/test_{name}": f"dev/test/test_{name}.cpp"
-                 for name in ("host", "dataloader", "token_buckets", "tokenizer", "cpu_ops", "data_tools")})
+                 for name in ("host", "dataloader", "token_buckets", "tokenizer", "cpu_ops", "data_tools",
+                              "comm")})
 PROGRAMS.update({f"build/{name}": f"dev/data/{name}.cpp" for name in ("tokenize", "stories", "bigram")})
 
-# suite: programs that it runs, and its command; `loop WORD` and `cli WORD` run only tests with that word
+# suite: programs that it runs, and its command; `SUITE WORD`: only tests with that word (loop, cli, ranks)
 TOOLS = ["build/tokenize", "build/stories", "build/bigram"]
 SUITES = {
     "host": (["build/test_host"], ["build/test_host"]),
@@ -51,6 +52,8 @@ SUITES = {
     "model": (["test_gpt2cpu"], ["./test_gpt2cpu"]),
     "loop": (["train_gpt2cpu"], [PYTHON, "dev/test/test_loop.py", "./train_gpt2cpu"]),
     "cli": (["train_gpt2cpu"], [PYTHON, "dev/test/test_cli.py", "./train_gpt2cpu"]),
+    "ranks": (["train_gpt2cpu"], [PYTHON, "dev/test/test_ranks.py", "./train_gpt2cpu", "--quick"]),
+    "comm": (["build/test_comm"], ["build/test_comm"]),
 }
 
 

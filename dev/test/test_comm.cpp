@@ -586,6 +586,42 @@ static void test_strangers() {
     for (int i : {0, 1, 3, 4, 5}) { close(strangers[i]); }
 }
 
+// ---- ranks that do not fit: another number of processes, a rank that has come already ----
+
+static void test_places() {
+    Case c = over_tcp(make_case("places", "loop", 3, {}));
+    const CommSecret secret = comm_tcp_secret();
+    const CommAddress address = comm_parse_server(c.args[1].substr(7), kCommPort, secret);
+    c.start = 1;
+    c.codes = {128 + SIGKILL};
+    start_case(&c);
+    std::vector<int> fds;
+    auto answered = [&](int rank, int world) {
+        CommHello hello = comm_hello(CommJob(), secret, 0);
+        hello.rank = rank;
+        hello.world = world;
+        std::string why;
+        int fd = -1;
+        while (fd < 0) {                        // until rank 0 listens
+            fd = comm_connect(address, comm_now() + 1, &why);
+            if (fd < 0) { usleep(10000); }
+        }
+        fds.push_back(fd);
+        char answer[sizeof(kCommMagic)];
+        comm_write(fd, &hello, sizeof(hello), comm_now() + 60);
+        return comm_read(fd, answer, sizeof(answer), comm_now() + 60);
+    };
+    CHECK(answered(1, 3), "a hello of rank 1 is not answered");
+    CHECK(!answered(2, 4), "one of 4 is taken for one of 3");
+    CHECK(!answered(1, 3), "a second rank 1 is answered");
+    CHECK(!answered(0, 3) && !answered(3, 3) && !answered(-1, 3), "rank 0, 3 or -1 is answered");
+    CHECK(answered(2, 3), "a hello of rank 2 is not answered");
+    kill(c.pids[0], SIGKILL);
+    while (case_runs(&c)) { usleep(20000); }
+    check_case(c);
+    for (int fd : fds) { close(fd); }
+}
+
 // ---- a reader that takes its time, as less does ----
 
 static void test_reader() {
@@ -690,6 +726,7 @@ int main(int argc, char** argv) {
     TEST("comm: contradictions") { test_contradictions(); }
     TEST("comm: collectives, ways to start") { run_cases(start_cases(), 3); }
     TEST("comm: strangers") { test_strangers(); }
+    TEST("comm: ranks that do not fit") { test_places(); }
     TEST("comm: a folder to meet in") { test_folder(); }
     TEST("comm: a slow reader") { test_reader(); }
     TEST("comm: failures") { run_cases(failure_cases(), 14); }

@@ -663,13 +663,20 @@ def act_bytes(d, batch, length, recompute):
 
 
 def weight_bytes(d):
-    """{name: bytes}: tensors start at multiples of 128 elements; LayerNorms are fp32 in every build."""
-    x = 4 if Program.precision == "FP32" else 2
-    copies = {name: d.L if layered else 1 for name, layered, *_ in formats.PARAMS}
-    elems = {name: round_up(math.prod(formats.param_shape(d, name)) // copies[name], 128) * copies[name]
-             for name in formats.NAMES}
-    weights = sum(n * (4 if name.startswith("ln") else x) for name, n in elems.items())
-    total = sum(elems.values())
+    """{name: bytes}: tensors start at multiples of 128 elements in buckets of whole chunks; there is one bucket
+    of both embeddings, one of each layer's matrices, one of all biases and one of all LayerNorms, in fp32."""
+    x, chunk = 4 if Program.precision == "FP32" else 2, 8192
+    buckets = {}
+    for name, layered, *_ in formats.PARAMS:
+        copies = d.L if layered else 1
+        slot = round_up(math.prod(formats.param_shape(d, name)) // copies, 128)
+        vectors = "norms" if name.startswith("ln") else "biases" if name.endswith("b") else None
+        for layer in range(copies):
+            key = vectors or (layer if layered else "embeddings")
+            buckets[key] = buckets.get(key, 0) + slot
+    padded = {key: round_up(elems, chunk) for key, elems in buckets.items()}
+    total = sum(padded.values())
+    weights = x * total + (4 - x) * padded["norms"]
     plan = {"parameters": weights, "gradients": 4 * total, "AdamW m and v": 8 * total}
     return plan if x == 4 else {**plan, "master weights": 4 * total}
 

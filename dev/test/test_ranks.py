@@ -622,9 +622,36 @@ def test_bad_input_on_the_way():
     check_equal(glob.glob("full/model_*"), [], "checkpoints, whole or half")
 
 
+def unfit_files(flags):
+    """The same flags, but rank 1 runs in a folder with other files of these names, or is another program."""
+    os.mkdir("another")
+    for name in ("train.bin", "val.bin"):
+        shutil.copy(name, "another")
+    run_ok({"-x": 1, "-o": "of_both"})
+    model = bytearray(read_bytes(model_path("of_both")))
+    write_bytes("model.bin", model)
+    model[-1] = 0x3F                                # makes 0.5 of the last number of all
+    write_bytes("another/model.bin", model)
+    program = Program.path
+    write_bytes("another/program", read_bytes(program) + b"\n")
+    os.chmod("another/program", 0o755)
+
+    def refused(name, *said, path=program, **more):
+        port = free_port()
+        jobs = [Job({**flags, **more, **tcp(0, port)})]
+        Program.path = path
+        jobs.append(Job({**flags, **more, **tcp(1, port)}, cwd="another"))
+        Program.path = program
+        refused_jobs(name, jobs, "rank 1", *said)
+    refused("a rank with another model", "parameters of rank 1", **{"-e": "model.bin"})
+    refused("a rank that is another program", "differ in the program", path=os.path.abspath("another/program"))
+    write_shard("another/train.bin", sentences(1, 19000))
+    refused("a rank with other data", "differ in training data", "20000 tokens", "19000 tokens")
+
+
 def test_bad_job():
     """Processes that do not fit together, or do not meet."""
-    if not enough(2, 12):
+    if not enough(2, 16):
         return
     flags = {"-o": "unfit", **batch(8)}
     write_shard("other.bin", sentences(9, 20000))
@@ -641,6 +668,7 @@ def test_bad_job():
         fits = [result.code for result in results] == [1, 1] and text.count("error: ") == 1
         check(fits and len(text.splitlines()) <= 3 and "rank 1" in text and
               all(re.search(word, text) for word in said), f"ranks with another {name}: {text}")
+    unfit_files(flags)
     port = free_port()
     blind = {**flags, "-o": "blind"}                # rank 0 may have begun to write when it hears of it
     jobs = [Job({**blind, **tcp(0, port)}), Job({**blind, **tcp(1, port)}, cwd="elsewhere")]
