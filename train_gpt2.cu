@@ -1393,7 +1393,7 @@ static void loss_sum(const LossSum<floatX, float>& a, Stream stream) {
     cudaCheck(cudaGetLastError());
 }
 
-// == 6.7 lanes and norm ==
+// == 6.7 gradients: lanes and the norm ==
 // out = chain[0] + (chain[1] + (... + tree of the pieces)): each thread walks over the pieces of its elements
 // and merges like a binary counter: piece r, then one earlier sum for every trailing one bit of r. What is
 // left at the end belongs together from the last to the first, as in the twin's pairs.
@@ -4094,8 +4094,8 @@ static char* gpt2_exchange_memory(const GPT2* model, int place) {
     return model->exchange + place * model->layout.largest_but_first * sizeof(float);
 }
 
-// What came from all ranks is summed. On the stream of the backward: on one beside it, its kernels and these
-// wait for each other's SMs, and the step took 0.5 ms longer.
+// What came from all ranks is summed, on the stream of the backward: on one beside it, its kernels and these
+// wait for each other's SMs (dev/bench/NOTES.md).
 static void gpt2_sum_bucket(GPT2* model, int bucket) {
     const Options& o = model->options;
     const Split& split = o.split;
