@@ -409,6 +409,8 @@ def test_flags():
     with open("flags/run.json", encoding="utf-8") as f:
         names = set(json.load(f)["settings"])
     known = {"train-data", "val-data", "model", "output-dir", "max-steps", "gelu-fusion", "grad-dtype"}
+    known |= {"gpus", "zero-stage", "lanes", "reduction", "check-ranks", "process-init", "process-server",
+              "process-folder", "processes", "process-rank", "gpus-per-node", "start-timeout"}     # test_ranks.py
     help_text = subprocess.run([Program.path, "--help"], capture_output=True, text=True, check=True).stdout
     for flag in {row[0] for row in rows}:
         line = re.search(rf"^ .*{flag}[, ].*$", help_text, re.M)[0]
@@ -663,7 +665,7 @@ def act_bytes(d, batch, length, recompute):
 
 
 def weight_bytes(d):
-    """{name: bytes}: tensors start at multiples of 128 elements in buckets of whole chunks; there is one bucket
+    """{name: bytes}: tensors start at multiples of 128 elements in buckets of whole chunks; there is a bucket
     of both embeddings, one of each layer's matrices, one of all biases and one of all LayerNorms, in fp32."""
     x, chunk = 4 if Program.precision == "FP32" else 2, 8192
     buckets = {}

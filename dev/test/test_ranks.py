@@ -644,7 +644,8 @@ def unfit_files(flags):
         Program.path = program
         refused_jobs(name, jobs, "rank 1", *said)
     refused("a rank with another model", "parameters of rank 1", **{"-e": "model.bin"})
-    refused("a rank that is another program", "differ in the program", path=os.path.abspath("another/program"))
+    refused("a rank that is another program", "differ in the program",
+            path=os.path.abspath("another/program"))
     write_shard("another/train.bin", sentences(1, 19000))
     refused("a rank with other data", "differ in training data", "20000 tokens", "19000 tokens")
 
