@@ -410,7 +410,7 @@ def test_flags():
         names = set(json.load(f)["settings"])
     known = {"train-data", "val-data", "model", "output-dir", "max-steps", "gelu-fusion", "grad-dtype"}
     known |= {"gpus", "zero-stage", "lanes", "reduction", "check-ranks", "process-init", "process-server",
-              "process-folder", "processes", "process-rank", "gpus-per-node", "start-timeout"}     # test_ranks.py
+              "process-folder", "processes", "process-rank", "gpus-per-node", "start-timeout"}  # test_ranks
     help_text = subprocess.run([Program.path, "--help"], capture_output=True, text=True, check=True).stdout
     for flag in {row[0] for row in rows}:
         line = re.search(rf"^ .*{flag}[, ].*$", help_text, re.M)[0]
