@@ -644,7 +644,8 @@ def unfit_files(flags):
         Program.path = program
         refused_jobs(name, jobs, "rank 1", *said)
     refused("a rank with another model", "parameters of rank 1", **{"-e": "model.bin"})
-    refused("a rank that is another program", "differ in the program", path=os.path.abspath("another/program"))
+    refused("a rank that is another program", "differ in the program",
+            path=os.path.abspath("another/program"))
     write_shard("another/train.bin", sentences(1, 19000))
     refused("a rank with other data", "differ in training data", "20000 tokens", "19000 tokens")
 
@@ -746,7 +747,7 @@ def test_stop_of_one():
 
 def test_stop_inside():
     """A signal in a long validation, long samples, or before the first step is complete."""
-    if not enough(2, 6):
+    if not enough(2, 9):
         return
     write_shard("long_val.bin", [0, 1] * 500000)
     for name, flags in (("validation", {"-v": 1, "-t": 1, "-z": 2, "-j": "long_val.bin", "-m": 10**6}),
@@ -761,6 +762,7 @@ def test_stop_inside():
         steps = 3 if name == "samples" else 0
         check_equal((result.code, result.err, len(result.losses()), len(glob.glob(f"inside_{name}/model_*"))),
                     (0, STOPPING, steps, int(steps > 0)), f"{name}: exit code, stderr, steps, checkpoints")
+        check(not result.val_losses(), f"{name}: a part of a validation has no loss: {result.out[-200:]}")
 
 
 def test_hangup():
