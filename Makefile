@@ -167,7 +167,7 @@ test-asan: ## the host tests and the CPU model under ASan and UBSan, part of `ma
 asan: build/asan/test_gpt2cpu $(TESTS:build/%=build/asan/%)
 cpu: train_gpt2cpu test_gpt2cpu $(TOOLS) $(TESTS)
 
-test-mutants: ## some 300 small wrong things, each to be noticed by its suite (half an hour)
+test-mutants: ## some 400 small wrong things, each to be noticed by its suite (an hour)
 	python3 dev/test/mutate.py
 
 sanitize: $(addprefix build/check/test_gpt2.,BF16 FP32 FP16) ## on a GPU: kernels under compute-sanitizer

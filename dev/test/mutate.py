@@ -2,7 +2,7 @@
 """Do the tests see what they are there to see? Patches the sources, one small wrong thing at a time, and runs
 the suite that must notice.
 
-    make test-mutants                               # all of it: half an hour on two cores, not in CI
+    make test-mutants                               # all of it: an hour on two cores, not in CI
     python3 dev/test/mutate.py -k sampler           # only patches whose file, suite or text holds a word
     python3 dev/test/mutate.py --check              # only that every old text is there exactly once
 

@@ -81,7 +81,10 @@ static int run_program(const std::string& name) {
     else if (name == "loop") { rank_loop([](int) {}); }
     else if (name == "die") { rank_loop([](int step) { die("bad thing in step %d\nhint: none", step); }); }
     else if (name == "die_all") { victim = comm.rank; rank_loop([](int) { die("the same everywhere"); }); }
-    else if (name == "stuck_early") { while (comm.rank == victim) { pause(); } }
+    else if (name == "die_others") {
+        victim = comm.rank == 0 ? -1 : comm.rank;
+        rank_loop([](int) { die("the same on the others"); });
+    } else if (name == "stuck_early") { while (comm.rank == victim) { pause(); } }
     else if (name == "stuck") { rank_loop([](int) { for (;;) { pause(); } }); }
     else if (name == "exit") { rank_loop([](int) { exit(0); }); }
     else if (name == "thread_dies") {
@@ -396,6 +399,8 @@ static std::vector<Case> failure_cases() {
     cases.push_back(over_tcp(make_case("die", "die", 3, {}, {"error: rank 2: bad thing in step 5"}, 2), 1));
     cases.push_back(make_case("die all", "die_all", 4, {1}, {"the same everywhere"}));
     cases.push_back(over_tcp(make_case("die all", "die_all", 4, {}, {"the same everywhere"}), 1));
+    // rank 0 speaks for the first of them, and has the others end silently
+    cases.push_back(over_tcp(make_case("die others", "die_others", 4, {}, {": the same on the others"}), 1));
     cases.push_back(make_case("die in a thread", "thread_dies", 2, {1}, {"error: rank 1: from a thread"}, 1));
     cases.push_back(make_case("die early", "early", 3, {1}, {"error: before the start\n"}));
     Case never = make_case("stopped at the start", "never_begins", 3, {1}, {"rank 1 has ended, or has"}, 1);

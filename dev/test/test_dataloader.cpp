@@ -318,8 +318,13 @@ static void test_small_sets() {
     dataloader_free(&b);
     dataloader_init(&b, one.c_str(), 1, 8, false, 0, 65536);
     CHECK(dataloader_shared_file(&a, &b) == nullptr, "different files were called the same");
+    // what ranks compare
+    const std::string facts = dataloader_facts(&a);
+    CHECK(facts == "51 tokens in 3 shards: exact_000.bin 16 exact_001.bin 17 exact_002.bin 18", "facts: %s",
+          facts.c_str());
     dataloader_free(&a);
     dataloader_free(&b);
+    CHECK(dataloader_facts(&a).empty(), "no data have facts");
 }
 
 static void limit_memory(size_t bytes) {

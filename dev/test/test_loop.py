@@ -665,8 +665,8 @@ def act_bytes(d, batch, length, recompute):
 
 
 def weight_bytes(d):
-    """{name: bytes}: tensors start at multiples of 128 elements in buckets of whole chunks; there is a bucket
-    of both embeddings, one of each layer's matrices, one of all biases and one of all LayerNorms, in fp32."""
+    """{name: bytes}: tensors start at multiples of 128 elements in buckets of whole chunks: there is one of
+    both embeddings, one of each layer's matrices, one of all biases and one of all LayerNorms, in fp32."""
     x, chunk = 4 if Program.precision == "FP32" else 2, 8192
     buckets = {}
     for name, layered, *_ in formats.PARAMS:

@@ -304,7 +304,7 @@ def test_evaluation():
 
 def test_files():
     """One rank writes; the numbers are those of the job."""
-    if not enough(2, 5):
+    if not enough(2, 7):
         return
     length, rows, M = SMALL_T, 2, 8
     result = run_ok({"--gpus": 2, "-zs": 1, "-o": "files", "-v": 3, **batch(M, rows=rows)})
@@ -321,6 +321,13 @@ def test_files():
         settings = json.load(f)["settings"]
     check_equal([str(settings[name]) for name in ("gpus", "total-batch")], ["2", str(M * rows * length)],
                 "settings in run.json")
+    job = Job({"--gpus": 2, "-x": 10**6, "-o": "held_open", **batch(M)})
+    check(job.until_step(3), f"the run reaches a step: {job.err()}")
+    held = [[os.path.realpath(link) for link in glob.glob(f"/proc/{pid}/fd/*")] for pid in job.ranks()]
+    held = [sorted(os.path.basename(path) for path in paths if "/held_open/" in path) for paths in held]
+    job.p.send_signal(signal.SIGTERM)
+    job.result()
+    check_equal(held, [["main.log", "metrics.jsonl"], []], "files of the run that each rank holds open")
 
 
 def test_memory():
@@ -748,7 +755,7 @@ def test_stop_of_one():
 
 def test_stop_inside():
     """A signal in a long validation, long samples, or before the first step is complete."""
-    if not enough(2, 6):
+    if not enough(2, 9):
         return
     write_shard("long_val.bin", [0, 1] * 500000)
     for name, flags in (("validation", {"-v": 1, "-t": 1, "-z": 2, "-j": "long_val.bin", "-m": 10**6}),
@@ -763,6 +770,7 @@ def test_stop_inside():
         steps = 3 if name == "samples" else 0
         check_equal((result.code, result.err, len(result.losses()), len(glob.glob(f"inside_{name}/model_*"))),
                     (0, STOPPING, steps, int(steps > 0)), f"{name}: exit code, stderr, steps, checkpoints")
+        check(not result.val_losses(), f"{name}: a part of a validation has no loss: {result.out[-200:]}")
 
 
 def test_hangup():
