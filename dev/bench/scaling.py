@@ -15,18 +15,18 @@ import sys
 # ---- measured, on one H200 (None: not yet) ----
 #   name: ms of a whole step, tokens of a micro-step, ms of AdamW in it
 ONE_GPU = {
-    "124M": (104.4, 64 * 1024, 1.1),
+    "124M": (106.4, 64 * 1024, 1.0),
     "350M": None,
     "774M": None,
-    "1558M": (303.0, 16 * 1024, 13.0),
+    "1558M": (305.7, 16 * 1024, 13.0),
 }
 #   (name, GPUs, -zs): ms of a step, the same micro-step on each GPU, no accumulation; the tree's order
 SEVERAL_GPUS = {
-    ("124M", 2, 0): None, ("124M", 4, 0): None, ("124M", 2, 1): None, ("124M", 4, 1): None,
-    ("1558M", 2, 1): None, ("1558M", 4, 1): None,
+    ("124M", 2, 0): None, ("124M", 4, 0): 112.0, ("124M", 2, 1): None, ("124M", 4, 1): 111.1,
+    ("1558M", 2, 1): None, ("1558M", 4, 1): 312.5,
 }
-NVLINK = 375e9              # bytes/s out of a GPU, to the others of its host (not measured yet: 350 to 400)
-SLOWDOWN = 0.05             # of the compute while a collective runs beside it, for SMs and HBM (not yet)
+NVLINK = 330e9              # bytes/s out of a GPU, to the others of its host: 154 MB, 4 GPUs, copy engines
+SLOWDOWN = 0.03             # of the compute while a collective runs beside it (GEMMs)
 
 # ---- assumed ----
 NIC = 50e9                  # bytes/s out of a GPU to other hosts: a 400 Gb/s network card for each GPU
