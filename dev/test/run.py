@@ -220,9 +220,8 @@ def skipped_tests(suite, expected):
 
 # ---- running ----
 
-def cpu_ticks(session):
-    """Of all processes of a session; children that have ended are counted by their parents."""
-    ticks = 0
+def session_stats(session):
+    """(pid, what /proc/PID/stat says behind its name) of a session's processes."""
     for path in glob.glob("/proc/[0-9]*/stat"):
         try:
             with open(path, encoding="utf-8", errors="replace") as f:
@@ -230,8 +229,12 @@ def cpu_ticks(session):
         except OSError:                         # it has just ended
             continue
         if int(fields[3]) == session:
-            ticks += sum(int(n) for n in fields[11:15])
-    return ticks
+            yield int(path.split("/")[2]), fields
+
+
+def cpu_ticks(session):
+    """Of all processes of a session; children that have ended are counted by their parents."""
+    return sum(int(n) for _, fields in session_stats(session) for n in fields[11:15])
 
 
 class Running:

@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 
+from run import session_stats
 from trainer import *                   # gives: run, check_ran, check, check_refused, model_path, main, ...
 
 SMALL, SMALL_T = "L2,NH2,C64,T32,V256", 32
@@ -354,17 +355,8 @@ def test_memory():
 
 def session_processes(session):
     """[(when it started, pid)] of a session's processes that are alive, its first process left out."""
-    found = []
-    for path in glob.glob("/proc/[0-9]*/stat"):
-        try:
-            with open(path, encoding="utf-8", errors="replace") as f:
-                fields = f.read().rpartition(")")[2].split()
-        except OSError:                             # it has just ended
-            continue
-        pid = int(path.split("/")[2])
-        if int(fields[3]) == session and fields[0] not in "ZX" and pid != session:
-            found.append((int(fields[19]), pid))
-    return sorted(found)
+    return sorted((int(fields[19]), pid) for pid, fields in session_stats(session)
+                  if fields[0] not in "ZX" and pid != session)
 
 
 class Job:
