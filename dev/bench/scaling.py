@@ -15,7 +15,7 @@ import sys
 # ---- measured, on one H200 (None: not yet) ----
 #   name: ms of a whole step, tokens of a micro-step, ms of AdamW in it
 ONE_GPU = {
-    "124M": (106.4, 64 * 1024, 1.0),
+    "124M": (106.4, 64 * 1024, 1.1),
     "350M": None,
     "774M": None,
     "1558M": (305.7, 16 * 1024, 13.0),
