@@ -32,6 +32,7 @@ Memory that runs out ends in die(), too, in every program that includes this.
 #include <unistd.h>     // gives: fsync, unlink
 
 #include <atomic>       // gives: std::atomic
+#include <mutex>        // gives: std::mutex
 #include <new>          // gives: std::set_new_handler
 #include <string>       // gives: std::string
 
@@ -40,7 +41,9 @@ static struct {
     int (*fflush)(FILE*);
     int (*fsync)(int);
     int (*rename)(const char*, const char*);
-} file_layer = {fflush, fsync, rename};
+    size_t (*fwrite)(const void*, size_t, size_t, FILE*);
+    int (*fclose)(FILE*);
+} file_layer = {fflush, fsync, rename, fwrite, fclose};
 
 // ---- errors ----
 
@@ -170,6 +173,20 @@ static inline int64_t file_size(const char* path) {     // bytes; -1: no such fi
     return stat(path, &st) == 0 && S_ISREG(st.st_mode) ? (int64_t)st.st_size : -1;
 }
 
+// What a line of /proc/meminfo or /proc/self/status says, in bytes; 0 if there is no such line.
+static inline size_t proc_bytes(const char* path, const char* field) {
+    FILE* f = fopen(path, "r");
+    char line[256];
+    size_t kib = 0, length = strlen(field);
+    while (f && fgets(line, sizeof(line), f)) {
+        if (strncmp(line, field, length) == 0 && line[length] == ':') {
+            kib = strtoull(line + length + 1, nullptr, 10);
+        }
+    }
+    if (f) { fclose(f); }
+    return kib * 1024;
+}
+
 static inline void mkdir_check(const char* path) {       // like mkdir -p
     std::string s(path);
     for (size_t i = 1; i <= s.size(); i++) {
@@ -195,8 +212,10 @@ struct AtomicFile { FILE* f; std::string path, temp; };
 
 static const int kMaxParts = 16;                // open at once in one program; tokenize has three
 static char part_names[kMaxParts][4096];        // "": free. Plain arrays, because a signal may come any time
+static std::mutex part_mutex;                   // between threads; no signal handler takes it
 
 static inline void part_forget(const std::string& temp) {
+    std::lock_guard<std::mutex> lock(part_mutex);
     for (char* name : part_names) { if (temp == name) { name[0] = '\0'; } }
 }
 
@@ -252,6 +271,7 @@ static inline void atomic_fail(AtomicFile* a, const char* what) {
 
 static inline AtomicFile atomic_open(const std::string& path) {
     static int count = 0;
+    std::lock_guard<std::mutex> lock(part_mutex);
     output_check(path.c_str());
     atomic_remove_stale(path);
     atomic_watch_signals();
@@ -275,15 +295,21 @@ static inline AtomicFile atomic_open(const std::string& path) {
 }
 
 static inline void atomic_write(AtomicFile* a, const void* data, size_t bytes) {
-    if (bytes && fwrite(data, 1, bytes, a->f) != bytes) { atomic_fail(a, "write"); }
+    if (bytes && file_layer.fwrite(data, 1, bytes, a->f) != bytes) { atomic_fail(a, "write"); }
+}
+
+// What is written next goes over the file's beginning.
+static inline void atomic_rewind(AtomicFile* a) {
+    if (file_layer.fflush(a->f) != 0 || fseeko(a->f, 0, SEEK_SET) != 0) { atomic_fail(a, "write"); }
 }
 
 static inline void atomic_commit(AtomicFile* a) {
     if (file_layer.fflush(a->f) != 0 || file_layer.fsync(fileno(a->f)) != 0) { atomic_fail(a, "write"); }
     if (file_layer.rename(a->temp.c_str(), a->path.c_str()) != 0) { atomic_fail(a, "rename into"); }
     part_forget(a->temp);
-    fclose(a->f);                               // only now: it holds the lock. Nothing is left to be written
+    const int closed = file_layer.fclose(a->f);             // only now: it holds the lock
     a->f = nullptr;
+    if (closed != 0) { die("'%s' cannot be closed: %s", shown(a->path).c_str(), strerror(errno)); }
     size_t slash = a->path.rfind('/') + 1;
     std::string folder = slash ? a->path.substr(0, slash) : ".";
     int dir = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);

@@ -64,20 +64,6 @@ static inline void device_prepare(char** argv) {
     execv("/proc/self/exe", argv);
 }
 
-// What a line of /proc/meminfo or /proc/self/status says, in bytes; 0 if there is no such line.
-static inline size_t proc_bytes(const char* path, const char* field) {
-    FILE* f = fopen(path, "r");
-    char line[256];
-    size_t kib = 0, length = strlen(field);
-    while (f && fgets(line, sizeof(line), f)) {
-        if (strncmp(line, field, length) == 0 && line[length] == ':') {
-            kib = strtoull(line + length + 1, nullptr, 10);
-        }
-    }
-    if (f) { fclose(f); }
-    return kib * 1024;
-}
-
 // Under a limit on addresses (ulimit -v) less is free than the machine has: what the limit leaves, less what
 // threads and BLAS will take of it. That is kept for them, because OpenBLAS does not give up when it gets no
 // buffer: it asks again for ever.
@@ -117,6 +103,8 @@ static inline DeviceInfo device_init(int /*place*/ = 0) {
     limit_memory(&info, threads);
     return info;
 }
+
+static inline void device_use() {}
 
 static inline void* device_malloc(size_t bytes, const char* what) {
     void* p = aligned_alloc(256, (bytes + 255) / 256 * 256 + 256);

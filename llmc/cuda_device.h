@@ -68,6 +68,7 @@ struct DeviceInfo { std::string name; size_t memory_free, memory_total; };
 // Set by device_init. Launchers read it where a kernel's blocks each take several rows and as many of them as
 // run at once are enough; never where the number of blocks would change the order of a sum.
 static int device_sm_count = 0;
+static int device_place = 0;        // which of this machine's GPUs it is
 
 static inline void device_prepare(char**) {}    // the CPU build starts itself again here
 
@@ -90,6 +91,7 @@ static inline DeviceInfo device_init(int place = 0) {
             "hint: start at most one rank a GPU", count, place);
     }
     cudaCheck(cudaSetDevice(place));
+    device_place = place;
     cudaDeviceProp prop;
     cudaCheck(cudaGetDeviceProperties(&prop, place));
     if (prop.major < 8) {
@@ -102,6 +104,9 @@ static inline DeviceInfo device_init(int place = 0) {
     cudaCheck(cudaMemGetInfo(&info.memory_free, &info.memory_total));
     return info;
 }
+
+// Another thread than the one that called device_init begins with this.
+static inline void device_use() { cudaCheck(cudaSetDevice(device_place)); }
 
 static inline void* device_malloc(size_t bytes, const char* what) {
     void* p = nullptr;
