@@ -5183,7 +5183,8 @@ static void settings_keep() {
 
 // Goes on with the settings of a run. What they left open is as it was settled then, so that the run stays the
 // same on another number of ranks: the batch and its lanes.
-static void settings_resume(const Facts& facts) {
+static void settings_resume(const Facts& from) {
+    static const Facts facts = from;            // whose texts the flags point to from now on
     auto saved = [&](const char* name) {
         const std::string* text = facts_find(facts, std::string("flag.") + name);
         return text ? text->c_str() : nullptr;

@@ -32,7 +32,13 @@ static inline void cuda_check(cudaError_t status, const char* call, const char* 
             "hint: run make again on this machine, or with ARCH= this GPU's compute capability",
             cudaGetErrorString(status));
     }
-    die("%s at %s:%d: %s", call, file, line, cudaGetErrorString(status));
+    const char* hint =
+        status == cudaErrorMemoryAllocation ? "somebody else has taken this GPU's memory since the start"
+        : status == cudaErrorECCUncorrectable || status == cudaErrorDevicesUnavailable ||
+          status == cudaErrorLaunchFailure || status == cudaErrorUnknown
+        ? "the GPU may have failed: the kernel's log (dmesg) then has an Xid; -y 1 goes on from the last "
+          "checkpoint" : "";
+    die("%s at %s:%d: %s%s%s", call, file, line, cudaGetErrorString(status), hint[0] ? "\nhint: " : "", hint);
 }
 #define cudaCheck(call) cuda_check(call, #call, __FILE__, __LINE__)
 
@@ -82,8 +88,10 @@ static inline DeviceInfo device_init(int place = 0) {
     int count = 0;
     cudaError_t status = cudaGetDeviceCount(&count);
     if (status != cudaSuccess || count == 0) {
-        die("no CUDA GPU can be used: %s\nhint: `make train_gpt2cpu` builds the CPU program",
-            status != cudaSuccess ? cudaGetErrorString(status) : "none found");
+        die("no CUDA GPU can be used: %s\nhint: %s", status ? cudaGetErrorString(status) : "none found",
+            status == cudaErrorInsufficientDriver
+            ? "this program was built with a newer CUDA than the driver knows: update the driver"
+            : "`make train_gpt2cpu` builds the CPU program");
     }
     if (place > 0 && count == 1) { place = 0; }     // srun --gpus-per-task=1 shows each rank its own
     if (place >= count) {
