@@ -4089,7 +4089,7 @@ static StoredGrads gpt2_summed_grads(const GPT2* model, int bucket) {
 
 // Adds this rank's finished lane to those that it completes a pair with: n elements of every buffer, from
 // `offset` bytes on. Where there are several lanes a rank, gradients are fp32.
-static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n, Stream stream) {
+static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n) {
     const int top = lane_buffer(model->lane), merges = lane_merges(model->lane, model->options.lanes);
     if (merges == 0) { return; }
     auto buffer = [&](int k) { return (float*)(model->grads + k * model->layout.grads_bytes + offset); };
@@ -4100,7 +4100,7 @@ static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n, Stream stream
     a.pieces = {.data = buffer(top)};
     a.num_pieces = 1;
     a.n = n;
-    lane_sum(a, stream);
+    lane_sum(a, model->stream);
 }
 
 static char* gpt2_exchange_memory(const GPT2* model, int place) {
@@ -4142,8 +4142,8 @@ static void gpt2_sum_bucket(GPT2* model, int bucket) {
         for (int k = 0; k < merges; k++) { a.chain[k] = shards(top - merges + k); }
     }
     lane_sum(a, model->stream);
-    event_record(model->summed[bucket], model->stream);
     if (split.zero == 0) {
+        event_record(model->summed[bucket], model->stream);
         stream_wait(model->comm_stream, model->summed[bucket]);
         device_all_gather(model->grads + b.grads, bytes, model->comm_stream);
     }
@@ -4161,7 +4161,7 @@ static void gpt2_bucket_complete(GPT2* model, int bucket, bool is_last) {
         const Bucket& b = model->layout.buckets[bucket];
         const bool bf16 = o.grads_bf16 && b.kind == Kind::Matrix;
         char* grads = model->grads + b.grads;
-        if (split.zero < 2) { gpt2_merge_lanes(model, b.grads, b.padded, model->stream); }
+        if (split.zero < 2) { gpt2_merge_lanes(model, b.grads, b.padded); }
         event_record(model->complete[bucket], model->stream);   // so is the sum of what stood in its place
         stream_wait(model->comm_stream, model->complete[bucket]);
         if (!o.nccl_order) {
@@ -4281,7 +4281,7 @@ static void gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, 
     gpt2_loss(model, B, T, ClassifierMode::LossAndGrad, weight, weight, loss, add);
     gpt2_backward(model, B, T, split.zero == 2 ? Accumulate::No : add, is_last);
     const bool exchanged = split.world > 1 && (split.zero == 2 || is_last);
-    if (ends_lane && !exchanged) { gpt2_merge_lanes(model, 0, model->layout.elems, model->stream); }
+    if (ends_lane && !exchanged) { gpt2_merge_lanes(model, 0, model->layout.elems); }
     if (is_last) { model->lane = 0; }           // the sums stand in buffer 0 now
 }
 
@@ -5569,7 +5569,9 @@ static bool train_step(GPT2* model, DataLoader* loader, double lr) {
     for (int micro = 0; micro < micro_steps; micro++) {
         if (stop_agreed(model->step)) { return false; }
         if (run.overfit) { dataloader_seek(loader, 0); }
+        comm_patience(kDiskPatience);           // for a file system that stalls
         dataloader_next(loader);
+        comm_progress(model->step);
         gpt2_micro_step(model, loader->inputs, loader->targets, run.B, run.T, micro, micro_steps);
     }
     gpt2_update(model, lr, run.beta1, run.beta2, run.eps, (float)run.grad_clip);
@@ -5591,23 +5593,24 @@ static std::string executable_hash() {
 
 // A run: what it is made of, and where it stands between two steps.
 struct Training {
-    GPT2* model;
-    DataLoader *train_loader, *val_loader;
-    const Tokenizer* tokenizer;
-    bool has_text;
-    Logger* logger;
-    Saver* saver;               // null: nothing is written
+    GPT2 model = {};
+    DataLoader train_loader = {}, val_loader = {};      // as far as the task needs them
+    Tokenizer tokenizer;
+    bool has_text = false;
+    Logger logger;
+    Saver saver = {};
+    bool saves = false;         // there is -o
     std::string device;
-    int64_t step;               // steps done
-    int64_t position;           // of the data of the next one
-    int rewinds;
+    int64_t step = 0;           // steps done
+    int64_t position = 0;       // of the data of the next one
+    int rewinds = 0;
     std::set<int64_t> bad;      // checkpoints that were found damaged
 };
 
 // What a checkpoint says of the run beside the tensors.
-static Facts run_facts(const Training* t) {
-    Facts facts = model_facts(t->model);
-    const LoggerPlace place = logger_place(t->logger);
+static Facts run_facts(Training* t) {
+    Facts facts = model_facts(&t->model);
+    const LoggerPlace place = logger_place(&t->logger);
     const struct { const char* name; int64_t value; } numbers[] = {
         {"position", t->position}, {"rewinds", t->rewinds}, {"ranks", comm.world}, {"lanes", run.lanes},
         {"T", run.T}, {"total_batch", run.total_batch}, {"tokens", t->step * run.total_batch},
@@ -5615,7 +5618,7 @@ static Facts run_facts(const Training* t) {
     for (const auto& n : numbers) { facts.push_back({n.name, std::to_string(n.value)}); }
     facts.push_back({"program", executable_hash()});
     facts.push_back({"device", t->device});
-    facts.push_back({"training data", dataloader_facts(t->train_loader)});
+    facts.push_back({"training data", dataloader_facts(&t->train_loader)});
     for (int i = 0; i < kNumFlags; i++) {
         facts.push_back({std::string("flag.") + kFlags[i].name, run_texts[(size_t)i]});
     }
@@ -5623,12 +5626,12 @@ static Facts run_facts(const Training* t) {
 }
 
 static void save(Training* t) {
-    if (!t->saver || t->saver->step == t->step) { return; }
+    if (!t->saves || t->saver.step == t->step) { return; }
     if (t->step == 0) {
         printf("no step was completed: nothing is saved\n");
         return;
     }
-    saver_save(t->saver, t->step, run_facts(t));
+    saver_save(&t->saver, t->step, run_facts(t));
 }
 
 // Where a run goes on that is resumed or goes back, from facts of its checkpoint.
@@ -5636,8 +5639,8 @@ static void training_go_back(Training* t, const Checkpoint& c) {
     t->step = c.step;
     t->position = (int64_t)fact_number(c.facts, "position");
     t->rewinds = std::max(t->rewinds, (int)fact_number(c.facts, "rewinds"));
-    t->saver->step = c.step;
-    logger_go_back(t->logger, {(int64_t)fact_number(c.facts, "main_log_bytes"),
+    t->saver.step = c.step;
+    logger_go_back(&t->logger, {(int64_t)fact_number(c.facts, "main_log_bytes"),
                                (int64_t)fact_number(c.facts, "metrics_bytes")});
 }
 
@@ -5646,26 +5649,26 @@ static void training_go_back(Training* t, const Checkpoint& c) {
 static void rewind_or_stop(Training* t) {
     const std::string what = format("%d updates in a row were skipped", kMaxSkipsInARow);
     const char* hint = "\nhint: a smaller -l or a longer -u; look at the data";
-    if (t->saver) { saver_advance(t->saver, true); }
+    if (t->saves) { saver_advance(&t->saver, true); }
     if (run.on_bad_loss == 0) {
-        const std::string last = t->saver && t->saver->step >= 0
-            ? format("the last checkpoint is of step %lld", (long long)t->saver->step)
+        const std::string last = t->saves && t->saver.step >= 0
+            ? format("the last checkpoint is of step %lld", (long long)t->saver.step)
             : std::string("there is no checkpoint");
         die("%s: the run stops after step %lld, and %s%s", what.c_str(), (long long)t->step, last.c_str(), hint);
     }
     if (t->rewinds >= kMaxRewinds) {
         die("%s, after going back %d times: the run stops%s", what.c_str(), t->rewinds, hint);
     }
-    stream_sync(t->model->stream);
-    stream_sync(t->model->comm_stream);
-    const int64_t from = t->step, position = t->train_loader->position;
-    Checkpoint c = checkpoint_find(t->saver->folder, from, &t->bad);
-    checkpoint_resume(t->model, &c, t->saver->folder, &t->bad);
+    stream_sync(t->model.stream);
+    stream_sync(t->model.comm_stream);
+    const int64_t from = t->step, position = t->train_loader.position;
+    Checkpoint c = checkpoint_find(t->saver.folder, from, &t->bad);
+    checkpoint_resume(&t->model, &c, t->saver.folder, &t->bad);
     if (c.step < 0) { die("%s, and there is no checkpoint to go back to%s", what.c_str(), hint); }
-    DeviceState state = gpt2_read_state(t->model);
+    DeviceState state = gpt2_read_state(&t->model);
     state.update.skipped_in_a_row = 0;
-    copy_to_device(t->model->state, &state, sizeof(state), t->model->stream);
-    stream_sync(t->model->stream);
+    copy_to_device(t->model.state, &state, sizeof(state), t->model.stream);
+    stream_sync(t->model.stream);
     training_go_back(t, c);
     checkpoint_close(&c);
     t->position = position;
@@ -5675,8 +5678,8 @@ static void rewind_or_stop(Training* t) {
 }
 
 static void train(Training* t) {
-    GPT2* model = t->model;
-    Logger* logger = t->logger;
+    GPT2* model = &t->model;
+    Logger* logger = &t->logger;
     const LrSchedule schedule = {run.schedule, run.lr, run.warmup, run.max_steps, run.final_fraction};
     Reports reports = {};
     reports.slots = (DeviceState*)pinned_malloc(Reports::kSlots * sizeof(DeviceState), "step reports");
@@ -5690,25 +5693,25 @@ static void train(Training* t) {
         return false;
     };
 
-    dataloader_seek(t->train_loader, t->position);
+    dataloader_seek(&t->train_loader, t->position);
     while (t->step < run.max_steps && !stop_agreed(t->step)) {
         const int64_t step = t->step;
         const bool val_due = run.val_every > 0 && step % run.val_every == 0;
         const bool sample_due = run.sample_every > 0 && step > 0 && step % run.sample_every == 0;
-        const bool save_due = t->saver && run.checkpoint_every > 0 && step % run.checkpoint_every == 0 &&
+        const bool save_due = t->saves && run.checkpoint_every > 0 && step % run.checkpoint_every == 0 &&
                               step > 0;
-        if (t->saver) { saver_advance(t->saver, false); }
+        if (t->saves) { saver_advance(&t->saver, false); }
         if ((val_due || sample_due || save_due) && !report()) { continue; }
         if (save_due) { save(t); }
-        if (val_due) { validate(model, t->val_loader, logger, step); }
-        if (sample_due) { generate(model, t->tokenizer, t->has_text, step); }
+        if (val_due) { validate(model, &t->val_loader, logger, step); }
+        if (sample_due) { generate(model, &t->tokenizer, t->has_text, step); }
         if (reports.pending < 0) {
             event_record(reports.started, model->stream);
             reports.since = reports.started;
         }
-        if (!train_step(model, t->train_loader, lr_at(schedule, step))) { break; }
+        if (!train_step(model, &t->train_loader, lr_at(schedule, step))) { break; }
         t->step++;
-        t->position = t->train_loader->position;
+        t->position = t->train_loader.position;
         if (kDeviceIsAsync && !report()) { continue; }                      // of the step before
         copy_to_host(&reports.slots[step % Reports::kSlots], model->state, sizeof(DeviceState),
                      model->stream);
@@ -5725,9 +5728,9 @@ static void train(Training* t) {
                (double)run.total_batch / mean_ms * 1e3, (long long)reports.ms_count);
     }
     save(t);                                // before anything else that takes time
-    if (t->saver) { saver_advance(t->saver, true); }
-    if (run.val_every > 0) { validate(model, t->val_loader, logger, t->step); }
-    if (run.sample_every > 0) { generate(model, t->tokenizer, t->has_text, t->step); }
+    if (t->saves) { saver_advance(&t->saver, true); }
+    if (run.val_every > 0) { validate(model, &t->val_loader, logger, t->step); }
+    if (run.sample_every > 0) { generate(model, &t->tokenizer, t->has_text, t->step); }
     for (Event& e : reports.ready) { event_destroy(e); }
     event_destroy(reports.started);
     pinned_free(reports.slots);
@@ -5878,18 +5881,82 @@ static void check_resumed(const Checkpoint& c, const DataLoader& loader, const s
     }
 }
 
+// Training and validation data, as far as they are needed.
+static void open_data(Training* t, const Config& config, bool trains, bool validates) {
+    if (trains) {
+        DataShare share = {comm.rank, comm.world, run.zero == 2 ? 1 : rank_micro_steps()};
+        if (run.overfit) { share = {}; }        // all ranks have the job's first batch
+        dataloader_init(&t->train_loader, run.train_data, run.B, run.T, run.shuffle && !run.overfit,
+                        (uint64_t)run.seed, config.V, share);
+        if (run.max_steps < 0) {
+            run.max_steps = std::max((int64_t)1, t->train_loader.samples_per_epoch * run.T / run.total_batch);
+        }
+    }
+    if (validates) {
+        dataloader_init(&t->val_loader, run.val_data, run.B, run.T, false, 0, config.V,
+                        {comm.rank, comm.world});
+    }
+    const char* shared = trains && validates ? dataloader_shared_file(&t->train_loader, &t->val_loader)
+                                             : nullptr;
+    if (shared) {
+        die("'%s' is both training data (-i) and validation data (-j)\nhint: -v 0 trains without validation",
+            shared);
+    }
+}
+
+// Memory, and the parameters: of a checkpoint, of a model file, or random ones.
+static void load_model(Training* t, const Config& config, const Options& options, Checkpoint* resumed) {
+    GPT2* model = &t->model;
+    device_comm_init();
+    gpt2_allocate(model, config, options, run.B, run.T);
+    print_model(*model);
+    if (run.resumed) {
+        checkpoint_resume(model, resumed, run.output_dir, &t->bad);
+        if (resumed->step < 0) { die("-o %s: none of its checkpoints can be used", run.output_dir); }
+    }
+    else if (file_size(run.model) >= 0) { checkpoint_load(model, run.model); }
+    else { gpt2_init_random(model, options.seed); }
+    if (comm.world > 1) { check_ranks(model, model->step); }
+}
+
+// What a run needs beside its model and data, and the run.
+static void start_training(Training* t, Checkpoint* resumed) {
+    const std::string folder = run.output_dir;
+    t->saves = !folder.empty();
+    logger_init(&t->logger, comm.rank == 0 ? run.output_dir : "");
+    logger_run(&t->logger, kFlags, kNumFlags, {{"precision", PRECISION_NAME}, {"device", t->device}});
+    if (t->saves) {
+        const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < run.max_steps;
+        saver_init(&t->saver, &t->model, &t->logger, folder, at_once, {run.keep, run.major_every, t->bad});
+    }
+    if (run.resumed) {
+        training_go_back(t, *resumed);
+        if (comm.rank == 0) { checkpoint_clean(folder); }
+        printf("resumed: %s goes on after step %lld\n", shown(folder).c_str(), (long long)resumed->step);
+    }
+    checkpoint_close(resumed);
+    catch_signals();
+    printf("data: %lld training tokens (%lld rows of %d), %d micro-steps a step%s, %lld steps\n",
+           (long long)t->train_loader.tokens, (long long)t->train_loader.samples_per_epoch, run.T,
+           rank_micro_steps(), comm.world > 1 ? " on each rank" : "", (long long)run.max_steps);
+    fflush(stdout);                         // the first step may take long
+    train(t);
+    saver_free(&t->saver);
+}
+
 int main(int argc, char** argv) {
     device_prepare(argv);
     flags_parse(kFlags, kNumFlags, argc, argv);
     const std::string init = flags_text(flags_find(kFlags, kNumFlags, "--process-init"));
     run.comm.init = init.c_str();
     comm_start(run.comm, argc, argv);
-    std::set<int64_t> bad;
-    Checkpoint resumed = find_resumed(&bad);
+    Training t;
+    Checkpoint resumed = find_resumed(&t.bad);
     const Config config = config_check(run.resumed ? &resumed.facts : nullptr);
     Options options = run_options();
-    const bool evaluate_only = run.max_steps == 0;
-    const bool generate_only = evaluate_only && flags_given(kFlags, kNumFlags, "prompt");
+    const bool trains = run.max_steps != 0, generates = !trains && flags_given(kFlags, kNumFlags, "prompt");
+    const bool validates = trains ? run.val_every > 0 : !generates;
+    const bool samples = trains ? run.sample_every > 0 : generates;
 
     // what can be wrong with sizes, files and the prompt is found before memory is taken and before anything
     // is written
@@ -5900,90 +5967,32 @@ int main(int argc, char** argv) {
             device_count());
     }
     const DeviceInfo device = device_init(comm.local_rank);
+    t.device = device.name;
     fit_lanes(config, &options, device);
     gpt2_check_memory(config, options, run.B, run.T, device);
     const std::string unfit = attention_error(config.C / config.NH);
     if (!unfit.empty()) { die("%s", unfit.c_str()); }
-    DataLoader train_loader = {}, val_loader = {};
-    if (!evaluate_only) {
-        DataShare share = {comm.rank, comm.world, run.zero == 2 ? 1 : rank_micro_steps()};
-        if (run.overfit) { share = {}; }        // all ranks have the job's first batch
-        dataloader_init(&train_loader, run.train_data, run.B, run.T, run.shuffle && !run.overfit,
-                        (uint64_t)run.seed, config.V, share);
-        if (run.max_steps < 0) {
-            run.max_steps = std::max((int64_t)1, train_loader.samples_per_epoch * run.T / run.total_batch);
-        }
-    }
-    const bool needs_val = !generate_only && (run.val_every > 0 || evaluate_only);
-    if (needs_val) {
-        dataloader_init(&val_loader, run.val_data, run.B, run.T, false, 0, config.V,
-                        {comm.rank, comm.world});
-    }
-    if (needs_val && !evaluate_only) {
-        const char* shared = dataloader_shared_file(&train_loader, &val_loader);
-        if (shared) {
-            die("'%s' is both training data (-i) and validation data (-j)\nhint: -v 0 trains without "
-                "validation",
-                shared);
-        }
-    }
-    const bool sampling = generate_only || (!evaluate_only && run.sample_every > 0);
-    Tokenizer tokenizer;
-    const bool has_text = sampling && text_init(&tokenizer, config.V);
-    const size_t prompted = sampling ? prompt_tokens(&tokenizer, has_text, config.V, run.T).size() : 0;
+    open_data(&t, config, trains, validates);
+    t.has_text = samples && text_init(&t.tokenizer, config.V);
+    const size_t prompted = samples ? prompt_tokens(&t.tokenizer, t.has_text, config.V, run.T).size() : 0;
+    check_same_job(t.train_loader, t.val_loader);
+    if (run.resumed) { check_resumed(resumed, t.train_loader, device.name); }
 
-    check_same_job(train_loader, val_loader);
-    if (run.resumed) { check_resumed(resumed, train_loader, device.name); }
     printf("device: %s, precision %s\n", device.name.c_str(), PRECISION_NAME);
     flags_print(kFlags, kNumFlags);
-    device_comm_init();
-    GPT2 model;
-    gpt2_allocate(&model, config, options, run.B, run.T);
-    print_model(model);
-    if (run.resumed) {
-        checkpoint_resume(&model, &resumed, run.output_dir, &bad);
-        if (resumed.step < 0) { die("-o %s: none of its checkpoints can be used", run.output_dir); }
-    }
-    else if (file_size(run.model) >= 0) { checkpoint_load(&model, run.model); }
-    else { gpt2_init_random(&model, options.seed); }
-    if (comm.world > 1) { check_ranks(&model, model.step); }
-    print_surprises(sampling, prompted);
-
-    Logger logger;
+    load_model(&t, config, options, &resumed);
+    print_surprises(samples, prompted);
     bool fine = true;
-    if (generate_only) { generate(&model, &tokenizer, has_text, 0); }
-    else if (evaluate_only) { fine = validate(&model, &val_loader, &logger, 0); }
-    else {
-        const std::string folder = run.output_dir;
-        logger_init(&logger, comm.rank == 0 ? run.output_dir : "");
-        logger_run(&logger, kFlags, kNumFlags, {{"precision", PRECISION_NAME}, {"device", device.name}});
-        Saver saver = {};
-        Training training = {&model, &train_loader, &val_loader, &tokenizer, has_text, &logger,
-                             folder.empty() ? nullptr : &saver, device.name, 0, 0, 0, bad};
-        if (!folder.empty()) {
-            const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < run.max_steps;
-            saver_init(&saver, &model, &logger, folder, at_once, {run.keep, run.major_every, bad});
-        }
-        if (run.resumed) {
-            training_go_back(&training, resumed);
-            if (comm.rank == 0) { checkpoint_clean(folder); }
-            printf("resumed: %s goes on after step %lld\n", shown(folder).c_str(), (long long)resumed.step);
-        }
-        checkpoint_close(&resumed);
-        catch_signals();
-        printf("data: %lld training tokens (%lld rows of %d), %d micro-steps a step%s, %lld steps\n",
-               (long long)train_loader.tokens, (long long)train_loader.samples_per_epoch, run.T,
-               rank_micro_steps(), comm.world > 1 ? " on each rank" : "", (long long)run.max_steps);
-        fflush(stdout);                     // the first step may take long
-        train(&training);
-        saver_free(&saver);
-        dataloader_free(&train_loader);
-    }
-    if (needs_val) { dataloader_free(&val_loader); }
-    if (has_text) { tokenizer_free(&tokenizer); }
-    logger_free(&logger);
+    if (generates) { generate(&t.model, &t.tokenizer, t.has_text, 0); }
+    else if (!trains) { fine = validate(&t.model, &t.val_loader, &t.logger, 0); }
+    else { start_training(&t, &resumed); }
+
+    dataloader_free(&t.train_loader);
+    dataloader_free(&t.val_loader);
+    if (t.has_text) { tokenizer_free(&t.tokenizer); }
+    logger_free(&t.logger);
     comm_any(false);                        // the others wait for rank 0's last sample here, not in NCCL
-    gpt2_free(&model);
+    gpt2_free(&t.model);
     device_comm_end();
     comm_end();
     if (!stop_requested) { stdout_check(); }       // else its reader may be gone, see request_stop
