@@ -688,6 +688,28 @@ static void test_ports() {
     }
 }
 
+// Who calls again and again where nobody listens yet gets that port for the near end in the end.
+static void test_own_port() {
+    int port, fd = -1;
+    while (fd < 0) {                            // near ends are even first, what listens is odd
+        close(comm_listen({"127.0.0.1", "0", {}}, &port));
+        fd = bound_socket(port &= ~1, 0);
+    }
+    close(fd);
+    const CommAddress address = {"127.0.0.1", std::to_string(port), {}};
+    const std::string refused = strerror(ECONNREFUSED);
+    std::string why = refused;
+    int calls = 0;
+    for (fd = -1; fd < 0 && why == refused && calls < 50000; calls++) {
+        fd = comm_connect(address, comm_now() + 60, &why);
+    }
+    if (calls == 50000) { SKIP(2, "port %d was not the near end in %d calls", port, calls); return; }
+    CHECK(fd < 0, "a connection from port %d to itself, at call %d", port, calls);
+    Child listens = run_child([&] { comm_listen(address, &port); });
+    CHECK(listens.code == 0, "rank 0 after that: %s", listens.err.c_str());
+    if (fd >= 0) { close(fd); }
+}
+
 static void test_names() {
     struct { const char *list, *first; } lists[] = {
         {"node1", "node1"}, {"node1,node2", "node1"}, {"n[07-12,20],gpu3", "n07"}, {"r[1-2]n[3,4]x", "r1n3x"},
@@ -771,6 +793,7 @@ int main(int argc, char** argv) {
     setenv("LLMC_JOB_SECRET", folder.c_str(), 1);       // another test may run beside this one
     TEST("comm: names of hosts, servers") { test_names(); }
     TEST("comm: ports") { test_ports(); }
+    TEST("comm: a connection to oneself") { test_own_port(); }
     TEST("comm: contradictions") { test_contradictions(); }
     TEST("comm: collectives, ways to start") { run_cases(start_cases(), 3); }
     TEST("comm: strangers") { test_strangers(); }
