@@ -328,11 +328,34 @@ static void run_cases(std::vector<Case> cases, size_t at_a_time) {
     }
 }
 
-// A port that nobody uses.
-static int free_port() {
-    int port;
-    close(comm_listen({"127.0.0.1", "0", {}}, &port));
-    return port;
+static struct sockaddr_in loopback(int port) {
+    struct sockaddr_in a = {};
+    a.sin_family = AF_INET;
+    a.sin_port = htons((uint16_t)port);
+    a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    return a;
+}
+
+// A socket that is bound to a port of 127.0.0.1 and does not listen; -1: the port is taken.
+static int bound_socket(int port, int reuse) {
+    const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    const struct sockaddr_in a = loopback(port);
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &reuse, sizeof(reuse));
+    if (bind(fd, (const struct sockaddr*)&a, sizeof(a)) == 0) { return fd; }
+    close(fd);
+    return -1;
+}
+
+// A port that nobody listens on, this test's own until it ends: cases are made long before they run, and what
+// is only given back may be anybody's by then, be it as the near end of a connection. A rank 0 may listen on
+// it beside the socket that keeps it, since both have SO_REUSEADDR.
+static int free_port(int port = 0) {
+    struct sockaddr_in self = {};
+    socklen_t size = sizeof(self);
+    const int fd = bound_socket(port, 1);
+    if (fd < 0) { return -1; }
+    getsockname(fd, (struct sockaddr*)&self, &size);
+    return ntohs(self.sin_port);
 }
 
 // One that stays in use until this program ends.
@@ -473,8 +496,10 @@ static std::vector<Case> start_cases() {
     Case slurm = make_case("slurm", "collectives", 2, {0, 0});
     slurm.local = false;
     slurm.rank_variable = "SLURM_PROCID";
+    int job = 70000 + (int)getpid() % 10000;    // the port is made of the job's number
+    while (free_port(20000 + job % 10000) < 0) { job++; }
     slurm.env = {"SLURM_NTASKS=2", "SLURM_STEP_NODELIST=localhost", "SLURM_STEP_ID=0",
-                 format("SLURM_JOB_ID=%d", 70000 + (int)getpid() % 10000)};
+                 format("SLURM_JOB_ID=%d", job)};
     cases.push_back(slurm);
     return cases;
 }
@@ -646,6 +671,45 @@ static void test_reader() {
 
 // ---- what needs no processes ----
 
+static void test_ports() {
+    const int port = free_port();
+    CHECK(bound_socket(port, 0) < 0, "port %d is given to another", port);
+    for (const char* host : {"127.0.0.1", "localhost", "::1", ""}) {
+        const std::string number = std::to_string(port), to = *host ? host : "127.0.0.1";
+        std::string why;
+        CHECK(comm_connect({to, number, {}}, comm_now() + 60, &why) < 0, "%s: who listens there?", host);
+        if (to == "::1" && why != strerror(ECONNREFUSED)) { continue; }     // no IPv6 here
+        int listened;
+        const int listener = comm_listen({host, number, {}}, &listened);
+        const int fd = comm_connect({to, number, {}}, comm_now() + 60, &why);
+        CHECK(listened == port && fd >= 0, "%s: %d, not %d: %s", host, listened, port, why.c_str());
+        close(fd);
+        close(listener);
+    }
+}
+
+// Who calls again and again where nobody listens yet gets that port for the near end in the end.
+static void test_own_port() {
+    int port, fd = -1;
+    while (fd < 0) {                            // near ends are even first, what listens is odd
+        close(comm_listen({"127.0.0.1", "0", {}}, &port));
+        fd = bound_socket(port &= ~1, 0);
+    }
+    close(fd);
+    const CommAddress address = {"127.0.0.1", std::to_string(port), {}};
+    const std::string refused = strerror(ECONNREFUSED);
+    std::string why = refused;
+    int calls = 0;
+    for (fd = -1; fd < 0 && why == refused && calls < 50000; calls++) {
+        fd = comm_connect(address, comm_now() + 60, &why);
+    }
+    if (calls == 50000) { SKIP(2, "port %d was not the near end in %d calls", port, calls); return; }
+    CHECK(fd < 0, "a connection from port %d to itself, at call %d", port, calls);
+    Child listens = run_child([&] { comm_listen(address, &port); });
+    CHECK(listens.code == 0, "rank 0 after that: %s", listens.err.c_str());
+    if (fd >= 0) { close(fd); }
+}
+
 static void test_names() {
     struct { const char *list, *first; } lists[] = {
         {"node1", "node1"}, {"node1,node2", "node1"}, {"n[07-12,20],gpu3", "n07"}, {"r[1-2]n[3,4]x", "r1n3x"},
@@ -728,6 +792,8 @@ int main(int argc, char** argv) {
     folder = mkdtemp(&pattern_name[0]);
     setenv("LLMC_JOB_SECRET", folder.c_str(), 1);       // another test may run beside this one
     TEST("comm: names of hosts, servers") { test_names(); }
+    TEST("comm: ports") { test_ports(); }
+    TEST("comm: a connection to oneself") { test_own_port(); }
     TEST("comm: contradictions") { test_contradictions(); }
     TEST("comm: collectives, ways to start") { run_cases(start_cases(), 3); }
     TEST("comm: strangers") { test_strangers(); }

@@ -421,10 +421,28 @@ class Job:
         return Result(self.p.returncode if ended else None, self.out(), self.err(), self.p.args)
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+kept_ports = []                         # sockets
+
+
+def free_port(port=0):
+    """A port that nobody listens on, this test's own until it ends: given back, it may be anybody's before it
+    is used. Beside the socket that keeps it a rank 0 may listen, since both have SO_REUSEADDR. 0: taken."""
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        kept.bind(("127.0.0.1", port))
+    except OSError:
+        kept.close()
+        return 0
+    kept_ports.append(kept)
+    return kept.getsockname()[1]
+
+
+def slurm_job():
+    """The number of a job whose port, which is made of it, is free."""
+    while not free_port(20000 + (job := random.randrange(10**5, 10**7)) % 10000):
+        pass
+    return job
 
 
 def all_of(jobs, limit=LIMIT_S):
@@ -480,7 +498,7 @@ def test_ways_to_start():
         check_started(again, [Job({**shared, "-pr": r}) for r in (0, 1)], judge)
         check_equal(os.listdir("meet"), [], "what a rendezvous leaves in its folder")
     for name, variables, place in (("torchrun", torchrun, free_port()),
-                                   ("slurm", slurm, random.randrange(10**5, 10**7))):
+                                   ("slurm", slurm, slurm_job())):
         jobs = [Job({**flags, "-o": name}, env=variables(r, place)) for r in (0, 1)]
         check_started(name, jobs, judge)
 
