@@ -89,7 +89,7 @@ constexpr int kLossScaleSteps = 1000;
 // Every tensor, and every layer's part of one, begins at a multiple of so many bytes, as from cudaMalloc. The
 // kernels' vectors need 16; the algorithms that cuBLASLt offers depend on more.
 constexpr size_t kAlign = 256;
-// A run stops after so many updates in a row were skipped because the gradient was not finite.
+// A run stops after so many updates in a row were skipped.
 constexpr int kMaxSkipsInARow = 20;
 
 template <class Int> constexpr Int ceil_div(Int a, Int b) { return (a + b - 1) / b; }
@@ -1518,8 +1518,31 @@ static void square_sums(const SquareSums<floatX, float>& a, Stream stream) {
 
 // norm = sqrt(sum of squares of all gradients) / loss_scale, then the decision about this update, all on the
 // device: the host reads both a step later. One block; which thread adds a chunk or a lane depends on its
-// number in the job alone. The comparisons are such that NaN skips.
+// number in the job alone. The comparisons are such that a norm of NaN skips.
 constexpr int kDecisionThreads = 1024;
+
+// Standard deviations of x above the window's mean, or 0, as the twin (window_score_cpu) says when. By one
+// thread, in the twin's order and with its roundings, so that the same values are judged alike everywhere:
+// some microseconds (counted, not measured), and only where -sl or -sg asks for them.
+__device__ static float window_score(const Window& w, float x) {
+    if (w.count < kWindow) { return 0.0f; }
+    double sum = 0.0, squares = 0.0;
+#pragma unroll 16
+    for (int i = 0; i < kWindow; i++) { sum += w.values[i]; }
+    const double mean = sum / kWindow;
+#pragma unroll 16
+    for (int i = 0; i < kWindow; i++) {
+        const double d = w.values[i] - mean;
+        squares = fma(d, d, squares);
+    }
+    return squares > 0.0 ? (float)((x - mean) / sqrt(squares / kWindow)) : 0.0f;
+}
+
+__device__ static void window_add(Window* w, float x) {
+    if (!isfinite(x)) { return; }
+    w->values[w->count % kWindow] = x;
+    w->count++;
+}
 
 __global__ void update_decision_kernel(UpdateDecision<floatX, float> a) {
     __shared__ double shared[kWarp];
@@ -1547,16 +1570,25 @@ __global__ void update_decision_kernel(UpdateDecision<floatX, float> a) {
     const float scale = state->loss_scale;
     const float norm = (float)(sqrt(sum) / scale);
     state->norm = norm;
-    if (!isfinite(norm)) {
-        state->skip = 1;
-        state->skipped_in_a_row++;
+    const float max_loss = a.policy.max_loss_score, max_norm = a.policy.max_norm_score;
+    const float loss_score = max_loss > 0.0f ? window_score(state->losses, (float)loss) : 0.0f;
+    const float norm_score = max_norm > 0.0f ? window_score(state->norms, norm) : 0.0f;
+    state->loss_score = loss_score;
+    state->norm_score = norm_score;
+    window_add(&state->losses, (float)loss);
+    window_add(&state->norms, norm);
+    const bool finite = isfinite(norm);
+    const int skip = !finite ? SKIP_NOT_FINITE
+                     : loss_score > max_loss ? SKIP_LOSS
+                     : norm_score > max_norm ? SKIP_NORM : SKIP_NO;
+    state->skip = skip;
+    state->skipped_in_a_row = skip == SKIP_NO ? 0 : state->skipped_in_a_row + 1;
+    state->t += skip == SKIP_NO;
+    if (!finite) {
         state->good_steps = 0;
         if (a.policy.dynamic_loss_scale) { state->loss_scale = fmaxf(scale * 0.5f, 1.0f); }
         return;
     }
-    state->skip = 0;
-    state->skipped_in_a_row = 0;
-    state->t++;
     const float clip = a.max_norm / (norm + kClipEps);
     state->grad_scale = (a.max_norm > 0.0f && clip < 1.0f ? clip : 1.0f) / scale;
     state->good_steps++;
@@ -3460,6 +3492,7 @@ struct Options {                // what a run may choose; fixed after gpt2_alloc
     bool tf32;                  // FP32 builds: tensor cores for GEMMs and attention
     float weight_decay;         // on the tensors with two dimensions
     float loss_scale;           // FP16: where it starts; 0: kFirstLossScale
+    float skip_loss, skip_norm; // skip updates by so many standard deviations (UpdatePolicy); 0: never
     uint64_t seed;
     Split split;                // of the job among ranks
     int lanes = 1;              // of this rank, each with as many of its micro-steps
@@ -4323,7 +4356,8 @@ static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, doub
                      .record_bytes = model->record_bytes, .lanes_at = model->lanes_at, .ranks = split.world,
                      .lanes = o.lanes, .interleaved = split.zero == 2, .ranges = model->ranges,
                      .num_ranges = (int)layout.buckets.size(), .max_norm = max_norm,
-                     .policy = {kFp16, kLossScaleSteps, kMaxLossScale}}, model->stream);
+                     .policy = {kFp16, kLossScaleSteps, kMaxLossScale, o.skip_loss, o.skip_norm}},
+                    model->stream);
     for (const UpdateRows& u : updates) {
         const Bucket& b = layout.buckets[u.bucket];
         const size_t from = split.zero == 0 ? 0 : split.rank * b.shard;
@@ -4580,7 +4614,7 @@ struct RunConfig {
     int64_t max_steps;
     int val_every, val_batches, sample_every, sample_tokens, num_samples, top_k;
     double temperature;
-    double lr, final_fraction, weight_decay, beta1, beta2, eps, grad_clip;
+    double lr, final_fraction, weight_decay, beta1, beta2, eps, grad_clip, skip_loss, skip_norm;
     int64_t warmup;
     int schedule, overfit, tf32, master, shuffle, kernels;
     int64_t seed;
@@ -4625,6 +4659,10 @@ static const Flag kFlags[] = {
     {"",    "eps",             FLAG_FLOAT,  &run.eps,            "1e-8",    1e-30, 1, nullptr, "AdamW"},
     {"",    "grad-clip",       FLAG_FLOAT,  &run.grad_clip,      "1",       0, 1e30, nullptr,
         "largest gradient norm; 0: no clipping"},
+    {"sl",  "skip-loss",       FLAG_FLOAT,  &run.skip_loss,      "0",       0, 1e30, nullptr,
+        "skip updates whose loss is so many standard deviations above the last 128; 0: none"},
+    {"sg",  "skip-norm",       FLAG_FLOAT,  &run.skip_norm,      "0",       0, 1e30, nullptr,
+        "likewise the gradient's norm, before clipping"},
     {"",    "seed",            FLAG_INT64,  &run.seed,           "1337",    0, 9e15, nullptr,
         "initial weights, data order, samples, stochastic rounding"},
     {"",    "shuffle",         FLAG_BOOL,   &run.shuffle,        "1",       0, 1, nullptr,
@@ -4791,6 +4829,8 @@ static Options run_options() {
     o.kernels = (Kernels)run.kernels;
     o.weight_decay = (float)run.weight_decay;
     o.loss_scale = std::max(kFirstLossScale, (float)exp2(ceil(log2((double)run.total_batch))));
+    o.skip_loss = (float)run.skip_loss;
+    o.skip_norm = (float)run.skip_norm;
     o.seed = (uint64_t)run.seed;
     o.split = {comm.rank, comm.world, comm.world > 1 ? run.zero : 0};
     o.lanes = run.lanes / comm.world;
@@ -4989,6 +5029,26 @@ struct Reports {
     int64_t ms_count;
 };
 
+// Says that a step's update was skipped, and why; too many in a row end the run.
+static void report_skip(int64_t step, const DeviceState& state) {
+    const UpdateState& u = state.update;
+    const bool finite = u.skip != SKIP_NOT_FINITE, by_loss = u.skip == SKIP_LOSS;
+    if (comm.rank == 0 && !finite) {
+        fprintf(stderr, "step %lld: the gradient is not finite (norm %f, loss %f): update skipped\n",
+                (long long)step + 1, u.norm, state.loss);
+    } else if (comm.rank == 0) {
+        fprintf(stderr, "step %lld: %s %f is %.1f standard deviations above the mean of the last %d: "
+                "update skipped\n", (long long)step + 1, by_loss ? "loss" : "norm",
+                by_loss ? state.loss : u.norm, by_loss ? u.loss_score : u.norm_score, kWindow);
+    }
+    if (u.skipped_in_a_row >= kMaxSkipsInARow) {
+        die("%d updates in a row were skipped: the run stops and writes nothing\nhint: %s",
+            u.skipped_in_a_row,
+            finite ? "look at the data; a larger -sl or -sg skips less"
+                   : "a smaller -l or a longer -u; look at the data");
+    }
+}
+
 static void report_step(Reports* r, Logger* logger, const LrSchedule& schedule) {
     if (r->pending < 0) { return; }
     const int64_t step = r->pending;
@@ -5012,17 +5072,7 @@ static void report_step(Reports* r, Logger* logger, const LrSchedule& schedule) 
     fflush(stdout);
     logger_train(logger,
                  {step, state.loss, lr, state.update.norm, (step + 1) * run.total_batch, ms, tokens_per_s});
-    if (state.update.skip) {
-        if (comm.rank == 0) {
-            fprintf(stderr, "step %lld: the gradient is not finite (norm %f, loss %f): update skipped\n",
-                    (long long)step + 1, state.update.norm, state.loss);
-        }
-        if (state.update.skipped_in_a_row >= kMaxSkipsInARow) {
-            die("%d updates in a row were skipped for a non-finite gradient: the run stops and writes "
-                "nothing\nhint: a smaller -l or a longer -u; look at the data",
-                state.update.skipped_in_a_row);
-        }
-    }
+    if (state.update.skip != SKIP_NO) { report_skip(step, state); }
 }
 
 static int rank_micro_steps() { return (int)(run.total_batch / ((int64_t)run.B * run.T * comm.world)); }
