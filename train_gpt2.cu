@@ -93,7 +93,7 @@ constexpr int kLossScaleSteps = 1000;
 // Every tensor, and every layer's part of one, begins at a multiple of so many bytes, as from cudaMalloc. The
 // kernels' vectors need 16; the algorithms that cuBLASLt offers depend on more.
 constexpr size_t kAlign = 256;
-// A run stops after so many updates in a row were skipped because the gradient was not finite.
+// A run stops after so many updates in a row were skipped.
 constexpr int kMaxSkipsInARow = 20;
 constexpr int kMaxRewinds = 3;              // --on-bad-loss rewind: then the run stops all the same
 
@@ -1523,8 +1523,31 @@ static void square_sums(const SquareSums<floatX, float>& a, Stream stream) {
 
 // norm = sqrt(sum of squares of all gradients) / loss_scale, then the decision about this update, all on the
 // device: the host reads both a step later. One block; which thread adds a chunk or a lane depends on its
-// number in the job alone. The comparisons are such that NaN skips.
+// number in the job alone. The comparisons are such that a norm of NaN skips.
 constexpr int kDecisionThreads = 1024;
+
+// Standard deviations of x above the window's mean, or 0, as the twin (window_score_cpu) says when. By one
+// thread, in the twin's order and with its roundings, so that the same values are judged alike everywhere:
+// some microseconds (counted, not measured), and only where -sl or -sg asks for them.
+__device__ static float window_score(const Window& w, float x) {
+    if (w.count < kWindow) { return 0.0f; }
+    double sum = 0.0, squares = 0.0;
+#pragma unroll 16
+    for (int i = 0; i < kWindow; i++) { sum += w.values[i]; }
+    const double mean = sum / kWindow;
+#pragma unroll 16
+    for (int i = 0; i < kWindow; i++) {
+        const double d = w.values[i] - mean;
+        squares = fma(d, d, squares);
+    }
+    return squares > 0.0 ? (float)((x - mean) / sqrt(squares / kWindow)) : 0.0f;
+}
+
+__device__ static void window_add(Window* w, float x) {
+    if (!isfinite(x)) { return; }
+    w->values[w->count % kWindow] = x;
+    w->count++;
+}
 
 __global__ void update_decision_kernel(UpdateDecision<floatX, float> a) {
     __shared__ double shared[kWarp];
@@ -1552,16 +1575,25 @@ __global__ void update_decision_kernel(UpdateDecision<floatX, float> a) {
     const float scale = state->loss_scale;
     const float norm = (float)(sqrt(sum) / scale);
     state->norm = norm;
-    if (!isfinite(norm)) {
-        state->skip = 1;
-        state->skipped_in_a_row++;
+    const float max_loss = a.policy.max_loss_score, max_norm = a.policy.max_norm_score;
+    const float loss_score = max_loss > 0.0f ? window_score(state->losses, (float)loss) : 0.0f;
+    const float norm_score = max_norm > 0.0f ? window_score(state->norms, norm) : 0.0f;
+    state->loss_score = loss_score;
+    state->norm_score = norm_score;
+    window_add(&state->losses, (float)loss);
+    window_add(&state->norms, norm);
+    const bool finite = isfinite(norm);
+    const int skip = !finite ? SKIP_NOT_FINITE
+                     : loss_score > max_loss ? SKIP_LOSS
+                     : norm_score > max_norm ? SKIP_NORM : SKIP_NO;
+    state->skip = skip;
+    state->skipped_in_a_row = skip == SKIP_NO ? 0 : state->skipped_in_a_row + 1;
+    state->t += skip == SKIP_NO;
+    if (!finite) {
         state->good_steps = 0;
         if (a.policy.dynamic_loss_scale) { state->loss_scale = fmaxf(scale * 0.5f, 1.0f); }
         return;
     }
-    state->skip = 0;
-    state->skipped_in_a_row = 0;
-    state->t++;
     const float clip = a.max_norm / (norm + kClipEps);
     state->grad_scale = (a.max_norm > 0.0f && clip < 1.0f ? clip : 1.0f) / scale;
     state->good_steps++;
@@ -3465,6 +3497,7 @@ struct Options {                // what a run may choose; fixed after gpt2_alloc
     bool tf32;                  // FP32 builds: tensor cores for GEMMs and attention
     float weight_decay;         // on the tensors with two dimensions
     float loss_scale;           // FP16: where it starts; 0: kFirstLossScale
+    float skip_loss, skip_norm; // skip updates by so many standard deviations (UpdatePolicy); 0: never
     uint64_t seed;
     Split split;                // of the job among ranks
     int lanes = 1;              // of this rank, each with as many of its micro-steps
@@ -3869,8 +3902,8 @@ static void gpt2_set_param(GPT2* model, int i, int l, const float* values /*(ele
     stream_sync(model->stream);
 }
 
-// All of a tensor's master weights, on the device, until the next call. Where they are shared out (ZeRO stage 1
-// or 2) all ranks must ask at the same time.
+// All of a tensor's master weights, on the device, until the next call. Where they are shared out (ZeRO stage
+// 1 or 2) all ranks must ask at the same time.
 static const float* gpt2_whole_master(GPT2* model, int i, int l) {
     const ParamPlace place = param_place(model->param_specs, model->layout, i, l);
     const Bucket& b = model->layout.buckets[place.bucket];
@@ -3884,7 +3917,8 @@ static const float* gpt2_whole_master(GPT2* model, int i, int l) {
 }
 
 // from_master: as gpt2_whole_master, for all ranks at the same time.
-[[maybe_unused]] static void gpt2_get_param(GPT2* model, int i, int l, float* values /*(elems)*/, bool from_master) {
+[[maybe_unused]] static void gpt2_get_param(GPT2* model, int i, int l, float* values /*(elems)*/,
+                                            bool from_master) {
     const ParamSpec& s = model->param_specs[i];
     const void* device = gpt2_param_data(model, i, l);
     gpt2_await_params(model, param_place(model->param_specs, model->layout, i, l).bucket);
@@ -4336,7 +4370,8 @@ static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, doub
                      .record_bytes = model->record_bytes, .lanes_at = model->lanes_at, .ranks = split.world,
                      .lanes = o.lanes, .interleaved = split.zero == 2, .ranges = model->ranges,
                      .num_ranges = (int)layout.buckets.size(), .max_norm = max_norm,
-                     .policy = {kFp16, kLossScaleSteps, kMaxLossScale}}, model->stream);
+                     .policy = {kFp16, kLossScaleSteps, kMaxLossScale, o.skip_loss, o.skip_norm}},
+                    model->stream);
     if (model->snapshot_under_way) { stream_wait(model->stream, model->snapshot); }
     model->snapshot_under_way = false;
     for (const UpdateRows& u : updates) {
@@ -4580,9 +4615,9 @@ static const char* state_type(const ParamSpec& s) {
 
 // ---- saving ----
 // The device copies what is saved into pinned memory while the following steps go on, of which only the next
-// update waits for it; then a thread writes it. Where there is no memory for all of it, or nothing follows, it
-// goes in groups, and the host waits for each. Each rank saves the master weights, m and v that it holds, and
-// rank 0 the parameters.
+// update waits for it; then a thread writes it. Where there is no memory for all of it, or nothing follows,
+// it goes in groups, and the host waits for each. Each rank saves the master weights, m and v that it holds,
+// and rank 0 the parameters.
 
 struct SavedPiece {
     StateRow row;
@@ -4630,8 +4665,8 @@ static std::vector<SavedPiece> saved_pieces(const GPT2* model) {
                                   in_model, 0});
             };
             if (first) {
-                pieces.push_back({row("param", state_type(s), 0, s.elems), gpt2_param_data(model, i, l), i, l, true,
-                                  !from_master, 0});
+                pieces.push_back({row("param", state_type(s), 0, s.elems), gpt2_param_data(model, i, l), i, l,
+                                  true, !from_master, 0});
             }
             if (model->master) { add_held("master", model->master, from_master && split.zero == 0); }
             add_held("m", model->m, false);
@@ -4660,7 +4695,7 @@ static void saver_init(Saver* saver, GPT2* model, const Logger* logger, const st
         largest = std::max(largest, p.bytes());
     }
     // half of what is free, for all ranks of this machine
-    const size_t most = proc_bytes("/proc/meminfo", "MemAvailable") / 2 / (size_t)std::max(1, comm.local_world);
+    const size_t most = proc_bytes("/proc/meminfo", "MemAvailable") / 2 / (size_t)comm.local_world;
     saver->capacity = at_once && all <= most ? all : largest;
     if (at_once && saver->capacity < all) {
         warn("host memory is short: a checkpoint of %s is written in parts, and training waits for it",
@@ -4706,8 +4741,8 @@ static void saver_write(Saver* saver, size_t group, int64_t step, const Facts& f
     if (has_state) { state_commit(&saver->state); }
 }
 
-// Until the thread is idle. A slow disk is no reason to give the job up: what is being written is all there is
-// of it.
+// Until the thread is idle. A slow disk is no reason to give the job up: what is being written is all there
+// is of it.
 constexpr double kDiskPatience = 3600;          // seconds for a group of tensors and their way to the disk
 static void saver_wait(Saver* saver) {
     comm_progress(saver->model->step);
@@ -4716,8 +4751,8 @@ static void saver_wait(Saver* saver) {
     comm_progress(saver->model->step);
 }
 
-// Asked by all ranks between steps: has everybody written what belongs to the last checkpoint? Then rank 0 puts
-// the marker beside it, and removes what is too old. wait: until all this is done.
+// Asked by all ranks between steps: has everybody written what belongs to the last checkpoint? Then rank 0
+// puts the marker beside it, and removes what is too old. wait: until all this is done.
 static void saver_advance(Saver* saver, bool wait) {
     const std::string folder = saver->folder;
     const int64_t step = saver->step;
@@ -4793,24 +4828,15 @@ static void saver_free(Saver* saver) {
 
 // ---- resuming ----
 
-// What is saved of the update's state, by name.
-template <class F> static void state_fields(UpdateState* s, F field) {
-    field("t", &s->t);
-    field("loss_scale", &s->loss_scale);
-    field("good_steps", &s->good_steps);
-    field("norm", &s->norm);
-    field("grad_scale", &s->grad_scale);
-    field("skip", &s->skip);
-    field("skipped_in_a_row", &s->skipped_in_a_row);
-}
-
 static Facts model_facts(GPT2* model) {
     const Config& c = model->config;
     DeviceState state = gpt2_read_state(model);
     Facts facts = {{"precision", PRECISION_NAME}, {"step", std::to_string(model->step)},
                    {"model", format("%d %d %d %d %d %d", c.maxT, c.V, c.Vp, c.L, c.NH, c.C)}};
-    state_fields(&state.update, [&](const char* name, auto* value) {
-        facts.push_back({std::string("update.") + name, format("%.17g", (double)*value)});
+    update_state_fields(state.update, [&](const char* name, auto* values, int count) {
+        std::string text;
+        for (int i = 0; i < count; i++) { text += format(i ? " %.17g" : "%.17g", (double)values[i]); }
+        facts.push_back({std::string("update.") + name, text});
     });
     return facts;
 }
@@ -4892,7 +4918,8 @@ static Checkpoint checkpoint_find(const std::string& folder, int64_t last, std::
 
 typedef std::multimap<std::string, std::pair<size_t, size_t>> PieceIndex;      // name -> file, row
 
-// Elements [begin, end) of a tensor, out of whatever pieces the files have of it. Returns what is wrong, or "".
+// Elements [begin, end) of a tensor, out of whatever pieces the files have of it. Returns what is wrong, or
+// "".
 static std::string checkpoint_read(const Checkpoint* c, const PieceIndex& index, const std::string& name,
                                    const char* type, const ParamSpec& s, size_t begin, size_t end,
                                    std::vector<char>* to) {
@@ -4938,7 +4965,8 @@ static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
         for (int l = 0; l < s.copies; l++) {
             const HeldPart part = gpt2_held_part(model, i, l);
             const std::string name = "." + state_name(s, l);
-            std::string error = checkpoint_read(c, index, "param" + name, state_type(s), s, 0, s.elems, &data);
+            std::string error = checkpoint_read(c, index, "param" + name, state_type(s), s, 0, s.elems,
+                                                &data);
             if (!error.empty()) { return error; }
             copy_to_device(gpt2_param_data(model, i, l), data.data(), data.size(), model->stream);
             stream_sync(model->stream);
@@ -4955,10 +4983,18 @@ static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
         }
     }
     DeviceState state = {};
-    state_fields(&state.update, [&](const char* field, auto* value) {
-        *value = (std::remove_reference_t<decltype(*value)>)fact_number(c->facts,
-                                                                        std::string("update.") + field);
+    std::string missing;
+    update_state_fields(state.update, [&](const char* field, auto* values, int count) {
+        const std::string* text = facts_find(c->facts, std::string("update.") + field);
+        const char* at = text ? text->c_str() : "";
+        for (int i = 0; i < count; i++) {
+            char* end;
+            values[i] = (std::remove_reference_t<decltype(values[0])>)strtod(at, &end);
+            if (end == at) { missing = field; }
+            at = end;
+        }
     });
+    if (!missing.empty()) { return "the files do not say update." + missing; }
     copy_to_device(model->state, &state, sizeof(state), model->stream);
     stream_sync(model->stream);
     model->step = (uint32_t)c->step;
@@ -5045,7 +5081,7 @@ struct RunConfig {
     int checkpoint_every, keep, major_every, resume, on_bad_loss;
     int val_every, val_batches, sample_every, sample_tokens, num_samples, top_k;
     double temperature;
-    double lr, final_fraction, weight_decay, beta1, beta2, eps, grad_clip;
+    double lr, final_fraction, weight_decay, beta1, beta2, eps, grad_clip, skip_loss, skip_norm;
     int64_t warmup;
     int schedule, overfit, tf32, master, shuffle, kernels;
     int64_t seed;
@@ -5102,6 +5138,10 @@ static const Flag kFlags[] = {
         "AdamW", FLAG_FIXED},
     {"",    "grad-clip",       FLAG_FLOAT,  &run.grad_clip,      "1",       0, 1e30, nullptr,
         "largest gradient norm; 0: no clipping", FLAG_FIXED},
+    {"sl",  "skip-loss",       FLAG_FLOAT,  &run.skip_loss,      "0",       0, 1e30, nullptr,
+        "skip updates whose loss is so many standard deviations above the last 128; 0: none"},
+    {"sg",  "skip-norm",       FLAG_FLOAT,  &run.skip_norm,      "0",       0, 1e30, nullptr,
+        "likewise the gradient's norm, before clipping"},
     {"",    "seed",            FLAG_INT64,  &run.seed,           "1337",    0, 9e15, nullptr,
         "initial weights, data order, samples, stochastic rounding", FLAG_FIXED},
     {"",    "shuffle",         FLAG_BOOL,   &run.shuffle,        "1",       0, 1, nullptr,
@@ -5181,8 +5221,8 @@ static void settings_keep() {
     for (const Flag& flag : kFlags) { run_texts.push_back(flags_text(&flag)); }
 }
 
-// Goes on with the settings of a run. What they left open is as it was settled then, so that the run stays the
-// same on another number of ranks: the batch and its lanes.
+// Goes on with the settings of a run. What they left open is as it was settled then, so that the run stays
+// the same on another number of ranks: the batch and its lanes.
 static void settings_resume(const Facts& from) {
     static const Facts facts = from;            // whose texts the flags point to from now on
     auto saved = [&](const char* name) {
@@ -5203,9 +5243,10 @@ static void settings_resume(const Facts& from) {
     }
     const std::string* precision = facts_find(facts, "precision");
     if (!precision || *precision != PRECISION_NAME) {
-        die("the run in -o %s is in %s, and this program computes in %s\nhint: make train_gpt2cu PRECISION=%s",
-            run.output_dir, precision ? precision->c_str() : "nothing known", PRECISION_NAME,
-            precision ? precision->c_str() : "BF16");
+        const std::string then = precision ? *precision : "no known type";
+        die("the run in -o %s is in %s, and this program computes in %s\n"
+            "hint: make train_gpt2cu PRECISION=%s", run.output_dir, then.c_str(), PRECISION_NAME,
+            then.c_str());
     }
 }
 
@@ -5231,9 +5272,11 @@ static void lanes_check(int64_t micro_steps) {
     const std::string error = lanes_error(run.lanes, micro_steps, comm.world, zero);
     if (error.empty()) { return; }
     const int64_t good = lanes_default(micro_steps, comm.world, zero);
-    const std::string hint = run.resumed ? "a run that is resumed keeps its lanes: choose another number of ranks"
-        : lanes_error(good, micro_steps, comm.world, zero).empty()
-        ? format("--lanes %lld fits", (long long)good) : "--reduction nccl has no lanes";
+    std::string hint = "--reduction nccl has no lanes";
+    if (lanes_error(good, micro_steps, comm.world, zero).empty()) {
+        hint = format("--lanes %lld fits", (long long)good);
+    }
+    if (run.resumed) { hint = "a run that is resumed keeps its lanes: choose another number of ranks"; }
     die("--lanes %d: %s\nhint: %s", run.lanes, error.c_str(), hint.c_str());
 }
 
@@ -5317,6 +5360,8 @@ static Options run_options() {
     o.kernels = (Kernels)run.kernels;
     o.weight_decay = (float)run.weight_decay;
     o.loss_scale = std::max(kFirstLossScale, (float)exp2(ceil(log2((double)run.total_batch))));
+    o.skip_loss = (float)run.skip_loss;
+    o.skip_norm = (float)run.skip_norm;
     o.seed = (uint64_t)run.seed;
     o.split = {comm.rank, comm.world, comm.world > 1 ? run.zero : 0};
     o.lanes = run.lanes / comm.world;
@@ -5325,10 +5370,11 @@ static Options run_options() {
 }
 
 // == 11 training loop ==
-// SIGINT, SIGTERM, SIGHUP and SIGUSR1 (which schedulers send before the end) stop a training run. The loop looks
-// at the request between micro-steps, validation batches and generated tokens: a step that is not complete is
-// dropped without an update, because a grace period may be shorter than a step; a checkpoint of the last
-// complete one is saved, and nothing is validated or sampled any more. A second SIGINT does not wait.
+// SIGINT, SIGTERM, SIGHUP and SIGUSR1 (which schedulers send before the end) stop a training run. The loop
+// looks at the request between micro-steps, validation batches and generated tokens: a step that is not
+// complete is dropped without an update, because a grace period may be shorter than a step; a checkpoint of
+// the last complete one is saved, and nothing is validated or sampled any more. A second SIGINT does not
+// wait.
 static volatile sig_atomic_t stop_requested = 0;
 static void request_stop(int number) {
     if (stop_requested) {
@@ -5510,6 +5556,21 @@ struct Reports {
     int64_t ms_count;
 };
 
+// Says that a step's update was skipped, and why.
+static void report_skip(int64_t step, const DeviceState& state) {
+    const UpdateState& u = state.update;
+    const bool by_loss = u.skip == SKIP_LOSS;
+    if (comm.rank != 0 || u.skip == SKIP_NO) { return; }
+    if (u.skip == SKIP_NOT_FINITE) {
+        fprintf(stderr, "step %lld: the gradient is not finite (norm %f, loss %f): update skipped\n",
+                (long long)step + 1, u.norm, state.loss);
+    } else {
+        fprintf(stderr, "step %lld: %s %f is %.1f standard deviations above the mean of the last %d: "
+                "update skipped\n", (long long)step + 1, by_loss ? "loss" : "norm",
+                by_loss ? state.loss : u.norm, by_loss ? u.loss_score : u.norm_score, kWindow);
+    }
+}
+
 // True: too many updates in a row were skipped.
 static bool report_step(Reports* r, Logger* logger, const LrSchedule& schedule) {
     if (r->pending < 0) { return false; }
@@ -5535,12 +5596,7 @@ static bool report_step(Reports* r, Logger* logger, const LrSchedule& schedule) 
     fflush(stdout);
     logger_train(logger,
                  {step, state.loss, lr, state.update.norm, (step + 1) * run.total_batch, ms, tokens_per_s});
-    if (state.update.skip) {
-        if (comm.rank == 0) {
-            fprintf(stderr, "step %lld: the gradient is not finite (norm %f, loss %f): update skipped\n",
-                    (long long)step + 1, state.update.norm, state.loss);
-        }
-    }
+    report_skip(step, state);
     return state.update.skipped_in_a_row >= kMaxSkipsInARow;
 }
 
@@ -5644,17 +5700,20 @@ static void training_go_back(Training* t, const Checkpoint& c) {
                                (int64_t)fact_number(c.facts, "metrics_bytes")});
 }
 
-// --on-bad-loss: too many updates in a row were skipped. Goes back to the last checkpoint, but not to its data:
-// those that came since are passed over. All ranks come here, as they see the same.
+// --on-bad-loss: too many updates in a row were skipped. Goes back to the last checkpoint, but not to its
+// data: those that came since are passed over. All ranks come here, as they see the same.
 static void rewind_or_stop(Training* t) {
     const std::string what = format("%d updates in a row were skipped", kMaxSkipsInARow);
-    const char* hint = "\nhint: a smaller -l or a longer -u; look at the data";
+    const bool outliers = run.skip_loss > 0 || run.skip_norm > 0;
+    const char* hint = outliers ? "\nhint: look at the data; a larger -sl or -sg skips less"
+                                : "\nhint: a smaller -l or a longer -u; look at the data";
     if (t->saves) { saver_advance(&t->saver, true); }
     if (run.on_bad_loss == 0) {
         const std::string last = t->saves && t->saver.step >= 0
             ? format("the last checkpoint is of step %lld", (long long)t->saver.step)
             : std::string("there is no checkpoint");
-        die("%s: the run stops after step %lld, and %s%s", what.c_str(), (long long)t->step, last.c_str(), hint);
+        die("%s: the run stops after step %lld, and %s%s", what.c_str(), (long long)t->step, last.c_str(),
+            hint);
     }
     if (t->rewinds >= kMaxRewinds) {
         die("%s, after going back %d times: the run stops%s", what.c_str(), t->rewinds, hint);
@@ -5849,8 +5908,8 @@ static void check_same_job(const DataLoader& train_loader, const DataLoader& val
     comm_check_same(facts);
 }
 
-// -y 1: the last checkpoint of the run in -o, and the settings that it began with. Where there is none, the run
-// begins; but not over checkpoints that only cannot be read.
+// -y 1: the last checkpoint of the run in -o, and the settings that it began with. Where there is none, the
+// run begins; but not over checkpoints that only cannot be read.
 static Checkpoint find_resumed(std::set<int64_t>* bad) {
     if (!run.resume || run.output_dir[0] == '\0') { settings_keep(); return Checkpoint(); }
     Checkpoint c = checkpoint_find(run.output_dir, INT64_MAX, bad);

@@ -2,12 +2,12 @@
 The checkpoints in a run's folder, and the thread that writes them. Host only.
 
     model_00001000.bin          the model, for everybody; its header's last words may hold a checksum
-    state_00001000_00000.bin    all else that a resumed run needs (llmc/state_file.h), of each rank that had some
+    state_00001000_00000.bin    what else a resumed run needs (llmc/state_file.h), of each rank that had some
     DONE_00001000               comes last: names, sizes and checksums of the others
 
     for (int64_t step : checkpoint_steps(folder)) { ... }       // those with a DONE, oldest first
     std::vector<std::string> states;
-    std::string error = checkpoint_check(folder, step, &states);    // "": whole, but for the tensors' checksums
+    std::string error = checkpoint_check(folder, step, &states);    // "": whole, up to the tensors' checksums
     checkpoint_done(folder, step, states);              // when all its files are on disk
     checkpoint_retain(folder, step, {3, 1000, {}});     // keeps the last three and each thousandth
 
@@ -74,8 +74,8 @@ static inline std::vector<int64_t> checkpoint_steps(const std::string& folder) {
 }
 
 // ---- a model's checksum ----
-// Words 254 and 255 of a model file's header of 256 int32 hold the XXH64 of the file as it is with zeros there.
-// Zero: the file has none.
+// Words 254 and 255 of a model file's header of 256 int32 hold the XXH64 of the file as it is with zeros
+// there. Zero: the file has none.
 constexpr int kModelChecksumWord = 254;
 
 static inline uint64_t model_checksum(const int* header /*(256)*/) {

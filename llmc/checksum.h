@@ -1,7 +1,7 @@
 /*
 XXH64, the 64-bit checksum of Collet's xxHash (its specification: "XXH64 algorithm", xxHash fast digest
-algorithm, version 0.1.1; seed 0 here). It is as fast as memory, and finds any damage but one in 2^64; it is no
-protection against somebody who means harm. Host only.
+algorithm, version 0.1.1; seed 0 here). It is as fast as memory and finds any damage but one in 2^64; it is
+no protection against somebody who means harm. Host only.
 
     uint64_t sum = checksum(data, bytes);
 
