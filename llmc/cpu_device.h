@@ -1,7 +1,8 @@
 /*
 The CPU side of the seam in train_gpt2.cu: the device runtime in plain C++ and the ops by their launcher
 names. The trainer calls matmul_forward(...), device_malloc(...) and so on in both builds; here they are the
-twins of llmc/cpu_ops.h and malloc. Everything is synchronous, so streams and events do nothing.
+twins of llmc/cpu_ops.h and malloc. Everything is synchronous, so streams and events do nothing. Only in
+llmc/lazy_streams.h, which tests the program's waits (-DLAZY_STREAMS), they do.
 
     #define GPT2_CPU, then #include "llmc/cpu_device.h"; compile with g++ -fopenmp.
 */
@@ -37,7 +38,7 @@ template <class Args> static void break_outputs(const Args& args, int stream);  
 struct DeviceInfo { std::string name; size_t memory_free, memory_total; };
 
 #ifdef LAZY_STREAMS
-#include "lazy_streams.h"   // gives: Event, stream_wait, ..., for a test: work waits until the host asks for it
+#include "lazy_streams.h"   // gives: the same names as here; for a test, work is done as late as may be
 #else
 struct Event { double* seconds; };              // when it was recorded
 constexpr bool kDeviceIsAsync = false;          // a call has done its work when it returns
@@ -213,9 +214,9 @@ static inline size_t attention_backward_scratch_bytes(int B, int T, int NH) {
 }
 
 #ifdef LAZY_STREAMS     // what follows calls the host's collectives by these names
-#define comm_any(...) (lazy_host_turn(), comm_any(__VA_ARGS__))
-#define comm_all_gather(...) (lazy_host_turn(), comm_all_gather(__VA_ARGS__))
-#define comm_broadcast(...) (lazy_host_turn(), comm_broadcast(__VA_ARGS__))
+#define comm_any(...) (LazyHostTurn(), comm_any(__VA_ARGS__))
+#define comm_all_gather(...) (LazyHostTurn(), comm_all_gather(__VA_ARGS__))
+#define comm_broadcast(...) (LazyHostTurn(), comm_broadcast(__VA_ARGS__))
 #endif
 
 #endif  // LLMC_CPU_DEVICE_H

@@ -15,7 +15,8 @@ and as little of it as that needs. Which of the streams that can go on does so i
     GPT2_LAZY=random:SEED       any
 
 All of these are orders that CUDA allows. Like there, the host's waits are event_wait, event_ms, stream_sync,
-to free memory, and copies to memory that is not pinned. Copies from such memory take its data at once.
+to free memory, and copies to memory that is not pinned. Copies from such memory take its data at once. Of
+all this, other threads than main's may call event_wait only.
 */
 #ifndef LLMC_LAZY_STREAMS_H
 #define LLMC_LAZY_STREAMS_H
@@ -23,12 +24,15 @@ to free memory, and copies to memory that is not pinned. Copies from such memory
 #include <stdint.h>     // gives: uint64_t
 #include <stdlib.h>     // gives: getenv, strtoull
 #include <string.h>     // gives: memcpy, strcmp, strncmp
+#include <unistd.h>     // gives: usleep
 
 #include <deque>        // gives: std::deque
 #include <functional>   // gives: std::function
 #include <map>          // gives: std::map
 #include <memory>       // gives: std::shared_ptr
+#include <mutex>        // gives: std::recursive_mutex
 #include <random>       // gives: std::mt19937_64
+#include <thread>       // gives: std::this_thread
 #include <vector>       // gives: std::vector
 
 #include "check.h"      // gives: die
@@ -50,24 +54,33 @@ struct LazyState {
     std::vector<LazyStream> streams;
     uint64_t turns_queued = 0, turns_done = 0;
     bool met = false;           // all ranks have agreed on the next collective
+    uint64_t calls = 0;         // how often work was queued or waited for
     std::map<const char*, size_t> pinned;       // where it begins: bytes
     bool other_first = false, random = false;
     std::mt19937_64 draw;
+    std::recursive_mutex mutex;                 // held by whoever looks at all this
+    const std::thread::id main = std::this_thread::get_id();
 };
 
-static inline LazyState lazy_begin() {
-    LazyState state;
+static inline LazyState* lazy_begin() {
+    LazyState* state = new LazyState;           // never freed: exit() does not wait for other threads
     const char* policy = getenv("GPT2_LAZY");
     if (!policy) { return state; }
-    state.other_first = strcmp(policy, "other-first") == 0;
-    state.random = strncmp(policy, "random:", 7) == 0;
-    if (state.random) { state.draw.seed(strtoull(policy + 7, nullptr, 10)); }
-    else if (!state.other_first && strcmp(policy, "main-first") != 0) {
+    state->other_first = strcmp(policy, "other-first") == 0;
+    state->random = strncmp(policy, "random:", 7) == 0;
+    if (state->random) { state->draw.seed(strtoull(policy + 7, nullptr, 10)); }
+    else if (!state->other_first && strcmp(policy, "main-first") != 0) {
         die("GPT2_LAZY='%s': choose main-first, other-first or random:SEED", policy);
     }
     return state;
 }
-static LazyState lazy = lazy_begin();
+static LazyState& lazy = *lazy_begin();
+
+struct LazyLock {
+    LazyLock() { lazy.mutex.lock(); }
+    ~LazyLock() { lazy.mutex.unlock(); }
+    LazyLock(const LazyLock&) = delete;
+};
 
 // ---- running ----
 
@@ -75,6 +88,7 @@ static inline bool lazy_passed(const LazyPoint& p) {
     return p.number == 0 || lazy.streams[p.stream].done >= p.number;
 }
 static inline LazyPoint lazy_end(Stream stream) {
+    LazyLock lock;
     return {stream, lazy.streams[stream].done + lazy.streams[stream].queue.size()};
 }
 
@@ -96,10 +110,16 @@ static inline void lazy_step() {
     s->done++;
 }
 
-static inline void lazy_run(const LazyPoint& until) { while (!lazy_passed(until)) { lazy_step(); } }
+static inline void lazy_run(const LazyPoint& until) {
+    LazyLock lock;
+    lazy.calls++;
+    while (!lazy_passed(until)) { lazy_step(); }
+}
 
 static inline LazyPoint on_stream(Stream stream, std::function<void()> work, LazyPoint after = {},
                                   uint64_t turn = 0) {
+    LazyLock lock;
+    lazy.calls++;
     lazy.streams[stream].queue.push_back({std::move(work), after, turn});
     return lazy_end(stream);
 }
@@ -124,18 +144,22 @@ static inline void in_turn(Stream stream, std::function<void()> collective) {
     }, {}, ++lazy.turns_queued);
 }
 
-// Stands before each collective of the host.
-static inline void lazy_host_turn() {
-    CommWait waiting;
-    while (comm_state && comm_meet(kLazyMeet, 0, 0) > 0) {
-        lazy.met = true;
-        while (lazy.met) { lazy_step(); }
+// Lives as long as a collective of the host.
+struct LazyHostTurn {
+    LazyLock lock;
+    LazyHostTurn() {
+        CommWait waiting;
+        while (comm_state && comm_meet(kLazyMeet, 0, 0) > 0) {
+            lazy.met = true;
+            while (lazy.met) { lazy_step(); }
+        }
     }
-}
+};
 
 // ---- the runtime, as in llmc/cuda_device.h ----
 
 static inline Stream stream_create() {
+    LazyLock lock;
     lazy.streams.emplace_back();
     return (Stream)lazy.streams.size() - 1;
 }
@@ -147,9 +171,23 @@ static inline void device_sync() { for (Stream s = 0; s < (int)lazy.streams.size
 static inline Event event_create() { return {std::make_shared<LazyEvent>()}; }
 static inline void event_destroy(Event) {}
 static inline void event_record(const Event& event, Stream stream) {
+    LazyLock lock;
     event.at->recorded = on_stream(stream, [at = event.at] { at->seconds = comm_now(); });
 }
-static inline void event_wait(const Event& event) { lazy_run(event.at->recorded); }
+static inline void event_wait(const Event& event) {
+    LazyLock lock;
+    const LazyPoint until = event.at->recorded;
+    // Another thread's wait is late too: it leaves the work to main, unless main has called nothing for a
+    // while, and so may be waiting for that thread.
+    const bool is_main = std::this_thread::get_id() == lazy.main;
+    for (uint64_t seen = 0; !is_main && !lazy_passed(until) && seen != lazy.calls;) {
+        seen = lazy.calls;
+        lazy.mutex.unlock();
+        usleep(20000);
+        lazy.mutex.lock();
+    }
+    lazy_run(until);
+}
 static inline void stream_wait(Stream stream, const Event& event) {
     on_stream(stream, [] {}, event.at->recorded);
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Does everything wait for what it needs? On a GPU a missing stream_wait or event_wait is a race that most runs
-win. llmc/lazy_streams.h is a CPU build whose streams do their work late, in several orders; a run has to leave
-the same bytes as the ordinary build, which does everything at once and so needs no waiting.
+"""Does everything wait for what it needs? On a GPU a missing stream_wait or event_wait is a race that most
+runs win. llmc/lazy_streams.h makes a CPU build whose streams do their work late, in several orders; a run has
+to leave the same bytes as the ordinary build, which does everything at once and so needs no waiting.
 
     python3 dev/test/test_lazy.py build/train_gpt2lazy              # half a minute of one core
     python3 dev/test/test_lazy.py build/train_gpt2lazy --slow       # many random orders
@@ -21,7 +21,8 @@ POLICIES = ["main-first", "other-first", "random:1", "random:2"]
 MORE_POLICIES = [f"random:{seed}" for seed in range(3, 40)]         # --slow
 Program.usual = {"-e": "L2,NH2,C32,T16,V256", "-i": "train.bin", "-j": "val.bin", "-b": 1, "-z": 8 * 16,
                  "-x": 4, "-v": 0, "-s": 0, "-f": 0, "-l": "1e-2", "-k": "constant"}
-ONE_LAYER, FIVE = "L1,NH2,C32,T16,V256", "L5,NH3,C24,T16,V300"
+# wte is the largest tensor by far, or hardly larger than a bucket's smallest size
+ONE_LAYER, FIVE = "L1,NH2,C16,T16,V3000", "L5,NH3,C24,T16,V300"
 
 # What is run: flags of runs one after another, which leave their files in one folder.
 RUNS = {
@@ -30,6 +31,7 @@ RUNS = {
     "2 ranks, zs 0": [{"--gpus": 2}],
     "2 ranks, zs 1": [{"--gpus": 2, "-zs": 1}],
     "2 ranks, zs 2": [{"--gpus": 2, "-zs": 2}],
+    "2 ranks, zs 1, --check-ranks": [{"--gpus": 2, "-zs": 1, "--check-ranks": 1}],
     "2 ranks, zs 1, one layer": [{"--gpus": 2, "-zs": 1, "-e": ONE_LAYER}],
     # ranks that have no validation rows, and rank 0's samples: some run ahead of the others
     "4 ranks, zs 0, five layers": [{"--gpus": 4, "-e": FIVE, "-v": 2, "-m": 3, "-s": 2, "-g": 4}],
