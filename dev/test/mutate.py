@@ -34,6 +34,7 @@ LIMIT_S = 240                           # a suite takes seconds: what does not e
 
 # program: its source and its flags
 PROGRAMS = {f"{name}_gpt2cpu": f"-DGPT2_CPU -x c++ {name}_gpt2.cu" for name in ("train", "test")}
+PROGRAMS["build/train_gpt2lazy"] = "-DLAZY_STREAMS " + PROGRAMS["train_gpt2cpu"]
 PROGRAMS.update({f"build/test_{name}": f"dev/test/test_{name}.cpp"
                  for name in ("host", "dataloader", "token_buckets", "tokenizer", "cpu_ops", "data_tools",
                               "comm")})
@@ -55,6 +56,8 @@ SUITES = {
     "cli": (["train_gpt2cpu"], [PYTHON, "dev/test/test_cli.py", "./train_gpt2cpu"]),
     "ranks": (["train_gpt2cpu"], [PYTHON, "dev/test/test_ranks.py", "./train_gpt2cpu", "--quick"]),
     "comm": (["build/test_comm"], ["build/test_comm"]),
+    "lazy": (["train_gpt2cpu", "build/train_gpt2lazy"],
+             [PYTHON, "dev/test/test_lazy.py", "build/train_gpt2lazy"]),
 }
 
 
