@@ -312,8 +312,8 @@ static inline void comm_judge_hub() {
     const bool silent = now - hub.heard > comm_limits.silence;
     if (hub.bye || (!hub.closed && !silent)) { gone_since = 0; return; }
     if (gone_since == 0) { gone_since = now; }
-    // If a signal has been passed on, the launcher may know that it ended rank 0, and is given time to say so;
-    // an mpirun may want to end us, too.
+    // If a signal was passed on, the launcher may know that it ended rank 0, and is given time to say so; an
+    // mpirun may want to end us, too.
     const bool mine = s->job.page || s->job.rank == s->job.deputy;
     const double first = s->job.page && s->job.page->forwarded ? 0.6 * kCommGrace : 0.3;
     const double delay = s->job.page ? first + 0.05 * std::min(s->job.rank, 20) : mine ? first : 1.5;
