@@ -229,8 +229,8 @@ static inline int comm_listen(const CommAddress& a, int* port) {
         a.port.c_str(), strerror(error));
 }
 
-// Where nobody listens, the system may choose the very port that is called for the near end of a connection,
-// and the caller meets himself, who has the right secret.
+// Where nobody listens, the system may choose the very port that is called for the near end of a connection:
+// then the caller meets himself, who has the right secret.
 static inline bool comm_meets_itself(int fd) {
     struct sockaddr_storage ends[2] = {};
     socklen_t sizes[2] = {sizeof(ends[0]), sizeof(ends[1])};
