@@ -5183,7 +5183,9 @@ static void settings_keep() {
 
 // Goes on with the settings of a run. What they left open is as it was settled then, so that the run stays the
 // same on another number of ranks: the batch and its lanes.
-static void settings_resume(const Facts& facts) {
+static void settings_resume(const Facts& from) {
+    static Facts facts;                 // the settings point into these texts to the end of the program
+    facts = from;
     auto saved = [&](const char* name) {
         const std::string* text = facts_find(facts, std::string("flag.") + name);
         return text ? text->c_str() : nullptr;
@@ -5600,13 +5602,15 @@ struct Training {
     int64_t step;               // steps done
     int64_t position;           // of the data of the next one
     int rewinds;
-    std::set<int64_t> bad;      // checkpoints that were found damaged
+    int64_t validated;          // the last number of steps at which the run was validated; -1: none
+    LoggerPlace before_validation;      // then
 };
 
 // What a checkpoint says of the run beside the tensors.
 static Facts run_facts(const Training* t) {
     Facts facts = model_facts(t->model);
-    const LoggerPlace place = logger_place(t->logger);
+    // who goes on from here validates here, too
+    const LoggerPlace place = t->validated == t->step ? t->before_validation : logger_place(t->logger);
     const struct { const char* name; int64_t value; } numbers[] = {
         {"position", t->position}, {"rewinds", t->rewinds}, {"ranks", comm.world}, {"lanes", run.lanes},
         {"T", run.T}, {"total_batch", run.total_batch}, {"tokens", t->step * run.total_batch},
@@ -5635,6 +5639,7 @@ static void training_go_back(Training* t, const Checkpoint& c) {
     t->step = c.step;
     t->position = (int64_t)fact_number(c.facts, "position");
     t->rewinds = std::max(t->rewinds, (int)fact_number(c.facts, "rewinds"));
+    t->validated = -1;
     t->saver->step = c.step;
     logger_go_back(t->logger, {(int64_t)fact_number(c.facts, "main_log_bytes"),
                                (int64_t)fact_number(c.facts, "metrics_bytes")});
@@ -5658,8 +5663,9 @@ static void rewind_or_stop(Training* t) {
     stream_sync(t->model->stream);
     stream_sync(t->model->comm_stream);
     const int64_t from = t->step, position = t->train_loader->position;
-    Checkpoint c = checkpoint_find(t->saver->folder, from, &t->bad);
-    checkpoint_resume(t->model, &c, t->saver->folder, &t->bad);
+    std::set<int64_t>* bad = &t->saver->retention.bad;
+    Checkpoint c = checkpoint_find(t->saver->folder, from, bad);
+    checkpoint_resume(t->model, &c, t->saver->folder, bad);
     if (c.step < 0) { die("%s, and there is no checkpoint to go back to%s", what.c_str(), hint); }
     DeviceState state = gpt2_read_state(t->model);
     state.update.skipped_in_a_row = 0;
@@ -5699,7 +5705,11 @@ static void train(Training* t) {
         if (t->saver) { saver_advance(t->saver, false); }
         if ((val_due || sample_due || save_due) && !report()) { continue; }
         if (save_due) { save(t); }
-        if (val_due) { validate(model, t->val_loader, logger, step); }
+        if (val_due) {
+            t->validated = step;
+            t->before_validation = logger_place(logger);
+            validate(model, t->val_loader, logger, step);
+        }
         if (sample_due) { generate(model, t->tokenizer, t->has_text, step); }
         if (reports.pending < 0) {
             event_record(reports.started, model->stream);
@@ -5958,7 +5968,7 @@ int main(int argc, char** argv) {
         logger_run(&logger, kFlags, kNumFlags, {{"precision", PRECISION_NAME}, {"device", device.name}});
         Saver saver = {};
         Training training = {&model, &train_loader, &val_loader, &tokenizer, has_text, &logger,
-                             folder.empty() ? nullptr : &saver, device.name, 0, 0, 0, bad};
+                             folder.empty() ? nullptr : &saver, device.name, 0, 0, 0, -1, {}};
         if (!folder.empty()) {
             const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < run.max_steps;
             saver_init(&saver, &model, &logger, folder, at_once, {run.keep, run.major_every, bad});
