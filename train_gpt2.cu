@@ -5660,13 +5660,15 @@ struct Training {
     int64_t step = 0;           // steps done
     int64_t position = 0;       // of the data of the next one
     int rewinds = 0;
-    std::set<int64_t> bad;      // checkpoints that were found damaged
+    int64_t validated = -1;     // the last number of steps at which the run was validated; -1: none
+    LoggerPlace before_validation = {};     // then
 };
 
 // What a checkpoint says of the run beside the tensors.
 static Facts run_facts(Training* t) {
     Facts facts = model_facts(&t->model);
-    const LoggerPlace place = logger_place(&t->logger);
+    // who goes on from here validates here, too
+    const LoggerPlace place = t->validated == t->step ? t->before_validation : logger_place(&t->logger);
     const struct { const char* name; int64_t value; } numbers[] = {
         {"position", t->position}, {"rewinds", t->rewinds}, {"ranks", comm.world}, {"lanes", run.lanes},
         {"T", run.T}, {"total_batch", run.total_batch}, {"tokens", t->step * run.total_batch},
@@ -5695,6 +5697,7 @@ static void training_go_back(Training* t, const Checkpoint& c) {
     t->step = c.step;
     t->position = (int64_t)fact_number(c.facts, "position");
     t->rewinds = std::max(t->rewinds, (int)fact_number(c.facts, "rewinds"));
+    t->validated = -1;
     t->saver.step = c.step;
     logger_go_back(&t->logger, {(int64_t)fact_number(c.facts, "main_log_bytes"),
                                (int64_t)fact_number(c.facts, "metrics_bytes")});
@@ -5721,8 +5724,9 @@ static void rewind_or_stop(Training* t) {
     stream_sync(t->model.stream);
     stream_sync(t->model.comm_stream);
     const int64_t from = t->step, position = t->train_loader.position;
-    Checkpoint c = checkpoint_find(t->saver.folder, from, &t->bad);
-    checkpoint_resume(&t->model, &c, t->saver.folder, &t->bad);
+    std::set<int64_t>* bad = &t->saver.retention.bad;
+    Checkpoint c = checkpoint_find(t->saver.folder, from, bad);
+    checkpoint_resume(&t->model, &c, t->saver.folder, bad);
     if (c.step < 0) { die("%s, and there is no checkpoint to go back to%s", what.c_str(), hint); }
     DeviceState state = gpt2_read_state(&t->model);
     state.update.skipped_in_a_row = 0;
@@ -5762,7 +5766,11 @@ static void train(Training* t) {
         if (t->saves) { saver_advance(&t->saver, false); }
         if ((val_due || sample_due || save_due) && !report()) { continue; }
         if (save_due) { save(t); }
-        if (val_due) { validate(model, &t->val_loader, logger, step); }
+        if (val_due) {
+            t->validated = step;
+            t->before_validation = logger_place(logger);
+            validate(model, &t->val_loader, logger, step);
+        }
         if (sample_due) { generate(model, &t->tokenizer, t->has_text, step); }
         if (reports.pending < 0) {
             event_record(reports.started, model->stream);
@@ -5970,7 +5978,7 @@ static void load_model(Training* t, const Config& config, const Options& options
     gpt2_allocate(model, config, options, run.B, run.T);
     print_model(*model);
     if (run.resumed) {
-        checkpoint_resume(model, resumed, run.output_dir, &t->bad);
+        checkpoint_resume(model, resumed, run.output_dir, &t->saver.retention.bad);
         if (resumed->step < 0) { die("-o %s: none of its checkpoints can be used", run.output_dir); }
     }
     else if (file_size(run.model) >= 0) { checkpoint_load(model, run.model); }
@@ -5986,7 +5994,8 @@ static void start_training(Training* t, Checkpoint* resumed) {
     logger_run(&t->logger, kFlags, kNumFlags, {{"precision", PRECISION_NAME}, {"device", t->device}});
     if (t->saves) {
         const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < run.max_steps;
-        saver_init(&t->saver, &t->model, &t->logger, folder, at_once, {run.keep, run.major_every, t->bad});
+        saver_init(&t->saver, &t->model, &t->logger, folder, at_once,
+                   {run.keep, run.major_every, t->saver.retention.bad});
     }
     if (run.resumed) {
         training_go_back(t, *resumed);
@@ -6010,7 +6019,7 @@ int main(int argc, char** argv) {
     run.comm.init = init.c_str();
     comm_start(run.comm, argc, argv);
     Training t;
-    Checkpoint resumed = find_resumed(&t.bad);
+    Checkpoint resumed = find_resumed(&t.saver.retention.bad);
     const Config config = config_check(run.resumed ? &resumed.facts : nullptr);
     Options options = run_options();
     const bool trains = run.max_steps != 0, generates = !trains && flags_given(kFlags, kNumFlags, "prompt");

@@ -1,0 +1,250 @@
+#!/usr/bin/env python3
+"""Runs that are stopped, killed, damaged and resumed: in the end they are the run that never stopped.
+
+    python3 dev/test/test_resume.py ./train_gpt2cpu                 # two cores: about a minute
+    python3 dev/test/test_resume.py ./train_gpt2cpu --kills 200     # more deaths
+    python3 dev/test/test_resume.py build/check/train_gpt2.BF16     # on a GPU
+    python3 dev/test/test_resume.py ./train_gpt2cpu -k damage       # only tests whose name contains a word
+
+The judge is the same command, never disturbed: main.log and the last model must be equal to the byte, and so
+must each tensor of the last state and what it says of the run; it is read here by a few lines of our own. A
+step takes a few milliseconds, so where a signal meets a run is chance: any moment must do.
+"""
+import functools
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+
+from test_ranks import enough, named, on_cpu, session_processes, side_by_side
+from trainer import *                   # gives: Program, Result, check, check_equal, main, write_shard, ...
+
+T_ROWS = 16
+SHAPE = f"L2,NH2,C32,T{T_ROWS},V256"
+# 16 rows a step: 24 steps are 4.2 epochs of three small shards
+Program.usual = {"-e": SHAPE, "-i": "part_*.bin", "-j": "val.bin", "-b": 1, "-z": 16 * T_ROWS, "-x": 24,
+                 "-n": 5, "-v": 6, "-m": 7, "-s": 0, "-f": 0, "-l": "1e-2", "-c": 0.1}
+ROWS = (37, 23, 31)
+STOPPING = "stopping after the last complete step; Ctrl-C: at once, unsaved\n"
+
+
+@functools.lru_cache(None)
+def data():
+    """Made once, for all tests."""
+    for i, rows in enumerate(ROWS):
+        write_shard(f"part_{i}.bin", sentences(10 + i, rows * T_ROWS + 1 + i))
+
+
+# ---- what is in a folder ----
+
+HEADER, ROW = struct.Struct("<8sIIQQQ24x"), struct.Struct("<64s16s6Q")
+
+
+def read_state(path):
+    """({fact: text}, [(name, type, rows, cols, begin, count, data)])"""
+    raw = read_bytes(path)
+    magic, version, pieces, facts_bytes, file_bytes, _ = HEADER.unpack_from(raw)
+    if (magic, version, file_bytes) != (b"GPT2STAT", 1, len(raw)):
+        raise ValueError(f"{path}: {magic}, version {version}, {len(raw)} bytes for {file_bytes}")
+    at = HEADER.size + pieces * ROW.size
+    text = raw[at:at + facts_bytes].decode()
+    facts = dict(line.split("=", 1) for line in text.splitlines())
+    table, at = [], at + facts_bytes
+    for i in range(pieces):
+        name, kind, rows, cols, begin, count, offset, _ = ROW.unpack_from(raw, HEADER.size + i * ROW.size)
+        size = count * (4 if kind.startswith(b"f32") else 2)
+        if offset != at:
+            raise ValueError(f"{path}: {name} at {offset}, not {at}")
+        table.append((name.rstrip(b"\0").decode(), kind.rstrip(b"\0").decode(), rows, cols, begin, count,
+                      raw[at:at + size]))
+        at += size
+    if at != len(raw):
+        raise ValueError(f"{path}: {len(raw) - at} bytes too many")
+    return facts, table
+
+
+def steps_of(folder):
+    """Of the whole checkpoints, oldest first."""
+    return sorted(int(name[5:]) for name in os.listdir(folder) if re.fullmatch(r"DONE_\d{8}", name))
+
+
+def last_state(folder):
+    """(step, facts, {tensor: (type, rows, cols, bytes)}) of the last checkpoint, whoever wrote which part."""
+    step = steps_of(folder)[-1]
+    paths = sorted(glob.glob(f"{folder}/state_{step:08d}_*.bin"))
+    facts, tensors = read_state(paths[0])[0], {}
+    for path in paths:
+        for name, kind, rows, cols, begin, count, raw in read_state(path)[1]:
+            width = len(raw) // count
+            whole = tensors.setdefault(name, (kind, rows, cols, bytearray(b"?" * (rows * cols * width))))
+            whole[3][begin * width:(begin + count) * width] = raw
+    return step, facts, tensors
+
+
+# what a resumed run may say otherwise: times, and who computed it on how many ranks
+OTHERWISE = re.compile("metrics_bytes|ranks|device|program|flag[.](output-dir|resume|gpus|check-ranks|zero-stage|"
+                       "recompute|checkpoint-every|max-steps|keep|major-every)")
+
+
+def unlike(folder, judge):
+    """What differs between the ends of two runs."""
+    if not os.path.isdir(folder) or not steps_of(folder):
+        return ["it has no checkpoint"]
+    (step, facts, tensors), (want_step, want_facts, want_tensors) = last_state(folder), last_state(judge)
+    if step != want_step:
+        return [f"its last checkpoint is of step {step}, not {want_step}"]
+    found = [key for key in {**facts, **want_facts}
+             if facts.get(key) != want_facts.get(key) and not OTHERWISE.fullmatch(key)]
+    found += [name for name in {**tensors, **want_tensors} if tensors.get(name) != want_tensors.get(name)]
+    for name in ("main.log", f"model_{step:08d}.bin"):
+        if read_bytes(f"{folder}/{name}") != read_bytes(f"{judge}/{name}"):
+            found.append(name)
+    return found
+
+
+def left_over(folder):
+    """Files that belong neither to the run nor to a whole checkpoint."""
+    whole = {f"{step:08d}" for step in steps_of(folder)}
+    return [name for name in sorted(os.listdir(folder))
+            if name not in ("main.log", "metrics.jsonl", "run.json")
+            and not (re.fullmatch(r"(DONE|model|state)_\d{8}(_\d{5})?(\.bin)?", name)
+                     and name.split("_")[1][:8] in whole)]
+
+
+# ---- runs ----
+
+@functools.lru_cache(None)
+def undisturbed_run(key):
+    data()
+    folder = f"judge{len(os.listdir())}_{abs(hash(key))}"
+    result = run({**dict(key), "-o": folder})
+    if result.code != 0 or result.err:
+        raise RuntimeError(f"the undisturbed run fails: {result.err}")
+    undisturbed_run.samples[folder] = result.samples()
+    return folder
+
+
+undisturbed_run.samples = {}
+
+
+def undisturbed(flags):
+    """The folder of the same command's run that nothing disturbs."""
+    return undisturbed_run(tuple(sorted((k, v) for k, v in flags.items() if k not in ("-o", "-y"))))
+
+
+class Started:
+    """A run in the background, in a session of its own; line by line, what it prints."""
+
+    def __init__(self, flags, words=None, before=(), threads=1, **popen):
+        data()
+        self.words = words or Program.command(flags)
+        leash = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+        # MALLOC_PERTURB_: what is read after it was freed is rubbish
+        self.err_file = tempfile.TemporaryFile()
+        self.p = subprocess.Popen(leash + list(before) + self.words, stdin=subprocess.DEVNULL,
+                                  stdout=subprocess.PIPE, stderr=self.err_file, start_new_session=True,
+                                  env=Program.environment(threads, MALLOC_PERTURB_=85), **popen)
+        self.out = b""
+
+    def until(self, text):
+        """Reads until a line begins with this. False: it has ended before."""
+        for line in self.p.stdout:
+            self.out += line
+            if line.decode("latin-1").startswith(text):
+                return True
+        return False
+
+    def ranks(self):
+        return [pid for _, pid in session_processes(self.p.pid)]
+
+    def result(self):
+        try:
+            self.out += self.p.communicate(timeout=LIMIT_S)[0]
+        except subprocess.TimeoutExpired:
+            os.killpg(self.p.pid, signal.SIGKILL)
+            self.p.wait()
+            return Result(None, "", f"no end after {LIMIT_S} s", self.words)
+        self.err_file.seek(0)
+        return Result(self.p.returncode, self.out.decode("latin-1"), self.err_file.read().decode("latin-1"),
+                      self.words)
+
+
+def interrupted(flags, step, *signals, words=None):
+    """Starts it and sends the signals after the line of that step."""
+    started = Started(flags, words)
+    started.until(f"step {step}/")
+    for number in signals:
+        started.p.send_signal(number)
+    return started.result()
+
+
+def resume_words(folder):
+    """Nothing but the folder: all else is the run's."""
+    return [Program.path, "-y", "1", "-o", folder]
+
+
+def story(title, flags, stops, alone=False):
+    """A run with stops [(step, signal)], each time resumed, and at last to its end. Returns what is wrong.
+    alone: resumed by -y 1 and -o only."""
+    flags = {**flags, "-y": 1, "-o": f"story_{abs(hash((title, named(flags), alone)))}"}
+    judge, wrong, began = undisturbed(flags), [], False
+    for step, number in stops + [(10**9, None)]:
+        words = resume_words(flags["-o"]) if alone and began else None
+        result = interrupted(flags, step, *[number] if number else [], words=words)
+        killed = result.code == -9 and number == signal.SIGKILL
+        if not killed and result.code != 0:
+            wrong.append(f"exit code {result.code} with {number}")
+        allowed = [STOPPING.strip()] if number else []
+        if not alone:
+            allowed.append("warning: the run in -o")                # it has no checkpoint: it begins anew
+        wrong += [line for line in result.err.splitlines() if not line.startswith(tuple(allowed))]
+        samples, wanted = result.samples(), undisturbed_run.samples[judge]
+        if not number and samples != wanted[len(wanted) - len(samples):]:
+            wrong.append(f"samples: {samples}")
+        began = bool(os.path.isdir(flags["-o"]) and steps_of(flags["-o"]))
+    return [f"{title}: {what}" for what in wrong + unlike(flags["-o"], judge) +
+            [f"{name} is left" for name in left_over(flags["-o"])]]
+
+
+def check_stories(stories):
+    data()
+    for s in stories:
+        undisturbed(s[1])
+    for found in side_by_side(lambda s: story(*s), stories):
+        check(not found, "; ".join(found))
+
+
+TERM, KILL, USR1, HUP, INT = (signal.SIGTERM, signal.SIGKILL, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+
+
+# ---- exact resume ----
+
+def test_exact():
+    """Stopped at any step, by any signal, once or again and again; resumed by the same command."""
+    check_stories([(f"{number.name} after step {step}", {"-v": 1 + step % 2}, [(step, number)])
+                   for step, number in ((1, TERM), (2, INT), (4, KILL), (5, USR1), (6, HUP), (11, KILL), (12, TERM),
+                                        (13, INT), (17, KILL), (18, USR1), (22, TERM), (23, KILL))])
+
+
+def test_after_validation():
+    """A signal in a step that was validated before: its loss is logged once."""
+    slow = {"-v": 1, "-m": 1, "-n": 0, "-z": 64 * T_ROWS, "-x": 12}     # most of a step's time is training
+    check_stories([(f"after step {step}", slow, [(step, TERM)]) for step in range(2, 11)])
+
+
+def test_alone():
+    """Resumed by -y 1 and the folder alone; samples by a prompt that only the run's settings have."""
+    loud = {"-s": 5, "-v": 5, "-g": 8, "--prompt": "tak lorin mek "}
+    check_stories([(f"{number.name} after step {step}", more, [(step, number), (step + 3, TERM)], True)
+                   for step, number, more in ((6, TERM, {}), (11, KILL, loud), (7, INT, loud))])
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__, globals()))
