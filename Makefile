@@ -71,6 +71,9 @@ CPU_FLAGS = -std=c++17 -I. $(WARNINGS) $(CPU_OPT) -pthread $(OPENMP)
 CPU_LIBS = $(filter -l%,$(OPENBLAS)) $(filter-out -D% -I%,$(MPI_FLAGS))
 MODEL_FLAGS = -DGPT2_CPU $(filter -D%,$(OPENBLAS)) $(filter -D% -I%,$(MPI_FLAGS))
 ASAN_FLAGS = -std=c++17 -I. $(WARNINGS) -O2 -g -pthread -fsanitize=address,undefined -fno-sanitize-recover=all
+TSAN_FLAGS = -std=c++17 -I. $(WARNINGS) -O1 -g -pthread -fsanitize=thread
+FUZZ_FLAGS = -std=c++17 -I. $(WARNINGS) -Wno-unknown-pragmas -Wno-unused-function -O1 -gline-tables-only \
+             -pthread -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
 # --threads: two kinds of code are compiled side by side
 CUDA_FLAGS = -std=c++17 -lineinfo --threads 2 -Xcompiler -Wall,-Wno-unknown-pragmas,-Wno-unused-function \
               -Xcompiler -pthread$(if $(OPENMP),$(comma)$(OPENMP)) \
@@ -83,7 +86,7 @@ TESTS := $(patsubst dev/test/%.cpp,build/%,$(wildcard dev/test/test_*.cpp))
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart tinyshakespeare tokenize stories bigram test test-gpu cpu asan test-asan test-mutants
-.PHONY: lint sanitize bench clean FORCE
+.PHONY: tsan fuzz lint sanitize bench clean FORCE
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -152,6 +155,13 @@ build/%: dev/data/%.cpp build/cpu.flags
 	$(CXX) $(CPU_FLAGS) $(DEPS) $< -o $@
 build/%: dev/test/%.cpp build/cpu.flags
 	$(CXX) $(CPU_FLAGS) $(DEPS) $< -o $@
+build/tsan/%: dev/test/%.cpp
+	@mkdir -p build/tsan
+	$(CXX) $(TSAN_FLAGS) $(DEPS) $< -o $@
+# libFuzzer comes with clang alone. All targets in one program: most of it is train_gpt2.cu.
+build/fuzz: dev/fuzz/fuzz.cpp
+	@mkdir -p build
+	clang++ $(FUZZ_FLAGS) -DGPT2_CPU $(DEPS) $< -o $@
 -include $(wildcard build/*.d)
 
 tokenize stories bigram: %: build/% ## tools: text to shards, a story corpus, a baseline
@@ -169,6 +179,11 @@ test-gpu: ## only those that need a GPU
 test-asan: ## the host tests and the CPU model under ASan and UBSan, part of `make test`
 	$(RUN_TESTS) asan
 asan: build/asan/test_gpt2cpu $(TESTS:build/%=build/asan/%)
+# tests of what has threads, under ThreadSanitizer: run.py has a suite for each of these
+TSAN := dataloader comm
+tsan: $(TSAN:%=build/tsan/test_%)
+fuzz: build/fuzz ## hostile input for ten minutes each: files, texts, flags (needs clang)
+	@for t in $$(python3 dev/fuzz/run.py --list); do python3 dev/fuzz/run.py $$t --seconds 600 || exit 1; done
 cpu: train_gpt2cpu test_gpt2cpu build/train_gpt2lazy $(TOOLS) $(TESTS)
 
 test-mutants: ## some 400 small wrong things, each to be noticed by its suite (an hour)

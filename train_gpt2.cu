@@ -3583,12 +3583,13 @@ static Inputs inputs_layout(char* base, int B, int T) {
     const size_t ids = round_up(N * sizeof(int), kAlign);
     const size_t segments = round_up((size_t)max_bucket_segments((int64_t)N) * sizeof(int4), kAlign);
     const size_t splits = round_up((size_t)max_bucket_splits((int64_t)N) * sizeof(int4), kAlign);
+    const uintptr_t at = (uintptr_t)base;           // a number: who asks for `bytes` alone has no memory yet
     Inputs in;
-    in.tokens = (int*)base;
-    in.targets = (int*)(base + ids);
-    in.order = (int*)(base + 2 * ids);
-    in.segments = (int4*)(base + 3 * ids);
-    in.splits = (int4*)(base + 3 * ids + segments);
+    in.tokens = (int*)at;
+    in.targets = (int*)(at + ids);
+    in.order = (int*)(at + 2 * ids);
+    in.segments = (int4*)(at + 3 * ids);
+    in.splits = (int4*)(at + 3 * ids + segments);
     in.bytes = 3 * ids + segments + splits;
     return in;
 }

@@ -32,7 +32,6 @@ Memory that runs out ends in die(), too, in every program that includes this.
 #include <unistd.h>     // gives: fsync, unlink
 
 #include <atomic>       // gives: std::atomic
-#include <mutex>        // gives: std::mutex
 #include <new>          // gives: std::set_new_handler
 #include <string>       // gives: std::string
 
@@ -78,10 +77,13 @@ static void (*die_hook)() = nullptr;
 // In a job of several processes one of them speaks for all: llmc/comm.h puts a function here that passes the
 // message on and ends this process, or says whether that was done (else it is printed here, as always).
 static bool (*die_report)(const char* text) = nullptr;
+// A test that goes on after an error throws it from here (dev/fuzz).
+static void (*die_throw)(const char* text) = nullptr;
 static inline void atomic_remove_parts();
 
 // The one way out. Only the first thread gets through: the others wait for the end that it brings.
 __attribute__((noreturn)) static inline void die_now(const char* text) {
+    if (die_throw) { die_throw(text); }
     static std::atomic<bool> dying(false);
     static thread_local bool mine = false;
     if (mine) { _exit(EXIT_FAILURE); }          // an error on the way out: enough was said
@@ -208,22 +210,34 @@ static inline void mkdir_check(const char* path) {       // like mkdir -p
 // lives. Errors and signals remove it. A kill that nothing can catch leaves it; the next program that writes
 // PATH finds that nobody holds the lock, and removes it then.
 
-struct AtomicFile { FILE* f; std::string path, temp; };
+struct AtomicFile { FILE* f; std::string path, temp; int slot; };
 
+// The names of those that are open, for whoever ends the program: a signal may come any time, and so may an
+// error of another thread. Hence plain arrays; a text is touched only by who has made its state Busy.
+enum PartState { PART_FREE, PART_BUSY, PART_NAMED };
+struct PartName { std::atomic<int> state; char text[4096]; };
 static const int kMaxParts = 16;                // open at once in one program; tokenize has three
-static char part_names[kMaxParts][4096];        // "": free. Plain arrays, because a signal may come any time
-static std::mutex part_mutex;                   // between threads; no signal handler takes it
+static PartName part_names[kMaxParts];
 
-static inline void part_forget(const std::string& temp) {
-    std::lock_guard<std::mutex> lock(part_mutex);
-    for (char* name : part_names) { if (temp == name) { name[0] = '\0'; } }
+static inline bool part_move(PartName* part, int from, PartState to) {
+    return part->state.compare_exchange_strong(from, to);
+}
+
+static inline int part_remember(const std::string& temp) {
+    int slot = 0;
+    while (slot < kMaxParts && !part_move(&part_names[slot], PART_FREE, PART_BUSY)) { slot++; }
+    assert(slot < kMaxParts && temp.size() < sizeof(part_names[0].text));       // open refused a longer name
+    memcpy(part_names[slot].text, temp.c_str(), temp.size() + 1);
+    part_names[slot].state = PART_NAMED;
+    return slot;
 }
 
 // Takes away what is half written. May be called in a signal handler.
 static inline void atomic_remove_parts() {
-    for (char* name : part_names) {
-        if (name[0]) { unlink(name); }
-        name[0] = '\0';
+    for (PartName& part : part_names) {
+        if (!part_move(&part, PART_NAMED, PART_BUSY)) { continue; }
+        unlink(part.text);
+        part.state = PART_FREE;
     }
 }
 
@@ -270,12 +284,11 @@ static inline void atomic_fail(AtomicFile* a, const char* what) {
 }
 
 static inline AtomicFile atomic_open(const std::string& path) {
-    static int count = 0;
-    std::lock_guard<std::mutex> lock(part_mutex);
+    static std::atomic<int> count(0);
     output_check(path.c_str());
     atomic_remove_stale(path);
     atomic_watch_signals();
-    AtomicFile a = {nullptr, path, ""};
+    AtomicFile a = {nullptr, path, "", 0};
     while (!a.f) {
         a.temp = path + format(".%d.%d.part", (int)getpid(), count++);
         int fd = open(a.temp.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
@@ -287,10 +300,7 @@ static inline AtomicFile atomic_open(const std::string& path) {
         if (gone) { close(fd); continue; }
         a.f = fdopen(fd, "wb");
     }
-    int slot = 0;
-    while (slot < kMaxParts && part_names[slot][0]) { slot++; }
-    assert(slot < kMaxParts && a.temp.size() < sizeof(part_names[0]));      // open refused a longer name
-    memcpy(part_names[slot], a.temp.c_str(), a.temp.size() + 1);
+    a.slot = part_remember(a.temp);
     return a;
 }
 
@@ -306,7 +316,7 @@ static inline void atomic_rewind(AtomicFile* a) {
 static inline void atomic_commit(AtomicFile* a) {
     if (file_layer.fflush(a->f) != 0 || file_layer.fsync(fileno(a->f)) != 0) { atomic_fail(a, "write"); }
     if (file_layer.rename(a->temp.c_str(), a->path.c_str()) != 0) { atomic_fail(a, "rename into"); }
-    part_forget(a->temp);
+    part_move(&part_names[a->slot], PART_NAMED, PART_FREE);
     const int closed = file_layer.fclose(a->f);             // only now: it holds the lock
     a->f = nullptr;
     if (closed != 0) { die("'%s' cannot be closed: %s", shown(a->path).c_str(), strerror(errno)); }

@@ -2,7 +2,7 @@
 # Installs what building, testing and plotting need and this machine lacks; quickstart.sh and .ci/run call it.
 #
 #   scripts/setup.sh            what building and training use
-#   scripts/setup.sh tests      and what only tests use: MPI (12 MB, ten seconds)
+#   scripts/setup.sh tests      and what only tests use: MPI (12 MB, ten seconds), clang for fuzzing (55 MB)
 #
 # On Debian or Ubuntu as root it installs packages; elsewhere it prints the command and ends with 1. Python
 # packages go into .venv, and only if python3 cannot import them already. Without them there is no loss.png,
@@ -26,6 +26,13 @@ if [ "${1:-}" = tests ] && { [[ $(make -n train_gpt2cpu 2>/dev/null) != *-DUSE_M
                              ! command -v mpirun >/dev/null; }; then
     useful+=(libopenmpi-dev openmpi-bin)
 fi
+# Only clang has libFuzzer. Installed apart from the rest: in old releases its packages have other names.
+fuzzing=()
+if [ "${1:-}" = tests ] &&
+   ! printf 'extern "C" int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }\n' |
+       clang++ -fsanitize=fuzzer,address,undefined -x c++ - -o "$log.out" 2>/dev/null; then
+    fuzzing+=(clang libclang-rt-dev)
+fi
 
 imports='import matplotlib, numpy, tiktoken'
 need_venv=1
@@ -34,7 +41,7 @@ for python in python3 .venv/bin/python; do
 done
 if [ $need_venv = 1 ] && ! python3 -c 'import ensurepip' 2>/dev/null; then useful+=(python3-venv); fi
 
-all="${needed[*]} ${useful[*]}"
+all="${needed[*]} ${useful[*]} ${fuzzing[*]}"
 install="apt-get update && apt-get install -y --no-install-recommends"
 # install_all PACKAGE...: installs them all; if not, shows why and the command
 install_all() {
@@ -45,15 +52,16 @@ install_all() {
     echo "this failed: $install $*" >&2
     return 1
 }
-if [ "$all" != " " ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+if [ -n "${all// }" ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     export DEBIAN_FRONTEND=noninteractive
     install_all "${needed[@]}" || { echo "error: without it nothing can be built" >&2; exit 1; }
     install_all "${useful[@]}" || echo "warning: going on without them" >&2
+    install_all "${fuzzing[@]}" || echo "warning: going on without them" >&2
 elif [ ${#needed[@]} -gt 0 ]; then
     echo "error: not installed here: $all" >&2
     echo "hint: on Debian or Ubuntu: sudo sh -c '$install $all'" >&2
     exit 1
-elif [ ${#useful[@]} -gt 0 ]; then
+elif [ $((${#useful[@]} + ${#fuzzing[@]})) -gt 0 ]; then
     echo "note: useful, but not installed here: $all" >&2
 fi
 # NCCL is in NVIDIA's package list, not in the system's, and it has to fit the CUDA toolkit: only a word.

@@ -64,7 +64,8 @@ def all_suites():
     suites += [make("nvcc " + name.split("/")[1], ["build/" + name], needs="nvcc") for name in cuda]
     suites += [make("nvcc plain", ["build/plain/train_gpt2.BF16"], needs="nvcc"),
                make("build plain", ["build/plain/train_gpt2cpu"])]      # without NCCL, MPI, ...
-    suites += [make("build asan", ["asan"], cores=4)]
+    suites += [make("build asan", ["asan"], cores=4), make("build tsan", ["tsan"], cores=2),
+               make("build fuzz", ["build/fuzz"], needs="clang")]
     # Starting on a GPU takes long, so what the precision cannot change is tested in one of them.
     for test in ("cli", "loop"):
         for kind, part in [("BF16", 0)] + [(kind, 1) for kind in kinds]:
@@ -99,6 +100,13 @@ def all_suites():
     ]
     suites += [Suite("asan " + name, ["build/asan/test_" + name], asan) for name in host]
     suites += [Suite("host " + name, ["build/test_" + name], cpu) for name in host]
+    # what threads share; of the jobs of many processes only some: each call takes far longer. The second that
+    # TSan would wait at the end of each process finds nothing here.
+    suites += [Suite("tsan " + name.split()[0], ["env", "TSAN_OPTIONS=atexit_sleep_ms=0"] +
+                     ("build/tsan/test_" + name).split(), ["build tsan"])
+               for name in ("dataloader", "host", "comm die")]
+    suites += [Suite("fuzz " + os.path.basename(path), [PYTHON, "dev/fuzz/run.py", os.path.basename(path)],
+                     ["build fuzz"], "clang") for path in sorted(glob.glob("dev/fuzz/seeds/*"))]
     return suites
 
 
@@ -115,6 +123,14 @@ def chosen(suites, words, have):
 
 def has_nvcc():
     return shutil.which("nvcc") is not None or os.path.exists("/usr/local/cuda/bin/nvcc")
+
+
+def has_clang():
+    """One that brings libFuzzer and the sanitizers along."""
+    program = 'extern "C" int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }'
+    words = ["clang++", "-fsanitize=fuzzer,address,undefined", "-x", "c++", "-", "-o", os.devnull]
+    return shutil.which("clang++") is not None and subprocess.run(
+        words, input=program, text=True, stderr=subprocess.DEVNULL, check=False).returncode == 0
 
 
 def ask_gpus(*words):
@@ -339,8 +355,9 @@ def run_all(suites, have, expected, all_gpus=()):
                 if not have[suite.needs] or missing:
                     waiting.remove(suite)
                     close((suite.name, 0, 0, skipped_tests(suite, expected), 0.0, "skipped"))
-                    if have[suite.needs]:       # gpu_report tells of the others
-                        print_row(*rows[-1][:5], f"skipped: without {missing[0]}")
+                    if have[suite.needs] or suite.needs == "clang":     # gpu_report tells of the others
+                        what = missing[0] if missing else "clang's libFuzzer"
+                        print_row(*rows[-1][:5], f"skipped: without {what}")
                 elif good.issuperset(suite.after):
                     gpus = place(suite, running, all_gpus)
                     if gpus is not None:
@@ -381,7 +398,8 @@ def main():
         update_counts()
         return 0
     gpus = list_gpus()
-    have = {None: True, "nvcc": has_nvcc(), "gpu": len(gpus) >= 1, "gpus": len(gpus) >= 2}
+    have = {None: True, "nvcc": has_nvcc(), "clang": has_clang(), "gpu": len(gpus) >= 1,
+            "gpus": len(gpus) >= 2}
     everything, expected = all_suites(), read_fields(EXPECTED)
     suites = chosen(everything, words, have)
     rows = run_all(suites, have, expected, gpus)

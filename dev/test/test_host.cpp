@@ -65,6 +65,36 @@ static void check_dies_soon(const std::string& what, const std::function<void()>
 
 static int refuse(int error) { errno = error; return -1; }
 
+// Each keeps the name of its unfinished file until that is whole, or until another one's error takes it away.
+static void test_check_threads() {
+    TEST("check: files of several threads") {
+        std::atomic<int> lost(0), stop(0);
+        std::vector<std::thread> threads;
+        for (int t = 0; t < 4; t++) {
+            threads.emplace_back([&, t] {
+                for (int i = 0; i < 200; i++) {
+                    AtomicFile a = atomic_open(file_named(format("thread%d", t)));
+                    const PartName& part = part_names[a.slot];
+                    lost += part.state != PART_NAMED || a.temp != part.text;
+                    atomic_commit(&a);
+                }
+            });
+        }
+        for (std::thread& t : threads) { t.join(); }
+        for (const PartName& part : part_names) { lost += part.state != PART_FREE; }
+        CHECK(lost == 0, "%d names of unfinished files were lost, doubled or kept", lost.load());
+        std::thread remover([&] { while (!stop) { atomic_remove_parts(); std::this_thread::yield(); } });
+        for (int i = 0; i < 200; i++) {
+            AtomicFile a = atomic_open(file_named(format("removed%d", i)));
+            fclose(a.f);
+            while (access(a.temp.c_str(), F_OK) == 0) { std::this_thread::yield(); }
+        }
+        stop = 1;
+        remover.join();
+        CHECK(parts(file_named("thread")).empty(), "a name of a finished file was left");
+    }
+}
+
 static void test_check_disk() {
     TEST("check: atomic files") {
         std::string path = file_named("model.bin");
@@ -110,6 +140,7 @@ static void test_check_disk() {
         });
         CHECK(many.code == 0, "written files keep descriptors: %s", many.err.c_str());
     }
+    test_check_threads();
     TEST("check: kills, signals, several writers") {
         std::string path = file_named("killed.bin");
         write_atomic(path, "old");

@@ -202,6 +202,8 @@ def test_make_test_installs_first():
         runs = [i for i, line in enumerate(lines) if line.startswith("python3 dev/test/run.py")]
         check(installs and runs and installs[0] < runs[0], f"{goal}: not installed, then run: {lines}")
         check("libopenmpi-dev openmpi-bin" in order(), f"{goal}: without MPI: {lines}")
+        check(any("install" in line and line.endswith(" clang libclang-rt-dev") for line in lines),
+              f"{goal}: without clang, or it together with what any release has: {lines}")
 
 
 def test_make_test_as_user_says_the_command():
@@ -438,7 +440,7 @@ def suites_of(**commands):
     return made
 
 
-NO_GPU = {None: True, "nvcc": True, "gpu": False, "gpus": False}
+NO_GPU = {None: True, "nvcc": True, "clang": True, "gpu": False, "gpus": False}
 
 
 def run_suites(suites, expected=None, have=None, all_gpus=(), **settings):
@@ -527,6 +529,8 @@ def test_run_knows_every_suite():
     for path in glob.glob("dev/test/test_*.cpp"):
         word = os.path.basename(path)[5:-4]
         check({"host " + word, "asan " + word} <= set(names), f"{path} has its suites")
+    for path in glob.glob("dev/fuzz/seeds/*"):
+        check("fuzz " + os.path.basename(path) in names, f"{path} has its suite")
     alone = runner.chosen(suites, ["gpu"], {need: True for need in NO_GPU})
     on_gpu = {s.name for s in suites if s.needs in runner.ON_GPU}
     builds = {name for s in suites if s.name in on_gpu for name in s.after}
@@ -592,7 +596,8 @@ def test_run_main():
         write("dev/test/expected.txt", "host: 4\ngpu one: 4\n" + expected)
         lines = "".join(f"echo 'GPU {i}: H'; echo '  MIG 1g'; " for i in range(gpu))
         write("bin/nvidia-smi", f"#!/bin/sh\n{lines or 'exit 1'}\n", True)
-        changes = {"ROOT": os.getcwd(), "all_suites": lambda: suites, "has_nvcc": lambda: True}
+        changes = {"ROOT": os.getcwd(), "all_suites": lambda: suites, "has_nvcc": lambda: True,
+                   "has_clang": lambda: True}
         before, argv, path = {n: getattr(runner, n) for n in changes}, sys.argv, os.environ["PATH"]
         try:
             for n, value in changes.items():
