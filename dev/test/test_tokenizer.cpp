@@ -540,6 +540,36 @@ static void test_tool_documents() {
     CHECK(shard(temp + "/join_train.bin") == encode("Hello world"), "files are not joined");
 }
 
+// A byte 0 between documents, which are taken to the byte wherever the blocks are cut.
+static void test_tool_nul() {
+    tool_runs({"-", "-o", temp + "/nul", "--bytes", "1", "--separators", "nul"},
+              std::string("a\n\0\0 b\0<|endoftext|>\n", 21));
+    Ids want = {0, 'a', '\n', 0, ' ', 'b', 0};
+    for (char c : std::string("<|endoftext|>\n")) { want.push_back((uint8_t)c); }
+    Ids got = shard(temp + "/nul_train.bin", TOKENIZER_BYTES);
+    CHECK(got == want, "%s, expected %s", show(got).c_str(), show(want).c_str());
+
+    const std::vector<std::vector<std::string>> kinds = {
+        {"word", " word", "!", " ", "\n", std::string(1, '\0')}, {"!", "?", std::string(1, '\0')},
+        {" ", std::string(1, '\0')}, {"\xE6\x98\xAF", std::string(1, '\0'), std::string(300000, 'a')}};
+    TokenizerCache cache;
+    for (uint32_t k = 0; k < kinds.size(); k++) {
+        std::string text;
+        for (uint32_t i = 0; text.size() < 2500000; i++) {
+            text += kinds[k][rand_u32(9, RAND_STORY, k, i) % kinds[k].size()];
+        }
+        want.clear();
+        for (size_t from = 0, to; from < text.size(); from = to + 1) {
+            to = std::min(text.find('\0', from), text.size());
+            if (to == from) { continue; }
+            want.push_back(bpe.eot);
+            tokenizer_encode(&bpe, text.data() + from, to - from, want, &cache);
+        }
+        tool_runs({"-", "-o", temp + "/nul", "-j", "2", "--separators", "nul"}, text);
+        CHECK(shard(temp + "/nul_train.bin") == want, "text %u: wrong tokens", k);
+    }
+}
+
 static void test_tool_shards() {
     std::string text = file_text(source_root + "dev/test/fixtures/tokenizer.txt"), big;
     while (big.size() < 5 << 20) { big += text + "\n<|endoftext|>\n"; }       // several blocks
@@ -813,6 +843,7 @@ int main(int argc, char** argv) {
         SKIP(9, "%s is not built", tool.c_str());
     } else {
         TEST("tokenize: documents") { test_tool_documents(); }
+    TEST("tokenize: documents between bytes 0") { test_tool_nul(); }
         TEST("tokenize: shards and threads") { test_tool_shards(); }
         TEST("tokenize: text without an end") { test_tool_endless(); }
         TEST("tokenize: errors") { test_tool_errors(); }
