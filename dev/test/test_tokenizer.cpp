@@ -508,6 +508,18 @@ static Ids shard(const std::string& path, uint32_t tokenizer = TOKENIZER_GPT2) {
     return ids;
 }
 
+static void test_whose_tokens() {
+    auto check = [](uint32_t id, int V) { return [=] { tokenizer_check(id, V, "a_*.bin"); exit(7); }; };
+    const uint32_t good[][2] = {{0, 256}, {0, 50257}, {1, 50257}, {2, 256}, {1, 60000}, {2, 300}, {3, 300}};
+    for (auto [id, V] : good) {
+        Child c = run_child(check(id, (int)V));
+        CHECK(c.code == 7 && c.err.empty(), "tokenizer %u, V=%u: %d %s", id, V, c.code, c.err.c_str());
+    }
+    check_dies("bytes", check(2, 50257), {"'a_*.bin'", "the byte tokenizer", "50257", "GPT-2", "--bytes 0"});
+    check_dies("GPT-2", check(1, 256), {"'a_*.bin'", "GPT-2", "256", "the byte tokenizer", "--bytes 1"});
+    check_dies("a third", check(3, 256), {"tokenizer 3", "the byte tokenizer"});
+}
+
 static void test_tool_documents() {
     Ids a = encode("one\n"), b = encode("two <|endoftext|>\n"), eot = {bpe.eot}, want;
     for (const Ids* part : {&eot, &a, &eot, &b, &eot, &a}) {
@@ -842,6 +854,7 @@ int main(int argc, char** argv) {
     if (access(tool.c_str(), X_OK) != 0) {
         SKIP(9, "%s is not built", tool.c_str());
     } else {
+        TEST("whose tokens") { test_whose_tokens(); }
         TEST("tokenize: documents") { test_tool_documents(); }
     TEST("tokenize: documents between bytes 0") { test_tool_nul(); }
         TEST("tokenize: shards and threads") { test_tool_shards(); }
