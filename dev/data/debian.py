@@ -4,20 +4,22 @@ apt-get download needs no root. The documents (HTML, text, POD, reStructuredText
 sha256, which is as good as a shuffle: the first of them make a validation set like the rest, and a document
 that two packages share comes once.
 """
-import concurrent.futures
 import gzip
 import hashlib
 import html.parser
+import multiprocessing
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tarfile
 import zlib
 
 from fetch import Problem
 
-# Whole names, as regular expressions: versions differ between releases; what a release lacks is left out.
+# Whole names, as regular expressions: versions differ between releases; what a release lacks is left out, and
+# of several versions all but the last.
 PACKAGES = """
     debian-(reference-en|handbook|policy|faq|history|kernel-handbook|edu-doc-en) developers-reference
     linux-doc-[0-9.]+ python3\\.[0-9]+-doc python-(django|sqlalchemy|pandas|numpy|scipy|matplotlib|flask)-doc
@@ -43,8 +45,8 @@ def download_packages(patterns, folder):
     names = "^(" + "|".join(patterns) + ")$"
     listed = subprocess.run(["apt-cache", "search", "--names-only", names], capture_output=True, text=True,
                             check=False)
-    packages = sorted(name for name in (line.split(" ", 1)[0] for line in listed.stdout.splitlines())
-                      if re.fullmatch(names, name))     # apt also finds what provides such a name
+    found = [line.split(" ", 1)[0] for line in listed.stdout.splitlines()]
+    packages = newest(name for name in found if re.fullmatch(names, name))  # apt also finds what provides it
     if not packages:
         raise Problem("apt knows none of the documentation packages", "apt-get update, as root")
     os.makedirs(folder, exist_ok=True)
@@ -61,6 +63,17 @@ def download_packages(patterns, folder):
         with open(os.path.join(folder, package + ".done"), "w", encoding="ascii"):
             pass                                # apt verifies what it downloads before it ends
     return deb_files(folder)
+
+
+def newest(names):
+    """Of names that differ in their numbers only the one with the highest."""
+    def numbers(name):
+        return [int(digits) for digits in re.findall("[0-9]+", name)]
+    best = {}
+    for name in names:
+        key = re.sub("[0-9.]+", "", name)
+        best[key] = max(best.get(key, name), name, key=numbers)
+    return sorted(best.values())
 
 
 def deb_files(folder):
@@ -169,11 +182,17 @@ def package_documents(deb):
     return found
 
 
+def leave_signals():
+    """A worker: Ctrl-C is the parent's, which then ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def write_documents(debs, path):
     """All documents of these packages into one text, a line <|endoftext|> before each. Returns how many."""
     documents = {}
-    with concurrent.futures.ProcessPoolExecutor() as pool:
-        for deb, texts in zip(debs, pool.map(package_documents, debs)):
+    with multiprocessing.Pool(initializer=leave_signals) as pool:      # ends its workers when it is left
+        for deb, texts in zip(debs, pool.imap(package_documents, debs)):
             print(f"{os.path.basename(deb)}: {len(texts)} documents", flush=True)
             documents.update((hashlib.sha256(text.encode()).digest(), text) for text in texts)
     if not documents:

@@ -87,6 +87,15 @@ def works(what, *words, **env):
     return out
 
 
+def with_row(name, change, *words):
+    """(exit code, stderr) of get.py with a row of its table changed."""
+    program = (f"import sys; sys.path.insert(0, {os.path.dirname(GET)!r}); import get\n"
+               f"next(d for d in get.DATASETS if d.name == {name!r}).{change}\nsys.exit(get.main())")
+    p = subprocess.run([sys.executable, "-c", program, name, *map(str, words)], check=False, text=True,
+                       env={**os.environ, "NO_PROXY": "*"}, capture_output=True, timeout=LIMIT_S)
+    return p.returncode, p.stderr
+
+
 def refused(what, *words, said=(), **env):
     """Exit code 1, an error and its hint, and every text of `said` in them."""
     code, _, err = call(*words, **env)
@@ -289,6 +298,7 @@ def test_files_refused():
     write("in/e.txt", "short")
     write("pictures/f.png", "x")
     refused("bad JSON", *files("in/a.jsonl", "out"), said=("a.jsonl' line 2",))
+    refused("other options", *files("in/a.jsonl", "out"), "--bytes", said=("another bytes", "--restart"))
     refused("a missing field", *files("in/b.jsonl", "o2"), said=("'text'", "'body'", "--text-field"))
     works("another field", *files("in/b.jsonl", "o3"), "--text-field", "body", "--bytes",
           "--val-tokens", 0)
@@ -385,9 +395,12 @@ def test_validation_of_its_own():
     check(shards("out", "val") == [byte_tokens(bytes_of[300:])], "validation")
     got = shards("out", "train")
     check(flat(got) == byte_tokens(bytes_of[:300]) and len(got) > 2, "training")
-    works("two", *copy, "--out", "two", "--shards", 2)
-    check(flat(shards("two", "val")) == byte_tokens(bytes_of[300:]) and len(shards("two", "train")) == 2,
-          "two shards come with all of the validation")
+    for letter in "bc":                         # more files than two shards take
+        write(f"copy/{letter}-train.txt", text(stories))
+    got = with_row("tinystories", "train = '*-train.txt'", *copy[1:], "--out", "two", "--shards", 2)
+    check(got == (0, "") and flat(shards("two", "val")) == byte_tokens(bytes_of[300:])
+          and len(shards("two", "train")) == 2, f"two shards come with all of the validation: {got}")
+    check(os.path.exists("two/.work"), "and it is not complete")
     refused("--val-tokens", *copy, "--out", "x", "--val-tokens", 5, said=("--val-tokens",))
 
 
@@ -521,15 +534,9 @@ def published(tokens, header=()):
 def test_published():
     row_files = {f"fineweb_{split}_{n:06d}.bin": published(list(range(n, n + 50)))
                  for split, n in (("val", 0), ("train", 1), ("train", 2), ("train", 3))}
-    program = (f"import sys; sys.path.insert(0, {os.path.dirname(GET)!r}); import get\n"
-               "next(d for d in get.DATASETS if d.name == 'fineweb10B-shards').source = 'o/n'\n"
-               "sys.exit(get.main())")
 
     def fetch(*words):
-        command = [sys.executable, "-c", program, "fineweb10B-shards", "--out", "out", *map(str, words)]
-        p = subprocess.run(command, env={**os.environ, "NO_PROXY": "*"}, capture_output=True, text=True,
-                           check=False)
-        return p.returncode, p.stderr
+        return with_row("fineweb10B-shards", "source = 'o/n'", "--out", "out", *words)
     with Serving({**row_files, "README.md": "no"}) as url:
         check(fetch("--from", url, "--shards", 2) == (0, ""), "two of them")
         check(contents("out") == {name: data for name, data in row_files.items() if "3" not in name},
@@ -651,6 +658,11 @@ def test_html():
     check("can be seen.\n" in text and "\n  two  blanks\nline\n" in text and "\n- It is" in text, text)
     check(debian.plain("a.txt", b"a\t\r\n\n\n\n\nb\0 ") == "a\n\nb\n", "plain text")
     check(debian.is_prose(PROSE * 3) and not debian.is_prose("int main void return " * 50), "what is prose")
+
+
+def test_newest_packages():
+    names = ["linux-doc-6.1", "linux-doc-6.12", "linux-doc-6.9", "git-doc", "python3.9-doc", "python3.11-doc"]
+    check(debian.newest(names) == ["git-doc", "linux-doc-6.12", "python3.11-doc"], debian.newest(names))
 
 
 def test_debian():
