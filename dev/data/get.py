@@ -119,12 +119,15 @@ def local_files(origin, pattern):
     return [File(name, "", os.path.abspath(path), os.path.getsize(path)) for name, path in sorted(found)]
 
 
+def hub_site(args):
+    return (args.origin or os.environ.get("HF_ENDPOINT") or fetch.HUB).rstrip("/")
+
+
 def remote_files(dataset, pattern, args):
     """[File] of the data set that match the pattern, from the hub, a mirror of it or a folder."""
     if args.origin and not is_url(args.origin):
         return local_files(args.origin, pattern)
-    site = (args.origin or os.environ.get("HF_ENDPOINT") or fetch.HUB).rstrip("/")
-    return fetch.hub_files(site, dataset.source, pattern, args.retries)
+    return fetch.hub_files(hub_site(args), dataset.source, pattern, args.retries)
 
 
 def groups(files):
@@ -182,8 +185,9 @@ def same_files(work, args, mine):
 
 # ---- making shards ----
 
-def fetch_source(work, dataset, source, args):
-    """([paths], those of them to be removed when they are tokenized)"""
+def fetch_source(work, dataset, number, args):
+    """([paths], those of them to be removed when they are tokenized) of a source. What was begun from the hub
+    may go on from a mirror or a folder."""
     if dataset.kind == "debian":
         import debian
         path = work.path("documents.txt")
@@ -192,12 +196,20 @@ def fetch_source(work, dataset, source, args):
                     debian.download_packages(debian.PACKAGES, work.path("files")))
             print(f"{debian.write_documents(debs, path)} documents", flush=True)
         return [path], []
-    files = [File(**facts) for facts in source["files"]]
+    files = [File(**facts) for facts in work.state["sources"][number]["files"]]
     if files[0].path:
         return [file.path for file in files], []
+    file = files[0]
+    if args.origin and not is_url(args.origin):
+        here = local_files(args.origin, file.name)[0]
+        if here.size != file.size:
+            raise Problem(f"'{here.path}' has {here.size} bytes, {file.name} of {dataset.source} {file.size}",
+                          "it is another file, or not whole")
+        return [here.path], []
+    file.url = hub_site(args) + file.url[len(fetch.site_of(file.url)):]
     os.makedirs(work.path("files"), exist_ok=True)
-    path = os.path.join(work.path("files"), files[0].name.replace("/", "_"))
-    fetch.download(files[0], path, args.retries)
+    path = os.path.join(work.path("files"), f"{number:06d}_{os.path.basename(file.name)}")
+    fetch.download(file, path, args.retries)
     return [path], [path]
 
 
@@ -244,7 +256,7 @@ def make_shards(dataset, args):
     for number, source in enumerate(sources):
         if number < len(work.state["parts"]) or (args.shards and work.train_shards() >= args.shards):
             continue
-        paths, removable = fetch_source(work, dataset, source, args)
+        paths, removable = fetch_source(work, dataset, number, args)
         prefix = work.path(f"tmp.{os.getpid()}")
         tokenize(args.tokenize, prefix, paths, args.text_field, args.bytes)
         work.add_part(source["split"], prefix + "_train.bin")
@@ -389,7 +401,8 @@ def run(args):
         else:
             make_shards(dataset, args)
     stem = os.path.join(args.out, dataset.stem)
-    print(f"./train_gpt2cu -i '{stem}_train_*.bin' -j '{stem}_val_*.bin' ...")
+    val = f" -j '{stem}_val_*.bin'" if glob.glob(glob.escape(stem) + "_val_*.bin") else ""
+    print(f"./train_gpt2cu -i '{stem}_train_*.bin'{val} ...")
 
 
 def main():

@@ -417,14 +417,14 @@ def test_broken_downloads():
         refused("nothing comes", *HUB, "--from", url, "--retries", 0, said=(name, "goes on from here"))
         Hub.cut = {}
         Hub.ranges = False
-        write("out/.work/files/data_001.jsonl.part", b"rest")
+        write("out/.work/files/000001_001.jsonl.part", b"rest")
         works("no ranges", *HUB, "--from", url)
         check_set("no ranges", "out", documents, 100, 1000)
         check([path for path, _ in Hub.seen].count("data/000.jsonl") == 1, "a finished file came again")
     shutil.rmtree("out")
     with Serving(hub) as url:
         refused("another file's part", *HUB, "--from", url, "--pattern", "data/x*", said=("data/x*",))
-        write("out/.work/files/data_000.jsonl.part", b"x" * 500)
+        write("out/.work/files/000000_000.jsonl.part", b"x" * 500)
         refused("another file's part", *HUB, "--from", url, said=("sha256",))
         works("then anew", *HUB, "--from", url)
         check_set("then anew", "out", documents, 100, 1000)
@@ -437,6 +437,25 @@ def test_broken_downloads():
             refused(f"status {status}", *HUB, "--from", url, "--retries", 0, said=(said, "hint: "))
     refused("no network", *HUB, "--from", url, "--retries", 0, said=("cannot reach " + url, "--from FOLDER"))
     check(not contents("out"), "a download that failed left shards")
+
+
+def test_another_place():
+    """Begun from a hub that then stops, goes on from a folder or from another hub."""
+    hub, documents = hub_files(3)
+    for name, data in hub.items():
+        write("copy/" + name, data)
+    for how in ("folder", "mirror"):
+        shutil.rmtree("out", ignore_errors=True)
+        with Serving(hub, cut={"data/001.jsonl": 0}) as url:
+            refused("the first", *HUB, "--from", url, "--retries", 0, said=("data/001.jsonl",))
+        if how == "folder":
+            write("short/001.jsonl", "x")
+            refused("another file", *HUB, "--from", "short", said=("short/001.jsonl' has 1 bytes",))
+            works("a folder", *HUB, "--from", "copy")
+        else:
+            with Serving(hub) as other:
+                works("a mirror", *HUB, "--from", other)
+        check_set(how, "out", documents, 100, 1000)
 
 
 def test_retries():
