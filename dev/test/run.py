@@ -95,6 +95,7 @@ def all_suites():
         Suite("model cpu", ["./test_gpt2cpu"], cpu, cores=2),
         Suite("host stories", [PYTHON, "dev/test/test_stories.py"], cpu),
         Suite("scripts", [PYTHON, "dev/test/test_scripts.py"], cpu),
+        Suite("datasets", [PYTHON, "dev/test/test_datasets.py"], cpu),
         Suite("formats", [PYTHON, "dev/test/test_llmc_format.py"]),
         Suite("lint", [PYTHON, "dev/test/lint.py"], steady=False),      # as many as there are files
     ]
