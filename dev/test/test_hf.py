@@ -372,8 +372,8 @@ def test_other_models():
         plain()
         refused(f"{key} {value}", IMPORT, changed_folder("other", **{key: value}), "x.bin",
                 said=f"{key} is {value!r}")
-    for key, value, said in (("vocab_size", 70000, "V from 2 to 65536"), ("n_layer", None, "lacks a whole number"),
-                             ("n_layer", "1", "lacks a whole number"), ("n_embd", 24.0, "lacks a whole number"),
+    for key, value, said in (("vocab_size", 70000, "V from 2 to 65536"),
+                             ("n_layer", None, "lacks a whole number"), ("n_layer", "1", "lacks a whole number"), ("n_embd", 24.0, "lacks a whole number"),
                              ("n_head", 5, "C=24 is not a multiple of NH=5"), ("n_head", 0, "at least 1"),
                              ("n_positions", 16, "wpe.weight has the shape (17, 24), config.json means (16, 24)"),
                              ("n_layer", 2, "lacks the tensor transformer.h.1.ln_1.weight"),
@@ -416,14 +416,14 @@ def test_damaged_files():
     norm = table["transformer.ln_f.bias"]
     for what, data, said in (
             ("empty", b"", "truncated one: 0 bytes"), ("7 bytes", good[:7], "truncated one: 7 bytes"),
-            ("half", good[:len(good) // 2], "is truncated or damaged"), ("a byte short", good[:-1], "is truncated"),
-            ("a byte more", good + b"x", "is truncated or damaged"),
+            ("half", good[:len(good) // 2], "is truncated or damaged"),
+            ("a byte short", good[:-1], "is truncated"), ("a byte more", good + b"x", "is truncated or damaged"),
             ("a long table", struct.pack("<Q", 2**63) + good[8:], "truncated one"),
             ("no table", struct.pack("<Q", 8) + b"[1, 2,3]" + good[8 + length:], "cannot be read"),
             ("no JSON", good[:8] + b"x" + good[9:], "cannot be read"),
             ("no offsets", with_table(a={"dtype": "F32", "shape": [1]}), "cannot be read"),
-            ("a wrong shape", with_table(**{"transformer.ln_f.bias": {**norm, "shape": [25]}}), "is damaged"),
-            ("a negative shape", with_table(**{"transformer.ln_f.bias": {**norm, "shape": [-4, -6]}}), "damaged"),
+            ("a wrong shape", with_table(a={**norm, "shape": [25]}), "is damaged"),
+            ("a negative shape", with_table(a={**norm, "shape": [-4, -6]}), "is damaged"),
             ("turned offsets", with_table(a={**norm, "data_offsets": norm["data_offsets"][::-1]}), "is damaged"),
             ("offsets before it", with_table(a={**norm, "data_offsets": [-96, 0]}), "is damaged")):
         changed_folder("other")
@@ -442,7 +442,8 @@ def test_damaged_files():
     good = read_bytes("plain.bin")
     for what, data, said in (
             ("empty", b"", "is not a model checkpoint"), ("text", b"once upon a time", "is not a model"),
-            ("a shard", read_bytes("val.bin"), "is not a model"), ("its magic", good[:5], "is truncated: 5 bytes"),
+            ("a shard", read_bytes("val.bin"), "is not a model"),
+            ("its magic", good[:5], "is truncated: 5 bytes"),
             ("half a header", good[:512], "is truncated: 512 bytes"), ("a byte short", good[:-1], "means"),
             ("a byte more", good + b"x", "means"), ("version 4", good[:4] + b"\4" + good[5:], "version 4"),
             ("no heads", good[:20] + bytes(4) + good[24:], "has a bad header"),
@@ -465,7 +466,8 @@ def test_outputs():
     refused("export over notes", EXPORT, "plain.bin", "mine", "--force", said="('notes.txt' is in it)")
     changed_folder("mine/export")
     write_bytes("mine/export/notes.txt", b"of mine")
-    refused("notes in an export", EXPORT, "plain.bin", "mine/export", "--force", said="('notes.txt' is in it)")
+    refused("notes in an export", EXPORT, "plain.bin", "mine/export", "--force",
+            said="('notes.txt' is in it)")
     refused("no model", EXPORT, "none.bin", "x", said="no file 'none.bin'")
     refused("a file as the import's folder", IMPORT, "plain/model.safetensors", "x.bin", said="is a file")
     refused("--dtype", EXPORT, "plain.bin", "x", "--dtype", "fp8", said="fp8")
@@ -516,7 +518,8 @@ def test_names():
     for name in ("cached", "far"):
         tool_ok(IMPORT, name, name + ".bin", stubs="hub")
         check(read_bytes(name + ".bin") == read_bytes("plain.bin"), f"model {name}")
-    refused("no network", IMPORT, "other/model", "x.bin", stubs="hub", said="downloaded: no route to the hub\n")
+    refused("no network", IMPORT, "other/model", "x.bin", stubs="hub",
+            said="downloaded: no route to the hub\n")
 
 
 def test_command():
@@ -527,8 +530,9 @@ def test_command():
     for words, stubs, code, said in (([EXPORT, "--help"], "", 0, ""), ([IMPORT], "", 1, "--help"),
                                      ([IMPORT, "plain", "command.bin"], "", 0, ""),
                                      ([IMPORT, "plain", "x.bin"], "bare", 1, "pip install numpy")):
-        p = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=LIMIT_S, check=False,
-                           env={**os.environ, "PYTHONPATH": stubs, "PYTHONDONTWRITEBYTECODE": "1"})
+        env = {**os.environ, "PYTHONPATH": stubs, "PYTHONDONTWRITEBYTECODE": "1"}
+        p = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=LIMIT_S, env=env,
+                           check=False)
         check((p.returncode, said in p.stderr, len(p.stderr.splitlines())) == (code, True, 2 * code),
               f"{words} {stubs}: {p.returncode}, {p.stderr}")
     check(read_bytes("command.bin") == read_bytes("plain.bin"), "the import's file")
