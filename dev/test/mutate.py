@@ -59,6 +59,7 @@ SUITES = {
     "comm": (["build/test_comm"], ["build/test_comm"]),
     "lazy": (["train_gpt2cpu", "build/train_gpt2lazy"],
              [PYTHON, "dev/test/test_lazy.py", "build/train_gpt2lazy"]),
+    "hf": (["train_gpt2cpu"], [PYTHON, "dev/test/test_hf.py", "./train_gpt2cpu"]),
 }
 
 
@@ -192,7 +193,7 @@ class Copy:
         with open(self.path(file), encoding="utf-8") as f:
             text = f.read()
         patched = [program for program in programs if file in self.clean[program]]
-        if not patched and not file.endswith(".py"):
+        if not patched and not file.endswith(".py"):        # a tool in Python: nothing to build
             return False, f"'{suite}' runs no program with {file}"
         try:
             with open(self.path(file), "w", encoding="utf-8") as f:

@@ -89,6 +89,7 @@ def all_suites():
         Suite("cli cpu", [PYTHON, "dev/test/test_cli.py", "./train_gpt2cpu"], cpu),
         Suite("loop cpu", [PYTHON, "dev/test/test_loop.py", "./train_gpt2cpu"], cpu),
         Suite("lazy cpu", [PYTHON, "dev/test/test_lazy.py", "build/train_gpt2lazy"], cpu),
+        Suite("hf cpu", [PYTHON, "dev/test/test_hf.py", "./train_gpt2cpu"], cpu),
         Suite("asan model cpu", ["build/asan/test_gpt2cpu"], asan),
         Suite("break cpu", [PYTHON, "dev/test/break_all.py", "./test_gpt2cpu"], cpu, cores=4),
         Suite("host tiktoken", [PYTHON, "dev/test/compare_tiktoken.py"], cpu),
