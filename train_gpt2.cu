@@ -52,6 +52,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/schedulers.h"    // gives: lr_at
 #include "llmc/flags.h"         // gives: Flag, flags_parse
 #include "llmc/logger.h"        // gives: Logger
+#include "llmc/host_memory.h"   // gives: host_memory_free
 #include "llmc/state_file.h"    // gives: StateFile, Facts
 #include "llmc/checkpoints.h"   // gives: checkpoint_check, checkpoint_done, Worker
 #include "llmc/comm.h"          // gives: comm, comm_start, comm_any, comm_all_gather
@@ -4696,7 +4697,7 @@ static void saver_init(Saver* saver, GPT2* model, const Logger* logger, const st
         largest = std::max(largest, p.bytes());
     }
     // half of what is free, for all ranks of this machine
-    const size_t most = proc_bytes("/proc/meminfo", "MemAvailable") / 2 / (size_t)comm.local_world;
+    const size_t most = host_memory_free() / 2 / (size_t)comm.local_world;
     saver->capacity = at_once && all <= most ? all : largest;
     if (at_once && saver->capacity < all) {
         warn("host memory is short: a checkpoint of %s is written in parts, and training waits for it",
@@ -5277,7 +5278,7 @@ static void lanes_check(int64_t micro_steps) {
     if (lanes_error(good, micro_steps, comm.world, zero).empty()) {
         hint = format("--lanes %lld fits", (long long)good);
     }
-    if (run.resumed) { hint = "a run that is resumed keeps its lanes: choose another number of ranks"; }
+    if (run.resumed) { hint = "a run that is resumed keeps its lanes: choose another -zs or number of ranks"; }
     die("--lanes %d: %s\nhint: %s", run.lanes, error.c_str(), hint.c_str());
 }
 

@@ -95,6 +95,7 @@ __attribute__((noreturn)) static inline void die_now(const char* text) {
     }
     atomic_remove_parts();
     if (die_hook) { die_hook(); }
+    if (gettid() != getpid()) { _exit(EXIT_FAILURE); }      // exit() would tear down what main still uses
     exit(EXIT_FAILURE);
 }
 
@@ -173,20 +174,6 @@ static inline void fread_check(void* ptr, size_t size, size_t count, FILE* f, co
 static inline int64_t file_size(const char* path) {     // bytes; -1: no such file
     struct stat st;
     return stat(path, &st) == 0 && S_ISREG(st.st_mode) ? (int64_t)st.st_size : -1;
-}
-
-// What a line of /proc/meminfo or /proc/self/status says, in bytes; 0 if there is no such line.
-static inline size_t proc_bytes(const char* path, const char* field) {
-    FILE* f = fopen(path, "r");
-    char line[256];
-    size_t kib = 0, length = strlen(field);
-    while (f && fgets(line, sizeof(line), f)) {
-        if (strncmp(line, field, length) == 0 && line[length] == ':') {
-            kib = strtoull(line + length + 1, nullptr, 10);
-        }
-    }
-    if (f) { fclose(f); }
-    return kib * 1024;
 }
 
 static inline void mkdir_check(const char* path) {       // like mkdir -p

@@ -25,6 +25,7 @@ llmc/lazy_streams.h, which tests the program's waits (-DLAZY_STREAMS), they do.
 #include <string>       // gives: std::string
 
 #include "check.h"      // gives: die, format
+#include "host_memory.h"    // gives: host_memory_free, proc_bytes
 #include "comm.h"       // gives: comm_all_to_all, comm_all_gather
 
 #ifdef TESTING
@@ -133,7 +134,7 @@ static inline DeviceInfo device_init(int /*place*/ = 0) {
     const char* blas = "no BLAS";
 #endif
     DeviceInfo info = {format("CPU (%d threads, %s)", threads, blas),
-                       proc_bytes("/proc/meminfo", "MemAvailable"), proc_bytes("/proc/meminfo", "MemTotal")};
+                       host_memory_free(), proc_bytes("/proc/meminfo", "MemTotal")};
     limit_memory(&info, threads);
     return info;
 }
