@@ -4,7 +4,7 @@ The failure of one rank of a job is the end of all: one message for the whole jo
     comm_state = state;                             // llmc/comm.h does this when all ranks are there
     state->watchdog = std::thread(comm_watch);
     comm_progress(step);                            // the main thread, in each step
-    comm_patience(600);                             // and before what may take long
+    comm_patience(600);                             // and before what may take long, until the next progress
 
 Each rank has a watchdog thread. It sends a heartbeat over the control link every second, with the step and
 whether the main thread makes progress. Rank 0 watches all, the others watch rank 0. Who dies, is stopped,

@@ -116,7 +116,13 @@ static int run_program(const std::string& name) {
         victim = comm.rank == 0 ? -1 : comm.rank;
         rank_loop([](int) { die("the same on the others"); });
     } else if (name == "stuck_early") { while (comm.rank == victim) { pause(); } }
-    else if (name == "stuck") { rank_loop([](int) { for (;;) { pause(); } }); }
+    else if (name == "stuck") {
+        rank_loop([](int step) {
+            comm_patience(200);                 // ends with the next progress
+            comm_progress(step);
+            for (;;) { pause(); }
+        });
+    }
     else if (name == "exit") { rank_loop([](int) { exit(0); }); }
     else if (name == "thread_dies") {
         rank_loop([](int) { std::thread([] { die("from a thread"); }).join(); });
