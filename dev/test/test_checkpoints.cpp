@@ -773,11 +773,13 @@ static void test_worker() {
     }
     TEST("worker: a program may end while it works") {
         Child c = run_child([] {
+            static std::atomic<bool> began(false);
             Worker* worker = worker_start();
-            worker_post(worker, [] { for (;;) { pause(); } });
+            worker_post(worker, [] { began = true; for (;;) { pause(); } });
+            while (!began) { std::this_thread::yield(); }
             exit(3);
         });
-        CHECK(c.code == 3 && c.err.empty(), "%d: %s", c.code, c.err.c_str());
+        CHECK(c.code == 3, "%d: %s", c.code, c.err.c_str());
     }
 }
 
