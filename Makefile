@@ -81,12 +81,12 @@ CUDA_FLAGS = -std=c++17 -lineinfo --threads 2 -Xcompiler -Wall,-Wno-unknown-prag
 CUDA_LIBS = -lcublasLt $(patsubst -Wl$(comma)%,-Xlinker %,$(filter-out -D% -I%,$(NCCL_FLAGS) $(MPI_FLAGS)))
 DEPS = -MMD -MP -MT $@ -MF build/$(subst /,-,$@).d
 
-TOOLS := build/tokenize build/stories build/bigram
+TOOLS := build/tokenize build/stories build/bigram build/checkpoint
 TESTS := $(patsubst dev/test/%.cpp,build/%,$(wildcard dev/test/test_*.cpp))
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart tinyshakespeare tokenize stories bigram test test-gpu cpu asan test-asan test-mutants
-.PHONY: tsan fuzz lint sanitize bench clean FORCE
+.PHONY: help quickstart tinyshakespeare tokenize stories bigram checkpoint test test-gpu cpu asan test-asan
+.PHONY: test-mutants tsan fuzz lint sanitize bench clean FORCE
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -153,6 +153,8 @@ build/asan/%: dev/test/%.cpp
 	$(CXX) $(ASAN_FLAGS) $(DEPS) $< -o $@
 build/%: dev/data/%.cpp build/cpu.flags
 	$(CXX) $(CPU_FLAGS) $(DEPS) $< -o $@
+build/%: dev/tools/%.cpp build/cpu.flags
+	$(CXX) $(CPU_FLAGS) $(DEPS) $< -o $@
 build/%: dev/test/%.cpp build/cpu.flags
 	$(CXX) $(CPU_FLAGS) $(DEPS) $< -o $@
 build/tsan/%: dev/test/%.cpp
@@ -164,7 +166,7 @@ build/fuzz: dev/fuzz/fuzz.cpp
 	clang++ $(FUZZ_FLAGS) -DGPT2_CPU $(DEPS) $< -o $@
 -include $(wildcard build/*.d)
 
-tokenize stories bigram: %: build/% ## tools: text to shards, a story corpus, a baseline
+tokenize stories bigram checkpoint: %: build/% ## tools: shards, a story corpus, a baseline, what is in a run
 
 # ---- data, tests ----
 tinyshakespeare: build/tokenize ## its shards (TEXT=file: from that text, without a download)

@@ -67,7 +67,7 @@ static inline std::vector<int64_t> checkpoint_steps(const std::string& folder) {
     std::vector<int64_t> steps;
     for (const std::string& name : folder_names(folder)) {
         const int64_t step = checkpoint_number(name, "DONE_", "");
-        if (step >= 0) { steps.push_back(step); }
+        if (step >= 0 && checkpoint_marker("", step) == "/" + name) { steps.push_back(step); }
     }
     std::sort(steps.begin(), steps.end());
     return steps;
@@ -144,6 +144,8 @@ static inline void checkpoint_done(const std::string& folder, int64_t step,
     atomic_commit(&out);
 }
 
+constexpr int64_t kMarkerMost = 1 << 24;        // bytes; a rank's line is some 60
+
 // What is wrong with a checkpoint, as far as its marker and the starts of its files can tell, or "".
 static inline std::string checkpoint_check(const std::string& folder, int64_t step,
                                            std::vector<std::string>* states) {
@@ -151,7 +153,7 @@ static inline std::string checkpoint_check(const std::string& folder, int64_t st
     const std::string marker_name = marker.substr(folder.size() + 1);
     FILE* f = file_size(marker.c_str()) >= 0 ? fopen(marker.c_str(), "rb") : nullptr;
     if (!f) { return marker_name + " cannot be opened"; }
-    std::string text(1 << 20, '\0');
+    std::string text((size_t)std::min<int64_t>(file_size(marker.c_str()), kMarkerMost), '\0');
     text.resize(fread(&text[0], 1, text.size(), f));
     fclose(f);
     const size_t end = text.rfind("sum ");
@@ -183,9 +185,9 @@ struct Retention {
 };
 
 // The marker goes first: what is half removed is no checkpoint.
-static inline void checkpoint_remove(const std::string& folder, int64_t step, bool with_model) {
+static inline void checkpoint_remove(const std::string& folder, int64_t step) {
     unlink(checkpoint_marker(folder, step).c_str());
-    if (with_model) { unlink(checkpoint_model(folder, step).c_str()); }
+    unlink(checkpoint_model(folder, step).c_str());
     const std::string prefix = format("state_%08lld_", (long long)step);
     for (const std::string& name : folder_names(folder)) {
         if (checkpoint_number(name, prefix.c_str(), ".bin") >= 0) { unlink((folder + "/" + name).c_str()); }
@@ -201,15 +203,18 @@ static inline void checkpoint_retain(const std::string& folder, int64_t newest, 
     for (size_t i = steps.size(); i-- > 0;) {
         const int64_t step = steps[i];
         if (step > newest || (r.major > 0 && step % r.major == 0) || r.bad.count(step)) { continue; }
-        if (kept++ >= r.keep) { checkpoint_remove(folder, step, true); }
+        if (kept++ >= r.keep) { checkpoint_remove(folder, step); }
     }
 }
 
 // What a run that was killed in a save has left: states without a marker, and files that are half written.
 static inline void checkpoint_clean(const std::string& folder) {
     for (const std::string& name : folder_names(folder)) {
-        const size_t rank = name.rfind('_'), part = name.find(".bin.");
-        if (part != std::string::npos) { atomic_remove_stale(folder + "/" + name.substr(0, part + 4)); }
+        const bool marker = name.compare(0, 5, "DONE_") == 0;
+        const size_t rank = name.rfind('_'), part = name.find(marker ? "." : ".bin.");
+        if (part != std::string::npos) {
+            atomic_remove_stale(folder + "/" + name.substr(0, part + (marker ? 0 : 4)));
+        }
         if (rank == std::string::npos || checkpoint_number(name.substr(rank), "_", ".bin") < 0) { continue; }
         const int64_t step = checkpoint_number(name.substr(0, rank), "state_", "");
         if (step >= 0 && file_size(checkpoint_marker(folder, step).c_str()) < 0) {

@@ -46,7 +46,7 @@ static inline void checksum_add(Checksum* c, const void* data, size_t bytes) {
     };
     size_t waiting = c->bytes % 32;
     c->bytes += bytes;
-    if (waiting > 0) {
+    if (waiting > 0 && bytes > 0) {                 // data may be null if there are none
         const size_t more = std::min(bytes, 32 - waiting);
         memcpy(c->left + waiting, at, more);
         at += more;

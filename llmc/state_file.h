@@ -66,7 +66,8 @@ static inline size_t state_type_bytes(const char* type) {
 static inline StateRow state_row(const std::string& name, const char* type, uint64_t rows, uint64_t cols,
                                  uint64_t begin, uint64_t count) {
     StateRow row = {};
-    assert(name.size() < sizeof(row.name) && state_type_bytes(type) > 0 && begin + count <= rows * cols);
+    assert(name.size() < sizeof(row.name) && state_type_bytes(type) > 0);
+    assert(count > 0 && begin + count <= rows * cols);
     memcpy(row.name, name.c_str(), name.size());
     memcpy(row.type, type, strlen(type));
     row.rows = rows;

@@ -338,11 +338,13 @@ def test_when():
 def observe(flags, name):
     """Everything a run says and leaves, by kind."""
     result = run_ok({**flags, "-o": name})
+    models = sorted(glob.glob(name + "/model_*.bin"))
+    check(models, f"a checkpoint in {name}")
     columns, losses = log_columns(name), result.val_losses()
     samples = re.findall(r"^sample (\d+ at step \d+:\n.*?)\n---$", result.out, re.M | re.S)
     return {"loss of step 1": columns["trl"][:1], "norm of step 1": columns["norm"][:1],
             "later losses": columns["trl"][1:] + columns["norm"][1:], "rates": columns["lr"],
-            "weights": read_bytes(model_path(name)), "memory": re.findall(r"^memory: .*$", result.out, re.M),
+            "weights": read_bytes(models[-1]), "memory": re.findall(r"^memory: .*$", result.out, re.M),
             "first validation": losses[:1], "later validations": losses[1:], "samples": samples}
 
 
@@ -390,6 +392,11 @@ def flag_table():
         ("--kernels", "portable", set(), ALL_NUMBERS if cuda else set()),
         ("-f", 1, set(), ALL_NUMBERS if cuda and not low else set()),
         ("-w", 0, {"memory", "weights"} if low else set(), LEARNED | SHOWN if low else set()),
+        ("-n", 2, set(), set()),
+        ("-nk", 1, set(), set()),
+        ("-nm", 1, set(), set()),
+        ("-y", 1, set(), set()),                    # there is nothing to resume
+        ("--on-bad-loss", "rewind", set(), set()),
     ]
     if cuda:                                        # refused by the CPU build
         rows += [("--grad-dtype", "bf16", {"memory"}, LEARNED | SHOWN | {"norm of step 1"}),
@@ -524,7 +531,8 @@ def test_saved_files_load():
         path = model_path(folder)
         steps = flags.get("-x", 4)
         check_equal(os.path.basename(path), f"model_{steps:08d}.bin", "its name says how many updates")
-        check_equal(re.findall(r"^saved (.*)$", trained.out, re.M), [path], "its name is printed")
+        saved = re.findall(r"^saved (\S+) and its state: \S+ [KMGT]iB in \S+ s$", trained.out, re.M)
+        check_equal(saved, [path], "its name is printed")
         dims, params = formats.read_checkpoint(path)
         check_equal(dims.text(), flags["-e"], f"sizes in the file of {flags}")
         start = formats.init_params(dims, 1337)
