@@ -183,9 +183,9 @@ struct Retention {
 };
 
 // The marker goes first: what is half removed is no checkpoint.
-static inline void checkpoint_remove(const std::string& folder, int64_t step, bool with_model) {
+static inline void checkpoint_remove(const std::string& folder, int64_t step) {
     unlink(checkpoint_marker(folder, step).c_str());
-    if (with_model) { unlink(checkpoint_model(folder, step).c_str()); }
+    unlink(checkpoint_model(folder, step).c_str());
     const std::string prefix = format("state_%08lld_", (long long)step);
     for (const std::string& name : folder_names(folder)) {
         if (checkpoint_number(name, prefix.c_str(), ".bin") >= 0) { unlink((folder + "/" + name).c_str()); }
@@ -200,20 +200,26 @@ static inline void checkpoint_retain(const std::string& folder, int64_t newest, 
     int kept = 0;
     for (size_t i = steps.size(); i-- > 0;) {
         const int64_t step = steps[i];
-        if (step > newest || (r.major > 0 && step % r.major == 0) || r.bad.count(step)) { continue; }
-        if (kept++ >= r.keep) { checkpoint_remove(folder, step, true); }
+        if (step > newest || r.bad.count(step)) { continue; }
+        const bool major = r.major > 0 && step % r.major == 0;
+        if (kept++ >= r.keep && !major) { checkpoint_remove(folder, step); }
     }
 }
 
-// What a run that was killed in a save has left: states without a marker, and files that are half written.
+// What a run has left that was killed in a save, or while it removed a checkpoint: files that are half written,
+// and the model and states of a step without a marker. A model alone may be somebody's, and stays.
 static inline void checkpoint_clean(const std::string& folder) {
     for (const std::string& name : folder_names(folder)) {
-        const size_t rank = name.rfind('_'), part = name.find(".bin.");
-        if (part != std::string::npos) { atomic_remove_stale(folder + "/" + name.substr(0, part + 4)); }
-        if (rank == std::string::npos || checkpoint_number(name.substr(rank), "_", ".bin") < 0) { continue; }
-        const int64_t step = checkpoint_number(name.substr(0, rank), "state_", "");
+        std::string whole = name;                   // without .PID.N.part
+        if (whole.size() > 5 && whole.compare(whole.size() - 5, 5, ".part") == 0) {
+            for (int i = 0; i < 3; i++) { whole.resize(std::min(whole.rfind('.'), whole.size())); }
+            atomic_remove_stale(folder + "/" + whole);
+        }
+        const size_t rank = whole.rfind('_');
+        if (rank == std::string::npos || checkpoint_number(whole.substr(rank), "_", ".bin") < 0) { continue; }
+        const int64_t step = checkpoint_number(whole.substr(0, rank), "state_", "");
         if (step >= 0 && file_size(checkpoint_marker(folder, step).c_str()) < 0) {
-            unlink((folder + "/" + name).c_str());
+            checkpoint_remove(folder, step);
         }
     }
 }

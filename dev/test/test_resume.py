@@ -246,5 +246,97 @@ def test_alone():
                    for step, number, more in ((6, TERM, {}), (11, KILL, loud), (7, INT, loud))])
 
 
+# ---- kills at random moments ----
+
+def wait_and_kill(rng, folder, started):
+    """Ends it with SIGKILL: at some step, when a file of a save appears or goes, or at any time."""
+    before = set(os.listdir(folder)) if os.path.isdir(folder) else set()
+    how, end = rng.choice(("part", "part", "part", "marker", "marker", "step", "time")), time.monotonic() + LIMIT_S
+    if how == "step":
+        started.until(f"step {rng.randrange(1, 40)}/")
+    elif how == "time":
+        time.sleep(rng.uniform(0, 0.4))
+    else:
+        def happened():
+            new = set(os.listdir(folder)) - before if os.path.isdir(folder) else set()
+            return any(name.endswith(".part") if how == "part" else name.startswith("DONE") and "part" not in name
+                       for name in new)
+        skipped = rng.randrange(4)          # not always the first save
+        while started.p.poll() is None and time.monotonic() < end:
+            if happened():
+                if not skipped:
+                    break
+                skipped -= 1
+                before |= set(os.listdir(folder))
+    time.sleep(rng.choice((0, 0, rng.uniform(0, 0.002), rng.uniform(0, 0.02))))
+    started.p.kill()
+    return started.result()
+
+
+def expected_steps(flags):
+    """Which checkpoints are left of a run that saved at each multiple of -n and at the end."""
+    every, keep, major, last = flags["-n"], flags.get("-nk", 2), flags.get("-nm", 0), flags["-x"]
+    saved = [step for step in range(1, last + 1) if step % every == 0 or step == last]
+    return [step for step in saved if keep == 0 or step in saved[-keep:] or major and step % major == 0]
+
+
+def killed_life(flags, seed, kills):
+    """(what is wrong, how many kills met it alive, how many of them in a save)"""
+    rng, folder, alive, in_save, wrong = random.Random(seed), flags["-o"], 0, 0, []
+    for _ in range(kills):
+        result = wait_and_kill(rng, folder, Started(flags))
+        if result.code == 0:
+            shutil.rmtree(folder)           # it was faster: once more
+            continue
+        if result.code != -9:
+            wrong.append(f"exit code {result.code}: {result.err}")
+        alive += 1
+        in_save += os.path.isdir(folder) and left_over(folder) != []
+    result = run(flags)
+    if result.code:
+        wrong.append(f"exit code {result.code}")
+    wrong += [line for line in result.err.splitlines() if not line.startswith("warning: the run in -o")]
+    wrong += unlike(folder, undisturbed(flags)) + [f"{name} is left" for name in left_over(folder)]
+    if steps_of(folder) != expected_steps(flags):
+        wrong.append(f"checkpoints {steps_of(folder)}, expected {expected_steps(flags)}")
+    return [f"seed {seed}: {what}" for what in wrong], alive, in_save
+
+
+def test_left_overs():
+    """What kills leave at moments that are too short to be met: in a removal, and in writing a marker."""
+    folder = "left"
+    interrupted({"-o": folder, "-nk": 0}, 20, KILL)
+    steps = steps_of(folder)
+    if not check(len(steps) >= 3, f"checkpoints before the kill: {steps}"):
+        return
+    os.remove(f"{folder}/DONE_{steps[0]:08d}")
+    os.remove(f"{folder}/DONE_{steps[1]:08d}")
+    os.remove(f"{folder}/model_{steps[1]:08d}.bin")
+    for name in ("DONE_00000007", "run.json", "model_00000007.bin", "state_00000008_00000.bin"):
+        write_bytes(f"{folder}/{name}.{2**22 + 7}.3.part", b"half")
+    write_bytes(f"{folder}/model_00000008.bin", b"of the same save as its state")
+    write_bytes(f"{folder}/model_00000009.bin", b"somebody's")
+    result = run({"-o": folder, "-y": 1, "-nk": 0})
+    check_equal((result.code, result.err), (0, ""), "resumed")
+    check_equal(left_over(folder), ["model_00000009.bin"], "files that belong to no checkpoint")
+    check_equal(unlike(folder, undisturbed({"-nk": 0})), [], "the end")
+
+
+def test_kills():
+    """kill -9 at random moments, many of them in a save; resumed each time, and at last to the end."""
+    data()
+    kills, seed, lives = Program.numbers["kills"], Program.numbers["seed"], []
+    for i in range((kills + 4) // 5):
+        flags = {"-n": 1 + i % 4, "-nk": (2, 1, 3, 0)[i // 4 % 4], "-nm": 10 * (i % 2), "-x": 40, "-y": 1}
+        undisturbed(flags)
+        lives.append(({**flags, "-o": f"life{i}"}, f"{seed}.{i}", min(5, kills - 5 * i)))
+    found = side_by_side(lambda life: killed_life(*life), lives)
+    for wrong, _, _ in found:
+        check(not wrong, "; ".join(wrong))
+    alive, in_save = (sum(one[i] for one in found) for i in (1, 2))
+    print(f"    {kills} kills: {alive} met a running program, {in_save} of these in a save")
+    check(in_save * 5 > alive, f"of {alive} kills only {in_save} were in a save")
+
+
 if __name__ == "__main__":
-    sys.exit(main(__doc__, globals()))
+    sys.exit(main(__doc__, globals(), kills=(25, "how often test_kills kills"), seed=(1, "of what is random")))
