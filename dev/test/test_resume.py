@@ -246,6 +246,136 @@ def test_alone():
                    for step, number, more in ((6, TERM, {}), (11, KILL, loud), (7, INT, loud))])
 
 
+def test_variants():
+    """What changes the arithmetic, the data's order or the times of saving: resumed by -r, -n and -nk of others."""
+    again = [(2, TERM), (3, KILL), (7, USR1), (9, KILL), (9, TERM), (15, KILL), (16, INT)]
+    variants = [{"-n": 7}, {"-n": 1}, {"-n": 0}, {"-n": 5, "-v": 5, "-s": 5, "-g": 4}, {"-r": 1}, {"-r": 2},
+                {"-w": 0}, {"-b": 4}, {"-b": 16}, {"-z": 2 * T_ROWS, "-b": 2, "-x": 200, "-n": 30}, {"-a": 1},
+                {"--shuffle": 0}, {"--residual": "layernorm"}, {"-u": 10, "-k": "wsd"}, {"-x": "epoch", "-z": 64}]
+    if Program.precision != "FP32":
+        variants += [{"--grad-dtype": "bf16"}, {"--grad-dtype": "bf16", "-w": 0}, {"-r": 2, "-w": 0}]
+    stories = [(named(more), more, again) for more in variants]
+    check_stories(stories + [(f"killed before the first checkpoint: {k}", {}, [(k, KILL)] * 3) for k in (1, 3)])
+
+
+def check_same_end(title, result, folder, judge):
+    """A resumed run that went well and ended as the other one."""
+    found = unlike(folder, judge)
+    check(result.code == 0 and result.err == "" and not found,
+          f"{title}: exit code {result.code}, {result.err.strip()}; differs in {found}")
+
+
+def test_other_lengths():
+    """-x, -n, -nk, -r and -v may change: a longer run goes on, a shorter one has nothing to do."""
+    data()
+    flags = {"-k": "constant", "-o": "longer"}
+    run_ok({**flags, "-x": 12, "-n": 3})
+    result = run({**flags, "-x": 24, "-n": 4, "-r": 2, "-nk": 0, "-y": 1})
+    check_same_end("-x 24 after -x 12", result, "longer", undisturbed({"-k": "constant", "-n": 4}))
+    check_equal(steps_of("longer"), [9, 12, 16, 20, 24], "checkpoints")
+    before = {path: hashed for path, hashed in snapshot("longer").items() if "json" not in path}
+    result = run({**flags, "-x": 5, "-y": 1})
+    check(result.code == 0 and "step" not in result.err, f"-x 5: {result.code}, {result.err}")
+    check_equal({path: hashed for path, hashed in snapshot("longer").items() if "json" not in path}, before,
+                "files of a run that was longer than -x")
+
+
+# ---- damage ----
+
+def flipped(path, at):
+    data = bytearray(read_bytes(path))
+    data[at] ^= 1 << at % 8
+    write_bytes(path, data)
+
+
+def cut(path, size):
+    write_bytes(path, read_bytes(path)[:size])
+
+
+def damages(folder, step):
+    """[(what, file, function of the folder)] for each file of a checkpoint."""
+    marker, model, state = f"DONE_{step:08d}", f"model_{step:08d}.bin", f"state_{step:08d}_00000.bin"
+    facts, table = read_state(f"{folder}/{state}")
+    size = {name: os.path.getsize(f"{folder}/{name}") for name in (marker, model, state)}
+    data = size[state] - sum(len(row[6]) for row in table)
+    table_end = 64 + 128 * len(table)
+    places = {marker: [0, 5, 30, size[marker] // 2, size[marker] - 2, size[marker] - 1],
+              model: [0, 12, 600, 1016, 1023, 1024, size[model] // 2, size[model] - 1],
+              state: [0, 8, 12, 16, 24, 32, 50, 64, 130, table_end - 1, table_end, data - 1, data,
+                      (data + size[state]) // 2, size[state] - 1]}
+    found = []
+    for name, ats in places.items():
+        def add(what, do, name=name):
+            found.append((f"{name} {what}", name, lambda where: do(f"{where}/{name}")))
+        for at in ats:
+            add(f"with a flipped bit at byte {at}", lambda path, at=at: flipped(path, at))
+        for left in (0, size[name] // 2, size[name] - 1):
+            add(f"cut to {left} bytes", lambda path, left=left: cut(path, left))
+        add("with a byte more", lambda path: write_bytes(path, read_bytes(path) + b"\0"))
+        if name != marker:                  # without a marker it is no checkpoint, and nothing is said
+            add("missing", os.remove)
+    return found
+
+
+def resumed_without(title, folder, do, named_files, judge):
+    """What is wrong when the run is resumed after some damage that makes the named files' checkpoints useless."""
+    shutil.copytree(judge, folder)
+    do(folder)
+    result = run({"-nk": 0, "-y": 1, "-o": folder})
+    lines = result.err.splitlines()
+    wrong = [f"exit code {result.code}"] if result.code else []
+    said = [re.match(r"warning: the checkpoint of step (\d+) is skipped: (\S+) ", line) for line in lines]
+    said = [(m and m[2]) for m in said]
+    if said != named_files:
+        wrong.append(f"warnings {lines}, expected one for each of {named_files}")
+    wrong += unlike(folder, judge)
+    shutil.rmtree(folder)
+    return [f"{title}: {what}" for what in wrong]
+
+
+def test_damage():
+    """Whatever happens to a file of a checkpoint is noticed and named; the one before is taken instead."""
+    judge = undisturbed({"-nk": 0})
+    other = undisturbed({"-nk": 0, "--seed": 5})
+    step, before = 24, 20
+    model, state = f"model_{step:08d}.bin", f"state_{step:08d}_00000.bin"
+    cases = [(what, do, [name]) for what, name, do in damages(judge, step)]
+    if Program.quick:
+        cases = cases[::5]
+
+    def replace(name, source):
+        return lambda folder: shutil.copy(source, f"{folder}/{name}")
+    cases += [
+        ("the model of the save before", replace(model, f"{judge}/model_{before:08d}.bin"), [model]),
+        ("the state of the save before", replace(state, f"{judge}/state_{before:08d}_00000.bin"), [state]),
+        ("the marker of the save before", replace(f"DONE_{step:08d}", f"{judge}/DONE_{before:08d}"),
+         [f"DONE_{step:08d}"]),
+        ("the model of another run", replace(model, f"{other}/{model}"), [model]),
+        ("the state of another run", replace(state, f"{other}/{state}"), [state]),
+        ("no marker", lambda folder: os.remove(f"{folder}/DONE_{step:08d}"), []),
+        ("two damaged", lambda folder: (cut(f"{folder}/{state}", 1000),
+                                        flipped(f"{folder}/model_{before:08d}.bin", 2000)),
+         [state, f"model_{before:08d}.bin"])]
+    numbered = [(what, f"damaged{i}", do, names, judge) for i, (what, do, names) in enumerate(cases)]
+    for found in side_by_side(lambda case: resumed_without(*case), numbered):
+        check(not found, "; ".join(found))
+
+
+def test_all_damaged():
+    """No checkpoint is left that could be used: one sentence, and everything stays as it is."""
+    judge = undisturbed({})
+    shutil.copytree(judge, "hopeless")
+    for path in glob.glob("hopeless/state_*"):
+        flipped(path, os.path.getsize(path) - 9)
+    before = snapshot("hopeless")
+    result = run({"-y": 1, "-o": "hopeless"})
+    lines = result.err.splitlines()
+    check_equal((result.code, [line.split(":")[0] for line in lines]),
+                (1, ["warning", "warning", "error", "hint"][:len(lines)]), f"the end: {lines}")
+    check(len(lines) >= 3 and "hopeless" in lines[2], f"stderr: {lines}")
+    check_equal(snapshot("hopeless"), before, "the folder")
+
+
 # ---- kills at random moments ----
 
 def wait_and_kill(rng, folder, started):
