@@ -37,8 +37,11 @@ The checkpoints in a run's folder, and the thread that writes them. Host only.
 static inline std::string checkpoint_model(const std::string& folder, int64_t step) {
     return folder + format("/model_%08lld.bin", (long long)step);
 }
+static inline std::string checkpoint_state_prefix(int64_t step) {
+    return format("state_%08lld_", (long long)step);
+}
 static inline std::string checkpoint_state(const std::string& folder, int64_t step, int rank) {
-    return folder + format("/state_%08lld_%05d.bin", (long long)step, rank);
+    return folder + "/" + checkpoint_state_prefix(step) + format("%05d.bin", rank);
 }
 static inline std::string checkpoint_marker(const std::string& folder, int64_t step) {
     return folder + format("/DONE_%08lld", (long long)step);
@@ -161,17 +164,21 @@ static inline std::string checkpoint_check(const std::string& folder, int64_t st
         text.substr(end) != "sum " + checksum_text(checksum(text.data(), end)) + "\n") {
         return marker_name + " is damaged";
     }
+    const std::string state_prefix = checkpoint_state_prefix(step);
     states->clear();
     for (size_t from = 0; from < end;) {
         const size_t line_end = text.find('\n', from) + 1;
         const std::string line = text.substr(from, line_end - from), name = line.substr(0, line.find(' '));
         const std::string path = folder + "/" + name;
         from = line_end;
+        if (path != checkpoint_model(folder, step) && name.find(state_prefix) != 0) {
+            return marker_name + " is of another checkpoint: it names " + name;
+        }
         if (file_size(path.c_str()) < 0) { return name + " is missing"; }
         if (checkpoint_line(path) != line) {
             return name + " is not the file that was written: its size or checksum is another";
         }
-        if (name.compare(0, 6, "state_") == 0) { states->push_back(path); }
+        if (name.find(state_prefix) == 0) { states->push_back(path); }
     }
     return states->empty() ? marker_name + " names no state" : "";
 }
@@ -188,7 +195,7 @@ struct Retention {
 static inline void checkpoint_remove(const std::string& folder, int64_t step) {
     unlink(checkpoint_marker(folder, step).c_str());
     unlink(checkpoint_model(folder, step).c_str());
-    const std::string prefix = format("state_%08lld_", (long long)step);
+    const std::string prefix = checkpoint_state_prefix(step);
     for (const std::string& name : folder_names(folder)) {
         if (checkpoint_number(name, prefix.c_str(), ".bin") >= 0) { unlink((folder + "/" + name).c_str()); }
     }
@@ -202,23 +209,26 @@ static inline void checkpoint_retain(const std::string& folder, int64_t newest, 
     int kept = 0;
     for (size_t i = steps.size(); i-- > 0;) {
         const int64_t step = steps[i];
-        if (step > newest || (r.major > 0 && step % r.major == 0) || r.bad.count(step)) { continue; }
-        if (kept++ >= r.keep) { checkpoint_remove(folder, step); }
+        if (step > newest || r.bad.count(step)) { continue; }
+        const bool major = r.major > 0 && step % r.major == 0;
+        if (kept++ >= r.keep && !major) { checkpoint_remove(folder, step); }
     }
 }
 
-// What a run that was killed in a save has left: states without a marker, and files that are half written.
+// What a run has left that was killed in a save, or while it removed a checkpoint: files that are half written,
+// and the model and states of a step without a marker. A model alone may be somebody's, and stays.
 static inline void checkpoint_clean(const std::string& folder) {
     for (const std::string& name : folder_names(folder)) {
-        const bool marker = name.compare(0, 5, "DONE_") == 0;
-        const size_t rank = name.rfind('_'), part = name.find(marker ? "." : ".bin.");
-        if (part != std::string::npos) {
-            atomic_remove_stale(folder + "/" + name.substr(0, part + (marker ? 0 : 4)));
+        std::string whole = name;                   // without .PID.N.part
+        if (whole.size() > 5 && whole.compare(whole.size() - 5, 5, ".part") == 0) {
+            for (int i = 0; i < 3; i++) { whole.resize(std::min(whole.rfind('.'), whole.size())); }
+            atomic_remove_stale(folder + "/" + whole);
         }
-        if (rank == std::string::npos || checkpoint_number(name.substr(rank), "_", ".bin") < 0) { continue; }
-        const int64_t step = checkpoint_number(name.substr(0, rank), "state_", "");
+        const size_t rank = whole.rfind('_');
+        if (rank == std::string::npos || checkpoint_number(whole.substr(rank), "_", ".bin") < 0) { continue; }
+        const int64_t step = checkpoint_number(whole.substr(0, rank), "state_", "");
         if (step >= 0 && file_size(checkpoint_marker(folder, step).c_str()) < 0) {
-            unlink((folder + "/" + name).c_str());
+            checkpoint_remove(folder, step);
         }
     }
 }
