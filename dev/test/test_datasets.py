@@ -345,6 +345,11 @@ def test_parquet():
     refused("no parquet", *files("in/bad.parquet", "o2"), said=("bad.parquet",))
     refused("no column", *files("in/a.parquet", "o3"), "--text-field", "body",
             said=("'body'", "'text'"))
+    refused("no text", *files("in/a.parquet", "o3"), "--text-field", "id", "--restart", said=("'id'", "int"))
+    parquet.write_table(pyarrow.table({"text": pyarrow.array(["", None, "one", "", "two"], "large_string")}),
+                        "in/l.parquet")
+    works("large strings", *files("in/l.parquet", "o5"), "--bytes", "--val-tokens", 0)
+    check_set("large strings", "o5", [b"one", b"two"], 0, 10**8)
     with Serving({"sample/10BT/000.parquet": read("in/a.parquet"), "sample/100BT/x.parquet": b"",
                   "README.md": b""}) as url:
         row = next(d for d in get.DATASETS if d.name == "fineweb10B")
