@@ -508,6 +508,11 @@ def test_kill_while_tokenizing():
         child = start(*HUB, "--from", url, "--tokenize", "./slow")
         while not os.path.exists("at_work") and child.poll() is None:
             time.sleep(0.01)
+        for _ in range(6000):                       # the next file comes while this one is tokenized
+            if "data/001.jsonl" in [name for name, _ in Hub.seen]:
+                break
+            time.sleep(0.01)
+        check("data/001.jsonl" in [name for name, _ in Hub.seen], f"ahead: {Hub.seen}")
         refused("two at once", *HUB, "--from", url, said=("another get.py",))
         os.kill(child.pid, signal.SIGKILL)
         write("go", "")                             # now it takes what it was fed for the whole
