@@ -15,6 +15,7 @@ Without a network, or from a mirror: --from FOLDER takes the files that would be
 --from https://HOST asks HOST for the same paths (for the hub also HF_ENDPOINT=https://HOST, as everywhere).
 """
 import argparse
+import contextlib
 import fnmatch
 import glob
 import os
@@ -22,6 +23,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -213,6 +215,19 @@ def fetch_source(work, dataset, number, args):
     return [path], [path]
 
 
+def fetch_ahead(work, dataset, number, args):
+    """Downloads this source while the one before it is tokenized. What goes wrong is told when its turn comes
+    and it is asked for again. Returns the thread, which ends with the program."""
+    def fetch_quietly():
+        with contextlib.suppress(Problem):
+            fetch_source(work, dataset, number, args)
+
+    wanted = number < len(work.state["sources"]) and not args.shards    # of a few shards it may not be one
+    thread = threading.Thread(target=fetch_quietly if wanted else lambda: None, daemon=True)
+    thread.start()
+    return thread
+
+
 def check_room(work, dataset, args):
     """Before hours of work: is the disk large enough for what is still to come?"""
     if not dataset.tokens:
@@ -253,10 +268,13 @@ def make_shards(dataset, args):
         need_pyarrow()
     check_room(work, dataset, args)
     work.cut(args.shards, False)
+    ahead = fetch_ahead(work, dataset, len(sources), args)
     for number, source in enumerate(sources):
         if number < len(work.state["parts"]) or (args.shards and work.train_shards() >= args.shards):
             continue
+        ahead.join()
         paths, removable = fetch_source(work, dataset, number, args)
+        ahead = fetch_ahead(work, dataset, number + 1, args)
         prefix = work.path(f"tmp.{os.getpid()}")
         tokenize(args.tokenize, prefix, paths, args.text_field, args.bytes)
         work.add_part(source["split"], prefix + "_train.bin")

@@ -345,6 +345,11 @@ def test_parquet():
     refused("no parquet", *files("in/bad.parquet", "o2"), said=("bad.parquet",))
     refused("no column", *files("in/a.parquet", "o3"), "--text-field", "body",
             said=("'body'", "'text'"))
+    refused("no text", *files("in/a.parquet", "o3"), "--text-field", "id", "--restart", said=("'id'", "int"))
+    parquet.write_table(pyarrow.table({"text": pyarrow.array(["", None, "one", "", "two"], "large_string")}),
+                        "in/l.parquet")
+    works("large strings", *files("in/l.parquet", "o5"), "--bytes", "--val-tokens", 0)
+    check_set("large strings", "o5", [b"one", b"two"], 0, 10**8)
     with Serving({"sample/10BT/000.parquet": read("in/a.parquet"), "sample/100BT/x.parquet": b"",
                   "README.md": b""}) as url:
         row = next(d for d in get.DATASETS if d.name == "fineweb10B")
@@ -503,6 +508,11 @@ def test_kill_while_tokenizing():
         child = start(*HUB, "--from", url, "--tokenize", "./slow")
         while not os.path.exists("at_work") and child.poll() is None:
             time.sleep(0.01)
+        for _ in range(6000):                       # the next file comes while this one is tokenized
+            if "data/001.jsonl" in [name for name, _ in Hub.seen]:
+                break
+            time.sleep(0.01)
+        check("data/001.jsonl" in [name for name, _ in Hub.seen], f"ahead: {Hub.seen}")
         refused("two at once", *HUB, "--from", url, said=("another get.py",))
         os.kill(child.pid, signal.SIGKILL)
         write("go", "")                             # now it takes what it was fed for the whole

@@ -304,7 +304,8 @@ esac
         shutil.rmtree(".venv", ignore_errors=True)
         write("order.log", "")
         code, out, err = call(["scripts/setup.sh", *words], os.path.abspath("bin"), **env)
-        check((code, "pip install pyarrow" in order()) == wanted, f"{words} {env}: {code}, {order()}{out}{err}")
+        got = (code, "pip install pyarrow" in order())
+        check(got == wanted, f"{words} {env}: {code}, {order()}{out}{err}")
         check(("hint: " in err) == (code == 1), f"{words} {env}: {err}")
 
 
