@@ -49,8 +49,8 @@ def tool(script, *words, **more):
 
 
 def run_forked(argv, stubs=None, limit=None, interrupt=None):
-    """stubs: a folder of modules that stand before installed ones; limit: the most bytes of a file; interrupt:
-    the signal that comes when the first file has been written."""
+    """stubs: a folder of modules that stand before installed ones; limit: the most bytes of a file;
+    interrupt: the signal that comes when the first file has been written."""
     signal.alarm(LIMIT_S)
     signal.signal(signal.SIGINT, signal.default_int_handler)        # which a shell's background jobs ignore
     sys.argv, sys.stdout, sys.stderr = argv, open(1, "w", encoding="utf-8"), open(2, "w", encoding="utf-8")
