@@ -6,8 +6,8 @@
     write_bin(path, dims, tensors, "F32")
 
 A Tensor is a piece of a mapped file: what is in memory besides the file's own pages is the tensor that is
-being written, one layer's. Both sides are in Hugging Face's names and shapes: its linear layers are (in, out),
-those of model_*.bin (out, in). bf16 is held as uint16, since numpy has no such type.
+being written, one layer's. Both sides are in Hugging Face's names and shapes: its linear layers are (in,
+out), those of model_*.bin (out, in). bf16 is held as uint16, since numpy has no such type.
 
 safetensors is read and written here, not by its package: a file is a length, a JSON table and the bytes, and
 .venv, which tests and plots live in, stays as it is.

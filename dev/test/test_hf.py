@@ -27,16 +27,17 @@ EXPORT, IMPORT = (os.path.join(ROOT, f"dev/eval/{name}_hf.py") for name in ("exp
 SHAPES = ["L2,NH4,C64,T32,V256", "L1,NH1,C24,T17,V300", "L3,NH2,C40,T48,V509"]     # V=256 needs no padding
 
 
-def tool(script, *words, stubs=None, limit=None):
+def tool(script, *words, **more):
     """Runs it in a fork of this process, which has numpy already: a hundred starts of Python would take
-    longer than all the rest. stubs: a folder of modules that stand before installed ones; limit: bytes of a
-    file."""
+    longer than all the rest."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         child = os.fork()
         if child == 0:
-            code, argv = 70, [script, *map(str, words)]
+            code = 70
             try:
-                code = run_forked(script, argv, out.fileno(), err.fileno(), stubs, limit)
+                os.dup2(out.fileno(), 1)
+                os.dup2(err.fileno(), 2)
+                code = run_forked([script, *map(str, words)], **more)
             finally:
                 os._exit(code)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -47,18 +48,21 @@ def tool(script, *words, stubs=None, limit=None):
     return Result(code, *said, [os.path.basename(script), *map(str, words)])
 
 
-def run_forked(script, argv, out, err, stubs, limit):
+def run_forked(argv, stubs=None, limit=None, interrupt=None):
+    """stubs: a folder of modules that stand before installed ones; limit: the most bytes of a file;
+    interrupt: the signal that comes when the first file has been written."""
     signal.alarm(LIMIT_S)
-    os.dup2(out, 1)
-    os.dup2(err, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)        # which a shell's background jobs ignore
     sys.argv, sys.stdout, sys.stderr = argv, open(1, "w", encoding="utf-8"), open(2, "w", encoding="utf-8")
     sys.dont_write_bytecode = True
-    sys.path[:0] = ([os.path.abspath(stubs)] if stubs else []) + [os.path.dirname(script)]
+    sys.path[:0] = ([os.path.abspath(stubs)] if stubs else []) + [os.path.dirname(argv[0])]
     if limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    if interrupt:
+        os.fsync = lambda fd: os.kill(os.getpid(), interrupt)
     code = 0
     try:
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_path(argv[0], run_name="__main__")
     except SystemExit as e:                     # as Python itself ends with it
         code = e.code if isinstance(e.code, int) else 1 if e.code else 0
         if isinstance(e.code, str):
@@ -498,6 +502,17 @@ def test_full_disk():
     for script, words in ((EXPORT, ("second.bin", "new")), (EXPORT, ("second.bin", "plain", "--force")),
                           (IMPORT, ("plain", "new.bin")), (IMPORT, ("plain", "kept.bin", "--force"))):
         refused(" ".join(words), script, *words, said="File too large", limit=20000)
+
+
+def test_interrupted():
+    """Ctrl-C and an end from outside: nothing is left, nothing is lost."""
+    plain()
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        for script, words in ((EXPORT, ("plain.bin", "new")), (EXPORT, ("plain.bin", "plain", "--force")),
+                              (IMPORT, ("plain", "new.bin")), (IMPORT, ("plain", "plain.bin", "--force"))):
+            before, result = snapshot(), tool(script, *words, interrupt=number)
+            check_equal((result.code, result.err), (code, ""), f"{number.name}, {' '.join(words)}")
+            check(snapshot() == before, f"{number.name}, {' '.join(words)}: the disk has changed")
 
 
 def test_names():
