@@ -5278,7 +5278,7 @@ static void lanes_check(int64_t micro_steps) {
     if (lanes_error(good, micro_steps, comm.world, zero).empty()) {
         hint = format("--lanes %lld fits", (long long)good);
     }
-    if (run.resumed) { hint = "a run that is resumed keeps its lanes: choose another -zs or number of ranks"; }
+    if (run.resumed) { hint = "a resumed run keeps its lanes: choose another -zs or number of ranks"; }
     die("--lanes %d: %s\nhint: %s", run.lanes, error.c_str(), hint.c_str());
 }
 
