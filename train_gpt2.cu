@@ -5240,7 +5240,7 @@ int main(int argc, char** argv) {
     flags_parse(kFlags, kNumFlags, argc, argv);
     const char* const inits[] = {"auto", "mpi", "tcp", "fs"};      // as the flag's options
     run.comm.init = inits[run.comm_init];
-    comm_start(run.comm, argc, argv);
+    comm_start(run.comm, argv);
     const Config config = config_check();
     Options options = run_options();
     const bool evaluate_only = run.max_steps == 0;
