@@ -6019,7 +6019,7 @@ int main(int argc, char** argv) {
     flags_parse(kFlags, kNumFlags, argc, argv);
     const std::string init = flags_text(flags_find(kFlags, kNumFlags, "--process-init"));
     run.comm.init = init.c_str();
-    comm_start(run.comm, argc, argv);
+    comm_start(run.comm, argv);
     Training t;
     Checkpoint resumed = find_resumed(&t.saver.retention.bad);
     const Config config = config_check(run.resumed ? &resumed.facts : nullptr);
