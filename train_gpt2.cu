@@ -1583,7 +1583,7 @@ __global__ void update_decision_kernel(UpdateDecision<floatX, float> a) {
     state->norm_score = norm_score;
     window_add(&state->losses, (float)loss);
     window_add(&state->norms, norm);
-    const bool finite = isfinite(norm);
+    const bool finite = isfinite(norm) && isfinite((float)loss);
     const int skip = !finite ? SKIP_NOT_FINITE
                      : loss_score > max_loss ? SKIP_LOSS
                      : norm_score > max_norm ? SKIP_NORM : SKIP_NO;
@@ -4997,6 +4997,7 @@ static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
         }
     });
     if (!missing.empty()) { return "the files do not say update." + missing; }
+    if (state.update.losses.count < 0 || state.update.norms.count < 0) { return "a window's count is below 0"; }
     copy_to_device(model->state, &state, sizeof(state), model->stream);
     stream_sync(model->stream);
     model->step = (uint32_t)c->step;
@@ -5957,6 +5958,7 @@ static void open_data(Training* t, const Config& config, bool trains, bool valid
         if (run.overfit) { share = {}; }        // all ranks have the job's first batch
         dataloader_init(&t->train_loader, run.train_data, run.B, run.T, run.shuffle && !run.overfit,
                         (uint64_t)run.seed, config.V, share);
+        tokenizer_check(t->train_loader.tokenizer, config.V, run.train_data);
         if (run.max_steps < 0) {
             run.max_steps = std::max((int64_t)1, t->train_loader.samples_per_epoch * run.T / run.total_batch);
         }
@@ -5964,6 +5966,7 @@ static void open_data(Training* t, const Config& config, bool trains, bool valid
     if (validates) {
         dataloader_init(&t->val_loader, run.val_data, run.B, run.T, false, 0, config.V,
                         {comm.rank, comm.world});
+        tokenizer_check(t->val_loader.tokenizer, config.V, run.val_data);
     }
     const char* shared = trains && validates ? dataloader_shared_file(&t->train_loader, &t->val_loader)
                                              : nullptr;

@@ -703,7 +703,8 @@ template <class Real> void update_decision_cpu(const UpdateDecision<Real, Real>&
     state->norm_score = max_norm > 0 ? window_score_cpu(state->norms, state->norm) : 0.0f;
     window_add_cpu(&state->losses, (float)loss);
     window_add_cpu(&state->norms, state->norm);
-    state->skip = !isfinite(state->norm) ? SKIP_NOT_FINITE      // written so that NaN lands here
+    const bool finite = isfinite(state->norm) && isfinite((float)loss);
+    state->skip = !finite ? SKIP_NOT_FINITE
                   : state->loss_score > max_loss ? SKIP_LOSS
                   : state->norm_score > max_norm ? SKIP_NORM : SKIP_NO;
     state->skipped_in_a_row = state->skip == SKIP_NO ? 0 : state->skipped_in_a_row + 1;
