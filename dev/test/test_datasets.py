@@ -708,7 +708,8 @@ def test_debian():
         return
     os.makedirs("debs")
     packages = {"one": {"a.html": PAGE, "b.txt.gz": PROSE * 5, "copyright": PROSE * 9, "c.png": "x"},
-                "two": {"same.html": PAGE, "d.txt": PROSE * 6, "code.txt": "int x; " * 200}}
+                "two": {"same.html": PAGE, "fr-FR/a.txt": PROSE * 7, "d.txt": PROSE * 6,
+                        "code.txt": "int x; " * 200}}
     for name, members in packages.items():
         for member, text in members.items():
             data = gzip.compress(text.encode()) if member.endswith(".gz") else text
