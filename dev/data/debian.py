@@ -25,11 +25,11 @@ PACKAGES = """
     linux-doc-[0-9.]+ python3\\.[0-9]+-doc python-(django|sqlalchemy|pandas|numpy|scipy|matplotlib|flask)-doc
     postgresql-doc-[0-9]+ sqlite3-doc git-doc perl-doc apache2-doc nodejs-doc cmake-doc octave-doc maxima-doc
     golang-[0-9.]+-doc rust-doc erlang-doc gimp-help-en samba-doc aptitude-doc-en zsh-doc vim-doc gnuplot-doc
-    libboost[0-9.]+-doc r-doc-html tcl[0-9.]+-doc sbcl-doc gap-doc mercurial-common subversion-doc
+    libboost[0-9.]+-doc r-doc-html sbcl-doc gap-doc mercurial-common subversion-doc
     """.split()
 ENDINGS = re.compile(r"\.(html?|xhtml|html\.en|txt|text|md|pod|rst)(\.gz)?$")
-LEFT_OUT = re.compile(r"/(_sources|_static|changelog[^/]*|copyright|NEWS[^/]*|genindex[^/]*|search\.html)"
-                      r"(/|$)", re.I)
+LEFT_OUT = re.compile(r"/(_sources|_static|changelog[^/]*|copyright|NEWS[^/]*|genindex[^/]*|search\.html|"
+                      r"(?!en[-_])[a-z]{2}[-_][a-z]{2})(/|$)", re.I)       # the last: fr-FR, half translated
 SMALLEST, LARGEST = 400, 2_000_000          # bytes of a document: less says little, more is a table or a log
 COMMON = frozenset("the of and to a in is that for it as be are with this on or not can if you by".split())
 

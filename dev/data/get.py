@@ -79,7 +79,7 @@ DATASETS = [
     Dataset("fineweb-edu10B-shards", "shards", "kjj0/finewebedu10B-gpt2", "fineweb-edu10B, likewise", ODC,
             "20 GB, 10B tokens", "finewebedu_train_*.bin", "finewebedu_val_*.bin", "finewebedu"),
     Dataset("debian-docs", "debian", "apt", "English documentation from Debian's packages",
-            "each package's, free", "", "", "", "debian_docs", 500_000),
+            "each package's, free", "300 MB of packages, 75M tokens", "", "", "debian_docs", 500_000),
     Dataset("files", "files", "--from", "your own .txt .md .jsonl .parquet, also .gz .xz .bz2", "yours", "",
             "", "", "", 100_000),
     Dataset("hub", "text", "--repo", "text, JSONL or parquet files of any data set on huggingface.co",

@@ -157,6 +157,8 @@ class Work:
             with open(self.path("state.json"), encoding="utf-8") as f:
                 self.state = json.load(f)
             changed = [key for key, value in self.recipe.items() if self.state["recipe"].get(key) != value]
+            if not self.state["cut"] and set(changed) <= {"val_tokens", "shard_tokens"}:
+                self.state["recipe"], changed = self.recipe, []     # no shard was cut by them yet
             if changed:
                 raise Problem(f"'{self.out}' was begun with another {', '.join(changed)}",
                               "the same options go on with it; --restart begins anew; or another --out")

@@ -309,6 +309,9 @@ def test_files_refused():
     refused("a number", *files("in/c.jsonl", "o4"), said=("row 1", "int"))
     refused("a cut gzip", *files("in/d.txt.gz", "o5"), said=("d.txt.gz' is damaged",))
     refused("too short", *files("in/e.txt", "o6"), said=("--val-tokens 100000",))
+    refused("too short", *files("in/e.txt", "o11"), "--bytes", said=("--val-tokens 100000", "ask for fewer"))
+    works("then fewer", *files("in/e.txt", "o11"), "--bytes", "--val-tokens", 2)
+    check_set("then fewer", "o11", [b"short"], 2, 10**8)
     refused("nothing there", *files("none*", "o7"), said=("none*",))
     refused("no text there", *files("pictures", "o8"), said=("pictures",))
     refused("no --from", "files", "--out", "o9", said=("--from",))
@@ -705,7 +708,8 @@ def test_debian():
         return
     os.makedirs("debs")
     packages = {"one": {"a.html": PAGE, "b.txt.gz": PROSE * 5, "copyright": PROSE * 9, "c.png": "x"},
-                "two": {"same.html": PAGE, "d.txt": PROSE * 6, "code.txt": "int x; " * 200}}
+                "two": {"same.html": PAGE, "fr-FR/a.txt": PROSE * 7, "d.txt": PROSE * 6,
+                        "code.txt": "int x; " * 200}}
     for name, members in packages.items():
         for member, text in members.items():
             data = gzip.compress(text.encode()) if member.endswith(".gz") else text
