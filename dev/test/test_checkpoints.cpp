@@ -739,6 +739,16 @@ static void test_refusals() {
 // ---- the thread ----
 
 static void test_worker() {
+    TEST("worker: a program may end while it works") {
+        Child c = run_child([] {
+            static std::atomic<bool> began(false);
+            Worker* worker = worker_start();
+            worker_post(worker, [] { began = true; for (;;) { pause(); } });
+            while (!began) { std::this_thread::yield(); }
+            exit(3);
+        });
+        CHECK(c.code == 3, "%d: %s", c.code, c.err.c_str());
+    }
     TEST("worker: one thing after the other, and waiting for it") {
         Worker* worker = worker_start();
         CHECK(!worker_busy(worker), "it is busy before there is work");
@@ -770,16 +780,6 @@ static void test_worker() {
         worker_wait(other);
         worker_wait(worker);
         CHECK(order == std::vector<int>({1, 2}), "%zu", order.size());
-    }
-    TEST("worker: a program may end while it works") {
-        Child c = run_child([] {
-            static std::atomic<bool> began(false);
-            Worker* worker = worker_start();
-            worker_post(worker, [] { began = true; for (;;) { pause(); } });
-            while (!began) { std::this_thread::yield(); }
-            exit(3);
-        });
-        CHECK(c.code == 3, "%d: %s", c.code, c.err.c_str());
     }
 }
 
