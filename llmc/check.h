@@ -244,6 +244,18 @@ static inline void atomic_watch_signals() {
     }
 }
 
+// Is it PATH.PID.N.part? base: PATH's name and a point. PATH.bin.7.0.part is not PATH's, PATH.part somebody's.
+static inline bool part_is_of(const std::string& name, const std::string& base) {
+    if (name.compare(0, base.size(), base) != 0) { return false; }
+    size_t at = base.size();
+    for (int number = 0; number < 2; number++) {
+        const size_t end = name.find_first_not_of("0123456789", at);
+        if (end == at || end == std::string::npos || name[end] != '.') { return false; }
+        at = end + 1;
+    }
+    return name.compare(at, std::string::npos, "part") == 0;
+}
+
 // Removes PATH.*.part that nobody writes any more.
 static inline void atomic_remove_stale(const std::string& path) {
     size_t slash = path.rfind('/') + 1;         // npos + 1 is 0
@@ -252,9 +264,7 @@ static inline void atomic_remove_stale(const std::string& path) {
     if (!dir) { return; }
     while (struct dirent* entry = readdir(dir)) {
         std::string name = entry->d_name;
-        if (name.compare(0, base.size(), base) != 0) { continue; }
-        size_t word = name.find_first_not_of("0123456789.", base.size());  // PATH.bin.7.0.part: not PATH's
-        if (word == std::string::npos || name.compare(word, std::string::npos, "part") != 0) { continue; }
+        if (!part_is_of(name, base)) { continue; }
         int fd = open((folder + name).c_str(), O_WRONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
         if (fd < 0) { continue; }
         if (flock(fd, LOCK_EX | LOCK_NB) == 0) { unlink((folder + name).c_str()); }

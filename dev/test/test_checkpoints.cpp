@@ -587,7 +587,7 @@ static void test_retention() {
             {99, 0, {}, 60, "10 20 30 40 50 60"},
             {1, 30, {}, 50, "30 50 60"},                    // 60 comes later, and is a multiple anyway
             {1, 25, {}, 60, "50 60"},
-            {2, 20, {}, 60, "20 40 50 60"},                 // multiples count among the last two
+            {2, 20, {}, 60, "20 40 50 60"},                 // multiples are counted among the last two
             {1, 10, {}, 60, "10 20 30 40 50 60"},
             {1, 0, {}, 40, "40 50 60"},                     // of a future that the run went back from
             {2, 0, {50}, 60, "40 50 60"},                   // a damaged one does not take a good one's place
@@ -636,6 +636,7 @@ static void test_clean() {
         write_checkpoint(run, 10, 2);
         write_checkpoint(run, 20, 2);
         unlink(checkpoint_marker(run, 20).c_str());
+        write_model(checkpoint_model(run, 40), 'm');        // alone: somebody's
         for (const char* name : {"main.log", "mine.bin", "state_x_00000.bin", "state_00000020_.bin",
                                  "notes.part", "state_00000020_00000.txt"}) {
             write_text(run + "/" + name, "mine");
@@ -651,7 +652,7 @@ static void test_clean() {
         AtomicFile living_marker = atomic_open(checkpoint_marker(run, 30));
         checkpoint_clean(run);
         std::string expected = " DONE_00000010 " + living_marker.temp.substr(run.size() + 1);
-        expected += " main.log mine.bin model_00000010.bin notes.part "
+        expected += " main.log mine.bin model_00000010.bin model_00000040.bin notes.part "
                     "state_00000010_00000.bin state_00000010_00001.bin state_00000020_.bin "
                     "state_00000020_00000.txt ";
         expected += living.temp.substr(run.size() + 1) + " state_x_00000.bin";
@@ -739,6 +740,16 @@ static void test_refusals() {
 // ---- the thread ----
 
 static void test_worker() {
+    TEST("worker: a program may end while it works") {
+        Child c = run_child([] {
+            static std::atomic<bool> began(false);
+            Worker* worker = worker_start();
+            worker_post(worker, [] { began = true; for (;;) { pause(); } });
+            while (!began) { std::this_thread::yield(); }
+            exit(3);
+        });
+        CHECK(c.code == 3, "%d: %s", c.code, c.err.c_str());
+    }
     TEST("worker: one thing after the other, and waiting for it") {
         Worker* worker = worker_start();
         CHECK(!worker_busy(worker), "it is busy before there is work");
@@ -770,16 +781,6 @@ static void test_worker() {
         worker_wait(other);
         worker_wait(worker);
         CHECK(order == std::vector<int>({1, 2}), "%zu", order.size());
-    }
-    TEST("worker: a program may end while it works") {
-        Child c = run_child([] {
-            static std::atomic<bool> began(false);
-            Worker* worker = worker_start();
-            worker_post(worker, [] { began = true; for (;;) { pause(); } });
-            while (!began) { std::this_thread::yield(); }
-            exit(3);
-        });
-        CHECK(c.code == 3, "%d: %s", c.code, c.err.c_str());
     }
 }
 

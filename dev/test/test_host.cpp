@@ -189,6 +189,21 @@ static void test_check_disk() {
     }
 }
 
+static void test_check_names() {
+    TEST("check: only PATH.PID.N.part is an unfinished PATH") {
+        const std::string path = file_named("download");
+        const char* const others[] = {".part", ".7.part", "..part", ".7..part", ".1.2.3.part", ".x.1.part",
+                                      ".1.2.part.x", ".1.2.apart", ".bin.1.2.part", ".1.2part"};
+        for (const char* end : others) { fclose(fopen_check((path + end).c_str(), "wb")); }
+        fclose(fopen_check((path + ".1.2.part").c_str(), "wb"));
+        write_atomic(path, "whole");
+        for (const char* end : others) {
+            CHECK(file_size((path + end).c_str()) == 0, "somebody's %s%s was removed", path.c_str(), end);
+        }
+        CHECK(file_size((path + ".1.2.part").c_str()) < 0, "what a kill has left is still there");
+    }
+}
+
 static void test_check_paths() {
     TEST("check: what is no regular file") {
         std::string pipe = file_named("pipe"), link = file_named("link"), target = file_named("target");
@@ -269,6 +284,7 @@ static void test_check() {
         CHECK(well.code == 0 && well.err.empty(), "%d: %s", well.code, well.err.c_str());
     }
     test_check_disk();
+    test_check_names();
     test_check_paths();
 }
 
