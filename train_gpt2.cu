@@ -4709,6 +4709,7 @@ static void saver_init(Saver* saver, GPT2* model, const Logger* logger, const st
         saver->pieces[i].at = used;
         used += saver->pieces[i].bytes();
     }
+    if (saver->groups.empty()) { saver->groups.push_back(0); }      // a small model's last ranks hold nothing
     saver->groups.push_back(saver->pieces.size());
     saver->memory = (char*)pinned_malloc(saver->capacity, "checkpoints");
     saver->stream = stream_create();

@@ -468,5 +468,158 @@ def test_kills():
     check(in_save * 5 > alive, f"of {alive} kills only {in_save} were in a save")
 
 
+# ---- disks that fail ----
+
+def check_failed(title, result, *said):
+    """Exit code 1 and one sentence."""
+    lines = result.err.splitlines()
+    check(result.code == 1 and 1 <= len(lines) <= 3 and [line.startswith("error: ") for line in lines].count(True)
+          == 1 and lines[0].startswith("error: ") and all(text in result.err for text in said),
+          f"{title}: exit code {result.code}, {result.err.strip()}")
+
+
+def check_resumable(title, folder, flags, intact):
+    """The checkpoints are those that were there before the failure, nothing is half written; resumed, it ends
+    as if nothing had happened."""
+    parts = [name for name in os.listdir(folder) if name.endswith(".part")]
+    check_equal((parts, steps_of(folder)[-1:]), ([], intact[-1:]), f"{title}: parts, last checkpoint")
+    result = run({**flags, "-y": 1, "-o": folder})
+    check_same_end(title + ", resumed", result, folder, undisturbed(flags))
+
+
+def test_full_disk():
+    """No space, wherever it ends: in a log, in a model, in a state."""
+    flags = {"-n": 3, "-nk": 0}
+    judge = undisturbed(flags)
+    one = sum(os.path.getsize(path) for path in glob.glob(f"{judge}/*_00000024*"))
+    os.makedirs("small", exist_ok=True)
+    for tenths in (5, 13, 17, 24, 29):
+        size = f"size={(one * tenths // 10 + 20000) // 4096 * 4096}"
+        mounted = os.geteuid() == 0 and subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", size, "none", "small"], stderr=subprocess.DEVNULL).returncode == 0
+        if not mounted:
+            skip("no right to mount a small file system", 3)
+            continue
+        try:
+            result = run({**flags, "-o": "small/run"})
+            check_failed(f"{tenths} tenths of a checkpoint", result, "No space left on device", "small/run")
+            intact = [step for step in (3, 6) if step // 3 * one * 10 <= one * tenths]
+            if intact:
+                subprocess.run(["mount", "-o", "remount,size=64m", "small"], check=True)
+                check_resumable(f"{tenths} tenths of a checkpoint", "small/run", flags, intact)
+            else:
+                parts = [name for name in os.listdir("small/run") if name.endswith(".part")]
+                check_equal((parts, steps_of("small/run")), ([], []), "parts, checkpoints")
+        finally:
+            subprocess.run(["umount", "small"], check=True)
+
+
+def test_file_limit():
+    """A limit on the size of files (ulimit -f) that the logs or the checkpoints meet."""
+    flags = {"-n": 3}
+
+    def limit(most):
+        def set_limit():
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+        return set_limit
+    interrupted({**flags, "-o": "limited"}, 12, TERM)
+    intact, size = steps_of("limited"), os.path.getsize(glob.glob("limited/state_*")[0])
+    if not check(intact and intact[-1] < 24, f"checkpoints: {intact}"):
+        return
+    logs = os.path.getsize("limited/metrics.jsonl") + 150
+    for most, what in ((size * 9 // 10, "state_"), (size // 4, "state_"), (logs, "main.log|metrics")):
+        result = run({**flags, "-o": "limited", "-y": 1}, preexec_fn=limit(most))
+        check_failed(f"files of {most} bytes at most", result, "File too large")
+        check(re.search(what, result.err), f"it names {what}: {result.err}")
+        check_equal(steps_of("limited"), intact, f"checkpoints with files of {most} bytes at most")
+    check_resumable("a limit on files", "limited", flags, intact)
+    # the thread that writes finds it while the main one computes, which has to end in peace
+    busy = {"-b": 16, "-z": 64 * T_ROWS, "-n": 1}
+    ends = side_by_side(lambda i: run({**busy, "-o": f"limited{i}"}, preexec_fn=limit(size // 2)), range(16))
+    check_equal([end.code for end in ends], [1] * 16, "exit codes of 16 runs")
+
+
+def test_vanished_folder():
+    """The run's folder is moved away while it runs, and comes back."""
+    started = Started({"-n": 6, "-o": "vanishing"})
+    started.until("saved ")
+    os.rename("vanishing", "vanished")
+    result = started.result()
+    intact = steps_of("vanished")
+    check_failed("a folder that is gone", result, "vanishing")
+    os.rename("vanished", "vanishing")
+    check_resumable("a folder that was gone", "vanishing", {"-n": 6}, intact)
+
+
+# ---- several ranks ----
+
+def ranks(n, zs=0):
+    return {"--gpus": n, "-zs": zs}
+
+
+def elastic(title, flags, stages):
+    """Stages [(ranks and ZeRO stage, step, signal)]; what is wrong, as in a story."""
+    flags = {**flags, "-y": 1, "-o": f"elastic_{abs(hash(title))}"}
+    wrong = []
+    for more, step, number in stages:
+        result = interrupted({**flags, **more}, step, *[number] if number else [])
+        if result.code != 0 and number != KILL:
+            wrong.append(f"exit code {result.code} with {more}")
+        wrong += [line for line in result.err.splitlines()
+                  if not line.startswith((STOPPING.strip(), "warning: the run in -o")) and number != KILL]
+    return [f"{title}: {what}" for what in wrong + unlike(flags["-o"], undisturbed(
+        {k: v for k, v in flags.items() if k not in ("-o", "-y")})) +
+        [f"{name} is left" for name in left_over(flags["-o"])]]
+
+
+def test_elastic():
+    """Stopped on so many ranks, resumed on others, at another ZeRO stage: as one rank that never stopped."""
+    each = {"--lanes": 16}                  # every micro-step is a lane, as -zs 2 wants it
+    end = (10**9, None)
+    stories = [
+        ("4 at -zs 1, then 1, then 2 at -zs 2", each,
+         [(ranks(4, 1), 6, TERM), ({}, 13, TERM), (ranks(2, 2), *end)]),
+        ("4, 2, 1, 4 at -zs 0, 1, 2, 0", each,
+         [(ranks(4, 0), 3, TERM), (ranks(2, 1), 8, KILL), (ranks(1, 2), 14, USR1), (ranks(4, 0), *end)]),
+        ("4, 2, 1, 4 at -zs 2, 0, 1, 2", each,
+         [(ranks(4, 2), 6, TERM), (ranks(2, 0), 9, TERM), (ranks(1, 1), 15, KILL), (ranks(4, 2), *end)]),
+        ("the default lanes, 1, 4 at -zs 1, 2", {},
+         [(ranks(1), 6, TERM), (ranks(4, 1), 13, KILL), (ranks(2), *end)])]
+    if on_cpu():
+        stories.append(("3 at -zs 1, then 6", {"-z": 12 * T_ROWS, "--lanes": 12, "--gpus": 3},
+                        [(ranks(3, 1), 6, KILL), (ranks(6), 12, TERM), (ranks(6, 1), *end)]))
+    usable = [s for s in stories if enough(max(more.get("--gpus", 1) for more, _, _ in s[2]))]
+    for _, flags, _ in usable:
+        undisturbed(flags)
+    for found in side_by_side(lambda s: elastic(*s), usable):
+        check(not found, "; ".join(found))
+
+
+def test_rank_killed_in_save():
+    """One of four ranks dies while all of them save their shards; two go on."""
+    if not enough(4, 4):
+        return
+    flags, rng, in_save = {"--lanes": 16, "-n": 2}, random.Random(Program.numbers["seed"]), 0
+    for i in range(4):
+        folder = f"rank_killed{i}"
+        started = Started({**flags, **ranks(4, 1), "-o": folder})
+        started.until(f"step {rng.randrange(3, 9)}/")
+        end = time.monotonic() + LIMIT_S
+        while started.p.poll() is None and time.monotonic() < end and not glob.glob(folder + "/state_*.part"):
+            pass
+        victims = started.ranks()
+        if victims:
+            os.kill(victims[rng.randrange(len(victims))], KILL)
+        result = started.result()
+        in_save += os.path.isdir(folder) and left_over(folder) != []
+        check(result.code != 0 and result.err.count("error: ") <= 1, f"{result.code}, {result.err.strip()}")
+        result = run({**flags, **ranks(2, 1), "-y": 1, "-o": folder})
+        result.err = "".join(line for line in result.err.splitlines(True) if "warning: the run in -o" not in line)
+        check_same_end("two ranks after the death of one of four", result, folder, undisturbed(flags))
+        check_equal(left_over(folder), [], "what belongs to no checkpoint")
+    print(f"    {in_save} of 4 deaths were in a save")
+
+
 if __name__ == "__main__":
     sys.exit(main(__doc__, globals(), kills=(25, "how often test_kills kills"), seed=(1, "of what is random")))
