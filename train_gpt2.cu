@@ -5937,7 +5937,7 @@ static void check_resumed(const Checkpoint& c, const DataLoader& loader, const s
     const std::string* data = facts_find(c.facts, "training data");
     const std::string now = dataloader_facts(&loader);
     if (data && *data != now) {
-        die("-i: the training data are not those that the run in -o %s began with: %s, then %s",
+        die("-i: the training data are not those that the run in -o %s began with: now %s, then %s",
             run.output_dir, comm_shorten(now, *data).c_str(), comm_shorten(*data, now).c_str());
     }
     const struct { const char* fact; std::string now; } same[] = {
