@@ -12,6 +12,7 @@ step takes a few milliseconds, so where a signal meets a run is chance: any mome
 """
 import fcntl
 import functools
+import json
 import os
 import random
 import re
@@ -94,6 +95,13 @@ def last_state(folder):
     return step, facts, tensors
 
 
+def metrics(folder):
+    """Its lines but for times."""
+    with open(folder + "/metrics.jsonl", encoding="ascii") as f:
+        return [{key: x for key, x in json.loads(line).items() if key not in ("ms", "tokens_per_s")}
+                for line in f]
+
+
 # what a resumed run may say otherwise: times, and who computed it on how many ranks
 OTHERWISE = re.compile("metrics_bytes|ranks|device|program|flag[.](output-dir|resume|gpus|check-ranks|zero-stage|"
                        "recompute|checkpoint-every|max-steps|keep|major-every)")
@@ -109,6 +117,8 @@ def unlike(folder, judge):
     found = [key for key in {**facts, **want_facts}
              if facts.get(key) != want_facts.get(key) and not OTHERWISE.fullmatch(key)]
     found += [name for name in {**tensors, **want_tensors} if tensors.get(name) != want_tensors.get(name)]
+    if metrics(folder) != metrics(judge):
+        found.append("metrics.jsonl")
     for name in ("main.log", f"model_{step:08d}.bin"):
         if read_bytes(f"{folder}/{name}") != read_bytes(f"{judge}/{name}"):
             found.append(name)
@@ -285,6 +295,18 @@ def test_other_lengths():
     check(result.code == 0 and "step" not in result.err, f"-x 5: {result.code}, {result.err}")
     check_equal({path: hashed for path, hashed in snapshot("longer").items() if "json" not in path}, before,
                 "files of a run that was longer than -x")
+
+
+def test_model_file():
+    """A run that began with a model file goes on without it."""
+    data()
+    run_ok({"-o": "origin", "-x": 6, "-n": 0})
+    shutil.copy(model_path("origin"), "origin.bin")
+    judge = undisturbed({"-e": "origin.bin"})
+    interrupted({"-e": "origin.bin", "-o": "from_file"}, 12, TERM)
+    os.remove("origin.bin")
+    result = interrupted({}, 10**9, words=resume_words("from_file"))
+    check_same_end("without the file", result, "from_file", judge)
 
 
 # ---- damage ----
@@ -549,6 +571,10 @@ def test_file_limit():
         check_equal((steps_of("limited"), half_written("limited")), (intact, []),
                     f"checkpoints and parts with files of {most} bytes at most")
     check_resumable("a limit on files", "limited", flags, intact)
+    if enough(2, 2):
+        result = run({**flags, **ranks(2, 1), "-o": "limited_ranks"}, preexec_fn=limit(size // 4))
+        check_failed("two ranks", result, "File too large")
+        check_equal((steps_of("limited_ranks"), half_written("limited_ranks")), ([], []), "two ranks: files")
     # the thread that writes finds it while the main one computes, which has to end in peace
     busy = {"-b": 16, "-z": 64 * T_ROWS, "-n": 1}
     ends = side_by_side(lambda i: run({**busy, "-o": f"limited{i}"}, preexec_fn=limit(size // 2)), range(16))
@@ -838,6 +864,12 @@ def test_bad_loss():
         check_equal(steps, list(range(60)), f"-n {every}: steps in main.log")
         check_equal(len(skips(result)), 27, f"-n {every}: skipped updates, one for each bad row")
         check_equal(last_state(f"back{every}")[1]["rewinds"], "1", "times it went back, in the state")
+    if enough(2):
+        two_rows = {**flags, **data_of["many"], "-z": 2, "-n": 12, "-x": 40}
+        judge = run({**two_rows, "-o": "rows_judge"})
+        result = run({**two_rows, **ranks(2, 1), "-o": "rows"})
+        check_equal((result.code, result.err), (judge.code, judge.err), "two ranks go back")
+        check_equal(unlike("rows", "rows_judge"), [], "two ranks that went back")
     result = run({**flags, **data_of["many"], "-n": 10, "-x": 200, "-o": "too_often"})
     check_equal((result.code, result.err.count("warning: 20 updates"), result.err.count("error: ")), (1, 3, 1),
                 f"the fourth time: {result.err[-300:]}")
