@@ -180,7 +180,7 @@ test-gpu: ## only those that need a GPU
 	$(RUN_TESTS) gpu
 test-asan: ## the host tests and the CPU model under ASan and UBSan, part of `make test`
 	$(RUN_TESTS) asan
-asan: build/asan/test_gpt2cpu $(TESTS:build/%=build/asan/%)
+asan: build/asan/test_gpt2cpu build/asan/train_gpt2cpu $(TESTS:build/%=build/asan/%)
 # tests of what has threads, under ThreadSanitizer: run.py has a suite for each of these
 TSAN := dataloader comm
 tsan: $(TSAN:%=build/tsan/test_%)

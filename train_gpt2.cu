@@ -4709,6 +4709,7 @@ static void saver_init(Saver* saver, GPT2* model, const Logger* logger, const st
         saver->pieces[i].at = used;
         used += saver->pieces[i].bytes();
     }
+    if (saver->groups.empty()) { saver->groups.push_back(0); }      // a small model's last ranks hold nothing
     saver->groups.push_back(saver->pieces.size());
     saver->memory = (char*)pinned_malloc(saver->capacity, "checkpoints");
     saver->stream = stream_create();
@@ -5937,7 +5938,7 @@ static void check_resumed(const Checkpoint& c, const DataLoader& loader, const s
     const std::string* data = facts_find(c.facts, "training data");
     const std::string now = dataloader_facts(&loader);
     if (data && *data != now) {
-        die("-i: the training data are not those that the run in -o %s began with: %s, then %s",
+        die("-i: the training data are not those that the run in -o %s began with: now %s, then %s",
             run.output_dir, comm_shorten(now, *data).c_str(), comm_shorten(*data, now).c_str());
     }
     const struct { const char* fact; std::string now; } same[] = {

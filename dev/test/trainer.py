@@ -280,7 +280,7 @@ def main(about, names, **numbers):
     parser.add_argument("--slow", action="store_true", help="also what takes minutes")
     parser.add_argument("--quick", action="store_true", help="fewer of what is repeated at random")
     parser.add_argument("--keep", action="store_true", help="keep the temporary folder")
-    parser.add_argument("-k", default="", help="only tests with this in their name")
+    parser.add_argument("-k", default="", help="only tests with one of these words in their name")
     parser.add_argument("--numeric", type=int, choices=(0, 1),
                         help="1: only tests that the precision of a build can change; 0: only the others")
     for name, (default, about_it) in numbers.items():
@@ -291,7 +291,8 @@ def main(about, names, **numbers):
     Program.slow, Program.quick = args.slow, args.quick
     if not os.access(Program.path, os.X_OK):
         sys.exit(f"error: no program '{args.program}'\nhint: make train_gpt2cpu")
-    tests = [(name[5:], f) for name, f in names.items() if name.startswith("test_") and args.k in name]
+    tests = [(name[5:], f) for name, f in names.items() if name.startswith("test_")
+             and any(word in name for word in args.k.split() or [""])]
     if args.numeric is not None:
         unknown = set(names["NUMERIC"]) - {name[5:] for name in names}
         if unknown:
