@@ -532,6 +532,118 @@ static void test_lanes() {
     }
 }
 
+// Everything that decides about the next steps, as bytes.
+static std::vector<std::vector<float>> host_state(GPT2* model) {
+    const size_t n = model->layout.state_elems;
+    std::vector<std::vector<float>> all;
+    for (const float* from : {model->master, model->m, model->v}) {
+        if (!from) { continue; }
+        all.emplace_back(n);
+        copy_to_host(all.back().data(), from, n * sizeof(float), model->stream);
+    }
+    all.emplace_back(model->layout.params_bytes / sizeof(float));
+    copy_to_host(all.back().data(), model->params, model->layout.params_bytes, model->stream);
+    stream_sync(model->stream);
+    return all;
+}
+
+static void one_step(GPT2* model, const Config& c, int rows, int seed) {
+    Batch batch = random_batch(c, rows, c.maxT, seed);
+    accumulate_batch(model, batch.x.data(), batch.y.data(), rows, c.maxT, 1);
+    gpt2_update(model, 1e-2, 0.9, 0.95, 1e-8, 1.0f);
+}
+
+// The file for everybody: what the parameters are in its type; and padded rows of wte are zero.
+static void check_model_file(GPT2* a, const Config& c, const Options& o, const std::string& path) {
+    const Config loaded = checkpoint_config(path.c_str());
+    CHECK(memcmp(&loaded, &c, sizeof(Config)) == 0, "the header's sizes differ");
+    GPT2 b;
+    gpt2_allocate(&b, loaded, o, 2, c.maxT);
+    checkpoint_load(&b, path.c_str());
+    std::vector<float> pa, pb;
+    for (int i = 0; i < NUM_PARAMS; i++) {
+        for (int l = 0; l < a->param_specs[i].copies; l++) {
+            pa.resize(a->param_specs[i].elems);
+            pb.resize(a->param_specs[i].elems);
+            gpt2_get_param(a, i, l, pa.data(), kFp16);
+            gpt2_get_param(&b, i, l, pb.data(), kFp16);
+            // a BF16 build's file is bf16 throughout, LayerNorm's fp32 too
+            if (kModelIsBf16) { for (float& x : pa) { x = bf16_to_float(bf16_round_nearest(x)); } }
+            CHECK(same_bits(pa, pb), "%s of layer %d differs", a->param_specs[i].name, l);
+        }
+    }
+    const ParamSpec& wte = a->param_specs[PARAM_wte];
+    std::vector<float> values(wte.elems);
+    gpt2_get_param(&b, PARAM_wte, 0, values.data(), true);
+    const size_t live = wte.live_rows * wte.cols;
+    CHECK(std::count(values.begin() + live, values.end(), 0.0f) == (long)(wte.elems - live),
+          "the padded vocabulary has weights");
+    const std::vector<float> grad = host_grad(a, PARAM_wte);
+    CHECK(std::count(grad.begin() + live, grad.end(), 0.0f) == (long)(wte.elems - live),
+          "the padded vocabulary has gradients");
+    gpt2_free(&b);
+}
+
+// Saved after the first step while two more go on; another model goes on from there, and both end with the
+// same bits.
+static void test_checkpoint(const Config& c, const Options& o, bool at_once) {
+    char name[] = "/tmp/test_gpt2_XXXXXX";
+    if (!mkdtemp(name)) { die("cannot make a folder under /tmp"); }
+    const std::string folder = name, path = checkpoint_model(folder, 1);
+    const int rows = 2;
+    GPT2 a, b, same;
+    start_model(&a, c, o, rows, c.maxT);
+    start_model(&same, c, o, rows, c.maxT);
+    one_step(&a, c, rows, 0);
+    one_step(&same, c, rows, 0);
+    const std::vector<std::vector<float>> then = host_state(&a);
+    Logger logger;
+    Saver saver = {};
+    saver_init(&saver, &a, &logger, folder, at_once, {2, 0, {}});
+    CHECK((saver.groups.size() == 2) == at_once, "%zu groups", saver.groups.size() - 1);
+    // of a job of several ranks, whose watchdog must bear with a slow disk
+    static CommState* job;
+    static std::atomic<bool> patient;
+    job = new CommState();
+    patient = false;
+    comm_state = job;
+    comm_progress(0);
+    file_layer.fsync = [](int fd) {
+        for (int i = 0; i < 1000 && job->allowed <= 600; i++) { usleep(10000); }
+        if (job->allowed > 600) { patient = true; }
+        return fsync(fd);
+    };
+    saver_save(&saver, 1, model_facts(&a));
+    for (int step = 1; step < 3; step++) { one_step(&a, c, rows, step); }
+    saver_advance(&saver, true);
+    comm_state = nullptr;
+    file_layer.fsync = fsync;
+    delete job;
+    CHECK(patient, "a job would end while its model goes to a slow disk");
+    saver_free(&saver);
+
+    std::set<int64_t> bad;
+    Checkpoint found = checkpoint_find(folder, 100, &bad);
+    CHECK(found.step == 1 && bad.empty(), "found step %lld", (long long)found.step);
+    const Config config = facts_config(found.facts);
+    CHECK(memcmp(&config, &c, sizeof(Config)) == 0, "the state's sizes differ");
+    gpt2_allocate(&b, config, o, rows, c.maxT);
+    const std::string error = gpt2_load_state(&b, &found);
+    CHECK(error.empty(), "%s", error.c_str());
+    CHECK(host_state(&b) == then, "what was loaded is not what was saved");
+    for (int step = 1; step < 3; step++) { one_step(&b, c, rows, step); }
+    const DeviceState end_a = gpt2_read_state(&a), end_b = gpt2_read_state(&b);
+    CHECK(host_state(&a) == host_state(&b), "a resumed run ends with other bits");
+    CHECK(memcmp(&end_a, &end_b, sizeof(end_a)) == 0, "a resumed run ends in another state");
+    check_model_file(&same, c, o, path);
+    checkpoint_close(&found);
+    checkpoint_remove(folder, 1, true);
+    rmdir(folder.c_str());
+    gpt2_free(&a);
+    gpt2_free(&b);
+    gpt2_free(&same);
+}
+
 static void test_invariance(const char* name, const Config& c) {
     const int B = 8, T = c.maxT;
     const Options o = default_options();
@@ -644,55 +756,42 @@ static void test_invariance(const char* name, const Config& c) {
         CHECK(!same_bits(before, host_params(&model)), "a good step must change the parameters");
         gpt2_free(&model);
     }
-    TEST("checkpoints") {
-        GPT2 a, b;
-        start_model(&a, c, o, 2, T);
-        Batch batch = random_batch(c, 2, T, 0);
-        accumulate_batch(&a, batch.x.data(), batch.y.data(), 2, T, 1);
-        gpt2_update(&a, 1e-2, 0.9, 0.95, 1e-8, 1.0f);
-        char folder[] = "/tmp/test_gpt2_XXXXXX";
-        if (!mkdtemp(folder)) { die("cannot make a folder under /tmp"); }
-        const std::string path = std::string(folder) + "/model_00000001.bin";
-        CommState job;                          // of several ranks, whose watchdog must bear with a slow disk
-        static bool patient = false;
-        comm_state = &job;
-        comm_progress(0);
-        file_layer.fsync = [](int fd) { patient |= comm_state->allowed > 600; return fsync(fd); };
-        checkpoint_save(&a, path);
-        file_layer.fsync = fsync;
-        comm_state = nullptr;
-        CHECK(patient, "a job would end while its model goes to a slow disk");
-        const Config loaded = checkpoint_config(path.c_str());
-        CHECK(memcmp(&loaded, &c, sizeof(Config)) == 0, "the header's sizes differ");
-        gpt2_allocate(&b, loaded, o, 2, T);
-        checkpoint_load(&b, path.c_str());
-        std::vector<float> pa, pb;
-        for (int i = 0; i < NUM_PARAMS; i++) {
-            for (int l = 0; l < a.param_specs[i].copies; l++) {
-                pa.resize(a.param_specs[i].elems);
-                pb.resize(a.param_specs[i].elems);
-                gpt2_get_param(&a, i, l, pa.data(), kFp16);
-                gpt2_get_param(&b, i, l, pb.data(), kFp16);
-                // a BF16 build's file is bf16 throughout, LayerNorm's fp32 too
-                if (kLowPrecision && !kFp16) {
-                    for (float& x : pa) { x = bf16_to_float(bf16_round_nearest(x)); }
-                }
-                CHECK(same_bits(pa, pb), "%s of layer %d differs", a.param_specs[i].name, l);
+    TEST("an update whose loss or norm is unusual changes nothing") {
+        for (Skip why : {SKIP_LOSS, SKIP_NORM}) {
+            Options limits = o;
+            (why == SKIP_LOSS ? limits.skip_loss : limits.skip_norm) = 3.0f;
+            GPT2 model;
+            start_model(&model, c, limits, B, T);
+            DeviceState state = gpt2_read_state(&model);
+            Window* window = why == SKIP_LOSS ? &state.update.losses : &state.update.norms;
+            window->count = kWindow;
+            for (int i = 0; i < kWindow; i++) { window->values[i] = 1e-3f * (float)(1 + i % 2); }
+            copy_to_device(model.state, &state, sizeof(state), model.stream);
+            stream_sync(model.stream);
+            const std::vector<float> before = host_params(&model);
+            Batch batch = random_batch(c, B, T, 0);
+            accumulate_batch(&model, batch.x.data(), batch.y.data(), B, T, 1);
+            gpt2_update(&model, 1e-3, 0.9, 0.95, 1e-8, 1.0f);
+            const DeviceState after = gpt2_read_state(&model);
+            const UpdateState& u = after.update;
+            CHECK(u.skip == why && u.t == 0 && u.skipped_in_a_row == 1, "skip %d t %lld", u.skip, u.t);
+            CHECK(same_bits(before, host_params(&model)), "parameters changed");
+            CHECK(u.loss_scale == state.update.loss_scale, "the loss scale is %g", u.loss_scale);
+            const float x = why == SKIP_LOSS ? after.loss : u.norm;
+            const double score = why == SKIP_LOSS ? u.loss_score : u.norm_score;
+            CHECK(fabs(score / ((x - 1.5e-3) / 0.5e-3) - 1) <= 1e-5, "%g has a score of %g", x, score);
+            CHECK(u.losses.values[0] == after.loss && u.norms.values[0] == u.norm, "what enters the windows");
+            gpt2_free(&model);
+        }
+    }
+    for (bool at_once : {true, false}) {
+        for (bool master : {true, false}) {
+            Options without = o;
+            without.master = master;
+            TEST(format("a checkpoint, %s, -w %d", at_once ? "at once" : "in groups", master).c_str()) {
+                test_checkpoint(c, without, at_once);
             }
         }
-        // padded rows of wte: zero after a step, and no gradient
-        const ParamSpec& wte = a.param_specs[PARAM_wte];
-        std::vector<float> values(wte.elems), grad = host_grad(&a, PARAM_wte);
-        gpt2_get_param(&a, PARAM_wte, 0, values.data(), true);
-        bool zero = true;
-        for (size_t k = wte.live_rows * wte.cols; k < wte.elems; k++) {
-            zero = zero && values[k] == 0.0f && grad[k] == 0.0f;
-        }
-        CHECK(zero, "the padded vocabulary has weights or gradients");
-        unlink(path.c_str());
-        rmdir(folder);
-        gpt2_free(&a);
-        gpt2_free(&b);
     }
 }
 
@@ -1701,6 +1800,54 @@ static void test_decision(bool interleaved, float factor, size_t chunks) {
     k.expect("loss", d_loss, {loss});
 }
 
+// 400 steps of all kinds, one after another, with a sum and a loss that leave nothing to round: after each
+// the kernel's state is the twin's to the bit.
+static void test_outliers() {
+    Case k("update_decision, outliers");
+    struct Record { double squares; float loss, unused; };
+    const UpdatePolicy policy = {true, 50, 65536.0f, 3.0f, 4.0f};
+    const ChunkRange range = {1, 1, 0};
+    UpdateState state = {};
+    state.loss_scale = 4.0f;
+    UpdateState* d_state = k.bytes_of("state", std::vector<UpdateState>{state});
+    Record* d_record = k.poisoned<Record>("record", 1);
+    const ChunkRange* d_range = k.bytes_of("range", std::vector<ChunkRange>{range});
+    float *d_loss = k.poisoned<float>("loss", 1), mean = 0.0f;
+    int count[4] = {}, wrong = 0;
+    for (uint32_t step = 0; step < 400 && wrong == 0; step++) {
+        const double coin = rand_unit(11, RAND_SAMPLE, 0, step);
+        float loss = (step < 250 ? 3.0f : 5.0f) + 0.1f * rand_normal(11, 0, step);
+        double norm = state.loss_scale * (1.0 + 0.2 * fabs(rand_normal(11, 1, step)));
+        if (coin < 0.04) { loss += coin < 0.02 ? 1.0f : -1.0f; }
+        else if (coin < 0.08) { norm *= coin < 0.06 ? 5.0 : 0.1; }
+        else if (coin < 0.12) { norm = coin < 0.10 ? NAN : INFINITY; }
+        else if (coin < 0.16) { loss = coin < 0.14 ? NAN : INFINITY; }
+        const Record record = {norm * norm, loss, 0.0f};
+        cudaCheck(cudaMemcpy(d_record, &record, sizeof(record), cudaMemcpyHostToDevice));
+        update_decision({d_state, d_loss, (const char*)d_record, sizeof(record), sizeof(double), 1, 1, false,
+                         d_range, 1, 1.0f, policy}, 0);
+        update_decision_cpu<float>({&state, &mean, (const char*)&record, sizeof(record), sizeof(double), 1, 1,
+                                    false, &range, 1, 1.0f, policy}, 0);
+        UpdateState got, want = state;
+        cudaCheck(cudaMemcpy(&got, d_state, sizeof(got), cudaMemcpyDeviceToHost));
+        for (UpdateState* s : {&got, &want}) {          // a NaN has many bits, and others on a GPU
+            for (float* x : {&s->norm, &s->loss_score, &s->norm_score}) { *x = isnan(*x) ? 0.0f : *x; }
+        }
+        update_state_fields(want, [&](const char* name, auto* first, size_t elements) {
+            const size_t at = (const char*)first - (const char*)&want;
+            if (memcmp((const char*)&got + at, first, elements * sizeof(*first)) == 0) { return; }
+            printf("step %u: %s is not the twin's\n", step, name);
+            wrong++;
+        });
+        count[state.skip]++;
+    }
+    k.values_of((const float*)d_state);                 // looks at the guards
+    CHECK(wrong == 0, "%d fields differ from the twin's", wrong);
+    CHECK(count[SKIP_NOT_FINITE] > 5 && count[SKIP_LOSS] > 5 && count[SKIP_NORM] > 2,
+          "400 steps: %d skipped as not finite, %d by their loss, %d by their norm", count[SKIP_NOT_FINITE],
+          count[SKIP_LOSS], count[SKIP_NORM]);
+}
+
 static void test_square_sums(size_t chunks) {
     for (bool bf16 : {false, true}) {
         Case k(format("square_sums chunks=%zu bf16=%d", chunks, bf16));
@@ -1842,6 +1989,7 @@ static void test_kernels() {
             for (float factor : {1e-4f, 100.0f}) { test_decision(interleaved, factor, 700); }
         }
         test_decision(false, 1.0f, 1);
+        test_outliers();
         test_update(1024 + 8);
         if (!small_shapes) { test_update(128 * 10007); }
     }

@@ -37,6 +37,8 @@ l, and h for a head; bt is b*T+t.
 #include <unistd.h>     // gives: write, access, _exit
 
 #include <algorithm>    // gives: std::min, std::stable_sort
+#include <map>          // gives: std::multimap
+#include <set>          // gives: std::set
 #include <string>       // gives: std::string
 #include <vector>       // gives: std::vector
 
@@ -50,6 +52,9 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/schedulers.h"    // gives: lr_at
 #include "llmc/flags.h"         // gives: Flag, flags_parse
 #include "llmc/logger.h"        // gives: Logger
+#include "llmc/host_memory.h"   // gives: host_memory_free
+#include "llmc/state_file.h"    // gives: StateFile, Facts
+#include "llmc/checkpoints.h"   // gives: checkpoint_check, checkpoint_done, Worker
 #include "llmc/comm.h"          // gives: comm, comm_start, comm_any, comm_all_gather
 
 // == 2 types and limits ==
@@ -89,8 +94,9 @@ constexpr int kLossScaleSteps = 1000;
 // Every tensor, and every layer's part of one, begins at a multiple of so many bytes, as from cudaMalloc. The
 // kernels' vectors need 16; the algorithms that cuBLASLt offers depend on more.
 constexpr size_t kAlign = 256;
-// A run stops after so many updates in a row were skipped because the gradient was not finite.
+// A run stops after so many updates in a row were skipped.
 constexpr int kMaxSkipsInARow = 20;
+constexpr int kMaxRewinds = 3;              // --on-bad-loss rewind: then the run stops all the same
 
 template <class Int> constexpr Int ceil_div(Int a, Int b) { return (a + b - 1) / b; }
 template <class Int> constexpr Int round_up(Int a, Int b) { return ceil_div(a, b) * b; }
@@ -1518,8 +1524,31 @@ static void square_sums(const SquareSums<floatX, float>& a, Stream stream) {
 
 // norm = sqrt(sum of squares of all gradients) / loss_scale, then the decision about this update, all on the
 // device: the host reads both a step later. One block; which thread adds a chunk or a lane depends on its
-// number in the job alone. The comparisons are such that NaN skips.
+// number in the job alone. The comparisons are such that a norm of NaN skips.
 constexpr int kDecisionThreads = 1024;
+
+// Standard deviations of x above the window's mean, or 0, as the twin (window_score_cpu) says when. By one
+// thread, in the twin's order and with its roundings, so that the same values are judged alike everywhere:
+// some microseconds (counted, not measured), and only where -sl or -sg asks for them.
+__device__ static float window_score(const Window& w, float x) {
+    if (w.count < kWindow) { return 0.0f; }
+    double sum = 0.0, squares = 0.0;
+#pragma unroll 16
+    for (int i = 0; i < kWindow; i++) { sum += w.values[i]; }
+    const double mean = sum / kWindow;
+#pragma unroll 16
+    for (int i = 0; i < kWindow; i++) {
+        const double d = w.values[i] - mean;
+        squares = fma(d, d, squares);
+    }
+    return squares > 0.0 ? (float)((x - mean) / sqrt(squares / kWindow)) : 0.0f;
+}
+
+__device__ static void window_add(Window* w, float x) {
+    if (!isfinite(x)) { return; }
+    w->values[w->count % kWindow] = x;
+    w->count++;
+}
 
 __global__ void update_decision_kernel(UpdateDecision<floatX, float> a) {
     __shared__ double shared[kWarp];
@@ -1547,16 +1576,25 @@ __global__ void update_decision_kernel(UpdateDecision<floatX, float> a) {
     const float scale = state->loss_scale;
     const float norm = (float)(sqrt(sum) / scale);
     state->norm = norm;
-    if (!isfinite(norm)) {
-        state->skip = 1;
-        state->skipped_in_a_row++;
+    const float max_loss = a.policy.max_loss_score, max_norm = a.policy.max_norm_score;
+    const float loss_score = max_loss > 0.0f ? window_score(state->losses, (float)loss) : 0.0f;
+    const float norm_score = max_norm > 0.0f ? window_score(state->norms, norm) : 0.0f;
+    state->loss_score = loss_score;
+    state->norm_score = norm_score;
+    window_add(&state->losses, (float)loss);
+    window_add(&state->norms, norm);
+    const bool finite = isfinite(norm);
+    const int skip = !finite ? SKIP_NOT_FINITE
+                     : loss_score > max_loss ? SKIP_LOSS
+                     : norm_score > max_norm ? SKIP_NORM : SKIP_NO;
+    state->skip = skip;
+    state->skipped_in_a_row = skip == SKIP_NO ? 0 : state->skipped_in_a_row + 1;
+    state->t += skip == SKIP_NO;
+    if (!finite) {
         state->good_steps = 0;
         if (a.policy.dynamic_loss_scale) { state->loss_scale = fmaxf(scale * 0.5f, 1.0f); }
         return;
     }
-    state->skip = 0;
-    state->skipped_in_a_row = 0;
-    state->t++;
     const float clip = a.max_norm / (norm + kClipEps);
     state->grad_scale = (a.max_norm > 0.0f && clip < 1.0f ? clip : 1.0f) / scale;
     state->good_steps++;
@@ -3460,6 +3498,7 @@ struct Options {                // what a run may choose; fixed after gpt2_alloc
     bool tf32;                  // FP32 builds: tensor cores for GEMMs and attention
     float weight_decay;         // on the tensors with two dimensions
     float loss_scale;           // FP16: where it starts; 0: kFirstLossScale
+    float skip_loss, skip_norm; // skip updates by so many standard deviations (UpdatePolicy); 0: never
     uint64_t seed;
     Split split;                // of the job among ranks
     int lanes = 1;              // of this rank, each with as many of its micro-steps
@@ -3511,6 +3550,8 @@ struct GPT2 {
     int64_t micro_steps_staged;
     TokenBuckets buckets;               // of the batch in `inputs`; pointers on the device
     uint32_t step, micro;               // keys of stochastic rounding; micro: of the last micro-step
+    Event snapshot;                     // a checkpoint's copies have been taken
+    bool snapshot_under_way;            // the next update waits for them
     int lane, micro_steps;              // of this rank: the last micro-step's lane; how many make a step
 
     // Section 7; where there is one rank, none of these is used.
@@ -3712,6 +3753,7 @@ static void gpt2_reset(GPT2* model, size_t grad_bytes) {
     model->on_its_way = -1;
     model->micro_steps_staged = 0;
     model->step = model->micro = 0;
+    model->snapshot_under_way = false;
     model->buckets = TokenBuckets{};
 }
 
@@ -3775,6 +3817,7 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     }
     model->recorded = event_create();
     model->records_gathered = event_create();
+    model->snapshot = event_create();
     gpt2_reset(model, grad_bytes);
 }
 
@@ -3808,6 +3851,7 @@ static void gpt2_free(GPT2* model) {
     }
     event_destroy(model->recorded);
     event_destroy(model->records_gathered);
+    event_destroy(model->snapshot);
     stream_destroy(model->comm_stream);
     stream_destroy(model->stream);
 }
@@ -3860,24 +3904,28 @@ static void gpt2_set_param(GPT2* model, int i, int l, const float* values /*(ele
     stream_sync(model->stream);
 }
 
-// Of master weights that are shared out (from_master at ZeRO stage 1 or 2) all ranks must ask at the same
-// time.
-static void gpt2_get_param(GPT2* model, int i, int l, float* values /*(elems)*/, bool from_master) {
-    const ParamSpec& s = model->param_specs[i];
+// All of a tensor's master weights, on the device, until the next call. Where they are shared out (ZeRO stage
+// 1 or 2) all ranks must ask at the same time.
+static const float* gpt2_whole_master(GPT2* model, int i, int l) {
+    const ParamPlace place = param_place(model->param_specs, model->layout, i, l);
+    const Bucket& b = model->layout.buckets[place.bucket];
     const Split& split = model->options.split;
+    if (split.zero == 0) { return model->master + b.state + place.offset; }
+    float* all = (float*)model->exchange;
+    copy_on_device(all + split.rank * b.shard, model->master + b.state, b.shard * sizeof(float),
+                   model->stream);
+    device_all_gather(all, b.shard * sizeof(float), model->stream);
+    return all + place.offset;
+}
+
+// from_master: as gpt2_whole_master, for all ranks at the same time.
+[[maybe_unused]] static void gpt2_get_param(GPT2* model, int i, int l, float* values /*(elems)*/,
+                                            bool from_master) {
+    const ParamSpec& s = model->param_specs[i];
     const void* device = gpt2_param_data(model, i, l);
     gpt2_await_params(model, param_place(model->param_specs, model->layout, i, l).bucket);
     if (from_master && model->master) {
-        const ParamPlace place = param_place(model->param_specs, model->layout, i, l);
-        const Bucket& b = model->layout.buckets[place.bucket];
-        device = model->master + b.state + place.offset;
-        if (split.zero >= 1) {
-            float* all = (float*)model->exchange;
-            copy_on_device(all + split.rank * b.shard, model->master + b.state, b.shard * sizeof(float),
-                           model->stream);
-            device_all_gather(all, b.shard * sizeof(float), model->stream);
-            device = all + place.offset;
-        }
+        device = gpt2_whole_master(model, i, l);
     } else if (s.elem_bytes != sizeof(float)) {
         std::vector<floatX> raw(s.elems);
         copy_to_host(raw.data(), device, s.elems * s.elem_bytes, model->stream);
@@ -4077,7 +4125,7 @@ static StoredGrads gpt2_summed_grads(const GPT2* model, int bucket) {
 
 // Adds this rank's finished lane to those that it completes a pair with: n elements of every buffer, from
 // `offset` bytes on. Where there are several lanes a rank, gradients are fp32.
-static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n, Stream stream) {
+static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n) {
     const int top = lane_buffer(model->lane), merges = lane_merges(model->lane, model->options.lanes);
     if (merges == 0) { return; }
     auto buffer = [&](int k) { return (float*)(model->grads + k * model->layout.grads_bytes + offset); };
@@ -4088,7 +4136,7 @@ static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n, Stream stream
     a.pieces = {.data = buffer(top)};
     a.num_pieces = 1;
     a.n = n;
-    lane_sum(a, stream);
+    lane_sum(a, model->stream);
 }
 
 static char* gpt2_exchange_memory(const GPT2* model, int place) {
@@ -4130,8 +4178,8 @@ static void gpt2_sum_bucket(GPT2* model, int bucket) {
         for (int k = 0; k < merges; k++) { a.chain[k] = shards(top - merges + k); }
     }
     lane_sum(a, model->stream);
-    event_record(model->summed[bucket], model->stream);
     if (split.zero == 0) {
+        event_record(model->summed[bucket], model->stream);
         stream_wait(model->comm_stream, model->summed[bucket]);
         device_all_gather(model->grads + b.grads, bytes, model->comm_stream);
     }
@@ -4149,7 +4197,7 @@ static void gpt2_bucket_complete(GPT2* model, int bucket, bool is_last) {
         const Bucket& b = model->layout.buckets[bucket];
         const bool bf16 = o.grads_bf16 && b.kind == Kind::Matrix;
         char* grads = model->grads + b.grads;
-        if (split.zero < 2) { gpt2_merge_lanes(model, b.grads, b.padded, model->stream); }
+        if (split.zero < 2) { gpt2_merge_lanes(model, b.grads, b.padded); }
         event_record(model->complete[bucket], model->stream);   // so is the sum of what stood in its place
         stream_wait(model->comm_stream, model->complete[bucket]);
         if (!o.nccl_order) {
@@ -4269,7 +4317,7 @@ static void gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, 
     gpt2_loss(model, B, T, ClassifierMode::LossAndGrad, weight, weight, loss, add);
     gpt2_backward(model, B, T, split.zero == 2 ? Accumulate::No : add, is_last);
     const bool exchanged = split.world > 1 && (split.zero == 2 || is_last);
-    if (ends_lane && !exchanged) { gpt2_merge_lanes(model, 0, model->layout.elems, model->stream); }
+    if (ends_lane && !exchanged) { gpt2_merge_lanes(model, 0, model->layout.elems); }
     if (is_last) { model->lane = 0; }           // the sums stand in buffer 0 now
 }
 
@@ -4324,7 +4372,10 @@ static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, doub
                      .record_bytes = model->record_bytes, .lanes_at = model->lanes_at, .ranks = split.world,
                      .lanes = o.lanes, .interleaved = split.zero == 2, .ranges = model->ranges,
                      .num_ranges = (int)layout.buckets.size(), .max_norm = max_norm,
-                     .policy = {kFp16, kLossScaleSteps, kMaxLossScale}}, model->stream);
+                     .policy = {kFp16, kLossScaleSteps, kMaxLossScale, o.skip_loss, o.skip_norm}},
+                    model->stream);
+    if (model->snapshot_under_way) { stream_wait(model->stream, model->snapshot); }
+    model->snapshot_under_way = false;
     for (const UpdateRows& u : updates) {
         const Bucket& b = layout.buckets[u.bucket];
         const size_t from = split.zero == 0 ? 0 : split.rank * b.shard;
@@ -4349,7 +4400,7 @@ static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, doub
     model->step++;
 }
 
-[[maybe_unused]] static DeviceState gpt2_read_state(GPT2* model) {      // waits for the device
+static DeviceState gpt2_read_state(GPT2* model) {      // waits for the device
     DeviceState state;
     copy_to_host(&state, model->state, sizeof(state), model->stream);
     stream_sync(model->stream);
@@ -4357,8 +4408,23 @@ static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, doub
 }
 
 // == 9 checkpoint ==
+// What all ranks find, rank 0 says.
+__attribute__((format(printf, 1, 2))) static void warn(const char* fmt, ...) {
+    if (comm.rank != 0) { return; }
+    va_list args;
+    va_start(args, fmt);
+    fprintf(stderr, "warning: ");
+    vfprintf(stderr, fmt, args);
+    fprintf(stderr, "\n");
+    va_end(args);
+}
+
+// A checkpoint is a model and a state. What a model file is made of here, a state file in llmc/state_file.h,
+// their names and the marker that comes last in llmc/checkpoints.h.
+//
 // model_%08d.bin: 256 int32 header, then the tensors in table order, tight. Version 3 holds fp32, 5 bf16
-// (llm.c's numbers); either loads in any build. FP16 builds save version 3 from the master weights.
+// (llm.c's numbers); either loads in any build. FP16 builds save version 3 from the master weights. The last
+// two words of the header are a checksum of the rest; other programs leave them 0.
 constexpr int kModelMagic = 20240326, kModelFp32 = 3, kModelBf16 = 5;
 
 // A model from a header's numbers or a descriptor's: what the kernels and the file format need, or a sentence
@@ -4458,19 +4524,29 @@ static Config checkpoint_config(const char* path) {
 
 static void checkpoint_load(GPT2* model, const char* path) {
     FILE* f = checkpoint_open(path);
-    int version;
+    int version, header[256];
     checkpoint_read_header(path, f, &version);
+    rewind(f);
+    fread_check(header, sizeof(header), 1, f, path);
+    const uint64_t expected = model_checksum(header);
+    memset(header + kModelChecksumWord, 0, sizeof(expected));
+    Checksum sum;
+    checksum_add(&sum, header, sizeof(header));
     std::vector<float> values;
     std::vector<uint16_t> raw;
+    auto read = [&](void* to, size_t bytes) {
+        fread_check(to, 1, bytes, f, path);
+        checksum_add(&sum, to, bytes);
+    };
     for (int i = 0; i < NUM_PARAMS; i++) {
         const ParamSpec& s = model->param_specs[i];
         values.resize(s.elems);
         for (int l = 0; l < s.copies; l++) {
             if (version == kModelFp32) {
-                fread_check(values.data(), sizeof(float), s.elems, f, path);
+                read(values.data(), s.elems * sizeof(float));
             } else {
                 raw.resize(s.elems);
-                fread_check(raw.data(), sizeof(uint16_t), s.elems, f, path);
+                read(raw.data(), s.elems * sizeof(uint16_t));
                 for (size_t k = 0; k < s.elems; k++) { values[k] = bf16_to_float(raw[k]); }
             }
             // whatever a file holds in the padded vocabulary, it must not leak into the sums
@@ -4480,38 +4556,463 @@ static void checkpoint_load(GPT2* model, const char* path) {
         }
     }
     fclose(f);
+    if (expected != 0 && checksum_end(&sum) != expected) {
+        die("'%s' is damaged: it does not have the checksum in its header\nhint: take an earlier one", path);
+    }
 }
 
-// All ranks come here, as parts of the model may be on any; rank 0 writes. A slow disk is no reason to give
-// the job up: what is being written is all there is of it.
-constexpr double kDiskPatience = 3600;          // seconds for a tensor, and for the whole file's way to disk
-static void checkpoint_save(GPT2* model, const std::string& path) {
-    const Config& c = model->config;
-    const bool bf16 = strcmp(PRECISION_NAME, "BF16") == 0;
-    int header[256] = {kModelMagic, bf16 ? kModelBf16 : kModelFp32, c.maxT, c.V, c.L, c.NH, c.C, c.Vp};
-    const bool writes = model->options.split.rank == 0;
-    AtomicFile out = {};
-    if (writes) {
-        out = atomic_open(path);
-        atomic_write(&out, header, sizeof(header));
-    }
+// Writes a model file, tensor by tensor.
+struct ModelWriter {
+    AtomicFile out;
+    int header[256];
+    Checksum sum;
+};
+constexpr bool kModelIsBf16 = kLowPrecision && !kFp16;
+
+static void model_begin(ModelWriter* w, const std::string& path, const Config& c) {
+    const int header[256] = {kModelMagic, kModelIsBf16 ? kModelBf16 : kModelFp32, c.maxT, c.V, c.L, c.NH, c.C,
+                             c.Vp};
+    w->out = atomic_open(path);
+    w->sum = Checksum();
+    memcpy(w->header, header, sizeof(header));
+    atomic_write(&w->out, w->header, sizeof(w->header));
+    checksum_add(&w->sum, w->header, sizeof(w->header));
+}
+
+// n elements, fp32 or floatX.
+static void model_write(ModelWriter* w, const void* data, size_t n, size_t elem_bytes) {
     std::vector<float> values;
     std::vector<uint16_t> raw;
+    size_t bytes = n * elem_bytes;
+    if (kModelIsBf16 && elem_bytes == sizeof(float)) {
+        raw.resize(n);
+        for (size_t k = 0; k < n; k++) { raw[k] = bf16_round_nearest(((const float*)data)[k]); }
+        data = raw.data();
+        bytes = n * sizeof(uint16_t);
+    } else if (!kModelIsBf16 && elem_bytes != sizeof(float)) {
+        values.resize(n);
+        for (size_t k = 0; k < n; k++) { values[k] = (float)((const floatX*)data)[k]; }
+        data = values.data();
+        bytes = n * sizeof(float);
+    }
+    atomic_write(&w->out, data, bytes);
+    checksum_add(&w->sum, data, bytes);
+}
+
+static void model_commit(ModelWriter* w) {
+    const uint64_t sum = checksum_end(&w->sum);
+    memcpy(w->header + kModelChecksumWord, &sum, sizeof(sum));
+    atomic_rewind(&w->out);
+    atomic_write(&w->out, w->header, sizeof(w->header));
+    atomic_commit(&w->out);
+}
+
+// As a state file calls them: "qkvw.3"; the type of the parameters themselves.
+static std::string state_name(const ParamSpec& s, int l) {
+    return s.copies > 1 ? format("%s.%d", s.name, l) : s.name;
+}
+static const char* state_type(const ParamSpec& s) {
+    return s.elem_bytes == sizeof(float) ? "f32" : kFp16 ? "f16" : "bf16";
+}
+
+// ---- saving ----
+// The device copies what is saved into pinned memory while the following steps go on, of which only the next
+// update waits for it; then a thread writes it. Where there is no memory for all of it, or nothing follows,
+// it goes in groups, and the host waits for each. Each rank saves the master weights, m and v that it holds,
+// and rank 0 the parameters.
+
+struct SavedPiece {
+    StateRow row;
+    const void* device;         // null: rank `all` call gpt2_whole_master for it when its turn comes
+    int tensor, layer;
+    bool in_state, in_model;    // of this rank's files
+    size_t at;                  // in its group's memory
+    size_t bytes() const { return in_state || in_model ? state_row_bytes(row) : 0; }
+};
+
+struct Saver {
+    GPT2* model;
+    const Logger* logger;
+    std::string folder;
+    std::vector<SavedPiece> pieces;
+    std::vector<size_t> groups; // index of each group's first piece, and the number of pieces
+    size_t capacity;
+    char* memory;
+    Stream stream;
+    Event ready;
+    Worker* worker;
+    StateWriter state;          // of the worker
+    ModelWriter model_file;
+    // the last checkpoint
+    enum { Idle, Writing, Marking } phase;      // files of all ranks; then, on rank 0, the marker
+    int64_t step;               // -1: none yet
+    double began_s;
+    Retention retention;
+};
+
+static std::vector<SavedPiece> saved_pieces(const GPT2* model) {
+    const Split& split = model->options.split;
+    const bool first = split.rank == 0, from_master = !kModelIsBf16 && model->master;
+    std::vector<SavedPiece> pieces;
     for (int i = 0; i < NUM_PARAMS; i++) {
         const ParamSpec& s = model->param_specs[i];
-        values.resize(s.elems);
         for (int l = 0; l < s.copies; l++) {
-            gpt2_get_param(model, i, l, values.data(), !bf16);
-            comm_progress(model->step);
-            comm_patience(kDiskPatience);
-            if (!writes) { continue; }
-            if (!bf16) { atomic_write(&out, values.data(), s.elems * sizeof(float)); continue; }
-            raw.resize(s.elems);
-            for (size_t k = 0; k < s.elems; k++) { raw[k] = bf16_round_nearest(values[k]); }
-            atomic_write(&out, raw.data(), s.elems * sizeof(uint16_t));
+            const HeldPart part = gpt2_held_part(model, i, l);
+            auto row = [&](const char* of, const char* type, size_t begin, size_t end) {
+                return state_row(of + ("." + state_name(s, l)), type, s.rows, s.cols, begin, end - begin);
+            };
+            auto add_held = [&](const char* of, const float* data, bool in_model) {
+                if (part.begin == part.end || (split.zero == 0 && !first)) { return; }
+                pieces.push_back({row(of, "f32", part.begin, part.end), data + part.state, i, l, true,
+                                  in_model, 0});
+            };
+            if (first) {
+                pieces.push_back({row("param", state_type(s), 0, s.elems), gpt2_param_data(model, i, l), i, l,
+                                  true, !from_master, 0});
+            }
+            if (model->master) { add_held("master", model->master, from_master && split.zero == 0); }
+            add_held("m", model->m, false);
+            add_held("v", model->v, false);
+            if (from_master && split.zero >= 1) {
+                pieces.push_back({row("master", "f32", 0, s.elems), nullptr, i, l, false, first, 0});
+            }
         }
     }
-    if (writes) { atomic_commit(&out); }
+    return pieces;
+}
+
+// at_once: there should be memory for a whole checkpoint, as steps will follow one.
+static void saver_init(Saver* saver, GPT2* model, const Logger* logger, const std::string& folder,
+                       bool at_once, const Retention& retention) {
+    saver->model = model;
+    saver->logger = logger;
+    saver->folder = folder;
+    saver->pieces = saved_pieces(model);
+    saver->retention = retention;
+    saver->phase = Saver::Idle;
+    saver->step = -1;
+    size_t all = 0, largest = 1;
+    for (const SavedPiece& p : saver->pieces) {
+        all += p.bytes();
+        largest = std::max(largest, p.bytes());
+    }
+    // half of what is free, for all ranks of this machine
+    const size_t most = host_memory_free() / 2 / (size_t)comm.local_world;
+    saver->capacity = at_once && all <= most ? all : largest;
+    if (at_once && saver->capacity < all) {
+        warn("host memory is short: a checkpoint of %s is written in parts, and training waits for it",
+             bytes_text(all).c_str());
+    }
+    size_t used = saver->capacity + 1;
+    for (size_t i = 0; i < saver->pieces.size(); i++) {
+        if (used + saver->pieces[i].bytes() > saver->capacity) { saver->groups.push_back(i); used = 0; }
+        saver->pieces[i].at = used;
+        used += saver->pieces[i].bytes();
+    }
+    saver->groups.push_back(saver->pieces.size());
+    saver->memory = (char*)pinned_malloc(saver->capacity, "checkpoints");
+    saver->stream = stream_create();
+    saver->ready = event_create();
+    saver->worker = worker_start();
+}
+
+// The thread's part: one group, when its copies have been taken.
+static void saver_write(Saver* saver, size_t group, int64_t step, const Facts& facts) {
+    const GPT2* model = saver->model;
+    const Split& split = model->options.split;
+    const bool has_state = split.zero >= 1 || split.rank == 0, has_model = split.rank == 0;
+    if (group == 0 && has_state) {
+        std::vector<StateRow> rows;
+        for (const SavedPiece& p : saver->pieces) { if (p.in_state) { rows.push_back(p.row); } }
+        saver->state = state_begin(checkpoint_state(saver->folder, step, split.rank), facts, rows);
+    }
+    if (group == 0 && has_model) {
+        model_begin(&saver->model_file, checkpoint_model(saver->folder, step), model->config);
+    }
+    device_use();
+    event_wait(model->snapshot);
+    for (size_t i = saver->groups[group]; i < saver->groups[group + 1]; i++) {
+        const SavedPiece& p = saver->pieces[i];
+        if (p.in_state) { state_write(&saver->state, saver->memory + p.at); }
+        if (p.in_model) {
+            model_write(&saver->model_file, saver->memory + p.at, p.row.count, state_type_bytes(p.row.type));
+        }
+    }
+    if (group + 2 < saver->groups.size()) { return; }
+    if (has_model) { model_commit(&saver->model_file); }
+    if (has_state) { state_commit(&saver->state); }
+}
+
+// Until the thread is idle. A slow disk is no reason to give the job up: what is being written is all there
+// is of it.
+constexpr double kDiskPatience = 3600;          // seconds for a group of tensors and their way to the disk
+static void saver_wait(Saver* saver) {
+    comm_progress(saver->model->step);
+    comm_patience(kDiskPatience);
+    worker_wait(saver->worker);
+    comm_progress(saver->model->step);
+}
+
+// Asked by all ranks between steps: has everybody written what belongs to the last checkpoint? Then rank 0
+// puts the marker beside it, and removes what is too old. wait: until all this is done.
+static void saver_advance(Saver* saver, bool wait) {
+    const std::string folder = saver->folder;
+    const int64_t step = saver->step;
+    std::vector<std::string> states;
+    for (int r = 0; r < (saver->model->options.split.zero == 0 ? 1 : comm.world); r++) {
+        states.push_back(checkpoint_state(folder, step, r));
+    }
+    if (wait) { saver_wait(saver); }
+    if (saver->phase == Saver::Writing && !comm_any(worker_busy(saver->worker))) {
+        saver->phase = comm.rank == 0 ? Saver::Marking : Saver::Idle;
+        const Retention retention = saver->retention;
+        if (comm.rank != 0) { return; }
+        const Logger* logger = saver->logger;
+        worker_post(saver->worker, [=] {
+            logger_sync(logger);
+            checkpoint_done(folder, step, states);
+            checkpoint_retain(folder, step, retention);
+        });
+        if (wait) { saver_wait(saver); }
+    }
+    if (saver->phase != Saver::Marking || worker_busy(saver->worker)) { return; }
+    saver->phase = Saver::Idle;
+    int64_t bytes = file_size(checkpoint_model(folder, step).c_str());
+    for (const std::string& path : states) { bytes += file_size(path.c_str()); }
+    printf("saved %s and its state: %s in %.1f s\n", shown(checkpoint_model(folder, step)).c_str(),
+           bytes_text((size_t)bytes).c_str(), comm_now() - saver->began_s);
+    fflush(stdout);
+}
+
+// All ranks come here after the same step. facts: what else is to be saved.
+static void saver_save(Saver* saver, int64_t step, const Facts& facts) {
+    GPT2* model = saver->model;
+    const Split& split = model->options.split;
+    saver_advance(saver, true);                     // of the one before
+    saver->phase = Saver::Writing;
+    saver->step = step;
+    saver->began_s = comm_now();
+    saver->retention.bad.erase(step);
+    // what had this name before is none from now on
+    if (split.rank == 0) { unlink(checkpoint_marker(saver->folder, step).c_str()); }
+    for (int b = 0; b < (int)model->layout.buckets.size(); b++) { gpt2_await_params(model, b); }
+    for (size_t group = 0; group + 1 < saver->groups.size(); group++) {
+        if (group > 0) { saver_wait(saver); }       // the memory is free again
+        event_record(saver->ready, model->stream);
+        stream_wait(saver->stream, saver->ready);
+        for (size_t i = saver->groups[group]; i < saver->groups[group + 1]; i++) {
+            const SavedPiece& p = saver->pieces[i];
+            const void* device = p.device;
+            if (!device) {
+                device = gpt2_whole_master(model, p.tensor, p.layer);
+                event_record(saver->ready, model->stream);
+                stream_wait(saver->stream, saver->ready);
+            }
+            if (p.bytes() > 0) { copy_to_host(saver->memory + p.at, device, p.bytes(), saver->stream); }
+            if (!p.device) {                        // its place is filled anew for the next one
+                event_record(model->snapshot, saver->stream);
+                stream_wait(model->stream, model->snapshot);
+            }
+        }
+        event_record(model->snapshot, saver->stream);
+        worker_post(saver->worker, [=] { saver_write(saver, group, step, facts); });
+    }
+    model->snapshot_under_way = true;
+}
+
+static void saver_free(Saver* saver) {
+    if (!saver->worker) { return; }
+    stream_sync(saver->stream);
+    stream_destroy(saver->stream);
+    event_destroy(saver->ready);
+    pinned_free(saver->memory);
+}
+
+// ---- resuming ----
+
+static Facts model_facts(GPT2* model) {
+    const Config& c = model->config;
+    DeviceState state = gpt2_read_state(model);
+    Facts facts = {{"precision", PRECISION_NAME}, {"step", std::to_string(model->step)},
+                   {"model", format("%d %d %d %d %d %d", c.maxT, c.V, c.Vp, c.L, c.NH, c.C)}};
+    update_state_fields(state.update, [&](const char* name, auto* values, int count) {
+        std::string text;
+        for (int i = 0; i < count; i++) { text += format(i ? " %.17g" : "%.17g", (double)values[i]); }
+        facts.push_back({std::string("update.") + name, text});
+    });
+    return facts;
+}
+
+// A number among the facts; a file that lacks it is not one of ours.
+static double fact_number(const Facts& facts, const std::string& key) {
+    const std::string* text = facts_find(facts, key);
+    if (!text) { die("the state to resume from does not say '%s'", key.c_str()); }
+    return strtod(text->c_str(), nullptr);
+}
+
+static Config facts_config(const Facts& facts) {
+    Config c = {};
+    const std::string* text = facts_find(facts, "model");
+    if (!text || sscanf(text->c_str(), "%d %d %d %d %d %d", &c.maxT, &c.V, &c.Vp, &c.L, &c.NH, &c.C) != 6) {
+        die("the state to resume from does not say which model it is of");
+    }
+    const std::string error = config_error(c);
+    if (!error.empty()) { die("the state to resume from is of an impossible model: %s", error.c_str()); }
+    return c;
+}
+
+struct Checkpoint {
+    int64_t step = -1;                  // -1: there is none
+    std::vector<StateFile> files;       // of all ranks that wrote it
+    Facts facts;
+};
+
+static void checkpoint_close(Checkpoint* c) {
+    for (StateFile& file : c->files) { state_close(&file); }
+    *c = Checkpoint();
+}
+
+// True if any rank found a fault with a checkpoint; the first that did says so.
+static bool checkpoint_refused(int64_t step, const std::string& error) {
+    std::vector<char> faults((size_t)comm.world, !error.empty());
+    comm_all_gather(faults.data(), 1);
+    const int first = (int)(std::find(faults.begin(), faults.end(), 1) - faults.begin());
+    if (first == comm.rank) {
+        const std::string who = comm.world > 1 ? format(" by rank %d", first) : "";
+        fprintf(stderr, "warning: the checkpoint of step %lld is skipped%s: %s\n", (long long)step,
+                who.c_str(), error.c_str());
+    }
+    return first < comm.world;
+}
+
+// The newest checkpoint up to step `last` whose files are all there and begin well, the same on all ranks.
+// Those that were looked at in vain are added to *bad. None is left: its step is -1.
+static Checkpoint checkpoint_find(const std::string& folder, int64_t last, std::set<int64_t>* bad) {
+    Checkpoint found;
+    std::vector<int64_t> steps = checkpoint_steps(folder);
+    for (;;) {
+        while (!steps.empty() && (steps.back() > last || bad->count(steps.back()))) { steps.pop_back(); }
+        int64_t step = steps.empty() ? -1 : steps.back();
+        comm_broadcast(&step, sizeof(step));        // what rank 0 sees counts
+        if (step < 0) { return found; }
+        std::vector<std::string> paths;
+        std::string error = checkpoint_check(folder, step, &paths);
+        for (size_t k = 0; k < paths.size() && error.empty(); k++) {
+            found.files.push_back(StateFile());
+            error = state_open(&found.files.back(), paths[k]);
+            if (!error.empty()) { error = paths[k].substr(folder.size() + 1) + " " + error; }
+        }
+        uint64_t sum;
+        if (error.empty() && comm.rank == 0) {
+            const std::string path = checkpoint_model(folder, step);
+            error = model_file_error(path, &sum);
+            if (!error.empty()) { error = path.substr(folder.size() + 1) + " " + error; }
+        }
+        if (!checkpoint_refused(step, error)) {
+            found.step = step;
+            found.facts = found.files[0].facts;
+            return found;
+        }
+        checkpoint_close(&found);
+        bad->insert(step);
+    }
+}
+
+typedef std::multimap<std::string, std::pair<size_t, size_t>> PieceIndex;      // name -> file, row
+
+// Elements [begin, end) of a tensor, out of whatever pieces the files have of it. Returns what is wrong, or
+// "".
+static std::string checkpoint_read(const Checkpoint* c, const PieceIndex& index, const std::string& name,
+                                   const char* type, const ParamSpec& s, size_t begin, size_t end,
+                                   std::vector<char>* to) {
+    const size_t elem = state_type_bytes(type);
+    std::vector<char> piece;
+    size_t found = 0;
+    to->resize((end - begin) * elem);
+    const auto range = index.equal_range(name);
+    for (auto it = range.first; it != range.second; ++it) {
+        const StateFile& file = c->files[it->second.first];
+        const StateRow& row = file.rows[it->second.second];
+        const std::string file_name = file.path.substr(file.path.rfind('/') + 1);
+        if (strcmp(row.type, type) != 0 || row.rows != s.rows || row.cols != s.cols) {
+            return format("%s has %s as %s of %llu x %llu, not %s of %zu x %zu", file_name.c_str(), row.name,
+                          row.type, (unsigned long long)row.rows, (unsigned long long)row.cols, type, s.rows,
+                          s.cols);
+        }
+        const size_t from = std::max(begin, (size_t)row.begin);
+        const size_t until = std::min(end, (size_t)(row.begin + row.count));
+        if (from >= until) { continue; }
+        piece.resize(state_row_bytes(row));
+        const std::string error = state_read(&file, it->second.second, piece.data());
+        if (!error.empty()) { return file_name + " " + error; }
+        memcpy(to->data() + (from - begin) * elem, piece.data() + (from - row.begin) * elem,
+               (until - from) * elem);
+        found += until - from;
+    }
+    return found == end - begin ? "" : "the files do not have all of " + name;
+}
+
+// Parameters, master weights, m, v and the update's state of a model that has been allocated for the same
+// shapes. Returns what is wrong with the files, or ""; the model is then half loaded.
+static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
+    PieceIndex index;
+    for (size_t f = 0; f < c->files.size(); f++) {
+        for (size_t r = 0; r < c->files[f].rows.size(); r++) {
+            index.insert({c->files[f].rows[r].name, {f, r}});
+        }
+    }
+    std::vector<char> data;
+    for (int i = 0; i < NUM_PARAMS; i++) {
+        const ParamSpec& s = model->param_specs[i];
+        for (int l = 0; l < s.copies; l++) {
+            const HeldPart part = gpt2_held_part(model, i, l);
+            const std::string name = "." + state_name(s, l);
+            std::string error = checkpoint_read(c, index, "param" + name, state_type(s), s, 0, s.elems,
+                                                &data);
+            if (!error.empty()) { return error; }
+            copy_to_device(gpt2_param_data(model, i, l), data.data(), data.size(), model->stream);
+            stream_sync(model->stream);
+            const struct { const char* of; float* memory; } held[] = {
+                {"master", model->master}, {"m", model->m}, {"v", model->v}};
+            for (const auto& h : held) {
+                if (!h.memory || part.begin == part.end) { continue; }
+                error = checkpoint_read(c, index, h.of + name, "f32", s, part.begin, part.end, &data);
+                if (!error.empty()) { return error; }
+                copy_to_device(h.memory + part.state, data.data(), data.size(), model->stream);
+                stream_sync(model->stream);
+            }
+            comm_progress(c->step);
+        }
+    }
+    DeviceState state = {};
+    std::string missing;
+    update_state_fields(state.update, [&](const char* field, auto* values, int count) {
+        const std::string* text = facts_find(c->facts, std::string("update.") + field);
+        const char* at = text ? text->c_str() : "";
+        for (int i = 0; i < count; i++) {
+            char* end;
+            values[i] = (std::remove_reference_t<decltype(values[0])>)strtod(at, &end);
+            if (end == at) { missing = field; }
+            at = end;
+        }
+    });
+    if (!missing.empty()) { return "the files do not say update." + missing; }
+    copy_to_device(model->state, &state, sizeof(state), model->stream);
+    stream_sync(model->stream);
+    model->step = (uint32_t)c->step;
+    return "";
+}
+
+// The newest checkpoint up to c->step that really verifies, into the model. All ranks come here and take the
+// same one; there is none left: step -1.
+static void checkpoint_resume(GPT2* model, Checkpoint* c, const std::string& folder, std::set<int64_t>* bad) {
+    while (c->step >= 0) {
+        const int64_t step = c->step;
+        if (!checkpoint_refused(step, gpt2_load_state(model, c))) { return; }   // each reads what it needs
+        bad->insert(step);
+        checkpoint_close(c);
+        *c = checkpoint_find(folder, step - 1, bad);
+    }
 }
 
 // ---- descriptors ----
@@ -4579,14 +5080,16 @@ struct RunConfig {
     int B, T, recompute, gelu_fusion, residual, grad_dtype;
     int64_t total_batch;            // tokens per optimizer step
     int64_t max_steps;
+    int checkpoint_every, keep, major_every, resume, on_bad_loss;
     int val_every, val_batches, sample_every, sample_tokens, num_samples, top_k;
     double temperature;
-    double lr, final_fraction, weight_decay, beta1, beta2, eps, grad_clip;
+    double lr, final_fraction, weight_decay, beta1, beta2, eps, grad_clip, skip_loss, skip_norm;
     int64_t warmup;
     int schedule, overfit, tf32, master, shuffle, kernels;
     int64_t seed;
     CommOptions comm;
     int comm_init;
+    bool resumed;                   // goes on from a checkpoint
     int zero, lanes, reduction, check_ranks;
 };
 static RunConfig run;
@@ -4600,36 +5103,52 @@ static const Flag kFlags[] = {
     {"j",   "val-data",        FLAG_STRING, &run.val_data,
         DATA_DIR "tiny_shakespeare_val.bin", 1, 0, nullptr, "validation shards (glob)"},
     {"e",   "model",           FLAG_STRING, &run.model,          "d12",     1, 0, nullptr,
-        "checkpoint model_*.bin, or d12 d24 d36 d48, gpt3:c768, L4,NH4,C128,T128,V256"},
+        "checkpoint model_*.bin, or d12 d24 d36 d48, gpt3:c768, L4,NH4,C128,T128,V256", FLAG_FIXED},
     {"o",   "output-dir",      FLAG_STRING, &run.output_dir,     "",        0, 0, nullptr,
-        "folder for main.log, metrics.jsonl, run.json, model_*.bin (none: nothing is written)"},
+        "folder for main.log, metrics.jsonl, run.json, model_*.bin (none: nothing is written)", FLAG_NOW},
+    {"n",   "checkpoint-every", FLAG_INT,   &run.checkpoint_every, "1000",  0, INT_MAX, nullptr,
+        "checkpoint every so many steps, and at the end; 0: at the end only"},
+    {"nk",  "keep",            FLAG_INT,    &run.keep,           "2",       0, INT_MAX, nullptr,
+        "checkpoints that stay, the newest ones; 0: all"},
+    {"nm",  "major-every",     FLAG_INT,    &run.major_every,    "0",       0, INT_MAX, nullptr,
+        "checkpoints at multiples of so many steps stay for ever; 0: none"},
+    {"y",   "resume",          FLAG_BOOL,   &run.resume,         "0",       0, 1, nullptr,
+        "go on with the run in -o, from its last checkpoint; where there is none, begin", FLAG_NOW},
     {"b",   "micro-batch",     FLAG_INT,    &run.B,              "4",       1, 65536, nullptr,
-        "rows per GPU per micro-step (B)"},
+        "rows per GPU per micro-step (B)", FLAG_FIXED},
     {"t",   "sequence-length", FLAG_INT,    &run.T,              "0",       0, 1 << 24, nullptr,
-        "tokens per row (T); 0: the model's longest"},
+        "tokens per row (T); 0: the model's longest", FLAG_FIXED},
     {"z,d", "total-batch",     FLAG_INT64,  &run.total_batch,    "0",       0, 1e15, nullptr,
-        "tokens per optimizer step, a multiple of B*T*ranks; 0: B*T*ranks, one micro-step each"},
+        "tokens per optimizer step, a multiple of B*T*ranks; 0: B*T*ranks, one micro-step each", FLAG_FIXED},
     {"x",   "max-steps",       FLAG_STRING, &run.max_steps_text, "epoch",   1, 0, nullptr,
         "optimizer steps, or `epoch`: once through the data; 0: evaluate, or generate with --prompt"},
     {"l",   "learning-rate",   FLAG_FLOAT,  &run.lr,             "3e-4",    0, 100, nullptr,
-        "peak learning rate"},
+        "peak learning rate", FLAG_FIXED},
     {"k",   "lr-schedule",     FLAG_ENUM,   &run.schedule,       "cosine",  0, 0, kLrKinds,
-        "learning rate schedule"},
+        "learning rate schedule", FLAG_FIXED},
     {"u",   "warmup",          FLAG_INT64,  &run.warmup,         "0",       0, 1e15, nullptr,
-        "steps of linear warm-up"},
+        "steps of linear warm-up", FLAG_FIXED},
     {"q",   "final-fraction",  FLAG_FLOAT,  &run.final_fraction, "0",       0, 1, nullptr,
-        "learning rate at the last step, as a fraction of the peak"},
+        "learning rate at the last step, as a fraction of the peak", FLAG_FIXED},
     {"c",   "weight-decay",    FLAG_FLOAT,  &run.weight_decay,   "0",       0, 10, nullptr,
-        "AdamW's decay of tensors with two dimensions"},
-    {"",    "beta1",           FLAG_FLOAT,  &run.beta1,          "0.9",     0, 0.9999999, nullptr, "AdamW"},
-    {"",    "beta2",           FLAG_FLOAT,  &run.beta2,          "0.95",    0, 0.9999999, nullptr, "AdamW"},
-    {"",    "eps",             FLAG_FLOAT,  &run.eps,            "1e-8",    1e-30, 1, nullptr, "AdamW"},
+        "AdamW's decay of tensors with two dimensions", FLAG_FIXED},
+    {"",    "beta1",           FLAG_FLOAT,  &run.beta1,          "0.9",     0, 0.9999999, nullptr,
+        "AdamW", FLAG_FIXED},
+    {"",    "beta2",           FLAG_FLOAT,  &run.beta2,          "0.95",    0, 0.9999999, nullptr,
+        "AdamW", FLAG_FIXED},
+    {"",    "eps",             FLAG_FLOAT,  &run.eps,            "1e-8",    1e-30, 1, nullptr,
+        "AdamW", FLAG_FIXED},
     {"",    "grad-clip",       FLAG_FLOAT,  &run.grad_clip,      "1",       0, 1e30, nullptr,
-        "largest gradient norm; 0: no clipping"},
+        "largest gradient norm; 0: no clipping", FLAG_FIXED},
+    {"sl",  "skip-loss",       FLAG_FLOAT,  &run.skip_loss,      "0",       0, 1e30, nullptr,
+        "skip updates whose loss is so many standard deviations above the last 128; 0: none"},
+    {"sg",  "skip-norm",       FLAG_FLOAT,  &run.skip_norm,      "0",       0, 1e30, nullptr,
+        "likewise the gradient's norm, before clipping"},
     {"",    "seed",            FLAG_INT64,  &run.seed,           "1337",    0, 9e15, nullptr,
-        "initial weights, data order, samples, stochastic rounding"},
+        "initial weights, data order, samples, stochastic rounding", FLAG_FIXED},
     {"",    "shuffle",         FLAG_BOOL,   &run.shuffle,        "1",       0, 1, nullptr,
-        "training rows in an order drawn from the seed, another each epoch; 0: as they lie in the shards"},
+        "training rows in an order drawn from the seed, another each epoch; 0: as they lie in the shards",
+        FLAG_FIXED},
     {"v",   "val-every",       FLAG_INT,    &run.val_every,      "20",      0, INT_MAX, nullptr,
         "validate every so many steps, and at the end; 0: never"},
     {"m",   "val-batches",     FLAG_INT,    &run.val_batches,    "20",      1, INT_MAX, nullptr,
@@ -4647,47 +5166,91 @@ static const Flag kFlags[] = {
     {"",    "top-k",           FLAG_INT,    &run.top_k,          "0",       0, 65536, nullptr,
         "sample among the k likeliest tokens; 0: among all"},
     {"a",   "overfit",         FLAG_BOOL,   &run.overfit,        "0",       0, 1, nullptr,
-        "train on the first batch over and over"},
+        "train on the first batch over and over", FLAG_FIXED},
     {"f",   "tf32",            FLAG_BOOL,   &run.tf32,           "1",       0, 1, nullptr,
-        "TF32 tensor cores for the GEMMs and attention of an FP32 build"},
+        "TF32 tensor cores for the GEMMs and attention of an FP32 build", FLAG_FIXED},
     {"w",   "master-weights",  FLAG_BOOL,   &run.master,         "1",       0, 1, nullptr,
-        "fp32 master copies of 16-bit weights; 0: weights are rounded stochastically"},
+        "fp32 master copies of 16-bit weights; 0: weights are rounded stochastically", FLAG_FIXED},
     {"r",   "recompute",       FLAG_INT,    &run.recompute,      "0",       0, 2, nullptr,
         "in backward: 0 nothing, 1 GELU, 2 GELU and LayerNorms (less memory, more time)"},
     {"ge",  "gelu-fusion",     FLAG_INT,    &run.gelu_fusion,    "0",       0, 2, nullptr,
-        "GELU in the GEMM's epilogue: 0 no, 1 forward, 2 forward and backward (needs -r 0)"},
+        "GELU in the GEMM's epilogue: 0 no, 1 forward, 2 forward and backward (needs -r 0)", FLAG_FIXED},
     {"",    "residual",        FLAG_ENUM,   &run.residual,       "gemm",    0, 0, "gemm|layernorm",
-        "where the residual is added: in the projection GEMM's epilogue, or in the next LayerNorm"},
+        "where the residual is added: in the projection GEMM's epilogue, or in the next LayerNorm",
+        FLAG_FIXED},
     {"",    "kernels",         FLAG_ENUM,   &run.kernels,        "auto",    0, 0, "auto|portable|sm90",
-        "kernels of ops that have several: the best for this GPU, sm_80's, or Hopper's (or an error)"},
+        "kernels of ops that have several: the best for this GPU, sm_80's, or Hopper's (or an error)",
+        FLAG_FIXED},
     {"",    "grad-dtype",      FLAG_ENUM,   &run.grad_dtype,     "fp32",    0, 0, "fp32|bf16",
-        "gradient accumulation; bf16: 2-D gradients in bf16, rounded without bias, others in fp32"},
+        "gradient accumulation; bf16: 2-D gradients in bf16, rounded without bias, others in fp32",
+        FLAG_FIXED},
+    {"",    "on-bad-loss",     FLAG_ENUM,   &run.on_bad_loss,    "stop",    0, 0, "stop|rewind",
+        "too many skipped updates in a row: stop, or go back to the last checkpoint and past these data"},
     {"",    "gpus",            FLAG_INT,    &run.comm.gpus,      "0",       0, 1024, nullptr,
-        "start so many ranks on this machine, one a GPU; 0: as started (mpirun, srun, torchrun, or alone)"},
+        "start so many ranks on this machine, one a GPU; 0: as started (mpirun, srun, torchrun, or alone)",
+        FLAG_NOW},
     {"zs",  "zero-stage",      FLAG_INT,    &run.zero,           "0",       0, 2, nullptr,
         "what the ranks share out: 0 nothing, 1 the optimizer's state, 2 the gradients as well"},
     {"",    "lanes",           FLAG_INT,    &run.lanes,          "0",       0, 1 << 24, nullptr,
-        "parts of a step whose gradients are summed by a tree, the same for any number of ranks; 0: chosen"},
+        "parts of a step whose gradients are summed by a tree, the same for any number of ranks; 0: chosen",
+        FLAG_FIXED},
     {"",    "reduction",       FLAG_ENUM,   &run.reduction,      "tree",    0, 0, "tree|nccl",
-        "gradients of all ranks are summed by the lanes' tree, or in NCCL's order"},
+        "gradients of all ranks are summed by the lanes' tree, or in NCCL's order", FLAG_FIXED},
     {"",    "check-ranks",     FLAG_BOOL,   &run.check_ranks,    "0",       0, 1, nullptr,
-        "compare all ranks' parameters after every step (slow)"},
+        "compare all ranks' parameters after every step (slow)", FLAG_NOW},
     {"pi",  "process-init",    FLAG_ENUM,   &run.comm_init,      "auto",    0, 0, "auto|mpi|tcp|fs",
-        "how ranks find each other: what started them says, MPI, a server (-ps), or a folder (-pf)"},
+        "how ranks find each other: what started them says, MPI, a server (-ps), or a folder (-pf)",
+        FLAG_NOW},
     {"ps",  "process-server",  FLAG_STRING, &run.comm.server,    "",        0, 0, nullptr,
-        "-pi tcp: HOST[:PORT] of rank 0"},
+        "-pi tcp: HOST[:PORT] of rank 0", FLAG_NOW},
     {"pf",  "process-folder",  FLAG_STRING, &run.comm.folder,    "",        0, 0, nullptr,
-        "-pi fs: a folder that all ranks see"},
+        "-pi fs: a folder that all ranks see", FLAG_NOW},
     {"pn",  "processes",       FLAG_INT,    &run.comm.processes, "0",       0, 65536, nullptr,
-        "-pi tcp|fs: number of ranks"},
+        "-pi tcp|fs: number of ranks", FLAG_NOW},
     {"pr",  "process-rank",    FLAG_INT,    &run.comm.process,   "-1",      -1, 65535, nullptr,
-        "-pi tcp|fs: which rank this is, from 0"},
+        "-pi tcp|fs: which rank this is, from 0", FLAG_NOW},
     {"pg",  "gpus-per-node",   FLAG_INT,    &run.comm.per_node,  "0",       0, 1024, nullptr,
-        "-pi tcp|fs: ranks on each machine; 0: found out"},
+        "-pi tcp|fs: ranks on each machine; 0: found out", FLAG_NOW},
     {"",    "start-timeout",   FLAG_INT,    &run.comm.start_timeout_s, "120", 1, 86400, nullptr,
-        "seconds that ranks wait for each other at the start"},
+        "seconds that ranks wait for each other at the start", FLAG_NOW},
 };
 constexpr int kNumFlags = sizeof(kFlags) / sizeof(kFlags[0]);
+
+// The settings as they were given, before config_check fills in what they leave open: these are saved.
+static std::vector<std::string> run_texts;
+static void settings_keep() {
+    run_texts.clear();
+    for (const Flag& flag : kFlags) { run_texts.push_back(flags_text(&flag)); }
+}
+
+// Goes on with the settings of a run. What they left open is as it was settled then, so that the run stays
+// the same on another number of ranks: the batch and its lanes.
+static void settings_resume(const Facts& from) {
+    static const Facts facts = from;            // whose texts the flags point to from now on
+    auto saved = [&](const char* name) {
+        const std::string* text = facts_find(facts, std::string("flag.") + name);
+        return text ? text->c_str() : nullptr;
+    };
+    flags_resume(kFlags, kNumFlags, saved);
+    settings_keep();
+    run.resumed = true;
+    run.T = (int)fact_number(facts, "T");
+    run.total_batch = (int64_t)fact_number(facts, "total_batch");
+    const int ranks = (int)fact_number(facts, "ranks");
+    const bool one_lane_each = run.reduction == 1 || run.grad_dtype == 1;       // as in lanes_check
+    if (!one_lane_each) { run.lanes = (int)fact_number(facts, "lanes"); }
+    else if (ranks != comm.world) {
+        warn("the run began on %d ranks and goes on on %d: with --%s its sums, and so its bits, will differ",
+             ranks, comm.world, run.reduction == 1 ? "reduction nccl" : "grad-dtype bf16");
+    }
+    const std::string* precision = facts_find(facts, "precision");
+    if (!precision || *precision != PRECISION_NAME) {
+        const std::string then = precision ? *precision : "no known type";
+        die("the run in -o %s is in %s, and this program computes in %s\n"
+            "hint: make train_gpt2cu PRECISION=%s", run.output_dir, then.c_str(), PRECISION_NAME,
+            then.c_str());
+    }
+}
 
 // How many lanes a step's micro-steps are cut into. Where sums are not the tree's, or are kept in bf16, each
 // rank has one.
@@ -4711,15 +5274,19 @@ static void lanes_check(int64_t micro_steps) {
     const std::string error = lanes_error(run.lanes, micro_steps, comm.world, zero);
     if (error.empty()) { return; }
     const int64_t good = lanes_default(micro_steps, comm.world, zero);
-    const std::string hint = lanes_error(good, micro_steps, comm.world, zero).empty()
-        ? format("--lanes %lld fits", (long long)good) : "--reduction nccl has no lanes";
+    std::string hint = "--reduction nccl has no lanes";
+    if (lanes_error(good, micro_steps, comm.world, zero).empty()) {
+        hint = format("--lanes %lld fits", (long long)good);
+    }
+    if (run.resumed) { hint = "a run that is resumed keeps its lanes: choose another -zs or number of ranks"; }
     die("--lanes %d: %s\nhint: %s", run.lanes, error.c_str(), hint.c_str());
 }
 
-// Checks over more than one flag, before anything is allocated.
-static Config config_check() {
-    Config c = file_size(run.model) >= 0 || strchr(run.model, '/') || strstr(run.model, ".bin")
-             ? checkpoint_config(run.model) : descriptor_config(run.model);
+// Checks over more than one flag, before anything is allocated. resumed: the facts of a run to go on with.
+static Config config_check(const Facts* resumed = nullptr) {
+    const bool is_file = file_size(run.model) >= 0 || strchr(run.model, '/') || strstr(run.model, ".bin");
+    const Config c = resumed ? facts_config(*resumed)
+                   : is_file ? checkpoint_config(run.model) : descriptor_config(run.model);
     if (run.T == 0) { run.T = c.maxT; }
     if (run.T > c.maxT) {
         die("-t %d is longer than the model's longest sequence, %d\nhint: use -t %d or less, or a model with "
@@ -4775,6 +5342,9 @@ static Config config_check() {
                 flags_show(text).c_str(), digits.empty() ? "" : "\nhint: ", digits.c_str());
         }
     }
+    if (run.output_dir[0] == '\0' && (run.resume || run.on_bad_loss == 1)) {
+        die("%s needs -o, the run's folder", run.resume ? "-y 1" : "--on-bad-loss rewind");
+    }
     if (run.max_steps == 0 && run.output_dir[0] != '\0') {
         die("-x 0 trains nothing, so there is nothing to write to -o %s", run.output_dir);
     }
@@ -4792,6 +5362,8 @@ static Options run_options() {
     o.kernels = (Kernels)run.kernels;
     o.weight_decay = (float)run.weight_decay;
     o.loss_scale = std::max(kFirstLossScale, (float)exp2(ceil(log2((double)run.total_batch))));
+    o.skip_loss = (float)run.skip_loss;
+    o.skip_norm = (float)run.skip_norm;
     o.seed = (uint64_t)run.seed;
     o.split = {comm.rank, comm.world, comm.world > 1 ? run.zero : 0};
     o.lanes = run.lanes / comm.world;
@@ -4800,19 +5372,22 @@ static Options run_options() {
 }
 
 // == 11 training loop ==
-// SIGINT and SIGTERM end a training run early. The loop looks at the request between micro-steps, validation
-// batches and generated tokens: a step that is not complete is dropped without an update, the model of the
-// last complete one is saved, and nothing is validated or sampled any more. A second signal does not wait.
+// SIGINT, SIGTERM, SIGHUP and SIGUSR1 (which schedulers send before the end) stop a training run. The loop
+// looks at the request between micro-steps, validation batches and generated tokens: a step that is not
+// complete is dropped without an update, because a grace period may be shorter than a step; a checkpoint of
+// the last complete one is saved, and nothing is validated or sampled any more. A second SIGINT does not
+// wait.
 static volatile sig_atomic_t stop_requested = 0;
 static void request_stop(int number) {
     if (stop_requested) {
+        if (number != SIGINT) { return; }   // a scheduler's warning, then its request
         atomic_remove_parts();              // of a checkpoint that is being written
         _exit(128 + number);                // what a shell makes of a program that a signal ended
     }
     stop_requested = 1;
     // Of `trainer | tee`, Ctrl-C ends tee as well, and printing must not end us before the model is saved.
     signal(SIGPIPE, SIG_IGN);
-    static const char text[] = "stopping after the last complete step; once more: at once, unsaved\n";
+    static const char text[] = "stopping after the last complete step; Ctrl-C: at once, unsaved\n";
     const int e = errno;
     if (write(STDERR_FILENO, text, sizeof(text) - 1) < 0) { errno = e; }
 }
@@ -4825,23 +5400,15 @@ static bool stop_agreed(int64_t step) {
     return stopping;
 }
 
-// What all ranks find, rank 0 says.
-__attribute__((format(printf, 1, 2))) static void warn(const char* fmt, ...) {
-    if (comm.rank != 0) { return; }
-    va_list args;
-    va_start(args, fmt);
-    fprintf(stderr, "warning: ");
-    vfprintf(stderr, fmt, args);
-    fprintf(stderr, "\n");
-    va_end(args);
-}
-
 static void catch_signals() {
     struct sigaction action = {};
     action.sa_handler = request_stop;
     action.sa_flags = SA_RESTART;           // a write that the signal meets goes on
-    sigaction(SIGINT, &action, nullptr);
-    sigaction(SIGTERM, &action, nullptr);
+    struct sigaction now;
+    for (int number : {SIGINT, SIGTERM, SIGUSR1, SIGHUP}) {
+        const bool ignored = sigaction(number, nullptr, &now) == 0 && now.sa_handler == SIG_IGN;
+        if (number != SIGHUP || !ignored) { sigaction(number, &action, nullptr); }      // nohup's wish
+    }
 }
 
 // Mean loss over the first most*B rows of the set, or over all of them where there are fewer: each counts
@@ -4986,12 +5553,29 @@ struct Reports {
     Event started;              // the device was idle and this step was its next work
     // Where the pending step's time begins: the end of the step before, or `started`
     Event since;
+    bool seen_first;
     double ms_sum;
     int64_t ms_count;
 };
 
-static void report_step(Reports* r, Logger* logger, const LrSchedule& schedule) {
-    if (r->pending < 0) { return; }
+// Says that a step's update was skipped, and why.
+static void report_skip(int64_t step, const DeviceState& state) {
+    const UpdateState& u = state.update;
+    const bool by_loss = u.skip == SKIP_LOSS;
+    if (comm.rank != 0 || u.skip == SKIP_NO) { return; }
+    if (u.skip == SKIP_NOT_FINITE) {
+        fprintf(stderr, "step %lld: the gradient is not finite (norm %f, loss %f): update skipped\n",
+                (long long)step + 1, u.norm, state.loss);
+    } else {
+        fprintf(stderr, "step %lld: %s %f is %.1f standard deviations above the mean of the last %d: "
+                "update skipped\n", (long long)step + 1, by_loss ? "loss" : "norm",
+                by_loss ? state.loss : u.norm, by_loss ? u.loss_score : u.norm_score, kWindow);
+    }
+}
+
+// True: too many updates in a row were skipped.
+static bool report_step(Reports* r, Logger* logger, const LrSchedule& schedule) {
+    if (r->pending < 0) { return false; }
     const int64_t step = r->pending;
     r->pending = -1;
     const int slot = (int)(step % Reports::kSlots);
@@ -5003,7 +5587,8 @@ static void report_step(Reports* r, Logger* logger, const LrSchedule& schedule) 
     // The device's clock: the host may be far ahead
     const double ms = event_ms(r->since, r->ready[slot]);
     r->since = r->ready[slot];
-    if (step > 0) { r->ms_sum += ms; r->ms_count++; }      // the first step also loads kernels
+    if (r->seen_first) { r->ms_sum += ms; r->ms_count++; }      // the first one also loads kernels
+    r->seen_first = true;
     const double lr = lr_at(schedule, step);
     const double tokens_per_s = (double)run.total_batch / ms * 1e3;
     const double mean_ms = r->ms_count > 0 ? r->ms_sum / (double)r->ms_count : ms;
@@ -5013,17 +5598,8 @@ static void report_step(Reports* r, Logger* logger, const LrSchedule& schedule) 
     fflush(stdout);
     logger_train(logger,
                  {step, state.loss, lr, state.update.norm, (step + 1) * run.total_batch, ms, tokens_per_s});
-    if (state.update.skip) {
-        if (comm.rank == 0) {
-            fprintf(stderr, "step %lld: the gradient is not finite (norm %f, loss %f): update skipped\n",
-                    (long long)step + 1, state.update.norm, state.loss);
-        }
-        if (state.update.skipped_in_a_row >= kMaxSkipsInARow) {
-            die("%d updates in a row were skipped for a non-finite gradient: the run stops and writes "
-                "nothing\nhint: a smaller -l or a longer -u; look at the data",
-                state.update.skipped_in_a_row);
-        }
-    }
+    report_skip(step, state);
+    return state.update.skipped_in_a_row >= kMaxSkipsInARow;
 }
 
 static int rank_micro_steps() { return (int)(run.total_batch / ((int64_t)run.B * run.T * comm.world)); }
@@ -5032,11 +5608,10 @@ static int rank_micro_steps() { return (int)(run.total_batch / ((int64_t)run.B *
 static void check_ranks(GPT2* model, int64_t step) {
     const size_t bytes = model->layout.params_bytes;
     for (int b = 0; b < (int)model->layout.buckets.size(); b++) { gpt2_await_params(model, b); }
-    std::vector<uint64_t> words(bytes / sizeof(uint64_t));
-    copy_to_host(words.data(), model->params, bytes, model->stream);
+    std::vector<char> params(bytes);
+    copy_to_host(params.data(), model->params, bytes, model->stream);
     stream_sync(model->stream);
-    uint64_t hash = 14695981039346656037ull;            // FNV-1a, a word at a time
-    for (uint64_t word : words) { hash = (hash ^ word) * 1099511628211ull; }
+    const uint64_t hash = checksum(params.data(), bytes);
     std::vector<uint64_t> hashes(comm.world, hash);
     comm_all_gather(hashes.data(), sizeof(hash));
     for (int r = 1; r < comm.world; r++) {
@@ -5052,7 +5627,9 @@ static bool train_step(GPT2* model, DataLoader* loader, double lr) {
     for (int micro = 0; micro < micro_steps; micro++) {
         if (stop_agreed(model->step)) { return false; }
         if (run.overfit) { dataloader_seek(loader, 0); }
+        comm_patience(kDiskPatience);           // for a file system that stalls
         dataloader_next(loader);
+        comm_progress(model->step);
         gpt2_micro_step(model, loader->inputs, loader->targets, run.B, run.T, micro, micro_steps);
     }
     gpt2_update(model, lr, run.beta1, run.beta2, run.eps, (float)run.grad_clip);
@@ -5060,57 +5637,169 @@ static bool train_step(GPT2* model, DataLoader* loader, double lr) {
     return true;
 }
 
-// The model on disk before anything else that takes time.
-static void save_at_end(GPT2* model) {
-    if (run.output_dir[0] == '\0') { return; }
-    if (model->step == 0) {
+// Of this program's file: what decides about the result beside the flags and the data.
+static std::string executable_hash() {
+    FILE* f = fopen_check("/proc/self/exe", "rb");
+    std::vector<char> part(1 << 20);
+    Checksum sum;
+    for (size_t got; (got = fread(part.data(), 1, part.size(), f)) > 0;) {
+        checksum_add(&sum, part.data(), got);
+    }
+    fclose(f);
+    return checksum_text(checksum_end(&sum));
+}
+
+// A run: what it is made of, and where it stands between two steps.
+struct Training {
+    GPT2 model = {};
+    DataLoader train_loader = {}, val_loader = {};      // as far as the task needs them
+    Tokenizer tokenizer;
+    bool has_text = false;
+    Logger logger;
+    Saver saver = {};
+    bool saves = false;         // there is -o
+    std::string device;
+    int64_t step = 0;           // steps done
+    int64_t position = 0;       // of the data of the next one
+    int rewinds = 0;
+    int64_t validated = -1;     // the last number of steps at which the run was validated; -1: none
+    LoggerPlace before_validation = {};     // then
+};
+
+// What a checkpoint says of the run beside the tensors.
+static Facts run_facts(Training* t) {
+    Facts facts = model_facts(&t->model);
+    // who goes on from here validates here, too
+    const LoggerPlace place = t->validated == t->step ? t->before_validation : logger_place(&t->logger);
+    const struct { const char* name; int64_t value; } numbers[] = {
+        {"position", t->position}, {"rewinds", t->rewinds}, {"ranks", comm.world}, {"lanes", run.lanes},
+        {"T", run.T}, {"total_batch", run.total_batch}, {"tokens", t->step * run.total_batch},
+        {"main_log_bytes", place.main_log}, {"metrics_bytes", place.metrics}};
+    for (const auto& n : numbers) { facts.push_back({n.name, std::to_string(n.value)}); }
+    facts.push_back({"program", executable_hash()});
+    facts.push_back({"device", t->device});
+    facts.push_back({"training data", dataloader_facts(&t->train_loader)});
+    for (int i = 0; i < kNumFlags; i++) {
+        facts.push_back({std::string("flag.") + kFlags[i].name, run_texts[(size_t)i]});
+    }
+    return facts;
+}
+
+static void save(Training* t) {
+    if (!t->saves || t->saver.step == t->step) { return; }
+    if (t->step == 0) {
         printf("no step was completed: nothing is saved\n");
         return;
     }
-    const std::string path = format("%s/model_%08d.bin", run.output_dir, (int)model->step);
-    checkpoint_save(model, path);
-    printf("saved %s\n", shown(path).c_str());
-    fflush(stdout);
+    saver_save(&t->saver, t->step, run_facts(t));
 }
 
-static void train(GPT2* model, DataLoader* train_loader, DataLoader* val_loader, const Tokenizer* tokenizer,
-                  bool has_text, Logger* logger) {
+// Where a run goes on that is resumed or goes back, from facts of its checkpoint.
+static void training_go_back(Training* t, const Checkpoint& c) {
+    t->step = c.step;
+    t->position = (int64_t)fact_number(c.facts, "position");
+    t->rewinds = std::max(t->rewinds, (int)fact_number(c.facts, "rewinds"));
+    t->validated = -1;
+    t->saver.step = c.step;
+    logger_go_back(&t->logger, {(int64_t)fact_number(c.facts, "main_log_bytes"),
+                               (int64_t)fact_number(c.facts, "metrics_bytes")});
+}
+
+// --on-bad-loss: too many updates in a row were skipped. Goes back to the last checkpoint, but not to its
+// data: those that came since are passed over. All ranks come here, as they see the same.
+static void rewind_or_stop(Training* t) {
+    const std::string what = format("%d updates in a row were skipped", kMaxSkipsInARow);
+    const bool outliers = run.skip_loss > 0 || run.skip_norm > 0;
+    const char* hint = outliers ? "\nhint: look at the data; a larger -sl or -sg skips less"
+                                : "\nhint: a smaller -l or a longer -u; look at the data";
+    if (t->saves) { saver_advance(&t->saver, true); }
+    if (run.on_bad_loss == 0) {
+        const std::string last = t->saves && t->saver.step >= 0
+            ? format("the last checkpoint is of step %lld", (long long)t->saver.step)
+            : std::string("there is no checkpoint");
+        die("%s: the run stops after step %lld, and %s%s", what.c_str(), (long long)t->step, last.c_str(),
+            hint);
+    }
+    if (t->rewinds >= kMaxRewinds) {
+        die("%s, after going back %d times: the run stops%s", what.c_str(), t->rewinds, hint);
+    }
+    stream_sync(t->model.stream);
+    stream_sync(t->model.comm_stream);
+    const int64_t from = t->step, position = t->train_loader.position;
+    std::set<int64_t>* bad = &t->saver.retention.bad;
+    Checkpoint c = checkpoint_find(t->saver.folder, from, bad);
+    checkpoint_resume(&t->model, &c, t->saver.folder, bad);
+    if (c.step < 0) { die("%s, and there is no checkpoint to go back to%s", what.c_str(), hint); }
+    DeviceState state = gpt2_read_state(&t->model);
+    state.update.skipped_in_a_row = 0;
+    copy_to_device(t->model.state, &state, sizeof(state), t->model.stream);
+    stream_sync(t->model.stream);
+    training_go_back(t, c);
+    checkpoint_close(&c);
+    t->position = position;
+    t->rewinds++;
+    warn("%s: back from step %lld to the checkpoint of step %lld, and past the data since (%d of %d times)",
+         what.c_str(), (long long)from, (long long)t->step, t->rewinds, kMaxRewinds);
+}
+
+static void train(Training* t) {
+    GPT2* model = &t->model;
+    Logger* logger = &t->logger;
     const LrSchedule schedule = {run.schedule, run.lr, run.warmup, run.max_steps, run.final_fraction};
     Reports reports = {};
     reports.slots = (DeviceState*)pinned_malloc(Reports::kSlots * sizeof(DeviceState), "step reports");
     for (Event& e : reports.ready) { e = event_create(); }
     reports.started = event_create();
     reports.pending = -1;
+    auto report = [&] {
+        if (!report_step(&reports, logger, schedule)) { return true; }
+        rewind_or_stop(t);
+        reports.pending = -1;
+        return false;
+    };
 
-    int64_t step = 0;
-    for (; step < run.max_steps && !stop_agreed(step); step++) {
+    dataloader_seek(&t->train_loader, t->position);
+    while (t->step < run.max_steps && !stop_agreed(t->step)) {
+        const int64_t step = t->step;
         const bool val_due = run.val_every > 0 && step % run.val_every == 0;
         const bool sample_due = run.sample_every > 0 && step > 0 && step % run.sample_every == 0;
-        if (val_due || sample_due) { report_step(&reports, logger, schedule); }
-        if (val_due) { validate(model, val_loader, logger, step); }
-        if (sample_due) { generate(model, tokenizer, has_text, step); }
+        const bool save_due = t->saves && run.checkpoint_every > 0 && step % run.checkpoint_every == 0 &&
+                              step > 0;
+        if (t->saves) { saver_advance(&t->saver, false); }
+        if ((val_due || sample_due || save_due) && !report()) { continue; }
+        if (save_due) { save(t); }
+        if (val_due) {
+            t->validated = step;
+            t->before_validation = logger_place(logger);
+            validate(model, &t->val_loader, logger, step);
+        }
+        if (sample_due) { generate(model, &t->tokenizer, t->has_text, step); }
         if (reports.pending < 0) {
             event_record(reports.started, model->stream);
             reports.since = reports.started;
         }
-        if (!train_step(model, train_loader, lr_at(schedule, step))) { break; }
-        if (kDeviceIsAsync) { report_step(&reports, logger, schedule); }        // of the step before
+        if (!train_step(model, &t->train_loader, lr_at(schedule, step))) { break; }
+        t->step++;
+        t->position = t->train_loader.position;
+        if (kDeviceIsAsync && !report()) { continue; }                      // of the step before
         copy_to_host(&reports.slots[step % Reports::kSlots], model->state, sizeof(DeviceState),
                      model->stream);
         event_record(reports.ready[step % Reports::kSlots], model->stream);
         reports.pending = step;
-        if (!kDeviceIsAsync) { report_step(&reports, logger, schedule); }
+        // the last step's report is awaited here: it may be what sends the run back
+        if (!kDeviceIsAsync || t->step == run.max_steps) { report(); }
     }
-    report_step(&reports, logger, schedule);
-    if (step < run.max_steps) { printf("stopped by a signal after step %lld\n", (long long)step); }
+    report_step(&reports, logger, schedule);        // a signal came
+    if (t->step < run.max_steps) { printf("stopped by a signal after step %lld\n", (long long)t->step); }
     if (reports.ms_count > 0) {
         const double mean_ms = reports.ms_sum / (double)reports.ms_count;
         printf("mean step time %.1f ms, %.0f tokens/s over %lld steps\n", mean_ms,
                (double)run.total_batch / mean_ms * 1e3, (long long)reports.ms_count);
     }
-    save_at_end(model);
-    if (run.val_every > 0) { validate(model, val_loader, logger, step); }
-    if (run.sample_every > 0) { generate(model, tokenizer, has_text, step); }
+    save(t);                                // before anything else that takes time
+    if (t->saves) { saver_advance(&t->saver, true); }
+    if (run.val_every > 0) { validate(model, &t->val_loader, logger, t->step); }
+    if (run.sample_every > 0) { generate(model, &t->tokenizer, t->has_text, t->step); }
     for (Event& e : reports.ready) { event_destroy(e); }
     event_destroy(reports.started);
     pinned_free(reports.slots);
@@ -5138,9 +5827,13 @@ static void run_folder_check(const std::string& folder) {
                 (folder + name).c_str());
         }
     }
-    if (holds_run(folder + "/main.log")) {
-        die("-o %s already holds a run (main.log)\nhint: choose another folder, or remove that one",
-            folder.c_str());
+    const bool holds_checkpoint = !checkpoint_steps(folder).empty();
+    if (!run.resume && (holds_checkpoint || holds_run(folder + "/main.log"))) {
+        die("-o %s already holds a run (%s)\nhint: -y 1 goes on with it; or choose another folder",
+            folder.c_str(), holds_checkpoint ? "its checkpoints" : "main.log");
+    }
+    if (!run.resumed && run.resume && holds_run(folder + "/main.log")) {
+        warn("the run in -o %s has no checkpoint: it begins anew", folder.c_str());
     }
     std::string there = folder;             // or the nearest folder above it that exists
     struct stat st;
@@ -5211,21 +5904,10 @@ static void fit_lanes(const Config& config, Options* options, const DeviceInfo& 
     }
 }
 
-// Of this program's file: what decides about the result beside the flags and the data.
-static std::string executable_hash() {
-    FILE* f = fopen_check("/proc/self/exe", "rb");
-    std::vector<unsigned char> bytes(1 << 20);
-    uint64_t hash = 14695981039346656037ull;            // FNV-1a
-    for (size_t got; (got = fread(bytes.data(), 1, bytes.size(), f)) > 0;) {
-        for (size_t i = 0; i < got; i++) { hash = (hash ^ bytes[i]) * 1099511628211ull; }
-    }
-    fclose(f);
-    return format("%016llx", (unsigned long long)hash);
-}
-
 // Ranks that differ in anything that decides about the result would train nonsense, or wait for ever.
 static void check_same_job(const DataLoader& train_loader, const DataLoader& val_loader) {
-    std::vector<std::pair<std::string, std::string>> facts = {
+    if (comm.world == 1) { return; }
+    CommFacts facts = {
         {"the program", executable_hash()}, {"training data", dataloader_facts(&train_loader)},
         {"validation data", dataloader_facts(&val_loader)}};
     for (const Flag& flag : kFlags) {
@@ -5233,19 +5915,118 @@ static void check_same_job(const DataLoader& train_loader, const DataLoader& val
         if (name == "process-rank" || name == "process-server") { continue; }
         facts.push_back({"--" + name, flags_text(&flag)});
     }
-    if (comm.world > 1) { comm_check_same(facts); }
+    comm_check_same(facts);
+}
+
+// -y 1: the last checkpoint of the run in -o, and the settings that it began with. Where there is none, the
+// run begins; but not over checkpoints that only cannot be read.
+static Checkpoint find_resumed(std::set<int64_t>* bad) {
+    if (!run.resume || run.output_dir[0] == '\0') { settings_keep(); return Checkpoint(); }
+    Checkpoint c = checkpoint_find(run.output_dir, INT64_MAX, bad);
+    if (c.step < 0 && !bad->empty()) {
+        die("-o %s: none of its checkpoints can be used\n"
+            "hint: choose another folder; -e takes a model_*.bin of this one", run.output_dir);
+    }
+    if (c.step >= 0) { settings_resume(c.facts); } else { settings_keep(); }
+    return c;
+}
+
+// Would the steps to come be those of the run that began?
+static void check_resumed(const Checkpoint& c, const DataLoader& loader, const std::string& device) {
+    const std::string* data = facts_find(c.facts, "training data");
+    const std::string now = dataloader_facts(&loader);
+    if (data && *data != now) {
+        die("-i: the training data are not those that the run in -o %s began with: %s, then %s",
+            run.output_dir, comm_shorten(now, *data).c_str(), comm_shorten(*data, now).c_str());
+    }
+    const struct { const char* fact; std::string now; } same[] = {
+        {"program", executable_hash()}, {"device", device}};
+    for (const auto& it : same) {
+        const std::string* then = facts_find(c.facts, it.fact);
+        if (then && *then != it.now) {
+            warn("the run goes on with another %s than before (%s, then %s): its bits may differ", it.fact,
+                 it.now.c_str(), then->c_str());
+        }
+    }
+}
+
+// Training and validation data, as far as they are needed.
+static void open_data(Training* t, const Config& config, bool trains, bool validates) {
+    if (trains) {
+        DataShare share = {comm.rank, comm.world, run.zero == 2 ? 1 : rank_micro_steps()};
+        if (run.overfit) { share = {}; }        // all ranks have the job's first batch
+        dataloader_init(&t->train_loader, run.train_data, run.B, run.T, run.shuffle && !run.overfit,
+                        (uint64_t)run.seed, config.V, share);
+        if (run.max_steps < 0) {
+            run.max_steps = std::max((int64_t)1, t->train_loader.samples_per_epoch * run.T / run.total_batch);
+        }
+    }
+    if (validates) {
+        dataloader_init(&t->val_loader, run.val_data, run.B, run.T, false, 0, config.V,
+                        {comm.rank, comm.world});
+    }
+    const char* shared = trains && validates ? dataloader_shared_file(&t->train_loader, &t->val_loader)
+                                             : nullptr;
+    if (shared) {
+        die("'%s' is both training data (-i) and validation data (-j)\nhint: -v 0 trains without validation",
+            shared);
+    }
+}
+
+// Memory, and the parameters: of a checkpoint, of a model file, or random ones.
+static void load_model(Training* t, const Config& config, const Options& options, Checkpoint* resumed) {
+    GPT2* model = &t->model;
+    device_comm_init();
+    gpt2_allocate(model, config, options, run.B, run.T);
+    print_model(*model);
+    if (run.resumed) {
+        checkpoint_resume(model, resumed, run.output_dir, &t->saver.retention.bad);
+        if (resumed->step < 0) { die("-o %s: none of its checkpoints can be used", run.output_dir); }
+    }
+    else if (file_size(run.model) >= 0) { checkpoint_load(model, run.model); }
+    else { gpt2_init_random(model, options.seed); }
+    if (comm.world > 1) { check_ranks(model, model->step); }
+}
+
+// What a run needs beside its model and data, and the run.
+static void start_training(Training* t, Checkpoint* resumed) {
+    const std::string folder = run.output_dir;
+    t->saves = !folder.empty();
+    logger_init(&t->logger, comm.rank == 0 ? run.output_dir : "");
+    logger_run(&t->logger, kFlags, kNumFlags, {{"precision", PRECISION_NAME}, {"device", t->device}});
+    if (t->saves) {
+        const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < run.max_steps;
+        saver_init(&t->saver, &t->model, &t->logger, folder, at_once,
+                   {run.keep, run.major_every, t->saver.retention.bad});
+    }
+    if (run.resumed) {
+        training_go_back(t, *resumed);
+        if (comm.rank == 0) { checkpoint_clean(folder); }
+        printf("resumed: %s goes on after step %lld\n", shown(folder).c_str(), (long long)resumed->step);
+    }
+    checkpoint_close(resumed);
+    catch_signals();
+    printf("data: %lld training tokens (%lld rows of %d), %d micro-steps a step%s, %lld steps\n",
+           (long long)t->train_loader.tokens, (long long)t->train_loader.samples_per_epoch, run.T,
+           rank_micro_steps(), comm.world > 1 ? " on each rank" : "", (long long)run.max_steps);
+    fflush(stdout);                         // the first step may take long
+    train(t);
+    saver_free(&t->saver);
 }
 
 int main(int argc, char** argv) {
     device_prepare(argv);
     flags_parse(kFlags, kNumFlags, argc, argv);
-    const char* const inits[] = {"auto", "mpi", "tcp", "fs"};      // as the flag's options
-    run.comm.init = inits[run.comm_init];
+    const std::string init = flags_text(flags_find(kFlags, kNumFlags, "--process-init"));
+    run.comm.init = init.c_str();
     comm_start(run.comm, argc, argv);
-    const Config config = config_check();
+    Training t;
+    Checkpoint resumed = find_resumed(&t.saver.retention.bad);
+    const Config config = config_check(run.resumed ? &resumed.facts : nullptr);
     Options options = run_options();
-    const bool evaluate_only = run.max_steps == 0;
-    const bool generate_only = evaluate_only && flags_given(kFlags, kNumFlags, "prompt");
+    const bool trains = run.max_steps != 0, generates = !trains && flags_given(kFlags, kNumFlags, "prompt");
+    const bool validates = trains ? run.val_every > 0 : !generates;
+    const bool samples = trains ? run.sample_every > 0 : generates;
 
     // what can be wrong with sizes, files and the prompt is found before memory is taken and before anything
     // is written
@@ -5256,70 +6037,32 @@ int main(int argc, char** argv) {
             device_count());
     }
     const DeviceInfo device = device_init(comm.local_rank);
+    t.device = device.name;
     fit_lanes(config, &options, device);
     gpt2_check_memory(config, options, run.B, run.T, device);
     const std::string unfit = attention_error(config.C / config.NH);
     if (!unfit.empty()) { die("%s", unfit.c_str()); }
-    DataLoader train_loader = {}, val_loader = {};
-    if (!evaluate_only) {
-        DataShare share = {comm.rank, comm.world, run.zero == 2 ? 1 : rank_micro_steps()};
-        if (run.overfit) { share = {}; }        // all ranks have the job's first batch
-        dataloader_init(&train_loader, run.train_data, run.B, run.T, run.shuffle && !run.overfit,
-                        (uint64_t)run.seed, config.V, share);
-        if (run.max_steps < 0) {
-            run.max_steps = std::max((int64_t)1, train_loader.samples_per_epoch * run.T / run.total_batch);
-        }
-    }
-    const bool needs_val = !generate_only && (run.val_every > 0 || evaluate_only);
-    if (needs_val) {
-        dataloader_init(&val_loader, run.val_data, run.B, run.T, false, 0, config.V,
-                        {comm.rank, comm.world});
-    }
-    if (needs_val && !evaluate_only) {
-        const char* shared = dataloader_shared_file(&train_loader, &val_loader);
-        if (shared) {
-            die("'%s' is both training data (-i) and validation data (-j)\nhint: -v 0 trains without "
-                "validation",
-                shared);
-        }
-    }
-    const bool sampling = generate_only || (!evaluate_only && run.sample_every > 0);
-    Tokenizer tokenizer;
-    const bool has_text = sampling && text_init(&tokenizer, config.V);
-    const size_t prompted = sampling ? prompt_tokens(&tokenizer, has_text, config.V, run.T).size() : 0;
+    open_data(&t, config, trains, validates);
+    t.has_text = samples && text_init(&t.tokenizer, config.V);
+    const size_t prompted = samples ? prompt_tokens(&t.tokenizer, t.has_text, config.V, run.T).size() : 0;
+    check_same_job(t.train_loader, t.val_loader);
+    if (run.resumed) { check_resumed(resumed, t.train_loader, device.name); }
 
-    check_same_job(train_loader, val_loader);
     printf("device: %s, precision %s\n", device.name.c_str(), PRECISION_NAME);
     flags_print(kFlags, kNumFlags);
-    device_comm_init();
-    GPT2 model;
-    gpt2_allocate(&model, config, options, run.B, run.T);
-    print_model(model);
-    if (file_size(run.model) >= 0) { checkpoint_load(&model, run.model); }
-    else { gpt2_init_random(&model, options.seed); }
-    if (comm.world > 1) { check_ranks(&model, 0); }
-    print_surprises(sampling, prompted);
-
-    Logger logger;
+    load_model(&t, config, options, &resumed);
+    print_surprises(samples, prompted);
     bool fine = true;
-    if (generate_only) { generate(&model, &tokenizer, has_text, 0); }
-    else if (evaluate_only) { fine = validate(&model, &val_loader, &logger, 0); }
-    else {
-        logger_init(&logger, comm.rank == 0 ? run.output_dir : "");
-        logger_run(&logger, kFlags, kNumFlags, {{"precision", PRECISION_NAME}, {"device", device.name}});
-        catch_signals();
-        printf("data: %lld training tokens (%lld rows of %d), %d micro-steps a step%s, %lld steps\n",
-               (long long)train_loader.tokens, (long long)train_loader.samples_per_epoch, run.T,
-               rank_micro_steps(), comm.world > 1 ? " on each rank" : "", (long long)run.max_steps);
-        fflush(stdout);                     // the first step may take long
-        train(&model, &train_loader, &val_loader, &tokenizer, has_text, &logger);
-        dataloader_free(&train_loader);
-    }
-    if (needs_val) { dataloader_free(&val_loader); }
-    if (has_text) { tokenizer_free(&tokenizer); }
-    logger_free(&logger);
+    if (generates) { generate(&t.model, &t.tokenizer, t.has_text, 0); }
+    else if (!trains) { fine = validate(&t.model, &t.val_loader, &t.logger, 0); }
+    else { start_training(&t, &resumed); }
+
+    dataloader_free(&t.train_loader);
+    dataloader_free(&t.val_loader);
+    if (t.has_text) { tokenizer_free(&t.tokenizer); }
+    logger_free(&t.logger);
     comm_any(false);                        // the others wait for rank 0's last sample here, not in NCCL
-    gpt2_free(&model);
+    gpt2_free(&t.model);
     device_comm_end();
     comm_end();
     if (!stop_requested) { stdout_check(); }       // else its reader may be gone, see request_stop

@@ -40,7 +40,9 @@ static struct {
     int (*fflush)(FILE*);
     int (*fsync)(int);
     int (*rename)(const char*, const char*);
-} file_layer = {fflush, fsync, rename};
+    size_t (*fwrite)(const void*, size_t, size_t, FILE*);
+    int (*fclose)(FILE*);
+} file_layer = {fflush, fsync, rename, fwrite, fclose};
 
 // ---- errors ----
 
@@ -93,6 +95,7 @@ __attribute__((noreturn)) static inline void die_now(const char* text) {
     }
     atomic_remove_parts();
     if (die_hook) { die_hook(); }
+    if (gettid() != getpid()) { _exit(EXIT_FAILURE); }      // exit() would tear down what main still uses
     exit(EXIT_FAILURE);
 }
 
@@ -289,15 +292,21 @@ static inline AtomicFile atomic_open(const std::string& path) {
 }
 
 static inline void atomic_write(AtomicFile* a, const void* data, size_t bytes) {
-    if (bytes && fwrite(data, 1, bytes, a->f) != bytes) { atomic_fail(a, "write"); }
+    if (bytes && file_layer.fwrite(data, 1, bytes, a->f) != bytes) { atomic_fail(a, "write"); }
+}
+
+// What is written next goes over the file's beginning.
+static inline void atomic_rewind(AtomicFile* a) {
+    if (file_layer.fflush(a->f) != 0 || fseeko(a->f, 0, SEEK_SET) != 0) { atomic_fail(a, "write"); }
 }
 
 static inline void atomic_commit(AtomicFile* a) {
     if (file_layer.fflush(a->f) != 0 || file_layer.fsync(fileno(a->f)) != 0) { atomic_fail(a, "write"); }
     if (file_layer.rename(a->temp.c_str(), a->path.c_str()) != 0) { atomic_fail(a, "rename into"); }
     part_move(&part_names[a->slot], PART_NAMED, PART_FREE);
-    fclose(a->f);                               // only now: it holds the lock. Nothing is left to be written
+    const int closed = file_layer.fclose(a->f);             // only now: it holds the lock
     a->f = nullptr;
+    if (closed != 0) { die("'%s' cannot be closed: %s", shown(a->path).c_str(), strerror(errno)); }
     size_t slash = a->path.rfind('/') + 1;
     std::string folder = slash ? a->path.substr(0, slash) : ".";
     int dir = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);

@@ -7,8 +7,9 @@ Starts the N processes of a job on this machine, as `--gpus N` asks, and waits f
 
 A rank is a copy of this program with the same arguments. It inherits its connections to rank 0 and a page of
 shared memory, so nothing listens and there is no secret. Rank 0 has the terminal; the others print nothing on
-stdout. The launcher does nothing but wait: it passes signals on to rank 0, and when a rank fails the others
-get kCommGrace seconds to end by themselves before they are killed. If it is killed itself, so are they.
+stdout. The launcher does nothing but wait. It passes signals on to rank 0, which is to tell the others
+(comm_any), so that all stop at the same step. When a rank fails, the others get kCommGrace seconds to end by
+themselves before they are killed. If the launcher is killed, so are they.
 */
 #ifndef LLMC_COMM_LAUNCH_H
 #define LLMC_COMM_LAUNCH_H
@@ -41,9 +42,10 @@ static const double kCommGrace = 5;             // seconds that ranks have to en
 static const double kCommAfter = 20;            // and after rank 0 has ended well
 static const char kCommChild[] = "LLMC_COMM_CHILD";     // environment: "rank world page control data ..."
 
-// What the ranks of a local job share: whether the one error message was printed, and each rank's step.
+// What the ranks of a local job and their launcher share.
 struct CommPage {
-    std::atomic<int> spoken;
+    std::atomic<int> spoken;                    // the one error message was printed
+    std::atomic<unsigned> forwarded;            // a bit for each signal that the launcher has passed on
     std::atomic<int64_t> step[kCommMaxLocal];
 };
 static_assert(std::atomic<int64_t>::is_always_lock_free, "a lock in shared memory would be another's");
@@ -97,7 +99,6 @@ struct CommLaunch {
     std::vector<int> ends;                      // two links for each rank but 0: theirs, then rank 0's
     CommPage* page;
     int page_fd;
-    unsigned forwarded;                         // a bit for each signal that was passed on
     int code;                                   // exit code of the first that failed
     std::string killed;                         // what to say if that one could not, and nobody else did
     bool killing;                               // from now on the launcher itself kills
@@ -158,9 +159,9 @@ static inline void comm_rank_ended(CommLaunch* l, int rank, int status) {
     const bool first = l->code == 0 || (by_signal && l->killed.empty() && !l->killing);
     if (code == 0 || !first) { return; }
     l->code = code;
-    // What a signal of the user's ended is no failure to speak of. Rank 0's death has its witnesses wait a
-    // moment for this word.
-    if (code > 128 && code < 160 && (l->forwarded >> (code - 128) & 1)) { l->page->spoken = 1; }
+    // What a signal of the user's ended is no failure to speak of. The witnesses of rank 0's death wait for
+    // this word.
+    if (code > 128 && code < 160 && (l->page->forwarded >> (code - 128) & 1)) { l->page->spoken = 1; }
     if (by_signal) {
         l->killed = format("rank %d (pid %d) was ended by signal %d (%s)", rank, (int)pid, WTERMSIG(status),
                            strsignal(WTERMSIG(status)));
@@ -177,7 +178,7 @@ static inline void comm_wait_ranks(CommLaunch* l) {
         poll(&p, 1, kill_at == 0 ? -1 : left > 0 ? (int)(left * 1e3) + 1 : 0);
         for (unsigned char number; read(comm_wake[0], &number, 1) == 1;) {
             if (number == SIGCHLD) { continue; }
-            l->forwarded |= 1u << number;
+            l->page->forwarded |= 1u << number;
             if (l->pids[0] > 0) { kill(l->pids[0], number); }
         }
         int status;
@@ -204,7 +205,7 @@ static inline void comm_wait_ranks(CommLaunch* l) {
 }
 
 __attribute__((noreturn)) static inline void comm_launch(int world, char** argv) {
-    CommLaunch l = {std::vector<pid_t>(world, 0), std::vector<int>(4 * (world - 1)), nullptr, -1, 0, 0, "",
+    CommLaunch l = {std::vector<pid_t>(world, 0), std::vector<int>(4 * (world - 1)), nullptr, -1, 0, "",
                     false};
     if (world > kCommMaxLocal) { die("--gpus %d: at most %d", world, kCommMaxLocal); }
     l.page_fd = memfd_create("job", MFD_CLOEXEC);

@@ -229,6 +229,16 @@ static inline int comm_listen(const CommAddress& a, int* port) {
         a.port.c_str(), strerror(error));
 }
 
+// Where nobody listens, the system may choose the very port that is called for the near end of a connection:
+// then the caller meets himself, who has the right secret.
+static inline bool comm_meets_itself(int fd) {
+    struct sockaddr_storage ends[2] = {};
+    socklen_t sizes[2] = {sizeof(ends[0]), sizeof(ends[1])};
+    return getsockname(fd, (struct sockaddr*)&ends[0], &sizes[0]) == 0 &&
+           getpeername(fd, (struct sockaddr*)&ends[1], &sizes[1]) == 0 &&
+           sizes[0] == sizes[1] && memcmp(&ends[0], &ends[1], sizes[0]) == 0;
+}
+
 // -1: not now; *why says why.
 static inline int comm_connect(const CommAddress& a, double limit, std::string* why) {
     struct addrinfo hints = {}, *found;
@@ -239,14 +249,16 @@ static inline int comm_connect(const CommAddress& a, double limit, std::string* 
     int fd = -1;
     for (struct addrinfo* f = found; f && fd < 0; f = f->ai_next) {
         fd = socket(f->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+        const int on = 1;                       // rank 0 may listen even on the port of the near end
+        setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
         int error = 0;
         socklen_t size = sizeof(error);
         const bool begun = fd >= 0 && (connect(fd, f->ai_addr, f->ai_addrlen) == 0 || errno == EINPROGRESS);
         if (!begun) { error = errno; }
         else if (!comm_wait_fd(fd, POLLOUT, limit)) { error = ETIMEDOUT; }
         else { getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size); }
-        if (error == 0) { continue; }
-        *why = strerror(error);
+        if (error == 0 && !comm_meets_itself(fd)) { continue; }
+        *why = error ? strerror(error) : "nobody listens there";
         if (fd >= 0) { close(fd); }
         fd = -1;
     }

@@ -4,7 +4,7 @@ The failure of one rank of a job is the end of all: one message for the whole jo
     comm_state = state;                             // llmc/comm.h does this when all ranks are there
     state->watchdog = std::thread(comm_watch);
     comm_progress(step);                            // the main thread, in each step
-    comm_patience(600);                             // and before what may take long
+    comm_patience(600);                             // and before what may take long, until the next progress
 
 Each rank has a watchdog thread. It sends a heartbeat over the control link every second, with the step and
 whether the main thread makes progress. Rank 0 watches all, the others watch rank 0. Who dies, is stopped,
@@ -312,9 +312,11 @@ static inline void comm_judge_hub() {
     const bool silent = now - hub.heard > comm_limits.silence;
     if (hub.bye || (!hub.closed && !silent)) { gone_since = 0; return; }
     if (gone_since == 0) { gone_since = now; }
-    // The launcher may know that this was a signal of the user's; an mpirun may want to end us, too.
+    // If a signal was passed on, the launcher may know that it ended rank 0, and is given time to say so; an
+    // mpirun may want to end us, too.
     const bool mine = s->job.page || s->job.rank == s->job.deputy;
-    const double delay = s->job.page ? 0.3 + 0.1 * std::min(s->job.rank, 20) : mine ? 0.3 : 1.5;
+    const double first = s->job.page && s->job.page->forwarded ? 0.6 * kCommGrace : 0.3;
+    const double delay = s->job.page ? first + 0.05 * std::min(s->job.rank, 20) : mine ? first : 1.5;
     if (now - gone_since < delay) { return; }
     const std::string text = comm_say(0, hub.closed ? "died" : comm_silent());
     comm_fail(mine ? text : "", mine && !hub.closed ? &s->job.peers[0].who : nullptr);

@@ -1,7 +1,8 @@
 /*
 The CPU side of the seam in train_gpt2.cu: the device runtime in plain C++ and the ops by their launcher
 names. The trainer calls matmul_forward(...), device_malloc(...) and so on in both builds; here they are the
-twins of llmc/cpu_ops.h and malloc. Everything is synchronous, so streams and events do nothing.
+twins of llmc/cpu_ops.h and malloc. Everything is synchronous, so streams and events do nothing. Only in
+llmc/lazy_streams.h, which tests the program's waits (-DLAZY_STREAMS), they do.
 
     #define GPT2_CPU, then #include "llmc/cpu_device.h"; compile with g++ -fopenmp.
 */
@@ -24,6 +25,7 @@ twins of llmc/cpu_ops.h and malloc. Everything is synchronous, so streams and ev
 #include <string>       // gives: std::string
 
 #include "check.h"      // gives: die, format
+#include "host_memory.h"    // gives: host_memory_free, proc_bytes
 #include "comm.h"       // gives: comm_all_to_all, comm_all_gather
 
 #ifdef TESTING
@@ -35,8 +37,41 @@ template <class Args> static void break_outputs(const Args& args, int stream);  
 
 // ---- device runtime ----
 struct DeviceInfo { std::string name; size_t memory_free, memory_total; };
+
+#ifdef LAZY_STREAMS
+#include "lazy_streams.h"   // gives: the same names as here; for a test, work is done as late as may be
+#else
 struct Event { double* seconds; };              // when it was recorded
 constexpr bool kDeviceIsAsync = false;          // a call has done its work when it returns
+template <class Work> static inline void on_stream(Stream, const Work& work) { work(); }
+template <class Args> static inline void run_op(void (*twin)(const Args&, Stream), const Args& a, Stream s) {
+    twin(a, s);
+}
+template <class Work> static inline void in_turn(Stream, const Work& work) { work(); }     // with other ranks
+static inline Stream stream_create() { return 0; }
+static inline Stream stream_create_urgent() { return 0; }
+static inline void stream_wait(Stream, Event) {}
+static inline void stream_destroy(Stream) {}
+static inline void stream_sync(Stream) {}
+static inline void device_sync() {}
+static inline Event event_create() { return Event{new double(0.0)}; }
+static inline void event_destroy(Event event) { delete event.seconds; }
+static inline void event_record(Event event, Stream) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    *event.seconds = (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+static inline void event_wait(Event) {}
+static inline double event_ms(Event from, Event to) { return (*to.seconds - *from.seconds) * 1e3; }
+static inline void copy_to_device(void* device, const void* host, size_t bytes, Stream) {
+    memcpy(device, host, bytes);
+}
+static inline void copy_to_host(void* host, const void* device, size_t bytes, Stream) {
+    memcpy(host, device, bytes);
+}
+static inline void pinned_begins(const void*, size_t) {}
+static inline void pinned_ends(const void*) {}
+#endif
 
 // Two libraries read the environment before main() and choose badly on common machines, so the program sets
 // it and starts itself again, once:
@@ -62,20 +97,6 @@ static inline void device_prepare(char** argv) {
 #endif
     // Returns only where that cannot be done; the program then goes on as it is, slower.
     execv("/proc/self/exe", argv);
-}
-
-// What a line of /proc/meminfo or /proc/self/status says, in bytes; 0 if there is no such line.
-static inline size_t proc_bytes(const char* path, const char* field) {
-    FILE* f = fopen(path, "r");
-    char line[256];
-    size_t kib = 0, length = strlen(field);
-    while (f && fgets(line, sizeof(line), f)) {
-        if (strncmp(line, field, length) == 0 && line[length] == ':') {
-            kib = strtoull(line + length + 1, nullptr, 10);
-        }
-    }
-    if (f) { fclose(f); }
-    return kib * 1024;
 }
 
 // Under a limit on addresses (ulimit -v) less is free than the machine has: what the limit leaves, less what
@@ -113,10 +134,12 @@ static inline DeviceInfo device_init(int /*place*/ = 0) {
     const char* blas = "no BLAS";
 #endif
     DeviceInfo info = {format("CPU (%d threads, %s)", threads, blas),
-                       proc_bytes("/proc/meminfo", "MemAvailable"), proc_bytes("/proc/meminfo", "MemTotal")};
+                       host_memory_free(), proc_bytes("/proc/meminfo", "MemTotal")};
     limit_memory(&info, threads);
     return info;
 }
+
+static inline void device_use() {}
 
 static inline void* device_malloc(size_t bytes, const char* what) {
     void* p = aligned_alloc(256, (bytes + 255) / 256 * 256 + 256);
@@ -125,42 +148,30 @@ static inline void* device_malloc(size_t bytes, const char* what) {
     }
     return p;
 }
-static inline void device_free(void* p) { free(p); }
-static inline void* pinned_malloc(size_t bytes, const char* what) { return device_malloc(bytes, what); }
-static inline void pinned_free(void* p) { free(p); }
-static inline void device_zero(void* p, size_t bytes, Stream) { memset(p, 0, bytes); }
-static inline void copy_to_device(void* device, const void* host, size_t bytes, Stream) {
-    memcpy(device, host, bytes);
+static inline void device_free(void* p) { device_sync(); free(p); }
+static inline void* pinned_malloc(size_t bytes, const char* what) {
+    void* p = device_malloc(bytes, what);
+    pinned_begins(p, bytes);
+    return p;
 }
-static inline void copy_to_host(void* host, const void* device, size_t bytes, Stream) {
-    memcpy(host, device, bytes);
+static inline void pinned_free(void* p) { device_sync(); pinned_ends(p); free(p); }
+static inline void device_zero(void* p, size_t bytes, Stream stream) {
+    on_stream(stream, [=] { memset(p, 0, bytes); });
 }
-static inline void copy_on_device(void* to, const void* from, size_t bytes, Stream) {
-    memcpy(to, from, bytes);
+static inline void copy_on_device(void* to, const void* from, size_t bytes, Stream stream) {
+    on_stream(stream, [=] { memcpy(to, from, bytes); });
 }
-static inline Stream stream_create() { return 0; }
-static inline Stream stream_create_urgent() { return 0; }
-static inline void stream_wait(Stream, Event) {}
-static inline void stream_destroy(Stream) {}
-static inline void stream_sync(Stream) {}
-static inline Event event_create() { return Event{new double(0.0)}; }
-static inline void event_destroy(Event event) { delete event.seconds; }
-static inline void event_record(Event event, Stream) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    *event.seconds = (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-static inline void event_wait(Event) {}
-static inline double event_ms(Event from, Event to) { return (*to.seconds - *from.seconds) * 1e3; }
 // Data between ranks: each waits for the others here, over the connections of llmc/comm.h.
 static inline void device_comm_init() {}
 static inline void device_comm_end() {}
 static inline void* device_comm_malloc(size_t bytes, const char* what) { return device_malloc(bytes, what); }
 static inline void device_comm_free(void* p) { device_free(p); }
-static inline void device_all_to_all(void* recv, const void* send, size_t bytes, Stream) {
-    comm_all_to_all(recv, send, bytes);
+static inline void device_all_to_all(void* recv, const void* send, size_t bytes, Stream stream) {
+    in_turn(stream, [=] { comm_all_to_all(recv, send, bytes); });
 }
-static inline void device_all_gather(void* all, size_t bytes, Stream) { comm_all_gather(all, bytes); }
+static inline void device_all_gather(void* all, size_t bytes, Stream stream) {
+    in_turn(stream, [=] { comm_all_gather(all, bytes); });
+}
 // NCCL's order of summing is NCCL's.
 constexpr bool kDeviceHasNccl = false;
 static inline void device_reduce_scatter(float*, size_t, Stream) { assert(!"config_check refused it"); }
@@ -177,7 +188,7 @@ static inline std::string attention_error(int) { return ""; }
 
 // ---- ops: the launcher's name, the twin's code ----
 #define X(op, Args, ...) \
-    static inline void op(const Args<float, float>& a, Stream stream) { op##_cpu<float>(a, stream); }
+    static inline void op(const Args<float, float>& a, Stream stream) { run_op(op##_cpu<float>, a, stream); }
 GPT2_OPS(X)
 #undef X
 
@@ -190,5 +201,11 @@ static inline size_t bias_backward_scratch_bytes(int, int) { return 0; }
 static inline size_t attention_backward_scratch_bytes(int B, int T, int NH) {
     return (size_t)B * T * NH * sizeof(float);
 }
+
+#ifdef LAZY_STREAMS     // what follows calls the host's collectives by these names
+#define comm_any(...) (LazyHostTurn(), comm_any(__VA_ARGS__))
+#define comm_all_gather(...) (LazyHostTurn(), comm_all_gather(__VA_ARGS__))
+#define comm_broadcast(...) (LazyHostTurn(), comm_broadcast(__VA_ARGS__))
+#endif
 
 #endif  // LLMC_CPU_DEVICE_H

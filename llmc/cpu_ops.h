@@ -651,11 +651,34 @@ template <class Real> void square_sums_cpu(const SquareSums<Real, Real>& a, Stre
     OP_DONE(a);
 }
 
+// How many standard deviations x, which is not in the window, lies above the mean of the window; below it the
+// score is negative. 0 as long as the window is not full: the first losses of a run fall fast, and a few of
+// them say nothing. 0 as well where all values are equal: no distance from them is a usual one or an unusual
+// one (a run on one batch at a learning rate of 0, say, would otherwise stop at the first rounding error).
+// In double and in the order in which the values lie. fma() is written out, because compilers that choose by
+// themselves where to fuse would let two builds decide differently.
+static inline float window_score_cpu(const Window& w, float x) {
+    if (w.count < kWindow) { return 0.0f; }
+    double sum = 0.0, squares = 0.0;
+    for (float value : w.values) { sum += value; }
+    const double mean = sum / kWindow;
+    for (float value : w.values) { squares = fma(value - mean, value - mean, squares); }
+    return squares > 0.0 ? (float)((x - mean) / sqrt(squares / kWindow)) : 0.0f;
+}
+
+static inline void window_add_cpu(Window* w, float x) {
+    if (isfinite(x)) { w->values[w->count++ % kWindow] = x; }
+}
+
 // loss = sum of all lanes' losses; norm = sqrt(sum of all live chunks' sums) / loss_scale. Then, for the
 // update that follows:
 // norm not finite: it is skipped, and a dynamic loss scale halves, not below 1.
-// else: t advances; grad_scale takes the loss scale out of the gradients and clips their norm to max_norm
-// (0: never); after growth_interval good steps a dynamic loss scale doubles, not above max_scale.
+// loss or norm more than max_loss_score or max_norm_score (0: not looked at) standard deviations above the
+// mean of the last kWindow finite ones: it is skipped. A value enters its window after it was judged, also
+// that of a skipped step, else a lasting change of level would be skipped for ever.
+// else: t advances.
+// norm finite: grad_scale takes the loss scale out of the gradients and clips their norm to max_norm (0:
+// never); after growth_interval good steps a dynamic loss scale doubles, not above max_scale.
 template <class Real> void update_decision_cpu(const UpdateDecision<Real, Real>& a, Stream) {
     UpdateState* state = a.state;
     double sum = 0.0, loss = 0.0;
@@ -675,15 +698,20 @@ template <class Real> void update_decision_cpu(const UpdateDecision<Real, Real>&
 
     const float scale_used = state->loss_scale;
     state->norm = (float)(sqrt(sum) / scale_used);
-    if (!isfinite(state->norm)) {                               // written so that NaN lands here
-        state->skip = 1;
-        state->skipped_in_a_row++;
+    const float max_loss = a.policy.max_loss_score, max_norm = a.policy.max_norm_score;
+    state->loss_score = max_loss > 0 ? window_score_cpu(state->losses, (float)loss) : 0.0f;
+    state->norm_score = max_norm > 0 ? window_score_cpu(state->norms, state->norm) : 0.0f;
+    window_add_cpu(&state->losses, (float)loss);
+    window_add_cpu(&state->norms, state->norm);
+    state->skip = !isfinite(state->norm) ? SKIP_NOT_FINITE      // written so that NaN lands here
+                  : state->loss_score > max_loss ? SKIP_LOSS
+                  : state->norm_score > max_norm ? SKIP_NORM : SKIP_NO;
+    state->skipped_in_a_row = state->skip == SKIP_NO ? 0 : state->skipped_in_a_row + 1;
+    state->t += state->skip == SKIP_NO;
+    if (state->skip == SKIP_NOT_FINITE) {
         state->good_steps = 0;
         if (a.policy.dynamic_loss_scale) { state->loss_scale = scale_used > 2.0f ? scale_used / 2 : 1.0f; }
     } else {
-        state->skip = 0;
-        state->skipped_in_a_row = 0;
-        state->t++;
         state->good_steps++;
         const float clip = a.max_norm / (state->norm + kClipEps);
         state->grad_scale = (a.max_norm > 0 && clip < 1.0f ? clip : 1.0f) / scale_used;

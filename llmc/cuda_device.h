@@ -32,7 +32,13 @@ static inline void cuda_check(cudaError_t status, const char* call, const char* 
             "hint: run make again on this machine, or with ARCH= this GPU's compute capability",
             cudaGetErrorString(status));
     }
-    die("%s at %s:%d: %s", call, file, line, cudaGetErrorString(status));
+    const char* hint =
+        status == cudaErrorMemoryAllocation ? "somebody else has taken this GPU's memory since the start"
+        : status == cudaErrorECCUncorrectable || status == cudaErrorDevicesUnavailable ||
+          status == cudaErrorLaunchFailure || status == cudaErrorUnknown
+        ? "the GPU may have failed: the kernel's log (dmesg) then has an Xid; -y 1 goes on from the last "
+          "checkpoint" : "";
+    die("%s at %s:%d: %s%s%s", call, file, line, cudaGetErrorString(status), hint[0] ? "\nhint: " : "", hint);
 }
 #define cudaCheck(call) cuda_check(call, #call, __FILE__, __LINE__)
 
@@ -68,6 +74,7 @@ struct DeviceInfo { std::string name; size_t memory_free, memory_total; };
 // Set by device_init. Launchers read it where a kernel's blocks each take several rows and as many of them as
 // run at once are enough; never where the number of blocks would change the order of a sum.
 static int device_sm_count = 0;
+static int device_place = 0;        // which of this machine's GPUs it is
 
 static inline void device_prepare(char**) {}    // the CPU build starts itself again here
 
@@ -81,8 +88,10 @@ static inline DeviceInfo device_init(int place = 0) {
     int count = 0;
     cudaError_t status = cudaGetDeviceCount(&count);
     if (status != cudaSuccess || count == 0) {
-        die("no CUDA GPU can be used: %s\nhint: `make train_gpt2cpu` builds the CPU program",
-            status != cudaSuccess ? cudaGetErrorString(status) : "none found");
+        die("no CUDA GPU can be used: %s\nhint: %s", status ? cudaGetErrorString(status) : "none found",
+            status == cudaErrorInsufficientDriver
+            ? "this program was built with a newer CUDA than the driver knows: update the driver"
+            : "`make train_gpt2cpu` builds the CPU program");
     }
     if (place > 0 && count == 1) { place = 0; }     // srun --gpus-per-task=1 shows each rank its own
     if (place >= count) {
@@ -90,6 +99,7 @@ static inline DeviceInfo device_init(int place = 0) {
             "hint: start at most one rank a GPU", count, place);
     }
     cudaCheck(cudaSetDevice(place));
+    device_place = place;
     cudaDeviceProp prop;
     cudaCheck(cudaGetDeviceProperties(&prop, place));
     if (prop.major < 8) {
@@ -102,6 +112,9 @@ static inline DeviceInfo device_init(int place = 0) {
     cudaCheck(cudaMemGetInfo(&info.memory_free, &info.memory_total));
     return info;
 }
+
+// Another thread than the one that called device_init begins with this.
+static inline void device_use() { cudaCheck(cudaSetDevice(device_place)); }
 
 static inline void* device_malloc(size_t bytes, const char* what) {
     void* p = nullptr;

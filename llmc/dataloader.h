@@ -1,10 +1,11 @@
 /*
 Token shards -> batches, read one batch ahead by a thread of its own. Host only.
 
-A shard is 256 int32 {20240520, 1, ntokens, 0...}, then uint16 tokens; the data set is every shard that
-matches a glob pattern. Shard s holds floor((ntokens_s - 1) / T) windows: window w is tokens [w*T, w*T + T],
-the first T are a row of inputs, the last T its targets. A sample is one window. Samples are numbered g = 0,
-1, 2, ... for ever: place g % samples_per_epoch of epoch g / samples_per_epoch. Unshuffled, place i holds
+A shard is 256 int32 {20240520, 1, ntokens, tokenizer, 0...}, then uint16 tokens; the data set is every shard
+that matches a glob pattern, all of one tokenizer as far as they say (0 does not). Shard s holds
+floor((ntokens_s - 1) / T) windows: window w is tokens [w*T, w*T + T], the first T are a row of inputs, the
+last T its targets. A sample is one window. Samples are numbered g = 0, 1, 2, ... for ever: place
+g % samples_per_epoch of epoch g / samples_per_epoch. Unshuffled, place i holds
 window i of all shards one after another; shuffled, window rand_permuted(seed, epoch, samples_per_epoch, i).
 A step of the job is the next world*run batches of B samples; rank r has `run` of them in a row, from number
 r*run on. So row b of its batch j = 0 .. run-1, in the step that begins at position p, is sample
@@ -52,6 +53,7 @@ static const int64_t kShardHeaderBytes = 256 * 4;
 struct DataShard {
     std::string path;
     int64_t tokens, windows;
+    uint32_t tokenizer;                     // a TokenizerId of tokenizer.h; 0: it does not say
     dev_t device;                           // with inode: which file it is, whatever its path
     ino_t inode;
 };
@@ -95,6 +97,7 @@ struct DataLoader {
     int64_t position;                       // of the batch the next call returns, in samples of all ranks
     int64_t samples_per_epoch;              // over all ranks
     int64_t tokens;                         // in all shards, the tails that fill no window included
+    uint32_t tokenizer;                     // that the shards name; 0: none does
     int B, T;
     DataShare share;
     int batch;                              // number of the next batch within its step, 0 .. share.run-1
@@ -139,6 +142,7 @@ static inline std::string data_shard_open(DataShard* shard, int* fd) {
                       bytes, stored, hint);
     }
     shard->tokens = stored;
+    shard->tokenizer = (uint32_t)header[3];
     shard->device = st.st_dev;
     shard->inode = st.st_ino;
     return "";
@@ -267,6 +271,18 @@ static inline void data_request(DataLoader* loader) {       // the mutex is held
 
 // ---- the loader ----
 
+// Ids of two tokenizers in one data set would be noise: an error that names both files.
+static inline void data_same_tokenizer(DataLoader* loader, const DataShard& shard) {
+    if (shard.tokenizer && loader->tokenizer && shard.tokenizer != loader->tokenizer) {
+        const DataShard* first = nullptr;
+        for (const DataShard& s : loader->prefetch->shards) { if (!first && s.tokenizer) { first = &s; } }
+        die("'%s' holds tokens of tokenizer %u, '%s' of %u (1: GPT-2, 2: bytes)\n"
+            "hint: name one of them only with -i and -j, or make both with the same --bytes",
+            first->path.c_str(), first->tokenizer, shard.path.c_str(), shard.tokenizer);
+    }
+    if (shard.tokenizer) { loader->tokenizer = shard.tokenizer; }
+}
+
 static inline void dataloader_init(DataLoader* loader, const char* pattern, int B, int T, bool shuffle,
                                    uint64_t seed, int vocab, DataShare share = {}) {
     assert(B > 0 && T > 0 && vocab > 0 && share.rank >= 0 && share.rank < share.world && share.run > 0);
@@ -278,11 +294,12 @@ static inline void dataloader_init(DataLoader* loader, const char* pattern, int 
     loader->prefetch = p;
     int64_t longest = 0;
     for (const std::string& path : data_glob(pattern)) {
-        DataShard shard = {path, 0, 0, 0, 0};
+        DataShard shard = {path, 0, 0, 0, 0, 0};
         int fd;
         std::string error = data_shard_open(&shard, &fd);
         if (!error.empty()) { die("%s", error.c_str()); }
         close(fd);
+        data_same_tokenizer(loader, shard);
         if (shard.tokens > 0) { shard.windows = (shard.tokens - 1) / T; }   // - 1: the last target
         p->shards.push_back(shard);
         p->first_window.push_back(loader->samples_per_epoch);

@@ -44,6 +44,10 @@ hexadecimal, no inf or nan, nothing that is too large for 64 bits or for a doubl
 
 enum FlagType { FLAG_INT, FLAG_INT64, FLAG_FLOAT, FLAG_STRING, FLAG_BOOL, FLAG_ENUM };
 
+// What becomes of a flag when a run is resumed: the run's value is taken, if the user gives no other; or he
+// may give no other; or the flag is about this start, not about the run.
+enum FlagResume { FLAG_KEPT, FLAG_FIXED, FLAG_NOW };
+
 struct Flag {
     const char* letters;    // "b", "z,d" (synonyms), "" none: written -b, -z, -d
     const char* name;       // "micro-batch": written --micro-batch
@@ -53,6 +57,7 @@ struct Flag {
     double min, max;        // numbers: both ends allowed; strings: min is the shortest length; else unused
     const char* options;    // ENUM: "cosine|linear"; else nullptr
     const char* help;
+    FlagResume resume = FLAG_KEPT;
     mutable const char* given = nullptr;    // what the user typed ("-b", "--micro-batch=8"); nullptr: default
 };
 
@@ -273,6 +278,22 @@ static inline void flags_set(const Flag* f, const char* text) {
     if (f->type == FLAG_INT) { *(int*)f->where = (int)n; } else { *(int64_t*)f->where = n; }
 }
 
+// Goes on with the settings of an earlier start, name by name; `saved` gives the text of one, which must live
+// on, or nullptr if that start did not know the flag yet.
+template <class Saved> static inline void flags_resume(const Flag* table, int count, Saved saved) {
+    for (int i = 0; i < count; i++) {
+        const Flag& f = table[i];
+        const char* text = f.resume == FLAG_NOW ? nullptr : saved(f.name);
+        if (!text) { continue; }
+        if (!f.given) { flags_set(&f, text); continue; }
+        if (f.resume == FLAG_FIXED && flags_text(&f) != text) {
+            die("%s %s: the run in this folder began with %s, and a resumed run keeps that\n"
+                "hint: leave the flag out, or start another run in another folder", flags_title(&f).c_str(),
+                flags_show(flags_text(&f)).c_str(), flags_show(text).c_str());
+        }
+    }
+}
+
 // ---- the table as help, start-up table and JSON ----
 
 static inline void flags_help(const Flag* table, int count, const char* program) {
@@ -325,16 +346,16 @@ static inline void flags_print(const Flag* table, int count) {
     }
 }
 
-static inline void flags_json(FILE* out, const Flag* table, int count) {
-    fprintf(out, "{");
+static inline std::string flags_json(const Flag* table, int count) {
+    std::string json = "{";
     for (int i = 0; i < count; i++) {
         const Flag& f = table[i];
         std::string value = flags_text(&f);
         if (f.type == FLAG_STRING || f.type == FLAG_ENUM) { value = json_quote(value); }
         if (f.type == FLAG_BOOL) { value = *(int*)f.where ? "true" : "false"; }
-        fprintf(out, "%s%s: %s", i ? ", " : "", json_quote(f.name).c_str(), value.c_str());
+        json += (i ? ", " : "") + json_quote(f.name) + ": " + value;
     }
-    fprintf(out, "}");
+    return json + "}";
 }
 
 // ---- the command line ----

@@ -11,7 +11,7 @@ over sockets. Without -DUSE_NCCL there is one rank, and asking for more is an er
 What is sent or received stands in memory from device_comm_malloc: NCCL knows it on all GPUs ("symmetric
 windows"), so inside a host it moves data by the copy engines, and no SM is taken from the step's kernels. On
 4 H200s a 154 MB bucket goes round in 0.36 ms that way, and GEMMs that run beside it take 3 % longer; with
-NCCL's own kernels it is 0.37 ms and 21 % (dev/bench/NOTES.md).
+NCCL's own kernels it is 0.37 ms and 22 % (dev/bench/NOTES.md).
 */
 #ifndef LLMC_NCCL_H
 #define LLMC_NCCL_H

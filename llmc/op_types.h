@@ -9,6 +9,8 @@ the state of an update, chunks of the gradient.
 
 #include <stddef.h>     // gives: size_t
 
+#include <type_traits>  // gives: std::is_trivially_copyable
+
 #include "rand.h"       // gives: RoundKey
 
 #ifdef __CUDACC__
@@ -57,6 +59,17 @@ struct TokenBuckets {
     int num_segments, num_splits;
 };
 
+// The last kWindow finite values of a number, which say what is usual for it. Their mean and deviation are
+// taken anew from the values each time, which costs microseconds; running sums would drift.
+constexpr int kWindow = 128;
+struct Window {
+    float values[kWindow];
+    long long count;            // finite values so far; the next one goes to values[count % kWindow]
+};
+
+// Why an update is skipped: UpdateState::skip.
+enum Skip { SKIP_NO, SKIP_NOT_FINITE, SKIP_LOSS, SKIP_NORM };
+
 // What decides about an update; on the device, and part of the saved state.
 struct UpdateState {
     long long t;                // updates done: AdamW's step count, skipped ones not counted
@@ -64,14 +77,40 @@ struct UpdateState {
     int good_steps;             // finite steps since the scale last changed
     float norm;                 // gradient norm of the last step, before clipping; may be inf or NaN
     float grad_scale;           // AdamW multiplies gradients by this: clipping / loss scale
-    int skip;                   // 1: the norm was not finite, nothing is updated
-    int skipped_in_a_row;
+    int skip;                   // a Skip; other than SKIP_NO: nothing is updated
+    int skipped_in_a_row;       // for whatever reason
+    float loss_score;           // standard deviations that the last step's loss and norm lay above their
+    float norm_score;           // windows' means; 0 where nobody asks (UpdatePolicy) or none is to be had
+    Window losses, norms;       // of all steps, skipped ones too
 };
+static_assert(std::is_trivially_copyable<UpdateState>::value, "it goes to and from the device as bytes");
+
+// Calls f(name, first element, how many) for each field, in order: what files name them by. The elements are
+// long long, int or float, and const where the state is.
+template <class State, class F> void update_state_fields(State& s, F f) {
+    f("t", &s.t, 1);
+    f("loss_scale", &s.loss_scale, 1);
+    f("good_steps", &s.good_steps, 1);
+    f("norm", &s.norm, 1);
+    f("grad_scale", &s.grad_scale, 1);
+    f("skip", &s.skip, 1);
+    f("skipped_in_a_row", &s.skipped_in_a_row, 1);
+    f("loss_score", &s.loss_score, 1);
+    f("norm_score", &s.norm_score, 1);
+    f("losses", s.losses.values, kWindow);
+    f("losses_count", &s.losses.count, 1);
+    f("norms", s.norms.values, kWindow);
+    f("norms_count", &s.norms.count, 1);
+}
+static_assert(sizeof(UpdateState) == 2 * (sizeof(Window) + sizeof(long long)) + 6 * 4,
+              "a new field wants a line above (test_cpu_ops sees that every byte is named)");
 
 struct UpdatePolicy {
     bool dynamic_loss_scale;
     int growth_interval;        // good steps after which the loss scale doubles
     float max_scale;
+    float max_loss_score = 0;   // a loss or a norm so many standard deviations above its window's mean skips
+    float max_norm_score = 0;   // the update; 0: never
 };
 
 // Equal rows of a bucket's kind, one in each of several buckets: how far it is from row to row. What is not

@@ -502,6 +502,25 @@ static inline void tokenizer_init_bpe(Tokenizer* tok, const char* path) {
     tokenizer_build(tok, path);
 }
 
+// ---- whose tokens ----
+
+static inline std::string tokenizer_name(uint32_t id) {
+    return id == TOKENIZER_GPT2 ? "GPT-2's tokenizer" : id == TOKENIZER_BYTES ? "the byte tokenizer"
+         : format("tokenizer %u", id);
+}
+
+// A model with GPT-2's or the bytes' vocabulary reads no shard of another tokenizer; id is what the shards of
+// `pattern` say. Other vocabularies are nobody's, and 0 says nothing: the loader checks their ids alone.
+static inline void tokenizer_check(uint32_t id, int V, const char* pattern) {
+    const uint32_t wanted = V == 256 ? TOKENIZER_BYTES
+                          : V == (int)kGpt2Eot + 1 ? TOKENIZER_GPT2 : TOKENIZER_UNKNOWN;
+    if (id == TOKENIZER_UNKNOWN || wanted == TOKENIZER_UNKNOWN || id == wanted) { return; }
+    die("'%s' holds tokens of %s, but the model's %d are those of %s\n"
+        "hint: choose a model with the other vocabulary (-e), or make shards for this one: "
+        "build/tokenize FILE -o NAME --bytes %d", pattern, tokenizer_name(id).c_str(), V,
+        tokenizer_name(wanted).c_str(), wanted == TOKENIZER_BYTES);
+}
+
 // ---- gpt2_tokenizer.bin ----
 // 256 int32 header {magic, version, V, eot, 0...}, then for each token one length byte and its bytes.
 

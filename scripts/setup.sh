@@ -3,6 +3,7 @@
 #
 #   scripts/setup.sh            what building and training use
 #   scripts/setup.sh tests      and what only tests use: MPI (12 MB, ten seconds), clang for fuzzing (55 MB)
+#   scripts/setup.sh data       and what dev/data/get.py reads parquet with: pyarrow (50 MB)
 #
 # On Debian or Ubuntu as root it installs packages; elsewhere it prints the command and ends with 1. Python
 # packages go into .venv, and only if python3 cannot import them already. Without them there is no loss.png,
@@ -39,7 +40,16 @@ need_venv=1
 for python in python3 .venv/bin/python; do
     if "$python" -c "$imports" 2>/dev/null; then need_venv=0; fi
 done
-if [ $need_venv = 1 ] && ! python3 -c 'import ensurepip' 2>/dev/null; then useful+=(python3-venv); fi
+need_pyarrow=0
+if [ "${1:-}" = data ]; then
+    need_pyarrow=1
+    for python in python3 .venv/bin/python; do
+        if "$python" -c 'import pyarrow.parquet' 2>/dev/null; then need_pyarrow=0; fi
+    done
+fi
+if [ $((need_venv + need_pyarrow)) != 0 ] && ! python3 -c 'import ensurepip' 2>/dev/null; then
+    useful+=(python3-venv)
+fi
 
 all="${needed[*]} ${useful[*]} ${fuzzing[*]}"
 install="apt-get update && apt-get install -y --no-install-recommends"
@@ -77,5 +87,15 @@ if [ $need_venv = 1 ]; then
         echo "warning: no Python packages, so no loss.png, and some tests are skipped" >&2
         echo "hint: python3 -m venv .venv && .venv/bin/pip install -r dev/requirements.txt" >&2
         rm -rf .venv
+    fi
+fi
+if [ $need_pyarrow = 1 ]; then
+    echo "installing pyarrow into .venv"
+    if ! { { [ -x .venv/bin/pip ] || python3 -m venv .venv; } && .venv/bin/pip install pyarrow; } >"$log" 2>&1
+    then
+        tail -3 "$log" >&2
+        echo "error: no pyarrow, so dev/data/get.py cannot read parquet" >&2
+        echo "hint: python3 -m venv .venv && .venv/bin/pip install pyarrow" >&2
+        exit 1
     fi
 fi

@@ -8,6 +8,8 @@ Text to token shards: the files that train_gpt2 reads with -i and -j.
 
 A line <|endoftext|> separates documents, and so does the end of a file; every document that is not empty gets
 one end-of-text token in front. `--separators 0` takes the text as it is, all files as one, and adds no token.
+`--separators nul` is for programs that write documents into a pipe: a byte 0 stands between two, and each is
+taken to the byte, without a line end of its own (dev/data/get.py does so with JSONL and parquet).
 
 The main thread reads blocks, cuts them where a piece is certain to begin (so the cut changes no token), hands
 them to the threads, and writes the results in order: memory stays at a few blocks per thread whatever the
@@ -30,8 +32,8 @@ size of the text.
 #include "../../llmc/flags.h"       // gives: Flag, flags_parse
 #include "../../llmc/tokenizer.h"   // gives: Tokenizer
 
-static const char kSeparator[] = "<|endoftext|>";
-static const size_t kSeparatorLength = sizeof(kSeparator) - 1;
+static const char kSeparatorLine[] = "<|endoftext|>";
+enum Separators { SEPARATORS_NONE, SEPARATORS_LINE, SEPARATORS_NUL };       // as in kFlags
 static const size_t kBlock = 1 << 20;               // bytes read at a time: one job
 static const uint32_t kShardMagic = 20240520, kShardVersion = 1;
 static const size_t kShardHeader = 256 * sizeof(uint32_t);
@@ -112,10 +114,19 @@ struct Job {
     bool done;
 };
 
-// The next separator line at or after from: its first byte, and in *after the first byte of the next line.
-static size_t find_separator(const std::string& text, size_t from, size_t* after) {
-    for (size_t p = from; (p = text.find(kSeparator, p)) != std::string::npos; p++) {
-        size_t end = p + kSeparatorLength;
+static std::string separator_text(Separators separators) {
+    return separators == SEPARATORS_NUL ? std::string(1, '\0') : kSeparatorLine;
+}
+
+// The next separator at or after from: its first byte, and in *after the first byte of the next document.
+static size_t find_separator(const std::string& text, size_t from, Separators separators, size_t* after) {
+    if (separators == SEPARATORS_NUL) {
+        size_t p = std::min(text.find('\0', from), text.size());
+        *after = std::min(p + 1, text.size());
+        return p;
+    }
+    for (size_t p = from; (p = text.find(kSeparatorLine, p)) != std::string::npos; p++) {
+        size_t end = p + strlen(kSeparatorLine);
         if (end + 1 < text.size() && text[end] == '\r') { end++; }
         bool whole_line = (p == 0 || text[p - 1] == '\n') && (end == text.size() || text[end] == '\n');
         if (whole_line) {
@@ -127,13 +138,13 @@ static size_t find_separator(const std::string& text, size_t from, size_t* after
 }
 
 static void job_run(Job* job, const Tokenizer* tok, TokenizerCache* cache, std::vector<uint32_t>& ids,
-                    bool separators) {
+                    Separators separators) {
     const std::string& text = job->text;
     bool starts = job->starts_document;
     ids.clear();
     for (size_t pos = 0, end, after = 0; pos < text.size(); pos = after) {
         end = after = text.size();
-        if (separators) { end = find_separator(text, pos, &after); }
+        if (separators) { end = find_separator(text, pos, separators, &after); }
         if (end > pos) {
             if (separators && starts) { ids.push_back(tok->eot); }
             tokenizer_encode(tok, text.data() + pos, end - pos, ids, cache);
@@ -150,7 +161,7 @@ struct Pool {
     bool closed = false;
 };
 
-static void pool_thread(Pool* pool, const Tokenizer* tok, bool separators) {
+static void pool_thread(Pool* pool, const Tokenizer* tok, Separators separators) {
     TokenizerCache cache;
     std::vector<uint32_t> ids;
     for (;;) {
@@ -174,9 +185,10 @@ static void pool_thread(Pool* pool, const Tokenizer* tok, bool separators) {
 // ---- reading ----
 
 // True where a separator begins, ends or lies: cut there, a line would not stay whole, or become one.
-static bool touches_separator(const std::string& text, size_t i) {
-    for (size_t from = i - std::min(i, kSeparatorLength + 1); from <= i; from++) {      // + 1: its \r
-        if (text.compare(from, kSeparatorLength, kSeparator) == 0) { return true; }
+static bool touches_separator(const std::string& text, size_t i, Separators separators) {
+    const std::string separator = separator_text(separators);
+    for (size_t from = i - std::min(i, separator.size() + 1); from <= i; from++) {      // + 1: its \r
+        if (text.compare(from, separator.size(), separator) == 0) { return true; }
     }
     return false;
 }
@@ -184,32 +196,34 @@ static bool touches_separator(const std::string& text, size_t i) {
 // For text in which white space never follows anything else, at least not for a whole block: the pieces are
 // found from its begin, and it is cut before the last of them or, if that is long, inside. What the last few
 // bytes mean shows only later.
-static size_t cut_anywhere(const Tokenizer* tok, const std::string& text, bool separators) {
-    const size_t kUnsure = 2 * kSeparatorLength, kLongPiece = kBlock / 4;
+static size_t cut_anywhere(const Tokenizer* tok, const std::string& text, Separators separators) {
+    const size_t kUnsure = 2 * strlen(kSeparatorLine), kLongPiece = kBlock / 4;
     size_t n = text.size(), begin = 0, piece = 0, cut = 0;
     while (n > 0 && text.size() - n < 3 && ((uint8_t)text[n - 1] & 0xC0) == 0x80) { n--; }
     if (n > 0 && (uint8_t)text[n - 1] >= 0xC0) { n--; }         // a character whose end may be missing
     if (separators) {
-        for (size_t p = 0, after; (p = find_separator(text, p, &after)) < text.size(); p = begin = after) {}
+        size_t p = 0, after;
+        while ((p = find_separator(text, p, separators, &after)) < text.size()) { p = begin = after; }
     }
     const uint8_t* s = (const uint8_t*)text.data();
     for (size_t i = begin; i + kUnsure < n; i += tokenizer_piece(tok, s + i, n - i)) {
         piece = i;
-        if (!touches_separator(text, i)) { cut = i; }
+        if (!touches_separator(text, i, separators)) { cut = i; }
     }
     if (begin < n && n - piece > kLongPiece) {
         size_t inside = tokenizer_cut_inside(tok, s + piece, n - piece);
-        if (inside && !touches_separator(text, piece + inside)) { cut = piece + inside; }
+        if (inside && !touches_separator(text, piece + inside, separators)) { cut = piece + inside; }
     }
     return cut;
 }
 
 // The last place after `from` where text may be cut, 0 if there is none. Right after a separator there is
-// none, so that the line stays whole.
-static size_t last_cut(const Tokenizer* tok, const std::string& text, size_t from, bool separators) {
+// none, so that the line stays whole, and what follows is known to begin a document.
+static size_t last_cut(const Tokenizer* tok, const std::string& text, size_t from, Separators separators) {
+    const std::string separator = separator_text(separators);
+    const size_t length = separator.size();
     for (size_t i = text.size(); i-- > std::max(from, (size_t)1);) {
-        bool after_separator = i >= kSeparatorLength &&
-                               text.compare(i - kSeparatorLength, kSeparatorLength, kSeparator) == 0;
+        bool after_separator = i >= length && text.compare(i - length, length, separator) == 0;
         if (!after_separator && tokenizer_can_cut(tok, text.data(), text.size(), i)) { return i; }
     }
     return text.size() >= kBlock ? cut_anywhere(tok, text, separators) : 0;
@@ -237,7 +251,7 @@ static void progress_show(Progress* p, bool last) {
 
 // Reads all files, encodes them on the pool's threads, writes the tokens in order.
 static void tokenize_files(const std::vector<std::string>& files, const Tokenizer* tok, int threads,
-                           bool separators, Outputs* out, Progress* progress) {
+                           Separators separators, Outputs* out, Progress* progress) {
     Pool pool;
     std::vector<std::thread> workers;
     for (int i = 0; i < threads; i++) {
@@ -317,8 +331,9 @@ static const Flag kFlags[] = {
     {"", "shard-tokens", FLAG_INT64, &cfg.shard_tokens, "0", 0, 1e15, nullptr,
      "a new file every N tokens: TEXT_train_000000.bin and so on; 0: one file"},
     {"", "all", FLAG_BOOL, &cfg.all, "0", 0, 0, nullptr, "also write everything to TEXT_all.bin"},
-    {"", "separators", FLAG_BOOL, &cfg.separators, "1", 0, 0, nullptr,
-     "a line <|endoftext|> or a new file begins a document, an end-of-text token goes before it; 0: no"},
+    {"", "separators", FLAG_ENUM, &cfg.separators, "1", 0, 0, "0|1|nul",
+     "1: a line <|endoftext|> or a new file begins a document, an end-of-text token goes before it; nul: "
+     "a byte 0 or a new file does; 0: neither"},
     {"", "bytes", FLAG_BOOL, &cfg.bytes, "0", 0, 0, nullptr,
      "tokens are bytes (V=256, end of text is byte 0); 0: GPT-2's; --decode: as the shard says"},
     {"", "vocab", FLAG_STRING, &cfg.vocab, "", 0, 0, nullptr,
@@ -417,7 +432,7 @@ static void decode_shard(const char* path) {
         for (uint16_t id : tokens) {
             if (cfg.separators && id == tok.eot) {
                 text += line_start ? "" : "\n";
-                text += std::string(kSeparator) + "\n";
+                text += std::string(kSeparatorLine) + "\n";
             } else {
                 text += tokenizer_decode(&tok, id);
             }
@@ -446,7 +461,7 @@ static void convert(const std::vector<std::string>& files) {
 
     int threads = cfg.threads ? cfg.threads : std::max(1, (int)std::thread::hardware_concurrency());
     progress.start = seconds();
-    tokenize_files(files, &tok, threads, cfg.separators, &out, &progress);
+    tokenize_files(files, &tok, threads, (Separators)cfg.separators, &out, &progress);
     if (progress.tokens == 0) {
         die("there is no text in '%s'%s", shown(files[0]).c_str(), files.size() > 1 ? " and the others" : "");
     }

@@ -88,22 +88,25 @@ def all_suites():
     suites += [
         Suite("cli cpu", [PYTHON, "dev/test/test_cli.py", "./train_gpt2cpu"], cpu),
         Suite("loop cpu", [PYTHON, "dev/test/test_loop.py", "./train_gpt2cpu"], cpu),
+        Suite("lazy cpu", [PYTHON, "dev/test/test_lazy.py", "build/train_gpt2lazy"], cpu),
+        Suite("hf cpu", [PYTHON, "dev/test/test_hf.py", "./train_gpt2cpu"], cpu),
         Suite("asan model cpu", ["build/asan/test_gpt2cpu"], asan),
         Suite("break cpu", [PYTHON, "dev/test/break_all.py", "./test_gpt2cpu"], cpu, cores=4),
         Suite("host tiktoken", [PYTHON, "dev/test/compare_tiktoken.py"], cpu),
         Suite("model cpu", ["./test_gpt2cpu"], cpu, cores=2),
         Suite("host stories", [PYTHON, "dev/test/test_stories.py"], cpu),
         Suite("scripts", [PYTHON, "dev/test/test_scripts.py"], cpu),
+        Suite("datasets", [PYTHON, "dev/test/test_datasets.py"], cpu),
         Suite("formats", [PYTHON, "dev/test/test_llmc_format.py"]),
         Suite("lint", [PYTHON, "dev/test/lint.py"], steady=False),      # as many as there are files
     ]
     suites += [Suite("asan " + name, ["build/asan/test_" + name], asan) for name in host]
     suites += [Suite("host " + name, ["build/test_" + name], cpu) for name in host]
     # what threads share; of the jobs of many processes only some: each call takes far longer. The second that
-    # TSan would wait at the end of each process finds nothing here.
-    suites += [Suite("tsan " + name.split()[0], ["env", "TSAN_OPTIONS=atexit_sleep_ms=0"] +
+    # TSan would wait at the end of each process finds nothing here, and some tests fork while a thread runs.
+    suites += [Suite("tsan " + name.split()[0], ["env", "TSAN_OPTIONS=atexit_sleep_ms=0:die_after_fork=0"] +
                      ("build/tsan/test_" + name).split(), ["build tsan"])
-               for name in ("dataloader", "host", "comm die")]
+               for name in ("dataloader", "host", "comm die", "checkpoints")]
     suites += [Suite("fuzz " + os.path.basename(path), [PYTHON, "dev/fuzz/run.py", os.path.basename(path)],
                      ["build fuzz"], "clang") for path in sorted(glob.glob("dev/fuzz/seeds/*"))]
     return suites

@@ -142,7 +142,7 @@ def test_padded_vocabulary():
         check(any(wte[:vocabulary * 16 * width]) and not any(wte[vocabulary * 16 * width:]),
               "bytes of the padded rows are not zero")
     # what stands in the padding of somebody's file has no part in the loss
-    data = bytearray(read_bytes(model_path("padded300")))
+    data = without_checksum(read_bytes(model_path("padded300")))
     clean = run_ok({"-e": model_path("padded300"), "-x": 0}).val_losses()
     width = 2 if Program.precision == "BF16" else 4
     at = 1024 + 300 * 16 * width
@@ -594,8 +594,9 @@ def test_run_files():
     flags = {"-o": "deep/er/files", "-x": 4, "-v": 2, "-s": 2, "--prompt": 'a "quoted\\ \u00e9 prompt'}
     result = run_ok(flags)
     folder = flags["-o"]
-    check_equal(sorted(os.listdir(folder)), ["main.log", "metrics.jsonl", "model_00000004.bin", "run.json"],
-                "files")
+    check_equal(sorted(os.listdir(folder)),
+                ["DONE_00000004", "main.log", "metrics.jsonl", "model_00000004.bin", "run.json",
+                 "state_00000004_00000.bin"], "files")
     with open(folder + "/main.log", encoding="ascii") as f:
         lines = f.read().splitlines()
     check(all(LOG_LINE.fullmatch(line) for line in lines), "main.log has other lines than its three forms")
@@ -853,7 +854,7 @@ def test_bad_folders():
 
 def test_not_finite():
     """A model that has diverged: updates are skipped, which is said, then the run stops without saving."""
-    data = bytearray(read_bytes(trained_model()))
+    data = without_checksum(read_bytes(trained_model()))
     width = 2 if Program.precision == "BF16" else 4
     data[1024:1024 + width] = (b"\xc0\x7f" if width == 2 else b"\0\0\xc0\x7f")      # wte[0] = NaN
     write_bytes("nan_model.bin", data)
@@ -884,7 +885,7 @@ def test_skips_in_a_row():
     # the gradient's norm is larger than fp32 holds.
     model = "L1,NH1,C16,T1,V256"
     run_ok({"-e": model, "-x": 1, "-l": 0, "-b": 1, "-o": "rare"})
-    data, width = bytearray(read_bytes(model_path("rare"))), 2 if Program.precision == "BF16" else 4
+    data, width = without_checksum(read_bytes(model_path("rare"))), 2 if Program.precision == "BF16" else 4
 
     def put(first, values):
         for i, x in enumerate(values):
@@ -907,7 +908,7 @@ def test_skips_in_a_row():
 
 
 def test_not_finite_validation():
-    data = bytearray(read_bytes(trained_model()))
+    data = without_checksum(read_bytes(trained_model()))
     width = 2 if Program.precision == "BF16" else 4
     data[1024:1024 + width] = (b"\xc0\x7f" if width == 2 else b"\0\0\xc0\x7f")      # wte[0] = NaN
     result = run({"-e": write_bytes("nan_val.bin", data), "-x": 0})
@@ -919,16 +920,19 @@ def test_not_finite_validation():
 
 def test_failed_start():
     """A folder without the line of a step is no run; one with it is kept as it is."""
-    os.mkdir("failed")
     for main_log in (b"", b"s:0 tel:5.545\n"):
+        os.mkdir("failed")
         write_bytes("failed/main.log", main_log)
         write_bytes("failed/metrics.jsonl", b"")
         run_ok({"-o": "failed", "-x": 2})
         check_equal(len(log_lines("failed")), 2, f"steps in a folder whose main.log held {main_log}")
-        shutil.copytree("failed", "kept")
-        check_refused("-o with a step", {"-o": "kept"}, "kept", "already holds")
+        check_refused("-o with checkpoints", {"-o": "failed"}, "-o failed", "already holds a run",
+                      "(its checkpoints)", "-y 1")
+        for path in glob.glob("failed/*_*"):
+            os.remove(path)
+        check_refused("-o with a step", {"-o": "failed"}, "failed", "already holds a run (main.log)", "-y 1")
         Count.name = "failed_start"
-        shutil.rmtree("kept")
+        shutil.rmtree("failed")
     run_ok({"-o": "val_first", "-x": 1, "-v": 1})
     check_refused("-o with a validation and a step", {"-o": "val_first"}, "already holds")
     Count.name = "failed_start"
@@ -985,7 +989,7 @@ def finish(p, seen):
     return (seen + out).decode("latin-1"), err.decode("latin-1")
 
 
-STOPPING = "stopping after the last complete step; once more: at once, unsaved\n"
+STOPPING = "stopping after the last complete step; Ctrl-C: at once, unsaved\n"
 
 
 def test_signals():
@@ -1052,17 +1056,32 @@ def unread(folder):
     return p
 
 
+def send_and_wait(p, number):
+    """Returns when the signal has been taken, or has ended the program."""
+    p.send_signal(number)
+    end = time.monotonic() + LIMIT_S
+    while time.monotonic() < end and p.poll() is None:
+        with open(f"/proc/{p.pid}/status", encoding="utf-8") as f:
+            if not int(re.search(r"^ShdPnd:\s*(\w+)$", f.read(), re.M)[1], 16) >> number - 1 & 1:
+                break
+        time.sleep(0.01)
+
+
 def test_second_signal():
+    """A second SIGINT ends a run at once; others after the first are a scheduler's, who has patience."""
     for number in (signal.SIGINT, signal.SIGTERM):
         p = unread("second_" + number.name)
         p.send_signal(number)
         check_equal(p.stderr.readline().decode(), STOPPING, "stderr after the first signal, at once")
-        p.send_signal(number)
+        for later in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            send_and_wait(p, later)
+        check(p.poll() is None, f"it goes on after {number.name} and others")
+        p.send_signal(signal.SIGINT)
         try:
             p.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             p.kill()
-        check_equal(p.wait(), 128 + number, "exit code after the second")
+        check_equal(p.wait(), 128 + signal.SIGINT, "exit code after the second SIGINT")
         check_equal(p.stderr.read(), b"", "more on stderr")
         p.stdout.close()
         p.stderr.close()

@@ -1,7 +1,9 @@
 /*
 Tests of jobs of several processes: llmc/comm.h and what it includes. Each case is a small program of ranks,
 run by this very program (`test_comm rank PROGRAM FOLDER ...`), alone or beside other cases, since most of the
-time they wait. The limits of the watchdog are lowered; what is tested is never how long something took.
+time they wait. The limits of the watchdog are lowered in those cases that are about them, and raised in all
+others: beside other suites a rank may not get a core for seconds. What is tested is never how long something
+took.
 
     make build/test_comm && build/test_comm
     build/test_comm die                 only the cases whose name holds the word
@@ -15,12 +17,20 @@ time they wait. The limits of the watchdog are lowered; what is tested is never 
 #include "child.h"                      // gives: check_dies
 #include "test.h"                       // gives: TEST, CHECK, test_summary
 
-static std::string folder;              // of this run, removed at the end
+static std::string folder;              // of this run, removed at the end; of a rank: its case's
+
+static void write_text(const std::string& path, const std::string& text) {
+    FILE* f = fopen_check(path.c_str(), "w");
+    fwrite(text.data(), 1, text.size(), f);
+    fclose(f);
+}
 
 // ---- the ranks' programs ----
 
-static volatile sig_atomic_t interrupted = 0;
+static volatile sig_atomic_t interrupted = 0;      // by this signal
 static int victim = -1;                 // of the program: the rank that does what the program is about
+
+static std::string rank_file(int rank) { return folder + format("/rank.%d", rank); }
 
 // Byte i of what rank `from` has for rank `to`.
 static char pattern(int from, int to, size_t i) { return (char)(from * 31 + to * 17 + i * 7 + i / 251); }
@@ -61,14 +71,20 @@ static void rank_collectives() {
     printf("\n");
 }
 
+// A signal that the trainer, too, takes for the wish to stop.
+static void stop_on(int number) {
+    if (signal(number, [](int n) { interrupted = n; }) == SIG_IGN) { signal(number, SIG_IGN); }
+}
+
 // Trains nothing until it is told to end.
 static void rank_loop(const std::function<void(int)>& in_step) {
-    for (int step = 0; step < 3000 && !comm_any(interrupted); step++) {
+    for (int step = 0; step < 10000 && !comm_any(interrupted); step++) {
         comm_progress(step);
+        if (step == 5) { write_text(rank_file(comm.rank), std::to_string(getpid())); }     // under way
         if (comm.rank == victim && step >= 5) { in_step(step); }
         usleep(20000);
     }
-    printf("the loop has ended\n");
+    printf("the loop has ended: %d\n", (int)interrupted);
 }
 
 static void rank_facts() {
@@ -80,13 +96,33 @@ static void rank_facts() {
 static int run_program(const std::string& name) {
     if (name == "collectives") { rank_collectives(); }
     else if (name == "loop") { rank_loop([](int) {}); }
-    else if (name == "die") { rank_loop([](int step) { die("bad thing in step %d\nhint: none", step); }); }
+    else if (name == "unhandled") {
+        signal(SIGHUP, SIG_DFL);
+        rank_loop([](int) {});
+    } else if (name == "slow_launcher") {
+        signal(SIGUSR2, [](int number) {        // the launcher is stopped for a second when rank 0 ends
+            const pid_t launcher = getppid();
+            kill(launcher, SIGSTOP);
+            if (fork() != 0) { _exit(128 + number); }
+            for (int fd = 0; fd < 1024; fd++) { close(fd); }
+            sleep(1);
+            kill(launcher, SIGCONT);
+            _exit(0);
+        });
+        rank_loop([](int) {});
+    } else if (name == "die") { rank_loop([](int step) { die("bad thing in step %d\nhint: none", step); }); }
     else if (name == "die_all") { victim = comm.rank; rank_loop([](int) { die("the same everywhere"); }); }
     else if (name == "die_others") {
         victim = comm.rank == 0 ? -1 : comm.rank;
         rank_loop([](int) { die("the same on the others"); });
     } else if (name == "stuck_early") { while (comm.rank == victim) { pause(); } }
-    else if (name == "stuck") { rank_loop([](int) { for (;;) { pause(); } }); }
+    else if (name == "stuck") {
+        rank_loop([](int step) {
+            comm_patience(200);                 // ends with the next progress
+            comm_progress(step);
+            for (;;) { pause(); }
+        });
+    }
     else if (name == "exit") { rank_loop([](int) { exit(0); }); }
     else if (name == "thread_dies") {
         rank_loop([](int) { std::thread([] { die("from a thread"); }).join(); });
@@ -103,14 +139,14 @@ static int run_program(const std::string& name) {
     }
     else if (name == "patience") {
         rank_loop([](int) {
-            comm_patience(30);
+            comm_patience(200);
             usleep((useconds_t)(3e6 * comm_limits.still));
-            interrupted = 1;
+            interrupted = SIGINT;
         });
     } else if (name == "slow_start") {          // all compute, and nobody knows yet how long a step takes
         for (int part = 0; part < 3; part++) { comm_progress(0); }
         usleep((useconds_t)(3e6 * comm_limits.still));
-        interrupted = 1;
+        interrupted = SIGINT;
         rank_loop([](int) {});
     } else if (name == "health") {
         comm_abort = [] { sleep(1000); };
@@ -143,12 +179,15 @@ static int rank_main(int argc, char** argv) {
     o.processes = number("processes", 0);
     o.process = number("process", -1);
     o.per_node = number("per_node", 0);
-    o.start_timeout_s = number("timeout", 60);
+    o.start_timeout_s = number("timeout", 200);
     comm_limits.beat = 0.5;
-    comm_limits.silence = comm_limits.still = 5;
+    comm_limits.silence = number("silence", 100);
+    comm_limits.still = number("still", 100);
     comm_limits.first = number("first", 600);
     comm_limits.health = 0.5;
-    comm_local_start_s = number("local", 20);
+    comm_limits.abort = number("abort", 100);
+    comm_local_start_s = number("local", 200);
+    folder = argv[3];
     victim = atoi(argv[4]);
     CommChild child;
     const bool is_victim = comm_child(&child) && child.rank == victim;
@@ -156,16 +195,16 @@ static int rank_main(int argc, char** argv) {
     if (strcmp(argv[2], "ends_early") == 0 && is_victim) { raise(SIGKILL); }
     if (strcmp(argv[2], "early") == 0 && getenv(kCommChild)) { die("before the start"); }
     comm_start(o, argc, argv);
-    signal(SIGINT, [](int) { interrupted = 1; });
-    signal(SIGUSR1, [](int signal_number) { _exit(128 + signal_number); });     // a second Ctrl-C does so
-    FILE* f = fopen((std::string(argv[3]) + format("/rank.%d", comm.rank)).c_str(), "w");
-    if (f) { fprintf(f, "%d", (int)getpid()); fclose(f); }
+    for (int number : {SIGINT, SIGTERM, SIGHUP, SIGUSR1}) { stop_on(number); }
+    signal(SIGUSR2, [](int signal_number) { _exit(128 + signal_number); });     // a second Ctrl-C does so
     const int code = run_program(argv[2]);
     stdout_check();
     return code;
 }
 
 // ---- cases ----
+
+static const int kSilence = 8, kStill = 5;      // seconds, in cases that are about these limits
 
 struct Case {
     std::string name, program;
@@ -174,6 +213,7 @@ struct Case {
     std::vector<std::string> args, env;
     int signal_number = 0, to = -1;     // sent to rank `to`, or to the launcher, when all ranks run
     bool frozen = false;                // before that all ranks are stopped for longer than silence may be
+    bool nohup = false;                 // SIGHUP is ignored, and comes before that
     std::vector<int> codes;             // of the launcher; or of each rank. 128+n: ended by signal n
     std::vector<std::string> words;     // of the one message; none: there must be none
     std::string out;                    // all of stdout
@@ -212,7 +252,8 @@ static pid_t start_process(const Case& c, const std::vector<std::string>& more) 
         const bool given = fd == STDOUT_FILENO && c.out_fd >= 0;
         dup2(given ? c.out_fd : open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0666), fd);
     }
-    for (int number : {SIGINT, SIGHUP}) { signal(number, SIG_DFL); }    // nohup and & ignore them
+    signal(SIGINT, SIG_DFL);                    // a shell's & ignores it, nohup the other
+    signal(SIGHUP, c.nohup ? SIG_IGN : SIG_DFL);
     setenv("LLMC_TEST_CASE", c.dir.c_str(), 1);     // by which what is left of it is found
     for (const std::string& e : c.env) {
         setenv(e.substr(0, e.find('=')).c_str(), e.substr(e.find('=') + 1).c_str(), 1);
@@ -272,9 +313,9 @@ static bool case_runs(Case* c) {
     if (running == 0) { return false; }
     for (int r = 0; r < c->world && c->signal_number && !c->sent; r++) { ready += rank_pid(*c, r) > 0; }
     if (ready == c->world) {
-        usleep(200000);                         // some steps
-        c->sent = comm_now() + (c->frozen ? 8 : 0);
+        c->sent = comm_now() + (c->frozen ? kSilence + 3 : c->nohup ? 1 : 0);
         for (int r = 0; r < c->world && c->frozen; r++) { kill(rank_pid(*c, r), SIGSTOP); }
+        if (c->nohup) { kill(c->pids[0], SIGHUP); }
     }
     if (c->sent && comm_now() >= c->sent && c->signal_number) {
         for (int r = 0; r < c->world && c->frozen; r++) { kill(rank_pid(*c, r), SIGCONT); }
@@ -307,7 +348,12 @@ static void check_case(const Case& c) {
         CHECK(err.find(word) != std::string::npos, "%s: no '%s' in:\n%s", name, word.c_str(), err.c_str());
     }
     CHECK(c.out.empty() || out == c.out, "%s: on stdout:\n%s", name, out.c_str());
-    const std::vector<pid_t> left = left_of(c);
+    const double until = comm_now() + 60;       // who is killed is gone when he next gets a core
+    std::vector<pid_t> left = left_of(c);
+    while (!left.empty() && comm_now() < until) {
+        usleep(20000);
+        left = left_of(c);
+    }
     CHECK(left.empty(), "%s: %zu processes are left", name, left.size());
     for (pid_t pid : left) { kill(pid, SIGKILL); }
 }
@@ -333,11 +379,34 @@ static void run_cases(std::vector<Case> cases, size_t at_a_time) {
     }
 }
 
-// A port that nobody uses.
-static int free_port() {
-    int port;
-    close(comm_listen({"127.0.0.1", "0", {}}, &port));
-    return port;
+static struct sockaddr_in loopback(int port) {
+    struct sockaddr_in a = {};
+    a.sin_family = AF_INET;
+    a.sin_port = htons((uint16_t)port);
+    a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    return a;
+}
+
+// A socket that is bound to a port of 127.0.0.1 and does not listen; -1: the port is taken.
+static int bound_socket(int port, int reuse) {
+    const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    const struct sockaddr_in a = loopback(port);
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &reuse, sizeof(reuse));
+    if (bind(fd, (const struct sockaddr*)&a, sizeof(a)) == 0) { return fd; }
+    close(fd);
+    return -1;
+}
+
+// A port that nobody listens on, this test's own until it ends: cases are made long before they run, and what
+// is only given back may be anybody's by then, be it as the near end of a connection. A rank 0 may listen on
+// it beside the socket that keeps it, since both have SO_REUSEADDR.
+static int free_port(int port = 0) {
+    struct sockaddr_in self = {};
+    socklen_t size = sizeof(self);
+    const int fd = bound_socket(port, 1);
+    if (fd < 0) { return -1; }
+    getsockname(fd, (struct sockaddr*)&self, &size);
+    return ntohs(self.sin_port);
 }
 
 // One that stays in use until this program ends.
@@ -365,7 +434,7 @@ static Case make_case(const std::string& name, const std::string& program, int w
 static Case over_tcp(Case c, int code = 0, int odd = -1, int odd_code = 0) {
     c.name += " tcp";
     c.local = false;
-    c.args = {"init=tcp", "server=" + local_server(free_port())};
+    c.args.insert(c.args.begin(), {"init=tcp", "server=" + local_server(free_port())});
     c.codes.assign(c.world, code);
     if (odd >= 0) { c.codes[odd] = odd_code; }
     return c;
@@ -373,16 +442,18 @@ static Case over_tcp(Case c, int code = 0, int odd = -1, int odd_code = 0) {
 
 static std::vector<Case> failure_cases() {
     std::vector<Case> cases;
+    const std::string silence = format("silence=%d", kSilence), still = format("still=%d", kStill);
     for (int rank : {0, 1, 2}) {
         for (int number : {SIGKILL, SIGSTOP}) {
             const std::string name = format("signal %d to rank %d", number, rank);
             const std::string who = format("error: rank %d (", rank);
-            std::vector<std::string> words = {who, number == SIGKILL ? "died" : "no sign of life for 5 s",
-                                              "its last step was"};
+            const std::string silent = format("no sign of life for %d s", kSilence);
+            std::vector<std::string> words = {who, number == SIGKILL ? "died" : silent, "its last step was"};
             // who fails first is the rank that was killed, or the one that saw the stopped one
             Case c = make_case(name, "loop", 3, {number == SIGKILL ? 137 : 1}, words);
             c.signal_number = number;
             c.to = rank;
+            c.args = {silence};
             cases.push_back(c);
             if (rank == 1) { continue; }
             c.words.pop_back();                 // over TCP the step is as old as the last heartbeat
@@ -391,9 +462,11 @@ static std::vector<Case> failure_cases() {
         cases.push_back(make_case(format("die %d", rank), "die", 3, {1},
                                   {rank ? format("error: rank %d: bad thing in step 5", rank)
                                         : "error: bad thing in step 5", "\nhint: none\n"}, rank));
-        cases.push_back(make_case(format("stuck %d", rank), "stuck", 3, {1},
-                                  {format("error: rank %d (", rank), "makes no progress for", "step was 5"},
-                                  rank));
+        Case stuck = make_case(format("stuck %d", rank), "stuck", 3, {1},
+                               {format("error: rank %d (", rank), "makes no progress for", "step was 5"},
+                               rank);
+        stuck.args = {still};
+        cases.push_back(stuck);
         cases.push_back(make_case(format("exit %d", rank), "exit", 3, {1},
                                   {format("error: rank %d (", rank), "died; its last step was 5"}, rank));
     }
@@ -412,35 +485,70 @@ static std::vector<Case> failure_cases() {
     never.args = {"local=4"};
     cases.push_back(never);
     cases.push_back(make_case("killed at the start", "ends_early", 3, {137}, {"error: rank 2 has ended"}, 2));
-    cases.push_back(make_case("rank 0 killed at the start", "ends_early", 3, {137}, {"rank 0 is gone"}, 0));
+    Case hub = make_case("rank 0 killed at the start", "ends_early", 3, {137}, {"rank 0 is gone"}, 0);
+    hub.args = {"abort=1"};                     // they wait so long for rank 0's own word
+    cases.push_back(hub);
     cases.push_back(make_case("die late", "late", 3, {1}, {"error: rank 2: after the end"}, 2));
     cases.push_back(make_case("other call", "other_call", 3, {1}, {"rank 1 is at operation"}, 1));
-    cases.push_back(make_case("health", "health", 3, {1}, {"error: rank 1: NCCL: unhandled error"}, 1));
-    cases.push_back(make_case("health of rank 0", "health", 3, {1}, {"error: NCCL: unhandled error"}, 0));
+    for (int rank : {0, 1}) {
+        Case health = make_case(format("health of rank %d", rank), "health", 3, {1},
+                                {rank ? "error: rank 1: NCCL: unhandled" : "error: NCCL: unhandled"}, rank);
+        health.args = {"abort=3"};              // comm_abort hangs
+        cases.push_back(health);
+    }
     cases.push_back(make_case("facts", "facts", 4, {1}, {"differ in -b", "on rank 0", "8'", "4' on rank 2"},
                               2));
-    cases.push_back(make_case("patience", "patience", 3, {0}, {}, 1));
-    cases.push_back(make_case("patience of rank 0", "patience", 3, {0}, {}, 0));
-    cases.push_back(make_case("a slow first step", "slow_start", 3, {0}));
+    for (int rank : {0, 1}) {
+        Case patience = make_case(format("patience of rank %d", rank), "patience", 3, {0}, {}, rank);
+        patience.args = {still};
+        cases.push_back(patience);
+    }
+    Case slow = make_case("a slow first step", "slow_start", 3, {0});
+    slow.args = {still};
+    cases.push_back(slow);
     cases.push_back(make_case("code", "code", 3, {3}, {}, 1));
-    Case stop = make_case("one signal", "loop", 3, {0});
-    stop.signal_number = SIGINT;
-    stop.out = "the loop has ended\n";          // once: the other ranks print nothing
-    cases.push_back(stop);
-    Case frozen = stop;                         // as a scheduler or a debugger does
-    frozen.name = "all are stopped for a while";
-    frozen.frozen = true;
-    cases.push_back(frozen);
-    Case hangup = make_case("a signal that kills", "loop", 3, {128 + SIGHUP});
-    hangup.signal_number = SIGHUP;              // the user's own doing is no error
-    cases.push_back(hangup);
-    Case at_once = make_case("a signal that ends at once", "loop", 3, {128 + SIGUSR1});
-    at_once.signal_number = SIGUSR1;
-    cases.push_back(at_once);
+    Case lonely = over_tcp(make_case("never come", "loop", 4, {}, {"ranks 2, 3 of 4 did not", "hint:"}), 1);
+    lonely.args.push_back("timeout=15");
+    lonely.start = 2;                           // rank 1 has come and ends silently
+    cases.push_back(lonely);
     Case launcher = make_case("the launcher is killed", "loop", 3, {137});
     launcher.signal_number = SIGKILL;
     cases.push_back(launcher);
     return cases;
+}
+
+// A signal to the launcher, or to any rank that has none, stops all ranks at the same step.
+static void add_stop_cases(std::vector<Case>* all) {
+    std::vector<Case> cases;
+    for (int number : {SIGINT, SIGTERM, SIGHUP, SIGUSR1}) {
+        Case stop = make_case(format("stop by signal %d", number), "loop", 3, {0});
+        stop.signal_number = number;
+        stop.out = format("the loop has ended: %d\n", number);     // once: the others print nothing
+        cases.push_back(stop);
+        stop.out = "";                          // rank 0 need not know why
+        stop.to = number % 3;
+        cases.push_back(over_tcp(stop));
+    }
+    Case nohup = cases[0];
+    nohup.name = "stop with nohup";
+    nohup.nohup = true;                         // it was SIGINT that stopped it
+    cases.push_back(nohup);
+    Case frozen = cases[0];                     // as a scheduler or a debugger does
+    frozen.name = "all are stopped for a while";
+    frozen.frozen = true;
+    frozen.args = {format("silence=%d", kSilence)};
+    cases.push_back(frozen);
+    // the user's own doing is no error
+    Case kills = make_case("a signal that kills", "unhandled", 3, {128 + SIGHUP});
+    kills.signal_number = SIGHUP;
+    cases.push_back(kills);
+    Case at_once = make_case("a signal that ends at once", "loop", 3, {128 + SIGUSR2});
+    at_once.signal_number = SIGUSR2;
+    cases.push_back(at_once);
+    at_once.name = "at once, and the launcher comes late";
+    at_once.program = "slow_launcher";
+    cases.push_back(at_once);
+    all->insert(all->end(), cases.begin(), cases.end());
 }
 
 static std::vector<Case> start_cases() {
@@ -460,11 +568,6 @@ static std::vector<Case> start_cases() {
     ip6.args[1] = "server=localhost:" + std::to_string(free_port());
     cases.push_back(ip6);
 
-    const std::vector<std::string> missing = {"ranks 2, 3 of 4 did not come", "hint:"};
-    Case never = over_tcp(make_case("never come", "loop", 4, {}, missing), 1);
-    never.args.push_back("timeout=2");
-    never.start = 2;                            // rank 1 has come and ends silently
-    cases.push_back(never);
     const std::vector<std::string> in_use = {"cannot listen on port", "in use", "hint:"};
     Case port = over_tcp(make_case("port in use", "loop", 2, {}, in_use), 1);
     port.args[1] = "server=" + local_server(port_in_use());
@@ -478,8 +581,10 @@ static std::vector<Case> start_cases() {
     Case slurm = make_case("slurm", "collectives", 2, {0, 0});
     slurm.local = false;
     slurm.rank_variable = "SLURM_PROCID";
+    int job = 70000 + (int)getpid() % 10000;    // the port is made of the job's number
+    while (free_port(20000 + job % 10000) < 0) { job++; }
     slurm.env = {"SLURM_NTASKS=2", "SLURM_STEP_NODELIST=localhost", "SLURM_STEP_ID=0",
-                 format("SLURM_JOB_ID=%d", 70000 + (int)getpid() % 10000)};
+                 format("SLURM_JOB_ID=%d", job)};
     cases.push_back(slurm);
     return cases;
 }
@@ -495,12 +600,6 @@ static std::vector<std::string> names_in(const std::string& path) {
     if (dir) { closedir(dir); }
     std::sort(names.begin(), names.end());
     return names;
-}
-
-static void write_text(const std::string& path, const std::string& text) {
-    FILE* f = fopen_check(path.c_str(), "w");
-    fwrite(text.data(), 1, text.size(), f);
-    fclose(f);
 }
 
 static void test_folder() {
@@ -577,7 +676,7 @@ static void test_strangers() {
     Case wrong = c;                             // a rank with another secret comes before the true ones
     wrong.name = "wrong secret";
     wrong.env = {"LLMC_JOB_SECRET=of another"};
-    wrong.args.push_back("timeout=2");
+    wrong.args.insert(wrong.args.end(), {"timeout=2", "abort=1"});
     wrong.dir = folder + "/wrong_secret";
     mkdir_check(wrong.dir.c_str());
     wrong.pids = {start_process(wrong, {"processes=3", "process=1"})};
@@ -638,10 +737,11 @@ static void test_reader() {
     int ends[2];
     CHECK(pipe2(ends, O_CLOEXEC) == 0, "no pipe");
     Case c = make_case("a slow reader", "flood", 2, {0});
+    c.args = {format("still=%d", kStill)};
     c.out_fd = ends[1];
     start_case(&c);
     close(ends[1]);
-    sleep(10);                                  // more than a standstill may take
+    sleep(2 * kStill);
     char buffer[4096];
     while (read(ends[0], buffer, sizeof(buffer)) > 0) {}
     close(ends[0]);
@@ -650,6 +750,45 @@ static void test_reader() {
 }
 
 // ---- what needs no processes ----
+
+static void test_ports() {
+    const int port = free_port();
+    CHECK(bound_socket(port, 0) < 0, "port %d is given to another", port);
+    for (const char* host : {"127.0.0.1", "localhost", "::1", ""}) {
+        const std::string number = std::to_string(port), to = *host ? host : "127.0.0.1";
+        std::string why;
+        CHECK(comm_connect({to, number, {}}, comm_now() + 60, &why) < 0, "%s: who listens there?", host);
+        if (to == "::1" && why != strerror(ECONNREFUSED)) { continue; }     // no IPv6 here
+        int listened;
+        const int listener = comm_listen({host, number, {}}, &listened);
+        const int fd = comm_connect({to, number, {}}, comm_now() + 60, &why);
+        CHECK(listened == port && fd >= 0, "%s: %d, not %d: %s", host, listened, port, why.c_str());
+        close(fd);
+        close(listener);
+    }
+}
+
+// Who calls again and again where nobody listens yet gets that port for the near end in the end.
+static void test_own_port() {
+    int port, fd = -1;
+    while (fd < 0) {                            // near ends are even first, what listens is odd
+        close(comm_listen({"127.0.0.1", "0", {}}, &port));
+        fd = bound_socket(port &= ~1, 0);
+    }
+    close(fd);
+    const CommAddress address = {"127.0.0.1", std::to_string(port), {}};
+    const std::string refused = strerror(ECONNREFUSED);
+    std::string why = refused;
+    int calls = 0;
+    for (fd = -1; fd < 0 && why == refused && calls < 50000; calls++) {
+        fd = comm_connect(address, comm_now() + 60, &why);
+    }
+    if (calls == 50000) { SKIP(2, "port %d was not the near end in %d calls", port, calls); return; }
+    CHECK(fd < 0, "a connection from port %d to itself, at call %d", port, calls);
+    Child listens = run_child([&] { comm_listen(address, &port); });
+    CHECK(listens.code == 0, "rank 0 after that: %s", listens.err.c_str());
+    if (fd >= 0) { close(fd); }
+}
 
 static void test_names() {
     struct { const char *list, *first; } lists[] = {
@@ -744,12 +883,18 @@ int main(int argc, char** argv) {
         return finish();
     }
     TEST("comm: names of hosts, servers") { test_names(); }
+    TEST("comm: ports") { test_ports(); }
+    TEST("comm: a connection to oneself") { test_own_port(); }
     TEST("comm: contradictions") { test_contradictions(); }
     TEST("comm: collectives, ways to start") { run_cases(start_cases(), 3); }
     TEST("comm: strangers") { test_strangers(); }
     TEST("comm: ranks that do not fit") { test_places(); }
     TEST("comm: a folder to meet in") { test_folder(); }
     TEST("comm: a slow reader") { test_reader(); }
-    TEST("comm: failures") { run_cases(failure_cases(), 14); }
+    TEST("comm: failures, stops") {
+        std::vector<Case> cases = failure_cases();
+        add_stop_cases(&cases);
+        run_cases(cases, 14);
+    }
     return finish();
 }

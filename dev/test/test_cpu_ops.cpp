@@ -7,7 +7,7 @@ of threads.
     build/test_cpu_ops --break NAME     with that output scaled by 1.01: stops at the first group that notices
     build/test_cpu_ops --list           the output names
 */
-#include <math.h>       // gives: sqrt, isfinite
+#include <math.h>       // gives: sqrt, sqrtl, isfinite, isnan
 #include <stdio.h>      // gives: printf
 #include <stdlib.h>     // gives: system
 #include <string.h>     // gives: strcmp
@@ -17,7 +17,9 @@ of threads.
 #endif
 
 #include <algorithm>    // gives: std::min, std::max
+#include <deque>        // gives: std::deque
 #include <functional>   // gives: std::function
+#include <set>          // gives: std::set
 #include <string>       // gives: std::string
 #include <vector>       // gives: std::vector
 
@@ -546,7 +548,11 @@ static void test_loss_sum(int N) {
 
 // ---- update ----
 
-static UpdateState update_state(float loss_scale) { return {0, loss_scale, 0, 0.0f, 0.0f, 0, 0}; }
+static UpdateState update_state(float loss_scale) {
+    UpdateState state = {};
+    state.loss_scale = loss_scale;
+    return state;
+}
 
 static void test_lane_sum() {
     for (int pieces = 1; pieces <= 9; pieces++) {
@@ -628,11 +634,10 @@ static void test_square_sums() {
     CHECK_SAME(four, picked, kExact);
 }
 
-// One rank, one bucket, one chunk, one lane.
+// One rank, one bucket, one chunk, one lane. False: the loss is wrong.
 struct Record { double sum; float loss; };
 template <class Real>
-static void decide(UpdateState* state, double squares, float max_norm, UpdatePolicy policy) {
-    const float loss = 0.5f;
+static bool decide_on(UpdateState* state, double squares, float max_norm, UpdatePolicy policy, float loss) {
     Record record = {squares, 0};
     static_assert(sizeof(Record) == 16, "room for a double, too");
     const Real real_loss = (Real)loss;
@@ -641,7 +646,11 @@ static void decide(UpdateState* state, double squares, float max_norm, UpdatePol
     Real mean = 7;
     update_decision_cpu<Real>({state, &mean, (const char*)&record, sizeof(record), 8, 1, 1, false, &range, 1,
                                max_norm, policy}, 0);
-    CHECK(mean == real_loss, "the loss is %g, expected %g", (double)mean, (double)real_loss);
+    return mean == real_loss || (isnan(mean) && isnan(loss));
+}
+template <class Real>
+static void decide(UpdateState* state, double squares, float max_norm, UpdatePolicy policy) {
+    CHECK(decide_on<Real>(state, squares, max_norm, policy, 0.5f), "the loss is not the lane's");
 }
 
 static void test_update_decision() {
@@ -685,6 +694,159 @@ static void test_update_decision() {
     step(NAN, fixed);
     CHECK(state.loss_scale == 2.0f && state.t == 5 && state.skip == 1, "a fixed scale became %g",
           state.loss_scale);
+}
+
+// Plain: the last values in a deque, mean and deviation from their definitions, in long double.
+struct PlainWindow {
+    std::deque<double> values;
+    double score(double x) const {
+        if (values.size() < 128) { return 0.0; }
+        long double mean = 0, variance = 0;
+        for (double value : values) { mean += value / 128.0L; }
+        for (double value : values) { variance += (value - mean) * (value - mean) / 128.0L; }
+        return variance > 0 ? (double)((x - mean) / sqrtl(variance)) : 0.0;
+    }
+    void add(double x) {
+        if (!isfinite(x)) { return; }
+        values.push_back(x);
+        if (values.size() > 128) { values.pop_front(); }
+    }
+};
+
+// A ring's values from the oldest on.
+static std::vector<double> in_order(const Window& w) {
+    std::vector<double> values;
+    for (long long i = w.count < kWindow ? 0 : w.count - kWindow; i < w.count; i++) {
+        values.push_back(w.values[i % kWindow]);
+    }
+    return values;
+}
+
+// Steps of all kinds beside the plain computation: usual ones, outliers above and below, values that are not
+// finite, and levels that change and stay.
+template <class Real> static void test_outliers(float max_loss, float max_norm) {
+    const char* title = sizeof(Real) == sizeof(double) ? "double" : "float";
+    UpdateState state = update_state(4.0f);
+    const UpdatePolicy policy = {true, 1 << 20, 65536.0f, max_loss, max_norm};
+    PlainWindow losses, norms;
+    long long t = 0, in_a_row = 0, good = 0, count[4] = {};
+    float loss_scale = 4.0f;
+    for (uint32_t step = 0; step < 1500; step++) {
+        const double level = step < 600 ? 3.0 : 5.0, coin = rand_unit(11, RAND_SAMPLE, 0, step);
+        float loss = (float)(level + 0.1 * rand_normal(11, 0, step));
+        double norm = 1.0 + 0.2 * fabs(rand_normal(11, 1, step));
+        if (coin < 0.02) { loss += 1.0f; }
+        else if (coin < 0.04) { loss -= 1.0f; }
+        else if (coin < 0.06) { norm *= 5.0; }
+        else if (coin < 0.08) { norm *= 0.1; }
+        else if (coin < 0.10) { norm = coin < 0.09 ? NAN : INFINITY; }
+        else if (coin < 0.12) { loss = coin < 0.11 ? NAN : -INFINITY; }
+        else if (coin < 0.13) { loss = NAN; norm = NAN; }
+        const double scaled = norm * loss_scale;
+        const bool right = decide_on<Real>(&state, scaled * scaled, 1.0f, policy, loss);
+        norm = state.norm;
+        const double loss_score = max_loss > 0 ? losses.score(loss) : 0.0;
+        const double norm_score = max_norm > 0 ? norms.score(norm) : 0.0;
+        const Skip skip = !isfinite(norm) ? SKIP_NOT_FINITE
+                          : max_loss > 0 && loss_score > max_loss ? SKIP_LOSS
+                          : max_norm > 0 && norm_score > max_norm ? SKIP_NORM : SKIP_NO;
+        count[skip]++;
+        losses.add(loss);
+        norms.add(norm);
+        t += skip == SKIP_NO;
+        in_a_row = skip == SKIP_NO ? 0 : in_a_row + 1;
+        good = skip == SKIP_NOT_FINITE ? 0 : good + 1;
+        if (skip == SKIP_NOT_FINITE) { loss_scale = loss_scale > 2.0f ? loss_scale / 2 : 1.0f; }
+        auto near = [](double got, double want) {
+            return isfinite(want) ? fabs(got - want) <= 1e-6 * (1.0 + fabs(want))
+                                  : isnan(want) ? isnan(got) : got == want;
+        };
+        const bool decided = right && state.skip == skip && near(state.loss_score, loss_score) &&
+                             near(state.norm_score, norm_score);
+        const bool counted = state.t == t && state.skipped_in_a_row == in_a_row && state.good_steps == good &&
+                             state.loss_scale == loss_scale;
+        if (decided && counted && step % 100 != 0) { continue; }
+        CHECK(decided, "%s: step %u, loss %g, norm %g: skip %d by %g and %g, expected %d by %g and %g", title,
+              step, loss, norm, state.skip, state.loss_score, state.norm_score, skip, loss_score, norm_score);
+        CHECK(counted, "%s: step %u: t %lld, %d in a row, %d good, scale %g; expected %lld, %lld, %lld, %g",
+              title, step, state.t, state.skipped_in_a_row, state.good_steps, state.loss_scale, t, in_a_row,
+              good, loss_scale);
+        CHECK(in_order(state.losses) == std::vector<double>(losses.values.begin(), losses.values.end()) &&
+                  in_order(state.norms) == std::vector<double>(norms.values.begin(), norms.values.end()),
+              "%s: the windows after step %u", title, step);
+    }
+    CHECK((max_loss > 0) == (count[SKIP_LOSS] > 10) && (max_norm > 0) == (count[SKIP_NORM] > 10) &&
+              count[SKIP_NOT_FINITE] > 20 && count[SKIP_NO] > 1200,
+          "%s: skips of all kinds: %lld of losses, %lld of norms, %lld not finite", title, count[SKIP_LOSS],
+          count[SKIP_NORM], count[SKIP_NOT_FINITE]);
+}
+
+// The facts one by one.
+static void test_window() {
+    const UpdatePolicy policy = {false, 1, 65536.0f, 3.0f, 3.0f};
+    UpdateState state = update_state(1.0f);
+    auto step = [&](float loss, float norm) {
+        decide_on<double>(&state, (double)norm * norm, 0.0f, policy, loss);
+        return state.skip;
+    };
+    for (int i = 0; i < 127; i++) { step(i % 2 ? 1.0f : 3.0f, i % 2 ? 1.0f : 3.0f); }
+    CHECK(step(100.0f, 3.0f) == SKIP_NO && state.t == 128, "127 values are not enough to judge by");
+    CHECK(step(100.0f, 100.0f) != SKIP_NO && state.t == 128, "128 are");
+    state = update_state(1.0f);
+    for (int i = 0; i < 128; i++) { step(i % 2 ? 1.0f : 3.0f, i % 2 ? 1.0f : 3.0f); }  // mean 2, deviation 1
+    const UpdateState full = state;
+    struct Row { float loss, norm; int skip; const char* what; };
+    const Row rows[] = {
+        {5.0f, 2.0f, SKIP_NO, "a loss at the limit"},
+        {5.00001f, 2.0f, SKIP_LOSS, "a loss above it"},
+        {2.0f, 5.0f, SKIP_NO, "a norm at the limit"},
+        {2.0f, 5.00001f, SKIP_NORM, "a norm above it"},
+        {6.0f, 7.0f, SKIP_LOSS, "both"},
+        {-1e30f, 0.0f, SKIP_NO, "far below"},
+        {INFINITY, 2.0f, SKIP_LOSS, "an infinite loss"},
+        {6.0f, INFINITY, SKIP_NOT_FINITE, "a loss above the limit and a norm that is infinite"},
+    };
+    for (const Row& row : rows) {
+        state = full;
+        CHECK(step(row.loss, row.norm) == row.skip, "%s: skip %d, expected %d", row.what, state.skip,
+              row.skip);
+        CHECK(state.t == 128 + (row.skip == SKIP_NO), "%s: t %lld", row.what, state.t);
+        CHECK(state.losses.count == 128 + isfinite(row.loss) &&
+                  state.norms.count == 128 + isfinite(row.norm), "%s: what enters", row.what);
+    }
+    state = full;
+    step(6.0f, 7.0f);
+    CHECK(state.loss_score == 4.0f && state.norm_score == 5.0f, "scores %g and %g", state.loss_score,
+          state.norm_score);
+    state = update_state(1.0f);
+    for (int i = 0; i < 200; i++) { step(0.1f, 0.1f); }
+    CHECK(step(0.2f, 0.2f) == SKIP_NO, "where all are equal, nothing is unusual");
+    int skips = 0;                              // a new level, which stays: it becomes the usual one
+    for (int i = 0; i < 300; i++) { skips += step(i % 2 ? 50.0f : 51.0f, 1.0f) != SKIP_NO; }
+    CHECK(skips > 0 && skips < 20 && state.skipped_in_a_row == 0, "%d skips after a change of level", skips);
+}
+
+// update_state_fields() names every byte once, and what it reads it can write.
+static void test_update_state_fields() {
+    UpdateState state, copy;
+    for (size_t i = 0; i < sizeof(state); i++) { ((unsigned char*)&state)[i] = (unsigned char)(i * 7 + 1); }
+    memset((void*)&copy, 0, sizeof(copy));
+    std::vector<std::vector<char>> fields;
+    std::set<std::string> field_names;
+    size_t bytes = 0;
+    update_state_fields((const UpdateState&)state, [&](const char* name, auto* first, size_t count) {
+        CHECK((const char*)first == (const char*)&state + bytes, "%s is not what comes next", name);
+        CHECK(field_names.insert(name).second, "two fields %s", name);
+        bytes += count * sizeof(*first);
+        fields.push_back({(const char*)first, (const char*)(first + count)});
+    });
+    CHECK(bytes == sizeof(state), "%zu bytes have a name, of %zu", bytes, sizeof(state));
+    size_t next = 0;
+    update_state_fields(copy, [&](const char*, auto* first, size_t) {
+        memcpy((void*)first, fields[next].data(), fields[next].size());
+        next++;
+    });
+    CHECK(memcmp(&state, &copy, sizeof(state)) == 0, "read and written again it is another state");
 }
 
 // Records of several ranks: every live chunk once, no padding, every lane once, in whatever order they lie.
@@ -1069,6 +1231,12 @@ static const Group groups[] = {
     {"square_sums", test_square_sums},
     {"update_decision", [] {
         test_update_decision();
+        test_window();
+        test_update_state_fields();
+        for (float max_loss : {0.0f, 3.0f}) {
+            for (float max_norm : {0.0f, 3.0f}) { test_outliers<double>(max_loss, max_norm); }
+        }
+        test_outliers<float>(4.0f, 5.0f);
         for (int ranks : {1, 2, 3, 8}) {
             for (int lanes : {1, 2, 5}) {
                 for (bool interleaved : {false, true}) { test_records(ranks, lanes, interleaved); }

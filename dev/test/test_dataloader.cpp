@@ -27,9 +27,9 @@ static void write_file(const std::string& path, const void* data, size_t bytes) 
 }
 
 static void write_shard(const std::string& path, const std::vector<uint16_t>& tokens, int magic = 20240520,
-                        int version = 1, long long count = -1) {
+                        int version = 1, long long count = -1, int tokenizer = 0) {
     std::vector<char> bytes(1024 + 2 * tokens.size());
-    int32_t header[256] = {magic, version, count == -1 ? (int32_t)tokens.size() : (int32_t)count};
+    int32_t header[256] = {magic, version, count == -1 ? (int32_t)tokens.size() : (int32_t)count, tokenizer};
     memcpy(bytes.data(), header, 1024);
     if (!tokens.empty()) { memcpy(bytes.data() + 1024, tokens.data(), 2 * tokens.size()); }
     write_file(path, bytes.data(), bytes.size());
@@ -408,6 +408,29 @@ static void load(const std::string& pattern, int batches = 1, int vocab = 65536,
     dataloader_free(&loader);
 }
 
+// What word 3 of the headers says: 0 nothing, else all shards must say the same.
+static void test_tokenizers() {
+    const std::vector<uint16_t> tokens(100);
+    auto set = [&](const std::string& name, const std::vector<int>& ids) {
+        for (size_t s = 0; s < ids.size(); s++) {
+            write_shard(in_folder(format("%s_%zu.bin", name.c_str(), s)), tokens, 20240520, 1, -1, ids[s]);
+        }
+        return in_folder(name + "_*.bin");
+    };
+    const std::vector<std::vector<int>> good = {{0}, {1}, {0, 2, 2}, {2, 0}, {0, 0}};
+    for (const std::vector<int>& ids : good) {
+        const std::string name = format("ids%d%zu", ids[0], ids.size()), pattern = set(name, ids);
+        DataLoader loader;
+        dataloader_init(&loader, pattern.c_str(), 1, 8, false, 0, 50257);
+        const uint32_t wanted = (uint32_t)*std::max_element(ids.begin(), ids.end());
+        CHECK(loader.tokenizer == wanted, "%s: tokenizer %u", pattern.c_str(), loader.tokenizer);
+        dataloader_free(&loader);
+    }
+    const std::string mixed = set("mixed", {0, 1, 0, 2});
+    check_dies("two tokenizers", [&] { load(mixed); },
+               {"mixed_1.bin", "of tokenizer 1", "mixed_3.bin", "of 2"});
+}
+
 static void test_bad_files() {
     std::vector<uint16_t> tokens(100);
     for (size_t i = 0; i < tokens.size(); i++) { tokens[i] = (uint16_t)i; }
@@ -551,6 +574,7 @@ int main() {
     TEST("open files and threads") { test_open_files(); }
     TEST("small sets") { test_small_sets(); }
     TEST("more than 2^31 tokens") { test_huge(); }
+    TEST("tokenizers") { test_tokenizers(); }
     TEST("bad files") { test_bad_files(); }
     TEST("token range") { test_token_range(); }
     if (system(("rm -r '" + folder + "'").c_str()) != 0) { printf("left behind: %s\n", folder.c_str()); }

@@ -10,6 +10,7 @@ comes from fixed seeds, so a result never changes from run to run.
 #include <math.h>                       // gives: fabs, sqrt, INFINITY, NAN
 #include <sys/resource.h>               // gives: setrlimit
 
+#include <algorithm>                    // gives: std::count
 #include <set>                          // gives: std::set
 #include <thread>                       // gives: std::thread
 
@@ -555,13 +556,56 @@ static void test_flags() {
         for (const std::string& line : flags_split(help.out + table.out, '\n')) {
             CHECK(line.size() <= (size_t)kFlagColumns, "%zu columns: %s", line.size(), line.c_str());
         }
-        Child json = run_child([] {
-            parse({"-l", "0.1", "-o", "a\"\n"});
-            flags_json(stdout, flags, num_flags);
-        });
-        CHECK(json.out == "{\"micro-batch\": 4, \"total-batch\": 512, \"seed\": 1337, \"lr\": 0.1, "
+        parse({"-l", "0.1", "-o", "a\"\n"});
+        const std::string json = flags_json(flags, num_flags);
+        CHECK(json == "{\"micro-batch\": 4, \"total-batch\": 512, \"seed\": 1337, \"lr\": 0.1, "
               "\"lr-schedule\": \"cosine\", \"master\": true, \"output\": \"a\\\"\\u000a\", "
-              "\"prompt\": \"\", \"name\": \"x\"}", "%s", json.out.c_str());
+              "\"prompt\": \"\", \"name\": \"x\"}", "%s", json.c_str());
+    }
+}
+
+static void test_flags_resume() {
+    TEST("flags: settings of an earlier start") {
+        static Flag table[num_flags];
+        for (int i = 0; i < num_flags; i++) { table[i] = flags[i]; }
+        table[0].resume = FLAG_FIXED;           // -b, and the others as they are: kept
+        table[6].resume = FLAG_NOW;             // -o
+        const std::vector<std::pair<std::string, const char*>> saved = {
+            {"micro-batch", "8"}, {"total-batch", "1024"}, {"lr", "0.25"}, {"lr-schedule", "linear"},
+            {"master", "0"}, {"output", "then"}, {"prompt", "a = b\n"}};
+        auto resume = [&](std::vector<std::string> words) {
+            words.insert(words.begin(), "train");
+            static std::vector<std::string> kept;
+            kept = words;
+            std::vector<char*> argv;
+            for (std::string& word : kept) { argv.push_back(&word[0]); }
+            flags_parse(table, num_flags, (int)argv.size(), argv.data());
+            flags_resume(table, num_flags, [&](const char* name) -> const char* {
+                for (const auto& s : saved) { if (s.first == name) { return s.second; } }
+                return nullptr;                 // a flag that there was not yet
+            });
+        };
+        resume({});
+        CHECK(cfg.B == 8 && cfg.z == 1024 && cfg.lr == 0.25 && cfg.kind == 1 && cfg.w == 0, "%s",
+              flags_json(table, num_flags).c_str());
+        CHECK(strcmp(cfg.prompt, "a = b\n") == 0, "%s", cfg.prompt);
+        CHECK(cfg.out[0] == '\0', "-o is '%s', of the earlier start", cfg.out);
+        CHECK(cfg.seed == 1337 && strcmp(cfg.name, "x") == 0, "flags of which nothing was saved: %s",
+              flags_json(table, num_flags).c_str());
+        resume({"-z", "2048", "-o", "now", "-l=0.5", "-b", "8"});
+        CHECK(cfg.z == 2048 && cfg.lr == 0.5 && cfg.B == 8 && strcmp(cfg.out, "now") == 0, "%s",
+              flags_json(table, num_flags).c_str());
+        CHECK(cfg.w == 0, "a flag that was not given: master is %d", cfg.w);
+        for (std::string other : {"16", "4"}) {             // 4 is the default
+            check_dies("-b " + other, [&] { resume({"-b", other}); },
+                       {"-b (--micro-batch) " + other + ":", "began with 8", "hint:"});
+        }
+    }
+    TEST("flags: settings of an earlier start that this program does not know") {
+        parse({});
+        check_dies("out of range", [] {
+            flags_resume(flags, num_flags, [](const char*) { return "0"; });
+        }, {"-b (--micro-batch)", "1 to 65536", "'0'"});
     }
 }
 
@@ -1204,17 +1248,19 @@ static void test_logger() {
         check_dies("a file in the way", [] {
             Logger log;
             logger_init(&log, (folder + "/model.bin/run").c_str());
+            logger_train(&log, {0, 1, 1, 1, 1, 1, 1});
         }, {"model.bin/run"});
         for (const char* name : {"main.log", "metrics.jsonl", "run.json"}) {
             std::string run = folder + "/full_" + name, word = name;
             check_dies(name, [&] {
                 Logger log;
                 logger_init(&log, run.c_str());
-                FILE** f = word == "main.log" ? &log.main_log : &log.metrics;
-                if (word == "run.json") { file_layer.fsync = [](int) { return refuse(ENOSPC); }; }
-                else if (!freopen("/dev/full", "w", *f)) { _exit(99); }
                 logger_run(&log, flags, num_flags, {});
+                if (word == "run.json") { file_layer.fsync = [](int) { return refuse(ENOSPC); }; }
                 logger_train(&log, {0, 1, 1, 1, 1, 1, 1});
+                FILE** f = word == "main.log" ? &log.main_log : &log.metrics;
+                if (!freopen("/dev/full", "w", *f)) { _exit(99); }
+                logger_train(&log, {1, 1, 1, 1, 1, 1, 1});
             }, {"cannot write", run, "No space left", "hint:"});
         }
     }
@@ -1229,23 +1275,141 @@ static int open_files() {
 }
 
 static void test_logger_files() {
-    TEST("logger: its files are closed, and a second run in the same folder starts them anew") {
+    TEST("logger: its files are closed, and a run that begins in the same folder starts them anew") {
         const std::string run = folder + "/runs/twice";
         const int before = open_files();
         for (double loss : {3.0, 2.0}) {
             Logger log;
             logger_init(&log, run.c_str());
-            logger_run(&log, flags, num_flags, {});
+            logger_run(&log, flags, num_flags, {{"loss", std::to_string(loss)}});
             logger_val(&log, 7, loss);
+            logger_train(&log, {8, loss, 1, 1, 1, 1, 1});
             CHECK(before == 0 || open_files() == before + 2, "%d more files are open", open_files() - before);
             logger_free(&log);
             CHECK(log.main_log == nullptr && log.folder.empty(), "a freed logger would log on");
         }
         CHECK(open_files() == before, "%d more files are open", open_files() - before);
         std::string text = read_text(run + "/main.log");
-        CHECK(text == "s:7 tel:2.000000\n", "main.log:\n%s", text.c_str());
+        CHECK(text == "s:7 tel:2.000000\ns:8 trl:2.000000 lr:1.000000e+00 norm:1.0000\n", "main.log:\n%s",
+              text.c_str());
         text = read_text(run + "/metrics.jsonl");
-        CHECK(text == "{\"step\": 7, \"val_loss\": 2}\n", "metrics.jsonl:\n%s", text.c_str());
+        CHECK(text.find("{\"step\": 7, \"val_loss\": 2}\n{\"step\": 8,") == 0, "%s", text.c_str());
+        CHECK(read_text(run + "/run.json").find("\"loss\": \"2.000000\"") != std::string::npos,
+              "run.json is the first run's");
+    }
+    TEST("logger: nothing is on disk before the first step is done") {
+        const std::string run = folder + "/late/run";
+        Logger log;
+        logger_init(&log, run.c_str());
+        logger_run(&log, flags, num_flags, {});
+        logger_val(&log, 0, 11);
+        logger_eval(&log, 0, 0.25);
+        const LoggerPlace place = logger_place(&log);
+        CHECK(place.main_log == 0 && place.metrics == 0, "%lld", (long long)place.main_log);
+        logger_sync(&log);
+        CHECK(access((folder + "/late").c_str(), F_OK) != 0, "there is a folder before the first step");
+        logger_train(&log, {0, 1, 1, 1, 1, 1, 1});
+        CHECK(read_text(run + "/main.log") == "s:0 tel:11.000000\ns:0 eval:0.250000\n"
+              "s:0 trl:1.000000 lr:1.000000e+00 norm:1.0000\n", "%s", read_text(run + "/main.log").c_str());
+        const std::string text = read_text(run + "/metrics.jsonl");
+        CHECK(std::count(text.begin(), text.end(), '\n') == 3, "%s", text.c_str());
+        CHECK(read_text(run + "/run.json").find("\"settings\"") != std::string::npos, "no settings");
+        logger_free(&log);
+        logger_init(&log, (folder + "/never").c_str());     // a run that fails before
+        logger_val(&log, 0, 11);
+        logger_free(&log);
+        CHECK(access((folder + "/never").c_str(), F_OK) != 0, "a run without a step left a folder");
+    }
+}
+
+static void test_logger_go_back() {
+    const std::string run = folder + "/runs/back", main_log = run + "/main.log",
+                      metrics = run + "/metrics.jsonl";
+    const LoggerPlace start = {0, 0};
+    LoggerPlace place = start;
+    TEST("logger: a run goes on from a checkpoint's place") {
+        Logger log;
+        logger_init(&log, run.c_str());
+        logger_train(&log, {0, 5, 1, 1, 1, 1, 1});
+        place = logger_place(&log);
+        const std::string kept = read_text(main_log), kept_metrics = read_text(metrics);
+        CHECK((size_t)place.main_log == kept.size() && (size_t)place.metrics == kept_metrics.size(),
+              "%lld and %lld bytes", (long long)place.main_log, (long long)place.metrics);
+        logger_train(&log, {1, 4, 1, 1, 1, 1, 1});
+        logger_go_back(&log, place);                        // in the same process,
+        CHECK(read_text(main_log) == kept && read_text(metrics) == kept_metrics, "later lines are there");
+        CHECK(logger_place(&log).main_log == place.main_log && logger_place(&log).metrics == place.metrics,
+              "it would go on at %lld", (long long)logger_place(&log).main_log);
+        logger_val(&log, 1, 3);
+        CHECK(read_text(main_log) == kept + "s:1 tel:3.000000\n", "%s", read_text(main_log).c_str());
+        logger_free(&log);
+        logger_init(&log, run.c_str());                     // and in another
+        logger_run(&log, flags, num_flags, {{"start", "second"}});
+        logger_go_back(&log, place);
+        CHECK(read_text(main_log) == kept && read_text(metrics) == kept_metrics, "later lines are there");
+        CHECK(read_text(run + "/run.json").find("second") != std::string::npos, "run.json is the first one's");
+        logger_val(&log, 1, 2);
+        logger_train(&log, {1, 3, 1, 1, 1, 1, 1});
+        const std::string more = "s:1 tel:2.000000\ns:1 trl:3.000000 lr:1.000000e+00 norm:1.0000\n";
+        CHECK(read_text(main_log) == kept + more, "%s", read_text(main_log).c_str());
+        place = logger_place(&log);
+        CHECK((size_t)place.main_log == read_text(main_log).size(), "%lld bytes", (long long)place.main_log);
+        logger_free(&log);
+    }
+    TEST("logger: of a log that lost its end, and of none") {
+        CHECK(truncate(main_log.c_str(), 10) == 0, "%s", strerror(errno));
+        Child gap = run_child([&] {
+            Logger log;
+            logger_init(&log, run.c_str());
+            logger_go_back(&log, place);
+            logger_val(&log, 2, 1);
+            logger_free(&log);
+        });
+        CHECK(gap.code == 0 && gap.err.find("warning: '" + main_log + "' lost its last lines") == 0,
+              "%d, %s", gap.code, gap.err.c_str());
+        CHECK(std::count(gap.err.begin(), gap.err.end(), '\n') == 1, "also of metrics.jsonl? %s",
+              gap.err.c_str());
+        const std::string text = read_text(main_log);
+        CHECK(text.size() == 10 + strlen("s:2 tel:1.000000\n") && text.find("s:2 tel:1.000000\n") == 10, "%s",
+              text.c_str());
+        Child off = run_child([&] {
+            Logger log;
+            logger_init(&log, "");
+            logger_go_back(&log, place);
+            logger_sync(&log);
+        });
+        CHECK(off.code == 0 && off.err.empty(), "%d, %s", off.code, off.err.c_str());
+    }
+    TEST("logger: two processes and one folder") {
+        Logger log;
+        logger_init(&log, run.c_str());
+        logger_go_back(&log, start);
+        logger_train(&log, {0, 1, 1, 1, 1, 1, 1});
+        const std::string text = read_text(main_log), settings = read_text(run + "/run.json");
+        for (bool begins : {true, false}) {
+            check_dies("a second one", [&] {
+                Logger other;
+                logger_init(&other, run.c_str());
+                logger_run(&other, flags, num_flags, {{"who", "the other"}});
+                if (begins) { logger_train(&other, {0, 9, 9, 9, 9, 9, 9}); }
+                else { logger_go_back(&other, start); }
+            }, {"-o " + run, "another process", "hint:"});
+            CHECK(read_text(main_log) == text && read_text(run + "/run.json") == settings,
+                  "the other's lines are there");
+        }
+        logger_val(&log, 1, 3);
+        CHECK(read_text(main_log) == text + "s:1 tel:3.000000\n", "%s", read_text(main_log).c_str());
+        check_dies("sync", [&] {
+            file_layer.fsync = [](int) { return refuse(EIO); };
+            logger_sync(&log);
+        }, {"cannot write the logs in '" + run, "Input/output error"});
+        logger_free(&log);
+        Child next = run_child([&] {                        // the lock ends with its owner
+            Logger other;
+            logger_init(&other, run.c_str());
+            logger_go_back(&other, start);
+        });
+        CHECK(next.code == 0, "%d, %s", next.code, next.err.c_str());
     }
 }
 
@@ -1267,6 +1431,7 @@ static void test_logger_pipes() {
                     Logger log;
                     logger_init(&log, run.c_str());
                     logger_run(&log, flags, num_flags, {});
+                    logger_train(&log, {0, 1, 1, 1, 1, 1, 1});
                 }, {path, "regular file"});
                 CHECK(lstat(path.c_str(), &after) == 0 && before.st_ino == after.st_ino, "%s was replaced",
                       path.c_str());
@@ -1283,6 +1448,7 @@ int main() {
     test_json();
     test_numbers();
     test_flags();
+    test_flags_resume();
     test_schedulers();
     test_sampler();
     test_sampler_ties();
@@ -1293,6 +1459,7 @@ int main() {
     test_rounding();
     test_logger();
     test_logger_files();
+    test_logger_go_back();
     test_logger_pipes();
     if (system(("rm -rf " + folder).c_str()) != 0) { fprintf(stderr, "%s is still there\n", name); }
     return test_summary();

@@ -131,7 +131,8 @@ def constant_model(path, logits, V=256, length=64):
 # What the precision of a build can change.
 NUMERIC = ("rows", "validation", "learned_period", "gpt2_vocabulary", "constant_model",
            "samples_of_trained", "flags", "residual_layernorm", "initial_weights", "adamw",
-           "saved_files_load", "skip_limit", "nan_validation")
+           "saved_files_load", "skip_limit", "nan_validation", "outliers",
+           "outlier_limits")
 
 
 def test_rows():
@@ -337,11 +338,13 @@ def test_when():
 def observe(flags, name):
     """Everything a run says and leaves, by kind."""
     result = run_ok({**flags, "-o": name})
+    models = sorted(glob.glob(name + "/model_*.bin"))
+    check(models, f"a checkpoint in {name}")
     columns, losses = log_columns(name), result.val_losses()
     samples = re.findall(r"^sample (\d+ at step \d+:\n.*?)\n---$", result.out, re.M | re.S)
     return {"loss of step 1": columns["trl"][:1], "norm of step 1": columns["norm"][:1],
             "later losses": columns["trl"][1:] + columns["norm"][1:], "rates": columns["lr"],
-            "weights": read_bytes(model_path(name)), "memory": re.findall(r"^memory: .*$", result.out, re.M),
+            "weights": read_bytes(models[-1]), "memory": re.findall(r"^memory: .*$", result.out, re.M),
             "first validation": losses[:1], "later validations": losses[1:], "samples": samples}
 
 
@@ -369,6 +372,8 @@ def flag_table():
         ("--beta2", 0.5, LEARNED, SHOWN),
         ("--eps", "1e-2", LEARNED, SHOWN),
         ("--grad-clip", 0.01, LEARNED, SHOWN),
+        ("-sl", 1, set(), set()),                   # nothing is judged by fewer than 128 steps: test_outliers
+        ("-sg", 1, set(), set()),
         ("--seed", 7, ALL_NUMBERS, set()),
         ("--shuffle", 0, FIRST | LEARNED, SHOWN),
         ("-a", 1, FIRST | LEARNED, SHOWN),
@@ -387,6 +392,11 @@ def flag_table():
         ("--kernels", "portable", set(), ALL_NUMBERS if cuda else set()),
         ("-f", 1, set(), ALL_NUMBERS if cuda and not low else set()),
         ("-w", 0, {"memory", "weights"} if low else set(), LEARNED | SHOWN if low else set()),
+        ("-n", 2, set(), set()),
+        ("-nk", 1, set(), set()),
+        ("-nm", 1, set(), set()),
+        ("-y", 1, set(), set()),                    # there is nothing to resume
+        ("--on-bad-loss", "rewind", set(), set()),
     ]
     if cuda:                                        # refused by the CPU build
         rows += [("--grad-dtype", "bf16", {"memory"}, LEARNED | SHOWN | {"norm of step 1"}),
@@ -521,7 +531,8 @@ def test_saved_files_load():
         path = model_path(folder)
         steps = flags.get("-x", 4)
         check_equal(os.path.basename(path), f"model_{steps:08d}.bin", "its name says how many updates")
-        check_equal(re.findall(r"^saved (.*)$", trained.out, re.M), [path], "its name is printed")
+        saved = re.findall(r"^saved (\S+) and its state: \S+ [KMGT]iB in \S+ s$", trained.out, re.M)
+        check_equal(saved, [path], "its name is printed")
         dims, params = formats.read_checkpoint(path)
         check_equal(dims.text(), flags["-e"], f"sizes in the file of {flags}")
         start = formats.init_params(dims, 1337)
@@ -877,6 +888,72 @@ def test_nan_validation():
         check_equal(result.code, code, f"exit code with {flags}")
         check("validation loss is not finite" in result.err, f"a warning with {flags}: {result.err}")
         check("nan" in result.out, "the loss itself is printed")
+
+
+# ---- outliers: -sl, -sg ----
+
+def skipped_steps(result):
+    """[(step, what)] of the updates that were skipped as outliers, as stderr has them."""
+    line = r"^step (\d+): (loss|norm) (\S+) is (\S+) standard deviations above the mean of the last 128: "
+    found = re.findall(line + "update skipped$", result.err, re.M)
+    check(all(float(score) > 0 for *_, score in found), f"scores: {found}")
+    return [(int(step), what) for step, what, *_ in found]
+
+
+def test_outliers():
+    """Steps with unusual data are skipped, and the run goes on as if they had not been there."""
+    before, spike, after = 150, 3, 12               # steps
+    batch = B * T
+    clean = list(sentences(9, (before + after) * batch + 1))
+    rng = random.Random(4)
+    # the token at which a part ends is the next one's first: the parts join without a trace
+    joint = clean[before * batch]
+    noise = [joint] + [rng.randrange(128, 256) for _ in range(spike * batch - 1)]
+    write_shard("clean.bin", clean)
+    write_shard("spiky.bin", clean[:before * batch] + noise + clean[before * batch:])
+    usual = {"--shuffle": 0, "-k": "constant", "-l": "3e-3"}
+    steps = before + spike + after
+    want = run_ok({**usual, "-i": "clean.bin", "-x": before + after, "-o": "clean"})
+    run_ok({**usual, "-i": "clean.bin", "-x": before, "-o": "at_spike"})
+    for flag, limit, what in (("-sl", 4, "loss"), ("-sg", 6, "norm")):
+        folder = f"spiky_{what}"
+        flags = {**usual, "-i": "spiky.bin", flag: limit}
+        got = run({**flags, "-x": steps, "-o": folder})
+        check_equal((got.code, skipped_steps(got)), (0, [(before + 1 + k, what) for k in range(spike)]),
+                    f"updates that {flag} skips: {got.err}")
+        check_equal(got.losses()[:before] + got.losses()[before + spike:], want.losses(),
+                    f"{flag}: the other steps' losses")
+        check_equal(read_bytes(model_path(folder)), read_bytes(model_path("clean")), f"{flag}: weights after")
+        run({**flags, "-x": before + spike, "-o": folder + "_end"})
+        check_equal(read_bytes(model_path(folder + "_end")), read_bytes(model_path("at_spike")),
+                    f"{flag}: weights after the skipped steps")
+        check_equal(len(log_lines(folder)), steps, "a skipped step is in main.log")
+    usual["-i"] = "spiky.bin"
+    run_ok({**usual, "-x": steps, "-sl": 0, "-sg": 0, "-o": "trained_on"})
+    check(read_bytes(model_path("trained_on")) != read_bytes(model_path("clean")), "0 and 0 skip nothing")
+    if "CPU" in Program.device:                     # all ranks decide alike, one of them says so
+        got = run({**usual, "-b": B // 2, "-x": steps, "-sl": 4, "-sg": 6, "--gpus": 2, "-o": "ranks"})
+        check_equal(skipped_steps(got), [(before + 1 + k, "loss") for k in range(spike)], "two ranks' skips")
+        alone = run({**usual, "-b": B // 2, "-z": batch, "-x": steps, "-sl": 4, "-o": "alone"})
+        check_equal((got.err, read_bytes(model_path("ranks"))), (alone.err, read_bytes(model_path("alone"))),
+                    "two ranks' weights and one's")
+
+
+def test_outlier_limits():
+    """Fewer than 128 steps judge nothing; what stays unusual for twenty steps ends the run."""
+    batch = B * T
+    rng = random.Random(5)
+    clean = list(sentences(9, 170 * batch + 1))
+    noise = [rng.randrange(128, 256) for _ in range(25 * batch)]
+    flags = {"--shuffle": 0, "-k": "constant", "-l": "3e-3", "-sl": 1.5, "-i": "late.bin"}
+    write_shard("late.bin", clean[:127 * batch] + noise[:batch] + clean[:2 * batch])
+    check_equal(run({**flags, "-x": 130}).losses(), run({**flags, "-x": 130, "-sl": 0}).losses(),
+                "with 127 steps before it")
+    write_shard("late.bin", clean + noise)
+    got = run({**flags, "-x": 195, "-o": "given_up"})
+    check_equal([step for step, _ in skipped_steps(got)][-20:], list(range(171, 191)), "skipped steps")
+    check("20 updates in a row were skipped" in got.err and "\nhint: " in got.err, f"the end: {got.err}")
+    check_equal((got.code, glob.glob("given_up/model_*")), (1, []), "exit code and checkpoints")
 
 
 if __name__ == "__main__":

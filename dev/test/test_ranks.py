@@ -31,7 +31,7 @@ from trainer import *                   # gives: run, check_ran, check, check_re
 
 SMALL, SMALL_T = "L2,NH2,C64,T32,V256", 32
 ODD, ODD_T = "L3,NH3,C48,T24,V300", 24      # nothing is a power of two, the vocabulary is padded
-ENDED_S = 30                                # after a death everything has ended within this time
+ENDED_S = 120                               # after a death everything has ended: only a hang takes longer
 STOPPING = "stopping after the last complete step; once more: at once, unsaved\n"
 Program.usual = {"-e": SMALL, "-i": "train.bin", "-j": "val.bin", "-b": 1, "-x": 6, "-v": 0, "-s": 0, "-f": 0,
                  "-l": "1e-2", "-k": "constant", "-c": 0.1}
@@ -421,10 +421,28 @@ class Job:
         return Result(self.p.returncode if ended else None, self.out(), self.err(), self.p.args)
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+kept_ports = []                         # sockets
+
+
+def free_port(port=0):
+    """A port that nobody listens on, this test's own until it ends: given back, it may be anybody's before it
+    is used. Beside the socket that keeps it a rank 0 may listen, since both have SO_REUSEADDR. 0: taken."""
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        kept.bind(("127.0.0.1", port))
+    except OSError:
+        kept.close()
+        return 0
+    kept_ports.append(kept)
+    return kept.getsockname()[1]
+
+
+def slurm_job():
+    """The number of a job whose port, which is made of it, is free."""
+    while not free_port(20000 + (job := random.randrange(10**5, 10**7)) % 10000):
+        pass
+    return job
 
 
 def all_of(jobs, limit=LIMIT_S):
@@ -480,7 +498,7 @@ def test_ways_to_start():
         check_started(again, [Job({**shared, "-pr": r}) for r in (0, 1)], judge)
         check_equal(os.listdir("meet"), [], "what a rendezvous leaves in its folder")
     for name, variables, place in (("torchrun", torchrun, free_port()),
-                                   ("slurm", slurm, random.randrange(10**5, 10**7))):
+                                   ("slurm", slurm, slurm_job())):
         jobs = [Job({**flags, "-o": name}, env=variables(r, place)) for r in (0, 1)]
         check_started(name, jobs, judge)
 
@@ -948,7 +966,7 @@ def test_death_without_a_launcher():
         jobs = [Job({**batch(8), **tcp(r, port), "-x": 10**6, "-o": folder}) for r in (0, 1)]
         if not jobs[0].until_step(3):
             return [f"no step: {jobs[0].err()}{jobs[1].err()}"] + [str(job.gone(0)) for job in jobs]
-        time.sleep(2)                               # the others have heard of its steps
+        time.sleep(5)                               # the others have heard of its steps, once a second
         jobs[victim].p.send_signal(how)
         since = time.monotonic()
         ended = [job.gone(max(0.1, since + ENDED_S - time.monotonic()))

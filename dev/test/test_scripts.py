@@ -287,6 +287,28 @@ def test_setup_and_mpi_and_nccl():
         check(code == 0 and got == wanted, f"{mpi!r}, {gpus} GPUs, {words}: {code}, {order()}{out}{err}")
 
 
+def test_setup_and_pyarrow():
+    """Installed only for `data`, and only where it is missing; failing to get it is an error then."""
+    copy("scripts/setup.sh", "dev/requirements.txt")
+    bare_machine(root=True)
+    pip = '#!/bin/sh\necho "pip $*" >>order.log\n[ -z "$OFFLINE" ]\n'
+    write("pip", pip, True)
+    write("bin/python3", """#!/bin/sh
+case "$*" in
+    *pyarrow*) [ -n "$HAVE" ] ;;
+    "-m venv .venv") mkdir -p .venv/bin && ln -s ../../pip .venv/bin/pip ;;
+esac
+""", True)
+    for words, env, wanted in ((["data"], {}, (0, True)), (["data"], {"HAVE": "1"}, (0, False)),
+                               ([], {}, (0, False)), (["data"], {"OFFLINE": "1"}, (1, True))):
+        shutil.rmtree(".venv", ignore_errors=True)
+        write("order.log", "")
+        code, out, err = call(["scripts/setup.sh", *words], os.path.abspath("bin"), **env)
+        got = (code, "pip install pyarrow" in order())
+        check(got == wanted, f"{words} {env}: {code}, {order()}{out}{err}")
+        check(("hint: " in err) == (code == 1), f"{words} {env}: {err}")
+
+
 def test_make_without_mpi_and_nccl():
     found_machine(mpi="#error broken\n", nccl="#error broken\n")
     for target in ("train_gpt2cpu", "train_gpt2cu"):

@@ -508,6 +508,18 @@ static Ids shard(const std::string& path, uint32_t tokenizer = TOKENIZER_GPT2) {
     return ids;
 }
 
+static void test_whose_tokens() {
+    auto check = [](uint32_t id, int V) { return [=] { tokenizer_check(id, V, "a_*.bin"); exit(7); }; };
+    const uint32_t good[][2] = {{0, 256}, {0, 50257}, {1, 50257}, {2, 256}, {1, 60000}, {2, 300}, {3, 300}};
+    for (auto [id, V] : good) {
+        Child c = run_child(check(id, (int)V));
+        CHECK(c.code == 7 && c.err.empty(), "tokenizer %u, V=%u: %d %s", id, V, c.code, c.err.c_str());
+    }
+    check_dies("bytes", check(2, 50257), {"'a_*.bin'", "the byte tokenizer", "50257", "GPT-2", "--bytes 0"});
+    check_dies("GPT-2", check(1, 256), {"'a_*.bin'", "GPT-2", "256", "the byte tokenizer", "--bytes 1"});
+    check_dies("a third", check(3, 256), {"tokenizer 3", "the byte tokenizer"});
+}
+
 static void test_tool_documents() {
     Ids a = encode("one\n"), b = encode("two <|endoftext|>\n"), eot = {bpe.eot}, want;
     for (const Ids* part : {&eot, &a, &eot, &b, &eot, &a}) {
@@ -538,6 +550,36 @@ static void test_tool_documents() {
     file_write(temp + "/b.txt", "lo world");
     tool_runs({temp + "/a.txt", temp + "/b.txt", "-o", temp + "/join", "--separators", "0"});
     CHECK(shard(temp + "/join_train.bin") == encode("Hello world"), "files are not joined");
+}
+
+// A byte 0 between documents, which are taken to the byte wherever the blocks are cut.
+static void test_tool_nul() {
+    tool_runs({"-", "-o", temp + "/nul", "--bytes", "1", "--separators", "nul"},
+              std::string("a\n\0\0 b\0<|endoftext|>\n", 21));
+    Ids want = {0, 'a', '\n', 0, ' ', 'b', 0};
+    for (char c : std::string("<|endoftext|>\n")) { want.push_back((uint8_t)c); }
+    Ids got = shard(temp + "/nul_train.bin", TOKENIZER_BYTES);
+    CHECK(got == want, "%s, expected %s", show(got).c_str(), show(want).c_str());
+
+    const std::vector<std::vector<std::string>> kinds = {
+        {"word", " word", "!", " ", "\n", std::string(1, '\0')}, {"!", "?", std::string(1, '\0')},
+        {" ", std::string(1, '\0')}, {"\xE6\x98\xAF", std::string(1, '\0'), std::string(300000, 'a')}};
+    TokenizerCache cache;
+    for (uint32_t k = 0; k < kinds.size(); k++) {
+        std::string text;
+        for (uint32_t i = 0; text.size() < 2500000; i++) {
+            text += kinds[k][rand_u32(9, RAND_STORY, k, i) % kinds[k].size()];
+        }
+        want.clear();
+        for (size_t from = 0, to; from < text.size(); from = to + 1) {
+            to = std::min(text.find('\0', from), text.size());
+            if (to == from) { continue; }
+            want.push_back(bpe.eot);
+            tokenizer_encode(&bpe, text.data() + from, to - from, want, &cache);
+        }
+        tool_runs({"-", "-o", temp + "/nul", "-j", "2", "--separators", "nul"}, text);
+        CHECK(shard(temp + "/nul_train.bin") == want, "text %u: wrong tokens", k);
+    }
 }
 
 static void test_tool_shards() {
@@ -812,7 +854,9 @@ int main(int argc, char** argv) {
     if (access(tool.c_str(), X_OK) != 0) {
         SKIP(9, "%s is not built", tool.c_str());
     } else {
+        TEST("whose tokens") { test_whose_tokens(); }
         TEST("tokenize: documents") { test_tool_documents(); }
+    TEST("tokenize: documents between bytes 0") { test_tool_nul(); }
         TEST("tokenize: shards and threads") { test_tool_shards(); }
         TEST("tokenize: text without an end") { test_tool_endless(); }
         TEST("tokenize: errors") { test_tool_errors(); }

@@ -1,0 +1,111 @@
+"""Documents out of text, JSONL and parquet files, for shards.py.
+
+Text files are for the tokenize tool itself: a line <|endoftext|> separates documents. The others hold one
+document a row, whose text goes into the tool's pipe as it is, with a byte 0 between two.
+"""
+import bz2
+import contextlib
+import gzip
+import json
+import lzma
+import os
+import sys
+import zlib
+
+from fetch import Problem
+
+KINDS = {".txt": "text", ".text": "text", ".md": "text", ".rst": "text",
+         ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
+
+
+def kind_of(path):
+    """("text", "jsonl", "parquet" or "" for a name that says nothing, compressed)"""
+    base, ending = os.path.splitext(path.lower())
+    compressed = ending in OPENERS
+    return KINDS.get(os.path.splitext(base)[1] if compressed else ending, ""), compressed
+
+
+def open_any(path):
+    return OPENERS.get(os.path.splitext(path.lower())[1], open)(path, "rb")
+
+
+@contextlib.contextmanager
+def reading(path):
+    """What can be wrong with a file, in one sentence."""
+    try:
+        yield
+    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
+        raise Problem(f"'{path}' is damaged: {error}", "fetch it again") from error
+    except OSError as error:
+        raise Problem(f"cannot read '{path}': {error.strerror or error}", "is the file whole?") from error
+
+
+def need_pyarrow():
+    """Before the work begins; .venv may have what this Python lacks."""
+    try:
+        import pyarrow.parquet          # noqa: F401
+    except ImportError:
+        python = os.path.join(ROOT, ".venv", "bin", "python")
+        if os.access(python, os.X_OK) and os.path.realpath(sys.prefix) != os.path.realpath(ROOT + "/.venv"):
+            os.execv(python, [python] + sys.argv)
+        raise Problem("parquet files cannot be read without pyarrow",
+                      "scripts/setup.sh data, or: pip install pyarrow") from None
+
+
+def blocks(path):
+    """The bytes of a file, unpacked."""
+    with reading(path), open_any(path) as f:
+        while block := f.read(1 << 20):
+            yield block
+
+
+def jsonl_rows(path, field):
+    with open_any(path) as f:
+        for number, line in enumerate(f, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise Problem(f"'{path}' line {number} is no JSON: {error}",
+                              "one object a line; is the file whole?") from error
+            if not isinstance(row, (dict, str)):
+                raise Problem(f"'{path}' line {number} is neither an object nor a text")
+            if isinstance(row, dict) and field not in row:
+                raise Problem(f"'{path}' line {number} has no '{field}', but {', '.join(map(repr, row))}",
+                              "--text-field NAME says where the text is")
+            yield number, row if isinstance(row, str) else row[field]
+
+
+def parquet_rows(path, field):
+    import pyarrow
+    import pyarrow.parquet as parquet
+    try:
+        with parquet.ParquetFile(path) as f:
+            if field not in f.schema_arrow.names:
+                raise Problem(f"'{path}' has no column '{field}', but "
+                              f"{', '.join(map(repr, f.schema_arrow.names))}",
+                              "--text-field NAME says where the text is")
+            number = 0
+            for batch in f.iter_batches(batch_size=1024, columns=[field]):
+                for text in batch.column(0).to_pylist():
+                    number += 1
+                    yield number, text
+    except pyarrow.ArrowException as error:
+        raise Problem(f"'{path}' is no whole parquet file: {str(error).splitlines()[0]}",
+                      "fetch it again") from error
+
+
+def documents(path, field):
+    """The texts of a JSONL or parquet file as bytes. A byte 0, which would end a document, is left out."""
+    rows = parquet_rows if kind_of(path)[0] == "parquet" else jsonl_rows
+    with reading(path):
+        for number, text in rows(path, field):
+            if text is None:
+                continue
+            if not isinstance(text, str):
+                raise Problem(f"'{path}' row {number}: '{field}' is no text, but {type(text).__name__}",
+                              "--text-field NAME says where the text is")
+            yield text.encode("utf-8", "replace").replace(b"\0", b"")

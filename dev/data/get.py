@@ -1,0 +1,448 @@
+#!/usr/bin/env python3
+"""Data sets as token shards, and questions for evaluation, each with one command.
+
+    python3 dev/data/get.py                                 # what there is
+    python3 dev/data/get.py fineweb10B --shards 10          # the first 1B tokens: dev/data/fineweb10B/*.bin
+    python3 dev/data/get.py files --from my/texts --out data/mine       # .txt .md .jsonl .parquet, .gz .xz
+    python3 dev/data/get.py hub --repo OWNER/NAME --pattern 'data/*.parquet' --out data/theirs
+
+The C++ tokenizer (build/tokenize, made if it is not there) does all encoding. Whatever interrupts this, the
+same command goes on: with the first file that is not tokenized yet, to the same bytes. A shard, that is
+STEM_val_000000.bin, STEM_train_000001.bin and so on, has its name only when it is whole; dataset.json says
+that all are there. Parquet takes pyarrow (scripts/setup.sh data); all else is Python's standard library.
+
+Without a network, or from a mirror: --from FOLDER takes the files that would be downloaded from there, and
+--from https://HOST asks HOST for the same paths (for the hub also HF_ENDPOINT=https://HOST, as everywhere).
+"""
+import argparse
+import contextlib
+import fnmatch
+import glob
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.normpath(os.path.join(HERE, "..", ".."))
+sys.path.insert(0, HERE)
+import fetch                                        # noqa: E402
+from documents import kind_of, need_pyarrow         # noqa: E402
+from fetch import File, Problem                     # noqa: E402
+from shards import Work, replace_file, shard_tokens, tokenize       # noqa: E402
+
+SHARD_TOKENS = 100_000_000
+GROUP_FILES, GROUP_BYTES = 1000, 1 << 28    # of your own small files: so many are tokenized at a time
+
+
+@dataclass
+class Dataset:
+    name: str
+    kind: str           # text: tokenized here; shards: published as such; choices, script, debian, files
+    source: str         # a repository of the hub, or a URL
+    what: str
+    licence: str
+    size: str
+    train: str = ""     # which files: patterns of paths in the repository
+    val: str = ""       # "": the first val_tokens of the training files
+    stem: str = ""      # shards are STEM_train_000001.bin
+    val_tokens: int = 0
+    tokens: float = 0   # about; to see that the disk is large enough
+
+
+FINEWEB, EDU, ODC = "HuggingFaceFW/fineweb", "HuggingFaceFW/fineweb-edu", "ODC-By 1.0"
+SHAKESPEARE = "github.com/karpathy/char-rnn"
+HELLASWAG = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
+MMLU = "https://people.eecs.berkeley.edu/~hendrycks/data.tar"
+FIRST = SHARD_TOKENS        # the first shard is for validation
+DATASETS = [
+    Dataset("tinyshakespeare", "script", SHAKESPEARE, "40,000 lines of plays", "public domain",
+            "1 MB, 338K tokens"),
+    Dataset("tinystories", "text", "roneneldan/TinyStories", "stories in a small child's words, by GPT-4",
+            "CDLA-Sharing 1.0", "2.3 GB, 0.5B tokens", "TinyStoriesV2-GPT4-train.txt",
+            "TinyStoriesV2-GPT4-valid.txt", "tinystories", 0, 0.55e9),
+    Dataset("fineweb10B", "text", FINEWEB, "web pages, a sample", ODC, "30 GB, 10B tokens",
+            "sample/10BT/*.parquet", "", "fineweb", FIRST, 10.4e9),
+    Dataset("fineweb100B", "text", FINEWEB, "a larger sample", ODC, "300 GB, 100B tokens",
+            "sample/100BT/*.parquet", "", "fineweb", FIRST, 104e9),
+    Dataset("fineweb-edu10B", "text", EDU, "web pages of educational value, a sample", ODC,
+            "28 GB, 10B tokens", "sample/10BT/*.parquet", "", "finewebedu", FIRST, 10e9),
+    Dataset("fineweb-edu100B", "text", EDU, "a larger sample", ODC, "280 GB, 100B tokens",
+            "sample/100BT/*.parquet", "", "finewebedu", FIRST, 100e9),
+    Dataset("fineweb10B-shards", "shards", "kjj0/fineweb10B-gpt2", "fineweb10B, tokenized by others", ODC,
+            "21 GB, 10B tokens", "fineweb_train_*.bin", "fineweb_val_*.bin", "fineweb"),
+    Dataset("fineweb100B-shards", "shards", "kjj0/fineweb100B-gpt2", "fineweb100B, likewise", ODC,
+            "206 GB, 103B tokens", "fineweb_train_*.bin", "fineweb_val_*.bin", "fineweb"),
+    Dataset("fineweb-edu10B-shards", "shards", "kjj0/finewebedu10B-gpt2", "fineweb-edu10B, likewise", ODC,
+            "20 GB, 10B tokens", "finewebedu_train_*.bin", "finewebedu_val_*.bin", "finewebedu"),
+    Dataset("debian-docs", "debian", "apt", "English documentation from Debian's packages",
+            "each package's, free", "", "", "", "debian_docs", 500_000),
+    Dataset("files", "files", "--from", "your own .txt .md .jsonl .parquet, also .gz .xz .bz2", "yours", "",
+            "", "", "", 100_000),
+    Dataset("hub", "text", "--repo", "text, JSONL or parquet files of any data set on huggingface.co",
+            "see its page", "", "", "", "", 1_000_000),
+    Dataset("hellaswag", "choices", HELLASWAG, "10,042 questions: which ending follows?", "MIT", "12 MB"),
+    Dataset("mmlu", "choices", MMLU, "14,042 questions of 57 subjects", "MIT", "166 MB"),
+]
+
+
+def show_table():
+    for d in DATASETS:
+        size = f"; {d.size}" if d.size else ""
+        print(f"{d.name:<22} {d.what}\n{'':<22} from {d.source}; licence: {d.licence}{size}")
+    print("\npython3 dev/data/get.py NAME makes NAME in dev/data/NAME; --help lists the options")
+
+
+# ---- where the files come from ----
+
+def is_url(text):
+    return text.startswith(("http://", "https://"))
+
+
+def local_files(origin, pattern):
+    """[File] of a folder, of a pattern, or the one file; pattern: which of a folder's."""
+    if os.path.isdir(origin):
+        found = []
+        for folder, folders, names in os.walk(origin):
+            folders.sort()
+            paths = [os.path.join(folder, name) for name in names]
+            found += [(os.path.relpath(path, origin), path) for path in paths
+                      if fnmatch.fnmatchcase(os.path.basename(path), os.path.basename(pattern))]
+    else:
+        paths = [origin] if os.path.exists(origin) else glob.glob(origin, recursive=True)
+        found = [(path, path) for path in paths if not os.path.isdir(path)]
+    if not found:
+        what = "" if pattern == "*" else f" '{os.path.basename(pattern)}'"
+        raise Problem(f"there is no file{what} in '{origin}'" if os.path.isdir(origin) else
+                      f"no file matches '{origin}'", "--from takes a folder, a file or a pattern in quotes")
+    return [File(name, "", os.path.abspath(path), os.path.getsize(path)) for name, path in sorted(found)]
+
+
+def hub_site(args):
+    return (args.origin or os.environ.get("HF_ENDPOINT") or fetch.HUB).rstrip("/")
+
+
+def remote_files(dataset, pattern, args):
+    """[File] of the data set that match the pattern, from the hub, a mirror of it or a folder."""
+    if args.origin and not is_url(args.origin):
+        return local_files(args.origin, pattern)
+    return fetch.hub_files(hub_site(args), dataset.source, pattern, args.retries)
+
+
+def groups(files):
+    """Your own files: small ones of one kind together. A compressed text is alone, because it goes through a
+    pipe, in which the end of a file could not be seen."""
+    group, kind, size = [], None, 0
+    for file in files:
+        this = kind_of(file.path)
+        if group and (this != kind or this == ("text", True) or this == ("", True) or
+                      len(group) == GROUP_FILES or size + file.size > GROUP_BYTES):
+            yield group
+            group, size = [], 0
+        group.append(file)
+        kind, size = this, size + file.size
+    yield group
+
+
+def own_files(args):
+    files = local_files(args.origin, "*")
+    if os.path.isdir(args.origin):              # there may be anything in a folder; who names a file means it
+        known = [file for file in files if kind_of(file.path)[0]]
+        if len(known) < len(files):
+            left = next(file for file in files if not kind_of(file.path)[0])
+            print(f"{len(files) - len(known)} files left out, '{left.name}' for one: no .txt, .md, .rst, "
+                  ".jsonl or .parquet", file=sys.stderr)
+        files = known
+        if not files:
+            raise Problem(f"'{args.origin}' holds no .txt, .md, .rst, .jsonl or .parquet file",
+                          "name its files: --from 'folder/*.log' takes them as text")
+    return files
+
+
+def sources_of(dataset, args, mine):
+    """What there is to tokenize, in order, as it stands in state.json. mine: your own files."""
+    def sources(split, files):
+        return [{"split": split, "files": [file.facts() for file in group]} for group in files]
+
+    if dataset.kind == "files":
+        return sources("train", groups(mine))
+    if dataset.kind == "debian":
+        return sources("train", [[File("documents.txt")]])
+    found = []
+    if dataset.val:
+        found += sources("val", [[file] for file in remote_files(dataset, dataset.val, args)])
+    return found + sources("train", [[file] for file in remote_files(dataset, dataset.train, args)])
+
+
+def same_files(work, args, mine):
+    """Of your own files the shards must be made as they were when it began."""
+    begun = [file for source in work.state["sources"] for file in source["files"]]
+    if begun != [file.facts() for file in mine]:
+        raise Problem(f"the files of '{args.origin}' are others than when '{work.out}' was begun",
+                      "--restart begins anew")
+
+
+# ---- making shards ----
+
+def fetch_source(work, dataset, number, args):
+    """([paths], those of them to be removed when they are tokenized) of a source. What was begun from the hub
+    may go on from a mirror or a folder."""
+    if dataset.kind == "debian":
+        import debian
+        path = work.path("documents.txt")
+        if not os.path.exists(path):
+            debs = (debian.deb_files(args.origin) if args.origin else
+                    debian.download_packages(debian.PACKAGES, work.path("files")))
+            print(f"{debian.write_documents(debs, path)} documents", flush=True)
+        return [path], []
+    files = [File(**facts) for facts in work.state["sources"][number]["files"]]
+    if files[0].path:
+        return [file.path for file in files], []
+    file = files[0]
+    if args.origin and not is_url(args.origin):
+        here = local_files(args.origin, file.name)[0]
+        if here.size != file.size:
+            raise Problem(f"'{here.path}' has {here.size} bytes, {file.name} of {dataset.source} {file.size}",
+                          "it is another file, or not whole")
+        return [here.path], []
+    file.url = hub_site(args) + file.url[len(fetch.site_of(file.url)):]
+    os.makedirs(work.path("files"), exist_ok=True)
+    path = os.path.join(work.path("files"), f"{number:06d}_{os.path.basename(file.name)}")
+    fetch.download(file, path, args.retries)
+    return [path], [path]
+
+
+def fetch_ahead(work, dataset, number, args):
+    """Downloads this source while the one before it is tokenized. What goes wrong is told when its turn comes
+    and it is asked for again. Returns the thread, which ends with the program."""
+    def fetch_quietly():
+        with contextlib.suppress(Problem):
+            fetch_source(work, dataset, number, args)
+
+    wanted = number < len(work.state["sources"]) and not args.shards    # of a few shards it may not be one
+    thread = threading.Thread(target=fetch_quietly if wanted else lambda: None, daemon=True)
+    thread.start()
+    return thread
+
+
+def check_room(work, dataset, args):
+    """Before hours of work: is the disk large enough for what is still to come?"""
+    if not dataset.tokens:
+        return
+    tokens = min(dataset.tokens, (args.shards + 1) * args.shard_tokens if args.shards else dataset.tokens)
+    largest = max(file["size"] for source in work.state["sources"] for file in source["files"])
+    there = sum(os.path.getsize(os.path.join(work.out, name)) for name in work.shards())
+    needed, free = int(2 * tokens) + 3 * max(largest, 0) - there, shutil.disk_usage(work.out).free
+    if needed > free:
+        raise Problem(f"'{work.out}' has room for {free / 1e9:.1f} GB, {dataset.name} takes "
+                      f"{needed / 1e9:.1f} GB", "--shards N makes the first N only; --out FOLDER elsewhere")
+
+
+def need_tool(args):
+    if os.access(args.tokenize, os.X_OK):
+        return
+    if args.tokenize != os.path.join(ROOT, "build", "tokenize"):
+        raise Problem(f"there is no program '{args.tokenize}'", "--tokenize wants what `make tokenize` made")
+    print("make tokenize", flush=True)
+    made = subprocess.run(["make", "-s", "-C", ROOT, "tokenize"], stdout=subprocess.DEVNULL, check=False)
+    if made.returncode:
+        raise Problem("the tokenize tool cannot be built", "scripts/setup.sh installs what it takes")
+
+
+def make_shards(dataset, args):
+    recipe = {"name": dataset.name, "source": dataset.source, "train": dataset.train, "val": dataset.val,
+              "stem": dataset.stem, "val_tokens": args.val_tokens, "shard_tokens": args.shard_tokens,
+              "text_field": args.text_field, "bytes": args.bytes}
+    mine = own_files(args) if dataset.kind == "files" else []
+    work = Work(args.out, recipe)
+    if args.restart:
+        work.restart()
+    work.load(lambda: sources_of(dataset, args, mine))
+    if dataset.kind == "files":
+        same_files(work, args, mine)
+    sources = work.state["sources"]
+    if any(kind_of(file["name"])[0] == "parquet" for source in sources for file in source["files"]):
+        need_pyarrow()
+    check_room(work, dataset, args)
+    work.cut(args.shards, False)
+    ahead = fetch_ahead(work, dataset, len(sources), args)
+    for number, source in enumerate(sources):
+        if number < len(work.state["parts"]) or (args.shards and work.train_shards() >= args.shards):
+            continue
+        ahead.join()
+        paths, removable = fetch_source(work, dataset, number, args)
+        ahead = fetch_ahead(work, dataset, number + 1, args)
+        prefix = work.path(f"tmp.{os.getpid()}")
+        tokenize(args.tokenize, prefix, paths, args.text_field, args.bytes)
+        work.add_part(source["split"], prefix + "_train.bin")
+        print(f"{number + 1} of {len(sources)}: {source['files'][0]['name']}"
+              f"{' and others' if len(paths) > 1 else ''}, {work.state['parts'][-1]['tokens']} tokens",
+              flush=True)
+        for path in removable if not args.keep else ():
+            os.unlink(path)
+        work.cut(args.shards, False)
+    if len(work.state["parts"]) == len(sources):
+        work.cut(args.shards, True)
+        if not (args.shards and work.next_cut("train")[1] < work.tokens("train")):
+            work.finish({"name": dataset.name, "source": dataset.source, "licence": dataset.licence,
+                         "recipe": recipe, "tokens": work.tokens("val") + work.tokens("train"),
+                         "sources": sources, "shards": work.shards()})
+            return
+    print(f"{args.shards} shards, as asked for; the same command with more of them goes on")
+
+
+# ---- shards that others have published ----
+
+def copy_shards(dataset, args):
+    """Each as it is, once its size and header agree; those that are there are not fetched again."""
+    os.makedirs(args.out, exist_ok=True)
+    train = remote_files(dataset, dataset.train, args)
+    for file in remote_files(dataset, dataset.val, args) + train[:args.shards or len(train)]:
+        path = os.path.join(args.out, os.path.basename(file.name))
+        if os.path.exists(path) and os.path.getsize(path) == file.size:
+            shard_tokens(path)
+            continue
+        arrived = path + ".new"                 # not a shard's name before it is known to be one
+        if file.path:
+            with open(file.path, "rb") as f:
+                replace_file(arrived, iter(lambda f=f: f.read(1 << 22), b""))
+        else:
+            fetch.download(file, arrived, args.retries)
+        try:
+            tokens, tokenizer = shard_tokens(arrived)
+            if tokenizer not in (0, 1):
+                raise Problem(f"'{file.name}' holds tokens of tokenizer {tokenizer}, not GPT-2's")
+        except Problem:
+            os.unlink(arrived)
+            raise
+        os.replace(arrived, path)
+        print(f"{path}: {tokens} tokens", flush=True)
+
+
+# ---- questions ----
+
+def make_choices(dataset, args):
+    from choices import write_choices
+    url, name = dataset.source, os.path.basename(dataset.source)
+    os.makedirs(args.out, exist_ok=True)
+    path = os.path.join(args.out, {"hellaswag": "hellaswag_val.bin", "mmlu": "mmlu_test.bin"}[dataset.name])
+    if args.origin and not is_url(args.origin):
+        source = local_files(args.origin, name)[0].path
+    else:
+        if args.origin:
+            url = args.origin.rstrip("/") + url[len(fetch.site_of(url)):]
+        source = os.path.join(args.out, name)
+        fetch.download(File(name, url), source, args.retries)
+    questions = write_choices(dataset.name, source, path, args.tokenize, os.path.join(args.out, "tmp"))
+    print(f"{path}: {questions} questions")
+
+
+# ---- the command line ----
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0],
+                                     epilog="Without a name: what there is.")
+    def option(*names, help, **more):
+        parser.add_argument(*names, help=help, **more)
+
+    option("name", nargs="?", metavar="NAME", help="one of the table")
+    option("--out", metavar="FOLDER", help="where to (default: dev/data/NAME)")
+    option("--from", dest="origin", metavar="FOLDER|URL", default="",
+           help="take the files from here: a folder, a file, a pattern in quotes; or a mirror's URL")
+    option("--repo", metavar="OWNER/NAME", help="hub: which repository")
+    option("--pattern", metavar="PATTERN", help="hub: which of its files, for instance data/*.parquet")
+    option("--text-field", metavar="NAME", default="text", help="where JSONL and parquet hold the text")
+    option("--shards", type=int, default=0, metavar="N", help="make the first N training shards only")
+    option("--shard-tokens", type=int, default=SHARD_TOKENS, metavar="N", help="length of a shard")
+    option("--val-tokens", type=int, metavar="N", help="so many tokens at the begin are for validation")
+    option("--bytes", action="store_true", help="tokens are bytes (V=256), not GPT-2's")
+    option("--keep", action="store_true", help="keep downloads that are tokenized until all is done")
+    option("--restart", action="store_true", help="forget what is there, its shards too")
+    option("--retries", type=int, default=5, metavar="N", help="of a download that does not advance")
+    option("--tokenize", default=os.path.join(ROOT, "build", "tokenize"), metavar="TOOL",
+           help="default: build/tokenize")
+    return parser.parse_args()
+
+
+def check_arguments(dataset, args):
+    """What fits the data set; fills in what was not given."""
+    for name in ("shards", "val_tokens", "retries"):
+        if (getattr(args, name) or 0) < 0:
+            raise Problem(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 0")
+    if args.shard_tokens < 1:
+        raise Problem(f"--shard-tokens {args.shard_tokens}: at least 1")
+    if dataset.kind == "files" and (not args.origin or is_url(args.origin)):
+        raise Problem("files are yours: --from says where they are",
+                      "get.py files --from my/texts --out data/mine")
+    if dataset.name == "hub":
+        if not args.repo or not args.pattern:
+            raise Problem("hub takes --repo OWNER/NAME and --pattern 'data/*.parquet'",
+                          "huggingface.co/datasets lists the repositories, and each its files")
+        dataset.source, dataset.train = args.repo, args.pattern
+    elif args.repo or args.pattern:
+        raise Problem(f"--repo and --pattern belong to hub, not to {dataset.name}")
+    if dataset.kind in ("files", "text") and not dataset.stem:
+        if not args.out:
+            raise Problem(f"{dataset.name} needs a place: --out FOLDER", "the shards are named after it")
+        dataset.stem = os.path.basename(os.path.abspath(args.out))
+    args.out = args.out or os.path.relpath(os.path.join(HERE, dataset.name))
+    if args.val_tokens is None:
+        args.val_tokens = dataset.val_tokens
+    elif dataset.val:
+        raise Problem(f"--val-tokens: {dataset.name} has a validation set of its own")
+
+
+def run(args):
+    dataset = next((d for d in DATASETS if d.name == args.name), None)
+    if not dataset:
+        raise Problem(f"there is no data set '{args.name}', but {', '.join(d.name for d in DATASETS)}")
+    check_arguments(dataset, args)
+    if dataset.kind == "script":
+        more = ["--text", args.origin] if args.origin else []
+        script = subprocess.run([os.path.join(HERE, "tinyshakespeare.sh"), "--out", os.path.abspath(args.out),
+                                 *more], check=False)
+        if script.returncode:
+            raise Problem("")
+        return
+    if dataset.kind == "shards":
+        copy_shards(dataset, args)
+    else:
+        need_tool(args)
+        if dataset.kind == "choices":
+            make_choices(dataset, args)
+            return
+        if os.path.exists(os.path.join(args.out, "dataset.json")) and not args.restart:
+            print(f"'{args.out}' is complete; --restart makes it anew")
+        else:
+            make_shards(dataset, args)
+    stem = os.path.join(args.out, dataset.stem)
+    val = f" -j '{stem}_val_*.bin'" if glob.glob(glob.escape(stem) + "_val_*.bin") else ""
+    print(f"./train_gpt2cu -i '{stem}_train_*.bin'{val} ...")
+
+
+def main():
+    args = arguments()
+    if not args.name:
+        show_table()
+        return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        run(args)
+    except Problem as problem:
+        sys.stdout.flush()
+        if problem.what:
+            print(f"error: {problem.what}", file=sys.stderr)
+            if problem.hint:
+                print(f"hint: {problem.hint}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+#!/usr/bin/env python3
+"""A trained model as Hugging Face's GPT2LMHeadModel: a folder for transformers, lm-eval and others.
+
+    python3 dev/eval/export_hf.py runs/mine gpt2-mine               # a run's last model
+    python3 dev/eval/export_hf.py model_00019073.bin gpt2-mine --dtype fp32
+
+The folder has model.safetensors, config.json, generation_config.json, a model card (README.md) and, where
+the vocabulary is GPT-2's (V=50257) or single bytes (V=256), tokenizer.json, tokenizer_config.json, vocab.json
+and merges.txt, made from dev/data/gpt2_bpe: nothing is downloaded. The weights keep their bits unless --dtype
+names another type. It appears whole or not at all. Needs numpy, neither torch nor transformers.
+"""
+import contextlib
+import json
+import os
+import re
+import shutil
+
+from model_files import (DTYPES, ROOT, Parser, beside, count_parameters, die, last_model, read_bin, run_main,
+                         synced_file, write_safetensors)
+
+MERGES = os.path.join(ROOT, "dev/data/gpt2_bpe/vocab.bpe")
+END_OF_TEXT = "<|endoftext|>"
+TOKENIZER_NAMES = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"]
+NAMES = {"model.safetensors", "config.json", "generation_config.json", "README.md", *TOKENIZER_NAMES}
+
+
+def model_config(dims, dtype):
+    """What transformers must be told; whatever it could take otherwise by default is spelled out."""
+    end = end_of_text(dims.V)
+    return {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2",
+        "vocab_size": dims.V, "n_positions": dims.maxT, "n_ctx": dims.maxT,
+        "n_embd": dims.C, "n_layer": dims.L, "n_head": dims.NH, "n_inner": None,
+        "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "initializer_range": 0.02,
+        "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+        "reorder_and_upcast_attn": False, "tie_word_embeddings": True, "use_cache": True,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,       # it was trained without dropout
+        "bos_token_id": end, "eos_token_id": end,
+        "torch_dtype": {"F32": "float32", "BF16": "bfloat16"}[dtype],
+    }
+
+
+# ---- the tokenizer ----
+
+def end_of_text(V):
+    """The token between documents, or None where the vocabulary is neither GPT-2's nor bytes."""
+    return {50257: 50256, 256: 0}.get(V)
+
+
+def byte_characters():
+    """{byte: character} in the order of GPT-2's ids. It writes every byte as a visible character: those of
+    Latin-1 as they are, the others from U+0100 on."""
+    visible = [b for b in range(256) if 0x21 <= b <= 0x7E or b >= 0xA1 and b != 0xAD]
+    hidden = [b for b in range(256) if b not in visible]
+    return {**{b: chr(b) for b in visible}, **{b: chr(0x100 + i) for i, b in enumerate(hidden)}}
+
+
+def vocabulary(V):
+    """({token: id}, merges). Token 0 of a byte model is the end of a text, and no text has such a byte."""
+    characters = byte_characters()
+    if V == 256:
+        return {END_OF_TEXT if b == 0 else characters[b]: b for b in range(256)}, []
+    with open(MERGES, encoding="utf-8") as f:
+        merges = f.read().split("\n")[1:-1]
+    tokens = [*characters.values(), *(merge.replace(" ", "") for merge in merges), END_OF_TEXT]
+    if len(set(tokens)) != V or len(tokens) != V:
+        die(f"'{MERGES}' is damaged: {len(tokens)} tokens, expected {V}\nhint: git checkout {MERGES}")
+    return {token: i for i, token in enumerate(tokens)}, merges
+
+
+def tokenizer_files(dims):
+    """{file name: text}"""
+    if end_of_text(dims.V) is None:
+        return {}
+    vocab, merges = vocabulary(dims.V)
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    special = {"content": END_OF_TEXT, "single_word": False, "lstrip": False, "rstrip": False,
+               "normalized": False, "special": True}
+    fast = {
+        "version": "1.0", "truncation": None, "padding": None,
+        "added_tokens": [{"id": vocab[END_OF_TEXT], **special}],
+        "normalizer": None, "pre_tokenizer": byte_level, "post_processor": byte_level, "decoder": byte_level,
+        "model": {"type": "BPE", "dropout": None, "unk_token": END_OF_TEXT, "continuing_subword_prefix": "",
+                  "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False, "vocab": vocab,
+                  "merges": merges},
+    }
+    settings = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": dims.maxT, "add_prefix_space": False,
+                "bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "unk_token": END_OF_TEXT,
+                "clean_up_tokenization_spaces": False}
+    texts = json.dumps(fast, ensure_ascii=False), json.dumps(settings, indent=2) + "\n", \
+        json.dumps(vocab, ensure_ascii=False), "\n".join(["#version: 0.2", *merges]) + "\n"
+    return dict(zip(TOKENIZER_NAMES, texts))
+
+
+# ---- the folder ----
+
+def model_card(name, dims, dtype, source):
+    """Short: what the files are; what it was trained on, its maker has to say."""
+    loss = validation_loss(source)
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "---", f"# {name}", "",
+             f"GPT-2 with {count_parameters(dims):,} parameters: {dims.L} layers, {dims.NH} heads, "
+             f"{dims.C} channels, {dims.maxT} positions, {dims.V} tokens, "
+             f"{'fp32' if dtype == 'F32' else 'bf16'}. Exported from `{os.path.basename(source)}`"
+             + (f", validation loss {loss}" if loss else "") + ", without dropout.", "",
+             "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer",
+             "model = AutoModelForCausalLM.from_pretrained(folder)",
+             "tokenizer = AutoTokenizer.from_pretrained(folder)", "```", "",
+             "Training data and licence: to be filled in by who publishes it."]
+    if end_of_text(dims.V) is None:
+        lines[-4:-2] = ["```", "", "Its tokenizer is not known, and none is here."]
+    return "\n".join(lines) + "\n"
+
+
+def validation_loss(path):
+    """What the run's main.log says of this step, if it lies beside the model."""
+    step = re.fullmatch(r"model_(\d+)\.bin", os.path.basename(path))
+    log = os.path.join(os.path.dirname(path), "main.log")
+    if not step or not os.path.isfile(log):
+        return None
+    with open(log, encoding="utf-8", errors="replace") as f:
+        found = re.findall(rf"^s:{int(step[1])} tel:(\S+)$", f.read(), re.M)
+    return found[-1] if found else None
+
+
+def check_folder(folder, force):
+    """What is there already must be empty, or with --force an earlier export and nothing besides."""
+    if not os.path.lexists(folder):
+        return
+    if not os.path.isdir(folder):
+        die(f"'{folder}' exists and is not a folder")
+    names = set(os.listdir(folder))
+    if names and not force:
+        die(f"'{folder}' exists and is not empty\nhint: --force replaces an earlier export")
+    if names and not ({"config.json", "model.safetensors"} <= names <= NAMES):
+        die(f"'{folder}' is not just an earlier export ('{min(names - NAMES or names)}' is in it): --force "
+            "does not replace it\nhint: give another folder")
+
+
+def move_folder(made, folder):
+    """There is always one whole export: an earlier one is moved aside first, then removed."""
+    if not os.path.isdir(folder) or not os.listdir(folder):
+        os.rename(made, folder)
+        return
+    old = beside(folder)
+    os.rename(folder, old)
+    try:
+        os.rename(made, folder)
+    except OSError:
+        os.rename(old, folder)
+        raise
+    shutil.rmtree(old)
+
+
+def main():
+    parser = Parser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("model", help="model_*.bin, or the folder of a run (its last model)")
+    parser.add_argument("folder", help="folder to write")
+    parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (default: the file's)")
+    parser.add_argument("--force", action="store_true", help="replace an earlier export")
+    args = parser.parse_args()
+    source = last_model(args.model) if os.path.isdir(args.model) else args.model
+    dims, tensors = read_bin(source)
+    dtype = DTYPES[args.dtype] if args.dtype else tensors["transformer.wte.weight"].dtype
+    check_folder(args.folder, args.force)
+    folder = os.path.realpath(args.folder)              # a link to a folder stays a link
+    config = model_config(dims, dtype)
+    generation = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
+    generation["pad_token_id"] = config["eos_token_id"]
+    texts = {"config.json": json.dumps(config, indent=2) + "\n",
+             "generation_config.json": json.dumps(generation, indent=2) + "\n",
+             "README.md": model_card(os.path.basename(folder), dims, dtype, source), **tokenizer_files(dims)}
+    os.makedirs(os.path.dirname(folder), exist_ok=True)
+    made = beside(folder)
+    os.mkdir(made)
+    try:
+        for name, text in texts.items():
+            with synced_file(os.path.join(made, name)) as f:
+                f.write(text.encode())
+        with synced_file(os.path.join(made, "model.safetensors")) as f:
+            write_safetensors(f, dims, tensors, dtype)
+        move_folder(made, folder)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(made)
+    print(f"wrote {args.folder}: {os.path.basename(source)}, {count_parameters(dims):,} parameters, {dtype}"
+          + ("" if end_of_text(dims.V) is not None else
+             f"; no tokenizer: there is none for V={dims.V} (50257: GPT-2, 256: bytes)"))
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,257 @@
+"""What export_hf.py and import_hf.py share: both kinds of file, and the names of their tensors.
+
+    dims, tensors = read_bin("model_00000010.bin")          # {"transformer.h.0.ln_1.weight": Tensor, ...}
+    write_safetensors(path, dims, tensors, "BF16")
+    dims, tensors = check_tensors(path, dims, read_safetensors(path))
+    write_bin(path, dims, tensors, "F32")
+
+A Tensor is a piece of a mapped file: what is in memory besides the file's own pages is the tensor that is
+being written, one layer's. Both sides are in Hugging Face's names and shapes: its linear layers are (in,
+out), those of model_*.bin (out, in). bf16 is held as uint16, since numpy has no such type.
+
+safetensors is read and written here, not by its package: a file is a length, a JSON table and the bytes, and
+.venv, which tests and plots live in, stays as it is.
+"""
+import argparse
+import contextlib
+import json
+import math
+import os
+import re
+import secrets
+import signal
+import sys
+from collections import namedtuple
+
+ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
+
+
+def die(message):
+    sys.exit("error: " + message)
+
+
+def take_a_numpy():
+    """This Python's, else .venv's, which setup.sh has filled: the program starts again with that one."""
+    try:
+        import numpy                                        # noqa: F401
+    except ImportError:
+        python = os.path.join(ROOT, ".venv", "bin", "python")
+        if os.access(python, os.X_OK) and os.path.realpath(sys.prefix) != os.path.realpath(ROOT + "/.venv"):
+            os.execv(python, [python] + sys.argv)
+        die("no numpy in this Python\nhint: pip install numpy, in a venv of yours")
+
+
+take_a_numpy()
+import numpy as np                                          # noqa: E402
+
+MODEL_MAGIC, HEADER_BYTES = 20240326, 1024
+VERSIONS = {3: "F32", 5: "BF16"}                            # of model_*.bin, in safetensors' words
+STORAGE = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+DTYPES = {"fp32": "F32", "bf16": "BF16"}                    # --dtype
+
+Dims = namedtuple("Dims", "maxT V L NH C")
+Tensor = namedtuple("Tensor", "dtype array")                # array: of STORAGE[dtype]
+# name, and whether there is one per layer; shape here, that is Hugging Face's; whether model_*.bin has it
+# transposed. In the order of model_*.bin.
+Row = namedtuple("Row", "name per_layer shape transposed")
+TABLE = [
+    Row("wte.weight", False, lambda d: (d.V, d.C), False),
+    Row("wpe.weight", False, lambda d: (d.maxT, d.C), False),
+    Row("ln_1.weight", True, lambda d: (d.C,), False),
+    Row("ln_1.bias", True, lambda d: (d.C,), False),
+    Row("attn.c_attn.weight", True, lambda d: (d.C, 3 * d.C), True),
+    Row("attn.c_attn.bias", True, lambda d: (3 * d.C,), False),
+    Row("attn.c_proj.weight", True, lambda d: (d.C, d.C), True),
+    Row("attn.c_proj.bias", True, lambda d: (d.C,), False),
+    Row("ln_2.weight", True, lambda d: (d.C,), False),
+    Row("ln_2.bias", True, lambda d: (d.C,), False),
+    Row("mlp.c_fc.weight", True, lambda d: (d.C, 4 * d.C), True),
+    Row("mlp.c_fc.bias", True, lambda d: (4 * d.C,), False),
+    Row("mlp.c_proj.weight", True, lambda d: (4 * d.C, d.C), True),
+    Row("mlp.c_proj.bias", True, lambda d: (d.C,), False),
+    Row("ln_f.weight", False, lambda d: (d.C,), False),
+    Row("ln_f.bias", False, lambda d: (d.C,), False),
+]
+
+
+def padded(V):
+    """Rows of wte in model_*.bin: whole tiles for the LM head. Those beyond V are zero."""
+    return (V + 127) // 128 * 128
+
+
+def entries(dims):
+    """(name, row) of every tensor in the order of model_*.bin; a Block's row gives one name per layer."""
+    for row in TABLE:
+        for layer in range(dims.L) if row.per_layer else [None]:
+            yield "transformer." + (f"h.{layer}." if row.per_layer else "") + row.name, row
+
+
+def count_parameters(dims):
+    return sum(math.prod(row.shape(dims)) for _, row in entries(dims))
+
+
+def dims_error(d):
+    """The trainer's own conditions for a model, or "" if it takes this one."""
+    if min(d.maxT, d.L, d.NH, d.C) < 1 or not 2 <= d.V <= 65536:
+        return f"T={d.maxT} V={d.V} L={d.L} NH={d.NH} C={d.C}: each must be at least 1, V from 2 to 65536"
+    if d.L > 10000 or d.C > 1 << 20 or d.maxT > 1 << 24:
+        return f"L={d.L} C={d.C} T={d.maxT}: at most 10000 layers, 2^20 channels, 2^24 positions"
+    return f"C={d.C} is not a multiple of NH={d.NH}" if d.C % d.NH else ""
+
+
+# ---- types ----
+
+def convert(array, source, target):
+    """An array of STORAGE[source] as one of STORAGE[target]; equal types keep every bit."""
+    if source == target:
+        return array
+    if source == "BF16":
+        wide = (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    else:
+        wide = array.astype(np.float32)
+    if target == "F32":
+        return wide
+    # To nearest, ties to even. A NaN keeps its upper half and stays one, which adding might carry into -0.
+    bits = np.ascontiguousarray(wide).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(wide), bits >> np.uint32(16) | np.uint32(0x40), rounded).astype("<u2")
+
+
+def map_file(path):
+    """The bytes of a file; only what is looked at is read."""
+    if not os.path.isfile(path):
+        die(f"'{path}' is not a regular file" if os.path.exists(path) else f"no file '{path}'")
+    if os.path.getsize(path) == 0:
+        return np.zeros(0, np.uint8)
+    return np.memmap(path, np.uint8, "r")
+
+
+# ---- model_*.bin: 256 int32 {magic, version, maxT, V, L, NH, C, Vp, 0...}, then the tensors ----
+
+def read_bin(path):
+    data = map_file(path)
+    head = data[:HEADER_BYTES].tobytes()
+    words = np.frombuffer(head[:len(head) // 4 * 4], "<i4").tolist()
+    if words[:1] != [MODEL_MAGIC]:
+        die(f"'{path}' is not a model checkpoint\nhint: give a model_*.bin, or the folder of a run")
+    if len(data) < HEADER_BYTES:
+        die(f"'{path}' is truncated: {len(data)} bytes, the header alone has {HEADER_BYTES}")
+    if words[1] not in VERSIONS:
+        die(f"'{path}' has checkpoint version {words[1]}; 3 (fp32) and 5 (bf16) are GPT-2")
+    dims, Vp, dtype = Dims(*words[2:7]), words[7], VERSIONS[words[1]]
+    error = dims_error(dims)
+    if error or Vp < dims.V:
+        die(f"'{path}' has a bad header: " + (error or f"V={dims.V}, padded to {Vp}"))
+    size = STORAGE[dtype].itemsize
+    expected = HEADER_BYTES + (count_parameters(dims) + (Vp - dims.V) * dims.C) * size
+    if len(data) != expected:
+        die(f"'{path}' has {len(data)} bytes, its header (L={dims.L} NH={dims.NH} C={dims.C} T={dims.maxT} "
+            f"V={dims.V}, padded {Vp}, {dtype}) means {expected}")
+    tensors, at = {}, HEADER_BYTES
+    for name, row in entries(dims):
+        shape = row.shape(dims)
+        stored = shape[::-1] if row.transposed else shape
+        array = np.frombuffer(data, STORAGE[dtype], math.prod(shape), at).reshape(stored)
+        tensors[name] = Tensor(dtype, array.T if row.transposed else array)
+        at += array.nbytes + (size * (Vp - dims.V) * dims.C if row.name == "wte.weight" else 0)
+    return dims, tensors
+
+
+def write_bin(f, dims, tensors, dtype):
+    header = np.zeros(HEADER_BYTES // 4, "<i4")
+    version = next(number for number, of in VERSIONS.items() if of == dtype)
+    header[:8] = MODEL_MAGIC, version, *dims, padded(dims.V)
+    f.write(header.tobytes())
+    for name, row in entries(dims):
+        tensor = tensors[name]
+        array = convert(tensor.array, tensor.dtype, dtype)
+        f.write(np.ascontiguousarray(array.T if row.transposed else array))
+        if row.name == "wte.weight":
+            f.write(bytes(STORAGE[dtype].itemsize * (padded(dims.V) - dims.V) * dims.C))
+
+
+# ---- safetensors: length of the table, the table, the tensors' bytes ----
+
+def read_safetensors(path):
+    """{name: Tensor}; a type that GPT-2's weights never have is an error when check_tensors meets it."""
+    data = map_file(path)
+    length = int.from_bytes(data[:8].tobytes(), "little")
+    if len(data) < 8 or length > len(data) - 8:
+        die(f"'{path}' is no safetensors file, or a truncated one: {len(data)} bytes")
+    try:
+        table = json.loads(data[8:8 + length].tobytes())
+        table.pop("__metadata__", None)
+        places = {name: (str(t["dtype"]), tuple(map(int, t["shape"])), *map(int, t["data_offsets"]))
+                  for name, t in table.items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        die(f"'{path}' is no safetensors file: its table of tensors cannot be read")
+    end = max((place[3] for place in places.values()), default=0)
+    if end != len(data) - 8 - length:
+        die(f"'{path}' is truncated or damaged: {len(data)} bytes, its table means {8 + length + end}")
+    tensors = {}
+    for name, (dtype, shape, begin, stop) in places.items():
+        if dtype not in STORAGE:
+            tensors[name] = Tensor(dtype, np.zeros(0))
+            continue
+        if min(shape, default=1) < 0 or not 0 <= begin <= stop or (
+                stop - begin != math.prod(shape) * STORAGE[dtype].itemsize):
+            die(f"'{path}' is damaged: bytes {begin} to {stop} are no {dtype} tensor {name} of shape {shape}")
+        array = np.frombuffer(data, STORAGE[dtype], math.prod(shape), 8 + length + begin) if stop > begin \
+            else np.zeros(0, STORAGE[dtype])
+        tensors[name] = Tensor(dtype, array.reshape(shape))
+    return tensors
+
+
+def write_safetensors(f, dims, tensors, dtype):
+    table, at = {"__metadata__": {"format": "pt"}}, 0
+    for name, row in entries(dims):
+        size = math.prod(row.shape(dims)) * STORAGE[dtype].itemsize
+        table[name] = {"dtype": dtype, "shape": row.shape(dims), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)                         # what follows is aligned for readers that map it
+    f.write(len(text).to_bytes(8, "little") + text)
+    for name in list(table)[1:]:
+        tensor = tensors[name]
+        f.write(np.ascontiguousarray(convert(tensor.array, tensor.dtype, dtype)))
+
+
+# ---- outputs that appear whole or not at all ----
+
+def beside(path):
+    return f"{path}.{secrets.token_hex(4)}.tmp"
+
+
+@contextlib.contextmanager
+def synced_file(path):
+    """A new file for writing, on the disk when its block ends."""
+    with open(path, "xb") as f:
+        yield f
+        f.flush()
+        os.fsync(f.fileno())
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        die(f"{message}\nhint: {self.prog} --help")
+
+
+def run_main(main):
+    """Errors of the system and signals end in one sentence, after what was begun has been removed."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except OSError as e:
+        die(f"'{e.filename}': {e.strerror}" if e.filename else f"{e.strerror or e}")
+    except MemoryError:
+        die("out of memory")
+
+
+def last_model(folder):
+    """The newest model_*.bin of a run."""
+    steps = [int(m[1]) for m in (re.fullmatch(r"model_(\d{8,})\.bin", n) for n in os.listdir(folder)) if m]
+    if not steps:
+        die(f"no model_*.bin in '{folder}'\nhint: give a model_*.bin, or the folder of a run that saved one")
+    return os.path.join(folder, f"model_{max(steps):08d}.bin")

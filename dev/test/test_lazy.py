@@ -1,0 +1,101 @@
+#!/usr/bin/env python3
+"""Does everything wait for what it needs? On a GPU a missing stream_wait or event_wait is a race that most
+runs win. llmc/lazy_streams.h makes a CPU build whose streams do their work late, in several orders; a run has
+to leave the same bytes as the ordinary build, which does everything at once and so needs no waiting.
+
+    python3 dev/test/test_lazy.py build/train_gpt2lazy              # half a minute of one core
+    python3 dev/test/test_lazy.py build/train_gpt2lazy --slow       # many random orders
+    python3 dev/test/test_lazy.py build/train_gpt2lazy -k policies  # only tests whose name contains a word
+
+The ordinary build, ./train_gpt2cpu, has to be there. Standard library only.
+"""
+import os
+import re
+import shutil
+import sys
+
+from test_resume import read_state
+from trainer import *                   # gives: run, check, check_equal, read_bytes, write_shard, main, ...
+
+ORDINARY = os.path.join(ROOT, "train_gpt2cpu")
+POLICIES = ["main-first", "other-first", "random:1", "random:2"]
+MORE_POLICIES = [f"random:{seed}" for seed in range(3, 40)]         # --slow
+Program.usual = {"-e": "L2,NH2,C32,T16,V256", "-i": "train.bin", "-j": "val.bin", "-b": 1, "-z": 8 * 16,
+                 "-x": 4, "-v": 0, "-s": 0, "-f": 0, "-l": "1e-2", "-k": "constant"}
+# wte is the largest tensor by far, or hardly larger than a bucket's smallest size
+ONE_LAYER, FIVE = "L1,NH2,C16,T16,V3000", "L5,NH3,C24,T16,V300"
+
+# What is run: flags of runs one after another in one folder.
+SAVED = [{"-n": 2, "-x": 6}, {"-n": 2, "-x": 9, "-y": 1}]
+RUNS = {
+    "one rank": [{}],
+    "one rank, samples": [{"-v": 2, "-s": 2, "-g": 4, "-z": 32}],
+    "one rank, checkpoints": [{**flags, "-z": 32} for flags in SAVED],
+    **{f"2 ranks, zs {zs}, checkpoints": [{**flags, "--gpus": 2, "-zs": zs, "-e": ONE_LAYER} for flags in SAVED]
+       for zs in (0, 1, 2)},
+    "2 ranks, zs 0": [{"--gpus": 2}],
+    "2 ranks, zs 1": [{"--gpus": 2, "-zs": 1}],
+    "2 ranks, zs 2": [{"--gpus": 2, "-zs": 2}],
+    "2 ranks, zs 1, --check-ranks": [{"--gpus": 2, "-zs": 1, "--check-ranks": 1}],
+    "2 ranks, zs 1, one layer": [{"--gpus": 2, "-zs": 1, "-e": ONE_LAYER}],
+    # ranks that have no validation rows, and rank 0's samples: some run ahead of the others
+    "4 ranks, zs 0, five layers": [{"--gpus": 4, "-e": FIVE, "-v": 2, "-m": 3, "-s": 2, "-g": 4}],
+    "4 ranks, zs 1, five layers": [{"--gpus": 4, "-zs": 1, "-e": FIVE, "-v": 2, "-m": 3, "-s": 2, "-g": 4}],
+    "4 ranks, zs 2, five layers": [{"--gpus": 4, "-zs": 2, "-e": FIVE, "-v": 2, "-m": 3, "-s": 2, "-g": 4}],
+}
+
+
+def left_by(program, runs, folder, policy=None):
+    """What is in the folder afterwards, and what was printed, but for times."""
+    facts, lazy = {}, Program.path
+    Program.path = program
+    for number, flags in enumerate(runs):
+        if policy:
+            os.environ["GPT2_LAZY"] = policy
+        result = run({**flags, "-o": folder})
+        if (result.code, result.err) != (0, ""):
+            facts[f"run {number} ended with"] = (result.code, result.err.strip())
+        facts[f"run {number} printed"] = re.findall(r"^(?:step|val loss|sample) .*|^.*\n---$",
+                                                    re.sub(r" \| [\d.]+ ms \| .*", "", result.out), re.M)
+    Program.path = lazy
+    os.environ.pop("GPT2_LAZY", None)
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(parent, name)
+            if name.startswith("state_"):               # without times, and which program and folder it was
+                said, tensors = read_state(path)
+                for word in ("metrics_bytes", "program", "flag.output-dir"):
+                    said.pop(word)
+                facts[name] = (said, tensors)
+            elif name.startswith("DONE_"):              # the files' checksums
+                facts[name] = True
+            elif name not in ("metrics.jsonl", "run.json"):
+                facts[name] = read_bytes(path)
+    shutil.rmtree(folder, ignore_errors=True)
+    return facts
+
+
+def test_policies():
+    """In whatever order streams run, the bytes are those of the ordinary build."""
+    for title, runs in RUNS.items():
+        want = left_by(ORDINARY, runs, "ordinary")
+        check("main.log" in want and any(name.startswith("model_") for name in want) and
+              not any("ended with" in name for name in want),
+              f"{title}: the ordinary build leaves {shorten(want)}")
+        for policy in POLICIES + (MORE_POLICIES if Program.slow else []):
+            got = left_by(Program.path, runs, "lazy", policy)
+            unlike = sorted(name for name in {**want, **got} if want.get(name) != got.get(name))
+            if not check(not unlike, f"{title}, {policy}: unlike the ordinary build in {unlike}"):
+                print("    " + "\n    ".join(shorten(got.get(name)) for name in unlike if name[:4] == "run "))
+
+
+def test_unknown_policy():
+    os.environ["GPT2_LAZY"] = "early"
+    result = run({})
+    del os.environ["GPT2_LAZY"]
+    check_equal((result.code, result.err),
+                (1, "error: GPT2_LAZY='early': choose main-first, other-first or random:SEED\n"), "a policy")
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__, globals()))

@@ -1,0 +1,157 @@
+/*
+What is in a run's checkpoints, and is it still what was written?
+
+    g++ -std=c++17 -O2 -pthread -I. dev/tools/checkpoint.cpp -o build/checkpoint
+    build/checkpoint runs/a                     # a line for each checkpoint: step, size, sound or what is not
+    build/checkpoint runs/a/state_*.bin         # what the run knew of itself; every checksum is computed
+    build/checkpoint --tensors FILE             # and a line for each tensor
+    build/checkpoint runs/a/model_*.bin         # the model's shape, and the checksum of the whole file
+
+Exit code 1 if anything is damaged. Nothing is written.
+*/
+#include <stdio.h>                      // gives: printf
+
+#include <string>                       // gives: std::string
+#include <vector>                       // gives: std::vector
+
+#include "../../llmc/checkpoints.h"     // gives: checkpoint_check, model_file_error, StateFile
+
+static bool show_tensors;
+
+static std::string file_name(const std::string& path) { return path.substr(path.rfind('/') + 1); }
+
+static std::string size_text(double bytes) {
+    const char* units[] = {"bytes", "KiB", "MiB", "GiB", "TiB"};
+    int unit = 0;
+    for (; bytes >= 1024 && unit < 4; unit++) { bytes /= 1024; }
+    return format(unit == 0 ? "%.0f %s" : "%.1f %s", bytes, units[unit]);
+}
+
+// Reads every tensor of an open state file. Returns the first fault, or ""; prints all of them, if it is to.
+static std::string read_tensors(const StateFile& s, bool print) {
+    std::string first;
+    std::vector<char> data;
+    for (size_t i = 0; i < s.rows.size(); i++) {
+        const StateRow& row = s.rows[i];
+        data.resize(state_row_bytes(row));
+        const std::string error = state_read(&s, i, data.data());
+        if (first.empty()) { first = error; }
+        const std::string shape = format("%llu x %llu", (unsigned long long)row.rows,
+                                         (unsigned long long)row.cols);
+        const bool whole = row.count == row.rows * row.cols;
+        const std::string part = whole ? "all" : format("%llu to %llu", (unsigned long long)row.begin,
+                                                        (unsigned long long)(row.begin + row.count - 1));
+        if (print && show_tensors) {
+            printf("  %-24s %-4s %14s  %-24s %s%s\n", shown(row.name).c_str(), row.type, shape.c_str(),
+                   part.c_str(), checksum_text(row.checksum).c_str(), error.empty() ? "" : "  DAMAGED");
+        } else if (print && !error.empty()) { printf("  %s\n", error.c_str()); }
+    }
+    return first;
+}
+
+static std::string state_error(const std::string& path, bool print) {
+    StateFile s;
+    std::string error = state_open(&s, path);
+    if (error.empty()) {
+        for (size_t i = 0; print && i < s.facts.size(); i++) {
+            printf("  %s = %s\n", shown(s.facts[i].first).c_str(), shown(s.facts[i].second).c_str());
+        }
+        error = read_tensors(s, print);
+    }
+    if (print && error.empty()) { printf("  %zu tensors, all as they were written\n", s.rows.size()); }
+    state_close(&s);
+    return error;
+}
+
+static std::string model_error(const std::string& path) {
+    int h[256];
+    FILE* f = fopen_check(path.c_str(), "rb");
+    const bool read = fread(h, sizeof(h), 1, f) == 1;
+    fclose(f);
+    if (!read || h[0] != 20240326) { return "is neither a state file nor a model file"; }
+    if (h[1] != 3 && h[1] != 5) { return format("has version %d; known are 3 (fp32) and 5 (bf16)", h[1]); }
+    printf("  version %d (%s), maxT %d, V %d, L %d, NH %d, C %d, Vp %d\n", h[1], h[1] == 3 ? "fp32" : "bf16",
+           h[2], h[3], h[4], h[5], h[6], h[7]);
+    const double C = h[6], parameters = C * h[7] + C * h[2] + h[4] * (12 * C * C + 13 * C) + 2 * C;
+    const double bytes = sizeof(h) + parameters * (h[1] == 3 ? 4 : 2);
+    if ((double)file_size(path.c_str()) != bytes) {
+        return format("has %lld bytes, and its header means %.0f", (long long)file_size(path.c_str()), bytes);
+    }
+    uint64_t sum;
+    const std::string error = model_file_error(path, &sum);
+    if (error.empty()) {
+        printf("  %s\n", sum ? ("checksum " + checksum_text(sum) + ", as it was written").c_str()
+                             : "no checksum: that nothing has changed cannot be told");
+    }
+    return error;
+}
+
+// A line on a checkpoint. True if it is sound.
+static bool show_checkpoint(const std::string& folder, int64_t step) {
+    std::vector<std::string> states;
+    std::string error = checkpoint_check(folder, step, &states);
+    const std::string model = checkpoint_model(folder, step);
+    double bytes = (double)file_size(model.c_str());
+    uint64_t sum;
+    if (error.empty()) {
+        error = model_file_error(model, &sum);
+        if (!error.empty()) { error = file_name(model) + " " + error; }
+    }
+    for (size_t i = 0; i < states.size() && error.empty(); i++) {
+        bytes += (double)file_size(states[i].c_str());
+        error = state_error(states[i], false);
+        if (!error.empty()) { error = file_name(states[i]) + " " + error; }
+    }
+    if (!error.empty()) {
+        printf("  step %lld: NOT SOUND: %s\n", (long long)step, error.c_str());
+        return false;
+    }
+    printf("  step %lld: %s in %zu files, sound\n", (long long)step, size_text(bytes).c_str(),
+           states.size() + 1);
+    return true;
+}
+
+static bool show_path(const std::string& path) {
+    struct stat st;
+    if (stat(path.c_str(), &st) != 0) { die("cannot open '%s': %s", path.c_str(), strerror(errno)); }
+    if (S_ISDIR(st.st_mode)) {
+        const std::vector<int64_t> steps = checkpoint_steps(path);
+        printf("%s: %zu checkpoint%s\n", shown(path).c_str(), steps.size(), steps.size() == 1 ? "" : "s");
+        bool sound = true;
+        for (int64_t step : steps) { sound = show_checkpoint(path, step) && sound; }
+        return sound;
+    }
+    input_check(path.c_str());
+    printf("%s: %s\n", shown(path).c_str(), size_text((double)st.st_size).c_str());
+    char magic[sizeof(kStateMagic)] = {};
+    FILE* f = fopen_check(path.c_str(), "rb");
+    const bool read = fread(magic, sizeof(magic), 1, f) == 1;
+    fclose(f);
+    const bool is_state = read && memcmp(magic, kStateMagic, sizeof(magic)) == 0;
+    const std::string error = is_state ? state_error(path, true) : model_error(path);
+    if (!error.empty()) { printf("  NOT SOUND: it %s\n", error.c_str()); }
+    return error.empty();
+}
+
+int main(int argc, char** argv) {
+    std::vector<std::string> paths;
+    for (int i = 1; i < argc; i++) {
+        const std::string word = argv[i];
+        if (word == "--help") {
+            printf("usage: %s [--tensors] PATH...\n\n"
+                   "  PATH       a run's folder, state_*.bin or model_*.bin: what it holds, and is it sound?\n"
+                   "  --tensors  of a state: name, type, shape, which elements and checksum of each tensor\n",
+                   argv[0]);
+            stdout_check();
+            return 0;
+        }
+        if (word == "--tensors") { show_tensors = true; }
+        else if (word[0] == '-') { die("unknown flag '%s'\nhint: --help lists all flags", argv[i]); }
+        else { paths.push_back(word); }
+    }
+    if (paths.empty()) { die("no PATH is given\nhint: %s runs/a; --help tells more", argv[0]); }
+    bool sound = true;
+    for (const std::string& path : paths) { sound = show_path(path) && sound; }
+    stdout_check();
+    return sound ? 0 : 1;
+}
