@@ -637,7 +637,7 @@ static void test_checkpoint(const Config& c, const Options& o, bool at_once) {
     CHECK(memcmp(&end_a, &end_b, sizeof(end_a)) == 0, "a resumed run ends in another state");
     check_model_file(&same, c, o, path);
     checkpoint_close(&found);
-    checkpoint_remove(folder, 1, true);
+    checkpoint_remove(folder, 1);
     rmdir(folder.c_str());
     gpt2_free(&a);
     gpt2_free(&b);

@@ -5278,7 +5278,7 @@ static void lanes_check(int64_t micro_steps) {
     if (lanes_error(good, micro_steps, comm.world, zero).empty()) {
         hint = format("--lanes %lld fits", (long long)good);
     }
-    if (run.resumed) { hint = "a run that is resumed keeps its lanes: choose another -zs or number of ranks"; }
+    if (run.resumed) { hint = "a resumed run keeps its lanes: choose another -zs or number of ranks"; }
     die("--lanes %d: %s\nhint: %s", run.lanes, error.c_str(), hint.c_str());
 }
 
@@ -6019,7 +6019,7 @@ int main(int argc, char** argv) {
     flags_parse(kFlags, kNumFlags, argc, argv);
     const std::string init = flags_text(flags_find(kFlags, kNumFlags, "--process-init"));
     run.comm.init = init.c_str();
-    comm_start(run.comm, argc, argv);
+    comm_start(run.comm, argv);
     Training t;
     Checkpoint resumed = find_resumed(&t.saver.retention.bad);
     const Config config = config_check(run.resumed ? &resumed.facts : nullptr);

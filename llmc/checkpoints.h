@@ -215,12 +215,13 @@ static inline void checkpoint_retain(const std::string& folder, int64_t newest, 
     }
 }
 
-// What a run has left that was killed in a save, or while it removed a checkpoint: files that are half written,
-// and the model and states of a step without a marker. A model alone may be somebody's, and stays.
+// What a run has left that was killed in a save, or while it removed a checkpoint: files that are half
+// written, and the model and states of a step without a marker. A model alone may be somebody's, and stays.
 static inline void checkpoint_clean(const std::string& folder) {
     for (const std::string& name : folder_names(folder)) {
         std::string whole = name;                   // without .PID.N.part
-        if (whole.size() > 5 && whole.compare(whole.size() - 5, 5, ".part") == 0) {
+        const bool ours = name.compare(0, 5, "DONE_") == 0 || name.find(".bin.") != std::string::npos;
+        if (ours && name.compare(name.size() - 5, 5, ".part") == 0) {
             for (int i = 0; i < 3; i++) { whole.resize(std::min(whole.rfind('.'), whole.size())); }
             atomic_remove_stale(folder + "/" + whole);
         }

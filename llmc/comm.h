@@ -1,7 +1,7 @@
 /*
 A job of several processes, its ranks: start, messages through host memory, and an end together. Host only.
 
-    comm_start(options, argc, argv);                // before memory is taken; in the process that
+    comm_start(options, argv);                      // before memory is taken; in the process that
     comm_check_same({{"-b", "4"}, ...});            // --gpus N makes the launcher it never returns
     for (step...) {
         comm_progress(step);
@@ -40,8 +40,7 @@ static Comm comm;
 
 // ---- start and orderly end ----
 
-static inline void comm_start(const CommOptions& options, int argc, char** argv) {
-    (void)argc;
+static inline void comm_start(const CommOptions& options, char** argv) {
     CommState* s = new CommState;
     comm_find(&s->job, options, argv);
     comm = {s->job.rank, s->job.world, s->job.local_rank, s->job.local_world};

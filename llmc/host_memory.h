@@ -37,9 +37,9 @@ static inline long long number_in(const std::string& path) {
     return number;
 }
 
-// What the control groups (version 2) around this process leave: containers and schedulers limit memory so, and
-// end who takes more. Files that may be dropped from memory (the kernel's cache) count as taken there, but are
-// not. root: where groups are found, another in tests.
+// What the control groups (version 2) around this process leave: containers and schedulers limit memory so,
+// and end who takes more. Files that may be dropped from memory (the kernel's cache) count as taken there,
+// but are not. root: where groups are found, another in tests.
 static inline size_t cgroup_memory_free(const std::string& root = "/sys/fs/cgroup",
                                         const char* self = "/proc/self/cgroup") {
     size_t left = (size_t)-1;

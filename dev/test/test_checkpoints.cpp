@@ -587,7 +587,7 @@ static void test_retention() {
             {99, 0, {}, 60, "10 20 30 40 50 60"},
             {1, 30, {}, 50, "30 50 60"},                    // 60 comes later, and is a multiple anyway
             {1, 25, {}, 60, "50 60"},
-            {2, 20, {}, 60, "20 30 40 50 60"},              // multiples are not counted among the last two
+            {2, 20, {}, 60, "20 40 50 60"},                 // multiples count among the last two
             {1, 10, {}, 60, "10 20 30 40 50 60"},
             {1, 0, {}, 40, "40 50 60"},                     // of a future that the run went back from
             {2, 0, {50}, 60, "40 50 60"},                   // a damaged one does not take a good one's place
@@ -651,7 +651,7 @@ static void test_clean() {
         AtomicFile living_marker = atomic_open(checkpoint_marker(run, 30));
         checkpoint_clean(run);
         std::string expected = " DONE_00000010 " + living_marker.temp.substr(run.size() + 1);
-        expected += " main.log mine.bin model_00000010.bin model_00000020.bin notes.part "
+        expected += " main.log mine.bin model_00000010.bin notes.part "
                     "state_00000010_00000.bin state_00000010_00001.bin state_00000020_.bin "
                     "state_00000020_00000.txt ";
         expected += living.temp.substr(run.size() + 1) + " state_x_00000.bin";

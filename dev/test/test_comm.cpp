@@ -194,7 +194,7 @@ static int rank_main(int argc, char** argv) {
     if (strcmp(argv[2], "never_begins") == 0 && is_victim) { raise(SIGSTOP); }
     if (strcmp(argv[2], "ends_early") == 0 && is_victim) { raise(SIGKILL); }
     if (strcmp(argv[2], "early") == 0 && getenv(kCommChild)) { die("before the start"); }
-    comm_start(o, argc, argv);
+    comm_start(o, argv);
     for (int number : {SIGINT, SIGTERM, SIGHUP, SIGUSR1}) { stop_on(number); }
     signal(SIGUSR2, [](int signal_number) { _exit(128 + signal_number); });     // a second Ctrl-C does so
     const int code = run_program(argv[2]);
@@ -846,13 +846,13 @@ static void test_contradictions() {
             CommOptions o;
             w.change(&o);
             char* argv[] = {nullptr};
-            comm_start(o, 0, argv);
+            comm_start(o, argv);
         }, w.words);
     }
     Child batch = run_child([] {                // a batch script is none of the tasks that it may start
         for (const char* e : {"SLURM_PROCID=0", "SLURM_NTASKS=8", "ENVIRONMENT=BATCH"}) { putenv((char*)e); }
         char* argv[] = {nullptr};
-        comm_start(CommOptions(), 0, argv);
+        comm_start(CommOptions(), argv);
         printf("%d of %d, %d", comm.rank, comm.world, (int)comm_any(true));
         comm_end();
     });
