@@ -182,7 +182,7 @@ test-asan: ## the host tests and the CPU model under ASan and UBSan, part of `ma
 	$(RUN_TESTS) asan
 asan: build/asan/test_gpt2cpu build/asan/train_gpt2cpu $(TESTS:build/%=build/asan/%)
 # tests of what has threads, under ThreadSanitizer: run.py has a suite for each of these
-TSAN := dataloader comm
+TSAN := dataloader host comm checkpoints
 tsan: $(TSAN:%=build/tsan/test_%)
 fuzz: build/fuzz ## hostile input for ten minutes each: files, texts, flags (needs clang)
 	@for t in $$(python3 dev/fuzz/run.py --list); do python3 dev/fuzz/run.py $$t --seconds 600 || exit 1; done

@@ -30,12 +30,16 @@ static int fuzz_fclose(FILE* f) {
 
 #define fopen fuzz_fopen
 #define fclose fuzz_fclose
+#include "../../llmc/json.h"
+#define NDEBUG                  // flags_parse would look through the whole table first: ten times the work
+#include "../../llmc/flags.h"
+#undef NDEBUG
+#include <assert.h>
 #define TESTING
 #include "../../train_gpt2.cu"  // gives: what is tested
 
 #include <sys/mman.h>           // gives: memfd_create
-
-#include <memory>               // gives: std::unique_ptr
+#include "../../llmc/state_file.h"      // gives: what is tested
 
 // Nothing is made wrong on purpose here, as test_gpt2.cu's --break does.
 template <class Args> static void break_outputs(const Args&, Stream) {}
@@ -110,12 +114,14 @@ static void fuzz_shard(Bytes input) {
         memcpy(&input[8], &count, sizeof(count));
     }
     DataPrefetch p = {};
-    DataShard shard = {file_of(input), 0, 0, 0, 0};
+    DataShard shard = {};
+    shard.path = file_of(input);
     int fd = -1;
     std::string error = data_shard_open(&shard, &fd);
     if (!error.empty()) { die("%s", error.c_str()); }
     close(fd);
-    PROPERTY(1024 + 2 * shard.tokens == (int64_t)input.size(), "%lld tokens", (long long)shard.tokens);
+    const bool fits = 1024 + 2 * shard.tokens == (int64_t)input.size() && word(input, 2) == shard.tokens;
+    PROPERTY(fits, "%lld tokens in %zu bytes", (long long)shard.tokens, input.size());
     shard.windows = shard.tokens > 0 ? (shard.tokens - 1) / T : 0;
     if (shard.windows == 0) { return; }
     p.shards = {shard};
@@ -142,7 +148,7 @@ static void fuzz_shard(Bytes input) {
     }
 }
 
-// ---- model files: 1: the file gets the size that its header means; then the file ----
+// ---- model files: 1: the file gets the size that its header means, 2: and its checksum; then the file ----
 
 // Gives the file the size that its header means, if that is a small one.
 static void fit_model(Bytes* file) {
@@ -169,13 +175,30 @@ struct Loaded {                     // a model that an error takes away, too
 };
 
 static Bytes saved_again(const char* path) {
-    Loaded loaded(path);
-    checkpoint_save(&loaded.model, output_path());
+    const Loaded loaded(path);
+    ModelWriter w;
+    model_begin(&w, output_path(), loaded.model.config);
+    for (int i = 0; i < NUM_PARAMS; i++) {
+        const ParamSpec& s = loaded.model.param_specs[i];
+        for (int l = 0; l < s.copies; l++) {
+            model_write(&w, gpt2_param_data(&loaded.model, i, l), s.elems, s.elem_bytes);
+        }
+    }
+    model_commit(&w);
+    uint64_t sum;
+    const std::string error = model_file_error(output_path(), &sum);
+    PROPERTY(error.empty() && sum != 0, "saved, and %s", error.c_str());
     return bytes_of(output_path().c_str());
 }
 
 static void fuzz_model(Bytes input) {
-    if (take_byte(&input) & 1) { fit_model(&input); }
+    const uint8_t fit = take_byte(&input);
+    if (fit & 1) { fit_model(&input); }
+    if ((fit & 2) && input.size() >= 1024) {
+        memset(&input[4 * kModelChecksumWord], 0, sizeof(uint64_t));
+        const uint64_t sum = checksum(input.data(), input.size());
+        memcpy(&input[4 * kModelChecksumWord], &sum, sizeof(sum));
+    }
     const Bytes saved = saved_again(file_of(input));
     PROPERTY(saved == saved_again(output_path().c_str()), "loaded and saved again, the file is another");
     for (size_t i = 2; i < 8; i++) { PROPERTY(word(saved, i) == word(input, i), "word %zu", i); }
@@ -189,6 +212,69 @@ static void fuzz_model(Bytes input) {
     }
 }
 
+// ---- state files: 1: sizes and places are made to fit, 2: checksums, too; then the file ----
+
+static void fit_state(Bytes* file, bool checksums) {
+    StateHeader h;
+    if (file->size() < sizeof(h)) { return; }
+    memcpy(&h, &(*file)[0], sizeof(h));
+    h.pieces %= 8;
+    h.facts_bytes %= 256;
+    uint64_t at = sizeof(h) + h.pieces * sizeof(StateRow) + h.facts_bytes;
+    if (file->size() < at) { return; }
+    std::vector<StateRow> rows(h.pieces);
+    for (size_t i = 0; i < rows.size(); i++) {
+        StateRow& row = rows[i];
+        memcpy(&row, &(*file)[sizeof(h) + i * sizeof(row)], sizeof(row));
+        row.name[63] = row.type[15] = '\0';
+        row.offset = at;
+        const uint64_t bytes = row.count % 4096 * state_type_bytes(row.type);
+        file->resize(std::max(file->size(), (size_t)(at + bytes)));
+        if (checksums) { row.checksum = checksum(&(*file)[at], bytes); }
+        at += bytes;
+        memcpy(&(*file)[sizeof(h) + i * sizeof(row)], &row, sizeof(row));
+    }
+    file->resize(at);
+    h.file_bytes = at;
+    const char* facts = &(*file)[sizeof(h) + rows.size() * sizeof(StateRow)];
+    if (checksums) { h.checksum = state_start_checksum(h, rows.data(), facts); }
+    memcpy(&(*file)[0], &h, sizeof(h));
+}
+
+// What it holds, read to the end; dies if anything is wrong.
+struct State {
+    StateFile file;
+    std::vector<Bytes> data;
+    explicit State(const char* path) {
+        std::string error = state_open(&file, path);
+        for (size_t i = 0; error.empty() && i < file.rows.size(); i++) {
+            data.push_back(Bytes(state_row_bytes(file.rows[i]), '\0'));
+            error = state_read(&file, i, &data[i][0]);
+        }
+        state_close(&file);
+        if (!error.empty()) { die("'%s' %s", path, error.c_str()); }
+    }
+};
+
+static void fuzz_state(Bytes input) {
+    const uint8_t fit = take_byte(&input);
+    if (fit & 1) { fit_state(&input, fit & 2); }
+    const State read(file_of(input));
+    std::vector<StateRow> rows;
+    for (const StateRow& r : read.file.rows) {
+        rows.push_back(state_row(r.name, r.type, r.rows, r.cols, r.begin, r.count));
+    }
+    for (const auto& fact : read.file.facts) { if (fact.first.find('\\') != std::string::npos) { return; } }
+    StateWriter out = state_begin(output_path(), read.file.facts, rows);
+    for (const Bytes& data : read.data) { state_write(&out, data.data()); }
+    state_commit(&out);
+    const State again(output_path().c_str());
+    PROPERTY(again.file.facts == read.file.facts && again.data == read.data, "written again, it is another");
+    const size_t start = sizeof(StateHeader) + rows.size() * sizeof(StateRow);
+    const Bytes written = bytes_of(output_path().c_str());
+    PROPERTY(written.substr(start) == input.substr(start), "other facts or data");
+}
+
 // ---- tokenizer: how to encode; then the text ----
 
 static Bytes decoded(const Tokenizer& tok, const std::vector<uint32_t>& ids) {
@@ -197,10 +283,11 @@ static Bytes decoded(const Tokenizer& tok, const std::vector<uint32_t>& ids) {
     return text;
 }
 
-static void check_encode(const Tokenizer& tok, const Bytes& text) {
+static void check_encode(const Tokenizer& tok, const Bytes& input) {
+    const std::vector<char> text(input.begin(), input.end());   // no zero behind it: ASan sees who reads on
     std::vector<uint32_t> ids, again;
     tokenizer_encode(&tok, text.data(), text.size(), ids);
-    PROPERTY(decoded(tok, ids) == text, "the ids are of another text");
+    PROPERTY(decoded(tok, ids) == input, "the ids are of another text");
     static TokenizerCache cache;
     memset(cache.entries.data(), 0, cache.entries.size() * sizeof(cache.entries[0]));   // fast; all free
     for (int pass = 0; pass < 2; pass++) {              // the second finds its pieces in the cache
@@ -311,13 +398,8 @@ static void fuzz_flags(Bytes input) {
         PROPERTY(second[i] == texts[i], "--%s: '%s', then '%s'", kFlags[i].name, texts[i].c_str(),
                  second[i].c_str());
     }
-    char* json = nullptr;
-    size_t size = 0;
-    FILE* out = open_memstream(&json, &size);
-    flags_json(out, kFlags, kNumFlags);
-    fclose(out);
-    const std::unique_ptr<char, void (*)(void*)> held(json, free);
-    for (size_t i = 0; i < size; i++) { PROPERTY((uint8_t)json[i] >= 0x20, "a control character in JSON"); }
+    const std::string json = flags_json(kFlags, kNumFlags);
+    for (char c : json) { PROPERTY((uint8_t)c >= 0x20, "a control character in %s", json.c_str()); }
     flags_print(kFlags, kNumFlags);
 
     parse(&words);                                      // some flags belong together
@@ -397,6 +479,7 @@ static const Target kTargets[] = {
     // name        function        longest input  MB
     {"shard",      fuzz_shard,     4096,          2},
     {"model",      fuzz_model,     16384,         32},  // arenas are padded: a layer takes 128 KB at least
+    {"state",      fuzz_state,     4096,          2},
     {"tokens",     fuzz_tokens,    2048,          8},   // GPT-2's tables
     {"vocab",      fuzz_vocab,     4096,          4},   // a class for each character: 1.1 MB
     {"flags",      fuzz_flags,     1024,          2},

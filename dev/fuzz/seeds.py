@@ -34,6 +34,16 @@ def model(version, T, V, L, NH, C, Vp):
     return b"\0" + header(20240326, version, T, V, L, NH, C, Vp) + raw
 
 
+def state_row(name, kind, rows, cols, begin, count):
+    return struct.pack("<64s16s6Q", name.encode(), kind.encode(), rows, cols, begin, count, 0, 0)
+
+
+def state(rows, facts, data_bytes):
+    numbers = struct.pack("<8s2I6Q", b"GPT2STAT", 1, len(rows), len(facts), 64 + 128 * len(rows) + len(facts)
+                          + data_bytes, 0, 0, 0, 0)
+    return numbers + b"".join(rows) + facts + bytes(i % 256 for i in range(data_bytes))
+
+
 def words(ranks, *texts):
     return bytes([ranks - 1]) + b"".join(text.encode() + b"\0" for text in texts)
 
@@ -50,9 +60,20 @@ def main():
     write("model", "fp32", model(3, 2, 3, 1, 1, 2, 8))
     write("model", "bf16", model(5, 1, 8, 2, 2, 2, 8))
     write("model", "one-channel", b"\1" + model(3, 1, 2, 1, 1, 1, 8)[1:])
+    write("model", "checksum", b"\2" + model(3, 2, 3, 1, 1, 2, 8)[1:])
     write("model", "cut", model(3, 2, 3, 1, 1, 2, 8)[:-5])
     write("model", "huge", b"\0" + header(20240326, 3, 1024, 50257, 2**31 - 1, 12, 768, 50304))
     write("model", "a-shard", b"\0" + header(20240520, 1, 0))
+
+    rows = [state_row("params.wte", "f32", 4, 2, 0, 8), state_row("m.qkvw.3", "bf16", 4, 6, 3, 5)]
+    facts = b"step=12\ntext=two\\nlines, a \\\\\n"
+    write("state", "good", b"\3" + state(rows, facts, 4 * 8 + 2 * 5))
+    write("state", "bare", b"\3" + state([], b"", 0))
+    write("state", "bad-checksum", b"\1" + state(rows, facts, 4 * 8 + 2 * 5))
+    write("state", "bad-size", b"\0" + state(rows, facts, 7))
+    write("state", "bad-facts", b"\3" + state(rows[:1], b"step12\n", 32))
+    write("state", "bad-type", b"\3" + state([state_row("a", "f64", 1, 1, 0, 1)], facts, 8))
+    write("state", "bad-count", b"\3" + state([state_row("a", "f16", 2**40, 2**40, 2**63, 4)], facts, 8))
 
     text = "It's 3 o'clock, isn't it?  We'll see;\n\n\n I've\t12345 caf\u00e9 \u4f60\u597d \U0001f600 "
     write("tokens", "bpe", b"\1" + text.encode())

@@ -106,10 +106,10 @@ def all_suites():
     suites += [Suite("asan " + name, ["build/asan/test_" + name], asan) for name in host]
     suites += [Suite("host " + name, ["build/test_" + name], cpu) for name in host]
     # what threads share; of the jobs of many processes only some: each call takes far longer. The second that
-    # TSan would wait at the end of each process finds nothing here.
-    suites += [Suite("tsan " + name.split()[0], ["env", "TSAN_OPTIONS=atexit_sleep_ms=0"] +
+    # TSan would wait at the end of each process finds nothing here, and some tests fork while a thread runs.
+    suites += [Suite("tsan " + name.split()[0], ["env", "TSAN_OPTIONS=atexit_sleep_ms=0:die_after_fork=0"] +
                      ("build/tsan/test_" + name).split(), ["build tsan"])
-               for name in ("dataloader", "host", "comm die")]
+               for name in ("dataloader", "host", "comm die", "checkpoints")]
     suites += [Suite("fuzz " + os.path.basename(path), [PYTHON, "dev/fuzz/run.py", os.path.basename(path)],
                      ["build fuzz"], "clang") for path in sorted(glob.glob("dev/fuzz/seeds/*"))]
     return suites
