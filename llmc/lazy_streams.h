@@ -8,11 +8,10 @@ never be seen, gives wrong bits here. llmc/cpu_device.h includes it under -DLAZY
     event_wait(event);                              // now it is done, and nothing that stands behind it
 
 A stream is a queue of work, with its arguments by value. Work runs only when the host waits for something,
-and as little of it as that needs. Which of the streams that can go on does so is up to the environment:
+and no more of it than that needs. Which of the streams that can go on does so is up to the environment:
 
-    GPT2_LAZY=main-first        the one that was created first; the default. Others run when it waits for them
-    GPT2_LAZY=other-first       the one that was created last
-    GPT2_LAZY=random:SEED       any
+    GPT2_LAZY=201           the last of three, if it can; else the first, else the second. Default: 012...
+    GPT2_LAZY=random:SEED   any
 
 All of these are orders that CUDA allows. Like there, the host's waits are event_wait, event_ms, stream_sync,
 to free memory, and copies to memory that is not pinned. Copies from such memory take its data at once. Of
@@ -23,7 +22,7 @@ all this, other threads than main's may call event_wait only.
 
 #include <stdint.h>     // gives: uint64_t
 #include <stdlib.h>     // gives: getenv, strtoull
-#include <string.h>     // gives: memcpy, strcmp, strncmp
+#include <string.h>     // gives: memcpy
 #include <unistd.h>     // gives: usleep
 
 #include <deque>        // gives: std::deque
@@ -32,6 +31,7 @@ all this, other threads than main's may call event_wait only.
 #include <memory>       // gives: std::shared_ptr
 #include <mutex>        // gives: std::recursive_mutex
 #include <random>       // gives: std::mt19937_64
+#include <string>       // gives: std::string
 #include <thread>       // gives: std::this_thread
 #include <vector>       // gives: std::vector
 
@@ -56,7 +56,7 @@ struct LazyState {
     bool met = false;           // all ranks have agreed on the next collective
     uint64_t calls = 0;         // how often work was queued or waited for
     std::map<const char*, size_t> pinned;       // where it begins: bytes
-    bool other_first = false, random = false;
+    std::string order;          // of preference; empty: a random one
     std::mt19937_64 draw;
     std::recursive_mutex mutex;                 // held by whoever looks at all this
     const std::thread::id main = std::this_thread::get_id();
@@ -65,12 +65,12 @@ struct LazyState {
 static inline LazyState* lazy_begin() {
     LazyState* state = new LazyState;           // never freed: exit() does not wait for other threads
     const char* policy = getenv("GPT2_LAZY");
-    if (!policy) { return state; }
-    state->other_first = strcmp(policy, "other-first") == 0;
-    state->random = strncmp(policy, "random:", 7) == 0;
-    if (state->random) { state->draw.seed(strtoull(policy + 7, nullptr, 10)); }
-    else if (!state->other_first && strcmp(policy, "main-first") != 0) {
-        die("GPT2_LAZY='%s': choose main-first, other-first or random:SEED", policy);
+    state->order = policy ? policy : "0123456789";
+    if (state->order.compare(0, 7, "random:") == 0) {
+        state->draw.seed(strtoull(policy + 7, nullptr, 10));
+        state->order.clear();
+    } else if (state->order.find_first_not_of("0123456789") != std::string::npos || state->order.empty()) {
+        die("GPT2_LAZY='%s': choose an order of streams, as 201, or random:SEED", policy);
     }
     return state;
 }
@@ -94,15 +94,17 @@ static inline LazyPoint lazy_end(Stream stream) {
 
 // Runs one piece of work.
 static inline void lazy_step() {
-    std::vector<LazyStream*> ready;
+    std::string ready;                          // digits of the streams that can go on
     for (LazyStream& s : lazy.streams) {
         if (s.queue.empty() || !lazy_passed(s.queue.front().after)) { continue; }
         const uint64_t turn = s.queue.front().turn;
-        if (turn == 0 || turn == lazy.turns_done + 1) { ready.push_back(&s); }
+        if (turn == 0 || turn == lazy.turns_done + 1) { ready += (char)('0' + (&s - &lazy.streams[0])); }
     }
     if (ready.empty()) { die("the host waits for work that cannot run"); }
-    LazyStream* s = lazy.random ? ready[lazy.draw() % ready.size()]
-                                : lazy.other_first ? ready.back() : ready.front();
+    char chosen = ready[lazy.order.empty() ? lazy.draw() % ready.size() : 0];
+    const size_t first = lazy.order.find_first_of(ready);
+    if (first != std::string::npos) { chosen = lazy.order[first]; }
+    LazyStream* s = &lazy.streams[chosen - '0'];
     const LazyWork work = std::move(s->queue.front());
     s->queue.pop_front();
     work.run();
