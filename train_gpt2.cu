@@ -4703,13 +4703,13 @@ static void saver_init(Saver* saver, GPT2* model, const Logger* logger, const st
         warn("host memory is short: a checkpoint of %s is written in parts, and training waits for it",
              bytes_text(all).c_str());
     }
-    size_t used = saver->capacity + 1;
+    saver->groups = {0};                // one at least: a rank may have nothing but padding
+    size_t used = 0;
     for (size_t i = 0; i < saver->pieces.size(); i++) {
         if (used + saver->pieces[i].bytes() > saver->capacity) { saver->groups.push_back(i); used = 0; }
         saver->pieces[i].at = used;
         used += saver->pieces[i].bytes();
     }
-    if (saver->groups.empty()) { saver->groups.push_back(0); }      // a small model's last ranks hold nothing
     saver->groups.push_back(saver->pieces.size());
     saver->memory = (char*)pinned_malloc(saver->capacity, "checkpoints");
     saver->stream = stream_create();
@@ -4998,7 +4998,7 @@ static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
         }
     });
     if (!missing.empty()) { return "the files do not say update." + missing; }
-    if (state.update.losses.count < 0 || state.update.norms.count < 0) { return "a window's count is below 0"; }
+    if (std::min(state.update.losses.count, state.update.norms.count) < 0) { return "a count is below 0"; }
     copy_to_device(model->state, &state, sizeof(state), model->stream);
     stream_sync(model->stream);
     model->step = (uint32_t)c->step;
