@@ -37,7 +37,8 @@ PROGRAMS = {f"{name}_gpt2cpu": f"-DGPT2_CPU -x c++ {name}_gpt2.cu" for name in (
 PROGRAMS["build/train_gpt2lazy"] = "-DLAZY_STREAMS " + PROGRAMS["train_gpt2cpu"]
 PROGRAMS.update({f"build/test_{name}": f"dev/test/test_{name}.cpp"
                  for name in ("host", "dataloader", "token_buckets", "tokenizer", "cpu_ops", "data_tools",
-                              "comm")})
+                              "comm", "checkpoints")})
+PROGRAMS["build/checkpoint"] = "dev/tools/checkpoint.cpp"
 PROGRAMS.update({f"build/{name}": f"dev/data/{name}.cpp" for name in ("tokenize", "stories", "bigram")})
 
 # suite: programs that it runs, and its command; `SUITE WORD`: only tests with that word (loop, cli, ranks)
@@ -57,6 +58,7 @@ SUITES = {
     "cli": (["train_gpt2cpu"], [PYTHON, "dev/test/test_cli.py", "./train_gpt2cpu"]),
     "ranks": (["train_gpt2cpu"], [PYTHON, "dev/test/test_ranks.py", "./train_gpt2cpu", "--quick"]),
     "comm": (["build/test_comm"], ["build/test_comm"]),
+    "checkpoints": (["build/test_checkpoints", "build/checkpoint"], ["build/test_checkpoints"]),
     "lazy": (["train_gpt2cpu", "build/train_gpt2lazy"],
              [PYTHON, "dev/test/test_lazy.py", "build/train_gpt2lazy"]),
     "hf": (["train_gpt2cpu"], [PYTHON, "dev/test/test_hf.py", "./train_gpt2cpu"]),

@@ -32,7 +32,7 @@ from trainer import *                   # gives: run, check_ran, check, check_re
 SMALL, SMALL_T = "L2,NH2,C64,T32,V256", 32
 ODD, ODD_T = "L3,NH3,C48,T24,V300", 24      # nothing is a power of two, the vocabulary is padded
 ENDED_S = 120                               # after a death everything has ended: only a hang takes longer
-STOPPING = "stopping after the last complete step; once more: at once, unsaved\n"
+STOPPING = "stopping after the last complete step; Ctrl-C: at once, unsaved\n"
 Program.usual = {"-e": SMALL, "-i": "train.bin", "-j": "val.bin", "-b": 1, "-x": 6, "-v": 0, "-s": 0, "-f": 0,
                  "-l": "1e-2", "-k": "constant", "-c": 0.1}
 
@@ -241,7 +241,7 @@ def test_skipped_updates():
     model, C = {"-e": "L1,NH1,C256,T1,V256", "-b": 1, "-l": "1e-6"}, 256
     width = 2 if Program.precision == "BF16" else 4
     run_ok({**model, "-x": 1, "-o": "rare"})
-    data, size = bytearray(read_bytes(model_path("rare"))), sum(param_sizes(1, 256, 1, 1, C, 256))
+    data, size = without_checksum(read_bytes(model_path("rare"))), sum(param_sizes(1, 256, 1, 1, C, 256))
     for first, value in ((C, -3e38), (size - 2 * C, 0), (size - C, 2**-12)):    # wte of token 1, lnfw, lnfb
         at = 1024 + first * width
         data[at:at + C * width] = struct.pack("<f", value)[4 - width:] * C
@@ -309,13 +309,14 @@ def test_evaluation():
 
 
 def test_files():
-    """One rank writes; the numbers are those of the job."""
+    """One rank writes, and the others their part of the state; the numbers are those of the job."""
     if not enough(2, 7):
         return
     length, rows, M = SMALL_T, 2, 8
     result = run_ok({"--gpus": 2, "-zs": 1, "-o": "files", "-v": 3, **batch(M, rows=rows)})
-    check_equal(sorted(os.listdir("files")), ["main.log", "metrics.jsonl", "model_00000006.bin", "run.json"],
-                "files")
+    check_equal(sorted(os.listdir("files")),
+                ["DONE_00000006", "main.log", "metrics.jsonl", "model_00000006.bin", "run.json",
+                 "state_00000006_00000.bin", "state_00000006_00001.bin"], "files")
     check_equal(re.findall(r"^step (\d+/\d+)", result.out, re.M), [f"{k}/6" for k in range(1, 7)],
                 "step lines")
     with open("files/metrics.jsonl", encoding="utf-8") as f:
@@ -599,7 +600,7 @@ def test_bad_input_of_all():
 def nan_model():
     shutil.rmtree("seed", ignore_errors=True)
     run_ok({"-x": 1, "-o": "seed"})
-    data, width = bytearray(read_bytes(model_path("seed"))), 2 if Program.precision == "BF16" else 4
+    data, width = without_checksum(read_bytes(model_path("seed"))), 2 if Program.precision == "BF16" else 4
     data[1024:1024 + width] = (b"\xc0\x7f" if width == 2 else b"\0\0\xc0\x7f")      # wte[0] = NaN
     return write_bytes("nan.bin", data)
 
@@ -650,7 +651,7 @@ def unfit_files(flags):
     for name in ("train.bin", "val.bin"):
         shutil.copy(name, "another")
     run_ok({"-x": 1, "-o": "of_both"})
-    model = bytearray(read_bytes(model_path("of_both")))
+    model = without_checksum(read_bytes(model_path("of_both")))
     write_bytes("model.bin", model)
     model[-1] = 0x3F                                # makes 0.5 of the last number of all
     write_bytes("another/model.bin", model)
@@ -821,7 +822,7 @@ def test_closed_output():
 
 
 def test_second_signal():
-    """Once more: at once, unsaved, and that is all that is said."""
+    """A second Ctrl-C: at once, unsaved, and that is all that is said. A second SIGTERM has patience."""
     if not enough(2, 2):
         return
     numbers = (signal.SIGINT, signal.SIGTERM)
@@ -834,12 +835,14 @@ def test_second_signal():
             os.kill(pid, signal.SIGSTOP)
         job.p.send_signal(number)
         job.until(lambda: STOPPING in job.err())
-        job.p.send_signal(number)
+        if number == signal.SIGTERM:
+            job.p.send_signal(number)
+        job.p.send_signal(signal.SIGINT)
         result = job.result(ENDED_S)
         return len(pids), result.code, result.err, glob.glob(flags["-o"] + "/model_*")
     for number, got in zip(numbers, side_by_side(one, numbers)):
-        check_equal(got, (2, 128 + number, STOPPING, []),
-                    f"{number.name} twice: ranks, exit code, stderr, checkpoints")
+        check_equal(got, (2, 128 + signal.SIGINT, STOPPING, []),
+                    f"{number.name}, then SIGINT: ranks, exit code, stderr, checkpoints")
 
 
 # ---- deaths ----
