@@ -61,7 +61,11 @@ def all_suites():
     kinds = ("BF16", "FP16", "FP32")
     cuda = [f"check/{name}_gpt2.{kind}" for kind in kinds for name in ("test", "train")]
     cuda += ["check/profile_gpt2.BF16"] + [path[4:-3] for path in glob.glob("dev/cuda/*.cu")]
-    suites += [make("nvcc " + name.split("/")[1], ["build/" + name], needs="nvcc") for name in cuda]
+    # All that the precision decides about is in test_gpt2, too: the trainer itself in one precision will do
+    # where it cannot run.
+    run_only = {f"check/train_gpt2.{kind}" for kind in kinds[1:]}
+    suites += [make("nvcc " + name.split("/")[1], ["build/" + name],
+                    needs="gpu build" if name in run_only else "nvcc") for name in cuda]
     suites += [make("nvcc plain", ["build/plain/train_gpt2.BF16"], needs="nvcc"),
                make("build plain", ["build/plain/train_gpt2cpu"])]      # without NCCL, MPI, ...
     suites += [make("build asan", ["asan"], cores=4), make("build tsan", ["tsan"], cores=2),
@@ -73,6 +77,9 @@ def all_suites():
             command = [PYTHON, f"dev/test/test_{test}.py", program, f"--numeric={part}"]
             suites.append(Suite(f"gpu {test} {kind}" + (" words" if part == 0 else ""), command,
                                 ["nvcc train_gpt2." + kind], "gpu", gpu=1))
+    resume = [PYTHON, "dev/test/test_resume.py"]
+    suites += [Suite("gpu resume " + kind, resume + ["build/check/train_gpt2." + kind, "--numeric=1"],
+                     ["nvcc train_gpt2." + kind], "gpu", gpu=2) for kind in kinds]
     suites += [Suite("gpu test " + kind, ["build/check/test_gpt2." + kind], ["nvcc test_gpt2." + kind], "gpu",
                      gpu=2) for kind in kinds]
     breaks = [PYTHON, "dev/test/break_all.py", "build/check/test_gpt2.BF16", "kernels", "--small", "model"]
@@ -84,15 +91,18 @@ def all_suites():
                          ranks + ["build/check/train_gpt2." + kind, f"--numeric={part}"],
                          ["nvcc train_gpt2." + kind], "gpus", cores=8, gpu=2)
                    for kind, part in (("BF16", 0), ("BF16", 1), ("FP32", 1))]
+        among_gpus = ["build/check/train_gpt2.BF16", "-k", "elastic rank_killed signals_for_ranks"]
+        suites += [Suite("gpus resume BF16", resume + among_gpus, ["nvcc train_gpt2.BF16"], "gpus", cores=8,
+                         gpu=2)]
         suites += [Suite("ranks cpu", ranks + ["./train_gpt2cpu"], cpu, cores=4)]
     suites += [
         Suite("cli cpu", [PYTHON, "dev/test/test_cli.py", "./train_gpt2cpu"], cpu),
         Suite("loop cpu", [PYTHON, "dev/test/test_loop.py", "./train_gpt2cpu"], cpu),
         Suite("lazy cpu", [PYTHON, "dev/test/test_lazy.py", "build/train_gpt2lazy"], cpu),
         Suite("hf cpu", [PYTHON, "dev/test/test_hf.py", "./train_gpt2cpu"], cpu),
-        Suite("resume cpu", [PYTHON, "dev/test/test_resume.py", "./train_gpt2cpu"], cpu, cores=2),
-        Suite("asan resume", [PYTHON, "dev/test/test_resume.py", "build/asan/train_gpt2cpu",
-                              "-k", "kills alone damage bad_loss"], asan, cores=2),
+        Suite("resume cpu", resume + ["./train_gpt2cpu"], cpu, cores=2),
+        Suite("asan resume", resume + ["build/asan/train_gpt2cpu", "-k", "kills alone damage bad_loss"], asan,
+              cores=2),
         Suite("asan model cpu", ["build/asan/test_gpt2cpu"], asan),
         Suite("break cpu", [PYTHON, "dev/test/break_all.py", "./test_gpt2cpu"], cpu, cores=4),
         Suite("host tiktoken", [PYTHON, "dev/test/compare_tiktoken.py"], cpu),
@@ -403,7 +413,7 @@ def main():
         update_counts()
         return 0
     gpus = list_gpus()
-    have = {None: True, "nvcc": has_nvcc(), "clang": has_clang(), "gpu": len(gpus) >= 1,
+    have = {None: True, "nvcc": has_nvcc(), "clang": has_clang(), "gpu": len(gpus) >= 1, "gpu build": len(gpus) >= 1,
             "gpus": len(gpus) >= 2}
     everything, expected = all_suites(), read_fields(EXPECTED)
     suites = chosen(everything, words, have)
