@@ -413,8 +413,8 @@ def main():
         update_counts()
         return 0
     gpus = list_gpus()
-    have = {None: True, "nvcc": has_nvcc(), "clang": has_clang(), "gpu": len(gpus) >= 1, "gpu build": len(gpus) >= 1,
-            "gpus": len(gpus) >= 2}
+    have = {None: True, "nvcc": has_nvcc(), "clang": has_clang(), "gpu": len(gpus) >= 1,
+            "gpu build": len(gpus) >= 1, "gpus": len(gpus) >= 2}
     everything, expected = all_suites(), read_fields(EXPECTED)
     suites = chosen(everything, words, have)
     rows = run_all(suites, have, expected, gpus)
