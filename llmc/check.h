@@ -244,7 +244,8 @@ static inline void atomic_watch_signals() {
     }
 }
 
-// Is it PATH.PID.N.part? base: PATH's name and a point. PATH.bin.7.0.part is not PATH's, PATH.part somebody's.
+// Is it PATH.PID.N.part? base: PATH's name and a point. PATH.bin.7.0.part is not PATH's, and PATH.part is
+// somebody's.
 static inline bool part_is_of(const std::string& name, const std::string& base) {
     if (name.compare(0, base.size(), base) != 0) { return false; }
     size_t at = base.size();
