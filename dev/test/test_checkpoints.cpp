@@ -815,7 +815,7 @@ static void check_tool(const std::string& words, int code, const std::vector<std
 
 static void test_tool() {
     if (access("build/checkpoint", X_OK) != 0) {
-        SKIP(47, "no build/checkpoint: run `make checkpoint`, and this in the same folder");
+        SKIP(63, "no build/checkpoint: run `make checkpoint`, and this in the same folder");
         return;
     }
     const std::string run = new_folder("tool"), path = run + "/state.bin", model = run + "/model.bin";
