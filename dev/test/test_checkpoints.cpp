@@ -751,6 +751,7 @@ static void test_worker() {
         CHECK(c.code == 3, "%d: %s", c.code, c.err.c_str());
     }
     TEST("worker: one thing after the other, and waiting for it") {
+        alarm(120);                                 // a wait that never ends
         Worker* worker = worker_start();
         CHECK(!worker_busy(worker), "it is busy before there is work");
         worker_wait(worker);
@@ -781,6 +782,7 @@ static void test_worker() {
         worker_wait(other);
         worker_wait(worker);
         CHECK(order == std::vector<int>({1, 2}), "%zu", order.size());
+        alarm(0);
     }
 }
 
