@@ -751,6 +751,7 @@ static void test_worker() {
         CHECK(c.code == 3, "%d: %s", c.code, c.err.c_str());
     }
     TEST("worker: one thing after the other, and waiting for it") {
+        alarm(120);                                 // a wait that never ends
         Worker* worker = worker_start();
         CHECK(!worker_busy(worker), "it is busy before there is work");
         worker_wait(worker);
@@ -781,6 +782,7 @@ static void test_worker() {
         worker_wait(other);
         worker_wait(worker);
         CHECK(order == std::vector<int>({1, 2}), "%zu", order.size());
+        alarm(0);
     }
 }
 
@@ -815,7 +817,7 @@ static void check_tool(const std::string& words, int code, const std::vector<std
 
 static void test_tool() {
     if (access("build/checkpoint", X_OK) != 0) {
-        SKIP(47, "no build/checkpoint: run `make checkpoint`, and this in the same folder");
+        SKIP(63, "no build/checkpoint: run `make checkpoint`, and this in the same folder");
         return;
     }
     const std::string run = new_folder("tool"), path = run + "/state.bin", model = run + "/model.bin";
