@@ -879,7 +879,8 @@ def test_bad_loss():
     for every, back in ((5, 30), (12, 24), (7, 28), (30, 30)):
         result = run({**flags, **data_of["a few"], "-n": every, "-nk": 0, "-o": f"back{every}"})
         said = re.findall(r"^warning: 20 updates in a row were skipped: back from step (\d+) to the "
-                          r"checkpoint of step (\d+), and past the data since \(1 of 3 times\)$", result.err, re.M)
+                          r"checkpoint of step (\d+), and past the data since \(1 of 3 times\)$",
+                          result.err, re.M)
         check_equal((result.code, said), (0, [(str(31 + reports_late()), str(back))]), f"-n {every}")
         steps = log_columns(f"back{every}")["step"]
         check_equal(steps, list(range(60)), f"-n {every}: steps in main.log")
