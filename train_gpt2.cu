@@ -5727,9 +5727,12 @@ static void rewind_or_stop(Training* t) {
     }
     stream_sync(t->model.stream);
     stream_sync(t->model.comm_stream);
-    const int64_t from = t->step, position = t->train_loader.position;
+    const int64_t from = t->step, position = t->position;
     std::set<int64_t>* bad = &t->saver.retention.bad;
-    Checkpoint c = checkpoint_find(t->saver.folder, from, bad);
+    // A signal may have left a checkpoint between those of -n: the run goes back as far as without it.
+    const int64_t every = std::max(1, run.checkpoint_every);
+    Checkpoint c = checkpoint_find(t->saver.folder, from / every * every, bad);
+    if (c.step < 0) { c = checkpoint_find(t->saver.folder, from, bad); }
     checkpoint_resume(&t->model, &c, t->saver.folder, bad);
     if (c.step < 0) { die("%s, and there is no checkpoint to go back to%s", what.c_str(), hint); }
     DeviceState state = gpt2_read_state(&t->model);
@@ -5791,7 +5794,7 @@ static void train(Training* t) {
         // the last step's report is awaited here: it may be what sends the run back
         if (!kDeviceIsAsync || t->step == run.max_steps) { report(); }
     }
-    report_step(&reports, logger, schedule);        // a signal came
+    report();                               // a signal came
     if (t->step < run.max_steps) { printf("stopped by a signal after step %lld\n", (long long)t->step); }
     if (reports.ms_count > 0) {
         const double mean_ms = reports.ms_sum / (double)reports.ms_count;
