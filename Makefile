@@ -119,8 +119,10 @@ train_gpt2cu test_gpt2cu profile_gpt2cu: %cu: %.cu train_gpt2.cu $(HEADERS) buil
 .SECONDEXPANSION:
 build/check/%: $$(basename $$*).cu train_gpt2.cu $(HEADERS)
 	@mkdir -p build/check
-	$(need_nvcc)$(NVCC) $(CUDA_FLAGS) -DENABLE_$(subst .,,$(suffix $*)) -gencode arch=compute_90a,code=sm_90a \
-	    -gencode arch=compute_80,code=\"sm_80,compute_80\" $< -o $@ $(CUDA_LIBS)
+	$(need_nvcc)$(NVCC) $(CUDA_FLAGS) -DENABLE_$(subst .,,$(suffix $*)) $(CHECK_GPUS) $< -o $@ $(CUDA_LIBS)
+CHECK_GPUS = -gencode arch=compute_90a,code=sm_90a -gencode arch=compute_80,code=\"sm_80,compute_80\"
+# compiled only, and its kernels are the trainer's
+build/check/profile_gpt2.BF16: private CHECK_GPUS = -gencode arch=compute_90a,code=sm_90a
 
 # Only compute_80 PTX, which the driver compiles for the GPU it meets: the portable kernels on a new GPU.
 build/ptx/%: $$(basename $$*).cu train_gpt2.cu $(HEADERS)

@@ -213,7 +213,7 @@ def compare_speed(results, tool, encoding, path, threads):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tool", help="our program (default: build/tokenize)")
-    parser.add_argument("--mb", type=float, default=2, help="MB of generated text")
+    parser.add_argument("--mb", type=float, default=1, help="MB of generated text")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--text", nargs="*", default=[], help="files to compare as well")
     parser.add_argument("--speed", help="only time both on this file")
