@@ -195,10 +195,12 @@ class Started:
                       self.words)
 
 
-def interrupted(flags, step, *signals, words=None):
-    """Starts it and sends the signals after the line of that step."""
+def interrupted(flags, step, *signals, words=None, behind=""):
+    """Starts it and sends the signals after the line of that step, or after the next one that begins so."""
     started = Started(flags, words)
     started.until(f"step {step}/")
+    if behind and signals:
+        started.until(behind)
     for number in signals:
         started.p.send_signal(number)
     return started.result()
@@ -209,14 +211,14 @@ def resume_words(folder):
     return [Program.path, "-y", "1", "-o", folder]
 
 
-def story(title, flags, stops, alone=False):
+def story(title, flags, stops, alone=False, behind=""):
     """A run with stops [(step, signal)], each time resumed, and at last to its end. Returns what is wrong.
     alone: resumed by -y 1 and -o only."""
     flags = {**flags, "-y": 1, "-o": f"story_{abs(hash((title, named(flags), alone)))}"}
     judge, wrong, began = undisturbed(flags), [], False
     for step, number in stops + [(10**9, None)]:
         words = resume_words(flags["-o"]) if alone and began else None
-        result = interrupted(flags, step, *[number] if number else [], words=words)
+        result = interrupted(flags, step, *[number] if number else [], words=words, behind=behind)
         killed = result.code == -9 and number == signal.SIGKILL
         if not killed and result.code != 0:
             wrong.append(f"exit code {result.code} with {number}")
@@ -256,7 +258,8 @@ def test_exact():
 def test_after_validation():
     """A signal in a step that was validated before: its loss is logged once."""
     slow = {"-v": 1, "-m": 1, "-n": 0, "-z": 64 * T_ROWS, "-x": 12}     # most of a step's time is training
-    check_stories([(f"after step {step}", slow, [(step, TERM)]) for step in range(2, 11)])
+    check_stories([(f"after step {step}", slow, [(step, TERM)], False, "val loss")
+                   for step in range(2, 11)])
 
 
 def test_alone():
