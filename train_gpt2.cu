@@ -4928,7 +4928,7 @@ static std::string checkpoint_read(const Checkpoint* c, const PieceIndex& index,
                                    std::vector<char>* to) {
     const size_t elem = state_type_bytes(type);
     std::vector<char> piece;
-    size_t found = 0;
+    std::vector<std::pair<size_t, size_t>> found;       // parts, [from, until)
     to->resize((end - begin) * elem);
     const auto range = index.equal_range(name);
     for (auto it = range.first; it != range.second; ++it) {
@@ -4948,9 +4948,11 @@ static std::string checkpoint_read(const Checkpoint* c, const PieceIndex& index,
         if (!error.empty()) { return file_name + " " + error; }
         memcpy(to->data() + (from - begin) * elem, piece.data() + (from - row.begin) * elem,
                (until - from) * elem);
-        found += until - from;
+        found.push_back({from, until});
     }
-    return found == end - begin ? "" : "the files do not have all of " + name;
+    std::sort(found.begin(), found.end());
+    for (const auto& part : found) { if (part.first == begin) { begin = part.second; } }
+    return begin == end ? "" : "the files do not have all of " + name;
 }
 
 // Parameters, master weights, m, v and the update's state of a model that has been allocated for the same

@@ -1363,7 +1363,7 @@ static void test_logger_go_back() {
         logger_run(&log, flags, num_flags, {{"start", "second"}});
         logger_go_back(&log, place);
         CHECK(read_text(main_log) == kept && read_text(metrics) == kept_metrics, "later lines are there");
-        CHECK(read_text(run + "/run.json").find("second") != std::string::npos, "run.json is the first one's");
+        CHECK(read_text(run + "/run.json").find("second") != std::string::npos, "an old run.json");
         logger_val(&log, 1, 2);
         logger_train(&log, {1, 3, 1, 1, 1, 1, 1});
         const std::string more = "s:1 tel:2.000000\ns:1 trl:3.000000 lr:1.000000e+00 norm:1.0000\n";
