@@ -139,7 +139,7 @@ int main(int argc, char** argv) {
         const std::string word = argv[i];
         if (word == "--help") {
             printf("usage: %s [--tensors] PATH...\n\n"
-                   "  PATH       a run's folder, state_*.bin or model_*.bin: what it holds, and is it sound?\n"
+                   "  PATH       a run's folder, state_*.bin or model_*.bin: what it has, and is it sound?\n"
                    "  --tensors  of a state: name, type, shape, which elements and checksum of each tensor\n",
                    argv[0]);
             stdout_check();
