@@ -5231,8 +5231,13 @@ static void settings_keep() {
 // the same on another number of ranks: the batch and its lanes.
 static void settings_resume(const Facts& from) {
     static const Facts facts = from;            // whose texts the flags point to from now on
-    auto saved = [&](const char* name) {
-        const std::string* text = facts_find(facts, std::string("flag.") + name);
+    auto saved = [&](const std::string& name) {
+        const std::string* text = facts_find(facts, "flag." + name);
+        // what was left open may be given only as it was settled
+        const char* settled = name == "sequence-length" ? "T" : name == "total-batch" ? "total_batch"
+                            : name == "lanes" ? "lanes" : "";
+        const std::string* number = text && *text == "0" ? facts_find(facts, settled) : nullptr;
+        if (number && flags_given(kFlags, kNumFlags, name.c_str())) { text = number; }
         return text ? text->c_str() : nullptr;
     };
     flags_resume(kFlags, kNumFlags, saved);
@@ -5893,7 +5898,7 @@ static void print_surprises(bool sampling, size_t prompt_tokens) {
 // for so many, there are fewer, and the bits are those of fewer lanes.
 static void fit_lanes(const Config& config, Options* options, const DeviceInfo& device) {
     const int wanted = run.lanes;
-    const bool may_choose = !flags_given(kFlags, kNumFlags, "lanes") && run.zero < 2;
+    const bool may_choose = !flags_given(kFlags, kNumFlags, "lanes") && !run.resumed && run.zero < 2;
     int fewer = options->lanes;
     auto fits = [&] {
         return memory_total(gpt2_memory_plan(config, *options, run.B, run.T)) + memory_reserve(device) <=
@@ -6012,6 +6017,9 @@ static void start_training(Training* t, Checkpoint* resumed) {
         training_go_back(t, *resumed);
         if (comm.rank == 0) { checkpoint_clean(folder); }
         printf("resumed: %s goes on after step %lld\n", shown(folder).c_str(), (long long)resumed->step);
+        if (t->step >= run.max_steps) {
+            printf("-x %lld: the run has come so far already\n", (long long)run.max_steps);
+        }
     }
     checkpoint_close(resumed);
     catch_signals();

@@ -462,7 +462,7 @@ def suites_of(**commands):
     return made
 
 
-NO_GPU = {None: True, "nvcc": True, "clang": True, "gpu": False, "gpus": False}
+NO_GPU = {None: True, "nvcc": True, "clang": True, "gpu": False, "gpu build": False, "gpus": False}
 
 
 def run_suites(suites, expected=None, have=None, all_gpus=(), **settings):
