@@ -100,7 +100,8 @@ def test_log_every():
     for step, _, loss, lr, norm, ms, speed in rows:
         end = int(step)
         count = end - begin
-        check_close([float(loss)], [sum(r["loss"] for r in records[begin:end]) / count], 1e-6, f"loss, {step}")
+        check_close([float(loss)], [sum(r["loss"] for r in records[begin:end]) / count], 1e-6,
+                    f"loss, {step}")
         check_close([float(norm)], [sum(columns["norm"][begin:end]) / count], 2e-4, f"norm, {step}")
         check_close([float(lr)], [columns["lr"][end - 1]], 0.005 * columns["lr"][end - 1], f"lr, {step}")
         mean_ms = sum(r["ms"] for r in records[begin:end]) / count
@@ -131,7 +132,7 @@ def test_log_every_ends():
 
 def test_progress():
     """The screen in the end is what a pipe gets: the line that rewrites itself leaves nothing behind."""
-    flags = {"-x": 12, "-v": 5, "-m": 1, "-s": 6, "-g": 12, "-n": 4, "--log-every": 4, **QUICK}
+    flags = {"-x": 12, "-v": 5, "-m": 1, "-s": 6, "-g": 12, "-n": 0, "--log-every": 4, **QUICK}
     piped = run_ok({"-o": "piped", **flags})
     code, text = on_terminal({"-o": "shown", **flags})
     check_equal(code, 0, "exit code")
@@ -149,6 +150,14 @@ def test_progress():
     for term, every in (("dumb", 4), ("xterm", 1)):
         _, text = on_terminal({**flags, "--log-every": every}, term=term)
         check("\x1b" not in text and "[#" not in text, f"TERM={term}, --log-every {every}: no such line")
+
+
+def test_progress_and_saving():
+    """That a checkpoint is on disk is said when it is, between two steps."""
+    _, text = on_terminal({"-x": 8, "-o": "saving", "-n": 1, "--log-every": 8, **QUICK})
+    lines = [line for line in screen(text) if "saved" in line]
+    good = re.compile(r"saved saving/model_(\d{8})\.bin and its state: \S+ MiB in \S+ s")
+    check_equal([int(m[1]) for m in map(good.fullmatch, lines) if m], list(range(1, 9)), f"saved: {lines}")
 
 
 def test_progress_width():
@@ -197,6 +206,252 @@ def test_step_numbers():
     check_equal([line.split(" lr")[0] for line in log_lines("numbers")],
                 [f"s:{step - 1} trl:{loss}" for step, loss in steps], "main.log")
     check(os.path.exists(f"numbers/model_{steps[-1][0]:08d}.bin"), "the model's name")
+
+
+# ---- plots ----
+
+PLOT = os.path.join(ROOT, "dev/data/plot_log.py")
+BOARD = os.path.join(ROOT, "dev/data/tensorboard_log.py")
+
+
+def script(*words, **env):
+    """(exit code, stdout, stderr)"""
+    p = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=LIMIT_S,
+                       env={**os.environ, **env})
+    return p.returncode, p.stdout, p.stderr
+
+
+def write(path, text):
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(path, "w", encoding="utf-8") as f:
+        f.write(text)
+
+
+def plot_log():
+    sys.path.insert(0, os.path.dirname(PLOT))
+    return __import__("plot_log")
+
+
+def made_run(folder, steps=20, **settings):
+    """A run's files, in the forms that llmc/logger.h writes; the loss of step k is 10/(k+1)."""
+    log, records = "", ""
+    for step in range(steps + 1):
+        if step % 10 == 0:
+            log += f"s:{step} tel:{11 / (step + 1):.6f}\ns:{step} eval:0.25{step:04d}\n"
+            records += f'{{"step": {step}, "val_loss": {11 / (step + 1)}}}\n'
+        if step < steps:
+            log += f"s:{step} trl:{10 / (step + 1):.6f} lr:1.000000e-03 norm:{step + 1}.0000\n"
+            records += (f'{{"step": {step + 1}, "loss": {10 / (step + 1)}, "lr": 1e-3, "norm": {step + 1}, '
+                        f'"tokens": {64 * (step + 1)}, "ms": 2, "tokens_per_s": {32000 + step}}}\n')
+    write(folder + "/main.log", log)
+    write(folder + "/metrics.jsonl", records)
+    write(folder + "/run.json", json.dumps({"settings": settings}))
+
+
+def test_plot_reads():
+    """The numbers of a run as it wrote them, but for a line that is half there; what is no log is refused."""
+    run_ok({"-x": 6, "-v": 3, "-m": 1, "-o": "real", **QUICK})
+    run, columns = plot_log().Run("real"), log_columns("real")
+    for name, column in (("train", "trl"), ("lr", "lr"), ("norm", "norm")):
+        check_equal(run.curves[name], (columns["step"], columns[column]), name)
+    check_equal(run.curves["val"][0], [0, 3, 6], "validated at")
+    speeds = [r["tokens_per_s"] for r in metrics("real") if "loss" in r]
+    check_equal(run.curves["speed"], ([0, 1, 2, 3, 4, 5], speeds), "tokens/s")
+    check("eval" not in run.curves, "no HellaSwag: no curve")
+    made_run("made")
+    check_equal(plot_log().Run("made").curves["eval"], ([0, 10, 20], [0.250000, 0.250010, 0.250020]), "eval")
+
+    whole = plot_log().Run("made").curves
+    for name, half in (("main.log", "s:20 tel:5."), ("metrics.jsonl", '{"step": 21, "val_lo')):
+        made_run("made")
+        for more, what in ((half, "half a line"), ("x\n", "a line of another form")):
+            with open("made/" + name, "a", encoding="ascii") as f:
+                f.write(more)
+            if more == half:
+                check_equal(plot_log().Run("made").curves, whole, f"{name} and {what}")
+                continue
+            code, _, err = script(PLOT, "made")
+            check(code == 1 and err.startswith(f"error: made/{name}:") and "Trace" not in err, err)
+    write("llmc/main.log", "s:0 tel:11.1\ns:0 trl:11.0 lr:0.000001 norm:15.3\n"
+          "s:1 trl:nan lr:0.000002 norm:inf\n")
+    check_equal(plot_log().Run("llmc").curves["lr"], ([0, 1], [1e-6, 2e-6]), "llm.c's log, and no other file")
+    write("old/main.log", "s:0 trl:11.0\n")
+    check_equal(plot_log().Run("old/main.log").curves, {"train": ([0], [11.0])}, "an old log of llm.c")
+    write("none/main.log", "")
+    write("dots/main.log", "s:0 trl:1.2.3\n")
+    for path, said in (("nowhere", "cannot read nowhere"), ("none", "no losses"), ("dots", "main.log:1")):
+        code, _, err = script(PLOT, path)
+        check(code == 1 and said in err and "Trace" not in err and err.count("\n") <= 3, f"{path}: {err}")
+
+
+def test_plot_smooth():
+    """Means around each point: a straight line stays as it is, a NaN leaves a gap and nothing else."""
+    smooth = plot_log().smooth
+    line = [float(x) for x in range(1000)]
+    check_close(smooth(line), line, 1e-9, "a straight line")
+    noise = [float(x % 2) for x in range(1000)]
+    check_close(smooth(noise)[50:950], [0.5] * 900, 0.03, "noise")
+    gap = smooth(line[:500] + [math.nan, math.inf] + line[502:])
+    check_equal([i for i, x in enumerate(gap) if math.isnan(x)], [500, 501], "gaps")
+    check(all(abs(x - i) < 3 for i, x in enumerate(gap) if i not in (500, 501)), "beside the gaps")
+    check_equal((smooth([]), smooth([2.0])), ([], [2.0]), "none and one")
+
+
+def test_plot_draws():
+    """What is in the picture: panels, curves, names, levels; and it is written without a display."""
+    try:
+        import matplotlib                                       # noqa: F401
+    except ImportError:
+        skip("matplotlib is not installed", 16)
+        return
+    made_run("web", **{"val-data": "data/fineweb10B/fineweb_val_*.bin", "model": "d12"})
+    made_run("other", 10, **{"val-data": "val.bin", "model": "d12"})
+    plot = plot_log()
+    web, other = plot.Run("web"), plot.Run("other")
+
+    def panels(figure):
+        return {axes.get_title(): axes for axes in figure.axes}
+
+    def levels_of(*runs, **more):
+        return [line.get_label() for axes in plot.draw(runs, **more).axes for line in axes.lines
+                if len(line.get_xdata()) == 2 and line.get_linestyle() == ":"]
+
+    known = ["GPT-2 124M on FineWeb 3.425", "GPT-2 124M 0.294"]
+    check_equal(levels_of(web), known, "levels of a run on FineWeb")
+    check_equal(levels_of(other), [], "levels of another run")
+    check_equal(levels_of(other, gpt2=True), known, "asked for")
+    check_equal(levels_of(other, lines=[(1.5, "a bigram")]), ["a bigram 1.500"], "a line of one's own")
+    for data, model, wanted in (("edu_fineweb_val_0.bin", "d12", False), ("fineweb_val.bin", "d12", True),
+                                ("fineweb.bin", "L4,NH4,C128,T128,V256", False),
+                                ("FineWeb.bin", "L4,NH4,C128,T128,V50257", True)):
+        web.settings = {"val-data": data, "model": model}
+        check_equal(web.is_on_fineweb(), wanted, f"FineWeb: {data}, {model}")
+    web.settings = {}
+    figure = panels(plot.draw([web, other]))
+    titles = ["loss (nats per token)", "HellaSwag, normalised accuracy", "learning rate", "gradient norm",
+              "tokens/s"]
+    check_equal(sorted(figure), sorted(titles), "panels")
+    check_equal(figure[titles[0]].get_legend_handles_labels()[1],
+                ["web training loss", f"web validation loss, last {11 / 21:.3f}", "other training loss",
+                 "other validation loss, last 1.000"], "names in the first")
+    drawn = [list(line.get_ydata()) for line in figure[titles[0]].lines]
+    check(web.curves["train"][1] in drawn and other.curves["val"][1] in drawn, "the losses are drawn")
+    check(web.curves["speed"][1] in [list(line.get_ydata()) for line in figure["tokens/s"].lines], "tokens/s")
+    write("llmc2/main.log", "s:0 tel:11.1\n")
+    check_equal(sorted(panels(plot.draw([plot.Run("llmc2")]))), titles[:1], "only what was measured")
+
+    os.environ.pop("DISPLAY", None)
+    shutil.copytree("other", "sub/web")
+    same = [plot.Run("web"), plot.Run("sub/web"), other]
+    plot.tell_apart(same)
+    check_equal([run.name for run in same[1:]], ["sub/web", "other"], "two folders of one name")
+    code, out, err = script(PLOT, "web", "sub/web", "-o", "both.png")
+    check((code, out) == (0, "wrote both.png\n"), f"{code}, {out}{err}")
+    check_equal(read_bytes("both.png")[:8], b"\x89PNG\r\n\x1a\n", "both.png") if code == 0 else None
+    code, _, err = script(PLOT, "web", "-o", "nowhere/x.png")
+    check(code == 1 and err.startswith("error: cannot write nowhere/x.png") and "Trace" not in err, err)
+
+
+# ---- TensorBoard ----
+
+# As much of it as the script uses: each event becomes a line.
+BOARD_STUB = {
+    "compat/proto/event_pb2.py": "Event = dict\n",
+    "compat/proto/summary_pb2.py": "class Summary(dict): Value = dict\n",
+    "summary/writer/event_file_writer.py": """
+import json, os
+class EventFileWriter:
+    count = 0
+    def __init__(self, folder):
+        self.f = open(f"{folder}/events.out.tfevents.{os.getpid()}.{EventFileWriter.count}", "w")
+        EventFileWriter.count += 1
+    def add_event(self, event): self.f.write(json.dumps(event) + "\\n")
+    def flush(self): self.f.flush()
+    def close(self): self.f.close()
+"""}
+
+
+def events(folder):
+    """(the one event file, [(step, {tag: value}, time)])"""
+    files = glob.glob(folder + "/tensorboard/events.out.tfevents.*")
+    if len(files) != 1:
+        return files, []
+    with open(files[0], encoding="ascii") as f:
+        all_events = [json.loads(line) for line in f if line.endswith("\n")]
+    return files[0], [(event["step"], {v["tag"]: v["simple_value"] for v in event["summary"]["value"]},
+                       event["wall_time"]) for event in all_events]
+
+
+def test_tensorboard():
+    """Every number of metrics.jsonl, at the terminal's steps; once, also the second time; or a hint."""
+    for path, text in BOARD_STUB.items():
+        for folder in ("", "/compat", "/compat/proto", "/summary", "/summary/writer"):
+            write(f"stub/tensorboard{folder}/__init__.py", "")
+        write("stub/tensorboard/" + path, text)
+    write("missing/tensorboard.py", "raise ImportError\n")
+    made_run("board")
+    for _ in range(2):
+        code, out, err = script(BOARD, "board", PYTHONPATH="stub")
+        check((code, out) == (0, "wrote board/tensorboard: 23 records\n"), f"{code}, {out}{err}")
+        _, got = events("board")
+        check_equal(len(got), 23, "events")
+        check_equal([(step, v["loss/train"]) for step, v, _ in got if "loss/train" in v],
+                    [(k + 1, 10 / (k + 1)) for k in range(20)], "training losses")
+        check_equal([(step, v["loss/validation"]) for step, v, _ in got if "loss/validation" in v],
+                    [(k, 11 / (k + 1)) for k in (0, 10, 20)], "validation losses")
+        check_equal(sorted({tag for _, v, _ in got for tag in v}),
+                    ["loss/train", "loss/validation", "speed/ms", "speed/tokens_per_s", "train/lr",
+                     "train/norm", "train/tokens"], "tags")
+        times = [at for _, _, at in got]
+        check_close([times[-1] - times[0], times[-1]], [0.04, os.stat("board/metrics.jsonl").st_mtime], 1e-3,
+                    "times")
+    code, _, err = script(BOARD, "nowhere", PYTHONPATH="stub")
+    check(code == 1 and err.startswith("error: there is no nowhere/metrics.jsonl"), err)
+    shutil.copytree(os.path.dirname(BOARD), "tree/dev/data", ignore=lambda _, names: [
+        name for name in names if not name.endswith("_log.py")])
+    code, _, err = script("tree/dev/data/tensorboard_log.py", "board", PYTHONPATH="missing")
+    check(code == 1 and "scripts/setup.sh tensorboard" in err and "Trace" not in err, err)
+
+
+def test_tensorboard_follow():
+    """New lines come as they are written; a run that went back to a checkpoint is written anew."""
+    made_run("live", 10)
+    with open("live/metrics.jsonl", encoding="ascii") as f:
+        lines = f.readlines()
+    write("live/metrics.jsonl", "".join(lines[:5]))
+    p = subprocess.Popen([sys.executable, BOARD, "live", "--follow"], stdout=subprocess.PIPE,
+                         env={**os.environ, "PYTHONPATH": "stub"})
+
+    def comes(steps, what):
+        end = time.monotonic() + LIMIT_S
+        while [step for step, _, _ in events("live")[1]] != steps and time.monotonic() < end:
+            time.sleep(0.05)
+        check_equal([step for step, _, _ in events("live")[1]], steps, what)
+
+    comes([0, 1, 2, 3, 4], "what was there")
+    with open("live/metrics.jsonl", "a", encoding="ascii") as f:
+        f.write(lines[5] + lines[6][:7])
+    comes([0, 1, 2, 3, 4, 5], "a new line, and half a one")
+    write("live/metrics.jsonl", "".join(lines[:3]) + '{"step": 3, "loss": 7}\n')
+    comes([0, 1, 2, 3], "after the run went back")
+    p.send_signal(signal.SIGINT)
+    check_equal(p.wait(LIMIT_S), 0, "Ctrl-C")
+    p.stdout.close()
+
+
+def test_tensorboard_itself():
+    """The real library, where it is installed, writes what TensorBoard reads."""
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    except ImportError:
+        skip("tensorboard is not installed", 3)
+        return
+    made_run("itself")
+    check_equal(script(BOARD, "itself")[0], 0, "exit code")
+    seen = EventAccumulator("itself/tensorboard")
+    seen.Reload()
+    check_close([event.value for event in seen.Scalars("loss/train")], [10 / (k + 1) for k in range(20)],
+                1e-6, "losses")
 
 
 if __name__ == "__main__":
