@@ -5636,8 +5636,7 @@ static bool report_step(Reports* r, Logger* logger, const LrSchedule& schedule) 
     const double tokens_per_s = (double)run.total_batch / ms * 1e3;
     r->line = {r->line.steps + 1, step, r->line.loss + state.loss, r->line.norm + state.update.norm,
                r->line.ms + ms};
-    const bool line_due = (step + 1) % run.log_every == 0 || step + 1 == run.max_steps;
-    if (line_due) { report_line(r, schedule); } else { report_progress(*r); }
+    if ((step + 1) % run.log_every == 0) { report_line(r, schedule); } else { report_progress(*r); }
     logger_train(logger,
                  {step, state.loss, lr, state.update.norm, (step + 1) * run.total_batch, ms, tokens_per_s});
     report_skip(step, state);
@@ -5796,7 +5795,7 @@ static void train(Training* t) {
     for (Event& e : reports.ready) { e = event_create(); }
     reports.started = event_create();
     reports.pending = -1;
-    if (run.log_every > 1) { progress_start(); }
+    progress_start();
     auto report = [&] {
         if (!report_step(&reports, logger, schedule)) { return true; }
         report_line(&reports, schedule);        // what led there
@@ -5838,7 +5837,7 @@ static void train(Training* t) {
         if (!kDeviceIsAsync || t->step == run.max_steps) { report(); }
     }
     report();                               // a signal came
-    report_line(&reports, schedule);
+    report_line(&reports, schedule);        // of the steps that did not fill one
     if (t->step < run.max_steps) { printf("stopped by a signal after step %lld\n", (long long)t->step); }
     if (reports.ms_count > 0) {
         const double mean_ms = reports.ms_sum / (double)reports.ms_count;

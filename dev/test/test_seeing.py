@@ -8,6 +8,7 @@ A terminal is a pseudo-terminal here, and a few lines of our own work out what i
 import fcntl
 import json
 import pty
+import resource
 import select
 import signal
 import termios
@@ -40,13 +41,13 @@ def screen(data):
     return lines
 
 
-def on_terminal(flags, columns=200, term="xterm", until=None, number=signal.SIGINT):
-    """(exit code, all bytes that came) of a run whose stdout and stderr are a terminal. until: bytes after
-    which it gets a signal."""
+def on_terminal(flags, columns=200, term="xterm", until=None, then=None, **popen):
+    """(exit code, all bytes that came) of a run whose stdout and stderr are a terminal. After the bytes
+    `until` comes then(process): Ctrl-C, if it is not given."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 25, columns, 0, 0))
     p = subprocess.Popen(Program.command(flags), stdin=theirs, stdout=theirs, stderr=theirs,
-                         env=Program.environment(1, TERM=term))
+                         env=Program.environment(1, TERM=term), **popen)
     os.close(theirs)
     data, end = b"", time.monotonic() + LIMIT_S
     while time.monotonic() < end:
@@ -60,7 +61,7 @@ def on_terminal(flags, columns=200, term="xterm", until=None, number=signal.SIGI
         if not part:
             break
         if until and until in data:
-            p.send_signal(number)
+            then(p) if then else p.send_signal(signal.SIGINT)
             until = None
     else:
         p.kill()
@@ -190,8 +191,27 @@ def test_progress_and_messages():
     check("stopping after the last complete step; Ctrl-C: at once, unsaved" in lines, f"Ctrl-C: {lines[-6:]}")
     check_equal([line for line in lines if BAR.search(line)], [], "after Ctrl-C")
     code, text = on_terminal({"-x": 10**6, "--log-every": 10**6, "--gpus": 2, **QUICK}, until=b" [",
-                             number=signal.SIGTERM)
+                             then=lambda p: p.send_signal(signal.SIGTERM))
     check_equal((code, [line for line in screen(text) if BAR.search(line)]), (0, []), "two ranks")
+
+
+def test_progress_and_errors():
+    """So does the error that ends a run while the line is there: of this process, or because a rank died."""
+    def small_files():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+    flags = {"-x": 10**6, "--log-every": 10**6, **QUICK}
+    code, text = on_terminal({**flags, "-o": "full"}, preexec_fn=small_files)
+    error = [line for line in screen(text) if "error: " in line]
+    check(code == 1 and len(error) == 1 and error[0].startswith("error: cannot write 'full/"),
+          f"{code}, {error}")
+
+    def kill_rank_1(p):
+        with open(f"/proc/{p.pid}/task/{p.pid}/children", encoding="ascii") as f:
+            os.kill(int(f.read().split()[1]), signal.SIGKILL)
+    code, text = on_terminal({**flags, "--gpus": 2}, until=b" [", then=kill_rank_1)
+    error = [line for line in screen(text) if "error: " in line]
+    check(code != 0 and len(error) == 1 and error[0].startswith("error: rank 1 ("), f"{code}, {error}")
 
 
 def test_step_numbers():
@@ -423,10 +443,11 @@ def test_tensorboard_follow():
                          env={**os.environ, "PYTHONPATH": "stub"})
 
     def comes(steps, what):
-        end = time.monotonic() + LIMIT_S
-        while [step for step, _, _ in events("live")[1]] != steps and time.monotonic() < end:
+        end, there = time.monotonic() + LIMIT_S, None
+        while there != steps and p.poll() is None and time.monotonic() < end:
             time.sleep(0.05)
-        check_equal([step for step, _, _ in events("live")[1]], steps, what)
+            there = [step for step, _, _ in events("live")[1]]
+        check_equal(there, steps, what)
 
     comes([0, 1, 2, 3, 4], "what was there")
     with open("live/metrics.jsonl", "a", encoding="ascii") as f:
