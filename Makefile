@@ -24,7 +24,7 @@ HASH := \#
 # (to /dev/null: run.py has several makes at work at once)
 TRY := $(CXX) -x c++ - -o /dev/null
 works = $(shell printf '$(2)\n' | $(TRY) $(1) 2>/dev/null && echo '$(1)')
-ifneq ($(filter-out help clean lint quickstart test test-gpu test-asan,$(or $(MAKECMDGOALS),all)),)
+ifneq ($(filter-out help clean lint plot quickstart test test-gpu test-asan,$(or $(MAKECMDGOALS),all)),)
 OPENMP := $(call works,-fopenmp,int main() {})
 BLAS_PROGRAM := $(HASH)include <cblas.h>\nint main() { openblas_get_config(); }
 OPENBLAS := $(call works,-DUSE_OPENBLAS -lopenblas,$(BLAS_PROGRAM))
@@ -86,7 +86,7 @@ TESTS := $(patsubst dev/test/%.cpp,build/%,$(wildcard dev/test/test_*.cpp))
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart tinyshakespeare tokenize stories bigram checkpoint test test-gpu cpu asan test-asan
-.PHONY: test-mutants tsan fuzz lint sanitize bench clean FORCE
+.PHONY: plot test-mutants tsan fuzz lint sanitize bench clean FORCE
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -170,9 +170,15 @@ build/fuzz: dev/fuzz/fuzz.cpp
 
 tokenize stories bigram checkpoint: %: build/% ## tools: shards, a story corpus, a baseline, what is in a run
 
-# ---- data, tests ----
+# ---- data, plots, tests ----
 tinyshakespeare: build/tokenize ## its shards (TEXT=file: from that text, without a download)
 	dev/data/tinyshakespeare.sh $(if $(value TEXT),--text "$$TEXT")
+
+# Each folder quoted, but those of RUNS.
+PLOT_RUNS = $(foreach v,RUN $(addprefix RUN,2 3 4 5 6 7 8 9),$(if $(value $(v)),"$$$(v)")) $(RUNS)
+plot: ## draw runs: RUN=dir [RUN2=dir ...] or RUNS="a b" [OUT=both.png] [GPT2=1: OpenAI's levels]
+	$(if $(strip $(PLOT_RUNS)),,$(error make plot wants a run: RUN=dir [RUN2=dir ...], or RUNS="a b"))
+	@python3 dev/data/plot_log.py $(PLOT_RUNS) $(if $(value OUT),-o "$$OUT") $(if $(filter 1,$(GPT2)),--gpt2)
 
 # These install what is missing first, the compiler too; run.py then builds, in a make of its own.
 RUN_TESTS = @scripts/setup.sh tests && python3 dev/test/run.py

@@ -52,6 +52,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/schedulers.h"    // gives: lr_at
 #include "llmc/flags.h"         // gives: Flag, flags_parse
 #include "llmc/logger.h"        // gives: Logger
+#include "llmc/progress.h"      // gives: progress_show, progress_clear
 #include "llmc/host_memory.h"   // gives: host_memory_free
 #include "llmc/state_file.h"    // gives: StateFile, Facts
 #include "llmc/checkpoints.h"   // gives: checkpoint_check, checkpoint_done, Worker
@@ -4413,6 +4414,7 @@ __attribute__((format(printf, 1, 2))) static void warn(const char* fmt, ...) {
     if (comm.rank != 0) { return; }
     va_list args;
     va_start(args, fmt);
+    progress_clear();
     fprintf(stderr, "warning: ");
     vfprintf(stderr, fmt, args);
     fprintf(stderr, "\n");
@@ -4780,6 +4782,7 @@ static void saver_advance(Saver* saver, bool wait) {
     saver->phase = Saver::Idle;
     int64_t bytes = file_size(checkpoint_model(folder, step).c_str());
     for (const std::string& path : states) { bytes += file_size(path.c_str()); }
+    progress_clear();
     printf("saved %s and its state: %s in %.1f s\n", shown(checkpoint_model(folder, step)).c_str(),
            bytes_text((size_t)bytes).c_str(), comm_now() - saver->began_s);
     fflush(stdout);
@@ -5085,7 +5088,7 @@ struct RunConfig {
     int64_t total_batch;            // tokens per optimizer step
     int64_t max_steps;
     int checkpoint_every, keep, major_every, resume, on_bad_loss;
-    int val_every, val_batches, sample_every, sample_tokens, num_samples, top_k;
+    int val_every, val_batches, log_every, sample_every, sample_tokens, num_samples, top_k;
     double temperature;
     double lr, final_fraction, weight_decay, beta1, beta2, eps, grad_clip, skip_loss, skip_norm;
     int64_t warmup;
@@ -5157,6 +5160,8 @@ static const Flag kFlags[] = {
         "validate every so many steps, and at the end; 0: never"},
     {"m",   "val-batches",     FLAG_INT,    &run.val_batches,    "20",      1, INT_MAX, nullptr,
         "batches per validation, at most the whole set"},
+    {"",    "log-every",       FLAG_INT,    &run.log_every,      "1",       1, INT_MAX, nullptr,
+        "steps to a line on the terminal, which tells their means; main.log and metrics.jsonl have each"},
     {"s",   "sample-every",    FLAG_INT,    &run.sample_every,   "20",      0, INT_MAX, nullptr,
         "generate text every so many steps, and at the end; 0: never"},
     {"g",   "sample-tokens",   FLAG_INT,    &run.sample_tokens,  "64",      1, 1 << 24, nullptr,
@@ -5398,6 +5403,7 @@ static void request_stop(int number) {
     signal(SIGPIPE, SIG_IGN);
     static const char text[] = "stopping after the last complete step; Ctrl-C: at once, unsaved\n";
     const int e = errno;
+    progress_clear();
     if (write(STDERR_FILENO, text, sizeof(text) - 1) < 0) { errno = e; }
 }
 
@@ -5565,6 +5571,8 @@ struct Reports {
     bool seen_first;
     double ms_sum;
     int64_t ms_count;
+    // what the terminal's next line tells: sums over the steps since the line before
+    struct { int64_t steps, last; double loss, norm, ms; } line;
 };
 
 // Says that a step's update was skipped, and why.
@@ -5572,6 +5580,7 @@ static void report_skip(int64_t step, const DeviceState& state) {
     const UpdateState& u = state.update;
     const bool by_loss = u.skip == SKIP_LOSS;
     if (comm.rank != 0 || u.skip == SKIP_NO) { return; }
+    progress_clear();
     if (u.skip == SKIP_NOT_FINITE) {
         fprintf(stderr, "step %lld: the gradient is not finite (norm %f, loss %f): update skipped\n",
                 (long long)step + 1, u.norm, state.loss);
@@ -5580,6 +5589,38 @@ static void report_skip(int64_t step, const DeviceState& state) {
                 "update skipped\n", (long long)step + 1, by_loss ? "loss" : "norm",
                 by_loss ? state.loss : u.norm, by_loss ? u.loss_score : u.norm_score, kWindow);
     }
+}
+
+// What is left of the run, at the mean speed so far.
+static std::string report_eta(const Reports& r, int64_t steps_done) {
+    const double mean_ms = r.ms_count > 0 ? r.ms_sum / (double)r.ms_count : r.line.ms / (double)r.line.steps;
+    return duration_text((double)(run.max_steps - steps_done) * mean_ms * 1e-3);
+}
+
+// A line on the terminal: means of the steps since the line before, if there were any; the lr is the last
+// one's.
+static void report_line(Reports* r, const LrSchedule& schedule) {
+    if (r->line.steps == 0) { return; }
+    const double n = (double)r->line.steps, ms = r->line.ms / n;
+    progress_clear();
+    printf("step %lld/%lld | loss %s | lr %.2e | norm %s | %.1f ms | %.0f tok/s | ETA %s\n",
+           (long long)r->line.last + 1, (long long)run.max_steps,
+           logger_number("%.6f", r->line.loss / n).c_str(), lr_at(schedule, r->line.last),
+           logger_number("%.4f", r->line.norm / n).c_str(), ms, (double)run.total_batch / ms * 1e3,
+           report_eta(*r, r->line.last + 1).c_str());
+    fflush(stdout);
+    r->line = {};
+}
+
+// Until that line comes, a terminal shows how far it is.
+static void report_progress(const Reports& r) {
+    const int64_t done = r.line.last + 1;
+    const double n = (double)r.line.steps;
+    progress_show(format("step %lld/%lld ", (long long)done, (long long)run.max_steps) +
+                  progress_bar(done, run.max_steps, 20) +
+                  format(" %.0f%% | loss %.4f | %.0f tok/s | ETA %s",
+                         floor(100.0 * (double)done / (double)run.max_steps), r.line.loss / n,
+                         (double)run.total_batch * n / r.line.ms * 1e3, report_eta(r, done).c_str()));
 }
 
 // True: too many updates in a row were skipped.
@@ -5600,11 +5641,9 @@ static bool report_step(Reports* r, Logger* logger, const LrSchedule& schedule) 
     r->seen_first = true;
     const double lr = lr_at(schedule, step);
     const double tokens_per_s = (double)run.total_batch / ms * 1e3;
-    const double mean_ms = r->ms_count > 0 ? r->ms_sum / (double)r->ms_count : ms;
-    printf("step %lld/%lld | loss %.6f | lr %.2e | norm %.4f | %.1f ms | %.0f tok/s | ETA %s\n",
-           (long long)step + 1, (long long)run.max_steps, state.loss, lr, state.update.norm, ms, tokens_per_s,
-           duration_text((double)(run.max_steps - step - 1) * mean_ms * 1e-3).c_str());
-    fflush(stdout);
+    r->line = {r->line.steps + 1, step, r->line.loss + state.loss, r->line.norm + state.update.norm,
+               r->line.ms + ms};
+    if ((step + 1) % run.log_every == 0) { report_line(r, schedule); } else { report_progress(*r); }
     logger_train(logger,
                  {step, state.loss, lr, state.update.norm, (step + 1) * run.total_batch, ms, tokens_per_s});
     report_skip(step, state);
@@ -5763,8 +5802,10 @@ static void train(Training* t) {
     for (Event& e : reports.ready) { e = event_create(); }
     reports.started = event_create();
     reports.pending = -1;
+    progress_start();
     auto report = [&] {
         if (!report_step(&reports, logger, schedule)) { return true; }
+        report_line(&reports, schedule);        // what led there
         rewind_or_stop(t);
         reports.pending = -1;
         return false;
@@ -5780,6 +5821,7 @@ static void train(Training* t) {
         if (t->saves) { saver_advance(&t->saver, false); }
         if ((val_due || sample_due || save_due) && !report()) { continue; }
         if (save_due) { save(t); }
+        if (val_due || sample_due) { report_line(&reports, schedule); }     // says where the run is
         if (val_due) {
             t->validated = step;
             t->before_validation = logger_place(logger);
@@ -5802,6 +5844,7 @@ static void train(Training* t) {
         if (!kDeviceIsAsync || t->step == run.max_steps) { report(); }
     }
     report();                               // a signal came
+    report_line(&reports, schedule);        // of the steps that did not fill one
     if (t->step < run.max_steps) { printf("stopped by a signal after step %lld\n", (long long)t->step); }
     if (reports.ms_count > 0) {
         const double mean_ms = reports.ms_sum / (double)reports.ms_count;

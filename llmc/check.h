@@ -72,6 +72,15 @@ static inline std::string shown(const std::string& text) {
     return out;
 }
 
+// A line may stand on the terminal that rewrites itself (llmc/progress.h). Whoever else prints, in any thread
+// or signal handler, takes it away first.
+static std::atomic<bool> progress_shown(false);
+static inline void progress_clear() {
+    if (!progress_shown.exchange(false)) { return; }
+    const int e = errno;
+    if (write(STDOUT_FILENO, "\r\033[K", 4) < 0) { errno = e; }        // back, and all behind is erased
+}
+
 // Runs before die() exits. Set once, at start.
 static void (*die_hook)() = nullptr;
 // In a job of several processes one of them speaks for all: llmc/comm.h puts a function here that passes the
@@ -89,6 +98,7 @@ __attribute__((noreturn)) static inline void die_now(const char* text) {
     if (mine) { _exit(EXIT_FAILURE); }          // an error on the way out: enough was said
     if (dying.exchange(true)) { for (;;) { pause(); } }
     mine = true;
+    progress_clear();
     if (!die_report || !die_report(text)) {
         fflush(stdout);                         // what was printed before the error comes before it
         fprintf(stderr, "error: %s\n", text);

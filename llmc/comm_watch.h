@@ -170,6 +170,7 @@ __attribute__((noreturn)) static inline void comm_fail(const std::string& text,
     if (failing.exchange(true)) { for (;;) { pause(); } }
     comm_end_within(comm_limits.abort);
     comm_flush();
+    progress_clear();
     if (!text.empty() && comm_claim()) { fprintf(stderr, "error: %s\n", text.c_str()); }
     for (size_t i = 0; i < s->job.peers.size(); i++) {
         if (s->job.peers[i].control >= 0) { comm_send((int)i, kCommEnd); }

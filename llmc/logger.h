@@ -4,6 +4,8 @@ What a run leaves in its folder, beside the checkpoints. Host only.
     main.log        only `s:STEP trl:LOSS lr:LR norm:NORM`, `s:STEP tel:VAL`, `s:STEP eval:ACC_NORM`:
                     no times, so two equal runs write equal bytes
     metrics.jsonl   one JSON object per line: the same numbers, and what was measured (times, speed)
+                    "step" is the number of steps done, as on the terminal and in model_00001000.bin. main.log
+                    is llm.c's, which counts training lines from 0: its s:N is the step from weights N on
     run.json        the settings and what the program was built from
 
     Logger log;
@@ -45,7 +47,7 @@ struct Logger {
 struct LoggerPlace { int64_t main_log, metrics; };      // bytes of both
 
 struct TrainMetrics {
-    int64_t step;
+    int64_t step;               // done before it
     double loss, lr, norm;
     int64_t tokens;             // trained on since the first step of the run, this one included
     double ms, tokens_per_s;    // of this step
@@ -145,7 +147,7 @@ static inline void logger_train(Logger* log, const TrainMetrics& m) {
     text += " trl:" + logger_number("%.6f", m.loss);
     text += " lr:" + logger_number("%.6e", m.lr);
     text += " norm:" + logger_number("%.4f", m.norm);
-    std::string json = format("{\"step\": %lld", (long long)m.step);
+    std::string json = format("{\"step\": %lld", (long long)m.step + 1);
     json += ", \"loss\": " + json_number(m.loss) + ", \"lr\": " + json_number(m.lr);
     json += ", \"norm\": " + json_number(m.norm) + format(", \"tokens\": %lld", (long long)m.tokens);
     json += ", \"ms\": " + json_number(m.ms) + ", \"tokens_per_s\": " + json_number(m.tokens_per_s) + "}";

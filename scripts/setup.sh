@@ -4,6 +4,7 @@
 #   scripts/setup.sh            what building and training use
 #   scripts/setup.sh tests      and what only tests use: MPI (12 MB, ten seconds), clang for fuzzing (55 MB)
 #   scripts/setup.sh data       and what dev/data/get.py reads parquet with: pyarrow (50 MB)
+#   scripts/setup.sh tensorboard    and TensorBoard, for dev/data/tensorboard_log.py (110 MB)
 #
 # On Debian or Ubuntu as root it installs packages; elsewhere it prints the command and ends with 1. Python
 # packages go into .venv, and only if python3 cannot import them already. Without them there is no loss.png,
@@ -40,14 +41,20 @@ need_venv=1
 for python in python3 .venv/bin/python; do
     if "$python" -c "$imports" 2>/dev/null; then need_venv=0; fi
 done
-need_pyarrow=0
-if [ "${1:-}" = data ]; then
-    need_pyarrow=1
+# A package that only one script wants: what it is imported as, and what is not possible without it.
+extra='' need_extra=0
+case ${1:-} in
+    data) extra=pyarrow module=pyarrow.parquet lost="dev/data/get.py cannot read parquet" ;;
+    tensorboard) extra=tensorboard==2.21.0 module=tensorboard.summary.writer.event_file_writer
+        lost="dev/data/tensorboard_log.py writes no event files" ;;
+esac
+if [ -n "$extra" ]; then
+    need_extra=1
     for python in python3 .venv/bin/python; do
-        if "$python" -c 'import pyarrow.parquet' 2>/dev/null; then need_pyarrow=0; fi
+        if "$python" -c "import $module" 2>/dev/null; then need_extra=0; fi
     done
 fi
-if [ $((need_venv + need_pyarrow)) != 0 ] && ! python3 -c 'import ensurepip' 2>/dev/null; then
+if [ $((need_venv + need_extra)) != 0 ] && ! python3 -c 'import ensurepip' 2>/dev/null; then
     useful+=(python3-venv)
 fi
 
@@ -89,13 +96,13 @@ if [ $need_venv = 1 ]; then
         rm -rf .venv
     fi
 fi
-if [ $need_pyarrow = 1 ]; then
-    echo "installing pyarrow into .venv"
-    if ! { { [ -x .venv/bin/pip ] || python3 -m venv .venv; } && .venv/bin/pip install pyarrow; } >"$log" 2>&1
-    then
+if [ $need_extra = 1 ]; then
+    echo "installing $extra into .venv"
+    if ! { { [ -x .venv/bin/pip ] || python3 -m venv .venv; } &&
+               .venv/bin/pip install "$extra"; } >"$log" 2>&1; then
         tail -3 "$log" >&2
-        echo "error: no pyarrow, so dev/data/get.py cannot read parquet" >&2
-        echo "hint: python3 -m venv .venv && .venv/bin/pip install pyarrow" >&2
+        echo "error: no ${extra%%=*}, so $lost" >&2
+        echo "hint: python3 -m venv .venv && .venv/bin/pip install $extra" >&2
         exit 1
     fi
 fi

@@ -98,6 +98,7 @@ def all_suites():
     suites += [
         Suite("cli cpu", [PYTHON, "dev/test/test_cli.py", "./train_gpt2cpu"], cpu),
         Suite("loop cpu", [PYTHON, "dev/test/test_loop.py", "./train_gpt2cpu"], cpu),
+        Suite("seeing cpu", [PYTHON, "dev/test/test_seeing.py", "./train_gpt2cpu"], cpu),
         Suite("lazy cpu", [PYTHON, "dev/test/test_lazy.py", "build/train_gpt2lazy"], cpu),
         Suite("hf cpu", [PYTHON, "dev/test/test_hf.py", "./train_gpt2cpu"], cpu),
         Suite("resume cpu", resume + ["./train_gpt2cpu"], cpu, cores=2),

@@ -1236,9 +1236,9 @@ static void test_logger() {
         std::string expected = begin + "s:3000000000 trl:nan lr:0.000000e+00 norm:inf\ns:2 eval:0.250000\n";
         CHECK(text == expected, "main.log:\n%s", text.c_str());
         text = read_text(run + "/metrics.jsonl");
-        expected = "{\"step\": 0, \"loss\": 11.0234567, \"lr\": 6e-05, \"norm\": 2.25, \"tokens\": 16384, "
+        expected = "{\"step\": 1, \"loss\": 11.0234567, \"lr\": 6e-05, \"norm\": 2.25, \"tokens\": 16384, "
             "\"ms\": 12.5, \"tokens_per_s\": 1310720}\n{\"step\": 1, \"val_loss\": 10.5}\n"
-            "{\"step\": 3000000000, \"loss\": null, \"lr\": 0, \"norm\": null, \"tokens\": 1099511627776, "
+            "{\"step\": 3000000001, \"loss\": null, \"lr\": 0, \"norm\": null, \"tokens\": 1099511627776, "
             "\"ms\": 1, \"tokens_per_s\": 1}\n{\"step\": 2, \"eval_acc_norm\": 0.25}\n";
         CHECK(text == expected, "metrics.jsonl:\n%s", text.c_str());
         text = read_text(run + "/run.json");
@@ -1309,7 +1309,7 @@ static void test_logger_files() {
         CHECK(text == "s:7 tel:2.000000\ns:8 trl:2.000000 lr:1.000000e+00 norm:1.0000\n", "main.log:\n%s",
               text.c_str());
         text = read_text(run + "/metrics.jsonl");
-        CHECK(text.find("{\"step\": 7, \"val_loss\": 2}\n{\"step\": 8,") == 0, "%s", text.c_str());
+        CHECK(text.find("{\"step\": 7, \"val_loss\": 2}\n{\"step\": 9,") == 0, "%s", text.c_str());
         CHECK(read_text(run + "/run.json").find("\"loss\": \"2.000000\"") != std::string::npos,
               "run.json is the first run's");
     }

@@ -287,26 +287,27 @@ def test_setup_and_mpi_and_nccl():
         check(code == 0 and got == wanted, f"{mpi!r}, {gpus} GPUs, {words}: {code}, {order()}{out}{err}")
 
 
-def test_setup_and_pyarrow():
-    """Installed only for `data`, and only where it is missing; failing to get it is an error then."""
+def test_setup_and_extras():
+    """Installed only when asked for, and only where missing; failing to get it is an error then."""
     copy("scripts/setup.sh", "dev/requirements.txt")
     bare_machine(root=True)
     pip = '#!/bin/sh\necho "pip $*" >>order.log\n[ -z "$OFFLINE" ]\n'
     write("pip", pip, True)
     write("bin/python3", """#!/bin/sh
 case "$*" in
-    *pyarrow*) [ -n "$HAVE" ] ;;
+    *"import pyarrow"*|*"import tensorboard"*) [ -n "$HAVE" ] ;;
     "-m venv .venv") mkdir -p .venv/bin && ln -s ../../pip .venv/bin/pip ;;
 esac
 """, True)
-    for words, env, wanted in ((["data"], {}, (0, True)), (["data"], {"HAVE": "1"}, (0, False)),
-                               ([], {}, (0, False)), (["data"], {"OFFLINE": "1"}, (1, True))):
-        shutil.rmtree(".venv", ignore_errors=True)
-        write("order.log", "")
-        code, out, err = call(["scripts/setup.sh", *words], os.path.abspath("bin"), **env)
-        got = (code, "pip install pyarrow" in order())
-        check(got == wanted, f"{words} {env}: {code}, {order()}{out}{err}")
-        check(("hint: " in err) == (code == 1), f"{words} {env}: {err}")
+    for word, package in (("data", "pyarrow"), ("tensorboard", "tensorboard==")):
+        for words, env, wanted in (([word], {}, (0, True)), ([word], {"HAVE": "1"}, (0, False)),
+                                   ([], {}, (0, False)), ([word], {"OFFLINE": "1"}, (1, True))):
+            shutil.rmtree(".venv", ignore_errors=True)
+            write("order.log", "")
+            code, out, err = call(["scripts/setup.sh", *words], os.path.abspath("bin"), **env)
+            got = (code, "pip install " + package in order())
+            check(got == wanted, f"{words} {env}: {code}, {order()}{out}{err}")
+            check(("hint: " in err) == (code == 1), f"{words} {env}: {err}")
 
 
 def test_make_without_mpi_and_nccl():
@@ -341,6 +342,21 @@ def test_plot_takes_the_venv():
     write(".venv/bin/python", '#!/bin/sh\necho "venv $*"\n', True)
     code, out, err = call(plot, PYTHONPATH=os.path.abspath("none"))
     check((code, out) == (0, "venv dev/data/plot_log.py runs/mine\n"), f"with .venv: {code}, {out}{err}")
+
+
+def test_make_plot():
+    """Which runs make hands on, and how: blanks and quotes in a name are the name's."""
+    copy("Makefile")
+    write("bin/python3", '#!/bin/sh\nprintf "<%s>" "$@"\n', True)
+    path = os.path.abspath("bin") + ":" + os.environ["PATH"]
+    script = "<dev/data/plot_log.py>"
+    for words, wanted in ((["RUN=a"], "<a>"), (["RUN=a b", "RUN2=it's", "RUN3=x;y"], "<a b><it's><x;y>"),
+                          (["RUNS=a b"], "<a><b>"), (["RUN=a", "GPT2=0"], "<a>"),
+                          (["RUN=a", "OUT=c d.png", "GPT2=1"], "<a><-o><c d.png><--gpt2>")):
+        code, out, err = call(["make", "plot", *words], path)
+        check((code, out) == (0, script + wanted), f"make plot {words}: {code}, {out}{err}")
+    code, out, err = call(["make", "plot"], path)
+    check(code == 2 and "RUN=dir" in err and "<" not in out, f"make plot: {code}, {out}{err}")
 
 
 # ---- programs that find their files ----
