@@ -6012,7 +6012,7 @@ static void print_surprises(bool sampling, size_t prompt_tokens) {
         const std::string text = format("samples: -g %d is cut to %d tokens, after which all T=%d positions "
                                         "are taken", run.sample_tokens, room, run.T);
         if (run_trains()) { say("%s\n", text.c_str()); }
-        else if (comm.rank == 0) { fprintf(stderr, "note: %s\n", text.c_str()); }
+        else if (!comm.rank) { fprintf(stderr, "note: %s\n", text.c_str()); }
     }
     if (!run_trains()) { return; }
     if (run.output_dir[0] == '\0') { say("no -o: nothing of this run will be saved\n"); }

@@ -79,8 +79,9 @@ class Result:
 
     def samples(self):
         """Texts after `sample N at step S:`, prompt included. Of -x 0: stdout, which lacks the prompt."""
-        if "-x" in self.command and self.command[self.command.index("-x") + 1] == "0":
-            prompt = self.command[self.command.index("--prompt") + 1].encode().decode("latin-1")
+        given = dict(zip(self.command[1::2], self.command[2::2]))
+        if given.get("-x") == "0" and "--prompt" in given:
+            prompt = given["--prompt"].encode().decode("latin-1")
             return [prompt + text for text in self.out[:-1].split("\n---\n")]
         return re.findall(r"^sample \d+ at step \d+:\n(.*?)\n---$", self.out, re.M | re.S)
 
