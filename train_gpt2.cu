@@ -26,7 +26,7 @@ l, and h for a head; bt is b*T+t.
 // == 1 includes ==
 #include <errno.h>      // gives: errno
 #include <float.h>      // gives: FLT_MAX
-#include <limits.h>     // gives: INT_MAX
+#include <limits.h>     // gives: INT_MAX, PATH_MAX
 #include <math.h>       // gives: sqrtf, isfinite
 #include <signal.h>     // gives: sigaction, SIGINT
 #include <stdint.h>     // gives: int64_t
@@ -140,7 +140,8 @@ enum class Kind { Matrix, Bias, Norm };
     X(lnfb,     float,  Global, 1,      C,      Zero,     Norm,   1)
 
 // A Block's tensor has a copy per layer, kept for the backward pass. SAVED(r): only while the recompute level
-// (-r) is below r, else all layers share one buffer and the backward computes it again.
+// (-r) is below r, else all layers share one buffer and the backward computes it again. A model that is not
+// trained keeps nothing, so its layers share all buffers, and what is the backward's alone has no elements.
 //    name        type    where   kept    elements
 #define GPT2_ACTS(X)                                                                                      \
     X(encoded,    floatX, Global, ALWAYS, N * C)            /* (B,T,C) */                                 \
@@ -162,9 +163,9 @@ enum class Kind { Matrix, Bias, Norm };
     X(lnf_rstd,   float,  Global, ALWAYS, N)                                                              \
     X(logits,     floatX, Global, ALWAYS, N * Vp)           /* (B,T,Vp), then their gradient */           \
     X(losses,     float,  Global, ALWAYS, N)                /* (B,T) */                                   \
-    X(dresidual,  floatX, Global, ALWAYS, N * C)            /* (B,T,C) gradient of the residual stream */ \
+    X(dresidual,  floatX, Global, ALWAYS, trains * N * C)   /* (B,T,C) gradient of the residual stream */ \
     X(dnarrow,    floatX, Global, ALWAYS, N * C)            /* (B,T,C) dlnf, dln2, datty, dln1 */         \
-    X(dwide,      floatX, Global, ALWAYS, N * 4 * C)        /* (B,T,4C) dfch; (B,T,3C) dqkv */
+    X(dwide,      floatX, Global, ALWAYS, trains * N * 4 * C)       /* (B,T,4C) dfch; (B,T,3C) dqkv */
 
 #define X(name, ...) PARAM_##name,
 enum ParamId { GPT2_PARAMS(X) NUM_PARAMS };
@@ -327,10 +328,11 @@ static Layout param_layout(const ParamSpec* specs, const Config& c, const Split&
     return layout;
 }
 
-static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recompute) {     // returns bytes
+// Returns bytes.
+static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recompute, bool trains = true) {
     const size_t N = (size_t)B * T, C = c.C, NH = c.NH, Vp = c.Vp;
-    const bool ALWAYS = true;
-    auto SAVED = [recompute](int level) { return recompute < level; };
+    const bool ALWAYS = trains;
+    auto SAVED = [=](int level) { return trains && recompute < level; };
     size_t offset = 0;
     int i = 0;
 #define X(name_, type_, where_, kept_, elems_)                                                               \
@@ -3490,6 +3492,7 @@ static int lane_buffers(int lanes) {            // how many there are: 1 + floor
 // == 8 model ==
 enum class Kernels { Auto, Portable, Sm90 };    // the best for this GPU; only what sm_80 has; Hopper's
 struct Options {                // what a run may choose; fixed after gpt2_allocate
+    bool trains = true;         // else forward only: there is memory for neither gradients nor AdamW
     int recompute;              // 0: save all activations; 1: recompute GELU in backward; 2: LayerNorms too
     int gelu_fusion;            // GELU in the GEMM's epilogue: 0: no; 1: in the forward; 2: in both passes
     bool master;                // fp32 master copies of 16-bit parameters
@@ -3529,7 +3532,8 @@ struct GPT2 {
     Layout layout;
 
     char* params;               // see GPT2_PARAMS
-    float *master, *m, *v;      // master: null when the parameters are fp32 themselves or -w 0
+    // What is the training's alone, from here to `records`, is null in a model that is not trained.
+    float *master, *m, *v;      // master: null, too, when the parameters are fp32 themselves or -w 0
     char* grads;                // lane_buffers(lanes) times the arena; at ZeRO stage 2 of one micro-step
     float* grad_shards;         // ZeRO stage 2: lane_buffers(lanes) times this rank's shards
     char* exchange;             // what other ranks sent of one bucket
@@ -3599,6 +3603,7 @@ static Inputs inputs_layout(char* base, int B, int T) {
 static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B, int T,
                                  const ParamSpec* specs) {
     const int N = B * T;
+    if (!options.trains) { return 0; }          // only backward passes need any
     size_t bytes = encoder_backward_scratch_bytes(B, T, c.C);
     bytes = std::max(bytes, layernorm_backward_scratch_bytes(N, c.C));
     // qkv's and fc's: the narrower one may need more, in more chunks
@@ -3632,6 +3637,22 @@ static size_t record_bytes(const Layout& layout, int lanes) {
     return round_up(record_lanes_at(layout) + lanes * sizeof(float), kAlign);
 }
 
+// What only training takes; 0: there is no such memory, and its pointer is null.
+struct TrainingBytes { size_t master, m_and_v, grads, grad_shards, exchange, records; };
+static TrainingBytes training_bytes(const Layout& layout, const Options& options) {
+    const Split& split = options.split;
+    const size_t buffers = (size_t)lane_buffers(options.lanes);
+    TrainingBytes b = {};
+    if (!options.trains) { return b; }
+    b.master = kLowPrecision && options.master ? layout.state_elems * sizeof(float) : 0;
+    b.m_and_v = layout.state_elems * 2 * sizeof(float);
+    b.grads = layout.grads_bytes * (split.zero == 2 ? 1 : buffers);
+    b.grad_shards = split.zero == 2 ? layout.shard_elems * sizeof(float) * buffers : 0;
+    b.exchange = split.world > 1 ? exchange_bytes(layout) : 0;
+    b.records = record_bytes(layout, options.lanes) * split.world;
+    return b;
+}
+
 // Every byte the run will take on the device, by name, before anything is allocated.
 struct MemoryItem { std::string name; size_t bytes; };
 
@@ -3639,22 +3660,14 @@ static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& 
     ParamSpec specs[NUM_PARAMS];
     ActSpec acts[NUM_ACTS];
     param_specs(specs, c);
-    act_specs(acts, c, B, T, options.recompute);
+    act_specs(acts, c, B, T, options.recompute, options.trains);
     const Layout layout = gpt2_layout(specs, c, options);
-    const int buffers = lane_buffers(options.lanes);
-    const Split& split = options.split;
     std::vector<MemoryItem> plan;
     plan.push_back({"parameters", layout.params_bytes});
-    if (kLowPrecision && options.master) {
-        plan.push_back({"master weights", layout.state_elems * sizeof(float)});
-    }
-    plan.push_back({"gradients", layout.grads_bytes * (split.zero == 2 ? 1 : buffers)});
-    if (split.zero == 2) {
-        plan.push_back({"gradient shards", layout.shard_elems * sizeof(float) * buffers});
-    }
-    plan.push_back({"AdamW m and v", layout.state_elems * 2 * sizeof(float)});
-    if (split.world > 1) { plan.push_back({"exchange", exchange_bytes(layout)}); }
-    plan.push_back({"records", record_bytes(layout, options.lanes) * split.world});
+    const TrainingBytes t = training_bytes(layout, options);
+    plan.insert(plan.end(), {{"master weights", t.master}, {"gradients", t.grads},
+                             {"gradient shards", t.grad_shards}, {"AdamW m and v", t.m_and_v},
+                             {"exchange", t.exchange}, {"records", t.records}});
     for (const ActSpec& a : acts) {
         plan.push_back({a.name, round_up(a.elems * a.elem_bytes, kAlign) * a.copies});
     }
@@ -3663,10 +3676,11 @@ static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& 
     plan.push_back({"inputs", inputs_layout(nullptr, B, T).bytes});
 #ifdef GPT2_CPU
     // What a GPU's host keeps for itself is here in the same memory: staged inputs, both loaders' two
-    // batches of tokens and targets, and one tensor on its way from or to a file, in fp32 and in its type.
+    // batches of tokens and targets (where nothing is trained there is one), and one tensor on its way from
+    // or to a file, in fp32 and in its type.
     size_t largest = 0;
     for (const ParamSpec& s : specs) { largest = std::max(largest, s.elems); }
-    const size_t batches = 2 * 2 * 2 * sizeof(int) * (size_t)B * T;
+    const size_t batches = (options.trains ? 2 : 1) * 2 * 2 * sizeof(int) * (size_t)B * T;
     plan.push_back({"host buffers", GPT2::kSlots * inputs_layout(nullptr, B, T).bytes + batches +
                                         largest * (sizeof(float) + sizeof(uint16_t))});
 #endif
@@ -3704,7 +3718,7 @@ static void gpt2_check_memory(const Config& c, const Options& options, int B, in
     const size_t wanted = memory_total(gpt2_memory_plan(c, options, B, T)) + memory_reserve(device);
     std::string hint = low > 0 ? format("the largest micro-batch that fits is -b %d", low)
                                : std::string("not even -b 1 fits: choose a smaller model or -t");
-    if (options.recompute < 2) { hint += "; -r 2 needs less memory"; }
+    if (options.trains && options.recompute < 2) { hint += "; -r 2 needs less memory"; }
     die("-b %d -t %d needs %s of memory on %s, which has %s free\nhint: %s", B, T,
         bytes_text(wanted).c_str(), device.name.c_str(), bytes_text(device.memory_free).c_str(),
         hint.c_str());
@@ -3729,15 +3743,17 @@ static std::vector<std::vector<Event>*> gpt2_bucket_events(GPT2* model) {
 }
 
 // What the device holds before the first step, and what the host counts.
-static void gpt2_reset(GPT2* model, size_t grad_bytes) {
+static void gpt2_reset(GPT2* model, const TrainingBytes& training) {
     const Layout& layout = model->layout;
     const Options& options = model->options;
     // The gaps between tensors take part in norm and AdamW: they are zero and stay zero.
     device_zero(model->params, layout.params_bytes, model->stream);
-    if (model->master) { device_zero(model->master, layout.state_elems * sizeof(float), model->stream); }
-    device_zero(model->m, 2 * layout.state_elems * sizeof(float), model->stream);
-    device_zero(model->grads, grad_bytes, model->stream);
-    device_zero(model->records, model->record_bytes * options.split.world, model->stream);
+    if (model->master) { device_zero(model->master, training.master, model->stream); }
+    if (options.trains) {
+        device_zero(model->m, training.m_and_v, model->stream);
+        device_zero(model->grads, training.grads, model->stream);
+        device_zero(model->records, training.records, model->stream);
+    }
     DeviceState state = {};
     const float first_scale = options.loss_scale > 0.0f ? options.loss_scale : kFirstLossScale;
     state.update.loss_scale = kFp16 ? first_scale : 1.0f;
@@ -3763,35 +3779,33 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     model->options = options;
     model->T = T;
     param_specs(model->param_specs, config);
-    size_t act_bytes = act_specs(model->act_specs, config, B, T, options.recompute);
+    size_t act_bytes = act_specs(model->act_specs, config, B, T, options.recompute, options.trains);
     model->layout = gpt2_layout(model->param_specs, config, options);
     const Layout& layout = model->layout;
     const Split& split = options.split;
-    const int buffers = lane_buffers(options.lanes);
-    const size_t grad_bytes = layout.grads_bytes * (split.zero == 2 ? 1 : buffers);
+    const TrainingBytes training = training_bytes(layout, options);
     model->lanes_at = record_lanes_at(layout);
     model->record_bytes = record_bytes(layout, options.lanes);
 
     // What other ranks' data comes into or goes out of is memory that the ranks have in common.
     auto common = [&](size_t bytes, const char* what) {
+        if (bytes == 0) { return (char*)nullptr; }
         return (char*)(split.world > 1 ? device_comm_malloc(bytes, what) : device_malloc(bytes, what));
     };
-    const size_t n = layout.state_elems;
+    auto own = [&](size_t bytes, const char* what) {
+        return bytes == 0 ? nullptr : (float*)device_malloc(bytes, what);
+    };
     model->stream = stream_create();
     model->params = common(layout.params_bytes, "parameters");
-    model->master = kLowPrecision && options.master
-                        ? (float*)device_malloc(n * sizeof(float), "master weights")
-                        : nullptr;
-    model->m = (float*)device_malloc(2 * n * sizeof(float), "AdamW m and v");
-    model->v = model->m + n;
-    model->grads = common(grad_bytes, "gradients");
-    model->grad_shards = split.zero == 2 ? (float*)device_malloc(
-        layout.shard_elems * sizeof(float) * buffers, "gradient shards") : nullptr;
-    model->exchange = split.world > 1 ? common(exchange_bytes(layout), "exchange") : nullptr;
-    model->records = common(model->record_bytes * split.world, "records");
+    model->master = own(training.master, "master weights");
+    model->m = own(training.m_and_v, "AdamW m and v");
+    model->v = model->m ? model->m + layout.state_elems : nullptr;
+    model->grads = common(training.grads, "gradients");
+    model->grad_shards = own(training.grad_shards, "gradient shards");
+    model->exchange = common(training.exchange, "exchange");
+    model->records = common(training.records, "records");
     model->acts = (char*)device_malloc(act_bytes, "activations");
-    model->scratch =
-        (float*)device_malloc(gpt2_scratch_bytes(config, options, B, T, model->param_specs), "scratch");
+    model->scratch = own(gpt2_scratch_bytes(config, options, B, T, model->param_specs), "scratch");
     model->workspace = device_malloc(gemm_workspace_bytes(), "matmul workspace");
     model->state = (DeviceState*)device_malloc(sizeof(DeviceState), "state");
     model->ranges = (ChunkRange*)device_malloc(layout.buckets.size() * sizeof(ChunkRange), "chunk ranges");
@@ -3819,25 +3833,21 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     model->recorded = event_create();
     model->records_gathered = event_create();
     model->snapshot = event_create();
-    gpt2_reset(model, grad_bytes);
+    gpt2_reset(model, training);
 }
 
 static void gpt2_free(GPT2* model) {
     stream_sync(model->stream);
     stream_sync(model->comm_stream);
-    auto free_common = [&](void* p) {
-        if (model->options.split.world > 1) { device_comm_free(p); }
-        else { device_free(p); }
-    };
-    free_common(model->params);
-    free_common(model->grads);
-    free_common(model->records);
-    if (model->exchange) { free_common(model->exchange); }
-    if (model->grad_shards) { device_free(model->grad_shards); }
-    if (model->master) { device_free(model->master); }
-    device_free(model->m);
+    for (void* p : {(void*)model->params, (void*)model->grads, (void*)model->records,
+                    (void*)model->exchange}) {
+        if (p && model->options.split.world > 1) { device_comm_free(p); }
+        else if (p) { device_free(p); }
+    }
+    for (float* p : {model->grad_shards, model->master, model->m, model->scratch}) {
+        if (p) { device_free(p); }
+    }
     device_free(model->acts);
-    device_free(model->scratch);
     device_free(model->workspace);
     device_free(model->state);
     device_free(model->ranges);
@@ -5097,7 +5107,7 @@ struct RunConfig {
     CommOptions comm;
     int comm_init;
     bool resumed;                   // goes on from a checkpoint
-    int zero, lanes, reduction, check_ranks;
+    int zero, lanes, reduction, check_ranks, quiet;
 };
 static RunConfig run;
 
@@ -5110,7 +5120,8 @@ static const Flag kFlags[] = {
     {"j",   "val-data",        FLAG_STRING, &run.val_data,
         DATA_DIR "tiny_shakespeare_val.bin", 1, 0, nullptr, "validation shards (glob)"},
     {"e",   "model",           FLAG_STRING, &run.model,          "d12",     1, 0, nullptr,
-        "checkpoint model_*.bin, or d12 d24 d36 d48, gpt3:c768, L4,NH4,C128,T128,V256", FLAG_FIXED},
+        "model_*.bin; a run's folder: its newest; or d12 d24 d36 d48, gpt3:c768, L4,NH4,C128,T128,V256",
+        FLAG_FIXED},
     {"o",   "output-dir",      FLAG_STRING, &run.output_dir,     "",        0, 0, nullptr,
         "folder for main.log, metrics.jsonl, run.json, model_*.bin (none: nothing is written)", FLAG_NOW},
     {"n",   "checkpoint-every", FLAG_INT,   &run.checkpoint_every, "1000",  0, INT_MAX, nullptr,
@@ -5128,7 +5139,8 @@ static const Flag kFlags[] = {
     {"z,d", "total-batch",     FLAG_INT64,  &run.total_batch,    "0",       0, 1e15, nullptr,
         "tokens per optimizer step, a multiple of B*T*ranks; 0: B*T*ranks, one micro-step each", FLAG_FIXED},
     {"x",   "max-steps",       FLAG_STRING, &run.max_steps_text, "epoch",   1, 0, nullptr,
-        "optimizer steps, or `epoch`: once through the data; 0: evaluate, or generate with --prompt"},
+        "optimizer steps, or `epoch`: once through the data; 0: evaluate, or generate with --prompt; a run's "
+        "folder (-e) with that run's data, -b, -t and --val-batches, unless they are given"},
     {"l",   "learning-rate",   FLAG_FLOAT,  &run.lr,             "3e-4",    0, 100, nullptr,
         "peak learning rate", FLAG_FIXED},
     {"k",   "lr-schedule",     FLAG_ENUM,   &run.schedule,       "cosine",  0, 0, kLrKinds,
@@ -5220,10 +5232,25 @@ static const Flag kFlags[] = {
         "-pi tcp|fs: which rank this is, from 0", FLAG_NOW},
     {"pg",  "gpus-per-node",   FLAG_INT,    &run.comm.per_node,  "0",       0, 1024, nullptr,
         "-pi tcp|fs: ranks on each machine; 0: found out", FLAG_NOW},
+    {"",    "quiet",           FLAG_BOOL,   &run.quiet,          "0",       0, 1, nullptr,
+        "1: on stdout steps, validation losses, samples and saved checkpoints alone; `--prompt` with -x 0 "
+        "prints the text alone in any case", FLAG_NOW},
     {"",    "start-timeout",   FLAG_INT,    &run.comm.start_timeout_s, "120", 1, 86400, nullptr,
         "seconds that ranks wait for each other at the start", FLAG_NOW},
 };
 constexpr int kNumFlags = sizeof(kFlags) / sizeof(kFlags[0]);
+
+// What is said of a run that is none of its results; --quiet 1 leaves it out.
+__attribute__((format(printf, 1, 2))) static void say(const char* fmt, ...) {
+    if (run.quiet) { return; }
+    va_list args;
+    va_start(args, fmt);
+    vprintf(fmt, args);
+    va_end(args);
+}
+
+// -x 0: the text and its strict form come from config_check, which what is looked up before cannot wait for.
+static bool run_trains() { return strcmp(run.max_steps_text, "0") != 0; }
 
 // The settings as they were given, before config_check fills in what they leave open: these are saved.
 static std::vector<std::string> run_texts;
@@ -5264,6 +5291,112 @@ static void settings_resume(const Facts& from) {
             "hint: make train_gpt2cu PRECISION=%s", run.output_dir, then.c_str(), PRECISION_NAME,
             then.c_str());
     }
+}
+
+// ---- -e FOLDER: a run's folder ----
+// It stands for its newest model that is whole, and where nothing is trained, its run.json says how the model
+// is to be run. Why run.json and not the facts in the states, which say the same: states are large, and first
+// to be deleted; a run has had its run.json since its first step. One place is enough.
+
+// A name that reads as a descriptor is one, even where there is such a folder, which is then ./d12.
+static bool model_is_folder() {
+    struct stat st;
+    const char* text = run.model;
+    int64_t n;
+    const bool reads_so = (text[0] == 'd' && parse_int(text + 1, text + strlen(text), &n)) ||
+                          strncmp(text, "gpt3:", 5) == 0 || strchr(text, ',');
+    return (strchr(text, '/') || !reads_so) && stat(text, &st) == 0 && S_ISDIR(st.st_mode);
+}
+
+// The step of a folder's newest model: of checkpoints first, then of models alone. Rank 0 reads it whole.
+static int64_t newest_model(const std::string& folder) {
+    std::vector<std::pair<bool, int64_t>> models;           // has it a marker? its step
+    for (const std::string& name : folder_names(folder)) {
+        const int64_t step = checkpoint_number(name, "model_", ".bin");
+        const bool is_one = step >= 0 && checkpoint_model("", step) == "/" + name &&
+                            file_size((folder + "/" + name).c_str()) >= 0;
+        if (!is_one) { continue; }
+        models.push_back({file_size(checkpoint_marker(folder, step).c_str()) >= 0, step});
+    }
+    std::sort(models.begin(), models.end());
+    int64_t newest = -1;
+    std::vector<std::string> faults;
+    for (size_t i = models.size(); comm.rank == 0 && newest < 0 && i-- > 0;) {
+        const std::string path = checkpoint_model(folder, models[i].second);
+        uint64_t sum;
+        const std::string error = model_file_error(path, &sum);
+        if (error.empty()) { newest = models[i].second; }
+        else { faults.push_back(shown(path) + " " + error); }
+    }
+    comm_broadcast(&newest, sizeof(newest));
+    if (newest < 0) {
+        die("-e %s: there is no %smodel_*.bin in this folder%s\n"
+            "hint: -e takes a run's folder, a model_*.bin, or a descriptor such as d12", folder.c_str(),
+            models.empty() ? "" : "whole ", faults.empty() ? "" : (": " + faults[0]).c_str());
+    }
+    for (const std::string& fault : faults) { warn("passed over: %s", fault.c_str()); }
+    return newest;
+}
+
+// Where the run found its data: names are relative to where it was started, as long as that place exists.
+static std::string from_start(const std::string& pattern, const std::string* start) {
+    char here[PATH_MAX];
+    struct stat st;
+    const bool relative = pattern[0] != '/' && pattern[0] != '~';
+    if (!relative || !start || stat(start->c_str(), &st) != 0 || !S_ISDIR(st.st_mode) ||
+        (getcwd(here, sizeof(here)) && *start == here)) { return pattern; }
+    std::string path;
+    const bool is_pattern = file_size((*start + "/" + pattern).c_str()) < 0;
+    for (char c : *start) { path += (is_pattern && strchr("*?[\\", c) ? "\\" : "") + std::string(1, c); }
+    return path + "/" + pattern;
+}
+
+// What -x 0 takes from a run's run.json, unless it is given.
+static void settings_take(const std::string& folder) {
+    static std::vector<std::string> texts;                  // the flags point to them from now on
+    const std::vector<const char*> taken = {"train-data", "val-data", "sequence-length", "micro-batch",
+                                            "val-batches"};
+    const std::string path = folder + "/run.json";
+    if (file_size(path.c_str()) < 0) {
+        warn("%s is not there: -j, -t, -b and -m are not the run's, but as given or as --help says",
+             shown(path).c_str());
+        return;
+    }
+    std::string text((size_t)std::min<int64_t>(file_size(path.c_str()), 1 << 20), '\0');
+    FILE* f = fopen_check(path.c_str(), "rb");
+    fread_check(&text[0], 1, text.size(), f, path.c_str());
+    fclose(f);
+    JsonValues values;
+    const std::string error = json_read(text, &values);
+    if (!error.empty()) {
+        die("'%s' %s\nhint: -e with one of this folder's model_*.bin does without it", path.c_str(),
+            error.c_str());
+    }
+    texts.reserve(taken.size());                            // and do not move
+    for (const char* name : taken) {
+        const Flag* flag = flags_find(kFlags, kNumFlags, std::string("--") + name);
+        const std::string* value = facts_find(values, std::string("settings.") + name);
+        if (flag->given || !value) { continue; }
+        const bool is_file = flag->type == FLAG_STRING;
+        texts.push_back(is_file ? from_start(*value, facts_find(values, "started in")) : *value);
+        flags_set(flag, texts.back().c_str());
+    }
+}
+
+static void folder_resolve() {
+    static std::string path;                                // run.model points to it from now on
+    std::string folder = run.model;
+    while (folder.size() > 1 && folder.back() == '/') { folder.pop_back(); }
+    struct stat from, to;
+    if (run.output_dir[0] != '\0' && !run.resume && stat(folder.c_str(), &from) == 0 &&
+        stat(run.output_dir, &to) == 0 && from.st_dev == to.st_dev && from.st_ino == to.st_ino) {
+        die("-e %s is the folder of -o, too: a new run would be mixed with what is there\n"
+            "hint: -y 1 -o %s, without -e, goes on with that run; or choose another folder with -o",
+            folder.c_str(), folder.c_str());
+    }
+    path = checkpoint_model(folder, newest_model(folder));
+    run.model = path.c_str();
+    if (!run_trains()) { settings_take(folder); }
 }
 
 // How many lanes a step's micro-steps are cut into. Where sums are not the tree's, or are kept in bf16, each
@@ -5367,6 +5500,7 @@ static Config config_check(const Facts* resumed = nullptr) {
 
 static Options run_options() {
     Options o = {};
+    o.trains = run_trains();
     o.recompute = run.recompute;
     o.gelu_fusion = run.gelu_fusion;
     o.master = run.master != 0;
@@ -5379,7 +5513,7 @@ static Options run_options() {
     o.skip_loss = (float)run.skip_loss;
     o.skip_norm = (float)run.skip_norm;
     o.seed = (uint64_t)run.seed;
-    o.split = {comm.rank, comm.world, comm.world > 1 ? run.zero : 0};
+    o.split = {comm.rank, comm.world, comm.world > 1 && o.trains ? run.zero : 0};
     o.lanes = run.lanes / comm.world;
     o.nccl_order = run.reduction == 1;
     return o;
@@ -5509,7 +5643,8 @@ static std::vector<uint32_t> prompt_tokens(const Tokenizer* tokenizer, bool has_
 // Text after the prompt, token by token. The whole prefix is run again for each token; T is rounded up, so
 // that few shapes occur, with tokens that a causal model does not see. Draws from its own random stream and
 // touches neither weights nor training's state, so training's bits do not depend on it. Rank 0 writes the
-// text; the others wait for it at the next exchange.
+// text; the others wait for it at the next exchange. With -x 0 stdout has what the model wrote and nothing
+// else; for somebody who looks at it, the prompt comes before.
 static void generate(GPT2* model, const Tokenizer* tokenizer, bool has_text, int64_t step) {
     if (comm.rank != 0 || stopping) { return; }
     const Config& c = model->config;
@@ -5524,7 +5659,8 @@ static void generate(GPT2* model, const Tokenizer* tokenizer, bool has_text, int
         int n = 1;
         for (uint32_t id : prompt) { tokens[n++] = (int)id; }
         const int end = std::min(limit, n + run.sample_tokens);
-        printf("sample %d at step %lld:\n%s", sample + 1, (long long)step, run.prompt);
+        if (run_trains()) { printf("sample %d at step %lld:\n%s", sample + 1, (long long)step, run.prompt); }
+        else { printf("%s%s", sample > 0 ? "---\n" : "", isatty(STDOUT_FILENO) ? run.prompt : ""); }
         for (; n < end && !stop_requested; n++) {
             comm_progress(step);
             const int T = std::min(limit, round_up(n, 64));
@@ -5549,7 +5685,7 @@ static void generate(GPT2* model, const Tokenizer* tokenizer, bool has_text, int
             }
             fflush(stdout);
         }
-        printf("\n---\n");
+        printf(run_trains() ? "\n---\n" : "\n");
     }
 }
 
@@ -5848,8 +5984,8 @@ static void train(Training* t) {
     if (t->step < run.max_steps) { printf("stopped by a signal after step %lld\n", (long long)t->step); }
     if (reports.ms_count > 0) {
         const double mean_ms = reports.ms_sum / (double)reports.ms_count;
-        printf("mean step time %.1f ms, %.0f tokens/s over %lld steps\n", mean_ms,
-               (double)run.total_batch / mean_ms * 1e3, (long long)reports.ms_count);
+        say("mean step time %.1f ms, %.0f tokens/s over %lld steps\n", mean_ms,
+            (double)run.total_batch / mean_ms * 1e3, (long long)reports.ms_count);
     }
     save(t);                                // before anything else that takes time
     if (t->saves) { saver_advance(&t->saver, true); }
@@ -5906,11 +6042,12 @@ static void run_folder_check(const std::string& folder) {
 }
 
 static void print_model(const GPT2& model) {
+    if (run.quiet) { return; }
     const Config& c = model.config;
     const size_t decayed = gpt2_num_parameters(model.param_specs, true);
     const size_t others = gpt2_num_parameters(model.param_specs, false);
     const Split& split = model.options.split;
-    if (split.world > 1) {
+    if (split.world > 1 && model.options.trains) {
         printf("ranks: %d, ZeRO stage %d, gradients summed %s\n", split.world, split.zero,
                model.options.nccl_order ? "in NCCL's order" : format("over %d lanes", run.lanes).c_str());
     }
@@ -5925,11 +6062,13 @@ static void print_model(const GPT2& model) {
 static void print_surprises(bool sampling, size_t prompt_tokens) {
     const int room = run.T - 1 - (int)prompt_tokens;        // the first position stands before the document
     if (sampling && run.sample_tokens > room && flags_given(kFlags, kNumFlags, "sample-tokens")) {
-        printf("samples: -g %d is cut to %d tokens, after which all T=%d positions are taken\n",
-               run.sample_tokens, room, run.T);
+        const std::string text = format("samples: -g %d is cut to %d tokens, after which all T=%d positions "
+                                        "are taken", run.sample_tokens, room, run.T);
+        if (run_trains()) { say("%s\n", text.c_str()); }
+        else if (!comm.rank) { fprintf(stderr, "note: %s\n", text.c_str()); }
     }
-    if (run.max_steps == 0) { return; }
-    if (run.output_dir[0] == '\0') { printf("no -o: nothing of this run will be saved\n"); }
+    if (!run_trains()) { return; }
+    if (run.output_dir[0] == '\0') { say("no -o: nothing of this run will be saved\n"); }
     if (run.warmup > 0 && run.warmup >= run.max_steps) {
         const char* when = run.warmup > run.max_steps ? "never" : "at the last step only";
         warn("-u %lld in a run of %lld steps: the learning rate reaches its peak %s", (long long)run.warmup,
@@ -5940,6 +6079,7 @@ static void print_surprises(bool sampling, size_t prompt_tokens) {
 // More lanes than ranks take more buffers for gradients. If the memory lacks them and the user did not ask
 // for so many, there are fewer, and the bits are those of fewer lanes.
 static void fit_lanes(const Config& config, Options* options, const DeviceInfo& device) {
+    if (!options->trains) { return; }
     const int wanted = run.lanes;
     const bool may_choose = !flags_given(kFlags, kNumFlags, "lanes") && !run.resumed && run.zero < 2;
     int fewer = options->lanes;
@@ -5954,8 +6094,8 @@ static void fit_lanes(const Config& config, Options* options, const DeviceInfo& 
     options->lanes = fewer;
     run.lanes = fewer * comm.world;
     if (run.lanes < wanted) {
-        printf("memory is short: gradients are summed over %d lanes, not %d; --lanes %d gives the same bits "
-               "on another machine\n", run.lanes, wanted, run.lanes);
+        say("memory is short: gradients are summed over %d lanes, not %d; --lanes %d gives the same bits "
+            "on another machine\n", run.lanes, wanted, run.lanes);
     }
 }
 
@@ -6045,12 +6185,33 @@ static void load_model(Training* t, const Config& config, const Options& options
     if (comm.world > 1) { check_ranks(model, model->step); }
 }
 
+// As a word of a command line.
+static std::string shell_quoted(const std::string& text) {
+    bool plain = !text.empty();
+    for (char c : text) { plain = plain && (isalnum((unsigned char)c) || strchr("/._-+,:@%", c)); }
+    if (plain) { return shown(text); }
+    std::string quoted = "'";
+    for (char c : text) { quoted += c == '\'' ? "'\\''" : std::string(1, c); }
+    return shown(quoted + "'");
+}
+
+// A run's last line: what one can do with its folder.
+static void print_folder(const char* program) {
+    const std::string folder = shell_quoted(run.output_dir), self = shell_quoted(program);
+    say("%s: `%s -e %s -x 0` evaluates this run, with --prompt TEXT it writes; "
+        "`python3 dev/data/plot_log.py %s` draws it\n", folder.c_str(), self.c_str(), folder.c_str(),
+        folder.c_str());
+}
+
 // What a run needs beside its model and data, and the run.
-static void start_training(Training* t, Checkpoint* resumed) {
+static void start_training(Training* t, Checkpoint* resumed, const char* program) {
     const std::string folder = run.output_dir;
     t->saves = !folder.empty();
     logger_init(&t->logger, comm.rank == 0 ? run.output_dir : "");
-    logger_run(&t->logger, kFlags, kNumFlags, {{"precision", PRECISION_NAME}, {"device", t->device}});
+    char here[PATH_MAX];
+    const std::string start = getcwd(here, sizeof(here)) ? here : "";       // see from_start
+    logger_run(&t->logger, kFlags, kNumFlags,
+               {{"precision", PRECISION_NAME}, {"device", t->device}, {"started in", start}});
     if (t->saves) {
         const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < run.max_steps;
         saver_init(&t->saver, &t->model, &t->logger, folder, at_once,
@@ -6059,19 +6220,30 @@ static void start_training(Training* t, Checkpoint* resumed) {
     if (run.resumed) {
         training_go_back(t, *resumed);
         if (comm.rank == 0) { checkpoint_clean(folder); }
-        printf("resumed: %s goes on after step %lld\n", shown(folder).c_str(), (long long)resumed->step);
+        say("resumed: %s goes on after step %lld\n", shown(folder).c_str(), (long long)resumed->step);
         if (t->step >= run.max_steps) {
-            printf("-x %lld: the run has come so far already\n", (long long)run.max_steps);
+            say("-x %lld: the run has come so far already\n", (long long)run.max_steps);
         }
     }
     checkpoint_close(resumed);
     catch_signals();
-    printf("data: %lld training tokens (%lld rows of %d), %d micro-steps a step%s, %lld steps\n",
-           (long long)t->train_loader.tokens, (long long)t->train_loader.samples_per_epoch, run.T,
-           rank_micro_steps(), comm.world > 1 ? " on each rank" : "", (long long)run.max_steps);
+    say("data: %lld training tokens (%lld rows of %d), %d micro-steps a step%s, %lld steps\n",
+        (long long)t->train_loader.tokens, (long long)t->train_loader.samples_per_epoch, run.T,
+        rank_micro_steps(), comm.world > 1 ? " on each rank" : "", (long long)run.max_steps);
     fflush(stdout);                         // the first step may take long
     train(t);
     saver_free(&t->saver);
+    if (t->saves && t->step > 0) { print_folder(program); }
+}
+
+// -x 0 without --prompt. False: the loss is not finite.
+static bool evaluate(Training* t) {
+    const DataLoader& loader = t->val_loader;
+    const int64_t rows = std::min((int64_t)run.val_batches * run.B, loader.samples_per_epoch);
+    say("evaluating %s on %s: %lld of %lld rows of %d tokens\n", shown(run.model).c_str(),
+        shown(run.val_data).c_str(), (long long)rows, (long long)loader.samples_per_epoch, run.T);
+    fflush(stdout);
+    return validate(&t->model, &t->val_loader, &t->logger, 0);
 }
 
 int main(int argc, char** argv) {
@@ -6082,11 +6254,16 @@ int main(int argc, char** argv) {
     comm_start(run.comm, argv);
     Training t;
     Checkpoint resumed = find_resumed(&t.saver.retention.bad);
+    if (!run.resumed && model_is_folder()) { folder_resolve(); }
     const Config config = config_check(run.resumed ? &resumed.facts : nullptr);
     Options options = run_options();
-    const bool trains = run.max_steps != 0, generates = !trains && flags_given(kFlags, kNumFlags, "prompt");
+    const bool trains = options.trains, generates = !trains && flags_given(kFlags, kNumFlags, "prompt");
     const bool validates = trains ? run.val_every > 0 : !generates;
     const bool samples = trains ? run.sample_every > 0 : generates;
+    if (generates) {
+        run.B = 1;                          // text is written a row at a time
+        run.quiet = 1;
+    }
 
     // what can be wrong with sizes, files and the prompt is found before memory is taken and before anything
     // is written
@@ -6108,14 +6285,14 @@ int main(int argc, char** argv) {
     check_same_job(t.train_loader, t.val_loader);
     if (run.resumed) { check_resumed(resumed, t.train_loader, device.name); }
 
-    printf("device: %s, precision %s\n", device.name.c_str(), PRECISION_NAME);
-    flags_print(kFlags, kNumFlags);
+    say("device: %s, precision %s\n", device.name.c_str(), PRECISION_NAME);
+    if (trains && !run.quiet) { flags_print(kFlags, kNumFlags); }
     load_model(&t, config, options, &resumed);
     print_surprises(samples, prompted);
     bool fine = true;
     if (generates) { generate(&t.model, &t.tokenizer, t.has_text, 0); }
-    else if (!trains) { fine = validate(&t.model, &t.val_loader, &t.logger, 0); }
-    else { start_training(&t, &resumed); }
+    else if (!trains) { fine = evaluate(&t); }
+    else { start_training(&t, &resumed, argv[0]); }
 
     dataloader_free(&t.train_loader);
     dataloader_free(&t.val_loader);

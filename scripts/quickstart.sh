@@ -65,10 +65,9 @@ echo "== training: the flags are explained by ./$trainer --help"
 model=$run/model_$(printf %08d "$steps").bin
 [ -f "$model" ] || stop 1 "./$trainer ended before step $steps: there is no $model"
 
-echo "== samples"
-./"$trainer" --model "$model" --max-steps 0 --prompt "One morning" --num-samples 3 --sample-tokens 100 \
-    --temperature 0.7 --train-data "$data/train.bin" --val-data "$data/held_out.bin" |
-    tee "$run/samples.txt"
+echo "== samples: One morning ..."
+./"$trainer" --model "$run" --max-steps 0 --prompt "One morning" --num-samples 3 --sample-tokens 100 \
+    --temperature 0.7 | tee "$run/samples.txt"
 
 echo "== a bigram model on the same shards"
 build/bigram -i "$data/train.bin" -j "$data/held_out.bin" | tee "$run/bigram.txt"
@@ -83,3 +82,5 @@ awk -v first="$first" -v val="$val" -v bigram="$bigram" 'BEGIN {
     if (!learned) { print "error: it should be below that, and at least 1 below the start" > "/dev/stderr" }
     exit !learned
 }'
+echo "$run: \`./$trainer -e $run -x 0\` evaluates it, with --prompt TEXT it writes, and" \
+    "\`python3 dev/data/plot_log.py $run\` draws it"

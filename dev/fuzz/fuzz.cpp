@@ -463,6 +463,19 @@ static Bytes unquoted(const std::string& json) {
 static void fuzz_json(Bytes input) {
     const std::string json = json_quote(input);
     PROPERTY(unquoted(json) == input, "%s reads back as something else", json.c_str());
+    JsonValues values;
+    const bool known = json_read("{\"a\": " + json + "}", &values).empty();      // but for zeros
+    PROPERTY(known ? values == JsonValues({{"a", input}}) : input.find('\0') != Bytes::npos, "%s reads back",
+             json.c_str());
+    if (json_read(input, &values).empty()) {            // what is taken can be written again
+        std::string text;
+        for (const auto& v : values) {
+            text += (text.empty() ? "{" : ", ") + json_quote(v.first) + ": " + json_quote(v.second);
+        }
+        JsonValues again;
+        PROPERTY(values.empty() || (json_read(text + "}", &again).empty() && again == values), "%s",
+                 text.c_str());
+    }
     float number = 0.0f;
     memcpy(&number, input.data(), std::min(input.size(), sizeof(number)));
     const std::string text = json_number(number);

@@ -17,8 +17,10 @@ import glob
 import json
 import math
 import os
+import pty
 import re
 import resource
+import shlex
 import shutil
 import signal
 import struct
@@ -337,10 +339,13 @@ def test_said_at_start():
         late = run({"-x": steps, "-u": warmup})
         check(late.code == 0 and len(late.err.splitlines()) == 1 and f"-u {warmup}" in late.err and
               said in late.err, f"-u {warmup} in {steps} steps: {late.err}")
-    cut = run_ok({"-e": trained_model(), "-x": 0, "--prompt": "tak ", "-g": T, "--temperature": 0}).out
-    check(f"samples: -g {T} is cut to {T - 5} tokens" in cut, "-g beyond T says so")
-    check("samples:" not in run_ok({"-e": trained_model(), "-x": 0, "--prompt": "tak ", "-g": T - 5}).out,
-          "a -g that just fits")
+    flags = {"-e": trained_model(), "--prompt": "tak ", "--temperature": 0}
+    said = f"samples: -g {T} is cut to {T - 5} tokens"
+    cut = run({**flags, "-x": 0, "-g": T})
+    check((cut.code, len(cut.err.splitlines())) == (0, 1) and said in cut.err and said not in cut.out,
+          f"-g beyond T says so, and not among the text: {cut.err}")
+    check(said in run_ok({**flags, "-x": 1, "-s": 1, "-g": T}).out, "so does a training run")
+    check_equal(run({**flags, "-x": 0, "-g": T - 5}).err, "", "a -g that just fits")
 
 
 def test_control_characters():
@@ -358,6 +363,162 @@ def test_control_characters():
     check(not re.search("[\0-\x09\x0b-\x1f\x7f]", out), "stdout of a run whose folder has such a name")
 
 
+# ---- a run's folder ----
+
+def folder_run():
+    """Three checkpoints of a run whose data, rows, T and -m are not the usual ones; made once."""
+    if not os.path.exists("runs/folder"):
+        write_shard("own_val.bin", sentences(5, 4000))
+        run_ok({"-o": "runs/folder", "-j": "own_val.bin", "-b": 3, "-t": 24, "-m": 7, "-x": 6, "-v": 6,
+                "-n": 2, "-nk": 0, "-l": "1e-2"})
+    return "runs/folder"
+
+
+ALONE = {"-e": None, "-i": None, "-j": None, "-b": None, "-v": None, "-s": None, "-f": None}
+
+
+def evaluate(folder, flags=None, **popen):
+    """(the model that was taken, its val loss, stderr) of -x 0 with no other flag than these."""
+    result = run({**ALONE, "-e": folder, "-x": 0, **(flags or {})}, **popen)
+    taken = re.search(r"^evaluating (\S+) on ", result.out, re.M)
+    return taken and taken[1], result.val_losses(), result.err
+
+
+def test_folder():
+    """-e FOLDER is its newest whole model, run as the run did."""
+    folder = folder_run()
+    model, own = f"{folder}/model_%08d.bin", {"-j": "own_val.bin", "-b": 3, "-t": 24, "-m": 7}
+    losses = {step: run_ok({**own, "-e": model % step, "-x": 0, "-f": None}).val_losses()
+              for step in (2, 4, 6)}
+    check(len({str(loss) for loss in losses.values()}) == 3, "the checkpoints are alike")
+    check_equal(evaluate(folder + "//"), (model % 6, losses[6], ""), "-x 0 of a run's folder")
+    with open(folder + "/main.log", encoding="ascii") as log:
+        last = [line for line in log if " tel:" in line][-1].split("tel:")[1]
+    check_close(losses[6], [float(last)], tolerance(0, 1e-2), "the run's last validation loss")
+    for name, value in (("-j", "val.bin"), ("-b", 2), ("-t", 8), ("-m", 3)):
+        want = run_ok({**own, name: value, "-e": model % 6, "-x": 0, "-f": None}).val_losses()
+        check_equal(evaluate(folder, {name: value})[1], want, f"{name} {value} is stronger than the run's")
+        check(want != losses[6], f"{name} {value} makes no difference")
+    os.mkdir("elsewhere")
+    there = {"cwd": "elsewhere"}
+    check_equal(evaluate("../" + folder, **there)[1:], (losses[6], ""), "data from where the run was started")
+    check_equal(evaluate(os.path.abspath(folder), {"--quiet": 1}, **there)[1], losses[6], "with --quiet 1")
+
+    shutil.copytree(folder, "runs/damaged")
+    damaged = "runs/damaged/model_%08d.bin"
+    data = bytearray(read_bytes(damaged % 6))
+    data[5000] ^= 1
+    write_bytes(damaged % 6, data)
+    taken, loss, err = evaluate("runs/damaged")
+    check((taken, loss) == (damaged % 4, losses[4]) and damaged % 6 in err and len(err.splitlines()) == 1,
+          f"the newest model is damaged: {taken}, {err}")
+    shutil.copy(damaged % 2, "runs/damaged/model_00000009.bin")
+    check_equal(evaluate("runs/damaged")[0], damaged % 4, "checkpoints come before a model alone")
+    for path in glob.glob("runs/damaged/DONE_*") + glob.glob("runs/damaged/state_*"):
+        os.remove(path)
+    check_equal(evaluate("runs/damaged"), ("runs/damaged/model_00000009.bin", losses[2], ""), "models alone")
+    os.remove("runs/damaged/run.json")
+    taken, loss, err = evaluate("runs/damaged", own)
+    check(loss == losses[2] and "run.json is not there" in err, f"a folder without run.json: {loss}, {err}")
+    for path in glob.glob("runs/damaged/model_*"):
+        write_bytes(path, b"")
+    check_refused("no whole model", {"-e": "runs/damaged"}, "no whole model_*.bin")
+
+
+def test_folder_name():
+    """A descriptor is one where there is a folder of that name, too; what is odd in a path is no pattern."""
+    os.makedirs("odd [x]*")
+    shutil.copytree(folder_run(), "odd [x]*/d12")
+    write_shard("odd [x]*/own_1.bin", sentences(5, 4000))
+    inside = {"cwd": "odd [x]*"}
+    run_ok({"-e": TINY, "-i": "../train.bin", "-j": "own_?.bin", "-x": 1, "-o": "second"}, **inside)
+    want = run_ok({"-e": "second/model_00000001.bin", "-j": "own_?.bin", "-x": 0}, **inside).val_losses()
+    check_equal(evaluate("odd [x]*/second")[1:], (want, ""), "a pattern in a folder that looks like one")
+    refused = run({"-e": "d12", "-j": "../no.bin", "-x": 0, "-b": 1, "-t": 1}, **inside)
+    check("no.bin" in refused.err and "d12/" not in refused.err, f"-e d12, also a folder: {refused.err}")
+    check_equal(evaluate("./d12", {"-j": "own_1.bin"}, **inside)[0], "./d12/model_00000006.bin", "./d12")
+
+
+def test_folder_settings():
+    """What is wrong with run.json is said with its name; -e with a model does without it."""
+    shutil.copytree(folder_run(), "runs/settings")
+    flags = {**ALONE, "-o": None, "-e": "runs/settings", "-x": 0}
+    good = read_bytes("runs/settings/run.json")
+    for name, text in (("empty", b""), ("cut", good[:-10]), ("a list", b'{"settings": [1]}'),
+                       ("twice", b'{"a": 1, "a": 2}'), ("deep", b'{"a":' * 5000)):
+        write_bytes("runs/settings/run.json", text)
+        check_refused(name + " run.json", flags, "runs/settings/run.json", "JSON")
+    run_ok({"-e": "runs/settings/model_00000006.bin", "-x": 0})
+    write_bytes("runs/settings/run.json", good.replace(b'"own_val.bin"', b'"gone.bin"'))
+    check_refused("data that are gone", flags, "'gone.bin'")
+
+
+def test_folder_prompt():
+    """Text from a folder needs neither data nor flags, and stdout has nothing else."""
+    folder = folder_run()
+    flags = {**ALONE, "-e": folder, "-x": 0, "--prompt": "tak ", "-g": 9, "--temperature": 0}
+    result = run_ok(flags)
+    check(0 < len(result.out) <= 10 and result.out[-1] == "\n", f"stdout: {result.out!r}")
+    three = run_ok({**flags, "--num-samples": 3})
+    check_equal(three.out, "---\n".join([result.out] * 3), "three samples")
+    trained = run_ok({"-e": f"{folder}/model_00000006.bin", "-x": 1, "-t": 24, "-s": 1, "-l": 0,
+                      "--prompt": "tak ", "-g": 9, "--temperature": 0})
+    check_equal(trained.samples(), result.samples(), "the text that -s writes, prompt included")
+    terminal, end = pty.openpty()
+    p = subprocess.run(Program.command(flags), stdout=end, stderr=subprocess.PIPE, timeout=LIMIT_S,
+                       env=Program.environment(1))
+    os.close(end)
+    shown = os.read(terminal, 1000).decode("latin-1").replace("\r\n", "\n")
+    os.close(terminal)
+    check_equal((p.returncode, shown), (0, "tak " + result.out), "on a terminal the prompt comes first")
+
+
+def test_folder_trains():
+    """-e FOLDER is where another run begins, which -y 1 finds again; it is no other word for resuming."""
+    folder = folder_run()
+    flags = {"-e": folder, "-b": 3, "-t": 24, "-x": 3, "-n": 1, "-o": "runs/tuned"}
+    run_ok(flags)
+    run_ok({**flags, "-e": f"{folder}/model_00000006.bin", "-o": "runs/tuned2"})
+    check_equal(log_lines("runs/tuned"), log_lines("runs/tuned2"), "a run from a folder and from its model")
+    run_ok({**flags, "-x": 4, "-y": 1})
+    check_equal(len(log_lines("runs/tuned")), 4, "steps after -y 1 with the same -e")
+    for mine in (folder, folder + "/", "./" + folder):
+        check_refused("its own folder", {"-e": mine, "-o": folder}, "-e ", folder, "-y 1")
+    check_refused("-x 0 with its own folder", {"-e": folder, "-o": folder, "-x": 0}, folder)
+
+
+def test_last_line():
+    """A run's last line names its folder and the commands that evaluate, sample and plot it; they work."""
+    for folder in ("runs/last", "runs/la'st $x"):
+        result = run_ok({"-o": folder, "-x": 2, "-v": 1, "-s": 1})
+        last = result.out.splitlines()[-1]
+        commands = re.findall("`(.*?)`", last)
+        if not check(folder[:7] in last and "--prompt" in last and len(commands) == 2, f"last line: {last}"):
+            continue
+        for words in (shlex.split(commands[0]), [*shlex.split(commands[0]), "--prompt", "tak", "-g", "3"]):
+            p = subprocess.run(words, capture_output=True, timeout=LIMIT_S, env=Program.environment(1))
+            check_equal((p.returncode, p.stderr), (0, b""), f"{words}")
+            check((b"val loss " in p.stdout) == ("--prompt" not in words), f"{words}: {p.stdout}")
+        check_equal(shlex.split(commands[1]), ["python3", "dev/data/plot_log.py", folder], "what draws it")
+    check("-x 0" not in run_ok({"-x": 1}).out, "a run without -o")
+
+
+def test_quiet():
+    """--quiet 1: results alone on stdout, and the same ones."""
+    kinds = "step [12]/2 |val loss |sample |saved |---$"
+    flags = {"-x": 2, "-v": 1, "-s": 1, "-g": T - 1, "--prompt": "\n"}
+    loud, quiet = (run_ok({**flags, "-o": f"quiet{n}", "--quiet": n}) for n in (0, 1))
+    settings = re.compile("^settings|^device|^model|^memory|^data|^mean|^quiet0: ", re.M)
+    check(settings.search(loud.out) and not settings.search(quiet.out), f"--quiet 1 printed {quiet.out}")
+    check_equal((quiet.losses(), quiet.val_losses(), quiet.samples()),
+                (loud.losses(), loud.val_losses(), loud.samples()), "results with --quiet 1")
+    check(re.match(kinds, quiet.out) and re.match(kinds, quiet.out.splitlines()[-1]), f"{quiet.out!r}")
+    check_equal(read_bytes("quiet0/main.log"), read_bytes("quiet1/main.log"), "main.log")
+    loud, quiet = run_ok({"-x": 0}), run_ok({"-x": 0, "--quiet": 1})
+    check("settings" not in loud.out and "evaluating " in loud.out, f"-x 0 prints {loud.out}")
+    check_equal(quiet.out, f"val loss {loud.val_losses()[0]:.6f}\n", "stdout of -x 0 with --quiet 1")
+
+
 # ---- memory ----
 
 def host_memory_only(count):
@@ -371,16 +532,22 @@ MIB = 2**20
 
 
 def memory_plan(flags):
-    """Bytes: what the start-up line promises, and by how much the process had grown after its first steps."""
+    """Bytes: what the start-up line promises, and by how much the process had grown after its first steps, or
+    in the midst of an evaluation."""
     words = Program.command({"-x": 10**6, **flags})
     p = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                          env={**Program.environment(1), "MALLOC_ARENA_MAX": "1"})
     out = b""
-    while b"step 2/" not in out:
+    while b"step 2/" not in out and b"evaluating " not in out:
         line = p.stdout.readline()
         if not line:
             break
         out += line
+    busy = 0.0 if b"evaluating " in out else 1.0            # seconds of processor time: past the first batch
+    while busy < 0.3 and p.poll() is None:
+        time.sleep(0.02)
+        with open(f"/proc/{p.pid}/stat", encoding="ascii") as f:
+            busy = int(f.read().rsplit(")", 1)[1].split()[11]) / os.sysconf("SC_CLK_TCK")
     with open(f"/proc/{p.pid}/status", encoding="ascii") as f:
         peak = re.search(r"^VmPeak:\s+(\d+) kB$", f.read(), re.M)
     p.kill()
@@ -405,6 +572,31 @@ def test_memory_plan():
         off = (peak - small_peak) - (plan - small)
         check(plan > 8 * MIB and abs(off) <= allowed,
               f"{flags}: {plan / MIB:.1f} MiB planned, {off / MIB:.1f} MiB more were taken")
+
+
+def test_memory_of_evaluation():
+    """-x 0 has a plan of its own, as true as that of training, without what only training needs."""
+    if not host_memory_only(10):
+        return
+    write_shard("long.bin", list(sentences(7, 20000)) * 60)         # more than a second of validation
+    flags = {"-x": 0, "-j": "long.bin", "-m": 10**6}
+    small, small_peak = memory_plan({**flags, "-b": 32})
+    for shape, rows, length in (((4, 2, 64, 32, 256), 256, 32), ((3, 2, 512, 32, 300), 2, 32),
+                                ((1, 2, 16, 32, 50000), 64, 32)):
+        layers, heads, channels, longest, vocabulary = shape
+        model = f"L{layers},NH{heads},C{channels},T{longest},V{vocabulary}"
+        plan, peak = memory_plan({**flags, "-e": model, "-b": rows, "-t": length})
+        padded, n = -(-vocabulary // 128) * 128, rows * length
+        sizes = param_sizes(longest, vocabulary, layers, heads, channels, padded)
+        largest = max(sizes[0], max(size // layers for size in sizes[2:14]))
+        off = (peak - small_peak) - (plan - small)
+        check(abs(off) <= 6 * largest + MIB, f"{model}: {plan / MIB:.1f} MiB planned, {off / MIB:.1f} more")
+        # weights once, one layer's activations, logits, inputs with two staged copies, a tensor from a file
+        floats = sum(sizes) + n * (channels * 19 + heads + 7 + padded) + 1.5 * largest
+        inputs = 3 * (3 * 4 * n + 16 * n + 16 * n // 129) + 4 * 4 * n
+        want, gaps = 4 * floats + inputs, 64 * 2**10 * (layers + 3) + 0.01 * MIB    # buckets are padded
+        check(want - gaps < plan < want + gaps,
+              f"{model}: {plan / MIB:.2f} MiB planned, not {want / MIB:.2f}")
 
 
 def test_memory_limit():
@@ -728,7 +920,8 @@ def test_bad_checkpoints():
         check_refused(name + " checkpoint", {"-e": "bad_model.bin"}, "bad_model.bin", *said)
     check_refused("missing checkpoint", {"-e": "no/model.bin"}, "no/model.bin")
     check_refused("missing checkpoint here", {"-e": "model_00000001.bin"}, "model_00000001.bin")
-    check_refused("folder as a checkpoint", {"-e": "sampler/"}, "sampler/")
+    os.mkdir("no_models")
+    check_refused("folder without a model", {"-e": "no_models/"}, "-e no_models: ", "no model_*.bin")
     os.mkfifo("fifo.bin")                               # nobody will ever write to it
     check_refused("FIFO as a checkpoint", {"-e": "fifo.bin"}, "fifo.bin", "regular file")
 

@@ -315,6 +315,38 @@ static void test_json() {
         for (double x : {(double)NAN, (double)INFINITY, -(double)INFINITY}) {
             CHECK(json_number(x) == "null", "%s", json_number(x).c_str());
         }
+        for (const auto& c : cases) {
+            JsonValues values;
+            const std::string error = json_read(std::string("{\"\": ") + c.quoted + "}", &values);
+            CHECK(error.empty() && values == JsonValues({{"", c.text}}), "%s does not read back", c.quoted);
+        }
+    }
+    TEST("json: reading") {
+        const std::string good =
+            " {\"a\": 1,\n\"o\": {\"x\":-0.5e+3, \"p\": {} , \"t\" :true},\"n\":null, \"f\": false, "
+            "\"s\": \"\\/\\b\\f\\n\\r\\t \\u00E9\\u20ac\\ud83d\\ude42\"}\n";
+        const JsonValues want = {{"a", "1"}, {"o.x", "-0.5e+3"}, {"o.t", "true"}, {"n", "null"},
+                                 {"f", "false"}, {"s", "/\b\f\n\r\t \xc3\xa9\xe2\x82\xac\xf0\x9f\x99\x82"}};
+        JsonValues values;
+        const std::string error = json_read(good, &values);
+        CHECK(error.empty() && values == want, "%s, %zu values", error.c_str(), values.size());
+        for (size_t n = 0; n + 1 < good.size(); n++) {          // without its last brace, or more
+            CHECK(!json_read(good.substr(0, n), &values).empty(), "the first %zu bytes are taken", n);
+        }
+        CHECK(json_read("{}", &values).empty() && values.empty(), "an empty object");
+        for (const char* text : {
+                 "[]", "1", "\"a\"", "{} {}", "{}x", "{\"a\"}", "{\"a\": }", "{\"a\": 1,}", "{,}", "{a: 1}",
+                 "{\"a\": [1]}", "{\"a\": 1 \"b\": 2}", "{\"a\": 01}", "{\"a\": +1}", "{\"a\": .5}",
+                 "{\"a\": 5.}", "{\"a\": 1e}", "{\"a\": -}", "{\"a\": nan}", "{\"a\": True}",
+                 "{\"a\": truex}",
+                 "{\"a\": \"\n\"}", "{\"a\": \"\\x\"}", "{\"a\": \"\\u12g4\"}", "{\"a\": \"\\u0000\"}",
+                 "{\"a\": \"\\ud83d\"}", "{\"a\": \"\\ud83d\\u0041\"}", "{\"a\": \"\\udc41\"}",
+                 "{\"a\": 1, \"a\": 1}", "{\"a.b\": 1, \"a\": {\"b\": 1}}",
+                 "{\"a\":{\"a\":{\"a\":{\"a\":{\"a\":{\"a\":{\"a\":{\"a\":{}}}}}}}}}"}) {
+            CHECK(!json_read(text, &values).empty(), "%s is taken", text);
+        }
+        CHECK(json_read(std::string("{\0}", 3), &values).find("from byte 1 on") != std::string::npos,
+              "a zero byte");
     }
 }
 

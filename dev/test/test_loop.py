@@ -421,6 +421,7 @@ def test_flags():
     known = {"train-data", "val-data", "model", "output-dir", "max-steps", "gelu-fusion", "grad-dtype"}
     known |= {"gpus", "zero-stage", "lanes", "reduction", "check-ranks", "process-init", "process-server",
               "process-folder", "processes", "process-rank", "gpus-per-node", "start-timeout"}  # test_ranks
+    known |= {"quiet"}                                                                          # test_cli
     help_text = subprocess.run([Program.path, "--help"], capture_output=True, text=True, check=True).stdout
     for flag in {row[0] for row in rows}:
         line = re.search(rf"^ .*{flag}[, ].*$", help_text, re.M)[0]
@@ -718,7 +719,7 @@ def test_descriptors():
             continue
         needs, want = [], []
         for batch in (65536, 32768):                # the difference: what grows with the batch
-            refused = run({"-e": name, "-t": 1024, "-b": batch, "-x": 0})
+            refused = run({"-e": name, "-t": 1024, "-b": batch, "-x": 1})
             said = re.search(r"needs ([\d.]+) GiB of memory on", refused.err)
             needs.append(float(said[1]) if check(said, f"{name}: {refused.err}") else 0)
             n = batch * 1024
@@ -783,7 +784,7 @@ def peak_memory(flags):
 
 def test_memory_hint():
     """Too much is refused with the largest batch that fits."""
-    flags = {"-e": "L4,NH1,C64,T16384,V256", "-b": 65536, "-x": 0}
+    flags = {"-e": "L4,NH1,C64,T16384,V256", "-b": 65536, "-x": 1}
     for recompute in (0, 2):
         error = run({**flags, "-r": recompute}).err
         said = re.search(r"needs ([\d.]+) GiB of memory .* has ([\d.]+) GiB free\n.*fits is -b (\d+)", error)

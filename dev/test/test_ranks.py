@@ -296,7 +296,7 @@ def test_evaluation():
     """What trains nothing: a loss from a file, and text, which are of the job and not of each rank."""
     run_ok({"-o": "trained", "-x": 40, **batch(4)})
     model = model_path("trained")
-    for title, flags in (("-x 0", {"-v": 1, "-m": 1000, "-b": 2}),
+    for title, flags in (("-x 0", {"-v": 1, "-m": 1000, "-b": 2}), ("-e FOLDER", {"-e": "trained", "-zs": 2}),
                          ("--prompt", {"--prompt": "tak ", "-g": 20, "--num-samples": 3})):
         flags = {"-e": model, "-x": 0, **flags}
         want = run_ok(flags)

@@ -105,8 +105,11 @@ def test_quickstart_ends_well():
     quickstart_tree()
     code, out, err = quickstart("works", MARK="first")
     check(code == 0, f"exit code {code}: {err}")
-    check(out.rstrip().endswith("val loss 5.579 at the start, 1.023 at the end; a bigram model has 2.326"),
-          f"last line: {out[-200:]}")
+    val, last = out.splitlines()[-2:]
+    check(val == "val loss 5.579 at the start, 1.023 at the end; a bigram model has 2.326", f"losses: {val}")
+    for word in ("runs/quickstart: ", "`./train_gpt2cpu -e runs/quickstart -x 0`", "--prompt",
+                 "`python3 dev/data/plot_log.py runs/quickstart`"):
+        check(word in last, f"the last line lacks {word}: {last}")
 
 
 def test_quickstart_twice_loses_nothing():
