@@ -5159,7 +5159,7 @@ static const Flag kFlags[] = {
     {"m",   "val-batches",     FLAG_INT,    &run.val_batches,    "20",      1, INT_MAX, nullptr,
         "batches per validation, at most the whole set"},
     {"h",   "evaluate",        FLAG_BOOL,   &run.evaluate,       "0",       0, 1, nullptr,
-        "answer multiple-choice questions, HellaSwag's or other ones, as often as --eval-every says"},
+        "1: answer multiple-choice questions (HellaSwag, MMLU), as often as --eval-every says; not --help"},
     {"",    "eval-data",       FLAG_STRING, &run.eval_data,
         "dev/data/hellaswag/hellaswag_val.bin", 1, 0, nullptr, "the questions of -h 1"},
     {"",    "eval-every",      FLAG_INT,    &run.eval_every,     "0",       0, INT_MAX, nullptr,
@@ -5847,7 +5847,8 @@ static void train(Training* t) {
     dataloader_seek(&t->train_loader, t->position);
     while (t->step < run.max_steps && !stop_agreed(t->step)) {
         const int64_t step = t->step;
-        const bool val_due = run.val_every > 0 && step % run.val_every == 0, eval_due = evaluation_due(step);
+        const bool val_due = run.val_every > 0 && step % run.val_every == 0;
+        const bool eval_due = evaluation_due(step);
         const bool sample_due = run.sample_every > 0 && step > 0 && step % run.sample_every == 0;
         const bool save_due = t->saves && run.checkpoint_every > 0 && step % run.checkpoint_every == 0 &&
                               step > 0;

@@ -1,8 +1,9 @@
 """HellaSwag and MMLU as files for the trainer's evaluation, in llm.c's format.
 
-256 int32 {20240522, 1, examples, longest example in bytes, 1 for GPT-2's tokens, 0...}, then each example as uint16: 65535, bytes
-of this example (all of it), its index, its label, how many completions, then the context and each completion,
-either as a count and so many tokens. The model's choice is the completion that it finds likeliest.
+256 int32 {20240522, 1, examples, longest example in bytes, 1 for GPT-2's tokens, 0...}, then each example as
+uint16: 65535, bytes of this example (all of it), its index, its label, how many completions, then the context
+and each completion, either as a count and so many tokens. The model's choice is the completion that it finds
+likeliest.
 """
 import array
 import csv

@@ -83,7 +83,8 @@ static void test_wrong_files() {
         const File good = file_of(questions);
         const size_t second = question_words(0, questions[0]).size();
         const size_t context = second + 5, completion = context + 1 + questions[1].parts[0].size();
-        const int bytes = (int)(2 * good.words.size()), size = 2 * (int)question_words(1, questions[1]).size();
+        const int bytes = (int)(2 * good.words.size());
+        const int size = 2 * (int)question_words(1, questions[1]).size();
         EvalSet set;
         evalset_init(&set, write_file("good.bin", good).c_str(), 100, 2, 8);
         CHECK(set.questions.size() == 3 && set.tokenizer == 0, "%zu questions", set.questions.size());
@@ -252,7 +253,8 @@ static void test_rows() {
         std::vector<Texts> questions = made_up(200, 300, 90, 4);
         EvalSet set;
         evalset_init(&set, write_file("eighth.bin", file_of(questions)).c_str(), 300, 4, 1024);
-        CHECK(8 * evalset_positions(&set) <= 800 * 1024, "%lld positions", (long long)evalset_positions(&set));
+        const int64_t positions = evalset_positions(&set);
+        CHECK(8 * positions <= 800 * 1024, "%lld positions", (long long)positions);
     }
 }
 
