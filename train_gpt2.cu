@@ -5159,7 +5159,7 @@ static const Flag kFlags[] = {
     {"m",   "val-batches",     FLAG_INT,    &run.val_batches,    "20",      1, INT_MAX, nullptr,
         "batches per validation, at most the whole set"},
     {"h",   "evaluate",        FLAG_BOOL,   &run.evaluate,       "0",       0, 1, nullptr,
-        "1: answer multiple-choice questions (HellaSwag, MMLU), as often as --eval-every says; not --help"},
+        "1: answer multiple-choice questions (HellaSwag, MMLU) in training, or with -x 0; not --help"},
     {"",    "eval-data",       FLAG_STRING, &run.eval_data,
         "dev/data/hellaswag/hellaswag_val.bin", 1, 0, nullptr, "the questions of -h 1"},
     {"",    "eval-every",      FLAG_INT,    &run.eval_every,     "0",       0, INT_MAX, nullptr,
