@@ -47,6 +47,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/ops.h"           // gives: GPT2_OPS, each op's arguments, Grad, UpdateState, ChunkRange
 #include "llmc/token_buckets.h" // gives: build_token_buckets
 #include "llmc/dataloader.h"    // gives: DataLoader
+#include "llmc/evalloader.h"    // gives: EvalSet
 #include "llmc/tokenizer.h"     // gives: Tokenizer
 #include "llmc/sampler.h"       // gives: sample_token
 #include "llmc/schedulers.h"    // gives: lr_at
@@ -5099,6 +5100,8 @@ struct RunConfig {
     int64_t max_steps;
     int checkpoint_every, keep, major_every, resume, on_bad_loss;
     int val_every, val_batches, log_every, sample_every, sample_tokens, num_samples, top_k;
+    const char* eval_data;
+    int evaluate, eval_every;
     double temperature;
     double lr, final_fraction, weight_decay, beta1, beta2, eps, grad_clip, skip_loss, skip_norm;
     int64_t warmup;
@@ -5139,8 +5142,8 @@ static const Flag kFlags[] = {
     {"z,d", "total-batch",     FLAG_INT64,  &run.total_batch,    "0",       0, 1e15, nullptr,
         "tokens per optimizer step, a multiple of B*T*ranks; 0: B*T*ranks, one micro-step each", FLAG_FIXED},
     {"x",   "max-steps",       FLAG_STRING, &run.max_steps_text, "epoch",   1, 0, nullptr,
-        "optimizer steps, or `epoch`: once through the data; 0: evaluate, or generate with --prompt; a run's "
-        "folder (-e) with that run's data, -b, -t and --val-batches, unless they are given"},
+        "optimizer steps, or `epoch`: once through the data; 0: validate, or what -h 1 or --prompt ask for; "
+        "a run's folder (-e) with that run's data, -b, -t and --val-batches, unless they are given"},
     {"l",   "learning-rate",   FLAG_FLOAT,  &run.lr,             "3e-4",    0, 100, nullptr,
         "peak learning rate", FLAG_FIXED},
     {"k",   "lr-schedule",     FLAG_ENUM,   &run.schedule,       "cosine",  0, 0, kLrKinds,
@@ -5174,6 +5177,12 @@ static const Flag kFlags[] = {
         "batches per validation, at most the whole set"},
     {"",    "log-every",       FLAG_INT,    &run.log_every,      "1",       1, INT_MAX, nullptr,
         "steps to a line on the terminal, which tells their means; main.log and metrics.jsonl have each"},
+    {"h",   "evaluate",        FLAG_BOOL,   &run.evaluate,       "0",       0, 1, nullptr,
+        "1: answer multiple-choice questions (HellaSwag, MMLU) in training, or with -x 0; not --help"},
+    {"",    "eval-data",       FLAG_STRING, &run.eval_data,
+        "dev/data/hellaswag/hellaswag_val.bin", 1, 0, nullptr, "the questions of -h 1"},
+    {"",    "eval-every",      FLAG_INT,    &run.eval_every,     "0",       0, INT_MAX, nullptr,
+        "-h 1: answer them every so many steps, and at the end; 0: as often as -v"},
     {"s",   "sample-every",    FLAG_INT,    &run.sample_every,   "20",      0, INT_MAX, nullptr,
         "generate text every so many steps, and at the end; 0: never"},
     {"g",   "sample-tokens",   FLAG_INT,    &run.sample_tokens,  "64",      1, 1 << 24, nullptr,
@@ -5613,6 +5622,80 @@ static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t st
     return false;
 }
 
+// Answers the questions of the set. Their batches go round the ranks; the losses of one are summed on the
+// host while the device computes the next. Touches neither gradients nor weights. False: a signal ended it
+// early.
+static bool gpt2_evaluate(EvalScore* score, GPT2* model, const EvalSet* set) {
+    const int rank = comm.rank, world = comm.world, most = evalset_most_rows(set);
+    const int64_t batches = (int64_t)set->batches.size(), rounds = ceil_div(batches, (int64_t)world);
+    const size_t room = (size_t)set->B * set->T, part = (size_t)rounds * most;
+    const Acts a = gpt2_acts(model, 0);
+    std::vector<int> inputs(room), targets(room);
+    std::vector<double> all(part * world);              // (world,rounds,most): sums of each batch's rows
+    struct { float* losses; Event ready; int64_t round; } slots[2];
+    for (auto& slot : slots) {
+        slot = {(float*)pinned_malloc(room * sizeof(float), "evaluation losses"), event_create(), -1};
+    }
+    auto settle = [&](auto& slot) {
+        if (slot.round < 0) { return; }
+        CommWait waiting;
+        event_wait(slot.ready);
+        evalset_sum(set, set->batches[slot.round * world + rank], slot.losses,
+                    &all[rank * part + slot.round * most]);
+        slot.round = -1;
+    };
+    bool stopped = false;
+    for (int64_t round = 0; round < rounds && !stopped; round++) {
+        auto& slot = slots[round % 2];
+        settle(slot);                                   // the round before the last one's
+        stopped = stop_agreed(model->step);
+        if (stopped || round * world + rank >= batches) { continue; }
+        const EvalBatch& batch = set->batches[round * world + rank];
+        const int N = batch.rows * batch.T;
+        evalset_fill(set, batch, inputs.data(), targets.data());
+        gpt2_set_inputs(model, inputs.data(), targets.data(), batch.rows, batch.T, ClassifierMode::LossOnly);
+        gpt2_forward(model, batch.rows, batch.T);
+        gpt2_logits(model, 0, N);
+        classifier({a.logits, a.losses, model->inputs.targets, 0.0f, nullptr, N, model->config.V,
+                    model->config.Vp, ClassifierMode::LossOnly}, model->stream);
+        copy_to_host(slot.losses, a.losses, N * sizeof(float), model->stream);
+        event_record(slot.ready, model->stream);
+        slot.round = round;
+    }
+    for (auto& slot : slots) {
+        settle(slot);
+        pinned_free(slot.losses);
+        event_destroy(slot.ready);
+    }
+    if (stopped) { return false; }
+    comm_all_gather(all.data(), part * sizeof(double));
+    std::vector<double> sums(set->rows.size());
+    for (int64_t i = 0; i < batches; i++) {
+        const double* from = &all[i % world * part + i / world * most];
+        std::copy(from, from + set->batches[i].rows, sums.begin() + set->batches[i].first);
+    }
+    *score = evalset_score(set, sums);
+    return true;
+}
+
+// Answers the questions, prints and logs the score. False: a loss is not finite.
+static bool evaluate(GPT2* model, const EvalSet* set, Logger* logger, int64_t step) {
+    EvalScore score = {};
+    if (!gpt2_evaluate(&score, model, set)) { return true; }
+    printf("eval acc_norm %s | acc %s | loss %s\n", logger_number("%.6f", score.acc_norm).c_str(),
+           logger_number("%.6f", score.acc).c_str(), logger_number("%.6f", score.loss).c_str());
+    fflush(stdout);
+    logger_eval(logger, step, {score.acc_norm, score.acc, score.loss});
+    if (isfinite(score.loss)) { return true; }
+    warn("losses of the evaluation are not finite: the weights hold NaN or far too large numbers");
+    return false;
+}
+
+static bool evaluation_due(int64_t step) {
+    const int every = run.eval_every > 0 ? run.eval_every : run.val_every;
+    return run.evaluate && every > 0 && step % every == 0;
+}
+
 // The tokenizer that fits the vocabulary: GPT-2's for 50257, bytes for 256, none otherwise (samples are
 // printed as ids).
 static bool text_init(Tokenizer* tokenizer, int V) {
@@ -5837,6 +5920,7 @@ static std::string executable_hash() {
 struct Training {
     GPT2 model = {};
     DataLoader train_loader = {}, val_loader = {};      // as far as the task needs them
+    EvalSet questions = {};                             // likewise
     Tokenizer tokenizer;
     bool has_text = false;
     Logger logger;
@@ -5846,7 +5930,7 @@ struct Training {
     int64_t step = 0;           // steps done
     int64_t position = 0;       // of the data of the next one
     int rewinds = 0;
-    int64_t validated = -1;     // the last number of steps at which the run was validated; -1: none
+    int64_t validated = -1;     // the last number of steps at which it was validated or evaluated; -1: none
     LoggerPlace before_validation = {};     // then
 };
 
@@ -5951,18 +6035,20 @@ static void train(Training* t) {
     while (t->step < run.max_steps && !stop_agreed(t->step)) {
         const int64_t step = t->step;
         const bool val_due = run.val_every > 0 && step % run.val_every == 0;
+        const bool eval_due = evaluation_due(step);
         const bool sample_due = run.sample_every > 0 && step > 0 && step % run.sample_every == 0;
         const bool save_due = t->saves && run.checkpoint_every > 0 && step % run.checkpoint_every == 0 &&
                               step > 0;
         if (t->saves) { saver_advance(&t->saver, false); }
-        if ((val_due || sample_due || save_due) && !report()) { continue; }
+        if ((val_due || eval_due || sample_due || save_due) && !report()) { continue; }
         if (save_due) { save(t); }
-        if (val_due || sample_due) { report_line(&reports, schedule); }     // says where the run is
-        if (val_due) {
+        if (val_due || eval_due || sample_due) { report_line(&reports, schedule); }     // so far it has come
+        if (val_due || eval_due) {
             t->validated = step;
             t->before_validation = logger_place(logger);
-            validate(model, &t->val_loader, logger, step);
         }
+        if (val_due) { validate(model, &t->val_loader, logger, step); }
+        if (eval_due) { evaluate(model, &t->questions, logger, step); }
         if (sample_due) { generate(model, &t->tokenizer, t->has_text, step); }
         if (reports.pending < 0) {
             event_record(reports.started, model->stream);
@@ -5990,6 +6076,7 @@ static void train(Training* t) {
     save(t);                                // before anything else that takes time
     if (t->saves) { saver_advance(&t->saver, true); }
     if (run.val_every > 0) { validate(model, &t->val_loader, logger, t->step); }
+    if (run.evaluate) { evaluate(model, &t->questions, logger, t->step); }
     if (run.sample_every > 0) { generate(model, &t->tokenizer, t->has_text, t->step); }
     for (Event& e : reports.ready) { event_destroy(e); }
     event_destroy(reports.started);
@@ -6058,6 +6145,14 @@ static void print_model(const GPT2& model) {
     printf("kernels: attention %s\n", attention_form(c.C / c.NH));
 }
 
+static void print_questions(const EvalSet& set) {
+    if (set.questions.empty()) { return; }
+    const int64_t positions = evalset_positions(&set);
+    printf("questions: %zu, %zu rows in %zu batches, %lld positions: %.1f%% of what rows of %d would take\n",
+           set.questions.size(), set.rows.size(), set.batches.size(), (long long)positions,
+           100.0 * (double)positions / ((double)set.rows.size() * set.T), set.T);
+}
+
 // The settings that do what was asked, but hardly what was meant.
 static void print_surprises(bool sampling, size_t prompt_tokens) {
     const int room = run.T - 1 - (int)prompt_tokens;        // the first position stands before the document
@@ -6100,11 +6195,12 @@ static void fit_lanes(const Config& config, Options* options, const DeviceInfo& 
 }
 
 // Ranks that differ in anything that decides about the result would train nonsense, or wait for ever.
-static void check_same_job(const DataLoader& train_loader, const DataLoader& val_loader) {
+static void check_same_job(const Training& t) {
     if (comm.world == 1) { return; }
     CommFacts facts = {
-        {"the program", executable_hash()}, {"training data", dataloader_facts(&train_loader)},
-        {"validation data", dataloader_facts(&val_loader)}};
+        {"the program", executable_hash()}, {"training data", dataloader_facts(&t.train_loader)},
+        {"validation data", dataloader_facts(&t.val_loader)},
+        {"evaluation data", evalset_facts(&t.questions)}};
     for (const Flag& flag : kFlags) {
         const std::string name = flag.name;
         if (name == "process-rank" || name == "process-server") { continue; }
@@ -6145,7 +6241,7 @@ static void check_resumed(const Checkpoint& c, const DataLoader& loader, const s
     }
 }
 
-// Training and validation data, as far as they are needed.
+// Training, validation and evaluation data, as far as they are needed.
 static void open_data(Training* t, const Config& config, bool trains, bool validates) {
     if (trains) {
         DataShare share = {comm.rank, comm.world, run.zero == 2 ? 1 : rank_micro_steps()};
@@ -6167,6 +6263,10 @@ static void open_data(Training* t, const Config& config, bool trains, bool valid
     if (shared) {
         die("'%s' is both training data (-i) and validation data (-j)\nhint: -v 0 trains without validation",
             shared);
+    }
+    if (run.evaluate) {
+        evalset_init(&t->questions, run.eval_data, config.V, run.B, run.T);
+        tokenizer_check(t->questions.tokenizer, config.V, run.eval_data);
     }
 }
 
@@ -6237,7 +6337,7 @@ static void start_training(Training* t, Checkpoint* resumed, const char* program
 }
 
 // -x 0 without --prompt. False: the loss is not finite.
-static bool evaluate(Training* t) {
+static bool validate_alone(Training* t) {
     const DataLoader& loader = t->val_loader;
     const int64_t rows = std::min((int64_t)run.val_batches * run.B, loader.samples_per_epoch);
     say("evaluating %s on %s: %lld of %lld rows of %d tokens\n", shown(run.model).c_str(),
@@ -6258,7 +6358,9 @@ int main(int argc, char** argv) {
     const Config config = config_check(run.resumed ? &resumed.facts : nullptr);
     Options options = run_options();
     const bool trains = options.trains, generates = !trains && flags_given(kFlags, kNumFlags, "prompt");
-    const bool validates = trains ? run.val_every > 0 : !generates;
+    // -x 0 with -h 1 or --prompt needs no validation data, but takes those that are named beside -h 1
+    const bool asked = !run.evaluate || flags_given(kFlags, kNumFlags, "val-data");
+    const bool validates = trains ? run.val_every > 0 : asked && !generates;
     const bool samples = trains ? run.sample_every > 0 : generates;
     if (generates) {
         run.B = 1;                          // text is written a row at a time
@@ -6282,17 +6384,21 @@ int main(int argc, char** argv) {
     open_data(&t, config, trains, validates);
     t.has_text = samples && text_init(&t.tokenizer, config.V);
     const size_t prompted = samples ? prompt_tokens(&t.tokenizer, t.has_text, config.V, run.T).size() : 0;
-    check_same_job(t.train_loader, t.val_loader);
+    check_same_job(t);
     if (run.resumed) { check_resumed(resumed, t.train_loader, device.name); }
 
     say("device: %s, precision %s\n", device.name.c_str(), PRECISION_NAME);
     if (trains && !run.quiet) { flags_print(kFlags, kNumFlags); }
     load_model(&t, config, options, &resumed);
+    print_questions(t.questions);
     print_surprises(samples, prompted);
     bool fine = true;
-    if (generates) { generate(&t.model, &t.tokenizer, t.has_text, 0); }
-    else if (!trains) { fine = evaluate(&t); }
-    else { start_training(&t, &resumed, argv[0]); }
+    if (trains) { start_training(&t, &resumed, argv[0]); }
+    else {
+        if (validates) { fine = validate_alone(&t); }
+        if (run.evaluate) { fine = evaluate(&t.model, &t.questions, &t.logger, 0) && fine; }
+        if (generates) { generate(&t.model, &t.tokenizer, t.has_text, 0); }
+    }
 
     dataloader_free(&t.train_loader);
     dataloader_free(&t.val_loader);

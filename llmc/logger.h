@@ -53,6 +53,8 @@ struct TrainMetrics {
     double ms, tokens_per_s;    // of this step
 };
 
+struct EvalMetrics { double acc_norm, acc, loss; };     // of multiple-choice questions: evalloader.h
+
 typedef std::vector<std::pair<std::string, std::string>> RunInfo;
 
 static inline void logger_init(Logger* log, const char* folder) {
@@ -154,18 +156,16 @@ static inline void logger_train(Logger* log, const TrainMetrics& m) {
     logger_line(log, text, json);
 }
 
-static inline void logger_value(Logger* log, int64_t step, const char* short_name, const char* name,
-                                double x) {
-    logger_line(log, format("s:%lld %s:%s", (long long)step, short_name, logger_number("%.6f", x).c_str()),
-                format("{\"step\": %lld, \"%s\": %s}", (long long)step, name, json_number(x).c_str()));
-}
-
 static inline void logger_val(Logger* log, int64_t step, double loss) {
-    logger_value(log, step, "tel", "val_loss", loss);
+    logger_line(log, format("s:%lld tel:%s", (long long)step, logger_number("%.6f", loss).c_str()),
+                format("{\"step\": %lld, \"val_loss\": %s}", (long long)step, json_number(loss).c_str()));
 }
 
-static inline void logger_eval(Logger* log, int64_t step, double accuracy) {
-    logger_value(log, step, "eval", "eval_acc_norm", accuracy);
+static inline void logger_eval(Logger* log, int64_t step, const EvalMetrics& m) {
+    logger_line(log, format("s:%lld eval:%s", (long long)step, logger_number("%.6f", m.acc_norm).c_str()),
+                format("{\"step\": %lld, \"eval_acc_norm\": %s, \"eval_acc\": %s, \"eval_loss\": %s}",
+                       (long long)step, json_number(m.acc_norm).c_str(), json_number(m.acc).c_str(),
+                       json_number(m.loss).c_str()));
 }
 
 static inline void logger_run(Logger* log, const Flag* table, int count, const RunInfo& info) {

@@ -1,8 +1,9 @@
 """HellaSwag and MMLU as files for the trainer's evaluation, in llm.c's format.
 
-256 int32 {20240522, 1, examples, longest example in bytes, 0...}, then each example as uint16: 65535, bytes
-of this example (all of it), its index, its label, how many completions, then the context and each completion,
-either as a count and so many tokens. The model's choice is the completion that it finds likeliest.
+256 int32 {20240522, 1, examples, longest example in bytes, 1 for GPT-2's tokens, 0...}, then each example as
+uint16: 65535, bytes of this example (all of it), its index, its label, how many completions, then the context
+and each completion, either as a count and so many tokens. The model's choice is the completion that it finds
+likeliest.
 """
 import array
 import csv
@@ -18,6 +19,7 @@ from fetch import Problem
 from shards import HEADER_BYTES, joined, replace_file, run_tool
 
 MAGIC, VERSION, START = 20240522, 1, 65535
+GPT2 = 1                        # whose ids they are, as shards say it; other readers skip this number
 EOT = 50256                     # stands before every text in a shard, and nowhere in one
 
 
@@ -109,6 +111,7 @@ def write_choices(name, source, path, tool, prefix):
         if not 0 <= label < len(completions):
             raise Problem(f"'{source}': question {index} has the answer {label} of {len(completions)}")
         examples.append(example(index, label, [next(encoded) for _ in range(1 + len(completions))]))
-    header = struct.pack("<256i", MAGIC, VERSION, len(examples), max(map(len, examples)), *[0] * 252)
+    header = struct.pack("<256i", MAGIC, VERSION, len(examples), max(map(len, examples)), GPT2,
+                         *[0] * 251)
     replace_file(path, [header, *examples])
     return len(examples)

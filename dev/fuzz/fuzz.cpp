@@ -148,6 +148,57 @@ static void fuzz_shard(Bytes input) {
     }
 }
 
+// ---- questions: B, T, V (2 bytes), 1: the header's counts are made to fit; then the file ----
+
+static void fuzz_questions(Bytes input) {
+    const int B = 1 + take_byte(&input) % 8, T = 1 + take_byte(&input), low = take_byte(&input);
+    const int V = 1 + low + 256 * take_byte(&input);
+    const bool fit = take_byte(&input) & 1;
+    if (fit && input.size() >= 1024) {              // as many questions as the sizes in the file make it
+        const int32_t longest = kEvalMostBytes - 1;
+        int32_t count = 0;
+        for (size_t at = 1024; at + 4 <= input.size(); count++) {
+            uint16_t bytes;
+            memcpy(&bytes, &input[at + 2], sizeof(bytes));
+            at += std::max<size_t>(2, bytes);
+        }
+        memcpy(&input[8], &count, sizeof(count));
+        memcpy(&input[12], &longest, sizeof(longest));
+    }
+    EvalSet set;
+    evalset_init(&set, file_of(input), V, B, T);
+    PROPERTY(word(input, 2) == (int64_t)set.questions.size(), "%zu questions", set.questions.size());
+    Bytes again = input.substr(0, 1024);            // what was read, written: the same file
+    auto put = [&](int64_t value) { again += {(char)(value & 255), (char)(value >> 8)}; };
+    for (size_t i = 0; i < set.questions.size(); i++) {
+        const EvalQuestion& q = set.questions[i];
+        int64_t words = kEvalHead + 1 + q.context_tokens;
+        for (int n : q.choice_tokens) { words += 1 + n; }
+        for (int64_t value : {(int64_t)kEvalStart, 2 * words, (int64_t)i, (int64_t)q.label}) { put(value); }
+        put(kEvalChoices);
+        for (int part = -1; part < kEvalChoices; part++) {
+            const int n = part < 0 ? q.context_tokens : q.choice_tokens[part];
+            const uint16_t* tokens = &set.words[(size_t)(part < 0 ? q.context : q.choice[part])];
+            put(n);
+            for (int t = 0; t < n; t++) { put(tokens[t]); }
+        }
+    }
+    PROPERTY(again == input, "written again, it is another file");
+    std::vector<int> inputs((size_t)B * (size_t)T), targets(inputs.size());     // ASan sees who writes on
+    const std::vector<float> losses(inputs.size(), 1.0f);
+    std::vector<double> sums(set.rows.size());
+    for (const EvalBatch& batch : set.batches) {
+        evalset_fill(&set, batch, inputs.data(), targets.data());
+        for (int i = 0; i < batch.rows * batch.T; i++) {
+            const int a = inputs[(size_t)i], b = targets[(size_t)i];
+            PROPERTY(a >= 0 && a < V && b >= 0 && b < V, "tokens %d and %d", a, b);
+        }
+        evalset_sum(&set, batch, losses.data(), &sums[(size_t)batch.first]);
+    }
+    const EvalScore score = evalset_score(&set, sums);
+    PROPERTY(fabs(score.loss - 1.0) < 1e-9 && score.acc >= 0.0 && score.acc <= 1.0, "loss %f", score.loss);
+}
+
 // ---- model files: 1: the file gets the size that its header means, 2: and its checksum; then the file ----
 
 // Gives the file the size that its header means, if that is a small one.
@@ -491,6 +542,7 @@ struct Target { const char* name; void (*run)(Bytes input); int longest, malloc_
 static const Target kTargets[] = {
     // name        function        longest input  MB
     {"shard",      fuzz_shard,     4096,          2},
+    {"questions",  fuzz_questions, 4096,          2},
     {"model",      fuzz_model,     16384,         32},  // arenas are padded: a layer takes 128 KB at least
     {"state",      fuzz_state,     4096,          2},
     {"tokens",     fuzz_tokens,    2048,          8},   // GPT-2's tables

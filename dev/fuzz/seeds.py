@@ -25,6 +25,15 @@ def shard(T, V, tokens, *numbers):
     return struct.pack("<BHB", T - 1, V - 1, 0) + header(*numbers) + struct.pack(f"<{len(tokens)}H", *tokens)
 
 
+def question(number, label, *texts):
+    words = [number, label, len(texts) - 1] + [word for text in texts for word in (len(text), *text)]
+    return struct.pack(f"<{2 + len(words)}H", 65535, 4 + 2 * len(words), *words)
+
+
+def questions(B, T, V, body, *numbers, fit=0):
+    return struct.pack("<BBHB", B - 1, T - 1, V - 1, fit) + header(*numbers) + body
+
+
 def model(version, T, V, L, NH, C, Vp):
     count = (Vp + T + 2) * C + L * (13 * C + 12 * C * C)
     values = [(i * 37 % 101 - 50) / 64 for i in range(count)]
@@ -56,6 +65,15 @@ def main():
     write("shard", "negative", shard(4, 256, tokens[:3], 20240520, 1, -3))
     write("shard", "version", shard(4, 256, tokens[:3], 20240520, 7, 3))
     write("shard", "text", b"\3\xff\0\0To be, or not to be\n")
+
+    body = question(0, 3, tokens, [1], [2], [3, 4], [5]) + question(1, 0, [9], [1] * 40, [2], [3], [5])
+    write("questions", "good", questions(2, 64, 256, body, 20240522, 1, 2, 114, 1))
+    write("questions", "fit", questions(3, 5, 256, body, 20240522, 1, fit=1))
+    write("questions", "id-too-large", questions(1, 8, 10, body, 20240522, 1, fit=1))
+    write("questions", "label", questions(1, 8, 256, body[:6] + b"\4" + body[7:], 20240522, 1, fit=1))
+    write("questions", "three", questions(1, 8, 256, question(0, 1, [1], [2], [3], [4]), 20240522, 1, fit=1))
+    write("questions", "cut", questions(1, 8, 256, body[:-3], 20240522, 1, 2, 114))
+    write("questions", "huge", questions(1, 8, 256, body, 20240522, 1, 2**31 - 1, 65534))
 
     write("model", "fp32", model(3, 2, 3, 1, 1, 2, 8))
     write("model", "bf16", model(5, 1, 8, 2, 2, 2, 8))

@@ -36,8 +36,8 @@ LIMIT_S = 240                           # a suite takes seconds: what does not e
 PROGRAMS = {f"{name}_gpt2cpu": f"-DGPT2_CPU -x c++ {name}_gpt2.cu" for name in ("train", "test")}
 PROGRAMS["build/train_gpt2lazy"] = "-DLAZY_STREAMS " + PROGRAMS["train_gpt2cpu"]
 PROGRAMS.update({f"build/test_{name}": f"dev/test/test_{name}.cpp"
-                 for name in ("host", "dataloader", "token_buckets", "tokenizer", "cpu_ops", "data_tools",
-                              "comm", "checkpoints")})
+                 for name in ("host", "dataloader", "evalloader", "token_buckets", "tokenizer", "cpu_ops",
+                              "data_tools", "comm", "checkpoints")})
 PROGRAMS["build/checkpoint"] = "dev/tools/checkpoint.cpp"
 PROGRAMS.update({f"build/{name}": f"dev/data/{name}.cpp" for name in ("tokenize", "stories", "bigram")})
 
@@ -46,6 +46,7 @@ TOOLS = ["build/tokenize", "build/stories", "build/bigram"]
 SUITES = {
     "host": (["build/test_host"], ["build/test_host"]),
     "dataloader": (["build/test_dataloader"], ["build/test_dataloader"]),
+    "evalloader": (["build/test_evalloader"], ["build/test_evalloader"]),
     "token_buckets": (["build/test_token_buckets"], ["build/test_token_buckets"]),
     "tokenizer": (["build/test_tokenizer", "build/tokenize"], ["build/test_tokenizer"]),
     "tiktoken": (["build/tokenize"], [PYTHON, "dev/test/compare_tiktoken.py"]),

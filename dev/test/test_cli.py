@@ -778,7 +778,7 @@ def test_help():
         check("(default " in entries.get(name, ""), f"--help does not say the default of --{name}")
     letters = re.findall(r"^  (-\S+)", p.stdout, re.M)
     letters = {letter.strip("-") for group in letters for letter in group.split(",")}
-    missing = set("i j e o b t z d x l k u q c v m s g a f w r ge".split()) - letters
+    missing = set("i j e o b t z d x l k u q c v m h s g a f w r ge".split()) - letters
     check(not missing, f"--help lacks {sorted(missing)}")
 
 

@@ -609,7 +609,8 @@ def questions(path):
     """[(index, label, [texts])] of a file, whose every length must be right."""
     data = read(path)
     head, words = array.array("i", data[:1024]), array.array("H", data[1024:])
-    check(list(head[:2]) == [20240522, 1] and not any(head[4:]), f"header {list(head[:6])}")
+    check(list(head[:2]) == [20240522, 1] and head[4] == 1 and not any(head[5:]),
+          f"header {list(head[:6])}")
     found, texts, at, longest = [], [], 0, 0
     while at < len(words):
         start_word, size, index, label, completions = words[at:at + 5]

@@ -1261,7 +1261,7 @@ static void test_logger() {
         std::string text = read_text(run + "/main.log");
         CHECK(text == begin, "main.log, not flushed line by line:\n%s", text.c_str());
         logger_train(&log, {3000000000, -NAN, 0.0, INFINITY, 1ll << 40, 1, 1});
-        logger_eval(&log, 2, 0.25);
+        logger_eval(&log, 2, {0.25, 0.125, 3.5});
         logger_free(&log);
         logger_free(&log);
         text = read_text(run + "/main.log");
@@ -1271,7 +1271,8 @@ static void test_logger() {
         expected = "{\"step\": 1, \"loss\": 11.0234567, \"lr\": 6e-05, \"norm\": 2.25, \"tokens\": 16384, "
             "\"ms\": 12.5, \"tokens_per_s\": 1310720}\n{\"step\": 1, \"val_loss\": 10.5}\n"
             "{\"step\": 3000000001, \"loss\": null, \"lr\": 0, \"norm\": null, \"tokens\": 1099511627776, "
-            "\"ms\": 1, \"tokens_per_s\": 1}\n{\"step\": 2, \"eval_acc_norm\": 0.25}\n";
+            "\"ms\": 1, \"tokens_per_s\": 1}\n{\"step\": 2, \"eval_acc_norm\": 0.25, "
+            "\"eval_acc\": 0.125, \"eval_loss\": 3.5}\n";
         CHECK(text == expected, "metrics.jsonl:\n%s", text.c_str());
         text = read_text(run + "/run.json");
         CHECK(text.find("{\n\"settings\": {\"micro-batch\": 8, ") == 0, "run.json:\n%s", text.c_str());
@@ -1351,7 +1352,7 @@ static void test_logger_files() {
         logger_init(&log, run.c_str());
         logger_run(&log, flags, num_flags, {});
         logger_val(&log, 0, 11);
-        logger_eval(&log, 0, 0.25);
+        logger_eval(&log, 0, {0.25, 0.125, NAN});
         const LoggerPlace place = logger_place(&log);
         CHECK(place.main_log == 0 && place.metrics == 0, "%lld", (long long)place.main_log);
         logger_sync(&log);

@@ -34,6 +34,8 @@ RUNS = {
     "one rank, checkpoints": [{**flags, "-z": 32} for flags in SAVED],
     **{f"2 ranks, zs {zs}, checkpoints":
        [{**flags, "--gpus": 2, "-zs": zs, "-e": ONE_LAYER} for flags in SAVED] for zs in (0, 1, 2)},
+    "questions": [{"-h": 1, "--eval-data": "q.bin", "--eval-every": 2}],
+    "2 ranks, zs 1, questions": [{"--gpus": 2, "-zs": 1, "-h": 1, "--eval-data": "q.bin", "--eval-every": 2}],
     "2 ranks, zs 0": [{"--gpus": 2}],
     "2 ranks, zs 1": [{"--gpus": 2, "-zs": 1}],
     "2 ranks, zs 2": [{"--gpus": 2, "-zs": 2}],
@@ -56,7 +58,7 @@ def left_by(program, runs, folder, policy=None):
         result = run({**flags, "-o": folder})
         if (result.code, result.err) != (0, ""):
             facts[f"run {number} ended with"] = (result.code, result.err.strip())
-        facts[f"run {number} printed"] = re.findall(r"^(?:step|val loss|sample) .*|^.*\n---$",
+        facts[f"run {number} printed"] = re.findall(r"^(?:step|val loss|eval|sample) .*|^.*\n---$",
                                                     re.sub(r" \| [\d.]+ ms \| .*", "", result.out), re.M)
     Program.path = lazy
     os.environ.pop("GPT2_LAZY", None)
@@ -78,6 +80,7 @@ def left_by(program, runs, folder, policy=None):
 
 def test_policies():
     """In whatever order streams run, the bytes are those of the ordinary build."""
+    write_questions("q.bin", [([i, 2], [[i], [1, i], [i, i, 3], [4]]) for i in range(5)], [0, 1, 2, 3, 0])
     for title, runs in RUNS.items():
         want = left_by(ORDINARY, runs, "ordinary")
         check("main.log" in want and any(name.startswith("model_") for name in want) and

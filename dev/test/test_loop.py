@@ -131,7 +131,8 @@ def constant_model(path, logits, V=256, length=64):
 # What the precision of a build can change.
 NUMERIC = ("rows", "validation", "learned_period", "gpt2_vocabulary", "constant_model",
            "samples_of_trained", "flags", "residual_layernorm", "initial_weights", "adamw",
-           "saved_files_load", "skip_limit", "nan_validation", "outliers",
+           "saved_files_load", "skip_limit", "nan_validation", "evaluation", "evaluation_batches",
+           "evaluation_in_training", "evaluation_of_nan", "outliers",
            "outlier_limits")
 
 
@@ -419,6 +420,7 @@ def test_flags():
     with open("flags/run.json", encoding="utf-8") as f:
         names = set(json.load(f)["settings"])
     known = {"train-data", "val-data", "model", "output-dir", "max-steps", "gelu-fusion", "grad-dtype"}
+    known |= {"evaluate", "eval-data", "eval-every"}        # test_evaluation_in_training
     known |= {"gpus", "zero-stage", "lanes", "reduction", "check-ranks", "process-init", "process-server",
               "process-folder", "processes", "process-rank", "gpus-per-node", "start-timeout"}  # test_ranks
     known |= {"quiet"}                                                                          # test_cli
@@ -889,6 +891,221 @@ def test_nan_validation():
         check_equal(result.code, code, f"exit code with {flags}")
         check("validation loss is not finite" in result.err, f"a warning with {flags}: {result.err}")
         check("nan" in result.out, "the loss itself is printed")
+
+
+# ---- multiple-choice questions: -h ----
+
+EVAL = re.compile(r"^eval acc_norm (\S+) \| acc (\S+) \| loss (\S+)$", re.M)
+LONG = 100                                              # positions of the model that answers
+
+
+def eval_scores(result):
+    """[(acc_norm, acc, loss)]"""
+    return [tuple(map(float, row)) for row in EVAL.findall(result.out)]
+
+
+def answering_model():
+    """(path, (dims, params)): random weights so wide that what stands far back moves a loss."""
+    dims, rng = formats.parse_model(f"L2,NH2,C16,T{LONG},V256"), np.random.default_rng(7)
+    params = {}
+    for name in formats.NAMES:
+        centre = 1 if name in ("ln1w", "ln2w", "lnfw") else 0
+        noise = rng.standard_normal(formats.param_shape(dims, name))
+        params[name] = (centre + 0.2 * noise).astype(np.float32)
+    params["wte"][dims.V:] = 0
+    formats.write_checkpoint("answers.bin", dims, params)
+    return "answers.bin", formats.read_checkpoint("answers.bin")
+
+
+def completion_losses(model, question, length):
+    """The losses of each completion's tokens, as far as `length` positions hold them."""
+    context, completions = question
+    for completion in completions:
+        row = np.array(context + completion)[-(length + 1):]
+        p = softmax(forward(model, row[:-1]))
+        losses = -np.log(p[np.arange(len(row) - 1), row[1:]])
+        yield losses[-min(len(completion), len(losses)):]
+
+
+def judged(model, questions, length):
+    """(sums, means) of each question's completions"""
+    losses = [list(completion_losses(model, question, length)) for question in questions]
+    return [np.array([[f(row) for row in rows] for rows in losses]) for f in (np.sum, np.mean)]
+
+
+def margin(values):
+    """How far the best of each four is from the next."""
+    ordered = np.sort(values, axis=1)
+    return ordered[:, 1] - ordered[:, 0]
+
+
+def made_up_questions(model, count, lengths=(LONG, 40), seed=11):
+    """Of lengths that meet every rounding, some longer than the model; none that is nearly undecided."""
+    rng, questions = random.Random(seed), []
+    while len(questions) < count:
+        sizes = [rng.choice((1, 2, rng.randrange(3, 90)))] + [rng.choice((1, rng.randrange(2, 45)))
+                                                              for _ in range(4)]
+        context, *completions = [[rng.randrange(256) for _ in range(size)] for size in sizes]
+        question = context, completions
+        if all(margin(values)[0] > 0.2 for length in lengths for values in judged(model, [question], length)):
+            questions.append(question)
+    return questions
+
+
+def test_evaluation():
+    """Every row's loss and every choice are the judge's, rows that are too long included."""
+    path, model = answering_model()
+    questions = made_up_questions(model, 32)
+    check(any(len(c) + len(q[0]) > LONG + 1 for q in questions for c in q[1]), "no row is too long")
+    flags = {"-e": path, "-j": None, "-x": 0, "-h": 1, "--eval-data": "q.bin"}
+    near = tolerance(1e-5, 0.05)
+    for length in (LONG, 40):
+        sums, means = judged(model, questions, length)
+        answers, answers_norm = sums.argmin(1), means.argmin(1)
+        check(len(set(answers)) == 4 and (answers != answers_norm).any(), f"choices that tell: {answers}")
+        mixed = [i % 4 for i in range(len(questions))]
+        for labels in (answers, answers_norm, mixed):
+            write_questions("q.bin", questions, labels)
+            result = run_ok({**flags, "-t": length})
+            want = [np.mean(answers_norm == labels), np.mean(answers == labels),
+                    np.mean(means[np.arange(len(labels)), labels])]
+            if not check_equal(len(eval_scores(result)), 1, "evaluations"):
+                return
+            got = eval_scores(result)[0]
+            check_close(got[:2], want[:2], 1e-6, f"-t {length}: acc_norm and acc")
+            check_close(got[2:], want[2:], near, f"-t {length}: the right completions' loss")
+            check_equal(result.val_losses(), [], "validations without -j")
+    sums, means = judged(model, questions, LONG)
+    for i, question in enumerate(questions[:8 if "CPU" in Program.device else 1]):
+        for label in range(4):                          # the loss of a single row
+            write_questions("q.bin", [question], [label])
+            got = eval_scores(run_ok(flags))
+            check_close([score[2] for score in got], [means[i, label]], near, f"question {i}, row {label}")
+
+
+def test_evaluation_batches():
+    """Neither -b nor the number of ranks changes the result, and rows are not padded to -t."""
+    path, model = answering_model()
+    questions = made_up_questions(model, 24)
+    write_questions("q.bin", questions, [i % 4 for i in range(24)])
+    flags = {"-e": path, "-x": 0, "-h": 1, "--eval-data": "q.bin", "-j": None}
+    results = {b: run_ok({**flags, "-b": b}) for b in (1, 2, 3, 4, 7, 50)}
+    want = eval_scores(results[4])[0]
+    for b, result in results.items():
+        got = eval_scores(result)[0]
+        check_equal(got[:2], want[:2], f"-b {b}: acc_norm and acc")
+        check_close(got[2:], want[2:], tolerance(2e-6, 1e-2), f"-b {b}: loss")
+    rows = [min(LONG, len(q[0]) + len(c) - 1) for q in questions for c in q[1]]
+    positions = sum(min(LONG, -(-n // 32) * 32) for n in rows)
+    said = re.search(r"^questions: (\d+), (\d+) rows in (\d+) batches, (\d+) positions", results[1].out, re.M)
+    check_equal(said and [int(said[i]) for i in (1, 2, 4)], [24, 96, positions], "what is computed")
+    check(int(said[3]) > 40, f"{said[3]} batches at -b 1: more than one row of {LONG} in one")
+    both = run_ok({**flags, "-j": "val.bin"})
+    check_equal((len(both.val_losses()), eval_scores(both)), (1, [want]), "with -j: the validation, too")
+    if "CPU" in Program.device:
+        for ranks in (2, 3, 5):
+            shared = run_ok({**flags, "-b": 2, "--gpus": ranks})
+            check_equal(EVAL.findall(shared.out), EVAL.findall(results[2].out), f"{ranks} ranks")
+
+
+def test_evaluation_in_training():
+    """When it is asked for; it leaves training as it was, to the bit, and its lines are in the logs."""
+    path, model = answering_model()
+    questions = made_up_questions(model, 12)
+    write_questions("q.bin", questions, [i % 4 for i in range(12)])
+    flags = {"-e": path, "-t": T, "-x": 5, "-l": "1e-3", "-z": 2 * B * T}
+    asked = {**flags, "-h": 1, "--eval-data": "q.bin"}
+    run_ok({**flags, "-o": "unasked"})
+    logs = {}
+    for folder, more, steps in (("at_end", {}, [5]), ("as_v", {"-v": 2}, [0, 2, 4, 5]),
+                                ("every", {"--eval-every": 3, "-v": 4}, [0, 3, 5])):
+        result = run_ok({**asked, **more, "-o": folder})
+        logs[folder] = log_lines(folder, "eval")
+        check_equal([int(LOG_LINE.match(line)[1]) for line in logs[folder]], steps, f"{folder}: steps")
+        check_close([float(LOG_LINE.match(line)[6]) for line in logs[folder]],
+                    [score[0] for score in eval_scores(result)], 1e-6, f"{folder}: acc_norm")
+        with open(folder + "/metrics.jsonl", encoding="utf-8") as f:
+            rows = [row for row in map(json.loads, f) if "eval_acc_norm" in row]
+        got = [(row["step"], row["eval_acc_norm"], row["eval_acc"], row["eval_loss"]) for row in rows]
+        want = [(step, *score) for step, score in zip(steps, eval_scores(result))]
+        check_close(sum(got, ()), sum(want, ()), 1e-6, f"{folder}: metrics.jsonl")
+        check_equal(log_lines(folder), log_lines("unasked"), f"{folder}: training's losses")
+        check(read_bytes(model_path(folder)) == read_bytes(model_path("unasked")), f"{folder}: the model")
+    saved = run_ok({**asked, "-x": 0, "-e": model_path("at_end")})
+    check_close(eval_scores(saved)[0], eval_scores(result)[-1], tolerance(1e-6, 0.05), "the saved model's")
+    shared = {**asked, "-z": 4 * B * T, "-v": 2}
+    if "CPU" in Program.device:
+        folders = {ranks: f"shared_{ranks}" for ranks in (1, 2)}
+        for ranks, folder in folders.items():
+            run_ok({**shared, "--gpus": ranks, "-o": folder})
+        one, two = (read_bytes(folder + "/main.log") for folder in folders.values())
+        check_equal(one, two, "logs of 1 and 2 ranks")
+
+
+def test_evaluation_resumed():
+    """A run that is stopped behind an evaluation and goes on logs each once."""
+    write_questions("q.bin", [([1, 2], [[3], [4], [5], [6]])], [1])
+    flags = {"-h": 1, "--eval-data": "q.bin", "--eval-every": 1, "-x": 3, "-z": 1000 * B * T, "-y": 1}
+    run_ok({**flags, "-o": "whole"})
+    with subprocess.Popen(Program.command({**flags, "-o": "parts"}), stdout=subprocess.PIPE, text=True,
+                          stderr=subprocess.PIPE, env=Program.environment(1)) as p:
+        seen = 0
+        while seen < 2 and (line := p.stdout.readline()):
+            seen += bool(EVAL.match(line))
+        p.send_signal(signal.SIGTERM)                   # in the middle of a long step
+        p.communicate(timeout=LIMIT_S)
+        check_equal(p.returncode, 0, "exit code after the signal")
+    run_ok({**flags, "-o": "parts"})
+    check_equal(read_bytes("parts/main.log"), read_bytes("whole/main.log"), "main.log")
+
+
+def test_evaluation_stopped():
+    """A signal during a long evaluation ends it between two batches."""
+    question = [1] * 60, [[2, 3], [4], [5, 6, 7], [8]]
+    write_questions("many.bin", [question] * 40000, [0] * 40000)
+    words = Program.command({"-h": 1, "--eval-data": "many.bin", "--eval-every": 1, "-o": "stopped", "-b": 1})
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          env=Program.environment(1)) as p:
+        out = ""
+        while "micro-steps a step" not in out and (line := p.stdout.readline()):
+            out += line
+        p.send_signal(signal.SIGTERM)
+        more, err = p.communicate(timeout=LIMIT_S)
+    check("stopping after the last complete step" in err and p.returncode == 0, f"{p.returncode}: {err}")
+    check("stopped by a signal after step 0\n" in more and not EVAL.search(more), f"the end: {more}")
+
+
+def test_evaluation_of_nan():
+    """Losses that are no numbers choose nothing: a warning in training, a failure where they are all."""
+    path, (dims, params) = answering_model()
+    write_questions("q.bin", [([1, 2], [[3], [4], [5], [6]])] * 3, [0, 0, 0])
+    params["lnfb"][:] = np.nan
+    formats.write_checkpoint("nan_eval.bin", dims, params)
+    for flags, code in (({"-x": 0, "-j": None}, 1), ({"-x": 1, "-o": "nan_eval"}, 0)):
+        result = run({"-e": "nan_eval.bin", "-h": 1, "--eval-data": "q.bin", **flags})
+        check_equal(result.code, code, f"exit code with {flags}")
+        check("of the evaluation are not finite" in result.err, f"a warning with {flags}: {result.err}")
+        check("eval acc_norm nan | acc nan | loss nan" in result.out, "the score is printed")
+    check_equal([line.split()[1] for line in log_lines("nan_eval", "eval")], ["eval:nan"], "main.log")
+
+
+def test_evaluation_refused():
+    """Questions that are not right are an error before anything is written."""
+    question = [1, 2], [[3], [4, 5], [6], [7]]
+    usual = {"-h": 1, "--eval-data": "q.bin"}
+    check_refused("no file", {"-h": 1, "--eval-data": "none.bin"}, "no evaluation data", "none.bin", "get.py")
+    check_refused("the default", {"-h": 1}, "hellaswag_val.bin", "get.py hellaswag")
+    check_refused("a shard", {"-h": 1, "--eval-data": "val.bin"}, "val.bin", SHARD_MAGIC)
+    write_questions("q.bin", [question] * 3, [0, 1, 2], tokenizer=1)
+    check_refused("another tokenizer", usual, "q.bin", "GPT-2", "bytes")
+    write_questions("q.bin", [question] * 3, [0, 1, 4])
+    check_refused("a wrong label", usual, "question 2", "answer 4", "0..3")
+    check_refused("a wrong label at -x 0", {**usual, "-x": 0, "-o": None}, "question 2")
+    write_questions("q.bin", [question, ([1, 256], question[1])], [0, 1])
+    check_refused("a token of another vocabulary", usual, "question 1", "token id 256", "0..255")
+    write_questions("q.bin", [question] * 3, [0, 1, 2], tokenizer=2)
+    run_ok({**usual, "-x": 0})
+    check_refused("no value", {}, "-h", "--help", extra=["-h"])
 
 
 # ---- outliers: -sl, -sg ----

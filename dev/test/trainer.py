@@ -22,7 +22,7 @@ import tempfile
 import time
 
 ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
-SHARD_MAGIC, MODEL_MAGIC = 20240520, 20240326
+SHARD_MAGIC, EVAL_MAGIC, MODEL_MAGIC = 20240520, 20240522, 20240326
 B, T, V, C, L = 4, 32, 256, 32, 2
 TINY = f"L{L},NH2,C{C},T{T},V{V}"
 LIMIT_S = 300                           # no run here takes more than seconds; a hang must not hang the tests
@@ -165,6 +165,20 @@ def read_bytes(path):
 def write_shard(path, tokens, magic=SHARD_MAGIC, version=1, count=None):
     header = struct.pack("<256i", magic, version, len(tokens) if count is None else count, *[0] * 253)
     return write_bytes(path, header + struct.pack(f"<{len(tokens)}H", *tokens))
+
+
+def write_questions(path, questions, labels, tokenizer=0):
+    """questions: [(context, four completions)]"""
+    body, longest = [], 0
+    for i, ((context, completions), label) in enumerate(zip(questions, labels)):
+        words = [65535, 0, i, label, len(completions)]
+        for tokens in (context, *completions):
+            words += [len(tokens), *tokens]
+        words[1] = 2 * len(words)
+        longest = max(longest, words[1])
+        body.append(struct.pack(f"<{len(words)}H", *words))
+    header = struct.pack("<256i", EVAL_MAGIC, 1, len(body), longest, tokenizer, *[0] * 251)
+    return write_bytes(path, header + b"".join(body))
 
 
 def sentences(seed, length):

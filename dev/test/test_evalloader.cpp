@@ -1,0 +1,321 @@
+/*
+Tests of llmc/evalloader.h: files of questions, right and wrong, rows, batches, sums and the score.
+
+    make build/test_evalloader && build/test_evalloader
+*/
+#include "../../llmc/evalloader.h"
+
+#include <random>       // gives: std::mt19937
+#include <set>          // gives: std::set
+
+#include "child.h"      // gives: check_dies, CHECK
+
+typedef std::vector<uint16_t> Words;
+struct Texts { int label; std::vector<Words> parts; };      // the context, then the completions
+
+static std::string folder;
+
+static Words question_words(int number, const Texts& q) {
+    Words words = {65535, 0, (uint16_t)number, (uint16_t)q.label, (uint16_t)(q.parts.size() - 1)};
+    for (const Words& part : q.parts) {
+        words.push_back((uint16_t)part.size());
+        words.insert(words.end(), part.begin(), part.end());
+    }
+    words[1] = (uint16_t)(2 * words.size());
+    return words;
+}
+
+struct File { std::vector<int32_t> header; Words words; };
+
+static File file_of(const std::vector<Texts>& questions) {
+    File file = {{20240522, 1, (int32_t)questions.size(), 0, 0}, {}};
+    for (size_t i = 0; i < questions.size(); i++) {
+        const Words words = question_words((int)i, questions[i]);
+        file.words.insert(file.words.end(), words.begin(), words.end());
+        file.header[3] = std::max(file.header[3], (int32_t)(2 * words.size()));
+    }
+    file.header.resize(256);
+    return file;
+}
+
+// cut: bytes that are missing at the end, or more that are there.
+static std::string write_file(const char* name, const File& file, int cut = 0) {
+    std::string bytes((const char*)file.header.data(), 4 * file.header.size());
+    bytes.append((const char*)file.words.data(), 2 * file.words.size());
+    bytes.resize(bytes.size() - (size_t)std::max(0, cut));
+    if (cut < 0) { bytes.append((size_t)-cut, '\0'); }
+    const std::string path = folder + "/" + name;
+    FILE* f = fopen_check(path.c_str(), "wb");
+    fwrite(bytes.data(), 1, bytes.size(), f);
+    fclose(f);
+    return path;
+}
+
+static std::vector<Texts> made_up(int count, int V, int longest, unsigned seed) {
+    std::mt19937 rng(seed);
+    std::vector<Texts> questions;
+    for (int i = 0; i < count; i++) {
+        Texts q = {(int)(rng() % 4), {}};
+        for (int part = 0; part < 5; part++) {
+            Words tokens(1 + rng() % (unsigned)longest);
+            for (uint16_t& token : tokens) { token = (uint16_t)(rng() % (unsigned)V); }
+            q.parts.push_back(tokens);
+        }
+        questions.push_back(q);
+    }
+    return questions;
+}
+
+static void check_refused(const char* what, const File& file, const std::vector<std::string>& words,
+                          int cut = 0, int V = 100) {
+    const std::string path = write_file("wrong.bin", file, cut);
+    check_dies(what, [&] {
+        EvalSet set;
+        evalset_init(&set, path.c_str(), V, 2, 8);
+    }, words);
+}
+
+// ---- files ----
+
+static void test_wrong_files() {
+    TEST("what does not fit is one sentence") {
+        const std::vector<Texts> questions = made_up(3, 100, 6, 1);
+        const File good = file_of(questions);
+        const size_t second = question_words(0, questions[0]).size();
+        const size_t context = second + 5, completion = context + 1 + questions[1].parts[0].size();
+        const int bytes = (int)(2 * good.words.size());
+        const int size = 2 * (int)question_words(1, questions[1]).size();
+        EvalSet set;
+        evalset_init(&set, write_file("good.bin", good).c_str(), 100, 2, 8);
+        CHECK(set.questions.size() == 3 && set.tokenizer == 0, "%zu questions", set.questions.size());
+
+        struct Header { const char* what; int at; int32_t value; std::vector<std::string> words; };
+        const Header headers[] = {
+            {"a shard", 0, 20240520, {"20240520", "20240522"}}, {"version 2", 1, 2, {"version 2", "1"}},
+            {"no questions", 2, 0, {"0 questions"}}, {"minus one question", 2, -1, {"-1 questions"}},
+            {"65537 questions", 2, 65537, {"65537 questions", "65536"}},
+            {"two billion", 2, 2147483647, {"2147483647 questions"}},
+            {"a question too many", 2, 4, {"question 3", "cut off"}},
+            {"more than fit", 2, 1000, {"truncated", "1000 questions"}},
+            {"a question too few", 2, 2, {"behind its last question"}},
+            {"longest 0", 3, 0, {"0 bytes"}}, {"longest -2", 3, -2, {"-2 bytes"}},
+            {"longest 65536", 3, 65536, {"65536 bytes"}}, {"longest too short", 3, 30, {"30"}}};
+        for (const Header& h : headers) {
+            File file = good;
+            file.header[(size_t)h.at] = h.value;
+            if (h.at == 2 && h.value == 2) { file.header[3] = 65534; }      // else the size alone tells
+            check_refused(h.what, file, h.words);
+        }
+        struct Word { const char* what; size_t at; int value; std::vector<std::string> words; };
+        const Word others[] = {
+            {"no start", second, 1, {"question 1", "begins with 1", "65535"}},
+            {"no bytes", second + 1, 0, {"question 1", "has 0 bytes"}},
+            {"odd bytes", second + 1, size + 1, {"question 1", std::to_string(size + 1)}},
+            {"fewer bytes", second + 1, size - 2, {"question 1"}},
+            {"more bytes", second + 1, size + 2, {"question 1"}},
+            {"all bytes", second + 1, 65534, {"question 1", "65534 bytes", "are left"}},
+            {"another number", second + 2, 0, {"question 1", "number 0"}},
+            {"label 4", second + 3, 4, {"question 1", "answer 4", "0..3"}},
+            {"label 65535", second + 3, 65535, {"answer 65535"}},
+            {"no completions", second + 4, 0, {"0 completions", "4"}},
+            {"three completions", second + 4, 3, {"3 completions", "4"}},
+            {"65535 completions", second + 4, 65535, {"65535 completions"}},
+            {"an empty context", context, 0, {"context", "0 tokens"}},
+            {"a long context", context, 65535, {"context", "65535 tokens"}},
+            {"an empty completion", completion, 0, {"completion 0", "0 tokens"}},
+            {"a long completion", completion, 60000, {"completion 0", "60000 tokens"}},
+            {"token 100", context + 1, 100, {"question 1", "token id 100", "0..99"}},
+            {"token 65535", completion + 1, 65535, {"token id 65535"}}};
+        for (const Word& w : others) {
+            File file = good;
+            file.words[w.at] = (uint16_t)w.value;
+            if (w.at == second + 1) { file.header[3] = 65534; }     // else the longest size alone tells
+            check_refused(w.what, file, w.words);
+        }
+        for (int cut = 1; cut <= bytes + 1024; cut += cut < bytes ? 1 : 93) {       // wherever it ends
+            Child c = run_child([&] {
+                EvalSet cut_set;
+                evalset_init(&cut_set, write_file("cut.bin", good, cut).c_str(), 100, 2, 8);
+            });
+            const long lines = std::count(c.err.begin(), c.err.end(), '\n');
+            CHECK(c.code == 1 && lines >= 1 && lines <= 3, "%d bytes less: %d, %s", cut, c.code,
+                  c.err.c_str());
+        }
+        check_refused("a header alone", {{20240522, 1, 0, 100}, {}}, {"0 questions", "possible"}, -4 * 252);
+        check_refused("a byte more", good, {"does not match"}, -1);
+        File roomy = good;
+        roomy.header[3] = 65534;
+        check_refused("two bytes more", roomy, {"2 bytes behind its last question"}, -2);
+        check_refused("a kilobyte more", good, {"does not match"}, -1024);
+        check_dies("no file", [] {
+            EvalSet none;
+            evalset_init(&none, (folder + "/none.bin").c_str(), 100, 2, 8);
+        }, {"no evaluation data", "none.bin", "get.py"});
+        check_dies("a folder", [] {
+            EvalSet none;
+            evalset_init(&none, folder.c_str(), 100, 2, 8);
+        }, {"a folder"});
+    }
+    TEST("the header's tokenizer, and ids of the whole range") {
+        std::vector<Texts> questions = made_up(1, 100, 6, 2);
+        questions[0].parts[3][0] = 65534;
+        File file = file_of(questions);
+        file.header[4] = 1;
+        EvalSet set;
+        evalset_init(&set, write_file("ids.bin", file).c_str(), 65535, 2, 8);
+        CHECK(set.tokenizer == 1 && set.questions[0].label == questions[0].label, "%u", set.tokenizer);
+    }
+}
+
+// ---- rows ----
+
+// What the model would be shown, and where, by the question's own words.
+static void check_batches(const EvalSet& set, const std::vector<Texts>& questions, int B, int T) {
+    std::set<std::pair<int, int>> seen;
+    int64_t at = 0;
+    bool sized = true, ordered = true, filled = true, summed = true;
+    for (const EvalBatch& batch : set.batches) {
+        ordered = ordered && batch.first == at;
+        sized = sized && batch.rows >= 1 && batch.T >= 1 && batch.T <= T && batch.rows * batch.T <= B * T &&
+                (batch.T % 32 == 0 || batch.T == T);
+        const size_t N = (size_t)batch.rows * (size_t)batch.T;
+        std::vector<int> inputs(N, -1), targets(N, -1);
+        evalset_fill(&set, batch, inputs.data(), targets.data());
+        std::vector<float> losses(N);
+        for (size_t i = 0; i < N; i++) { losses[i] = 1.0f / (float)(1 + i % 1013); }
+        std::vector<double> sums((size_t)batch.rows + 1, -7.0);
+        evalset_sum(&set, batch, losses.data(), sums.data());
+        for (int b = 0; b < batch.rows; b++) {
+            const EvalRow& row = set.rows[(size_t)(at + b)];
+            seen.insert({row.question, row.choice});
+            const Texts& q = questions[(size_t)row.question];
+            const Words& end = q.parts[(size_t)row.choice + 1];
+            Words all = q.parts[0];
+            all.insert(all.end(), end.begin(), end.end());
+            if ((int)all.size() > T + 1) { all.erase(all.begin(), all.end() - (T + 1)); }
+            const int positions = (int)all.size() - 1;
+            sized = sized && row.positions == positions && positions <= batch.T && batch.T < positions + 32;
+            double sum = 0.0;
+            for (int t = 0; t < batch.T; t++) {
+                const size_t i = (size_t)b * (size_t)batch.T + (size_t)t;
+                const int input = t < positions ? all[(size_t)t] : 0;
+                const int target = t < positions ? all[(size_t)t + 1] : 0;
+                filled = filled && inputs[i] == input && targets[i] == target;
+                // the target at t is token t + 1: the completion's are the last ones
+                const bool counts = t < positions && t + 1 >= (int)all.size() - (int)end.size();
+                if (counts) { sum += losses[i]; }
+            }
+            summed = summed && sums[(size_t)b] == sum;
+        }
+        summed = summed && sums.back() == -7.0;
+        at += batch.rows;
+    }
+    CHECK(ordered && at == (int64_t)set.rows.size(), "B=%d T=%d: batches follow each other", B, T);
+    CHECK(sized, "B=%d T=%d: sizes", B, T);
+    CHECK(filled, "B=%d T=%d: inputs and targets", B, T);
+    CHECK(summed, "B=%d T=%d: sums", B, T);
+    CHECK(seen.size() == 4 * questions.size() && set.rows.size() == seen.size(), "B=%d T=%d: %zu of %zu rows",
+          B, T, seen.size(), set.rows.size());
+    // no batch could take a row of the next one, so none is split without need
+    bool full = true;
+    for (size_t i = 0; i + 1 < set.batches.size(); i++) {
+        const EvalBatch &a = set.batches[i], &b = set.batches[i + 1];
+        full = full && a.T <= b.T && (a.T != b.T || (a.rows + 1) * a.T > B * T);
+    }
+    CHECK(full, "B=%d T=%d: batches are full", B, T);
+}
+
+static void test_rows() {
+    TEST("every completion is a row, and what is counted is its tokens, for any B and T") {
+        const std::vector<Texts> questions = made_up(40, 300, 70, 3);
+        const std::string path = write_file("rows.bin", file_of(questions));
+        for (int B : {1, 2, 3, 7, 64}) {
+            for (int T : {1, 2, 31, 32, 33, 64, 100, 139, 140, 1024}) {
+                EvalSet set;
+                evalset_init(&set, path.c_str(), 300, B, T);
+                check_batches(set, questions, B, T);
+            }
+        }
+    }
+    TEST("a token each: the shortest question") {
+        const std::vector<Texts> questions = {{3, {{5}, {1}, {2}, {3}, {4}}}};
+        EvalSet set;
+        evalset_init(&set, write_file("short.bin", file_of(questions)).c_str(), 6, 1, 1);
+        check_batches(set, questions, 1, 1);
+        CHECK(set.batches.size() == 4 && evalset_most_rows(&set) == 1, "%zu batches", set.batches.size());
+        evalset_init(&set, write_file("short.bin", file_of(questions)).c_str(), 6, 2, 32);
+        CHECK(set.batches.size() == 2 && evalset_positions(&set) == 4 * 32, "%zu batches",
+              set.batches.size());
+        CHECK(evalset_most_rows(&set) == 2, "%d rows", evalset_most_rows(&set));
+    }
+    TEST("lengths like HellaSwag's cost an eighth of rows of 1024") {
+        std::vector<Texts> questions = made_up(200, 300, 90, 4);
+        EvalSet set;
+        evalset_init(&set, write_file("eighth.bin", file_of(questions)).c_str(), 300, 4, 1024);
+        const int64_t positions = evalset_positions(&set);
+        CHECK(8 * positions <= 800 * 1024, "%lld positions", (long long)positions);
+    }
+}
+
+// ---- the score ----
+
+static std::vector<double> row_sums(const EvalSet& set, const std::vector<std::vector<double>>& sums) {
+    std::vector<double> in_order;
+    for (const EvalRow& row : set.rows) {
+        in_order.push_back(sums[(size_t)row.question][(size_t)row.choice]);
+    }
+    return in_order;
+}
+
+static void test_score() {
+    TEST("acc is by sums, acc_norm by means, the loss is that of the right completions") {
+        const Words one = {1}, two = {1, 2}, four = {1, 2, 3, 4};
+        const std::vector<Texts> questions = {
+            {0, {two, one, two, four, one}}, {2, {one, one, two, four, one}}, {1, {one, two, two, two, two}}};
+        EvalSet set;
+        evalset_init(&set, write_file("score.bin", file_of(questions)).c_str(), 9, 1, 64);
+        // sums; means: 3 2 1 9 | 3 2 1 9 | equal: the first is taken
+        const std::vector<std::vector<double>> sums = {{3, 4, 4, 9}, {3, 4, 4, 9}, {2, 2, 2, 2}};
+        EvalScore s = evalset_score(&set, row_sums(set, sums));
+        CHECK(s.acc == 1.0 / 3, "acc %f", s.acc);                   // chosen: 0 0 0, right: 0 2 1
+        CHECK(s.acc_norm == 1.0 / 3, "acc_norm %f", s.acc_norm);    // chosen: 2 2 0
+        CHECK(s.loss == (3.0 + 1.0 + 1.0) / 3, "loss %f", s.loss);
+        std::vector<std::vector<double>> lower = sums;
+        lower[2][1] = 1.5;
+        s = evalset_score(&set, row_sums(set, lower));
+        CHECK(s.acc == 2.0 / 3 && s.acc_norm == 2.0 / 3, "acc %f, acc_norm %f", s.acc, s.acc_norm);
+        for (double bad : {(double)NAN, (double)INFINITY}) {
+            std::vector<std::vector<double>> wrong = sums;
+            wrong[1][3] = bad;                          // not even one that is asked for
+            s = evalset_score(&set, row_sums(set, wrong));
+            CHECK(isnan(s.acc) && isnan(s.acc_norm) && isnan(s.loss), "%f %f %f", s.acc, s.acc_norm, s.loss);
+        }
+    }
+    TEST("a completion longer than T: the mean of what was counted") {
+        const std::vector<Texts> questions = {{0, {{1}, {1, 2, 3, 4, 5, 6}, {1}, {1, 2}, {1, 2}}}};
+        EvalSet set;
+        evalset_init(&set, write_file("long.bin", file_of(questions)).c_str(), 9, 1, 4);
+        const EvalScore s = evalset_score(&set, row_sums(set, {{4, 2, 5, 5}}));
+        CHECK(s.loss == 1.0 && s.acc == 0.0 && s.acc_norm == 1.0, "%f %f %f", s.loss, s.acc, s.acc_norm);
+    }
+    TEST("facts tell sets apart") {
+        EvalSet a, b;
+        CHECK(evalset_facts(&a) == "", "no set: %s", evalset_facts(&a).c_str());
+        std::vector<Texts> questions = made_up(2, 9, 5, 5);
+        evalset_init(&a, write_file("a.bin", file_of(questions)).c_str(), 9, 1, 4);
+        questions[1].parts[4][0] ^= 1;
+        evalset_init(&b, write_file("b.bin", file_of(questions)).c_str(), 10, 1, 4);
+        CHECK(evalset_facts(&a) != evalset_facts(&b), "%s", evalset_facts(&a).c_str());
+    }
+}
+
+int main() {
+    const char* temp = getenv("TMPDIR");
+    folder = std::string(temp ? temp : "/tmp") + "/test_evalloader.XXXXXX";
+    if (!mkdtemp(&folder[0])) { printf("no folder %s\n", folder.c_str()); return 1; }
+    test_wrong_files();
+    test_rows();
+    test_score();
+    if (system(("rm -r '" + folder + "'").c_str()) != 0) { printf("%s stays\n", folder.c_str()); }
+    return test_summary();
+}
