@@ -9,6 +9,7 @@ Two builds of this file:
 Run:
     ./train_gpt2cu -e d12 -b 64 -t 1024 -z 524288 -i 'shards/train_*.bin' -j 'shards/val_*.bin' -o runs/d12
     ./train_gpt2cu --gpus 8 -zs 1 ...           the same run, to the bit, on eight GPUs
+    ./train_gpt2cu -e runs/d12 -x 0             its last model's validation loss; with --prompt TEXT: text
     ./train_gpt2cu --help
 
 Sections (search for "// == "), in the order in which data flows:
@@ -5143,7 +5144,7 @@ static const Flag kFlags[] = {
         "tokens per optimizer step, a multiple of B*T*ranks; 0: B*T*ranks, one micro-step each", FLAG_FIXED},
     {"x",   "max-steps",       FLAG_STRING, &run.max_steps_text, "epoch",   1, 0, nullptr,
         "optimizer steps, or `epoch`: once through the data; 0: validate, or what -h 1 or --prompt ask for; "
-        "a run's folder (-e) with that run's data, -b, -t and --val-batches, unless they are given"},
+        "a run's folder (-e) with that run's data, -b, -t and number of validation batches, unless given"},
     {"l",   "learning-rate",   FLAG_FLOAT,  &run.lr,             "3e-4",    0, 100, nullptr,
         "peak learning rate", FLAG_FIXED},
     {"k",   "lr-schedule",     FLAG_ENUM,   &run.schedule,       "cosine",  0, 0, kLrKinds,

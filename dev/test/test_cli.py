@@ -370,7 +370,7 @@ def folder_run():
     if not os.path.exists("runs/folder"):
         write_shard("own_val.bin", sentences(5, 4000))
         run_ok({"-o": "runs/folder", "-j": "own_val.bin", "-b": 3, "-t": 24, "-m": 7, "-x": 6, "-v": 6,
-                "-n": 2, "-nk": 0, "-l": "1e-2"})
+                "-n": 2, "-nk": 0, "-l": "1e-2", "-f": None})
     return "runs/folder"
 
 
@@ -462,7 +462,7 @@ def test_folder_prompt():
     three = run_ok({**flags, "--num-samples": 3})
     check_equal(three.out, "---\n".join([result.out] * 3), "three samples")
     trained = run_ok({"-e": f"{folder}/model_00000006.bin", "-x": 1, "-t": 24, "-s": 1, "-l": 0,
-                      "--prompt": "tak ", "-g": 9, "--temperature": 0})
+                      "--prompt": "tak ", "-g": 9, "--temperature": 0, "-f": None})
     check_equal(trained.samples(), result.samples(), "the text that -s writes, prompt included")
     terminal, end = pty.openpty()
     p = subprocess.run(Program.command(flags), stdout=end, stderr=subprocess.PIPE, timeout=LIMIT_S,
