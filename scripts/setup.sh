@@ -4,7 +4,7 @@
 #   scripts/setup.sh            what building and training use
 #   scripts/setup.sh tests      and what only tests use: MPI (12 MB, ten seconds), clang for fuzzing (55 MB)
 #   scripts/setup.sh data       and what dev/data/get.py reads parquet with: pyarrow (50 MB)
-#   scripts/setup.sh tensorboard    and TensorBoard, for dev/data/tensorboard_log.py (110 MB)
+#   scripts/setup.sh tensorboard    and TensorBoard, for dev/data/tensorboard_log.py (60 MB)
 #
 # On Debian or Ubuntu as root it installs packages; elsewhere it prints the command and ends with 1. Python
 # packages go into .venv, and only if python3 cannot import them already. Without them there is no loss.png,
