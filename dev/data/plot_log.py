@@ -21,7 +21,7 @@ FORMS = ((re.compile(r"s:(\d+) trl:(\S+)(?: lr:(\S+))?(?: norm:(\S+))?\s*"), ("t
          (re.compile(r"s:(\d+) tel:(\S+)\s*"), ("val",)),
          (re.compile(r"s:(\d+) eval:(\S+)\s*"), ("eval",)))
 # curve: title, scale of the axis
-PANELS = {"loss": ("loss (nats per token)", "linear"), "eval": ("HellaSwag, normalised accuracy", "linear"),
+PANELS = {"loss": ("loss (nats per token)", "linear"), "eval": ("questions, normalised accuracy", "linear"),
           "lr": ("learning rate", "linear"), "norm": ("gradient norm", "log"),
           "speed": ("tokens/s", "linear")}
 NOISY = ("train", "norm")           # a smooth curve is drawn over these
@@ -50,6 +50,10 @@ class Run:
         data = str(self.settings.get("val-data", "")).lower()
         other_tokens = re.search(r"\bV(?!50257\b)\d+", str(self.settings.get("model", "")))
         return "fineweb" in data and "edu" not in data and not other_tokens
+
+    def asks_hellaswag(self):
+        """As llm.c always does, which has no run.json."""
+        return "hellaswag" in str(self.settings.get("eval-data", "hellaswag")).lower()
 
 
 def fail(text, hint=""):
@@ -142,7 +146,8 @@ def levels(runs, curve, gpt2, lines):
     known = gpt2 or any(run.is_on_fineweb() for run in runs)
     if curve == "loss":
         return lines + ([(GPT2_LOSS, "GPT-2 124M on FineWeb")] if known else [])
-    return [(GPT2_HELLASWAG, "GPT-2 124M")] if curve == "eval" and known else []
+    asked = any("eval" in run.curves and run.asks_hellaswag() for run in runs)
+    return [(GPT2_HELLASWAG, "GPT-2 124M on HellaSwag")] if curve == "eval" and known and asked else []
 
 
 def draw_panel(axes, name, runs, lines):

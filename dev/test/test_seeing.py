@@ -322,7 +322,7 @@ def test_plot_draws():
     try:
         import matplotlib                                       # noqa: F401
     except ImportError:
-        skip("matplotlib is not installed", 16)
+        skip("matplotlib is not installed", 18)
         return
     made_run("web", **{"val-data": "data/fineweb10B/fineweb_val_*.bin", "model": "d12"})
     made_run("other", 10, **{"val-data": "val.bin", "model": "d12"})
@@ -336,10 +336,12 @@ def test_plot_draws():
         return [line.get_label() for axes in plot.draw(runs, **more).axes for line in axes.lines
                 if len(line.get_xdata()) == 2 and line.get_linestyle() == ":"]
 
-    known = ["GPT-2 124M on FineWeb 3.425", "GPT-2 124M 0.294"]
+    known = ["GPT-2 124M on FineWeb 3.425", "GPT-2 124M on HellaSwag 0.294"]
     check_equal(levels_of(web), known, "levels of a run on FineWeb")
     check_equal(levels_of(other), [], "levels of another run")
     check_equal(levels_of(other, gpt2=True), known, "asked for")
+    other.settings["eval-data"] = "dev/data/mmlu/mmlu_test.bin"
+    check_equal(levels_of(other, gpt2=True), known[:1], "of a run that answers other questions")
     check_equal(levels_of(other, lines=[(1.5, "a bigram")]), ["a bigram 1.500"], "a line of one's own")
     for data, model, wanted in (("edu_fineweb_val_0.bin", "d12", False), ("fineweb_val.bin", "d12", True),
                                 ("fineweb.bin", "L4,NH4,C128,T128,V256", False),
@@ -348,7 +350,7 @@ def test_plot_draws():
         check_equal(web.is_on_fineweb(), wanted, f"FineWeb: {data}, {model}")
     web.settings = {}
     figure = panels(plot.draw([web, other]))
-    titles = ["loss (nats per token)", "HellaSwag, normalised accuracy", "learning rate", "gradient norm",
+    titles = ["loss (nats per token)", "questions, normalised accuracy", "learning rate", "gradient norm",
               "tokens/s"]
     check_equal(sorted(figure), sorted(titles), "panels")
     check_equal(figure[titles[0]].get_legend_handles_labels()[1],
