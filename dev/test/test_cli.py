@@ -576,7 +576,7 @@ def test_memory_plan():
 
 
 def weights_planned(layers, c, longest, padded):
-    """Elements: embeddings, each layer's matrices, all biases, all LayerNorms, each padded to whole chunks."""
+    """Elements: embeddings, each layer's matrices, all biases, all LayerNorms; each in whole chunks."""
     def up(n, to):
         return -(-n // to) * to
     buckets = [[padded * c, longest * c], *[[3 * c * c, c * c, 4 * c * c, 4 * c * c]] * layers,
