@@ -52,7 +52,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/schedulers.h"    // gives: lr_at
 #include "llmc/flags.h"         // gives: Flag, flags_parse
 #include "llmc/logger.h"        // gives: Logger
-#include "llmc/host_memory.h"   // gives: host_memory_free
+#include "llmc/host_memory.h"   // gives: host_memory_free, addresses_limited
 #include "llmc/state_file.h"    // gives: StateFile, Facts
 #include "llmc/checkpoints.h"   // gives: checkpoint_check, checkpoint_done, Worker
 #include "llmc/comm.h"          // gives: comm, comm_start, comm_any, comm_all_gather
@@ -3689,7 +3689,7 @@ static std::string bytes_text(size_t bytes) {
 }
 
 static void gpt2_check_memory(const Config& c, const Options& options, int B, int T,
-                              const DeviceInfo& device) {
+                              const DeviceInfo& device, bool keeps_batch = false) {
     auto fits = [&](int b) {
         return memory_total(gpt2_memory_plan(c, options, b, T)) + memory_reserve(device) <=
                device.memory_free;
@@ -3703,6 +3703,7 @@ static void gpt2_check_memory(const Config& c, const Options& options, int B, in
     const size_t wanted = memory_total(gpt2_memory_plan(c, options, B, T)) + memory_reserve(device);
     std::string hint = low > 0 ? format("the largest micro-batch that fits is -b %d", low)
                                : std::string("not even -b 1 fits: choose a smaller model or -t");
+    if (keeps_batch) { hint = "a resumed run keeps its -b: more GPUs with -zs 1 or 2 share its state out"; }
     if (options.recompute < 2) { hint += "; -r 2 needs less memory"; }
     die("-b %d -t %d needs %s of memory on %s, which has %s free\nhint: %s", B, T,
         bytes_text(wanted).c_str(), device.name.c_str(), bytes_text(device.memory_free).c_str(),
@@ -4697,7 +4698,7 @@ static void saver_init(Saver* saver, GPT2* model, const Logger* logger, const st
         largest = std::max(largest, p.bytes());
     }
     // half of what is free, for all ranks of this machine
-    const size_t most = host_memory_free() / 2 / (size_t)comm.local_world;
+    const size_t most = addresses_limited() ? 0 : host_memory_free() / 2 / (size_t)comm.local_world;
     saver->capacity = at_once && all <= most ? all : largest;
     if (at_once && saver->capacity < all) {
         warn("host memory is short: a checkpoint of %s is written in parts, and training waits for it",
@@ -4796,6 +4797,7 @@ static void saver_save(Saver* saver, int64_t step, const Facts& facts) {
     saver->retention.bad.erase(step);
     // what had this name before is none from now on
     if (split.rank == 0) { unlink(checkpoint_marker(saver->folder, step).c_str()); }
+    comm_any(false);                                // and rank 0 has made the folder, at its first report
     for (int b = 0; b < (int)model->layout.buckets.size(); b++) { gpt2_await_params(model, b); }
     for (size_t group = 0; group + 1 < saver->groups.size(); group++) {
         if (group > 0) { saver_wait(saver); }       // the memory is free again
@@ -4881,7 +4883,7 @@ static bool checkpoint_refused(int64_t step, const std::string& error) {
     if (first == comm.rank) {
         const std::string who = comm.world > 1 ? format(" by rank %d", first) : "";
         fprintf(stderr, "warning: the checkpoint of step %lld is skipped%s: %s\n", (long long)step,
-                who.c_str(), error.c_str());
+                who.c_str(), shown(error).c_str());
     }
     return first < comm.world;
 }
@@ -5229,8 +5231,15 @@ static void settings_keep() {
 // the same on another number of ranks: the batch and its lanes.
 static void settings_resume(const Facts& from) {
     static const Facts facts = from;            // whose texts the flags point to from now on
-    auto saved = [&](const char* name) {
-        const std::string* text = facts_find(facts, std::string("flag.") + name);
+    auto saved = [&](const std::string& name) {
+        const std::string* text = facts_find(facts, "flag." + name);
+        const struct { const char *flag, *fact; } open[] = {
+            {"sequence-length", "T"}, {"total-batch", "total_batch"}, {"lanes", "lanes"}};
+        for (const auto& o : open) {            // what was left open may be given as it was settled
+            const std::string* settled = name == o.flag ? facts_find(facts, o.fact) : nullptr;
+            const bool same = settled && *settled == flags_text(flags_find(kFlags, kNumFlags, "--" + name));
+            if (same) { return settled->c_str(); }
+        }
         return text ? text->c_str() : nullptr;
     };
     flags_resume(kFlags, kNumFlags, saved);
@@ -5311,8 +5320,10 @@ static Config config_check(const Facts* resumed = nullptr) {
     if (run.total_batch % all != 0) {
         const int64_t below = std::max(all, run.total_batch / all * all);
         const std::string ranks = comm.world > 1 ? format(" * %d ranks", comm.world) : "";
-        die("-z %lld is not a multiple of B*T = %d*%d%s = %lld\nhint: use -z %lld",
-            (long long)run.total_batch, run.B, run.T, ranks.c_str(), (long long)all, (long long)below);
+        const std::string hint = run.resumed ? "a resumed run keeps its batch: choose another number of ranks"
+                                             : format("use -z %lld", (long long)below);
+        die("-z %lld is not a multiple of B*T = %d*%d%s = %lld\nhint: %s", (long long)run.total_batch, run.B,
+            run.T, ranks.c_str(), (long long)all, hint.c_str());
     }
     const int64_t micro_steps = run.total_batch / tokens;
     if (micro_steps > INT_MAX) {
@@ -5661,6 +5672,7 @@ struct Training {
     Saver saver = {};
     bool saves = false;         // there is -o
     std::string device;
+    std::string program;        // its hash, taken at the start: later its file may be gone
     int64_t step = 0;           // steps done
     int64_t position = 0;       // of the data of the next one
     int rewinds = 0;
@@ -5678,7 +5690,7 @@ static Facts run_facts(Training* t) {
         {"T", run.T}, {"total_batch", run.total_batch}, {"tokens", t->step * run.total_batch},
         {"main_log_bytes", place.main_log}, {"metrics_bytes", place.metrics}};
     for (const auto& n : numbers) { facts.push_back({n.name, std::to_string(n.value)}); }
-    facts.push_back({"program", executable_hash()});
+    facts.push_back({"program", t->program});
     facts.push_back({"device", t->device});
     facts.push_back({"training data", dataloader_facts(&t->train_loader)});
     for (int i = 0; i < kNumFlags; i++) {
@@ -5731,6 +5743,7 @@ static void rewind_or_stop(Training* t) {
     std::set<int64_t>* bad = &t->saver.retention.bad;
     // A signal may have left a checkpoint between those of -n: the run goes back as far as without it.
     const int64_t every = std::max(1, run.checkpoint_every);
+    comm_patience(kDiskPatience);           // rank 0 reads a whole model file
     Checkpoint c = checkpoint_find(t->saver.folder, from / every * every, bad);
     if (c.step < 0) { c = checkpoint_find(t->saver.folder, from, bad); }
     checkpoint_resume(&t->model, &c, t->saver.folder, bad);
@@ -5903,10 +5916,23 @@ static void fit_lanes(const Config& config, Options* options, const DeviceInfo& 
     for (int n : lanes) { fewer = std::min(fewer, n); }
     options->lanes = fewer;
     run.lanes = fewer * comm.world;
-    if (run.lanes < wanted) {
+    if (run.lanes < wanted && run.resumed) {
+        warn("memory is short: gradients are summed over %d lanes, and were over %d before: the run's bits "
+             "will differ", run.lanes, wanted);
+    } else if (run.lanes < wanted) {
         printf("memory is short: gradients are summed over %d lanes, not %d; --lanes %d gives the same bits "
                "on another machine\n", run.lanes, wanted, run.lanes);
     }
+}
+
+static CommFacts flag_facts() {
+    CommFacts facts;
+    for (const Flag& flag : kFlags) {
+        const std::string name = flag.name;
+        if (name == "process-rank" || name == "process-server") { continue; }
+        facts.push_back({"--" + name, flags_text(&flag)});
+    }
+    return facts;
 }
 
 // Ranks that differ in anything that decides about the result would train nonsense, or wait for ever.
@@ -5915,11 +5941,7 @@ static void check_same_job(const DataLoader& train_loader, const DataLoader& val
     CommFacts facts = {
         {"the program", executable_hash()}, {"training data", dataloader_facts(&train_loader)},
         {"validation data", dataloader_facts(&val_loader)}};
-    for (const Flag& flag : kFlags) {
-        const std::string name = flag.name;
-        if (name == "process-rank" || name == "process-server") { continue; }
-        facts.push_back({"--" + name, flags_text(&flag)});
-    }
+    for (const auto& fact : flag_facts()) { facts.push_back(fact); }
     comm_check_same(facts);
 }
 
@@ -6027,6 +6049,7 @@ int main(int argc, char** argv) {
     const std::string init = flags_text(flags_find(kFlags, kNumFlags, "--process-init"));
     run.comm.init = init.c_str();
     comm_start(run.comm, argv);
+    comm_check_same(flag_facts());          // a rank with -y would look for a run with those that have none
     Training t;
     Checkpoint resumed = find_resumed(&t.saver.retention.bad);
     const Config config = config_check(run.resumed ? &resumed.facts : nullptr);
@@ -6045,8 +6068,9 @@ int main(int argc, char** argv) {
     }
     const DeviceInfo device = device_init(comm.local_rank);
     t.device = device.name;
+    t.program = executable_hash();
     fit_lanes(config, &options, device);
-    gpt2_check_memory(config, options, run.B, run.T, device);
+    gpt2_check_memory(config, options, run.B, run.T, device, run.resumed);
     const std::string unfit = attention_error(config.C / config.NH);
     if (!unfit.empty()) { die("%s", unfit.c_str()); }
     open_data(&t, config, trains, validates);
