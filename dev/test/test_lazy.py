@@ -121,7 +121,8 @@ def test_rank_0_is_last():
         text = rest.read()
     said = p.communicate(timeout=LIMIT_S)[1]
     check_equal((p.returncode, said), (0, b""), "a job whose rank 0 is slow")
-    check(b"saved late/model_00000002.bin" in text and os.path.exists("late/DONE_00000002"), shorten(text[-150:]))
+    check(b"saved late/model_00000002.bin" in text and os.path.exists("late/DONE_00000002"),
+          shorten(text[-150:]))
 
 
 def test_unknown_policy():
