@@ -55,7 +55,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/flags.h"         // gives: Flag, flags_parse
 #include "llmc/logger.h"        // gives: Logger
 #include "llmc/progress.h"      // gives: progress_show, progress_clear
-#include "llmc/host_memory.h"   // gives: host_memory_free
+#include "llmc/host_memory.h"   // gives: host_memory_free, addresses_limited
 #include "llmc/state_file.h"    // gives: StateFile, Facts
 #include "llmc/checkpoints.h"   // gives: checkpoint_check, checkpoint_done, Worker
 #include "llmc/comm.h"          // gives: comm, comm_start, comm_any, comm_all_gather
@@ -3706,7 +3706,7 @@ static std::string bytes_text(size_t bytes) {
 }
 
 static void gpt2_check_memory(const Config& c, const Options& options, int B, int T,
-                              const DeviceInfo& device) {
+                              const DeviceInfo& device, bool keeps_batch = false) {
     auto fits = [&](int b) {
         return memory_total(gpt2_memory_plan(c, options, b, T)) + memory_reserve(device) <=
                device.memory_free;
@@ -3720,6 +3720,7 @@ static void gpt2_check_memory(const Config& c, const Options& options, int B, in
     const size_t wanted = memory_total(gpt2_memory_plan(c, options, B, T)) + memory_reserve(device);
     std::string hint = low > 0 ? format("the largest micro-batch that fits is -b %d", low)
                                : std::string("not even -b 1 fits: choose a smaller model or -t");
+    if (keeps_batch) { hint = "a resumed run keeps its -b: more GPUs with -zs 1 or 2 share its state out"; }
     if (options.trains && options.recompute < 2) { hint += "; -r 2 needs less memory"; }
     die("-b %d -t %d needs %s of memory on %s, which has %s free\nhint: %s", B, T,
         bytes_text(wanted).c_str(), device.name.c_str(), bytes_text(device.memory_free).c_str(),
@@ -4711,7 +4712,7 @@ static void saver_init(Saver* saver, GPT2* model, const Logger* logger, const st
         largest = std::max(largest, p.bytes());
     }
     // half of what is free, for all ranks of this machine
-    const size_t most = host_memory_free() / 2 / (size_t)comm.local_world;
+    const size_t most = addresses_limited() ? 0 : host_memory_free() / 2 / (size_t)comm.local_world;
     saver->capacity = at_once && all <= most ? all : largest;
     if (at_once && saver->capacity < all) {
         warn("host memory is short: a checkpoint of %s is written in parts, and training waits for it",
@@ -4811,6 +4812,7 @@ static void saver_save(Saver* saver, int64_t step, const Facts& facts) {
     saver->retention.bad.erase(step);
     // what had this name before is none from now on
     if (split.rank == 0) { unlink(checkpoint_marker(saver->folder, step).c_str()); }
+    comm_any(false);                                // and rank 0 has made the folder, at its first report
     for (int b = 0; b < (int)model->layout.buckets.size(); b++) { gpt2_await_params(model, b); }
     for (size_t group = 0; group + 1 < saver->groups.size(); group++) {
         if (group > 0) { saver_wait(saver); }       // the memory is free again
@@ -4896,7 +4898,7 @@ static bool checkpoint_refused(int64_t step, const std::string& error) {
     if (first == comm.rank) {
         const std::string who = comm.world > 1 ? format(" by rank %d", first) : "";
         fprintf(stderr, "warning: the checkpoint of step %lld is skipped%s: %s\n", (long long)step,
-                who.c_str(), error.c_str());
+                who.c_str(), shown(error).c_str());
     }
     return first < comm.world;
 }
@@ -5466,8 +5468,10 @@ static Config config_check(const Facts* resumed = nullptr) {
     if (run.total_batch % all != 0) {
         const int64_t below = std::max(all, run.total_batch / all * all);
         const std::string ranks = comm.world > 1 ? format(" * %d ranks", comm.world) : "";
-        die("-z %lld is not a multiple of B*T = %d*%d%s = %lld\nhint: use -z %lld",
-            (long long)run.total_batch, run.B, run.T, ranks.c_str(), (long long)all, (long long)below);
+        const std::string hint = run.resumed ? "a resumed run keeps its batch: choose another number of ranks"
+                                             : format("use -z %lld", (long long)below);
+        die("-z %lld is not a multiple of B*T = %d*%d%s = %lld\nhint: %s", (long long)run.total_batch, run.B,
+            run.T, ranks.c_str(), (long long)all, hint.c_str());
     }
     const int64_t micro_steps = run.total_batch / tokens;
     if (micro_steps > INT_MAX) {
@@ -5928,6 +5932,7 @@ struct Training {
     Saver saver = {};
     bool saves = false;         // there is -o
     std::string device;
+    std::string program;        // its hash, taken at the start: later its file may be gone
     int64_t step = 0;           // steps done
     int64_t position = 0;       // of the data of the next one
     int rewinds = 0;
@@ -5945,7 +5950,7 @@ static Facts run_facts(Training* t) {
         {"T", run.T}, {"total_batch", run.total_batch}, {"tokens", t->step * run.total_batch},
         {"main_log_bytes", place.main_log}, {"metrics_bytes", place.metrics}};
     for (const auto& n : numbers) { facts.push_back({n.name, std::to_string(n.value)}); }
-    facts.push_back({"program", executable_hash()});
+    facts.push_back({"program", t->program});
     facts.push_back({"device", t->device});
     facts.push_back({"training data", dataloader_facts(&t->train_loader)});
     for (int i = 0; i < kNumFlags; i++) {
@@ -5998,6 +6003,7 @@ static void rewind_or_stop(Training* t) {
     std::set<int64_t>* bad = &t->saver.retention.bad;
     // A signal may have left a checkpoint between those of -n: the run goes back as far as without it.
     const int64_t every = std::max(1, run.checkpoint_every);
+    comm_patience(kDiskPatience);           // rank 0 reads a whole model file
     Checkpoint c = checkpoint_find(t->saver.folder, from / every * every, bad);
     if (c.step < 0) { c = checkpoint_find(t->saver.folder, from, bad); }
     checkpoint_resume(&t->model, &c, t->saver.folder, bad);
@@ -6149,9 +6155,9 @@ static void print_model(const GPT2& model) {
 static void print_questions(const EvalSet& set) {
     if (set.questions.empty()) { return; }
     const int64_t positions = evalset_positions(&set);
-    printf("questions: %zu, %zu rows in %zu batches, %lld positions: %.1f%% of what rows of %d would take\n",
-           set.questions.size(), set.rows.size(), set.batches.size(), (long long)positions,
-           100.0 * (double)positions / ((double)set.rows.size() * set.T), set.T);
+    say("questions: %zu, %zu rows in %zu batches, %lld positions: %.1f%% of what rows of %d would take\n",
+        set.questions.size(), set.rows.size(), set.batches.size(), (long long)positions,
+        100.0 * (double)positions / ((double)set.rows.size() * set.T), set.T);
 }
 
 // The settings that do what was asked, but hardly what was meant.
@@ -6177,7 +6183,7 @@ static void print_surprises(bool sampling, size_t prompt_tokens) {
 static void fit_lanes(const Config& config, Options* options, const DeviceInfo& device) {
     if (!options->trains) { return; }
     const int wanted = run.lanes;
-    const bool may_choose = !flags_given(kFlags, kNumFlags, "lanes") && !run.resumed && run.zero < 2;
+    const bool may_choose = !flags_given(kFlags, kNumFlags, "lanes") && run.zero < 2;
     int fewer = options->lanes;
     auto fits = [&] {
         return memory_total(gpt2_memory_plan(config, *options, run.B, run.T)) + memory_reserve(device) <=
@@ -6189,10 +6195,23 @@ static void fit_lanes(const Config& config, Options* options, const DeviceInfo& 
     for (int n : lanes) { fewer = std::min(fewer, n); }
     options->lanes = fewer;
     run.lanes = fewer * comm.world;
-    if (run.lanes < wanted) {
+    if (run.lanes < wanted && run.resumed) {
+        warn("memory is short: gradients are summed over %d lanes, and were over %d before: the run's bits "
+             "will differ", run.lanes, wanted);
+    } else if (run.lanes < wanted) {
         say("memory is short: gradients are summed over %d lanes, not %d; --lanes %d gives the same bits "
             "on another machine\n", run.lanes, wanted, run.lanes);
     }
+}
+
+static CommFacts flag_facts() {
+    CommFacts facts;
+    for (const Flag& flag : kFlags) {
+        const std::string name = flag.name;
+        if (name == "process-rank" || name == "process-server") { continue; }
+        facts.push_back({"--" + name, flags_text(&flag)});
+    }
+    return facts;
 }
 
 // Ranks that differ in anything that decides about the result would train nonsense, or wait for ever.
@@ -6202,11 +6221,7 @@ static void check_same_job(const Training& t) {
         {"the program", executable_hash()}, {"training data", dataloader_facts(&t.train_loader)},
         {"validation data", dataloader_facts(&t.val_loader)},
         {"evaluation data", evalset_facts(&t.questions)}};
-    for (const Flag& flag : kFlags) {
-        const std::string name = flag.name;
-        if (name == "process-rank" || name == "process-server") { continue; }
-        facts.push_back({"--" + name, flags_text(&flag)});
-    }
+    for (const auto& fact : flag_facts()) { facts.push_back(fact); }
     comm_check_same(facts);
 }
 
@@ -6353,6 +6368,7 @@ int main(int argc, char** argv) {
     const std::string init = flags_text(flags_find(kFlags, kNumFlags, "--process-init"));
     run.comm.init = init.c_str();
     comm_start(run.comm, argv);
+    comm_check_same(flag_facts());          // a rank with -y would look for a run with those that have none
     Training t;
     Checkpoint resumed = find_resumed(&t.saver.retention.bad);
     if (!run.resumed && model_is_folder()) { folder_resolve(); }
@@ -6378,8 +6394,9 @@ int main(int argc, char** argv) {
     }
     const DeviceInfo device = device_init(comm.local_rank);
     t.device = device.name;
+    t.program = executable_hash();
     fit_lanes(config, &options, device);
-    gpt2_check_memory(config, options, run.B, run.T, device);
+    gpt2_check_memory(config, options, run.B, run.T, device, run.resumed);
     const std::string unfit = attention_error(config.C / config.NH);
     if (!unfit.empty()) { die("%s", unfit.c_str()); }
     open_data(&t, config, trains, validates);

@@ -113,8 +113,9 @@ static inline void limit_memory(DeviceInfo* info, int threads) {
     const size_t blas_bytes = 0;
 #endif
     mallopt(M_ARENA_MAX, 1);                    // else each thread that allocates takes 64 MiB of addresses
-    // Stacks: OpenMP's threads, OpenBLAS's own, and the two that read training and validation data.
-    const size_t others = threads * (2 * stack_bytes + blas_bytes) + 2 * stack_bytes;
+    // Stacks: OpenMP's threads, OpenBLAS's own, the two that read training and validation data, and the one
+    // that writes checkpoints.
+    const size_t others = threads * (2 * stack_bytes + blas_bytes) + 3 * stack_bytes;
     const size_t used = proc_bytes("/proc/self/status", "VmSize") + others;
     const size_t left = addresses.rlim_cur > used ? addresses.rlim_cur - used : 1;      // 0: not known
     info->name += ", addresses limited by `ulimit -v`";

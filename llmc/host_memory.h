@@ -10,6 +10,7 @@ How much memory this process may still take. Host only.
 #include <stdio.h>      // gives: fopen, fgets
 #include <stdlib.h>     // gives: strtoull
 #include <string.h>     // gives: strncmp
+#include <sys/resource.h> // gives: getrlimit
 
 #include <algorithm>    // gives: std::min
 #include <string>       // gives: std::string
@@ -60,6 +61,13 @@ static inline size_t cgroup_memory_free(const std::string& root = "/sys/fs/cgrou
         }
         if (group.empty() || group == "/") { return left; }
     }
+}
+
+// Under such a limit (ulimit -v) more memory may be free than can be had, and libraries may wait for theirs
+// for ever (llmc/cpu_device.h).
+static inline bool addresses_limited() {
+    struct rlimit most;
+    return getrlimit(RLIMIT_AS, &most) == 0 && most.rlim_cur != RLIM_INFINITY;
 }
 
 static inline size_t host_memory_free() {

@@ -9,10 +9,13 @@ to leave the same bytes as the ordinary build, which does everything at once and
 
 The ordinary build, ./train_gpt2cpu, has to be there. Standard library only.
 """
+import fcntl
 import os
 import re
 import shutil
+import subprocess
 import sys
+import time
 
 from test_resume import read_state
 from trainer import *                   # gives: run, check, check_equal, read_bytes, write_shard, main, ...
@@ -25,6 +28,8 @@ Program.usual = {"-e": "L2,NH2,C32,T16,V256", "-i": "train.bin", "-j": "val.bin"
                  "-x": 4, "-v": 0, "-s": 0, "-f": 0, "-l": "1e-2", "-k": "constant"}
 # wte is the largest tensor by far, or hardly larger than a bucket's smallest size
 ONE_LAYER, FIVE = "L1,NH2,C16,T16,V3000", "L5,NH3,C24,T16,V300"
+
+F_SETPIPE_SZ = 1031                     # Linux; Python's fcntl has it from 3.10 on
 
 # What is run: flags of runs one after another in one folder.
 SAVED = [{"-n": 2, "-x": 6}, {"-n": 2, "-x": 9, "-y": 1}]
@@ -91,6 +96,36 @@ def test_policies():
             unlike = sorted(name for name in {**want, **got} if want.get(name) != got.get(name))
             if not check(not unlike, f"{title}, {policy}: unlike the ordinary build in {unlike}"):
                 print("    " + "\n    ".join(shorten(got.get(name)) for name in unlike if name[:4] == "run "))
+
+
+def test_rank_0_is_last():
+    """Rank 0 makes the folder when it reports the first step. Whoever does not read what it prints delays
+    that, and nobody else's checkpoint may come before it."""
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, F_SETPIPE_SZ, 4096)     # it is full long before a step of this size is done
+    words = Program.command({"--gpus": 2, "-zs": 1, "-n": 1, "-x": 2, "-o": "late", "-z": 32 * 16,
+                             "-e": "L2,NH2,C64,T16,V20000"})
+    p = subprocess.Popen(words, stdout=writer, stderr=subprocess.PIPE,
+                         env=Program.environment(1, GPT2_LAZY="012"))
+    text = b""
+    while not re.search(rb"micro-steps a step.*\n", text):
+        text += os.read(reader, 1)
+    usual = fcntl.fcntl(writer, fcntl.F_GETFL)
+    fcntl.fcntl(writer, fcntl.F_SETFL, usual | os.O_NONBLOCK)
+    try:
+        while True:
+            os.write(writer, b"x")              # until it is full
+    except BlockingIOError:
+        pass
+    fcntl.fcntl(writer, fcntl.F_SETFL, usual)
+    os.close(writer)
+    time.sleep(2)                               # in which rank 1 would save
+    with os.fdopen(reader, "rb") as rest:
+        text = rest.read()
+    said = p.communicate(timeout=LIMIT_S)[1]
+    check_equal((p.returncode, said), (0, b""), "a job whose rank 0 is slow")
+    check(b"saved late/model_00000002.bin" in text and os.path.exists("late/DONE_00000002"),
+          shorten(text[-150:]))
 
 
 def test_unknown_policy():

@@ -804,6 +804,57 @@ def test_memory_hint():
     check(re.search(r"^error: tensor '\w+' would have \S+ elements: too many$", error, re.M), error)
 
 
+def test_resumed_otherwise():
+    """What a resumed run cannot change is said; what it left open may be given as it was settled."""
+    start = {"-e": "L1,NH2,C64,T16,V20000", "-b": 1, "-z": 8 * T, "-n": 2, "-x": 4, "-o": "settled"}
+    start = {**start, "-z": None, "--gpus": 2} if "CPU" in Program.device else start
+    run_ok(start)
+    again = {**{flag: None for flag in Program.usual}, "-y": 1, "-o": "settled"}
+    tokens = (2 if "CPU" in Program.device else 8) * T
+    run_ok({**again, "-x": 5, "-t": T, "-z": tokens})
+    for flag, value in (("-t", T // 2), ("-z", 2 * tokens)):
+        error = run({**again, "-x": 6, flag: value}).err
+        check(f"{value}: the run in this folder began with " in error, f"{flag} {value}: {error}")
+    if "CPU" not in Program.device:
+        return
+    run_ok({**again, "-x": 6, "--lanes": 2})
+    error = run({**again, "-x": 7, "--gpus": 3}).err
+    check("3 ranks" in error and "hint: a resumed run keeps its batch: " in error, f"3 ranks: {error}")
+
+
+def test_address_limit():
+    """What a checkpoint needs in memory is in the plan, and more is not taken; a resumed run that has less
+    than before says what changes."""
+    if "OpenBLAS" not in Program.device:
+        return
+    flags = {"-e": "L1,NH2,C128,T16,V20000", "-b": 1, "-z": 8 * T, "-x": 3, "-o": ""}
+
+    def limited(more, bytes_):
+        def limit():
+            resource.setrlimit(resource.RLIMIT_AS, (bytes_, bytes_))
+        return run({**flags, **more}, preexec_fn=limit)
+
+    def plan(lanes):
+        out = run_ok({"--lanes": lanes, **flags, "-x": 1}).out
+        return float(re.search(r"memory: ([\d.]+) MiB", out)[1])
+    known, mib = 1000, 2**20
+    free = float(re.search(r"has ([\d.]+) MiB free", limited({"-b": 60000, "-z": None}, known * mib).err)[1])
+
+    def leaves(wanted):         # the limit that leaves so much; a hundredth of it is kept
+        return int((known - free + wanted) * 1.01 * mib)
+    all_lanes, one_lane = plan(8), plan(1)
+    flags["-o"] = "limited"
+    result = limited({"-n": 1}, leaves(all_lanes + 2))
+    check(result.code == 0 and re.fullmatch(r"warning: host memory is short: .*\n", result.err),
+          f"a run under a limit: {result.code} {result.err}")
+    again = {**{flag: None for flag in flags}, "-y": 1, "-o": "limited"}
+    result = limited({**again, "-x": 4}, leaves(all_lanes - 6))
+    check(result.code == 0 and re.search("warning: .* over 4 lanes, and were over 8 before: .* will differ",
+                                         result.err), f"fewer lanes: {result.code} {result.err}")
+    error = limited({**again, "-x": 4}, leaves(one_lane - 10)).err
+    check("needs" in error and "hint: a resumed run keeps its -b: " in error, f"too little: {error}")
+
+
 # ---- what is printed on the way ----
 
 def test_data_line():

@@ -684,7 +684,7 @@ def test_bad_job():
     for name, other, *said in (("learning rate", {"-l": "3e-4"}, "learning-rate", "0.0003"),
                                ("batch", {"-z": 16 * SMALL_T}, "total-batch"),
                                ("seed", {"--seed": 7}, "seed", "7"), ("data", {"-i": "other.bin"}, "data"),
-                               ("-zs", {"-zs": 1}, "zs|zero")):
+                               ("-zs", {"-zs": 1}, "zs|zero"), ("-y", {"-y": 1}, "--resume")):
         port = free_port()
         jobs = [Job({**flags, **tcp(r, port), **(other if r else {})}) for r in (0, 1)]
         results = all_of(jobs)
