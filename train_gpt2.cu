@@ -5277,11 +5277,11 @@ static void settings_resume(const Facts& from) {
     static const Facts facts = from;            // whose texts the flags point to from now on
     auto saved = [&](const std::string& name) {
         const std::string* text = facts_find(facts, "flag." + name);
-        // what was left open may be given only as it was settled
         const char* settled = name == "sequence-length" ? "T" : name == "total-batch" ? "total_batch"
                             : name == "lanes" ? "lanes" : "";
-        const std::string* number = text && *text == "0" ? facts_find(facts, settled) : nullptr;
-        if (number && flags_given(kFlags, kNumFlags, name.c_str())) { text = number; }
+        const std::string* number = facts_find(facts, settled);
+        const bool same = number && *number == flags_text(flags_find(kFlags, kNumFlags, "--" + name));
+        if (same) { text = number; }            // what was left open may be given as it was settled
         return text ? text->c_str() : nullptr;
     };
     flags_resume(kFlags, kNumFlags, saved);
@@ -6335,7 +6335,10 @@ static void start_training(Training* t, Checkpoint* resumed, const char* program
     }
     if (run.resumed) {
         training_go_back(t, *resumed);
-        if (comm.rank == 0) { checkpoint_clean(folder); }
+        if (comm.rank == 0) {                   // a kill may have come before the last ones were removed
+            checkpoint_clean(folder);
+            checkpoint_retain(folder, resumed->step, t->saver.retention);
+        }
         say("resumed: %s goes on after step %lld\n", shown(folder).c_str(), (long long)resumed->step);
         if (t->step >= run.max_steps) {
             say("-x %lld: the run has come so far already\n", (long long)run.max_steps);

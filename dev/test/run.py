@@ -94,17 +94,17 @@ def all_suites():
         among_gpus = ["build/check/train_gpt2.BF16", "-k", "elastic rank_killed signals_for_ranks"]
         suites += [Suite("gpus resume BF16", resume + among_gpus, ["nvcc train_gpt2.BF16"], "gpus", cores=8,
                          gpu=2)]
-        suites += [Suite("ranks cpu", ranks + ["./train_gpt2cpu"], cpu, cores=4)]
+        suites += [Suite("ranks cpu", ranks + ["./train_gpt2cpu"], cpu)]
     suites += [
         Suite("cli cpu", [PYTHON, "dev/test/test_cli.py", "./train_gpt2cpu"], cpu),
         Suite("loop cpu", [PYTHON, "dev/test/test_loop.py", "./train_gpt2cpu"], cpu),
         Suite("seeing cpu", [PYTHON, "dev/test/test_seeing.py", "./train_gpt2cpu"], cpu),
         Suite("lazy cpu", [PYTHON, "dev/test/test_lazy.py", "build/train_gpt2lazy"], cpu),
         Suite("hf cpu", [PYTHON, "dev/test/test_hf.py", "./train_gpt2cpu"], cpu),
-        Suite("resume cpu", resume + ["./train_gpt2cpu"], cpu, cores=2),
-        Suite("asan resume", resume + ["build/asan/train_gpt2cpu", "-k", "test_kills alone"], asan, cores=2),
+        Suite("resume cpu", resume + ["./train_gpt2cpu"], cpu),
+        Suite("asan resume", resume + ["build/asan/train_gpt2cpu", "-k", "test_kills alone"], asan),
         Suite("lazy resume", resume + ["build/train_gpt2lazy", "-k", "validation alone test_kills rewind"],
-              cpu, cores=2),
+              cpu),
         Suite("asan model cpu", ["build/asan/test_gpt2cpu"], asan),
         Suite("break cpu", [PYTHON, "dev/test/break_all.py", "./test_gpt2cpu"], cpu, cores=4),
         Suite("host tiktoken", [PYTHON, "dev/test/compare_tiktoken.py"], cpu),
