@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs a fuzz target of build/fuzz: each of its seeds alone, then libFuzzer on them for some seconds.
 
-    python3 dev/fuzz/run.py shard                   # as `make test` does: 7 seconds, the same random numbers
+    python3 dev/fuzz/run.py shard                   # as `make test` does: 5 seconds, the same random numbers
     python3 dev/fuzz/run.py shard --seconds 600     # other ones each time
     python3 dev/fuzz/run.py --list
 
@@ -60,7 +60,7 @@ def main():
         good = code == 0 and "Executed " in said
         results.append(report(good, f"{seeds}/{name}: exit code {code}", said))
     os.makedirs(corpus, exist_ok=True)
-    seconds = args.seconds or 7
+    seconds = args.seconds or 5
     words = [f"-max_total_time={seconds}", "-print_final_stats=1"] + ([] if args.seconds else ["-seed=1"])
     code, said = call(fuzz + words + [corpus, seeds], seconds)
     runs = re.search(r"stat::number_of_executed_units: (\d+)", said)
