@@ -176,9 +176,9 @@ tinyshakespeare: build/tokenize ## its shards (TEXT=file: from that text, withou
 
 # Each folder quoted, but those of RUNS.
 PLOT_RUNS = $(foreach v,RUN $(addprefix RUN,2 3 4 5 6 7 8 9),$(if $(value $(v)),"$$$(v)")) $(RUNS)
-plot: ## draw runs: RUN=dir [RUN2=dir ...] or RUNS="a b" [OUT=both.png] [GPT2=1: OpenAI's levels]
+plot: ## draw runs: RUN=dir [RUN2=dir ...] or RUNS="a b" [PNG=both.png] [GPT2=1: OpenAI's levels]
 	$(if $(strip $(PLOT_RUNS)),,$(error make plot wants a run: RUN=dir [RUN2=dir ...], or RUNS="a b"))
-	@python3 dev/data/plot_log.py $(PLOT_RUNS) $(if $(value OUT),-o "$$OUT") $(if $(filter 1,$(GPT2)),--gpt2)
+	@python3 dev/data/plot_log.py $(PLOT_RUNS) $(if $(value PNG),-o "$$PNG") $(if $(filter 1,$(GPT2)),--gpt2)
 
 # These install what is missing first, the compiler too; run.py then builds, in a make of its own.
 RUN_TESTS = @scripts/setup.sh tests && python3 dev/test/run.py

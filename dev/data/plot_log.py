@@ -2,7 +2,7 @@
 """Draws runs into one picture: loss, HellaSwag, learning rate, gradient norm, tokens/s.
 
     make plot RUN=runs/mine                                         # loss.png in the run's folder
-    make plot RUN=runs/a RUN2=runs/b OUT=both.png
+    make plot RUN=runs/a RUN2=runs/b PNG=both.png
     python3 dev/data/plot_log.py runs/a runs/b -o both.png --gpt2 --line 1.93 "bigram baseline"
 
 Reads main.log, of this program or of llm.c, and metrics.jsonl beside it for the speed; what a run has not

@@ -355,7 +355,7 @@ def test_make_plot():
     script = "<dev/data/plot_log.py>"
     for words, wanted in ((["RUN=a"], "<a>"), (["RUN=a b", "RUN2=it's", "RUN3=x;y"], "<a b><it's><x;y>"),
                           (["RUNS=a b"], "<a><b>"), (["RUN=a", "GPT2=0"], "<a>"),
-                          (["RUN=a", "OUT=c d.png", "GPT2=1"], "<a><-o><c d.png><--gpt2>")):
+                          (["RUN=a", "PNG=c d.png", "GPT2=1"], "<a><-o><c d.png><--gpt2>")):
         code, out, err = call(["make", "plot", *words], path)
         check((code, out) == (0, script + wanted), f"make plot {words}: {code}, {out}{err}")
     code, out, err = call(["make", "plot"], path)
