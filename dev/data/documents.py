@@ -14,10 +14,12 @@ import zlib
 
 from fetch import Problem
 
+sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+from venv_python import take_the_venv               # noqa: E402
+
 KINDS = {".txt": "text", ".text": "text", ".md": "text", ".rst": "text",
          ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
 
 
 def kind_of(path):
@@ -47,9 +49,7 @@ def need_pyarrow():
     try:
         import pyarrow.parquet          # noqa: F401
     except ImportError:
-        python = os.path.join(ROOT, ".venv", "bin", "python")
-        if os.access(python, os.X_OK) and os.path.realpath(sys.prefix) != os.path.realpath(ROOT + "/.venv"):
-            os.execv(python, [python] + sys.argv)
+        take_the_venv()
         raise Problem("parquet files cannot be read without pyarrow",
                       "scripts/setup.sh data, or: pip install pyarrow") from None
 

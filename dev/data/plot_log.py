@@ -16,6 +16,9 @@ import os
 import re
 import sys
 
+sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+from venv_python import take_the_venv               # noqa: E402
+
 # the forms of a line, as (curve, its value's group); llm.c's older logs have no lr and norm
 FORMS = ((re.compile(r"s:(\d+) trl:(\S+)(?: lr:(\S+))?(?: norm:(\S+))?\s*"), ("train", "lr", "norm")),
          (re.compile(r"s:(\d+) tel:(\S+)\s*"), ("val",)),
@@ -194,14 +197,6 @@ def draw(runs, gpt2=False, lines=()):
         draw_panel(axes, name, runs, levels(runs, name, gpt2, list(lines)))
         axes.set_xlabel("step")
     return figure
-
-
-def take_the_venv():
-    """Starts again with .venv's Python, if there is one and this is another: setup.sh installs into it."""
-    root = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
-    python = os.path.join(root, ".venv", "bin", "python")
-    if os.access(python, os.X_OK) and os.path.realpath(sys.prefix) != os.path.realpath(root + "/.venv"):
-        os.execv(python, [python] + sys.argv)
 
 
 def tell_apart(runs):

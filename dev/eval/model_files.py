@@ -23,7 +23,8 @@ import signal
 import sys
 from collections import namedtuple
 
-ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
+sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+from venv_python import ROOT, take_the_venv         # noqa: E402
 
 
 def die(message):
@@ -35,9 +36,7 @@ def take_a_numpy():
     try:
         import numpy                                        # noqa: F401
     except ImportError:
-        python = os.path.join(ROOT, ".venv", "bin", "python")
-        if os.access(python, os.X_OK) and os.path.realpath(sys.prefix) != os.path.realpath(ROOT + "/.venv"):
-            os.execv(python, [python] + sys.argv)
+        take_the_venv()
         die("no numpy in this Python\nhint: pip install numpy, in a venv of yours")
 
 

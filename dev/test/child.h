@@ -2,6 +2,7 @@
 Runs a function in a child process, to test what ends the process: errors, --help, kills. Host only.
 
     Child c = run_child([] { flags_parse(...); });      // c.code, c.out, c.err
+    std::string left = read_text("main.log");
     check_dies("-b 0", [] { ... }, {"-b", "1 to 65536"});
 */
 #ifndef DEV_TEST_CHILD_H
@@ -17,6 +18,14 @@ Runs a function in a child process, to test what ends the process: errors, --hel
 #include <vector>           // gives: std::vector
 
 #include "test.h"           // gives: CHECK
+
+static inline std::string read_text(const std::string& path) {
+    std::string text((size_t)std::max<int64_t>(file_size(path.c_str()), 0), '\0');
+    FILE* f = fopen_check(path.c_str(), "rb");
+    fread_check(&text[0], 1, text.size(), f, path.c_str());
+    fclose(f);
+    return text;
+}
 
 struct Child { int code; std::string out, err; };   // code: exit status, or -signal
 

@@ -31,14 +31,6 @@ __attribute__((noinline)) void* operator new(size_t bytes) {
 __attribute__((noinline)) void operator delete(void* p) noexcept { free(p); }
 __attribute__((noinline)) void operator delete(void* p, size_t) noexcept { free(p); }
 
-static std::string read_text(const std::string& path) {
-    std::string text((size_t)std::max<int64_t>(file_size(path.c_str()), 0), '\0');
-    FILE* f = fopen_check(path.c_str(), "rb");
-    fread_check(&text[0], 1, text.size(), f, path.c_str());
-    fclose(f);
-    return text;
-}
-
 static void write_text(const std::string& path, const std::string& text) {     // in place, as damage comes
     FILE* f = fopen_check(path.c_str(), "wb");
     if (fwrite(text.data(), 1, text.size(), f) != text.size() || fclose(f) != 0) { die("no space"); }

@@ -24,13 +24,12 @@ import signal
 import subprocess
 import sys
 import tarfile
-import tempfile
 import threading
 import time
-import traceback
 import urllib.parse
 
-ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
+from checks import ROOT, check, main, skip
+
 GET = os.path.join(ROOT, "dev/data/get.py")
 TOOL = os.path.join(ROOT, "build/tokenize")
 sys.path.insert(0, os.path.join(ROOT, "dev/data"))
@@ -38,19 +37,6 @@ import debian                                       # noqa: E402
 import get                                          # noqa: E402
 
 LIMIT_S = 600                                       # only a hang meets it
-counts = {"passed": 0, "failed": 0, "skipped": 0}
-current = ""
-
-
-def check(condition, what):
-    counts["passed" if condition else "failed"] += 1
-    if not condition:
-        print(f"FAIL {current}: {what}", flush=True)
-
-
-def skip(tests, why):
-    counts["skipped"] += tests
-    print(f"SKIP ({tests}): {why}")
 
 
 def write(path, data):
@@ -745,28 +731,7 @@ def test_table():
             said=("is not tinyshakespeare",))
 
 
-def main():
-    global current
-    if not os.access(TOOL, os.X_OK):
-        print(f"FAIL no {TOOL}: make tokenize\n0 passed, 1 failed, 0 skipped")
-        return 1
-    word = sys.argv[2] if sys.argv[1:2] == ["-k"] else ""
-    for name, test in [(n[5:], f) for n, f in globals().items() if n.startswith("test_") and word in n]:
-        current, began = name, time.monotonic()
-        folder = tempfile.mkdtemp(prefix="test_datasets_")
-        os.chdir(folder)
-        try:
-            test()
-        except Exception as e:                      # unexpected output is a failure, not an end
-            where = traceback.extract_tb(e.__traceback__)[-1]
-            check(False, f"{type(e).__name__}: {e} ({os.path.basename(where.filename)}:{where.lineno})")
-        finally:
-            os.chdir(ROOT)
-            shutil.rmtree(folder)
-        print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
-    print("{passed} passed, {failed} failed, {skipped} skipped".format(**counts))
-    return 1 if counts["failed"] or not counts["passed"] else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    if not os.access(TOOL, os.X_OK):
+        sys.exit(f"FAIL no {TOOL}: make tokenize\n0 passed, 1 failed, 0 skipped")
+    sys.exit(main(globals(), "test_datasets"))

@@ -26,14 +26,6 @@ comes from fixed seeds, so a result never changes from run to run.
 
 static std::string folder;              // of this run, removed at the end
 
-static std::string read_text(const std::string& path) {
-    std::string text((size_t)std::max<int64_t>(file_size(path.c_str()), 0), '\0');
-    FILE* f = fopen_check(path.c_str(), "rb");
-    fread_check(&text[0], 1, text.size(), f, path.c_str());
-    fclose(f);
-    return text;
-}
-
 static bool near(double a, double b, double tolerance) { return fabs(a - b) <= tolerance; }   // false for NaN
 
 // ---- check.h: errors, and files that appear whole or not at all ----

@@ -12,26 +12,15 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
-import traceback
 from contextlib import redirect_stdout
 
-ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
-sys.path.insert(0, os.path.join(ROOT, "dev/test"))
-import run as runner                                # noqa: E402  the one under test
-import break_all                                    # noqa: E402
+from checks import ROOT, check, main, skip          # stand beside this file, as do these
+import run as runner
+import break_all
 
 LIMIT_S = 600                                       # only a hang meets it
-counts = {"passed": 0, "failed": 0, "skipped": 0}
-current = ""
-
-
-def check(condition, what):
-    counts["passed" if condition else "failed"] += 1
-    if not condition:
-        print(f"FAIL {current}: {what}", flush=True)
 
 
 def write(path, text, executable=False):
@@ -86,7 +75,7 @@ STORIES = '#!/bin/sh\necho "a story" >"$6"\n'
 
 
 def quickstart_tree():
-    copy("scripts/quickstart.sh", "dev/data/plot_log.py")
+    copy("scripts/quickstart.sh", "dev/data/plot_log.py", "dev/venv_python.py")
     write("scripts/setup.sh", "#!/bin/sh\n", True)
     write("train_gpt2cpu", TRAINER, True)
     write("build/tokenize", TOKENIZE, True)
@@ -336,7 +325,7 @@ def test_make_without_mpi_and_nccl():
 # ---- plot_log.py ----
 
 def test_plot_takes_the_venv():
-    copy("dev/data/plot_log.py")
+    copy("dev/data/plot_log.py", "dev/venv_python.py")
     write("runs/mine/main.log", "s:0 tel:5.5\ns:1 trl:5.4 lr:1e-3 norm:2\n")
     write("none/matplotlib.py", "raise ImportError\n")
     plot = [sys.executable, "dev/data/plot_log.py", "runs/mine"]
@@ -414,7 +403,7 @@ def test_hugging_face_recipe():
     try:
         import numpy                                # noqa: F401
     except ImportError:
-        counts["skipped"] += 1
+        skip(1, "no numpy")
         return
     for name, text in STUBS.items():
         write("stubs/" + name, textwrap.dedent(text))
@@ -705,25 +694,5 @@ def test_run_writes_gpu_results():
 
 # ---- main ----
 
-def main():
-    global current
-    word = sys.argv[2] if sys.argv[1:2] == ["-k"] else ""
-    for name, test in [(n[5:], f) for n, f in globals().items() if n.startswith("test_") and word in n]:
-        current, began = name, time.monotonic()
-        folder = tempfile.mkdtemp(prefix="test_scripts_")
-        os.chdir(ROOT if name == "run_knows_every_suite" else folder)
-        try:
-            test()
-        except Exception as e:                      # unexpected output is a failure, not an end
-            where = traceback.extract_tb(e.__traceback__)[-1]
-            check(False, f"{type(e).__name__}: {e} ({os.path.basename(where.filename)}:{where.lineno})")
-        finally:
-            os.chdir(ROOT)
-            shutil.rmtree(folder)
-        print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
-    print("{passed} passed, {failed} failed, {skipped} skipped".format(**counts))
-    return 1 if counts["failed"] or not counts["passed"] else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(globals(), "test_scripts", in_root=("run_knows_every_suite",)))

@@ -431,6 +431,7 @@ def test_tensorboard():
     check(code == 1 and err.startswith("error: there is no nowhere/metrics.jsonl"), err)
     shutil.copytree(os.path.dirname(BOARD), "tree/dev/data", ignore=lambda _, names: [
         name for name in names if not name.endswith("_log.py")])
+    shutil.copy(os.path.join(ROOT, "dev/venv_python.py"), "tree/dev")
     code, _, err = script("tree/dev/data/tensorboard_log.py", "board", PYTHONPATH="missing")
     check(code == 1 and "scripts/setup.sh tensorboard" in err and "Trace" not in err, err)
 
