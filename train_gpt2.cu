@@ -4772,6 +4772,7 @@ static void saver_wait(Saver* saver) {
 // Asked by all ranks between steps: has everybody written what belongs to the last checkpoint? Then rank 0
 // puts the marker beside it, and removes what is too old. wait: until all this is done.
 static void saver_advance(Saver* saver, bool wait) {
+    if (saver->phase == Saver::Idle) { return; }
     const std::string folder = saver->folder;
     const int64_t step = saver->step;
     std::vector<std::string> states;
@@ -5264,6 +5265,11 @@ __attribute__((format(printf, 1, 2))) static void say(const char* fmt, ...) {
 // -x 0: the text and its strict form come from config_check, which what is looked up before cannot wait for.
 static bool run_trains() { return strcmp(run.max_steps_text, "0") != 0; }
 
+// Where sums are not the tree's, or are kept in bf16, each rank has one lane.
+static bool one_lane_each() {
+    return run.reduction == 1 || (run.grad_dtype == 1 && (run.zero < 2 || comm.world == 1));
+}
+
 // The settings as they were given, before config_check fills in what they leave open: these are saved.
 static std::vector<std::string> run_texts;
 static void settings_keep() {
@@ -5289,12 +5295,12 @@ static void settings_resume(const Facts& from) {
     run.resumed = true;
     run.T = (int)fact_number(facts, "T");
     run.total_batch = (int64_t)fact_number(facts, "total_batch");
-    const int ranks = (int)fact_number(facts, "ranks");
-    const bool one_lane_each = run.reduction == 1 || run.grad_dtype == 1;       // as in lanes_check
-    if (!one_lane_each) { run.lanes = (int)fact_number(facts, "lanes"); }
-    else if (ranks != comm.world) {
-        warn("the run began on %d ranks and goes on on %d: with --%s its sums, and so its bits, will differ",
-             ranks, comm.world, run.reduction == 1 ? "reduction nccl" : "grad-dtype bf16");
+    const int lanes = (int)fact_number(facts, "lanes");
+    if (!one_lane_each()) { run.lanes = lanes; }
+    else if (lanes != comm.world) {
+        warn("the run had %d lanes and goes on with one on each of %d ranks (--%s): its sums, and so its "
+             "bits, will differ", lanes, comm.world,
+             run.reduction == 1 ? "reduction nccl" : "grad-dtype bf16");
     }
     const std::string* precision = facts_find(facts, "precision");
     if (!precision || *precision != PRECISION_NAME) {
@@ -5411,12 +5417,9 @@ static void folder_resolve() {
     if (!run_trains()) { settings_take(folder); }
 }
 
-// How many lanes a step's micro-steps are cut into. Where sums are not the tree's, or are kept in bf16, each
-// rank has one.
+// How many lanes a step's micro-steps are cut into.
 static void lanes_check(int64_t micro_steps) {
-    const bool given = run.lanes != 0;
-    const bool kept_in_bf16 = run.grad_dtype == 1 && (run.zero < 2 || comm.world == 1);
-    const bool one_each = run.reduction == 1 || kept_in_bf16;
+    const bool given = run.lanes != 0, one_each = one_lane_each();
     if (!kDeviceHasNccl && run.reduction == 1) {
         die("--reduction nccl needs NCCL, which this program was built without\n"
             "hint: --reduction tree works everywhere");
