@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""What checkpoints cost: the same run without any and with one every N steps, one after the other; the
-slowest step, how long a checkpoint takes to reach the disk, and what the disk can do.
+"""What checkpoints cost: a run with one every so many steps, timed from step to step, those without a
+checkpoint beside them; how long one takes to reach the disk, and what the disk can do.
 
     python3 dev/bench/checkpoint.py build/check/train_gpt2.BF16                 # d12 and d48 on a GPU
-    python3 dev/bench/checkpoint.py ./train_gpt2cpu --flags '-e L4,NH4,C128,T128,V256 -b 4 -x 30' --every 9
+    python3 dev/bench/checkpoint.py ./train_gpt2cpu --flags '-e L4,NH4,C64,T64,V50257 -b 2 -x 30' --every 9
 
-A checkpoint must fit twice on the disk that --folder is on (1558M: 50 GB). Standard library only.
+A run is killed once its steps are done and their checkpoints written: it saves nothing at its end. Two
+checkpoints must fit on the disk that --folder is on (1558M: 50 GB). Standard library only.
 """
 import argparse
 import os
@@ -16,9 +17,9 @@ import subprocess
 import sys
 import time
 
-# flags, steps between checkpoints
-RUNS = [("-e d12 -b 64 -x 200", 50), ("-e d48 -b 16 -z 16384 -x 160", 50),
-        ("-e d48 -b 16 -z 524288 -x 12", 5)]
+# flags, steps between checkpoints. At -z 524288 one step of d48 takes ten seconds: few will do.
+RUNS = [("-e d12 -b 64 -x 170", 50), ("-e d48 -b 16 -z 16384 -x 110", 50),
+        ("-e d48 -b 16 -z 524288 -x 6", 3)]
 
 
 def disk_speed(folder, gib=4):
@@ -35,22 +36,27 @@ def disk_speed(folder, gib=4):
     return gib * 1.073741824 / seconds
 
 
-def measure(program, flags, folder):
+def measure(program, flags, every, steps, folder):
     """Milliseconds from each line of a step to the next, by the clock on the wall (the program's own times
     leave out what happens between steps), and what was said of checkpoints."""
     shutil.rmtree(folder, ignore_errors=True)
     came, saved = [], []
-    command = [program, *flags, "-v", "0", "-s", "0", "-o", folder]
+    command = [program, *flags, "-n", str(every), "-nk", "1", "-x", str(steps + 10**6), "-k", "constant",
+               "-v", "0", "-s", "0", "-o", folder]
+    started = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
-            if line.startswith("step "):
+            if line.startswith("step ") and len(came) < steps:
                 came.append(time.monotonic())
             if line.startswith("saved "):
                 saved.append(line.split(": ")[-1].strip())
-    if process.returncode != 0:
-        sys.exit(f"{program} ended with {process.returncode}")
+            if len(came) == steps and len(saved) >= (steps - 1) // every:
+                process.kill()
+                break
+        else:
+            sys.exit(f"{program} ended by itself")
     shutil.rmtree(folder)
-    return [1e3 * (b - a) for a, b in zip(came, came[1:])], saved
+    return [1e3 * (b - a) for a, b in zip(came, came[1:])], saved, came[0] - started
 
 
 def main():
@@ -65,15 +71,17 @@ def main():
     print(f"the disk writes {disk_speed(args.folder):.2f} GB/s")
     for flags, every in [(args.flags, args.every)] if args.flags else RUNS:
         words = shlex.split(flags)
-        run = os.path.join(args.folder, "run")
-        without, _ = measure(args.program, words + ["-n", "0"], run)
-        ms, saved = measure(args.program, words + ["-n", str(every), "-nk", "1"], run)
-        mean, plain = statistics.mean(ms), statistics.mean(without)
-        print(f"{flags}: {plain:.1f} ms a step without checkpoints, {mean:.1f} with one every {every}: "
-              f"{100 * plain / mean:.2f} % of the speed\n    slowest step {max(ms):.1f} ms, without "
-              f"{max(without):.1f}; median {statistics.median(ms):.1f}; {len(ms)} steps")
+        at = words.index("-x")
+        steps = int(words[at + 1])
+        ms, saved, start = measure(args.program, words[:at] + words[at + 2:], every, steps,
+                                   os.path.join(args.folder, "run"))
+        plain = statistics.median(ms)
+        cost = (sum(ms) - len(ms) * plain) / len(saved)
+        print(f"{flags}: {plain:.1f} ms a step, the first after {start:.1f} s; a checkpoint costs {cost:.1f} "
+              f"ms, {100 * cost / (50 * plain):.2f} % of 50 steps\n    slowest step {max(ms):.1f} ms; all: "
+              f"{' '.join(f'{x:.0f}' for x in ms)}")
         for text in saved:
-            print(f"    saved {text}")
+            print(f"    saved {text}", flush=True)
 
 
 if __name__ == "__main__":
