@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
-"""What checkpoints cost: a run with one every so many steps, timed from step to step, those without a
-checkpoint beside them; how long one takes to reach the disk, and what the disk can do.
+"""What checkpoints cost: the time on the wall from one to the next, beside that of as many steps by the
+program's own clock, which stands still between steps; how long one takes to reach the disk, and what the disk
+can do.
 
     python3 dev/bench/checkpoint.py build/check/train_gpt2.BF16                 # d12 and d48 on a GPU
-    python3 dev/bench/checkpoint.py ./train_gpt2cpu --flags '-e L4,NH4,C64,T64,V50257 -b 2 -x 30' --every 9
+    python3 dev/bench/checkpoint.py ./train_gpt2cpu --flags '-e L4,NH4,C64,T64,V50257 -b 2 -x 36' --every 9
 
 A run is killed once its steps are done and their checkpoints written: it saves nothing at its end. Two
 checkpoints must fit on the disk that --folder is on (1558M: 50 GB). Standard library only.
 """
 import argparse
 import os
+import re
 import shlex
 import shutil
 import statistics
@@ -18,7 +20,7 @@ import sys
 import time
 
 # flags, steps between checkpoints. At -z 524288 one step of d48 takes ten seconds: few will do.
-RUNS = [("-e d12 -b 64 -x 170", 50), ("-e d48 -b 16 -z 16384 -x 110", 50),
+RUNS = [("-e d12 -b 64 -x 150", 50), ("-e d48 -b 16 -z 16384 -x 150", 50),
         ("-e d48 -b 16 -z 524288 -x 6", 3)]
 
 
@@ -36,27 +38,33 @@ def disk_speed(folder, gib=4):
     return gib * 1.073741824 / seconds
 
 
-def measure(program, flags, every, steps, folder):
-    """Milliseconds from each line of a step to the next, by the clock on the wall (the program's own times
-    leave out what happens between steps), and what was said of checkpoints."""
+def measure(program, flags, every, folder):
+    """(ms of the steps, ms from each checkpoint to the next, what was said of them, seconds to the first
+    step). Where a checkpoint is due the program waits for the step before it, so its line is its end."""
     shutil.rmtree(folder, ignore_errors=True)
-    came, saved = [], []
-    command = [program, *flags, "-n", str(every), "-nk", "1", "-x", str(steps + 10**6), "-k", "constant",
-               "-v", "0", "-s", "0", "-o", folder]
+    at = flags.index("-x")
+    steps = int(flags[at + 1])
+    ms, due, saved = [], [], []
+    command = [program, *flags[:at], *flags[at + 2:], "-n", str(every), "-nk", "1", "-x", str(steps + 10**6),
+               "-k", "constant", "-v", "0", "-s", "0", "-o", folder]
     started = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
-            if line.startswith("step ") and len(came) < steps:
-                came.append(time.monotonic())
+            step = re.match(r"step (\d+)/.* \| (\S+) ms \|", line)
+            if step and int(step[1]) <= steps:
+                ms.append(float(step[2]))
+                first = time.monotonic() - started if len(ms) == 1 else first
+                if len(ms) % every == 0:
+                    due.append(time.monotonic())
             if line.startswith("saved "):
                 saved.append(line.split(": ")[-1].strip())
-            if len(came) == steps and len(saved) >= (steps - 1) // every:
+            if len(ms) == steps and len(saved) >= (steps - 1) // every:
                 process.kill()
                 break
         else:
             sys.exit(f"{program} ended by itself")
     shutil.rmtree(folder)
-    return [1e3 * (b - a) for a, b in zip(came, came[1:])], saved, came[0] - started
+    return ms, [1e3 * (b - a) for a, b in zip(due, due[1:])], saved, first
 
 
 def main():
@@ -70,16 +78,14 @@ def main():
     os.makedirs(args.folder, exist_ok=True)
     print(f"the disk writes {disk_speed(args.folder):.2f} GB/s")
     for flags, every in [(args.flags, args.every)] if args.flags else RUNS:
-        words = shlex.split(flags)
-        at = words.index("-x")
-        steps = int(words[at + 1])
-        ms, saved, start = measure(args.program, words[:at] + words[at + 2:], every, steps,
-                                   os.path.join(args.folder, "run"))
-        plain = statistics.median(ms)
-        cost = (sum(ms) - len(ms) * plain) / len(saved)
-        print(f"{flags}: {plain:.1f} ms a step, the first after {start:.1f} s; a checkpoint costs {cost:.1f} "
-              f"ms, {100 * cost / (50 * plain):.2f} % of 50 steps\n    slowest step {max(ms):.1f} ms; all: "
-              f"{' '.join(f'{x:.0f}' for x in ms)}")
+        ms, apart, saved, first = measure(args.program, shlex.split(flags), every,
+                                          os.path.join(args.folder, "run"))
+        step = statistics.median(ms)
+        print(f"{flags}: {step:.1f} ms a step, the first after {first:.1f} s; {every} steps and a "
+              "checkpoint:")
+        for wall in apart:
+            print(f"    {wall:.0f} ms, {wall - every * step:.0f} more than the steps: "
+                  f"{100 * (wall - every * step) / (50 * step):.2f} % of 50 steps")
         for text in saved:
             print(f"    saved {text}", flush=True)
 

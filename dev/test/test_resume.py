@@ -899,7 +899,9 @@ def test_bad_loss():
         check_equal((result.code, said), (0, [(str(31 + reports_late()), str(back))]), f"-n {every}")
         steps = log_columns(f"back{every}")["step"]
         check_equal(steps, list(range(60)), f"-n {every}: steps in main.log")
-        again = 27 - 20 - reports_late()        # what is left of the data that cannot be learnt from
+        # What is left of the data that cannot be learnt from; on a GPU the row behind it as well: it begins
+        # with token 1, and the sum that its LayerNorm takes is more than fp32 holds.
+        again = 27 - 20 - reports_late() + (not on_cpu())
         check_equal(skips(result), [*range(12, 32), *range(back + 1, back + 1 + again)],
                     f"-n {every}: steps whose update was skipped")
         check_equal(last_state(f"back{every}")[1]["rewinds"], "1", "times it went back, in the state")
