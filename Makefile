@@ -68,7 +68,7 @@ WARNINGS = -Wall -Wextra
 test_gpt2cpu build/asan/test_gpt2cpu: private WARNINGS += -Wno-unused-function
 CPU_OPT := $(if $(filter 1,$(DEBUG)),-O0 -g -DDEBUG,-O3 -march=native -fno-math-errno)
 CPU_FLAGS = -std=c++17 -I. $(WARNINGS) $(CPU_OPT) -pthread $(OPENMP)
-CPU_LIBS = $(filter -l%,$(OPENBLAS)) $(filter-out -D% -I%,$(MPI_FLAGS))
+CPU_LIBS = $(filter -l%,$(OPENBLAS)) $(filter-out -D% -I%,$(MPI_FLAGS)) -ldl#  dlopen, before glibc 2.34
 MODEL_FLAGS = -DGPT2_CPU $(filter -D%,$(OPENBLAS)) $(filter -D% -I%,$(MPI_FLAGS))
 ASAN_FLAGS = -std=c++17 -I. $(WARNINGS) -O2 -g -pthread -fsanitize=address,undefined -fno-sanitize-recover=all
 TSAN_FLAGS = -std=c++17 -I. $(WARNINGS) -O1 -g -pthread -fsanitize=thread
@@ -133,7 +133,7 @@ build/ptx/%: $$(basename $$*).cu train_gpt2.cu $(HEADERS)
 # The trainer of a machine that has nothing of what is looked for: `make test` sees that it can be made.
 build/plain/train_gpt2cpu: train_gpt2.cu $(HEADERS)
 	@mkdir -p build/plain
-	$(CXX) -std=c++17 $(WARNINGS) -Wno-unknown-pragmas -pthread -DGPT2_CPU -x c++ $< -o $@
+	$(CXX) -std=c++17 $(WARNINGS) -Wno-unknown-pragmas -pthread -DGPT2_CPU -x c++ $< -o $@ -ldl
 build/plain/%: private NCCL_FLAGS :=
 build/plain/%: private MPI_FLAGS :=
 build/plain/%: $$(basename $$*).cu train_gpt2.cu $(HEADERS)
