@@ -20,6 +20,7 @@ from contextlib import redirect_stdout
 from checks import ROOT, check, main, skip          # stand beside this file, as do these
 import run as runner
 import break_all
+import check_docs
 
 sys.path.insert(1, os.path.join(ROOT, "dev", "data"))
 import get                                          # noqa: E402
@@ -549,6 +550,29 @@ def test_hugging_face_recipe():
     write("../stubs/transformers.py", "raise ImportError")
     code, _, err = call(twin + ["hf:gpt2"], PYTHONPATH=stubs)
     check(code == 1 and "pip install transformers" in err, f"no transformers: {code}, {err}")
+
+
+# ---- README's commands ----
+
+# what is wrong in a line, and what is said of it
+WRONG = {"    make nothing": "no target nothing", "    make plot RUM=x": "no setting RUM",
+         "    make test && make nothing": "no target", "    ./train_gpt2cu -zz 3": "unknown flag '-zz'",
+         "    mpirun -np 2 ./train_gpt2cu ... -zs 7": "0 to 2, not '7'", "see `make nothing`": "nothing",
+         "    python3 dev/data/none.py": "no dev/data/none.py", "see [x](none.md)": "no none.md",
+         "    python3 dev/data/get.py tinystories --nonsense": "knows no --nonsense",
+         "    scripts/run_none.sh": "no scripts/run_none.sh", "see `dev/none.py`": "no dev/none.py",
+         "    build/none runs/x": "no target none", "    foo bar": "foo is neither",
+         "    a=1 make \\\n      nothing": "no target nothing"}
+
+
+def test_readme_commands():
+    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
+        seen = check_docs.look(f.read())
+    for what, error in seen:
+        check(error == "", f"{what}: {error}")
+    for text, wanted in WRONG.items():
+        seen = check_docs.look(text + "\n")
+        check(len(seen) == 1 and wanted in seen[0][1], f"{text}: {seen}")
 
 
 # ---- break_all.py ----
