@@ -120,18 +120,18 @@ def trainer_error(words):
                           stderr=subprocess.PIPE, text=True, check=False).stderr.strip()
 
 
-helps = {}
+sources = {}
 
 
 def script_error(path, words):
     if not os.path.exists(os.path.join(ROOT, path)):
         return f"there is no {path}"
-    if path not in helps:
+    if path not in sources:
         with open(os.path.join(ROOT, path), encoding="utf-8") as f:
-            helps[path] = f.read()
+            sources[path] = f.read()
     for word in words:
         name = word.partition("=")[0]
-        if name.startswith("--") and not re.search(re.escape(name) + r"\b", helps[path]):
+        if name.startswith("--") and not re.search(re.escape(name) + r"\b", sources[path]):
             return f"{path} knows no {name}"
     return ""
 
@@ -156,10 +156,8 @@ def command_error(line):
     return "" if known else f"{words[0]} is neither a command that README uses nor one of PRINTED"
 
 
-def path_error(word):
-    """A name in backticks that lies in one of the repository's folders."""
-    names_one = re.fullmatch(r"(dev|llmc|scripts)/[\w./-]*", word) and word != "dev/data/NAME"
-    return f"there is no {word}" if names_one and not os.path.exists(os.path.join(ROOT, word)) else ""
+def path_error(path):
+    return "" if os.path.exists(os.path.join(ROOT, path)) else f"there is no {path}"
 
 
 def look(text):
@@ -168,11 +166,11 @@ def look(text):
         return "; ".join(filter(None, map(command_error, re.split(r" && | & ", line))))
     seen = [(line, errors(line)) for line in commands(text)]
     for word in inline(text):
-        is_command = word.startswith(("make ", "./train_gpt2", "python3 dev/"))
-        seen.append((word, errors(word) if is_command else path_error(word)))
-    for path in re.findall(r"\]\(([^)#:]+)\)", text):
-        seen.append((path, "" if os.path.exists(os.path.join(ROOT, path)) else f"there is no {path}"))
-    return seen
+        if word.startswith(("make ", "./train_gpt2", "python3 dev/")):
+            seen.append((word, errors(word)))
+        elif re.fullmatch(r"(dev|llmc|scripts)/[\w./-]*", word) and word != "dev/data/NAME":
+            seen.append((word, path_error(word)))
+    return seen + [(path, path_error(path)) for path in re.findall(r"\]\(([^)#:]+)\)", text)]
 
 
 # ---- running ----
