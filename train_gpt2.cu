@@ -5634,10 +5634,10 @@ static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t st
     return false;
 }
 
-// Answers the questions of the set. Their batches go round the ranks; the losses of one are summed on the
-// host while the device computes the next. Touches neither gradients nor weights. False: a signal ended it
-// early.
-static bool gpt2_evaluate(EvalScore* score, GPT2* model, const EvalSet* set) {
+// The completions' losses of the set's rows, each row's summed. Batches go round the ranks; the losses of one
+// are summed on the host while the device computes the next. Touches neither gradients nor weights. False: a
+// signal ended it early.
+static bool gpt2_evaluate(std::vector<double>* sums, GPT2* model, const EvalSet* set) {
     const int rank = comm.rank, world = comm.world, most = evalset_most_rows(set);
     const int64_t batches = (int64_t)set->batches.size(), rounds = ceil_div(batches, (int64_t)world);
     const size_t room = (size_t)set->B * set->T, part = (size_t)rounds * most;
@@ -5681,19 +5681,19 @@ static bool gpt2_evaluate(EvalScore* score, GPT2* model, const EvalSet* set) {
     }
     if (stopped) { return false; }
     comm_all_gather(all.data(), part * sizeof(double));
-    std::vector<double> sums(set->rows.size());
+    sums->resize(set->rows.size());
     for (int64_t i = 0; i < batches; i++) {
         const double* from = &all[i % world * part + i / world * most];
-        std::copy(from, from + set->batches[i].rows, sums.begin() + set->batches[i].first);
+        std::copy(from, from + set->batches[i].rows, sums->begin() + set->batches[i].first);
     }
-    *score = evalset_score(set, sums);
     return true;
 }
 
 // Answers the questions, prints and logs the score. False: a loss is not finite.
 static bool evaluate(GPT2* model, const EvalSet* set, Logger* logger, int64_t step) {
-    EvalScore score = {};
-    if (!gpt2_evaluate(&score, model, set)) { return true; }
+    std::vector<double> sums;
+    if (!gpt2_evaluate(&sums, model, set)) { return true; }
+    const EvalScore score = evalset_score(set, sums);
     printf("eval acc_norm %s | acc %s | loss %s\n", logger_number("%.6f", score.acc_norm).c_str(),
            logger_number("%.6f", score.acc).c_str(), logger_number("%.6f", score.loss).c_str());
     fflush(stdout);

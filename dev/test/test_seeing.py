@@ -304,6 +304,22 @@ def test_plot_reads():
         check(code == 1 and said in err and "Trace" not in err and err.count("\n") <= 3, f"{path}: {err}")
 
 
+def test_plot_seconds():
+    """Over time: a point stands where the steps before it end, first steps that compile included."""
+    made_run("timed", 4)
+    log = read_bytes("timed/metrics.jsonl").decode()
+    write("timed/metrics.jsonl", log.replace('"ms": 2', '"ms": 5000', 1))
+    run = plot_log().Run("timed")
+    values = {name: curve[1] for name, curve in run.curves.items()}
+    plot_log().by_seconds(run)
+    for name, at in (("train", [0, 5, 5.002, 5.004]), ("val", [0]), ("speed", [0, 5, 5.002, 5.004])):
+        check_close(run.curves[name][0], at, 1e-9, f"{name}: seconds")
+        check_equal(run.curves[name][1], values[name], f"{name}: values")
+    os.remove("timed/metrics.jsonl")
+    code, _, err = script(PLOT, "timed", "--seconds")
+    check(code == 1 and "timed/main.log has no times" in err and "Trace" not in err, f"without times: {err}")
+
+
 def test_plot_smooth():
     """Means around each point: a straight line stays as it is, a NaN leaves a gap and nothing else."""
     smooth = plot_log().smooth
@@ -322,7 +338,7 @@ def test_plot_draws():
     try:
         import matplotlib                                       # noqa: F401
     except ImportError:
-        skip("matplotlib is not installed", 18)
+        skip("matplotlib is not installed", 19)
         return
     made_run("web", **{"val-data": "data/fineweb10B/fineweb_val_*.bin", "model": "d12"})
     made_run("other", 10, **{"val-data": "val.bin", "model": "d12"})
@@ -349,6 +365,8 @@ def test_plot_draws():
         web.settings = {"val-data": data, "model": model}
         check_equal(web.is_on_fineweb(), wanted, f"FineWeb: {data}, {model}")
     web.settings = {}
+    check_equal([axes.get_xlabel() for axes in plot.draw([web], across="s", loss_alone=True).axes], ["s"],
+                "the loss alone")
     figure = panels(plot.draw([web, other]))
     titles = ["loss (nats per token)", "questions, normalised accuracy", "learning rate", "gradient norm",
               "tokens/s"]
