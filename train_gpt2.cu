@@ -1793,7 +1793,7 @@ template <bool kVector>
 __global__ void __launch_bounds__(kUpdateThreads)
     muon_sums_kernel(double* sums /*(count,chunks)*/, const muonX* inp, size_t n, size_t stride) {
     __shared__ double shared[kWarp];
-    const size_t end = std::min(n, (blockIdx.x + 1) * kChunk);
+    const size_t end = min(n, (blockIdx.x + 1) * kChunk);
     double sum = 0.0;
     for (size_t i = blockIdx.x * kChunk + threadIdx.x * kWidth; i < end; i += blockDim.x * kWidth) {
         const Floats x = load_floats<kVector>(inp + blockIdx.y * stride, i, n);
@@ -1815,7 +1815,7 @@ __global__ void __launch_bounds__(kUpdateThreads)
     }
     sum = block_sum(sum, shared);
     const double factor = sum > 0.0 ? 1.0 / sqrt(sum) : 0.0;
-    const size_t end = std::min(n, (blockIdx.x + 1) * kChunk);
+    const size_t end = min(n, (blockIdx.x + 1) * kChunk);
     for (size_t i = blockIdx.x * kChunk + threadIdx.x * kWidth; i < end; i += blockDim.x * kWidth) {
         Floats x = load_floats<kVector>(inp + blockIdx.y * stride, i, n);
 #pragma unroll
@@ -5577,10 +5577,13 @@ static void settings_resume(const Facts& from) {
     static const Facts facts = from;            // whose texts the flags point to from now on
     auto saved = [&](const std::string& name) {
         const std::string* text = facts_find(facts, "flag." + name);
+        const Flag* flag = flags_find(kFlags, kNumFlags, "--" + name);
+        // a flag that the run did not have yet came with what was done before as its default
+        if (!text && flag->resume == FLAG_FIXED) { return flag->def; }
         const char* settled = name == "sequence-length" ? "T" : name == "total-batch" ? "total_batch"
                             : name == "lanes" ? "lanes" : "";
         const std::string* number = facts_find(facts, settled);
-        const bool same = number && *number == flags_text(flags_find(kFlags, kNumFlags, "--" + name));
+        const bool same = number && *number == flags_text(flag);
         if (same) { text = number; }            // what was left open may be given as it was settled
         return text ? text->c_str() : nullptr;
     };
@@ -5782,7 +5785,7 @@ static Config config_check(const Facts* resumed = nullptr) {
             run.gelu_fusion);
     }
     for (const char* name : {"muon-lr", "muon-momentum", "muon-steps", "muon-decay"}) {
-        if (run.optimizer == 0 && flags_given(kFlags, kNumFlags, name)) {
+        if (run.optimizer == 0 && !run.resumed && flags_given(kFlags, kNumFlags, name)) {
             die("--%s is for --optimizer muon, and this run has --optimizer adamw", name);
         }
     }
