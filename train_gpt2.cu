@@ -3873,7 +3873,7 @@ static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& 
     const TrainingBytes t = training_bytes(layout, c, options);
     plan.insert(plan.end(), {{"master weights", t.master}, {"gradients", t.grads},
                              {"gradient shards", t.grad_shards},
-                             {options.muon ? "m, and AdamW's v" : "AdamW m and v", t.m_and_v},
+                             {options.muon ? "m and AdamW's v" : "AdamW m and v", t.m_and_v},
                              {"Muon's updates", t.muon_updates}, {"Muon's products", t.muon_products},
                              {"exchange", t.exchange}, {"records", t.records}});
     for (const ActSpec& a : acts) {
