@@ -3822,12 +3822,12 @@ static size_t record_bytes(const Layout& layout, int lanes) {
 // bucket's padded elements a layer): what the momentum gives, whose shards the ranks gather, and what comes of
 // it, which they gather again. Layers cost alike, so the ranks' work differs by a layer at most: 12 layers on
 // 8 ranks are two for each of six of them. One GPU, 16 bits: 340 MB for 124M, 491 MB for 1558M.
-constexpr size_t kMuonBytes = (size_t)512 << 20;        // of both buffers, if a layer each is not more
+static size_t muon_bytes = (size_t)512 << 20;   // of both buffers, if a layer each is not more; tests set it
 struct MuonShare { int each, together; size_t elems, sums; };   // elems: of one buffer
 static MuonShare muon_share(const Layout& layout, const Config& c, const Split& split) {
     const size_t padded = layout.buckets[1].padded, layer = 2 * padded * sizeof(muonX);
     const int world = split.world, at_once = ceil_div(c.L, world);      // if there is memory
-    const int most = (int)std::min((size_t)at_once, std::max((size_t)1, kMuonBytes / (layer * world)));
+    const int most = (int)std::min((size_t)at_once, std::max((size_t)1, muon_bytes / (layer * world)));
     const int each = ceil_div(at_once, ceil_div(at_once, most));        // turns of equal length
     const size_t chunks = ceil_div((size_t)4 * c.C * c.C, kChunk);      // of the largest matrix
     return {each, each * world, each * world * padded, each * chunks * sizeof(double)};
