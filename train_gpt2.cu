@@ -1647,14 +1647,19 @@ __device__ __forceinline__ Floats load_weights(const Param* params, const float*
 // To the parameter's type: to nearest from a master copy, else stochastically, or small steps would be lost.
 // Element i draws as number `position`.
 template <class Param, bool kMaster>
-__device__ __forceinline__ void store_weights(Param* params, float* master, size_t i, size_t n,
-                                              const Floats& p, const RoundKey& key, size_t position) {
+__device__ __forceinline__ Pack<Param> round_weights(const Floats& p, const RoundKey& key, size_t position) {
     Pack<Param> rounded = to_pack<Param>(p);
     if (!kMaster && sizeof(Param) == 2) {
         const Draws draws = round_draws(key, position);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { store_stochastic(&rounded.data[k], p.at[k], draws.at[k]); }
     }
+    return rounded;
+}
+
+template <class Param, bool kMaster>
+__device__ __forceinline__ void store_weights(Param* params, float* master, size_t i, size_t n,
+                                              const Floats& p, const Pack<Param>& rounded) {
     if (kMaster) { store<true, Cache::Streaming>(master, i, n, to_pack<float>(p)); }
     store<true>(params, i, n, rounded);
 }
@@ -1728,9 +1733,10 @@ __global__ void __launch_bounds__(kUpdateThreads) adamw_kernel(AdamW<floatX, flo
             p.at[k] = fmaf(minus_rate, update, __fmul_rn(p.at[k], decay));
         }
 
+        const Pack<Param> rounded = round_weights<Param, kMaster>(p, a.key, a.first + first + i);
         store<true, Cache::Streaming>(ms, i, a.n, to_pack<float>(m));
         store<true, Cache::Streaming>(vs, i, a.n, to_pack<float>(v));
-        store_weights<Param, kMaster>(params, master, i, a.n, p, a.key, a.first + first + i);
+        store_weights<Param, kMaster>(params, master, i, a.n, p, rounded);
     }
 }
 
@@ -1872,7 +1878,8 @@ __global__ void __launch_bounds__(kUpdateThreads) muon_update_kernel(MuonUpdate<
         Floats p = load_weights<floatX, kMaster>(params, master, i, a.n);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { p.at[k] = fmaf(minus_rate, update.at[k], p.at[k] * keep); }
-        store_weights<floatX, kMaster>(params, master, i, a.n, p, a.key, first + i);
+        const Pack<floatX> rounded = round_weights<floatX, kMaster>(p, a.key, first + i);
+        store_weights<floatX, kMaster>(params, master, i, a.n, p, rounded);
     }
 }
 
