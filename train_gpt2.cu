@@ -3826,9 +3826,9 @@ static size_t record_bytes(const Layout& layout, int lanes) {
 
 // Muon works on `together` layers at a time, so that its memory is bounded: each rank orthogonalises the
 // matrices of `each` of them, rank 0 of the first ones. Two buffers have room for all their matrices (a
-// bucket's padded elements a layer): what the momentum gives, whose shards the ranks gather, and what comes of
-// it, which they gather again. Layers cost alike, so the ranks' work differs by a layer at most: 12 layers on
-// 8 ranks are two for each of six of them. One GPU, 16 bits: 340 MB for 124M, 491 MB for 1558M.
+// bucket's padded elements a layer): what the momentum gives, whose shards the ranks gather, and what comes
+// of it, which they gather again. Layers cost alike, so the ranks' work differs by a layer at most: 12 layers
+// on 8 ranks are two for each of six of them. One GPU, 16 bits: 340 MB for 124M, 491 MB for 1558M.
 static size_t muon_bytes = (size_t)512 << 20;   // of both buffers, if a layer each is not more; tests set it
 struct MuonShare { int each, together; size_t elems, sums; };   // elems: of one buffer
 static MuonShare muon_share(const Layout& layout, const Config& c, const Split& split) {

@@ -1221,8 +1221,8 @@ template <class Real> static void test_orthogonalise(int rows, int cols, int ste
         for (size_t i = 0; i < inp.n; i++) { inp[i] = (Real)(start[i] * factor); }
         muon_orthogonalise_cpu<Real>(a, 0);
         const double off = difference((Real*)out, (const Real*)result, size);
-        CHECK(factor == 0x1p-70 ? out == result : off <= tolerance, "%s: times %g: off by %.2e", shape.c_str(),
-              factor, off);
+        CHECK(factor == 0x1p-70 ? out == result : off <= tolerance, "%s: times %g: off by %.2e",
+              shape.c_str(), factor, off);
     }
     for (size_t i = 0; i < size; i++) { inp[i] = 0; }
     muon_orthogonalise_cpu<Real>(a, 0);
@@ -1259,7 +1259,8 @@ template <class Real> static void test_muon(bool with_master, double tolerance) 
             p_expected[i] -= lr * (decay * p_expected[i] + u_expected[i]);
         }
         const Rows rows = {2, params_row * sizeof(Real), grads_row * sizeof(Real), 100};
-        muon_momentum_cpu<Real>({update, m, {.data = (Real*)grads}, &state, n, update_row, rows, momentum}, 0);
+        muon_momentum_cpu<Real>({update, m, {.data = (Real*)grads}, &state, n, update_row, rows, momentum},
+                                0);
         muon_update_cpu<Real>({(Real*)params, with_master ? (Real*)master : nullptr, update, &state, n,
                                update_row, rows, decay, lr, RoundKey{}, 0}, 0);
     }

@@ -588,7 +588,7 @@ def test_muon():
         for t in (0, 1):
             for names, near in ((MUON, 1e-2 * settings["lr"]), (set(zero) - set(MUON), 5e-3 * others["lr"])):
                 worst = max(float(np.abs(got[t][name] - want[t][name]).max()) for name in names)
-                check(worst <= near, f"{change}, update {t + 1}: of {sorted(names)} one is off by {worst:.3g}")
+                check(worst <= near, f"{change}, update {t + 1}: of {sorted(names)} worst by {worst:.3g}")
         plain = plain or want
         apart = max(float(np.abs(plain[1][name] - want[1][name]).max()) for name in MUON)
         check(apart > 0.05 * usual["lr"] or change in ({}, {"clip": 0.01}), f"{change} matters: {apart:.3g}")
