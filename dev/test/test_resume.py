@@ -283,7 +283,7 @@ def test_variants():
     variants = [{"-n": 7}, {"-n": 1}, {"-n": 0}, {"-n": 5, "-v": 5, "-s": 5, "-g": 4}, {"-r": 1}, {"-r": 2},
                 {"-w": 0}, {"-b": 4}, {"-b": 16}, {"-z": 2 * T_ROWS, "-b": 2, "-x": 200, "-n": 30}, {"-a": 1},
                 {"--shuffle": 0}, {"--residual": "layernorm"}, {"-u": 10, "-k": "wsd"},
-                {"-x": "epoch", "-z": 64}]
+                {"-x": "epoch", "-z": 64}, {"--optimizer": "muon"}]
     if Program.precision != "FP32":
         variants += [{"--grad-dtype": "bf16"}, {"--grad-dtype": "bf16", "-w": 0}, {"-r": 2, "-w": 0}]
     stories = [(named(more), more, again) for more in variants]
@@ -648,6 +648,8 @@ def test_elastic():
          [(ranks(4, 0), 3, TERM), (ranks(2, 1), 8, KILL), (ranks(1, 2), 14, USR1), (ranks(4, 0), *end)]),
         ("4, 2, 1, 4 at -zs 2, 0, 1, 2", each,
          [(ranks(4, 2), 6, TERM), (ranks(2, 0), 9, TERM), (ranks(1, 1), 15, KILL), (ranks(4, 2), *end)]),
+        ("Muon, 1, 2 at -zs 2, 4 at 1, 1", {**each, "--optimizer": "muon"},
+         [(ranks(1), 5, TERM), (ranks(2, 2), 9, KILL), (ranks(4, 1), 14, TERM), (ranks(1), *end)]),
         ("the default lanes, 1, 4 at -zs 1, 2", {},
          [(ranks(1), 6, TERM), (ranks(4, 1), 13, KILL), (ranks(2), *end)]),
         ("2 at -zs 1, then 1, then 2 at -zs 2, then 2", each,
@@ -698,7 +700,8 @@ OTHER_VALUES = {
     "--final-fraction": 0.5, "--weight-decay": 0, "--beta1": 0.8, "--beta2": 0.9, "--eps": "1e-6",
     "--grad-clip": 2, "--seed": 3, "--shuffle": 0, "--overfit": 1, "--tf32": 1, "--master-weights": 0,
     "--gelu-fusion": 1, "--residual": "layernorm", "--kernels": "portable", "--grad-dtype": "bf16",
-    "--lanes": 4, "--reduction": "nccl"}
+    "--lanes": 4, "--reduction": "nccl", "--optimizer": "muon", "--muon-lr": 0.03, "--muon-momentum": 0.9,
+    "--muon-steps": 4, "--muon-decay": 0.1}
 
 
 def flag_rows():
