@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Draws runs into one picture: loss, HellaSwag, learning rate, gradient norm, tokens/s.
+"""Draws runs into one picture: loss, HellaSwag, learning rate, gradient norm, tokens/s, and what -lg noted of
+the GPU.
 
     make plot RUN=runs/mine                                         # loss.png in the run's folder
     make plot RUN=runs/a RUN2=runs/b PNG=both.png
@@ -27,14 +28,19 @@ FORMS = ((re.compile(r"s:(\d+) trl:(\S+)(?: lr:(\S+))?(?: norm:(\S+))?\s*"), ("t
 # curve: title, scale of the axis
 PANELS = {"loss": ("loss (nats per token)", "linear"), "eval": ("questions, normalised accuracy", "linear"),
           "lr": ("learning rate", "linear"), "norm": ("gradient norm", "log"),
-          "speed": ("tokens/s", "linear")}
+          "speed": ("tokens/s", "linear"), "clock": ("GPU clock (MHz)", "linear"),
+          "power": ("GPU power (W)", "linear"), "temperature": ("GPU temperature (C)", "linear"),
+          "memory": ("GPU memory in use (GiB)", "linear")}
+# key in metrics.jsonl: the curve, where main.log has none of it
+METRICS = {"tokens_per_s": "speed", "gpu_mhz": "clock", "gpu_watts": "power", "gpu_celsius": "temperature",
+           "gpu_gib": "memory"}
 NOISY = ("train", "norm")           # a smooth curve is drawn over these
 # OpenAI's model of 124M parameters: on FineWeb's validation tokens, and on HellaSwag's
 GPT2_LOSS, GPT2_HELLASWAG = 3.425, 0.294
 
 
 class Run:
-    """name; curves: {"train" "val" "eval" "lr" "norm" "speed": ([steps], [values])}; settings of run.json."""
+    """name; curves: {"train" "val", or one of PANELS: ([steps], [values])}; settings of run.json."""
 
     def __init__(self, path):
         self.log = os.path.join(path, "main.log") if os.path.isdir(path) else path
@@ -44,8 +50,8 @@ class Run:
         self.curves = read_log(self.log)
         for record in read_metrics(os.path.join(beside, "metrics.jsonl")):
             # main.log's numbers, as for the other curves: metrics.jsonl counts this step, too
-            if "tokens_per_s" in record:
-                add(self.curves, "speed", record["step"] - 1, number(record["tokens_per_s"]))
+            for key in METRICS.keys() & record.keys():
+                add(self.curves, METRICS[key], record["step"] - 1, number(record[key]))
         self.settings = read_settings(os.path.join(beside, "run.json"))
 
     def is_on_fineweb(self):
@@ -191,7 +197,7 @@ def draw_panel(axes, name, runs, lines):
     axes.set_title(title, fontsize="medium")
     axes.set_yscale(scale)
     axes.grid(alpha=0.3)
-    if name == "speed":
+    if name in METRICS.values():
         axes.set_ylim(bottom=0)
     if name in ("loss", "eval"):
         axes.legend(fontsize="small")
