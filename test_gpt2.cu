@@ -10,7 +10,9 @@ Tests of train_gpt2.cu, in both builds: `make test_gpt2cu && ./test_gpt2cu`, `ma
     --small              kernels mode with its small shapes only: for compute-sanitizer
     --break NAME         scales that op's output by 1.01: the run must then fail. --list prints the names
     dump-grads MODEL.bin TENSORS.bin OUT.bin MICRO_STEPS [-f 0] [--grad-dtype bf16]
-                         what this build computes for that reference's batch, in the reference file's format
+                         what this build computes for that reference's batch, in the reference file's format;
+                         MICRO_STEPS 0: up to the loss, and of TENSORS.bin no more is read than the tokens
+    dump-sums MODEL.bin QUESTIONS.bin B T [-f 0]    what -h 1 sums: `question choice sum` of each row
 
 Tolerances: logits and gradients of 16-bit builds may have at most twice the error of plain 16-bit PyTorch,
 both against fp32; their losses and norms are held to 3 %. Closing line: `N passed, N failed, N skipped`.
@@ -125,7 +127,7 @@ static std::vector<double> json_numbers(const std::string& json, const std::stri
     return numbers;
 }
 
-static Reference reference_load(const std::string& path, const Config& c) {
+static Reference reference_load(const std::string& path, const Config& c, bool tokens_alone = false) {
     Reference r;
     FILE* f = fopen_check(path.c_str(), "rb");
     int header[256];
@@ -138,9 +140,10 @@ static Reference reference_load(const std::string& path, const Config& c) {
     const size_t N = (size_t)r.B * r.T;
     r.x.resize(N);
     r.y.resize(N);
-    r.logits.resize(N * c.V);
     fread_check(r.x.data(), sizeof(int), N, f, path.c_str());
     fread_check(r.y.data(), sizeof(int), N, f, path.c_str());
+    if (tokens_alone) { fclose(f); return r; }
+    r.logits.resize(N * c.V);
     fread_check(r.logits.data(), sizeof(float), r.logits.size(), f, path.c_str());
     fread_check(&r.loss, sizeof(float), 1, f, path.c_str());
     ParamSpec specs[NUM_PARAMS];
@@ -304,23 +307,30 @@ static void test_model(const std::string& prefix, const Options& options, double
     gpt2_free(&model);
 }
 
+static Options dump_options(const std::vector<std::string>& args, size_t first) {
+    Options o = default_options();
+    o.tf32 = true;
+    for (size_t i = first; i + 1 < args.size(); i += 2) {
+        if (args[i] == "-f") { o.tf32 = args[i + 1] != "0"; }
+        else if (args[i] == "--grad-dtype") { o.grads_bf16 = args[i + 1] == "bf16"; }
+        else { die("dump: '%s' is not one of -f, --grad-dtype", args[i].c_str()); }
+    }
+    return o;
+}
+
 // What this build computes for a reference's batch, written like a reference (dev/reference/check_gpu.py
-// compares).
+// and check_eval_gpu.py compare).
 static void dump_grads(const std::vector<std::string>& args) {
     if (args.size() < 4) { die("dump-grads needs MODEL.bin TENSORS.bin OUT.bin MICRO_STEPS"); }
+    const bool forward_alone = args[3] == "0";
     const Config c = checkpoint_config(args[0].c_str());
-    const Reference r = reference_load(args[1], c);
-    const int micro_steps = atoi(args[3].c_str());
+    const Reference r = reference_load(args[1], c, forward_alone);
+    const int micro_steps = forward_alone ? r.B : atoi(args[3].c_str());
     if (micro_steps < 1 || r.B % micro_steps != 0) {
         die("dump-grads: %s micro-steps of %d rows", args[3].c_str(), r.B);
     }
-    Options o = default_options();
-    o.tf32 = true;
-    for (size_t i = 4; i + 1 < args.size(); i += 2) {
-        if (args[i] == "-f") { o.tf32 = args[i + 1] != "0"; }
-        else if (args[i] == "--grad-dtype") { o.grads_bf16 = args[i + 1] == "bf16"; }
-        else { die("dump-grads: '%s' is not one of -f, --grad-dtype", args[i].c_str()); }
-    }
+    Options o = dump_options(args, 4);
+    o.trains = !forward_alone;
     const int rows = r.B / micro_steps;
     GPT2 model;
     gpt2_allocate(&model, c, o, rows, r.T);
@@ -335,20 +345,41 @@ static void dump_grads(const std::vector<std::string>& args) {
         const size_t at = (size_t)micro * rows * r.T;
         gpt2_set_inputs(&model, r.x.data() + at, r.y.data() + at, rows, r.T,
                         ClassifierMode::LossOnly);
-        gpt2_loss(&model, rows, r.T, ClassifierMode::LossOnly, 0.0f, 0.0f, &model.state->loss,
-                  Accumulate::No);
+        gpt2_loss(&model, rows, r.T, ClassifierMode::LossOnly, 0.0f, 1.0f / (float)(r.B * r.T),
+                  &model.state->loss, micro == 0 ? Accumulate::No : Accumulate::Yes);
         const std::vector<float> logits = host_logits(&model, rows * r.T);
         atomic_write(&out, logits.data(), logits.size() * sizeof(float));
     }
-    accumulate_batch(&model, r.x.data(), r.y.data(), r.B, r.T, micro_steps);
+    if (!forward_alone) { accumulate_batch(&model, r.x.data(), r.y.data(), r.B, r.T, micro_steps); }
     const float loss = gpt2_read_state(&model).loss;
     atomic_write(&out, &loss, sizeof(loss));
-    for (int i = 0; i < NUM_PARAMS; i++) {
+    for (int i = 0; i < NUM_PARAMS && !forward_alone; i++) {
         const std::vector<float> grad = host_grad(&model, i);
         atomic_write(&out, grad.data(), grad.size() * sizeof(float));
     }
     atomic_commit(&out);
     printf("loss %.6f\n", loss);
+    gpt2_free(&model);
+}
+
+// Row by row, what the evaluation in training adds up; its own output has only the score.
+static void dump_sums(const std::vector<std::string>& args) {
+    if (args.size() < 4) { die("dump-sums needs MODEL.bin QUESTIONS.bin B T"); }
+    const Config c = checkpoint_config(args[0].c_str());
+    const int B = atoi(args[2].c_str()), T = atoi(args[3].c_str());
+    if (B < 1 || T < 1 || T > c.maxT) { die("dump-sums: B=%d, T=%d; the model has T=%d", B, T, c.maxT); }
+    Options o = dump_options(args, 4);
+    o.trains = false;
+    EvalSet set;
+    evalset_init(&set, args[1].c_str(), c.V, B, T);
+    GPT2 model;
+    gpt2_allocate(&model, c, o, B, T);
+    checkpoint_load(&model, args[0].c_str());
+    std::vector<double> sums;
+    gpt2_evaluate(&sums, &model, &set);
+    for (size_t i = 0; i < set.rows.size(); i++) {
+        printf("%d %d %.9g\n", set.rows[i].question, set.rows[i].choice, sums[i]);
+    }
     gpt2_free(&model);
 }
 
@@ -2249,9 +2280,10 @@ int main(int argc, char** argv) {
     for (int i = 1; i < argc; i++) {
         const std::string arg = argv[i];
         const bool more = i + 1 < argc;
-        if (arg == "dump-grads") {
+        if (arg == "dump-grads" || arg == "dump-sums") {
             device_init();
-            dump_grads(std::vector<std::string>(argv + i + 1, argv + argc));
+            const std::vector<std::string> words(argv + i + 1, argv + argc);
+            if (arg == "dump-grads") { dump_grads(words); } else { dump_sums(words); }
             return 0;
         }
         if (arg == "--list") {

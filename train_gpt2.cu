@@ -55,6 +55,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/flags.h"         // gives: Flag, flags_parse
 #include "llmc/logger.h"        // gives: Logger
 #include "llmc/progress.h"      // gives: progress_show, progress_clear
+#include "llmc/telemetry.h"     // gives: telemetry_start, telemetry_read
 #include "llmc/host_memory.h"   // gives: host_memory_free, addresses_limited
 #include "llmc/state_file.h"    // gives: StateFile, Facts
 #include "llmc/checkpoints.h"   // gives: checkpoint_check, checkpoint_done, Worker
@@ -5392,7 +5393,7 @@ struct RunConfig {
     int64_t total_batch;            // tokens per optimizer step
     int64_t max_steps;
     int checkpoint_every, keep, major_every, resume, on_bad_loss;
-    int val_every, val_batches, log_every, sample_every, sample_tokens, num_samples, top_k;
+    int val_every, val_batches, log_every, log_gpu, sample_every, sample_tokens, num_samples, top_k;
     const char* eval_data;
     int evaluate, eval_every;
     double temperature;
@@ -5482,6 +5483,9 @@ static const Flag kFlags[] = {
         "batches per validation, at most the whole set"},
     {"",    "log-every",       FLAG_INT,    &run.log_every,      "1",       1, INT_MAX, nullptr,
         "steps to a line on the terminal, which tells their means; main.log and metrics.jsonl have each"},
+    {"lg",  "log-gpu",         FLAG_INT,    &run.log_gpu,        "0",       0, INT_MAX, nullptr,
+        "every so many steps, on the line and in metrics.jsonl: the GPU's clock, power, temperature, memory, "
+        "and what limits its clock (the driver tells; of several, rank 0's); 0: never"},
     {"h",   "evaluate",        FLAG_BOOL,   &run.evaluate,       "0",       0, 1, nullptr,
         "1: answer multiple-choice questions (HellaSwag, MMLU) in training, or with -x 0; not --help"},
     {"",    "eval-data",       FLAG_STRING, &run.eval_data,
@@ -5943,10 +5947,10 @@ static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t st
     return false;
 }
 
-// Answers the questions of the set. Their batches go round the ranks; the losses of one are summed on the
-// host while the device computes the next. Touches neither gradients nor weights. False: a signal ended it
-// early.
-static bool gpt2_evaluate(EvalScore* score, GPT2* model, const EvalSet* set) {
+// The completions' losses of the set's rows, each row's summed. Batches go round the ranks; the losses of one
+// are summed on the host while the device computes the next. Touches neither gradients nor weights. False: a
+// signal ended it early.
+static bool gpt2_evaluate(std::vector<double>* sums, GPT2* model, const EvalSet* set) {
     const int rank = comm.rank, world = comm.world, most = evalset_most_rows(set);
     const int64_t batches = (int64_t)set->batches.size(), rounds = ceil_div(batches, (int64_t)world);
     const size_t room = (size_t)set->B * set->T, part = (size_t)rounds * most;
@@ -5990,19 +5994,19 @@ static bool gpt2_evaluate(EvalScore* score, GPT2* model, const EvalSet* set) {
     }
     if (stopped) { return false; }
     comm_all_gather(all.data(), part * sizeof(double));
-    std::vector<double> sums(set->rows.size());
+    sums->resize(set->rows.size());
     for (int64_t i = 0; i < batches; i++) {
         const double* from = &all[i % world * part + i / world * most];
-        std::copy(from, from + set->batches[i].rows, sums.begin() + set->batches[i].first);
+        std::copy(from, from + set->batches[i].rows, sums->begin() + set->batches[i].first);
     }
-    *score = evalset_score(set, sums);
     return true;
 }
 
 // Answers the questions, prints and logs the score. False: a loss is not finite.
 static bool evaluate(GPT2* model, const EvalSet* set, Logger* logger, int64_t step) {
-    EvalScore score = {};
-    if (!gpt2_evaluate(&score, model, set)) { return true; }
+    std::vector<double> sums;
+    if (!gpt2_evaluate(&sums, model, set)) { return true; }
+    const EvalScore score = evalset_score(set, sums);
     printf("eval acc_norm %s | acc %s | loss %s\n", logger_number("%.6f", score.acc_norm).c_str(),
            logger_number("%.6f", score.acc).c_str(), logger_number("%.6f", score.loss).c_str());
     fflush(stdout);
@@ -6113,6 +6117,8 @@ struct Reports {
     int64_t ms_count;
     // what the terminal's next line tells: sums over the steps since the line before
     struct { int64_t steps, last; double loss, norm, ms; } line;
+    Telemetry telemetry;        // -lg
+    std::string gpu;            // for the next line
 };
 
 // Says that a step's update was skipped, and why.
@@ -6143,13 +6149,24 @@ static void report_line(Reports* r, const LrSchedule& schedule) {
     if (r->line.steps == 0) { return; }
     const double n = (double)r->line.steps, ms = r->line.ms / n;
     progress_clear();
-    printf("step %lld/%lld | loss %s | lr %.2e | norm %s | %.1f ms | %.0f tok/s | ETA %s\n",
+    printf("step %lld/%lld | loss %s | lr %.2e | norm %s | %.1f ms | %.0f tok/s | ETA %s%s%s\n",
            (long long)r->line.last + 1, (long long)run.max_steps,
            logger_number("%.6f", r->line.loss / n).c_str(), lr_at(schedule, r->line.last),
            logger_number("%.4f", r->line.norm / n).c_str(), ms, (double)run.total_batch / ms * 1e3,
-           report_eta(*r, r->line.last + 1).c_str());
+           report_eta(*r, r->line.last + 1).c_str(), r->gpu.empty() ? "" : " | ", r->gpu.c_str());
     fflush(stdout);
     r->line = {};
+    r->gpu.clear();
+}
+
+// -lg: fields of a line in metrics.jsonl, and words for the next one on the terminal. The GPU is at work on
+// the step after the one that is told, and has that step's work already: it does not wait for this.
+static std::string report_gpu(Reports* r, int64_t steps_done) {
+    TelemetrySample sample;
+    const bool due = run.log_gpu > 0 && steps_done % run.log_gpu == 0;
+    if (!due || !telemetry_read(r->telemetry, &sample)) { return ""; }
+    r->gpu = telemetry_text(sample);
+    return telemetry_json(sample);
 }
 
 // Until that line comes, a terminal shows how far it is.
@@ -6183,9 +6200,10 @@ static bool report_step(Reports* r, Logger* logger, const LrSchedule& schedule) 
     const double tokens_per_s = (double)run.total_batch / ms * 1e3;
     r->line = {r->line.steps + 1, step, r->line.loss + state.loss, r->line.norm + state.update.norm,
                r->line.ms + ms};
+    const std::string gpu = report_gpu(r, step + 1);
     if ((step + 1) % run.log_every == 0) { report_line(r, schedule); } else { report_progress(*r); }
-    logger_train(logger,
-                 {step, state.loss, lr, state.update.norm, (step + 1) * run.total_batch, ms, tokens_per_s});
+    logger_train(logger, {step, state.loss, lr, state.update.norm, (step + 1) * run.total_batch, ms,
+                          tokens_per_s}, gpu);
     report_skip(step, state);
     return state.update.skipped_in_a_row >= kMaxSkipsInARow;
 }
@@ -6247,7 +6265,7 @@ struct Training {
     Logger logger;
     Saver saver = {};
     bool saves = false;         // there is -o
-    std::string device;
+    std::string device, bus_id;
     std::string program;        // its hash, taken at the start: later its file may be gone
     int64_t step = 0;           // steps done
     int64_t position = 0;       // of the data of the next one
@@ -6347,6 +6365,7 @@ static void train(Training* t) {
     for (Event& e : reports.ready) { e = event_create(); }
     reports.started = event_create();
     reports.pending = -1;
+    if (run.log_gpu > 0 && comm.rank == 0) { reports.telemetry = telemetry_start(t->bus_id); }
     progress_start();
     auto report = [&] {
         if (!report_step(&reports, logger, schedule)) { return true; }
@@ -6405,6 +6424,7 @@ static void train(Training* t) {
     if (run.evaluate) { evaluate(model, &t->questions, logger, t->step); }
     if (run.sample_every > 0) { generate(model, &t->tokenizer, t->has_text, t->step); }
     for (Event& e : reports.ready) { event_destroy(e); }
+    telemetry_end(&reports.telemetry);
     event_destroy(reports.started);
     pinned_free(reports.slots);
 }
@@ -6722,6 +6742,7 @@ int main(int argc, char** argv) {
     }
     const DeviceInfo device = device_init(comm.local_rank);
     t.device = device.name;
+    t.bus_id = device.bus_id;
     t.program = executable_hash();
     fit_lanes(config, &options, device);
     gpt2_check_memory(config, options, run.B, run.T, device, run.resumed);

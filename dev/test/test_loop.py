@@ -1317,5 +1317,23 @@ def test_outlier_limits():
     check_equal((got.code, glob.glob("given_up/model_*")), (1, []), "exit code and checkpoints")
 
 
+def test_gpu_telemetry():
+    """-lg on a GPU: what the driver's own program says of it as well. Of a library in its place:
+    test_seeing.py."""
+    if "CPU" in Program.device:
+        return
+    asked = subprocess.run(["nvidia-smi", "--format=csv,noheader,nounits", "--query-gpu=memory.total"],
+                           capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    gib = float(asked.stdout.split()[0]) / 1024
+    run_ok({"-x": 4, "-lg": 2, "-o": "telemetry"})
+    with open("telemetry/metrics.jsonl", encoding="ascii") as f:
+        lines = [json.loads(line) for line in f]
+    told = [line for line in lines if "gpu_mhz" in line]
+    check_equal([line["step"] for line in told], [2, 4], "steps with the GPU's clock")
+    for line in told:
+        check(100 <= line["gpu_mhz"] <= 5000 and 10 <= line["gpu_watts"] <= 2000 and
+              10 <= line["gpu_celsius"] <= 110 and 0.1 <= line["gpu_gib"] <= gib, f"of a GPU: {line}")
+
+
 if __name__ == "__main__":
     sys.exit(main(__doc__, globals()))
