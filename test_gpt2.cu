@@ -786,8 +786,9 @@ static void test_muon_updates(const Config& c) {
                 const std::string what = format("%s.%d, part %d, update %u", s.name, l, part, step + 1);
                 CHECK(sqrt(m_off) <= 1e-5 * sqrt(m_length), "%s: m is off by %.2e", what.c_str(),
                       sqrt(m_off / m_length));
-                CHECK(sqrt(off) <= 2 * sqrt(near) + 2e-3 * sqrt(length), "%s: off by %.2e, allowed %.2e",
-                      what.c_str(), sqrt(off / length), 2 * sqrt(near / length) + 2e-3);
+                // 16 bits: small singular values decide how far each rounding comes through
+                CHECK(sqrt(off) <= 3 * sqrt(near) + 2e-3 * sqrt(length), "%s: off by %.2e, allowed %.2e",
+                      what.c_str(), sqrt(off / length), 3 * sqrt(near / length) + 2e-3);
                 CHECK(fabs(along / length - 1) <= (kLowPrecision ? 2e-2 : 2e-3), "%s: %.5f times as long",
                       what.c_str(), along / length);
             }
@@ -950,11 +951,13 @@ static void test_invariance(const char* name, const Config& c) {
             gpt2_free(&model);
         }
     }
-    TEST("Muon: two updates, a skipped one, some layers at a time") { test_muon_updates(c); }
-    TEST("a checkpoint, Muon") {
-        Options muon = o;
-        muon.muon = true;
-        test_checkpoint(c, muon, true);
+    if (kDeviceIsAsync || c.C <= 40) {      // a CPU's loops are the same for both
+        TEST("Muon: two updates, a skipped one, some layers at a time") { test_muon_updates(c); }
+        TEST("a checkpoint, Muon") {
+            Options muon = o;
+            muon.muon = true;
+            test_checkpoint(c, muon, true);
+        }
     }
     for (bool at_once : {true, false}) {
         for (bool master : {true, false}) {

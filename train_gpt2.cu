@@ -5797,7 +5797,8 @@ static Config config_check(const Facts* resumed = nullptr) {
     }
     for (const char* name : {"muon-lr", "muon-momentum", "muon-steps", "muon-decay"}) {
         if (run.optimizer == 0 && !run.resumed && flags_given(kFlags, kNumFlags, name)) {
-            die("--%s is for --optimizer muon, and this run has --optimizer adamw", name);
+            die("--%s is for --optimizer muon, and this run has --optimizer adamw\n"
+                "hint: give --optimizer muon, or leave --%s out", name, name);
         }
     }
 #ifdef GPT2_CPU

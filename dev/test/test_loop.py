@@ -561,11 +561,11 @@ def test_muon():
     """Two updates with each setting, from the program's own gradients, as the formula has them; the other
     tensors are AdamW's. Rates follow the schedule; the gradient's size does not count, nor does -c."""
     if not exact():
-        skip("the update cannot be seen in 16-bit weights", 107)
+        skip("the update cannot be seen in 16-bit weights", 106)
         return
     start, _ = trained_model()
     zero = {name: x.astype(np.float64) for name, x in formats.read_checkpoint(start)[1].items()}
-    g1 = gradients(start, {}, "gradients")
+    g1 = gradients(start, {}, "muon_gradients")
     usual = {"lr": 0.02, "momentum": 0.95, "decay": 0.01, "steps": 5, "clip": 0}
     others = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-3, "decay": 0.3}
     flag = {"lr": "--muon-lr", "momentum": "--muon-momentum", "decay": "--muon-decay",
