@@ -35,6 +35,7 @@ l, and h for a head; bt is b*T+t.
 #include <stdio.h>      // gives: printf
 #include <stdlib.h>     // gives: strtoll
 #include <string.h>     // gives: strcmp
+#include <sys/select.h> // gives: pselect
 #include <sys/stat.h>   // gives: stat
 #include <unistd.h>     // gives: write, access, _exit
 
@@ -6854,7 +6855,7 @@ struct TextSpeed {
     void print() const {
         const double seconds = last - first;
         const int64_t later = tokens - in_first;
-        fprintf(stderr, "%lld tokens, the first after %.3f s", (long long)tokens,
+        fprintf(stderr, "note: %lld tokens, the first after %.3f s", (long long)tokens,
                 tokens > 0 ? first - start : 0.0);
         if (later > 0 && seconds > 0) { fprintf(stderr, ", then %.0f tokens/s", (double)later / seconds); }
         fprintf(stderr, "\n");
@@ -6913,30 +6914,43 @@ static void generate(GPT2* model, const Tokenizer* tokenizer, bool has_text, int
 // being typed; the end of the input (Ctrl-D) ends all. An empty line lets the text go on. After a document's
 // end the next line begins a new one.
 static volatile sig_atomic_t chat_interrupted = 0;
-static void chat(GPT2* model, const Tokenizer* tokenizer, bool has_text, bool tell_speed) {
+// Waits for a line on the terminal, or its end; false: Ctrl-C came. The signal is let in during the wait
+// alone, so none is missed between a look at it and the wait.
+static bool chat_has_line() {
+    sigset_t interrupt, before;
+    sigemptyset(&interrupt);
+    sigaddset(&interrupt, SIGINT);
+    pthread_sigmask(SIG_BLOCK, &interrupt, &before);
+    fd_set files;
+    FD_ZERO(&files);
+    FD_SET(STDIN_FILENO, &files);
+    bool has_line = !chat_interrupted;
+    if (has_line) { has_line = pselect(STDIN_FILENO + 1, &files, nullptr, nullptr, nullptr, &before) >= 0; }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return has_line || !chat_interrupted;
+}
+static void chat(GPT2* model, const Tokenizer* tokenizer, bool tell_speed) {
     if (comm.rank != 0) { return; }
-    if (!has_text) { die("--chat needs a tokenizer: there is none for V=%d (256: bytes, 50257: GPT-2)",
-                         model->config.V); }
     struct sigaction action = {};
-    action.sa_handler = [](int) { chat_interrupted = 1; };      // without SA_RESTART: reading ends, too
+    action.sa_handler = [](int) { chat_interrupted = 1; };
+    action.sa_flags = SA_RESTART;
     sigaction(SIGINT, &action, nullptr);
     const bool is_terminal = isatty(STDIN_FILENO);
     std::vector<int> tokens = {(int)tokenizer->eot};
-    for (uint32_t id : prompt_tokens(tokenizer, has_text, model->config.V, model->T)) {
+    for (uint32_t id : prompt_tokens(tokenizer, true, model->config.V, model->T)) {
         tokens.push_back((int)id);
     }
     TextSpeed speed;
     char* line = nullptr;
     size_t room = 0;
     for (uint32_t number = 0;; number++) {
-        if (is_terminal) { printf("> "); fflush(stdout); }
         chat_interrupted = 0;
-        ssize_t bytes = getline(&line, &room, stdin);
-        if (bytes < 0 && chat_interrupted) {            // Ctrl-C: another line
-            clearerr(stdin);
-            printf("\n");
-            continue;
+        if (is_terminal) {
+            printf("> ");
+            fflush(stdout);
+            if (!chat_has_line()) { printf("\n"); continue; }
         }
+        ssize_t bytes = getline(&line, &room, stdin);
         if (bytes < 0) { break; }
         if (bytes > 0 && line[bytes - 1] == '\n') { bytes--; }
         const bool begins = tokens.back() == (int)tokenizer->eot;
@@ -7629,6 +7643,9 @@ int main(int argc, char** argv) {
     if (!unfit.empty()) { die("%s", unfit.c_str()); }
     open_data(&t, config, trains, validates);
     t.has_text = samples && text_init(&t.tokenizer, config.V);
+    if (run.chat && !t.has_text) {
+        die("--chat needs a tokenizer: there is none for V=%d (256: bytes, 50257: GPT-2)", config.V);
+    }
     const size_t prompted = samples ? prompt_tokens(&t.tokenizer, t.has_text, config.V, run.T).size() : 0;
     check_same_job(t);
     if (run.resumed) { check_resumed(resumed, t.train_loader, device.name); }
@@ -7643,7 +7660,7 @@ int main(int argc, char** argv) {
     else {
         if (validates) { fine = validate_alone(&t); }
         if (run.evaluate) { fine = evaluate(&t.model, &t.questions, &t.logger, 0) && fine; }
-        if (run.chat) { chat(&t.model, &t.tokenizer, t.has_text, tell_speed); }
+        if (run.chat) { chat(&t.model, &t.tokenizer, tell_speed); }
         else if (writes_alone) { generate(&t.model, &t.tokenizer, t.has_text, 0, tell_speed); }
     }
 

@@ -21,7 +21,8 @@ def main():
     parser.add_argument("--repeat", type=int, default=2)
     args = parser.parse_args()
     print("texts  tokens  first after  tokens/s  how")
-    ways = {"": [], "top-k 40, top-p 0.9": ["--top-k", "40", "--top-p", "0.9"], "greedy": ["--temperature", "0"]}
+    ways = {"": [], "top-k 40, top-p 0.9": ["--top-k", "40", "--top-p", "0.9"],
+            "greedy": ["--temperature", "0"]}
     for rows in args.rows:
         for how, flags in ways.items():
             for _ in range(args.repeat if not flags else 1):
@@ -31,7 +32,8 @@ def main():
                 said = re.search(rb"(\d+) tokens, the first after ([\d.]+) s, then (\d+) tokens/s", p.stderr)
                 if p.returncode != 0 or not said:
                     sys.exit(f"{' '.join(p.args)}: exit code {p.returncode}\n{p.stderr.decode()}")
-                print(f"{rows:5}  {args.tokens:6}  {float(said[2]):9.3f} s  {int(said[3]):8}  {how}", flush=True)
+                print(f"{rows:5}  {args.tokens:6}  {float(said[2]):9.3f} s  {int(said[3]):8}  {how}",
+                      flush=True)
 
 
 if __name__ == "__main__":
