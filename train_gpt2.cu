@@ -107,11 +107,30 @@ template <class Int> constexpr Int round_up(Int a, Int b) { return ceil_div(a, b
 // == 3 shapes and tables ==
 // The model is two tables. Everything that walks over tensors (allocation, init, AdamW, norm, checkpoints,
 // memory report, tests) walks over these.
+enum class Block { Sequential, Parallel, ParallelTied };        // kWirings, below, says what they are
 struct Config {
     int maxT;           // longest sequence: rows of wpe
     int V, Vp;          // vocabulary; padded to a multiple of 128, so that the LM head's GEMM has whole tiles
     int L, NH, C;
+    Block block = Block::Sequential;
+    NormKind norm = NormKind::Layer;
+    bool is_gpt2() const { return block == Block::Sequential && norm == NormKind::Layer; }
 };
+#define BLOCK_NAMES "sequential|parallel|parallel-tied"
+#define NORM_NAMES "layernorm|rmsnorm"
+
+// A layer is stages, one after the other. A stage's branches read the same place of the residual stream, each
+// through a norm of its own or all through one, and what they make of it is added to the stream at once. The
+// forward and the backward pass walk over this table; a branch is a function each way (section 8).
+enum class Branch { Attention, Mlp };
+struct Stage { int count; Branch branches[2]; int norms; };
+struct Wiring { int stages; Stage stage[2]; };
+constexpr Wiring kWirings[] = {
+    {2, {{1, {Branch::Attention}, 1}, {1, {Branch::Mlp}, 1}}},  // x = x + att(ln1(x)); x = x + mlp(ln2(x))
+    {1, {{2, {Branch::Attention, Branch::Mlp}, 2}}},            // x = x + att(ln1(x)) + mlp(ln2(x))
+    {1, {{2, {Branch::Attention, Branch::Mlp}, 1}}},            // x = x + att(ln1(x)) + mlp(ln1(x))
+};
+static const Wiring& wiring_of(const Config& c) { return kWirings[(int)c.block]; }
 
 enum class Where { Global, Block };             // one tensor, or one per layer
 enum class Init { Zero, One, Normal, Residual };    // Normal: N(0, 0.02); Residual: N(0, 0.02/sqrt(2L))
@@ -121,29 +140,32 @@ enum class Kind { Matrix, Bias, Norm };
 // The order is the checkpoint's order: append nothing in the middle. Rows beyond the live ones are padding:
 // zero, and not counted as parameters. LayerNorm's weights and biases are fp32 in every build, as in
 // PyTorch's autocast: next to 1 bf16 has steps of 0.0078, in which training's steps vanish
-// (dev/bench/NOTES.md: loss +3e-3 after ten steps).
+// (dev/bench/NOTES.md: loss +3e-3 after ten steps). A tensor without rows is one that this model lacks:
+// RMSNorm has no biases (`biased` is 0), and a tied block no second norm (`second` is 0).
 //    name      type    where   rows    cols    init      kind    live rows
 #define GPT2_PARAMS(X)                                                  \
     X(wte,      floatX, Global, Vp,     C,      Normal,   Matrix, V)    \
     X(wpe,      floatX, Global, maxT,   C,      Normal,   Matrix, maxT) \
     X(ln1w,     float,  Block,  1,      C,      One,      Norm,   1)    \
-    X(ln1b,     float,  Block,  1,      C,      Zero,     Norm,   1)    \
+    X(ln1b,     float,  Block,  biased, C,      Zero,     Norm,   biased)   \
     X(qkvw,     floatX, Block,  3 * C,  C,      Normal,   Matrix, 3 * C)\
     X(qkvb,     floatX, Block,  1,      3 * C,  Zero,     Bias,   1)    \
     X(attprojw, floatX, Block,  C,      C,      Residual, Matrix, C)    \
     X(attprojb, floatX, Block,  1,      C,      Zero,     Bias,   1)    \
-    X(ln2w,     float,  Block,  1,      C,      One,      Norm,   1)    \
-    X(ln2b,     float,  Block,  1,      C,      Zero,     Norm,   1)    \
+    X(ln2w,     float,  Block,  second, C,      One,      Norm,   second)   \
+    X(ln2b,     float,  Block,  second * biased, C, Zero, Norm,   second * biased)  \
     X(fcw,      floatX, Block,  4 * C,  C,      Normal,   Matrix, 4 * C)\
     X(fcb,      floatX, Block,  1,      4 * C,  Zero,     Bias,   1)    \
     X(fcprojw,  floatX, Block,  C,      4 * C,  Residual, Matrix, C)    \
     X(fcprojb,  floatX, Block,  1,      C,      Zero,     Bias,   1)    \
     X(lnfw,     float,  Global, 1,      C,      One,      Norm,   1)    \
-    X(lnfb,     float,  Global, 1,      C,      Zero,     Norm,   1)
+    X(lnfb,     float,  Global, biased, C,      Zero,     Norm,   biased)
 
 // A Block's tensor has a copy per layer, kept for the backward pass. SAVED(r): only while the recompute level
 // (-r) is below r, else all layers share one buffer and the backward computes it again. A model that is not
 // trained keeps nothing, so its layers share all buffers, and what is the backward's alone has no elements.
+// `sequential`, `parallel` and `drops` are 0 or 1: the kind of block, and whether training has dropout. A
+// tied block has no ln2 and reads ln1 instead.
 //    name        type    where   kept    elements
 #define GPT2_ACTS(X)                                                                                      \
     X(encoded,    floatX, Global, ALWAYS, N * C)            /* (B,T,C) */                                 \
@@ -153,10 +175,10 @@ enum class Kind { Matrix, Bias, Norm };
     X(qkv,        floatX, Block,  ALWAYS, N * 3 * C)        /* (B,T,3,NH,HS) */                           \
     X(att_lse,    float,  Block,  ALWAYS, N * NH)           /* (B,NH,T) log-sum-exp of the scores */      \
     X(atty,       floatX, Block,  ALWAYS, N * C)            /* (B,T,C) attention's output */              \
-    X(residual2,  floatX, Block,  ALWAYS, N * C)            /* (B,T,C) after attention */                 \
-    X(ln2,        floatX, Block,  SAVED(2), N * C)                                                        \
-    X(ln2_mean,   float,  Block,  ALWAYS, N)                                                              \
-    X(ln2_rstd,   float,  Block,  ALWAYS, N)                                                              \
+    X(residual2,  floatX, Block,  sequential && ALWAYS, N * C)      /* (B,T,C) after attention */         \
+    X(ln2,        floatX, Block,  SAVED(2), second * N * C)                                               \
+    X(ln2_mean,   float,  Block,  ALWAYS, sequential * N)           /* else ln1's: of the same rows */    \
+    X(ln2_rstd,   float,  Block,  ALWAYS, sequential * N)                                                 \
     X(fch,        floatX, Block,  ALWAYS, N * 4 * C)        /* (B,T,4C) before GELU */                    \
     X(fch_gelu,   floatX, Block,  SAVED(1), N * 4 * C)                                                    \
     X(residual3,  floatX, Block,  ALWAYS, N * C)            /* (B,T,C) after the MLP */                   \
@@ -167,6 +189,9 @@ enum class Kind { Matrix, Bias, Norm };
     X(losses,     float,  Global, ALWAYS, N)                /* (B,T) */                                   \
     X(dresidual,  floatX, Global, ALWAYS, trains * N * C)   /* (B,T,C) gradient of the residual stream */ \
     X(dnarrow,    floatX, Global, ALWAYS, N * C)            /* (B,T,C) dlnf, dln2, datty, dln1 */         \
+    X(dnarrow2,   floatX, Global, ALWAYS, parallel * N * C) /* (B,T,C) dln2 beside dln1 */                \
+    X(dbranch,    floatX, Global, ALWAYS, trains * drops * N * C)   /* dresidual behind a dropout */      \
+    X(dbranch2,   floatX, Global, ALWAYS, trains * drops * parallel * N * C)    /* of the MLP beside it */\
     X(dwide,      floatX, Global, ALWAYS, trains * N * 4 * C)       /* (B,T,4C) dfch; (B,T,3C) dqkv */
 
 #define X(name, ...) PARAM_##name,
@@ -199,7 +224,7 @@ struct ParamSpec {
     const char* name;
     Init init;
     Kind kind;
-    int copies;             // 1, or L
+    int copies;             // 1, or L; 0: this model has none
     size_t rows, cols, live_rows;
     size_t elems;           // rows*cols: one copy, as in files
     size_t slot;            // elems, rounded up to where the next tensor may begin
@@ -260,13 +285,14 @@ static size_t size_check(const char* name, double elements) {
 
 static void param_specs(ParamSpec* specs, const Config& c) {
     const size_t V = c.V, Vp = c.Vp, C = c.C, maxT = c.maxT;
+    const size_t biased = c.norm == NormKind::Layer, second = c.block != Block::ParallelTied;
     const size_t align = kAlign / 2;        // elements: kAlign bytes even where each has two, as in bf16
     int i = 0;
 #define X(name_, type_, where_, rows_, cols_, init_, kind_, live_)                                           \
     {                                                                                                        \
         static_assert(Kind::kind_ != Kind::Norm || sizeof(type_) == sizeof(float), "as Kind says");          \
         const size_t elems = (rows_) * (cols_), slot = round_up(elems, align);                               \
-        const int copies = Where::where_ == Where::Block ? c.L : 1;                                          \
+        const int copies = elems == 0 ? 0 : Where::where_ == Where::Block ? c.L : 1;                         \
         specs[i] = {#name_, Init::init_, Kind::kind_, copies, rows_, cols_, live_, elems, slot,              \
                     sizeof(type_), 0, 0};                                                                    \
         size_check(#name_, (double)specs[i].rows * (double)specs[i].cols * copies);                          \
@@ -331,8 +357,11 @@ static Layout param_layout(const ParamSpec* specs, const Config& c, const Split&
 }
 
 // Returns bytes.
-static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recompute, bool trains = true) {
+static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recompute, bool trains = true,
+                        bool drops = false) {
     const size_t N = (size_t)B * T, C = c.C, NH = c.NH, Vp = c.Vp;
+    const size_t sequential = c.block == Block::Sequential, parallel = !sequential;
+    const size_t second = c.block != Block::ParallelTied;
     const bool ALWAYS = trains;
     auto SAVED = [=](int level) { return trains && recompute < level; };
     size_t offset = 0;
@@ -3499,7 +3528,9 @@ struct Options {                // what a run may choose; fixed after gpt2_alloc
     int gelu_fusion;            // GELU in the GEMM's epilogue: 0: no; 1: in the forward; 2: in both passes
     bool master;                // fp32 master copies of 16-bit parameters
     bool grads_bf16;            // gradients of tensors with two dimensions in bf16, rounded with dither
-    bool residual_in_gemm;      // the residual is added in the projection's epilogue, else in the LayerNorm
+    bool residual_in_gemm;      // the residual is added in the projection's epilogue, else in the norm
+    double dropout;             // in training: of the embedding and of each branch; then it is the norm that
+                                // adds the residual
     Kernels kernels;            // which kernels an op with several may use
     bool tf32;                  // FP32 builds: tensor cores for GEMMs and attention
     float weight_decay;         // on the tensors with two dimensions
@@ -3607,7 +3638,7 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
     const int N = B * T;
     if (!options.trains) { return 0; }          // only backward passes need any
     size_t bytes = encoder_backward_scratch_bytes(B, T, c.C);
-    bytes = std::max(bytes, layernorm_backward_scratch_bytes(N, c.C));
+    bytes = std::max(bytes, norm_backward_scratch_bytes(N, c.C, c.is_gpt2() ? 3 : 6));
     // qkv's and fc's: the narrower one may need more, in more chunks
     bytes = std::max(bytes, bias_backward_scratch_bytes(N, 3 * c.C));
     bytes = std::max(bytes, bias_backward_scratch_bytes(N, 4 * c.C));
@@ -3662,7 +3693,7 @@ static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& 
     ParamSpec specs[NUM_PARAMS];
     ActSpec acts[NUM_ACTS];
     param_specs(specs, c);
-    act_specs(acts, c, B, T, options.recompute, options.trains);
+    act_specs(acts, c, B, T, options.recompute, options.trains, options.dropout > 0.0);
     const Layout layout = gpt2_layout(specs, c, options);
     std::vector<MemoryItem> plan;
     plan.push_back({"parameters", layout.params_bytes});
@@ -3782,7 +3813,8 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     model->options = options;
     model->T = T;
     param_specs(model->param_specs, config);
-    size_t act_bytes = act_specs(model->act_specs, config, B, T, options.recompute, options.trains);
+    size_t act_bytes = act_specs(model->act_specs, config, B, T, options.recompute, options.trains,
+                                 options.dropout > 0.0);
     model->layout = gpt2_layout(model->param_specs, config, options);
     const Layout& layout = model->layout;
     const Split& split = options.split;
@@ -4021,63 +4053,140 @@ static Params gpt2_params(const GPT2* model, int l) {
 
 static Acts gpt2_acts(const GPT2* model, int l) { return act_views(model->acts, model->act_specs, l); }
 
-// Activations of a forward over (B,T) from the inputs on the device, up to lnf.
-static void gpt2_forward(GPT2* model, int B, int T) {
+// A place of the residual stream, number j: what lies behind j stages, and the norms that read it. The last
+// one is read by lnf.
+struct Place {
+    floatX* sum;                        // (B,T,C)
+    const Stage* added;                 // whose branches were added here; null: the embedding
+    int added_layer;
+    int norms, layer;
+    ParamId weights[2], biases[2];      // of the norms, in this layer
+    NormOutput<floatX, float> y[2];
+    float *mean, *rstd;
+};
+static int gpt2_last_place(const GPT2* model) { return model->config.L * wiring_of(model->config).stages; }
+
+static Place gpt2_place(const GPT2* model, int j) {
+    const Config& c = model->config;
+    const Wiring& wiring = wiring_of(c);
+    Place at = {};
+    at.sum = gpt2_acts(model, 0).encoded;
+    if (j > 0) {
+        const int stage = (j - 1) % wiring.stages;
+        at.added = &wiring.stage[stage];
+        at.added_layer = (j - 1) / wiring.stages;
+        const Acts a = gpt2_acts(model, at.added_layer);
+        at.sum = stage + 1 < wiring.stages ? a.residual2 : a.residual3;
+    }
+    const bool is_last = j == gpt2_last_place(model), biased = c.norm == NormKind::Layer;
+    const int stage = j % wiring.stages;
+    at.layer = is_last ? 0 : j / wiring.stages;
+    at.norms = is_last ? 1 : wiring.stage[stage].norms;
+    const Params p = gpt2_params(model, at.layer);
+    const Acts a = gpt2_acts(model, at.layer);
+    for (int k = 0; k < at.norms; k++) {
+        const bool is_first = !is_last && wiring.stage[stage].branches[k] == Branch::Attention;
+        at.weights[k] = is_last ? PARAM_lnfw : is_first ? PARAM_ln1w : PARAM_ln2w;
+        at.biases[k] = is_last ? PARAM_lnfb : is_first ? PARAM_ln1b : PARAM_ln2b;
+        const float* weight = is_last ? p.lnfw : is_first ? p.ln1w : p.ln2w;
+        const float* bias = is_last ? p.lnfb : is_first ? p.ln1b : p.ln2b;
+        at.y[k] = {is_last ? a.lnf : is_first ? a.ln1 : a.ln2, weight, biased ? bias : nullptr};
+    }
+    at.mean = is_last ? a.lnf_mean : stage == 0 ? a.ln1_mean : a.ln2_mean;
+    at.rstd = is_last ? a.lnf_rstd : stage == 0 ? a.ln1_rstd : a.ln2_rstd;
+    return at;
+}
+
+// What is dropped of branch k of those that were added at a place; `rows` is that of a micro-step.
+static Dropout gpt2_dropout(const GPT2* model, const Place& at, int k, int rows) {
+    const uint32_t place = at.added ? 1 + 2 * (uint32_t)at.added_layer + (uint32_t)at.added->branches[k] : 0;
+    return dropout_of(model->options.dropout, {model->options.seed, model->step, place},
+                      (uint64_t)model->micro * (uint64_t)rows);
+}
+
+// The norms of a place, of what stands there.
+static NormForward<floatX, float> gpt2_norm(const GPT2* model, const Place& at, int rows) {
+    const Config& c = model->config;
+    NormForward<floatX, float> norm = {};
+    norm.y[0] = at.y[0], norm.y[1] = at.y[1];
+    norm.mean = at.mean, norm.rstd = at.rstd;
+    norm.inp = at.sum;
+    norm.kind = c.norm, norm.N = rows, norm.C = c.C;
+    return norm;
+}
+
+// out = branch(inp) + before, which may be null: (B,T,C) each
+static void gpt2_branch_forward(GPT2* model, Branch branch, int l, floatX* out, const floatX* before,
+                                const floatX* inp, int B, int T) {
+    const Options& o = model->options;
+    const int N = B * T, C = model->config.C, NH = model->config.NH;
+    const Params p = gpt2_params(model, l);
+    const Acts a = gpt2_acts(model, l);
+    Stream stream = model->stream;
+    if (branch == Branch::Attention) {
+        matmul_forward({a.qkv, inp, p.qkvw, p.qkvb, nullptr, nullptr, N, C, 3 * C}, stream);
+        attention_forward({a.atty, a.att_lse, a.qkv, B, T, NH, C / NH}, stream);
+        matmul_forward({out, a.atty, p.attprojw, p.attprojb, before, nullptr, N, C, C}, stream);
+        return;
+    }
+    const bool gelu_in_gemm = o.gelu_fusion >= 1 && o.recompute == 0;
+    floatX *fc_out = gelu_in_gemm ? a.fch_gelu : a.fch, *pre_gelu = gelu_in_gemm ? a.fch : nullptr;
+    matmul_forward({fc_out, inp, p.fcw, p.fcb, nullptr, pre_gelu, N, C, 4 * C}, stream);
+    if (!gelu_in_gemm) { gelu_forward({a.fch_gelu, a.fch, (size_t)N * 4 * C}, stream); }
+    matmul_forward({out, a.fch_gelu, p.fcprojw, p.fcprojb, before, nullptr, N, 4 * C, C}, stream);
+}
+
+// Activations of a forward over (B,T) from the inputs on the device, up to lnf. trains: with dropout.
+// Each branch's last GEMM adds what stood in the stream before it. With --residual layernorm or dropout the
+// norm adds instead; the branches wait in dnarrow and dnarrow2, which are free until the backward.
+static void gpt2_forward(GPT2* model, int B, int T, bool trains = false) {
     const Config& c = model->config;
     const Options& o = model->options;
-    const int N = B * T, C = c.C, NH = c.NH, HS = C / NH;
-    Stream stream = model->stream;
-    Params p = gpt2_params(model, 0);
-    Acts a = gpt2_acts(model, 0);
-
-    // The end of a branch: sum = before + inp weight^T + bias is the residual stream, then out = LN(sum).
-    // --residual layernorm leaves the addition to the LayerNorm; the branch waits in dnarrow, which is free
-    // until the backward.
-    floatX* branch = a.dnarrow;
-    auto add_to_residual = [&](floatX* sum, const floatX* before, const floatX* inp, const floatX* weight,
-                               const floatX* bias, int inp_C) {
-        const bool now = o.residual_in_gemm;
-        matmul_forward({now ? sum : branch, inp, weight, bias, now ? before : nullptr, nullptr, N, inp_C, C},
-                       stream);
-    };
-    auto normalise = [&](floatX* out, float* mean, float* rstd, floatX* sum, const floatX* before,
-                         const float* weight, const float* bias) {
-        if (o.residual_in_gemm) {
-            layernorm_forward({out, mean, rstd, sum, weight, bias, N, C}, stream);
-        } else {
-            residual_layernorm_forward({sum, out, mean, rstd, before, branch, weight, bias, N, C}, stream);
-        }
-    };
-
     const Layout& layout = model->layout;
+    const Wiring& wiring = wiring_of(c);
+    const int N = B * T, last = gpt2_last_place(model);
+    const bool in_gemm = o.residual_in_gemm && o.dropout == 0.0, drops = trains && o.dropout > 0.0;
+    const Acts shared = gpt2_acts(model, 0);
+    floatX* const waiting[2] = {shared.dnarrow, shared.dnarrow2};
     for (Kind kind : {Kind::Matrix, Kind::Bias, Kind::Norm}) {
         gpt2_await_params(model, layout.bucket_of(kind, Where::Global, 0));
     }
-    encoder_forward({a.encoded, model->inputs.tokens, p.wte, p.wpe, B, T, C}, stream);
-    layernorm_forward({a.ln1, a.ln1_mean, a.ln1_rstd, a.encoded, p.ln1w, p.ln1b, N, C}, stream);
-    const floatX* residual = a.encoded;                                             // (B,T,C) into this layer
-    for (int l = 0; l < c.L; l++) {
-        p = gpt2_params(model, l);
-        a = gpt2_acts(model, l);
-        gpt2_await_params(model, layout.bucket_of(Kind::Matrix, Where::Block, l));
-        const bool gelu_in_gemm = o.gelu_fusion >= 1 && o.recompute == 0;
-        floatX *fc_out = gelu_in_gemm ? a.fch_gelu : a.fch, *pre_gelu = gelu_in_gemm ? a.fch : nullptr;
-
-        matmul_forward({a.qkv, a.ln1, p.qkvw, p.qkvb, nullptr, nullptr, N, C, 3 * C}, stream);
-        attention_forward({a.atty, a.att_lse, a.qkv, B, T, NH, HS}, stream);
-        add_to_residual(a.residual2, residual, a.atty, p.attprojw, p.attprojb, C);
-        normalise(a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, residual, p.ln2w, p.ln2b);
-        matmul_forward({fc_out, a.ln2, p.fcw, p.fcb, nullptr, pre_gelu, N, C, 4 * C}, stream);
-        if (!gelu_in_gemm) { gelu_forward({a.fch_gelu, a.fch, (size_t)N * 4 * C}, stream); }
-        add_to_residual(a.residual3, a.residual2, a.fch_gelu, p.fcprojw, p.fcprojb, 4 * C);
-        if (l + 1 < c.L) {                      // what follows: the next layer's first LayerNorm
-            const Params q = gpt2_params(model, l + 1);
-            const Acts b = gpt2_acts(model, l + 1);
-            normalise(b.ln1, b.ln1_mean, b.ln1_rstd, a.residual3, a.residual2, q.ln1w, q.ln1b);
-        } else {                                // or the final one
-            normalise(a.lnf, a.lnf_mean, a.lnf_rstd, a.residual3, a.residual2, p.lnfw, p.lnfb);
+    const Params p = gpt2_params(model, 0);
+    encoder_forward({shared.encoded, model->inputs.tokens, p.wte, p.wpe, B, T, c.C}, model->stream);
+    Place at = gpt2_place(model, 0);
+    NormForward<floatX, float> norm = gpt2_norm(model, at, N);
+    if (drops) {                                            // of the embedding, in its place
+        norm.residual = at.sum;
+        norm.inp = nullptr;
+        norm.branch[0] = at.sum;
+        norm.dropout[0] = gpt2_dropout(model, at, 0, N);
+    }
+    norm_forward(norm, model->stream);
+    for (int j = 0; j < last; j++) {
+        const int l = j / wiring.stages;
+        const Stage& stage = wiring.stage[j % wiring.stages];
+        const Place next = gpt2_place(model, j + 1);
+        if (j % wiring.stages == 0) {
+            gpt2_await_params(model, layout.bucket_of(Kind::Matrix, Where::Block, l));
         }
-        residual = a.residual3;
+        norm = gpt2_norm(model, next, N);
+        floatX* sum = at.sum;
+        for (int k = 0; k < stage.count; k++) {
+            const floatX* inp = at.y[std::min(k, at.norms - 1)].out;
+            floatX* to = k + 1 < stage.count ? gpt2_acts(model, l).residual2 : next.sum;
+            gpt2_branch_forward(model, stage.branches[k], l, in_gemm ? to : waiting[k],
+                                in_gemm ? sum : nullptr, inp, B, T);
+            sum = to;
+            if (in_gemm) { continue; }
+            norm.branch[k] = waiting[k];
+            if (drops) { norm.dropout[k] = gpt2_dropout(model, next, k, N); }
+        }
+        if (!in_gemm) {
+            norm.residual = next.sum;
+            norm.inp = at.sum;
+        }
+        norm_forward(norm, model->stream);
+        at = next;
     }
 }
 
@@ -4098,7 +4207,7 @@ static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float dlos
     const int N = B * T;
     const Acts a = gpt2_acts(model, 0);
     const float* loss_scale = &model->state->update.loss_scale;
-    gpt2_forward(model, B, T);
+    gpt2_forward(model, B, T, mode == ClassifierMode::LossAndGrad);
     gpt2_logits(model, 0, N);
     classifier({a.logits, a.losses, model->inputs.targets, dloss, loss_scale, N, c.V, c.Vp, mode},
                model->stream);
@@ -4228,85 +4337,141 @@ static void gpt2_bucket_complete(GPT2* model, int bucket, bool is_last) {
     if (before >= 0) { gpt2_sum_bucket(model, before); }
 }
 
-// Gradients of every parameter from dlogits. The first micro-step stores, later ones add: no memset.
+// What a backward pass has in common. The first micro-step stores gradients, later ones add: no memset.
 // is_last: of this rank's step; buckets then go to the other ranks as soon as they are complete.
-// dresidual is the gradient of the residual stream, from the last layer to the first; each LayerNorm adds its
-// branch's to it and, in passing, sums its columns: the bias gradient of the projection before it.
+struct Backward {
+    GPT2* model;
+    float* scratch;
+    int B, T;
+    Accumulate acc;
+    bool is_last;
+    Grad grad(ParamId id, int l) const { return gpt2_grad(model, id, l, acc); }
+    Stream stream() const { return model->stream; }
+};
+
+// The last gradient of a layer, from dqkv in dwide.
+static void gpt2_layer_complete(const Backward& b, int l, const floatX* inp) {
+    const int N = b.B * b.T, C = b.model->config.C;
+    const Acts a = gpt2_acts(b.model, l);
+    matmul_backward_weight({b.grad(PARAM_qkvw, l), b.scratch, a.dwide, inp, N, C, 3 * C}, b.stream());
+    gpt2_bucket_complete(b.model, b.model->layout.bucket_of(Kind::Matrix, Where::Block, l), b.is_last);
+}
+
+// The gradient dinp of a branch's input `inp`, from dout, its output's, and those of its tensors; but that of
+// the projection's bias is the norm's that follows. Attention is the last branch of a layer. Layer 0's is
+// completed by gpt2_backward.
+static void gpt2_branch_backward(const Backward& b, Branch branch, int l, floatX* dinp, const floatX* dout,
+                                 const floatX* inp) {
+    GPT2* model = b.model;
+    const Options& o = model->options;
+    const int N = b.B * b.T, C = model->config.C, NH = model->config.NH;
+    const Params p = gpt2_params(model, l);
+    const Acts a = gpt2_acts(model, l);
+    float* scratch = b.scratch;
+    Stream stream = b.stream();
+    if (branch == Branch::Attention) {
+        matmul_backward_weight({b.grad(PARAM_attprojw, l), scratch, dout, a.atty, N, C, C}, stream);
+        matmul_backward_input({a.dnarrow, dout, p.attprojw, nullptr, N, C, C}, stream);
+        attention_backward({a.dwide, scratch, a.dnarrow, a.atty, a.qkv, a.att_lse, b.B, b.T, NH, C / NH},
+                           stream);
+        bias_backward({b.grad(PARAM_qkvb, l), scratch, a.dwide, N, 3 * C}, stream);
+        if (l > 0) { gpt2_layer_complete(b, l, inp); }
+        matmul_backward_input({dinp, a.dwide, p.qkvw, nullptr, N, C, 3 * C}, stream);
+        return;
+    }
+    const bool gelu_in_gemm = o.gelu_fusion >= 2 && o.recompute == 0;
+    floatX* pre_gelu = gelu_in_gemm ? a.fch : nullptr;
+    if (o.recompute >= 1) { gelu_forward({a.fch_gelu, a.fch, (size_t)N * 4 * C}, stream); }
+    matmul_backward_weight({b.grad(PARAM_fcprojw, l), scratch, dout, a.fch_gelu, N, 4 * C, C}, stream);
+    matmul_backward_input({a.dwide, dout, p.fcprojw, pre_gelu, N, 4 * C, C}, stream);
+    if (gelu_in_gemm) { bias_backward({b.grad(PARAM_fcb, l), scratch, a.dwide, N, 4 * C}, stream); }
+    else { gelu_backward_inplace({a.dwide, b.grad(PARAM_fcb, l), scratch, a.fch, N, 4 * C}, stream); }
+    matmul_backward_weight({b.grad(PARAM_fcw, l), scratch, a.dwide, inp, N, C, 4 * C}, stream);
+    matmul_backward_input({dinp, a.dwide, p.fcw, nullptr, N, C, 4 * C}, stream);
+}
+
+// Through a place's norms: dresidual, the gradient of what lies behind it, becomes that of what lies before,
+// and those of the branches that were added here stand in dbranch where there is dropout. In passing it sums
+// their columns: the bias gradients of the branches' projections. douts: of the norms, or two of one norm.
+static void gpt2_place_backward(const Backward& b, const Place& at, int douts, Accumulate acc) {
+    const Config& c = b.model->config;
+    const Acts a = gpt2_acts(b.model, 0);
+    const int N = b.B * b.T, added = at.added ? at.added->count : 1;
+    const floatX* const dout[2] = {a.dnarrow, a.dnarrow2};
+    floatX* const dbranch[2] = {a.dbranch, a.dbranch2};
+    NormBackward<floatX, float> n = {};
+    n.dresidual = a.dresidual;
+    n.dresidual_acc = acc;
+    for (int k = 0; k < douts; k++) {
+        n.y[k].dout = dout[k];
+        if (k == at.norms) { break; }                       // tied: the first norm's
+        n.y[k].weight = at.y[k].weight;
+        n.y[k].dweight = b.grad(at.weights[k], at.layer);
+        if (at.y[k].bias) { n.y[k].dbias = b.grad(at.biases[k], at.layer); }
+    }
+    for (int k = 0; k < added; k++) {
+        if (b.model->options.dropout > 0.0) {
+            n.branch[k].dout = dbranch[k];
+            n.branch[k].dropout = gpt2_dropout(b.model, at, k, N);
+        }
+        if (!at.added) { continue; }
+        const bool attention = at.added->branches[k] == Branch::Attention;
+        n.branch[k].dbias = b.grad(attention ? PARAM_attprojb : PARAM_fcprojb, at.added_layer);
+    }
+    n.scratch = b.scratch;
+    n.inp = at.sum;
+    n.mean = at.mean, n.rstd = at.rstd;
+    n.kind = c.norm, n.N = N, n.C = c.C;
+    norm_backward(n, b.stream());
+}
+
+// Gradients of every parameter from dlogits: the stages in reverse, each one's branches and then its norms.
 static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_last) {
     const Config& c = model->config;
     const Options& o = model->options;
-    const int N = B * T, C = c.C, NH = c.NH, HS = C / NH;
-    const Accumulate store = Accumulate::No, add = Accumulate::Yes;
+    const Wiring& wiring = wiring_of(c);
+    const int N = B * T, C = c.C;
+    const bool drops = o.dropout > 0.0;
     Stream stream = model->stream;
-    float* scratch = model->scratch;
-    const int biases = model->layout.bucket_of(Kind::Bias, Where::Global, 0),
-              norms = model->layout.bucket_of(Kind::Norm, Where::Global, 0),
-              embeddings = model->layout.bucket_of(Kind::Matrix, Where::Global, 0);
-    auto layer_matrices = [&](int l) { return model->layout.bucket_of(Kind::Matrix, Where::Block, l); };
-    auto grad = [&](ParamId id, int l) { return gpt2_grad(model, id, l, acc); };
+    Backward b = {model, model->scratch, B, T, acc, is_last};
+    auto complete = [&](Kind kind) {
+        gpt2_bucket_complete(model, model->layout.bucket_of(kind, Where::Global, 0), is_last);
+    };
 
-    Params p = gpt2_params(model, 0);
-    Acts a = gpt2_acts(model, c.L - 1);
+    const Params p = gpt2_params(model, 0);
+    const Acts a = gpt2_acts(model, 0);                     // of which every layer has the same
+    floatX *const dinp[2] = {a.dnarrow, a.dnarrow2}, *const dbranch[2] = {a.dbranch, a.dbranch2};
     // wte's first part, the LM head's; the embedding's comes last. bf16 is rounded once, so there they meet
     // in scratch, which begins with a place for them.
     const size_t wte_elems = model->param_specs[PARAM_wte].elems;
-    Grad dwte = o.grads_bf16 ? Grad{scratch, Accumulate::No} : grad(PARAM_wte, 0);
-    if (o.grads_bf16) { scratch += wte_elems; }
-    matmul_backward_weight({dwte, scratch, a.logits, a.lnf, N, C, c.Vp}, stream);
+    Grad dwte = o.grads_bf16 ? Grad{b.scratch, Accumulate::No} : b.grad(PARAM_wte, 0);
+    if (o.grads_bf16) { b.scratch += wte_elems; }
+    matmul_backward_weight({dwte, b.scratch, a.logits, a.lnf, N, C, c.Vp}, stream);
     matmul_backward_input({a.dnarrow, a.logits, p.wte, nullptr, N, C, c.Vp}, stream);
-    layernorm_backward({a.dresidual, grad(PARAM_lnfw, 0), grad(PARAM_lnfb, 0), grad(PARAM_fcprojb, c.L - 1),
-                        scratch, store, a.dnarrow, a.residual3, p.lnfw, a.lnf_mean, a.lnf_rstd, N, C},
-                       stream);
-    for (int l = c.L - 1; l >= 0; l--) {
-        p = gpt2_params(model, l);
-        a = gpt2_acts(model, l);
-        const floatX* residual = l == 0 ? a.encoded : gpt2_acts(model, l - 1).residual3;
-        const Grad bias_before = l == 0 ? Grad{} : grad(PARAM_fcprojb, l - 1);
-        const bool gelu_in_gemm = o.gelu_fusion >= 2 && o.recompute == 0;
-        floatX *dy = a.dresidual, *pre_gelu = gelu_in_gemm ? a.fch : nullptr;
-
-        // MLP. dy, the gradient of the layer's output, becomes that of each earlier place of the stream
-        if (o.recompute >= 1) { gelu_forward({a.fch_gelu, a.fch, (size_t)N * 4 * C}, stream); }
-        matmul_backward_weight({grad(PARAM_fcprojw, l), scratch, dy, a.fch_gelu, N, 4 * C, C}, stream);
-        matmul_backward_input({a.dwide, dy, p.fcprojw, pre_gelu, N, 4 * C, C}, stream);
-        if (gelu_in_gemm) { bias_backward({grad(PARAM_fcb, l), scratch, a.dwide, N, 4 * C}, stream); }
-        else { gelu_backward_inplace({a.dwide, grad(PARAM_fcb, l), scratch, a.fch, N, 4 * C}, stream); }
-        if (o.recompute >= 2) {
-            layernorm_forward({a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, p.ln2w, p.ln2b, N, C}, stream);
+    const int last = gpt2_last_place(model);
+    gpt2_place_backward(b, gpt2_place(model, last), 1, Accumulate::No);
+    for (int j = last - 1; j >= 0; j--) {
+        const int l = j / wiring.stages;
+        const Stage& stage = wiring.stage[j % wiring.stages];
+        const Place at = gpt2_place(model, j);
+        if (o.recompute >= 2) { norm_forward(gpt2_norm(model, at, N), stream); }
+        for (int k = stage.count - 1; k >= 0; k--) {
+            gpt2_branch_backward(b, stage.branches[k], l, dinp[k], drops ? dbranch[k] : a.dresidual,
+                                 at.y[std::min(k, at.norms - 1)].out);
         }
-        matmul_backward_weight({grad(PARAM_fcw, l), scratch, a.dwide, a.ln2, N, C, 4 * C}, stream);
-        matmul_backward_input({a.dnarrow, a.dwide, p.fcw, nullptr, N, C, 4 * C}, stream);
-        layernorm_backward({dy, grad(PARAM_ln2w, l), grad(PARAM_ln2b, l), grad(PARAM_attprojb, l), scratch,
-                            add, a.dnarrow, a.residual2, p.ln2w, a.ln2_mean, a.ln2_rstd, N, C}, stream);
-
-        // attention
-        matmul_backward_weight({grad(PARAM_attprojw, l), scratch, dy, a.atty, N, C, C}, stream);
-        matmul_backward_input({a.dnarrow, dy, p.attprojw, nullptr, N, C, C}, stream);
-        attention_backward({a.dwide, scratch, a.dnarrow, a.atty, a.qkv, a.att_lse, B, T, NH, HS}, stream);
-        bias_backward({grad(PARAM_qkvb, l), scratch, a.dwide, N, 3 * C}, stream);
-        if (o.recompute >= 2) {
-            layernorm_forward({a.ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, N, C}, stream);
-        }
-        auto last_of_layer = [&] {
-            matmul_backward_weight({grad(PARAM_qkvw, l), scratch, a.dwide, a.ln1, N, C, 3 * C}, stream);
-            gpt2_bucket_complete(model, layer_matrices(l), is_last);
-        };
-        if (l > 0) { last_of_layer(); }
-        matmul_backward_input({a.dnarrow, a.dwide, p.qkvw, nullptr, N, C, 3 * C}, stream);
-        layernorm_backward({dy, grad(PARAM_ln1w, l), grad(PARAM_ln1b, l), bias_before, scratch, add,
-                            a.dnarrow, residual, p.ln1w, a.ln1_mean, a.ln1_rstd, N, C}, stream);
-        if (l > 0) { continue; }
-
-        // The embedding goes to the other ranks before layer 0's last gradients are computed: it is by far
-        // the largest bucket, and travels behind them.
-        gpt2_bucket_complete(model, norms, is_last);
-        gpt2_bucket_complete(model, biases, is_last);
-        dwte.acc = Accumulate::Yes;
-        encoder_backward({dwte, grad(PARAM_wpe, 0), scratch, dy, model->buckets, B, T, c.maxT, C}, stream);
-        if (o.grads_bf16) { grad_accumulate({grad(PARAM_wte, 0), dwte.data, wte_elems}, stream); }
-        gpt2_bucket_complete(model, embeddings, is_last);
-        last_of_layer();
+        gpt2_place_backward(b, at, stage.count, Accumulate::Yes);
     }
+
+    // The embedding goes to the other ranks before layer 0's last gradients are computed: it is by far the
+    // largest bucket, and travels behind them.
+    complete(Kind::Norm);
+    complete(Kind::Bias);
+    dwte.acc = Accumulate::Yes;
+    encoder_backward({dwte, b.grad(PARAM_wpe, 0), b.scratch, drops ? a.dbranch : a.dresidual, model->buckets,
+                      B, T, c.maxT, C}, stream);
+    if (o.grads_bf16) { grad_accumulate({b.grad(PARAM_wte, 0), dwte.data, wte_elems}, stream); }
+    complete(Kind::Matrix);
+    gpt2_layer_complete(b, 0, a.ln1);
     gpt2_bucket_complete(model, -1, is_last);
 }
 
@@ -4440,7 +4605,10 @@ __attribute__((format(printf, 1, 2))) static void warn(const char* fmt, ...) {
 // model_%08d.bin: 256 int32 header, then the tensors in table order, tight. Version 3 holds fp32, 5 bf16
 // (llm.c's numbers); either loads in any build. FP16 builds save version 3 from the master weights. The last
 // two words of the header are a checksum of the rest; other programs leave them 0.
-constexpr int kModelMagic = 20240326, kModelFp32 = 3, kModelBf16 = 5;
+//
+// What is not GPT-2 has 100 more as its version, so that nobody loads it as GPT-2, and says in two more words
+// of the header which block and which norm it has.
+constexpr int kModelMagic = 20240326, kModelFp32 = 3, kModelBf16 = 5, kModelVariant = 100;
 
 // A model from a header's numbers or a descriptor's: what the kernels and the file format need, or a sentence
 // why not.
@@ -4455,6 +4623,9 @@ static std::string config_error(const Config& c) {
     if (c.V > 65536) { return format("V=%d: token shards hold 16-bit ids, so V is at most 65536", c.V); }
     if (c.Vp < c.V || c.Vp % 8 != 0) {
         return format("the padded vocabulary %d must be a multiple of 8 and at least V=%d", c.Vp, c.V);
+    }
+    if ((int)c.block < 0 || c.block > Block::ParallelTied || (int)c.norm < 0 || c.norm > NormKind::Rms) {
+        return format("block %d or norm %d is not known", (int)c.block, (int)c.norm);
     }
     if (c.L > 10000 || c.C > (1 << 20) || c.maxT > (1 << 24)) {
         return format("L=%d C=%d T=%d: at most 10000 layers, 2^20 channels, 2^24 positions", c.L, c.C,
@@ -4509,11 +4680,14 @@ static Config checkpoint_read_header(const char* path, FILE* f, int* version) {
             sizeof(header));
     }
     *version = header[1];
+    const bool variant = *version >= kModelVariant;
+    *version -= variant ? kModelVariant : 0;
     if (*version != kModelFp32 && *version != kModelBf16) {
-        die("'%s' has checkpoint version %d; this program reads 3 (fp32) and 5 (bf16)", path,
-            *version);
+        die("'%s' has checkpoint version %d; this program reads 3 (fp32) and 5 (bf16), and 103 and 105 of "
+            "what is not GPT-2", path, header[1]);
     }
     Config c = {};
+    if (variant) { c.block = (Block)header[8], c.norm = (NormKind)header[9]; }
     c.maxT = header[2], c.V = header[3], c.L = header[4], c.NH = header[5], c.C = header[6], c.Vp = header[7];
     std::string error = config_error(c);
     if (!error.empty()) { die("'%s' has a bad header: %s", path, error.c_str()); }
@@ -4539,7 +4713,7 @@ static Config checkpoint_config(const char* path) {
 
 static void checkpoint_load(GPT2* model, const char* path) {
     FILE* f = checkpoint_open(path);
-    int version, header[256];
+    int version, header[256];                   // version: 3 or 5
     checkpoint_read_header(path, f, &version);
     rewind(f);
     fread_check(header, sizeof(header), 1, f, path);
@@ -4585,8 +4759,9 @@ struct ModelWriter {
 constexpr bool kModelIsBf16 = kLowPrecision && !kFp16;
 
 static void model_begin(ModelWriter* w, const std::string& path, const Config& c) {
-    const int header[256] = {kModelMagic, kModelIsBf16 ? kModelBf16 : kModelFp32, c.maxT, c.V, c.L, c.NH, c.C,
-                             c.Vp};
+    const int version = (kModelIsBf16 ? kModelBf16 : kModelFp32) + (c.is_gpt2() ? 0 : kModelVariant);
+    const int header[256] = {kModelMagic, version, c.maxT, c.V, c.L, c.NH, c.C, c.Vp, (int)c.block,
+                             (int)c.norm};
     w->out = atomic_open(path);
     w->sum = Checksum();
     memcpy(w->header, header, sizeof(header));
@@ -4853,7 +5028,9 @@ static Facts model_facts(GPT2* model) {
     const Config& c = model->config;
     DeviceState state = gpt2_read_state(model);
     Facts facts = {{"precision", PRECISION_NAME}, {"step", std::to_string(model->step)},
-                   {"model", format("%d %d %d %d %d %d", c.maxT, c.V, c.Vp, c.L, c.NH, c.C)}};
+                   {c.is_gpt2() ? "model" : "variant",
+                    format("%d %d %d %d %d %d", c.maxT, c.V, c.Vp, c.L, c.NH, c.C)}};
+    if (!c.is_gpt2()) { facts.push_back({"block and norm", format("%d %d", (int)c.block, (int)c.norm)}); }
     update_state_fields(state.update, [&](const char* name, auto* values, int count) {
         std::string text;
         for (int i = 0; i < count; i++) { text += format(i ? " %.17g" : "%.17g", (double)values[i]); }
@@ -4871,7 +5048,11 @@ static double fact_number(const Facts& facts, const std::string& key) {
 
 static Config facts_config(const Facts& facts) {
     Config c = {};
-    const std::string* text = facts_find(facts, "model");
+    const std::string *variant = facts_find(facts, "variant"), *kinds = facts_find(facts, "block and norm");
+    const std::string* text = variant ? variant : facts_find(facts, "model");
+    int block = 0, norm = 0;
+    if (variant && (!kinds || sscanf(kinds->c_str(), "%d %d", &block, &norm) != 2)) { text = nullptr; }
+    c.block = (Block)block, c.norm = (NormKind)norm;
     if (!text || sscanf(text->c_str(), "%d %d %d %d %d %d", &c.maxT, &c.V, &c.Vp, &c.L, &c.NH, &c.C) != 6) {
         die("the state to resume from does not say which model it is of");
     }
@@ -5099,7 +5280,8 @@ static Config descriptor_config(const char* text) {
 // == 10 run configuration ==
 struct RunConfig {
     const char *train_data, *val_data, *model, *output_dir, *max_steps_text, *prompt;
-    int B, T, recompute, gelu_fusion, residual, grad_dtype;
+    int B, T, recompute, gelu_fusion, residual, grad_dtype, block, norm;
+    double dropout;
     int64_t total_batch;            // tokens per optimizer step
     int64_t max_steps;
     int checkpoint_every, keep, major_every, resume, on_bad_loss;
@@ -5211,6 +5393,14 @@ static const Flag kFlags[] = {
         "GELU in the GEMM's epilogue: 0 no, 1 forward, 2 forward and backward (needs -r 0)", FLAG_FIXED},
     {"",    "residual",        FLAG_ENUM,   &run.residual,       "gemm",    0, 0, "gemm|layernorm",
         "where the residual is added: in the projection GEMM's epilogue, or in the next LayerNorm",
+        FLAG_FIXED},
+    {"",    "block",           FLAG_ENUM,   &run.block,          "sequential", 0, 0, BLOCK_NAMES,
+        "attention, then the MLP; or both beside each other, with a norm for each, or (tied) one for both",
+        FLAG_FIXED},
+    {"",    "norm",            FLAG_ENUM,   &run.norm,           "layernorm", 0, 0, NORM_NAMES,
+        "rmsnorm: takes no mean away and has no bias", FLAG_FIXED},
+    {"",    "dropout",         FLAG_FLOAT,  &run.dropout,        "0",       0, 0.95, nullptr,
+        "of the embedding's, the attention's and the MLP's output, in training; the norm adds the residual",
         FLAG_FIXED},
     {"",    "kernels",         FLAG_ENUM,   &run.kernels,        "auto",    0, 0, "auto|portable|sm90",
         "kernels of ops that have several: the best for this GPU, sm_80's, or Hopper's (or an error)",
@@ -5444,11 +5634,25 @@ static void lanes_check(int64_t micro_steps) {
     die("--lanes %d: %s\nhint: %s", run.lanes, error.c_str(), hint.c_str());
 }
 
+// A descriptor's block and norm are what the flags say; a file's are its own.
+static void variant_check(Config* c, bool is_descriptor) {
+    const struct { const char* flag; int wanted, has; const char* names; } kinds[] = {
+        {"block", run.block, (int)c->block, BLOCK_NAMES}, {"norm", run.norm, (int)c->norm, NORM_NAMES}};
+    for (const auto& k : kinds) {
+        if (is_descriptor || k.wanted == k.has || !flags_given(kFlags, kNumFlags, k.flag)) { continue; }
+        const std::vector<std::string> names = flags_split(k.names, '|');
+        die("--%s %s: the model of -e %s has %s\nhint: leave --%s out, or start a new model with -e d12",
+            k.flag, names[k.wanted].c_str(), run.model, names[k.has].c_str(), k.flag);
+    }
+    if (is_descriptor) { c->block = (Block)run.block, c->norm = (NormKind)run.norm; }
+}
+
 // Checks over more than one flag, before anything is allocated. resumed: the facts of a run to go on with.
 static Config config_check(const Facts* resumed = nullptr) {
     const bool is_file = file_size(run.model) >= 0 || strchr(run.model, '/') || strstr(run.model, ".bin");
-    const Config c = resumed ? facts_config(*resumed)
-                   : is_file ? checkpoint_config(run.model) : descriptor_config(run.model);
+    Config c = resumed ? facts_config(*resumed)
+             : is_file ? checkpoint_config(run.model) : descriptor_config(run.model);
+    variant_check(&c, !resumed && !is_file);
     if (run.T == 0) { run.T = c.maxT; }
     if (run.T > c.maxT) {
         die("-t %d is longer than the model's longest sequence, %d\nhint: use -t %d or less, or a model with "
@@ -5523,6 +5727,7 @@ static Options run_options() {
     o.master = run.master != 0;
     o.grads_bf16 = run.grad_dtype == 1;
     o.residual_in_gemm = run.residual == 0;
+    o.dropout = run.dropout;
     o.tf32 = run.tf32 != 0;
     o.kernels = (Kernels)run.kernels;
     o.weight_decay = (float)run.weight_decay;
@@ -6151,6 +6356,10 @@ static void print_model(const GPT2& model) {
     printf("model: L=%d NH=%d C=%d T=%d V=%d, %zu parameters: %zu with weight decay, %zu without; and %zu "
            "zeros that pad wte to %d rows\n",
            c.L, c.NH, c.C, c.maxT, c.V, decayed + others, decayed, others, (size_t)(c.Vp - c.V) * c.C, c.Vp);
+    if (!c.is_gpt2()) {
+        printf("not GPT-2: block %s, norm %s\n", flags_split(BLOCK_NAMES, '|')[(int)c.block].c_str(),
+               flags_split(NORM_NAMES, '|')[(int)c.norm].c_str());
+    }
     gpt2_print_memory(c, model.options, run.B, model.T);
     printf("kernels: attention %s\n", attention_form(c.C / c.NH));
 }

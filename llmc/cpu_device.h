@@ -197,7 +197,7 @@ GPT2_OPS(X)
 static inline size_t encoder_backward_scratch_bytes(int B, int T, int C) {
     return (size_t)max_bucket_slots((int64_t)B * T) * C * sizeof(float);
 }
-static inline size_t layernorm_backward_scratch_bytes(int, int) { return 0; }
+static inline size_t norm_backward_scratch_bytes(int, int, int) { return 0; }
 static inline size_t bias_backward_scratch_bytes(int, int) { return 0; }
 static inline size_t attention_backward_scratch_bytes(int B, int T, int NH) {
     return (size_t)B * T * NH * sizeof(float);
