@@ -16,7 +16,7 @@ Sections (search for "// == "), in the order in which data flows:
      1 includes            2 types and limits       3 shapes and tables    4 device runtime
      5 device helpers      6 ops                    7 multi-GPU            8 model
      9 checkpoint         10 run configuration     11 training loop       12 main
-Section 6: 6.1 encoder  6.2 layernorm  6.3 matmul  6.4 gelu and bias  6.5 classifier  6.6 loss
+Section 6: 6.1 encoder  6.2 norms  6.3 matmul  6.4 gelu and bias  6.5 classifier  6.6 loss
      6.7 gradients: lanes and the norm  6.8 adamw  6.9 attention, the longest: plain, mma.sync, sm90
 Sections 4 and 5 are headers in llmc/. What each op takes and gives stands in llmc/ops.h: read that first.
 Letters, everywhere: B batch rows, T tokens a row, C channels, NH heads, HS head size, V vocabulary, Vp padded
@@ -557,38 +557,73 @@ static void encoder_backward(const EncoderBackward<floatX, float>& a, Stream str
     });
 }
 
-// == 6.2 layernorm ==
-// Row by row of x (N,C), with the means over the row's C elements:
-// Forward:  mean = mean(x)   rstd = 1/sqrt(mean((x - mean)^2) + eps)   out = (x - mean)*rstd*weight + bias
-//           residual_layernorm_forward: x = inp1 + inp2, rounded and stored as `residual` first
-// Backward: xhat = (x - mean)*rstd     g = dout*weight
-//           dresidual (+)= rstd*(g - mean(g) - xhat*mean(g*xhat))
-//           dweight (+)= column sums of dout*xhat     dbias (+)= column sums of dout
-//           dcolsum (+)= column sums of the new dresidual, as stored: the bias gradient of the linear layer
-//           whose output was added to this residual stream, free of charge while the tensor passes by
-// Column sums take two stages: each block sums its rows into a row of partials (blocks,3,C) in scratch, then
-// column_sums_kernel adds those up in order.
-constexpr int kLayernormBlocks = 396;           // most blocks of the backward: 3 an SM of an H200
-constexpr int kLayernormWarps = 8;              // of a block of the forward; each takes a row
+// == 6.2 norms of the residual stream ==
+// Row by row of (N,C), with the means over the row's C elements:
+// Forward:  x = inp + branch[0]*f0 + branch[1]*f1, rounded and stored as `residual`; f is 0 or 1/(1-p), where
+//           a branch has dropout; without branches x = inp
+//           mean = mean(x)   rstd = 1/sqrt(mean((x - mean)^2) + eps)     RMSNorm: mean = 0
+//           y[i] = (x - mean)*rstd*weight[i] + bias[i]
+// Backward: xhat = (x - mean)*rstd     g = the sum over i of dout[i]*weight[i]
+//           dresidual (+)= rstd*(g - mean(g) - xhat*mean(g*xhat))        RMSNorm: without mean(g)
+//           dweight[i] (+)= column sums of dout[i]*xhat     dbias[i] (+)= column sums of dout[i]
+//           branch[i].dout = dresidual*f, and branch[i].dbias (+)= its column sums, as stored, free of charge
+//           while the tensor passes by
+// Column sums take two stages: each block sums its rows into a row of partials (blocks,sums,C) in scratch,
+// then column_sums_kernel adds those up in order. GPT-2's own norm, one LayerNorm without dropout, has
+// kernels in which everything else is switched off when they are compiled. What a mask leaves of a row is
+// computed where it is needed, from the counters: no memory holds masks.
+constexpr int kNormBlocks = 396;                // most blocks of the backward: 3 an SM of an H200
+constexpr int kNormWarps = 8;                   // of a block of the forward; each takes a row
 // The most vectors of its row that a lane of the forward holds: 16-bit rows up to 2048 stay in registers.
-constexpr int kLayernormVectors = 8;
+constexpr int kNormVectors = 8;
+constexpr int kNormRowThreads = 512;            // most threads of a block that takes one row
 
-// One warp a row, the row in registers: two passes over it (mean, then variance) cost no memory traffic.
-template <int kVectors, bool kResidual>
-__global__ void __launch_bounds__(kLayernormWarps * kWarp)
-    layernorm_forward_kernel(floatX* residual, floatX* out, float* mean, float* rstd, const floatX* inp1,
-                             const floatX* inp2, const float* weight, const float* bias, int N, int C) {
-    const int row = blockIdx.x * kLayernormWarps + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+typedef NormForward<floatX, float> NormForwardX;
+typedef NormBackward<floatX, float> NormBackwardX;
+
+// values[k] *= what the dropout of element c + k of row n is
+__device__ __forceinline__ void apply_dropout(Floats& values, const Dropout& d, int n, int c) {
+    const Rand4 block = dropout_block(d.key, d.first_row + n, (uint32_t)(c / 8));
+#pragma unroll
+    for (int k = 0; k < kWidth; k++) { values.at[k] *= dropout_factor(d, block, c % 8 + k); }
+}
+
+// Which members of the family a kernel serves. kGpt2: LayerNorm, one, after something; else what is 0 or null
+// in the arguments says. kBranches, at most 2, of which any has dropout (kDrops) or none.
+template <int kBranches_, bool kDrops_, bool kGpt2_> struct NormForm {
+    static constexpr int kBranches = kBranches_;
+    static constexpr bool kDrops = kDrops_, kGpt2 = kGpt2_;
+};
+
+// The row in registers: two passes over it (mean, then variance) cost no memory traffic. kBlock: a block
+// takes a row, else a warp does. What GPT-2's norm needs are parameters of their own: addresses from pointers
+// in a struct take more instructions (3 % of all at C=768).
+template <int kVectors, bool kBlock, class Form>
+__global__ void __launch_bounds__(kBlock ? kNormRowThreads : kNormWarps * kWarp)
+    norm_forward_kernel(floatX* residual, floatX* out, float* mean, float* rstd, const floatX* inp,
+                        const floatX* branch, const float* weight, const float* bias, int N, int C,
+                        NormForwardX more) {
+    __shared__ float shared[kWarp];
+    const int row = kBlock ? blockIdx.x : blockIdx.x * kNormWarps + threadIdx.x / kWarp;
+    const int lane = kBlock ? threadIdx.x : threadIdx.x % kWarp;
+    auto column = [=](int j) {
+        if constexpr (kBlock) { return (int)(j * blockDim.x + lane) * kWidth; }
+        else { return (j * kWarp + lane) * kWidth; }
+    };
     if (row >= N) { return; }
     const size_t at = (size_t)row * C;
+    const bool rms = !Form::kGpt2 && more.kind == NormKind::Rms, starts = !Form::kGpt2 && !inp;
+    auto row_sum = [&](float x) { return kBlock ? block_sum(x, shared) : warp_sum(x); };
 
     // All loads are on their way before the first is needed.
-    x128 pack[kVectors], pack2[kVectors];
+    x128 pack[kVectors], pack2[kVectors], pack3[kVectors];
 #pragma unroll
     for (int j = 0; j < kVectors; j++) {
-        const int c = (j * kWarp + lane) * kWidth;
-        pack[j] = load<true>(inp1 + at, c, C);
-        if (kResidual) { pack2[j] = load<true>(inp2 + at, c, C); }
+        const int c = column(j);
+        if constexpr (Form::kGpt2) { pack[j] = load<true>(inp + at, c, C); }
+        else { pack[j] = load<true>(starts ? branch + at : inp + at, c, starts ? 0 : C); }
+        if (Form::kBranches >= 1) { pack2[j] = load<true>(branch + at, c, C); }
+        if (Form::kBranches >= 2) { pack3[j] = load<true>(more.branch[1] + at, c, C); }
     }
 
     // The residual stream, rounded, and its mean. Beyond C there are zeros, which add nothing.
@@ -596,69 +631,90 @@ __global__ void __launch_bounds__(kLayernormWarps * kWarp)
     float sum = 0.0f;
 #pragma unroll
     for (int j = 0; j < kVectors; j++) {
-        if (kResidual) {
-#pragma unroll
-            for (int k = 0; k < kWidth; k++) {
-                pack[j].data[k] = (floatX)((float)pack[j].data[k] + (float)pack2[j].data[k]);
+        const int c = column(j);
+        if (Form::kBranches >= 1) {
+            Floats total = to_floats(pack[j]), added = to_floats(pack2[j]);
+            if (Form::kDrops && more.dropout[0].dropped > 0) {
+                apply_dropout(added, more.dropout[0], row, c);
             }
-            store<true>(residual + at, (j * kWarp + lane) * kWidth, C, pack[j]);
+#pragma unroll
+            for (int k = 0; k < kWidth; k++) { total.at[k] += added.at[k]; }
+            if (Form::kBranches >= 2) {
+                added = to_floats(pack3[j]);
+                if (Form::kDrops && more.dropout[1].dropped > 0) {
+                    apply_dropout(added, more.dropout[1], row, c);
+                }
+#pragma unroll
+                for (int k = 0; k < kWidth; k++) { total.at[k] += added.at[k]; }
+            }
+            pack[j] = to_pack<floatX>(total);
+            store<true>(residual + at, c, C, pack[j]);
         }
         x[j] = to_floats(pack[j]);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { sum += x[j].at[k]; }
     }
-    const float m = warp_sum(sum) / C;
+    const float m = rms ? 0.0f : row_sum(sum) / C;
 
     // The variance around that mean, here without what lies beyond C.
     float squares = 0.0f;
 #pragma unroll
     for (int j = 0; j < kVectors; j++) {
-        if ((j * kWarp + lane) * kWidth < C) {
+        if (column(j) < C) {
 #pragma unroll
             for (int k = 0; k < kWidth; k++) { squares += (x[j].at[k] - m) * (x[j].at[k] - m); }
         }
     }
-    const float s = 1.0f / sqrtf(warp_sum(squares) / C + (float)kLayernormEps);
+    const float s = 1.0f / sqrtf(row_sum(squares) / C + (float)kNormEps);
 
 #pragma unroll
-    for (int j = 0; j < kVectors; j++) {
-        const int c = (j * kWarp + lane) * kWidth;
-        Floats w = load_floats<true>(weight, c, C), b = load_floats<true>(bias, c, C);
+    for (int i = 0; i < (Form::kGpt2 ? 1 : 2); i++) {
+        if (i == 1) { out = more.y[1].out, weight = more.y[1].weight, bias = more.y[1].bias; }
+        if (i == 1 && !out) { break; }
 #pragma unroll
-        for (int k = 0; k < kWidth; k++) { x[j].at[k] = fmaf((x[j].at[k] - m) * s, w.at[k], b.at[k]); }
-        store<true>(out + at, c, C, to_pack<floatX>(x[j]));
+        for (int j = 0; j < kVectors; j++) {
+            const int c = column(j);
+            Floats w = load_floats<true>(weight, c, C), y = {};
+            if (!rms) { y = load_floats<true>(bias, c, C); }
+#pragma unroll
+            for (int k = 0; k < kWidth; k++) { y.at[k] = fmaf((x[j].at[k] - m) * s, w.at[k], y.at[k]); }
+            store<true>(out + at, c, C, to_pack<floatX>(y));
+        }
     }
     if (lane == 0) {
-        mean[row] = m;
+        if (!rms) { mean[row] = m; }
         rstd[row] = s;
     }
 }
 
-// Any C: one block a row, in the same three passes (mean, variance, output), each of which reads the row
-// again, mostly from the L1.
-template <bool kVector, bool kResidual>
-__global__ void layernorm_forward_any_kernel(floatX* residual, floatX* out, float* mean, float* rstd,
-                                             const floatX* inp1, const floatX* inp2, const float* weight,
-                                             const float* bias, int C) {
+// Any C and any member of the family: one block a row, in the same three passes (mean, variance, output),
+// each of which reads the row again, mostly from the L1.
+template <bool kVector> __global__ void norm_forward_any_kernel(NormForwardX a) {
     __shared__ float shared[kWarp];
-    const int row = blockIdx.x, first = threadIdx.x * kWidth, step = blockDim.x * kWidth;
+    const int C = a.C, row = blockIdx.x, first = threadIdx.x * kWidth, step = blockDim.x * kWidth;
     const size_t at = (size_t)row * C;
-    const floatX* x_row = kResidual ? residual + at : inp1 + at;
+    const bool rms = a.kind == NormKind::Rms;
+    const floatX* x_row = (a.residual ? a.residual : a.inp) + at;
     float sum = 0.0f;
     for (int c = first; c < C; c += step) {
-        Floats x = load_floats<kVector>(inp1 + at, c, C);
-        if (kResidual) {
-            Floats y = load_floats<kVector>(inp2 + at, c, C);
+        Floats x = {};
+        if (a.inp) { x = load_floats<kVector>(a.inp + at, c, C); }
+        for (int i = 0; i < 2; i++) {
+            if (!a.branch[i]) { continue; }
+            Floats branch = load_floats<kVector>(a.branch[i] + at, c, C);
+            if (a.dropout[i].dropped > 0) { apply_dropout(branch, a.dropout[i], row, c); }
 #pragma unroll
-            for (int k = 0; k < kWidth; k++) { x.at[k] += y.at[k]; }
+            for (int k = 0; k < kWidth; k++) { x.at[k] += branch.at[k]; }
+        }
+        if (a.residual) {
             x128 rounded = to_pack<floatX>(x);
-            store<kVector>(residual + at, c, C, rounded);       // the same thread reads it again below
+            store<kVector>(a.residual + at, c, C, rounded);     // the same thread reads it again below
             x = to_floats(rounded);
         }
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { sum += x.at[k]; }
     }
-    const float m = block_sum(sum, shared) / C;
+    const float m = rms ? 0.0f : block_sum(sum, shared) / C;
 
     float squares = 0.0f;
     for (int c = first; c < C; c += step) {
@@ -666,25 +722,29 @@ __global__ void layernorm_forward_any_kernel(floatX* residual, floatX* out, floa
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { squares += c + k < C ? (x.at[k] - m) * (x.at[k] - m) : 0.0f; }
     }
-    const float s = 1.0f / sqrtf(block_sum(squares, shared) / C + (float)kLayernormEps);
+    const float s = 1.0f / sqrtf(block_sum(squares, shared) / C + (float)kNormEps);
 
     for (int c = first; c < C; c += step) {
-        Floats x = load_floats<kVector>(x_row, c, C);
-        Floats w = load_floats<kVector>(weight, c, C), b = load_floats<kVector>(bias, c, C);
+        const Floats x = load_floats<kVector>(x_row, c, C);
+        for (const NormOutput<floatX, float>& y : a.y) {
+            if (!y.out) { continue; }
+            Floats w = load_floats<kVector>(y.weight, c, C), out = {};
+            if (!rms) { out = load_floats<kVector>(y.bias, c, C); }
 #pragma unroll
-        for (int k = 0; k < kWidth; k++) { x.at[k] = fmaf((x.at[k] - m) * s, w.at[k], b.at[k]); }
-        store<kVector>(out + at, c, C, to_pack<floatX>(x));
+            for (int k = 0; k < kWidth; k++) { out.at[k] = fmaf((x.at[k] - m) * s, w.at[k], out.at[k]); }
+            store<kVector>(y.out + at, c, C, to_pack<floatX>(out));
+        }
     }
     if (threadIdx.x == 0) {
-        mean[row] = m;
-        rstd[row] = s;
+        if (!rms) { a.mean[row] = m; }
+        a.rstd[row] = s;
     }
 }
 
 // The second stage of every column sum, here and in 6.4: out[i][c] (+)= sum over p of partial[p,i,c], in a
 // fixed order. A block of (32,32) threads owns 32 columns of tensor i = blockIdx.y; thread row y takes p = y,
 // y + 32, ...; thread row 0 adds up what the 32 have.
-struct ColumnSums { Grad out[3]; };
+struct ColumnSums { Grad out[6]; };
 __global__ void column_sums_kernel(ColumnSums sums, const float* partial /*(partials,tensors,C)*/,
                                    int partials, int C) {
     __shared__ float shared[kWarp][kWarp];
@@ -713,43 +773,74 @@ static void column_sums(const ColumnSums& sums, int tensors, const float* partia
     cudaCheck(cudaGetLastError());
 }
 
-// The backward for rows of whole vectors. A thread owns one vector of columns and walks down the rows,
-// kLayernormRows at a time. blockDim.x threads (whole warps) make a row, and blockDim.y groups of them work
-// on different rows. The three column sums stay in registers, 24 of them at 16 bits, from the first row to
-// the last. Only the two sums along a row cross threads: those of kLayernormRows rows with one exchange and
-// one barrier. A step is the rows that all blocks take at once; i is this group's first row:
+// The backward for rows of whole vectors. A thread owns a vector of columns (kColumns of them in long rows)
+// and walks down the rows, kRows at a time. blockDim.x threads (whole warps) make a row, and blockDim.y
+// groups of them work on different rows. The column sums stay in registers, 24 of them for one norm at 16
+// bits, from the first row to the last. Only the two sums along a row cross threads: those of kRows rows with
+// one exchange and one barrier. A step is the rows that all blocks take at once; i is this group's first row:
 //
 //     copies       | rows i + 2 steps (cp.async, into this thread's slots) | rows i + 3 steps
 //     this thread  | rows i: sums -> exchange -> barrier -> dresidual      | rows i + 1 step: sums -> ...
 //
 // The slots in shared memory belong to one thread each, so waiting for its own copies is enough. With plain
 // loads into registers the memory idles during the arithmetic: 177 us instead of 104 for C=768, 124M.
-constexpr int kLayernormRows = 2, kLayernormStages = 2;
-constexpr int kLayernormMaxThreads = 512;       // with 128 registers each, all that an SM has
+constexpr int kNormMaxThreads = 512;            // with 128 registers each, all that an SM has
 
-__global__ void __launch_bounds__(kLayernormMaxThreads)
-    layernorm_backward_kernel(LayernormBackward<floatX, float> a, float* partial /*(gridDim.x,3,C)*/) {
-    constexpr int kRows = kLayernormRows, kStages = kLayernormStages, kSums = 2 * kRows;
-    extern __shared__ x128 staged[];                    // (stage, row, inp|dout|dresidual, thread)
+// Which members of the family a kernel serves. kDouts, and kTied if both are one norm's; kMasked: branches
+// with dropout, whose gradients are stored, else dresidual is theirs. kGpt2: one LayerNorm without dropout.
+template <int kDouts_, bool kTied_, int kMasked_, int kColumns_, bool kGpt2_ = false>
+struct NormBackwardForm {
+    static constexpr int kDouts = kDouts_, kMasked = kMasked_, kColumns = kColumns_;
+    static constexpr bool kGpt2 = kGpt2_;
+    static constexpr int kNorms = kTied_ ? 1 : kDouts;
+    static constexpr int kBranchSums = kMasked > 1 ? 2 : 1, kSums = 2 * kNorms + kBranchSums;   // registers
+    static constexpr int kRows = kDouts == 1 && kColumns == 1 ? 2 : 1;      // more have no registers
+    static constexpr int kStages = 2, kTensors = 2 + kDouts;
+};
+
+// sums_out: rows of partials, of which the branches' are the last; without dropout both have the same.
+template <class Form>
+__global__ void __launch_bounds__(kNormMaxThreads)
+    norm_backward_kernel(NormBackwardX a, float* partial /*(gridDim.x,sums,C)*/, int sums_out) {
+    constexpr int kRows = Form::kRows, kStages = Form::kStages, kTensors = Form::kTensors, kSums = 2 * kRows;
+    constexpr int kColumns = Form::kColumns, kDouts = Form::kDouts, kNorms = Form::kNorms;
+    extern __shared__ x128 staged[];                    // (stage, row, tensor, column, thread)
     const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
-    float* sums_shared = (float*)(staged + kStages * kRows * 3 * threads);     // (2, group, warp, kSums)
-    const int C = a.C, c = threadIdx.x * kWidth, step = gridDim.x * blockDim.y * kRows;
+    float* sums_shared = (float*)(staged + kStages * kRows * kTensors * kColumns * threads);
+    const int C = a.C, step = gridDim.x * blockDim.y * kRows;
     const int warps = blockDim.x / kWarp, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    const bool add = a.dresidual_acc == Accumulate::Yes;
-    const Floats weight = load_floats<true>(a.weight, c, C);
-    Floats dweight = {}, dbias = {}, dcolsum = {};
+    const bool add = a.dresidual_acc == Accumulate::Yes, rms = !Form::kGpt2 && a.kind == NormKind::Rms;
+    auto column = [&](int j) { return (int)(threadIdx.x + j * blockDim.x) * kWidth; };
+    // of a stage that begins at `at`; tensor 0: inp; then the douts; the last: dresidual
+    auto slot = [&](x128* at, int r, int tensor, int j) {
+        return at + ((r * kTensors + tensor) * kColumns + j) * threads;
+    };
+    auto stage_at = [&](int s) { return staged + s * kRows * kTensors * kColumns * threads + thread; };
+    Floats held[kNorms], total[Form::kSums][kColumns] = {};
+#pragma unroll
+    for (int i = 0; i < kNorms; i++) { held[i] = load_floats<true>(a.y[i].weight, column(0), C); }
+    // of two columns there are no registers for the weights: they come from the L1
+    auto weight = [&](int i, int j) {
+        return kColumns == 1 ? held[i] : load_floats<true>(a.y[i].weight, column(j), C);
+    };
 
     // Starts the copies of kRows rows from `first` on into stage s. Rows beyond N and columns beyond C become
     // zeros: they add nothing.
     auto stage = [&](int first, int s) {
-        x128* at = staged + s * kRows * 3 * threads + thread;
+        x128* at = stage_at(s);
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
-            const bool live = first + r < a.N && c < C;
-            const size_t offset = live ? (size_t)(first + r) * C + c : 0;
-            cp_async_16_or_zero(at + (3 * r) * threads, a.inp + offset, live);
-            cp_async_16_or_zero(at + (3 * r + 1) * threads, a.dout + offset, live);
-            cp_async_16_or_zero(at + (3 * r + 2) * threads, a.dresidual + offset, live && add);
+#pragma unroll
+            for (int j = 0; j < kColumns; j++) {
+                const bool live = first + r < a.N && column(j) < C;
+                const size_t offset = live ? (size_t)(first + r) * C + column(j) : 0;
+                cp_async_16_or_zero(slot(at, r, 0, j), a.inp + offset, live);
+#pragma unroll
+                for (int i = 0; i < kDouts; i++) {
+                    cp_async_16_or_zero(slot(at, r, 1 + i, j), a.y[i].dout + offset, live);
+                }
+                cp_async_16_or_zero(slot(at, r, kTensors - 1, j), a.dresidual + offset, live && add);
+            }
         }
         cp_async_commit();
     };
@@ -759,7 +850,7 @@ __global__ void __launch_bounds__(kLayernormMaxThreads)
     auto load_statistics = [&](int row) {
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
-            next_mean[r] = row + r < a.N ? a.mean[row + r] : 0.0f;
+            next_mean[r] = row + r < a.N && !rms ? a.mean[row + r] : 0.0f;
             next_rstd[r] = row + r < a.N ? a.rstd[row + r] : 0.0f;
         }
     };
@@ -768,36 +859,67 @@ __global__ void __launch_bounds__(kLayernormMaxThreads)
     load_statistics(first);
 
     // All groups of a block go as many rounds (`base` is the block's first row), or they would not meet at
-    // the barrier. s: the stage whose turn it is; half: of sums_shared.
+    // the barrier. s: the stage whose turn it is; half: of sums_shared, (2, group, warp, kSums).
     int s = 0, half = 0;
     for (int base = blockIdx.x * blockDim.y * kRows; base < a.N; base += step, first += step, half ^= 1) {
-        // This round's rows into registers. xhat = inp*rstd + shift; sums: of g and of g*xhat, row by row.
+        // This round's rows into registers, as words: see as_pack. xhat = inp*rstd + shift; sums: of g and of
+        // g*xhat, row by row.
         cp_async_wait<kStages - 1>();
-        const x128* at = staged + s * kRows * 3 * threads + thread;
-        uint4 inp[kRows], dout[kRows], old[kRows];      // as words, see as_pack
+        x128* at = stage_at(s);
+        uint4 words[kRows][kTensors][kColumns];
         float rstd[kRows], shift[kRows], sums[kSums];
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
-            inp[r] = *(const uint4*)(at + (3 * r) * threads);
-            dout[r] = *(const uint4*)(at + (3 * r + 1) * threads);
-            old[r] = *(const uint4*)(at + (3 * r + 2) * threads);
+#pragma unroll
+            for (int i = 0; i < kTensors; i++) {
+#pragma unroll
+                for (int j = 0; j < kColumns; j++) { words[r][i][j] = *(const uint4*)slot(at, r, i, j); }
+            }
             rstd[r] = next_rstd[r];
             shift[r] = -next_mean[r] * next_rstd[r];
         }
         load_statistics(first + step);
-
-        // First pass over the rows: their two sums, and the columns of dbias and dweight.
+        // g of a row's elements in column j; d: the douts, or the sum of a tied norm's
+        auto gradient = [&](int r, int j, Floats (&d)[kNorms]) {
+            Floats g;
+            const Floats w0 = weight(0, j), w1 = weight(kNorms - 1, j);
+            d[0] = to_floats(as_pack(words[r][1][j]));
+            if constexpr (kDouts == 2) {
+                const Floats other = to_floats(as_pack(words[r][2][j]));
 #pragma unroll
-        for (int r = 0; r < kRows; r++) {
-            const Floats x = to_floats(as_pack(inp[r])), d = to_floats(as_pack(dout[r]));
-            sums[2 * r] = sums[2 * r + 1] = 0.0f;
+                for (int k = 0; k < kWidth; k++) {
+                    if constexpr (kNorms == 2) { d[1].at[k] = other.at[k]; }
+                    else { d[0].at[k] += other.at[k]; }
+                }
+            }
 #pragma unroll
             for (int k = 0; k < kWidth; k++) {
-                const float xhat = fmaf(x.at[k], rstd[r], shift[r]), g = d.at[k] * weight.at[k];
-                sums[2 * r] += g;
-                sums[2 * r + 1] = fmaf(g, xhat, sums[2 * r + 1]);
-                dbias.at[k] += d.at[k];
-                dweight.at[k] = fmaf(d.at[k], xhat, dweight.at[k]);
+                g.at[k] = d[0].at[k] * w0.at[k];
+                if constexpr (kNorms == 2) { g.at[k] = fmaf(d[1].at[k], w1.at[k], g.at[k]); }
+            }
+            return g;
+        };
+
+        // First pass over the rows: their two sums, and the columns of the norms' biases and weights.
+#pragma unroll
+        for (int r = 0; r < kRows; r++) {
+            sums[2 * r] = sums[2 * r + 1] = 0.0f;
+#pragma unroll
+            for (int j = 0; j < kColumns; j++) {
+                const Floats x = to_floats(as_pack(words[r][0][j]));
+                Floats d[kNorms];
+                const Floats g = gradient(r, j, d);
+#pragma unroll
+                for (int k = 0; k < kWidth; k++) {
+                    const float xhat = fmaf(x.at[k], rstd[r], shift[r]);
+                    sums[2 * r] += g.at[k];
+                    sums[2 * r + 1] = fmaf(g.at[k], xhat, sums[2 * r + 1]);
+#pragma unroll
+                    for (int i = 0; i < kNorms; i++) {
+                        total[2 * i][j].at[k] = fmaf(d[i].at[k], xhat, total[2 * i][j].at[k]);
+                        total[2 * i + 1][j].at[k] += d[i].at[k];
+                    }
+                }
             }
         }
 
@@ -805,13 +927,14 @@ __global__ void __launch_bounds__(kLayernormMaxThreads)
         // half. The stage is free, as its rows are in registers: the copies for a later round start.
         float* exchange = sums_shared + (half * blockDim.y + threadIdx.y) * warps * kSums;
         constexpr int kLanesPerSum = kWarp / kSums;
-        const float total = warp_sums(sums);
-        if (lane % kLanesPerSum == 0) { exchange[warp * kSums + lane / kLanesPerSum] = total; }
+        const float warp_total = warp_sums(sums);
+        if (lane % kLanesPerSum == 0) { exchange[warp * kSums + lane / kLanesPerSum] = warp_total; }
         __syncthreads();
         stage(first + kStages * step, s);
         s = s + 1 == kStages ? 0 : s + 1;
 
-        // Second pass: the gradient of x, added to the residual stream's, and the columns of what is stored.
+        // Second pass: the gradient of x, added to the residual stream's, those of branches with dropout, and
+        // the columns of what is stored.
         float row_sums[kSums] = {};
         for (int w = 0; w < warps; w++) {
 #pragma unroll
@@ -819,186 +942,314 @@ __global__ void __launch_bounds__(kLayernormMaxThreads)
         }
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
-            const Floats x = to_floats(as_pack(inp[r])), d = to_floats(as_pack(dout[r]));
-            Floats result = to_floats(as_pack(old[r]));
-            const float minus_g = -rstd[r] * row_sums[2 * r] / C,
+            const float minus_g = rms ? 0.0f : -rstd[r] * row_sums[2 * r] / C,
                         minus_gx = -rstd[r] * row_sums[2 * r + 1] / C;
-#pragma unroll
-            for (int k = 0; k < kWidth; k++) {
-                const float xhat = fmaf(x.at[k], rstd[r], shift[r]), g = d.at[k] * weight.at[k];
-                result.at[k] += fmaf(g, rstd[r], fmaf(xhat, minus_gx, minus_g));
-            }
-            const x128 rounded = to_pack<floatX>(result);
             const bool live = first + r < a.N;
-            store<true>(a.dresidual + (live ? (size_t)(first + r) * C : 0), c, live ? C : 0, rounded);
+            const size_t row = live ? (size_t)(first + r) * C : 0;
 #pragma unroll
-            for (int k = 0; k < kWidth; k++) { dcolsum.at[k] += (float)rounded.data[k]; }
+            for (int j = 0; j < kColumns; j++) {
+                const Floats x = to_floats(as_pack(words[r][0][j]));
+                Floats d[kNorms], result = to_floats(as_pack(words[r][kTensors - 1][j]));
+                const Floats g = gradient(r, j, d);
+#pragma unroll
+                for (int k = 0; k < kWidth; k++) {
+                    const float xhat = fmaf(x.at[k], rstd[r], shift[r]);
+                    result.at[k] += fmaf(g.at[k], rstd[r], fmaf(xhat, minus_gx, minus_g));
+                }
+                const x128 rounded = to_pack<floatX>(result);
+                store<true>(a.dresidual + row, column(j), live ? C : 0, rounded);
+#pragma unroll
+                for (int i = 0; i < Form::kBranchSums; i++) {
+                    x128 branch = rounded;
+                    if constexpr (Form::kMasked > 0) {
+                        Floats masked = result;
+                        apply_dropout(masked, a.branch[i].dropout, first + r, column(j));
+                        branch = to_pack<floatX>(masked);
+                        store<true>(a.branch[i].dout + row, column(j), live ? C : 0, branch);
+                    }
+#pragma unroll
+                    for (int k = 0; k < kWidth; k++) {
+                        total[2 * kNorms + i][j].at[k] += (float)branch.data[k];
+                    }
+                }
+            }
         }
     }
     cp_async_wait<0>();
 
     // The groups' column sums meet in group 0, one after the other, which stores the block's row of partials.
-    float* group_sums = (float*)staged;                 // (3, blockDim.x*kWidth)
-    const int row = blockDim.x * kWidth;
-    Floats* const mine[3] = {&dweight, &dbias, &dcolsum};
+    float* group_sums = (float*)staged;                 // (kSums, columns of the block)
+    const int row = blockDim.x * kColumns * kWidth;
     for (int group = 1; group < (int)blockDim.y; group++) {
         __syncthreads();
 #pragma unroll
-        for (int i = 0; i < 3; i++) {
-            if ((int)threadIdx.y == group) {
-                store<true>(group_sums + i * row, c, row, to_pack<float>(*mine[i]));
+        for (int i = 0; i < Form::kSums; i++) {
+#pragma unroll
+            for (int j = 0; j < kColumns; j++) {
+                if ((int)threadIdx.y == group) {
+                    store<true>(group_sums + i * row, column(j), row, to_pack<float>(total[i][j]));
+                }
             }
         }
         __syncthreads();
 #pragma unroll
-        for (int i = 0; i < 3; i++) {
-            if (threadIdx.y > 0) { continue; }
-            const Floats other = load_floats<true>(group_sums + i * row, c, row);
+        for (int i = 0; i < Form::kSums; i++) {
 #pragma unroll
-            for (int k = 0; k < kWidth; k++) { mine[i]->at[k] += other.at[k]; }
+            for (int j = 0; j < kColumns; j++) {
+                if (threadIdx.y > 0) { continue; }
+                const Floats other = load_floats<true>(group_sums + i * row, column(j), row);
+#pragma unroll
+                for (int k = 0; k < kWidth; k++) { total[i][j].at[k] += other.at[k]; }
+            }
         }
     }
     if (threadIdx.y > 0) { return; }
+    partial += (size_t)blockIdx.x * sums_out * C;
 #pragma unroll
-    for (int i = 0; i < 3; i++) {
-        store<true>(partial + ((size_t)blockIdx.x * 3 + i) * C, c, C, to_pack<float>(*mine[i]));
+    for (int j = 0; j < kColumns; j++) {
+#pragma unroll
+        for (int i = 0; i < Form::kSums; i++) {
+            store<true>(partial + (size_t)i * C, column(j), C, to_pack<float>(total[i][j]));
+        }
+        if (!Form::kGpt2 && Form::kSums < sums_out) {   // two branches, one gradient
+            store<true>(partial + (size_t)Form::kSums * C, column(j), C,
+                        to_pack<float>(total[Form::kSums - 1][j]));
+        }
     }
 }
 
-// The backward for all other rows: not of whole vectors, or of more than kLayernormMaxThreads (beyond C=4096
-// at 16 bits; larger blocks would have no registers for 24 sums a thread). One block a row makes dresidual,
-// then a second kernel passes over everything again for the column sums.
-template <bool kVector> __global__ void layernorm_backward_long_kernel(LayernormBackward<floatX, float> a) {
+// The backward for all other rows: not of whole vectors, too long for a thread's registers, or of a mixture
+// that no form above serves. One block a row makes dresidual and the branches' gradients, then a second
+// kernel passes over everything again for the column sums.
+template <bool kVector>
+__device__ __forceinline__ Floats norm_dout(const NormBackwardX& a, int i, size_t at, int c) {
+    Floats d = load_floats<kVector>(a.y[i].dout + at, c, a.C);
+    if (i == 0 && a.y[1].dout && !a.y[1].weight) {      // tied
+        const Floats other = load_floats<kVector>(a.y[1].dout + at, c, a.C);
+#pragma unroll
+        for (int k = 0; k < kWidth; k++) { d.at[k] += other.at[k]; }
+    }
+    return d;
+}
+template <bool kVector>
+__device__ __forceinline__ Floats norm_gradient(const NormBackwardX& a, size_t at, int c) {
+    Floats g = {};
+    for (int i = 0; i < 2; i++) {
+        if (!a.y[i].weight) { continue; }
+        const Floats d = norm_dout<kVector>(a, i, at, c), w = load_floats<kVector>(a.y[i].weight, c, a.C);
+#pragma unroll
+        for (int k = 0; k < kWidth; k++) { g.at[k] = fmaf(d.at[k], w.at[k], g.at[k]); }
+    }
+    return g;
+}
+
+template <bool kVector> __global__ void norm_backward_long_kernel(NormBackwardX a) {
     __shared__ float shared[kWarp];
     const int row = blockIdx.x, C = a.C, first = threadIdx.x * kWidth, step = blockDim.x * kWidth;
     const size_t at = (size_t)row * C;
-    const float mean = a.mean[row], rstd = a.rstd[row];
+    const bool rms = a.kind == NormKind::Rms;
+    const float mean = rms ? 0.0f : a.mean[row], rstd = a.rstd[row];
 
     // The row's two sums: of g and of g*xhat.
     float sum_g = 0.0f, sum_gx = 0.0f;
     for (int c = first; c < C; c += step) {
-        Floats x = load_floats<kVector>(a.inp + at, c, C), d = load_floats<kVector>(a.dout + at, c, C);
-        Floats w = load_floats<kVector>(a.weight, c, C);
+        const Floats x = load_floats<kVector>(a.inp + at, c, C), g = norm_gradient<kVector>(a, at, c);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) {
-            float g = d.at[k] * w.at[k];
-            sum_g += g;
-            sum_gx = fmaf(g, (x.at[k] - mean) * rstd, sum_gx);
+            sum_g += g.at[k];
+            sum_gx = fmaf(g.at[k], (x.at[k] - mean) * rstd, sum_gx);
         }
     }
-    const float mean_g = block_sum(sum_g, shared) / C, mean_gx = block_sum(sum_gx, shared) / C;
+    const float mean_g = rms ? 0.0f : block_sum(sum_g, shared) / C, mean_gx = block_sum(sum_gx, shared) / C;
 
-    // The gradient of x, added to the residual stream's.
+    // The gradient of x, added to the residual stream's, and those of branches with dropout.
     for (int c = first; c < C; c += step) {
-        Floats x = load_floats<kVector>(a.inp + at, c, C), d = load_floats<kVector>(a.dout + at, c, C);
-        Floats w = load_floats<kVector>(a.weight, c, C);
+        const Floats x = load_floats<kVector>(a.inp + at, c, C), g = norm_gradient<kVector>(a, at, c);
         Floats old = load_floats<kVector>(a.dresidual + at, c, a.dresidual_acc == Accumulate::Yes ? C : 0);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) {
             float xhat = (x.at[k] - mean) * rstd;
-            old.at[k] = fmaf(rstd, d.at[k] * w.at[k] - mean_g - xhat * mean_gx, old.at[k]);
+            old.at[k] = fmaf(rstd, g.at[k] - mean_g - xhat * mean_gx, old.at[k]);
         }
         store<kVector>(a.dresidual + at, c, C, to_pack<floatX>(old));
-    }
-}
-
-// A block owns some columns (blockIdx.x) and every gridDim.y-th row.
-template <bool kVector>
-__global__ void layernorm_backward_columns_kernel(LayernormBackward<floatX, float> a,
-                                                  float* partial /*(gridDim.y,3,C)*/) {
-    const int C = a.C, c = (blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
-    if (c >= C) { return; }
-    Floats dweight = {}, dbias = {}, dcolsum = {};
-    for (int row = blockIdx.y; row < a.N; row += gridDim.y) {
-        const size_t at = (size_t)row * C;
-        Floats x = load_floats<kVector>(a.inp + at, c, C), d = load_floats<kVector>(a.dout + at, c, C);
-        Floats result = load_floats<kVector>(a.dresidual + at, c, C);
-        const float mean = a.mean[row], rstd = a.rstd[row];
-#pragma unroll
-        for (int k = 0; k < kWidth; k++) {
-            dweight.at[k] = fmaf(d.at[k], (x.at[k] - mean) * rstd, dweight.at[k]);
-            dbias.at[k] += d.at[k];
-            dcolsum.at[k] += result.at[k];
+        for (int i = 0; i < 2; i++) {
+            if (!a.branch[i].dout) { continue; }
+            Floats masked = old;
+            apply_dropout(masked, a.branch[i].dropout, row, c);
+            store<kVector>(a.branch[i].dout + at, c, C, to_pack<floatX>(masked));
         }
     }
-    float* partial_block = partial + (size_t)blockIdx.y * 3 * C;
-    store<kVector>(partial_block, c, C, to_pack<float>(dweight));
-    store<kVector>(partial_block + C, c, C, to_pack<float>(dbias));
-    store<kVector>(partial_block + 2 * C, c, C, to_pack<float>(dcolsum));
 }
 
-// The kernel with 1, 2, .. or kLayernormVectors vectors a lane, the first that holds a row of C; where none
-// does, the kernel for any C.
-template <int kVectors, bool kResidual>
-static void layernorm_forward_launch(const ResidualLayernormForward<floatX, float>& a, Stream stream) {
-    if constexpr (kVectors > kLayernormVectors) {
-        with_vector(a.C, [&](auto vector) {
-            const int threads = std::min(round_up(ceil_div(a.C, kWidth), kWarp), 512);
-            layernorm_forward_any_kernel<vector.value, kResidual><<<a.N, threads, 0, stream>>>(
-                a.residual, a.out, a.mean, a.rstd, a.inp1, a.inp2, a.weight, a.bias, a.C);
-        });
-    } else if (!is_vector(a.C) || a.C > kVectors * kWarp * kWidth) {
-        layernorm_forward_launch<kVectors + 1, kResidual>(a, stream);
+// A block owns some columns (blockIdx.x) and every gridDim.y-th row. norms: that have weights.
+template <bool kVector>
+__global__ void norm_backward_columns_kernel(NormBackwardX a, float* partial /*(gridDim.y,sums,C)*/,
+                                             int norms, int sums) {
+    const int C = a.C, c = (blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
+    if (c >= C) { return; }
+    const bool rms = a.kind == NormKind::Rms;
+    Floats dweight[2] = {}, dbias[2] = {}, dbranch[2] = {};
+    for (int row = blockIdx.y; row < a.N; row += gridDim.y) {
+        const size_t at = (size_t)row * C;
+        const Floats x = load_floats<kVector>(a.inp + at, c, C);
+        const float mean = rms ? 0.0f : a.mean[row], rstd = a.rstd[row];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            if (i < norms) {
+                const Floats d = norm_dout<kVector>(a, i, at, c);
+#pragma unroll
+                for (int k = 0; k < kWidth; k++) {
+                    dweight[i].at[k] = fmaf(d.at[k], (x.at[k] - mean) * rstd, dweight[i].at[k]);
+                    dbias[i].at[k] += d.at[k];
+                }
+            }
+            if (2 * norms + i < sums) {
+                const floatX* branch = a.branch[i].dout ? a.branch[i].dout : a.dresidual;
+                const Floats result = load_floats<kVector>(branch + at, c, C);
+#pragma unroll
+                for (int k = 0; k < kWidth; k++) { dbranch[i].at[k] += result.at[k]; }
+            }
+        }
+    }
+    float* to = partial + (size_t)blockIdx.y * sums * C;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        if (i < norms) {
+            store<kVector>(to + 2 * i * C, c, C, to_pack<float>(dweight[i]));
+            store<kVector>(to + (2 * i + 1) * C, c, C, to_pack<float>(dbias[i]));
+        }
+        if (2 * norms + i < sums) {
+            store<kVector>(to + (2 * norms + i) * C, c, C, to_pack<float>(dbranch[i]));
+        }
+    }
+}
+
+// GPT-2's forms: the kernel with 1, 2, .. or kNormVectors vectors a lane, the first that holds a row of C.
+// The others have half of that, because their branches take registers, too. Beyond, a block takes the row,
+// two vectors a thread; and where no kernel holds it in registers, there is the kernel for any C.
+template <int kVectors, class Form> static void norm_forward_launch(const NormForwardX& a, Stream stream) {
+    constexpr int kMost = Form::kGpt2 ? kNormVectors : kNormVectors / 2;
+    const int vectors = ceil_div(a.C, kWidth);
+    auto launch = [&](auto kernel, int blocks, int threads) {
+        kernel<<<blocks, threads, 0, stream>>>(a.residual, a.y[0].out, a.mean, a.rstd, a.inp, a.branch[0],
+                                               a.y[0].weight, a.y[0].bias, a.N, a.C, a);
+    };
+    if constexpr (kVectors <= kMost) {
+        if (!is_vector(a.C) || vectors > kVectors * kWarp) {
+            norm_forward_launch<kVectors + (Form::kGpt2 ? 1 : kMost), Form>(a, stream);
+            return;
+        }
+        launch(norm_forward_kernel<kVectors, false, Form>, ceil_div(a.N, kNormWarps), kNormWarps * kWarp);
+    } else if (is_vector(a.C) && vectors <= 2 * kNormRowThreads) {
+        const int threads = round_up(Form::kGpt2 ? vectors : ceil_div(vectors, 2), kWarp);
+        launch(norm_forward_kernel<2, true, Form>, a.N, std::min(threads, kNormRowThreads));
     } else {
-        layernorm_forward_kernel<kVectors, kResidual>
-            <<<ceil_div(a.N, kLayernormWarps), kLayernormWarps * kWarp, 0, stream>>>(
-                a.residual, a.out, a.mean, a.rstd, a.inp1, a.inp2, a.weight, a.bias, a.N, a.C);
+        with_vector(a.C, [&](auto vector) {
+            const int threads = std::min(round_up(vectors, kWarp), kNormRowThreads);
+            norm_forward_any_kernel<vector.value><<<a.N, threads, 0, stream>>>(a);
+        });
     }
     cudaCheck(cudaGetLastError());
 }
 
-static void layernorm_forward(const LayernormForward<floatX, float>& a, Stream stream) {
+// residual may be inp or a branch: each element is read before it is written, by the same thread.
+static void norm_forward(const NormForwardX& a, Stream stream) {
     OpScope scope(a, stream);
-    layernorm_forward_launch<1, false>(
-        {nullptr, a.out, a.mean, a.rstd, a.inp, nullptr, a.weight, a.bias, a.N, a.C}, stream);
+    const int branches = (a.branch[0] != nullptr) + (a.branch[1] != nullptr);
+    const bool drops = a.dropout[0].dropped > 0 || a.dropout[1].dropped > 0;
+    const bool gpt2 = a.kind == NormKind::Layer && !a.y[1].out && a.inp && !drops;
+    constexpr int kHalf = kNormVectors / 2;
+    if (!a.inp && !a.branch[0]) { die("norm_forward: nothing is added to nothing"); }
+    if (branches == 0) {
+        if (gpt2) { norm_forward_launch<1, NormForm<0, false, true>>(a, stream); }
+        else { norm_forward_launch<kHalf, NormForm<0, false, false>>(a, stream); }
+    } else if (branches == 1) {
+        if (gpt2) { norm_forward_launch<1, NormForm<1, false, true>>(a, stream); }
+        else if (!drops) { norm_forward_launch<kHalf, NormForm<1, false, false>>(a, stream); }
+        else { norm_forward_launch<kHalf, NormForm<1, true, false>>(a, stream); }
+    } else {
+        if (!drops) { norm_forward_launch<kHalf, NormForm<2, false, false>>(a, stream); }
+        else { norm_forward_launch<kHalf, NormForm<2, true, false>>(a, stream); }
+    }
 }
 
-// residual may be inp1 or inp2: each element is read before it is written, by the same thread.
-static void residual_layernorm_forward(const ResidualLayernormForward<floatX, float>& a, Stream stream) {
-    OpScope scope(a, stream);
-    layernorm_forward_launch<1, true>(a, stream);
+// sums: of columns; GPT-2's norms have 3, two norms and two branches 6.
+static size_t norm_backward_scratch_bytes(int N, int C, int sums) {
+    return (size_t)std::min(N, kNormBlocks) * sums * C * sizeof(float);
 }
 
-static size_t layernorm_backward_scratch_bytes(int N, int C) {
-    return (size_t)std::min(N, kLayernormBlocks) * 3 * C * sizeof(float);
-}
-
-// Launches layernorm_backward_kernel; returns the number of blocks, which is that of the rows of partials.
-static int layernorm_backward_stream(const LayernormBackward<floatX, float>& args, Stream stream) {
+// Launches norm_backward_kernel; returns the number of blocks, which is that of the rows of partials.
+template <class Form> static int norm_backward_launch(const NormBackwardX& args, int sums, Stream stream) {
     // Narrow rows share a block of some 192 threads: C=768 (124M) has 96 x 2.
-    const int x = round_up(ceil_div(args.C, kWidth), kWarp), y = std::max(1, 192 / x);
+    const int x = round_up(ceil_div(args.C, kWidth * Form::kColumns), kWarp), y = std::max(1, 192 / x);
     // As many blocks as fit the 132 SMs of an H200, with room for up to 480 threads of 128 registers on each.
     // The GPU is not asked, so that the bits do not depend on it.
-    const int wanted = std::min(kLayernormBlocks, 132 * std::max(1, 480 / (x * y)));
-    const int blocks = std::min(wanted, ceil_div(args.N, y * kLayernormRows));
-    const size_t slots = (size_t)kLayernormStages * kLayernormRows * 3 * x * y * sizeof(x128);
-    const size_t sums = (size_t)2 * y * (x / kWarp) * 2 * kLayernormRows * sizeof(float);
-    static_assert(kLayernormStages * kLayernormRows * sizeof(x128) >= kWidth * sizeof(float),
-                  "group_sums reuses the slots");
-    cudaCheck(cudaFuncSetAttribute(layernorm_backward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   (int)(slots + sums)));
-    layernorm_backward_kernel<<<blocks, dim3(x, y), slots + sums, stream>>>(args, args.scratch);
+    const int wanted = std::min(kNormBlocks, 132 * std::max(1, 480 / (x * y)));
+    const int blocks = std::min(wanted, ceil_div(args.N, y * Form::kRows));
+    constexpr int kSlots = Form::kStages * Form::kRows * Form::kTensors * Form::kColumns;   // of a thread
+    const size_t slots = (size_t)kSlots * x * y * sizeof(x128);
+    const size_t exchange = (size_t)2 * y * (x / kWarp) * 2 * Form::kRows * sizeof(float);
+    static_assert(2 * kSlots * sizeof(x128) >= Form::kSums * Form::kColumns * kWidth * sizeof(float),
+                  "group_sums reuses the slots, where there are two groups at least");
+    cudaCheck(cudaFuncSetAttribute(norm_backward_kernel<Form>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   (int)(slots + exchange)));
+    norm_backward_kernel<Form><<<blocks, dim3(x, y), slots + exchange, stream>>>(args, args.scratch, sums);
     cudaCheck(cudaGetLastError());
     return blocks;
 }
 
-static void layernorm_backward(const LayernormBackward<floatX, float>& a, Stream stream) {
+// By how many branches have dropout. kColumns: of a thread.
+template <int kDouts, bool kTied, int kColumns>
+static int norm_backward_masked(const NormBackwardX& a, int masked, int sums, Stream stream) {
+    using None = NormBackwardForm<kDouts, kTied, 0, kColumns>;
+    using One = NormBackwardForm<kDouts, kTied, 1, kColumns>;
+    using Both = NormBackwardForm<kDouts, kTied, 2, kColumns>;
+    return masked == 0   ? norm_backward_launch<None>(a, sums, stream)
+           : masked == 1 ? norm_backward_launch<One>(a, sums, stream)
+                         : norm_backward_launch<Both>(a, sums, stream);
+}
+
+static int norm_backward_long(const NormBackwardX& a, int norms, int sums, Stream stream) {
+    const int partials = std::min(a.N, kNormBlocks);
+    with_vector(a.C, [&](auto vector) {
+        norm_backward_long_kernel<vector.value><<<a.N, 512, 0, stream>>>(a);
+        cudaCheck(cudaGetLastError());
+        norm_backward_columns_kernel<vector.value>
+            <<<dim3(ceil_div(a.C, kWidth * 128), partials), 128, 0, stream>>>(a, a.scratch, norms, sums);
+        cudaCheck(cudaGetLastError());
+    });
+    return partials;
+}
+
+static void norm_backward(const NormBackwardX& a, Stream stream) {
     OpScope scope(a, stream);
-    const int vectors = ceil_div(a.C, kWidth);
+    const int vectors = ceil_div(a.C, kWidth), douts = a.y[1].dout ? 2 : 1, norms = a.y[1].weight ? 2 : 1;
+    const bool second = a.branch[1].dout || a.branch[1].dbias.data, tied = douts == 2 && norms == 1;
+    const int branches = second ? 2 : 1, sums = 2 * norms + branches;
+    const int masked = (a.branch[0].dout != nullptr) + (a.branch[1].dout != nullptr);
+    const bool uniform = is_vector(a.C) && (masked == 0 || (masked == branches && a.branch[0].dout));
+    const bool gpt2 = douts == 1 && branches == 1 && masked == 0 && a.kind == NormKind::Layer;
     int partials;
-    if (is_vector(a.C) && vectors <= kLayernormMaxThreads) {
-        partials = layernorm_backward_stream(a, stream);
+    if (!uniform || vectors > kNormMaxThreads * (norms == 2 ? 1 : 2)) {
+        partials = norm_backward_long(a, norms, sums, stream);
+    } else if (vectors > kNormMaxThreads) {
+        partials = tied ? norm_backward_masked<2, true, 2>(a, masked, sums, stream)
+                        : norm_backward_masked<1, false, 2>(a, masked, sums, stream);
+    } else if (gpt2) {
+        partials = norm_backward_launch<NormBackwardForm<1, false, 0, 1, true>>(a, sums, stream);
+    } else if (norms == 2) {
+        partials = norm_backward_masked<2, false, 1>(a, masked, sums, stream);
     } else {
-        partials = std::min(a.N, kLayernormBlocks);
-        with_vector(a.C, [&](auto vector) {
-            layernorm_backward_long_kernel<vector.value><<<a.N, 512, 0, stream>>>(a);
-            cudaCheck(cudaGetLastError());
-            layernorm_backward_columns_kernel<vector.value>
-                <<<dim3(ceil_div(vectors, 128), partials), 128, 0, stream>>>(a, a.scratch);
-            cudaCheck(cudaGetLastError());
-        });
+        partials = tied ? norm_backward_masked<2, true, 1>(a, masked, sums, stream)
+                        : norm_backward_masked<1, false, 1>(a, masked, sums, stream);
     }
-    column_sums({{a.dweight, a.dbias, a.dcolsum}}, 3, a.scratch, partials, a.C, stream);
+    ColumnSums grads = {};
+    for (int i = 0; i < norms; i++) {
+        grads.out[2 * i] = a.y[i].dweight;
+        grads.out[2 * i + 1] = a.y[i].dbias;
+    }
+    for (int i = 0; i < branches; i++) { grads.out[2 * norms + i] = a.branch[i].dbias; }
+    column_sums(grads, sums, a.scratch, partials, a.C, stream);
 }
 
 // == 6.3 matmul ==

@@ -688,7 +688,7 @@ OTHER_VALUES = {
     "--final-fraction": 0.5, "--weight-decay": 0, "--beta1": 0.8, "--beta2": 0.9, "--eps": "1e-6",
     "--grad-clip": 2, "--seed": 3, "--shuffle": 0, "--overfit": 1, "--tf32": 1, "--master-weights": 0,
     "--gelu-fusion": 1, "--residual": "layernorm", "--kernels": "portable", "--grad-dtype": "bf16",
-    "--lanes": 4, "--reduction": "nccl"}
+    "--lanes": 4, "--reduction": "nccl", "--block": "parallel", "--norm": "rmsnorm", "--dropout": 0.1}
 
 
 def flag_rows():
