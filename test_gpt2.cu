@@ -1025,6 +1025,61 @@ static void test_cuda_options(const Config& c) {
 }
 #endif
 
+// Every kind of block and norm, without and with dropout.
+static void test_variant(const Config& c, double dropout) {
+    const int B = 4, T = c.maxT;
+    const std::string what = format("block %d, norm %d, dropout %g", (int)c.block, (int)c.norm, dropout);
+    Options o = default_options();
+    o.dropout = dropout;
+    const std::vector<float> base = short_run(c, o, B, T, 2, 2);
+    for (int recompute : {1, 2}) {
+        Options r = o;
+        r.recompute = recompute;
+        CHECK(same_bits(base, short_run(c, r, B, T, 2, 2)), "%s: -r %d", what.c_str(), recompute);
+    }
+    Batch batch = random_batch(c, B, T, 0);
+    std::vector<std::vector<float>> whole;
+    for (int micro_steps : {1, 4}) {
+        GPT2 model;
+        start_model(&model, c, o, B / micro_steps, T);
+        accumulate_batch(&model, batch.x.data(), batch.y.data(), B, T, micro_steps);
+        const std::vector<std::vector<float>> grads = host_grads(&model);
+        if (micro_steps == 1) { whole = grads; }
+        for (int i = 0; i < NUM_PARAMS; i++) {
+            const double error = relative_error(grads[i].data(), whole[i].data(), whole[i].size());
+            CHECK(error <= (kLowPrecision ? 1e-2 : 1e-6), "%s: in %d micro-steps d%s differs by %g",
+                  what.c_str(), micro_steps, model.param_specs[i].name, error);
+        }
+        gpt2_free(&model);
+    }
+    if (dropout == 0.0) { return; }
+    std::vector<float> losses;                  // what is not trained on knows no dropout
+    for (bool drops : {false, true}) {
+        Options e = default_options();
+        e.residual_in_gemm = false;
+        e.dropout = drops ? dropout : 0.0;
+        GPT2 model;
+        start_model(&model, c, e, B, T);
+        gpt2_set_inputs(&model, batch.x.data(), batch.y.data(), B, T, ClassifierMode::LossOnly);
+        gpt2_loss(&model, B, T, ClassifierMode::LossOnly, 0.0f, 1.0f / (float)(B * T), &model.state->loss,
+                  Accumulate::No);
+        losses.push_back(gpt2_read_state(&model).loss);
+        gpt2_free(&model);
+    }
+    CHECK(losses[0] == losses[1], "%s: evaluated to %.7f, without dropout %.7f", what.c_str(), losses[1],
+          losses[0]);
+    CHECK(fabs(losses[0] - base[0]) > 1e-4, "%s: dropout changed nothing", what.c_str());
+}
+
+static void test_variants(Config c) {
+    for (Block block : {Block::Sequential, Block::Parallel, Block::ParallelTied}) {
+        for (NormKind norm : {NormKind::Layer, NormKind::Rms}) {
+            c.block = block, c.norm = norm;
+            for (double dropout : {0.0, 0.2}) { test_variant(c, dropout); }
+        }
+    }
+}
+
 #ifndef GPT2_CPU
 // == kernels ==
 // Every op against its twin in double, from inputs rounded to the kernel's types. Outputs are poisoned with
@@ -2141,6 +2196,12 @@ int main(int argc, char** argv) {
                 test_lanes();
             }
             TEST("sums of lanes") { test_lane_gradients(kTensorCore); }
+            TEST("other blocks, norms and dropout") {
+                test_variants(kTiny);
+#ifndef GPT2_CPU
+                test_variants(kTensorCore);
+#endif
+            }
             test_invariance("plain attention, C=40 V=509 T=33", kTiny);
             test_invariance("head size 64, C=128 V=300 T=70", kTensorCore);
 #ifndef GPT2_CPU
