@@ -68,7 +68,7 @@ WARNINGS = -Wall -Wextra
 test_gpt2cpu build/asan/test_gpt2cpu: private WARNINGS += -Wno-unused-function
 CPU_OPT := $(if $(filter 1,$(DEBUG)),-O0 -g -DDEBUG,-O3 -march=native -fno-math-errno)
 CPU_FLAGS = -std=c++17 -I. $(WARNINGS) $(CPU_OPT) -pthread $(OPENMP)
-CPU_LIBS = $(filter -l%,$(OPENBLAS)) $(filter-out -D% -I%,$(MPI_FLAGS))
+CPU_LIBS = $(filter -l%,$(OPENBLAS)) $(filter-out -D% -I%,$(MPI_FLAGS)) -ldl#  dlopen, before glibc 2.34
 MODEL_FLAGS = -DGPT2_CPU $(filter -D%,$(OPENBLAS)) $(filter -D% -I%,$(MPI_FLAGS))
 ASAN_FLAGS = -std=c++17 -I. $(WARNINGS) -O2 -g -pthread -fsanitize=address,undefined -fno-sanitize-recover=all
 TSAN_FLAGS = -std=c++17 -I. $(WARNINGS) -O1 -g -pthread -fsanitize=thread
@@ -86,7 +86,7 @@ TESTS := $(patsubst dev/test/%.cpp,build/%,$(wildcard dev/test/test_*.cpp))
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart tinyshakespeare tokenize stories bigram checkpoint test test-gpu cpu asan test-asan
-.PHONY: plot test-mutants tsan fuzz lint sanitize bench clean FORCE
+.PHONY: plot check-docs test-mutants tsan fuzz lint sanitize bench clean FORCE
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -133,7 +133,7 @@ build/ptx/%: $$(basename $$*).cu train_gpt2.cu $(HEADERS)
 # The trainer of a machine that has nothing of what is looked for: `make test` sees that it can be made.
 build/plain/train_gpt2cpu: train_gpt2.cu $(HEADERS)
 	@mkdir -p build/plain
-	$(CXX) -std=c++17 $(WARNINGS) -Wno-unknown-pragmas -pthread -DGPT2_CPU -x c++ $< -o $@
+	$(CXX) -std=c++17 $(WARNINGS) -Wno-unknown-pragmas -pthread -DGPT2_CPU -x c++ $< -o $@ -ldl
 build/plain/%: private NCCL_FLAGS :=
 build/plain/%: private MPI_FLAGS :=
 build/plain/%: $$(basename $$*).cu train_gpt2.cu $(HEADERS)
@@ -201,6 +201,9 @@ test-mutants: ## some 400 small wrong things, each to be noticed by its suite (a
 
 sanitize: $(addprefix build/check/test_gpt2.,BF16 FP32 FP16) ## on a GPU: kernels under compute-sanitizer
 	dev/gpu.sh sanitize
+
+check-docs: train_gpt2cpu ## runs README's commands, made small, in a copy of the repository
+	python3 dev/test/check_docs.py
 
 bench: build/check/train_gpt2.BF16 ## on a GPU: tokens/s beside PyTorch's
 	dev/bench/bench.sh

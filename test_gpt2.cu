@@ -10,7 +10,9 @@ Tests of train_gpt2.cu, in both builds: `make test_gpt2cu && ./test_gpt2cu`, `ma
     --small              kernels mode with its small shapes only: for compute-sanitizer
     --break NAME         scales that op's output by 1.01: the run must then fail. --list prints the names
     dump-grads MODEL.bin TENSORS.bin OUT.bin MICRO_STEPS [-f 0] [--grad-dtype bf16]
-                         what this build computes for that reference's batch, in the reference file's format
+                         what this build computes for that reference's batch, in the reference file's format;
+                         MICRO_STEPS 0: up to the loss, and of TENSORS.bin no more is read than the tokens
+    dump-sums MODEL.bin QUESTIONS.bin B T [-f 0]    what -h 1 sums: `question choice sum` of each row
 
 Tolerances: logits and gradients of 16-bit builds may have at most twice the error of plain 16-bit PyTorch,
 both against fp32; their losses and norms are held to 3 %. Closing line: `N passed, N failed, N skipped`.
@@ -125,7 +127,7 @@ static std::vector<double> json_numbers(const std::string& json, const std::stri
     return numbers;
 }
 
-static Reference reference_load(const std::string& path, const Config& c) {
+static Reference reference_load(const std::string& path, const Config& c, bool tokens_alone = false) {
     Reference r;
     FILE* f = fopen_check(path.c_str(), "rb");
     int header[256];
@@ -138,9 +140,10 @@ static Reference reference_load(const std::string& path, const Config& c) {
     const size_t N = (size_t)r.B * r.T;
     r.x.resize(N);
     r.y.resize(N);
-    r.logits.resize(N * c.V);
     fread_check(r.x.data(), sizeof(int), N, f, path.c_str());
     fread_check(r.y.data(), sizeof(int), N, f, path.c_str());
+    if (tokens_alone) { fclose(f); return r; }
+    r.logits.resize(N * c.V);
     fread_check(r.logits.data(), sizeof(float), r.logits.size(), f, path.c_str());
     fread_check(&r.loss, sizeof(float), 1, f, path.c_str());
     ParamSpec specs[NUM_PARAMS];
@@ -304,23 +307,30 @@ static void test_model(const std::string& prefix, const Options& options, double
     gpt2_free(&model);
 }
 
+static Options dump_options(const std::vector<std::string>& args, size_t first) {
+    Options o = default_options();
+    o.tf32 = true;
+    for (size_t i = first; i + 1 < args.size(); i += 2) {
+        if (args[i] == "-f") { o.tf32 = args[i + 1] != "0"; }
+        else if (args[i] == "--grad-dtype") { o.grads_bf16 = args[i + 1] == "bf16"; }
+        else { die("dump: '%s' is not one of -f, --grad-dtype", args[i].c_str()); }
+    }
+    return o;
+}
+
 // What this build computes for a reference's batch, written like a reference (dev/reference/check_gpu.py
-// compares).
+// and check_eval_gpu.py compare).
 static void dump_grads(const std::vector<std::string>& args) {
     if (args.size() < 4) { die("dump-grads needs MODEL.bin TENSORS.bin OUT.bin MICRO_STEPS"); }
+    const bool forward_alone = args[3] == "0";
     const Config c = checkpoint_config(args[0].c_str());
-    const Reference r = reference_load(args[1], c);
-    const int micro_steps = atoi(args[3].c_str());
+    const Reference r = reference_load(args[1], c, forward_alone);
+    const int micro_steps = forward_alone ? r.B : atoi(args[3].c_str());
     if (micro_steps < 1 || r.B % micro_steps != 0) {
         die("dump-grads: %s micro-steps of %d rows", args[3].c_str(), r.B);
     }
-    Options o = default_options();
-    o.tf32 = true;
-    for (size_t i = 4; i + 1 < args.size(); i += 2) {
-        if (args[i] == "-f") { o.tf32 = args[i + 1] != "0"; }
-        else if (args[i] == "--grad-dtype") { o.grads_bf16 = args[i + 1] == "bf16"; }
-        else { die("dump-grads: '%s' is not one of -f, --grad-dtype", args[i].c_str()); }
-    }
+    Options o = dump_options(args, 4);
+    o.trains = !forward_alone;
     const int rows = r.B / micro_steps;
     GPT2 model;
     gpt2_allocate(&model, c, o, rows, r.T);
@@ -335,20 +345,41 @@ static void dump_grads(const std::vector<std::string>& args) {
         const size_t at = (size_t)micro * rows * r.T;
         gpt2_set_inputs(&model, r.x.data() + at, r.y.data() + at, rows, r.T,
                         ClassifierMode::LossOnly);
-        gpt2_loss(&model, rows, r.T, ClassifierMode::LossOnly, 0.0f, 0.0f, &model.state->loss,
-                  Accumulate::No);
+        gpt2_loss(&model, rows, r.T, ClassifierMode::LossOnly, 0.0f, 1.0f / (float)(r.B * r.T),
+                  &model.state->loss, micro == 0 ? Accumulate::No : Accumulate::Yes);
         const std::vector<float> logits = host_logits(&model, rows * r.T);
         atomic_write(&out, logits.data(), logits.size() * sizeof(float));
     }
-    accumulate_batch(&model, r.x.data(), r.y.data(), r.B, r.T, micro_steps);
+    if (!forward_alone) { accumulate_batch(&model, r.x.data(), r.y.data(), r.B, r.T, micro_steps); }
     const float loss = gpt2_read_state(&model).loss;
     atomic_write(&out, &loss, sizeof(loss));
-    for (int i = 0; i < NUM_PARAMS; i++) {
+    for (int i = 0; i < NUM_PARAMS && !forward_alone; i++) {
         const std::vector<float> grad = host_grad(&model, i);
         atomic_write(&out, grad.data(), grad.size() * sizeof(float));
     }
     atomic_commit(&out);
     printf("loss %.6f\n", loss);
+    gpt2_free(&model);
+}
+
+// Row by row, what the evaluation in training adds up; its own output has only the score.
+static void dump_sums(const std::vector<std::string>& args) {
+    if (args.size() < 4) { die("dump-sums needs MODEL.bin QUESTIONS.bin B T"); }
+    const Config c = checkpoint_config(args[0].c_str());
+    const int B = atoi(args[2].c_str()), T = atoi(args[3].c_str());
+    if (B < 1 || T < 1 || T > c.maxT) { die("dump-sums: B=%d, T=%d; the model has T=%d", B, T, c.maxT); }
+    Options o = dump_options(args, 4);
+    o.trains = false;
+    EvalSet set;
+    evalset_init(&set, args[1].c_str(), c.V, B, T);
+    GPT2 model;
+    gpt2_allocate(&model, c, o, B, T);
+    checkpoint_load(&model, args[0].c_str());
+    std::vector<double> sums;
+    gpt2_evaluate(&sums, &model, &set);
+    for (size_t i = 0; i < set.rows.size(); i++) {
+        printf("%d %d %.9g\n", set.rows[i].question, set.rows[i].choice, sums[i]);
+    }
     gpt2_free(&model);
 }
 
@@ -399,7 +430,7 @@ static std::vector<float> short_run(const Config& c, const Options& o, int B, in
     for (int step = 0; step < steps; step++) {
         Batch batch = random_batch(c, B, T, (uint32_t)step);
         accumulate_batch(&model, batch.x.data(), batch.y.data(), B, T, micro_steps);
-        gpt2_update(&model, 1e-3, 0.9, 0.95, 1e-8, 1.0f);
+        gpt2_update(&model, 1e-3, 0.9, 0.95, 1e-8, 1.0f, 1e-2);
         result.push_back(gpt2_read_state(&model).loss);
     }
     const std::vector<float> params = host_params(&model);
@@ -534,12 +565,14 @@ static void test_lanes() {
 
 // Everything that decides about the next steps, as bytes.
 static std::vector<std::vector<float>> host_state(GPT2* model) {
-    const size_t n = model->layout.state_elems;
+    const size_t n = model->layout.state_elems, v_elems = model->layout.v_elems;
     std::vector<std::vector<float>> all;
-    for (const float* from : {model->master, model->m, model->v}) {
-        if (!from) { continue; }
-        all.emplace_back(n);
-        copy_to_host(all.back().data(), from, n * sizeof(float), model->stream);
+    const struct { const float* from; size_t n; } arenas[] = {
+        {model->master, n}, {model->m, n}, {model->v, v_elems}};
+    for (const auto& it : arenas) {
+        if (!it.from) { continue; }
+        all.emplace_back(it.n);
+        copy_to_host(all.back().data(), it.from, it.n * sizeof(float), model->stream);
     }
     all.emplace_back(model->layout.params_bytes / sizeof(float));
     copy_to_host(all.back().data(), model->params, model->layout.params_bytes, model->stream);
@@ -550,7 +583,7 @@ static std::vector<std::vector<float>> host_state(GPT2* model) {
 static void one_step(GPT2* model, const Config& c, int rows, int seed) {
     Batch batch = random_batch(c, rows, c.maxT, seed);
     accumulate_batch(model, batch.x.data(), batch.y.data(), rows, c.maxT, 1);
-    gpt2_update(model, 1e-2, 0.9, 0.95, 1e-8, 1.0f);
+    gpt2_update(model, 1e-2, 0.9, 0.95, 1e-8, 1.0f, 0.02);
 }
 
 // The file for everybody: what the parameters are in its type; and padded rows of wte are zero.
@@ -642,6 +675,139 @@ static void test_checkpoint(const Config& c, const Options& o, bool at_once) {
     gpt2_free(&a);
     gpt2_free(&b);
     gpt2_free(&same);
+}
+
+// Newton-Schulz in plain loops; rounded(x) is what x becomes when it is stored.
+typedef std::vector<double> Values;
+static Values plain_newton_schulz(Values x, int rows, int cols, int steps, double (*rounded)(double)) {
+    if (rows > cols) {                                  // of the transposed matrix, times sqrt(rows/cols)
+        auto transposed = [](const Values& from, int r, int c) {
+            Values to(from.size());
+            for (int i = 0; i < r * c; i++) { to[i % c * r + i / c] = from[i]; }
+            return to;
+        };
+        x = plain_newton_schulz(transposed(x, rows, cols), cols, rows, steps, rounded);
+        x = transposed(x, cols, rows);
+        for (double& value : x) { value *= sqrt((double)rows / cols); }
+        return x;
+    }
+    auto product = [](const Values& a, const Values& b, int m, int n, int k) {      // (m,k) (k,n)
+        Values out((size_t)m * n);
+        for (int i = 0; i < m; i++) {
+            for (int e = 0; e < k; e++) {
+                for (int j = 0; j < n; j++) { out[i * n + j] += a[i * k + e] * b[e * n + j]; }
+            }
+        }
+        return out;
+    };
+    double squares = 0.0;
+    for (double value : x) { squares += value * value; }
+    for (double& value : x) { value = squares > 0.0 ? rounded(value / sqrt(squares)) : 0.0; }
+    for (int step = 0; step < steps; step++) {
+        Values across(x.size());
+        for (size_t i = 0; i < x.size(); i++) { across[i % cols * rows + i / cols] = x[i]; }
+        Values gram = product(x, across, rows, rows, cols);
+        for (double& value : gram) { value = rounded(value); }
+        Values poly = product(gram, gram, rows, rows, rows);
+        for (size_t i = 0; i < gram.size(); i++) { poly[i] = rounded(-4.7750 * gram[i] + 2.0315 * poly[i]); }
+        const Values more = product(poly, x, rows, cols, rows);
+        for (size_t i = 0; i < x.size(); i++) { x[i] = rounded(3.4445 * x[i] + more[i]); }
+    }
+    return x;
+}
+static double exactly(double x) { return x; }
+[[maybe_unused]] static double as_fp32(double x) { return (double)(float)x; }
+static double as_bf16(double x) { return (double)bf16_to_float(bf16_round_nearest((float)x)); }
+
+// Updates of Muon's matrices from the gradients that the model has, beside the formula in double; then one
+// that is skipped. Where the memory is for one layer at a time, the bits are the same.
+static void test_muon_updates(const Config& c) {
+    const int B = 2, steps = c.C <= 40 ? 5 : 2;
+    const double lr = 0.02, decay = 0.5, momentum = 0.9;
+    Options o = default_options();
+    o.muon = true;
+    o.muon_steps = steps;
+    o.muon_momentum = momentum;
+    o.muon_decay = decay;
+    o.weight_decay = 3.0f;                              // is AdamW's
+    GPT2 model;
+    start_model(&model, c, o, B, c.maxT);
+    auto params_of = [&](int i, int l) {
+        std::vector<float> values(model.param_specs[i].elems);
+        gpt2_get_param(&model, i, l, values.data(), true);
+        return values;
+    };
+    std::map<std::pair<int, int>, Values> ms;
+    for (uint32_t step = 0; step < 2; step++) {
+        const Batch batch = random_batch(c, B, c.maxT, step);
+        accumulate_batch(&model, batch.x.data(), batch.y.data(), B, c.maxT, 1);
+        const std::vector<std::vector<float>> grads = host_grads(&model);
+        std::map<std::pair<int, int>, std::vector<float>> before;
+        for (int i = 0; i < NUM_PARAMS; i++) {
+            for (int l = 0; l < model.param_specs[i].copies; l++) { before[{i, l}] = params_of(i, l); }
+        }
+        gpt2_update(&model, 1e-3, 0.9, 0.95, 1e-8, 0.0f, lr);
+        for (const auto& it : before) {
+            const int i = it.first.first, l = it.first.second;
+            const ParamSpec& s = model.param_specs[i];
+            if (s.muon == 0) { continue; }
+            const size_t size = s.elems / s.muon;
+            const int rows = (int)s.rows / s.muon, cols = (int)s.cols;
+            const std::vector<float> after = params_of(i, l);
+            Values& m = ms[it.first];
+            m.resize(s.elems);
+            std::vector<float> held(s.elems);
+            copy_to_host(held.data(), gpt2_held_part(&model, i, l).in[1].memory, s.elems * sizeof(float),
+                         model.stream);
+            stream_sync(model.stream);
+            for (int part = 0; part < s.muon; part++) {
+                Values ahead(size);
+                double off = 0.0, m_off = 0.0, near = 0.0, along = 0.0, length = 0.0, m_length = 0.0;
+                for (size_t k = 0; k < size; k++) {
+                    const size_t e = part * size + k;
+                    const double g = grads[i][l * s.elems + e];
+                    m[e] = momentum * m[e] + (1 - momentum) * g;
+                    ahead[k] = (1 - momentum) * g + momentum * m[e];
+                    m_off += (held[e] - m[e]) * (held[e] - m[e]);
+                    m_length += m[e] * m[e];
+                }
+                const Values want = plain_newton_schulz(ahead, rows, cols, steps, exactly);
+                for (double& u : ahead) { u = kLowPrecision ? as_bf16(u) : u; }
+                const Values plain = kLowPrecision ? plain_newton_schulz(ahead, rows, cols, steps, as_bf16)
+                                                   : want;
+                for (size_t k = 0; k < size; k++) {
+                    const size_t e = part * size + k;
+                    const double got = (it.second[e] * (1 - lr * decay) - after[e]) / lr;
+                    off += (got - want[k]) * (got - want[k]);
+                    near += (plain[k] - want[k]) * (plain[k] - want[k]);
+                    along += got * want[k];
+                    length += want[k] * want[k];
+                }
+                const std::string what = format("%s.%d, part %d, update %u", s.name, l, part, step + 1);
+                CHECK(sqrt(m_off) <= 1e-5 * sqrt(m_length), "%s: m is off by %.2e", what.c_str(),
+                      sqrt(m_off / m_length));
+                CHECK(sqrt(off) <= 2 * sqrt(near) + 2e-3 * sqrt(length), "%s: off by %.2e, allowed %.2e",
+                      what.c_str(), sqrt(off / length), 2 * sqrt(near / length) + 2e-3);
+                CHECK(fabs(along / length - 1) <= (kLowPrecision ? 2e-2 : 2e-3), "%s: %.5f times as long",
+                      what.c_str(), along / length);
+            }
+        }
+    }
+    const std::vector<std::vector<float>> before = host_state(&model);
+    const float poison = NAN;
+    copy_to_device((float*)gpt2_grad(&model, PARAM_fcw, 0, Accumulate::No).data + 3, &poison, sizeof(float),
+                   model.stream);
+    gpt2_update(&model, 1e-3, 0.9, 0.95, 1e-8, 1.0f, lr);
+    CHECK(gpt2_read_state(&model).update.skip == SKIP_NOT_FINITE && host_state(&model) == before,
+          "a skipped update changes something");
+    gpt2_free(&model);
+
+    const std::vector<float> together = short_run(c, o, B, c.maxT, 3);
+    const size_t usual = muon_bytes;
+    muon_bytes = 1;
+    CHECK(same_bits(together, short_run(c, o, B, c.maxT, 3)), "one layer at a time has other bits");
+    muon_bytes = usual;
+    CHECK(same_bits(together, short_run(c, o, B, c.maxT, 3)), "two equal runs differ");
 }
 
 static void test_invariance(const char* name, const Config& c) {
@@ -783,6 +949,12 @@ static void test_invariance(const char* name, const Config& c) {
             CHECK(u.losses.values[0] == after.loss && u.norms.values[0] == u.norm, "what enters the windows");
             gpt2_free(&model);
         }
+    }
+    TEST("Muon: two updates, a skipped one, some layers at a time") { test_muon_updates(c); }
+    TEST("a checkpoint, Muon") {
+        Options muon = o;
+        muon.muon = true;
+        test_checkpoint(c, muon, true);
     }
     for (bool at_once : {true, false}) {
         for (bool master : {true, false}) {
@@ -2038,11 +2210,85 @@ template <class Param> static void test_adamw(size_t n, bool bf16, bool use_mast
     k.expect_type<Param>("params", k.values_of(dp), p, 1e-5, use_master || fp32 ? 2.0 : 2.5);
 }
 
+static void test_muon(size_t n, bool bf16, bool use_master) {
+    Case k(format("muon n=%zu bf16=%d master=%d", n, bf16, use_master));
+    const size_t first = 8 * 1001, half = n / 16 * 8, update_row = half + 128;
+    n = 2 * half;
+    std::vector<double> g = k.random(n), p = k.random(n), m = k.random(n, 0.1), u(2 * update_row, 0.0);
+    UpdateState state = {};
+    state.grad_scale = 0.25f;
+    state.t = 3;
+    const RoundKey grad_key = {1, 2, 5, kRoundGrads}, key = {1, 2, 0, kRoundParams};
+    const void* dg = bf16 ? (const void*)k.dithered("grads", g, grad_key, first)
+                          : (const void*)k.tensor<float>("grads", g);
+    std::vector<double> master = p;
+    float* d_master = use_master ? k.tensor<float>("master", master) : nullptr;
+    floatX* dp = k.tensor<floatX>("params", p);
+    if (!use_master) { master = p; }
+    float* dm = k.tensor<float>("m", m);
+    muonX* du = k.tensor<muonX>("update", u);           // zeros, which stay between the rows
+    const UpdateState* d_state = k.bytes_of("state", std::vector<UpdateState>{state});
+    const Rows rows = {2, half * sizeof(floatX), half * (bf16 ? 2 : 4), half};
+    const Rows twin_rows = {2, half * sizeof(double), half * sizeof(double), half};
+    k.run([&] {
+        muon_momentum({du, dm, {dg, bf16, grad_key, first}, d_state, half, update_row, rows, 0.95}, 0);
+        muon_update({dp, d_master, du, d_state, half, update_row, rows, 0.1, 0.01, key, first}, 0);
+    });
+    muon_momentum_cpu<double>({u.data(), m.data(), {.data = g.data()}, &state, half, update_row, twin_rows,
+                               0.95}, 0);
+    k.expect("m", dm, m, 1e-5);
+    k.expect("update", du, u, 1e-5);
+    u = k.values_of(du);                                // rounded, as the update below has it
+    muon_update_cpu<double>({p.data(), master.data(), u.data(), &state, half, update_row, twin_rows, 0.1,
+                             0.01, key, first}, 0);
+    if (use_master) { k.expect("master", d_master, master, 1e-5); }
+    k.expect_type<floatX>("params", k.values_of(dp), p, 1e-5, use_master || !kLowPrecision ? 2.0 : 2.5);
+}
+
+// Three matrices at once, against the twin; each alone has the same bits.
+static void test_orthogonalise(int rows, int cols, int steps) {
+    const int count = 3, side = std::min(rows, cols);
+    const size_t size = (size_t)rows * cols, square = (size_t)side * side;
+    Case k(format("muon_orthogonalise %d x %d, %d steps", rows, cols, steps));
+    std::vector<double> inp = k.random(count * size, 1e-6), out(count * size);
+    muonX *d_inp = k.tensor<muonX>("inp scratch", inp), *d_out = k.poisoned<muonX>("out", count * size);
+    muonX *gram = k.poisoned<muonX>("gram scratch", count * square),
+          *poly = k.poisoned<muonX>("poly scratch", count * square);
+    double* sums = (double*)k.poisoned<float>("sums scratch", 2 * count * ceil_div(size, kChunk));
+    auto call = [&](int at, int n) {
+        muon_orthogonalise({d_out + at * size, d_inp + at * size, gram, poly, sums, rows, cols, n, steps,
+                            count, size}, 0);
+    };
+    k.run([&] { call(0, count); });
+    std::vector<double> plain;
+    for (int i = 0; i < count; i++) {
+        const Values x(inp.begin() + i * size, inp.begin() + (i + 1) * size);
+        const Values y = plain_newton_schulz(x, rows, cols, steps, kLowPrecision ? as_bf16 : as_fp32);
+        plain.insert(plain.end(), y.begin(), y.end());
+    }
+    std::vector<double> gram_cpu(square), poly_cpu(square), inp_cpu = inp;
+    muon_orthogonalise_cpu<double>({out.data(), inp_cpu.data(), gram_cpu.data(), poly_cpu.data(), nullptr,
+                                    rows, cols, count, steps, count, size}, 0);
+    k.expect_as_good_as("out", d_out, out, plain, 1e-4);
+    const std::vector<double> got = k.values_of(d_out);
+    double along = 0.0, plain_along = 0.0, length = 0.0;
+    for (size_t i = 0; i < size; i++) {
+        along += got[i] * out[i];
+        plain_along += plain[i] * out[i];
+        length += out[i] * out[i];
+    }
+    CHECK(fabs(along - plain_along) <= 3e-3 * length, "%s: %.5f times as long, plainly %.5f", k.title.c_str(),
+          along / length, plain_along / length);
+    k.run([&] { for (int i = 0; i < count; i++) { call(i, 1); } });
+    CHECK(k.values_of(d_out) == got, "%s: alone each has other bits", k.title.c_str());
+}
+
 static void test_update(size_t n) {
     for (bool bf16 : {false, true}) {
         for (bool master : {false, true}) {
             if (master && !kLowPrecision) { continue; }
             test_adamw<floatX>(n, bf16, master);
+            test_muon(n, bf16, master);
             if (kLowPrecision) { test_adamw<float>(n, bf16, master); }
         }
     }
@@ -2111,7 +2357,19 @@ static void test_kernels() {
             test_lane_sum(pieces, 0, kChunk * (small_shapes ? 1 : 5), true);
         }
     }
-    TEST("kernels: norm, decision and AdamW") {
+    TEST("kernels: Muon") {
+        for (int steps : {1, 4, 5}) {
+            test_orthogonalise(40, 40, steps);
+            test_orthogonalise(24, 96, steps);
+            test_orthogonalise(96, 24, steps);
+        }
+        if (!small_shapes) {
+            test_orthogonalise(256, 256, 5);
+            test_orthogonalise(128, 512, 5);
+            test_orthogonalise(640, 160, 5);
+        }
+    }
+    TEST("kernels: norm, decision, updates") {
         test_square_sums(1);
         test_square_sums(4);
         if (!small_shapes) { test_square_sums(1301); }
@@ -2149,9 +2407,10 @@ int main(int argc, char** argv) {
     for (int i = 1; i < argc; i++) {
         const std::string arg = argv[i];
         const bool more = i + 1 < argc;
-        if (arg == "dump-grads") {
+        if (arg == "dump-grads" || arg == "dump-sums") {
             device_init();
-            dump_grads(std::vector<std::string>(argv + i + 1, argv + argc));
+            const std::vector<std::string> words(argv + i + 1, argv + argc);
+            if (arg == "dump-grads") { dump_grads(words); } else { dump_sums(words); }
             return 0;
         }
         if (arg == "--list") {

@@ -1,6 +1,6 @@
 /*
-GPT-2 and GPT-3 shaped pretraining in one file: every forward and backward kernel, the model, AdamW, gradient
-accumulation, several GPUs, checkpoints, the training loop.
+GPT-2 and GPT-3 shaped pretraining in one file: every forward and backward kernel, the model, AdamW and Muon,
+gradient accumulation, several GPUs, checkpoints, the training loop.
 
 Two builds of this file:
     make train_gpt2cu      nvcc, the CUDA program (PRECISION=BF16|FP16|FP32)
@@ -17,7 +17,7 @@ Sections (search for "// == "), in the order in which data flows:
      5 device helpers      6 ops                    7 multi-GPU            8 model
      9 checkpoint         10 run configuration     11 training loop       12 main
 Section 6: 6.1 encoder  6.2 norms  6.3 matmul  6.4 gelu and bias  6.5 classifier  6.6 loss
-     6.7 gradients: lanes and the norm  6.8 adamw  6.9 attention, the longest: plain, mma.sync, sm90
+     6.7 gradients: lanes and the norm  6.8 adamw, muon  6.9 attention, the longest: plain, mma.sync, sm90
 Sections 4 and 5 are headers in llmc/. What each op takes and gives stands in llmc/ops.h: read that first.
 Letters, everywhere: B batch rows, T tokens a row, C channels, NH heads, HS head size, V vocabulary, Vp padded
 vocabulary, L layers, OC output channels, N = B*T rows of a matrix. An index is the lower-case letter: b t c
@@ -55,6 +55,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/flags.h"         // gives: Flag, flags_parse
 #include "llmc/logger.h"        // gives: Logger
 #include "llmc/progress.h"      // gives: progress_show, progress_clear
+#include "llmc/telemetry.h"     // gives: telemetry_start, telemetry_read
 #include "llmc/host_memory.h"   // gives: host_memory_free, addresses_limited
 #include "llmc/state_file.h"    // gives: StateFile, Facts
 #include "llmc/checkpoints.h"   // gives: checkpoint_check, checkpoint_done, Worker
@@ -70,6 +71,7 @@ typedef float floatX;
 typedef float floatX;
 #define PRECISION_NAME "FP32"
 #elif defined(ENABLE_FP16)
+#include <cuda_bf16.h>          // gives: __nv_bfloat16
 #include <cuda_fp16.h>          // gives: half
 typedef half floatX;
 #define PRECISION_NAME "FP16"
@@ -88,6 +90,10 @@ constexpr bool kFp16 = true;
 #else
 constexpr bool kFp16 = false;
 #endif
+#if !defined(GPT2_CPU) && defined(ENABLE_FP16)
+template <> struct MuonValue<half> { typedef __nv_bfloat16 type; };
+#endif
+typedef MuonValue<floatX>::type muonX;      // what Muon multiplies
 // FP16 multiplies the loss by a scale, so that small gradients do not become zero. Gradients are divided by
 // the tokens of a step, so it starts at the first power of two that is not below that number, nor below
 // kFirstLossScale. It doubles after kLossScaleSteps good steps and halves when something overflows. The
@@ -141,25 +147,26 @@ enum class Kind { Matrix, Bias, Norm };
 // zero, and not counted as parameters. LayerNorm's weights and biases are fp32 in every build, as in
 // PyTorch's autocast: next to 1 bf16 has steps of 0.0078, in which training's steps vanish
 // (dev/bench/NOTES.md: loss +3e-3 after ten steps). A tensor without rows is one that this model lacks:
-// RMSNorm has no biases (`biased` is 0), and a tied block no second norm (`second` is 0).
-//    name      type    where   rows    cols    init      kind    live rows
-#define GPT2_PARAMS(X)                                                  \
-    X(wte,      floatX, Global, Vp,     C,      Normal,   Matrix, V)    \
-    X(wpe,      floatX, Global, maxT,   C,      Normal,   Matrix, maxT) \
-    X(ln1w,     float,  Block,  1,      C,      One,      Norm,   1)    \
-    X(ln1b,     float,  Block,  biased, C,      Zero,     Norm,   biased)   \
-    X(qkvw,     floatX, Block,  3 * C,  C,      Normal,   Matrix, 3 * C)\
-    X(qkvb,     floatX, Block,  1,      3 * C,  Zero,     Bias,   1)    \
-    X(attprojw, floatX, Block,  C,      C,      Residual, Matrix, C)    \
-    X(attprojb, floatX, Block,  1,      C,      Zero,     Bias,   1)    \
-    X(ln2w,     float,  Block,  second, C,      One,      Norm,   second)   \
-    X(ln2b,     float,  Block,  second * biased, C, Zero, Norm,   second * biased)  \
-    X(fcw,      floatX, Block,  4 * C,  C,      Normal,   Matrix, 4 * C)\
-    X(fcb,      floatX, Block,  1,      4 * C,  Zero,     Bias,   1)    \
-    X(fcprojw,  floatX, Block,  C,      4 * C,  Residual, Matrix, C)    \
-    X(fcprojb,  floatX, Block,  1,      C,      Zero,     Bias,   1)    \
-    X(lnfw,     float,  Global, 1,      C,      One,      Norm,   1)    \
-    X(lnfb,     float,  Global, biased, C,      Zero,     Norm,   biased)
+// RMSNorm has no biases (`biased` is 0), and a tied block no second norm (`second` is 0). muon: how many
+// matrices a tensor is, one below the other, that --optimizer muon takes as its own; 0: AdamW's in any case.
+//    name      type    where   rows    cols    init      kind    live    muon
+#define GPT2_PARAMS(X)                                                       \
+    X(wte,      floatX, Global, Vp,     C,      Normal,   Matrix, V,      0) \
+    X(wpe,      floatX, Global, maxT,   C,      Normal,   Matrix, maxT,   0) \
+    X(ln1w,     float,  Block,  1,      C,      One,      Norm,   1,      0) \
+    X(ln1b,     float,  Block,  biased, C,      Zero,     Norm,   biased, 0) \
+    X(qkvw,     floatX, Block,  3 * C,  C,      Normal,   Matrix, 3 * C,  3) \
+    X(qkvb,     floatX, Block,  1,      3 * C,  Zero,     Bias,   1,      0) \
+    X(attprojw, floatX, Block,  C,      C,      Residual, Matrix, C,      1) \
+    X(attprojb, floatX, Block,  1,      C,      Zero,     Bias,   1,      0) \
+    X(ln2w,     float,  Block,  second, C,      One,      Norm,   second, 0) \
+    X(ln2b,     float,  Block,  second * biased, C, Zero, Norm,   second * biased, 0) \
+    X(fcw,      floatX, Block,  4 * C,  C,      Normal,   Matrix, 4 * C,  1) \
+    X(fcb,      floatX, Block,  1,      4 * C,  Zero,     Bias,   1,      0) \
+    X(fcprojw,  floatX, Block,  C,      4 * C,  Residual, Matrix, C,      1) \
+    X(fcprojb,  floatX, Block,  1,      C,      Zero,     Bias,   1,      0) \
+    X(lnfw,     float,  Global, 1,      C,      One,      Norm,   1,      0) \
+    X(lnfb,     float,  Global, biased, C,      Zero,     Norm,   biased, 0)
 
 // A Block's tensor has a copy per layer, kept for the backward pass. SAVED(r): only while the recompute level
 // (-r) is below r, else all layers share one buffer and the backward computes it again. A model that is not
@@ -204,6 +211,11 @@ enum ActId { GPT2_ACTS(X) NUM_ACTS };
 #define X(name, type, where, ...) Where::where,
 constexpr Where kParamWhere[] = {GPT2_PARAMS(X)};
 #undef X
+#define X(name, type, where, rows, cols, init, kind, live, muon) \
+    static_assert((muon > 0) == (Where::where == Where::Block && Kind::kind == Kind::Matrix), \
+                  "a layer's matrices, which have a bucket to themselves, are what Muon takes");
+GPT2_PARAMS(X)
+#undef X
 
 // One pointer per tensor. A Block's pointer is that of one layer's copy: param_views and act_views (below)
 // are told which layer.
@@ -226,6 +238,7 @@ struct ParamSpec {
     Kind kind;
     int copies;             // 1, or L; 0: this model has none
     size_t rows, cols, live_rows;
+    int muon;               // matrices for Muon
     size_t elems;           // rows*cols: one copy, as in files
     size_t slot;            // elems, rounded up to where the next tensor may begin
     size_t elem_bytes;      // of the parameter itself
@@ -243,7 +256,9 @@ struct Bucket {
     size_t padded, shard;   // world * shard; a multiple of kChunk
     size_t first;           // elements before it where there is one rank: positions in keys of rounding
     size_t params, grads;   // bytes from the start of the parameters' and of the gradients' arena
-    size_t state;           // elements from the start of master weights, m and v, which are whole or shards
+    size_t state;           // elements from the start of master weights and m, which are whole or shards
+    bool muon;              // Muon updates it, which has no v
+    size_t v;               // elements from the start of v
     size_t shards;          // elements from the start of an arena of shards
 };
 
@@ -254,7 +269,7 @@ struct Split { int rank = 0, world = 1, zero = 0; };
 struct Layout {
     std::vector<Bucket> buckets;
     size_t elems, shard_elems;          // of all buckets, padded; of this rank's shards
-    size_t state_elems;                 // of master weights, m and v on this rank
+    size_t state_elems, v_elems;        // of master weights and m, and of v, on this rank
     size_t params_bytes, grads_bytes;
     size_t largest_but_first;           // padded elements of a bucket other than the embedding's
     int L;
@@ -288,12 +303,12 @@ static void param_specs(ParamSpec* specs, const Config& c) {
     const size_t biased = c.norm == NormKind::Layer, second = c.block != Block::ParallelTied;
     const size_t align = kAlign / 2;        // elements: kAlign bytes even where each has two, as in bf16
     int i = 0;
-#define X(name_, type_, where_, rows_, cols_, init_, kind_, live_)                                           \
+#define X(name_, type_, where_, rows_, cols_, init_, kind_, live_, muon_)                                    \
     {                                                                                                        \
         static_assert(Kind::kind_ != Kind::Norm || sizeof(type_) == sizeof(float), "as Kind says");          \
         const size_t elems = (rows_) * (cols_), slot = round_up(elems, align);                               \
         const int copies = elems == 0 ? 0 : Where::where_ == Where::Block ? c.L : 1;                         \
-        specs[i] = {#name_, Init::init_, Kind::kind_, copies, rows_, cols_, live_, elems, slot,              \
+        specs[i] = {#name_, Init::init_, Kind::kind_, copies, rows_, cols_, live_, muon_, elems, slot,       \
                     sizeof(type_), 0, 0};                                                                    \
         size_check(#name_, (double)specs[i].rows * (double)specs[i].cols * copies);                          \
         i++;                                                                                                 \
@@ -320,7 +335,8 @@ static void param_specs(ParamSpec* specs, const Config& c) {
     }
 }
 
-static Layout param_layout(const ParamSpec* specs, const Config& c, const Split& split, bool grads_bf16) {
+static Layout param_layout(const ParamSpec* specs, const Config& c, const Split& split, bool grads_bf16,
+                           bool muon = false) {
     Layout layout = {};
     layout.L = c.L;
     layout.buckets.resize(c.L + 3);
@@ -328,6 +344,7 @@ static Layout param_layout(const ParamSpec* specs, const Config& c, const Split&
         for (int l = 0; l < specs[i].copies; l++) {
             Bucket& b = layout.buckets[layout.bucket_of(specs[i].kind, kParamWhere[i], l)];
             b.kind = specs[i].kind;
+            b.muon = muon && specs[i].muon > 0;
             b.elems = std::max(b.elems, specs[i].offset + l * specs[i].stride + specs[i].slot);
         }
     }
@@ -341,11 +358,14 @@ static Layout param_layout(const ParamSpec* specs, const Config& c, const Split&
         b.params = layout.params_bytes;
         b.grads = layout.grads_bytes;
         b.state = layout.state_elems;
+        b.v = layout.v_elems;
         b.shards = layout.shard_elems;
         first += round_up(b.elems, kChunk);
         layout.elems += b.padded;
         layout.shard_elems += b.shard;
-        layout.state_elems += split.zero >= 1 ? b.shard : b.padded;
+        const size_t held = split.zero >= 1 ? b.shard : b.padded;
+        layout.state_elems += held;
+        layout.v_elems += b.muon ? 0 : held;
         if (i > 0) { layout.largest_but_first = std::max(layout.largest_but_first, b.padded); }
         layout.params_bytes += b.padded * (b.kind == Kind::Norm ? sizeof(float) : sizeof(floatX));
         const size_t bytes = b.padded * (grads_bf16 && b.kind == Kind::Matrix ? 2 : sizeof(float));
@@ -1895,14 +1915,59 @@ static void update_decision(const UpdateDecision<floatX, float>& a, Stream strea
     cudaCheck(cudaGetLastError());
 }
 
-// == 6.8 adamw ==
+// == 6.8 adamw, muon ==
+// Both walk over a tensor's weights as they stand: the master copy, or the parameter itself.
+constexpr int kUpdateThreads = 256;
+
+template <class Param, bool kMaster>
+__device__ __forceinline__ Floats load_weights(const Param* params, const float* master, size_t i, size_t n) {
+    if (kMaster) { return load_floats<true, Cache::Streaming>(master, i, n); }
+    return load_floats<true>(params, i, n);
+}
+
+// To the parameter's type: to nearest from a master copy, else stochastically, or small steps would be lost.
+// Element i draws as number `position`.
+template <class Param, bool kMaster>
+__device__ __forceinline__ Pack<Param> round_weights(const Floats& p, const RoundKey& key, size_t position) {
+    Pack<Param> rounded = to_pack<Param>(p);
+    if (!kMaster && sizeof(Param) == 2) {
+        const Draws draws = round_draws(key, position);
+#pragma unroll
+        for (int k = 0; k < kWidth; k++) { store_stochastic(&rounded.data[k], p.at[k], draws.at[k]); }
+    }
+    return rounded;
+}
+
+template <class Param, bool kMaster>
+__device__ __forceinline__ void store_weights(Param* params, float* master, size_t i, size_t n,
+                                              const Floats& p, const Pack<Param>& rounded) {
+    if (kMaster) { store<true, Cache::Streaming>(master, i, n, to_pack<float>(p)); }
+    store<true>(params, i, n, rounded);
+}
+
+// Elements [i, i + kWidth) of summed gradients, the first of which has number `first` in the whole.
+template <bool kBf16>
+__device__ __forceinline__ Floats load_summed(const void* grads, size_t i, size_t n, const RoundKey& key,
+                                              size_t first) {
+    if (kBf16) { return load_dithered<Cache::Streaming>((const __nv_bfloat16*)grads, i, n, key, first); }
+    return load_floats<true, Cache::Streaming>((const float*)grads, i, n);
+}
+
+// Blocks for `rows` rows of n elements, one row in each y.
+static dim3 update_blocks(const char* op, size_t n, size_t first, int rows) {
+    if (n % 8 != 0 || first % 8 != 0) {
+        die("%s: %zu elements from number %zu on: both must be multiples of 8", op, n, first);
+    }
+    const size_t needed = ceil_div(n, (size_t)kUpdateThreads * kWidth);
+    return dim3((unsigned)std::min(needed, (size_t)ceil_div(device_sm_count * 8, rows)), rows);
+}
+
+// AdamW:
 // g = grad*grad_scale;  m = m + (1-beta1) (g - m);  v = beta2 v + (1-beta2) g^2;
 // p = p (1 - lr wd) - lr/(1-beta1^t) m / (sqrt(v)/sqrt(1-beta2^t) + eps), rounded in the order in which
 // PyTorch's AdamW rounds (its foreach form), constants taken in double: from equal gradients, equal weights.
 // A launch for each kind of bucket, of all layers at once; p is the master copy, or the parameter itself
 // (fp32), or the 16-bit parameter, rounded stochastically. Gaps between tensors are zeros and stay zeros.
-constexpr int kAdamwThreads = 256;
-
 __device__ inline double power(double x, long long n) {     // x^n by squaring: the same bits on every GPU
     double result = 1.0;
     for (; n > 0; n /= 2, x *= x) {
@@ -1913,7 +1978,7 @@ __device__ inline double power(double x, long long n) {     // x^n by squaring: 
 
 // Param: floatX or float.
 template <class Param, bool kGradsBf16, bool kMaster>
-__global__ void __launch_bounds__(kAdamwThreads) adamw_kernel(AdamW<floatX, float> a) {
+__global__ void __launch_bounds__(kUpdateThreads) adamw_kernel(AdamW<floatX, float> a) {
     if (a.state->skip) { return; }
 
     // The factors of this step, in double: t is on the device, so the host cannot prepare them.
@@ -1934,17 +1999,10 @@ __global__ void __launch_bounds__(kAdamwThreads) adamw_kernel(AdamW<floatX, floa
     const size_t first = row * a.rows.first;
     const size_t step = (size_t)gridDim.x * blockDim.x * kWidth;
     for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
-        Floats g, p;
-        if (kGradsBf16) {
-            g = load_dithered<Cache::Streaming>((const __nv_bfloat16*)grads, i, a.n, a.grads.key,
-                                                a.grads.first + first);
-        } else {
-            g = load_floats<true, Cache::Streaming>((const float*)grads, i, a.n);
-        }
+        const Floats g = load_summed<kGradsBf16>(grads, i, a.n, a.grads.key, a.grads.first + first);
         Floats m = load_floats<true, Cache::Streaming>(ms, i, a.n),
                v = load_floats<true, Cache::Streaming>(vs, i, a.n);
-        if (kMaster) { p = load_floats<true, Cache::Streaming>(master, i, a.n); }
-        else { p = load_floats<true>(params, i, a.n); }
+        Floats p = load_weights<Param, kMaster>(params, master, i, a.n);
 
         // The formula above, each operation rounded where PyTorch rounds.
 #pragma unroll
@@ -1956,38 +2014,161 @@ __global__ void __launch_bounds__(kAdamwThreads) adamw_kernel(AdamW<floatX, floa
             p.at[k] = fmaf(minus_rate, update, __fmul_rn(p.at[k], decay));
         }
 
-        // To the parameter's type: to nearest from a master copy, else stochastically, or small steps would
-        // be lost.
-        Pack<Param> rounded = to_pack<Param>(p);
-        if (!kMaster && sizeof(Param) == 2) {
-            const Draws draws = round_draws(a.key, a.first + first + i);
-#pragma unroll
-            for (int k = 0; k < kWidth; k++) { store_stochastic(&rounded.data[k], p.at[k], draws.at[k]); }
-        }
+        const Pack<Param> rounded = round_weights<Param, kMaster>(p, a.key, a.first + first + i);
         store<true, Cache::Streaming>(ms, i, a.n, to_pack<float>(m));
         store<true, Cache::Streaming>(vs, i, a.n, to_pack<float>(v));
-        if (kMaster) { store<true, Cache::Streaming>(master, i, a.n, to_pack<float>(p)); }
-        store<true>(params, i, a.n, rounded);
+        store_weights<Param, kMaster>(params, master, i, a.n, p, rounded);
     }
 }
 
 static void adamw_update(const AdamW<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
-    if (a.n % 8 != 0 || a.first % 8 != 0) {
-        die("adamw_update: %zu elements from number %zu on: both must be multiples of 8", a.n, a.first);
-    }
-    const size_t needed = ceil_div(a.n, (size_t)kAdamwThreads * kWidth);
-    const dim3 blocks((unsigned)std::min(needed, (size_t)ceil_div(device_sm_count * 8, a.rows.count)),
-                      a.rows.count);
+    const dim3 blocks = update_blocks("adamw_update", a.n, a.first, a.rows.count);
     auto run = [&](auto param) {
         using Param = decltype(param);
         auto kernel = a.grads.is_bf16
                           ? (a.master ? adamw_kernel<Param, true, true> : adamw_kernel<Param, true, false>)
                           : (a.master ? adamw_kernel<Param, false, true> : adamw_kernel<Param, false, false>);
-        kernel<<<blocks, kAdamwThreads, 0, stream>>>(a);
+        kernel<<<blocks, kUpdateThreads, 0, stream>>>(a);
     };
     if (a.params_fp32) { run(0.0f); }
     else { run(floatX()); }
+    cudaCheck(cudaGetLastError());
+}
+
+// Muon, as llmc/ops.h has it. Products are cuBLASLt's, one call for a matrix of all layers; in column-major
+// terms, with x stored (rows,cols):
+//     wide or square   gram = x x^T (k = rows)    G = X^T X    x' = a x + poly x    X' = a X + X P
+//     tall             gram = x^T x (k = cols)    G = X X^T    x' = a x + x poly    X' = a X + P X
+// poly = b gram + c gram gram, and both sums ride in the products, as C with a factor. A step of a matrix of
+// (m,n), m <= n, takes 4 m m n + 2 m^3 FLOPs: 60 C^3 for a layer, so 1.63 TFLOPs for 124M's five steps, where
+// the forward and backward of 65,536 tokens take some 53. Symmetric products are computed whole: without the
+// halves that are known it would be 42 C^3.
+template <bool kGradsBf16>
+__global__ void __launch_bounds__(kUpdateThreads) muon_momentum_kernel(MuonMomentum<floatX, float> a) {
+    if (a.state->skip) { return; }
+    const float part = (float)(1.0 - a.momentum), ahead = (float)a.momentum, scale = a.state->grad_scale;
+    const int row = blockIdx.y;
+    const void* grads = (const char*)a.grads.data + row * a.rows.grads;
+    float* ms = a.m + row * a.n;
+    const size_t first = a.grads.first + row * a.rows.first, step = (size_t)gridDim.x * blockDim.x * kWidth;
+    for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
+        const Floats g = load_summed<kGradsBf16>(grads, i, a.n, a.grads.key, first);
+        Floats m = load_floats<true, Cache::Streaming>(ms, i, a.n), update;
+#pragma unroll
+        for (int k = 0; k < kWidth; k++) {
+            const float grad = g.at[k] * scale;
+            m.at[k] = fmaf(part, grad - m.at[k], m.at[k]);
+            update.at[k] = fmaf(ahead, m.at[k] - grad, grad);
+        }
+        store<true, Cache::Streaming>(ms, i, a.n, to_pack<float>(m));
+        store<true>(a.update + row * a.update_row, i, a.n, to_pack<muonX>(update));
+    }
+}
+
+static void muon_momentum(const MuonMomentum<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    const dim3 blocks = update_blocks("muon_momentum", a.n, a.grads.first, a.rows.count);
+    auto kernel = a.grads.is_bf16 ? muon_momentum_kernel<true> : muon_momentum_kernel<false>;
+    kernel<<<blocks, kUpdateThreads, 0, stream>>>(a);
+    cudaCheck(cudaGetLastError());
+}
+
+// A block takes a chunk of matrix number blockIdx.y, first its sum of squares (in double: gradients may be as
+// small as bf16 has them), then, when all are known, its part of x = inp / sqrt(their sum).
+template <bool kVector>
+__global__ void __launch_bounds__(kUpdateThreads)
+    muon_sums_kernel(double* sums /*(count,chunks)*/, const muonX* inp, size_t n, size_t stride) {
+    __shared__ double shared[kWarp];
+    const size_t end = min(n, (blockIdx.x + 1) * kChunk);
+    double sum = 0.0;
+    for (size_t i = blockIdx.x * kChunk + threadIdx.x * kWidth; i < end; i += blockDim.x * kWidth) {
+        const Floats x = load_floats<kVector>(inp + blockIdx.y * stride, i, n);
+#pragma unroll
+        for (int k = 0; k < kWidth; k++) { sum += (double)x.at[k] * x.at[k]; }
+    }
+    sum = block_sum(sum, shared);
+    if (threadIdx.x == 0) { sums[(size_t)blockIdx.y * gridDim.x + blockIdx.x] = sum; }
+}
+
+// out may be inp.
+template <bool kVector>
+__global__ void __launch_bounds__(kUpdateThreads)
+    muon_normalise_kernel(muonX* out, const muonX* inp, const double* sums, size_t n, size_t stride) {
+    __shared__ double shared[kWarp];
+    double sum = 0.0;
+    for (unsigned c = threadIdx.x; c < gridDim.x; c += blockDim.x) {
+        sum += sums[(size_t)blockIdx.y * gridDim.x + c];
+    }
+    sum = block_sum(sum, shared);
+    const double factor = sum > 0.0 ? 1.0 / sqrt(sum) : 0.0;
+    const size_t end = min(n, (blockIdx.x + 1) * kChunk);
+    for (size_t i = blockIdx.x * kChunk + threadIdx.x * kWidth; i < end; i += blockDim.x * kWidth) {
+        Floats x = load_floats<kVector>(inp + blockIdx.y * stride, i, n);
+#pragma unroll
+        for (int k = 0; k < kWidth; k++) { x.at[k] = (float)(x.at[k] * factor); }
+        store<kVector>(out + blockIdx.y * stride, i, n, to_pack<muonX>(x));
+    }
+}
+
+static void muon_orthogonalise(const MuonOrthogonalise<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    const bool tall = a.rows > a.cols;
+    const int k = tall ? a.cols : a.rows, n = tall ? a.rows : a.cols;
+    const size_t size = (size_t)a.rows * a.cols, square = (size_t)k * k;
+    const float scale = tall ? (float)sqrt((double)a.rows / a.cols) : 1.0f;
+    muonX *x = a.inp, *y = a.out;
+    if (a.steps % 2 == 0) { std::swap(x, y); }          // the last step stores into `out`
+    with_vector(size, [&](auto vector) {
+        const dim3 blocks((unsigned)ceil_div(size, kChunk), a.count);
+        muon_sums_kernel<vector.value><<<blocks, kUpdateThreads, 0, stream>>>(a.sums, a.inp, size, a.stride);
+        cudaCheck(cudaGetLastError());
+        muon_normalise_kernel<vector.value>
+            <<<blocks, kUpdateThreads, 0, stream>>>(x, a.inp, a.sums, size, a.stride);
+        cudaCheck(cudaGetLastError());
+    });
+    // d = alpha op(l) op(r) + beta c
+    auto product = [&](muonX* d, const muonX* l, const muonX* r, const muonX* c, float alpha, float beta,
+                       int m, int cols, int depth, bool trans_l, bool trans_r) {
+        auto stride = [&](const muonX* p) { return p == a.gram || p == a.poly ? square : a.stride; };
+        gemm_or_die({.d = d, .a = l, .b = r, .c = c, .bias = nullptr, .aux = nullptr, .m = m, .n = cols,
+                     .k = depth, .trans_a = trans_l, .trans_b = trans_r, .d_type = cuda_type(muonX()),
+                     .epilogue = CUBLASLT_EPILOGUE_DEFAULT, .inp_type = cuda_type(muonX()), .alpha = alpha,
+                     .beta = beta, .count = a.count, .count_all = a.count_all, .a_stride = stride(l),
+                     .b_stride = stride(r), .d_stride = stride(d)}, stream);
+    };
+    for (int step = 0; step < a.steps; step++, std::swap(x, y)) {
+        const float last = step + 1 == a.steps ? scale : 1.0f;
+        const float keep = last * (float)kMuonA, b = last * (float)kMuonB, c = last * (float)kMuonC;
+        product(a.gram, x, x, nullptr, 1.0f, 0.0f, k, k, n, !tall, tall);
+        product(a.poly, a.gram, a.gram, a.gram, c, b, k, k, k, false, false);
+        product(y, tall ? a.poly : x, tall ? x : a.poly, x, 1.0f, keep, a.cols, a.rows, k, false, false);
+    }
+}
+
+template <bool kMaster>
+__global__ void __launch_bounds__(kUpdateThreads) muon_update_kernel(MuonUpdate<floatX, float> a) {
+    if (a.state->skip) { return; }
+    const float keep = (float)(1.0 - a.lr * a.weight_decay), minus_rate = (float)-a.lr;
+    const int row = blockIdx.y;
+    floatX* params = (floatX*)((char*)a.params + row * a.rows.params);
+    float* master = kMaster ? a.master + row * a.n : nullptr;
+    const size_t first = a.first + row * a.rows.first, step = (size_t)gridDim.x * blockDim.x * kWidth;
+    for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
+        const Floats update = load_floats<true>(a.update + row * a.update_row, i, a.n);
+        Floats p = load_weights<floatX, kMaster>(params, master, i, a.n);
+#pragma unroll
+        for (int k = 0; k < kWidth; k++) { p.at[k] = fmaf(minus_rate, update.at[k], p.at[k] * keep); }
+        const Pack<floatX> rounded = round_weights<floatX, kMaster>(p, a.key, first + i);
+        store_weights<floatX, kMaster>(params, master, i, a.n, p, rounded);
+    }
+}
+
+static void muon_update(const MuonUpdate<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    const dim3 blocks = update_blocks("muon_update", a.n, a.first, a.rows.count);
+    auto kernel = a.master ? muon_update_kernel<true> : muon_update_kernel<false>;
+    kernel<<<blocks, kUpdateThreads, 0, stream>>>(a);
     cudaCheck(cudaGetLastError());
 }
 
@@ -3785,6 +3966,9 @@ struct Options {                // what a run may choose; fixed after gpt2_alloc
     Kernels kernels;            // which kernels an op with several may use
     bool tf32;                  // FP32 builds: tensor cores for GEMMs and attention
     float weight_decay;         // on the tensors with two dimensions
+    bool muon = false;          // for the layers' matrices; AdamW for the others
+    int muon_steps = 5;         // Newton-Schulz
+    double muon_momentum = 0.95, muon_decay = 0.0;
     float loss_scale;           // FP16: where it starts; 0: kFirstLossScale
     float skip_loss, skip_norm; // skip updates by so many standard deviations (UpdatePolicy); 0: never
     uint64_t seed;
@@ -3818,6 +4002,8 @@ struct GPT2 {
     char* params;               // see GPT2_PARAMS
     // What is the training's alone, from here to `records`, is null in a model that is not trained.
     float *master, *m, *v;      // master: null, too, when the parameters are fp32 themselves or -w 0
+    char* muon_updates;         // Muon's alone, see MuonShare
+    char* muon_products;
     char* grads;                // lane_buffers(lanes) times the arena; at ZeRO stage 2 of one micro-step
     float* grad_shards;         // ZeRO stage 2: lane_buffers(lanes) times this rank's shards
     char* exchange;             // what other ranks sent of one bucket
@@ -3849,7 +4035,7 @@ struct GPT2 {
     std::vector<Event> arrived;         // those of all ranks are here
     std::vector<Event> summed;
     std::vector<Event> updated, gathered;       // of its parameters: this rank's shard; all of them
-    Event recorded, records_gathered;
+    Event exchange_begins, exchange_ends;       // of what the stream waits for at once
     std::vector<int> place;             // where the ranks' data of a bucket come to
     uint32_t turn;
     int on_its_way;                     // bucket that is being exchanged; -1: none
@@ -3906,7 +4092,7 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
 // --grad-dtype bf16 leaves LayerNorms and biases in fp32: 0.1 % of the gradients, and sums over all tokens,
 // which have the most digits to lose.
 static Layout gpt2_layout(const ParamSpec* specs, const Config& c, const Options& options) {
-    return param_layout(specs, c, options.split, options.grads_bf16);
+    return param_layout(specs, c, options.split, options.grads_bf16, options.muon);
 }
 
 // Where all ranks' data of a bucket come to: the embedding's into a place of its own, the others in turn into
@@ -3921,15 +4107,41 @@ static size_t record_bytes(const Layout& layout, int lanes) {
     return round_up(record_lanes_at(layout) + lanes * sizeof(float), kAlign);
 }
 
+// Muon works on `together` layers at a time, so that its memory is bounded: each rank orthogonalises the
+// matrices of `each` of them, rank 0 of the first ones. Two buffers have room for all their matrices (a
+// bucket's padded elements a layer): what the momentum gives, whose shards the ranks gather, and what comes
+// of it, which they gather again. Layers cost alike, so the ranks' work differs by a layer at most: 12 layers
+// on 8 ranks are two for each of six of them. One GPU, 16 bits: 340 MB for 124M, 491 MB for 1558M.
+static size_t muon_bytes = (size_t)512 << 20;   // of both buffers, if a layer each is not more; tests set it
+struct MuonShare { int each, together; size_t elems, sums; };   // elems: of one buffer
+static MuonShare muon_share(const Layout& layout, const Config& c, const Split& split) {
+    const size_t padded = layout.buckets[1].padded, layer = 2 * padded * sizeof(muonX);
+    const int world = split.world, at_once = ceil_div(c.L, world);      // if there is memory
+    const int most = (int)std::min((size_t)at_once, std::max((size_t)1, muon_bytes / (layer * world)));
+    const int each = ceil_div(at_once, ceil_div(at_once, most));        // turns of equal length
+    const size_t chunks = ceil_div((size_t)4 * c.C * c.C, kChunk);      // of the largest matrix
+    return {each, each * world, each * world * padded, each * chunks * sizeof(double)};
+}
+static size_t muon_products_bytes(const MuonShare& share, const Config& c) {
+    return 2 * round_up((size_t)share.each * c.C * c.C * sizeof(muonX), kAlign) + share.sums;
+}
+
 // What only training takes; 0: there is no such memory, and its pointer is null.
-struct TrainingBytes { size_t master, m_and_v, grads, grad_shards, exchange, records; };
-static TrainingBytes training_bytes(const Layout& layout, const Options& options) {
+struct TrainingBytes {
+    size_t master, m_and_v, muon_updates, muon_products, grads, grad_shards, exchange, records;
+};
+static TrainingBytes training_bytes(const Layout& layout, const Config& c, const Options& options) {
     const Split& split = options.split;
     const size_t buffers = (size_t)lane_buffers(options.lanes);
     TrainingBytes b = {};
     if (!options.trains) { return b; }
     b.master = kLowPrecision && options.master ? layout.state_elems * sizeof(float) : 0;
-    b.m_and_v = layout.state_elems * 2 * sizeof(float);
+    b.m_and_v = (layout.state_elems + layout.v_elems) * sizeof(float);
+    if (options.muon) {
+        const MuonShare share = muon_share(layout, c, split);
+        b.muon_updates = 2 * share.elems * sizeof(muonX);
+        b.muon_products = muon_products_bytes(share, c);
+    }
     b.grads = layout.grads_bytes * (split.zero == 2 ? 1 : buffers);
     b.grad_shards = split.zero == 2 ? layout.shard_elems * sizeof(float) * buffers : 0;
     b.exchange = split.world > 1 ? exchange_bytes(layout) : 0;
@@ -3948,9 +4160,11 @@ static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& 
     const Layout layout = gpt2_layout(specs, c, options);
     std::vector<MemoryItem> plan;
     plan.push_back({"parameters", layout.params_bytes});
-    const TrainingBytes t = training_bytes(layout, options);
+    const TrainingBytes t = training_bytes(layout, c, options);
     plan.insert(plan.end(), {{"master weights", t.master}, {"gradients", t.grads},
-                             {"gradient shards", t.grad_shards}, {"AdamW m and v", t.m_and_v},
+                             {"gradient shards", t.grad_shards},
+                             {options.muon ? "m and AdamW's v" : "AdamW m and v", t.m_and_v},
+                             {"Muon's updates", t.muon_updates}, {"Muon's products", t.muon_products},
                              {"exchange", t.exchange}, {"records", t.records}});
     for (const ActSpec& a : acts) {
         plan.push_back({a.name, round_up(a.elems * a.elem_bytes, kAlign) * a.copies});
@@ -4036,6 +4250,7 @@ static void gpt2_reset(GPT2* model, const TrainingBytes& training) {
     if (model->master) { device_zero(model->master, training.master, model->stream); }
     if (options.trains) {
         device_zero(model->m, training.m_and_v, model->stream);
+        if (options.muon) { device_zero(model->muon_updates, training.muon_updates, model->stream); }
         device_zero(model->grads, training.grads, model->stream);
         device_zero(model->records, training.records, model->stream);
     }
@@ -4069,7 +4284,7 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     model->layout = gpt2_layout(model->param_specs, config, options);
     const Layout& layout = model->layout;
     const Split& split = options.split;
-    const TrainingBytes training = training_bytes(layout, options);
+    const TrainingBytes training = training_bytes(layout, config, options);
     model->lanes_at = record_lanes_at(layout);
     model->record_bytes = record_bytes(layout, options.lanes);
 
@@ -4084,8 +4299,10 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     model->stream = stream_create();
     model->params = common(layout.params_bytes, "parameters");
     model->master = own(training.master, "master weights");
-    model->m = own(training.m_and_v, "AdamW m and v");
+    model->m = own(training.m_and_v, "optimizer's m and v");
     model->v = model->m ? model->m + layout.state_elems : nullptr;
+    model->muon_updates = common(training.muon_updates, "Muon's updates");
+    model->muon_products = (char*)own(training.muon_products, "Muon's products");
     model->grads = common(training.grads, "gradients");
     model->grad_shards = own(training.grad_shards, "gradient shards");
     model->exchange = common(training.exchange, "exchange");
@@ -4116,8 +4333,8 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
         events->clear();
         for (size_t b = 0; b < layout.buckets.size(); b++) { events->push_back(event_create()); }
     }
-    model->recorded = event_create();
-    model->records_gathered = event_create();
+    model->exchange_begins = event_create();
+    model->exchange_ends = event_create();
     model->snapshot = event_create();
     gpt2_reset(model, training);
 }
@@ -4126,11 +4343,12 @@ static void gpt2_free(GPT2* model) {
     stream_sync(model->stream);
     stream_sync(model->comm_stream);
     for (void* p : {(void*)model->params, (void*)model->grads, (void*)model->records,
-                    (void*)model->exchange}) {
+                    (void*)model->exchange, (void*)model->muon_updates}) {
         if (p && model->options.split.world > 1) { device_comm_free(p); }
         else if (p) { device_free(p); }
     }
-    for (float* p : {model->grad_shards, model->master, model->m, model->scratch}) {
+    for (float* p : {model->grad_shards, model->master, model->m, model->scratch,
+                     (float*)model->muon_products}) {
         if (p) { device_free(p); }
     }
     device_free(model->acts);
@@ -4146,8 +4364,8 @@ static void gpt2_free(GPT2* model) {
     for (auto* events : gpt2_bucket_events(model)) {
         for (Event e : *events) { event_destroy(e); }
     }
-    event_destroy(model->recorded);
-    event_destroy(model->records_gathered);
+    event_destroy(model->exchange_begins);
+    event_destroy(model->exchange_ends);
     event_destroy(model->snapshot);
     stream_destroy(model->comm_stream);
     stream_destroy(model->stream);
@@ -4162,19 +4380,23 @@ static void gpt2_await_params(GPT2* model, int bucket) {
     if (split.world > 1 && split.zero >= 1) { stream_wait(model->stream, model->gathered[bucket]); }
 }
 
-// Elements [begin, end) of a tensor's copy are those that this rank has in master weights, m and v; the first
-// of them stands there at `state`.
-struct HeldPart { size_t begin, end, state; };
+// Elements [begin, end) of a tensor's copy are those that this rank has in master weights, m and v, and where
+// the first of them stands in each.
+struct Held { const char* of; float* memory; };         // memory: null where there is no such thing
+struct HeldPart { size_t begin, end; Held in[3]; };
 static HeldPart gpt2_held_part(const GPT2* model, int i, int l) {
     const ParamPlace place = param_place(model->param_specs, model->layout, i, l);
     const Bucket& b = model->layout.buckets[place.bucket];
     const Split& split = model->options.split;
     const size_t elems = model->param_specs[i].elems;
-    if (split.zero == 0) { return {0, elems, b.state + place.offset}; }
-    const size_t from = std::max(place.offset, split.rank * b.shard);
-    const size_t to = std::min(place.offset + elems, (split.rank + 1) * b.shard);
-    if (from >= to) { return {0, 0, b.state}; }
-    return {from - place.offset, to - place.offset, b.state + from - split.rank * b.shard};
+    const size_t start = split.zero == 0 ? 0 : split.rank * b.shard;    // of what is held, in the bucket
+    const size_t from = std::max(place.offset, start);
+    const size_t to = std::min(place.offset + elems, split.zero == 0 ? b.padded : start + b.shard);
+    if (from >= to) { return {}; }
+    auto at = [&](float* arena, size_t bucket) { return arena ? arena + bucket + from - start : nullptr; };
+    return {from - place.offset, to - place.offset,
+            {{"master", at(model->master, b.state)}, {"m", at(model->m, b.state)},
+             {"v", b.muon ? nullptr : at(model->v, b.v)}}};
 }
 
 static char* gpt2_param_data(const GPT2* model, int i, int l) {
@@ -4193,10 +4415,10 @@ static void gpt2_set_param(GPT2* model, int i, int l, const float* values /*(ele
         data = rounded.data();
     }
     copy_to_device(gpt2_param_data(model, i, l), data, s.elems * s.elem_bytes, model->stream);
-    if (model->master) {
-        const HeldPart part = gpt2_held_part(model, i, l);
-        copy_to_device(model->master + part.state, values + part.begin,
-                       (part.end - part.begin) * sizeof(float), model->stream);
+    const HeldPart part = gpt2_held_part(model, i, l);
+    if (part.in[0].memory) {
+        copy_to_device(part.in[0].memory, values + part.begin, (part.end - part.begin) * sizeof(float),
+                       model->stream);
     }
     stream_sync(model->stream);
 }
@@ -4772,8 +4994,90 @@ static std::vector<UpdateRows> gpt2_update_rows(const GPT2* model) {
     return all;
 }
 
-// Norm, the decision to skip, AdamW: all decided on the device, from the same numbers on every rank.
-static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, double eps, float max_norm) {
+// Data between the ranks that what follows on the stream waits for.
+template <class Exchange> static void gpt2_exchange_now(GPT2* model, Exchange exchange) {
+    if (model->options.split.world == 1) { return; }
+    event_record(model->exchange_begins, model->stream);
+    stream_wait(model->comm_stream, model->exchange_begins);
+    exchange(model->comm_stream);
+    event_record(model->exchange_ends, model->comm_stream);
+    stream_wait(model->stream, model->exchange_ends);
+}
+
+// Parameters of `count` buckets from `first` on, of which this rank has updated its shards, go round, while
+// the next forward runs.
+static void gpt2_gather_params(GPT2* model, int first, int count, size_t elem_bytes) {
+    const Split& split = model->options.split;
+    if (split.world == 1 || split.zero == 0) { return; }
+    event_record(model->updated[first], model->stream);
+    stream_wait(model->comm_stream, model->updated[first]);
+    for (int bucket = first; bucket < first + count; bucket++) {
+        const Bucket& b = model->layout.buckets[bucket];
+        device_all_gather(model->params + b.params, b.shard * elem_bytes, model->comm_stream);
+        event_record(model->gathered[bucket], model->comm_stream);
+    }
+}
+
+// Orthogonalises `count` layers' matrices, one kind of matrix after the other: from inp, where the first
+// layer's bucket begins, into out.
+static void gpt2_orthogonalise(GPT2* model, muonX* out, muonX* inp, int count) {
+    const Config& c = model->config;
+    const MuonShare share = muon_share(model->layout, c, model->options.split);
+    const size_t square = round_up((size_t)share.each * c.C * c.C * sizeof(muonX), kAlign);
+    char* products = model->muon_products;
+    for (const ParamSpec& s : model->param_specs) {
+        for (int part = 0; part < s.muon; part++) {
+            const size_t at = s.offset + part * (s.elems / s.muon);
+            muon_orthogonalise({.out = out + at, .inp = inp + at, .gram = (muonX*)products,
+                                .poly = (muonX*)(products + square), .sums = (double*)(products + 2 * square),
+                                .rows = (int)s.rows / s.muon, .cols = (int)s.cols, .count = count,
+                                .steps = model->options.muon_steps, .count_all = c.L,
+                                .stride = model->layout.buckets[1].padded}, model->stream);
+        }
+    }
+}
+
+// Muon's part of an update, the rows of u. A matrix is orthogonalised whole by one rank, so its bits do not
+// depend on how many there are.
+static void gpt2_update_muon(GPT2* model, const UpdateRows& u, double lr) {
+    const Options& o = model->options;
+    const Split& split = o.split;
+    const MuonShare share = muon_share(model->layout, model->config, split);
+    muonX *inp = (muonX*)model->muon_updates, *out = inp + share.elems;
+    for (int first = 0; first < u.rows.count; first += share.together) {
+        const int layers = std::min(share.together, u.rows.count - first), bucket = u.bucket + first;
+        const Bucket& b = model->layout.buckets[bucket];
+        const size_t from = split.zero == 0 ? 0 : split.rank * b.shard;
+        Rows rows = u.rows;
+        rows.count = layers;
+        muon_momentum({.update = inp + from, .m = model->m + b.state,
+                       .grads = gpt2_summed_grads(model, bucket), .state = &model->state->update, .n = u.n,
+                       .update_row = b.padded, .rows = rows, .momentum = o.muon_momentum}, model->stream);
+        if (split.zero >= 1) {
+            gpt2_exchange_now(model, [&](Stream stream) {
+                for (int l = 0; l < layers; l++) {
+                    device_all_gather(inp + l * b.padded, b.shard * sizeof(muonX), stream);
+                }
+            });
+        }
+        const int mine = split.rank * share.each, count = std::min(share.each, layers - mine);
+        if (count > 0) { gpt2_orthogonalise(model, out + mine * b.padded, inp + mine * b.padded, count); }
+        gpt2_exchange_now(model, [&](Stream stream) {
+            device_all_gather(out, share.each * b.padded * sizeof(muonX), stream);
+        });
+        muon_update({.params = model->params + b.params + from * u.elem_bytes,
+                     .master = model->master ? model->master + b.state : nullptr, .update = out + from,
+                     .state = &model->state->update, .n = u.n, .update_row = b.padded, .rows = rows,
+                     .weight_decay = o.muon_decay, .lr = lr,
+                     .key = RoundKey{o.seed, model->step, 0, kRoundParams}, .first = b.first + from},
+                    model->stream);
+        gpt2_gather_params(model, bucket, layers, u.elem_bytes);
+    }
+}
+
+// Norm, the decision to skip, AdamW and Muon: all decided on the device, from the same numbers on every rank.
+static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, double eps, float max_norm,
+                        double muon_lr = 0.0) {
     const Options& o = model->options;
     const Split& split = o.split;
     const Layout& layout = model->layout;
@@ -4791,13 +5095,9 @@ static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, doub
         }
         square_sums({(double*)record + b.shards / kChunk, grads, b.shard, u.rows}, model->stream);
     }
-    if (split.world > 1) {
-        event_record(model->recorded, model->stream);
-        stream_wait(model->comm_stream, model->recorded);
-        device_all_gather(model->records, model->record_bytes, model->comm_stream);
-        event_record(model->records_gathered, model->comm_stream);
-        stream_wait(model->stream, model->records_gathered);
-    }
+    gpt2_exchange_now(model, [&](Stream stream) {
+        device_all_gather(model->records, model->record_bytes, stream);
+    });
     update_decision({.state = &model->state->update, .loss = &model->state->loss, .records = model->records,
                      .record_bytes = model->record_bytes, .lanes_at = model->lanes_at, .ranks = split.world,
                      .lanes = o.lanes, .interleaved = split.zero == 2, .ranges = model->ranges,
@@ -4809,23 +5109,17 @@ static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, doub
     for (const UpdateRows& u : updates) {
         const Bucket& b = layout.buckets[u.bucket];
         const size_t from = split.zero == 0 ? 0 : split.rank * b.shard;
+        if (b.muon) { gpt2_update_muon(model, u, muon_lr); continue; }
         adamw_update({.params = model->params + b.params + from * u.elem_bytes,
                       .params_fp32 = u.elem_bytes == sizeof(float),
                       .master = model->master ? model->master + b.state : nullptr, .m = model->m + b.state,
-                      .v = model->v + b.state, .grads = gpt2_summed_grads(model, u.bucket),
+                      .v = model->v + b.v, .grads = gpt2_summed_grads(model, u.bucket),
                       .state = &model->state->update, .n = u.n, .rows = u.rows,
                       .weight_decay = b.kind == Kind::Matrix ? o.weight_decay : 0.0f, .lr = lr,
                       .beta1 = beta1, .beta2 = beta2, .eps = eps,
                       .key = RoundKey{o.seed, model->step, 0, kRoundParams}, .first = b.first + from},
                      model->stream);
-        if (split.world == 1 || split.zero == 0) { continue; }
-        event_record(model->updated[u.bucket], model->stream);
-        stream_wait(model->comm_stream, model->updated[u.bucket]);
-        for (int bucket = u.bucket; bucket < u.bucket + u.rows.count; bucket++) {
-            const Bucket& row = layout.buckets[bucket];
-            device_all_gather(model->params + row.params, row.shard * u.elem_bytes, model->comm_stream);
-            event_record(model->gathered[bucket], model->comm_stream);
-        }
+        gpt2_gather_params(model, u.bucket, u.rows.count, u.elem_bytes);
     }
     model->step++;
 }
@@ -5102,18 +5396,16 @@ static std::vector<SavedPiece> saved_pieces(const GPT2* model) {
             auto row = [&](const char* of, const char* type, size_t begin, size_t end) {
                 return state_row(of + ("." + state_name(s, l)), type, s.rows, s.cols, begin, end - begin);
             };
-            auto add_held = [&](const char* of, const float* data, bool in_model) {
-                if (part.begin == part.end || (split.zero == 0 && !first)) { return; }
-                pieces.push_back({row(of, "f32", part.begin, part.end), data + part.state, i, l, true,
-                                  in_model, 0});
-            };
             if (first) {
                 pieces.push_back({row("param", state_type(s), 0, s.elems), gpt2_param_data(model, i, l), i, l,
                                   true, !from_master, 0});
             }
-            if (model->master) { add_held("master", model->master, from_master && split.zero == 0); }
-            add_held("m", model->m, false);
-            add_held("v", model->v, false);
+            for (const Held& held : part.in) {
+                if (!held.memory || (split.zero == 0 && !first)) { continue; }
+                const bool in_model = held.memory == part.in[0].memory && from_master && split.zero == 0;
+                pieces.push_back({row(held.of, "f32", part.begin, part.end), held.memory, i, l, true,
+                                  in_model, 0});
+            }
             if (from_master && split.zero >= 1) {
                 pieces.push_back({row("master", "f32", 0, s.elems), nullptr, i, l, false, first, 0});
             }
@@ -5425,13 +5717,11 @@ static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
             if (!error.empty()) { return error; }
             copy_to_device(gpt2_param_data(model, i, l), data.data(), data.size(), model->stream);
             stream_sync(model->stream);
-            const struct { const char* of; float* memory; } held[] = {
-                {"master", model->master}, {"m", model->m}, {"v", model->v}};
-            for (const auto& h : held) {
-                if (!h.memory || part.begin == part.end) { continue; }
-                error = checkpoint_read(c, index, h.of + name, "f32", s, part.begin, part.end, &data);
+            for (const Held& held : part.in) {
+                if (!held.memory) { continue; }
+                error = checkpoint_read(c, index, held.of + name, "f32", s, part.begin, part.end, &data);
                 if (!error.empty()) { return error; }
-                copy_to_device(h.memory + part.state, data.data(), data.size(), model->stream);
+                copy_to_device(held.memory, data.data(), data.size(), model->stream);
                 stream_sync(model->stream);
             }
             comm_progress(c->step);
@@ -5536,7 +5826,7 @@ struct RunConfig {
     int64_t total_batch;            // tokens per optimizer step
     int64_t max_steps;
     int checkpoint_every, keep, major_every, resume, on_bad_loss;
-    int val_every, val_batches, log_every, sample_every, sample_tokens, num_samples, top_k;
+    int val_every, val_batches, log_every, log_gpu, sample_every, sample_tokens, num_samples, top_k;
     const char* eval_data;
     int evaluate, eval_every;
     double temperature;
@@ -5548,6 +5838,8 @@ struct RunConfig {
     int comm_init;
     bool resumed;                   // goes on from a checkpoint
     int zero, lanes, reduction, check_ranks, quiet;
+    int optimizer, muon_steps;
+    double muon_lr, muon_momentum, muon_decay;
 };
 static RunConfig run;
 
@@ -5597,6 +5889,16 @@ static const Flag kFlags[] = {
         "AdamW", FLAG_FIXED},
     {"",    "eps",             FLAG_FLOAT,  &run.eps,            "1e-8",    1e-30, 1, nullptr,
         "AdamW", FLAG_FIXED},
+    {"",    "optimizer",       FLAG_ENUM,   &run.optimizer,      "adamw",   0, 0, "adamw|muon",
+        "AdamW for all tensors, or Muon for the layers' matrices and AdamW for the others", FLAG_FIXED},
+    {"",    "muon-lr",         FLAG_FLOAT,  &run.muon_lr,        "0.02",    0, 100, nullptr,
+        "Muon: peak learning rate; -k, -u and -q are those of -l", FLAG_FIXED},
+    {"",    "muon-momentum",   FLAG_FLOAT,  &run.muon_momentum,  "0.95",    0, 0.9999999, nullptr,
+        "Muon: Nesterov's", FLAG_FIXED},
+    {"",    "muon-steps",      FLAG_INT,    &run.muon_steps,     "5",       1, 20, nullptr,
+        "Muon: steps of Newton and Schulz", FLAG_FIXED},
+    {"",    "muon-decay",      FLAG_FLOAT,  &run.muon_decay,     "0.01",    0, 10, nullptr,
+        "Muon: weight decay of its matrices, for which -c then does not count", FLAG_FIXED},
     {"",    "grad-clip",       FLAG_FLOAT,  &run.grad_clip,      "1",       0, 1e30, nullptr,
         "largest gradient norm; 0: no clipping", FLAG_FIXED},
     {"sl",  "skip-loss",       FLAG_FLOAT,  &run.skip_loss,      "0",       0, 1e30, nullptr,
@@ -5614,6 +5916,9 @@ static const Flag kFlags[] = {
         "batches per validation, at most the whole set"},
     {"",    "log-every",       FLAG_INT,    &run.log_every,      "1",       1, INT_MAX, nullptr,
         "steps to a line on the terminal, which tells their means; main.log and metrics.jsonl have each"},
+    {"lg",  "log-gpu",         FLAG_INT,    &run.log_gpu,        "0",       0, INT_MAX, nullptr,
+        "every so many steps, on the line and in metrics.jsonl: the GPU's clock, power, temperature, memory, "
+        "and what limits its clock (the driver tells; of several, rank 0's); 0: never"},
     {"h",   "evaluate",        FLAG_BOOL,   &run.evaluate,       "0",       0, 1, nullptr,
         "1: answer multiple-choice questions (HellaSwag, MMLU) in training, or with -x 0; not --help"},
     {"",    "eval-data",       FLAG_STRING, &run.eval_data,
@@ -5724,10 +6029,13 @@ static void settings_resume(const Facts& from) {
     static const Facts facts = from;            // whose texts the flags point to from now on
     auto saved = [&](const std::string& name) {
         const std::string* text = facts_find(facts, "flag." + name);
+        const Flag* flag = flags_find(kFlags, kNumFlags, "--" + name);
+        // a flag that the run did not have yet came with what was done before as its default
+        if (!text && flag->resume == FLAG_FIXED) { return flag->def; }
         const char* settled = name == "sequence-length" ? "T" : name == "total-batch" ? "total_batch"
                             : name == "lanes" ? "lanes" : "";
         const std::string* number = facts_find(facts, settled);
-        const bool same = number && *number == flags_text(flags_find(kFlags, kNumFlags, "--" + name));
+        const bool same = number && *number == flags_text(flag);
         if (same) { text = number; }            // what was left open may be given as it was settled
         return text ? text->c_str() : nullptr;
     };
@@ -5942,6 +6250,11 @@ static Config config_check(const Facts* resumed = nullptr) {
             "one",
             run.gelu_fusion);
     }
+    for (const char* name : {"muon-lr", "muon-momentum", "muon-steps", "muon-decay"}) {
+        if (run.optimizer == 0 && !run.resumed && flags_given(kFlags, kNumFlags, name)) {
+            die("--%s is for --optimizer muon, and this run has --optimizer adamw", name);
+        }
+    }
 #ifdef GPT2_CPU
     if (run.grad_dtype != 0) {
         die("--grad-dtype bf16 needs the CUDA program; the CPU build accumulates in fp32");
@@ -5982,6 +6295,10 @@ static Options run_options() {
     o.tf32 = run.tf32 != 0;
     o.kernels = (Kernels)run.kernels;
     o.weight_decay = (float)run.weight_decay;
+    o.muon = run.optimizer == 1;
+    o.muon_steps = run.muon_steps;
+    o.muon_momentum = run.muon_momentum;
+    o.muon_decay = run.muon_decay;
     o.loss_scale = std::max(kFirstLossScale, (float)exp2(ceil(log2((double)run.total_batch))));
     o.skip_loss = (float)run.skip_loss;
     o.skip_norm = (float)run.skip_norm;
@@ -6086,10 +6403,10 @@ static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t st
     return false;
 }
 
-// Answers the questions of the set. Their batches go round the ranks; the losses of one are summed on the
-// host while the device computes the next. Touches neither gradients nor weights. False: a signal ended it
-// early.
-static bool gpt2_evaluate(EvalScore* score, GPT2* model, const EvalSet* set) {
+// The completions' losses of the set's rows, each row's summed. Batches go round the ranks; the losses of one
+// are summed on the host while the device computes the next. Touches neither gradients nor weights. False: a
+// signal ended it early.
+static bool gpt2_evaluate(std::vector<double>* sums, GPT2* model, const EvalSet* set) {
     const int rank = comm.rank, world = comm.world, most = evalset_most_rows(set);
     const int64_t batches = (int64_t)set->batches.size(), rounds = ceil_div(batches, (int64_t)world);
     const size_t room = (size_t)set->B * set->T, part = (size_t)rounds * most;
@@ -6133,19 +6450,19 @@ static bool gpt2_evaluate(EvalScore* score, GPT2* model, const EvalSet* set) {
     }
     if (stopped) { return false; }
     comm_all_gather(all.data(), part * sizeof(double));
-    std::vector<double> sums(set->rows.size());
+    sums->resize(set->rows.size());
     for (int64_t i = 0; i < batches; i++) {
         const double* from = &all[i % world * part + i / world * most];
-        std::copy(from, from + set->batches[i].rows, sums.begin() + set->batches[i].first);
+        std::copy(from, from + set->batches[i].rows, sums->begin() + set->batches[i].first);
     }
-    *score = evalset_score(set, sums);
     return true;
 }
 
 // Answers the questions, prints and logs the score. False: a loss is not finite.
 static bool evaluate(GPT2* model, const EvalSet* set, Logger* logger, int64_t step) {
-    EvalScore score = {};
-    if (!gpt2_evaluate(&score, model, set)) { return true; }
+    std::vector<double> sums;
+    if (!gpt2_evaluate(&sums, model, set)) { return true; }
+    const EvalScore score = evalset_score(set, sums);
     printf("eval acc_norm %s | acc %s | loss %s\n", logger_number("%.6f", score.acc_norm).c_str(),
            logger_number("%.6f", score.acc).c_str(), logger_number("%.6f", score.loss).c_str());
     fflush(stdout);
@@ -6256,6 +6573,8 @@ struct Reports {
     int64_t ms_count;
     // what the terminal's next line tells: sums over the steps since the line before
     struct { int64_t steps, last; double loss, norm, ms; } line;
+    Telemetry telemetry;        // -lg
+    std::string gpu;            // for the next line
 };
 
 // Says that a step's update was skipped, and why.
@@ -6286,13 +6605,24 @@ static void report_line(Reports* r, const LrSchedule& schedule) {
     if (r->line.steps == 0) { return; }
     const double n = (double)r->line.steps, ms = r->line.ms / n;
     progress_clear();
-    printf("step %lld/%lld | loss %s | lr %.2e | norm %s | %.1f ms | %.0f tok/s | ETA %s\n",
+    printf("step %lld/%lld | loss %s | lr %.2e | norm %s | %.1f ms | %.0f tok/s | ETA %s%s%s\n",
            (long long)r->line.last + 1, (long long)run.max_steps,
            logger_number("%.6f", r->line.loss / n).c_str(), lr_at(schedule, r->line.last),
            logger_number("%.4f", r->line.norm / n).c_str(), ms, (double)run.total_batch / ms * 1e3,
-           report_eta(*r, r->line.last + 1).c_str());
+           report_eta(*r, r->line.last + 1).c_str(), r->gpu.empty() ? "" : " | ", r->gpu.c_str());
     fflush(stdout);
     r->line = {};
+    r->gpu.clear();
+}
+
+// -lg: fields of a line in metrics.jsonl, and words for the next one on the terminal. The GPU is at work on
+// the step after the one that is told, and has that step's work already: it does not wait for this.
+static std::string report_gpu(Reports* r, int64_t steps_done) {
+    TelemetrySample sample;
+    const bool due = run.log_gpu > 0 && steps_done % run.log_gpu == 0;
+    if (!due || !telemetry_read(r->telemetry, &sample)) { return ""; }
+    r->gpu = telemetry_text(sample);
+    return telemetry_json(sample);
 }
 
 // Until that line comes, a terminal shows how far it is.
@@ -6326,9 +6656,10 @@ static bool report_step(Reports* r, Logger* logger, const LrSchedule& schedule) 
     const double tokens_per_s = (double)run.total_batch / ms * 1e3;
     r->line = {r->line.steps + 1, step, r->line.loss + state.loss, r->line.norm + state.update.norm,
                r->line.ms + ms};
+    const std::string gpu = report_gpu(r, step + 1);
     if ((step + 1) % run.log_every == 0) { report_line(r, schedule); } else { report_progress(*r); }
-    logger_train(logger,
-                 {step, state.loss, lr, state.update.norm, (step + 1) * run.total_batch, ms, tokens_per_s});
+    logger_train(logger, {step, state.loss, lr, state.update.norm, (step + 1) * run.total_batch, ms,
+                          tokens_per_s}, gpu);
     report_skip(step, state);
     return state.update.skipped_in_a_row >= kMaxSkipsInARow;
 }
@@ -6353,7 +6684,7 @@ static void check_ranks(GPT2* model, int64_t step) {
 
 // False: a signal came before the last micro-step. The gradients so far are dropped: no update, and the next
 // step would store its own over them.
-static bool train_step(GPT2* model, DataLoader* loader, double lr) {
+static bool train_step(GPT2* model, DataLoader* loader, double lr, double muon_lr) {
     const int micro_steps = rank_micro_steps();
     for (int micro = 0; micro < micro_steps; micro++) {
         if (stop_agreed(model->step)) { return false; }
@@ -6363,7 +6694,7 @@ static bool train_step(GPT2* model, DataLoader* loader, double lr) {
         comm_progress(model->step);
         gpt2_micro_step(model, loader->inputs, loader->targets, run.B, run.T, micro, micro_steps);
     }
-    gpt2_update(model, lr, run.beta1, run.beta2, run.eps, (float)run.grad_clip);
+    gpt2_update(model, lr, run.beta1, run.beta2, run.eps, (float)run.grad_clip, muon_lr);
     if (run.check_ranks) { check_ranks(model, model->step); }
     return true;
 }
@@ -6390,7 +6721,7 @@ struct Training {
     Logger logger;
     Saver saver = {};
     bool saves = false;         // there is -o
-    std::string device;
+    std::string device, bus_id;
     std::string program;        // its hash, taken at the start: later its file may be gone
     int64_t step = 0;           // steps done
     int64_t position = 0;       // of the data of the next one
@@ -6483,11 +6814,14 @@ static void train(Training* t) {
     GPT2* model = &t->model;
     Logger* logger = &t->logger;
     const LrSchedule schedule = {run.schedule, run.lr, run.warmup, run.max_steps, run.final_fraction};
+    LrSchedule muon_schedule = schedule;
+    muon_schedule.peak = run.muon_lr;
     Reports reports = {};
     reports.slots = (DeviceState*)pinned_malloc(Reports::kSlots * sizeof(DeviceState), "step reports");
     for (Event& e : reports.ready) { e = event_create(); }
     reports.started = event_create();
     reports.pending = -1;
+    if (run.log_gpu > 0 && comm.rank == 0) { reports.telemetry = telemetry_start(t->bus_id); }
     progress_start();
     auto report = [&] {
         if (!report_step(&reports, logger, schedule)) { return true; }
@@ -6520,7 +6854,8 @@ static void train(Training* t) {
             event_record(reports.started, model->stream);
             reports.since = reports.started;
         }
-        if (!train_step(model, &t->train_loader, lr_at(schedule, step))) { break; }
+        const double lr = lr_at(schedule, step), muon_lr = lr_at(muon_schedule, step);
+        if (!train_step(model, &t->train_loader, lr, muon_lr)) { break; }
         t->step++;
         t->position = t->train_loader.position;
         if (kDeviceIsAsync && !report()) { continue; }                      // of the step before
@@ -6545,6 +6880,7 @@ static void train(Training* t) {
     if (run.evaluate) { evaluate(model, &t->questions, logger, t->step); }
     if (run.sample_every > 0) { generate(model, &t->tokenizer, t->has_text, t->step); }
     for (Event& e : reports.ready) { event_destroy(e); }
+    telemetry_end(&reports.telemetry);
     event_destroy(reports.started);
     pinned_free(reports.slots);
 }
@@ -6610,6 +6946,12 @@ static void print_model(const GPT2& model) {
     if (!c.is_gpt2()) {
         printf("not GPT-2: block %s, norm %s\n", flags_split(BLOCK_NAMES, '|')[(int)c.block].c_str(),
                flags_split(NORM_NAMES, '|')[(int)c.norm].c_str());
+    }
+    if (model.options.muon) {
+        size_t taken = 0;
+        for (const ParamSpec& s : model.param_specs) { taken += s.muon ? s.copies * s.elems : 0; }
+        printf("optimizer: Muon for %zu parameters, the layers' matrices; AdamW for %zu\n", taken,
+               decayed + others - taken);
     }
     gpt2_print_memory(c, model.options, run.B, model.T);
     printf("kernels: attention %s\n", attention_form(c.C / c.NH));
@@ -6860,6 +7202,7 @@ int main(int argc, char** argv) {
     }
     const DeviceInfo device = device_init(comm.local_rank);
     t.device = device.name;
+    t.bus_id = device.bus_id;
     t.program = executable_hash();
     fit_lanes(config, &options, device);
     gpt2_check_memory(config, options, run.B, run.T, device, run.resumed);

@@ -36,7 +36,7 @@ template <class Args> static void break_outputs(const Args& args, int stream);  
 #include "token_buckets.h"  // gives: max_bucket_slots
 
 // ---- device runtime ----
-struct DeviceInfo { std::string name; size_t memory_free, memory_total; };
+struct DeviceInfo { std::string name; size_t memory_free, memory_total; std::string bus_id; };
 
 #ifdef LAZY_STREAMS
 #include "lazy_streams.h"   // gives: the same names as here; for a test, work is done as late as may be
@@ -135,7 +135,7 @@ static inline DeviceInfo device_init(int /*place*/ = 0) {
     const char* blas = "no BLAS";
 #endif
     DeviceInfo info = {format("CPU (%d threads, %s)", threads, blas),
-                       host_memory_free(), proc_bytes("/proc/meminfo", "MemTotal")};
+                       host_memory_free(), proc_bytes("/proc/meminfo", "MemTotal"), "cpu"};    // no GPU's
     limit_memory(&info, threads);
     return info;
 }

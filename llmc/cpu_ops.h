@@ -28,6 +28,7 @@ see that some check notices.
 #include <stdint.h>     // gives: uint16_t, uint32_t
 #include <string.h>     // gives: memcpy, strcmp
 
+#include <utility>      // gives: std::swap
 #include <vector>       // gives: std::vector
 
 #include "ops.h"        // gives: every op's arguments, Accumulate, Stream
@@ -811,6 +812,76 @@ template <class Real> void adamw_update_cpu(const AdamW<Real, Real>& a, Stream) 
             const Real m = ms[i] = ms[i] + m_part * (g - ms[i]);
             const Real v = vs[i] = beta2 * vs[i] + v_part * g * g;
             weights[i] = weights[i] * keep - rate * m / ((Real)sqrt(v) / correction + eps);
+            params[i] = weights[i];
+        }
+    }
+    OP_DONE(a);
+}
+
+// ---- Muon ----
+
+// Skipped update: nothing changes. Else, with g = grads[i]*grad_scale:
+// m = m + (1-momentum)*(g - m);   update = g + momentum*(m - g)
+template <class Real> void muon_momentum_cpu(const MuonMomentum<Real, Real>& a, Stream) {
+    assert(!a.grads.is_bf16);
+    if (a.state->skip) { return; }
+    const Real part = (Real)(1.0 - a.momentum), ahead = (Real)a.momentum, grad_scale = a.state->grad_scale;
+    for (int row = 0; row < a.rows.count; row++) {
+        const Real* grads = (const Real*)((const char*)a.grads.data + row * a.rows.grads);
+        Real *ms = a.m + row * a.n, *update = a.update + row * a.update_row;
+        #pragma omp parallel for simd
+        for (size_t i = 0; i < a.n; i++) {
+            const Real g = grads[i] * grad_scale;
+            const Real m = ms[i] = ms[i] + part * (g - ms[i]);
+            update[i] = g + ahead * (m - g);
+        }
+    }
+    OP_DONE(a);
+}
+
+// For each matrix: x = inp / |inp| (zeros stay zeros); `steps` times, with G = x x^T (k,k):
+// x = kMuonA x + (kMuonB G + kMuonC G G) x; then out = x * sqrt(max(1, rows/cols)). Where there are more rows
+// than columns, G = x^T x and stands on the right of x.
+template <class Real> void muon_orthogonalise_cpu(const MuonOrthogonalise<Real, Real>& a, Stream) {
+    const bool tall = a.rows > a.cols;
+    const int k = tall ? a.cols : a.rows, n = tall ? a.rows : a.cols;
+    const size_t size = (size_t)a.rows * a.cols, square = (size_t)k * k;
+    const double scale = tall ? sqrt((double)a.rows / a.cols) : 1.0;
+    const Transpose yes = Transpose::Yes, no = Transpose::No;
+    for (int i = 0; i < a.count; i++) {
+        Real *x = a.inp + i * a.stride, *y = a.out + i * a.stride, *gram = a.gram, *poly = a.poly;
+        if (a.steps % 2 == 0) { std::swap(x, y); }              // the last step stores into `out`
+        double squares = 0.0;
+        for (size_t e = 0; e < size; e++) {
+            squares += (double)a.inp[i * a.stride + e] * a.inp[i * a.stride + e];
+        }
+        const double factor = squares > 0.0 ? 1.0 / sqrt(squares) : 0.0;
+        for (size_t e = 0; e < size; e++) { x[e] = (Real)(a.inp[i * a.stride + e] * factor); }
+        for (int step = 0; step < a.steps; step++, std::swap(x, y)) {
+            const double last = step + 1 == a.steps ? scale : 1.0;
+            const Real keep = (Real)(last * kMuonA), b = (Real)(last * kMuonB), c = (Real)(last * kMuonC);
+            gemm_cpu(gram, Accumulate::No, x, tall ? yes : no, x, tall ? no : yes, k, k, n);
+            gemm_cpu(poly, Accumulate::No, gram, no, gram, no, k, k, k);
+            for (size_t e = 0; e < square; e++) { poly[e] = b * gram[e] + c * poly[e]; }
+            for (size_t e = 0; e < size; e++) { y[e] = keep * x[e]; }
+            gemm_cpu(y, Accumulate::Yes, tall ? x : poly, no, tall ? poly : x, no, a.rows, a.cols, k);
+        }
+    }
+    OP_DONE(a);
+}
+
+// Skipped update: nothing changes. Else p = p*(1 - lr*weight_decay) - lr*update, in the master copy if there
+// is one; params = p.
+template <class Real> void muon_update_cpu(const MuonUpdate<Real, Real>& a, Stream) {
+    if (a.state->skip) { return; }
+    const Real keep = (Real)(1.0 - a.lr * a.weight_decay), rate = (Real)a.lr;
+    for (int row = 0; row < a.rows.count; row++) {
+        const Real* update = a.update + row * a.update_row;
+        Real* params = (Real*)((char*)a.params + row * a.rows.params);
+        Real* weights = a.master ? a.master + row * a.n : params;
+        #pragma omp parallel for simd
+        for (size_t i = 0; i < a.n; i++) {
+            weights[i] = weights[i] * keep - rate * update[i];
             params[i] = weights[i];
         }
     }

@@ -28,8 +28,14 @@ library's first suggestion: no timing takes part, so equal runs take equal algor
 // GPUs. The choice of algorithms, and so the bits, may depend on it.
 static inline size_t gemm_workspace_bytes() { return (size_t)64 << 20; }
 
+static inline cudaDataType_t cuda_type(float) { return CUDA_R_32F; }
+static inline cudaDataType_t cuda_type(__nv_bfloat16) { return CUDA_R_16BF; }
+#ifdef ENABLE_FP16
+static inline cudaDataType_t cuda_type(half) { return CUDA_R_16F; }
+#endif
+
 // D (m,n) = op(A) op(B) [+ C] and an epilogue, column-major as cuBLAS wants it: op(A) is (m,k), op(B) (k,n).
-// A and B are floatX. Leading dimensions follow from that: no matrix has gaps.
+// Leading dimensions follow from that: no matrix has gaps.
 struct Gemm {
     void* d;
     const void *a, *b, *c;              // c: null, or added; same layout and type as D
@@ -39,9 +45,16 @@ struct Gemm {
     bool trans_a, trans_b;              // op: the stored matrix is (k,m), or (n,k)
     cudaDataType_t d_type;
     cublasLtEpilogue_t epilogue;
+    cudaDataType_t inp_type = cuda_type(floatX());      // of A and B
+    float alpha = 1.0f, beta = 1.0f;    // D = alpha op(A) op(B) + beta C
+    // Several products at once, of matrices so many elements apart. count_all > 0: they are a part of so
+    // many; the algorithm is then chosen for those, and has no split-K, so that a product has the same bits
+    // whoever computes how many of them.
+    int count = 1, count_all = 0;
+    size_t a_stride = 0, b_stride = 0, d_stride = 0;
 };
 
-constexpr int kGemmKeys = 14;
+constexpr int kGemmKeys = 20;
 struct GemmPlan {
     int64_t key[kGemmKeys];             // all that the choice of an algorithm may depend on
     bool found;                         // false: the library has no algorithm for this
@@ -57,14 +70,6 @@ static struct {
     cublasComputeType_t compute;
     std::vector<GemmPlan> plans;        // 124M: 13 of them
 } gemm_state;
-
-static inline cudaDataType_t cuda_type(float) { return CUDA_R_32F; }
-#ifdef ENABLE_BF16
-static inline cudaDataType_t cuda_type(__nv_bfloat16) { return CUDA_R_16BF; }
-#endif
-#ifdef ENABLE_FP16
-static inline cudaDataType_t cuda_type(half) { return CUDA_R_16F; }
-#endif
 
 static inline void gemm_init(void* workspace, size_t workspace_bytes, bool tf32) {
     cublasCheck(cublasLtCreate(&gemm_state.handle));
@@ -117,7 +122,8 @@ static inline int gemm_candidates(const GemmPlan& plan, const Gemm& g,
     // algorithm then adds k = 0, 1, 2, ... one after the other (measured: dev/bench/NOTES.md), so a row's
     // result depends neither on how many rows are beside it (splitting a batch changes gradients by 1e-7
     // instead of 2e-6) nor on the library's choice.
-    const bool sequential = sizeof(floatX) == 4 && gemm_state.compute == CUBLAS_COMPUTE_32F && !g.trans_b;
+    const bool sequential = g.count_all > 0 || (sizeof(floatX) == 4 && !g.trans_b &&
+                                                gemm_state.compute == CUBLAS_COMPUTE_32F);
     set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
         (uint32_t)(sequential ? CUBLASLT_REDUCTION_SCHEME_NONE : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, (uint32_t)pointer_alignment(g.a));
@@ -133,9 +139,22 @@ static inline int gemm_candidates(const GemmPlan& plan, const Gemm& g,
     return count;
 }
 
+// The plan's products are so many from now on.
+static inline void gemm_set_count(const GemmPlan& plan, const Gemm& g, int32_t count) {
+    const struct { cublasLtMatrixLayout_t layout; size_t stride; } all[] = {
+        {plan.a, g.a_stride}, {plan.b, g.b_stride}, {plan.d, g.d_stride}};
+    for (const auto& it : all) {
+        const int64_t stride = (int64_t)it.stride;
+        cublasCheck(cublasLtMatrixLayoutSetAttribute(it.layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count,
+                                                     sizeof(count)));
+        cublasCheck(cublasLtMatrixLayoutSetAttribute(
+            it.layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof(stride)));
+    }
+}
+
 static inline GemmPlan gemm_plan(const Gemm& g) {
     GemmPlan plan = {};
-    const cudaDataType_t type = cuda_type(floatX());
+    const cudaDataType_t type = g.inp_type;
     cublasCheck(cublasLtMatmulDescCreate(&plan.desc, gemm_state.compute, CUDA_R_32F));
     auto set = [&](cublasLtMatmulDescAttributes_t attribute, const auto& value) {
         cublasCheck(cublasLtMatmulDescSetAttribute(plan.desc, attribute, &value, sizeof(value)));
@@ -153,9 +172,11 @@ static inline GemmPlan gemm_plan(const Gemm& g) {
     cublasCheck(cublasLtMatrixLayoutCreate(&plan.a, type, a_rows, g.trans_a ? g.m : g.k, a_rows));
     cublasCheck(cublasLtMatrixLayoutCreate(&plan.b, type, b_rows, g.trans_b ? g.k : g.n, b_rows));
     cublasCheck(cublasLtMatrixLayoutCreate(&plan.d, g.d_type, g.m, g.n, g.m));
+    if (g.count_all > 0) { gemm_set_count(plan, g, g.count_all); }
     cublasLtMatmulHeuristicResult_t result;
     plan.found = gemm_candidates(plan, g, &result, 1) > 0;
     if (plan.found) { plan.algo = result.algo; }
+    if (g.count_all > 0) { gemm_set_count(plan, g, g.count); }
     return plan;
 }
 
@@ -164,7 +185,8 @@ static inline bool gemm(const Gemm& g, Stream stream) {
     const int64_t key[kGemmKeys] = {
         g.m, g.n, g.k, g.trans_a, g.trans_b, g.d_type, g.epilogue, g.c != nullptr, pointer_alignment(g.a),
         pointer_alignment(g.b), pointer_alignment(g.c), pointer_alignment(g.d), pointer_alignment(g.bias),
-        pointer_alignment(g.aux)};
+        pointer_alignment(g.aux), g.inp_type, g.count, g.count_all, (int64_t)g.a_stride, (int64_t)g.b_stride,
+        (int64_t)g.d_stride};
     GemmPlan* plan = nullptr;
     for (GemmPlan& p : gemm_state.plans) {
         if (memcmp(p.key, key, sizeof(key)) == 0) { plan = &p; }
@@ -176,8 +198,8 @@ static inline bool gemm(const Gemm& g, Stream stream) {
     }
     if (!plan->found) { return false; }
     gemm_set_pointers(plan->desc, g);
-    const float one = 1.0f, beta = g.c ? 1.0f : 0.0f;
-    cublasCheck(cublasLtMatmul(gemm_state.handle, plan->desc, &one, g.a, plan->a, g.b, plan->b, &beta,
+    const float beta = g.c ? g.beta : 0.0f;
+    cublasCheck(cublasLtMatmul(gemm_state.handle, plan->desc, &g.alpha, g.a, plan->a, g.b, plan->b, &beta,
                                g.c ? g.c : g.d, plan->d, g.d, plan->d, &plan->algo, gemm_state.workspace,
                                gemm_state.workspace_bytes, stream));
     return true;

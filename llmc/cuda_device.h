@@ -70,7 +70,7 @@ template <class Args> struct OpScope {
 #endif
 };
 
-struct DeviceInfo { std::string name; size_t memory_free, memory_total; };
+struct DeviceInfo { std::string name; size_t memory_free, memory_total; std::string bus_id; };
 // Set by device_init. Launchers read it where a kernel's blocks each take several rows and as many of them as
 // run at once are enough; never where the number of blocks would change the order of a sum.
 static int device_sm_count = 0;
@@ -110,6 +110,9 @@ static inline DeviceInfo device_init(int place = 0) {
     DeviceInfo info;
     info.name = format("%s (sm_%d%d, %d SMs)", prop.name, prop.major, prop.minor, prop.multiProcessorCount);
     cudaCheck(cudaMemGetInfo(&info.memory_free, &info.memory_total));
+    char bus_id[32];
+    cudaCheck(cudaDeviceGetPCIBusId(bus_id, sizeof(bus_id), place));
+    info.bus_id = bus_id;
     return info;
 }
 

@@ -138,7 +138,8 @@ static inline std::string logger_number(const char* fmt, double x) {
     return text;
 }
 
-static inline void logger_train(Logger* log, const TrainMetrics& m) {
+// more: further fields of the line in metrics.jsonl, `, "name": value` each.
+static inline void logger_train(Logger* log, const TrainMetrics& m, const std::string& more = "") {
     if (!log->main_log && !log->folder.empty()) {       // the first step
         logger_open(log);
         logger_go_back(log, {0, 0});                    // a start that failed may have left something
@@ -152,8 +153,8 @@ static inline void logger_train(Logger* log, const TrainMetrics& m) {
     std::string json = format("{\"step\": %lld", (long long)m.step + 1);
     json += ", \"loss\": " + json_number(m.loss) + ", \"lr\": " + json_number(m.lr);
     json += ", \"norm\": " + json_number(m.norm) + format(", \"tokens\": %lld", (long long)m.tokens);
-    json += ", \"ms\": " + json_number(m.ms) + ", \"tokens_per_s\": " + json_number(m.tokens_per_s) + "}";
-    logger_line(log, text, json);
+    json += ", \"ms\": " + json_number(m.ms) + ", \"tokens_per_s\": " + json_number(m.tokens_per_s);
+    logger_line(log, text, json + more + "}");
 }
 
 static inline void logger_val(Logger* log, int64_t step, double loss) {

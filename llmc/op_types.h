@@ -148,6 +148,10 @@ struct Rows {
 // however many ranks share the gradient out.
 constexpr size_t kChunk = 8192;
 
+// The type in which Muon multiplies matrices (llmc/ops.h): that of the weights, but where they are fp16 it is
+// bf16, because fp16's exponents do not reach down to gradients. The CUDA build says so.
+template <class X> struct MuonValue { typedef X type; };
+
 // Which part of the sums that all ranks send belongs where. A bucket is a run of tensors that is cut into
 // equal shards, one a rank; its live chunks come first, and what stands behind them is padding.
 struct ChunkRange {

@@ -191,10 +191,53 @@ template <class X, class S> struct AdamW {              // a skipped update chan
     size_t first;                       // element i draws as number first + i
 };
 
+// Muon (Keller Jordan and others, "Muon: An optimizer for hidden layers in neural networks", 2024,
+// kellerjordan.github.io/posts/muon) is three ops, for matrices that stand in buckets of rows like AdamW's:
+//     u = g + momentum (m - g), where m already has g: Nesterov's look ahead      muon_momentum
+//     o = u with all its singular values near 1, times scale                      muon_orthogonalise
+//     p = p (1 - lr wd) - lr o                                                    muon_update
+// o comes from a few Newton-Schulz steps. With x = u / |u| (Frobenius), so that no singular value is above 1,
+//     x = a x + (b G + c G G) x     G = x x^T, or with x from the left, whichever side is the smaller
+// leaves singular vectors as they are and maps each singular value s to a s + b s^3 + c s^5. These
+// coefficients are the writeup's. They do not converge to 1: five steps bring all that is not tiny to between
+// 0.7 and 1.2, and they get there fast. scale = sqrt(max(1, rows/cols)), the writeup's too.
+constexpr double kMuonA = 3.4445, kMuonB = -4.7750, kMuonC = 2.0315;
+
+template <class X, class S> struct MuonMomentum {       // a skipped update changes nothing
+    typename MuonValue<X>::type* update;        // (rows,n), update_row elements from row to row
+    S* m;                               // (rows,n)
+    StoredGrads grads;                  // (rows,n)
+    const UpdateState* state;
+    size_t n, update_row;               // n: a multiple of 8
+    Rows rows;
+    double momentum;
+};
+template <class X, class S> struct MuonOrthogonalise {  // matrices that do not lie together: one in `stride`
+    typename MuonValue<X>::type* out;           // (count,rows,cols)
+    typename MuonValue<X>::type* inp;           // (count,rows,cols), scratch afterwards
+    typename MuonValue<X>::type *gram, *poly;   // scratch: (count,k,k), k the smaller of rows and cols
+    double* sums;                       // scratch: (count,ceil(rows*cols/kChunk))
+    int rows, cols, count, steps;
+    int count_all;                      // of the whole job, of which this call may have a part: the same bits
+    size_t stride;
+};
+template <class X, class S> struct MuonUpdate {         // a skipped update changes nothing
+    void* params;                       // (rows,n) X
+    S* master;                          // (rows,n); null when the parameters are all there is
+    const typename MuonValue<X>::type* update;  // (rows,n), update_row elements from row to row
+    const UpdateState* state;
+    size_t n, update_row;               // n: a multiple of 8
+    Rows rows;
+    double weight_decay, lr;
+    RoundKey key;                       // as AdamW's
+    size_t first;
+};
+
 // The table of ops: each is op(const Arguments<X, S>& a, Stream stream). Behind the two names stand its
 // output tensors: name, where, dimensions; null where a call does not compute it. Both builds declare the ops
 // by this table, and the tests' --break OP.OUTPUT disturbs what it names. Of encoder_backward's dwte it names
-// row 0 alone, since that op does not know how many rows there are, and of adamw_update's params, too.
+// row 0 alone, since that op does not know how many rows there are, and so it is with whatever has other
+// things between its rows.
 #define GPT2_OPS(X)                                                                                    \
     X(encoder_forward, EncoderForward, out("out", a.out, a.B, a.T, a.C))                               \
     X(encoder_backward, EncoderBackward, out("dwte", a.dwte, a.C), out("dwpe", a.dwpe, a.maxT, a.C))   \
@@ -227,7 +270,11 @@ template <class X, class S> struct AdamW {              // a skipped update chan
       out("grad_scale", a.state ? &a.state->grad_scale : nullptr, 1))                                  \
     X(adamw_update, AdamW, out("params", (Weight*)a.params, a.n),                                      \
       out("master", a.master, a.rows.count, a.n), out("m", a.m, a.rows.count, a.n),                    \
-      out("v", a.v, a.rows.count, a.n))
+      out("v", a.v, a.rows.count, a.n))                                                                \
+    X(muon_momentum, MuonMomentum, out("update", a.update, a.n), out("m", a.m, a.rows.count, a.n))     \
+    X(muon_orthogonalise, MuonOrthogonalise, out("out", a.out, a.rows, a.cols))                        \
+    X(muon_update, MuonUpdate, out("params", (Weight*)a.params, a.n),                                  \
+      out("master", a.master, a.rows.count, a.n))
 
 // op_name(a) is the op's name; op_outputs(a, f) calls f(op, output, pointer or GradOf, elements) for each of
 // its outputs. (Weight is the X of the structs, a name that the macro has taken here.)

@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
-"""What checkpoints cost: the same run without any and with one every N steps, one after the other; the
-slowest step, how long a checkpoint takes to reach the disk, and what the disk can do.
+"""What checkpoints cost: the time on the wall from one to the next, beside that of as many steps by the
+program's own clock, which stands still between steps; how long one takes to reach the disk, and what the disk
+can do.
 
     python3 dev/bench/checkpoint.py build/check/train_gpt2.BF16                 # d12 and d48 on a GPU
-    python3 dev/bench/checkpoint.py ./train_gpt2cpu --flags '-e L4,NH4,C128,T128,V256 -b 4 -x 30' --every 9
+    python3 dev/bench/checkpoint.py ./train_gpt2cpu --flags '-e L4,NH4,C64,T64,V50257 -b 2 -x 36' --every 9
 
-A checkpoint must fit twice on the disk that --folder is on (1558M: 50 GB). Standard library only.
+A run is killed once its steps are done and their checkpoints written: it saves nothing at its end. Two
+checkpoints must fit on the disk that --folder is on (1558M: 50 GB). Standard library only.
 """
 import argparse
 import os
+import re
 import shlex
 import shutil
 import statistics
@@ -16,9 +19,9 @@ import subprocess
 import sys
 import time
 
-# flags, steps between checkpoints
-RUNS = [("-e d12 -b 64 -x 200", 50), ("-e d48 -b 16 -z 16384 -x 160", 50),
-        ("-e d48 -b 16 -z 524288 -x 12", 5)]
+# flags, steps between checkpoints. At -z 524288 one step of d48 takes ten seconds: few will do.
+RUNS = [("-e d12 -b 64 -x 150", 50), ("-e d48 -b 16 -z 16384 -x 150", 50),
+        ("-e d48 -b 16 -z 524288 -x 6", 3)]
 
 
 def disk_speed(folder, gib=4):
@@ -35,22 +38,33 @@ def disk_speed(folder, gib=4):
     return gib * 1.073741824 / seconds
 
 
-def measure(program, flags, folder):
-    """Milliseconds from each line of a step to the next, by the clock on the wall (the program's own times
-    leave out what happens between steps), and what was said of checkpoints."""
+def measure(program, flags, every, folder):
+    """(ms of the steps, ms from each checkpoint to the next, what was said of them, seconds to the first
+    step). Where a checkpoint is due the program waits for the step before it, so its line is its end."""
     shutil.rmtree(folder, ignore_errors=True)
-    came, saved = [], []
-    command = [program, *flags, "-v", "0", "-s", "0", "-o", folder]
+    at = flags.index("-x")
+    steps = int(flags[at + 1])
+    ms, due, saved = [], [], []
+    command = [program, *flags[:at], *flags[at + 2:], "-n", str(every), "-nk", "1", "-x", str(steps + 10**6),
+               "-k", "constant", "-v", "0", "-s", "0", "-o", folder]
+    started = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
-            if line.startswith("step "):
-                came.append(time.monotonic())
+            step = re.match(r"step (\d+)/.* \| (\S+) ms \|", line)
+            if step and int(step[1]) <= steps:
+                ms.append(float(step[2]))
+                first = time.monotonic() - started if len(ms) == 1 else first
+                if len(ms) % every == 0:
+                    due.append(time.monotonic())
             if line.startswith("saved "):
                 saved.append(line.split(": ")[-1].strip())
-    if process.returncode != 0:
-        sys.exit(f"{program} ended with {process.returncode}")
+            if len(ms) == steps and len(saved) >= (steps - 1) // every:
+                process.kill()
+                break
+        else:
+            sys.exit(f"{program} ended by itself")
     shutil.rmtree(folder)
-    return [1e3 * (b - a) for a, b in zip(came, came[1:])], saved
+    return ms, [1e3 * (b - a) for a, b in zip(due, due[1:])], saved, first
 
 
 def main():
@@ -64,16 +78,16 @@ def main():
     os.makedirs(args.folder, exist_ok=True)
     print(f"the disk writes {disk_speed(args.folder):.2f} GB/s")
     for flags, every in [(args.flags, args.every)] if args.flags else RUNS:
-        words = shlex.split(flags)
-        run = os.path.join(args.folder, "run")
-        without, _ = measure(args.program, words + ["-n", "0"], run)
-        ms, saved = measure(args.program, words + ["-n", str(every), "-nk", "1"], run)
-        mean, plain = statistics.mean(ms), statistics.mean(without)
-        print(f"{flags}: {plain:.1f} ms a step without checkpoints, {mean:.1f} with one every {every}: "
-              f"{100 * plain / mean:.2f} % of the speed\n    slowest step {max(ms):.1f} ms, without "
-              f"{max(without):.1f}; median {statistics.median(ms):.1f}; {len(ms)} steps")
+        ms, apart, saved, first = measure(args.program, shlex.split(flags), every,
+                                          os.path.join(args.folder, "run"))
+        step = statistics.median(ms)
+        print(f"{flags}: {step:.1f} ms a step, the first after {first:.1f} s; {every} steps and a "
+              "checkpoint:")
+        for wall in apart:
+            print(f"    {wall:.0f} ms, {wall - every * step:.0f} more than the steps: "
+                  f"{100 * (wall - every * step) / (50 * step):.2f} % of 50 steps")
         for text in saved:
-            print(f"    saved {text}")
+            print(f"    saved {text}", flush=True)
 
 
 if __name__ == "__main__":

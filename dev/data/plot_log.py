@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Draws runs into one picture: loss, HellaSwag, learning rate, gradient norm, tokens/s.
+"""Draws runs into one picture: loss, HellaSwag, learning rate, gradient norm, tokens/s, and what -lg noted of
+the GPU.
 
     make plot RUN=runs/mine                                         # loss.png in the run's folder
     make plot RUN=runs/a RUN2=runs/b PNG=both.png
     python3 dev/data/plot_log.py runs/a runs/b -o both.png --gpt2 --line 1.93 "bigram baseline"
+    python3 dev/data/plot_log.py runs/a runs/b -o race.png --seconds --loss     # over time, the loss alone
 
 Reads main.log, of this program or of llm.c, and metrics.jsonl beside it for the speed; what a run has not
 measured is not drawn. A run that is still going on may be drawn, too. --gpt2 draws in what OpenAI's 124M
@@ -26,14 +28,19 @@ FORMS = ((re.compile(r"s:(\d+) trl:(\S+)(?: lr:(\S+))?(?: norm:(\S+))?\s*"), ("t
 # curve: title, scale of the axis
 PANELS = {"loss": ("loss (nats per token)", "linear"), "eval": ("questions, normalised accuracy", "linear"),
           "lr": ("learning rate", "linear"), "norm": ("gradient norm", "log"),
-          "speed": ("tokens/s", "linear")}
+          "speed": ("tokens/s", "linear"), "clock": ("GPU clock (MHz)", "linear"),
+          "power": ("GPU power (W)", "linear"), "temperature": ("GPU temperature (C)", "linear"),
+          "memory": ("GPU memory in use (GiB)", "linear")}
+# key in metrics.jsonl: the curve, where main.log has none of it
+METRICS = {"tokens_per_s": "speed", "gpu_mhz": "clock", "gpu_watts": "power", "gpu_celsius": "temperature",
+           "gpu_gib": "memory"}
 NOISY = ("train", "norm")           # a smooth curve is drawn over these
 # OpenAI's model of 124M parameters: on FineWeb's validation tokens, and on HellaSwag's
 GPT2_LOSS, GPT2_HELLASWAG = 3.425, 0.294
 
 
 class Run:
-    """name; curves: {"train" "val" "eval" "lr" "norm" "speed": ([steps], [values])}; settings of run.json."""
+    """name; curves: {"train" "val", or one of PANELS: ([steps], [values])}; settings of run.json."""
 
     def __init__(self, path):
         self.log = os.path.join(path, "main.log") if os.path.isdir(path) else path
@@ -43,8 +50,8 @@ class Run:
         self.curves = read_log(self.log)
         for record in read_metrics(os.path.join(beside, "metrics.jsonl")):
             # main.log's numbers, as for the other curves: metrics.jsonl counts this step, too
-            if "tokens_per_s" in record:
-                add(self.curves, "speed", record["step"] - 1, number(record["tokens_per_s"]))
+            for key in METRICS.keys() & record.keys():
+                add(self.curves, METRICS[key], record["step"] - 1, number(record[key]))
         self.settings = read_settings(os.path.join(beside, "run.json"))
 
     def is_on_fineweb(self):
@@ -128,6 +135,19 @@ def read_settings(path):
         fail(f"{path} is no run.json")
 
 
+def by_seconds(run):
+    """The run's steps become the time that they had taken: s:STEP stands behind so many of them."""
+    after, now = {0: 0.0}, 0.0
+    for record in read_metrics(os.path.join(os.path.dirname(run.log), "metrics.jsonl")):
+        if "ms" in record:
+            now += number(record["ms"]) / 1e3
+            after[record["step"]] = now
+    for name, (steps, values) in run.curves.items():
+        if not after.keys() >= set(steps):
+            fail(f"{run.log} has no times for all of its steps", "metrics.jsonl beside it has those of a run")
+        run.curves[name] = [after[step] for step in steps], values
+
+
 def smooth(values):
     """Means over about a fiftieth of the curve around each point, fewer near its ends, so that a falling
     curve is not shifted. A NaN leaves a gap and does not spread."""
@@ -177,25 +197,27 @@ def draw_panel(axes, name, runs, lines):
     axes.set_title(title, fontsize="medium")
     axes.set_yscale(scale)
     axes.grid(alpha=0.3)
-    if name == "speed":
+    if name in METRICS.values():
         axes.set_ylim(bottom=0)
     if name in ("loss", "eval"):
         axes.legend(fontsize="small")
 
 
-def draw(runs, gpt2=False, lines=()):
+def draw(runs, gpt2=False, lines=(), across="step", loss_alone=False):
     """A figure: the loss on top, the others that any run has below."""
     from matplotlib.figure import Figure                # which needs no display
 
     small = [name for name in PANELS if name != "loss" and any(name in run.curves for run in runs)]
+    small = [] if loss_alone else small
     rows = (len(small) + 1) // 2
-    figure = Figure(figsize=(11, 5 + 2.6 * rows), dpi=110, layout="constrained")
+    size = (7, 4) if loss_alone else (11, 5 + 2.6 * rows)
+    figure = Figure(figsize=size, dpi=100 if loss_alone else 110, layout="constrained")
     grid = figure.add_gridspec(1 + rows, 2, height_ratios=[2] + [1] * rows)
     places = [grid[0, :]] + [grid[1 + i // 2, i % 2] for i in range(len(small))]
     for name, place in zip(["loss"] + small, places):
         axes = figure.add_subplot(place)
         draw_panel(axes, name, runs, levels(runs, name, gpt2, list(lines)))
-        axes.set_xlabel("step")
+        axes.set_xlabel(across)
     return figure
 
 
@@ -212,6 +234,8 @@ def main():
     parser.add_argument("--gpt2", action="store_true", help="draw in what OpenAI's 124M model reaches")
     parser.add_argument("--line", nargs=2, action="append", default=[], metavar=("LOSS", "NAME"),
                         help="a loss to compare with")
+    parser.add_argument("--seconds", action="store_true", help="over the seconds of training, not its steps")
+    parser.add_argument("--loss", action="store_true", help="a small picture, of the loss alone")
     args = parser.parse_args()
     try:
         lines = [(float(level), name) for level, name in args.line]
@@ -219,9 +243,12 @@ def main():
         fail(f"--line wants a number and a name, not {args.line[-1]}")
     runs = [Run(path) for path in args.runs]            # before the slow import: a wrong path is told at once
     tell_apart(runs)
+    if args.seconds:
+        for run in runs:
+            by_seconds(run)
     output = args.output or os.path.join(os.path.dirname(runs[0].log), "loss.png")
     try:
-        figure = draw(runs, args.gpt2, lines)
+        figure = draw(runs, args.gpt2, lines, "seconds of training" if args.seconds else "step", args.loss)
     except ImportError:
         take_the_venv()
         fail("no plot without matplotlib", "scripts/setup.sh installs it into .venv")

@@ -62,6 +62,7 @@ def parse_arguments(argv):
     p.add_argument("--compile_mode", default="default")
     p.add_argument("--flash", type=int, default=1, choices=(0, 1), help="0: attention written out")
     p.add_argument("--fused", type=int, default=0, choices=(0, 1), help="fused AdamW")
+    p.add_argument("--deterministic", type=int, default=1, choices=(0, 1), help="0: PyTorch's own choices")
     p.add_argument("--write_tensors", type=int, default=0, choices=(0, 1))
     p.add_argument("--write_model", default="", help="write the initial weights here (.bin, version 3)")
     p.add_argument("--write_final", default="", help="write the trained weights here (.bin, version 3)")
@@ -123,7 +124,9 @@ def train(args, dims, params, show=print):
     """Runs the whole training; returns one dict per step: loss, norm, lr, ms."""
     if not args.num_iterations and not args.input_val_bin and not args.write_final:
         return []                                   # only --write_model, which needs no shard
-    setup_device(args.device, tf32=bool(args.tensorcores))
+    setup_device(args.device, tf32=bool(args.tensorcores), deterministic=bool(args.deterministic))
+    if not args.deterministic:
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
     if args.sequence_length > dims.maxT:
         raise SystemExit(f"error: --sequence_length {args.sequence_length} exceeds the model's {dims.maxT}")
     raw = new_model(dims, args.device, bool(args.flash)).to(dtype_of(args))

@@ -95,7 +95,7 @@ def all_suites():
                          ranks + ["build/check/train_gpt2." + kind, f"--numeric={part}"],
                          ["nvcc train_gpt2." + kind], "gpus", cores=8, gpu=2)
                    for kind, part in (("BF16", 0), ("BF16", 1), ("FP32", 1))]
-        among_gpus = ["build/check/train_gpt2.BF16", "-k", "elastic rank_killed signals_for_ranks"]
+        among_gpus = ["build/check/train_gpt2.BF16", "-k", "elastic rank_killed signals_for_ranks bad_loss"]
         suites += [Suite("gpus resume BF16", resume + among_gpus, ["nvcc train_gpt2.BF16"], "gpus", cores=8,
                          gpu=2)]
         suites += [Suite("ranks cpu", ranks + ["./train_gpt2cpu"], cpu)]

@@ -1337,6 +1337,16 @@ template <class Real> static std::vector<Named> run_all_ops() {
     keep("adamw params", params);
     keep("adamw m", m);
     keep("adamw v", v);
+
+    Tensor<Real> out(count), gram(64 * 64), poly(64 * 64);
+    muon_momentum_cpu<Real>({out, m, {.data = (Real*)grads}, &state, count, count, {}, 0.95}, 0);
+    keep("muon m", m);
+    Tensor<Real> direction = out, square(64 * 64);
+    muon_orthogonalise_cpu<Real>({square, direction, gram, poly, nullptr, 64, 64, 1, 1, 1, 64 * 64}, 0);
+    keep("muon_orthogonalise", square);
+    muon_update_cpu<Real>({(Real*)params, nullptr, out, &state, count, count, {}, 0.1, 1e-3, RoundKey{}, 0},
+                          0);
+    keep("muon params", params);
     return results;
 }
 
@@ -1346,6 +1356,138 @@ static void test_float_against_double() {
         double off = difference(floats[k].values.data(), doubles[k].values.data(), doubles[k].values.size());
         CHECK(off <= 5e-7, "%s: float is off by %.2e", doubles[k].name, off);
     }
+}
+
+// ---- Muon ----
+
+// `count` orthonormal rows of n elements: random ones, each made orthogonal to those before, twice.
+static std::vector<Doubles> orthonormal_rows(int count, int n) {
+    std::vector<Doubles> rows;
+    for (int i = 0; i < count; i++) {
+        Doubles row = random_tensor(n);
+        for (int k = 0; k < 2 * i; k++) {
+            const double part = dot(row, rows[k % i], n);
+            for (int e = 0; e < n; e++) { row[e] -= part * rows[k % i][e]; }
+        }
+        const double norm = sqrt(dot(row, row, n));
+        for (int e = 0; e < n; e++) { row[e] /= norm; }
+        rows.push_back(row);
+    }
+    return rows;
+}
+
+// sum over k of values[k] left[k] right[k]^T
+static Doubles from_svd(const std::vector<Doubles>& left, const std::vector<double>& values,
+                        const std::vector<Doubles>& right, int rows, int cols) {
+    Doubles x(rows * cols);
+    for (int r = 0; r < rows; r++) {
+        for (int c = 0; c < cols; c++) {
+            double sum = 0.0;
+            for (size_t k = 0; k < values.size(); k++) { sum += values[k] * left[k][r] * right[k][c]; }
+            x[r * cols + c] = sum;
+        }
+    }
+    return x;
+}
+
+// Two matrices with known singular vectors and values, with something between them: the vectors stay, and a
+// value s goes to p(p(...(s/|x|))), times sqrt(max(1, rows/cols)).
+template <class Real> static void test_orthogonalise(int rows, int cols, int steps, double tolerance) {
+    const int k = std::min(rows, cols), count = 2;
+    const size_t size = (size_t)rows * cols, stride = size + 5;
+    const std::string shape = format("muon %d x %d, %d steps, %d bits", rows, cols, steps,
+                                     (int)sizeof(Real) * 8);
+    Tensor<Real> inp(count * stride), out(count * stride), gram((size_t)k * k), poly((size_t)k * k);
+    std::vector<Doubles> want;
+    for (size_t i = 0; i < inp.n; i++) { inp[i] = (Real)3.25; out[i] = (Real)1.5; }
+    for (int m = 0; m < count; m++) {
+        const std::vector<Doubles> left = orthonormal_rows(k, rows), right = orthonormal_rows(k, cols);
+        std::vector<double> values, after;
+        double norm = 0.0;
+        for (int i = 0; i < k; i++) { values.push_back(0.01 * (m + 1) / (1 + i)); }
+        for (double s : values) { norm += s * s; }
+        for (double s : values) {
+            double x = s / sqrt(norm);
+            for (int step = 0; step < steps; step++) {
+                x = 3.4445 * x - 4.7750 * x * x * x + 2.0315 * x * x * x * x * x;
+            }
+            CHECK(steps < 5 || s < 0.02 * sqrt(norm) || (x > 0.66 && x < 1.22), "%s: %g became %g",
+                  shape.c_str(), s / sqrt(norm), x);
+            after.push_back(x * (rows > cols ? sqrt((double)rows / cols) : 1.0));
+        }
+        const Doubles x = from_svd(left, values, right, rows, cols);
+        for (size_t i = 0; i < size; i++) { inp[m * stride + i] = (Real)x[i]; }
+        want.push_back(from_svd(left, after, right, rows, cols));
+    }
+    const Tensor<Real> start = inp;
+    MuonOrthogonalise<Real, Real> a = {out, inp, gram, poly, nullptr, rows, cols, count, steps, 12, stride};
+    muon_orthogonalise_cpu<Real>(a, 0);
+    for (int m = 0; m < count; m++) {
+        const double off = difference((Real*)out + m * stride, (const double*)want[m], size);
+        CHECK(off <= tolerance, "%s: matrix %d is off by %.2e", shape.c_str(), m, off);
+        for (size_t i = size; i < stride; i++) {
+            CHECK(out[m * stride + i] == (Real)1.5, "%s: written beside", shape.c_str());
+        }
+    }
+    // A power of two, and another number: what counts is the direction.
+    const Tensor<Real> result = out;
+    for (double factor : {0x1p-70, 3e-20}) {
+        for (size_t i = 0; i < inp.n; i++) { inp[i] = (Real)(start[i] * factor); }
+        muon_orthogonalise_cpu<Real>(a, 0);
+        const double off = difference((Real*)out, (const Real*)result, size);
+        CHECK(factor == 0x1p-70 ? out == result : off <= tolerance, "%s: times %g: off by %.2e",
+              shape.c_str(), factor, off);
+    }
+    for (size_t i = 0; i < size; i++) { inp[i] = 0; }
+    muon_orthogonalise_cpu<Real>(a, 0);
+    double sum = 0.0;
+    for (size_t i = 0; i < size; i++) { sum += fabs(out[i]); }
+    CHECK(sum == 0.0, "%s: of zeros it makes %g", shape.c_str(), sum);
+}
+
+// Five steps of momentum and of the update beside their formulas, in two rows with other things between.
+template <class Real> static void test_muon(bool with_master, double tolerance) {
+    const std::string shape = format("muon %d bits%s", (int)sizeof(Real) * 8, with_master ? ", master" : "");
+    const size_t n = 24, params_row = 40, grads_row = 32, update_row = 56;
+    const double momentum = 0.95, lr = 0.02, decay = 0.1;
+    Tensor<Real> params = random_tensor<Real>(2 * params_row), master = random_tensor<Real>(2 * n), m(2 * n);
+    Tensor<Real> update(2 * update_row);
+    Doubles p_expected(2 * n), m_expected(2 * n), u_expected(2 * n);
+    for (size_t i = 0; i < 2 * n; i++) {
+        if (!with_master) { master[i] = params[i / n * params_row + i % n]; }
+        p_expected[i] = master[i];
+        m[i] = 0;
+        m_expected[i] = 0.0;
+    }
+    for (size_t i = 0; i < update.n; i++) { update[i] = (Real)7; }
+    UpdateState state = update_state(1.0f);
+    for (int t = 1; t <= 5; t++) {
+        Tensor<Real> grads = random_tensor<Real>(2 * grads_row, 0.1);
+        state.grad_scale = t % 2 ? 0.5f : 1.0f;
+        state.skip = t == 3;                            // changes nothing
+        if (state.skip) { grads[3] = (Real)NAN; }
+        for (size_t i = 0; i < 2 * n && !state.skip; i++) {
+            const double g = (double)grads[i / n * grads_row + i % n] * state.grad_scale;
+            m_expected[i] = momentum * m_expected[i] + (1 - momentum) * g;
+            u_expected[i] = (1 - momentum) * g + momentum * m_expected[i];
+            p_expected[i] -= lr * (decay * p_expected[i] + u_expected[i]);
+        }
+        const Rows rows = {2, params_row * sizeof(Real), grads_row * sizeof(Real), 100};
+        muon_momentum_cpu<Real>({update, m, {.data = (Real*)grads}, &state, n, update_row, rows, momentum},
+                                0);
+        muon_update_cpu<Real>({(Real*)params, with_master ? (Real*)master : nullptr, update, &state, n,
+                               update_row, rows, decay, lr, RoundKey{}, 0}, 0);
+    }
+    Tensor<Real> p(2 * n), u(2 * n);
+    for (size_t i = 0; i < 2 * n; i++) {
+        p[i] = params[i / n * params_row + i % n];
+        u[i] = update[i / n * update_row + i % n];
+    }
+    CHECK_SAME(m, m_expected, tolerance);
+    CHECK_SAME(u, u_expected, tolerance);
+    CHECK_SAME(p, p_expected, tolerance);
+    CHECK(!with_master || master == p, "%s: the master copy", shape.c_str());
+    CHECK(update[n] == (Real)7 && update[update.n - 1] == (Real)7, "%s: written between rows", shape.c_str());
 }
 
 template <class Real> static void test_threads() {
@@ -1460,6 +1602,19 @@ static const Group groups[] = {
             test_adamw<double>(with_master, 1e-12);
             test_adamw<float>(with_master, 5e-7);
         }
+    }},
+    {"muon", [] {
+        for (bool with_master : {false, true}) {
+            test_muon<double>(with_master, 1e-13);
+            test_muon<float>(with_master, 5e-7);
+        }
+        for (int steps : {1, 4, 5}) {
+            test_orthogonalise<double>(8, 8, steps, 1e-11);
+            test_orthogonalise<double>(7, 20, steps, 1e-11);
+            test_orthogonalise<double>(24, 6, steps, 1e-11);
+        }
+        test_orthogonalise<double>(1, 1, 5, 1e-11);
+        test_orthogonalise<float>(20, 7, 5, 1e-4);
     }},
     {"bf16", test_bf16},
     {"float functions", test_float_functions},

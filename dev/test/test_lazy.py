@@ -45,6 +45,9 @@ RUNS = {
     "2 ranks, zs 1": [{"--gpus": 2, "-zs": 1}],
     "2 ranks, zs 2": [{"--gpus": 2, "-zs": 2}],
     "2 ranks, zs 1, --check-ranks": [{"--gpus": 2, "-zs": 1, "--check-ranks": 1}],
+    "4 ranks, zs 0, Muon": [{"--gpus": 4, "-e": FIVE, "--optimizer": "muon"}],
+    **{f"2 ranks, zs {zs}, Muon": [{"--gpus": 2, "-zs": zs, "-e": FIVE, "--optimizer": "muon"}]
+       for zs in (1, 2)},
     "2 ranks, zs 1, one layer": [{"--gpus": 2, "-zs": 1, "-e": ONE_LAYER}],
     # ranks that have no validation rows, and rank 0's samples: some run ahead of the others
     "4 ranks, zs 0, five layers": [{"--gpus": 4, "-e": FIVE, "-v": 2, "-m": 3, "-s": 2, "-g": 4}],

@@ -130,7 +130,7 @@ def constant_model(path, logits, V=256, length=64):
 # ---- losses ----
 # What the precision of a build can change.
 NUMERIC = ("rows", "validation", "learned_period", "gpt2_vocabulary", "constant_model",
-           "samples_of_trained", "flags", "residual_layernorm", "initial_weights", "adamw",
+           "samples_of_trained", "flags", "residual_layernorm", "initial_weights", "adamw", "muon",
            "saved_files_load", "skip_limit", "nan_validation", "evaluation", "evaluation_batches",
            "evaluation_in_training", "evaluation_of_nan", "outliers",
            "outlier_limits")
@@ -372,6 +372,7 @@ def flag_table():
         ("--beta1", 0.5, LEARNED, SHOWN),
         ("--beta2", 0.5, LEARNED, SHOWN),
         ("--eps", "1e-2", LEARNED, SHOWN),
+        ("--optimizer", "muon", LEARNED | {"memory"}, SHOWN),
         ("--grad-clip", 0.01, LEARNED, SHOWN),
         ("-sl", 1, set(), set()),                   # nothing is judged by fewer than 128 steps: test_outliers
         ("-sg", 1, set(), set()),
@@ -409,6 +410,9 @@ def flag_table():
     return rows
 
 
+MUON_FLAGS = {"muon-lr": 0.05, "muon-momentum": 0.5, "muon-steps": 4, "muon-decay": 5}
+
+
 def test_flags():
     """Each flag changes what it names and nothing else."""
     usual = {"-x": 5, "-l": "1e-2", "-v": 3, "-s": 3, "-g": 12, "-m": 2, "--eps": "1e-4"}
@@ -420,10 +424,20 @@ def test_flags():
         changed = {kind for kind in base if got[kind] != base[kind]}
         check(not must - changed, f"{flag} {value} leaves {sorted(must - changed)} as they were")
         check(not changed - must - may, f"{flag} {value} changes {sorted(changed - must - may)}")
+    muon, known = {**usual, "--optimizer": "muon"}, set()
+    base = observe(muon, "flags_muon")
+    for name, value in MUON_FLAGS.items():
+        got = observe({**muon, "--" + name: value}, "flags_" + name)
+        changed = {kind for kind in base if got[kind] != base[kind]}
+        check(LEARNED <= changed <= LEARNED | SHOWN, f"Muon, --{name} {value} changes {sorted(changed)}")
+        refused = run({"--" + name: value})
+        check(refused.code == 1 and refused.err.startswith(f"error: --{name} is for --optimizer muon"),
+              f"--{name} with AdamW: {refused.err}")
+        known.add(name)
     # a new flag needs a row; these name files and lengths, which other tests are about
     with open("flags/run.json", encoding="utf-8") as f:
         names = set(json.load(f)["settings"])
-    known = {"train-data", "val-data", "model", "output-dir", "max-steps", "gelu-fusion", "grad-dtype"}
+    known |= {"train-data", "val-data", "model", "output-dir", "max-steps", "gelu-fusion", "grad-dtype"}
     known |= {"evaluate", "eval-data", "eval-every"}        # test_evaluation_in_training
     known |= {"gpus", "zero-stage", "lanes", "reduction", "check-ranks", "process-init", "process-server",
               "process-folder", "processes", "process-rank", "gpus-per-node", "start-timeout"}  # test_ranks
@@ -518,6 +532,77 @@ def test_adamw():
         elif change != {"clip": norm * 3}:
             apart = max(float(np.abs(plain[1][name] - want[1][name]).max()) for name in zero)
             check(apart > 0.05 * usual["lr"], f"{change} matters: {apart:.3g}")
+
+
+# Tensors that Muon takes, and how many matrices each layer's is.
+MUON = {"qkvw": 3, "attprojw": 1, "fcw": 1, "fcprojw": 1}
+
+
+def muon_direction(x, steps):
+    """Through the singular values: each, as a part of |x|, goes `steps` times through the polynomial."""
+    rows, cols = x.shape
+    u, s, vt = np.linalg.svd(x, full_matrices=False)
+    s = s / np.linalg.norm(x)
+    for _ in range(steps):
+        s = 3.4445 * s - 4.7750 * s ** 3 + 2.0315 * s ** 5
+    return (u * s) @ vt * math.sqrt(max(1, rows / cols))
+
+
+def muon(params, grads, m, lr, momentum, decay, steps, clip):
+    """One update of Muon's tensors."""
+    norm = math.sqrt(sum(float((g * g).sum()) for g in grads.values()))
+    scale, after = min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0, {}
+    for name, count in MUON.items():
+        g = grads[name] * scale
+        m[name] = momentum * m[name] + (1 - momentum) * g
+        ahead = (1 - momentum) * g + momentum * m[name]
+        step = [np.concatenate([muon_direction(x, steps) for x in np.split(layer, count)]) for layer in ahead]
+        after[name] = params[name] * (1 - lr * decay) - lr * np.array(step)
+    return after
+
+
+def test_muon():
+    """Two updates with each setting, from the program's own gradients, as the formula has them; the other
+    tensors are AdamW's. Rates follow the schedule; the gradient's size does not count, nor does -c."""
+    if not exact():
+        skip("the update cannot be seen in 16-bit weights", 107)
+        return
+    start, _ = trained_model()
+    zero = {name: x.astype(np.float64) for name, x in formats.read_checkpoint(start)[1].items()}
+    g1 = gradients(start, {}, "gradients")
+    usual = {"lr": 0.02, "momentum": 0.95, "decay": 0.01, "steps": 5, "clip": 0}
+    others = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-3, "decay": 0.3}
+    flag = {"lr": "--muon-lr", "momentum": "--muon-momentum", "decay": "--muon-decay",
+            "steps": "--muon-steps", "clip": "--grad-clip"}
+    plain = None
+    for i, change in enumerate(({}, {"momentum": 0.3}, {"decay": 5}, {"steps": 3}, {"steps": 4}, {"lr": 0.05},
+                                {"clip": 0.01})):
+        settings = {**usual, **change}
+        flags = {flag[name]: f"{value:.9g}" for name, value in settings.items()}
+        flags.update({"--optimizer": "muon", "-e": start, "-l": others["lr"], "--eps": others["eps"],
+                      "-c": others["decay"]})
+        got = [weights_after({**flags, "-x": steps}, f"muon{i}_{steps}") for steps in (1, 2)]
+        g2 = gradients(model_path(f"muon{i}_1"), {}, f"muon_gradients{i}")
+        m, m2, v2 = ({name: 0.0 for name in zero} for _ in range(3))
+        params, want = zero, []
+        for t, grads in ((1, g1), (2, g2)):
+            rest, _ = adamw(params, grads, m2, v2, t, clip=settings["clip"], **others)
+            params = {**rest, **muon(params, grads, m, **settings)}
+            want.append(params)
+        for t in (0, 1):
+            for names, near in ((MUON, 1e-2 * settings["lr"]), (set(zero) - set(MUON), 5e-3 * others["lr"])):
+                worst = max(float(np.abs(got[t][name] - want[t][name]).max()) for name in names)
+                check(worst <= near, f"{change}, update {t + 1}: of {sorted(names)} worst by {worst:.3g}")
+        plain = plain or want
+        apart = max(float(np.abs(plain[1][name] - want[1][name]).max()) for name in MUON)
+        check(apart > 0.05 * usual["lr"] or change in ({}, {"clip": 0.01}), f"{change} matters: {apart:.3g}")
+    # the warm-up's first step of two is half the peak
+    run({**flags, "-a": 1, "-x": 1, "-u": 2, "-o": "muon_warm"})            # and warns that it is over then
+    warm = formats.read_checkpoint(model_path("muon_warm"))[1]
+    half = weights_after({**flags, "-x": 1, "-l": others["lr"] / 2, "--muon-lr": usual["lr"] / 2},
+                         "muon_half")
+    for name in zero:
+        check(np.array_equal(warm[name], half[name]), f"{name}: -u is --muon-lr's, too")
 
 
 # ---- saved files ----
@@ -682,7 +767,7 @@ def act_bytes(d, batch, length, recompute):
     return {name: round_up(size, 256) * copies for name, size, copies in table}
 
 
-def weight_bytes(d):
+def weight_bytes(d, muon=False):
     """{name: bytes}: tensors start at multiples of 128 elements in buckets of whole chunks: there is one of
     both embeddings, one of each layer's matrices, one of all biases and one of all LayerNorms, in fp32."""
     x, chunk = 4 if Program.precision == "FP32" else 2, 8192
@@ -698,6 +783,12 @@ def weight_bytes(d):
     total = sum(padded.values())
     weights = x * total + (4 - x) * padded["norms"]
     plan = {"parameters": weights, "gradients": 4 * total, "AdamW m and v": 8 * total}
+    if muon:                # no v of the layers' matrices, two buffers for them and two for square products
+        layers = d.L * padded[0]
+        del plan["AdamW m and v"]
+        plan["m and AdamW's v"] = 8 * total - 4 * layers
+        plan["Muon's updates"] = 2 * x * layers
+        plan["Muon's products"] = 2 * round_up(x * d.L * d.C**2, 256) + 8 * d.L * -(-4 * d.C**2 // chunk)
     return plan if x == 4 else {**plan, "master weights": 4 * total}
 
 
@@ -751,9 +842,10 @@ def test_memory():
     text, batch, length = "L4,NH2,C32,T64,V256", 8, 64
     d = formats.parse_model(text)
     totals = []
-    for recompute in (0, 1, 2):
-        total, items = memory_line(run_ok({"-e": text, "-b": batch, "-x": 1, "-r": recompute}).out)
-        want = {**act_bytes(d, batch, length, recompute), **weight_bytes(d)}
+    for recompute, muon in ((0, False), (1, False), (2, False), (0, True)):
+        more = {"--optimizer": "muon"} if muon else {}
+        total, items = memory_line(run_ok({"-e": text, "-b": batch, "-x": 1, "-r": recompute, **more}).out)
+        want = {**act_bytes(d, batch, length, recompute), **weight_bytes(d, muon)}
         totals.append((total, sum(want.values())))
         near = 0.00051 * 2**20
         ours = {name: size for name, size in items.items() if name in want}
@@ -1227,6 +1319,24 @@ def test_outlier_limits():
     check_equal([step for step, _ in skipped_steps(got)][-20:], list(range(171, 191)), "skipped steps")
     check("20 updates in a row were skipped" in got.err and "\nhint: " in got.err, f"the end: {got.err}")
     check_equal((got.code, glob.glob("given_up/model_*")), (1, []), "exit code and checkpoints")
+
+
+def test_gpu_telemetry():
+    """-lg on a GPU: what the driver's own program says of it as well. Of a library in its place:
+    test_seeing.py."""
+    if "CPU" in Program.device:
+        return
+    asked = subprocess.run(["nvidia-smi", "--format=csv,noheader,nounits", "--query-gpu=memory.total"],
+                           capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    gib = float(asked.stdout.split()[0]) / 1024
+    run_ok({"-x": 4, "-lg": 2, "-o": "telemetry"})
+    with open("telemetry/metrics.jsonl", encoding="ascii") as f:
+        lines = [json.loads(line) for line in f]
+    told = [line for line in lines if "gpu_mhz" in line]
+    check_equal([line["step"] for line in told], [2, 4], "steps with the GPU's clock")
+    for line in told:
+        check(100 <= line["gpu_mhz"] <= 5000 and 10 <= line["gpu_watts"] <= 2000 and
+              10 <= line["gpu_celsius"] <= 110 and 0.1 <= line["gpu_gib"] <= gib, f"of a GPU: {line}")
 
 
 if __name__ == "__main__":

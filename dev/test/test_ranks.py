@@ -228,6 +228,9 @@ def test_options():
                  {"--block": "parallel-tied", "--norm": "rmsnorm", "--dropout": 0.2},
                  {"--grad-clip": 0.01, "-u": 3}, {"-z": 4 * 3 * SMALL_T, "-b": 3}):
         same_bits(named(more), {**batch(8), **more}, worlds((1, 2), 0) + worlds((4,), 1, 2))
+    # three layers, which two ranks share out by two and one, and of which the fourth of four has none
+    same_bits("Muon", {"-e": ODD, "--optimizer": "muon", "-v": 3, "-m": 4, **batch(8, ODD_T)},
+              worlds((1, 2, 4), 0, 1, 2))
     same_bits("-r 0, 1 and 2", batch(8), [{"--gpus": 1, "-r": 0}, {"--gpus": 2, "-r": 1},
                                           {"--gpus": 2, "-r": 2, "-zs": 1}])
 

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 
-from test_ranks import enough, named, on_cpu, session_processes, side_by_side
+from test_ranks import enough, most_ranks, named, on_cpu, session_processes, side_by_side
 from trainer import *                   # gives: Program, Result, check, check_equal, main, write_shard, ...
 
 T_ROWS = 16
@@ -139,11 +139,18 @@ def left_over(folder):
 
 # ---- runs ----
 
+def unscaled(result):
+    """Without the lines about FP16's loss scale, which starts and grows too high: they are no complaints."""
+    if Program.precision == "FP16":
+        result.err = re.sub(r"^step \d+: the gradient is not finite .*\n", "", result.err, flags=re.M)
+    return result
+
+
 @functools.lru_cache(None)
 def undisturbed_run(key):
     data()
     folder = f"judge{len(os.listdir())}_{abs(hash(key))}"
-    result = run({**dict(key), "-o": folder})
+    result = unscaled(run({**dict(key), "-o": folder}))
     if result.code != 0 or result.err:
         raise RuntimeError(f"the undisturbed run fails: {result.err}")
     undisturbed_run.samples[folder] = result.samples()
@@ -218,7 +225,7 @@ def story(title, flags, stops, alone=False, behind=""):
     judge, wrong, began = undisturbed(flags), [], False
     for step, number in stops + [(10**9, None)]:
         words = resume_words(flags["-o"]) if alone and began else None
-        result = interrupted(flags, step, *[number] if number else [], words=words, behind=behind)
+        result = unscaled(interrupted(flags, step, *[number] if number else [], words=words, behind=behind))
         killed = result.code == -9 and number == signal.SIGKILL
         if not killed and result.code != 0:
             wrong.append(f"exit code {result.code} with {number}")
@@ -276,7 +283,7 @@ def test_variants():
     variants = [{"-n": 7}, {"-n": 1}, {"-n": 0}, {"-n": 5, "-v": 5, "-s": 5, "-g": 4}, {"-r": 1}, {"-r": 2},
                 {"-w": 0}, {"-b": 4}, {"-b": 16}, {"-z": 2 * T_ROWS, "-b": 2, "-x": 200, "-n": 30}, {"-a": 1},
                 {"--shuffle": 0}, {"--residual": "layernorm"}, {"-u": 10, "-k": "wsd"},
-                {"-x": "epoch", "-z": 64}]
+                {"-x": "epoch", "-z": 64}, {"--optimizer": "muon"}]
     if Program.precision != "FP32":
         variants += [{"--grad-dtype": "bf16"}, {"--grad-dtype": "bf16", "-w": 0}, {"-r": 2, "-w": 0}]
     stories = [(named(more), more, again) for more in variants]
@@ -286,6 +293,7 @@ def test_variants():
 
 def check_same_end(title, result, folder, judge):
     """A resumed run that went well and ended as the other one."""
+    result = unscaled(result)
     found = unlike(folder, judge)
     check(result.code == 0 and result.err == "" and not found,
           f"{title}: exit code {result.code}, {result.err.strip()}; differs in {found}")
@@ -463,7 +471,7 @@ def killed_life(flags, seed, kills):
             wrong.append(f"exit code {result.code}: {result.err}")
         killed += 1
         in_save += os.path.isdir(folder) and left_over(folder) != []
-    result = run(flags)
+    result = unscaled(run(flags))
     if result.code:
         wrong.append(f"exit code {result.code}")
     wrong += [line for line in result.err.splitlines() if not line.startswith("warning: the run in -o")]
@@ -619,7 +627,7 @@ def elastic(title, flags, stages):
     flags = {**flags, "-y": 1, "-o": f"elastic_{abs(hash(title))}"}
     wrong = []
     for more, step, number in stages:
-        result = interrupted({**flags, **more}, step, *[number] if number else [])
+        result = unscaled(interrupted({**flags, **more}, step, *[number] if number else []))
         if result.code != 0 and number != KILL:
             wrong.append(f"exit code {result.code} with {more}")
         wrong += [line for line in result.err.splitlines()
@@ -640,8 +648,12 @@ def test_elastic():
          [(ranks(4, 0), 3, TERM), (ranks(2, 1), 8, KILL), (ranks(1, 2), 14, USR1), (ranks(4, 0), *end)]),
         ("4, 2, 1, 4 at -zs 2, 0, 1, 2", each,
          [(ranks(4, 2), 6, TERM), (ranks(2, 0), 9, TERM), (ranks(1, 1), 15, KILL), (ranks(4, 2), *end)]),
+        ("Muon, 1, 2 at -zs 2, 4 at 1, 1", {**each, "--optimizer": "muon"},
+         [(ranks(1), 5, TERM), (ranks(2, 2), 9, KILL), (ranks(4, 1), 14, TERM), (ranks(1), *end)]),
         ("the default lanes, 1, 4 at -zs 1, 2", {},
-         [(ranks(1), 6, TERM), (ranks(4, 1), 13, KILL), (ranks(2), *end)])]
+         [(ranks(1), 6, TERM), (ranks(4, 1), 13, KILL), (ranks(2), *end)]),
+        ("2 at -zs 1, then 1, then 2 at -zs 2, then 2", each,
+         [(ranks(2, 1), 6, TERM), (ranks(1), 9, KILL), (ranks(2, 2), 15, USR1), (ranks(2), *end)])]
     if on_cpu():
         stories.append(("3 at -zs 1, then 6", {"-z": 12 * T_ROWS, "--lanes": 12, "--gpus": 3},
                         [(ranks(3, 1), 6, KILL), (ranks(6), 12, TERM), (ranks(6, 1), *end)]))
@@ -653,13 +665,13 @@ def test_elastic():
 
 
 def test_rank_killed_in_save():
-    """One of four ranks dies while all of them save their shards; two go on."""
-    if not enough(4, 4):
+    """One of four ranks (or two GPUs) dies while all of them save their shards; two go on."""
+    if not enough(2, 4):
         return
     flags, rng, in_save = {"--lanes": 16, "-n": 2}, random.Random(Program.numbers["seed"]), 0
     for i in range(4):
         folder = f"rank_killed{i}"
-        started = Started({**flags, **ranks(4, 1), "-o": folder})
+        started = Started({**flags, **ranks(min(4, most_ranks()), 1), "-o": folder})
         started.until(f"step {rng.randrange(3, 9)}/")
         end = time.monotonic() + LIMIT_S
         while started.p.poll() is None and time.monotonic() < end and not glob.glob(folder + "/state_*.part"):
@@ -674,7 +686,7 @@ def test_rank_killed_in_save():
         check(died and result.err.count("error: ") <= 1, f"{result.code}, {result.err.strip()}")
         result = run({**flags, **ranks(2, 1), "-y": 1, "-o": folder})
         result.err = re.sub("warning: the run in -o .*\n", "", result.err)      # it may begin anew
-        check_same_end("two ranks after the death of one of four", result, folder, undisturbed(flags))
+        check_same_end("two ranks after the death of one", result, folder, undisturbed(flags))
         check_equal(left_over(folder), [], "what belongs to no checkpoint")
     print(f"    {in_save} of 4 deaths were in a save")
 
@@ -688,7 +700,9 @@ OTHER_VALUES = {
     "--final-fraction": 0.5, "--weight-decay": 0, "--beta1": 0.8, "--beta2": 0.9, "--eps": "1e-6",
     "--grad-clip": 2, "--seed": 3, "--shuffle": 0, "--overfit": 1, "--tf32": 1, "--master-weights": 0,
     "--gelu-fusion": 1, "--residual": "layernorm", "--kernels": "portable", "--grad-dtype": "bf16",
-    "--lanes": 4, "--reduction": "nccl", "--block": "parallel", "--norm": "rmsnorm", "--dropout": 0.1}
+    "--lanes": 4, "--reduction": "nccl", "--optimizer": "muon", "--muon-lr": 0.03, "--muon-momentum": 0.9,
+    "--muon-steps": 4, "--muon-decay": 0.1,
+    "--block": "parallel", "--norm": "rmsnorm", "--dropout": 0.1}
 
 
 def flag_rows():
@@ -817,16 +831,16 @@ def test_nohup():
 
 def test_signals_for_ranks():
     """One signal for the launcher stops all ranks after the same step, and the run goes on from there."""
-    if not enough(3, 4):
+    if not enough(2, 4):
         return
     for number in (TERM, INT, USR1, HUP):
         folder = f"ranks_{number.name}"
-        result = interrupted({**ranks(2, 1), "-o": folder}, 7, number)
+        result = unscaled(interrupted({**ranks(2, 1), "-o": folder}, 7, number))
         check_equal((result.code, result.err), (0, STOPPING), f"{number.name} for two ranks")
         steps = steps_of(folder)
         check(steps and 7 <= steps[-1] < 24, f"{number.name}: checkpoints {steps}")
-        result = run({"-y": 1, "-o": folder, **ranks(4, 1)})
-        check_same_end(f"{number.name}, resumed on four", result, folder, undisturbed({}))
+        result = run({"-y": 1, "-o": folder, **ranks(min(4, most_ranks()))})
+        check_same_end(f"{number.name}, resumed at -zs 0", result, folder, undisturbed({}))
 
 
 def test_two_processes():
@@ -889,7 +903,11 @@ def test_bad_loss():
         check_equal((result.code, said), (0, [(str(31 + reports_late()), str(back))]), f"-n {every}")
         steps = log_columns(f"back{every}")["step"]
         check_equal(steps, list(range(60)), f"-n {every}: steps in main.log")
-        check_equal(len(skips(result)), 27 - reports_late(), f"-n {every}: reports of skipped updates")
+        # What is left of the data that cannot be learnt from; on a GPU the row behind it as well: it begins
+        # with token 1, and the sum that its LayerNorm takes is more than fp32 holds.
+        again = 27 - 20 - reports_late() + (not on_cpu())
+        check_equal(skips(result), [*range(12, 32), *range(back + 1, back + 1 + again)],
+                    f"-n {every}: steps whose update was skipped")
         check_equal(last_state(f"back{every}")[1]["rewinds"], "1", "times it went back, in the state")
     if enough(2):
         two_rows = {**flags, **data_of["many"], "-z": 2, "-n": 12, "-x": 40}

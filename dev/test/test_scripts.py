@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """The scripts as a user meets them, with stand-ins for what takes long or changes the machine: quickstart.sh,
-setup.sh, `make test` on a bare machine, plot_log.py, and the test runner itself.
+the recipes run_*.sh, setup.sh, `make test` on a bare machine, plot_log.py, and the test runner itself.
 
     python3 dev/test/test_scripts.py                # -k WORD: only tests whose name contains it
 
@@ -9,6 +9,7 @@ Standard library only. Every test works in a folder of its own; nothing is insta
 import glob
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,10 @@ from contextlib import redirect_stdout
 from checks import ROOT, check, main, skip          # stand beside this file, as do these
 import run as runner
 import break_all
+import check_docs
+
+sys.path.insert(1, os.path.join(ROOT, "dev", "data"))
+import get                                          # noqa: E402
 
 LIMIT_S = 600                                       # only a hang meets it
 
@@ -138,6 +143,126 @@ def test_quickstart_checks_its_promise():
     quickstart_tree()
     code, out, _ = quickstart("works", LAST="5.1")
     check(code == 1 and "5.100 at the end" in out, f"nothing learned: exit code {code}")
+
+
+# ---- run_*.sh: the recipes ----
+
+GPU_TRAINER = '#!/bin/sh\nfor word; do echo "$word"; done\n'
+RECIPES = sorted(os.path.basename(path) for path in glob.glob(os.path.join(ROOT, "scripts/run_*.sh")))
+
+
+def recipe(name, *words, gpus=1, **env):
+    """(exit code, {flag: value}, stderr) of a recipe where there are so many GPUs, and a stand-in trainer."""
+    write("bin/nvidia-smi", "#!/bin/sh\n" + "".join(f"echo 'GPU {i}: H'\n" for i in range(gpus)), True)
+    path = os.path.abspath("bin") + ":" + os.environ["PATH"]
+    code, out, err = call(["bash", "scripts/" + name, *words], path, **env)
+    lines = out.splitlines()
+    return code, dict(zip(lines[::2], lines[1::2])), err
+
+
+def recipes_tree():
+    copy("scripts/pretrain.sh", *("scripts/" + name for name in RECIPES))
+    write("train_gpt2cu", GPU_TRAINER, True)
+    write("dev/data/hellaswag/hellaswag_val.bin", "")
+
+
+def shards(folder):
+    for part in ("val_000000", "train_000001"):
+        write(f"{folder}/x_{part}.bin", "")
+
+
+def flag_error(flags):
+    """What the trainer says against these flags and values. --help comes last: it is reached if all is well.
+    A model's longest row is told where it is too short; no memory is taken before."""
+    trainer = os.path.join(ROOT, "train_gpt2cpu")
+    code, _, err = call([trainer, *(word for pair in flags.items() for word in pair), "--help"])
+    if code != 0:
+        return err
+    _, _, err = call([trainer, "--model", flags["--model"], "--sequence-length", "16777216"])
+    return "" if f"longest sequence, {flags['--sequence-length']}\n" in err else err
+
+
+def arithmetic(text, flags):
+    """What is wrong in a recipe's comment, from its flags."""
+    said = {name: re.search(form, text) for name, form in {
+        "parameters": r"([\d,]+): (\d+) layers, \d+ heads, C=(\d+), T=(\d+), V=50,257",
+        "tokens": r"tokens +([\d,]+) steps x ([\d,]+) = ([\d.]+e9)",
+        "warm-up": r"warm-up +(\d+) steps, ([\d.]+e9) tokens",
+        "flop": r"([\d.]+e\d\d)\s*(?:#\s*)?flop"}.items()}
+    if None in said.values():
+        return f"there is no {[name for name in said if not said[name]]}"
+
+    def number(name, group):
+        return float(said[name][group].replace(",", ""))
+    parameters, L, C, T = (number("parameters", i) for i in (1, 2, 3, 4))
+    batch = float(flags["--total-batch"])
+    total = float(flags["--max-steps"]) * batch
+    facts = {"parameters": parameters == 12 * L * C * C + (50257 + T) * C + 13 * L * C + 2 * C,
+             "T": T == float(flags["--sequence-length"]),
+             "steps": said["tokens"][1].replace(",", "") == flags["--max-steps"],
+             "batch": number("tokens", 2) == batch,
+             "tokens": said["tokens"][3] == f"{total / 1e9:.2f}e9",
+             "warm-up": said["warm-up"][1] == flags["--warmup"],
+             "warm-up's tokens": said["warm-up"][2] == f"{number('warm-up', 1) * batch / 1e9:.2f}e9",
+             "flop": said["flop"][1] == f"{6 * parameters * total:.1e}".replace("e+", "e")}
+    times = re.findall(r"([\d.]+e9) / \(?(?:8 x )?([\d.,]+)K.*? = ([\d.]+) (hours|days)", text)
+    for tokens, speed, time_, unit in times:
+        gpus = 8 if f"8 x {speed}K" in text else 1
+        seconds = float(tokens) / (float(speed.replace(",", "")) * 1e3 * gpus)
+        wanted = seconds / {"hours": 3600, "days": 86400}[unit]
+        digits = len(time_.partition(".")[2])
+        facts[f"{time_} {unit}"] = time_ == f"{wanted:.{digits}f}" and float(tokens) == round(total, -7)
+    facts["two times"] = len(times) == 2
+    return ", ".join(name for name, right in facts.items() if not right)
+
+
+def test_recipes_say_what_they_do():
+    recipes_tree()
+    check(len(RECIPES) == 5, f"recipes: {RECIPES}")
+    for name in RECIPES:
+        text = read("scripts/" + name)
+        shutil.rmtree("dev/data/fineweb100B-shards", ignore_errors=True)        # several recipes'
+        code, _, err = recipe(name)
+        wanted = re.search(r"hint: (python3 dev/data/get.py (\S+)(?: --shards (\d+))?) ", err)
+        check(code == 1 and wanted and wanted[1] in text, f"{name} without data: {code}, {err}")
+        known = {d.name: d for d in get.DATASETS}.get(wanted[2])
+        check(known is not None, f"{name}: get.py does not know {wanted[2]}")
+        shards("dev/data/" + wanted[2])
+        code, flags, err = recipe(name)
+        check(code == 0 and flag_error(flags) == "", f"{name}: {code}, {flag_error(flags)}")
+        check(flags["--resume"] == "1" and flags["--output-dir"] == "runs/" + name[4:-3] and
+              flags["--evaluate"] == "1" and "--gpus" not in flags, f"{name}: {flags}")
+        check(arithmetic(text, flags) == "", f"{name}: {arithmetic(text, flags)}")
+        tokens = float(flags["--max-steps"]) * float(flags["--total-batch"])
+        check(tokens <= 1e8 * int(wanted[3] or 1e9), f"{name}: fewer shards than it trains on")
+        code, flags, err = recipe(name, gpus=8)
+        rows = int(flags["--micro-batch"]) * int(flags["--sequence-length"]) * 8
+        check(code == 0 and flag_error(flags) == "" and flags["--gpus"] == "8" and
+              flags["--zero-stage"] == "1" and int(flags["--total-batch"]) % rows == 0, f"{name}: {flags}")
+
+
+def test_recipes_take_words():
+    recipes_tree()
+    name = "run_gpt2_124M.sh"
+    shards("elsewhere")
+    os.remove("dev/data/hellaswag/hellaswag_val.bin")
+    code, flags, err = recipe(name, "--output-dir", "runs/short", "--log-every", "5", gpus=8,
+                              data="elsewhere")
+    check(code == 0 and flags["--train-data"] == "elsewhere/*_train_*.bin" and "--evaluate" not in flags and
+          "get.py hellaswag" in err, f"{code}, {flags}, {err}")
+    code, out, err = call(["bash", "scripts/" + name, "--max-steps=20", "--output-dir", "runs/short"],
+                          data="elsewhere", gpus="4")
+    words = out.splitlines()
+    check(words.count("--output-dir") == 1 and "runs/short" in words and "--max-steps" not in words and
+          "--max-steps=20" in words and words[words.index("--gpus") + 1] == "4", f"{words}{err}")
+    for gpus in ("0", "two"):
+        code, _, err = call(["bash", "scripts/" + name], data="elsewhere", gpus=gpus)
+        check(code == 1 and f"error: gpus={gpus}: " in err and "\nhint: " in err, f"{gpus}: {code}, {err}")
+    code, _, err = recipe(name, gpus=0, data="elsewhere")
+    check(code == 1 and "error: gpus=0: " in err, f"no GPU: {code}, {err}")
+    os.remove("train_gpt2cu")
+    code, _, err = recipe(name, data="elsewhere")
+    check(code == 1 and err.endswith("hint: make train_gpt2cu\n"), f"no program: {code}, {err}")
 
 
 # ---- setup.sh, and make test on a bare machine ----
@@ -425,6 +550,29 @@ def test_hugging_face_recipe():
     write("../stubs/transformers.py", "raise ImportError")
     code, _, err = call(twin + ["hf:gpt2"], PYTHONPATH=stubs)
     check(code == 1 and "pip install transformers" in err, f"no transformers: {code}, {err}")
+
+
+# ---- README's commands ----
+
+# what is wrong in a line, and what is said of it
+WRONG = {"    make nothing": "no target nothing", "    make plot RUM=x": "no setting RUM",
+         "    make test && make nothing": "no target", "    ./train_gpt2cu -zz 3": "unknown flag '-zz'",
+         "    mpirun -np 2 ./train_gpt2cu ... -zs 7": "0 to 2, not '7'", "see `make nothing`": "nothing",
+         "    python3 dev/data/none.py": "no dev/data/none.py", "see [x](none.md)": "no none.md",
+         "    python3 dev/data/get.py tinystories --nonsense": "knows no --nonsense",
+         "    scripts/run_none.sh": "no scripts/run_none.sh", "see `dev/none.py`": "no dev/none.py",
+         "    build/none runs/x": "no target none", "    foo bar": "foo is neither",
+         "    a=1 make \\\n      nothing": "no target nothing"}
+
+
+def test_readme_commands():
+    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
+        seen = check_docs.look(f.read())
+    for what, error in seen:
+        check(error == "", f"{what}: {error}")
+    for text, wanted in WRONG.items():
+        seen = check_docs.look(text + "\n")
+        check(len(seen) == 1 and wanted in seen[0][1], f"{text}: {seen}")
 
 
 # ---- break_all.py ----

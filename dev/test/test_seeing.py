@@ -304,6 +304,22 @@ def test_plot_reads():
         check(code == 1 and said in err and "Trace" not in err and err.count("\n") <= 3, f"{path}: {err}")
 
 
+def test_plot_seconds():
+    """Over time: a point stands where the steps before it end, first steps that compile included."""
+    made_run("timed", 4)
+    log = read_bytes("timed/metrics.jsonl").decode()
+    write("timed/metrics.jsonl", log.replace('"ms": 2', '"ms": 5000', 1))
+    run = plot_log().Run("timed")
+    values = {name: curve[1] for name, curve in run.curves.items()}
+    plot_log().by_seconds(run)
+    for name, at in (("train", [0, 5, 5.002, 5.004]), ("val", [0]), ("speed", [0, 5, 5.002, 5.004])):
+        check_close(run.curves[name][0], at, 1e-9, f"{name}: seconds")
+        check_equal(run.curves[name][1], values[name], f"{name}: values")
+    os.remove("timed/metrics.jsonl")
+    code, _, err = script(PLOT, "timed", "--seconds")
+    check(code == 1 and "timed/main.log has no times" in err and "Trace" not in err, f"without times: {err}")
+
+
 def test_plot_smooth():
     """Means around each point: a straight line stays as it is, a NaN leaves a gap and nothing else."""
     smooth = plot_log().smooth
@@ -322,7 +338,7 @@ def test_plot_draws():
     try:
         import matplotlib                                       # noqa: F401
     except ImportError:
-        skip("matplotlib is not installed", 18)
+        skip("matplotlib is not installed", 19)
         return
     made_run("web", **{"val-data": "data/fineweb10B/fineweb_val_*.bin", "model": "d12"})
     made_run("other", 10, **{"val-data": "val.bin", "model": "d12"})
@@ -349,6 +365,8 @@ def test_plot_draws():
         web.settings = {"val-data": data, "model": model}
         check_equal(web.is_on_fineweb(), wanted, f"FineWeb: {data}, {model}")
     web.settings = {}
+    check_equal([axes.get_xlabel() for axes in plot.draw([web], across="s", loss_alone=True).axes], ["s"],
+                "the loss alone")
     figure = panels(plot.draw([web, other]))
     titles = ["loss (nats per token)", "questions, normalised accuracy", "learning rate", "gradient norm",
               "tokens/s"]
@@ -372,6 +390,115 @@ def test_plot_draws():
     check_equal(read_bytes("both.png")[:8], b"\x89PNG\r\n\x1a\n", "both.png") if code == 0 else None
     code, _, err = script(PLOT, "web", "-o", "nowhere/x.png")
     check(code == 1 and err.startswith("error: cannot write nowhere/x.png") and "Trace" not in err, err)
+
+
+# ---- -lg: what the driver's library tells of the GPU ----
+
+# In its place. NVML is what this one can do; NVML_LOG: a line for each start, GPU asked for, and end.
+FAKE_NVML = r"""
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+static bool can(const char* what) { return strstr(getenv("NVML"), what) != nullptr; }
+static void note(const char* what) {
+    FILE* f = fopen(getenv("NVML_LOG"), "a");
+    fprintf(f, "%s\n", what);
+    fclose(f);
+}
+static int gpu, reads;
+static const int kNotSupported = 3, kNotFound = 6;
+extern "C" {
+int nvmlInit_v2() { note("init"); return can("init") ? 0 : 9; }
+int nvmlShutdown() { note("end"); return 0; }
+int nvmlDeviceGetHandleByPciBusId_v2(const char* id, void** handle) {
+    note(id);
+    *handle = &gpu;
+    return can("gpu") ? 0 : kNotFound;
+}
+int nvmlDeviceGetClockInfo(void* h, int type, unsigned* mhz) {
+    *mhz = 1900 + 10 * ++reads;
+    return h == &gpu && type == 1 ? 0 : 2;
+}
+int nvmlDeviceGetPowerUsage(void* h, unsigned* mw) {
+    *mw = 690600;
+    return can("watts") && h == &gpu ? 0 : kNotSupported;
+}
+int nvmlDeviceGetTemperature(void* h, int sensor, unsigned* celsius) {
+    *celsius = 63;
+    return h == &gpu && sensor == 0 ? 0 : 2;
+}
+int nvmlDeviceGetMemoryInfo(void* h, unsigned long long* bytes) {
+    bytes[0] = 150ull << 30, bytes[1] = 120ull << 30, bytes[2] = 30ull << 30;
+    return h == &gpu ? 0 : 2;
+}
+#ifdef OLD
+int nvmlDeviceGetCurrentClocksThrottleReasons
+#else
+int nvmlDeviceGetCurrentClocksEventReasons
+#endif
+(void* h, unsigned long long* reasons) {
+    *reasons = can("cool") ? 1 : 0x4 | 0x20;
+    return h == &gpu ? 0 : 2;
+}
+}
+"""
+GPU_WORDS = re.compile(r" \| ETA \S+(?: \| (.*))?$", re.M)
+
+
+def with_nvml(folder, can, flags):
+    """(Result, {step: fields of metrics.jsonl that begin with gpu_}, lines of NVML_LOG)"""
+    shutil.rmtree("lg", ignore_errors=True)
+    write("nvml.log", "")
+    env = Program.environment(1, LD_LIBRARY_PATH=os.path.abspath(folder), NVML=can, NVML_LOG="nvml.log")
+    p = subprocess.run(Program.command({"-o": "lg", **QUICK, **flags}), capture_output=True, timeout=LIMIT_S,
+                       env=env)
+    result = check_ran(Result(p.returncode, p.stdout.decode("latin-1"), p.stderr.decode("latin-1"), []))
+    told = {r["step"]: {key: x for key, x in r.items() if key.startswith("gpu_")} for r in metrics("lg")
+            if "loss" in r}
+    return result, told, read_bytes("nvml.log").decode().split()
+
+
+def test_telemetry():
+    """On the line and in metrics.jsonl, every so many steps, of the GPU that the program computes on; nothing
+    else changes. Where there is no library, or it does not know that GPU, nothing is said."""
+    if not shutil.which("g++"):
+        skip("no g++")
+        return
+    for name, words in (("nvml", []), ("nvml_old", ["-DOLD"])):
+        os.makedirs(name)
+        write(name + ".cpp", FAKE_NVML)
+        subprocess.run(["g++", "-shared", "-fPIC", *words, "-o", name + "/libnvidia-ml.so.1", name + ".cpp"],
+                       check=True)
+    run_ok({"-x": 6, "-o": "plain", **QUICK})
+
+    def sample(n, **more):
+        return {"gpu_mhz": 1900 + 10 * n, "gpu_watts": 690.6, "gpu_celsius": 63, "gpu_gib": 30,
+                "gpu_limits": "power cap, heat", **more}
+    result, told, asked = with_nvml("nvml", "init gpu watts", {"-x": 6, "-lg": 2})
+    check_equal(told, {1: {}, 2: sample(1), 3: {}, 4: sample(2), 5: {}, 6: sample(3)}, "in metrics.jsonl")
+    check_equal(GPU_WORDS.findall(result.out),
+                ["" if step % 2 else f"19{step // 2}0 MHz 691 W 63 C 30.0 GiB, power cap, heat"
+                 for step in range(1, 7)], "on the lines")
+    check_equal(asked, ["init", "cpu", "end"], "asked of the library: a CPU is no GPU, so this is no bus id")
+    check_equal(read_bytes("lg/main.log"), read_bytes("plain/main.log"), "main.log")
+    curves = plot_log().Run("lg").curves
+    check_equal((curves["clock"], curves["memory"]), (([1, 3, 5], [1910, 1920, 1930]), ([1, 3, 5], [30] * 3)),
+                "curves to plot")
+
+    result, told, _ = with_nvml("nvml", "init gpu cool", {"-x": 6, "-lg": 2, "--log-every": 3})
+    check_equal(told[2], {"gpu_mhz": 1910, "gpu_celsius": 63, "gpu_gib": 30, "gpu_limits": ""},
+                "what it does not tell is left out")
+    check_equal(GPU_WORDS.findall(result.out), ["1910 MHz 63 C 30.0 GiB", "1930 MHz 63 C 30.0 GiB"],
+                "a line has the last one before it")
+    _, told, _ = with_nvml("nvml_old", "init gpu watts", {"-x": 1, "-lg": 1})
+    check_equal(told, {1: sample(1)}, "of an older driver")
+    for what, folder, can, flags, wanted in (
+            ("no library", ".", "", {"-lg": 1}, []), ("not asked for", "nvml", "init gpu", {}, []),
+            ("it cannot start", "nvml", "", {"-lg": 1}, ["init"]),
+            ("another GPU", "nvml", "init", {"-lg": 1}, ["init", "cpu", "end"])):
+        result, told, asked = with_nvml(folder, can, {"-x": 2, **flags})
+        check_equal((told, asked, result.err), ({1: {}, 2: {}}, wanted, ""), what)
+        check_equal(GPU_WORDS.findall(result.out), ["", ""], what)
 
 
 # ---- TensorBoard ----

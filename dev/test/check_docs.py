@@ -1,0 +1,274 @@
+#!/usr/bin/env python3
+"""Does what README.md tells users to type work?
+
+    make check-docs                                         # runs its commands, in a copy of the repository
+    python3 dev/test/check_docs.py --only-look              # files, make targets and flags exist (seconds)
+    python3 dev/test/check_docs.py --without quickstart     # all commands but those with this word
+
+A command is a line of a block, or several of which all but the last end in a backslash. They run in their
+order. SMALLER says what is changed so that each takes seconds; NOT_HERE, which commands this machine cannot
+run, and why: they are told, and counted as skipped. On a GPU train_gpt2cu is what its name says; elsewhere it
+is train_gpt2cpu under that name, with a tiny model. The data sets are made of the built-in stories, so that
+nothing is downloaded.
+"""
+import argparse
+import glob
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
+TINY = "L2,NH2,C32,T32,V50257"
+LIMIT_S = 900                           # of a command; only a hang meets it
+# what a line of a block begins with that is no command, but what one prints
+PRINTED = ("val loss ", "questions: ", "eval ", "step ", "error: ")
+TRAINER = r"(^|&& |-np \d+ )\./train_gpt2c[up]u?\b"
+
+# pattern, what stands there on a CPU, and on a GPU (None: what it is)
+SMALLER = [
+    (r"(--max-steps|-x) (19073|1000|500|400|100|50)\b", r"\1 6", r"\1 6"),
+    (r"model_00019073", "model_00000008", "model_00000008"),
+    (r"(-u|--warmup) \d+", r"\1 2", r"\1 2"),
+    (r" \.\.\.", " -x 8 -v 0 -s 0", " -x 8 -v 0 -s 0"),
+    (r"-b \d+", "-b 2", None),
+    (r"-t \d+", "-t 32", None),
+    (r"-z \d+", "-z 512", None),
+    (r"-e d12\b", "-e " + TINY, None),
+    (r"--gpus 8", "--gpus 2", "--gpus {gpus}"),
+    (r"mpirun -np 16", "mpirun --allow-run-as-root --oversubscribe -np 2",
+     "mpirun --allow-run-as-root -np {gpus}"),
+    (r"make train_gpt2cu\b", "make train_gpt2cpu && ln -sf train_gpt2cpu train_gpt2cu", None),
+    (r"make tinyshakespeare train_gpt2cu PRECISION=FP32", "make train_gpt2cpu", None),
+    (r"make tinyshakespeare\b", r"\g<0> TEXT=made/stories.txt", r"\g<0> TEXT=made/stories.txt"),
+    (r"(get.py (tinystories|fineweb10B-shards|hellaswag)\b)", r"\1 --from made/\2", r"\1 --from made/\2"),
+    (r"scripts/run_gpt2_124M.sh", f"gpus=1 scripts/run_gpt2_124M.sh --max-steps 4 --warmup 2 --model {TINY} "
+     "--sequence-length 32 --micro-batch 2 --total-batch 512 --val-batches 2",
+     "scripts/run_gpt2_124M.sh --max-steps 4 --warmup 2 --val-batches 2"),
+]
+
+
+def has_module(name):
+    return importlib.util.find_spec(name) is not None
+
+
+# pattern, can it run here?, why not
+NOT_HERE = [
+    (r"make test\b", lambda: False, "runs this very check"),
+    (r"get.py fineweb10B( |$)|get.py hub ", lambda: False, "needs the network"),
+    (r"get.py debian-docs", lambda: False, "asks apt for 38 packages"),
+    (r"pip install|import_hf.py gpt2 |setup.sh tensorboard", lambda: False, "installs or downloads"),
+    (r"mmlu_test.bin", lambda: False, "MMLU is not made here"),
+    (r"HOST:PORT", lambda: False, "HOST stands for one of yours"),
+    (r"mpirun", lambda: shutil.which("mpirun"), "no mpirun"),
+    (r"srun", lambda: shutil.which("srun"), "no SLURM"),
+    (r"torchrun|dev/reference/train_gpt2.py", lambda: has_module("torch"), "no PyTorch"),
+    (r"lm_eval", lambda: shutil.which("lm_eval"), "no lm-eval"),
+    (r"tensorboard_log.py", lambda: has_module("tensorboard"), "no tensorboard"),
+]
+
+
+# ---- the text ----
+
+def commands(text):
+    """Those of README's blocks, one string each, without what follows a `#`."""
+    lines = iter(line[4:].rstrip() for line in text.split("\n") if line.startswith("    "))
+    for line in lines:
+        while line.endswith("\\"):
+            line = line[:-1] + next(lines, "").lstrip()
+        line = re.sub(r"\s+# .*", "", line)
+        if not line.startswith(PRINTED):
+            yield line
+
+
+def inline(text):
+    """What stands in backticks."""
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+# ---- looking only ----
+
+def targets():
+    """Makefile's targets and settings."""
+    with open(os.path.join(ROOT, "Makefile"), encoding="utf-8") as f:
+        text = f.read()
+    names = {name for line in re.findall(r"^([\w. /%$()-]+?):(?!=)", text, re.M) for name in line.split()}
+    phony = {name for line in re.findall(r"^\.PHONY: (.*)", text, re.M) for name in line.split()}
+    settings = set(re.findall(r"\$\((\w+)\)|\$\(value (\w+)\)|\"\$\$(\w+)\"", text))
+    return names | phony, {name for found in settings for name in found if name} | {"RUN", "RUN2"}
+
+
+def make_error(words):
+    names, settings = targets()
+    for word in words:
+        name, setting, _ = word.partition("=")
+        if name not in (settings if setting else names) and not word.startswith("build/"):
+            return f"make knows no {'setting' if setting else 'target'} {name}"
+    return ""
+
+
+def trainer_error(words):
+    """The program itself parses the flags; --help comes last, and is reached if all of them are known."""
+    words = [{"RANK": "0"}.get(word, word) for word in words if word != "..."]
+    return subprocess.run(["./train_gpt2cpu", *words, "--help"], cwd=ROOT, stdout=subprocess.DEVNULL,
+                          stderr=subprocess.PIPE, text=True, check=False).stderr.strip()
+
+
+sources = {}
+
+
+def script_error(path, words):
+    if not os.path.exists(os.path.join(ROOT, path)):
+        return f"there is no {path}"
+    if path not in sources:
+        with open(os.path.join(ROOT, path), encoding="utf-8") as f:
+            sources[path] = f.read()
+    for word in words:
+        name = word.partition("=")[0]
+        if name.startswith("--") and not re.search(re.escape(name) + r"\b", sources[path]):
+            return f"{path} knows no {name}"
+    return ""
+
+
+def command_error(line):
+    """What is wrong in one of the commands that && and & join."""
+    words = shlex.split(line)
+    while words and re.fullmatch(r"\w+=\S*", words[0]):         # settings of the environment
+        words = words[1:]
+    trainer = [i for i, word in enumerate(words) if word.startswith("./train_gpt2")]
+    if trainer:
+        return trainer_error(words[trainer[0] + 1:])
+    if words[0] == "make":
+        return make_error(words[1:])
+    if words[0] in ("python", "python3", ".venv/bin/python"):
+        return script_error(words[1], words[2:])
+    if words[0].startswith("build/"):
+        return make_error([words[0][6:]])
+    if "/" in words[0] and not words[0].startswith(".venv/"):
+        return script_error(words[0], [])
+    known = words[0] in ("pip", "lm_eval", "mpirun", "srun", "torchrun", "git", "ncu") or "/" in words[0]
+    return "" if known else f"{words[0]} is neither a command that README uses nor one of PRINTED"
+
+
+def path_error(path):
+    return "" if os.path.exists(os.path.join(ROOT, path)) else f"there is no {path}"
+
+
+def look(text):
+    """[(command or word, what is wrong with it or "")]"""
+    def errors(line):
+        return "; ".join(filter(None, map(command_error, re.split(r" && | & ", line))))
+    seen = [(line, errors(line)) for line in commands(text)]
+    for word in inline(text):
+        if word.startswith(("make ", "./train_gpt2", "python3 dev/")):
+            seen.append((word, errors(word)))
+        elif re.fullmatch(r"(dev|llmc|scripts)/[\w./-]*", word) and word != "dev/data/NAME":
+            seen.append((word, path_error(word)))
+    return seen + [(path, path_error(path)) for path in re.findall(r"\]\(([^)#:]+)\)", text)]
+
+
+# ---- running ----
+
+def prepare(folder):
+    """A copy of the repository with what its commands take as given: texts of yours, downloads."""
+    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
+                            capture_output=True, text=True, check=True).stdout.split("\0")
+    for path in filter(None, listed):
+        if os.path.isfile(os.path.join(ROOT, path)):
+            os.makedirs(os.path.join(folder, os.path.dirname(path)), exist_ok=True)
+            shutil.copy(os.path.join(ROOT, path), os.path.join(folder, path))
+    os.chdir(folder)
+    if os.path.exists(os.path.join(ROOT, ".venv")) and not os.path.exists(".venv"):
+        os.symlink(os.path.join(ROOT, ".venv"), ".venv")
+    subprocess.run(["make", "-s", "stories", "tokenize"], check=True)
+    for path, size in (("made/stories.txt", 600000), ("my/texts/mine.txt", 800000),
+                       ("made/tinystories/TinyStoriesV2-GPT4-train.txt", 300000),
+                       ("made/tinystories/TinyStoriesV2-GPT4-valid.txt", 100000)):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        subprocess.run(["build/stories", "--seed", str(size), "--bytes", str(size), "-o", path], check=True)
+    words = ["made/stories.txt", "-o", "made/stories", "--val-tokens", "20000"]
+    subprocess.run(["build/tokenize", *words], check=True)
+    for to in ("made/fineweb10B-shards", "dev/data/fineweb10B"):
+        os.makedirs(to, exist_ok=True)
+        shutil.copy("made/stories_train.bin", to + "/fineweb_train_000001.bin")
+        shutil.copy("made/stories_val.bin", to + "/fineweb_val_000000.bin")
+    os.makedirs("made/hellaswag")
+    with open("made/hellaswag/hellaswag_val.jsonl", "w", encoding="utf-8") as f:
+        for i in range(20):
+            endings = ["she went home.", "it rained.", "all was well.", "he sang."]
+            f.write(json.dumps({"ctx": f"Mei counted to {i}, and then", "label": i % 4, "endings": endings}))
+            f.write("\n")
+
+
+def smaller(line, gpus):
+    for pattern, on_cpu, on_gpu in SMALLER:
+        instead = on_gpu if gpus else on_cpu
+        if instead is not None:
+            line = re.sub(pattern, instead.replace("{gpus}", str(gpus)), line, count=1)
+    begins = re.search(TRAINER, line) and " -e " not in line and not re.search(r"-y 1 -o \S+$", line)
+    return line + " -e " + TINY if begins and not gpus else line
+
+
+def run_all(text, gpus, without):
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    for line in commands(text):
+        whys = [why for pattern, here, why in NOT_HERE if re.search(pattern, line) and not here()]
+        whys += [f"--without {word}" for word in without if word in line]
+        if whys:
+            counts["skipped"] += 1
+            print(f"SKIP ({whys[0]}): {line}", flush=True)
+            continue
+        began, run = time.monotonic(), smaller(line, gpus)
+        try:
+            done = subprocess.run(["bash", "-eo", "pipefail", "-c", run], stdin=subprocess.DEVNULL,
+                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT_S,
+                                  check=False)
+            code, said = done.returncode, done.stdout.decode("utf-8", "replace")
+        except subprocess.TimeoutExpired:
+            code, said = "no end", ""
+        counts["passed" if code == 0 else "failed"] += 1
+        print(f"{'ok' if code == 0 else 'FAIL'} ({time.monotonic() - began:.0f} s): {run}", flush=True)
+        if code != 0:
+            print(f"    exit code {code}\n    " + "\n    ".join(said.rstrip().split("\n")[-8:]), flush=True)
+    return counts
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--only-look", action="store_true", help="run nothing")
+    parser.add_argument("--without", action="append", default=[], metavar="WORD",
+                        help="commands that are left out")
+    parser.add_argument("--keep", action="store_true", help="keep the copy of the repository")
+    args = parser.parse_args()
+    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
+        text = f.read()
+    seen = look(text)
+    wrong = [(what, error) for what, error in seen if error]
+    for what, error in wrong:
+        print(f"FAIL {what}\n    {error}")
+    if args.only_look or wrong:
+        print(f"{len(seen) - len(wrong)} passed, {len(wrong)} failed, 0 skipped")
+        return 1 if wrong else 0
+    listed = subprocess.run("nvidia-smi -L", shell=True, capture_output=True, text=True, check=False).stdout
+    folder = tempfile.mkdtemp(prefix="check_docs_")
+    try:
+        prepare(folder)
+        counts = run_all(text, len(re.findall("^GPU ", listed, re.M)), args.without)
+    finally:
+        os.chdir(ROOT)
+        if args.keep:
+            print(f"kept {folder}")
+        else:
+            shutil.rmtree(folder)
+    print("{passed} passed, {failed} failed, {skipped} skipped".format(**counts))
+    return 1 if counts["failed"] or not counts["passed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
