@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""PyTorch's compiled form of what `profile_gpt2cu norms` times: dropout, the addition to the residual, one or two
-norms, forward and backward, in bf16 with fp32 weights. Without PyTorch and a GPU: a line that says so.
+"""PyTorch's compiled form of what `profile_gpt2cu norms` times: dropout, the addition to the residual stream,
+one or two norms, forward and backward, in bf16 with fp32 weights. Without PyTorch or a GPU it says so.
 
     python3 dev/bench/norms.py [C ...]              default: 768 1600 4096 8192; `make bench-ops` calls it
 """
