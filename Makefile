@@ -68,7 +68,8 @@ WARNINGS = -Wall -Wextra
 test_gpt2cpu build/asan/test_gpt2cpu: private WARNINGS += -Wno-unused-function
 CPU_OPT := $(if $(filter 1,$(DEBUG)),-O0 -g -DDEBUG,-O3 -march=native -fno-math-errno)
 CPU_FLAGS = -std=c++17 -I. $(WARNINGS) $(CPU_OPT) -pthread $(OPENMP)
-CPU_LIBS = $(filter -l%,$(OPENBLAS)) $(filter-out -D% -I%,$(MPI_FLAGS)) -ldl#  dlopen, before glibc 2.34
+# -ldl: dlopen, before glibc 2.34
+CPU_LIBS = -ldl $(filter -l%,$(OPENBLAS)) $(filter-out -D% -I%,$(MPI_FLAGS))
 MODEL_FLAGS = -DGPT2_CPU $(filter -D%,$(OPENBLAS)) $(filter -D% -I%,$(MPI_FLAGS))
 ASAN_FLAGS = -std=c++17 -I. $(WARNINGS) -O2 -g -pthread -fsanitize=address,undefined -fno-sanitize-recover=all
 TSAN_FLAGS = -std=c++17 -I. $(WARNINGS) -O1 -g -pthread -fsanitize=thread

@@ -41,7 +41,7 @@ static std::vector<std::string> output_names() {        // OP.OUTPUT of every ou
 
 #ifdef GPT2_CPU
 template <class Real> static void break_output(Real* data, size_t count, Stream) {
-    for (size_t i = 0; i < count; i++) { data[i] *= (Real)1.01; }
+    for (size_t i = 0; i < count; i++) { data[i] = (Real)((double)data[i] * 1.01); }    // also whole numbers
 }
 #else
 template <class Real>
@@ -786,8 +786,9 @@ static void test_muon_updates(const Config& c) {
                 const std::string what = format("%s.%d, part %d, update %u", s.name, l, part, step + 1);
                 CHECK(sqrt(m_off) <= 1e-5 * sqrt(m_length), "%s: m is off by %.2e", what.c_str(),
                       sqrt(m_off / m_length));
-                CHECK(sqrt(off) <= 2 * sqrt(near) + 2e-3 * sqrt(length), "%s: off by %.2e, allowed %.2e",
-                      what.c_str(), sqrt(off / length), 2 * sqrt(near / length) + 2e-3);
+                // 16 bits: small singular values decide how far each rounding comes through
+                CHECK(sqrt(off) <= 3 * sqrt(near) + 2e-3 * sqrt(length), "%s: off by %.2e, allowed %.2e",
+                      what.c_str(), sqrt(off / length), 3 * sqrt(near / length) + 2e-3);
                 CHECK(fabs(along / length - 1) <= (kLowPrecision ? 2e-2 : 2e-3), "%s: %.5f times as long",
                       what.c_str(), along / length);
             }
@@ -950,11 +951,13 @@ static void test_invariance(const char* name, const Config& c) {
             gpt2_free(&model);
         }
     }
-    TEST("Muon: two updates, a skipped one, some layers at a time") { test_muon_updates(c); }
-    TEST("a checkpoint, Muon") {
-        Options muon = o;
-        muon.muon = true;
-        test_checkpoint(c, muon, true);
+    if (kDeviceIsAsync || c.C <= 40) {      // a CPU's loops are the same for both
+        TEST("Muon: two updates, a skipped one, some layers at a time") { test_muon_updates(c); }
+        TEST("a checkpoint, Muon") {
+            Options muon = o;
+            muon.muon = true;
+            test_checkpoint(c, muon, true);
+        }
     }
     for (bool at_once : {true, false}) {
         for (bool master : {true, false}) {
@@ -998,6 +1001,90 @@ static void test_lane_gradients(const Config& c) {
             CHECK(same_bits(got[i], alone[0][i]), "%d lanes: gradient of %s differs by %g", lanes,
                   model.param_specs[i].name,
                   relative_error(got[i].data(), alone[0][i].data(), got[i].size()));
+        }
+        gpt2_free(&model);
+    }
+}
+
+// Texts that are written with kept keys and values, past T, three at once: logits against those of whole
+// forwards, the device's draws against sample_token's; each text alone; and training beside it.
+static void test_writing(const char* name, const Config& c) {
+    const int T = c.maxT, count = T + 9, kRow = 1;
+    const std::vector<int> prompt = {7, c.V - 1, 0, 250, 7};
+    Options o = default_options();
+    o.text_rows = 3;
+    o.sampling = {0.9f, 20, 0.9f};
+    TEST(format("writing: %s", name).c_str()) {
+        GPT2 model;
+        start_model(&model, c, o, 2, T);
+        const Decoder& d = model.decoder;
+        std::vector<std::vector<int>> texts(o.text_rows, prompt);
+        std::vector<std::vector<float>> logits;         // of one of the texts
+        int wrong = 0;
+        for (int i = 0, position = T; i < count; i++, position++) {
+            if (position == T) { position = decoder_begin(&model, texts, 0, 5u << 24) - 1; }
+            decoder_step(&model, 0);
+            std::vector<floatX> raw((size_t)o.text_rows * c.V);
+            copy_to_host(raw.data(), d.logits, raw.size() * sizeof(floatX), model.stream);
+            stream_sync(model.stream);
+            const std::vector<float> all(raw.begin(), raw.end());
+            for (int row = 0; row < o.text_rows; row++) {
+                const uint64_t n = (5u << 24) + texts[row].size();
+                const double coin = rand_unit(o.seed, RAND_SAMPLE, (uint32_t)row, n);
+                wrong += d.drawn[row] != sample_token(&all[(size_t)row * c.V], c.V, o.sampling, coin);
+                texts[row].push_back(std::min(std::max(d.drawn[row], 0), c.V - 1));
+            }
+            logits.emplace_back(all.begin() + kRow * c.V, all.begin() + (kRow + 1) * c.V);
+        }
+        CHECK(wrong == 0, "%d of %d tokens are not what sample_token draws", wrong, count * o.text_rows);
+        CHECK(texts[0] != texts[1] && texts[1] != texts[2], "texts of different streams are equal");
+
+        std::vector<int> context = prompt;
+        double worst = 0.0;
+        int other = 0;
+        for (int i = 0; i < count; i++) {
+            if ((int)context.size() > T) { context.erase(context.begin(), context.end() - T / 2); }
+            const int n = (int)context.size();
+            gpt2_set_inputs(&model, context.data(), nullptr, 1, n, ClassifierMode::LossOnly);
+            gpt2_forward(&model, 1, n);
+            gpt2_logits(&model, n - 1, 1);
+            const std::vector<float> whole = host_logits(&model, 1);
+            const double error = relative_error(logits[i].data(), whole.data(), whole.size());
+            if (!(error <= worst)) { worst = error; }
+            other += std::max_element(whole.begin(), whole.end()) - whole.begin() !=
+                     std::max_element(logits[i].begin(), logits[i].end()) - logits[i].begin();
+            context.push_back(texts[kRow][prompt.size() + i]);
+        }
+        CHECK(worst <= (kFp16 ? 5e-3 : kLowPrecision ? 3e-2 : 1e-5), "logits are off by %.2e", worst);
+        CHECK(kLowPrecision || other == 0, "%d of %d likeliest tokens are others", other, count);
+        printf("logits off by %.1e; %d of %d likeliest tokens are others than a whole forward's\n", worst,
+               other, count);
+
+        auto written = [&](GPT2* model, uint32_t first_id) {
+            std::vector<std::vector<int>> all(model->options.text_rows, prompt);
+            gpt2_write(model, prompt, count, -1, first_id, 5u << 24, [&](int row, int token) {
+                all[row].push_back(token);
+                return true;
+            });
+            return all;
+        };
+        CHECK(written(&model, 0) == texts, "written while the host waits now and then: other texts");
+        one_step(&model, c, 2, 1);
+        written(&model, 0);
+        one_step(&model, c, 2, 2);
+        const std::vector<float> disturbed = host_params(&model);
+        gpt2_free(&model);
+        o.text_rows = 0;
+        start_model(&model, c, o, 2, T);
+        one_step(&model, c, 2, 1);
+        one_step(&model, c, 2, 2);
+        CHECK(same_bits(host_params(&model), disturbed), "writing changes what is trained");
+        gpt2_free(&model);
+        o.text_rows = 1;
+        o.trains = false;
+        start_model(&model, c, o, 1, T);
+        for (int row = 0; row < (int)texts.size(); row++) {
+            CHECK(written(&model, (uint32_t)row)[0] == texts[row], "text %d alone is another", row);
         }
         gpt2_free(&model);
     }
@@ -2294,6 +2381,175 @@ static void test_update(size_t n) {
     }
 }
 
+// Each of N rows, then one of them alone: the same bits.
+static void test_decode_matmul(int N, int C, int OC) {
+    // plain; LN, bias; bias, residual in place; LN, GELU; RMS, bias
+    for (int mode = 0; mode < 5; mode++) {
+        const bool rms = mode == 4, has_ln = mode % 2 == 1 || rms;
+        const bool has_residual = mode == 2, has_gelu = mode == 3;
+        Case k(format("decode_matmul N=%d C=%d OC=%d mode=%d", N, C, OC, mode));
+        std::vector<double> x = k.random((size_t)N * C, 2.0, 0.5), b = k.random(OC), y((size_t)N * OC),
+                            w = k.random((size_t)OC * C, 1.0 / sqrt((double)C)), lw = k.random(C, 0.3, 1.0),
+                            lb = k.random(C, 0.3), res = k.random((size_t)N * OC);
+        const floatX *dx = k.tensor<floatX>("inp", x), *dw = k.tensor<floatX>("weight", w);
+        const floatX* db = mode > 0 ? k.tensor<floatX>("bias", b) : nullptr;
+        const float *dlw = k.tensor<float>("ln_weight", lw), *dlb = k.tensor<float>("ln_bias", lb);
+        floatX* out = has_residual ? k.tensor<floatX>("out", res) : k.poisoned<floatX>("out", y.size());
+        auto run = [&](int first, int rows) {
+            decode_matmul({out + (size_t)first * OC, dx + (size_t)first * C, has_ln ? dlw : nullptr,
+                           has_ln && !rms ? dlb : nullptr, dw, db,
+                           has_residual ? out + (size_t)first * OC : nullptr, has_gelu, rows, C, OC}, 0);
+        };
+        k.run([&] { run(0, N); });
+        const std::vector<double> among = k.values_of(out);
+
+        // The normalised rows are rounded where they become operands, and the sums before GELU.
+        std::vector<double> mean(N), rstd(N);
+        if (has_ln) {
+            std::vector<double> inp = x;
+            NormForward<double, double> norm = {};
+            norm.y[0] = {x.data(), lw.data(), rms ? nullptr : lb.data()};
+            norm.mean = mean.data(), norm.rstd = rstd.data(), norm.inp = inp.data(), norm.N = N, norm.C = C;
+            norm.kind = rms ? NormKind::Rms : NormKind::Layer;
+            norm_forward_cpu<double>(norm, 0);
+            for (double& v : x) { v = round_to((floatX*)nullptr, v); }
+        }
+        decode_matmul_cpu<double>({y.data(), x.data(), nullptr, nullptr, w.data(), mode > 0 ? b.data()
+                                   : nullptr, has_residual ? res.data() : nullptr, false, N, C, OC}, 0);
+        for (double& v : y) { if (has_gelu) { v = gelu(round_to((floatX*)nullptr, v)); } }
+        k.expect("out", out, y, has_ln ? 1e-4 : 5e-6);
+
+        for (Buffer* buffer : k.buffers) { buffer->reset(); }
+        run(N - 1, 1);
+        cudaCheck(cudaDeviceSynchronize());
+        const std::vector<double> alone = k.values_of(out);
+        int differ = 0;
+        for (size_t i = (size_t)(N - 1) * OC; i < alone.size(); i++) { differ += alone[i] != among[i]; }
+        CHECK(differ == 0, "%s: alone, %d of %d values of a row differ", k.title.c_str(), differ, OC);
+    }
+}
+
+static void test_decode_attention(int T, int NH, int HS, const std::vector<int>& positions) {
+    const int N = (int)positions.size(), C = NH * HS;
+    Case k(format("decode_attention N=%d T=%d NH=%d HS=%d", N, T, NH, HS));
+    std::vector<double> qkv = k.random((size_t)N * 3 * C), keys = k.random((size_t)N * T * C),
+                        values = k.random((size_t)N * T * C), out((size_t)N * C);
+    const floatX* d_qkv = k.tensor<floatX>("qkv", qkv);
+    floatX *d_keys = k.tensor<floatX>("keys", keys), *d_values = k.tensor<floatX>("values", values);
+    floatX* d_out = k.poisoned<floatX>("out", out.size());
+    const int* d_positions = k.bytes_of("positions", positions);
+    int* counters = k.bytes_of("counters", std::vector<int>((size_t)N * NH, 0));
+    float* scratch = k.poisoned<float>("scratch", decode_attention_scratch_bytes(N, NH, HS) / sizeof(float));
+    k.run([&] {
+        decode_attention({d_out, d_keys, d_values, scratch, counters, d_qkv, d_positions, N, T, NH, HS}, 0);
+    });
+    decode_attention_cpu<double>({out.data(), keys.data(), values.data(), nullptr, nullptr, qkv.data(),
+                                  positions.data(), N, T, NH, HS}, 0);
+    k.expect("out", d_out, out, 1e-5);
+    k.expect("keys", d_keys, keys);
+    k.expect("values", d_values, values);
+    for (double counter : k.values_of(counters)) { CHECK(counter == 0, "a counter is left at %g", counter); }
+}
+
+static void test_decode_rows(int N, int C) {            // the embedding, and a prompt's keys and values
+    Case k(format("decode_encoder, cache_store N=%d C=%d", N, C));
+    const int V = 30, T = 9, count = 5;
+    std::vector<double> wte = k.random((size_t)V * C), wpe = k.random((size_t)T * C), out((size_t)N * C),
+                        qkv = k.random((size_t)count * 3 * C), keys = k.random((size_t)N * T * C),
+                        values = k.random((size_t)N * T * C);
+    std::vector<int> tokens, positions;
+    for (int n = 0; n < N; n++) {
+        tokens.push_back(n == 0 ? -1 : (n * 17 + 3) % V);
+        positions.push_back(n * 5 % T);
+    }
+    const floatX *d_wte = k.tensor<floatX>("wte", wte), *d_wpe = k.tensor<floatX>("wpe", wpe),
+                 *d_qkv = k.tensor<floatX>("qkv", qkv);
+    floatX *d_keys = k.tensor<floatX>("keys", keys), *d_values = k.tensor<floatX>("values", values);
+    floatX* d_out = k.poisoned<floatX>("out", out.size());
+    const int *d_tokens = k.bytes_of("tokens", tokens), *d_positions = k.bytes_of("positions", positions);
+    k.run([&] {
+        decode_encoder({d_out, d_tokens, d_positions, d_wte, d_wpe, N, C}, 0);
+        cache_store({d_keys, d_values, d_qkv, N, count, T, C}, 0);
+    });
+    decode_encoder_cpu<double>({out.data(), tokens.data(), positions.data(), wte.data(), wpe.data(), N, C},
+                               0);
+    cache_store_cpu<double>({keys.data(), values.data(), qkv.data(), N, count, T, C}, 0);
+    k.expect("out", d_out, out);
+    k.expect("keys", d_keys, keys);
+    k.expect("values", d_values, values);
+}
+
+// Rows of all kinds: the same tokens as sample_token's.
+static void test_sample_tokens(int N, int V, const Sampling& sampling) {
+    Case k(format("sample_tokens N=%d V=%d temperature %g top %d part %g", N, V, sampling.temperature,
+                  sampling.top_k, sampling.top_p));
+    std::vector<double> logits = k.random((size_t)N * V, 3.0);
+    for (int n = 0; n < N; n++) {
+        for (int i = 0; i < V; i++) {
+            double& x = logits[(size_t)n * V + i];
+            if (n % 4 == 1) { x = 0.5 * floor(x); }     // many are equal
+            if (n % 4 == 2 && i % 3 == 0) { x = i % 2 ? NAN : -INFINITY; }
+            if (n % 8 == 3 && i % 100 == 7) { x = INFINITY; }
+            if (n % 8 == 7) { x = n == 7 ? NAN : n == 15 ? -1.0 : x - 40; }
+        }
+    }
+    std::vector<int> tokens(N), positions(N);
+    std::vector<uint64_t> draws(N);
+    std::vector<uint32_t> ids(N);
+    for (int n = 0; n < N; n++) {
+        positions[n] = n;
+        draws[n] = ((uint64_t)n << 24) + 77;
+        ids[n] = (uint32_t)n % 5;
+    }
+    const floatX* d_logits = k.tensor<floatX>("logits", logits);
+    int *d_tokens = k.poisoned<int>("tokens", N), *d_positions = k.bytes_of("positions", positions);
+    uint64_t* d_draws = k.bytes_of("draws", draws);
+    const uint32_t* d_ids = k.bytes_of("ids", ids);
+    k.run([&] {
+        sample_tokens({d_tokens, d_positions, d_draws, d_ids, d_logits, sampling, 1337, N, V}, 0);
+    });
+    sample_tokens_cpu<double>({tokens.data(), positions.data(), draws.data(), ids.data(), logits.data(),
+                               sampling, 1337, N, V}, 0);
+    auto compare = [&](const char* name, const auto* device, const auto& want) {
+        const std::vector<double> got = k.values_of(device);
+        for (int n = 0; n < N; n++) {
+            CHECK(got[n] == (double)(float)want[n], "%s row %d: %s %g, not %g", k.title.c_str(), n, name,
+                  got[n], (double)want[n]);
+        }
+    };
+    compare("token", d_tokens, tokens);
+    compare("position", d_positions, positions);
+    compare("draw", d_draws, draws);
+}
+
+static void test_decoding() {
+    for (int N : {1, 3, 8, 9, 17, 33, 64}) {
+        test_decode_matmul(N, 40, 57);
+        test_decode_matmul(N, 64, 72);
+    }
+    test_decode_matmul(5, 7, 19);
+    test_decode_attention(64, 2, 64, {0, 1, 63});
+    test_decode_attention(70, 3, 20, {69, 64, 0});
+    test_decode_attention(33, 1, 7, {32, 3});
+    test_decode_rows(6, 40);
+    for (const Sampling& s : {Sampling{0.0f, 0, 1.0f}, {1.0f, 0, 1.0f}, {0.7f, 5, 1.0f}, {1.3f, 0, 0.6f},
+                              {0.8f, 40, 0.9f}, {1.0f, 1, 0.5f}, {1.0f, 0, 0.0f}}) {
+        test_sample_tokens(17, 300, s);
+        test_sample_tokens(9, 33, s);
+        if (!small_shapes) { test_sample_tokens(24, 50257, s); }
+    }
+    if (small_shapes) { return; }
+    for (int N : {1, 20, 64}) {
+        test_decode_matmul(N, 768, 2304);
+        test_decode_matmul(N, 3072, 768);
+        test_decode_matmul(N, 1600, 401);
+    }
+    test_decode_attention(1024, 12, 64, {0, 63, 64, 500, 1022, 1023});
+    test_decode_attention(1030, 2, 128, {1029, 128});
+    test_decode_attention(300, 2, 512, {299, 10});
+    test_decode_attention(3000, 2, 96, {2999, 191, 192});
+}
+
 static void test_kernels() {
     void* workspace = device_malloc(gemm_workspace_bytes(), "matmul workspace");
     gemm_init(workspace, gemm_workspace_bytes(), false);
@@ -2381,6 +2637,7 @@ static void test_kernels() {
         test_update(1024 + 8);
         if (!small_shapes) { test_update(128 * 10007); }
     }
+    TEST("kernels: decoding") { test_decoding(); }
     gemm_free();
     device_free(workspace);
 }
@@ -2463,6 +2720,8 @@ int main(int argc, char** argv) {
             }
             test_invariance("plain attention, C=40 V=509 T=33", kTiny);
             test_invariance("head size 64, C=128 V=300 T=70", kTensorCore);
+            test_writing("plain, C=40 V=509 T=33", kTiny);
+            test_writing("tensor cores, C=128 V=300 T=70", kTensorCore);
 #ifndef GPT2_CPU
             test_cuda_options(kTensorCore);
 #endif

@@ -18,6 +18,7 @@ Sections (search for "// == "), in the order in which data flows:
      9 checkpoint         10 run configuration     11 training loop       12 main
 Section 6: 6.1 encoder  6.2 norms  6.3 matmul  6.4 gelu and bias  6.5 classifier  6.6 loss
      6.7 gradients: lanes and the norm  6.8 adamw, muon  6.9 attention, the longest: plain, mma.sync, sm90
+     6.10 decoding: what writes text, token by token
 Sections 4 and 5 are headers in llmc/. What each op takes and gives stands in llmc/ops.h: read that first.
 Letters, everywhere: B batch rows, T tokens a row, C channels, NH heads, HS head size, V vocabulary, Vp padded
 vocabulary, L layers, OC output channels, N = B*T rows of a matrix. An index is the lower-case letter: b t c
@@ -34,6 +35,7 @@ l, and h for a head; bt is b*T+t.
 #include <stdio.h>      // gives: printf
 #include <stdlib.h>     // gives: strtoll
 #include <string.h>     // gives: strcmp
+#include <sys/select.h> // gives: pselect
 #include <sys/stat.h>   // gives: stat
 #include <unistd.h>     // gives: write, access, _exit
 
@@ -3881,6 +3883,571 @@ static void attention_backward(const AttentionBackward<floatX, float>& a, Stream
     if (with_mma_shapes(a.HS, [&](auto row) { row.backward(a, stream); })) { return; }
     attention_backward_plain(a, stream);
 }
+
+// == 6.10 decoding ==
+// The ops that write text: one new token of each of N rows, N <= kDecodeRows.
+//     decode_encoder      out[n,:] = wte[tokens[n],:] + wpe[positions[n],:]
+//     decode_matmul       out (N,OC) = LN(inp) weight^T + bias + residual, or gelu of it
+//     decode_attention    stores k and v of the new position; out[n,h] = softmax(q K^T / sqrt(HS)) V over it
+//                         and those before
+//     cache_store         k and v of a forward over a prompt
+//     sample_tokens       draws the next tokens (llmc/sampler.h) and moves positions on
+// All of it waits for memory: with one row each weight is read for a single product, 248 MB a token for 124M.
+// Positions and tokens are read from the device, so one CUDA graph serves all steps. A row's sums are taken
+// in an order that no other row has a part in, so a text is the same alone and in a batch. That rules out
+// cuBLASLt, which chooses by N how it splits sums.
+
+// Means and 1/deviations of all rows of inp, a warp a row; every thread of the block calls it.
+struct RowStats { float mean[kDecodeRows], rstd[kDecodeRows]; };
+template <bool kVector>
+__device__ __forceinline__ void decode_row_stats(RowStats* stats, const DecodeMatmul<floatX, float>& a) {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, C = a.C;
+    for (int n = warp; n < a.N; n += blockDim.x / kWarp) {
+        const floatX* row = a.inp + (size_t)n * C;
+        float sum = 0.0f, squares = 0.0f;
+        for (int c = lane * kWidth; c < C; c += kWarp * kWidth) {
+            const Floats x = load_floats<kVector>(row, c, C);
+#pragma unroll
+            for (int k = 0; k < kWidth; k++) { sum += x.at[k]; }
+        }
+        const float mean = a.ln_bias ? warp_sum(sum) / C : 0.0f;
+        for (int c = lane * kWidth; c < C; c += kWarp * kWidth) {
+            const Floats x = load_floats<kVector>(row, c, C);
+#pragma unroll
+            for (int k = 0; k < kWidth; k++) {
+                squares += c + k < C ? (x.at[k] - mean) * (x.at[k] - mean) : 0.0f;
+            }
+        }
+        squares = warp_sum(squares);
+        if (lane == 0) {
+            stats->mean[n] = mean;
+            stats->rstd[n] = 1.0f / sqrtf(squares / C + (float)kNormEps);
+        }
+    }
+    __syncthreads();
+}
+
+// What the sum of row n and output o becomes.
+__device__ __forceinline__ void decode_store(const DecodeMatmul<floatX, float>& a, int n, int o, float sum) {
+    const size_t at = (size_t)n * a.OC + o;
+    if (a.bias) { sum += (float)a.bias[o]; }
+    if (a.residual) { sum += (float)a.residual[at]; }
+    if (a.gelu) { sum = gelu((float)(floatX)sum); }
+    a.out[at] = (floatX)sum;
+}
+
+// The product on tensor cores, for 16 bits and C in multiples of kDecodeK. A block owns 16 outputs, the rows
+// of A; B's columns are the N rows of inp, 8 to a tile. Its warps take turns along C, each kDecodeK channels
+// at a time, and add up what they have at the end. Nothing passes through shared memory on the way in: a lane
+// (g, c) = (lane / 4, lane % 4) loads 16 bytes of weight rows g and g + 8 and of inp's row g, channels 8c to
+// 8c + 7, and hands them to two mma as if they were the channels that those expect there. A sum does not mind
+// which of its terms is called which, as long as A and B agree. A weight is used once in a block, so the
+// loads of kAhead turns are all on their way before the rows' statistics are taken. Two blocks fit an SM
+// while there are few rows (fc of C=768 has 192 blocks, an H200 132 SMs); with more, registers go to their
+// sums.
+constexpr int kDecodeWarps = 16, kDecodeK = 32;
+
+struct DecodeShared {
+    RowStats stats;
+    float sums[kDecodeWarps][16][17];           // (warp, column of B, output): two tiles at a time
+};
+
+// Channels [k, k + 8) of row n, as the product takes them.
+__device__ __forceinline__ uint4 decode_operand(const DecodeMatmul<floatX, float>& a, const RowStats& stats,
+                                                int n, int k, const Floats& w, const Floats& b) {
+    x128 x = load<true>(a.inp + (size_t)(n < a.N ? n : 0) * a.C, n < a.N ? k : a.C, a.C);
+    if (a.ln_weight && n < a.N) {
+        Floats f = to_floats(x);
+        const float mean = stats.mean[n], rstd = stats.rstd[n];
+#pragma unroll
+        for (int i = 0; i < kWidth; i++) { f.at[i] = fmaf((f.at[i] - mean) * rstd, w.at[i], b.at[i]); }
+        x = to_pack<floatX>(f);
+    }
+    uint4 word;
+    memcpy(&word, &x, sizeof(word));
+    return word;
+}
+
+template <int kTiles>
+__global__ void __launch_bounds__(kDecodeWarps * kWarp, kTiles == 1 ? 2 : 1)
+    decode_matmul_mma_kernel(DecodeMatmul<floatX, float> a) {
+    constexpr int kAhead = kTiles == 1 ? 4 : 6;
+    __shared__ DecodeShared shared;
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, g = lane / 4, c = lane % 4;
+    const int first = blockIdx.x * 16, C = a.C, turns = C / kDecodeK;
+    // Behind the last output stands no weight: the last row is read again, and its sums are not stored.
+    const floatX* low = a.weight + (size_t)min(first + g, a.OC - 1) * C + 8 * c;
+    const floatX* high = a.weight + (size_t)min(first + g + 8, a.OC - 1) * C + 8 * c;
+    float d[kTiles][4] = {};
+
+    // Once round at least, for the statistics.
+    for (int turn = warp; turn == warp || turn < turns; turn += kDecodeWarps * kAhead) {
+        uint4 w_low[kAhead], w_high[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; i++) {
+            const int k = (turn + i * kDecodeWarps) * kDecodeK;
+            w_low[i] = w_high[i] = make_uint4(0, 0, 0, 0);
+            if (k < C) {
+                w_low[i] = *(const uint4*)(low + k);
+                w_high[i] = *(const uint4*)(high + k);
+            }
+        }
+        if (turn == warp && a.ln_weight) { decode_row_stats<true>(&shared.stats, a); }
+#pragma unroll
+        for (int i = 0; i < kAhead; i++) {
+            const int k = (turn + i * kDecodeWarps) * kDecodeK + 8 * c;
+            if (k >= C) { continue; }                   // alike for the whole warp
+            Floats w = {}, b = {};
+            if (a.ln_weight) {
+                w = load_floats<true>(a.ln_weight, k, C);
+                if (a.ln_bias) { b = load_floats<true>(a.ln_bias, k, C); }
+            }
+            const uint32_t one[4] = {w_low[i].x, w_high[i].x, w_low[i].y, w_high[i].y};
+            const uint32_t two[4] = {w_low[i].z, w_high[i].z, w_low[i].w, w_high[i].w};
+#pragma unroll
+            for (int t = 0; t < kTiles; t++) {
+                const uint4 x = decode_operand(a, shared.stats, t * 8 + g, k, w, b);
+                mma_16x8(d[t], one, x.x, x.y);
+                mma_16x8(d[t], two, x.z, x.w);
+            }
+        }
+    }
+
+    // The warps' sums, two tiles at a time.
+    constexpr int kColumns = kTiles == 1 ? 8 : 16;
+#pragma unroll
+    for (int t = 0; t < kTiles; t += 2) {
+        if (t * 8 >= a.N) { break; }
+#pragma unroll
+        for (int j = 0; j < kColumns / 8; j++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                shared.sums[warp][j * 8 + 2 * c + i % 2][g + 8 * (i / 2)] = d[t + j][i];
+            }
+        }
+        __syncthreads();
+        const int n = threadIdx.x / 16, o = threadIdx.x % 16;
+        if (n < kColumns && t * 8 + n < a.N && first + o < a.OC) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int w = 0; w < kDecodeWarps; w++) { sum += shared.sums[w][n][o]; }
+            decode_store(a, t * 8 + n, first + o, sum);
+        }
+        __syncthreads();
+    }
+}
+
+// Any type and any C: a warp an output, up to 8 rows at a time.
+constexpr int kDecodePlainWarps = 8;
+template <bool kVector>
+__global__ void __launch_bounds__(kDecodePlainWarps * kWarp)
+    decode_matmul_plain_kernel(DecodeMatmul<floatX, float> a) {
+    constexpr int kRows = 8;
+    __shared__ RowStats stats;
+    if (a.ln_weight) { decode_row_stats<kVector>(&stats, a); }
+    const int o = blockIdx.x * kDecodePlainWarps + threadIdx.x / kWarp, lane = threadIdx.x % kWarp, C = a.C;
+    if (o >= a.OC) { return; }
+    for (int first = 0; first < a.N; first += kRows) {
+        float sum[kRows] = {};
+        for (int c = lane * kWidth; c < C; c += kWarp * kWidth) {
+            const Floats w = load_floats<kVector>(a.weight + (size_t)o * C, c, C);
+            Floats scale = {}, shift = {};
+            if (a.ln_weight) {
+                scale = load_floats<kVector>(a.ln_weight, c, C);
+                if (a.ln_bias) { shift = load_floats<kVector>(a.ln_bias, c, C); }
+            }
+#pragma unroll
+            for (int r = 0; r < kRows; r++) {
+                const int n = first + r;
+                if (n >= a.N) { continue; }
+                Floats x = load_floats<kVector>(a.inp + (size_t)n * C, c, C);
+#pragma unroll
+                for (int k = 0; k < kWidth; k++) {
+                    if (a.ln_weight) {
+                        x.at[k] = (float)(floatX)fmaf((x.at[k] - stats.mean[n]) * stats.rstd[n], scale.at[k],
+                                                      shift.at[k]);
+                    }
+                    sum[r] = fmaf(x.at[k], w.at[k], sum[r]);
+                }
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < kRows; r++) {
+            sum[r] = warp_sum(sum[r]);
+            if (lane == 0 && first + r < a.N) { decode_store(a, first + r, o, sum[r]); }
+        }
+    }
+}
+
+static void decode_check(int N) {
+    if (N < 1 || N > kDecodeRows) { die("decoding: %d rows; 1 to %d are possible", N, kDecodeRows); }
+}
+
+static void decode_matmul(const DecodeMatmul<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    decode_check(a.N);
+    if (sizeof(floatX) == 2 && a.C % kDecodeK == 0) {
+        auto kernel = a.N <= 8    ? decode_matmul_mma_kernel<1>
+                      : a.N <= 16 ? decode_matmul_mma_kernel<2>
+                      : a.N <= 32 ? decode_matmul_mma_kernel<4>
+                                  : decode_matmul_mma_kernel<8>;
+        kernel<<<ceil_div(a.OC, 16), kDecodeWarps * kWarp, 0, stream>>>(a);
+    } else {
+        with_vector(a.C, [&](auto vector) {
+            decode_matmul_plain_kernel<vector.value>
+                <<<ceil_div(a.OC, kDecodePlainWarps), kDecodePlainWarps * kWarp, 0, stream>>>(a);
+        });
+    }
+    cudaCheck(cudaGetLastError());
+}
+
+// A block a row.
+__global__ void decode_encoder_kernel(DecodeEncoder<floatX, float> a) {
+    const size_t n = blockIdx.x;
+    const int token = max(a.tokens[n], 0);
+    const floatX *wte_ix = a.wte + (size_t)token * a.C, *wpe_t = a.wpe + (size_t)a.positions[n] * a.C;
+    for (int c = threadIdx.x; c < a.C; c += blockDim.x) {
+        a.out[n * a.C + c] = (floatX)((float)wte_ix[c] + (float)wpe_t[c]);
+    }
+}
+
+static void decode_encoder(const DecodeEncoder<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    decode_encoder_kernel<<<a.N, 256, 0, stream>>>(a);
+    cudaCheck(cudaGetLastError());
+}
+
+// A block a position, for all rows.
+__global__ void cache_store_kernel(CacheStore<floatX, float> a) {
+    const size_t t = blockIdx.x;
+    for (int c = threadIdx.x; c < a.C; c += blockDim.x) {
+        const floatX k = a.qkv[(t * 3 + 1) * a.C + c], v = a.qkv[(t * 3 + 2) * a.C + c];
+        for (int n = 0; n < a.rows; n++) {
+            a.keys[((size_t)n * a.T + t) * a.C + c] = k;
+            a.values[((size_t)n * a.T + t) * a.C + c] = v;
+        }
+    }
+}
+
+static void cache_store(const CacheStore<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    cache_store_kernel<<<a.count, 256, 0, stream>>>(a);
+    cudaCheck(cudaGetLastError());
+}
+
+// Attention of one query. A block takes a head of a row and a part of its positions, kDecodeTile at a time as
+// an online softmax; with a single row of 124M there would else be 12 blocks. Parts have a length that
+// depends on T alone, so what is summed in which order does not depend on the GPU. Where there are several,
+// the block that is done last adds them up in order: which one that is changes nothing.
+//
+// `lanes` lanes, a power of two, hold a vector of the head each (16-bit HS=64: 8 lanes), or more than one;
+// the block's groups of so many take turns with the positions.
+constexpr int kDecodeThreads = 128, kDecodeTile = 64, kDecodeParts = 16;
+constexpr int kDecodeVectors = kPlainMaxHeadSize / (kWarp * kWidth);    // of a lane, at most
+
+static int decode_part_length(int T) { return round_up(ceil_div(T, kDecodeParts), kDecodeTile); }
+static size_t decode_attention_scratch_bytes(int N, int NH, int HS) {
+    return (size_t)N * NH * kDecodeParts * (HS + 2) * sizeof(float);
+}
+
+// The parts' outputs, relative to e^max of each, and those maxima and sums: (parts,HS+2) in scratch.
+__device__ __forceinline__ void decode_combine(floatX* out, const float* parts, int count, int HS) {
+    auto part = [=](int p, int i) { return __ldcg(parts + p * (HS + 2) + i); };     // not from an old L1
+    float max = -FLT_MAX, sum = 0.0f;
+    for (int p = 0; p < count; p++) { max = fmaxf(max, part(p, HS)); }
+    for (int p = 0; p < count; p++) { sum += exp2_fast(part(p, HS) - max) * part(p, HS + 1); }
+    for (int i = threadIdx.x; i < HS; i += kDecodeThreads) {
+        float x = 0.0f;
+        for (int p = 0; p < count; p++) { x = fmaf(exp2_fast(part(p, HS) - max), part(p, i), x); }
+        out[i] = (floatX)(x / sum);
+    }
+}
+
+template <bool kVector>
+__global__ void __launch_bounds__(kDecodeThreads)
+    decode_attention_kernel(DecodeAttention<floatX, float> a, int length, int lanes) {
+    __shared__ float scores[kDecodeTile], partial[kDecodeThreads / kWarp][kPlainMaxHeadSize];
+    __shared__ bool is_last;
+    const int HS = a.HS, h = blockIdx.y, n = blockIdx.z, t = a.positions[n], begin = blockIdx.x * length;
+    if (begin > t) { return; }
+    const int end = min(t + 1, begin + length), parts = t / length + 1;
+    const size_t C = (size_t)a.NH * HS;
+    const floatX* q_row = a.qkv + n * 3 * C + (size_t)h * HS;
+    floatX *keys = a.keys + (size_t)n * a.T * C + (size_t)h * HS, *out = a.out + n * C + (size_t)h * HS;
+    floatX* values = a.values + (size_t)n * a.T * C + (size_t)h * HS;
+    if (end == t + 1) {                                 // the new position is this block's
+        for (int i = threadIdx.x; i < HS; i += kDecodeThreads) {
+            keys[t * C + i] = q_row[C + i];
+            values[t * C + i] = q_row[2 * C + i];
+        }
+        __syncthreads();
+    }
+    const int lane = threadIdx.x % lanes, group = threadIdx.x / lanes, groups = kDecodeThreads / lanes;
+    const int warp = threadIdx.x / kWarp, step = lanes * kWidth;
+    const float scale = kLog2e / sqrtf((float)HS);
+    Floats q[kDecodeVectors], o[kDecodeVectors] = {};
+#pragma unroll
+    for (int j = 0; j < kDecodeVectors; j++) {
+        q[j] = load_floats<kVector>(q_row, lane * kWidth + j * step, HS);
+    }
+
+    float max = -FLT_MAX, sum = 0.0f;
+    for (int tile = begin; tile < end; tile += kDecodeTile) {
+        // Scores, as powers of two.
+        for (int u = group; u < kDecodeTile; u += groups) {
+            const bool live = tile + u < end;
+            float dot = 0.0f;
+#pragma unroll
+            for (int j = 0; j < kDecodeVectors; j++) {
+                const Floats k = load_floats<kVector>(keys + (live ? tile + u : t) * C,
+                                                      lane * kWidth + j * step, HS);
+#pragma unroll
+                for (int i = 0; i < kWidth; i++) { dot = fmaf(q[j].at[i], k.at[i], dot); }
+            }
+            for (int mask = lanes / 2; mask > 0; mask /= 2) {
+                dot += __shfl_xor_sync(0xFFFFFFFFu, dot, mask);
+            }
+            if (lane == 0) { scores[u] = live ? scale * dot : -INFINITY; }
+        }
+        __syncthreads();
+
+        // Every warp finds the tile's maximum and sum.
+        const float one = scores[threadIdx.x % kWarp], two = scores[threadIdx.x % kWarp + kWarp];
+        const float old = max;
+        max = fmaxf(max, warp_max(fmaxf(one, two)));
+        const float rescale = exp2_fast(old - max);
+        sum = sum * rescale + warp_sum(exp2_fast(one - max) + exp2_fast(two - max));
+#pragma unroll
+        for (int j = 0; j < kDecodeVectors; j++) {
+#pragma unroll
+            for (int i = 0; i < kWidth; i++) { o[j].at[i] *= rescale; }
+        }
+        for (int u = group; u < min(kDecodeTile, end - tile); u += groups) {
+            const float p = exp2_fast(scores[u] - max);
+#pragma unroll
+            for (int j = 0; j < kDecodeVectors; j++) {
+                const Floats v = load_floats<kVector>(values + (tile + u) * C, lane * kWidth + j * step, HS);
+#pragma unroll
+                for (int i = 0; i < kWidth; i++) { o[j].at[i] = fmaf(p, v.at[i], o[j].at[i]); }
+            }
+        }
+        __syncthreads();
+    }
+
+    // The groups' outputs: those of a warp by shuffles, the warps' in shared memory.
+#pragma unroll
+    for (int j = 0; j < kDecodeVectors; j++) {
+#pragma unroll
+        for (int i = 0; i < kWidth; i++) {
+            float x = o[j].at[i];
+            for (int mask = lanes; mask < kWarp; mask *= 2) { x += __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
+            const int at = lane * kWidth + j * step + i;
+            if (threadIdx.x % kWarp < lanes && at < HS) { partial[warp][at] = x; }
+        }
+    }
+    __syncthreads();
+    float* all = a.scratch + (size_t)(n * a.NH + h) * kDecodeParts * (HS + 2);
+    float* mine = all + (size_t)blockIdx.x * (HS + 2);
+    for (int i = threadIdx.x; i < HS; i += kDecodeThreads) {
+        const float x = partial[0][i] + partial[1][i] + partial[2][i] + partial[3][i];
+        if (parts == 1) { out[i] = (floatX)(x / sum); }
+        else { mine[i] = x; }
+    }
+    if (parts == 1) { return; }
+    if (threadIdx.x == 0) {
+        mine[HS] = max;
+        mine[HS + 1] = sum;
+    }
+    __threadfence();                                    // what this block wrote is seen before its arrival
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        int* counter = a.counters + n * a.NH + h;
+        is_last = atomicAdd(counter, 1) == parts - 1;
+        if (is_last) { *counter = 0; }
+    }
+    __syncthreads();
+    if (!is_last) { return; }
+    __threadfence();
+    decode_combine(out, all, parts, HS);
+}
+static_assert(kDecodeThreads / kWarp == 4 && kDecodeTile == 2 * kWarp, "written out above");
+
+static void decode_attention(const DecodeAttention<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    decode_check(a.N);
+    if (a.HS < 1 || a.HS > kPlainMaxHeadSize) {
+        die("decode_attention: head size %d; 1 to %d are possible", a.HS, kPlainMaxHeadSize);
+    }
+    const int length = decode_part_length(a.T);
+    int lanes = 1;
+    while (lanes < kWarp && lanes * kWidth < a.HS) { lanes *= 2; }
+    with_vector(a.HS, [&](auto vector) {
+        decode_attention_kernel<vector.value>
+            <<<dim3(ceil_div(a.T, length), a.NH, a.N), kDecodeThreads, 0, stream>>>(a, length, lanes);
+    });
+    cudaCheck(cudaGetLastError());
+}
+
+// Draws as sample_token() does (llmc/sampler.h), a block a row, and takes the same token. A logit's key is a
+// number that grows with it: floatX has few enough values that 16 to 32 halvings find the key below which
+// top-k or top-p cut off. Weights are whole numbers, so their sums may be taken in any order.
+constexpr int kSampleThreads = 1024;
+constexpr int kKeyShift = sizeof(floatX) == 4 ? 0 : kFp16 ? 13 : 16;    // bits of fp32 that floatX lacks
+
+// 0 for NaN; zeros have one key.
+__device__ __forceinline__ uint32_t sample_key(float x) {
+    if (isnan(x)) { return 0; }
+    const uint32_t bits = x == 0.0f ? 0u : __float_as_uint(x);
+    return (bits & 0x80000000u ? ~bits : bits | 0x80000000u) >> kKeyShift;
+}
+__device__ __forceinline__ float sample_value(uint32_t key) {
+    const uint32_t bits = key << kKeyShift;
+    return __uint_as_float(bits & 0x80000000u ? bits & 0x7FFFFFFFu : ~(bits | ((1u << kKeyShift) - 1u)));
+}
+
+// A row as the block walks over it: each warp its own run of ids, which it takes 32 at a time.
+struct SampleRow {
+    const floatX* logits;
+    int begin, end;                 // of this warp's ids
+    unsigned long long* shared;     // (32)
+
+    // The block's sum of f(logit) over the row.
+    template <class F> __device__ __forceinline__ unsigned long long sum(F f) const {
+        unsigned long long x = 0;
+        for (int i = begin + (int)(threadIdx.x % kWarp); i < end; i += kWarp) { x += f((float)logits[i]); }
+        return block_sum(x, shared);
+    }
+
+    // The largest key whose logits and those above it have `wanted` of f(logit) at least, and what those
+    // above it have. `low`: as much is known of this one; those above `low` all count.
+    template <class F>
+    __device__ __forceinline__ uint32_t threshold(uint32_t low, uint32_t best, unsigned long long wanted,
+                                                  unsigned long long* above, F f) const {
+        uint32_t high = best + 1;               // those from here on have too little
+        unsigned long long has = 0;
+        while (high - low > 1) {
+            const uint32_t middle = low + (high - low) / 2;
+            const unsigned long long more = sum([&](float x) {
+                const uint32_t key = sample_key(x);
+                return key >= middle && key < high ? f(x) : 0ull;
+            });
+            if (has + more >= wanted) { low = middle; }
+            else { high = middle; has += more; }
+        }
+        *above = has;
+        return low;
+    }
+};
+
+__global__ void __launch_bounds__(kSampleThreads) sample_tokens_kernel(SampleTokens<floatX, float> a,
+                                                                       int run /*ids of a warp*/) {
+    __shared__ unsigned long long shared[kWarp], weights[kWarp];
+    __shared__ int ties[kWarp], chosen;
+    const int n = blockIdx.x, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, V = a.V;
+    const SampleRow row = {a.logits + (size_t)n * V, min(warp * run, V), min((warp + 1) * run, V), shared};
+    const Sampling& s = a.sampling;
+
+    // The likeliest token: the largest key, and of its ids the lowest.
+    unsigned long long first = 0;
+    for (int i = row.begin + lane; i < row.end; i += kWarp) {
+        const unsigned long long key = sample_key((float)row.logits[i]);
+        const unsigned long long mine = key == 0 ? 0 : key << 32 | (0xFFFFFFFFu - (uint32_t)i);
+        first = mine > first ? mine : first;
+    }
+    first = block_max(first, shared);
+    const uint32_t best = (uint32_t)(first >> 32);
+    const float largest = sample_value(best), temperature = s.temperature;
+    const bool is_sure = best == 0 || temperature == 0.0f || s.top_k == 1;
+    int token = best == 0 ? -1 : (int)(0xFFFFFFFFu - (uint32_t)first);
+
+    if (!is_sure) {                                     // alike for the whole block
+        auto weight = [&](float x) { return (unsigned long long)sample_weight(x, largest, temperature); };
+        // Those above `threshold` are drawn from, and of those equal to it the first `fits` ids.
+        uint32_t threshold = 0;
+        unsigned long long fits = 0, above = 0;
+        if (s.top_k > 0 && s.top_k < V) {
+            threshold = row.threshold(0, best, s.top_k, &above, [](float) { return 1ull; });
+            fits = s.top_k - above;
+        }
+        unsigned long long tie = threshold > 0 ? weight(sample_value(threshold)) : 0;
+        unsigned long long total = row.sum([&](float x) {
+            return sample_key(x) > threshold ? weight(x) : 0ull;
+        });
+        total += min(fits, (unsigned long long)V) * (threshold > 0 ? 1 : 0) * tie;
+        if (s.top_p < 1.0f) {
+            const unsigned long long wanted = sample_kept(total, s.top_p);
+            threshold = row.threshold(threshold, best, wanted, &above, weight);
+            tie = weight(sample_value(threshold));
+            fits = tie > 0 ? (wanted - above + tie - 1) / tie : 0;
+            total = above + fits * tie;
+        }
+
+        // What each warp's ids have, then the warp and the id that hold the target.
+        unsigned long long mine = 0;
+        int equal = 0;
+        for (int i = row.begin + lane; i < row.end; i += kWarp) {
+            const float x = (float)row.logits[i];
+            const uint32_t key = sample_key(x);
+            if (key > threshold) { mine += weight(x); }
+            equal += key == threshold && threshold > 0;
+        }
+        mine = warp_sum(mine);
+        equal = __reduce_add_sync(0xFFFFFFFFu, equal);
+        if (lane == 0) {
+            weights[warp] = mine;
+            ties[warp] = equal;
+        }
+        __syncthreads();
+        const double coin = rand_unit(a.seed, RAND_SAMPLE, a.ids[n], a.draws[n]);
+        unsigned long long target = sample_target(total, coin), left = fits;
+        int holder = 0;                                 // afterwards target and fits are what is left for it
+        for (; holder < kSampleThreads / kWarp - 1; holder++) {
+            const unsigned long long equals = min(left, (unsigned long long)ties[holder]);
+            const unsigned long long has = weights[holder] + equals * tie;
+            if (target < has) { break; }
+            target -= has;
+            left -= equals;
+        }
+        if (warp == holder) {
+            bool found = false;
+            for (int i = row.begin + lane; !found && i - lane < row.end; i += kWarp) {
+                const float x = i < row.end ? (float)row.logits[i] : NAN;
+                const uint32_t key = sample_key(x);
+                const bool is_tie = key == threshold && threshold > 0;
+                const uint32_t before = __ballot_sync(0xFFFFFFFFu, is_tie);
+                const bool fits_in = is_tie && __popc(before & ((1u << lane) - 1u)) < left;
+                unsigned long long sum = key > threshold ? weight(x) : fits_in ? tie : 0ull;
+#pragma unroll
+                for (int d = 1; d < kWarp; d *= 2) {    // of the lanes up to this one
+                    const unsigned long long other = __shfl_up_sync(0xFFFFFFFFu, sum, d);
+                    sum += lane >= d ? other : 0ull;
+                }
+                const uint32_t beyond = __ballot_sync(0xFFFFFFFFu, sum > target);
+                if (beyond) {
+                    token = i - lane + __ffs(beyond) - 1;
+                    found = true;
+                }
+                target -= found ? 0ull : __shfl_sync(0xFFFFFFFFu, sum, kWarp - 1);
+                left -= min(left, (unsigned long long)__popc(before));
+            }
+        }
+        if (lane == 0 && warp == holder) { chosen = token; }
+        __syncthreads();
+        token = chosen;
+    }
+    if (threadIdx.x == 0) {
+        a.tokens[n] = token;
+        a.positions[n]++;
+        a.draws[n]++;
+    }
+}
+
+static void sample_tokens(const SampleTokens<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    const int run = round_up(ceil_div(a.V, kSampleThreads / kWarp), kWarp);
+    sample_tokens_kernel<<<a.N, kSampleThreads, 0, stream>>>(a, run);
+    cudaCheck(cudaGetLastError());
+}
 #endif  // GPT2_CPU
 
 // == 7 multi-GPU ==
@@ -3972,6 +4539,8 @@ struct Options {                // what a run may choose; fixed after gpt2_alloc
     float loss_scale;           // FP16: where it starts; 0: kFirstLossScale
     float skip_loss, skip_norm; // skip updates by so many standard deviations (UpdatePolicy); 0: never
     uint64_t seed;
+    int text_rows = 0;          // texts that can be written at once; 0: none are
+    Sampling sampling = {};     // how their tokens are drawn
     Split split;                // of the job among ranks
     int lanes = 1;              // of this rank, each with as many of its micro-steps
     bool nccl_order = false;    // gradients are summed in NCCL's order, not in that of the lanes' tree
@@ -3989,6 +4558,25 @@ struct Inputs {
     int* order;                 // (B,T) positions sorted by token, for the embedding's backward
     int4 *segments, *splits;
     size_t bytes;
+};
+
+// What writes texts, `rows` at once: each has its keys and values of the positions so far. All of it lies in
+// the memory of the activations, behind those of a forward over one row.
+struct Decoder {
+    int rows;
+    ActSpec act_specs[NUM_ACTS];        // of that forward
+    floatX *keys, *values;              // (L,rows,T,C)
+    floatX *residual, *qkv, *atty, *fch;        // (rows,C) (rows,3C) (rows,C) (rows,4C)
+    floatX* logits;                     // (rows,V)
+    float* scratch;
+    int *tokens, *positions, *counters; // (rows) (rows) (rows,NH)
+    uint64_t* draws;                    // (rows)
+    uint32_t* ids;                      // (rows)
+    size_t bytes;
+    Graph step;
+    static const int kAhead = kDeviceIsAsync ? 8 : 1;   // steps that the host may be ahead of the device
+    int* drawn;                         // (kAhead,rows) pinned: tokens of the last steps
+    Event ready[kAhead];
 };
 
 struct GPT2 {
@@ -4028,6 +4616,7 @@ struct GPT2 {
     Event snapshot;                     // a checkpoint's copies have been taken
     bool snapshot_under_way;            // the next update waits for them
     int lane, micro_steps;              // of this rank: the last micro-step's lane; how many make a step
+    Decoder decoder;                    // where options.text_rows > 0
 
     // Section 7; where there is one rank, none of these is used.
     Stream comm_stream;
@@ -4068,6 +4657,38 @@ static Inputs inputs_layout(char* base, int B, int T) {
     in.splits = (int4*)(at + 3 * ids + segments);
     in.bytes = 3 * ids + segments + splits;
     return in;
+}
+
+static Decoder decoder_layout(char* base, const Config& c, int T, int rows) {
+    Decoder d = {};
+    const size_t C = c.C, n = rows, cache = (size_t)c.L * n * T * C;
+    d.rows = rows;
+    uintptr_t at = (uintptr_t)base + act_specs(d.act_specs, c, 1, T, 0, false);
+    auto take = [&](auto** p, size_t elems) {
+        *p = (decltype(*p + 0))at;
+        at += round_up(elems * sizeof(**p), kAlign);
+    };
+    take(&d.keys, cache);
+    take(&d.values, cache);
+    take(&d.residual, n * C);
+    take(&d.qkv, n * 3 * C);
+    take(&d.atty, n * C);
+    take(&d.fch, n * 4 * C);
+    take(&d.logits, n * c.V);
+    take(&d.scratch, decode_attention_scratch_bytes(rows, c.NH, c.C / c.NH) / sizeof(float));
+    take(&d.tokens, n);
+    take(&d.positions, n);
+    take(&d.counters, n * c.NH);
+    take(&d.draws, n);
+    take(&d.ids, n);
+    d.bytes = rows > 0 ? at - (uintptr_t)base : 0;
+    return d;
+}
+
+// Activations; texts are written between steps, when nobody needs these.
+static size_t gpt2_act_bytes(ActSpec* specs, const Config& c, const Options& options, int B, int T) {
+    return std::max(act_specs(specs, c, B, T, options.recompute, options.trains, options.dropout > 0.0),
+                    decoder_layout(nullptr, c, T, options.text_rows).bytes);
 }
 
 static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B, int T,
@@ -4150,13 +4771,15 @@ static TrainingBytes training_bytes(const Layout& layout, const Config& c, const
 }
 
 // Every byte the run will take on the device, by name, before anything is allocated.
+constexpr const char* kTextMemory = "keys and values of texts";
 struct MemoryItem { std::string name; size_t bytes; };
 
 static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& options, int B, int T) {
     ParamSpec specs[NUM_PARAMS];
     ActSpec acts[NUM_ACTS];
     param_specs(specs, c);
-    act_specs(acts, c, B, T, options.recompute, options.trains, options.dropout > 0.0);
+    size_t texts = gpt2_act_bytes(acts, c, options, B, T);      // what they need beyond the activations
+    texts -= act_specs(acts, c, B, T, options.recompute, options.trains, options.dropout > 0.0);
     const Layout layout = gpt2_layout(specs, c, options);
     std::vector<MemoryItem> plan;
     plan.push_back({"parameters", layout.params_bytes});
@@ -4169,6 +4792,7 @@ static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& 
     for (const ActSpec& a : acts) {
         plan.push_back({a.name, round_up(a.elems * a.elem_bytes, kAlign) * a.copies});
     }
+    plan.push_back({kTextMemory, texts});
     plan.push_back({"scratch", gpt2_scratch_bytes(c, options, B, T, specs)});
     plan.push_back({"matmul workspace", gemm_workspace_bytes()});
     plan.push_back({"inputs", inputs_layout(nullptr, B, T).bytes});
@@ -4279,8 +4903,7 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     model->options = options;
     model->T = T;
     param_specs(model->param_specs, config);
-    size_t act_bytes = act_specs(model->act_specs, config, B, T, options.recompute, options.trains,
-                                 options.dropout > 0.0);
+    const size_t act_bytes = gpt2_act_bytes(model->act_specs, config, options, B, T);
     model->layout = gpt2_layout(model->param_specs, config, options);
     const Layout& layout = model->layout;
     const Split& split = options.split;
@@ -4319,6 +4942,10 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
         model->staging[i] = inputs_layout(model->staging_memory[i], B, T);
         model->staged[i] = event_create();
     }
+    Decoder& d = model->decoder;
+    d = decoder_layout(model->acts, config, T, options.text_rows);
+    d.drawn = (int*)pinned_malloc(Decoder::kAhead * d.rows * sizeof(int), "drawn tokens");
+    for (Event& e : d.ready) { e = event_create(); }
     gemm_init(model->workspace, gemm_workspace_bytes(), options.tf32);
     select_kernels(options.kernels == Kernels::Portable, options.tf32);
     if (options.kernels == Kernels::Sm90 && !attention_uses_sm90(config.C / config.NH)) {
@@ -4351,6 +4978,9 @@ static void gpt2_free(GPT2* model) {
                      (float*)model->muon_products}) {
         if (p) { device_free(p); }
     }
+    graph_free(&model->decoder.step);
+    pinned_free(model->decoder.drawn);
+    for (Event e : model->decoder.ready) { event_destroy(e); }
     device_free(model->acts);
     device_free(model->workspace);
     device_free(model->state);
@@ -4588,9 +5218,11 @@ static NormForward<floatX, float> gpt2_norm(const GPT2* model, const Place& at, 
     return norm;
 }
 
+struct CachePart { int row, rows, count; };     // `rows` rows from `row` on get those of `count` positions
+
 // out = branch(inp) + before, which may be null: (B,T,C) each
 static void gpt2_branch_forward(GPT2* model, Branch branch, int l, floatX* out, const floatX* before,
-                                const floatX* inp, int B, int T) {
+                                const floatX* inp, int B, int T, const CachePart* cache) {
     const Options& o = model->options;
     const int N = B * T, C = model->config.C, NH = model->config.NH;
     const Params p = gpt2_params(model, l);
@@ -4598,6 +5230,11 @@ static void gpt2_branch_forward(GPT2* model, Branch branch, int l, floatX* out, 
     Stream stream = model->stream;
     if (branch == Branch::Attention) {
         matmul_forward({a.qkv, inp, p.qkvw, p.qkvb, nullptr, nullptr, N, C, 3 * C}, stream);
+        if (cache) {
+            const Decoder& d = model->decoder;
+            const size_t at = ((size_t)l * d.rows + cache->row) * model->T * C;
+            cache_store({d.keys + at, d.values + at, a.qkv, cache->rows, cache->count, model->T, C}, stream);
+        }
         attention_forward({a.atty, a.att_lse, a.qkv, B, T, NH, C / NH}, stream);
         matmul_forward({out, a.atty, p.attprojw, p.attprojb, before, nullptr, N, C, C}, stream);
         return;
@@ -4609,10 +5246,11 @@ static void gpt2_branch_forward(GPT2* model, Branch branch, int l, floatX* out, 
     matmul_forward({out, a.fch_gelu, p.fcprojw, p.fcprojb, before, nullptr, N, 4 * C, C}, stream);
 }
 
-// Activations of a forward over (B,T) from the inputs on the device, up to lnf. trains: with dropout.
+// Activations of a forward over (B,T) from the inputs on the device, up to lnf. `cache`: where the keys and
+// values of the first positions go to as well. trains: with dropout.
 // Each branch's last GEMM adds what stood in the stream before it. With --residual layernorm or dropout the
 // norm adds instead; the branches wait in dnarrow and dnarrow2, which are free until the backward.
-static void gpt2_forward(GPT2* model, int B, int T, bool trains = false) {
+static void gpt2_forward(GPT2* model, int B, int T, const CachePart* cache = nullptr, bool trains = false) {
     const Config& c = model->config;
     const Options& o = model->options;
     const Layout& layout = model->layout;
@@ -4648,7 +5286,7 @@ static void gpt2_forward(GPT2* model, int B, int T, bool trains = false) {
             const floatX* inp = at.y[std::min(k, at.norms - 1)].out;
             floatX* to = k + 1 < stage.count ? gpt2_acts(model, l).residual2 : next.sum;
             gpt2_branch_forward(model, stage.branches[k], l, in_gemm ? to : waiting[k],
-                                in_gemm ? sum : nullptr, inp, B, T);
+                                in_gemm ? sum : nullptr, inp, B, T, cache);
             sum = to;
             if (in_gemm) { continue; }
             norm.branch[k] = waiting[k];
@@ -4672,6 +5310,140 @@ static void gpt2_logits(GPT2* model, int first, int rows) {
                    model->stream);
 }
 
+// ---- writing text ----
+
+// The keys and values of all tokens but the last of one text, or of several that are equal: a forward of one
+// row. T is rounded up, so that few shapes occur, with tokens that a causal model does not see.
+static void decoder_prefill(GPT2* model, const std::vector<int>& text, int row, int rows) {
+    const int count = (int)text.size() - 1, T = std::min(model->T, round_up(count, 64));
+    if (count == 0) { return; }
+    std::vector<int> tokens(text.begin(), text.end() - 1);
+    tokens.resize(T, 0);
+    Decoder& d = model->decoder;
+    std::swap(model->act_specs, d.act_specs);
+    const CachePart part = {row, rows, count};
+    gpt2_set_inputs(model, tokens.data(), nullptr, 1, T, ClassifierMode::LossOnly);
+    gpt2_forward(model, 1, T, &part);
+    std::swap(model->act_specs, d.act_specs);
+}
+
+// Where the next step of every text goes on: behind its tokens, all of the same number. Of more than T tokens
+// the last half of T is kept and computed anew: a learned position cannot be moved. Returns how many are.
+static int decoder_begin(GPT2* model, const std::vector<std::vector<int>>& texts, uint32_t first_id,
+                         uint64_t first_draw) {
+    Decoder& d = model->decoder;
+    const int n = (int)texts[0].size(), kept = n <= model->T ? n : std::max(1, model->T / 2);
+    for (int b = 0; b < (int)model->layout.buckets.size(); b++) { gpt2_await_params(model, b); }
+    bool equal = true;
+    for (const auto& text : texts) { equal = equal && text == texts[0]; }
+    std::vector<int> tokens, positions(d.rows, kept - 1);
+    std::vector<uint32_t> ids;
+    for (int row = 0; row < d.rows; row++) {
+        const std::vector<int> end(texts[row].end() - kept, texts[row].end());
+        if (row == 0 || !equal) { decoder_prefill(model, end, row, equal ? d.rows : 1); }
+        tokens.push_back(end.back());
+        ids.push_back(first_id + (uint32_t)row);
+    }
+    const std::vector<uint64_t> draws(d.rows, first_draw + (uint64_t)n);
+    copy_to_device(d.tokens, tokens.data(), d.rows * sizeof(int), model->stream);
+    copy_to_device(d.positions, positions.data(), d.rows * sizeof(int), model->stream);
+    copy_to_device(d.ids, ids.data(), d.rows * sizeof(uint32_t), model->stream);
+    copy_to_device(d.draws, draws.data(), d.rows * sizeof(uint64_t), model->stream);
+    device_zero(d.counters, d.rows * model->config.NH * sizeof(int), model->stream);
+    return kept;
+}
+
+// A branch from the stream, through a norm, up to its projection.
+static void decoder_branch(GPT2* model, Branch branch, int l, const NormOutput<floatX, float>& norm) {
+    const Decoder& d = model->decoder;
+    const Params p = gpt2_params(model, l);
+    const int n = d.rows, C = model->config.C, NH = model->config.NH, T = model->T;
+    Stream stream = model->stream;
+    if (branch == Branch::Mlp) {
+        decode_matmul({d.fch, d.residual, norm.weight, norm.bias, p.fcw, p.fcb, nullptr, true, n, C, 4 * C},
+                      stream);
+        return;
+    }
+    const size_t at = (size_t)l * n * T * C;
+    decode_matmul({d.qkv, d.residual, norm.weight, norm.bias, p.qkvw, p.qkvb, nullptr, false, n, C, 3 * C},
+                  stream);
+    decode_attention({d.atty, d.keys + at, d.values + at, d.scratch, d.counters, d.qkv, d.positions, n, T, NH,
+                      C / NH}, stream);
+}
+
+// One more token of every text, which the host finds in place `slot` of `drawn`.
+static void decoder_step(GPT2* model, int slot) {
+    const Config& c = model->config;
+    Decoder& d = model->decoder;
+    Stream stream = model->stream;
+    const Wiring& wiring = wiring_of(c);
+    const int n = d.rows, C = c.C, last = gpt2_last_place(model);
+    graph_run(&d.step, stream, [&] {
+        Params p = gpt2_params(model, 0);
+        decode_encoder({d.residual, d.tokens, d.positions, p.wte, p.wpe, n, C}, stream);
+        for (int j = 0; j < last; j++) {
+            const Place at = gpt2_place(model, j);
+            const Stage& stage = wiring.stage[j % wiring.stages];
+            // all branches read the stream before the first adds to it
+            for (int k = 0; k < stage.count; k++) {
+                decoder_branch(model, stage.branches[k], at.layer, at.y[std::min(k, at.norms - 1)]);
+            }
+            p = gpt2_params(model, at.layer);
+            for (int k = 0; k < stage.count; k++) {
+                const bool attention = stage.branches[k] == Branch::Attention;
+                decode_matmul({d.residual, attention ? d.atty : d.fch, nullptr, nullptr,
+                               attention ? p.attprojw : p.fcprojw, attention ? p.attprojb : p.fcprojb,
+                               d.residual, false, n, attention ? C : 4 * C, C}, stream);
+            }
+        }
+        const NormOutput<floatX, float> lnf = gpt2_place(model, last).y[0];
+        decode_matmul({d.logits, d.residual, lnf.weight, lnf.bias, p.wte, nullptr, nullptr, false, n, C, c.V},
+                      stream);
+        sample_tokens({d.tokens, d.positions, d.draws, d.ids, d.logits, model->options.sampling,
+                       model->options.seed, n, c.V}, stream);
+    });
+    copy_to_host(d.drawn + slot * n, d.tokens, n * sizeof(int), stream);
+    event_record(d.ready[slot], stream);
+}
+
+// Goes on from `prompt`, `count` tokens or up to `end`, in options.text_rows texts that draw from the random
+// streams first_id, first_id + 1, ... Token n of a text is the draw first_draw + n, so a text depends neither
+// on the others nor on how the host waits. on_token(row, token) is told each token in turn, the end too;
+// false stops all. Touches neither weights nor training's state.
+template <class F>
+static void gpt2_write(GPT2* model, const std::vector<int>& prompt, int count, int end, uint32_t first_id,
+                       uint64_t first_draw, F on_token) {
+    Decoder& d = model->decoder;
+    std::vector<std::vector<int>> texts(d.rows, prompt);
+    std::vector<bool> over(d.rows, false);
+    int position = decoder_begin(model, texts, first_id, first_draw) - 1, asked = 0, live = d.rows;
+    for (int read = 0; read < count && live > 0; read++) {
+        if (position == model->T && read == asked) {
+            position = decoder_begin(model, texts, first_id, first_draw) - 1;
+        }
+        for (; asked < count && asked - read < Decoder::kAhead && position < model->T; position++) {
+            decoder_step(model, asked++ % Decoder::kAhead);
+        }
+        const int* drawn = d.drawn + read % Decoder::kAhead * d.rows;
+        {
+            CommWait waiting;
+            event_wait(d.ready[read % Decoder::kAhead]);
+        }
+        for (int row = 0; row < d.rows; row++) {
+            const int token = drawn[row];
+            texts[row].push_back(std::max(token, 0));   // also behind an end: all have the same length
+            if (over[row]) { continue; }
+            if (token < 0) {
+                die("cannot sample: all %d logits are NaN\n"
+                    "hint: this model has diverged; load an earlier one", model->config.V);
+            }
+            over[row] = token == end;
+            live -= over[row];
+            if (!on_token(row, token)) { return; }
+        }
+    }
+}
+
 // Forward, losses of every position, and mean (+)= weight * sum of losses, on the device. LossAndGrad leaves
 // dlogits of dloss * sum(losses) where the logits were.
 static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float dloss, float weight, float* mean,
@@ -4680,7 +5452,7 @@ static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float dlos
     const int N = B * T;
     const Acts a = gpt2_acts(model, 0);
     const float* loss_scale = &model->state->update.loss_scale;
-    gpt2_forward(model, B, T, mode == ClassifierMode::LossAndGrad);
+    gpt2_forward(model, B, T, nullptr, mode == ClassifierMode::LossAndGrad);
     gpt2_logits(model, 0, N);
     classifier({a.logits, a.losses, model->inputs.targets, dloss, loss_scale, N, c.V, c.Vp, mode},
                model->stream);
@@ -5826,10 +6598,11 @@ struct RunConfig {
     int64_t total_batch;            // tokens per optimizer step
     int64_t max_steps;
     int checkpoint_every, keep, major_every, resume, on_bad_loss;
-    int val_every, val_batches, log_every, log_gpu, sample_every, sample_tokens, num_samples, top_k;
+    int val_every, val_batches, log_every, log_gpu, sample_every, sample_tokens, num_samples, top_k,
+        chat;
     const char* eval_data;
     int evaluate, eval_every;
-    double temperature;
+    double temperature, top_p;
     double lr, final_fraction, weight_decay, beta1, beta2, eps, grad_clip, skip_loss, skip_norm;
     int64_t warmup;
     int schedule, overfit, tf32, master, shuffle, kernels;
@@ -5937,6 +6710,10 @@ static const Flag kFlags[] = {
         "of sampling; 0: always the likeliest token"},
     {"",    "top-k",           FLAG_INT,    &run.top_k,          "0",       0, 65536, nullptr,
         "sample among the k likeliest tokens; 0: among all"},
+    {"",    "top-p",           FLAG_FLOAT,  &run.top_p,          "1",       0, 1, nullptr,
+        "and of those among the likeliest that have this part of the probability"},
+    {"",    "chat",            FLAG_BOOL,   &run.chat,           "0",       0, 1, nullptr,
+        "-x 0: read lines and go on from each; Ctrl-C ends a text, Ctrl-D the program"},
     {"a",   "overfit",         FLAG_BOOL,   &run.overfit,        "0",       0, 1, nullptr,
         "train on the first batch over and over", FLAG_FIXED},
     {"f",   "tf32",            FLAG_BOOL,   &run.tf32,           "1",       0, 1, nullptr,
@@ -6252,7 +7029,8 @@ static Config config_check(const Facts* resumed = nullptr) {
     }
     for (const char* name : {"muon-lr", "muon-momentum", "muon-steps", "muon-decay"}) {
         if (run.optimizer == 0 && !run.resumed && flags_given(kFlags, kNumFlags, name)) {
-            die("--%s is for --optimizer muon, and this run has --optimizer adamw", name);
+            die("--%s is for --optimizer muon, and this run has --optimizer adamw\n"
+                "hint: give --optimizer muon, or leave --%s out", name, name);
         }
     }
 #ifdef GPT2_CPU
@@ -6277,11 +7055,18 @@ static Config config_check(const Facts* resumed = nullptr) {
     if (run.output_dir[0] == '\0' && (run.resume || run.on_bad_loss == 1)) {
         die("%s needs -o, the run's folder", run.resume ? "-y 1" : "--on-bad-loss rewind");
     }
+    if (run.chat && run.max_steps != 0) { die("--chat needs -x 0: it does not train"); }
     if (run.max_steps == 0 && run.output_dir[0] != '\0') {
         die("-x 0 trains nothing, so there is nothing to write to -o %s", run.output_dir);
     }
     return c;
 }
+
+// Is text written: between steps, or instead of them?
+static bool generates() {
+    return !run_trains() && (run.chat || flags_given(kFlags, kNumFlags, "prompt"));
+}
+static bool writes_text() { return run_trains() ? run.sample_every > 0 : generates(); }
 
 static Options run_options() {
     Options o = {};
@@ -6303,6 +7088,8 @@ static Options run_options() {
     o.skip_loss = (float)run.skip_loss;
     o.skip_norm = (float)run.skip_norm;
     o.seed = (uint64_t)run.seed;
+    o.text_rows = !writes_text() ? 0 : run.chat ? 1 : std::min(run.num_samples, kDecodeRows);
+    o.sampling = {(float)run.temperature, run.top_k, (float)run.top_p};
     o.split = {comm.rank, comm.world, comm.world > 1 && o.trains ? run.zero : 0};
     o.lanes = run.lanes / comm.world;
     o.nccl_order = run.reduction == 1;
@@ -6504,53 +7291,166 @@ static std::vector<uint32_t> prompt_tokens(const Tokenizer* tokenizer, bool has_
     return prompt;
 }
 
-// Text after the prompt, token by token. The whole prefix is run again for each token; T is rounded up, so
-// that few shapes occur, with tokens that a causal model does not see. Draws from its own random stream and
-// touches neither weights nor training's state, so training's bits do not depend on it. Rank 0 writes the
-// text; the others wait for it at the next exchange. With -x 0 stdout has what the model wrote and nothing
-// else; for somebody who looks at it, the prompt comes before.
-static void generate(GPT2* model, const Tokenizer* tokenizer, bool has_text, int64_t step) {
+// How many bytes of the text are whole characters: a token may end within one.
+static size_t whole_characters(const std::string& text) {
+    const size_t size = text.size();
+    for (size_t back = 1; back <= 3 && back <= size; back++) {
+        const unsigned char c = (unsigned char)text[size - back];
+        if ((c & 0xC0) == 0x80) { continue; }           // goes on with a character
+        return c >= 0xC0 && back < (c >= 0xF0 ? 4u : c >= 0xE0 ? 3u : 2u) ? size - back : size;
+    }
+    return size;
+}
+
+// A text on its way to stdout.
+struct TextOut {
+    const Tokenizer* tokenizer;         // null: ids are printed
+    std::string text;                   // what has not been printed yet
+
+    void add(int token) {
+        text += tokenizer ? tokenizer_decode(tokenizer, (uint32_t)token) : format("%d ", token);
+    }
+    void show(bool all) {
+        const size_t bytes = all ? text.size() : whole_characters(text);
+        fwrite(text.data(), 1, bytes, stdout);
+        fflush(stdout);
+        text.erase(0, bytes);
+    }
+};
+
+// How fast tokens came. Starting takes its time: the prompt, and what the driver does once.
+struct TextSpeed {
+    const double start = comm_now();
+    double first = 0.0, last = 0.0;     // when these steps' tokens came
+    int64_t tokens = 0, in_first = 0;   // so far; of the first step
+
+    void add(bool of_first_step) {
+        last = comm_now();
+        tokens++;
+        if (of_first_step) { first = last; in_first++; }
+    }
+    void print() const {
+        const double seconds = last - first;
+        const int64_t later = tokens - in_first;
+        fprintf(stderr, "note: %lld tokens, the first after %.3f s", (long long)tokens,
+                tokens > 0 ? first - start : 0.0);
+        if (later > 0 && seconds > 0) { fprintf(stderr, ", then %.0f tokens/s", (double)later / seconds); }
+        fprintf(stderr, "\n");
+    }
+};
+
+// --num-samples texts after the prompt, as many at once as there is memory for; the first of them is shown as
+// it comes. Each draws from its own random stream, and training's bits do not depend on any. Rank 0 writes;
+// the others wait for it at the next exchange. With -x 0 stdout has what the model wrote and nothing else;
+// for somebody who looks at it, the prompt comes before.
+static void generate(GPT2* model, const Tokenizer* tokenizer, bool has_text, int64_t step, bool tell_speed) {
     if (comm.rank != 0 || stopping) { return; }
-    const Config& c = model->config;
-    const int limit = model->T;
     const int start = has_text ? (int)tokenizer->eot : 0;       // what stands before each document
-    const std::vector<uint32_t> prompt = prompt_tokens(tokenizer, has_text, c.V, limit);
-    std::vector<float> logits(c.V);
-    std::vector<floatX> raw(c.V);
-    std::vector<float> workspace(c.V);
-    for (int sample = 0; sample < run.num_samples && !stop_requested; sample++) {
-        std::vector<int> tokens(limit, start);
-        int n = 1;
-        for (uint32_t id : prompt) { tokens[n++] = (int)id; }
-        const int end = std::min(limit, n + run.sample_tokens);
+    std::vector<int> prompt = {start};
+    for (uint32_t id : prompt_tokens(tokenizer, has_text, model->config.V, model->T)) {
+        prompt.push_back((int)id);
+    }
+    auto begin = [&](int sample) {
         if (run_trains()) { printf("sample %d at step %lld:\n%s", sample + 1, (long long)step, run.prompt); }
         else { printf("%s%s", sample > 0 ? "---\n" : "", isatty(STDOUT_FILENO) ? run.prompt : ""); }
-        for (; n < end && !stop_requested; n++) {
-            comm_progress(step);
-            const int T = std::min(limit, round_up(n, 64));
-            gpt2_set_inputs(model, tokens.data(), nullptr, 1, T, ClassifierMode::LossOnly);
-            gpt2_forward(model, 1, T);
-            gpt2_logits(model, n - 1, 1);
-            copy_to_host(raw.data(), gpt2_acts(model, 0).logits, c.V * sizeof(floatX),
-                         model->stream);
-            stream_sync(model->stream);
-            for (int i = 0; i < c.V; i++) { logits[i] = (float)raw[i]; }
-            const double coin = rand_unit((uint64_t)run.seed, RAND_SAMPLE, (uint32_t)sample,
-                                          (uint64_t)step << 24 | (uint64_t)n);
-            const int token =
-                sample_token(workspace.data(), logits.data(), c.V, (float)run.temperature, run.top_k, coin);
-            if (token == start) { break; }      // the document is over
-            tokens[n] = token;
-            if (has_text) {
-                const std::string& bytes = tokenizer_decode(tokenizer, (uint32_t)token);
-                fwrite(bytes.data(), 1, bytes.size(), stdout);
-            } else {
-                printf("%d ", token);
+    };
+    TextSpeed speed;
+    for (int first = 0; first < run.num_samples && !stop_requested; first += model->decoder.rows) {
+        const int rows = std::min(model->decoder.rows, run.num_samples - first);
+        std::vector<TextOut> texts(rows, {has_text ? tokenizer : nullptr, ""});
+        std::vector<int> lengths(rows, 0);
+        std::vector<bool> over(rows, false);
+        int shown = 0;                                  // this one; those before it are done
+        auto advance = [&](bool all_over) {
+            texts[shown].show(all_over || over[shown]);
+            while (shown < rows && (all_over || over[shown])) {
+                printf(run_trains() ? "\n---\n" : "\n");
+                if (++shown == rows || stop_requested) { break; }
+                begin(first + shown);
+                texts[shown].show(all_over || over[shown]);
             }
-            fflush(stdout);
-        }
-        printf(run_trains() ? "\n---\n" : "\n");
+        };
+        begin(first);
+        gpt2_write(model, prompt, run.sample_tokens, start, (uint32_t)first, (uint64_t)step << 24,
+                   [&](int row, int token) {
+            comm_progress(step);
+            if (row >= rows) { return true; }           // the last texts may be fewer
+            speed.add(first == 0 && lengths[row]++ == 0);
+            over[row] = token == start;                 // the document is over
+            if (!over[row]) { texts[row].add(token); }
+            if (row == shown) { advance(false); }
+            return shown < rows && !stop_requested;
+        });
+        if (shown < rows) { advance(true); }
+        fflush(stdout);
     }
+    if (tell_speed) { speed.print(); }
+}
+
+// --chat: reads lines, and goes on from each with what was said before. Ctrl-C ends a text, or a line that is
+// being typed; the end of the input (Ctrl-D) ends all. An empty line lets the text go on. After a document's
+// end the next line begins a new one.
+static volatile sig_atomic_t chat_interrupted = 0;
+// Waits for a line on the terminal, or its end; false: Ctrl-C came. The signal is let in during the wait
+// alone, so none is missed between a look at it and the wait.
+static bool chat_has_line() {
+    sigset_t interrupt, before;
+    sigemptyset(&interrupt);
+    sigaddset(&interrupt, SIGINT);
+    pthread_sigmask(SIG_BLOCK, &interrupt, &before);
+    fd_set files;
+    FD_ZERO(&files);
+    FD_SET(STDIN_FILENO, &files);
+    bool has_line = !chat_interrupted;
+    if (has_line) { has_line = pselect(STDIN_FILENO + 1, &files, nullptr, nullptr, nullptr, &before) >= 0; }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return has_line || !chat_interrupted;
+}
+static void chat(GPT2* model, const Tokenizer* tokenizer, bool tell_speed) {
+    if (comm.rank != 0) { return; }
+    struct sigaction action = {};
+    action.sa_handler = [](int) { chat_interrupted = 1; };
+    action.sa_flags = SA_RESTART;
+    sigaction(SIGINT, &action, nullptr);
+    const bool is_terminal = isatty(STDIN_FILENO);
+    std::vector<int> tokens = {(int)tokenizer->eot};
+    for (uint32_t id : prompt_tokens(tokenizer, true, model->config.V, model->T)) {
+        tokens.push_back((int)id);
+    }
+    TextSpeed speed;
+    char* line = nullptr;
+    size_t room = 0;
+    for (uint32_t number = 0;; number++) {
+        chat_interrupted = 0;
+        if (is_terminal) {
+            printf("> ");
+            fflush(stdout);
+            if (!chat_has_line()) { printf("\n"); continue; }
+        }
+        ssize_t bytes = getline(&line, &room, stdin);
+        if (bytes < 0) { break; }
+        if (bytes > 0 && line[bytes - 1] == '\n') { bytes--; }
+        const bool begins = tokens.back() == (int)tokenizer->eot;
+        const std::string said = (begins || bytes == 0 ? "" : "\n") + std::string(line, (size_t)bytes);
+        std::vector<uint32_t> ids;
+        tokenizer_encode(tokenizer, said.data(), said.size(), ids);
+        tokens.insert(tokens.end(), ids.begin(), ids.end());
+        TextOut text = {tokenizer, ""};
+        const std::vector<int> prompt = tokens;
+        gpt2_write(model, prompt, run.sample_tokens, (int)tokenizer->eot, number, 0, [&](int, int token) {
+            speed.add(number == 0 && tokens.size() == prompt.size());
+            tokens.push_back(token);
+            if (token != (int)tokenizer->eot) { text.add(token); }
+            text.show(false);
+            return !chat_interrupted;
+        });
+        text.show(true);
+        printf("\n");
+        fflush(stdout);
+    }
+    if (is_terminal) { printf("\n"); }
+    free(line);
+    if (tell_speed) { speed.print(); }
 }
 
 static std::string duration_text(double seconds) {
@@ -6849,7 +7749,7 @@ static void train(Training* t) {
         }
         if (val_due) { validate(model, &t->val_loader, logger, step); }
         if (eval_due) { evaluate(model, &t->questions, logger, step); }
-        if (sample_due) { generate(model, &t->tokenizer, t->has_text, step); }
+        if (sample_due) { generate(model, &t->tokenizer, t->has_text, step, false); }
         if (reports.pending < 0) {
             event_record(reports.started, model->stream);
             reports.since = reports.started;
@@ -6878,7 +7778,7 @@ static void train(Training* t) {
     if (t->saves) { saver_advance(&t->saver, true); }
     if (run.val_every > 0) { validate(model, &t->val_loader, logger, t->step); }
     if (run.evaluate) { evaluate(model, &t->questions, logger, t->step); }
-    if (run.sample_every > 0) { generate(model, &t->tokenizer, t->has_text, t->step); }
+    if (run.sample_every > 0) { generate(model, &t->tokenizer, t->has_text, t->step, false); }
     for (Event& e : reports.ready) { event_destroy(e); }
     telemetry_end(&reports.telemetry);
     event_destroy(reports.started);
@@ -6967,10 +7867,11 @@ static void print_questions(const EvalSet& set) {
 
 // The settings that do what was asked, but hardly what was meant.
 static void print_surprises(bool sampling, size_t prompt_tokens) {
-    const int room = run.T - 1 - (int)prompt_tokens;        // the first position stands before the document
+    const int room = run.T - (int)prompt_tokens;            // the first position stands before the document
     if (sampling && run.sample_tokens > room && flags_given(kFlags, kNumFlags, "sample-tokens")) {
-        const std::string text = format("samples: -g %d is cut to %d tokens, after which all T=%d positions "
-                                        "are taken", run.sample_tokens, room, run.T);
+        const std::string text = format("samples: after %d of %d tokens all T=%d positions are taken; texts "
+                                        "go on from their last %d tokens", room, run.sample_tokens, run.T,
+                                        std::max(1, run.T / 2));
         if (run_trains()) { say("%s\n", text.c_str()); }
         else if (!comm.rank) { fprintf(stderr, "note: %s\n", text.c_str()); }
     }
@@ -6981,6 +7882,18 @@ static void print_surprises(bool sampling, size_t prompt_tokens) {
         warn("-u %lld in a run of %lld steps: the learning rate reaches its peak %s", (long long)run.warmup,
              (long long)run.max_steps, when);
     }
+}
+
+// Several texts at once need memory: beside training no more than its activations have, else what there is.
+static void fit_texts(const Config& config, Options* options, const DeviceInfo& device) {
+    auto fits = [&] {
+        const auto plan = gpt2_memory_plan(config, *options, run.B, run.T);
+        for (const MemoryItem& item : plan) {
+            if (options->trains && item.name == kTextMemory) { return item.bytes == 0; }
+        }
+        return device.memory_free == 0 || memory_total(plan) + memory_reserve(device) <= device.memory_free;
+    };
+    while (options->text_rows > 1 && !fits()) { options->text_rows /= 2; }
 }
 
 // More lanes than ranks take more buffers for gradients. If the memory lacks them and the user did not ask
@@ -7182,13 +8095,13 @@ int main(int argc, char** argv) {
     if (!run.resumed && model_is_folder()) { folder_resolve(); }
     const Config config = config_check(run.resumed ? &resumed.facts : nullptr);
     Options options = run_options();
-    const bool trains = options.trains, generates = !trains && flags_given(kFlags, kNumFlags, "prompt");
+    const bool trains = options.trains, writes_alone = generates(), tell_speed = writes_alone && !run.quiet;
     // -x 0 with -h 1 or --prompt needs no validation data, but takes those that are named beside -h 1
     const bool asked = !run.evaluate || flags_given(kFlags, kNumFlags, "val-data");
-    const bool validates = trains ? run.val_every > 0 : asked && !generates;
-    const bool samples = trains ? run.sample_every > 0 : generates;
-    if (generates) {
-        run.B = 1;                          // text is written a row at a time
+    const bool validates = trains ? run.val_every > 0 : asked && !writes_alone;
+    const bool samples = writes_text();
+    if (writes_alone) {
+        run.B = 1;                          // of what comes before the texts
         run.quiet = 1;
     }
 
@@ -7204,12 +8117,16 @@ int main(int argc, char** argv) {
     t.device = device.name;
     t.bus_id = device.bus_id;
     t.program = executable_hash();
+    fit_texts(config, &options, device);
     fit_lanes(config, &options, device);
     gpt2_check_memory(config, options, run.B, run.T, device, run.resumed);
     const std::string unfit = attention_error(config.C / config.NH);
     if (!unfit.empty()) { die("%s", unfit.c_str()); }
     open_data(&t, config, trains, validates);
     t.has_text = samples && text_init(&t.tokenizer, config.V);
+    if (run.chat && !t.has_text) {
+        die("--chat needs a tokenizer: there is none for V=%d (256: bytes, 50257: GPT-2)", config.V);
+    }
     const size_t prompted = samples ? prompt_tokens(&t.tokenizer, t.has_text, config.V, run.T).size() : 0;
     check_same_job(t);
     if (run.resumed) { check_resumed(resumed, t.train_loader, device.name); }
@@ -7224,7 +8141,8 @@ int main(int argc, char** argv) {
     else {
         if (validates) { fine = validate_alone(&t); }
         if (run.evaluate) { fine = evaluate(&t.model, &t.questions, &t.logger, 0) && fine; }
-        if (generates) { generate(&t.model, &t.tokenizer, t.has_text, 0); }
+        if (run.chat) { chat(&t.model, &t.tokenizer, tell_speed); }
+        else if (writes_alone) { generate(&t.model, &t.tokenizer, t.has_text, 0, tell_speed); }
     }
 
     dataloader_free(&t.train_loader);

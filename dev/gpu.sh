@@ -7,7 +7,8 @@
 #
 # Prints a short table last and keeps all output in build/gpu/*.log. The step test is `make test-gpu`, which
 # writes dev/test/gpu-results.txt; the other steps' rows are added below, if they ran the same sources.
-# DATA: prefix of tinyshakespeare's shards (default dev/data/tinyshakespeare/tiny_shakespeare).
+# DATA: prefix of tinyshakespeare's shards (default dev/data/tinyshakespeare/tiny_shakespeare); DOCS: of a
+# corpus on which 124M is to race with PyTorch, for instance dev/data/debian-docs/debian_docs.
 set -u
 cd "$(dirname "$0")/.."
 steps=${*:-build test ptx sanitize determinism multi compare bench}
@@ -112,6 +113,9 @@ for step in $steps; do
         suite "against PyTorch" python3 dev/reference/check_gpu.py --build 0 --data "$DATA" \
             --work build/reference --train 'build/check/train_gpt2.{precision}' \
             --test 'build/check/test_gpt2.{precision}'
+        # with DOCS, a prefix of shards, also 124M beside PyTorch for some minutes
+        suite "around, against PyTorch" python3 dev/reference/check_eval_gpu.py --out build/gpu/around \
+            --only "hf,questions${DOCS:+,race}" --data "${DOCS:-}"
         ;;
     bench)
         check bench dev/bench/bench.sh "$DATA"

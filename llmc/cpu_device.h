@@ -73,6 +73,10 @@ static inline void pinned_begins(const void*, size_t) {}
 static inline void pinned_ends(const void*) {}
 #endif
 
+struct Graph {};
+template <class Work> static inline void graph_run(Graph*, Stream, const Work& work) { work(); }
+static inline void graph_free(Graph*) {}
+
 // Two libraries read the environment before main() and choose badly on common machines, so the program sets
 // it and starts itself again, once:
 // - OpenMP's threads spin while they wait; where other work shares the cores, a step then takes up to 4 times
@@ -199,6 +203,7 @@ static inline size_t encoder_backward_scratch_bytes(int B, int T, int C) {
 }
 static inline size_t norm_backward_scratch_bytes(int, int, int) { return 0; }
 static inline size_t bias_backward_scratch_bytes(int, int) { return 0; }
+static inline size_t decode_attention_scratch_bytes(int, int, int) { return 0; }
 static inline size_t attention_backward_scratch_bytes(int B, int T, int NH) {
     return (size_t)B * T * NH * sizeof(float);
 }

@@ -911,4 +911,103 @@ static inline void grad_accumulate_bf16_cpu(uint16_t* grad, const float* add, si
     }
 }
 
+// ---- writing text: one new token of each of N rows ----
+
+// out[n,c] = wte[tokens[n],c] + wpe[positions[n],c]
+template <class Real> void decode_encoder_cpu(const DecodeEncoder<Real, Real>& a, Stream) {
+    for (int n = 0; n < a.N; n++) {
+        const int token = a.tokens[n] < 0 ? 0 : a.tokens[n];        // the host stops where none was drawn
+        const Real *wte_ix = a.wte + (size_t)token * a.C, *wpe_t = a.wpe + (size_t)a.positions[n] * a.C;
+        for (int c = 0; c < a.C; c++) { a.out[(size_t)n * a.C + c] = wte_ix[c] + wpe_t[c]; }
+    }
+    OP_DONE(a);
+}
+
+// out[n,o] = sum over c of x[n,c]*weight[o,c] + bias[o] + residual[n,o], or gelu of it; x = norm(inp) or inp.
+// Plain sums, not BLAS: that has other ways to sum for other numbers of rows.
+template <class Real> void decode_matmul_cpu(const DecodeMatmul<Real, Real>& a, Stream) {
+    const int N = a.N, C = a.C, OC = a.OC;
+    std::vector<Real> normalised(a.ln_weight ? (size_t)N * C : 0);
+    for (int n = 0; n < N && a.ln_weight; n++) {
+        Real mean, rstd;
+        const size_t row = (size_t)n * C;
+        const NormKind kind = a.ln_bias ? NormKind::Layer : NormKind::Rms;
+        norm_statistics(&mean, &rstd, a.inp + row, kind, C);
+        norm_row<Real>({nullptr, a.ln_weight, a.ln_bias}, normalised.data() + row, a.inp + row, mean, rstd,
+                       C);
+    }
+    const Real* x = a.ln_weight ? normalised.data() : a.inp;
+    #pragma omp parallel for
+    for (int o = 0; o < OC; o++) {
+        for (int n = 0; n < N; n++) {
+            const size_t at = (size_t)n * OC + o;
+            Real sum = dot_cpu(x + (size_t)n * C, a.weight + (size_t)o * C, C);
+            if (a.bias) { sum += a.bias[o]; }
+            if (a.residual) { sum += a.residual[at]; }
+            a.out[at] = a.gelu ? gelu(sum) : sum;
+        }
+    }
+    OP_DONE(a);
+}
+
+// keys[n,t] = k and values[n,t] = v of this position t; out = softmax(q.k[u]/sqrt(HS), u <= t) v[u], by heads
+template <class Real> void decode_attention_cpu(const DecodeAttention<Real, Real>& a, Stream) {
+    const int NH = a.NH, HS = a.HS;
+    const size_t C = (size_t)NH * HS;
+    const Real scale = (Real)(1.0 / sqrt((double)HS));
+    #pragma omp parallel for collapse(2)
+    for (int n = 0; n < a.N; n++) {
+        for (int h = 0; h < NH; h++) {
+            const int t = a.positions[n];
+            const Real* q = a.qkv + n * 3 * C + (size_t)h * HS;
+            Real *k = a.keys + (size_t)n * a.T * C + (size_t)h * HS, *out = a.out + n * C + (size_t)h * HS;
+            Real* v = a.values + (size_t)n * a.T * C + (size_t)h * HS;
+            memcpy(k + t * C, q + C, HS * sizeof(Real));
+            memcpy(v + t * C, q + 2 * C, HS * sizeof(Real));
+            std::vector<Real> p(t + 1);
+            Real max = (Real)-INFINITY;
+            for (int u = 0; u <= t; u++) {
+                p[u] = scale * dot_cpu(q, k + u * C, HS);
+                max = p[u] > max ? p[u] : max;
+            }
+            double sum = 0.0;
+            for (int i = 0; i < HS; i++) { out[i] = 0; }
+            for (int u = 0; u <= t; u++) {
+                p[u] = exp_cpu(p[u] - max);
+                sum += p[u];
+                #pragma omp simd
+                for (int i = 0; i < HS; i++) { out[i] += p[u] * v[u * C + i]; }
+            }
+            for (int i = 0; i < HS; i++) { out[i] = (Real)(out[i] / sum); }
+        }
+    }
+    OP_DONE(a);
+}
+
+// keys[n,t] = k[t] and values[n,t] = v[t] of qkv, for each row n and t < count
+template <class Real> void cache_store_cpu(const CacheStore<Real, Real>& a, Stream) {
+    const size_t C = a.C;
+    for (int n = 0; n < a.rows; n++) {
+        for (int t = 0; t < a.count; t++) {
+            memcpy(a.keys + ((size_t)n * a.T + t) * C, a.qkv + ((size_t)t * 3 + 1) * C, C * sizeof(Real));
+            memcpy(a.values + ((size_t)n * a.T + t) * C, a.qkv + ((size_t)t * 3 + 2) * C, C * sizeof(Real));
+        }
+    }
+    OP_DONE(a);
+}
+
+// tokens[n] = what sample_token draws from row n with its next random number
+template <class Real> void sample_tokens_cpu(const SampleTokens<Real, Real>& a, Stream) {
+    #pragma omp parallel for
+    for (int n = 0; n < a.N; n++) {
+        const Real* row = a.logits + (size_t)n * a.V;
+        const std::vector<float> logits(row, row + a.V);
+        const double coin = rand_unit(a.seed, RAND_SAMPLE, a.ids[n], a.draws[n]);
+        a.tokens[n] = sample_token(logits.data(), a.V, a.sampling, coin);
+        a.positions[n]++;
+        a.draws[n]++;
+    }
+    OP_DONE(a);
+}
+
 #endif  // LLMC_CPU_OPS_H

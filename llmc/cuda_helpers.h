@@ -139,6 +139,12 @@ __device__ __forceinline__ double warp_sum(double x) {
     for (int mask = kWarp / 2; mask > 0; mask /= 2) { x += __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
     return x;
 }
+// Whole numbers, which have no order to keep.
+__device__ __forceinline__ unsigned long long warp_sum(unsigned long long x) {
+#pragma unroll
+    for (int mask = kWarp / 2; mask > 0; mask /= 2) { x += __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
+    return x;
+}
 __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
     for (int mask = kWarp / 2; mask > 0; mask /= 2) { x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, mask)); }
@@ -176,6 +182,24 @@ template <class T> __device__ __forceinline__ T block_sum(T x, T* shared /*(32)*
     __syncthreads();
     x = lane < (int)blockDim.x / kWarp ? shared[lane] : (T)0;
     x = warp_sum(x);
+    __syncthreads();            // the next call may write `shared`
+    return x;
+}
+
+__device__ __forceinline__ unsigned long long block_max(unsigned long long x,
+                                                        unsigned long long* shared /*(32)*/) {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    for (int round = 0; round < 2; round++) {           // of the warp's threads, then of the warps
+#pragma unroll
+        for (int mask = kWarp / 2; mask > 0; mask /= 2) {
+            x = max(x, __shfl_xor_sync(0xFFFFFFFFu, x, mask));
+        }
+        if (round == 0) {
+            if (lane == 0) { shared[warp] = x; }
+            __syncthreads();
+            x = lane < (int)blockDim.x / kWarp ? shared[lane] : 0ull;
+        }
+    }
     __syncthreads();            // the next call may write `shared`
     return x;
 }

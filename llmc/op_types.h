@@ -25,6 +25,7 @@ struct int4 { int x, y, z, w; };                // as the CUDA toolkit has it
 
 constexpr double kNormEps = 1e-5;               // added to the variance, as in GPT-2 and PyTorch's default
 constexpr int kMaxLevels = 24;                   // of the tree that lanes are summed by: 2^24 lanes a rank
+constexpr int kDecodeRows = 64;                 // texts that are written at once, at most
 constexpr float kClipEps = 1e-6f;               // added to the norm in clipping, as in clip_grad_norm_
 
 enum class Accumulate { No, Yes };              // No: output = value; Yes: output += value

@@ -16,6 +16,7 @@ that may be null says so.
 #define LLMC_OPS_H
 
 #include "op_types.h"   // gives: GradOf, Accumulate, Dropout, NormKind, TokenBuckets, UpdateState, Stream
+#include "sampler.h"    // gives: Sampling
 
 template <class X, class S> struct EncoderForward {     // token plus position embedding
     X* out;                             // (B,T,C)
@@ -233,6 +234,48 @@ template <class X, class S> struct MuonUpdate {         // a skipped update chan
     size_t first;
 };
 
+// Writing text: N rows, each one new token of a text of its own, whose earlier keys and values are kept. A
+// row's results do not depend on how many rows there are: the same bits alone and among others.
+template <class X, class S> struct DecodeEncoder {      // token plus position embedding
+    X* out;                             // (N,C)
+    const int *tokens, *positions;      // (N)
+    const X *wte, *wpe;                 // (Vp,C) (maxT,C)
+    int N, C;
+};
+template <class X, class S> struct DecodeMatmul {       // out = norm(inp) weight^T + bias + residual, or gelu
+    X* out;                             // (N,OC)
+    const X* inp;                       // (N,C)
+    const S *ln_weight, *ln_bias;       // (C) or null: inp as it is; a weight alone: RMSNorm
+    const X *weight, *bias;             // (OC,C) (OC) or null
+    const X* residual;                  // (N,OC) or null; may be `out`
+    bool gelu;                          // of the sum, rounded; without a residual
+    int N, C, OC;                       // N at most kDecodeRows
+};
+template <class X, class S> struct DecodeAttention {    // of each row's query over its positions up to this
+    X* out;                             // (N,C)
+    X *keys, *values;                   // (N,T,C): those of this position are stored first
+    S* scratch;
+    int* counters;                      // (N,NH) zero before and after
+    const X* qkv;                       // (N,3,NH,HS)
+    const int* positions;               // (N) below T
+    int N, T, NH, HS;
+};
+template <class X, class S> struct CacheStore {         // keys and values of a forward over `count` positions
+    X *keys, *values;                   // (rows,T,C): each row's first `count` positions, the same for all
+    const X* qkv;                       // (count,3,C)
+    int rows, count, T, C;
+};
+template <class X, class S> struct SampleTokens {       // sample_token() of each row
+    int* tokens;                        // (N) -1: all logits are NaN
+    int* positions;                     // (N) one more than before
+    uint64_t* draws;                    // (N) likewise: which of its random numbers a row takes
+    const uint32_t* ids;                // (N) a row's stream of random numbers
+    const X* logits;                    // (N,V)
+    Sampling sampling;
+    uint64_t seed;
+    int N, V;
+};
+
 // The table of ops: each is op(const Arguments<X, S>& a, Stream stream). Behind the two names stand its
 // output tensors: name, where, dimensions; null where a call does not compute it. Both builds declare the ops
 // by this table, and the tests' --break OP.OUTPUT disturbs what it names. Of encoder_backward's dwte it names
@@ -274,7 +317,14 @@ template <class X, class S> struct MuonUpdate {         // a skipped update chan
     X(muon_momentum, MuonMomentum, out("update", a.update, a.n), out("m", a.m, a.rows.count, a.n))     \
     X(muon_orthogonalise, MuonOrthogonalise, out("out", a.out, a.rows, a.cols))                        \
     X(muon_update, MuonUpdate, out("params", (Weight*)a.params, a.n),                                  \
-      out("master", a.master, a.rows.count, a.n))
+      out("master", a.master, a.rows.count, a.n))                                                      \
+    X(decode_encoder, DecodeEncoder, out("out", a.out, a.N, a.C))                                      \
+    X(decode_matmul, DecodeMatmul, out("out", a.out, a.N, a.OC))                                       \
+    X(decode_attention, DecodeAttention, out("out", a.out, a.N, a.NH, a.HS),                           \
+      out("keys", a.keys, a.N, a.T, a.NH, a.HS), out("values", a.values, a.N, a.T, a.NH, a.HS))        \
+    X(cache_store, CacheStore, out("keys", a.keys, a.rows, a.T, a.C),                                  \
+      out("values", a.values, a.rows, a.T, a.C))                                                       \
+    X(sample_tokens, SampleTokens, out("tokens", a.tokens, a.N))
 
 // op_name(a) is the op's name; op_outputs(a, f) calls f(op, output, pointer or GradOf, elements) for each of
 // its outputs. (Weight is the X of the structs, a name that the macro has taken here.)

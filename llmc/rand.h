@@ -59,11 +59,12 @@ LLMC_HD static inline Rand4 rand_block(uint64_t seed, RandPurpose purpose, uint3
                       (uint32_t)(seed >> 32));
 }
 
-static inline uint32_t rand_u32(uint64_t seed, RandPurpose purpose, uint32_t id, uint64_t i) {
+LLMC_HD static inline uint32_t rand_u32(uint64_t seed, RandPurpose purpose, uint32_t id, uint64_t i) {
     return rand_block(seed, purpose, id, i / 4).w[i % 4];
 }
 
-static inline double rand_unit(uint64_t seed, RandPurpose purpose, uint32_t id, uint64_t i) {   // [0, 1)
+// In [0, 1).
+LLMC_HD static inline double rand_unit(uint64_t seed, RandPurpose purpose, uint32_t id, uint64_t i) {
     return rand_u32(seed, purpose, id, i) * (1.0 / 4294967296.0);
 }
 

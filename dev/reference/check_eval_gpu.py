@@ -20,10 +20,10 @@ Three parts (--only). The first two take weights drawn at random, all of them: n
 
 Bounds. Logits: three times (root mean square) and six times (largest) the distance that transformers' own
 fp32 has from its float64: ours adds in the order of k, a library may split sums and lose less. A row's mean
-loss: 1e-5 in fp32; bf16: twice PyTorch's own error in that type, root mean square over rows. A choice must be
-the same unless its two best completions are nearer to each other than twice the largest error of a row. The
-race: means of 20 steps within 0.05, twice the 2e-2 by which two runs of one PyTorch program differ
-(README.md) and something for its 300 steps.
+loss: 2e-5 in fp32, as test_gpt2's; bf16: twice PyTorch's own error in that type, root mean square over rows.
+A choice must be the same unless its two best completions are nearer to each other than twice what a row's
+loss may be off. The race: means of 20 steps within 0.05, twice the 2e-2 by which two runs of one PyTorch
+program differ (README.md) and something for its 300 steps.
 """
 import argparse
 import concurrent.futures
@@ -41,6 +41,7 @@ import struct
 import subprocess
 import sys
 import time
+import traceback
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
 
@@ -59,6 +60,7 @@ PROMPT = "The configuration file names a directory, in which the"
 TEXTS = [("The package manager keeps a list of", " all packages that are installed."),
          ("A man is sitting on a roof. He", " starts pulling up roofing on a roof."), ("Yes", "?"),
          ("1 + 1 =", " 2\n"), ("In den Bergen liegt", " im Winter viel Schnee, \u00fcberall.")]
+LOSS_LIMIT = 2e-5                                       # in fp32, as in test_gpt2.cu
 SHOWN = []                                              # all that was printed
 
 
@@ -70,6 +72,16 @@ def say(text):
 def checked(ok, text):
     SHOWN.append(("ok    " if ok else "FAIL  ") + text)
     check(ok, text)
+
+
+@contextlib.contextmanager
+def failures(what):
+    """Whatever goes wrong is a failure, and the rest goes on."""
+    try:
+        yield
+    except (Exception, SystemExit) as e:
+        where = traceback.extract_tb(e.__traceback__)[-1]
+        checked(False, f"{what}: {type(e).__name__} in {where.name}, line {where.lineno}: {e}")
 
 
 def cpus():
@@ -186,20 +198,19 @@ def check_hf(args):
             sizes.insert(0, size)
         back = {}
         for size in sizes:
-            exported[size].result()
-            back[size] = pool.submit(size.back)
-            model = AutoModelForCausalLM.from_pretrained(size.path("hf"), dtype=torch.float32)
-            model = model.to(args.device).eval()
-            tokenizer = AutoTokenizer.from_pretrained(size.path("hf"))
-            with torch.no_grad():
-                compare_hf(args, size, model, tokenizer, *(task.result() for task in ours[size]))
-                if size is sizes[0]:
-                    check_harness(args, size, model.float(), tokenizer)
-            del model
-            if args.device == "cuda":
-                torch.cuda.empty_cache()
-        for size in sizes:
-            checked(back[size].result(), f"hf {size.text}: back as a model file, every byte the same")
+            with failures(f"hf {size.text}"):
+                exported[size].result()
+                back[size] = pool.submit(size.back)
+                model = AutoModelForCausalLM.from_pretrained(size.path("hf"), dtype=torch.float32)
+                model = model.to(args.device).eval()
+                tokenizer = AutoTokenizer.from_pretrained(size.path("hf"))
+                with torch.no_grad():
+                    compare_hf(args, size, model, tokenizer, *(task.result() for task in ours[size]))
+                    if size is sizes[0]:
+                        check_harness(args, size, model.float(), tokenizer)
+        for size, task in back.items():
+            with failures(f"hf {size.text}"):
+                checked(task.result(), f"hf {size.text}: back as a model file, every byte the same")
     for size in sizes:
         shutil.rmtree(size.folder)
 
@@ -227,13 +238,14 @@ def compare_hf(args, size, model, tokenizer, our_logits, our_loss, our_text):
         mine, limit = measure(far["ours"]), factor * measure(far["theirs"])
         checked(mine <= limit, f"{what}: logits, {kind} error / rms: {mine:.2e}, limit {limit:.2e}: "
                 f"{factor} times transformers' own fp32")
-    checked(abs(our_loss - loss) <= 2e-5, f"{what}: loss {our_loss:.6f}, transformers {loss:.6f}, limit 2e-5")
+    checked(abs(our_loss - loss) <= LOSS_LIMIT,
+            f"{what}: loss {our_loss:.6f}, transformers {loss:.6f}, limit {LOSS_LIMIT:g}")
     checked(len(set(new)) > 3, f"{what}: {len(set(new))} different tokens in its greedy text")
     # in fp32 texts may part only where two tokens' logits are as near to each other as rounding is far
     best = model(made[None]).logits[0, start.shape[1] - 1:-1].topk(2).values
-    gap, far_off = float((best[:, 0] - best[:, 1]).min()), float(far["ours"].abs().max() * scale)
+    gap, rounding = float((best[:, 0] - best[:, 1]).min()), 6 * float(far["theirs"].abs().max() * scale)
     note = "" if our_text == text else f": ours {our_text!r}, transformers {text!r}; least gap {gap:.1e}"
-    checked(our_text == text or gap <= 2 * far_off, f"{what}: greedy text of {len(new)} tokens{note}")
+    checked(our_text == text or gap <= 2 * rounding, f"{what}: greedy text of {len(new)} tokens{note}")
 
 
 def check_harness(args, size, model, tokenizer):
@@ -255,11 +267,18 @@ def check_harness(args, size, model, tokenizer):
     ours = our_sums(args, "FP32", size, "texts.bin", 2)[:, 0]
     lengths = np.array([len(tail) for _, tail in rows])
     worst = float(np.abs((ours - theirs) / lengths).max())
-    checked(worst <= 1e-5, f"harness: log-likelihoods of {len(rows)} texts: {worst:.1e} a token, limit 1e-5")
-    if shutil.which("lm_eval") is None:
-        text = "harness: lm_eval is not installed here; what it does with the folder is what was compared"
-        SHOWN.append("SKIP  " + text)
-        skip(text)
+    checked(worst <= LOSS_LIMIT,
+            f"harness: log-likelihoods of {len(rows)} texts: {worst:.1e} a token, limit {LOSS_LIMIT:g}")
+    try:
+        from lm_eval.api.instance import Instance
+        from lm_eval.models.huggingface import HFLM
+    except ImportError:
+        return                                          # it is in few places; above is what it would do
+    harness = HFLM(pretrained=size.path("hf"), device=args.device, dtype="float32", batch_size=2)
+    asked = [Instance("loglikelihood", {}, text, i) for i, text in enumerate(TEXTS)]
+    said = np.array([value for value, _ in harness.loglikelihood(asked, disable_tqdm=True)])
+    worst = float(np.abs((ours + said) / lengths).max())
+    checked(worst <= LOSS_LIMIT, f"harness: lm_eval itself says the same: {worst:.1e} a token")
 
 
 # ---- questions ----
@@ -320,7 +339,7 @@ def our_sums(args, precision, size, name, B):
 
 
 def undecided(values, error):
-    """Questions whose two best completions are too near each other."""
+    """Questions whose two best completions are too near each other for rows that are so wrong."""
     ordered = np.sort(values, axis=1)
     return ordered[:, 1] - ordered[:, 0] <= 2 * error
 
@@ -356,14 +375,18 @@ def compare_sums(args, size, form, precision, labels, lengths, exact, low):
         return
     far = np.abs((ours - exact) / lengths)
     if precision == "FP32":
-        checked(far.max() <= 1e-5, f"{what}: {far.size} rows' mean losses: {far.max():.1e}, limit 1e-5")
+        checked(far.max() <= LOSS_LIMIT,
+                f"{what}: {far.size} rows' mean losses: {far.max():.1e}, limit {LOSS_LIMIT:g}")
     else:
         theirs = np.abs((low - exact) / lengths)
         mine, limit = (float(np.sqrt(np.mean(d * d))) for d in (far, 2 * theirs))
         checked(mine <= limit, f"{what}: {far.size} rows' mean losses: {mine:.1e} rms, limit {limit:.1e}: "
                 "twice PyTorch's in bf16")
-    for kind, mine, theirs in (("sum", ours, exact), ("mean", ours / lengths, exact / lengths)):
-        open_ones = undecided(theirs, np.abs(mine - theirs).max())
+    for kind, mine, theirs, rough in (("sum", ours, exact, low),
+                                      ("mean", ours / lengths, exact / lengths, low / lengths)):
+        near = LOSS_LIMIT * (lengths.max() if kind == "sum" else 1) if precision == "FP32" else \
+            2 * np.abs(rough - theirs).max()
+        open_ones = undecided(theirs, near)
         same = (mine.argmin(1) == theirs.argmin(1)) | open_ones
         checked(same.all(), f"{what}: choices by {kind}: {(~same).sum()} of {len(same)} others, "
                 f"{open_ones.sum()} nearly undecided")
@@ -585,10 +608,10 @@ def check_all(args):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 ahead.wait(timeout=120)
             ahead.kill()
-        try:
+        with failures(name):
             PARTS[name](args)
-        except (CommandFailed, subprocess.TimeoutExpired, OSError, SystemExit, ImportError, TypeError) as e:
-            checked(False, f"{name}: {e}")
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
         say(f"== {name}: {time.perf_counter() - start:.0f} s")
 
 

@@ -40,13 +40,13 @@ SMALLER = [
     (r"-b \d+", "-b 2", None),
     (r"-t \d+", "-t 32", None),
     (r"-z \d+", "-z 512", None),
-    (r"-e d12\b", "-e " + TINY, None),
+    (r"-e d12(?= )", "-e " + TINY, None),
     (r"--gpus 8", "--gpus 2", "--gpus {gpus}"),
     (r"mpirun -np 16", "mpirun --allow-run-as-root --oversubscribe -np 2",
      "mpirun --allow-run-as-root -np {gpus}"),
     (r"make train_gpt2cu\b", "make train_gpt2cpu && ln -sf train_gpt2cpu train_gpt2cu", None),
-    (r"make tinyshakespeare train_gpt2cu PRECISION=FP32", "make train_gpt2cpu", None),
-    (r"make tinyshakespeare\b", r"\g<0> TEXT=made/stories.txt", r"\g<0> TEXT=made/stories.txt"),
+    (r"make tinyshakespeare train_gpt2cu", "make train_gpt2cpu && ln -sf train_gpt2cpu train_gpt2cu #",
+     "make train_gpt2cu"),
     (r"(get.py (tinystories|fineweb10B-shards|hellaswag)\b)", r"\1 --from made/\2", r"\1 --from made/\2"),
     (r"scripts/run_gpt2_124M.sh", f"gpus=1 scripts/run_gpt2_124M.sh --max-steps 4 --warmup 2 --model {TINY} "
      "--sequence-length 32 --micro-batch 2 --total-batch 512 --val-batches 2",
@@ -61,7 +61,7 @@ def has_module(name):
 # pattern, can it run here?, why not
 NOT_HERE = [
     (r"make test\b", lambda: False, "runs this very check"),
-    (r"get.py fineweb10B( |$)|get.py hub ", lambda: False, "needs the network"),
+    (r"get.py fineweb10B( |$)|get.py hub |make tinyshakespeare$", lambda: False, "needs the network"),
     (r"get.py debian-docs", lambda: False, "asks apt for 38 packages"),
     (r"pip install|import_hf.py gpt2 |setup.sh tensorboard", lambda: False, "installs or downloads"),
     (r"mmlu_test.bin", lambda: False, "MMLU is not made here"),
@@ -177,12 +177,16 @@ def look(text):
 
 def prepare(folder):
     """A copy of the repository with what its commands take as given: texts of yours, downloads."""
-    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
-                            capture_output=True, text=True, check=True).stdout.split("\0")
+    git = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
+                         capture_output=True, text=True, check=False)
+    listed = git.stdout.split("\0") if git.returncode == 0 else []
     for path in filter(None, listed):
         if os.path.isfile(os.path.join(ROOT, path)):
             os.makedirs(os.path.join(folder, os.path.dirname(path)), exist_ok=True)
             shutil.copy(os.path.join(ROOT, path), os.path.join(folder, path))
+    if not listed:                          # an archive of it: all but what was made here
+        shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(
+            "build", "runs", ".venv", ".git", "train_gpt2c?*", "test_gpt2c?*", "profile_gpt2c?*", "*.bin"))
     os.chdir(folder)
     if os.path.exists(os.path.join(ROOT, ".venv")) and not os.path.exists(".venv"):
         os.symlink(os.path.join(ROOT, ".venv"), ".venv")
@@ -194,10 +198,12 @@ def prepare(folder):
         subprocess.run(["build/stories", "--seed", str(size), "--bytes", str(size), "-o", path], check=True)
     words = ["made/stories.txt", "-o", "made/stories", "--val-tokens", "20000"]
     subprocess.run(["build/tokenize", *words], check=True)
-    for to in ("made/fineweb10B-shards", "dev/data/fineweb10B"):
-        os.makedirs(to, exist_ok=True)
-        shutil.copy("made/stories_train.bin", to + "/fineweb_train_000001.bin")
-        shutil.copy("made/stories_val.bin", to + "/fineweb_val_000000.bin")
+    for stem, train, val in (("made/fineweb10B-shards/fineweb", "train_000001", "val_000000"),
+                             ("dev/data/fineweb10B/fineweb", "train_000001", "val_000000"),
+                             ("dev/data/tinyshakespeare/tiny_shakespeare", "train", "val")):
+        os.makedirs(os.path.dirname(stem), exist_ok=True)
+        shutil.copy("made/stories_train.bin", f"{stem}_{train}.bin")
+        shutil.copy("made/stories_val.bin", f"{stem}_{val}.bin")
     os.makedirs("made/hellaswag")
     with open("made/hellaswag/hellaswag_val.jsonl", "w", encoding="utf-8") as f:
         for i in range(20):

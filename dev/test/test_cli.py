@@ -20,6 +20,7 @@ import os
 import pty
 import re
 import resource
+import select
 import shlex
 import shutil
 import signal
@@ -340,12 +341,15 @@ def test_said_at_start():
         check(late.code == 0 and len(late.err.splitlines()) == 1 and f"-u {warmup}" in late.err and
               said in late.err, f"-u {warmup} in {steps} steps: {late.err}")
     flags = {"-e": trained_model(), "--prompt": "tak ", "--temperature": 0}
-    said = f"samples: -g {T} is cut to {T - 5} tokens"
-    cut = run({**flags, "-x": 0, "-g": T})
-    check((cut.code, len(cut.err.splitlines())) == (0, 1) and said in cut.err and said not in cut.out,
-          f"-g beyond T says so, and not among the text: {cut.err}")
+    said = f"samples: after {T - 4} of {T} tokens all T={T} positions are taken"
+    long = run({**flags, "-x": 0, "-g": T, "--quiet": 1})
+    check((long.code, len(long.err.splitlines())) == (0, 1) and said in long.err and said not in long.out,
+          f"-g beyond T says so, and not among the text: {long.err}")
     check(said in run_ok({**flags, "-x": 1, "-s": 1, "-g": T}).out, "so does a training run")
-    check_equal(run({**flags, "-x": 0, "-g": T - 5}).err, "", "a -g that just fits")
+    check_equal(run({**flags, "-x": 0, "-g": T - 4, "--quiet": 1}).err, "", "a -g that just fits")
+    speed = run({**flags, "-x": 0, "-g": 9, "--num-samples": 3})
+    check(re.fullmatch(r"note: 27 tokens, the first after [\d.]+ s, then \d+ tokens/s\n", speed.err),
+          f"how fast: {speed.err!r}")
 
 
 def test_control_characters():
@@ -472,6 +476,101 @@ def test_folder_prompt():
     shown = os.read(terminal, 1000).decode("latin-1").replace("\r\n", "\n")
     os.close(terminal)
     check_equal((p.returncode, shown), (0, "tak " + result.out), "on a terminal the prompt comes first")
+
+
+def test_samples_alone():
+    """A text is the same whatever is written beside it, across the end of T."""
+    flags = {"-e": trained_model(), "-x": 0, "--prompt": "tak ", "-g": T + 9, "--quiet": 1}
+    many = run_ok({**flags, "--num-samples": 70}).samples()     # more than are written at once
+    check_equal((len(many), len(set(many))), (70, 70), "texts, and those that differ")
+    few = run_ok({**flags, "--num-samples": 3}).samples()
+    check_equal(few, many[:3], "three texts")
+    check_equal(run_ok(flags).samples(), many[:1], "one text")
+
+
+def test_characters():
+    """What goes to the terminal ends with whole characters, and bytes that are none come out at the end."""
+    euro, broken = "\u20ac".encode(), b"\xe2\x82"
+    for what, text in (("a character", euro), ("its beginning", broken), ("no character", b"\xff\x80a")):
+        period = bytes([1]) + text
+        write_shard("characters.bin", period * 400)
+        run_ok({"-e": "L1,NH2,C32,T32,V256", "-i": "characters.bin", "-j": "characters.bin", "-x": 100,
+                "-l": "1e-2", "-b": 2, "-o": f"characters {what}"})
+        terminal, end = pty.openpty()
+        p = subprocess.run(Program.command({**ALONE, "-e": f"characters {what}", "-x": 0, "--prompt": "\x01",
+                                            "-g": 2 * len(period) - 1, "--temperature": 0}), stdout=end,
+                           stderr=subprocess.PIPE, timeout=LIMIT_S, env=Program.environment(1))
+        os.close(end)
+        shown = b""
+        while not shown.endswith(b"\n"):
+            shown += os.read(terminal, 1000)
+        os.close(terminal)
+        check_equal((p.returncode, shown.replace(b"\r\n", b"\n")), (0, period * 2 + b"\n"), what)
+
+
+def test_chat():
+    """Lines are answered through a pipe, as one text that goes on: what was said before counts."""
+    flags = {**ALONE, "-e": trained_model(), "-x": 0, "--temperature": 0, "-g": 5, "--quiet": 1}
+
+    def chat(lines):
+        p = subprocess.run(Program.command({**flags, "--chat": 1}), input=lines, capture_output=True,
+                           timeout=LIMIT_S, env=Program.environment(1))
+        check_equal((p.returncode, p.stderr), (0, b""), f"exit code and stderr after {lines}")
+        return p.stdout.decode("latin-1")
+
+    history, wanted = "", ""
+    for line in ("tak", "lorin ba", "", "m"):               # an empty line lets the text go on
+        history += ("\n" if history and line else "") + line
+        answer = run_ok({**flags, "--prompt": history}).out[:-1]
+        check_equal(len(answer), 5, f"an answer to '{line}'")
+        history, wanted = history + answer, wanted + answer + "\n"
+    check_equal(chat(b"tak\nlorin ba\n\nm"), wanted, "four lines, the last without an end")
+    check_equal(chat(b""), "", "no line")
+    check_equal(chat(b"tak " * 100 + b"\n")[-1], "\n", "a line longer than T")
+    check_refused("--chat in training", {"--chat": 1, "-x": 1}, "--chat", "-x 0")
+    check_refused("--chat without a tokenizer", {"--chat": 1, "-x": 0, "-e": NO_TEXT, "-o": ""}, "--chat",
+                  "V=300")
+
+
+def test_chat_terminal():
+    """On a terminal Ctrl-C ends a text, then a line that is being typed, and Ctrl-D ends the program."""
+    def take_terminal():
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    terminal, end = pty.openpty()
+    p = subprocess.Popen(Program.command({**ALONE, "-e": trained_model(), "-x": 0, "--chat": 1,
+                                          "-g": 1 << 24}), stdin=end, stdout=end, stderr=subprocess.PIPE,
+                         env=Program.environment(1), preexec_fn=take_terminal)      # pylint: disable=W1509
+    os.close(end)
+    shown = ""
+
+    def until(text):
+        nonlocal shown
+        while not shown.endswith(text):
+            if not select.select([terminal], [], [], LIMIT_S)[0]:
+                p.kill()
+                raise TimeoutError(f"no '{text}' on the terminal, but {shown[-100:]!r}")
+            shown += os.read(terminal, 1000).decode("latin-1")
+        shown = ""
+
+    until("> ")
+    os.write(terminal, b"tak\n")
+    while len(shown) < 300:                                 # a text without an end
+        shown += os.read(terminal, 1000).decode("latin-1")
+    os.write(terminal, b"\x03")
+    until("\r\n> ")
+    os.write(terminal, b"lor")
+    until("lor")
+    os.write(terminal, b"\x03")
+    until("> ")
+    check_equal(p.poll(), None, "exit code after Ctrl-C")
+    os.write(terminal, b"\x04")
+    check_equal(p.wait(timeout=LIMIT_S), 0, "exit code after Ctrl-D")
+    check(re.search(rb"^note: \d+ tokens, the first after .* tokens/s\n\Z", p.stderr.read(), re.M),
+          "how fast it was")
+    p.stderr.close()
+    os.close(terminal)
 
 
 def test_folder_trains():
@@ -736,11 +835,10 @@ def test_prompt():
     for wanted in (1, 5):
         text = run_ok({**flags, "-g": wanted, "--temperature": 0}).samples()[0]
         check_equal(len(text), 4 + wanted, f"length of the prompt and {wanted} tokens")
-    check_equal(greedy[0][0], run_ok({**flags, "-g": 1000, "--temperature": 0}).samples()[0],
-                "a sample as long as the model's T, and one that asks for more")
-    check(len(greedy[0][0]) <= T, "a sample is longer than the model's T")
+    far = run_ok({**flags, "-g": 1000, "--temperature": 0}).samples()[0]
+    check_equal((len(far), far[:len(greedy[0][0])]), (1004, greedy[0][0]), "a text far beyond T")
     longest = run_ok({**flags, "--prompt": "a" * (T - 2), "-g": 5}).samples()
-    check(longest and len(longest[0]) <= T - 1, "the longest prompt leaves room for one token")
+    check(longest and T - 1 <= len(longest[0]) <= T + 3, "text after the longest prompt")
     nothing = run_ok({**flags, "--prompt": "", "-g": 5})
     check_equal((nothing.val_losses(), len(nothing.samples())), ([], 1), "an empty prompt: text from nothing")
     odd = run_ok({**flags, "--prompt": "\u00e9\u00df\u4e16"})
@@ -754,9 +852,9 @@ def test_samples_without_tokenizer():
     check_equal(len(samples), 4, "samples after steps 1 and 2")
     ids = [[int(x) for x in text.split()] for text in samples]
     check(all(1 <= len(x) <= 9 and max(x) < 300 for x in ids), f"token ids: {ids}")
-    for ids_wanted in (31, 1000):
-        text = run_ok({"-e": NO_TEXT, "-x": 1, "-s": 1, "-g": ids_wanted}).samples()[-1]
-        check(len(text.split()) <= T - 1, "more ids than the model has positions for")
+    lengths = [len(run_ok({"-e": NO_TEXT, "-x": 1, "-s": 1, "-g": wanted}).samples()[-1].split())
+               for wanted in (T - 1, 1000)]
+    check(lengths[0] <= T - 1 and lengths[1] <= 1000, f"more ids than asked for: {lengths}")
 
 
 # ---- output and files ----

@@ -1532,6 +1532,93 @@ static void test_float_functions() {
     CHECK(gelu_derivative(100.0f) == 1.0f && gelu_derivative(-100.0f) == 0.0f, "gelu's derivative far out");
 }
 
+// ---- writing text ----
+
+// One row's token after others, beside the ops that compute whole sequences: a row of `T` positions at once.
+static void test_decoding(int T, int NH, int HS, int OC) {
+    const std::string shape = format("decoding T=%d NH=%d HS=%d OC=%d", T, NH, HS, OC);
+    const int C = NH * HS, N = 3, V = 40;
+    std::vector<int> tokens = random_ints(T, V);
+    Doubles wte = random_tensor((size_t)V * C), wpe = random_tensor((size_t)T * C), out((size_t)T * C);
+    encoder_forward_cpu<double>({out, tokens.data(), wte, wpe, 1, T, C}, 0);
+    std::vector<int> last = {tokens[T - 1], tokens[0], -1}, positions = {T - 1, 0, T - 1};
+    Doubles embedded((size_t)N * C), wanted((size_t)N * C);
+    decode_encoder_cpu<double>({embedded, last.data(), positions.data(), wte, wpe, N, C}, 0);
+    for (int c = 0; c < C; c++) {
+        wanted[c] = out[(size_t)(T - 1) * C + c];
+        wanted[C + c] = out[c];
+        wanted[2 * C + c] = wte[c] + wpe[(size_t)(T - 1) * C + c];      // no token is read as the first
+    }
+    CHECK_SAME(embedded, wanted, 0.0);
+
+    // Each of the matmul's forms, from the ops that it is made of.
+    Doubles lnw = random_tensor(C, 0.3, 1.0), lnb = random_tensor(C), weight = random_tensor((size_t)OC * C),
+            bias = random_tensor(OC), residual = random_tensor((size_t)N * OC), normal((size_t)N * C),
+            mean(N), rstd(N), pre((size_t)N * OC);
+    for (int form = 0; form < 5; form++) {              // 4: an RMSNorm
+        const bool has_ln = form % 2 == 1 || form == 4, has_gelu = form == 3;
+        NormForward<double, double> norm = {};
+        norm.y[0] = {normal, lnw, form == 4 ? nullptr : (double*)lnb};
+        norm.mean = mean, norm.rstd = rstd, norm.inp = embedded, norm.N = N, norm.C = C;
+        norm.kind = form == 4 ? NormKind::Rms : NormKind::Layer;
+        norm_forward_cpu<double>(norm, 0);
+        Doubles got = residual, expected((size_t)N * OC);
+        decode_matmul_cpu<double>({got, embedded, has_ln ? (double*)lnw : nullptr,
+                                   form % 2 == 1 ? (double*)lnb : nullptr, weight, form > 0 ? (double*)bias
+                                   : nullptr, form == 2 ? (double*)got : nullptr, has_gelu, N, C, OC}, 0);
+        matmul_forward_cpu<double>({expected, has_ln ? normal : embedded, weight, form > 0 ? (double*)bias
+                                    : nullptr, form == 2 ? (double*)residual : nullptr,
+                                    has_gelu ? (double*)pre : nullptr, N, C, OC}, 0);
+        CHECK_SAME(got, expected, kExact);
+    }
+
+    // Attention's last position, after a prompt of all but that.
+    Doubles qkv = random_tensor((size_t)T * 3 * C), lse((size_t)NH * T), att((size_t)T * C);
+    attention_forward_cpu<double>({att, lse, qkv, 1, T, NH, HS}, 0);
+    Doubles keys = random_tensor((size_t)N * T * C), values = random_tensor((size_t)N * T * C);
+    cache_store_cpu<double>({keys, values, qkv, N, T - 1, T, C}, 0);
+    Doubles now((size_t)N * 3 * C), got((size_t)N * C), expected((size_t)N * C);
+    for (int n = 0; n < N; n++) {
+        positions[n] = T - 1;
+        memcpy(now + (size_t)n * 3 * C, qkv + (size_t)(T - 1) * 3 * C, 3 * C * sizeof(double));
+        memcpy(expected + (size_t)n * C, att + (size_t)(T - 1) * C, C * sizeof(double));
+    }
+    std::vector<int> counters(N * NH, 0);
+    decode_attention_cpu<double>({got, keys, values, nullptr, counters.data(), now, positions.data(), N, T,
+                                  NH, HS}, 0);
+    CHECK_SAME(got, expected, kExact);
+    Doubles stored((size_t)2 * N * T * C), original((size_t)2 * N * T * C);
+    for (size_t i = 0; i < (size_t)N * T * C; i++) {
+        const size_t t = i / C % T, c = i % C, other = (size_t)N * T * C + i;
+        stored[i] = keys[i];
+        stored[other] = values[i];
+        original[i] = qkv[(t * 3 + 1) * C + c];
+        original[other] = qkv[(t * 3 + 2) * C + c];
+    }
+    CHECK_SAME(stored, original, 0.0);
+}
+
+static void test_sample_tokens() {
+    const int N = 4, V = 300;
+    Doubles logits = random_tensor((size_t)N * V, 5.0);
+    std::vector<int> tokens(N), positions = {0, 5, 5, 9};
+    std::vector<uint64_t> draws = {0, 1, 1ull << 40, 7};
+    const std::vector<uint32_t> ids = {0, 0, 1, 2};
+    const std::vector<uint64_t> before = draws;
+    const Sampling sampling = {1.5f, 200, 0.95f};
+    for (int i = 0; i < V; i++) { logits[3 * V + i] = (double)NAN; }
+    sample_tokens_cpu<double>({tokens.data(), positions.data(), draws.data(), ids.data(), logits, sampling, 9,
+                               N, V}, 0);
+    for (int n = 0; n < N; n++) {
+        const std::vector<float> row(logits + (size_t)n * V, logits + (size_t)(n + 1) * V);
+        const int token = sample_token(row.data(), V, sampling, rand_unit(9, RAND_SAMPLE, ids[n], before[n]));
+        CHECK(tokens[n] == token && draws[n] == before[n] + 1, "row %d: token %d, not %d", n, tokens[n],
+              token);
+    }
+    CHECK(tokens[3] == -1, "without logits a token is drawn");
+    CHECK(positions == std::vector<int>({1, 6, 6, 10}), "positions do not move on");
+}
+
 // ---- all of it ----
 
 struct Group { const char* name; void (*run)(); };
@@ -1615,6 +1702,11 @@ static const Group groups[] = {
         }
         test_orthogonalise<double>(1, 1, 5, 1e-11);
         test_orthogonalise<float>(20, 7, 5, 1e-4);
+    }},
+    {"decoding", [] {
+        test_decoding(33, 2, 20, 67);
+        test_decoding(1, 1, 3, 5);
+        test_sample_tokens();
     }},
     {"bf16", test_bf16},
     {"float functions", test_float_functions},

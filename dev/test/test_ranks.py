@@ -77,11 +77,12 @@ def batch(M, length=SMALL_T, rows=1):
 # On GPUs a start takes seconds, and many at once get in each other's way: the whole suite, eight jobs at a
 # time on four GPUs, was not over after six minutes. The CPU program has the same words, processes and
 # signals, so there are only these.
-ON_GPUS = ("world_sizes", "three_ranks", "repeated", "low_precision", "nccl_order", "memory", "bad_flags",
-           "stop", "death", "death_of_the_launcher")
+ON_GPUS = ("world_sizes", "three_ranks", "repeated", "muon", "low_precision", "nccl_order", "memory",
+           "bad_flags", "stop", "death", "death_of_the_launcher")
 # What the precision of a build can change; the others are about words, processes and signals.
 NUMERIC = ("world_sizes", "three_ranks", "few_micro_steps", "lanes", "epochs", "repeated", "overfit",
-           "options", "skipped_updates", "low_precision", "nccl_order", "evaluation")
+           "options", "muon", "skipped_updates", "low_precision", "nccl_order",
+           "evaluation")
 
 
 class Left:
@@ -228,11 +229,14 @@ def test_options():
                  {"--block": "parallel-tied", "--norm": "rmsnorm", "--dropout": 0.2},
                  {"--grad-clip": 0.01, "-u": 3}, {"-z": 4 * 3 * SMALL_T, "-b": 3}):
         same_bits(named(more), {**batch(8), **more}, worlds((1, 2), 0) + worlds((4,), 1, 2))
-    # three layers, which two ranks share out by two and one, and of which the fourth of four has none
-    same_bits("Muon", {"-e": ODD, "--optimizer": "muon", "-v": 3, "-m": 4, **batch(8, ODD_T)},
-              worlds((1, 2, 4), 0, 1, 2))
     same_bits("-r 0, 1 and 2", batch(8), [{"--gpus": 1, "-r": 0}, {"--gpus": 2, "-r": 1},
                                           {"--gpus": 2, "-r": 2, "-zs": 1}])
+
+
+def test_muon():
+    """Three layers, which two ranks share out by two and one, and of which the fourth of four has none."""
+    same_bits("Muon", {"-e": ODD, "--optimizer": "muon", "-v": 3, "-m": 4, **batch(8, ODD_T)},
+              worlds((1, 2, 4), 0, 1, 2))
 
 
 def test_skipped_updates():

@@ -66,7 +66,7 @@ while [ $# -gt 0 ]; do
     case $1 in --output-dir) out=$2 ;; --max-steps) steps=$2 ;; esac
     shift
 done
-[ "$steps" = 0 ] && { echo "sample 1"; exit 0; }
+[ "$steps" = 0 ] && { printf ' girl\n\nMore\n---\n boy\n'; exit 0; }
 [ "$MODE" = fails ] && { echo "error: no memory" >&2; exit 3; }
 mkdir -p "$out"
 echo "s:0 tel:5.579" >"$out/main.log"
@@ -101,6 +101,9 @@ def test_quickstart_ends_well():
     check(code == 0, f"exit code {code}: {err}")
     val, last = out.splitlines()[-2:]
     check(val == "val loss 5.579 at the start, 1.023 at the end; a bigram model has 2.326", f"losses: {val}")
+    prompt = "Once there was a little"
+    samples = read("runs/quickstart/samples.txt")
+    check(samples == f"{prompt} girl\n\nMore\n---\n{prompt} boy\n", f"samples: {samples}")
     for word in ("runs/quickstart: ", "`./train_gpt2cpu -e runs/quickstart -x 0`", "--prompt",
                  "`python3 dev/data/plot_log.py runs/quickstart`"):
         check(word in last, f"the last line lacks {word}: {last}")
@@ -111,7 +114,7 @@ def test_quickstart_twice_loses_nothing():
     for mark in ("first", "second", "third"):
         code, _, err = quickstart("works", MARK=mark)
         check(code == 0, f"{mark} run: exit code {code}: {err}")
-    model = "model_00002400.bin"
+    model = "model_00001300.bin"
     marks = [read(path).strip() for path in
              (f"runs/quickstart.1/{model}", f"runs/quickstart.2/{model}", f"runs/quickstart/{model}")
              if os.path.exists(path)]
@@ -136,7 +139,7 @@ def test_quickstart_keeps_the_run_if_it_cannot_build():
     quickstart("works", MARK="first")
     code, _, _ = quickstart("no build")
     check(code != 0, "exit code 0 without a build")
-    check(read("runs/quickstart/model_00002400.bin") == "first\n", "the run before is where it was")
+    check(read("runs/quickstart/model_00001300.bin") == "first\n", "the run before is where it was")
 
 
 def test_quickstart_checks_its_promise():
