@@ -87,7 +87,7 @@ TESTS := $(patsubst dev/test/%.cpp,build/%,$(wildcard dev/test/test_*.cpp))
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart tinyshakespeare tokenize stories bigram checkpoint test test-gpu cpu asan test-asan
-.PHONY: plot check-docs test-mutants tsan fuzz lint sanitize bench clean FORCE
+.PHONY: plot check-docs test-mutants tsan fuzz lint sanitize bench bench-ops clean FORCE
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -205,6 +205,10 @@ sanitize: $(addprefix build/check/test_gpt2.,BF16 FP32 FP16) ## on a GPU: kernel
 
 check-docs: train_gpt2cpu ## runs README's commands, made small, in a copy of the repository
 	python3 dev/test/check_docs.py
+
+bench-ops: build/check/profile_gpt2.BF16 ## on a GPU: the norms' kernels beside a copy and PyTorch's
+	build/check/profile_gpt2.BF16 norms
+	@python3 dev/bench/norms.py
 
 bench: build/check/train_gpt2.BF16 ## on a GPU: tokens/s beside PyTorch's
 	dev/bench/bench.sh

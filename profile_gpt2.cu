@@ -4,6 +4,7 @@ One training step for a profiler: no data files, no logs, random tokens.
     make profile_gpt2cu
     ncu --set full --clock-control none -o step ./profile_gpt2cu            # every kernel of one micro-step
     nsys profile -o step ./profile_gpt2cu d12 64 1024 3                     # model, B, T, steps
+    ./profile_gpt2cu norms                                                  # times of dev/cuda/norms.h
 
 Every op is an NVTX range with its own name. The first step loads kernels and picks GEMM algorithms, so the
 last one is the one to look at: ncu's --nvtx --nvtx-include "profiled/" keeps only that.
@@ -11,9 +12,15 @@ last one is the one to look at: ncu's --nvtx --nvtx-include "profiled/" keeps on
 #define main train_gpt2_main
 #include "train_gpt2.cu"
 #undef main
+#include <functional>               // gives: std::function
+#include "dev/cuda/norms.h"         // gives: norms_bench
 
 int main(int argc, char** argv) {
     const char* model_name = argc > 1 ? argv[1] : "d12";
+    if (argc == 2 && strcmp(model_name, "norms") == 0) {
+        printf("%s\n", device_init().name.c_str());
+        return norms_bench();
+    }
     const Config c = descriptor_config(model_name);
     int64_t numbers[3] = {64, 1024, 2};
     bool good = argc <= 5;

@@ -1240,7 +1240,7 @@ static void test_cuda_options(const Config& c) {
                           gpt2_scratch_bytes(shape, bf16, 1, N, specs) >= behind + (size_t)C * C * 16,
                       "C=%d N=%d: scratch of bf16 gradients", C, N);
                 size_t most = std::max(encoder_backward_scratch_bytes(1, N, C),
-                                       layernorm_backward_scratch_bytes(N, C));
+                                       norm_backward_scratch_bytes(N, C, 3));
                 for (int OC : {3 * C, 4 * C}) { most = std::max(most, bias_backward_scratch_bytes(N, OC)); }
                 most = std::max(most, attention_backward_scratch_bytes(1, N, 1));
                 CHECK(bytes >= most, "C=%d N=%d: %zu bytes, an op takes %zu", C, N, bytes, most);
@@ -1283,6 +1283,61 @@ static void test_cuda_options(const Config& c) {
     }
 }
 #endif
+
+// Every kind of block and norm, without and with dropout.
+static void test_variant(const Config& c, double dropout) {
+    const int B = 4, T = c.maxT;
+    const std::string what = format("block %d, norm %d, dropout %g", (int)c.block, (int)c.norm, dropout);
+    Options o = default_options();
+    o.dropout = dropout;
+    const std::vector<float> base = short_run(c, o, B, T, 2, 2);
+    for (int recompute : {1, 2}) {
+        Options r = o;
+        r.recompute = recompute;
+        CHECK(same_bits(base, short_run(c, r, B, T, 2, 2)), "%s: -r %d", what.c_str(), recompute);
+    }
+    Batch batch = random_batch(c, B, T, 0);
+    std::vector<std::vector<float>> whole;
+    for (int micro_steps : {1, 4}) {
+        GPT2 model;
+        start_model(&model, c, o, B / micro_steps, T);
+        accumulate_batch(&model, batch.x.data(), batch.y.data(), B, T, micro_steps);
+        const std::vector<std::vector<float>> grads = host_grads(&model);
+        if (micro_steps == 1) { whole = grads; }
+        for (int i = 0; i < NUM_PARAMS; i++) {
+            const double error = relative_error(grads[i].data(), whole[i].data(), whole[i].size());
+            CHECK(error <= (kLowPrecision ? 1e-2 : 1e-6), "%s: in %d micro-steps d%s differs by %g",
+                  what.c_str(), micro_steps, model.param_specs[i].name, error);
+        }
+        gpt2_free(&model);
+    }
+    if (dropout == 0.0) { return; }
+    std::vector<float> losses;                  // what is not trained on knows no dropout
+    for (bool drops : {false, true}) {
+        Options e = default_options();
+        e.residual_in_gemm = false;
+        e.dropout = drops ? dropout : 0.0;
+        GPT2 model;
+        start_model(&model, c, e, B, T);
+        gpt2_set_inputs(&model, batch.x.data(), batch.y.data(), B, T, ClassifierMode::LossOnly);
+        gpt2_loss(&model, B, T, ClassifierMode::LossOnly, 0.0f, 1.0f / (float)(B * T), &model.state->loss,
+                  Accumulate::No);
+        losses.push_back(gpt2_read_state(&model).loss);
+        gpt2_free(&model);
+    }
+    CHECK(losses[0] == losses[1], "%s: evaluated to %.7f, without dropout %.7f", what.c_str(), losses[1],
+          losses[0]);
+    CHECK(fabs(losses[0] - base[0]) > 1e-4, "%s: dropout changed nothing", what.c_str());
+}
+
+static void test_variants(Config c) {
+    for (Block block : {Block::Sequential, Block::Parallel, Block::ParallelTied}) {
+        for (NormKind norm : {NormKind::Layer, NormKind::Rms}) {
+            c.block = block, c.norm = norm;
+            for (double dropout : {0.0, 0.2}) { test_variant(c, dropout); }
+        }
+    }
+}
 
 #ifndef GPT2_CPU
 // == kernels ==
@@ -1559,71 +1614,144 @@ static void test_encoder(int B, int T, int C, int V, int maxT) {
     }
 }
 
-static void test_layernorm(int N, int C) {
-    for (bool residual : {false, true}) {
-        Case k(format("layernorm_forward N=%d C=%d residual=%d", N, C, residual));
-        std::vector<double> x1 = k.random((size_t)N * C, 1.0, 0.5), x2 = k.random((size_t)N * C),
-                            w = k.random(C, 0.3, 1.0), b = k.random(C);
-        const floatX *d1 = k.tensor<floatX>("inp1", x1), *d2 = k.tensor<floatX>("inp2", x2);
-        const float *dw = k.tensor<float>("weight", w), *db = k.tensor<float>("bias", b);
-        floatX *res = k.poisoned<floatX>("residual", (size_t)N * C),
-               *out = k.poisoned<floatX>("out", (size_t)N * C);
-        float *mean = k.poisoned<float>("mean", N), *rstd = k.poisoned<float>("rstd", N);
-        std::vector<double> sum((size_t)N * C), y((size_t)N * C), m(N), r(N);
-        if (residual) {
-            k.run([&] { residual_layernorm_forward({res, out, mean, rstd, d1, d2, dw, db, N, C}, 0); });
-            for (size_t i = 0; i < sum.size(); i++) { sum[i] = x1[i] + x2[i]; }
-            k.expect("residual", res, sum);
-            sum = k.values_of(res);         // what is normalised is the rounded sum
-        } else {
-            k.run([&] { layernorm_forward({out, mean, rstd, d1, dw, db, N, C}, 0); });
-            sum = x1;
-        }
-        layernorm_forward_cpu<double>({y.data(), m.data(), r.data(), sum.data(), w.data(), b.data(), N, C},
-                                      0);
-        k.expect("out", out, y, C == 1 ? 1e-3 : 2e-6);      // C=1: the variance is rounding
-        k.expect("mean", mean, m);
-        if (C > 1) { k.expect("rstd", rstd, r); }
+// norms: 1, 2, or 3: one with two gradients, as in a tied block. starts: nothing comes before the branches.
+struct NormCase { NormKind kind; int norms, branches; bool drops, starts; };
+
+static std::string norm_title(const char* op, const NormCase& is, int N, int C) {
+    return format("%s N=%d C=%d %s norms=%d branches=%d drops=%d starts=%d", op, N, C,
+                  is.kind == NormKind::Rms ? "rms" : "layer", is.norms, is.branches, is.drops, is.starts);
+}
+static Dropout norm_dropout(const NormCase& is, uint32_t place) {
+    return dropout_of(is.drops ? 0.2 : 0.0, {1337, 4, place}, 5000000000ull);
+}
+
+static void test_norm_forward(const NormCase& is, int N, int C) {
+    const bool layer = is.kind == NormKind::Layer;
+    const size_t n = (size_t)N * C;
+    Case k(norm_title("norm_forward", is, N, C));
+    std::vector<double> x = k.random(n, 1.0, 0.5), b0 = k.random(n), b1 = k.random(n);
+    std::vector<double> w0 = k.random(C, 0.3, 1.0), w1 = k.random(C, 0.3, 1.0);
+    std::vector<double> v0 = k.random(C), v1 = k.random(C);
+    NormForward<floatX, float> a = {};
+    NormForward<double, double> twin = {};
+    std::vector<double> residual(n), y0(n), y1(n), mean(N), rstd(N);
+    floatX *d_y0 = k.poisoned<floatX>("y0", n), *d_y1 = k.poisoned<floatX>("y1", n);
+    a.y[0] = {d_y0, k.tensor<float>("weight0", w0), layer ? k.tensor<float>("bias0", v0) : nullptr};
+    twin.y[0] = {y0.data(), w0.data(), layer ? v0.data() : nullptr};
+    if (is.norms == 2) {
+        a.y[1] = {d_y1, k.tensor<float>("weight1", w1), layer ? k.tensor<float>("bias1", v1) : nullptr};
+        twin.y[1] = {y1.data(), w1.data(), layer ? v1.data() : nullptr};
     }
-    for (Accumulate acc : kBothAccumulate) {
-        for (bool bf16 : {false, true}) {
-            for (bool colsum : {false, true}) {
-                if (C == 1) { continue; }
-                Case k(format("layernorm_backward N=%d C=%d acc=%d bf16=%d colsum=%d", N, C, (int)acc, bf16,
-                              colsum));
-                std::vector<double> dres = k.random((size_t)N * C), dout = k.random((size_t)N * C),
-                                    x = k.random((size_t)N * C, 1.0, 0.5);
-                std::vector<double> w = k.random(C, 0.3, 1.0), b(C), y((size_t)N * C), m(N), r(N);
-                std::vector<double> dweight = k.random(C), dbias = k.random(C), dcol = k.random(C);
-                floatX* d_res = acc == Accumulate::Yes ? k.tensor<floatX>("dresidual", dres)
-                                                       : k.poisoned<floatX>("dresidual", dres.size());
-                const floatX *d_dout = k.tensor<floatX>("dout", dout), *d_x = k.tensor<floatX>("inp", x);
-                const float* d_w = k.tensor<float>("weight", w);
-                layernorm_forward_cpu<double>({y.data(), m.data(), r.data(), x.data(), w.data(), b.data(), N,
-                                               C}, 0);
-                const float *d_m = k.tensor<float>("mean", m), *d_r = k.tensor<float>("rstd", r);
-                Grad gw = k.grad("dweight", dweight, acc, bf16), gb = k.grad("dbias", dbias, acc, bf16),
-                     gc = k.grad("dcolsum", dcol, acc, bf16);
-                if (!colsum) { gc.data = nullptr; }
-                float* scratch = k.poisoned<float>("scratch", layernorm_backward_scratch_bytes(N, C) / 4);
-                k.run([&] {
-                    layernorm_backward({.dresidual = d_res, .dweight = gw, .dbias = gb, .dcolsum = gc,
-                                        .scratch = scratch, .dresidual_acc = acc, .dout = d_dout, .inp = d_x,
-                                        .weight = d_w, .mean = d_m, .rstd = d_r, .N = N, .C = C}, 0);
-                });
-                std::vector<double> before = dcol;
-                layernorm_backward_cpu<double>({.dresidual = dres.data(), .dweight = {dweight.data(), acc},
-                                                .dbias = {dbias.data(), acc}, .dcolsum = {nullptr, acc},
-                                                .scratch = nullptr, .dresidual_acc = acc, .dout = dout.data(),
-                                                .inp = x.data(), .weight = w.data(), .mean = m.data(),
-                                                .rstd = r.data(), .N = N, .C = C}, 0);
-                k.expect("dresidual", d_res, dres);
-                k.expect("dweight", gw, dweight);
-                k.expect("dbias", gb, dbias);
-                if (colsum) {               // of the values as stored
-                    const std::vector<double> stored = k.values_of(d_res);
-                    bias_backward_cpu<double>({{before.data(), acc}, nullptr, stored.data(), N, C}, 0);
-                    k.expect("dcolsum", gc, before);
+    a.mean = layer ? k.poisoned<float>("mean", N) : nullptr, a.rstd = k.poisoned<float>("rstd", N);
+    twin.mean = mean.data(), twin.rstd = rstd.data();
+    a.inp = is.starts ? nullptr : k.tensor<floatX>("inp", x);
+    twin.inp = is.starts ? nullptr : x.data();
+    for (int i = 0; i < is.branches; i++) {
+        a.branch[i] = k.tensor<floatX>(i == 0 ? "branch0" : "branch1", i == 0 ? b0 : b1);
+        twin.branch[i] = i == 0 ? b0.data() : b1.data();
+        a.dropout[i] = twin.dropout[i] = norm_dropout(is, 7 + (uint32_t)i);
+    }
+    if (is.branches > 0) {
+        a.residual = k.poisoned<floatX>("residual", n);
+        twin.residual = residual.data();
+    }
+    a.kind = twin.kind = is.kind, a.N = twin.N = N, a.C = twin.C = C;
+    k.run([&] { norm_forward(a, 0); });
+    norm_forward_cpu<double>(twin, 0);
+    if (is.branches > 0) {
+        k.expect("residual", a.residual, residual);
+        residual = k.values_of(a.residual);         // what is normalised is the rounded sum
+        twin.inp = residual.data(), twin.residual = nullptr;
+        norm_forward_cpu<double>(twin, 0);
+    }
+    const double floor = C == 1 && layer ? 1e-3 : 2e-6;     // C=1: the variance is rounding
+    k.expect("y0", d_y0, y0, floor);
+    if (is.norms == 2) { k.expect("y1", d_y1, y1, floor); }
+    if (layer) { k.expect("mean", a.mean, mean); }
+    if (C > 1) { k.expect("rstd", a.rstd, rstd); }
+}
+
+// bf16: of the vectors' gradients; sums: the branches' biases want theirs.
+static void test_norm_backward(const NormCase& is, int N, int C, Accumulate acc, bool bf16, bool sums) {
+    const bool layer = is.kind == NormKind::Layer;
+    const size_t n = (size_t)N * C;
+    Case k(norm_title("norm_backward", is, N, C) + format(" acc=%d bf16=%d sums=%d", (int)acc, bf16, sums));
+    std::vector<double> dres = k.random(n), x = k.random(n, 1.0, 0.5), mean(N), rstd(N), y(n);
+    std::vector<double> dout[2] = {k.random(n), k.random(n)};
+    std::vector<double> w[2] = {k.random(C, 0.3, 1.0), k.random(C, 0.3, 1.0)};
+    std::vector<double> dweight[2] = {k.random(C), k.random(C)}, dbias[2] = {k.random(C), k.random(C)};
+    std::vector<double> branch[2] = {std::vector<double>(n), std::vector<double>(n)},
+                        branch_bias[2] = {k.random(C), k.random(C)};
+    NormBackward<floatX, float> a = {};
+    NormBackward<double, double> twin = {};
+    a.dresidual = acc == Accumulate::Yes ? k.tensor<floatX>("dresidual", dres)
+                                         : k.poisoned<floatX>("dresidual", n);
+    twin.dresidual = dres.data();
+    a.inp = k.tensor<floatX>("inp", x);
+    twin.inp = x.data();
+    NormForward<double, double> forward = {};
+    forward.y[0] = {y.data(), w[0].data(), layer ? w[1].data() : nullptr};
+    forward.mean = mean.data(), forward.rstd = rstd.data(), forward.inp = x.data();
+    forward.kind = is.kind, forward.N = N, forward.C = C;
+    norm_forward_cpu<double>(forward, 0);
+    a.mean = layer ? k.tensor<float>("mean", mean) : nullptr, a.rstd = k.tensor<float>("rstd", rstd);
+    twin.mean = mean.data(), twin.rstd = rstd.data();
+    static const char* const names[2][5] = {{"dout0", "weight0", "dweight0", "dbias0", "branch_bias0"},
+                                            {"dout1", "weight1", "dweight1", "dbias1", "branch_bias1"}};
+    for (int i = 0; i < (is.norms == 1 ? 1 : 2); i++) {
+        a.y[i].dout = k.tensor<floatX>(names[i][0], dout[i]);
+        twin.y[i].dout = dout[i].data();
+        if (i == 1 && is.norms == 3) { continue; }
+        a.y[i].weight = k.tensor<float>(names[i][1], w[i]);
+        a.y[i].dweight = k.grad(names[i][2], dweight[i], acc, bf16);
+        twin.y[i].weight = w[i].data(), twin.y[i].dweight = {dweight[i].data(), acc};
+        if (!layer) { continue; }
+        a.y[i].dbias = k.grad(names[i][3], dbias[i], acc, bf16);
+        twin.y[i].dbias = {dbias[i].data(), acc};
+    }
+    for (int i = 0; i < is.branches; i++) {
+        if (is.drops) {
+            a.branch[i].dout = k.poisoned<floatX>(i == 0 ? "branch0" : "branch1", n);
+            twin.branch[i].dout = branch[i].data();
+        }
+        a.branch[i].dropout = twin.branch[i].dropout = norm_dropout(is, 7 + (uint32_t)i);
+        if (sums) { a.branch[i].dbias = k.grad(names[i][4], branch_bias[i], acc, bf16); }
+    }
+    a.dresidual_acc = twin.dresidual_acc = acc;
+    a.kind = twin.kind = is.kind, a.N = twin.N = N, a.C = twin.C = C;
+    const int rows = 2 * (is.norms == 2 ? 2 : 1) + (is.branches == 2 ? 2 : 1);
+    a.scratch = k.poisoned<float>("scratch", norm_backward_scratch_bytes(N, C, rows) / 4);
+    k.run([&] { norm_backward(a, 0); });
+    norm_backward_cpu<double>(twin, 0);
+    k.expect("dresidual", a.dresidual, dres);
+    for (int i = 0; i < (is.norms == 2 ? 2 : 1); i++) {
+        k.expect(names[i][2], a.y[i].dweight, dweight[i]);
+        if (layer) { k.expect(names[i][3], a.y[i].dbias, dbias[i]); }
+    }
+    for (int i = 0; i < is.branches; i++) {
+        if (is.drops) { k.expect(i == 0 ? "branch0" : "branch1", a.branch[i].dout, branch[i]); }
+        if (!sums) { continue; }
+        const std::vector<double> stored = k.values_of(is.drops ? a.branch[i].dout : a.dresidual);
+        bias_backward_cpu<double>({{branch_bias[i].data(), acc}, nullptr, stored.data(), N, C}, 0);
+        k.expect(names[i][4], a.branch[i].dbias, branch_bias[i]);       // of the values as stored
+    }
+}
+
+// Every member of the family.
+static void test_norm(int N, int C) {
+    for (NormKind kind : {NormKind::Layer, NormKind::Rms}) {
+        for (int norms : {1, 2, 3}) {
+            for (int branches : {0, 1, 2}) {
+                for (int i = 0; i < (branches == 0 ? 1 : 4); i++) {
+                    const NormCase is = {kind, norms, branches, i % 2 == 1, i / 2 == 1};
+                    if (norms < 3) { test_norm_forward(is, N, C); }
+                    if (C == 1 || is.starts) { continue; }
+                    const bool gpt2 = kind == NormKind::Layer && norms == 1 && branches == 1 && !is.drops;
+                    for (Accumulate acc : kBothAccumulate) {
+                        const bool odd = (norms + branches + i + (int)acc) % 2 == 1;
+                        test_norm_backward(is, N, C, acc, odd, true);
+                        if (gpt2) { test_norm_backward(is, N, C, acc, !odd, false); }
+                    }
                 }
             }
         }
@@ -2255,8 +2383,10 @@ static void test_update(size_t n) {
 
 // Each of N rows, then one of them alone: the same bits.
 static void test_decode_matmul(int N, int C, int OC) {
-    for (int mode = 0; mode < 4; mode++) {              // plain; LN, bias; bias, residual in place; LN, GELU
-        const bool has_ln = mode % 2 == 1, has_residual = mode == 2, has_gelu = mode == 3;
+    // plain; LN, bias; bias, residual in place; LN, GELU; RMS, bias
+    for (int mode = 0; mode < 5; mode++) {
+        const bool rms = mode == 4, has_ln = mode % 2 == 1 || rms;
+        const bool has_residual = mode == 2, has_gelu = mode == 3;
         Case k(format("decode_matmul N=%d C=%d OC=%d mode=%d", N, C, OC, mode));
         std::vector<double> x = k.random((size_t)N * C, 2.0, 0.5), b = k.random(OC), y((size_t)N * OC),
                             w = k.random((size_t)OC * C, 1.0 / sqrt((double)C)), lw = k.random(C, 0.3, 1.0),
@@ -2267,8 +2397,8 @@ static void test_decode_matmul(int N, int C, int OC) {
         floatX* out = has_residual ? k.tensor<floatX>("out", res) : k.poisoned<floatX>("out", y.size());
         auto run = [&](int first, int rows) {
             decode_matmul({out + (size_t)first * OC, dx + (size_t)first * C, has_ln ? dlw : nullptr,
-                           has_ln ? dlb : nullptr, dw, db, has_residual ? out + (size_t)first * OC : nullptr,
-                           has_gelu, rows, C, OC}, 0);
+                           has_ln && !rms ? dlb : nullptr, dw, db,
+                           has_residual ? out + (size_t)first * OC : nullptr, has_gelu, rows, C, OC}, 0);
         };
         k.run([&] { run(0, N); });
         const std::vector<double> among = k.values_of(out);
@@ -2277,8 +2407,11 @@ static void test_decode_matmul(int N, int C, int OC) {
         std::vector<double> mean(N), rstd(N);
         if (has_ln) {
             std::vector<double> inp = x;
-            layernorm_forward_cpu<double>({x.data(), mean.data(), rstd.data(), inp.data(), lw.data(),
-                                           lb.data(), N, C}, 0);
+            NormForward<double, double> norm = {};
+            norm.y[0] = {x.data(), lw.data(), rms ? nullptr : lb.data()};
+            norm.mean = mean.data(), norm.rstd = rstd.data(), norm.inp = inp.data(), norm.N = N, norm.C = C;
+            norm.kind = rms ? NormKind::Rms : NormKind::Layer;
+            norm_forward_cpu<double>(norm, 0);
             for (double& v : x) { v = round_to((floatX*)nullptr, v); }
         }
         decode_matmul_cpu<double>({y.data(), x.data(), nullptr, nullptr, w.data(), mode > 0 ? b.data()
@@ -2425,13 +2558,15 @@ static void test_kernels() {
         test_encoder(1, 1, 20, 5, 3);
         if (!small_shapes) { test_encoder(4, 257, 768, 509, 300); }
     }
-    TEST("kernels: layernorm") {
-        for (int C : {1, 20, 40, 64, 768}) { test_layernorm(7, C); }
-        test_layernorm(1, 768);
+    TEST("kernels: norms of the residual stream") {
+        for (int C : {1, 20, 40, 768}) { test_norm(7, C); }
         if (!small_shapes) {
-            for (int C : {1280, 1600, 2048, 5000, 12288}) { test_layernorm(33, C); }
-            test_layernorm(1000, 768);
-            test_layernorm(3001, 40);
+            test_norm(1, 768);
+            // on both sides of what a warp, a block's registers and two columns a thread hold
+            for (int C : {64, 1000, 1024, 1032, 1280, 1600, 2048, 2056}) { test_norm(33, C); }
+            for (int C : {4096, 4104, 5000, 5120, 8192, 8200, 16384}) { test_norm(5, C); }
+            test_norm(1000, 768);
+            test_norm(3001, 40);
         }
     }
     TEST("kernels: matmul and bias") {
@@ -2577,6 +2712,12 @@ int main(int argc, char** argv) {
                 test_lanes();
             }
             TEST("sums of lanes") { test_lane_gradients(kTensorCore); }
+            TEST("other blocks, norms and dropout") {
+                test_variants(kTiny);
+#ifndef GPT2_CPU
+                test_variants(kTensorCore);
+#endif
+            }
             test_invariance("plain attention, C=40 V=509 T=33", kTiny);
             test_invariance("head size 64, C=128 V=300 T=70", kTensorCore);
             test_writing("plain, C=40 V=509 T=33", kTiny);

@@ -16,7 +16,7 @@ Sections (search for "// == "), in the order in which data flows:
      1 includes            2 types and limits       3 shapes and tables    4 device runtime
      5 device helpers      6 ops                    7 multi-GPU            8 model
      9 checkpoint         10 run configuration     11 training loop       12 main
-Section 6: 6.1 encoder  6.2 layernorm  6.3 matmul  6.4 gelu and bias  6.5 classifier  6.6 loss
+Section 6: 6.1 encoder  6.2 norms  6.3 matmul  6.4 gelu and bias  6.5 classifier  6.6 loss
      6.7 gradients: lanes and the norm  6.8 adamw, muon  6.9 attention, the longest: plain, mma.sync, sm90
      6.10 decoding: what writes text, token by token
 Sections 4 and 5 are headers in llmc/. What each op takes and gives stands in llmc/ops.h: read that first.
@@ -115,11 +115,30 @@ template <class Int> constexpr Int round_up(Int a, Int b) { return ceil_div(a, b
 // == 3 shapes and tables ==
 // The model is two tables. Everything that walks over tensors (allocation, init, AdamW, norm, checkpoints,
 // memory report, tests) walks over these.
+enum class Block { Sequential, Parallel, ParallelTied };        // kWirings, below, says what they are
 struct Config {
     int maxT;           // longest sequence: rows of wpe
     int V, Vp;          // vocabulary; padded to a multiple of 128, so that the LM head's GEMM has whole tiles
     int L, NH, C;
+    Block block = Block::Sequential;
+    NormKind norm = NormKind::Layer;
+    bool is_gpt2() const { return block == Block::Sequential && norm == NormKind::Layer; }
 };
+#define BLOCK_NAMES "sequential|parallel|parallel-tied"
+#define NORM_NAMES "layernorm|rmsnorm"
+
+// A layer is stages, one after the other. A stage's branches read the same place of the residual stream, each
+// through a norm of its own or all through one, and what they make of it is added to the stream at once. The
+// forward and the backward pass walk over this table; a branch is a function each way (section 8).
+enum class Branch { Attention, Mlp };
+struct Stage { int count; Branch branches[2]; int norms; };
+struct Wiring { int stages; Stage stage[2]; };
+constexpr Wiring kWirings[] = {
+    {2, {{1, {Branch::Attention}, 1}, {1, {Branch::Mlp}, 1}}},  // x = x + att(ln1(x)); x = x + mlp(ln2(x))
+    {1, {{2, {Branch::Attention, Branch::Mlp}, 2}}},            // x = x + att(ln1(x)) + mlp(ln2(x))
+    {1, {{2, {Branch::Attention, Branch::Mlp}, 1}}},            // x = x + att(ln1(x)) + mlp(ln1(x))
+};
+static const Wiring& wiring_of(const Config& c) { return kWirings[(int)c.block]; }
 
 enum class Where { Global, Block };             // one tensor, or one per layer
 enum class Init { Zero, One, Normal, Residual };    // Normal: N(0, 0.02); Residual: N(0, 0.02/sqrt(2L))
@@ -129,30 +148,33 @@ enum class Kind { Matrix, Bias, Norm };
 // The order is the checkpoint's order: append nothing in the middle. Rows beyond the live ones are padding:
 // zero, and not counted as parameters. LayerNorm's weights and biases are fp32 in every build, as in
 // PyTorch's autocast: next to 1 bf16 has steps of 0.0078, in which training's steps vanish
-// (dev/bench/NOTES.md: loss +3e-3 after ten steps). muon: how many matrices a tensor is, one below the other,
-// that --optimizer muon takes as its own; 0: AdamW's in any case.
+// (dev/bench/NOTES.md: loss +3e-3 after ten steps). A tensor without rows is one that this model lacks:
+// RMSNorm has no biases (`biased` is 0), and a tied block no second norm (`second` is 0). muon: how many
+// matrices a tensor is, one below the other, that --optimizer muon takes as its own; 0: AdamW's in any case.
 //    name      type    where   rows    cols    init      kind    live    muon
 #define GPT2_PARAMS(X)                                                       \
     X(wte,      floatX, Global, Vp,     C,      Normal,   Matrix, V,      0) \
     X(wpe,      floatX, Global, maxT,   C,      Normal,   Matrix, maxT,   0) \
     X(ln1w,     float,  Block,  1,      C,      One,      Norm,   1,      0) \
-    X(ln1b,     float,  Block,  1,      C,      Zero,     Norm,   1,      0) \
+    X(ln1b,     float,  Block,  biased, C,      Zero,     Norm,   biased, 0) \
     X(qkvw,     floatX, Block,  3 * C,  C,      Normal,   Matrix, 3 * C,  3) \
     X(qkvb,     floatX, Block,  1,      3 * C,  Zero,     Bias,   1,      0) \
     X(attprojw, floatX, Block,  C,      C,      Residual, Matrix, C,      1) \
     X(attprojb, floatX, Block,  1,      C,      Zero,     Bias,   1,      0) \
-    X(ln2w,     float,  Block,  1,      C,      One,      Norm,   1,      0) \
-    X(ln2b,     float,  Block,  1,      C,      Zero,     Norm,   1,      0) \
+    X(ln2w,     float,  Block,  second, C,      One,      Norm,   second, 0) \
+    X(ln2b,     float,  Block,  second * biased, C, Zero, Norm,   second * biased, 0) \
     X(fcw,      floatX, Block,  4 * C,  C,      Normal,   Matrix, 4 * C,  1) \
     X(fcb,      floatX, Block,  1,      4 * C,  Zero,     Bias,   1,      0) \
     X(fcprojw,  floatX, Block,  C,      4 * C,  Residual, Matrix, C,      1) \
     X(fcprojb,  floatX, Block,  1,      C,      Zero,     Bias,   1,      0) \
     X(lnfw,     float,  Global, 1,      C,      One,      Norm,   1,      0) \
-    X(lnfb,     float,  Global, 1,      C,      Zero,     Norm,   1,      0)
+    X(lnfb,     float,  Global, biased, C,      Zero,     Norm,   biased, 0)
 
 // A Block's tensor has a copy per layer, kept for the backward pass. SAVED(r): only while the recompute level
 // (-r) is below r, else all layers share one buffer and the backward computes it again. A model that is not
 // trained keeps nothing, so its layers share all buffers, and what is the backward's alone has no elements.
+// `sequential`, `parallel` and `drops` are 0 or 1: the kind of block, and whether training has dropout. A
+// tied block has no ln2 and reads ln1 instead.
 //    name        type    where   kept    elements
 #define GPT2_ACTS(X)                                                                                      \
     X(encoded,    floatX, Global, ALWAYS, N * C)            /* (B,T,C) */                                 \
@@ -162,10 +184,10 @@ enum class Kind { Matrix, Bias, Norm };
     X(qkv,        floatX, Block,  ALWAYS, N * 3 * C)        /* (B,T,3,NH,HS) */                           \
     X(att_lse,    float,  Block,  ALWAYS, N * NH)           /* (B,NH,T) log-sum-exp of the scores */      \
     X(atty,       floatX, Block,  ALWAYS, N * C)            /* (B,T,C) attention's output */              \
-    X(residual2,  floatX, Block,  ALWAYS, N * C)            /* (B,T,C) after attention */                 \
-    X(ln2,        floatX, Block,  SAVED(2), N * C)                                                        \
-    X(ln2_mean,   float,  Block,  ALWAYS, N)                                                              \
-    X(ln2_rstd,   float,  Block,  ALWAYS, N)                                                              \
+    X(residual2,  floatX, Block,  sequential && ALWAYS, N * C)      /* (B,T,C) after attention */         \
+    X(ln2,        floatX, Block,  SAVED(2), second * N * C)                                               \
+    X(ln2_mean,   float,  Block,  ALWAYS, sequential * N)           /* else ln1's: of the same rows */    \
+    X(ln2_rstd,   float,  Block,  ALWAYS, sequential * N)                                                 \
     X(fch,        floatX, Block,  ALWAYS, N * 4 * C)        /* (B,T,4C) before GELU */                    \
     X(fch_gelu,   floatX, Block,  SAVED(1), N * 4 * C)                                                    \
     X(residual3,  floatX, Block,  ALWAYS, N * C)            /* (B,T,C) after the MLP */                   \
@@ -176,6 +198,9 @@ enum class Kind { Matrix, Bias, Norm };
     X(losses,     float,  Global, ALWAYS, N)                /* (B,T) */                                   \
     X(dresidual,  floatX, Global, ALWAYS, trains * N * C)   /* (B,T,C) gradient of the residual stream */ \
     X(dnarrow,    floatX, Global, ALWAYS, N * C)            /* (B,T,C) dlnf, dln2, datty, dln1 */         \
+    X(dnarrow2,   floatX, Global, ALWAYS, parallel * N * C) /* (B,T,C) dln2 beside dln1 */                \
+    X(dbranch,    floatX, Global, ALWAYS, trains * drops * N * C)   /* dresidual behind a dropout */      \
+    X(dbranch2,   floatX, Global, ALWAYS, trains * drops * parallel * N * C)    /* of the MLP beside it */\
     X(dwide,      floatX, Global, ALWAYS, trains * N * 4 * C)       /* (B,T,4C) dfch; (B,T,3C) dqkv */
 
 #define X(name, ...) PARAM_##name,
@@ -213,7 +238,7 @@ struct ParamSpec {
     const char* name;
     Init init;
     Kind kind;
-    int copies;             // 1, or L
+    int copies;             // 1, or L; 0: this model has none
     size_t rows, cols, live_rows;
     int muon;               // matrices for Muon
     size_t elems;           // rows*cols: one copy, as in files
@@ -277,13 +302,14 @@ static size_t size_check(const char* name, double elements) {
 
 static void param_specs(ParamSpec* specs, const Config& c) {
     const size_t V = c.V, Vp = c.Vp, C = c.C, maxT = c.maxT;
+    const size_t biased = c.norm == NormKind::Layer, second = c.block != Block::ParallelTied;
     const size_t align = kAlign / 2;        // elements: kAlign bytes even where each has two, as in bf16
     int i = 0;
 #define X(name_, type_, where_, rows_, cols_, init_, kind_, live_, muon_)                                    \
     {                                                                                                        \
         static_assert(Kind::kind_ != Kind::Norm || sizeof(type_) == sizeof(float), "as Kind says");          \
         const size_t elems = (rows_) * (cols_), slot = round_up(elems, align);                               \
-        const int copies = Where::where_ == Where::Block ? c.L : 1;                                          \
+        const int copies = elems == 0 ? 0 : Where::where_ == Where::Block ? c.L : 1;                         \
         specs[i] = {#name_, Init::init_, Kind::kind_, copies, rows_, cols_, live_, muon_, elems, slot,       \
                     sizeof(type_), 0, 0};                                                                    \
         size_check(#name_, (double)specs[i].rows * (double)specs[i].cols * copies);                          \
@@ -353,8 +379,11 @@ static Layout param_layout(const ParamSpec* specs, const Config& c, const Split&
 }
 
 // Returns bytes.
-static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recompute, bool trains = true) {
+static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recompute, bool trains = true,
+                        bool drops = false) {
     const size_t N = (size_t)B * T, C = c.C, NH = c.NH, Vp = c.Vp;
+    const size_t sequential = c.block == Block::Sequential, parallel = !sequential;
+    const size_t second = c.block != Block::ParallelTied;
     const bool ALWAYS = trains;
     auto SAVED = [=](int level) { return trains && recompute < level; };
     size_t offset = 0;
@@ -550,38 +579,73 @@ static void encoder_backward(const EncoderBackward<floatX, float>& a, Stream str
     });
 }
 
-// == 6.2 layernorm ==
-// Row by row of x (N,C), with the means over the row's C elements:
-// Forward:  mean = mean(x)   rstd = 1/sqrt(mean((x - mean)^2) + eps)   out = (x - mean)*rstd*weight + bias
-//           residual_layernorm_forward: x = inp1 + inp2, rounded and stored as `residual` first
-// Backward: xhat = (x - mean)*rstd     g = dout*weight
-//           dresidual (+)= rstd*(g - mean(g) - xhat*mean(g*xhat))
-//           dweight (+)= column sums of dout*xhat     dbias (+)= column sums of dout
-//           dcolsum (+)= column sums of the new dresidual, as stored: the bias gradient of the linear layer
-//           whose output was added to this residual stream, free of charge while the tensor passes by
-// Column sums take two stages: each block sums its rows into a row of partials (blocks,3,C) in scratch, then
-// column_sums_kernel adds those up in order.
-constexpr int kLayernormBlocks = 396;           // most blocks of the backward: 3 an SM of an H200
-constexpr int kLayernormWarps = 8;              // of a block of the forward; each takes a row
+// == 6.2 norms of the residual stream ==
+// Row by row of (N,C), with the means over the row's C elements:
+// Forward:  x = inp + branch[0]*f0 + branch[1]*f1, rounded and stored as `residual`; f is 0 or 1/(1-p), where
+//           a branch has dropout; without branches x = inp
+//           mean = mean(x)   rstd = 1/sqrt(mean((x - mean)^2) + eps)     RMSNorm: mean = 0
+//           y[i] = (x - mean)*rstd*weight[i] + bias[i]
+// Backward: xhat = (x - mean)*rstd     g = the sum over i of dout[i]*weight[i]
+//           dresidual (+)= rstd*(g - mean(g) - xhat*mean(g*xhat))        RMSNorm: without mean(g)
+//           dweight[i] (+)= column sums of dout[i]*xhat     dbias[i] (+)= column sums of dout[i]
+//           branch[i].dout = dresidual*f, and branch[i].dbias (+)= its column sums, as stored, free of charge
+//           while the tensor passes by
+// Column sums take two stages: each block sums its rows into a row of partials (blocks,sums,C) in scratch,
+// then column_sums_kernel adds those up in order. GPT-2's own norm, one LayerNorm without dropout, has
+// kernels in which everything else is switched off when they are compiled. What a mask leaves of a row is
+// computed where it is needed, from the counters: no memory holds masks.
+constexpr int kNormBlocks = 396;                // most blocks of the backward: 3 an SM of an H200
+constexpr int kNormWarps = 8;                   // of a block of the forward; each takes a row
 // The most vectors of its row that a lane of the forward holds: 16-bit rows up to 2048 stay in registers.
-constexpr int kLayernormVectors = 8;
+constexpr int kNormVectors = 8;
+constexpr int kNormRowThreads = 512;            // most threads of a block that takes one row
 
-// One warp a row, the row in registers: two passes over it (mean, then variance) cost no memory traffic.
-template <int kVectors, bool kResidual>
-__global__ void __launch_bounds__(kLayernormWarps * kWarp)
-    layernorm_forward_kernel(floatX* residual, floatX* out, float* mean, float* rstd, const floatX* inp1,
-                             const floatX* inp2, const float* weight, const float* bias, int N, int C) {
-    const int row = blockIdx.x * kLayernormWarps + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+typedef NormForward<floatX, float> NormForwardX;
+typedef NormBackward<floatX, float> NormBackwardX;
+
+// values[k] *= what the dropout of element c + k of row n is
+__device__ __forceinline__ void apply_dropout(Floats& values, const Dropout& d, int n, int c) {
+    const Rand4 block = dropout_block(d.key, d.first_row + n, (uint32_t)(c / 8));
+#pragma unroll
+    for (int k = 0; k < kWidth; k++) { values.at[k] *= dropout_factor(d, block, c % 8 + k); }
+}
+
+// Which members of the family a kernel serves. kGpt2: LayerNorm, one, after something; else what is 0 or null
+// in the arguments says. kBranches, at most 2, of which any has dropout (kDrops) or none.
+template <int kBranches_, bool kDrops_, bool kGpt2_> struct NormForm {
+    static constexpr int kBranches = kBranches_;
+    static constexpr bool kDrops = kDrops_, kGpt2 = kGpt2_;
+};
+
+// The row in registers: two passes over it (mean, then variance) cost no memory traffic. kBlock: a block
+// takes a row, else a warp does. What GPT-2's norm needs are parameters of their own: addresses from pointers
+// in a struct take more instructions (3 % of all at C=768).
+template <int kVectors, bool kBlock, class Form>
+__global__ void __launch_bounds__(kBlock ? kNormRowThreads : kNormWarps * kWarp)
+    norm_forward_kernel(floatX* residual, floatX* out, float* mean, float* rstd, const floatX* inp,
+                        const floatX* branch, const float* weight, const float* bias, int N, int C,
+                        NormForwardX more) {
+    __shared__ float shared[kWarp];
+    const int row = kBlock ? blockIdx.x : blockIdx.x * kNormWarps + threadIdx.x / kWarp;
+    const int lane = kBlock ? threadIdx.x : threadIdx.x % kWarp;
+    auto column = [=](int j) {
+        if constexpr (kBlock) { return (int)(j * blockDim.x + lane) * kWidth; }
+        else { return (j * kWarp + lane) * kWidth; }
+    };
     if (row >= N) { return; }
     const size_t at = (size_t)row * C;
+    const bool rms = !Form::kGpt2 && more.kind == NormKind::Rms, starts = !Form::kGpt2 && !inp;
+    auto row_sum = [&](float x) { return kBlock ? block_sum(x, shared) : warp_sum(x); };
 
     // All loads are on their way before the first is needed.
-    x128 pack[kVectors], pack2[kVectors];
+    x128 pack[kVectors], pack2[kVectors], pack3[kVectors];
 #pragma unroll
     for (int j = 0; j < kVectors; j++) {
-        const int c = (j * kWarp + lane) * kWidth;
-        pack[j] = load<true>(inp1 + at, c, C);
-        if (kResidual) { pack2[j] = load<true>(inp2 + at, c, C); }
+        const int c = column(j);
+        if constexpr (Form::kGpt2) { pack[j] = load<true>(inp + at, c, C); }
+        else { pack[j] = load<true>(starts ? branch + at : inp + at, c, starts ? 0 : C); }
+        if (Form::kBranches >= 1) { pack2[j] = load<true>(branch + at, c, C); }
+        if (Form::kBranches >= 2) { pack3[j] = load<true>(more.branch[1] + at, c, C); }
     }
 
     // The residual stream, rounded, and its mean. Beyond C there are zeros, which add nothing.
@@ -589,69 +653,90 @@ __global__ void __launch_bounds__(kLayernormWarps * kWarp)
     float sum = 0.0f;
 #pragma unroll
     for (int j = 0; j < kVectors; j++) {
-        if (kResidual) {
-#pragma unroll
-            for (int k = 0; k < kWidth; k++) {
-                pack[j].data[k] = (floatX)((float)pack[j].data[k] + (float)pack2[j].data[k]);
+        const int c = column(j);
+        if (Form::kBranches >= 1) {
+            Floats total = to_floats(pack[j]), added = to_floats(pack2[j]);
+            if (Form::kDrops && more.dropout[0].dropped > 0) {
+                apply_dropout(added, more.dropout[0], row, c);
             }
-            store<true>(residual + at, (j * kWarp + lane) * kWidth, C, pack[j]);
+#pragma unroll
+            for (int k = 0; k < kWidth; k++) { total.at[k] += added.at[k]; }
+            if (Form::kBranches >= 2) {
+                added = to_floats(pack3[j]);
+                if (Form::kDrops && more.dropout[1].dropped > 0) {
+                    apply_dropout(added, more.dropout[1], row, c);
+                }
+#pragma unroll
+                for (int k = 0; k < kWidth; k++) { total.at[k] += added.at[k]; }
+            }
+            pack[j] = to_pack<floatX>(total);
+            store<true>(residual + at, c, C, pack[j]);
         }
         x[j] = to_floats(pack[j]);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { sum += x[j].at[k]; }
     }
-    const float m = warp_sum(sum) / C;
+    const float m = rms ? 0.0f : row_sum(sum) / C;
 
     // The variance around that mean, here without what lies beyond C.
     float squares = 0.0f;
 #pragma unroll
     for (int j = 0; j < kVectors; j++) {
-        if ((j * kWarp + lane) * kWidth < C) {
+        if (column(j) < C) {
 #pragma unroll
             for (int k = 0; k < kWidth; k++) { squares += (x[j].at[k] - m) * (x[j].at[k] - m); }
         }
     }
-    const float s = 1.0f / sqrtf(warp_sum(squares) / C + (float)kLayernormEps);
+    const float s = 1.0f / sqrtf(row_sum(squares) / C + (float)kNormEps);
 
 #pragma unroll
-    for (int j = 0; j < kVectors; j++) {
-        const int c = (j * kWarp + lane) * kWidth;
-        Floats w = load_floats<true>(weight, c, C), b = load_floats<true>(bias, c, C);
+    for (int i = 0; i < (Form::kGpt2 ? 1 : 2); i++) {
+        if (i == 1) { out = more.y[1].out, weight = more.y[1].weight, bias = more.y[1].bias; }
+        if (i == 1 && !out) { break; }
 #pragma unroll
-        for (int k = 0; k < kWidth; k++) { x[j].at[k] = fmaf((x[j].at[k] - m) * s, w.at[k], b.at[k]); }
-        store<true>(out + at, c, C, to_pack<floatX>(x[j]));
+        for (int j = 0; j < kVectors; j++) {
+            const int c = column(j);
+            Floats w = load_floats<true>(weight, c, C), y = {};
+            if (!rms) { y = load_floats<true>(bias, c, C); }
+#pragma unroll
+            for (int k = 0; k < kWidth; k++) { y.at[k] = fmaf((x[j].at[k] - m) * s, w.at[k], y.at[k]); }
+            store<true>(out + at, c, C, to_pack<floatX>(y));
+        }
     }
     if (lane == 0) {
-        mean[row] = m;
+        if (!rms) { mean[row] = m; }
         rstd[row] = s;
     }
 }
 
-// Any C: one block a row, in the same three passes (mean, variance, output), each of which reads the row
-// again, mostly from the L1.
-template <bool kVector, bool kResidual>
-__global__ void layernorm_forward_any_kernel(floatX* residual, floatX* out, float* mean, float* rstd,
-                                             const floatX* inp1, const floatX* inp2, const float* weight,
-                                             const float* bias, int C) {
+// Any C and any member of the family: one block a row, in the same three passes (mean, variance, output),
+// each of which reads the row again, mostly from the L1.
+template <bool kVector> __global__ void norm_forward_any_kernel(NormForwardX a) {
     __shared__ float shared[kWarp];
-    const int row = blockIdx.x, first = threadIdx.x * kWidth, step = blockDim.x * kWidth;
+    const int C = a.C, row = blockIdx.x, first = threadIdx.x * kWidth, step = blockDim.x * kWidth;
     const size_t at = (size_t)row * C;
-    const floatX* x_row = kResidual ? residual + at : inp1 + at;
+    const bool rms = a.kind == NormKind::Rms;
+    const floatX* x_row = (a.residual ? a.residual : a.inp) + at;
     float sum = 0.0f;
     for (int c = first; c < C; c += step) {
-        Floats x = load_floats<kVector>(inp1 + at, c, C);
-        if (kResidual) {
-            Floats y = load_floats<kVector>(inp2 + at, c, C);
+        Floats x = {};
+        if (a.inp) { x = load_floats<kVector>(a.inp + at, c, C); }
+        for (int i = 0; i < 2; i++) {
+            if (!a.branch[i]) { continue; }
+            Floats branch = load_floats<kVector>(a.branch[i] + at, c, C);
+            if (a.dropout[i].dropped > 0) { apply_dropout(branch, a.dropout[i], row, c); }
 #pragma unroll
-            for (int k = 0; k < kWidth; k++) { x.at[k] += y.at[k]; }
+            for (int k = 0; k < kWidth; k++) { x.at[k] += branch.at[k]; }
+        }
+        if (a.residual) {
             x128 rounded = to_pack<floatX>(x);
-            store<kVector>(residual + at, c, C, rounded);       // the same thread reads it again below
+            store<kVector>(a.residual + at, c, C, rounded);     // the same thread reads it again below
             x = to_floats(rounded);
         }
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { sum += x.at[k]; }
     }
-    const float m = block_sum(sum, shared) / C;
+    const float m = rms ? 0.0f : block_sum(sum, shared) / C;
 
     float squares = 0.0f;
     for (int c = first; c < C; c += step) {
@@ -659,25 +744,29 @@ __global__ void layernorm_forward_any_kernel(floatX* residual, floatX* out, floa
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { squares += c + k < C ? (x.at[k] - m) * (x.at[k] - m) : 0.0f; }
     }
-    const float s = 1.0f / sqrtf(block_sum(squares, shared) / C + (float)kLayernormEps);
+    const float s = 1.0f / sqrtf(block_sum(squares, shared) / C + (float)kNormEps);
 
     for (int c = first; c < C; c += step) {
-        Floats x = load_floats<kVector>(x_row, c, C);
-        Floats w = load_floats<kVector>(weight, c, C), b = load_floats<kVector>(bias, c, C);
+        const Floats x = load_floats<kVector>(x_row, c, C);
+        for (const NormOutput<floatX, float>& y : a.y) {
+            if (!y.out) { continue; }
+            Floats w = load_floats<kVector>(y.weight, c, C), out = {};
+            if (!rms) { out = load_floats<kVector>(y.bias, c, C); }
 #pragma unroll
-        for (int k = 0; k < kWidth; k++) { x.at[k] = fmaf((x.at[k] - m) * s, w.at[k], b.at[k]); }
-        store<kVector>(out + at, c, C, to_pack<floatX>(x));
+            for (int k = 0; k < kWidth; k++) { out.at[k] = fmaf((x.at[k] - m) * s, w.at[k], out.at[k]); }
+            store<kVector>(y.out + at, c, C, to_pack<floatX>(out));
+        }
     }
     if (threadIdx.x == 0) {
-        mean[row] = m;
-        rstd[row] = s;
+        if (!rms) { a.mean[row] = m; }
+        a.rstd[row] = s;
     }
 }
 
 // The second stage of every column sum, here and in 6.4: out[i][c] (+)= sum over p of partial[p,i,c], in a
 // fixed order. A block of (32,32) threads owns 32 columns of tensor i = blockIdx.y; thread row y takes p = y,
 // y + 32, ...; thread row 0 adds up what the 32 have.
-struct ColumnSums { Grad out[3]; };
+struct ColumnSums { Grad out[6]; };
 __global__ void column_sums_kernel(ColumnSums sums, const float* partial /*(partials,tensors,C)*/,
                                    int partials, int C) {
     __shared__ float shared[kWarp][kWarp];
@@ -706,43 +795,74 @@ static void column_sums(const ColumnSums& sums, int tensors, const float* partia
     cudaCheck(cudaGetLastError());
 }
 
-// The backward for rows of whole vectors. A thread owns one vector of columns and walks down the rows,
-// kLayernormRows at a time. blockDim.x threads (whole warps) make a row, and blockDim.y groups of them work
-// on different rows. The three column sums stay in registers, 24 of them at 16 bits, from the first row to
-// the last. Only the two sums along a row cross threads: those of kLayernormRows rows with one exchange and
-// one barrier. A step is the rows that all blocks take at once; i is this group's first row:
+// The backward for rows of whole vectors. A thread owns a vector of columns (kColumns of them in long rows)
+// and walks down the rows, kRows at a time. blockDim.x threads (whole warps) make a row, and blockDim.y
+// groups of them work on different rows. The column sums stay in registers, 24 of them for one norm at 16
+// bits, from the first row to the last. Only the two sums along a row cross threads: those of kRows rows with
+// one exchange and one barrier. A step is the rows that all blocks take at once; i is this group's first row:
 //
 //     copies       | rows i + 2 steps (cp.async, into this thread's slots) | rows i + 3 steps
 //     this thread  | rows i: sums -> exchange -> barrier -> dresidual      | rows i + 1 step: sums -> ...
 //
 // The slots in shared memory belong to one thread each, so waiting for its own copies is enough. With plain
 // loads into registers the memory idles during the arithmetic: 177 us instead of 104 for C=768, 124M.
-constexpr int kLayernormRows = 2, kLayernormStages = 2;
-constexpr int kLayernormMaxThreads = 512;       // with 128 registers each, all that an SM has
+constexpr int kNormMaxThreads = 512;            // with 128 registers each, all that an SM has
 
-__global__ void __launch_bounds__(kLayernormMaxThreads)
-    layernorm_backward_kernel(LayernormBackward<floatX, float> a, float* partial /*(gridDim.x,3,C)*/) {
-    constexpr int kRows = kLayernormRows, kStages = kLayernormStages, kSums = 2 * kRows;
-    extern __shared__ x128 staged[];                    // (stage, row, inp|dout|dresidual, thread)
+// Which members of the family a kernel serves. kDouts, and kTied if both are one norm's; kMasked: branches
+// with dropout, whose gradients are stored, else dresidual is theirs. kGpt2: one LayerNorm without dropout.
+template <int kDouts_, bool kTied_, int kMasked_, int kColumns_, bool kGpt2_ = false>
+struct NormBackwardForm {
+    static constexpr int kDouts = kDouts_, kMasked = kMasked_, kColumns = kColumns_;
+    static constexpr bool kGpt2 = kGpt2_;
+    static constexpr int kNorms = kTied_ ? 1 : kDouts;
+    static constexpr int kBranchSums = kMasked > 1 ? 2 : 1, kSums = 2 * kNorms + kBranchSums;   // registers
+    static constexpr int kRows = kDouts == 1 && kColumns == 1 ? 2 : 1;      // more have no registers
+    static constexpr int kStages = 2, kTensors = 2 + kDouts;
+};
+
+// sums_out: rows of partials, of which the branches' are the last; without dropout both have the same.
+template <class Form>
+__global__ void __launch_bounds__(kNormMaxThreads)
+    norm_backward_kernel(NormBackwardX a, float* partial /*(gridDim.x,sums,C)*/, int sums_out) {
+    constexpr int kRows = Form::kRows, kStages = Form::kStages, kTensors = Form::kTensors, kSums = 2 * kRows;
+    constexpr int kColumns = Form::kColumns, kDouts = Form::kDouts, kNorms = Form::kNorms;
+    extern __shared__ x128 staged[];                    // (stage, row, tensor, column, thread)
     const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
-    float* sums_shared = (float*)(staged + kStages * kRows * 3 * threads);     // (2, group, warp, kSums)
-    const int C = a.C, c = threadIdx.x * kWidth, step = gridDim.x * blockDim.y * kRows;
+    float* sums_shared = (float*)(staged + kStages * kRows * kTensors * kColumns * threads);
+    const int C = a.C, step = gridDim.x * blockDim.y * kRows;
     const int warps = blockDim.x / kWarp, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    const bool add = a.dresidual_acc == Accumulate::Yes;
-    const Floats weight = load_floats<true>(a.weight, c, C);
-    Floats dweight = {}, dbias = {}, dcolsum = {};
+    const bool add = a.dresidual_acc == Accumulate::Yes, rms = !Form::kGpt2 && a.kind == NormKind::Rms;
+    auto column = [&](int j) { return (int)(threadIdx.x + j * blockDim.x) * kWidth; };
+    // of a stage that begins at `at`; tensor 0: inp; then the douts; the last: dresidual
+    auto slot = [&](x128* at, int r, int tensor, int j) {
+        return at + ((r * kTensors + tensor) * kColumns + j) * threads;
+    };
+    auto stage_at = [&](int s) { return staged + s * kRows * kTensors * kColumns * threads + thread; };
+    Floats held[kNorms], total[Form::kSums][kColumns] = {};
+#pragma unroll
+    for (int i = 0; i < kNorms; i++) { held[i] = load_floats<true>(a.y[i].weight, column(0), C); }
+    // of two columns there are no registers for the weights: they come from the L1
+    auto weight = [&](int i, int j) {
+        return kColumns == 1 ? held[i] : load_floats<true>(a.y[i].weight, column(j), C);
+    };
 
     // Starts the copies of kRows rows from `first` on into stage s. Rows beyond N and columns beyond C become
     // zeros: they add nothing.
     auto stage = [&](int first, int s) {
-        x128* at = staged + s * kRows * 3 * threads + thread;
+        x128* at = stage_at(s);
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
-            const bool live = first + r < a.N && c < C;
-            const size_t offset = live ? (size_t)(first + r) * C + c : 0;
-            cp_async_16_or_zero(at + (3 * r) * threads, a.inp + offset, live);
-            cp_async_16_or_zero(at + (3 * r + 1) * threads, a.dout + offset, live);
-            cp_async_16_or_zero(at + (3 * r + 2) * threads, a.dresidual + offset, live && add);
+#pragma unroll
+            for (int j = 0; j < kColumns; j++) {
+                const bool live = first + r < a.N && column(j) < C;
+                const size_t offset = live ? (size_t)(first + r) * C + column(j) : 0;
+                cp_async_16_or_zero(slot(at, r, 0, j), a.inp + offset, live);
+#pragma unroll
+                for (int i = 0; i < kDouts; i++) {
+                    cp_async_16_or_zero(slot(at, r, 1 + i, j), a.y[i].dout + offset, live);
+                }
+                cp_async_16_or_zero(slot(at, r, kTensors - 1, j), a.dresidual + offset, live && add);
+            }
         }
         cp_async_commit();
     };
@@ -752,7 +872,7 @@ __global__ void __launch_bounds__(kLayernormMaxThreads)
     auto load_statistics = [&](int row) {
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
-            next_mean[r] = row + r < a.N ? a.mean[row + r] : 0.0f;
+            next_mean[r] = row + r < a.N && !rms ? a.mean[row + r] : 0.0f;
             next_rstd[r] = row + r < a.N ? a.rstd[row + r] : 0.0f;
         }
     };
@@ -761,36 +881,67 @@ __global__ void __launch_bounds__(kLayernormMaxThreads)
     load_statistics(first);
 
     // All groups of a block go as many rounds (`base` is the block's first row), or they would not meet at
-    // the barrier. s: the stage whose turn it is; half: of sums_shared.
+    // the barrier. s: the stage whose turn it is; half: of sums_shared, (2, group, warp, kSums).
     int s = 0, half = 0;
     for (int base = blockIdx.x * blockDim.y * kRows; base < a.N; base += step, first += step, half ^= 1) {
-        // This round's rows into registers. xhat = inp*rstd + shift; sums: of g and of g*xhat, row by row.
+        // This round's rows into registers, as words: see as_pack. xhat = inp*rstd + shift; sums: of g and of
+        // g*xhat, row by row.
         cp_async_wait<kStages - 1>();
-        const x128* at = staged + s * kRows * 3 * threads + thread;
-        uint4 inp[kRows], dout[kRows], old[kRows];      // as words, see as_pack
+        x128* at = stage_at(s);
+        uint4 words[kRows][kTensors][kColumns];
         float rstd[kRows], shift[kRows], sums[kSums];
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
-            inp[r] = *(const uint4*)(at + (3 * r) * threads);
-            dout[r] = *(const uint4*)(at + (3 * r + 1) * threads);
-            old[r] = *(const uint4*)(at + (3 * r + 2) * threads);
+#pragma unroll
+            for (int i = 0; i < kTensors; i++) {
+#pragma unroll
+                for (int j = 0; j < kColumns; j++) { words[r][i][j] = *(const uint4*)slot(at, r, i, j); }
+            }
             rstd[r] = next_rstd[r];
             shift[r] = -next_mean[r] * next_rstd[r];
         }
         load_statistics(first + step);
-
-        // First pass over the rows: their two sums, and the columns of dbias and dweight.
+        // g of a row's elements in column j; d: the douts, or the sum of a tied norm's
+        auto gradient = [&](int r, int j, Floats (&d)[kNorms]) {
+            Floats g;
+            const Floats w0 = weight(0, j), w1 = weight(kNorms - 1, j);
+            d[0] = to_floats(as_pack(words[r][1][j]));
+            if constexpr (kDouts == 2) {
+                const Floats other = to_floats(as_pack(words[r][2][j]));
 #pragma unroll
-        for (int r = 0; r < kRows; r++) {
-            const Floats x = to_floats(as_pack(inp[r])), d = to_floats(as_pack(dout[r]));
-            sums[2 * r] = sums[2 * r + 1] = 0.0f;
+                for (int k = 0; k < kWidth; k++) {
+                    if constexpr (kNorms == 2) { d[1].at[k] = other.at[k]; }
+                    else { d[0].at[k] += other.at[k]; }
+                }
+            }
 #pragma unroll
             for (int k = 0; k < kWidth; k++) {
-                const float xhat = fmaf(x.at[k], rstd[r], shift[r]), g = d.at[k] * weight.at[k];
-                sums[2 * r] += g;
-                sums[2 * r + 1] = fmaf(g, xhat, sums[2 * r + 1]);
-                dbias.at[k] += d.at[k];
-                dweight.at[k] = fmaf(d.at[k], xhat, dweight.at[k]);
+                g.at[k] = d[0].at[k] * w0.at[k];
+                if constexpr (kNorms == 2) { g.at[k] = fmaf(d[1].at[k], w1.at[k], g.at[k]); }
+            }
+            return g;
+        };
+
+        // First pass over the rows: their two sums, and the columns of the norms' biases and weights.
+#pragma unroll
+        for (int r = 0; r < kRows; r++) {
+            sums[2 * r] = sums[2 * r + 1] = 0.0f;
+#pragma unroll
+            for (int j = 0; j < kColumns; j++) {
+                const Floats x = to_floats(as_pack(words[r][0][j]));
+                Floats d[kNorms];
+                const Floats g = gradient(r, j, d);
+#pragma unroll
+                for (int k = 0; k < kWidth; k++) {
+                    const float xhat = fmaf(x.at[k], rstd[r], shift[r]);
+                    sums[2 * r] += g.at[k];
+                    sums[2 * r + 1] = fmaf(g.at[k], xhat, sums[2 * r + 1]);
+#pragma unroll
+                    for (int i = 0; i < kNorms; i++) {
+                        total[2 * i][j].at[k] = fmaf(d[i].at[k], xhat, total[2 * i][j].at[k]);
+                        total[2 * i + 1][j].at[k] += d[i].at[k];
+                    }
+                }
             }
         }
 
@@ -798,13 +949,14 @@ __global__ void __launch_bounds__(kLayernormMaxThreads)
         // half. The stage is free, as its rows are in registers: the copies for a later round start.
         float* exchange = sums_shared + (half * blockDim.y + threadIdx.y) * warps * kSums;
         constexpr int kLanesPerSum = kWarp / kSums;
-        const float total = warp_sums(sums);
-        if (lane % kLanesPerSum == 0) { exchange[warp * kSums + lane / kLanesPerSum] = total; }
+        const float warp_total = warp_sums(sums);
+        if (lane % kLanesPerSum == 0) { exchange[warp * kSums + lane / kLanesPerSum] = warp_total; }
         __syncthreads();
         stage(first + kStages * step, s);
         s = s + 1 == kStages ? 0 : s + 1;
 
-        // Second pass: the gradient of x, added to the residual stream's, and the columns of what is stored.
+        // Second pass: the gradient of x, added to the residual stream's, those of branches with dropout, and
+        // the columns of what is stored.
         float row_sums[kSums] = {};
         for (int w = 0; w < warps; w++) {
 #pragma unroll
@@ -812,186 +964,314 @@ __global__ void __launch_bounds__(kLayernormMaxThreads)
         }
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
-            const Floats x = to_floats(as_pack(inp[r])), d = to_floats(as_pack(dout[r]));
-            Floats result = to_floats(as_pack(old[r]));
-            const float minus_g = -rstd[r] * row_sums[2 * r] / C,
+            const float minus_g = rms ? 0.0f : -rstd[r] * row_sums[2 * r] / C,
                         minus_gx = -rstd[r] * row_sums[2 * r + 1] / C;
-#pragma unroll
-            for (int k = 0; k < kWidth; k++) {
-                const float xhat = fmaf(x.at[k], rstd[r], shift[r]), g = d.at[k] * weight.at[k];
-                result.at[k] += fmaf(g, rstd[r], fmaf(xhat, minus_gx, minus_g));
-            }
-            const x128 rounded = to_pack<floatX>(result);
             const bool live = first + r < a.N;
-            store<true>(a.dresidual + (live ? (size_t)(first + r) * C : 0), c, live ? C : 0, rounded);
+            const size_t row = live ? (size_t)(first + r) * C : 0;
 #pragma unroll
-            for (int k = 0; k < kWidth; k++) { dcolsum.at[k] += (float)rounded.data[k]; }
+            for (int j = 0; j < kColumns; j++) {
+                const Floats x = to_floats(as_pack(words[r][0][j]));
+                Floats d[kNorms], result = to_floats(as_pack(words[r][kTensors - 1][j]));
+                const Floats g = gradient(r, j, d);
+#pragma unroll
+                for (int k = 0; k < kWidth; k++) {
+                    const float xhat = fmaf(x.at[k], rstd[r], shift[r]);
+                    result.at[k] += fmaf(g.at[k], rstd[r], fmaf(xhat, minus_gx, minus_g));
+                }
+                const x128 rounded = to_pack<floatX>(result);
+                store<true>(a.dresidual + row, column(j), live ? C : 0, rounded);
+#pragma unroll
+                for (int i = 0; i < Form::kBranchSums; i++) {
+                    x128 branch = rounded;
+                    if constexpr (Form::kMasked > 0) {
+                        Floats masked = result;
+                        apply_dropout(masked, a.branch[i].dropout, first + r, column(j));
+                        branch = to_pack<floatX>(masked);
+                        store<true>(a.branch[i].dout + row, column(j), live ? C : 0, branch);
+                    }
+#pragma unroll
+                    for (int k = 0; k < kWidth; k++) {
+                        total[2 * kNorms + i][j].at[k] += (float)branch.data[k];
+                    }
+                }
+            }
         }
     }
     cp_async_wait<0>();
 
     // The groups' column sums meet in group 0, one after the other, which stores the block's row of partials.
-    float* group_sums = (float*)staged;                 // (3, blockDim.x*kWidth)
-    const int row = blockDim.x * kWidth;
-    Floats* const mine[3] = {&dweight, &dbias, &dcolsum};
+    float* group_sums = (float*)staged;                 // (kSums, columns of the block)
+    const int row = blockDim.x * kColumns * kWidth;
     for (int group = 1; group < (int)blockDim.y; group++) {
         __syncthreads();
 #pragma unroll
-        for (int i = 0; i < 3; i++) {
-            if ((int)threadIdx.y == group) {
-                store<true>(group_sums + i * row, c, row, to_pack<float>(*mine[i]));
+        for (int i = 0; i < Form::kSums; i++) {
+#pragma unroll
+            for (int j = 0; j < kColumns; j++) {
+                if ((int)threadIdx.y == group) {
+                    store<true>(group_sums + i * row, column(j), row, to_pack<float>(total[i][j]));
+                }
             }
         }
         __syncthreads();
 #pragma unroll
-        for (int i = 0; i < 3; i++) {
-            if (threadIdx.y > 0) { continue; }
-            const Floats other = load_floats<true>(group_sums + i * row, c, row);
+        for (int i = 0; i < Form::kSums; i++) {
 #pragma unroll
-            for (int k = 0; k < kWidth; k++) { mine[i]->at[k] += other.at[k]; }
+            for (int j = 0; j < kColumns; j++) {
+                if (threadIdx.y > 0) { continue; }
+                const Floats other = load_floats<true>(group_sums + i * row, column(j), row);
+#pragma unroll
+                for (int k = 0; k < kWidth; k++) { total[i][j].at[k] += other.at[k]; }
+            }
         }
     }
     if (threadIdx.y > 0) { return; }
+    partial += (size_t)blockIdx.x * sums_out * C;
 #pragma unroll
-    for (int i = 0; i < 3; i++) {
-        store<true>(partial + ((size_t)blockIdx.x * 3 + i) * C, c, C, to_pack<float>(*mine[i]));
+    for (int j = 0; j < kColumns; j++) {
+#pragma unroll
+        for (int i = 0; i < Form::kSums; i++) {
+            store<true>(partial + (size_t)i * C, column(j), C, to_pack<float>(total[i][j]));
+        }
+        if (!Form::kGpt2 && Form::kSums < sums_out) {   // two branches, one gradient
+            store<true>(partial + (size_t)Form::kSums * C, column(j), C,
+                        to_pack<float>(total[Form::kSums - 1][j]));
+        }
     }
 }
 
-// The backward for all other rows: not of whole vectors, or of more than kLayernormMaxThreads (beyond C=4096
-// at 16 bits; larger blocks would have no registers for 24 sums a thread). One block a row makes dresidual,
-// then a second kernel passes over everything again for the column sums.
-template <bool kVector> __global__ void layernorm_backward_long_kernel(LayernormBackward<floatX, float> a) {
+// The backward for all other rows: not of whole vectors, too long for a thread's registers, or of a mixture
+// that no form above serves. One block a row makes dresidual and the branches' gradients, then a second
+// kernel passes over everything again for the column sums.
+template <bool kVector>
+__device__ __forceinline__ Floats norm_dout(const NormBackwardX& a, int i, size_t at, int c) {
+    Floats d = load_floats<kVector>(a.y[i].dout + at, c, a.C);
+    if (i == 0 && a.y[1].dout && !a.y[1].weight) {      // tied
+        const Floats other = load_floats<kVector>(a.y[1].dout + at, c, a.C);
+#pragma unroll
+        for (int k = 0; k < kWidth; k++) { d.at[k] += other.at[k]; }
+    }
+    return d;
+}
+template <bool kVector>
+__device__ __forceinline__ Floats norm_gradient(const NormBackwardX& a, size_t at, int c) {
+    Floats g = {};
+    for (int i = 0; i < 2; i++) {
+        if (!a.y[i].weight) { continue; }
+        const Floats d = norm_dout<kVector>(a, i, at, c), w = load_floats<kVector>(a.y[i].weight, c, a.C);
+#pragma unroll
+        for (int k = 0; k < kWidth; k++) { g.at[k] = fmaf(d.at[k], w.at[k], g.at[k]); }
+    }
+    return g;
+}
+
+template <bool kVector> __global__ void norm_backward_long_kernel(NormBackwardX a) {
     __shared__ float shared[kWarp];
     const int row = blockIdx.x, C = a.C, first = threadIdx.x * kWidth, step = blockDim.x * kWidth;
     const size_t at = (size_t)row * C;
-    const float mean = a.mean[row], rstd = a.rstd[row];
+    const bool rms = a.kind == NormKind::Rms;
+    const float mean = rms ? 0.0f : a.mean[row], rstd = a.rstd[row];
 
     // The row's two sums: of g and of g*xhat.
     float sum_g = 0.0f, sum_gx = 0.0f;
     for (int c = first; c < C; c += step) {
-        Floats x = load_floats<kVector>(a.inp + at, c, C), d = load_floats<kVector>(a.dout + at, c, C);
-        Floats w = load_floats<kVector>(a.weight, c, C);
+        const Floats x = load_floats<kVector>(a.inp + at, c, C), g = norm_gradient<kVector>(a, at, c);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) {
-            float g = d.at[k] * w.at[k];
-            sum_g += g;
-            sum_gx = fmaf(g, (x.at[k] - mean) * rstd, sum_gx);
+            sum_g += g.at[k];
+            sum_gx = fmaf(g.at[k], (x.at[k] - mean) * rstd, sum_gx);
         }
     }
-    const float mean_g = block_sum(sum_g, shared) / C, mean_gx = block_sum(sum_gx, shared) / C;
+    const float mean_g = rms ? 0.0f : block_sum(sum_g, shared) / C, mean_gx = block_sum(sum_gx, shared) / C;
 
-    // The gradient of x, added to the residual stream's.
+    // The gradient of x, added to the residual stream's, and those of branches with dropout.
     for (int c = first; c < C; c += step) {
-        Floats x = load_floats<kVector>(a.inp + at, c, C), d = load_floats<kVector>(a.dout + at, c, C);
-        Floats w = load_floats<kVector>(a.weight, c, C);
+        const Floats x = load_floats<kVector>(a.inp + at, c, C), g = norm_gradient<kVector>(a, at, c);
         Floats old = load_floats<kVector>(a.dresidual + at, c, a.dresidual_acc == Accumulate::Yes ? C : 0);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) {
             float xhat = (x.at[k] - mean) * rstd;
-            old.at[k] = fmaf(rstd, d.at[k] * w.at[k] - mean_g - xhat * mean_gx, old.at[k]);
+            old.at[k] = fmaf(rstd, g.at[k] - mean_g - xhat * mean_gx, old.at[k]);
         }
         store<kVector>(a.dresidual + at, c, C, to_pack<floatX>(old));
-    }
-}
-
-// A block owns some columns (blockIdx.x) and every gridDim.y-th row.
-template <bool kVector>
-__global__ void layernorm_backward_columns_kernel(LayernormBackward<floatX, float> a,
-                                                  float* partial /*(gridDim.y,3,C)*/) {
-    const int C = a.C, c = (blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
-    if (c >= C) { return; }
-    Floats dweight = {}, dbias = {}, dcolsum = {};
-    for (int row = blockIdx.y; row < a.N; row += gridDim.y) {
-        const size_t at = (size_t)row * C;
-        Floats x = load_floats<kVector>(a.inp + at, c, C), d = load_floats<kVector>(a.dout + at, c, C);
-        Floats result = load_floats<kVector>(a.dresidual + at, c, C);
-        const float mean = a.mean[row], rstd = a.rstd[row];
-#pragma unroll
-        for (int k = 0; k < kWidth; k++) {
-            dweight.at[k] = fmaf(d.at[k], (x.at[k] - mean) * rstd, dweight.at[k]);
-            dbias.at[k] += d.at[k];
-            dcolsum.at[k] += result.at[k];
+        for (int i = 0; i < 2; i++) {
+            if (!a.branch[i].dout) { continue; }
+            Floats masked = old;
+            apply_dropout(masked, a.branch[i].dropout, row, c);
+            store<kVector>(a.branch[i].dout + at, c, C, to_pack<floatX>(masked));
         }
     }
-    float* partial_block = partial + (size_t)blockIdx.y * 3 * C;
-    store<kVector>(partial_block, c, C, to_pack<float>(dweight));
-    store<kVector>(partial_block + C, c, C, to_pack<float>(dbias));
-    store<kVector>(partial_block + 2 * C, c, C, to_pack<float>(dcolsum));
 }
 
-// The kernel with 1, 2, .. or kLayernormVectors vectors a lane, the first that holds a row of C; where none
-// does, the kernel for any C.
-template <int kVectors, bool kResidual>
-static void layernorm_forward_launch(const ResidualLayernormForward<floatX, float>& a, Stream stream) {
-    if constexpr (kVectors > kLayernormVectors) {
-        with_vector(a.C, [&](auto vector) {
-            const int threads = std::min(round_up(ceil_div(a.C, kWidth), kWarp), 512);
-            layernorm_forward_any_kernel<vector.value, kResidual><<<a.N, threads, 0, stream>>>(
-                a.residual, a.out, a.mean, a.rstd, a.inp1, a.inp2, a.weight, a.bias, a.C);
-        });
-    } else if (!is_vector(a.C) || a.C > kVectors * kWarp * kWidth) {
-        layernorm_forward_launch<kVectors + 1, kResidual>(a, stream);
+// A block owns some columns (blockIdx.x) and every gridDim.y-th row. norms: that have weights.
+template <bool kVector>
+__global__ void norm_backward_columns_kernel(NormBackwardX a, float* partial /*(gridDim.y,sums,C)*/,
+                                             int norms, int sums) {
+    const int C = a.C, c = (blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
+    if (c >= C) { return; }
+    const bool rms = a.kind == NormKind::Rms;
+    Floats dweight[2] = {}, dbias[2] = {}, dbranch[2] = {};
+    for (int row = blockIdx.y; row < a.N; row += gridDim.y) {
+        const size_t at = (size_t)row * C;
+        const Floats x = load_floats<kVector>(a.inp + at, c, C);
+        const float mean = rms ? 0.0f : a.mean[row], rstd = a.rstd[row];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            if (i < norms) {
+                const Floats d = norm_dout<kVector>(a, i, at, c);
+#pragma unroll
+                for (int k = 0; k < kWidth; k++) {
+                    dweight[i].at[k] = fmaf(d.at[k], (x.at[k] - mean) * rstd, dweight[i].at[k]);
+                    dbias[i].at[k] += d.at[k];
+                }
+            }
+            if (2 * norms + i < sums) {
+                const floatX* branch = a.branch[i].dout ? a.branch[i].dout : a.dresidual;
+                const Floats result = load_floats<kVector>(branch + at, c, C);
+#pragma unroll
+                for (int k = 0; k < kWidth; k++) { dbranch[i].at[k] += result.at[k]; }
+            }
+        }
+    }
+    float* to = partial + (size_t)blockIdx.y * sums * C;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        if (i < norms) {
+            store<kVector>(to + 2 * i * C, c, C, to_pack<float>(dweight[i]));
+            store<kVector>(to + (2 * i + 1) * C, c, C, to_pack<float>(dbias[i]));
+        }
+        if (2 * norms + i < sums) {
+            store<kVector>(to + (2 * norms + i) * C, c, C, to_pack<float>(dbranch[i]));
+        }
+    }
+}
+
+// GPT-2's forms: the kernel with 1, 2, .. or kNormVectors vectors a lane, the first that holds a row of C.
+// The others have half of that, because their branches take registers, too. Beyond, a block takes the row,
+// two vectors a thread; and where no kernel holds it in registers, there is the kernel for any C.
+template <int kVectors, class Form> static void norm_forward_launch(const NormForwardX& a, Stream stream) {
+    constexpr int kMost = Form::kGpt2 ? kNormVectors : kNormVectors / 2;
+    const int vectors = ceil_div(a.C, kWidth);
+    auto launch = [&](auto kernel, int blocks, int threads) {
+        kernel<<<blocks, threads, 0, stream>>>(a.residual, a.y[0].out, a.mean, a.rstd, a.inp, a.branch[0],
+                                               a.y[0].weight, a.y[0].bias, a.N, a.C, a);
+    };
+    if constexpr (kVectors <= kMost) {
+        if (!is_vector(a.C) || vectors > kVectors * kWarp) {
+            norm_forward_launch<kVectors + (Form::kGpt2 ? 1 : kMost), Form>(a, stream);
+            return;
+        }
+        launch(norm_forward_kernel<kVectors, false, Form>, ceil_div(a.N, kNormWarps), kNormWarps * kWarp);
+    } else if (is_vector(a.C) && vectors <= 2 * kNormRowThreads) {
+        const int threads = round_up(Form::kGpt2 ? vectors : ceil_div(vectors, 2), kWarp);
+        launch(norm_forward_kernel<2, true, Form>, a.N, std::min(threads, kNormRowThreads));
     } else {
-        layernorm_forward_kernel<kVectors, kResidual>
-            <<<ceil_div(a.N, kLayernormWarps), kLayernormWarps * kWarp, 0, stream>>>(
-                a.residual, a.out, a.mean, a.rstd, a.inp1, a.inp2, a.weight, a.bias, a.N, a.C);
+        with_vector(a.C, [&](auto vector) {
+            const int threads = std::min(round_up(vectors, kWarp), kNormRowThreads);
+            norm_forward_any_kernel<vector.value><<<a.N, threads, 0, stream>>>(a);
+        });
     }
     cudaCheck(cudaGetLastError());
 }
 
-static void layernorm_forward(const LayernormForward<floatX, float>& a, Stream stream) {
+// residual may be inp or a branch: each element is read before it is written, by the same thread.
+static void norm_forward(const NormForwardX& a, Stream stream) {
     OpScope scope(a, stream);
-    layernorm_forward_launch<1, false>(
-        {nullptr, a.out, a.mean, a.rstd, a.inp, nullptr, a.weight, a.bias, a.N, a.C}, stream);
+    const int branches = (a.branch[0] != nullptr) + (a.branch[1] != nullptr);
+    const bool drops = a.dropout[0].dropped > 0 || a.dropout[1].dropped > 0;
+    const bool gpt2 = a.kind == NormKind::Layer && !a.y[1].out && a.inp && !drops;
+    constexpr int kHalf = kNormVectors / 2;
+    if (!a.inp && !a.branch[0]) { die("norm_forward: nothing is added to nothing"); }
+    if (branches == 0) {
+        if (gpt2) { norm_forward_launch<1, NormForm<0, false, true>>(a, stream); }
+        else { norm_forward_launch<kHalf, NormForm<0, false, false>>(a, stream); }
+    } else if (branches == 1) {
+        if (gpt2) { norm_forward_launch<1, NormForm<1, false, true>>(a, stream); }
+        else if (!drops) { norm_forward_launch<kHalf, NormForm<1, false, false>>(a, stream); }
+        else { norm_forward_launch<kHalf, NormForm<1, true, false>>(a, stream); }
+    } else {
+        if (!drops) { norm_forward_launch<kHalf, NormForm<2, false, false>>(a, stream); }
+        else { norm_forward_launch<kHalf, NormForm<2, true, false>>(a, stream); }
+    }
 }
 
-// residual may be inp1 or inp2: each element is read before it is written, by the same thread.
-static void residual_layernorm_forward(const ResidualLayernormForward<floatX, float>& a, Stream stream) {
-    OpScope scope(a, stream);
-    layernorm_forward_launch<1, true>(a, stream);
+// sums: of columns; GPT-2's norms have 3, two norms and two branches 6.
+static size_t norm_backward_scratch_bytes(int N, int C, int sums) {
+    return (size_t)std::min(N, kNormBlocks) * sums * C * sizeof(float);
 }
 
-static size_t layernorm_backward_scratch_bytes(int N, int C) {
-    return (size_t)std::min(N, kLayernormBlocks) * 3 * C * sizeof(float);
-}
-
-// Launches layernorm_backward_kernel; returns the number of blocks, which is that of the rows of partials.
-static int layernorm_backward_stream(const LayernormBackward<floatX, float>& args, Stream stream) {
+// Launches norm_backward_kernel; returns the number of blocks, which is that of the rows of partials.
+template <class Form> static int norm_backward_launch(const NormBackwardX& args, int sums, Stream stream) {
     // Narrow rows share a block of some 192 threads: C=768 (124M) has 96 x 2.
-    const int x = round_up(ceil_div(args.C, kWidth), kWarp), y = std::max(1, 192 / x);
+    const int x = round_up(ceil_div(args.C, kWidth * Form::kColumns), kWarp), y = std::max(1, 192 / x);
     // As many blocks as fit the 132 SMs of an H200, with room for up to 480 threads of 128 registers on each.
     // The GPU is not asked, so that the bits do not depend on it.
-    const int wanted = std::min(kLayernormBlocks, 132 * std::max(1, 480 / (x * y)));
-    const int blocks = std::min(wanted, ceil_div(args.N, y * kLayernormRows));
-    const size_t slots = (size_t)kLayernormStages * kLayernormRows * 3 * x * y * sizeof(x128);
-    const size_t sums = (size_t)2 * y * (x / kWarp) * 2 * kLayernormRows * sizeof(float);
-    static_assert(kLayernormStages * kLayernormRows * sizeof(x128) >= kWidth * sizeof(float),
-                  "group_sums reuses the slots");
-    cudaCheck(cudaFuncSetAttribute(layernorm_backward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   (int)(slots + sums)));
-    layernorm_backward_kernel<<<blocks, dim3(x, y), slots + sums, stream>>>(args, args.scratch);
+    const int wanted = std::min(kNormBlocks, 132 * std::max(1, 480 / (x * y)));
+    const int blocks = std::min(wanted, ceil_div(args.N, y * Form::kRows));
+    constexpr int kSlots = Form::kStages * Form::kRows * Form::kTensors * Form::kColumns;   // of a thread
+    const size_t slots = (size_t)kSlots * x * y * sizeof(x128);
+    const size_t exchange = (size_t)2 * y * (x / kWarp) * 2 * Form::kRows * sizeof(float);
+    static_assert(2 * kSlots * sizeof(x128) >= Form::kSums * Form::kColumns * kWidth * sizeof(float),
+                  "group_sums reuses the slots, where there are two groups at least");
+    cudaCheck(cudaFuncSetAttribute(norm_backward_kernel<Form>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   (int)(slots + exchange)));
+    norm_backward_kernel<Form><<<blocks, dim3(x, y), slots + exchange, stream>>>(args, args.scratch, sums);
     cudaCheck(cudaGetLastError());
     return blocks;
 }
 
-static void layernorm_backward(const LayernormBackward<floatX, float>& a, Stream stream) {
+// By how many branches have dropout. kColumns: of a thread.
+template <int kDouts, bool kTied, int kColumns>
+static int norm_backward_masked(const NormBackwardX& a, int masked, int sums, Stream stream) {
+    using None = NormBackwardForm<kDouts, kTied, 0, kColumns>;
+    using One = NormBackwardForm<kDouts, kTied, 1, kColumns>;
+    using Both = NormBackwardForm<kDouts, kTied, 2, kColumns>;
+    return masked == 0   ? norm_backward_launch<None>(a, sums, stream)
+           : masked == 1 ? norm_backward_launch<One>(a, sums, stream)
+                         : norm_backward_launch<Both>(a, sums, stream);
+}
+
+static int norm_backward_long(const NormBackwardX& a, int norms, int sums, Stream stream) {
+    const int partials = std::min(a.N, kNormBlocks);
+    with_vector(a.C, [&](auto vector) {
+        norm_backward_long_kernel<vector.value><<<a.N, 512, 0, stream>>>(a);
+        cudaCheck(cudaGetLastError());
+        norm_backward_columns_kernel<vector.value>
+            <<<dim3(ceil_div(a.C, kWidth * 128), partials), 128, 0, stream>>>(a, a.scratch, norms, sums);
+        cudaCheck(cudaGetLastError());
+    });
+    return partials;
+}
+
+static void norm_backward(const NormBackwardX& a, Stream stream) {
     OpScope scope(a, stream);
-    const int vectors = ceil_div(a.C, kWidth);
+    const int vectors = ceil_div(a.C, kWidth), douts = a.y[1].dout ? 2 : 1, norms = a.y[1].weight ? 2 : 1;
+    const bool second = a.branch[1].dout || a.branch[1].dbias.data, tied = douts == 2 && norms == 1;
+    const int branches = second ? 2 : 1, sums = 2 * norms + branches;
+    const int masked = (a.branch[0].dout != nullptr) + (a.branch[1].dout != nullptr);
+    const bool uniform = is_vector(a.C) && (masked == 0 || (masked == branches && a.branch[0].dout));
+    const bool gpt2 = douts == 1 && branches == 1 && masked == 0 && a.kind == NormKind::Layer;
     int partials;
-    if (is_vector(a.C) && vectors <= kLayernormMaxThreads) {
-        partials = layernorm_backward_stream(a, stream);
+    if (!uniform || vectors > kNormMaxThreads * (norms == 2 ? 1 : 2)) {
+        partials = norm_backward_long(a, norms, sums, stream);
+    } else if (vectors > kNormMaxThreads) {
+        partials = tied ? norm_backward_masked<2, true, 2>(a, masked, sums, stream)
+                        : norm_backward_masked<1, false, 2>(a, masked, sums, stream);
+    } else if (gpt2) {
+        partials = norm_backward_launch<NormBackwardForm<1, false, 0, 1, true>>(a, sums, stream);
+    } else if (norms == 2) {
+        partials = norm_backward_masked<2, false, 1>(a, masked, sums, stream);
     } else {
-        partials = std::min(a.N, kLayernormBlocks);
-        with_vector(a.C, [&](auto vector) {
-            layernorm_backward_long_kernel<vector.value><<<a.N, 512, 0, stream>>>(a);
-            cudaCheck(cudaGetLastError());
-            layernorm_backward_columns_kernel<vector.value>
-                <<<dim3(ceil_div(vectors, 128), partials), 128, 0, stream>>>(a, a.scratch);
-            cudaCheck(cudaGetLastError());
-        });
+        partials = tied ? norm_backward_masked<2, true, 1>(a, masked, sums, stream)
+                        : norm_backward_masked<1, false, 1>(a, masked, sums, stream);
     }
-    column_sums({{a.dweight, a.dbias, a.dcolsum}}, 3, a.scratch, partials, a.C, stream);
+    ColumnSums grads = {};
+    for (int i = 0; i < norms; i++) {
+        grads.out[2 * i] = a.y[i].dweight;
+        grads.out[2 * i + 1] = a.y[i].dbias;
+    }
+    for (int i = 0; i < branches; i++) { grads.out[2 * norms + i] = a.branch[i].dbias; }
+    column_sums(grads, sums, a.scratch, partials, a.C, stream);
 }
 
 // == 6.3 matmul ==
@@ -3630,7 +3910,7 @@ __device__ __forceinline__ void decode_row_stats(RowStats* stats, const DecodeMa
 #pragma unroll
             for (int k = 0; k < kWidth; k++) { sum += x.at[k]; }
         }
-        const float mean = warp_sum(sum) / C;
+        const float mean = a.ln_bias ? warp_sum(sum) / C : 0.0f;
         for (int c = lane * kWidth; c < C; c += kWarp * kWidth) {
             const Floats x = load_floats<kVector>(row, c, C);
 #pragma unroll
@@ -3641,7 +3921,7 @@ __device__ __forceinline__ void decode_row_stats(RowStats* stats, const DecodeMa
         squares = warp_sum(squares);
         if (lane == 0) {
             stats->mean[n] = mean;
-            stats->rstd[n] = 1.0f / sqrtf(squares / C + (float)kLayernormEps);
+            stats->rstd[n] = 1.0f / sqrtf(squares / C + (float)kNormEps);
         }
     }
     __syncthreads();
@@ -3720,7 +4000,7 @@ __global__ void __launch_bounds__(kDecodeWarps * kWarp, kTiles == 1 ? 2 : 1)
             Floats w = {}, b = {};
             if (a.ln_weight) {
                 w = load_floats<true>(a.ln_weight, k, C);
-                b = load_floats<true>(a.ln_bias, k, C);
+                if (a.ln_bias) { b = load_floats<true>(a.ln_bias, k, C); }
             }
             const uint32_t one[4] = {w_low[i].x, w_high[i].x, w_low[i].y, w_high[i].y};
             const uint32_t two[4] = {w_low[i].z, w_high[i].z, w_low[i].w, w_high[i].w};
@@ -3774,7 +4054,7 @@ __global__ void __launch_bounds__(kDecodePlainWarps * kWarp)
             Floats scale = {}, shift = {};
             if (a.ln_weight) {
                 scale = load_floats<kVector>(a.ln_weight, c, C);
-                shift = load_floats<kVector>(a.ln_bias, c, C);
+                if (a.ln_bias) { shift = load_floats<kVector>(a.ln_bias, c, C); }
             }
 #pragma unroll
             for (int r = 0; r < kRows; r++) {
@@ -4247,7 +4527,9 @@ struct Options {                // what a run may choose; fixed after gpt2_alloc
     int gelu_fusion;            // GELU in the GEMM's epilogue: 0: no; 1: in the forward; 2: in both passes
     bool master;                // fp32 master copies of 16-bit parameters
     bool grads_bf16;            // gradients of tensors with two dimensions in bf16, rounded with dither
-    bool residual_in_gemm;      // the residual is added in the projection's epilogue, else in the LayerNorm
+    bool residual_in_gemm;      // the residual is added in the projection's epilogue, else in the norm
+    double dropout;             // in training: of the embedding and of each branch; then it is the norm that
+                                // adds the residual
     Kernels kernels;            // which kernels an op with several may use
     bool tf32;                  // FP32 builds: tensor cores for GEMMs and attention
     float weight_decay;         // on the tensors with two dimensions
@@ -4405,7 +4687,7 @@ static Decoder decoder_layout(char* base, const Config& c, int T, int rows) {
 
 // Activations; texts are written between steps, when nobody needs these.
 static size_t gpt2_act_bytes(ActSpec* specs, const Config& c, const Options& options, int B, int T) {
-    return std::max(act_specs(specs, c, B, T, options.recompute, options.trains),
+    return std::max(act_specs(specs, c, B, T, options.recompute, options.trains, options.dropout > 0.0),
                     decoder_layout(nullptr, c, T, options.text_rows).bytes);
 }
 
@@ -4414,7 +4696,7 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
     const int N = B * T;
     if (!options.trains) { return 0; }          // only backward passes need any
     size_t bytes = encoder_backward_scratch_bytes(B, T, c.C);
-    bytes = std::max(bytes, layernorm_backward_scratch_bytes(N, c.C));
+    bytes = std::max(bytes, norm_backward_scratch_bytes(N, c.C, c.is_gpt2() ? 3 : 6));
     // qkv's and fc's: the narrower one may need more, in more chunks
     bytes = std::max(bytes, bias_backward_scratch_bytes(N, 3 * c.C));
     bytes = std::max(bytes, bias_backward_scratch_bytes(N, 4 * c.C));
@@ -4497,7 +4779,7 @@ static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& 
     ActSpec acts[NUM_ACTS];
     param_specs(specs, c);
     size_t texts = gpt2_act_bytes(acts, c, options, B, T);      // what they need beyond the activations
-    texts -= act_specs(acts, c, B, T, options.recompute, options.trains);
+    texts -= act_specs(acts, c, B, T, options.recompute, options.trains, options.dropout > 0.0);
     const Layout layout = gpt2_layout(specs, c, options);
     std::vector<MemoryItem> plan;
     plan.push_back({"parameters", layout.params_bytes});
@@ -4874,70 +5156,148 @@ static Params gpt2_params(const GPT2* model, int l) {
 
 static Acts gpt2_acts(const GPT2* model, int l) { return act_views(model->acts, model->act_specs, l); }
 
-// Activations of a forward over (B,T) from the inputs on the device, up to lnf. `cache`: where the keys and
-// values of the first positions go to as well.
-struct CachePart { int row, rows, count; };     // `rows` rows from `row` on get those of `count` positions
-static void gpt2_forward(GPT2* model, int B, int T, const CachePart* cache = nullptr) {
+// A place of the residual stream, number j: what lies behind j stages, and the norms that read it. The last
+// one is read by lnf.
+struct Place {
+    floatX* sum;                        // (B,T,C)
+    const Stage* added;                 // whose branches were added here; null: the embedding
+    int added_layer;
+    int norms, layer;
+    ParamId weights[2], biases[2];      // of the norms, in this layer
+    NormOutput<floatX, float> y[2];
+    float *mean, *rstd;
+};
+static int gpt2_last_place(const GPT2* model) { return model->config.L * wiring_of(model->config).stages; }
+
+static Place gpt2_place(const GPT2* model, int j) {
     const Config& c = model->config;
-    const Options& o = model->options;
-    const int N = B * T, C = c.C, NH = c.NH, HS = C / NH;
-    Stream stream = model->stream;
-    Params p = gpt2_params(model, 0);
-    Acts a = gpt2_acts(model, 0);
-
-    // The end of a branch: sum = before + inp weight^T + bias is the residual stream, then out = LN(sum).
-    // --residual layernorm leaves the addition to the LayerNorm; the branch waits in dnarrow, which is free
-    // until the backward.
-    floatX* branch = a.dnarrow;
-    auto add_to_residual = [&](floatX* sum, const floatX* before, const floatX* inp, const floatX* weight,
-                               const floatX* bias, int inp_C) {
-        const bool now = o.residual_in_gemm;
-        matmul_forward({now ? sum : branch, inp, weight, bias, now ? before : nullptr, nullptr, N, inp_C, C},
-                       stream);
-    };
-    auto normalise = [&](floatX* out, float* mean, float* rstd, floatX* sum, const floatX* before,
-                         const float* weight, const float* bias) {
-        if (o.residual_in_gemm) {
-            layernorm_forward({out, mean, rstd, sum, weight, bias, N, C}, stream);
-        } else {
-            residual_layernorm_forward({sum, out, mean, rstd, before, branch, weight, bias, N, C}, stream);
-        }
-    };
-
-    const Layout& layout = model->layout;
-    for (Kind kind : {Kind::Matrix, Kind::Bias, Kind::Norm}) {
-        gpt2_await_params(model, layout.bucket_of(kind, Where::Global, 0));
+    const Wiring& wiring = wiring_of(c);
+    Place at = {};
+    at.sum = gpt2_acts(model, 0).encoded;
+    if (j > 0) {
+        const int stage = (j - 1) % wiring.stages;
+        at.added = &wiring.stage[stage];
+        at.added_layer = (j - 1) / wiring.stages;
+        const Acts a = gpt2_acts(model, at.added_layer);
+        at.sum = stage + 1 < wiring.stages ? a.residual2 : a.residual3;
     }
-    encoder_forward({a.encoded, model->inputs.tokens, p.wte, p.wpe, B, T, C}, stream);
-    layernorm_forward({a.ln1, a.ln1_mean, a.ln1_rstd, a.encoded, p.ln1w, p.ln1b, N, C}, stream);
-    const floatX* residual = a.encoded;                                             // (B,T,C) into this layer
-    for (int l = 0; l < c.L; l++) {
-        p = gpt2_params(model, l);
-        a = gpt2_acts(model, l);
-        gpt2_await_params(model, layout.bucket_of(Kind::Matrix, Where::Block, l));
-        const bool gelu_in_gemm = o.gelu_fusion >= 1 && o.recompute == 0;
-        floatX *fc_out = gelu_in_gemm ? a.fch_gelu : a.fch, *pre_gelu = gelu_in_gemm ? a.fch : nullptr;
+    const bool is_last = j == gpt2_last_place(model), biased = c.norm == NormKind::Layer;
+    const int stage = j % wiring.stages;
+    at.layer = is_last ? 0 : j / wiring.stages;
+    at.norms = is_last ? 1 : wiring.stage[stage].norms;
+    const Params p = gpt2_params(model, at.layer);
+    const Acts a = gpt2_acts(model, at.layer);
+    for (int k = 0; k < at.norms; k++) {
+        const bool is_first = !is_last && wiring.stage[stage].branches[k] == Branch::Attention;
+        at.weights[k] = is_last ? PARAM_lnfw : is_first ? PARAM_ln1w : PARAM_ln2w;
+        at.biases[k] = is_last ? PARAM_lnfb : is_first ? PARAM_ln1b : PARAM_ln2b;
+        const float* weight = is_last ? p.lnfw : is_first ? p.ln1w : p.ln2w;
+        const float* bias = is_last ? p.lnfb : is_first ? p.ln1b : p.ln2b;
+        at.y[k] = {is_last ? a.lnf : is_first ? a.ln1 : a.ln2, weight, biased ? bias : nullptr};
+    }
+    at.mean = is_last ? a.lnf_mean : stage == 0 ? a.ln1_mean : a.ln2_mean;
+    at.rstd = is_last ? a.lnf_rstd : stage == 0 ? a.ln1_rstd : a.ln2_rstd;
+    return at;
+}
 
-        matmul_forward({a.qkv, a.ln1, p.qkvw, p.qkvb, nullptr, nullptr, N, C, 3 * C}, stream);
+// What is dropped of branch k of those that were added at a place; `rows` is that of a micro-step.
+static Dropout gpt2_dropout(const GPT2* model, const Place& at, int k, int rows) {
+    const uint32_t place = at.added ? 1 + 2 * (uint32_t)at.added_layer + (uint32_t)at.added->branches[k] : 0;
+    return dropout_of(model->options.dropout, {model->options.seed, model->step, place},
+                      (uint64_t)model->micro * (uint64_t)rows);
+}
+
+// The norms of a place, of what stands there.
+static NormForward<floatX, float> gpt2_norm(const GPT2* model, const Place& at, int rows) {
+    const Config& c = model->config;
+    NormForward<floatX, float> norm = {};
+    norm.y[0] = at.y[0], norm.y[1] = at.y[1];
+    norm.mean = at.mean, norm.rstd = at.rstd;
+    norm.inp = at.sum;
+    norm.kind = c.norm, norm.N = rows, norm.C = c.C;
+    return norm;
+}
+
+struct CachePart { int row, rows, count; };     // `rows` rows from `row` on get those of `count` positions
+
+// out = branch(inp) + before, which may be null: (B,T,C) each
+static void gpt2_branch_forward(GPT2* model, Branch branch, int l, floatX* out, const floatX* before,
+                                const floatX* inp, int B, int T, const CachePart* cache) {
+    const Options& o = model->options;
+    const int N = B * T, C = model->config.C, NH = model->config.NH;
+    const Params p = gpt2_params(model, l);
+    const Acts a = gpt2_acts(model, l);
+    Stream stream = model->stream;
+    if (branch == Branch::Attention) {
+        matmul_forward({a.qkv, inp, p.qkvw, p.qkvb, nullptr, nullptr, N, C, 3 * C}, stream);
         if (cache) {
             const Decoder& d = model->decoder;
             const size_t at = ((size_t)l * d.rows + cache->row) * model->T * C;
             cache_store({d.keys + at, d.values + at, a.qkv, cache->rows, cache->count, model->T, C}, stream);
         }
-        attention_forward({a.atty, a.att_lse, a.qkv, B, T, NH, HS}, stream);
-        add_to_residual(a.residual2, residual, a.atty, p.attprojw, p.attprojb, C);
-        normalise(a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, residual, p.ln2w, p.ln2b);
-        matmul_forward({fc_out, a.ln2, p.fcw, p.fcb, nullptr, pre_gelu, N, C, 4 * C}, stream);
-        if (!gelu_in_gemm) { gelu_forward({a.fch_gelu, a.fch, (size_t)N * 4 * C}, stream); }
-        add_to_residual(a.residual3, a.residual2, a.fch_gelu, p.fcprojw, p.fcprojb, 4 * C);
-        if (l + 1 < c.L) {                      // what follows: the next layer's first LayerNorm
-            const Params q = gpt2_params(model, l + 1);
-            const Acts b = gpt2_acts(model, l + 1);
-            normalise(b.ln1, b.ln1_mean, b.ln1_rstd, a.residual3, a.residual2, q.ln1w, q.ln1b);
-        } else {                                // or the final one
-            normalise(a.lnf, a.lnf_mean, a.lnf_rstd, a.residual3, a.residual2, p.lnfw, p.lnfb);
+        attention_forward({a.atty, a.att_lse, a.qkv, B, T, NH, C / NH}, stream);
+        matmul_forward({out, a.atty, p.attprojw, p.attprojb, before, nullptr, N, C, C}, stream);
+        return;
+    }
+    const bool gelu_in_gemm = o.gelu_fusion >= 1 && o.recompute == 0;
+    floatX *fc_out = gelu_in_gemm ? a.fch_gelu : a.fch, *pre_gelu = gelu_in_gemm ? a.fch : nullptr;
+    matmul_forward({fc_out, inp, p.fcw, p.fcb, nullptr, pre_gelu, N, C, 4 * C}, stream);
+    if (!gelu_in_gemm) { gelu_forward({a.fch_gelu, a.fch, (size_t)N * 4 * C}, stream); }
+    matmul_forward({out, a.fch_gelu, p.fcprojw, p.fcprojb, before, nullptr, N, 4 * C, C}, stream);
+}
+
+// Activations of a forward over (B,T) from the inputs on the device, up to lnf. `cache`: where the keys and
+// values of the first positions go to as well. trains: with dropout.
+// Each branch's last GEMM adds what stood in the stream before it. With --residual layernorm or dropout the
+// norm adds instead; the branches wait in dnarrow and dnarrow2, which are free until the backward.
+static void gpt2_forward(GPT2* model, int B, int T, const CachePart* cache = nullptr, bool trains = false) {
+    const Config& c = model->config;
+    const Options& o = model->options;
+    const Layout& layout = model->layout;
+    const Wiring& wiring = wiring_of(c);
+    const int N = B * T, last = gpt2_last_place(model);
+    const bool in_gemm = o.residual_in_gemm && o.dropout == 0.0, drops = trains && o.dropout > 0.0;
+    const Acts shared = gpt2_acts(model, 0);
+    floatX* const waiting[2] = {shared.dnarrow, shared.dnarrow2};
+    for (Kind kind : {Kind::Matrix, Kind::Bias, Kind::Norm}) {
+        gpt2_await_params(model, layout.bucket_of(kind, Where::Global, 0));
+    }
+    const Params p = gpt2_params(model, 0);
+    encoder_forward({shared.encoded, model->inputs.tokens, p.wte, p.wpe, B, T, c.C}, model->stream);
+    Place at = gpt2_place(model, 0);
+    NormForward<floatX, float> norm = gpt2_norm(model, at, N);
+    if (drops) {                                            // of the embedding, in its place
+        norm.residual = at.sum;
+        norm.inp = nullptr;
+        norm.branch[0] = at.sum;
+        norm.dropout[0] = gpt2_dropout(model, at, 0, N);
+    }
+    norm_forward(norm, model->stream);
+    for (int j = 0; j < last; j++) {
+        const int l = j / wiring.stages;
+        const Stage& stage = wiring.stage[j % wiring.stages];
+        const Place next = gpt2_place(model, j + 1);
+        if (j % wiring.stages == 0) {
+            gpt2_await_params(model, layout.bucket_of(Kind::Matrix, Where::Block, l));
         }
-        residual = a.residual3;
+        norm = gpt2_norm(model, next, N);
+        floatX* sum = at.sum;
+        for (int k = 0; k < stage.count; k++) {
+            const floatX* inp = at.y[std::min(k, at.norms - 1)].out;
+            floatX* to = k + 1 < stage.count ? gpt2_acts(model, l).residual2 : next.sum;
+            gpt2_branch_forward(model, stage.branches[k], l, in_gemm ? to : waiting[k],
+                                in_gemm ? sum : nullptr, inp, B, T, cache);
+            sum = to;
+            if (in_gemm) { continue; }
+            norm.branch[k] = waiting[k];
+            if (drops) { norm.dropout[k] = gpt2_dropout(model, next, k, N); }
+        }
+        if (!in_gemm) {
+            norm.residual = next.sum;
+            norm.inp = at.sum;
+        }
+        norm_forward(norm, model->stream);
+        at = next;
     }
 }
 
@@ -4993,30 +5353,51 @@ static int decoder_begin(GPT2* model, const std::vector<std::vector<int>>& texts
     return kept;
 }
 
+// A branch from the stream, through a norm, up to its projection.
+static void decoder_branch(GPT2* model, Branch branch, int l, const NormOutput<floatX, float>& norm) {
+    const Decoder& d = model->decoder;
+    const Params p = gpt2_params(model, l);
+    const int n = d.rows, C = model->config.C, NH = model->config.NH, T = model->T;
+    Stream stream = model->stream;
+    if (branch == Branch::Mlp) {
+        decode_matmul({d.fch, d.residual, norm.weight, norm.bias, p.fcw, p.fcb, nullptr, true, n, C, 4 * C},
+                      stream);
+        return;
+    }
+    const size_t at = (size_t)l * n * T * C;
+    decode_matmul({d.qkv, d.residual, norm.weight, norm.bias, p.qkvw, p.qkvb, nullptr, false, n, C, 3 * C},
+                  stream);
+    decode_attention({d.atty, d.keys + at, d.values + at, d.scratch, d.counters, d.qkv, d.positions, n, T, NH,
+                      C / NH}, stream);
+}
+
 // One more token of every text, which the host finds in place `slot` of `drawn`.
 static void decoder_step(GPT2* model, int slot) {
     const Config& c = model->config;
     Decoder& d = model->decoder;
     Stream stream = model->stream;
-    const int n = d.rows, C = c.C, NH = c.NH, HS = C / NH, T = model->T;
+    const Wiring& wiring = wiring_of(c);
+    const int n = d.rows, C = c.C, last = gpt2_last_place(model);
     graph_run(&d.step, stream, [&] {
         Params p = gpt2_params(model, 0);
         decode_encoder({d.residual, d.tokens, d.positions, p.wte, p.wpe, n, C}, stream);
-        for (int l = 0; l < c.L; l++) {
-            p = gpt2_params(model, l);
-            const size_t at = (size_t)l * n * T * C;
-            decode_matmul({d.qkv, d.residual, p.ln1w, p.ln1b, p.qkvw, p.qkvb, nullptr, false, n, C, 3 * C},
-                          stream);
-            decode_attention({d.atty, d.keys + at, d.values + at, d.scratch, d.counters, d.qkv, d.positions,
-                              n, T, NH, HS}, stream);
-            decode_matmul({d.residual, d.atty, nullptr, nullptr, p.attprojw, p.attprojb, d.residual, false, n,
-                           C, C}, stream);
-            decode_matmul({d.fch, d.residual, p.ln2w, p.ln2b, p.fcw, p.fcb, nullptr, true, n, C, 4 * C},
-                          stream);
-            decode_matmul({d.residual, d.fch, nullptr, nullptr, p.fcprojw, p.fcprojb, d.residual, false, n,
-                           4 * C, C}, stream);
+        for (int j = 0; j < last; j++) {
+            const Place at = gpt2_place(model, j);
+            const Stage& stage = wiring.stage[j % wiring.stages];
+            // all branches read the stream before the first adds to it
+            for (int k = 0; k < stage.count; k++) {
+                decoder_branch(model, stage.branches[k], at.layer, at.y[std::min(k, at.norms - 1)]);
+            }
+            p = gpt2_params(model, at.layer);
+            for (int k = 0; k < stage.count; k++) {
+                const bool attention = stage.branches[k] == Branch::Attention;
+                decode_matmul({d.residual, attention ? d.atty : d.fch, nullptr, nullptr,
+                               attention ? p.attprojw : p.fcprojw, attention ? p.attprojb : p.fcprojb,
+                               d.residual, false, n, attention ? C : 4 * C, C}, stream);
+            }
         }
-        decode_matmul({d.logits, d.residual, p.lnfw, p.lnfb, p.wte, nullptr, nullptr, false, n, C, c.V},
+        const NormOutput<floatX, float> lnf = gpt2_place(model, last).y[0];
+        decode_matmul({d.logits, d.residual, lnf.weight, lnf.bias, p.wte, nullptr, nullptr, false, n, C, c.V},
                       stream);
         sample_tokens({d.tokens, d.positions, d.draws, d.ids, d.logits, model->options.sampling,
                        model->options.seed, n, c.V}, stream);
@@ -5071,7 +5452,7 @@ static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float dlos
     const int N = B * T;
     const Acts a = gpt2_acts(model, 0);
     const float* loss_scale = &model->state->update.loss_scale;
-    gpt2_forward(model, B, T);
+    gpt2_forward(model, B, T, nullptr, mode == ClassifierMode::LossAndGrad);
     gpt2_logits(model, 0, N);
     classifier({a.logits, a.losses, model->inputs.targets, dloss, loss_scale, N, c.V, c.Vp, mode},
                model->stream);
@@ -5201,85 +5582,141 @@ static void gpt2_bucket_complete(GPT2* model, int bucket, bool is_last) {
     if (before >= 0) { gpt2_sum_bucket(model, before); }
 }
 
-// Gradients of every parameter from dlogits. The first micro-step stores, later ones add: no memset.
+// What a backward pass has in common. The first micro-step stores gradients, later ones add: no memset.
 // is_last: of this rank's step; buckets then go to the other ranks as soon as they are complete.
-// dresidual is the gradient of the residual stream, from the last layer to the first; each LayerNorm adds its
-// branch's to it and, in passing, sums its columns: the bias gradient of the projection before it.
+struct Backward {
+    GPT2* model;
+    float* scratch;
+    int B, T;
+    Accumulate acc;
+    bool is_last;
+    Grad grad(ParamId id, int l) const { return gpt2_grad(model, id, l, acc); }
+    Stream stream() const { return model->stream; }
+};
+
+// The last gradient of a layer, from dqkv in dwide.
+static void gpt2_layer_complete(const Backward& b, int l, const floatX* inp) {
+    const int N = b.B * b.T, C = b.model->config.C;
+    const Acts a = gpt2_acts(b.model, l);
+    matmul_backward_weight({b.grad(PARAM_qkvw, l), b.scratch, a.dwide, inp, N, C, 3 * C}, b.stream());
+    gpt2_bucket_complete(b.model, b.model->layout.bucket_of(Kind::Matrix, Where::Block, l), b.is_last);
+}
+
+// The gradient dinp of a branch's input `inp`, from dout, its output's, and those of its tensors; but that of
+// the projection's bias is the norm's that follows. Attention is the last branch of a layer. Layer 0's is
+// completed by gpt2_backward.
+static void gpt2_branch_backward(const Backward& b, Branch branch, int l, floatX* dinp, const floatX* dout,
+                                 const floatX* inp) {
+    GPT2* model = b.model;
+    const Options& o = model->options;
+    const int N = b.B * b.T, C = model->config.C, NH = model->config.NH;
+    const Params p = gpt2_params(model, l);
+    const Acts a = gpt2_acts(model, l);
+    float* scratch = b.scratch;
+    Stream stream = b.stream();
+    if (branch == Branch::Attention) {
+        matmul_backward_weight({b.grad(PARAM_attprojw, l), scratch, dout, a.atty, N, C, C}, stream);
+        matmul_backward_input({a.dnarrow, dout, p.attprojw, nullptr, N, C, C}, stream);
+        attention_backward({a.dwide, scratch, a.dnarrow, a.atty, a.qkv, a.att_lse, b.B, b.T, NH, C / NH},
+                           stream);
+        bias_backward({b.grad(PARAM_qkvb, l), scratch, a.dwide, N, 3 * C}, stream);
+        if (l > 0) { gpt2_layer_complete(b, l, inp); }
+        matmul_backward_input({dinp, a.dwide, p.qkvw, nullptr, N, C, 3 * C}, stream);
+        return;
+    }
+    const bool gelu_in_gemm = o.gelu_fusion >= 2 && o.recompute == 0;
+    floatX* pre_gelu = gelu_in_gemm ? a.fch : nullptr;
+    if (o.recompute >= 1) { gelu_forward({a.fch_gelu, a.fch, (size_t)N * 4 * C}, stream); }
+    matmul_backward_weight({b.grad(PARAM_fcprojw, l), scratch, dout, a.fch_gelu, N, 4 * C, C}, stream);
+    matmul_backward_input({a.dwide, dout, p.fcprojw, pre_gelu, N, 4 * C, C}, stream);
+    if (gelu_in_gemm) { bias_backward({b.grad(PARAM_fcb, l), scratch, a.dwide, N, 4 * C}, stream); }
+    else { gelu_backward_inplace({a.dwide, b.grad(PARAM_fcb, l), scratch, a.fch, N, 4 * C}, stream); }
+    matmul_backward_weight({b.grad(PARAM_fcw, l), scratch, a.dwide, inp, N, C, 4 * C}, stream);
+    matmul_backward_input({dinp, a.dwide, p.fcw, nullptr, N, C, 4 * C}, stream);
+}
+
+// Through a place's norms: dresidual, the gradient of what lies behind it, becomes that of what lies before,
+// and those of the branches that were added here stand in dbranch where there is dropout. In passing it sums
+// their columns: the bias gradients of the branches' projections. douts: of the norms, or two of one norm.
+static void gpt2_place_backward(const Backward& b, const Place& at, int douts, Accumulate acc) {
+    const Config& c = b.model->config;
+    const Acts a = gpt2_acts(b.model, 0);
+    const int N = b.B * b.T, added = at.added ? at.added->count : 1;
+    const floatX* const dout[2] = {a.dnarrow, a.dnarrow2};
+    floatX* const dbranch[2] = {a.dbranch, a.dbranch2};
+    NormBackward<floatX, float> n = {};
+    n.dresidual = a.dresidual;
+    n.dresidual_acc = acc;
+    for (int k = 0; k < douts; k++) {
+        n.y[k].dout = dout[k];
+        if (k == at.norms) { break; }                       // tied: the first norm's
+        n.y[k].weight = at.y[k].weight;
+        n.y[k].dweight = b.grad(at.weights[k], at.layer);
+        if (at.y[k].bias) { n.y[k].dbias = b.grad(at.biases[k], at.layer); }
+    }
+    for (int k = 0; k < added; k++) {
+        if (b.model->options.dropout > 0.0) {
+            n.branch[k].dout = dbranch[k];
+            n.branch[k].dropout = gpt2_dropout(b.model, at, k, N);
+        }
+        if (!at.added) { continue; }
+        const bool attention = at.added->branches[k] == Branch::Attention;
+        n.branch[k].dbias = b.grad(attention ? PARAM_attprojb : PARAM_fcprojb, at.added_layer);
+    }
+    n.scratch = b.scratch;
+    n.inp = at.sum;
+    n.mean = at.mean, n.rstd = at.rstd;
+    n.kind = c.norm, n.N = N, n.C = c.C;
+    norm_backward(n, b.stream());
+}
+
+// Gradients of every parameter from dlogits: the stages in reverse, each one's branches and then its norms.
 static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_last) {
     const Config& c = model->config;
     const Options& o = model->options;
-    const int N = B * T, C = c.C, NH = c.NH, HS = C / NH;
-    const Accumulate store = Accumulate::No, add = Accumulate::Yes;
+    const Wiring& wiring = wiring_of(c);
+    const int N = B * T, C = c.C;
+    const bool drops = o.dropout > 0.0;
     Stream stream = model->stream;
-    float* scratch = model->scratch;
-    const int biases = model->layout.bucket_of(Kind::Bias, Where::Global, 0),
-              norms = model->layout.bucket_of(Kind::Norm, Where::Global, 0),
-              embeddings = model->layout.bucket_of(Kind::Matrix, Where::Global, 0);
-    auto layer_matrices = [&](int l) { return model->layout.bucket_of(Kind::Matrix, Where::Block, l); };
-    auto grad = [&](ParamId id, int l) { return gpt2_grad(model, id, l, acc); };
+    Backward b = {model, model->scratch, B, T, acc, is_last};
+    auto complete = [&](Kind kind) {
+        gpt2_bucket_complete(model, model->layout.bucket_of(kind, Where::Global, 0), is_last);
+    };
 
-    Params p = gpt2_params(model, 0);
-    Acts a = gpt2_acts(model, c.L - 1);
+    const Params p = gpt2_params(model, 0);
+    const Acts a = gpt2_acts(model, 0);                     // of which every layer has the same
+    floatX *const dinp[2] = {a.dnarrow, a.dnarrow2}, *const dbranch[2] = {a.dbranch, a.dbranch2};
     // wte's first part, the LM head's; the embedding's comes last. bf16 is rounded once, so there they meet
     // in scratch, which begins with a place for them.
     const size_t wte_elems = model->param_specs[PARAM_wte].elems;
-    Grad dwte = o.grads_bf16 ? Grad{scratch, Accumulate::No} : grad(PARAM_wte, 0);
-    if (o.grads_bf16) { scratch += wte_elems; }
-    matmul_backward_weight({dwte, scratch, a.logits, a.lnf, N, C, c.Vp}, stream);
+    Grad dwte = o.grads_bf16 ? Grad{b.scratch, Accumulate::No} : b.grad(PARAM_wte, 0);
+    if (o.grads_bf16) { b.scratch += wte_elems; }
+    matmul_backward_weight({dwte, b.scratch, a.logits, a.lnf, N, C, c.Vp}, stream);
     matmul_backward_input({a.dnarrow, a.logits, p.wte, nullptr, N, C, c.Vp}, stream);
-    layernorm_backward({a.dresidual, grad(PARAM_lnfw, 0), grad(PARAM_lnfb, 0), grad(PARAM_fcprojb, c.L - 1),
-                        scratch, store, a.dnarrow, a.residual3, p.lnfw, a.lnf_mean, a.lnf_rstd, N, C},
-                       stream);
-    for (int l = c.L - 1; l >= 0; l--) {
-        p = gpt2_params(model, l);
-        a = gpt2_acts(model, l);
-        const floatX* residual = l == 0 ? a.encoded : gpt2_acts(model, l - 1).residual3;
-        const Grad bias_before = l == 0 ? Grad{} : grad(PARAM_fcprojb, l - 1);
-        const bool gelu_in_gemm = o.gelu_fusion >= 2 && o.recompute == 0;
-        floatX *dy = a.dresidual, *pre_gelu = gelu_in_gemm ? a.fch : nullptr;
-
-        // MLP. dy, the gradient of the layer's output, becomes that of each earlier place of the stream
-        if (o.recompute >= 1) { gelu_forward({a.fch_gelu, a.fch, (size_t)N * 4 * C}, stream); }
-        matmul_backward_weight({grad(PARAM_fcprojw, l), scratch, dy, a.fch_gelu, N, 4 * C, C}, stream);
-        matmul_backward_input({a.dwide, dy, p.fcprojw, pre_gelu, N, 4 * C, C}, stream);
-        if (gelu_in_gemm) { bias_backward({grad(PARAM_fcb, l), scratch, a.dwide, N, 4 * C}, stream); }
-        else { gelu_backward_inplace({a.dwide, grad(PARAM_fcb, l), scratch, a.fch, N, 4 * C}, stream); }
-        if (o.recompute >= 2) {
-            layernorm_forward({a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, p.ln2w, p.ln2b, N, C}, stream);
+    const int last = gpt2_last_place(model);
+    gpt2_place_backward(b, gpt2_place(model, last), 1, Accumulate::No);
+    for (int j = last - 1; j >= 0; j--) {
+        const int l = j / wiring.stages;
+        const Stage& stage = wiring.stage[j % wiring.stages];
+        const Place at = gpt2_place(model, j);
+        if (o.recompute >= 2) { norm_forward(gpt2_norm(model, at, N), stream); }
+        for (int k = stage.count - 1; k >= 0; k--) {
+            gpt2_branch_backward(b, stage.branches[k], l, dinp[k], drops ? dbranch[k] : a.dresidual,
+                                 at.y[std::min(k, at.norms - 1)].out);
         }
-        matmul_backward_weight({grad(PARAM_fcw, l), scratch, a.dwide, a.ln2, N, C, 4 * C}, stream);
-        matmul_backward_input({a.dnarrow, a.dwide, p.fcw, nullptr, N, C, 4 * C}, stream);
-        layernorm_backward({dy, grad(PARAM_ln2w, l), grad(PARAM_ln2b, l), grad(PARAM_attprojb, l), scratch,
-                            add, a.dnarrow, a.residual2, p.ln2w, a.ln2_mean, a.ln2_rstd, N, C}, stream);
-
-        // attention
-        matmul_backward_weight({grad(PARAM_attprojw, l), scratch, dy, a.atty, N, C, C}, stream);
-        matmul_backward_input({a.dnarrow, dy, p.attprojw, nullptr, N, C, C}, stream);
-        attention_backward({a.dwide, scratch, a.dnarrow, a.atty, a.qkv, a.att_lse, B, T, NH, HS}, stream);
-        bias_backward({grad(PARAM_qkvb, l), scratch, a.dwide, N, 3 * C}, stream);
-        if (o.recompute >= 2) {
-            layernorm_forward({a.ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, N, C}, stream);
-        }
-        auto last_of_layer = [&] {
-            matmul_backward_weight({grad(PARAM_qkvw, l), scratch, a.dwide, a.ln1, N, C, 3 * C}, stream);
-            gpt2_bucket_complete(model, layer_matrices(l), is_last);
-        };
-        if (l > 0) { last_of_layer(); }
-        matmul_backward_input({a.dnarrow, a.dwide, p.qkvw, nullptr, N, C, 3 * C}, stream);
-        layernorm_backward({dy, grad(PARAM_ln1w, l), grad(PARAM_ln1b, l), bias_before, scratch, add,
-                            a.dnarrow, residual, p.ln1w, a.ln1_mean, a.ln1_rstd, N, C}, stream);
-        if (l > 0) { continue; }
-
-        // The embedding goes to the other ranks before layer 0's last gradients are computed: it is by far
-        // the largest bucket, and travels behind them.
-        gpt2_bucket_complete(model, norms, is_last);
-        gpt2_bucket_complete(model, biases, is_last);
-        dwte.acc = Accumulate::Yes;
-        encoder_backward({dwte, grad(PARAM_wpe, 0), scratch, dy, model->buckets, B, T, c.maxT, C}, stream);
-        if (o.grads_bf16) { grad_accumulate({grad(PARAM_wte, 0), dwte.data, wte_elems}, stream); }
-        gpt2_bucket_complete(model, embeddings, is_last);
-        last_of_layer();
+        gpt2_place_backward(b, at, stage.count, Accumulate::Yes);
     }
+
+    // The embedding goes to the other ranks before layer 0's last gradients are computed: it is by far the
+    // largest bucket, and travels behind them.
+    complete(Kind::Norm);
+    complete(Kind::Bias);
+    dwte.acc = Accumulate::Yes;
+    encoder_backward({dwte, b.grad(PARAM_wpe, 0), b.scratch, drops ? a.dbranch : a.dresidual, model->buckets,
+                      B, T, c.maxT, C}, stream);
+    if (o.grads_bf16) { grad_accumulate({b.grad(PARAM_wte, 0), dwte.data, wte_elems}, stream); }
+    complete(Kind::Matrix);
+    gpt2_layer_complete(b, 0, a.ln1);
     gpt2_bucket_complete(model, -1, is_last);
 }
 
@@ -5485,7 +5922,10 @@ __attribute__((format(printf, 1, 2))) static void warn(const char* fmt, ...) {
 // model_%08d.bin: 256 int32 header, then the tensors in table order, tight. Version 3 holds fp32, 5 bf16
 // (llm.c's numbers); either loads in any build. FP16 builds save version 3 from the master weights. The last
 // two words of the header are a checksum of the rest; other programs leave them 0.
-constexpr int kModelMagic = 20240326, kModelFp32 = 3, kModelBf16 = 5;
+//
+// What is not GPT-2 has 100 more as its version, so that nobody loads it as GPT-2, and says in two more words
+// of the header which block and which norm it has.
+constexpr int kModelMagic = 20240326, kModelFp32 = 3, kModelBf16 = 5, kModelVariant = 100;
 
 // A model from a header's numbers or a descriptor's: what the kernels and the file format need, or a sentence
 // why not.
@@ -5500,6 +5940,9 @@ static std::string config_error(const Config& c) {
     if (c.V > 65536) { return format("V=%d: token shards hold 16-bit ids, so V is at most 65536", c.V); }
     if (c.Vp < c.V || c.Vp % 8 != 0) {
         return format("the padded vocabulary %d must be a multiple of 8 and at least V=%d", c.Vp, c.V);
+    }
+    if ((int)c.block < 0 || c.block > Block::ParallelTied || (int)c.norm < 0 || c.norm > NormKind::Rms) {
+        return format("block %d or norm %d is not known", (int)c.block, (int)c.norm);
     }
     if (c.L > 10000 || c.C > (1 << 20) || c.maxT > (1 << 24)) {
         return format("L=%d C=%d T=%d: at most 10000 layers, 2^20 channels, 2^24 positions", c.L, c.C,
@@ -5554,11 +5997,14 @@ static Config checkpoint_read_header(const char* path, FILE* f, int* version) {
             sizeof(header));
     }
     *version = header[1];
+    const bool variant = *version >= kModelVariant;
+    *version -= variant ? kModelVariant : 0;
     if (*version != kModelFp32 && *version != kModelBf16) {
-        die("'%s' has checkpoint version %d; this program reads 3 (fp32) and 5 (bf16)", path,
-            *version);
+        die("'%s' has checkpoint version %d; this program reads 3 (fp32) and 5 (bf16), and 103 and 105 of "
+            "what is not GPT-2", path, header[1]);
     }
     Config c = {};
+    if (variant) { c.block = (Block)header[8], c.norm = (NormKind)header[9]; }
     c.maxT = header[2], c.V = header[3], c.L = header[4], c.NH = header[5], c.C = header[6], c.Vp = header[7];
     std::string error = config_error(c);
     if (!error.empty()) { die("'%s' has a bad header: %s", path, error.c_str()); }
@@ -5584,7 +6030,7 @@ static Config checkpoint_config(const char* path) {
 
 static void checkpoint_load(GPT2* model, const char* path) {
     FILE* f = checkpoint_open(path);
-    int version, header[256];
+    int version, header[256];                   // version: 3 or 5
     checkpoint_read_header(path, f, &version);
     rewind(f);
     fread_check(header, sizeof(header), 1, f, path);
@@ -5630,8 +6076,9 @@ struct ModelWriter {
 constexpr bool kModelIsBf16 = kLowPrecision && !kFp16;
 
 static void model_begin(ModelWriter* w, const std::string& path, const Config& c) {
-    const int header[256] = {kModelMagic, kModelIsBf16 ? kModelBf16 : kModelFp32, c.maxT, c.V, c.L, c.NH, c.C,
-                             c.Vp};
+    const int version = (kModelIsBf16 ? kModelBf16 : kModelFp32) + (c.is_gpt2() ? 0 : kModelVariant);
+    const int header[256] = {kModelMagic, version, c.maxT, c.V, c.L, c.NH, c.C, c.Vp, (int)c.block,
+                             (int)c.norm};
     w->out = atomic_open(path);
     w->sum = Checksum();
     memcpy(w->header, header, sizeof(header));
@@ -5896,7 +6343,9 @@ static Facts model_facts(GPT2* model) {
     const Config& c = model->config;
     DeviceState state = gpt2_read_state(model);
     Facts facts = {{"precision", PRECISION_NAME}, {"step", std::to_string(model->step)},
-                   {"model", format("%d %d %d %d %d %d", c.maxT, c.V, c.Vp, c.L, c.NH, c.C)}};
+                   {c.is_gpt2() ? "model" : "variant",
+                    format("%d %d %d %d %d %d", c.maxT, c.V, c.Vp, c.L, c.NH, c.C)}};
+    if (!c.is_gpt2()) { facts.push_back({"block and norm", format("%d %d", (int)c.block, (int)c.norm)}); }
     update_state_fields(state.update, [&](const char* name, auto* values, int count) {
         std::string text;
         for (int i = 0; i < count; i++) { text += format(i ? " %.17g" : "%.17g", (double)values[i]); }
@@ -5914,7 +6363,11 @@ static double fact_number(const Facts& facts, const std::string& key) {
 
 static Config facts_config(const Facts& facts) {
     Config c = {};
-    const std::string* text = facts_find(facts, "model");
+    const std::string *variant = facts_find(facts, "variant"), *kinds = facts_find(facts, "block and norm");
+    const std::string* text = variant ? variant : facts_find(facts, "model");
+    int block = 0, norm = 0;
+    if (variant && (!kinds || sscanf(kinds->c_str(), "%d %d", &block, &norm) != 2)) { text = nullptr; }
+    c.block = (Block)block, c.norm = (NormKind)norm;
     if (!text || sscanf(text->c_str(), "%d %d %d %d %d %d", &c.maxT, &c.V, &c.Vp, &c.L, &c.NH, &c.C) != 6) {
         die("the state to resume from does not say which model it is of");
     }
@@ -6140,7 +6593,8 @@ static Config descriptor_config(const char* text) {
 // == 10 run configuration ==
 struct RunConfig {
     const char *train_data, *val_data, *model, *output_dir, *max_steps_text, *prompt;
-    int B, T, recompute, gelu_fusion, residual, grad_dtype;
+    int B, T, recompute, gelu_fusion, residual, grad_dtype, block, norm;
+    double dropout;
     int64_t total_batch;            // tokens per optimizer step
     int64_t max_steps;
     int checkpoint_every, keep, major_every, resume, on_bad_loss;
@@ -6272,6 +6726,14 @@ static const Flag kFlags[] = {
         "GELU in the GEMM's epilogue: 0 no, 1 forward, 2 forward and backward (needs -r 0)", FLAG_FIXED},
     {"",    "residual",        FLAG_ENUM,   &run.residual,       "gemm",    0, 0, "gemm|layernorm",
         "where the residual is added: in the projection GEMM's epilogue, or in the next LayerNorm",
+        FLAG_FIXED},
+    {"",    "block",           FLAG_ENUM,   &run.block,          "sequential", 0, 0, BLOCK_NAMES,
+        "attention, then the MLP; or both beside each other, with a norm for each, or (tied) one for both",
+        FLAG_FIXED},
+    {"",    "norm",            FLAG_ENUM,   &run.norm,           "layernorm", 0, 0, NORM_NAMES,
+        "rmsnorm: takes no mean away and has no bias", FLAG_FIXED},
+    {"",    "dropout",         FLAG_FLOAT,  &run.dropout,        "0",       0, 0.95, nullptr,
+        "of the embedding's, the attention's and the MLP's output, in training; the norm adds the residual",
         FLAG_FIXED},
     {"",    "kernels",         FLAG_ENUM,   &run.kernels,        "auto",    0, 0, "auto|portable|sm90",
         "kernels of ops that have several: the best for this GPU, sm_80's, or Hopper's (or an error)",
@@ -6508,11 +6970,25 @@ static void lanes_check(int64_t micro_steps) {
     die("--lanes %d: %s\nhint: %s", run.lanes, error.c_str(), hint.c_str());
 }
 
+// A descriptor's block and norm are what the flags say; a file's are its own.
+static void variant_check(Config* c, bool is_descriptor) {
+    const struct { const char* flag; int wanted, has; const char* names; } kinds[] = {
+        {"block", run.block, (int)c->block, BLOCK_NAMES}, {"norm", run.norm, (int)c->norm, NORM_NAMES}};
+    for (const auto& k : kinds) {
+        if (is_descriptor || k.wanted == k.has || !flags_given(kFlags, kNumFlags, k.flag)) { continue; }
+        const std::vector<std::string> names = flags_split(k.names, '|');
+        die("--%s %s: the model of -e %s has %s\nhint: leave --%s out, or start a new model with -e d12",
+            k.flag, names[k.wanted].c_str(), run.model, names[k.has].c_str(), k.flag);
+    }
+    if (is_descriptor) { c->block = (Block)run.block, c->norm = (NormKind)run.norm; }
+}
+
 // Checks over more than one flag, before anything is allocated. resumed: the facts of a run to go on with.
 static Config config_check(const Facts* resumed = nullptr) {
     const bool is_file = file_size(run.model) >= 0 || strchr(run.model, '/') || strstr(run.model, ".bin");
-    const Config c = resumed ? facts_config(*resumed)
-                   : is_file ? checkpoint_config(run.model) : descriptor_config(run.model);
+    Config c = resumed ? facts_config(*resumed)
+             : is_file ? checkpoint_config(run.model) : descriptor_config(run.model);
+    variant_check(&c, !resumed && !is_file);
     if (run.T == 0) { run.T = c.maxT; }
     if (run.T > c.maxT) {
         die("-t %d is longer than the model's longest sequence, %d\nhint: use -t %d or less, or a model with "
@@ -6600,6 +7076,7 @@ static Options run_options() {
     o.master = run.master != 0;
     o.grads_bf16 = run.grad_dtype == 1;
     o.residual_in_gemm = run.residual == 0;
+    o.dropout = run.dropout;
     o.tf32 = run.tf32 != 0;
     o.kernels = (Kernels)run.kernels;
     o.weight_decay = (float)run.weight_decay;
@@ -7366,6 +7843,10 @@ static void print_model(const GPT2& model) {
     printf("model: L=%d NH=%d C=%d T=%d V=%d, %zu parameters: %zu with weight decay, %zu without; and %zu "
            "zeros that pad wte to %d rows\n",
            c.L, c.NH, c.C, c.maxT, c.V, decayed + others, decayed, others, (size_t)(c.Vp - c.V) * c.C, c.Vp);
+    if (!c.is_gpt2()) {
+        printf("not GPT-2: block %s, norm %s\n", flags_split(BLOCK_NAMES, '|')[(int)c.block].c_str(),
+               flags_split(NORM_NAMES, '|')[(int)c.norm].c_str());
+    }
     if (model.options.muon) {
         size_t taken = 0;
         for (const ParamSpec& s : model.param_specs) { taken += s.muon ? s.copies * s.elems : 0; }

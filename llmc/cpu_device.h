@@ -201,7 +201,7 @@ GPT2_OPS(X)
 static inline size_t encoder_backward_scratch_bytes(int B, int T, int C) {
     return (size_t)max_bucket_slots((int64_t)B * T) * C * sizeof(float);
 }
-static inline size_t layernorm_backward_scratch_bytes(int, int) { return 0; }
+static inline size_t norm_backward_scratch_bytes(int, int, int) { return 0; }
 static inline size_t bias_backward_scratch_bytes(int, int) { return 0; }
 static inline size_t decode_attention_scratch_bytes(int, int, int) { return 0; }
 static inline size_t attention_backward_scratch_bytes(int B, int T, int NH) {

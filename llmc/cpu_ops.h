@@ -32,7 +32,7 @@ see that some check notices.
 #include <vector>       // gives: std::vector
 
 #include "ops.h"        // gives: every op's arguments, Accumulate, Stream
-#include "rand.h"       // gives: RoundKey, round_bits16, bf16_encode_dithered
+#include "rand.h"       // gives: RoundKey, round_bits16, bf16_encode_dithered, dropout_block
 
 #ifdef USE_OPENBLAS
 #include <cblas.h>      // gives: cblas_sgemm, openblas_set_num_threads, openblas_get_corename
@@ -155,67 +155,98 @@ template <class Real> void encoder_backward_cpu(const EncoderBackward<Real, Real
     OP_DONE(a);
 }
 
-// ---- layernorm, with and without the residual addition before it ----
+// ---- norms of the residual stream ----
 
-// mean = sum(x)/C, rstd = 1/sqrt(sum((x-mean)^2)/C + eps), out[c] = (x[c]-mean)*rstd*weight[c] + bias[c]
+// Calls f(c, factor) for the elements of a row: what its dropout multiplies each of them by.
+template <class F> static inline void dropout_row(const Dropout& d, int n, int C, F f) {
+    for (int c0 = 0; c0 < C; c0 += 8) {
+        const Rand4 block = dropout_block(d.key, d.first_row + (uint64_t)n, (uint32_t)(c0 / 8));
+        for (int c = c0; c < C && c < c0 + 8; c++) { f(c, dropout_factor(d, block, c - c0)); }
+    }
+}
+
+// sum[c] += branch[c], or what its dropout leaves of it
 template <class Real>
-static inline void layernorm_row(Real* out, Real* mean, Real* rstd, const Real* x, const Real* weight,
-                                 const Real* bias, int C) {
+static inline void add_branch(double* sum, const Real* branch, const Dropout& d, int n, int C) {
+    if (d.dropped == 0) { for (int c = 0; c < C; c++) { sum[c] += branch[c]; } }
+    else { dropout_row(d, n, C, [&](int c, float factor) { sum[c] += (double)branch[c] * factor; }); }
+}
+
+// LayerNorm: mean = sum(x)/C, rstd = 1/sqrt(sum((x-mean)^2)/C + eps). RMSNorm: mean is 0.
+template <class Real>
+static inline void norm_statistics(Real* mean, Real* rstd, const Real* x, NormKind kind, int C) {
     double sum = 0.0, squares = 0.0;
     #pragma omp simd reduction(+ : sum)
     for (int c = 0; c < C; c++) { sum += x[c]; }
-    const double m = sum / C;
+    const double m = kind == NormKind::Layer ? sum / C : 0.0;
     #pragma omp simd reduction(+ : squares)
     for (int c = 0; c < C; c++) { squares += (x[c] - m) * (x[c] - m); }
     *mean = (Real)m;
-    *rstd = (Real)(1.0 / sqrt(squares / C + kLayernormEps));
-    const Real m_stored = *mean, s = *rstd;
-    #pragma omp simd
-    for (int c = 0; c < C; c++) { out[c] = (x[c] - m_stored) * s * weight[c] + bias[c]; }
+    *rstd = (Real)(1.0 / sqrt(squares / C + kNormEps));
 }
 
-// out[n,:] = LN(inp[n,:]); mean and rstd of each row are kept for the backward pass.
-template <class Real> void layernorm_forward_cpu(const LayernormForward<Real, Real>& a, Stream) {
-    const int N = a.N, C = a.C;
-    #pragma omp parallel for
-    for (int n = 0; n < N; n++) {
-        const size_t row = (size_t)n * C;
-        layernorm_row(a.out + row, a.mean + n, a.rstd + n, a.inp + row, a.weight, a.bias, C);
-    }
-    OP_DONE(a);
-}
-
-// residual = inp1 + inp2, rounded once; out = LN(residual as stored).
-// residual may be the buffer of inp1 or of inp2: each element is read before it is written.
+// out[c] = (x[c]-mean)*rstd*weight[c] + bias[c], without a bias in an RMSNorm
 template <class Real>
-void residual_layernorm_forward_cpu(const ResidualLayernormForward<Real, Real>& a, Stream) {
+static inline void norm_row(const NormOutput<Real, Real>& y, Real* out, const Real* x, Real mean, Real rstd,
+                            int C) {
+    if (y.bias) {
+        #pragma omp simd
+        for (int c = 0; c < C; c++) { out[c] = (x[c] - mean) * rstd * y.weight[c] + y.bias[c]; }
+    } else {
+        for (int c = 0; c < C; c++) { out[c] = (x[c] - mean) * rstd * y.weight[c]; }
+    }
+}
+
+// residual = inp + both branches after their dropouts, rounded once; then y[i] = norm(residual as stored).
+// Without branches: y[i] = norm(inp). mean and rstd of each row are kept for the backward pass. residual may
+// be the buffer of inp or of a branch: each element is read before it is written.
+template <class Real> void norm_forward_cpu(const NormForward<Real, Real>& a, Stream) {
     const int N = a.N, C = a.C;
-    #pragma omp parallel for
-    for (int n = 0; n < N; n++) {
-        const size_t row = (size_t)n * C;
-        for (int c = 0; c < C; c++) { a.residual[row + c] = a.inp1[row + c] + a.inp2[row + c]; }
-        layernorm_row(a.out + row, a.mean + n, a.rstd + n, a.residual + row, a.weight, a.bias, C);
+    #pragma omp parallel
+    {
+        std::vector<double> sum(C);
+        #pragma omp for
+        for (int n = 0; n < N; n++) {
+            const size_t row = (size_t)n * C;
+            if (a.residual) {
+                for (int c = 0; c < C; c++) { sum[c] = a.inp ? a.inp[row + c] : 0.0; }
+                for (int i = 0; i < 2; i++) {
+                    if (a.branch[i]) { add_branch(sum.data(), a.branch[i] + row, a.dropout[i], n, C); }
+                }
+                for (int c = 0; c < C; c++) { a.residual[row + c] = (Real)sum[c]; }
+            }
+            const Real* x = (a.residual ? a.residual : a.inp) + row;
+            Real mean;
+            norm_statistics(&mean, a.rstd + n, x, a.kind, C);
+            if (a.kind == NormKind::Layer) { a.mean[n] = mean; }
+            for (const NormOutput<Real, Real>& y : a.y) {
+                if (y.out) { norm_row(y, y.out + row, x, mean, a.rstd[n], C); }
+            }
+        }
     }
     OP_DONE(a);
 }
 
-// With norm[n,c] = (inp[n,c]-mean[n])*rstd[n] and dnorm[n,c] = dout[n,c]*weight[c]:
-// dweight[c] (=, +=) sum over n of dout[n,c]*norm[n,c];   dbias[c] (=, +=) sum over n of dout[n,c]
-// dresidual[n,c] (=, +=) rstd[n] * (dnorm[n,c] - mean_c(dnorm) - norm[n,c]*mean_c(dnorm*norm))
-// dcolsum[c] (=, +=) sum over n of the new dresidual[n,c], as stored: the bias gradient of the linear layer
-// whose output was added to this residual stream.
-template <class Real> void layernorm_backward_cpu(const LayernormBackward<Real, Real>& a, Stream) {
+// The weight and bias gradients of one norm, of dout + also (null: nothing is added). A thread owns kColumns
+// columns and walks down them.
+template <class Real>
+static inline void norm_backward_columns(const NormBackward<Real, Real>& a, const NormGrad<Real, Real>& y,
+                                         const Real* also) {
     const int N = a.N, C = a.C;
-    // dweight and dbias: a thread owns kColumns columns and walks down them.
     constexpr int kColumns = 64;
     #pragma omp parallel for
     for (int c0 = 0; c0 < C; c0 += kColumns) {
         int columns = C - c0 < kColumns ? C - c0 : kColumns;
         double dweight[kColumns] = {0}, dbias[kColumns] = {0};
+        Real both[kColumns];
         for (int n = 0; n < N; n++) {
-            const Real* dout_n = a.dout + (size_t)n * C + c0;
+            const Real* dout_n = y.dout + (size_t)n * C + c0;
             const Real* inp_n = a.inp + (size_t)n * C + c0;
-            const Real mean = a.mean[n], rstd = a.rstd[n];
+            const Real mean = a.kind == NormKind::Layer ? a.mean[n] : 0, rstd = a.rstd[n];
+            if (also) {
+                for (int c = 0; c < columns; c++) { both[c] = dout_n[c] + also[(size_t)n * C + c0 + c]; }
+                dout_n = both;
+            }
             #pragma omp simd
             for (int c = 0; c < columns; c++) {
                 dweight[c] += dout_n[c] * ((inp_n[c] - mean) * rstd);
@@ -223,34 +254,67 @@ template <class Real> void layernorm_backward_cpu(const LayernormBackward<Real, 
             }
         }
         for (int c = 0; c < columns; c++) {
-            store_grad(a.dweight, c0 + c, dweight[c]);
-            store_grad(a.dbias, c0 + c, dbias[c]);
+            if (y.dweight.data) { store_grad(y.dweight, c0 + c, dweight[c]); }
+            if (y.dbias.data) { store_grad(y.dbias, c0 + c, dbias[c]); }
         }
     }
+}
 
-    // dresidual: a thread owns rows; first a row's two means, then its gradient.
+// The gradient of row n of the residual stream; dnorm(c) is that of its normalised value, times the weight.
+template <class Real, class F>
+static inline void norm_backward_row(const NormBackward<Real, Real>& a, int n, F dnorm) {
+    const int C = a.C;
+    const bool layer = a.kind == NormKind::Layer, add = a.dresidual_acc == Accumulate::Yes;
+    const Real* inp_n = a.inp + (size_t)n * C;
+    Real* dresidual_n = a.dresidual + (size_t)n * C;
+    const Real mean = layer ? a.mean[n] : 0, rstd = a.rstd[n];
+    double sum_dnorm = 0.0, sum_dnorm_norm = 0.0;
+    #pragma omp simd reduction(+ : sum_dnorm, sum_dnorm_norm)
+    for (int c = 0; c < C; c++) {
+        const Real d = dnorm(c);
+        sum_dnorm += d;
+        sum_dnorm_norm += d * ((inp_n[c] - mean) * rstd);
+    }
+    const Real mean_dnorm = layer ? (Real)(sum_dnorm / C) : 0, mean_dnorm_norm = (Real)(sum_dnorm_norm / C);
+    for (int c = 0; c < C; c++) {
+        Real norm = (inp_n[c] - mean) * rstd;
+        Real dinp = rstd * (dnorm(c) - mean_dnorm - norm * mean_dnorm_norm);
+        dresidual_n[c] = add ? dresidual_n[c] + dinp : dinp;
+    }
+    for (const BranchGrad<Real, Real>& b : a.branch) {
+        if (!b.dout) { continue; }
+        dropout_row(b.dropout, n, C, [&](int c, float factor) {
+            b.dout[(size_t)n * C + c] = (Real)((double)dresidual_n[c] * factor);
+        });
+    }
+}
+
+// With norm[n,c] = (inp[n,c]-mean[n])*rstd[n] and dnorm[n,c] = the sum over both norms of dout*weight[c]:
+// dweight[c] (=, +=) sum over n of dout[n,c]*norm[n,c];   dbias[c] (=, +=) sum over n of dout[n,c]
+// dresidual[n,c] (=, +=) rstd[n] * (dnorm[n,c] - mean_c(dnorm) - norm[n,c]*mean_c(dnorm*norm)); an RMSNorm
+// has no mean_c(dnorm).
+// branch[i].dout = the new dresidual, times what the forward's dropout multiplied that branch by
+// branch[i].dbias[c] (=, +=) sum over n of branch[i].dout[n,c], as stored; where dout is null, of the new
+// dresidual
+template <class Real> void norm_backward_cpu(const NormBackward<Real, Real>& a, Stream) {
+    const int N = a.N, C = a.C;
+    const bool two = a.y[1].dout, tied = two && !a.y[1].weight;
+    const Real *weight0 = a.y[0].weight, *weight1 = tied ? weight0 : a.y[1].weight;
+    norm_backward_columns(a, a.y[0], tied ? a.y[1].dout : nullptr);
+    if (two && !tied) { norm_backward_columns(a, a.y[1], (const Real*)nullptr); }
     #pragma omp parallel for
     for (int n = 0; n < N; n++) {
-        const Real* dout_n = a.dout + (size_t)n * C;
-        const Real* inp_n = a.inp + (size_t)n * C;
-        Real* dresidual_n = a.dresidual + (size_t)n * C;
-        const Real mean = a.mean[n], rstd = a.rstd[n];
-        double sum_dnorm = 0.0, sum_dnorm_norm = 0.0;
-        #pragma omp simd reduction(+ : sum_dnorm, sum_dnorm_norm)
-        for (int c = 0; c < C; c++) {
-            Real dnorm = dout_n[c] * a.weight[c];
-            sum_dnorm += dnorm;
-            sum_dnorm_norm += dnorm * ((inp_n[c] - mean) * rstd);
-        }
-        const Real mean_dnorm = (Real)(sum_dnorm / C), mean_dnorm_norm = (Real)(sum_dnorm_norm / C);
-        const bool add = a.dresidual_acc == Accumulate::Yes;
-        for (int c = 0; c < C; c++) {
-            Real norm = (inp_n[c] - mean) * rstd;
-            Real dinp = rstd * (dout_n[c] * a.weight[c] - mean_dnorm - norm * mean_dnorm_norm);
-            dresidual_n[c] = add ? dresidual_n[c] + dinp : dinp;
+        const size_t row = (size_t)n * C;
+        const Real *dout0 = a.y[0].dout + row, *dout1 = two ? a.y[1].dout + row : nullptr;
+        if (two) {
+            norm_backward_row(a, n, [=](int c) { return dout0[c] * weight0[c] + dout1[c] * weight1[c]; });
+        } else {
+            norm_backward_row(a, n, [=](int c) { return dout0[c] * weight0[c]; });
         }
     }
-    if (a.dcolsum.data) { column_sums(a.dcolsum, a.dresidual, N, C); }
+    for (const BranchGrad<Real, Real>& b : a.branch) {
+        if (b.dbias.data) { column_sums(b.dbias, b.dout ? b.dout : a.dresidual, N, C); }
+    }
     OP_DONE(a);
 }
 
@@ -859,7 +923,7 @@ template <class Real> void decode_encoder_cpu(const DecodeEncoder<Real, Real>& a
     OP_DONE(a);
 }
 
-// out[n,o] = sum over c of x[n,c]*weight[o,c] + bias[o] + residual[n,o], or gelu of it; x = LN(inp) or inp.
+// out[n,o] = sum over c of x[n,c]*weight[o,c] + bias[o] + residual[n,o], or gelu of it; x = norm(inp) or inp.
 // Plain sums, not BLAS: that has other ways to sum for other numbers of rows.
 template <class Real> void decode_matmul_cpu(const DecodeMatmul<Real, Real>& a, Stream) {
     const int N = a.N, C = a.C, OC = a.OC;
@@ -867,7 +931,10 @@ template <class Real> void decode_matmul_cpu(const DecodeMatmul<Real, Real>& a, 
     for (int n = 0; n < N && a.ln_weight; n++) {
         Real mean, rstd;
         const size_t row = (size_t)n * C;
-        layernorm_row(normalised.data() + row, &mean, &rstd, a.inp + row, a.ln_weight, a.ln_bias, C);
+        const NormKind kind = a.ln_bias ? NormKind::Layer : NormKind::Rms;
+        norm_statistics(&mean, &rstd, a.inp + row, kind, C);
+        norm_row<Real>({nullptr, a.ln_weight, a.ln_bias}, normalised.data() + row, a.inp + row, mean, rstd,
+                       C);
     }
     const Real* x = a.ln_weight ? normalised.data() : a.inp;
     #pragma omp parallel for

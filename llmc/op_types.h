@@ -7,11 +7,13 @@ the state of an update, chunks of the gradient.
 #ifndef LLMC_OP_TYPES_H
 #define LLMC_OP_TYPES_H
 
+#include <math.h>       // gives: fmin, fmax
 #include <stddef.h>     // gives: size_t
+#include <stdint.h>     // gives: uint32_t
 
 #include <type_traits>  // gives: std::is_trivially_copyable
 
-#include "rand.h"       // gives: RoundKey
+#include "rand.h"       // gives: RoundKey, DropoutKey
 
 #ifdef __CUDACC__
 #include <cuda_runtime.h>   // gives: cudaStream_t, int4
@@ -21,13 +23,34 @@ typedef int Stream;                             // the twins run at once and ign
 struct int4 { int x, y, z, w; };                // as the CUDA toolkit has it
 #endif
 
-constexpr double kLayernormEps = 1e-5;          // added to the variance, as in GPT-2 and PyTorch's default
+constexpr double kNormEps = 1e-5;               // added to the variance, as in GPT-2 and PyTorch's default
 constexpr int kMaxLevels = 24;                   // of the tree that lanes are summed by: 2^24 lanes a rank
 constexpr int kDecodeRows = 64;                 // texts that are written at once, at most
 constexpr float kClipEps = 1e-6f;               // added to the norm in clipping, as in clip_grad_norm_
 
 enum class Accumulate { No, Yes };              // No: output = value; Yes: output += value
 enum class ClassifierMode { LossOnly, LossAndGrad };
+
+// LayerNorm: (x - mean)*rstd*weight + bias, rstd = 1/sqrt(mean((x - mean)^2) + eps). RMSNorm (Zhang, Sennrich
+// 2019) takes no mean away and has no bias: x*rstd*weight, rstd = 1/sqrt(mean(x^2) + eps).
+enum class NormKind { Layer, Rms };
+
+// What becomes of the elements of (N,C): dropped, that is 0, with probability dropped/65536, else multiplied
+// by `scale`, 65536/(65536 - dropped), so that the mean stays. Row n is row first_row + n of the whole job's
+// batch: what is dropped does not depend on how many ranks or micro-steps share the batch.
+struct Dropout {
+    uint32_t dropped = 0;       // 0: nothing is done
+    float scale = 1.0f;
+    DropoutKey key = {};
+    uint64_t first_row = 0;
+};
+static inline Dropout dropout_of(double p, const DropoutKey& key, uint64_t first_row) {     // 0 <= p < 1
+    const uint32_t dropped = p > 0.0 ? (uint32_t)fmin(fmax(p * 65536.0 + 0.5, 1.0), 65535.0) : 0;
+    return {dropped, (float)(65536.0 / (65536 - dropped)), key, first_row};
+}
+LLMC_HD static inline float dropout_factor(const Dropout& d, const Rand4& block, int lane) {
+    return dropout_bits16(block, lane) < d.dropped ? 0.0f : d.scale;
+}
 
 // Where one gradient tensor goes. S is fp32 in the trainer, double where tests run the twins. The CUDA build
 // can keep it in bf16, rounded with dither (--grad-dtype bf16; bf16_encode_dithered in rand.h says what that

@@ -3,19 +3,19 @@ Every operation of a GPT-2 training step, once: what it takes and what it gives.
 CUDA kernels (train_gpt2.cu, section 6) and their twins in plain loops (llmc/cpu_ops.h, the specification).
 Both are compiled against the structs below, and the model (section 8) calls either by the same name:
 
-    layernorm_forward({out, mean, rstd, inp, weight, bias, N, C}, stream);
+    matmul_forward({out, inp, weight, bias, nullptr, nullptr, N, C, OC}, stream);
 
 X is the type of weights and activations: floatX, or double where tests run the twins. S is the type of
-statistics, losses, gradients and LayerNorm's parameters: fp32, or double. Outputs come first, then scratch,
+statistics, losses, gradients and norms' parameters: fp32, or double. Outputs come first, then scratch,
 inputs, sizes; N = B*T rows. Outputs are stored, written =. Those that are a GradOf or have an Accumulate
 beside them are stored or added to, as it says: (+)=. Scratch keeps nothing from one op to the next; beside
-each launcher that needs some, a function says how much: layernorm_backward_scratch_bytes(N, C). A pointer
+each launcher that needs some, a function says how much: norm_backward_scratch_bytes(N, C). A pointer
 that may be null says so.
 */
 #ifndef LLMC_OPS_H
 #define LLMC_OPS_H
 
-#include "op_types.h"   // gives: GradOf, Accumulate, TokenBuckets, UpdateState, ChunkRange, Stream
+#include "op_types.h"   // gives: GradOf, Accumulate, Dropout, NormKind, TokenBuckets, UpdateState, Stream
 #include "sampler.h"    // gives: Sampling
 
 template <class X, class S> struct EncoderForward {     // token plus position embedding
@@ -32,30 +32,44 @@ template <class X, class S> struct EncoderBackward {    // dwte is only added to
     int B, T, maxT, C;
 };
 
-template <class X, class S> struct LayernormForward {
-    X* out;                             // (N,C)
-    S *mean, *rstd;                     // (N)
-    const X* inp;                       // (N,C)
-    const S *weight, *bias;             // (C)
+// One family of norms of the residual stream. Forward: the row's new value is inp plus one or two branches,
+// each after its dropout; it is normalised once or twice, with the same statistics. Backward: in reverse.
+template <class X, class S> struct NormOutput {
+    X* out;                             // (N,C); null in the second: there is one norm
+    const S *weight, *bias;             // (C); bias: null in an RMSNorm
+};
+template <class X, class S> struct NormForward {
+    NormOutput<X, S> y[2];
+    S *mean, *rstd;                     // (N); mean: not used by an RMSNorm
+    X* residual;                        // (N,C) the sum; may be inp or a branch. Null where there are no
+                                        // branches: inp is normalised
+    const X* inp;                       // (N,C), or null where nothing comes before the branches
+    const X* branch[2];                 // (N,C); null: fewer branches
+    Dropout dropout[2];                 // of each branch
+    NormKind kind;
     int N, C;
 };
-template <class X, class S> struct ResidualLayernormForward {   // residual = inp1 + inp2, out = LN(residual)
-    X *residual, *out;                  // (N,C); residual may be inp1 or inp2
-    S *mean, *rstd;                     // (N)
-    const X *inp1, *inp2;               // (N,C)
-    const S *weight, *bias;             // (C)
-    int N, C;
+template <class X, class S> struct NormGrad {
+    const X* dout;                      // (N,C); null in the second: there is one norm
+    const S* weight;                    // (C); null in the second: both gradients are the first norm's
+    GradOf<S> dweight, dbias;           // (C) each or null
 };
-template <class X, class S> struct LayernormBackward {
+template <class X, class S> struct BranchGrad {         // of what the forward added
+    X* dout;                            // (N,C) dresidual through the branch's dropout, or null where it has
+                                        // none: dresidual is its gradient
+    Dropout dropout;
+    GradOf<S> dbias;                    // (C) or null: column sums of the branch's gradient, as stored: the
+                                        // bias gradient of the linear layer that the branch ends with
+};
+template <class X, class S> struct NormBackward {
     X* dresidual;                       // (N,C) gradient of the residual stream
-    GradOf<S> dweight, dbias;           // (C)
-    GradOf<S> dcolsum;                  // (C) or null: column sums of the new dresidual, as stored: the bias
-                                        // gradient of the linear layer whose output was added to this stream
+    NormGrad<X, S> y[2];
+    BranchGrad<X, S> branch[2];
     S* scratch;
     Accumulate dresidual_acc;
-    const X *dout, *inp;                // (N,C); neither may be dresidual
-    const S* weight;                    // (C)
+    const X* inp;                       // (N,C) what was normalised; neither it nor a dout is dresidual
     const S *mean, *rstd;               // (N)
+    NormKind kind;
     int N, C;
 };
 
@@ -228,10 +242,10 @@ template <class X, class S> struct DecodeEncoder {      // token plus position e
     const X *wte, *wpe;                 // (Vp,C) (maxT,C)
     int N, C;
 };
-template <class X, class S> struct DecodeMatmul {       // out = LN(inp) weight^T + bias + residual, or gelu
+template <class X, class S> struct DecodeMatmul {       // out = norm(inp) weight^T + bias + residual, or gelu
     X* out;                             // (N,OC)
     const X* inp;                       // (N,C)
-    const S *ln_weight, *ln_bias;       // (C) or null: inp as it is
+    const S *ln_weight, *ln_bias;       // (C) or null: inp as it is; a weight alone: RMSNorm
     const X *weight, *bias;             // (OC,C) (OC) or null
     const X* residual;                  // (N,OC) or null; may be `out`
     bool gelu;                          // of the sum, rounded; without a residual
@@ -270,12 +284,14 @@ template <class X, class S> struct SampleTokens {       // sample_token() of eac
 #define GPT2_OPS(X)                                                                                    \
     X(encoder_forward, EncoderForward, out("out", a.out, a.B, a.T, a.C))                               \
     X(encoder_backward, EncoderBackward, out("dwte", a.dwte, a.C), out("dwpe", a.dwpe, a.maxT, a.C))   \
-    X(layernorm_forward, LayernormForward, out("out", a.out, a.N, a.C), out("mean", a.mean, a.N),      \
-      out("rstd", a.rstd, a.N))                                                                        \
-    X(residual_layernorm_forward, ResidualLayernormForward, out("residual", a.residual, a.N, a.C),     \
-      out("out", a.out, a.N, a.C), out("mean", a.mean, a.N), out("rstd", a.rstd, a.N))                 \
-    X(layernorm_backward, LayernormBackward, out("dresidual", a.dresidual, a.N, a.C),                  \
-      out("dweight", a.dweight, a.C), out("dbias", a.dbias, a.C), out("dcolsum", a.dcolsum, a.C))      \
+    X(norm_forward, NormForward, out("y0", a.y[0].out, a.N, a.C), out("y1", a.y[1].out, a.N, a.C),     \
+      out("mean", a.kind == NormKind::Layer ? a.mean : nullptr, a.N), out("rstd", a.rstd, a.N),        \
+      out("residual", a.residual, a.N, a.C))                                                           \
+    X(norm_backward, NormBackward, out("dresidual", a.dresidual, a.N, a.C),                            \
+      out("dweight0", a.y[0].dweight, a.C), out("dbias0", a.y[0].dbias, a.C),                          \
+      out("dweight1", a.y[1].dweight, a.C), out("dbias1", a.y[1].dbias, a.C),                          \
+      out("branch0", a.branch[0].dout, a.N, a.C), out("branch1", a.branch[1].dout, a.N, a.C),          \
+      out("branch_bias0", a.branch[0].dbias, a.C), out("branch_bias1", a.branch[1].dbias, a.C))        \
     X(matmul_forward, MatmulForward, out("out", a.out, a.N, a.OC),                                     \
       out("pre_gelu", a.pre_gelu, a.N, a.OC))                                                          \
     X(matmul_backward_input, MatmulBackwardInput, out("dinp", a.dinp, a.N, a.C))                       \

@@ -32,7 +32,8 @@ enum RandPurpose : uint32_t {
     RAND_ROUND = 2,
     RAND_SHUFFLE = 3,
     RAND_SAMPLE = 4,
-    RAND_STORY = 5
+    RAND_STORY = 5,
+    RAND_DROPOUT = 6
 };
 
 struct Rand4 { uint32_t w[4]; };
@@ -112,6 +113,18 @@ static inline uint64_t rand_permuted(uint64_t seed, uint32_t id, uint64_t n, uin
         i = high << low_bits | low;
     } while (i >= n);
     return i;
+}
+
+// ---- dropout ----
+struct DropoutKey { uint64_t seed; uint32_t step, place; };     // place: of the model, below 2^16
+
+// 16 bits for each of the elements 8*block .. 8*block+7 of a row (rows up to 2^48).
+LLMC_HD static inline Rand4 dropout_block(const DropoutKey& key, uint64_t row, uint32_t block) {
+    return philox4x32(block, (uint32_t)row, key.place | (uint32_t)(row >> 32) << 16, RAND_DROPOUT,
+                      (uint32_t)key.seed ^ key.step * 0x9E3779B1u, (uint32_t)(key.seed >> 32) + key.step);
+}
+LLMC_HD static inline uint32_t dropout_bits16(const Rand4& block, int lane) {
+    return (block.w[lane / 2] >> (16 * (lane % 2))) & 0xFFFFu;
 }
 
 // ---- stochastic rounding to bf16 ----

@@ -135,6 +135,11 @@ def read_bin(path):
         die(f"'{path}' is not a model checkpoint\nhint: give a model_*.bin, or the folder of a run")
     if len(data) < HEADER_BYTES:
         die(f"'{path}' is truncated: {len(data)} bytes, the header alone has {HEADER_BYTES}")
+    if words[1] - 100 in VERSIONS:              # train_gpt2's own: two more words say what it is
+        kinds = [names[k] if 0 <= k < len(names) else f"{k}" for names, k in
+                 zip((("sequential", "parallel", "parallel-tied"), ("layernorm", "rmsnorm")), words[8:10])]
+        die(f"'{path}' is not GPT-2: its block is {kinds[0]} and its norm {kinds[1]}, which "
+            "transformers' GPT-2 does not compute\nhint: such a model runs here alone: train_gpt2cu -e FILE")
     if words[1] not in VERSIONS:
         die(f"'{path}' has checkpoint version {words[1]}; 3 (fp32) and 5 (bf16) are GPT-2")
     dims, Vp, dtype = Dims(*words[2:7]), words[7], VERSIONS[words[1]]

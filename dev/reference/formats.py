@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 MAGIC_SHARD, MAGIC_MODEL, MAGIC_TENSORS = 20240520, 20240326, 20240327
-RAND_INIT, RAND_SHUFFLE = 1, 3                          # enum RandPurpose
+RAND_INIT, RAND_SHUFFLE, RAND_DROPOUT = 1, 3, 6                          # enum RandPurpose
 
 
 # ---- shapes and the parameter table ----
@@ -29,6 +29,8 @@ class Dims:
     L: int
     NH: int
     C: int
+    block: int = 0          # 0 sequential, 1 parallel, 2 parallel-tied: other than 0, it is not GPT-2
+    norm: int = 0           # 0 layernorm, 1 rmsnorm: likewise
 
     @property
     def Vp(self):
@@ -71,19 +73,19 @@ PARAMS = [
     ("wte",      False, lambda d: (d.Vp, d.C),       "normal", True),
     ("wpe",      False, lambda d: (d.maxT, d.C),     "normal", True),
     ("ln1w",     True,  lambda d: (d.C,),            "one",    False),
-    ("ln1b",     True,  lambda d: (d.C,),            "zero",   False),
+    ("ln1b",     True,  lambda d: (d.C * (d.norm == 0),), "zero",   False),
     ("qkvw",     True,  lambda d: (3 * d.C, d.C),    "normal", True),
     ("qkvb",     True,  lambda d: (3 * d.C,),        "zero",   False),
     ("attprojw", True,  lambda d: (d.C, d.C),        "resid",  True),
     ("attprojb", True,  lambda d: (d.C,),            "zero",   False),
-    ("ln2w",     True,  lambda d: (d.C,),            "one",    False),
-    ("ln2b",     True,  lambda d: (d.C,),            "zero",   False),
+    ("ln2w",     True,  lambda d: (d.C * (d.block < 2),), "one",    False),
+    ("ln2b",     True,  lambda d: (d.C * (d.block < 2) * (d.norm == 0),), "zero",   False),
     ("fcw",      True,  lambda d: (4 * d.C, d.C),    "normal", True),
     ("fcb",      True,  lambda d: (4 * d.C,),        "zero",   False),
     ("fcprojw",  True,  lambda d: (d.C, 4 * d.C),    "resid",  True),
     ("fcprojb",  True,  lambda d: (d.C,),            "zero",   False),
     ("lnfw",     False, lambda d: (d.C,),            "one",    False),
-    ("lnfb",     False, lambda d: (d.C,),            "zero",   False),
+    ("lnfb",     False, lambda d: (d.C * (d.norm == 0),), "zero",   False),
 ]
 NAMES = [row[0] for row in PARAMS]
 
@@ -115,6 +117,18 @@ def rand_block(seed, purpose, stream, block):
     block = np.asarray(block, dtype=np.uint64)
     return philox4x32(block & np.uint64(0xFFFFFFFF), block >> np.uint64(32), stream, purpose,
                       seed & 0xFFFFFFFF, seed >> 32)
+
+
+def dropout_factors(seed, step, place, first_row, rows, C, p):
+    """(rows,C): 0, or what keeps the mean. A block of 128 bits draws for 8 neighbours of a row, 16 each."""
+    mask = 0xFFFFFFFF
+    row = np.arange(first_row, first_row + rows, dtype=np.uint64)[:, None]
+    words = philox4x32(np.arange((C + 7) // 8, dtype=np.uint64)[None], row & np.uint64(mask),
+                       np.uint64(place) | (row >> np.uint64(32)) << np.uint64(16), RAND_DROPOUT,
+                       (seed & mask) ^ (step * 0x9E3779B1 & mask), ((seed >> 32) + step) & mask)
+    draws = np.stack([w >> np.uint64(16 * half) & np.uint64(0xFFFF) for w in words for half in (0, 1)], -1)
+    dropped = min(max(int(p * 65536 + 0.5), 1), 65535)
+    return np.where(draws.reshape(rows, -1)[:, :C] < dropped, 0.0, np.float32(65536 / (65536 - dropped)))
 
 
 def rand_permuted(seed, stream, n, i):
@@ -245,13 +259,15 @@ def read_array(f, path, dtype, shape):
 
 
 def read_checkpoint_header(path):
-    """(dims, version) of a model file."""
+    """(dims, version) of a model file; version is 3 or 5, of what is not GPT-2, too."""
     with open_checked(path) as f:
         header = read_header(f, path, MAGIC_MODEL)
     version, maxT, V, L, NH, C, Vp = (int(v) for v in header[1:8])
-    dims = Dims(maxT=maxT, V=V, L=L, NH=NH, C=C)
+    block, norm = (int(v) for v in header[8:10]) if version >= 100 else (0, 0)
+    version -= 100 * (version >= 100)
+    dims = Dims(maxT=maxT, V=V, L=L, NH=NH, C=C, block=block, norm=norm)
     if version not in (3, 5):
-        raise FileError(path, f"version {version}; 3 (fp32) and 5 (bf16) can be read")
+        raise FileError(path, f"version {version}; 3 (fp32) and 5 (bf16) can be read, or 100 more")
     if min(maxT, V, L, NH, C) < 1 or Vp != dims.Vp:
         raise FileError(path, f"impossible sizes {header[2:8].tolist()}")
     count = sum(math.prod(param_shape(dims, name)) for name in NAMES)

@@ -58,6 +58,7 @@ SUITES = {
     "loop": (["train_gpt2cpu"], [PYTHON, "dev/test/test_loop.py", "./train_gpt2cpu"]),
     "cli": (["train_gpt2cpu"], [PYTHON, "dev/test/test_cli.py", "./train_gpt2cpu"]),
     "seeing": (["train_gpt2cpu"], [PYTHON, "dev/test/test_seeing.py", "./train_gpt2cpu"]),
+    "blocks": (["train_gpt2cpu"], [PYTHON, "dev/test/test_blocks.py", "./train_gpt2cpu"]),
     "ranks": (["train_gpt2cpu"], [PYTHON, "dev/test/test_ranks.py", "./train_gpt2cpu", "--quick"]),
     "comm": (["build/test_comm"], ["build/test_comm"]),
     "checkpoints": (["build/test_checkpoints", "build/checkpoint"], ["build/test_checkpoints"]),

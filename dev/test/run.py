@@ -78,6 +78,9 @@ def all_suites():
             command = [PYTHON, f"dev/test/test_{test}.py", program, f"--numeric={part}"]
             suites.append(Suite(f"gpu {test} {kind}" + (" words" if part == 0 else ""), command,
                                 ["nvcc train_gpt2." + kind], "gpu", gpu=1))
+    blocks = [PYTHON, "dev/test/test_blocks.py"]
+    suites += [Suite("gpu blocks " + kind, blocks + ["build/check/train_gpt2." + kind, "--numeric=1"],
+                     ["nvcc train_gpt2." + kind], "gpu", gpu=1) for kind in kinds]
     resume = [PYTHON, "dev/test/test_resume.py"]
     suites += [Suite("gpu resume " + kind, resume + ["build/check/train_gpt2." + kind, "--numeric=1"],
                      ["nvcc train_gpt2." + kind], "gpu", gpu=2) for kind in kinds]
@@ -99,6 +102,7 @@ def all_suites():
     suites += [
         Suite("cli cpu", [PYTHON, "dev/test/test_cli.py", "./train_gpt2cpu"], cpu),
         Suite("loop cpu", [PYTHON, "dev/test/test_loop.py", "./train_gpt2cpu"], cpu),
+        Suite("blocks cpu", blocks + ["./train_gpt2cpu"], cpu),
         Suite("seeing cpu", [PYTHON, "dev/test/test_seeing.py", "./train_gpt2cpu"], cpu),
         Suite("lazy cpu", [PYTHON, "dev/test/test_lazy.py", "build/train_gpt2lazy"], cpu),
         Suite("hf cpu", [PYTHON, "dev/test/test_hf.py", "./train_gpt2cpu"], cpu),

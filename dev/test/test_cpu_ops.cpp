@@ -228,88 +228,283 @@ static void test_encoder(int B, int T, int maxT, int Vp, int C, int different_to
     CHECK_SAME(dwte, dwte_expected, kExact);
 }
 
-// ---- layernorm ----
+// ---- norms of the residual stream ----
 
-static void test_layernorm(int N, int C) {
-    const std::string shape = format("layernorm N=%d C=%d", N, C);
-    const size_t n = (size_t)N * C;
-    Doubles inp1 = random_tensor(n), inp2 = random_tensor(n, 1.0, 0.5);
-    Doubles weight = random_tensor(C, 0.5, 1.0), bias = random_tensor(C, 0.5);
-    Doubles inp(n), residual(n), out(n), mean(N), rstd(N), expected(n), mean_expected(N), rstd_expected(N);
-    for (int i = 0; i < N; i++) {
-        double sum = 0.0, squares = 0.0;
-        for (int c = 0; c < C; c++) {
-            double x = inp[(size_t)i * C + c] = inp1[(size_t)i * C + c] + inp2[(size_t)i * C + c];
-            sum += x;
-            squares += x * x;
-        }
-        mean_expected[i] = sum / C;
-        rstd_expected[i] = pow(squares / C - sum / C * (sum / C) + 1e-5, -0.5);
-        for (int c = 0; c < C; c++) {
-            double x = inp[(size_t)i * C + c];
-            expected[(size_t)i * C + c] = weight[c] * (x - mean_expected[i]) * rstd_expected[i] + bias[c];
+// A member of the family: what is added, how often it is normalised, by what.
+struct NormCase {
+    NormKind kind;
+    int norms;                  // 1, 2, or 3: one whose output has two gradients, as in a tied block
+    int branches;               // 0 to 2
+    double dropout;             // of the branches
+    bool starts;                // nothing comes before the branches
+    bool in_place;              // the sum stands where the last branch stood, or inp
+};
+
+static double factor_of(const Dropout& d, int n, int C, int c) {
+    double factor = 1.0;
+    if (d.dropped > 0) { dropout_row(d, n, C, [&](int i, float f) { if (i == c) { factor = f; } }); }
+    return factor;
+}
+
+// A case with its tensors, the calls of both twins and what they should give.
+struct NormTest {
+    NormCase is;
+    int N, C;
+    std::string shape;
+    Doubles inp, branch0, branch1, weight0, weight1, bias0, bias1, dout0, dout1, old;
+    Doubles residual, y0, y1, mean, rstd;
+    Dropout dropout[2];
+
+    NormTest(const NormCase& is, int N, int C)
+        : is(is), N(N), C(C), inp(random_tensor((size_t)N * C)), branch0(random_tensor(inp.n, 1.0, 0.5)),
+          branch1(random_tensor(inp.n)), weight0(random_tensor(C, 0.5, 1.0)),
+          weight1(random_tensor(C, 0.5, 1.0)), bias0(random_tensor(C, 0.5)), bias1(random_tensor(C, 0.5)),
+          dout0(random_tensor(inp.n)), dout1(random_tensor(inp.n)), old(random_tensor(inp.n, 1.0, 1.0)),
+          residual(inp.n), y0(inp.n), y1(inp.n), mean(N), rstd(N) {
+        shape = format("norm N=%d C=%d kind=%d norms=%d branches=%d dropout=%g starts=%d in_place=%d", N, C,
+                       (int)is.kind, is.norms, is.branches, is.dropout, is.starts, is.in_place);
+        for (uint32_t i = 0; i < 2; i++) {
+            dropout[i] = dropout_of(is.dropout, {77, 5, 3 + i}, 1000000007ull << i);
         }
     }
-    layernorm_forward_cpu<double>({out, mean, rstd, inp, weight, bias, N, C}, 0);
-    CHECK_SAME(out, expected, 1e-12);
-    CHECK_SAME(mean, mean_expected, kExact);
-    CHECK_SAME(rstd, rstd_expected, 1e-12);
+    bool layer() const { return is.kind == NormKind::Layer; }
+    bool two() const { return is.norms == 2; }
 
-    Doubles out2(n), mean2(N), rstd2(N);
-    residual_layernorm_forward_cpu<double>({residual, out2, mean2, rstd2, inp1, inp2, weight, bias, N, C}, 0);
-    CHECK(residual == inp && out2 == out && mean2 == mean && rstd2 == rstd,
-          "%s: not the sum, then the layernorm", shape.c_str());
-    Doubles first = inp1, second = inp2;
-    residual_layernorm_forward_cpu<double>({first, out2, mean2, rstd2, first, inp2, weight, bias, N, C}, 0);
-    CHECK(first == inp && out2 == out, "%s: residual in the place of inp1", shape.c_str());
-    residual_layernorm_forward_cpu<double>({second, out2, mean2, rstd2, inp1, second, weight, bias, N, C}, 0);
-    CHECK(second == inp && out2 == out, "%s: residual in the place of inp2", shape.c_str());
+    void forward() {
+        NormForward<double, double> a = {};
+        a.y[0] = {y0, weight0, layer() ? (const double*)bias0 : nullptr};
+        if (two()) { a.y[1] = {y1, weight1, layer() ? (const double*)bias1 : nullptr}; }
+        a.mean = layer() ? (double*)mean : nullptr, a.rstd = rstd;
+        a.inp = is.starts ? nullptr : (const double*)inp;
+        for (int i = 0; i < is.branches; i++) {
+            a.branch[i] = i == 0 ? branch0 : branch1;
+            a.dropout[i] = dropout[i];
+        }
+        Doubles in_place = is.starts ? (is.branches == 2 ? branch1 : branch0) : inp;
+        if (is.branches > 0) { a.residual = residual; }
+        if (is.branches > 0 && is.in_place) {
+            a.residual = in_place;
+            if (!is.starts) { a.inp = in_place; }
+            else { a.branch[is.branches - 1] = in_place; }
+        }
+        a.kind = is.kind, a.N = N, a.C = C;
+        norm_forward_cpu<double>(a, 0);
+        if (is.branches > 0 && is.in_place) { residual = in_place; }
+    }
+    double x(size_t i) {                        // of the sum
+        const int n = (int)(i / C), c = (int)(i % C);
+        double sum = is.starts ? 0.0 : inp[i];
+        if (is.branches > 0) { sum += branch0[i] * factor_of(dropout[0], n, C, c); }
+        if (is.branches > 1) { sum += branch1[i] * factor_of(dropout[1], n, C, c); }
+        return sum;
+    }
+    void check_forward() {
+        forward();
+        Doubles sums(inp.n), want0(inp.n), want1(inp.n), means(N), rstds(N);
+        for (int n = 0; n < N; n++) {
+            double sum = 0.0, squares = 0.0;
+            for (int c = 0; c < C; c++) {
+                const double value = sums[(size_t)n * C + c] = x((size_t)n * C + c);
+                sum += value;
+                squares += value * value;
+            }
+            means[n] = layer() ? sum / C : 0.0;
+            rstds[n] = pow(squares / C - means[n] * means[n] + 1e-5, -0.5);
+            for (int c = 0; c < C; c++) {
+                const double norm = (sums[(size_t)n * C + c] - means[n]) * rstds[n];
+                want0[(size_t)n * C + c] = norm * weight0[c] + (layer() ? (double)bias0[c] : 0.0);
+                want1[(size_t)n * C + c] = norm * weight1[c] + (layer() ? (double)bias1[c] : 0.0);
+            }
+        }
+        if (is.branches > 0) { CHECK_SAME(residual, sums, 1e-15); }
+        CHECK_SAME(y0, want0, 1e-12);
+        if (two()) { CHECK_SAME(y1, want1, 1e-12); }
+        if (layer()) { CHECK_SAME(mean, means, 1e-12); }
+        CHECK_SAME(rstd, rstds, 1e-12);
+    }
+    // What the gradients are taken of; with_old: the sum goes on down the stream, too.
+    double loss(bool with_old) {
+        forward();
+        double sum = dot(y0, dout0, inp.n);
+        if (two()) { sum += dot(y1, dout1, inp.n); }
+        if (is.norms == 3) { sum += dot(y0, dout1, inp.n); }
+        if (with_old) { sum += dot(is.branches > 0 ? residual : inp, old, inp.n); }
+        return sum;
+    }
 
-    Doubles dout = random_tensor(n), dresidual(n), dweight(C), dbias(C), dcolsum(C);
-    LayernormBackward<double, double> a = {};
-    a.dresidual = dresidual;
-    a.dweight = {dweight, Accumulate::No};
-    a.dbias = {dbias, Accumulate::No};
-    a.dcolsum = {dcolsum, Accumulate::No};
-    a.dresidual_acc = Accumulate::No;
-    a.dout = dout, a.inp = inp, a.weight = weight, a.mean = mean, a.rstd = rstd, a.N = N, a.C = C;
-    layernorm_backward_cpu<double>(a, 0);
-    auto loss = [&] {
-        layernorm_forward_cpu<double>({out2, mean2, rstd2, inp, weight, bias, N, C}, 0);
-        return dot(out2, dout, n);
+    struct Gradients {
+        Doubles dresidual, dweight[2], dbias[2], branch[2], branch_bias[2];
+        Gradients(size_t n, int C) : dresidual(n), dweight{Doubles(C), Doubles(C)},
+            dbias{Doubles(C), Doubles(C)}, branch{Doubles(n), Doubles(n)},
+            branch_bias{Doubles(C), Doubles(C)} {}
     };
-    CHECK_GRADIENT(inp, dresidual, loss);
-    CHECK_GRADIENT(weight, dweight, loss);
-    CHECK_GRADIENT(bias, dbias, loss);
-    Doubles sums = column_sums_of(dresidual, N, C);
-    CHECK_SAME(dcolsum, sums, 1e-11);       // of a layernorm's gradient: the sums nearly cancel
+    void backward(Gradients& g, Accumulate residual_acc, Accumulate acc) {
+        NormBackward<double, double> a = {};
+        a.dresidual = g.dresidual;
+        a.dresidual_acc = residual_acc;
+        for (int i = 0; i < (is.norms == 1 ? 1 : 2); i++) {
+            a.y[i].dout = i == 0 ? dout0 : dout1;
+            if (i == 1 && !two()) { continue; }
+            a.y[i].weight = i == 0 ? weight0 : weight1;
+            a.y[i].dweight = {g.dweight[i], acc};
+            if (layer()) { a.y[i].dbias = {g.dbias[i], acc}; }
+        }
+        for (int i = 0; i < is.branches; i++) {
+            if (is.dropout > 0.0) { a.branch[i].dout = g.branch[i]; }
+            a.branch[i].dropout = dropout[i];
+            a.branch[i].dbias = {g.branch_bias[i], acc};
+        }
+        a.inp = is.branches > 0 ? residual : inp;
+        a.mean = layer() ? (double*)mean : nullptr, a.rstd = rstd;
+        a.kind = is.kind, a.N = N, a.C = C;
+        norm_backward_cpu<double>(a, 0);
+    }
+    void check_backward(bool with_old) {
+        forward();
+        Gradients g(inp.n, C);
+        if (with_old) { g.dresidual = old; }
+        backward(g, with_old ? Accumulate::Yes : Accumulate::No, Accumulate::No);
+        auto loss = [&] { return this->loss(with_old); };
+        if (!is.starts) { CHECK_GRADIENT(inp, g.dresidual, loss); }
+        CHECK_GRADIENT(weight0, g.dweight[0], loss);
+        if (layer()) { CHECK_GRADIENT(bias0, g.dbias[0], loss); }
+        if (two()) { CHECK_GRADIENT(weight1, g.dweight[1], loss); }
+        if (two() && layer()) { CHECK_GRADIENT(bias1, g.dbias[1], loss); }
+        for (int i = 0; i < is.branches; i++) {
+            Doubles& branch = is.dropout > 0.0 ? g.branch[i] : g.dresidual;
+            CHECK_GRADIENT((i == 0 ? branch0 : branch1), branch, loss);
+            Doubles sums = column_sums_of(branch, N, C);
+            CHECK_SAME(g.branch_bias[i], sums, 1e-11);      // of a norm's gradient: they nearly cancel
+        }
+    }
+    // += adds what = stores, for each gradient; the gradient of the stream adds, too.
+    void check_accumulation() {
+        forward();
+        Gradients g(inp.n, C), added(inp.n, C), want(inp.n, C);
+        auto all = [](Gradients& x) {
+            return std::vector<Doubles*>{&x.dweight[0], &x.dweight[1], &x.dbias[0], &x.dbias[1],
+                                         &x.branch_bias[0], &x.branch_bias[1]};
+        };
+        backward(g, Accumulate::No, Accumulate::No);
+        for (size_t i = 0; i < all(g).size(); i++) { *all(want)[i] = *all(added)[i] = random_tensor(C); }
+        backward(added, Accumulate::No, Accumulate::Yes);
+        CHECK(added.dresidual == g.dresidual, "%s: not the same twice", shape.c_str());
+        for (size_t i = 0; i < all(g).size(); i++) {
+            const double* stored = *all(g)[i];
+            if (isnan(stored[0])) { continue; }             // this case has no such gradient
+            for (int c = 0; c < C; c++) { (*all(want)[i])[c] += stored[c]; }
+            CHECK_SAME(*all(added)[i], *all(want)[i], 1e-15);
+        }
+        Doubles sum = old;
+        for (size_t i = 0; i < sum.n; i++) { sum[i] += g.dresidual[i]; }
+        added.dresidual = old;
+        backward(added, Accumulate::Yes, Accumulate::No);
+        CHECK_SAME(added.dresidual, sum, 1e-15);
+    }
+};
 
-    Doubles old = random_tensor(n, 1.0, 1.0), dresidual2 = old, unused(C);
-    a.dresidual = dresidual2;
-    a.dresidual_acc = Accumulate::Yes;
-    a.dweight.data = a.dbias.data = unused;
-    a.dcolsum.data = nullptr;
-    layernorm_backward_cpu<double>(a, 0);
-    Doubles dresidual_expected = old;
-    for (size_t i = 0; i < n; i++) { dresidual_expected[i] += dresidual[i]; }
-    CHECK_SAME(dresidual2, dresidual_expected, 1e-15);
-    a.dresidual = dresidual;
-    a.dresidual_acc = Accumulate::No;
-    auto backward = [&](GradOf<double> w, GradOf<double> b, GradOf<double> sum) {
-        a.dweight = w, a.dbias = b, a.dcolsum = sum;
-        layernorm_backward_cpu<double>(a, 0);
+static void test_norm(const NormCase& is, int N, int C) {
+    NormTest test(is, N, C);
+    test.check_forward();
+    if (is.in_place) { return; }                // a matter of the forward
+    test.check_backward(!is.starts);
+    test.check_accumulation();
+}
+
+// Every combination; in_place and starts only where there is something to add.
+template <class F> static void all_norm_cases(F f) {
+    for (NormKind kind : {NormKind::Layer, NormKind::Rms}) {
+        for (int norms : {1, 2, 3}) {
+            f({kind, norms, 0, 0.0, false, false});
+            for (int branches : {1, 2}) {
+                for (double dropout : {0.0, 0.25}) {
+                    for (int place = 0; place < 4; place++) {
+                        f({kind, norms, branches, dropout, place / 2 == 1, place % 2 == 1});
+                    }
+                }
+            }
+        }
+    }
+}
+
+static void test_norms() {
+    all_norm_cases([](const NormCase& is) { test_norm(is, 5, 13); });
+    test_norm({NormKind::Layer, 2, 2, 0.25, false, false}, 33, 40);
+    test_norm({NormKind::Rms, 3, 2, 0.25, false, true}, 70, 131);
+    test_norm({NormKind::Layer, 1, 0, 0.0, false, false}, 1, 40);
+    if (broken) { return; }                     // enough to notice anything
+    int i = 0;                                  // of the wide rows a few combinations, others for each
+    for (int C : {768, 1000, 1600, 5120, 8192, 16384}) {
+        const NormKind kind = i % 2 == 0 ? NormKind::Layer : NormKind::Rms;
+        NormTest test({kind, 1 + i % 3, 1 + i / 3, i < 3 ? 0.1 : 0.0, false, false}, 2, C);
+        test.check_forward();
+        if (C <= 1600) { test.check_backward(true); }       // minutes, beyond
+        test.check_accumulation();
+        i++;
+    }
+}
+
+// How often elements are kept, what becomes of them, and that no two masks know of each other.
+static void test_dropout() {
+    const std::string shape = "dropout";
+    const int N = 400, C = 100;
+    const size_t n = (size_t)N * C;
+    auto mask = [&](double p, const DropoutKey& key, uint64_t first_row) {
+        Doubles x(n);
+        const Dropout d = dropout_of(p, key, first_row);
+        for (int row = 0; row < N; row++) {
+            dropout_row(d, row, C, [&](int c, float factor) { x[(size_t)row * C + c] = factor; });
+        }
+        return x;
     };
-    const GradOf<double> no = {unused, Accumulate::No};
-    Doubles dweight2 = gradient_of(shape, C, [&](GradOf<double> grad) { backward(grad, no, no); });
-    Doubles dbias2 = gradient_of(shape, C, [&](GradOf<double> grad) { backward(no, grad, no); });
-    Doubles dcolsum2 = gradient_of(shape, C, [&](GradOf<double> grad) { backward(no, no, grad); });
-    CHECK(dweight2 == dweight && dbias2 == dbias && dcolsum2 == dcolsum, "%s: not the same twice",
-          shape.c_str());
-    a.dresidual = dresidual2;               // += once more: the column sums are those of the sum
-    a.dresidual_acc = Accumulate::Yes;
-    backward(no, no, {dcolsum, Accumulate::No});
-    sums = column_sums_of(dresidual2, N, C);
-    CHECK_SAME(dcolsum, sums, kExact);
+    for (double p : {1e-9, 0.01, 0.1, 0.5, 0.95}) {
+        const Doubles x = mask(p, {1, 2, 3}, 0);
+        double kept = 0.0, sum = 0.0, rounded = std::max(1.0, floor(p * 65536 + 0.5)) / 65536;
+        bool two_values = true;
+        for (size_t i = 0; i < n; i++) {
+            const double value = ((const double*)x)[i];
+            kept += value != 0.0;
+            sum += value;
+            two_values = two_values && (value == 0.0 || value == (double)(float)(1.0 / (1.0 - rounded)));
+        }
+        const double sigma = sqrt(n * rounded * (1 - rounded));
+        CHECK(two_values, "p=%g: a value is neither 0 nor 1/(1-p)", p);
+        CHECK(fabs(kept - n * (1 - rounded)) <= 5 * sigma, "p=%g: %g of %zu kept", p, kept, n);
+        CHECK(fabs(sum - n) <= 5 * sigma / (1 - rounded), "p=%g: the mean factor is %g", p, sum / n);
+        for (size_t step : {1, 2, 4, 8, 16, C, 8 * C}) {    // neighbours, draws of one block, rows
+            double both = 0.0;
+            for (size_t i = 0; i + step < n; i++) {
+                both += ((const double*)x)[i] != 0.0 && ((const double*)x)[i + step] != 0.0;
+            }
+            const double q = (1 - rounded) * (1 - rounded), pairs = (double)(n - step);
+            CHECK(fabs(both - pairs * q) <= 5 * sqrt(3 * pairs * q * (1 - q)) + 1, "p=%g: %g pairs at %zu", p,
+                  both, step);
+        }
+    }
+    const Doubles base = mask(0.5, {1, 2, 3}, 0);
+    const struct { const char* name; DropoutKey key; uint64_t first; } others[] = {
+        {"seed", {2, 2, 3}, 0}, {"high seed", {1 + (1ull << 32), 2, 3}, 0}, {"step", {1, 3, 3}, 0},
+        {"layer", {1, 2, 5}, 0}, {"branch", {1, 2, 4}, 0}, {"rows of another rank", {1, 2, 3}, N},
+        {"rows beyond 2^32", {1, 2, 3}, 1ull << 32}};
+    for (const auto& other : others) {
+        const Doubles x = mask(0.5, other.key, other.first);
+        double same = 0.0;
+        for (size_t i = 0; i < n; i++) { same += ((const double*)x)[i] == ((const double*)base)[i]; }
+        CHECK(fabs(same - 0.5 * n) <= 2.5 * sqrt((double)n), "another %s: %g of %zu equal", other.name, same,
+              n);
+    }
+    // the same rows, whoever has them: 300 of the batch's rows on
+    const Doubles later = mask(0.5, {1, 2, 3}, 300);
+    CHECK(memcmp((const double*)later, (const double*)base + 300 * (size_t)C, 100 * (size_t)C * 8) == 0,
+          "a row's mask depends on who has the row");
+    CHECK(dropout_of(0.0, {}, 0).dropped == 0 && dropout_of(1e-9, {}, 0).dropped == 1, "p of 0, and above");
+    // as the comment of dropout_block says it
+    const Rand4 block = philox4x32(4, 7, 9 | 2 << 16, RAND_DROPOUT, 11 ^ 6 * 0x9E3779B1u, 1 + 6);
+    const Dropout d = dropout_of(0.5, {11 + (1ull << 32), 6, 9}, (2ull << 32) + 7);
+    dropout_row(d, 0, 40, [&](int c, float factor) {
+        const uint32_t bits = block.w[c % 8 / 2] >> (c % 2 * 16) & 0xffff;
+        if (c >= 32) { CHECK((bits < 32768) == (factor == 0.0f), "element %d has another draw", c); }
+    });
 }
 
 // ---- GELU ----
@@ -1052,19 +1247,38 @@ template <class Real> static std::vector<Named> run_all_ops() {
     keep("encoder_backward dwpe", dwpe);
 
     Tensor<Real> inp1 = random(n, 1, 0), inp2 = random(n, 1, 0);
-    Tensor<Real> weight = random(C, 0.5, 1), bias = random(C, 1, 0), residual(n), ln(n), mean(N), rstd(N);
-    residual_layernorm_forward_cpu<Real>({residual, ln, mean, rstd, inp1, inp2, weight, bias, N, C}, 0);
-    keep("layernorm out", ln);
-    keep("layernorm mean", mean);
-    keep("layernorm rstd", rstd);
-    Tensor<Real> dresidual = random(n, 1, 0), dweight(C), dbias(C), dcolsum(C);
-    layernorm_backward_cpu<Real>({dresidual, {dweight, Accumulate::No}, {dbias, Accumulate::No},
-                                  {dcolsum, Accumulate::No}, nullptr, Accumulate::Yes, dout, residual, weight,
-                                  mean, rstd, N, C}, 0);
-    keep("layernorm_backward dresidual", dresidual);
-    keep("layernorm_backward dweight", dweight);
-    keep("layernorm_backward dbias", dbias);
-    keep("layernorm_backward dcolsum", dcolsum);
+    Tensor<Real> weight = random(C, 0.5, 1), bias = random(C, 1, 0), residual(n), ln(n), ln2(n);
+    Tensor<Real> mean(N), rstd(N);
+    NormForward<Real, Real> forward = {};
+    forward.y[0] = {ln, weight, bias}, forward.y[1] = {ln2, bias, weight};
+    forward.mean = mean, forward.rstd = rstd, forward.residual = residual, forward.inp = inp1;
+    forward.N = N, forward.C = C;
+    forward.branch[0] = inp2, forward.branch[1] = dout;
+    forward.dropout[1] = dropout_of(0.3, {1, 2, 3}, 5);
+    norm_forward_cpu<Real>(forward, 0);
+    keep("norm residual", residual);
+    keep("norm y0", ln);
+    keep("norm y1", ln2);
+    keep("norm mean", mean);
+    keep("norm rstd", rstd);
+    Tensor<Real> dresidual = random(n, 1, 0), dbranch(n);
+    Tensor<Real> dweight(C), dbias(C), dweight1(C), dbias1(C), dsum(C), dsum1(C);
+    NormBackward<Real, Real> back = {};
+    back.dresidual = dresidual, back.dresidual_acc = Accumulate::Yes;
+    back.y[0] = {dout, weight, {dweight, Accumulate::No}, {dbias, Accumulate::No}};
+    back.y[1] = {inp1, bias, {dweight1, Accumulate::No}, {dbias1, Accumulate::No}};
+    back.branch[0].dbias = {dsum, Accumulate::No};
+    back.branch[1] = {dbranch, forward.dropout[1], {dsum1, Accumulate::No}};
+    back.inp = residual, back.mean = mean, back.rstd = rstd, back.N = N, back.C = C;
+    norm_backward_cpu<Real>(back, 0);
+    keep("norm_backward dresidual", dresidual);
+    keep("norm_backward dweight0", dweight);
+    keep("norm_backward dbias0", dbias);
+    keep("norm_backward dweight1", dweight1);
+    keep("norm_backward dbias1", dbias1);
+    keep("norm_backward branch1", dbranch);
+    keep("norm_backward branch_bias0", dsum);
+    keep("norm_backward branch_bias1", dsum1);
 
     Tensor<Real> inp = random(n, 1, 0), w = random((size_t)OC * C, 1, 0), b = random(OC, 1, 0);
     Tensor<Real> y((size_t)N * OC), x((size_t)N * OC), dy = random((size_t)N * OC, 1, 0);
@@ -1341,12 +1555,16 @@ static void test_decoding(int T, int NH, int HS, int OC) {
     Doubles lnw = random_tensor(C, 0.3, 1.0), lnb = random_tensor(C), weight = random_tensor((size_t)OC * C),
             bias = random_tensor(OC), residual = random_tensor((size_t)N * OC), normal((size_t)N * C),
             mean(N), rstd(N), pre((size_t)N * OC);
-    layernorm_forward_cpu<double>({normal, mean, rstd, embedded, lnw, lnb, N, C}, 0);
-    for (int form = 0; form < 4; form++) {
-        const bool has_ln = form % 2 == 1, has_gelu = form == 3;
+    for (int form = 0; form < 5; form++) {              // 4: an RMSNorm
+        const bool has_ln = form % 2 == 1 || form == 4, has_gelu = form == 3;
+        NormForward<double, double> norm = {};
+        norm.y[0] = {normal, lnw, form == 4 ? nullptr : (double*)lnb};
+        norm.mean = mean, norm.rstd = rstd, norm.inp = embedded, norm.N = N, norm.C = C;
+        norm.kind = form == 4 ? NormKind::Rms : NormKind::Layer;
+        norm_forward_cpu<double>(norm, 0);
         Doubles got = residual, expected((size_t)N * OC);
         decode_matmul_cpu<double>({got, embedded, has_ln ? (double*)lnw : nullptr,
-                                   has_ln ? (double*)lnb : nullptr, weight, form > 0 ? (double*)bias
+                                   form % 2 == 1 ? (double*)lnb : nullptr, weight, form > 0 ? (double*)bias
                                    : nullptr, form == 2 ? (double*)got : nullptr, has_gelu, N, C, OC}, 0);
         matmul_forward_cpu<double>({expected, has_ln ? normal : embedded, weight, form > 0 ? (double*)bias
                                     : nullptr, form == 2 ? (double*)residual : nullptr,
@@ -1411,12 +1629,8 @@ static const Group groups[] = {
         test_encoder(9, 65, 65, 128, 70, 3);        // three tokens, nearly 200 positions each: split buckets
         test_encoder(2, 100, 128, 128, 5, 1);
     }},
-    {"layernorm", [] {
-        test_layernorm(33, 40);
-        test_layernorm(1, 40);
-        test_layernorm(70, 131);
-        test_layernorm(3, 2);
-    }},
+    {"norms", test_norms},
+    {"dropout", test_dropout},
     {"gelu", [] {
         test_gelu(33, 70);
         test_gelu(1, 1);

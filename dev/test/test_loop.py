@@ -394,6 +394,10 @@ def flag_table():
         ("-r", 2, {"memory"}, set()),
         # on a CPU the two sums may round alike; 16-bit builds round one of them once more
         ("--residual", "layernorm", {"weights"} if cuda and low else set(), ALL_NUMBERS),
+        ("--block", "parallel", ALL_NUMBERS | {"memory"}, SHOWN | {"weights"}),
+        ("--block", "parallel-tied", ALL_NUMBERS | {"memory"}, SHOWN | {"weights"}),
+        ("--norm", "rmsnorm", ALL_NUMBERS, SHOWN | {"weights", "memory"}),
+        ("--dropout", 0.1, FIRST | LEARNED | {"memory"}, SHOWN),
         ("--kernels", "portable", set(), ALL_NUMBERS if cuda else set()),
         ("-f", 1, set(), ALL_NUMBERS if cuda and not low else set()),
         ("-w", 0, {"memory", "weights"} if low else set(), LEARNED | SHOWN if low else set()),

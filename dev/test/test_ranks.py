@@ -226,6 +226,7 @@ def test_overfit():
 def test_options():
     """What changes the arithmetic, or the memory, changes it alike on all ranks."""
     for more in ({"-r": 2}, {"--residual": "layernorm"}, {"-t": 7, "-z": 8 * 7},
+                 {"--block": "parallel-tied", "--norm": "rmsnorm", "--dropout": 0.2},
                  {"--grad-clip": 0.01, "-u": 3}, {"-z": 4 * 3 * SMALL_T, "-b": 3}):
         same_bits(named(more), {**batch(8), **more}, worlds((1, 2), 0) + worlds((4,), 1, 2))
     same_bits("-r 0, 1 and 2", batch(8), [{"--gpus": 1, "-r": 0}, {"--gpus": 2, "-r": 1},

@@ -701,7 +701,8 @@ OTHER_VALUES = {
     "--grad-clip": 2, "--seed": 3, "--shuffle": 0, "--overfit": 1, "--tf32": 1, "--master-weights": 0,
     "--gelu-fusion": 1, "--residual": "layernorm", "--kernels": "portable", "--grad-dtype": "bf16",
     "--lanes": 4, "--reduction": "nccl", "--optimizer": "muon", "--muon-lr": 0.03, "--muon-momentum": 0.9,
-    "--muon-steps": 4, "--muon-decay": 0.1}
+    "--muon-steps": 4, "--muon-decay": 0.1,
+    "--block": "parallel", "--norm": "rmsnorm", "--dropout": 0.1}
 
 
 def flag_rows():

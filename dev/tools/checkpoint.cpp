@@ -69,11 +69,19 @@ static std::string model_error(const std::string& path) {
     const bool read = fread(h, sizeof(h), 1, f) == 1;
     fclose(f);
     if (!read || h[0] != 20240326) { return "is neither a state file nor a model file"; }
-    if (h[1] != 3 && h[1] != 5) { return format("has version %d; known are 3 (fp32) and 5 (bf16)", h[1]); }
-    printf("  version %d (%s), maxT %d, V %d, L %d, NH %d, C %d, Vp %d\n", h[1], h[1] == 3 ? "fp32" : "bf16",
-           h[2], h[3], h[4], h[5], h[6], h[7]);
-    const double C = h[6], parameters = C * h[7] + C * h[2] + h[4] * (12 * C * C + 13 * C) + 2 * C;
-    const double bytes = sizeof(h) + parameters * (h[1] == 3 ? 4 : 2);
+    const bool variant = h[1] >= 100;               // not GPT-2: words 8 and 9 say which block and norm
+    const int version = h[1] - (variant ? 100 : 0);
+    if (version != 3 && version != 5) {
+        return format("has version %d; known are 3 (fp32) and 5 (bf16), 103 and 105", h[1]);
+    }
+    printf("  version %d (%s), maxT %d, V %d, L %d, NH %d, C %d, Vp %d\n", h[1],
+           version == 3 ? "fp32" : "bf16", h[2], h[3], h[4], h[5], h[6], h[7]);
+    if (variant) { printf("  not GPT-2: block %d, norm %d\n", h[8], h[9]); }
+    const bool tied = variant && h[8] == 2, rms = variant && h[9] == 1;
+    const double C = h[6], norms = (tied ? 1 : 2) * (rms ? 1 : 2);         // vectors of a layer
+    const double parameters =
+        C * h[7] + C * h[2] + h[4] * (12 * C * C + (9 + norms) * C) + (rms ? 1 : 2) * C;
+    const double bytes = sizeof(h) + parameters * (version == 3 ? 4 : 2);
     if ((double)file_size(path.c_str()) != bytes) {
         return format("has %lld bytes, and its header means %.0f", (long long)file_size(path.c_str()), bytes);
     }
