@@ -193,12 +193,12 @@ def prepare(folder):
     if os.path.exists(os.path.join(ROOT, ".venv")) and not os.path.exists(".venv"):
         os.symlink(os.path.join(ROOT, ".venv"), ".venv")
     subprocess.run(["make", "-s", "stories", "tokenize"], check=True)
-    for path, size in (("made/stories.txt", 600000), ("my/texts/mine.txt", 800000),
+    for path, size in (("made/stories.txt", 3000000), ("my/texts/mine.txt", 800000),
                        ("made/tinystories/TinyStoriesV2-GPT4-train.txt", 300000),
                        ("made/tinystories/TinyStoriesV2-GPT4-valid.txt", 100000)):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         subprocess.run(["build/stories", "--seed", str(size), "--bytes", str(size), "-o", path], check=True)
-    words = ["made/stories.txt", "-o", "made/stories", "--val-tokens", "20000"]
+    words = ["made/stories.txt", "-o", "made/stories", "--val-tokens", "100000"]
     subprocess.run(["build/tokenize", *words], check=True)
     for stem, train, val in (("made/fineweb10B-shards/fineweb", "train_000001", "val_000000"),
                              ("dev/data/fineweb10B/fineweb", "train_000001", "val_000000"),
