@@ -4,12 +4,13 @@
 #   make quickstart           # or scripts/quickstart.sh
 #
 #              CPU (2 cores)                       GPU
-#   model      3.6M: 8 layers, C=64, T=128         51M: 8 layers, C=512, T=512
+#   model      3.5M: 6 layers, C=64, T=128         51M: 8 layers, C=512, T=512
 #   text       8 MB of generated stories           60 MB
 #   time       about three minutes of training     under a minute
 #
 # Both in GPT-2's tokens. On a CPU nearly all of the time goes into the 50257 logits, which a narrow model
-# keeps cheap; its layers cost little. A wider model of bytes learned to spell in that time and no more.
+# keeps cheap; its layers cost little, and so does Muon for them, which halves the loss: 0.628, with AdamW
+# alone 1.238 (nats a token). In bytes a wider model learned to spell in that time and no more.
 # Both validate on stories of another seed, which no training story is from. A bigram model on the same shards
 # is the loss to beat. Leaves runs/quickstart: main.log, metrics.jsonl, run.json, model_*.bin, loss.png; a run
 # that was there is kept as runs/quickstart.1, .2, ... The stories are the same every time: dev/data/stories.
@@ -26,9 +27,9 @@ if [ -n "$nvcc" ] && nvidia-smi -L >/dev/null 2>&1; then
     flags=(--model L8,NH8,C512,T512,V50257 --micro-batch 64 --learning-rate 1e-3 --warmup 50)
     flags+=(--final-fraction 0.1 --val-every 100 --val-batches 10)
 else
-    trainer=train_gpt2cpu text=8000000 steps=1300
-    flags=(--model L8,NH4,C64,T128,V50257 --micro-batch 4 --learning-rate 5e-3 --warmup 50)
-    flags+=(--lr-schedule linear --beta2 0.99 --val-every 400 --val-batches 50)
+    trainer=train_gpt2cpu text=8000000 steps=1350
+    flags=(--model L6,NH4,C64,T128,V50257 --micro-batch 4 --learning-rate 5e-3 --warmup 50)
+    flags+=(--lr-schedule linear --beta2 0.99 --optimizer muon --val-every 450 --val-batches 50)
 fi
 data=dev/data/stories/gpt2
 

@@ -33,6 +33,7 @@ TRAINER = r"(^|&& |-np \d+ )\./train_gpt2c[up]u?\b"
 
 # pattern, what stands there on a CPU, and on a GPU (None: what it is)
 SMALLER = [
+    (r"-x \d+ \.\.\.", "-x 8 -v 0 -s 0", "-x 8 -v 0 -s 0"),
     (r"(--max-steps|-x) (19073|1000|500|400|100|50)\b", r"\1 6", r"\1 6"),
     (r"model_00019073", "model_00000008", "model_00000008"),
     (r"(-u|--warmup) \d+", r"\1 2", r"\1 2"),
@@ -64,6 +65,7 @@ NOT_HERE = [
     (r"get.py fineweb10B( |$)|get.py hub |make tinyshakespeare$", lambda: False, "needs the network"),
     (r"get.py debian-docs", lambda: False, "asks apt for 38 packages"),
     (r"pip install|import_hf.py gpt2 |setup.sh tensorboard", lambda: False, "installs or downloads"),
+    (r"check_eval|make build/check/", lambda: False, "takes minutes of a GPU, and of nvcc"),
     (r"mmlu_test.bin", lambda: False, "MMLU is not made here"),
     (r"HOST:PORT", lambda: False, "HOST stands for one of yours"),
     (r"mpirun", lambda: shutil.which("mpirun"), "no mpirun"),

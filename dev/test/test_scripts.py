@@ -114,7 +114,7 @@ def test_quickstart_twice_loses_nothing():
     for mark in ("first", "second", "third"):
         code, _, err = quickstart("works", MARK=mark)
         check(code == 0, f"{mark} run: exit code {code}: {err}")
-    model = "model_00001300.bin"
+    model = "model_00001350.bin"
     marks = [read(path).strip() for path in
              (f"runs/quickstart.1/{model}", f"runs/quickstart.2/{model}", f"runs/quickstart/{model}")
              if os.path.exists(path)]
@@ -139,7 +139,7 @@ def test_quickstart_keeps_the_run_if_it_cannot_build():
     quickstart("works", MARK="first")
     code, _, _ = quickstart("no build")
     check(code != 0, "exit code 0 without a build")
-    check(read("runs/quickstart/model_00001300.bin") == "first\n", "the run before is where it was")
+    check(read("runs/quickstart/model_00001350.bin") == "first\n", "the run before is where it was")
 
 
 def test_quickstart_checks_its_promise():
