@@ -1337,7 +1337,7 @@ static void test_variant(const Config& c, double dropout) {
         accumulate_batch(&model, batch.x.data(), batch.y.data(), B, T, micro_steps);
         const std::vector<std::vector<float>> grads = host_grads(&model);
         if (micro_steps == 1) { whole = grads; }
-        if (micro_steps == 1 && !kLowPrecision) { check_slopes(&model, what, batch, B, T, grads); }
+        if (micro_steps == 1 && !kLowPrecision && dropout > 0.0) { check_slopes(&model, what, batch, B, T, grads); }
         for (int i = 0; i < NUM_PARAMS; i++) {
             const double error = relative_error(grads[i].data(), whole[i].data(), whole[i].size());
             CHECK(error <= (kLowPrecision ? 1e-2 : 1e-6), "%s: in %d micro-steps d%s differs by %g",
@@ -2746,8 +2746,10 @@ int main(int argc, char** argv) {
                 test_lanes();
             }
             TEST("sums of lanes") { test_lane_gradients(kTensorCore); }
-            TEST("other blocks, norms and dropout") {
-                test_variants(kTiny);
+            // whatever else is broken, the other tests notice
+            const bool variants = !break_name || strncmp(break_name, "norm_", 5) == 0;
+            if (variants) TEST("other blocks, norms and dropout") {
+                test_variants({17, 131, 256, 2, 2, 40});
 #ifndef GPT2_CPU
                 test_variants(kTensorCore);
 #endif
