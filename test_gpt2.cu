@@ -1337,7 +1337,9 @@ static void test_variant(const Config& c, double dropout) {
         accumulate_batch(&model, batch.x.data(), batch.y.data(), B, T, micro_steps);
         const std::vector<std::vector<float>> grads = host_grads(&model);
         if (micro_steps == 1) { whole = grads; }
-        if (micro_steps == 1 && !kLowPrecision && dropout > 0.0) { check_slopes(&model, what, batch, B, T, grads); }
+        if (micro_steps == 1 && !kLowPrecision && dropout > 0.0) {
+            check_slopes(&model, what, batch, B, T, grads);
+        }
         for (int i = 0; i < NUM_PARAMS; i++) {
             const double error = relative_error(grads[i].data(), whole[i].data(), whole[i].size());
             CHECK(error <= (kLowPrecision ? 1e-2 : 1e-6), "%s: in %d micro-steps d%s differs by %g",
