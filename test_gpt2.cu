@@ -1284,6 +1284,39 @@ static void test_cuda_options(const Config& c) {
 }
 #endif
 
+// The gradient of each tensor beside differences of the loss along it. An fp32 loss has 6 digits, so a tensor
+// goes far enough for the loss to change by a hundredth, or by 0.3.
+static void check_slopes(GPT2* model, const std::string& what, const Batch& batch, int B, int T,
+                         const std::vector<std::vector<float>>& grads) {
+    const float weight = 1.0f / (float)(B * T);
+    for (int i = 0; i < NUM_PARAMS; i++) {
+        const ParamSpec& s = model->param_specs[i];
+        double square = 0.0;
+        for (float g : grads[i]) { square += (double)g * g; }
+        if (s.copies == 0 || square == 0.0) { continue; }
+        const double step = std::min(0.01 / square, 0.3 / sqrt(square));
+        std::vector<std::vector<float>> before(s.copies, std::vector<float>(s.elems));
+        for (int l = 0; l < s.copies; l++) { gpt2_get_param(model, i, l, before[l].data(), true); }
+        auto loss_at = [&](double t) {
+            for (int l = 0; l < s.copies; l++) {
+                std::vector<float> moved = before[l];
+                for (size_t k = 0; k < s.elems; k++) { moved[k] += (float)(t * grads[i][l * s.elems + k]); }
+                gpt2_set_param(model, i, l, moved.data());
+            }
+            gpt2_set_inputs(model, batch.x.data(), batch.y.data(), B, T, ClassifierMode::LossAndGrad);
+            gpt2_loss(model, B, T, ClassifierMode::LossAndGrad, weight, weight, &model->state->loss,
+                      Accumulate::No);
+            return (double)gpt2_read_state(model).loss;
+        };
+        const double near = loss_at(step) - loss_at(-step), far = loss_at(2 * step) - loss_at(-2 * step);
+        const double slope = (8 * near - far) / 12;
+        loss_at(0.0);
+        const double want = step * square;
+        CHECK(fabs(slope - want) <= 4e-3 * want + 2e-6, "%s: along d%s the loss changes by %g, not by %g",
+              what.c_str(), s.name, slope, want);
+    }
+}
+
 // Every kind of block and norm, without and with dropout.
 static void test_variant(const Config& c, double dropout) {
     const int B = 4, T = c.maxT;
@@ -1304,6 +1337,9 @@ static void test_variant(const Config& c, double dropout) {
         accumulate_batch(&model, batch.x.data(), batch.y.data(), B, T, micro_steps);
         const std::vector<std::vector<float>> grads = host_grads(&model);
         if (micro_steps == 1) { whole = grads; }
+        if (micro_steps == 1 && !kLowPrecision && dropout > 0.0) {
+            check_slopes(&model, what, batch, B, T, grads);
+        }
         for (int i = 0; i < NUM_PARAMS; i++) {
             const double error = relative_error(grads[i].data(), whole[i].data(), whole[i].size());
             CHECK(error <= (kLowPrecision ? 1e-2 : 1e-6), "%s: in %d micro-steps d%s differs by %g",
@@ -2712,8 +2748,10 @@ int main(int argc, char** argv) {
                 test_lanes();
             }
             TEST("sums of lanes") { test_lane_gradients(kTensorCore); }
-            TEST("other blocks, norms and dropout") {
-                test_variants(kTiny);
+            // whatever else is broken, the other tests notice
+            const bool variants = !break_name || strncmp(break_name, "norm_", 5) == 0;
+            if (variants) TEST("other blocks, norms and dropout") {
+                test_variants({17, 131, 256, 2, 2, 40});
 #ifndef GPT2_CPU
                 test_variants(kTensorCore);
 #endif
