@@ -357,11 +357,11 @@ def print_row(name, passed, failed, skipped, seconds, note):
     print(f"{name:<24}{passed:>8}{failed:>8}{skipped:>9}{seconds:>9.1f}  {note}".rstrip(), flush=True)
 
 
-def run_all(suites, have, expected, all_gpus=()):
-    """One row per suite, in the order in which they ended."""
+def run_all(suites, have, expected, all_gpus, rows):
+    """Adds a row per suite to `rows`, in the order in which they end."""
     os.makedirs(LOGS, exist_ok=True)
     print(f"{'suite':<24}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}", flush=True)
-    waiting, running, rows, good = list(suites), [], [], set()
+    waiting, running, good = list(suites), [], set()
     done = set()
 
     def close(row):
@@ -392,7 +392,6 @@ def run_all(suites, have, expected, all_gpus=()):
     finally:                                    # Ctrl-C as well
         for one in running:
             one.kill()
-    return rows
 
 
 def place(suite, running, all_gpus):
@@ -424,19 +423,22 @@ def main():
             "gpu build": len(gpus) >= 1, "gpus": len(gpus) >= 2}
     everything, expected = all_suites(), read_fields(EXPECTED)
     suites = chosen(everything, words, have)
-    rows = run_all(suites, have, expected, gpus)
+    on_gpu = {s.name: have[s.needs] for s in everything if s.needs in ON_GPU}
+    rows = []
+    try:
+        run_all(suites, have, expected, gpus, rows)
+    finally:                                    # of a run that is broken off, too, what has ended is kept
+        ran = [row for row in rows if row[0] in on_gpu and row[5] != "skipped"]
+        if have["gpu"] and ran:
+            write_gpu_results(ran, [name for name in on_gpu if name not in {row[0] for row in ran}])
     if not words:
         names = {s.name for s in everything if s.counts}
         rows += [(name, 0, 1, 0, 0.0, f"is in {EXPECTED} but no suite any more") for name in expected
                  if name not in names]
-    on_gpu = {s.name: have[s.needs] for s in everything if s.needs in ON_GPU}
     absent = [name for name, can_run in on_gpu.items() if not can_run]
-    ran = [row for row in rows if row[0] in on_gpu and row[5] != "skipped"]
     if have["gpu"] and absent and any(row[0] in absent for row in rows):
         print(f"\n{', '.join(absent)}: counted as skipped, they need two GPUs and nvidia-smi lists one.")
-    if have["gpu"] and ran:
-        write_gpu_results(ran, [name for name in on_gpu if name not in {row[0] for row in ran}])
-    elif not have["gpu"] and not words:
+    if not have["gpu"] and not words:
         gpu_report(suites, expected, have)
     elif not have["gpu"] and any(s.name in on_gpu for s in suites):
         print("\nThe suites with gpu in their name need an NVIDIA GPU; nvidia-smi lists none here.")

@@ -631,7 +631,8 @@ def run_suites(suites, expected=None, have=None, all_gpus=(), **settings):
         setattr(runner, name, value)
     try:
         with redirect_stdout(io.StringIO()) as out:
-            rows = runner.run_all(suites, have or NO_GPU, expected or {}, all_gpus)
+            rows = []
+            runner.run_all(suites, have or NO_GPU, expected or {}, all_gpus, rows)
     finally:
         for name, value in before.items():
             setattr(runner, name, value)
@@ -804,6 +805,14 @@ def test_run_main():
     main(gpu=1)
     results = read("dev/test/gpu-results.txt")
     check("gpu one: 3 passed, 0 failed, 1 skipped" in results, results)
+    stops = ("sleep 0.5; kill -INT $PPID; sleep 9", {"needs": "gpu", "after": ["gpu one"]})
+    try:
+        ended = main(gpu=1, more={"gpu_two": stops})
+    except KeyboardInterrupt:
+        ended = None
+    results = os.path.exists("dev/test/gpu-results.txt") and read("dev/test/gpu-results.txt")
+    check(ended is None and results and "gpu one: 3 passed" in results and "gpu two" not in results,
+          f"broken off: {ended}, {results}")
 
     two = (GOOD, {"needs": "gpus", "after": ["build"]})
     several = {"expected": "gpus two: 9\n", "more": {"gpus_two": two}}
