@@ -2547,6 +2547,7 @@ static void test_decoding() {
         test_decode_matmul(N, 3072, 768);
         test_decode_matmul(N, 1600, 401);
     }
+    test_decode_matmul(3, 64, 16400);                   // many outputs: rows are normalised beforehand
     test_decode_attention(1024, 12, 64, {0, 63, 64, 500, 1022, 1023});
     test_decode_attention(1030, 2, 128, {1029, 128});
     test_decode_attention(300, 2, 512, {299, 10});

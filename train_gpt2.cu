@@ -4015,11 +4015,12 @@ __device__ __forceinline__ float decode_residual(const DecodeMatmul<floatX, floa
 // sum does not mind which of its terms is called which, as long as A and B agree. The loads of a block's
 // first kAhead turns of weights are on their way before it waits for inp, and the others' reach the L2.
 //
-// With 8 rows at most each block normalises them for itself: a kernel less. With 64 that was most of the
-// time, so decode_norm_kernel does it once. Two blocks fit an SM (fc of C=768 has 192 blocks, an H200 132
-// SMs), and up to 32 rows a block are a compromise: 64 would read weights once instead of twice from the L2,
-// but C=768 outputs would make 48 blocks instead of 96, and sums take all registers.
-constexpr int kDecodeWarps = 8, kDecodeK = 32, kDecodeFewRows = 8;
+// Of 8 rows at most, and where there is about one block to an SM, each normalises them for itself: a kernel
+// less. With 64, or 3142 blocks (the LM head), that is most of the time, so decode_norm_kernel does it once.
+// Two blocks fit an SM at least (fc of C=768 has 192 blocks, an H200 132 SMs). Up to 32 rows a block are a
+// compromise: with 64 the weights would be read once, not twice, but 768 outputs would make 48 blocks instead
+// of 96, and sums would take the registers.
+constexpr int kDecodeWarps = 8, kDecodeK = 32, kDecodeFewRows = 8, kDecodeFewOutputs = 16384;
 
 template <int kTiles> struct DecodeShared {
     RowStats stats;
@@ -4043,10 +4044,10 @@ __device__ __forceinline__ uint4 decode_operand(const DecodeMatmul<floatX, float
     return word;
 }
 
-template <int kTiles>
-__global__ void __launch_bounds__(kDecodeWarps * kWarp, 2)
+template <int kTiles, bool kNorm>
+__global__ void __launch_bounds__(kDecodeWarps * kWarp, kTiles == 1 && !kNorm ? 3 : 2)
     decode_matmul_mma_kernel(DecodeMatmul<floatX, float> a) {
-    constexpr int kAhead = kTiles == 1 ? 6 : 3, kRows = 8 * kTiles, kPair = kTiles;
+    constexpr int kAhead = kTiles > 1 ? 3 : kNorm ? 6 : 4, kRows = 8 * kTiles, kPair = kTiles;
     constexpr int kStep = kDecodeWarps * kWarp / 16;    // rows that the block stores at once
     constexpr int kStores = (kRows + kStep - 1) / kStep;
     __shared__ DecodeShared<kTiles> shared;
@@ -4054,7 +4055,6 @@ __global__ void __launch_bounds__(kDecodeWarps * kWarp, 2)
     // The blocks that need the same weights are neighbours.
     const int groups = (a.N + kRows - 1) / kRows, first = blockIdx.x / groups * 16;
     const int base = blockIdx.x % groups * kRows;
-    const bool has_norm = kTiles == 1 && a.ln_weight;
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, g = lane / 4, c = lane % 4;
     const int C = a.C, turns = C / kDecodeK;
     // Behind the last output stands no weight: the last row is read again, and its sums are not stored.
@@ -4081,7 +4081,7 @@ __global__ void __launch_bounds__(kDecodeWarps * kWarp, 2)
                 decode_prefetch(low + later * kDecodeK);
                 decode_prefetch(high + later * kDecodeK);
             }
-            for (int at = threadIdx.x * kWarp; has_norm && at < C; at += kDecodeWarps * kWarp * kWarp) {
+            for (int at = threadIdx.x * kWarp; kNorm && at < C; at += kDecodeWarps * kWarp * kWarp) {
                 decode_prefetch(a.ln_weight + at);
                 if (a.ln_bias) { decode_prefetch(a.ln_bias + at); }
             }
@@ -4090,7 +4090,7 @@ __global__ void __launch_bounds__(kDecodeWarps * kWarp, 2)
             for (int i = 0; i < kStores; i++) {
                 residual[i] = decode_residual(a, base + column + i * kStep, o);
             }
-            if (has_norm) { decode_row_stats<true>(&shared.stats, a); }
+            if (kNorm) { decode_row_stats<true>(&shared.stats, a); }
         }
 #pragma unroll
         for (int i = 0; i < kAhead; i++) {
@@ -4104,7 +4104,7 @@ __global__ void __launch_bounds__(kDecodeWarps * kWarp, 2)
 #pragma unroll
                 for (int j = 0; j < kPair; j++) {
                     const int row = base + (t + j) * 8 + g;
-                    x[j] = has_norm ? decode_operand(a, row, k, shared.stats) : decode_operand(a, row, k);
+                    x[j] = kNorm ? decode_operand(a, row, k, shared.stats) : decode_operand(a, row, k);
                 }
 #pragma unroll
                 for (int j = 0; j < kPair; j++) {
@@ -4188,14 +4188,16 @@ static void decode_matmul(const DecodeMatmul<floatX, float>& a, Stream stream) {
     decode_check(a.N);
     if (sizeof(floatX) == 2 && a.C % kDecodeK == 0) {
         DecodeMatmul<floatX, float> product = a;
-        if (a.N > kDecodeFewRows && a.ln_weight) {
+        const bool fused = a.ln_weight && a.N <= kDecodeFewRows && a.OC <= kDecodeFewOutputs;
+        if (a.ln_weight && !fused) {
             decode_launch(decode_norm_kernel, dim3(a.N), kWarp, stream, a);
             product.inp = a.normalised;
         }
         const int tiles = a.N <= 8 ? 1 : a.N <= 16 ? 2 : 4;
-        auto kernel = tiles == 1   ? decode_matmul_mma_kernel<1>
-                      : tiles == 2 ? decode_matmul_mma_kernel<2>
-                                   : decode_matmul_mma_kernel<4>;
+        auto kernel = fused        ? decode_matmul_mma_kernel<1, true>
+                      : tiles == 1 ? decode_matmul_mma_kernel<1, false>
+                      : tiles == 2 ? decode_matmul_mma_kernel<2, false>
+                                   : decode_matmul_mma_kernel<4, false>;
         decode_launch(kernel, dim3(ceil_div(a.OC, 16) * ceil_div(a.N, 8 * tiles)), kDecodeWarps * kWarp,
                       stream, product);
         return;
