@@ -2431,10 +2431,12 @@ static void test_decode_matmul(int N, int C, int OC) {
         const floatX* db = mode > 0 ? k.tensor<floatX>("bias", b) : nullptr;
         const float *dlw = k.tensor<float>("ln_weight", lw), *dlb = k.tensor<float>("ln_bias", lb);
         floatX* out = has_residual ? k.tensor<floatX>("out", res) : k.poisoned<floatX>("out", y.size());
+        floatX* normalised = k.poisoned<floatX>("normalised", x.size());
         auto run = [&](int first, int rows) {
             decode_matmul({out + (size_t)first * OC, dx + (size_t)first * C, has_ln ? dlw : nullptr,
                            has_ln && !rms ? dlb : nullptr, dw, db,
-                           has_residual ? out + (size_t)first * OC : nullptr, has_gelu, rows, C, OC}, 0);
+                           has_residual ? out + (size_t)first * OC : nullptr, has_gelu, rows, C, OC,
+                           normalised}, 0);
         };
         k.run([&] { run(0, N); });
         const std::vector<double> among = k.values_of(out);
@@ -2451,7 +2453,8 @@ static void test_decode_matmul(int N, int C, int OC) {
             for (double& v : x) { v = round_to((floatX*)nullptr, v); }
         }
         decode_matmul_cpu<double>({y.data(), x.data(), nullptr, nullptr, w.data(), mode > 0 ? b.data()
-                                   : nullptr, has_residual ? res.data() : nullptr, false, N, C, OC}, 0);
+                                   : nullptr, has_residual ? res.data() : nullptr, false, N, C, OC,
+                                   nullptr}, 0);
         for (double& v : y) { if (has_gelu) { v = gelu(round_to((floatX*)nullptr, v)); } }
         k.expect("out", out, y, has_ln ? 1e-4 : 5e-6);
 
@@ -2580,6 +2583,7 @@ static void test_decoding() {
         test_decode_matmul(N, 3072, 768);
         test_decode_matmul(N, 1600, 401);
     }
+    test_decode_matmul(3, 64, 16400);                   // many outputs: rows are normalised beforehand
     test_decode_attention(1024, 12, 64, {0, 63, 64, 500, 1022, 1023});
     test_decode_attention(1030, 2, 128, {1029, 128});
     test_decode_attention(300, 2, 512, {299, 10});

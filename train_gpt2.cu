@@ -3756,14 +3756,15 @@ static void select_kernels(bool portable_only, bool tf32) {
     use_tf32 = tf32 && sizeof(floatX) == 4;
 }
 
-static bool attention_uses_sm90(int HS) {
+static bool sm90_kernels_run() {
     static const bool built = [] {
         cudaFuncAttributes attributes;
         cudaCheck(cudaFuncGetAttributes(&attributes, sm90_probe_kernel));
         return attributes.maxThreadsPerBlock == 128;
     }();
-    return sizeof(floatX) == 2 && use_sm90_kernels && built && HS == 64;
+    return use_sm90_kernels && built;
 }
+static bool attention_uses_sm90(int HS) { return sizeof(floatX) == 2 && sm90_kernels_run() && HS == 64; }
 
 // The shapes of the sm90 kernels: stages of tiles on their way, blocks that share an SM. NOTES.md has others.
 struct Sm90Shape { int stages, blocks; };
@@ -3897,88 +3898,171 @@ static void attention_backward(const AttentionBackward<floatX, float>& a, Stream
 // in an order that no other row has a part in, so a text is the same alone and in a batch. That rules out
 // cuBLASLt, which chooses by N how it splits sums.
 
-// Means and 1/deviations of all rows of inp, a warp a row; every thread of the block calls it.
-struct RowStats { float mean[kDecodeRows], rstd[kDecodeRows]; };
+//
+// On Hopper a kernel of these begins while the one before it still runs (PTX griddepcontrol, "programmatic
+// dependent launch"), fetches what no kernel of the step writes, which is nearly all, and then waits until
+// the one before is over and its results can be seen. Each has waited before it writes or ends, so that all
+// earlier ones are over, too. Without that, starting and the first trip to memory took most of the time.
+__device__ __forceinline__ void decode_next_may_begin() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void decode_await_last() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void decode_prefetch(const void* p) {        // a line of 128 bytes, to the L2
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
+// The kernel may begin before its predecessor ends, so it must call decode_await_last().
+template <class... Params, class... Args>
+static void decode_launch(void (*kernel)(Params...), dim3 grid, int threads, Stream stream, Args... args) {
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.stream = stream;
+    config.attrs = &early;
+    config.numAttrs = sm90_kernels_run() ? 1 : 0;
+    cudaCheck(cudaLaunchKernelEx(&config, kernel, args...));
+}
+
+// Mean and 1/deviation of a row of inp, by a warp.
+struct RowStat { float mean, rstd; };
+template <bool kVector>
+__device__ __forceinline__ RowStat decode_row_stat(const DecodeMatmul<floatX, float>& a, int n) {
+    const int lane = threadIdx.x % kWarp, C = a.C;
+    const floatX* row = a.inp + (size_t)n * C;
+    float sum = 0.0f, squares = 0.0f;
+#pragma unroll 4
+    for (int c = lane * kWidth; c < C; c += kWarp * kWidth) {
+        const Floats x = load_floats<kVector>(row, c, C);
+#pragma unroll
+        for (int k = 0; k < kWidth; k++) { sum += x.at[k]; }
+    }
+    const float mean = a.ln_bias ? warp_sum(sum) / C : 0.0f;
+#pragma unroll 4
+    for (int c = lane * kWidth; c < C; c += kWarp * kWidth) {
+        const Floats x = load_floats<kVector>(row, c, C);
+#pragma unroll
+        for (int k = 0; k < kWidth; k++) {
+            const float far = c + k < C ? x.at[k] - mean : 0.0f;
+            squares = fmaf(far, far, squares);
+        }
+    }
+    return {mean, 1.0f / sqrtf(warp_sum(squares) / C + (float)kNormEps)};
+}
+
+// Those of all rows, a warp a row; every thread of the block calls it.
+struct RowStats { RowStat at[kDecodeRows]; };
 template <bool kVector>
 __device__ __forceinline__ void decode_row_stats(RowStats* stats, const DecodeMatmul<floatX, float>& a) {
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, C = a.C;
-    for (int n = warp; n < a.N; n += blockDim.x / kWarp) {
-        const floatX* row = a.inp + (size_t)n * C;
-        float sum = 0.0f, squares = 0.0f;
-        for (int c = lane * kWidth; c < C; c += kWarp * kWidth) {
-            const Floats x = load_floats<kVector>(row, c, C);
-#pragma unroll
-            for (int k = 0; k < kWidth; k++) { sum += x.at[k]; }
-        }
-        const float mean = a.ln_bias ? warp_sum(sum) / C : 0.0f;
-        for (int c = lane * kWidth; c < C; c += kWarp * kWidth) {
-            const Floats x = load_floats<kVector>(row, c, C);
-#pragma unroll
-            for (int k = 0; k < kWidth; k++) {
-                squares += c + k < C ? (x.at[k] - mean) * (x.at[k] - mean) : 0.0f;
-            }
-        }
-        squares = warp_sum(squares);
-        if (lane == 0) {
-            stats->mean[n] = mean;
-            stats->rstd[n] = 1.0f / sqrtf(squares / C + (float)kNormEps);
-        }
+    for (int n = threadIdx.x / kWarp; n < a.N; n += blockDim.x / kWarp) {
+        const RowStat stat = decode_row_stat<kVector>(a, n);
+        if (threadIdx.x % kWarp == 0) { stats->at[n] = stat; }
     }
     __syncthreads();
 }
 
+__device__ __forceinline__ Floats decode_normalise(const Floats& x, RowStat stat, const Floats& w,
+                                                   const Floats& b) {
+    Floats y;
+#pragma unroll
+    for (int k = 0; k < kWidth; k++) { y.at[k] = fmaf((x.at[k] - stat.mean) * stat.rstd, w.at[k], b.at[k]); }
+    return y;
+}
+
+// Row n of `normalised`, a block of one warp each: the same bits as where the product does it itself.
+__global__ void __launch_bounds__(kWarp) decode_norm_kernel(DecodeMatmul<floatX, float> a) {
+    decode_next_may_begin();
+    decode_await_last();
+    const int n = blockIdx.x, C = a.C;
+    const RowStat stat = decode_row_stat<true>(a, n);
+#pragma unroll 2
+    for (int c = threadIdx.x * kWidth; c < C; c += kWarp * kWidth) {
+        Floats b = {};
+        if (a.ln_bias) { b = load_floats<true>(a.ln_bias, c, C); }
+        const Floats x = load_floats<true>(a.inp + (size_t)n * C, c, C);
+        const Floats y = decode_normalise(x, stat, load_floats<true>(a.ln_weight, c, C), b);
+        store<true>(a.normalised + (size_t)n * C, c, C, to_pack<floatX>(y));
+    }
+}
+
 // What the sum of row n and output o becomes.
-__device__ __forceinline__ void decode_store(const DecodeMatmul<floatX, float>& a, int n, int o, float sum) {
-    const size_t at = (size_t)n * a.OC + o;
-    if (a.bias) { sum += (float)a.bias[o]; }
-    if (a.residual) { sum += (float)a.residual[at]; }
+__device__ __forceinline__ void decode_store(const DecodeMatmul<floatX, float>& a, int n, int o, float sum,
+                                             float bias, float residual) {
+    sum = sum + bias + residual;
     if (a.gelu) { sum = gelu((float)(floatX)sum); }
-    a.out[at] = (floatX)sum;
+    a.out[(size_t)n * a.OC + o] = (floatX)sum;
+}
+__device__ __forceinline__ float decode_bias(const DecodeMatmul<floatX, float>& a, int o) {
+    return a.bias && o < a.OC ? (float)a.bias[o] : 0.0f;
+}
+__device__ __forceinline__ float decode_residual(const DecodeMatmul<floatX, float>& a, int n, int o) {
+    return a.residual && n < a.N && o < a.OC ? (float)a.residual[(size_t)n * a.OC + o] : 0.0f;
 }
 
 // The product on tensor cores, for 16 bits and C in multiples of kDecodeK. A block owns 16 outputs, the rows
-// of A; B's columns are the N rows of inp, 8 to a tile. Its warps take turns along C, each kDecodeK channels
-// at a time, and add up what they have at the end. Nothing passes through shared memory on the way in: a lane
-// (g, c) = (lane / 4, lane % 4) loads 16 bytes of weight rows g and g + 8 and of inp's row g, channels 8c to
-// 8c + 7, and hands them to two mma as if they were the channels that those expect there. A sum does not mind
-// which of its terms is called which, as long as A and B agree. A weight is used once in a block, so the
-// loads of kAhead turns are all on their way before the rows' statistics are taken. Two blocks fit an SM
-// while there are few rows (fc of C=768 has 192 blocks, an H200 132 SMs); with more, registers go to their
-// sums.
-constexpr int kDecodeWarps = 16, kDecodeK = 32;
+// of A, of up to 8 * kTiles rows of inp, the columns of B. Its warps take turns along C, each kDecodeK
+// channels at a time, and add up what they have at the end. Nothing passes through shared memory on the way
+// in: a lane (g, c) = (lane / 4, lane % 4) loads 16 bytes of weight rows g and g + 8 and of inp's row g,
+// channels 8c to 8c + 7, and hands them to two mma as if they were the channels that those expect there. A
+// sum does not mind which of its terms is called which, as long as A and B agree. The loads of a block's
+// first kAhead turns of weights are on their way before it waits for inp, and the others' reach the L2.
+//
+// Of 8 rows at most, and where there is about one block to an SM, each normalises them for itself: a kernel
+// less. With 64, or 3142 blocks (the LM head), that is most of the time, so decode_norm_kernel does it once.
+// Two blocks fit an SM at least (fc of C=768 has 192 blocks, an H200 132 SMs). Up to 32 rows a block are a
+// compromise: with 64 the weights would be read once, not twice, but 768 outputs would make 48 blocks instead
+// of 96, and sums would take the registers.
+constexpr int kDecodeWarps = 8, kDecodeK = 32, kDecodeFewRows = 8, kDecodeFewOutputs = 16384;
 
-struct DecodeShared {
+template <int kTiles> struct DecodeShared {
     RowStats stats;
-    float sums[kDecodeWarps][16][17];           // (warp, column of B, output): two tiles at a time
+    float sums[kDecodeWarps][8 * kTiles][17];   // (warp, row, output)
 };
 
 // Channels [k, k + 8) of row n, as the product takes them.
-__device__ __forceinline__ uint4 decode_operand(const DecodeMatmul<floatX, float>& a, const RowStats& stats,
-                                                int n, int k, const Floats& w, const Floats& b) {
-    x128 x = load<true>(a.inp + (size_t)(n < a.N ? n : 0) * a.C, n < a.N ? k : a.C, a.C);
-    if (a.ln_weight && n < a.N) {
-        Floats f = to_floats(x);
-        const float mean = stats.mean[n], rstd = stats.rstd[n];
-#pragma unroll
-        for (int i = 0; i < kWidth; i++) { f.at[i] = fmaf((f.at[i] - mean) * rstd, w.at[i], b.at[i]); }
-        x = to_pack<floatX>(f);
-    }
+__device__ __forceinline__ uint4 decode_operand(const DecodeMatmul<floatX, float>& a, int n, int k) {
+    return n < a.N ? *(const uint4*)(a.inp + (size_t)n * a.C + k) : make_uint4(0, 0, 0, 0);
+}
+// The same of a row that is yet to be normalised.
+__device__ __forceinline__ uint4 decode_operand(const DecodeMatmul<floatX, float>& a, int n, int k,
+                                                const RowStats& stats) {
+    if (n >= a.N) { return make_uint4(0, 0, 0, 0); }
+    Floats b = {};
+    if (a.ln_bias) { b = load_floats<true>(a.ln_bias, k, a.C); }
+    const Floats w = load_floats<true>(a.ln_weight, k, a.C), x = to_floats(as_pack(decode_operand(a, n, k)));
+    const x128 y = to_pack<floatX>(decode_normalise(x, stats.at[n], w, b));
     uint4 word;
-    memcpy(&word, &x, sizeof(word));
+    memcpy(&word, &y, sizeof(word));
     return word;
 }
 
-template <int kTiles>
-__global__ void __launch_bounds__(kDecodeWarps * kWarp, kTiles == 1 ? 2 : 1)
+template <int kTiles, bool kNorm>
+__global__ void __launch_bounds__(kDecodeWarps * kWarp, kTiles == 1 && !kNorm ? 3 : 2)
     decode_matmul_mma_kernel(DecodeMatmul<floatX, float> a) {
-    constexpr int kAhead = kTiles == 1 ? 4 : 6;
-    __shared__ DecodeShared shared;
+    constexpr int kAhead = kTiles > 1 ? 3 : kNorm ? 6 : 4, kRows = 8 * kTiles, kPair = kTiles;
+    constexpr int kStep = kDecodeWarps * kWarp / 16;    // rows that the block stores at once
+    constexpr int kStores = (kRows + kStep - 1) / kStep;
+    __shared__ DecodeShared<kTiles> shared;
+    decode_next_may_begin();
+    // The blocks that need the same weights are neighbours.
+    const int groups = (a.N + kRows - 1) / kRows, first = blockIdx.x / groups * 16;
+    const int base = blockIdx.x % groups * kRows;
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, g = lane / 4, c = lane % 4;
-    const int first = blockIdx.x * 16, C = a.C, turns = C / kDecodeK;
+    const int C = a.C, turns = C / kDecodeK;
     // Behind the last output stands no weight: the last row is read again, and its sums are not stored.
     const floatX* low = a.weight + (size_t)min(first + g, a.OC - 1) * C + 8 * c;
     const floatX* high = a.weight + (size_t)min(first + g + 8, a.OC - 1) * C + 8 * c;
-    float d[kTiles][4] = {};
+    const int column = threadIdx.x / 16, o = first + threadIdx.x % 16;      // what this thread stores
+    const float bias = decode_bias(a, o);
+    float residual[kStores] = {}, d[kTiles][4] = {};
 
     // Once round at least, for the statistics.
     for (int turn = warp; turn == warp || turn < turns; turn += kDecodeWarps * kAhead) {
@@ -3992,48 +4076,62 @@ __global__ void __launch_bounds__(kDecodeWarps * kWarp, kTiles == 1 ? 2 : 1)
                 w_high[i] = *(const uint4*)(high + k);
             }
         }
-        if (turn == warp && a.ln_weight) { decode_row_stats<true>(&shared.stats, a); }
+        if (turn == warp) {
+            for (int later = turn + kDecodeWarps * kAhead; later < turns; later += kDecodeWarps) {
+                decode_prefetch(low + later * kDecodeK);
+                decode_prefetch(high + later * kDecodeK);
+            }
+            for (int at = threadIdx.x * kWarp; kNorm && at < C; at += kDecodeWarps * kWarp * kWarp) {
+                decode_prefetch(a.ln_weight + at);
+                if (a.ln_bias) { decode_prefetch(a.ln_bias + at); }
+            }
+            decode_await_last();
+#pragma unroll
+            for (int i = 0; i < kStores; i++) {
+                residual[i] = decode_residual(a, base + column + i * kStep, o);
+            }
+            if (kNorm) { decode_row_stats<true>(&shared.stats, a); }
+        }
 #pragma unroll
         for (int i = 0; i < kAhead; i++) {
             const int k = (turn + i * kDecodeWarps) * kDecodeK + 8 * c;
             if (k >= C) { continue; }                   // alike for the whole warp
-            Floats w = {}, b = {};
-            if (a.ln_weight) {
-                w = load_floats<true>(a.ln_weight, k, C);
-                if (a.ln_bias) { b = load_floats<true>(a.ln_bias, k, C); }
-            }
             const uint32_t one[4] = {w_low[i].x, w_high[i].x, w_low[i].y, w_high[i].y};
             const uint32_t two[4] = {w_low[i].z, w_high[i].z, w_low[i].w, w_high[i].w};
 #pragma unroll
-            for (int t = 0; t < kTiles; t++) {
-                const uint4 x = decode_operand(a, shared.stats, t * 8 + g, k, w, b);
-                mma_16x8(d[t], one, x.x, x.y);
-                mma_16x8(d[t], two, x.z, x.w);
+            for (int t = 0; t < kTiles; t += kPair) {
+                uint4 x[kPair];
+#pragma unroll
+                for (int j = 0; j < kPair; j++) {
+                    const int row = base + (t + j) * 8 + g;
+                    x[j] = kNorm ? decode_operand(a, row, k, shared.stats) : decode_operand(a, row, k);
+                }
+#pragma unroll
+                for (int j = 0; j < kPair; j++) {
+                    mma_16x8(d[t + j], one, x[j].x, x[j].y);
+                    mma_16x8(d[t + j], two, x[j].z, x[j].w);
+                }
             }
         }
     }
 
-    // The warps' sums, two tiles at a time.
-    constexpr int kColumns = kTiles == 1 ? 8 : 16;
+    // The warps' sums.
 #pragma unroll
-    for (int t = 0; t < kTiles; t += 2) {
-        if (t * 8 >= a.N) { break; }
+    for (int t = 0; t < kTiles; t++) {
 #pragma unroll
-        for (int j = 0; j < kColumns / 8; j++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                shared.sums[warp][j * 8 + 2 * c + i % 2][g + 8 * (i / 2)] = d[t + j][i];
-            }
+        for (int i = 0; i < 4; i++) {
+            shared.sums[warp][t * 8 + 2 * c + i % 2][g + 8 * (i / 2)] = d[t][i];
         }
-        __syncthreads();
-        const int n = threadIdx.x / 16, o = threadIdx.x % 16;
-        if (n < kColumns && t * 8 + n < a.N && first + o < a.OC) {
-            float sum = 0.0f;
+    }
+    __syncthreads();
 #pragma unroll
-            for (int w = 0; w < kDecodeWarps; w++) { sum += shared.sums[w][n][o]; }
-            decode_store(a, t * 8 + n, first + o, sum);
-        }
-        __syncthreads();
+    for (int i = 0; i < kStores; i++) {
+        const int n = column + i * kStep;
+        if (n >= kRows || base + n >= a.N || o >= a.OC) { continue; }
+        float sum = 0.0f;
+#pragma unroll
+        for (int w = 0; w < kDecodeWarps; w++) { sum += shared.sums[w][n][threadIdx.x % 16]; }
+        decode_store(a, base + n, o, sum, bias, residual[i]);
     }
 }
 
@@ -4044,6 +4142,8 @@ __global__ void __launch_bounds__(kDecodePlainWarps * kWarp)
     decode_matmul_plain_kernel(DecodeMatmul<floatX, float> a) {
     constexpr int kRows = 8;
     __shared__ RowStats stats;
+    decode_next_may_begin();
+    decode_await_last();
     if (a.ln_weight) { decode_row_stats<kVector>(&stats, a); }
     const int o = blockIdx.x * kDecodePlainWarps + threadIdx.x / kWarp, lane = threadIdx.x % kWarp, C = a.C;
     if (o >= a.OC) { return; }
@@ -4061,20 +4161,20 @@ __global__ void __launch_bounds__(kDecodePlainWarps * kWarp)
                 const int n = first + r;
                 if (n >= a.N) { continue; }
                 Floats x = load_floats<kVector>(a.inp + (size_t)n * C, c, C);
-#pragma unroll
-                for (int k = 0; k < kWidth; k++) {
-                    if (a.ln_weight) {
-                        x.at[k] = (float)(floatX)fmaf((x.at[k] - stats.mean[n]) * stats.rstd[n], scale.at[k],
-                                                      shift.at[k]);
-                    }
-                    sum[r] = fmaf(x.at[k], w.at[k], sum[r]);
+                if (a.ln_weight) {
+                    x = to_floats(to_pack<floatX>(decode_normalise(x, stats.at[n], scale, shift)));
                 }
+#pragma unroll
+                for (int k = 0; k < kWidth; k++) { sum[r] = fmaf(x.at[k], w.at[k], sum[r]); }
             }
         }
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
             sum[r] = warp_sum(sum[r]);
-            if (lane == 0 && first + r < a.N) { decode_store(a, first + r, o, sum[r]); }
+            const int n = first + r;
+            if (lane == 0 && n < a.N) {
+                decode_store(a, n, o, sum[r], decode_bias(a, o), decode_residual(a, n, o));
+            }
         }
     }
 }
@@ -4087,22 +4187,30 @@ static void decode_matmul(const DecodeMatmul<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     decode_check(a.N);
     if (sizeof(floatX) == 2 && a.C % kDecodeK == 0) {
-        auto kernel = a.N <= 8    ? decode_matmul_mma_kernel<1>
-                      : a.N <= 16 ? decode_matmul_mma_kernel<2>
-                      : a.N <= 32 ? decode_matmul_mma_kernel<4>
-                                  : decode_matmul_mma_kernel<8>;
-        kernel<<<ceil_div(a.OC, 16), kDecodeWarps * kWarp, 0, stream>>>(a);
-    } else {
-        with_vector(a.C, [&](auto vector) {
-            decode_matmul_plain_kernel<vector.value>
-                <<<ceil_div(a.OC, kDecodePlainWarps), kDecodePlainWarps * kWarp, 0, stream>>>(a);
-        });
+        DecodeMatmul<floatX, float> product = a;
+        const bool fused = a.ln_weight && a.N <= kDecodeFewRows && a.OC <= kDecodeFewOutputs;
+        if (a.ln_weight && !fused) {
+            decode_launch(decode_norm_kernel, dim3(a.N), kWarp, stream, a);
+            product.inp = a.normalised;
+        }
+        const int tiles = a.N <= 8 ? 1 : a.N <= 16 ? 2 : 4;
+        auto kernel = fused        ? decode_matmul_mma_kernel<1, true>
+                      : tiles == 1 ? decode_matmul_mma_kernel<1, false>
+                      : tiles == 2 ? decode_matmul_mma_kernel<2, false>
+                                   : decode_matmul_mma_kernel<4, false>;
+        decode_launch(kernel, dim3(ceil_div(a.OC, 16) * ceil_div(a.N, 8 * tiles)), kDecodeWarps * kWarp,
+                      stream, product);
+        return;
     }
-    cudaCheck(cudaGetLastError());
+    with_vector(a.C, [&](auto vector) {
+        decode_launch(decode_matmul_plain_kernel<vector.value>, dim3(ceil_div(a.OC, kDecodePlainWarps)),
+                      kDecodePlainWarps * kWarp, stream, a);
+    });
 }
 
-// A block a row.
+// A block a row. The first of a step, and launched in the ordinary way.
 __global__ void decode_encoder_kernel(DecodeEncoder<floatX, float> a) {
+    decode_next_may_begin();
     const size_t n = blockIdx.x;
     const int token = max(a.tokens[n], 0);
     const floatX *wte_ix = a.wte + (size_t)token * a.C, *wpe_t = a.wpe + (size_t)a.positions[n] * a.C;
@@ -4141,8 +4249,9 @@ static void cache_store(const CacheStore<floatX, float>& a, Stream stream) {
 // the block that is done last adds them up in order: which one that is changes nothing.
 //
 // `lanes` lanes, a power of two, hold a vector of the head each (16-bit HS=64: 8 lanes), or more than one;
-// the block's groups of so many take turns with the positions.
-constexpr int kDecodeThreads = 128, kDecodeTile = 64, kDecodeParts = 16;
+// the block's groups of so many take turns with the positions, kDecodeBatch vectors of them on their way at a
+// time. kLanes: lanes, known when compiled, with one vector each; 0: any.
+constexpr int kDecodeThreads = 128, kDecodeTile = 64, kDecodeParts = 16, kDecodeBatch = 4;
 constexpr int kDecodeVectors = kPlainMaxHeadSize / (kWarp * kWidth);    // of a lane, at most
 
 static int decode_part_length(int T) { return round_up(ceil_div(T, kDecodeParts), kDecodeTile); }
@@ -4163,11 +4272,13 @@ __device__ __forceinline__ void decode_combine(floatX* out, const float* parts, 
     }
 }
 
-template <bool kVector>
+template <bool kVector, int kLanes>
 __global__ void __launch_bounds__(kDecodeThreads)
-    decode_attention_kernel(DecodeAttention<floatX, float> a, int length, int lanes) {
+    decode_attention_kernel(DecodeAttention<floatX, float> a, int length, int any_lanes) {
+    constexpr int kVectors = kLanes > 0 ? 1 : kDecodeVectors;
     __shared__ float scores[kDecodeTile], partial[kDecodeThreads / kWarp][kPlainMaxHeadSize];
     __shared__ bool is_last;
+    decode_next_may_begin();                            // positions are of the step before
     const int HS = a.HS, h = blockIdx.y, n = blockIdx.z, t = a.positions[n], begin = blockIdx.x * length;
     if (begin > t) { return; }
     const int end = min(t + 1, begin + length), parts = t / length + 1;
@@ -4175,6 +4286,13 @@ __global__ void __launch_bounds__(kDecodeThreads)
     const floatX* q_row = a.qkv + n * 3 * C + (size_t)h * HS;
     floatX *keys = a.keys + (size_t)n * a.T * C + (size_t)h * HS, *out = a.out + n * C + (size_t)h * HS;
     floatX* values = a.values + (size_t)n * a.T * C + (size_t)h * HS;
+    for (int i = threadIdx.x; i < min(end, t) - begin; i += kDecodeThreads) {
+        for (int k = 0; k < HS; k += 128 / (int)sizeof(floatX)) {
+            decode_prefetch(keys + (begin + i) * C + k);
+            decode_prefetch(values + (begin + i) * C + k);
+        }
+    }
+    decode_await_last();
     if (end == t + 1) {                                 // the new position is this block's
         for (int i = threadIdx.x; i < HS; i += kDecodeThreads) {
             keys[t * C + i] = q_row[C + i];
@@ -4182,32 +4300,47 @@ __global__ void __launch_bounds__(kDecodeThreads)
         }
         __syncthreads();
     }
+    const int lanes = kLanes > 0 ? kLanes : any_lanes;
     const int lane = threadIdx.x % lanes, group = threadIdx.x / lanes, groups = kDecodeThreads / lanes;
     const int warp = threadIdx.x / kWarp, step = lanes * kWidth;
     const float scale = kLog2e / sqrtf((float)HS);
-    Floats q[kDecodeVectors], o[kDecodeVectors] = {};
+    Floats q[kVectors], o[kVectors] = {};
 #pragma unroll
-    for (int j = 0; j < kDecodeVectors; j++) {
+    for (int j = 0; j < kVectors; j++) {
         q[j] = load_floats<kVector>(q_row, lane * kWidth + j * step, HS);
     }
 
+    // This lane's part of a few positions, u, u + groups, ... of a tile; those behind the end are the last.
+    auto fetch = [&](x128 (&x)[kDecodeBatch][kVectors], const floatX* from, int tile, int u) {
+#pragma unroll
+        for (int i = 0; i < kDecodeBatch; i++) {
+            const floatX* row = from + min(tile + u + i * groups, end - 1) * C;
+#pragma unroll
+            for (int j = 0; j < kVectors; j++) { x[i][j] = load<kVector>(row, lane * kWidth + j * step, HS); }
+        }
+    };
     float max = -FLT_MAX, sum = 0.0f;
     for (int tile = begin; tile < end; tile += kDecodeTile) {
         // Scores, as powers of two.
-        for (int u = group; u < kDecodeTile; u += groups) {
-            const bool live = tile + u < end;
-            float dot = 0.0f;
+        x128 k[kDecodeBatch][kVectors], v[kDecodeBatch][kVectors];
+        fetch(v, values, tile, group);                  // the first, which will be needed later
+        for (int first = group; first < kDecodeTile; first += kDecodeBatch * groups) {
+            fetch(k, keys, tile, first);
 #pragma unroll
-            for (int j = 0; j < kDecodeVectors; j++) {
-                const Floats k = load_floats<kVector>(keys + (live ? tile + u : t) * C,
-                                                      lane * kWidth + j * step, HS);
+            for (int b = 0; b < kDecodeBatch; b++) {
+                const int u = first + b * groups;
+                float dot = 0.0f;
 #pragma unroll
-                for (int i = 0; i < kWidth; i++) { dot = fmaf(q[j].at[i], k.at[i], dot); }
+                for (int j = 0; j < kVectors; j++) {
+                    const Floats key = to_floats(k[b][j]);
+#pragma unroll
+                    for (int i = 0; i < kWidth; i++) { dot = fmaf(q[j].at[i], key.at[i], dot); }
+                }
+                for (int mask = lanes / 2; mask > 0; mask /= 2) {
+                    dot += __shfl_xor_sync(0xFFFFFFFFu, dot, mask);
+                }
+                if (lane == 0 && u < kDecodeTile) { scores[u] = tile + u < end ? scale * dot : -INFINITY; }
             }
-            for (int mask = lanes / 2; mask > 0; mask /= 2) {
-                dot += __shfl_xor_sync(0xFFFFFFFFu, dot, mask);
-            }
-            if (lane == 0) { scores[u] = live ? scale * dot : -INFINITY; }
         }
         __syncthreads();
 
@@ -4218,17 +4351,24 @@ __global__ void __launch_bounds__(kDecodeThreads)
         const float rescale = exp2_fast(old - max);
         sum = sum * rescale + warp_sum(exp2_fast(one - max) + exp2_fast(two - max));
 #pragma unroll
-        for (int j = 0; j < kDecodeVectors; j++) {
+        for (int j = 0; j < kVectors; j++) {
 #pragma unroll
             for (int i = 0; i < kWidth; i++) { o[j].at[i] *= rescale; }
         }
-        for (int u = group; u < min(kDecodeTile, end - tile); u += groups) {
-            const float p = exp2_fast(scores[u] - max);
+        const int live = min(kDecodeTile, end - tile);
+        for (int first = group; first < live; first += kDecodeBatch * groups) {
+            if (first > group) { fetch(v, values, tile, first); }
 #pragma unroll
-            for (int j = 0; j < kDecodeVectors; j++) {
-                const Floats v = load_floats<kVector>(values + (tile + u) * C, lane * kWidth + j * step, HS);
+            for (int b = 0; b < kDecodeBatch; b++) {
+                const int u = first + b * groups;
+                if (u >= live) { continue; }
+                const float p = exp2_fast(scores[u] - max);
 #pragma unroll
-                for (int i = 0; i < kWidth; i++) { o[j].at[i] = fmaf(p, v.at[i], o[j].at[i]); }
+                for (int j = 0; j < kVectors; j++) {
+                    const Floats value = to_floats(v[b][j]);
+#pragma unroll
+                    for (int i = 0; i < kWidth; i++) { o[j].at[i] = fmaf(p, value.at[i], o[j].at[i]); }
+                }
             }
         }
         __syncthreads();
@@ -4236,7 +4376,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
 
     // The groups' outputs: those of a warp by shuffles, the warps' in shared memory.
 #pragma unroll
-    for (int j = 0; j < kDecodeVectors; j++) {
+    for (int j = 0; j < kVectors; j++) {
 #pragma unroll
         for (int i = 0; i < kWidth; i++) {
             float x = o[j].at[i];
@@ -4281,11 +4421,13 @@ static void decode_attention(const DecodeAttention<floatX, float>& a, Stream str
     const int length = decode_part_length(a.T);
     int lanes = 1;
     while (lanes < kWarp && lanes * kWidth < a.HS) { lanes *= 2; }
+    const dim3 grid(ceil_div(a.T, length), a.NH, a.N);
     with_vector(a.HS, [&](auto vector) {
-        decode_attention_kernel<vector.value>
-            <<<dim3(ceil_div(a.T, length), a.NH, a.N), kDecodeThreads, 0, stream>>>(a, length, lanes);
+        auto kernel = lanes == 8 && a.HS <= 8 * kWidth     ? decode_attention_kernel<vector.value, 8>
+                      : lanes == 16 && a.HS <= 16 * kWidth ? decode_attention_kernel<vector.value, 16>
+                                                           : decode_attention_kernel<vector.value, 0>;
+        decode_launch(kernel, grid, kDecodeThreads, stream, a, length, lanes);
     });
-    cudaCheck(cudaGetLastError());
 }
 
 // Draws as sample_token() does (llmc/sampler.h), a block a row, and takes the same token. A logit's key is a
@@ -4305,16 +4447,30 @@ __device__ __forceinline__ float sample_value(uint32_t key) {
     return __uint_as_float(bits & 0x80000000u ? bits & 0x7FFFFFFFu : ~(bits | ((1u << kKeyShift) - 1u)));
 }
 
-// A row as the block walks over it: each warp its own run of ids, which it takes 32 at a time.
+// A row as the block walks over it: each warp its own run of ids, 32 at a time, the loads of kSampleAhead
+// times on their way together.
+constexpr int kSampleAhead = 8;
 struct SampleRow {
     const floatX* logits;
     int begin, end;                 // of this warp's ids
     unsigned long long* shared;     // (32)
 
-    // The block's sum of f(logit) over the row.
+    // f(id, logit) of each of them, and with NaN of some behind the end.
+    template <class F> __device__ __forceinline__ void each(F f) const {
+        for (int i = begin + (int)(threadIdx.x % kWarp); i < end; i += kWarp * kSampleAhead) {
+            floatX x[kSampleAhead];
+#pragma unroll
+            for (int j = 0; j < kSampleAhead; j++) {
+                x[j] = i + j * kWarp < end ? logits[i + j * kWarp] : (floatX)NAN;
+            }
+#pragma unroll
+            for (int j = 0; j < kSampleAhead; j++) { f(i + j * kWarp, (float)x[j]); }
+        }
+    }
+    // The block's sum of f(logit) over the row, where f(NaN) is 0.
     template <class F> __device__ __forceinline__ unsigned long long sum(F f) const {
         unsigned long long x = 0;
-        for (int i = begin + (int)(threadIdx.x % kWarp); i < end; i += kWarp) { x += f((float)logits[i]); }
+        each([&](int, float logit) { x += f(logit); });
         return block_sum(x, shared);
     }
 
@@ -4339,101 +4495,128 @@ struct SampleRow {
     }
 };
 
-__global__ void __launch_bounds__(kSampleThreads) sample_tokens_kernel(SampleTokens<floatX, float> a,
-                                                                       int run /*ids of a warp*/) {
-    __shared__ unsigned long long shared[kWarp], weights[kWarp];
-    __shared__ int ties[kWarp], chosen;
-    const int n = blockIdx.x, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, V = a.V;
-    const SampleRow row = {a.logits + (size_t)n * V, min(warp * run, V), min((warp + 1) * run, V), shared};
+// What each warp's ids have, in weights of logits above the threshold and in numbers of those equal to it.
+struct SampleShares { unsigned long long weights[kWarp]; int ties[kWarp]; };
+template <class F>
+__device__ __forceinline__ void sample_shares(SampleShares* shares, const SampleRow& row, uint32_t threshold,
+                                              F weight) {
+    unsigned long long mine = 0;
+    int equal = 0;
+    row.each([&](int, float x) {
+        const uint32_t key = sample_key(x);
+        if (key > threshold) { mine += weight(x); }
+        equal += key == threshold && threshold > 0;
+    });
+    mine = warp_sum(mine);
+    equal = __reduce_add_sync(0xFFFFFFFFu, equal);
+    __syncthreads();                                    // the last ones have been read
+    if (threadIdx.x % kWarp == 0) {
+        shares->weights[threadIdx.x / kWarp] = mine;
+        shares->ties[threadIdx.x / kWarp] = equal;
+    }
+    __syncthreads();
+}
+
+// The id that holds `target`, by one warp: of those above the threshold and the first `left` equal to it.
+template <class F>
+__device__ __forceinline__ int sample_find(const floatX* logits, int begin, int end, uint32_t threshold,
+                                           unsigned long long tie, unsigned long long left,
+                                           unsigned long long target, F weight) {
+    const int lane = threadIdx.x % kWarp;
+    for (int first = begin; first < end; first += kWarp) {
+        const float x = first + lane < end ? (float)logits[first + lane] : NAN;
+        const uint32_t key = sample_key(x);
+        const bool is_tie = key == threshold && threshold > 0;
+        const uint32_t before = __ballot_sync(0xFFFFFFFFu, is_tie);
+        const bool fits_in = is_tie && __popc(before & ((1u << lane) - 1u)) < left;
+        unsigned long long sum = key > threshold ? weight(x) : fits_in ? tie : 0ull;
+#pragma unroll
+        for (int d = 1; d < kWarp; d *= 2) {            // of the lanes up to this one
+            const unsigned long long other = __shfl_up_sync(0xFFFFFFFFu, sum, d);
+            sum += lane >= d ? other : 0ull;
+        }
+        const uint32_t beyond = __ballot_sync(0xFFFFFFFFu, sum > target);
+        if (beyond) { return first + __ffs(beyond) - 1; }
+        target -= __shfl_sync(0xFFFFFFFFu, sum, kWarp - 1);
+        left -= min(left, (unsigned long long)__popc(before));
+    }
+    return end - 1;                                     // not reached: the ids have more than `target`
+}
+
+// Weights cost most of the time (a division and 30 instructions each, 50257 of them on one SM): without top-p
+// each is taken once. Runs of ids are told apart by what they have, twice: 1600 ids of a warp, then 64.
+__global__ void __launch_bounds__(kSampleThreads, 1)
+    sample_tokens_kernel(SampleTokens<floatX, float> a, int run /*ids of a warp*/) {
+    __shared__ unsigned long long shared[kWarp];
+    __shared__ SampleShares shares;
+    decode_await_last();
+    const int n = blockIdx.x, warp = threadIdx.x / kWarp, V = a.V;
+    SampleRow row = {a.logits + (size_t)n * V, min(warp * run, V), min((warp + 1) * run, V), shared};
     const Sampling& s = a.sampling;
 
     // The likeliest token: the largest key, and of its ids the lowest.
-    unsigned long long first = 0;
-    for (int i = row.begin + lane; i < row.end; i += kWarp) {
-        const unsigned long long key = sample_key((float)row.logits[i]);
+    unsigned long long likeliest = 0;
+    row.each([&](int i, float x) {
+        const unsigned long long key = sample_key(x);
         const unsigned long long mine = key == 0 ? 0 : key << 32 | (0xFFFFFFFFu - (uint32_t)i);
-        first = mine > first ? mine : first;
-    }
-    first = block_max(first, shared);
-    const uint32_t best = (uint32_t)(first >> 32);
+        likeliest = mine > likeliest ? mine : likeliest;
+    });
+    likeliest = block_max(likeliest, shared);
+    const uint32_t best = (uint32_t)(likeliest >> 32);
     const float largest = sample_value(best), temperature = s.temperature;
     const bool is_sure = best == 0 || temperature == 0.0f || s.top_k == 1;
-    int token = best == 0 ? -1 : (int)(0xFFFFFFFFu - (uint32_t)first);
+    int token = best == 0 ? -1 : (int)(0xFFFFFFFFu - (uint32_t)likeliest);
 
     if (!is_sure) {                                     // alike for the whole block
-        auto weight = [&](float x) { return (unsigned long long)sample_weight(x, largest, temperature); };
+        auto weight = [&](float x) -> unsigned long long {      // a division by 1 changes nothing
+            return temperature == 1.0f ? sample_weight(x, largest, 1.0f)
+                                       : sample_weight(x, largest, temperature);
+        };
         // Those above `threshold` are drawn from, and of those equal to it the first `fits` ids.
         uint32_t threshold = 0;
-        unsigned long long fits = 0, above = 0;
+        unsigned long long fits = 0, above = 0, tie = 0, total = 0;
         if (s.top_k > 0 && s.top_k < V) {
             threshold = row.threshold(0, best, s.top_k, &above, [](float) { return 1ull; });
-            fits = s.top_k - above;
+            if (threshold > 0) {
+                fits = s.top_k - above;
+                tie = weight(sample_value(threshold));
+            }
         }
-        unsigned long long tie = threshold > 0 ? weight(sample_value(threshold)) : 0;
-        unsigned long long total = row.sum([&](float x) {
-            return sample_key(x) > threshold ? weight(x) : 0ull;
-        });
-        total += min(fits, (unsigned long long)V) * (threshold > 0 ? 1 : 0) * tie;
+        sample_shares(&shares, row, threshold, weight);
+        for (unsigned long long share : shares.weights) { total += share; }
+        total += fits * tie;
         if (s.top_p < 1.0f) {
             const unsigned long long wanted = sample_kept(total, s.top_p);
             threshold = row.threshold(threshold, best, wanted, &above, weight);
             tie = weight(sample_value(threshold));
             fits = tie > 0 ? (wanted - above + tie - 1) / tie : 0;
             total = above + fits * tie;
+            sample_shares(&shares, row, threshold, weight);
         }
 
-        // What each warp's ids have, then the warp and the id that hold the target.
-        unsigned long long mine = 0;
-        int equal = 0;
-        for (int i = row.begin + lane; i < row.end; i += kWarp) {
-            const float x = (float)row.logits[i];
-            const uint32_t key = sample_key(x);
-            if (key > threshold) { mine += weight(x); }
-            equal += key == threshold && threshold > 0;
-        }
-        mine = warp_sum(mine);
-        equal = __reduce_add_sync(0xFFFFFFFFu, equal);
-        if (lane == 0) {
-            weights[warp] = mine;
-            ties[warp] = equal;
-        }
-        __syncthreads();
         const double coin = rand_unit(a.seed, RAND_SAMPLE, a.ids[n], a.draws[n]);
-        unsigned long long target = sample_target(total, coin), left = fits;
-        int holder = 0;                                 // afterwards target and fits are what is left for it
-        for (; holder < kSampleThreads / kWarp - 1; holder++) {
-            const unsigned long long equals = min(left, (unsigned long long)ties[holder]);
-            const unsigned long long has = weights[holder] + equals * tie;
-            if (target < has) { break; }
-            target -= has;
-            left -= equals;
-        }
-        if (warp == holder) {
-            bool found = false;
-            for (int i = row.begin + lane; !found && i - lane < row.end; i += kWarp) {
-                const float x = i < row.end ? (float)row.logits[i] : NAN;
-                const uint32_t key = sample_key(x);
-                const bool is_tie = key == threshold && threshold > 0;
-                const uint32_t before = __ballot_sync(0xFFFFFFFFu, is_tie);
-                const bool fits_in = is_tie && __popc(before & ((1u << lane) - 1u)) < left;
-                unsigned long long sum = key > threshold ? weight(x) : fits_in ? tie : 0ull;
-#pragma unroll
-                for (int d = 1; d < kWarp; d *= 2) {    // of the lanes up to this one
-                    const unsigned long long other = __shfl_up_sync(0xFFFFFFFFu, sum, d);
-                    sum += lane >= d ? other : 0ull;
-                }
-                const uint32_t beyond = __ballot_sync(0xFFFFFFFFu, sum > target);
-                if (beyond) {
-                    token = i - lane + __ffs(beyond) - 1;
-                    found = true;
-                }
-                target -= found ? 0ull : __shfl_sync(0xFFFFFFFFu, sum, kWarp - 1);
-                left -= min(left, (unsigned long long)__popc(before));
+        unsigned long long target = sample_target(total, coin);
+        int begin = 0, end = V;
+        for (;;) {      // the run that holds the target; afterwards target and fits are what is left for it
+            int holder = 0;
+            for (; holder < kSampleThreads / kWarp - 1; holder++) {
+                const unsigned long long equals = min(fits, (unsigned long long)shares.ties[holder]);
+                const unsigned long long has = shares.weights[holder] + equals * tie;
+                if (target < has) { break; }
+                target -= has;
+                fits -= equals;
             }
+            begin = min(begin + holder * run, end);
+            end = min(begin + run, end);
+            if (run <= 2 * kWarp) { break; }
+            run = (run + kSampleThreads - 1) / kSampleThreads * kWarp;
+            row.begin = min(begin + warp * run, end);
+            row.end = min(row.begin + run, end);
+            sample_shares(&shares, row, threshold, weight);
         }
-        if (lane == 0 && warp == holder) { chosen = token; }
-        __syncthreads();
-        token = chosen;
+        if (warp == 0) {
+            token = sample_find(row.logits, begin, end, threshold, tie, fits, target, weight);
+        }
     }
     if (threadIdx.x == 0) {
         a.tokens[n] = token;
@@ -4445,8 +4628,7 @@ __global__ void __launch_bounds__(kSampleThreads) sample_tokens_kernel(SampleTok
 static void sample_tokens(const SampleTokens<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     const int run = round_up(ceil_div(a.V, kSampleThreads / kWarp), kWarp);
-    sample_tokens_kernel<<<a.N, kSampleThreads, 0, stream>>>(a, run);
-    cudaCheck(cudaGetLastError());
+    decode_launch(sample_tokens_kernel, dim3(a.N), kSampleThreads, stream, a, run);
 }
 #endif  // GPT2_CPU
 
@@ -4567,7 +4749,7 @@ struct Decoder {
     ActSpec act_specs[NUM_ACTS];        // of that forward
     floatX *keys, *values;              // (L,rows,T,C)
     floatX *residual, *qkv, *atty, *fch;        // (rows,C) (rows,3C) (rows,C) (rows,4C)
-    floatX* logits;                     // (rows,V)
+    floatX *normalised, *logits;        // (rows,C) (rows,V)
     float* scratch;
     int *tokens, *positions, *counters; // (rows) (rows) (rows,NH)
     uint64_t* draws;                    // (rows)
@@ -4674,6 +4856,7 @@ static Decoder decoder_layout(char* base, const Config& c, int T, int rows) {
     take(&d.qkv, n * 3 * C);
     take(&d.atty, n * C);
     take(&d.fch, n * 4 * C);
+    take(&d.normalised, n * C);
     take(&d.logits, n * c.V);
     take(&d.scratch, decode_attention_scratch_bytes(rows, c.NH, c.C / c.NH) / sizeof(float));
     take(&d.tokens, n);
@@ -5360,13 +5543,13 @@ static void decoder_branch(GPT2* model, Branch branch, int l, const NormOutput<f
     const int n = d.rows, C = model->config.C, NH = model->config.NH, T = model->T;
     Stream stream = model->stream;
     if (branch == Branch::Mlp) {
-        decode_matmul({d.fch, d.residual, norm.weight, norm.bias, p.fcw, p.fcb, nullptr, true, n, C, 4 * C},
-                      stream);
+        decode_matmul({d.fch, d.residual, norm.weight, norm.bias, p.fcw, p.fcb, nullptr, true, n, C, 4 * C,
+                       d.normalised}, stream);
         return;
     }
     const size_t at = (size_t)l * n * T * C;
-    decode_matmul({d.qkv, d.residual, norm.weight, norm.bias, p.qkvw, p.qkvb, nullptr, false, n, C, 3 * C},
-                  stream);
+    decode_matmul({d.qkv, d.residual, norm.weight, norm.bias, p.qkvw, p.qkvb, nullptr, false, n, C, 3 * C,
+                   d.normalised}, stream);
     decode_attention({d.atty, d.keys + at, d.values + at, d.scratch, d.counters, d.qkv, d.positions, n, T, NH,
                       C / NH}, stream);
 }
@@ -5393,12 +5576,12 @@ static void decoder_step(GPT2* model, int slot) {
                 const bool attention = stage.branches[k] == Branch::Attention;
                 decode_matmul({d.residual, attention ? d.atty : d.fch, nullptr, nullptr,
                                attention ? p.attprojw : p.fcprojw, attention ? p.attprojb : p.fcprojb,
-                               d.residual, false, n, attention ? C : 4 * C, C}, stream);
+                               d.residual, false, n, attention ? C : 4 * C, C, nullptr}, stream);
             }
         }
         const NormOutput<floatX, float> lnf = gpt2_place(model, last).y[0];
-        decode_matmul({d.logits, d.residual, lnf.weight, lnf.bias, p.wte, nullptr, nullptr, false, n, C, c.V},
-                      stream);
+        decode_matmul({d.logits, d.residual, lnf.weight, lnf.bias, p.wte, nullptr, nullptr, false, n, C, c.V,
+                       d.normalised}, stream);
         sample_tokens({d.tokens, d.positions, d.draws, d.ids, d.logits, model->options.sampling,
                        model->options.seed, n, c.V}, stream);
     });

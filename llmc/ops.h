@@ -250,6 +250,7 @@ template <class X, class S> struct DecodeMatmul {       // out = norm(inp) weigh
     const X* residual;                  // (N,OC) or null; may be `out`
     bool gelu;                          // of the sum, rounded; without a residual
     int N, C, OC;                       // N at most kDecodeRows
+    X* normalised;                      // (N,C) scratch where there is a norm
 };
 template <class X, class S> struct DecodeAttention {    // of each row's query over its positions up to this
     X* out;                             // (N,C)
