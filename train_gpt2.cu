@@ -7513,6 +7513,7 @@ struct TextSpeed {
         if (of_first_step) { first = last; in_first++; }
     }
     void print() const {
+        if (ferror(stdout)) { return; }     // nobody has the text; the program's end says so
         const double seconds = last - first;
         const int64_t later = tokens - in_first;
         fprintf(stderr, "note: %lld tokens, the first after %.3f s", (long long)tokens,

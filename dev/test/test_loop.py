@@ -444,7 +444,7 @@ def test_flags():
     known |= {"evaluate", "eval-data", "eval-every"}        # test_evaluation_in_training
     known |= {"gpus", "zero-stage", "lanes", "reduction", "check-ranks", "process-init", "process-server",
               "process-folder", "processes", "process-rank", "gpus-per-node", "start-timeout"}  # test_ranks
-    known |= {"quiet", "chat", "log-every"}                                         # test_cli, test_seeing
+    known |= {"quiet", "chat", "log-every", "log-gpu"}                              # test_cli, test_seeing
     help_text = subprocess.run([Program.path, "--help"], capture_output=True, text=True, check=True).stdout
     for flag in {row[0] for row in rows}:
         line = re.search(rf"^ .*{flag}[, ].*$", help_text, re.M)[0]
