@@ -24,6 +24,7 @@ ONE_GPU = {
 SEVERAL_GPUS = {
     ("124M", 2, 0): None, ("124M", 4, 0): 112.0, ("124M", 2, 1): None, ("124M", 4, 1): 111.1,
     ("1558M", 2, 1): None, ("1558M", 4, 1): 312.5,
+    ("124M", 8, 0): None, ("124M", 8, 1): None, ("1558M", 8, 1): None,     # dev/bench/multi.sh measures them
 }
 NVLINK = 330e9              # bytes/s out of a GPU, to the others of its host: 154 MB, 4 GPUs, copy engines
 SLOWDOWN = 0.03             # of the compute while a collective runs beside it (GEMMs)
