@@ -2,13 +2,13 @@
 # The GPUs of one host in one go, 1, 2, 4 ... of them: speed, memory, equal bits, the death of a rank.
 #
 #   dev/bench/multi.sh [PREFIX of tinyshakespeare's shards]
-#   TRAIN=./train_gpt2cpu GPUS=4 SIZES='L2,NH2,C64,T64,V50257:4:20' LENGTH=64 dev/bench/multi.sh    # a try without any
+#   TRAIN=./train_gpt2cpu GPUS=4 SIZES='L2,NH2,C64,T64,V50257:4:20' LENGTH=64 dev/bench/multi.sh    # none
 #
 # GPUS: the first so many (default: all). SIZES: MODEL:B:STEPS, and :TOKENS for a row with so many a step.
 # A row of speed is one micro-step on each GPU, no accumulation, in percent of N times one GPU: that is the
 # mean of N runs at the same time, each alone on its GPU, because GPUs differ and one of a quiet host has a
-# higher clock. Its memory is the program's prediction beside what the driver says is taken on the fullest GPU,
-# the CUDA context (about half a GiB) included.
+# higher clock. Its memory is the program's prediction beside what the driver says is taken on the fullest
+# GPU, the CUDA context (about half a GiB) included.
 #
 # Time on 8 H200s: 124M 8 runs of 14 s, 1558M 7 of 36 to 40 s (most of it is the start), equal bits 4 of 7 s,
 # a death 15 s: seven minutes.
@@ -67,7 +67,8 @@ together() {
         }
     ' $logs/together.log $(seq -f "$logs/alone.%g.log" 0 $((n - 1)))
 }
-echo "== speed, T=$length (one host of 8 H100s, published: 124M 140 ms for 524288 tokens, 1558M 2800 ms for 1048576)"
+echo "== speed, T=$length"
+echo "published, 8 H100s of one host: 124M 140 ms for 524288 tokens, 1558M 2800 ms for 1048576"
 for size in $sizes; do
     IFS=: read -r model rows steps tokens <<<"$size:"
     tokens=${tokens%:}
@@ -76,8 +77,11 @@ for size in $sizes; do
         each=$((n * rows * length))
         together "$n" "$model" "$rows" "$steps" $each -zs 1
         # the other stages: of what fits easily on any number of GPUs, else on all of them
-        if [ "$model" = d12 ] || [ "$n" = "$gpus" ]; then together "$n" "$model" "$rows" "$steps" $each -zs 0; fi
-        if [ "$n" = "$gpus" ]; then together "$n" "$model" "$rows" "$steps" $each -zs 2; fi
+        for zs in 0 2; do
+            if [ "$n" = "$gpus" ] || [ $zs$model = 0d12 ]; then
+                together "$n" "$model" "$rows" "$steps" $each -zs $zs
+            fi
+        done
     done
     if [ -n "$tokens" ]; then together "$gpus" "$model" "$rows" 5 "$tokens" -zs 1; fi
 done
