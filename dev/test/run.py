@@ -84,7 +84,7 @@ def all_suites():
     # Of resuming, the precision decides what a state holds; the rest is tested in one of them.
     resume = [PYTHON, "dev/test/test_resume.py"]
     for kind in kinds:
-        part = ["--numeric=1"] if kind == "BF16" else ["-k", "exact variants"]
+        part = ["--numeric=1"] if kind == "BF16" else ["-k", "exact"]
         suites.append(Suite("gpu resume " + kind, resume + ["build/check/train_gpt2." + kind] + part,
                             ["nvcc train_gpt2." + kind], "gpu", gpu=2))
     suites += [Suite("gpu test " + kind, ["build/check/test_gpt2." + kind], ["nvcc test_gpt2." + kind], "gpu",

@@ -134,6 +134,7 @@ NUMERIC = ("rows", "validation", "learned_period", "gpt2_vocabulary", "constant_
            "saved_files_load", "skip_limit", "nan_validation", "evaluation", "evaluation_batches",
            "evaluation_in_training", "evaluation_of_nan", "outliers",
            "outlier_limits")
+NOT_ON_GPUS = ("documents", "data_line", "files_that_fail", "evaluation_refused", "parameter_counts", "when")
 
 
 def test_rows():

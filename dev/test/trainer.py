@@ -291,7 +291,9 @@ def look_at_program(precision):
 def main(about, names, **numbers):
     """Every function test_* of `names`, in their order, in a temporary folder. names["NUMERIC"]: those whose
     outcome can depend on the precision that a program was built for. names["ON_GPUS"], where there is one:
-    all that a GPU has to do. numbers: more flags, as name=(default, help), for Program.numbers."""
+    all that a GPU has to do; names["NOT_ON_GPUS"]: what no device has a part in, flags, files and folders,
+    which the CPU program tests, and a start takes a GPU more than a second. numbers: more flags, as
+    name=(default, help), for Program.numbers."""
     parser = argparse.ArgumentParser(description=about.split("\n")[0])
     parser.add_argument("program", nargs="?", default="./train_gpt2cpu")
     parser.add_argument("--precision", choices=("FP32", "BF16", "FP16"),
@@ -312,10 +314,11 @@ def main(about, names, **numbers):
         sys.exit(f"error: no program '{args.program}'\nhint: make train_gpt2cpu")
     tests = [(name[5:], f) for name, f in names.items() if name.startswith("test_")
              and any(word in name for word in args.k.split() or [""])]
-    if args.numeric is not None:
-        unknown = set(names["NUMERIC"]) - {name[5:] for name in names}
+    for listed in ("NUMERIC", "ON_GPUS", "NOT_ON_GPUS"):
+        unknown = set(names.get(listed, ())) - {name[5:] for name in names}
         if unknown:
-            sys.exit(f"error: NUMERIC names {unknown}, which are no tests")
+            sys.exit(f"error: {listed} names {unknown}, which are no tests")
+    if args.numeric is not None:
         tests = [(name, f) for name, f in tests if (name in names["NUMERIC"]) == bool(args.numeric)]
     folder = tempfile.mkdtemp(prefix="test_gpt2_")
     os.chdir(folder)
@@ -324,7 +327,8 @@ def main(about, names, **numbers):
         write_shard("val.bin", sentences(2, 3000))
         look_at_program(args.precision)
         if "CPU" not in Program.device:
-            tests = [(name, f) for name, f in tests if name in names.get("ON_GPUS", [name])]
+            tests = [(name, f) for name, f in tests if name in names.get("ON_GPUS", [name]) and
+                     name not in names.get("NOT_ON_GPUS", ())]
         for name, test in tests:
             Count.name = name
             before, began = (Count.passed, Count.failed), time.monotonic()
