@@ -61,7 +61,7 @@ def all_suites():
     kinds = ("BF16", "FP16", "FP32")
     cuda = [f"check/{name}_gpt2.{kind}" for kind in kinds for name in ("test", "train")]
     cuda += ["check/profile_gpt2.BF16"] + [path[4:-3] for path in glob.glob("dev/cuda/*.cu")]
-    # test_gpt2 has all that the precision decides about: one precision of the trainer will do where none runs.
+    # test_gpt2 has all that the precision decides about: the trainer in one will do where none can run.
     run_only = {f"check/train_gpt2.{kind}" for kind in kinds[1:]}
     suites += [make("nvcc " + name.split("/")[1], ["build/" + name],
                     needs="gpu build" if name in run_only else "nvcc") for name in cuda]
