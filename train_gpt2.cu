@@ -5439,7 +5439,7 @@ static void gpt2_forward(GPT2* model, int B, int T, const CachePart* cache = nul
     const Layout& layout = model->layout;
     const Wiring& wiring = wiring_of(c);
     const int N = B * T, last = gpt2_last_place(model);
-    const bool in_gemm = o.residual_in_gemm && o.dropout == 0.0, drops = trains && o.dropout > 0.0;
+    const bool drops = trains && o.dropout > 0.0, in_gemm = o.residual_in_gemm && !drops;
     const Acts shared = gpt2_acts(model, 0);
     floatX* const waiting[2] = {shared.dnarrow, shared.dnarrow2};
     for (Kind kind : {Kind::Matrix, Kind::Bias, Kind::Norm}) {
