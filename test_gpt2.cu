@@ -787,8 +787,8 @@ static void test_muon_updates(const Config& c) {
                 CHECK(sqrt(m_off) <= 1e-5 * sqrt(m_length), "%s: m is off by %.2e", what.c_str(),
                       sqrt(m_off / m_length));
                 // 16 bits: small singular values decide how far each rounding comes through
-                CHECK(sqrt(off) <= 3 * sqrt(near) + 2e-3 * sqrt(length), "%s: off by %.2e, allowed %.2e",
-                      what.c_str(), sqrt(off / length), 3 * sqrt(near / length) + 2e-3);
+                CHECK(sqrt(off) <= 2 * sqrt(near) + 2e-3 * sqrt(length), "%s: off by %.2e, allowed %.2e",
+                      what.c_str(), sqrt(off / length), 2 * sqrt(near / length) + 2e-3);
                 CHECK(fabs(along / length - 1) <= (kLowPrecision ? 2e-2 : 2e-3), "%s: %.5f times as long",
                       what.c_str(), along / length);
             }
@@ -2612,10 +2612,10 @@ static void test_kernels() {
         if (!small_shapes) {
             test_norm(1, 768);
             // on both sides of what a warp, a block's registers and two columns a thread hold
-            for (int C : {64, 1000, 1024, 1032, 1280, 1600, 2048, 2056}) { test_norm(17, C); }
+            for (int C : {64, 1000, 1024, 1032, 1280, 1600, 2048, 2056}) { test_norm(33, C); }
             for (int C : {4096, 4104, 5000, 5120, 8192, 8200, 16384}) { test_norm(5, C); }
-            test_norm(300, 768);                // more rows than there are blocks
-            test_norm(1001, 40);
+            test_norm(1000, 768);
+            test_norm(7001, 40);                // so many rows that a block takes several steps
         }
     }
     TEST("kernels: matmul and bias") {

@@ -37,7 +37,6 @@ import os
 import re
 import shlex
 import shutil
-import struct
 import subprocess
 import sys
 import time
@@ -54,6 +53,9 @@ from check_gpu import HERE, CommandFailed, check, counts, run, skip
 from formats import (MAGIC_TENSORS, PARAMS, header_words, param_shape, parse_model, read_checkpoint,
                      read_header, write_checkpoint, write_shard)
 from gpt2 import setup_device
+
+sys.path.append(os.path.join(HERE, "..", "test"))
+from trainer import write_questions
 
 EVAL = os.path.join(HERE, "..", "eval")
 PROMPT = "The configuration file names a directory, in which the"
@@ -282,20 +284,6 @@ def check_harness(args, size, model, tokenizer):
 
 
 # ---- questions ----
-def write_questions(path, questions, labels):
-    """[(context, four completions)] in the format that llmc/evalloader.h says."""
-    body, longest = [], 0
-    for i, ((context, completions), label) in enumerate(zip(questions, labels)):
-        words = [65535, 0, i, label, len(completions)]
-        for tokens in (context, *completions):
-            words += [len(tokens), *tokens]
-        words[1] = 2 * len(words)
-        longest = max(longest, words[1])
-        body.append(np.array(words, "<u2").tobytes())
-    with open(path, "wb") as f:
-        f.write(struct.pack("<256i", 20240522, 1, len(body), longest, *[0] * 252) + b"".join(body))
-
-
 def make_questions(rng, V, T, count, context, completion):
     """Contexts and completions of so many tokens, in thousandths of T."""
     def tokens(low, high):

@@ -21,10 +21,10 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 
-ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
+from checks import ROOT, closing, counts, scratch_folder
+
 TINY = "L2,NH2,C32,T32,V50257"
 LIMIT_S = 900                           # of a command; only a hang meets it
 # what a line of a block begins with that is no command, but what one prints
@@ -224,7 +224,6 @@ def smaller(line, gpus):
 
 
 def run_all(text, gpus, without):
-    counts = {"passed": 0, "failed": 0, "skipped": 0}
     for line in commands(text):
         whys = [why for pattern, here, why in NOT_HERE if re.search(pattern, line) and not here()]
         whys += [f"--without {word}" for word in without if word in line]
@@ -244,7 +243,6 @@ def run_all(text, gpus, without):
         print(f"{'ok' if code == 0 else 'FAIL'} ({time.monotonic() - began:.0f} s): {run}", flush=True)
         if code != 0:
             print(f"    exit code {code}\n    " + "\n    ".join(said.rstrip().split("\n")[-8:]), flush=True)
-    return counts
 
 
 def main():
@@ -264,18 +262,10 @@ def main():
         print(f"{len(seen) - len(wrong)} passed, {len(wrong)} failed, 0 skipped")
         return 1 if wrong else 0
     listed = subprocess.run("nvidia-smi -L", shell=True, capture_output=True, text=True, check=False).stdout
-    folder = tempfile.mkdtemp(prefix="check_docs_")
-    try:
+    with scratch_folder("check_docs_", args.keep) as folder:
         prepare(folder)
-        counts = run_all(text, len(re.findall("^GPU ", listed, re.M)), args.without)
-    finally:
-        os.chdir(ROOT)
-        if args.keep:
-            print(f"kept {folder}")
-        else:
-            shutil.rmtree(folder)
-    print("{passed} passed, {failed} failed, {skipped} skipped".format(**counts))
-    return 1 if counts["failed"] or not counts["passed"] else 0
+        run_all(text, len(re.findall("^GPU ", listed, re.M)), args.without)
+    return closing()
 
 
 if __name__ == "__main__":

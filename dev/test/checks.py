@@ -4,6 +4,7 @@
     def test_it(): check(1 + 1 == 2, "what is wrong")
     sys.exit(main(globals(), "test_scripts"))           # -k WORD: only those whose name contains it
 """
+import contextlib
 import os
 import shutil
 import sys
@@ -27,22 +28,39 @@ def skip(tests, why):
     print(f"SKIP ({tests}): {why}")
 
 
+@contextlib.contextmanager
+def scratch_folder(prefix, keep=False):
+    """In a new folder, which is removed at the end, or kept and named."""
+    folder = tempfile.mkdtemp(prefix=prefix)
+    os.chdir(folder)
+    try:
+        yield folder
+    finally:
+        os.chdir(ROOT)
+        if keep:
+            print(f"kept {folder}")
+        else:
+            shutil.rmtree(folder)
+
+
+def closing():
+    """Prints the last line; the exit code."""
+    print("{passed} passed, {failed} failed, {skipped} skipped".format(**counts))
+    return 1 if counts["failed"] or not counts["passed"] else 0
+
+
 def main(names, program, in_root=()):
     """in_root: tests that run in the repository instead."""
     global current
     word = sys.argv[2] if sys.argv[1:2] == ["-k"] else ""
     for name, test in [(n[5:], f) for n, f in names.items() if n.startswith("test_") and word in n]:
         current, began = name, time.monotonic()
-        folder = tempfile.mkdtemp(prefix=program + "_")
-        os.chdir(ROOT if name in in_root else folder)
-        try:
-            test()
-        except Exception as e:                      # unexpected output is a failure, not an end
-            where = traceback.extract_tb(e.__traceback__)[-1]
-            check(False, f"{type(e).__name__}: {e} ({os.path.basename(where.filename)}:{where.lineno})")
-        finally:
-            os.chdir(ROOT)
-            shutil.rmtree(folder)
+        with scratch_folder(program + "_") as folder:
+            os.chdir(ROOT if name in in_root else folder)
+            try:
+                test()
+            except Exception as e:                  # unexpected output is a failure, not an end
+                where = traceback.extract_tb(e.__traceback__)[-1]
+                check(False, f"{type(e).__name__}: {e} ({os.path.basename(where.filename)}:{where.lineno})")
         print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
-    print("{passed} passed, {failed} failed, {skipped} skipped".format(**counts))
-    return 1 if counts["failed"] or not counts["passed"] else 0
+    return closing()

@@ -47,9 +47,6 @@ EXPECTED_D12 = os.path.join(ROOT, "dev/test/fixtures/d12_losses.json")
 NUMERIC = ("accumulation", "determinism", "same_bits", "saved_model", "padded_vocabulary", "weight_decay",
            "overfit", "gradient_clipping", "shorter_rows", "validation_rows", "pytorch_run", "llmc_format",
            "not_finite", "skips_in_a_row", "not_finite_validation")
-NOT_ON_GPUS = ("bad_shards", "folder", "folder_name", "folder_trains", "folder_settings", "bad_models",
-               "bad_flags", "bad_folders", "bad_checkpoints", "epoch", "parameter_counts",
-               "command_line_forms")
 
 
 def test_accumulation():

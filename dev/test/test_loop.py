@@ -130,11 +130,10 @@ def constant_model(path, logits, V=256, length=64):
 # ---- losses ----
 # What the precision of a build can change.
 NUMERIC = ("rows", "validation", "learned_period", "gpt2_vocabulary", "constant_model",
-           "samples_of_trained", "residual_layernorm", "initial_weights", "adamw", "muon",
+           "samples_of_trained", "flags", "residual_layernorm", "initial_weights", "adamw", "muon",
            "saved_files_load", "skip_limit", "nan_validation", "evaluation", "evaluation_batches",
            "evaluation_in_training", "evaluation_of_nan", "outliers",
            "outlier_limits")
-NOT_ON_GPUS = ("documents", "data_line", "files_that_fail", "evaluation_refused", "parameter_counts", "when")
 
 
 def test_rows():
@@ -398,9 +397,7 @@ def flag_table():
         ("--block", "parallel", ALL_NUMBERS | {"memory"}, SHOWN | {"weights"}),
         ("--block", "parallel-tied", ALL_NUMBERS | {"memory"}, SHOWN | {"weights"}),
         ("--norm", "rmsnorm", ALL_NUMBERS, SHOWN | {"weights", "memory"}),
-        # with dropout the norm adds to the residual stream, not the GEMM: 16 bits round elsewhere
-        ("--dropout", 0.1, FIRST | LEARNED | {"memory"},
-         SHOWN | ({"first validation"} if cuda and low else set())),
+        ("--dropout", 0.1, FIRST | LEARNED | {"memory"}, SHOWN),
         ("--kernels", "portable", set(), ALL_NUMBERS if cuda else set()),
         ("-f", 1, set(), ALL_NUMBERS if cuda and not low else set()),
         ("-w", 0, {"memory", "weights"} if low else set(), LEARNED | SHOWN if low else set()),

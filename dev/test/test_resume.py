@@ -140,9 +140,7 @@ def left_over(folder):
 # ---- runs ----
 
 def unscaled(result):
-    """Without the lines about FP16's loss scale, which starts and grows too high: they are no complaints."""
-    if Program.precision == "FP16":
-        result.err = re.sub(r"^step \d+: the gradient is not finite .*\n", "", result.err, flags=re.M)
+    result.err = without_scaling(result.err)
     return result
 
 
