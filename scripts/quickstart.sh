@@ -6,7 +6,7 @@
 #              CPU (2 cores)                       GPU
 #   model      3.5M: 6 layers, C=64, T=128         51M: 8 layers, C=512, T=512
 #   text       8 MB of generated stories           60 MB
-#   time       about three minutes of training     under a minute
+#   time       about four minutes of training      under a minute
 #
 # Both in GPT-2's tokens. On a CPU nearly all of the time goes into the 50257 logits, which a narrow model
 # keeps cheap; its layers cost little, and so does Muon for them, which halves the loss: 0.628, with AdamW
