@@ -12,6 +12,7 @@ import json
 import resource
 import runpy
 import signal
+import tempfile
 import traceback
 
 from trainer import *
