@@ -3897,7 +3897,6 @@ static void attention_backward(const AttentionBackward<floatX, float>& a, Stream
 // Positions and tokens are read from the device, so one CUDA graph serves all steps. A row's sums are taken
 // in an order that no other row has a part in, so a text is the same alone and in a batch. That rules out
 // cuBLASLt, which chooses by N how it splits sums.
-
 //
 // On Hopper a kernel of these begins while the one before it still runs (PTX griddepcontrol, "programmatic
 // dependent launch"), fetches what no kernel of the step writes, which is nearly all, and then waits until
