@@ -7,15 +7,23 @@ spelled out here, and against transformers where this Python has it (with torch;
 The forward pass here is written from transformers' names and shapes, in double, and knows nothing of ours: a
 tensor that is not transposed, or changed for another, gives another loss than the trainer's.
 """
+import glob
 import hashlib
 import json
+import os
 import resource
 import runpy
+import shutil
 import signal
+import struct
+import subprocess
+import sys
 import tempfile
 import traceback
 
-from trainer import *
+from checks import ROOT
+from trainer import (LIMIT_S, Result, check, check_close, check_equal, check_ran, log_lines, main,
+                     model_path, read_bytes, read_model, run_ok, shorten, skip, snapshot, write_bytes)
 
 try:
     import numpy as np
