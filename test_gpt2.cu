@@ -811,6 +811,45 @@ static void test_muon_updates(const Config& c) {
     CHECK(same_bits(together, short_run(c, o, B, c.maxT, 3)), "two equal runs differ");
 }
 
+// The LM head over some rows alone: the same losses but for the order of its sums, which may depend on how
+// many rows there are. In 16 bits a logit may then be rounded the other way, now and then.
+static void test_counted_losses(const Config& c, const Options& o) {
+    const int B = 8, T = c.maxT, N = B * T;
+    GPT2 model;
+    start_model(&model, c, o, B, T);
+    const Batch batch = random_batch(c, B, T, 8);
+    auto losses_of = [&](int count) {
+        std::vector<float> losses(count);
+        copy_to_host(losses.data(), gpt2_acts(&model, 0).losses, count * sizeof(float), model.stream);
+        stream_sync(model.stream);
+        return losses;
+    };
+    gpt2_set_inputs(&model, batch.x.data(), batch.y.data(), B, T, ClassifierMode::LossOnly);
+    gpt2_loss(&model, B, T, ClassifierMode::LossOnly, 0.0f, 1.0f, &model.state->loss, Accumulate::No);
+    const std::vector<float> all = losses_of(N), logits = host_logits(&model, N);
+    double size = 0.0;
+    for (float x : logits) { size += (double)x * x; }
+    const double rms = sqrt(size / (double)logits.size());
+    for (int stride : {1, 3, N}) {                  // all of them; some, the last too; the last alone
+        std::vector<int> places(N, 0), targets(N, 0);
+        int count = 0;
+        for (int n = (N - 1) % stride; n < N; n += stride) {
+            places[count] = n;
+            targets[count++] = batch.y[n];
+        }
+        gpt2_set_inputs(&model, batch.x.data(), targets.data(), B, T, ClassifierMode::LossOnly,
+                        places.data());
+        gpt2_forward(&model, B, T);
+        gpt2_counted_losses(&model, N, count);
+        const std::vector<float> got = losses_of(count);
+        double far = 0.0;
+        for (int i = 0; i < count; i++) { far += fabs(got[i] - all[places[i]]) / count; }
+        CHECK(far <= (kLowPrecision ? 1e-3 : 1e-5) * rms, "every %d: losses differ by %.2e on average", stride,
+              far);
+    }
+    gpt2_free(&model);
+}
+
 static void test_invariance(const char* name, const Config& c) {
     const int B = 8, T = c.maxT;
     const Options o = default_options();
@@ -876,6 +915,7 @@ static void test_invariance(const char* name, const Config& c) {
         gpt2_free(&a);
         gpt2_free(&b);
     }
+    TEST("an evaluation's losses: a whole forward's at the places that count") { test_counted_losses(c, o); }
     TEST("a shorter sequence and a smaller batch than allocated") {
         GPT2 big, small;
         start_model(&big, c, o, B, T);
@@ -2097,6 +2137,19 @@ static void test_attention_forms() {
     select_kernels(false, false);
 }
 
+static void test_gather_rows(int N, int from, int C) {
+    Case k(format("gather_rows N=%d C=%d", N, C));
+    std::vector<double> inp = k.random((size_t)from * C), out((size_t)N * C);
+    std::vector<int> rows;
+    for (int n = 0; n < N; n++) { rows.push_back((n * 7 + from - 1) % from); }      // the last, then others
+    const floatX* d_inp = k.tensor<floatX>("inp", inp);
+    const int* d_rows = k.bytes_of("rows", rows);
+    floatX* d_out = k.poisoned<floatX>("out", out.size());
+    k.run([&] { gather_rows({d_out, d_inp, d_rows, N, C}, 0); });
+    gather_rows_cpu<double>({out.data(), inp.data(), rows.data(), N, C}, 0);
+    k.expect("out", d_out, out);
+}
+
 static void test_classifier(int N, int V, int Vp) {
     for (ClassifierMode mode : {ClassifierMode::LossOnly, ClassifierMode::LossAndGrad}) {
         Case k(format("classifier N=%d V=%d Vp=%d mode=%d", N, V, Vp, (int)mode));
@@ -2641,6 +2694,8 @@ static void test_kernels() {
         test_attention_forms();
     }
     TEST("kernels: classifier and loss") {
+        test_gather_rows(5, 9, 40);
+        test_gather_rows(300, 70, 1000);            // rows that occur often; more columns than threads
         test_classifier(7, 509, 512);
         test_classifier(5, 67, 128);
         test_classifier(2, 8100, 8192);             // threads that hold nothing but padding

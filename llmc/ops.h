@@ -141,6 +141,12 @@ template <class X, class S> struct Classifier {         // softmax and cross-ent
     int N, V, Vp;
     ClassifierMode mode;
 };
+template <class X, class S> struct GatherRows {         // out[n,:] = inp[rows[n],:], to the bit
+    X* out;                             // (N,C)
+    const X* inp;
+    const int* rows;                    // (N)
+    int N, C;
+};
 template <class X, class S> struct LossSum {            // mean (+)= weight * sum of losses
     S* mean;                            // one value
     const S* losses;                    // (N)
@@ -306,6 +312,7 @@ template <class X, class S> struct SampleTokens {       // sample_token() of eac
     X(attention_backward, AttentionBackward, out("dqkv", a.dqkv, a.B, a.T, 3, a.NH, a.HS))             \
     X(classifier, Classifier, out("losses", a.losses, a.N),                                            \
       out("dlogits", a.mode == ClassifierMode::LossAndGrad ? a.logits : nullptr, a.N, a.Vp))           \
+    X(gather_rows, GatherRows, out("out", a.out, a.N, a.C))                                            \
     X(loss_sum, LossSum, out("mean", a.mean, 1))                                                       \
     X(lane_sum, LaneSum, out("out", a.out, a.n))                                                       \
     X(square_sums, SquareSums, out("sums", a.sums, a.rows.count, a.n / kChunk))                        \

@@ -184,15 +184,18 @@ static void fuzz_questions(Bytes input) {
         }
     }
     PROPERTY(again == input, "written again, it is another file");
-    std::vector<int> inputs((size_t)B * (size_t)T), targets(inputs.size());     // ASan sees who writes on
-    const std::vector<float> losses(inputs.size(), 1.0f);
+    std::vector<int> inputs((size_t)B * (size_t)T), places(inputs), targets(inputs);
     std::vector<double> sums(set.rows.size());
     for (const EvalBatch& batch : set.batches) {
-        evalset_fill(&set, batch, inputs.data(), targets.data());
-        for (int i = 0; i < batch.rows * batch.T; i++) {
-            const int a = inputs[(size_t)i], b = targets[(size_t)i];
-            PROPERTY(a >= 0 && a < V && b >= 0 && b < V, "tokens %d and %d", a, b);
+        const int N = batch.rows * batch.T;
+        const int count = evalset_fill(&set, batch, inputs.data(), places.data(), targets.data());
+        PROPERTY(count >= batch.rows && count <= N, "%d losses of %d", count, N);
+        for (int i = 0; i < N; i++) {
+            const int a = inputs[(size_t)i], b = targets[(size_t)i], at = places[(size_t)i];
+            PROPERTY(a >= 0 && a < V && b >= 0 && b < V && at >= 0 && at < N, "tokens %d and %d at %d", a, b,
+                     at);
         }
+        const std::vector<float> losses((size_t)count, 1.0f);       // ASan sees who reads on
         evalset_sum(&set, batch, losses.data(), &sums[(size_t)batch.first]);
     }
     const EvalScore score = evalset_score(&set, sums);
