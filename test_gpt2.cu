@@ -844,8 +844,8 @@ static void test_counted_losses(const Config& c, const Options& o) {
         const std::vector<float> got = losses_of(count);
         double far = 0.0;
         for (int i = 0; i < count; i++) { far += fabs(got[i] - all[places[i]]) / count; }
-        CHECK(far <= (kLowPrecision ? 1e-3 : 1e-5) * rms, "every %d: losses differ by %.2e on average", stride,
-              far);
+        CHECK(far <= (kLowPrecision ? 1e-3 : 1e-5) * rms, "every %d: losses differ by %.2e on average",
+              stride, far);
     }
     gpt2_free(&model);
 }
