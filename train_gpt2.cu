@@ -61,6 +61,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/host_memory.h"   // gives: host_memory_free, addresses_limited
 #include "llmc/state_file.h"    // gives: StateFile, Facts
 #include "llmc/checkpoints.h"   // gives: checkpoint_check, checkpoint_done, Worker
+#include "llmc/safetensors.h"   // gives: SafeTensors, safetensors_open
 #include "llmc/comm.h"          // gives: comm, comm_start, comm_any, comm_all_gather
 
 // == 2 types and limits ==
@@ -118,12 +119,14 @@ template <class Int> constexpr Int round_up(Int a, Int b) { return ceil_div(a, b
 enum class Block { Sequential, Parallel, ParallelTied };        // kWirings, below, says what they are
 struct Config {
     int maxT;           // longest sequence: rows of wpe
-    int V, Vp;          // vocabulary; padded to a multiple of 128, so that the LM head's GEMM has whole tiles
+    int V, Vp;          // vocabulary; padded_vocab() of it, or what a file has
     int L, NH, C;
     Block block = Block::Sequential;
     NormKind norm = NormKind::Layer;
     bool is_gpt2() const { return block == Block::Sequential && norm == NormKind::Layer; }
 };
+// A multiple of 128, so that the LM head's GEMM has whole tiles.
+static int padded_vocab(int V) { return (int)round_up((int64_t)V, (int64_t)128); }
 #define BLOCK_NAMES "sequential|parallel|parallel-tied"
 #define NORM_NAMES "layernorm|rmsnorm"
 
@@ -6235,7 +6238,209 @@ static Config checkpoint_read_header(const char* path, FILE* f, int* version) {
     return c;
 }
 
+// ---- Hugging Face's model.safetensors ----
+// What dev/eval/import_hf.py makes a model_*.bin of, read as it is: the same checks, the same weights.
+
+constexpr const char* kHfNames[] = {            // in the order of GPT2_PARAMS
+    "wte.weight", "wpe.weight", "ln_1.weight", "ln_1.bias", "attn.c_attn.weight", "attn.c_attn.bias",
+    "attn.c_proj.weight", "attn.c_proj.bias", "ln_2.weight", "ln_2.bias", "mlp.c_fc.weight", "mlp.c_fc.bias",
+    "mlp.c_proj.weight", "mlp.c_proj.bias", "ln_f.weight", "ln_f.bias"};
+static_assert(sizeof(kHfNames) / sizeof(kHfNames[0]) == NUM_PARAMS, "a name for each tensor");
+constexpr const char* kHfHead = "lm_head.weight";
+
+static bool ends_with(const std::string& text, const std::string& end) {
+    return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
+}
+static bool hf_is(const char* path) { return ends_with(path, ".safetensors"); }
+
+static std::string hf_name(int i, int l) {
+    const std::string layer = kParamWhere[i] == Where::Block ? format("h.%d.", l) : "";
+    return "transformer." + layer + kHfNames[i];
+}
+
+// Its linear layers are (in,out), ours (out,in).
+static bool hf_transposed(int i, const ParamSpec& s) {
+    return s.kind == Kind::Matrix && kParamWhere[i] == Where::Block;
+}
+
+// What is wrong with a file of 1 MB at most, behind its name; or "", and its values.
+static std::string json_file_read(const std::string& path, JsonValues* values) {
+    std::string text((size_t)std::min<int64_t>(file_size(path.c_str()), 1 << 20), '\0');
+    FILE* f = fopen_check(path.c_str(), "rb");
+    fread_check(&text[0], 1, text.size(), f, path.c_str());
+    fclose(f);
+    return json_read(text, values);
+}
+
+// The model that the config.json beside the weights describes; dies of what is not plain GPT-2. A key that is
+// not there means transformers' default, which stands first.
+static Config hf_config_json(const std::string& path, bool* tied) {
+    JsonValues values;
+    const std::string error = json_file_read(path, &values);
+    if (!error.empty()) { die("'%s' %s", path.c_str(), error.c_str()); }
+    const struct { const char *key, *allowed, *another; } plain[] = {
+        {"model_type", "gpt2", ""}, {"activation_function", "gelu_new", "gelu_pytorch_tanh"},
+        {"layer_norm_epsilon", "1e-05", "1e-5"}, {"scale_attn_weights", "true", ""},
+        {"scale_attn_by_inverse_layer_idx", "false", ""}, {"reorder_and_upcast_attn", "false", ""},
+        {"add_cross_attention", "false", ""}, {"quantization_config", "null", ""}};
+    for (const auto& value : values) {
+        for (const auto& p : plain) {
+            if (value.first.substr(0, value.first.find('.')) != p.key || value.second == p.allowed ||
+                value.second == p.another) { continue; }
+            die("'%s': %s is %s; GPT-2 has %s, nothing else is built", path.c_str(), value.first.c_str(),
+                value.second.c_str(), p.allowed);
+        }
+    }
+    auto number = [&](const char* key) {
+        const std::string* text = facts_find(values, key);
+        int64_t n = 0;
+        if (!text || !parse_int(text->data(), text->data() + text->size(), &n)) {
+            die("'%s' lacks a whole number for %s", path.c_str(), key);
+        }
+        return (int)std::max<int64_t>(-1, std::min<int64_t>(n, INT_MAX));
+    };
+    Config c = {};
+    c.maxT = number("n_positions"), c.V = number("vocab_size"), c.L = number("n_layer");
+    c.NH = number("n_head"), c.C = number("n_embd");
+    const std::string* inner = facts_find(values, "n_inner");
+    const std::string* tie = facts_find(values, "tie_word_embeddings");
+    if (inner && *inner != "null" && *inner != format("%lld", 4LL * c.C)) {
+        die("'%s': n_inner is %s; GPT-2 has 4 x n_embd, %lld", path.c_str(), inner->c_str(), 4LL * c.C);
+    }
+    *tied = !tie || *tie == "true";
+    return c;
+}
+
+// The model that the weights' own shapes mean; how many heads it has they do not say.
+static Config hf_config_guess(const SafeTensors& file) {
+    Config c = {};
+    auto at = [&](int i, int l) { return file.tensors.find(hf_name(i, l)); };
+    for (int i : {PARAM_wte, PARAM_wpe}) {
+        if (at(i, 0) == file.tensors.end() || at(i, 0)->second.shape.size() != 2) {
+            die("'%s' lacks the tensor %s, a matrix", file.path.c_str(), hf_name(i, 0).c_str());
+        }
+        const std::vector<int64_t>& shape = at(i, 0)->second.shape;
+        (i == PARAM_wte ? c.V : c.maxT) = (int)std::min<int64_t>(shape[0], INT_MAX);
+        c.C = (int)std::min<int64_t>(shape[1], INT_MAX);
+    }
+    while (at(PARAM_ln1w, c.L) != file.tensors.end()) { c.L++; }
+    if (c.C % 64 != 0) {
+        die("'%s' has %d channels, and how many heads cannot be guessed\n"
+            "hint: put the model's config.json beside it", file.path.c_str(), c.C);
+    }
+    c.NH = c.C / 64;
+    return c;
+}
+
+static std::string hf_config_path(const std::string& path) {
+    return path.substr(0, path.rfind('/') + 1) + "config.json";
+}
+
+// Opens it: each tensor of GPT2_PARAMS, in its shape and of a type of floats, and none besides. The names are
+// then today's; the first files had no "transformer." in front, and attention's masks among the weights.
+static Config hf_open(SafeTensors* file, const char* path) {
+    const std::string error = safetensors_open(file, path), config = hf_config_path(path);
+    if (!error.empty()) { die("'%s' %s", path, error.c_str()); }
+    std::map<std::string, SafeTensor> tensors;
+    for (const auto& t : file->tensors) {
+        if (ends_with(t.first, ".attn.bias") || ends_with(t.first, ".attn.masked_bias")) { continue; }
+        const bool whole = t.first.compare(0, 12, "transformer.") == 0 || t.first == kHfHead;
+        tensors[whole ? t.first : "transformer." + t.first] = t.second;
+    }
+    file->tensors = tensors;
+    const bool described = file_size(config.c_str()) >= 0;
+    bool tied = true;
+    Config c = described ? hf_config_json(config, &tied) : hf_config_guess(*file);
+    c.Vp = padded_vocab(c.V);
+    const std::string wrong = config_error(c);
+    if (!wrong.empty()) { die("'%s': %s", described ? config.c_str() : path, wrong.c_str()); }
+    ParamSpec specs[NUM_PARAMS];
+    param_specs(specs, c);
+    for (int i = 0; i < NUM_PARAMS; i++) {
+        const ParamSpec& s = specs[i];
+        std::vector<int64_t> shape = {(int64_t)s.elems};
+        if (s.kind == Kind::Matrix) { shape = {(int64_t)s.live_rows, (int64_t)s.cols}; }
+        if (hf_transposed(i, s)) { std::swap(shape[0], shape[1]); }
+        for (int l = 0; l < s.copies; l++) {
+            const std::string name = hf_name(i, l);
+            const auto found = tensors.find(name);
+            if (found == tensors.end()) {
+                die("'%s' lacks the tensor %s\n"
+                    "hint: a model in several files is one for dev/eval/import_hf.py", path, name.c_str());
+            }
+            const SafeTensor t = found->second;
+            if (safetensors_bytes(t.dtype) == 0) {
+                die("'%s': %s is of type %s; F32, F16 and BF16 are read", path, name.c_str(),
+                    t.dtype.c_str());
+            }
+            if (t.shape != shape) {
+                die("'%s': %s has the shape %s, %s means %s", path, name.c_str(),
+                    safetensors_shape(t.shape).c_str(), described ? "config.json" : "its embedding",
+                    safetensors_shape(shape).c_str());
+            }
+            tensors.erase(found);
+        }
+    }
+    const bool has_head = tensors.erase(kHfHead) > 0;
+    if (!tensors.empty()) {
+        die("'%s' has %s, which a GPT-2 of %d layers has not", path, tensors.begin()->first.c_str(), c.L);
+    }
+    if (!has_head && !tied) {
+        die("'%s' lacks the tensor %s, and its config.json says that it is not wte", path, kHfHead);
+    }
+    return c;
+}
+
+static Config hf_config(const char* path) {
+    SafeTensors file;
+    const Config c = hf_open(&file, path);
+    safetensors_close(&file);
+    if (file_size(hf_config_path(path).c_str()) < 0) {
+        warn("there is no config.json beside '%s': %d heads, of %d channels each, are a guess",
+             shown(path).c_str(), c.NH, c.C / c.NH);
+    }
+    return c;
+}
+
+static void hf_load(GPT2* model, const char* path) {
+    SafeTensors file;
+    hf_open(&file, path);
+    std::vector<float> stored, values;
+    auto read = [&](const std::string& name) {
+        const SafeTensor& t = file.tensors.at(name);
+        stored.resize((size_t)t.count);
+        safetensors_read(&file, t, stored.data());
+    };
+    for (int i = 0; i < NUM_PARAMS; i++) {
+        const ParamSpec& s = model->param_specs[i];
+        for (int l = 0; l < s.copies; l++) {
+            read(hf_name(i, l));
+            values.assign(s.elems, 0.0f);                   // the padded vocabulary's rows stay 0
+            if (hf_transposed(i, s)) {
+                #pragma omp parallel for
+                for (size_t row = 0; row < s.rows; row++) {
+                    for (size_t col = 0; col < s.cols; col++) {
+                        values[row * s.cols + col] = stored[col * s.rows + row];
+                    }
+                }
+            } else { std::copy(stored.begin(), stored.end(), values.begin()); }
+            gpt2_set_param(model, i, l, values.data());
+            comm_progress(0);
+        }
+        if (i != PARAM_wte || file.tensors.count(kHfHead) == 0) { continue; }
+        const size_t size = stored.size() * sizeof(float);
+        read(kHfHead);
+        if (stored.size() * sizeof(float) != size || memcmp(stored.data(), values.data(), size) != 0) {
+            die("'%s': %s differs from wte.weight; GPT-2's head is its embedding", path, kHfHead);
+        }
+    }
+    safetensors_close(&file);
+}
+
+// ---- either ----
+
 static Config checkpoint_config(const char* path) {
+    if (hf_is(path)) { return hf_config(path); }
     FILE* f = checkpoint_open(path);
     int version;
     Config c = checkpoint_read_header(path, f, &version);
@@ -6244,6 +6449,7 @@ static Config checkpoint_config(const char* path) {
 }
 
 static void checkpoint_load(GPT2* model, const char* path) {
+    if (hf_is(path)) { hf_load(model, path); return; }
     FILE* f = checkpoint_open(path);
     int version, header[256];                   // version: 3 or 5
     checkpoint_read_header(path, f, &version);
@@ -6799,7 +7005,7 @@ static Config descriptor_config(const char* text) {
         }
     }
     if (c.L == 0) { die("-e '%.80s': there is no such size%s", text, hint); }
-    c.Vp = (int)round_up((int64_t)c.V, (int64_t)128);
+    c.Vp = padded_vocab(c.V);
     std::string error = config_error(c);
     if (!error.empty()) { die("-e '%.80s': %s", text, error.c_str()); }
     return c;
@@ -6840,7 +7046,8 @@ static const Flag kFlags[] = {
     {"j",   "val-data",        FLAG_STRING, &run.val_data,
         DATA_DIR "tiny_shakespeare_val.bin", 1, 0, nullptr, "validation shards (glob)"},
     {"e",   "model",           FLAG_STRING, &run.model,          "d12",     1, 0, nullptr,
-        "model_*.bin; a run's folder: its newest; or d12 d24 d36 d48, gpt3:c768, L4,NH4,C128,T128,V256",
+        "model_*.bin, model.safetensors; a run's folder: its newest; or d12 d24 d36 d48, gpt3:c768, "
+        "L4,NH4,C128,T128,V256",
         FLAG_FIXED},
     {"o",   "output-dir",      FLAG_STRING, &run.output_dir,     "",        0, 0, nullptr,
         "folder for main.log, metrics.jsonl, run.json, model_*.bin (none: nothing is written)", FLAG_NOW},
@@ -7088,6 +7295,10 @@ static int64_t newest_model(const std::string& folder) {
         else { faults.push_back(shown(path) + " " + error); }
     }
     comm_broadcast(&newest, sizeof(newest));
+    if (newest < 0 && file_size((folder + "/model.safetensors").c_str()) >= 0) {
+        die("-e %s: this folder is of Hugging Face\nhint: -e %s/model.safetensors", folder.c_str(),
+            folder.c_str());
+    }
     if (newest < 0) {
         die("-e %s: there is no %smodel_*.bin in this folder%s\n"
             "hint: -e takes a run's folder, a model_*.bin, or a descriptor such as d12", folder.c_str(),
@@ -7121,12 +7332,8 @@ static void settings_take(const std::string& folder) {
              shown(path).c_str());
         return;
     }
-    std::string text((size_t)std::min<int64_t>(file_size(path.c_str()), 1 << 20), '\0');
-    FILE* f = fopen_check(path.c_str(), "rb");
-    fread_check(&text[0], 1, text.size(), f, path.c_str());
-    fclose(f);
     JsonValues values;
-    const std::string error = json_read(text, &values);
+    const std::string error = json_file_read(path, &values);
     if (!error.empty()) {
         die("'%s' %s\nhint: -e with one of this folder's model_*.bin does without it", path.c_str(),
             error.c_str());
@@ -7200,7 +7407,8 @@ static void variant_check(Config* c, bool is_descriptor) {
 
 // Checks over more than one flag, before anything is allocated. resumed: the facts of a run to go on with.
 static Config config_check(const Facts* resumed = nullptr) {
-    const bool is_file = file_size(run.model) >= 0 || strchr(run.model, '/') || strstr(run.model, ".bin");
+    const bool is_file = file_size(run.model) >= 0 || strchr(run.model, '/') || strstr(run.model, ".bin") ||
+                         hf_is(run.model);
     Config c = resumed ? facts_config(*resumed)
              : is_file ? checkpoint_config(run.model) : descriptor_config(run.model);
     variant_check(&c, !resumed && !is_file);
