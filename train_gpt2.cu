@@ -6274,7 +6274,12 @@ static std::string json_file_read(const std::string& path, JsonValues* values) {
 
 // The model that the config.json beside the weights describes; dies of what is not plain GPT-2. A key that is
 // not there means transformers' default, which stands first.
-static Config hf_config_json(const std::string& path, bool* tied) {
+static Config hf_config_json(const std::string& weights, bool* tied) {
+    const std::string path = weights.substr(0, weights.rfind('/') + 1) + "config.json";
+    if (file_size(path.c_str()) < 0) {
+        die("'%s' has no config.json beside it, which says how many heads the model has",
+            shown(weights.c_str()).c_str());
+    }
     JsonValues values;
     const std::string error = json_file_read(path, &values);
     if (!error.empty()) { die("'%s' %s", path.c_str(), error.c_str()); }
@@ -6308,38 +6313,16 @@ static Config hf_config_json(const std::string& path, bool* tied) {
         die("'%s': n_inner is %s; GPT-2 has 4 x n_embd, %lld", path.c_str(), inner->c_str(), 4LL * c.C);
     }
     *tied = !tie || *tie == "true";
+    c.Vp = padded_vocab(c.V);
+    const std::string wrong = config_error(c);
+    if (!wrong.empty()) { die("'%s': %s", path.c_str(), wrong.c_str()); }
     return c;
-}
-
-// The model that the weights' own shapes mean; how many heads it has they do not say.
-static Config hf_config_guess(const SafeTensors& file) {
-    Config c = {};
-    auto at = [&](int i, int l) { return file.tensors.find(hf_name(i, l)); };
-    for (int i : {PARAM_wte, PARAM_wpe}) {
-        if (at(i, 0) == file.tensors.end() || at(i, 0)->second.shape.size() != 2) {
-            die("'%s' lacks the tensor %s, a matrix", file.path.c_str(), hf_name(i, 0).c_str());
-        }
-        const std::vector<int64_t>& shape = at(i, 0)->second.shape;
-        (i == PARAM_wte ? c.V : c.maxT) = (int)std::min<int64_t>(shape[0], INT_MAX);
-        c.C = (int)std::min<int64_t>(shape[1], INT_MAX);
-    }
-    while (at(PARAM_ln1w, c.L) != file.tensors.end()) { c.L++; }
-    if (c.C % 64 != 0) {
-        die("'%s' has %d channels, and how many heads cannot be guessed\n"
-            "hint: put the model's config.json beside it", file.path.c_str(), c.C);
-    }
-    c.NH = c.C / 64;
-    return c;
-}
-
-static std::string hf_config_path(const std::string& path) {
-    return path.substr(0, path.rfind('/') + 1) + "config.json";
 }
 
 // Opens it: each tensor of GPT2_PARAMS, in its shape and of a type of floats, and none besides. The names are
 // then today's; the first files had no "transformer." in front, and attention's masks among the weights.
 static Config hf_open(SafeTensors* file, const char* path) {
-    const std::string error = safetensors_open(file, path), config = hf_config_path(path);
+    const std::string error = safetensors_open(file, path);
     if (!error.empty()) { die("'%s' %s", path, error.c_str()); }
     std::map<std::string, SafeTensor> tensors;
     for (const auto& t : file->tensors) {
@@ -6348,12 +6331,8 @@ static Config hf_open(SafeTensors* file, const char* path) {
         tensors[whole ? t.first : "transformer." + t.first] = t.second;
     }
     file->tensors = tensors;
-    const bool described = file_size(config.c_str()) >= 0;
-    bool tied = true;
-    Config c = described ? hf_config_json(config, &tied) : hf_config_guess(*file);
-    c.Vp = padded_vocab(c.V);
-    const std::string wrong = config_error(c);
-    if (!wrong.empty()) { die("'%s': %s", described ? config.c_str() : path, wrong.c_str()); }
+    bool tied;
+    const Config c = hf_config_json(path, &tied);
     ParamSpec specs[NUM_PARAMS];
     param_specs(specs, c);
     for (int i = 0; i < NUM_PARAMS; i++) {
@@ -6374,9 +6353,8 @@ static Config hf_open(SafeTensors* file, const char* path) {
                     t.dtype.c_str());
             }
             if (t.shape != shape) {
-                die("'%s': %s has the shape %s, %s means %s", path, name.c_str(),
-                    safetensors_shape(t.shape).c_str(), described ? "config.json" : "its embedding",
-                    safetensors_shape(shape).c_str());
+                die("'%s': %s has the shape %s, config.json means %s", path, name.c_str(),
+                    safetensors_shape(t.shape).c_str(), safetensors_shape(shape).c_str());
             }
             tensors.erase(found);
         }
@@ -6395,10 +6373,6 @@ static Config hf_config(const char* path) {
     SafeTensors file;
     const Config c = hf_open(&file, path);
     safetensors_close(&file);
-    if (file_size(hf_config_path(path).c_str()) < 0) {
-        warn("there is no config.json beside '%s': %d heads, of %d channels each, are a guess",
-             shown(path).c_str(), c.NH, c.C / c.NH);
-    }
     return c;
 }
 
