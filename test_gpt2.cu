@@ -620,8 +620,9 @@ static void check_model_file(GPT2* a, const Config& c, const Options& o, const s
 // Saved after the first step while two more go on; another model goes on from there, and both end with the
 // same bits.
 static void test_checkpoint(const Config& c, const Options& o, bool at_once) {
-    char name[] = "/tmp/test_gpt2_XXXXXX";
-    if (!mkdtemp(name)) { die("cannot make a folder under /tmp"); }
+    const char* tmp = getenv("TMPDIR");
+    std::string name = std::string(tmp ? tmp : "/tmp") + "/test_gpt2_XXXXXX";
+    if (!mkdtemp(&name[0])) { die("cannot make a folder '%s': %s", name.c_str(), strerror(errno)); }
     const std::string folder = name, path = checkpoint_model(folder, 1);
     const int rows = 2;
     GPT2 a, b, same;
