@@ -598,7 +598,7 @@ def test_command():
     check(read_bytes("command.bin") == read_bytes("plain.bin"), "the import's file")
 
 
-TRANSFORMERS_CHECKS = 29
+TRANSFORMERS_CHECKS = 32
 
 
 def test_transformers():
@@ -631,6 +631,7 @@ def test_transformers():
     config = GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=8, vocab_size=50257)
     GPT2LMHeadModel(config).save_pretrained("fresh")
     tool_ok(IMPORT, "fresh", "fresh.bin")
+    same_in_the_trainer("fresh")
     tool_ok(EXPORT, "fresh.bin", "gpt2_again")
     text = "It's 12345 <|endoftext|>  na\u00efve\n\n\t\u6f22\u5b57"
     ids = AutoTokenizer.from_pretrained("gpt2_again")(text)["input_ids"]
