@@ -9,7 +9,7 @@ Tests of train_gpt2.cu, in both builds: `make test_gpt2cu && ./test_gpt2cu`, `ma
     --reference PREFIX   model mode on PREFIX_model.bin, PREFIX_tensors.bin, PREFIX.json (from dev/reference)
     --small              kernels mode with its small shapes only: for compute-sanitizer
     --break NAME         scales that op's output by 1.01: the run must then fail. --list prints the names
-    dump-grads MODEL.bin TENSORS.bin OUT.bin MICRO_STEPS [-f 0] [--grad-dtype bf16]
+    dump-grads MODEL.bin TENSORS.bin OUT.bin MICRO_STEPS [-f 0] [--grad-dtype bf16] [--dropout P]
                          what this build computes for that reference's batch, in the reference file's format;
                          MICRO_STEPS 0: up to the loss, and of TENSORS.bin no more is read than the tokens
     dump-sums MODEL.bin QUESTIONS.bin B T [-f 0]    what -h 1 sums: `question choice sum` of each row
@@ -313,13 +313,14 @@ static Options dump_options(const std::vector<std::string>& args, size_t first) 
     for (size_t i = first; i + 1 < args.size(); i += 2) {
         if (args[i] == "-f") { o.tf32 = args[i + 1] != "0"; }
         else if (args[i] == "--grad-dtype") { o.grads_bf16 = args[i + 1] == "bf16"; }
-        else { die("dump: '%s' is not one of -f, --grad-dtype", args[i].c_str()); }
+        else if (args[i] == "--dropout") { o.dropout = atof(args[i + 1].c_str()); }
+        else { die("dump: '%s' is not one of -f, --grad-dtype, --dropout", args[i].c_str()); }
     }
     return o;
 }
 
-// What this build computes for a reference's batch, written like a reference (dev/reference/check_gpu.py
-// and check_eval_gpu.py compare).
+// What this build computes for a reference's batch, written like a reference (dev/reference/check_gpu.py,
+// check_eval_gpu.py and check_blocks.py compare): logits without dropout, loss and gradients with it.
 static void dump_grads(const std::vector<std::string>& args) {
     if (args.size() < 4) { die("dump-grads needs MODEL.bin TENSORS.bin OUT.bin MICRO_STEPS"); }
     const bool forward_alone = args[3] == "0";
@@ -350,8 +351,12 @@ static void dump_grads(const std::vector<std::string>& args) {
         const std::vector<float> logits = host_logits(&model, rows * r.T);
         atomic_write(&out, logits.data(), logits.size() * sizeof(float));
     }
-    if (!forward_alone) { accumulate_batch(&model, r.x.data(), r.y.data(), r.B, r.T, micro_steps); }
-    const float loss = gpt2_read_state(&model).loss;
+    float loss = gpt2_read_state(&model).loss;
+    if (!forward_alone) {
+        accumulate_batch(&model, r.x.data(), r.y.data(), r.B, r.T, micro_steps);
+        copy_to_host(&loss, model.records + model.lanes_at, sizeof(loss), model.stream);
+        stream_sync(model.stream);
+    }
     atomic_write(&out, &loss, sizeof(loss));
     for (int i = 0; i < NUM_PARAMS && !forward_alone; i++) {
         const std::vector<float> grad = host_grad(&model, i);
