@@ -187,14 +187,57 @@ def params_from_huggingface(name_or_path):
 
 
 # ---- the optimizer and its schedule ----
-def make_optimizer(model, hyper, fused=False):
+def make_optimizer(model, hyper, fused=False, without=()):
     """AdamW; weight decay only on tensors of two dimensions. Not fused: PyTorch's default for the device."""
     decay, keep = [], []
     for name, _, _, _, decays in PARAMS:
-        (decay if decays else keep).extend(tensor_list(model, name))
+        if name not in without:
+            (decay if decays else keep).extend(tensor_list(model, name))
     groups = [{"params": decay, "weight_decay": hyper["weight_decay"]}, {"params": keep, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=hyper["learning_rate"], betas=(hyper["beta1"], hyper["beta2"]),
                              eps=hyper["eps"], fused=True if fused else None)
+
+
+def newton_schulz(x, coefficients, steps, eps):
+    """What torch.optim.Muon does in bf16, in the type of x."""
+    a, b, c = coefficients
+    y = x.T if x.size(0) > x.size(1) else x
+    y = y / y.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = y @ y.T
+        y = a * y + (b * gram + c * gram @ gram) @ y
+    return y.T if x.size(0) > x.size(1) else y
+
+
+class MuonAndAdamW:
+    """torch.optim.Muon for the layers' matrices, AdamW for all else, as --optimizer muon divides them: q, k
+    and v are three matrices, so Muon gets parameters that lie inside those of the model."""
+
+    TAKEN = {"qkvw": 3, "attprojw": 1, "fcw": 1, "fcprojw": 1}
+
+    def __init__(self, model, hyper, fused=False):
+        if not hyper["muon_bf16"]:
+            torch.optim._muon._zeropower_via_newtonschulz = newton_schulz
+        self.parts = [(p, [nn.Parameter(part) for part in p.detach().chunk(count)])
+                      for name, count in self.TAKEN.items() for p in tensor_list(model, name)]
+        self.muon = torch.optim.Muon([part for _, parts in self.parts for part in parts], lr=hyper["muon_lr"],
+                                     weight_decay=hyper["muon_decay"], momentum=hyper["muon_momentum"],
+                                     ns_steps=hyper["muon_steps"])
+        self.adamw = make_optimizer(model, hyper, fused, without=self.TAKEN)
+
+    def step(self):
+        for p, parts in self.parts:
+            for part, grad in zip(parts, p.grad.chunk(len(parts))):
+                part.grad = grad
+        self.muon.step()
+        self.adamw.step()
+
+    def zero_grad(self, set_to_none=True):
+        assert set_to_none
+        for p, _ in self.parts:
+            p.grad = None
+        self.muon.zero_grad()
+        self.adamw.zero_grad()
 
 
 def learning_rate(step, steps, peak, warmup, final_fraction):
