@@ -9,7 +9,7 @@ Tests of train_gpt2.cu, in both builds: `make test_gpt2cu && ./test_gpt2cu`, `ma
     --reference PREFIX   model mode on PREFIX_model.bin, PREFIX_tensors.bin, PREFIX.json (from dev/reference)
     --small              kernels mode with its small shapes only: for compute-sanitizer
     --break NAME         scales that op's output by 1.01: the run must then fail. --list prints the names
-    dump-grads MODEL.bin TENSORS.bin OUT.bin MICRO_STEPS [-f 0] [--grad-dtype bf16]
+    dump-grads MODEL.bin TENSORS.bin OUT.bin MICRO_STEPS [-f 0] [--grad-dtype bf16] [--dropout P]
                          what this build computes for that reference's batch, in the reference file's format;
                          MICRO_STEPS 0: up to the loss, and of TENSORS.bin no more is read than the tokens
     dump-sums MODEL.bin QUESTIONS.bin B T [-f 0]    what -h 1 sums: `question choice sum` of each row
@@ -313,13 +313,14 @@ static Options dump_options(const std::vector<std::string>& args, size_t first) 
     for (size_t i = first; i + 1 < args.size(); i += 2) {
         if (args[i] == "-f") { o.tf32 = args[i + 1] != "0"; }
         else if (args[i] == "--grad-dtype") { o.grads_bf16 = args[i + 1] == "bf16"; }
-        else { die("dump: '%s' is not one of -f, --grad-dtype", args[i].c_str()); }
+        else if (args[i] == "--dropout") { o.dropout = atof(args[i + 1].c_str()); }
+        else { die("dump: '%s' is not one of -f, --grad-dtype, --dropout", args[i].c_str()); }
     }
     return o;
 }
 
-// What this build computes for a reference's batch, written like a reference (dev/reference/check_gpu.py
-// and check_eval_gpu.py compare).
+// What this build computes for a reference's batch, written like a reference (dev/reference/check_gpu.py,
+// check_eval_gpu.py and check_blocks.py compare): logits without dropout, loss and gradients with it.
 static void dump_grads(const std::vector<std::string>& args) {
     if (args.size() < 4) { die("dump-grads needs MODEL.bin TENSORS.bin OUT.bin MICRO_STEPS"); }
     const bool forward_alone = args[3] == "0";
@@ -350,8 +351,12 @@ static void dump_grads(const std::vector<std::string>& args) {
         const std::vector<float> logits = host_logits(&model, rows * r.T);
         atomic_write(&out, logits.data(), logits.size() * sizeof(float));
     }
-    if (!forward_alone) { accumulate_batch(&model, r.x.data(), r.y.data(), r.B, r.T, micro_steps); }
-    const float loss = gpt2_read_state(&model).loss;
+    float loss = gpt2_read_state(&model).loss;
+    if (!forward_alone) {
+        accumulate_batch(&model, r.x.data(), r.y.data(), r.B, r.T, micro_steps);
+        copy_to_host(&loss, model.records + model.lanes_at, sizeof(loss), model.stream);
+        stream_sync(model.stream);
+    }
     atomic_write(&out, &loss, sizeof(loss));
     for (int i = 0; i < NUM_PARAMS && !forward_alone; i++) {
         const std::vector<float> grad = host_grad(&model, i);
@@ -2431,42 +2436,54 @@ static void test_muon(size_t n, bool bf16, bool use_master) {
     k.expect_type<floatX>("params", k.values_of(dp), p, 1e-5, use_master || !kLowPrecision ? 2.0 : 2.5);
 }
 
-// Three matrices at once, against the twin; each alone has the same bits.
+// Two parts of each of three layers at once, in place, against the twin; each layer alone has the same bits.
 static void test_orthogonalise(int rows, int cols, int steps) {
-    const int count = 3, side = std::min(rows, cols);
+    const int layers = 3, parts = 2, count = layers * parts, side = std::min(rows, cols);
     const size_t size = (size_t)rows * cols, square = (size_t)side * side;
+    // as in a layer's bucket: one behind the other, the second at a multiple of 128, then something else
+    const size_t second = round_up(size, (size_t)128), stride = 2 * second + 128;
     Case k(format("muon_orthogonalise %d x %d, %d steps", rows, cols, steps));
-    std::vector<double> inp = k.random(count * size, 1e-6), out(count * size);
-    muonX *d_inp = k.tensor<muonX>("inp scratch", inp), *d_out = k.poisoned<muonX>("out", count * size);
+    std::vector<double> inp = k.random(layers * stride, 1e-6);
+    muonX* d_inout = k.tensor<muonX>("updates", inp);
+    muonX *x = k.poisoned<muonX>("x scratch", count * size),
+          *y = k.poisoned<muonX>("y scratch", count * size);
     muonX *gram = k.poisoned<muonX>("gram scratch", count * square),
           *poly = k.poisoned<muonX>("poly scratch", count * square);
     double* sums = (double*)k.poisoned<float>("sums scratch", 2 * count * ceil_div(size, kChunk));
-    auto call = [&](int at, int n) {
-        muon_orthogonalise({d_out + at * size, d_inp + at * size, gram, poly, sums, rows, cols, n, steps,
-                            count, size}, 0);
+    auto call = [&](int first, int n) {
+        const MuonPlaces places = {parts, n, {0, second}, stride};
+        muonX* at = d_inout + first * stride;
+        muon_orthogonalise({at, at, x, y, gram, poly, sums, places, rows, cols, steps, layers}, 0);
     };
-    k.run([&] { call(0, count); });
-    std::vector<double> plain;
+    const MuonPlaces places = {parts, layers, {0, second}, stride};
+    std::vector<double> out = inp, plain = inp;
     for (int i = 0; i < count; i++) {
-        const Values x(inp.begin() + i * size, inp.begin() + (i + 1) * size);
-        const Values y = plain_newton_schulz(x, rows, cols, steps, kLowPrecision ? as_bf16 : as_fp32);
-        plain.insert(plain.end(), y.begin(), y.end());
+        const auto at = inp.begin() + places.of(i);
+        const Values start(at, at + size);
+        const Values y = plain_newton_schulz(start, rows, cols, steps, kLowPrecision ? as_bf16 : as_fp32);
+        std::copy(y.begin(), y.end(), plain.begin() + places.of(i));
     }
-    std::vector<double> gram_cpu(square), poly_cpu(square), inp_cpu = inp;
-    muon_orthogonalise_cpu<double>({out.data(), inp_cpu.data(), gram_cpu.data(), poly_cpu.data(), nullptr,
-                                    rows, cols, count, steps, count, size}, 0);
-    k.expect_as_good_as("out", d_out, out, plain, 1e-4);
-    const std::vector<double> got = k.values_of(d_out);
+    std::vector<double> x_cpu(count * size), y_cpu(count * size), gram_cpu(count * square),
+        poly_cpu(count * square);
+    muon_orthogonalise_cpu<double>({out.data(), inp.data(), x_cpu.data(), y_cpu.data(), gram_cpu.data(),
+                                    poly_cpu.data(), nullptr, places, rows, cols, steps, layers}, 0);
+    k.run([&] { call(0, layers); });
+    k.expect_as_good_as("updates", d_inout, out, plain, 1e-4);
+    const std::vector<double> got = k.values_of(d_inout);
     double along = 0.0, plain_along = 0.0, length = 0.0;
-    for (size_t i = 0; i < size; i++) {
-        along += got[i] * out[i];
-        plain_along += plain[i] * out[i];
-        length += out[i] * out[i];
+    size_t beside = 0;
+    for (size_t e = 0; e < got.size(); e++) {
+        const bool taken = e % stride % second < size && e % stride < parts * second;
+        beside += !taken && got[e] != inp[e];
+        along += taken * got[e] * out[e];
+        plain_along += taken * plain[e] * out[e];
+        length += taken * out[e] * out[e];
     }
+    CHECK(beside == 0, "%s: %zu elements beside the matrices have changed", k.title.c_str(), beside);
     CHECK(fabs(along - plain_along) <= 3e-3 * length, "%s: %.5f times as long, plainly %.5f", k.title.c_str(),
           along / length, plain_along / length);
-    k.run([&] { for (int i = 0; i < count; i++) { call(i, 1); } });
-    CHECK(k.values_of(d_out) == got, "%s: alone each has other bits", k.title.c_str());
+    k.run([&] { for (int l = 0; l < layers; l++) { call(l, 1); } });
+    CHECK(k.values_of(d_inout) == got, "%s: alone each has other bits", k.title.c_str());
 }
 
 static void test_update(size_t n) {

@@ -2054,8 +2054,9 @@ static void adamw_update(const AdamW<floatX, float>& a, Stream stream) {
     cudaCheck(cudaGetLastError());
 }
 
-// Muon, as llmc/ops.h has it. Products are cuBLASLt's, one call for a matrix of all layers; in column-major
-// terms, with x stored (rows,cols):
+// Muon, as llmc/ops.h has it. Products are cuBLASLt's, one call for all matrices of a shape: q, k, v and
+// attproj of all layers (124M: 48), fc (12) and fcproj (12). Only the last one, which stores where the update
+// is read, takes a call for each part. In column-major terms, with x stored (rows,cols):
 //     wide or square   gram = x x^T (k = rows)    G = X^T X    x' = a x + poly x    X' = a X + X P
 //     tall             gram = x^T x (k = cols)    G = X X^T    x' = a x + x poly    X' = a X + P X
 // poly = b gram + c gram gram, and both sums ride in the products, as C with a factor. A step of a matrix of
@@ -2096,12 +2097,13 @@ static void muon_momentum(const MuonMomentum<floatX, float>& a, Stream stream) {
 // small as bf16 has them), then, when all are known, its part of x = inp / sqrt(their sum).
 template <bool kVector>
 __global__ void __launch_bounds__(kUpdateThreads)
-    muon_sums_kernel(double* sums /*(count,chunks)*/, const muonX* inp, size_t n, size_t stride) {
+    muon_sums_kernel(double* sums /*(count,chunks)*/, const muonX* inp, size_t n, MuonPlaces places) {
     __shared__ double shared[kWarp];
     const size_t end = min(n, (blockIdx.x + 1) * kChunk);
+    inp += places.of(blockIdx.y);
     double sum = 0.0;
     for (size_t i = blockIdx.x * kChunk + threadIdx.x * kWidth; i < end; i += blockDim.x * kWidth) {
-        const Floats x = load_floats<kVector>(inp + blockIdx.y * stride, i, n);
+        const Floats x = load_floats<kVector>(inp, i, n);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { sum += (double)x.at[k] * x.at[k]; }
     }
@@ -2109,11 +2111,13 @@ __global__ void __launch_bounds__(kUpdateThreads)
     if (threadIdx.x == 0) { sums[(size_t)blockIdx.y * gridDim.x + blockIdx.x] = sum; }
 }
 
-// out may be inp.
+// Here the matrices come together: in `out` there is nothing between them.
 template <bool kVector>
 __global__ void __launch_bounds__(kUpdateThreads)
-    muon_normalise_kernel(muonX* out, const muonX* inp, const double* sums, size_t n, size_t stride) {
+    muon_normalise_kernel(muonX* out, const muonX* inp, const double* sums, size_t n, MuonPlaces places) {
     __shared__ double shared[kWarp];
+    inp += places.of(blockIdx.y);
+    out += blockIdx.y * n;
     double sum = 0.0;
     for (unsigned c = threadIdx.x; c < gridDim.x; c += blockDim.x) {
         sum += sums[(size_t)blockIdx.y * gridDim.x + c];
@@ -2122,10 +2126,10 @@ __global__ void __launch_bounds__(kUpdateThreads)
     const double factor = sum > 0.0 ? 1.0 / sqrt(sum) : 0.0;
     const size_t end = min(n, (blockIdx.x + 1) * kChunk);
     for (size_t i = blockIdx.x * kChunk + threadIdx.x * kWidth; i < end; i += blockDim.x * kWidth) {
-        Floats x = load_floats<kVector>(inp + blockIdx.y * stride, i, n);
+        Floats x = load_floats<kVector>(inp, i, n);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { x.at[k] = (float)(x.at[k] * factor); }
-        store<kVector>(out + blockIdx.y * stride, i, n, to_pack<muonX>(x));
+        store<kVector>(out, i, n, to_pack<muonX>(x));
     }
 }
 
@@ -2135,32 +2139,47 @@ static void muon_orthogonalise(const MuonOrthogonalise<floatX, float>& a, Stream
     const int k = tall ? a.cols : a.rows, n = tall ? a.rows : a.cols;
     const size_t size = (size_t)a.rows * a.cols, square = (size_t)k * k;
     const float scale = tall ? (float)sqrt((double)a.rows / a.cols) : 1.0f;
-    muonX *x = a.inp, *y = a.out;
-    if (a.steps % 2 == 0) { std::swap(x, y); }          // the last step stores into `out`
+    const MuonPlaces& places = a.places;
     with_vector(size, [&](auto vector) {
-        const dim3 blocks((unsigned)ceil_div(size, kChunk), a.count);
-        muon_sums_kernel<vector.value><<<blocks, kUpdateThreads, 0, stream>>>(a.sums, a.inp, size, a.stride);
+        const dim3 blocks((unsigned)ceil_div(size, kChunk), places.count());
+        muon_sums_kernel<vector.value><<<blocks, kUpdateThreads, 0, stream>>>(a.sums, a.inp, size, places);
         cudaCheck(cudaGetLastError());
         muon_normalise_kernel<vector.value>
-            <<<blocks, kUpdateThreads, 0, stream>>>(x, a.inp, a.sums, size, a.stride);
+            <<<blocks, kUpdateThreads, 0, stream>>>(a.x, a.inp, a.sums, size, places);
         cudaCheck(cudaGetLastError());
     });
-    // d = alpha op(l) op(r) + beta c
-    auto product = [&](muonX* d, const muonX* l, const muonX* r, const muonX* c, float alpha, float beta,
-                       int m, int cols, int depth, bool trans_l, bool trans_r) {
-        auto stride = [&](const muonX* p) { return p == a.gram || p == a.poly ? square : a.stride; };
-        gemm_or_die({.d = d, .a = l, .b = r, .c = c, .bias = nullptr, .aux = nullptr, .m = m, .n = cols,
-                     .k = depth, .trans_a = trans_l, .trans_b = trans_r, .d_type = cuda_type(muonX()),
-                     .epilogue = CUBLASLT_EPILOGUE_DEFAULT, .inp_type = cuda_type(muonX()), .alpha = alpha,
-                     .beta = beta, .count = a.count, .count_all = a.count_all, .a_stride = stride(l),
-                     .b_stride = stride(r), .d_stride = stride(d)}, stream);
+    struct Matrices {                   // in scratch
+        muonX* first;
+        size_t stride;
+        Matrices from(int i) const { return {first + i * stride, stride}; }
+    };
+    // d = alpha op(l) op(r) + beta c, for all parts at once or for one
+    auto product = [&](Matrices d, Matrices l, Matrices r, Matrices c, float alpha, float beta, int m,
+                       int cols, int depth, bool trans_l, bool trans_r, int parts) {
+        gemm_or_die({.d = d.first, .a = l.first, .b = r.first, .c = c.first, .bias = nullptr, .aux = nullptr,
+                     .m = m, .n = cols, .k = depth, .trans_a = trans_l, .trans_b = trans_r,
+                     .d_type = cuda_type(muonX()), .epilogue = CUBLASLT_EPILOGUE_DEFAULT,
+                     .inp_type = cuda_type(muonX()), .alpha = alpha, .beta = beta,
+                     .count = parts * places.layers, .count_all = parts * a.layers_all, .a_stride = l.stride,
+                     .b_stride = r.stride, .c_stride = c.stride, .d_stride = d.stride}, stream);
+    };
+    const Matrices gram = {a.gram, square}, poly = {a.poly, square};
+    Matrices x = {a.x, size}, y = {a.y, size};
+    auto multiply_by_poly = [&](Matrices to, int first, float keep, int parts) {
+        const Matrices p = poly.from(first), from = x.from(first);
+        product(to, tall ? p : from, tall ? from : p, from, 1.0f, keep, a.cols, a.rows, k, false, false,
+                parts);
     };
     for (int step = 0; step < a.steps; step++, std::swap(x, y)) {
-        const float last = step + 1 == a.steps ? scale : 1.0f;
+        const bool is_last = step + 1 == a.steps;
+        const float last = is_last ? scale : 1.0f;
         const float keep = last * (float)kMuonA, b = last * (float)kMuonB, c = last * (float)kMuonC;
-        product(a.gram, x, x, nullptr, 1.0f, 0.0f, k, k, n, !tall, tall);
-        product(a.poly, a.gram, a.gram, a.gram, c, b, k, k, k, false, false);
-        product(y, tall ? a.poly : x, tall ? x : a.poly, x, 1.0f, keep, a.cols, a.rows, k, false, false);
+        product(gram, x, x, {}, 1.0f, 0.0f, k, k, n, !tall, tall, places.parts);
+        product(poly, gram, gram, gram, c, b, k, k, k, false, false, places.parts);
+        if (!is_last) { multiply_by_poly(y, 0, keep, places.parts); }
+        for (int part = 0; is_last && part < places.parts; part++) {
+            multiply_by_poly({a.out + places.at[part], places.stride}, part * places.layers, keep, 1);
+        }
     }
 }
 
@@ -4928,22 +4947,38 @@ static size_t record_bytes(const Layout& layout, int lanes) {
 }
 
 // Muon works on `together` layers at a time, so that its memory is bounded: each rank orthogonalises the
-// matrices of `each` of them, rank 0 of the first ones. Two buffers have room for all their matrices (a
-// bucket's padded elements a layer): what the momentum gives, whose shards the ranks gather, and what comes
-// of it, which they gather again. Layers cost alike, so the ranks' work differs by a layer at most: 12 layers
-// on 8 ranks are two for each of six of them. One GPU, 16 bits: 340 MB for 124M, 491 MB for 1558M.
-static size_t muon_bytes = (size_t)512 << 20;   // of both buffers, if a layer each is not more; tests set it
-struct MuonShare { int each, together; size_t elems, sums; };   // elems: of one buffer
+// matrices of `each` of them, rank 0 of the first ones. A buffer has room for all their matrices (a bucket's
+// padded elements a layer), for what the momentum gives, whose shards the ranks gather, and for what comes of
+// it, which they gather again; four places, of 4 C C elements for each of the rank's layers, are for the
+// products of one shape. Layers cost alike, so the ranks' work differs by a layer at most: 12 layers on 8
+// ranks are two for each of six of them. One GPU, 16 bits: 396 MB for 124M, 573 MB for 1558M.
+static size_t muon_bytes = (size_t)576 << 20;   // of all this, if a layer each is not more; tests set it
+struct MuonShare { int each, together; size_t elems, place, sums; };    // elems: of the buffer; bytes: others
 static MuonShare muon_share(const Layout& layout, const Config& c, const Split& split) {
-    const size_t padded = layout.buckets[1].padded, layer = 2 * padded * sizeof(muonX);
-    const int world = split.world, at_once = ceil_div(c.L, world);      // if there is memory
-    const int most = (int)std::min((size_t)at_once, std::max((size_t)1, muon_bytes / (layer * world)));
+    const size_t padded = layout.buckets[1].padded, squares = (size_t)kMuonParts * c.C * c.C;
+    const size_t least = (split.world * padded + 4 * squares) * sizeof(muonX);     // with a layer each
+    const int at_once = ceil_div(c.L, split.world);                     // if there is memory
+    const int most = (int)std::min((size_t)at_once, std::max((size_t)1, muon_bytes / least));
     const int each = ceil_div(at_once, ceil_div(at_once, most));        // turns of equal length
-    const size_t chunks = ceil_div((size_t)4 * c.C * c.C, kChunk);      // of the largest matrix
-    return {each, each * world, each * world * padded, each * chunks * sizeof(double)};
+    const size_t chunks = kMuonParts * ceil_div((size_t)c.C * c.C, kChunk);
+    return {each, each * split.world, each * split.world * padded,
+            round_up(each * squares * sizeof(muonX), kAlign), each * chunks * sizeof(double)};
 }
-static size_t muon_products_bytes(const MuonShare& share, const Config& c) {
-    return 2 * round_up((size_t)share.each * c.C * c.C * sizeof(muonX), kAlign) + share.sums;
+
+// The matrices of a layer, by their shape.
+struct MuonShape { int rows, cols; MuonPlaces places; };
+static std::vector<MuonShape> muon_shapes(const ParamSpec* specs, size_t stride, int layers) {
+    std::vector<MuonShape> shapes;
+    for (int i = 0; i < NUM_PARAMS; i++) {
+        for (int part = 0; part < specs[i].muon; part++) {
+            const int rows = (int)specs[i].rows / specs[i].muon, cols = (int)specs[i].cols;
+            auto same = [&](const MuonShape& s) { return s.rows == rows && s.cols == cols; };
+            auto it = std::find_if(shapes.begin(), shapes.end(), same);
+            if (it == shapes.end()) { it = shapes.insert(it, {rows, cols, {0, layers, {}, stride}}); }
+            it->places.at[it->places.parts++] = specs[i].offset + part * (specs[i].elems / specs[i].muon);
+        }
+    }
+    return shapes;
 }
 
 // What only training takes; 0: there is no such memory, and its pointer is null.
@@ -4959,8 +4994,8 @@ static TrainingBytes training_bytes(const Layout& layout, const Config& c, const
     b.m_and_v = (layout.state_elems + layout.v_elems) * sizeof(float);
     if (options.muon) {
         const MuonShare share = muon_share(layout, c, split);
-        b.muon_updates = 2 * share.elems * sizeof(muonX);
-        b.muon_products = muon_products_bytes(share, c);
+        b.muon_updates = share.elems * sizeof(muonX);
+        b.muon_products = 4 * share.place + share.sums;
     }
     b.grads = layout.grads_bytes * (split.zero == 2 ? 1 : buffers);
     b.grad_shards = split.zero == 2 ? layout.shard_elems * sizeof(float) * buffers : 0;
@@ -6008,22 +6043,18 @@ static void gpt2_gather_params(GPT2* model, int first, int count, size_t elem_by
     }
 }
 
-// Orthogonalises `count` layers' matrices, one kind of matrix after the other: from inp, where the first
-// layer's bucket begins, into out.
-static void gpt2_orthogonalise(GPT2* model, muonX* out, muonX* inp, int count) {
+// Orthogonalises the matrices of `layers` layers where they stand, one shape after the other; `updates` is
+// where the first layer's bucket begins.
+static void gpt2_orthogonalise(GPT2* model, muonX* updates, int layers) {
     const Config& c = model->config;
+    const size_t stride = model->layout.buckets[1].padded;
     const MuonShare share = muon_share(model->layout, c, model->options.split);
-    const size_t square = round_up((size_t)share.each * c.C * c.C * sizeof(muonX), kAlign);
-    char* products = model->muon_products;
-    for (const ParamSpec& s : model->param_specs) {
-        for (int part = 0; part < s.muon; part++) {
-            const size_t at = s.offset + part * (s.elems / s.muon);
-            muon_orthogonalise({.out = out + at, .inp = inp + at, .gram = (muonX*)products,
-                                .poly = (muonX*)(products + square), .sums = (double*)(products + 2 * square),
-                                .rows = (int)s.rows / s.muon, .cols = (int)s.cols, .count = count,
-                                .steps = model->options.muon_steps, .count_all = c.L,
-                                .stride = model->layout.buckets[1].padded}, model->stream);
-        }
+    auto place = [&](int i) { return model->muon_products + i * share.place; };
+    for (const MuonShape& s : muon_shapes(model->param_specs, stride, layers)) {
+        muon_orthogonalise({.out = updates, .inp = updates, .x = (muonX*)place(0), .y = (muonX*)place(1),
+                            .gram = (muonX*)place(2), .poly = (muonX*)place(3), .sums = (double*)place(4),
+                            .places = s.places, .rows = s.rows, .cols = s.cols,
+                            .steps = model->options.muon_steps, .layers_all = c.L}, model->stream);
     }
 }
 
@@ -6033,30 +6064,30 @@ static void gpt2_update_muon(GPT2* model, const UpdateRows& u, double lr) {
     const Options& o = model->options;
     const Split& split = o.split;
     const MuonShare share = muon_share(model->layout, model->config, split);
-    muonX *inp = (muonX*)model->muon_updates, *out = inp + share.elems;
+    muonX* updates = (muonX*)model->muon_updates;
     for (int first = 0; first < u.rows.count; first += share.together) {
         const int layers = std::min(share.together, u.rows.count - first), bucket = u.bucket + first;
         const Bucket& b = model->layout.buckets[bucket];
         const size_t from = split.zero == 0 ? 0 : split.rank * b.shard;
         Rows rows = u.rows;
         rows.count = layers;
-        muon_momentum({.update = inp + from, .m = model->m + b.state,
+        muon_momentum({.update = updates + from, .m = model->m + b.state,
                        .grads = gpt2_summed_grads(model, bucket), .state = &model->state->update, .n = u.n,
                        .update_row = b.padded, .rows = rows, .momentum = o.muon_momentum}, model->stream);
         if (split.zero >= 1) {
             gpt2_exchange_now(model, [&](Stream stream) {
                 for (int l = 0; l < layers; l++) {
-                    device_all_gather(inp + l * b.padded, b.shard * sizeof(muonX), stream);
+                    device_all_gather(updates + l * b.padded, b.shard * sizeof(muonX), stream);
                 }
             });
         }
         const int mine = split.rank * share.each, count = std::min(share.each, layers - mine);
-        if (count > 0) { gpt2_orthogonalise(model, out + mine * b.padded, inp + mine * b.padded, count); }
+        if (count > 0) { gpt2_orthogonalise(model, updates + mine * b.padded, count); }
         gpt2_exchange_now(model, [&](Stream stream) {
-            device_all_gather(out, share.each * b.padded * sizeof(muonX), stream);
+            device_all_gather(updates, share.each * b.padded * sizeof(muonX), stream);
         });
         muon_update({.params = model->params + b.params + from * u.elem_bytes,
-                     .master = model->master ? model->master + b.state : nullptr, .update = out + from,
+                     .master = model->master ? model->master + b.state : nullptr, .update = updates + from,
                      .state = &model->state->update, .n = u.n, .update_row = b.padded, .rows = rows,
                      .weight_decay = o.muon_decay, .lr = lr,
                      .key = RoundKey{o.seed, model->step, 0, kRoundParams}, .first = b.first + from},

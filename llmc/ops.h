@@ -219,14 +219,25 @@ template <class X, class S> struct MuonMomentum {       // a skipped update chan
     Rows rows;
     double momentum;
 };
-template <class X, class S> struct MuonOrthogonalise {  // matrices that do not lie together: one in `stride`
-    typename MuonValue<X>::type* out;           // (count,rows,cols)
-    typename MuonValue<X>::type* inp;           // (count,rows,cols), scratch afterwards
+// Matrices of one shape, `parts` of them in each of `layers` buckets. In scratch they lie close together, all
+// layers of one part before those of the next, so that one call can multiply them all.
+constexpr int kMuonParts = 4;           // GPT-2's q, k, v and attproj
+struct MuonPlaces {
+    int parts, layers;
+    size_t at[kMuonParts];              // elements: of each part from its bucket's start
+    size_t stride;                      // from bucket to bucket
+    LLMC_HD int count() const { return parts * layers; }
+    LLMC_HD size_t of(int i) const { return at[i / layers] + i % layers * stride; }    // of matrix i
+};
+template <class X, class S> struct MuonOrthogonalise {
+    typename MuonValue<X>::type* out;           // matrix i, (rows,cols), at places.of(i); may be inp
+    const typename MuonValue<X>::type* inp;     // likewise
+    typename MuonValue<X>::type *x, *y;         // scratch: (count,rows,cols) each
     typename MuonValue<X>::type *gram, *poly;   // scratch: (count,k,k), k the smaller of rows and cols
     double* sums;                       // scratch: (count,ceil(rows*cols/kChunk))
-    int rows, cols, count, steps;
-    int count_all;                      // of the whole job, of which this call may have a part: the same bits
-    size_t stride;
+    MuonPlaces places;
+    int rows, cols, steps;
+    int layers_all;                     // of the whole job, of which this call may have a part: the same bits
 };
 template <class X, class S> struct MuonUpdate {         // a skipped update changes nothing
     void* params;                       // (rows,n) X

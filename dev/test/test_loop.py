@@ -789,12 +789,12 @@ def weight_bytes(d, muon=False):
     total = sum(padded.values())
     weights = x * total + (4 - x) * padded["norms"]
     plan = {"parameters": weights, "gradients": 4 * total, "AdamW m and v": 8 * total}
-    if muon:                # no v of the layers' matrices, two buffers for them and two for square products
+    if muon:                # no v of the layers' matrices, a buffer for them and four for products
         layers = d.L * padded[0]
         del plan["AdamW m and v"]
         plan["m and AdamW's v"] = 8 * total - 4 * layers
-        plan["Muon's updates"] = 2 * x * layers
-        plan["Muon's products"] = 2 * round_up(x * d.L * d.C**2, 256) + 8 * d.L * -(-4 * d.C**2 // chunk)
+        plan["Muon's updates"] = x * layers
+        plan["Muon's products"] = 4 * round_up(x * d.L * 4 * d.C**2, 256) + 8 * d.L * 4 * -(-d.C**2 // chunk)
     return plan if x == 4 else {**plan, "master weights": 4 * total}
 
 
