@@ -32,7 +32,6 @@ import copy
 import csv
 import glob
 import json
-import math
 import os
 import re
 import shlex
