@@ -37,7 +37,8 @@ def take_a_numpy():
         import numpy                                        # noqa: F401
     except ImportError:
         take_the_venv()
-        die("no numpy in this Python\nhint: pip install numpy, in a venv of yours")
+        die("no numpy in this Python\n"
+            "hint: scripts/setup.sh installs it into .venv; or pip install numpy, in a venv of yours")
 
 
 take_a_numpy()
