@@ -30,7 +30,10 @@ except ImportError:
     print("SKIP: no numpy\nhint: pip install -r dev/requirements.txt\n0 passed, 0 failed, 1 skipped")
     sys.exit(0)
 
-from trainer import *                   # gives: run, run_ok, check, write_shard, model_path, main, ...
+from checks import ROOT
+from trainer import (LIMIT_S, LOG_LINE, SHARD_MAGIC, Program, check, check_close, check_equal,
+                     check_refused, exact, log_columns, log_lines, main, model_path, read_bytes, run,
+                     run_ok, sentences, skip, tolerance, write_bytes, write_questions, write_shard)
 
 sys.path.insert(0, os.path.join(ROOT, "dev/reference"))
 import formats                          # gives: Dims, init_params, write_checkpoint, read_checkpoint, PARAMS
@@ -786,12 +789,12 @@ def weight_bytes(d, muon=False):
     total = sum(padded.values())
     weights = x * total + (4 - x) * padded["norms"]
     plan = {"parameters": weights, "gradients": 4 * total, "AdamW m and v": 8 * total}
-    if muon:                # no v of the layers' matrices, two buffers for them and two for square products
+    if muon:                # no v of the layers' matrices, a buffer for them and four for products
         layers = d.L * padded[0]
         del plan["AdamW m and v"]
         plan["m and AdamW's v"] = 8 * total - 4 * layers
-        plan["Muon's updates"] = 2 * x * layers
-        plan["Muon's products"] = 2 * round_up(x * d.L * d.C**2, 256) + 8 * d.L * -(-4 * d.C**2 // chunk)
+        plan["Muon's updates"] = x * layers
+        plan["Muon's products"] = 4 * round_up(x * d.L * 4 * d.C**2, 256) + 8 * d.L * 4 * -(-d.C**2 // chunk)
     return plan if x == 4 else {**plan, "master weights": 4 * total}
 
 
