@@ -7445,8 +7445,8 @@ static int64_t newest_model(const std::string& folder) {
     }
     comm_broadcast(&newest, sizeof(newest));
     if (newest < 0 && file_size((folder + "/model.safetensors").c_str()) >= 0) {
-        die("-e %s: this folder is of Hugging Face\nhint: -e %s/model.safetensors", folder.c_str(),
-            folder.c_str());
+        die("-e %s: there is no model_*.bin in this folder, but a model.safetensors\n"
+            "hint: -e %s/model.safetensors", folder.c_str(), folder.c_str());
     }
     if (newest < 0) {
         die("-e %s: there is no %smodel_*.bin in this folder%s\n"
