@@ -213,7 +213,7 @@ bench-ops: build/check/profile_gpt2.BF16 ## on a GPU: the norms' kernels beside 
 bench: build/check/train_gpt2.BF16 ## on a GPU: tokens/s beside PyTorch's
 	dev/bench/bench.sh
 
-lint: ## launches without a stream, long lines, tabs, paths of one machine
+lint: ## launches without a stream, long lines, undefined names in Python, paths of one machine
 	python3 dev/test/lint.py
 
 clean: ## remove everything that make built

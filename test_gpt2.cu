@@ -62,8 +62,14 @@ static void break_output(const Grad& grad, size_t count, Stream stream) {
 #endif
     break_output(grad.data, count, stream);
 }
+template <class Real>
+static void break_output(const ResidualOf<Real>& residual, size_t count, Stream stream) {
+    if (residual.is_fp32) { break_output((float*)residual.data, count, stream); }
+    else { break_output(residual.data, count, stream); }
+}
 template <class Real> static bool is_wanted(const Real* data) { return data != nullptr; }
 static bool is_wanted(const Grad& grad) { return grad.data != nullptr; }
+template <class Real> static bool is_wanted(const ResidualOf<Real>& residual) { return residual.data; }
 
 template <class Args> static void break_outputs(const Args& args, Stream stream) {
     if (!break_name) { return; }
@@ -233,6 +239,12 @@ static void accumulate_batch(GPT2* model, const int* x, const int* y, int B, int
     }
 }
 
+// While there is one, an FP32 build, too, lets a stream in fp32 go its own way.
+struct StreamApart {
+    StreamApart() { fp32_builds_follow = true; }
+    ~StreamApart() { fp32_builds_follow = false; }
+};
+
 // == model ==
 // Bounds on an error: fp32 absolute ones, or twice what PyTorch's own type does to the same tensor.
 static double error_bound(const std::string& json, const std::string& what, double fp32_bound) {
@@ -240,10 +252,12 @@ static double error_bound(const std::string& json, const std::string& what, doub
     return 2.0 * json_numbers(json, (kFp16 ? "float16" : "bfloat16") + what)[0];
 }
 
-static void test_model(const std::string& prefix, const Options& options, double logits_bound,
-                       double grad_bound) {
+static void test_model(const std::string& prefix, const Options& options, bool residual_fp32,
+                       double logits_bound, double grad_bound) {
     const std::string path = prefix + "_model.bin";
-    const Config c = checkpoint_config(path.c_str());
+    Config c = checkpoint_config(path.c_str());
+    c.residual_fp32 = residual_fp32;
+    const StreamApart apart;
     const Reference r = reference_load(prefix + "_tensors.bin", c);
     const std::string json = read_text(prefix + ".json");
     Options o = options;
@@ -625,8 +639,9 @@ static void check_model_file(GPT2* a, const Config& c, const Options& o, const s
 // Saved after the first step while two more go on; another model goes on from there, and both end with the
 // same bits.
 static void test_checkpoint(const Config& c, const Options& o, bool at_once) {
-    char name[] = "/tmp/test_gpt2_XXXXXX";
-    if (!mkdtemp(name)) { die("cannot make a folder under /tmp"); }
+    const char* tmp = getenv("TMPDIR");
+    std::string name = std::string(tmp ? tmp : "/tmp") + "/test_gpt2_XXXXXX";
+    if (!mkdtemp(&name[0])) { die("cannot make a folder '%s': %s", name.c_str(), strerror(errno)); }
     const std::string folder = name, path = checkpoint_model(folder, 1);
     const int rows = 2;
     GPT2 a, b, same;
@@ -816,6 +831,45 @@ static void test_muon_updates(const Config& c) {
     CHECK(same_bits(together, short_run(c, o, B, c.maxT, 3)), "two equal runs differ");
 }
 
+// The LM head over some rows alone: the same losses but for the order of its sums, which may depend on how
+// many rows there are. In 16 bits a logit may then be rounded the other way, now and then.
+static void test_counted_losses(const Config& c, const Options& o) {
+    const int B = 8, T = c.maxT, N = B * T;
+    GPT2 model;
+    start_model(&model, c, o, B, T);
+    const Batch batch = random_batch(c, B, T, 8);
+    auto losses_of = [&](int count) {
+        std::vector<float> losses(count);
+        copy_to_host(losses.data(), gpt2_acts(&model, 0).losses, count * sizeof(float), model.stream);
+        stream_sync(model.stream);
+        return losses;
+    };
+    gpt2_set_inputs(&model, batch.x.data(), batch.y.data(), B, T, ClassifierMode::LossOnly);
+    gpt2_loss(&model, B, T, ClassifierMode::LossOnly, 0.0f, 1.0f, &model.state->loss, Accumulate::No);
+    const std::vector<float> all = losses_of(N), logits = host_logits(&model, N);
+    double size = 0.0;
+    for (float x : logits) { size += (double)x * x; }
+    const double rms = sqrt(size / (double)logits.size());
+    for (int stride : {1, 3, N}) {                  // all of them; some, the last too; the last alone
+        std::vector<int> places(N, 0), targets(N, 0);
+        int count = 0;
+        for (int n = (N - 1) % stride; n < N; n += stride) {
+            places[count] = n;
+            targets[count++] = batch.y[n];
+        }
+        gpt2_set_inputs(&model, batch.x.data(), targets.data(), B, T, ClassifierMode::LossOnly,
+                        places.data());
+        gpt2_forward(&model, B, T);
+        gpt2_counted_losses(&model, N, count);
+        const std::vector<float> got = losses_of(count);
+        double far = 0.0;
+        for (int i = 0; i < count; i++) { far += fabs(got[i] - all[places[i]]) / count; }
+        CHECK(far <= (kLowPrecision ? 1e-3 : 1e-5) * rms, "every %d: losses differ by %.2e on average",
+              stride, far);
+    }
+    gpt2_free(&model);
+}
+
 static void test_invariance(const char* name, const Config& c) {
     const int B = 8, T = c.maxT;
     const Options o = default_options();
@@ -881,6 +935,7 @@ static void test_invariance(const char* name, const Config& c) {
         gpt2_free(&a);
         gpt2_free(&b);
     }
+    TEST("an evaluation's losses: a whole forward's at the places that count") { test_counted_losses(c, o); }
     TEST("a shorter sequence and a smaller batch than allocated") {
         GPT2 big, small;
         start_model(&big, c, o, B, T);
@@ -1013,7 +1068,13 @@ static void test_lane_gradients(const Config& c) {
 
 // Texts that are written with kept keys and values, past T, three at once: logits against those of whole
 // forwards, the device's draws against sample_token's; each text alone; and training beside it.
+static Config with_fp32_stream(Config c) {
+    c.residual_fp32 = true;
+    return c;
+}
+
 static void test_writing(const char* name, const Config& c) {
+    const StreamApart apart;                    // where c has it
     const int T = c.maxT, count = T + 9, kRow = 1;
     const std::vector<int> prompt = {7, c.V - 1, 0, 250, 7};
     Options o = default_options();
@@ -1326,6 +1387,37 @@ static void check_slopes(GPT2* model, const std::string& what, const Batch& batc
     }
 }
 
+// A stream in fp32 beside the same model's of the branches' type. In an FP32 build they are one, and the way
+// that a stream in fp32 takes, where the norms add and each branch has a gradient of its own, leads to the
+// numbers of --residual layernorm.
+static void test_residual_fp32(Config c, double dropout) {
+    const int B = 4, T = c.maxT;
+    const std::string what = format("block %d, norm %d, dropout %g, stream in fp32", (int)c.block,
+                                    (int)c.norm, dropout);
+    Options o = default_options(), layernorm = o;
+    o.dropout = layernorm.dropout = dropout;
+    layernorm.residual_in_gemm = false;
+    const std::vector<float> plain = short_run(c, o, B, T, 2, 2), added = short_run(c, layernorm, B, T, 2, 2);
+    c.residual_fp32 = true;
+    const bool same = kLowPrecision || same_bits(plain, short_run(c, o, B, T, 2, 2));
+    CHECK(same, "%s: other bits", what.c_str());
+    const StreamApart apart;
+    const std::vector<float> fp32 = short_run(c, o, B, T, 2, 2);
+#ifdef GPT2_CPU
+    CHECK(same_bits(added, fp32), "%s: not what --residual layernorm gives", what.c_str());
+#else
+    CHECK(same_bits(fp32, short_run(c, o, B, T, 2, 2)), "%s: two equal runs differ", what.c_str());
+#endif
+    const double error = relative_error(fp32.data() + 2, added.data() + 2, added.size() - 2);
+    CHECK(error <= (kLowPrecision ? 2e-2 : 1e-4), "%s: differs by %g", what.c_str(), error);
+    if (kLowPrecision) { CHECK(!same_bits(added, fp32), "%s: the same bits", what.c_str()); }
+    for (int recompute : {1, 2}) {
+        Options r = o;
+        r.recompute = recompute;
+        CHECK(same_bits(fp32, short_run(c, r, B, T, 2, 2)), "%s: -r %d", what.c_str(), recompute);
+    }
+}
+
 // Every kind of block and norm, without and with dropout.
 static void test_variant(const Config& c, double dropout) {
     const int B = 4, T = c.maxT;
@@ -1379,7 +1471,10 @@ static void test_variants(Config c) {
     for (Block block : {Block::Sequential, Block::Parallel, Block::ParallelTied}) {
         for (NormKind norm : {NormKind::Layer, NormKind::Rms}) {
             c.block = block, c.norm = norm;
-            for (double dropout : {0.0, 0.2}) { test_variant(c, dropout); }
+            for (double dropout : {0.0, 0.2}) {
+                test_variant(c, dropout);
+                test_residual_fp32(c, dropout);
+            }
         }
     }
 }
@@ -1665,11 +1760,26 @@ static void test_encoder(int B, int T, int C, int V, int maxT) {
 }
 
 // norms: 1, 2, or 3: one with two gradients, as in a tied block. starts: nothing comes before the branches.
-struct NormCase { NormKind kind; int norms, branches; bool drops, starts; };
+// fp32: the residual stream.
+struct NormCase { NormKind kind; int norms, branches; bool drops, starts, fp32; };
 
 static std::string norm_title(const char* op, const NormCase& is, int N, int C) {
-    return format("%s N=%d C=%d %s norms=%d branches=%d drops=%d starts=%d", op, N, C,
-                  is.kind == NormKind::Rms ? "rms" : "layer", is.norms, is.branches, is.drops, is.starts);
+    return format("%s N=%d C=%d %s norms=%d branches=%d drops=%d starts=%d fp32=%d", op, N, C,
+                  is.kind == NormKind::Rms ? "rms" : "layer", is.norms, is.branches, is.drops, is.starts,
+                  is.fp32);
+}
+// A tensor of the stream, as ops take it; null: poisoned.
+static floatX* norm_stream(Case* k, const NormCase& is, const char* name, size_t n,
+                           std::vector<double>* values) {
+    if (is.fp32) { return (floatX*)(values ? k->tensor<float>(name, *values) : k->poisoned<float>(name, n)); }
+    return values ? k->tensor<floatX>(name, *values) : k->poisoned<floatX>(name, n);
+}
+// Compares one with its twin's; returns what it holds.
+static std::vector<double> norm_expect(Case* k, const NormCase& is, const char* name, const floatX* p,
+                                       const std::vector<double>& want) {
+    if (is.fp32) { k->expect(name, (const float*)p, want); }
+    else { k->expect(name, p, want); }
+    return is.fp32 ? k->values_of((const float*)p) : k->values_of(p);
 }
 static Dropout norm_dropout(const NormCase& is, uint32_t place) {
     return dropout_of(is.drops ? 0.2 : 0.0, {1337, 4, place}, 5000000000ull);
@@ -1694,23 +1804,23 @@ static void test_norm_forward(const NormCase& is, int N, int C) {
     }
     a.mean = layer ? k.poisoned<float>("mean", N) : nullptr, a.rstd = k.poisoned<float>("rstd", N);
     twin.mean = mean.data(), twin.rstd = rstd.data();
-    a.inp = is.starts ? nullptr : k.tensor<floatX>("inp", x);
+    a.inp = is.starts ? nullptr : norm_stream(&k, is, "inp", n, &x);
     twin.inp = is.starts ? nullptr : x.data();
+    a.residual_fp32 = is.fp32;
     for (int i = 0; i < is.branches; i++) {
         a.branch[i] = k.tensor<floatX>(i == 0 ? "branch0" : "branch1", i == 0 ? b0 : b1);
         twin.branch[i] = i == 0 ? b0.data() : b1.data();
         a.dropout[i] = twin.dropout[i] = norm_dropout(is, 7 + (uint32_t)i);
     }
     if (is.branches > 0) {
-        a.residual = k.poisoned<floatX>("residual", n);
+        a.residual = norm_stream(&k, is, "residual", n, nullptr);
         twin.residual = residual.data();
     }
     a.kind = twin.kind = is.kind, a.N = twin.N = N, a.C = twin.C = C;
     k.run([&] { norm_forward(a, 0); });
     norm_forward_cpu<double>(twin, 0);
     if (is.branches > 0) {
-        k.expect("residual", a.residual, residual);
-        residual = k.values_of(a.residual);         // what is normalised is the rounded sum
+        residual = norm_expect(&k, is, "residual", a.residual, residual);   // what is normalised: as rounded
         twin.inp = residual.data(), twin.residual = nullptr;
         norm_forward_cpu<double>(twin, 0);
     }
@@ -1734,11 +1844,12 @@ static void test_norm_backward(const NormCase& is, int N, int C, Accumulate acc,
                         branch_bias[2] = {k.random(C), k.random(C)};
     NormBackward<floatX, float> a = {};
     NormBackward<double, double> twin = {};
-    a.dresidual = acc == Accumulate::Yes ? k.tensor<floatX>("dresidual", dres)
-                                         : k.poisoned<floatX>("dresidual", n);
+    a.dresidual = norm_stream(&k, is, "dresidual", n, acc == Accumulate::Yes ? &dres : nullptr);
     twin.dresidual = dres.data();
-    a.inp = k.tensor<floatX>("inp", x);
+    a.inp = norm_stream(&k, is, "inp", n, &x);
     twin.inp = x.data();
+    a.residual_fp32 = is.fp32;
+    const bool apart = is.drops || is.fp32;     // the branches' gradients from the stream's
     NormForward<double, double> forward = {};
     forward.y[0] = {y.data(), w[0].data(), layer ? w[1].data() : nullptr};
     forward.mean = mean.data(), forward.rstd = rstd.data(), forward.inp = x.data();
@@ -1760,7 +1871,7 @@ static void test_norm_backward(const NormCase& is, int N, int C, Accumulate acc,
         twin.y[i].dbias = {dbias[i].data(), acc};
     }
     for (int i = 0; i < is.branches; i++) {
-        if (is.drops) {
+        if (apart) {
             a.branch[i].dout = k.poisoned<floatX>(i == 0 ? "branch0" : "branch1", n);
             twin.branch[i].dout = branch[i].data();
         }
@@ -1773,29 +1884,31 @@ static void test_norm_backward(const NormCase& is, int N, int C, Accumulate acc,
     a.scratch = k.poisoned<float>("scratch", norm_backward_scratch_bytes(N, C, rows) / 4);
     k.run([&] { norm_backward(a, 0); });
     norm_backward_cpu<double>(twin, 0);
-    k.expect("dresidual", a.dresidual, dres);
+    const std::vector<double> stored_dres = norm_expect(&k, is, "dresidual", a.dresidual, dres);
     for (int i = 0; i < (is.norms == 2 ? 2 : 1); i++) {
         k.expect(names[i][2], a.y[i].dweight, dweight[i]);
         if (layer) { k.expect(names[i][3], a.y[i].dbias, dbias[i]); }
     }
     for (int i = 0; i < is.branches; i++) {
-        if (is.drops) { k.expect(i == 0 ? "branch0" : "branch1", a.branch[i].dout, branch[i]); }
+        if (apart) { k.expect(i == 0 ? "branch0" : "branch1", a.branch[i].dout, branch[i]); }
         if (!sums) { continue; }
-        const std::vector<double> stored = k.values_of(is.drops ? a.branch[i].dout : a.dresidual);
+        const std::vector<double> stored = apart ? k.values_of(a.branch[i].dout) : stored_dres;
         bias_backward_cpu<double>({{branch_bias[i].data(), acc}, nullptr, stored.data(), N, C}, 0);
         k.expect(names[i][4], a.branch[i].dbias, branch_bias[i]);       // of the values as stored
     }
 }
 
-// Every member of the family.
+// Every member of the family. Where all is fp32, a stream in fp32 is no other.
 static void test_norm(int N, int C) {
     for (NormKind kind : {NormKind::Layer, NormKind::Rms}) {
         for (int norms : {1, 2, 3}) {
             for (int branches : {0, 1, 2}) {
-                for (int i = 0; i < (branches == 0 ? 1 : 4); i++) {
-                    const NormCase is = {kind, norms, branches, i % 2 == 1, i / 2 == 1};
+                const int forms = branches == 0 ? 1 : 4;
+                for (int i = 0; i < (kLowPrecision ? 2 : 1) * forms; i++) {
+                    const NormCase is = {kind, norms, branches, i % 2 == 1 && forms > 1, i / 2 % 2 == 1,
+                                         i >= forms};
                     if (norms < 3) { test_norm_forward(is, N, C); }
-                    if (C == 1 || is.starts) { continue; }
+                    if (C == 1 || is.starts || (is.fp32 && branches == 0)) { continue; }
                     const bool gpt2 = kind == NormKind::Layer && norms == 1 && branches == 1 && !is.drops;
                     for (Accumulate acc : kBothAccumulate) {
                         const bool odd = (norms + branches + i + (int)acc) % 2 == 1;
@@ -2100,6 +2213,19 @@ static void test_attention_forms() {
     attention_shared_cap = SIZE_MAX;
     for (int HS : {0, -1, 513}) { CHECK(!attention_error(HS).empty(), "head size %d is taken", HS); }
     select_kernels(false, false);
+}
+
+static void test_gather_rows(int N, int from, int C) {
+    Case k(format("gather_rows N=%d C=%d", N, C));
+    std::vector<double> inp = k.random((size_t)from * C), out((size_t)N * C);
+    std::vector<int> rows;
+    for (int n = 0; n < N; n++) { rows.push_back((n * 7 + from - 1) % from); }      // the last, then others
+    const floatX* d_inp = k.tensor<floatX>("inp", inp);
+    const int* d_rows = k.bytes_of("rows", rows);
+    floatX* d_out = k.poisoned<floatX>("out", out.size());
+    k.run([&] { gather_rows({d_out, d_inp, d_rows, N, C}, 0); });
+    gather_rows_cpu<double>({out.data(), inp.data(), rows.data(), N, C}, 0);
+    k.expect("out", d_out, out);
 }
 
 static void test_classifier(int N, int V, int Vp) {
@@ -2663,6 +2789,8 @@ static void test_kernels() {
         test_attention_forms();
     }
     TEST("kernels: classifier and loss") {
+        test_gather_rows(5, 9, 40);
+        test_gather_rows(300, 70, 1000);            // rows that occur often; more columns than threads
         test_classifier(7, 509, 512);
         test_classifier(5, 67, 128);
         test_classifier(2, 8100, 8192);             // threads that hold nothing but padding
@@ -2772,8 +2900,12 @@ int main(int argc, char** argv) {
             const bool given = !references.empty();
             if (!given) { references = {committed_reference("ugly"), committed_reference("head64")}; }
             for (const std::string& prefix : references) {
-                TEST(format("model against PyTorch: %s", prefix.c_str()).c_str()) {
-                    test_model(prefix, default_options(), given ? 2e-5 : 1e-5, given ? 1e-4 : 2e-5);
+                for (bool fp32 : {false, true}) {
+                    const char* stream = fp32 ? ", residual stream in fp32" : "";
+                    TEST(format("model against PyTorch: %s%s", prefix.c_str(), stream).c_str()) {
+                        test_model(prefix, default_options(), fp32, given ? 2e-5 : 1e-5,
+                                   given ? 1e-4 : 2e-5);
+                    }
                 }
             }
         }
@@ -2794,6 +2926,9 @@ int main(int argc, char** argv) {
             test_invariance("plain attention, C=40 V=509 T=33", kTiny);
             test_invariance("head size 64, C=128 V=300 T=70", kTensorCore);
             test_writing("plain, C=40 V=509 T=33", kTiny);
+            test_writing("stream in fp32, C=40 V=509 T=33", with_fp32_stream(kTiny));
+            test_writing("stream in fp32, two norms", with_fp32_stream({17, 131, 256, 2, 2, 40,
+                                                                        Block::Parallel}));
             test_writing("tensor cores, C=128 V=300 T=70", kTensorCore);
 #ifndef GPT2_CPU
             test_cuda_options(kTensorCore);

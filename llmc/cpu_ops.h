@@ -667,6 +667,15 @@ template <class Real> void classifier_cpu(const Classifier<Real, Real>& a, Strea
     OP_DONE(a);
 }
 
+// out[n,c] = inp[rows[n],c]
+template <class Real> void gather_rows_cpu(const GatherRows<Real, Real>& a, Stream) {
+    #pragma omp parallel for
+    for (int n = 0; n < a.N; n++) {
+        memcpy(a.out + (size_t)n * a.C, a.inp + (size_t)a.rows[n] * a.C, a.C * sizeof(Real));
+    }
+    OP_DONE(a);
+}
+
 // mean (=, +=) weight * sum over n of losses[n], added in order
 template <class Real> void loss_sum_cpu(const LossSum<Real, Real>& a, Stream) {
     double sum = 0.0;

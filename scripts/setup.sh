@@ -41,6 +41,12 @@ need_venv=1
 for python in python3 .venv/bin/python; do
     if "$python" -c "$imports" 2>/dev/null; then need_venv=0; fi
 done
+# What only lint wants is no reason to make a .venv, but one that is there gets it.
+had_venv=0
+if [ -x .venv/bin/python ]; then had_venv=1; fi
+if [ $had_venv = 1 ] && [ "${1:-}" = tests ] && ! .venv/bin/python -c 'import pyflakes' 2>/dev/null; then
+    need_venv=1
+fi
 # A package that only one script wants: what it is imported as, and what is not possible without it.
 extra='' need_extra=0
 case ${1:-} in
@@ -91,9 +97,9 @@ if [ $need_venv = 1 ]; then
     echo "installing what dev/requirements.txt lists into .venv"
     if ! { python3 -m venv .venv && .venv/bin/pip install -r dev/requirements.txt; } >"$log" 2>&1; then
         tail -3 "$log" >&2
-        echo "warning: no Python packages, so no loss.png, and some tests are skipped" >&2
+        echo "warning: not all Python packages, so perhaps no loss.png, and some tests are skipped" >&2
         echo "hint: python3 -m venv .venv && .venv/bin/pip install -r dev/requirements.txt" >&2
-        rm -rf .venv
+        if [ $had_venv = 0 ]; then rm -rf .venv; fi
     fi
 fi
 if [ $need_extra = 1 ]; then

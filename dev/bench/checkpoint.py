@@ -53,7 +53,8 @@ def measure(program, flags, every, folder):
             step = re.match(r"step (\d+)/.* \| (\S+) ms \|", line)
             if step and int(step[1]) <= steps:
                 ms.append(float(step[2]))
-                first = time.monotonic() - started if len(ms) == 1 else first
+                if len(ms) == 1:
+                    first = time.monotonic() - started
                 if len(ms) % every == 0:
                     due.append(time.monotonic())
             if line.startswith("saved "):

@@ -7,6 +7,7 @@ import bz2
 import contextlib
 import gzip
 import json
+import importlib
 import lzma
 import os
 import sys
@@ -47,7 +48,7 @@ def reading(path):
 def need_pyarrow():
     """Before the work begins; .venv may have what this Python lacks."""
     try:
-        import pyarrow.parquet          # noqa: F401
+        importlib.import_module("pyarrow.parquet")
     except ImportError:
         take_the_venv()
         raise Problem("parquet files cannot be read without pyarrow",

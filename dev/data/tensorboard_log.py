@@ -12,7 +12,6 @@ and those before it as far back as they took.
 """
 import argparse
 import glob
-import json
 import math
 import os
 import sys

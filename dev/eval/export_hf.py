@@ -15,8 +15,9 @@ import os
 import re
 import shutil
 
-from model_files import (DTYPES, ROOT, Parser, beside, count_parameters, die, last_model, read_bin, run_main,
+from model_files import (DTYPES, Parser, beside, count_parameters, die, last_model, read_bin, run_main,
                          synced_file, write_safetensors)
+from venv_python import ROOT                        # model_files has added its folder
 
 MERGES = os.path.join(ROOT, "dev/data/gpt2_bpe/vocab.bpe")
 END_OF_TEXT = "<|endoftext|>"

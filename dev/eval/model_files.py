@@ -24,24 +24,18 @@ import sys
 from collections import namedtuple
 
 sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
-from venv_python import ROOT, take_the_venv         # noqa: E402
+from venv_python import take_the_venv               # noqa: E402
 
 
 def die(message):
     sys.exit("error: " + message)
 
 
-def take_a_numpy():
-    """This Python's, else .venv's, which setup.sh has filled: the program starts again with that one."""
-    try:
-        import numpy                                        # noqa: F401
-    except ImportError:
-        take_the_venv()
-        die("no numpy in this Python\nhint: pip install numpy, in a venv of yours")
-
-
-take_a_numpy()
-import numpy as np                                          # noqa: E402
+try:
+    import numpy as np
+except ImportError:             # .venv, which setup.sh has filled, has one: the program starts again with it
+    take_the_venv()
+    die("no numpy in this Python\nhint: pip install numpy, in a venv of yours")
 
 MODEL_MAGIC, HEADER_BYTES = 20240326, 1024
 VERSIONS = {3: "F32", 5: "BF16"}                            # of model_*.bin, in safetensors' words

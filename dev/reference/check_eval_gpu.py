@@ -32,7 +32,6 @@ import copy
 import csv
 import glob
 import json
-import math
 import os
 import re
 import shlex
@@ -50,8 +49,8 @@ import torch.nn.functional as F
 
 import train_gpt2
 from check_gpu import HERE, CommandFailed, check, counts, run, skip
-from formats import (MAGIC_TENSORS, PARAMS, header_words, param_shape, parse_model, read_checkpoint,
-                     read_header, write_checkpoint, write_shard)
+from formats import (MAGIC_TENSORS, header_words, parse_model, read_header, write_checkpoint,
+                     write_shard)
 from gpt2 import random_params, setup_device
 
 sys.path.append(os.path.join(HERE, "..", "test"))

@@ -223,7 +223,7 @@ def speed(args):
         print("%-9s median %8.2f ms  %9.0f tokens/s  best %8.2f ms  peak %5.1f GiB  loss %.3f"
               % (kind, 1000 * median, B * T / median, 1000 * min(times), peak, loss.item()),
               flush=True)
-        del raw, model, optimizer, loss
+        raw = model = optimizer = loss = None       # the memory of all that they held
         release()
         if args.device == "cuda":
             torch.cuda.reset_peak_memory_stats()

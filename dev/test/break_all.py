@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Can the tests fail? Runs a test program once for each output of each op, with that output scaled by 1.01,
 and expects it to notice every time. An output that the run does not compute is a failure too, unless
-NOT_COMPUTED says so: else a path that nothing reaches any more would pass.
+NOT_COMPUTED says so: else a path that nothing reaches any more would pass. A run that has noticed is ended at
+its first failed check; the first output's goes on to the end, and has to end as a failure does.
 
     python3 dev/test/break_all.py ./test_gpt2cpu
     python3 dev/test/break_all.py ./test_gpt2cu kernels --small model       # only these modes
@@ -11,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 
 # By the word behind `device:` in the program's output; a GPU's runs compute everything.
 NOT_COMPUTED = {
@@ -22,12 +24,24 @@ NOT_COMPUTED = {
 CLOSING = re.compile(r"^\d+ passed, (\d+) failed, \d+ skipped$")
 
 
-def notices(command, name):
-    env = dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")   # the runs share the cores
-    run = subprocess.run(command + ["--break", name], env=env, stdout=subprocess.PIPE,
-                         stderr=subprocess.STDOUT, text=True, check=False)
-    lines = run.stdout.rstrip("\n").split("\n")
-    closing = CLOSING.match(lines[-1])
+def run_until_noticed(command, to_the_end):
+    """(exit code, None of a run that was ended, its lines)"""
+    lines = []
+    with tempfile.TemporaryDirectory() as folder:               # for what a run that is ended leaves behind
+        env = dict(os.environ, TMPDIR=folder)
+        env.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")       # the runs share the cores
+        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              text=True) as run:
+            for line in run.stdout:
+                lines.append(line.rstrip("\n"))
+                if line.startswith("FAIL ") and not to_the_end:
+                    run.kill()
+                    return None, lines
+    return run.returncode, lines or [""]
+
+
+def notices(command, name, to_the_end):
+    code, lines = run_until_noticed(command + ["--break", name], to_the_end)
     device = next((line.split()[1].rstrip(",") for line in lines if line.startswith("device: ")), "")
     expected = name in NOT_COMPUTED.get(device, ())
     if f"note: {name} was not computed in this run" in lines:
@@ -36,7 +50,8 @@ def notices(command, name):
         return "FAIL", "was not computed, and NOT_COMPUTED does not list it: does nothing reach it any more?"
     if expected:
         return "FAIL", "was computed: strike it from NOT_COMPUTED"
-    noticed = run.returncode == 1 and closing is not None and int(closing.group(1)) > 0
+    closing = CLOSING.match(lines[-1])
+    noticed = code is None or code == 1 and closing is not None and int(closing.group(1)) > 0
     return "ok" if noticed else "FAIL", lines[-1]
 
 
@@ -46,7 +61,8 @@ def main():
     names = listed.stdout.split()
     counts = {"ok": 0, "FAIL": 0, "skip": 0}
     with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count(), 4)) as pool:
-        for name, (noticed, last) in zip(names, pool.map(lambda name: notices(command, name), names)):
+        runs = pool.map(lambda name: notices(command, name, name == names[0]), names)
+        for name, (noticed, last) in zip(names, runs):
             print(f"{noticed:<4} --break {name}: {last}", flush=True)
             counts[noticed] += 1
     print(f"{counts['ok']} passed, {counts['FAIL']} failed, {counts['skip']} skipped")

@@ -12,8 +12,6 @@ is train_gpt2cpu under that name, with a tiny model. The data sets are made of t
 nothing is downloaded.
 """
 import argparse
-import glob
-import importlib.util
 import json
 import os
 import re
@@ -23,7 +21,7 @@ import subprocess
 import sys
 import time
 
-from checks import ROOT, closing, counts, scratch_folder
+from checks import ROOT, closing, counts, has_module, scratch_folder
 
 TINY = "L2,NH2,C32,T32,V50257"
 LIMIT_S = 900                           # of a command; only a hang meets it
@@ -53,10 +51,6 @@ SMALLER = [
      "--sequence-length 32 --micro-batch 2 --total-batch 512 --val-batches 2",
      "scripts/run_gpt2_124M.sh --max-steps 4 --warmup 2 --val-batches 2"),
 ]
-
-
-def has_module(name):
-    return importlib.util.find_spec(name) is not None
 
 
 # pattern, can it run here?, why not

@@ -5,6 +5,7 @@
     sys.exit(main(globals(), "test_scripts"))           # -k WORD: only those whose name contains it
 """
 import contextlib
+import importlib.util
 import os
 import shutil
 import sys
@@ -26,6 +27,10 @@ def check(condition, what):
 def skip(tests, why):
     counts["skipped"] += tests
     print(f"SKIP ({tests}): {why}")
+
+
+def has_module(name):
+    return importlib.util.find_spec(name) is not None
 
 
 @contextlib.contextmanager

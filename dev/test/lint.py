@@ -6,10 +6,24 @@
 A kernel launch names its stream (the fourth argument of <<<...>>>): work on the default stream would wait for
 everything else, or run before what it needs. Lines have at most 110 columns and no tabs (Makefile recipes
 need theirs), no blanks at their end, and no path of somebody's machine.
+
+pyflakes reads the Python, too: a name that nothing defines, an import that nothing uses. It cannot see
+through `from X import *` and complains of it: names are imported one by one.
 """
+import ast
+import os
 import re
 import subprocess
 import sys
+
+sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+from venv_python import take_the_venv               # noqa: E402
+
+try:
+    from pyflakes.checker import Checker
+except ImportError:
+    take_the_venv()
+    Checker = None
 
 MAX_COLUMNS = 110
 CODE = (".cu", ".cuh", ".h", ".cpp", ".py", ".sh")
@@ -29,6 +43,14 @@ def launch_arguments(text, start):
     return count
 
 
+def look_at_names(text):
+    """What pyflakes has to say of a Python file."""
+    try:
+        return [(m.lineno, m.message % m.message_args) for m in Checker(ast.parse(text)).messages]
+    except SyntaxError as error:
+        return [(error.lineno, error.msg)]
+
+
 def check(path, text):
     code = path.endswith(CODE) or path == "Makefile"
     for number, line in enumerate(text.split("\n"), 1):
@@ -44,6 +66,8 @@ def check(path, text):
         for launch in re.finditer(r"<<<", text):
             if launch_arguments(text, launch.end()) < 4:
                 yield text.count("\n", 0, launch.start()) + 1, "a kernel launch without a stream"
+    if path.endswith(".py") and Checker:
+        yield from look_at_names(text)
 
 
 def main():
@@ -66,7 +90,10 @@ def main():
             print(f"FAIL {path}:{number}: {problem}")
         passed += not problems
         failed += bool(problems)
-    print(f"{passed} passed, {failed} failed, 0 skipped")
+    if not Checker:
+        print("SKIP: no pyflakes, so nobody looked for names in Python that nothing defines\n"
+              "hint: pip install -r dev/requirements.txt")
+    print(f"{passed} passed, {failed} failed, {int(not Checker)} skipped")
     sys.exit(1 if failed or not passed else 0)
 
 

@@ -19,7 +19,10 @@ except ImportError:
     print("SKIP: no numpy\nhint: pip install -r dev/requirements.txt\n0 passed, 0 failed, 1 skipped")
     sys.exit(0)
 
-from trainer import *                   # gives: run, run_ok, check, write_shard, model_path, main, ...
+from checks import ROOT
+from trainer import (Count, Program, check, check_close, check_equal, check_refused, exact, main,
+                     model_path, read_bytes, run, run_ok, sentences, skip, tolerance, without_checksum,
+                     write_bytes)
 
 sys.path.insert(0, os.path.join(ROOT, "dev/reference"))
 import formats                          # gives: Dims, read_checkpoint, dropout_factors, NAMES

@@ -31,7 +31,11 @@ import termios
 import threading
 import time
 
-from trainer import *                   # gives: run, run_ok, check, check_refused, read_model, main, ...
+from checks import ROOT
+from trainer import (B, C, L, LIMIT_S, LOG_LINE, MODEL_MAGIC, PARAMS, SHARD_MAGIC, T, TINY, V, Count,
+                     Program, Result, check, check_close, check_equal, check_refused, log_columns,
+                     log_lines, main, model_path, param_sizes, read_bytes, read_model, run, run_ok,
+                     sentences, skip, snapshot, tolerance, without_checksum, write_bytes, write_shard)
 
 FORMAT_TOOL = os.path.join(ROOT, "dev/test/llmc_format.py")
 FIXTURE = os.path.join(ROOT, "dev/reference/fixture")

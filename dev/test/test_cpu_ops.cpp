@@ -40,6 +40,7 @@ template <class Args> static void list_outputs(const Args& args) {
 }
 template <class Real> static Real* data_of(Real* data) { return data; }
 template <class Real> static Real* data_of(const GradOf<Real>& grad) { return grad.data; }
+template <class Real> static Real* data_of(const ResidualOf<Real>& residual) { return residual.data; }
 template <class Args> static void output_hook(const Args& args) {
     op_outputs(args, [](const char* op, const char* output, auto where, size_t count) {
         if (!data_of(where)) { return; }

@@ -18,7 +18,9 @@ import sys
 import time
 
 from test_resume import read_state
-from trainer import *                   # gives: run, check, check_equal, read_bytes, write_shard, main, ...
+from checks import ROOT
+from trainer import (LIMIT_S, Program, check, check_equal, main, read_bytes, run, shorten,
+                     write_questions)
 
 ORDINARY = os.path.join(ROOT, "train_gpt2cpu")
 # Streams by preference: 0 is main's, 1 communication's (2 that of checkpoints)

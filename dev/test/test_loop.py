@@ -30,7 +30,10 @@ except ImportError:
     print("SKIP: no numpy\nhint: pip install -r dev/requirements.txt\n0 passed, 0 failed, 1 skipped")
     sys.exit(0)
 
-from trainer import *                   # gives: run, run_ok, check, write_shard, model_path, main, ...
+from checks import ROOT
+from trainer import (LIMIT_S, LOG_LINE, SHARD_MAGIC, Program, check, check_close, check_equal,
+                     check_refused, exact, log_columns, log_lines, main, model_path, read_bytes, run,
+                     run_ok, sentences, skip, tolerance, write_bytes, write_questions, write_shard)
 
 sys.path.insert(0, os.path.join(ROOT, "dev/reference"))
 import formats                          # gives: Dims, init_params, write_checkpoint, read_checkpoint, PARAMS

@@ -27,7 +27,10 @@ import sys
 import time
 
 from run import session_stats
-from trainer import *                   # gives: run, check_ran, check, check_refused, model_path, main, ...
+from trainer import (LIMIT_S, LOG_LINE, Count, Program, Result, check, check_close, check_equal,
+                     check_ran, check_refused, log_lines, main, model_path, param_sizes, read_bytes, run,
+                     run_ok, sentences, shorten, skip, tolerance, without_checksum, write_bytes,
+                     write_shard)
 
 SMALL, SMALL_T = "L2,NH2,C64,T32,V256", 32
 ODD, ODD_T = "L3,NH3,C48,T24,V300", 24      # nothing is a power of two, the vocabulary is padded

@@ -12,6 +12,7 @@ step takes a few milliseconds, so where a signal meets a run is chance: any mome
 """
 import fcntl
 import functools
+import glob
 import json
 import os
 import random
@@ -26,7 +27,10 @@ import tempfile
 import time
 
 from test_ranks import enough, most_ranks, named, on_cpu, session_processes, side_by_side
-from trainer import *                   # gives: Program, Result, check, check_equal, main, write_shard, ...
+from checks import ROOT
+from trainer import (LIMIT_S, Count, Program, Result, check, check_equal, check_refused, log_columns,
+                     main, model_path, param_sizes, read_bytes, run, run_ok, sentences, skip, snapshot,
+                     without_scaling, write_bytes, write_shard)
 
 T_ROWS = 16
 SHAPE = f"L2,NH2,C32,T{T_ROWS},V256"

@@ -17,7 +17,7 @@ import textwrap
 import time
 from contextlib import redirect_stdout
 
-from checks import ROOT, check, main, skip          # stand beside this file, as do these
+from checks import ROOT, check, has_module, main, skip      # stand beside this file, as do these
 import run as runner
 import break_all
 import check_docs
@@ -268,6 +268,33 @@ def test_recipes_take_words():
     check(code == 1 and err.endswith("hint: make train_gpt2cu\n"), f"no program: {code}, {err}")
 
 
+# ---- lint ----
+LINTED = {
+    "good.py": ("import os\nprint(os.sep)\n", ""),
+    "undefined.py": ("print(tempfile.gettempdir())\n", "undefined name 'tempfile'"),
+    "star.py": ("from os import *\nprint(sep)\n", "unable to detect undefined names"),
+    "unused.py": ("import os\n", "'os' imported but unused"),
+    "no_python.py": ("print(\n", "was never closed"),
+    "tab.py": ("if 1:\n\tprint()\n", "a tab"),
+    "launch.cu": ("kernel<<<1, f(2, 3), 0>>>();\nkernel<<<1, 2, 0, stream>>>();\n", "without a stream"),
+}
+
+
+def test_lint():
+    if not has_module("pyflakes"):
+        skip(len(LINTED) + 1, "no pyflakes")
+        return
+    copy("dev/test/lint.py", "dev/venv_python.py")
+    for name, (text, _) in LINTED.items():
+        write(name, text)
+    subprocess.run(["git", "init", "-q"], check=True)
+    code, out, err = call([sys.executable, "dev/test/lint.py"])
+    check(code == 1 and f"{len(LINTED) - 1} failed, 0 skipped" in out, f"exit code {code}: {out}{err}")
+    for name, (_, wanted) in LINTED.items():
+        said = [line for line in out.splitlines() if name + ":" in line]
+        check(wanted in said[0] if wanted and said else not wanted and not said, f"{name}: {said}")
+
+
 # ---- setup.sh, and make test on a bare machine ----
 
 TOOLS = "bash sh env sed awk cat tail head mktemp rm mkdir dirname chmod ln make cmp tr sort uname".split()
@@ -407,6 +434,23 @@ def test_setup_and_mpi_and_nccl():
         check(code == 0 and got == wanted, f"{mpi!r}, {gpus} GPUs, {words}: {code}, {order()}{out}{err}")
 
 
+def test_setup_and_a_venv_that_is_there():
+    """It gets what later versions of the list ask for, and stays where that fails."""
+    copy("scripts/setup.sh", "dev/requirements.txt")
+    bare_machine(root=True)
+    write("bin/python3", "#!/bin/sh\n", True)
+    write(".venv/bin/pip", '#!/bin/sh\necho "pip $*" >>order.log\n[ -z "$OFFLINE" ]\n', True)
+    write(".venv/bin/python", """#!/bin/sh
+case "$*" in *"import pyflakes"*) [ -n "$HAVE" ] ;; esac
+""", True)
+    for words, env, wanted in ((["tests"], {}, True), (["tests"], {"HAVE": "1"}, False), ([], {}, False),
+                               (["tests"], {"OFFLINE": "1"}, True)):
+        write("order.log", "")
+        code, out, err = call(["scripts/setup.sh", *words], os.path.abspath("bin"), **env)
+        got = (code, "pip install -r dev/requirements.txt" in order(), os.path.exists(".venv/bin/pip"))
+        check(got == (0, wanted, True), f"{words} {env}: {code}, {order()}{out}{err}")
+
+
 def test_setup_and_extras():
     """Installed only when asked for, and only where missing; failing to get it is an error then."""
     copy("scripts/setup.sh", "dev/requirements.txt")
@@ -528,9 +572,7 @@ STUBS = {
 
 
 def test_hugging_face_recipe():
-    try:
-        import numpy                                # noqa: F401
-    except ImportError:
+    if not has_module("numpy"):
         skip(1, "no numpy")
         return
     for name, text in STUBS.items():

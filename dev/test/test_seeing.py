@@ -6,14 +6,26 @@
 A terminal is a pseudo-terminal here, and a few lines of our own work out what its screen shows in the end.
 """
 import fcntl
+import glob
 import json
+import math
+import os
 import pty
+import re
 import resource
 import select
+import shutil
 import signal
+import struct
+import subprocess
+import sys
 import termios
+import time
 
-from trainer import *                                           # and what it imports
+from checks import ROOT, has_module
+from trainer import (LIMIT_S, Program, Result, check, check_close, check_equal, check_ran, check_refused,
+                     log_columns, log_lines, main, model_path, read_bytes, run_ok, skip, without_checksum,
+                     write_bytes)
 
 STEP = re.compile(r"step (\d+)/(\d+) \| loss (\S+) \| lr (\S+) \| norm (\S+) \| (\S+) ms \| (\d+) tok/s \| "
                   r"ETA \d+:\d\d:\d\d")
@@ -335,9 +347,7 @@ def test_plot_smooth():
 
 def test_plot_draws():
     """What is in the picture: panels, curves, names, levels; and it is written without a display."""
-    try:
-        import matplotlib                                       # noqa: F401
-    except ImportError:
+    if not has_module("matplotlib"):
         skip("matplotlib is not installed", 19)
         return
     made_run("web", **{"val-data": "data/fineweb10B/fineweb_val_*.bin", "model": "d12"})

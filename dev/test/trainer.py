@@ -1,6 +1,6 @@
 """What tests of the training program share: runs of it, files by a few lines of our own, counting.
 
-    from trainer import *                       # in test_cli.py and test_loop.py: tests are functions test_*
+    from trainer import main, run_ok            # in test_cli.py and test_loop.py: tests are functions test_*
     result = run_ok({"-x": 5, "-o": "folder"})  # the usual small flags and these; result.losses()
     sys.exit(main(__doc__, globals()))          # runs every test in one temporary folder, prints the counts
 
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 
-from checks import ROOT, scratch_folder
+from checks import scratch_folder
 
 SHARD_MAGIC, EVAL_MAGIC, MODEL_MAGIC = 20240520, 20240522, 20240326
 B, T, V, C, L = 4, 32, 256, 32, 2
