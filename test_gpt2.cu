@@ -2510,10 +2510,17 @@ static void test_muon(size_t n, bool bf16, bool use_master) {
 
 // Two parts of each of three layers at once, in place, against the twin; each layer alone has the same bits.
 static void test_orthogonalise(int rows, int cols, int steps) {
-    const int layers = 3, parts = 2, count = layers * parts, side = std::min(rows, cols);
+    const int layers = 3, parts = std::min(2, kMuonParts), count = layers * parts;
+    const int side = std::min(rows, cols);
     const size_t size = (size_t)rows * cols, square = (size_t)side * side;
     // as in a layer's bucket: one behind the other, the second at a multiple of 128, then something else
     const size_t second = round_up(size, (size_t)128), stride = 2 * second + 128;
+    auto places_of = [&](int n) {
+        MuonPlaces places = {parts, n, {}, stride};
+        for (int part = 0; part < parts; part++) { places.at[part] = part * second; }
+        return places;
+    };
+    const MuonPlaces places = places_of(layers);
     Case k(format("muon_orthogonalise %d x %d, %d steps", rows, cols, steps));
     std::vector<double> inp = k.random(layers * stride, 1e-6);
     muonX* d_inout = k.tensor<muonX>("updates", inp);
@@ -2523,11 +2530,9 @@ static void test_orthogonalise(int rows, int cols, int steps) {
           *poly = k.poisoned<muonX>("poly scratch", count * square);
     double* sums = (double*)k.poisoned<float>("sums scratch", 2 * count * ceil_div(size, kChunk));
     auto call = [&](int first, int n) {
-        const MuonPlaces places = {parts, n, {0, second}, stride};
         muonX* at = d_inout + first * stride;
-        muon_orthogonalise({at, at, x, y, gram, poly, sums, places, rows, cols, steps, layers}, 0);
+        muon_orthogonalise({at, at, x, y, gram, poly, sums, places_of(n), rows, cols, steps, layers}, 0);
     };
-    const MuonPlaces places = {parts, layers, {0, second}, stride};
     std::vector<double> out = inp, plain = inp;
     for (int i = 0; i < count; i++) {
         const auto at = inp.begin() + places.of(i);

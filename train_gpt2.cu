@@ -2178,7 +2178,8 @@ static void muon_momentum(const MuonMomentum<floatX, float>& a, Stream stream) {
 // small as bf16 has them), then, when all are known, its part of x = inp / sqrt(their sum).
 template <bool kVector>
 __global__ void __launch_bounds__(kUpdateThreads)
-    muon_sums_kernel(double* sums /*(count,chunks)*/, const muonX* inp, size_t n, MuonPlaces places) {
+    muon_sums_kernel(double* sums /*(count,chunks)*/, const muonX* inp, size_t n,
+                     const __grid_constant__ MuonPlaces places) {
     __shared__ double shared[kWarp];
     const size_t end = min(n, (blockIdx.x + 1) * kChunk);
     inp += places.of(blockIdx.y);
@@ -2195,7 +2196,8 @@ __global__ void __launch_bounds__(kUpdateThreads)
 // Here the matrices come together: in `out` there is nothing between them.
 template <bool kVector>
 __global__ void __launch_bounds__(kUpdateThreads)
-    muon_normalise_kernel(muonX* out, const muonX* inp, const double* sums, size_t n, MuonPlaces places) {
+    muon_normalise_kernel(muonX* out, const muonX* inp, const double* sums, size_t n,
+                          const __grid_constant__ MuonPlaces places) {
     __shared__ double shared[kWarp];
     inp += places.of(blockIdx.y);
     out += blockIdx.y * n;
@@ -5046,24 +5048,27 @@ static size_t record_bytes(const Layout& layout, int lanes) {
 static size_t muon_bytes = (size_t)576 << 20;   // of all this, if a layer each is not more; tests set it
 struct MuonShare { int each, together; size_t elems, place, sums; };    // elems: of the buffer; bytes: others
 static MuonShare muon_share(const Layout& layout, const Config& c, const Split& split) {
-    const size_t padded = layout.buckets[1].padded, squares = (size_t)kMuonParts * c.C * c.C;
+    static_assert(kMuonParts <= 4, "a place for fc's matrix is one for so many of a fourth of its size");
+    const size_t padded = layout.buckets[1].padded, squares = (size_t)4 * c.C * c.C;
     const size_t least = (split.world * padded + 4 * squares) * sizeof(muonX);     // with a layer each
     const int at_once = ceil_div(c.L, split.world);                     // if there is memory
     const int most = (int)std::min((size_t)at_once, std::max((size_t)1, muon_bytes / least));
     const int each = ceil_div(at_once, ceil_div(at_once, most));        // turns of equal length
-    const size_t chunks = kMuonParts * ceil_div((size_t)c.C * c.C, kChunk);
+    const size_t chunks = 4 * ceil_div((size_t)c.C * c.C, kChunk);
     return {each, each * split.world, each * split.world * padded,
             round_up(each * squares * sizeof(muonX), kAlign), each * chunks * sizeof(double)};
 }
 
-// The matrices of a layer, by their shape.
+// The matrices of a layer, by their shape: what is multiplied in one call.
 struct MuonShape { int rows, cols; MuonPlaces places; };
 static std::vector<MuonShape> muon_shapes(const ParamSpec* specs, size_t stride, int layers) {
     std::vector<MuonShape> shapes;
     for (int i = 0; i < NUM_PARAMS; i++) {
         for (int part = 0; part < specs[i].muon; part++) {
             const int rows = (int)specs[i].rows / specs[i].muon, cols = (int)specs[i].cols;
-            auto same = [&](const MuonShape& s) { return s.rows == rows && s.cols == cols; };
+            auto same = [&](const MuonShape& s) {
+                return s.rows == rows && s.cols == cols && s.places.parts < kMuonParts;
+            };
             auto it = std::find_if(shapes.begin(), shapes.end(), same);
             if (it == shapes.end()) { it = shapes.insert(it, {rows, cols, {0, layers, {}, stride}}); }
             it->places.at[it->places.parts++] = specs[i].offset + part * (specs[i].elems / specs[i].muon);

@@ -225,7 +225,7 @@ template <class X, class S> struct MuonMomentum {       // a skipped update chan
 };
 // Matrices of one shape, `parts` of them in each of `layers` buckets. In scratch they lie close together, all
 // layers of one part before those of the next, so that one call can multiply them all.
-constexpr int kMuonParts = 4;           // GPT-2's q, k, v and attproj
+constexpr int kMuonParts = 4;           // at most: GPT-2's q, k, v and attproj
 struct MuonPlaces {
     int parts, layers;
     size_t at[kMuonParts];              // elements: of each part from its bucket's start

@@ -1395,9 +1395,10 @@ static Doubles from_svd(const std::vector<Doubles>& left, const std::vector<doub
 // Two parts of each of two layers with known singular vectors and values, with something between them: the
 // vectors stay, and a value s goes to p(p(...(s/|x|))), times sqrt(max(1, rows/cols)).
 template <class Real> static void test_orthogonalise(int rows, int cols, int steps, double tolerance) {
-    const int k = std::min(rows, cols), count = 4;
+    const int k = std::min(rows, cols), parts = std::min(2, kMuonParts), count = 2 * parts;
     const size_t size = (size_t)rows * cols, square = (size_t)k * k, stride = 2 * size + 12;
-    const MuonPlaces places = {2, 2, {3, size + 7}, stride};
+    MuonPlaces places = {parts, 2, {}, stride};
+    for (int part = 0; part < parts; part++) { places.at[part] = 3 + part * (size + 4); }
     const std::string shape = format("muon %d x %d, %d steps, %d bits", rows, cols, steps,
                                      (int)sizeof(Real) * 8);
     Tensor<Real> inp(2 * stride), out(2 * stride), x(count * size), y(count * size);
@@ -1421,7 +1422,7 @@ template <class Real> static void test_orthogonalise(int rows, int cols, int ste
             after.push_back(x * (rows > cols ? sqrt((double)rows / cols) : 1.0));
         }
         const Doubles start = from_svd(left, values, right, rows, cols);
-        const size_t at = m % 2 * stride + (m / 2 == 0 ? 3 : size + 7);
+        const size_t at = m % 2 * stride + (m / 2 == 0 ? 3 : size + 7);     // what places.of(m) should be
         for (size_t i = 0; i < size; i++) {
             inp[at + i] = (Real)start[i];
             taken[at + i] = true;
