@@ -8430,6 +8430,7 @@ static void print_model(const GPT2& model) {
         printf("not GPT-2: block %s, norm %s\n", flags_split(BLOCK_NAMES, '|')[(int)c.block].c_str(),
                flags_split(NORM_NAMES, '|')[(int)c.norm].c_str());
     }
+    if (residual_apart(c)) { printf("residual stream: fp32, beside branches in " PRECISION_NAME "\n"); }
     if (model.options.muon) {
         size_t taken = 0;
         for (const ParamSpec& s : model.param_specs) { taken += s.muon ? s.copies * s.elems : 0; }
