@@ -731,6 +731,18 @@ template <class Real> static void test_classifier_large() {
     CHECK(fabs(losses[2] - log(509.0)) <= 1e-5, "%s: undecided: %g", shape.c_str(), (double)losses[2]);
 }
 
+static void test_gather_rows(int N, int from, int C) {
+    const std::string shape = format("gather_rows N=%d of %d C=%d", N, from, C);
+    const std::vector<int> rows = random_ints(N, from);
+    Doubles inp = random_tensor((size_t)from * C), out((size_t)N * C), expected((size_t)N * C);
+    inp[0] = NAN;                           // to the bit, whatever it is
+    gather_rows_cpu<double>({out, inp, rows.data(), N, C}, 0);
+    for (int n = 0; n < N; n++) {
+        for (int c = 0; c < C; c++) { expected[(size_t)n * C + c] = inp[(size_t)rows[n] * C + c]; }
+    }
+    CHECK(memcmp(&out[0], &expected[0], out.n * sizeof(double)) == 0, "%s: other rows", shape.c_str());
+}
+
 static void test_loss_sum(int N) {
     const std::string shape = format("loss_sum N=%d", N);
     Doubles losses = random_tensor(N, 1.0, 5.0), expected(1);
@@ -1672,6 +1684,8 @@ static const Group groups[] = {
         test_attention_large<float>();
     }},
     {"classifier", [] {
+        test_gather_rows(40, 7, 33);
+        test_gather_rows(3, 100, 1);
         test_classifier(33, 509, 512);
         test_classifier(1, 509, 512);
         test_classifier(3, 128, 128);
