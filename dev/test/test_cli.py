@@ -453,7 +453,7 @@ def test_folder_settings():
     shutil.copytree(folder_run(), "runs/settings")
     flags = {**ALONE, "-o": None, "-e": "runs/settings", "-x": 0}
     good = read_bytes("runs/settings/run.json")
-    for name, text in (("empty", b""), ("cut", good[:-10]), ("a list", b'{"settings": [1]}'),
+    for name, text in (("empty", b""), ("cut", good[:-10]), ("a list", b'[{"settings": 1}]'),
                        ("twice", b'{"a": 1, "a": 2}'), ("deep", b'{"a":' * 5000)):
         write_bytes("runs/settings/run.json", text)
         check_refused(name + " run.json", flags, "runs/settings/run.json", "JSON")
