@@ -385,7 +385,13 @@ static void dump_sums(const std::vector<std::string>& args) {
 
 // == invariance ==
 static const Config kTiny = {33, 509, 512, 3, 2, 40};       // head size 20: the plain attention
-static const Config kTensorCore = {70, 300, 384, 2, 2, 128};    // head size 64
+// Head size 64. Smaller in ASan, where all its matrices go through plain loops: rows, columns and keys still
+// go beyond the tiles of llmc/cpu_ops.h. More heads than one are in the other.
+#ifdef __SANITIZE_ADDRESS__
+static const Config kTensorCore = {70, 300, 384, 2, 1, 64};
+#else
+static const Config kTensorCore = {70, 300, 384, 2, 2, 128};
+#endif
 
 struct Batch { std::vector<int> x, y; };
 static Batch random_batch(const Config& c, int B, int T, uint32_t id) {
@@ -2771,9 +2777,9 @@ int main(int argc, char** argv) {
 #endif
             }
             test_invariance("plain attention, C=40 V=509 T=33", kTiny);
-            test_invariance("head size 64, C=128 V=300 T=70", kTensorCore);
+            test_invariance("head size 64, V=300 T=70", kTensorCore);
             test_writing("plain, C=40 V=509 T=33", kTiny);
-            test_writing("tensor cores, C=128 V=300 T=70", kTensorCore);
+            test_writing("head size 64, V=300 T=70", kTensorCore);
 #ifndef GPT2_CPU
             test_cuda_options(kTensorCore);
 #endif
