@@ -9,7 +9,7 @@ Tests of train_gpt2.cu, in both builds: `make test_gpt2cu && ./test_gpt2cu`, `ma
     --reference PREFIX   model mode on PREFIX_model.bin, PREFIX_tensors.bin, PREFIX.json (from dev/reference)
     --small              kernels mode with its small shapes only: for compute-sanitizer
     --break NAME         scales that op's output by 1.01: the run must then fail. --list prints the names
-    dump-grads MODEL.bin TENSORS.bin OUT.bin MICRO_STEPS [-f 0] [--grad-dtype bf16]
+    dump-grads MODEL.bin TENSORS.bin OUT.bin MICRO_STEPS [-f 0] [--grad-dtype bf16] [--dropout P]
                          what this build computes for that reference's batch, in the reference file's format;
                          MICRO_STEPS 0: up to the loss, and of TENSORS.bin no more is read than the tokens
     dump-sums MODEL.bin QUESTIONS.bin B T [-f 0]    what -h 1 sums: `question choice sum` of each row
@@ -62,10 +62,34 @@ static void break_output(const Grad& grad, size_t count, Stream stream) {
 #endif
     break_output(grad.data, count, stream);
 }
+template <class Real>
+static void break_output(const ResidualOf<Real>& residual, size_t count, Stream stream) {
+    if (residual.is_fp32) { break_output((float*)residual.data, count, stream); }
+    else { break_output(residual.data, count, stream); }
+}
 template <class Real> static bool is_wanted(const Real* data) { return data != nullptr; }
 static bool is_wanted(const Grad& grad) { return grad.data != nullptr; }
+template <class Real> static bool is_wanted(const ResidualOf<Real>& residual) { return residual.data; }
+
+#ifdef GPT2_CPU
+// ---- what a BF16 build makes of a step, in this build: each output that it keeps in 16 bits is rounded ----
+static bool rounds_outputs = false;
+static void round_output(const std::string& output, float* data, size_t count) {
+    if (output == "mean" || output == "rstd" || output == "lse" || output == "losses") { return; }
+    for (size_t i = 0; i < count; i++) { data[i] = bf16_to_float(bf16_round_nearest(data[i])); }
+}
+static void round_output(const std::string& output, const ResidualOf<float>& residual, size_t count) {
+    if (!residual.is_fp32) { round_output(output, residual.data, count); }
+}
+template <class Other> static void round_output(const std::string&, const Other&, size_t) {}
+#endif
 
 template <class Args> static void break_outputs(const Args& args, Stream stream) {
+#ifdef GPT2_CPU
+    op_outputs(args, [](const char*, const char* output, auto where, size_t count) {
+        if (rounds_outputs && is_wanted(where)) { round_output(output, where, count); }
+    });
+#endif
     if (!break_name) { return; }
     op_outputs(args, [&](const char* op, const char* output, auto where, size_t count) {
         if (!is_wanted(where) || count == 0 || format("%s.%s", op, output) != break_name) { return; }
@@ -233,6 +257,12 @@ static void accumulate_batch(GPT2* model, const int* x, const int* y, int B, int
     }
 }
 
+// While there is one, an FP32 build, too, lets a stream in fp32 go its own way.
+struct StreamApart {
+    StreamApart() { fp32_builds_follow = true; }
+    ~StreamApart() { fp32_builds_follow = false; }
+};
+
 // == model ==
 // Bounds on an error: fp32 absolute ones, or twice what PyTorch's own type does to the same tensor.
 static double error_bound(const std::string& json, const std::string& what, double fp32_bound) {
@@ -240,10 +270,12 @@ static double error_bound(const std::string& json, const std::string& what, doub
     return 2.0 * json_numbers(json, (kFp16 ? "float16" : "bfloat16") + what)[0];
 }
 
-static void test_model(const std::string& prefix, const Options& options, double logits_bound,
-                       double grad_bound) {
+static void test_model(const std::string& prefix, const Options& options, bool residual_fp32,
+                       double logits_bound, double grad_bound) {
     const std::string path = prefix + "_model.bin";
-    const Config c = checkpoint_config(path.c_str());
+    Config c = checkpoint_config(path.c_str());
+    c.residual_fp32 = residual_fp32;
+    const StreamApart apart;
     const Reference r = reference_load(prefix + "_tensors.bin", c);
     const std::string json = read_text(prefix + ".json");
     Options o = options;
@@ -313,13 +345,14 @@ static Options dump_options(const std::vector<std::string>& args, size_t first) 
     for (size_t i = first; i + 1 < args.size(); i += 2) {
         if (args[i] == "-f") { o.tf32 = args[i + 1] != "0"; }
         else if (args[i] == "--grad-dtype") { o.grads_bf16 = args[i + 1] == "bf16"; }
-        else { die("dump: '%s' is not one of -f, --grad-dtype", args[i].c_str()); }
+        else if (args[i] == "--dropout") { o.dropout = atof(args[i + 1].c_str()); }
+        else { die("dump: '%s' is not one of -f, --grad-dtype, --dropout", args[i].c_str()); }
     }
     return o;
 }
 
-// What this build computes for a reference's batch, written like a reference (dev/reference/check_gpu.py
-// and check_eval_gpu.py compare).
+// What this build computes for a reference's batch, written like a reference (dev/reference/check_gpu.py,
+// check_eval_gpu.py and check_blocks.py compare): logits without dropout, loss and gradients with it.
 static void dump_grads(const std::vector<std::string>& args) {
     if (args.size() < 4) { die("dump-grads needs MODEL.bin TENSORS.bin OUT.bin MICRO_STEPS"); }
     const bool forward_alone = args[3] == "0";
@@ -350,8 +383,12 @@ static void dump_grads(const std::vector<std::string>& args) {
         const std::vector<float> logits = host_logits(&model, rows * r.T);
         atomic_write(&out, logits.data(), logits.size() * sizeof(float));
     }
-    if (!forward_alone) { accumulate_batch(&model, r.x.data(), r.y.data(), r.B, r.T, micro_steps); }
-    const float loss = gpt2_read_state(&model).loss;
+    float loss = gpt2_read_state(&model).loss;
+    if (!forward_alone) {
+        accumulate_batch(&model, r.x.data(), r.y.data(), r.B, r.T, micro_steps);
+        copy_to_host(&loss, model.records + model.lanes_at, sizeof(loss), model.stream);
+        stream_sync(model.stream);
+    }
     atomic_write(&out, &loss, sizeof(loss));
     for (int i = 0; i < NUM_PARAMS && !forward_alone; i++) {
         const std::vector<float> grad = host_grad(&model, i);
@@ -818,6 +855,45 @@ static void test_muon_updates(const Config& c) {
     CHECK(same_bits(together, short_run(c, o, B, c.maxT, 3)), "two equal runs differ");
 }
 
+// The LM head over some rows alone: the same losses but for the order of its sums, which may depend on how
+// many rows there are. In 16 bits a logit may then be rounded the other way, now and then.
+static void test_counted_losses(const Config& c, const Options& o) {
+    const int B = 8, T = c.maxT, N = B * T;
+    GPT2 model;
+    start_model(&model, c, o, B, T);
+    const Batch batch = random_batch(c, B, T, 8);
+    auto losses_of = [&](int count) {
+        std::vector<float> losses(count);
+        copy_to_host(losses.data(), gpt2_acts(&model, 0).losses, count * sizeof(float), model.stream);
+        stream_sync(model.stream);
+        return losses;
+    };
+    gpt2_set_inputs(&model, batch.x.data(), batch.y.data(), B, T, ClassifierMode::LossOnly);
+    gpt2_loss(&model, B, T, ClassifierMode::LossOnly, 0.0f, 1.0f, &model.state->loss, Accumulate::No);
+    const std::vector<float> all = losses_of(N), logits = host_logits(&model, N);
+    double size = 0.0;
+    for (float x : logits) { size += (double)x * x; }
+    const double rms = sqrt(size / (double)logits.size());
+    for (int stride : {1, 3, N}) {                  // all of them; some, the last too; the last alone
+        std::vector<int> places(N, 0), targets(N, 0);
+        int count = 0;
+        for (int n = (N - 1) % stride; n < N; n += stride) {
+            places[count] = n;
+            targets[count++] = batch.y[n];
+        }
+        gpt2_set_inputs(&model, batch.x.data(), targets.data(), B, T, ClassifierMode::LossOnly,
+                        places.data());
+        gpt2_forward(&model, B, T);
+        gpt2_counted_losses(&model, N, count);
+        const std::vector<float> got = losses_of(count);
+        double far = 0.0;
+        for (int i = 0; i < count; i++) { far += fabs(got[i] - all[places[i]]) / count; }
+        CHECK(far <= (kLowPrecision ? 1e-3 : 1e-5) * rms, "every %d: losses differ by %.2e on average",
+              stride, far);
+    }
+    gpt2_free(&model);
+}
+
 static void test_invariance(const char* name, const Config& c) {
     const int B = 8, T = c.maxT;
     const Options o = default_options();
@@ -883,6 +959,7 @@ static void test_invariance(const char* name, const Config& c) {
         gpt2_free(&a);
         gpt2_free(&b);
     }
+    TEST("an evaluation's losses: a whole forward's at the places that count") { test_counted_losses(c, o); }
     TEST("a shorter sequence and a smaller batch than allocated") {
         GPT2 big, small;
         start_model(&big, c, o, B, T);
@@ -1015,7 +1092,13 @@ static void test_lane_gradients(const Config& c) {
 
 // Texts that are written with kept keys and values, past T, three at once: logits against those of whole
 // forwards, the device's draws against sample_token's; each text alone; and training beside it.
+static Config with_fp32_stream(Config c) {
+    c.residual_fp32 = true;
+    return c;
+}
+
 static void test_writing(const char* name, const Config& c) {
+    const StreamApart apart;                    // where c has it
     const int T = c.maxT, count = T + 9, kRow = 1;
     const std::vector<int> prompt = {7, c.V - 1, 0, 250, 7};
     Options o = default_options();
@@ -1328,6 +1411,80 @@ static void check_slopes(GPT2* model, const std::string& what, const Batch& batc
     }
 }
 
+// A stream in fp32 beside the same model's of the branches' type. In an FP32 build they are one, and the way
+// that a stream in fp32 takes, where the norms add and each branch has a gradient of its own, leads to the
+// numbers of --residual layernorm.
+static void test_residual_fp32(Config c, double dropout) {
+    const int B = 4, T = c.maxT;
+    const std::string what = format("block %d, norm %d, dropout %g, stream in fp32", (int)c.block,
+                                    (int)c.norm, dropout);
+    Options o = default_options(), layernorm = o;
+    o.dropout = layernorm.dropout = dropout;
+    layernorm.residual_in_gemm = false;
+    const std::vector<float> plain = short_run(c, o, B, T, 2, 2), added = short_run(c, layernorm, B, T, 2, 2);
+    c.residual_fp32 = true;
+    const bool same = kLowPrecision || same_bits(plain, short_run(c, o, B, T, 2, 2));
+    CHECK(same, "%s: other bits", what.c_str());
+    const StreamApart apart;
+    const std::vector<float> fp32 = short_run(c, o, B, T, 2, 2);
+#ifdef GPT2_CPU
+    CHECK(same_bits(added, fp32), "%s: not what --residual layernorm gives", what.c_str());
+#else
+    CHECK(same_bits(fp32, short_run(c, o, B, T, 2, 2)), "%s: two equal runs differ", what.c_str());
+#endif
+    const double error = relative_error(fp32.data() + 2, added.data() + 2, added.size() - 2);
+    CHECK(error <= (kLowPrecision ? 2e-2 : 1e-4), "%s: differs by %g", what.c_str(), error);
+    if (kLowPrecision) { CHECK(!same_bits(added, fp32), "%s: the same bits", what.c_str()); }
+    for (int recompute : {1, 2}) {
+        Options r = o;
+        r.recompute = recompute;
+        CHECK(same_bits(fp32, short_run(c, r, B, T, 2, 2)), "%s: -r %d", what.c_str(), recompute);
+    }
+}
+
+#ifdef GPT2_CPU
+// What rounding as a BF16 build does makes of the logits and of all gradients: their relative errors.
+static std::vector<double> rounding_errors(const Config& c, int B) {
+    std::vector<float> logits[2], grads[2];
+    for (bool rounds : {false, true}) {
+        GPT2 model;
+        start_model(&model, c, default_options(), B, c.maxT);
+        Batch batch = random_batch(c, B, c.maxT, 0);
+        rounds_outputs = rounds;
+        gpt2_set_inputs(&model, batch.x.data(), batch.y.data(), B, c.maxT, ClassifierMode::LossOnly);
+        gpt2_loss(&model, B, c.maxT, ClassifierMode::LossOnly, 0.0f, 1.0f, &model.state->loss,
+                  Accumulate::No);
+        logits[rounds] = host_logits(&model, B * c.maxT);
+        gpt2_micro_step(&model, batch.x.data(), batch.y.data(), B, c.maxT, 0, 1);
+        rounds_outputs = false;
+        for (const std::vector<float>& grad : host_grads(&model)) {
+            grads[rounds].insert(grads[rounds].end(), grad.begin(), grad.end());
+        }
+        gpt2_free(&model);
+    }
+    return {relative_error(logits[1].data(), logits[0].data(), logits[0].size()),
+            relative_error(grads[1].data(), grads[0].data(), grads[0].size())};
+}
+
+// Why a stream in fp32: in the branches' type it is rounded after each of 2L additions, and errors grow with
+// the depth; in fp32 they are those of branches and operands, at any depth. Of the logits and the gradients
+// here: L=2 .0053 .0057 and, in fp32, .0048 .0052; L=24 .0110 .0170 and .0057 .0080; L=48 .0134 .0167 and
+// .0050 .0075. At 24 layers that is half, with room for a fifth more.
+static void test_stream_rounding() {
+    Config c = {32, 131, 256, 24, 2, 64};
+    const StreamApart apart;
+    const std::vector<double> rounded = rounding_errors(c, 4);
+    c.residual_fp32 = true;
+    const std::vector<double> kept = rounding_errors(c, 4);
+    for (int i = 0; i < 2; i++) {
+        const char* what = i == 0 ? "logits" : "gradients";
+        CHECK(kept[i] > 1e-3 && kept[i] <= 0.6 * rounded[i], "%s: error %.4f, beside a rounded stream %.4f",
+              what, kept[i], rounded[i]);
+        printf("   %s: error %.4f, beside a rounded stream %.4f\n", what, kept[i], rounded[i]);
+    }
+}
+#endif
+
 // Every kind of block and norm, without and with dropout.
 static void test_variant(const Config& c, double dropout) {
     const int B = 4, T = c.maxT;
@@ -1381,7 +1538,10 @@ static void test_variants(Config c) {
     for (Block block : {Block::Sequential, Block::Parallel, Block::ParallelTied}) {
         for (NormKind norm : {NormKind::Layer, NormKind::Rms}) {
             c.block = block, c.norm = norm;
-            for (double dropout : {0.0, 0.2}) { test_variant(c, dropout); }
+            for (double dropout : {0.0, 0.2}) {
+                test_variant(c, dropout);
+                test_residual_fp32(c, dropout);
+            }
         }
     }
 }
@@ -1667,11 +1827,26 @@ static void test_encoder(int B, int T, int C, int V, int maxT) {
 }
 
 // norms: 1, 2, or 3: one with two gradients, as in a tied block. starts: nothing comes before the branches.
-struct NormCase { NormKind kind; int norms, branches; bool drops, starts; };
+// fp32: the residual stream.
+struct NormCase { NormKind kind; int norms, branches; bool drops, starts, fp32; };
 
 static std::string norm_title(const char* op, const NormCase& is, int N, int C) {
-    return format("%s N=%d C=%d %s norms=%d branches=%d drops=%d starts=%d", op, N, C,
-                  is.kind == NormKind::Rms ? "rms" : "layer", is.norms, is.branches, is.drops, is.starts);
+    return format("%s N=%d C=%d %s norms=%d branches=%d drops=%d starts=%d fp32=%d", op, N, C,
+                  is.kind == NormKind::Rms ? "rms" : "layer", is.norms, is.branches, is.drops, is.starts,
+                  is.fp32);
+}
+// A tensor of the stream, as ops take it; null: poisoned.
+static floatX* norm_stream(Case* k, const NormCase& is, const char* name, size_t n,
+                           std::vector<double>* values) {
+    if (is.fp32) { return (floatX*)(values ? k->tensor<float>(name, *values) : k->poisoned<float>(name, n)); }
+    return values ? k->tensor<floatX>(name, *values) : k->poisoned<floatX>(name, n);
+}
+// Compares one with its twin's; returns what it holds.
+static std::vector<double> norm_expect(Case* k, const NormCase& is, const char* name, const floatX* p,
+                                       const std::vector<double>& want) {
+    if (is.fp32) { k->expect(name, (const float*)p, want); }
+    else { k->expect(name, p, want); }
+    return is.fp32 ? k->values_of((const float*)p) : k->values_of(p);
 }
 static Dropout norm_dropout(const NormCase& is, uint32_t place) {
     return dropout_of(is.drops ? 0.2 : 0.0, {1337, 4, place}, 5000000000ull);
@@ -1696,23 +1871,23 @@ static void test_norm_forward(const NormCase& is, int N, int C) {
     }
     a.mean = layer ? k.poisoned<float>("mean", N) : nullptr, a.rstd = k.poisoned<float>("rstd", N);
     twin.mean = mean.data(), twin.rstd = rstd.data();
-    a.inp = is.starts ? nullptr : k.tensor<floatX>("inp", x);
+    a.inp = is.starts ? nullptr : norm_stream(&k, is, "inp", n, &x);
     twin.inp = is.starts ? nullptr : x.data();
+    a.residual_fp32 = is.fp32;
     for (int i = 0; i < is.branches; i++) {
         a.branch[i] = k.tensor<floatX>(i == 0 ? "branch0" : "branch1", i == 0 ? b0 : b1);
         twin.branch[i] = i == 0 ? b0.data() : b1.data();
         a.dropout[i] = twin.dropout[i] = norm_dropout(is, 7 + (uint32_t)i);
     }
     if (is.branches > 0) {
-        a.residual = k.poisoned<floatX>("residual", n);
+        a.residual = norm_stream(&k, is, "residual", n, nullptr);
         twin.residual = residual.data();
     }
     a.kind = twin.kind = is.kind, a.N = twin.N = N, a.C = twin.C = C;
     k.run([&] { norm_forward(a, 0); });
     norm_forward_cpu<double>(twin, 0);
     if (is.branches > 0) {
-        k.expect("residual", a.residual, residual);
-        residual = k.values_of(a.residual);         // what is normalised is the rounded sum
+        residual = norm_expect(&k, is, "residual", a.residual, residual);   // what is normalised: as rounded
         twin.inp = residual.data(), twin.residual = nullptr;
         norm_forward_cpu<double>(twin, 0);
     }
@@ -1736,11 +1911,12 @@ static void test_norm_backward(const NormCase& is, int N, int C, Accumulate acc,
                         branch_bias[2] = {k.random(C), k.random(C)};
     NormBackward<floatX, float> a = {};
     NormBackward<double, double> twin = {};
-    a.dresidual = acc == Accumulate::Yes ? k.tensor<floatX>("dresidual", dres)
-                                         : k.poisoned<floatX>("dresidual", n);
+    a.dresidual = norm_stream(&k, is, "dresidual", n, acc == Accumulate::Yes ? &dres : nullptr);
     twin.dresidual = dres.data();
-    a.inp = k.tensor<floatX>("inp", x);
+    a.inp = norm_stream(&k, is, "inp", n, &x);
     twin.inp = x.data();
+    a.residual_fp32 = is.fp32;
+    const bool apart = is.drops || is.fp32;     // the branches' gradients from the stream's
     NormForward<double, double> forward = {};
     forward.y[0] = {y.data(), w[0].data(), layer ? w[1].data() : nullptr};
     forward.mean = mean.data(), forward.rstd = rstd.data(), forward.inp = x.data();
@@ -1762,7 +1938,7 @@ static void test_norm_backward(const NormCase& is, int N, int C, Accumulate acc,
         twin.y[i].dbias = {dbias[i].data(), acc};
     }
     for (int i = 0; i < is.branches; i++) {
-        if (is.drops) {
+        if (apart) {
             a.branch[i].dout = k.poisoned<floatX>(i == 0 ? "branch0" : "branch1", n);
             twin.branch[i].dout = branch[i].data();
         }
@@ -1775,29 +1951,31 @@ static void test_norm_backward(const NormCase& is, int N, int C, Accumulate acc,
     a.scratch = k.poisoned<float>("scratch", norm_backward_scratch_bytes(N, C, rows) / 4);
     k.run([&] { norm_backward(a, 0); });
     norm_backward_cpu<double>(twin, 0);
-    k.expect("dresidual", a.dresidual, dres);
+    const std::vector<double> stored_dres = norm_expect(&k, is, "dresidual", a.dresidual, dres);
     for (int i = 0; i < (is.norms == 2 ? 2 : 1); i++) {
         k.expect(names[i][2], a.y[i].dweight, dweight[i]);
         if (layer) { k.expect(names[i][3], a.y[i].dbias, dbias[i]); }
     }
     for (int i = 0; i < is.branches; i++) {
-        if (is.drops) { k.expect(i == 0 ? "branch0" : "branch1", a.branch[i].dout, branch[i]); }
+        if (apart) { k.expect(i == 0 ? "branch0" : "branch1", a.branch[i].dout, branch[i]); }
         if (!sums) { continue; }
-        const std::vector<double> stored = k.values_of(is.drops ? a.branch[i].dout : a.dresidual);
+        const std::vector<double> stored = apart ? k.values_of(a.branch[i].dout) : stored_dres;
         bias_backward_cpu<double>({{branch_bias[i].data(), acc}, nullptr, stored.data(), N, C}, 0);
         k.expect(names[i][4], a.branch[i].dbias, branch_bias[i]);       // of the values as stored
     }
 }
 
-// Every member of the family.
+// Every member of the family. Where all is fp32, a stream in fp32 is no other.
 static void test_norm(int N, int C) {
     for (NormKind kind : {NormKind::Layer, NormKind::Rms}) {
         for (int norms : {1, 2, 3}) {
             for (int branches : {0, 1, 2}) {
-                for (int i = 0; i < (branches == 0 ? 1 : 4); i++) {
-                    const NormCase is = {kind, norms, branches, i % 2 == 1, i / 2 == 1};
+                const int forms = branches == 0 ? 1 : 4;
+                for (int i = 0; i < (kLowPrecision ? 2 : 1) * forms; i++) {
+                    const NormCase is = {kind, norms, branches, i % 2 == 1 && forms > 1, i / 2 % 2 == 1,
+                                         i >= forms};
                     if (norms < 3) { test_norm_forward(is, N, C); }
-                    if (C == 1 || is.starts) { continue; }
+                    if (C == 1 || is.starts || (is.fp32 && branches == 0)) { continue; }
                     const bool gpt2 = kind == NormKind::Layer && norms == 1 && branches == 1 && !is.drops;
                     for (Accumulate acc : kBothAccumulate) {
                         const bool odd = (norms + branches + i + (int)acc) % 2 == 1;
@@ -2104,6 +2282,19 @@ static void test_attention_forms() {
     select_kernels(false, false);
 }
 
+static void test_gather_rows(int N, int from, int C) {
+    Case k(format("gather_rows N=%d C=%d", N, C));
+    std::vector<double> inp = k.random((size_t)from * C), out((size_t)N * C);
+    std::vector<int> rows;
+    for (int n = 0; n < N; n++) { rows.push_back((n * 7 + from - 1) % from); }      // the last, then others
+    const floatX* d_inp = k.tensor<floatX>("inp", inp);
+    const int* d_rows = k.bytes_of("rows", rows);
+    floatX* d_out = k.poisoned<floatX>("out", out.size());
+    k.run([&] { gather_rows({d_out, d_inp, d_rows, N, C}, 0); });
+    gather_rows_cpu<double>({out.data(), inp.data(), rows.data(), N, C}, 0);
+    k.expect("out", d_out, out);
+}
+
 static void test_classifier(int N, int V, int Vp) {
     for (ClassifierMode mode : {ClassifierMode::LossOnly, ClassifierMode::LossAndGrad}) {
         Case k(format("classifier N=%d V=%d Vp=%d mode=%d", N, V, Vp, (int)mode));
@@ -2384,42 +2575,59 @@ static void test_muon(size_t n, bool bf16, bool use_master) {
     k.expect_type<floatX>("params", k.values_of(dp), p, 1e-5, use_master || !kLowPrecision ? 2.0 : 2.5);
 }
 
-// Three matrices at once, against the twin; each alone has the same bits.
+// Two parts of each of three layers at once, in place, against the twin; each layer alone has the same bits.
 static void test_orthogonalise(int rows, int cols, int steps) {
-    const int count = 3, side = std::min(rows, cols);
+    const int layers = 3, parts = std::min(2, kMuonParts), count = layers * parts;
+    const int side = std::min(rows, cols);
     const size_t size = (size_t)rows * cols, square = (size_t)side * side;
+    // as in a layer's bucket: one behind the other, the second at a multiple of 128, then something else
+    const size_t second = round_up(size, (size_t)128), stride = 2 * second + 128;
+    auto places_of = [&](int n) {
+        MuonPlaces places = {parts, n, {}, stride};
+        for (int part = 0; part < parts; part++) { places.at[part] = part * second; }
+        return places;
+    };
+    const MuonPlaces places = places_of(layers);
     Case k(format("muon_orthogonalise %d x %d, %d steps", rows, cols, steps));
-    std::vector<double> inp = k.random(count * size, 1e-6), out(count * size);
-    muonX *d_inp = k.tensor<muonX>("inp scratch", inp), *d_out = k.poisoned<muonX>("out", count * size);
+    std::vector<double> inp = k.random(layers * stride, 1e-6);
+    muonX* d_inout = k.tensor<muonX>("updates", inp);
+    muonX *x = k.poisoned<muonX>("x scratch", count * size),
+          *y = k.poisoned<muonX>("y scratch", count * size);
     muonX *gram = k.poisoned<muonX>("gram scratch", count * square),
           *poly = k.poisoned<muonX>("poly scratch", count * square);
     double* sums = (double*)k.poisoned<float>("sums scratch", 2 * count * ceil_div(size, kChunk));
-    auto call = [&](int at, int n) {
-        muon_orthogonalise({d_out + at * size, d_inp + at * size, gram, poly, sums, rows, cols, n, steps,
-                            count, size}, 0);
+    auto call = [&](int first, int n) {
+        muonX* at = d_inout + first * stride;
+        muon_orthogonalise({at, at, x, y, gram, poly, sums, places_of(n), rows, cols, steps, layers}, 0);
     };
-    k.run([&] { call(0, count); });
-    std::vector<double> plain;
+    std::vector<double> out = inp, plain = inp;
     for (int i = 0; i < count; i++) {
-        const Values x(inp.begin() + i * size, inp.begin() + (i + 1) * size);
-        const Values y = plain_newton_schulz(x, rows, cols, steps, kLowPrecision ? as_bf16 : as_fp32);
-        plain.insert(plain.end(), y.begin(), y.end());
+        const auto at = inp.begin() + places.of(i);
+        const Values start(at, at + size);
+        const Values y = plain_newton_schulz(start, rows, cols, steps, kLowPrecision ? as_bf16 : as_fp32);
+        std::copy(y.begin(), y.end(), plain.begin() + places.of(i));
     }
-    std::vector<double> gram_cpu(square), poly_cpu(square), inp_cpu = inp;
-    muon_orthogonalise_cpu<double>({out.data(), inp_cpu.data(), gram_cpu.data(), poly_cpu.data(), nullptr,
-                                    rows, cols, count, steps, count, size}, 0);
-    k.expect_as_good_as("out", d_out, out, plain, 1e-4);
-    const std::vector<double> got = k.values_of(d_out);
+    std::vector<double> x_cpu(count * size), y_cpu(count * size), gram_cpu(count * square),
+        poly_cpu(count * square);
+    muon_orthogonalise_cpu<double>({out.data(), inp.data(), x_cpu.data(), y_cpu.data(), gram_cpu.data(),
+                                    poly_cpu.data(), nullptr, places, rows, cols, steps, layers}, 0);
+    k.run([&] { call(0, layers); });
+    k.expect_as_good_as("updates", d_inout, out, plain, 1e-4);
+    const std::vector<double> got = k.values_of(d_inout);
     double along = 0.0, plain_along = 0.0, length = 0.0;
-    for (size_t i = 0; i < size; i++) {
-        along += got[i] * out[i];
-        plain_along += plain[i] * out[i];
-        length += out[i] * out[i];
+    size_t beside = 0;
+    for (size_t e = 0; e < got.size(); e++) {
+        const bool taken = e % stride % second < size && e % stride < parts * second;
+        beside += !taken && got[e] != inp[e];
+        along += taken * got[e] * out[e];
+        plain_along += taken * plain[e] * out[e];
+        length += taken * out[e] * out[e];
     }
+    CHECK(beside == 0, "%s: %zu elements beside the matrices have changed", k.title.c_str(), beside);
     CHECK(fabs(along - plain_along) <= 3e-3 * length, "%s: %.5f times as long, plainly %.5f", k.title.c_str(),
           along / length, plain_along / length);
-    k.run([&] { for (int i = 0; i < count; i++) { call(i, 1); } });
-    CHECK(k.values_of(d_out) == got, "%s: alone each has other bits", k.title.c_str());
+    k.run([&] { for (int l = 0; l < layers; l++) { call(l, 1); } });
+    CHECK(k.values_of(d_inout) == got, "%s: alone each has other bits", k.title.c_str());
 }
 
 static void test_update(size_t n) {
@@ -2648,6 +2856,8 @@ static void test_kernels() {
         test_attention_forms();
     }
     TEST("kernels: classifier and loss") {
+        test_gather_rows(5, 9, 40);
+        test_gather_rows(300, 70, 1000);            // rows that occur often; more columns than threads
         test_classifier(7, 509, 512);
         test_classifier(5, 67, 128);
         test_classifier(2, 8100, 8192);             // threads that hold nothing but padding
@@ -2757,8 +2967,12 @@ int main(int argc, char** argv) {
             const bool given = !references.empty();
             if (!given) { references = {committed_reference("ugly"), committed_reference("head64")}; }
             for (const std::string& prefix : references) {
-                TEST(format("model against PyTorch: %s", prefix.c_str()).c_str()) {
-                    test_model(prefix, default_options(), given ? 2e-5 : 1e-5, given ? 1e-4 : 2e-5);
+                for (bool fp32 : {false, true}) {
+                    const char* stream = fp32 ? ", residual stream in fp32" : "";
+                    TEST(format("model against PyTorch: %s%s", prefix.c_str(), stream).c_str()) {
+                        test_model(prefix, default_options(), fp32, given ? 2e-5 : 1e-5,
+                                   given ? 1e-4 : 2e-5);
+                    }
                 }
             }
         }
@@ -2776,9 +2990,15 @@ int main(int argc, char** argv) {
                 test_variants(kTensorCore);
 #endif
             }
+#ifdef GPT2_CPU
+            TEST("a stream in fp32 beside rounded branches") { test_stream_rounding(); }
+#endif
             test_invariance("plain attention, C=40 V=509 T=33", kTiny);
             test_invariance("head size 64, V=300 T=70", kTensorCore);
             test_writing("plain, C=40 V=509 T=33", kTiny);
+            test_writing("stream in fp32, C=40 V=509 T=33", with_fp32_stream(kTiny));
+            test_writing("stream in fp32, two norms", with_fp32_stream({17, 131, 256, 2, 2, 40,
+                                                                        Block::Parallel}));
             test_writing("head size 64, V=300 T=70", kTensorCore);
 #ifndef GPT2_CPU
             test_cuda_options(kTensorCore);

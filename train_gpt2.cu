@@ -61,6 +61,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/host_memory.h"   // gives: host_memory_free, addresses_limited
 #include "llmc/state_file.h"    // gives: StateFile, Facts
 #include "llmc/checkpoints.h"   // gives: checkpoint_check, checkpoint_done, Worker
+#include "llmc/safetensors.h"   // gives: SafeTensors, safetensors_open
 #include "llmc/comm.h"          // gives: comm, comm_start, comm_any, comm_all_gather
 
 // == 2 types and limits ==
@@ -118,14 +119,26 @@ template <class Int> constexpr Int round_up(Int a, Int b) { return ceil_div(a, b
 enum class Block { Sequential, Parallel, ParallelTied };        // kWirings, below, says what they are
 struct Config {
     int maxT;           // longest sequence: rows of wpe
-    int V, Vp;          // vocabulary; padded to a multiple of 128, so that the LM head's GEMM has whole tiles
+    int V, Vp;          // vocabulary; padded_vocab() of it, or what a file has
     int L, NH, C;
     Block block = Block::Sequential;
     NormKind norm = NormKind::Layer;
+    bool residual_fp32 = false;     // the residual stream, and its gradient; else it has the branches' type
     bool is_gpt2() const { return block == Block::Sequential && norm == NormKind::Layer; }
 };
+// A multiple of 128, so that the LM head's GEMM has whole tiles.
+static int padded_vocab(int V) { return (int)round_up((int64_t)V, (int64_t)128); }
 #define BLOCK_NAMES "sequential|parallel|parallel-tied"
 #define NORM_NAMES "layernorm|rmsnorm"
+#define RESIDUAL_NAMES "branch|fp32"
+
+// Has the stream a type of its own? Then the norms add the branches to it, the first of which is the
+// embedding, and each branch has a gradient of its own beside the stream's. In an FP32 build all is fp32
+// anyway; tests let it go that way, too, to the same numbers.
+static bool fp32_builds_follow = false;
+static bool residual_apart(const Config& c) {
+    return c.residual_fp32 && (kLowPrecision || fp32_builds_follow);
+}
 
 // A layer is stages, one after the other. A stage's branches read the same place of the residual stream, each
 // through a norm of its own or all through one, and what they make of it is added to the stream at once. The
@@ -173,34 +186,35 @@ enum class Kind { Matrix, Bias, Norm };
 // A Block's tensor has a copy per layer, kept for the backward pass. SAVED(r): only while the recompute level
 // (-r) is below r, else all layers share one buffer and the backward computes it again. A model that is not
 // trained keeps nothing, so its layers share all buffers, and what is the backward's alone has no elements.
-// `sequential`, `parallel` and `drops` are 0 or 1: the kind of block, and whether training has dropout. A
-// tied block has no ln2 and reads ln1 instead.
+// `sequential`, `parallel` and `apart` are 0 or 1: the kind of block, and whether a branch's gradient is
+// another than the stream's. A tied block has no ln2 and reads ln1 instead. Where the type is void it is the
+// residual stream's: floatX, or fp32.
 //    name        type    where   kept    elements
 #define GPT2_ACTS(X)                                                                                      \
-    X(encoded,    floatX, Global, ALWAYS, N * C)            /* (B,T,C) */                                 \
+    X(encoded,    void,   Global, ALWAYS, N * C)            /* (B,T,C) */                                 \
     X(ln1,        floatX, Block,  SAVED(2), N * C)          /* (B,T,C) */                                 \
     X(ln1_mean,   float,  Block,  ALWAYS, N)                /* (B,T) */                                   \
     X(ln1_rstd,   float,  Block,  ALWAYS, N)                                                              \
     X(qkv,        floatX, Block,  ALWAYS, N * 3 * C)        /* (B,T,3,NH,HS) */                           \
     X(att_lse,    float,  Block,  ALWAYS, N * NH)           /* (B,NH,T) log-sum-exp of the scores */      \
     X(atty,       floatX, Block,  ALWAYS, N * C)            /* (B,T,C) attention's output */              \
-    X(residual2,  floatX, Block,  sequential && ALWAYS, N * C)      /* (B,T,C) after attention */         \
+    X(residual2,  void,   Block,  sequential && ALWAYS, N * C)      /* (B,T,C) after attention */         \
     X(ln2,        floatX, Block,  SAVED(2), second * N * C)                                               \
     X(ln2_mean,   float,  Block,  ALWAYS, sequential * N)           /* else ln1's: of the same rows */    \
     X(ln2_rstd,   float,  Block,  ALWAYS, sequential * N)                                                 \
     X(fch,        floatX, Block,  ALWAYS, N * 4 * C)        /* (B,T,4C) before GELU */                    \
     X(fch_gelu,   floatX, Block,  SAVED(1), N * 4 * C)                                                    \
-    X(residual3,  floatX, Block,  ALWAYS, N * C)            /* (B,T,C) after the MLP */                   \
+    X(residual3,  void,   Block,  ALWAYS, N * C)            /* (B,T,C) after the MLP */                   \
     X(lnf,        floatX, Global, ALWAYS, N * C)                                                          \
     X(lnf_mean,   float,  Global, ALWAYS, N)                                                              \
     X(lnf_rstd,   float,  Global, ALWAYS, N)                                                              \
     X(logits,     floatX, Global, ALWAYS, N * Vp)           /* (B,T,Vp), then their gradient */           \
     X(losses,     float,  Global, ALWAYS, N)                /* (B,T) */                                   \
-    X(dresidual,  floatX, Global, ALWAYS, trains * N * C)   /* (B,T,C) gradient of the residual stream */ \
+    X(dresidual,  void,   Global, ALWAYS, trains * N * C)   /* (B,T,C) gradient of the residual stream */ \
     X(dnarrow,    floatX, Global, ALWAYS, N * C)            /* (B,T,C) dlnf, dln2, datty, dln1 */         \
     X(dnarrow2,   floatX, Global, ALWAYS, parallel * N * C) /* (B,T,C) dln2 beside dln1 */                \
-    X(dbranch,    floatX, Global, ALWAYS, trains * drops * N * C)   /* dresidual behind a dropout */      \
-    X(dbranch2,   floatX, Global, ALWAYS, trains * drops * parallel * N * C)    /* of the MLP beside it */\
+    X(dbranch,    floatX, Global, ALWAYS, trains * apart * N * C)   /* dresidual behind a dropout, or */  \
+    X(dbranch2,   floatX, Global, ALWAYS, trains * apart * parallel * N * C)    /* rounded; the MLP's */  \
     X(dwide,      floatX, Global, ALWAYS, trains * N * 4 * C)       /* (B,T,4C) dfch; (B,T,3C) dqkv */
 
 #define X(name, ...) PARAM_##name,
@@ -378,12 +392,18 @@ static Layout param_layout(const ParamSpec* specs, const Config& c, const Split&
     return layout;
 }
 
+// Of an element
+template <class T> static size_t act_bytes(T*, const Config&) { return sizeof(T); }
+static size_t act_bytes(void*, const Config& c) {
+    return residual_apart(c) ? sizeof(float) : sizeof(floatX);
+}
+
 // Returns bytes.
 static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recompute, bool trains = true,
                         bool drops = false) {
     const size_t N = (size_t)B * T, C = c.C, NH = c.NH, Vp = c.Vp;
     const size_t sequential = c.block == Block::Sequential, parallel = !sequential;
-    const size_t second = c.block != Block::ParallelTied;
+    const size_t second = c.block != Block::ParallelTied, apart = drops || residual_apart(c);
     const bool ALWAYS = trains;
     auto SAVED = [=](int level) { return trains && recompute < level; };
     size_t offset = 0;
@@ -391,7 +411,7 @@ static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recom
 #define X(name_, type_, where_, kept_, elems_)                                                               \
     {                                                                                                        \
         bool block = Where::where_ == Where::Block, kept = kept_;                                            \
-        ActSpec s = {#name_, block && kept ? c.L : 1, elems_, sizeof(type_), 0, offset};                     \
+        ActSpec s = {#name_, block && kept ? c.L : 1, elems_, act_bytes((type_*)nullptr, c), 0, offset};     \
         size_t bytes = round_up(size_check(#name_, (double)s.elems) * s.elem_bytes, kAlign);                 \
         s.stride = block && kept ? bytes / s.elem_bytes : 0;                                                 \
         size_check(#name_, (double)bytes * s.copies);                                                        \
@@ -594,6 +614,8 @@ static void encoder_backward(const EncoderBackward<floatX, float>& a, Stream str
 // then column_sums_kernel adds those up in order. GPT-2's own norm, one LayerNorm without dropout, has
 // kernels in which everything else is switched off when they are compiled. What a mask leaves of a row is
 // computed where it is needed, from the counters: no memory holds masks.
+// Residual, here, is the type of what stands in the residual stream: inp, residual and dresidual are floatX,
+// or fp32 beside 16-bit branches. Each form of a kernel exists for one of them.
 constexpr int kNormBlocks = 396;                // most blocks of the backward: 3 an SM of an H200
 constexpr int kNormWarps = 8;                   // of a block of the forward; each takes a row
 // The most vectors of its row that a lane of the forward holds: 16-bit rows up to 2048 stay in registers.
@@ -612,9 +634,10 @@ __device__ __forceinline__ void apply_dropout(Floats& values, const Dropout& d, 
 
 // Which members of the family a kernel serves. kGpt2: LayerNorm, one, after something; else what is 0 or null
 // in the arguments says. kBranches, at most 2, of which any has dropout (kDrops) or none.
-template <int kBranches_, bool kDrops_, bool kGpt2_> struct NormForm {
+template <int kBranches_, bool kDrops_, bool kGpt2_, class Residual_ = floatX> struct NormForm {
     static constexpr int kBranches = kBranches_;
     static constexpr bool kDrops = kDrops_, kGpt2 = kGpt2_;
+    typedef Residual_ Residual;
 };
 
 // The row in registers: two passes over it (mean, then variance) cost no memory traffic. kBlock: a block
@@ -622,9 +645,10 @@ template <int kBranches_, bool kDrops_, bool kGpt2_> struct NormForm {
 // in a struct take more instructions (3 % of all at C=768).
 template <int kVectors, bool kBlock, class Form>
 __global__ void __launch_bounds__(kBlock ? kNormRowThreads : kNormWarps * kWarp)
-    norm_forward_kernel(floatX* residual, floatX* out, float* mean, float* rstd, const floatX* inp,
-                        const floatX* branch, const float* weight, const float* bias, int N, int C,
-                        NormForwardX more) {
+    norm_forward_kernel(typename Form::Residual* residual, floatX* out, float* mean, float* rstd,
+                        const typename Form::Residual* inp, const floatX* branch, const float* weight,
+                        const float* bias, int N, int C, NormForwardX more) {
+    typedef typename Form::Residual Residual;
     __shared__ float shared[kWarp];
     const int row = kBlock ? blockIdx.x : blockIdx.x * kNormWarps + threadIdx.x / kWarp;
     const int lane = kBlock ? threadIdx.x : threadIdx.x % kWarp;
@@ -638,12 +662,13 @@ __global__ void __launch_bounds__(kBlock ? kNormRowThreads : kNormWarps * kWarp)
     auto row_sum = [&](float x) { return kBlock ? block_sum(x, shared) : warp_sum(x); };
 
     // All loads are on their way before the first is needed.
-    x128 pack[kVectors], pack2[kVectors], pack3[kVectors];
+    Pack<Residual> pack[kVectors];
+    x128 pack2[kVectors], pack3[kVectors];
 #pragma unroll
     for (int j = 0; j < kVectors; j++) {
         const int c = column(j);
         if constexpr (Form::kGpt2) { pack[j] = load<true>(inp + at, c, C); }
-        else { pack[j] = load<true>(starts ? branch + at : inp + at, c, starts ? 0 : C); }
+        else { pack[j] = load<true>((starts ? (const Residual*)branch : inp) + at, c, starts ? 0 : C); }
         if (Form::kBranches >= 1) { pack2[j] = load<true>(branch + at, c, C); }
         if (Form::kBranches >= 2) { pack3[j] = load<true>(more.branch[1] + at, c, C); }
     }
@@ -669,7 +694,7 @@ __global__ void __launch_bounds__(kBlock ? kNormRowThreads : kNormWarps * kWarp)
 #pragma unroll
                 for (int k = 0; k < kWidth; k++) { total.at[k] += added.at[k]; }
             }
-            pack[j] = to_pack<floatX>(total);
+            pack[j] = to_pack<Residual>(total);
             store<true>(residual + at, c, C, pack[j]);
         }
         x[j] = to_floats(pack[j]);
@@ -711,16 +736,16 @@ __global__ void __launch_bounds__(kBlock ? kNormRowThreads : kNormWarps * kWarp)
 
 // Any C and any member of the family: one block a row, in the same three passes (mean, variance, output),
 // each of which reads the row again, mostly from the L1.
-template <bool kVector> __global__ void norm_forward_any_kernel(NormForwardX a) {
+template <bool kVector, class Residual> __global__ void norm_forward_any_kernel(NormForwardX a) {
     __shared__ float shared[kWarp];
     const int C = a.C, row = blockIdx.x, first = threadIdx.x * kWidth, step = blockDim.x * kWidth;
     const size_t at = (size_t)row * C;
     const bool rms = a.kind == NormKind::Rms;
-    const floatX* x_row = (a.residual ? a.residual : a.inp) + at;
+    const Residual* x_row = (const Residual*)(a.residual ? a.residual : a.inp) + at;
     float sum = 0.0f;
     for (int c = first; c < C; c += step) {
         Floats x = {};
-        if (a.inp) { x = load_floats<kVector>(a.inp + at, c, C); }
+        if (a.inp) { x = load_floats<kVector>((const Residual*)a.inp + at, c, C); }
         for (int i = 0; i < 2; i++) {
             if (!a.branch[i]) { continue; }
             Floats branch = load_floats<kVector>(a.branch[i] + at, c, C);
@@ -729,8 +754,9 @@ template <bool kVector> __global__ void norm_forward_any_kernel(NormForwardX a) 
             for (int k = 0; k < kWidth; k++) { x.at[k] += branch.at[k]; }
         }
         if (a.residual) {
-            x128 rounded = to_pack<floatX>(x);
-            store<kVector>(a.residual + at, c, C, rounded);     // the same thread reads it again below
+            Pack<Residual> rounded = to_pack<Residual>(x);
+            // the same thread reads it again below
+            store<kVector>((Residual*)a.residual + at, c, C, rounded);
             x = to_floats(rounded);
         }
 #pragma unroll
@@ -810,14 +836,20 @@ constexpr int kNormMaxThreads = 512;            // with 128 registers each, all 
 
 // Which members of the family a kernel serves. kDouts, and kTied if both are one norm's; kMasked: branches
 // with dropout, whose gradients are stored, else dresidual is theirs. kGpt2: one LayerNorm without dropout.
-template <int kDouts_, bool kTied_, int kMasked_, int kColumns_, bool kGpt2_ = false>
+// Of a stream in fp32 a vector is kWide slots and words long, and kMasked are all branches.
+template <int kDouts_, bool kTied_, int kMasked_, int kColumns_, bool kGpt2_ = false,
+          class Residual_ = floatX>
 struct NormBackwardForm {
+    typedef Residual_ Residual;
+    static constexpr int kWide = sizeof(Residual) / sizeof(floatX);
     static constexpr int kDouts = kDouts_, kMasked = kMasked_, kColumns = kColumns_;
     static constexpr bool kGpt2 = kGpt2_;
     static constexpr int kNorms = kTied_ ? 1 : kDouts;
     static constexpr int kBranchSums = kMasked > 1 ? 2 : 1, kSums = 2 * kNorms + kBranchSums;   // registers
-    static constexpr int kRows = kDouts == 1 && kColumns == 1 ? 2 : 1;      // more have no registers
-    static constexpr int kStages = 2, kTensors = 2 + kDouts;
+    // more have no registers
+    static constexpr int kRows = kDouts == 1 && kColumns == 1 && kWide == 1 ? 2 : 1;
+    static constexpr int kStages = 2, kTensors = 2 * kWide + kDouts;
+    static_assert(kWide == 1 || kMasked > 0, "a branch's gradient is floatX");
 };
 
 // sums_out: rows of partials, of which the branches' are the last; without dropout both have the same.
@@ -826,14 +858,19 @@ __global__ void __launch_bounds__(kNormMaxThreads)
     norm_backward_kernel(NormBackwardX a, float* partial /*(gridDim.x,sums,C)*/, int sums_out) {
     constexpr int kRows = Form::kRows, kStages = Form::kStages, kTensors = Form::kTensors, kSums = 2 * kRows;
     constexpr int kColumns = Form::kColumns, kDouts = Form::kDouts, kNorms = Form::kNorms;
+    constexpr int kWide = Form::kWide, kDresidual = kTensors - kWide;   // kDresidual: its first slot
+    typedef typename Form::Residual Residual;
     extern __shared__ x128 staged[];                    // (stage, row, tensor, column, thread)
+    const Residual* inp = (const Residual*)a.inp;
+    Residual* dresidual = (Residual*)a.dresidual;
     const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
     float* sums_shared = (float*)(staged + kStages * kRows * kTensors * kColumns * threads);
     const int C = a.C, step = gridDim.x * blockDim.y * kRows;
     const int warps = blockDim.x / kWarp, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const bool add = a.dresidual_acc == Accumulate::Yes, rms = !Form::kGpt2 && a.kind == NormKind::Rms;
     auto column = [&](int j) { return (int)(threadIdx.x + j * blockDim.x) * kWidth; };
-    // of a stage that begins at `at`; tensor 0: inp; then the douts; the last: dresidual
+    // of a stage that begins at `at`; tensor 0: inp; then the douts; the last: dresidual. kWide slots of inp
+    // and dresidual count as as many tensors.
     auto slot = [&](x128* at, int r, int tensor, int j) {
         return at + ((r * kTensors + tensor) * kColumns + j) * threads;
     };
@@ -856,12 +893,19 @@ __global__ void __launch_bounds__(kNormMaxThreads)
             for (int j = 0; j < kColumns; j++) {
                 const bool live = first + r < a.N && column(j) < C;
                 const size_t offset = live ? (size_t)(first + r) * C + column(j) : 0;
-                cp_async_16_or_zero(slot(at, r, 0, j), a.inp + offset, live);
+#pragma unroll
+                for (int w = 0; w < kWide; w++) {
+                    cp_async_16_or_zero(slot(at, r, w, j), (const uint4*)(inp + offset) + w, live);
+                }
 #pragma unroll
                 for (int i = 0; i < kDouts; i++) {
-                    cp_async_16_or_zero(slot(at, r, 1 + i, j), a.y[i].dout + offset, live);
+                    cp_async_16_or_zero(slot(at, r, kWide + i, j), a.y[i].dout + offset, live);
                 }
-                cp_async_16_or_zero(slot(at, r, kTensors - 1, j), a.dresidual + offset, live && add);
+#pragma unroll
+                for (int w = 0; w < kWide; w++) {
+                    const uint4* word = (const uint4*)(dresidual + offset) + w;
+                    cp_async_16_or_zero(slot(at, r, kDresidual + w, j), word, live && add);
+                }
             }
         }
         cp_async_commit();
@@ -905,9 +949,9 @@ __global__ void __launch_bounds__(kNormMaxThreads)
         auto gradient = [&](int r, int j, Floats (&d)[kNorms]) {
             Floats g;
             const Floats w0 = weight(0, j), w1 = weight(kNorms - 1, j);
-            d[0] = to_floats(as_pack(words[r][1][j]));
+            d[0] = to_floats(as_pack(words[r][kWide][j]));
             if constexpr (kDouts == 2) {
-                const Floats other = to_floats(as_pack(words[r][2][j]));
+                const Floats other = to_floats(as_pack(words[r][kWide + 1][j]));
 #pragma unroll
                 for (int k = 0; k < kWidth; k++) {
                     if constexpr (kNorms == 2) { d[1].at[k] = other.at[k]; }
@@ -928,7 +972,7 @@ __global__ void __launch_bounds__(kNormMaxThreads)
             sums[2 * r] = sums[2 * r + 1] = 0.0f;
 #pragma unroll
             for (int j = 0; j < kColumns; j++) {
-                const Floats x = to_floats(as_pack(words[r][0][j]));
+                const Floats x = to_floats(as_pack<Residual>(words[r][0][j], words[r][kWide - 1][j]));
                 Floats d[kNorms];
                 const Floats g = gradient(r, j, d);
 #pragma unroll
@@ -970,24 +1014,29 @@ __global__ void __launch_bounds__(kNormMaxThreads)
             const size_t row = live ? (size_t)(first + r) * C : 0;
 #pragma unroll
             for (int j = 0; j < kColumns; j++) {
-                const Floats x = to_floats(as_pack(words[r][0][j]));
-                Floats d[kNorms], result = to_floats(as_pack(words[r][kTensors - 1][j]));
+                const Floats x = to_floats(as_pack<Residual>(words[r][0][j], words[r][kWide - 1][j]));
+                Floats d[kNorms], result = to_floats(as_pack<Residual>(words[r][kDresidual][j],
+                                                                       words[r][kTensors - 1][j]));
                 const Floats g = gradient(r, j, d);
 #pragma unroll
                 for (int k = 0; k < kWidth; k++) {
                     const float xhat = fmaf(x.at[k], rstd[r], shift[r]);
                     result.at[k] += fmaf(g.at[k], rstd[r], fmaf(xhat, minus_gx, minus_g));
                 }
-                const x128 rounded = to_pack<floatX>(result);
-                store<true>(a.dresidual + row, column(j), live ? C : 0, rounded);
+                const Pack<Residual> rounded = to_pack<Residual>(result);
+                store<true>(dresidual + row, column(j), live ? C : 0, rounded);
 #pragma unroll
                 for (int i = 0; i < Form::kBranchSums; i++) {
-                    x128 branch = rounded;
+                    x128 branch;
                     if constexpr (Form::kMasked > 0) {
                         Floats masked = result;
-                        apply_dropout(masked, a.branch[i].dropout, first + r, column(j));
+                        if (kWide == 1 || a.branch[i].dropout.dropped > 0) {
+                            apply_dropout(masked, a.branch[i].dropout, first + r, column(j));
+                        }
                         branch = to_pack<floatX>(masked);
                         store<true>(a.branch[i].dout + row, column(j), live ? C : 0, branch);
+                    } else {
+                        branch = rounded;
                     }
 #pragma unroll
                     for (int k = 0; k < kWidth; k++) {
@@ -1065,8 +1114,10 @@ __device__ __forceinline__ Floats norm_gradient(const NormBackwardX& a, size_t a
     return g;
 }
 
-template <bool kVector> __global__ void norm_backward_long_kernel(NormBackwardX a) {
+template <bool kVector, class Residual> __global__ void norm_backward_long_kernel(NormBackwardX a) {
     __shared__ float shared[kWarp];
+    const Residual* inp = (const Residual*)a.inp;
+    Residual* dresidual = (Residual*)a.dresidual;
     const int row = blockIdx.x, C = a.C, first = threadIdx.x * kWidth, step = blockDim.x * kWidth;
     const size_t at = (size_t)row * C;
     const bool rms = a.kind == NormKind::Rms;
@@ -1075,7 +1126,7 @@ template <bool kVector> __global__ void norm_backward_long_kernel(NormBackwardX 
     // The row's two sums: of g and of g*xhat.
     float sum_g = 0.0f, sum_gx = 0.0f;
     for (int c = first; c < C; c += step) {
-        const Floats x = load_floats<kVector>(a.inp + at, c, C), g = norm_gradient<kVector>(a, at, c);
+        const Floats x = load_floats<kVector>(inp + at, c, C), g = norm_gradient<kVector>(a, at, c);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) {
             sum_g += g.at[k];
@@ -1086,14 +1137,14 @@ template <bool kVector> __global__ void norm_backward_long_kernel(NormBackwardX 
 
     // The gradient of x, added to the residual stream's, and those of branches with dropout.
     for (int c = first; c < C; c += step) {
-        const Floats x = load_floats<kVector>(a.inp + at, c, C), g = norm_gradient<kVector>(a, at, c);
-        Floats old = load_floats<kVector>(a.dresidual + at, c, a.dresidual_acc == Accumulate::Yes ? C : 0);
+        const Floats x = load_floats<kVector>(inp + at, c, C), g = norm_gradient<kVector>(a, at, c);
+        Floats old = load_floats<kVector>(dresidual + at, c, a.dresidual_acc == Accumulate::Yes ? C : 0);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) {
             float xhat = (x.at[k] - mean) * rstd;
             old.at[k] = fmaf(rstd, g.at[k] - mean_g - xhat * mean_gx, old.at[k]);
         }
-        store<kVector>(a.dresidual + at, c, C, to_pack<floatX>(old));
+        store<kVector>(dresidual + at, c, C, to_pack<Residual>(old));
         for (int i = 0; i < 2; i++) {
             if (!a.branch[i].dout) { continue; }
             Floats masked = old;
@@ -1104,7 +1155,7 @@ template <bool kVector> __global__ void norm_backward_long_kernel(NormBackwardX 
 }
 
 // A block owns some columns (blockIdx.x) and every gridDim.y-th row. norms: that have weights.
-template <bool kVector>
+template <bool kVector, class Residual>
 __global__ void norm_backward_columns_kernel(NormBackwardX a, float* partial /*(gridDim.y,sums,C)*/,
                                              int norms, int sums) {
     const int C = a.C, c = (blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
@@ -1113,7 +1164,7 @@ __global__ void norm_backward_columns_kernel(NormBackwardX a, float* partial /*(
     Floats dweight[2] = {}, dbias[2] = {}, dbranch[2] = {};
     for (int row = blockIdx.y; row < a.N; row += gridDim.y) {
         const size_t at = (size_t)row * C;
-        const Floats x = load_floats<kVector>(a.inp + at, c, C);
+        const Floats x = load_floats<kVector>((const Residual*)a.inp + at, c, C);
         const float mean = rms ? 0.0f : a.mean[row], rstd = a.rstd[row];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -1126,7 +1177,7 @@ __global__ void norm_backward_columns_kernel(NormBackwardX a, float* partial /*(
                 }
             }
             if (2 * norms + i < sums) {
-                const floatX* branch = a.branch[i].dout ? a.branch[i].dout : a.dresidual;
+                const floatX* branch = a.branch[i].dout ? a.branch[i].dout : (const floatX*)a.dresidual;
                 const Floats result = load_floats<kVector>(branch + at, c, C);
 #pragma unroll
                 for (int k = 0; k < kWidth; k++) { dbranch[i].at[k] += result.at[k]; }
@@ -1152,9 +1203,11 @@ __global__ void norm_backward_columns_kernel(NormBackwardX a, float* partial /*(
 template <int kVectors, class Form> static void norm_forward_launch(const NormForwardX& a, Stream stream) {
     constexpr int kMost = Form::kGpt2 ? kNormVectors : kNormVectors / 2;
     const int vectors = ceil_div(a.C, kWidth);
+    typedef typename Form::Residual Residual;
     auto launch = [&](auto kernel, int blocks, int threads) {
-        kernel<<<blocks, threads, 0, stream>>>(a.residual, a.y[0].out, a.mean, a.rstd, a.inp, a.branch[0],
-                                               a.y[0].weight, a.y[0].bias, a.N, a.C, a);
+        kernel<<<blocks, threads, 0, stream>>>((Residual*)a.residual, a.y[0].out, a.mean, a.rstd,
+                                               (const Residual*)a.inp, a.branch[0], a.y[0].weight,
+                                               a.y[0].bias, a.N, a.C, a);
     };
     if constexpr (kVectors <= kMost) {
         if (!is_vector(a.C) || vectors > kVectors * kWarp) {
@@ -1168,7 +1221,7 @@ template <int kVectors, class Form> static void norm_forward_launch(const NormFo
     } else {
         with_vector(a.C, [&](auto vector) {
             const int threads = std::min(round_up(vectors, kWarp), kNormRowThreads);
-            norm_forward_any_kernel<vector.value><<<a.N, threads, 0, stream>>>(a);
+            norm_forward_any_kernel<vector.value, Residual><<<a.N, threads, 0, stream>>>(a);
         });
     }
     cudaCheck(cudaGetLastError());
@@ -1182,7 +1235,11 @@ static void norm_forward(const NormForwardX& a, Stream stream) {
     const bool gpt2 = a.kind == NormKind::Layer && !a.y[1].out && a.inp && !drops;
     constexpr int kHalf = kNormVectors / 2;
     if (!a.inp && !a.branch[0]) { die("norm_forward: nothing is added to nothing"); }
-    if (branches == 0) {
+    if (kLowPrecision && a.residual_fp32) {     // fewer kernels: whether there is dropout, they ask
+        if (branches == 0) { norm_forward_launch<kHalf, NormForm<0, false, false, float>>(a, stream); }
+        else if (branches == 1) { norm_forward_launch<kHalf, NormForm<1, true, false, float>>(a, stream); }
+        else { norm_forward_launch<kHalf, NormForm<2, true, false, float>>(a, stream); }
+    } else if (branches == 0) {
         if (gpt2) { norm_forward_launch<1, NormForm<0, false, true>>(a, stream); }
         else { norm_forward_launch<kHalf, NormForm<0, false, false>>(a, stream); }
     } else if (branches == 1) {
@@ -1231,16 +1288,39 @@ static int norm_backward_masked(const NormBackwardX& a, int masked, int sums, St
                          : norm_backward_launch<Both>(a, sums, stream);
 }
 
+template <class Residual>
 static int norm_backward_long(const NormBackwardX& a, int norms, int sums, Stream stream) {
     const int partials = std::min(a.N, kNormBlocks);
     with_vector(a.C, [&](auto vector) {
-        norm_backward_long_kernel<vector.value><<<a.N, 512, 0, stream>>>(a);
+        norm_backward_long_kernel<vector.value, Residual><<<a.N, 512, 0, stream>>>(a);
         cudaCheck(cudaGetLastError());
-        norm_backward_columns_kernel<vector.value>
+        norm_backward_columns_kernel<vector.value, Residual>
             <<<dim3(ceil_div(a.C, kWidth * 128), partials), 128, 0, stream>>>(a, a.scratch, norms, sums);
         cudaCheck(cudaGetLastError());
     });
     return partials;
+}
+
+// Beside a stream in fp32: the forms that training meets in every layer, rows up to 16-bit C=4096.
+static int norm_backward_fp32(const NormBackwardX& a, int douts, int norms, int branches, int sums,
+                              Stream stream) {
+    if (!is_vector(a.C) || ceil_div(a.C, kWidth) > kNormMaxThreads) {
+        return norm_backward_long<float>(a, norms, sums, stream);
+    }
+    using One = NormBackwardForm<1, false, 1, 1, false, float>;
+    using OneBoth = NormBackwardForm<1, false, 2, 1, false, float>;
+    using Two = NormBackwardForm<2, false, 1, 1, false, float>;
+    using TwoBoth = NormBackwardForm<2, false, 2, 1, false, float>;
+    using Tied = NormBackwardForm<2, true, 1, 1, false, float>;
+    using TiedBoth = NormBackwardForm<2, true, 2, 1, false, float>;
+    if (branches == 1) {
+        return douts == 1   ? norm_backward_launch<One>(a, sums, stream)
+               : norms == 2 ? norm_backward_launch<Two>(a, sums, stream)
+                            : norm_backward_launch<Tied>(a, sums, stream);
+    }
+    return douts == 1   ? norm_backward_launch<OneBoth>(a, sums, stream)
+           : norms == 2 ? norm_backward_launch<TwoBoth>(a, sums, stream)
+                        : norm_backward_launch<TiedBoth>(a, sums, stream);
 }
 
 static void norm_backward(const NormBackwardX& a, Stream stream) {
@@ -1250,10 +1330,14 @@ static void norm_backward(const NormBackwardX& a, Stream stream) {
     const int branches = second ? 2 : 1, sums = 2 * norms + branches;
     const int masked = (a.branch[0].dout != nullptr) + (a.branch[1].dout != nullptr);
     const bool uniform = is_vector(a.C) && (masked == 0 || (masked == branches && a.branch[0].dout));
+    const bool fp32 = kLowPrecision && a.residual_fp32;
+    if (fp32 && masked < branches) { die("norm_backward: a branch beside a stream in fp32 needs a dout"); }
     const bool gpt2 = douts == 1 && branches == 1 && masked == 0 && a.kind == NormKind::Layer;
     int partials;
-    if (!uniform || vectors > kNormMaxThreads * (norms == 2 ? 1 : 2)) {
-        partials = norm_backward_long(a, norms, sums, stream);
+    if (fp32) {
+        partials = norm_backward_fp32(a, douts, norms, branches, sums, stream);
+    } else if (!uniform || vectors > kNormMaxThreads * (norms == 2 ? 1 : 2)) {
+        partials = norm_backward_long<floatX>(a, norms, sums, stream);
     } else if (vectors > kNormMaxThreads) {
         partials = tied ? norm_backward_masked<2, true, 2>(a, masked, sums, stream)
                         : norm_backward_masked<1, false, 2>(a, masked, sums, stream);
@@ -1690,6 +1774,19 @@ static void classifier(const Classifier<floatX, float>& a, Stream stream) {
     else { classifier_launch<false>(a, stream); }
 }
 
+// out[n,:] = inp[rows[n],:]: what the LM head reads where only some positions' losses count. A block a row.
+__global__ void gather_rows_kernel(GatherRows<floatX, float> a) {
+    const size_t n = blockIdx.x;
+    const floatX* from = a.inp + (size_t)a.rows[n] * a.C;
+    for (int c = threadIdx.x; c < a.C; c += blockDim.x) { a.out[n * a.C + c] = from[c]; }
+}
+
+static void gather_rows(const GatherRows<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    gather_rows_kernel<<<a.N, 256, 0, stream>>>(a);
+    cudaCheck(cudaGetLastError());
+}
+
 // == 6.6 loss ==
 // mean (+)= weight * sum of losses. One block; the sum is exact to double precision, in a fixed order.
 __global__ void loss_sum_kernel(float* mean, const float* losses, float weight, Accumulate acc, int N) {
@@ -2038,8 +2135,9 @@ static void adamw_update(const AdamW<floatX, float>& a, Stream stream) {
     cudaCheck(cudaGetLastError());
 }
 
-// Muon, as llmc/ops.h has it. Products are cuBLASLt's, one call for a matrix of all layers; in column-major
-// terms, with x stored (rows,cols):
+// Muon, as llmc/ops.h has it. Products are cuBLASLt's, one call for all matrices of a shape: q, k, v and
+// attproj of all layers (124M: 48), fc (12) and fcproj (12). Only the last one, which stores where the update
+// is read, takes a call for each part. In column-major terms, with x stored (rows,cols):
 //     wide or square   gram = x x^T (k = rows)    G = X^T X    x' = a x + poly x    X' = a X + X P
 //     tall             gram = x^T x (k = cols)    G = X X^T    x' = a x + x poly    X' = a X + P X
 // poly = b gram + c gram gram, and both sums ride in the products, as C with a factor. A step of a matrix of
@@ -2080,12 +2178,14 @@ static void muon_momentum(const MuonMomentum<floatX, float>& a, Stream stream) {
 // small as bf16 has them), then, when all are known, its part of x = inp / sqrt(their sum).
 template <bool kVector>
 __global__ void __launch_bounds__(kUpdateThreads)
-    muon_sums_kernel(double* sums /*(count,chunks)*/, const muonX* inp, size_t n, size_t stride) {
+    muon_sums_kernel(double* sums /*(count,chunks)*/, const muonX* inp, size_t n,
+                     const __grid_constant__ MuonPlaces places) {
     __shared__ double shared[kWarp];
     const size_t end = min(n, (blockIdx.x + 1) * kChunk);
+    inp += places.of(blockIdx.y);
     double sum = 0.0;
     for (size_t i = blockIdx.x * kChunk + threadIdx.x * kWidth; i < end; i += blockDim.x * kWidth) {
-        const Floats x = load_floats<kVector>(inp + blockIdx.y * stride, i, n);
+        const Floats x = load_floats<kVector>(inp, i, n);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { sum += (double)x.at[k] * x.at[k]; }
     }
@@ -2093,11 +2193,14 @@ __global__ void __launch_bounds__(kUpdateThreads)
     if (threadIdx.x == 0) { sums[(size_t)blockIdx.y * gridDim.x + blockIdx.x] = sum; }
 }
 
-// out may be inp.
+// Here the matrices come together: in `out` there is nothing between them.
 template <bool kVector>
 __global__ void __launch_bounds__(kUpdateThreads)
-    muon_normalise_kernel(muonX* out, const muonX* inp, const double* sums, size_t n, size_t stride) {
+    muon_normalise_kernel(muonX* out, const muonX* inp, const double* sums, size_t n,
+                          const __grid_constant__ MuonPlaces places) {
     __shared__ double shared[kWarp];
+    inp += places.of(blockIdx.y);
+    out += blockIdx.y * n;
     double sum = 0.0;
     for (unsigned c = threadIdx.x; c < gridDim.x; c += blockDim.x) {
         sum += sums[(size_t)blockIdx.y * gridDim.x + c];
@@ -2106,10 +2209,10 @@ __global__ void __launch_bounds__(kUpdateThreads)
     const double factor = sum > 0.0 ? 1.0 / sqrt(sum) : 0.0;
     const size_t end = min(n, (blockIdx.x + 1) * kChunk);
     for (size_t i = blockIdx.x * kChunk + threadIdx.x * kWidth; i < end; i += blockDim.x * kWidth) {
-        Floats x = load_floats<kVector>(inp + blockIdx.y * stride, i, n);
+        Floats x = load_floats<kVector>(inp, i, n);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { x.at[k] = (float)(x.at[k] * factor); }
-        store<kVector>(out + blockIdx.y * stride, i, n, to_pack<muonX>(x));
+        store<kVector>(out, i, n, to_pack<muonX>(x));
     }
 }
 
@@ -2119,32 +2222,47 @@ static void muon_orthogonalise(const MuonOrthogonalise<floatX, float>& a, Stream
     const int k = tall ? a.cols : a.rows, n = tall ? a.rows : a.cols;
     const size_t size = (size_t)a.rows * a.cols, square = (size_t)k * k;
     const float scale = tall ? (float)sqrt((double)a.rows / a.cols) : 1.0f;
-    muonX *x = a.inp, *y = a.out;
-    if (a.steps % 2 == 0) { std::swap(x, y); }          // the last step stores into `out`
+    const MuonPlaces& places = a.places;
     with_vector(size, [&](auto vector) {
-        const dim3 blocks((unsigned)ceil_div(size, kChunk), a.count);
-        muon_sums_kernel<vector.value><<<blocks, kUpdateThreads, 0, stream>>>(a.sums, a.inp, size, a.stride);
+        const dim3 blocks((unsigned)ceil_div(size, kChunk), places.count());
+        muon_sums_kernel<vector.value><<<blocks, kUpdateThreads, 0, stream>>>(a.sums, a.inp, size, places);
         cudaCheck(cudaGetLastError());
         muon_normalise_kernel<vector.value>
-            <<<blocks, kUpdateThreads, 0, stream>>>(x, a.inp, a.sums, size, a.stride);
+            <<<blocks, kUpdateThreads, 0, stream>>>(a.x, a.inp, a.sums, size, places);
         cudaCheck(cudaGetLastError());
     });
-    // d = alpha op(l) op(r) + beta c
-    auto product = [&](muonX* d, const muonX* l, const muonX* r, const muonX* c, float alpha, float beta,
-                       int m, int cols, int depth, bool trans_l, bool trans_r) {
-        auto stride = [&](const muonX* p) { return p == a.gram || p == a.poly ? square : a.stride; };
-        gemm_or_die({.d = d, .a = l, .b = r, .c = c, .bias = nullptr, .aux = nullptr, .m = m, .n = cols,
-                     .k = depth, .trans_a = trans_l, .trans_b = trans_r, .d_type = cuda_type(muonX()),
-                     .epilogue = CUBLASLT_EPILOGUE_DEFAULT, .inp_type = cuda_type(muonX()), .alpha = alpha,
-                     .beta = beta, .count = a.count, .count_all = a.count_all, .a_stride = stride(l),
-                     .b_stride = stride(r), .d_stride = stride(d)}, stream);
+    struct Matrices {                   // in scratch
+        muonX* first;
+        size_t stride;
+        Matrices from(int i) const { return {first + i * stride, stride}; }
+    };
+    // d = alpha op(l) op(r) + beta c, for all parts at once or for one
+    auto product = [&](Matrices d, Matrices l, Matrices r, Matrices c, float alpha, float beta, int m,
+                       int cols, int depth, bool trans_l, bool trans_r, int parts) {
+        gemm_or_die({.d = d.first, .a = l.first, .b = r.first, .c = c.first, .bias = nullptr, .aux = nullptr,
+                     .m = m, .n = cols, .k = depth, .trans_a = trans_l, .trans_b = trans_r,
+                     .d_type = cuda_type(muonX()), .epilogue = CUBLASLT_EPILOGUE_DEFAULT,
+                     .inp_type = cuda_type(muonX()), .alpha = alpha, .beta = beta,
+                     .count = parts * places.layers, .count_all = parts * a.layers_all, .a_stride = l.stride,
+                     .b_stride = r.stride, .c_stride = c.stride, .d_stride = d.stride}, stream);
+    };
+    const Matrices gram = {a.gram, square}, poly = {a.poly, square};
+    Matrices x = {a.x, size}, y = {a.y, size};
+    auto multiply_by_poly = [&](Matrices to, int first, float keep, int parts) {
+        const Matrices p = poly.from(first), from = x.from(first);
+        product(to, tall ? p : from, tall ? from : p, from, 1.0f, keep, a.cols, a.rows, k, false, false,
+                parts);
     };
     for (int step = 0; step < a.steps; step++, std::swap(x, y)) {
-        const float last = step + 1 == a.steps ? scale : 1.0f;
+        const bool is_last = step + 1 == a.steps;
+        const float last = is_last ? scale : 1.0f;
         const float keep = last * (float)kMuonA, b = last * (float)kMuonB, c = last * (float)kMuonC;
-        product(a.gram, x, x, nullptr, 1.0f, 0.0f, k, k, n, !tall, tall);
-        product(a.poly, a.gram, a.gram, a.gram, c, b, k, k, k, false, false);
-        product(y, tall ? a.poly : x, tall ? x : a.poly, x, 1.0f, keep, a.cols, a.rows, k, false, false);
+        product(gram, x, x, {}, 1.0f, 0.0f, k, k, n, !tall, tall, places.parts);
+        product(poly, gram, gram, gram, c, b, k, k, k, false, false, places.parts);
+        if (!is_last) { multiply_by_poly(y, 0, keep, places.parts); }
+        for (int part = 0; is_last && part < places.parts; part++) {
+            multiply_by_poly({a.out + places.at[part], places.stride}, part * places.layers, keep, 1);
+        }
     }
 }
 
@@ -3897,7 +4015,6 @@ static void attention_backward(const AttentionBackward<floatX, float>& a, Stream
 // Positions and tokens are read from the device, so one CUDA graph serves all steps. A row's sums are taken
 // in an order that no other row has a part in, so a text is the same alone and in a batch. That rules out
 // cuBLASLt, which chooses by N how it splits sums.
-
 //
 // On Hopper a kernel of these begins while the one before it still runs (PTX griddepcontrol, "programmatic
 // dependent launch"), fetches what no kernel of the step writes, which is nearly all, and then waits until
@@ -4737,7 +4854,8 @@ struct DeviceState {
 // One batch on the device, or one staging slot in pinned memory; same layout in both
 struct Inputs {
     int *tokens, *targets;      // (B,T)
-    int* order;                 // (B,T) positions sorted by token, for the embedding's backward
+    int* order;                 // (B,T) positions sorted by token, for the embedding's backward; in an
+                                // evaluation, those whose losses count
     int4 *segments, *splits;
     size_t bytes;
 };
@@ -4748,8 +4866,11 @@ struct Decoder {
     int rows;
     ActSpec act_specs[NUM_ACTS];        // of that forward
     floatX *keys, *values;              // (L,rows,T,C)
-    floatX *residual, *qkv, *atty, *fch;        // (rows,C) (rows,3C) (rows,C) (rows,4C)
+    void* residual;                     // (rows,C) the stream: floatX, or fp32
+    floatX *qkv, *atty, *fch;           // (rows,3C) (rows,C) (rows,4C)
     floatX *normalised, *logits;        // (rows,C) (rows,V)
+    floatX *branches, *normalised2;     // (2,rows,C) (rows,C) these where the stream is fp32
+    float *mean, *rstd;                 // (rows)
     float* scratch;
     int *tokens, *positions, *counters; // (rows) (rows) (rows,NH)
     uint64_t* draws;                    // (rows)
@@ -4852,12 +4973,19 @@ static Decoder decoder_layout(char* base, const Config& c, int T, int rows) {
     };
     take(&d.keys, cache);
     take(&d.values, cache);
-    take(&d.residual, n * C);
+    floatX* residual;
+    take(&residual, n * C * (residual_apart(c) ? sizeof(float) / sizeof(floatX) : 1));
+    d.residual = residual;
     take(&d.qkv, n * 3 * C);
     take(&d.atty, n * C);
     take(&d.fch, n * 4 * C);
     take(&d.normalised, n * C);
     take(&d.logits, n * c.V);
+    const size_t apart = residual_apart(c) ? n : 0;
+    take(&d.branches, 2 * apart * C);
+    take(&d.normalised2, apart * C);
+    take(&d.mean, apart);
+    take(&d.rstd, apart);
     take(&d.scratch, decode_attention_scratch_bytes(rows, c.NH, c.C / c.NH) / sizeof(float));
     take(&d.tokens, n);
     take(&d.positions, n);
@@ -4912,22 +5040,41 @@ static size_t record_bytes(const Layout& layout, int lanes) {
 }
 
 // Muon works on `together` layers at a time, so that its memory is bounded: each rank orthogonalises the
-// matrices of `each` of them, rank 0 of the first ones. Two buffers have room for all their matrices (a
-// bucket's padded elements a layer): what the momentum gives, whose shards the ranks gather, and what comes
-// of it, which they gather again. Layers cost alike, so the ranks' work differs by a layer at most: 12 layers
-// on 8 ranks are two for each of six of them. One GPU, 16 bits: 340 MB for 124M, 491 MB for 1558M.
-static size_t muon_bytes = (size_t)512 << 20;   // of both buffers, if a layer each is not more; tests set it
-struct MuonShare { int each, together; size_t elems, sums; };   // elems: of one buffer
+// matrices of `each` of them, rank 0 of the first ones. A buffer has room for all their matrices (a bucket's
+// padded elements a layer), for what the momentum gives, whose shards the ranks gather, and for what comes of
+// it, which they gather again; four places, of 4 C C elements for each of the rank's layers, are for the
+// products of one shape. Layers cost alike, so the ranks' work differs by a layer at most: 12 layers on 8
+// ranks are two for each of six of them. One GPU, 16 bits: 396 MB for 124M, 573 MB for 1558M.
+static size_t muon_bytes = (size_t)576 << 20;   // of all this, if a layer each is not more; tests set it
+struct MuonShare { int each, together; size_t elems, place, sums; };    // elems: of the buffer; bytes: others
 static MuonShare muon_share(const Layout& layout, const Config& c, const Split& split) {
-    const size_t padded = layout.buckets[1].padded, layer = 2 * padded * sizeof(muonX);
-    const int world = split.world, at_once = ceil_div(c.L, world);      // if there is memory
-    const int most = (int)std::min((size_t)at_once, std::max((size_t)1, muon_bytes / (layer * world)));
+    static_assert(kMuonParts <= 4, "a place for fc's matrix is one for so many of a fourth of its size");
+    const size_t padded = layout.buckets[1].padded, squares = (size_t)4 * c.C * c.C;
+    const size_t least = (split.world * padded + 4 * squares) * sizeof(muonX);     // with a layer each
+    const int at_once = ceil_div(c.L, split.world);                     // if there is memory
+    const int most = (int)std::min((size_t)at_once, std::max((size_t)1, muon_bytes / least));
     const int each = ceil_div(at_once, ceil_div(at_once, most));        // turns of equal length
-    const size_t chunks = ceil_div((size_t)4 * c.C * c.C, kChunk);      // of the largest matrix
-    return {each, each * world, each * world * padded, each * chunks * sizeof(double)};
+    const size_t chunks = 4 * ceil_div((size_t)c.C * c.C, kChunk);
+    return {each, each * split.world, each * split.world * padded,
+            round_up(each * squares * sizeof(muonX), kAlign), each * chunks * sizeof(double)};
 }
-static size_t muon_products_bytes(const MuonShare& share, const Config& c) {
-    return 2 * round_up((size_t)share.each * c.C * c.C * sizeof(muonX), kAlign) + share.sums;
+
+// The matrices of a layer, by their shape: what is multiplied in one call.
+struct MuonShape { int rows, cols; MuonPlaces places; };
+static std::vector<MuonShape> muon_shapes(const ParamSpec* specs, size_t stride, int layers) {
+    std::vector<MuonShape> shapes;
+    for (int i = 0; i < NUM_PARAMS; i++) {
+        for (int part = 0; part < specs[i].muon; part++) {
+            const int rows = (int)specs[i].rows / specs[i].muon, cols = (int)specs[i].cols;
+            auto same = [&](const MuonShape& s) {
+                return s.rows == rows && s.cols == cols && s.places.parts < kMuonParts;
+            };
+            auto it = std::find_if(shapes.begin(), shapes.end(), same);
+            if (it == shapes.end()) { it = shapes.insert(it, {rows, cols, {0, layers, {}, stride}}); }
+            it->places.at[it->places.parts++] = specs[i].offset + part * (specs[i].elems / specs[i].muon);
+        }
+    }
+    return shapes;
 }
 
 // What only training takes; 0: there is no such memory, and its pointer is null.
@@ -4943,8 +5090,8 @@ static TrainingBytes training_bytes(const Layout& layout, const Config& c, const
     b.m_and_v = (layout.state_elems + layout.v_elems) * sizeof(float);
     if (options.muon) {
         const MuonShare share = muon_share(layout, c, split);
-        b.muon_updates = 2 * share.elems * sizeof(muonX);
-        b.muon_products = muon_products_bytes(share, c);
+        b.muon_updates = share.elems * sizeof(muonX);
+        b.muon_products = 4 * share.place + share.sums;
     }
     b.grads = layout.grads_bytes * (split.zero == 2 ? 1 : buffers);
     b.grad_shards = split.zero == 2 ? layout.shard_elems * sizeof(float) * buffers : 0;
@@ -5300,11 +5447,11 @@ static void gpt2_init_random(GPT2* model, uint64_t seed) {
 // ---- one micro-step: inputs, forward, loss, backward ----
 
 // Copies a batch to the device, asynchronously, through one of two slots of pinned memory (the wait returns
-// at once until a slot is used again). Targets are null when text is generated. For a backward pass it also
-// sorts the token positions for the embedding's gradient: a counting sort on the host, 0.6 ms at B=64, while
-// the device still works on the micro-step before.
+// at once until a slot is used again). Targets are null when text is generated; places go to `order`. For a
+// backward pass it also sorts the token positions for the embedding's gradient: a counting sort on the host,
+// 0.6 ms at B=64, while the device still works on the micro-step before.
 static void gpt2_set_inputs(GPT2* model, const int* tokens, const int* targets, int B, int T,
-                            ClassifierMode mode) {
+                            ClassifierMode mode, const int* places = nullptr) {
     const size_t N = (size_t)B * T;
     const int slot = (int)(model->micro_steps_staged++ % GPT2::kSlots);
     {
@@ -5318,6 +5465,10 @@ static void gpt2_set_inputs(GPT2* model, const int* tokens, const int* targets, 
     if (targets) {
         memcpy(host.targets, targets, N * sizeof(int));
         copy_to_device(device.targets, host.targets, N * sizeof(int), model->stream);
+    }
+    if (places) {
+        memcpy(host.order, places, N * sizeof(int));
+        copy_to_device(device.order, host.order, N * sizeof(int), model->stream);
     }
     if (mode == ClassifierMode::LossAndGrad) {
         TokenBuckets host_buckets = {};
@@ -5342,7 +5493,7 @@ static Acts gpt2_acts(const GPT2* model, int l) { return act_views(model->acts, 
 // A place of the residual stream, number j: what lies behind j stages, and the norms that read it. The last
 // one is read by lnf.
 struct Place {
-    floatX* sum;                        // (B,T,C)
+    void* sum;                          // (B,T,C) floatX, or fp32
     const Stage* added;                 // whose branches were added here; null: the embedding
     int added_layer;
     int norms, layer;
@@ -5396,8 +5547,9 @@ static NormForward<floatX, float> gpt2_norm(const GPT2* model, const Place& at, 
     NormForward<floatX, float> norm = {};
     norm.y[0] = at.y[0], norm.y[1] = at.y[1];
     norm.mean = at.mean, norm.rstd = at.rstd;
-    norm.inp = at.sum;
+    norm.inp = (floatX*)at.sum;
     norm.kind = c.norm, norm.N = rows, norm.C = c.C;
+    norm.residual_fp32 = residual_apart(c);
     return norm;
 }
 
@@ -5431,29 +5583,32 @@ static void gpt2_branch_forward(GPT2* model, Branch branch, int l, floatX* out, 
 
 // Activations of a forward over (B,T) from the inputs on the device, up to lnf. `cache`: where the keys and
 // values of the first positions go to as well. trains: with dropout.
-// Each branch's last GEMM adds what stood in the stream before it. With --residual layernorm or dropout the
-// norm adds instead; the branches wait in dnarrow and dnarrow2, which are free until the backward.
+// Each branch's last GEMM adds what stood in the stream before it. With --residual layernorm, dropout or a
+// stream in fp32 the norm adds instead; the branches, and the embedding before it comes to a stream in fp32,
+// wait in dnarrow and dnarrow2, which are free until the backward.
 static void gpt2_forward(GPT2* model, int B, int T, const CachePart* cache = nullptr, bool trains = false) {
     const Config& c = model->config;
     const Options& o = model->options;
     const Layout& layout = model->layout;
     const Wiring& wiring = wiring_of(c);
     const int N = B * T, last = gpt2_last_place(model);
-    const bool drops = trains && o.dropout > 0.0, in_gemm = o.residual_in_gemm && !drops;
+    const bool drops = trains && o.dropout > 0.0, apart = residual_apart(c);
+    const bool in_gemm = o.residual_in_gemm && !drops && !apart;
     const Acts shared = gpt2_acts(model, 0);
     floatX* const waiting[2] = {shared.dnarrow, shared.dnarrow2};
     for (Kind kind : {Kind::Matrix, Kind::Bias, Kind::Norm}) {
         gpt2_await_params(model, layout.bucket_of(kind, Where::Global, 0));
     }
     const Params p = gpt2_params(model, 0);
-    encoder_forward({shared.encoded, model->inputs.tokens, p.wte, p.wpe, B, T, c.C}, model->stream);
+    floatX* embedding = apart ? waiting[0] : (floatX*)shared.encoded;
+    encoder_forward({embedding, model->inputs.tokens, p.wte, p.wpe, B, T, c.C}, model->stream);
     Place at = gpt2_place(model, 0);
     NormForward<floatX, float> norm = gpt2_norm(model, at, N);
-    if (drops) {                                            // of the embedding, in its place
-        norm.residual = at.sum;
+    if (drops || apart) {                                   // it is added to nothing; of one type, in place
+        norm.residual = (floatX*)at.sum;
         norm.inp = nullptr;
-        norm.branch[0] = at.sum;
-        norm.dropout[0] = gpt2_dropout(model, at, 0, N);
+        norm.branch[0] = embedding;
+        if (drops) { norm.dropout[0] = gpt2_dropout(model, at, 0, N); }
     }
     norm_forward(norm, model->stream);
     for (int j = 0; j < last; j++) {
@@ -5464,10 +5619,10 @@ static void gpt2_forward(GPT2* model, int B, int T, const CachePart* cache = nul
             gpt2_await_params(model, layout.bucket_of(Kind::Matrix, Where::Block, l));
         }
         norm = gpt2_norm(model, next, N);
-        floatX* sum = at.sum;
+        floatX* sum = (floatX*)at.sum;                      // as it is where the GEMM adds
         for (int k = 0; k < stage.count; k++) {
             const floatX* inp = at.y[std::min(k, at.norms - 1)].out;
-            floatX* to = k + 1 < stage.count ? gpt2_acts(model, l).residual2 : next.sum;
+            floatX* to = (floatX*)(k + 1 < stage.count ? gpt2_acts(model, l).residual2 : next.sum);
             gpt2_branch_forward(model, stage.branches[k], l, in_gemm ? to : waiting[k],
                                 in_gemm ? sum : nullptr, inp, B, T, cache);
             sum = to;
@@ -5476,8 +5631,8 @@ static void gpt2_forward(GPT2* model, int B, int T, const CachePart* cache = nul
             if (drops) { norm.dropout[k] = gpt2_dropout(model, next, k, N); }
         }
         if (!in_gemm) {
-            norm.residual = next.sum;
-            norm.inp = at.sum;
+            norm.residual = (floatX*)next.sum;
+            norm.inp = (floatX*)at.sum;
         }
         norm_forward(norm, model->stream);
         at = next;
@@ -5491,6 +5646,21 @@ static void gpt2_logits(GPT2* model, int first, int rows) {
     const floatX* wte = gpt2_params(model, 0).wte;
     matmul_forward({a.logits, a.lnf + (size_t)first * C, wte, nullptr, nullptr, nullptr, rows, C, Vp},
                    model->stream);
+}
+
+// Losses of the positions that an evaluation counts, `count` of the N that the forward was over: the LM head,
+// 31 % of 124M's FLOPs, reads those alone. Behind them it reads position 0 until their number is a multiple
+// of 256: few shapes occur, each of whole tiles.
+static void gpt2_counted_losses(GPT2* model, int N, int count) {
+    const Config& c = model->config;
+    const int rows = std::min(N, round_up(count, 256));
+    const Acts a = gpt2_acts(model, 0);
+    floatX* const counted = a.dnarrow;          // (rows,C), which nobody reads any more
+    gather_rows({counted, a.lnf, model->inputs.order, rows, c.C}, model->stream);
+    matmul_forward({a.logits, counted, gpt2_params(model, 0).wte, nullptr, nullptr, nullptr, rows, c.C, c.Vp},
+                   model->stream);
+    classifier({a.logits, a.losses, model->inputs.targets, 0.0f, nullptr, count, c.V, c.Vp,
+                ClassifierMode::LossOnly}, model->stream);
 }
 
 // ---- writing text ----
@@ -5536,19 +5706,45 @@ static int decoder_begin(GPT2* model, const std::vector<std::vector<int>>& texts
     return kept;
 }
 
-// A branch from the stream, through a norm, up to its projection.
-static void decoder_branch(GPT2* model, Branch branch, int l, const NormOutput<floatX, float>& norm) {
+// What a branch reads: rows, and the norm that they are yet to pass or null.
+struct DecoderInput { const floatX* rows; const float *weight, *bias; };
+static DecoderInput decoder_input(const GPT2* model, const Place& at, int k) {
+    const Decoder& d = model->decoder;
+    const int norm = std::min(k, at.norms - 1);
+    if (!residual_apart(model->config)) { return {(floatX*)d.residual, at.y[norm].weight, at.y[norm].bias}; }
+    return {norm == 0 ? d.normalised : d.normalised2, nullptr, nullptr};
+}
+
+// Where the stream is fp32, what reads it is the norm, as in gpt2_forward: it adds the branches that wait, at
+// the first place the embedding, and leaves normalised rows.
+static void decoder_norm(GPT2* model, const Place& at) {
+    if (!residual_apart(model->config)) { return; }
+    const Decoder& d = model->decoder;
+    NormForward<floatX, float> norm = gpt2_norm(model, at, d.rows);
+    norm.y[0].out = d.normalised;
+    if (at.norms == 2) { norm.y[1].out = d.normalised2; }
+    norm.mean = d.mean, norm.rstd = d.rstd;
+    norm.residual = (floatX*)d.residual;
+    norm.inp = at.added ? norm.residual : nullptr;
+    for (int k = 0; k < (at.added ? at.added->count : 1); k++) {
+        norm.branch[k] = d.branches + (size_t)k * d.rows * model->config.C;
+    }
+    norm_forward(norm, model->stream);
+}
+
+// A branch from its input up to its projection.
+static void decoder_branch(GPT2* model, Branch branch, int l, const DecoderInput& in) {
     const Decoder& d = model->decoder;
     const Params p = gpt2_params(model, l);
     const int n = d.rows, C = model->config.C, NH = model->config.NH, T = model->T;
     Stream stream = model->stream;
     if (branch == Branch::Mlp) {
-        decode_matmul({d.fch, d.residual, norm.weight, norm.bias, p.fcw, p.fcb, nullptr, true, n, C, 4 * C,
+        decode_matmul({d.fch, in.rows, in.weight, in.bias, p.fcw, p.fcb, nullptr, true, n, C, 4 * C,
                        d.normalised}, stream);
         return;
     }
     const size_t at = (size_t)l * n * T * C;
-    decode_matmul({d.qkv, d.residual, norm.weight, norm.bias, p.qkvw, p.qkvb, nullptr, false, n, C, 3 * C,
+    decode_matmul({d.qkv, in.rows, in.weight, in.bias, p.qkvw, p.qkvb, nullptr, false, n, C, 3 * C,
                    d.normalised}, stream);
     decode_attention({d.atty, d.keys + at, d.values + at, d.scratch, d.counters, d.qkv, d.positions, n, T, NH,
                       C / NH}, stream);
@@ -5561,26 +5757,32 @@ static void decoder_step(GPT2* model, int slot) {
     Stream stream = model->stream;
     const Wiring& wiring = wiring_of(c);
     const int n = d.rows, C = c.C, last = gpt2_last_place(model);
+    const bool apart = residual_apart(c);
+    floatX* residual = apart ? nullptr : (floatX*)d.residual;       // which the projections add to
     graph_run(&d.step, stream, [&] {
         Params p = gpt2_params(model, 0);
-        decode_encoder({d.residual, d.tokens, d.positions, p.wte, p.wpe, n, C}, stream);
+        decode_encoder({apart ? d.branches : residual, d.tokens, d.positions, p.wte, p.wpe, n, C}, stream);
         for (int j = 0; j < last; j++) {
             const Place at = gpt2_place(model, j);
             const Stage& stage = wiring.stage[j % wiring.stages];
+            decoder_norm(model, at);
             // all branches read the stream before the first adds to it
             for (int k = 0; k < stage.count; k++) {
-                decoder_branch(model, stage.branches[k], at.layer, at.y[std::min(k, at.norms - 1)]);
+                decoder_branch(model, stage.branches[k], at.layer, decoder_input(model, at, k));
             }
             p = gpt2_params(model, at.layer);
             for (int k = 0; k < stage.count; k++) {
                 const bool attention = stage.branches[k] == Branch::Attention;
-                decode_matmul({d.residual, attention ? d.atty : d.fch, nullptr, nullptr,
+                floatX* to = apart ? d.branches + (size_t)k * n * C : residual;
+                decode_matmul({to, attention ? d.atty : d.fch, nullptr, nullptr,
                                attention ? p.attprojw : p.fcprojw, attention ? p.attprojb : p.fcprojb,
-                               d.residual, false, n, attention ? C : 4 * C, C, nullptr}, stream);
+                               residual, false, n, attention ? C : 4 * C, C, nullptr}, stream);
             }
         }
-        const NormOutput<floatX, float> lnf = gpt2_place(model, last).y[0];
-        decode_matmul({d.logits, d.residual, lnf.weight, lnf.bias, p.wte, nullptr, nullptr, false, n, C, c.V,
+        const Place at = gpt2_place(model, last);
+        decoder_norm(model, at);
+        const DecoderInput lnf = decoder_input(model, at, 0);
+        decode_matmul({d.logits, lnf.rows, lnf.weight, lnf.bias, p.wte, nullptr, nullptr, false, n, C, c.V,
                        d.normalised}, stream);
         sample_tokens({d.tokens, d.positions, d.draws, d.ids, d.logits, model->options.sampling,
                        model->options.seed, n, c.V}, stream);
@@ -5819,7 +6021,7 @@ static void gpt2_branch_backward(const Backward& b, Branch branch, int l, floatX
 }
 
 // Through a place's norms: dresidual, the gradient of what lies behind it, becomes that of what lies before,
-// and those of the branches that were added here stand in dbranch where there is dropout. In passing it sums
+// and those of the branches that were added here stand in dbranch where they are others. In passing it sums
 // their columns: the bias gradients of the branches' projections. douts: of the norms, or two of one norm.
 static void gpt2_place_backward(const Backward& b, const Place& at, int douts, Accumulate acc) {
     const Config& c = b.model->config;
@@ -5828,7 +6030,7 @@ static void gpt2_place_backward(const Backward& b, const Place& at, int douts, A
     const floatX* const dout[2] = {a.dnarrow, a.dnarrow2};
     floatX* const dbranch[2] = {a.dbranch, a.dbranch2};
     NormBackward<floatX, float> n = {};
-    n.dresidual = a.dresidual;
+    n.dresidual = (floatX*)a.dresidual;
     n.dresidual_acc = acc;
     for (int k = 0; k < douts; k++) {
         n.y[k].dout = dout[k];
@@ -5838,18 +6040,18 @@ static void gpt2_place_backward(const Backward& b, const Place& at, int douts, A
         if (at.y[k].bias) { n.y[k].dbias = b.grad(at.biases[k], at.layer); }
     }
     for (int k = 0; k < added; k++) {
-        if (b.model->options.dropout > 0.0) {
-            n.branch[k].dout = dbranch[k];
-            n.branch[k].dropout = gpt2_dropout(b.model, at, k, N);
-        }
+        const bool drops = b.model->options.dropout > 0.0;
+        if (drops || residual_apart(c)) { n.branch[k].dout = dbranch[k]; }
+        if (drops) { n.branch[k].dropout = gpt2_dropout(b.model, at, k, N); }
         if (!at.added) { continue; }
         const bool attention = at.added->branches[k] == Branch::Attention;
         n.branch[k].dbias = b.grad(attention ? PARAM_attprojb : PARAM_fcprojb, at.added_layer);
     }
     n.scratch = b.scratch;
-    n.inp = at.sum;
+    n.inp = (floatX*)at.sum;
     n.mean = at.mean, n.rstd = at.rstd;
     n.kind = c.norm, n.N = N, n.C = c.C;
+    n.residual_fp32 = residual_apart(c);
     norm_backward(n, b.stream());
 }
 
@@ -5859,7 +6061,7 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_las
     const Options& o = model->options;
     const Wiring& wiring = wiring_of(c);
     const int N = B * T, C = c.C;
-    const bool drops = o.dropout > 0.0;
+    const bool apart = o.dropout > 0.0 || residual_apart(c);    // branches' gradients from the stream's
     Stream stream = model->stream;
     Backward b = {model, model->scratch, B, T, acc, is_last};
     auto complete = [&](Kind kind) {
@@ -5868,7 +6070,9 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_las
 
     const Params p = gpt2_params(model, 0);
     const Acts a = gpt2_acts(model, 0);                     // of which every layer has the same
-    floatX *const dinp[2] = {a.dnarrow, a.dnarrow2}, *const dbranch[2] = {a.dbranch, a.dbranch2};
+    floatX *const dinp[2] = {a.dnarrow, a.dnarrow2};
+    floatX* const dresidual = (floatX*)a.dresidual;         // where it is the branches' gradient
+    floatX* const dbranch[2] = {apart ? a.dbranch : dresidual, apart ? a.dbranch2 : dresidual};
     // wte's first part, the LM head's; the embedding's comes last. bf16 is rounded once, so there they meet
     // in scratch, which begins with a place for them.
     const size_t wte_elems = model->param_specs[PARAM_wte].elems;
@@ -5884,7 +6088,7 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_las
         const Place at = gpt2_place(model, j);
         if (o.recompute >= 2) { norm_forward(gpt2_norm(model, at, N), stream); }
         for (int k = stage.count - 1; k >= 0; k--) {
-            gpt2_branch_backward(b, stage.branches[k], l, dinp[k], drops ? dbranch[k] : a.dresidual,
+            gpt2_branch_backward(b, stage.branches[k], l, dinp[k], dbranch[k],
                                  at.y[std::min(k, at.norms - 1)].out);
         }
         gpt2_place_backward(b, at, stage.count, Accumulate::Yes);
@@ -5895,8 +6099,8 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_las
     complete(Kind::Norm);
     complete(Kind::Bias);
     dwte.acc = Accumulate::Yes;
-    encoder_backward({dwte, b.grad(PARAM_wpe, 0), b.scratch, drops ? a.dbranch : a.dresidual, model->buckets,
-                      B, T, c.maxT, C}, stream);
+    encoder_backward({dwte, b.grad(PARAM_wpe, 0), b.scratch, dbranch[0], model->buckets, B, T, c.maxT, C},
+                     stream);
     if (o.grads_bf16) { grad_accumulate({b.grad(PARAM_wte, 0), dwte.data, wte_elems}, stream); }
     complete(Kind::Matrix);
     gpt2_layer_complete(b, 0, a.ln1);
@@ -5973,22 +6177,18 @@ static void gpt2_gather_params(GPT2* model, int first, int count, size_t elem_by
     }
 }
 
-// Orthogonalises `count` layers' matrices, one kind of matrix after the other: from inp, where the first
-// layer's bucket begins, into out.
-static void gpt2_orthogonalise(GPT2* model, muonX* out, muonX* inp, int count) {
+// Orthogonalises the matrices of `layers` layers where they stand, one shape after the other; `updates` is
+// where the first layer's bucket begins.
+static void gpt2_orthogonalise(GPT2* model, muonX* updates, int layers) {
     const Config& c = model->config;
+    const size_t stride = model->layout.buckets[1].padded;
     const MuonShare share = muon_share(model->layout, c, model->options.split);
-    const size_t square = round_up((size_t)share.each * c.C * c.C * sizeof(muonX), kAlign);
-    char* products = model->muon_products;
-    for (const ParamSpec& s : model->param_specs) {
-        for (int part = 0; part < s.muon; part++) {
-            const size_t at = s.offset + part * (s.elems / s.muon);
-            muon_orthogonalise({.out = out + at, .inp = inp + at, .gram = (muonX*)products,
-                                .poly = (muonX*)(products + square), .sums = (double*)(products + 2 * square),
-                                .rows = (int)s.rows / s.muon, .cols = (int)s.cols, .count = count,
-                                .steps = model->options.muon_steps, .count_all = c.L,
-                                .stride = model->layout.buckets[1].padded}, model->stream);
-        }
+    auto place = [&](int i) { return model->muon_products + i * share.place; };
+    for (const MuonShape& s : muon_shapes(model->param_specs, stride, layers)) {
+        muon_orthogonalise({.out = updates, .inp = updates, .x = (muonX*)place(0), .y = (muonX*)place(1),
+                            .gram = (muonX*)place(2), .poly = (muonX*)place(3), .sums = (double*)place(4),
+                            .places = s.places, .rows = s.rows, .cols = s.cols,
+                            .steps = model->options.muon_steps, .layers_all = c.L}, model->stream);
     }
 }
 
@@ -5998,30 +6198,30 @@ static void gpt2_update_muon(GPT2* model, const UpdateRows& u, double lr) {
     const Options& o = model->options;
     const Split& split = o.split;
     const MuonShare share = muon_share(model->layout, model->config, split);
-    muonX *inp = (muonX*)model->muon_updates, *out = inp + share.elems;
+    muonX* updates = (muonX*)model->muon_updates;
     for (int first = 0; first < u.rows.count; first += share.together) {
         const int layers = std::min(share.together, u.rows.count - first), bucket = u.bucket + first;
         const Bucket& b = model->layout.buckets[bucket];
         const size_t from = split.zero == 0 ? 0 : split.rank * b.shard;
         Rows rows = u.rows;
         rows.count = layers;
-        muon_momentum({.update = inp + from, .m = model->m + b.state,
+        muon_momentum({.update = updates + from, .m = model->m + b.state,
                        .grads = gpt2_summed_grads(model, bucket), .state = &model->state->update, .n = u.n,
                        .update_row = b.padded, .rows = rows, .momentum = o.muon_momentum}, model->stream);
         if (split.zero >= 1) {
             gpt2_exchange_now(model, [&](Stream stream) {
                 for (int l = 0; l < layers; l++) {
-                    device_all_gather(inp + l * b.padded, b.shard * sizeof(muonX), stream);
+                    device_all_gather(updates + l * b.padded, b.shard * sizeof(muonX), stream);
                 }
             });
         }
         const int mine = split.rank * share.each, count = std::min(share.each, layers - mine);
-        if (count > 0) { gpt2_orthogonalise(model, out + mine * b.padded, inp + mine * b.padded, count); }
+        if (count > 0) { gpt2_orthogonalise(model, updates + mine * b.padded, count); }
         gpt2_exchange_now(model, [&](Stream stream) {
-            device_all_gather(out, share.each * b.padded * sizeof(muonX), stream);
+            device_all_gather(updates, share.each * b.padded * sizeof(muonX), stream);
         });
         muon_update({.params = model->params + b.params + from * u.elem_bytes,
-                     .master = model->master ? model->master + b.state : nullptr, .update = out + from,
+                     .master = model->master ? model->master + b.state : nullptr, .update = updates + from,
                      .state = &model->state->update, .n = u.n, .update_row = b.padded, .rows = rows,
                      .weight_decay = o.muon_decay, .lr = lr,
                      .key = RoundKey{o.seed, model->step, 0, kRoundParams}, .first = b.first + from},
@@ -6108,7 +6308,12 @@ __attribute__((format(printf, 1, 2))) static void warn(const char* fmt, ...) {
 //
 // What is not GPT-2 has 100 more as its version, so that nobody loads it as GPT-2, and says in two more words
 // of the header which block and which norm it has.
+//
+// Of a model with --residual-dtype fp32 the word before the checksum is 1: it is evaluated, sampled and
+// trained on as it was trained. Its version does not change: the type of the stream is a way to compute the
+// same function, more or less rounded, and llm.c or an exporter should take it for the GPT-2 that it is.
 constexpr int kModelMagic = 20240326, kModelFp32 = 3, kModelBf16 = 5, kModelVariant = 100;
+constexpr int kModelResidualWord = kModelChecksumWord - 1;
 
 // A model from a header's numbers or a descriptor's: what the kernels and the file format need, or a sentence
 // why not.
@@ -6188,8 +6393,12 @@ static Config checkpoint_read_header(const char* path, FILE* f, int* version) {
     }
     Config c = {};
     if (variant) { c.block = (Block)header[8], c.norm = (NormKind)header[9]; }
+    c.residual_fp32 = header[kModelResidualWord] != 0;
     c.maxT = header[2], c.V = header[3], c.L = header[4], c.NH = header[5], c.C = header[6], c.Vp = header[7];
     std::string error = config_error(c);
+    if (header[kModelResidualWord] != c.residual_fp32) {
+        error = format("residual stream %d is not known", header[kModelResidualWord]);
+    }
     if (!error.empty()) { die("'%s' has a bad header: %s", path, error.c_str()); }
     ParamSpec specs[NUM_PARAMS];
     param_specs(specs, c);
@@ -6203,7 +6412,183 @@ static Config checkpoint_read_header(const char* path, FILE* f, int* version) {
     return c;
 }
 
+// ---- Hugging Face's model.safetensors ----
+// What dev/eval/import_hf.py makes a model_*.bin of, read as it is: the same checks, the same weights.
+
+constexpr const char* kHfNames[] = {            // in the order of GPT2_PARAMS
+    "wte.weight", "wpe.weight", "ln_1.weight", "ln_1.bias", "attn.c_attn.weight", "attn.c_attn.bias",
+    "attn.c_proj.weight", "attn.c_proj.bias", "ln_2.weight", "ln_2.bias", "mlp.c_fc.weight", "mlp.c_fc.bias",
+    "mlp.c_proj.weight", "mlp.c_proj.bias", "ln_f.weight", "ln_f.bias"};
+static_assert(sizeof(kHfNames) / sizeof(kHfNames[0]) == NUM_PARAMS, "a name for each tensor");
+constexpr const char* kHfHead = "lm_head.weight";
+
+static bool ends_with(const std::string& text, const std::string& end) {
+    return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
+}
+static bool hf_is(const char* path) { return ends_with(path, ".safetensors"); }
+
+static std::string hf_name(int i, int l) {
+    const std::string layer = kParamWhere[i] == Where::Block ? format("h.%d.", l) : "";
+    return "transformer." + layer + kHfNames[i];
+}
+
+// Its linear layers are (in,out), ours (out,in).
+static bool hf_transposed(int i, const ParamSpec& s) {
+    return s.kind == Kind::Matrix && kParamWhere[i] == Where::Block;
+}
+
+// What is wrong with a file of 1 MB at most, behind its name; or "", and its values.
+static std::string json_file_read(const std::string& path, JsonValues* values) {
+    std::string text((size_t)std::min<int64_t>(file_size(path.c_str()), 1 << 20), '\0');
+    FILE* f = fopen_check(path.c_str(), "rb");
+    fread_check(&text[0], 1, text.size(), f, path.c_str());
+    fclose(f);
+    return json_read(text, values);
+}
+
+// The model that the config.json beside the weights describes; dies of what is not plain GPT-2. A key that is
+// not there means transformers' default, which stands first.
+static Config hf_config_json(const std::string& weights, bool* tied) {
+    const std::string path = weights.substr(0, weights.rfind('/') + 1) + "config.json";
+    if (file_size(path.c_str()) < 0) {
+        die("'%s' has no config.json beside it, which says how many heads the model has",
+            shown(weights.c_str()).c_str());
+    }
+    JsonValues values;
+    const std::string error = json_file_read(path, &values);
+    if (!error.empty()) { die("'%s' %s", path.c_str(), error.c_str()); }
+    const struct { const char *key, *allowed, *another; } plain[] = {
+        {"model_type", "gpt2", ""}, {"activation_function", "gelu_new", "gelu_pytorch_tanh"},
+        {"layer_norm_epsilon", "1e-05", "1e-5"}, {"scale_attn_weights", "true", ""},
+        {"scale_attn_by_inverse_layer_idx", "false", ""}, {"reorder_and_upcast_attn", "false", ""},
+        {"add_cross_attention", "false", ""}, {"quantization_config", "null", ""}};
+    for (const auto& value : values) {
+        for (const auto& p : plain) {
+            if (value.first.substr(0, value.first.find('.')) != p.key || value.second == p.allowed ||
+                value.second == p.another) { continue; }
+            die("'%s': %s is %s; GPT-2 has %s, nothing else is built", path.c_str(), value.first.c_str(),
+                value.second.c_str(), p.allowed);
+        }
+    }
+    auto number = [&](const char* key) {
+        const std::string* text = facts_find(values, key);
+        int64_t n = 0;
+        if (!text || !parse_int(text->data(), text->data() + text->size(), &n)) {
+            die("'%s' lacks a whole number for %s", path.c_str(), key);
+        }
+        return (int)std::max<int64_t>(-1, std::min<int64_t>(n, INT_MAX));
+    };
+    Config c = {};
+    c.maxT = number("n_positions"), c.V = number("vocab_size"), c.L = number("n_layer");
+    c.NH = number("n_head"), c.C = number("n_embd");
+    const std::string* inner = facts_find(values, "n_inner");
+    const std::string* tie = facts_find(values, "tie_word_embeddings");
+    if (inner && *inner != "null" && *inner != format("%lld", 4LL * c.C)) {
+        die("'%s': n_inner is %s; GPT-2 has 4 x n_embd, %lld", path.c_str(), inner->c_str(), 4LL * c.C);
+    }
+    *tied = !tie || *tie == "true";
+    c.Vp = padded_vocab(c.V);
+    const std::string wrong = config_error(c);
+    if (!wrong.empty()) { die("'%s': %s", path.c_str(), wrong.c_str()); }
+    return c;
+}
+
+// Opens it: each tensor of GPT2_PARAMS, in its shape and of a type of floats, and none besides. The names are
+// then today's; the first files had no "transformer." in front, and attention's masks among the weights.
+static Config hf_open(SafeTensors* file, const char* path) {
+    const std::string error = safetensors_open(file, path);
+    if (!error.empty()) { die("'%s' %s", path, error.c_str()); }
+    std::map<std::string, SafeTensor> tensors;
+    for (const auto& t : file->tensors) {
+        if (ends_with(t.first, ".attn.bias") || ends_with(t.first, ".attn.masked_bias")) { continue; }
+        const bool whole = t.first.compare(0, 12, "transformer.") == 0 || t.first == kHfHead;
+        tensors[whole ? t.first : "transformer." + t.first] = t.second;
+    }
+    file->tensors = tensors;
+    bool tied;
+    const Config c = hf_config_json(path, &tied);
+    ParamSpec specs[NUM_PARAMS];
+    param_specs(specs, c);
+    for (int i = 0; i < NUM_PARAMS; i++) {
+        const ParamSpec& s = specs[i];
+        std::vector<int64_t> shape = {(int64_t)s.elems};
+        if (s.kind == Kind::Matrix) { shape = {(int64_t)s.live_rows, (int64_t)s.cols}; }
+        if (hf_transposed(i, s)) { std::swap(shape[0], shape[1]); }
+        for (int l = 0; l < s.copies; l++) {
+            const std::string name = hf_name(i, l);
+            const auto found = tensors.find(name);
+            if (found == tensors.end()) {
+                die("'%s' lacks the tensor %s\n"
+                    "hint: a model in several files is one for dev/eval/import_hf.py", path, name.c_str());
+            }
+            const SafeTensor t = found->second;
+            if (safetensors_bytes(t.dtype) == 0) {
+                die("'%s': %s is of type %s; F32, F16 and BF16 are read", path, name.c_str(),
+                    t.dtype.c_str());
+            }
+            if (t.shape != shape) {
+                die("'%s': %s has the shape %s, config.json means %s", path, name.c_str(),
+                    safetensors_shape(t.shape).c_str(), safetensors_shape(shape).c_str());
+            }
+            tensors.erase(found);
+        }
+    }
+    const bool has_head = tensors.erase(kHfHead) > 0;
+    if (!tensors.empty()) {
+        die("'%s' has %s, which a GPT-2 of %d layers has not", path, tensors.begin()->first.c_str(), c.L);
+    }
+    if (!has_head && !tied) {
+        die("'%s' lacks the tensor %s, and its config.json says that it is not wte", path, kHfHead);
+    }
+    return c;
+}
+
+static Config hf_config(const char* path) {
+    SafeTensors file;
+    const Config c = hf_open(&file, path);
+    safetensors_close(&file);
+    return c;
+}
+
+static void hf_load(GPT2* model, const char* path) {
+    SafeTensors file;
+    hf_open(&file, path);
+    std::vector<float> stored, values;
+    auto read = [&](const std::string& name) {
+        const SafeTensor& t = file.tensors.at(name);
+        stored.resize((size_t)t.count);
+        safetensors_read(&file, t, stored.data());
+    };
+    for (int i = 0; i < NUM_PARAMS; i++) {
+        const ParamSpec& s = model->param_specs[i];
+        for (int l = 0; l < s.copies; l++) {
+            read(hf_name(i, l));
+            values.assign(s.elems, 0.0f);                   // the padded vocabulary's rows stay 0
+            if (hf_transposed(i, s)) {
+                #pragma omp parallel for
+                for (size_t row = 0; row < s.rows; row++) {
+                    for (size_t col = 0; col < s.cols; col++) {
+                        values[row * s.cols + col] = stored[col * s.rows + row];
+                    }
+                }
+            } else { std::copy(stored.begin(), stored.end(), values.begin()); }
+            gpt2_set_param(model, i, l, values.data());
+            comm_progress(0);
+        }
+        if (i != PARAM_wte || file.tensors.count(kHfHead) == 0) { continue; }
+        const size_t size = stored.size() * sizeof(float);
+        read(kHfHead);
+        if (stored.size() * sizeof(float) != size || memcmp(stored.data(), values.data(), size) != 0) {
+            die("'%s': %s differs from wte.weight; GPT-2's head is its embedding", path, kHfHead);
+        }
+    }
+    safetensors_close(&file);
+}
+
+// ---- either ----
+
 static Config checkpoint_config(const char* path) {
+    if (hf_is(path)) { return hf_config(path); }
     FILE* f = checkpoint_open(path);
     int version;
     Config c = checkpoint_read_header(path, f, &version);
@@ -6212,6 +6597,7 @@ static Config checkpoint_config(const char* path) {
 }
 
 static void checkpoint_load(GPT2* model, const char* path) {
+    if (hf_is(path)) { hf_load(model, path); return; }
     FILE* f = checkpoint_open(path);
     int version, header[256];                   // version: 3 or 5
     checkpoint_read_header(path, f, &version);
@@ -6265,6 +6651,7 @@ static void model_begin(ModelWriter* w, const std::string& path, const Config& c
     w->out = atomic_open(path);
     w->sum = Checksum();
     memcpy(w->header, header, sizeof(header));
+    w->header[kModelResidualWord] = c.residual_fp32;
     atomic_write(&w->out, w->header, sizeof(w->header));
     checksum_add(&w->sum, w->header, sizeof(w->header));
 }
@@ -6529,6 +6916,7 @@ static Facts model_facts(GPT2* model) {
                    {c.is_gpt2() ? "model" : "variant",
                     format("%d %d %d %d %d %d", c.maxT, c.V, c.Vp, c.L, c.NH, c.C)}};
     if (!c.is_gpt2()) { facts.push_back({"block and norm", format("%d %d", (int)c.block, (int)c.norm)}); }
+    if (c.residual_fp32) { facts.push_back({"residual", "fp32"}); }
     update_state_fields(state.update, [&](const char* name, auto* values, int count) {
         std::string text;
         for (int i = 0; i < count; i++) { text += format(i ? " %.17g" : "%.17g", (double)values[i]); }
@@ -6551,6 +6939,7 @@ static Config facts_config(const Facts& facts) {
     int block = 0, norm = 0;
     if (variant && (!kinds || sscanf(kinds->c_str(), "%d %d", &block, &norm) != 2)) { text = nullptr; }
     c.block = (Block)block, c.norm = (NormKind)norm;
+    c.residual_fp32 = facts_find(facts, "residual") != nullptr;
     if (!text || sscanf(text->c_str(), "%d %d %d %d %d %d", &c.maxT, &c.V, &c.Vp, &c.L, &c.NH, &c.C) != 6) {
         die("the state to resume from does not say which model it is of");
     }
@@ -6767,7 +7156,7 @@ static Config descriptor_config(const char* text) {
         }
     }
     if (c.L == 0) { die("-e '%.80s': there is no such size%s", text, hint); }
-    c.Vp = (int)round_up((int64_t)c.V, (int64_t)128);
+    c.Vp = padded_vocab(c.V);
     std::string error = config_error(c);
     if (!error.empty()) { die("-e '%.80s': %s", text, error.c_str()); }
     return c;
@@ -6776,7 +7165,7 @@ static Config descriptor_config(const char* text) {
 // == 10 run configuration ==
 struct RunConfig {
     const char *train_data, *val_data, *model, *output_dir, *max_steps_text, *prompt;
-    int B, T, recompute, gelu_fusion, residual, grad_dtype, block, norm;
+    int B, T, recompute, gelu_fusion, residual, residual_dtype, grad_dtype, block, norm;
     double dropout;
     int64_t total_batch;            // tokens per optimizer step
     int64_t max_steps;
@@ -6808,7 +7197,8 @@ static const Flag kFlags[] = {
     {"j",   "val-data",        FLAG_STRING, &run.val_data,
         DATA_DIR "tiny_shakespeare_val.bin", 1, 0, nullptr, "validation shards (glob)"},
     {"e",   "model",           FLAG_STRING, &run.model,          "d12",     1, 0, nullptr,
-        "model_*.bin; a run's folder: its newest; or d12 d24 d36 d48, gpt3:c768, L4,NH4,C128,T128,V256",
+        "model_*.bin, model.safetensors; a run's folder: its newest; or d12 d24 d36 d48, gpt3:c768, "
+        "L4,NH4,C128,T128,V256",
         FLAG_FIXED},
     {"o",   "output-dir",      FLAG_STRING, &run.output_dir,     "",        0, 0, nullptr,
         "folder for main.log, metrics.jsonl, run.json, model_*.bin (none: nothing is written)", FLAG_NOW},
@@ -6910,6 +7300,9 @@ static const Flag kFlags[] = {
     {"",    "residual",        FLAG_ENUM,   &run.residual,       "gemm",    0, 0, "gemm|layernorm",
         "where the residual is added: in the projection GEMM's epilogue, or in the next LayerNorm",
         FLAG_FIXED},
+    {"",    "residual-dtype",  FLAG_ENUM,   &run.residual_dtype, "branch",  0, 0, RESIDUAL_NAMES,
+        "the residual stream and its gradient: in the branches' type, or in fp32 (the norm adds); of -e "
+        "model.bin the model's own, unless given", FLAG_FIXED},
     {"",    "block",           FLAG_ENUM,   &run.block,          "sequential", 0, 0, BLOCK_NAMES,
         "attention, then the MLP; or both beside each other, with a norm for each, or (tied) one for both",
         FLAG_FIXED},
@@ -7056,6 +7449,10 @@ static int64_t newest_model(const std::string& folder) {
         else { faults.push_back(shown(path) + " " + error); }
     }
     comm_broadcast(&newest, sizeof(newest));
+    if (newest < 0 && file_size((folder + "/model.safetensors").c_str()) >= 0) {
+        die("-e %s: there is no model_*.bin in this folder, but a model.safetensors\n"
+            "hint: -e %s/model.safetensors", folder.c_str(), folder.c_str());
+    }
     if (newest < 0) {
         die("-e %s: there is no %smodel_*.bin in this folder%s\n"
             "hint: -e takes a run's folder, a model_*.bin, or a descriptor such as d12", folder.c_str(),
@@ -7089,12 +7486,8 @@ static void settings_take(const std::string& folder) {
              shown(path).c_str());
         return;
     }
-    std::string text((size_t)std::min<int64_t>(file_size(path.c_str()), 1 << 20), '\0');
-    FILE* f = fopen_check(path.c_str(), "rb");
-    fread_check(&text[0], 1, text.size(), f, path.c_str());
-    fclose(f);
     JsonValues values;
-    const std::string error = json_read(text, &values);
+    const std::string error = json_file_read(path, &values);
     if (!error.empty()) {
         die("'%s' %s\nhint: -e with one of this folder's model_*.bin does without it", path.c_str(),
             error.c_str());
@@ -7153,25 +7546,33 @@ static void lanes_check(int64_t micro_steps) {
     die("--lanes %d: %s\nhint: %s", run.lanes, error.c_str(), hint.c_str());
 }
 
-// A descriptor's block and norm are what the flags say; a file's are its own.
-static void variant_check(Config* c, bool is_descriptor) {
-    const struct { const char* flag; int wanted, has; const char* names; } kinds[] = {
-        {"block", run.block, (int)c->block, BLOCK_NAMES}, {"norm", run.norm, (int)c->norm, NORM_NAMES}};
+// A descriptor's block, norm and residual stream are what the flags say; a file's are its own. But a flag may
+// choose another type for the stream of the same model, if it is not in the middle of a run.
+static void variant_check(Config* c, bool is_descriptor, bool resumed) {
+    const struct { const char* flag; int wanted, has; const char* names; bool fixed; } kinds[] = {
+        {"block", run.block, (int)c->block, BLOCK_NAMES, !is_descriptor},
+        {"norm", run.norm, (int)c->norm, NORM_NAMES, !is_descriptor},
+        {"residual-dtype", run.residual_dtype, c->residual_fp32, RESIDUAL_NAMES, resumed}};
     for (const auto& k : kinds) {
-        if (is_descriptor || k.wanted == k.has || !flags_given(kFlags, kNumFlags, k.flag)) { continue; }
+        if (!k.fixed || k.wanted == k.has || !flags_given(kFlags, kNumFlags, k.flag)) { continue; }
         const std::vector<std::string> names = flags_split(k.names, '|');
         die("--%s %s: the model of -e %s has %s\nhint: leave --%s out, or start a new model with -e d12",
             k.flag, names[k.wanted].c_str(), run.model, names[k.has].c_str(), k.flag);
     }
     if (is_descriptor) { c->block = (Block)run.block, c->norm = (NormKind)run.norm; }
+    if (is_descriptor || (!resumed && flags_given(kFlags, kNumFlags, "residual-dtype"))) {
+        c->residual_fp32 = run.residual_dtype == 1;
+    }
+    run.residual_dtype = c->residual_fp32;      // what the table at the start and run.json say
 }
 
 // Checks over more than one flag, before anything is allocated. resumed: the facts of a run to go on with.
 static Config config_check(const Facts* resumed = nullptr) {
-    const bool is_file = file_size(run.model) >= 0 || strchr(run.model, '/') || strstr(run.model, ".bin");
+    const bool is_file = file_size(run.model) >= 0 || strchr(run.model, '/') || strstr(run.model, ".bin") ||
+                         hf_is(run.model);
     Config c = resumed ? facts_config(*resumed)
              : is_file ? checkpoint_config(run.model) : descriptor_config(run.model);
-    variant_check(&c, !resumed && !is_file);
+    variant_check(&c, !resumed && !is_file, resumed != nullptr);
     if (run.T == 0) { run.T = c.maxT; }
     if (run.T > c.maxT) {
         die("-t %d is longer than the model's longest sequence, %d\nhint: use -t %d or less, or a model with "
@@ -7381,7 +7782,7 @@ static bool gpt2_evaluate(std::vector<double>* sums, GPT2* model, const EvalSet*
     const int64_t batches = (int64_t)set->batches.size(), rounds = ceil_div(batches, (int64_t)world);
     const size_t room = (size_t)set->B * set->T, part = (size_t)rounds * most;
     const Acts a = gpt2_acts(model, 0);
-    std::vector<int> inputs(room), targets(room);
+    std::vector<int> inputs(room), places(room), targets(room);
     std::vector<double> all(part * world);              // (world,rounds,most): sums of each batch's rows
     struct { float* losses; Event ready; int64_t round; } slots[2];
     for (auto& slot : slots) {
@@ -7402,14 +7803,12 @@ static bool gpt2_evaluate(std::vector<double>* sums, GPT2* model, const EvalSet*
         stopped = stop_agreed(model->step);
         if (stopped || round * world + rank >= batches) { continue; }
         const EvalBatch& batch = set->batches[round * world + rank];
-        const int N = batch.rows * batch.T;
-        evalset_fill(set, batch, inputs.data(), targets.data());
-        gpt2_set_inputs(model, inputs.data(), targets.data(), batch.rows, batch.T, ClassifierMode::LossOnly);
+        const int count = evalset_fill(set, batch, inputs.data(), places.data(), targets.data());
+        gpt2_set_inputs(model, inputs.data(), targets.data(), batch.rows, batch.T, ClassifierMode::LossOnly,
+                        places.data());
         gpt2_forward(model, batch.rows, batch.T);
-        gpt2_logits(model, 0, N);
-        classifier({a.logits, a.losses, model->inputs.targets, 0.0f, nullptr, N, model->config.V,
-                    model->config.Vp, ClassifierMode::LossOnly}, model->stream);
-        copy_to_host(slot.losses, a.losses, N * sizeof(float), model->stream);
+        gpt2_counted_losses(model, batch.rows * batch.T, count);
+        copy_to_host(slot.losses, a.losses, count * sizeof(float), model->stream);
         event_record(slot.ready, model->stream);
         slot.round = round;
     }
@@ -8031,6 +8430,7 @@ static void print_model(const GPT2& model) {
         printf("not GPT-2: block %s, norm %s\n", flags_split(BLOCK_NAMES, '|')[(int)c.block].c_str(),
                flags_split(NORM_NAMES, '|')[(int)c.norm].c_str());
     }
+    if (residual_apart(c)) { printf("residual stream: fp32, beside branches in " PRECISION_NAME "\n"); }
     if (model.options.muon) {
         size_t taken = 0;
         for (const ParamSpec& s : model.param_specs) { taken += s.muon ? s.copies * s.elems : 0; }

@@ -667,6 +667,15 @@ template <class Real> void classifier_cpu(const Classifier<Real, Real>& a, Strea
     OP_DONE(a);
 }
 
+// out[n,c] = inp[rows[n],c]
+template <class Real> void gather_rows_cpu(const GatherRows<Real, Real>& a, Stream) {
+    #pragma omp parallel for
+    for (int n = 0; n < a.N; n++) {
+        memcpy(a.out + (size_t)n * a.C, a.inp + (size_t)a.rows[n] * a.C, a.C * sizeof(Real));
+    }
+    OP_DONE(a);
+}
+
 // mean (=, +=) weight * sum over n of losses[n], added in order
 template <class Real> void loss_sum_cpu(const LossSum<Real, Real>& a, Stream) {
     double sum = 0.0;
@@ -848,17 +857,18 @@ template <class Real> void muon_orthogonalise_cpu(const MuonOrthogonalise<Real, 
     const size_t size = (size_t)a.rows * a.cols, square = (size_t)k * k;
     const double scale = tall ? sqrt((double)a.rows / a.cols) : 1.0;
     const Transpose yes = Transpose::Yes, no = Transpose::No;
-    for (int i = 0; i < a.count; i++) {
-        Real *x = a.inp + i * a.stride, *y = a.out + i * a.stride, *gram = a.gram, *poly = a.poly;
-        if (a.steps % 2 == 0) { std::swap(x, y); }              // the last step stores into `out`
+    for (int i = 0; i < a.places.count(); i++) {
+        const Real* inp = a.inp + a.places.of(i);
+        Real *x = a.x + i * size, *y = a.y + i * size;
+        Real *gram = a.gram + i * square, *poly = a.poly + i * square;
         double squares = 0.0;
-        for (size_t e = 0; e < size; e++) {
-            squares += (double)a.inp[i * a.stride + e] * a.inp[i * a.stride + e];
-        }
+        for (size_t e = 0; e < size; e++) { squares += (double)inp[e] * inp[e]; }
         const double factor = squares > 0.0 ? 1.0 / sqrt(squares) : 0.0;
-        for (size_t e = 0; e < size; e++) { x[e] = (Real)(a.inp[i * a.stride + e] * factor); }
+        for (size_t e = 0; e < size; e++) { x[e] = (Real)(inp[e] * factor); }
         for (int step = 0; step < a.steps; step++, std::swap(x, y)) {
-            const double last = step + 1 == a.steps ? scale : 1.0;
+            const bool is_last = step + 1 == a.steps;
+            const double last = is_last ? scale : 1.0;
+            if (is_last) { y = a.out + a.places.of(i); }
             const Real keep = (Real)(last * kMuonA), b = (Real)(last * kMuonB), c = (Real)(last * kMuonC);
             gemm_cpu(gram, Accumulate::No, x, tall ? yes : no, x, tall ? no : yes, k, k, n);
             gemm_cpu(poly, Accumulate::No, gram, no, gram, no, k, k, k);

@@ -38,7 +38,7 @@ static inline cudaDataType_t cuda_type(half) { return CUDA_R_16F; }
 // Leading dimensions follow from that: no matrix has gaps.
 struct Gemm {
     void* d;
-    const void *a, *b, *c;              // c: null, or added; same layout and type as D
+    const void *a, *b, *c;              // c: null, or added; same layout and type as D, but for its stride
     const void* bias;                   // (m), or null; the epilogue must be one that adds it
     void* aux;                          // (m,n): GELU's input, written (GELU_AUX) or read (DGELU); or null
     int m, n, k;
@@ -51,15 +51,15 @@ struct Gemm {
     // many; the algorithm is then chosen for those, and has no split-K, so that a product has the same bits
     // whoever computes how many of them.
     int count = 1, count_all = 0;
-    size_t a_stride = 0, b_stride = 0, d_stride = 0;
+    size_t a_stride = 0, b_stride = 0, c_stride = 0, d_stride = 0;
 };
 
-constexpr int kGemmKeys = 20;
+constexpr int kGemmKeys = 21;
 struct GemmPlan {
     int64_t key[kGemmKeys];             // all that the choice of an algorithm may depend on
     bool found;                         // false: the library has no algorithm for this
     cublasLtMatmulDesc_t desc;
-    cublasLtMatrixLayout_t a, b, d;     // C has D's layout
+    cublasLtMatrixLayout_t a, b, c, d;
     cublasLtMatmulAlgo_t algo;
 };
 
@@ -81,7 +81,7 @@ static inline void gemm_init(void* workspace, size_t workspace_bytes, bool tf32)
 static inline void gemm_free() {
     for (GemmPlan& plan : gemm_state.plans) {
         cublasCheck(cublasLtMatmulDescDestroy(plan.desc));
-        for (cublasLtMatrixLayout_t layout : {plan.a, plan.b, plan.d}) {
+        for (cublasLtMatrixLayout_t layout : {plan.a, plan.b, plan.c, plan.d}) {
             cublasCheck(cublasLtMatrixLayoutDestroy(layout));
         }
     }
@@ -90,10 +90,15 @@ static inline void gemm_free() {
 }
 
 // The largest power of two that divides the address, up to the 256 that the library takes for granted and
-// kAlign promises.
-static inline int64_t pointer_alignment(const void* p) {
-    const uintptr_t address = (uintptr_t)p;
-    return address == 0 ? 0 : (int64_t)std::min<uintptr_t>(256, address & (~address + 1));
+// kAlign promises. Of several matrices: the addresses of all, wherever among more the first one stands.
+static inline int64_t pointer_alignment(const void* p, size_t stride = 0, cudaDataType_t type = CUDA_R_32F) {
+    const uintptr_t bits = (uintptr_t)p | stride * (type == CUDA_R_32F ? sizeof(float) : 2);
+    return !p ? 0 : (int64_t)std::min<uintptr_t>(256, bits & (~bits + 1));
+}
+struct GemmAlignments { int64_t a, b, c, d; };
+static inline GemmAlignments gemm_alignments(const Gemm& g) {
+    return {pointer_alignment(g.a, g.a_stride, g.inp_type), pointer_alignment(g.b, g.b_stride, g.inp_type),
+            pointer_alignment(g.c, g.c_stride, g.d_type), pointer_alignment(g.d, g.d_stride, g.d_type)};
 }
 
 // Operand pointers that are part of the descriptor rather than arguments of the call.
@@ -126,13 +131,14 @@ static inline int gemm_candidates(const GemmPlan& plan, const Gemm& g,
                                                 gemm_state.compute == CUBLAS_COMPUTE_32F);
     set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
         (uint32_t)(sequential ? CUBLASLT_REDUCTION_SCHEME_NONE : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
-    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, (uint32_t)pointer_alignment(g.a));
-    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, (uint32_t)pointer_alignment(g.b));
-    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)pointer_alignment(g.c ? g.c : g.d));
-    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)pointer_alignment(g.d));
+    const GemmAlignments at = gemm_alignments(g);
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, (uint32_t)at.a);
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, (uint32_t)at.b);
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)(g.c ? at.c : at.d));
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)at.d);
     int count = 0;
     cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(gemm_state.handle, plan.desc, plan.a, plan.b,
-                                                           plan.d, plan.d, pref, max, results, &count);
+                                                           plan.c, plan.d, pref, max, results, &count);
     cublasCheck(cublasLtMatmulPreferenceDestroy(pref));
     if (status == CUBLAS_STATUS_NOT_SUPPORTED) { return 0; }
     cublasCheck(status);
@@ -142,7 +148,8 @@ static inline int gemm_candidates(const GemmPlan& plan, const Gemm& g,
 // The plan's products are so many from now on.
 static inline void gemm_set_count(const GemmPlan& plan, const Gemm& g, int32_t count) {
     const struct { cublasLtMatrixLayout_t layout; size_t stride; } all[] = {
-        {plan.a, g.a_stride}, {plan.b, g.b_stride}, {plan.d, g.d_stride}};
+        {plan.a, g.a_stride}, {plan.b, g.b_stride}, {plan.c, g.c ? g.c_stride : g.d_stride},
+        {plan.d, g.d_stride}};
     for (const auto& it : all) {
         const int64_t stride = (int64_t)it.stride;
         cublasCheck(cublasLtMatrixLayoutSetAttribute(it.layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count,
@@ -171,7 +178,9 @@ static inline GemmPlan gemm_plan(const Gemm& g) {
     const int a_rows = g.trans_a ? g.k : g.m, b_rows = g.trans_b ? g.n : g.k;
     cublasCheck(cublasLtMatrixLayoutCreate(&plan.a, type, a_rows, g.trans_a ? g.m : g.k, a_rows));
     cublasCheck(cublasLtMatrixLayoutCreate(&plan.b, type, b_rows, g.trans_b ? g.k : g.n, b_rows));
-    cublasCheck(cublasLtMatrixLayoutCreate(&plan.d, g.d_type, g.m, g.n, g.m));
+    for (cublasLtMatrixLayout_t* layout : {&plan.c, &plan.d}) {
+        cublasCheck(cublasLtMatrixLayoutCreate(layout, g.d_type, g.m, g.n, g.m));
+    }
     if (g.count_all > 0) { gemm_set_count(plan, g, g.count_all); }
     cublasLtMatmulHeuristicResult_t result;
     plan.found = gemm_candidates(plan, g, &result, 1) > 0;
@@ -182,11 +191,11 @@ static inline GemmPlan gemm_plan(const Gemm& g) {
 
 // False, and nothing done, if the library cannot do this product (odd sizes with a fused epilogue).
 static inline bool gemm(const Gemm& g, Stream stream) {
+    const GemmAlignments at = gemm_alignments(g);
     const int64_t key[kGemmKeys] = {
-        g.m, g.n, g.k, g.trans_a, g.trans_b, g.d_type, g.epilogue, g.c != nullptr, pointer_alignment(g.a),
-        pointer_alignment(g.b), pointer_alignment(g.c), pointer_alignment(g.d), pointer_alignment(g.bias),
-        pointer_alignment(g.aux), g.inp_type, g.count, g.count_all, (int64_t)g.a_stride, (int64_t)g.b_stride,
-        (int64_t)g.d_stride};
+        g.m, g.n, g.k, g.trans_a, g.trans_b, g.d_type, g.epilogue, g.c != nullptr, at.a, at.b, at.c, at.d,
+        pointer_alignment(g.bias), pointer_alignment(g.aux), g.inp_type, g.count, g.count_all,
+        (int64_t)g.a_stride, (int64_t)g.b_stride, (int64_t)g.c_stride, (int64_t)g.d_stride};
     GemmPlan* plan = nullptr;
     for (GemmPlan& p : gemm_state.plans) {
         if (memcmp(p.key, key, sizeof(key)) == 0) { plan = &p; }
@@ -200,7 +209,7 @@ static inline bool gemm(const Gemm& g, Stream stream) {
     gemm_set_pointers(plan->desc, g);
     const float beta = g.c ? g.beta : 0.0f;
     cublasCheck(cublasLtMatmul(gemm_state.handle, plan->desc, &g.alpha, g.a, plan->a, g.b, plan->b, &beta,
-                               g.c ? g.c : g.d, plan->d, g.d, plan->d, &plan->algo, gemm_state.workspace,
+                               g.c ? g.c : g.d, plan->c, g.d, plan->d, &plan->algo, gemm_state.workspace,
                                gemm_state.workspace_bytes, stream));
     return true;
 }

@@ -102,6 +102,13 @@ __device__ __forceinline__ x128 as_pack(uint4 word) {
     memcpy(&pack, &word, sizeof(pack));
     return pack;
 }
+// Of values that may take two words; else they are one and the same.
+template <class T> __device__ __forceinline__ Pack<T> as_pack(uint4 first, uint4 last) {
+    Pack<T> pack;
+    memcpy(&pack, &first, 16);
+    if constexpr (sizeof(pack) > 16) { memcpy((char*)&pack + 16, &last, 16); }
+    return pack;
+}
 template <class T> __device__ __forceinline__ Floats to_floats(const Pack<T>& pack) {
     Floats f;
 #pragma unroll

@@ -14,13 +14,14 @@ A row with more than T + 1 tokens loses its beginning.
 Rows differ much in length, so those of one padded length (positions, rounded up to a multiple of 32, at most
 T) make batches of their own, as many as fit into B*T positions: HellaSwag costs about an eighth of what rows
 of 1024 would. The model looks back only, so what stands behind a row's end changes nothing in it. Batches are
-the same whoever computes them: ranks take turns.
+the same whoever computes them: ranks take turns. The LM head and the loss are for the completions' tokens
+alone: the places in a batch whose next token is one, about a quarter of all with HellaSwag's lengths.
 
     EvalSet set;
     evalset_init(&set, "hellaswag_val.bin", V, B, T);       // dies on a file that is not right
     for (const EvalBatch& batch : set.batches) {
-        evalset_fill(&set, batch, inputs, targets);         // (batch.rows,batch.T)
-        ...                                                 // the model: losses (batch.rows,batch.T)
+        int count = evalset_fill(&set, batch, inputs, places, targets);         // each (batch.rows,batch.T)
+        ...                                                 // the model: losses (count)
         evalset_sum(&set, batch, losses, &sums[batch.first]);
     }
     EvalScore score = evalset_score(&set, sums);            // (rows of all batches)
@@ -33,7 +34,7 @@ the same whoever computes them: ranks take turns.
 #include <stdint.h>     // gives: int64_t
 #include <string.h>     // gives: memcpy
 
-#include <algorithm>    // gives: std::min, std::stable_sort
+#include <algorithm>    // gives: std::fill, std::min, std::stable_sort
 #include <string>       // gives: std::string
 #include <vector>       // gives: std::vector
 
@@ -229,10 +230,21 @@ static inline void evalset_init(EvalSet* set, const char* path, int V, int B, in
     evalset_plan(set, B, T);
 }
 
-static inline void evalset_fill(const EvalSet* set, const EvalBatch& batch, int* inputs, int* targets) {
+// The first position of a row whose target belongs to the completion; the last one is the row's last.
+static inline int evalset_first(const EvalSet* set, const EvalRow& row) {
+    return std::max(0, row.positions - set->questions[(size_t)row.question].choice_tokens[row.choice]);
+}
+
+// What the model reads, and how many of its losses count: loss i is that of targets[i] at position places[i]
+// of the batch, by rows. Behind those both are 0.
+static inline int evalset_fill(const EvalSet* set, const EvalBatch& batch, int* inputs, int* places,
+                               int* targets /*(rows,T) each*/) {
+    const int N = batch.rows * batch.T;
+    int count = 0;
     for (int b = 0; b < batch.rows; b++) {
         const EvalRow& row = set->rows[(size_t)(batch.first + b)];
         const EvalQuestion& q = set->questions[(size_t)row.question];
+        const int first = evalset_first(set, row);
         const int lost = q.context_tokens + q.choice_tokens[row.choice] - 1 - row.positions;
         auto token = [&](int i) {               // of the row as the file has it
             return set->words[(size_t)(i < q.context_tokens ? q.context + i
@@ -240,26 +252,24 @@ static inline void evalset_fill(const EvalSet* set, const EvalBatch& batch, int*
         };
         for (int t = 0; t < batch.T; t++) {
             const bool live = t < row.positions;        // behind it: any token does
-            inputs[(size_t)b * batch.T + t] = live ? token(lost + t) : 0;
-            targets[(size_t)b * batch.T + t] = live ? token(lost + t + 1) : 0;
+            inputs[b * batch.T + t] = live ? token(lost + t) : 0;
+            if (!live || t < first) { continue; }
+            places[count] = b * batch.T + t;
+            targets[count++] = token(lost + t + 1);
         }
     }
-}
-
-// The first position of a row whose target belongs to the completion; the last one is the row's last.
-static inline int evalset_first(const EvalSet* set, const EvalRow& row) {
-    return std::max(0, row.positions - set->questions[(size_t)row.question].choice_tokens[row.choice]);
+    std::fill(places + count, places + N, 0);
+    std::fill(targets + count, targets + N, 0);
+    return count;
 }
 
 // The losses of each row's completion, added up in order.
-static inline void evalset_sum(const EvalSet* set, const EvalBatch& batch, const float* losses /*(rows,T)*/,
+static inline void evalset_sum(const EvalSet* set, const EvalBatch& batch, const float* losses,
                                double* sums /*(rows)*/) {
     for (int b = 0; b < batch.rows; b++) {
         const EvalRow& row = set->rows[(size_t)(batch.first + b)];
         sums[b] = 0.0;
-        for (int t = evalset_first(set, row); t < row.positions; t++) {
-            sums[b] += losses[(size_t)b * batch.T + t];
-        }
+        for (int t = evalset_first(set, row); t < row.positions; t++) { sums[b] += *losses++; }
     }
 }
 

@@ -15,6 +15,7 @@ them. Host only.
 #include <math.h>       // gives: isfinite
 #include <string.h>     // gives: strchr
 
+#include <set>          // gives: std::set
 #include <string>       // gives: std::string
 #include <utility>      // gives: std::pair
 #include <vector>       // gives: std::vector
@@ -50,8 +51,9 @@ static inline std::string json_quote(const std::string& text) {
 static inline std::string json_number(double x) { return isfinite(x) ? format("%.9g", x) : "null"; }
 
 // ---- reading ----
-// An object of texts, numbers, true, false, null and such objects: the settings of a run. Lists, which no
-// file of ours has, are refused like all else that does not belong there; so is a name that comes twice.
+// An object of texts, numbers, true, false, null, lists and such objects: the settings of a run, a table of
+// tensors. A list, of anything but objects, comes as its own text, without blanks. What does not belong there
+// is refused; so is a name that comes twice.
 
 typedef std::vector<std::pair<std::string, std::string>> JsonValues;    // where, as names with dots; as text
 
@@ -59,8 +61,9 @@ struct JsonReader {
     const std::string& text;
     size_t at;
     JsonValues* values;
+    std::set<std::string> names;        // of all values so far
 };
-constexpr int kJsonDepth = 8;           // objects in objects
+constexpr int kJsonDepth = 8;           // objects in objects, lists in lists
 
 static inline void json_blanks(JsonReader* r) {
     while (r->at < r->text.size() && strchr(" \t\r\n", r->text[r->at]) && r->text[r->at]) { r->at++; }
@@ -146,6 +149,35 @@ static inline bool json_read_number(JsonReader* r, std::string* out) {
     return true;
 }
 
+static inline bool json_read_list(JsonReader* r, std::string* out, int depth);
+
+// A text, a number, a list or a word.
+static inline bool json_read_value(JsonReader* r, std::string* out, int depth) {
+    json_blanks(r);
+    const char c = r->at < r->text.size() ? r->text[r->at] : '\0';
+    if (c == '"') { return json_read_text(r, out); }
+    if (c == '[') { return json_read_list(r, out, depth); }
+    for (const char* word : {"true", "false", "null"}) {
+        if (json_next(r, word)) { *out = word; return true; }
+    }
+    return json_read_number(r, out);
+}
+
+static inline bool json_read_list(JsonReader* r, std::string* out, int depth) {
+    *out = "[";
+    if (depth > kJsonDepth || !json_next(r, "[")) { return false; }
+    if (json_next(r, "]")) { *out += "]"; return true; }
+    do {
+        std::string value;
+        json_blanks(r);
+        const bool is_text = r->at < r->text.size() && r->text[r->at] == '"';
+        if (!json_read_value(r, &value, depth + 1)) { return false; }
+        *out += (out->size() > 1 ? "," : "") + (is_text ? json_quote(value) : value);
+    } while (json_next(r, ","));
+    *out += "]";
+    return json_next(r, "]");
+}
+
 static inline bool json_read_object(JsonReader* r, const std::string& path, int depth) {
     if (depth > kJsonDepth || !json_next(r, "{")) { return false; }
     if (json_next(r, "}")) { return true; }
@@ -153,20 +185,14 @@ static inline bool json_read_object(JsonReader* r, const std::string& path, int 
         std::string name, value;
         if (!json_read_text(r, &name) || !json_next(r, ":")) { return false; }
         name = path + name;
-        for (const auto& known : *r->values) { if (known.first == name) { return false; } }
+        if (r->names.count(name)) { return false; }
         json_blanks(r);
-        const char c = r->at < r->text.size() ? r->text[r->at] : '\0';
-        if (c == '{') {
+        if (r->at < r->text.size() && r->text[r->at] == '{') {
             if (!json_read_object(r, name + ".", depth + 1)) { return false; }
             continue;
         }
-        bool is_word = false;
-        for (const char* word : {"true", "false", "null"}) {
-            if (!is_word && json_next(r, word)) { value = word; is_word = true; }
-        }
-        if (!is_word && !(c == '"' ? json_read_text(r, &value) : json_read_number(r, &value))) {
-            return false;
-        }
+        if (!json_read_value(r, &value, depth)) { return false; }
+        r->names.insert(name);
         r->values->push_back({name, value});
     } while (json_next(r, ","));
     return json_next(r, "}");
@@ -174,13 +200,13 @@ static inline bool json_read_object(JsonReader* r, const std::string& path, int 
 
 // What is wrong with the text, or "".
 static inline std::string json_read(const std::string& text, JsonValues* values) {
-    JsonReader r = {text, 0, values};
+    JsonReader r = {text, 0, values, {}};
     values->clear();
     if (json_read_object(&r, "", 1)) {
         json_blanks(&r);
         if (r.at == text.size()) { return ""; }
     }
-    return format("is not an object in JSON as this program writes it, from byte %zu on", r.at);
+    return format("is not a JSON object that can be read here, from byte %zu on", r.at);
 }
 
 #endif  // LLMC_JSON_H

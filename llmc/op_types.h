@@ -66,7 +66,10 @@ template <class S> struct GradOf {
 };
 typedef GradOf<float> Grad;
 
-// The same tensor, read again.
+// A tensor of the residual stream, or null. is_fp32: of that type, whatever X is.
+template <class X> struct ResidualOf { X* data; bool is_fp32; };
+
+// The same tensor as a GradOf, read again.
 struct StoredGrads {
     const void* data;           // S, or bf16
     bool is_bf16 = false;

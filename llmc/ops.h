@@ -34,6 +34,8 @@ template <class X, class S> struct EncoderBackward {    // dwte is only added to
 
 // One family of norms of the residual stream. Forward: the row's new value is inp plus one or two branches,
 // each after its dropout; it is normalised once or twice, with the same statistics. Backward: in reverse.
+// Branches and normalised rows are X. The stream itself, and its gradient, may be S (--residual-dtype fp32):
+// then small additions to it are not rounded away, and each branch has a gradient of its own, in X.
 template <class X, class S> struct NormOutput {
     X* out;                             // (N,C); null in the second: there is one norm
     const S *weight, *bias;             // (C); bias: null in an RMSNorm
@@ -41,13 +43,14 @@ template <class X, class S> struct NormOutput {
 template <class X, class S> struct NormForward {
     NormOutput<X, S> y[2];
     S *mean, *rstd;                     // (N); mean: not used by an RMSNorm
-    X* residual;                        // (N,C) the sum; may be inp or a branch. Null where there are no
-                                        // branches: inp is normalised
+    X* residual;                        // (N,C) the sum; may be inp or, if it has its type, a branch. Null
+                                        // where there are no branches: inp is normalised
     const X* inp;                       // (N,C), or null where nothing comes before the branches
     const X* branch[2];                 // (N,C); null: fewer branches
     Dropout dropout[2];                 // of each branch
     NormKind kind;
     int N, C;
+    bool residual_fp32;                 // residual and inp point to S, not X
 };
 template <class X, class S> struct NormGrad {
     const X* dout;                      // (N,C); null in the second: there is one norm
@@ -56,7 +59,7 @@ template <class X, class S> struct NormGrad {
 };
 template <class X, class S> struct BranchGrad {         // of what the forward added
     X* dout;                            // (N,C) dresidual through the branch's dropout, or null where it has
-                                        // none: dresidual is its gradient
+                                        // none and dresidual is X's: dresidual is its gradient
     Dropout dropout;
     GradOf<S> dbias;                    // (C) or null: column sums of the branch's gradient, as stored: the
                                         // bias gradient of the linear layer that the branch ends with
@@ -71,6 +74,7 @@ template <class X, class S> struct NormBackward {
     const S *mean, *rstd;               // (N)
     NormKind kind;
     int N, C;
+    bool residual_fp32;                 // dresidual and inp point to S, not X; every branch then has a dout
 };
 
 template <class X, class S> struct MatmulForward {      // out = inp weight^T + bias + residual
@@ -140,6 +144,12 @@ template <class X, class S> struct Classifier {         // softmax and cross-ent
     const float* loss_scale;            // device scalar; null: 1
     int N, V, Vp;
     ClassifierMode mode;
+};
+template <class X, class S> struct GatherRows {         // out[n,:] = inp[rows[n],:], to the bit
+    X* out;                             // (N,C)
+    const X* inp;
+    const int* rows;                    // (N)
+    int N, C;
 };
 template <class X, class S> struct LossSum {            // mean (+)= weight * sum of losses
     S* mean;                            // one value
@@ -213,14 +223,25 @@ template <class X, class S> struct MuonMomentum {       // a skipped update chan
     Rows rows;
     double momentum;
 };
-template <class X, class S> struct MuonOrthogonalise {  // matrices that do not lie together: one in `stride`
-    typename MuonValue<X>::type* out;           // (count,rows,cols)
-    typename MuonValue<X>::type* inp;           // (count,rows,cols), scratch afterwards
+// Matrices of one shape, `parts` of them in each of `layers` buckets. In scratch they lie close together, all
+// layers of one part before those of the next, so that one call can multiply them all.
+constexpr int kMuonParts = 4;           // at most: GPT-2's q, k, v and attproj
+struct MuonPlaces {
+    int parts, layers;
+    size_t at[kMuonParts];              // elements: of each part from its bucket's start
+    size_t stride;                      // from bucket to bucket
+    LLMC_HD int count() const { return parts * layers; }
+    LLMC_HD size_t of(int i) const { return at[i / layers] + i % layers * stride; }    // of matrix i
+};
+template <class X, class S> struct MuonOrthogonalise {
+    typename MuonValue<X>::type* out;           // matrix i, (rows,cols), at places.of(i); may be inp
+    const typename MuonValue<X>::type* inp;     // likewise
+    typename MuonValue<X>::type *x, *y;         // scratch: (count,rows,cols) each
     typename MuonValue<X>::type *gram, *poly;   // scratch: (count,k,k), k the smaller of rows and cols
     double* sums;                       // scratch: (count,ceil(rows*cols/kChunk))
-    int rows, cols, count, steps;
-    int count_all;                      // of the whole job, of which this call may have a part: the same bits
-    size_t stride;
+    MuonPlaces places;
+    int rows, cols, steps;
+    int layers_all;                     // of the whole job, of which this call may have a part: the same bits
 };
 template <class X, class S> struct MuonUpdate {         // a skipped update changes nothing
     void* params;                       // (rows,n) X
@@ -287,8 +308,9 @@ template <class X, class S> struct SampleTokens {       // sample_token() of eac
     X(encoder_backward, EncoderBackward, out("dwte", a.dwte, a.C), out("dwpe", a.dwpe, a.maxT, a.C))   \
     X(norm_forward, NormForward, out("y0", a.y[0].out, a.N, a.C), out("y1", a.y[1].out, a.N, a.C),     \
       out("mean", a.kind == NormKind::Layer ? a.mean : nullptr, a.N), out("rstd", a.rstd, a.N),        \
-      out("residual", a.residual, a.N, a.C))                                                           \
-    X(norm_backward, NormBackward, out("dresidual", a.dresidual, a.N, a.C),                            \
+      out("residual", ResidualOf<Weight>{a.residual, a.residual_fp32}, a.N, a.C))                      \
+    X(norm_backward, NormBackward,                                                                     \
+      out("dresidual", ResidualOf<Weight>{a.dresidual, a.residual_fp32}, a.N, a.C),                    \
       out("dweight0", a.y[0].dweight, a.C), out("dbias0", a.y[0].dbias, a.C),                          \
       out("dweight1", a.y[1].dweight, a.C), out("dbias1", a.y[1].dbias, a.C),                          \
       out("branch0", a.branch[0].dout, a.N, a.C), out("branch1", a.branch[1].dout, a.N, a.C),          \
@@ -306,6 +328,7 @@ template <class X, class S> struct SampleTokens {       // sample_token() of eac
     X(attention_backward, AttentionBackward, out("dqkv", a.dqkv, a.B, a.T, 3, a.NH, a.HS))             \
     X(classifier, Classifier, out("losses", a.losses, a.N),                                            \
       out("dlogits", a.mode == ClassifierMode::LossAndGrad ? a.logits : nullptr, a.N, a.Vp))           \
+    X(gather_rows, GatherRows, out("out", a.out, a.N, a.C))                                            \
     X(loss_sum, LossSum, out("mean", a.mean, 1))                                                       \
     X(lane_sum, LaneSum, out("out", a.out, a.n))                                                       \
     X(square_sums, SquareSums, out("sums", a.sums, a.rows.count, a.n / kChunk))                        \
@@ -327,8 +350,8 @@ template <class X, class S> struct SampleTokens {       // sample_token() of eac
       out("values", a.values, a.rows, a.T, a.C))                                                       \
     X(sample_tokens, SampleTokens, out("tokens", a.tokens, a.N))
 
-// op_name(a) is the op's name; op_outputs(a, f) calls f(op, output, pointer or GradOf, elements) for each of
-// its outputs. (Weight is the X of the structs, a name that the macro has taken here.)
+// op_name(a) is the op's name; op_outputs(a, f) calls f(op, output, where, elements) for each of its outputs;
+// where: a pointer, GradOf or ResidualOf. (Weight is the X of the structs, a name that the macro has taken.)
 #define X(op, Args, ...)                                                            \
     template <class Weight, class S>                                                \
     constexpr const char* op_name(const Args<Weight, S>&) { return #op; }           \

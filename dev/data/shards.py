@@ -210,9 +210,10 @@ class Work:
 
     def cut(self, limit, last):
         """Writes the shards that are complete, at most `limit` of training (0: all); last: and the rest."""
-        if last and not self.own_val() and self.tokens("train") <= self.recipe["val_tokens"]:
-            raise Problem(f"the text has {self.tokens('train')} tokens, --val-tokens "
-                          f"{self.recipe['val_tokens']} leaves none to train on", "ask for fewer")
+        there = self.tokens("train")
+        if last and not self.own_val() and there <= self.recipe["val_tokens"]:
+            raise Problem(f"the text has {there} tokens, --val-tokens {self.recipe['val_tokens']} leaves "
+                          "none to train on", f"--val-tokens {there // 10} is a tenth of it")
         for split in ("val", "train"):
             total = self.tokens(split)
             whole = last or (split == "val" and len(self.state["parts"]) >= self.own_val())

@@ -466,8 +466,9 @@ static void convert(const std::vector<std::string>& files) {
         die("there is no text in '%s'%s", shown(files[0]).c_str(), files.size() > 1 ? " and the others" : "");
     }
     if (out.train.total == 0) {
-        die("the text has %lld tokens, --val-tokens %lld leaves none to train on\nhint: ask for fewer",
-            (long long)progress.tokens, (long long)cfg.val_tokens);
+        die("the text has %lld tokens, --val-tokens %lld leaves none to train on\n"
+            "hint: --val-tokens %lld is a tenth of it", (long long)progress.tokens, (long long)cfg.val_tokens,
+            (long long)progress.tokens / 10);
     }
     for (ShardWriter* w : {&out.val, &out.train, &out.all}) { shard_close(w); }
     double took = seconds() - progress.start;

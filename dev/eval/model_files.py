@@ -35,7 +35,8 @@ try:
     import numpy as np
 except ImportError:             # .venv, which setup.sh has filled, has one: the program starts again with it
     take_the_venv()
-    die("no numpy in this Python\nhint: pip install numpy, in a venv of yours")
+    die("no numpy in this Python\n"
+        "hint: scripts/setup.sh installs it into .venv; or pip install numpy, in a venv of yours")
 
 MODEL_MAGIC, HEADER_BYTES = 20240326, 1024
 VERSIONS = {3: "F32", 5: "BF16"}                            # of model_*.bin, in safetensors' words

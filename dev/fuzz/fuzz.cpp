@@ -184,15 +184,18 @@ static void fuzz_questions(Bytes input) {
         }
     }
     PROPERTY(again == input, "written again, it is another file");
-    std::vector<int> inputs((size_t)B * (size_t)T), targets(inputs.size());     // ASan sees who writes on
-    const std::vector<float> losses(inputs.size(), 1.0f);
+    std::vector<int> inputs((size_t)B * (size_t)T), places(inputs), targets(inputs);
     std::vector<double> sums(set.rows.size());
     for (const EvalBatch& batch : set.batches) {
-        evalset_fill(&set, batch, inputs.data(), targets.data());
-        for (int i = 0; i < batch.rows * batch.T; i++) {
-            const int a = inputs[(size_t)i], b = targets[(size_t)i];
-            PROPERTY(a >= 0 && a < V && b >= 0 && b < V, "tokens %d and %d", a, b);
+        const int N = batch.rows * batch.T;
+        const int count = evalset_fill(&set, batch, inputs.data(), places.data(), targets.data());
+        PROPERTY(count >= batch.rows && count <= N, "%d losses of %d", count, N);
+        for (int i = 0; i < N; i++) {
+            const int a = inputs[(size_t)i], b = targets[(size_t)i], at = places[(size_t)i];
+            PROPERTY(a >= 0 && a < V && b >= 0 && b < V && at >= 0 && at < N, "tokens %d and %d at %d", a, b,
+                     at);
         }
+        const std::vector<float> losses((size_t)count, 1.0f);       // ASan sees who reads on
         evalset_sum(&set, batch, losses.data(), &sums[(size_t)batch.first]);
     }
     const EvalScore score = evalset_score(&set, sums);
@@ -511,6 +514,21 @@ static Bytes unquoted(const std::string& json) {
     return text;
 }
 
+// As the table of a safetensors file of 24 bytes: what is taken can be read.
+static void fuzz_safetensors(const Bytes& table) {
+    const uint64_t length = table.size();
+    SafeTensors file;
+    const Bytes bytes = Bytes((const char*)&length, 8) + table + Bytes(24, '\7');
+    if (!safetensors_open(&file, file_of(bytes)).empty()) { safetensors_close(&file); return; }
+    for (const auto& named : file.tensors) {
+        const SafeTensor& t = named.second;
+        PROPERTY(t.count >= 0 && t.count <= 12, "%lld elements", (long long)t.count);
+        std::vector<float> values((size_t)t.count);             // ASan sees who writes on
+        if (safetensors_bytes(t.dtype) > 0) { safetensors_read(&file, t, values.data()); }
+    }
+    safetensors_close(&file);
+}
+
 static void fuzz_json(Bytes input) {
     const std::string json = json_quote(input);
     PROPERTY(unquoted(json) == input, "%s reads back as something else", json.c_str());
@@ -527,6 +545,7 @@ static void fuzz_json(Bytes input) {
         PROPERTY(values.empty() || (json_read(text + "}", &again).empty() && again == values), "%s",
                  text.c_str());
     }
+    fuzz_safetensors(input);
     float number = 0.0f;
     memcpy(&number, input.data(), std::min(input.size(), sizeof(number)));
     const std::string text = json_number(number);

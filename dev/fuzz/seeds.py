@@ -131,6 +131,8 @@ def main():
     write("json", "not-utf8", b"a\xff\xc3 \xe2\x82 \xed\xa0\x80 \xf4\x90\x80\x80 \xc0\x80 \xf0\x80\x80\x80")
     write("json", "number", struct.pack("<f", 0.1))
     write("json", "infinite", struct.pack("<f", float("inf")))
+    write("json", "tensors", b'{"__metadata__": {"format": "pt"}, "a.b": {"dtype": "F32", "shape": [2, 2], '
+          b'"data_offsets": [0, 16]}, "c": {"dtype": "BF16", "shape": [4], "data_offsets": [16, 24]}}')
     write("json", "object", b'{"a": {"b": -0.5e+3, "c": true, "d": {}}, "e": "\\u20ac \\ud83d\\ude42\\n"}')
 
 

@@ -32,7 +32,6 @@ import copy
 import csv
 import glob
 import json
-import math
 import os
 import re
 import shlex
@@ -50,9 +49,9 @@ import torch.nn.functional as F
 
 import train_gpt2
 from check_gpu import HERE, CommandFailed, check, counts, run, skip
-from formats import (MAGIC_TENSORS, PARAMS, header_words, param_shape, parse_model, read_header,
-                     write_checkpoint, write_shard)
-from gpt2 import setup_device
+from formats import (MAGIC_TENSORS, header_words, parse_model, read_header, write_checkpoint,
+                     write_shard)
+from gpt2 import random_params, setup_device
 
 sys.path.append(os.path.join(HERE, "..", "test"))
 from trainer import write_questions
@@ -109,23 +108,6 @@ def seconds_of(command):
 
 
 # ---- random models and tokens ----
-def write_random_model(args, path, dims, seed):
-    """No tensor is left at 0 or at 1, where a wrong one would not show. Layers weigh so much that greedy text
-    does not repeat one token, and that another token in the prompt changes nearly all that follow."""
-    generator = torch.Generator(args.device).manual_seed(seed)
-    wide = 1 / math.sqrt(dims.C)
-    sizes = {"wte": 0.02, "wpe": 0.05, "one": 0.1, "zero": 0.1, "normal": 2 * wide,
-             "resid": wide / math.sqrt(2 * dims.L)}
-    params = {}
-    for name, _, _, init, _ in PARAMS:
-        values = torch.randn(param_shape(dims, name), generator=generator, device=args.device)
-        values = values * sizes.get(name, sizes[init]) + (init == "one")
-        if name == "wte":
-            values[dims.V:] = 0
-        params[name] = values.cpu().numpy()
-    write_checkpoint(path, dims, params)
-
-
 def made_up(rng, V, count):
     """Tokens of which some come often."""
     return (V * rng.random(count) ** 3).astype(np.int64)
@@ -142,7 +124,7 @@ class Size:
         os.makedirs(self.folder)
         rng = np.random.default_rng(seed)
         dims = self.dims
-        write_random_model(args, self.path("model.bin"), dims, seed)
+        write_checkpoint(self.path("model.bin"), dims, random_params(dims, seed, args.device))
         self.row = made_up(rng, dims.V, dims.maxT + 1)
         with open(self.path("tokens.bin"), "wb") as f:
             header_words(MAGIC_TENSORS, 2, 1, dims.maxT).tofile(f)

@@ -316,7 +316,9 @@ def header_words(*values):
 
 def write_checkpoint(path, dims, params, version=3):
     with AtomicWriter(path) as f:
-        header_words(MAGIC_MODEL, version, dims.maxT, dims.V, dims.L, dims.NH, dims.C, dims.Vp).tofile(f)
+        own = 100 if dims.block or dims.norm else 0             # what is not GPT-2 has versions of its own
+        header_words(MAGIC_MODEL, own + version, dims.maxT, dims.V, dims.L, dims.NH, dims.C, dims.Vp,
+                     dims.block, dims.norm).tofile(f)
         for name in NAMES:
             data = params[name]
             assert data.shape == param_shape(dims, name), name

@@ -36,33 +36,55 @@ class Attention(nn.Module):
         return self.proj(out.transpose(1, 2).reshape(B, T, C))
 
 
+def new_norm(dims):
+    return (nn.LayerNorm, nn.RMSNorm)[dims.norm](dims.C, eps=1e-5)
+
+
+def undropped(x, place):
+    return x
+
+
 class Block(nn.Module):
+    """One layer: dims.block says what it reads; dropped(branch, 0 or 1) is attention's, or the MLP's."""
+
     def __init__(self, dims, sdpa):
         super().__init__()
-        self.ln1 = nn.LayerNorm(dims.C, eps=1e-5)
+        self.kind = dims.block
+        self.ln1 = new_norm(dims)
         self.att = Attention(dims, sdpa)
-        self.ln2 = nn.LayerNorm(dims.C, eps=1e-5)
+        if self.kind < 2:
+            self.ln2 = new_norm(dims)
         self.fc = nn.Linear(dims.C, 4 * dims.C)
         self.fcproj = nn.Linear(4 * dims.C, dims.C)
 
-    def forward(self, x):
-        x = x + self.att(self.ln1(x))
-        return x + self.fcproj(F.gelu(self.fc(self.ln2(x)), approximate="tanh"))
+    def mlp(self, x):
+        return self.fcproj(F.gelu(self.fc(x), approximate="tanh"))
+
+    def forward(self, x, dropped=undropped):
+        first = self.ln1(x)
+        if self.kind == 0:
+            x = x + dropped(self.att(first), 0)
+            return x + dropped(self.mlp(self.ln2(x)), 1)
+        second = first if self.kind == 2 else self.ln2(x)
+        return x + dropped(self.att(first), 0) + dropped(self.mlp(second), 1)
 
 
 class GPT2(nn.Module):
+    """Also what is not GPT-2: dims.block and dims.norm. dropped(x, place) is x with the mask of a place of
+    the model: 0 the embedding's, 1 + 2 l and 2 + 2 l those of layer l's attention and MLP."""
+
     def __init__(self, dims, sdpa=True):
         super().__init__()
         self.dims = dims
         self.wte = nn.Parameter(torch.empty(dims.Vp, dims.C))
         self.wpe = nn.Parameter(torch.empty(dims.maxT, dims.C))
         self.blocks = nn.ModuleList(Block(dims, sdpa) for _ in range(dims.L))
-        self.lnf = nn.LayerNorm(dims.C, eps=1e-5)
+        self.lnf = new_norm(dims)
 
-    def forward(self, x, y):
-        h = F.embedding(x, self.wte) + self.wpe[:x.shape[1]]
-        for block in self.blocks:
-            h = block(h)
+    def forward(self, x, y, dropped=undropped):
+        h = dropped(F.embedding(x, self.wte) + self.wpe[:x.shape[1]], 0)
+        for l, block in enumerate(self.blocks):
+            h = block(h, undropped if dropped is undropped else lambda z, i, l=l: dropped(z, 1 + 2 * l + i))
         # the product runs over all Vp rows, which keeps it aligned; the padding is cut off unseen
         logits = F.linear(self.lnf(h), self.wte)[..., :self.dims.V]
         wide = logits if logits.dtype == torch.float64 else logits.float()
@@ -75,22 +97,24 @@ def new_model(dims, device="cpu", sdpa=True):
 
 
 def tensor_list(model, name):
-    """The torch parameters of one table row: one per layer, or a single one."""
+    """The torch parameters of one table row: one per layer, or a single one; [] where the model lacks it."""
+    if math.prod(param_shape(model.dims, name)) == 0:
+        return []
     paths = {"ln1w": "ln1.weight", "ln1b": "ln1.bias", "qkvw": "att.qkv.weight", "qkvb": "att.qkv.bias",
              "attprojw": "att.proj.weight", "attprojb": "att.proj.bias", "ln2w": "ln2.weight",
              "ln2b": "ln2.bias", "fcw": "fc.weight", "fcb": "fc.bias", "fcprojw": "fcproj.weight",
              "fcprojb": "fcproj.bias"}
     if name in paths:
         return [block.get_parameter(paths[name]) for block in model.blocks]
-    return [{"wte": model.wte, "wpe": model.wpe, "lnfw": model.lnf.weight, "lnfb": model.lnf.bias}[name]]
+    return [model.get_parameter({"lnfw": "lnf.weight", "lnfb": "lnf.bias"}.get(name, name))]
 
 
 def load_params(model, params):
     """From {name: float32 array}; converts to the model's own dtype and device."""
     with torch.no_grad():
         for name in NAMES:
-            array = params[name].reshape((-1,) + tensor_list(model, name)[0].shape)
             for i, p in enumerate(tensor_list(model, name)):
+                array = params[name].reshape((-1,) + p.shape)
                 p.copy_(torch.from_numpy(np.ascontiguousarray(array[i])))
 
 
@@ -99,13 +123,30 @@ def collect(model, pick):
     out = {}
     for name in NAMES:
         parts = [pick(p).detach() for p in tensor_list(model, name)]
-        stacked = torch.stack(parts).reshape(param_shape(model.dims, name))
+        stacked = torch.stack(parts or [model.wte.new_empty(0)]).reshape(param_shape(model.dims, name))
         out[name] = stacked if stacked.dtype == torch.float64 else stacked.float()
     return out
 
 
 def get_grads(model):
     return collect(model, lambda p: p.grad)
+
+
+def random_params(dims, seed, device="cpu"):
+    """No tensor is left at 0 or at 1, where a wrong one would not show. Layers weigh so much that greedy text
+    does not repeat one token, and that another token in the prompt changes nearly all that follow."""
+    generator = torch.Generator(device).manual_seed(seed)
+    wide = 1 / math.sqrt(dims.C)
+    sizes = {"wte": 0.02, "wpe": 0.05, "one": 0.1, "zero": 0.1, "normal": 2 * wide,
+             "resid": wide / math.sqrt(2 * dims.L)}
+    params = {}
+    for name, _, _, init, _ in PARAMS:
+        values = torch.randn(param_shape(dims, name), generator=generator, device=device)
+        values = values * sizes.get(name, sizes[init]) + (init == "one")
+        if name == "wte":
+            values[dims.V:] = 0
+        params[name] = values.cpu().numpy()
+    return params
 
 
 def get_params(model):
@@ -146,14 +187,57 @@ def params_from_huggingface(name_or_path):
 
 
 # ---- the optimizer and its schedule ----
-def make_optimizer(model, hyper, fused=False):
+def make_optimizer(model, hyper, fused=False, without=()):
     """AdamW; weight decay only on tensors of two dimensions. Not fused: PyTorch's default for the device."""
     decay, keep = [], []
     for name, _, _, _, decays in PARAMS:
-        (decay if decays else keep).extend(tensor_list(model, name))
+        if name not in without:
+            (decay if decays else keep).extend(tensor_list(model, name))
     groups = [{"params": decay, "weight_decay": hyper["weight_decay"]}, {"params": keep, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=hyper["learning_rate"], betas=(hyper["beta1"], hyper["beta2"]),
                              eps=hyper["eps"], fused=True if fused else None)
+
+
+def newton_schulz(x, coefficients, steps, eps):
+    """What torch.optim.Muon does in bf16, in the type of x."""
+    a, b, c = coefficients
+    y = x.T if x.size(0) > x.size(1) else x
+    y = y / y.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = y @ y.T
+        y = a * y + (b * gram + c * gram @ gram) @ y
+    return y.T if x.size(0) > x.size(1) else y
+
+
+class MuonAndAdamW:
+    """torch.optim.Muon for the layers' matrices, AdamW for all else, as --optimizer muon divides them: q, k
+    and v are three matrices, so Muon gets parameters that lie inside those of the model."""
+
+    TAKEN = {"qkvw": 3, "attprojw": 1, "fcw": 1, "fcprojw": 1}
+
+    def __init__(self, model, hyper, fused=False):
+        if not hyper["muon_bf16"]:
+            torch.optim._muon._zeropower_via_newtonschulz = newton_schulz
+        self.parts = [(p, [nn.Parameter(part) for part in p.detach().chunk(count)])
+                      for name, count in self.TAKEN.items() for p in tensor_list(model, name)]
+        self.muon = torch.optim.Muon([part for _, parts in self.parts for part in parts], lr=hyper["muon_lr"],
+                                     weight_decay=hyper["muon_decay"], momentum=hyper["muon_momentum"],
+                                     ns_steps=hyper["muon_steps"])
+        self.adamw = make_optimizer(model, hyper, fused, without=self.TAKEN)
+
+    def step(self):
+        for p, parts in self.parts:
+            for part, grad in zip(parts, p.grad.chunk(len(parts))):
+                part.grad = grad
+        self.muon.step()
+        self.adamw.step()
+
+    def zero_grad(self, set_to_none=True):
+        assert set_to_none
+        for p, _ in self.parts:
+            p.grad = None
+        self.muon.zero_grad()
+        self.adamw.zero_grad()
 
 
 def learning_rate(step, steps, peak, warmup, final_fraction):

@@ -27,7 +27,8 @@ import numpy as np
 import torch
 
 from formats import NAMES, round_params, write_checkpoint, write_tensors
-from gpt2 import get_grads, load_params, make_optimizer, new_model, setup_device, to_numpy, update, versions
+from gpt2 import (get_grads, load_params, make_optimizer, new_model, setup_device, to_numpy, undropped,
+                  update, versions)
 
 HYPER = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip")
 STEPS = 10
@@ -57,17 +58,19 @@ def logits_error(a, b):
 
 
 # ---- one forward and backward ----
-def run(dims, params, x, y, dtype, device, sdpa=False, loss_scale=1.0, autocast=False, micro_steps=1):
+def run(dims, params, x, y, dtype, device, sdpa=False, loss_scale=1.0, autocast=False, micro_steps=1,
+        dropped=undropped):
     """(logits, loss, grads) of one batch: tensors on the device, at least float32.
 
-    With micro_steps > 1 the rows are split evenly and .grad accumulates, in the dtype of the weights."""
+    With micro_steps > 1 the rows are split evenly and .grad accumulates, in the dtype of the weights.
+    `dropped` is gpt2.py's; it knows the rows of the whole batch."""
     model = new_model(dims, device, sdpa).to(dtype)
     load_params(model, params)
     xt, yt = batch_tensors(x, y, device)
     logits, total = [], 0.0
     for xs, ys in zip(xt.chunk(micro_steps), yt.chunk(micro_steps)):
         with torch.autocast(device, torch.bfloat16) if autocast else contextlib.nullcontext():
-            out, loss = model(xs, ys)
+            out, loss = model(xs, ys, dropped)
         (loss * (loss_scale / micro_steps)).backward()
         logits.append(out.detach() if out.dtype == torch.float64 else out.detach().float())
         total += loss.item() / micro_steps
@@ -80,11 +83,12 @@ def batch_tensors(x, y, device):
     return tuple(torch.from_numpy(np.ascontiguousarray(a, dtype=np.int64)).to(device) for a in (x, y))
 
 
-def run_float16(dims, params, x, y, device):
+def run_float16(dims, params, x, y, device, dropped=undropped):
     """Pure fp16 at the largest loss scale that does not overflow."""
     scale = 65536.0
     while scale >= 1.0:
-        logits, loss, grads = run(dims, params, x, y, torch.float16, device, sdpa=True, loss_scale=scale)
+        logits, loss, grads = run(dims, params, x, y, torch.float16, device, sdpa=True, loss_scale=scale,
+                                  dropped=dropped)
         if all(torch.isfinite(g).all() for g in grads.values()):
             return scale, logits, loss, grads
         scale /= 2

@@ -21,8 +21,8 @@ except ImportError:
 
 import reference
 from formats import Loader, init_params, parse_model, read_checkpoint, write_checkpoint
-from gpt2 import (get_params, learning_rate, load_params, make_optimizer, new_model, params_from_huggingface,
-                  setup_device, update)
+from gpt2 import (MuonAndAdamW, get_params, learning_rate, load_params, make_optimizer, new_model,
+                  params_from_huggingface, setup_device, update)
 
 SHARDS = "dev/data/tinyshakespeare/tiny_shakespeare_"
 
@@ -49,6 +49,13 @@ def parse_arguments(argv):
     p.add_argument("--beta2", type=float, default=0.95)
     p.add_argument("--eps", type=float, default=1e-8)
     p.add_argument("--grad_clip", type=float, default=1.0, help="0: off")
+    p.add_argument("--optimizer", default="adamw", choices=("adamw", "muon"))
+    p.add_argument("--muon_lr", type=float, default=0.02, help="this and the next three as ours")
+    p.add_argument("--muon_momentum", type=float, default=0.95)
+    p.add_argument("--muon_steps", type=int, default=5)
+    p.add_argument("--muon_decay", type=float, default=0.01)
+    p.add_argument("--muon_bf16", type=int, default=1, choices=(0, 1),
+                   help="1: torch.optim.Muon as it is; 0: its products in the weights' type")
     p.add_argument("--overfit_single_batch", type=int, default=1, choices=(0, 1), help="1: one batch")
     p.add_argument("--val_loss_every", type=int, default=0)
     p.add_argument("--val_max_steps", type=int, default=20)
@@ -133,7 +140,8 @@ def train(args, dims, params, show=print):
     load_params(raw, params)
     mode = None if args.compile_mode == "default" else args.compile_mode
     model = torch.compile(raw, mode=mode) if args.compile else raw
-    optimizer = make_optimizer(raw, vars(args), fused=bool(args.fused))
+    make = MuonAndAdamW if args.optimizer == "muon" else make_optimizer
+    optimizer = make(raw, vars(args), fused=bool(args.fused))
     micro_steps = args.total_batch_size // (args.batch_size * args.sequence_length)
     if args.num_iterations:
         loader = training_loader(args, dims)
@@ -154,10 +162,13 @@ def train(args, dims, params, show=print):
                 loss = model(x, y)[1] / micro_steps
             loss.backward()
             total += loss.detach()
-        lr = learning_rate(step, args.num_iterations, args.learning_rate, args.warmup_iters,
-                           args.learning_rate_decay_frac)
-        for group in optimizer.param_groups:
+        lr, muon_lr = (learning_rate(step, args.num_iterations, peak, args.warmup_iters,
+                                     args.learning_rate_decay_frac)
+                       for peak in (args.learning_rate, args.muon_lr))
+        for group in (optimizer if args.optimizer == "adamw" else optimizer.adamw).param_groups:
             group["lr"] = lr
+        for group in optimizer.muon.param_groups if args.optimizer == "muon" else ():
+            group["lr"] = muon_lr
         norm = update(raw, optimizer, args.grad_clip)
         if args.device == "cuda":
             torch.cuda.synchronize()

@@ -60,6 +60,7 @@ NOT_HERE = [
     (r"get.py debian-docs", lambda: False, "asks apt for 38 packages"),
     (r"pip install|import_hf.py gpt2 |setup.sh tensorboard", lambda: False, "installs or downloads"),
     (r"check_eval|make build/check/", lambda: False, "takes minutes of a GPU, and of nvcc"),
+    (r"check_blocks|muon.py pytorch", lambda: False, "needs PyTorch, and takes minutes"),
     (r"mmlu_test.bin", lambda: False, "MMLU is not made here"),
     (r"HOST:PORT", lambda: False, "HOST stands for one of yours"),
     (r"mpirun", lambda: shutil.which("mpirun"), "no mpirun"),

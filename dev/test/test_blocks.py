@@ -8,6 +8,7 @@ takes are held against differences of that loss, in random directions. Files and
 dev/reference/formats.py.
 """
 import itertools
+import json
 import os
 import struct
 import subprocess
@@ -33,7 +34,9 @@ Program.usual = {"-e": MODEL, "-i": "train.bin", "-j": "val.bin", "-b": B, "-x":
                  "--seed": SEED}
 BLOCKS, NORMS = ("sequential", "parallel", "parallel-tied"), ("layernorm", "rmsnorm")
 VARIANTS = [kinds for kinds in itertools.product(range(3), range(2)) if kinds != (0, 0)]
-NUMERIC = ("losses_and_gradients", "dropout_by_place", "recomputed", "saved", "samples", "updates")
+NUMERIC = ("losses_and_gradients", "dropout_by_place", "recomputed", "saved", "samples", "updates",
+           "residual_fp32")
+RESIDUAL_WORD = 253         # of a model file's header: 1 where the residual stream was in fp32
 
 
 # ---- the judge ----
@@ -230,6 +233,77 @@ def test_saved():
     validated = run_ok({"-e": model_path("dropped"), "--dropout": 0.4, "-x": 1, "-l": 0, "-v": 1, "-m": 1000})
     check_close(validated.val_losses()[:1], [loss_of(dims, p, windows)], tolerance(1e-5, 3e-2),
                 "validation in training has no dropout")
+
+
+def residual_word(path):
+    return struct.unpack_from("<i", read_bytes(path), 4 * RESIDUAL_WORD)[0]
+
+
+def test_residual_fp32():
+    """A stream in fp32: in FP32 the same bits, else others, near the judge; the model's file says it."""
+    tokens = np.array(list(sentences(2, 3000)))
+    windows = np.stack([tokens[i * T:i * T + T + 1] for i in range(len(tokens) // T - 1)])
+    evaluation = {"-x": 0, "-b": 5, "-m": 1000, "-v": 1}
+    for block, norm, dropout in ((0, 0, 0), (0, 0, 0.2), (1, 1, 0.1), (2, 0, 0), (2, 1, 0.2)):
+        what, data = f"{BLOCKS[block]}, {NORMS[norm]}, dropout {dropout}", {}
+        flags = {**flags_of(block, norm), "--dropout": dropout, "-x": 6, "-l": "1e-2", "-k": "constant"}
+        for dtype in ("branch", "fp32"):
+            folder = f"residual_{dtype}{block}{norm}{dropout}"
+            run_ok({**flags, "--residual-dtype": dtype, "-o": folder})
+            path = model_path(folder)
+            data[dtype] = without_checksum(read_bytes(path))
+            check_equal(residual_word(path), int(dtype == "fp32"), f"{what}: the word of {dtype}")
+            dims, p = doubles(path)
+            result = run_ok({"-e": folder, **evaluation})
+            check_close(result.val_losses(), [loss_of(dims, p, windows)], tolerance(1e-5, 3e-2), what)
+            check_equal("\nresidual stream: fp32" in result.out, dtype == "fp32" and not exact(),
+                        f"{what}: what is said of {dtype}")
+            start = trained(block, norm)
+            dims, p = doubles(start)
+            more = {"--residual-dtype": dtype, "--dropout": dropout}
+            losses = run_ok({"-e": start, "-a": 1, **more}).losses()
+            check_close(losses, [loss_of(dims, p, first_windows(B), dropout)], tolerance(1e-5, 3e-2), what)
+        same = data["branch"][:4 * RESIDUAL_WORD] == data["fp32"][:4 * RESIDUAL_WORD]
+        check(same, f"{what}: all else in the header")
+        check_equal(data["branch"][1024:] == data["fp32"][1024:], exact(), f"{what}: the same weights")
+        # -r 2 computes norms of the stream again; a text of one letter a time goes the way of a batch
+        run_ok({**flags, "--residual-dtype": "fp32", "-r": 2, "-o": folder + "r"})
+        check(without_checksum(read_bytes(model_path(folder + "r"))) == data["fp32"], f"{what}: -r 2")
+        text = run_ok({"-e": path, "-x": 0, "--prompt": "tak", "--temperature": 0, "-g": T - 4}).samples()[0]
+        dims, p = doubles(path)
+        ids = np.array([[0] + [ord(letter) for letter in text]])
+        y = logits(dims, p, ids[:, :-1])[0]
+        behind = [y[t].max() - y[t, ids[0, t + 1]] for t in range(3, ids.shape[1] - 1)]
+        check(len(behind) > 2 and max(behind) <= tolerance(1e-4, 0.25), f"{what}: '{text}': {behind} behind")
+
+
+def test_residual_kept():
+    """The stream's type is the run's; of a model file its own, unless a flag says otherwise."""
+    flags = {"--residual-dtype": "fp32", "-k": "constant", "-l": "1e-2", "--dropout": 0.1}
+    run_ok({**flags, "-x": 6, "-o": "stream_whole"})
+    run_ok({**flags, "-x": 3, "-o": "stream_stopped"})
+    check_refused("--residual-dtype on resuming", {"-e": None, "-o": "stream_stopped", "-y": 1, "-x": 6,
+                                                   "--residual-dtype": "branch"}, "--residual-dtype", "fp32")
+    run_ok({"-e": None, "-x": 6, "-o": "stream_stopped", "-y": 1})
+    check(read_bytes("stream_stopped/model_00000006.bin") == read_bytes(model_path("stream_whole")),
+          "stopped and gone on with: the same bits")
+    start = model_path("stream_whole")
+    for given, word in (({}, 1), ({"--residual-dtype": "branch"}, 0), ({"--residual-dtype": "fp32"}, 1)):
+        folder = f"stream_tuned{len(given)}{word}"
+        run_ok({"-e": start, **given, "-x": 2, "-o": folder})
+        check_equal(residual_word(folder + "/model_00000002.bin"), word, f"{given}: a new run of that model")
+        with open(folder + "/run.json", encoding="utf-8") as f:
+            said = json.load(f)["settings"]["residual-dtype"]
+        check_equal(said, ("branch", "fp32")[word], f"{given}: run.json")
+        run_ok({"-e": None, "-x": 4, "-o": folder, "-y": 1})
+        check_equal(residual_word(folder + "/model_00000004.bin"), word, f"{given}: and gone on with")
+    check_refused("another stream in the middle of a run",
+                  {"-e": None, "-x": 6, "-o": "stream_tuned01", "-y": 1, "--residual-dtype": "branch"},
+                  "--residual-dtype branch", "has fp32")
+    data = without_checksum(read_bytes(start))
+    struct.pack_into("<i", data, 4 * RESIDUAL_WORD, 2)
+    write_bytes("bad_residual.bin", data)
+    check_refused("a stream that is not known", {"-e": "bad_residual.bin"}, "residual stream 2")
 
 
 def test_samples():

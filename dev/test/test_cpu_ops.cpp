@@ -40,6 +40,7 @@ template <class Args> static void list_outputs(const Args& args) {
 }
 template <class Real> static Real* data_of(Real* data) { return data; }
 template <class Real> static Real* data_of(const GradOf<Real>& grad) { return grad.data; }
+template <class Real> static Real* data_of(const ResidualOf<Real>& residual) { return residual.data; }
 template <class Args> static void output_hook(const Args& args) {
     op_outputs(args, [](const char* op, const char* output, auto where, size_t count) {
         if (!data_of(where)) { return; }
@@ -1341,8 +1342,9 @@ template <class Real> static std::vector<Named> run_all_ops() {
     Tensor<Real> out(count), gram(64 * 64), poly(64 * 64);
     muon_momentum_cpu<Real>({out, m, {.data = (Real*)grads}, &state, count, count, {}, 0.95}, 0);
     keep("muon m", m);
-    Tensor<Real> direction = out, square(64 * 64);
-    muon_orthogonalise_cpu<Real>({square, direction, gram, poly, nullptr, 64, 64, 1, 1, 1, 64 * 64}, 0);
+    Tensor<Real> square(64 * 64), first(64 * 64), second(64 * 64);
+    muon_orthogonalise_cpu<Real>({square, out, first, second, gram, poly, nullptr, {1, 1, {}, 0}, 64, 64, 1,
+                                  1}, 0);
     keep("muon_orthogonalise", square);
     muon_update_cpu<Real>({(Real*)params, nullptr, out, &state, count, count, {}, 0.1, 1e-3, RoundKey{}, 0},
                           0);
@@ -1390,15 +1392,19 @@ static Doubles from_svd(const std::vector<Doubles>& left, const std::vector<doub
     return x;
 }
 
-// Two matrices with known singular vectors and values, with something between them: the vectors stay, and a
-// value s goes to p(p(...(s/|x|))), times sqrt(max(1, rows/cols)).
+// Two parts of each of two layers with known singular vectors and values, with something between them: the
+// vectors stay, and a value s goes to p(p(...(s/|x|))), times sqrt(max(1, rows/cols)).
 template <class Real> static void test_orthogonalise(int rows, int cols, int steps, double tolerance) {
-    const int k = std::min(rows, cols), count = 2;
-    const size_t size = (size_t)rows * cols, stride = size + 5;
+    const int k = std::min(rows, cols), parts = std::min(2, kMuonParts), count = 2 * parts;
+    const size_t size = (size_t)rows * cols, square = (size_t)k * k, stride = 2 * size + 12;
+    MuonPlaces places = {parts, 2, {}, stride};
+    for (int part = 0; part < parts; part++) { places.at[part] = 3 + part * (size + 4); }
     const std::string shape = format("muon %d x %d, %d steps, %d bits", rows, cols, steps,
                                      (int)sizeof(Real) * 8);
-    Tensor<Real> inp(count * stride), out(count * stride), gram((size_t)k * k), poly((size_t)k * k);
+    Tensor<Real> inp(2 * stride), out(2 * stride), x(count * size), y(count * size);
+    Tensor<Real> gram(count * square), poly(count * square);
     std::vector<Doubles> want;
+    std::vector<bool> taken(inp.n);
     for (size_t i = 0; i < inp.n; i++) { inp[i] = (Real)3.25; out[i] = (Real)1.5; }
     for (int m = 0; m < count; m++) {
         const std::vector<Doubles> left = orthonormal_rows(k, rows), right = orthonormal_rows(k, cols);
@@ -1415,33 +1421,44 @@ template <class Real> static void test_orthogonalise(int rows, int cols, int ste
                   shape.c_str(), s / sqrt(norm), x);
             after.push_back(x * (rows > cols ? sqrt((double)rows / cols) : 1.0));
         }
-        const Doubles x = from_svd(left, values, right, rows, cols);
-        for (size_t i = 0; i < size; i++) { inp[m * stride + i] = (Real)x[i]; }
+        const Doubles start = from_svd(left, values, right, rows, cols);
+        const size_t at = m % 2 * stride + (m / 2 == 0 ? 3 : size + 7);     // what places.of(m) should be
+        for (size_t i = 0; i < size; i++) {
+            inp[at + i] = (Real)start[i];
+            taken[at + i] = true;
+        }
         want.push_back(from_svd(left, after, right, rows, cols));
     }
     const Tensor<Real> start = inp;
-    MuonOrthogonalise<Real, Real> a = {out, inp, gram, poly, nullptr, rows, cols, count, steps, 12, stride};
+    MuonOrthogonalise<Real, Real> a = {out, inp, x, y, gram, poly, nullptr, places, rows, cols, steps, 12};
     muon_orthogonalise_cpu<Real>(a, 0);
     for (int m = 0; m < count; m++) {
-        const double off = difference((Real*)out + m * stride, (const double*)want[m], size);
+        const double off = difference((Real*)out + places.of(m), (const double*)want[m], size);
         CHECK(off <= tolerance, "%s: matrix %d is off by %.2e", shape.c_str(), m, off);
-        for (size_t i = size; i < stride; i++) {
-            CHECK(out[m * stride + i] == (Real)1.5, "%s: written beside", shape.c_str());
-        }
     }
+    for (size_t i = 0; i < out.n; i++) {
+        CHECK(taken[i] || out[i] == (Real)1.5, "%s: written beside", shape.c_str());
+    }
+    CHECK(inp == start, "%s: its input has changed", shape.c_str());
     // A power of two, and another number: what counts is the direction.
     const Tensor<Real> result = out;
     for (double factor : {0x1p-70, 3e-20}) {
         for (size_t i = 0; i < inp.n; i++) { inp[i] = (Real)(start[i] * factor); }
         muon_orthogonalise_cpu<Real>(a, 0);
-        const double off = difference((Real*)out, (const Real*)result, size);
+        const double off = difference((Real*)out, (const Real*)result, out.n);
         CHECK(factor == 0x1p-70 ? out == result : off <= tolerance, "%s: times %g: off by %.2e",
               shape.c_str(), factor, off);
     }
-    for (size_t i = 0; i < size; i++) { inp[i] = 0; }
+    inp = start;                                        // and where it stood
+    a.out = inp;
+    muon_orthogonalise_cpu<Real>(a, 0);
+    for (size_t i = 0; i < inp.n; i++) {
+        CHECK(inp[i] == (taken[i] ? result[i] : start[i]), "%s: in place: other bits", shape.c_str());
+    }
+    for (size_t i = 0; i < inp.n; i++) { inp[i] = taken[i] ? 0 : inp[i]; }
     muon_orthogonalise_cpu<Real>(a, 0);
     double sum = 0.0;
-    for (size_t i = 0; i < size; i++) { sum += fabs(out[i]); }
+    for (size_t i = 0; i < inp.n; i++) { sum += taken[i] ? fabs(inp[i]) : 0; }
     CHECK(sum == 0.0, "%s: of zeros it makes %g", shape.c_str(), sum);
 }
 

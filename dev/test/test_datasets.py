@@ -295,7 +295,8 @@ def test_files_refused():
     refused("a number", *files("in/c.jsonl", "o4"), said=("row 1", "int"))
     refused("a cut gzip", *files("in/d.txt.gz", "o5"), said=("d.txt.gz' is damaged",))
     refused("too short", *files("in/e.txt", "o6"), said=("--val-tokens 100000",))
-    refused("too short", *files("in/e.txt", "o11"), "--bytes", said=("--val-tokens 100000", "ask for fewer"))
+    refused("too short", *files("in/e.txt", "o11"), "--bytes",
+            said=("--val-tokens 100000", "hint: --val-tokens 0 is a tenth"))
     works("then fewer", *files("in/e.txt", "o11"), "--bytes", "--val-tokens", 2)
     check_set("then fewer", "o11", [b"short"], 2, 10**8)
     refused("nothing there", *files("none*", "o7"), said=("none*",))

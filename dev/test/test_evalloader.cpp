@@ -179,8 +179,9 @@ static void check_batches(const EvalSet& set, const std::vector<Texts>& question
         sized = sized && batch.rows >= 1 && batch.T >= 1 && batch.T <= T && batch.rows * batch.T <= B * T &&
                 (batch.T % 32 == 0 || batch.T == T);
         const size_t N = (size_t)batch.rows * (size_t)batch.T;
-        std::vector<int> inputs(N, -1), targets(N, -1);
-        evalset_fill(&set, batch, inputs.data(), targets.data());
+        std::vector<int> inputs(N, -1), places(N, -1), targets(N, -1);
+        const int count = evalset_fill(&set, batch, inputs.data(), places.data(), targets.data());
+        size_t next = 0;
         std::vector<float> losses(N);
         for (size_t i = 0; i < N; i++) { losses[i] = 1.0f / (float)(1 + i % 1013); }
         std::vector<double> sums((size_t)batch.rows + 1, -7.0);
@@ -199,20 +200,23 @@ static void check_batches(const EvalSet& set, const std::vector<Texts>& question
             for (int t = 0; t < batch.T; t++) {
                 const size_t i = (size_t)b * (size_t)batch.T + (size_t)t;
                 const int input = t < positions ? all[(size_t)t] : 0;
-                const int target = t < positions ? all[(size_t)t + 1] : 0;
-                filled = filled && inputs[i] == input && targets[i] == target;
+                filled = filled && inputs[i] == input;
                 // the target at t is token t + 1: the completion's are the last ones
                 const bool counts = t < positions && t + 1 >= (int)all.size() - (int)end.size();
-                if (counts) { sum += losses[i]; }
+                if (!counts) { continue; }
+                filled = filled && places[next] == (int)i && targets[next] == all[(size_t)t + 1];
+                sum += losses[next++];
             }
             summed = summed && sums[(size_t)b] == sum;
         }
+        filled = filled && next == (size_t)count;
+        for (; next < N; next++) { filled = filled && places[next] == 0 && targets[next] == 0; }
         summed = summed && sums.back() == -7.0;
         at += batch.rows;
     }
     CHECK(ordered && at == (int64_t)set.rows.size(), "B=%d T=%d: batches follow each other", B, T);
     CHECK(sized, "B=%d T=%d: sizes", B, T);
-    CHECK(filled, "B=%d T=%d: inputs and targets", B, T);
+    CHECK(filled, "B=%d T=%d: inputs, places and targets", B, T);
     CHECK(summed, "B=%d T=%d: sums", B, T);
     CHECK(seen.size() == 4 * questions.size() && set.rows.size() == seen.size(), "B=%d T=%d: %zu of %zu rows",
           B, T, seen.size(), set.rows.size());

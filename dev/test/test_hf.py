@@ -22,8 +22,8 @@ import tempfile
 import traceback
 
 from checks import ROOT
-from trainer import (LIMIT_S, Result, check, check_close, check_equal, check_ran, log_lines, main,
-                     model_path, read_bytes, read_model, run_ok, shorten, skip, snapshot, write_bytes)
+from trainer import (LIMIT_S, Result, check, check_close, check_equal, check_ran, check_refused, log_lines,
+                     main, model_path, read_bytes, read_model, run_ok, shorten, skip, snapshot, write_bytes)
 
 try:
     import numpy as np
@@ -89,7 +89,9 @@ def tool_ok(script, *words, **more):
 
 
 def refused(what, script, *words, said, **more):
-    """Exit code 1, one sentence and perhaps a hint, nothing on the disk changed."""
+    """Exit code 1, one sentence and perhaps a hint, nothing on the disk changed; where the folder `other` is
+    imported, by the trainer too, in the same words or in `ours`."""
+    ours = more.pop("ours", said)
     before, result = snapshot(), tool(script, *words, **more)
     lines = result.err.splitlines()
     right = result.code == 1 and 1 <= len(lines) <= 2 and lines[0].startswith("error: ") \
@@ -98,6 +100,18 @@ def refused(what, script, *words, said, **more):
         return
     check(said in result.err, f"{what}: '{said}' is not in: {result.err.strip()}")
     check(snapshot() == before, f"{what}: the disk has changed")
+    weights = os.path.join(words[0], "model.safetensors")
+    if words[0] == "other" and os.path.isfile(weights) and ours:
+        check_refused(what, {"-e": weights, "-t": 4}, ours)
+
+
+def same_in_the_trainer(folder):
+    """-e takes such a file as it is: an update at the rate 0 leaves the import's weights, to the bit."""
+    tool_ok(IMPORT, folder, "imported.bin", "--dtype", "fp32", "--force")
+    run_ok({"-e": folder + "/model.safetensors", "-t": 8, "-x": 1, "-l": 0, "-o": "taken", "-n": None})
+    want, got = read_bytes("imported.bin"), read_bytes("taken/model_00000001.bin")
+    check(got[:32] == want[:32] and got[1024:] == want[1024:], f"-e {folder}/model.safetensors")
+    shutil.rmtree("taken")
 
 
 # ---- models and files, by a few lines of our own ----
@@ -225,6 +239,7 @@ def test_round_trip():
             tool_ok(EXPORT, source, f"hf{i}_{version}")
             tool_ok(IMPORT, f"hf{i}_{version}", f"back{i}_{version}.bin")
             check(read_bytes(f"back{i}_{version}.bin") == read_bytes(source), f"{text}, version {version}")
+            same_in_the_trainer(f"hf{i}_{version}")
     tensors = read_tensors("hf1_3/model.safetensors")
     check_equal(tensors["transformer.wte.weight"][1].shape, (300, 24), "the padding is not exported")
     check_equal(tensors["transformer.h.0.mlp.c_proj.weight"][1].shape, (96, 24), "linear: (in, out)")
@@ -338,9 +353,11 @@ def test_foreign_files():
     old["h.0.attn.masked_bias"] = "F32", np.array(-1e4, "<f4")
     tool_ok(IMPORT, changed_folder("old", old), "old.bin")
     check(read_bytes("old.bin") == wanted, "names and masks as in the first files")
+    same_in_the_trainer("old")
     tied = {**tensors, "lm_head.weight": tensors["transformer.wte.weight"]}
     tool_ok(IMPORT, changed_folder("tied", tied, tie_word_embeddings=False), "tied.bin")
     check(read_bytes("tied.bin") == wanted, "a head equal to wte")
+    same_in_the_trainer("tied")
 
     names = list(tensors)
     changed_folder("parts")
@@ -363,11 +380,13 @@ def test_foreign_files():
     dims, params = formats.read_checkpoint("plain.bin")
     formats.write_checkpoint("want.bin", dims, formats.round_params(params, "float16"))
     check(read_bytes("halves.bin") == read_bytes("want.bin"), "fp16 becomes fp32")
+    same_in_the_trainer("halves")
     # one tensor in fp32 is enough for the file to be fp32
     tool_ok(EXPORT, "plain.bin", "narrow", "--dtype", "bf16")
     mixed = {**read_tensors("narrow/model.safetensors"), names[0]: tensors[names[0]]}
     tool_ok(IMPORT, changed_folder("mixed", mixed), "mixed.bin")
     check_equal(struct.unpack("<2i", read_bytes("mixed.bin")[:8]), (20240326, 3), "mixed types: the version")
+    same_in_the_trainer("mixed")
     config = read_json("plain/config.json")
     sizes = ("model_type", "vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
     write_json("plain2.json", {key: config[key] for key in sizes})
@@ -375,6 +394,7 @@ def test_foreign_files():
     os.replace("plain2.json", "short/config.json")
     tool_ok(IMPORT, "short", "short.bin")
     check(read_bytes("short.bin") == wanted, "a config.json that leaves the defaults out")
+    same_in_the_trainer("short")
 
 
 def test_other_models():
@@ -385,11 +405,17 @@ def test_other_models():
                        ("reorder_and_upcast_attn", True), ("add_cross_attention", True),
                        ("quantization_config", {"bits": 4})):
         plain()
+        ours = f"{key}.bits is 4" if key == "quantization_config" else \
+            f"{key} is {json.dumps(value)}".replace('"', "")
         refused(f"{key} {value}", IMPORT, changed_folder("other", **{key: value}), "x.bin",
-                said=f"{key} is {value!r}")
+                said=f"{key} is {value!r}", ours=ours)
+    refused("V 70000", IMPORT, changed_folder("other", vocab_size=70000), "x.bin", said="V from 2 to 65536",
+            ours="V is at most 65536")
+    refused("a text for L", IMPORT, changed_folder("other", n_layer="1"), "x.bin",
+            said="lacks a whole number", ours="")           # the trainer does not tell texts from numbers
     for key, value, said in (
-            ("vocab_size", 70000, "V from 2 to 65536"), ("n_layer", None, "lacks a whole number"),
-            ("n_layer", "1", "lacks a whole number"), ("n_embd", 24.0, "lacks a whole number"),
+            ("n_layer", None, "lacks a whole number"),
+            ("n_embd", 24.0, "lacks a whole number"),
             ("n_head", 5, "C=24 is not a multiple of NH=5"), ("n_head", 0, "at least 1"),
             ("n_positions", 16, "wpe.weight has the shape (17, 24), config.json means (16, 24)"),
             ("n_layer", 2, "lacks the tensor transformer.h.1.ln_1.weight"),
@@ -411,7 +437,7 @@ def test_other_tensors():
             ("another layer", {"transformer.h.1.ln_1.weight": ("F32", np.ones(24, "<f4"))},
              "has transformer.h.1.ln_1.weight, which a GPT-2 of 1 layers has not"),
             ("a transposed matrix", {fc: ("F32", tensors[fc][1].T.copy())}, "shape (96, 24)"),
-            ("a vector for a matrix", {square: ("F32", np.ones(24 * 24, "<f4"))}, "shape (576,)"),
+            ("a vector for a matrix", {square: ("F32", np.ones(24 * 24, "<f4"))}, "shape (576"),
             ("whole numbers", {square: ("I32", np.ones((24, 24), "<i4"))}, f"{square} is of type I32")):
         refused(what, IMPORT, changed_folder("other", {**tensors, **other}), "x.bin", said=said)
     for name in (square, "transformer.ln_f.bias"):
@@ -431,7 +457,7 @@ def test_damaged_files():
         return struct.pack("<Q", len(text)) + text + good[8 + length:]
 
     norm = table["transformer.ln_f.bias"]
-    for what, data, said in (
+    for what, data, said, *ours in (
             ("empty", b"", "truncated one: 0 bytes"), ("7 bytes", good[:7], "truncated one: 7 bytes"),
             ("half", good[:len(good) // 2], "is truncated or damaged"),
             ("a byte short", good[:-1], "is truncated"), ("a byte more", good + b"x", "is truncated"),
@@ -440,18 +466,24 @@ def test_damaged_files():
             ("no JSON", good[:8] + b"x" + good[9:], "cannot be read"),
             ("no offsets", with_table(a={"dtype": "F32", "shape": [1]}), "cannot be read"),
             ("a wrong shape", with_table(a={**norm, "shape": [25]}), "is damaged"),
-            ("a negative shape", with_table(a={**norm, "shape": [-4, -6]}), "is damaged"),
+            ("a negative shape", with_table(a={**norm, "shape": [-4, -6]}), "is damaged", "cannot be read"),
             ("turned offsets", with_table(a={**norm, "data_offsets": norm["data_offsets"][::-1]}), "damaged"),
-            ("offsets before it", with_table(a={**norm, "data_offsets": [-96, 0]}), "is damaged")):
+            ("offsets before it", with_table(a={**norm, "data_offsets": [-96, 0]}), "is damaged",
+             "cannot be read")):
         changed_folder("other")
         write_bytes(weights, data)
-        refused(what, IMPORT, "other", "x.bin", said=said)
+        refused(what, IMPORT, "other", "x.bin", said=said, ours=(ours or [said])[0])
     for data in (b"", b"{", b"[]"):
         changed_folder("other")
         write_bytes("other/config.json", data)
         refused(f"config {data}", IMPORT, "other", "x.bin", said="is not a JSON object")
     os.unlink("other/config.json")
-    refused("no config", IMPORT, "other", "x.bin", said="no file 'other/config.json'")
+    refused("no config", IMPORT, "other", "x.bin", said="no file 'other/config.json'",
+            ours="'other/model.safetensors' has no config.json beside it")
+    tool_ok(EXPORT, random_model("heads.bin", "L2,NH2,C128,T16,V256"), "heads")
+    check_refused("its folder", {"-e": "heads"}, "hint: -e heads/model.safetensors")
+    check_refused("none there", {"-e": "none.safetensors"}, "none.safetensors")
+    check_refused("a pipe", {"-e": "/dev/null/x.safetensors"}, "x.safetensors")
     changed_folder("other")
     os.unlink(weights)
     refused("no weights", IMPORT, "other", "x.bin", said="no weights in 'other'")
@@ -566,7 +598,7 @@ def test_command():
     check(read_bytes("command.bin") == read_bytes("plain.bin"), "the import's file")
 
 
-TRANSFORMERS_CHECKS = 29
+TRANSFORMERS_CHECKS = 32
 
 
 def test_transformers():
@@ -599,6 +631,7 @@ def test_transformers():
     config = GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=8, vocab_size=50257)
     GPT2LMHeadModel(config).save_pretrained("fresh")
     tool_ok(IMPORT, "fresh", "fresh.bin")
+    same_in_the_trainer("fresh")
     tool_ok(EXPORT, "fresh.bin", "gpt2_again")
     text = "It's 12345 <|endoftext|>  na\u00efve\n\n\t\u6f22\u5b57"
     ids = AutoTokenizer.from_pretrained("gpt2_again")(text)["input_ids"]

@@ -316,9 +316,11 @@ static void test_json() {
     TEST("json: reading") {
         const std::string good =
             " {\"a\": 1,\n\"o\": {\"x\":-0.5e+3, \"p\": {} , \"t\" :true},\"n\":null, \"f\": false, "
-            "\"s\": \"\\/\\b\\f\\n\\r\\t \\u00E9\\u20ac\\ud83d\\ude42\"}\n";
+            "\"s\": \"\\/\\b\\f\\n\\r\\t \\u00E9\\u20ac\\ud83d\\ude42\", \"l\": [ ], "
+            "\"m\" : [1 ,[true, \"a\\u0022,\\u005d \"],\n-2e5]}\n";
         const JsonValues want = {{"a", "1"}, {"o.x", "-0.5e+3"}, {"o.t", "true"}, {"n", "null"},
-                                 {"f", "false"}, {"s", "/\b\f\n\r\t \xc3\xa9\xe2\x82\xac\xf0\x9f\x99\x82"}};
+                                 {"f", "false"}, {"s", "/\b\f\n\r\t \xc3\xa9\xe2\x82\xac\xf0\x9f\x99\x82"},
+                                 {"l", "[]"}, {"m", "[1,[true,\"a\\\",] \"],-2e5]"}};
         JsonValues values;
         const std::string error = json_read(good, &values);
         CHECK(error.empty() && values == want, "%s, %zu values", error.c_str(), values.size());
@@ -328,7 +330,9 @@ static void test_json() {
         CHECK(json_read("{}", &values).empty() && values.empty(), "an empty object");
         for (const char* text : {
                  "[]", "1", "\"a\"", "{} {}", "{}x", "{\"a\"}", "{\"a\": }", "{\"a\": 1,}", "{,}", "{a: 1}",
-                 "{\"a\": [1]}", "{\"a\": 1 \"b\": 2}", "{\"a\": 01}", "{\"a\": +1}", "{\"a\": .5}",
+                 "{\"a\": [1 2]}", "{\"a\": [1,]}", "{\"a\": [,1]}", "{\"a\": [1}", "{\"a\": [{}]}",
+                 "{\"a\": [[[[[[[[[1]]]]]]]]]}", "{\"a\": []]}", "{\"a\": 1 \"b\": 2}", "{\"a\": 01}",
+                 "{\"a\": +1}", "{\"a\": .5}",
                  "{\"a\": 5.}", "{\"a\": 1e}", "{\"a\": -}", "{\"a\": nan}", "{\"a\": True}",
                  "{\"a\": truex}",
                  "{\"a\": \"\n\"}", "{\"a\": \"\\x\"}", "{\"a\": \"\\u12g4\"}", "{\"a\": \"\\u0000\"}",

@@ -397,6 +397,9 @@ def flag_table():
         ("-r", 2, {"memory"}, set()),
         # on a CPU the two sums may round alike; 16-bit builds round one of them once more
         ("--residual", "layernorm", {"weights"} if cuda and low else set(), ALL_NUMBERS),
+        # no other type where all is fp32, but the model's file, too, says what was asked for
+        ("--residual-dtype", "fp32", {"weights", "memory"} if low else {"weights"},
+         ALL_NUMBERS if low else set()),
         ("--block", "parallel", ALL_NUMBERS | {"memory"}, SHOWN | {"weights"}),
         ("--block", "parallel-tied", ALL_NUMBERS | {"memory"}, SHOWN | {"weights"}),
         ("--norm", "rmsnorm", ALL_NUMBERS, SHOWN | {"weights", "memory"}),
@@ -759,17 +762,19 @@ def parameter_counts(d):
     return matrices - (d.Vp - d.V) * d.C, matrices, sum(sizes.values()) - matrices
 
 
-def act_bytes(d, batch, length, recompute):
+def act_bytes(d, batch, length, recompute, residual_fp32=False):
     """{name: bytes} of what a step keeps, each buffer rounded up to 256."""
     n, c, x = batch * length, d.C, 4 if Program.precision == "FP32" else 2
     ln, gelu = (d.L if recompute < level else 1 for level in (2, 1))
     row, stat = x * n * c, 4 * n
-    table = [("encoded", row, 1), ("ln1", row, ln), ("ln1_mean", stat, d.L), ("ln1_rstd", stat, d.L),
+    stream, apart = (4 * n * c, x < 4) if residual_fp32 else (row, False)
+    table = [("encoded", stream, 1), ("ln1", row, ln), ("ln1_mean", stat, d.L), ("ln1_rstd", stat, d.L),
              ("qkv", 3 * row, d.L), ("att_lse", stat * d.NH, d.L), ("atty", row, d.L),
-             ("residual2", row, d.L), ("ln2", row, ln), ("ln2_mean", stat, d.L), ("ln2_rstd", stat, d.L),
-             ("fch", 4 * row, d.L), ("fch_gelu", 4 * row, gelu), ("residual3", row, d.L), ("lnf", row, 1),
+             ("residual2", stream, d.L), ("ln2", row, ln), ("ln2_mean", stat, d.L), ("ln2_rstd", stat, d.L),
+             ("fch", 4 * row, d.L), ("fch_gelu", 4 * row, gelu), ("residual3", stream, d.L), ("lnf", row, 1),
              ("lnf_mean", stat, 1), ("lnf_rstd", stat, 1), ("logits", x * n * d.Vp, 1), ("losses", stat, 1),
-             ("dresidual", row, 1), ("dnarrow", row, 1), ("dwide", 4 * row, 1)]
+             ("dresidual", stream, 1), ("dnarrow", row, 1), ("dbranch", apart * row, 1),
+             ("dwide", 4 * row, 1)]
     return {name: round_up(size, 256) * copies for name, size, copies in table}
 
 
@@ -789,12 +794,12 @@ def weight_bytes(d, muon=False):
     total = sum(padded.values())
     weights = x * total + (4 - x) * padded["norms"]
     plan = {"parameters": weights, "gradients": 4 * total, "AdamW m and v": 8 * total}
-    if muon:                # no v of the layers' matrices, two buffers for them and two for square products
+    if muon:                # no v of the layers' matrices, a buffer for them and four for products
         layers = d.L * padded[0]
         del plan["AdamW m and v"]
         plan["m and AdamW's v"] = 8 * total - 4 * layers
-        plan["Muon's updates"] = 2 * x * layers
-        plan["Muon's products"] = 2 * round_up(x * d.L * d.C**2, 256) + 8 * d.L * -(-4 * d.C**2 // chunk)
+        plan["Muon's updates"] = x * layers
+        plan["Muon's products"] = 4 * round_up(x * d.L * 4 * d.C**2, 256) + 8 * d.L * 4 * -(-d.C**2 // chunk)
     return plan if x == 4 else {**plan, "master weights": 4 * total}
 
 
@@ -848,10 +853,11 @@ def test_memory():
     text, batch, length = "L4,NH2,C32,T64,V256", 8, 64
     d = formats.parse_model(text)
     totals = []
-    for recompute, muon in ((0, False), (1, False), (2, False), (0, True)):
-        more = {"--optimizer": "muon"} if muon else {}
+    for recompute, more in ((0, {}), (1, {}), (2, {}), (0, {"--optimizer": "muon"}),
+                            (0, {"--residual-dtype": "fp32"})):
+        muon, residual_fp32 = "--optimizer" in more, "--residual-dtype" in more
         total, items = memory_line(run_ok({"-e": text, "-b": batch, "-x": 1, "-r": recompute, **more}).out)
-        want = {**act_bytes(d, batch, length, recompute), **weight_bytes(d, muon)}
+        want = {**act_bytes(d, batch, length, recompute, residual_fp32), **weight_bytes(d, muon)}
         totals.append((total, sum(want.values())))
         near = 0.00051 * 2**20
         ours = {name: size for name, size in items.items() if name in want}

@@ -287,7 +287,8 @@ def test_variants():
                 {"--shuffle": 0}, {"--residual": "layernorm"}, {"-u": 10, "-k": "wsd"},
                 {"-x": "epoch", "-z": 64}, {"--optimizer": "muon"}]
     if Program.precision != "FP32":
-        variants += [{"--grad-dtype": "bf16"}, {"--grad-dtype": "bf16", "-w": 0}, {"-r": 2, "-w": 0}]
+        variants += [{"--grad-dtype": "bf16"}, {"--grad-dtype": "bf16", "-w": 0}, {"-r": 2, "-w": 0},
+                     {"--residual-dtype": "fp32"}]
     stories = [(named(more), more, again) for more in variants]
     check_stories(stories + [(f"killed before the first checkpoint: {k}", {}, [(k, KILL)] * 3)
                              for k in (1, 3)])
@@ -704,7 +705,7 @@ OTHER_VALUES = {
     "--gelu-fusion": 1, "--residual": "layernorm", "--kernels": "portable", "--grad-dtype": "bf16",
     "--lanes": 4, "--reduction": "nccl", "--optimizer": "muon", "--muon-lr": 0.03, "--muon-momentum": 0.9,
     "--muon-steps": 4, "--muon-decay": 0.1,
-    "--block": "parallel", "--norm": "rmsnorm", "--dropout": 0.1}
+    "--block": "parallel", "--norm": "rmsnorm", "--dropout": 0.1, "--residual-dtype": "fp32"}
 
 
 def flag_rows():
