@@ -10,11 +10,13 @@ ARCH ?= auto#       GPU to compile for: auto (those in this machine, else 90a), 
 DEBUG ?= 0#         1: no optimisation on the host, -DDEBUG
 NCCL ?= auto#       the CUDA programs on several GPUs: auto (if NCCL is here), 0, 1 (it must be here)
 MPI ?= auto#        all programs under mpirun: likewise
+LOOK ?= 0#          1: CUDA programs that nothing here can run, only for what the compiler says: build/look
 NVCC ?= $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
 
 choose = $(if $(filter $(2),$($(1))),,$(error $(1)=$($(1)): choose one of $(2)))
 $(call choose,PRECISION,BF16 FP32 FP16)
 $(call choose,DEBUG,0 1)
+$(call choose,LOOK,0 1)
 $(call choose,NCCL,auto 0 1)
 $(call choose,MPI,auto 0 1)
 
@@ -71,14 +73,22 @@ CPU_FLAGS = -std=c++17 -I. $(WARNINGS) $(CPU_OPT) -pthread $(OPENMP)
 # -ldl: dlopen, before glibc 2.34
 CPU_LIBS = -ldl $(filter -l%,$(OPENBLAS)) $(filter-out -D% -I%,$(MPI_FLAGS))
 MODEL_FLAGS = -DGPT2_CPU $(filter -D%,$(OPENBLAS)) $(filter -D% -I%,$(MPI_FLAGS))
-ASAN_FLAGS = -std=c++17 -I. $(WARNINGS) -O2 -g -pthread -fsanitize=address,undefined -fno-sanitize-recover=all
+# -O1 -g1: to compile takes half the time. What computes for long gets -O2.
+ASAN_OPT = -O1
+build/asan/test_gpt2cpu build/asan/test_cpu_ops build/asan/test_tokenizer: private ASAN_OPT = -O2
+ASAN_FLAGS = -std=c++17 -I. $(WARNINGS) $(ASAN_OPT) -g1 -pthread -fsanitize=address,undefined \
+             -fno-sanitize-recover=all
 TSAN_FLAGS = -std=c++17 -I. $(WARNINGS) -O1 -g -pthread -fsanitize=thread
 FUZZ_FLAGS = -std=c++17 -I. $(WARNINGS) -Wno-unknown-pragmas -Wno-unused-function -O1 -gline-tables-only \
              -pthread -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
+# Every kernel for every kind of GPU, but hardly optimized: a tenth of the time (from CUDA 12.9 on)
+LOOK_FLAGS = -O0 $(if $(shell $(NVCC) --help | grep -e --Ofast-compile),--Ofast-compile=max)
+CUDA_OPT = $(if $(filter 1,$(LOOK)),$(LOOK_FLAGS),$(if $(filter 1,$(DEBUG)),-O1 -g -DDEBUG,-O3))
+CHECKED := $(if $(filter 1,$(LOOK)),build/look,build)
 # --threads: two kinds of code are compiled side by side
 CUDA_FLAGS = -std=c++17 -lineinfo --threads 2 -Xcompiler -Wall,-Wno-unknown-pragmas,-Wno-unused-function \
               -Xcompiler -pthread$(if $(OPENMP),$(comma)$(OPENMP)) \
-              $(if $(filter 1,$(DEBUG)),-O1 -g -DDEBUG,-O3) $(filter -D% -I%,$(NCCL_FLAGS) $(MPI_FLAGS))
+              $(CUDA_OPT) $(filter -D% -I%,$(NCCL_FLAGS) $(MPI_FLAGS))
 CUDA_LIBS = -lcublasLt $(patsubst -Wl$(comma)%,-Xlinker %,$(filter-out -D% -I%,$(NCCL_FLAGS) $(MPI_FLAGS)))
 DEPS = -MMD -MP -MT $@ -MF build/$(subst /,-,$@).d
 
@@ -118,12 +128,12 @@ train_gpt2cu test_gpt2cu profile_gpt2cu: %cu: %.cu train_gpt2.cu $(HEADERS) buil
 
 # For `make test`: build/check/PROGRAM.PRECISION has its kernels for two kinds of GPU and runs on either.
 .SECONDEXPANSION:
-build/check/%: $$(basename $$*).cu train_gpt2.cu $(HEADERS)
-	@mkdir -p build/check
+$(CHECKED)/check/%: $$(basename $$*).cu train_gpt2.cu $(HEADERS)
+	@mkdir -p $(@D)
 	$(need_nvcc)$(NVCC) $(CUDA_FLAGS) -DENABLE_$(subst .,,$(suffix $*)) $(CHECK_GPUS) $< -o $@ $(CUDA_LIBS)
 CHECK_GPUS = -gencode arch=compute_90a,code=sm_90a -gencode arch=compute_80,code=\"sm_80,compute_80\"
 # compiled only, and its kernels are the trainer's
-build/check/profile_gpt2.BF16: private CHECK_GPUS = -gencode arch=compute_90a,code=sm_90a
+$(CHECKED)/check/profile_gpt2.BF16: private CHECK_GPUS = -gencode arch=compute_90a,code=sm_90a
 
 # Only compute_80 PTX, which the driver compiles for the GPU it meets: the portable kernels on a new GPU.
 build/ptx/%: $$(basename $$*).cu train_gpt2.cu $(HEADERS)
@@ -135,16 +145,16 @@ build/ptx/%: $$(basename $$*).cu train_gpt2.cu $(HEADERS)
 build/plain/train_gpt2cpu: train_gpt2.cu $(HEADERS)
 	@mkdir -p build/plain
 	$(CXX) -std=c++17 $(WARNINGS) -Wno-unknown-pragmas -pthread -DGPT2_CPU -x c++ $< -o $@ -ldl
-build/plain/%: private NCCL_FLAGS :=
-build/plain/%: private MPI_FLAGS :=
-build/plain/%: $$(basename $$*).cu train_gpt2.cu $(HEADERS)
-	@mkdir -p build/plain
+$(CHECKED)/plain/%: private NCCL_FLAGS :=
+$(CHECKED)/plain/%: private MPI_FLAGS :=
+$(CHECKED)/plain/%: $$(basename $$*).cu train_gpt2.cu $(HEADERS)
+	@mkdir -p $(@D)
 	$(need_nvcc)$(NVCC) $(CUDA_FLAGS) -DENABLE_$(subst .,,$(suffix $*)) \
 	    -gencode arch=compute_80,code=compute_80 $< -o $@ $(CUDA_LIBS)
 
 # A ladder of dev/cuda: the steps of one op, checked and timed against each other.
-build/cuda/%: dev/cuda/%.cu train_gpt2.cu $(HEADERS)
-	@mkdir -p build/cuda
+$(CHECKED)/cuda/%: dev/cuda/%.cu train_gpt2.cu $(HEADERS)
+	@mkdir -p $(@D)
 	$(need_nvcc)$(NVCC) $(CUDA_FLAGS) -I. -DENABLE_BF16 -gencode arch=compute_90a,code=sm_90a $< -o $@ \
 	    $(CUDA_LIBS)
 

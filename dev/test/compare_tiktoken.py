@@ -127,8 +127,8 @@ def endless(rng, size):
 
 
 def every_code_point(before, after):
-    """Side by side, 700,000 that stand for nothing would be one piece, over which tiktoken spends a minute. Each
-    512 end it then, with a mark that belongs to the piece only if they are no letters, numbers or spaces."""
+    """Side by side, 700,000 that stand for nothing would be one piece, over which tiktoken spends a minute.
+    Each 512 end it then, with a mark that belongs to it only if they are no letters, numbers or spaces."""
     ends = {511: "!\n"} if not before + after else {}
     return "".join(before + chr(cp) + after + ends.get(cp % 512, "") for cp in range(0x110000)
                    if not 0xD800 <= cp < 0xE000)

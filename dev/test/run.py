@@ -53,20 +53,23 @@ def make(name, targets, **more):
     return Suite(name, ["make", "-s", f"-j{min(CORES, 4)}"] + targets, counts=False, **more)
 
 
-def all_suites():
-    """In the order of starting: first what others wait for, then what takes long."""
+def all_suites(gpu=True):
+    """In the order of starting: first what others wait for, then what takes long. gpu: is one here?"""
     # one for each dev/test/test_*.cpp: a new file needs no line here, nor in the Makefile
     host = sorted(re.sub(r".*/test_|\.cpp$", "", path) for path in glob.glob("dev/test/test_*.cpp"))
     suites = [make("build cpu", ["cpu"], cores=4)]
     kinds = ("BF16", "FP16", "FP32")
     cuda = [f"check/{name}_gpt2.{kind}" for kind in kinds for name in ("test", "train")]
     cuda += ["check/profile_gpt2.BF16"] + [path[4:-3] for path in glob.glob("dev/cuda/*.cu")]
-    # test_gpt2 has all that the precision decides about: the trainer in one will do where none can run.
+    cuda += ["plain/train_gpt2.BF16"]                                   # without NCCL, MPI, ...
+    # test_gpt2 has all that the precision decides about: the trainer in one will do where none can run. That
+    # one is made as for users, and what is left for what the compiler says about it alone.
     run_only = {f"check/train_gpt2.{kind}" for kind in kinds[1:]}
-    suites += [make("nvcc " + name.split("/")[1], ["build/" + name],
+    whole = cuda if gpu else ["check/train_gpt2.BF16"]
+    suites += [make("nvcc " + ("plain" if name.startswith("plain") else name.split("/")[1]),
+                    ["build/" + name] if name in whole else ["LOOK=1", "build/look/" + name],
                     needs="gpu build" if name in run_only else "nvcc") for name in cuda]
-    suites += [make("nvcc plain", ["build/plain/train_gpt2.BF16"], needs="nvcc"),
-               make("build plain", ["build/plain/train_gpt2cpu"])]      # without NCCL, MPI, ...
+    suites += [make("build plain", ["build/plain/train_gpt2cpu"])]
     suites += [make("build asan", ["asan"], cores=4), make("build tsan", ["tsan"], cores=2),
                make("build fuzz", ["build/fuzz"], needs="clang")]
     # Starting on a GPU takes long, so what the precision cannot change is tested in one of them.
@@ -419,7 +422,7 @@ def main():
     gpus = list_gpus()
     have = {None: True, "nvcc": has_nvcc(), "clang": has_clang(), "gpu": len(gpus) >= 1,
             "gpu build": len(gpus) >= 1, "gpus": len(gpus) >= 2}
-    everything, expected = all_suites(), read_fields(EXPECTED)
+    everything, expected = all_suites(have["gpu"]), read_fields(EXPECTED)
     suites = chosen(everything, words, have)
     on_gpu = {s.name: have[s.needs] for s in everything if s.needs in ON_GPU}
     rows = []

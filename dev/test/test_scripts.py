@@ -748,6 +748,7 @@ def test_run_knows_every_suite():
     suites = runner.all_suites()
     names = [s.name for s in suites]
     check(len(set(names)) == len(names), "two suites of one name")
+    check([s.name for s in runner.all_suites(gpu=False)] == names, "other suites without a GPU")
     for at, suite in enumerate(suites):
         check(set(suite.after) <= set(names[:at]), f"{suite.name} stands behind what it waits for")
     for path in glob.glob("dev/test/test_*.cpp"):
@@ -820,7 +821,7 @@ def test_run_main():
         write("dev/test/expected.txt", "host: 4\ngpu one: 4\n" + expected)
         lines = "".join(f"echo 'GPU {i}: H'; echo '  MIG 1g'; " for i in range(gpu))
         write("bin/nvidia-smi", f"#!/bin/sh\n{lines or 'exit 1'}\n", True)
-        changes = {"ROOT": os.getcwd(), "all_suites": lambda: suites, "has_nvcc": lambda: True,
+        changes = {"ROOT": os.getcwd(), "all_suites": lambda gpu: suites, "has_nvcc": lambda: True,
                    "has_clang": lambda: True}
         before, argv, path = {n: getattr(runner, n) for n in changes}, sys.argv, os.environ["PATH"]
         try:
