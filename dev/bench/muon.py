@@ -5,9 +5,9 @@
     python3 dev/bench/muon.py cost --model d48 --batch 16 --totals 16384 524288 --steps 30 3
     python3 dev/bench/muon.py loss --data dev/data/debian-docs/debian-docs      # 600 steps each, 7 minutes
     python3 dev/bench/muon.py loss --data PREFIX --steps 3000 --every 100 --adamw 2.4e-3 --muon \\
-        --results build/muon.jsonl                      # a run of 124M, 320 s + 12 s; then likewise
+        --results build/muon.jsonl                      # a run of 124M, by arithmetic 332 s; then likewise
                                                         # --adamw 4.8e-3, --adamw --muon 0.02 (330 s) ...
-    python dev/bench/muon.py pytorch --data PREFIX      # beside torch.optim.Muon, 100 steps; a minute or two
+    python dev/bench/muon.py pytorch --data PREFIX      # beside torch.optim.Muon, 100 steps
     ... --program ./train_gpt2cpu --model L4,NH4,C128,T128,V256 --batch 8       # on a CPU: it runs
     ... pytorch --total 1024 --twin "--device cpu --dtype float32 --muon_bf16 0"    # likewise, with the above
 

@@ -35,8 +35,9 @@ __global__ void norms_fill_kernel(floatX* data, size_t n, uint32_t seed) {
     if (i < n) { data[i] = (floatX)((draw >> 8) * 0x1p-23f - 1.0f); }
 }
 
-// norms: 1, 2, or 3: one of two gradients (tied). branches: that are added; drops: each has dropout.
-struct NormTimed { const char* name; int norms, branches; bool drops, rms; };
+// norms: 1, 2, or 3: one of two gradients (tied). branches: that are added; drops: each has dropout. fp32:
+// the stream, in 16-bit builds.
+struct NormTimed { const char* name; int norms, branches; bool drops, rms, fp32 = false; };
 
 static int norms_bench() {
     static const NormTimed kinds[] = {
@@ -49,13 +50,19 @@ static int norms_bench() {
         {"+ dropout(two branches), two layernorms", 2, 2, true, false},
         {"+ two branches, tied layernorm (parallel-tied)", 3, 2, false, false},
         {"+ dropout(two branches), tied layernorm", 3, 2, true, false},
-        {"+ dropout(two branches), tied rmsnorm", 3, 2, true, true}};
+        {"+ dropout(two branches), tied rmsnorm", 3, 2, true, true},
+        {"+ branch, layernorm, stream in fp32", 1, 1, false, false, kLowPrecision},
+        {"+ two branches, two layernorms, stream in fp32", 2, 2, false, false, kLowPrecision}};
     constexpr size_t kElements = (size_t)65536 * 768;
     constexpr int kTensors = 7, kMaxC = 16384;
-    floatX* x[kTensors];
+    floatX *x[kTensors], *stream[3];            // stream: floatX, or fp32
     for (int i = 0; i < kTensors; i++) {
         x[i] = (floatX*)device_malloc(kElements * sizeof(floatX), "a tensor");
         norms_fill_kernel<<<(unsigned)(kElements / 256), 256, 0, 0>>>(x[i], kElements, (uint32_t)i);
+    }
+    for (floatX*& s : stream) {
+        s = (floatX*)device_malloc(kElements * sizeof(float), "a tensor of the stream");
+        cudaCheck(cudaMemset(s, 0, kElements * sizeof(float)));
     }
     cudaCheck(cudaGetLastError());
     float* vectors = (float*)device_malloc((size_t)12 * kMaxC * sizeof(float), "vectors");
@@ -96,9 +103,16 @@ static int norms_bench() {
                 b.branch[i].dropout = drop, b.branch[i].dbias = sum(6 + i);
             }
             if (kind.branches > 0) { f.residual = x[5]; }
+            if (kind.fp32) {
+                f.residual_fp32 = b.residual_fp32 = true;
+                f.inp = stream[0], f.residual = stream[1], b.inp = stream[0], b.dresidual = stream[2];
+                for (int i = 0; i < kind.branches; i++) { b.branch[i].dout = x[4 + i]; }
+            }
+            const int wide = kind.fp32 ? 2 : 1, apart = kind.drops || kind.fp32 ? kind.branches : 0;
             const double tensor = (double)N * C * sizeof(floatX);
-            const double forward_bytes = tensor * (1 + kind.branches + (kind.branches > 0) + outputs);
-            const double backward_bytes = tensor * (3 + douts + (kind.drops ? kind.branches : 0));
+            const int added = kind.branches > 0;
+            const double forward_bytes = tensor * (wide * (1 + added) + kind.branches + outputs);
+            const double backward_bytes = tensor * (wide * 3 + douts + apart);
             const double forward = norms_median_us([&] { norm_forward(f, 0); });
             const double backward = norms_median_us([&] { norm_backward(b, 0); });
             const double f_rate = forward_bytes / forward * 1e-3, b_rate = backward_bytes / backward * 1e-3;
