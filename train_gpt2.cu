@@ -6459,13 +6459,17 @@ static Config hf_config_json(const std::string& weights, bool* tied) {
     if (!error.empty()) { die("'%s' %s", path.c_str(), error.c_str()); }
     const struct { const char *key, *allowed, *another; } plain[] = {
         {"model_type", "gpt2", ""}, {"activation_function", "gelu_new", "gelu_pytorch_tanh"},
-        {"layer_norm_epsilon", "1e-05", "1e-5"}, {"scale_attn_weights", "true", ""},
+        {"layer_norm_epsilon", "1e-05", ""}, {"scale_attn_weights", "true", ""},
         {"scale_attn_by_inverse_layer_idx", "false", ""}, {"reorder_and_upcast_attn", "false", ""},
         {"add_cross_attention", "false", ""}, {"quantization_config", "null", ""}};
+    auto number_of = [](const std::string& text) {
+        double x;
+        return parse_double(text.data(), text.data() + text.size(), &x) ? x : NAN;
+    };
     for (const auto& value : values) {
         for (const auto& p : plain) {
             if (value.first.substr(0, value.first.find('.')) != p.key || value.second == p.allowed ||
-                value.second == p.another) { continue; }
+                value.second == p.another || number_of(value.second) == number_of(p.allowed)) { continue; }
             die("'%s': %s is %s; GPT-2 has %s, nothing else is built", path.c_str(), value.first.c_str(),
                 value.second.c_str(), p.allowed);
         }
@@ -6502,11 +6506,28 @@ static Config hf_open(SafeTensors* file, const char* path) {
     for (const auto& t : file->tensors) {
         if (ends_with(t.first, ".attn.bias") || ends_with(t.first, ".attn.masked_bias")) { continue; }
         const bool whole = t.first.compare(0, 12, "transformer.") == 0 || t.first == kHfHead;
-        tensors[whole ? t.first : "transformer." + t.first] = t.second;
+        const std::string name = whole ? t.first : "transformer." + t.first;
+        if (!tensors.insert({name, t.second}).second) { die("'%s' has %s twice", path, name.c_str()); }
     }
     file->tensors = tensors;
     bool tied;
     const Config c = hf_config_json(path, &tied);
+    auto take = [&](const std::string& name, const std::vector<int64_t>& shape) {
+        const auto found = tensors.find(name);
+        if (found == tensors.end()) {
+            die("'%s' lacks the tensor %s\n"
+                "hint: a model in several files is one for dev/eval/import_hf.py", path, name.c_str());
+        }
+        const SafeTensor& t = found->second;
+        if (safetensors_bytes(t.dtype) == 0) {
+            die("'%s': %s is of type %s; F32, F16 and BF16 are read", path, name.c_str(), t.dtype.c_str());
+        }
+        if (t.shape != shape) {
+            die("'%s': %s has the shape %s, config.json means %s", path, name.c_str(),
+                safetensors_shape(t.shape).c_str(), safetensors_shape(shape).c_str());
+        }
+        tensors.erase(found);
+    };
     ParamSpec specs[NUM_PARAMS];
     param_specs(specs, c);
     for (int i = 0; i < NUM_PARAMS; i++) {
@@ -6514,31 +6535,11 @@ static Config hf_open(SafeTensors* file, const char* path) {
         std::vector<int64_t> shape = {(int64_t)s.elems};
         if (s.kind == Kind::Matrix) { shape = {(int64_t)s.live_rows, (int64_t)s.cols}; }
         if (hf_transposed(i, s)) { std::swap(shape[0], shape[1]); }
-        for (int l = 0; l < s.copies; l++) {
-            const std::string name = hf_name(i, l);
-            const auto found = tensors.find(name);
-            if (found == tensors.end()) {
-                die("'%s' lacks the tensor %s\n"
-                    "hint: a model in several files is one for dev/eval/import_hf.py", path, name.c_str());
-            }
-            const SafeTensor t = found->second;
-            if (safetensors_bytes(t.dtype) == 0) {
-                die("'%s': %s is of type %s; F32, F16 and BF16 are read", path, name.c_str(),
-                    t.dtype.c_str());
-            }
-            if (t.shape != shape) {
-                die("'%s': %s has the shape %s, config.json means %s", path, name.c_str(),
-                    safetensors_shape(t.shape).c_str(), safetensors_shape(shape).c_str());
-            }
-            tensors.erase(found);
-        }
+        for (int l = 0; l < s.copies; l++) { take(hf_name(i, l), shape); }
     }
-    const bool has_head = tensors.erase(kHfHead) > 0;
+    if (!tied || tensors.count(kHfHead) > 0) { take(kHfHead, {c.V, c.C}); }
     if (!tensors.empty()) {
         die("'%s' has %s, which a GPT-2 of %d layers has not", path, tensors.begin()->first.c_str(), c.L);
-    }
-    if (!has_head && !tied) {
-        die("'%s' lacks the tensor %s, and its config.json says that it is not wte", path, kHfHead);
     }
     return c;
 }
@@ -6552,7 +6553,10 @@ static Config hf_config(const char* path) {
 
 static void hf_load(GPT2* model, const char* path) {
     SafeTensors file;
-    hf_open(&file, path);
+    const Config c = hf_open(&file, path), &has = model->config;
+    if (c.maxT != has.maxT || c.V != has.V || c.L != has.L || c.NH != has.NH || c.C != has.C) {
+        die("'%s' is another model than it was at the start", path);
+    }
     std::vector<float> stored, values;
     auto read = [&](const std::string& name) {
         const SafeTensor& t = file.tensors.at(name);

@@ -64,6 +64,7 @@ struct JsonReader {
     std::set<std::string> names;        // of all values so far
 };
 constexpr int kJsonDepth = 8;           // objects in objects, lists in lists
+constexpr size_t kJsonName = 256;       // bytes of the longest name, with those of the objects around it
 
 static inline void json_blanks(JsonReader* r) {
     while (r->at < r->text.size() && strchr(" \t\r\n", r->text[r->at]) && r->text[r->at]) { r->at++; }
@@ -185,14 +186,13 @@ static inline bool json_read_object(JsonReader* r, const std::string& path, int 
         std::string name, value;
         if (!json_read_text(r, &name) || !json_next(r, ":")) { return false; }
         name = path + name;
-        if (r->names.count(name)) { return false; }
+        if (name.size() > kJsonName || !r->names.insert(name).second) { return false; }
         json_blanks(r);
         if (r->at < r->text.size() && r->text[r->at] == '{') {
             if (!json_read_object(r, name + ".", depth + 1)) { return false; }
             continue;
         }
         if (!json_read_value(r, &value, depth)) { return false; }
-        r->names.insert(name);
         r->values->push_back({name, value});
     } while (json_next(r, ","));
     return json_next(r, "}");

@@ -41,7 +41,7 @@ struct SafeTensors {
     std::map<std::string, SafeTensor> tensors;  // by name
 };
 
-constexpr int64_t kSafeTable = 16 << 20;        // the longest table: a tensor's line has some 120 bytes
+constexpr int64_t kSafeTable = 1 << 20;         // the longest table: a tensor's line has some 120 bytes
 
 static inline int safetensors_bytes(const std::string& dtype) {         // of an element; 0: not read here
     return dtype == "F32" ? 4 : dtype == "F16" || dtype == "BF16" ? 2 : 0;
@@ -81,7 +81,8 @@ static inline bool safetensors_table(SafeTensors* s, const std::string& text) {
         else if (what != "data_offsets" || !safetensors_numbers(value.second, &t.offsets)) { return false; }
     }
     for (const auto& named : s->tensors) {
-        if (named.second.dtype.empty() || named.second.offsets.size() != 2) { return false; }
+        const std::vector<int64_t>& offsets = named.second.offsets;
+        if (named.second.dtype.empty() || offsets.size() != 2 || offsets[0] > offsets[1]) { return false; }
     }
     return !s->tensors.empty();
 }

@@ -428,18 +428,21 @@ def test_other_tensors():
     wte = tensors["transformer.wte.weight"][1]
     almost = wte.copy()
     almost[-1, -1] += 1e-3
-    differs = "lm_head.weight differs"
+    differs, head = "lm_head.weight differs", "lm_head.weight"
     square, fc = "transformer.h.0.attn.c_proj.weight", "transformer.h.0.mlp.c_fc.weight"
-    for what, other, said in (
-            ("a head of its own", {"lm_head.weight": ("F32", almost)}, differs),
-            ("a longer head", {"lm_head.weight": ("F32", wte[:-1])}, differs),
-            ("a head of another type", {"lm_head.weight": ("F16", wte.astype("<f2"))}, differs),
+    for what, other, said, *ours in (
+            ("a head of its own", {head: ("F32", almost)}, differs),
+            ("a longer head", {head: ("F32", wte[:-1])}, differs, head + " has the shape"),
+            ("a head of another type", {head: ("F16", wte.astype("<f2"))}, differs),
+            ("a head of whole numbers", {head: ("I32", np.ones(wte.shape, "<i4"))}, differs,
+             head + " is of type I32"),
             ("another layer", {"transformer.h.1.ln_1.weight": ("F32", np.ones(24, "<f4"))},
              "has transformer.h.1.ln_1.weight, which a GPT-2 of 1 layers has not"),
             ("a transposed matrix", {fc: ("F32", tensors[fc][1].T.copy())}, "shape (96, 24)"),
             ("a vector for a matrix", {square: ("F32", np.ones(24 * 24, "<f4"))}, "shape (576"),
             ("whole numbers", {square: ("I32", np.ones((24, 24), "<i4"))}, f"{square} is of type I32")):
-        refused(what, IMPORT, changed_folder("other", {**tensors, **other}), "x.bin", said=said)
+        refused(what, IMPORT, changed_folder("other", {**tensors, **other}), "x.bin", said=said,
+                ours=(ours or [said])[0])
     for name in (square, "transformer.ln_f.bias"):
         fewer = {n: value for n, value in tensors.items() if n != name}
         refused("without " + name, IMPORT, changed_folder("other", fewer), "x.bin",
@@ -467,7 +470,8 @@ def test_damaged_files():
             ("no offsets", with_table(a={"dtype": "F32", "shape": [1]}), "cannot be read"),
             ("a wrong shape", with_table(a={**norm, "shape": [25]}), "is damaged"),
             ("a negative shape", with_table(a={**norm, "shape": [-4, -6]}), "is damaged", "cannot be read"),
-            ("turned offsets", with_table(a={**norm, "data_offsets": norm["data_offsets"][::-1]}), "damaged"),
+            ("turned offsets", with_table(a={**norm, "data_offsets": norm["data_offsets"][::-1]}), "damaged",
+             "cannot be read"),
             ("offsets before it", with_table(a={**norm, "data_offsets": [-96, 0]}), "is damaged",
              "cannot be read")):
         changed_folder("other")

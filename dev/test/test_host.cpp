@@ -338,8 +338,13 @@ static void test_json() {
                  "{\"a\": \"\n\"}", "{\"a\": \"\\x\"}", "{\"a\": \"\\u12g4\"}", "{\"a\": \"\\u0000\"}",
                  "{\"a\": \"\\ud83d\"}", "{\"a\": \"\\ud83d\\u0041\"}", "{\"a\": \"\\udc41\"}",
                  "{\"a\": 1, \"a\": 1}", "{\"a.b\": 1, \"a\": {\"b\": 1}}",
+                 "{\"a\": {\"b\": 1}, \"a\": {\"c\": 1}}",
                  "{\"a\":{\"a\":{\"a\":{\"a\":{\"a\":{\"a\":{\"a\":{\"a\":{}}}}}}}}}"}) {
             CHECK(!json_read(text, &values).empty(), "%s is taken", text);
+        }
+        for (size_t more : {0, 1}) {                            // a name in an object: 3 bytes and the rest
+            const std::string text = "{\"ab\": {\"" + std::string(kJsonName - 3 + more, 'x') + "\": 1}}";
+            CHECK(json_read(text, &values).empty() == (more == 0), "a name of %zu bytes", kJsonName + more);
         }
         CHECK(json_read(std::string("{\0}", 3), &values).find("from byte 1 on") != std::string::npos,
               "a zero byte");
