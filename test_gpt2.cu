@@ -3054,6 +3054,10 @@ int main(int argc, char** argv) {
             if (variants) { test_writing("stream in fp32, two norms", with_fp32_stream(two_norms)); }
             test_writing("head size 64, V=300 T=70", kTensorCore);
 #ifndef GPT2_CPU
+            Config apart = with_fp32_stream(kTensorCore);       // norms between the decoding on tensor cores
+            test_writing("stream in fp32, head size 64", apart);
+            apart.block = Block::Parallel;
+            test_writing("stream in fp32, head size 64, two norms", apart);
             test_cuda_options(kTensorCore);
 #endif
         }

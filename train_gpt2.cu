@@ -211,7 +211,8 @@ enum class Kind { Matrix, Bias, Norm };
     X(logits,     floatX, Global, ALWAYS, N * Vp)           /* (B,T,Vp), then their gradient */           \
     X(losses,     float,  Global, ALWAYS, N)                /* (B,T) */                                   \
     X(dresidual,  void,   Global, ALWAYS, trains * N * C)   /* (B,T,C) gradient of the residual stream */ \
-    X(dnarrow,    floatX, Global, ALWAYS, N * C)            /* (B,T,C) dlnf, dln2, datty, dln1 */         \
+    X(dnarrow,    floatX, Global, ALWAYS, N * C)            /* (B,T,C) dlnf, dln2, datty, dln1; in the */ \
+                                                            /* forward what waits to be added, or counts */ \
     X(dnarrow2,   floatX, Global, ALWAYS, parallel * N * C) /* (B,T,C) dln2 beside dln1 */                \
     X(dbranch,    floatX, Global, ALWAYS, trains * apart * N * C)   /* dresidual behind a dropout, or */  \
     X(dbranch2,   floatX, Global, ALWAYS, trains * apart * parallel * N * C)    /* rounded; the MLP's */  \
@@ -999,8 +1000,8 @@ __global__ void __launch_bounds__(kNormMaxThreads)
         stage(first + kStages * step, s);
         s = s + 1 == kStages ? 0 : s + 1;
 
-        // Second pass: the gradient of x, added to the residual stream's, those of branches with dropout, and
-        // the columns of what is stored.
+        // Second pass: the gradient of x, added to the residual stream's, those of branches that are not that
+        // one (behind a dropout, or rounded), and the columns of what is stored.
         float row_sums[kSums] = {};
         for (int w = 0; w < warps; w++) {
 #pragma unroll
@@ -1135,7 +1136,7 @@ template <bool kVector, class Residual> __global__ void norm_backward_long_kerne
     }
     const float mean_g = rms ? 0.0f : block_sum(sum_g, shared) / C, mean_gx = block_sum(sum_gx, shared) / C;
 
-    // The gradient of x, added to the residual stream's, and those of branches with dropout.
+    // The gradient of x, added to the residual stream's, and those of branches that are not that one.
     for (int c = first; c < C; c += step) {
         const Floats x = load_floats<kVector>(inp + at, c, C), g = norm_gradient<kVector>(a, at, c);
         Floats old = load_floats<kVector>(dresidual + at, c, a.dresidual_acc == Accumulate::Yes ? C : 0);
@@ -1148,7 +1149,7 @@ template <bool kVector, class Residual> __global__ void norm_backward_long_kerne
         for (int i = 0; i < 2; i++) {
             if (!a.branch[i].dout) { continue; }
             Floats masked = old;
-            apply_dropout(masked, a.branch[i].dropout, row, c);
+            if (a.branch[i].dropout.dropped > 0) { apply_dropout(masked, a.branch[i].dropout, row, c); }
             store<kVector>(a.branch[i].dout + at, c, C, to_pack<floatX>(masked));
         }
     }
@@ -4018,8 +4019,10 @@ static void attention_backward(const AttentionBackward<floatX, float>& a, Stream
 //
 // On Hopper a kernel of these begins while the one before it still runs (PTX griddepcontrol, "programmatic
 // dependent launch"), fetches what no kernel of the step writes, which is nearly all, and then waits until
-// the one before is over and its results can be seen. Each has waited before it writes or ends, so that all
-// earlier ones are over, too. Without that, starting and the first trip to memory took most of the time.
+// the one before is over and its results can be seen. Each has waited before it writes, and a grid is over
+// when its last block is, so all earlier ones are over, too. Without that, starting and the first trip to
+// memory took most of the time. With a residual stream in fp32 it is lost at the norms, which stand between
+// as ordinary kernels.
 __device__ __forceinline__ void decode_next_may_begin() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -7384,7 +7387,12 @@ static void settings_keep() {
 // the same on another number of ranks: the batch and its lanes.
 static void settings_resume(const Facts& from) {
     static const Facts facts = from;            // whose texts the flags point to from now on
+    const Config c = facts_config(facts);       // the model, wherever it came from
+    static const Facts kinds = {{"block", flags_split(BLOCK_NAMES, '|')[(int)c.block]},
+                                {"norm", flags_split(NORM_NAMES, '|')[(int)c.norm]},
+                                {"residual-dtype", flags_split(RESIDUAL_NAMES, '|')[c.residual_fp32]}};
     auto saved = [&](const std::string& name) {
+        if (const std::string* kind = facts_find(kinds, name)) { return kind->c_str(); }
         const std::string* text = facts_find(facts, "flag." + name);
         const Flag* flag = flags_find(kFlags, kNumFlags, "--" + name);
         // a flag that the run did not have yet came with what was done before as its default
@@ -7551,23 +7559,22 @@ static void lanes_check(int64_t micro_steps) {
 }
 
 // A descriptor's block, norm and residual stream are what the flags say; a file's are its own. But a flag may
-// choose another type for the stream of the same model, if it is not in the middle of a run.
-static void variant_check(Config* c, bool is_descriptor, bool resumed) {
-    const struct { const char* flag; int wanted, has; const char* names; bool fixed; } kinds[] = {
-        {"block", run.block, (int)c->block, BLOCK_NAMES, !is_descriptor},
-        {"norm", run.norm, (int)c->norm, NORM_NAMES, !is_descriptor},
-        {"residual-dtype", run.residual_dtype, c->residual_fp32, RESIDUAL_NAMES, resumed}};
+// choose another type for the stream of the same model. On resuming all three are the run's.
+static void variant_check(Config* c, bool is_descriptor) {
+    const struct { const char* flag; int wanted, has; const char* names; } kinds[] = {
+        {"block", run.block, (int)c->block, BLOCK_NAMES}, {"norm", run.norm, (int)c->norm, NORM_NAMES}};
     for (const auto& k : kinds) {
-        if (!k.fixed || k.wanted == k.has || !flags_given(kFlags, kNumFlags, k.flag)) { continue; }
+        if (is_descriptor || k.wanted == k.has || !flags_given(kFlags, kNumFlags, k.flag)) { continue; }
         const std::vector<std::string> names = flags_split(k.names, '|');
         die("--%s %s: the model of -e %s has %s\nhint: leave --%s out, or start a new model with -e d12",
             k.flag, names[k.wanted].c_str(), run.model, names[k.has].c_str(), k.flag);
     }
     if (is_descriptor) { c->block = (Block)run.block, c->norm = (NormKind)run.norm; }
-    if (is_descriptor || (!resumed && flags_given(kFlags, kNumFlags, "residual-dtype"))) {
+    if (is_descriptor || flags_given(kFlags, kNumFlags, "residual-dtype")) {
         c->residual_fp32 = run.residual_dtype == 1;
     }
-    run.residual_dtype = c->residual_fp32;      // what the table at the start and run.json say
+    // what the table at the start and run.json say
+    run.block = (int)c->block, run.norm = (int)c->norm, run.residual_dtype = c->residual_fp32;
 }
 
 // Checks over more than one flag, before anything is allocated. resumed: the facts of a run to go on with.
@@ -7576,7 +7583,7 @@ static Config config_check(const Facts* resumed = nullptr) {
                          hf_is(run.model);
     Config c = resumed ? facts_config(*resumed)
              : is_file ? checkpoint_config(run.model) : descriptor_config(run.model);
-    variant_check(&c, !resumed && !is_file, resumed != nullptr);
+    variant_check(&c, !resumed && !is_file);
     if (run.T == 0) { run.T = c.maxT; }
     if (run.T > c.maxT) {
         die("-t %d is longer than the model's longest sequence, %d\nhint: use -t %d or less, or a model with "

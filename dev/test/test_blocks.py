@@ -297,9 +297,13 @@ def test_residual_kept():
         check_equal(said, ("branch", "fp32")[word], f"{given}: run.json")
         run_ok({"-e": None, "-x": 4, "-o": folder, "-y": 1})
         check_equal(residual_word(folder + "/model_00000004.bin"), word, f"{given}: and gone on with")
-    check_refused("another stream in the middle of a run",
-                  {"-e": None, "-x": 6, "-o": "stream_tuned01", "-y": 1, "--residual-dtype": "branch"},
-                  "--residual-dtype branch", "has fp32")
+        run_ok({"-e": None, "-x": 5, "-o": folder, "-y": 1, "--residual-dtype": said,
+                "--block": "sequential"})
+        check_equal(residual_word(folder + "/model_00000005.bin"), word, f"{given}: as it may be said again")
+        other = ("fp32", "branch")[word]
+        check_refused("another stream in the middle of a run",
+                      {"-e": None, "-x": 6, "-o": folder, "-y": 1, "--residual-dtype": other},
+                      "--residual-dtype " + other, "began with " + said)
     data = without_checksum(read_bytes(start))
     struct.pack_into("<i", data, 4 * RESIDUAL_WORD, 2)
     write_bytes("bad_residual.bin", data)
