@@ -412,6 +412,8 @@ def main():
     os.chdir(ROOT)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")     # spinning threads would starve each other
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    # a shell's background jobs begin with it ignored, and what is tested here would inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     words = sys.argv[1:]
     if words == ["--hash"]:
         print(cuda_hash())

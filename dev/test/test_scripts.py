@@ -11,6 +11,7 @@ import io
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -849,6 +850,7 @@ def test_run_main():
     results = read("dev/test/gpu-results.txt")
     check("gpu one: 3 passed, 0 failed, 1 skipped" in results, results)
     stops = ("sleep 0.5; kill -INT $PPID; sleep 9", {"needs": "gpu", "after": ["gpu one"]})
+    signal.signal(signal.SIGINT, signal.SIG_IGN)            # as in a shell's background job
     try:
         ended = main(gpu=1, more={"gpu_two": stops})
     except KeyboardInterrupt:
