@@ -238,6 +238,16 @@ static inline void atomic_remove_parts() {
     }
 }
 
+// The same for a thread that ends the program at once, while others may be about to make a file: those that
+// are at it are waited for, a second at most, and later ones wait for the end.
+static std::atomic<bool> parts_over(false);
+static std::atomic<int> parts_opening(0);
+static inline void atomic_last_parts() {
+    parts_over = true;
+    for (int i = 0; i < 1000 && parts_opening > 0; i++) { usleep(1000); }
+    atomic_remove_parts();
+}
+
 static inline void atomic_signal(int signal_number) {
     atomic_remove_parts();
     signal(signal_number, SIG_DFL);
@@ -297,11 +307,16 @@ static inline AtomicFile atomic_open(const std::string& path) {
     atomic_remove_stale(path);
     atomic_watch_signals();
     AtomicFile a = {nullptr, path, "", 0};
+    parts_opening++;
     while (!a.f) {
+        if (parts_over) { parts_opening--; for (;;) { pause(); } }
         a.temp = path + format(".%d.%d.part", (int)getpid(), count++);
         int fd = open(a.temp.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
         if (fd < 0 && errno == EEXIST) { continue; }        // of another process with this number
-        if (fd < 0) { die("cannot create '%s': %s", shown(path).c_str(), strerror(errno)); }
+        if (fd < 0) {
+            parts_opening--;
+            die("cannot create '%s': %s", shown(path).c_str(), strerror(errno));
+        }
         flock(fd, LOCK_EX);
         struct stat st;
         bool gone = fstat(fd, &st) != 0 || st.st_nlink == 0;    // taken for a stale one before it was locked
@@ -309,6 +324,7 @@ static inline AtomicFile atomic_open(const std::string& path) {
         a.f = fdopen(fd, "wb");
     }
     a.slot = part_remember(a.temp);
+    parts_opening--;
     return a;
 }
 

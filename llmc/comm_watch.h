@@ -183,6 +183,7 @@ __attribute__((noreturn)) static inline void comm_fail(const std::string& text,
     atomic_remove_parts();
     if (comm_abort) { comm_abort(); }
     comm_drain();
+    atomic_last_parts();                        // also of a thread that has just begun to save
     _exit(EXIT_FAILURE);
 }
 
