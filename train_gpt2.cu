@@ -164,24 +164,25 @@ enum class Kind { Matrix, Bias, Norm };
 // (dev/bench/NOTES.md: loss +3e-3 after ten steps). A tensor without rows is one that this model lacks:
 // RMSNorm has no biases (`biased` is 0), and a tied block no second norm (`second` is 0). muon: how many
 // matrices a tensor is, one below the other, that --optimizer muon takes as its own; 0: AdamW's in any case.
-//    name      type    where   rows    cols    init      kind    live    muon
-#define GPT2_PARAMS(X)                                                       \
-    X(wte,      floatX, Global, Vp,     C,      Normal,   Matrix, V,      0) \
-    X(wpe,      floatX, Global, maxT,   C,      Normal,   Matrix, maxT,   0) \
-    X(ln1w,     float,  Block,  1,      C,      One,      Norm,   1,      0) \
-    X(ln1b,     float,  Block,  biased, C,      Zero,     Norm,   biased, 0) \
-    X(qkvw,     floatX, Block,  3 * C,  C,      Normal,   Matrix, 3 * C,  3) \
-    X(qkvb,     floatX, Block,  1,      3 * C,  Zero,     Bias,   1,      0) \
-    X(attprojw, floatX, Block,  C,      C,      Residual, Matrix, C,      1) \
-    X(attprojb, floatX, Block,  1,      C,      Zero,     Bias,   1,      0) \
-    X(ln2w,     float,  Block,  second, C,      One,      Norm,   second, 0) \
-    X(ln2b,     float,  Block,  second * biased, C, Zero, Norm,   second * biased, 0) \
-    X(fcw,      floatX, Block,  4 * C,  C,      Normal,   Matrix, 4 * C,  1) \
-    X(fcb,      floatX, Block,  1,      4 * C,  Zero,     Bias,   1,      0) \
-    X(fcprojw,  floatX, Block,  C,      4 * C,  Residual, Matrix, C,      1) \
-    X(fcprojb,  floatX, Block,  1,      C,      Zero,     Bias,   1,      0) \
-    X(lnfw,     float,  Global, 1,      C,      One,      Norm,   1,      0) \
-    X(lnfb,     float,  Global, biased, C,      Zero,     Norm,   biased, 0)
+// hf: its name in Hugging Face's files.
+//    name      type    where   rows    cols    init      kind    live    muon hf
+#define GPT2_PARAMS(X)                                                                             \
+    X(wte,      floatX, Global, Vp,     C,      Normal,   Matrix, V,      0, "wte.weight")         \
+    X(wpe,      floatX, Global, maxT,   C,      Normal,   Matrix, maxT,   0, "wpe.weight")         \
+    X(ln1w,     float,  Block,  1,      C,      One,      Norm,   1,      0, "ln_1.weight")        \
+    X(ln1b,     float,  Block,  biased, C,      Zero,     Norm,   biased, 0, "ln_1.bias")          \
+    X(qkvw,     floatX, Block,  3 * C,  C,      Normal,   Matrix, 3 * C,  3, "attn.c_attn.weight") \
+    X(qkvb,     floatX, Block,  1,      3 * C,  Zero,     Bias,   1,      0, "attn.c_attn.bias")   \
+    X(attprojw, floatX, Block,  C,      C,      Residual, Matrix, C,      1, "attn.c_proj.weight") \
+    X(attprojb, floatX, Block,  1,      C,      Zero,     Bias,   1,      0, "attn.c_proj.bias")   \
+    X(ln2w,     float,  Block,  second, C,      One,      Norm,   second, 0, "ln_2.weight")        \
+    X(ln2b,     float,  Block,  second * biased, C, Zero, Norm,   second * biased, 0, "ln_2.bias") \
+    X(fcw,      floatX, Block,  4 * C,  C,      Normal,   Matrix, 4 * C,  1, "mlp.c_fc.weight")    \
+    X(fcb,      floatX, Block,  1,      4 * C,  Zero,     Bias,   1,      0, "mlp.c_fc.bias")      \
+    X(fcprojw,  floatX, Block,  C,      4 * C,  Residual, Matrix, C,      1, "mlp.c_proj.weight")  \
+    X(fcprojb,  floatX, Block,  1,      C,      Zero,     Bias,   1,      0, "mlp.c_proj.bias")    \
+    X(lnfw,     float,  Global, 1,      C,      One,      Norm,   1,      0, "ln_f.weight")        \
+    X(lnfb,     float,  Global, biased, C,      Zero,     Norm,   biased, 0, "ln_f.bias")
 
 // A Block's tensor has a copy per layer, kept for the backward pass. SAVED(r): only while the recompute level
 // (-r) is below r, else all layers share one buffer and the backward computes it again. A model that is not
@@ -211,8 +212,8 @@ enum class Kind { Matrix, Bias, Norm };
     X(logits,     floatX, Global, ALWAYS, N * Vp)           /* (B,T,Vp), then their gradient */           \
     X(losses,     float,  Global, ALWAYS, N)                /* (B,T) */                                   \
     X(dresidual,  void,   Global, ALWAYS, trains * N * C)   /* (B,T,C) gradient of the residual stream */ \
-    X(dnarrow,    floatX, Global, ALWAYS, N * C)            /* (B,T,C) dlnf, dln2, datty, dln1; in the */ \
-                                                            /* forward what waits to be added, or counts */ \
+    X(dnarrow,    floatX, Global, ALWAYS, N * C)            /* (B,T,C) dlnf, dln2, datty, dln1; before */ \
+                                                    /* them a branch that waits, or an evaluation's rows */ \
     X(dnarrow2,   floatX, Global, ALWAYS, parallel * N * C) /* (B,T,C) dln2 beside dln1 */                \
     X(dbranch,    floatX, Global, ALWAYS, trains * apart * N * C)   /* dresidual behind a dropout, or */  \
     X(dbranch2,   floatX, Global, ALWAYS, trains * apart * parallel * N * C)    /* rounded; the MLP's */  \
@@ -228,7 +229,7 @@ enum ActId { GPT2_ACTS(X) NUM_ACTS };
 #define X(name, type, where, ...) Where::where,
 constexpr Where kParamWhere[] = {GPT2_PARAMS(X)};
 #undef X
-#define X(name, type, where, rows, cols, init, kind, live, muon) \
+#define X(name, type, where, rows, cols, init, kind, live, muon, hf) \
     static_assert((muon > 0) == (Where::where == Where::Block && Kind::kind == Kind::Matrix), \
                   "a layer's matrices, which have a bucket to themselves, are what Muon takes");
 GPT2_PARAMS(X)
@@ -320,7 +321,7 @@ static void param_specs(ParamSpec* specs, const Config& c) {
     const size_t biased = c.norm == NormKind::Layer, second = c.block != Block::ParallelTied;
     const size_t align = kAlign / 2;        // elements: kAlign bytes even where each has two, as in bf16
     int i = 0;
-#define X(name_, type_, where_, rows_, cols_, init_, kind_, live_, muon_)                                    \
+#define X(name_, type_, where_, rows_, cols_, init_, kind_, live_, muon_, hf_)                               \
     {                                                                                                        \
         static_assert(Kind::kind_ != Kind::Norm || sizeof(type_) == sizeof(float), "as Kind says");          \
         const size_t elems = (rows_) * (cols_), slot = round_up(elems, align);                               \
@@ -6418,11 +6419,9 @@ static Config checkpoint_read_header(const char* path, FILE* f, int* version) {
 // ---- Hugging Face's model.safetensors ----
 // What dev/eval/import_hf.py makes a model_*.bin of, read as it is: the same checks, the same weights.
 
-constexpr const char* kHfNames[] = {            // in the order of GPT2_PARAMS
-    "wte.weight", "wpe.weight", "ln_1.weight", "ln_1.bias", "attn.c_attn.weight", "attn.c_attn.bias",
-    "attn.c_proj.weight", "attn.c_proj.bias", "ln_2.weight", "ln_2.bias", "mlp.c_fc.weight", "mlp.c_fc.bias",
-    "mlp.c_proj.weight", "mlp.c_proj.bias", "ln_f.weight", "ln_f.bias"};
-static_assert(sizeof(kHfNames) / sizeof(kHfNames[0]) == NUM_PARAMS, "a name for each tensor");
+#define X(name, type, where, rows, cols, init, kind, live, muon, hf) hf,
+constexpr const char* kHfNames[] = {GPT2_PARAMS(X)};
+#undef X
 constexpr const char* kHfHead = "lm_head.weight";
 
 static bool ends_with(const std::string& text, const std::string& end) {
@@ -6583,9 +6582,8 @@ static void hf_load(GPT2* model, const char* path) {
             comm_progress(0);
         }
         if (i != PARAM_wte || file.tensors.count(kHfHead) == 0) { continue; }
-        const size_t size = stored.size() * sizeof(float);
         read(kHfHead);
-        if (stored.size() * sizeof(float) != size || memcmp(stored.data(), values.data(), size) != 0) {
+        if (memcmp(stored.data(), values.data(), stored.size() * sizeof(float)) != 0) {
             die("'%s': %s differs from wte.weight; GPT-2's head is its embedding", path, kHfHead);
         }
     }
