@@ -642,79 +642,104 @@ template <int kBranches_, bool kDrops_, bool kGpt2_, class Residual_ = floatX> s
     typedef Residual_ Residual;
 };
 
-// The row in registers: two passes over it (mean, then variance) cost no memory traffic. kBlock: a block
-// takes a row, else a warp does. What GPT-2's norm needs are parameters of their own: addresses from pointers
-// in a struct take more instructions (3 % of all at C=768).
+// The row in registers: two passes over it (mean, then variance) cost no memory traffic. A warp takes a row,
+// or (kBlock) a block one or two: where rows are long and nothing is added, the norms' parameters, 8 bytes an
+// element, kept the L1 busier than the rows did. What GPT-2's norm needs are parameters of their own:
+// addresses from pointers in a struct take more instructions (3 % of all at C=768).
+template <bool kBlock, class Form> constexpr int kNormRows = kBlock && Form::kBranches == 0 ? 2 : 1;
 template <int kVectors, bool kBlock, class Form>
-__global__ void __launch_bounds__(kBlock ? kNormRowThreads : kNormWarps * kWarp)
+__global__ void __launch_bounds__(kBlock ? kNormRowThreads : kNormWarps * kWarp, kBlock ? 2 : 1)
     norm_forward_kernel(typename Form::Residual* residual, floatX* out, float* mean, float* rstd,
                         const typename Form::Residual* inp, const floatX* branch, const float* weight,
                         const float* bias, int N, int C, NormForwardX more) {
     typedef typename Form::Residual Residual;
-    __shared__ float shared[kWarp];
-    const int row = kBlock ? blockIdx.x : blockIdx.x * kNormWarps + threadIdx.x / kWarp;
+    constexpr int kRows = kNormRows<kBlock, Form>;
+    __shared__ float shared[2][kRows * kWarp];
+    const int first = kBlock ? blockIdx.x * kRows : blockIdx.x * kNormWarps + threadIdx.x / kWarp;
     const int lane = kBlock ? threadIdx.x : threadIdx.x % kWarp;
     auto column = [=](int j) {
         if constexpr (kBlock) { return (int)(j * blockDim.x + lane) * kWidth; }
         else { return (j * kWarp + lane) * kWidth; }
     };
-    if (row >= N) { return; }
-    const size_t at = (size_t)row * C;
+    if (first >= N) { return; }
     const bool rms = !Form::kGpt2 && more.kind == NormKind::Rms, starts = !Form::kGpt2 && !inp;
-    auto row_sum = [&](float x) { return kBlock ? block_sum(x, shared) : warp_sum(x); };
+    const float inverse_C = 1.0f / C;
+    // of row r: where it begins, and where it ends, at once if it is beyond the last
+    auto at = [=](int r) { return (size_t)(first + r) * C; };
+    auto end = [=](int r) { return kRows == 1 || first + r < N ? C : 0; };
+    auto row_sums = [&](float (&x)[kRows], float* shared) {
+        if constexpr (kBlock) { block_sums(x, shared); }
+        else { x[0] = warp_sum(x[0]); }
+    };
 
     // All loads are on their way before the first is needed.
-    Pack<Residual> pack[kVectors];
-    x128 pack2[kVectors], pack3[kVectors];
+    Pack<Residual> pack[kRows][kVectors];
+    x128 pack2[kRows][kVectors], pack3[kRows][kVectors];
 #pragma unroll
-    for (int j = 0; j < kVectors; j++) {
-        const int c = column(j);
-        if constexpr (Form::kGpt2) { pack[j] = load<true>(inp + at, c, C); }
-        else { pack[j] = load<true>((starts ? (const Residual*)branch : inp) + at, c, starts ? 0 : C); }
-        if (Form::kBranches >= 1) { pack2[j] = load<true>(branch + at, c, C); }
-        if (Form::kBranches >= 2) { pack3[j] = load<true>(more.branch[1] + at, c, C); }
+    for (int r = 0; r < kRows; r++) {
+#pragma unroll
+        for (int j = 0; j < kVectors; j++) {
+            const int c = column(j);
+            if constexpr (Form::kGpt2) {
+                pack[r][j] = load<true>(inp + at(r), c, end(r));
+            } else {
+                pack[r][j] = load<true>((starts ? (const Residual*)branch : inp) + at(r), c,
+                                        starts ? 0 : end(r));
+            }
+            if (Form::kBranches >= 1) { pack2[r][j] = load<true>(branch + at(r), c, end(r)); }
+            if (Form::kBranches >= 2) { pack3[r][j] = load<true>(more.branch[1] + at(r), c, end(r)); }
+        }
     }
 
     // The residual stream, rounded, and its mean. Beyond C there are zeros, which add nothing.
-    Floats x[kVectors];
-    float sum = 0.0f;
+    Floats x[kRows][kVectors];
+    float m[kRows] = {}, s[kRows] = {};
 #pragma unroll
-    for (int j = 0; j < kVectors; j++) {
-        const int c = column(j);
-        if (Form::kBranches >= 1) {
-            Floats total = to_floats(pack[j]), added = to_floats(pack2[j]);
-            if (Form::kDrops && more.dropout[0].dropped > 0) {
-                apply_dropout(added, more.dropout[0], row, c);
-            }
+    for (int r = 0; r < kRows; r++) {
 #pragma unroll
-            for (int k = 0; k < kWidth; k++) { total.at[k] += added.at[k]; }
-            if (Form::kBranches >= 2) {
-                added = to_floats(pack3[j]);
-                if (Form::kDrops && more.dropout[1].dropped > 0) {
-                    apply_dropout(added, more.dropout[1], row, c);
+        for (int j = 0; j < kVectors; j++) {
+            const int c = column(j);
+            if (Form::kBranches >= 1) {
+                Floats total = to_floats(pack[r][j]), added = to_floats(pack2[r][j]);
+                if (Form::kDrops && more.dropout[0].dropped > 0) {
+                    apply_dropout(added, more.dropout[0], first + r, c);
                 }
 #pragma unroll
                 for (int k = 0; k < kWidth; k++) { total.at[k] += added.at[k]; }
-            }
-            pack[j] = to_pack<Residual>(total);
-            store<true>(residual + at, c, C, pack[j]);
-        }
-        x[j] = to_floats(pack[j]);
+                if (Form::kBranches >= 2) {
+                    added = to_floats(pack3[r][j]);
+                    if (Form::kDrops && more.dropout[1].dropped > 0) {
+                        apply_dropout(added, more.dropout[1], first + r, c);
+                    }
 #pragma unroll
-        for (int k = 0; k < kWidth; k++) { sum += x[j].at[k]; }
+                    for (int k = 0; k < kWidth; k++) { total.at[k] += added.at[k]; }
+                }
+                pack[r][j] = to_pack<Residual>(total);
+                store<true>(residual + at(r), c, end(r), pack[r][j]);
+            }
+            x[r][j] = to_floats(pack[r][j]);
+#pragma unroll
+            for (int k = 0; k < kWidth; k++) { m[r] += x[r][j].at[k]; }
+        }
     }
-    const float m = rms ? 0.0f : row_sum(sum) / C;
+    row_sums(m, shared[0]);
 
     // The variance around that mean, here without what lies beyond C.
-    float squares = 0.0f;
 #pragma unroll
-    for (int j = 0; j < kVectors; j++) {
-        if (column(j) < C) {
+    for (int r = 0; r < kRows; r++) {
+        m[r] = rms ? 0.0f : divide(m[r], C, inverse_C);
 #pragma unroll
-            for (int k = 0; k < kWidth; k++) { squares += (x[j].at[k] - m) * (x[j].at[k] - m); }
+        for (int j = 0; j < kVectors; j++) {
+            if (column(j) >= C) { continue; }
+#pragma unroll
+            for (int k = 0; k < kWidth; k++) {
+                s[r] += (x[r][j].at[k] - m[r]) * (x[r][j].at[k] - m[r]);
+            }
         }
     }
-    const float s = 1.0f / sqrtf(row_sum(squares) / C + (float)kNormEps);
+    row_sums(s, shared[1]);
+#pragma unroll
+    for (int r = 0; r < kRows; r++) { s[r] = 1.0f / sqrtf(divide(s[r], C, inverse_C) + (float)kNormEps); }
 
 #pragma unroll
     for (int i = 0; i < (Form::kGpt2 ? 1 : 2); i++) {
@@ -723,16 +748,25 @@ __global__ void __launch_bounds__(kBlock ? kNormRowThreads : kNormWarps * kWarp)
 #pragma unroll
         for (int j = 0; j < kVectors; j++) {
             const int c = column(j);
-            Floats w = load_floats<true>(weight, c, C), y = {};
-            if (!rms) { y = load_floats<true>(bias, c, C); }
+            Floats w = load_floats<true>(weight, c, C), b = {};
+            if (!rms) { b = load_floats<true>(bias, c, C); }
 #pragma unroll
-            for (int k = 0; k < kWidth; k++) { y.at[k] = fmaf((x[j].at[k] - m) * s, w.at[k], y.at[k]); }
-            store<true>(out + at, c, C, to_pack<floatX>(y));
+            for (int r = 0; r < kRows; r++) {
+                Floats y;
+#pragma unroll
+                for (int k = 0; k < kWidth; k++) {
+                    y.at[k] = fmaf((x[r][j].at[k] - m[r]) * s[r], w.at[k], b.at[k]);
+                }
+                store<true>(out + at(r), c, end(r), to_pack<floatX>(y));
+            }
         }
     }
-    if (lane == 0) {
-        if (!rms) { mean[row] = m; }
-        rstd[row] = s;
+#pragma unroll
+    for (int r = 0; r < kRows; r++) {
+        if (lane == 0 && end(r) > 0) {
+            if (!rms) { mean[first + r] = m[r]; }
+            rstd[first + r] = s[r];
+        }
     }
 }
 
@@ -850,7 +884,10 @@ struct NormBackwardForm {
     static constexpr int kBranchSums = kMasked > 1 ? 2 : 1, kSums = 2 * kNorms + kBranchSums;   // registers
     // more have no registers
     static constexpr int kRows = kDouts == 1 && kColumns == 1 && kWide == 1 ? 2 : 1;
-    static constexpr int kStages = 2, kTensors = 2 * kWide + kDouts;
+    static constexpr bool kHeld = kColumns == 1;        // the rows, from the first pass to the second
+    static constexpr int kTensors = 2 * kWide + kDouts;
+    // more have no shared memory
+    static constexpr int kStages = !kHeld && kTensors <= 4 ? 3 : 2;
     static_assert(kWide == 1 || kMasked > 0, "a branch's gradient is floatX");
 };
 
@@ -870,6 +907,7 @@ __global__ void __launch_bounds__(kNormMaxThreads)
     const int C = a.C, step = gridDim.x * blockDim.y * kRows;
     const int warps = blockDim.x / kWarp, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const bool add = a.dresidual_acc == Accumulate::Yes, rms = !Form::kGpt2 && a.kind == NormKind::Rms;
+    const float inverse_C = 1.0f / C;
     auto column = [&](int j) { return (int)(threadIdx.x + j * blockDim.x) * kWidth; };
     // of a stage that begins at `at`; tensor 0: inp; then the douts; the last: dresidual. kWide slots of inp
     // and dresidual count as as many tensors.
@@ -886,27 +924,31 @@ __global__ void __launch_bounds__(kNormMaxThreads)
     };
 
     // Starts the copies of kRows rows from `first` on into stage s. Rows beyond N and columns beyond C become
-    // zeros: they add nothing.
+    // zeros: they add nothing. A vector of two words is copied by two threads, its owner and the neighbour:
+    // each takes the even or the odd word of either's, so that a warp asks for whole sectors, and once.
+    const int odd = kWide == 1 ? 0 : threadIdx.x % 2;
     auto stage = [&](int first, int s) {
         x128* at = stage_at(s);
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
 #pragma unroll
             for (int j = 0; j < kColumns; j++) {
+                const size_t row = (size_t)(first + r) * C;
                 const bool live = first + r < a.N && column(j) < C;
-                const size_t offset = live ? (size_t)(first + r) * C + column(j) : 0;
 #pragma unroll
                 for (int w = 0; w < kWide; w++) {
-                    cp_async_16_or_zero(slot(at, r, w, j), (const uint4*)(inp + offset) + w, live);
+                    const int owner = kWide == 1 ? 0 : w - odd, c = column(j) + owner * kWidth;
+                    const bool live = first + r < a.N && c < C;
+                    const size_t offset = live ? row + c : 0;
+                    cp_async_16_or_zero(slot(at + owner, r, odd, j), (const uint4*)(inp + offset) + odd,
+                                        live);
+                    cp_async_16_or_zero(slot(at + owner, r, kDresidual + odd, j),
+                                        (const uint4*)(dresidual + offset) + odd, live && add);
                 }
 #pragma unroll
                 for (int i = 0; i < kDouts; i++) {
-                    cp_async_16_or_zero(slot(at, r, kWide + i, j), a.y[i].dout + offset, live);
-                }
-#pragma unroll
-                for (int w = 0; w < kWide; w++) {
-                    const uint4* word = (const uint4*)(dresidual + offset) + w;
-                    cp_async_16_or_zero(slot(at, r, kDresidual + w, j), word, live && add);
+                    cp_async_16_or_zero(slot(at, r, kWide + i, j),
+                                        a.y[i].dout + (live ? row + column(j) : 0), live);
                 }
             }
         }
@@ -933,27 +975,32 @@ __global__ void __launch_bounds__(kNormMaxThreads)
         // This round's rows into registers, as words: see as_pack. xhat = inp*rstd + shift; sums: of g and of
         // g*xhat, row by row.
         cp_async_wait<kStages - 1>();
+        if (kWide > 1) { __syncwarp(); }            // the neighbour's copies, too
         x128* at = stage_at(s);
         uint4 words[kRows][kTensors][kColumns];
         float rstd[kRows], shift[kRows], sums[kSums];
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
 #pragma unroll
-            for (int i = 0; i < kTensors; i++) {
+            for (int i = 0; i < (Form::kHeld ? kTensors : 0); i++) {
 #pragma unroll
                 for (int j = 0; j < kColumns; j++) { words[r][i][j] = *(const uint4*)slot(at, r, i, j); }
             }
             rstd[r] = next_rstd[r];
             shift[r] = -next_mean[r] * next_rstd[r];
         }
+        auto word = [&](int r, int i, int j) {
+            if constexpr (Form::kHeld) { return words[r][i][j]; }
+            else { return *(const uint4*)slot(at, r, i, j); }
+        };
         load_statistics(first + step);
         // g of a row's elements in column j; d: the douts, or the sum of a tied norm's
         auto gradient = [&](int r, int j, Floats (&d)[kNorms]) {
             Floats g;
             const Floats w0 = weight(0, j), w1 = weight(kNorms - 1, j);
-            d[0] = to_floats(as_pack(words[r][kWide][j]));
+            d[0] = to_floats(as_pack(word(r, kWide, j)));
             if constexpr (kDouts == 2) {
-                const Floats other = to_floats(as_pack(words[r][kWide + 1][j]));
+                const Floats other = to_floats(as_pack(word(r, kWide + 1, j)));
 #pragma unroll
                 for (int k = 0; k < kWidth; k++) {
                     if constexpr (kNorms == 2) { d[1].at[k] = other.at[k]; }
@@ -974,7 +1021,7 @@ __global__ void __launch_bounds__(kNormMaxThreads)
             sums[2 * r] = sums[2 * r + 1] = 0.0f;
 #pragma unroll
             for (int j = 0; j < kColumns; j++) {
-                const Floats x = to_floats(as_pack<Residual>(words[r][0][j], words[r][kWide - 1][j]));
+                const Floats x = to_floats(as_pack<Residual>(word(r, 0, j), word(r, kWide - 1, j)));
                 Floats d[kNorms];
                 const Floats g = gradient(r, j, d);
 #pragma unroll
@@ -992,14 +1039,13 @@ __global__ void __launch_bounds__(kNormMaxThreads)
         }
 
         // The warps of a row exchange their sums. One barrier is enough: the next round writes the other
-        // half. The stage is free, as its rows are in registers: the copies for a later round start.
+        // half. The stage is free where its rows are in registers: the copies for a later round start.
         float* exchange = sums_shared + (half * blockDim.y + threadIdx.y) * warps * kSums;
         constexpr int kLanesPerSum = kWarp / kSums;
         const float warp_total = warp_sums(sums);
         if (lane % kLanesPerSum == 0) { exchange[warp * kSums + lane / kLanesPerSum] = warp_total; }
         __syncthreads();
-        stage(first + kStages * step, s);
-        s = s + 1 == kStages ? 0 : s + 1;
+        if (Form::kHeld) { stage(first + kStages * step, s); }
 
         // Second pass: the gradient of x, added to the residual stream's, those of branches that are not that
         // one (behind a dropout, or rounded), and the columns of what is stored.
@@ -1010,15 +1056,15 @@ __global__ void __launch_bounds__(kNormMaxThreads)
         }
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
-            const float minus_g = rms ? 0.0f : -rstd[r] * row_sums[2 * r] / C,
-                        minus_gx = -rstd[r] * row_sums[2 * r + 1] / C;
-            const bool live = first + r < a.N;
-            const size_t row = live ? (size_t)(first + r) * C : 0;
+            const float minus_g = rms ? 0.0f : divide(-rstd[r] * row_sums[2 * r], C, inverse_C),
+                        minus_gx = divide(-rstd[r] * row_sums[2 * r + 1], C, inverse_C);
+            const int end = first + r < a.N ? C : 0;
+            const size_t row = (size_t)(first + r) * C;
 #pragma unroll
             for (int j = 0; j < kColumns; j++) {
-                const Floats x = to_floats(as_pack<Residual>(words[r][0][j], words[r][kWide - 1][j]));
-                Floats d[kNorms], result = to_floats(as_pack<Residual>(words[r][kDresidual][j],
-                                                                       words[r][kTensors - 1][j]));
+                const Floats x = to_floats(as_pack<Residual>(word(r, 0, j), word(r, kWide - 1, j)));
+                Floats d[kNorms], result = to_floats(as_pack<Residual>(word(r, kDresidual, j),
+                                                                       word(r, kTensors - 1, j)));
                 const Floats g = gradient(r, j, d);
 #pragma unroll
                 for (int k = 0; k < kWidth; k++) {
@@ -1026,7 +1072,7 @@ __global__ void __launch_bounds__(kNormMaxThreads)
                     result.at[k] += fmaf(g.at[k], rstd[r], fmaf(xhat, minus_gx, minus_g));
                 }
                 const Pack<Residual> rounded = to_pack<Residual>(result);
-                store<true>(dresidual + row, column(j), live ? C : 0, rounded);
+                store<true>(dresidual + row, column(j), end, rounded);
 #pragma unroll
                 for (int i = 0; i < Form::kBranchSums; i++) {
                     x128 branch;
@@ -1036,17 +1082,21 @@ __global__ void __launch_bounds__(kNormMaxThreads)
                             apply_dropout(masked, a.branch[i].dropout, first + r, column(j));
                         }
                         branch = to_pack<floatX>(masked);
-                        store<true>(a.branch[i].dout + row, column(j), live ? C : 0, branch);
+                        store<true>(a.branch[i].dout + row, column(j), end, branch);
                     } else {
                         branch = rounded;
                     }
+                    const Floats stored = to_floats(branch);
 #pragma unroll
-                    for (int k = 0; k < kWidth; k++) {
-                        total[2 * kNorms + i][j].at[k] += (float)branch.data[k];
-                    }
+                    for (int k = 0; k < kWidth; k++) { total[2 * kNorms + i][j].at[k] += stored.at[k]; }
                 }
             }
         }
+        if (!Form::kHeld) {
+            if (kWide > 1) { __syncwarp(); }        // the neighbour has read, too
+            stage(first + kStages * step, s);
+        }
+        s = s + 1 == kStages ? 0 : s + 1;
     }
     cp_async_wait<0>();
 
@@ -1218,8 +1268,8 @@ template <int kVectors, class Form> static void norm_forward_launch(const NormFo
         }
         launch(norm_forward_kernel<kVectors, false, Form>, ceil_div(a.N, kNormWarps), kNormWarps * kWarp);
     } else if (is_vector(a.C) && vectors <= 2 * kNormRowThreads) {
-        const int threads = round_up(Form::kGpt2 ? vectors : ceil_div(vectors, 2), kWarp);
-        launch(norm_forward_kernel<2, true, Form>, a.N, std::min(threads, kNormRowThreads));
+        launch(norm_forward_kernel<2, true, Form>, ceil_div(a.N, kNormRows<true, Form>),
+               round_up(ceil_div(vectors, 2), kWarp));
     } else {
         with_vector(a.C, [&](auto vector) {
             const int threads = std::min(round_up(vectors, kWarp), kNormRowThreads);
@@ -1303,18 +1353,16 @@ static int norm_backward_long(const NormBackwardX& a, int norms, int sums, Strea
     return partials;
 }
 
-// Beside a stream in fp32: the forms that training meets in every layer, rows up to 16-bit C=4096.
+// Beside a stream in fp32: the forms that training meets in every layer.
+template <int kColumns>
 static int norm_backward_fp32(const NormBackwardX& a, int douts, int norms, int branches, int sums,
                               Stream stream) {
-    if (!is_vector(a.C) || ceil_div(a.C, kWidth) > kNormMaxThreads) {
-        return norm_backward_long<float>(a, norms, sums, stream);
-    }
-    using One = NormBackwardForm<1, false, 1, 1, false, float>;
-    using OneBoth = NormBackwardForm<1, false, 2, 1, false, float>;
-    using Two = NormBackwardForm<2, false, 1, 1, false, float>;
-    using TwoBoth = NormBackwardForm<2, false, 2, 1, false, float>;
-    using Tied = NormBackwardForm<2, true, 1, 1, false, float>;
-    using TiedBoth = NormBackwardForm<2, true, 2, 1, false, float>;
+    using One = NormBackwardForm<1, false, 1, kColumns, false, float>;
+    using OneBoth = NormBackwardForm<1, false, 2, kColumns, false, float>;
+    using Two = NormBackwardForm<2, false, 1, kColumns, false, float>;
+    using TwoBoth = NormBackwardForm<2, false, 2, kColumns, false, float>;
+    using Tied = NormBackwardForm<2, true, 1, kColumns, false, float>;
+    using TiedBoth = NormBackwardForm<2, true, 2, kColumns, false, float>;
     if (branches == 1) {
         return douts == 1   ? norm_backward_launch<One>(a, sums, stream)
                : norms == 2 ? norm_backward_launch<Two>(a, sums, stream)
@@ -1336,13 +1384,17 @@ static void norm_backward(const NormBackwardX& a, Stream stream) {
     if (fp32 && masked < branches) { die("norm_backward: a branch beside a stream in fp32 needs a dout"); }
     const bool gpt2 = douts == 1 && branches == 1 && masked == 0 && a.kind == NormKind::Layer;
     int partials;
-    if (fp32) {
-        partials = norm_backward_fp32(a, douts, norms, branches, sums, stream);
-    } else if (!uniform || vectors > kNormMaxThreads * (norms == 2 ? 1 : 2)) {
+    if (fp32 && is_vector(a.C) && vectors <= 2 * kNormMaxThreads) {
+        auto run = vectors <= kNormMaxThreads ? norm_backward_fp32<1> : norm_backward_fp32<2>;
+        partials = run(a, douts, norms, branches, sums, stream);
+    } else if (fp32) {
+        partials = norm_backward_long<float>(a, norms, sums, stream);
+    } else if (!uniform || vectors > 2 * kNormMaxThreads) {
         partials = norm_backward_long<floatX>(a, norms, sums, stream);
     } else if (vectors > kNormMaxThreads) {
-        partials = tied ? norm_backward_masked<2, true, 2>(a, masked, sums, stream)
-                        : norm_backward_masked<1, false, 2>(a, masked, sums, stream);
+        partials = norms == 2 ? norm_backward_masked<2, false, 2>(a, masked, sums, stream)
+                   : tied     ? norm_backward_masked<2, true, 2>(a, masked, sums, stream)
+                              : norm_backward_masked<1, false, 2>(a, masked, sums, stream);
     } else if (gpt2) {
         partials = norm_backward_launch<NormBackwardForm<1, false, 0, 1, true>>(a, sums, stream);
     } else if (norms == 2) {

@@ -109,16 +109,45 @@ template <class T> __device__ __forceinline__ Pack<T> as_pack(uint4 first, uint4
     if constexpr (sizeof(pack) > 16) { memcpy((char*)&pack + 16, &last, 16); }
     return pack;
 }
+// bf16 is the upper half of a float: a shift or a mask. The compiler, left alone, takes an element out of its
+// word and then shifts it.
 template <class T> __device__ __forceinline__ Floats to_floats(const Pack<T>& pack) {
     Floats f;
+    if constexpr (std::is_same<T, __nv_bfloat16>::value) {
+        uint32_t words[kWidth / 2];
+        memcpy(words, &pack, sizeof(pack));
 #pragma unroll
-    for (int k = 0; k < kWidth; k++) { f.at[k] = (float)pack.data[k]; }
+        for (int k = 0; k < kWidth; k++) {
+            const uint32_t word = words[k / 2];
+            f.at[k] = __uint_as_float(k % 2 == 0 ? word << 16 : word & 0xffff0000u);
+        }
+    } else {
+#pragma unroll
+        for (int k = 0; k < kWidth; k++) { f.at[k] = (float)pack.data[k]; }
+    }
     return f;
 }
-template <class T> __device__ __forceinline__ Pack<T> to_pack(const Floats& f) {     // rounds to nearest
+// Rounded to nearest. 16-bit values in pairs: one by one the instruction runs at a quarter of the rate, and
+// its results would still have to be put together.
+template <class T> __device__ __forceinline__ Pack<T> to_pack(const Floats& f) {
     Pack<T> pack;
+    if constexpr (sizeof(T) == 2) {
+        uint32_t words[kWidth / 2];
 #pragma unroll
-    for (int k = 0; k < kWidth; k++) { pack.data[k] = (T)f.at[k]; }
+        for (int k = 0; k < kWidth; k += 2) {
+            if constexpr (std::is_same<T, __nv_bfloat16>::value) {
+                const __nv_bfloat162 pair = __floats2bfloat162_rn(f.at[k], f.at[k + 1]);
+                memcpy(&words[k / 2], &pair, 4);
+            } else {
+                const half2 pair = __floats2half2_rn(f.at[k], f.at[k + 1]);
+                memcpy(&words[k / 2], &pair, 4);
+            }
+        }
+        memcpy(&pack, words, sizeof(pack));
+    } else {
+#pragma unroll
+        for (int k = 0; k < kWidth; k++) { pack.data[k] = (T)f.at[k]; }
+    }
     return pack;
 }
 template <bool kVector, Cache kCache = Cache::Default, class T, class Index>
@@ -133,6 +162,13 @@ static inline bool is_vector(size_t n) { return n % kWidth == 0; }
 template <class F> static inline void with_vector(size_t n, F f) {
     if (is_vector(n)) { f(std::true_type()); }
     else { f(std::false_type()); }
+}
+
+// x / n, rounded as the division rounds it, where inverse is 1.0f / n: the remainder corrects the product. A
+// division would find the inverse anew each time, and has a slow path for what is not of normal size (zeros).
+__device__ __forceinline__ float divide(float x, float n, float inverse) {
+    const float quotient = x * inverse;
+    return fmaf(fmaf(-quotient, n, x), inverse, quotient);
 }
 
 // ---- sums in a fixed order ----
@@ -191,6 +227,22 @@ template <class T> __device__ __forceinline__ T block_sum(T x, T* shared /*(32)*
     x = warp_sum(x);
     __syncthreads();            // the next call may write `shared`
     return x;
+}
+
+// kCount of them, each in block_sum's order, for one barrier; `shared` may not be written again.
+template <int kCount>
+__device__ __forceinline__ void block_sums(float (&x)[kCount], float* shared /*(kCount,32)*/) {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+        x[i] = warp_sum(x[i]);
+        if (lane == 0) { shared[i * kWarp + warp] = x[i]; }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+        x[i] = warp_sum(lane < (int)blockDim.x / kWarp ? shared[i * kWarp + lane] : 0.0f);
+    }
 }
 
 __device__ __forceinline__ unsigned long long block_max(unsigned long long x,

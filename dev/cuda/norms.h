@@ -66,7 +66,8 @@ static int norms_bench() {
     }
     cudaCheck(cudaGetLastError());
     float* vectors = (float*)device_malloc((size_t)12 * kMaxC * sizeof(float), "vectors");
-    cudaCheck(cudaMemset(vectors, 0, (size_t)12 * kMaxC * sizeof(float)));
+    const std::vector<float> ones((size_t)12 * kMaxC, 1.0f);
+    copy_to_device(vectors, ones.data(), ones.size() * sizeof(float), 0);
     float* rows = (float*)device_malloc(2 * kElements / 768 * sizeof(float), "statistics");
     float* scratch = (float*)device_malloc(norm_backward_scratch_bytes(65536, kMaxC, 6), "scratch");
     auto vector = [&](int i) { return vectors + i * kMaxC; };
