@@ -643,17 +643,18 @@ template <int kBranches_, bool kDrops_, bool kGpt2_, class Residual_ = floatX> s
 };
 
 // The row in registers: two passes over it (mean, then variance) cost no memory traffic. A warp takes a row,
-// or (kBlock) a block one or two: where rows are long and nothing is added, the norms' parameters, 8 bytes an
-// element, kept the L1 busier than the rows did. What GPT-2's norm needs are parameters of their own:
-// addresses from pointers in a struct take more instructions (3 % of all at C=768).
-template <bool kBlock, class Form> constexpr int kNormRows = kBlock && Form::kBranches == 0 ? 2 : 1;
+// or (kBlock) a block one or two: of long rows the norms' parameters, 8 bytes an element, would keep the L1
+// busier than the rows do. What GPT-2's norm needs are parameters of their own: addresses from pointers in a
+// struct take more instructions (3 % of all at C=768).
+template <int kVectors, bool kBlock, class Form>
+constexpr int kNormRows = kBlock && (kVectors == 1 || Form::kBranches == 0) ? 2 : 1;
 template <int kVectors, bool kBlock, class Form>
 __global__ void __launch_bounds__(kBlock ? kNormRowThreads : kNormWarps * kWarp, kBlock ? 2 : 1)
     norm_forward_kernel(typename Form::Residual* residual, floatX* out, float* mean, float* rstd,
                         const typename Form::Residual* inp, const floatX* branch, const float* weight,
                         const float* bias, int N, int C, NormForwardX more) {
     typedef typename Form::Residual Residual;
-    constexpr int kRows = kNormRows<kBlock, Form>;
+    constexpr int kRows = kNormRows<kVectors, kBlock, Form>;
     __shared__ float shared[2][kRows * kWarp];
     const int first = kBlock ? blockIdx.x * kRows : blockIdx.x * kNormWarps + threadIdx.x / kWarp;
     const int lane = kBlock ? threadIdx.x : threadIdx.x % kWarp;
@@ -882,12 +883,12 @@ struct NormBackwardForm {
     static constexpr bool kGpt2 = kGpt2_;
     static constexpr int kNorms = kTied_ ? 1 : kDouts;
     static constexpr int kBranchSums = kMasked > 1 ? 2 : 1, kSums = 2 * kNorms + kBranchSums;   // registers
-    // more have no registers
-    static constexpr int kRows = kDouts == 1 && kColumns == 1 && kWide == 1 ? 2 : 1;
-    static constexpr bool kHeld = kColumns == 1;        // the rows, from the first pass to the second
+    // kHeld: rows stay in registers from the first pass to the second, else they are read again. More rows
+    // have no registers, more stages no shared memory.
+    static constexpr bool kHeld = kColumns == 1 || (kWide == 1 && kDouts == 1);
+    static constexpr int kRows = kColumns == 1 && kWide == 1 && kDouts == 1 ? 2 : 1;
     static constexpr int kTensors = 2 * kWide + kDouts;
-    // more have no shared memory
-    static constexpr int kStages = !kHeld && kTensors <= 4 ? 3 : 2;
+    static constexpr int kStages = !kHeld && kWide == 1 && kSums < 6 ? 3 : 2;
     static_assert(kWide == 1 || kMasked > 0, "a branch's gradient is floatX");
 };
 
@@ -968,65 +969,75 @@ __global__ void __launch_bounds__(kNormMaxThreads)
     for (int s = 0; s < kStages; s++) { stage(first + s * step, s); }
     load_statistics(first);
 
-    // All groups of a block go as many rounds (`base` is the block's first row), or they would not meet at
-    // the barrier. s: the stage whose turn it is; half: of sums_shared, (2, group, warp, kSums).
-    int s = 0, half = 0;
-    for (int base = blockIdx.x * blockDim.y * kRows; base < a.N; base += step, first += step, half ^= 1) {
-        // This round's rows into registers, as words: see as_pack. xhat = inp*rstd + shift; sums: of g and of
-        // g*xhat, row by row.
-        cp_async_wait<kStages - 1>();
-        if (kWide > 1) { __syncwarp(); }            // the neighbour's copies, too
-        x128* at = stage_at(s);
+    // The rows of a round, as words where they are held: see as_pack. xhat = inp*rstd + shift.
+    struct Round {
+        x128* at;                                           // their stage
         uint4 words[kRows][kTensors][kColumns];
-        float rstd[kRows], shift[kRows], sums[kSums];
+        float rstd[kRows], shift[kRows];
+    };
+    auto begin_round = [&](Round& t, int s, int next) {     // next: the first row of the round after it
+        if (kWide > 1) { __syncwarp(); }                    // the neighbour's copies are there, too
+        t.at = stage_at(s);
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
 #pragma unroll
             for (int i = 0; i < (Form::kHeld ? kTensors : 0); i++) {
 #pragma unroll
-                for (int j = 0; j < kColumns; j++) { words[r][i][j] = *(const uint4*)slot(at, r, i, j); }
-            }
-            rstd[r] = next_rstd[r];
-            shift[r] = -next_mean[r] * next_rstd[r];
-        }
-        auto word = [&](int r, int i, int j) {
-            if constexpr (Form::kHeld) { return words[r][i][j]; }
-            else { return *(const uint4*)slot(at, r, i, j); }
-        };
-        load_statistics(first + step);
-        // g of a row's elements in column j; d: the douts, or the sum of a tied norm's
-        auto gradient = [&](int r, int j, Floats (&d)[kNorms]) {
-            Floats g;
-            const Floats w0 = weight(0, j), w1 = weight(kNorms - 1, j);
-            d[0] = to_floats(as_pack(word(r, kWide, j)));
-            if constexpr (kDouts == 2) {
-                const Floats other = to_floats(as_pack(word(r, kWide + 1, j)));
-#pragma unroll
-                for (int k = 0; k < kWidth; k++) {
-                    if constexpr (kNorms == 2) { d[1].at[k] = other.at[k]; }
-                    else { d[0].at[k] += other.at[k]; }
+                for (int j = 0; j < kColumns; j++) {
+                    t.words[r][i][j] = *(const uint4*)slot(t.at, r, i, j);
                 }
             }
+            t.rstd[r] = next_rstd[r];
+            t.shift[r] = -next_mean[r] * next_rstd[r];
+        }
+        load_statistics(next);
+    };
+    auto word = [&](const Round& t, int r, int i, int j) {
+        if constexpr (Form::kHeld) { return t.words[r][i][j]; }
+        else { return *(const uint4*)slot(t.at, r, i, j); }
+    };
+    auto input = [&](const Round& t, int r, int j) {
+        return to_floats(as_pack<Residual>(word(t, r, 0, j), word(t, r, kWide - 1, j)));
+    };
+    // g of a row's elements in column j; d: the douts, or the sum of a tied norm's
+    auto gradient = [&](const Round& t, int r, int j, Floats (&d)[kNorms]) {
+        Floats g;
+        const Floats w0 = weight(0, j), w1 = weight(kNorms - 1, j);
+        d[0] = to_floats(as_pack(word(t, r, kWide, j)));
+        if constexpr (kDouts == 2) {
+            const Floats other = to_floats(as_pack(word(t, r, kWide + 1, j)));
 #pragma unroll
             for (int k = 0; k < kWidth; k++) {
-                g.at[k] = d[0].at[k] * w0.at[k];
-                if constexpr (kNorms == 2) { g.at[k] = fmaf(d[1].at[k], w1.at[k], g.at[k]); }
+                if constexpr (kNorms == 2) { d[1].at[k] = other.at[k]; }
+                else { d[0].at[k] += other.at[k]; }
             }
-            return g;
-        };
+        }
+#pragma unroll
+        for (int k = 0; k < kWidth; k++) {
+            g.at[k] = d[0].at[k] * w0.at[k];
+            if constexpr (kNorms == 2) { g.at[k] = fmaf(d[1].at[k], w1.at[k], g.at[k]); }
+        }
+        return g;
+    };
 
-        // First pass over the rows: their two sums, and the columns of the norms' biases and weights.
+    // First pass over a round's rows: their two sums, of g and of g*xhat, and the columns of the norms'
+    // biases and weights. The warps of a row exchange their sums through half `half` of sums_shared, (2,
+    // group, warp, kSums), so that one barrier is enough: the next round writes the other half.
+    auto exchange_of = [&](int half) {
+        return sums_shared + (half * blockDim.y + threadIdx.y) * warps * kSums;
+    };
+    auto first_pass = [&](const Round& t, int half) {
+        float sums[kSums];
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
             sums[2 * r] = sums[2 * r + 1] = 0.0f;
 #pragma unroll
             for (int j = 0; j < kColumns; j++) {
-                const Floats x = to_floats(as_pack<Residual>(word(r, 0, j), word(r, kWide - 1, j)));
                 Floats d[kNorms];
-                const Floats g = gradient(r, j, d);
+                const Floats x = input(t, r, j), g = gradient(t, r, j, d);
 #pragma unroll
                 for (int k = 0; k < kWidth; k++) {
-                    const float xhat = fmaf(x.at[k], rstd[r], shift[r]);
+                    const float xhat = fmaf(x.at[k], t.rstd[r], t.shift[r]);
                     sums[2 * r] += g.at[k];
                     sums[2 * r + 1] = fmaf(g.at[k], xhat, sums[2 * r + 1]);
 #pragma unroll
@@ -1037,18 +1048,16 @@ __global__ void __launch_bounds__(kNormMaxThreads)
                 }
             }
         }
-
-        // The warps of a row exchange their sums. One barrier is enough: the next round writes the other
-        // half. The stage is free where its rows are in registers: the copies for a later round start.
-        float* exchange = sums_shared + (half * blockDim.y + threadIdx.y) * warps * kSums;
         constexpr int kLanesPerSum = kWarp / kSums;
         const float warp_total = warp_sums(sums);
-        if (lane % kLanesPerSum == 0) { exchange[warp * kSums + lane / kLanesPerSum] = warp_total; }
-        __syncthreads();
-        if (Form::kHeld) { stage(first + kStages * step, s); }
-
-        // Second pass: the gradient of x, added to the residual stream's, those of branches that are not that
-        // one (behind a dropout, or rounded), and the columns of what is stored.
+        if (lane % kLanesPerSum == 0) {
+            exchange_of(half)[warp * kSums + lane / kLanesPerSum] = warp_total;
+        }
+    };
+    // Second pass, over rows from `first` on: the gradient of x, added to the residual stream's, those of
+    // branches that are not that one (behind a dropout, or rounded), and the columns of what is stored.
+    auto second_pass = [&](const Round& t, int first, int half) {
+        const float* exchange = exchange_of(half);
         float row_sums[kSums] = {};
         for (int w = 0; w < warps; w++) {
 #pragma unroll
@@ -1056,20 +1065,20 @@ __global__ void __launch_bounds__(kNormMaxThreads)
         }
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
-            const float minus_g = rms ? 0.0f : divide(-rstd[r] * row_sums[2 * r], C, inverse_C),
-                        minus_gx = divide(-rstd[r] * row_sums[2 * r + 1], C, inverse_C);
+            const float rstd = t.rstd[r],
+                        minus_g = rms ? 0.0f : divide(-rstd * row_sums[2 * r], C, inverse_C),
+                        minus_gx = divide(-rstd * row_sums[2 * r + 1], C, inverse_C);
             const int end = first + r < a.N ? C : 0;
             const size_t row = (size_t)(first + r) * C;
 #pragma unroll
             for (int j = 0; j < kColumns; j++) {
-                const Floats x = to_floats(as_pack<Residual>(word(r, 0, j), word(r, kWide - 1, j)));
-                Floats d[kNorms], result = to_floats(as_pack<Residual>(word(r, kDresidual, j),
-                                                                       word(r, kTensors - 1, j)));
-                const Floats g = gradient(r, j, d);
+                Floats d[kNorms], result = to_floats(as_pack<Residual>(word(t, r, kDresidual, j),
+                                                                       word(t, r, kTensors - 1, j)));
+                const Floats x = input(t, r, j), g = gradient(t, r, j, d);
 #pragma unroll
                 for (int k = 0; k < kWidth; k++) {
-                    const float xhat = fmaf(x.at[k], rstd[r], shift[r]);
-                    result.at[k] += fmaf(g.at[k], rstd[r], fmaf(xhat, minus_gx, minus_g));
+                    const float xhat = fmaf(x.at[k], rstd, t.shift[r]);
+                    result.at[k] += fmaf(g.at[k], rstd, fmaf(xhat, minus_gx, minus_g));
                 }
                 const Pack<Residual> rounded = to_pack<Residual>(result);
                 store<true>(dresidual + row, column(j), end, rounded);
@@ -1092,6 +1101,20 @@ __global__ void __launch_bounds__(kNormMaxThreads)
                 }
             }
         }
+    };
+
+    // All groups of a block go as many rounds (`base` is the block's first row), or they would not meet at
+    // the barrier. s: the stage whose turn it is. A stage is free for a later round's copies once its rows
+    // are in registers, or have been read twice.
+    int s = 0, half = 0;
+    for (int base = blockIdx.x * blockDim.y * kRows; base < a.N; base += step, first += step, half ^= 1) {
+        cp_async_wait<kStages - 1>();
+        Round t;
+        begin_round(t, s, first + step);
+        first_pass(t, half);
+        __syncthreads();
+        if (Form::kHeld) { stage(first + kStages * step, s); }
+        second_pass(t, first, half);
         if (!Form::kHeld) {
             if (kWide > 1) { __syncwarp(); }        // the neighbour has read, too
             stage(first + kStages * step, s);
@@ -1250,8 +1273,9 @@ __global__ void norm_backward_columns_kernel(NormBackwardX a, float* partial /*(
 }
 
 // GPT-2's forms: the kernel with 1, 2, .. or kNormVectors vectors a lane, the first that holds a row of C.
-// The others have half of that, because their branches take registers, too. Beyond, a block takes the row,
-// two vectors a thread; and where no kernel holds it in registers, there is the kernel for any C.
+// The others have half of that, because their branches take registers, too. Beyond, a block takes a row or
+// two, one vector a thread (16-bit: up to C=2048) or two; and where no kernel holds it in registers, there is
+// the kernel for any C.
 template <int kVectors, class Form> static void norm_forward_launch(const NormForwardX& a, Stream stream) {
     constexpr int kMost = Form::kGpt2 ? kNormVectors : kNormVectors / 2;
     const int vectors = ceil_div(a.C, kWidth);
@@ -1268,8 +1292,14 @@ template <int kVectors, class Form> static void norm_forward_launch(const NormFo
         }
         launch(norm_forward_kernel<kVectors, false, Form>, ceil_div(a.N, kNormWarps), kNormWarps * kWarp);
     } else if (is_vector(a.C) && vectors <= 2 * kNormRowThreads) {
-        launch(norm_forward_kernel<2, true, Form>, ceil_div(a.N, kNormRows<true, Form>),
-               round_up(ceil_div(vectors, 2), kWarp));
+        auto run = [&](auto count) {
+            constexpr int kCount = count.value;
+            launch(norm_forward_kernel<kCount, true, Form>, ceil_div(a.N, kNormRows<kCount, true, Form>),
+                   round_up(ceil_div(vectors, kCount), kWarp));
+        };
+        constexpr int kFewest = Form::kGpt2 ? 2 : 1;
+        if (vectors <= kNormRowThreads / 2) { run(std::integral_constant<int, kFewest>()); }
+        else { run(std::integral_constant<int, 2>()); }
     } else {
         with_vector(a.C, [&](auto vector) {
             const int threads = std::min(round_up(vectors, kWarp), kNormRowThreads);
