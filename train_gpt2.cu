@@ -885,10 +885,10 @@ struct NormBackwardForm {
     static constexpr int kBranchSums = kMasked > 1 ? 2 : 1, kSums = 2 * kNorms + kBranchSums;   // registers
     // kHeld: rows stay in registers from the first pass to the second, else they are read again. More rows
     // have no registers, more stages no shared memory.
-    static constexpr bool kHeld = kColumns == 1 || (kWide == 1 && kDouts == 1);
+    static constexpr bool kHeld = kColumns == 1 || kDouts == 1;
     static constexpr int kRows = kColumns == 1 && kWide == 1 && kDouts == 1 ? 2 : 1;
     static constexpr int kTensors = 2 * kWide + kDouts;
-    static constexpr int kStages = !kHeld && kWide == 1 && kSums < 6 ? 3 : 2;
+    static constexpr int kStages = kHeld ? 2 : 3;
     static_assert(kWide == 1 || kMasked > 0, "a branch's gradient is floatX");
 };
 
@@ -1115,10 +1115,7 @@ __global__ void __launch_bounds__(kNormMaxThreads)
         __syncthreads();
         if (Form::kHeld) { stage(first + kStages * step, s); }
         second_pass(t, first, half);
-        if (!Form::kHeld) {
-            if (kWide > 1) { __syncwarp(); }        // the neighbour has read, too
-            stage(first + kStages * step, s);
-        }
+        if (!Form::kHeld) { stage(first + kStages * step, s); }
         s = s + 1 == kStages ? 0 : s + 1;
     }
     cp_async_wait<0>();
@@ -1383,16 +1380,18 @@ static int norm_backward_long(const NormBackwardX& a, int norms, int sums, Strea
     return partials;
 }
 
-// Beside a stream in fp32: the forms that training meets in every layer.
-template <int kColumns>
+// Beside a stream in fp32: the forms that training meets in every layer, rows up to 16-bit C=4096.
 static int norm_backward_fp32(const NormBackwardX& a, int douts, int norms, int branches, int sums,
                               Stream stream) {
-    using One = NormBackwardForm<1, false, 1, kColumns, false, float>;
-    using OneBoth = NormBackwardForm<1, false, 2, kColumns, false, float>;
-    using Two = NormBackwardForm<2, false, 1, kColumns, false, float>;
-    using TwoBoth = NormBackwardForm<2, false, 2, kColumns, false, float>;
-    using Tied = NormBackwardForm<2, true, 1, kColumns, false, float>;
-    using TiedBoth = NormBackwardForm<2, true, 2, kColumns, false, float>;
+    if (!is_vector(a.C) || ceil_div(a.C, kWidth) > kNormMaxThreads) {
+        return norm_backward_long<float>(a, norms, sums, stream);
+    }
+    using One = NormBackwardForm<1, false, 1, 1, false, float>;
+    using OneBoth = NormBackwardForm<1, false, 2, 1, false, float>;
+    using Two = NormBackwardForm<2, false, 1, 1, false, float>;
+    using TwoBoth = NormBackwardForm<2, false, 2, 1, false, float>;
+    using Tied = NormBackwardForm<2, true, 1, 1, false, float>;
+    using TiedBoth = NormBackwardForm<2, true, 2, 1, false, float>;
     if (branches == 1) {
         return douts == 1   ? norm_backward_launch<One>(a, sums, stream)
                : norms == 2 ? norm_backward_launch<Two>(a, sums, stream)
@@ -1414,11 +1413,8 @@ static void norm_backward(const NormBackwardX& a, Stream stream) {
     if (fp32 && masked < branches) { die("norm_backward: a branch beside a stream in fp32 needs a dout"); }
     const bool gpt2 = douts == 1 && branches == 1 && masked == 0 && a.kind == NormKind::Layer;
     int partials;
-    if (fp32 && is_vector(a.C) && vectors <= 2 * kNormMaxThreads) {
-        auto run = vectors <= kNormMaxThreads ? norm_backward_fp32<1> : norm_backward_fp32<2>;
-        partials = run(a, douts, norms, branches, sums, stream);
-    } else if (fp32) {
-        partials = norm_backward_long<float>(a, norms, sums, stream);
+    if (fp32) {
+        partials = norm_backward_fp32(a, douts, norms, branches, sums, stream);
     } else if (!uniform || vectors > 2 * kNormMaxThreads) {
         partials = norm_backward_long<floatX>(a, norms, sums, stream);
     } else if (vectors > kNormMaxThreads) {
