@@ -622,7 +622,7 @@ constexpr int kNormBlocks = 396;                // most blocks of the backward: 
 constexpr int kNormWarps = 8;                   // of a block of the forward; each takes a row
 // The most vectors of its row that a lane of the forward holds: 16-bit rows up to 2048 stay in registers.
 constexpr int kNormVectors = 8;
-constexpr int kNormRowThreads = 512;            // most threads of a block that takes one row
+constexpr int kNormRowThreads = 512;            // most threads of a block that takes one row or two
 
 typedef NormForward<floatX, float> NormForwardX;
 typedef NormBackward<floatX, float> NormBackwardX;
@@ -935,21 +935,20 @@ __global__ void __launch_bounds__(kNormMaxThreads)
 #pragma unroll
             for (int j = 0; j < kColumns; j++) {
                 const size_t row = (size_t)(first + r) * C;
-                const bool live = first + r < a.N && column(j) < C;
+                auto live = [&](int c) { return first + r < a.N && c < C; };
+                auto offset = [&](int c) { return live(c) ? row + c : 0; };
 #pragma unroll
                 for (int w = 0; w < kWide; w++) {
                     const int owner = kWide == 1 ? 0 : w - odd, c = column(j) + owner * kWidth;
-                    const bool live = first + r < a.N && c < C;
-                    const size_t offset = live ? row + c : 0;
-                    cp_async_16_or_zero(slot(at + owner, r, odd, j), (const uint4*)(inp + offset) + odd,
-                                        live);
-                    cp_async_16_or_zero(slot(at + owner, r, kDresidual + odd, j),
-                                        (const uint4*)(dresidual + offset) + odd, live && add);
+                    const uint4 *x = (const uint4*)(inp + offset(c)) + odd,
+                                *dx = (const uint4*)(dresidual + offset(c)) + odd;
+                    cp_async_16_or_zero(slot(at + owner, r, odd, j), x, live(c));
+                    cp_async_16_or_zero(slot(at + owner, r, kDresidual + odd, j), dx, live(c) && add);
                 }
 #pragma unroll
                 for (int i = 0; i < kDouts; i++) {
-                    cp_async_16_or_zero(slot(at, r, kWide + i, j),
-                                        a.y[i].dout + (live ? row + column(j) : 0), live);
+                    const int c = column(j);
+                    cp_async_16_or_zero(slot(at, r, kWide + i, j), a.y[i].dout + offset(c), live(c));
                 }
             }
         }
