@@ -469,6 +469,65 @@ static Acts act_views(char* base, const ActSpec* specs, int l) {
 GPT2_OPS(X)
 #undef X
 
+// Its thread limit tells the host for which architecture the code that runs on this GPU was compiled: on a
+// Hopper GPU that may be a plain sm_90 or a compute_80 build, where the sm90 bodies are traps.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+__global__ void __launch_bounds__(128) sm90_probe_kernel() {}
+#else
+__global__ void __launch_bounds__(64) sm90_probe_kernel() {}
+#endif
+
+// Set once, at start: --kernels portable, and whether an FP32 build may round operands to TF32 (-f).
+static bool use_sm90_kernels = true, use_tf32 = false;
+static void select_kernels(bool portable_only, bool tf32) {
+    use_sm90_kernels = !portable_only;
+    use_tf32 = tf32 && sizeof(floatX) == 4;
+}
+
+static bool sm90_kernels_run() {
+    static const bool built = [] {
+        cudaFuncAttributes attributes;
+        cudaCheck(cudaFuncGetAttributes(&attributes, sm90_probe_kernel));
+        return attributes.maxThreadsPerBlock == 128;
+    }();
+    return use_sm90_kernels && built;
+}
+
+// Dynamic shared memory above 48 KB has to be asked for, kernel by kernel.
+template <class Kernel> static void allow_shared_memory(Kernel kernel, size_t bytes) {
+    cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+}
+
+// What the copy engine is told about a tensor of 16-bit elements: its sizes and the box that it copies,
+// innermost first, and bytes from one index to the next of all but the innermost. What it reads outside of
+// the tensor is zeros.
+template <int kDims>
+static CUtensorMap tensor_map(CUtensorMapDataType type, const void* tensor, const cuuint64_t (&dims)[kDims],
+                              const cuuint64_t (&strides)[kDims - 1], const cuuint32_t (&box)[kDims]) {
+    typedef decltype(&cuTensorMapEncodeTiled) EncodeTiled;
+    static EncodeTiled encode = nullptr;
+    if (!encode) {
+        void* entry = nullptr;
+        cudaDriverEntryPointQueryResult found;
+        cudaCheck(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault,
+                                                   &found));
+        if (found != cudaDriverEntryPointSuccess) { die("the CUDA driver has no cuTensorMapEncodeTiled"); }
+        encode = (EncodeTiled)entry;
+    }
+    const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+    CUtensorMap map;
+    const CUresult result =
+        encode(&map, type, kDims, (void*)tensor, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result != CUDA_SUCCESS) {
+        std::string sizes;
+        for (const cuuint64_t size : dims) { sizes += format(" %lld", (long long)size); }
+        die("tensor map of%s at %p refused (CUDA error %d)", sizes.c_str(), tensor, (int)result);
+    }
+    return map;
+}
+
 // == 6.1 encoder ==
 // Forward:  out[b,t,:] = wte[token[b,t],:] + wpe[t,:]
 // Backward: dwte[v,:] += sum of dout[bt,:] over the positions bt where token v stood
@@ -2358,11 +2417,6 @@ static unsigned attention_grid(int T, int rows, int B, int NH) {
     return (unsigned)blocks;
 }
 
-// Dynamic shared memory above 48 KB has to be asked for, kernel by kernel.
-template <class Kernel> static void allow_shared_memory(Kernel kernel, size_t bytes) {
-    cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-}
-
 // ---- plain: any element type and head size up to 512, fp32 arithmetic ----
 // A block is 4 warps and owns 16 rows, 4 a warp; the other side comes in tiles of 32 rows, as fp32. (Where
 // shared memory is too small for the rows of long heads, 2 warps or one.)
@@ -3798,34 +3852,13 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
 #endif
 }
 
-// What the copy engine is told about a (B,T,slots,64) tensor: it copies boxes of 64 rows of one slot, by
-// coordinates {0, t, slot, b}. Slots are heads: 3*NH of qkv, NH of dout. (FP32 builds never call it.)
+// A (B,T,slots,64) tensor in boxes of 64 rows of one slot, by coordinates {0, t, slot, b}. Slots are heads:
+// 3*NH of qkv, NH of dout. (FP32 builds never call it.)
 [[maybe_unused]] static CUtensorMap attention_tensor_map(const floatX* tensor, int B, int T, int slots) {
-    typedef decltype(&cuTensorMapEncodeTiled) EncodeTiled;
-    static EncodeTiled encode = nullptr;
-    if (!encode) {
-        void* entry = nullptr;
-        cudaDriverEntryPointQueryResult found;
-        cudaCheck(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault,
-                                                   &found));
-        if (found != cudaDriverEntryPointSuccess) { die("the CUDA driver has no cuTensorMapEncodeTiled"); }
-        encode = (EncodeTiled)entry;
-    }
     const cuuint64_t row_bytes = (cuuint64_t)slots * 64 * sizeof(floatX);
-    const cuuint64_t dims[4] = {64, (cuuint64_t)T, (cuuint64_t)slots, (cuuint64_t)B};
-    const cuuint64_t strides[3] = {row_bytes, 64 * sizeof(floatX), row_bytes * T};      // of t, slot, b
-    const cuuint32_t box[4] = {64, kSm90Rows, 1, 1}, steps[4] = {1, 1, 1, 1};
-    CUtensorMap map;
-    const CUresult result =
-        encode(&map, kFp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
-               (void*)tensor, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result != CUDA_SUCCESS) {
-        die("attention: tensor map of B=%d T=%d slots=%d at %p refused (CUDA error %d)", B, T, slots,
-            (const void*)tensor, (int)result);
-    }
-    return map;
+    return tensor_map<4>(kFp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, tensor,
+                         {64, (cuuint64_t)T, (cuuint64_t)slots, (cuuint64_t)B},
+                         {row_bytes, 64 * sizeof(floatX), row_bytes * T}, {64, kSm90Rows, 1, 1});
 }
 
 template <int kStages, int kMinBlocks>
@@ -3861,29 +3894,6 @@ static void attention_backward_dkv_sm90(const AttentionBackward<floatX, float>& 
 }
 
 // ---- which form runs ----
-// Its thread limit tells the host for which architecture the code that runs on this GPU was compiled: on a
-// Hopper GPU that may be a plain sm_90 or a compute_80 build, where the sm90 bodies are traps.
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-__global__ void __launch_bounds__(128) sm90_probe_kernel() {}
-#else
-__global__ void __launch_bounds__(64) sm90_probe_kernel() {}
-#endif
-
-// Set once, at start: --kernels portable, and whether an FP32 build may round operands to TF32 (-f).
-static bool use_sm90_kernels = true, use_tf32 = false;
-static void select_kernels(bool portable_only, bool tf32) {
-    use_sm90_kernels = !portable_only;
-    use_tf32 = tf32 && sizeof(floatX) == 4;
-}
-
-static bool sm90_kernels_run() {
-    static const bool built = [] {
-        cudaFuncAttributes attributes;
-        cudaCheck(cudaFuncGetAttributes(&attributes, sm90_probe_kernel));
-        return attributes.maxThreadsPerBlock == 128;
-    }();
-    return use_sm90_kernels && built;
-}
 static bool attention_uses_sm90(int HS) { return sizeof(floatX) == 2 && sm90_kernels_run() && HS == 64; }
 
 // The shapes of the sm90 kernels: stages of tiles on their way, blocks that share an SM. NOTES.md has others.
