@@ -2629,6 +2629,15 @@ static void test_muon(size_t n, bool bf16, bool use_master) {
     k.expect_type<floatX>("params", k.values_of(dp), p, 1e-5, use_master || !kLowPrecision ? 2.0 : 2.5);
 }
 
+// Did cuBLASLt ever multiply matrices of this shape by themselves? One of the operands is transposed then.
+static bool library_squared(int rows, int cols) {
+    const int64_t side = std::min(rows, cols), depth = std::max(rows, cols);
+    return std::any_of(gemm_state.plans.begin(), gemm_state.plans.end(), [&](const GemmPlan& plan) {
+        const int64_t* key = plan.key;          // {m, n, k, trans_a, trans_b, ..., [16] count_all}
+        return key[0] == side && key[1] == side && key[2] == depth && key[3] != key[4] && key[16] > 0;
+    });
+}
+
 // Two parts of each of three layers at once, in place, against the twin; each layer alone has the same bits.
 static void test_orthogonalise(int rows, int cols, int steps) {
     const int layers = 3, parts = std::min(2, kMuonParts), count = layers * parts;
@@ -2667,6 +2676,19 @@ static void test_orthogonalise(int rows, int cols, int steps) {
                                     poly_cpu.data(), nullptr, places, rows, cols, steps, layers}, 0);
     k.run([&] { call(0, layers); });
     k.expect_as_good_as("updates", d_inout, out, plain, 1e-4);
+    const bool own = muon_uses_sm90(rows, cols);
+    CHECK(library_squared(rows, cols) == !own, "%s: cuBLASLt was %sto multiply", k.title.c_str(),
+          own ? "not " : "");
+    for (muonX* symmetric : {gram, poly}) {
+        const std::vector<double> values = k.values_of(symmetric);
+        size_t differ = 0;
+        for (size_t i = 0; i < values.size(); i++) {
+            const size_t row = i % square / side, col = i % side;
+            differ += values[i] != values[i - i % square + col * side + row];
+        }
+        CHECK(!own || differ == 0, "%s: %zu values of %s are not symmetric", k.title.c_str(), differ,
+              symmetric == gram ? "gram" : "poly");
+    }
     const std::vector<double> got = k.values_of(d_inout);
     double along = 0.0, plain_along = 0.0, length = 0.0;
     size_t beside = 0;
@@ -2935,15 +2957,30 @@ static void test_kernels() {
         }
     }
     TEST("kernels: Muon") {
-        for (int steps : {1, 4, 5}) {
-            test_orthogonalise(40, 40, steps);
-            test_orthogonalise(24, 96, steps);
-            test_orthogonalise(96, 24, steps);
+        for (bool portable : {false, true}) {
+            select_kernels(portable, false);
+            for (int steps : {1, 4, 5}) {
+                test_orthogonalise(40, 40, steps);
+                test_orthogonalise(24, 96, steps);
+                test_orthogonalise(96, 24, steps);
+            }
+            test_orthogonalise(20, 30, 5);          // no rows of 16 bytes
+            test_orthogonalise(200, 200, 1);        // more than a tile of 192, none of them whole
+            test_orthogonalise(200, 264, 1);
+            test_orthogonalise(264, 200, 1);
+            if (!small_shapes) {
+                test_orthogonalise(256, 256, 5);
+                test_orthogonalise(128, 512, 5);
+                test_orthogonalise(640, 160, 5);
+                test_orthogonalise(400, 400, 1);    // three tiles
+                test_orthogonalise(512, 256, 2);
+            }
         }
-        if (!small_shapes) {
-            test_orthogonalise(256, 256, 5);
-            test_orthogonalise(128, 512, 5);
-            test_orthogonalise(640, 160, 5);
+        select_kernels(false, false);
+        CHECK(muon_uses_sm90(24, 40) == (kLowPrecision && sm90_kernels_run()), "24 x 40: %d",
+              muon_uses_sm90(24, 40));
+        for (int odd : {20, 41}) {
+            CHECK(!muon_uses_sm90(odd, 40) && !muon_uses_sm90(40, odd), "%d x 40 is taken", odd);
         }
     }
     TEST("kernels: norm, decision, updates") {

@@ -469,6 +469,65 @@ static Acts act_views(char* base, const ActSpec* specs, int l) {
 GPT2_OPS(X)
 #undef X
 
+// Its thread limit tells the host for which architecture the code that runs on this GPU was compiled: on a
+// Hopper GPU that may be a plain sm_90 or a compute_80 build, where the sm90 bodies are traps.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+__global__ void __launch_bounds__(128) sm90_probe_kernel() {}
+#else
+__global__ void __launch_bounds__(64) sm90_probe_kernel() {}
+#endif
+
+// Set once, at start: --kernels portable, and whether an FP32 build may round operands to TF32 (-f).
+static bool use_sm90_kernels = true, use_tf32 = false;
+static void select_kernels(bool portable_only, bool tf32) {
+    use_sm90_kernels = !portable_only;
+    use_tf32 = tf32 && sizeof(floatX) == 4;
+}
+
+static bool sm90_kernels_run() {
+    static const bool built = [] {
+        cudaFuncAttributes attributes;
+        cudaCheck(cudaFuncGetAttributes(&attributes, sm90_probe_kernel));
+        return attributes.maxThreadsPerBlock == 128;
+    }();
+    return use_sm90_kernels && built;
+}
+
+// Dynamic shared memory above 48 KB has to be asked for, kernel by kernel.
+template <class Kernel> static void allow_shared_memory(Kernel kernel, size_t bytes) {
+    cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+}
+
+// What the copy engine is told about a tensor of 16-bit elements: its sizes and the box that it copies,
+// innermost first, and bytes from one index to the next of all but the innermost. What it reads outside of
+// the tensor is zeros.
+template <int kDims>
+static CUtensorMap tensor_map(CUtensorMapDataType type, const void* tensor, const cuuint64_t (&dims)[kDims],
+                              const cuuint64_t (&strides)[kDims - 1], const cuuint32_t (&box)[kDims]) {
+    typedef decltype(&cuTensorMapEncodeTiled) EncodeTiled;
+    static EncodeTiled encode = nullptr;
+    if (!encode) {
+        void* entry = nullptr;
+        cudaDriverEntryPointQueryResult found;
+        cudaCheck(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault,
+                                                   &found));
+        if (found != cudaDriverEntryPointSuccess) { die("the CUDA driver has no cuTensorMapEncodeTiled"); }
+        encode = (EncodeTiled)entry;
+    }
+    const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+    CUtensorMap map;
+    const CUresult result =
+        encode(&map, type, kDims, (void*)tensor, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result != CUDA_SUCCESS) {
+        std::string sizes;
+        for (const cuuint64_t size : dims) { sizes += format(" %lld", (long long)size); }
+        die("tensor map of%s at %p refused (CUDA error %d)", sizes.c_str(), tensor, (int)result);
+    }
+    return map;
+}
+
 // == 6.1 encoder ==
 // Forward:  out[b,t,:] = wte[token[b,t],:] + wpe[t,:]
 // Backward: dwte[v,:] += sum of dout[bt,:] over the positions bt where token v stood
@@ -2214,15 +2273,16 @@ static void adamw_update(const AdamW<floatX, float>& a, Stream stream) {
     cudaCheck(cudaGetLastError());
 }
 
-// Muon, as llmc/ops.h has it. Products are cuBLASLt's, one call for all matrices of a shape: q, k, v and
-// attproj of all layers (124M: 48), fc (12) and fcproj (12). Only the last one, which stores where the update
-// is read, takes a call for each part. In column-major terms, with x stored (rows,cols):
+// Muon, as llmc/ops.h has it. A product is one call for all matrices of a shape: q, k, v and attproj of all
+// layers (124M: 48), fc (12) and fcproj (12). Only the last one, which stores where the update is read, takes
+// a call for each part. Products are cuBLASLt's, but on Hopper gram and poly, which are symmetric, are those
+// of the kernel below. In column-major terms, with x stored (rows,cols):
 //     wide or square   gram = x x^T (k = rows)    G = X^T X    x' = a x + poly x    X' = a X + X P
 //     tall             gram = x^T x (k = cols)    G = X X^T    x' = a x + x poly    X' = a X + P X
 // poly = b gram + c gram gram, and both sums ride in the products, as C with a factor. A step of a matrix of
 // (m,n), m <= n, takes 4 m m n + 2 m^3 FLOPs: 60 C^3 for a layer, so 1.63 TFLOPs for 124M's five steps, where
-// the forward and backward of 65,536 tokens take some 53. Symmetric products are computed whole: without the
-// halves that are known it would be 42 C^3.
+// the forward and backward of 65,536 tokens take some 53. Without what lies above the diagonal of symmetric
+// products it is 43.5 C^3 (768 wide), of which 24 are x'.
 template <bool kGradsBf16>
 __global__ void __launch_bounds__(kUpdateThreads) muon_momentum_kernel(MuonMomentum<floatX, float> a) {
     if (a.state->skip) { return; }
@@ -2295,6 +2355,300 @@ __global__ void __launch_bounds__(kUpdateThreads)
     }
 }
 
+// ---- sm90: symmetric products by Hopper's tensor cores (wgmma) and copy engine (TMA), in bf16 ----
+// d (n,n) = alpha x x^T + c, or alpha x^T x + c, where c is nothing (gram) or beta x (poly). Nothing above
+// the diagonal is calculated (of a product 768 wide 54 %, counted in blocks of 64), and each block below it
+// is stored twice, the second time transposed. A block of threads takes one tile of 192 x 192 after the
+// other. Three warpgroups each own a strip of it, 64 rows; of a fourth, one thread starts all copies, up to
+// three stages of 64 k ahead, and c behind a tile's last ones:
+//
+//     copies      | 0 | 1 | 2 |   | 0 | ... | 2 | c | 0 | 1 | 2 |            of the next tile
+//     wgmma           | 0 | 1 | 2 | 0 | ...     | 2 |                 | 0 | 1 | 2 |
+//     epilogue                                      | d = .. + c, stored |
+//
+//     full[stage]     an mbarrier that hears of the copies' bytes      empty[stage]   all 12 warps are done
+//     c_full          c is in the staging blocks                       c_empty        d has left them
+//
+// All of it lies in blocks of 64 x 64 in the 128-byte swizzle. With tiles of 128, and two blocks of threads
+// an SM, a half more comes from L2, and gram took 8 to 25 % longer. Stores by warps of their own, beside the
+// next tile's products, were no faster (NOTES.md, "Muon").
+constexpr int kMuonSide = 3;                            // blocks of 64 along a tile
+constexpr int kMuonStages = 3;
+constexpr int kMuonBlock = 64 * 64;                     // elements
+[[maybe_unused]] constexpr int kMuonBlockBytes = kMuonBlock * sizeof(__nv_bfloat16);
+constexpr int kMuonThreads = (kMuonSide + 1) * 4 * kWarp;
+// A diagonal tile has two thirds of another one's work. The tiles of so many matrices are taken together, and
+// the diagonal ones last, so that blocks of threads end at about the same time; of all matrices, each would
+// have left the L2 when its diagonal's turn comes. (One at a time: 1600 wide 3 to 5 % slower, 768 no
+// different; all 48 of 768: 13 %.)
+[[maybe_unused]] constexpr int kMuonTogether = 4;
+
+struct MuonShared {
+    alignas(1024) __nv_bfloat16 a[kMuonStages][kMuonSide][kMuonBlock];      // of x: the tile's rows of d
+    __nv_bfloat16 b[kMuonStages][kMuonSide][kMuonBlock];            // and its columns, unless they are a
+    __nv_bfloat16 staging[kMuonSide][kMuonSide][kMuonBlock];        // of each strip: c, then d
+    uint64_t full[kMuonStages], empty[kMuonStages], c_full, c_empty;
+};
+static_assert(sizeof(MuonShared) <= 227 * 1024, "what a block may have on sm_90");
+
+struct MuonProduct {
+    int n, k, count, together;
+    float alpha, beta;
+    LLMC_HD int across() const { return (n + 64 * kMuonSide - 1) / (64 * kMuonSide); }
+    LLMC_HD int tiles() const { return across() * (across() + 1) / 2; }         // of a matrix
+};
+
+// Tile number t of the whole batch.
+struct MuonTile {
+    int matrix, row, col;               // row and col: of its first block
+    bool diagonal;
+
+    __device__ __forceinline__ MuonTile(const MuonProduct& p, int t) {
+        const int across = p.across(), below = across * (across - 1) / 2;
+        const int first = t / (p.together * p.tiles()) * p.together, here = min(p.together, p.count - first);
+        t -= first * p.tiles();
+        diagonal = t >= here * below;
+        if (diagonal) {
+            t -= here * below;
+            matrix = first + t / across;
+            row = col = t % across;
+        } else {
+            matrix = first + t / below;
+            col = t % below;
+            for (row = 1; col >= row; row++) { col -= row; }
+        }
+        row *= kMuonSide;
+        col *= kMuonSide;
+    }
+    // How many blocks strip i has to calculate: none outside of d, else up to the diagonal.
+    __device__ __forceinline__ int width(const MuonProduct& p, int i) const {
+        return (row + i) * 64 < p.n ? min(kMuonSide, row + i + 1 - col) : 0;
+    }
+};
+
+// The stage whose turn it is, and the parity of its barriers' phase.
+struct MuonStage {
+    int at = 0, phase = 0;
+    __device__ __forceinline__ void next() {
+        if (++at == kMuonStages) { at = 0; phase ^= 1; }
+    }
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// The thread that starts the copies.
+template <bool kTrans, bool kHasC>
+__device__ void muon_produce(MuonShared& shared, const CUtensorMap* x_map, const MuonProduct& p, int tiles) {
+    const int steps = (p.k + 63) / 64;
+    MuonStage stage;
+    int done = 0;
+    for (int t = blockIdx.x; t < tiles; t += gridDim.x, done++) {
+        const MuonTile tile(p, t);
+        const int a_blocks = min(kMuonSide, (p.n + 63) / 64 - tile.row);
+        const int b_blocks = tile.diagonal ? 0 : kMuonSide;
+        for (int it = 0; it < steps; it++, stage.next()) {
+            uint64_t* full = &shared.full[stage.at];
+            mbarrier_wait(&shared.empty[stage.at], stage.phase ^ 1);
+            mbarrier_expect(full, (a_blocks + b_blocks) * kMuonBlockBytes);
+            auto load = [&](__nv_bfloat16* to, int block) {
+                const int at = block * 64, k = it * 64;
+                tma_load_3d(to, x_map, full, kTrans ? at : k, kTrans ? k : at, tile.matrix);
+            };
+            for (int i = 0; i < a_blocks; i++) { load(shared.a[stage.at][i], tile.row + i); }
+            for (int i = 0; i < b_blocks; i++) { load(shared.b[stage.at][i], tile.col + i); }
+        }
+        if (kHasC) {
+            int blocks = 0;
+            for (int i = 0; i < kMuonSide; i++) { blocks += tile.width(p, i); }
+            mbarrier_wait(&shared.c_empty, done % 2 ^ 1);
+            mbarrier_expect(&shared.c_full, blocks * kMuonBlockBytes);
+            for (int i = 0; i < kMuonSide; i++) {
+                for (int b = 0; b < tile.width(p, i); b++) {
+                    tma_load_3d(shared.staging[i][b], x_map, &shared.c_full, (tile.col + b) * 64,
+                                (tile.row + i) * 64, tile.matrix);
+                }
+            }
+        }
+    }
+}
+
+// A warpgroup's strip, kWidth blocks of it, of tile number `done` of this block of threads.
+template <int kWidth, bool kTrans, bool kHasC>
+__device__ __forceinline__ void muon_strip(MuonShared& shared, MuonStage& stage, const CUtensorMap* d_map,
+                                           const MuonProduct& p, const MuonTile& tile, int done) {
+    const int strip = threadIdx.x / 128, warp = threadIdx.x % 128 / kWarp, lane = threadIdx.x % kWarp;
+    const bool stores = threadIdx.x % 128 == 0;
+    float d[kWidth > 0 ? kWidth * 8 : 1][4] = {};
+
+    // A stage is given back when the products of the next one have begun
+    int last = 0;
+    const int steps = (p.k + 63) / 64;
+    for (int it = 0; it < steps; it++) {
+        mbarrier_wait(&shared.full[stage.at], stage.phase);
+        if constexpr (kWidth > 0) {
+            const auto* b_tile = tile.diagonal ? shared.a[stage.at] : shared.b[stage.at];
+            const uint64_t a = wgmma_descriptor(shared.a[stage.at][strip], kMuonBlockBytes);
+            const uint64_t b = wgmma_descriptor(b_tile, kMuonBlockBytes);
+            wgmma_fence();
+#pragma unroll
+            for (int kk = 0; kk < 4; kk++) {            // 16 k: 32 bytes of a row, or 16 rows of 128
+                constexpr int kStep = kTrans ? 128 : 2;
+                wgmma_bf16<kWidth, kTrans>(d, a + kk * kStep, b + kk * kStep);
+            }
+            wgmma_commit();
+            wgmma_wait<1>();
+        }
+        if (it > 0) {
+            if (lane == 0) { mbarrier_arrive(&shared.empty[last]); }
+        } else if (kHasC && done > 0 && stores) {
+            tma_store_wait<0>();
+            mbarrier_arrive(&shared.c_empty);
+        }
+        last = stage.at;
+        stage.next();
+    }
+    wgmma_wait<0>();
+    if (lane == 0) { mbarrier_arrive(&shared.empty[last]); }
+
+    if constexpr (kWidth > 0) {
+        pin_registers(d);
+        // ldmatrix and stmatrix move four matrices of 8 x 8: the upper and the lower half of this warp's 16
+        // rows, 8 columns wide from 16 * group on, and the 8 columns beside them. Each lane names a row of
+        // one: where that lies in a block, and where in the transposed block its column lies.
+        const uint32_t staging = smem_address(shared.staging[strip]);
+        const int row8 = lane % 8, half = lane / 8 % 2, beside = lane / 16;
+        auto place = [&](int block, int group) {
+            return staging + block * kMuonBlockBytes + (warp * 16 + half * 8 + row8) * 128 +
+                   ((2 * group + beside) ^ row8) * 16;
+        };
+        auto mirrored_place = [&](int block, int group) {
+            return staging + block * kMuonBlockBytes + ((2 * group + beside) * 8 + row8) * 128 +
+                   ((2 * warp + half) ^ row8) * 16;
+        };
+        auto store = [&](int block, int row, int col) {
+            tma_store_fence();
+            named_barrier(1 + strip, 128);
+            if (stores) {
+                tma_store_3d(d_map, shared.staging[strip][block], col * 64, row * 64, tile.matrix);
+                tma_store_commit();
+            }
+        };
+
+        if (kHasC) {
+            mbarrier_wait(&shared.c_full, done % 2);
+        } else {                                        // the stores of the tile before have read staging
+            if (stores) { tma_store_wait<0>(); }
+            named_barrier(1 + strip, 128);
+        }
+        uint32_t words[kWidth][4][4];
+#pragma unroll
+        for (int b = 0; b < kWidth; b++) {
+#pragma unroll
+            for (int group = 0; group < 4; group++) {
+                uint32_t c[4] = {};
+                if (kHasC) { ldmatrix_x4(c, place(b, group)); }
+#pragma unroll
+                for (int m = 0; m < 4; m++) {
+                    const float* pair = &d[b * 8 + group * 2 + m / 2][m % 2 * 2];
+                    float low = p.alpha * pair[0], high = p.alpha * pair[1];
+                    if (kHasC) {                        // a bf16 is the upper half of the same fp32
+                        low = fmaf(p.beta, __uint_as_float(c[m] << 16), low);
+                        high = fmaf(p.beta, __uint_as_float(c[m] & 0xffff0000u), high);
+                    }
+                    words[b][group][m] = pack_bf16(low, high);
+                }
+                stmatrix_x4(place(b, group), words[b][group]);
+            }
+            store(b, tile.row + strip, tile.col + b);
+        }
+
+        // The same blocks transposed, each as soon as its first store has read the staging block
+#pragma unroll
+        for (int b = 0; b < kWidth; b++) {
+            if (tile.col + b == tile.row + strip) { break; }            // its own transpose
+            if (stores) { tma_store_wait<kWidth - 1>(); }
+            named_barrier(1 + strip, 128);
+#pragma unroll
+            for (int group = 0; group < 4; group++) {
+                stmatrix_x4_trans(mirrored_place(b, group), words[b][group]);
+            }
+            store(b, tile.col + b, tile.row + strip);
+        }
+    }
+}
+#endif
+
+template <bool kTrans, bool kHasC>
+__global__ void __launch_bounds__(kMuonThreads, 1)
+    muon_symmetric_sm90_kernel(const __grid_constant__ CUtensorMap d_map,
+                               const __grid_constant__ CUtensorMap x_map, MuonProduct p, int tiles) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) unsigned char sm90_bytes[];
+    auto& shared = *(MuonShared*)sm90_bytes;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < kMuonStages; i++) {
+            mbarrier_init(&shared.full[i], 1);
+            mbarrier_init(&shared.empty[i], kMuonSide * 4);
+        }
+        mbarrier_init(&shared.c_full, 1);
+        mbarrier_init(&shared.c_empty, kMuonSide);
+        mbarrier_fence_init();
+    }
+    __syncthreads();                                    // the barriers exist
+
+    // All begin with 128 registers; a strip's accumulators alone are 96
+    const int strip = threadIdx.x / 128;
+    if (strip == kMuonSide) {
+        registers_give<40>();
+        if (threadIdx.x % 128 == 0) { muon_produce<kTrans, kHasC>(shared, &x_map, p, tiles); }
+        return;
+    }
+    registers_take<152>();
+    MuonStage stage;
+    int done = 0;
+    for (int t = blockIdx.x; t < tiles; t += gridDim.x, done++) {
+        const MuonTile tile(p, t);
+        auto calculate = [&](auto width) {
+            muon_strip<width.value, kTrans, kHasC>(shared, stage, &d_map, p, tile, done);
+        };
+        switch (tile.width(p, strip)) {
+            case 0: calculate(std::integral_constant<int, 0>()); break;
+            case 1: calculate(std::integral_constant<int, 1>()); break;
+            case 2: calculate(std::integral_constant<int, 2>()); break;
+            default: calculate(std::integral_constant<int, kMuonSide>());
+        }
+    }
+    if (threadIdx.x % 128 == 0) { tma_store_wait<0>(); }        // shared memory goes with the block
+#else
+    __trap();
+#endif
+}
+
+// d (count,n,n) = alpha x x^T, x (count,n,k); with kTrans alpha x^T x, x (count,k,n); with kHasC, beta x is
+// added, and x (count,n,n) must be symmetric. What lies outside of a matrix is read as zeros and not written,
+// so that n and k need only be multiples of 8: the copy engine takes rows of whole 16 bytes.
+template <bool kTrans, bool kHasC>
+static void muon_symmetric_sm90(muonX* d, const muonX* x, int n, int k, int count, float alpha, float beta,
+                                Stream stream) {
+    auto map = [count](const muonX* matrices, int rows, int cols) {
+        const cuuint64_t row_bytes = cols * sizeof(muonX);
+        return tensor_map<3>(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, matrices,
+                             {(cuuint64_t)cols, (cuuint64_t)rows, (cuuint64_t)count},
+                             {row_bytes, rows * row_bytes}, {64, 64, 1});
+    };
+    const MuonProduct p = {n, k, count, std::min(kMuonTogether, count), alpha, beta};
+    const int tiles = count * p.tiles();
+    auto kernel = muon_symmetric_sm90_kernel<kTrans, kHasC>;
+    allow_shared_memory(kernel, sizeof(MuonShared));
+    kernel<<<std::min(tiles, device_sm_count), kMuonThreads, sizeof(MuonShared), stream>>>(
+        map(d, n, n), kTrans ? map(x, k, n) : map(x, n, k), p, tiles);
+    cudaCheck(cudaGetLastError());
+}
+
+// By the shape alone, so that a matrix has the same bits whoever computes it, beside how many others.
+static bool muon_uses_sm90(int rows, int cols) {
+    return kLowPrecision && sm90_kernels_run() && rows % 8 == 0 && cols % 8 == 0;
+}
+
 static void muon_orthogonalise(const MuonOrthogonalise<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     const bool tall = a.rows > a.cols;
@@ -2336,8 +2690,14 @@ static void muon_orthogonalise(const MuonOrthogonalise<floatX, float>& a, Stream
         const bool is_last = step + 1 == a.steps;
         const float last = is_last ? scale : 1.0f;
         const float keep = last * (float)kMuonA, b = last * (float)kMuonB, c = last * (float)kMuonC;
-        product(gram, x, x, {}, 1.0f, 0.0f, k, k, n, !tall, tall, places.parts);
-        product(poly, gram, gram, gram, c, b, k, k, k, false, false, places.parts);
+        if (!muon_uses_sm90(a.rows, a.cols)) {
+            product(gram, x, x, {}, 1.0f, 0.0f, k, k, n, !tall, tall, places.parts);
+            product(poly, gram, gram, gram, c, b, k, k, k, false, false, places.parts);
+        } else if constexpr (kLowPrecision) {
+            auto square_x = tall ? muon_symmetric_sm90<true, false> : muon_symmetric_sm90<false, false>;
+            square_x(gram.first, x.first, k, n, places.count(), 1.0f, 0.0f, stream);
+            muon_symmetric_sm90<false, true>(poly.first, gram.first, k, k, places.count(), c, b, stream);
+        }
         if (!is_last) { multiply_by_poly(y, 0, keep, places.parts); }
         for (int part = 0; is_last && part < places.parts; part++) {
             multiply_by_poly({a.out + places.at[part], places.stride}, part * places.layers, keep, 1);
@@ -2433,11 +2793,6 @@ static unsigned attention_grid(int T, int rows, int B, int NH) {
     const size_t blocks = (size_t)ceil_div(T, rows) * B * NH;
     if (blocks > 0x7fffffffu) { die("attention: B=%d T=%d NH=%d needs more than 2^31 blocks", B, T, NH); }
     return (unsigned)blocks;
-}
-
-// Dynamic shared memory above 48 KB has to be asked for, kernel by kernel.
-template <class Kernel> static void allow_shared_memory(Kernel kernel, size_t bytes) {
-    cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
 }
 
 // ---- plain: any element type and head size up to 512, fp32 arithmetic ----
@@ -3875,34 +4230,13 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
 #endif
 }
 
-// What the copy engine is told about a (B,T,slots,64) tensor: it copies boxes of 64 rows of one slot, by
-// coordinates {0, t, slot, b}. Slots are heads: 3*NH of qkv, NH of dout. (FP32 builds never call it.)
+// A (B,T,slots,64) tensor in boxes of 64 rows of one slot, by coordinates {0, t, slot, b}. Slots are heads:
+// 3*NH of qkv, NH of dout. (FP32 builds never call it.)
 [[maybe_unused]] static CUtensorMap attention_tensor_map(const floatX* tensor, int B, int T, int slots) {
-    typedef decltype(&cuTensorMapEncodeTiled) EncodeTiled;
-    static EncodeTiled encode = nullptr;
-    if (!encode) {
-        void* entry = nullptr;
-        cudaDriverEntryPointQueryResult found;
-        cudaCheck(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault,
-                                                   &found));
-        if (found != cudaDriverEntryPointSuccess) { die("the CUDA driver has no cuTensorMapEncodeTiled"); }
-        encode = (EncodeTiled)entry;
-    }
     const cuuint64_t row_bytes = (cuuint64_t)slots * 64 * sizeof(floatX);
-    const cuuint64_t dims[4] = {64, (cuuint64_t)T, (cuuint64_t)slots, (cuuint64_t)B};
-    const cuuint64_t strides[3] = {row_bytes, 64 * sizeof(floatX), row_bytes * T};      // of t, slot, b
-    const cuuint32_t box[4] = {64, kSm90Rows, 1, 1}, steps[4] = {1, 1, 1, 1};
-    CUtensorMap map;
-    const CUresult result =
-        encode(&map, kFp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
-               (void*)tensor, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result != CUDA_SUCCESS) {
-        die("attention: tensor map of B=%d T=%d slots=%d at %p refused (CUDA error %d)", B, T, slots,
-            (const void*)tensor, (int)result);
-    }
-    return map;
+    return tensor_map<4>(kFp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, tensor,
+                         {64, (cuuint64_t)T, (cuuint64_t)slots, (cuuint64_t)B},
+                         {row_bytes, 64 * sizeof(floatX), row_bytes * T}, {64, kSm90Rows, 1, 1});
 }
 
 template <int kStages, int kMinBlocks>
@@ -3938,29 +4272,6 @@ static void attention_backward_dkv_sm90(const AttentionBackward<floatX, float>& 
 }
 
 // ---- which form runs ----
-// Its thread limit tells the host for which architecture the code that runs on this GPU was compiled: on a
-// Hopper GPU that may be a plain sm_90 or a compute_80 build, where the sm90 bodies are traps.
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-__global__ void __launch_bounds__(128) sm90_probe_kernel() {}
-#else
-__global__ void __launch_bounds__(64) sm90_probe_kernel() {}
-#endif
-
-// Set once, at start: --kernels portable, and whether an FP32 build may round operands to TF32 (-f).
-static bool use_sm90_kernels = true, use_tf32 = false;
-static void select_kernels(bool portable_only, bool tf32) {
-    use_sm90_kernels = !portable_only;
-    use_tf32 = tf32 && sizeof(floatX) == 4;
-}
-
-static bool sm90_kernels_run() {
-    static const bool built = [] {
-        cudaFuncAttributes attributes;
-        cudaCheck(cudaFuncGetAttributes(&attributes, sm90_probe_kernel));
-        return attributes.maxThreadsPerBlock == 128;
-    }();
-    return use_sm90_kernels && built;
-}
 static bool attention_uses_sm90(int HS) { return sizeof(floatX) == 2 && sm90_kernels_run() && HS == 64; }
 
 // The shapes of the sm90 kernels: stages of tiles on their way, blocks that share an SM. NOTES.md has others.
