@@ -984,30 +984,27 @@ __global__ void __launch_bounds__(kNormMaxThreads)
     };
 
     // Starts the copies of kRows rows from `first` on into stage s. Rows beyond N and columns beyond C become
-    // zeros: they add nothing. A vector of two words is copied by two threads, its owner and the neighbour:
-    // each takes the even or the odd word of either's, so that a warp asks for whole sectors, and once.
-    const int odd = kWide == 1 ? 0 : threadIdx.x % 2;
+    // zeros: they add nothing.
     auto stage = [&](int first, int s) {
         x128* at = stage_at(s);
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
 #pragma unroll
             for (int j = 0; j < kColumns; j++) {
-                const size_t row = (size_t)(first + r) * C;
-                auto live = [&](int c) { return first + r < a.N && c < C; };
-                auto offset = [&](int c) { return live(c) ? row + c : 0; };
+                const bool live = first + r < a.N && column(j) < C;
+                const size_t offset = live ? (size_t)(first + r) * C + column(j) : 0;
 #pragma unroll
                 for (int w = 0; w < kWide; w++) {
-                    const int owner = kWide == 1 ? 0 : w - odd, c = column(j) + owner * kWidth;
-                    const uint4 *x = (const uint4*)(inp + offset(c)) + odd,
-                                *dx = (const uint4*)(dresidual + offset(c)) + odd;
-                    cp_async_16_or_zero(slot(at + owner, r, odd, j), x, live(c));
-                    cp_async_16_or_zero(slot(at + owner, r, kDresidual + odd, j), dx, live(c) && add);
+                    cp_async_16_or_zero(slot(at, r, w, j), (const uint4*)(inp + offset) + w, live);
                 }
 #pragma unroll
                 for (int i = 0; i < kDouts; i++) {
-                    const int c = column(j);
-                    cp_async_16_or_zero(slot(at, r, kWide + i, j), a.y[i].dout + offset(c), live(c));
+                    cp_async_16_or_zero(slot(at, r, kWide + i, j), a.y[i].dout + offset, live);
+                }
+#pragma unroll
+                for (int w = 0; w < kWide; w++) {
+                    const uint4* word = (const uint4*)(dresidual + offset) + w;
+                    cp_async_16_or_zero(slot(at, r, kDresidual + w, j), word, live && add);
                 }
             }
         }
@@ -1027,75 +1024,64 @@ __global__ void __launch_bounds__(kNormMaxThreads)
     for (int s = 0; s < kStages; s++) { stage(first + s * step, s); }
     load_statistics(first);
 
-    // The rows of a round, as words where they are held: see as_pack. xhat = inp*rstd + shift.
-    struct Round {
-        x128* at;                                           // their stage
+    // All groups of a block go as many rounds (`base` is the block's first row), or they would not meet at
+    // the barrier. s: the stage whose turn it is; half: of sums_shared, (2, group, warp, kSums).
+    int s = 0, half = 0;
+    for (int base = blockIdx.x * blockDim.y * kRows; base < a.N; base += step, first += step, half ^= 1) {
+        // This round's rows into registers, as words: see as_pack. xhat = inp*rstd + shift; sums: of g and of
+        // g*xhat, row by row.
+        cp_async_wait<kStages - 1>();
+        x128* at = stage_at(s);
         uint4 words[kRows][kTensors][kColumns];
-        float rstd[kRows], shift[kRows];
-    };
-    auto begin_round = [&](Round& t, int s, int next) {     // next: the first row of the round after it
-        if (kWide > 1) { __syncwarp(); }                    // the neighbour's copies are there, too
-        t.at = stage_at(s);
+        float rstd[kRows], shift[kRows], sums[kSums];
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
 #pragma unroll
             for (int i = 0; i < (Form::kHeld ? kTensors : 0); i++) {
 #pragma unroll
-                for (int j = 0; j < kColumns; j++) {
-                    t.words[r][i][j] = *(const uint4*)slot(t.at, r, i, j);
+                for (int j = 0; j < kColumns; j++) { words[r][i][j] = *(const uint4*)slot(at, r, i, j); }
+            }
+            rstd[r] = next_rstd[r];
+            shift[r] = -next_mean[r] * next_rstd[r];
+        }
+        auto word = [&](int r, int i, int j) {
+            if constexpr (Form::kHeld) { return words[r][i][j]; }
+            else { return *(const uint4*)slot(at, r, i, j); }
+        };
+        load_statistics(first + step);
+        // g of a row's elements in column j; d: the douts, or the sum of a tied norm's
+        auto gradient = [&](int r, int j, Floats (&d)[kNorms]) {
+            Floats g;
+            const Floats w0 = weight(0, j), w1 = weight(kNorms - 1, j);
+            d[0] = to_floats(as_pack(word(r, kWide, j)));
+            if constexpr (kDouts == 2) {
+                const Floats other = to_floats(as_pack(word(r, kWide + 1, j)));
+#pragma unroll
+                for (int k = 0; k < kWidth; k++) {
+                    if constexpr (kNorms == 2) { d[1].at[k] = other.at[k]; }
+                    else { d[0].at[k] += other.at[k]; }
                 }
             }
-            t.rstd[r] = next_rstd[r];
-            t.shift[r] = -next_mean[r] * next_rstd[r];
-        }
-        load_statistics(next);
-    };
-    auto word = [&](const Round& t, int r, int i, int j) {
-        if constexpr (Form::kHeld) { return t.words[r][i][j]; }
-        else { return *(const uint4*)slot(t.at, r, i, j); }
-    };
-    auto input = [&](const Round& t, int r, int j) {
-        return to_floats(as_pack<Residual>(word(t, r, 0, j), word(t, r, kWide - 1, j)));
-    };
-    // g of a row's elements in column j; d: the douts, or the sum of a tied norm's
-    auto gradient = [&](const Round& t, int r, int j, Floats (&d)[kNorms]) {
-        Floats g;
-        const Floats w0 = weight(0, j), w1 = weight(kNorms - 1, j);
-        d[0] = to_floats(as_pack(word(t, r, kWide, j)));
-        if constexpr (kDouts == 2) {
-            const Floats other = to_floats(as_pack(word(t, r, kWide + 1, j)));
 #pragma unroll
             for (int k = 0; k < kWidth; k++) {
-                if constexpr (kNorms == 2) { d[1].at[k] = other.at[k]; }
-                else { d[0].at[k] += other.at[k]; }
+                g.at[k] = d[0].at[k] * w0.at[k];
+                if constexpr (kNorms == 2) { g.at[k] = fmaf(d[1].at[k], w1.at[k], g.at[k]); }
             }
-        }
-#pragma unroll
-        for (int k = 0; k < kWidth; k++) {
-            g.at[k] = d[0].at[k] * w0.at[k];
-            if constexpr (kNorms == 2) { g.at[k] = fmaf(d[1].at[k], w1.at[k], g.at[k]); }
-        }
-        return g;
-    };
+            return g;
+        };
 
-    // First pass over a round's rows: their two sums, of g and of g*xhat, and the columns of the norms'
-    // biases and weights. The warps of a row exchange their sums through half `half` of sums_shared, (2,
-    // group, warp, kSums), so that one barrier is enough: the next round writes the other half.
-    auto exchange_of = [&](int half) {
-        return sums_shared + (half * blockDim.y + threadIdx.y) * warps * kSums;
-    };
-    auto first_pass = [&](const Round& t, int half) {
-        float sums[kSums];
+        // First pass over the rows: their two sums, and the columns of the norms' biases and weights.
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
             sums[2 * r] = sums[2 * r + 1] = 0.0f;
 #pragma unroll
             for (int j = 0; j < kColumns; j++) {
+                const Floats x = to_floats(as_pack<Residual>(word(r, 0, j), word(r, kWide - 1, j)));
                 Floats d[kNorms];
-                const Floats x = input(t, r, j), g = gradient(t, r, j, d);
+                const Floats g = gradient(r, j, d);
 #pragma unroll
                 for (int k = 0; k < kWidth; k++) {
-                    const float xhat = fmaf(x.at[k], t.rstd[r], t.shift[r]);
+                    const float xhat = fmaf(x.at[k], rstd[r], shift[r]);
                     sums[2 * r] += g.at[k];
                     sums[2 * r + 1] = fmaf(g.at[k], xhat, sums[2 * r + 1]);
 #pragma unroll
@@ -1106,16 +1092,18 @@ __global__ void __launch_bounds__(kNormMaxThreads)
                 }
             }
         }
+
+        // The warps of a row exchange their sums. One barrier is enough: the next round writes the other
+        // half. A stage is free for a later round's copies once its rows are in registers, or read twice.
+        float* exchange = sums_shared + (half * blockDim.y + threadIdx.y) * warps * kSums;
         constexpr int kLanesPerSum = kWarp / kSums;
         const float warp_total = warp_sums(sums);
-        if (lane % kLanesPerSum == 0) {
-            exchange_of(half)[warp * kSums + lane / kLanesPerSum] = warp_total;
-        }
-    };
-    // Second pass, over rows from `first` on: the gradient of x, added to the residual stream's, those of
-    // branches that are not that one (behind a dropout, or rounded), and the columns of what is stored.
-    auto second_pass = [&](const Round& t, int first, int half) {
-        const float* exchange = exchange_of(half);
+        if (lane % kLanesPerSum == 0) { exchange[warp * kSums + lane / kLanesPerSum] = warp_total; }
+        __syncthreads();
+        if (Form::kHeld) { stage(first + kStages * step, s); }
+
+        // Second pass: the gradient of x, added to the residual stream's, those of branches that are not that
+        // one (behind a dropout, or rounded), and the columns of what is stored.
         float row_sums[kSums] = {};
         for (int w = 0; w < warps; w++) {
 #pragma unroll
@@ -1123,20 +1111,20 @@ __global__ void __launch_bounds__(kNormMaxThreads)
         }
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
-            const float rstd = t.rstd[r],
-                        minus_g = rms ? 0.0f : divide(-rstd * row_sums[2 * r], C, inverse_C),
-                        minus_gx = divide(-rstd * row_sums[2 * r + 1], C, inverse_C);
+            const float minus_g = rms ? 0.0f : divide(-rstd[r] * row_sums[2 * r], C, inverse_C),
+                        minus_gx = divide(-rstd[r] * row_sums[2 * r + 1], C, inverse_C);
             const int end = first + r < a.N ? C : 0;
             const size_t row = (size_t)(first + r) * C;
 #pragma unroll
             for (int j = 0; j < kColumns; j++) {
-                Floats d[kNorms], result = to_floats(as_pack<Residual>(word(t, r, kDresidual, j),
-                                                                       word(t, r, kTensors - 1, j)));
-                const Floats x = input(t, r, j), g = gradient(t, r, j, d);
+                const Floats x = to_floats(as_pack<Residual>(word(r, 0, j), word(r, kWide - 1, j)));
+                Floats d[kNorms], result = to_floats(as_pack<Residual>(word(r, kDresidual, j),
+                                                                       word(r, kTensors - 1, j)));
+                const Floats g = gradient(r, j, d);
 #pragma unroll
                 for (int k = 0; k < kWidth; k++) {
-                    const float xhat = fmaf(x.at[k], rstd, t.shift[r]);
-                    result.at[k] += fmaf(g.at[k], rstd, fmaf(xhat, minus_gx, minus_g));
+                    const float xhat = fmaf(x.at[k], rstd[r], shift[r]);
+                    result.at[k] += fmaf(g.at[k], rstd[r], fmaf(xhat, minus_gx, minus_g));
                 }
                 const Pack<Residual> rounded = to_pack<Residual>(result);
                 store<true>(dresidual + row, column(j), end, rounded);
@@ -1159,20 +1147,6 @@ __global__ void __launch_bounds__(kNormMaxThreads)
                 }
             }
         }
-    };
-
-    // All groups of a block go as many rounds (`base` is the block's first row), or they would not meet at
-    // the barrier. s: the stage whose turn it is. A stage is free for a later round's copies once its rows
-    // are in registers, or have been read twice.
-    int s = 0, half = 0;
-    for (int base = blockIdx.x * blockDim.y * kRows; base < a.N; base += step, first += step, half ^= 1) {
-        cp_async_wait<kStages - 1>();
-        Round t;
-        begin_round(t, s, first + step);
-        first_pass(t, half);
-        __syncthreads();
-        if (Form::kHeld) { stage(first + kStages * step, s); }
-        second_pass(t, first, half);
         if (!Form::kHeld) { stage(first + kStages * step, s); }
         s = s + 1 == kStages ? 0 : s + 1;
     }
