@@ -3,12 +3,14 @@
 
     python3 dev/test/run.py                     # all that this machine can run
     python3 dev/test/run.py host gpu            # only suites whose name contains one of these words
+    python3 dev/test/run.py --missing gpu       # of the GPU's those that have not passed on these sources
     python3 dev/test/run.py --update-counts     # the last runs' numbers of tests into dev/test/expected.txt
     python3 dev/test/run.py --hash              # sha256 of the CUDA sources, for dev/test/gpu-results.txt
 
 A suite is a command whose last line is `N passed, N failed, N skipped`. One that dies, hangs, prints no such
 line or ran fewer tests than dev/test/expected.txt asks for counts as one failure. Its whole output is kept in
-build/logs/NAME.log. Where a GPU ran all of its suites, dev/test/gpu-results.txt says so to other machines.
+build/logs/NAME.log. What a GPU's suites said, dev/test/gpu-results.txt tells other machines, with a hash of
+the sources; a run that is broken off leaves the rows of those that have ended, and --missing goes on.
 """
 import glob
 import hashlib
@@ -72,6 +74,10 @@ def all_suites(gpu=True):
     suites += [make("build plain", ["build/plain/train_gpt2cpu"])]
     suites += [make("build asan", ["asan"], cores=4), make("build tsan", ["tsan"], cores=2),
                make("build fuzz", ["build/fuzz"], needs="clang")]
+    # The kernels' first: they decide most, and start one program each. The driver starts no more than some
+    # six a second for all GPUs together, which is what the other suites wait for.
+    suites += [Suite("gpu test " + kind, ["build/check/test_gpt2." + kind], ["nvcc test_gpt2." + kind], "gpu",
+                     gpu=2) for kind in kinds]
     # Starting on a GPU takes long, so what the precision cannot change is tested in one of them.
     for test in ("cli", "loop"):
         for kind, part in [("BF16", 0)] + [(kind, 1) for kind in kinds]:
@@ -85,8 +91,6 @@ def all_suites(gpu=True):
     resume = [PYTHON, "dev/test/test_resume.py"]
     suites += [Suite("gpu resume " + kind, resume + ["build/check/train_gpt2." + kind, "--numeric=1"],
                      ["nvcc train_gpt2." + kind], "gpu", gpu=2) for kind in kinds]
-    suites += [Suite("gpu test " + kind, ["build/check/test_gpt2." + kind], ["nvcc test_gpt2." + kind], "gpu",
-                     gpu=2) for kind in kinds]
     breaks = [PYTHON, "dev/test/break_all.py", "build/check/test_gpt2.BF16", "kernels", "--small", "model"]
     suites += [Suite("gpu break BF16", breaks, ["nvcc test_gpt2.BF16"], "gpu", cores=4, gpu=2)]
     cpu, asan = ["build cpu"], ["build asan", "build cpu"]
@@ -189,6 +193,14 @@ def read_fields(path):
             return dict(line.strip().split(": ", 1) for line in f if ": " in line and line[0] != "#")
     except FileNotFoundError:
         return {}
+
+
+def good_on_gpu():
+    """Suites that have passed with these sources."""
+    fields = read_fields(GPU_RESULTS)
+    rows = {name: CLOSING.match(text) for name, text in fields.items() if name != "counts"}
+    good = {name for name, row in rows.items() if row and int(row[1]) and not int(row[2])}
+    return good if fields.get("sha256") == cuda_hash() else set()
 
 
 def gpu_report(suites, expected, have):
@@ -421,11 +433,16 @@ def main():
     if words == ["--update-counts"]:
         update_counts()
         return 0
+    missing = "--missing" in words
+    words = [word for word in words if word != "--missing"]
     gpus = list_gpus()
     have = {None: True, "nvcc": has_nvcc(), "clang": has_clang(), "gpu": len(gpus) >= 1,
             "gpu build": len(gpus) >= 1, "gpus": len(gpus) >= 2}
     everything, expected = all_suites(have["gpu"]), read_fields(EXPECTED)
     suites = chosen(everything, words, have)
+    if missing:
+        good = good_on_gpu()
+        suites = [s for s in suites if s.needs not in ON_GPU or s.name not in good]
     on_gpu = {s.name: have[s.needs] for s in everything if s.needs in ON_GPU}
     rows = []
     try:
@@ -434,7 +451,7 @@ def main():
         ran = [row for row in rows if row[0] in on_gpu and row[5] != "skipped"]
         if have["gpu"] and ran:
             write_gpu_results(ran, [name for name in on_gpu if name not in {row[0] for row in ran}])
-    if not words:
+    if not words and not missing:
         names = {s.name for s in everything if s.counts}
         rows += [(name, 0, 1, 0, 0.0, f"is in {EXPECTED} but no suite any more") for name in expected
                  if name not in names]

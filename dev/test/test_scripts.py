@@ -873,9 +873,17 @@ def test_run_main():
     check(main(gpu=1, clean=False, **several) == (0, closing(7, 0, 6), True), "then with one")
     results = read("dev/test/gpu-results.txt")
     check(row in results and "counts: 6 passed, 0 failed, 2 skipped" in results, f"its row stays: {results}")
+    check(main("--missing", "gpu", gpu=2, clean=False, **several) == (0, closing(1, 0, 0), True),
+          "what has passed is not run again, but for its build")
+    write("dev/test/gpu-results.txt", results.replace("gpu one: 3 passed, 0", "gpu one: 3 passed, 1"))
+    check(main("--missing", "gpu", gpu=2, clean=False, **several) == (0, closing(4, 0, 1), True),
+          "what has failed is run again")
+    check("counts: 6 passed, 0 failed, 2 skipped" in read("dev/test/gpu-results.txt"), "all rows are there")
     write("a.cu", "other sources")
     main(gpu=1, clean=False, **several)
     check(row not in read("dev/test/gpu-results.txt"), "the row of other sources goes")
+    check(main("--missing", "gpu", gpu=2, clean=False, **several) == (0, closing(4, 0, 1), True),
+          "all that these sources miss")
 
 
 def test_run_writes_gpu_results():
