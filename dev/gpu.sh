@@ -4,6 +4,7 @@
 #
 #   dev/gpu.sh                       everything
 #   dev/gpu.sh build test bench      only these steps: build test ptx sanitize determinism multi compare bench
+#   dev/gpu.sh missing               of the step test, the suites that have not passed on these sources yet
 #
 # Prints a short table last and keeps all output in build/gpu/*.log. The step test is `make test-gpu`, which
 # writes dev/test/gpu-results.txt; the other steps' rows are added below, if they ran the same sources.
@@ -63,6 +64,9 @@ for step in $steps; do
         ;;
     test)   # the suites of `make test-gpu`
         suite test python3 dev/test/run.py gpu
+        ;;
+    missing)
+        suite missing python3 dev/test/run.py --missing gpu
         ;;
     ptx)    # the portable code, as a GPU without machine code of its own would run it
         suite "sm_80 PTX, BF16" build/ptx/test_gpt2.BF16
@@ -129,7 +133,7 @@ done
 echo
 printf '%s\n' "${table[@]}"
 # beside what run.py wrote about the same sources
-others=$(printf '%s\n' "${table[@]}" | grep -v -E '^(build|test) ')
+others=$(printf '%s\n' "${table[@]}" | grep -v -E '^(build|test|missing) ')
 if [ -n "$others" ] && grep -q "^sha256: $(python3 dev/test/run.py --hash)$" $results; then
     printf '\ndev/gpu.sh, %s\n%s\n' "$(date -u +%Y-%m-%d)" "$others" >>$results
 fi
