@@ -21,9 +21,8 @@ except ImportError:
     sys.exit(0)
 
 from checks import ROOT
-from trainer import (Count, Program, check, check_close, check_equal, check_refused, exact, main,
-                     model_path, read_bytes, run, run_ok, sentences, skip, tolerance, without_checksum,
-                     write_bytes)
+from trainer import (Program, check, check_close, check_equal, check_refused, exact, main, model_path,
+                     read_bytes, run, run_ok, sentences, skip, tolerance, without_checksum, write_bytes)
 
 sys.path.insert(0, os.path.join(ROOT, "dev/reference"))
 import formats                          # gives: Dims, read_checkpoint, dropout_factors, NAMES
@@ -353,7 +352,6 @@ def test_refused():
         struct.pack_into("<i", broken, 4 * word, value)
         write_bytes(f"bad_{name}.bin", broken)
         check_refused(name, {"-e": f"bad_{name}.bin"}, said)
-    Count.name = "refused"
     tool = os.path.join(ROOT, "dev/eval/export_hf.py")
     p = subprocess.run([sys.executable, tool, path, "hf"], capture_output=True, text=True, check=False)
     said = "not GPT-2" in p.stderr and "parallel" in p.stderr and p.stderr.count("\n") <= 3

@@ -28,7 +28,7 @@ import time
 
 from test_ranks import enough, most_ranks, named, on_cpu, session_processes, side_by_side
 from checks import ROOT
-from trainer import (LIMIT_S, Count, Program, Result, check, check_equal, check_refused, log_columns,
+from trainer import (LIMIT_S, Program, Result, check, check_equal, check_refused, log_columns,
                      main, model_path, param_sizes, read_bytes, run, run_ok, sentences, skip, snapshot,
                      without_scaling, write_bytes, write_shard)
 
@@ -768,7 +768,6 @@ def test_other_runs():
     check_refused("fewer shards", {"-i": "part_[01].bin", "-y": 1, "-o": folder}, "training data")
     check_refused("no -y", {"-o": folder}, "already holds a run", "-y 1")
     check_refused("no -o", {"-o": "", "-y": 1}, "-y 1 needs -o")
-    Count.name = "other_runs"
     os.mkdir("empty")
     for title in ("empty", "new/er"):
         result = run({"-y": 1, "-o": title})
