@@ -606,6 +606,7 @@ WRONG = {"    make nothing": "no target nothing", "    make plot RUM=x": "no set
          "    mpirun -np 2 ./train_gpt2cu ... -zs 7": "0 to 2, not '7'", "see `make nothing`": "nothing",
          "    python3 dev/data/none.py": "no dev/data/none.py", "see [x](none.md)": "no none.md",
          "    python3 dev/data/get.py tinystories --nonsense": "knows no --nonsense",
+         "    python3 dev/data/get.py tinystories --shard 3": "knows no --shard",      # a piece of --shards
          "    scripts/run_none.sh": "no scripts/run_none.sh", "see `dev/none.py`": "no dev/none.py",
          "    build/none runs/x": "no target none", "    foo bar": "foo is neither",
          "    a=1 make \\\n      nothing": "no target nothing"}
@@ -619,6 +620,24 @@ def test_readme_commands():
     for text, wanted in WRONG.items():
         seen = check_docs.look(text + "\n")
         check(len(seen) == 1 and wanted in seen[0][1], f"{text}: {seen}")
+
+
+def test_readme_command_without_end():
+    """It fails with what it said, and all that it began ends with it."""
+    before, check_docs.LIMIT_S = check_docs.LIMIT_S, 2
+    try:
+        code, said = check_docs.run_line("echo $$; sleep 1000 & sleep 1000")
+    finally:
+        check_docs.LIMIT_S = before
+    check(code == "none: no end after 2 s" and said.strip().isdigit(), f"{code}, {said!r}")
+    end = time.monotonic() + 10                     # the system takes a moment
+
+    def left():
+        return [pid for pid, fields in runner.session_stats(int(said)) if fields[0] != "Z"]
+    while left() and time.monotonic() < end:
+        time.sleep(0.05)
+    check(not left(), f"processes are left: {left()}")
+    check(check_docs.run_line("false | cat") == (1, ""), "the first of a pipeline fails")
 
 
 # ---- break_all.py ----
