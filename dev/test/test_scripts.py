@@ -903,24 +903,28 @@ def test_run_main():
     check(row not in read("dev/test/gpu-results.txt"), "the row of other sources goes")
     check(main("--missing", "gpu", gpu=2, clean=False, **several) == (0, closing(4, 0, 1), True),
           "all that these sources miss")
+    tested = runner.cuda_hash()
+    main(gpu=1, more={"gpu_edits": ("echo more >>a.cu; " + GOOD, {"needs": "gpu"})})
+    check("sha256: " + tested in read("dev/test/gpu-results.txt") and runner.cuda_hash() != tested,
+          "sources that changed while the suites ran have not run")
 
 
 def test_run_writes_gpu_results():
     write("a.cu", "kernel")
     os.makedirs("dev/test")
     rows = [("gpu one", 5, 0, 1, 2.0, ""), ("gpu two", 7, 1, 0, 3.0, "")]
-    runner.write_gpu_results(rows)
+    runner.write_gpu_results(rows, runner.cuda_hash())
     fields = runner.read_fields("dev/test/gpu-results.txt")
     check(fields["counts"] == "12 passed, 1 failed, 1 skipped", fields)
     check(fields["gpu one"] == "5 passed, 0 failed, 1 skipped", fields)
     check(fields["sha256"] == runner.cuda_hash(), fields)
     with open("dev/test/gpu-results.txt", "a", encoding="utf-8") as f:
         f.write("\nmemcheck: ok\n")
-    runner.write_gpu_results(rows)
+    runner.write_gpu_results(rows, runner.cuda_hash())
     check(read("dev/test/gpu-results.txt").endswith("\n\nmemcheck: ok\n"),
           "other steps of these sources stay")
     write("a.cu", "another")
-    runner.write_gpu_results(rows)
+    runner.write_gpu_results(rows, runner.cuda_hash())
     check("memcheck" not in read("dev/test/gpu-results.txt"), "those of other sources go")
 
 
