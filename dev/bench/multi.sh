@@ -94,8 +94,8 @@ IFS=: read -r model _ <<<"${sizes%% *}"
 echo "== equal bits: $model, 20 steps of 8 lanes"
 for n in 1 $counts; do
     rm -rf $logs/bits.$n
-    "$train" --gpus "$n" -zs $((n > 1)) --lanes 8 -e "$model" -b 4 -z $((32 * length)) -x 20 -o $logs/bits.$n \
-        "${common[@]}" >$logs/bits.log
+    "$train" --gpus "$n" -zs $((n > 1)) --lanes 8 -e "$model" -b 4 -z $((32 * length)) -x 20 \
+        -o "$logs/bits.$n" "${common[@]}" >$logs/bits.log
     if [ "$n" = 1 ]; then continue; fi          # the judge of the others
     same=differ
     if cmp -s $logs/bits.{1,$n}/main.log && cmp -s $logs/bits.{1,$n}/model_00000020.bin; then same=equal; fi
