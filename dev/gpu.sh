@@ -104,9 +104,10 @@ for step in $steps; do
                     if [ $n -gt "$gpus" ] || [ $n$zs = 11 ] || [ $n$zs = 12 ]; then continue; fi
                     out=build/gpu/multi.$precision.$n.$zs
                     rm -rf $out
-                    $train --gpus $n -zs $zs --lanes 8 -i "${DATA}_train.bin" -j "${DATA}_val.bin" \
-                        -b 8 -t 256 -z 16384 -x 50 -v 25 -s 0 -o $out >$out.log 2>&1
-                    alone=${alone:-$out}
+                    check "$precision, $n GPUs, -zs $zs: run" $train --gpus $n -zs $zs --lanes 8 \
+                        -i "${DATA}_train.bin" -j "${DATA}_val.bin" -b 8 -t 256 -z 16384 -x 50 -v 25 -s 0 \
+                        -o $out
+                    if [ -z "$alone" ]; then alone=$out; continue; fi       # the judge of the others
                     check "$precision, $n GPUs, -zs $zs: log" cmp $alone/main.log $out/main.log
                     check "$precision, $n GPUs, -zs $zs: model" cmp {$alone,$out}/model_00000050.bin
                 done

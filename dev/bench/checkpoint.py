@@ -28,13 +28,15 @@ def disk_speed(folder, gib=4):
     """GB/s of writing a file in large pieces, until it is on the disk."""
     path, piece = os.path.join(folder, "speed"), os.urandom(1 << 20) * 64
     start = time.monotonic()
-    with open(path, "wb") as f:
-        for _ in range(gib * 16):
-            f.write(piece)
-        f.flush()
-        os.fsync(f.fileno())
-    seconds = time.monotonic() - start
-    os.unlink(path)
+    try:
+        with open(path, "wb") as f:
+            for _ in range(gib * 16):
+                f.write(piece)
+            f.flush()
+            os.fsync(f.fileno())
+        seconds = time.monotonic() - start
+    finally:                                # of a full disk, too
+        os.unlink(path)
     return gib * 1.073741824 / seconds
 
 

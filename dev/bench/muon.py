@@ -3,7 +3,7 @@
 
     python3 dev/bench/muon.py cost                      # 124M, a minute on an H200
     python3 dev/bench/muon.py cost --model d48 --batch 16 --totals 16384 524288 --steps 30 3
-    python3 dev/bench/muon.py loss --data dev/data/debian-docs/debian-docs      # 600 steps each, 7 minutes
+    python3 dev/bench/muon.py loss --data dev/data/debian-docs/debian_docs      # 600 steps each, 7 minutes
     python3 dev/bench/muon.py loss --data PREFIX --steps 3000 --every 100 --adamw 2.4e-3 --muon \\
         --results build/muon.jsonl                      # a run of 124M, by arithmetic 332 s; then likewise
                                                         # --adamw 4.8e-3, --adamw --muon 0.02 (330 s) ...
@@ -64,8 +64,8 @@ def cost(args):
             for total, steps in zip(args.totals, args.steps):
                 for optimizer in (("adamw", "muon"), ("muon", "adamw"))[i % 2]:
                     rates = args.still * ("-l 0" if optimizer == "adamw" else "-l 0 --muon-lr 0")
-                    out, _ = trainer(args, f"-z {total} -x {steps} -v 0 -i {shard} --optimizer {optimizer} "
-                                           f"{rates}")
+                    out, _ = trainer(args, f"-z {total} -x {steps} -v 0 -i {shlex.quote(shard)} "
+                                           f"--optimizer {optimizer} {rates}")
                     ms = [float(x) for x in re.findall(r"\| ([\d.]+) ms \|", out)]
                     if optimizer == "muon":
                         memory = re.search(r"^memory: .*", out, re.M)[0]
@@ -83,8 +83,12 @@ def cost(args):
     print("Muon's " + memory)
 
 
+def shards(args, part):
+    return shlex.quote(f"{args.data}_{part}_*.bin")
+
+
 def common_flags(args):
-    return (f"-i '{args.data}_train_*.bin' -z {args.total} -x {args.steps} -u {args.warmup} -q 0.1 "
+    return (f"-i {shards(args, 'train')} -z {args.total} -x {args.steps} -u {args.warmup} -q 0.1 "
             f"-c {args.decay} --seed {args.seed}")
 
 
@@ -112,7 +116,7 @@ def loss_run(args, flags, stored):
 
 
 def loss(args):
-    common = f"{common_flags(args)} -j '{args.data}_val_*.bin' -v {args.every} -m {args.val_batches}"
+    common = f"{common_flags(args)} -j {shards(args, 'val')} -v {args.every} -m {args.val_batches}"
     runs = {("adamw", lr): f"{common} --optimizer adamw -l {lr}" for lr in args.adamw}
     runs.update({("muon", lr): f"{common} --optimizer muon -l {args.others_lr} --muon-lr {lr}"
                  for lr in args.muon})
@@ -147,7 +151,7 @@ def pytorch(args):
                            f"--muon-lr {args.muon[0]}")
     twin = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "reference", "train_gpt2.py")
     words = [sys.executable, twin] + shlex.split(
-        f"--optimizer muon --model {args.model} --input_bin '{args.data}_train_*.bin' --dtype bfloat16 "
+        f"--optimizer muon --model {args.model} --input_bin {shards(args, 'train')} --dtype bfloat16 "
         f"--overfit_single_batch 0 --batch_size {args.batch} --sequence_length {length} "
         f"--total_batch_size {args.total} --num_iterations {args.steps} --warmup_iters {args.warmup} "
         f"--learning_rate_decay_frac 0.1 --weight_decay {args.decay} --seed {args.seed} "

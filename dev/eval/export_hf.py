@@ -35,7 +35,7 @@ def model_config(dims, dtype):
         "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "initializer_range": 0.02,
         "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
         "reorder_and_upcast_attn": False, "tie_word_embeddings": True, "use_cache": True,
-        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,       # it was trained without dropout
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,       # dropout is no part of a model file
         "bos_token_id": end, "eos_token_id": end,
         "torch_dtype": {"F32": "float32", "BF16": "bfloat16"}[dtype],
     }
@@ -102,7 +102,7 @@ def model_card(name, dims, dtype, source):
              f"GPT-2 with {count_parameters(dims):,} parameters: {dims.L} layers, {dims.NH} heads, "
              f"{dims.C} channels, {dims.maxT} positions, {dims.V} tokens, "
              f"{'fp32' if dtype == 'F32' else 'bf16'}. Exported from `{os.path.basename(source)}`"
-             + (f", validation loss {loss}" if loss else "") + ", without dropout.", "",
+             + (f", validation loss {loss}" if loss else "") + ".", "",
              "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer",
              "model = AutoModelForCausalLM.from_pretrained(folder)",
              "tokenizer = AutoTokenizer.from_pretrained(folder)", "```", "",
@@ -143,12 +143,12 @@ def move_folder(made, folder):
         os.rename(made, folder)
         return
     old = beside(folder)
-    os.rename(folder, old)
     try:
+        os.rename(folder, old)
         os.rename(made, folder)
-    except OSError:
-        os.rename(old, folder)
-        raise
+    finally:                                # a signal, too, may come between the two
+        if not os.path.lexists(folder):
+            os.rename(old, folder)
     shutil.rmtree(old)
 
 

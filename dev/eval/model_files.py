@@ -1,9 +1,9 @@
 """What export_hf.py and import_hf.py share: both kinds of file, and the names of their tensors.
 
     dims, tensors = read_bin("model_00000010.bin")          # {"transformer.h.0.ln_1.weight": Tensor, ...}
-    write_safetensors(path, dims, tensors, "BF16")
-    dims, tensors = check_tensors(path, dims, read_safetensors(path))
-    write_bin(path, dims, tensors, "F32")
+    write_safetensors(f, dims, tensors, "BF16")             # f: a file that is open for writing
+    tensors = read_safetensors("model.safetensors")
+    write_bin(f, dims, tensors, "F32")                      # after import_hf.py's check_tensors
 
 A Tensor is a piece of a mapped file: what is in memory besides the file's own pages is the tensor that is
 being written, one layer's. Both sides are in Hugging Face's names and shapes: its linear layers are (in,

@@ -436,7 +436,7 @@ def our_race(args, folder):
     run([args.train.format(precision=precision), *map(str, race_flags(args)[0]), "-o", folder], timeout=1200)
     with open(os.path.join(folder, "metrics.jsonl")) as f:
         rows = [row for row in map(json.loads, f) if "loss" in row and "ms" in row]
-    return [(row["loss"], row["ms"]) for row in rows], glob.glob(os.path.join(folder, "model_*.bin"))[-1]
+    return [(row["loss"], row["ms"]) for row in rows], max(glob.glob(os.path.join(folder, "model_*.bin")))
 
 
 def twin_race(args, folder):

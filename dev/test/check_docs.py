@@ -12,11 +12,13 @@ is train_gpt2cpu under that name, with a tiny model. The data sets are made of t
 nothing is downloaded.
 """
 import argparse
+import contextlib
 import json
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -113,8 +115,9 @@ def make_error(words):
 def trainer_error(words):
     """The program itself parses the flags; --help comes last, and is reached if all of them are known."""
     words = [{"RANK": "0"}.get(word, word) for word in words if word != "..."]
-    return subprocess.run(["./train_gpt2cpu", *words, "--help"], cwd=ROOT, stdout=subprocess.DEVNULL,
-                          stderr=subprocess.PIPE, text=True, check=False).stderr.strip()
+    done = subprocess.run(["./train_gpt2cpu", *words, "--help"], cwd=ROOT, stdout=subprocess.DEVNULL,
+                          stderr=subprocess.PIPE, text=True, check=False)
+    return done.stderr.strip() or (f"exit code {done.returncode}" if done.returncode else "")
 
 
 sources = {}
@@ -128,7 +131,7 @@ def script_error(path, words):
             sources[path] = f.read()
     for word in words:
         name = word.partition("=")[0]
-        if name.startswith("--") and not re.search(re.escape(name) + r"\b", sources[path]):
+        if name.startswith("--") and not re.search(re.escape(name) + r"(?![\w-])", sources[path]):
             return f"{path} knows no {name}"
     return ""
 
@@ -218,6 +221,20 @@ def smaller(line, gpus):
     return line + " -e " + TINY if begins and not gpus else line
 
 
+def run_line(line):
+    """(exit code, what it said). A session of its own: whatever it starts ends with it, whyever this does."""
+    with subprocess.Popen(["bash", "-eo", "pipefail", "-c", line], stdin=subprocess.DEVNULL,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True) as child:
+        try:
+            said, _ = child.communicate(timeout=LIMIT_S)
+            return child.returncode, said.decode("utf-8", "replace")
+        except subprocess.TimeoutExpired as e:
+            return f"none: no end after {LIMIT_S} s", (e.stdout or b"").decode("utf-8", "replace")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+
+
 def run_all(text, gpus, without):
     for line in commands(text):
         whys = [why for pattern, here, why in NOT_HERE if re.search(pattern, line) and not here()]
@@ -227,13 +244,7 @@ def run_all(text, gpus, without):
             print(f"SKIP ({whys[0]}): {line}", flush=True)
             continue
         began, run = time.monotonic(), smaller(line, gpus)
-        try:
-            done = subprocess.run(["bash", "-eo", "pipefail", "-c", run], stdin=subprocess.DEVNULL,
-                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT_S,
-                                  check=False)
-            code, said = done.returncode, done.stdout.decode("utf-8", "replace")
-        except subprocess.TimeoutExpired:
-            code, said = "no end", ""
+        code, said = run_line(run)
         counts["passed" if code == 0 else "failed"] += 1
         print(f"{'ok' if code == 0 else 'FAIL'} ({time.monotonic() - began:.0f} s): {run}", flush=True)
         if code != 0:
@@ -255,7 +266,7 @@ def main():
         print(f"FAIL {what}\n    {error}")
     if args.only_look or wrong:
         print(f"{len(seen) - len(wrong)} passed, {len(wrong)} failed, 0 skipped")
-        return 1 if wrong else 0
+        return 1 if wrong or not seen else 0
     listed = subprocess.run("nvidia-smi -L", shell=True, capture_output=True, text=True, check=False).stdout
     with scratch_folder("check_docs_", args.keep) as folder:
         prepare(folder)

@@ -222,11 +222,11 @@ def gpu_report(suites, expected, have):
         print(f"Their last run, of these very sources: {about}.")
 
 
-def write_gpu_results(rows, others=()):
-    """As long as the sources are the same, what dev/gpu.sh wrote below the first empty line stays, and so do
-    the rows of suites that did not run this time, `others`."""
+def write_gpu_results(rows, sources, others=()):
+    """sources: cuda_hash() of when they began to run. As long as it is the same, what dev/gpu.sh wrote below
+    the first empty line stays, and so do the rows of suites that did not run this time, `others`."""
     more, fields = "", read_fields(GPU_RESULTS)
-    if fields.get("sha256") == cuda_hash():
+    if fields.get("sha256") == sources:
         with open(GPU_RESULTS, encoding="utf-8") as f:
             more = "".join(f.read().partition("\n\n")[1:])[1:]
         kept = [(name, CLOSING.match(fields.get(name, ""))) for name in others]
@@ -239,7 +239,7 @@ def write_gpu_results(rows, others=()):
                 f"gpu: {name}\n"
                 f"driver: {driver}\n"
                 f"counts: {total[0]} passed, {total[1]} failed, {total[2]} skipped\n"
-                f"sha256: {cuda_hash()}\n")
+                f"sha256: {sources}\n")
         f.writelines(f"{row[0]}: {row[1]} passed, {row[2]} failed, {row[3]} skipped\n" for row in rows)
         f.write(more)
 
@@ -444,13 +444,13 @@ def main():
         good = good_on_gpu()
         suites = [s for s in suites if s.needs not in ON_GPU or s.name not in good]
     on_gpu = {s.name: have[s.needs] for s in everything if s.needs in ON_GPU}
-    rows = []
+    rows, sources = [], cuda_hash()         # who edits them meanwhile has not tested what he wrote
     try:
         run_all(suites, have, expected, gpus, rows)
     finally:                                    # of a run that is broken off, too, what has ended is kept
         ran = [row for row in rows if row[0] in on_gpu and row[5] != "skipped"]
         if have["gpu"] and ran:
-            write_gpu_results(ran, [name for name in on_gpu if name not in {row[0] for row in ran}])
+            write_gpu_results(ran, sources, [name for name in on_gpu if name not in {row[0] for row in ran}])
     if not words and not missing:
         names = {s.name for s in everything if s.counts}
         rows += [(name, 0, 1, 0, 0.0, f"is in {EXPECTED} but no suite any more") for name in expected

@@ -32,8 +32,8 @@ import threading
 import time
 
 from checks import ROOT
-from trainer import (B, C, L, LIMIT_S, LOG_LINE, MODEL_MAGIC, PARAMS, SHARD_MAGIC, T, TINY, V, Count,
-                     Program, Result, check, check_close, check_equal, check_refused, log_columns,
+from trainer import (B, C, L, LIMIT_S, LOG_LINE, MODEL_MAGIC, PARAMS, SHARD_MAGIC, T, TINY, V, Program,
+                     Result, check, check_close, check_equal, check_refused, log_columns,
                      log_lines, main, model_path, param_sizes, read_bytes, read_model, run, run_ok,
                      sentences, skip, snapshot, tolerance, without_checksum, write_bytes, write_shard)
 
@@ -1147,7 +1147,6 @@ def test_bad_folders():
         os.mkfifo("pipes/" + name)
         check_refused(f"FIFO as {name}", {"-o": "pipes"}, name, "regular file")
         shutil.rmtree("pipes")
-    Count.name = "bad_folders"
     if os.geteuid() == 0:
         skip("a folder without write permission: root may write everywhere")
     else:
@@ -1236,11 +1235,9 @@ def test_failed_start():
         for path in glob.glob("failed/*_*"):
             os.remove(path)
         check_refused("-o with a step", {"-o": "failed"}, "failed", "already holds a run (main.log)", "-y 1")
-        Count.name = "failed_start"
         shutil.rmtree("failed")
     run_ok({"-o": "val_first", "-x": 1, "-v": 1})
     check_refused("-o with a validation and a step", {"-o": "val_first"}, "already holds")
-    Count.name = "failed_start"
     # a disk that is full at the very first file
     def no_files():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -27,7 +27,7 @@ import sys
 import time
 
 from run import session_stats
-from trainer import (LIMIT_S, LOG_LINE, Count, Program, Result, check, check_close, check_equal,
+from trainer import (LIMIT_S, LOG_LINE, Program, Result, check, check_close, check_equal,
                      check_ran, check_refused, log_lines, main, model_path, param_sizes, read_bytes, run,
                      run_ok, sentences, shorten, skip, tolerance, without_checksum, write_bytes,
                      write_shard)
@@ -554,7 +554,7 @@ def refused_jobs(name, jobs, *said, code=1, limit=LIMIT_S):
 
 def test_bad_flags():
     """In numbers and in combinations; whatever is wrong is said once, however many ranks see it."""
-    tokens, name = SMALL_T, Count.name
+    tokens = SMALL_T
     cases = [
         ({"--gpus": -1}, "--gpus", "'-1'"), ({"--gpus": 100000}, "--gpus", "'100000'"),
         ({"--gpus": "two"}, "--gpus", "'two'"), ({"-zs": 3}, "-zs", "'3'"), ({"-zs": -1}, "-zs", "'-1'"),
@@ -586,7 +586,6 @@ def test_bad_flags():
         cases += [({"--gpus": n + 1, "-z": 8 * (n + 1) * tokens}, f"--gpus {n + 1}", str(n))]
     for flags, *said in cases:
         check_refused(named(flags), flags, *said)
-    Count.name = name
     same_bits("--gpus 0 is one process", batch(8), [{"--gpus": 0}, {"--gpus": 1}])
     for variables in (torchrun(0, free_port()), slurm(0, 4711)):
         jobs = [Job({"--gpus": 2, "-o": "no", **batch(8)}, env=variables)]

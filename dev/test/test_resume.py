@@ -10,6 +10,7 @@ The judge is the same command, never disturbed: main.log and the last model must
 must each tensor of the last state and what it says of the run; it is read here by a few lines of our own. A
 step takes a few milliseconds, so where a signal meets a run is chance: any moment must do.
 """
+import contextlib
 import fcntl
 import functools
 import glob
@@ -28,7 +29,7 @@ import time
 
 from test_ranks import enough, most_ranks, named, on_cpu, session_processes, side_by_side
 from checks import ROOT
-from trainer import (LIMIT_S, Count, Program, Result, check, check_equal, check_refused, log_columns,
+from trainer import (LIMIT_S, Program, Result, check, check_equal, check_refused, log_columns,
                      main, model_path, param_sizes, read_bytes, run, run_ok, sentences, skip, snapshot,
                      without_scaling, write_bytes, write_shard)
 
@@ -193,6 +194,9 @@ class Started:
         return [pid for _, pid in session_processes(self.p.pid)]
 
     def result(self):
+        # what until() has read ahead lies in a buffer that communicate() with a timeout passes over
+        os.set_blocking(self.p.stdout.fileno(), False)
+        self.out += self.p.stdout.peek()
         try:
             self.out += self.p.communicate(timeout=LIMIT_S)[0]
         except subprocess.TimeoutExpired:
@@ -323,7 +327,7 @@ def test_model_file():
     run_ok({"-o": "origin", "-x": 6, "-n": 0})
     shutil.copy(model_path("origin"), "origin.bin")
     judge = undisturbed({"-e": "origin.bin"})
-    interrupted({"-e": "origin.bin", "-o": "from_file"}, 12, TERM)
+    stopped_run("from_file", {"-e": "origin.bin"})
     os.remove("origin.bin")
     result = interrupted({}, 10**9, words=resume_words("from_file"))
     check_same_end("without the file", result, "from_file", judge)
@@ -637,9 +641,8 @@ def elastic(title, flags, stages):
             wrong.append(f"exit code {result.code} with {more}")
         wrong += [line for line in result.err.splitlines()
                   if not line.startswith((STOPPING.strip(), "warning: the run in -o")) and number != KILL]
-    return [f"{title}: {what}" for what in wrong + unlike(flags["-o"], undisturbed(
-        {k: v for k, v in flags.items() if k not in ("-o", "-y")})) +
-        [f"{name} is left" for name in left_over(flags["-o"])]]
+    return [f"{title}: {what}" for what in wrong + unlike(flags["-o"], undisturbed(flags)) +
+            [f"{name} is left" for name in left_over(flags["-o"])]]
 
 
 def test_elastic():
@@ -752,8 +755,7 @@ def test_fixed_flags():
         check(not problem, problem)
     check_equal(snapshot("fixed"), before, "the folder")
     spelled = {row[0][0] if row[0] else name: row[1] for name, row in rows.items() if row[2]}
-    given = {**spelled, **Program.usual, "-e": SHAPE}
-    result = run({**given, "-f": 0, "-y": 1, "-o": "fixed"})
+    result = run({**spelled, **Program.usual, "-y": 1, "-o": "fixed"})
     check_same_end("all of them given as they were", result, "fixed", undisturbed({}))
 
 
@@ -768,7 +770,6 @@ def test_other_runs():
     check_refused("fewer shards", {"-i": "part_[01].bin", "-y": 1, "-o": folder}, "training data")
     check_refused("no -y", {"-o": folder}, "already holds a run", "-y 1")
     check_refused("no -o", {"-o": "", "-y": 1}, "-y 1 needs -o")
-    Count.name = "other_runs"
     os.mkdir("empty")
     for title in ("empty", "new/er"):
         result = run({"-y": 1, "-o": title})
@@ -814,10 +815,15 @@ def test_second_signal():
     for first, second, code in ((INT, INT, 130), (TERM, INT, 130), (USR1, TERM, 0), (HUP, HUP, 0),
                                 (INT, TERM, 0)):
         folder = f"twice_{first.name}_{second.name}"
-        started = stalled({"-o": folder, "-n": 0})
-        for number in (first, second):
-            started.p.send_signal(number)
-            time.sleep(0.2)
+        started, end = stalled({"-o": folder, "-n": 0}), time.monotonic() + LIMIT_S
+        started.p.send_signal(first)
+        while os.fstat(started.err_file.fileno()).st_size == 0 and time.monotonic() < end:
+            time.sleep(0.01)                # two of one number that are both on their way are one
+        started.p.send_signal(second)
+        if code:                            # nobody reads what it prints: that it ends is the signal's doing
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                started.p.wait(LIMIT_S)
+        time.sleep(0.2)
         ended = started.p.poll()
         result = started.result()
         title = f"{first.name}, then {second.name}"

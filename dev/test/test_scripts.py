@@ -606,6 +606,7 @@ WRONG = {"    make nothing": "no target nothing", "    make plot RUM=x": "no set
          "    mpirun -np 2 ./train_gpt2cu ... -zs 7": "0 to 2, not '7'", "see `make nothing`": "nothing",
          "    python3 dev/data/none.py": "no dev/data/none.py", "see [x](none.md)": "no none.md",
          "    python3 dev/data/get.py tinystories --nonsense": "knows no --nonsense",
+         "    python3 dev/data/get.py tinystories --shard 3": "knows no --shard",      # a piece of --shards
          "    scripts/run_none.sh": "no scripts/run_none.sh", "see `dev/none.py`": "no dev/none.py",
          "    build/none runs/x": "no target none", "    foo bar": "foo is neither",
          "    a=1 make \\\n      nothing": "no target nothing"}
@@ -619,6 +620,24 @@ def test_readme_commands():
     for text, wanted in WRONG.items():
         seen = check_docs.look(text + "\n")
         check(len(seen) == 1 and wanted in seen[0][1], f"{text}: {seen}")
+
+
+def test_readme_command_without_end():
+    """It fails with what it said, and all that it began ends with it."""
+    before, check_docs.LIMIT_S = check_docs.LIMIT_S, 2
+    try:
+        code, said = check_docs.run_line("echo $$; sleep 1000 & sleep 1000")
+    finally:
+        check_docs.LIMIT_S = before
+    check(code == "none: no end after 2 s" and said.strip().isdigit(), f"{code}, {said!r}")
+    end = time.monotonic() + 10                     # the system takes a moment
+
+    def left():
+        return [pid for pid, fields in runner.session_stats(int(said)) if fields[0] != "Z"]
+    while left() and time.monotonic() < end:
+        time.sleep(0.05)
+    check(not left(), f"processes are left: {left()}")
+    check(check_docs.run_line("false | cat") == (1, ""), "the first of a pipeline fails")
 
 
 # ---- break_all.py ----
@@ -884,24 +903,28 @@ def test_run_main():
     check(row not in read("dev/test/gpu-results.txt"), "the row of other sources goes")
     check(main("--missing", "gpu", gpu=2, clean=False, **several) == (0, closing(4, 0, 1), True),
           "all that these sources miss")
+    tested = runner.cuda_hash()
+    main(gpu=1, more={"gpu_edits": ("echo more >>a.cu; " + GOOD, {"needs": "gpu"})})
+    check("sha256: " + tested in read("dev/test/gpu-results.txt") and runner.cuda_hash() != tested,
+          "sources that changed while the suites ran have not run")
 
 
 def test_run_writes_gpu_results():
     write("a.cu", "kernel")
     os.makedirs("dev/test")
     rows = [("gpu one", 5, 0, 1, 2.0, ""), ("gpu two", 7, 1, 0, 3.0, "")]
-    runner.write_gpu_results(rows)
+    runner.write_gpu_results(rows, runner.cuda_hash())
     fields = runner.read_fields("dev/test/gpu-results.txt")
     check(fields["counts"] == "12 passed, 1 failed, 1 skipped", fields)
     check(fields["gpu one"] == "5 passed, 0 failed, 1 skipped", fields)
     check(fields["sha256"] == runner.cuda_hash(), fields)
     with open("dev/test/gpu-results.txt", "a", encoding="utf-8") as f:
         f.write("\nmemcheck: ok\n")
-    runner.write_gpu_results(rows)
+    runner.write_gpu_results(rows, runner.cuda_hash())
     check(read("dev/test/gpu-results.txt").endswith("\n\nmemcheck: ok\n"),
           "other steps of these sources stay")
     write("a.cu", "another")
-    runner.write_gpu_results(rows)
+    runner.write_gpu_results(rows, runner.cuda_hash())
     check("memcheck" not in read("dev/test/gpu-results.txt"), "those of other sources go")
 
 

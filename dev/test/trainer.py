@@ -259,7 +259,6 @@ def snapshot(folder="."):
 
 def check_refused(name, flags, *said, extra=()):
     """Exit code 1, one sentence with the value, nothing on disk changed."""
-    Count.name = "refuse " + name
     before = snapshot()
     result = run({"-o": "refused", **flags}, extra=extra)
     lines = result.err.splitlines()
@@ -274,7 +273,7 @@ def check_refused(name, flags, *said, extra=()):
         changed = sorted(set(snapshot().items()) ^ set(before.items()), key=str)
         problems.append("the disk changed: " + ", ".join(path for path, _ in changed))
         shutil.rmtree("refused", ignore_errors=True)
-    if not check(not problems, "; ".join(problems)):
+    if not check(not problems, f"refuse {name}: " + "; ".join(problems)):
         print(f"    {' '.join(result.command)}\n    " + "\n    ".join(lines[:5]))
 
 
