@@ -12,9 +12,9 @@
     ... pytorch --total 1024 --twin "--device cpu --dtype float32 --muon_bf16 0"    # likewise, with the above
 
 `cost`: both optimizers by turns on random tokens, the median step without the first ones; the difference is
-set against the FLOPs of Muon's products, symmetric ones counted whole. With --still all rates are 0: then both
-have the same weights and multiply the same numbers for the whole run, which decide about the power, and so
-about the clock.
+set against the FLOPs of Muon's products, symmetric ones counted whole. With --still all rates are 0: then
+both have the same weights and multiply the same numbers for the whole run, which decide about the power, and
+so about the clock.
 `loss`: PREFIX_train_*.bin and PREFIX_val_*.bin, validation losses every --every steps, and the step and the
 seconds at which each run has reached the end of the best AdamW's. Runs in --results are not repeated, and new
 ones go there, so that a comparison may take several calls.
