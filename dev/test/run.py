@@ -424,8 +424,11 @@ def main():
     os.chdir(ROOT)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")     # spinning threads would starve each other
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    # a shell's background jobs begin with it ignored, and what is tested here would inherit that
+    # A shell's background jobs begin with the first ignored, nohup's with the second, and what is tested here
+    # would inherit that. A handler is not inherited, even one that ignores.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda number, frame: None)
     words = sys.argv[1:]
     if words == ["--hash"]:
         print(cuda_hash())

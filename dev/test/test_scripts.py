@@ -877,6 +877,11 @@ def test_run_main():
     results = os.path.exists("dev/test/gpu-results.txt") and read("dev/test/gpu-results.txt")
     check(ended is None and results and "gpu one: 3 passed" in results and "gpu two" not in results,
           f"broken off: {ended}, {results}")
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)            # as under nohup
+    hung_up = main(more={"told": "kill -HUP $$; " + GOOD})
+    check(hung_up == (1, closing(4, 1, 5), False), f"a suite ends on SIGHUP: {hung_up}")
+    os.kill(os.getpid(), signal.SIGHUP)                     # and the runner does not
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
     two = (GOOD, {"needs": "gpus", "after": ["build"]})
     several = {"expected": "gpus two: 9\n", "more": {"gpus_two": two}}
