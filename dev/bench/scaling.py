@@ -12,19 +12,20 @@ others arrive while the next forward is computed. What is measured stands first,
 import os
 import sys
 
-# ---- measured, on one H200 (None: not yet) ----
-#   name: ms of a whole step, tokens of a micro-step, ms of AdamW in it
+# ---- measured, on a host of eight H200s, by dev/bench/multi.sh (None: not yet) ----
+#   name: ms of a whole step of one GPU (the mean of all eight at once), tokens of a micro-step, ms of AdamW
 ONE_GPU = {
-    "124M": (106.4, 64 * 1024, 1.1),
+    "124M": (106.9, 64 * 1024, 1.1),
     "350M": None,
     "774M": None,
-    "1558M": (305.7, 16 * 1024, 13.0),
+    "1558M": (305.5, 16 * 1024, 13.0),
 }
 #   (name, GPUs, -zs): ms of a step, the same micro-step on each GPU, no accumulation; the tree's order
 SEVERAL_GPUS = {
-    ("124M", 2, 0): None, ("124M", 4, 0): 112.0, ("124M", 2, 1): None, ("124M", 4, 1): 111.1,
-    ("1558M", 2, 1): None, ("1558M", 4, 1): 312.5,
-    ("124M", 8, 0): None, ("124M", 8, 1): None, ("1558M", 8, 1): None,     # dev/bench/multi.sh measures them
+    ("124M", 2, 0): 111.3, ("124M", 4, 0): 111.9, ("124M", 8, 0): 111.8,
+    ("124M", 2, 1): 110.5, ("124M", 4, 1): 111.2, ("124M", 8, 1): 110.5, ("124M", 8, 2): 110.6,
+    ("1558M", 8, 0): 318.8,
+    ("1558M", 2, 1): 313.8, ("1558M", 4, 1): 309.1, ("1558M", 8, 1): 307.4, ("1558M", 8, 2): 307.2,
 }
 NVLINK = 330e9              # bytes/s out of a GPU, to the others of its host: 154 MB, 4 GPUs, copy engines
 SLOWDOWN = 0.03             # of the compute while a collective runs beside it (GEMMs)
@@ -186,8 +187,7 @@ def measured_table():
     for (name, gpus, zs), ms in SEVERAL_GPUS.items():
         predicted = step_ms(name, gpus, zs)[0]
         alone = ONE_GPU[name][0]
-        got = "not yet" if ms is None else f"{ms:.1f} ms, {percent(100 * alone / ms)}"
-        rows.append([name, gpus, zs, f"{predicted:.1f} ms, {percent(100 * alone / predicted)}", got])
+        rows.append([name, gpus, zs] + [f"{x:.1f} ms, {percent(100 * alone / x)}" for x in (predicted, ms)])
     return table(["model", "GPUs", "-zs", "predicted", "measured"], rows)
 
 

@@ -38,6 +38,7 @@ SMALLER = [
     (r"model_00019073", "model_00000008", "model_00000008"),
     (r"(-u|--warmup) \d+", r"\1 2", r"\1 2"),
     (r" \.\.\.", " -x 8 -v 0 -s 0", " -x 8 -v 0 -s 0"),
+    (r"(tensorboard_log.py \S+) --follow & .*", r"\1", r"\1"),        # the two go on until they are stopped
     (r"-b \d+", "-b 2", None),
     (r"-t \d+", "-t 32", None),
     (r"-z \d+", "-z 512", None),
