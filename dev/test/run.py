@@ -31,7 +31,7 @@ PYTHON = ".venv/bin/python" if os.path.exists(os.path.join(ROOT, ".venv/bin/pyth
 CORES = len(os.sched_getaffinity(0))
 GPU_PLACES = 6          # programs that share a GPU's memory at one time
 ON_GPU = ("gpu", "gpus")    # what a suite needs that runs CUDA programs: one GPU, several
-# For suites that start a program some hundred times: with one hardware queue in place of eight, twelve at a
+# For suites that start programs some hundred times: with one hardware queue in place of eight, twelve at a
 # time start at 14 a second on an H200, not at 5, because the driver makes a context's channels one by one.
 # Streams keep their order and their events; what runs at the same time is left to the other suites.
 ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -43,12 +43,13 @@ QUIET_S, LIMIT_S = 600, 3600
 
 class Suite:
     """after: names of suites that come first; cores: how many of CORES it takes; gpu: how many of GPU_PLACES,
-    on one GPU, or on all of them where it needs several; env: environment variables that it gets."""
+    on one GPU, or on all of them where it needs several; starts: it starts programs all the time, which
+    holds up one that works: each cudaMalloc waits for the driver's lock."""
 
     def __init__(self, name, command, after=(), needs=None, cores=1, gpu=0, counts=True, steady=True,
-                 env=None):
+                 starts=False):
         self.name, self.command, self.after, self.needs = name, command, after, needs
-        self.cores, self.gpu, self.env = min(cores, CORES), gpu, env or {}
+        self.cores, self.gpu, self.starts = min(cores, CORES), gpu, starts
         self.counts = counts        # False: the command counts nothing, its exit code is the one test
         self.steady = steady        # False: the number of its tests is not kept in expected.txt
 
@@ -79,8 +80,7 @@ def all_suites(gpu=True):
     suites += [make("build plain", ["build/plain/train_gpt2cpu"])]
     suites += [make("build asan", ["asan"], cores=4), make("build tsan", ["tsan"], cores=2),
                make("build fuzz", ["build/fuzz"], needs="clang")]
-    # The kernels' first: they decide most, and start one program each. The driver starts no more than some
-    # six a second for all GPUs together, which is what the other suites wait for.
+    # The kernels' first: they decide most, and start one program each.
     suites += [Suite("gpu test " + kind, ["build/check/test_gpt2." + kind], ["nvcc test_gpt2." + kind], "gpu",
                      gpu=2) for kind in kinds]
     # Starting on a GPU takes long, so what the precision cannot change is tested in one of them.
@@ -89,26 +89,26 @@ def all_suites(gpu=True):
             program = "build/check/train_gpt2." + kind
             command = [PYTHON, f"dev/test/test_{test}.py", program, f"--numeric={part}"]
             suites.append(Suite(f"gpu {test} {kind}" + (" words" if part == 0 else ""), command,
-                                ["nvcc train_gpt2." + kind], "gpu", gpu=1, env=ONE_QUEUE))
+                                ["nvcc train_gpt2." + kind], "gpu", gpu=1, starts=True))
     blocks = [PYTHON, "dev/test/test_blocks.py"]
     suites += [Suite("gpu blocks " + kind, blocks + ["build/check/train_gpt2." + kind, "--numeric=1"],
-                     ["nvcc train_gpt2." + kind], "gpu", gpu=1, env=ONE_QUEUE) for kind in kinds]
+                     ["nvcc train_gpt2." + kind], "gpu", gpu=1, starts=True) for kind in kinds]
     resume = [PYTHON, "dev/test/test_resume.py"]
     suites += [Suite("gpu resume " + kind, resume + ["build/check/train_gpt2." + kind, "--numeric=1"],
-                     ["nvcc train_gpt2." + kind], "gpu", gpu=2, env=ONE_QUEUE) for kind in kinds]
+                     ["nvcc train_gpt2." + kind], "gpu", gpu=2, starts=True) for kind in kinds]
     breaks = [PYTHON, "dev/test/break_all.py", "build/check/test_gpt2.BF16", "kernels", "--small", "model"]
     suites += [Suite("gpu break BF16", breaks, ["nvcc test_gpt2.BF16"], "gpu", cores=4, gpu=2,
-                     env=ONE_QUEUE)]
+                     starts=True)]
     cpu, asan = ["build cpu"], ["build asan", "build cpu"]
     if os.path.exists("dev/test/test_ranks.py"):
         ranks = [PYTHON, "dev/test/test_ranks.py"]
         suites += [Suite(f"gpus ranks {kind}" + (" words" if part == 0 else ""),
                          ranks + ["build/check/train_gpt2." + kind, f"--numeric={part}"],
-                         ["nvcc train_gpt2." + kind], "gpus", cores=8, gpu=2)
+                         ["nvcc train_gpt2." + kind], "gpus", cores=8, gpu=2, starts=True)
                    for kind, part in (("BF16", 0), ("BF16", 1), ("FP32", 1))]
         among_gpus = ["build/check/train_gpt2.BF16", "-k", "elastic rank_killed signals_for_ranks bad_loss"]
         suites += [Suite("gpus resume BF16", resume + among_gpus, ["nvcc train_gpt2.BF16"], "gpus", cores=8,
-                         gpu=2)]
+                         gpu=2, starts=True)]
         suites += [Suite("ranks cpu", ranks + ["./train_gpt2cpu"], cpu)]
     suites += [
         Suite("cli cpu", [PYTHON, "dev/test/test_cli.py", "./train_gpt2cpu"], cpu),
@@ -302,7 +302,9 @@ class Running:
         self.suite, self.gpus, self.problem = suite, gpus, ""
         self.began = self.moved = self.looked = time.monotonic()
         self.seen = None
-        env = {**suite.env, **os.environ, **({"CUDA_VISIBLE_DEVICES": gpus[0]} if len(gpus) == 1 else {})}
+        env = dict(ONE_QUEUE if suite.starts and suite.needs == "gpu" else {}, **os.environ)
+        if len(gpus) == 1:
+            env["CUDA_VISIBLE_DEVICES"] = gpus[0]
         with open(suite.log(), "wb") as out:
             try:                                # a session of its own: what it starts can be ended with it
                 self.child = subprocess.Popen(suite.command, stdin=subprocess.DEVNULL, stdout=out,
@@ -419,6 +421,8 @@ def place(suite, running, all_gpus):
         return None
     if suite.needs not in ON_GPU:
         return ()
+    if suite.starts and any(one.suite.needs in ON_GPU and not one.suite.starts for one in running):
+        return None
     taken = {gpu: sum(one.suite.gpu for one in running if gpu in one.gpus) for gpu in all_gpus}
     free = [gpu for gpu in sorted(all_gpus, key=taken.get) if taken[gpu] + suite.gpu <= GPU_PLACES]
     if suite.needs == "gpu":

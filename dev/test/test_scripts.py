@@ -736,6 +736,18 @@ def test_run_side_by_side():
         check(all(row[:2] == (3, 0) for row in rows.values()), f"more at once than {place} allows: {rows}")
 
 
+def test_run_starts_little_beside_kernels():
+    """What starts programs all the time waits for suites on a GPU that do not, and has one hardware queue."""
+    gpu = {"needs": "gpu", "gpu": 1}
+    often = ("[ ! -e works ] && echo ${CUDA_DEVICE_MAX_CONNECTIONS:-8} > often && " + GOOD,
+             {**gpu, "starts": True})
+    works = ("touch works; echo ${CUDA_DEVICE_MAX_CONNECTIONS:-8} > once; sleep 0.5; rm works; " + GOOD, gpu)
+    rows, _ = run_suites(suites_of(works=works, often=often), CORES=4, have={**NO_GPU, "gpu": True},
+                         all_gpus=("0", "1"))
+    check(all(row[:2] == (3, 0) for row in rows.values()), f"one after the other: {rows}")
+    check((read("often"), read("once")) == ("1\n", "8\n"), f"queues: {read('often')}, {read('once')}")
+
+
 def test_run_builds_first():
     after = {"after": ["build"]}
     rows, _ = run_suites(suites_of(suite=("[ -e built ] && " + GOOD, after),
