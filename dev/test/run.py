@@ -32,8 +32,9 @@ CORES = len(os.sched_getaffinity(0))
 GPU_PLACES = 6          # programs that share a GPU's memory at one time
 ON_GPU = ("gpu", "gpus")    # what a suite needs that runs CUDA programs: one GPU, several
 # For suites that start programs some hundred times: with one hardware queue in place of eight, twelve at a
-# time start at 14 a second on an H200, not at 5, because the driver makes a context's channels one by one.
-# Streams keep their order and their events; what runs at the same time is left to the other suites.
+# time start at 14 a second on an H200, not at 5: it seems that the driver makes a context's channels one by
+# one, for one program at a time. Streams keep their order and their events; what runs at the same time is
+# left to the other suites.
 ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 # Only a hang meets these, however busy the machine is: seconds without output and without using a core (a
