@@ -411,8 +411,8 @@ def time_questions(args, size, model, few, rng):
 
 # ---- race ----
 def race_flags(args):
-    """(ours, the twin's). The last learning rate is a tenth of the first. With a warm-up of 15 steps, GPT-2's
-    first norms of 26 end in a spike at step 25 that rounding alone decides about (dev/bench/NOTES.md)."""
+    """(ours, the twin's). The last learning rate is a tenth of the first. After a warm-up of 15 of 300
+    steps the two parted in step 25, where PyTorch's loss jumped, and never met again (dev/bench/NOTES.md)."""
     tokens, warmup = args.rows * args.length, max(1, args.steps // 6)
     ours = ["-e", args.race_model, "-i", args.data + "_train*.bin", "-j", args.data + "_val*.bin",
             "-b", args.rows, "-t", args.length, "-z", tokens, "-x", args.steps,

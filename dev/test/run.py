@@ -31,26 +31,24 @@ PYTHON = ".venv/bin/python" if os.path.exists(os.path.join(ROOT, ".venv/bin/pyth
 CORES = len(os.sched_getaffinity(0))
 GPU_PLACES = 6          # programs that share a GPU's memory at one time
 ON_GPU = ("gpu", "gpus")    # what a suite needs that runs CUDA programs: one GPU, several
-# For suites that start programs some hundred times: with one hardware queue in place of eight, twelve at a
-# time start at 14 a second on an H200, not at 5: it seems that the driver makes a context's channels one by
-# one, for one program at a time. Streams keep their order and their events; what runs at the same time is
-# left to the other suites.
-ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 # Only a hang meets these, however busy the machine is: seconds without output and without using a core (a
-# deadlock), and seconds in all (an endless loop); no suite takes more than two minutes of one core.
+# deadlock), and seconds in all (an endless loop); no suite takes more than three minutes of one core.
 QUIET_S, LIMIT_S = 600, 3600
 
 
 class Suite:
     """after: names of suites that come first; cores: how many of CORES it takes; gpu: how many of GPU_PLACES,
-    on one GPU, or on all of them where it needs several; starts: it starts programs all the time, which
-    holds up one that works: each cudaMalloc waits for the driver's lock."""
+    on one GPU, or on all of them where it needs several; starts: it starts programs all the time, beside
+    which the kernels' tests take several times as long.
+    queues: of the hardware, for a program's streams. With one in place of eight, twelve programs at a time
+    start at 14 a second on an H200, not at 5. Streams keep their order and their events; what runs at the
+    same time is left to the kernels' tests, to resuming in BF16 and to several GPUs, which have all eight."""
 
     def __init__(self, name, command, after=(), needs=None, cores=1, gpu=0, counts=True, steady=True,
-                 starts=False):
+                 starts=False, queues=None):
         self.name, self.command, self.after, self.needs = name, command, after, needs
-        self.cores, self.gpu, self.starts = min(cores, CORES), gpu, starts
+        self.cores, self.gpu, self.starts, self.queues = min(cores, CORES), gpu, starts, queues
         self.counts = counts        # False: the command counts nothing, its exit code is the one test
         self.steady = steady        # False: the number of its tests is not kept in expected.txt
 
@@ -90,16 +88,18 @@ def all_suites(gpu=True):
             program = "build/check/train_gpt2." + kind
             command = [PYTHON, f"dev/test/test_{test}.py", program, f"--numeric={part}"]
             suites.append(Suite(f"gpu {test} {kind}" + (" words" if part == 0 else ""), command,
-                                ["nvcc train_gpt2." + kind], "gpu", gpu=1, starts=True))
+                                ["nvcc train_gpt2." + kind], "gpu", gpu=1, starts=True, queues=1))
     blocks = [PYTHON, "dev/test/test_blocks.py"]
     suites += [Suite("gpu blocks " + kind, blocks + ["build/check/train_gpt2." + kind, "--numeric=1"],
-                     ["nvcc train_gpt2." + kind], "gpu", gpu=1, starts=True) for kind in kinds]
+                     ["nvcc train_gpt2." + kind], "gpu", gpu=1, starts=True, queues=1)
+               for kind in kinds]
     resume = [PYTHON, "dev/test/test_resume.py"]
     suites += [Suite("gpu resume " + kind, resume + ["build/check/train_gpt2." + kind, "--numeric=1"],
-                     ["nvcc train_gpt2." + kind], "gpu", gpu=2, starts=True) for kind in kinds]
+                     ["nvcc train_gpt2." + kind], "gpu", gpu=2, starts=True,
+                     queues=None if kind == "BF16" else 1) for kind in kinds]
     breaks = [PYTHON, "dev/test/break_all.py", "build/check/test_gpt2.BF16", "kernels", "--small", "model"]
     suites += [Suite("gpu break BF16", breaks, ["nvcc test_gpt2.BF16"], "gpu", cores=4, gpu=2,
-                     starts=True)]
+                     starts=True, queues=1)]
     cpu, asan = ["build cpu"], ["build asan", "build cpu"]
     if os.path.exists("dev/test/test_ranks.py"):
         ranks = [PYTHON, "dev/test/test_ranks.py"]
@@ -305,7 +305,7 @@ class Running:
         self.suite, self.gpus, self.problem = suite, gpus, ""
         self.began = self.moved = self.looked = time.monotonic()
         self.seen = None
-        env = dict(ONE_QUEUE if suite.starts and suite.needs == "gpu" else {}, **os.environ)
+        env = dict({"CUDA_DEVICE_MAX_CONNECTIONS": str(suite.queues)} if suite.queues else {}, **os.environ)
         if len(gpus) == 1:
             env["CUDA_VISIBLE_DEVICES"] = gpus[0]
         with open(suite.log(), "wb") as out:

@@ -737,15 +737,17 @@ def test_run_side_by_side():
 
 
 def test_run_starts_little_beside_kernels():
-    """What starts programs all the time waits for suites on a GPU that do not, and has one hardware queue."""
+    """What starts programs all the time waits for suites on a GPU that do not; `queues` is its alone."""
     gpu = {"needs": "gpu", "gpu": 1}
     often = ("sleep 0.3; [ ! -e works ] && echo ${CUDA_DEVICE_MAX_CONNECTIONS:-8} > often && " + GOOD,
-             {**gpu, "starts": True})
+             {**gpu, "starts": True, "queues": 1})
     works = ("touch works; echo ${CUDA_DEVICE_MAX_CONNECTIONS:-8} > once; sleep 1; rm works; " + GOOD, gpu)
     rows, _ = run_suites(suites_of(works=works, often=often), CORES=4, have={**NO_GPU, "gpu": True},
                          all_gpus=("0", "1"))
     check(all(row[:2] == (3, 0) for row in rows.values()), f"one after the other: {rows}")
     check((read("often"), read("once")) == ("1\n", "8\n"), f"queues: {read('often')}, {read('once')}")
+    all_queues = {s.name for s in runner.all_suites() if s.needs == "gpu" and not s.queues}
+    check(all_queues >= {"gpu test BF16", "gpu resume BF16"}, f"queues as users have them: {all_queues}")
 
 
 def test_run_builds_first():
