@@ -41,8 +41,8 @@ template <int kHS, int kGroups, int kTile, int kMinBlocks> static void dq_mma(co
 template <int kHS, int kGroups, int kTile, int kMinBlocks> static void dkv_mma(const Buffers& b) {
     attention_backward_dkv_mma<kHS, kGroups, kTile, kMinBlocks>(b.backward, 0);
 }
-static void forward_plain(const Buffers& b) { attention_forward_plain(b.forward, 0); }
-static void backward_plain(const Buffers& b) { attention_backward_plain(b.backward, 0); }
+static void forward_plain(const Buffers& b) { attention_forward_plain<false>(b.forward, 0); }
+static void backward_plain(const Buffers& b) { attention_backward_plain<false>(b.backward, 0); }
 static void forward_shipped(const Buffers& b) { attention_forward(b.forward, 0); }
 static void backward_shipped(const Buffers& b) { attention_backward(b.backward, 0); }
 
