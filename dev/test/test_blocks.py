@@ -33,8 +33,8 @@ Program.usual = {"-e": MODEL, "-i": "train.bin", "-j": "val.bin", "-b": B, "-x":
                  "--seed": SEED}
 BLOCKS, NORMS = ("sequential", "parallel", "parallel-tied"), ("layernorm", "rmsnorm")
 VARIANTS = [kinds for kinds in itertools.product(range(3), range(2)) if kinds != (0, 0)]
-NUMERIC = ("losses_and_gradients", "dropout_by_place", "recomputed", "saved", "samples", "updates",
-           "residual_fp32")
+NUMERIC = ("losses_and_gradients", "dropout_by_place", "dropout_aside", "recomputed", "saved", "samples",
+           "updates", "residual_fp32")
 RESIDUAL_WORD = 253         # of a model file's header: 1 where the residual stream was in fp32
 
 
@@ -193,6 +193,16 @@ def test_dropout_by_place():
     check(len(set(result.losses())) == 3, f"masks of three updates that differ: losses {result.losses()}")
     other = run_ok({**flags, "-a": 1, "--seed": SEED + 1}).losses()
     check(abs(other[0] - result.losses()[0]) > tolerance(1e-4, 0), f"another seed has other masks: {other}")
+
+
+def test_dropout_aside():
+    """What is evaluated and written between the steps of a training with dropout knows none."""
+    flags = {"-e": trained(0, 0), "-x": 3, "-l": 0, "-v": 1, "-m": 4, "-s": 1, "-g": T - 4}
+    without, dropped = (run_ok({**flags, "--dropout": p}) for p in (0, 0.4))
+    check_equal(dropped.val_losses(), without.val_losses(), "validation losses")
+    check_equal(dropped.samples(), without.samples(), "texts")
+    check(len(dropped.samples()) == 3, f"texts: {dropped.samples()}")
+    check(dropped.losses() != without.losses(), f"losses of training: {dropped.losses()}")
 
 
 def test_recomputed():
