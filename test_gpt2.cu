@@ -2335,6 +2335,7 @@ static void test_attention_forms() {
             const bool tensor = HS % 16 == 0 && (kLowPrecision || (tf32 && fits));
             const char* form = tensor ? mma : "plain";
             for (double p : {0.0, 0.1, 0.5}) {
+                if (small_shapes && p == 0.5) { continue; }
                 test_attention(1, 1, 1, HS, form, p);
                 test_attention(2, 33, 2, HS, form, p);
                 if (!small_shapes) { test_attention(2, 257, 3, HS, form, p); }
