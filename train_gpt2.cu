@@ -702,20 +702,23 @@ template <int kBranches_, bool kDrops_, bool kGpt2_, class Residual_ = floatX> s
 };
 
 // The row in registers: two passes over it (mean, then variance) cost no memory traffic. A warp takes a row,
-// or (kBlock) a block one or two: of long rows the norms' parameters, 8 bytes an element, would keep the L1
-// busier than the rows do. What GPT-2's norm needs are parameters of their own: addresses from pointers in a
-// struct take more instructions (3 % of all at C=768).
+// or (kBlock) a block. Either takes two where registers allow it, because the norms' parameters, 8 bytes an
+// element, keep the L1 busier than the rows do: of long rows, and of two norms with nothing added. What
+// GPT-2's norm needs are parameters of their own: addresses from pointers in a struct take more instructions
+// (3 % of all at C=768).
 template <int kVectors, bool kBlock, class Form>
-constexpr int kNormRows = kBlock && (kVectors == 1 || Form::kBranches == 0) ? 2 : 1;
+constexpr int kNormRows =
+    (Form::kBranches == 0 ? kBlock || !Form::kGpt2 : kBlock && kVectors == 1) ? 2 : 1;
 template <int kVectors, bool kBlock, class Form>
-__global__ void __launch_bounds__(kBlock ? kNormRowThreads : kNormWarps * kWarp, kBlock ? 2 : 1)
+__global__ void __launch_bounds__(kBlock ? kNormRowThreads : kNormWarps * kWarp,
+                                  kBlock || kNormRows<kVectors, kBlock, Form> == 2 ? 2 : 1)
     norm_forward_kernel(typename Form::Residual* residual, floatX* out, float* mean, float* rstd,
                         const typename Form::Residual* inp, const floatX* branch, const float* weight,
                         const float* bias, int N, int C, NormForwardX more) {
     typedef typename Form::Residual Residual;
     constexpr int kRows = kNormRows<kVectors, kBlock, Form>;
     __shared__ float shared[2][kRows * kWarp];
-    const int first = kBlock ? blockIdx.x * kRows : blockIdx.x * kNormWarps + threadIdx.x / kWarp;
+    const int first = (kBlock ? blockIdx.x : blockIdx.x * kNormWarps + threadIdx.x / kWarp) * kRows;
     const int lane = kBlock ? threadIdx.x : threadIdx.x % kWarp;
     auto column = [=](int j) {
         if constexpr (kBlock) { return (int)(j * blockDim.x + lane) * kWidth; }
@@ -728,8 +731,12 @@ __global__ void __launch_bounds__(kBlock ? kNormRowThreads : kNormWarps * kWarp,
     auto at = [=](int r) { return (size_t)(first + r) * C; };
     auto end = [=](int r) { return kRows == 1 || first + r < N ? C : 0; };
     auto row_sums = [&](float (&x)[kRows], float* shared) {
-        if constexpr (kBlock) { block_sums(x, shared); }
-        else { x[0] = warp_sum(x[0]); }
+        if constexpr (kBlock) {
+            block_sums(x, shared);
+        } else {
+#pragma unroll
+            for (float& sum : x) { sum = warp_sum(sum); }
+        }
     };
 
     // All loads are on their way before the first is needed.
@@ -1361,7 +1368,8 @@ template <int kVectors, class Form> static void norm_forward_launch(const NormFo
             norm_forward_launch<kVectors + (Form::kGpt2 ? 1 : kMost), Form>(a, stream);
             return;
         }
-        launch(norm_forward_kernel<kVectors, false, Form>, ceil_div(a.N, kNormWarps), kNormWarps * kWarp);
+        launch(norm_forward_kernel<kVectors, false, Form>,
+               ceil_div(a.N, kNormWarps * kNormRows<kVectors, false, Form>), kNormWarps * kWarp);
     } else if (is_vector(a.C) && vectors <= 2 * kNormRowThreads) {
         auto run = [&](auto count) {
             constexpr int kCount = count.value;
