@@ -957,9 +957,10 @@ struct NormBackwardForm {
     static constexpr int kTensors = 2 * kWide + kDouts;
     static constexpr int kStages = kHeld ? 2 : 3;
     // A thread's slots: of the stages, and where words of fp32 change lanes before they are stored.
-    static constexpr int kStaged = kStages * kRows * kTensors * kColumns, kOutgoing = kWide == 1 ? 0 : kWide;
+    static constexpr int kStaged = kStages * kRows * kTensors * kColumns;
+    static constexpr int kOutgoing = kWide == 1 ? 0 : kWide * kColumns;
     static_assert(kWide == 1 || kMasked > 0, "a branch's gradient is floatX");
-    static_assert(kWide == 1 || (kRows == 1 && kColumns == 1), "a round uses the outgoing slots once");
+    static_assert(kWide == 1 || (kRows == 1 && kHeld), "a round uses the outgoing slots once");
 };
 
 // sums_out: rows of partials, of which the branches' are the last; without dropout both have the same.
@@ -991,16 +992,16 @@ __global__ void __launch_bounds__(kNormMaxThreads)
     // words 32w to 32w + 31: this lane's begins at moved_column(w) and has slot `moved`. In shared memory the
     // 64 lie side by side, but every second 8 with neighbours swapped: 8 lanes, which are served at a time,
     // then find their own words in all the banks. own: where slot i of this thread is.
-    auto moved_column = [&](int w) {
-        return column(0) + (w * kWarp + (lane ^ lane / 8 % 2) - kWide * lane) * (kWidth / kWide);
+    auto moved_column = [&](int w, int j) {
+        return column(j) + (w * kWarp + (lane ^ lane / 8 % 2) - kWide * lane) * (kWidth / kWide);
     };
-    auto moved = [&](x128* at, int tensor, int w) {
-        return slot(at, 0, tensor, 0) + (thread - lane) + w * kWarp;
+    auto moved = [&](x128* at, int tensor, int w, int j) {
+        return slot(at, 0, tensor, 0) + j * kWide * threads + (thread - lane) + w * kWarp;
     };
     auto own = [&](x128* at, int r, int i, int j) {
         if (kWide > 1 && (i < kWide || i >= kDresidual)) {
             const int tensor = i < kWide ? 0 : kDresidual;
-            return slot(at, r, tensor, j) + thread + ((i - tensor) ^ lane / 4 % 2);
+            return slot(at, r, tensor, 0) + j * kWide * threads + thread + ((i - tensor) ^ lane / 4 % 2);
         }
         return slot(at, r, i, j);
     };
@@ -1030,16 +1031,14 @@ __global__ void __launch_bounds__(kNormMaxThreads)
                 if (kWide == 1) {
                     cp_async_16_or_zero(slot(at, r, kDresidual, j), dresidual + offset, live && add);
                 }
-            }
-        }
-        if constexpr (kWide > 1) {
 #pragma unroll
-            for (int w = 0; w < kWide; w++) {
-                const int c = moved_column(w);
-                const bool live = first < a.N && c < C;
-                const size_t offset = live ? (size_t)first * C + c : 0;
-                cp_async_16_or_zero(moved(at, 0, w), inp + offset, live);
-                cp_async_16_or_zero(moved(at, kDresidual, w), dresidual + offset, live && add);
+                for (int w = 0; w < (kWide == 1 ? 0 : kWide); w++) {
+                    const int c = moved_column(w, j);
+                    const bool live = first < a.N && c < C;
+                    const size_t offset = live ? (size_t)first * C + c : 0;
+                    cp_async_16_or_zero(moved(at, 0, w, j), inp + offset, live);
+                    cp_async_16_or_zero(moved(at, kDresidual, w, j), dresidual + offset, live && add);
+                }
             }
         }
         cp_async_commit();
@@ -1173,8 +1172,8 @@ __global__ void __launch_bounds__(kNormMaxThreads)
                     __syncwarp();
 #pragma unroll
                     for (int w = 0; w < kWide; w++) {
-                        const int c = moved_column(w);
-                        if (c < end) { *(x128*)(dresidual + row + c) = *moved(outgoing, 0, w); }
+                        const int c = moved_column(w, j);
+                        if (c < end) { *(x128*)(dresidual + row + c) = *moved(outgoing, 0, w, j); }
                     }
                 }
 #pragma unroll
@@ -1461,10 +1460,15 @@ static int norm_backward_long(const NormBackwardX& a, int norms, int sums, Strea
     return partials;
 }
 
-// Beside a stream in fp32: the forms that training meets in every layer, rows up to 16-bit C=4096.
+// Beside a stream in fp32: the forms that training meets in every layer, rows up to 16-bit C=4096; those of
+// one norm and one branch up to 8192.
 static int norm_backward_fp32(const NormBackwardX& a, int douts, int norms, int branches, int sums,
                               Stream stream) {
-    if (!is_vector(a.C) || ceil_div(a.C, kWidth) > kNormMaxThreads) {
+    const int vectors = ceil_div(a.C, kWidth);
+    if (!is_vector(a.C) || vectors > kNormMaxThreads) {
+        if (is_vector(a.C) && vectors <= 2 * kNormMaxThreads && branches == 1 && douts == 1) {
+            return norm_backward_launch<NormBackwardForm<1, false, 1, 2, false, float>>(a, sums, stream);
+        }
         return norm_backward_long<float>(a, norms, sums, stream);
     }
     using One = NormBackwardForm<1, false, 1, 1, false, float>;
