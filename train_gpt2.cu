@@ -704,20 +704,23 @@ template <int kBranches_, bool kDrops_, bool kGpt2_, class Residual_ = floatX> s
 };
 
 // The row in registers: two passes over it (mean, then variance) cost no memory traffic. A warp takes a row,
-// or (kBlock) a block one or two: of long rows the norms' parameters, 8 bytes an element, would keep the L1
-// busier than the rows do. What GPT-2's norm needs are parameters of their own: addresses from pointers in a
-// struct take more instructions (3 % of all at C=768).
+// or (kBlock) a block. Either takes two where registers allow it, because the norms' parameters, 8 bytes an
+// element, keep the L1 busier than the rows do: of long rows, and of two norms with nothing added. What
+// GPT-2's norm needs are parameters of their own: addresses from pointers in a struct take more instructions
+// (3 % of all at C=768).
 template <int kVectors, bool kBlock, class Form>
-constexpr int kNormRows = kBlock && (kVectors == 1 || Form::kBranches == 0) ? 2 : 1;
+constexpr int kNormRows =
+    (Form::kBranches == 0 ? kBlock || !Form::kGpt2 : kBlock && kVectors == 1) ? 2 : 1;
 template <int kVectors, bool kBlock, class Form>
-__global__ void __launch_bounds__(kBlock ? kNormRowThreads : kNormWarps * kWarp, kBlock ? 2 : 1)
+__global__ void __launch_bounds__(kBlock ? kNormRowThreads : kNormWarps * kWarp,
+                                  kBlock || kNormRows<kVectors, kBlock, Form> == 2 ? 2 : 1)
     norm_forward_kernel(typename Form::Residual* residual, floatX* out, float* mean, float* rstd,
                         const typename Form::Residual* inp, const floatX* branch, const float* weight,
                         const float* bias, int N, int C, NormForwardX more) {
     typedef typename Form::Residual Residual;
     constexpr int kRows = kNormRows<kVectors, kBlock, Form>;
     __shared__ float shared[2][kRows * kWarp];
-    const int first = kBlock ? blockIdx.x * kRows : blockIdx.x * kNormWarps + threadIdx.x / kWarp;
+    const int first = (kBlock ? blockIdx.x : blockIdx.x * kNormWarps + threadIdx.x / kWarp) * kRows;
     const int lane = kBlock ? threadIdx.x : threadIdx.x % kWarp;
     auto column = [=](int j) {
         if constexpr (kBlock) { return (int)(j * blockDim.x + lane) * kWidth; }
@@ -730,8 +733,12 @@ __global__ void __launch_bounds__(kBlock ? kNormRowThreads : kNormWarps * kWarp,
     auto at = [=](int r) { return (size_t)(first + r) * C; };
     auto end = [=](int r) { return kRows == 1 || first + r < N ? C : 0; };
     auto row_sums = [&](float (&x)[kRows], float* shared) {
-        if constexpr (kBlock) { block_sums(x, shared); }
-        else { x[0] = warp_sum(x[0]); }
+        if constexpr (kBlock) {
+            block_sums(x, shared);
+        } else {
+#pragma unroll
+            for (float& sum : x) { sum = warp_sum(sum); }
+        }
     };
 
     // All loads are on their way before the first is needed.
@@ -928,8 +935,9 @@ static void column_sums(const ColumnSums& sums, int tensors, const float* partia
 //     copies       | rows i + 2 steps (cp.async, into this thread's slots) | rows i + 3 steps
 //     this thread  | rows i: sums -> exchange -> barrier -> dresidual      | rows i + 1 step: sums -> ...
 //
-// The slots in shared memory belong to one thread each, so waiting for its own copies is enough. With plain
-// loads into registers the memory idles during the arithmetic: 177 us instead of 104 for C=768, 124M.
+// The slots in shared memory belong to one thread each (those of a stream in fp32 to a warp), so waiting for
+// its own copies is enough. With plain loads into registers the memory idles during the arithmetic: 177 us
+// instead of 104 for C=768, 124M.
 constexpr int kNormMaxThreads = 512;            // with 128 registers each, all that an SM has
 
 // Which members of the family a kernel serves. kDouts, and kTied if both are one norm's; kMasked: branches
@@ -950,7 +958,11 @@ struct NormBackwardForm {
     static constexpr int kRows = kColumns == 1 && kWide == 1 && kDouts == 1 ? 2 : 1;
     static constexpr int kTensors = 2 * kWide + kDouts;
     static constexpr int kStages = kHeld ? 2 : 3;
+    // A thread's slots: of the stages, and where words of fp32 change lanes before they are stored.
+    static constexpr int kStaged = kStages * kRows * kTensors * kColumns;
+    static constexpr int kOutgoing = kWide == 1 ? 0 : kWide * kColumns;
     static_assert(kWide == 1 || kMasked > 0, "a branch's gradient is floatX");
+    static_assert(kWide == 1 || (kRows == 1 && kHeld), "a round uses the outgoing slots once");
 };
 
 // sums_out: rows of partials, of which the branches' are the last; without dropout both have the same.
@@ -965,7 +977,7 @@ __global__ void __launch_bounds__(kNormMaxThreads)
     const Residual* inp = (const Residual*)a.inp;
     Residual* dresidual = (Residual*)a.dresidual;
     const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
-    float* sums_shared = (float*)(staged + kStages * kRows * kTensors * kColumns * threads);
+    float* sums_shared = (float*)(staged + (Form::kStaged + Form::kOutgoing) * threads);
     const int C = a.C, step = gridDim.x * blockDim.y * kRows;
     const int warps = blockDim.x / kWarp, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const bool add = a.dresidual_acc == Accumulate::Yes, rms = !Form::kGpt2 && a.kind == NormKind::Rms;
@@ -977,6 +989,24 @@ __global__ void __launch_bounds__(kNormMaxThreads)
         return at + ((r * kTensors + tensor) * kColumns + j) * threads;
     };
     auto stage_at = [&](int s) { return staged + s * kRows * kTensors * kColumns * threads + thread; };
+    // Of a stream in fp32 a lane's vector is words 2*lane and 2*lane + 1 of its warp's 64. If it copied and
+    // stored those itself, each instruction would touch half of each of 32 sectors. So instruction w moves
+    // words 32w to 32w + 31: this lane's begins at moved_column(w) and has slot `moved`. In shared memory the
+    // 64 lie side by side, but every second 8 with neighbours swapped: 8 lanes, which are served at a time,
+    // then find their own words in all the banks. own: where slot i of this thread is.
+    auto moved_column = [&](int w, int j) {
+        return column(j) + (w * kWarp + (lane ^ lane / 8 % 2) - kWide * lane) * (kWidth / kWide);
+    };
+    auto moved = [&](x128* at, int tensor, int w, int j) {
+        return slot(at, 0, tensor, 0) + j * kWide * threads + (thread - lane) + w * kWarp;
+    };
+    auto own = [&](x128* at, int r, int i, int j) {
+        if (kWide > 1 && (i < kWide || i >= kDresidual)) {
+            const int tensor = i < kWide ? 0 : kDresidual;
+            return slot(at, r, tensor, 0) + j * kWide * threads + thread + ((i - tensor) ^ lane / 4 % 2);
+        }
+        return slot(at, r, i, j);
+    };
     Floats held[kNorms], total[Form::kSums][kColumns] = {};
 #pragma unroll
     for (int i = 0; i < kNorms; i++) { held[i] = load_floats<true>(a.y[i].weight, column(0), C); }
@@ -995,18 +1025,21 @@ __global__ void __launch_bounds__(kNormMaxThreads)
             for (int j = 0; j < kColumns; j++) {
                 const bool live = first + r < a.N && column(j) < C;
                 const size_t offset = live ? (size_t)(first + r) * C + column(j) : 0;
-#pragma unroll
-                for (int w = 0; w < kWide; w++) {
-                    cp_async_16_or_zero(slot(at, r, w, j), (const uint4*)(inp + offset) + w, live);
-                }
+                if (kWide == 1) { cp_async_16_or_zero(slot(at, r, 0, j), inp + offset, live); }
 #pragma unroll
                 for (int i = 0; i < kDouts; i++) {
                     cp_async_16_or_zero(slot(at, r, kWide + i, j), a.y[i].dout + offset, live);
                 }
+                if (kWide == 1) {
+                    cp_async_16_or_zero(slot(at, r, kDresidual, j), dresidual + offset, live && add);
+                }
 #pragma unroll
-                for (int w = 0; w < kWide; w++) {
-                    const uint4* word = (const uint4*)(dresidual + offset) + w;
-                    cp_async_16_or_zero(slot(at, r, kDresidual + w, j), word, live && add);
+                for (int w = 0; w < (kWide == 1 ? 0 : kWide); w++) {
+                    const int c = moved_column(w, j);
+                    const bool live = first < a.N && c < C;
+                    const size_t offset = live ? (size_t)first * C + c : 0;
+                    cp_async_16_or_zero(moved(at, 0, w, j), inp + offset, live);
+                    cp_async_16_or_zero(moved(at, kDresidual, w, j), dresidual + offset, live && add);
                 }
             }
         }
@@ -1033,6 +1066,7 @@ __global__ void __launch_bounds__(kNormMaxThreads)
         // This round's rows into registers, as words: see as_pack. xhat = inp*rstd + shift; sums: of g and of
         // g*xhat, row by row.
         cp_async_wait<kStages - 1>();
+        if (kWide > 1) { __syncwarp(); }                    // what the other lanes have copied is there, too
         x128* at = stage_at(s);
         uint4 words[kRows][kTensors][kColumns];
         float rstd[kRows], shift[kRows], sums[kSums];
@@ -1041,7 +1075,7 @@ __global__ void __launch_bounds__(kNormMaxThreads)
 #pragma unroll
             for (int i = 0; i < (Form::kHeld ? kTensors : 0); i++) {
 #pragma unroll
-                for (int j = 0; j < kColumns; j++) { words[r][i][j] = *(const uint4*)slot(at, r, i, j); }
+                for (int j = 0; j < kColumns; j++) { words[r][i][j] = *(const uint4*)own(at, r, i, j); }
             }
             rstd[r] = next_rstd[r];
             shift[r] = -next_mean[r] * next_rstd[r];
@@ -1129,7 +1163,21 @@ __global__ void __launch_bounds__(kNormMaxThreads)
                     result.at[k] += fmaf(g.at[k], rstd[r], fmaf(xhat, minus_gx, minus_g));
                 }
                 const Pack<Residual> rounded = to_pack<Residual>(result);
-                store<true>(dresidual + row, column(j), end, rounded);
+                if constexpr (kWide == 1) {
+                    store<true>(dresidual + row, column(j), end, rounded);
+                } else {
+                    x128* outgoing = staged + Form::kStaged * threads + thread;
+#pragma unroll
+                    for (int w = 0; w < kWide; w++) {
+                        memcpy(own(outgoing, r, w, j), (const x128*)&rounded + w, sizeof(x128));
+                    }
+                    __syncwarp();
+#pragma unroll
+                    for (int w = 0; w < kWide; w++) {
+                        const int c = moved_column(w, j);
+                        if (c < end) { *(x128*)(dresidual + row + c) = *moved(outgoing, 0, w, j); }
+                    }
+                }
 #pragma unroll
                 for (int i = 0; i < Form::kBranchSums; i++) {
                     x128 branch;
@@ -1321,7 +1369,8 @@ template <int kVectors, class Form> static void norm_forward_launch(const NormFo
             norm_forward_launch<kVectors + (Form::kGpt2 ? 1 : kMost), Form>(a, stream);
             return;
         }
-        launch(norm_forward_kernel<kVectors, false, Form>, ceil_div(a.N, kNormWarps), kNormWarps * kWarp);
+        launch(norm_forward_kernel<kVectors, false, Form>,
+               ceil_div(a.N, kNormWarps * kNormRows<kVectors, false, Form>), kNormWarps * kWarp);
     } else if (is_vector(a.C) && vectors <= 2 * kNormRowThreads) {
         auto run = [&](auto count) {
             constexpr int kCount = count.value;
@@ -1378,10 +1427,9 @@ template <class Form> static int norm_backward_launch(const NormBackwardX& args,
     // The GPU is not asked, so that the bits do not depend on it.
     const int wanted = std::min(kNormBlocks, 132 * std::max(1, 480 / (x * y)));
     const int blocks = std::min(wanted, ceil_div(args.N, y * Form::kRows));
-    constexpr int kSlots = Form::kStages * Form::kRows * Form::kTensors * Form::kColumns;   // of a thread
-    const size_t slots = (size_t)kSlots * x * y * sizeof(x128);
+    const size_t slots = (size_t)(Form::kStaged + Form::kOutgoing) * x * y * sizeof(x128);
     const size_t exchange = (size_t)2 * y * (x / kWarp) * 2 * Form::kRows * sizeof(float);
-    static_assert(2 * kSlots * sizeof(x128) >= Form::kSums * Form::kColumns * kWidth * sizeof(float),
+    static_assert(2 * Form::kStaged * sizeof(x128) >= Form::kSums * Form::kColumns * kWidth * sizeof(float),
                   "group_sums reuses the slots, where there are two groups at least");
     cudaCheck(cudaFuncSetAttribute(norm_backward_kernel<Form>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                    (int)(slots + exchange)));
@@ -1414,10 +1462,15 @@ static int norm_backward_long(const NormBackwardX& a, int norms, int sums, Strea
     return partials;
 }
 
-// Beside a stream in fp32: the forms that training meets in every layer, rows up to 16-bit C=4096.
+// Beside a stream in fp32: the forms that training meets in every layer, rows up to 16-bit C=4096; those of
+// one norm and one branch up to 8192.
 static int norm_backward_fp32(const NormBackwardX& a, int douts, int norms, int branches, int sums,
                               Stream stream) {
-    if (!is_vector(a.C) || ceil_div(a.C, kWidth) > kNormMaxThreads) {
+    const int vectors = ceil_div(a.C, kWidth);
+    if (!is_vector(a.C) || vectors > kNormMaxThreads) {
+        if (is_vector(a.C) && vectors <= 2 * kNormMaxThreads && branches == 1 && douts == 1) {
+            return norm_backward_launch<NormBackwardForm<1, false, 1, 2, false, float>>(a, sums, stream);
+        }
         return norm_backward_long<float>(a, norms, sums, stream);
     }
     using One = NormBackwardForm<1, false, 1, 1, false, float>;
