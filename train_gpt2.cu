@@ -500,6 +500,18 @@ template <class Kernel> static void allow_shared_memory(Kernel kernel, size_t by
     cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
 }
 
+// The most bytes of shared memory that a block may ask for: 227 KiB on Hopper, 163 on an A100, 99 on most
+// others. Tests lower the cap.
+static size_t shared_memory_cap = SIZE_MAX;
+static size_t shared_memory_limit() {
+    static const int limit = [] {
+        int bytes = 0;
+        cudaCheck(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
+        return bytes;
+    }();
+    return std::min((size_t)limit, shared_memory_cap);
+}
+
 // What the copy engine is told about a tensor of 16-bit elements: its sizes and the box that it copies,
 // innermost first, and bytes from one index to the next of all but the innermost. What it reads outside of
 // the tensor is zeros.
@@ -680,7 +692,7 @@ static void encoder_backward(const EncoderBackward<floatX, float>& a, Stream str
 // Residual, here, is the type of what stands in the residual stream: inp, residual and dresidual are floatX,
 // or fp32 beside 16-bit branches. Each form of a kernel exists for one of them.
 constexpr int kNormBlocks = 396;                // most blocks of the backward: 3 an SM of an H200
-constexpr int kNormWarps = 8;                   // of a block of the forward; each takes a row
+constexpr int kNormWarps = 8;                   // of a block of the forward; each takes a row or two
 // The most vectors of its row that a lane of the forward holds: 16-bit rows up to 2048 stay in registers.
 constexpr int kNormVectors = 8;
 constexpr int kNormRowThreads = 512;            // most threads of a block that takes one row or two
@@ -1419,7 +1431,22 @@ static size_t norm_backward_scratch_bytes(int N, int C, int sums) {
     return (size_t)std::min(N, kNormBlocks) * sums * C * sizeof(float);
 }
 
-// Launches norm_backward_kernel; returns the number of blocks, which is that of the rows of partials.
+// Both return the number of rows of partials. norms: that have weights.
+template <class Residual>
+static int norm_backward_long(const NormBackwardX& a, int norms, int sums, Stream stream) {
+    const int partials = std::min(a.N, kNormBlocks);
+    with_vector(a.C, [&](auto vector) {
+        norm_backward_long_kernel<vector.value, Residual><<<a.N, 512, 0, stream>>>(a);
+        cudaCheck(cudaGetLastError());
+        norm_backward_columns_kernel<vector.value, Residual>
+            <<<dim3(ceil_div(a.C, kWidth * 128), partials), 128, 0, stream>>>(a, a.scratch, norms, sums);
+        cudaCheck(cudaGetLastError());
+    });
+    return partials;
+}
+
+// One pass, where a block's shared memory holds the slots: two norms at C=8192 take 192 KiB, and one beside a
+// stream in fp32.
 template <class Form> static int norm_backward_launch(const NormBackwardX& args, int sums, Stream stream) {
     // Narrow rows share a block of some 192 threads: C=768 (124M) has 96 x 2.
     const int x = round_up(ceil_div(args.C, kWidth * Form::kColumns), kWarp), y = std::max(1, 192 / x);
@@ -1429,10 +1456,12 @@ template <class Form> static int norm_backward_launch(const NormBackwardX& args,
     const int blocks = std::min(wanted, ceil_div(args.N, y * Form::kRows));
     const size_t slots = (size_t)(Form::kStaged + Form::kOutgoing) * x * y * sizeof(x128);
     const size_t exchange = (size_t)2 * y * (x / kWarp) * 2 * Form::kRows * sizeof(float);
+    if (slots + exchange > shared_memory_limit()) {
+        return norm_backward_long<typename Form::Residual>(args, Form::kNorms, sums, stream);
+    }
     static_assert(2 * Form::kStaged * sizeof(x128) >= Form::kSums * Form::kColumns * kWidth * sizeof(float),
                   "group_sums reuses the slots, where there are two groups at least");
-    cudaCheck(cudaFuncSetAttribute(norm_backward_kernel<Form>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   (int)(slots + exchange)));
+    allow_shared_memory(norm_backward_kernel<Form>, slots + exchange);
     norm_backward_kernel<Form><<<blocks, dim3(x, y), slots + exchange, stream>>>(args, args.scratch, sums);
     cudaCheck(cudaGetLastError());
     return blocks;
@@ -1447,19 +1476,6 @@ static int norm_backward_masked(const NormBackwardX& a, int masked, int sums, St
     return masked == 0   ? norm_backward_launch<None>(a, sums, stream)
            : masked == 1 ? norm_backward_launch<One>(a, sums, stream)
                          : norm_backward_launch<Both>(a, sums, stream);
-}
-
-template <class Residual>
-static int norm_backward_long(const NormBackwardX& a, int norms, int sums, Stream stream) {
-    const int partials = std::min(a.N, kNormBlocks);
-    with_vector(a.C, [&](auto vector) {
-        norm_backward_long_kernel<vector.value, Residual><<<a.N, 512, 0, stream>>>(a);
-        cudaCheck(cudaGetLastError());
-        norm_backward_columns_kernel<vector.value, Residual>
-            <<<dim3(ceil_div(a.C, kWidth * 128), partials), 128, 0, stream>>>(a, a.scratch, norms, sums);
-        cudaCheck(cudaGetLastError());
-    });
-    return partials;
 }
 
 // Beside a stream in fp32: the forms that training meets in every layer, rows up to 16-bit C=4096; those of
@@ -3243,22 +3259,10 @@ __global__ void __launch_bounds__(kPlainWarps * kWarp)
     plain_store<kCols>(dqkv + head.v, head.qkv_row, work.row_first, T, HS, dv, dv_scales, lane);
 }
 
-// The most bytes of shared memory that a block may ask for: 227 KiB on Hopper, 163 on an A100, 99 on most
-// others. Tests lower the cap.
-static size_t attention_shared_cap = SIZE_MAX;
-static size_t attention_shared_limit() {
-    static const int limit = [] {
-        int bytes = 0;
-        cudaCheck(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
-        return bytes;
-    }();
-    return std::min((size_t)limit, attention_shared_cap);
-}
-
 // As many warps a block as fit, 4 at most; 0: not even one does. Results do not depend on it.
 static int plain_warps(int HS, int owned) {
     int warps = kPlainWarps;
-    while (warps > 0 && PlainShared::bytes(HS, owned, warps) > attention_shared_limit()) { warps /= 2; }
+    while (warps > 0 && PlainShared::bytes(HS, owned, warps) > shared_memory_limit()) { warps /= 2; }
     return warps;
 }
 
@@ -4580,7 +4584,7 @@ template <int kRow> struct MmaRow {
 // Calls f with the row of kMmaShapes that serves this head size here, as a type. False: there is none.
 template <int kRow = 0, class F> static bool with_mma_shapes(int HS, F f) {
     if constexpr (kRow < kNumMmaShapes) {
-        if (kMmaShapes[kRow].HS != HS || MmaRow<kRow>::kBytes > attention_shared_limit()) {
+        if (kMmaShapes[kRow].HS != HS || MmaRow<kRow>::kBytes > shared_memory_limit()) {
             return with_mma_shapes<kRow + 1>(HS, f);
         }
         if (sizeof(floatX) == 4 && !use_tf32) { return false; }
@@ -4605,7 +4609,7 @@ static std::string attention_error(int HS) {
     }
     if (attention_form(HS)[0] != '\0') { return ""; }
     return format("attention: head size %d needs %zu bytes of shared memory in a block, this GPU has %zu\n%s",
-                  HS, PlainShared::bytes(HS, kPlainBackward, 1), attention_shared_limit(), hint);
+                  HS, PlainShared::bytes(HS, kPlainBackward, 1), shared_memory_limit(), hint);
 }
 
 static void attention_check(int B, int T, int NH, int HS) {
