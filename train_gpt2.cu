@@ -2890,6 +2890,7 @@ static void attention_dropout(const AttentionDropout<floatX, float>& a, Stream s
 // mma.m16n8k16": accumulator n has of rows g and g + 8, g = lane / 4, columns 8 n + 2 * (lane % 4) and the
 // one after. To be loaded early and used late.
 template <int kTile> struct KeepRows {
+    static_assert(128 % kTile == 0, "keep_stride pads a head to whole tiles");
     static constexpr int kWords = (kTile + 31) / 32;
     uint32_t words[2][kWords];                          // of rows g and g + 8
     int shift;                                          // to the lane's first column
@@ -3842,6 +3843,7 @@ __global__ void __launch_bounds__(kMmaWarps * kWarp, kMinBlocks)
     constexpr int kOwned = Shared::kOwned;
     static_assert(kTile <= 2 * kMmaWarps * kWarp && 128 % kTile == 0,
                   "a thread loads the statistics of two queries, padded to 128");
+    static_assert(32 % (16 * kGroups) == 0, "the warp's keys have one word of AttentionKeep");
     extern __shared__ __align__(16) unsigned char mma_bytes[];
     Shared& shared = *(Shared*)mma_bytes;
 
