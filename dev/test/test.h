@@ -4,16 +4,35 @@ The smallest test harness that counts: CHECK per fact, one closing line per prog
     TEST("shards") { CHECK(n == 7, "n is %d, expected 7", n); }
     int main() { ...; return test_summary(); }     // prints "N passed, N failed, N skipped", 1 if any failed
 
-A check passes only if its condition is true, so write bounds as CHECK(err <= tol, ...): NaN then fails.
+What takes more than a second says so: where does a suite's time go? Headings come out at once, so that a log
+shows where a program was when it was stopped. A check passes only if its condition is true, so write bounds
+as CHECK(err <= tol, ...): NaN then fails.
 */
 #ifndef DEV_TEST_H
 #define DEV_TEST_H
 
 #include <stdio.h>      // gives: printf
+#include <time.h>       // gives: timespec_get
 
 static int test_passed = 0, test_failed = 0, test_skipped = 0;
 
-#define TEST(name) for (int once_ = (printf("== %s\n", name), 1); once_; once_ = 0)
+static inline double test_now() {       // s
+    struct timespec t;
+    timespec_get(&t, TIME_UTC);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+static inline double test_begin(const char* name) {
+    printf("== %s\n", name);
+    fflush(stdout);
+    return test_now();
+}
+static inline double test_end(double began) {
+    const double seconds = test_now() - began;
+    if (seconds > 1.0) { printf("   %.1f s\n", seconds); }
+    return 0.0;
+}
+
+#define TEST(name) for (double began_ = test_begin(name); began_ > 0.0; began_ = test_end(began_))
 
 #define CHECK(cond, ...)                                                        \
     do {                                                                        \

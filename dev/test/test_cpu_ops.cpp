@@ -1655,7 +1655,8 @@ static void test_decoding(int T, int NH, int HS, int OC) {
         Doubles got = residual, expected((size_t)N * OC);
         decode_matmul_cpu<double>({got, embedded, has_ln ? (double*)lnw : nullptr,
                                    form % 2 == 1 ? (double*)lnb : nullptr, weight, form > 0 ? (double*)bias
-                                   : nullptr, form == 2 ? (double*)got : nullptr, has_gelu, N, C, OC}, 0);
+                                   : nullptr, form == 2 ? (double*)got : nullptr, has_gelu, N, C, OC,
+                                   nullptr}, 0);
         matmul_forward_cpu<double>({expected, has_ln ? normal : embedded, weight, form > 0 ? (double*)bias
                                     : nullptr, form == 2 ? (double*)residual : nullptr,
                                     has_gelu ? (double*)pre : nullptr, N, C, OC}, 0);

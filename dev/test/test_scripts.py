@@ -739,9 +739,9 @@ def test_run_side_by_side():
 def test_run_starts_little_beside_kernels():
     """What starts programs all the time waits for suites on a GPU that do not, and has one hardware queue."""
     gpu = {"needs": "gpu", "gpu": 1}
-    often = ("[ ! -e works ] && echo ${CUDA_DEVICE_MAX_CONNECTIONS:-8} > often && " + GOOD,
+    often = ("sleep 0.3; [ ! -e works ] && echo ${CUDA_DEVICE_MAX_CONNECTIONS:-8} > often && " + GOOD,
              {**gpu, "starts": True})
-    works = ("touch works; echo ${CUDA_DEVICE_MAX_CONNECTIONS:-8} > once; sleep 0.5; rm works; " + GOOD, gpu)
+    works = ("touch works; echo ${CUDA_DEVICE_MAX_CONNECTIONS:-8} > once; sleep 1; rm works; " + GOOD, gpu)
     rows, _ = run_suites(suites_of(works=works, often=often), CORES=4, have={**NO_GPU, "gpu": True},
                          all_gpus=("0", "1"))
     check(all(row[:2] == (3, 0) for row in rows.values()), f"one after the other: {rows}")
