@@ -2197,8 +2197,11 @@ static double to_operand(double x, bool tf32) {
 // operands. In fp32 builds without TF32 it rounds to fp32 and so says what that type can do.
 static void attention_plain(double* out /*(B,T,NH,HS)*/, double* lse /*(B,NH,T)*/,
                             double* dqkv /*(B,T,3,NH,HS)*/, const double* qkv, const double* dout, int B,
-                            int T, int NH, int HS, bool tf32) {
+                            int T, int NH, int HS, bool tf32, const AttentionKeep& keep) {
     const double scale = 1.0 / sqrt((double)HS);
+    auto is_kept = [&](size_t bh, int t, int u) {
+        return !keep.bits || keep.bits[bh * keep_words(T) + u / 32 * keep_stride(T) + t] >> u % 32 & 1;
+    };
     const size_t C = (size_t)NH * HS;
     std::vector<double> qkv_operand(qkv, qkv + 3 * C * B * T), dout_operand(dout, dout + C * B * T);
     for (double& x : qkv_operand) { x = to_operand(x, tf32); }
@@ -2224,16 +2227,19 @@ static void attention_plain(double* out /*(B,T,NH,HS)*/, double* lse /*(B,NH,T)*
             lse[(size_t)bh * T + t] = max + log(sum);
             for (int i = 0; i < HS; i++) {
                 double o = 0.0;
-                for (int u = 0; u <= t; u++) { o += to_operand(p[u], tf32) * v[u * 3 * C + i]; }
-                O[t * C + i] = round_to((floatX*)nullptr, o / sum);
+                for (int u = 0; u <= t; u++) {
+                    if (is_kept(bh, t, u)) { o += to_operand(p[u], tf32) * v[u * 3 * C + i]; }
+                }
+                O[t * C + i] = round_to((floatX*)nullptr, o * keep.scale / sum);
                 D += O[t * C + i] * dO[t * C + i];
             }
             std::fill(row.begin(), row.end(), 0.0);
             for (int u = 0; u <= t; u++) {
                 double dp = 0.0;
                 for (int i = 0; i < HS; i++) { dp += dO_operand[t * C + i] * v[u * 3 * C + i]; }
-                const double prob = p[u] / sum, ds = to_operand(prob * (dp - D), tf32);
-                const double rounded = to_operand(prob, tf32);
+                const double prob = p[u] / sum, factor = is_kept(bh, t, u) ? keep.scale : 0.0;
+                const double ds = to_operand(prob * (factor * dp - D), tf32);
+                const double rounded = factor * to_operand(prob, tf32);
                 for (int i = 0; i < HS; i++) {
                     row[i] += ds * k[u * 3 * C + i];
                     dkv[((size_t)u * 2) * HS + i] += ds * q[t * 3 * C + i];
@@ -2251,11 +2257,34 @@ static void attention_plain(double* out /*(B,T,NH,HS)*/, double* lse /*(B,NH,T)*
     }
 }
 
-// `form`: what must run it, as attention_form says it; null: whatever does.
-static void test_attention(int B, int T, int NH, int HS, const char* form = nullptr) {
+// The bits that attention's dropout keeps: the twin's.
+static std::vector<uint32_t> test_attention_dropout(const Dropout& dropout, int B, int T, int NH) {
+    Case k(format("attention_dropout B=%d T=%d NH=%d dropped=%u", B, T, NH, dropout.dropped));
+    std::vector<uint32_t> keep(B * NH * keep_words(T)), got(keep.size());
+    uint32_t* d_keep = k.poisoned<uint32_t>("keep", keep.size());
+    k.run([&] { attention_dropout({d_keep, dropout, B, T, NH}, 0); });
+    attention_dropout_cpu<double>({keep.data(), dropout, B, T, NH}, 0);
+    cudaCheck(cudaMemcpy(got.data(), d_keep, got.size() * sizeof(uint32_t), cudaMemcpyDeviceToHost));
+    size_t differ = 0;
+    for (size_t i = 0; i < keep.size(); i++) { differ += got[i] != keep[i]; }
+    CHECK(differ == 0, "%s: %zu of %zu words that the dropout keeps are not the twin's", k.title.c_str(),
+          differ, keep.size());
+    return keep;
+}
+
+// `form`: what must run it, as attention_form says it; null: whatever does. p: what is dropped.
+static void test_attention(int B, int T, int NH, int HS, const char* form = nullptr, double p = 0.0) {
     const char* runs = attention_form(HS);
-    Case k(format("attention B=%d T=%d NH=%d HS=%d %s", B, T, NH, HS, runs));
+    Case k(format("attention B=%d T=%d NH=%d HS=%d dropout=%g %s", B, T, NH, HS, p, runs));
     CHECK(!form || strcmp(form, runs) == 0, "%s: '%s' was to run it", k.title.c_str(), form);
+    std::vector<uint32_t> bits;
+    AttentionKeep keep, d_keep;
+    if (p > 0.0) {
+        const Dropout dropout = dropout_of(p, {1337, 4, 11}, 5000000000ull);
+        bits = test_attention_dropout(dropout, B, T, NH);
+        keep = {bits.data(), dropout.scale};
+        d_keep = {k.bytes_of("keep", bits), dropout.scale};
+    }
     const bool tf32 = strcmp(runs, "mma.sync (TF32)") == 0;
     const size_t n = (size_t)B * T * NH * HS, rows = (size_t)B * NH * T;
     std::vector<double> qkv = k.random(3 * n), dout = k.random(n), out(n), lse(rows), dqkv(3 * n), D(rows);
@@ -2264,19 +2293,33 @@ static void test_attention(int B, int T, int NH, int HS, const char* form = null
     float *d_lse = k.poisoned<float>("lse", rows),
           *scratch = k.poisoned<float>("scratch", attention_backward_scratch_bytes(B, T, NH) / 4);
     k.run([&] {
-        attention_forward({d_out, d_lse, d_qkv, B, T, NH, HS}, 0);
-        attention_backward({d_dqkv, scratch, d_dout, d_out, d_qkv, d_lse, B, T, NH, HS}, 0);
+        attention_forward({d_out, d_lse, d_qkv, B, T, NH, HS, d_keep}, 0);
+        attention_backward({d_dqkv, scratch, d_dout, d_out, d_qkv, d_lse, B, T, NH, HS, d_keep}, 0);
     });
-    attention_forward_cpu<double>({out.data(), lse.data(), qkv.data(), B, T, NH, HS}, 0);
+    attention_forward_cpu<double>({out.data(), lse.data(), qkv.data(), B, T, NH, HS, keep}, 0);
     attention_backward_cpu<double>({dqkv.data(), D.data(), dout.data(), out.data(), qkv.data(), lse.data(), B,
-                                    T, NH, HS}, 0);
+                                    T, NH, HS, keep}, 0);
     std::vector<double> plain_out(n), plain_lse(rows), plain_dqkv(3 * n);
     attention_plain(plain_out.data(), plain_lse.data(), plain_dqkv.data(), qkv.data(), dout.data(), B, T, NH,
-                    HS, tf32);
+                    HS, tf32, keep);
     k.expect_as_good_as("out", d_out, out, plain_out, 5e-6);
     k.expect_as_good_as("dqkv", d_dqkv, dqkv, plain_dqkv, 2e-5);
     if (tf32) { k.expect_as_good_as("lse", d_lse, lse, plain_lse, 5e-6); }
     else { k.expect("lse", d_lse, lse, 5e-6); }
+    if (p > 0.0) { return; }
+
+    // The kernels with dropout where all is kept, in the padding too: the same bits
+    const std::vector<double> kept_out = k.values_of(d_out), kept_lse = k.values_of(d_lse),
+                              kept_dqkv = k.values_of(d_dqkv);
+    const std::vector<uint32_t> all(B * NH * keep_words(T), 0xffffffffu);
+    const AttentionKeep keeps_all = {k.bytes_of("keep", all), 1.0f};
+    k.run([&] {
+        attention_forward({d_out, d_lse, d_qkv, B, T, NH, HS, keeps_all}, 0);
+        attention_backward({d_dqkv, scratch, d_dout, d_out, d_qkv, d_lse, B, T, NH, HS, keeps_all}, 0);
+    });
+    CHECK(k.values_of(d_out) == kept_out && k.values_of(d_lse) == kept_lse &&
+              k.values_of(d_dqkv) == kept_dqkv,
+          "%s: a dropout that keeps all gives other bits", k.title.c_str());
 }
 
 // Every form at the head sizes that it serves, by all that chooses one: head size, --kernels, -f, and how
@@ -2288,23 +2331,36 @@ static void test_attention_forms() {
         select_kernels(true, tf32);
         for (int HS : {64, 16, 32, 48, 80, 96, 112, 128, 160, 192, 8, 20}) {
             // TF32's tiles are twice as large: those of 128 want more than the 99 KiB of some GPUs
-            const bool fits = HS < 128 || (HS == 128 && attention_shared_limit() > 101376);
+            const bool fits = HS < 128 || (HS == 128 && shared_memory_limit() > 101376);
             const bool tensor = HS % 16 == 0 && (kLowPrecision || (tf32 && fits));
             const char* form = tensor ? mma : "plain";
-            test_attention(1, 1, 1, HS, form);
-            test_attention(2, 33, 2, HS, form);
-            if (!small_shapes) { test_attention(2, 257, 3, HS, form); }
+            for (double p : {0.0, 0.1, 0.5}) {
+                if (small_shapes && p == 0.5) { continue; }
+                test_attention(1, 1, 1, HS, form, p);
+                test_attention(2, 33, 2, HS, form, p);
+                if (!small_shapes) { test_attention(2, 257, 3, HS, form, p); }
+            }
         }
-        test_attention(1, 130, 1, 64);
-        if (!small_shapes) {
-            test_attention(1, 1024, 2, 64);
-            test_attention(1, 1000, 2, 128);
+        for (double p : {0.0, 0.2}) {
+            test_attention(1, 130, 1, 64, nullptr, p);
+            if (!small_shapes) {
+                test_attention(1, 1024, 2, 64, nullptr, p);
+                test_attention(1, 1000, 2, 128, nullptr, p);
+            }
         }
+    }
+    for (double p : {1e-9, 0.3, 0.95}) {
+        for (int T : {1, 31, 128, 129, 300}) { test_attention_dropout(dropout_of(p, {7, 1, 3}, 1), 2, T, 3); }
     }
     select_kernels(false, false);
     if (attention_uses_sm90(64)) {
-        for (int T : {1, 33, 130}) { test_attention(2, T, 2, 64, "sm90 (wgmma)"); }
-        if (!small_shapes) { test_attention(2, 257, 3, 64); test_attention(1, 1024, 2, 64); }
+        for (double p : {0.0, 0.1, 0.5}) {
+            for (int T : {1, 33, 64, 130}) { test_attention(2, T, 2, 64, "sm90 (wgmma)", p); }
+            if (!small_shapes) {
+                test_attention(2, 257, 3, 64, nullptr, p);
+                test_attention(1, 1024, 2, 64, nullptr, p);
+            }
+        }
     }
 
     // GPUs with 99 and 163 KiB a block, and one with so little that the tensor cores' tiles do not fit
@@ -2314,24 +2370,24 @@ static void test_attention_forms() {
         {30000, 64, 4, "plain", 2, 33},   {101376, 256, 2, "plain", 1, 70},
         {101376, 340, 1, "plain", 1, 34}, {166912, 512, 2, "plain", 1, 34}, {101376, 512, 0, "", 0, 0}};
     select_kernels(true, true);
-    const size_t limit = attention_shared_limit();
+    const size_t limit = shared_memory_limit();
     for (auto& l : limits) {
         if (l.cap > limit) { continue; }
-        attention_shared_cap = l.cap;
+        shared_memory_cap = l.cap;
         const std::string error = attention_error(l.HS);
         CHECK(plain_warps(l.HS, kPlainBackward) == l.warps, "head size %d within %zu bytes: %d warps", l.HS,
               l.cap, plain_warps(l.HS, kPlainBackward));
         CHECK(error.empty() == (l.warps > 0), "head size %d within %zu bytes: '%s'", l.HS, l.cap,
               error.c_str());
         if (error.empty()) {
-            test_attention(l.B, l.T, 2, l.HS, l.form);
+            for (double p : {0.0, 0.1}) { test_attention(l.B, l.T, 2, l.HS, l.form, p); }
         } else {
             CHECK(error.find(format("head size %d ", l.HS)) != std::string::npos &&
                       error.find(format(" %zu\n", l.cap)) != std::string::npos,
                   "head size and limit are not in '%s'", error.c_str());
         }
     }
-    attention_shared_cap = SIZE_MAX;
+    shared_memory_cap = SIZE_MAX;
     for (int HS : {0, -1, 513}) { CHECK(!attention_error(HS).empty(), "head size %d is taken", HS); }
     select_kernels(false, false);
 }
@@ -2905,9 +2961,12 @@ static void test_kernels() {
             // on both sides of what a warp, a block's registers and two columns a thread hold
             for (int C : {64, 1000, 1024, 1032, 1280, 1600, 2048, 2056}) { test_norm(33, C); }
             for (int C : {4096, 4104, 5000, 5120, 8192, 8200, 16384}) { test_norm(5, C); }
-            test_norm(1000, 768);
             test_norm(7001, 40);                // so many rows that a block takes several steps,
-            test_norm(404, 4104);               // and through all stages
+            test_norm(1700, 768);               // and through all stages
+            test_norm(404, 4104);
+            shared_memory_cap = 101376;         // most GPUs' 99 KiB: some forms take two passes then
+            for (int C : {4096, 4104}) { test_norm(5, C); }
+            shared_memory_cap = SIZE_MAX;
         }
     }
     TEST("kernels: matmul and bias") {

@@ -187,9 +187,9 @@ enum class Kind { Matrix, Bias, Norm };
 // A Block's tensor has a copy per layer, kept for the backward pass. SAVED(r): only while the recompute level
 // (-r) is below r, else all layers share one buffer and the backward computes it again. A model that is not
 // trained keeps nothing, so its layers share all buffers, and what is the backward's alone has no elements.
-// `sequential`, `parallel` and `apart` are 0 or 1: the kind of block, and whether a branch's gradient is
-// another than the stream's. A tied block has no ln2 and reads ln1 instead. Where the type is void it is the
-// residual stream's: floatX, or fp32.
+// `sequential`, `parallel`, `apart` and `dropout` are 0 or 1: the kind of block, whether a branch's gradient
+// is another than the stream's, and whether training has a dropout. A tied block has no ln2 and reads ln1
+// instead. Where the type is void it is the residual stream's: floatX, or fp32.
 //    name        type    where   kept    elements
 #define GPT2_ACTS(X)                                                                                      \
     X(encoded,    void,   Global, ALWAYS, N * C)            /* (B,T,C) */                                 \
@@ -197,6 +197,7 @@ enum class Kind { Matrix, Bias, Norm };
     X(ln1_mean,   float,  Block,  ALWAYS, N)                /* (B,T) */                                   \
     X(ln1_rstd,   float,  Block,  ALWAYS, N)                                                              \
     X(qkv,        floatX, Block,  ALWAYS, N * 3 * C)        /* (B,T,3,NH,HS) */                           \
+    X(att_keep,   uint32_t, Block, SAVED(1), dropout * B * NH * keep_words(T))  /* see AttentionKeep */   \
     X(att_lse,    float,  Block,  ALWAYS, N * NH)           /* (B,NH,T) log-sum-exp of the scores */      \
     X(atty,       floatX, Block,  ALWAYS, N * C)            /* (B,T,C) attention's output */              \
     X(residual2,  void,   Block,  sequential && ALWAYS, N * C)      /* (B,T,C) after attention */         \
@@ -406,6 +407,7 @@ static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recom
     const size_t N = (size_t)B * T, C = c.C, NH = c.NH, Vp = c.Vp;
     const size_t sequential = c.block == Block::Sequential, parallel = !sequential;
     const size_t second = c.block != Block::ParallelTied, apart = drops || residual_apart(c);
+    const size_t dropout = trains && drops;
     const bool ALWAYS = trains;
     auto SAVED = [=](int level) { return trains && recompute < level; };
     size_t offset = 0;
@@ -496,6 +498,18 @@ static bool sm90_kernels_run() {
 // Dynamic shared memory above 48 KB has to be asked for, kernel by kernel.
 template <class Kernel> static void allow_shared_memory(Kernel kernel, size_t bytes) {
     cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+}
+
+// The most bytes of shared memory that a block may ask for: 227 KiB on Hopper, 163 on an A100, 99 on most
+// others. Tests lower the cap.
+static size_t shared_memory_cap = SIZE_MAX;
+static size_t shared_memory_limit() {
+    static const int limit = [] {
+        int bytes = 0;
+        cudaCheck(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
+        return bytes;
+    }();
+    return std::min((size_t)limit, shared_memory_cap);
 }
 
 // What the copy engine is told about a tensor of 16-bit elements: its sizes and the box that it copies,
@@ -678,7 +692,7 @@ static void encoder_backward(const EncoderBackward<floatX, float>& a, Stream str
 // Residual, here, is the type of what stands in the residual stream: inp, residual and dresidual are floatX,
 // or fp32 beside 16-bit branches. Each form of a kernel exists for one of them.
 constexpr int kNormBlocks = 396;                // most blocks of the backward: 3 an SM of an H200
-constexpr int kNormWarps = 8;                   // of a block of the forward; each takes a row
+constexpr int kNormWarps = 8;                   // of a block of the forward; each takes a row or two
 // The most vectors of its row that a lane of the forward holds: 16-bit rows up to 2048 stay in registers.
 constexpr int kNormVectors = 8;
 constexpr int kNormRowThreads = 512;            // most threads of a block that takes one row or two
@@ -702,20 +716,23 @@ template <int kBranches_, bool kDrops_, bool kGpt2_, class Residual_ = floatX> s
 };
 
 // The row in registers: two passes over it (mean, then variance) cost no memory traffic. A warp takes a row,
-// or (kBlock) a block one or two: of long rows the norms' parameters, 8 bytes an element, would keep the L1
-// busier than the rows do. What GPT-2's norm needs are parameters of their own: addresses from pointers in a
-// struct take more instructions (3 % of all at C=768).
+// or (kBlock) a block. Either takes two where registers allow it, because the norms' parameters, 8 bytes an
+// element, keep the L1 busier than the rows do: of long rows, and of two norms with nothing added. What
+// GPT-2's norm needs are parameters of their own: addresses from pointers in a struct take more instructions
+// (3 % of all at C=768).
 template <int kVectors, bool kBlock, class Form>
-constexpr int kNormRows = kBlock && (kVectors == 1 || Form::kBranches == 0) ? 2 : 1;
+constexpr int kNormRows =
+    (Form::kBranches == 0 ? kBlock || !Form::kGpt2 : kBlock && kVectors == 1) ? 2 : 1;
 template <int kVectors, bool kBlock, class Form>
-__global__ void __launch_bounds__(kBlock ? kNormRowThreads : kNormWarps * kWarp, kBlock ? 2 : 1)
+__global__ void __launch_bounds__(kBlock ? kNormRowThreads : kNormWarps * kWarp,
+                                  kBlock || kNormRows<kVectors, kBlock, Form> == 2 ? 2 : 1)
     norm_forward_kernel(typename Form::Residual* residual, floatX* out, float* mean, float* rstd,
                         const typename Form::Residual* inp, const floatX* branch, const float* weight,
                         const float* bias, int N, int C, NormForwardX more) {
     typedef typename Form::Residual Residual;
     constexpr int kRows = kNormRows<kVectors, kBlock, Form>;
     __shared__ float shared[2][kRows * kWarp];
-    const int first = kBlock ? blockIdx.x * kRows : blockIdx.x * kNormWarps + threadIdx.x / kWarp;
+    const int first = (kBlock ? blockIdx.x : blockIdx.x * kNormWarps + threadIdx.x / kWarp) * kRows;
     const int lane = kBlock ? threadIdx.x : threadIdx.x % kWarp;
     auto column = [=](int j) {
         if constexpr (kBlock) { return (int)(j * blockDim.x + lane) * kWidth; }
@@ -728,8 +745,12 @@ __global__ void __launch_bounds__(kBlock ? kNormRowThreads : kNormWarps * kWarp,
     auto at = [=](int r) { return (size_t)(first + r) * C; };
     auto end = [=](int r) { return kRows == 1 || first + r < N ? C : 0; };
     auto row_sums = [&](float (&x)[kRows], float* shared) {
-        if constexpr (kBlock) { block_sums(x, shared); }
-        else { x[0] = warp_sum(x[0]); }
+        if constexpr (kBlock) {
+            block_sums(x, shared);
+        } else {
+#pragma unroll
+            for (float& sum : x) { sum = warp_sum(sum); }
+        }
     };
 
     // All loads are on their way before the first is needed.
@@ -926,8 +947,9 @@ static void column_sums(const ColumnSums& sums, int tensors, const float* partia
 //     copies       | rows i + 2 steps (cp.async, into this thread's slots) | rows i + 3 steps
 //     this thread  | rows i: sums -> exchange -> barrier -> dresidual      | rows i + 1 step: sums -> ...
 //
-// The slots in shared memory belong to one thread each, so waiting for its own copies is enough. With plain
-// loads into registers the memory idles during the arithmetic: 177 us instead of 104 for C=768, 124M.
+// The slots in shared memory belong to one thread each (those of a stream in fp32 to a warp), so waiting for
+// its own copies is enough. With plain loads into registers the memory idles during the arithmetic: 177 us
+// instead of 104 for C=768, 124M.
 constexpr int kNormMaxThreads = 512;            // with 128 registers each, all that an SM has
 
 // Which members of the family a kernel serves. kDouts, and kTied if both are one norm's; kMasked: branches
@@ -948,7 +970,11 @@ struct NormBackwardForm {
     static constexpr int kRows = kColumns == 1 && kWide == 1 && kDouts == 1 ? 2 : 1;
     static constexpr int kTensors = 2 * kWide + kDouts;
     static constexpr int kStages = kHeld ? 2 : 3;
+    // A thread's slots: of the stages, and where words of fp32 change lanes before they are stored.
+    static constexpr int kStaged = kStages * kRows * kTensors * kColumns;
+    static constexpr int kOutgoing = kWide == 1 ? 0 : kWide * kColumns;
     static_assert(kWide == 1 || kMasked > 0, "a branch's gradient is floatX");
+    static_assert(kWide == 1 || (kRows == 1 && kHeld), "a round uses the outgoing slots once");
 };
 
 // sums_out: rows of partials, of which the branches' are the last; without dropout both have the same.
@@ -963,7 +989,7 @@ __global__ void __launch_bounds__(kNormMaxThreads)
     const Residual* inp = (const Residual*)a.inp;
     Residual* dresidual = (Residual*)a.dresidual;
     const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
-    float* sums_shared = (float*)(staged + kStages * kRows * kTensors * kColumns * threads);
+    float* sums_shared = (float*)(staged + (Form::kStaged + Form::kOutgoing) * threads);
     const int C = a.C, step = gridDim.x * blockDim.y * kRows;
     const int warps = blockDim.x / kWarp, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const bool add = a.dresidual_acc == Accumulate::Yes, rms = !Form::kGpt2 && a.kind == NormKind::Rms;
@@ -975,6 +1001,24 @@ __global__ void __launch_bounds__(kNormMaxThreads)
         return at + ((r * kTensors + tensor) * kColumns + j) * threads;
     };
     auto stage_at = [&](int s) { return staged + s * kRows * kTensors * kColumns * threads + thread; };
+    // Of a stream in fp32 a lane's vector is words 2*lane and 2*lane + 1 of its warp's 64. If it copied and
+    // stored those itself, each instruction would touch half of each of 32 sectors. So instruction w moves
+    // words 32w to 32w + 31: this lane's begins at moved_column(w) and has slot `moved`. In shared memory the
+    // 64 lie side by side, but every second 8 with neighbours swapped: 8 lanes, which are served at a time,
+    // then find their own words in all the banks. own: where slot i of this thread is.
+    auto moved_column = [&](int w, int j) {
+        return column(j) + (w * kWarp + (lane ^ lane / 8 % 2) - kWide * lane) * (kWidth / kWide);
+    };
+    auto moved = [&](x128* at, int tensor, int w, int j) {
+        return slot(at, 0, tensor, 0) + j * kWide * threads + (thread - lane) + w * kWarp;
+    };
+    auto own = [&](x128* at, int r, int i, int j) {
+        if (kWide > 1 && (i < kWide || i >= kDresidual)) {
+            const int tensor = i < kWide ? 0 : kDresidual;
+            return slot(at, r, tensor, 0) + j * kWide * threads + thread + ((i - tensor) ^ lane / 4 % 2);
+        }
+        return slot(at, r, i, j);
+    };
     Floats held[kNorms], total[Form::kSums][kColumns] = {};
 #pragma unroll
     for (int i = 0; i < kNorms; i++) { held[i] = load_floats<true>(a.y[i].weight, column(0), C); }
@@ -993,18 +1037,21 @@ __global__ void __launch_bounds__(kNormMaxThreads)
             for (int j = 0; j < kColumns; j++) {
                 const bool live = first + r < a.N && column(j) < C;
                 const size_t offset = live ? (size_t)(first + r) * C + column(j) : 0;
-#pragma unroll
-                for (int w = 0; w < kWide; w++) {
-                    cp_async_16_or_zero(slot(at, r, w, j), (const uint4*)(inp + offset) + w, live);
-                }
+                if (kWide == 1) { cp_async_16_or_zero(slot(at, r, 0, j), inp + offset, live); }
 #pragma unroll
                 for (int i = 0; i < kDouts; i++) {
                     cp_async_16_or_zero(slot(at, r, kWide + i, j), a.y[i].dout + offset, live);
                 }
+                if (kWide == 1) {
+                    cp_async_16_or_zero(slot(at, r, kDresidual, j), dresidual + offset, live && add);
+                }
 #pragma unroll
-                for (int w = 0; w < kWide; w++) {
-                    const uint4* word = (const uint4*)(dresidual + offset) + w;
-                    cp_async_16_or_zero(slot(at, r, kDresidual + w, j), word, live && add);
+                for (int w = 0; w < (kWide == 1 ? 0 : kWide); w++) {
+                    const int c = moved_column(w, j);
+                    const bool live = first < a.N && c < C;
+                    const size_t offset = live ? (size_t)first * C + c : 0;
+                    cp_async_16_or_zero(moved(at, 0, w, j), inp + offset, live);
+                    cp_async_16_or_zero(moved(at, kDresidual, w, j), dresidual + offset, live && add);
                 }
             }
         }
@@ -1031,6 +1078,7 @@ __global__ void __launch_bounds__(kNormMaxThreads)
         // This round's rows into registers, as words: see as_pack. xhat = inp*rstd + shift; sums: of g and of
         // g*xhat, row by row.
         cp_async_wait<kStages - 1>();
+        if (kWide > 1) { __syncwarp(); }                    // what the other lanes have copied is there, too
         x128* at = stage_at(s);
         uint4 words[kRows][kTensors][kColumns];
         float rstd[kRows], shift[kRows], sums[kSums];
@@ -1039,7 +1087,7 @@ __global__ void __launch_bounds__(kNormMaxThreads)
 #pragma unroll
             for (int i = 0; i < (Form::kHeld ? kTensors : 0); i++) {
 #pragma unroll
-                for (int j = 0; j < kColumns; j++) { words[r][i][j] = *(const uint4*)slot(at, r, i, j); }
+                for (int j = 0; j < kColumns; j++) { words[r][i][j] = *(const uint4*)own(at, r, i, j); }
             }
             rstd[r] = next_rstd[r];
             shift[r] = -next_mean[r] * next_rstd[r];
@@ -1127,7 +1175,21 @@ __global__ void __launch_bounds__(kNormMaxThreads)
                     result.at[k] += fmaf(g.at[k], rstd[r], fmaf(xhat, minus_gx, minus_g));
                 }
                 const Pack<Residual> rounded = to_pack<Residual>(result);
-                store<true>(dresidual + row, column(j), end, rounded);
+                if constexpr (kWide == 1) {
+                    store<true>(dresidual + row, column(j), end, rounded);
+                } else {
+                    x128* outgoing = staged + Form::kStaged * threads + thread;
+#pragma unroll
+                    for (int w = 0; w < kWide; w++) {
+                        memcpy(own(outgoing, r, w, j), (const x128*)&rounded + w, sizeof(x128));
+                    }
+                    __syncwarp();
+#pragma unroll
+                    for (int w = 0; w < kWide; w++) {
+                        const int c = moved_column(w, j);
+                        if (c < end) { *(x128*)(dresidual + row + c) = *moved(outgoing, 0, w, j); }
+                    }
+                }
 #pragma unroll
                 for (int i = 0; i < Form::kBranchSums; i++) {
                     x128 branch;
@@ -1319,7 +1381,8 @@ template <int kVectors, class Form> static void norm_forward_launch(const NormFo
             norm_forward_launch<kVectors + (Form::kGpt2 ? 1 : kMost), Form>(a, stream);
             return;
         }
-        launch(norm_forward_kernel<kVectors, false, Form>, ceil_div(a.N, kNormWarps), kNormWarps * kWarp);
+        launch(norm_forward_kernel<kVectors, false, Form>,
+               ceil_div(a.N, kNormWarps * kNormRows<kVectors, false, Form>), kNormWarps * kWarp);
     } else if (is_vector(a.C) && vectors <= 2 * kNormRowThreads) {
         auto run = [&](auto count) {
             constexpr int kCount = count.value;
@@ -1368,7 +1431,22 @@ static size_t norm_backward_scratch_bytes(int N, int C, int sums) {
     return (size_t)std::min(N, kNormBlocks) * sums * C * sizeof(float);
 }
 
-// Launches norm_backward_kernel; returns the number of blocks, which is that of the rows of partials.
+// Both return the number of rows of partials. norms: that have weights.
+template <class Residual>
+static int norm_backward_long(const NormBackwardX& a, int norms, int sums, Stream stream) {
+    const int partials = std::min(a.N, kNormBlocks);
+    with_vector(a.C, [&](auto vector) {
+        norm_backward_long_kernel<vector.value, Residual><<<a.N, 512, 0, stream>>>(a);
+        cudaCheck(cudaGetLastError());
+        norm_backward_columns_kernel<vector.value, Residual>
+            <<<dim3(ceil_div(a.C, kWidth * 128), partials), 128, 0, stream>>>(a, a.scratch, norms, sums);
+        cudaCheck(cudaGetLastError());
+    });
+    return partials;
+}
+
+// One pass, where a block's shared memory holds the slots: two norms at C=8192 take 192 KiB, and one beside a
+// stream in fp32.
 template <class Form> static int norm_backward_launch(const NormBackwardX& args, int sums, Stream stream) {
     // Narrow rows share a block of some 192 threads: C=768 (124M) has 96 x 2.
     const int x = round_up(ceil_div(args.C, kWidth * Form::kColumns), kWarp), y = std::max(1, 192 / x);
@@ -1376,13 +1454,14 @@ template <class Form> static int norm_backward_launch(const NormBackwardX& args,
     // The GPU is not asked, so that the bits do not depend on it.
     const int wanted = std::min(kNormBlocks, 132 * std::max(1, 480 / (x * y)));
     const int blocks = std::min(wanted, ceil_div(args.N, y * Form::kRows));
-    constexpr int kSlots = Form::kStages * Form::kRows * Form::kTensors * Form::kColumns;   // of a thread
-    const size_t slots = (size_t)kSlots * x * y * sizeof(x128);
+    const size_t slots = (size_t)(Form::kStaged + Form::kOutgoing) * x * y * sizeof(x128);
     const size_t exchange = (size_t)2 * y * (x / kWarp) * 2 * Form::kRows * sizeof(float);
-    static_assert(2 * kSlots * sizeof(x128) >= Form::kSums * Form::kColumns * kWidth * sizeof(float),
+    if (slots + exchange > shared_memory_limit()) {
+        return norm_backward_long<typename Form::Residual>(args, Form::kNorms, sums, stream);
+    }
+    static_assert(2 * Form::kStaged * sizeof(x128) >= Form::kSums * Form::kColumns * kWidth * sizeof(float),
                   "group_sums reuses the slots, where there are two groups at least");
-    cudaCheck(cudaFuncSetAttribute(norm_backward_kernel<Form>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   (int)(slots + exchange)));
+    allow_shared_memory(norm_backward_kernel<Form>, slots + exchange);
     norm_backward_kernel<Form><<<blocks, dim3(x, y), slots + exchange, stream>>>(args, args.scratch, sums);
     cudaCheck(cudaGetLastError());
     return blocks;
@@ -1399,23 +1478,15 @@ static int norm_backward_masked(const NormBackwardX& a, int masked, int sums, St
                          : norm_backward_launch<Both>(a, sums, stream);
 }
 
-template <class Residual>
-static int norm_backward_long(const NormBackwardX& a, int norms, int sums, Stream stream) {
-    const int partials = std::min(a.N, kNormBlocks);
-    with_vector(a.C, [&](auto vector) {
-        norm_backward_long_kernel<vector.value, Residual><<<a.N, 512, 0, stream>>>(a);
-        cudaCheck(cudaGetLastError());
-        norm_backward_columns_kernel<vector.value, Residual>
-            <<<dim3(ceil_div(a.C, kWidth * 128), partials), 128, 0, stream>>>(a, a.scratch, norms, sums);
-        cudaCheck(cudaGetLastError());
-    });
-    return partials;
-}
-
-// Beside a stream in fp32: the forms that training meets in every layer, rows up to 16-bit C=4096.
+// Beside a stream in fp32: the forms that training meets in every layer, rows up to 16-bit C=4096; those of
+// one norm and one branch up to 8192.
 static int norm_backward_fp32(const NormBackwardX& a, int douts, int norms, int branches, int sums,
                               Stream stream) {
-    if (!is_vector(a.C) || ceil_div(a.C, kWidth) > kNormMaxThreads) {
+    const int vectors = ceil_div(a.C, kWidth);
+    if (!is_vector(a.C) || vectors > kNormMaxThreads) {
+        if (is_vector(a.C) && vectors <= 2 * kNormMaxThreads && branches == 1 && douts == 1) {
+            return norm_backward_launch<NormBackwardForm<1, false, 1, 2, false, float>>(a, sums, stream);
+        }
         return norm_backward_long<float>(a, norms, sums, stream);
     }
     using One = NormBackwardForm<1, false, 1, 1, false, float>;
@@ -2711,6 +2782,9 @@ static void muon_update(const MuonUpdate<floatX, float>& a, Stream stream) {
 // Forward:  qkv (B,T,3,NH,HS) -> out (B,T,NH,HS) =, lse (B,NH,T) = ln sum exp S.
 // Backward: D = rowsum(dO * O)     P = exp(S - lse)     dS = P * (dO V^T - D)
 //     dQ = dS K / sqrt(HS)     dK = dS^T Q / sqrt(HS)     dV = P^T dO     dqkv (B,T,3,NH,HS) =
+// With dropout, F has 0 where a probability is dropped and 1/(1-p) elsewhere:
+//     O = (F * P) V     dS = P * (F * (dO V^T) - D)     dV = (F * P)^T dO
+// The softmax's sum is of all of P, and D, the row sum of P * dP, is that of dO * O as before.
 //
 // Nothing of shape (T,T) is ever stored. A block owns some rows of one side; the rows of the other side come
 // by in tiles, through shared memory, and the piece of S where the two meet lives in registers only. The
@@ -2727,6 +2801,11 @@ static void muon_update(const MuonUpdate<floatX, float>& a, Stream stream) {
 // Scratch of the backward: float2 {lse * log2(e), D} per query (plain kernels: {lse, D}), laid out
 // (B,NH,stats_stride(T)): a head has a multiple of 128, so that whole tiles can be copied, with zeros behind
 // T to the end of the last tile.
+//
+// F is a bit matrix (AttentionKeep in llmc/op_types.h) that a kernel of its own has drawn, so that all forms
+// and both passes drop the same, whatever their tiles are. What reads it is compiled apart (kDrops): without
+// dropout nothing is asked. A word has 32 keys of one query, and the next word is the next query's: a warp
+// reads those of neighbouring queries as one piece, whether they are its rows or its columns.
 //
 // There are three forms, one loop in each of them, from the simplest to the fastest:
 //     plain       fp32 arithmetic on the ordinary cores: any type, any head size up to 512
@@ -2767,6 +2846,87 @@ static unsigned attention_grid(int T, int rows, int B, int NH) {
     const size_t blocks = (size_t)ceil_div(T, rows) * B * NH;
     if (blocks > 0x7fffffffu) { die("attention: B=%d T=%d NH=%d needs more than 2^31 blocks", B, T, NH); }
     return (unsigned)blocks;
+}
+
+// ---- dropout: which probabilities are kept ----
+constexpr int kKeepThreads = 128;       // a block draws the rows of so many queries, a thread one
+
+__global__ void __launch_bounds__(kKeepThreads) attention_dropout_kernel(uint32_t* keep, Dropout d, int T) {
+    const int stride = (int)keep_stride(T), blocks = stride / kKeepThreads;
+    const size_t bh = blockIdx.x / blocks;
+    const int rank = (int)(blockIdx.x % blocks);        // in its head, 0 = the block with the most to do
+    const int q = (blocks - 1 - rank) * kKeepThreads + (int)threadIdx.x;
+    const uint64_t row = d.first_row + bh * T + q;
+    uint32_t* keep_q = keep + bh * keep_words(T) + q;
+
+    for (int j = 0; j < stride / 32; j++) {             // keys 32 j to 32 j + 31
+        uint32_t word = 0;
+        if (q < T && j <= q / 32) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const Rand4 block = dropout_block(d.key, row, (uint32_t)(4 * j + i));
+#pragma unroll
+                for (int lane = 0; lane < 8; lane++) {
+                    word |= (uint32_t)(dropout_bits16(block, lane) >= d.dropped) << (8 * i + lane);
+                }
+            }
+            if (j == q / 32) { word &= (2u << q % 32) - 1; }    // up to the query itself
+        }
+        keep_q[(size_t)j * stride] = word;
+    }
+}
+
+static void attention_dropout(const AttentionDropout<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    if (a.B < 1 || a.T < 1 || a.NH < 1) {
+        die("attention_dropout: B=%d T=%d NH=%d; all must be positive", a.B, a.T, a.NH);
+    }
+    attention_dropout_kernel<<<attention_grid(a.T, kKeepThreads, a.B, a.NH), kKeepThreads, 0, stream>>>(
+        a.keep, a.dropout, a.T);
+    cudaCheck(cudaGetLastError());
+}
+
+// The bits of a lane's accumulators (16,kTile), rows queries and columns keys. PTX ISA, "Matrix Fragments for
+// mma.m16n8k16": accumulator n has of rows g and g + 8, g = lane / 4, columns 8 n + 2 * (lane % 4) and the
+// one after. To be loaded early and used late.
+template <int kTile> struct KeepRows {
+    static_assert(128 % kTile == 0, "keep_stride pads a head to whole tiles");
+    static constexpr int kWords = (kTile + 31) / 32;
+    uint32_t words[2][kWords];                          // of rows g and g + 8
+    int shift;                                          // to the lane's first column
+
+    // row0: the first of the 16 queries; k0: the first key, a multiple of kTile.
+    __device__ __forceinline__ void load(const uint32_t* keep_bh, int T, int row0, int k0, int lane) {
+        const size_t stride = keep_stride(T);
+        const uint32_t* from = keep_bh + k0 / 32 * stride + row0 + lane / 4;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+#pragma unroll
+            for (int w = 0; w < kWords; w++) { words[r][w] = from[w * stride + r * 8]; }
+        }
+        shift = (kTile % 32 == 0 ? 0 : k0 % 32) + lane % 4 * 2;
+    }
+    // What is dropped becomes 0.
+    __device__ __forceinline__ void drop(float (&acc)[kTile / 8][4]) const {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+#pragma unroll
+            for (int w = 0; w < kWords; w++) {
+                const uint32_t bits = words[r][w] >> shift;
+#pragma unroll
+                for (int n = w * 4; n < w * 4 + 4 && n < kTile / 8; n++) {
+                    acc[n][2 * r] = bits >> n % 4 * 8 & 1 ? acc[n][2 * r] : 0.0f;
+                    acc[n][2 * r + 1] = bits >> (n % 4 * 8 + 1) & 1 ? acc[n][2 * r + 1] : 0.0f;
+                }
+            }
+        }
+    }
+};
+
+// The same where rows are keys and columns queries, of one accumulator: the words of its two queries, shifted
+// to key g of the rows. i: which of its four elements; `further` rows down.
+__device__ __forceinline__ bool is_kept(uint2 words, int i, int further) {
+    return (i % 2 == 0 ? words.x : words.y) >> (further + i / 2 * 8) & 1;
 }
 
 // ---- plain: any element type and head size up to 512, fp32 arithmetic ----
@@ -2899,10 +3059,18 @@ __device__ __forceinline__ void plain_store(floatX* matrix, size_t stride, int r
     }
 }
 
-template <int kCols>
+// Of the warp's rows r and this lane's key: x[r] becomes 0 where it is dropped.
+__device__ __forceinline__ void plain_drop_keys(float (&x)[kPlainRows], const uint32_t* keep_bh, int T,
+                                                const PlainWork& work, int k0, int lane) {
+    const uint32_t* words = keep_bh + k0 / 32 * keep_stride(T) + work.row_first;
+#pragma unroll
+    for (int r = 0; r < kPlainRows; r++) { x[r] = words[r] >> lane & 1 ? x[r] : 0.0f; }
+}
+
+template <int kCols, bool kDrops>
 __global__ void __launch_bounds__(kPlainWarps * kWarp)
     attention_forward_plain_kernel(floatX* out, float* lse, const floatX* qkv, int B, int T, int NH, int HS,
-                                   float scale) {
+                                   float scale, AttentionKeep keep) {
     extern __shared__ float4 plain_bytes[];
     const PlainShared shared(plain_bytes, HS, kPlainForward);
     const int lane = threadIdx.x % kWarp;
@@ -2943,6 +3111,8 @@ __global__ void __launch_bounds__(kPlainWarps * kWarp)
             for (int c = 0; c < kCols; c++) { acc[c][r] *= correction; }
         }
 
+        if constexpr (kDrops) { plain_drop_keys(s, keep.bits + work.bh * keep_words(T), T, work, k0, lane); }
+
         // O += P V: from here on a lane owns columns, so P changes lanes
         __syncwarp();
         p_own[lane] = make_float4(s[0], s[1], s[2], s[3]);
@@ -2954,7 +3124,7 @@ __global__ void __launch_bounds__(kPlainWarps * kWarp)
 #pragma unroll
     for (int r = 0; r < kPlainRows; r++) {
         const float sum = warp_sum(row_sum[r]);
-        inverse[r] = 1.0f / sum;
+        inverse[r] = (kDrops ? keep.scale : 1.0f) / sum;
         if (lane == 0 && work.row_first + r < T) {
             lse[(size_t)work.bh * T + work.row_first + r] = row_max[r] + logf(sum);
         }
@@ -2962,11 +3132,11 @@ __global__ void __launch_bounds__(kPlainWarps * kWarp)
     plain_store<kCols>(out + head.out, head.C, work.row_first, T, HS, acc, inverse, lane);
 }
 
-template <int kCols>
+template <int kCols, bool kDrops>
 __global__ void __launch_bounds__(kPlainWarps * kWarp)
     attention_backward_dq_plain_kernel(floatX* dqkv, float2* row_stats, const floatX* dout, const floatX* out,
                                        const floatX* qkv, const float* lse, int B, int T, int NH, int HS,
-                                       float scale) {
+                                       float scale, AttentionKeep keep) {
     extern __shared__ float4 plain_bytes[];
     const PlainShared shared(plain_bytes, HS, kPlainBackward);
     const int lane = threadIdx.x % kWarp;
@@ -3008,10 +3178,11 @@ __global__ void __launch_bounds__(kPlainWarps * kWarp)
         float s[kPlainRows], dp[kPlainRows];
         plain_dot(s, q_own, shared.tile_a + lane * (HS | 1), HS);
         plain_dot(dp, do_own, shared.tile_b + lane * (HS | 1), HS);
+        if constexpr (kDrops) { plain_drop_keys(dp, keep.bits + work.bh * keep_words(T), T, work, k0, lane); }
 #pragma unroll
         for (int r = 0; r < kPlainRows; r++) {
             const float p = k0 + lane > work.row_first + r ? 0.0f : expf(s[r] * scale - row_lse[r]);
-            dp[r] = p * (dp[r] - row_d[r]);
+            dp[r] = p * (kDrops ? fmaf(dp[r], keep.scale, -row_d[r]) : dp[r] - row_d[r]);
         }
 
         // dQ += dS K
@@ -3024,10 +3195,11 @@ __global__ void __launch_bounds__(kPlainWarps * kWarp)
     plain_store<kCols>(dqkv + head.q, head.qkv_row, work.row_first, T, HS, acc, scales, lane);
 }
 
-template <int kCols>
+template <int kCols, bool kDrops>
 __global__ void __launch_bounds__(kPlainWarps * kWarp)
     attention_backward_dkv_plain_kernel(floatX* dqkv, const float2* row_stats, const floatX* dout,
-                                        const floatX* qkv, int B, int T, int NH, int HS, float scale) {
+                                        const floatX* qkv, int B, int T, int NH, int HS, float scale,
+                                        AttentionKeep keep) {
     extern __shared__ float4 plain_bytes[];
     const PlainShared shared(plain_bytes, HS, kPlainBackward);
     const int lane = threadIdx.x % kWarp;
@@ -3051,6 +3223,12 @@ __global__ void __launch_bounds__(kPlainWarps * kWarp)
         const float2 stats =
             query < T ? row_stats[work.bh * stats_stride(T) + query] : make_float2(0.0f, 0.0f);
 
+        uint32_t kept = 0;                                  // a bit for each of the warp's keys
+        if constexpr (kDrops) {
+            const uint32_t* keep_bh = keep.bits + work.bh * keep_words(T);
+            kept = keep_bh[work.row_first / 32 * keep_stride(T) + query] >> work.row_first % 32;
+        }
+
         // S^T and dP^T: the lane owns a query. Then P^T and dS^T in their place
         float s[kPlainRows], dp[kPlainRows];
         plain_dot(s, k_own, shared.tile_a + lane * (HS | 1), HS);
@@ -3059,7 +3237,12 @@ __global__ void __launch_bounds__(kPlainWarps * kWarp)
         for (int r = 0; r < kPlainRows; r++) {
             const bool masked = work.row_first + r > query || query >= T;
             s[r] = masked ? 0.0f : expf(s[r] * scale - stats.x);
-            dp[r] = s[r] * (dp[r] - stats.y);
+            if constexpr (kDrops) {
+                dp[r] = s[r] * fmaf(kept >> r & 1 ? dp[r] : 0.0f, keep.scale, -stats.y);
+                s[r] = kept >> r & 1 ? s[r] : 0.0f;
+            } else {
+                dp[r] = s[r] * (dp[r] - stats.y);
+            }
         }
 
         // dV += P^T dO, dK += dS^T Q
@@ -3071,49 +3254,40 @@ __global__ void __launch_bounds__(kPlainWarps * kWarp)
         plain_accumulate<kCols>(dk, ds_own, shared.tile_a, HS, lane);
     }
     const float scales[kPlainRows] = {scale, scale, scale, scale};
-    const float ones[kPlainRows] = {1.0f, 1.0f, 1.0f, 1.0f};
+    const float dv_scale = kDrops ? keep.scale : 1.0f;
+    const float dv_scales[kPlainRows] = {dv_scale, dv_scale, dv_scale, dv_scale};
     plain_store<kCols>(dqkv + head.k, head.qkv_row, work.row_first, T, HS, dk, scales, lane);
-    plain_store<kCols>(dqkv + head.v, head.qkv_row, work.row_first, T, HS, dv, ones, lane);
-}
-
-// The most bytes of shared memory that a block may ask for: 227 KiB on Hopper, 163 on an A100, 99 on most
-// others. Tests lower the cap.
-static size_t attention_shared_cap = SIZE_MAX;
-static size_t attention_shared_limit() {
-    static const int limit = [] {
-        int bytes = 0;
-        cudaCheck(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
-        return bytes;
-    }();
-    return std::min((size_t)limit, attention_shared_cap);
+    plain_store<kCols>(dqkv + head.v, head.qkv_row, work.row_first, T, HS, dv, dv_scales, lane);
 }
 
 // As many warps a block as fit, 4 at most; 0: not even one does. Results do not depend on it.
 static int plain_warps(int HS, int owned) {
     int warps = kPlainWarps;
-    while (warps > 0 && PlainShared::bytes(HS, owned, warps) > attention_shared_limit()) { warps /= 2; }
+    while (warps > 0 && PlainShared::bytes(HS, owned, warps) > shared_memory_limit()) { warps /= 2; }
     return warps;
 }
 
+template <bool kDrops>
 static void attention_forward_plain(const AttentionForward<floatX, float>& a, Stream stream) {
-    auto kernel = a.HS <= 64    ? attention_forward_plain_kernel<2>
-                  : a.HS <= 128 ? attention_forward_plain_kernel<4>
-                                : attention_forward_plain_kernel<16>;
+    auto kernel = a.HS <= 64    ? attention_forward_plain_kernel<2, kDrops>
+                  : a.HS <= 128 ? attention_forward_plain_kernel<4, kDrops>
+                                : attention_forward_plain_kernel<16, kDrops>;
     const int warps = plain_warps(a.HS, kPlainForward);
     const size_t bytes = PlainShared::bytes(a.HS, kPlainForward, warps);
     allow_shared_memory(kernel, bytes);
     kernel<<<attention_grid(a.T, warps * kPlainRows, a.B, a.NH), warps * kWarp, bytes, stream>>>(
-        a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.HS, 1.0f / sqrtf(a.HS));
+        a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.HS, 1.0f / sqrtf(a.HS), a.keep);
     cudaCheck(cudaGetLastError());
 }
 
+template <bool kDrops>
 static void attention_backward_plain(const AttentionBackward<floatX, float>& a, Stream stream) {
-    auto dq_kernel = a.HS <= 64    ? attention_backward_dq_plain_kernel<2>
-                     : a.HS <= 128 ? attention_backward_dq_plain_kernel<4>
-                                   : attention_backward_dq_plain_kernel<16>;
-    auto dkv_kernel = a.HS <= 64    ? attention_backward_dkv_plain_kernel<2>
-                      : a.HS <= 128 ? attention_backward_dkv_plain_kernel<4>
-                                    : attention_backward_dkv_plain_kernel<16>;
+    auto dq_kernel = a.HS <= 64    ? attention_backward_dq_plain_kernel<2, kDrops>
+                     : a.HS <= 128 ? attention_backward_dq_plain_kernel<4, kDrops>
+                                   : attention_backward_dq_plain_kernel<16, kDrops>;
+    auto dkv_kernel = a.HS <= 64    ? attention_backward_dkv_plain_kernel<2, kDrops>
+                      : a.HS <= 128 ? attention_backward_dkv_plain_kernel<4, kDrops>
+                                    : attention_backward_dkv_plain_kernel<16, kDrops>;
     const int warps = plain_warps(a.HS, kPlainBackward), threads = warps * kWarp;
     const unsigned grid = attention_grid(a.T, warps * kPlainRows, a.B, a.NH);
     const size_t bytes = PlainShared::bytes(a.HS, kPlainBackward, warps);
@@ -3121,10 +3295,10 @@ static void attention_backward_plain(const AttentionBackward<floatX, float>& a, 
     allow_shared_memory(dq_kernel, bytes);
     allow_shared_memory(dkv_kernel, bytes);
     dq_kernel<<<grid, threads, bytes, stream>>>(a.dqkv, (float2*)a.scratch, a.dout, a.out, a.qkv, a.lse, a.B,
-                                                a.T, a.NH, a.HS, scale);
+                                                a.T, a.NH, a.HS, scale, a.keep);
     cudaCheck(cudaGetLastError());
     dkv_kernel<<<grid, threads, bytes, stream>>>(a.dqkv, (const float2*)a.scratch, a.dout, a.qkv, a.B, a.T,
-                                                 a.NH, a.HS, scale);
+                                                 a.NH, a.HS, scale, a.keep);
     cudaCheck(cudaGetLastError());
 }
 
@@ -3364,10 +3538,10 @@ template <int kHS, int kGroups, int kTile> struct ForwardMmaShared {
     floatX v[2][kTile * kTileStride<kHS>];                  // (stage, kTile, HS)
 };
 
-template <int kHS, int kGroups, int kTile, int kMinBlocks>
+template <int kHS, int kGroups, int kTile, int kMinBlocks, bool kDrops>
 __global__ void __launch_bounds__(kMmaWarps * kWarp, kMinBlocks)
     attention_forward_mma_kernel(floatX* out, float* lse, const floatX* qkv, int B, int T, int NH,
-                                 float scale) {
+                                 float scale, AttentionKeep keep) {
     static_assert(kTile % (16 * kGroups) == 0, "a warp's rows must not straddle the first column of a tile");
     typedef ForwardMmaShared<kHS, kGroups, kTile> Shared;
     constexpr int kOwned = Shared::kOwned;
@@ -3416,6 +3590,13 @@ __global__ void __launch_bounds__(kMmaWarps * kWarp, kMinBlocks)
         // S = Q K^T, and the mask where the tile meets the diagonal
         float s[kGroups][kTile / 8][4] = {};
         mma_times_rows<kGroups, kTile, kHS>(s, q_frag, shared.k[stage], lane);
+        [[maybe_unused]] KeepRows<kTile> kept[kGroups];     // on their way during the softmax
+        if constexpr (kDrops) {
+#pragma unroll
+            for (int m = 0; m < kGroups; m++) {
+                kept[m].load(keep.bits + work.bh * keep_words(T), T, row_first + m * 16, k0, lane);
+            }
+        }
         if (k0 + kTile - 1 > row_first) {
 #pragma unroll
             for (int m = 0; m < kGroups; m++) {
@@ -3464,6 +3645,10 @@ __global__ void __launch_bounds__(kMmaWarps * kWarp, kMinBlocks)
         }
 
         // O += P V
+        if constexpr (kDrops) {
+#pragma unroll
+            for (int m = 0; m < kGroups; m++) { kept[m].drop(s[m]); }
+        }
         uint32_t p_frag[kGroups][kTile / kMmaK][4];
         to_fragments<kGroups, kTile>(p_frag, s);
         mma_times_columns<kGroups, kTile, kHS>(o, p_frag, shared.v[stage], lane);
@@ -3477,7 +3662,7 @@ __global__ void __launch_bounds__(kMmaWarps * kWarp, kMinBlocks)
         for (int r = 0; r < 2; r++) {
             const float sum = quad_sum(row_sum[m][r]);
             const int row = row_first + m * 16 + r * 8 + lane / 4;
-            inverse[m][r] = 1.0f / sum;
+            inverse[m][r] = (kDrops ? keep.scale : 1.0f) / sum;
             if (lane % 4 == 0 && row < T) {
                 lse[(size_t)work.bh * T + row] = row_max[m][r] * scale + logf(sum);
             }
@@ -3528,10 +3713,11 @@ template <int kHS, int kGroups, int kTile> struct DqMmaShared {
 
 // dQ, and D on the way. The forward's pipeline, with three products a step:
 //     | S = Q K^T | dP = dO V^T | P = exp(S - lse), dS = P * (dP - D) | dQ += dS K |
-template <int kHS, int kGroups, int kTile, int kMinBlocks>
+template <int kHS, int kGroups, int kTile, int kMinBlocks, bool kDrops>
 __global__ void __launch_bounds__(kMmaWarps * kWarp, kMinBlocks)
     attention_backward_dq_mma_kernel(floatX* dqkv, float2* row_stats, const floatX* dout, const floatX* out,
-                                     const floatX* qkv, const float* lse, int B, int T, int NH, float scale) {
+                                     const floatX* qkv, const float* lse, int B, int T, int NH, float scale,
+                                     AttentionKeep keep) {
     typedef DqMmaShared<kHS, kGroups, kTile> Shared;
     constexpr int kOwned = Shared::kOwned;
     extern __shared__ __align__(16) unsigned char mma_bytes[];
@@ -3582,6 +3768,14 @@ __global__ void __launch_bounds__(kMmaWarps * kWarp, kMinBlocks)
         }
         if (k0 > row_first + 16 * kGroups - 1) { continue; }        // all masked for this warp
 
+        [[maybe_unused]] KeepRows<kTile> kept[kGroups];     // on their way during the products
+        if constexpr (kDrops) {
+#pragma unroll
+            for (int m = 0; m < kGroups; m++) {
+                kept[m].load(keep.bits + work.bh * keep_words(T), T, row_first + m * 16, k0, lane);
+            }
+        }
+
         // S = Q K^T and dP = dO V^T
         float s[kGroups][kTile / 8][4] = {};
         float dp[kGroups][kTile / 8][4] = {};
@@ -3597,6 +3791,7 @@ __global__ void __launch_bounds__(kMmaWarps * kWarp, kMinBlocks)
         const bool masked = k0 + kTile - 1 > row_first;
 #pragma unroll
         for (int m = 0; m < kGroups; m++) {
+            if constexpr (kDrops) { kept[m].drop(dp[m]); }
 #pragma unroll
             for (int n = 0; n < kTile / 8; n++) {
 #pragma unroll
@@ -3607,7 +3802,8 @@ __global__ void __launch_bounds__(kMmaWarps * kWarp, kMinBlocks)
                         const int column = k0 + n * 8 + lane % 4 * 2 + i % 2;
                         p = column > row ? 0.0f : p;
                     }
-                    dp[m][n][i] = p * (dp[m][n][i] - row_d[m][i / 2]);
+                    const float d = row_d[m][i / 2];
+                    dp[m][n][i] = p * (kDrops ? fmaf(dp[m][n][i], keep.scale, -d) : dp[m][n][i] - d);
                 }
             }
         }
@@ -3638,14 +3834,16 @@ template <int kHS, int kGroups, int kTile> struct DkvMmaShared {
 //     | S^T = K Q^T | dP^T = V dO^T | P^T = exp(S^T - lse), dS^T = P^T * (dP^T - D) |
 //     | dV += P^T dO | dK += dS^T Q |
 // A column is a query here, so lse and D belong to columns; they come with the tile.
-template <int kHS, int kGroups, int kTile, int kMinBlocks>
+template <int kHS, int kGroups, int kTile, int kMinBlocks, bool kDrops>
 __global__ void __launch_bounds__(kMmaWarps * kWarp, kMinBlocks)
     attention_backward_dkv_mma_kernel(floatX* dqkv, const float2* row_stats, const floatX* dout,
-                                      const floatX* qkv, int B, int T, int NH, float scale) {
+                                      const floatX* qkv, int B, int T, int NH, float scale,
+                                      AttentionKeep keep) {
     typedef DkvMmaShared<kHS, kGroups, kTile> Shared;
     constexpr int kOwned = Shared::kOwned;
     static_assert(kTile <= 2 * kMmaWarps * kWarp && 128 % kTile == 0,
                   "a thread loads the statistics of two queries, padded to 128");
+    static_assert(32 % (16 * kGroups) == 0, "the warp's keys have one word of AttentionKeep");
     extern __shared__ __align__(16) unsigned char mma_bytes[];
     Shared& shared = *(Shared*)mma_bytes;
 
@@ -3688,6 +3886,13 @@ __global__ void __launch_bounds__(kMmaWarps * kWarp, kMinBlocks)
         // of HS columns leave no registers to keep them in
         float s[kGroups][kTile / 8][4] = {};
         mma_rows_times_rows<kGroups, kTile, kHS>(s, k_rows, shared.q[stage], lane);
+        [[maybe_unused]] uint2 kept[kTile / 8];             // words of each accumulator's two queries
+        if constexpr (kDrops) {                             // on their way during dP^T
+            const uint32_t* words =
+                keep.bits + work.bh * keep_words(T) + row_first / 32 * keep_stride(T) + q0;
+#pragma unroll
+            for (int n = 0; n < kTile / 8; n++) { kept[n] = *(const uint2*)(words + n * 8 + lane % 4 * 2); }
+        }
         float dp[kGroups][kTile / 8][4] = {};
         mma_rows_times_rows<kGroups, kTile, kHS>(dp, v_rows, shared.dout[stage], lane);
 
@@ -3697,6 +3902,10 @@ __global__ void __launch_bounds__(kMmaWarps * kWarp, kMinBlocks)
         for (int n = 0; n < kTile / 8; n++) {
             const int column = n * 8 + lane % 4 * 2;
             const float4 stats = *(const float4*)&shared.stats[stage][column];      // of two queries
+            if constexpr (kDrops) {
+                const int shift = warp_row % 32 + lane / 4;
+                kept[n] = make_uint2(kept[n].x >> shift, kept[n].y >> shift);
+            }
 #pragma unroll
             for (int m = 0; m < kGroups; m++) {
 #pragma unroll
@@ -3706,8 +3915,15 @@ __global__ void __launch_bounds__(kMmaWarps * kWarp, kMinBlocks)
                         const int row = row_first + m * 16 + lane / 4 + i / 2 * 8;
                         p = row > q0 + column + i % 2 ? 0.0f : p;
                     }
-                    s[m][n][i] = p;
-                    dp[m][n][i] = p * (dp[m][n][i] - (i % 2 == 0 ? stats.y : stats.w));
+                    const float d = i % 2 == 0 ? stats.y : stats.w;
+                    if constexpr (kDrops) {
+                        const bool is = is_kept(kept[n], i, m * 16);
+                        s[m][n][i] = is ? p : 0.0f;
+                        dp[m][n][i] = p * fmaf(is ? dp[m][n][i] : 0.0f, keep.scale, -d);
+                    } else {
+                        s[m][n][i] = p;
+                        dp[m][n][i] = p * (dp[m][n][i] - d);
+                    }
                 }
             }
         }
@@ -3721,45 +3937,45 @@ __global__ void __launch_bounds__(kMmaWarps * kWarp, kMinBlocks)
         mma_times_columns<kGroups, kTile, kHS>(dk, ds_frag, shared.q[stage], lane);
     }
 
-    float scales[kGroups][2], ones[kGroups][2];
+    float scales[kGroups][2], dv_scales[kGroups][2];
 #pragma unroll
     for (int m = 0; m < kGroups; m++) {
         scales[m][0] = scales[m][1] = scale;
-        ones[m][0] = ones[m][1] = 1.0f;
+        dv_scales[m][0] = dv_scales[m][1] = kDrops ? keep.scale : 1.0f;
     }
     store_rows<kGroups, kHS>(dqkv + head.k, head.qkv_row, row_first, T,
                              shared.k + warp_row * kTileStride<kHS>, dk, scales, lane);
     store_rows<kGroups, kHS>(dqkv + head.v, head.qkv_row, row_first, T,
-                             shared.v + warp_row * kTileStride<kHS>, dv, ones, lane);
+                             shared.v + warp_row * kTileStride<kHS>, dv, dv_scales, lane);
 }
 
-template <int kHS, int kGroups, int kTile, int kMinBlocks>
+template <int kHS, int kGroups, int kTile, int kMinBlocks, bool kDrops = false>
 static void attention_forward_mma(const AttentionForward<floatX, float>& a, Stream stream) {
     typedef ForwardMmaShared<kHS, kGroups, kTile> Shared;
-    auto kernel = attention_forward_mma_kernel<kHS, kGroups, kTile, kMinBlocks>;
+    auto kernel = attention_forward_mma_kernel<kHS, kGroups, kTile, kMinBlocks, kDrops>;
     allow_shared_memory(kernel, sizeof(Shared));
     kernel<<<attention_grid(a.T, Shared::kOwned, a.B, a.NH), kMmaWarps * kWarp, sizeof(Shared), stream>>>(
-        a.out, a.lse, a.qkv, a.B, a.T, a.NH, 1.0f / sqrtf(kHS));
+        a.out, a.lse, a.qkv, a.B, a.T, a.NH, 1.0f / sqrtf(kHS), a.keep);
     cudaCheck(cudaGetLastError());
 }
 
-template <int kHS, int kGroups, int kTile, int kMinBlocks>
+template <int kHS, int kGroups, int kTile, int kMinBlocks, bool kDrops = false>
 static void attention_backward_dq_mma(const AttentionBackward<floatX, float>& a, Stream stream) {
     typedef DqMmaShared<kHS, kGroups, kTile> Shared;
-    auto kernel = attention_backward_dq_mma_kernel<kHS, kGroups, kTile, kMinBlocks>;
+    auto kernel = attention_backward_dq_mma_kernel<kHS, kGroups, kTile, kMinBlocks, kDrops>;
     allow_shared_memory(kernel, sizeof(Shared));
     kernel<<<attention_grid(a.T, Shared::kOwned, a.B, a.NH), kMmaWarps * kWarp, sizeof(Shared), stream>>>(
-        a.dqkv, (float2*)a.scratch, a.dout, a.out, a.qkv, a.lse, a.B, a.T, a.NH, 1.0f / sqrtf(kHS));
+        a.dqkv, (float2*)a.scratch, a.dout, a.out, a.qkv, a.lse, a.B, a.T, a.NH, 1.0f / sqrtf(kHS), a.keep);
     cudaCheck(cudaGetLastError());
 }
 
-template <int kHS, int kGroups, int kTile, int kMinBlocks>
+template <int kHS, int kGroups, int kTile, int kMinBlocks, bool kDrops = false>
 static void attention_backward_dkv_mma(const AttentionBackward<floatX, float>& a, Stream stream) {
     typedef DkvMmaShared<kHS, kGroups, kTile> Shared;
-    auto kernel = attention_backward_dkv_mma_kernel<kHS, kGroups, kTile, kMinBlocks>;
+    auto kernel = attention_backward_dkv_mma_kernel<kHS, kGroups, kTile, kMinBlocks, kDrops>;
     allow_shared_memory(kernel, sizeof(Shared));
     kernel<<<attention_grid(a.T, Shared::kOwned, a.B, a.NH), kMmaWarps * kWarp, sizeof(Shared), stream>>>(
-        a.dqkv, (const float2*)a.scratch, a.dout, a.qkv, a.B, a.T, a.NH, 1.0f / sqrtf(kHS));
+        a.dqkv, (const float2*)a.scratch, a.dout, a.qkv, a.B, a.T, a.NH, 1.0f / sqrtf(kHS), a.keep);
     cudaCheck(cudaGetLastError());
 }
 
@@ -3861,10 +4077,24 @@ template <int kOwn, int kStages> struct Sm90Shared {
     }
 };
 
-template <int kStages, int kMinBlocks>
+// dK/dV with dropout: the words of the tile's queries for the block's 64 keys, half of them each.
+template <int kStages> struct Sm90KeepShared : Sm90Shared<2, kStages> {
+    alignas(16) uint32_t keep[kStages][2][kSm90Rows];
+
+    // For is_kept: the words of this lane's two queries in accumulator n.
+    __device__ __forceinline__ uint2 kept(int stage, int n) const {
+        const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, shift = warp % 2 * 16 + lane / 4;
+        const uint2 words = *(const uint2*)&keep[stage][warp / 2][n * 8 + lane % 4 * 2];
+        return make_uint2(words.x >> shift, words.y >> shift);
+    }
+};
+template <int kStages, bool kDrops>
+using Sm90DkvShared = std::conditional_t<kDrops, Sm90KeepShared<kStages>, Sm90Shared<2, kStages>>;
+
+template <int kStages, int kMinBlocks, bool kDrops>
 __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
     attention_forward_sm90_kernel(floatX* out, float* lse, const __grid_constant__ CUtensorMap qkv_map, int B,
-                                  int T, int NH, float scale) {
+                                  int T, int NH, float scale, AttentionKeep keep) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
     auto& shared = *(Sm90Shared<1, kStages>*)sm90_bytes;
@@ -3901,6 +4131,13 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
     float row_sum[2] = {};                              // this lane's share
     float correction[2];
     bool rescale;                                       // O by `correction`, once its older products are done
+    [[maybe_unused]] KeepRows<kSm90Rows> kept;
+    auto load_kept = [&](int it) {
+        if constexpr (kDrops) {
+            kept.load(keep.bits + work.bh * keep_words(T), T, last * kSm90Rows + threadIdx.x / kWarp * 16,
+                      (last - it) * kSm90Rows, lane);
+        }
+    };
 
     // S -> P and statistics. The subtracted maximum follows the true one only when some row of the warp is
     // more than 2^8 above it: P <= 256 costs no accuracy, and most tiles then leave O alone (2..4 % of the
@@ -3939,6 +4176,7 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
     };
 
     // The tile on the diagonal: S, mask, P
+    load_kept(0);
     mbarrier_wait(&shared.own_full, 0);
     mbarrier_wait(&shared.full[0], 0);
     wgmma_fence();
@@ -3953,6 +4191,7 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
         }
     }
     softmax();
+    if constexpr (kDrops) { kept.drop(s); }
     pack_fragments(p_frag, s);
 
     // Each further tile: its S, and then O += P V of the tile before, which runs under this tile's softmax
@@ -3963,6 +4202,7 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
         wgmma_fence();
         wgmma_rows(s, shared.own[0], shared.a[next]);
         wgmma_columns(o, p_frag, shared.b[stage]);
+        load_kept(it);                                  // there when the softmax is done
         wgmma_wait<1>();
         pin_registers(s);
         softmax();
@@ -3976,6 +4216,7 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
                 for (int i = 0; i < 4; i++) { o[n][i] *= correction[i / 2]; }
             }
         }
+        if constexpr (kDrops) { kept.drop(s); }
         pack_fragments(p_frag, s);
         __syncthreads();                                // all are done with the old stage
         if (threadIdx.x == 0 && it - 1 + kStages <= last) { load_keys(it - 1 + kStages); }
@@ -3993,7 +4234,7 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
     for (int r = 0; r < 2; r++) {
         const float sum = quad_sum(row_sum[r]);
         const int row = last * kSm90Rows + local_row + r * 8;
-        inverse[r] = 1.0f / sum;
+        inverse[r] = (kDrops ? keep.scale : 1.0f) / sum;
         if (lane % 4 == 0 && row < T) {
             lse[(size_t)work.bh * T + row] = row_max[r] * scale + logf(sum);
         }
@@ -4009,12 +4250,12 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
 //     wgmma           | S = Q K^T | dP = dO V^T |             | dQ += dS K |
 //     ordinary cores              | P = exp(S - lse) | dS, packed |        | barrier, copy of a later tile |
 //                     ^ full[stage]
-template <int kStages, int kMinBlocks>
+template <int kStages, int kMinBlocks, bool kDrops>
 __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
     attention_backward_dq_sm90_kernel(floatX* dqkv, float2* row_stats, const floatX* dout, const floatX* out,
                                       const float* lse, const __grid_constant__ CUtensorMap qkv_map,
                                       const __grid_constant__ CUtensorMap dout_map, int B, int T, int NH,
-                                      float scale) {
+                                      float scale, AttentionKeep keep) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
     auto& shared = *(Sm90Shared<2, kStages>*)sm90_bytes;
@@ -4053,10 +4294,15 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
     for (int it = 0; it <= last; it++) {
         // S and dP start together; P is calculated from S while dP is under way
         const int stage = it % kStages;
+        [[maybe_unused]] KeepRows<kSm90Rows> kept;
         mbarrier_wait(&shared.full[stage], it / kStages % 2);
         wgmma_fence();
         wgmma_rows(s, shared.own[0], shared.a[stage]);
         wgmma_rows(dp, shared.own[1], shared.b[stage]);
+        if constexpr (kDrops) {
+            kept.load(keep.bits + work.bh * keep_words(T), T, last * kSm90Rows + threadIdx.x / kWarp * 16,
+                      (last - it) * kSm90Rows, lane);
+        }
         wgmma_wait<1>();
         pin_registers(s);
 #pragma unroll
@@ -4077,10 +4323,14 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
         // dS in place of dP, dQ += dS K
         wgmma_wait<0>();
         pin_registers(dp);
+        if constexpr (kDrops) { kept.drop(dp); }
 #pragma unroll
         for (int n = 0; n < 8; n++) {
 #pragma unroll
-            for (int i = 0; i < 4; i++) { dp[n][i] = s[n][i] * (dp[n][i] - row_d[i / 2]); }
+            for (int i = 0; i < 4; i++) {
+                const float d = row_d[i / 2];
+                dp[n][i] = s[n][i] * (kDrops ? fmaf(dp[n][i], keep.scale, -d) : dp[n][i] - d);
+            }
         }
         pack_fragments(ds_frag, dp);
         wgmma_fence();
@@ -4101,15 +4351,15 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
 //     wgmma           | S^T = K Q^T | dP^T = V dO^T |        | dV += P^T dO | dK += dS^T Q |
 //     ordinary cores                | P^T = exp(S^T - lse), packed | dS^T, packed |       | barrier, copy |
 //                     ^ full[stage]
-template <int kStages, int kMinBlocks>
+template <int kStages, int kMinBlocks, bool kDrops>
 __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
     attention_backward_dkv_sm90_kernel(floatX* dqkv, const float2* row_stats,
                                        const __grid_constant__ CUtensorMap qkv_map,
                                        const __grid_constant__ CUtensorMap dout_map, int B, int T, int NH,
-                                       float scale) {
+                                       float scale, AttentionKeep keep) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
-    auto& shared = *(Sm90Shared<2, kStages>*)sm90_bytes;
+    auto& shared = *(Sm90DkvShared<kStages, kDrops>*)sm90_bytes;
     const int lane = threadIdx.x % kWarp;
     const int local_row = threadIdx.x / kWarp * 16 + lane / 4;      // in the block; the other is 8 further
     const int tiles = tile_count(T, kSm90Rows);
@@ -4122,7 +4372,14 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
     const float2* stats_bh = row_stats + work.bh * stats_stride(T);
     auto load_queries = [&](int it) {                   // query tile `first + it`
         const int stage = it % kStages, q0 = (first + it) * kSm90Rows;
-        mbarrier_expect(&shared.full[stage], 2 * kSm90Tile * sizeof(floatX) + sizeof(shared.stats[stage]));
+        constexpr int kKeepBytes = kSm90Rows * sizeof(uint32_t);        // of half of the keys
+        mbarrier_expect(&shared.full[stage], 2 * kSm90Tile * sizeof(floatX) + sizeof(shared.stats[stage]) +
+                                                 (kDrops ? 2 * kKeepBytes : 0));
+        if constexpr (kDrops) {
+            const uint32_t* words = keep.bits + work.bh * keep_words(T) + first * 2 * keep_stride(T) + q0;
+            bulk_load(shared.keep[stage][0], words, &shared.full[stage], kKeepBytes);
+            bulk_load(shared.keep[stage][1], words + keep_stride(T), &shared.full[stage], kKeepBytes);
+        }
         tma_load_4d(shared.a[stage], &qkv_map, &shared.full[stage], 0, q0, head.h, head.b);
         bulk_load(shared.stats[stage], stats_bh + q0, &shared.full[stage], sizeof(shared.stats[stage]));
         tma_load_4d(shared.b[stage], &dout_map, &shared.full[stage], 0, q0, head.h, head.b);
@@ -4171,7 +4428,18 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
         }
 
         // dV += P^T dO runs under the arithmetic of dS^T, which takes the place of dP^T
-        pack_fragments(p_frag, s);
+        if constexpr (kDrops) {
+            float p[8][4];
+#pragma unroll
+            for (int n = 0; n < 8; n++) {
+                const uint2 words = shared.kept(stage, n);
+#pragma unroll
+                for (int i = 0; i < 4; i++) { p[n][i] = is_kept(words, i, 0) ? s[n][i] : 0.0f; }
+            }
+            pack_fragments(p_frag, p);
+        } else {
+            pack_fragments(p_frag, s);
+        }
         wgmma_wait<0>();
         pin_registers(dp);
         wgmma_fence();
@@ -4179,9 +4447,16 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
 #pragma unroll
         for (int n = 0; n < 8; n++) {
             const float4 lse2_d = *(const float4*)(stats + n * 8);
+            [[maybe_unused]] uint2 words;
+            if constexpr (kDrops) { words = shared.kept(stage, n); }
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                dp[n][i] = s[n][i] * (dp[n][i] - (i % 2 == 0 ? lse2_d.y : lse2_d.w));
+                const float d = i % 2 == 0 ? lse2_d.y : lse2_d.w;
+                if constexpr (kDrops) {
+                    dp[n][i] = s[n][i] * fmaf(is_kept(words, i, 0) ? dp[n][i] : 0.0f, keep.scale, -d);
+                } else {
+                    dp[n][i] = s[n][i] * (dp[n][i] - d);
+                }
             }
         }
 
@@ -4198,7 +4473,8 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
         if (threadIdx.x == 0 && it + kStages <= last) { load_queries(it + kStages); }
     }
     store_swizzled(dqkv + head.k, head.qkv_row, first * kSm90Rows, T, shared.own[0], dk, scale, scale);
-    store_swizzled(dqkv + head.v, head.qkv_row, first * kSm90Rows, T, shared.own[1], dv, 1.0f, 1.0f);
+    const float dv_scale = kDrops ? keep.scale : 1.0f;
+    store_swizzled(dqkv + head.v, head.qkv_row, first * kSm90Rows, T, shared.own[1], dv, dv_scale, dv_scale);
 #else
     __trap();
 #endif
@@ -4213,35 +4489,36 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
                          {row_bytes, 64 * sizeof(floatX), row_bytes * T}, {64, kSm90Rows, 1, 1});
 }
 
-template <int kStages, int kMinBlocks>
+template <int kStages, int kMinBlocks, bool kDrops = false>
 static void attention_forward_sm90(const AttentionForward<floatX, float>& a, Stream stream) {
     constexpr size_t kBytes = sizeof(Sm90Shared<1, kStages>);
-    auto kernel = attention_forward_sm90_kernel<kStages, kMinBlocks>;
+    auto kernel = attention_forward_sm90_kernel<kStages, kMinBlocks, kDrops>;
     allow_shared_memory(kernel, kBytes);
     kernel<<<attention_grid(a.T, kSm90Rows, a.B, a.NH), kSm90Threads, kBytes, stream>>>(
-        a.out, a.lse, attention_tensor_map(a.qkv, a.B, a.T, 3 * a.NH), a.B, a.T, a.NH, 1.0f / sqrtf(64.0f));
+        a.out, a.lse, attention_tensor_map(a.qkv, a.B, a.T, 3 * a.NH), a.B, a.T, a.NH, 1.0f / sqrtf(64.0f),
+        a.keep);
     cudaCheck(cudaGetLastError());
 }
 
-template <int kStages, int kMinBlocks>
+template <int kStages, int kMinBlocks, bool kDrops = false>
 static void attention_backward_dq_sm90(const AttentionBackward<floatX, float>& a, Stream stream) {
     constexpr size_t kBytes = sizeof(Sm90Shared<2, kStages>);
-    auto kernel = attention_backward_dq_sm90_kernel<kStages, kMinBlocks>;
+    auto kernel = attention_backward_dq_sm90_kernel<kStages, kMinBlocks, kDrops>;
     allow_shared_memory(kernel, kBytes);
     kernel<<<attention_grid(a.T, kSm90Rows, a.B, a.NH), kSm90Threads, kBytes, stream>>>(
         a.dqkv, (float2*)a.scratch, a.dout, a.out, a.lse, attention_tensor_map(a.qkv, a.B, a.T, 3 * a.NH),
-        attention_tensor_map(a.dout, a.B, a.T, a.NH), a.B, a.T, a.NH, 1.0f / sqrtf(64.0f));
+        attention_tensor_map(a.dout, a.B, a.T, a.NH), a.B, a.T, a.NH, 1.0f / sqrtf(64.0f), a.keep);
     cudaCheck(cudaGetLastError());
 }
 
-template <int kStages, int kMinBlocks>
+template <int kStages, int kMinBlocks, bool kDrops = false>
 static void attention_backward_dkv_sm90(const AttentionBackward<floatX, float>& a, Stream stream) {
-    constexpr size_t kBytes = sizeof(Sm90Shared<2, kStages>);
-    auto kernel = attention_backward_dkv_sm90_kernel<kStages, kMinBlocks>;
+    constexpr size_t kBytes = sizeof(Sm90DkvShared<kStages, kDrops>);
+    auto kernel = attention_backward_dkv_sm90_kernel<kStages, kMinBlocks, kDrops>;
     allow_shared_memory(kernel, kBytes);
     kernel<<<attention_grid(a.T, kSm90Rows, a.B, a.NH), kSm90Threads, kBytes, stream>>>(
         a.dqkv, (const float2*)a.scratch, attention_tensor_map(a.qkv, a.B, a.T, 3 * a.NH),
-        attention_tensor_map(a.dout, a.B, a.T, a.NH), a.B, a.T, a.NH, 1.0f / sqrtf(64.0f));
+        attention_tensor_map(a.dout, a.B, a.T, a.NH), a.B, a.T, a.NH, 1.0f / sqrtf(64.0f), a.keep);
     cudaCheck(cudaGetLastError());
 }
 
@@ -4290,12 +4567,15 @@ constexpr int kNumMmaShapes = sizeof(kMmaShapes) / sizeof(*kMmaShapes);
 
 template <int kRow> struct MmaRow {
     static constexpr MmaShapes s = kMmaShapes[kRow];
+    template <bool kDrops>
     static void forward(const AttentionForward<floatX, float>& a, Stream stream) {
-        attention_forward_mma<s.HS, s.forward.groups, s.forward.tile, s.forward.min_blocks>(a, stream);
+        attention_forward_mma<s.HS, s.forward.groups, s.forward.tile, s.forward.min_blocks, kDrops>(a,
+                                                                                                    stream);
     }
+    template <bool kDrops>
     static void backward(const AttentionBackward<floatX, float>& a, Stream stream) {
-        attention_backward_dq_mma<s.HS, s.dq.groups, s.dq.tile, s.dq.min_blocks>(a, stream);
-        attention_backward_dkv_mma<s.HS, s.dkv.groups, s.dkv.tile, s.dkv.min_blocks>(a, stream);
+        attention_backward_dq_mma<s.HS, s.dq.groups, s.dq.tile, s.dq.min_blocks, kDrops>(a, stream);
+        attention_backward_dkv_mma<s.HS, s.dkv.groups, s.dkv.tile, s.dkv.min_blocks, kDrops>(a, stream);
     }
     static constexpr size_t kBytes =                        // of the kernel that needs most
         std::max({sizeof(ForwardMmaShared<s.HS, s.forward.groups, s.forward.tile>),
@@ -4306,7 +4586,7 @@ template <int kRow> struct MmaRow {
 // Calls f with the row of kMmaShapes that serves this head size here, as a type. False: there is none.
 template <int kRow = 0, class F> static bool with_mma_shapes(int HS, F f) {
     if constexpr (kRow < kNumMmaShapes) {
-        if (kMmaShapes[kRow].HS != HS || MmaRow<kRow>::kBytes > attention_shared_limit()) {
+        if (kMmaShapes[kRow].HS != HS || MmaRow<kRow>::kBytes > shared_memory_limit()) {
             return with_mma_shapes<kRow + 1>(HS, f);
         }
         if (sizeof(floatX) == 4 && !use_tf32) { return false; }
@@ -4331,7 +4611,7 @@ static std::string attention_error(int HS) {
     }
     if (attention_form(HS)[0] != '\0') { return ""; }
     return format("attention: head size %d needs %zu bytes of shared memory in a block, this GPU has %zu\n%s",
-                  HS, PlainShared::bytes(HS, kPlainBackward, 1), attention_shared_limit(), hint);
+                  HS, PlainShared::bytes(HS, kPlainBackward, 1), shared_memory_limit(), hint);
 }
 
 static void attention_check(int B, int T, int NH, int HS) {
@@ -4340,31 +4620,43 @@ static void attention_check(int B, int T, int NH, int HS) {
     if (!error.empty()) { die("%s", error.c_str()); }
 }
 
-static void attention_forward(const AttentionForward<floatX, float>& a, Stream stream) {
-    OpScope scope(a, stream);
-    attention_check(a.B, a.T, a.NH, a.HS);
+template <bool kDrops>
+static void attention_forward_by_form(const AttentionForward<floatX, float>& a, Stream stream) {
     if (attention_uses_sm90(a.HS)) {
         if constexpr (sizeof(floatX) == 2) {
-            attention_forward_sm90<kSm90Forward.stages, kSm90Forward.blocks>(a, stream);
+            attention_forward_sm90<kSm90Forward.stages, kSm90Forward.blocks, kDrops>(a, stream);
         }
         return;
     }
-    if (with_mma_shapes(a.HS, [&](auto row) { row.forward(a, stream); })) { return; }
-    attention_forward_plain(a, stream);
+    auto forward = [&](auto row) { decltype(row)::template forward<kDrops>(a, stream); };
+    if (!with_mma_shapes(a.HS, forward)) { attention_forward_plain<kDrops>(a, stream); }
+}
+
+static void attention_forward(const AttentionForward<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    attention_check(a.B, a.T, a.NH, a.HS);
+    if (a.keep.bits) { attention_forward_by_form<true>(a, stream); }
+    else { attention_forward_by_form<false>(a, stream); }
+}
+
+template <bool kDrops>
+static void attention_backward_by_form(const AttentionBackward<floatX, float>& a, Stream stream) {
+    if (attention_uses_sm90(a.HS)) {
+        if constexpr (sizeof(floatX) == 2) {
+            attention_backward_dq_sm90<kSm90Dq.stages, kSm90Dq.blocks, kDrops>(a, stream);
+            attention_backward_dkv_sm90<kSm90Dkv.stages, kSm90Dkv.blocks, kDrops>(a, stream);
+        }
+        return;
+    }
+    auto backward = [&](auto row) { decltype(row)::template backward<kDrops>(a, stream); };
+    if (!with_mma_shapes(a.HS, backward)) { attention_backward_plain<kDrops>(a, stream); }
 }
 
 static void attention_backward(const AttentionBackward<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     attention_check(a.B, a.T, a.NH, a.HS);
-    if (attention_uses_sm90(a.HS)) {
-        if constexpr (sizeof(floatX) == 2) {
-            attention_backward_dq_sm90<kSm90Dq.stages, kSm90Dq.blocks>(a, stream);
-            attention_backward_dkv_sm90<kSm90Dkv.stages, kSm90Dkv.blocks>(a, stream);
-        }
-        return;
-    }
-    if (with_mma_shapes(a.HS, [&](auto row) { row.backward(a, stream); })) { return; }
-    attention_backward_plain(a, stream);
+    if (a.keep.bits) { attention_backward_by_form<true>(a, stream); }
+    else { attention_backward_by_form<false>(a, stream); }
 }
 
 // == 6.10 decoding ==
@@ -5193,8 +5485,8 @@ struct Options {                // what a run may choose; fixed after gpt2_alloc
     bool master;                // fp32 master copies of 16-bit parameters
     bool grads_bf16;            // gradients of tensors with two dimensions in bf16, rounded with dither
     bool residual_in_gemm;      // the residual is added in the projection's epilogue, else in the norm
-    double dropout;             // in training: of the embedding and of each branch; then it is the norm that
-                                // adds the residual
+    double dropout;             // in training: of the embedding, of attention's probabilities and of each
+                                // branch; then it is the norm that adds the residual
     Kernels kernels;            // which kernels an op with several may use
     bool tf32;                  // FP32 builds: tensor cores for GEMMs and attention
     float weight_decay;         // on the tensors with two dimensions
@@ -5907,6 +6199,18 @@ static Dropout gpt2_dropout(const GPT2* model, const Place& at, int k, int rows)
                       (uint64_t)model->micro * (uint64_t)rows);
 }
 
+// What is kept of the probabilities of layer l's attention, whose places come behind those above. has_bits:
+// they are there already.
+static AttentionKeep gpt2_attention_keep(GPT2* model, int l, int B, int T, bool has_bits) {
+    const Config& c = model->config;
+    const uint32_t place = 1 + 2 * (uint32_t)c.L + (uint32_t)l;
+    const Dropout dropout = dropout_of(model->options.dropout, {model->options.seed, model->step, place},
+                                       (uint64_t)model->micro * (uint64_t)B * (uint64_t)c.NH * (uint64_t)T);
+    uint32_t* bits = gpt2_acts(model, l).att_keep;
+    if (!has_bits) { attention_dropout({bits, dropout, B, T, c.NH}, model->stream); }
+    return {bits, dropout.scale};
+}
+
 // The norms of a place, of what stands there.
 static NormForward<floatX, float> gpt2_norm(const GPT2* model, const Place& at, int rows) {
     const Config& c = model->config;
@@ -5921,9 +6225,9 @@ static NormForward<floatX, float> gpt2_norm(const GPT2* model, const Place& at, 
 
 struct CachePart { int row, rows, count; };     // `rows` rows from `row` on get those of `count` positions
 
-// out = branch(inp) + before, which may be null: (B,T,C) each
+// out = branch(inp) + before, which may be null: (B,T,C) each. drops: some of attention's probabilities.
 static void gpt2_branch_forward(GPT2* model, Branch branch, int l, floatX* out, const floatX* before,
-                                const floatX* inp, int B, int T, const CachePart* cache) {
+                                const floatX* inp, int B, int T, const CachePart* cache, bool drops) {
     const Options& o = model->options;
     const int N = B * T, C = model->config.C, NH = model->config.NH;
     const Params p = gpt2_params(model, l);
@@ -5936,7 +6240,9 @@ static void gpt2_branch_forward(GPT2* model, Branch branch, int l, floatX* out, 
             const size_t at = ((size_t)l * d.rows + cache->row) * model->T * C;
             cache_store({d.keys + at, d.values + at, a.qkv, cache->rows, cache->count, model->T, C}, stream);
         }
-        attention_forward({a.atty, a.att_lse, a.qkv, B, T, NH, C / NH}, stream);
+        AttentionKeep keep = {};
+        if (drops) { keep = gpt2_attention_keep(model, l, B, T, false); }
+        attention_forward({a.atty, a.att_lse, a.qkv, B, T, NH, C / NH, keep}, stream);
         matmul_forward({out, a.atty, p.attprojw, p.attprojb, before, nullptr, N, C, C}, stream);
         return;
     }
@@ -5990,7 +6296,7 @@ static void gpt2_forward(GPT2* model, int B, int T, const CachePart* cache = nul
             const floatX* inp = at.y[std::min(k, at.norms - 1)].out;
             floatX* to = (floatX*)(k + 1 < stage.count ? gpt2_acts(model, l).residual2 : next.sum);
             gpt2_branch_forward(model, stage.branches[k], l, in_gemm ? to : waiting[k],
-                                in_gemm ? sum : nullptr, inp, B, T, cache);
+                                in_gemm ? sum : nullptr, inp, B, T, cache, drops);
             sum = to;
             if (in_gemm) { continue; }
             norm.branch[k] = waiting[k];
@@ -6368,8 +6674,10 @@ static void gpt2_branch_backward(const Backward& b, Branch branch, int l, floatX
     if (branch == Branch::Attention) {
         matmul_backward_weight({b.grad(PARAM_attprojw, l), scratch, dout, a.atty, N, C, C}, stream);
         matmul_backward_input({a.dnarrow, dout, p.attprojw, nullptr, N, C, C}, stream);
-        attention_backward({a.dwide, scratch, a.dnarrow, a.atty, a.qkv, a.att_lse, b.B, b.T, NH, C / NH},
-                           stream);
+        AttentionKeep keep = {};
+        if (o.dropout > 0.0) { keep = gpt2_attention_keep(model, l, b.B, b.T, o.recompute == 0); }
+        attention_backward({a.dwide, scratch, a.dnarrow, a.atty, a.qkv, a.att_lse, b.B, b.T, NH, C / NH,
+                            keep}, stream);
         bias_backward({b.grad(PARAM_qkvb, l), scratch, a.dwide, N, 3 * C}, stream);
         if (l > 0) { gpt2_layer_complete(b, l, inp); }
         matmul_backward_input({dinp, a.dwide, p.qkvw, nullptr, N, C, 3 * C}, stream);
@@ -7676,8 +7984,8 @@ static const Flag kFlags[] = {
     {"",    "norm",            FLAG_ENUM,   &run.norm,           "layernorm", 0, 0, NORM_NAMES,
         "rmsnorm: takes no mean away and has no bias", FLAG_FIXED},
     {"",    "dropout",         FLAG_FLOAT,  &run.dropout,        "0",       0, 0.95, nullptr,
-        "of the embedding's, the attention's and the MLP's output, in training; the norm adds the residual",
-        FLAG_FIXED},
+        "in training, of attention's probabilities and of the embedding's, attention's and the MLP's output; "
+        "the norm adds the residual", FLAG_FIXED},
     {"",    "kernels",         FLAG_ENUM,   &run.kernels,        "auto",    0, 0, "auto|portable|sm90",
         "kernels of ops that have several: the best for this GPU, sm_80's, or Hopper's (or an error)",
         FLAG_FIXED},

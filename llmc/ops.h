@@ -127,6 +127,7 @@ template <class X, class S> struct AttentionForward {   // causal self-attention
     S* lse;                             // (B,NH,T) log-sum-exp of the scores
     const X* qkv;                       // (B,T,3,NH,HS)
     int B, T, NH, HS;
+    AttentionKeep keep = {};            // of the softmax's results
 };
 template <class X, class S> struct AttentionBackward {
     X* dqkv;                            // (B,T,3,NH,HS)
@@ -134,6 +135,12 @@ template <class X, class S> struct AttentionBackward {
     const X *dout, *out, *qkv;          // (B,T,C) (B,T,C) (B,T,3,NH,HS)
     const S* lse;                       // (B,NH,T)
     int B, T, NH, HS;
+    AttentionKeep keep = {};            // the forward's
+};
+template <class X, class S> struct AttentionDropout {   // the bits of an AttentionKeep
+    uint32_t* keep;                     // (B,NH,keep_stride/32,keep_stride)
+    Dropout dropout;                    // of a matrix (B*NH*T,T): row (b*NH + h)*T + q has query q's keys
+    int B, T, NH;
 };
 
 template <class X, class S> struct Classifier {         // softmax and cross-entropy over the first V columns
@@ -323,6 +330,7 @@ template <class X, class S> struct SampleTokens {       // sample_token() of eac
     X(grad_accumulate, GradAccumulate, out("grad", a.grad, a.n))                                       \
     X(gelu_forward, GeluForward, out("out", a.out, a.n))                                               \
     X(gelu_backward_inplace, GeluBackward, out("dinp", a.d, a.N, a.OC), out("dbias", a.dbias, a.OC))   \
+    X(attention_dropout, AttentionDropout, out("keep", a.keep, a.B, a.NH, keep_words(a.T)))            \
     X(attention_forward, AttentionForward, out("out", a.out, a.B, a.T, a.NH, a.HS),                    \
       out("lse", a.lse, a.B, a.NH, a.T))                                                               \
     X(attention_backward, AttentionBackward, out("dqkv", a.dqkv, a.B, a.T, 3, a.NH, a.HS))             \

@@ -1,7 +1,7 @@
 /*
 Ladder of the attention kernels (section 6.9): every step is checked against the plain kernels (fp32
 arithmetic), then timed on rotated buffers. "shipped" is what training runs here; the first mma.sync step of a
-kind is what it runs where there is no sm90 form.
+kind is what it runs where there is no sm90 form. Dropout's steps keep all, so that they can be checked alike.
 Build and run, from the repository root:
     make build/cuda/attention && build/cuda/attention [B [T [HS]]]      e.g. build/cuda/attention 64 1024 64
         without HS: every head size that has steps, C = 768 (or the next multiple of HS below) for all
@@ -19,6 +19,7 @@ constexpr int kBuffers = 2;     // rotated; each set is many times the L2 at the
 struct Buffers {
     AttentionForward<floatX, float> forward;
     AttentionBackward<floatX, float> backward;
+    uint32_t* keep;                 // bits of a dropout, all set: it changes no result, and takes its time
 };
 
 static int B = 64, T = 1024;
@@ -41,10 +42,24 @@ template <int kHS, int kGroups, int kTile, int kMinBlocks> static void dq_mma(co
 template <int kHS, int kGroups, int kTile, int kMinBlocks> static void dkv_mma(const Buffers& b) {
     attention_backward_dkv_mma<kHS, kGroups, kTile, kMinBlocks>(b.backward, 0);
 }
-static void forward_plain(const Buffers& b) { attention_forward_plain(b.forward, 0); }
-static void backward_plain(const Buffers& b) { attention_backward_plain(b.backward, 0); }
+static void forward_plain(const Buffers& b) { attention_forward_plain<false>(b.forward, 0); }
+static void backward_plain(const Buffers& b) { attention_backward_plain<false>(b.backward, 0); }
 static void forward_shipped(const Buffers& b) { attention_forward(b.forward, 0); }
 static void backward_shipped(const Buffers& b) { attention_backward(b.backward, 0); }
+static void forward_dropout(const Buffers& b) {
+    AttentionForward<floatX, float> a = b.forward;
+    a.keep = {b.keep, 1.0f};
+    attention_forward(a, 0);
+}
+static void backward_dropout(const Buffers& b) {
+    AttentionBackward<floatX, float> a = b.backward;
+    a.keep = {b.keep, 1.0f};
+    attention_backward(a, 0);
+}
+static void drawn_forward_dropout(const Buffers& b) {
+    attention_dropout({b.keep, dropout_of(0.0, {1337, 1, 2}, 0), b.forward.B, b.forward.T, b.forward.NH}, 0);
+    forward_dropout(b);
+}
 
 // HS, then as in kMmaShapes: groups of 16 rows a warp, rows of a tile, blocks on an SM.
 #define STEP(PASS, TITLE, RUN, ...) \
@@ -59,6 +74,9 @@ static const Step kSteps[] = {
     {0, Pass::Backward, "backward plain", backward_plain},
     {0, Pass::Forward, "forward shipped", forward_shipped},
     {0, Pass::Backward, "backward shipped", backward_shipped},
+    {0, Pass::Forward, "forward shipped, with dropout", forward_dropout},
+    {0, Pass::Backward, "backward shipped, with dropout", backward_dropout},
+    {0, Pass::Forward, "dropout drawn, then that forward", drawn_forward_dropout},
 #ifdef ENABLE_FP32
     FORWARD(16, 2, 64, 3), FORWARD(16, 1, 64, 4),
     DQ(16, 2, 32, 3), DQ(16, 1, 32, 4),
@@ -170,11 +188,13 @@ static Buffers buffers_create(int NH, int HS, uint32_t seed) {
     fill_kernel<<<(unsigned)ceil_div(3 * n, (size_t)256), 256, 0, 0>>>(qkv, 3 * n, seed);
     fill_kernel<<<(unsigned)ceil_div(n, (size_t)256), 256, 0, 0>>>(dout, n, seed + 17);
     cudaCheck(cudaGetLastError());
-    return {{out, lse, qkv, B, T, NH, HS}, {dqkv, scratch, dout, out, qkv, lse, B, T, NH, HS}};
+    uint32_t* keep = allocate<uint32_t>(B * NH * keep_words(T));
+    cudaCheck(cudaMemset(keep, 0xFF, B * NH * keep_words(T) * sizeof(uint32_t)));
+    return {{out, lse, qkv, B, T, NH, HS}, {dqkv, scratch, dout, out, qkv, lse, B, T, NH, HS}, keep};
 }
 static void buffers_free(const Buffers& b) {
     for (void* p : {(void*)b.forward.out, (void*)b.forward.lse, (void*)b.forward.qkv, (void*)b.backward.dqkv,
-                    (void*)b.backward.scratch, (void*)b.backward.dout}) {
+                    (void*)b.backward.scratch, (void*)b.backward.dout, (void*)b.keep}) {
         device_free(p);
     }
 }

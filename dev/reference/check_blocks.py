@@ -32,10 +32,10 @@ BLOCKS, NORMS = ("sequential", "parallel", "parallel-tied"), ("layernorm", "rmsn
 SEED, DROPOUT, ROWS = 1337, 0.15, 4                     # SEED: the dump's
 
 
-def masks(dims, p, device):
-    """gpt2.py's `dropped`: the masks of a first update."""
+def masks(p, device):
+    """gpt2.py's `dropped`: the masks of a first update, for rows of C, or of attention's T keys."""
     def dropped(x, place):
-        factors = dropout_factors(SEED, 0, place, 0, x.shape[0] * x.shape[1], dims.C, p)
+        factors = dropout_factors(SEED, 0, place, 0, x.numel() // x.shape[-1], x.shape[-1], p)
         factors = torch.from_numpy(factors.astype(np.float64)).to(device).view(x.shape)
         wide = x.dtype if x.dtype == torch.float64 else torch.float32
         return (x.to(wide) * factors.to(wide)).to(x.dtype)      # the scale is not rounded to 16 bits
@@ -62,7 +62,7 @@ def check_case(args, precision, dims, p):
         params = round_params(params, kind)
     write_checkpoint(path("model.bin"), dims, params, version=5 if kind == "bfloat16" else 3)
     x, y = batch(dims, ROWS, dims.maxT, "", SEED)
-    dropped = masks(dims, p, args.device)
+    dropped = masks(p, args.device)
     truth = reference.run(dims, params, x, y, torch.float32, args.device, dropped=dropped)
     logits_limit, limits = yardstick(kind, dims, params, x, y, args.device, dropped, truth)
     write_tensors(path("theirs.bin"), dims, x, y, truth[0].cpu().numpy(), truth[1], to_numpy(truth[2]))

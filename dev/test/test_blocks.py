@@ -33,8 +33,8 @@ Program.usual = {"-e": MODEL, "-i": "train.bin", "-j": "val.bin", "-b": B, "-x":
                  "--seed": SEED}
 BLOCKS, NORMS = ("sequential", "parallel", "parallel-tied"), ("layernorm", "rmsnorm")
 VARIANTS = [kinds for kinds in itertools.product(range(3), range(2)) if kinds != (0, 0)]
-NUMERIC = ("losses_and_gradients", "dropout_by_place", "recomputed", "saved", "samples", "updates",
-           "residual_fp32")
+NUMERIC = ("losses_and_gradients", "dropout_by_place", "dropout_aside", "recomputed", "saved", "samples",
+           "updates", "residual_fp32")
 RESIDUAL_WORD = 253         # of a model file's header: 1 where the residual stream was in fp32
 
 
@@ -46,13 +46,13 @@ def normed(x, weight, bias, rms):
     return y if rms else y + bias
 
 
-def attention(p, l, x, heads):
+def attention(p, l, x, heads, dropped):
     length, head = x.shape[1], x.shape[2] // heads
     qkv = (x @ p["qkvw"][l].T + p["qkvb"][l]).reshape(*x.shape[:2], 3, heads, head)
     q, k, v = (qkv[:, :, i].transpose(0, 2, 1, 3) for i in range(3))
     scores = q @ k.transpose(0, 1, 3, 2) / np.sqrt(head) + np.triu(np.full((length, length), -np.inf), 1)
     e = np.exp(scores - scores.max(-1, keepdims=True))
-    y = (e / e.sum(-1, keepdims=True) @ v).transpose(0, 2, 1, 3).reshape(x.shape)
+    y = (dropped(e / e.sum(-1, keepdims=True)) @ v).transpose(0, 2, 1, 3).reshape(x.shape)
     return y @ p["attprojw"][l].T + p["attprojb"][l]
 
 
@@ -65,16 +65,20 @@ def mlp(p, l, x):
 def logits(dims, p, tokens, dropout=0.0, step=0):
     """(B,T,V); dropout: as in the first micro-step of update `step`."""
     rms, tied = dims.norm == 1, dims.block == 2
-    rows = tokens.size
 
-    def dropped(x, place):
-        factors = formats.dropout_factors(SEED, step, place, 0, rows, dims.C, dropout) if dropout else 1.0
-        return x * (factors.reshape(x.shape) if dropout else 1.0)
+    def dropped(x, place):                      # rows of C, or of attention's T keys
+        if not dropout:
+            return x
+        width = x.shape[-1]
+        factors = formats.dropout_factors(SEED, step, place, 0, x.size // width, width, dropout)
+        return x * factors.reshape(x.shape)
 
     x = dropped(p["wte"][tokens] + p["wpe"][:tokens.shape[1]], 0)
     for l in range(dims.L):
         first = normed(x, p["ln1w"][l], None if rms else p["ln1b"][l], rms)
-        added = dropped(attention(p, l, first, dims.NH), 1 + 2 * l)
+        weights_place = 1 + 2 * dims.L + l
+        added = attention(p, l, first, dims.NH, lambda weights: dropped(weights, weights_place))
+        added = dropped(added, 1 + 2 * l)
         if dims.block == 0:
             x, added = x + added, 0.0
         second = first if tied else normed(x, p["ln2w"][l], None if rms else p["ln2b"][l], rms)
@@ -189,6 +193,16 @@ def test_dropout_by_place():
     check(len(set(result.losses())) == 3, f"masks of three updates that differ: losses {result.losses()}")
     other = run_ok({**flags, "-a": 1, "--seed": SEED + 1}).losses()
     check(abs(other[0] - result.losses()[0]) > tolerance(1e-4, 0), f"another seed has other masks: {other}")
+
+
+def test_dropout_aside():
+    """What is evaluated and written between the steps of a training with dropout knows none."""
+    flags = {"-e": trained(0, 0), "-x": 3, "-l": 0, "-v": 1, "-m": 4, "-s": 1, "-g": T - 4}
+    without, dropped = (run_ok({**flags, "--dropout": p}) for p in (0, 0.4))
+    check_equal(dropped.val_losses(), without.val_losses(), "validation losses")
+    check_equal(dropped.samples(), without.samples(), "texts")
+    check(len(dropped.samples()) == 3, f"texts: {dropped.samples()}")
+    check(dropped.losses() != without.losses(), f"losses of training: {dropped.losses()}")
 
 
 def test_recomputed():

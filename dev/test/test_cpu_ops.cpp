@@ -604,11 +604,26 @@ static void test_grad_accumulate(size_t n) {
 
 // ---- attention ----
 
-static void test_attention(int B, int T, int NH, int HS) {
-    const std::string shape = format("attention B=%d T=%d NH=%d HS=%d", B, T, NH, HS);
+static std::vector<uint32_t> kept_bits(const Dropout& d, int B, int T, int NH) {
+    std::vector<uint32_t> bits(B * NH * keep_words(T) + 1, 0xABCDABCDu);        // and a sentinel
+    attention_dropout_cpu<double>({bits.data(), d, B, T, NH}, 0);
+    CHECK(bits.back() == 0xABCDABCDu, "attention_dropout B=%d T=%d NH=%d wrote beside", B, T, NH);
+    bits.pop_back();
+    return bits;
+}
+
+static void test_attention(int B, int T, int NH, int HS, double p_dropped = 0.0) {
+    const std::string shape = format("attention B=%d T=%d NH=%d HS=%d dropout=%g", B, T, NH, HS, p_dropped);
     const size_t C = (size_t)NH * HS, n = (size_t)B * T * C, rows = (size_t)B * NH * T;
     Doubles qkv = random_tensor(3 * n, 1.5), out(n), lse(rows), expected(n), lse_expected(rows);
-    attention_forward_cpu<double>({out, lse, qkv, B, T, NH, HS}, 0);
+    const Dropout dropout = dropout_of(p_dropped, {3, 4, 5}, 1000000007ull);
+    std::vector<uint32_t> bits;
+    AttentionKeep keep;
+    if (p_dropped > 0.0) {
+        bits = kept_bits(dropout, B, T, NH);
+        keep = {bits.data(), dropout.scale};
+    }
+    attention_forward_cpu<double>({out, lse, qkv, B, T, NH, HS, keep}, 0);
     for (int b = 0; b < B; b++) {
         for (int h = 0; h < NH; h++) {
             auto vec = [&](int which, int t) {
@@ -619,6 +634,9 @@ static void test_attention(int B, int T, int NH, int HS) {
                 double sum = 0.0;
                 for (int u = 0; u <= t; u++) { sum += p[u] = exp(dot(vec(0, t), vec(1, u), HS) / sqrt(HS)); }
                 lse_expected[((size_t)b * NH + h) * T + t] = log(sum);
+                if (p_dropped > 0.0) {
+                    dropout_row(dropout, (b * NH + h) * T + t, T, [&](int u, float f) { p[u] *= f; });
+                }
                 for (int i = 0; i < HS; i++) {
                     double value = 0.0;
                     for (int u = 0; u < T; u++) { value += p[u] / sum * vec(2, u)[i]; }
@@ -631,12 +649,55 @@ static void test_attention(int B, int T, int NH, int HS) {
     CHECK_SAME(lse, lse_expected, kExact);
 
     Doubles dout = random_tensor(n), dqkv(3 * n), scratch(rows), out2(n), lse2(rows);
-    attention_backward_cpu<double>({dqkv, scratch, dout, out, qkv, lse, B, T, NH, HS}, 0);
+    attention_backward_cpu<double>({dqkv, scratch, dout, out, qkv, lse, B, T, NH, HS, keep}, 0);
     auto loss = [&] {
-        attention_forward_cpu<double>({out2, lse2, qkv, B, T, NH, HS}, 0);
+        attention_forward_cpu<double>({out2, lse2, qkv, B, T, NH, HS, keep}, 0);
         return dot(out2, dout, n);
     };
     CHECK_GRADIENT(qkv, dqkv, loss);
+}
+
+// Where the bits are, how many are kept, and that no two masks know of each other. What they are is
+// test_dropout's.
+static void test_attention_dropout() {
+    const int B = 2, NH = 3, T = 150;
+    const double p = 0.3, pairs = T * (T + 1) / 2.0;
+    auto bit = [&](const std::vector<uint32_t>& bits, int bh, int t, int u) {
+        return bits[bh * keep_words(T) + u / 32 * keep_stride(T) + t] >> u % 32 & 1;
+    };
+    const DropoutKey key = {1, 2, 3};
+    const std::vector<uint32_t> bits = kept_bits(dropout_of(p, key, 0), B, T, NH);
+    size_t wrong = 0, ones = 0;
+    for (uint32_t word : bits) { for (int i = 0; i < 32; i++) { ones += word >> i & 1; } }
+    for (int bh = 0; bh < B * NH; bh++) {
+        size_t kept = 0;
+        for (int t = 0; t < T; t++) {
+            dropout_row(dropout_of(p, key, 0), bh * T + t, T, [&](int u, float f) {
+                wrong += bit(bits, bh, t, u) != (uint32_t)(f != 0.0f && u <= t);
+                kept += bit(bits, bh, t, u);
+            });
+        }
+        CHECK(fabs(kept - pairs * (1 - p)) <= 5 * sqrt(pairs * p * (1 - p)), "head %d: %zu kept", bh, kept);
+        ones -= kept;
+        for (int other = 0; other < bh; other++) {
+            size_t same = 0;
+            for (int t = 0; t < T; t++) {
+                for (int u = 0; u <= t; u++) { same += bit(bits, bh, t, u) == bit(bits, other, t, u); }
+            }
+            const double q = p * p + (1 - p) * (1 - p);
+            CHECK(fabs(same - pairs * q) <= 5 * sqrt(pairs * q * (1 - q)), "heads %d and %d: %zu equal", bh,
+                  other, same);
+        }
+    }
+    CHECK(wrong == 0, "%zu bits are not those of the rows", wrong);
+    CHECK(ones == 0, "%zu bits are set outside of the causal half", ones);
+    const DropoutKey others[] = {{2, 2, 3}, {1, 3, 3}, {1, 2, 4}};
+    for (const DropoutKey& other : others) {
+        CHECK(kept_bits(dropout_of(p, other, 0), B, T, NH) != bits, "another key, the same bits");
+    }
+    // the second row of the batch alone
+    const std::vector<uint32_t> row = kept_bits(dropout_of(p, key, NH * T), 1, T, NH);
+    CHECK(std::equal(row.begin(), row.end(), bits.begin() + row.size()), "a row's bits depend on its batch");
 }
 
 // Scores of thousands: one key takes all the weight. Also in float, where exp of such a score is inf.
@@ -1674,6 +1735,7 @@ static const Group groups[] = {
         test_matmul(270, 9, 18);                    // backward to the weight
         test_grad_accumulate(333);
     }},
+    {"attention's dropout", test_attention_dropout},
     {"attention", [] {
         test_attention(2, 33, 2, 20);
         test_attention(1, 1, 2, 20);
@@ -1681,6 +1743,9 @@ static const Group groups[] = {
         test_attention(1, 65, 1, 8);
         test_attention(2, 130, 1, 4);
         test_attention(1, 9, 3, 80);
+        test_attention(2, 33, 2, 20, 0.1);
+        test_attention(1, 65, 2, 8, 0.5);
+        test_attention(2, 130, 1, 4, 0.95);
         test_attention_large<double>();
         test_attention_large<float>();
     }},

@@ -762,19 +762,21 @@ def parameter_counts(d):
     return matrices - (d.Vp - d.V) * d.C, matrices, sum(sizes.values()) - matrices
 
 
-def act_bytes(d, batch, length, recompute, residual_fp32=False):
+def act_bytes(d, batch, length, recompute, residual_fp32=False, dropout=False):
     """{name: bytes} of what a step keeps, each buffer rounded up to 256."""
     n, c, x = batch * length, d.C, 4 if Program.precision == "FP32" else 2
     ln, gelu = (d.L if recompute < level else 1 for level in (2, 1))
     row, stat = x * n * c, 4 * n
     stream, apart = (4 * n * c, x < 4) if residual_fp32 else (row, False)
+    padded = round_up(length, 128)              # of attention's probabilities: a bit for each
+    keep = dropout * batch * d.NH * padded * padded // 8
     table = [("encoded", stream, 1), ("ln1", row, ln), ("ln1_mean", stat, d.L), ("ln1_rstd", stat, d.L),
-             ("qkv", 3 * row, d.L), ("att_lse", stat * d.NH, d.L), ("atty", row, d.L),
-             ("residual2", stream, d.L), ("ln2", row, ln), ("ln2_mean", stat, d.L), ("ln2_rstd", stat, d.L),
-             ("fch", 4 * row, d.L), ("fch_gelu", 4 * row, gelu), ("residual3", stream, d.L), ("lnf", row, 1),
-             ("lnf_mean", stat, 1), ("lnf_rstd", stat, 1), ("logits", x * n * d.Vp, 1), ("losses", stat, 1),
-             ("dresidual", stream, 1), ("dnarrow", row, 1), ("dbranch", apart * row, 1),
-             ("dwide", 4 * row, 1)]
+             ("qkv", 3 * row, d.L), ("att_keep", keep, gelu), ("att_lse", stat * d.NH, d.L),
+             ("atty", row, d.L), ("residual2", stream, d.L), ("ln2", row, ln), ("ln2_mean", stat, d.L),
+             ("ln2_rstd", stat, d.L), ("fch", 4 * row, d.L), ("fch_gelu", 4 * row, gelu),
+             ("residual3", stream, d.L), ("lnf", row, 1), ("lnf_mean", stat, 1), ("lnf_rstd", stat, 1),
+             ("logits", x * n * d.Vp, 1), ("losses", stat, 1), ("dresidual", stream, 1), ("dnarrow", row, 1),
+             ("dbranch", (apart or dropout) * row, 1), ("dwide", 4 * row, 1)]
     return {name: round_up(size, 256) * copies for name, size, copies in table}
 
 
@@ -850,14 +852,17 @@ def memory_line(out):
 
 def test_memory():
     """The memory line's names and sizes, and what -r saves: in the line, and in the process."""
-    text, batch, length = "L4,NH2,C32,T64,V256", 8, 64
+    text, batch, length = "L4,NH8,C32,T64,V256", 8, 64
     d = formats.parse_model(text)
     totals = []
     for recompute, more in ((0, {}), (1, {}), (2, {}), (0, {"--optimizer": "muon"}),
-                            (0, {"--residual-dtype": "fp32"})):
+                            (0, {"--residual-dtype": "fp32"}), (0, {"--dropout": 0.1}),
+                            (1, {"--dropout": 0.1})):
         muon, residual_fp32 = "--optimizer" in more, "--residual-dtype" in more
+        dropout = "--dropout" in more
         total, items = memory_line(run_ok({"-e": text, "-b": batch, "-x": 1, "-r": recompute, **more}).out)
-        want = {**act_bytes(d, batch, length, recompute, residual_fp32), **weight_bytes(d, muon)}
+        want = {**act_bytes(d, batch, length, recompute, residual_fp32, dropout), **weight_bytes(d, muon)}
+        check_equal("att_keep" in items, dropout and recompute == 0, f"-r {recompute} {more}: the bits kept")
         totals.append((total, sum(want.values())))
         near = 0.00051 * 2**20
         ours = {name: size for name, size in items.items() if name in want}
