@@ -2200,7 +2200,7 @@ static void attention_plain(double* out /*(B,T,NH,HS)*/, double* lse /*(B,NH,T)*
                             int T, int NH, int HS, bool tf32, const AttentionKeep& keep) {
     const double scale = 1.0 / sqrt((double)HS);
     auto is_kept = [&](size_t bh, int t, int u) {
-        return !keep.bits || keep.bits[bh * keep_words(T) + u / 32 * keep_stride(T) + t] >> u % 32 & 1;
+        return !keep.bits || keep.bits[bh * keep_words(T) + u / 32 * padded_T(T) + t] >> u % 32 & 1;
     };
     const size_t C = (size_t)NH * HS;
     std::vector<double> qkv_operand(qkv, qkv + 3 * C * B * T), dout_operand(dout, dout + C * B * T);

@@ -1048,10 +1048,10 @@ __global__ void __launch_bounds__(kNormMaxThreads)
 #pragma unroll
                 for (int w = 0; w < (kWide == 1 ? 0 : kWide); w++) {
                     const int c = moved_column(w, j);
-                    const bool live = first < a.N && c < C;
-                    const size_t offset = live ? (size_t)first * C + c : 0;
-                    cp_async_16_or_zero(moved(at, 0, w, j), inp + offset, live);
-                    cp_async_16_or_zero(moved(at, kDresidual, w, j), dresidual + offset, live && add);
+                    const bool inside = first < a.N && c < C;
+                    const size_t from = inside ? (size_t)first * C + c : 0;
+                    cp_async_16_or_zero(moved(at, 0, w, j), inp + from, inside);
+                    cp_async_16_or_zero(moved(at, kDresidual, w, j), dresidual + from, inside && add);
                 }
             }
         }
@@ -2799,8 +2799,7 @@ static void muon_update(const MuonUpdate<floatX, float>& a, Stream stream) {
 // is cleared, added to and converted.
 //
 // Scratch of the backward: float2 {lse * log2(e), D} per query (plain kernels: {lse, D}), laid out
-// (B,NH,stats_stride(T)): a head has a multiple of 128, so that whole tiles can be copied, with zeros behind
-// T to the end of the last tile.
+// (B,NH,padded_T), so that whole tiles can be copied, with zeros behind T to the end of the last tile.
 //
 // F is a bit matrix (AttentionKeep in llmc/op_types.h) that a kernel of its own has drawn, so that all forms
 // and both passes drop the same, whatever their tiles are. What reads it is compiled apart (kDrops): without
@@ -2811,9 +2810,6 @@ static void muon_update(const MuonUpdate<floatX, float>& a, Stream stream) {
 //     plain       fp32 arithmetic on the ordinary cores: any type, any head size up to 512
 //     mma.sync    tensor cores of sm_80 and later, 16 bits or TF32, most multiples of 16: kMmaShapes
 //     sm90        Hopper's tensor cores and copy engine (wgmma, TMA), 16 bits, head size 64
-
-// Elements of scratch from one head's statistics to the next's.
-__host__ __device__ inline size_t stats_stride(int T) { return ((size_t)T + 127) / 128 * 128; }
 
 // How many tiles or blocks of `size` rows make `rows` (ceil_div, for the device).
 __device__ __forceinline__ int tile_count(int rows, int size) { return (rows + size - 1) / size; }
@@ -2838,7 +2834,7 @@ struct AttentionHead {
 };
 
 static size_t attention_backward_scratch_bytes(int B, int T, int NH) {
-    return (size_t)B * NH * stats_stride(T) * sizeof(float2);
+    return (size_t)B * NH * padded_T(T) * sizeof(float2);
 }
 
 // One block for every `rows` rows of every head.
@@ -2852,7 +2848,7 @@ static unsigned attention_grid(int T, int rows, int B, int NH) {
 constexpr int kKeepThreads = 128;       // a block draws the rows of so many queries, a thread one
 
 __global__ void __launch_bounds__(kKeepThreads) attention_dropout_kernel(uint32_t* keep, Dropout d, int T) {
-    const int stride = (int)keep_stride(T), blocks = stride / kKeepThreads;
+    const int stride = (int)padded_T(T), blocks = stride / kKeepThreads;
     const size_t bh = blockIdx.x / blocks;
     const int rank = (int)(blockIdx.x % blocks);        // in its head, 0 = the block with the most to do
     const int q = (blocks - 1 - rank) * kKeepThreads + (int)threadIdx.x;
@@ -2890,14 +2886,14 @@ static void attention_dropout(const AttentionDropout<floatX, float>& a, Stream s
 // mma.m16n8k16": accumulator n has of rows g and g + 8, g = lane / 4, columns 8 n + 2 * (lane % 4) and the
 // one after. To be loaded early and used late.
 template <int kTile> struct KeepRows {
-    static_assert(128 % kTile == 0, "keep_stride pads a head to whole tiles");
+    static_assert(128 % kTile == 0, "padded_T makes whole tiles");
     static constexpr int kWords = (kTile + 31) / 32;
     uint32_t words[2][kWords];                          // of rows g and g + 8
     int shift;                                          // to the lane's first column
 
     // row0: the first of the 16 queries; k0: the first key, a multiple of kTile.
     __device__ __forceinline__ void load(const uint32_t* keep_bh, int T, int row0, int k0, int lane) {
-        const size_t stride = keep_stride(T);
+        const size_t stride = padded_T(T);
         const uint32_t* from = keep_bh + k0 / 32 * stride + row0 + lane / 4;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -3062,7 +3058,7 @@ __device__ __forceinline__ void plain_store(floatX* matrix, size_t stride, int r
 // Of the warp's rows r and this lane's key: x[r] becomes 0 where it is dropped.
 __device__ __forceinline__ void plain_drop_keys(float (&x)[kPlainRows], const uint32_t* keep_bh, int T,
                                                 const PlainWork& work, int k0, int lane) {
-    const uint32_t* words = keep_bh + k0 / 32 * keep_stride(T) + work.row_first;
+    const uint32_t* words = keep_bh + k0 / 32 * padded_T(T) + work.row_first;
 #pragma unroll
     for (int r = 0; r < kPlainRows; r++) { x[r] = words[r] >> lane & 1 ? x[r] : 0.0f; }
 }
@@ -3162,7 +3158,7 @@ __global__ void __launch_bounds__(kPlainWarps * kWarp)
         row_d[r] = warp_sum(sum);
         row_lse[r] = row < T ? lse[(size_t)work.bh * T + row] : 0.0f;
         if (lane == 0 && row < T) {
-            row_stats[work.bh * stats_stride(T) + row] = make_float2(row_lse[r], row_d[r]);
+            row_stats[work.bh * padded_T(T) + row] = make_float2(row_lse[r], row_d[r]);
         }
     }
 
@@ -3221,12 +3217,12 @@ __global__ void __launch_bounds__(kPlainWarps * kWarp)
         __syncthreads();
         const int query = q0 + lane;
         const float2 stats =
-            query < T ? row_stats[work.bh * stats_stride(T) + query] : make_float2(0.0f, 0.0f);
+            query < T ? row_stats[work.bh * padded_T(T) + query] : make_float2(0.0f, 0.0f);
 
         uint32_t kept = 0;                                  // a bit for each of the warp's keys
         if constexpr (kDrops) {
             const uint32_t* keep_bh = keep.bits + work.bh * keep_words(T);
-            kept = keep_bh[work.row_first / 32 * keep_stride(T) + query] >> work.row_first % 32;
+            kept = keep_bh[work.row_first / 32 * padded_T(T) + query] >> work.row_first % 32;
         }
 
         // S^T and dP^T: the lane owns a query. Then P^T and dS^T in their place
@@ -3694,7 +3690,7 @@ __device__ __forceinline__ void attention_row_stats(float (&row_lse2)[2], float 
         lse2 = lse_bh[row] * kLog2e;
     }
     sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
-    if (lane % 2 == 0 && row < stats_stride(T)) { stats_bh[row] = make_float2(lse2, sum); }
+    if (lane % 2 == 0 && row < padded_T(T)) { stats_bh[row] = make_float2(lse2, sum); }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int source = 2 * (r * 8 + lane / 4);
@@ -3742,7 +3738,7 @@ __global__ void __launch_bounds__(kMmaWarps * kWarp, kMinBlocks)
     float row_lse2[kGroups][2], row_d[kGroups][2];
 #pragma unroll
     for (int m = 0; m < kGroups; m++) {
-        attention_row_stats<kHS>(row_lse2[m], row_d[m], row_stats + work.bh * stats_stride(T),
+        attention_row_stats<kHS>(row_lse2[m], row_d[m], row_stats + work.bh * padded_T(T),
                                  lse + (size_t)work.bh * T, out + head.out, dout + head.out, head.C,
                                  row_first + m * 16, T, lane);
     }
@@ -3852,7 +3848,7 @@ __global__ void __launch_bounds__(kMmaWarps * kWarp, kMinBlocks)
     const AttentionHead head(work.bh, T, NH, kHS);
     const int k0 = work.rank * kOwned;                      // the block's first key
     const int row_first = k0 + warp_row;                    // the warp's
-    const float2* stats_bh = row_stats + work.bh * stats_stride(T);
+    const float2* stats_bh = row_stats + work.bh * padded_T(T);
     auto load_queries = [&](int stage, int q0) {
         load_tile<kHS, kTile>(shared.q[stage], qkv + head.q, head.qkv_row, q0, T);
         load_tile<kHS, kTile>(shared.dout[stage], dout + head.out, head.C, q0, T);
@@ -3889,7 +3885,7 @@ __global__ void __launch_bounds__(kMmaWarps * kWarp, kMinBlocks)
         [[maybe_unused]] uint2 kept[kTile / 8];             // words of each accumulator's two queries
         if constexpr (kDrops) {                             // on their way during dP^T
             const uint32_t* words =
-                keep.bits + work.bh * keep_words(T) + row_first / 32 * keep_stride(T) + q0;
+                keep.bits + work.bh * keep_words(T) + row_first / 32 * padded_T(T) + q0;
 #pragma unroll
             for (int n = 0; n < kTile / 8; n++) { kept[n] = *(const uint2*)(words + n * 8 + lane % 4 * 2); }
         }
@@ -3917,9 +3913,9 @@ __global__ void __launch_bounds__(kMmaWarps * kWarp, kMinBlocks)
                     }
                     const float d = i % 2 == 0 ? stats.y : stats.w;
                     if constexpr (kDrops) {
-                        const bool is = is_kept(kept[n], i, m * 16);
-                        s[m][n][i] = is ? p : 0.0f;
-                        dp[m][n][i] = p * fmaf(is ? dp[m][n][i] : 0.0f, keep.scale, -d);
+                        const bool stays = is_kept(kept[n], i, m * 16);
+                        s[m][n][i] = stays ? p : 0.0f;
+                        dp[m][n][i] = p * fmaf(stays ? dp[m][n][i] : 0.0f, keep.scale, -d);
                     } else {
                         s[m][n][i] = p;
                         dp[m][n][i] = p * (dp[m][n][i] - d);
@@ -4282,7 +4278,7 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
     }
     __syncthreads();                                    // the barriers exist
     float row_lse2[2], row_d[2];
-    attention_row_stats<64>(row_lse2, row_d, row_stats + work.bh * stats_stride(T),
+    attention_row_stats<64>(row_lse2, row_d, row_stats + work.bh * padded_T(T),
                             lse + (size_t)work.bh * T, out + head.out, dout + head.out, head.C,
                             last * kSm90Rows + threadIdx.x / kWarp * 16, T, lane);
 
@@ -4369,16 +4365,16 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
     const int last = tiles - 1 - first;                 // query tiles after that
 
     // Start the first copies: the block's own keys and values and the first kStages tiles
-    const float2* stats_bh = row_stats + work.bh * stats_stride(T);
+    const float2* stats_bh = row_stats + work.bh * padded_T(T);
     auto load_queries = [&](int it) {                   // query tile `first + it`
         const int stage = it % kStages, q0 = (first + it) * kSm90Rows;
         constexpr int kKeepBytes = kSm90Rows * sizeof(uint32_t);        // of half of the keys
         mbarrier_expect(&shared.full[stage], 2 * kSm90Tile * sizeof(floatX) + sizeof(shared.stats[stage]) +
                                                  (kDrops ? 2 * kKeepBytes : 0));
         if constexpr (kDrops) {
-            const uint32_t* words = keep.bits + work.bh * keep_words(T) + first * 2 * keep_stride(T) + q0;
+            const uint32_t* words = keep.bits + work.bh * keep_words(T) + first * 2 * padded_T(T) + q0;
             bulk_load(shared.keep[stage][0], words, &shared.full[stage], kKeepBytes);
-            bulk_load(shared.keep[stage][1], words + keep_stride(T), &shared.full[stage], kKeepBytes);
+            bulk_load(shared.keep[stage][1], words + padded_T(T), &shared.full[stage], kKeepBytes);
         }
         tma_load_4d(shared.a[stage], &qkv_map, &shared.full[stage], 0, q0, head.h, head.b);
         bulk_load(shared.stats[stage], stats_bh + q0, &shared.full[stage], sizeof(shared.stats[stage]));
@@ -7969,7 +7965,8 @@ static const Flag kFlags[] = {
     {"w",   "master-weights",  FLAG_BOOL,   &run.master,         "1",       0, 1, nullptr,
         "fp32 master copies of 16-bit weights; 0: weights are rounded stochastically", FLAG_FIXED},
     {"r",   "recompute",       FLAG_INT,    &run.recompute,      "0",       0, 2, nullptr,
-        "in backward: 0 nothing, 1 GELU, 2 GELU and LayerNorms (less memory, more time)"},
+        "in backward (less memory, more time): 0 nothing, 1 GELU, 2 GELU and norms; 1 and 2 also what "
+        "attention's dropout keeps"},
     {"ge",  "gelu-fusion",     FLAG_INT,    &run.gelu_fusion,    "0",       0, 2, nullptr,
         "GELU in the GEMM's epilogue: 0 no, 1 forward, 2 forward and backward (needs -r 0)", FLAG_FIXED},
     {"",    "residual",        FLAG_ENUM,   &run.residual,       "gemm",    0, 0, "gemm|layernorm",

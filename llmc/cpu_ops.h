@@ -528,7 +528,7 @@ template <class Real> static inline Real dot_cpu(const Real* x, const Real* y, i
 
 // f's bits. A query's keys are a row of the matrix that Dropout speaks of.
 template <class Real> void attention_dropout_cpu(const AttentionDropout<Real, Real>& a, Stream) {
-    const size_t stride = keep_stride(a.T);
+    const size_t stride = padded_T(a.T);
     #pragma omp parallel for
     for (int bh = 0; bh < a.B * a.NH; bh++) {
         uint32_t* keep = a.keep + bh * keep_words(a.T);
@@ -550,7 +550,7 @@ static inline void drop_keys(Real* x, const AttentionKeep& keep, size_t bh, int 
     if (!keep.bits) { return; }
     const uint32_t* words = keep.bits + bh * keep_words(T) + t;
     for (int u = 0; u < keys; u++) {
-        const bool kept = words[(u0 + u) / 32 * keep_stride(T)] >> (u0 + u) % 32 & 1;
+        const bool kept = words[(u0 + u) / 32 * padded_T(T)] >> (u0 + u) % 32 & 1;
         x[u] *= kept ? (Real)keep.scale : (Real)0;
     }
 }

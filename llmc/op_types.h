@@ -52,15 +52,17 @@ LLMC_HD static inline float dropout_factor(const Dropout& d, const Rand4& block,
     return dropout_bits16(block, lane) < d.dropped ? 0.0f : d.scale;
 }
 
-// Which of attention's probabilities a dropout keeps, a bit each: (B,NH,keep_stride/32,keep_stride) words. Of
-// a head, word [j][q] is query q's and has keys 32 j to 32 j + 31, the first in the lowest bit. Bits of keys
-// behind the query, and of queries from T on, are 0. The padding is to whole tiles of every kernel.
+// What attention keeps of each query is padded to whole tiles of every kernel: so many queries a head.
+LLMC_HD static inline size_t padded_T(int T) { return ((size_t)T + 127) / 128 * 128; }
+
+// Which of attention's probabilities a dropout keeps, a bit each: (B,NH,padded_T/32,padded_T) words. Of a
+// head, word [j][q] is query q's and has keys 32 j to 32 j + 31, the first in the lowest bit. Bits of keys
+// behind the query, and of queries from T on, are 0.
 struct AttentionKeep {
     const uint32_t* bits = nullptr;     // null: nothing is dropped
     float scale = 1.0f;                 // of what is kept
 };
-LLMC_HD static inline size_t keep_stride(int T) { return ((size_t)T + 127) / 128 * 128; }
-LLMC_HD static inline size_t keep_words(int T) { return keep_stride(T) / 32 * keep_stride(T); }   // of a head
+LLMC_HD static inline size_t keep_words(int T) { return padded_T(T) / 32 * padded_T(T); }     // of a head
 
 // Where one gradient tensor goes. S is fp32 in the trainer, double where tests run the twins. The CUDA build
 // can keep it in bf16, rounded with dither (--grad-dtype bf16; bf16_encode_dithered in rand.h says what that

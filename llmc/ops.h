@@ -138,7 +138,7 @@ template <class X, class S> struct AttentionBackward {
     AttentionKeep keep = {};            // the forward's
 };
 template <class X, class S> struct AttentionDropout {   // the bits of an AttentionKeep
-    uint32_t* keep;                     // (B,NH,keep_stride/32,keep_stride)
+    uint32_t* keep;                     // (B,NH,padded_T/32,padded_T)
     Dropout dropout;                    // of a matrix (B*NH*T,T): row (b*NH + h)*T + q has query q's keys
     int B, T, NH;
 };

@@ -663,7 +663,7 @@ static void test_attention_dropout() {
     const int B = 2, NH = 3, T = 150;
     const double p = 0.3, pairs = T * (T + 1) / 2.0;
     auto bit = [&](const std::vector<uint32_t>& bits, int bh, int t, int u) {
-        return bits[bh * keep_words(T) + u / 32 * keep_stride(T) + t] >> u % 32 & 1;
+        return bits[bh * keep_words(T) + u / 32 * padded_T(T) + t] >> u % 32 & 1;
     };
     const DropoutKey key = {1, 2, 3};
     const std::vector<uint32_t> bits = kept_bits(dropout_of(p, key, 0), B, T, NH);
