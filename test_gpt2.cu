@@ -2956,14 +2956,18 @@ static void test_kernels() {
     }
     TEST("kernels: norms of the residual stream") {
         for (int C : {1, 20, 40, 768}) { test_norm(7, C); }
+        norm_blocks = 2;                        // few rows then go through all stages
+        test_norm(11, 4104);
+        if (!small_shapes) {
+            for (int C : {40, 768}) { test_norm(53, C); }
+        }
+        norm_blocks = kNormBlocks;
         if (!small_shapes) {
             test_norm(1, 768);
-            // on both sides of what a warp, a block's registers and two columns a thread hold
+            // on both sides of what a warp, a block and a cluster of two hold
             for (int C : {64, 1000, 1024, 1032, 1280, 1600, 2048, 2056}) { test_norm(33, C); }
             for (int C : {4096, 4104, 5000, 5120, 8192, 8200, 16384}) { test_norm(5, C); }
-            test_norm(7001, 40);                // so many rows that a block takes several steps,
-            test_norm(1700, 768);               // and through all stages
-            test_norm(404, 4104);
+            test_norm(7001, 40);                // so many rows that all blocks take several steps
             shared_memory_cap = 101376;         // most GPUs' 99 KiB: some forms take two passes then
             for (int C : {4096, 4104}) { test_norm(5, C); }
             shared_memory_cap = SIZE_MAX;

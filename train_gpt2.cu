@@ -692,6 +692,7 @@ static void encoder_backward(const EncoderBackward<floatX, float>& a, Stream str
 // Residual, here, is the type of what stands in the residual stream: inp, residual and dresidual are floatX,
 // or fp32 beside 16-bit branches. Each form of a kernel exists for one of them.
 constexpr int kNormBlocks = 396;                // most blocks of the backward: 3 an SM of an H200
+static int norm_blocks = kNormBlocks;           // tests lower it: few rows then take many rounds
 constexpr int kNormWarps = 8;                   // of a block of the forward; each takes a row or two
 // The most vectors of its row that a lane of the forward holds: 16-bit rows up to 2048 stay in registers.
 constexpr int kNormVectors = 8;
@@ -938,11 +939,11 @@ static void column_sums(const ColumnSums& sums, int tensors, const float* partia
     cudaCheck(cudaGetLastError());
 }
 
-// The backward for rows of whole vectors. A thread owns a vector of columns (kColumns of them in long rows)
-// and walks down the rows, kRows at a time. blockDim.x threads (whole warps) make a row, and blockDim.y
-// groups of them work on different rows. The column sums stay in registers, 24 of them for one norm at 16
-// bits, from the first row to the last. Only the two sums along a row cross threads: those of kRows rows with
-// one exchange and one barrier. A step is the rows that all blocks take at once; i is this group's first row:
+// The backward for rows of whole vectors. A thread owns a vector of columns and walks down the rows, kRows at
+// a time. blockDim.x threads (whole warps) make a row, and blockDim.y groups of them work on different rows.
+// The column sums stay in registers, 24 of them for one norm at 16 bits, from the first row to the last. Only
+// the two sums along a row cross threads: those of kRows rows with one exchange and one barrier. A step is
+// the rows that all blocks take at once; i is this group's first row:
 //
 //     copies       | rows i + 2 steps (cp.async, into this thread's slots) | rows i + 3 steps
 //     this thread  | rows i: sums -> exchange -> barrier -> dresidual      | rows i + 1 step: sums -> ...
@@ -950,82 +951,104 @@ static void column_sums(const ColumnSums& sums, int tensors, const float* partia
 // The slots in shared memory belong to one thread each (those of a stream in fp32 to a warp), so waiting for
 // its own copies is enough. With plain loads into registers the memory idles during the arithmetic: 177 us
 // instead of 104 for C=768, 124M.
+//
+// A row of more than kNormMaxThreads vectors has a cluster of two blocks (sm_90), which take a half each and
+// exchange their sums from SM to SM.
 constexpr int kNormMaxThreads = 512;            // with 128 registers each, all that an SM has
 
 // Which members of the family a kernel serves. kDouts, and kTied if both are one norm's; kMasked: branches
 // with dropout, whose gradients are stored, else dresidual is theirs. kGpt2: one LayerNorm without dropout.
 // Of a stream in fp32 a vector is kWide slots and words long, and kMasked are all branches.
-template <int kDouts_, bool kTied_, int kMasked_, int kColumns_, bool kGpt2_ = false,
-          class Residual_ = floatX>
+template <int kDouts_, bool kTied_, int kMasked_, class Residual_ = floatX, int kBlocks_ = 1,
+          bool kGpt2_ = false>
 struct NormBackwardForm {
     typedef Residual_ Residual;
     static constexpr int kWide = sizeof(Residual) / sizeof(floatX);
-    static constexpr int kDouts = kDouts_, kMasked = kMasked_, kColumns = kColumns_;
+    static constexpr int kDouts = kDouts_, kMasked = kMasked_, kBlocks = kBlocks_;
     static constexpr bool kGpt2 = kGpt2_;
     static constexpr int kNorms = kTied_ ? 1 : kDouts;
     static constexpr int kBranchSums = kMasked > 1 ? 2 : 1, kSums = 2 * kNorms + kBranchSums;   // registers
-    // kHeld: rows stay in registers from the first pass to the second, else they are read again. More rows
-    // have no registers, more stages no shared memory.
-    static constexpr bool kHeld = kColumns == 1 || kDouts == 1;
-    static constexpr int kRows = kColumns == 1 && kWide == 1 && kDouts == 1 ? 2 : 1;
+    // More rows have no registers, more stages no shared memory.
+    static constexpr int kRows = kWide == 1 && kDouts == 1 ? 2 : 1, kStages = 2;
     static constexpr int kTensors = 2 * kWide + kDouts;
-    static constexpr int kStages = kHeld ? 2 : 3;
     // A thread's slots: of the stages, and where words of fp32 change lanes before they are stored.
-    static constexpr int kStaged = kStages * kRows * kTensors * kColumns;
-    static constexpr int kOutgoing = kWide == 1 ? 0 : kWide * kColumns;
+    static constexpr int kStaged = kStages * kRows * kTensors, kOutgoing = kWide == 1 ? 0 : kWide;
     static_assert(kWide == 1 || kMasked > 0, "a branch's gradient is floatX");
-    static_assert(kWide == 1 || (kRows == 1 && kHeld), "a round uses the outgoing slots once");
+    static_assert(kWide == 1 || kRows == 1, "a round uses the outgoing slots once");
 };
+
+// How the two blocks of a cluster exchange sums: each sends its own into both blocks' shared memory, where an
+// mbarrier counts the bytes. The cluster's own barrier would wait for all stores of before, too: 129 us
+// instead of 102 at C=8192. full: a barrier for each turn.
+__device__ __forceinline__ void norm_exchange_init(uint64_t* full, int bytes) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    if (threadIdx.x == 0) {
+        for (int turn = 0; turn < 2; turn++) { mbarrier_init(&full[turn], 1); }
+        mbarrier_fence_init();
+        for (int turn = 0; turn < 2; turn++) { mbarrier_expect(&full[turn], bytes); }
+    }
+    cluster_sync();                                     // the other block is there to be written to
+#else
+    __trap();
+#endif
+}
+__device__ __forceinline__ void norm_exchange_send(float* at, uint64_t* full, float value) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    for (int rank = 0; rank < 2; rank++) { cluster_store_async(at, full, rank, value); }
+#endif
+}
+// full: of this turn. It is ready for its next one, then.
+__device__ __forceinline__ void norm_exchange_wait(uint64_t* full, int parity, int bytes) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    mbarrier_wait(full, parity);
+    if (threadIdx.x == 0) { mbarrier_expect(full, bytes); }
+#endif
+}
 
 // sums_out: rows of partials, of which the branches' are the last; without dropout both have the same.
 template <class Form>
 __global__ void __launch_bounds__(kNormMaxThreads)
-    norm_backward_kernel(NormBackwardX a, float* partial /*(gridDim.x,sums,C)*/, int sums_out) {
+    norm_backward_kernel(NormBackwardX a, float* partial /*(gridDim.x/kBlocks,sums,C)*/, int sums_out) {
     constexpr int kRows = Form::kRows, kStages = Form::kStages, kTensors = Form::kTensors, kSums = 2 * kRows;
-    constexpr int kColumns = Form::kColumns, kDouts = Form::kDouts, kNorms = Form::kNorms;
+    constexpr int kBlocks = Form::kBlocks, kDouts = Form::kDouts, kNorms = Form::kNorms;
     constexpr int kWide = Form::kWide, kDresidual = kTensors - kWide;   // kDresidual: its first slot
     typedef typename Form::Residual Residual;
-    extern __shared__ x128 staged[];                    // (stage, row, tensor, column, thread)
+    extern __shared__ x128 staged[];                    // (stage, row, tensor, thread)
     const Residual* inp = (const Residual*)a.inp;
     Residual* dresidual = (Residual*)a.dresidual;
     const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
     float* sums_shared = (float*)(staged + (Form::kStaged + Form::kOutgoing) * threads);
-    const int C = a.C, step = gridDim.x * blockDim.y * kRows;
+    const int cluster = blockIdx.x / kBlocks, half = blockIdx.x % kBlocks;      // half: of the row, or 0
+    const int C = a.C, step = gridDim.x / kBlocks * blockDim.y * kRows;
     const int warps = blockDim.x / kWarp, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const bool add = a.dresidual_acc == Accumulate::Yes, rms = !Form::kGpt2 && a.kind == NormKind::Rms;
     const float inverse_C = 1.0f / C;
-    auto column = [&](int j) { return (int)(threadIdx.x + j * blockDim.x) * kWidth; };
+    const int column = (int)(half * blockDim.x + threadIdx.x) * kWidth;
     // of a stage that begins at `at`; tensor 0: inp; then the douts; the last: dresidual. kWide slots of inp
     // and dresidual count as as many tensors.
-    auto slot = [&](x128* at, int r, int tensor, int j) {
-        return at + ((r * kTensors + tensor) * kColumns + j) * threads;
-    };
-    auto stage_at = [&](int s) { return staged + s * kRows * kTensors * kColumns * threads + thread; };
+    auto slot = [&](x128* at, int r, int tensor) { return at + (r * kTensors + tensor) * threads; };
+    auto stage_at = [&](int s) { return staged + s * kRows * kTensors * threads + thread; };
     // Of a stream in fp32 a lane's vector is words 2*lane and 2*lane + 1 of its warp's 64. If it copied and
     // stored those itself, each instruction would touch half of each of 32 sectors. So instruction w moves
     // words 32w to 32w + 31: this lane's begins at moved_column(w) and has slot `moved`. In shared memory the
     // 64 lie side by side, but every second 8 with neighbours swapped: 8 lanes, which are served at a time,
     // then find their own words in all the banks. own: where slot i of this thread is.
-    auto moved_column = [&](int w, int j) {
-        return column(j) + (w * kWarp + (lane ^ lane / 8 % 2) - kWide * lane) * (kWidth / kWide);
+    auto moved_column = [&](int w) {
+        return column + (w * kWarp + (lane ^ lane / 8 % 2) - kWide * lane) * (kWidth / kWide);
     };
-    auto moved = [&](x128* at, int tensor, int w, int j) {
-        return slot(at, 0, tensor, 0) + j * kWide * threads + (thread - lane) + w * kWarp;
+    auto moved = [&](x128* at, int tensor, int w) {
+        return slot(at, 0, tensor) + (thread - lane) + w * kWarp;
     };
-    auto own = [&](x128* at, int r, int i, int j) {
+    auto own = [&](x128* at, int r, int i) {
         if (kWide > 1 && (i < kWide || i >= kDresidual)) {
             const int tensor = i < kWide ? 0 : kDresidual;
-            return slot(at, r, tensor, 0) + j * kWide * threads + thread + ((i - tensor) ^ lane / 4 % 2);
+            return slot(at, r, tensor) + thread + ((i - tensor) ^ lane / 4 % 2);
         }
-        return slot(at, r, i, j);
+        return slot(at, r, i);
     };
-    Floats held[kNorms], total[Form::kSums][kColumns] = {};
+    Floats weight[kNorms], total[Form::kSums] = {};
 #pragma unroll
-    for (int i = 0; i < kNorms; i++) { held[i] = load_floats<true>(a.y[i].weight, column(0), C); }
-    // of two columns there are no registers for the weights: they come from the L1
-    auto weight = [&](int i, int j) {
-        return kColumns == 1 ? held[i] : load_floats<true>(a.y[i].weight, column(j), C);
-    };
+    for (int i = 0; i < kNorms; i++) { weight[i] = load_floats<true>(a.y[i].weight, column, C); }
 
     // Starts the copies of kRows rows from `first` on into stage s. Rows beyond N and columns beyond C become
     // zeros: they add nothing.
@@ -1033,32 +1056,27 @@ __global__ void __launch_bounds__(kNormMaxThreads)
         x128* at = stage_at(s);
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
+            const bool live = first + r < a.N && column < C;
+            const size_t offset = live ? (size_t)(first + r) * C + column : 0;
+            if (kWide == 1) { cp_async_16_or_zero(slot(at, r, 0), inp + offset, live); }
 #pragma unroll
-            for (int j = 0; j < kColumns; j++) {
-                const bool live = first + r < a.N && column(j) < C;
-                const size_t offset = live ? (size_t)(first + r) * C + column(j) : 0;
-                if (kWide == 1) { cp_async_16_or_zero(slot(at, r, 0, j), inp + offset, live); }
+            for (int i = 0; i < kDouts; i++) {
+                cp_async_16_or_zero(slot(at, r, kWide + i), a.y[i].dout + offset, live);
+            }
+            if (kWide == 1) { cp_async_16_or_zero(slot(at, r, kDresidual), dresidual + offset, live && add); }
 #pragma unroll
-                for (int i = 0; i < kDouts; i++) {
-                    cp_async_16_or_zero(slot(at, r, kWide + i, j), a.y[i].dout + offset, live);
-                }
-                if (kWide == 1) {
-                    cp_async_16_or_zero(slot(at, r, kDresidual, j), dresidual + offset, live && add);
-                }
-#pragma unroll
-                for (int w = 0; w < (kWide == 1 ? 0 : kWide); w++) {
-                    const int c = moved_column(w, j);
-                    const bool inside = first < a.N && c < C;
-                    const size_t from = inside ? (size_t)first * C + c : 0;
-                    cp_async_16_or_zero(moved(at, 0, w, j), inp + from, inside);
-                    cp_async_16_or_zero(moved(at, kDresidual, w, j), dresidual + from, inside && add);
-                }
+            for (int w = 0; w < (kWide == 1 ? 0 : kWide); w++) {
+                const int c = moved_column(w);
+                const bool inside = first < a.N && c < C;
+                const size_t from = inside ? (size_t)first * C + c : 0;
+                cp_async_16_or_zero(moved(at, 0, w), inp + from, inside);
+                cp_async_16_or_zero(moved(at, kDresidual, w), dresidual + from, inside && add);
             }
         }
         cp_async_commit();
     };
     // Mean and rstd of rows come one step ahead, in registers.
-    int first = (blockIdx.x * blockDim.y + threadIdx.y) * kRows;
+    int first = (cluster * blockDim.y + threadIdx.y) * kRows;
     float next_mean[kRows], next_rstd[kRows];
     auto load_statistics = [&](int row) {
 #pragma unroll
@@ -1070,40 +1088,36 @@ __global__ void __launch_bounds__(kNormMaxThreads)
 #pragma unroll
     for (int s = 0; s < kStages; s++) { stage(first + s * step, s); }
     load_statistics(first);
+    uint64_t* full = (uint64_t*)(sums_shared + 2 * blockDim.y * kBlocks * warps * kSums);
+    const int row_bytes = kBlocks * warps * kSums * (int)sizeof(float);
+    if (kBlocks > 1) { norm_exchange_init(full, row_bytes); }
 
-    // All groups of a block go as many rounds (`base` is the block's first row), or they would not meet at
-    // the barrier. s: the stage whose turn it is; half: of sums_shared, (2, group, warp, kSums).
-    int s = 0, half = 0;
-    for (int base = blockIdx.x * blockDim.y * kRows; base < a.N; base += step, first += step, half ^= 1) {
+    // All groups of a block, and both blocks of a cluster, go as many rounds (`base` is the block's first
+    // row), or they would wait for each other. s: the stage whose turn it is; turn: the part of sums_shared
+    // whose turn it is, (2, group, warp of the row, kSums); parity: of its barrier's phase.
+    int s = 0, turn = 0, parity = 0;
+    for (int base = cluster * blockDim.y * kRows; base < a.N; base += step, first += step) {
         // This round's rows into registers, as words: see as_pack. xhat = inp*rstd + shift; sums: of g and of
         // g*xhat, row by row.
         cp_async_wait<kStages - 1>();
         if (kWide > 1) { __syncwarp(); }                    // what the other lanes have copied is there, too
         x128* at = stage_at(s);
-        uint4 words[kRows][kTensors][kColumns];
+        uint4 words[kRows][kTensors];
         float rstd[kRows], shift[kRows], sums[kSums];
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
 #pragma unroll
-            for (int i = 0; i < (Form::kHeld ? kTensors : 0); i++) {
-#pragma unroll
-                for (int j = 0; j < kColumns; j++) { words[r][i][j] = *(const uint4*)own(at, r, i, j); }
-            }
+            for (int i = 0; i < kTensors; i++) { words[r][i] = *(const uint4*)own(at, r, i); }
             rstd[r] = next_rstd[r];
             shift[r] = -next_mean[r] * next_rstd[r];
         }
-        auto word = [&](int r, int i, int j) {
-            if constexpr (Form::kHeld) { return words[r][i][j]; }
-            else { return *(const uint4*)slot(at, r, i, j); }
-        };
         load_statistics(first + step);
-        // g of a row's elements in column j; d: the douts, or the sum of a tied norm's
-        auto gradient = [&](int r, int j, Floats (&d)[kNorms]) {
+        // g of a row's elements; d: the douts, or the sum of a tied norm's
+        auto gradient = [&](int r, Floats (&d)[kNorms]) {
             Floats g;
-            const Floats w0 = weight(0, j), w1 = weight(kNorms - 1, j);
-            d[0] = to_floats(as_pack(word(r, kWide, j)));
+            d[0] = to_floats(as_pack(words[r][kWide]));
             if constexpr (kDouts == 2) {
-                const Floats other = to_floats(as_pack(word(r, kWide + 1, j)));
+                const Floats other = to_floats(as_pack(words[r][kWide + 1]));
 #pragma unroll
                 for (int k = 0; k < kWidth; k++) {
                     if constexpr (kNorms == 2) { d[1].at[k] = other.at[k]; }
@@ -1112,8 +1126,8 @@ __global__ void __launch_bounds__(kNormMaxThreads)
             }
 #pragma unroll
             for (int k = 0; k < kWidth; k++) {
-                g.at[k] = d[0].at[k] * w0.at[k];
-                if constexpr (kNorms == 2) { g.at[k] = fmaf(d[1].at[k], w1.at[k], g.at[k]); }
+                g.at[k] = d[0].at[k] * weight[0].at[k];
+                if constexpr (kNorms == 2) { g.at[k] = fmaf(d[1].at[k], weight[1].at[k], g.at[k]); }
             }
             return g;
         };
@@ -1122,136 +1136,140 @@ __global__ void __launch_bounds__(kNormMaxThreads)
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
             sums[2 * r] = sums[2 * r + 1] = 0.0f;
+            const Floats x = to_floats(as_pack<Residual>(words[r][0], words[r][kWide - 1]));
+            Floats d[kNorms];
+            const Floats g = gradient(r, d);
 #pragma unroll
-            for (int j = 0; j < kColumns; j++) {
-                const Floats x = to_floats(as_pack<Residual>(word(r, 0, j), word(r, kWide - 1, j)));
-                Floats d[kNorms];
-                const Floats g = gradient(r, j, d);
+            for (int k = 0; k < kWidth; k++) {
+                const float xhat = fmaf(x.at[k], rstd[r], shift[r]);
+                sums[2 * r] += g.at[k];
+                sums[2 * r + 1] = fmaf(g.at[k], xhat, sums[2 * r + 1]);
 #pragma unroll
-                for (int k = 0; k < kWidth; k++) {
-                    const float xhat = fmaf(x.at[k], rstd[r], shift[r]);
-                    sums[2 * r] += g.at[k];
-                    sums[2 * r + 1] = fmaf(g.at[k], xhat, sums[2 * r + 1]);
-#pragma unroll
-                    for (int i = 0; i < kNorms; i++) {
-                        total[2 * i][j].at[k] = fmaf(d[i].at[k], xhat, total[2 * i][j].at[k]);
-                        total[2 * i + 1][j].at[k] += d[i].at[k];
-                    }
+                for (int i = 0; i < kNorms; i++) {
+                    total[2 * i].at[k] = fmaf(d[i].at[k], xhat, total[2 * i].at[k]);
+                    total[2 * i + 1].at[k] += d[i].at[k];
                 }
             }
         }
 
-        // The warps of a row exchange their sums. One barrier is enough: the next round writes the other
-        // half. A stage is free for a later round's copies once its rows are in registers, or read twice.
-        float* exchange = sums_shared + (half * blockDim.y + threadIdx.y) * warps * kSums;
+        // The warps of a row exchange their sums. One barrier a round is enough: the next round writes the
+        // other part, and the one after that comes only when all have read this one. A stage is free for a
+        // later round's copies once its rows are in registers.
+        float* exchange = sums_shared + (turn * blockDim.y + threadIdx.y) * kBlocks * warps * kSums;
         constexpr int kLanesPerSum = kWarp / kSums;
         const float warp_total = warp_sums(sums);
-        if (lane % kLanesPerSum == 0) { exchange[warp * kSums + lane / kLanesPerSum] = warp_total; }
-        __syncthreads();
-        if (Form::kHeld) { stage(first + kStages * step, s); }
+        if (lane % kLanesPerSum == 0) {
+            float* at_row = exchange + (half * warps + warp) * kSums + lane / kLanesPerSum;
+            if constexpr (kBlocks == 1) { *at_row = warp_total; }
+            else { norm_exchange_send(at_row, full + turn, warp_total); }
+        }
+        if (kBlocks == 1) { __syncthreads(); }
+        else if (kWide > 1) { __syncwarp(); }
+        stage(first + kStages * step, s);
 
         // Second pass: the gradient of x, added to the residual stream's, those of branches that are not that
         // one (behind a dropout, or rounded), and the columns of what is stored.
         float row_sums[kSums] = {};
-        for (int w = 0; w < warps; w++) {
+        if constexpr (kBlocks == 1) {
+            for (int w = 0; w < warps; w++) {
 #pragma unroll
-            for (int i = 0; i < kSums; i++) { row_sums[i] += exchange[w * kSums + i]; }
+                for (int i = 0; i < kSums; i++) { row_sums[i] += exchange[w * kSums + i]; }
+            }
+        } else {                                            // of 32 warps: to load them all takes too long
+            norm_exchange_wait(full + turn, parity, row_bytes);
+#pragma unroll
+            for (int i = 0; i < kSums; i++) {
+                sums[i] = lane < kBlocks * warps ? exchange[lane * kSums + i] : 0.0f;
+            }
+            const float row_total = warp_sums(sums);
+#pragma unroll
+            for (int i = 0; i < kSums; i++) {
+                row_sums[i] = __shfl_sync(0xFFFFFFFFu, row_total, i * kLanesPerSum);
+            }
+            parity ^= turn;
         }
+        turn ^= 1;
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
             const float minus_g = rms ? 0.0f : divide(-rstd[r] * row_sums[2 * r], C, inverse_C),
                         minus_gx = divide(-rstd[r] * row_sums[2 * r + 1], C, inverse_C);
             const int end = first + r < a.N ? C : 0;
             const size_t row = (size_t)(first + r) * C;
+            const Floats x = to_floats(as_pack<Residual>(words[r][0], words[r][kWide - 1]));
+            Floats d[kNorms],
+                result = to_floats(as_pack<Residual>(words[r][kDresidual], words[r][kTensors - 1]));
+            const Floats g = gradient(r, d);
 #pragma unroll
-            for (int j = 0; j < kColumns; j++) {
-                const Floats x = to_floats(as_pack<Residual>(word(r, 0, j), word(r, kWide - 1, j)));
-                Floats d[kNorms], result = to_floats(as_pack<Residual>(word(r, kDresidual, j),
-                                                                       word(r, kTensors - 1, j)));
-                const Floats g = gradient(r, j, d);
+            for (int k = 0; k < kWidth; k++) {
+                const float xhat = fmaf(x.at[k], rstd[r], shift[r]);
+                result.at[k] += fmaf(g.at[k], rstd[r], fmaf(xhat, minus_gx, minus_g));
+            }
+            const Pack<Residual> rounded = to_pack<Residual>(result);
+            if constexpr (kWide == 1) {
+                store<true>(dresidual + row, column, end, rounded);
+            } else {
+                x128* outgoing = staged + Form::kStaged * threads + thread;
 #pragma unroll
-                for (int k = 0; k < kWidth; k++) {
-                    const float xhat = fmaf(x.at[k], rstd[r], shift[r]);
-                    result.at[k] += fmaf(g.at[k], rstd[r], fmaf(xhat, minus_gx, minus_g));
+                for (int w = 0; w < kWide; w++) {
+                    memcpy(own(outgoing, r, w), (const x128*)&rounded + w, sizeof(x128));
                 }
-                const Pack<Residual> rounded = to_pack<Residual>(result);
-                if constexpr (kWide == 1) {
-                    store<true>(dresidual + row, column(j), end, rounded);
-                } else {
-                    x128* outgoing = staged + Form::kStaged * threads + thread;
+                __syncwarp();
 #pragma unroll
-                    for (int w = 0; w < kWide; w++) {
-                        memcpy(own(outgoing, r, w, j), (const x128*)&rounded + w, sizeof(x128));
-                    }
-                    __syncwarp();
-#pragma unroll
-                    for (int w = 0; w < kWide; w++) {
-                        const int c = moved_column(w, j);
-                        if (c < end) { *(x128*)(dresidual + row + c) = *moved(outgoing, 0, w, j); }
-                    }
-                }
-#pragma unroll
-                for (int i = 0; i < Form::kBranchSums; i++) {
-                    x128 branch;
-                    if constexpr (Form::kMasked > 0) {
-                        Floats masked = result;
-                        if (kWide == 1 || a.branch[i].dropout.dropped > 0) {
-                            apply_dropout(masked, a.branch[i].dropout, first + r, column(j));
-                        }
-                        branch = to_pack<floatX>(masked);
-                        store<true>(a.branch[i].dout + row, column(j), end, branch);
-                    } else {
-                        branch = rounded;
-                    }
-                    const Floats stored = to_floats(branch);
-#pragma unroll
-                    for (int k = 0; k < kWidth; k++) { total[2 * kNorms + i][j].at[k] += stored.at[k]; }
+                for (int w = 0; w < kWide; w++) {
+                    const int c = moved_column(w);
+                    if (c < end) { *(x128*)(dresidual + row + c) = *moved(outgoing, 0, w); }
                 }
             }
+#pragma unroll
+            for (int i = 0; i < Form::kBranchSums; i++) {
+                x128 branch;
+                if constexpr (Form::kMasked > 0) {
+                    Floats masked = result;
+                    if (kWide == 1 || a.branch[i].dropout.dropped > 0) {
+                        apply_dropout(masked, a.branch[i].dropout, first + r, column);
+                    }
+                    branch = to_pack<floatX>(masked);
+                    store<true>(a.branch[i].dout + row, column, end, branch);
+                } else {
+                    branch = rounded;
+                }
+                const Floats stored = to_floats(branch);
+#pragma unroll
+                for (int k = 0; k < kWidth; k++) { total[2 * kNorms + i].at[k] += stored.at[k]; }
+            }
         }
-        if (!Form::kHeld) { stage(first + kStages * step, s); }
         s = s + 1 == kStages ? 0 : s + 1;
     }
     cp_async_wait<0>();
 
     // The groups' column sums meet in group 0, one after the other, which stores the block's row of partials.
     float* group_sums = (float*)staged;                 // (kSums, columns of the block)
-    const int row = blockDim.x * kColumns * kWidth;
+    const int row = blockDim.x * kWidth, in_row = threadIdx.x * kWidth;
     for (int group = 1; group < (int)blockDim.y; group++) {
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < Form::kSums; i++) {
-#pragma unroll
-            for (int j = 0; j < kColumns; j++) {
-                if ((int)threadIdx.y == group) {
-                    store<true>(group_sums + i * row, column(j), row, to_pack<float>(total[i][j]));
-                }
+            if ((int)threadIdx.y == group) {
+                store<true>(group_sums + i * row, in_row, row, to_pack<float>(total[i]));
             }
         }
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < Form::kSums; i++) {
+            if (threadIdx.y > 0) { continue; }
+            const Floats other = load_floats<true>(group_sums + i * row, in_row, row);
 #pragma unroll
-            for (int j = 0; j < kColumns; j++) {
-                if (threadIdx.y > 0) { continue; }
-                const Floats other = load_floats<true>(group_sums + i * row, column(j), row);
-#pragma unroll
-                for (int k = 0; k < kWidth; k++) { total[i][j].at[k] += other.at[k]; }
-            }
+            for (int k = 0; k < kWidth; k++) { total[i].at[k] += other.at[k]; }
         }
     }
     if (threadIdx.y > 0) { return; }
-    partial += (size_t)blockIdx.x * sums_out * C;
+    partial += (size_t)cluster * sums_out * C;
 #pragma unroll
-    for (int j = 0; j < kColumns; j++) {
-#pragma unroll
-        for (int i = 0; i < Form::kSums; i++) {
-            store<true>(partial + (size_t)i * C, column(j), C, to_pack<float>(total[i][j]));
-        }
-        if (!Form::kGpt2 && Form::kSums < sums_out) {   // two branches, one gradient
-            store<true>(partial + (size_t)Form::kSums * C, column(j), C,
-                        to_pack<float>(total[Form::kSums - 1][j]));
-        }
+    for (int i = 0; i < Form::kSums; i++) {
+        store<true>(partial + (size_t)i * C, column, C, to_pack<float>(total[i]));
+    }
+    if (!Form::kGpt2 && Form::kSums < sums_out) {       // two branches, one gradient
+        store<true>(partial + (size_t)Form::kSums * C, column, C, to_pack<float>(total[Form::kSums - 1]));
     }
 }
 
@@ -1445,64 +1463,58 @@ static int norm_backward_long(const NormBackwardX& a, int norms, int sums, Strea
     return partials;
 }
 
-// One pass, where a block's shared memory holds the slots: two norms at C=8192 take 192 KiB, and one beside a
-// stream in fp32.
+// One pass, where a block's shared memory holds the slots.
 template <class Form> static int norm_backward_launch(const NormBackwardX& args, int sums, Stream stream) {
     // Narrow rows share a block of some 192 threads: C=768 (124M) has 96 x 2.
-    const int x = round_up(ceil_div(args.C, kWidth * Form::kColumns), kWarp), y = std::max(1, 192 / x);
+    const int x = round_up(ceil_div(args.C, kWidth * Form::kBlocks), kWarp), y = std::max(1, 192 / x);
     // As many blocks as fit the 132 SMs of an H200, with room for up to 480 threads of 128 registers on each.
     // The GPU is not asked, so that the bits do not depend on it.
-    const int wanted = std::min(kNormBlocks, 132 * std::max(1, 480 / (x * y)));
-    const int blocks = std::min(wanted, ceil_div(args.N, y * Form::kRows));
+    const int wanted = std::min(norm_blocks, 132 * std::max(1, 480 / (x * y))) / Form::kBlocks;
+    const int clusters = std::min(wanted, ceil_div(args.N, y * Form::kRows));
     const size_t slots = (size_t)(Form::kStaged + Form::kOutgoing) * x * y * sizeof(x128);
-    const size_t exchange = (size_t)2 * y * (x / kWarp) * 2 * Form::kRows * sizeof(float);
+    const size_t exchange = (size_t)2 * y * Form::kBlocks * (x / kWarp) * 2 * Form::kRows * sizeof(float) +
+                            (Form::kBlocks > 1 ? 2 * sizeof(uint64_t) : 0);
     if (slots + exchange > shared_memory_limit()) {
         return norm_backward_long<typename Form::Residual>(args, Form::kNorms, sums, stream);
     }
-    static_assert(2 * Form::kStaged * sizeof(x128) >= Form::kSums * Form::kColumns * kWidth * sizeof(float),
+    static_assert(2 * Form::kStaged * sizeof(x128) >= Form::kSums * kWidth * sizeof(float),
                   "group_sums reuses the slots, where there are two groups at least");
-    allow_shared_memory(norm_backward_kernel<Form>, slots + exchange);
-    norm_backward_kernel<Form><<<blocks, dim3(x, y), slots + exchange, stream>>>(args, args.scratch, sums);
-    cudaCheck(cudaGetLastError());
-    return blocks;
+    auto kernel = norm_backward_kernel<Form>;
+    allow_shared_memory(kernel, slots + exchange);
+    cudaLaunchAttribute cluster = {};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = Form::kBlocks, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(clusters * Form::kBlocks);
+    config.blockDim = dim3(x, y);
+    config.dynamicSmemBytes = slots + exchange;
+    config.stream = stream;
+    config.attrs = &cluster;
+    config.numAttrs = Form::kBlocks > 1 ? 1 : 0;
+    cudaCheck(cudaLaunchKernelEx(&config, kernel, args, args.scratch, sums));
+    return clusters;
 }
 
-// By how many branches have dropout. kColumns: of a thread.
-template <int kDouts, bool kTied, int kColumns>
+// One kind of norms, by how many branches have a gradient of their own: a block for a row; or two, where the
+// GPU has clusters; or two passes.
+template <class Residual, int kDouts, bool kTied>
 static int norm_backward_masked(const NormBackwardX& a, int masked, int sums, Stream stream) {
-    using None = NormBackwardForm<kDouts, kTied, 0, kColumns>;
-    using One = NormBackwardForm<kDouts, kTied, 1, kColumns>;
-    using Both = NormBackwardForm<kDouts, kTied, 2, kColumns>;
-    return masked == 0   ? norm_backward_launch<None>(a, sums, stream)
-           : masked == 1 ? norm_backward_launch<One>(a, sums, stream)
-                         : norm_backward_launch<Both>(a, sums, stream);
-}
-
-// Beside a stream in fp32: the forms that training meets in every layer, rows up to 16-bit C=4096; those of
-// one norm and one branch up to 8192.
-static int norm_backward_fp32(const NormBackwardX& a, int douts, int norms, int branches, int sums,
-                              Stream stream) {
     const int vectors = ceil_div(a.C, kWidth);
-    if (!is_vector(a.C) || vectors > kNormMaxThreads) {
-        if (is_vector(a.C) && vectors <= 2 * kNormMaxThreads && branches == 1 && douts == 1) {
-            return norm_backward_launch<NormBackwardForm<1, false, 1, 2, false, float>>(a, sums, stream);
+    auto run = [&](auto count) {
+        constexpr int kMasked = count.value;
+        if (vectors <= kNormMaxThreads) {
+            return norm_backward_launch<NormBackwardForm<kDouts, kTied, kMasked, Residual>>(a, sums, stream);
         }
-        return norm_backward_long<float>(a, norms, sums, stream);
+        if (vectors <= 2 * kNormMaxThreads && sm90_kernels_run()) {
+            return norm_backward_launch<NormBackwardForm<kDouts, kTied, kMasked, Residual, 2>>(a, sums,
+                                                                                               stream);
+        }
+        return norm_backward_long<Residual>(a, kTied ? 1 : kDouts, sums, stream);
+    };
+    if constexpr (sizeof(Residual) == sizeof(floatX)) {
+        if (masked == 0) { return run(std::integral_constant<int, 0>()); }
     }
-    using One = NormBackwardForm<1, false, 1, 1, false, float>;
-    using OneBoth = NormBackwardForm<1, false, 2, 1, false, float>;
-    using Two = NormBackwardForm<2, false, 1, 1, false, float>;
-    using TwoBoth = NormBackwardForm<2, false, 2, 1, false, float>;
-    using Tied = NormBackwardForm<2, true, 1, 1, false, float>;
-    using TiedBoth = NormBackwardForm<2, true, 2, 1, false, float>;
-    if (branches == 1) {
-        return douts == 1   ? norm_backward_launch<One>(a, sums, stream)
-               : norms == 2 ? norm_backward_launch<Two>(a, sums, stream)
-                            : norm_backward_launch<Tied>(a, sums, stream);
-    }
-    return douts == 1   ? norm_backward_launch<OneBoth>(a, sums, stream)
-           : norms == 2 ? norm_backward_launch<TwoBoth>(a, sums, stream)
-                        : norm_backward_launch<TiedBoth>(a, sums, stream);
+    return masked == 1 ? run(std::integral_constant<int, 1>()) : run(std::integral_constant<int, 2>());
 }
 
 static void norm_backward(const NormBackwardX& a, Stream stream) {
@@ -1514,24 +1526,19 @@ static void norm_backward(const NormBackwardX& a, Stream stream) {
     const bool uniform = is_vector(a.C) && (masked == 0 || (masked == branches && a.branch[0].dout));
     const bool fp32 = kLowPrecision && a.residual_fp32;
     if (fp32 && masked < branches) { die("norm_backward: a branch beside a stream in fp32 needs a dout"); }
-    const bool gpt2 = douts == 1 && branches == 1 && masked == 0 && a.kind == NormKind::Layer;
-    int partials;
-    if (fp32) {
-        partials = norm_backward_fp32(a, douts, norms, branches, sums, stream);
-    } else if (!uniform || vectors > 2 * kNormMaxThreads) {
-        partials = norm_backward_long<floatX>(a, norms, sums, stream);
-    } else if (vectors > kNormMaxThreads) {
-        partials = norms == 2 ? norm_backward_masked<2, false, 2>(a, masked, sums, stream)
-                   : tied     ? norm_backward_masked<2, true, 2>(a, masked, sums, stream)
-                              : norm_backward_masked<1, false, 2>(a, masked, sums, stream);
-    } else if (gpt2) {
-        partials = norm_backward_launch<NormBackwardForm<1, false, 0, 1, true>>(a, sums, stream);
-    } else if (norms == 2) {
-        partials = norm_backward_masked<2, false, 1>(a, masked, sums, stream);
-    } else {
-        partials = tied ? norm_backward_masked<2, true, 1>(a, masked, sums, stream)
-                        : norm_backward_masked<1, false, 1>(a, masked, sums, stream);
-    }
+    const bool gpt2 = douts == 1 && branches == 1 && masked == 0 && a.kind == NormKind::Layer &&
+                      uniform && vectors <= kNormMaxThreads;
+    auto by_norms = [&](auto residual) {
+        typedef decltype(residual) Residual;
+        return !uniform     ? norm_backward_long<Residual>(a, norms, sums, stream)
+               : norms == 2 ? norm_backward_masked<Residual, 2, false>(a, masked, sums, stream)
+               : tied       ? norm_backward_masked<Residual, 2, true>(a, masked, sums, stream)
+                            : norm_backward_masked<Residual, 1, false>(a, masked, sums, stream);
+    };
+    using Gpt2 = NormBackwardForm<1, false, 0, floatX, 1, true>;
+    const int partials = fp32   ? by_norms(0.0f)
+                         : gpt2 ? norm_backward_launch<Gpt2>(a, sums, stream)
+                                : by_norms(floatX());
     ColumnSums grads = {};
     for (int i = 0; i < norms; i++) {
         grads.out[2 * i] = a.y[i].dweight;

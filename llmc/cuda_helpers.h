@@ -454,7 +454,7 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// ---- one function per instruction, Hopper: mbarrier, bulk and tensor copies (TMA), wgmma ----
+// ---- one function per instruction, Hopper: mbarrier, clusters, bulk and tensor copies (TMA), wgmma ----
 
 // A barrier in shared memory that counts arrivals and bytes; when all it was told to expect are there, its
 // phase ends and the next begins. fence_init makes new barriers visible to the copy engine. expect arrives
@@ -482,6 +482,23 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
         "@done bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(smem_address(barrier)),
         "r"(parity)
         : "memory");
+}
+
+// All threads of all blocks of the cluster meet; what each has stored is visible to all.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile(
+        "barrier.cluster.arrive.release.aligned;\n"
+        "barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Stores a value at this place of block `rank`'s shared memory, and tells its barrier of 4 bytes more. `at`
+// and `barrier` are addresses of this block's own.
+__device__ __forceinline__ void cluster_store_async(float* at, uint64_t* barrier, int rank, float value) {
+    uint32_t to, theirs;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(smem_address(at)), "r"(rank));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(smem_address(barrier)), "r"(rank));
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to),
+                 "f"(value), "r"(theirs)
+                 : "memory");
 }
 
 // Starts the copy of the map's box at coordinates (c0, c1, c2, c3), innermost first; what lies outside of the
