@@ -20,7 +20,7 @@ seconds at which each run has reached the end of the best AdamW's. Runs in --res
 ones go there, so that a comparison may take several calls.
 `pytorch`: the same weights, rows in the same order and schedule in dev/reference/train_gpt2.py, whose Python
 has PyTorch 2.9 or later: training losses side by side. Two runs that differ in rounding alone part in time,
-so what counts is the mean difference, and that it has no trend.
+as our own with half of --batch shows beside them; what counts is the mean difference.
 Standard library only.
 """
 import argparse
@@ -148,8 +148,11 @@ def pytorch(args):
     """--muon's first rate, in both programs."""
     length = re.search(r"T(\d+)", args.model)
     length = int(length[1]) if length else 1024
-    out, _ = trainer(args, f"{common_flags(args)} -t {length} -v 0 --optimizer muon -l {args.others_lr} "
-                           f"--muon-lr {args.muon[0]}")
+    flags = (f"{common_flags(args)} -t {length} -v 0 --optimizer muon -l {args.others_lr} "
+             f"--muon-lr {args.muon[0]}")
+    out, _ = trainer(args, flags)
+    half = argparse.Namespace(**{**vars(args), "batch": args.batch // 2})
+    again = trainer(half, flags)[0] if half.batch else out
     twin = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "reference", "train_gpt2.py")
     words = [sys.executable, twin] + shlex.split(
         f"--optimizer muon --model {args.model} --input_bin {shards(args, 'train')} --dtype bfloat16 "
@@ -160,14 +163,17 @@ def pytorch(args):
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         sys.exit(f"{shlex.join(words)}\n{done.stderr.strip()}")
-    ours, theirs = ([float(x) for x in re.findall(r"\bloss ([-+.\w]+)", text)] for text in (out, done.stdout))
-    if len(ours) != args.steps or len(theirs) != args.steps:
-        sys.exit(f"{len(ours)} and {len(theirs)} losses of {args.steps} steps")
+    ours, theirs, control = ([float(x) for x in re.findall(r"\bloss ([-+.\w]+)", text)]
+                             for text in (out, done.stdout, again))
+    if {len(ours), len(theirs), len(control)} != {args.steps}:
+        sys.exit(f"{len(ours)}, {len(theirs)} and {len(control)} losses of {args.steps} steps")
     apart = [a - b for a, b in zip(ours, theirs)]
     for k in [0, *range(args.show - 1, args.steps, args.show)]:
         print(f"step {k + 1}: ours {ours[k]:.6f}, PyTorch's Muon {theirs[k]:.6f}: {apart[k]:+.6f}")
-    for name, part in (("all", apart), ("the last quarter", apart[-max(1, args.steps // 4):])):
-        print(f"{name}: mean {statistics.mean(part):+.6f}, largest {max(map(abs, part)):.6f}")
+    for who, apart in (("ours and PyTorch's", apart),
+                       (f"ours and ours with -b {half.batch}", [a - b for a, b in zip(ours, control)])):
+        for name, part in (("all", apart), ("the last quarter", apart[-max(1, args.steps // 4):])):
+            print(f"{who}, {name}: mean {statistics.mean(part):+.6f}, largest {max(map(abs, part)):.6f}")
 
 
 def main():
