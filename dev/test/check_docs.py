@@ -33,6 +33,7 @@ TRAINER = r"(^|&& |-np \d+ )\./train_gpt2c[up]u?\b"
 
 # pattern, what stands there on a CPU, and on a GPU (None: what it is)
 SMALLER = [
+    (r"--nnodes 2 --nproc-per-node 8 \.\.\.", "--nproc-per-node 2", "--nproc-per-node {gpus}"),
     (r"-x \d+ \.\.\.", "-x 8 -v 0 -s 0", "-x 8 -v 0 -s 0"),
     (r"(--max-steps|-x) (19073|1000|500|400|100|50)\b", r"\1 6", r"\1 6"),
     (r"model_00019073", "model_00000008", "model_00000008"),

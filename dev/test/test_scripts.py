@@ -901,7 +901,8 @@ def test_run_main():
     several = {"expected": "gpus two: 9\n", "more": {"gpus_two": two}}
     cases = ((main(**several), (0, closing(4, 0, 14), False), "without a GPU"),
              (main(gpu=1, **several), (0, closing(7, 0, 11), True), "with one GPU of two"),
-             (main("gpu", gpu=2, **several), (1, closing(7, 1, 2), True), "two GPUs, fewer tests"))
+             (main("gpu", gpu=2, **several), (0, closing(7, 0, 2), True), "two GPUs, as four were counted"),
+             (main("gpu", gpu=4, **several), (1, closing(7, 1, 2), True), "four GPUs, fewer tests"))
     for got, wanted, what in cases:
         check(got == wanted, f"{what}: {got}, expected {wanted}")
     several["expected"] = "gpus two: 4\n"
