@@ -29,7 +29,7 @@ TINY = "L2,NH2,C32,T32,V50257"
 LIMIT_S = 900                           # of a command; only a hang meets it
 # what a line of a block begins with that is no command, but what one prints
 PRINTED = ("val loss ", "questions: ", "eval ", "step ", "error: ")
-TRAINER = r"(^|&& |-np \d+ )\./train_gpt2c[up]u?\b"
+TRAINER = r"(^|&& |-np \d+ |-node \d+ )\./train_gpt2c[up]u?\b"
 
 # pattern, what stands there on a CPU, and on a GPU (None: what it is)
 SMALLER = [
@@ -43,7 +43,7 @@ SMALLER = [
     (r"-b \d+", "-b 2", None),
     (r"-t \d+", "-t 32", None),
     (r"-z \d+", "-z 512", None),
-    (r"-e d12(?= )", "-e " + TINY, None),
+    (r"-e d(12|48)(?= )", "-e " + TINY, None),
     (r"--gpus 8", "--gpus 2", "--gpus {gpus}"),
     (r"mpirun -np 16", "mpirun --allow-run-as-root --oversubscribe -np 2",
      "mpirun --allow-run-as-root -np {gpus}"),
