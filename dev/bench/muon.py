@@ -20,7 +20,7 @@ seconds at which each run has reached the end of the best AdamW's. Runs in --res
 ones go there, so that a comparison may take several calls.
 `pytorch`: the same weights, rows in the same order and schedule in dev/reference/train_gpt2.py, whose Python
 has PyTorch 2.9 or later: training losses side by side. Two runs that differ in rounding alone part in time,
-as our own with half of --batch shows beside them; what counts is the mean difference.
+as our own with half of --batch shows: PyTorch's mean difference is to be no larger than that.
 Standard library only.
 """
 import argparse
@@ -151,8 +151,9 @@ def pytorch(args):
     flags = (f"{common_flags(args)} -t {length} -v 0 --optimizer muon -l {args.others_lr} "
              f"--muon-lr {args.muon[0]}")
     out, _ = trainer(args, flags)
-    half = argparse.Namespace(**{**vars(args), "batch": args.batch // 2})
-    again = trainer(half, flags)[0] if half.batch else out
+    # as many rows at once as divide --total, at most half
+    rows = next((b for b in range(args.batch // 2, 0, -1) if args.total % (b * length) == 0), args.batch)
+    again, _ = trainer(argparse.Namespace(**{**vars(args), "batch": rows}), flags)
     twin = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "reference", "train_gpt2.py")
     words = [sys.executable, twin] + shlex.split(
         f"--optimizer muon --model {args.model} --input_bin {shards(args, 'train')} --dtype bfloat16 "
@@ -171,7 +172,7 @@ def pytorch(args):
     for k in [0, *range(args.show - 1, args.steps, args.show)]:
         print(f"step {k + 1}: ours {ours[k]:.6f}, PyTorch's Muon {theirs[k]:.6f}: {apart[k]:+.6f}")
     for who, apart in (("ours and PyTorch's", apart),
-                       (f"ours and ours with -b {half.batch}", [a - b for a, b in zip(ours, control)])):
+                       (f"ours and ours with -b {rows}", [a - b for a, b in zip(ours, control)])):
         for name, part in (("all", apart), ("the last quarter", apart[-max(1, args.steps // 4):])):
             print(f"{who}, {name}: mean {statistics.mean(part):+.6f}, largest {max(map(abs, part)):.6f}")
 

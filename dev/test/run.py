@@ -207,10 +207,12 @@ def read_fields(path):
 
 
 def good_on_gpu():
-    """Suites that have passed with these sources."""
+    """Suites that have passed with these sources; those of several GPUs, on as many as are useful here."""
     fields = read_fields(GPU_RESULTS)
     rows = {name: CLOSING.match(text) for name, text in fields.items() if name != "counts"}
     good = {name for name, row in rows.items() if row and int(row[1]) and not int(row[2])}
+    if int(fields.get("gpus", 0)) < min(len(list_gpus()), FULL_GPUS):
+        good = {name for name in good if not name.startswith("gpus ")}
     return good if fields.get("sha256") == cuda_hash() else set()
 
 
@@ -222,6 +224,7 @@ def gpu_report(suites, expected, have):
     more = "" if have["nvcc"] else f" So are {programs} CUDA programs that nvcc would compile."
     fields = read_fields(GPU_RESULTS)
     about = ", ".join(fields.get(key, "no " + key) for key in ("date", "gpu", "counts"))
+    about += f", several GPUs: {fields['gpus']}" if "gpus" in fields else ""
     about += "".join(f", without {s.name}" for s in on_gpu if s.name not in fields)
     print(f"\nAll that needs no GPU ran here. {tests} tests of the CUDA programs are counted as skipped:\n"
           f"they need an NVIDIA GPU (`make test-gpu` on a machine that has one).{more}")
@@ -235,9 +238,13 @@ def gpu_report(suites, expected, have):
 
 def write_gpu_results(rows, sources, others=()):
     """sources: cuda_hash() of when they began to run. As long as it is the same, what dev/gpu.sh wrote below
-    the first empty line stays, and so do the rows of suites that did not run this time, `others`."""
+    the first empty line stays, and so do the rows of suites that did not run this time, `others`. gpus: the
+    fewest that a suite of several had."""
     more, fields = "", read_fields(GPU_RESULTS)
+    gpus = [len(list_gpus())] if any(row[0].startswith("gpus ") for row in rows) else []
     if fields.get("sha256") == sources:
+        if any(name.startswith("gpus ") and name in fields for name in others):
+            gpus.append(int(fields.get("gpus", 2)))
         with open(GPU_RESULTS, encoding="utf-8") as f:
             more = "".join(f.read().partition("\n\n")[1:])[1:]
         kept = [(name, CLOSING.match(fields.get(name, ""))) for name in others]
@@ -250,7 +257,7 @@ def write_gpu_results(rows, sources, others=()):
                 f"gpu: {name}\n"
                 f"driver: {driver}\n"
                 f"counts: {total[0]} passed, {total[1]} failed, {total[2]} skipped\n"
-                f"sha256: {sources}\n")
+                f"sha256: {sources}\n" + (f"gpus: {min(gpus)}\n" if gpus else ""))
         f.writelines(f"{row[0]}: {row[1]} passed, {row[2]} failed, {row[3]} skipped\n" for row in rows)
         f.write(more)
 
@@ -269,7 +276,7 @@ def update_counts():
         passed, failed, skipped = (int(n) for n in closing.groups()) if closing else (0, 0, 0)
         if passed and not failed and suite.steady:
             tests = passed + skipped - (passed + skipped) // 50
-            if suite.needs == "gpus":                       # the last run may have had fewer than FULL_GPUS
+            if suite.needs == "gpus" and int(on_gpu.get("gpus", 0)) < FULL_GPUS:
                 tests = max(tests, int(rows.get(suite.name, 0)))
             rows[suite.name] = str(tests)
     with open(EXPECTED, "w", encoding="utf-8") as f:

@@ -907,6 +907,10 @@ def test_run_main():
         check(got == wanted, f"{what}: {got}, expected {wanted}")
     several["expected"] = "gpus two: 4\n"
     check(main(gpu=2, **several) == (0, closing(10, 0, 3), True), "with two GPUs")
+    check("gpus: 2\n" in read("dev/test/gpu-results.txt"), read("dev/test/gpu-results.txt"))
+    check(main("--missing", "gpu", gpu=4, clean=False, **several) == (0, closing(4, 0, 1), True),
+          "on four GPUs, what had two is run again")
+    check("gpus: 4\n" in read("dev/test/gpu-results.txt"), read("dev/test/gpu-results.txt"))
     row = "gpus two: 3 passed, 0 failed, 1 skipped"
     check(row in read("dev/test/gpu-results.txt"), read("dev/test/gpu-results.txt"))
     check(main(gpu=1, clean=False, **several) == (0, closing(7, 0, 6), True), "then with one")
