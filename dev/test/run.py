@@ -31,7 +31,8 @@ PYTHON = ".venv/bin/python" if os.path.exists(os.path.join(ROOT, ".venv/bin/pyth
 CORES = len(os.sched_getaffinity(0))
 GPU_PLACES = 6          # programs that share a GPU's memory at one time
 ON_GPU = ("gpu", "gpus")    # what a suite needs that runs CUDA programs: one GPU, several
-# With fewer, where several are needed, one skipped test stands for several: then nothing is expected.
+# With fewer, where several are needed, one skipped test stands for several: such numbers have lines of their
+# own in EXPECTED, `gpus ranks FP32, 2 GPUs`.
 FULL_GPUS = 4
 
 # Only a hang meets these, however busy the machine is: seconds without output and without using a core (a
@@ -206,6 +207,11 @@ def read_fields(path):
         return {}
 
 
+def expected_name(suite, gpus):
+    """Its name in EXPECTED on a machine with so many GPUs."""
+    return f"{suite.name}, {gpus} GPUs" if suite.needs == "gpus" and 2 <= gpus < FULL_GPUS else suite.name
+
+
 def good_on_gpu():
     """Suites that have passed with these sources; those of several GPUs, on as many as are useful here."""
     fields = read_fields(GPU_RESULTS)
@@ -276,14 +282,12 @@ def update_counts():
         passed, failed, skipped = (int(n) for n in closing.groups()) if closing else (0, 0, 0)
         if passed and not failed and suite.steady:
             tests = passed + skipped - (passed + skipped) // 50
-            if suite.needs == "gpus" and int(on_gpu.get("gpus", 0)) < FULL_GPUS:
-                tests = max(tests, int(rows.get(suite.name, 0)))
-            rows[suite.name] = str(tests)
+            rows[expected_name(suite, int(on_gpu.get("gpus", 0)))] = str(tests)
     with open(EXPECTED, "w", encoding="utf-8") as f:
         f.write("# Lowest number of tests of each suite, skipped ones included: with fewer it fails.\n"
                 "# Rewritten by `python3 dev/test/run.py --update-counts` after a run of the suites.\n")
-        f.writelines(f"{s.name}: {rows[s.name]}\n" for s in sorted(suites, key=lambda s: s.name)
-                     if s.name in rows)
+        names = {s.name for s in suites}
+        f.writelines(f"{name}: {rows[name]}\n" for name in sorted(rows) if name.partition(",")[0] in names)
 
 
 def skipped_tests(suite, expected):
@@ -466,9 +470,7 @@ def main():
     have = {None: True, "nvcc": has_nvcc(), "clang": has_clang(), "gpu": len(gpus) >= 1,
             "gpu build": len(gpus) >= 1, "gpus": len(gpus) >= 2}
     everything, expected = all_suites(have["gpu"]), read_fields(EXPECTED)
-    if have["gpus"] and len(gpus) < FULL_GPUS:
-        few = {s.name for s in everything if s.needs == "gpus"}
-        expected = {name: n for name, n in expected.items() if name not in few}
+    asked = {s.name: expected.get(expected_name(s, len(gpus)), 1) for s in everything}
     suites = chosen(everything, words, have)
     if missing:
         good = good_on_gpu()
@@ -476,7 +478,7 @@ def main():
     on_gpu = {s.name: have[s.needs] for s in everything if s.needs in ON_GPU}
     rows, sources = [], cuda_hash()         # who edits them meanwhile has not tested what he wrote
     try:
-        run_all(suites, have, expected, gpus, rows)
+        run_all(suites, have, asked, gpus, rows)
     finally:                                    # of a run that is broken off, too, what has ended is kept
         ran = [row for row in rows if row[0] in on_gpu and row[5] != "skipped"]
         if have["gpu"] and ran:
@@ -484,7 +486,7 @@ def main():
     if not words and not missing:
         names = {s.name for s in everything if s.counts}
         rows += [(name, 0, 1, 0, 0.0, f"is in {EXPECTED} but no suite any more") for name in expected
-                 if name not in names]
+                 if name.partition(",")[0] not in names]
     absent = [name for name, can_run in on_gpu.items() if not can_run]
     if have["gpu"] and absent and any(row[0] in absent for row in rows):
         print(f"\n{', '.join(absent)}: counted as skipped, they need two GPUs and nvidia-smi lists one.")

@@ -902,6 +902,10 @@ def test_run_main():
     cases = ((main(**several), (0, closing(4, 0, 14), False), "without a GPU"),
              (main(gpu=1, **several), (0, closing(7, 0, 11), True), "with one GPU of two"),
              (main("gpu", gpu=2, **several), (0, closing(7, 0, 2), True), "two GPUs, as four were counted"),
+             (main("gpu", gpu=2, expected="gpus two: 4\ngpus two, 2 GPUs: 9\n", more=several["more"]),
+              (1, closing(7, 1, 2), True), "two GPUs, fewer tests than on two"),
+             (main(gpu=2, expected="gpus two, 2 GPUs: 4\n", more=several["more"]),
+              (0, closing(10, 0, 3), True), "a line of two GPUs"),
              (main("gpu", gpu=4, **several), (1, closing(7, 1, 2), True), "four GPUs, fewer tests"))
     for got, wanted, what in cases:
         check(got == wanted, f"{what}: {got}, expected {wanted}")
@@ -950,6 +954,18 @@ def test_run_writes_gpu_results():
     write("a.cu", "another")
     runner.write_gpu_results(rows, runner.cuda_hash())
     check("memcheck" not in read("dev/test/gpu-results.txt"), "those of other sources go")
+
+
+def test_run_updates_counts():
+    """What several GPUs' suites count on two has a line beside four's."""
+    write("dev/test/test_ranks.py", "")
+    write("dev/test/expected.txt", "gpus ranks FP32: 147\ngpu cli BF16: 9\ngone: 3\n")
+    write("dev/test/gpu-results.txt", "gpus: 2\ngpus ranks FP32: 70 passed, 0 failed, 48 skipped\n"
+          "gpu cli BF16: 100 passed, 0 failed, 0 skipped\ngpu cli FP16: 9 passed, 1 failed, 0 skipped\n")
+    runner.update_counts()
+    check(runner.read_fields("dev/test/expected.txt") ==
+          {"gpus ranks FP32": "147", "gpus ranks FP32, 2 GPUs": "116", "gpu cli BF16": "98"},
+          read("dev/test/expected.txt"))
 
 
 # ---- main ----
