@@ -2960,6 +2960,8 @@ static void test_kernels() {
         test_norm(11, 4104);
         if (!small_shapes) {
             for (int C : {40, 768}) { test_norm(53, C); }
+            norm_blocks = 8;                    // several clusters of full blocks
+            test_norm(29, 8192);
         }
         norm_blocks = kNormBlocks;
         if (!small_shapes) {

@@ -948,9 +948,9 @@ static void column_sums(const ColumnSums& sums, int tensors, const float* partia
 //     copies       | rows i + 2 steps (cp.async, into this thread's slots) | rows i + 3 steps
 //     this thread  | rows i: sums -> exchange -> barrier -> dresidual      | rows i + 1 step: sums -> ...
 //
-// The slots in shared memory belong to one thread each (those of a stream in fp32 to a warp), so waiting for
-// its own copies is enough. With plain loads into registers the memory idles during the arithmetic: 177 us
-// instead of 104 for C=768, 124M.
+// The slots in shared memory belong to one thread each, so waiting for its own copies is enough (those of a
+// stream in fp32 belong to a warp). With plain loads into registers the memory idles during the arithmetic:
+// 177 us instead of 104 for C=768, 124M.
 //
 // A row of more than kNormMaxThreads vectors has a cluster of two blocks (sm_90), which take a half each and
 // exchange their sums from SM to SM.
@@ -1100,7 +1100,9 @@ __global__ void __launch_bounds__(kNormMaxThreads)
         // This round's rows into registers, as words: see as_pack. xhat = inp*rstd + shift; sums: of g and of
         // g*xhat, row by row.
         cp_async_wait<kStages - 1>();
-        if (kWide > 1) { __syncwarp(); }                    // what the other lanes have copied is there, too
+        // What the other lanes have copied is there, too; and all have read the sums of the round before, the
+        // last thing that orders them before this warp sends others to their place.
+        if (kWide > 1 || kBlocks > 1) { __syncwarp(); }
         x128* at = stage_at(s);
         uint4 words[kRows][kTensors];
         float rstd[kRows], shift[kRows], sums[kSums];
@@ -1468,8 +1470,8 @@ template <class Form> static int norm_backward_launch(const NormBackwardX& args,
     // Narrow rows share a block of some 192 threads: C=768 (124M) has 96 x 2.
     const int x = round_up(ceil_div(args.C, kWidth * Form::kBlocks), kWarp), y = std::max(1, 192 / x);
     // As many blocks as fit the 132 SMs of an H200, with room for up to 480 threads of 128 registers on each.
-    // The GPU is not asked, so that the bits do not depend on it.
-    const int wanted = std::min(norm_blocks, 132 * std::max(1, 480 / (x * y))) / Form::kBlocks;
+    // The GPU is not asked, so that of all that have this form the bits are the same.
+    const int wanted = std::max(1, std::min(norm_blocks, 132 * std::max(1, 480 / (x * y))) / Form::kBlocks);
     const int clusters = std::min(wanted, ceil_div(args.N, y * Form::kRows));
     const size_t slots = (size_t)(Form::kStaged + Form::kOutgoing) * x * y * sizeof(x128);
     const size_t exchange = (size_t)2 * y * Form::kBlocks * (x / kWarp) * 2 * Form::kRows * sizeof(float) +
@@ -1495,8 +1497,8 @@ template <class Form> static int norm_backward_launch(const NormBackwardX& args,
     return clusters;
 }
 
-// One kind of norms, by how many branches have a gradient of their own: a block for a row; or two, where the
-// GPU has clusters; or two passes.
+// One kind of norms, by how many branches have a gradient of their own: a block for a row; or two, where
+// Hopper's kernels run; or two passes.
 template <class Residual, int kDouts, bool kTied>
 static int norm_backward_masked(const NormBackwardX& a, int masked, int sums, Stream stream) {
     const int vectors = ceil_div(a.C, kWidth);
