@@ -722,8 +722,10 @@ template <int kBranches_, bool kDrops_, bool kGpt2_, class Residual_ = floatX> s
 // GPT-2's norm needs are parameters of their own: addresses from pointers in a struct take more instructions
 // (3 % of all at C=768).
 template <int kVectors, bool kBlock, class Form>
-constexpr int kNormRows =
-    (Form::kBranches == 0 ? kBlock || !Form::kGpt2 : kBlock && kVectors == 1) ? 2 : 1;
+constexpr int kNormRows = (Form::kBranches > 0 ? kBlock && kVectors == 1
+                           : kBlock            ? sizeof(typename Form::Residual) == sizeof(floatX)
+                                               : !Form::kGpt2)
+                              ? 2 : 1;
 template <int kVectors, bool kBlock, class Form>
 __global__ void __launch_bounds__(kBlock ? kNormRowThreads : kNormWarps * kWarp,
                                   kBlock || kNormRows<kVectors, kBlock, Form> == 2 ? 2 : 1)
@@ -773,8 +775,13 @@ __global__ void __launch_bounds__(kBlock ? kNormRowThreads : kNormWarps * kWarp,
         }
     }
 
-    // The residual stream, rounded, and its mean. Beyond C there are zeros, which add nothing.
-    Floats x[kRows][kVectors];
+    // The residual stream, rounded, and its mean. Beyond C there are zeros, which add nothing. It stays in
+    // registers as words: see as_pack.
+    constexpr int kWords = sizeof(Pack<Residual>) / sizeof(uint4);
+    uint4 words[kRows][kVectors][kWords];
+    auto values = [](const uint4 (&words)[kWords]) {
+        return to_floats(as_pack<Residual>(words[0], words[kWords - 1]));
+    };
     float m[kRows] = {}, s[kRows] = {};
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
@@ -799,9 +806,10 @@ __global__ void __launch_bounds__(kBlock ? kNormRowThreads : kNormWarps * kWarp,
                 pack[r][j] = to_pack<Residual>(total);
                 store<true>(residual + at(r), c, end(r), pack[r][j]);
             }
-            x[r][j] = to_floats(pack[r][j]);
+            memcpy(words[r][j], &pack[r][j], sizeof(pack[r][j]));
+            const Floats x = values(words[r][j]);
 #pragma unroll
-            for (int k = 0; k < kWidth; k++) { m[r] += x[r][j].at[k]; }
+            for (int k = 0; k < kWidth; k++) { m[r] += x.at[k]; }
         }
     }
     row_sums(m, shared[0]);
@@ -813,10 +821,9 @@ __global__ void __launch_bounds__(kBlock ? kNormRowThreads : kNormWarps * kWarp,
 #pragma unroll
         for (int j = 0; j < kVectors; j++) {
             if (column(j) >= C) { continue; }
+            const Floats x = values(words[r][j]);
 #pragma unroll
-            for (int k = 0; k < kWidth; k++) {
-                s[r] += (x[r][j].at[k] - m[r]) * (x[r][j].at[k] - m[r]);
-            }
+            for (int k = 0; k < kWidth; k++) { s[r] += (x.at[k] - m[r]) * (x.at[k] - m[r]); }
         }
     }
     row_sums(s, shared[1]);
@@ -834,10 +841,11 @@ __global__ void __launch_bounds__(kBlock ? kNormRowThreads : kNormWarps * kWarp,
             if (!rms) { b = load_floats<true>(bias, c, C); }
 #pragma unroll
             for (int r = 0; r < kRows; r++) {
+                const Floats x = values(words[r][j]);
                 Floats y;
 #pragma unroll
                 for (int k = 0; k < kWidth; k++) {
-                    y.at[k] = fmaf((x[r][j].at[k] - m[r]) * s[r], w.at[k], b.at[k]);
+                    y.at[k] = fmaf((x.at[k] - m[r]) * s[r], w.at[k], b.at[k]);
                 }
                 store<true>(out + at(r), c, end(r), to_pack<floatX>(y));
             }
@@ -985,6 +993,9 @@ __device__ __forceinline__ void norm_exchange_init(uint64_t* full, int bytes) {
     if (threadIdx.x == 0) {
         for (int turn = 0; turn < 2; turn++) { mbarrier_init(&full[turn], 1); }
         mbarrier_fence_init();
+    }
+    __syncwarp();                                       // without it racecheck sees two lanes here
+    if (threadIdx.x == 0) {
         for (int turn = 0; turn < 2; turn++) { mbarrier_expect(&full[turn], bytes); }
     }
     cluster_sync();                                     // the other block is there to be written to
@@ -1385,8 +1396,8 @@ __global__ void norm_backward_columns_kernel(NormBackwardX a, float* partial /*(
 
 // GPT-2's forms: the kernel with 1, 2, .. or kNormVectors vectors a lane, the first that holds a row of C.
 // The others have half of that, because their branches take registers, too. Beyond, a block takes a row or
-// two, one vector a thread (16-bit: up to C=2048) or two; and where no kernel holds it in registers, there is
-// the kernel for any C.
+// two, two vectors a thread, or one (of other than GPT-2's with branches, 16-bit up to C=2048); and where no
+// kernel holds it in registers, there is the kernel for any C.
 template <int kVectors, class Form> static void norm_forward_launch(const NormForwardX& a, Stream stream) {
     constexpr int kMost = Form::kGpt2 ? kNormVectors : kNormVectors / 2;
     const int vectors = ceil_div(a.C, kWidth);
@@ -1409,7 +1420,7 @@ template <int kVectors, class Form> static void norm_forward_launch(const NormFo
             launch(norm_forward_kernel<kCount, true, Form>, ceil_div(a.N, kNormRows<kCount, true, Form>),
                    round_up(ceil_div(vectors, kCount), kWarp));
         };
-        constexpr int kFewest = Form::kGpt2 ? 2 : 1;
+        constexpr int kFewest = Form::kGpt2 || Form::kBranches == 0 ? 2 : 1;
         if (vectors <= kNormRowThreads / 2) { run(std::integral_constant<int, kFewest>()); }
         else { run(std::integral_constant<int, 2>()); }
     } else {
