@@ -73,12 +73,12 @@ CPU_FLAGS = -std=c++17 -I. $(WARNINGS) $(CPU_OPT) -pthread $(OPENMP)
 # -ldl: dlopen, before glibc 2.34
 CPU_LIBS = -ldl $(filter -l%,$(OPENBLAS)) $(filter-out -D% -I%,$(MPI_FLAGS))
 MODEL_FLAGS = -DGPT2_CPU $(filter -D%,$(OPENBLAS)) $(filter -D% -I%,$(MPI_FLAGS))
-# -O1 -g1: to compile takes half the time. What computes for long gets -O2.
+# -O1 -g1: to compile takes half the time. What computes for long gets -O2. No OpenMP: one thread.
 ASAN_OPT = -O1
 build/asan/test_gpt2cpu build/asan/test_cpu_ops build/asan/test_tokenizer: private ASAN_OPT = -O2
-ASAN_FLAGS = -std=c++17 -I. $(WARNINGS) $(ASAN_OPT) -g1 -pthread -fsanitize=address,undefined \
-             -fno-sanitize-recover=all
-TSAN_FLAGS = -std=c++17 -I. $(WARNINGS) -O1 -g -pthread -fsanitize=thread
+ASAN_FLAGS = -std=c++17 -I. $(WARNINGS) -Wno-unknown-pragmas $(ASAN_OPT) -g1 -pthread \
+             -fsanitize=address,undefined -fno-sanitize-recover=all
+TSAN_FLAGS = -std=c++17 -I. $(WARNINGS) -Wno-unknown-pragmas -O1 -g -pthread -fsanitize=thread
 FUZZ_FLAGS = -std=c++17 -I. $(WARNINGS) -Wno-unknown-pragmas -Wno-unused-function -O1 -gline-tables-only \
              -pthread -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
 # Every kernel for every kind of GPU, but hardly optimized: a tenth of the time (from CUDA 12.9 on)
