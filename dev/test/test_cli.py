@@ -1343,8 +1343,8 @@ def test_signal_inside():
 def unread(folder):
     """A run that can print no more: nobody reads its output."""
     p = subprocess.Popen(Program.command({"-x": 10**6, "-o": folder}), stdout=subprocess.PIPE,
-                         stderr=subprocess.PIPE, env=Program.environment(1))
-    size = fcntl.fcntl(p.stdout, 1031, 4096)            # F_SETPIPE_SZ
+                         stderr=subprocess.PIPE, env=Program.environment(1), pipesize=4096)
+    size = fcntl.fcntl(p.stdout, fcntl.F_GETPIPE_SZ)
     end = time.monotonic() + LIMIT_S
     while time.monotonic() < end:
         held = struct.unpack("i", fcntl.ioctl(p.stdout, termios.FIONREAD, bytes(4)))[0]

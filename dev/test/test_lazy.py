@@ -31,8 +31,6 @@ Program.usual = {"-e": "L2,NH2,C32,T16,V256", "-i": "train.bin", "-j": "val.bin"
 # wte is the largest tensor by far, or hardly larger than a bucket's smallest size
 ONE_LAYER, FIVE = "L1,NH2,C16,T16,V3000", "L5,NH3,C24,T16,V300"
 
-F_SETPIPE_SZ = 1031                     # Linux; Python's fcntl has it from 3.10 on
-
 # What is run: flags of runs one after another in one folder.
 SAVED = [{"-n": 2, "-x": 6}, {"-n": 2, "-x": 9, "-y": 1}]
 RUNS = {
@@ -107,7 +105,7 @@ def test_rank_0_is_last():
     """Rank 0 makes the folder when it reports the first step. Whoever does not read what it prints delays
     that, and nobody else's checkpoint may come before it."""
     reader, writer = os.pipe()
-    fcntl.fcntl(writer, F_SETPIPE_SZ, 4096)     # it is full long before a step of this size is done
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)  # it is full long before a step of this size is done
     words = Program.command({"--gpus": 2, "-zs": 1, "-n": 1, "-x": 2, "-o": "late", "-z": 32 * 16,
                              "-e": "L2,NH2,C64,T16,V20000"})
     p = subprocess.Popen(words, stdout=writer, stderr=subprocess.PIPE,

@@ -11,7 +11,6 @@ must each tensor of the last state and what it says of the run; it is read here 
 step takes a few milliseconds, so where a signal meets a run is chance: any moment must do.
 """
 import contextlib
-import fcntl
 import functools
 import glob
 import json
@@ -799,8 +798,7 @@ def test_failed_start():
 
 def stalled(flags, **popen):
     """A run that waits for the reader of what it prints, somewhere behind its second step."""
-    started = Started({"-x": 10**6, **flags}, **popen)
-    fcntl.fcntl(started.p.stdout, 1031, 4096)           # F_SETPIPE_SZ: the least
+    started = Started({"-x": 10**6, **flags}, pipesize=4096, **popen)       # the least
     started.until("step 2/")
     last, now = -1, 0
     while last != now:                      # its log grows no more
