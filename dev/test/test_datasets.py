@@ -156,7 +156,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
     cut = {}                # path: at most so many bytes an answer
     stop = None             # called before the answer to a path that has it as its end: (end, function)
     ranges, lies, pages = True, False, False
-    status = 0
+    status, times = 0, 10**9        # what is answered instead, so many times
 
     def log_message(self, *_):
         pass
@@ -185,7 +185,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
         return self.answer(200, json.dumps(entries[page:page + 1]).encode(), **link)
 
     def do_GET(self):
-        if Hub.status:
+        if Hub.status and Hub.times > 0:
+            Hub.times -= 1
             return self.answer(Hub.status, b"")
         path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
         if path.startswith("/api/datasets/o/n/tree/main"):
@@ -212,7 +213,7 @@ class Serving:
 
     def __init__(self, files, **settings):
         Hub.files = {name: data if isinstance(data, bytes) else data.encode() for name, data in files.items()}
-        Hub.seen, Hub.cut, Hub.stop, Hub.status = [], {}, None, 0
+        Hub.seen, Hub.cut, Hub.stop, Hub.status, Hub.times = [], {}, None, 0, 10**9
         Hub.ranges, Hub.lies, Hub.pages = True, False, False
         for name, value in settings.items():
             setattr(Hub, name, value)
@@ -460,8 +461,7 @@ def test_another_place():
 
 def test_retries():
     hub, documents = hub_files(1)
-    with Serving(hub, status=503) as url:
-        threading.Timer(1, lambda: setattr(Hub, "status", 0)).start()
+    with Serving(hub, status=503, times=1) as url:
         code, _, err = call(*HUB, "--from", url)
         check(code == 0 and "503" in err and "trying again" in err, f"exit code {code}: {err}")
         check_set("after a while", "out", documents, 100, 1000)

@@ -36,8 +36,9 @@ SMALL, SMALL_T = "L2,NH2,C64,T32,V256", 32
 ODD, ODD_T = "L3,NH3,C48,T24,V300", 24      # nothing is a power of two, the vocabulary is padded
 ENDED_S = 120                               # after a death everything has ended: only a hang takes longer
 STOPPING = "stopping after the last complete step; Ctrl-C: at once, unsaved\n"
+# -n 0: however late a signal or a kill comes, there is no checkpoint but that of the end
 Program.usual = {"-e": SMALL, "-i": "train.bin", "-j": "val.bin", "-b": 1, "-x": 6, "-v": 0, "-s": 0, "-f": 0,
-                 "-l": "1e-2", "-k": "constant", "-c": 0.1}
+                 "-n": 0, "-l": "1e-2", "-k": "constant", "-c": 0.1}
 
 
 # ---- this machine ----

@@ -11,6 +11,7 @@ must each tensor of the last state and what it says of the run; it is read here 
 step takes a few milliseconds, so where a signal meets a run is chance: any moment must do.
 """
 import contextlib
+import fcntl
 import functools
 import glob
 import json
@@ -24,6 +25,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 
 from test_ranks import enough, most_ranks, named, on_cpu, session_processes, side_by_side
@@ -202,6 +204,9 @@ class Started:
             os.killpg(self.p.pid, signal.SIGKILL)
             self.p.wait()
             return Result(None, "", f"no end after {LIMIT_S} s", self.words)
+        end = time.monotonic() + LIMIT_S        # ranks that die with their launcher may still be in a call
+        while self.ranks() and time.monotonic() < end:
+            time.sleep(0.01)
         self.err_file.seek(0)
         return Result(self.p.returncode, self.out.decode("latin-1"), self.err_file.read().decode("latin-1"),
                       self.words)
@@ -613,14 +618,15 @@ def test_file_limit():
 def test_vanished_folder():
     """The run's folder is moved away while it runs, and comes back; what was half written there could not be
     removed, but is when the run goes on."""
-    started = Started({"-n": 6, "-o": "vanishing"})
+    flags = {"-n": 6, "-k": "constant"}
+    started = Started({**flags, "-x": 10**6, "-o": "vanishing"})    # there is always a save to come
     started.until("saved ")
     os.rename("vanishing", "vanished")
     result = started.result()
     intact = steps_of("vanished")
     check_failed("a folder that is gone", result, "vanishing")
     os.rename("vanished", "vanishing")
-    check_resumable("a folder that was gone", "vanishing", {"-n": 6}, intact)
+    check_resumable("a folder that was gone", "vanishing", {**flags, "-x": intact[-1] + 6}, intact)
 
 
 # ---- several ranks ----
@@ -684,7 +690,8 @@ def test_rank_killed_in_save():
             pass
         victims = started.ranks()
         if victims:
-            os.kill(victims[rng.randrange(len(victims))], KILL)
+            with contextlib.suppress(ProcessLookupError):       # the run may just be over
+                os.kill(victims[rng.randrange(len(victims))], KILL)
         result = started.result()
         in_save += os.path.isdir(folder) and left_over(folder) != []
         last = Program.usual["-x"]
@@ -796,14 +803,20 @@ def test_failed_start():
 
 # ---- signals ----
 
-def stalled(flags, **popen):
-    """A run that waits for the reader of what it prints, somewhere behind its second step."""
-    started = Started({"-x": 10**6, **flags}, pipesize=4096, **popen)       # the least
-    started.until("step 2/")
-    last, now = -1, 0
-    while last != now:                      # its log grows no more
-        time.sleep(0.3)
-        last, now = now, os.path.getsize(flags["-o"] + "/main.log")
+def stalled(flags, behind="step 2/"):
+    """A run that waits for the reader of what it prints, somewhere behind that line."""
+    started = Started({"-x": 10**6, **flags}, pipesize=4096)                # the least
+    started.until(behind)
+    process = (started.ranks() or [started.p.pid])[0]
+    full = fcntl.fcntl(started.p.stdout, fcntl.F_GETPIPE_SZ) - 150          # no room for a line
+
+    def waits():                            # who has no core, or was stopped, does not sleep
+        held = struct.unpack("i", fcntl.ioctl(started.p.stdout, termios.FIONREAD, bytes(4)))[0]
+        return held > full and read_bytes(f"/proc/{process}/stat").rpartition(b")")[2].split()[0] == b"S"
+    times = 0
+    while started.p.poll() is None and times < 10:
+        times = times + 1 if waits() else 0
+        time.sleep(0.03)
     return started
 
 
@@ -862,8 +875,8 @@ def test_signals_for_ranks():
 
 def test_two_processes():
     """A second process on one folder ends with a sentence, and disturbs nothing."""
-    flags = {"-x": 150, "-n": 20}
-    started = stalled({**flags, "-o": "shared"})
+    flags = {"-x": 400, "-n": 150}          # one save is over, and the next one far beyond what it can print
+    started = stalled({**flags, "-o": "shared"}, behind="saved ")
     before = snapshot("shared")
     for more, said in (({"-y": 1}, "another process is writing this run"), ({}, "already holds a run")):
         result = run({**flags, **more, "-o": "shared"})

@@ -624,13 +624,17 @@ def test_readme_commands():
 
 def test_readme_command_without_end():
     """It fails with what it said, and all that it began ends with it."""
-    before, check_docs.LIMIT_S = check_docs.LIMIT_S, 2
+    before = check_docs.LIMIT_S
     try:
-        code, said = check_docs.run_line("echo $$; sleep 1000 & sleep 1000")
+        for limit in (2, 20, 200):                  # in which a shell on a busy machine may not even begin
+            check_docs.LIMIT_S = limit
+            code, said = check_docs.run_line("echo $$; sleep 1000 & sleep 1000")
+            if said:
+                break
     finally:
         check_docs.LIMIT_S = before
-    check(code == "none: no end after 2 s" and said.strip().isdigit(), f"{code}, {said!r}")
-    end = time.monotonic() + 10                     # the system takes a moment
+    check(code == f"none: no end after {limit} s" and said.strip().isdigit(), f"{code}, {said!r}")
+    end = time.monotonic() + 60                     # who is killed is gone when he next gets a core
 
     def left():
         return [pid for pid, fields in runner.session_stats(int(said)) if fields[0] != "Z"]

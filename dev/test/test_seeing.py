@@ -535,8 +535,11 @@ def events(folder):
     files = glob.glob(folder + "/tensorboard/events.out.tfevents.*")
     if len(files) != 1:
         return files, []
-    with open(files[0], encoding="ascii") as f:
-        all_events = [json.loads(line) for line in f if line.endswith("\n")]
+    try:
+        with open(files[0], encoding="ascii") as f:
+            all_events = [json.loads(line) for line in f if line.endswith("\n")]
+    except FileNotFoundError:                       # it is just written anew
+        return files[0], []
     return files[0], [(event["step"], {v["tag"]: v["simple_value"] for v in event["summary"]["value"]},
                        event["wall_time"]) for event in all_events]
 
