@@ -41,9 +41,9 @@ QUIET_S, LIMIT_S = 600, 3600
 
 
 class Suite:
-    """after: names of suites that come first; cores: how many of CORES it takes; gpu: how many of GPU_PLACES,
-    on one GPU, or on all of them where it needs several; starts: it starts programs all the time, beside
-    which the kernels' tests take several times as long.
+    """after: names of suites that come first; cores: how many of CORES it takes (0.5: half of its time it
+    waits); gpu: how many of GPU_PLACES, on one GPU, or on all of them where it needs several; starts: it
+    starts programs all the time, beside which the kernels' tests take several times as long.
     queues: of the hardware, for a program's streams. With one in place of eight, twelve programs at a time
     start at 14 a second on an H200, not at 5. Streams keep their order and their events; what runs at the
     same time is left to the kernels' tests, to resuming in BF16 and to several GPUs, which have all eight."""
@@ -118,8 +118,8 @@ def all_suites(gpu=True):
         Suite("cli cpu", [PYTHON, "dev/test/test_cli.py", "./train_gpt2cpu"], cpu),
         Suite("loop cpu", [PYTHON, "dev/test/test_loop.py", "./train_gpt2cpu"], cpu),
         Suite("blocks cpu", blocks + ["./train_gpt2cpu"], cpu),
-        Suite("seeing cpu", [PYTHON, "dev/test/test_seeing.py", "./train_gpt2cpu"], cpu),
-        Suite("lazy cpu", [PYTHON, "dev/test/test_lazy.py", "build/train_gpt2lazy"], cpu),
+        Suite("seeing cpu", [PYTHON, "dev/test/test_seeing.py", "./train_gpt2cpu"], cpu, cores=0.5),
+        Suite("lazy cpu", [PYTHON, "dev/test/test_lazy.py", "build/train_gpt2lazy"], cpu, cores=0.5),
         Suite("hf cpu", [PYTHON, "dev/test/test_hf.py", "./train_gpt2cpu"], cpu),
         Suite("resume cpu", resume + ["./train_gpt2cpu"], cpu),
         Suite("asan resume", resume + ["build/asan/train_gpt2cpu", "-k", "test_kills alone"], asan),
@@ -130,8 +130,8 @@ def all_suites(gpu=True):
         Suite("host tiktoken", [PYTHON, "dev/test/compare_tiktoken.py"], cpu),
         Suite("model cpu", ["./test_gpt2cpu"], cpu, cores=2),
         Suite("host stories", [PYTHON, "dev/test/test_stories.py"], cpu),
-        Suite("scripts", [PYTHON, "dev/test/test_scripts.py"], cpu),
-        Suite("datasets", [PYTHON, "dev/test/test_datasets.py"], cpu),
+        Suite("scripts", [PYTHON, "dev/test/test_scripts.py"], cpu, cores=0.5),
+        Suite("datasets", [PYTHON, "dev/test/test_datasets.py"], cpu, cores=0.5),
         Suite("formats", [PYTHON, "dev/test/test_llmc_format.py"]),
         Suite("lint", [PYTHON, "dev/test/lint.py"], steady=False),      # as many as there are files
     ]
