@@ -813,8 +813,8 @@ def stalled(flags, behind="step 2/"):
     def waits():                            # who has no core, or was stopped, does not sleep
         held = struct.unpack("i", fcntl.ioctl(started.p.stdout, termios.FIONREAD, bytes(4)))[0]
         return held > full and read_bytes(f"/proc/{process}/stat").rpartition(b")")[2].split()[0] == b"S"
-    times = 0
-    while started.p.poll() is None and times < 10:
+    times, end = 0, time.monotonic() + LIMIT_S
+    while started.p.poll() is None and times < 10 and time.monotonic() < end:
         times = times + 1 if waits() else 0
         time.sleep(0.03)
     return started
