@@ -78,7 +78,7 @@ ASAN_OPT = -O1
 build/asan/test_gpt2cpu build/asan/test_cpu_ops build/asan/test_tokenizer: private ASAN_OPT = -O2
 ASAN_FLAGS = -std=c++17 -I. $(WARNINGS) -Wno-unknown-pragmas $(ASAN_OPT) -g1 -pthread \
              -fsanitize=address,undefined -fno-sanitize-recover=all
-TSAN_FLAGS = -std=c++17 -I. $(WARNINGS) -Wno-unknown-pragmas -O1 -g -pthread -fsanitize=thread
+TSAN_FLAGS = -std=c++17 -I. $(WARNINGS) -O1 -g -pthread -fsanitize=thread
 FUZZ_FLAGS = -std=c++17 -I. $(WARNINGS) -Wno-unknown-pragmas -Wno-unused-function -O1 -gline-tables-only \
              -pthread -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
 # Every kernel for every kind of GPU, but hardly optimized: a tenth of the time (from CUDA 12.9 on)

@@ -12,6 +12,7 @@ test_loop.py. Standard library only.
 Losses of a run that another program computed: dev/reference/fixture/run.json (PyTorch, made by
 dev/reference/make_fixture.py) and EXPECTED_D12 below.
 """
+import contextlib
 import fcntl
 import glob
 import json
@@ -34,7 +35,7 @@ import time
 from checks import ROOT
 from trainer import (B, C, L, LIMIT_S, LOG_LINE, MODEL_MAGIC, PARAMS, SHARD_MAGIC, T, TINY, V, Program,
                      Result, check, check_close, check_equal, check_refused, log_columns,
-                     log_lines, main, model_path, param_sizes, read_bytes, read_model, run, run_ok,
+                     log_lines, main, model_path, no_room, param_sizes, read_bytes, read_model, run, run_ok,
                      sentences, skip, snapshot, tolerance, without_checksum, write_bytes, write_shard)
 
 FORMAT_TOOL = os.path.join(ROOT, "dev/test/llmc_format.py")
@@ -462,6 +463,16 @@ def test_folder_settings():
     check_refused("data that are gone", flags, "'gone.bin'")
 
 
+def all_shown(terminal):
+    """What was written to the other end, in bytes: nobody has that open any more."""
+    shown = b""
+    with contextlib.suppress(OSError):                  # EIO: the end
+        while True:
+            shown += os.read(terminal, 1000)
+    os.close(terminal)
+    return shown.replace(b"\r\n", b"\n")
+
+
 def test_folder_prompt():
     """Text from a folder needs neither data nor flags, and stdout has nothing else."""
     folder = folder_run()
@@ -477,10 +488,7 @@ def test_folder_prompt():
     p = subprocess.run(Program.command(flags), stdout=end, stderr=subprocess.PIPE, timeout=LIMIT_S,
                        env=Program.environment(1))
     os.close(end)
-    shown = ""
-    while not shown.endswith("\n"):                     # it may come in parts
-        shown += os.read(terminal, 1000).decode("latin-1").replace("\r\n", "\n")
-    os.close(terminal)
+    shown = all_shown(terminal).decode("latin-1")
     check_equal((p.returncode, shown), (0, "tak " + result.out), "on a terminal the prompt comes first")
 
 
@@ -507,11 +515,7 @@ def test_characters():
                                             "-g": 2 * len(period) - 1, "--temperature": 0}), stdout=end,
                            stderr=subprocess.PIPE, timeout=LIMIT_S, env=Program.environment(1))
         os.close(end)
-        shown = b""
-        while not shown.endswith(b"\n"):
-            shown += os.read(terminal, 1000)
-        os.close(terminal)
-        check_equal((p.returncode, shown.replace(b"\r\n", b"\n")), (0, period * 2 + b"\n"), what)
+        check_equal((p.returncode, all_shown(terminal)), (0, period * 2 + b"\n"), what)
 
 
 def test_chat():
@@ -1350,14 +1354,10 @@ def unread(folder):
     """A run that can print no more: nobody reads its output."""
     p = subprocess.Popen(Program.command({"-x": 10**6, "-o": folder}), stdout=subprocess.PIPE,
                          stderr=subprocess.PIPE, env=Program.environment(1), pipesize=4096)
-    size = fcntl.fcntl(p.stdout, fcntl.F_GETPIPE_SZ)
     end = time.monotonic() + LIMIT_S
-    while time.monotonic() < end:
-        held = struct.unpack("i", fcntl.ioctl(p.stdout, termios.FIONREAD, bytes(4)))[0]
-        if held > size - 150:                           # the last lines of a run are longer
-            break
+    while not no_room(p.stdout) and time.monotonic() < end:
         time.sleep(0.01)
-    check(held > size - 150, "the pipe fills")
+    check(no_room(p.stdout), "the pipe fills")
     hang = threading.Timer(LIMIT_S, p.kill)             # reading its stderr has no limit of its own
     hang.daemon = True
     hang.start()

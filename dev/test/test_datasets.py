@@ -461,7 +461,7 @@ def test_another_place():
 
 def test_retries():
     hub, documents = hub_files(1)
-    with Serving(hub, status=503, times=1) as url:
+    with Serving(hub, status=503, times=2) as url:
         code, _, err = call(*HUB, "--from", url)
         check(code == 0 and "503" in err and "trying again" in err, f"exit code {code}: {err}")
         check_set("after a while", "out", documents, 100, 1000)

@@ -1009,9 +1009,9 @@ def test_times():
     ms = [r["ms"] for r in records]
     check_equal(len(lines), len(ms), "step lines and records")
     check(sum(ms) <= wall, f"steps of {sum(ms):.1f} ms in {wall:.1f} ms")
-    # the median: that this process was not awake for a while makes one line late, and those behind it early
-    usual = sorted(b - a for a, b in zip(at[:99], at[1:100]))[49] * 1e3
-    check(sum(ms[1:100]) >= 0.05 * 99 * usual, f"{sum(ms[1:100]):.1f} ms, a line each {usual:.3f} ms")
+    gaps = [b - a for a, b in zip(at[:99], at[1:100])]
+    apart = sum(gaps) - max(gaps)           # this process may have slept once: the program did not
+    check(sum(ms[1:100]) >= 0.05 * apart * 1e3, f"{sum(ms[1:100]):.1f} ms, lines in {apart:.3f} s")
     speeds = [r["tokens_per_s"] * r["ms"] / (batch * 1e3) for r in records]
     check_close(speeds, [1] * len(ms), 1e-6, "tokens/s")
     check_equal([r["tokens"] for r in records], [batch * (i + 1) for i in range(len(ms))], "tokens so far")

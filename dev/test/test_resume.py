@@ -11,7 +11,6 @@ must each tensor of the last state and what it says of the run; it is read here 
 step takes a few milliseconds, so where a signal meets a run is chance: any moment must do.
 """
 import contextlib
-import fcntl
 import functools
 import glob
 import json
@@ -25,14 +24,13 @@ import struct
 import subprocess
 import sys
 import tempfile
-import termios
 import time
 
 from test_ranks import enough, most_ranks, named, on_cpu, session_processes, side_by_side
 from checks import ROOT
 from trainer import (LIMIT_S, Program, Result, check, check_equal, check_refused, log_columns,
-                     main, model_path, param_sizes, read_bytes, run, run_ok, sentences, skip, snapshot,
-                     without_scaling, write_bytes, write_shard)
+                     main, model_path, no_room, param_sizes, read_bytes, run, run_ok, sentences, skip,
+                     snapshot, without_scaling, write_bytes, write_shard)
 
 T_ROWS = 16
 SHAPE = f"L2,NH2,C32,T{T_ROWS},V256"
@@ -205,7 +203,10 @@ class Started:
             self.p.wait()
             return Result(None, "", f"no end after {LIMIT_S} s", self.words)
         end = time.monotonic() + LIMIT_S        # ranks that die with their launcher may still be in a call
-        while self.ranks() and time.monotonic() < end:
+        while self.ranks():
+            if time.monotonic() > end:
+                os.killpg(self.p.pid, signal.SIGKILL)
+                return Result(None, "", f"ranks are left after {LIMIT_S} s", self.words)
             time.sleep(0.01)
         self.err_file.seek(0)
         return Result(self.p.returncode, self.out.decode("latin-1"), self.err_file.read().decode("latin-1"),
@@ -595,6 +596,7 @@ def test_file_limit():
     data()
     run_ok({**flags, "-x": 12, "-o": "limited"})
     intact, size = steps_of("limited"), os.path.getsize(glob.glob("limited/state_*")[0])
+    check_equal(intact[-1:], [12], "last checkpoint")
     logs = os.path.getsize("limited/metrics.jsonl") + 150
     for most, what in ((size * 9 // 10, "state_"), (size // 4, "state_"), (logs, "main.log|metrics")):
         result = run({**flags, "-o": "limited", "-y": 1}, preexec_fn=limit(most))
@@ -808,19 +810,20 @@ def stalled(flags, behind="step 2/"):
     started = Started({"-x": 10**6, **flags}, pipesize=4096)                # the least
     started.until(behind)
     process = (started.ranks() or [started.p.pid])[0]
-    full = fcntl.fcntl(started.p.stdout, fcntl.F_GETPIPE_SZ) - 150          # no room for a line
 
-    def waits():                            # who has no core, or was stopped, does not sleep
-        held = struct.unpack("i", fcntl.ioctl(started.p.stdout, termios.FIONREAD, bytes(4)))[0]
-        return held > full and read_bytes(f"/proc/{process}/stat").rpartition(b")")[2].split()[0] == b"S"
+    def sleeps():                           # who has no core, or was stopped, does not
+        return read_bytes(f"/proc/{process}/stat").rpartition(b")")[2].split()[0] == b"S"
     times, end = 0, time.monotonic() + LIMIT_S
-    while started.p.poll() is None and times < 10 and time.monotonic() < end:
-        times = times + 1 if waits() else 0
+    while times < 10:
+        if started.p.poll() is not None or time.monotonic() > end:
+            started.p.kill()
+            raise RuntimeError("the run has ended, or never waits for its reader")
+        times = times + 1 if no_room(started.p.stdout) and sleeps() else 0
         time.sleep(0.03)
     return started
 
 
-def send_and_wait(started, number):
+def send_and_hear(started, number):
     """Sends the signal, and waits until the program says that it came."""
     started.p.send_signal(number)
     end = time.monotonic() + LIMIT_S
@@ -834,7 +837,7 @@ def test_second_signal():
                                 (INT, TERM, 0)):
         folder = f"twice_{first.name}_{second.name}"
         started = stalled({"-o": folder, "-n": 0})
-        send_and_wait(started, first)       # two of one number that are both on their way are one
+        send_and_hear(started, first)       # two of one number that are both on their way are one
         started.p.send_signal(second)
         if code:                            # nobody reads what it prints: that it ends is the signal's doing
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -864,11 +867,13 @@ def test_signals_for_ranks():
     for number in (TERM, INT, USR1, HUP):
         folder = f"ranks_{number.name}"
         started = stalled({**flags, **ranks(2, 1), "-o": folder})
-        send_and_wait(started, number)
+        send_and_hear(started, number)
         result = unscaled(started.result())
         check_equal((result.code, result.err), (0, STOPPING), f"{number.name} for two ranks")
         steps = steps_of(folder)
-        check(len(steps) == 1 and 2 <= steps[0] < 150, f"{number.name}: checkpoints {steps}")
+        said = [int(k) for k in re.findall(r"^stopped by a signal after step (\d+)$", result.out, re.M)]
+        check(steps == said and len(said) == 1 and 2 <= said[0] < 150,
+              f"{number.name}: checkpoints {steps}, stopped after {said}")
         result = run({**flags, "-y": 1, "-o": folder, **ranks(min(4, most_ranks()))})
         check_same_end(f"{number.name}, resumed at -zs 0", result, folder, undisturbed(flags))
 

@@ -8,6 +8,7 @@ Standard library only. Bit-equality is asked for in every build; comparisons of 
 tight as the build's precision allows.
 """
 import argparse
+import fcntl
 import glob
 import hashlib
 import math
@@ -18,6 +19,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import termios
 import time
 
 from checks import scratch_folder
@@ -122,6 +124,12 @@ def run(flags=None, extra=(), threads=1, **popen):
     except subprocess.TimeoutExpired:
         return Result(None, "", f"no end after {LIMIT_S} s", words)
     return Result(p.returncode, p.stdout.decode("latin-1"), p.stderr.decode("latin-1"), words)
+
+
+def no_room(pipe):
+    """Is it too full for another line of a run? (Its last lines are longer than the others.)"""
+    held = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))[0]
+    return held > fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) - 150
 
 
 def run_ok(flags=None, **kwargs):
