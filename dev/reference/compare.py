@@ -13,6 +13,7 @@ Every subcommand takes --device and --model, prints a short table and exits 1 wh
 check_gpu.py runs ours against these files.
 """
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -21,6 +22,7 @@ import sys
 import time
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import reference
 import train_gpt2
@@ -178,58 +180,72 @@ def splits(args):
 
 
 # ---- speed ----
-def speed(args):
-    """Tokens/s of a whole step: forward, backward, clip, AdamW.
+# SDPA's kernels; which is faster depends on the card, so both are measured.
+ATTENTION = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
-    With torch.compile, SDPA, fused AdamW and a padded vocabulary: the default model says V=50304, so that
-    nothing is cut off the logits, the fastest form."""
+
+def speed(args):
+    """Tokens/s of a whole step: forward, backward, clip, AdamW; a line for each way, the best is PyTorch's.
+
+    With torch.compile, SDPA, fused AdamW and a padded vocabulary, whose padding counts as tokens: cutting it
+    off the logits would cost a copy. Only the loss leaves the compiled function, so logits are not stored."""
     setup_device(args.device, tf32=True, deterministic=False)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True       # PyTorch's default
     dims = parse_model(args.model)
+    dims = dataclasses.replace(dims, V=dims.Vp)
     B, T = args.batch_size, args.sequence_length
     data = {"command": COMMAND, "model": dims.text(), "B": B, "T": T, "versions": versions(args.device)}
-    synchronize = torch.cuda.synchronize if args.device == "cuda" else (lambda: None)
-    for kind in args.kinds.split(","):
-        raw = new_model(dims, args.device)
-        load_params(raw, init_params(dims, args.seed))
-        raw = raw.to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
-        model = torch.compile(raw, mode=None if args.compile_mode == "default" else args.compile_mode)
-        optimizer = make_optimizer(raw, HYPER, fused=True)
-        x, y = reference.batch_tensors(*batch(dims, B, T, args.input_bin, args.seed), args.device)
-        def one_step():
-            with torch.autocast(args.device, torch.bfloat16, enabled=kind == "autocast"):
-                loss = model(x, y)[1]
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(raw.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            return loss
-
-        # ten steps between two synchronisations: a training loop does not wait for each step either
-        times, chunk = [], 10
-        for _ in range(args.warmup):
-            loss = one_step()
-        for _ in range(max(1, args.steps // chunk)):
-            synchronize()
-            start = time.perf_counter()
-            for _ in range(chunk):
-                loss = one_step()
-            synchronize()
-            times.append((time.perf_counter() - start) / chunk)
-        median = statistics.median(times)
-        peak = torch.cuda.max_memory_allocated() / 2 ** 30 if args.device == "cuda" else 0.0
-        data[kind] = {"tokens_per_second": B * T / median, "ms": 1000 * median, "peak_gib": peak,
-                      "loss": loss.item()}
-        print("%-9s median %8.2f ms  %9.0f tokens/s  best %8.2f ms  peak %5.1f GiB  loss %.3f"
-              % (kind, 1000 * median, B * T / median, 1000 * min(times), peak, loss.item()),
-              flush=True)
-        raw = model = optimizer = loss = None       # the memory of all that they held
+    ways = [(kind, attention) for kind in args.kinds.split(",") for attention in args.attention.split(",")]
+    for kind, attention in ways:
+        with sdpa_kernel(ATTENTION[attention]):
+            row = step_time(args, dims, kind)
+        data[f"{kind} {attention}"] = row
+        print("%-9s %-6s median %8.2f ms  %9.0f tokens/s  best %8.2f ms  peak %5.1f GiB  loss %.3f"
+              % (kind, attention, row["ms"], row["tokens_per_second"], row["best_ms"], row["peak_gib"],
+                 row["loss"]), flush=True)
         release()
-        if args.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
     if args.out:
         reference.write_json(args.out, data)
-    return all(math.isfinite(data[kind]["loss"]) for kind in args.kinds.split(","))
+    return all(math.isfinite(data[" ".join(way)]["loss"]) for way in ways)
+
+
+def step_time(args, dims, kind):
+    """Of args.steps steps after args.warmup: {ms, best_ms, tokens_per_second, peak_gib, loss}."""
+    on_gpu = args.device == "cuda"
+    synchronize = torch.cuda.synchronize if on_gpu else (lambda: None)
+    B, T = args.batch_size, args.sequence_length
+    model = new_model(dims, args.device)
+    load_params(model, init_params(dims, args.seed))
+    model = model.to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
+    loss_of = torch.compile(model.loss, mode=None if args.compile_mode == "default" else args.compile_mode)
+    optimizer = make_optimizer(model, HYPER, fused=True)
+    x, y = reference.batch_tensors(*batch(dims, B, T, args.input_bin, args.seed), args.device)
+
+    def one_step():
+        with torch.autocast(args.device, torch.bfloat16, enabled=kind == "autocast"):
+            loss = loss_of(x, y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    # ten steps between two synchronisations: a training loop does not wait for each step either
+    times, chunk = [], 10
+    for _ in range(args.warmup):
+        loss = one_step()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(max(1, args.steps // chunk)):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(chunk):
+            loss = one_step()
+        synchronize()
+        times.append((time.perf_counter() - start) / chunk)
+    median = statistics.median(times)
+    return {"ms": 1000 * median, "best_ms": 1000 * min(times), "tokens_per_second": B * T / median,
+            "peak_gib": torch.cuda.max_memory_allocated() / 2 ** 30 if on_gpu else 0.0, "loss": loss.item()}
 
 
 # ---- ours against a reference ----
@@ -280,8 +296,8 @@ def main():
     command("published", published, ["folder"], model="L12,NH12,C768,T1024,V50304", batch_size=16,
             sequence_length=1024, input_bin=train_gpt2.SHARDS + "all.bin")
     command("splits", splits, ["folder"], rows=32, sequence_length=64)
-    command("speed", speed, model="L12,NH12,C768,T1024,V50304", batch_size=64, sequence_length=1024, steps=20,
-            warmup=5, kinds="autocast,bfloat16", compile_mode="default", out="")
+    command("speed", speed, batch_size=64, sequence_length=1024, steps=20,
+            warmup=5, kinds="autocast,bfloat16", attention="flash,cudnn", compile_mode="default", out="")
     command("errors", errors, ["model", "ref", "ours"], limits="", key="bfloat16_grad_error", factor=2.0,
             grad_limit=1e-4, logits_limit=math.inf)
     args = p.parse_args()

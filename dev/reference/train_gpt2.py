@@ -114,7 +114,7 @@ def to_device(batch, args):
     return tuple(torch.from_numpy(a.copy()).to(args.device) for a in batch)
 
 
-def validation_loss(model, args, dims):
+def validation_loss(loss_of, args, dims):
     """Mean over the first rows of the set, each once: the last batch may be a smaller one."""
     loader = Loader(args.input_val_bin, args.batch_size, args.sequence_length, False, args.seed, dims.V)
     rows = min(args.val_max_steps * args.batch_size, loader.samples_per_epoch)
@@ -123,7 +123,7 @@ def validation_loss(model, args, dims):
         for row in range(0, rows, args.batch_size):
             live = min(args.batch_size, rows - row)
             x, y = to_device(loader.next(), args)
-            total += float(model(x[:live], y[:live])[1]) * live
+            total += float(loss_of(x[:live], y[:live])) * live
     return total / rows
 
 
@@ -139,7 +139,7 @@ def train(args, dims, params, show=print):
     raw = new_model(dims, args.device, bool(args.flash)).to(dtype_of(args))
     load_params(raw, params)
     mode = None if args.compile_mode == "default" else args.compile_mode
-    model = torch.compile(raw, mode=mode) if args.compile else raw
+    loss_of = torch.compile(raw.loss, mode=mode) if args.compile else raw.loss
     make = MuonAndAdamW if args.optimizer == "muon" else make_optimizer
     optimizer = make(raw, vars(args), fused=bool(args.fused))
     micro_steps = args.total_batch_size // (args.batch_size * args.sequence_length)
@@ -151,7 +151,7 @@ def train(args, dims, params, show=print):
     for step in range(args.num_iterations + 1):
         last = step == args.num_iterations
         if args.input_val_bin and args.val_loss_every and (step % args.val_loss_every == 0 or last):
-            show("val loss %.6f" % validation_loss(model, args, dims))
+            show("val loss %.6f" % validation_loss(loss_of, args, dims))
         if last:
             break
         start = time.perf_counter()
@@ -159,7 +159,7 @@ def train(args, dims, params, show=print):
         for _ in range(micro_steps):
             x, y = first if args.overfit_single_batch else to_device(loader.next(), args)
             with autocast(args):
-                loss = model(x, y)[1] / micro_steps
+                loss = loss_of(x, y) / micro_steps
             loss.backward()
             total += loss.detach()
         lr, muon_lr = (learning_rate(step, args.num_iterations, peak, args.warmup_iters,
