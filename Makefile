@@ -207,8 +207,8 @@ fuzz: build/fuzz ## hostile input for ten minutes each: files, texts, flags (nee
 	@for t in $$(python3 dev/fuzz/run.py --list); do python3 dev/fuzz/run.py $$t --seconds 600 || exit 1; done
 cpu: train_gpt2cpu test_gpt2cpu build/train_gpt2lazy $(TOOLS) $(TESTS)
 
-test-mutants: ## some 400 small wrong things, each to be noticed by its suite (an hour)
-	python3 dev/test/mutate.py
+test-mutants: ## 20 small mistakes in the lines added since BASE=commit: does a suite notice each?
+	python3 dev/test/mutants.py --base $(or $(BASE),HEAD)
 
 sanitize: $(addprefix build/check/test_gpt2.,BF16 FP32 FP16) ## on a GPU: kernels under compute-sanitizer
 	dev/gpu.sh sanitize

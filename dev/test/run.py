@@ -190,12 +190,34 @@ def list_gpus():
 
 # ---- dev/test/gpu-results.txt and dev/test/expected.txt: lines `key: value` ----
 
+def without_words(text):
+    """C++ without comments, blanks and the words of messages; what is in an asm statement stays."""
+    def blank(token):
+        word = token[0]
+        if word[0] == "'":
+            return word
+        return '"' + "_" * (len(word) - 2) + '"' if word[0] == '"' else " " * len(word)
+    token = r'''"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])+'|//[^\n]*|/\*.*?\*/'''
+    code, out, at = re.sub(token, blank, text, flags=re.S), "", 0
+    for found in re.finditer(r"\basm\b", code):
+        end = code.index(");", found.start())
+        out, at = out + code[at:found.start()] + text[found.start():end], end
+    return " ".join(re.sub('"_*"', '""', out + code[at:]).split())
+
+
 def cuda_hash():
     """Of all that the CUDA programs are made of."""
-    digest = hashlib.sha256()
-    for path in sorted(glob.glob("*.cu") + glob.glob("llmc/*.h")):
-        with open(path, "rb") as f:
-            digest.update(path.encode() + b"\0" + f.read() + b"\0")
+    digest, seen, paths = hashlib.sha256(), set(), sorted(glob.glob("*.cu"))
+    while paths:
+        path = paths.pop(0)
+        seen.add(path)
+        with open(path, encoding="utf-8") as f:
+            text = f.read()
+        for name in re.findall(r'#include "([^"]+)"', text):
+            beside = os.path.normpath(os.path.join(os.path.dirname(path), name))
+            include = beside if os.path.exists(beside) else name
+            paths += [include] if include not in paths and include not in seen else []
+        digest.update((path + "\0" + without_words(text) + "\0").encode())
     return digest.hexdigest()
 
 

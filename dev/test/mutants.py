@@ -1,0 +1,172 @@
+#!/usr/bin/env python3
+"""Would the tests notice a mistake in what a change touched? Makes small mistakes in those lines, one
+at a time, and runs the suites that should fail.
+
+    make test-mutants BASE=main~3                          # 20 mistakes in the lines added since that commit
+    python3 dev/test/mutants.py --base HEAD~1 --count 100 --seed 2 --only llmc/comm
+    python3 dev/test/mutants.py --base HEAD~1 --list       # only prints them
+
+A mistake that no suite notices is printed as a patch. The sources are copied into a temporary folder and
+built there at -O1; the working tree is not touched. A mutant takes about a minute; those that do not compile
+count as skipped.
+"""
+import argparse
+import difflib
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
+
+# What should notice a mistake in a file, the first row that fits: suites of dev/test/run.py, cheapest first.
+MODEL = ["model cpu", "golden cpu", "cli cpu", "blocks cpu", "loop cpu", "seeing cpu", "lazy cpu", "hf cpu",
+         "resume cpu", "ranks cpu"]
+SUITES = [
+    (r"llmc/(cpu_ops|ops|op_types)\.h", ["host cpu_ops", *MODEL]),
+    (r"llmc/comm.*", ["host comm", "ranks cpu"]),
+    (r"llmc/(checkpoints|state_file|checksum)\.h", ["host checkpoints", "host host", "resume cpu",
+                                                     "ranks cpu"]),
+    (r"llmc/(tokenizer|unicode_tables)\.h", ["host tokenizer", "host data_tools", "host tiktoken"]),
+    (r"llmc/(dataloader|evalloader|token_buckets)\.h", ["host {name}", *MODEL]),
+    (r"llmc/(sampler|progress|telemetry|json|safetensors)\.h", ["host host", "seeing cpu", "hf cpu",
+                                                                 "loop cpu"]),
+    (r"llmc/.*\.h|train_gpt2\.cu", ["host host", *MODEL]),
+    (r"dev/eval/.*\.py", ["hf cpu"]),
+    (r"dev/data/(plot_log|tensorboard_log)\.py", ["seeing cpu"]),
+    (r"dev/data/.*\.py", ["datasets", "scripts"]),
+    (r"dev/(data|tools)/.*\.cpp", ["host data_tools", "host checkpoints", "datasets", "host stories"]),
+]
+NOT_HERE = re.compile(r"llmc/(cuda_|cublaslt|nccl)|profile_gpt2|dev/cuda|(dev/)?test")
+
+# (what stands in a line, what it becomes)
+CHANGES = [
+    (r"(?<=[^<>=!+\-*/&|])< (?!<)", "<= "), (r"<= ", "< "), (r"(?<=[^<>=\-])> ", ">= "), (r">= ", "> "),
+    (r"== ", "!= "), (r"!= ", "== "), (r"&& ", "|| "), (r"\|\| ", "&& "), (r" and ", " or "),
+    (r" or ", " and "), (r" \+ ", " - "), (r" - ", " + "), (r" \* ", " + "), (r" \+= ", " -= "),
+    (r"\bmin\(", "max("), (r"\bmax\(", "min("), (r"\btrue\b", "false"), (r"\bfalse\b", "true"), (r"\bTrue\b", "False"),
+    (r"\bFalse\b", "True"), (r"if \(!", "if ("), (r"if \((?!!)", "if (!"), (r"\b0\b", "1"), (r"\b1\b", "2"),
+    (r"\b1\b", "0"), (r"\bcontinue;", "break;"), (r"(\w+)\((\w+), (\w+)", r"\1(\3, \2"),
+]
+
+
+def run(words, folder, **more):
+    return subprocess.run(words, cwd=folder, text=True, capture_output=True, errors="replace", **more)
+
+
+def touched_lines(base, only):
+    """{file: numbers of its lines that are not in `base`}, of what is compiled or run, tests left out."""
+    words = ["git", "diff", "-U0", base, "--", "*.cu", "*.h", "*.cpp", "dev/data/*.py", "dev/eval/*.py"]
+    files, lines = {}, []
+    for line in run(words, ROOT, check=True).stdout.split("\n"):
+        if line.startswith("+++ "):
+            name = line[6:]
+            lines = [] if NOT_HERE.match(name) or only not in name else files.setdefault(name, [])
+        elif hunk := re.match(r"@@ -\S+ \+(\d+),?(\d*) @@", line):
+            first = int(hunk[1])
+            lines.extend(range(first, first + int(hunk[2] or 1)))
+    return files
+
+
+def compiled_lines(name):
+    """Numbers of a .cu file's lines that the CPU build compiles."""
+    text = run(["g++", "-E", "-I.", "-DGPT2_CPU", "-x", "c++", name], ROOT, check=True).stdout
+    inside, number, numbers = False, 0, set()
+    for line in text.split("\n"):
+        if marker := re.match(r'# (\d+) "(.*?)"', line):
+            inside, number = marker[2] == name, int(marker[1])
+        else:
+            if inside and line.strip():
+                numbers.add(number)
+            number += 1
+    return numbers
+
+
+def mutants_of(name, touched):
+    """(file, line number, line, mutated line), all that the table makes of these lines."""
+    with open(os.path.join(ROOT, name), encoding="utf-8") as f:
+        lines = f.read().split("\n")
+    numbers = set(touched) & compiled_lines(name) if name.endswith(".cu") else touched
+    for number in sorted(numbers):
+        line = lines[number - 1]
+        if re.match(r"\s*(//|#|\*|$|static_assert|assert)", line):
+            continue
+        code = re.sub(r"(//|  #).*", "", line)
+        code = re.sub(r'"(\\.|[^"\\])*"', lambda text: "\0" * len(text[0]), code)     # no mistakes in texts
+        for old, new in CHANGES:
+            for found in re.finditer(old, code):
+                yield name, number, line, line[:found.start()] + found.expand(new) + line[found.end():]
+        if re.match(r"\s+[a-z][\w.>\-\[\]]*( [+*|-]?= |\().*;\s*$", code) and "return" not in code:
+            yield name, number, line, re.match(r"\s*", line)[0] + ";"
+
+
+def suites_of(name):
+    words = next((words for pattern, words in SUITES if re.fullmatch(pattern, name)), ["cli cpu", "loop cpu"])
+    return [word.format(name=os.path.basename(name).split(".")[0]) for word in words]
+
+
+def noticed_by(folder, name):
+    """The first suite that fails, "the compiler", or None."""
+    env = dict(os.environ, MAKEFLAGS="CPU_OPT=-O1")
+    for suite in suites_of(name):
+        log = run([sys.executable, "dev/test/run.py", suite], folder, env=env, timeout=1800)
+        failed = re.findall(r"^FAILED: ([^:]*)", log.stdout, re.M)
+        if failed:
+            return "the compiler" if all(row.startswith("build") for row in failed) else failed[-1]
+    return None
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--base", default="HEAD", help="the lines added since this commit")
+    parser.add_argument("--only", default="", help="files whose name contains this")
+    parser.add_argument("--count", type=int, default=20, help="as many, drawn by --seed")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--list", action="store_true", help="print them, run nothing")
+    args = parser.parse_args()
+    everything = [m for name, lines in touched_lines(args.base, args.only).items()
+                  for m in mutants_of(name, lines)]
+    random.Random(args.seed).shuffle(everything)
+    chosen, seen = [], set()
+    for mutant in everything:                   # one a line as far as they reach
+        if mutant[:2] not in seen and len(chosen) < args.count:
+            seen.add(mutant[:2])
+            chosen.append(mutant)
+    if args.list or not chosen:
+        for name, number, line, new in chosen:
+            print(f"{name}:{number}: {line.strip()}  ->  {new.strip()}")
+        return 0
+    with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
+        listed = run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], ROOT).stdout
+        for path in filter(None, listed.split("\0")):
+            target = os.path.join(folder, path)
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            if os.path.isfile(os.path.join(ROOT, path)):
+                shutil.copy2(os.path.join(ROOT, path), target)
+        survivors = uncompiled = 0
+        for name, number, line, new in chosen:
+            path = os.path.join(folder, name)
+            with open(path, encoding="utf-8") as f:
+                text = f.read()
+            lines = text.split("\n")
+            lines[number - 1] = new
+            with open(path, "w", encoding="utf-8") as f:
+                f.write("\n".join(lines))
+            who = noticed_by(folder, name)
+            print(f"{who or 'NOBODY'}: {name}:{number}: {line.strip()}  ->  {new.strip()}", flush=True)
+            uncompiled += who == "the compiler"
+            if not who:
+                survivors += 1
+                print("\n".join(difflib.unified_diff(text.split("\n"), lines, "a/" + name, "b/" + name,
+                                                     lineterm="", n=2)), flush=True)
+            with open(path, "w", encoding="utf-8") as f:
+                f.write(text)
+    print(f"{len(chosen) - survivors - uncompiled} passed, {survivors} failed, {uncompiled} skipped")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
