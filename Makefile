@@ -122,7 +122,7 @@ train_gpt2cpu test_gpt2cpu: %cpu: %.cu build/cpu.flags ## the trainer and its te
 build/train_gpt2lazy: train_gpt2.cu build/cpu.flags
 	$(CXX) $(CPU_FLAGS) $(MODEL_FLAGS) -DLAZY_STREAMS $(DEPS) -x c++ $< -o $@ $(CPU_LIBS)
 
-HEADERS := $(wildcard llmc/*.h dev/test/*.h)
+HEADERS := $(wildcard llmc/*.h llmc/*/*.h dev/test/*.h)
 train_gpt2cu test_gpt2cu profile_gpt2cu: %cu: %.cu train_gpt2.cu $(HEADERS) build/cuda.flags ## CUDA programs
 	$(NVCC) $(CUDA_FLAGS) $(GENCODE) -DENABLE_$(PRECISION) $< -o $@ $(CUDA_LIBS)
 

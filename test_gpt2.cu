@@ -3,7 +3,7 @@ Tests of train_gpt2.cu, in both builds: `make test_gpt2cu && ./test_gpt2cu`, `ma
 ./test_gpt2cpu`.
 
     ./test_gpt2cu [kernels] [model] [invariance]    the named modes, all without a name
-        kernels      each CUDA op against its twin in double (llmc/cpu_ops.h); CUDA builds only
+        kernels      each CUDA op against its twin in double (llmc/ops/cpu_ops.h); CUDA builds only
         model        against PyTorch: logits, loss, every gradient by name, 10 AdamW steps
         invariance   facts that need no reference: splits, recompute, two runs, skipped updates, files
     --reference PREFIX   model mode on PREFIX_model.bin, PREFIX_tensors.bin, PREFIX.json (from dev/reference)
@@ -19,7 +19,7 @@ both against fp32; their losses and norms are held to 3 %. Closing line: `N pass
 */
 #define TESTING
 #include "train_gpt2.cu"
-#include "llmc/cpu_ops.h"        // gives: the twins, here as the oracle of the CUDA build
+#include "llmc/ops/cpu_ops.h"    // gives: the twins, here as the oracle of the CUDA build
 #include <functional>           // gives: std::function
 #include <type_traits>          // gives: std::is_same
 #include "dev/test/test.h"      // gives: TEST, CHECK, SKIP, test_summary
@@ -428,7 +428,7 @@ static void dump_sums(const std::vector<std::string>& args) {
 // == invariance ==
 static const Config kTiny = {33, 509, 512, 3, 2, 40};       // head size 20: the plain attention
 // Head size 64. Smaller in ASan, where all its matrices go through plain loops: rows, columns and keys still
-// go beyond the tiles of llmc/cpu_ops.h. More heads than one are in the other.
+// go beyond the tiles of llmc/ops/cpu_ops.h. More heads than one are in the other.
 #ifdef __SANITIZE_ADDRESS__
 static const Config kTensorCore = {70, 300, 384, 2, 1, 64};
 #else

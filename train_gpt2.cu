@@ -4,7 +4,7 @@ gradient accumulation, several GPUs, checkpoints, the training loop.
 
 Two builds of this file:
     make train_gpt2cu      nvcc, the CUDA program (PRECISION=BF16|FP16|FP32)
-    make train_gpt2cpu     g++ -DGPT2_CPU, the same program in plain loops: llmc/cpu_ops.h specifies every
+    make train_gpt2cpu     g++ -DGPT2_CPU, the same program in plain loops: llmc/ops/cpu_ops.h specifies every
                            kernel here, and is what runs where there is no GPU
 Run:
     ./train_gpt2cu -e d12 -b 64 -t 1024 -z 524288 -i 'shards/train_*.bin' -j 'shards/val_*.bin' -o runs/d12
@@ -19,7 +19,7 @@ Sections (search for "// == "), in the order in which data flows:
 Section 6: 6.1 encoder  6.2 norms  6.3 matmul  6.4 gelu and bias  6.5 classifier  6.6 loss
      6.7 gradients: lanes and the norm  6.8 adamw, muon  6.9 attention, the longest: plain, mma.sync, sm90
      6.10 decoding: what writes text, token by token
-Sections 4 and 5 are headers in llmc/. What each op takes and gives stands in llmc/ops.h: read that first.
+Sections 4 and 5 are headers in llmc/. What each op takes and gives stands in llmc/ops/ops.h: read that first.
 Letters, everywhere: B batch rows, T tokens a row, C channels, NH heads, HS head size, V vocabulary, Vp padded
 vocabulary, L layers, OC output channels, N = B*T rows of a matrix. An index is the lower-case letter: b t c
 l, and h for a head; bt is b*T+t.
@@ -45,24 +45,24 @@ l, and h for a head; bt is b*T+t.
 #include <string>       // gives: std::string
 #include <vector>       // gives: std::vector
 
-#include "llmc/check.h"         // gives: die, fopen_check, AtomicFile
-#include "llmc/rand.h"          // gives: rand_normal4, rand_unit, RoundKey
-#include "llmc/ops.h"           // gives: GPT2_OPS, each op's arguments, Grad, UpdateState, ChunkRange
-#include "llmc/token_buckets.h" // gives: build_token_buckets
-#include "llmc/dataloader.h"    // gives: DataLoader
-#include "llmc/evalloader.h"    // gives: EvalSet
-#include "llmc/tokenizer.h"     // gives: Tokenizer
-#include "llmc/sampler.h"       // gives: sample_token
-#include "llmc/schedulers.h"    // gives: lr_at
-#include "llmc/flags.h"         // gives: Flag, flags_parse
-#include "llmc/logger.h"        // gives: Logger
-#include "llmc/progress.h"      // gives: progress_show, progress_clear
-#include "llmc/telemetry.h"     // gives: telemetry_start, telemetry_read
-#include "llmc/host_memory.h"   // gives: host_memory_free, addresses_limited
-#include "llmc/state_file.h"    // gives: StateFile, Facts
-#include "llmc/checkpoints.h"   // gives: checkpoint_check, checkpoint_done, Worker
-#include "llmc/safetensors.h"   // gives: SafeTensors, safetensors_open
-#include "llmc/comm.h"          // gives: comm, comm_start, comm_any, comm_all_gather
+#include "llmc/check.h"             // gives: die, fopen_check, AtomicFile
+#include "llmc/rand.h"              // gives: rand_normal4, rand_unit, RoundKey
+#include "llmc/ops/ops.h"           // gives: GPT2_OPS, each op's arguments, Grad, UpdateState, ChunkRange
+#include "llmc/ops/token_buckets.h" // gives: build_token_buckets
+#include "llmc/data/dataloader.h"   // gives: DataLoader
+#include "llmc/data/evalloader.h"   // gives: EvalSet
+#include "llmc/data/tokenizer.h"    // gives: Tokenizer
+#include "llmc/data/sampler.h"      // gives: sample_token
+#include "llmc/run/schedulers.h"    // gives: lr_at
+#include "llmc/run/flags.h"         // gives: Flag, flags_parse
+#include "llmc/run/logger.h"        // gives: Logger
+#include "llmc/run/progress.h"      // gives: progress_show, progress_clear
+#include "llmc/run/telemetry.h"     // gives: telemetry_start, telemetry_read
+#include "llmc/host_memory.h"       // gives: host_memory_free, addresses_limited
+#include "llmc/files/state_file.h"  // gives: StateFile, Facts
+#include "llmc/files/checkpoints.h" // gives: checkpoint_check, checkpoint_done, Worker
+#include "llmc/files/safetensors.h" // gives: SafeTensors, safetensors_open
+#include "llmc/comm/comm.h"         // gives: comm, comm_start, comm_any, comm_all_gather
 
 // == 2 types and limits ==
 // floatX is the type of weights and activations. LayerNorm's parameters, statistics, losses, norms and
@@ -455,16 +455,16 @@ static Acts act_views(char* base, const ActSpec* specs, int l) {
 #ifdef GPT2_CPU
 // == 4-6 in the CPU build ==
 // The device runtime and the ops, by the same names, in plain C++.
-#include "llmc/cpu_device.h"
+#include "llmc/ops/cpu_device.h"
 #else
 // == 4 device runtime, 5 device helpers ==
-#include "llmc/cuda_device.h"   // gives: device_malloc, stream_create, cudaCheck, OpScope
-#include "llmc/cuda_helpers.h"  // gives: x128, load, store, block_sum, grad_store, mma_16x8, wgmma_shared
-#include "llmc/cublaslt.h"      // gives: Gemm, gemm, gemm_or_die
-#include "llmc/nccl.h"          // gives: device_comm_init, device_all_to_all, device_all_gather
+#include "llmc/ops/cuda_device.h"   // gives: device_malloc, stream_create, cudaCheck, OpScope
+#include "llmc/ops/cuda_helpers.h"  // gives: x128, load, store, block_sum, grad_store, mma_16x8, wgmma_shared
+#include "llmc/ops/cublaslt.h"      // gives: Gemm, gemm, gemm_or_die
+#include "llmc/ops/nccl.h"          // gives: device_comm_init, device_all_to_all, device_all_gather
 
 // == 6 ops ==
-// Each op of llmc/ops.h: its maths, its kernels and, last, its launcher by the op's name. A launcher checks
+// Each op of ops.h: its maths, its kernels and, last, its launcher by the op's name. A launcher checks
 // what it needs, allocates nothing and waits for nothing. Most kernels exist twice: with kVector for rows of
 // whole vectors, which all sizes d12 to d48 have, and without it for any other C, V or OC.
 #define X(op, Args, ...) static void op(const Args<floatX, float>& a, Stream stream);
@@ -547,7 +547,7 @@ static CUtensorMap tensor_map(CUtensorMapDataType type, const void* tensor, cons
 // Backward: dwte[v,:] += sum of dout[bt,:] over the positions bt where token v stood
 //           dwpe[t,:] (+)= sum over b of dout[b,t,:], in order
 // Many positions may hold the same token, and adding them atomically would give other bits each run. So the
-// host sorts the positions by token (llmc/token_buckets.h), and each row of dwte has one owner that adds its
+// host sorts the positions by token (token_buckets.h), and each row of dwte has one owner that adds its
 // positions in that order. A token with more than 128 positions is split into segments, each with an owner:
 // their sums meet in scratch (slots,C), and a second kernel adds them up, again in order.
 constexpr int kEncoderThreads = 128;            // of the backward: wider rows are shared among blocks
@@ -1569,7 +1569,7 @@ static void norm_backward(const NormBackwardX& a, Stream stream) {
 // bias, residual (as the C matrix, beta = 1), GELU and its derivative ride in the epilogue. cuBLASLt's
 // bias-gradient epilogues do not pay (DGELU_BGRAD 1.58 ms against .57 for DGELU, BGRADB +25..60 %): column
 // sums come from LayerNorm's backward, gelu_backward_inplace and bias_backward. Descriptors and the algorithm
-// are looked up once per shape and kept (llmc/cublaslt.h).
+// are looked up once per shape and kept (llmc/ops/cublaslt.h).
 //     grad_accumulate   grad (+)= values
 // A weight gradient that is kept in bf16 is first computed in fp32, in scratch; grad_accumulate then adds it
 // and rounds once.
@@ -2338,7 +2338,7 @@ static void adamw_update(const AdamW<floatX, float>& a, Stream stream) {
     cudaCheck(cudaGetLastError());
 }
 
-// Muon, as llmc/ops.h has it. A product is one call for all matrices of a shape: q, k, v and attproj of all
+// Muon, as ops.h has it. A product is one call for all matrices of a shape: q, k, v and attproj of all
 // layers (124M: 48), fc (12) and fcproj (12). Only the last one, which stores where the update is read, takes
 // a call for each part. Products are cuBLASLt's, but on Hopper gram and poly, which are symmetric, are those
 // of the kernel below. In column-major terms, with x stored (rows,cols):
@@ -2821,7 +2821,7 @@ static void muon_update(const MuonUpdate<floatX, float>& a, Stream stream) {
 // Scratch of the backward: float2 {lse * log2(e), D} per query (plain kernels: {lse, D}), laid out
 // (B,NH,padded_T), so that whole tiles can be copied, with zeros behind T to the end of the last tile.
 //
-// F is a bit matrix (AttentionKeep in llmc/op_types.h) that a kernel of its own has drawn, so that all forms
+// F is a bit matrix (AttentionKeep in op_types.h) that a kernel of its own has drawn, so that all forms
 // and both passes drop the same, whatever their tiles are. What reads it is compiled apart (kDrops): without
 // dropout nothing is asked. A word has 32 keys of one query, and the next word is the next query's: a warp
 // reads those of neighbouring queries as one piece, whether they are its rows or its columns.
@@ -4682,7 +4682,7 @@ static void attention_backward(const AttentionBackward<floatX, float>& a, Stream
 //     decode_attention    stores k and v of the new position; out[n,h] = softmax(q K^T / sqrt(HS)) V over it
 //                         and those before
 //     cache_store         k and v of a forward over a prompt
-//     sample_tokens       draws the next tokens (llmc/sampler.h) and moves positions on
+//     sample_tokens       draws the next tokens (sampler.h) and moves positions on
 // All of it waits for memory: with one row each weight is read for a single product, 248 MB a token for 124M.
 // Positions and tokens are read from the device, so one CUDA graph serves all steps. A row's sums are taken
 // in an order that no other row has a part in, so a text is the same alone and in a batch. That rules out
@@ -5221,7 +5221,7 @@ static void decode_attention(const DecodeAttention<floatX, float>& a, Stream str
     });
 }
 
-// Draws as sample_token() does (llmc/sampler.h), a block a row, and takes the same token. A logit's key is a
+// Draws as sample_token() does (sampler.h), a block a row, and takes the same token. A logit's key is a
 // number that grows with it: floatX has few enough values that 16 to 32 halvings find the key below which
 // top-k or top-p cut off. Weights are whole numbers, so their sums may be taken in any order.
 constexpr int kSampleThreads = 1024;
@@ -6989,8 +6989,8 @@ __attribute__((format(printf, 1, 2))) static void warn(const char* fmt, ...) {
     va_end(args);
 }
 
-// A checkpoint is a model and a state. What a model file is made of here, a state file in llmc/state_file.h,
-// their names and the marker that comes last in llmc/checkpoints.h.
+// A checkpoint is a model and a state. What a model file is made of here, a state file in state_file.h,
+// their names and the marker that comes last in checkpoints.h.
 //
 // model_%08d.bin: 256 int32 header, then the tensors in table order, tight. Version 3 holds fp32, 5 bf16
 // (llm.c's numbers); either loads in any build. FP16 builds save version 3 from the master weights. The last

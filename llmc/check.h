@@ -72,7 +72,7 @@ static inline std::string shown(const std::string& text) {
     return out;
 }
 
-// A line may stand on the terminal that rewrites itself (llmc/progress.h). Whoever else prints, in any thread
+// A line may stand on the terminal that rewrites itself (run/progress.h). Whoever else prints, in any thread
 // or signal handler, takes it away first.
 static std::atomic<bool> progress_shown(false);
 static inline void progress_clear() {
@@ -83,7 +83,7 @@ static inline void progress_clear() {
 
 // Runs before die() exits. Set once, at start.
 static void (*die_hook)() = nullptr;
-// In a job of several processes one of them speaks for all: llmc/comm.h puts a function here that passes the
+// In a job of several processes one of them speaks for all: comm/comm.h puts a function here that passes the
 // message on and ends this process, or says whether that was done (else it is printed here, as always).
 static bool (*die_report)(const char* text) = nullptr;
 // A test that goes on after an error throws it from here (dev/fuzz).

@@ -64,7 +64,7 @@ static inline size_t cgroup_memory_free(const std::string& root = "/sys/fs/cgrou
 }
 
 // Under such a limit (ulimit -v) more memory may be free than can be had, and libraries may wait for theirs
-// for ever (llmc/cpu_device.h).
+// for ever (llmc/ops/cpu_device.h).
 static inline bool addresses_limited() {
     struct rlimit most;
     return getrlimit(RLIMIT_AS, &most) == 0 && most.rlim_cur != RLIM_INFINITY;

@@ -8,8 +8,8 @@ P(b | a) = (count(a, b) + s P(b)) / (count(a) + s), with P(b) = (count(b) + t) /
 decide, single tokens fill in, the more the rarer a is. Counts come from the -i shards, the loss in nats per
 token from the -j shards. Of several s and t, the best on -j are taken: a fair rival gets its choice.
 */
-#include "../../llmc/dataloader.h"  // gives: data_glob, data_shard_open
-#include "../../llmc/flags.h"       // gives: flags_parse
+#include "llmc/data/dataloader.h"   // gives: data_glob, data_shard_open
+#include "llmc/run/flags.h"         // gives: flags_parse
 
 #include <math.h>                   // gives: log
 #include <stdio.h>                  // gives: printf

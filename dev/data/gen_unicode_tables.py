@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Writes llmc/unicode_tables.h: which code points are letters, numbers and white space.
+"""Writes llmc/data/unicode_tables.h: which code points are letters, numbers and white space.
 
 GPT-2 cuts text with a regular expression that asks for \\p{L}, \\p{N} and \\s, so the table must be of the
 Unicode version of the regex engine we want to agree with. tiktoken 0.12 and 0.14 answer from Unicode 16.0.0.
 This script takes the general categories from Python's own unicodedata where that is 16.0.0 (Python 3.14),
 else from `pip install unicodedata2==16.0.0`.
 
-    python3 dev/data/gen_unicode_tables.py            # writes llmc/unicode_tables.h
+    python3 dev/data/gen_unicode_tables.py            # writes llmc/data/unicode_tables.h
     python3 dev/data/gen_unicode_tables.py --check    # compares the header with Unicode and with tiktoken
 """
 import argparse
@@ -15,7 +15,8 @@ import re
 import sys
 
 UNICODE_VERSION = "16.0.0"
-HEADER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "llmc", "unicode_tables.h")
+HEADER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "llmc", "data",
+                      "unicode_tables.h")
 SPACES = [range(0x09, 0x0E), range(0x20, 0x21), range(0x85, 0x86), range(0xA0, 0xA1), range(0x1680, 0x1681),
           range(0x2000, 0x200B), range(0x2028, 0x202A), range(0x202F, 0x2030), range(0x205F, 0x2060),
           range(0x3000, 0x3001)]    # the property White_Space: no Python module has it; unchanged since 6.3

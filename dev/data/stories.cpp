@@ -16,9 +16,9 @@ landmarks backwards, the sums come out right. What a plot says is written as tem
     [ran|walked [home|away]|]       one of these, at random
 polish() adds capitals, turns "a owl" into "an owl" and tidies the spaces; \n starts a paragraph.
 */
-#include "../../llmc/check.h"   // gives: die, AtomicFile
-#include "../../llmc/flags.h"   // gives: flags_parse
-#include "../../llmc/rand.h"    // gives: rand_block
+#include "llmc/check.h"         // gives: die, AtomicFile
+#include "llmc/run/flags.h"     // gives: flags_parse
+#include "llmc/rand.h"          // gives: rand_block
 
 #include <ctype.h>              // gives: isalpha, toupper
 

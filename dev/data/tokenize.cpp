@@ -28,9 +28,9 @@ size of the text.
 #include <thread>       // gives: std::thread
 #include <vector>       // gives: std::vector
 
-#include "../../llmc/check.h"       // gives: die, AtomicFile
-#include "../../llmc/flags.h"       // gives: Flag, flags_parse
-#include "../../llmc/tokenizer.h"   // gives: Tokenizer
+#include "llmc/check.h"             // gives: die, AtomicFile
+#include "llmc/run/flags.h"         // gives: Flag, flags_parse
+#include "llmc/data/tokenizer.h"    // gives: Tokenizer
 
 static const char kSeparatorLine[] = "<|endoftext|>";
 enum Separators { SEPARATORS_NONE, SEPARATORS_LINE, SEPARATORS_NUL };       // as in kFlags

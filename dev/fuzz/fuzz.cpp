@@ -30,16 +30,16 @@ static int fuzz_fclose(FILE* f) {
 
 #define fopen fuzz_fopen
 #define fclose fuzz_fclose
-#include "../../llmc/json.h"
+#include "llmc/files/json.h"
 #define NDEBUG                  // flags_parse would look through the whole table first: ten times the work
-#include "../../llmc/flags.h"
+#include "llmc/run/flags.h"
 #undef NDEBUG
 #include <assert.h>
 #define TESTING
 #include "../../train_gpt2.cu"  // gives: what is tested
 
 #include <sys/mman.h>           // gives: memfd_create
-#include "../../llmc/state_file.h"      // gives: what is tested
+#include "llmc/files/state_file.h"      // gives: what is tested
 
 // Nothing is made wrong on purpose here, as test_gpt2.cu's --break does.
 template <class Args> static void break_outputs(const Args&, Stream) {}

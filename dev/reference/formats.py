@@ -1,6 +1,6 @@
 """The reference without PyTorch: shapes, the parameter table, random numbers, data order, files.
 
-An independent second reading of what the C++ side does (llmc/rand.h, llmc/dataloader.h, the file formats), in
+An independent second reading of what the C++ side does (llmc/rand.h, dataloader.h, the file formats), in
 numpy: where the two disagree, one of them is wrong. Nothing here is shared with the C++ code.
 
     dims = parse_model("L2,NH2,C40,T33,V509")
@@ -367,7 +367,7 @@ def write_shard(path, tokens):
 
 # ---- data order ----
 class Loader:
-    """Windows of T tokens from shards, in the order of llmc/dataloader.h: a function of (seed, sample)."""
+    """Windows of T tokens from shards, in the order of dataloader.h: a function of (seed, sample)."""
 
     def __init__(self, pattern, B, T, shuffle=True, seed=1337, vocab=None):
         paths = sorted(glob.glob(pattern))

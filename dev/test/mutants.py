@@ -26,13 +26,13 @@ ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)),
 MODEL = ["model cpu", "golden cpu", "cli cpu", "blocks cpu", "loop cpu", "seeing cpu", "lazy cpu", "hf cpu",
          "resume cpu", "ranks cpu"]
 SUITES = [
-    (r"llmc/(cpu_ops|ops|op_types)\.h", ["host cpu_ops", *MODEL]),
-    (r"llmc/comm.*", ["host comm", "ranks cpu"]),
-    (r"llmc/(checkpoints|state_file|checksum)\.h", ["host checkpoints", "host host", "resume cpu",
+    (r"llmc/ops/(cpu_ops|ops|op_types)\.h", ["host cpu_ops", *MODEL]),
+    (r"llmc/comm/.*", ["host comm", "ranks cpu"]),
+    (r"llmc/(files/|)(checkpoints|state_file|checksum)\.h", ["host checkpoints", "host host", "resume cpu",
                                                      "ranks cpu"]),
-    (r"llmc/(tokenizer|unicode_tables)\.h", ["host tokenizer", "host data_tools", "host tiktoken"]),
-    (r"llmc/(dataloader|evalloader|token_buckets)\.h", ["host {name}", *MODEL]),
-    (r"llmc/(sampler|progress|telemetry|json|safetensors)\.h", ["host host", "seeing cpu", "hf cpu",
+    (r"llmc/data/(tokenizer|unicode_tables)\.h", ["host tokenizer", "host data_tools", "host tiktoken"]),
+    (r"llmc/(data|ops)/(dataloader|evalloader|token_buckets)\.h", ["host {name}", *MODEL]),
+    (r"llmc/\w+/(sampler|progress|telemetry|json|safetensors)\.h", ["host host", "seeing cpu", "hf cpu",
                                                                  "loop cpu"]),
     (r"llmc/.*\.h|train_gpt2\.cu", ["host host", *MODEL]),
     (r"dev/eval/.*\.py", ["hf cpu"]),
@@ -40,7 +40,7 @@ SUITES = [
     (r"dev/data/.*\.py", ["datasets", "scripts"]),
     (r"dev/(data|tools)/.*\.cpp", ["host data_tools", "host checkpoints", "datasets", "host stories"]),
 ]
-NOT_HERE = re.compile(r"llmc/(cuda_|cublaslt|nccl)|profile_gpt2|dev/cuda|(dev/)?test")
+NOT_HERE = re.compile(r"llmc/ops/(cuda_|cublaslt|nccl)|profile_gpt2|dev/cuda|(dev/)?test")
 
 # (what stands in a line, what it becomes)
 CHANGES = [
@@ -48,8 +48,9 @@ CHANGES = [
     (r"== ", "!= "), (r"!= ", "== "), (r"&& ", "|| "), (r"\|\| ", "&& "), (r" and ", " or "),
     (r" or ", " and "), (r" \+ ", " - "), (r" - ", " + "), (r" \* ", " + "), (r" \+= ", " -= "),
     (r"\bmin\(", "max("), (r"\bmax\(", "min("), (r"\btrue\b", "false"), (r"\bfalse\b", "true"),
-    (r"\bTrue\b", "False"), (r"\bFalse\b", "True"), (r"if \(!", "if ("), (r"if \((?!!)", "if (!"), (r"\b0\b", "1"),
-    (r"\b1\b", "2"), (r"\b1\b", "0"), (r"\bcontinue;", "break;"), (r"(\w+)\((\w+), (\w+)", r"\1(\3, \2"),
+    (r"\bTrue\b", "False"), (r"\bFalse\b", "True"), (r"if \(!", "if ("), (r"if \((?!!)", "if (!"),
+    (r"\b0\b", "1"), (r"\b1\b", "2"), (r"\b1\b", "0"), (r"\bcontinue;", "break;"),
+    (r"(\w+)\((\w+), (\w+)", r"\1(\3, \2"),
 ]
 
 
@@ -88,13 +89,15 @@ def compiled_lines(name):
 def mutants_of(name, touched):
     """(file, line number, line, mutated line), all that the table makes of these lines."""
     with open(os.path.join(ROOT, name), encoding="utf-8") as f:
-        lines = f.read().split("\n")
+        text = f.read()
+    lines = text.split("\n")
+    code_lines = re.sub(r"/\*.*?\*/", lambda c: re.sub(".", " ", c[0]), text, flags=re.S).split("\n")
     numbers = set(touched) & compiled_lines(name) if name.endswith(".cu") else touched
     for number in sorted(numbers):
-        line = lines[number - 1]
-        if re.match(r"\s*(//|#|\*|$|static_assert|assert)", line):
+        line, code = lines[number - 1], code_lines[number - 1]
+        if re.match(r"\s*(//|#|$|static_assert|assert)", code):
             continue
-        code = re.sub(r"(//|  #).*", "", line)
+        code = re.sub(r"(//|  #).*", "", code)
         code = re.sub(r'"(\\.|[^"\\])*"', lambda text: "\0" * len(text[0]), code)     # no mistakes in texts
         for old, new in CHANGES:
             for found in re.finditer(old, code):

@@ -11,9 +11,9 @@ that reads their files. Damage is tried exhaustively on small files: each byte, 
 #include <atomic>                       // gives: std::atomic
 #include <new>                          // gives: std::bad_alloc
 
-#include "../../llmc/checkpoints.h"     // gives: what is tested, here and in the next two lines
-#include "../../llmc/checksum.h"
-#include "../../llmc/state_file.h"
+#include "llmc/files/checkpoints.h"     // gives: what is tested, here and in the next two lines
+#include "llmc/checksum.h"
+#include "llmc/files/state_file.h"
 #include "child.h"                      // gives: run_child, check_dies
 #include "test.h"                       // gives: TEST, CHECK, SKIP, test_summary
 

@@ -1,5 +1,5 @@
 /*
-Tests of jobs of several processes: llmc/comm.h and what it includes. Each case is a small program of ranks,
+Tests of jobs of several processes: comm/comm.h and what it includes. Each case is a small program of ranks,
 run by this very program (`test_comm rank PROGRAM FOLDER ...`), alone or beside other cases, since most of the
 time they wait. The limits of the watchdog are lowered in those cases that are about them, and raised in all
 others: beside other suites a rank may not get a core for seconds. What is tested is never how long something
@@ -13,7 +13,7 @@ took.
 #include <functional>                   // gives: std::function
 #include <map>                          // gives: std::map
 
-#include "../../llmc/comm.h"            // gives: what is tested
+#include "llmc/comm/comm.h"             // gives: what is tested
 #include "child.h"                      // gives: check_dies
 #include "test.h"                       // gives: TEST, CHECK, test_summary
 

@@ -1,5 +1,5 @@
 /*
-Tests of llmc/cpu_ops.h. In double: each forward pass against a formula written another way, each backward
+Tests of llmc/ops/cpu_ops.h. In double: each forward pass against a formula written another way, each backward
 pass against finite differences of its forward pass. In float: against double. Both: same bits on any number
 of threads.
 
@@ -24,7 +24,7 @@ of threads.
 #include <vector>       // gives: std::vector
 
 #include "dev/test/test.h"      // gives: TEST, CHECK, test_summary
-#include "llmc/ops.h"           // gives: GPT2_OPS, op_outputs
+#include "llmc/ops/ops.h"       // gives: GPT2_OPS, op_outputs
 
 // ---- --break: the hook at the end of every twin ----
 
@@ -52,8 +52,8 @@ template <class Args> static void output_hook(const Args& args) {
 }
 #define OP_DONE(args) output_hook(args)
 
-#include "llmc/cpu_ops.h"           // gives: the twins
-#include "llmc/token_buckets.h"     // gives: build_token_buckets
+#include "llmc/ops/cpu_ops.h"       // gives: the twins
+#include "llmc/ops/token_buckets.h" // gives: build_token_buckets
 
 // ---- tensors between sentinels ----
 

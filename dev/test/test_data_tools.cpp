@@ -15,7 +15,7 @@ loader against llmc_format.py, which knows llm.c's formats and nothing of ours. 
 #include <string>                   // gives: std::string
 #include <vector>                   // gives: std::vector
 
-#include "../../llmc/dataloader.h"  // gives: DataLoader
+#include "llmc/data/dataloader.h"   // gives: DataLoader
 #include "test.h"                   // gives: TEST, CHECK, SKIP, test_summary
 
 static std::string folder;          // of this run, removed at the end

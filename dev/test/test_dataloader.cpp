@@ -1,10 +1,10 @@
 /*
-Tests of llmc/dataloader.h: who sees which token in which order, positions, shuffling, and every way in which
+Tests of data/dataloader.h: who sees which token in which order, positions, shuffling, and every way in which
 a file can be wrong. The expected order is computed here again, straight from the definition.
 
     g++ -std=c++17 -O2 -pthread -I. dev/test/test_dataloader.cpp -o test_dataloader && ./test_dataloader
 */
-#include "../../llmc/dataloader.h"  // gives: what is tested
+#include "llmc/data/dataloader.h"   // gives: what is tested
 
 #include <dirent.h>                 // gives: opendir
 #include <stdio.h>                  // gives: fopen

@@ -1,9 +1,9 @@
 /*
-Tests of llmc/evalloader.h: files of questions, right and wrong, rows, batches, sums and the score.
+Tests of llmc/data/evalloader.h: files of questions, right and wrong, rows, batches, sums and the score.
 
     make build/test_evalloader && build/test_evalloader
 */
-#include "../../llmc/evalloader.h"
+#include "llmc/data/evalloader.h"
 
 #include <random>       // gives: std::mt19937
 #include <set>          // gives: std::set

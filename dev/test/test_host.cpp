@@ -14,13 +14,13 @@ comes from fixed seeds, so a result never changes from run to run.
 #include <set>                          // gives: std::set
 #include <thread>                       // gives: std::thread
 
-#include "../../llmc/check.h"           // gives: what is tested, here and in the next six lines
-#include "../../llmc/flags.h"
-#include "../../llmc/json.h"
-#include "../../llmc/logger.h"
-#include "../../llmc/rand.h"
-#include "../../llmc/sampler.h"
-#include "../../llmc/schedulers.h"
+#include "llmc/check.h"                 // gives: what is tested, here and in the next six lines
+#include "llmc/run/flags.h"
+#include "llmc/files/json.h"
+#include "llmc/run/logger.h"
+#include "llmc/rand.h"
+#include "llmc/data/sampler.h"
+#include "llmc/run/schedulers.h"
 #include "child.h"                      // gives: run_child, check_dies
 #include "test.h"                       // gives: TEST, CHECK, test_summary
 

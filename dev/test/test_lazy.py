@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Does everything wait for what it needs? On a GPU a missing stream_wait or event_wait is a race that most
-runs win. llmc/lazy_streams.h makes a CPU build whose streams do their work late, in several orders; a run has
+runs win. lazy_streams.h makes a CPU build whose streams do their work late, in several orders; a run has
 to leave the same bytes as the ordinary build, which does everything at once and so needs no waiting.
 
     python3 dev/test/test_lazy.py build/train_gpt2lazy              # half a minute of one core

@@ -265,7 +265,7 @@ def plot_log():
 
 
 def made_run(folder, steps=20, **settings):
-    """A run's files, in the forms that llmc/logger.h writes; the loss of step k is 10/(k+1)."""
+    """A run's files, in the forms that llmc/run/logger.h writes; the loss of step k is 10/(k+1)."""
     log, records = "", ""
     for step in range(steps + 1):
         if step % 10 == 0:

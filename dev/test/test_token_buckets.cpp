@@ -1,13 +1,13 @@
 /*
-The buckets of llmc/token_buckets.h: every position in one segment, every row of dwte with one owner.
+The buckets of llmc/ops/token_buckets.h: every position in one segment, every row of dwte with one owner.
 
     make build/test_token_buckets && build/test_token_buckets
 */
 #include <algorithm>                    // gives: std::is_sorted
 #include <vector>                       // gives: std::vector
 
-#include "../../llmc/rand.h"            // gives: rand_u32
-#include "../../llmc/token_buckets.h"   // gives: build_token_buckets
+#include "llmc/rand.h"                  // gives: rand_u32
+#include "llmc/ops/token_buckets.h"     // gives: build_token_buckets
 #include "child.h"                      // gives: check_dies
 #include "test.h"                       // gives: TEST, CHECK, test_summary
 

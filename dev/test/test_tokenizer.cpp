@@ -1,5 +1,5 @@
 /*
-Tests of llmc/tokenizer.h and of the tokenize program.
+Tests of llmc/data/tokenizer.h and of the tokenize program.
 
     g++ -std=c++17 -O2 -pthread dev/test/test_tokenizer.cpp -o build/test_tokenizer
     build/test_tokenizer [build/tokenize]       # without the program its part is skipped
@@ -13,8 +13,8 @@ well.
 #include <sys/resource.h>   // gives: setrlimit
 #include <time.h>       // gives: clock
 
-#include "../../llmc/rand.h"        // gives: rand_u32
-#include "../../llmc/tokenizer.h"   // the subject
+#include "llmc/rand.h"              // gives: rand_u32
+#include "llmc/data/tokenizer.h"    // the subject
 #include "child.h"                  // gives: run_child, check_dies
 #include "test.h"                   // gives: CHECK, TEST
 

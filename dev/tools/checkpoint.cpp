@@ -14,7 +14,7 @@ Exit code 1 if anything is damaged. Nothing is written.
 #include <string>                       // gives: std::string
 #include <vector>                       // gives: std::vector
 
-#include "../../llmc/checkpoints.h"     // gives: checkpoint_check, model_file_error, StateFile
+#include "llmc/files/checkpoints.h"     // gives: checkpoint_check, model_file_error, StateFile
 
 static bool show_tensors;
 

@@ -1,0 +1,383 @@
+/*
+The failure of one rank of a job is the end of all: one message for the whole job, exit code 1. Host only.
+
+    comm_state = state;                             // llmc/comm/comm.h does this when all ranks are there
+    state->watchdog = std::thread(comm_watch);
+    comm_progress(step);                            // the main thread, in each step
+    comm_patience(600);                             // and before what may take long, until the next progress
+
+Each rank has a watchdog thread. It sends a heartbeat over the control link every second, with the step and
+whether the main thread makes progress. Rank 0 watches all, the others watch rank 0. Who dies, is stopped,
+stands still or calls die() takes all ranks down, and rank 0 says why; if it is rank 0 itself, another does.
+*/
+#ifndef LLMC_COMM_WATCH_H
+#define LLMC_COMM_WATCH_H
+
+#include <poll.h>           // gives: poll
+
+#include <algorithm>        // gives: std::max
+#include <atomic>           // gives: std::atomic
+#include <mutex>            // gives: std::mutex
+#include <string>           // gives: std::string
+#include <thread>           // gives: std::thread
+#include <tuple>            // gives: std::make_tuple
+#include <vector>           // gives: std::vector
+
+#include "../check.h"       // gives: die_report, format
+#include "net.h"            // gives: CommJob, comm_wait_fd, comm_same_host
+#include "start.h"          // gives: comm_foreign, comm_early_rank
+
+// Set by the CUDA side. health: NCCL's asynchronous error or "", asked by the watchdog every second. abort:
+// ncclCommAbort, called once before the process ends on a failure; if it hangs, the end comes all the same.
+static std::string (*comm_health)() = nullptr;
+static void (*comm_abort)() = nullptr;
+
+// Seconds; tests lower them.
+static struct {
+    double beat = 1;                // between heartbeats
+    double silence = 10;            // without one: stopped or unreachable
+    double still = 20;              // without progress, or still_factor times the longest step
+    double still_factor = 10;
+    double first = 600;             // until the first step is over: loading, compiling, warming up
+    double health = 2;              // an NCCL error waits so long for the death that it may come from
+    double abort = 3;               // for comm_abort and printing
+} comm_limits;
+
+// ---- state of a started job ----
+
+enum : uint32_t { kCommBeat = 1, kCommBye, kCommError, kCommEnd };
+static const size_t kCommMaxText = 8000;
+
+// On control links; `bytes` of text follow.
+struct CommMessage {
+    uint32_t word, bytes;
+    int64_t step;
+    uint64_t progress, calls;       // comm_progress and collectives so far
+    double still;                   // seconds without progress, if that is too long; else 0
+    int64_t waiting;                // the main thread waits for other ranks
+};
+
+struct CommSeen {                   // what the watchdog knows of a peer; `last` of this process too
+    double heard = 0;
+    bool closed = false, bye = false;
+    std::string unread;
+    CommMessage last = {kCommBeat, 0, -1, 0, 0, 0, 0};
+};
+
+// Never freed: threads may look at it until the process is gone.
+struct CommState {
+    CommJob job;
+    std::vector<CommSeen> seen;     // like job.peers
+    std::thread watchdog;
+    std::mutex sending;             // on control links
+    int wake = -1;                  // eventfd: the watchdog shall look at `over`
+    std::atomic<bool> over{false};  // comm_end has come through
+    std::atomic<int> byes{0};
+    std::atomic<int64_t> step{-1};
+    std::atomic<uint64_t> progress{0}, calls{0};
+    std::atomic<int> waiting{0};
+    std::atomic<double> since{0}, allowed{0};   // last progress, and how long after it all is well
+    std::atomic<bool> patient{false};
+    double longest = 0;             // between two comm_progress
+    int64_t first_step = 0;
+};
+static CommState* comm_state = nullptr;         // of a job of several ranks
+static std::atomic<int> comm_spoken{0};         // where no page is shared
+
+// True for the one that prints the job's message.
+static inline bool comm_claim() {
+    CommPage* page = comm_state ? comm_state->job.page : nullptr;
+    return (page ? page->spoken : comm_spoken).exchange(1) == 0;
+}
+
+// While the main thread waits for other ranks, it is not the one to blame if nothing goes on. The collectives
+// here do this; whoever waits for NCCL may, too.
+struct CommWait {
+    CommWait() { if (comm_state) { comm_state->waiting++; } }
+    ~CommWait() { if (comm_state) { comm_state->waiting--; } }
+};
+
+static inline void comm_progress(int64_t step) {
+    CommState* s = comm_state;
+    if (!s) { return; }
+    const double now = comm_now(), took = now - s->since;
+    s->step = step;
+    if (s->job.page) { s->job.page->step[s->job.rank] = step; }
+    if (s->progress > 0 && !s->patient) { s->longest = std::max(s->longest, took); }
+    s->patient = false;
+    s->since = now;
+    if (s->progress++ == 0) { s->first_step = step; }
+    // Several calls may belong to the first step, and none of them tells how long its longest part takes.
+    s->allowed = step <= s->first_step ? comm_limits.first
+                                       : std::max(comm_limits.still, comm_limits.still_factor * s->longest);
+}
+
+static inline void comm_patience(double seconds) {
+    CommState* s = comm_state;
+    if (!s) { return; }
+    s->patient = true;
+    s->allowed = std::max(s->allowed.load(), comm_now() - s->since + seconds);
+}
+
+// ---- the end ----
+
+static inline void comm_send(int peer, uint32_t word, const std::string& text = "") {
+    CommState* s = comm_state;
+    CommMessage m = {word, (uint32_t)std::min(text.size(), kCommMaxText), s->step, s->progress, s->calls, 0,
+                     s->waiting > 0};
+    const double still = comm_now() - s->since;
+    if (still > s->allowed) { m.still = still; }
+    const std::string whole = std::string((const char*)&m, sizeof(m)) + text.substr(0, m.bytes);
+    std::lock_guard<std::mutex> lock(s->sending);
+    // Half a message happens only if the peer has read nothing for hours.
+    send(s->job.peers[peer].control, whole.data(), whole.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+// Ends the process at the latest then, whatever the thread that calls this meets on its way.
+static inline void comm_end_within(double seconds) {
+    try {
+        std::thread([seconds] { usleep((useconds_t)(seconds * 1e6)); _exit(EXIT_FAILURE); }).detach();
+    } catch (...) {}                            // no thread to be had: the way is short
+}
+
+// stdout may be locked by a thread that is stuck, or a pipe that nobody reads.
+static inline void comm_flush() {
+    struct pollfd p = {STDOUT_FILENO, POLLOUT, 0};
+    if (poll(&p, 1, 1000) == 1 && ftrylockfile(stdout) == 0) {
+        fflush(stdout);
+        funlockfile(stdout);
+    }
+}
+
+// Until the others have seen our last message and closed, or a second has passed: a socket that is closed
+// with something unread in it may take back what it has sent.
+static inline void comm_drain() {
+    const double limit = comm_now() + 1;
+    for (const CommPeer& p : comm_state->job.peers) {
+        char rest[4096];
+        if (p.control < 0) { continue; }
+        shutdown(p.control, SHUT_WR);
+        while (comm_wait_fd(p.control, POLLIN, limit) && recv(p.control, rest, sizeof(rest), 0) > 0) {}
+    }
+}
+
+// The failed end of this rank, from any thread. text: what to print if nobody has said anything; "" is
+// silent. victim: a stopped rank, which cannot end itself.
+__attribute__((noreturn)) static inline void comm_fail(const std::string& text,
+                                                       const CommHello* victim = nullptr) {
+    static std::atomic<bool> failing(false);
+    CommState* s = comm_state;
+    if (failing.exchange(true)) { for (;;) { pause(); } }
+    comm_end_within(comm_limits.abort);
+    comm_flush();
+    progress_clear();
+    if (!text.empty() && comm_claim()) { fprintf(stderr, "error: %s\n", text.c_str()); }
+    for (size_t i = 0; i < s->job.peers.size(); i++) {
+        if (s->job.peers[i].control >= 0) { comm_send((int)i, kCommEnd); }
+    }
+    // A launcher kills its ranks itself; here only what is surely the same process on this host.
+    if (victim && !s->job.page && comm_same_host(*victim, comm_hello(s->job, CommSecret{}, 0)) &&
+        victim->pid > 1 && comm_started(victim->pid) == victim->started) {
+        kill((pid_t)victim->pid, SIGKILL);
+    }
+    atomic_remove_parts();
+    if (comm_abort) { comm_abort(); }
+    comm_drain();
+    atomic_last_parts();                        // also of a thread that has just begun to save
+    _exit(EXIT_FAILURE);
+}
+
+// die() of a started job, in any thread: rank 0 speaks for all.
+static inline bool comm_report(const char* text) {
+    CommState* s = comm_state;
+    const std::string named = s->job.rank == 0 ? text : format("rank %d: %s", s->job.rank, text);
+    if (s->over) {                              // the others may be gone
+        if (!comm_claim()) { return true; }
+        fflush(stdout);
+        fprintf(stderr, "error: %s\n", named.c_str());
+        return true;
+    }
+    if (s->job.rank != 0) {
+        comm_send(0, kCommError, named);
+        atomic_remove_parts();
+        usleep((useconds_t)(comm_limits.abort * 1e6));      // at rank 0's word the watchdog ends it all
+    }
+    comm_fail(named);
+}
+
+// die() before the job has started. All ranks will often fail alike, so those of a scheduler's job give
+// rank 0 time to say it, and the scheduler to end them.
+static inline bool comm_report_early(const char* text) {
+    CommChild child;
+    const bool local = comm_child(&child);
+    const int rank = local ? child.rank : comm_early_rank >= 0 ? comm_early_rank : comm_foreign().rank;
+    CommPage* page = local ? comm_map_page(child.page) : nullptr;
+    if (page && rank == 0) { return page->spoken.exchange(1) != 0; }
+    if (rank == 0) { return false; }
+    const double until = comm_now() + comm_limits.abort + 0.25 * std::min(rank, 40);
+    while (comm_now() < until && !(page && page->spoken)) { usleep(20000); }
+    if (page && page->spoken.exchange(1)) { return true; }
+    fprintf(stderr, "error: rank %d: %s\n", rank, text);
+    return true;
+}
+static const bool comm_reports_early [[maybe_unused]] = (die_report = comm_report_early) != nullptr;
+
+// ---- the watchdog ----
+
+static inline std::string comm_say(int rank, const std::string& what) {
+    const CommState* s = comm_state;
+    const bool hub = s->job.rank == 0;
+    const CommHello& h = s->job.peers[hub ? rank : 0].who;
+    int64_t step = s->seen[hub ? rank : 0].last.step;
+    if (s->job.page) { step = s->job.page->step[rank]; }
+    const std::string last = step < 0 ? "it had not begun its first step"
+                                      : format("its last step was %lld", (long long)step);
+    return format("rank %d (%s, pid %lld) %s; %s", rank, shown(h.host).c_str(), (long long)h.pid,
+                  what.c_str(), last.c_str());
+}
+
+static inline void comm_got(int peer, const CommMessage& m, const std::string& text) {
+    CommState* s = comm_state;
+    CommSeen& seen = s->seen[peer];
+    seen.last = m;
+    if (m.word == kCommBye && !seen.bye) { seen.bye = true; s->byes++; }
+    if (m.word == kCommError) { comm_fail(text); }
+    if (m.word == kCommEnd) { comm_fail(""); }
+}
+
+// All that has come, without waiting.
+static inline void comm_receive_control(int peer) {
+    CommSeen& seen = comm_state->seen[peer];
+    char buffer[16384];
+    const ssize_t n = recv(comm_state->job.peers[peer].control, buffer, sizeof(buffer), MSG_DONTWAIT);
+    if (n < 0 && (errno == EAGAIN || errno == EINTR)) { return; }
+    if (n <= 0) { seen.closed = true; return; }
+    seen.heard = comm_now();
+    seen.unread.append(buffer, (size_t)n);
+    CommMessage m;
+    while (seen.unread.size() >= sizeof(m)) {
+        memcpy(&m, seen.unread.data(), sizeof(m));
+        if (m.bytes > kCommMaxText) { seen.closed = true; return; }
+        if (seen.unread.size() < sizeof(m) + m.bytes) { break; }
+        const std::string text = seen.unread.substr(sizeof(m), m.bytes);
+        seen.unread.erase(0, sizeof(m) + m.bytes);
+        comm_got(peer, m, text);
+    }
+}
+
+static inline std::string comm_silent() {
+    return format("is stopped or unreachable: no sign of life for %.0f s", comm_limits.silence);
+}
+
+// Rank 0: the one that all wait for does not wait itself (if several do not, it is the one with the least
+// progress); where all wait, the one with the least progress stands still. As long as it may take its time,
+// so may all: rank 0 writes a long sample while the others, which have done less, wait for it.
+static inline int comm_slowest() {
+    CommState* s = comm_state;
+    int slowest = -1;
+    for (int r = 0; r < s->job.world; r++) {
+        if (s->seen[r].bye) { continue; }
+        const CommMessage &m = s->seen[r].last, &w = s->seen[slowest < 0 ? r : slowest].last;
+        auto key = [](const CommMessage& k) {
+            return std::make_tuple(k.waiting, k.progress, k.calls, k.still == 0 ? 0 : 1);
+        };
+        if (slowest < 0 || key(m) < key(w)) { slowest = r; }
+    }
+    return slowest >= 0 && s->seen[slowest].last.still > 0 ? slowest : -1;
+}
+
+static inline void comm_judge_ranks() {
+    CommState* s = comm_state;
+    const double now = comm_now();
+    for (int r = 1; r < s->job.world; r++) {
+        if (s->seen[r].closed && !s->seen[r].bye) { comm_fail(comm_say(r, "died")); }
+    }
+    for (int r = 1; r < s->job.world; r++) {
+        if (s->seen[r].bye || now - s->seen[r].heard < comm_limits.silence) { continue; }
+        comm_fail(comm_say(r, comm_silent()), &s->job.peers[r].who);
+    }
+    // What is known of the others is up to a beat old, so the verdict must stand for some.
+    static int suspect = -1;
+    static double suspect_since;
+    const int r = comm_slowest();
+    if (r != suspect) { suspect = r; suspect_since = now; }
+    if (r < 0 || now - suspect_since < 2.5 * comm_limits.beat) { return; }
+    comm_fail(comm_say(r, format("makes no progress for %.0f s", s->seen[r].last.still)));
+}
+
+// The others. Who speaks for a rank 0 that is gone: in a local job the first that lives, else the deputy.
+static inline void comm_judge_hub() {
+    CommState* s = comm_state;
+    static double gone_since;
+    CommSeen& hub = s->seen[0];
+    const double now = comm_now();
+    const bool silent = now - hub.heard > comm_limits.silence;
+    if (hub.bye || (!hub.closed && !silent)) { gone_since = 0; return; }
+    if (gone_since == 0) { gone_since = now; }
+    // If a signal was passed on, the launcher may know that it ended rank 0, and is given time to say so; an
+    // mpirun may want to end us, too.
+    const bool mine = s->job.page || s->job.rank == s->job.deputy;
+    const double first = s->job.page && s->job.page->forwarded ? 0.6 * kCommGrace : 0.3;
+    const double delay = s->job.page ? first + 0.05 * std::min(s->job.rank, 20) : mine ? first : 1.5;
+    if (now - gone_since < delay) { return; }
+    const std::string text = comm_say(0, hub.closed ? "died" : comm_silent());
+    comm_fail(mine ? text : "", mine && !hub.closed ? &s->job.peers[0].who : nullptr);
+}
+
+static inline void comm_ask_health() {
+    static double sick_since, reported;
+    static std::string text;
+    CommState* s = comm_state;
+    const double now = comm_now();
+    if (comm_health && text.empty()) {
+        text = comm_health();
+        sick_since = now;
+    }
+    if (text.empty() || now - sick_since < comm_limits.health) { return; }
+    const std::string named = s->job.rank == 0 ? text : format("rank %d: %s", s->job.rank, text.c_str());
+    if (s->job.rank == 0 || (reported != 0 && now - reported > comm_limits.abort)) { comm_fail(named); }
+    if (reported == 0) {
+        comm_send(0, kCommError, named);
+        reported = now;
+    }
+}
+
+static inline void comm_watch() {
+    CommState* s = comm_state;
+    const int me = s->job.rank, peers = (int)s->job.peers.size();
+    double beat_at = 0, looked = comm_now();
+    while (!s->over) {
+        std::vector<struct pollfd> polled = {{s->wake, POLLIN, 0}};
+        for (int i = 0; i < peers; i++) {
+            const bool open = (me != 0 || i != 0) && !s->seen[i].closed;
+            polled.push_back({open ? s->job.peers[i].control : -1, POLLIN, 0});
+        }
+        poll(polled.data(), polled.size(), std::min(100, (int)(comm_limits.beat * 500)));
+        if (s->over) { break; }
+        const double now = comm_now();
+        if (now - looked > 3 * comm_limits.beat) {      // this process itself was stopped: nobody is to blame
+            for (CommSeen& seen : s->seen) { seen.heard = now; }
+            s->since = now;
+        }
+        looked = now;
+        // Rank 0 waits for the reader of what it prints (less, Ctrl-S): that is no failure.
+        struct pollfd out = {STDOUT_FILENO, POLLOUT, 0};
+        if (me == 0 && poll(&out, 1, 0) == 0) { s->since = now; }
+        for (int i = 0; i < peers; i++) { if (polled[i + 1].revents) { comm_receive_control(i); } }
+        if (now >= beat_at) {
+            beat_at = now + comm_limits.beat;
+            for (int i = 0; i < peers; i++) {
+                if (s->seen[i].closed || (me == 0 && i == 0)) { continue; }
+                comm_send(i, kCommBeat);
+            }
+            comm_ask_health();
+        }
+        if (me != 0) { comm_judge_hub(); continue; }
+        const double still = now - s->since;
+        s->seen[0].last = {kCommBeat, 0, s->step, s->progress, s->calls, still > s->allowed ? still : 0,
+                           s->waiting > 0};
+        comm_judge_ranks();
+    }
+}
+
+#endif  // LLMC_COMM_WATCH_H

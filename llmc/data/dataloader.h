@@ -1,0 +1,399 @@
+/*
+Token shards -> batches, read one batch ahead by a thread of its own. Host only.
+
+A shard is 256 int32 {20240520, 1, ntokens, tokenizer, 0...}, then uint16 tokens; the data set is every shard
+that matches a glob pattern, all of one tokenizer as far as they say (0 does not). Shard s holds
+floor((ntokens_s - 1) / T) windows: window w is tokens [w*T, w*T + T], the first T are a row of inputs, the
+last T its targets. A sample is one window. Samples are numbered g = 0, 1, 2, ... for ever: place
+g % samples_per_epoch of epoch g / samples_per_epoch. Unshuffled, place i holds
+window i of all shards one after another; shuffled, window rand_permuted(seed, epoch, samples_per_epoch, i).
+A step of the job is the next world*run batches of B samples; rank r has `run` of them in a row, from number
+r*run on. So row b of its batch j = 0 .. run-1, in the step that begins at position p, is sample
+p + (r*run + j)*B + b, and the next step begins at p + world*run*B; each batch adds world*B to the position.
+
+Hence every sample of an epoch is seen once, by one rank, and what a step holds depends on B*world*run alone.
+Between two steps position is all there is to save, and any position is a good one to seek: a step begins
+there. A batch that meets the end of an epoch goes on in the next one: who wants each row once (validation)
+takes the first samples_per_epoch - p rows of the batch at p; the others are the epoch's first again.
+
+    DataLoader loader;
+    dataloader_init(&loader, "data/train_*.bin", B, T, true, seed, V, {rank, world, run});
+    dataloader_next(&loader);               // loader.inputs, loader.targets: (B,T), valid until the next call
+    int64_t position = loader.position;     // save this ...
+    dataloader_seek(&loader, position);     // ... and the next batch is the one that would have come
+    dataloader_free(&loader);
+*/
+#ifndef LLMC_DATA_DATALOADER_H
+#define LLMC_DATA_DATALOADER_H
+
+#include <assert.h>             // gives: assert
+#include <errno.h>              // gives: errno, EINTR
+#include <fcntl.h>              // gives: open
+#include <glob.h>               // gives: glob
+#include <limits.h>             // gives: INT32_MAX
+#include <stdint.h>             // gives: int64_t
+#include <string.h>             // gives: strerror
+#include <sys/stat.h>           // gives: fstat
+#include <unistd.h>             // gives: pread, close
+
+#include <algorithm>            // gives: std::sort, std::upper_bound
+#include <condition_variable>   // gives: std::condition_variable
+#include <mutex>                // gives: std::mutex
+#include <string>               // gives: std::string
+#include <system_error>         // gives: std::system_error
+#include <thread>               // gives: std::thread
+#include <vector>               // gives: std::vector
+
+#include "../check.h"           // gives: die, format
+#include "../rand.h"            // gives: rand_permuted
+
+static const int kShardMagic = 20240520, kShardVersion = 1;
+static const int64_t kShardHeaderBytes = 256 * 4;
+
+struct DataShard {
+    std::string path;
+    int64_t tokens, windows;
+    uint32_t tokenizer;                     // a TokenizerId of tokenizer.h; 0: it does not say
+    dev_t device;                           // with inode: which file it is, whatever its path
+    ino_t inode;
+};
+
+// Shuffled rows come from anywhere, so several shards stay open; fewer than a process may open (256 or more).
+static const int64_t kOpenShards = 100;
+
+struct OpenShard { int64_t shard; int fd; };    // fd -1: none
+
+// What the thread works on. It lives on the heap, where exit() tears nothing down: die() may end the process
+// while the thread is in the middle of a read.
+struct DataPrefetch {
+    std::vector<DataShard> shards;          // sorted by path
+    int64_t samples_per_epoch;
+    int B, T, vocab;
+    bool shuffle;
+    uint64_t seed;
+
+    std::vector<int64_t> first_window;      // of each shard, among all windows
+    // of the thread alone
+    OpenShard open[kOpenShards];            // shard s has place s % kOpenShards
+    std::vector<uint16_t> window;           // (T+1)
+
+    // guarded by the mutex: at most one request, written by the caller, answered by the thread
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool pending, quit;
+    int64_t first_row;                      // request: samples first_row .. first_row + B - 1 ...
+    int slot;                               // ... into this buffer; the caller owns the other one
+    std::vector<int> inputs[2], targets[2]; // (B,T)
+    std::string error;                      // why the request failed; "": it did not
+    std::thread thread;
+};
+
+// Which part of each step is this process's; {}: all of it.
+struct DataShare { int rank = 0, world = 1, run = 1; };
+
+struct DataLoader {
+    const int* inputs;                      // (B,T)
+    const int* targets;                     // (B,T)
+    int64_t position;                       // of the batch the next call returns, in samples of all ranks
+    int64_t samples_per_epoch;              // over all ranks
+    int64_t tokens;                         // in all shards, the tails that fill no window included
+    uint32_t tokenizer;                     // that the shards name; 0: none does
+    int B, T;
+    DataShare share;
+    int batch;                              // number of the next batch within its step, 0 .. share.run-1
+    DataPrefetch* prefetch;
+};
+
+// ---- shards ----
+
+// Opens shard->path and checks its header against its size. Returns the error, or "".
+static inline std::string data_shard_open(DataShard* shard, int* fd) {
+    const char* path = shard->path.c_str();
+    const char* hint = "hint: `make tokenize`, then `build/tokenize FILE -o NAME` makes shards of a text; or "
+                       "name other files with -i and -j";
+    *fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);    // a pipe is refused below, not waited for
+    if (*fd < 0) { return format("cannot open '%s': %s", path, strerror(errno)); }
+    struct stat st;
+    if (fstat(*fd, &st) != 0) { return format("cannot read '%s': %s", path, strerror(errno)); }
+    if (!S_ISREG(st.st_mode)) { return format("'%s' is not a regular file, so it is no token shard", path); }
+    long long bytes = st.st_size;
+    int32_t header[256] = {};
+    ssize_t got = pread(*fd, header, sizeof(header), 0);
+    if (got < 0) { return format("cannot read the header of '%s': %s", path, strerror(errno)); }
+    if (got >= (ssize_t)sizeof(header[0]) && header[0] != kShardMagic) {
+        return format("'%s' is not a token shard: its first number is %d, expected %d\n%s", path, header[0],
+                      kShardMagic, hint);
+    }
+    if (got < kShardHeaderBytes) {
+        return format("'%s' is %s: %lld bytes, a token shard has a header of %lld\n%s", path,
+                      bytes ? "truncated" : "empty", bytes, (long long)kShardHeaderBytes, hint);
+    }
+    if (header[1] != kShardVersion) {
+        return format("'%s' is a token shard of version %d, only version %d can be read\n%s", path, header[1],
+                      kShardVersion, hint);
+    }
+    // The header's field holds the low 32 bits of the count; above 2^31 - 1 tokens only the size can tell it.
+    long long stored = (bytes - kShardHeaderBytes) / 2, claimed = header[2];
+    bool wraps = stored > INT32_MAX;
+    if (bytes % 2 != 0 || (wraps ? (uint32_t)claimed != (uint32_t)stored : claimed != stored)) {
+        const char* what = claimed < 0 && !wraps ? "has a negative token count"
+                         : claimed > stored ? "is truncated" : "does not match its header";
+        return format("'%s' %s: the header says %lld tokens, %lld bytes hold %lld\n%s", path, what, claimed,
+                      bytes, stored, hint);
+    }
+    shard->tokens = stored;
+    shard->tokenizer = (uint32_t)header[3];
+    shard->device = st.st_dev;
+    shard->inode = st.st_ino;
+    return "";
+}
+
+// All files of the pattern, by name; a file that really has that name needs no pattern.
+static inline std::vector<std::string> data_glob(const char* pattern) {
+    if (file_size(pattern) >= 0) { return {pattern}; }
+    glob_t found;
+    int rc = glob(pattern, GLOB_NOSORT | GLOB_TILDE, nullptr, &found);
+    if (rc != 0) {
+        die("no data: %s '%s'\n"
+            "hint: `make tinyshakespeare` creates dev/data/tinyshakespeare/*.bin; -i and -j name other files",
+            rc == GLOB_NOMATCH ? "no file matches" : "cannot list", pattern);
+    }
+    std::vector<std::string> paths(found.gl_pathv, found.gl_pathv + found.gl_pathc);
+    globfree(&found);
+    std::sort(paths.begin(), paths.end());      // by bytes: the same order under every locale
+    return paths;
+}
+
+// ---- order: sample number -> (shard, window) ----
+
+static inline void data_locate(const DataPrefetch* p, int64_t sample, int64_t* shard, int64_t* window) {
+    const int64_t n = p->samples_per_epoch, epoch = sample / n;
+    int64_t i = sample % n;
+    // Epochs 2^32 apart share an order
+    if (p->shuffle) { i = (int64_t)rand_permuted(p->seed, (uint32_t)epoch, (uint64_t)n, (uint64_t)i); }
+    // The last shard that starts at or before window i: one without windows starts with its successor.
+    auto after = std::upper_bound(p->first_window.begin(), p->first_window.end(), i);
+    *shard = after - p->first_window.begin() - 1;
+    *window = i - p->first_window[(size_t)*shard];
+}
+
+// ---- reading ----
+
+// The open file of shard s. Returns the error, or "".
+static inline std::string data_shard_file(DataPrefetch* p, int64_t s, int* fd) {
+    OpenShard* place = &p->open[s % kOpenShards];
+    if (place->fd < 0 || place->shard != s) {
+        if (place->fd >= 0) { close(place->fd); }
+        place->fd = -1;
+        DataShard now = p->shards[(size_t)s];
+        std::string error = data_shard_open(&now, &place->fd);
+        if (!error.empty()) { return error; }
+        if (now.tokens != p->shards[(size_t)s].tokens) {
+            return format("'%s' changed while it was in use", now.path.c_str());
+        }
+        place->shard = s;
+    }
+    *fd = place->fd;
+    return "";
+}
+
+// Reads one row. Returns the error, or "".
+static inline std::string data_read_row(DataPrefetch* p, int64_t sample, int* inputs, int* targets /*(T)*/) {
+    int64_t s, w;
+    data_locate(p, sample, &s, &w);
+    const char* path = p->shards[(size_t)s].path.c_str();
+    int fd = -1;
+    std::string error = data_shard_file(p, s, &fd);
+    if (!error.empty()) { return error; }
+    int T = p->T;
+    int64_t offset = kShardHeaderBytes + 2 * w * T;
+    char* to = (char*)p->window.data();
+    size_t want = 2 * ((size_t)T + 1), got = 0;
+    while (got < want) {
+        ssize_t n = pread(fd, to + got, want - got, (off_t)(offset + (int64_t)got));
+        if (n < 0 && errno == EINTR) { continue; }
+        if (n < 0) { return format("cannot read '%s': %s", path, strerror(errno)); }
+        if (n == 0) { return format("'%s' was cut short while it was in use", path); }
+        got += (size_t)n;
+    }
+    int largest = 0;
+    for (int t = 0; t <= T; t++) { largest = std::max(largest, (int)p->window[(size_t)t]); }
+    if (largest >= p->vocab) {
+        int t = 0;
+        while (p->window[(size_t)t] < p->vocab) { t++; }
+        return format("token id %d in '%s' at byte %lld (token number %lld), but the model's ids are 0..%d\n"
+                      "hint: choose a model with a larger V (-e), or tokenize the text for this one",
+                      p->window[(size_t)t], path, (long long)(offset + 2 * t), (long long)(w * T + t),
+                      p->vocab - 1);
+    }
+    for (int t = 0; t < T; t++) {
+        inputs[t] = p->window[(size_t)t];
+        targets[t] = p->window[(size_t)t + 1];
+    }
+    return "";
+}
+
+static inline void data_thread(DataPrefetch* p) {
+    std::unique_lock<std::mutex> lock(p->mutex);
+    for (;;) {
+        p->changed.wait(lock, [p] { return p->pending || p->quit; });
+        if (p->quit) { return; }
+        int64_t first_row = p->first_row;
+        int slot = p->slot;
+        lock.unlock();
+        std::string error;
+        int* inputs = p->inputs[slot].data();
+        int* targets = p->targets[slot].data();
+        for (int b = 0; b < p->B && error.empty(); b++) {
+            error = data_read_row(p, first_row + b, inputs + (size_t)b * p->T, targets + (size_t)b * p->T);
+        }
+        lock.lock();
+        p->error = error;
+        p->pending = false;
+        p->changed.notify_all();
+    }
+}
+
+// The sample that the next batch begins with. Each batch of this step has moved position by one of every
+// rank's, but the rank's own follow each other.
+static inline int64_t data_first_row(const DataLoader* loader) {
+    const DataShare& share = loader->share;
+    const int64_t step_began = loader->position - (int64_t)loader->batch * share.world * loader->B;
+    return step_began + ((int64_t)share.rank * share.run + loader->batch) * loader->B;
+}
+
+static inline void data_request(DataLoader* loader) {       // the mutex is held, nothing is pending
+    DataPrefetch* p = loader->prefetch;
+    p->first_row = data_first_row(loader);
+    p->pending = true;
+    p->changed.notify_all();
+}
+
+// ---- the loader ----
+
+// Ids of two tokenizers in one data set would be noise: an error that names both files.
+static inline void data_same_tokenizer(DataLoader* loader, const DataShard& shard) {
+    if (shard.tokenizer && loader->tokenizer && shard.tokenizer != loader->tokenizer) {
+        const DataShard* first = nullptr;
+        for (const DataShard& s : loader->prefetch->shards) { if (!first && s.tokenizer) { first = &s; } }
+        die("'%s' holds tokens of tokenizer %u, '%s' of %u (1: GPT-2, 2: bytes)\n"
+            "hint: name one of them only with -i and -j, or make both with the same --bytes",
+            first->path.c_str(), first->tokenizer, shard.path.c_str(), shard.tokenizer);
+    }
+    if (shard.tokenizer) { loader->tokenizer = shard.tokenizer; }
+}
+
+static inline void dataloader_init(DataLoader* loader, const char* pattern, int B, int T, bool shuffle,
+                                   uint64_t seed, int vocab, DataShare share = {}) {
+    assert(B > 0 && T > 0 && vocab > 0 && share.rank >= 0 && share.rank < share.world && share.run > 0);
+    DataPrefetch* p = new DataPrefetch();
+    *loader = DataLoader();
+    loader->B = B;
+    loader->T = T;
+    loader->share = share;
+    loader->prefetch = p;
+    int64_t longest = 0;
+    for (const std::string& path : data_glob(pattern)) {
+        DataShard shard = {path, 0, 0, 0, 0, 0};
+        int fd;
+        std::string error = data_shard_open(&shard, &fd);
+        if (!error.empty()) { die("%s", error.c_str()); }
+        close(fd);
+        data_same_tokenizer(loader, shard);
+        if (shard.tokens > 0) { shard.windows = (shard.tokens - 1) / T; }   // - 1: the last target
+        p->shards.push_back(shard);
+        p->first_window.push_back(loader->samples_per_epoch);
+        loader->samples_per_epoch += shard.windows;
+        loader->tokens += shard.tokens;
+        longest = std::max(longest, shard.tokens);
+    }
+    if (loader->samples_per_epoch == 0) {
+        die("'%s' is too short: one row takes T+1 = %lld tokens, the longest shard has %lld\n"
+            "hint: use a smaller -t or more text", pattern, (long long)T + 1, (long long)longest);
+    }
+    p->samples_per_epoch = loader->samples_per_epoch;
+    p->B = B;
+    p->T = T;
+    p->vocab = vocab;
+    p->shuffle = shuffle;
+    p->seed = seed;
+    for (OpenShard& place : p->open) { place = {-1, -1}; }
+    p->window.resize((size_t)T + 1);
+    for (int slot = 0; slot < 2; slot++) {
+        p->inputs[slot].resize((size_t)B * (size_t)T);
+        p->targets[slot].resize((size_t)B * (size_t)T);
+    }
+    data_request(loader);                       // the thread does not run yet: no lock is needed
+    try { p->thread = std::thread(data_thread, p); }
+    catch (const std::system_error& e) {
+        die("cannot start the thread that reads the data: %s\nhint: give the program more memory or more "
+            "threads (ulimit -a)", e.what());
+    }
+    // A wrong first batch is an error now, before a run begins
+    std::unique_lock<std::mutex> lock(p->mutex);
+    p->changed.wait(lock, [p] { return !p->pending; });
+    if (!p->error.empty()) { die("%s", p->error.c_str()); }
+}
+
+static inline void dataloader_next(DataLoader* loader) {
+    DataPrefetch* p = loader->prefetch;
+    std::unique_lock<std::mutex> lock(p->mutex);
+    p->changed.wait(lock, [p] { return !p->pending; });
+    if (p->first_row != data_first_row(loader)) {           // somebody seeked
+        data_request(loader);
+        p->changed.wait(lock, [p] { return !p->pending; });
+    }
+    if (!p->error.empty()) { die("%s", p->error.c_str()); }
+    loader->inputs = p->inputs[p->slot].data();
+    loader->targets = p->targets[p->slot].data();
+    loader->position += (int64_t)loader->share.world * loader->B;
+    loader->batch = (loader->batch + 1) % loader->share.run;
+    p->slot = 1 - p->slot;
+    data_request(loader);
+}
+
+// A step begins there. The batch read ahead is simply not used when it is no longer the wanted one.
+static inline void dataloader_seek(DataLoader* loader, int64_t position) {
+    assert(position >= 0);
+    loader->position = position;
+    loader->batch = 0;
+}
+
+// The path of a file that both loaders read, or nullptr. Validating on the training data is never meant.
+static inline const char* dataloader_shared_file(const DataLoader* a, const DataLoader* b) {
+    for (const DataShard& x : a->prefetch->shards) {
+        for (const DataShard& y : b->prefetch->shards) {
+            if (x.device == y.device && x.inode == y.inode) { return y.path.c_str(); }
+        }
+    }
+    return nullptr;
+}
+
+// What the data are, in one line, to be compared between ranks that read them by paths of their own. "" where
+// there are none.
+static inline std::string dataloader_facts(const DataLoader* loader) {
+    if (!loader->prefetch) { return ""; }
+    std::string text = format("%lld tokens in %zu shards:", (long long)loader->tokens,
+                              loader->prefetch->shards.size());
+    for (const DataShard& shard : loader->prefetch->shards) {
+        const std::string name = shard.path.substr(shard.path.rfind('/') + 1);
+        text += format(" %s %lld", name.c_str(), (long long)shard.tokens);
+    }
+    return text;
+}
+
+static inline void dataloader_free(DataLoader* loader) {
+    DataPrefetch* p = loader->prefetch;
+    if (!p) { return; }
+    {
+        std::lock_guard<std::mutex> lock(p->mutex);
+        p->quit = true;
+        p->changed.notify_all();
+    }
+    p->thread.join();
+    for (const OpenShard& place : p->open) { if (place.fd >= 0) { close(place.fd); } }
+    delete p;
+    *loader = DataLoader();
+}
+
+#endif  // LLMC_DATA_DATALOADER_H

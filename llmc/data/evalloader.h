@@ -1,0 +1,323 @@
+/*
+Multiple-choice questions (HellaSwag, MMLU) -> batches of rows for a language model, and the score. Host only.
+
+A file is 256 int32 {20240522, 1, questions, bytes of the longest question, tokenizer, 0...}, then each
+question as uint16: 65535, its bytes (all of it), its number, the number of the right completion, how many
+completions (4), then the context and each completion: a count, and so many tokens. (Others leave 0 for the
+tokenizer: they do not say.) The whole file is read and checked before anything is made of it.
+
+A question is four rows: the context and one completion each. The model reads a row without its last token,
+and what counts are the losses of the completion's tokens: the completion with the lowest sum is the answer
+that `acc` counts, the one with the lowest mean that of `acc_norm`. The first of several equal ones is taken.
+A row with more than T + 1 tokens loses its beginning.
+
+Rows differ much in length, so those of one padded length (positions, rounded up to a multiple of 32, at most
+T) make batches of their own, as many as fit into B*T positions: HellaSwag costs about an eighth of what rows
+of 1024 would. The model looks back only, so what stands behind a row's end changes nothing in it. Batches are
+the same whoever computes them: ranks take turns. The LM head and the loss are for the completions' tokens
+alone: the places in a batch whose next token is one, about a quarter of all with HellaSwag's lengths.
+
+    EvalSet set;
+    evalset_init(&set, "hellaswag_val.bin", V, B, T);       // dies on a file that is not right
+    for (const EvalBatch& batch : set.batches) {
+        int count = evalset_fill(&set, batch, inputs, places, targets);         // each (batch.rows,batch.T)
+        ...                                                 // the model: losses (count)
+        evalset_sum(&set, batch, losses, &sums[batch.first]);
+    }
+    EvalScore score = evalset_score(&set, sums);            // (rows of all batches)
+*/
+#ifndef LLMC_DATA_EVALLOADER_H
+#define LLMC_DATA_EVALLOADER_H
+
+#include <assert.h>     // gives: assert
+#include <math.h>       // gives: isfinite, NAN
+#include <stdint.h>     // gives: int64_t
+#include <string.h>     // gives: memcpy
+
+#include <algorithm>    // gives: std::fill, std::min, std::stable_sort
+#include <string>       // gives: std::string
+#include <vector>       // gives: std::vector
+
+#include "../check.h"   // gives: die, format, fopen_check, file_size
+#include "../checksum.h" // gives: checksum
+
+static const int kEvalMagic = 20240522, kEvalVersion = 1, kEvalStart = 65535;
+static const int64_t kEvalHeaderBytes = 256 * 4;
+static const int kEvalChoices = 4;
+static const int kEvalPadding = 32;             // a row's positions are rounded up to a multiple
+// In words: what stands before a question's context; a question whose five texts have a token each. Numbers
+// of questions have 16 bits, and so have their bytes.
+static const int64_t kEvalHead = 5, kEvalShortest = kEvalHead + 2 * (1 + kEvalChoices);
+static const int64_t kEvalMostQuestions = 65536, kEvalMostBytes = 65535;
+
+struct EvalQuestion {
+    int64_t context;                            // where its tokens begin among the file's words
+    int context_tokens, label;
+    int64_t choice[kEvalChoices];
+    int choice_tokens[kEvalChoices];
+};
+
+struct EvalRow { int question, choice, positions; };    // positions: that the model reads, at most T
+
+struct EvalBatch { int64_t first; int rows, T; };       // rows first .. first + rows - 1, of T positions each
+
+struct EvalSet {
+    std::string path;
+    uint32_t tokenizer;                         // a TokenizerId of tokenizer.h; 0: it does not say
+    int B, T;                                   // B*T positions fit into a batch
+    std::vector<uint16_t> words;                // of the file, without its header
+    std::vector<EvalQuestion> questions;
+    std::vector<EvalRow> rows;                  // by padded length
+    std::vector<EvalBatch> batches;
+};
+
+// loss: the mean over questions of the right completion's mean. NaN, all three, if a loss is not finite.
+struct EvalScore { double acc, acc_norm, loss; };
+
+// ---- the file ----
+
+// Reads header and words. Returns the error, or "".
+static inline std::string evalset_read(EvalSet* set, int64_t* questions, int64_t* longest) {
+    const char* path = set->path.c_str();
+    const char* hint = "hint: python3 dev/data/get.py hellaswag makes one; --eval-data names another file";
+    if (file_size(path) < 0 && access(path, F_OK) != 0) {
+        return format("no evaluation data: there is no file '%s'\n%s", path, hint);
+    }
+    FILE* f = fopen_check(path, "rb");
+    const int64_t bytes = file_size(path);
+    int32_t header[256] = {};
+    const size_t got = fread(header, 1, sizeof(header), f);
+    *questions = header[2];
+    *longest = header[3];
+    set->tokenizer = (uint32_t)header[4];
+    std::string error;
+    const int64_t body = bytes - kEvalHeaderBytes;
+    if (got >= sizeof(header[0]) && header[0] != kEvalMagic) {
+        error = format("'%s' holds no evaluation data: its first number is %d, expected %d\n%s", path,
+                       header[0], kEvalMagic, hint);
+    } else if (got < sizeof(header)) {
+        error = format("'%s' is %s: %lld bytes, and evaluation data have a header of %lld\n%s", path,
+                       bytes ? "truncated" : "empty", (long long)bytes, (long long)kEvalHeaderBytes, hint);
+    } else if (header[1] != kEvalVersion) {
+        error = format("'%s' is of version %d, only version %d can be read\n%s", path, header[1],
+                       kEvalVersion, hint);
+    } else if (*questions < 1 || *questions > kEvalMostQuestions) {
+        error = format("'%s': its header says %lld questions, 1 to %lld are possible", path,
+                       (long long)*questions, (long long)kEvalMostQuestions);
+    } else if (*longest < 2 * kEvalShortest || *longest > kEvalMostBytes) {
+        error = format("'%s': its header says that the longest question has %lld bytes, %lld to %lld are "
+                       "possible", path, (long long)*longest, (long long)(2 * kEvalShortest),
+                       (long long)kEvalMostBytes);
+    } else if (body < *questions * 2 * kEvalShortest) {
+        error = format("'%s' is truncated: its header says %lld questions, and %lld bytes hold none of %lld "
+                       "each\n%s", path, (long long)*questions, (long long)body,
+                       (long long)(2 * kEvalShortest), hint);
+    } else if (body > *questions * *longest || body % 2 != 0) {
+        error = format("'%s' does not match its header: %lld bytes behind it are not %lld questions of at "
+                       "most %lld\n%s", path, (long long)body, (long long)*questions, (long long)*longest,
+                       hint);
+    } else {
+        set->words.resize((size_t)body / 2);
+        fread_check(set->words.data(), 2, set->words.size(), f, path);
+    }
+    fclose(f);
+    return error;
+}
+
+// One question, which begins at word `at`. Returns the error, or "".
+static inline std::string evalset_question(const EvalSet* set, int64_t at, int64_t number, int64_t longest,
+                                           int V, EvalQuestion* q) {
+    const uint16_t* words = set->words.data();
+    const int64_t left = (int64_t)set->words.size() - at;
+    const std::string where = format("'%s': question %lld, at byte %lld,", set->path.c_str(),
+                                     (long long)number, (long long)(kEvalHeaderBytes + 2 * at));
+    if (left < kEvalShortest) { return where + " is cut off"; }
+    const uint16_t* head = words + at;
+    if (head[0] != kEvalStart) {
+        return format("%s begins with %d, not %d", where.c_str(), head[0], kEvalStart);
+    }
+    const int64_t size = head[1] / 2;                   // in words
+    if (head[1] % 2 != 0 || size < kEvalShortest || head[1] > longest || size > left) {
+        return format("%s has %d bytes: an even number from %lld to %lld was expected, and %lld are left",
+                      where.c_str(), head[1], (long long)(2 * kEvalShortest), (long long)longest,
+                      (long long)(2 * left));
+    }
+    if (head[2] != number) { return format("%s says that it is number %d", where.c_str(), head[2]); }
+    if (head[4] != kEvalChoices) {
+        return format("%s has %d completions, not %d", where.c_str(), head[4], kEvalChoices);
+    }
+    if (head[3] >= kEvalChoices) {
+        return format("%s has the answer %d, which is none of 0..%d", where.c_str(), head[3],
+                      kEvalChoices - 1);
+    }
+    q->label = head[3];
+    int64_t place = kEvalHead;
+    for (int part = 0; part <= kEvalChoices; part++) {
+        const int tokens = place < size ? head[place] : 0;
+        if (tokens < 1 || place + 1 + tokens > size) {
+            return format("%s: %s %d has %d tokens, 1 to %lld are possible", where.c_str(),
+                          part ? "completion" : "context", part ? part - 1 : 0, tokens,
+                          (long long)std::max<int64_t>(0, size - place - 1));
+        }
+        place++;
+        for (int t = 0; t < tokens; t++) {
+            if (head[place + t] < V) { continue; }
+            return format("%s has the token id %d, but the model's ids are 0..%d\n"
+                          "hint: choose a model with a larger V (-e)", where.c_str(), head[place + t], V - 1);
+        }
+        (part ? q->choice[part - 1] : q->context) = at + place;
+        (part ? q->choice_tokens[part - 1] : q->context_tokens) = tokens;
+        place += tokens;
+    }
+    if (place != size) {
+        return format("%s has %d bytes, of which its texts fill %lld", where.c_str(), head[1],
+                      (long long)(2 * place));
+    }
+    return "";
+}
+
+static inline std::string evalset_questions(EvalSet* set, int V) {
+    int64_t questions = 0, longest = 0, at = 0;
+    std::string error = evalset_read(set, &questions, &longest);
+    for (int64_t i = 0; error.empty() && i < questions; i++) {
+        EvalQuestion q;
+        error = evalset_question(set, at, i, longest, V, &q);
+        if (!error.empty()) { break; }
+        at += set->words[(size_t)at + 1] / 2;
+        set->questions.push_back(q);
+    }
+    if (error.empty() && at != (int64_t)set->words.size()) {
+        error = format("'%s' has %lld bytes behind its last question", set->path.c_str(),
+                       (long long)(2 * ((int64_t)set->words.size() - at)));
+    }
+    return error;
+}
+
+// ---- rows and batches ----
+
+static inline void evalset_plan(EvalSet* set, int B, int T) {
+    auto padded = [T](int positions) {
+        return std::min(T, (positions + kEvalPadding - 1) / kEvalPadding * kEvalPadding);
+    };
+    set->B = B;
+    set->T = T;
+    for (size_t i = 0; i < set->questions.size(); i++) {
+        const EvalQuestion& q = set->questions[i];
+        for (int c = 0; c < kEvalChoices; c++) {
+            set->rows.push_back({(int)i, c, std::min(T, q.context_tokens + q.choice_tokens[c] - 1)});
+        }
+    }
+    std::stable_sort(set->rows.begin(), set->rows.end(), [&](const EvalRow& a, const EvalRow& b) {
+        return padded(a.positions) < padded(b.positions);
+    });
+    const int64_t room = (int64_t)B * T, all = (int64_t)set->rows.size();
+    for (int64_t first = 0; first < all;) {
+        const int length = padded(set->rows[(size_t)first].positions);
+        int rows = 0;
+        while (first + rows < all && (int64_t)(rows + 1) * length <= room &&
+               padded(set->rows[(size_t)(first + rows)].positions) == length) { rows++; }
+        set->batches.push_back({first, rows, length});
+        first += rows;
+    }
+}
+
+static inline void evalset_init(EvalSet* set, const char* path, int V, int B, int T) {
+    assert(V > 0 && B > 0 && T > 0);
+    *set = EvalSet();
+    set->path = path;
+    const std::string error = evalset_questions(set, V);
+    if (!error.empty()) { die("%s", error.c_str()); }
+    evalset_plan(set, B, T);
+}
+
+// The first position of a row whose target belongs to the completion; the last one is the row's last.
+static inline int evalset_first(const EvalSet* set, const EvalRow& row) {
+    return std::max(0, row.positions - set->questions[(size_t)row.question].choice_tokens[row.choice]);
+}
+
+// What the model reads, and how many of its losses count: loss i is that of targets[i] at position places[i]
+// of the batch, by rows. Behind those both are 0.
+static inline int evalset_fill(const EvalSet* set, const EvalBatch& batch, int* inputs, int* places,
+                               int* targets /*(rows,T) each*/) {
+    const int N = batch.rows * batch.T;
+    int count = 0;
+    for (int b = 0; b < batch.rows; b++) {
+        const EvalRow& row = set->rows[(size_t)(batch.first + b)];
+        const EvalQuestion& q = set->questions[(size_t)row.question];
+        const int first = evalset_first(set, row);
+        const int lost = q.context_tokens + q.choice_tokens[row.choice] - 1 - row.positions;
+        auto token = [&](int i) {               // of the row as the file has it
+            return set->words[(size_t)(i < q.context_tokens ? q.context + i
+                                                            : q.choice[row.choice] + i - q.context_tokens)];
+        };
+        for (int t = 0; t < batch.T; t++) {
+            const bool live = t < row.positions;        // behind it: any token does
+            inputs[b * batch.T + t] = live ? token(lost + t) : 0;
+            if (!live || t < first) { continue; }
+            places[count] = b * batch.T + t;
+            targets[count++] = token(lost + t + 1);
+        }
+    }
+    std::fill(places + count, places + N, 0);
+    std::fill(targets + count, targets + N, 0);
+    return count;
+}
+
+// The losses of each row's completion, added up in order.
+static inline void evalset_sum(const EvalSet* set, const EvalBatch& batch, const float* losses,
+                               double* sums /*(rows)*/) {
+    for (int b = 0; b < batch.rows; b++) {
+        const EvalRow& row = set->rows[(size_t)(batch.first + b)];
+        sums[b] = 0.0;
+        for (int t = evalset_first(set, row); t < row.positions; t++) { sums[b] += *losses++; }
+    }
+}
+
+// ---- the score ----
+
+static inline EvalScore evalset_score(const EvalSet* set, const std::vector<double>& sums /*(rows)*/) {
+    const size_t n = set->questions.size();
+    std::vector<double> sum(n * kEvalChoices), mean(n * kEvalChoices);      // (questions,choices)
+    for (size_t i = 0; i < set->rows.size(); i++) {
+        const EvalRow& row = set->rows[i];
+        const size_t at = (size_t)row.question * kEvalChoices + (size_t)row.choice;
+        if (!isfinite(sums[i])) { return {NAN, NAN, NAN}; }     // comparisons with NaN would choose silently
+        sum[at] = sums[i];
+        mean[at] = sums[i] / (row.positions - evalset_first(set, row));
+    }
+    int64_t right = 0, right_norm = 0;
+    double loss = 0.0;
+    for (size_t i = 0; i < n; i++) {
+        const size_t at = i * kEvalChoices, label = (size_t)set->questions[i].label;
+        auto lowest = [&](const std::vector<double>& of) {
+            return (size_t)(std::min_element(&of[at], &of[at] + kEvalChoices) - &of[at]);
+        };
+        right += lowest(sum) == label;
+        right_norm += lowest(mean) == label;
+        loss += mean[at + label];
+    }
+    return {(double)right / (double)n, (double)right_norm / (double)n, loss / (double)n};
+}
+
+// Positions that the model computes, padding included.
+static inline int64_t evalset_positions(const EvalSet* set) {
+    int64_t all = 0;
+    for (const EvalBatch& batch : set->batches) { all += (int64_t)batch.rows * batch.T; }
+    return all;
+}
+
+static inline int evalset_most_rows(const EvalSet* set) {       // of a batch
+    int most = 0;
+    for (const EvalBatch& batch : set->batches) { most = std::max(most, batch.rows); }
+    return most;
+}
+
+// What the questions are, to be compared between ranks that read them by paths of their own. "": there are
+// none.
+static inline std::string evalset_facts(const EvalSet* set) {
+    if (set->questions.empty()) { return ""; }
+    return format("%zu questions, checksum %016llx", set->questions.size(),
+                  (unsigned long long)checksum(set->words.data(), 2 * set->words.size()));
+}
+
+#endif  // LLMC_DATA_EVALLOADER_H

@@ -1,0 +1,126 @@
+/*
+Draws the next token from a row of logits; a pure function of its arguments: the caller brings the random
+number, so the same seed gives the same text.
+
+    double coin = rand_unit(seed, RAND_SAMPLE, id, position);
+    int token = sample_token(logits, V, {0.8f, 40, 0.95f}, coin);       // temperature, top-k, top-p
+
+Temperature 0 takes the most likely token. Tokens rank by their logit, of equal ones the lower id first. Of
+the first top_k (0: of all), top_p keeps the shortest beginning that holds this part of their probability; the
+draw is among those. A logit of +inf wins over all finite ones, NaN is never drawn.
+
+The GPU draws by the same definition (sample_tokens, train_gpt2.cu) and takes the same token. So a token's
+weight, its probability beside the likeliest token's, is computed in steps that both sides round alike, and is
+a whole number: sums of such do not depend on their order.
+*/
+#ifndef LLMC_DATA_SAMPLER_H
+#define LLMC_DATA_SAMPLER_H
+
+#include <math.h>       // gives: fmaf, isnan, INFINITY
+#include <stdint.h>     // gives: uint64_t
+#include <string.h>     // gives: memcpy
+
+#include <algorithm>    // gives: std::nth_element, std::make_heap
+#include <functional>   // gives: std::greater
+#include <vector>       // gives: std::vector
+
+#include "../rand.h"    // gives: LLMC_HD
+
+struct Sampling {
+    float temperature;      // 0: the likeliest token
+    int top_k;              // 0: all
+    float top_p;            // 1: all
+};
+
+// e^x * 2^40 for x <= 0, down to 0 for what is less than 1. e^x = 2^n * e^r with |r| <= ln 2 / 2, where the
+// Taylor series to r^7 is exact to float rounding. Every product is in an fmaf or by a power of two, so no
+// compiler has anything to contract.
+constexpr uint64_t kFullWeight = (uint64_t)1 << 40;
+LLMC_HD static inline uint64_t sample_exp(float x) {
+    if (!(x > -28.0f)) { return 0; }                    // e^-28 * 2^40 < 1
+    const float n = fmaf(x, 1.44269504f, 12582912.0f) - 12582912.0f;    // adding 1.5 * 2^23 rounds
+    float r = fmaf(n, -0.693359375f, x);                // ln 2 in two parts: n times the first is exact
+    r = fmaf(n, 2.12194440e-4f, r);
+    float series = 1.0f / 5040;
+    series = fmaf(series, r, 1.0f / 720);
+    series = fmaf(series, r, 1.0f / 120);
+    series = fmaf(series, r, 1.0f / 24);
+    series = fmaf(series, r, 1.0f / 6);
+    series = fmaf(series, r, 0.5f);
+    series = fmaf(series, r, 1.0f);
+    series = fmaf(series, r, 1.0f);
+    const uint32_t bits = (uint32_t)((int)n + 127 + 40) << 23;          // 2^(n + 40)
+    float power;
+    memcpy(&power, &bits, 4);
+    return (uint64_t)(series * power);
+}
+
+// NaN has none, the largest logit all of it: of two +inf the difference would be NaN.
+LLMC_HD static inline uint64_t sample_weight(float x, float largest, float temperature) {
+    return x == largest ? kFullWeight : sample_exp((x - largest) / temperature);
+}
+
+// How much weight the tokens that top_p keeps must have, and where the coin falls within what they have.
+LLMC_HD static inline uint64_t sample_kept(uint64_t total, float top_p) {
+    const uint64_t kept = (uint64_t)((double)top_p * (double)total);
+    return kept < 1 ? 1 : kept > total ? total : kept;
+}
+LLMC_HD static inline uint64_t sample_target(uint64_t total, double coin) {
+    const uint64_t target = (uint64_t)(coin * (double)total);
+    return target < total ? target : total - 1;
+}
+
+// coin: uniform in [0, 1). -1: all logits are NaN.
+static inline int sample_token(const float* logits /*(V)*/, int V, const Sampling& s, double coin) {
+    int best = -1;
+    for (int i = 0; i < V; i++) {
+        if (!isnan(logits[i]) && (best < 0 || logits[i] > logits[best])) { best = i; }
+    }
+    if (best < 0 || s.temperature == 0.0f || s.top_k == 1) { return best; }
+
+    // the k-th largest logit is the threshold; of those equal to it only the first few ids still fit
+    float threshold = -INFINITY;
+    int at_threshold = V;                               // how many logits equal to the threshold may be drawn
+    if (s.top_k > 0 && s.top_k < V) {
+        std::vector<float> sorted(logits, logits + V);
+        for (float& x : sorted) { x = isnan(x) ? -INFINITY : x; }
+        std::nth_element(sorted.begin(), sorted.begin() + (s.top_k - 1), sorted.end(), std::greater<float>());
+        threshold = sorted[s.top_k - 1];
+        at_threshold = s.top_k;
+        for (int i = 0; i < V; i++) { at_threshold -= logits[i] > threshold; }
+    }
+    std::vector<uint64_t> weights(V, 0);
+    uint64_t total = 0;
+    for (int i = 0; i < V; i++) {
+        if (logits[i] > threshold || (logits[i] == threshold && at_threshold-- > 0)) {
+            weights[i] = sample_weight(logits[i], logits[best], s.temperature);
+        }
+        total += weights[i];
+    }
+
+    if (s.top_p < 1.0f) {
+        std::vector<int> heap;                          // the first in rank on top
+        for (int i = 0; i < V; i++) { if (weights[i] > 0) { heap.push_back(i); } }
+        auto behind = [&](int a, int b) { return logits[a] != logits[b] ? logits[a] < logits[b] : a > b; };
+        std::make_heap(heap.begin(), heap.end(), behind);
+        const uint64_t wanted = sample_kept(total, s.top_p);
+        uint64_t kept = 0;
+        while (kept < wanted) {
+            std::pop_heap(heap.begin(), heap.end(), behind);
+            kept += weights[heap.back()];
+            heap.pop_back();
+        }
+        for (int i : heap) { weights[i] = 0; }
+        total = kept;
+    }
+
+    const uint64_t target = sample_target(total, coin);
+    uint64_t sum = 0;
+    for (int i = 0; i < V; i++) {                       // the id whose part holds the target
+        sum += weights[i];
+        if (sum > target) { return i; }
+    }
+    return best;
+}
+
+#endif  // LLMC_DATA_SAMPLER_H

@@ -1,0 +1,569 @@
+/*
+GPT-2's byte-level BPE, text to token ids and back, and the byte tokenizer (V=256). Host only.
+
+    Tokenizer tok;
+    tokenizer_init_bpe(&tok, nullptr);                          // or tokenizer_init_bytes(&tok)
+    std::vector<uint32_t> ids = {tok.eot};
+    tokenizer_encode(&tok, text.data(), text.size(), ids);      // appends; text may hold any bytes
+    for (uint32_t id : ids) { fputs(tokenizer_decode(&tok, id).c_str(), stdout); }
+    tokenizer_free(&tok);
+
+A Tokenizer does not change after init: threads share one, each with a TokenizerCache of its own when there is
+much text.
+
+Encoding has two steps. The text is cut into pieces by GPT-2's pattern, here a scanner written by hand:
+    's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
+Then the bytes of each piece are merged: of all neighbouring pairs that together are a token, the one with the
+lowest id becomes that token (the leftmost, if several are equal), until no pair is left. On valid UTF-8 the
+ids are those of tiktoken's encode_ordinary. A byte that is not part of a well-formed UTF-8 sequence (no
+overlong forms, no surrogates) counts as one character of class other, like the U+FFFD a lossy reader would
+put there; its id keeps the byte, so every string of bytes comes back exactly. Nothing in the text becomes the
+end-of-text token: that is the caller's to add.
+*/
+#ifndef LLMC_DATA_TOKENIZER_H
+#define LLMC_DATA_TOKENIZER_H
+
+#include <stddef.h>     // gives: ptrdiff_t
+#include <stdint.h>     // gives: uint32_t, uint64_t
+#include <stdio.h>      // gives: FILE
+#include <string.h>     // gives: memcpy
+#include <unistd.h>     // gives: readlink
+
+#include <algorithm>    // gives: std::push_heap
+#include <functional>   // gives: std::greater
+#include <string>       // gives: std::string
+#include <string_view>  // gives: std::string_view
+#include <unordered_map>    // gives: std::unordered_map (only while the pair table is built)
+#include <vector>       // gives: std::vector
+
+#include "../check.h"           // gives: die, fopen_check, AtomicFile
+#include "unicode_tables.h"     // gives: kCharRanges, CharClass
+
+static const uint32_t kTokenizerMagic = 20240328, kTokenizerVersion = 2;
+static const uint32_t kGpt2Merges = 50000, kGpt2Eot = 256 + kGpt2Merges;
+static const uint32_t kNoMerge = 0xFFFFFFFFu;       // above any id, so "lowest id" needs no special case
+
+// What token shards say of themselves in word 3 of their header, the one after the count (tokenize writes it,
+// --decode goes by it). Zero, as in llm.c's shards and in our older ones, says nothing and is accepted.
+enum TokenizerId : uint32_t { TOKENIZER_UNKNOWN = 0, TOKENIZER_GPT2 = 1, TOKENIZER_BYTES = 2 };
+
+struct Tokenizer {
+    TokenizerId id;                     //            unknown if the vocabulary came from elsewhere
+    std::vector<std::string> bytes;     // (V)        what each id stands for
+    size_t longest;                     //            bytes of the longest one
+    uint32_t eot;                       //            goes before every document: 50256; for bytes 0
+    uint16_t byte_id[256];              //            the id of each single byte
+    std::vector<uint64_t> pairs;        // (2^k)      hash table: left << 48 | right << 32 | merged; ~0: free
+    int pair_shift;                     //            a 32-bit hash >> pair_shift is a slot
+    std::vector<uint8_t> char_class;    // (0x110000) CharClass of every code point
+};
+
+// ---- tables ----
+
+// Where the pair is in the hash table, or where it would go.
+static inline size_t tokenizer_pair_slot(const Tokenizer* tok, uint32_t left, uint32_t right) {
+    uint32_t key = left << 16 | right;
+    size_t mask = tok->pairs.size() - 1;
+    size_t slot = (key * 0x9E3779B1u) >> tok->pair_shift;
+    while (tok->pairs[slot] != ~0ull && tok->pairs[slot] >> 32 != key) { slot = (slot + 1) & mask; }
+    return slot;
+}
+
+// The token that left and right make together, or kNoMerge (the low half of a free slot).
+static inline uint32_t tokenizer_pair(const Tokenizer* tok, uint32_t left, uint32_t right) {
+    return (uint32_t)tok->pairs[tokenizer_pair_slot(tok, left, right)];
+}
+
+// Everything that follows from tok->bytes and tok->eot. A pair merges whenever its bytes are a token,
+// whichever pair the vocabulary lists for that token: this is tiktoken's rule.
+static inline void tokenizer_build(Tokenizer* tok, const char* path) {
+    size_t V = tok->bytes.size();
+    std::unordered_map<std::string_view, uint32_t> ids;
+    std::vector<bool> byte_seen(256);
+    for (size_t id = 0; id < V; id++) {
+        tok->longest = std::max(tok->longest, tok->bytes[id].size());
+        if (tok->bytes[id].size() == 1) {
+            tok->byte_id[(uint8_t)tok->bytes[id][0]] = (uint16_t)id;
+            byte_seen[(uint8_t)tok->bytes[id][0]] = true;
+        }
+        if (id == tok->eot && V > 256) { continue; }        // text never merges into it
+        if (!ids.emplace(tok->bytes[id], (uint32_t)id).second) {
+            die("'%s' has the same token twice: id %zu\nhint: the file is damaged", path, id);
+        }
+    }
+    for (int b = 0; b < 256; b++) {
+        if (!byte_seen[(size_t)b]) {
+            die("'%s' has no token for the byte 0x%02x\nhint: the file is damaged", path, b);
+        }
+    }
+
+    std::vector<uint64_t> found;
+    for (const auto& entry : ids) {
+        std::string_view whole = entry.first;
+        for (size_t cut = 1; cut < whole.size(); cut++) {
+            auto left = ids.find(whole.substr(0, cut)), right = ids.find(whole.substr(cut));
+            if (left == ids.end() || right == ids.end()) { continue; }
+            found.push_back((uint64_t)left->second << 48 | (uint64_t)right->second << 32 | entry.second);
+        }
+    }
+    int bits = 1;
+    while (((size_t)1 << bits) < 2 * found.size()) { bits++; }      // at most half full: short probes
+    tok->pairs.assign((size_t)1 << bits, ~0ull);
+    tok->pair_shift = 32 - bits;
+    for (uint64_t pair : found) {
+        tok->pairs[tokenizer_pair_slot(tok, (uint32_t)(pair >> 48), (uint32_t)(pair >> 32) & 0xFFFF)] = pair;
+    }
+
+    tok->char_class.assign(0x110000, CHAR_OTHER);
+    for (const CharRange& r : kCharRanges) {
+        memset(&tok->char_class[r.first], r.kind, r.last - r.first + 1);
+    }
+}
+
+static inline void tokenizer_free(Tokenizer* tok) { *tok = Tokenizer(); }
+
+// ---- characters and pieces ----
+
+// The code point at s[0], its bytes in *width; -1 with width 1 where no well-formed UTF-8 sequence begins.
+// len >= 1.
+static inline int32_t utf8_decode(const uint8_t* s, size_t len, size_t* width) {
+    uint32_t lead = s[0];
+    *width = 1;
+    if (lead < 0x80) { return (int32_t)lead; }
+    size_t n = lead < 0xC2 ? 0 : lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : lead < 0xF5 ? 4 : 0;
+    if (n == 0 || n > len) { return -1; }
+    uint32_t cp = lead & (0x7Fu >> n);
+    for (size_t i = 1; i < n; i++) {
+        if ((s[i] & 0xC0) != 0x80) { return -1; }
+        cp = cp << 6 | (s[i] & 0x3Fu);
+    }
+    bool overlong = (n == 3 && cp < 0x800) || (n == 4 && cp < 0x10000);
+    if (overlong || (cp >= 0xD800 && cp < 0xE000) || cp > 0x10FFFF) { return -1; }
+    *width = n;
+    return (int32_t)cp;
+}
+
+static inline CharClass tokenizer_class(const Tokenizer* tok, const uint8_t* s, size_t len, size_t* width) {
+    int32_t cp = utf8_decode(s, len, width);
+    return cp < 0 ? CHAR_OTHER : (CharClass)tok->char_class[(size_t)cp];
+}
+
+// End of the run of characters of one class that begins at i.
+static inline size_t tokenizer_run(const Tokenizer* tok, const uint8_t* s, size_t i, size_t len,
+                                   CharClass kind) {
+    size_t width;
+    while (i < len && tokenizer_class(tok, s + i, len - i, &width) == kind) { i += width; }
+    return i;
+}
+
+// Bytes in the first piece of s. len >= 1.
+static inline size_t tokenizer_piece(const Tokenizer* tok, const uint8_t* s, size_t len) {
+    if (s[0] == '\'' && len >= 2) {
+        if (s[1] == 's' || s[1] == 't' || s[1] == 'm' || s[1] == 'd') { return 2; }
+        bool pair = len >= 3 && ((s[1] == 'r' && s[2] == 'e') || (s[1] == 'v' && s[2] == 'e') ||
+                                 (s[1] == 'l' && s[2] == 'l'));
+        if (pair) { return 3; }
+    }
+    size_t skip = s[0] == ' ' && len >= 2 ? 1 : 0;      // one blank belongs to the word after it
+    size_t width;
+    CharClass kind = tokenizer_class(tok, s + skip, len - skip, &width);
+    if (kind != CHAR_SPACE) { return tokenizer_run(tok, s, skip + width, len, kind); }
+
+    // White space: all of it at the end of the text, else all but its last character, which is left for the
+    // next word.
+    size_t end = 0, last = 0;
+    while (end < len && tokenizer_class(tok, s + end, len - end, &width) == CHAR_SPACE) {
+        last = end;
+        end += width;
+    }
+    return end == len || last == 0 ? end : last;
+}
+
+// True if a piece is certain to begin at position i: white space after something else. Text cut there and
+// encoded in parts gives the ids of the whole, because every part ends in a character that is not white
+// space.
+static inline bool tokenizer_can_cut(const Tokenizer* tok, const char* text, size_t len, size_t i) {
+    const uint8_t* s = (const uint8_t*)text;
+    if (i == 0 || i >= len || s[i] >= 0x80 || tok->char_class[s[i]] != CHAR_SPACE) { return false; }
+    size_t back = 1, width;         // to the first byte of the character before i
+    while (back < 4 && back < i && (s[i - back] & 0xC0) == 0x80) { back++; }
+    CharClass before = tokenizer_class(tok, s + i - back, back, &width);
+    return width != back || before != CHAR_SPACE;       // width != back: a broken sequence, class other
+}
+
+// ---- merging ----
+
+static const size_t kShortPiece = 64;   // above: a heap, n log n steps where looking through all takes n^2
+
+// Merges ids[0..n) in place, returns how many are left. n <= kShortPiece: looking through all pairs is
+// fastest.
+static inline size_t tokenizer_merge_short(const Tokenizer* tok, uint32_t* ids, size_t n) {
+    uint32_t merged[kShortPiece];       // merged[i]: what ids[i] and ids[i+1] make; the last has no partner
+    for (size_t i = 0; i + 1 < n; i++) { merged[i] = tokenizer_pair(tok, ids[i], ids[i + 1]); }
+    merged[n - 1] = kNoMerge;
+    for (;;) {
+        size_t best = 0;
+        for (size_t i = 1; i < n; i++) { if (merged[i] < merged[best]) { best = i; } }
+        if (merged[best] == kNoMerge) { return n; }
+        ids[best] = merged[best];
+        n--;
+        for (size_t i = best + 1; i < n; i++) { ids[i] = ids[i + 1]; merged[i] = merged[i + 1]; }
+        merged[best] = best + 1 < n ? tokenizer_pair(tok, ids[best], ids[best + 1]) : kNoMerge;
+        if (best > 0) { merged[best - 1] = tokenizer_pair(tok, ids[best - 1], ids[best]); }
+    }
+}
+
+// The same for any n: a doubly linked list of what is left, and a heap of (merged id, position) ordered like
+// the search above. An entry that its neighbours have overtaken no longer equals merged[position] and is
+// dropped when it comes up.
+static inline size_t tokenizer_merge_long(const Tokenizer* tok, uint32_t* ids, size_t n) {
+    std::vector<uint32_t> merged(n, kNoMerge);
+    std::vector<uint32_t> next(n), prev(n);     // n is a window's: it fits
+    std::vector<uint64_t> heap;         // merged << 48 | position
+    auto look = [&](size_t i) {
+        merged[i] = next[i] < n ? tokenizer_pair(tok, ids[i], ids[next[i]]) : kNoMerge;
+        return merged[i] != kNoMerge;
+    };
+    for (size_t i = 0; i < n; i++) {
+        next[i] = (uint32_t)i + 1;
+        prev[i] = (uint32_t)i - 1;      // of position 0: never read, see below
+        if (look(i)) { heap.push_back((uint64_t)merged[i] << 48 | i); }
+    }
+    std::make_heap(heap.begin(), heap.end(), std::greater<uint64_t>());
+    auto push = [&](size_t i) {
+        heap.push_back((uint64_t)merged[i] << 48 | i);
+        std::push_heap(heap.begin(), heap.end(), std::greater<uint64_t>());
+    };
+    while (!heap.empty()) {
+        std::pop_heap(heap.begin(), heap.end(), std::greater<uint64_t>());
+        uint32_t id = (uint32_t)(heap.back() >> 48);
+        size_t i = heap.back() & 0xFFFFFFFFFFFFull;
+        heap.pop_back();
+        if (merged[i] != id) { continue; }
+
+        size_t gone = next[i];
+        ids[i] = id;
+        merged[gone] = kNoMerge;
+        next[i] = next[gone];
+        if (next[i] < n) { prev[next[i]] = (uint32_t)i; }
+        if (look(i)) { push(i); }
+        if (i > 0 && look(prev[i])) { push(prev[i]); }
+    }
+    size_t left = 0;
+    for (size_t i = 0; i < n; i = next[i]) { ids[left++] = ids[i]; }
+    return left;
+}
+
+// Appends the ids of the n bytes, merged as one.
+static inline void tokenizer_merge(const Tokenizer* tok, const uint8_t* bytes, size_t n,
+                                   std::vector<uint32_t>& out) {
+    size_t start = out.size();
+    out.resize(start + n);
+    uint32_t* ids = &out[start];
+    for (size_t i = 0; i < n; i++) { ids[i] = tok->byte_id[bytes[i]]; }
+    size_t left = n <= kShortPiece ? tokenizer_merge_short(tok, ids, n) : tokenizer_merge_long(tok, ids, n);
+    out.resize(start + left);
+}
+
+// ---- merging without an end ----
+// A merge looks at two neighbours only, so long pieces need not be merged as a whole. Call a row of tokens
+// right if merging its bytes gives just that row.
+//  1. Any part of a right row is right: nothing was merged across its two ends, and the merges inside were
+//     the ones that its bytes alone would have made, in that order.
+//  2. A row is right if every two neighbours in it are. Otherwise take the first merge that goes over an
+//     end between two tokens: up to then both had only merges of their own, so the two alone would have
+//     come to this merge as well.
+// So two right rows that overlap and have one token in common (same bytes, same place) make one right row:
+// the first up to that token, the second from there. Pieces are merged in windows joined like that.
+
+// Bytes that a window shares with the one before, at least, and that it adds: most are short pieces then.
+// Where this shows to be too little (a token may have 128 bytes) both grow, and shrink again later.
+static const size_t kOverlap = 16, kAdvance = 40;
+
+struct TokenizerRow {               // a right row of tokens, from the first byte of a piece
+    std::vector<uint32_t>* ids;
+    size_t first, end;              // the row is ids[first..]; the byte where it ends
+    size_t overlap;                 // that the next window tries
+};
+
+// Goes back over the last tokens, at least `bytes` of them if there are so many. Returns the index where it
+// stops, and in *at the byte.
+static inline size_t tokenizer_step_back(const Tokenizer* tok, const TokenizerRow& row, size_t bytes,
+                                         size_t* at) {
+    size_t i = row.ids->size();
+    *at = row.end;
+    while (i > row.first && row.end - *at < bytes) { *at -= tok->bytes[(*row.ids)[--i]].size(); }
+    return i;
+}
+
+// Two rows, from index i and j, both at the same byte: moves i and j to the first token that they share, or
+// returns false.
+static inline bool tokenizer_common(const Tokenizer* tok, const std::vector<uint32_t>& a, size_t* i,
+                                    const std::vector<uint32_t>& b, size_t* j) {
+    size_t at_a = 0, at_b = 0;
+    while (*i < a.size() && *j < b.size()) {
+        if (at_a == at_b && a[*i] == b[*j]) { return true; }
+        bool move_a = at_a <= at_b, move_b = at_b <= at_a;
+        if (move_a) { at_a += tok->bytes[a[(*i)++]].size(); }
+        if (move_b) { at_b += tok->bytes[b[(*j)++]].size(); }
+    }
+    return false;
+}
+
+// Merges one window more of the piece's n bytes. part: room for its tokens.
+static inline void tokenizer_extend(const Tokenizer* tok, const uint8_t* piece, size_t n, TokenizerRow* row,
+                                    std::vector<uint32_t>& part) {
+    size_t end = std::min(n, row->end + row->overlap * kAdvance / kOverlap);
+    for (;; row->overlap *= 2) {
+        size_t from, i = tokenizer_step_back(tok, *row, row->overlap, &from), j = 0;
+        part.clear();
+        tokenizer_merge(tok, piece + from, end - from, part);
+        bool whole = i == row->first;           // the window begins where the row does: it is the row
+        if (!whole && !tokenizer_common(tok, *row->ids, &i, part, &j)) { continue; }
+        row->ids->resize(i);
+        row->ids->insert(row->ids->end(), part.begin() + (ptrdiff_t)j, part.end());
+        row->end = end;
+        row->overlap = std::max(kOverlap, row->overlap - row->overlap / 16);
+        return;
+    }
+}
+
+// ---- encode, decode ----
+
+// Remembers the ids of recent short pieces: text repeats its words, so most pieces are never merged again.
+struct TokenizerCache {
+    static const size_t kBits = 16, kKey = 15, kIds = 7;
+    struct Entry {
+        uint64_t key[2];        // the piece's bytes, then zeros; last byte: its length, 0: free
+        uint16_t ids[kIds], count;
+    };
+    std::vector<Entry> entries = std::vector<Entry>((size_t)1 << kBits, Entry());       // 2 MB
+};
+
+static inline TokenizerCache::Entry* tokenizer_cache_entry(TokenizerCache* cache, const uint8_t* piece,
+                                                           size_t n, uint64_t key[2]) {
+    key[0] = key[1] = 0;
+    memcpy(key, piece, n);
+    key[1] |= (uint64_t)n << 56;
+    uint64_t hash = (key[0] ^ (key[1] << 29 | key[1] >> 35)) * 0x9E3779B97F4A7C15ull;
+    return &cache->entries[(hash ^ hash >> 32) * 0x9E3779B97F4A7C15ull >> (64 - TokenizerCache::kBits)];
+}
+
+static inline void tokenizer_encode_piece(const Tokenizer* tok, const uint8_t* piece, size_t n,
+                                          std::vector<uint32_t>& out) {
+    if (n <= kShortPiece) { tokenizer_merge(tok, piece, n, out); return; }
+    TokenizerRow row = {&out, out.size(), 0, kOverlap};
+    std::vector<uint32_t> part;
+    while (row.end < n) { tokenizer_extend(tok, piece, n, &row, part); }
+}
+
+// Appends the ids of text to out.
+static inline void tokenizer_encode(const Tokenizer* tok, const char* text, size_t len,
+                                    std::vector<uint32_t>& out, TokenizerCache* cache = nullptr) {
+    const uint8_t* s = (const uint8_t*)text;
+    for (size_t i = 0, n; i < len; i += n) {
+        n = tokenizer_piece(tok, s + i, len - i);
+        if (!cache || n > TokenizerCache::kKey) {
+            tokenizer_encode_piece(tok, s + i, n, out);
+            continue;
+        }
+        uint64_t key[2];
+        TokenizerCache::Entry* e = tokenizer_cache_entry(cache, s + i, n, key);
+        if (e->key[0] == key[0] && e->key[1] == key[1]) {
+            out.insert(out.end(), e->ids, e->ids + e->count);
+            continue;
+        }
+        size_t start = out.size();
+        tokenizer_encode_piece(tok, s + i, n, out);
+        size_t count = out.size() - start;
+        if (count > TokenizerCache::kIds) { continue; }
+        memcpy(e->key, key, sizeof(key));
+        e->count = (uint16_t)count;
+        std::copy(out.begin() + (ptrdiff_t)start, out.end(), e->ids);
+    }
+}
+
+// A place inside the n bytes of a piece that goes on, nobody knows how far, where text can be cut and encoded
+// in parts whatever follows. 0: none was found.
+// No token is longer than `longest`, so one of them will end in the last `longest` bytes, at e, say, and up
+// to there the tokens will be those of these bytes alone. If for every e they have a token in common with the
+// row of all n bytes, then what comes before it is the same whatever follows.
+static inline size_t tokenizer_cut_inside(const Tokenizer* tok, const uint8_t* piece, size_t n) {
+    std::vector<uint32_t> ids, part;
+    tokenizer_encode_piece(tok, piece, n, ids);
+    TokenizerRow row = {&ids, 0, n, 0};
+    size_t longest = std::max(tok->longest, (size_t)4);     // white space leaves its last character
+    for (size_t back = 2 * longest; back < n / 2; back *= 2) {
+        size_t cut, first = tokenizer_step_back(tok, row, back, &cut);
+        // the rest must be one piece by itself, too: not begin inside of a character, or like 's
+        while (first > 0 && tokenizer_piece(tok, piece + cut, n - cut) != n - cut) {
+            cut -= tok->bytes[ids[--first]].size();
+        }
+        bool sure = first > 0;
+        for (size_t e = n - longest + 1; e < n && sure; e++) {
+            part.clear();
+            tokenizer_encode_piece(tok, piece + cut, e - cut, part);
+            size_t i = first, j = 0;
+            sure = tokenizer_common(tok, ids, &i, part, &j);
+        }
+        if (sure) { return cut; }
+    }
+    return 0;
+}
+
+static inline const std::string& tokenizer_decode(const Tokenizer* tok, uint32_t id) {
+    if (id >= tok->bytes.size()) {
+        die("token id %u is outside the tokenizer's vocabulary of %zu", id, tok->bytes.size());
+    }
+    return tok->bytes[id];
+}
+
+// ---- where vocabularies come from ----
+
+// Every byte is its own id. No id is left for end of text; byte 0, which text does not hold, takes its place.
+static inline void tokenizer_init_bytes(Tokenizer* tok) {
+    *tok = Tokenizer();
+    tok->id = TOKENIZER_BYTES;
+    for (int b = 0; b < 256; b++) { tok->bytes.push_back(std::string(1, (char)b)); }
+    tokenizer_build(tok, "bytes");
+}
+
+static inline std::string tokenizer_read_file(const char* path, const char* hint) {
+    input_check(path);
+    FILE* f = fopen(path, "rb");
+    if (!f) { die("cannot open the vocabulary '%s': %s\nhint: %s", path, strerror(errno), hint); }
+    std::string data;
+    char block[1 << 16];
+    for (size_t n; (n = fread(block, 1, sizeof(block), f)) > 0;) { data.append(block, n); }
+    if (ferror(f)) { die("cannot read '%s': %s", path, strerror(errno)); }
+    fclose(f);
+    return data;
+}
+
+// The committed vocabulary, seen from the current folder or from the program's.
+static inline std::string tokenizer_default_path() {
+    const std::string path = "dev/data/gpt2_bpe/vocab.bpe";
+    if (file_size(path.c_str()) >= 0) { return path; }
+    char exe[4096];
+    ssize_t n = readlink("/proc/self/exe", exe, sizeof(exe));
+    std::string folder(exe, n > 0 ? (size_t)n : 0);
+    for (int up = 0; up < 3 && !folder.empty(); up++) {      // the repository, build/, dev/test/
+        folder.resize(folder.rfind('/') == std::string::npos ? 0 : folder.rfind('/'));
+        if (file_size((folder + "/" + path).c_str()) >= 0) { return folder + "/" + path; }
+    }
+    return path;
+}
+
+// GPT-2's vocabulary from its list of merges: ids 0-255 are the bytes, then one id per merge, then end of
+// text. The list writes each byte as one printable character: itself where it is printable, else U+0100,
+// U+0101, ...; the ids of the bytes follow the order of those characters. path: nullptr for the committed
+// one.
+static inline void tokenizer_init_bpe(Tokenizer* tok, const char* path) {
+    bool ours = !path || !path[0];      // of another list of merges nobody can say what its ids mean
+    std::string file = ours ? tokenizer_default_path() : path;
+    path = file.c_str();
+    std::string data = tokenizer_read_file(path, "it is in the repository: dev/data/gpt2_bpe/vocab.bpe");
+    *tok = Tokenizer();
+    tok->id = ours ? TOKENIZER_GPT2 : TOKENIZER_UNKNOWN;
+
+    std::vector<int> byte_of_char(0x144, -1);
+    for (int pass = 0; pass < 2; pass++) {
+        for (int b = 0; b < 256; b++) {
+            bool printable = (b > 0x20 && b < 0x7F) || (b > 0xA0 && b != 0xAD);
+            if (printable == (pass == 1)) { continue; }
+            byte_of_char[pass == 0 ? (size_t)b : tok->bytes.size() - 188 + 256] = b;      // 188 are printable
+            tok->bytes.push_back(std::string(1, (char)b));
+        }
+    }
+
+    size_t line_number = 0;
+    for (size_t pos = 0, end; pos < data.size(); pos = end + 1) {
+        end = std::min(data.find('\n', pos), data.size());
+        line_number++;
+        if (line_number == 1 && data.compare(pos, 9, "#version:") == 0) { continue; }
+        std::string token;
+        int blanks = 0;
+        bool bad = end - pos < 3 || data[pos] == ' ' || data[end - 1] == ' ';
+        for (size_t i = pos, width; i < end && !bad; i += width) {
+            int32_t cp = utf8_decode((const uint8_t*)&data[i], end - i, &width);
+            if (cp == ' ') { blanks++; continue; }
+            bad = cp < 0 || cp >= 0x144 || byte_of_char[(size_t)cp] < 0;
+            if (!bad) { token += (char)byte_of_char[(size_t)cp]; }
+        }
+        if (bad || blanks != 1) { die("'%s' line %zu is not a merge of two tokens", path, line_number); }
+        tok->bytes.push_back(token);
+    }
+    if (tok->bytes.size() != kGpt2Eot) {
+        die("'%s' has %zu merges, GPT-2 has %u\nhint: is the file complete?", path, tok->bytes.size() - 256,
+            kGpt2Merges);
+    }
+    tok->eot = kGpt2Eot;
+    tok->bytes.push_back("<|endoftext|>");
+    tokenizer_build(tok, path);
+}
+
+// ---- whose tokens ----
+
+static inline std::string tokenizer_name(uint32_t id) {
+    return id == TOKENIZER_GPT2 ? "GPT-2's tokenizer" : id == TOKENIZER_BYTES ? "the byte tokenizer"
+         : format("tokenizer %u", id);
+}
+
+// A model with GPT-2's or the bytes' vocabulary reads no shard of another tokenizer; id is what the shards of
+// `pattern` say. Other vocabularies are nobody's, and 0 says nothing: the loader checks their ids alone.
+static inline void tokenizer_check(uint32_t id, int V, const char* pattern) {
+    const uint32_t wanted = V == 256 ? TOKENIZER_BYTES
+                          : V == (int)kGpt2Eot + 1 ? TOKENIZER_GPT2 : TOKENIZER_UNKNOWN;
+    if (id == TOKENIZER_UNKNOWN || wanted == TOKENIZER_UNKNOWN || id == wanted) { return; }
+    die("'%s' holds tokens of %s, but the model's %d are those of %s\n"
+        "hint: choose a model with the other vocabulary (-e), or make shards for this one: "
+        "build/tokenize FILE -o NAME --bytes %d", pattern, tokenizer_name(id).c_str(), V,
+        tokenizer_name(wanted).c_str(), wanted == TOKENIZER_BYTES);
+}
+
+// ---- gpt2_tokenizer.bin ----
+// 256 int32 header {magic, version, V, eot, 0...}, then for each token one length byte and its bytes.
+
+static inline void tokenizer_write(const Tokenizer* tok, const char* path) {
+    AtomicFile out = atomic_open(path);
+    uint32_t header[256] = {kTokenizerMagic, kTokenizerVersion, (uint32_t)tok->bytes.size(), tok->eot};
+    atomic_write(&out, header, sizeof(header));
+    for (const std::string& token : tok->bytes) {
+        uint8_t length = (uint8_t)token.size();         // GPT-2's longest is 128
+        atomic_write(&out, &length, 1);
+        atomic_write(&out, token.data(), token.size());
+    }
+    atomic_commit(&out);
+}
+
+// The tokens are all it takes: merges follow from them, so what was read encodes as well.
+static inline void tokenizer_read(Tokenizer* tok, const char* path) {
+    std::string data = tokenizer_read_file(path, "tokenize --write-vocab FILE makes one");
+    uint32_t header[256];
+    if (data.size() < sizeof(header)) {
+        die("'%s' is truncated: its header takes 1024 bytes, the file has %zu", path, data.size());
+    }
+    memcpy(header, data.data(), sizeof(header));
+    if (header[0] != kTokenizerMagic || header[1] != kTokenizerVersion) {
+        die("'%s' is no tokenizer file: it begins %u %u, expected %u %u", path, header[0], header[1],
+            kTokenizerMagic, kTokenizerVersion);
+    }
+    uint32_t V = header[2];
+    if (V < 256 || V > 65536 || header[3] >= V) {
+        die("'%s' has %u tokens and end of text %u; allowed are 256 to 65536 tokens and an id below that",
+            path, V, header[3]);
+    }
+    *tok = Tokenizer();
+    tok->eot = header[3];
+    size_t pos = sizeof(header);
+    while (tok->bytes.size() < V && pos < data.size() && pos + 1 + (uint8_t)data[pos] <= data.size()) {
+        tok->bytes.push_back(data.substr(pos + 1, (uint8_t)data[pos]));
+        pos += 1 + (uint8_t)data[pos];
+    }
+    if (tok->bytes.size() < V || pos != data.size()) {
+        die("'%s' has %zu bytes; its %u tokens end after %zu of them", path, data.size(), V, pos);
+    }
+    tokenizer_build(tok, path);
+}
+
+#endif  // LLMC_DATA_TOKENIZER_H

@@ -1,0 +1,212 @@
+/*
+The two things JSON gets wrong when printf writes it, text and numbers; and a reader of what is written with
+them. Host only.
+
+    fprintf(f, "{%s: %s}\n", json_quote("loss").c_str(), json_number(loss).c_str());
+
+    JsonValues values;
+    std::string error = json_read(text, &values);       // of {"program": "a", "settings": {"lr": 0.1}}:
+    for (auto& v : values) { ... }                      // {"program", "a"}, {"settings.lr", "0.1"}
+*/
+#ifndef LLMC_FILES_JSON_H
+#define LLMC_FILES_JSON_H
+
+#include <ctype.h>      // gives: tolower
+#include <math.h>       // gives: isfinite
+#include <string.h>     // gives: strchr
+
+#include <set>          // gives: std::set
+#include <string>       // gives: std::string
+#include <utility>      // gives: std::pair
+#include <vector>       // gives: std::vector
+
+#include "../check.h"   // gives: format
+
+// Bytes that are not UTF-8 become \udcXX, which Python reads back as the very same file name.
+static inline std::string json_quote(const std::string& text) {
+    std::string out = "\"";
+    for (size_t i = 0; i < text.size();) {
+        unsigned char c = (unsigned char)text[i];
+        int more = c >= 0xF0 && c <= 0xF4 ? 3 : c >= 0xE0 ? 2 : c >= 0xC2 ? 1 : 0;
+        unsigned code = more == 0 ? c : c & (0x3Fu >> more);
+        bool valid = c < 0x80 || (more > 0 && c <= 0xF4 && i + (size_t)more < text.size());
+        for (int k = 1; valid && k <= more; k++) {
+            unsigned char next = (unsigned char)text[i + (size_t)k];
+            valid = (next & 0xC0) == 0x80;
+            code = code << 6 | (next & 0x3Fu);
+        }
+        if (more == 2) { valid = valid && code >= 0x800 && (code < 0xD800 || code > 0xDFFF); }
+        if (more == 3) { valid = valid && code >= 0x10000 && code <= 0x10FFFF; }
+        size_t length = valid ? (size_t)more + 1 : 1;
+        if (!valid) { out += format("\\udc%02x", c); }
+        else if (c == '"' || c == '\\') { out += '\\'; out += (char)c; }
+        else if (c < 0x20 || c == 0x7F) { out += format("\\u%04x", c); }
+        else { out += text.substr(i, length); }
+        i += length;
+    }
+    return out + "\"";
+}
+
+// JSON has no word for inf and NaN: they become null. 9 digits: every float reads back.
+static inline std::string json_number(double x) { return isfinite(x) ? format("%.9g", x) : "null"; }
+
+// ---- reading ----
+// An object of texts, numbers, true, false, null, lists and such objects: the settings of a run, a table of
+// tensors. A list, of anything but objects, comes as its own text, without blanks. What does not belong there
+// is refused; so is a name that comes twice.
+
+typedef std::vector<std::pair<std::string, std::string>> JsonValues;    // where, as names with dots; as text
+
+struct JsonReader {
+    const std::string& text;
+    size_t at;
+    JsonValues* values;
+    std::set<std::string> names;        // of all values so far
+};
+constexpr int kJsonDepth = 8;           // objects in objects, lists in lists
+constexpr size_t kJsonName = 256;       // bytes of the longest name, with those of the objects around it
+
+static inline void json_blanks(JsonReader* r) {
+    while (r->at < r->text.size() && strchr(" \t\r\n", r->text[r->at]) && r->text[r->at]) { r->at++; }
+}
+
+// True, and past it, if this comes next.
+static inline bool json_next(JsonReader* r, const char* what) {
+    json_blanks(r);
+    const size_t n = strlen(what);
+    if (r->text.compare(r->at, n, what) != 0) { return false; }
+    r->at += n;
+    return true;
+}
+
+static inline bool json_hex4(JsonReader* r, unsigned* code) {
+    *code = 0;
+    for (int k = 0; k < 4; k++, r->at++) {
+        const char* digits = "0123456789abcdef";
+        const int c = r->at < r->text.size() ? tolower((unsigned char)r->text[r->at]) : 0;
+        const char* digit = c ? strchr(digits, c) : nullptr;
+        if (!digit) { return false; }
+        *code = *code << 4 | (unsigned)(digit - digits);
+    }
+    return true;
+}
+
+// What follows \u, as UTF-8. A pair of surrogates is one character; \udcXX alone is a byte (json_quote).
+static inline bool json_read_code(JsonReader* r, std::string* out) {
+    unsigned code, low;
+    if (!json_hex4(r, &code) || code == 0) { return false; }        // no text of ours holds a zero
+    if (code >= 0xDC80 && code <= 0xDCFF) { *out += (char)(code & 0xFF); return true; }
+    if (code >= 0xD800 && code <= 0xDBFF) {
+        if (r->text.compare(r->at, 2, "\\u") != 0) { return false; }
+        r->at += 2;
+        if (!json_hex4(r, &low) || low < 0xDC00 || low > 0xDFFF) { return false; }
+        code = 0x10000 + ((code - 0xD800) << 10 | (low - 0xDC00));
+    } else if (code >= 0xDC00 && code <= 0xDFFF) { return false; }
+    const int more = code < 0x80 ? 0 : code < 0x800 ? 1 : code < 0x10000 ? 2 : 3;
+    const unsigned marks[] = {0, 0xC0, 0xE0, 0xF0};
+    *out += (char)(marks[more] | code >> (6 * more));
+    for (int k = more - 1; k >= 0; k--) { *out += (char)(0x80 | (code >> (6 * k) & 0x3F)); }
+    return true;
+}
+
+static inline bool json_read_text(JsonReader* r, std::string* out) {
+    if (!json_next(r, "\"")) { return false; }
+    out->clear();
+    while (r->at < r->text.size()) {
+        const char c = r->text[r->at++];
+        if (c == '"') { return true; }
+        if ((unsigned char)c < 0x20) { return false; }
+        if (c != '\\') { *out += c; continue; }
+        const char* const kinds = "\"\\/bfnrt";
+        const char kind = r->at < r->text.size() ? r->text[r->at++] : '\0';
+        const char* found = kind ? strchr(kinds, kind) : nullptr;
+        if (found) { *out += "\"\\/\b\f\n\r\t"[found - kinds]; }
+        else if (kind != 'u' || !json_read_code(r, out)) { return false; }
+    }
+    return false;
+}
+
+static inline bool json_read_number(JsonReader* r, std::string* out) {
+    const size_t from = r->at;
+    auto digits = [r] {                         // how many come next
+        const size_t first = r->at;
+        while (r->at < r->text.size() && r->text[r->at] >= '0' && r->text[r->at] <= '9') { r->at++; }
+        return r->at - first;
+    };
+    auto one_of = [r](const char* any) {
+        const bool is = r->at < r->text.size() && r->text[r->at] && strchr(any, r->text[r->at]);
+        r->at += is;
+        return is;
+    };
+    one_of("-");
+    const bool zero = r->at < r->text.size() && r->text[r->at] == '0';
+    const size_t whole = digits();
+    if (whole == 0 || (zero && whole > 1) || (one_of(".") && digits() == 0)) { return false; }
+    if (one_of("eE")) {
+        one_of("+-");
+        if (digits() == 0) { return false; }
+    }
+    *out = r->text.substr(from, r->at - from);
+    return true;
+}
+
+static inline bool json_read_list(JsonReader* r, std::string* out, int depth);
+
+// A text, a number, a list or a word.
+static inline bool json_read_value(JsonReader* r, std::string* out, int depth) {
+    json_blanks(r);
+    const char c = r->at < r->text.size() ? r->text[r->at] : '\0';
+    if (c == '"') { return json_read_text(r, out); }
+    if (c == '[') { return json_read_list(r, out, depth); }
+    for (const char* word : {"true", "false", "null"}) {
+        if (json_next(r, word)) { *out = word; return true; }
+    }
+    return json_read_number(r, out);
+}
+
+static inline bool json_read_list(JsonReader* r, std::string* out, int depth) {
+    *out = "[";
+    if (depth > kJsonDepth || !json_next(r, "[")) { return false; }
+    if (json_next(r, "]")) { *out += "]"; return true; }
+    do {
+        std::string value;
+        json_blanks(r);
+        const bool is_text = r->at < r->text.size() && r->text[r->at] == '"';
+        if (!json_read_value(r, &value, depth + 1)) { return false; }
+        *out += (out->size() > 1 ? "," : "") + (is_text ? json_quote(value) : value);
+    } while (json_next(r, ","));
+    *out += "]";
+    return json_next(r, "]");
+}
+
+static inline bool json_read_object(JsonReader* r, const std::string& path, int depth) {
+    if (depth > kJsonDepth || !json_next(r, "{")) { return false; }
+    if (json_next(r, "}")) { return true; }
+    do {
+        std::string name, value;
+        if (!json_read_text(r, &name) || !json_next(r, ":")) { return false; }
+        name = path + name;
+        if (name.size() > kJsonName || !r->names.insert(name).second) { return false; }
+        json_blanks(r);
+        if (r->at < r->text.size() && r->text[r->at] == '{') {
+            if (!json_read_object(r, name + ".", depth + 1)) { return false; }
+            continue;
+        }
+        if (!json_read_value(r, &value, depth)) { return false; }
+        r->values->push_back({name, value});
+    } while (json_next(r, ","));
+    return json_next(r, "}");
+}
+
+// What is wrong with the text, or "".
+static inline std::string json_read(const std::string& text, JsonValues* values) {
+    JsonReader r = {text, 0, values, {}};
+    values->clear();
+    if (json_read_object(&r, "", 1)) {
+        json_blanks(&r);
+        if (r.at == text.size()) { return ""; }
+    }
+    return format("is not a JSON object that can be read here, from byte %zu on", r.at);
+}
+
+#endif  // LLMC_FILES_JSON_H

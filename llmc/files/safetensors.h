@@ -1,0 +1,165 @@
+/*
+Reads safetensors, the files in which Hugging Face's models come. Host only.
+
+A file is the length of a table (8 bytes, little-endian), the table in JSON, {name: {"dtype": "F32", "shape":
+[2,3], "data_offsets": [0,24]}, ...}, and the tensors' bytes, to which the offsets count. Every number in the
+table is checked against the file before anything is allocated by it.
+
+    SafeTensors file;
+    std::string error = safetensors_open(&file, "model.safetensors");       // what is wrong, or ""
+    const SafeTensor& wte = file.tensors.at("wte.weight");
+    safetensors_read(&file, wte, values);                   // as floats; values: (wte.count)
+    safetensors_close(&file);
+*/
+#ifndef LLMC_FILES_SAFETENSORS_H
+#define LLMC_FILES_SAFETENSORS_H
+
+#include <math.h>       // gives: ldexpf, INFINITY, NAN
+#include <stdint.h>     // gives: int64_t
+#include <stdio.h>      // gives: FILE, fseeko
+#include <string.h>     // gives: memcpy
+
+#include <algorithm>    // gives: std::min
+#include <map>          // gives: std::map
+#include <string>       // gives: std::string
+#include <vector>       // gives: std::vector
+
+#include "../check.h"   // gives: format, fopen_check, fread_check, file_size
+#include "../numbers.h" // gives: parse_int
+#include "../rand.h"    // gives: bf16_to_float
+#include "json.h"       // gives: json_read
+
+struct SafeTensor {
+    std::string dtype;                          // "F32", "F16" and "BF16" can be read
+    std::vector<int64_t> shape, offsets;
+    int64_t count = 0;                          // elements; 0 as well where the dtype cannot be read
+};
+struct SafeTensors {
+    FILE* f = nullptr;
+    std::string path;
+    int64_t start = 0;                          // of the data
+    std::map<std::string, SafeTensor> tensors;  // by name
+};
+
+constexpr int64_t kSafeTable = 1 << 20;         // the longest table: a tensor's line has some 120 bytes
+
+static inline int safetensors_bytes(const std::string& dtype) {         // of an element; 0: not read here
+    return dtype == "F32" ? 4 : dtype == "F16" || dtype == "BF16" ? 2 : 0;
+}
+
+// "[2,3]" as whole numbers, none below 0.
+static inline bool safetensors_numbers(const std::string& text, std::vector<int64_t>* numbers) {
+    if (text.size() < 2 || text[0] != '[' || text.back() != ']') { return false; }
+    numbers->clear();
+    for (size_t at = 1, end; at < text.size() && text.size() > 2; at = end + 1) {
+        end = std::min(text.find(',', at), text.size() - 1);
+        int64_t n;
+        if (!parse_int(&text[at], &text[end], &n) || n < 0) { return false; }
+        numbers->push_back(n);
+    }
+    return true;
+}
+
+static inline std::string safetensors_shape(const std::vector<int64_t>& shape) {        // "(2, 3)"
+    std::string text;
+    for (int64_t n : shape) { text += format(text.empty() ? "%lld" : ", %lld", (long long)n); }
+    return "(" + text + ")";
+}
+
+// The table, whose values are named like "wte.weight.shape". False: it is none.
+static inline bool safetensors_table(SafeTensors* s, const std::string& text) {
+    JsonValues values;
+    if (!json_read(text, &values).empty()) { return false; }
+    for (const auto& value : values) {
+        if (value.first.compare(0, 13, "__metadata__.") == 0) { continue; }
+        const size_t dot = value.first.rfind('.');
+        if (dot == std::string::npos) { return false; }
+        SafeTensor& t = s->tensors[value.first.substr(0, dot)];
+        const std::string what = value.first.substr(dot + 1);
+        if (what == "dtype") { t.dtype = value.second; }
+        else if (what == "shape") { if (!safetensors_numbers(value.second, &t.shape)) { return false; } }
+        else if (what != "data_offsets" || !safetensors_numbers(value.second, &t.offsets)) { return false; }
+    }
+    for (const auto& named : s->tensors) {
+        const std::vector<int64_t>& offsets = named.second.offsets;
+        if (named.second.dtype.empty() || offsets.size() != 2 || offsets[0] > offsets[1]) { return false; }
+    }
+    return !s->tensors.empty();
+}
+
+// Counts its elements. False: their bytes are not those between its offsets, of which `bytes` is the largest.
+static inline bool safetensors_check(SafeTensor* t, int64_t bytes) {
+    const int64_t size = safetensors_bytes(t->dtype);
+    if (size == 0) { return true; }
+    t->count = 1;
+    for (int64_t n : t->shape) {
+        if (n > 0 && t->count > bytes / n) { return false; }
+        t->count *= n;
+    }
+    return t->count * size == t->offsets[1] - t->offsets[0];
+}
+
+// What is wrong with the file, behind its name; or "".
+static inline std::string safetensors_open(SafeTensors* s, const char* path) {
+    input_check(path);
+    *s = SafeTensors();
+    s->path = path;
+    s->f = fopen_check(path, "rb");
+    const int64_t size = file_size(path);
+    int64_t length = 0;
+    if (size >= 8) { fread_check(&length, 8, 1, s->f, path); }
+    if (size < 8 || length < 0 || length > size - 8) {
+        return format("is no safetensors file, or a truncated one: %lld bytes", (long long)size);
+    }
+    if (length > kSafeTable) {
+        return format("has a table of %lld bytes; %lld are the most that is read", (long long)length,
+                      (long long)kSafeTable);
+    }
+    std::string text((size_t)length, '\0');
+    fread_check(&text[0], 1, text.size(), s->f, path);
+    if (!safetensors_table(s, text)) {
+        return "is no safetensors file: its table of tensors cannot be read";
+    }
+    s->start = 8 + length;
+    int64_t end = 0;
+    for (auto& named : s->tensors) { end = std::max(end, named.second.offsets[1]); }
+    if (end != size - s->start) {
+        return format("is truncated or damaged: %lld bytes of tensors, its table means %lld",
+                      (long long)(size - s->start), (long long)end);
+    }
+    for (auto& named : s->tensors) {
+        if (!safetensors_check(&named.second, end)) {
+            return format("is damaged: the place of %s does not fit its shape", named.first.c_str());
+        }
+    }
+    return "";
+}
+
+static inline void safetensors_close(SafeTensors* s) {
+    if (s->f) { fclose(s->f); }
+    s->f = nullptr;
+}
+
+static inline float half_to_float(uint16_t h) {         // IEEE binary16
+    const int exponent = h >> 10 & 31, mantissa = h & 1023;
+    const float size = exponent == 0 ? ldexpf((float)mantissa, -24)
+                     : exponent < 31 ? ldexpf((float)(1024 + mantissa), exponent - 25)
+                     : mantissa == 0 ? INFINITY : NAN;
+    return h >> 15 ? -size : size;
+}
+
+static inline void safetensors_read(SafeTensors* s, const SafeTensor& t, float* to /*(count)*/) {
+    const char* path = s->path.c_str();
+    if (fseeko(s->f, (off_t)(s->start + t.offsets[0]), SEEK_SET) != 0) {
+        die("cannot read '%s': %s", path, strerror(errno));
+    }
+    if (t.dtype == "F32") { fread_check(to, sizeof(float), (size_t)t.count, s->f, path); return; }
+    std::vector<uint16_t> raw((size_t)t.count);
+    fread_check(raw.data(), sizeof(uint16_t), raw.size(), s->f, path);
+    const bool is_bf16 = t.dtype == "BF16";
+    for (size_t i = 0; i < raw.size(); i++) {
+        to[i] = is_bf16 ? bf16_to_float(raw[i]) : half_to_float(raw[i]);
+    }
+}
+
+#endif  // LLMC_FILES_SAFETENSORS_H

@@ -1,0 +1,273 @@
+/*
+The state of a training run on disk: facts as text, tensors as they are in memory, checksums over all of it.
+Host only.
+
+    StateWriter out = state_begin("state.bin", facts, pieces);      // an AtomicFile: all of it or nothing
+    for (...) { state_write(&out, data); }                          // of each piece, in their order
+    state_commit(&out);
+
+    StateFile in;
+    std::string error = state_open(&in, "state.bin");               // "": header, table and facts are sound
+    error = state_read(&in, 0, to);                                 // piece 0, if its checksum fits
+    state_close(&in);
+
+A piece is a run of a tensor's elements; which rank wrote it is not in the file. Little-endian, no gaps:
+
+    0       header, 64 bytes: magic, version, sizes, checksum of header (with 0 there), table and facts
+    64      table, 128 bytes for each piece: name, type, shape, which elements, where, checksum
+    ...     facts: lines `key=value`, in which \n stands for the end of a line and \\ for a backslash
+    ...     the pieces' data, one after the other
+*/
+#ifndef LLMC_FILES_STATE_FILE_H
+#define LLMC_FILES_STATE_FILE_H
+
+#include <fcntl.h>      // gives: open
+#include <stdint.h>     // gives: uint64_t
+#include <string.h>     // gives: memcpy, strnlen
+#include <unistd.h>     // gives: pread
+
+#include <string>       // gives: std::string
+#include <utility>      // gives: std::pair
+#include <vector>       // gives: std::vector
+
+#include "../check.h"   // gives: AtomicFile, format
+#include "../checksum.h" // gives: Checksum
+
+struct StateHeader {
+    char magic[8];
+    uint32_t version, pieces;
+    uint64_t facts_bytes, file_bytes, checksum;
+    uint64_t zeros[3];
+};
+struct StateRow {
+    char name[64];                      // e.g. "m.qkvw.3": of what, tensor, layer
+    char type[16];                      // f32, bf16, f16
+    uint64_t rows, cols;                // of the whole tensor
+    uint64_t begin, count;              // elements of it that are here
+    uint64_t offset, checksum;          // bytes from the start of the file; of the data
+};
+static_assert(sizeof(StateHeader) == 64 && sizeof(StateRow) == 128, "they are written as they are");
+static const char kStateMagic[8] = {'G', 'P', 'T', '2', 'S', 'T', 'A', 'T'};
+constexpr uint32_t kStateVersion = 1;
+constexpr uint64_t kStateMaxRows = 1 << 24;
+
+typedef std::vector<std::pair<std::string, std::string>> Facts;
+
+static inline const std::string* facts_find(const Facts& facts, const std::string& key) {
+    for (const auto& fact : facts) { if (fact.first == key) { return &fact.second; } }
+    return nullptr;
+}
+
+// Bytes of an element; 0: no such type.
+static inline size_t state_type_bytes(const char* type) {
+    return strcmp(type, "f32") == 0 ? 4 : strcmp(type, "bf16") == 0 || strcmp(type, "f16") == 0 ? 2 : 0;
+}
+
+static inline StateRow state_row(const std::string& name, const char* type, uint64_t rows, uint64_t cols,
+                                 uint64_t begin, uint64_t count) {
+    StateRow row = {};
+    assert(name.size() < sizeof(row.name) && state_type_bytes(type) > 0);
+    assert(count > 0 && begin + count <= rows * cols);
+    memcpy(row.name, name.c_str(), name.size());
+    memcpy(row.type, type, strlen(type));
+    row.rows = rows;
+    row.cols = cols;
+    row.begin = begin;
+    row.count = count;
+    return row;
+}
+
+static inline uint64_t state_row_bytes(const StateRow& row) {
+    return row.count * state_type_bytes(row.type);
+}
+
+// ---- writing ----
+
+struct StateWriter {
+    AtomicFile out;
+    StateHeader header;
+    std::vector<StateRow> rows;
+    std::string facts;
+    size_t next;                        // row whose data come next
+};
+
+static inline std::string facts_text(const Facts& facts) {
+    std::string text;
+    for (const auto& fact : facts) {
+        assert(fact.first.find_first_of("=\n\\") == std::string::npos);
+        text += fact.first + "=";
+        for (char c : fact.second) { text += c == '\n' ? "\\n" : c == '\\' ? "\\\\" : std::string(1, c); }
+        text += "\n";
+    }
+    return text;
+}
+
+static inline void state_write_start(StateWriter* w) {
+    atomic_write(&w->out, &w->header, sizeof(w->header));
+    atomic_write(&w->out, w->rows.data(), w->rows.size() * sizeof(StateRow));
+    atomic_write(&w->out, w->facts.data(), w->facts.size());
+}
+
+static inline StateWriter state_begin(const std::string& path, const Facts& facts,
+                                      const std::vector<StateRow>& rows) {
+    StateWriter w = {atomic_open(path), {}, rows, facts_text(facts), 0};
+    memcpy(w.header.magic, kStateMagic, sizeof(kStateMagic));
+    w.header.version = kStateVersion;
+    w.header.pieces = (uint32_t)rows.size();
+    w.header.facts_bytes = w.facts.size();
+    uint64_t at = sizeof(StateHeader) + rows.size() * sizeof(StateRow) + w.facts.size();
+    for (StateRow& row : w.rows) {
+        row.offset = at;
+        at += state_row_bytes(row);
+    }
+    w.header.file_bytes = at;
+    state_write_start(&w);              // once more at the end, with the checksums
+    return w;
+}
+
+static inline void state_write(StateWriter* w, const void* data) {
+    StateRow& row = w->rows[w->next++];
+    row.checksum = checksum(data, state_row_bytes(row));
+    atomic_write(&w->out, data, state_row_bytes(row));
+}
+
+static inline uint64_t state_start_checksum(const StateHeader& header, const void* rows, const void* facts) {
+    StateHeader bare = header;
+    bare.checksum = 0;
+    Checksum c;
+    checksum_add(&c, &bare, sizeof(bare));
+    checksum_add(&c, rows, header.pieces * sizeof(StateRow));
+    checksum_add(&c, facts, header.facts_bytes);
+    return checksum_end(&c);
+}
+
+static inline void state_commit(StateWriter* w) {
+    assert(w->next == w->rows.size());
+    w->header.checksum = state_start_checksum(w->header, w->rows.data(), w->facts.data());
+    atomic_rewind(&w->out);
+    state_write_start(w);
+    atomic_commit(&w->out);
+}
+
+// ---- reading ----
+// Functions return what is wrong with the file, or "": a damaged one is no reason to end, as there may be an
+// older one.
+
+struct StateFile {
+    std::string path;
+    int fd = -1;
+    StateHeader header;
+    std::vector<StateRow> rows;
+    Facts facts;
+};
+
+static inline void state_close(StateFile* s) {
+    if (s->fd >= 0) { close(s->fd); }
+    s->fd = -1;
+}
+
+static inline std::string state_pread(const StateFile* s, void* to, uint64_t bytes, uint64_t offset) {
+    for (uint64_t done = 0; done < bytes;) {
+        const ssize_t n = pread(s->fd, (char*)to + done, bytes - done, (off_t)(offset + done));
+        if (n < 0 && errno == EINTR) { continue; }
+        if (n < 0) { return format("cannot be read: %s", strerror(errno)); }
+        if (n == 0) { return "is truncated"; }
+        done += (uint64_t)n;
+    }
+    return "";
+}
+
+static inline bool facts_parse(const std::string& text, Facts* facts) {
+    std::string key, value;
+    bool in_key = true;
+    for (size_t i = 0; i < text.size(); i++) {
+        char c = text[i];
+        if (in_key && c == '=') { in_key = false; continue; }
+        if (c == '\n') {
+            if (in_key) { return false; }
+            facts->push_back({key, value});
+            key = value = "";
+            in_key = true;
+            continue;
+        }
+        if (!in_key && c == '\\') {
+            if (++i == text.size() || (text[i] != 'n' && text[i] != '\\')) { return false; }
+            c = text[i] == 'n' ? '\n' : '\\';
+        }
+        (in_key ? key : value) += c;
+    }
+    return in_key && key.empty();
+}
+
+// The table as a file claims it: its numbers are used only when they fit each other and the file's size.
+static inline std::string state_rows_error(const StateFile* s) {
+    uint64_t at = sizeof(StateHeader) + s->rows.size() * sizeof(StateRow) + s->header.facts_bytes;
+    for (const StateRow& row : s->rows) {
+        const bool named = row.name[0] && strnlen(row.name, sizeof(row.name)) < sizeof(row.name) &&
+                           strnlen(row.type, sizeof(row.type)) < sizeof(row.type);
+        const size_t type_bytes = named ? state_type_bytes(row.type) : 0;
+        if (type_bytes == 0) { return "has a tensor without a name, or of an unknown type"; }
+        const uint64_t most = (uint64_t)1 << 48;        // no product or sum below leaves 64 bits
+        if (row.rows == 0 || row.cols == 0 || row.rows >= most || row.cols >= most / row.rows ||
+            row.count == 0 || row.begin >= row.rows * row.cols ||
+            row.count > row.rows * row.cols - row.begin || row.offset != at ||
+            row.count > (s->header.file_bytes - at) / type_bytes) {
+            return format("has a tensor %s whose numbers cannot be", shown(row.name).c_str());
+        }
+        at += state_row_bytes(row);
+    }
+    return at == s->header.file_bytes ? "" : "has bytes that belong to no tensor";
+}
+
+static inline std::string state_open(StateFile* s, const std::string& path) {
+    state_close(s);
+    *s = StateFile();
+    s->path = path;
+    s->fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (s->fd < 0) { return format("cannot be opened: %s", strerror(errno)); }
+    struct stat st;
+    if (fstat(s->fd, &st) != 0) { return format("cannot be read: %s", strerror(errno)); }
+    if (!S_ISREG(st.st_mode)) { return format("is %s", not_regular(st.st_mode)); }
+    const uint64_t bytes = (uint64_t)st.st_size;
+    StateHeader& h = s->header;
+    if (bytes < sizeof(h)) { return "is truncated"; }
+    std::string error = state_pread(s, &h, sizeof(h), 0);
+    if (!error.empty()) { return error; }
+    if (memcmp(h.magic, kStateMagic, sizeof(h.magic)) != 0) { return "is not a state file"; }
+    if (h.version != kStateVersion) {
+        return format("has version %u, and this program reads %u", h.version, kStateVersion);
+    }
+    if (h.file_bytes != bytes) {
+        return format("has %llu bytes, and its header says %llu", (unsigned long long)bytes,
+                      (unsigned long long)h.file_bytes);
+    }
+    if (h.pieces > kStateMaxRows || h.facts_bytes > bytes ||
+        sizeof(h) + h.pieces * sizeof(StateRow) + h.facts_bytes > bytes) {
+        return "has a header whose numbers do not fit its size";
+    }
+    s->rows.resize(h.pieces);
+    std::string facts(h.facts_bytes, '\0');
+    const uint64_t rows_bytes = h.pieces * sizeof(StateRow);
+    error = state_pread(s, s->rows.data(), rows_bytes, sizeof(h));
+    if (error.empty()) { error = state_pread(s, &facts[0], facts.size(), sizeof(h) + rows_bytes); }
+    if (!error.empty()) { return error; }
+    if (state_start_checksum(h, s->rows.data(), facts.data()) != h.checksum) {
+        return "is damaged: its start does not have the checksum that it should";
+    }
+    if (!facts_parse(facts, &s->facts)) { return "has facts that cannot be read"; }
+    return state_rows_error(s);
+}
+
+// to: as many bytes as state_row_bytes says.
+static inline std::string state_read(const StateFile* s, size_t piece, void* to) {
+    const StateRow& row = s->rows[piece];
+    const std::string error = state_pread(s, to, state_row_bytes(row), row.offset);
+    if (!error.empty()) { return error; }
+    if (checksum(to, state_row_bytes(row)) != row.checksum) {
+        return format("is damaged: the data of %s do not have the checksum that they should",
+                      shown(row.name).c_str());
+    }
+    return "";
+}
+
+#endif  // LLMC_FILES_STATE_FILE_H

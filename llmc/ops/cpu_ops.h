@@ -1,0 +1,1056 @@
+/*
+The twins: every op of llmc/ops/ops.h in plain C++, one function each. They are the specification: what an op
+computes, which outputs are stored (=) and which added to (+=), what becomes of padding and of unused rows is
+written here, and a CUDA kernel is right when it agrees. Host only.
+
+The trainer's CPU build runs them in float (OpenMP over rows, OpenBLAS where it is found), tests in double:
+
+    matmul_forward_cpu<float>({.out = y, .inp = x, .weight = w, .bias = b, .residual = nullptr,
+                               .pre_gelu = nullptr, .N = N, .C = C, .OC = OC}, stream);
+    bias_backward_cpu<double>({{dbias, Accumulate::Yes}, nullptr, dout, N, OC}, 0);
+
+Rules that hold for every twin:
+- Each output element belongs to one thread and is summed in one order: the thread count does not change bits.
+- Long sums are taken in double; values are rounded to Real when they are stored.
+- Outputs do not overlap inputs unless ops.h says so.
+- A GradOf<Real> output is = or += by its `acc`.
+- N = B*T rows. Products of two sizes are size_t.
+
+OP_DONE(a) ends each twin. Tests define it before they include this file, to disturb one output (--break) and
+see that some check notices.
+*/
+#ifndef LLMC_OPS_CPU_OPS_H
+#define LLMC_OPS_CPU_OPS_H
+
+#include <assert.h>     // gives: assert
+#include <math.h>       // gives: exp, log, sqrt, INFINITY
+#include <stddef.h>     // gives: size_t
+#include <stdint.h>     // gives: uint16_t, uint32_t
+#include <string.h>     // gives: memcpy, strcmp
+
+#include <utility>      // gives: std::swap
+#include <vector>       // gives: std::vector
+
+#include "ops.h"        // gives: every op's arguments, Accumulate, Stream
+#include "../rand.h"    // gives: RoundKey, round_bits16, bf16_encode_dithered, dropout_block
+
+#ifdef USE_OPENBLAS
+#include <cblas.h>      // gives: cblas_sgemm, openblas_set_num_threads, openblas_get_corename
+#endif
+
+#ifndef OP_DONE
+#define OP_DONE(a)
+#endif
+
+// ---- small helpers ----
+
+static inline double exp_cpu(double x) { return exp(x); }
+
+// expf that a compiler can vectorise (libm's it cannot): e^x = 2^n * e^r with n = round(x / ln 2), so that
+// |r| <= ln 2 / 2, where the Taylor series to r^7 is exact to float rounding. Measured: wrong by at most 0.92
+// units in the last place. Below -87 it is 0 instead of a number under 2^-125; above 88 it is inf.
+static inline float exp_cpu(float x) {
+    float shifted = x * 1.44269504f + 12582912.0f;      // + 1.5 * 2^23 rounds to an integer, in the low bits
+    float n = shifted - 12582912.0f;
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts: n times the first is exact
+    float series = 1.0f / 5040;
+    series = series * r + 1.0f / 720;
+    series = series * r + 1.0f / 120;
+    series = series * r + 1.0f / 24;
+    series = series * r + 1.0f / 6;
+    series = series * r + 0.5f;
+    series = series * r + 1.0f;
+    series = series * r + 1.0f;
+    uint32_t bits;
+    memcpy(&bits, &shifted, 4);
+    bits = (bits << 23) + (127u << 23);                 // 2^n
+    float power;
+    memcpy(&power, &bits, 4);
+    float y = series * power;
+    y = x < -87.0f ? 0.0f : y;
+    return x > 88.0f ? (float)INFINITY : y;             // NaN fails both comparisons and comes through
+}
+
+template <class Real> static inline void store_grad(GradOf<Real> grad, size_t i, double value) {
+    grad.data[i] = (Real)(grad.acc == Accumulate::Yes ? grad.data[i] + value : value);
+}
+
+// dsum[c] (=, +=) sum over n of x[n,c], x (N,C). Threads own blocks of columns and walk down them row by row:
+// 64 of them are whole cache lines, and their sums stay in the L1 cache.
+template <class Real>
+static inline void column_sums(GradOf<Real> dsum, const Real* x, int N, int C) {
+    constexpr int kColumns = 64;
+    #pragma omp parallel for
+    for (int c0 = 0; c0 < C; c0 += kColumns) {
+        int columns = C - c0 < kColumns ? C - c0 : kColumns;
+        double sum[kColumns] = {0};
+        for (int n = 0; n < N; n++) {
+            const Real* x_n = x + (size_t)n * C + c0;
+            #pragma omp simd
+            for (int c = 0; c < columns; c++) { sum[c] += x_n[c]; }
+        }
+        for (int c = 0; c < columns; c++) { store_grad(dsum, c0 + c, sum[c]); }
+    }
+}
+
+// ---- encoder: token and position embedding ----
+
+// out[b,t,c] = wte[tokens[b,t],c] + wpe[t,c]
+template <class Real> void encoder_forward_cpu(const EncoderForward<Real, Real>& a, Stream) {
+    const int B = a.B, T = a.T, C = a.C;
+    const int N = B * T;
+    #pragma omp parallel for
+    for (int bt = 0; bt < N; bt++) {
+        Real* out_bt = a.out + (size_t)bt * C;
+        const Real* wte_ix = a.wte + (size_t)a.tokens[bt] * C;
+        const Real* wpe_t = a.wpe + (size_t)(bt % T) * C;
+        #pragma omp simd
+        for (int c = 0; c < C; c++) { out_bt[c] = wte_ix[c] + wpe_t[c]; }
+    }
+    OP_DONE(a);
+}
+
+// dwte[v,c] += sum over positions bt of token v of dout[bt,c]; always added, to the LM head's gradient
+// dwpe[t,c] (=, +=) sum over b of dout[b,t,c]; rows t >= T get no gradient, so = makes them zero.
+// A bucket of up to 128 positions is one segment. A longer one is several, whose sums go to rows of scratch
+// and are added up in order by its entry in `splits`.
+template <class Real> void encoder_backward_cpu(const EncoderBackward<Real, Real>& a, Stream) {
+    const int B = a.B, T = a.T, maxT = a.maxT, C = a.C;
+    assert(a.dwte.acc == Accumulate::Yes);
+    #pragma omp parallel
+    {
+        std::vector<double> sum(C);
+        #pragma omp for
+        for (int s = 0; s < a.buckets.num_segments; s++) {
+            const int4 segment = a.buckets.segments[s];
+            sum.assign(C, 0.0);
+            for (int i = segment.y; i < segment.y + segment.z; i++) {
+                const Real* dout_bt = a.dout + (size_t)a.buckets.order[i] * C;
+                for (int c = 0; c < C; c++) { sum[c] += dout_bt[c]; }
+            }
+            for (int c = 0; c < C; c++) {
+                if (segment.w < 0) { store_grad(a.dwte, (size_t)segment.x * C + c, sum[c]); }
+                else { a.scratch[(size_t)segment.w * C + c] = (Real)sum[c]; }
+            }
+        }
+        #pragma omp for
+        for (int s = 0; s < a.buckets.num_splits; s++) {
+            const int4 split = a.buckets.splits[s];
+            sum.assign(C, 0.0);
+            for (int slot = split.y; slot < split.y + split.z; slot++) {
+                for (int c = 0; c < C; c++) { sum[c] += a.scratch[(size_t)slot * C + c]; }
+            }
+            for (int c = 0; c < C; c++) { store_grad(a.dwte, (size_t)split.x * C + c, sum[c]); }
+        }
+        #pragma omp for
+        for (int t = 0; t < maxT; t++) {
+            sum.assign(C, 0.0);
+            for (int b = 0; b < (t < T ? B : 0); b++) {
+                const Real* dout_bt = a.dout + ((size_t)b * T + t) * C;
+                for (int c = 0; c < C; c++) { sum[c] += dout_bt[c]; }
+            }
+            for (int c = 0; c < C; c++) { store_grad(a.dwpe, (size_t)t * C + c, sum[c]); }
+        }
+    }
+    OP_DONE(a);
+}
+
+// ---- norms of the residual stream ----
+
+// Calls f(c, factor) for the elements of a row: what its dropout multiplies each of them by.
+template <class F> static inline void dropout_row(const Dropout& d, int n, int C, F f) {
+    for (int c0 = 0; c0 < C; c0 += 8) {
+        const Rand4 block = dropout_block(d.key, d.first_row + (uint64_t)n, (uint32_t)(c0 / 8));
+        for (int c = c0; c < C && c < c0 + 8; c++) { f(c, dropout_factor(d, block, c - c0)); }
+    }
+}
+
+// sum[c] += branch[c], or what its dropout leaves of it
+template <class Real>
+static inline void add_branch(double* sum, const Real* branch, const Dropout& d, int n, int C) {
+    if (d.dropped == 0) { for (int c = 0; c < C; c++) { sum[c] += branch[c]; } }
+    else { dropout_row(d, n, C, [&](int c, float factor) { sum[c] += (double)branch[c] * factor; }); }
+}
+
+// LayerNorm: mean = sum(x)/C, rstd = 1/sqrt(sum((x-mean)^2)/C + eps). RMSNorm: mean is 0.
+template <class Real>
+static inline void norm_statistics(Real* mean, Real* rstd, const Real* x, NormKind kind, int C) {
+    double sum = 0.0, squares = 0.0;
+    #pragma omp simd reduction(+ : sum)
+    for (int c = 0; c < C; c++) { sum += x[c]; }
+    const double m = kind == NormKind::Layer ? sum / C : 0.0;
+    #pragma omp simd reduction(+ : squares)
+    for (int c = 0; c < C; c++) { squares += (x[c] - m) * (x[c] - m); }
+    *mean = (Real)m;
+    *rstd = (Real)(1.0 / sqrt(squares / C + kNormEps));
+}
+
+// out[c] = (x[c]-mean)*rstd*weight[c] + bias[c], without a bias in an RMSNorm
+template <class Real>
+static inline void norm_row(const NormOutput<Real, Real>& y, Real* out, const Real* x, Real mean, Real rstd,
+                            int C) {
+    if (y.bias) {
+        #pragma omp simd
+        for (int c = 0; c < C; c++) { out[c] = (x[c] - mean) * rstd * y.weight[c] + y.bias[c]; }
+    } else {
+        for (int c = 0; c < C; c++) { out[c] = (x[c] - mean) * rstd * y.weight[c]; }
+    }
+}
+
+// residual = inp + both branches after their dropouts, rounded once; then y[i] = norm(residual as stored).
+// Without branches: y[i] = norm(inp). mean and rstd of each row are kept for the backward pass. residual may
+// be the buffer of inp or of a branch: each element is read before it is written.
+template <class Real> void norm_forward_cpu(const NormForward<Real, Real>& a, Stream) {
+    const int N = a.N, C = a.C;
+    #pragma omp parallel
+    {
+        std::vector<double> sum(C);
+        #pragma omp for
+        for (int n = 0; n < N; n++) {
+            const size_t row = (size_t)n * C;
+            if (a.residual) {
+                for (int c = 0; c < C; c++) { sum[c] = a.inp ? a.inp[row + c] : 0.0; }
+                for (int i = 0; i < 2; i++) {
+                    if (a.branch[i]) { add_branch(sum.data(), a.branch[i] + row, a.dropout[i], n, C); }
+                }
+                for (int c = 0; c < C; c++) { a.residual[row + c] = (Real)sum[c]; }
+            }
+            const Real* x = (a.residual ? a.residual : a.inp) + row;
+            Real mean;
+            norm_statistics(&mean, a.rstd + n, x, a.kind, C);
+            if (a.kind == NormKind::Layer) { a.mean[n] = mean; }
+            for (const NormOutput<Real, Real>& y : a.y) {
+                if (y.out) { norm_row(y, y.out + row, x, mean, a.rstd[n], C); }
+            }
+        }
+    }
+    OP_DONE(a);
+}
+
+// The weight and bias gradients of one norm, of dout + also (null: nothing is added). A thread owns kColumns
+// columns and walks down them.
+template <class Real>
+static inline void norm_backward_columns(const NormBackward<Real, Real>& a, const NormGrad<Real, Real>& y,
+                                         const Real* also) {
+    const int N = a.N, C = a.C;
+    constexpr int kColumns = 64;
+    #pragma omp parallel for
+    for (int c0 = 0; c0 < C; c0 += kColumns) {
+        int columns = C - c0 < kColumns ? C - c0 : kColumns;
+        double dweight[kColumns] = {0}, dbias[kColumns] = {0};
+        Real both[kColumns];
+        for (int n = 0; n < N; n++) {
+            const Real* dout_n = y.dout + (size_t)n * C + c0;
+            const Real* inp_n = a.inp + (size_t)n * C + c0;
+            const Real mean = a.kind == NormKind::Layer ? a.mean[n] : 0, rstd = a.rstd[n];
+            if (also) {
+                for (int c = 0; c < columns; c++) { both[c] = dout_n[c] + also[(size_t)n * C + c0 + c]; }
+                dout_n = both;
+            }
+            #pragma omp simd
+            for (int c = 0; c < columns; c++) {
+                dweight[c] += dout_n[c] * ((inp_n[c] - mean) * rstd);
+                dbias[c] += dout_n[c];
+            }
+        }
+        for (int c = 0; c < columns; c++) {
+            if (y.dweight.data) { store_grad(y.dweight, c0 + c, dweight[c]); }
+            if (y.dbias.data) { store_grad(y.dbias, c0 + c, dbias[c]); }
+        }
+    }
+}
+
+// The gradient of row n of the residual stream; dnorm(c) is that of its normalised value, times the weight.
+template <class Real, class F>
+static inline void norm_backward_row(const NormBackward<Real, Real>& a, int n, F dnorm) {
+    const int C = a.C;
+    const bool layer = a.kind == NormKind::Layer, add = a.dresidual_acc == Accumulate::Yes;
+    const Real* inp_n = a.inp + (size_t)n * C;
+    Real* dresidual_n = a.dresidual + (size_t)n * C;
+    const Real mean = layer ? a.mean[n] : 0, rstd = a.rstd[n];
+    double sum_dnorm = 0.0, sum_dnorm_norm = 0.0;
+    #pragma omp simd reduction(+ : sum_dnorm, sum_dnorm_norm)
+    for (int c = 0; c < C; c++) {
+        const Real d = dnorm(c);
+        sum_dnorm += d;
+        sum_dnorm_norm += d * ((inp_n[c] - mean) * rstd);
+    }
+    const Real mean_dnorm = layer ? (Real)(sum_dnorm / C) : 0, mean_dnorm_norm = (Real)(sum_dnorm_norm / C);
+    for (int c = 0; c < C; c++) {
+        Real norm = (inp_n[c] - mean) * rstd;
+        Real dinp = rstd * (dnorm(c) - mean_dnorm - norm * mean_dnorm_norm);
+        dresidual_n[c] = add ? dresidual_n[c] + dinp : dinp;
+    }
+    for (const BranchGrad<Real, Real>& b : a.branch) {
+        if (!b.dout) { continue; }
+        dropout_row(b.dropout, n, C, [&](int c, float factor) {
+            b.dout[(size_t)n * C + c] = (Real)((double)dresidual_n[c] * factor);
+        });
+    }
+}
+
+// With norm[n,c] = (inp[n,c]-mean[n])*rstd[n] and dnorm[n,c] = the sum over both norms of dout*weight[c]:
+// dweight[c] (=, +=) sum over n of dout[n,c]*norm[n,c];   dbias[c] (=, +=) sum over n of dout[n,c]
+// dresidual[n,c] (=, +=) rstd[n] * (dnorm[n,c] - mean_c(dnorm) - norm[n,c]*mean_c(dnorm*norm)); an RMSNorm
+// has no mean_c(dnorm).
+// branch[i].dout = the new dresidual, times what the forward's dropout multiplied that branch by
+// branch[i].dbias[c] (=, +=) sum over n of branch[i].dout[n,c], as stored; where dout is null, of the new
+// dresidual
+template <class Real> void norm_backward_cpu(const NormBackward<Real, Real>& a, Stream) {
+    const int N = a.N, C = a.C;
+    const bool two = a.y[1].dout, tied = two && !a.y[1].weight;
+    const Real *weight0 = a.y[0].weight, *weight1 = tied ? weight0 : a.y[1].weight;
+    norm_backward_columns(a, a.y[0], tied ? a.y[1].dout : nullptr);
+    if (two && !tied) { norm_backward_columns(a, a.y[1], (const Real*)nullptr); }
+    #pragma omp parallel for
+    for (int n = 0; n < N; n++) {
+        const size_t row = (size_t)n * C;
+        const Real *dout0 = a.y[0].dout + row, *dout1 = two ? a.y[1].dout + row : nullptr;
+        if (two) {
+            norm_backward_row(a, n, [=](int c) { return dout0[c] * weight0[c] + dout1[c] * weight1[c]; });
+        } else {
+            norm_backward_row(a, n, [=](int c) { return dout0[c] * weight0[c]; });
+        }
+    }
+    for (const BranchGrad<Real, Real>& b : a.branch) {
+        if (b.dbias.data) { column_sums(b.dbias, b.dout ? b.dout : a.dresidual, N, C); }
+    }
+    OP_DONE(a);
+}
+
+// ---- GELU, the tanh form ----
+// gelu(x) = x/2 * (1 + tanh(u)), u = sqrt(2/pi)*(x + 0.044715*x^3). With s = (1 + tanh(u))/2 = 1/(1 + e^-2u),
+// s*(1-s) = e/(1+e)^2 for e = e^-2|u| neither function nor derivative subtracts near-equal numbers.
+
+template <class Real> static inline Real gelu_sigmoid(Real x, Real* s_times_1_minus_s) {
+    const Real u = (Real)0.79788456080286535588 * (x + (Real)0.044715 * x * x * x);
+    const Real e = exp_cpu((Real)-2 * (u < 0 ? -u : u));
+    const Real inverse = 1 / (1 + e);
+    *s_times_1_minus_s = e * inverse * inverse;
+    return u < 0 ? e * inverse : inverse;
+}
+
+template <class Real> static inline Real gelu(Real x) {
+    Real unused;
+    return x * gelu_sigmoid(x, &unused);
+}
+
+// d gelu(x)/dx = s + x * s*(1-s) * 2 du/dx
+template <class Real> static inline Real gelu_derivative(Real x) {
+    Real slope;
+    const Real s = gelu_sigmoid(x, &slope);
+    const Real du = (Real)0.79788456080286535588 * (1 + 3 * (Real)0.044715 * x * x);
+    return s + x * slope * 2 * du;
+}
+
+// out[i] = gelu(inp[i]). out may be the buffer of inp.
+template <class Real> void gelu_forward_cpu(const GeluForward<Real, Real>& a, Stream) {
+    #pragma omp parallel for simd
+    for (size_t i = 0; i < a.n; i++) { a.out[i] = gelu(a.inp[i]); }
+    OP_DONE(a);
+}
+
+// d[n,c] *= gelu'(inp[n,c]);   dbias[c] (=, +=) sum over n of the new d[n,c], as stored
+template <class Real> void gelu_backward_inplace_cpu(const GeluBackward<Real, Real>& a, Stream) {
+    const int N = a.N, OC = a.OC;
+    const size_t n = (size_t)N * OC;
+    #pragma omp parallel for simd
+    for (size_t i = 0; i < n; i++) { a.d[i] *= gelu_derivative(a.inp[i]); }
+    if (a.dbias.data) { column_sums(a.dbias, a.d, N, OC); }
+    OP_DONE(a);
+}
+
+// ---- matmul: the linear layer ----
+
+enum class Transpose { No, Yes };
+
+// A tile of out: sum[m,n] = sum over k of a_row[m][k*stride] * panel[k,n]. 6 x 16 floats are 12 AVX2
+// registers; the sums stay there, and what is loaded is used 16 or 6 times. Inlined into gemm_cpu they
+// would be spilled.
+constexpr int kTileRows = 6, kTileColumns = 16, kTileDepth = 256;
+
+template <class Real>
+__attribute__((noinline)) static void gemm_tile(Real (*sum)[kTileColumns], const Real* const* a_row,
+                                                size_t stride, const Real (*panel)[kTileColumns], int depth) {
+    Real s[kTileRows][kTileColumns] = {};
+    for (int k = 0; k < depth; k++) {
+        for (int m = 0; m < kTileRows; m++) {
+            const Real a_mk = a_row[m][k * stride];
+            #pragma omp simd
+            for (int n = 0; n < kTileColumns; n++) { s[m][n] += a_mk * panel[k][n]; }
+        }
+    }
+    memcpy(sum, s, sizeof(s));
+}
+
+// out[m,n] (=, +=) sum over k of a[m,k]*b[k,n], out (M,N). a is stored (M,K), or (K,M) if a_transposed; b is
+// stored (K,N), or (N,K) if b_transposed. Threads own blocks of out. For a block, 16 columns of b at a time
+// are copied into a panel, where they lie contiguous, and multiplied with one tile of rows after the other;
+// the block's 240 x 256 values of a stay in the L2 cache meanwhile.
+template <class Real>
+static inline void gemm_cpu(Real* out, Accumulate acc, const Real* a, Transpose a_transposed, const Real* b,
+                            Transpose b_transposed, int M, int N, int K) {
+    constexpr int kBlockRows = 240, kBlockColumns = 128;
+    const bool ta = a_transposed == Transpose::Yes, tb = b_transposed == Transpose::Yes;
+    const size_t a_m = ta ? 1 : K, a_k = ta ? M : 1;        // from one element to the next
+    const size_t b_k = tb ? 1 : N, b_n = tb ? K : 1;
+    #pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int m1 = 0; m1 < M; m1 += kBlockRows) {
+        for (int n1 = 0; n1 < N; n1 += kBlockColumns) {
+            const int m_end = M - m1 < kBlockRows ? M : m1 + kBlockRows;
+            const int n_end = N - n1 < kBlockColumns ? N : n1 + kBlockColumns;
+            for (int k0 = 0; k0 < K; k0 += kTileDepth) {
+                const int depth = K - k0 < kTileDepth ? K - k0 : kTileDepth;
+                const bool add = acc == Accumulate::Yes || k0 > 0;
+                for (int n0 = n1; n0 < n_end; n0 += kTileColumns) {
+                    const int columns = n_end - n0 < kTileColumns ? n_end - n0 : kTileColumns;
+                    Real panel[kTileDepth][kTileColumns];   // past the edge of b: zero
+                    for (int k = 0; k < depth; k++) {
+                        for (int n = 0; n < kTileColumns; n++) {
+                            panel[k][n] = n < columns ? b[(k0 + k) * b_k + (n0 + n) * b_n] : (Real)0;
+                        }
+                    }
+                    for (int m0 = m1; m0 < m_end; m0 += kTileRows) {
+                        const int rows = m_end - m0 < kTileRows ? m_end - m0 : kTileRows;
+                        const Real* a_row[kTileRows];       // past the edge of a: its last row
+                        for (int m = 0; m < kTileRows; m++) {
+                            a_row[m] = a + (m0 + (m < rows ? m : rows - 1)) * a_m + k0 * a_k;
+                        }
+                        Real sum[kTileRows][kTileColumns];
+                        gemm_tile<Real>(sum, a_row, a_k, panel, depth);
+                        for (int m = 0; m < rows; m++) {
+                            Real* out_m = out + (size_t)(m0 + m) * N + n0;
+                            for (int n = 0; n < columns; n++) { out_m[n] = (add ? out_m[n] : 0) + sum[m][n]; }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#ifdef USE_OPENBLAS
+// Blocks of the output go to OpenMP's threads, each block to a single-threaded sgemm: OpenBLAS's own threads
+// beside OpenMP's would wait for each other (4 times slower on 2 cores), and the block sizes depend on the
+// shape alone, so the bits do not depend on the thread count. An OpenBLAS older than the CPU may not know it
+// and take SSE3 code, "Prescott": 18 GFLOPS a core where the loops above reach 90 and the right code 200.
+static inline void gemm_cpu(float* out, Accumulate acc, const float* a, Transpose a_transposed,
+                            const float* b, Transpose b_transposed, int M, int N, int K) {
+    static const bool knows_cpu = [] {
+        openblas_set_num_threads(1);
+        return strcmp(openblas_get_corename(), "Prescott") != 0;
+    }();
+    if (!knows_cpu) { return gemm_cpu<float>(out, acc, a, a_transposed, b, b_transposed, M, N, K); }
+    const bool ta = a_transposed == Transpose::Yes, tb = b_transposed == Transpose::Yes;
+    const int rows = M / 8 > 64 ? M / 8 : 64, columns = N / 4 > 128 ? N / 4 : 128;
+    #pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int m = 0; m < M; m += rows) {
+        for (int n = 0; n < N; n += columns) {
+            cblas_sgemm(CblasRowMajor, ta ? CblasTrans : CblasNoTrans, tb ? CblasTrans : CblasNoTrans,
+                        M - m < rows ? M - m : rows, N - n < columns ? N - n : columns, K, 1.0f,
+                        a + (ta ? (size_t)m : (size_t)m * K), ta ? M : K,
+                        b + (tb ? (size_t)n * K : (size_t)n), tb ? K : N,
+                        acc == Accumulate::Yes ? 1.0f : 0.0f, out + (size_t)m * N + n, N);
+        }
+    }
+}
+#endif
+
+// x[n,o] = sum over c of inp[n,c]*weight[o,c] + bias[o] + residual[n,o]
+// out = x; or, where pre_gelu is wanted, pre_gelu = x and out = gelu(x).
+template <class Real> void matmul_forward_cpu(const MatmulForward<Real, Real>& a, Stream) {
+    const int N = a.N, C = a.C, OC = a.OC;
+    gemm_cpu(a.out, Accumulate::No, a.inp, Transpose::No, a.weight, Transpose::Yes, N, OC, C);
+    #pragma omp parallel for
+    for (int n = 0; n < N; n++) {
+        const size_t row = (size_t)n * OC;
+        Real* out_n = a.out + row;
+        if (a.bias) { for (int o = 0; o < OC; o++) { out_n[o] += a.bias[o]; } }
+        if (a.residual) { for (int o = 0; o < OC; o++) { out_n[o] += a.residual[row + o]; } }
+        if (a.pre_gelu) {
+            #pragma omp simd
+            for (int o = 0; o < OC; o++) {
+                a.pre_gelu[row + o] = out_n[o];
+                out_n[o] = gelu(out_n[o]);
+            }
+        }
+    }
+    OP_DONE(a);
+}
+
+// dinp[n,c] = sum over o of dout[n,o]*weight[o,c]; where pre_gelu is given, times gelu'(pre_gelu[n,c]):
+// the layer's input was gelu(pre_gelu), and this is the gradient before that GELU.
+template <class Real> void matmul_backward_input_cpu(const MatmulBackwardInput<Real, Real>& a, Stream) {
+    const size_t n = (size_t)a.N * a.C;
+    gemm_cpu(a.dinp, Accumulate::No, a.dout, Transpose::No, a.weight, Transpose::No, a.N, a.C, a.OC);
+    if (a.pre_gelu) {
+        #pragma omp parallel for simd
+        for (size_t i = 0; i < n; i++) { a.dinp[i] *= gelu_derivative(a.pre_gelu[i]); }
+    }
+    OP_DONE(a);
+}
+
+// dweight[o,c] (=, +=) sum over n of dout[n,o]*inp[n,c]
+template <class Real> void matmul_backward_weight_cpu(const MatmulBackwardWeight<Real, Real>& a, Stream) {
+    gemm_cpu(a.dweight.data, a.dweight.acc, a.dout, Transpose::Yes, a.inp, Transpose::No, a.OC, a.C, a.N);
+    OP_DONE(a);
+}
+
+// grad[i] (=, +=) values[i]
+template <class Real> void grad_accumulate_cpu(const GradAccumulate<Real, Real>& a, Stream) {
+    const bool add = a.grad.acc == Accumulate::Yes;
+    #pragma omp parallel for simd
+    for (size_t i = 0; i < a.n; i++) { a.grad.data[i] = add ? a.grad.data[i] + a.values[i] : a.values[i]; }
+    OP_DONE(a);
+}
+
+// dbias[o] (=, +=) sum over n of dout[n,o]
+template <class Real> void bias_backward_cpu(const BiasBackward<Real, Real>& a, Stream) {
+    column_sums(a.dbias, a.dout, a.N, a.OC);
+    OP_DONE(a);
+}
+
+// ---- causal self-attention ----
+// q, k, v of position t and head h are the HS values at qkv[b,t,0,h,:], qkv[b,t,1,h,:], qkv[b,t,2,h,:].
+// s[t,u] = q[t].k[u] / sqrt(HS) for u <= t;   lse[t] = log(sum over u of exp(s[t,u]))
+// p[t,u] = exp(s[t,u] - lse[t]);   out[t] = sum over u of f[t,u]*p[t,u]*v[u]
+// f[t,u] is what a dropout multiplies p by: 0, or what keeps the mean; without one, 1.
+// No (T,T) matrix is kept. Keys are taken kKeys at a time so that the exponentials vectorise.
+
+constexpr int kKeys = 64;
+
+template <class Real> static inline Real dot_cpu(const Real* x, const Real* y, int n) {
+    Real sum = 0;
+    #pragma omp simd reduction(+ : sum)
+    for (int i = 0; i < n; i++) { sum += x[i] * y[i]; }
+    return sum;
+}
+
+// f's bits. A query's keys are a row of the matrix that Dropout speaks of.
+template <class Real> void attention_dropout_cpu(const AttentionDropout<Real, Real>& a, Stream) {
+    const size_t stride = padded_T(a.T);
+    #pragma omp parallel for
+    for (int bh = 0; bh < a.B * a.NH; bh++) {
+        uint32_t* keep = a.keep + bh * keep_words(a.T);
+        for (size_t i = 0; i < keep_words(a.T); i++) { keep[i] = 0; }
+        Dropout d = a.dropout;
+        d.first_row += (uint64_t)bh * a.T;
+        for (int t = 0; t < a.T; t++) {
+            dropout_row(d, t, t + 1, [&](int u, float factor) {
+                keep[u / 32 * stride + t] |= (uint32_t)(factor != 0.0f) << u % 32;
+            });
+        }
+    }
+    OP_DONE(a);
+}
+
+// x[u] *= f[t,u0+u] of head bh
+template <class Real>
+static inline void drop_keys(Real* x, const AttentionKeep& keep, size_t bh, int T, int t, int u0, int keys) {
+    if (!keep.bits) { return; }
+    const uint32_t* words = keep.bits + bh * keep_words(T) + t;
+    for (int u = 0; u < keys; u++) {
+        const bool kept = words[(u0 + u) / 32 * padded_T(T)] >> (u0 + u) % 32 & 1;
+        x[u] *= kept ? (Real)keep.scale : (Real)0;
+    }
+}
+
+// Online softmax: while keys go by, `max` is the largest score so far; sum and out are relative to exp(max).
+template <class Real> void attention_forward_cpu(const AttentionForward<Real, Real>& a, Stream) {
+    const int B = a.B, T = a.T, NH = a.NH, HS = a.HS;
+    const size_t C = (size_t)NH * HS;
+    const Real scale = (Real)(1.0 / sqrt((double)HS));
+    #pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int b = 0; b < B; b++) {
+        for (int h = 0; h < NH; h++) {
+            const Real* q = a.qkv + (size_t)b * T * 3 * C + (size_t)h * HS;     // q[t] is 3C further per t
+            const Real* k = q + C;
+            const Real* v = k + C;
+            for (int t = 0; t < T; t++) {
+                const Real* q_t = q + t * 3 * C;
+                Real* out_t = a.out + ((size_t)b * T + t) * C + (size_t)h * HS;
+                for (int i = 0; i < HS; i++) { out_t[i] = 0; }
+                Real max = (Real)-INFINITY, sum = 0;
+                for (int u0 = 0; u0 <= t; u0 += kKeys) {
+                    const int keys = t + 1 - u0 < kKeys ? t + 1 - u0 : kKeys;
+                    Real p[kKeys], old_max = max, tile_sum = 0;
+                    for (int u = 0; u < keys; u++) {
+                        p[u] = scale * dot_cpu(q_t, k + (u0 + u) * 3 * C, HS);
+                        max = p[u] > max ? p[u] : max;
+                    }
+                    #pragma omp simd reduction(+ : tile_sum)
+                    for (int u = 0; u < keys; u++) {
+                        p[u] = exp_cpu(p[u] - max);
+                        tile_sum += p[u];
+                    }
+                    const Real rescale = exp_cpu(old_max - max);    // 0 for the first tile: from -inf
+                    sum = sum * rescale + tile_sum;
+                    for (int i = 0; i < HS; i++) { out_t[i] *= rescale; }
+                    drop_keys(p, a.keep, (size_t)b * NH + h, T, t, u0, keys);
+                    for (int u = 0; u < keys; u++) {
+                        const Real* v_u = v + (u0 + u) * 3 * C;
+                        #pragma omp simd
+                        for (int i = 0; i < HS; i++) { out_t[i] += p[u] * v_u[i]; }
+                    }
+                }
+                for (int i = 0; i < HS; i++) { out_t[i] /= sum; }
+                a.lse[((size_t)b * NH + h) * T + t] = max + (Real)log((double)sum);
+            }
+        }
+    }
+    OP_DONE(a);
+}
+
+// With p from lse and D[t] = sum over i of dout[t,i]*out[t,i] (= sum over u of p[t,u]*dp[t,u]):
+// dp[t,u] = f[t,u] * dout[t].v[u];   ds[t,u] = p[t,u] * (dp[t,u] - D[t]) / sqrt(HS)
+// dq[t] = sum over u <= t of ds[t,u]*k[u]
+// dk[u] = sum over t >= u of ds[t,u]*q[t];   dv[u] = sum over t >= u of f[t,u]*p[t,u]*dout[t]
+template <class Real> void attention_backward_cpu(const AttentionBackward<Real, Real>& a, Stream) {
+    const int B = a.B, T = a.T, NH = a.NH, HS = a.HS;
+    const size_t C = (size_t)NH * HS;
+    const Real scale = (Real)(1.0 / sqrt((double)HS));
+    #pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int b = 0; b < B; b++) {
+        for (int h = 0; h < NH; h++) {
+            const size_t head = (size_t)b * T * 3 * C + (size_t)h * HS;
+            const Real *q = a.qkv + head, *k = q + C, *v = k + C;
+            Real *dq = a.dqkv + head, *dk = dq + C, *dv = dk + C;
+
+            // Every query adds to dq of its own row, to dk and dv of all rows up to it: they start at zero.
+            for (int t = 0; t < T; t++) {
+                const size_t at = t * 3 * C;
+                for (int i = 0; i < HS; i++) { dq[at + i] = dk[at + i] = dv[at + i] = 0; }
+            }
+            for (int t = 0; t < T; t++) {
+                const size_t row = ((size_t)b * T + t) * C + (size_t)h * HS;
+                const size_t stat = ((size_t)b * NH + h) * T + t;
+                const Real *q_t = q + t * 3 * C, *dout_t = a.dout + row;
+                Real* dq_t = dq + t * 3 * C;
+                const Real D = a.scratch[stat] = dot_cpu(dout_t, a.out + row, HS);
+                for (int u0 = 0; u0 <= t; u0 += kKeys) {
+                    const int keys = t + 1 - u0 < kKeys ? t + 1 - u0 : kKeys;
+                    // p and ds of this query and a tile of keys, then what they add to the gradients.
+                    Real p[kKeys], ds[kKeys];
+                    for (int u = 0; u < keys; u++) {
+                        p[u] = scale * dot_cpu(q_t, k + (u0 + u) * 3 * C, HS);
+                        ds[u] = dot_cpu(dout_t, v + (u0 + u) * 3 * C, HS);
+                    }
+                    drop_keys(ds, a.keep, (size_t)b * NH + h, T, t, u0, keys);
+                    #pragma omp simd
+                    for (int u = 0; u < keys; u++) {
+                        p[u] = exp_cpu(p[u] - a.lse[stat]);
+                        ds[u] = p[u] * (ds[u] - D) * scale;
+                    }
+                    drop_keys(p, a.keep, (size_t)b * NH + h, T, t, u0, keys);
+                    for (int u = 0; u < keys; u++) {
+                        const size_t at = (u0 + u) * 3 * C;
+                        #pragma omp simd
+                        for (int i = 0; i < HS; i++) {
+                            dq_t[i] += ds[u] * k[at + i];
+                            dk[at + i] += ds[u] * q_t[i];
+                            dv[at + i] += p[u] * dout_t[i];
+                        }
+                    }
+                }
+            }
+        }
+    }
+    OP_DONE(a);
+}
+
+// ---- classifier: softmax, cross-entropy and its gradient, in place ----
+
+// sum over i of exp(x[i] - max): blocks in Real, which vectorises, added up in double
+template <class Real> static inline double sum_exp(const Real* x, Real max, int n) {
+    constexpr int kBlock = 512;
+    double sum = 0.0;
+    for (int i0 = 0; i0 < n; i0 += kBlock) {
+        const int end = n - i0 < kBlock ? n : i0 + kBlock;
+        Real block_sum = 0;
+        #pragma omp simd reduction(+ : block_sum)
+        for (int i = i0; i < end; i++) { block_sum += exp_cpu(x[i] - max); }
+        sum += block_sum;
+    }
+    return sum;
+}
+
+// losses[n] = -log softmax(logits[n,0:V])[targets[n]]
+// LossAndGrad: logits[n,v] = (softmax(logits[n,0:V])[v] - (v == targets[n])) * dloss * loss_scale, and 0 for
+// the padding V <= v < Vp, which takes no part. LossOnly: logits stay as they are.
+// dloss is 1 / (tokens of the total batch); loss_scale is a device scalar, null stands for 1.
+template <class Real> void classifier_cpu(const Classifier<Real, Real>& a, Stream) {
+    const int V = a.V, Vp = a.Vp;
+    const Real gradient_scale = (Real)((double)a.dloss * (a.loss_scale ? *a.loss_scale : 1.0f));
+    #pragma omp parallel for
+    for (int n = 0; n < a.N; n++) {
+        Real* logits = a.logits + (size_t)n * Vp;
+        Real max = logits[0];
+        #pragma omp simd reduction(max : max)
+        for (int v = 0; v < V; v++) { max = logits[v] > max ? logits[v] : max; }
+        const double sum = sum_exp(logits, max, V);
+        const int target = a.targets[n];
+        a.losses[n] = (Real)(log(sum) - (logits[target] - max));
+        if (a.mode == ClassifierMode::LossOnly) { continue; }
+        const Real factor = (Real)(gradient_scale / sum);
+        #pragma omp simd
+        for (int v = 0; v < V; v++) { logits[v] = exp_cpu(logits[v] - max) * factor; }
+        logits[target] -= gradient_scale;
+        for (int v = V; v < Vp; v++) { logits[v] = 0; }
+    }
+    OP_DONE(a);
+}
+
+// out[n,c] = inp[rows[n],c]
+template <class Real> void gather_rows_cpu(const GatherRows<Real, Real>& a, Stream) {
+    #pragma omp parallel for
+    for (int n = 0; n < a.N; n++) {
+        memcpy(a.out + (size_t)n * a.C, a.inp + (size_t)a.rows[n] * a.C, a.C * sizeof(Real));
+    }
+    OP_DONE(a);
+}
+
+// mean (=, +=) weight * sum over n of losses[n], added in order
+template <class Real> void loss_sum_cpu(const LossSum<Real, Real>& a, Stream) {
+    double sum = 0.0;
+    for (int n = 0; n < a.N; n++) { sum += a.losses[n]; }
+    *a.mean = (Real)((a.acc == Accumulate::Yes ? *a.mean : 0.0) + a.weight * sum);
+    OP_DONE(a);
+}
+
+// ---- update: gradient norm, the decision to skip, AdamW ----
+
+// out[i] = chain[0][i] + (chain[1][i] + (... + tree(i))), each sum rounded to Real. tree(i) adds up the
+// pieces in pairs until one is left: level by level, the last of an odd number unchanged.
+template <class Real> void lane_sum_cpu(const LaneSum<Real, Real>& a, Stream) {
+    assert(!a.out.is_bf16 && !a.pieces.is_bf16);                // the twins keep no 16-bit gradients
+    const Real* pieces = (const Real*)a.pieces.data;
+    #pragma omp parallel
+    {
+        std::vector<Real> values((size_t)a.num_pieces);
+        #pragma omp for
+        for (size_t i = 0; i < a.n; i++) {
+            for (int r = 0; r < a.num_pieces; r++) { values[r] = pieces[(size_t)r * a.n + i]; }
+            for (int count = a.num_pieces; count > 1; count = (count + 1) / 2) {
+                for (int r = 0; r + 1 < count; r += 2) { values[r / 2] = values[r] + values[r + 1]; }
+                if (count % 2 == 1) { values[count / 2] = values[count - 1]; }
+            }
+            Real sum = values[0];
+            for (int k = a.num_chain - 1; k >= 0; k--) { sum = a.chain[k][i] + sum; }
+            a.out.data[i] = sum;
+        }
+    }
+    OP_DONE(a);
+}
+
+// sums[c] = sum over the kChunk elements of chunk c of grads[i]^2, row by row
+template <class Real> void square_sums_cpu(const SquareSums<Real, Real>& a, Stream) {
+    assert(!a.grads.is_bf16 && a.n % kChunk == 0);
+    const size_t chunks = a.n / kChunk;                         // of a row
+    #pragma omp parallel for
+    for (size_t k = 0; k < a.rows.count * chunks; k++) {
+        const Real* g = (const Real*)((const char*)a.grads.data + k / chunks * a.rows.grads);
+        const size_t begin = k % chunks * kChunk;
+        double sum = 0.0;
+        #pragma omp simd reduction(+ : sum)
+        for (size_t i = begin; i < begin + kChunk; i++) { sum += (double)g[i] * g[i]; }
+        a.sums[k] = sum;
+    }
+    OP_DONE(a);
+}
+
+// How many standard deviations x, which is not in the window, lies above the mean of the window; below it the
+// score is negative. 0 as long as the window is not full: the first losses of a run fall fast, and a few of
+// them say nothing. 0 as well where all values are equal: no distance from them is a usual one or an unusual
+// one (a run on one batch at a learning rate of 0, say, would otherwise stop at the first rounding error).
+// In double and in the order in which the values lie. fma() is written out, because compilers that choose by
+// themselves where to fuse would let two builds decide differently.
+static inline float window_score_cpu(const Window& w, float x) {
+    if (w.count < kWindow) { return 0.0f; }
+    double sum = 0.0, squares = 0.0;
+    for (float value : w.values) { sum += value; }
+    const double mean = sum / kWindow;
+    for (float value : w.values) { squares = fma(value - mean, value - mean, squares); }
+    return squares > 0.0 ? (float)((x - mean) / sqrt(squares / kWindow)) : 0.0f;
+}
+
+static inline void window_add_cpu(Window* w, float x) {
+    if (isfinite(x)) { w->values[w->count++ % kWindow] = x; }
+}
+
+// loss = sum of all lanes' losses; norm = sqrt(sum of all live chunks' sums) / loss_scale. Then, for the
+// update that follows:
+// norm not finite: it is skipped, and a dynamic loss scale halves, not below 1.
+// loss or norm more than max_loss_score or max_norm_score (0: not looked at) standard deviations above the
+// mean of the last kWindow finite ones: it is skipped. A value enters its window after it was judged, also
+// that of a skipped step, else a lasting change of level would be skipped for ever.
+// else: t advances.
+// norm finite: grad_scale takes the loss scale out of the gradients and clips their norm to max_norm (0:
+// never); after growth_interval good steps a dynamic loss scale doubles, not above max_scale.
+template <class Real> void update_decision_cpu(const UpdateDecision<Real, Real>& a, Stream) {
+    UpdateState* state = a.state;
+    double sum = 0.0, loss = 0.0;
+    for (int k = 0; k < a.num_ranges; k++) {
+        const ChunkRange& range = a.ranges[k];
+        for (size_t c = 0; c < range.chunks; c++) {
+            const char* record = a.records + c / range.per_rank * a.record_bytes;
+            sum += ((const double*)record)[range.at + c % range.per_rank];
+        }
+    }
+    for (int g = 0; g < a.ranks * a.lanes; g++) {               // in the job's order
+        const int rank = a.interleaved ? g % a.ranks : g / a.lanes;
+        const int lane = a.interleaved ? g / a.ranks : g % a.lanes;
+        loss += ((const Real*)(a.records + (size_t)rank * a.record_bytes + a.lanes_at))[lane];
+    }
+    *a.loss = (Real)loss;
+
+    const float scale_used = state->loss_scale;
+    state->norm = (float)(sqrt(sum) / scale_used);
+    const float max_loss = a.policy.max_loss_score, max_norm = a.policy.max_norm_score;
+    state->loss_score = max_loss > 0 ? window_score_cpu(state->losses, (float)loss) : 0.0f;
+    state->norm_score = max_norm > 0 ? window_score_cpu(state->norms, state->norm) : 0.0f;
+    window_add_cpu(&state->losses, (float)loss);
+    window_add_cpu(&state->norms, state->norm);
+    const bool finite = isfinite(state->norm) && isfinite((float)loss);
+    state->skip = !finite ? SKIP_NOT_FINITE
+                  : state->loss_score > max_loss ? SKIP_LOSS
+                  : state->norm_score > max_norm ? SKIP_NORM : SKIP_NO;
+    state->skipped_in_a_row = state->skip == SKIP_NO ? 0 : state->skipped_in_a_row + 1;
+    state->t += state->skip == SKIP_NO;
+    if (state->skip == SKIP_NOT_FINITE) {
+        state->good_steps = 0;
+        if (a.policy.dynamic_loss_scale) { state->loss_scale = scale_used > 2.0f ? scale_used / 2 : 1.0f; }
+    } else {
+        state->good_steps++;
+        const float clip = a.max_norm / (state->norm + kClipEps);
+        state->grad_scale = (a.max_norm > 0 && clip < 1.0f ? clip : 1.0f) / scale_used;
+        if (a.policy.dynamic_loss_scale && state->good_steps >= a.policy.growth_interval) {
+            state->loss_scale = scale_used * 2 < a.policy.max_scale ? scale_used * 2 : a.policy.max_scale;
+            state->good_steps = 0;
+        }
+    }
+    OP_DONE(a);
+}
+
+// Skipped update: nothing changes. Else, with g = grads[i]*grad_scale:
+// m = m + (1-beta1)*(g - m);   v = beta2*v + (1-beta2)*g^2;
+// p = p*(1 - lr*weight_decay) - lr/(1-beta1^t) * m/(sqrt(v)/sqrt(1-beta2^t) + eps), in the master copy if
+// there is one; params = p.
+template <class Real> void adamw_update_cpu(const AdamW<Real, Real>& a, Stream) {
+    assert(!a.grads.is_bf16);
+    if (a.state->skip) { return; }
+    const double t = (double)a.state->t;
+    const Real rate = (Real)(a.lr / (1.0 - pow(a.beta1, t))), correction = (Real)sqrt(1.0 - pow(a.beta2, t));
+    const Real m_part = (Real)(1.0 - a.beta1), v_part = (Real)(1.0 - a.beta2), beta2 = (Real)a.beta2;
+    const Real eps = (Real)a.eps, grad_scale = a.state->grad_scale;
+    const Real keep = (Real)(1.0 - a.lr * a.weight_decay);
+    for (int row = 0; row < a.rows.count; row++) {
+        const Real* grads = (const Real*)((const char*)a.grads.data + row * a.rows.grads);
+        Real* params = (Real*)((char*)a.params + row * a.rows.params);
+        Real *ms = a.m + row * a.n, *vs = a.v + row * a.n;
+        Real* weights = a.master ? a.master + row * a.n : params;
+        #pragma omp parallel for simd
+        for (size_t i = 0; i < a.n; i++) {
+            const Real g = grads[i] * grad_scale;
+            const Real m = ms[i] = ms[i] + m_part * (g - ms[i]);
+            const Real v = vs[i] = beta2 * vs[i] + v_part * g * g;
+            weights[i] = weights[i] * keep - rate * m / ((Real)sqrt(v) / correction + eps);
+            params[i] = weights[i];
+        }
+    }
+    OP_DONE(a);
+}
+
+// ---- Muon ----
+
+// Skipped update: nothing changes. Else, with g = grads[i]*grad_scale:
+// m = m + (1-momentum)*(g - m);   update = g + momentum*(m - g)
+template <class Real> void muon_momentum_cpu(const MuonMomentum<Real, Real>& a, Stream) {
+    assert(!a.grads.is_bf16);
+    if (a.state->skip) { return; }
+    const Real part = (Real)(1.0 - a.momentum), ahead = (Real)a.momentum, grad_scale = a.state->grad_scale;
+    for (int row = 0; row < a.rows.count; row++) {
+        const Real* grads = (const Real*)((const char*)a.grads.data + row * a.rows.grads);
+        Real *ms = a.m + row * a.n, *update = a.update + row * a.update_row;
+        #pragma omp parallel for simd
+        for (size_t i = 0; i < a.n; i++) {
+            const Real g = grads[i] * grad_scale;
+            const Real m = ms[i] = ms[i] + part * (g - ms[i]);
+            update[i] = g + ahead * (m - g);
+        }
+    }
+    OP_DONE(a);
+}
+
+// For each matrix: x = inp / |inp| (zeros stay zeros); `steps` times, with G = x x^T (k,k):
+// x = kMuonA x + (kMuonB G + kMuonC G G) x; then out = x * sqrt(max(1, rows/cols)). Where there are more rows
+// than columns, G = x^T x and stands on the right of x.
+template <class Real> void muon_orthogonalise_cpu(const MuonOrthogonalise<Real, Real>& a, Stream) {
+    const bool tall = a.rows > a.cols;
+    const int k = tall ? a.cols : a.rows, n = tall ? a.rows : a.cols;
+    const size_t size = (size_t)a.rows * a.cols, square = (size_t)k * k;
+    const double scale = tall ? sqrt((double)a.rows / a.cols) : 1.0;
+    const Transpose yes = Transpose::Yes, no = Transpose::No;
+    for (int i = 0; i < a.places.count(); i++) {
+        const Real* inp = a.inp + a.places.of(i);
+        Real *x = a.x + i * size, *y = a.y + i * size;
+        Real *gram = a.gram + i * square, *poly = a.poly + i * square;
+        double squares = 0.0;
+        for (size_t e = 0; e < size; e++) { squares += (double)inp[e] * inp[e]; }
+        const double factor = squares > 0.0 ? 1.0 / sqrt(squares) : 0.0;
+        for (size_t e = 0; e < size; e++) { x[e] = (Real)(inp[e] * factor); }
+        for (int step = 0; step < a.steps; step++, std::swap(x, y)) {
+            const bool is_last = step + 1 == a.steps;
+            const double last = is_last ? scale : 1.0;
+            if (is_last) { y = a.out + a.places.of(i); }
+            const Real keep = (Real)(last * kMuonA), b = (Real)(last * kMuonB), c = (Real)(last * kMuonC);
+            gemm_cpu(gram, Accumulate::No, x, tall ? yes : no, x, tall ? no : yes, k, k, n);
+            gemm_cpu(poly, Accumulate::No, gram, no, gram, no, k, k, k);
+            for (size_t e = 0; e < square; e++) { poly[e] = b * gram[e] + c * poly[e]; }
+            for (size_t e = 0; e < size; e++) { y[e] = keep * x[e]; }
+            gemm_cpu(y, Accumulate::Yes, tall ? x : poly, no, tall ? poly : x, no, a.rows, a.cols, k);
+        }
+    }
+    OP_DONE(a);
+}
+
+// Skipped update: nothing changes. Else p = p*(1 - lr*weight_decay) - lr*update, in the master copy if there
+// is one; params = p.
+template <class Real> void muon_update_cpu(const MuonUpdate<Real, Real>& a, Stream) {
+    if (a.state->skip) { return; }
+    const Real keep = (Real)(1.0 - a.lr * a.weight_decay), rate = (Real)a.lr;
+    for (int row = 0; row < a.rows.count; row++) {
+        const Real* update = a.update + row * a.update_row;
+        Real* params = (Real*)((char*)a.params + row * a.rows.params);
+        Real* weights = a.master ? a.master + row * a.n : params;
+        #pragma omp parallel for simd
+        for (size_t i = 0; i < a.n; i++) {
+            weights[i] = weights[i] * keep - rate * update[i];
+            params[i] = weights[i];
+        }
+    }
+    OP_DONE(a);
+}
+
+// ---- bf16 ----
+
+// out[i] = in[i], rounded to bf16 with the random bits of element first + i
+static inline void round_stochastic_cpu(uint16_t* out, const float* in, size_t n, RoundKey key,
+                                        size_t first) {
+    #pragma omp parallel for
+    for (size_t i = 0; i < n; i++) { out[i] = bf16_round_stochastic(in[i], round_bits16(key, first + i)); }
+}
+
+// grad[i] (=, +=) add[i]: the sum is taken in fp32 and rounded with dither, once. What is added to was stored
+// by the micro-step before, with the same key but for that.
+static inline void grad_accumulate_bf16_cpu(uint16_t* grad, const float* add, size_t n, RoundKey key,
+                                            size_t first, Accumulate acc) {
+    RoundKey before = key;
+    before.micro--;
+    #pragma omp parallel for
+    for (size_t i = 0; i < n; i++) {
+        float sum = add[i];
+        if (acc == Accumulate::Yes) { sum += bf16_decode_dithered(grad[i], round_bits16(before, first + i)); }
+        grad[i] = bf16_encode_dithered(sum, round_bits16(key, first + i));
+    }
+}
+
+// ---- writing text: one new token of each of N rows ----
+
+// out[n,c] = wte[tokens[n],c] + wpe[positions[n],c]
+template <class Real> void decode_encoder_cpu(const DecodeEncoder<Real, Real>& a, Stream) {
+    for (int n = 0; n < a.N; n++) {
+        const int token = a.tokens[n] < 0 ? 0 : a.tokens[n];        // the host stops where none was drawn
+        const Real *wte_ix = a.wte + (size_t)token * a.C, *wpe_t = a.wpe + (size_t)a.positions[n] * a.C;
+        for (int c = 0; c < a.C; c++) { a.out[(size_t)n * a.C + c] = wte_ix[c] + wpe_t[c]; }
+    }
+    OP_DONE(a);
+}
+
+// out[n,o] = sum over c of x[n,c]*weight[o,c] + bias[o] + residual[n,o], or gelu of it; x = norm(inp) or inp.
+// Plain sums, not BLAS: that has other ways to sum for other numbers of rows.
+template <class Real> void decode_matmul_cpu(const DecodeMatmul<Real, Real>& a, Stream) {
+    const int N = a.N, C = a.C, OC = a.OC;
+    std::vector<Real> normalised(a.ln_weight ? (size_t)N * C : 0);
+    for (int n = 0; n < N && a.ln_weight; n++) {
+        Real mean, rstd;
+        const size_t row = (size_t)n * C;
+        const NormKind kind = a.ln_bias ? NormKind::Layer : NormKind::Rms;
+        norm_statistics(&mean, &rstd, a.inp + row, kind, C);
+        norm_row<Real>({nullptr, a.ln_weight, a.ln_bias}, normalised.data() + row, a.inp + row, mean, rstd,
+                       C);
+    }
+    const Real* x = a.ln_weight ? normalised.data() : a.inp;
+    #pragma omp parallel for
+    for (int o = 0; o < OC; o++) {
+        for (int n = 0; n < N; n++) {
+            const size_t at = (size_t)n * OC + o;
+            Real sum = dot_cpu(x + (size_t)n * C, a.weight + (size_t)o * C, C);
+            if (a.bias) { sum += a.bias[o]; }
+            if (a.residual) { sum += a.residual[at]; }
+            a.out[at] = a.gelu ? gelu(sum) : sum;
+        }
+    }
+    OP_DONE(a);
+}
+
+// keys[n,t] = k and values[n,t] = v of this position t; out = softmax(q.k[u]/sqrt(HS), u <= t) v[u], by heads
+template <class Real> void decode_attention_cpu(const DecodeAttention<Real, Real>& a, Stream) {
+    const int NH = a.NH, HS = a.HS;
+    const size_t C = (size_t)NH * HS;
+    const Real scale = (Real)(1.0 / sqrt((double)HS));
+    #pragma omp parallel for collapse(2)
+    for (int n = 0; n < a.N; n++) {
+        for (int h = 0; h < NH; h++) {
+            const int t = a.positions[n];
+            const Real* q = a.qkv + n * 3 * C + (size_t)h * HS;
+            Real *k = a.keys + (size_t)n * a.T * C + (size_t)h * HS, *out = a.out + n * C + (size_t)h * HS;
+            Real* v = a.values + (size_t)n * a.T * C + (size_t)h * HS;
+            memcpy(k + t * C, q + C, HS * sizeof(Real));
+            memcpy(v + t * C, q + 2 * C, HS * sizeof(Real));
+            std::vector<Real> p(t + 1);
+            Real max = (Real)-INFINITY;
+            for (int u = 0; u <= t; u++) {
+                p[u] = scale * dot_cpu(q, k + u * C, HS);
+                max = p[u] > max ? p[u] : max;
+            }
+            double sum = 0.0;
+            for (int i = 0; i < HS; i++) { out[i] = 0; }
+            for (int u = 0; u <= t; u++) {
+                p[u] = exp_cpu(p[u] - max);
+                sum += p[u];
+                #pragma omp simd
+                for (int i = 0; i < HS; i++) { out[i] += p[u] * v[u * C + i]; }
+            }
+            for (int i = 0; i < HS; i++) { out[i] = (Real)(out[i] / sum); }
+        }
+    }
+    OP_DONE(a);
+}
+
+// keys[n,t] = k[t] and values[n,t] = v[t] of qkv, for each row n and t < count
+template <class Real> void cache_store_cpu(const CacheStore<Real, Real>& a, Stream) {
+    const size_t C = a.C;
+    for (int n = 0; n < a.rows; n++) {
+        for (int t = 0; t < a.count; t++) {
+            memcpy(a.keys + ((size_t)n * a.T + t) * C, a.qkv + ((size_t)t * 3 + 1) * C, C * sizeof(Real));
+            memcpy(a.values + ((size_t)n * a.T + t) * C, a.qkv + ((size_t)t * 3 + 2) * C, C * sizeof(Real));
+        }
+    }
+    OP_DONE(a);
+}
+
+// tokens[n] = what sample_token draws from row n with its next random number
+template <class Real> void sample_tokens_cpu(const SampleTokens<Real, Real>& a, Stream) {
+    #pragma omp parallel for
+    for (int n = 0; n < a.N; n++) {
+        const Real* row = a.logits + (size_t)n * a.V;
+        const std::vector<float> logits(row, row + a.V);
+        const double coin = rand_unit(a.seed, RAND_SAMPLE, a.ids[n], a.draws[n]);
+        a.tokens[n] = sample_token(logits.data(), a.V, a.sampling, coin);
+        a.positions[n]++;
+        a.draws[n]++;
+    }
+    OP_DONE(a);
+}
+
+#endif  // LLMC_OPS_CPU_OPS_H

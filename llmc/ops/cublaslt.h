@@ -1,0 +1,246 @@
+/*
+Matrix products through cuBLASLt: descriptors, the choice of an algorithm, and both kept for the next time.
+The linear layers of train_gpt2.cu (section 6.3) use it. The includer has defined floatX and PRECISION_NAME.
+
+    gemm_init(workspace, gemm_workspace_bytes(), tf32);
+    bool done = gemm({.d = d, .a = a, .b = b, .m = m, .n = n, .k = k, .d_type = CUDA_R_32F,
+                      .epilogue = CUBLASLT_EPILOGUE_DEFAULT}, stream);
+    gemm_free();
+
+The first call of a shape asks the library and keeps a plan, which later ones find. The choice is the
+library's first suggestion: no timing takes part, so equal runs take equal algorithms.
+*/
+#ifndef LLMC_OPS_CUBLASLT_H
+#define LLMC_OPS_CUBLASLT_H
+
+#include <cublasLt.h>           // gives: cublasLtMatmul
+#include <stdint.h>             // gives: int64_t
+#include <stdio.h>              // gives: FILE
+#include <string.h>             // gives: memcmp
+
+#include <algorithm>            // gives: std::min
+#include <vector>               // gives: std::vector
+
+#include "../check.h"           // gives: die
+#include "cuda_device.h"        // gives: cublasCheck, Stream
+
+// Where the library keeps the partial sums of split-K. Its manual advises 32 MiB for Hopper, 4 for earlier
+// GPUs. The choice of algorithms, and so the bits, may depend on it.
+static inline size_t gemm_workspace_bytes() { return (size_t)64 << 20; }
+
+static inline cudaDataType_t cuda_type(float) { return CUDA_R_32F; }
+static inline cudaDataType_t cuda_type(__nv_bfloat16) { return CUDA_R_16BF; }
+#ifdef ENABLE_FP16
+static inline cudaDataType_t cuda_type(half) { return CUDA_R_16F; }
+#endif
+
+// D (m,n) = op(A) op(B) [+ C] and an epilogue, column-major as cuBLAS wants it: op(A) is (m,k), op(B) (k,n).
+// Leading dimensions follow from that: no matrix has gaps.
+struct Gemm {
+    void* d;
+    const void *a, *b, *c;              // c: null, or added; same layout and type as D, but for its stride
+    const void* bias;                   // (m), or null; the epilogue must be one that adds it
+    void* aux;                          // (m,n): GELU's input, written (GELU_AUX) or read (DGELU); or null
+    int m, n, k;
+    bool trans_a, trans_b;              // op: the stored matrix is (k,m), or (n,k)
+    cudaDataType_t d_type;
+    cublasLtEpilogue_t epilogue;
+    cudaDataType_t inp_type = cuda_type(floatX());      // of A and B
+    float alpha = 1.0f, beta = 1.0f;    // D = alpha op(A) op(B) + beta C
+    // Several products at once, of matrices so many elements apart. count_all > 0: they are a part of so
+    // many; the algorithm is then chosen for those, and has no split-K, so that a product has the same bits
+    // whoever computes how many of them.
+    int count = 1, count_all = 0;
+    size_t a_stride = 0, b_stride = 0, c_stride = 0, d_stride = 0;
+};
+
+constexpr int kGemmKeys = 21;
+struct GemmPlan {
+    int64_t key[kGemmKeys];             // all that the choice of an algorithm may depend on
+    bool found;                         // false: the library has no algorithm for this
+    cublasLtMatmulDesc_t desc;
+    cublasLtMatrixLayout_t a, b, c, d;
+    cublasLtMatmulAlgo_t algo;
+};
+
+static struct {
+    cublasLtHandle_t handle;
+    void* workspace;
+    size_t workspace_bytes;
+    cublasComputeType_t compute;
+    std::vector<GemmPlan> plans;        // 124M: 13 of them
+} gemm_state;
+
+static inline void gemm_init(void* workspace, size_t workspace_bytes, bool tf32) {
+    cublasCheck(cublasLtCreate(&gemm_state.handle));
+    gemm_state.workspace = workspace;
+    gemm_state.workspace_bytes = workspace_bytes;
+    gemm_state.compute = tf32 && sizeof(floatX) == 4 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+}
+
+static inline void gemm_free() {
+    for (GemmPlan& plan : gemm_state.plans) {
+        cublasCheck(cublasLtMatmulDescDestroy(plan.desc));
+        for (cublasLtMatrixLayout_t layout : {plan.a, plan.b, plan.c, plan.d}) {
+            cublasCheck(cublasLtMatrixLayoutDestroy(layout));
+        }
+    }
+    gemm_state.plans.clear();
+    cublasCheck(cublasLtDestroy(gemm_state.handle));
+}
+
+// The largest power of two that divides the address, up to the 256 that the library takes for granted and
+// kAlign promises. Of several matrices: the addresses of all, wherever among more the first one stands.
+static inline int64_t pointer_alignment(const void* p, size_t stride = 0, cudaDataType_t type = CUDA_R_32F) {
+    const uintptr_t bits = (uintptr_t)p | stride * (type == CUDA_R_32F ? sizeof(float) : 2);
+    return !p ? 0 : (int64_t)std::min<uintptr_t>(256, bits & (~bits + 1));
+}
+struct GemmAlignments { int64_t a, b, c, d; };
+static inline GemmAlignments gemm_alignments(const Gemm& g) {
+    return {pointer_alignment(g.a, g.a_stride, g.inp_type), pointer_alignment(g.b, g.b_stride, g.inp_type),
+            pointer_alignment(g.c, g.c_stride, g.d_type), pointer_alignment(g.d, g.d_stride, g.d_type)};
+}
+
+// Operand pointers that are part of the descriptor rather than arguments of the call.
+static inline void gemm_set_pointers(cublasLtMatmulDesc_t desc, const Gemm& g) {
+    if (g.bias) {
+        cublasCheck(
+            cublasLtMatmulDescSetAttribute(desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &g.bias, sizeof(g.bias)));
+    }
+    if (g.aux) {
+        cublasCheck(cublasLtMatmulDescSetAttribute(desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &g.aux,
+                                                   sizeof(g.aux)));
+    }
+}
+
+// The library's suggestions for this product, best first by its own model; returns how many there are.
+static inline int gemm_candidates(const GemmPlan& plan, const Gemm& g,
+                                  cublasLtMatmulHeuristicResult_t* results, int max) {
+    cublasLtMatmulPreference_t pref;
+    cublasCheck(cublasLtMatmulPreferenceCreate(&pref));
+    auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, const auto& value) {
+        cublasCheck(cublasLtMatmulPreferenceSetAttribute(pref, attribute, &value, sizeof(value)));
+    };
+    set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, gemm_state.workspace_bytes);
+    // Split-K partials are added in fp32 in the workspace, in a fixed order; the in-place scheme adds as
+    // blocks finish. Where n counts rows (forward, input gradient), fp32 without TF32 takes no split: every
+    // algorithm then adds k = 0, 1, 2, ... one after the other (measured: dev/bench/NOTES.md), so a row's
+    // result depends neither on how many rows are beside it (splitting a batch changes gradients by 1e-7
+    // instead of 2e-6) nor on the library's choice.
+    const bool sequential = g.count_all > 0 || (sizeof(floatX) == 4 && !g.trans_b &&
+                                                gemm_state.compute == CUBLAS_COMPUTE_32F);
+    set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+        (uint32_t)(sequential ? CUBLASLT_REDUCTION_SCHEME_NONE : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
+    const GemmAlignments at = gemm_alignments(g);
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, (uint32_t)at.a);
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, (uint32_t)at.b);
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)(g.c ? at.c : at.d));
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)at.d);
+    int count = 0;
+    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(gemm_state.handle, plan.desc, plan.a, plan.b,
+                                                           plan.c, plan.d, pref, max, results, &count);
+    cublasCheck(cublasLtMatmulPreferenceDestroy(pref));
+    if (status == CUBLAS_STATUS_NOT_SUPPORTED) { return 0; }
+    cublasCheck(status);
+    return count;
+}
+
+// The plan's products are so many from now on.
+static inline void gemm_set_count(const GemmPlan& plan, const Gemm& g, int32_t count) {
+    const struct { cublasLtMatrixLayout_t layout; size_t stride; } all[] = {
+        {plan.a, g.a_stride}, {plan.b, g.b_stride}, {plan.c, g.c ? g.c_stride : g.d_stride},
+        {plan.d, g.d_stride}};
+    for (const auto& it : all) {
+        const int64_t stride = (int64_t)it.stride;
+        cublasCheck(cublasLtMatrixLayoutSetAttribute(it.layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count,
+                                                     sizeof(count)));
+        cublasCheck(cublasLtMatrixLayoutSetAttribute(
+            it.layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof(stride)));
+    }
+}
+
+static inline GemmPlan gemm_plan(const Gemm& g) {
+    GemmPlan plan = {};
+    const cudaDataType_t type = g.inp_type;
+    cublasCheck(cublasLtMatmulDescCreate(&plan.desc, gemm_state.compute, CUDA_R_32F));
+    auto set = [&](cublasLtMatmulDescAttributes_t attribute, const auto& value) {
+        cublasCheck(cublasLtMatmulDescSetAttribute(plan.desc, attribute, &value, sizeof(value)));
+    };
+    set(CUBLASLT_MATMUL_DESC_TRANSA, g.trans_a ? CUBLAS_OP_T : CUBLAS_OP_N);
+    set(CUBLASLT_MATMUL_DESC_TRANSB, g.trans_b ? CUBLAS_OP_T : CUBLAS_OP_N);
+    set(CUBLASLT_MATMUL_DESC_EPILOGUE, g.epilogue);
+    if (g.bias) { set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, type); }
+    if (g.aux) {
+        set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, (int64_t)g.m);
+        set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, type);
+    }
+    gemm_set_pointers(plan.desc, g);                    // before the search: it reads their alignment
+    const int a_rows = g.trans_a ? g.k : g.m, b_rows = g.trans_b ? g.n : g.k;
+    cublasCheck(cublasLtMatrixLayoutCreate(&plan.a, type, a_rows, g.trans_a ? g.m : g.k, a_rows));
+    cublasCheck(cublasLtMatrixLayoutCreate(&plan.b, type, b_rows, g.trans_b ? g.k : g.n, b_rows));
+    for (cublasLtMatrixLayout_t* layout : {&plan.c, &plan.d}) {
+        cublasCheck(cublasLtMatrixLayoutCreate(layout, g.d_type, g.m, g.n, g.m));
+    }
+    if (g.count_all > 0) { gemm_set_count(plan, g, g.count_all); }
+    cublasLtMatmulHeuristicResult_t result;
+    plan.found = gemm_candidates(plan, g, &result, 1) > 0;
+    if (plan.found) { plan.algo = result.algo; }
+    if (g.count_all > 0) { gemm_set_count(plan, g, g.count); }
+    return plan;
+}
+
+// False, and nothing done, if the library cannot do this product (odd sizes with a fused epilogue).
+static inline bool gemm(const Gemm& g, Stream stream) {
+    const GemmAlignments at = gemm_alignments(g);
+    const int64_t key[kGemmKeys] = {
+        g.m, g.n, g.k, g.trans_a, g.trans_b, g.d_type, g.epilogue, g.c != nullptr, at.a, at.b, at.c, at.d,
+        pointer_alignment(g.bias), pointer_alignment(g.aux), g.inp_type, g.count, g.count_all,
+        (int64_t)g.a_stride, (int64_t)g.b_stride, (int64_t)g.c_stride, (int64_t)g.d_stride};
+    GemmPlan* plan = nullptr;
+    for (GemmPlan& p : gemm_state.plans) {
+        if (memcmp(p.key, key, sizeof(key)) == 0) { plan = &p; }
+    }
+    if (!plan) {
+        gemm_state.plans.push_back(gemm_plan(g));
+        plan = &gemm_state.plans.back();
+        memcpy(plan->key, key, sizeof(key));
+    }
+    if (!plan->found) { return false; }
+    gemm_set_pointers(plan->desc, g);
+    const float beta = g.c ? g.beta : 0.0f;
+    cublasCheck(cublasLtMatmul(gemm_state.handle, plan->desc, &g.alpha, g.a, plan->a, g.b, plan->b, &beta,
+                               g.c ? g.c : g.d, plan->c, g.d, plan->d, &plan->algo, gemm_state.workspace,
+                               gemm_state.workspace_bytes, stream));
+    return true;
+}
+
+static inline void gemm_or_die(const Gemm& g, Stream stream) {
+    if (gemm(g, stream)) { return; }
+    die("cuBLASLt has no algorithm for a matrix product of %d x %d x %d (m, n, k) in %s\n"
+        "hint: channel counts that are multiples of 8 always have one",
+        g.m, g.n, g.k, PRECISION_NAME);
+}
+
+// One line per product seen so far: what the library chose for it (-1: it did not say). profile_gpt2.cu
+// prints them.
+static inline void gemm_print_plans(FILE* f) {
+    for (const GemmPlan& p : gemm_state.plans) {
+        int id = -1, tile = -1, stages = -1, split_k = -1;
+        auto get = [&](cublasLtMatmulAlgoConfigAttributes_t attribute, int* value) {
+            size_t written = 0;
+            if (p.found) {
+                cublasLtMatmulAlgoConfigGetAttribute(&p.algo, attribute, value, sizeof(*value), &written);
+            }
+        };
+        get(CUBLASLT_ALGO_CONFIG_ID, &id);
+        get(CUBLASLT_ALGO_CONFIG_TILE_ID, &tile);
+        get(CUBLASLT_ALGO_CONFIG_STAGES_ID, &stages);
+        get(CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &split_k);
+        fprintf(f,
+                "gemm m %d n %d k %d %c%c epilogue %d beta %d: algorithm %d tile %d stages %d split-k %d\n",
+                (int)p.key[0], (int)p.key[1], (int)p.key[2], p.key[3] ? 'T' : 'N', p.key[4] ? 'T' : 'N',
+                (int)p.key[6], (int)p.key[7], id, tile, stages, split_k);
+    }
+}
+
+#endif  // LLMC_OPS_CUBLASLT_H

@@ -1,0 +1,204 @@
+/*
+The CUDA side of the seam in train_gpt2.cu: the device runtime. cpu_device.h has the same names in plain
+C++, so the model and the training loop are written once.
+
+    const DeviceInfo device = device_init();            // GPU 0, or die()
+    Stream stream = stream_create();
+    float* x = (float*)device_malloc(bytes, "x");       // at start only: nothing on the step's path allocates
+    copy_to_device(x, host, bytes, stream);             // asynchronous when `host` is pinned
+    cudaCheck(cudaGetLastError());                      // after each launch
+
+Everything is asynchronous on the stream it is given, except what its name or comment says waits.
+*/
+#ifndef LLMC_OPS_CUDA_DEVICE_H
+#define LLMC_OPS_CUDA_DEVICE_H
+
+#include <cublasLt.h>           // gives: cublasStatus_t
+#include <cuda_runtime.h>       // gives: cudaMalloc, streams, events
+#include <nvtx3/nvToolsExt.h>   // gives: nvtxRangePushA
+
+#include <string>               // gives: std::string
+
+#include "../check.h"           // gives: die, format
+#include "ops.h"                // gives: op_name, Stream
+
+typedef cudaEvent_t Event;
+constexpr bool kDeviceIsAsync = true;           // a call puts work on a stream and returns
+
+static inline void cuda_check(cudaError_t status, const char* call, const char* file, int line) {
+    if (status == cudaSuccess) { return; }
+    if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorUnsupportedPtxVersion) {
+        die("this program holds no code that this GPU or its driver can run (%s)\n"
+            "hint: run make again on this machine, or with ARCH= this GPU's compute capability",
+            cudaGetErrorString(status));
+    }
+    const char* hint =
+        status == cudaErrorMemoryAllocation ? "somebody else has taken this GPU's memory since the start"
+        : status == cudaErrorECCUncorrectable || status == cudaErrorDevicesUnavailable ||
+          status == cudaErrorLaunchFailure || status == cudaErrorUnknown
+        ? "the GPU may have failed: the kernel's log (dmesg) then has an Xid; -y 1 goes on from the last "
+          "checkpoint" : "";
+    die("%s at %s:%d: %s%s%s", call, file, line, cudaGetErrorString(status), hint[0] ? "\nhint: " : "", hint);
+}
+#define cudaCheck(call) cuda_check(call, #call, __FILE__, __LINE__)
+
+static inline void cublas_check(cublasStatus_t status, const char* call, const char* file, int line) {
+    if (status == CUBLAS_STATUS_SUCCESS) { return; }
+    die("%s at %s:%d: %s", call, file, line, cublasLtGetStatusString(status));
+}
+#define cublasCheck(call) cublas_check(call, #call, __FILE__, __LINE__)
+
+// A named range in Nsight's timeline for as long as the object lives: one per op.
+struct NvtxRange {
+    explicit NvtxRange(const char* name) { nvtxRangePushA(name); }
+    ~NvtxRange() { nvtxRangePop(); }
+    NvtxRange(const NvtxRange&) = delete;
+};
+
+// Stands at the top of every launcher: gives the op its range in Nsight's timeline, and lets the tests
+// disturb one of its outputs when it is done (--break).
+#ifdef TESTING
+template <class Args> static void break_outputs(const Args& args, Stream stream);     // of test_gpt2.cu
+#endif
+template <class Args> struct OpScope {
+    NvtxRange range;
+    const Args& args;
+    Stream stream;
+    OpScope(const Args& args, Stream stream) : range(op_name(args)), args(args), stream(stream) {}
+#ifdef TESTING
+    ~OpScope() { break_outputs(args, stream); }
+#endif
+};
+
+struct DeviceInfo { std::string name; size_t memory_free, memory_total; std::string bus_id; };
+// Set by device_init. Launchers read it where a kernel's blocks each take several rows and as many of them as
+// run at once are enough; never where the number of blocks would change the order of a sum.
+static int device_sm_count = 0;
+static int device_place = 0;        // which of this machine's GPUs it is
+
+static inline void device_prepare(char**) {}    // the CPU build starts itself again here
+
+static inline int device_count() {
+    int count = 0;
+    return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
+}
+
+// GPU number `place` of this machine; a job's ranks count from 0 on each.
+static inline DeviceInfo device_init(int place = 0) {
+    int count = 0;
+    cudaError_t status = cudaGetDeviceCount(&count);
+    if (status != cudaSuccess || count == 0) {
+        die("no CUDA GPU can be used: %s\nhint: %s", status ? cudaGetErrorString(status) : "none found",
+            status == cudaErrorInsufficientDriver
+            ? "this program was built with a newer CUDA than the driver knows: update the driver"
+            : "`make train_gpt2cpu` builds the CPU program");
+    }
+    if (place > 0 && count == 1) { place = 0; }     // srun --gpus-per-task=1 shows each rank its own
+    if (place >= count) {
+        die("there are %d GPUs here, too few for a rank with number %d on this machine\n"
+            "hint: start at most one rank a GPU", count, place);
+    }
+    cudaCheck(cudaSetDevice(place));
+    device_place = place;
+    cudaDeviceProp prop;
+    cudaCheck(cudaGetDeviceProperties(&prop, place));
+    if (prop.major < 8) {
+        die("%s has compute capability %d.%d; 8.0 or later is needed (A100, RTX 30, H100, ...)", prop.name,
+            prop.major, prop.minor);
+    }
+    device_sm_count = prop.multiProcessorCount;
+    DeviceInfo info;
+    info.name = format("%s (sm_%d%d, %d SMs)", prop.name, prop.major, prop.minor, prop.multiProcessorCount);
+    cudaCheck(cudaMemGetInfo(&info.memory_free, &info.memory_total));
+    char bus_id[32];
+    cudaCheck(cudaDeviceGetPCIBusId(bus_id, sizeof(bus_id), place));
+    info.bus_id = bus_id;
+    return info;
+}
+
+// Another thread than the one that called device_init begins with this.
+static inline void device_use() { cudaCheck(cudaSetDevice(device_place)); }
+
+static inline void* device_malloc(size_t bytes, const char* what) {
+    void* p = nullptr;
+    cudaError_t status = cudaMalloc(&p, bytes ? bytes : 1);
+    if (status != cudaSuccess) {
+        die("cannot allocate %.2f GiB of GPU memory for %s: %s", bytes / 1073741824.0, what,
+            cudaGetErrorString(status));
+    }
+    return p;
+}
+static inline void device_free(void* p) { cudaCheck(cudaFree(p)); }
+static inline void* pinned_malloc(size_t bytes, const char* what) {
+    void* p = nullptr;
+    cudaError_t status = cudaMallocHost(&p, bytes ? bytes : 1);
+    if (status != cudaSuccess) {
+        die("cannot pin %zu bytes of host memory for %s: %s", bytes, what, cudaGetErrorString(status));
+    }
+    return p;
+}
+static inline void pinned_free(void* p) { cudaCheck(cudaFreeHost(p)); }
+static inline void device_zero(void* p, size_t bytes, Stream stream) {
+    cudaCheck(cudaMemsetAsync(p, 0, bytes, stream));
+}
+static inline void copy_to_device(void* device, const void* host, size_t bytes, Stream stream) {
+    cudaCheck(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, stream));
+}
+static inline void copy_to_host(void* host, const void* device, size_t bytes, Stream stream) {
+    cudaCheck(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, stream));
+}
+static inline void copy_on_device(void* to, const void* from, size_t bytes, Stream stream) {
+    cudaCheck(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream));
+}
+static inline Stream stream_create() {
+    Stream stream;
+    cudaCheck(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    return stream;
+}
+// Its work goes before that of other streams where both could begin.
+static inline Stream stream_create_urgent() {
+    Stream stream;
+    int least, greatest;
+    cudaCheck(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+    cudaCheck(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest));
+    return stream;
+}
+static inline void stream_wait(Stream stream, Event event) {    // until the device has passed the event
+    cudaCheck(cudaStreamWaitEvent(stream, event, 0));
+}
+static inline void stream_destroy(Stream stream) { cudaCheck(cudaStreamDestroy(stream)); }
+static inline void stream_sync(Stream stream) { cudaCheck(cudaStreamSynchronize(stream)); }
+static inline Event event_create() {
+    Event event;
+    cudaCheck(cudaEventCreate(&event));
+    return event;
+}
+static inline void event_destroy(Event event) { cudaCheck(cudaEventDestroy(event)); }
+static inline void event_record(Event event, Stream stream) { cudaCheck(cudaEventRecord(event, stream)); }
+static inline void event_wait(Event event) { cudaCheck(cudaEventSynchronize(event)); }
+// Work that is put on the stream in the same way many times: recorded once, then replayed in one call. The
+// first time it runs as it is, since what the driver loads for a kernel's first launch cannot be recorded.
+struct Graph { cudaGraphExec_t exec = nullptr; bool begun = false; };
+template <class Work> static inline void graph_run(Graph* g, Stream stream, const Work& work) {
+    if (!g->begun) { g->begun = true; work(); return; }
+    if (!g->exec) {
+        cudaGraph_t graph;
+        cudaCheck(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+        work();
+        cudaCheck(cudaStreamEndCapture(stream, &graph));
+        cudaCheck(cudaGraphInstantiateWithFlags(&g->exec, graph, 0));
+        cudaCheck(cudaGraphDestroy(graph));
+    }
+    cudaCheck(cudaGraphLaunch(g->exec, stream));
+}
+static inline void graph_free(Graph* g) {
+    if (g->exec) { cudaCheck(cudaGraphExecDestroy(g->exec)); }
+    *g = Graph();
+}
+static inline double event_ms(Event from, Event to) {       // the device has passed both
+    float ms;
+    cudaCheck(cudaEventElapsedTime(&ms, from, to));
+    return ms;
+}
+
+#endif  // LLMC_OPS_CUDA_DEVICE_H

@@ -1,0 +1,681 @@
+/*
+Device helpers: what the kernels of train_gpt2.cu have in common. Vectors of floatX and the one pair of
+functions that owns the bounds check, sums in a fixed order, rounding, gradients in fp32 or bf16, and one
+function per instruction of the tensor cores and copy engines. No kernel. The includer has defined floatX.
+
+    Floats x = load_floats<kVector>(row, c, C);         // elements [c, c + kWidth) of a row of C, as fp32
+    store<kVector>(out, c, C, to_pack<floatX>(x));      // rounded to nearest
+    float total = block_sum(x.at[0], shared);           // the same bits every time
+
+kVector = true is the fast way, for rows of whole vectors; a launcher lets with_vector(C, ...) choose.
+*/
+#ifndef LLMC_OPS_CUDA_HELPERS_H
+#define LLMC_OPS_CUDA_HELPERS_H
+
+#include <cuda.h>               // gives: CUtensorMap
+#include <cuda_bf16.h>          // gives: __nv_bfloat16: --grad-dtype bf16 exists in every build
+#include <cuda_fp16.h>          // gives: half
+#include <stdint.h>             // gives: uint32_t
+#include <string.h>             // gives: memcpy
+
+#include <type_traits>          // gives: std::true_type, std::integral_constant
+
+#include "op_types.h"           // gives: Accumulate, Grad
+#include "../rand.h"            // gives: RoundKey, round_block, bf16_encode_dithered
+
+constexpr int kWarp = 32;
+constexpr float kLog2e = 1.4426950408889634f;
+
+// The unit in which kernels walk along a row: as many elements as make 16 bytes of floatX (8, or 4 in the
+// FP32 build), of any element type. Pack<float> beside 16-bit floatX is 32 bytes, moved as two 16-byte
+// accesses.
+constexpr int kWidth = 16 / (int)sizeof(floatX);
+template <class T> struct alignas(sizeof(T) * kWidth < 16 ? sizeof(T) * kWidth : 16) Pack {
+    static constexpr int size = kWidth;
+    T data[kWidth];
+};
+typedef Pack<floatX> x128;
+static_assert(sizeof(x128) == 16, "one x128 is one 16-byte access");
+struct Floats { float at[kWidth]; };                    // a Pack in arithmetic
+
+// Streaming: bytes that nobody reads again before they leave the L2 anyway, so they should leave it first.
+enum class Cache { Default, Streaming };
+
+template <Cache kCache, class Word> __device__ __forceinline__ Word load_word(const Word* p) {
+    return kCache == Cache::Streaming ? __ldcs(p) : *p;
+}
+template <Cache kCache, class Word> __device__ __forceinline__ void store_word(Word* p, Word word) {
+    if (kCache == Cache::Streaming) { __stcs(p, word); }
+    else { *p = word; }
+}
+
+// The one pair of functions that owns the bounds check: elements [i, i + kWidth) of a row or array of n
+// elements. What lies beyond n reads as zero and is not written. kVector promises that n and i are multiples
+// of kWidth and that p is 16-byte aligned (all tensors are: kAlign); without it elements move one by one, for
+// rows such as C = 7.
+template <bool kVector, Cache kCache = Cache::Default, class T, class Index>
+__device__ __forceinline__ Pack<T> load(const T* p, Index i, Index n) {
+    Pack<T> pack;
+    if constexpr (!kVector) {
+#pragma unroll
+        for (int k = 0; k < kWidth; k++) { pack.data[k] = i + k < n ? p[i + k] : (T)0.0f; }
+    } else if constexpr (sizeof(pack) == 8) {
+        uint2 word = make_uint2(0, 0);
+        if (i < n) { word = load_word<kCache>((const uint2*)(p + i)); }
+        memcpy(&pack, &word, sizeof(pack));
+    } else {
+#pragma unroll
+        for (int w = 0; w < (int)sizeof(pack) / 16; w++) {
+            uint4 word = make_uint4(0, 0, 0, 0);
+            if (i < n) { word = load_word<kCache>((const uint4*)(p + i) + w); }
+            memcpy((char*)&pack + 16 * w, &word, 16);
+        }
+    }
+    return pack;
+}
+
+template <bool kVector, Cache kCache = Cache::Default, class T, class Index>
+__device__ __forceinline__ void store(T* p, Index i, Index n, const Pack<T>& pack) {
+    if constexpr (!kVector) {
+#pragma unroll
+        for (int k = 0; k < kWidth; k++) {
+            if (i + k < n) { p[i + k] = pack.data[k]; }
+        }
+    } else if constexpr (sizeof(pack) == 8) {
+        uint2 word;
+        memcpy(&word, &pack, sizeof(pack));
+        if (i < n) { store_word<kCache>((uint2*)(p + i), word); }
+    } else {
+#pragma unroll
+        for (int w = 0; w < (int)sizeof(pack) / 16; w++) {
+            uint4 word;
+            memcpy(&word, (const char*)&pack + 16 * w, 16);
+            if (i < n) { store_word<kCache>((uint4*)(p + i) + w, word); }
+        }
+    }
+}
+
+// Kernels that keep a row in registers keep it as words and look at them through this: of an array of 16-bit
+// values the compiler gives each element a register of its own.
+__device__ __forceinline__ x128 as_pack(uint4 word) {
+    x128 pack;
+    memcpy(&pack, &word, sizeof(pack));
+    return pack;
+}
+// Of values that may take two words; else they are one and the same.
+template <class T> __device__ __forceinline__ Pack<T> as_pack(uint4 first, uint4 last) {
+    Pack<T> pack;
+    memcpy(&pack, &first, 16);
+    if constexpr (sizeof(pack) > 16) { memcpy((char*)&pack + 16, &last, 16); }
+    return pack;
+}
+// bf16 is the upper half of a float: a shift or a mask. The compiler, left alone, takes an element out of its
+// word and then shifts it.
+template <class T> __device__ __forceinline__ Floats to_floats(const Pack<T>& pack) {
+    Floats f;
+    if constexpr (std::is_same<T, __nv_bfloat16>::value) {
+        uint32_t words[kWidth / 2];
+        memcpy(words, &pack, sizeof(pack));
+#pragma unroll
+        for (int k = 0; k < kWidth; k++) {
+            const uint32_t word = words[k / 2];
+            f.at[k] = __uint_as_float(k % 2 == 0 ? word << 16 : word & 0xffff0000u);
+        }
+    } else {
+#pragma unroll
+        for (int k = 0; k < kWidth; k++) { f.at[k] = (float)pack.data[k]; }
+    }
+    return f;
+}
+// Rounded to nearest. 16-bit values in pairs: one by one the instruction runs at a quarter of the rate, and
+// its results would still have to be put together.
+template <class T> __device__ __forceinline__ Pack<T> to_pack(const Floats& f) {
+    Pack<T> pack;
+    if constexpr (sizeof(T) == 2) {
+        uint32_t words[kWidth / 2];
+#pragma unroll
+        for (int k = 0; k < kWidth; k += 2) {
+            if constexpr (std::is_same<T, __nv_bfloat16>::value) {
+                const __nv_bfloat162 pair = __floats2bfloat162_rn(f.at[k], f.at[k + 1]);
+                memcpy(&words[k / 2], &pair, 4);
+            } else {
+                const half2 pair = __floats2half2_rn(f.at[k], f.at[k + 1]);
+                memcpy(&words[k / 2], &pair, 4);
+            }
+        }
+        memcpy(&pack, words, sizeof(pack));
+    } else {
+#pragma unroll
+        for (int k = 0; k < kWidth; k++) { pack.data[k] = (T)f.at[k]; }
+    }
+    return pack;
+}
+template <bool kVector, Cache kCache = Cache::Default, class T, class Index>
+__device__ __forceinline__ Floats load_floats(const T* p, Index i, Index n) {
+    return to_floats(load<kVector, kCache>(p, i, n));
+}
+
+// May kVector be promised for rows of n elements?
+static inline bool is_vector(size_t n) { return n % kWidth == 0; }
+
+// Calls f with is_vector(n) as a type, to choose a template argument: f(true_type) or f(false_type).
+template <class F> static inline void with_vector(size_t n, F f) {
+    if (is_vector(n)) { f(std::true_type()); }
+    else { f(std::false_type()); }
+}
+
+// x / n, rounded as the division rounds it, where inverse is 1.0f / n: the remainder corrects the product. A
+// division would find the inverse anew each time, and has a slow path for what is not of normal size (zeros).
+__device__ __forceinline__ float divide(float x, float n, float inverse) {
+    const float quotient = x * inverse;
+    return fmaf(fmaf(-quotient, n, x), inverse, quotient);
+}
+
+// ---- sums in a fixed order ----
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int mask = kWarp / 2; mask > 0; mask /= 2) { x += __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
+    return x;
+}
+__device__ __forceinline__ double warp_sum(double x) {
+#pragma unroll
+    for (int mask = kWarp / 2; mask > 0; mask /= 2) { x += __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
+    return x;
+}
+// Whole numbers, which have no order to keep.
+__device__ __forceinline__ unsigned long long warp_sum(unsigned long long x) {
+#pragma unroll
+    for (int mask = kWarp / 2; mask > 0; mask /= 2) { x += __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
+    return x;
+}
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int mask = kWarp / 2; mask > 0; mask /= 2) { x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, mask)); }
+    return x;
+}
+
+// kCount sums at once: each step halves the values a lane carries, so 8 sums take 9 shuffles instead of 40.
+// The lane returns the sum of value number lane / (32 / kCount).
+template <int kCount> __device__ __forceinline__ float warp_sums(float (&x)[kCount]) {
+    static_assert(kCount >= 1 && kCount <= kWarp && (kCount & (kCount - 1)) == 0,
+                  "halved until one value is left");
+    const int lane = threadIdx.x % kWarp;
+    int mask = kWarp / 2;
+#pragma unroll
+    for (int count = kCount / 2; count > 0; count /= 2, mask /= 2) {
+        const bool upper = (lane & mask) != 0;
+#pragma unroll
+        for (int i = 0; i < count; i++) {
+            float mine = upper ? x[i + count] : x[i];
+            float other = upper ? x[i] : x[i + count];
+            x[i] = mine + __shfl_xor_sync(0xFFFFFFFFu, other, mask);
+        }
+    }
+#pragma unroll
+    for (; mask > 0; mask /= 2) { x[0] += __shfl_xor_sync(0xFFFFFFFFu, x[0], mask); }
+    return x[0];
+}
+
+// Over a one-dimensional block of whole warps; every thread gets the result. `shared` has an element for each
+// warp.
+template <class T> __device__ __forceinline__ T block_sum(T x, T* shared /*(32)*/) {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    x = warp_sum(x);
+    if (lane == 0) { shared[warp] = x; }
+    __syncthreads();
+    x = lane < (int)blockDim.x / kWarp ? shared[lane] : (T)0;
+    x = warp_sum(x);
+    __syncthreads();            // the next call may write `shared`
+    return x;
+}
+
+// kCount of them, each in block_sum's order, for one barrier; `shared` may not be written again.
+template <int kCount>
+__device__ __forceinline__ void block_sums(float (&x)[kCount], float* shared /*(kCount,32)*/) {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+        x[i] = warp_sum(x[i]);
+        if (lane == 0) { shared[i * kWarp + warp] = x[i]; }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+        x[i] = warp_sum(lane < (int)blockDim.x / kWarp ? shared[i * kWarp + lane] : 0.0f);
+    }
+}
+
+__device__ __forceinline__ unsigned long long block_max(unsigned long long x,
+                                                        unsigned long long* shared /*(32)*/) {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    for (int round = 0; round < 2; round++) {           // of the warp's threads, then of the warps
+#pragma unroll
+        for (int mask = kWarp / 2; mask > 0; mask /= 2) {
+            x = max(x, __shfl_xor_sync(0xFFFFFFFFu, x, mask));
+        }
+        if (round == 0) {
+            if (lane == 0) { shared[warp] = x; }
+            __syncthreads();
+            x = lane < (int)blockDim.x / kWarp ? shared[lane] : 0ull;
+        }
+    }
+    __syncthreads();            // the next call may write `shared`
+    return x;
+}
+
+// ---- maths ----
+__device__ __forceinline__ float exp2_fast(float x) {       // 2 ulp (PTX ex2.approx); exp2(-inf) = 0
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// ---- stochastic rounding: E[result] = x ----
+__device__ __forceinline__ void store_stochastic(__nv_bfloat16* p, float x, uint32_t bits16) {
+    *(uint16_t*)p = bf16_round_stochastic(x, bits16);
+}
+__device__ __forceinline__ void store_stochastic(float* p, float x, uint32_t) { *p = x; }
+#ifdef ENABLE_FP16
+// Between the two neighbours of x: the one towards zero, and the next away from it with probability (distance
+// from the first) / gap. Beyond the largest half (65504) there is no next one.
+__device__ __forceinline__ void store_stochastic(half* p, float x, uint32_t bits16) {
+    half low = __float2half_rz(x);
+    half high = __ushort_as_half((unsigned short)(__half_as_ushort(low) + 1));
+    float part = (x - __half2float(low)) / (__half2float(high) - __half2float(low));
+    *p = part * 65536.0f > (float)bits16 ? high : low;      // NaN and inf: the comparison is false, low is x
+}
+#endif
+
+// The random bits of elements [first, first + kWidth), 16 each. The generator gives those of eight elements
+// at once, and kWidth is 8 or 4: with `first` a multiple of kWidth, one call has them all.
+struct Draws { uint32_t at[kWidth]; };
+__device__ __forceinline__ Draws round_draws(const RoundKey& key, size_t first) {
+    const Rand4 block = round_block(key, first / 8);
+    Draws draws;
+#pragma unroll
+    for (int k = 0; k < kWidth; k++) {
+        const int lane = (int)(first % 8) + k;
+        draws.at[k] = (block.w[lane / 2] >> (16 * (lane % 2))) & 0xFFFFu;
+    }
+    return draws;
+}
+
+// ---- gradients: every load of bf16 gradients and every store to a Grad is one of these ----
+// bf16 gradients are dithered (rand.h): who reads one needs the key it was stored with, and who adds to one
+// reads what the micro-step before stored.
+__device__ __forceinline__ RoundKey previous_micro_step(RoundKey key) {
+    key.micro--;
+    return key;
+}
+
+// Elements [i, i + kWidth) of n. `key` is that of the micro-step that stored them, `first` the position of
+// element 0 in the whole gradient.
+template <Cache kCache = Cache::Default>
+__device__ __forceinline__ Floats load_dithered(const __nv_bfloat16* p, size_t i, size_t n,
+                                                const RoundKey& key, size_t first) {
+    const Pack<__nv_bfloat16> pack = load<true, kCache>(p, i, n);
+    const Draws draws = round_draws(key, first + i);
+    Floats f;
+#pragma unroll
+    for (int k = 0; k < kWidth; k++) {
+        f.at[k] = bf16_decode_dithered(__bfloat16_as_ushort(pack.data[k]), draws.at[k]);
+    }
+    return f;
+}
+
+__device__ __forceinline__ void grad_store(const Grad& grad, size_t i, float value) {
+    if (grad.is_bf16) {
+        uint16_t* p = (uint16_t*)grad.data + i;
+        const size_t position = grad.first + i;
+        if (grad.acc == Accumulate::Yes) {
+            value += bf16_decode_dithered(*p, round_bits16(previous_micro_step(grad.key), position));
+        }
+        *p = bf16_encode_dithered(value, round_bits16(grad.key, position));
+    } else {
+        float* p = (float*)grad.data + i;
+        *p = grad.acc == Accumulate::Yes ? *p + value : value;
+    }
+}
+
+// Elements [i, i + kWidth), as far as they lie below `end`. kVector promises that grad.first is a multiple of
+// kWidth as well.
+template <bool kVector>
+__device__ __forceinline__ void grad_store(const Grad& grad, size_t i, size_t end, Floats value) {
+    const bool add = grad.acc == Accumulate::Yes;
+    if constexpr (!kVector) {
+#pragma unroll 1        // odd rows are rare; unrolled, their draws were a tenth of all code to compile
+        for (int k = 0; k < kWidth; k++) {
+            if (i + k < end) { grad_store(grad, i + k, value.at[k]); }
+        }
+    } else if (grad.is_bf16) {
+        __nv_bfloat16* p = (__nv_bfloat16*)grad.data;
+        Floats old = {};
+        if (add) { old = load_dithered(p, i, end, previous_micro_step(grad.key), grad.first); }
+        const Draws draws = round_draws(grad.key, grad.first + i);
+        Pack<__nv_bfloat16> pack;
+#pragma unroll
+        for (int k = 0; k < kWidth; k++) {
+            pack.data[k] = __ushort_as_bfloat16(bf16_encode_dithered(old.at[k] + value.at[k], draws.at[k]));
+        }
+        store<true>(p, i, end, pack);
+    } else {
+        float* p = (float*)grad.data;
+        if (add) {
+            Floats old = load_floats<true>(p, i, end);
+#pragma unroll
+            for (int k = 0; k < kWidth; k++) { value.at[k] += old.at[k]; }
+        }
+        store<true>(p, i, end, to_pack<float>(value));
+    }
+}
+
+// ---- one function per instruction: shared memory, copies, mma.sync (sm_80 and later) ----
+// The PTX name of floatX where it is an operand of tensor cores. (FP32 builds compile but never call these.)
+#ifdef ENABLE_FP16
+#define MMA_TYPE "f16"
+#else
+#define MMA_TYPE "bf16"
+#endif
+
+// The 32-bit address that instructions on shared memory take.
+__device__ __forceinline__ uint32_t smem_address(const void* shared) {
+    return (uint32_t)__cvta_generic_to_shared(shared);
+}
+
+// Starts a copy of 16 bytes that passes the registers by (PTX cp.async).
+__device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(shared)), "l"(global)
+                 : "memory");
+}
+// The same, or 16 bytes of zeros if not live: the instruction reads the first `bytes` and fills the rest.
+__device__ __forceinline__ void cp_async_16_or_zero(void* shared, const void* global, bool live) {
+    const int bytes = live ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_address(shared)), "l"(global),
+                 "r"(bytes)
+                 : "memory");
+}
+// Closes the thread's group of copies; waits until at most the last kPending groups are on their way.
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending> __device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Four 8x8 matrices of 16-bit elements, one into each r[i]; lane 8 i + j gives the address of row j of matrix
+// i. Lane l receives elements 2 (l % 4) and the next of row l / 4; with _trans, of column l / 4.
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// How many values an mma sums: 16 of 16 bits, or 8 of fp32 (TF32). Either is 32 bytes of a row, so ldmatrix,
+// which moves rows of 16 bytes, fetches the operands of both.
+constexpr int kMmaK = 32 / (int)sizeof(floatX);
+
+// d (16,8) += A (16,kMmaK) B (kMmaK,8). PTX ISA, "Matrix Fragments for mma.m16n8k16" and "... mma.m16n8k8":
+// with g = lane / 4 and c = 2 * (lane % 4), d is (g,c) (g,c+1) (g+8,c) (g+8,c+1).
+__device__ __forceinline__ void mma_16x8(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#ifdef ENABLE_FP32
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, "
+#else
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPE "." MMA_TYPE ".f32 {%0,%1,%2,%3}, "
+#endif
+                 "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// fp32 rounded to nearest with 10 bits after the point: TF32, what the tensor cores see of it.
+__device__ __forceinline__ uint32_t to_tf32(float x) {
+    uint32_t bits;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+    return bits;
+}
+// Operands as ldmatrix brings them become what mma takes: fp32 is rounded, 16 bits stay.
+__device__ __forceinline__ void round_operands(uint32_t (&r)[4]) {
+    if constexpr (sizeof(floatX) == 4) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) { r[i] = to_tf32(__uint_as_float(r[i])); }
+    }
+}
+
+// Two values, rounded to floatX, in one register: `low` in the lower half.
+__device__ __forceinline__ uint32_t pack_pair(float low, float high) {
+    uint32_t bits;
+    asm("cvt.rn." MMA_TYPE "x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+    return bits;
+}
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// ---- one function per instruction, Hopper: mbarrier, clusters, bulk and tensor copies (TMA), wgmma ----
+
+// A barrier in shared memory that counts arrivals and bytes; when all it was told to expect are there, its
+// phase ends and the next begins. fence_init makes new barriers visible to the copy engine. expect arrives
+// once and announces `bytes` to come. wait returns when the phase of this parity (the n-th: n % 2) has ended;
+// of a new barrier, parity 1 has.
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(count)
+                 : "memory");
+}
+__device__ __forceinline__ void mbarrier_fence_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void mbarrier_expect(uint64_t* barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)),
+                 "r"(bytes)
+                 : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nWAIT:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(smem_address(barrier)),
+        "r"(parity)
+        : "memory");
+}
+
+// All threads of all blocks of the cluster meet; what each has stored is visible to all.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile(
+        "barrier.cluster.arrive.release.aligned;\n"
+        "barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Stores a value at this place of block `rank`'s shared memory, and tells its barrier of 4 bytes more. `at`
+// and `barrier` are addresses of this block's own.
+__device__ __forceinline__ void cluster_store_async(float* at, uint64_t* barrier, int rank, float value) {
+    uint32_t to, theirs;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(smem_address(at)), "r"(rank));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(smem_address(barrier)), "r"(rank));
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to),
+                 "f"(value), "r"(theirs)
+                 : "memory");
+}
+
+// Starts the copy of the map's box at coordinates (c0, c1, c2, c3), innermost first; what lies outside of the
+// tensor arrives as zeros and counts. One thread calls it; the bytes arrive at `barrier`.
+__device__ __forceinline__ void tma_load_4d(void* shared, const CUtensorMap* map, uint64_t* barrier, int c0,
+                                            int c1, int c2, int c3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(smem_address(shared)),
+        "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(smem_address(barrier))
+        : "memory");
+}
+__device__ __forceinline__ void tma_load_3d(void* shared, const CUtensorMap* map, uint64_t* barrier, int c0,
+                                            int c1, int c2) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(smem_address(shared)),
+        "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(smem_address(barrier))
+        : "memory");
+}
+// Starts the copy of `bytes` bytes (a multiple of 16) in a row.
+__device__ __forceinline__ void bulk_load(void* shared, const void* global, uint64_t* barrier, int bytes) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            smem_address(shared)),
+        "l"(global), "r"(bytes), "r"(smem_address(barrier))
+        : "memory");
+}
+
+// The way back: what lies outside of the tensor is not written. fence: what this thread has written to shared
+// memory is visible to the copy engine. commit closes the thread's group of copies; wait: until at most the
+// last kPending groups still have to read shared memory.
+__device__ __forceinline__ void tma_store_fence() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void tma_store_3d(const CUtensorMap* map, const void* shared, int c0, int c1,
+                                             int c2) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(map),
+                 "r"(c0), "r"(c1), "r"(c2), "r"(smem_address(shared))
+                 : "memory");
+}
+__device__ __forceinline__ void tma_store_commit() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+template <int kPending> __device__ __forceinline__ void tma_store_wait() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// ldmatrix's way back: lane 8 i + j gives the address of row j of matrix i; with _trans, of its column j.
+__device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
+// A barrier of `threads` threads, whole warps; numbers 1 to 15 (0 is __syncthreads).
+__device__ __forceinline__ void named_barrier(int number, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+// A warpgroup gives registers back, so that another may take as many: kCount a thread from now on, a multiple
+// of 8. All threads of the block start with what the launch bounds leave them.
+template <int kCount> __device__ __forceinline__ void registers_give() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount> __device__ __forceinline__ void registers_take() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+// wgmma runs on its own, beside the threads that started it. fence: what they have written to registers (its
+// accumulators, its A operand) is visible to it. commit closes a group of products. wait: until at most the
+// last kPending groups are under way.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int kPending> __device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// The compiler does not know that wgmma writes its accumulators, and reads its A operand in registers, until
+// the wait: no use of them may move across this, and no register of them may be given away before it.
+template <int kRows> __device__ __forceinline__ void pin_registers(float (&d)[kRows][4]) {
+#pragma unroll
+    for (int n = 0; n < kRows; n++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) { asm volatile("" : "+f"(d[n][i])::"memory"); }
+    }
+}
+__device__ __forceinline__ void pin_registers(uint32_t (&a)[4][4]) {
+#pragma unroll
+    for (int kk = 0; kk < 4; kk++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) { asm volatile("" : "+r"(a[kk][i])::"memory"); }
+    }
+}
+
+// Descriptor of a tile with rows of 64 16-bit elements in the 128-byte swizzle (PTX ISA, "Matrix Descriptor
+// Format"), in units of 16 bytes: its address; how far apart its blocks of 64 columns are, read only of an
+// operand that lies transposed and has more than one; 64, as groups of 8 rows are 1024 bytes apart; and in
+// bits 62 and 63 the swizzle's number, 1.
+__device__ __forceinline__ uint64_t wgmma_descriptor(const void* tile, int block_bytes = 16) {
+    return (uint64_t)((smem_address(tile) & 0x3ffff) >> 4) | ((uint64_t)(block_bytes >> 4) << 16) |
+           (64ull << 32) | (1ull << 62);
+}
+
+#define WGMMA_REGS_64                                                        \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define WGMMA_REGS_128                                                                            \
+    WGMMA_REGS_64 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, " \
+    "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_REGS_192                                                                             \
+    WGMMA_REGS_128 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, " \
+    "%79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define WGMMA_OPS_16(IO, d, n)                                                                            \
+    IO(d[n][0]), IO(d[n][1]), IO(d[n][2]), IO(d[n][3]), IO(d[n + 1][0]), IO(d[n + 1][1]), IO(d[n + 1][2]), \
+        IO(d[n + 1][3])
+#define WGMMA_OPS_64(IO, d) \
+    WGMMA_OPS_16(IO, d, 0), WGMMA_OPS_16(IO, d, 2), WGMMA_OPS_16(IO, d, 4), WGMMA_OPS_16(IO, d, 6)
+#define WGMMA_OPS_128(IO, d)                                                                              \
+    WGMMA_OPS_64(IO, d), WGMMA_OPS_16(IO, d, 8), WGMMA_OPS_16(IO, d, 10), WGMMA_OPS_16(IO, d, 12),        \
+        WGMMA_OPS_16(IO, d, 14)
+#define WGMMA_OPS_192(IO, d)                                                                              \
+    WGMMA_OPS_128(IO, d), WGMMA_OPS_16(IO, d, 16), WGMMA_OPS_16(IO, d, 18), WGMMA_OPS_16(IO, d, 20),      \
+        WGMMA_OPS_16(IO, d, 22)
+
+// d (64,64) = or += A (64,16) B (64,16)^T, both in shared memory. The first step of a product stores ("=f"),
+// the later ones add ("+f"): a "+f" on registers that hold nothing yet would make the compiler set them
+// first, and ptxas then serialises the wgmma pipeline (warning C7515).
+// The constants that end the instruction: add to d; the signs of A and B; whether A (where it is in shared
+// memory) and B lie transposed, which is with k as the slower index.
+#define WGMMA_64 "wgmma.mma_async.sync.aligned.m64n64k16.f32." MMA_TYPE "." MMA_TYPE " {" WGMMA_REGS_64 "}, "
+template <bool kAdd> __device__ __forceinline__ void wgmma_shared(float (&d)[8][4], uint64_t a, uint64_t b) {
+#define WGMMA(IO, ADD)                                          \
+    asm volatile(WGMMA_64 "%32, %33, " ADD ", 1, 1, 0, 0;"      \
+                 : WGMMA_OPS_64(IO, d)                          \
+                 : "l"(a), "l"(b))
+    if constexpr (kAdd) { WGMMA("+f", "1"); }
+    else { WGMMA("=f", "0"); }
+#undef WGMMA
+}
+
+// d (64,64) += A (64,16) B (16,64), A in registers, B in shared memory.
+__device__ __forceinline__ void wgmma_registers(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile(WGMMA_64 "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
+                 : WGMMA_OPS_64("+f", d)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// d (64,64*kBlocks) += A (64,16) B (16,64*kBlocks) in bf16, which is what Muon multiplies in every 16-bit
+// build. Both in shared memory; kTrans: both with k as the slower index.
+template <int kBlocks, bool kTrans>
+__device__ __forceinline__ void wgmma_bf16(float (&d)[8 * kBlocks][4], uint64_t a, uint64_t b) {
+    static_assert(kBlocks >= 1 && kBlocks <= 3, "one instruction each, below");
+#define WGMMA(N, A, B, TRANS)                                                                      \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" WGMMA_REGS_##N "}, " \
+                 "%" #A ", %" #B ", 1, 1, 1, %" #TRANS ", %" #TRANS ";"                            \
+                 : WGMMA_OPS_##N("+f", d)                                                          \
+                 : "l"(a), "l"(b), "n"((int)kTrans))
+    if constexpr (kBlocks == 1) { WGMMA(64, 32, 33, 34); }
+    else if constexpr (kBlocks == 2) { WGMMA(128, 64, 65, 66); }
+    else { WGMMA(192, 96, 97, 98); }
+#undef WGMMA
+}
+
+// Two values, rounded to bf16, in one register: `low` in the lower half.
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+    uint32_t bits;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+    return bits;
+}
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+#endif  // LLMC_OPS_CUDA_HELPERS_H

@@ -1,0 +1,179 @@
+/*
+Types that the ops of both builds share, the nouns of ops.h: a gradient and where it goes, token buckets,
+the state of an update, chunks of the gradient.
+
+    Grad dweight = {data, Accumulate::Yes};     // added to
+*/
+#ifndef LLMC_OPS_OP_TYPES_H
+#define LLMC_OPS_OP_TYPES_H
+
+#include <math.h>       // gives: fmin, fmax
+#include <stddef.h>     // gives: size_t
+#include <stdint.h>     // gives: uint32_t
+
+#include <type_traits>  // gives: std::is_trivially_copyable
+
+#include "../rand.h"    // gives: RoundKey, DropoutKey
+
+#ifdef __CUDACC__
+#include <cuda_runtime.h>   // gives: cudaStream_t, int4
+typedef cudaStream_t Stream;
+#else
+typedef int Stream;                             // the twins run at once and ignore it
+struct int4 { int x, y, z, w; };                // as the CUDA toolkit has it
+#endif
+
+constexpr double kNormEps = 1e-5;               // added to the variance, as in GPT-2 and PyTorch's default
+constexpr int kMaxLevels = 24;                   // of the tree that lanes are summed by: 2^24 lanes a rank
+constexpr int kDecodeRows = 64;                 // texts that are written at once, at most
+constexpr float kClipEps = 1e-6f;               // added to the norm in clipping, as in clip_grad_norm_
+
+enum class Accumulate { No, Yes };              // No: output = value; Yes: output += value
+enum class ClassifierMode { LossOnly, LossAndGrad };
+
+// LayerNorm: (x - mean)*rstd*weight + bias, rstd = 1/sqrt(mean((x - mean)^2) + eps). RMSNorm (Zhang, Sennrich
+// 2019) takes no mean away and has no bias: x*rstd*weight, rstd = 1/sqrt(mean(x^2) + eps).
+enum class NormKind { Layer, Rms };
+
+// What becomes of the elements of (N,C): dropped, that is 0, with probability dropped/65536, else multiplied
+// by `scale`, 65536/(65536 - dropped), so that the mean stays. Row n is row first_row + n of the whole job's
+// batch: what is dropped does not depend on how many ranks or micro-steps share the batch.
+struct Dropout {
+    uint32_t dropped = 0;       // 0: nothing is done
+    float scale = 1.0f;
+    DropoutKey key = {};
+    uint64_t first_row = 0;
+};
+static inline Dropout dropout_of(double p, const DropoutKey& key, uint64_t first_row) {     // 0 <= p < 1
+    const uint32_t dropped = p > 0.0 ? (uint32_t)fmin(fmax(p * 65536.0 + 0.5, 1.0), 65535.0) : 0;
+    return {dropped, (float)(65536.0 / (65536 - dropped)), key, first_row};
+}
+LLMC_HD static inline float dropout_factor(const Dropout& d, const Rand4& block, int lane) {
+    return dropout_bits16(block, lane) < d.dropped ? 0.0f : d.scale;
+}
+
+// What attention keeps of each query is padded to whole tiles of every kernel: so many queries a head.
+LLMC_HD static inline size_t padded_T(int T) { return ((size_t)T + 127) / 128 * 128; }
+
+// Which of attention's probabilities a dropout keeps, a bit each: (B,NH,padded_T/32,padded_T) words. Of a
+// head, word [j][q] is query q's and has keys 32 j to 32 j + 31, the first in the lowest bit. Bits of keys
+// behind the query, and of queries from T on, are 0.
+struct AttentionKeep {
+    const uint32_t* bits = nullptr;     // null: nothing is dropped
+    float scale = 1.0f;                 // of what is kept
+};
+LLMC_HD static inline size_t keep_words(int T) { return padded_T(T) / 32 * padded_T(T); }     // of a head
+
+// Where one gradient tensor goes. S is fp32 in the trainer, double where tests run the twins. The CUDA build
+// can keep it in bf16, rounded with dither (--grad-dtype bf16; bf16_encode_dithered in rand.h says what that
+// is): element i then draws the random bits of position `first` + i of the whole gradient, whoever computes
+// it. Whoever reads it needs the same bits again, so an element is rounded once a micro-step, and an addition
+// expects to find what the micro-step before stored.
+template <class S> struct GradOf {
+    S* data;                // null: not wanted
+    Accumulate acc;
+    bool is_bf16 = false;   // data points to bf16
+    RoundKey key = {};      // of the micro-step that stores
+    size_t first = 0;
+};
+typedef GradOf<float> Grad;
+
+// A tensor of the residual stream, or null. is_fp32: of that type, whatever X is.
+template <class X> struct ResidualOf { X* data; bool is_fp32; };
+
+// The same tensor as a GradOf, read again.
+struct StoredGrads {
+    const void* data;           // S, or bf16
+    bool is_bf16 = false;
+    RoundKey key = {};          // of the micro-step that stored it
+    size_t first = 0;
+};
+
+// Token positions grouped by token id, so that each row of dwte is summed by one owner in a fixed order.
+struct TokenBuckets {
+    const int* order;           // (B*T) positions bt, sorted by token id, stable
+    const int4* segments;       // {token, start in order, length <= 128, slot}, largest buckets first;
+                                // slot -1: the whole bucket, added to dwte; else its sum goes to row `slot`
+    const int4* splits;         // {token, first slot, slots, 0}: buckets of several segments
+    int num_segments, num_splits;
+};
+
+// The last kWindow finite values of a number, which say what is usual for it. Their mean and deviation are
+// taken anew from the values each time, which costs microseconds; running sums would drift.
+constexpr int kWindow = 128;
+struct Window {
+    float values[kWindow];
+    long long count;            // finite values so far; the next one goes to values[count % kWindow]
+};
+
+// Why an update is skipped: UpdateState::skip.
+enum Skip { SKIP_NO, SKIP_NOT_FINITE, SKIP_LOSS, SKIP_NORM };
+
+// What decides about an update; on the device, and part of the saved state.
+struct UpdateState {
+    long long t;                // updates done: AdamW's step count, skipped ones not counted
+    float loss_scale;           // the loss was multiplied by this (FP16), 1 otherwise
+    int good_steps;             // finite steps since the scale last changed
+    float norm;                 // gradient norm of the last step, before clipping; may be inf or NaN
+    float grad_scale;           // AdamW multiplies gradients by this: clipping / loss scale
+    int skip;                   // a Skip; other than SKIP_NO: nothing is updated
+    int skipped_in_a_row;       // for whatever reason
+    float loss_score;           // standard deviations that the last step's loss and norm lay above their
+    float norm_score;           // windows' means; 0 where nobody asks (UpdatePolicy) or none is to be had
+    Window losses, norms;       // of all steps, skipped ones too
+};
+static_assert(std::is_trivially_copyable<UpdateState>::value, "it goes to and from the device as bytes");
+
+// Calls f(name, first element, how many) for each field, in order: what files name them by. The elements are
+// long long, int or float, and const where the state is.
+template <class State, class F> void update_state_fields(State& s, F f) {
+    f("t", &s.t, 1);
+    f("loss_scale", &s.loss_scale, 1);
+    f("good_steps", &s.good_steps, 1);
+    f("norm", &s.norm, 1);
+    f("grad_scale", &s.grad_scale, 1);
+    f("skip", &s.skip, 1);
+    f("skipped_in_a_row", &s.skipped_in_a_row, 1);
+    f("loss_score", &s.loss_score, 1);
+    f("norm_score", &s.norm_score, 1);
+    f("losses", s.losses.values, kWindow);
+    f("losses_count", &s.losses.count, 1);
+    f("norms", s.norms.values, kWindow);
+    f("norms_count", &s.norms.count, 1);
+}
+static_assert(sizeof(UpdateState) == 2 * (sizeof(Window) + sizeof(long long)) + 6 * 4,
+              "a new field wants a line above (test_cpu_ops sees that every byte is named)");
+
+struct UpdatePolicy {
+    bool dynamic_loss_scale;
+    int growth_interval;        // good steps after which the loss scale doubles
+    float max_scale;
+    float max_loss_score = 0;   // a loss or a norm so many standard deviations above its window's mean skips
+    float max_norm_score = 0;   // the update; 0: never
+};
+
+// Equal rows of a bucket's kind, one in each of several buckets: how far it is from row to row. What is not
+// named here (m, v, sums) stands packed.
+struct Rows {
+    int count = 1;
+    size_t params = 0, grads = 0;       // bytes
+    size_t first = 0;                   // elements, of the keys' positions
+};
+
+// The gradient's sum of squares is taken chunk by chunk, and shards are whole chunks: so it has the same bits
+// however many ranks share the gradient out.
+constexpr size_t kChunk = 8192;
+
+// The type in which Muon multiplies matrices (ops.h): that of the weights, but where they are fp16 it is
+// bf16, because fp16's exponents do not reach down to gradients. The CUDA build says so.
+template <class X> struct MuonValue { typedef X type; };
+
+// Which part of the sums that all ranks send belongs where. A bucket is a run of tensors that is cut into
+// equal shards, one a rank; its live chunks come first, and what stands behind them is padding.
+struct ChunkRange {
+    size_t chunks;              // live ones of this bucket
+    size_t per_rank;            // of a shard
+    size_t at;                  // index of a shard's first one among all sums of its rank
+};
+
+#endif  // LLMC_OPS_OP_TYPES_H

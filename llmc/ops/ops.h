@@ -1,0 +1,376 @@
+/*
+Every operation of a GPT-2 training step, once: what it takes and what it gives. Two sides implement it:
+CUDA kernels (train_gpt2.cu, section 6) and their twins in plain loops (cpu_ops.h, the specification).
+Both are compiled against the structs below, and the model (section 8) calls either by the same name:
+
+    matmul_forward({out, inp, weight, bias, nullptr, nullptr, N, C, OC}, stream);
+
+X is the type of weights and activations: floatX, or double where tests run the twins. S is the type of
+statistics, losses, gradients and norms' parameters: fp32, or double. Outputs come first, then scratch,
+inputs, sizes; N = B*T rows. Outputs are stored, written =. Those that are a GradOf or have an Accumulate
+beside them are stored or added to, as it says: (+)=. Scratch keeps nothing from one op to the next; beside
+each launcher that needs some, a function says how much: norm_backward_scratch_bytes(N, C). A pointer
+that may be null says so.
+*/
+#ifndef LLMC_OPS_OPS_H
+#define LLMC_OPS_OPS_H
+
+#include "op_types.h"   // gives: GradOf, Accumulate, Dropout, NormKind, TokenBuckets, UpdateState, Stream
+#include "../data/sampler.h" // gives: Sampling
+
+template <class X, class S> struct EncoderForward {     // token plus position embedding
+    X* out;                             // (B,T,C)
+    const int* tokens;                  // (B,T)
+    const X *wte, *wpe;                 // (Vp,C) (maxT,C)
+    int B, T, C;
+};
+template <class X, class S> struct EncoderBackward {    // dwte is only added to: the LM head stored its part
+    GradOf<S> dwte, dwpe;               // (Vp,C) (maxT,C); stored, rows t >= T of dwpe are zero
+    S* scratch;
+    const X* dout;                      // (B,T,C)
+    TokenBuckets buckets;
+    int B, T, maxT, C;
+};
+
+// One family of norms of the residual stream. Forward: the row's new value is inp plus one or two branches,
+// each after its dropout; it is normalised once or twice, with the same statistics. Backward: in reverse.
+// Branches and normalised rows are X. The stream itself, and its gradient, may be S (--residual-dtype fp32):
+// then small additions to it are not rounded away, and each branch has a gradient of its own, in X.
+template <class X, class S> struct NormOutput {
+    X* out;                             // (N,C); null in the second: there is one norm
+    const S *weight, *bias;             // (C); bias: null in an RMSNorm
+};
+template <class X, class S> struct NormForward {
+    NormOutput<X, S> y[2];
+    S *mean, *rstd;                     // (N); mean: not used by an RMSNorm
+    X* residual;                        // (N,C) the sum; may be inp or, if it has its type, a branch. Null
+                                        // where there are no branches: inp is normalised
+    const X* inp;                       // (N,C), or null where nothing comes before the branches
+    const X* branch[2];                 // (N,C); null: fewer branches
+    Dropout dropout[2];                 // of each branch
+    NormKind kind;
+    int N, C;
+    bool residual_fp32;                 // residual and inp point to S, not X
+};
+template <class X, class S> struct NormGrad {
+    const X* dout;                      // (N,C); null in the second: there is one norm
+    const S* weight;                    // (C); null in the second: both gradients are the first norm's
+    GradOf<S> dweight, dbias;           // (C) each or null
+};
+template <class X, class S> struct BranchGrad {         // of what the forward added
+    X* dout;                            // (N,C) dresidual through the branch's dropout, or null where it has
+                                        // none and dresidual is X's: dresidual is its gradient
+    Dropout dropout;
+    GradOf<S> dbias;                    // (C) or null: column sums of the branch's gradient, as stored: the
+                                        // bias gradient of the linear layer that the branch ends with
+};
+template <class X, class S> struct NormBackward {
+    X* dresidual;                       // (N,C) gradient of the residual stream
+    NormGrad<X, S> y[2];
+    BranchGrad<X, S> branch[2];
+    S* scratch;
+    Accumulate dresidual_acc;
+    const X* inp;                       // (N,C) what was normalised; neither it nor a dout is dresidual
+    const S *mean, *rstd;               // (N)
+    NormKind kind;
+    int N, C;
+    bool residual_fp32;                 // dresidual and inp point to S, not X; every branch then has a dout
+};
+
+template <class X, class S> struct MatmulForward {      // out = inp weight^T + bias + residual
+    X* out;                             // (N,OC)
+    const X *inp, *weight, *bias;       // (N,C) (OC,C) (OC) or null
+    const X* residual;                  // (N,OC) or null; not `out`
+    X* pre_gelu;                        // (N,OC) or null; else pre_gelu = the sum and out = gelu(it), without
+                                        // a residual
+    int N, C, OC;
+};
+template <class X, class S> struct MatmulBackwardInput {        // dinp = dout weight
+    X* dinp;                            // (N,C)
+    const X *dout, *weight;             // (N,OC) (OC,C)
+    const X* pre_gelu;                  // (N,C) or null; else dinp is multiplied by gelu'(pre_gelu)
+    int N, C, OC;
+};
+template <class X, class S> struct MatmulBackwardWeight {       // dweight (+)= dout^T inp
+    GradOf<S> dweight;                  // (OC,C)
+    S* scratch;                         // (OC,C) where dweight is bf16, else not used
+    const X *dout, *inp;                // (N,OC) (N,C)
+    int N, C, OC;
+};
+template <class X, class S> struct BiasBackward {       // dbias (+)= column sums of dout
+    GradOf<S> dbias;                    // (OC)
+    S* scratch;
+    const X* dout;                      // (N,OC)
+    int N, OC;
+};
+template <class X, class S> struct GradAccumulate {     // grad (+)= values, rounded once
+    GradOf<S> grad;                     // (n)
+    const S* values;                    // (n)
+    size_t n;
+};
+
+template <class X, class S> struct GeluForward {
+    X* out;                             // (n)
+    const X* inp;                       // (n)
+    size_t n;
+};
+template <class X, class S> struct GeluBackward {       // in place: d = d * gelu'(inp)
+    X* d;                               // (N,OC) gradient of the output, then of the input
+    GradOf<S> dbias;                    // (OC) or null: column sums of the new d, as stored
+    S* scratch;
+    const X* inp;                       // (N,OC)
+    int N, OC;
+};
+
+template <class X, class S> struct AttentionForward {   // causal self-attention of each head
+    X* out;                             // (B,T,NH,HS) = (B,T,C)
+    S* lse;                             // (B,NH,T) log-sum-exp of the scores
+    const X* qkv;                       // (B,T,3,NH,HS)
+    int B, T, NH, HS;
+    AttentionKeep keep = {};            // of the softmax's results
+};
+template <class X, class S> struct AttentionBackward {
+    X* dqkv;                            // (B,T,3,NH,HS)
+    S* scratch;
+    const X *dout, *out, *qkv;          // (B,T,C) (B,T,C) (B,T,3,NH,HS)
+    const S* lse;                       // (B,NH,T)
+    int B, T, NH, HS;
+    AttentionKeep keep = {};            // the forward's
+};
+template <class X, class S> struct AttentionDropout {   // the bits of an AttentionKeep
+    uint32_t* keep;                     // (B,NH,padded_T/32,padded_T)
+    Dropout dropout;                    // of a matrix (B*NH*T,T): row (b*NH + h)*T + q has query q's keys
+    int B, T, NH;
+};
+
+template <class X, class S> struct Classifier {         // softmax and cross-entropy over the first V columns
+    X* logits;                          // (N,Vp); LossAndGrad: then their gradient times dloss * loss_scale
+    S* losses;                          // (N)
+    const int* targets;                 // (N)
+    float dloss;
+    const float* loss_scale;            // device scalar; null: 1
+    int N, V, Vp;
+    ClassifierMode mode;
+};
+template <class X, class S> struct GatherRows {         // out[n,:] = inp[rows[n],:], to the bit
+    X* out;                             // (N,C)
+    const X* inp;
+    const int* rows;                    // (N)
+    int N, C;
+};
+template <class X, class S> struct LossSum {            // mean (+)= weight * sum of losses
+    S* mean;                            // one value
+    const S* losses;                    // (N)
+    float weight;
+    Accumulate acc;
+    int N;
+};
+
+// Gradients of lanes (section 7): out = chain[0] + (chain[1] + (... + sum of the pieces)), where pieces are
+// summed in pairs, (0 + 1) + (2 + 3) and so on, and an odd one out moves up a level. Both are parts of one
+// tree.
+template <class X, class S> struct LaneSum {
+    GradOf<S> out;                      // (n), stored; may be one of the inputs
+    const S* chain[kMaxLevels];         // (n) each
+    int num_chain;
+    StoredGrads pieces;                 // (num_pieces,n), one after another. Each has this `first`; in bf16,
+    uint32_t piece_micros;              // piece r was stored by micro-step key.micro + r * piece_micros
+    int num_pieces;
+    size_t n;                           // a multiple of kChunk
+};
+template <class X, class S> struct SquareSums {         // of the gradient's chunks
+    double* sums;                       // (rows,n/kChunk)
+    StoredGrads grads;                  // (rows,n)
+    size_t n;                           // a multiple of kChunk
+    Rows rows;
+};
+template <class X, class S> struct UpdateDecision {     // loss, norm, and the decision about the update
+    UpdateState* state;
+    S* loss;                            // mean over the total batch: the sum of all lanes'
+    const char* records;                // (ranks,record_bytes): each rank's sums and, at lanes_at, its lanes'
+    size_t record_bytes, lanes_at;      // losses, of type S
+    int ranks, lanes;                   // lanes: of each rank
+    bool interleaved;                   // lane l of rank r is the job's number l*ranks + r, else r*lanes + l
+    const ChunkRange* ranges;           // (num_ranges) on the device
+    int num_ranges;
+    float max_norm;                     // 0: no clipping
+    UpdatePolicy policy;
+};
+template <class X, class S> struct AdamW {              // a skipped update changes nothing
+    void* params;                       // (rows,n) X, or S
+    bool params_fp32;                   // S
+    S *master, *m, *v;                  // (rows,n); master: null when the parameters are all there is
+    StoredGrads grads;                  // (rows,n)
+    const UpdateState* state;           // t already counts this update
+    size_t n;                           // a multiple of 8
+    Rows rows;
+    double weight_decay, lr, beta1, beta2, eps;
+    RoundKey key;                       // of the rounding of 16-bit parameters without master copies;
+    size_t first;                       // element i draws as number first + i
+};
+
+// Muon (Keller Jordan and others, "Muon: An optimizer for hidden layers in neural networks", 2024,
+// kellerjordan.github.io/posts/muon) is three ops, for matrices that stand in buckets of rows like AdamW's:
+//     u = g + momentum (m - g), where m already has g: Nesterov's look ahead      muon_momentum
+//     o = u with all its singular values near 1, times scale                      muon_orthogonalise
+//     p = p (1 - lr wd) - lr o                                                    muon_update
+// o comes from a few Newton-Schulz steps. With x = u / |u| (Frobenius), so that no singular value is above 1,
+//     x = a x + (b G + c G G) x     G = x x^T, or with x from the left, whichever side is the smaller
+// leaves singular vectors as they are and maps each singular value s to a s + b s^3 + c s^5. These
+// coefficients are the writeup's. They do not converge to 1: five steps bring all that is not tiny to between
+// 0.7 and 1.2, and they get there fast. scale = sqrt(max(1, rows/cols)), the writeup's too.
+constexpr double kMuonA = 3.4445, kMuonB = -4.7750, kMuonC = 2.0315;
+
+template <class X, class S> struct MuonMomentum {       // a skipped update changes nothing
+    typename MuonValue<X>::type* update;        // (rows,n), update_row elements from row to row
+    S* m;                               // (rows,n)
+    StoredGrads grads;                  // (rows,n)
+    const UpdateState* state;
+    size_t n, update_row;               // n: a multiple of 8
+    Rows rows;
+    double momentum;
+};
+// Matrices of one shape, `parts` of them in each of `layers` buckets. In scratch they lie close together, all
+// layers of one part before those of the next, so that one call can multiply them all.
+constexpr int kMuonParts = 4;           // at most: GPT-2's q, k, v and attproj
+struct MuonPlaces {
+    int parts, layers;
+    size_t at[kMuonParts];              // elements: of each part from its bucket's start
+    size_t stride;                      // from bucket to bucket
+    LLMC_HD int count() const { return parts * layers; }
+    LLMC_HD size_t of(int i) const { return at[i / layers] + i % layers * stride; }    // of matrix i
+};
+template <class X, class S> struct MuonOrthogonalise {
+    typename MuonValue<X>::type* out;           // matrix i, (rows,cols), at places.of(i); may be inp
+    const typename MuonValue<X>::type* inp;     // likewise
+    typename MuonValue<X>::type *x, *y;         // scratch: (count,rows,cols) each
+    typename MuonValue<X>::type *gram, *poly;   // scratch: (count,k,k), k the smaller of rows and cols
+    double* sums;                       // scratch: (count,ceil(rows*cols/kChunk))
+    MuonPlaces places;
+    int rows, cols, steps;
+    int layers_all;                     // of the whole job, of which this call may have a part: the same bits
+};
+template <class X, class S> struct MuonUpdate {         // a skipped update changes nothing
+    void* params;                       // (rows,n) X
+    S* master;                          // (rows,n); null when the parameters are all there is
+    const typename MuonValue<X>::type* update;  // (rows,n), update_row elements from row to row
+    const UpdateState* state;
+    size_t n, update_row;               // n: a multiple of 8
+    Rows rows;
+    double weight_decay, lr;
+    RoundKey key;                       // as AdamW's
+    size_t first;
+};
+
+// Writing text: N rows, each one new token of a text of its own, whose earlier keys and values are kept. A
+// row's results do not depend on how many rows there are: the same bits alone and among others.
+template <class X, class S> struct DecodeEncoder {      // token plus position embedding
+    X* out;                             // (N,C)
+    const int *tokens, *positions;      // (N)
+    const X *wte, *wpe;                 // (Vp,C) (maxT,C)
+    int N, C;
+};
+template <class X, class S> struct DecodeMatmul {       // out = norm(inp) weight^T + bias + residual, or gelu
+    X* out;                             // (N,OC)
+    const X* inp;                       // (N,C)
+    const S *ln_weight, *ln_bias;       // (C) or null: inp as it is; a weight alone: RMSNorm
+    const X *weight, *bias;             // (OC,C) (OC) or null
+    const X* residual;                  // (N,OC) or null; may be `out`
+    bool gelu;                          // of the sum, rounded; without a residual
+    int N, C, OC;                       // N at most kDecodeRows
+    X* normalised;                      // (N,C) scratch where there is a norm
+};
+template <class X, class S> struct DecodeAttention {    // of each row's query over its positions up to this
+    X* out;                             // (N,C)
+    X *keys, *values;                   // (N,T,C): those of this position are stored first
+    S* scratch;
+    int* counters;                      // (N,NH) zero before and after
+    const X* qkv;                       // (N,3,NH,HS)
+    const int* positions;               // (N) below T
+    int N, T, NH, HS;
+};
+template <class X, class S> struct CacheStore {         // keys and values of a forward over `count` positions
+    X *keys, *values;                   // (rows,T,C): each row's first `count` positions, the same for all
+    const X* qkv;                       // (count,3,C)
+    int rows, count, T, C;
+};
+template <class X, class S> struct SampleTokens {       // sample_token() of each row
+    int* tokens;                        // (N) -1: all logits are NaN
+    int* positions;                     // (N) one more than before
+    uint64_t* draws;                    // (N) likewise: which of its random numbers a row takes
+    const uint32_t* ids;                // (N) a row's stream of random numbers
+    const X* logits;                    // (N,V)
+    Sampling sampling;
+    uint64_t seed;
+    int N, V;
+};
+
+// The table of ops: each is op(const Arguments<X, S>& a, Stream stream). Behind the two names stand its
+// output tensors: name, where, dimensions; null where a call does not compute it. Both builds declare the ops
+// by this table, and the tests' --break OP.OUTPUT disturbs what it names. Of encoder_backward's dwte it names
+// row 0 alone, since that op does not know how many rows there are, and so it is with whatever has other
+// things between its rows.
+#define GPT2_OPS(X)                                                                                    \
+    X(encoder_forward, EncoderForward, out("out", a.out, a.B, a.T, a.C))                               \
+    X(encoder_backward, EncoderBackward, out("dwte", a.dwte, a.C), out("dwpe", a.dwpe, a.maxT, a.C))   \
+    X(norm_forward, NormForward, out("y0", a.y[0].out, a.N, a.C), out("y1", a.y[1].out, a.N, a.C),     \
+      out("mean", a.kind == NormKind::Layer ? a.mean : nullptr, a.N), out("rstd", a.rstd, a.N),        \
+      out("residual", ResidualOf<Weight>{a.residual, a.residual_fp32}, a.N, a.C))                      \
+    X(norm_backward, NormBackward,                                                                     \
+      out("dresidual", ResidualOf<Weight>{a.dresidual, a.residual_fp32}, a.N, a.C),                    \
+      out("dweight0", a.y[0].dweight, a.C), out("dbias0", a.y[0].dbias, a.C),                          \
+      out("dweight1", a.y[1].dweight, a.C), out("dbias1", a.y[1].dbias, a.C),                          \
+      out("branch0", a.branch[0].dout, a.N, a.C), out("branch1", a.branch[1].dout, a.N, a.C),          \
+      out("branch_bias0", a.branch[0].dbias, a.C), out("branch_bias1", a.branch[1].dbias, a.C))        \
+    X(matmul_forward, MatmulForward, out("out", a.out, a.N, a.OC),                                     \
+      out("pre_gelu", a.pre_gelu, a.N, a.OC))                                                          \
+    X(matmul_backward_input, MatmulBackwardInput, out("dinp", a.dinp, a.N, a.C))                       \
+    X(matmul_backward_weight, MatmulBackwardWeight, out("dweight", a.dweight, a.OC, a.C))              \
+    X(bias_backward, BiasBackward, out("dbias", a.dbias, a.OC))                                        \
+    X(grad_accumulate, GradAccumulate, out("grad", a.grad, a.n))                                       \
+    X(gelu_forward, GeluForward, out("out", a.out, a.n))                                               \
+    X(gelu_backward_inplace, GeluBackward, out("dinp", a.d, a.N, a.OC), out("dbias", a.dbias, a.OC))   \
+    X(attention_dropout, AttentionDropout, out("keep", a.keep, a.B, a.NH, keep_words(a.T)))            \
+    X(attention_forward, AttentionForward, out("out", a.out, a.B, a.T, a.NH, a.HS),                    \
+      out("lse", a.lse, a.B, a.NH, a.T))                                                               \
+    X(attention_backward, AttentionBackward, out("dqkv", a.dqkv, a.B, a.T, 3, a.NH, a.HS))             \
+    X(classifier, Classifier, out("losses", a.losses, a.N),                                            \
+      out("dlogits", a.mode == ClassifierMode::LossAndGrad ? a.logits : nullptr, a.N, a.Vp))           \
+    X(gather_rows, GatherRows, out("out", a.out, a.N, a.C))                                            \
+    X(loss_sum, LossSum, out("mean", a.mean, 1))                                                       \
+    X(lane_sum, LaneSum, out("out", a.out, a.n))                                                       \
+    X(square_sums, SquareSums, out("sums", a.sums, a.rows.count, a.n / kChunk))                        \
+    X(update_decision, UpdateDecision, out("loss", a.loss, 1),                                         \
+      out("norm", a.state ? &a.state->norm : nullptr, 1),                                              \
+      out("grad_scale", a.state ? &a.state->grad_scale : nullptr, 1))                                  \
+    X(adamw_update, AdamW, out("params", (Weight*)a.params, a.n),                                      \
+      out("master", a.master, a.rows.count, a.n), out("m", a.m, a.rows.count, a.n),                    \
+      out("v", a.v, a.rows.count, a.n))                                                                \
+    X(muon_momentum, MuonMomentum, out("update", a.update, a.n), out("m", a.m, a.rows.count, a.n))     \
+    X(muon_orthogonalise, MuonOrthogonalise, out("out", a.out, a.rows, a.cols))                        \
+    X(muon_update, MuonUpdate, out("params", (Weight*)a.params, a.n),                                  \
+      out("master", a.master, a.rows.count, a.n))                                                      \
+    X(decode_encoder, DecodeEncoder, out("out", a.out, a.N, a.C))                                      \
+    X(decode_matmul, DecodeMatmul, out("out", a.out, a.N, a.OC))                                       \
+    X(decode_attention, DecodeAttention, out("out", a.out, a.N, a.NH, a.HS),                           \
+      out("keys", a.keys, a.N, a.T, a.NH, a.HS), out("values", a.values, a.N, a.T, a.NH, a.HS))        \
+    X(cache_store, CacheStore, out("keys", a.keys, a.rows, a.T, a.C),                                  \
+      out("values", a.values, a.rows, a.T, a.C))                                                       \
+    X(sample_tokens, SampleTokens, out("tokens", a.tokens, a.N))
+
+// op_name(a) is the op's name; op_outputs(a, f) calls f(op, output, where, elements) for each of its outputs;
+// where: a pointer, GradOf or ResidualOf. (Weight is the X of the structs, a name that the macro has taken.)
+#define X(op, Args, ...)                                                            \
+    template <class Weight, class S>                                                \
+    constexpr const char* op_name(const Args<Weight, S>&) { return #op; }           \
+    template <class Weight, class S, class F>                                       \
+    void op_outputs(const Args<Weight, S>& a, F f) {                                \
+        auto out = [&](const char* output, auto where, auto... dimensions) {        \
+            f(#op, output, where, (1 * ... * (size_t)dimensions));                  \
+        };                                                                          \
+        __VA_ARGS__;                                                                \
+    }
+GPT2_OPS(X)
+#undef X
+
+#endif  // LLMC_OPS_OPS_H

@@ -1,0 +1,373 @@
+/*
+The command line as one table: a row per flag drives parsing, --help, the start-up table and the saved
+settings, so they cannot disagree. A default is text that goes through the same code as user text. Host only.
+
+    struct { int B; double lr; int schedule; const char* out; } cfg;
+    const Flag table[] = {
+        // letters name      type         where          default   min max    options          help
+        {"b", "micro-batch", FLAG_INT,    &cfg.B,        "4",      1,  65536, nullptr,         "rows (B)"},
+        {"l", "lr",          FLAG_FLOAT,  &cfg.lr,       "3e-4",   0,  10,    nullptr,         "peak rate"},
+        {"k", "lr-schedule", FLAG_ENUM,   &cfg.schedule, "cosine", 0,  0,     "cosine|linear", "its shape"},
+        {"o", "output",      FLAG_STRING, &cfg.out,      "",       0,  0,     nullptr,         "folder"},
+    };
+    flags_parse(table, 4, argc, argv);      // fills cfg; a wrong command line is one sentence and exit code 1
+
+A user writes `-b 8`, `-b=8`, `--micro-batch 8` or `--micro-batch=8`. A value that is itself the name of a
+flag counts as forgotten; the form with = takes anything (`--prompt=-b`).
+*/
+#ifndef LLMC_RUN_FLAGS_H
+#define LLMC_RUN_FLAGS_H
+
+#include <assert.h>     // gives: assert (mistakes in the table, never in what the user typed)
+#include <ctype.h>      // gives: tolower
+#include <float.h>      // gives: FLT_MAX
+#include <limits.h>     // gives: INT_MIN, INT_MAX
+#include <math.h>       // gives: isfinite
+#include <stdint.h>     // gives: int64_t
+#include <stdio.h>      // gives: FILE, printf
+#include <stdlib.h>     // gives: strtod
+#include <string.h>     // gives: strcmp, strchr
+
+#include <algorithm>    // gives: std::min
+#include <string>       // gives: std::string
+#include <vector>       // gives: std::vector
+
+#include "../check.h"       // gives: die, format
+#include "../files/json.h"  // gives: json_quote
+#include "../numbers.h"     // gives: parse_int, parse_double, parse_int_hint
+
+enum FlagType { FLAG_INT, FLAG_INT64, FLAG_FLOAT, FLAG_STRING, FLAG_BOOL, FLAG_ENUM };
+
+// What becomes of a flag when a run is resumed: the run's value is taken, if the user gives no other; or he
+// may give no other; or the flag is about this start, not about the run.
+enum FlagResume { FLAG_KEPT, FLAG_FIXED, FLAG_NOW };
+
+struct Flag {
+    const char* letters;    // "b", "z,d" (synonyms), "" none: written -b, -z, -d
+    const char* name;       // "micro-batch": written --micro-batch
+    FlagType type;
+    void* where;            // int*, int64_t*, double*, const char**, int* (0 or 1), int* (which option)
+    const char* def;        // default, parsed like user text
+    double min, max;        // numbers: both ends allowed; strings: min is the shortest length; else unused
+    const char* options;    // ENUM: "cosine|linear"; else nullptr
+    const char* help;
+    FlagResume resume = FLAG_KEPT;
+    mutable const char* given = nullptr;    // what the user typed ("-b", "--micro-batch=8"); nullptr: default
+};
+
+static const int kFlagColumns = 110;        // width of --help and of the start-up table
+
+// ---- text ----
+
+// User text for an error message: short, and on one line whatever it holds.
+static inline std::string flags_show(const std::string& text) {
+    std::string s = text.substr(0, 60);
+    for (char& c : s) { if ((unsigned char)c < 32 || c == 127) { c = '?'; } }
+    return text.size() > 60 ? s + "..." : s;
+}
+
+static inline std::vector<std::string> flags_split(const std::string& text, char separator) {
+    std::vector<std::string> parts;
+    for (size_t from = 0; !text.empty() && from <= text.size();) {
+        size_t to = std::min(text.find(separator, from), text.size());
+        parts.push_back(text.substr(from, to - from));
+        from = to + 1;
+    }
+    return parts;
+}
+
+// Every way to write the flag: "-z", "-d", "--total-batch".
+static inline std::vector<std::string> flags_spellings(const Flag* f) {
+    std::vector<std::string> all;
+    for (const std::string& letter : flags_split(f->letters, ',')) { all.push_back("-" + letter); }
+    all.push_back(std::string("--") + f->name);
+    return all;
+}
+
+static inline std::string flags_title(const Flag* f) {      // "-b (--micro-batch)"
+    std::vector<std::string> all = flags_spellings(f);
+    return all.size() == 1 ? all[0] : all[0] + " (" + all.back() + ")";
+}
+
+// No more digits than it takes to read back as the same number: 0.1 is "0.1".
+static inline std::string flags_real_text(double x) {
+    for (int digits = 6; digits < 17; digits++) {
+        std::string s = format("%.*g", digits, x);
+        if (strtod(s.c_str(), nullptr) == x) { return s; }
+    }
+    return format("%.17g", x);
+}
+
+static inline std::string flags_text(const Flag* f) {       // the value now, as text a user could type
+    switch (f->type) {
+        case FLAG_INT: case FLAG_BOOL: return format("%d", *(int*)f->where);
+        case FLAG_INT64: return format("%lld", (long long)*(int64_t*)f->where);
+        case FLAG_FLOAT: return flags_real_text(*(double*)f->where);
+        case FLAG_STRING: return *(const char**)f->where;
+        case FLAG_ENUM: return flags_split(f->options, '|')[(size_t)*(int*)f->where];
+    }
+    return "";
+}
+
+static inline std::string flags_number(const Flag* f, double x) {
+    return f->type == FLAG_FLOAT ? flags_real_text(x) : format("%.0f", x);
+}
+
+// What the flag allows: "1 to 65536", "at least 0", "cosine|linear"; "" if there is nothing to say.
+static inline std::string flags_range(const Flag* f) {
+    if (f->type == FLAG_ENUM) { return f->options; }
+    if (f->type == FLAG_BOOL) { return "0|1"; }
+    if (f->type == FLAG_STRING) { return ""; }
+    double lowest = f->type == FLAG_INT ? INT_MIN : f->type == FLAG_INT64 ? (double)INT64_MIN : -FLT_MAX;
+    double highest = f->type == FLAG_INT ? INT_MAX : f->type == FLAG_INT64 ? (double)INT64_MAX : FLT_MAX;
+    bool has_min = f->min > lowest, has_max = f->max < highest;
+    std::string min = flags_number(f, f->min), max = flags_number(f, f->max);
+    if (has_min && has_max) { return min + " to " + max; }
+    return has_min ? "at least " + min : has_max ? "at most " + max : "";
+}
+
+// ---- names ----
+
+static inline const Flag* flags_find(const Flag* table, int count, const std::string& spelling) {
+    for (int i = 0; i < count; i++) {
+        for (const std::string& s : flags_spellings(&table[i])) { if (s == spelling) { return &table[i]; } }
+    }
+    return nullptr;
+}
+
+// Edits (insert, delete, replace) between two words, capitals ignored.
+static inline int flags_distance(const std::string& a, const std::string& b) {
+    std::vector<int> row(b.size() + 1);
+    for (size_t j = 0; j <= b.size(); j++) { row[j] = (int)j; }
+    for (size_t i = 1; i <= a.size(); i++) {
+        int diagonal = row[0];
+        row[0] = (int)i;
+        for (size_t j = 1; j <= b.size(); j++) {
+            int replace = diagonal + (tolower((unsigned char)a[i - 1]) != tolower((unsigned char)b[j - 1]));
+            diagonal = row[j];
+            row[j] = std::min(replace, 1 + std::min(row[j], row[j - 1]));
+        }
+    }
+    return row[b.size()];
+}
+
+// The known word nearest to a wrong one, "" if none is near. Dashes do not count: -batch finds --batch.
+static inline std::string flags_nearest(const std::vector<std::string>& known, const std::string& wrong) {
+    auto bare = [](const std::string& s) { return s.substr(std::min(s.find_first_not_of('-'), s.size())); };
+    std::string word = bare(wrong).substr(0, 64), best;
+    int limit = std::min(2 + (int)word.size() / 3, (int)word.size());   // more is a guess, not a slip
+    for (const std::string& s : known) {
+        int d = flags_distance(word, bare(s));
+        if (d < limit) { best = s; limit = d; }
+    }
+    return best;
+}
+
+// ---- values ----
+
+__attribute__((noreturn))
+static inline void flags_value_error(const Flag* f, const std::string& wants, const char* text,
+                                     const std::string& hint) {
+    die("%s wants %s, not '%s'\nhint: %s", flags_title(f).c_str(), wants.c_str(), flags_show(text).c_str(),
+        hint.c_str());
+}
+
+static inline std::string flags_about(const Flag* f) {
+    return std::string(f->help) + " (default " + (f->def[0] ? f->def : "none") + ")";
+}
+
+// Stores text into *f->where, or dies with a sentence that says what is allowed.
+static inline void flags_set(const Flag* f, const char* text) {
+    std::string range = flags_range(f), see = flags_about(f);
+    if (f->type == FLAG_STRING) {
+        if ((double)strlen(text) < f->min) {
+            flags_value_error(f, format("a text of %.0f or more characters", f->min), text, see);
+        }
+        *(const char**)f->where = text;
+        return;
+    }
+    if (f->type == FLAG_BOOL) {
+        if (strcmp(text, "0") != 0 && strcmp(text, "1") != 0) { flags_value_error(f, "0 or 1", text, see); }
+        *(int*)f->where = text[0] == '1';
+        return;
+    }
+    if (f->type == FLAG_ENUM) {
+        std::vector<std::string> options = flags_split(f->options, '|');
+        for (size_t i = 0; i < options.size(); i++) {
+            if (options[i] == text) { *(int*)f->where = (int)i; return; }
+        }
+        std::string near = flags_nearest(options, text);
+        flags_value_error(f, "one of " + range, text, near.empty() ? see : "did you mean '" + near + "'?");
+    }
+
+    const char* end = text + strlen(text);
+    if (f->type == FLAG_FLOAT) {
+        std::string wants = "a number" + (range.empty() ? "" : ", " + range);
+        if (!is_number(text, end)) { flags_value_error(f, wants, text, see); }
+        double x;                               // neither inf nor a zero that the user did not write
+        if (!parse_double(text, end, &x) || !isfinite((float)x) || ((float)x == 0.0f && x != 0.0)) {
+            flags_value_error(f, wants, text, "this is more than a float can hold");
+        }
+        if (!(x >= f->min && x <= f->max)) { flags_value_error(f, wants, text, see); }
+        *(double*)f->where = x;
+        return;
+    }
+    const char* bits = f->type == FLAG_INT ? " of at most 31 bits" : " of at most 63 bits";
+    std::string wants = "a whole number" + (range.empty() ? bits : ", " + range);
+    int64_t n;
+    if (!parse_int(text, end, &n)) {
+        std::string hint = parse_int_hint(text);
+        flags_value_error(f, wants, text, hint.empty() ? see : hint);
+    }
+    bool fits = f->type == FLAG_INT64 || (n >= INT_MIN && n <= INT_MAX);
+    if (!fits || (double)n < f->min || (double)n > f->max) { flags_value_error(f, wants, text, see); }
+    if (f->type == FLAG_INT) { *(int*)f->where = (int)n; } else { *(int64_t*)f->where = n; }
+}
+
+// Goes on with the settings of an earlier start, name by name; `saved` gives the text of one, which must live
+// on, or nullptr if that start did not know the flag yet.
+template <class Saved> static inline void flags_resume(const Flag* table, int count, Saved saved) {
+    for (int i = 0; i < count; i++) {
+        const Flag& f = table[i];
+        const char* text = f.resume == FLAG_NOW ? nullptr : saved(f.name);
+        if (!text) { continue; }
+        if (!f.given) { flags_set(&f, text); continue; }
+        if (f.resume == FLAG_FIXED && flags_text(&f) != text) {
+            die("%s %s: the run in this folder began with %s, and a resumed run keeps that\n"
+                "hint: leave the flag out, or start another run in another folder", flags_title(&f).c_str(),
+                flags_show(flags_text(&f)).c_str(), flags_show(text).c_str());
+        }
+    }
+}
+
+// ---- the table as help, start-up table and JSON ----
+
+static inline void flags_help(const Flag* table, int count, const char* program) {
+    const char* kinds[] = {"N", "N", "X", "TEXT", "0|1", "WORD"};
+    auto left = [&](const Flag& f) {
+        std::vector<std::string> all = flags_spellings(&f);
+        std::string letters;
+        for (size_t i = 0; i + 1 < all.size(); i++) { letters += (i ? "," : "") + all[i]; }
+        return format("  %-7s %s %s", letters.c_str(), all.back().c_str(), kinds[f.type]);
+    };
+    size_t indent = 0;
+    for (int i = 0; i < count; i++) { indent = std::max(indent, left(table[i]).size() + 2); }
+    printf("usage: %s [flags]\n\n", program);
+    for (int i = 0; i < count; i++) {
+        const Flag& f = table[i];
+        std::string range = f.type == FLAG_BOOL ? "" : flags_range(&f), text = flags_about(&f);
+        if (!range.empty()) { text.insert(text.size() - 1, "; " + range); }
+        std::string line = left(f);
+        line.resize(indent, ' ');
+        bool fresh = true;                                  // nothing but the left column on this line yet
+        for (const std::string& word : flags_split(text, ' ')) {
+            if (!fresh && line.size() + 1 + word.size() > (size_t)kFlagColumns) {
+                printf("%s\n", line.c_str());
+                line.assign(indent, ' ');
+                fresh = true;
+            }
+            line += (fresh ? "" : " ") + word;
+            fresh = false;
+        }
+        printf("%s\n", line.c_str());
+    }
+    std::string line = "  --help";
+    line.resize(indent, ' ');
+    printf("%sthis text\n", line.c_str());
+}
+
+static inline void flags_print(const Flag* table, int count) {
+    const int cell = kFlagColumns / 3;                      // three to a line; long values take more
+    printf("settings (* given, else default)\n");
+    int used = 0;
+    for (int i = 0; i < count; i++) {
+        std::string text = format(" %c %-18s %s", table[i].given ? '*' : ' ', table[i].name,
+                                  flags_show(flags_text(&table[i])).c_str());
+        int cells = ((int)text.size() + cell) / cell;       // one blank at least before the next cell
+        if (used + cells > 3 && used > 0) { printf("\n"); used = 0; }
+        used += cells;
+        bool last = used >= 3 || i + 1 == count;
+        printf("%-*s%s", last ? 0 : cells * cell, text.c_str(), last ? "\n" : "");
+        if (last) { used = 0; }
+    }
+}
+
+static inline std::string flags_json(const Flag* table, int count) {
+    std::string json = "{";
+    for (int i = 0; i < count; i++) {
+        const Flag& f = table[i];
+        std::string value = flags_text(&f);
+        if (f.type == FLAG_STRING || f.type == FLAG_ENUM) { value = json_quote(value); }
+        if (f.type == FLAG_BOOL) { value = *(int*)f.where ? "true" : "false"; }
+        json += (i ? ", " : "") + json_quote(f.name) + ": " + value;
+    }
+    return json + "}";
+}
+
+// ---- the command line ----
+
+static inline bool flags_table_ok(const Flag* table, int count) {
+    for (int i = 0; i < count; i++) {
+        const Flag& f = table[i];
+        if ((f.type == FLAG_ENUM) != (f.options != nullptr)) { return false; }
+        if (f.type <= FLAG_FLOAT && f.min > f.max) { return false; }
+        for (const std::string& s : flags_spellings(&f)) {
+            if (s == "--help" || flags_find(table, count, s) != &f) { return false; }
+        }
+    }
+    return true;
+}
+
+static inline bool flags_given(const Flag* table, int count, const char* name) {
+    const Flag* f = flags_find(table, count, std::string("--") + name);
+    assert(f && "flags_given: no such flag in the table");
+    return f->given != nullptr;
+}
+
+static inline void flags_parse(const Flag* table, int count, int argc, char** argv) {
+    assert(flags_table_ok(table, count));
+    for (int i = 0; i < count; i++) {
+        table[i].given = nullptr;
+        flags_set(&table[i], table[i].def);
+    }
+    for (int i = 1; i < argc; i++) {
+        const char* arg = argv[i];
+        const char* equals = arg[0] == '-' ? strchr(arg, '=') : nullptr;
+        std::string spelling = equals ? std::string(arg, (size_t)(equals - arg)) : arg;
+        if (spelling == "--help") {
+            flags_help(table, count, argv[0]);
+            exit(fflush(stdout) == 0 ? EXIT_SUCCESS : EXIT_FAILURE);
+        }
+        if (arg[0] != '-' || spelling == "-" || spelling == "--") {
+            die("unexpected '%s': every value follows a flag\nhint: a value with blanks or * needs quotes; "
+                "--help lists the flags", flags_show(arg).c_str());
+        }
+        const Flag* f = flags_find(table, count, spelling);
+        if (!f) {
+            std::vector<std::string> known = {"--help"};
+            for (int k = 0; k < count; k++) {
+                for (const std::string& s : flags_spellings(&table[k])) { known.push_back(s); }
+            }
+            std::string near = flags_nearest(known, spelling);
+            die("unknown flag '%s'\nhint: %s--help lists all flags", flags_show(spelling).c_str(),
+                near.empty() ? "" : ("did you mean " + near + "? ").c_str());
+        }
+        if (f->given) {
+            die("%s is given twice: '%s' and '%s'\nhint: keep one of them", flags_title(f).c_str(),
+                flags_show(f->given).c_str(), flags_show(arg).c_str());
+        }
+        f->given = arg;
+        if (equals) { flags_set(f, equals + 1); continue; }
+        const char* value = i + 1 < argc ? argv[i + 1] : nullptr;
+        bool is_flag = value && value[0] == '-' && flags_find(table, count, flags_split(value, '=')[0]);
+        if (!value || is_flag) {
+            std::string found = is_flag ? ", found the flag '" + flags_show(value) + "'" : "";
+            die("%s needs a value%s\nhint: %s", flags_title(f).c_str(), found.c_str(),
+                flags_about(f).c_str());
+        }
+        flags_set(f, value);
+        i++;
+    }
+}
+
+#endif  // LLMC_RUN_FLAGS_H

@@ -1,0 +1,46 @@
+/*
+Learning rate as a function of the optimizer step (0, 1, 2, ...): a linear warm-up to the peak, then one of
+four shapes. Host only.
+
+    LrSchedule s = {LR_COSINE, 6e-4, 700, 18865, 0.1};    // kind, peak, warm-up, total, final fraction
+    double lr = lr_at(s, step);
+
+Step k of a warm-up over W steps gets peak*(k+1)/W: the first step already learns, step W-1 is at the peak.
+From step `total` on the rate is peak*final_fraction; the last step trained, total-1, comes just before that.
+*/
+#ifndef LLMC_RUN_SCHEDULERS_H
+#define LLMC_RUN_SCHEDULERS_H
+
+#include <math.h>       // gives: cos, sqrt
+#include <stdint.h>     // gives: int64_t
+
+#include <algorithm>    // gives: std::max
+
+enum LrKind { LR_COSINE, LR_LINEAR, LR_CONSTANT, LR_WSD };
+static const char* const kLrKinds = "cosine|linear|constant|wsd";      // for the flag table, in enum order
+
+struct LrSchedule {
+    int kind;                   // LrKind
+    double peak;
+    int64_t warmup, total;      // steps; a warm-up longer than the run simply never ends
+    double final_fraction;      // of the peak; `constant` has no use for it
+};
+
+static inline double lr_at(const LrSchedule& s, int64_t step) {
+    if (step < s.warmup) { return s.peak * (double)(step + 1) / (double)s.warmup; }
+    if (s.kind == LR_CONSTANT) { return s.peak; }
+
+    // wsd (warm-up, stable, decay) holds the peak until the last fifth. Its decay is 1 - sqrt(x), which ended
+    // lower than a linear one in Haegele et al., "Scaling laws and compute-optimal training beyond fixed
+    // training durations", 2024.
+    int64_t start = s.kind == LR_WSD ? std::max(s.warmup, s.total - s.total / 5) : s.warmup;
+    double x = 1.0;                                     // 0 where the decay starts, 1 from `total` on
+    if (step < s.total) { x = step <= start ? 0.0 : (double)(step - start) / (double)(s.total - start); }
+    double left = s.kind == LR_COSINE ? 0.5 * (1.0 + cos(x * 3.14159265358979323846))
+                : s.kind == LR_LINEAR ? 1.0 - x
+                : 1.0 - sqrt(x);
+    const double last = s.peak * s.final_fraction;
+    return last + left * (s.peak - last);
+}
+
+#endif  // LLMC_RUN_SCHEDULERS_H
