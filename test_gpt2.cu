@@ -489,15 +489,15 @@ static std::vector<float> short_run(const Config& c, const Options& o, int B, in
 
 static void check_layout(const ParamSpec* specs, const Config& c, const Split& split, bool bf16,
                          const Layout& alone) {
-    const Layout layout = param_layout(specs, c, split, bf16);
+    const Layout layout = param_layout(specs, NUM_PARAMS, c.L, split, bf16, false);
     const std::string what = format("L=%d, %d ranks, stage %d, bf16 %d", c.L, split.world, split.zero, bf16);
     std::vector<std::vector<std::pair<size_t, size_t>>> taken(layout.buckets.size());
     bool good = (int)layout.buckets.size() == c.L + 3;
     for (int i = 0; i < NUM_PARAMS; i++) {
         const ParamSpec& s = specs[i];
         for (int l = 0; l < s.copies; l++) {
-            const ParamPlace place = param_place(specs, layout, i, l);
-            const ParamPlace there = param_place(specs, alone, i, l);
+            const ParamAddress place = param_address(specs, layout, i, l);
+            const ParamAddress there = param_address(specs, alone, i, l);
             const Bucket& b = layout.buckets[place.bucket];
             good = good && b.kind == s.kind && place.offset % 128 == 0 && place.offset == there.offset &&
                    place.offset + s.elems <= b.elems && place.bucket == there.bucket;
@@ -546,7 +546,7 @@ static void test_layout() {
     for (const Config& c : {kTiny, kTensorCore, one_layer, seven_layers}) {
         ParamSpec specs[NUM_PARAMS];
         param_specs(specs, c);
-        const Layout alone = param_layout(specs, c, {0, 1, 0}, false);
+        const Layout alone = param_layout(specs, NUM_PARAMS, c.L, {0, 1, 0}, false, false);
         for (int world = 1; world <= 64; world++) {
             for (int zero = 0; zero <= (world > 1 ? 2 : 0); zero++) {
                 for (bool bf16 : {false, true}) {

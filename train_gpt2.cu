@@ -45,24 +45,27 @@ l, and h for a head; bt is b*T+t.
 #include <string>       // gives: std::string
 #include <vector>       // gives: std::vector
 
-#include "llmc/check.h"             // gives: die, fopen_check, AtomicFile
-#include "llmc/rand.h"              // gives: rand_normal4, rand_unit, RoundKey
-#include "llmc/ops/ops.h"           // gives: GPT2_OPS, each op's arguments, Grad, UpdateState, ChunkRange
-#include "llmc/ops/token_buckets.h" // gives: build_token_buckets
-#include "llmc/data/dataloader.h"   // gives: DataLoader
-#include "llmc/data/evalloader.h"   // gives: EvalSet
-#include "llmc/data/tokenizer.h"    // gives: Tokenizer
-#include "llmc/data/sampler.h"      // gives: sample_token
-#include "llmc/run/schedulers.h"    // gives: lr_at
-#include "llmc/run/flags.h"         // gives: Flag, flags_parse
-#include "llmc/run/logger.h"        // gives: Logger
-#include "llmc/run/progress.h"      // gives: progress_show, progress_clear
-#include "llmc/run/telemetry.h"     // gives: telemetry_start, telemetry_read
-#include "llmc/host_memory.h"       // gives: host_memory_free, addresses_limited
-#include "llmc/files/state_file.h"  // gives: StateFile, Facts
-#include "llmc/files/checkpoints.h" // gives: checkpoint_check, checkpoint_done, Worker
-#include "llmc/files/safetensors.h" // gives: SafeTensors, safetensors_open
-#include "llmc/comm/comm.h"         // gives: comm, comm_start, comm_any, comm_all_gather
+#include "llmc/check.h"              // gives: die, fopen_check, AtomicFile
+#include "llmc/rand.h"               // gives: rand_normal4, rand_unit, RoundKey
+#include "llmc/numbers.h"            // gives: ceil_div, round_up, parse_int
+#include "llmc/model/model_config.h" // gives: Config, descriptor_config, config_error
+#include "llmc/model/layout.h"       // gives: ParamSpec, ActSpec, Layout, param_address
+#include "llmc/ops/ops.h"            // gives: GPT2_OPS, each op's arguments, Grad, UpdateState, ChunkRange
+#include "llmc/ops/token_buckets.h"  // gives: build_token_buckets
+#include "llmc/data/dataloader.h"    // gives: DataLoader
+#include "llmc/data/evalloader.h"    // gives: EvalSet
+#include "llmc/data/tokenizer.h"     // gives: Tokenizer
+#include "llmc/data/sampler.h"       // gives: sample_token
+#include "llmc/run/schedulers.h"     // gives: lr_at
+#include "llmc/run/flags.h"          // gives: Flag, flags_parse
+#include "llmc/run/logger.h"         // gives: Logger
+#include "llmc/run/progress.h"       // gives: progress_show, progress_clear
+#include "llmc/run/telemetry.h"      // gives: telemetry_start, telemetry_read
+#include "llmc/host_memory.h"        // gives: host_memory_free, addresses_limited
+#include "llmc/files/state_file.h"   // gives: StateFile, Facts
+#include "llmc/files/checkpoints.h"  // gives: checkpoint_check, checkpoint_done, Worker
+#include "llmc/files/safetensors.h"  // gives: SafeTensors, safetensors_open
+#include "llmc/comm/comm.h"          // gives: comm, comm_start, comm_any, comm_all_gather
 
 // == 2 types and limits ==
 // floatX is the type of weights and activations. LayerNorm's parameters, statistics, losses, norms and
@@ -103,35 +106,13 @@ typedef MuonValue<floatX>::type muonX;      // what Muon multiplies
 // maximum only keeps it finite.
 constexpr float kFirstLossScale = 65536.0f, kMaxLossScale = 0x1p60f;
 constexpr int kLossScaleSteps = 1000;
-// Every tensor, and every layer's part of one, begins at a multiple of so many bytes, as from cudaMalloc. The
-// kernels' vectors need 16; the algorithms that cuBLASLt offers depend on more.
-constexpr size_t kAlign = 256;
 // A run stops after so many updates in a row were skipped.
 constexpr int kMaxSkipsInARow = 20;
 constexpr int kMaxRewinds = 3;              // --on-bad-loss rewind: then the run stops all the same
 
-template <class Int> constexpr Int ceil_div(Int a, Int b) { return (a + b - 1) / b; }
-template <class Int> constexpr Int round_up(Int a, Int b) { return ceil_div(a, b) * b; }
-
 // == 3 shapes and tables ==
 // The model is two tables. Everything that walks over tensors (allocation, init, AdamW, norm, checkpoints,
-// memory report, tests) walks over these.
-enum class Block { Sequential, Parallel, ParallelTied };        // kWirings, below, says what they are
-struct Config {
-    int maxT;           // longest sequence: rows of wpe
-    int V, Vp;          // vocabulary; padded_vocab() of it, or what a file has
-    int L, NH, C;
-    Block block = Block::Sequential;
-    NormKind norm = NormKind::Layer;
-    bool residual_fp32 = false;     // the residual stream, and its gradient; else it has the branches' type
-    bool is_gpt2() const { return block == Block::Sequential && norm == NormKind::Layer; }
-};
-// A multiple of 128, so that the LM head's GEMM has whole tiles.
-static int padded_vocab(int V) { return (int)round_up((int64_t)V, (int64_t)128); }
-#define BLOCK_NAMES "sequential|parallel|parallel-tied"
-#define NORM_NAMES "layernorm|rmsnorm"
-#define RESIDUAL_NAMES "branch|fp32"
-
+// memory report, tests) walks over these. What a row says is explained in llmc/model/layout.h.
 // Has the stream a type of its own? Then the norms add the branches to it, the first of which is the
 // embedding, and each branch has a gradient of its own beside the stream's. In an FP32 build all is fp32
 // anyway; tests let it go that way, too, to the same numbers.
@@ -152,11 +133,6 @@ constexpr Wiring kWirings[] = {
     {1, {{2, {Branch::Attention, Branch::Mlp}, 1}}},            // x = x + att(ln1(x)) + mlp(ln1(x))
 };
 static const Wiring& wiring_of(const Config& c) { return kWirings[(int)c.block]; }
-
-enum class Where { Global, Block };             // one tensor, or one per layer
-enum class Init { Zero, One, Normal, Residual };    // Normal: N(0, 0.02); Residual: N(0, 0.02/sqrt(2L))
-// Matrix: two dimensions, and weight decay. Norm: fp32 in every build.
-enum class Kind { Matrix, Bias, Norm };
 
 // The order is the checkpoint's order: append nothing in the middle. Rows beyond the live ones are padding:
 // zero, and not counted as parameters. LayerNorm's weights and biases are fp32 in every build, as in
@@ -227,9 +203,6 @@ enum ParamId { GPT2_PARAMS(X) NUM_PARAMS };
 enum ActId { GPT2_ACTS(X) NUM_ACTS };
 #undef X
 
-#define X(name, type, where, ...) Where::where,
-constexpr Where kParamWhere[] = {GPT2_PARAMS(X)};
-#undef X
 #define X(name, type, where, rows, cols, init, kind, live, muon, hf) \
     static_assert((muon > 0) == (Where::where == Where::Block && Kind::kind == Kind::Matrix), \
                   "a layer's matrices, which have a bucket to themselves, are what Muon takes");
@@ -251,148 +224,18 @@ struct Acts {
 static_assert(sizeof(Params) == NUM_PARAMS * sizeof(void*) && sizeof(Acts) == NUM_ACTS * sizeof(void*),
               "one pointer per table row: the loops below address the fields by row");
 
-struct ParamSpec {
-    const char* name;
-    Init init;
-    Kind kind;
-    int copies;             // 1, or L; 0: this model has none
-    size_t rows, cols, live_rows;
-    int muon;               // matrices for Muon
-    size_t elems;           // rows*cols: one copy, as in files
-    size_t slot;            // elems, rounded up to where the next tensor may begin
-    size_t elem_bytes;      // of the parameter itself
-    size_t offset, stride;  // elements: from the start of its bucket; there, from layer to layer
-};
-
-// Files hold a tensor's layers together. Memory holds tensors in buckets: what is reduced, updated and
-// gathered in one go. A bucket's tensors are of one kind, so its parameters have one type, and so have its
-// gradients. They are, in this order,
-//     wte and wpe | the matrices of layer 0 | of layer 1 | ... | all biases, by layers | all LayerNorms, too.
-// Each is padded with zeros to whole chunks for every rank and cut into `world` equal shards.
-struct Bucket {
-    Kind kind;
-    size_t elems;           // of its tensors, gaps included
-    size_t padded, shard;   // world * shard; a multiple of kChunk
-    size_t first;           // elements before it where there is one rank: positions in keys of rounding
-    size_t params, grads;   // bytes from the start of the parameters' and of the gradients' arena
-    size_t state;           // elements from the start of master weights and m, which are whole or shards
-    bool muon;              // Muon updates it, which has no v
-    size_t v;               // elements from the start of v
-    size_t shards;          // elements from the start of an arena of shards
-};
-
-// How a job is shared out. Ranks, and what each of them holds: ZeRO stage 0 everything, 1 a shard of the
-// optimizer's state, 2 of the gradients as well.
-struct Split { int rank = 0, world = 1, zero = 0; };
-
-struct Layout {
-    std::vector<Bucket> buckets;
-    size_t elems, shard_elems;          // of all buckets, padded; of this rank's shards
-    size_t state_elems, v_elems;        // of master weights and m, and of v, on this rank
-    size_t params_bytes, grads_bytes;
-    size_t largest_but_first;           // padded elements of a bucket other than the embedding's
-    int L;
-
-    int bucket_of(Kind kind, Where where, int l) const {
-        if (kind == Kind::Matrix) { return where == Where::Global ? 0 : 1 + l; }
-        return kind == Kind::Bias ? L + 1 : L + 2;
-    }
-};
-
-struct ActSpec {
-    const char* name;
-    int copies;
-    size_t elems, elem_bytes;
-    size_t stride;      // elements from layer to layer; 0: all layers share one buffer
-    size_t offset;      // bytes from the arena's start
-};
-
-// `elements` as a size, if it is one: a table row that asks for more than 2^62 is an error with its name. The
-// product comes as a double, which does not wrap.
-static size_t size_check(const char* name, double elements) {
-    if (!(elements < 4.6e18)) {
-        die("tensor '%s' would have %.3g elements: too many\nhint: use a smaller model, -b or -t", name,
-            elements);
-    }
-    return (size_t)elements;
-}
-
+// The rows of the tables as numbers.
 static void param_specs(ParamSpec* specs, const Config& c) {
     const size_t V = c.V, Vp = c.Vp, C = c.C, maxT = c.maxT;
     const size_t biased = c.norm == NormKind::Layer, second = c.block != Block::ParallelTied;
-    const size_t align = kAlign / 2;        // elements: kAlign bytes even where each has two, as in bf16
     int i = 0;
 #define X(name_, type_, where_, rows_, cols_, init_, kind_, live_, muon_, hf_)                               \
-    {                                                                                                        \
-        static_assert(Kind::kind_ != Kind::Norm || sizeof(type_) == sizeof(float), "as Kind says");          \
-        const size_t elems = (rows_) * (cols_), slot = round_up(elems, align);                               \
-        const int copies = elems == 0 ? 0 : Where::where_ == Where::Block ? c.L : 1;                         \
-        specs[i] = {#name_, Init::init_, Kind::kind_, copies, rows_, cols_, live_, muon_, elems, slot,       \
-                    sizeof(type_), 0, 0};                                                                    \
-        size_check(#name_, (double)specs[i].rows * (double)specs[i].cols * copies);                          \
-        i++;                                                                                                 \
-    }
+    static_assert(Kind::kind_ != Kind::Norm || sizeof(type_) == sizeof(float), "as Kind says");              \
+    specs[i++] = param_spec(#name_, sizeof(type_), Where::where_, rows_, cols_, Init::init_, Kind::kind_,    \
+                            live_, muon_, c.L);
     GPT2_PARAMS(X)
 #undef X
-    for (Kind kind : {Kind::Matrix, Kind::Bias, Kind::Norm}) {
-        size_t layer = 0;                   // of one layer, of this kind
-        for (i = 0; i < NUM_PARAMS; i++) {
-            if (specs[i].kind != kind || kParamWhere[i] != Where::Block) { continue; }
-            specs[i].offset = layer;
-            layer += specs[i].slot;
-        }
-        size_t behind = kind == Kind::Matrix ? 0 : layer * c.L;     // the others of a common bucket
-        for (i = 0; i < NUM_PARAMS; i++) {
-            if (specs[i].kind != kind) { continue; }
-            if (kParamWhere[i] == Where::Block) {
-                specs[i].stride = kind == Kind::Matrix ? 0 : layer;
-            } else {
-                specs[i].offset = behind;
-                behind += specs[i].slot;
-            }
-        }
-    }
-}
-
-static Layout param_layout(const ParamSpec* specs, const Config& c, const Split& split, bool grads_bf16,
-                           bool muon = false) {
-    Layout layout = {};
-    layout.L = c.L;
-    layout.buckets.resize(c.L + 3);
-    for (int i = 0; i < NUM_PARAMS; i++) {
-        for (int l = 0; l < specs[i].copies; l++) {
-            Bucket& b = layout.buckets[layout.bucket_of(specs[i].kind, kParamWhere[i], l)];
-            b.kind = specs[i].kind;
-            b.muon = muon && specs[i].muon > 0;
-            b.elems = std::max(b.elems, specs[i].offset + l * specs[i].stride + specs[i].slot);
-        }
-    }
-    size_t first = 0;
-    for (int i = 0; i < (int)layout.buckets.size(); i++) {
-        Bucket& b = layout.buckets[i];
-        const bool is_layer = i >= 1 && i <= c.L;
-        b.shard = round_up(ceil_div(b.elems, (size_t)split.world), kChunk);
-        b.padded = b.shard * split.world;
-        b.first = first;
-        b.params = layout.params_bytes;
-        b.grads = layout.grads_bytes;
-        b.state = layout.state_elems;
-        b.v = layout.v_elems;
-        b.shards = layout.shard_elems;
-        first += round_up(b.elems, kChunk);
-        layout.elems += b.padded;
-        layout.shard_elems += b.shard;
-        const size_t held = split.zero >= 1 ? b.shard : b.padded;
-        layout.state_elems += held;
-        layout.v_elems += b.muon ? 0 : held;
-        if (i > 0) { layout.largest_but_first = std::max(layout.largest_but_first, b.padded); }
-        layout.params_bytes += b.padded * (b.kind == Kind::Norm ? sizeof(float) : sizeof(floatX));
-        const size_t bytes = b.padded * (grads_bf16 && b.kind == Kind::Matrix ? 2 : sizeof(float));
-        // At stage 2 gradients stay no longer than their exchange takes: layers take turns in two places.
-        if (split.zero == 2 && is_layer && i > 2) { b.grads = layout.buckets[i - 2].grads; }
-        else { layout.grads_bytes += bytes; }
-    }
-    return layout;
+    param_offsets(specs, NUM_PARAMS, c.L);
 }
 
 // Of an element
@@ -413,41 +256,26 @@ static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recom
     size_t offset = 0;
     int i = 0;
 #define X(name_, type_, where_, kept_, elems_)                                                               \
-    {                                                                                                        \
-        bool block = Where::where_ == Where::Block, kept = kept_;                                            \
-        ActSpec s = {#name_, block && kept ? c.L : 1, elems_, act_bytes((type_*)nullptr, c), 0, offset};     \
-        size_t bytes = round_up(size_check(#name_, (double)s.elems) * s.elem_bytes, kAlign);                 \
-        s.stride = block && kept ? bytes / s.elem_bytes : 0;                                                 \
-        size_check(#name_, (double)bytes * s.copies);                                                        \
-        offset += bytes * s.copies;                                                                          \
-        specs[i++] = s;                                                                                      \
-    }
+    specs[i++] = act_spec(#name_, act_bytes((type_*)nullptr, c), elems_,                                     \
+                          Where::where_ == Where::Block && (kept_) ? c.L : 0, &offset);
     GPT2_ACTS(X)
 #undef X
     return offset;
 }
 
-// Where layer l's copy of tensor i begins: in which bucket, and how many elements from its start.
-struct ParamPlace { int bucket; size_t offset; };
-static ParamPlace param_place(const ParamSpec* specs, const Layout& layout, int i, int l) {
-    return {layout.bucket_of(specs[i].kind, kParamWhere[i], l), specs[i].offset + l * specs[i].stride};
-}
-
 static Params param_views(const char* base, const ParamSpec* specs, const Layout& layout, int l) {
     Params views;
-    const void** field = (const void**)&views;
     for (int i = 0; i < NUM_PARAMS; i++) {
-        const ParamPlace place = param_place(specs, layout, i, l);
-        field[i] = base + layout.buckets[place.bucket].params + place.offset * specs[i].elem_bytes;
+        const ParamAddress at = param_address(specs, layout, i, l);
+        ((const void**)&views)[i] = base + layout.buckets[at.bucket].params + at.offset * specs[i].elem_bytes;
     }
     return views;
 }
 
 static Acts act_views(char* base, const ActSpec* specs, int l) {
     Acts views;
-    void** field = (void**)&views;
     for (int i = 0; i < NUM_ACTS; i++) {
-        field[i] = base + specs[i].offset + l * specs[i].stride * specs[i].elem_bytes;
+        ((void**)&views)[i] = base + specs[i].offset + l * specs[i].stride * specs[i].elem_bytes;
     }
     return views;
 }
@@ -458,10 +286,10 @@ static Acts act_views(char* base, const ActSpec* specs, int l) {
 #include "llmc/ops/cpu_device.h"
 #else
 // == 4 device runtime, 5 device helpers ==
-#include "llmc/ops/cuda_device.h"   // gives: device_malloc, stream_create, cudaCheck, OpScope
-#include "llmc/ops/cuda_helpers.h"  // gives: x128, load, store, block_sum, grad_store, mma_16x8, wgmma_shared
-#include "llmc/ops/cublaslt.h"      // gives: Gemm, gemm, gemm_or_die
-#include "llmc/ops/nccl.h"          // gives: device_comm_init, device_all_to_all, device_all_gather
+#include "llmc/ops/cuda_device.h"    // gives: device_malloc, stream_create, cudaCheck, OpScope
+#include "llmc/ops/cuda_helpers.h"   // gives: x128, load, store, block_sum, mma_16x8, wgmma_shared
+#include "llmc/ops/cublaslt.h"       // gives: Gemm, gemm, gemm_or_die
+#include "llmc/ops/nccl.h"           // gives: device_comm_init, device_all_to_all, device_all_gather
 
 // == 6 ops ==
 // Each op of ops.h: its maths, its kernels and, last, its launcher by the op's name. A launcher checks
@@ -5698,7 +5526,7 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
 // --grad-dtype bf16 leaves LayerNorms and biases in fp32: 0.1 % of the gradients, and sums over all tokens,
 // which have the most digits to lose.
 static Layout gpt2_layout(const ParamSpec* specs, const Config& c, const Options& options) {
-    return param_layout(specs, c, options.split, options.grads_bf16, options.muon);
+    return param_layout(specs, NUM_PARAMS, c.L, options.split, options.grads_bf16, options.muon);
 }
 
 // Where all ranks' data of a bucket come to: the embedding's into a place of its own, the others in turn into
@@ -6019,7 +5847,7 @@ static void gpt2_await_params(GPT2* model, int bucket) {
 struct Held { const char* of; float* memory; };         // memory: null where there is no such thing
 struct HeldPart { size_t begin, end; Held in[3]; };
 static HeldPart gpt2_held_part(const GPT2* model, int i, int l) {
-    const ParamPlace place = param_place(model->param_specs, model->layout, i, l);
+    const ParamAddress place = param_address(model->param_specs, model->layout, i, l);
     const Bucket& b = model->layout.buckets[place.bucket];
     const Split& split = model->options.split;
     const size_t elems = model->param_specs[i].elems;
@@ -6034,7 +5862,7 @@ static HeldPart gpt2_held_part(const GPT2* model, int i, int l) {
 }
 
 static char* gpt2_param_data(const GPT2* model, int i, int l) {
-    const ParamPlace place = param_place(model->param_specs, model->layout, i, l);
+    const ParamAddress place = param_address(model->param_specs, model->layout, i, l);
     return model->params + model->layout.buckets[place.bucket].params +
            place.offset * model->param_specs[i].elem_bytes;
 }
@@ -6060,7 +5888,7 @@ static void gpt2_set_param(GPT2* model, int i, int l, const float* values /*(ele
 // All of a tensor's master weights, on the device, until the next call. Where they are shared out (ZeRO stage
 // 1 or 2) all ranks must ask at the same time.
 static const float* gpt2_whole_master(GPT2* model, int i, int l) {
-    const ParamPlace place = param_place(model->param_specs, model->layout, i, l);
+    const ParamAddress place = param_address(model->param_specs, model->layout, i, l);
     const Bucket& b = model->layout.buckets[place.bucket];
     const Split& split = model->options.split;
     if (split.zero == 0) { return model->master + b.state + place.offset; }
@@ -6076,7 +5904,7 @@ static const float* gpt2_whole_master(GPT2* model, int i, int l) {
                                             bool from_master) {
     const ParamSpec& s = model->param_specs[i];
     const void* device = gpt2_param_data(model, i, l);
-    gpt2_await_params(model, param_place(model->param_specs, model->layout, i, l).bucket);
+    gpt2_await_params(model, param_address(model->param_specs, model->layout, i, l).bucket);
     if (from_master && model->master) {
         device = gpt2_whole_master(model, i, l);
     } else if (s.elem_bytes != sizeof(float)) {
@@ -6539,7 +6367,7 @@ static RoundKey gpt2_grad_key(const GPT2* model) {
 
 // Where the backward puts a gradient: the buffer of the lane that the micro-step belongs to.
 static Grad gpt2_grad(GPT2* model, ParamId id, int l, Accumulate acc) {
-    const ParamPlace place = param_place(model->param_specs, model->layout, id, l);
+    const ParamAddress place = param_address(model->param_specs, model->layout, id, l);
     const Bucket& b = model->layout.buckets[place.bucket];
     const bool bf16 = model->options.grads_bf16 && b.kind == Kind::Matrix;
     const int buffer = model->options.split.zero == 2 ? 0 : lane_buffer(model->lane);
@@ -6831,8 +6659,7 @@ static std::vector<UpdateRows> gpt2_update_rows(const GPT2* model) {
     std::vector<UpdateRows> all;
     for (int bucket : {L + 2, L + 1, 0, 1}) {
         const Bucket& b = layout.buckets[bucket];
-        UpdateRows r = {bucket, zero == 0 ? b.padded : b.shard,
-                        b.kind == Kind::Norm ? sizeof(float) : sizeof(floatX), {}};
+        UpdateRows r = {bucket, zero == 0 ? b.padded : b.shard, b.elem_bytes, {}};
         if (bucket == 1 && L > 1) {
             const Bucket& next = layout.buckets[2];
             r.rows = {L, next.params - b.params,
@@ -7005,30 +6832,6 @@ __attribute__((format(printf, 1, 2))) static void warn(const char* fmt, ...) {
 constexpr int kModelMagic = 20240326, kModelFp32 = 3, kModelBf16 = 5, kModelVariant = 100;
 constexpr int kModelResidualWord = kModelChecksumWord - 1;
 
-// A model from a header's numbers or a descriptor's: what the kernels and the file format need, or a sentence
-// why not.
-static std::string config_error(const Config& c) {
-    if (c.maxT < 1 || c.V < 2 || c.L < 1 || c.NH < 1 || c.C < 1) {
-        return format("T=%d V=%d L=%d NH=%d C=%d: each must be at least 1, V at least 2", c.maxT, c.V, c.L,
-                      c.NH, c.C);
-    }
-    if (c.C % c.NH != 0) {
-        return format("C=%d is not a multiple of NH=%d (C = heads x head size)", c.C, c.NH);
-    }
-    if (c.V > 65536) { return format("V=%d: token shards hold 16-bit ids, so V is at most 65536", c.V); }
-    if (c.Vp < c.V || c.Vp % 8 != 0) {
-        return format("the padded vocabulary %d must be a multiple of 8 and at least V=%d", c.Vp, c.V);
-    }
-    if ((int)c.block < 0 || c.block > Block::ParallelTied || (int)c.norm < 0 || c.norm > NormKind::Rms) {
-        return format("block %d or norm %d is not known", (int)c.block, (int)c.norm);
-    }
-    if (c.L > 10000 || c.C > (1 << 20) || c.maxT > (1 << 24)) {
-        return format("L=%d C=%d T=%d: at most 10000 layers, 2^20 channels, 2^24 positions", c.L, c.C,
-                      c.maxT);
-    }
-    return "";
-}
-
 // A FIFO would wait for its writer for ever, and a folder can be opened like a file.
 static FILE* checkpoint_open(const char* path) {
     struct stat st;
@@ -7115,14 +6918,14 @@ static bool ends_with(const std::string& text, const std::string& end) {
 }
 static bool hf_is(const char* path) { return ends_with(path, ".safetensors"); }
 
-static std::string hf_name(int i, int l) {
-    const std::string layer = kParamWhere[i] == Where::Block ? format("h.%d.", l) : "";
+static std::string hf_name(const ParamSpec* specs, int i, int l) {
+    const std::string layer = specs[i].where == Where::Block ? format("h.%d.", l) : "";
     return "transformer." + layer + kHfNames[i];
 }
 
 // Its linear layers are (in,out), ours (out,in).
-static bool hf_transposed(int i, const ParamSpec& s) {
-    return s.kind == Kind::Matrix && kParamWhere[i] == Where::Block;
+static bool hf_transposed(const ParamSpec& s) {
+    return s.kind == Kind::Matrix && s.where == Where::Block;
 }
 
 // What is wrong with a file of 1 MB at most, behind its name; or "", and its values.
@@ -7222,8 +7025,8 @@ static Config hf_open(SafeTensors* file, const char* path) {
         const ParamSpec& s = specs[i];
         std::vector<int64_t> shape = {(int64_t)s.elems};
         if (s.kind == Kind::Matrix) { shape = {(int64_t)s.live_rows, (int64_t)s.cols}; }
-        if (hf_transposed(i, s)) { std::swap(shape[0], shape[1]); }
-        for (int l = 0; l < s.copies; l++) { take(hf_name(i, l), shape); }
+        if (hf_transposed(s)) { std::swap(shape[0], shape[1]); }
+        for (int l = 0; l < s.copies; l++) { take(hf_name(specs, i, l), shape); }
     }
     if (!tied || tensors.count(kHfHead) > 0) { take(kHfHead, {c.V, c.C}); }
     if (!tensors.empty()) {
@@ -7254,9 +7057,9 @@ static void hf_load(GPT2* model, const char* path) {
     for (int i = 0; i < NUM_PARAMS; i++) {
         const ParamSpec& s = model->param_specs[i];
         for (int l = 0; l < s.copies; l++) {
-            read(hf_name(i, l));
+            read(hf_name(model->param_specs, i, l));
             values.assign(s.elems, 0.0f);                   // the padded vocabulary's rows stay 0
-            if (hf_transposed(i, s)) {
+            if (hf_transposed(s)) {
                 #pragma omp parallel for
                 for (size_t row = 0; row < s.rows; row++) {
                     for (size_t col = 0; col < s.cols; col++) {
@@ -7792,65 +7595,6 @@ static void checkpoint_resume(GPT2* model, Checkpoint* c, const std::string& fol
         checkpoint_close(c);
         *c = checkpoint_find(folder, step - 1, bad);
     }
-}
-
-// ---- descriptors ----
-// "d12" (GPT-2: 124M 350M 774M 1558M are d12 d24 d36 d48), "gpt3:c768", or explicit "L4,NH4,C128,T128,V256".
-static Config descriptor_config(const char* text) {
-    struct Size { int key, L, C, HS; };
-    static const Size gpt2_sizes[] = {
-        {6, 6, 384, 64}, {12, 12, 768, 64}, {24, 24, 1024, 64}, {36, 36, 1280, 64}, {48, 48, 1600, 64}};
-    // GPT-3 (Brown et al. 2020, table 2.1), by channels; c384 is a smaller one for experiments
-    static const Size gpt3_sizes[] = {{384, 6, 384, 64},    {768, 12, 768, 64},    {1024, 24, 1024, 64},
-                                      {1536, 24, 1536, 96}, {2048, 24, 2048, 128}, {2560, 32, 2560, 80},
-                                      {4096, 32, 4096, 128}};
-    const char* hint =
-        "\nhint: -e takes a model_*.bin, d6 d12 d24 d36 d48, gpt3:c384 c768 c1024 c1536 c2048 c2560 c4096, "
-        "or L4,NH4,C128,T128,V256";
-    Config c = {};
-    const char* end = text + strlen(text);
-    int64_t key = 0;
-    auto from_table = [&](const Size* sizes, size_t count, int maxT) {
-        for (size_t i = 0; i < count; i++) {
-            if (sizes[i].key == key) {
-                c.maxT = maxT, c.V = 50257, c.L = sizes[i].L, c.C = sizes[i].C,
-                c.NH = sizes[i].C / sizes[i].HS;
-            }
-        }
-    };
-    if (text[0] == 'd' && parse_int(text + 1, end, &key)) {
-        from_table(gpt2_sizes, sizeof(gpt2_sizes) / sizeof(Size), 1024);
-    } else if (strncmp(text, "gpt3:c", 6) == 0 && parse_int(text + 6, end, &key)) {
-        from_table(gpt3_sizes, sizeof(gpt3_sizes) / sizeof(Size), 2048);
-    } else {
-        // letters in any order, each once
-        struct Field { const char* letters; int* value; };
-        const Field fields[] = {{"L", &c.L}, {"NH", &c.NH}, {"C", &c.C}, {"T", &c.maxT}, {"V", &c.V}};
-        const std::vector<std::string> parts = flags_split(text, ',');
-        size_t read = 0;
-        for (const std::string& part : parts) {
-            const size_t letters = std::min(part.find_first_of("-0123456789"), part.size());
-            const char* number = part.c_str() + letters;
-            int64_t value;
-            const bool whole = parse_int(number, part.c_str() + part.size(), &value);
-            for (const Field& field : fields) {
-                if (!whole || part.substr(0, letters) != field.letters || *field.value != 0) { continue; }
-                if (value < 1 || value > INT_MAX) {
-                    die("-e '%.80s': %s is %.40s, and must be 1 to %d", text, field.letters, number, INT_MAX);
-                }
-                *field.value = (int)value;
-                read++;
-            }
-        }
-        if (read != 5 || parts.size() != 5) {
-            die("-e '%.80s' is neither a file nor a model descriptor%s", text, hint);
-        }
-    }
-    if (c.L == 0) { die("-e '%.80s': there is no such size%s", text, hint); }
-    c.Vp = padded_vocab(c.V);
-    std::string error = config_error(c);
-    if (!error.empty()) { die("-e '%.80s': %s", text, error.c_str()); }
-    return c;
 }
 
 // == 10 run configuration ==

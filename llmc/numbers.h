@@ -1,5 +1,5 @@
 /*
-Numbers in text, wherever a user or a file spells one.
+Division that rounds up; numbers in text, wherever a user or a file spells one.
 
     int64_t n;
     if (!parse_int(text, text + strlen(text), &n)) { die("'%s' is no whole number", text); }
@@ -20,6 +20,9 @@ no plus or blanks in front, no 007, no hexadecimal, no inf or nan, nothing too l
 #include <string>       // gives: std::string
 
 #include "check.h"      // gives: format
+
+template <class Int> constexpr Int ceil_div(Int a, Int b) { return (a + b - 1) / b; }
+template <class Int> constexpr Int round_up(Int a, Int b) { return ceil_div(a, b) * b; }
 
 // The whole number that [begin, end) spells. False if it spells none, or one of more than 64 bits.
 static inline bool parse_int(const char* begin, const char* end, int64_t* value) {

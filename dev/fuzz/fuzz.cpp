@@ -477,7 +477,7 @@ static void fuzz_descriptor(Bytes input) {
     double elements = 0.0;                              // sizes must not wrap: as numbers that cannot
     ParamSpec specs[NUM_PARAMS];
     param_specs(specs, c);
-    const Layout layout = param_layout(specs, c, Split(), false);
+    const Layout layout = param_layout(specs, NUM_PARAMS, c.L, Split(), false, false);
     for (const ParamSpec& s : specs) { elements += (double)s.rows * (double)s.cols * s.copies; }
     PROPERTY((double)layout.state_elems >= elements * 0.999999, "%zu elements", layout.state_elems);
     ActSpec acts[NUM_ACTS];

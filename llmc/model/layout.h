@@ -1,0 +1,191 @@
+/*
+Where a model's tensors lie: rows of its two tables (train_gpt2.cu, section 3) as numbers, and from them the
+buckets in which parameters, gradients and optimizer state live, and each rank's shards of them.
+
+    ParamSpec specs[2] = {
+        param_spec("wte", 2, Where::Global, Vp, C, Init::Normal, Kind::Matrix, V, 0, L),
+        param_spec("qkvw", 2, Where::Block, 3 * C, C, Init::Normal, Kind::Matrix, 3 * C, 3, L)};
+    param_offsets(specs, 2, L);
+    const Layout layout = param_layout(specs, 2, L, {.rank = 0, .world = 8, .zero = 1}, false, false);
+    const ParamAddress at = param_address(specs, layout, 1, l);     // of layer l's qkvw: bucket and element
+*/
+#ifndef LLMC_MODEL_LAYOUT_H
+#define LLMC_MODEL_LAYOUT_H
+
+#include <stddef.h>     // gives: size_t
+
+#include <algorithm>    // gives: std::max
+#include <vector>       // gives: std::vector
+
+#include "../check.h"           // gives: die
+#include "../numbers.h"         // gives: round_up, ceil_div
+#include "../ops/op_types.h"    // gives: kChunk
+
+// Every tensor, and every layer's part of one, begins at a multiple of so many bytes, as from cudaMalloc. The
+// kernels' vectors need 16; the algorithms that cuBLASLt offers depend on more.
+constexpr size_t kAlign = 256;
+enum class Where { Global, Block };             // one tensor, or one per layer
+enum class Init { Zero, One, Normal, Residual };    // Normal: N(0, 0.02); Residual: N(0, 0.02/sqrt(2L))
+// Matrix: two dimensions, and weight decay. Norm: fp32 in every build.
+enum class Kind { Matrix, Bias, Norm };
+
+struct ParamSpec {
+    const char* name;
+    Where where;
+    Init init;
+    Kind kind;
+    int copies;             // 1, or L; 0: this model has none
+    size_t rows, cols, live_rows;
+    int muon;               // matrices for Muon
+    size_t elems;           // rows*cols: one copy, as in files
+    size_t slot;            // elems, rounded up to where the next tensor may begin
+    size_t elem_bytes;      // of the parameter itself
+    size_t offset, stride;  // elements: from the start of its bucket; there, from layer to layer
+};
+
+struct ActSpec {
+    const char* name;
+    int copies;
+    size_t elems, elem_bytes;
+    size_t stride;      // elements from layer to layer; 0: all layers share one buffer
+    size_t offset;      // bytes from the arena's start
+};
+
+// `elements` as a size, if it is one: a table row that asks for more than 2^62 is an error with its name. The
+// product comes as a double, which does not wrap.
+static inline size_t size_check(const char* name, double elements) {
+    if (!(elements < 4.6e18)) {
+        die("tensor '%s' would have %.3g elements: too many\nhint: use a smaller model, -b or -t", name,
+            elements);
+    }
+    return (size_t)elements;
+}
+
+// A row of GPT2_PARAMS; L: the model's layers.
+static inline ParamSpec param_spec(const char* name, size_t elem_bytes, Where where, size_t rows, size_t cols,
+                                   Init init, Kind kind, size_t live_rows, int muon, int L) {
+    const size_t elems = rows * cols;
+    const size_t slot = round_up(elems, kAlign / 2);    // kAlign bytes even where an element has two
+    const int copies = elems == 0 ? 0 : where == Where::Block ? L : 1;
+    size_check(name, (double)rows * (double)cols * copies);
+    return {name, where, init, kind, copies, rows, cols, live_rows, muon, elems, slot, elem_bytes, 0, 0};
+}
+
+// A row of GPT2_ACTS that begins at *offset, which moves behind it. layers: each has a copy; 0: one buffer.
+static inline ActSpec act_spec(const char* name, size_t elem_bytes, size_t elems, int layers, size_t* offset) {
+    const size_t bytes = round_up(size_check(name, (double)elems) * elem_bytes, kAlign);
+    const int copies = std::max(layers, 1);
+    const ActSpec spec = {name, copies, elems, elem_bytes, layers > 0 ? bytes / elem_bytes : 0, *offset};
+    size_check(name, (double)bytes * copies);
+    *offset += bytes * copies;
+    return spec;
+}
+
+// Fills in offset and stride: where a tensor lies in its bucket (see Bucket).
+static inline void param_offsets(ParamSpec* specs, int n, int L) {
+    for (Kind kind : {Kind::Matrix, Kind::Bias, Kind::Norm}) {
+        size_t layer = 0;                   // of one layer, of this kind
+        for (int i = 0; i < n; i++) {
+            if (specs[i].kind != kind || specs[i].where != Where::Block) { continue; }
+            specs[i].offset = layer;
+            layer += specs[i].slot;
+        }
+        size_t behind = kind == Kind::Matrix ? 0 : layer * L;       // the others of a common bucket
+        for (int i = 0; i < n; i++) {
+            if (specs[i].kind != kind) { continue; }
+            if (specs[i].where == Where::Block) {
+                specs[i].stride = kind == Kind::Matrix ? 0 : layer;
+            } else {
+                specs[i].offset = behind;
+                behind += specs[i].slot;
+            }
+        }
+    }
+}
+
+// Files hold a tensor's layers together. Memory holds tensors in buckets: what is reduced, updated and
+// gathered in one go. A bucket's tensors are of one kind, so its parameters have one type, and so have its
+// gradients. They are, in this order,
+//     wte and wpe | the matrices of layer 0 | of layer 1 | ... | all biases, by layers | all LayerNorms, too.
+// Each is padded with zeros to whole chunks for every rank and cut into `world` equal shards.
+struct Bucket {
+    Kind kind;
+    size_t elem_bytes;      // of a parameter
+    size_t elems;           // of its tensors, gaps included
+    size_t padded, shard;   // world * shard; a multiple of kChunk
+    size_t first;           // elements before it where there is one rank: positions in keys of rounding
+    size_t params, grads;   // bytes from the start of the parameters' and of the gradients' arena
+    size_t state;           // elements from the start of master weights and m, which are whole or shards
+    bool muon;              // Muon updates it, which has no v
+    size_t v;               // elements from the start of v
+    size_t shards;          // elements from the start of an arena of shards
+};
+
+// How a job is shared out. Ranks, and what each of them holds: ZeRO stage 0 everything, 1 a shard of the
+// optimizer's state, 2 of the gradients as well.
+struct Split { int rank = 0, world = 1, zero = 0; };
+
+struct Layout {
+    std::vector<Bucket> buckets;
+    size_t elems, shard_elems;          // of all buckets, padded; of this rank's shards
+    size_t state_elems, v_elems;        // of master weights and m, and of v, on this rank
+    size_t params_bytes, grads_bytes;
+    size_t largest_but_first;           // padded elements of a bucket other than the embedding's
+    int L;
+
+    int bucket_of(Kind kind, Where where, int l) const {
+        if (kind == Kind::Matrix) { return where == Where::Global ? 0 : 1 + l; }
+        return kind == Kind::Bias ? L + 1 : L + 2;
+    }
+};
+
+// grads_bf16: of matrices. muon: it updates the layers' matrices.
+static inline Layout param_layout(const ParamSpec* specs, int n, int L, const Split& split, bool grads_bf16,
+                                  bool muon) {
+    Layout layout = {};
+    layout.L = L;
+    layout.buckets.resize(L + 3);
+    for (int i = 0; i < n; i++) {
+        for (int l = 0; l < specs[i].copies; l++) {
+            Bucket& b = layout.buckets[layout.bucket_of(specs[i].kind, specs[i].where, l)];
+            b.kind = specs[i].kind;
+            b.elem_bytes = specs[i].elem_bytes;
+            b.muon = muon && specs[i].muon > 0;
+            b.elems = std::max(b.elems, specs[i].offset + l * specs[i].stride + specs[i].slot);
+        }
+    }
+    size_t first = 0;
+    for (int i = 0; i < (int)layout.buckets.size(); i++) {
+        Bucket& b = layout.buckets[i];
+        const bool is_layer = i >= 1 && i <= L;
+        b.shard = round_up(ceil_div(b.elems, (size_t)split.world), kChunk);
+        b.padded = b.shard * split.world;
+        b.first = first;
+        b.params = layout.params_bytes;
+        b.grads = layout.grads_bytes;
+        b.state = layout.state_elems;
+        b.v = layout.v_elems;
+        b.shards = layout.shard_elems;
+        first += round_up(b.elems, kChunk);
+        layout.elems += b.padded;
+        layout.shard_elems += b.shard;
+        const size_t held = split.zero >= 1 ? b.shard : b.padded;
+        layout.state_elems += held;
+        layout.v_elems += b.muon ? 0 : held;
+        if (i > 0) { layout.largest_but_first = std::max(layout.largest_but_first, b.padded); }
+        layout.params_bytes += b.padded * b.elem_bytes;
+        const size_t bytes = b.padded * (grads_bf16 && b.kind == Kind::Matrix ? 2 : sizeof(float));
+        // At stage 2 gradients stay no longer than their exchange takes: layers take turns in two places.
+        if (split.zero == 2 && is_layer && i > 2) { b.grads = layout.buckets[i - 2].grads; }
+        else { layout.grads_bytes += bytes; }
+    }
+    return layout;
+}
+
+// Where layer l's copy of tensor i begins: in which bucket, and how many elements from its start.
+struct ParamAddress { int bucket; size_t offset; };
+static inline ParamAddress param_address(const ParamSpec* specs, const Layout& layout, int i, int l) {
+    return {layout.bucket_of(specs[i].kind, specs[i].where, l), specs[i].offset + l * specs[i].stride};
+}
+
+#endif  // LLMC_MODEL_LAYOUT_H

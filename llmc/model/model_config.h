@@ -1,0 +1,120 @@
+/*
+What a model is: its sizes, its kind of block and norm; from a name, checked.
+
+    const Config config = descriptor_config("d12");             // 124M; a bad name is one sentence and exit 1
+    const std::string error = config_error(config);             // "" or why this program cannot train it
+*/
+#ifndef LLMC_MODEL_MODEL_CONFIG_H
+#define LLMC_MODEL_MODEL_CONFIG_H
+
+#include <limits.h>     // gives: INT_MAX
+#include <stdint.h>     // gives: int64_t
+#include <string.h>     // gives: strlen, strncmp, strchr
+
+#include <algorithm>    // gives: std::find, std::find_if
+#include <string>       // gives: std::string
+
+#include "../check.h"           // gives: die, format
+#include "../numbers.h"         // gives: parse_int
+#include "../ops/op_types.h"    // gives: NormKind
+
+enum class Block { Sequential, Parallel, ParallelTied };        // gpt2_forward says what they are
+struct Config {
+    int maxT;           // longest sequence: rows of wpe
+    int V, Vp;          // vocabulary; padded_vocab() of it, or what a file has
+    int L, NH, C;
+    Block block = Block::Sequential;
+    NormKind norm = NormKind::Layer;
+    bool residual_fp32 = false;     // the residual stream, and its gradient; else it has the branches' type
+    bool is_gpt2() const { return block == Block::Sequential && norm == NormKind::Layer; }
+};
+// A multiple of 128, so that the LM head's GEMM has whole tiles.
+static inline int padded_vocab(int V) { return (int)(((int64_t)V + 127) / 128 * 128); }
+#define BLOCK_NAMES "sequential|parallel|parallel-tied"
+#define NORM_NAMES "layernorm|rmsnorm"
+#define RESIDUAL_NAMES "branch|fp32"
+
+// A model from a header's numbers or a descriptor's: what the kernels and the file format need, or a sentence
+// why not.
+static inline std::string config_error(const Config& c) {
+    if (c.maxT < 1 || c.V < 2 || c.L < 1 || c.NH < 1 || c.C < 1) {
+        return format("T=%d V=%d L=%d NH=%d C=%d: each must be at least 1, V at least 2", c.maxT, c.V, c.L,
+                      c.NH, c.C);
+    }
+    if (c.C % c.NH != 0) {
+        return format("C=%d is not a multiple of NH=%d (C = heads x head size)", c.C, c.NH);
+    }
+    if (c.V > 65536) { return format("V=%d: token shards hold 16-bit ids, so V is at most 65536", c.V); }
+    if (c.Vp < c.V || c.Vp % 8 != 0) {
+        return format("the padded vocabulary %d must be a multiple of 8 and at least V=%d", c.Vp, c.V);
+    }
+    if ((int)c.block < 0 || c.block > Block::ParallelTied || (int)c.norm < 0 || c.norm > NormKind::Rms) {
+        return format("block %d or norm %d is not known", (int)c.block, (int)c.norm);
+    }
+    if (c.L > 10000 || c.C > (1 << 20) || c.maxT > (1 << 24)) {
+        return format("L=%d C=%d T=%d: at most 10000 layers, 2^20 channels, 2^24 positions", c.L, c.C,
+                      c.maxT);
+    }
+    return "";
+}
+
+// "d12" (GPT-2: 124M 350M 774M 1558M are d12 d24 d36 d48), "gpt3:c768", or explicit "L4,NH4,C128,T128,V256".
+static inline Config descriptor_config(const char* text) {
+    struct Size { int key, L, C, HS; };
+    static const Size gpt2_sizes[] = {
+        {6, 6, 384, 64}, {12, 12, 768, 64}, {24, 24, 1024, 64}, {36, 36, 1280, 64}, {48, 48, 1600, 64}};
+    // GPT-3 (Brown et al. 2020, table 2.1), by channels; c384 is a smaller one for experiments
+    static const Size gpt3_sizes[] = {{384, 6, 384, 64},    {768, 12, 768, 64},    {1024, 24, 1024, 64},
+                                      {1536, 24, 1536, 96}, {2048, 24, 2048, 128}, {2560, 32, 2560, 80},
+                                      {4096, 32, 4096, 128}};
+    const char* hint =
+        "\nhint: -e takes a model_*.bin, d6 d12 d24 d36 d48, gpt3:c384 c768 c1024 c1536 c2048 c2560 c4096, "
+        "or L4,NH4,C128,T128,V256";
+    Config c = {};
+    const char* end = text + strlen(text);
+    int64_t key = 0;
+    auto from_table = [&](const Size* sizes, size_t count, int maxT) {
+        for (size_t i = 0; i < count; i++) {
+            if (sizes[i].key == key) {
+                c.maxT = maxT, c.V = 50257, c.L = sizes[i].L, c.C = sizes[i].C,
+                c.NH = sizes[i].C / sizes[i].HS;
+            }
+        }
+    };
+    if (text[0] == 'd' && parse_int(text + 1, end, &key)) {
+        from_table(gpt2_sizes, sizeof(gpt2_sizes) / sizeof(Size), 1024);
+    } else if (strncmp(text, "gpt3:c", 6) == 0 && parse_int(text + 6, end, &key)) {
+        from_table(gpt3_sizes, sizeof(gpt3_sizes) / sizeof(Size), 2048);
+    } else {
+        // letters in any order, each once
+        struct Field { const char* letters; int* value; };
+        const Field fields[] = {{"L", &c.L}, {"NH", &c.NH}, {"C", &c.C}, {"T", &c.maxT}, {"V", &c.V}};
+        size_t parts = 0, read = 0;
+        for (const char* begin = text; begin <= end; parts++) {
+            const char* comma = std::find(begin, end, ',');
+            const char* number = std::find_if(begin, comma, [](char c) { return strchr("-0123456789", c); });
+            int64_t value;
+            const bool whole = parse_int(number, comma, &value);
+            for (const Field& field : fields) {
+                if (!whole || std::string(begin, number) != field.letters || *field.value != 0) { continue; }
+                if (value < 1 || value > INT_MAX) {
+                    die("-e '%.80s': %s is %.40s, and must be 1 to %d", text, field.letters,
+                        std::string(number, comma).c_str(), INT_MAX);
+                }
+                *field.value = (int)value;
+                read++;
+            }
+            begin = comma + 1;
+        }
+        if (read != 5 || parts != 5) {
+            die("-e '%.80s' is neither a file nor a model descriptor%s", text, hint);
+        }
+    }
+    if (c.L == 0) { die("-e '%.80s': there is no such size%s", text, hint); }
+    c.Vp = padded_vocab(c.V);
+    std::string error = config_error(c);
+    if (!error.empty()) { die("-e '%.80s': %s", text, error.c_str()); }
+    return c;
+}
+
+#endif  // LLMC_MODEL_MODEL_CONFIG_H
