@@ -72,7 +72,8 @@ static inline ParamSpec param_spec(const char* name, size_t elem_bytes, Where wh
 }
 
 // A row of GPT2_ACTS that begins at *offset, which moves behind it. layers: each has a copy; 0: one buffer.
-static inline ActSpec act_spec(const char* name, size_t elem_bytes, size_t elems, int layers, size_t* offset) {
+static inline ActSpec act_spec(const char* name, size_t elem_bytes, size_t elems, int layers,
+                               size_t* offset) {
     const size_t bytes = round_up(size_check(name, (double)elems) * elem_bytes, kAlign);
     const int copies = std::max(layers, 1);
     const ActSpec spec = {name, copies, elems, elem_bytes, layers > 0 ? bytes / elem_bytes : 0, *offset};
