@@ -6823,6 +6823,10 @@ __attribute__((format(printf, 1, 2))) static void warn(const char* fmt, ...) {
 // (llm.c's numbers); either loads in any build. FP16 builds save version 3 from the master weights. The last
 // two words of the header are a checksum of the rest; other programs leave them 0.
 //
+// The version also stands for what the ops compute. A change of an op's meaning (another GELU, another
+// epsilon) takes new versions: the tensors look the same, and a file does not say which program wrote it. A
+// state and run.json do, by the program's hash, and a run that goes on with another program is told so.
+//
 // What is not GPT-2 has 100 more as its version, so that nobody loads it as GPT-2, and says in two more words
 // of the header which block and which norm it has.
 //
