@@ -9006,6 +9006,13 @@ static void check_resumed(const Checkpoint& c, const DataLoader& loader, const s
 // Training, validation and evaluation data, as far as they are needed.
 static void open_data(Training* t, const Config& config, bool trains, bool validates) {
     if (trains) {
+        const bool has_data = flags_given(kFlags, kNumFlags, "train-data") || file_size(run.train_data) >= 0;
+        const bool may_mean_text = flags_given(kFlags, kNumFlags, "prompt") &&
+                                   !flags_given(kFlags, kNumFlags, "max-steps");
+        if (!has_data && may_mean_text) {
+            die("--prompt: without -x 0 this trains, and there are no training data '%s'\n"
+                "hint: -x 0 writes a text after the prompt; -i names training data", run.train_data);
+        }
         DataShare share = {comm.rank, comm.world, run.zero == 2 ? 1 : rank_micro_steps()};
         if (run.overfit) { share = {}; }        // all ranks have the job's first batch
         dataloader_init(&t->train_loader, run.train_data, run.B, run.T, run.shuffle && !run.overfit,
@@ -9051,15 +9058,26 @@ static void load_model(Training* t, const Config& config, const Options& options
 static std::string shell_quoted(const std::string& text) {
     bool plain = !text.empty();
     for (char c : text) { plain = plain && (isalnum((unsigned char)c) || strchr("/._-+,:@%", c)); }
-    if (plain) { return shown(text); }
-    std::string quoted = "'";
-    for (char c : text) { quoted += c == '\'' ? "'\\''" : std::string(1, c); }
-    return shown(quoted + "'");
+    if (plain) { return text; }
+    // What would move the cursor or end the line is written as shells read it in $'...': \012.
+    const bool escapes = shown(text) != text;
+    std::string quoted = escapes ? "$'" : "'";
+    for (char c : text) {
+        const bool harmless = c >= ' ' && c < 127 && c != '\'' && c != '\\';
+        if (escapes) { quoted += harmless ? std::string(1, c) : format("\\%03o", (unsigned char)c); }
+        else { quoted += c == '\'' ? "'\\''" : std::string(1, c); }
+    }
+    return quoted + "'";
 }
 
-// A run's last line: what one can do with its folder.
-static void print_folder(const char* program) {
+// A run's last lines: how it goes on, if it was stopped, and what one can do with its folder.
+static void print_folder(const char* program, bool stopped) {
     const std::string folder = shell_quoted(run.output_dir), self = shell_quoted(program);
+    const bool other_launch = comm.world > 1 && run.comm.gpus == 0;
+    if (stopped) {
+        say("%s: `%s -y 1 -o %s`%s goes on with this run\n", folder.c_str(), self.c_str(), folder.c_str(),
+            other_launch ? ", on its ranks as before," : "");
+    }
     say("%s: `%s -e %s -x 0` evaluates this run, with --prompt TEXT it writes; "
         "`python3 dev/data/plot_log.py %s` draws it\n", folder.c_str(), self.c_str(), folder.c_str(),
         folder.c_str());
@@ -9098,7 +9116,7 @@ static void start_training(Training* t, Checkpoint* resumed, const char* program
     fflush(stdout);                         // the first step may take long
     train(t);
     saver_free(&t->saver);
-    if (t->saves && t->step > 0) { print_folder(program); }
+    if (t->saves && t->step > 0) { print_folder(program, t->step < run.max_steps); }
 }
 
 // -x 0 without --prompt. False: the loss is not finite.

@@ -1142,6 +1142,8 @@ def test_bad_prompts():
             ("prompt longer than -t", {"-e": model, "--prompt": "aaaaaaa", "-t": 8}, "7", "6")):
         check_refused(name, {**flags, "-x": 0, "-o": ""}, *said)
         check_refused(name + ", in a training run", {**flags, "-s": 5, "-x": 10}, *said)
+    flags = {"-e": model, "--prompt": "hi", "-i": None, "-x": None}
+    check_refused("a prompt, but neither -x 0 nor data", flags, "hint: -x 0")
 
 
 def test_bad_folders():
