@@ -7621,6 +7621,8 @@ struct RunConfig {
     CommOptions comm;
     int comm_init;
     bool resumed;                   // goes on from a checkpoint
+    bool again;                     // -y 1 where there is none: begins again, as its run.json says
+    bool own_launch;                // -y 1: --gpus is as the run was started
     int zero, lanes, reduction, check_ranks, quiet;
     int optimizer, muon_steps;
     double muon_lr, muon_momentum, muon_decay;
@@ -7816,10 +7818,41 @@ static void settings_keep() {
     for (const Flag& flag : kFlags) { run_texts.push_back(flags_text(&flag)); }
 }
 
+// Which flags config_check has filled in: those that a run which begins again leaves open again.
+static std::string settings_left_open() {
+    std::string names;
+    for (int i = 0; i < kNumFlags; i++) {
+        const Flag& flag = kFlags[i];
+        const bool was_open = run_texts[(size_t)i] == flag.def && flags_text(&flag) != flag.def;
+        if (was_open) { names += (names.empty() ? "" : " ") + std::string(flag.name); }
+    }
+    return names;
+}
+
+// Where the run found its data: names are relative to where it was started, as long as that place exists.
+constexpr const char* kDataFlags[] = {"train-data", "val-data", "eval-data"};
+static std::string from_start(const std::string& pattern, const std::string* start) {
+    char here[PATH_MAX];
+    struct stat st;
+    const bool relative = pattern[0] != '/' && pattern[0] != '~';
+    if (!relative || !start || stat(start->c_str(), &st) != 0 || !S_ISDIR(st.st_mode) ||
+        (getcwd(here, sizeof(here)) && *start == here)) { return pattern; }
+    std::string path;
+    const bool is_pattern = file_size((*start + "/" + pattern).c_str()) < 0;
+    for (char c : *start) { path += (is_pattern && strchr("*?[\\", c) ? "\\" : "") + std::string(1, c); }
+    return path + "/" + pattern;
+}
+
 // Goes on with the settings of a run. What they left open is as it was settled then, so that the run stays
 // the same on another number of ranks: the batch and its lanes.
 static void settings_resume(const Facts& from) {
-    static const Facts facts = from;            // whose texts the flags point to from now on
+    static Facts facts = from;                  // whose texts the flags point to from now on
+    for (auto& fact : facts) {
+        for (const char* name : kDataFlags) {
+            if (fact.first != std::string("flag.") + name) { continue; }
+            fact.second = from_start(fact.second, facts_find(from, "started in"));
+        }
+    }
     const Config c = facts_config(facts);       // the model, wherever it came from
     static const Facts kinds = {{"block", flags_split(BLOCK_NAMES, '|')[(int)c.block]},
                                 {"norm", flags_split(NORM_NAMES, '|')[(int)c.norm]},
@@ -7907,45 +7940,42 @@ static int64_t newest_model(const std::string& folder) {
     return newest;
 }
 
-// Where the run found its data: names are relative to where it was started, as long as that place exists.
-static std::string from_start(const std::string& pattern, const std::string* start) {
-    char here[PATH_MAX];
-    struct stat st;
-    const bool relative = pattern[0] != '/' && pattern[0] != '~';
-    if (!relative || !start || stat(start->c_str(), &st) != 0 || !S_ISDIR(st.st_mode) ||
-        (getcwd(here, sizeof(here)) && *start == here)) { return pattern; }
-    std::string path;
-    const bool is_pattern = file_size((*start + "/" + pattern).c_str()) < 0;
-    for (char c : *start) { path += (is_pattern && strchr("*?[\\", c) ? "\\" : "") + std::string(1, c); }
-    return path + "/" + pattern;
+static bool model_is_file(const std::string& text) {
+    return file_size(text.c_str()) >= 0 || text.find('/') != std::string::npos ||
+           text.find(".bin") != std::string::npos || hf_is(text.c_str());
 }
 
-// What -x 0 takes from a run's run.json, unless it is given.
-static void settings_take(const std::string& folder) {
-    static std::vector<std::string> texts;                  // the flags point to them from now on
-    const std::vector<const char*> taken = {"train-data", "val-data", "sequence-length", "micro-batch",
-                                            "val-batches"};
+// Sets flags that are not given as the run's run.json has them: those that -x 0 needs, or, for a run that
+// begins again, all that are about the run. What was left open then is left open again. False: no run.json.
+static bool settings_take(const std::string& folder, bool begins_again) {
+    static std::string texts[kNumFlags];                    // the flags point to them from now on
+    const std::set<std::string> needed = {"train-data", "val-data", "sequence-length", "micro-batch",
+                                          "val-batches"};
     const std::string path = folder + "/run.json";
-    if (file_size(path.c_str()) < 0) {
-        warn("%s is not there: -j, -t, -b and -m are not the run's, but as given or as --help says",
-             shown(path).c_str());
-        return;
-    }
+    if (file_size(path.c_str()) < 0) { return false; }
     JsonValues values;
     const std::string error = json_file_read(path, &values);
     if (!error.empty()) {
-        die("'%s' %s\nhint: -e with one of this folder's model_*.bin does without it", path.c_str(),
-            error.c_str());
+        die("'%s' %s\nhint: %s", path.c_str(), error.c_str(),
+            begins_again ? "remove it, and the run begins with the flags that are given"
+                         : "-e with one of this folder's model_*.bin does without it");
     }
-    texts.reserve(taken.size());                            // and do not move
-    for (const char* name : taken) {
-        const Flag* flag = flags_find(kFlags, kNumFlags, std::string("--") + name);
-        const std::string* value = facts_find(values, std::string("settings.") + name);
-        if (flag->given || !value) { continue; }
-        const bool is_file = flag->type == FLAG_STRING;
-        texts.push_back(is_file ? from_start(*value, facts_find(values, "started in")) : *value);
-        flags_set(flag, texts.back().c_str());
+    const std::string *start = facts_find(values, "started in"), *open = facts_find(values, "left open");
+    const std::vector<std::string> left_open = flags_split(open ? *open : "", ' ');
+    for (int i = 0; i < kNumFlags; i++) {
+        const Flag& flag = kFlags[i];
+        const std::string name = flag.name, *value = facts_find(values, "settings." + name);
+        const bool was_open = std::count(left_open.begin(), left_open.end(), name) > 0;
+        const bool taken = begins_again ? flag.resume != FLAG_NOW && !was_open : needed.count(name) > 0;
+        if (flag.given || !value || !taken) { continue; }
+        const bool is_data = std::count(std::begin(kDataFlags), std::end(kDataFlags), name) > 0;
+        const bool is_file = is_data || (name == "model" && model_is_file(*value));
+        texts[i] = is_file ? from_start(*value, start) : *value;
+        if (flag.type == FLAG_BOOL) { texts[i] = *value == "true" ? "1" : "0"; }
+        flags_set(&flag, texts[i].c_str());
+        if (begins_again && flags_text(&flag) != flag.def) { flag.given = "run.json"; }
     }
+    return true;
 }
 
 static void folder_resolve() {
@@ -7961,7 +7991,10 @@ static void folder_resolve() {
     }
     path = checkpoint_model(folder, newest_model(folder));
     run.model = path.c_str();
-    if (!run_trains()) { settings_take(folder); }
+    if (!run_trains() && !settings_take(folder, false)) {
+        warn("%s/run.json is not there: -j, -t, -b and -m are not the run's, but as given or as --help says",
+             shown(folder).c_str());
+    }
 }
 
 // How many lanes a step's micro-steps are cut into.
@@ -8010,10 +8043,25 @@ static void variant_check(Config* c, bool is_descriptor) {
     run.block = (int)c->block, run.norm = (int)c->norm, run.residual_dtype = c->residual_fp32;
 }
 
+// -y 1: --gpus is as the run was started, unless a flag or what started this process says otherwise. A
+// damaged run.json is no reason to stop: the checkpoints have all else.
+static void launch_resume() {
+    const std::string folder = run.output_dir, path = folder + "/run.json";
+    bool is_open = run.resume && !folder.empty() && file_size(path.c_str()) >= 0 && !*comm_foreign().name;
+    for (const char* name : {"gpus", "process-init", "process-server", "process-folder", "processes",
+                             "process-rank", "gpus-per-node"}) {
+        is_open = is_open && !flags_given(kFlags, kNumFlags, name);
+    }
+    JsonValues values;
+    if (!is_open || !json_file_read(path, &values).empty()) { return; }
+    const std::string* gpus = facts_find(values, "settings.gpus");
+    if (gpus) { flags_set(flags_find(kFlags, kNumFlags, "--gpus"), gpus->c_str()); }
+    run.own_launch = run.comm.gpus > 1;
+}
+
 // Checks over more than one flag, before anything is allocated. resumed: the facts of a run to go on with.
 static Config config_check(const Facts* resumed = nullptr) {
-    const bool is_file = file_size(run.model) >= 0 || strchr(run.model, '/') || strstr(run.model, ".bin") ||
-                         hf_is(run.model);
+    const bool is_file = model_is_file(run.model);
     Config c = resumed ? facts_config(*resumed)
              : is_file ? checkpoint_config(run.model) : descriptor_config(run.model);
     variant_check(&c, !resumed && !is_file);
@@ -8650,6 +8698,7 @@ struct Training {
     bool saves = false;         // there is -o
     std::string device, bus_id;
     std::string program;        // its hash, taken at the start: later its file may be gone
+    std::string start;          // the folder that relative names of files belong to
     int64_t step = 0;           // steps done
     int64_t position = 0;       // of the data of the next one
     int rewinds = 0;
@@ -8669,6 +8718,7 @@ static Facts run_facts(Training* t) {
     for (const auto& n : numbers) { facts.push_back({n.name, std::to_string(n.value)}); }
     facts.push_back({"program", t->program});
     facts.push_back({"device", t->device});
+    facts.push_back({"started in", t->start});
     facts.push_back({"training data", dataloader_facts(&t->train_loader)});
     for (int i = 0; i < kNumFlags; i++) {
         facts.push_back({std::string("flag.") + kFlags[i].name, run_texts[(size_t)i]});
@@ -8839,8 +8889,15 @@ static void run_folder_check(const std::string& folder) {
         die("-o %s already holds a run (%s)\nhint: -y 1 goes on with it; or choose another folder",
             folder.c_str(), holds_checkpoint ? "its checkpoints" : "main.log");
     }
-    if (!run.resumed && run.resume && holds_run(folder + "/main.log")) {
-        warn("the run in -o %s has no checkpoint: it begins anew", folder.c_str());
+    if (!run.resumed && run.resume && (run.again || holds_run(folder + "/main.log"))) {
+        warn("the run in -o %s has no checkpoint: it begins anew%s", shown(folder).c_str(),
+             run.again ? ", with the settings in its run.json where no flag says otherwise" : "");
+    }
+    const char* last = "/state_1000000000000000_00000.bin.4194304.2147483647.part";
+    if (folder.size() + strlen(last) >= PATH_MAX) {
+        die("-o %s: a path of %zu bytes leaves no room for its files' names: at most %zu\n"
+            "hint: choose a shorter path", flags_show(folder).c_str(), folder.size(),
+            PATH_MAX - 1 - strlen(last));
     }
     std::string there = folder;             // or the nearest folder above it that exists
     struct stat st;
@@ -8972,7 +9029,7 @@ static void check_same_job(const Training& t) {
 }
 
 // -y 1: the last checkpoint of the run in -o, and the settings that it began with. Where there is none, the
-// run begins; but not over checkpoints that only cannot be read.
+// run begins, again if it has a run.json; but not over checkpoints that only cannot be read.
 static Checkpoint find_resumed(std::set<int64_t>* bad) {
     if (!run.resume || run.output_dir[0] == '\0') { settings_keep(); return Checkpoint(); }
     Checkpoint c = checkpoint_find(run.output_dir, INT64_MAX, bad);
@@ -8980,7 +9037,9 @@ static Checkpoint find_resumed(std::set<int64_t>* bad) {
         die("-o %s: none of its checkpoints can be used\n"
             "hint: choose another folder; -e takes a model_*.bin of this one", run.output_dir);
     }
-    if (c.step >= 0) { settings_resume(c.facts); } else { settings_keep(); }
+    if (c.step >= 0) { settings_resume(c.facts); return c; }
+    run.again = settings_take(run.output_dir, true);
+    settings_keep();
     return c;
 }
 
@@ -9089,9 +9148,10 @@ static void start_training(Training* t, Checkpoint* resumed, const char* program
     t->saves = !folder.empty();
     logger_init(&t->logger, comm.rank == 0 ? run.output_dir : "");
     char here[PATH_MAX];
-    const std::string start = getcwd(here, sizeof(here)) ? here : "";       // see from_start
+    t->start = getcwd(here, sizeof(here)) ? here : "";
     logger_run(&t->logger, kFlags, kNumFlags,
-               {{"precision", PRECISION_NAME}, {"device", t->device}, {"started in", start}});
+               {{"left open", settings_left_open()}, {"precision", PRECISION_NAME}, {"device", t->device},
+                {"program", t->program}, {"started in", t->start}});
     if (t->saves) {
         const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < run.max_steps;
         saver_init(&t->saver, &t->model, &t->logger, folder, at_once,
@@ -9104,9 +9164,14 @@ static void start_training(Training* t, Checkpoint* resumed, const char* program
             checkpoint_retain(folder, resumed->step, t->saver.retention);
         }
         say("resumed: %s goes on after step %lld\n", shown(folder).c_str(), (long long)resumed->step);
+        const int then = (int)fact_number(resumed->facts, "ranks");
+        if (then != comm.world) { say("launch: ranks now %d, before %d\n", comm.world, then); }
         if (t->step >= run.max_steps) {
             say("-x %lld: the run has come so far already\n", (long long)run.max_steps);
         }
+    }
+    if (run.own_launch) {
+        say("launch: --gpus %d, as the run was started; --gpus N says otherwise\n", run.comm.gpus);
     }
     checkpoint_close(resumed);
     catch_signals();
@@ -9134,6 +9199,7 @@ int main(int argc, char** argv) {
     flags_parse(kFlags, kNumFlags, argc, argv);
     const std::string init = flags_text(flags_find(kFlags, kNumFlags, "--process-init"));
     run.comm.init = init.c_str();
+    launch_resume();
     comm_start(run.comm, argv);
     comm_check_same(flag_facts());          // a rank with -y would look for a run with those that have none
     Training t;
@@ -9155,9 +9221,9 @@ int main(int argc, char** argv) {
     // is written
     if (run.output_dir[0] != '\0' && comm.rank == 0) { run_folder_check(run.output_dir); }
     if (run.comm.gpus > device_count()) {
-        die("--gpus %d: this machine has %d\n"
+        die("--gpus %d%s: this machine has %d\n"
             "hint: a rank takes a GPU; other machines join by mpirun, srun or -pi", run.comm.gpus,
-            device_count());
+            run.own_launch ? ", as the run was started (--gpus N says otherwise)" : "", device_count());
     }
     const DeviceInfo device = device_init(comm.local_rank);
     t.device = device.name;

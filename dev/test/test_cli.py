@@ -22,7 +22,6 @@ import pty
 import re
 import resource
 import select
-import shlex
 import shutil
 import signal
 import struct
@@ -599,18 +598,22 @@ def test_folder_trains():
 
 def test_last_line():
     """A run's last line names its folder and the commands that evaluate, sample and plot it; they work."""
-    for folder in ("runs/last", "runs/la'st $x"):
+    def shell(command):
+        return subprocess.run(["bash", "-c", command], capture_output=True, timeout=LIMIT_S,
+                              env=Program.environment(1))
+    for folder in ("runs/last", "runs/la'st $x", "runs/la\nst' \\ \x1b[31m"):
         result = run_ok({"-o": folder, "-x": 2, "-v": 1, "-s": 1})
         last = result.out.splitlines()[-1]
         commands = re.findall("`(.*?)`", last)
         if not check(folder[:7] in last and "--prompt" in last and len(commands) == 2, f"last line: {last}"):
             continue
-        for words in (shlex.split(commands[0]), [*shlex.split(commands[0]), "--prompt", "tak", "-g", "3"]):
-            p = subprocess.run(words, capture_output=True, timeout=LIMIT_S, env=Program.environment(1))
-            notes = re.sub(rb"^note: .*\n", b"", p.stderr) if "--prompt" in words else p.stderr
-            check_equal((p.returncode, notes), (0, b""), f"{words}")
-            check((b"val loss " in p.stdout) == ("--prompt" not in words), f"{words}: {p.stdout}")
-        check_equal(shlex.split(commands[1]), ["python3", "dev/data/plot_log.py", folder], "what draws it")
+        for prompt in ("", " --prompt tak -g 3"):
+            p = shell(commands[0] + prompt)
+            notes = re.sub(rb"^note: .*\n", b"", p.stderr) if prompt else p.stderr
+            check_equal((p.returncode, notes), (0, b""), commands[0] + prompt)
+            check((b"val loss " in p.stdout) == (prompt == ""), f"{commands[0]}{prompt}: {p.stdout}")
+        drawn = shell(f"printf '%s|' {commands[1]}").stdout.decode()
+        check_equal(drawn, f"python3|dev/data/plot_log.py|{folder}|", "what draws it")
     check("-x 0" not in run_ok({"-x": 1}).out, "a run without -o")
 
 
@@ -1152,6 +1155,7 @@ def test_bad_folders():
     check_refused("-o is a file", {"-o": "plain_file"}, "plain_file")
     check_refused("-o in /proc", {"-o": "/proc/nowhere/run"}, "/proc/nowhere")
     check_refused("-o with a name too long", {"-o": "n" * 300}, "n" * 60)
+    check_refused("-o without room for names in it", {"-o": "./" * 2025}, "4050 bytes", "at most", "hint: ")
     run_ok({"-o": "held", "-x": 1})
     check_refused("-o that holds a run", {"-o": "held"}, "held", "already holds")
     for name in ("main.log", "metrics.jsonl", "run.json"):

@@ -18,6 +18,7 @@ import os
 import random
 import re
 import resource
+import shlex
 import shutil
 import signal
 import struct
@@ -285,6 +286,39 @@ def test_alone():
     loud = {"-s": 5, "-v": 5, "-g": 8, "--prompt": "tak lorin mek "}
     check_stories([(f"{number.name} after step {step}", more, [(step, number), (step + 3, TERM)], True)
                    for step, number, more in ((6, TERM, {}), (11, KILL, loud), (7, INT, loud))])
+
+
+def test_own_flags():
+    """By -y 1 and the folder alone, from elsewhere: the run's own flags, data and ranks, before its first
+    checkpoint and after; the closing lines have the command."""
+    data()
+    run_ok({"-x": 1, "-o": "own_origin"})
+    flags = {**ranks(2, 1), "-n": 0, "-u": 3, "-k": "constant", "-x": 100, "-e": model_path("own_origin")}
+    judge = undisturbed(flags)
+    os.makedirs("elsewhere")
+    started = Started({**flags, "-x": 10**6, "-o": "own"})
+    started.until("step 3/")
+    started.p.kill()
+    started.result()
+    check_equal(steps_of("own"), [], "checkpoints of a run that was killed before its first")
+    started = Started({}, resume_words(os.path.abspath("own")), cwd="elsewhere")
+    started.until("step 12/")
+    started.p.send_signal(TERM)
+    stopped = started.result()
+    check(re.fullmatch("warning: the run in -o .*/own has no checkpoint: it begins anew, with the settings "
+                       f"in its run.json where no flag says otherwise\n{STOPPING}", stopped.err), stopped.err)
+    command = re.findall("^.*/own: `(.*)` goes on with this run$", stopped.out, re.M)
+    if check(len(command) == 1, f"the command that resumes: {stopped.out}"):
+        result = interrupted({}, 10**9, words=shlex.split(command[0]) + ["-x", "100"])
+        said = "launch: --gpus 2, as the run was started"
+        check((result.code, result.err) == (0, "") and said in result.out,
+              f"{command}: {result.code}, {result.err}{result.out}")
+        with open("own/run.json", encoding="utf-8") as f:
+            check_equal(json.load(f)["settings"]["gpus"], 2, "ranks in run.json")
+        for name in ("main.log", "model_00000100.bin"):
+            check(read_bytes(f"own/{name}") == read_bytes(f"{judge}/{name}"), f"{name} is another")
+        result = interrupted({}, 10**9, words=resume_words("own") + ["-x", "100", "--gpus", "1"])
+        check("launch: ranks now 1, before 2\n" in result.out, f"--gpus 1 says otherwise: {result.out}")
 
 
 def test_variants():
@@ -657,7 +691,7 @@ def test_elastic():
     end = (10**9, None)
     stories = [
         ("4 at -zs 1, then 1, then 2 at -zs 2", each,
-         [(ranks(4, 1), 6, TERM), ({}, 13, TERM), (ranks(2, 2), *end)]),
+         [(ranks(4, 1), 6, TERM), (ranks(1), 13, TERM), (ranks(2, 2), *end)]),
         ("4, 2, 1, 4 at -zs 0, 1, 2, 0", each,
          [(ranks(4, 0), 3, TERM), (ranks(2, 1), 8, KILL), (ranks(1, 2), 14, USR1), (ranks(4, 0), *end)]),
         ("4, 2, 1, 4 at -zs 2, 0, 1, 2", each,
