@@ -819,8 +819,11 @@ def test_run_spreads_over_gpus():
 
 
 def test_run_report_without_gpu():
-    write("a.cu", "kernel")
-    write("llmc/helper.h", "helper")
+    code = '#include "llmc/ops/helper.h"\nkernel(); // %s\ndie("%s"); asm("%s");\n'
+    write("a.cu", code % ("one", "two", "three"))
+    write("llmc/ops/helper.h", '#include "../deep.h"\nhelper')
+    write("llmc/deep.h", "deep")
+    write("llmc/other.h", "other")
     suites = suites_of(one=(GOOD, {"needs": "gpu"}), two=(GOOD, {"needs": "gpus"}), host=GOOD,
                        build=("true", {"needs": "nvcc"}))
     expected = {"one": "100", "two": "20", "host": "3"}
@@ -841,12 +844,15 @@ def test_run_report_without_gpu():
     check("1 CUDA program" not in text and "1 CUDA program" in report(nvcc=False), report(nvcc=False))
     for text in (text, report(nvcc=False)):
         check(len(text.strip().split("\n")) <= 3 and "!" not in text, f"three calm lines: {text}")
-    write("llmc/helper.h", "another")
-    check(report().count("STALE") == 1, "a header of the CUDA programs has changed: " + report())
-    write("llmc/helper.h", "helper")
+    write("llmc/other.h", "another")
+    write("a.cu", code % ("a comment", "a message", "three"))
+    check("STALE" not in report(), "what no CUDA program compiles, and words: " + report())
+    write("a.cu", code % ("one", "two", "other code"))
+    check(report().count("STALE") == 1, "an asm statement has changed: " + report())
+    write("a.cu", code % ("one", "two", "three"))
     check("STALE" not in report(), report())
-    write("a.cu", "another kernel")
-    check(report().count("STALE") == 1, "a .cu file has changed: " + report())
+    write("llmc/deep.h", "another")
+    check(report().count("STALE") == 1, "a header of a header has changed: " + report())
 
 
 def test_run_main():
