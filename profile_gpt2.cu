@@ -33,7 +33,7 @@ int main(int argc, char** argv) {
         die("usage: profile_gpt2cu [MODEL [B [T [STEPS]]]], 1 to 65536 each, with T at most %d", c.maxT);
     }
     Options options = {};
-    options.master = options.residual_in_gemm = options.tf32 = true;
+    options.master = options.tf32 = true;
     options.seed = 1337;
     const DeviceInfo device = device_init();
     gpt2_check_memory(c, options, B, T, device);

@@ -293,8 +293,8 @@ static Acts act_views(char* base, const ActSpec* specs, int l) {
 
 // == 6 ops ==
 // Each op of ops.h: its maths, its kernels and, last, its launcher by the op's name. A launcher checks
-// what it needs, allocates nothing and waits for nothing. Most kernels exist twice: with kVector for rows of
-// whole vectors, which all sizes d12 to d48 have, and without it for any other C, V or OC.
+// what it needs, allocates nothing and waits for nothing. Rows are walked in vectors of kWidth elements: C is
+// a multiple of 8 (config_error), and so are OC and Vp; a head's size may be another.
 #define X(op, Args, ...) static void op(const Args<floatX, float>& a, Stream stream);
 GPT2_OPS(X)
 #undef X
@@ -328,13 +328,20 @@ template <class Kernel> static void allow_shared_memory(Kernel kernel, size_t by
     cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
 }
 
+// Rows of n elements, the arguments' own width, must be whole vectors.
+template <class Args> static void check_width(const Args& a, size_t n) {
+    if (n % kWidth == 0) { return; }
+    die("%s: rows of %zu elements; their number must be a multiple of %d", op_name(a), n, kWidth);
+}
+
 // The most bytes of shared memory that a block may ask for: 227 KiB on Hopper, 163 on an A100, 99 on most
 // others. Tests lower the cap.
 static size_t shared_memory_cap = SIZE_MAX;
 static size_t shared_memory_limit() {
     static const int limit = [] {
-        int bytes = 0;
-        cudaCheck(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
+        int device = 0, bytes = 0;
+        cudaCheck(cudaGetDevice(&device));
+        cudaCheck(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
         return bytes;
     }();
     return std::min((size_t)limit, shared_memory_cap);
@@ -381,7 +388,6 @@ static CUtensorMap tensor_map(CUtensorMapDataType type, const void* tensor, cons
 constexpr int kEncoderThreads = 128;            // of the backward: wider rows are shared among blocks
 
 // Each threadIdx.y of a block takes one row of out.
-template <bool kVector>
 __global__ void encoder_forward_kernel(floatX* out, const int* tokens, const floatX* wte, const floatX* wpe,
                                        int N, int T, int C) {
     const int bt = blockIdx.x * blockDim.y + threadIdx.y;
@@ -390,16 +396,16 @@ __global__ void encoder_forward_kernel(floatX* out, const int* tokens, const flo
     const floatX* wte_ix = wte + (size_t)tokens[bt] * C;
     const floatX* wpe_t = wpe + (size_t)(bt % T) * C;
     for (int c = threadIdx.x * kWidth; c < C; c += blockDim.x * kWidth) {
-        Floats a = load_floats<kVector>(wte_ix, c, C), b = load_floats<kVector>(wpe_t, c, C);
+        Floats a = load_floats<true>(wte_ix, c, C), b = load_floats<true>(wpe_t, c, C);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { a.at[k] += b.at[k]; }
-        store<kVector>(out_bt, c, C, to_pack<floatX>(a));
+        store<true>(out_bt, c, C, to_pack<floatX>(a));
     }
 }
 
 // Sum of `count` rows of a matrix with C columns, one after the other, for the columns [c, c + kWidth);
 // row_of(i) says which row comes i-th. Eight rows are asked for before the first is added.
-template <bool kVector, class T, class RowOf>
+template <class T, class RowOf>
 __device__ __forceinline__ Floats sum_rows(const T* rows, int count, int c, int C, RowOf row_of) {
     constexpr int kUnroll = 8;
     Floats sum = {};
@@ -409,7 +415,7 @@ __device__ __forceinline__ Floats sum_rows(const T* rows, int count, int c, int 
         for (int u = 0; u < kUnroll; u++) {
             const bool live = first + u < count;
             const T* row = rows + (live ? (size_t)row_of(first + u) * C : 0);
-            x[u] = load<kVector>(row, live ? c : C, C);
+            x[u] = load<true>(row, live ? c : C, C);
         }
 #pragma unroll
         for (int u = 0; u < kUnroll; u++) {
@@ -422,39 +428,36 @@ __device__ __forceinline__ Floats sum_rows(const T* rows, int count, int c, int 
 
 // A block owns one segment (blockIdx.x) and some columns (blockIdx.y), here and in the two kernels below: the
 // sum of its positions goes to dwte, or to a slot.
-template <bool kVector>
 __global__ void encoder_backward_wte_kernel(Grad dwte, float* partial /*(slots,C)*/, const floatX* dout,
                                             const int* order, const int4* segments, int C) {
     const int4 segment = segments[blockIdx.x];          // {token, start, length, slot or -1}
     const int c = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
     if (c >= C) { return; }
     const int* positions = order + segment.y;
-    Floats sum = sum_rows<kVector>(dout, segment.z, c, C, [&](int i) { return positions[i]; });
+    Floats sum = sum_rows(dout, segment.z, c, C, [&](int i) { return positions[i]; });
     if (segment.w < 0) {
-        grad_store<kVector>(dwte, (size_t)segment.x * C + c, (size_t)(segment.x + 1) * C, sum);
+        grad_store<true>(dwte, (size_t)segment.x * C + c, (size_t)(segment.x + 1) * C, sum);
     } else {
-        store<kVector>(partial + (size_t)segment.w * C, c, C, to_pack<float>(sum));
+        store<true>(partial + (size_t)segment.w * C, c, C, to_pack<float>(sum));
     }
 }
 
 // A block owns one token that was split: the sum of its slots is added to its row of dwte.
-template <bool kVector>
 __global__ void encoder_backward_split_kernel(Grad dwte, const float* partial, const int4* splits, int C) {
     const int4 split = splits[blockIdx.x];              // {token, first slot, slots, 0}
     const int c = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
     if (c >= C) { return; }
-    Floats sum = sum_rows<kVector>(partial, split.z, c, C, [&](int i) { return split.y + i; });
-    grad_store<kVector>(dwte, (size_t)split.x * C + c, (size_t)(split.x + 1) * C, sum);
+    Floats sum = sum_rows(partial, split.z, c, C, [&](int i) { return split.y + i; });
+    grad_store<true>(dwte, (size_t)split.x * C + c, (size_t)(split.x + 1) * C, sum);
 }
 
 // A block owns one position t.
-template <bool kVector>
 __global__ void encoder_backward_wpe_kernel(Grad dwpe, const floatX* dout, int B, int T, int C) {
     const int t = blockIdx.x, c = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
     if (c >= C) { return; }
     Floats sum = {};                                    // rows t >= T: no token stood there
-    if (t < T) { sum = sum_rows<kVector>(dout, B, c, C, [&](int b) { return (size_t)b * T + t; }); }
-    grad_store<kVector>(dwpe, (size_t)t * C + c, (size_t)(t + 1) * C, sum);
+    if (t < T) { sum = sum_rows(dout, B, c, C, [&](int b) { return (size_t)b * T + t; }); }
+    grad_store<true>(dwpe, (size_t)t * C + c, (size_t)(t + 1) * C, sum);
 }
 
 static void encoder_forward(const EncoderForward<floatX, float>& a, Stream stream) {
@@ -463,10 +466,9 @@ static void encoder_forward(const EncoderForward<floatX, float>& a, Stream strea
     const int N = B * T;
     const int x = std::min(round_up(ceil_div(C, kWidth), kWarp), 256);
     const dim3 block(x, 256 / x);               // as many rows as make some 256 threads: C=768, 96 x 2
-    with_vector(C, [&](auto vector) {
-        encoder_forward_kernel<vector.value>
-            <<<ceil_div(N, (int)block.y), block, 0, stream>>>(a.out, a.tokens, a.wte, a.wpe, N, T, C);
-    });
+    check_width(a, C);
+    encoder_forward_kernel<<<ceil_div(N, (int)block.y), block, 0, stream>>>(a.out, a.tokens, a.wte, a.wpe, N,
+                                                                            T, C);
     cudaCheck(cudaGetLastError());
 }
 
@@ -483,49 +485,38 @@ static void encoder_backward(const EncoderBackward<floatX, float>& a, Stream str
     if (a.dwte.acc != Accumulate::Yes) {
         die("encoder_backward only adds to dwte: the LM head has stored its part before");
     }
+    check_width(a, C);
     const int threads = std::min(round_up(ceil_div(C, kWidth), kWarp), kEncoderThreads);
     const int slabs = ceil_div(C, threads * kWidth);    // blocks side by side along a row
-    with_vector(C, [&](auto vector) {
-        constexpr bool kVector = vector.value;
-        encoder_backward_wte_kernel<kVector><<<dim3(a.buckets.num_segments, slabs), threads, 0, stream>>>(
-            a.dwte, a.scratch, a.dout, a.buckets.order, a.buckets.segments, C);
+    encoder_backward_wte_kernel<<<dim3(a.buckets.num_segments, slabs), threads, 0, stream>>>(
+        a.dwte, a.scratch, a.dout, a.buckets.order, a.buckets.segments, C);
+    cudaCheck(cudaGetLastError());
+    if (a.buckets.num_splits > 0) {
+        encoder_backward_split_kernel<<<dim3(a.buckets.num_splits, slabs), threads, 0, stream>>>(
+            a.dwte, a.scratch, a.buckets.splits, C);
         cudaCheck(cudaGetLastError());
-        if (a.buckets.num_splits > 0) {
-            encoder_backward_split_kernel<kVector><<<dim3(a.buckets.num_splits, slabs), threads, 0, stream>>>(
-                a.dwte, a.scratch, a.buckets.splits, C);
-            cudaCheck(cudaGetLastError());
-        }
-        const int rows = a.dwpe.acc == Accumulate::Yes ? T : maxT;
-        encoder_backward_wpe_kernel<kVector>
-            <<<dim3(rows, slabs), threads, 0, stream>>>(a.dwpe, a.dout, B, T, C);
-        cudaCheck(cudaGetLastError());
-    });
+    }
+    const int rows = a.dwpe.acc == Accumulate::Yes ? T : maxT;
+    encoder_backward_wpe_kernel<<<dim3(rows, slabs), threads, 0, stream>>>(a.dwpe, a.dout, B, T, C);
+    cudaCheck(cudaGetLastError());
 }
 
 // == 6.2 norms of the residual stream ==
-// Row by row of (N,C), with the means over the row's C elements:
-// Forward:  x = inp + branch[0]*f0 + branch[1]*f1, rounded and stored as `residual`; f is 0 or 1/(1-p), where
-//           a branch has dropout; without branches x = inp
+// For each row of (N,C), with means over its C elements:
+// Forward:  x = inp + branch[0]*f0 + branch[1]*f1, rounded and stored as `residual`; f is 0 or 1/(1-p) where
+//           a branch has dropout, else 1. Without branches x = inp.
 //           mean = mean(x)   rstd = 1/sqrt(mean((x - mean)^2) + eps)     RMSNorm: mean = 0
 //           y[i] = (x - mean)*rstd*weight[i] + bias[i]
 // Backward: xhat = (x - mean)*rstd     g = the sum over i of dout[i]*weight[i]
 //           dresidual (+)= rstd*(g - mean(g) - xhat*mean(g*xhat))        RMSNorm: without mean(g)
 //           dweight[i] (+)= column sums of dout[i]*xhat     dbias[i] (+)= column sums of dout[i]
-//           branch[i].dout = dresidual*f, and branch[i].dbias (+)= its column sums, as stored, free of charge
-//           while the tensor passes by
+//           branch[i].dout = dresidual*f     branch[i].dbias (+)= its column sums, as stored
 // Column sums take two stages: each block sums its rows into a row of partials (blocks,sums,C) in scratch,
-// then column_sums_kernel adds those up in order. GPT-2's own norm, one LayerNorm without dropout, has
-// kernels in which everything else is switched off when they are compiled. What a mask leaves of a row is
-// computed where it is needed, from the counters: no memory holds masks.
-// Residual, here, is the type of what stands in the residual stream: inp, residual and dresidual are floatX,
-// or fp32 beside 16-bit branches. Each form of a kernel exists for one of them.
-constexpr int kNormBlocks = 396;                // most blocks of the backward: 3 an SM of an H200
-static int norm_blocks = kNormBlocks;           // tests lower it: few rows then take many rounds
-constexpr int kNormWarps = 8;                   // of a block of the forward; each takes a row or two
-// The most vectors of its row that a lane of the forward holds: 16-bit rows up to 2048 stay in registers.
-constexpr int kNormVectors = 8;
-constexpr int kNormRowThreads = 512;            // most threads of a block that takes one row or two
-
+// then column_sums_kernel adds those up in order. Dropout masks are recomputed from the Philox counters and
+// never stored. A thread moves a vector of kWidth columns at a time, so C is a multiple of kWidth.
+// Each direction has a kernel that keeps rows in registers, for the widths that people train, and a plain one
+// for longer rows. Only what changes registers is a template argument; dropout, RMSNorm and a second norm are
+// read from the arguments.
 typedef NormForward<floatX, float> NormForwardX;
 typedef NormBackward<floatX, float> NormBackwardX;
 
@@ -536,210 +527,158 @@ __device__ __forceinline__ void apply_dropout(Floats& values, const Dropout& d, 
     for (int k = 0; k < kWidth; k++) { values.at[k] *= dropout_factor(d, block, c % 8 + k); }
 }
 
-// Which members of the family a kernel serves. kGpt2: LayerNorm, one, after something; else what is 0 or null
-// in the arguments says. kBranches, at most 2, of which any has dropout (kDrops) or none.
-template <int kBranches_, bool kDrops_, bool kGpt2_, class Residual_ = floatX> struct NormForm {
-    static constexpr int kBranches = kBranches_;
-    static constexpr bool kDrops = kDrops_, kGpt2 = kGpt2_;
-    typedef Residual_ Residual;
-};
-
-// The row in registers: two passes over it (mean, then variance) cost no memory traffic. A warp takes a row,
-// or (kBlock) a block. Either takes two where registers allow it, because the norms' parameters, 8 bytes an
-// element, keep the L1 busier than the rows do: of long rows, and of two norms with nothing added. What
-// GPT-2's norm needs are parameters of their own: addresses from pointers in a struct take more instructions
-// (3 % of all at C=768).
-template <int kVectors, bool kBlock, class Form>
-constexpr int kNormRows = (Form::kBranches > 0 ? kBlock && kVectors == 1
-                           : kBlock            ? sizeof(typename Form::Residual) == sizeof(floatX)
-                                               : !Form::kGpt2)
-                              ? 2 : 1;
-template <int kVectors, bool kBlock, class Form>
-__global__ void __launch_bounds__(kBlock ? kNormRowThreads : kNormWarps * kWarp,
-                                  kBlock || kNormRows<kVectors, kBlock, Form> == 2 ? 2 : 1)
-    norm_forward_kernel(typename Form::Residual* residual, floatX* out, float* mean, float* rstd,
-                        const typename Form::Residual* inp, const floatX* branch, const float* weight,
-                        const float* bias, int N, int C, NormForwardX more) {
-    typedef typename Form::Residual Residual;
-    constexpr int kRows = kNormRows<kVectors, kBlock, Form>;
-    __shared__ float shared[2][kRows * kWarp];
-    const int first = (kBlock ? blockIdx.x : blockIdx.x * kNormWarps + threadIdx.x / kWarp) * kRows;
-    const int lane = kBlock ? threadIdx.x : threadIdx.x % kWarp;
-    auto column = [=](int j) {
-        if constexpr (kBlock) { return (int)(j * blockDim.x + lane) * kWidth; }
-        else { return (j * kWarp + lane) * kWidth; }
-    };
-    if (first >= N) { return; }
-    const bool rms = !Form::kGpt2 && more.kind == NormKind::Rms, starts = !Form::kGpt2 && !inp;
+// The forward for rows of floatX that a warp holds in registers, kVectors a lane: mean and variance take two
+// passes without memory traffic. A lane's vector j is columns [c, c + kWidth) with c = (32 j + lane)*kWidth.
+// kGpt2: a single LayerNorm. Where RMSNorm and a second norm are possible, ptxas keeps the row as floats: 128
+// registers for 59 at C=1600, so half the warps.
+constexpr int kNormWarps = 8;                   // of a block, each with a row of its own
+template <int kVectors, int kBranches, bool kGpt2>
+__global__ void __launch_bounds__(kNormWarps * kWarp) norm_forward_kernel(NormForwardX a) {
+    const int row = blockIdx.x * kNormWarps + threadIdx.x / kWarp, lane = threadIdx.x % kWarp, C = a.C;
+    if (row >= a.N) { return; }
+    const size_t at = (size_t)row * C;
+    const bool rms = !kGpt2 && a.kind == NormKind::Rms, starts = kBranches > 0 && !a.inp;
     const float inverse_C = 1.0f / C;
-    // of row r: where it begins, and where it ends, at once if it is beyond the last
-    auto at = [=](int r) { return (size_t)(first + r) * C; };
-    auto end = [=](int r) { return kRows == 1 || first + r < N ? C : 0; };
-    auto row_sums = [&](float (&x)[kRows], float* shared) {
-        if constexpr (kBlock) {
-            block_sums(x, shared);
-        } else {
-#pragma unroll
-            for (float& sum : x) { sum = warp_sum(sum); }
-        }
-    };
 
-    // All loads are on their way before the first is needed.
-    Pack<Residual> pack[kRows][kVectors];
-    x128 pack2[kRows][kVectors], pack3[kRows][kVectors];
+    // Load: all loads are on their way before the first is needed. Beyond C there are zeros.
+    x128 x[kVectors], branch[2][kVectors];
 #pragma unroll
-    for (int r = 0; r < kRows; r++) {
+    for (int j = 0; j < kVectors; j++) {
+        const int c = (j * kWarp + lane) * kWidth;
+        x[j] = load<true>((starts ? a.branch[0] : a.inp) + at, c, starts ? 0 : C);
 #pragma unroll
-        for (int j = 0; j < kVectors; j++) {
-            const int c = column(j);
-            if constexpr (Form::kGpt2) {
-                pack[r][j] = load<true>(inp + at(r), c, end(r));
-            } else {
-                pack[r][j] = load<true>((starts ? (const Residual*)branch : inp) + at(r), c,
-                                        starts ? 0 : end(r));
-            }
-            if (Form::kBranches >= 1) { pack2[r][j] = load<true>(branch + at(r), c, end(r)); }
-            if (Form::kBranches >= 2) { pack3[r][j] = load<true>(more.branch[1] + at(r), c, end(r)); }
-        }
+        for (int i = 0; i < kBranches; i++) { branch[i][j] = load<true>(a.branch[i] + at, c, C); }
     }
 
-    // The residual stream, rounded, and its mean. Beyond C there are zeros, which add nothing. It stays in
-    // registers as words: see as_pack.
-    constexpr int kWords = sizeof(Pack<Residual>) / sizeof(uint4);
-    uint4 words[kRows][kVectors][kWords];
-    auto values = [](const uint4 (&words)[kWords]) {
-        return to_floats(as_pack<Residual>(words[0], words[kWords - 1]));
-    };
-    float m[kRows] = {}, s[kRows] = {};
+    // Add the branches, round and store; sum what was stored. It stays in registers as words: see as_pack.
+    uint4 words[kVectors];
+    float sum = 0.0f, squares = 0.0f;
 #pragma unroll
-    for (int r = 0; r < kRows; r++) {
+    for (int j = 0; j < kVectors; j++) {
+        if constexpr (kBranches > 0) {
+            const int c = (j * kWarp + lane) * kWidth;
+            Floats total = to_floats(x[j]);
 #pragma unroll
-        for (int j = 0; j < kVectors; j++) {
-            const int c = column(j);
-            if (Form::kBranches >= 1) {
-                Floats total = to_floats(pack[r][j]), added = to_floats(pack2[r][j]);
-                if (Form::kDrops && more.dropout[0].dropped > 0) {
-                    apply_dropout(added, more.dropout[0], first + r, c);
-                }
+            for (int i = 0; i < kBranches; i++) {
+                Floats added = to_floats(branch[i][j]);
+                if (a.dropout[i].dropped > 0) { apply_dropout(added, a.dropout[i], row, c); }
 #pragma unroll
                 for (int k = 0; k < kWidth; k++) { total.at[k] += added.at[k]; }
-                if (Form::kBranches >= 2) {
-                    added = to_floats(pack3[r][j]);
-                    if (Form::kDrops && more.dropout[1].dropped > 0) {
-                        apply_dropout(added, more.dropout[1], first + r, c);
-                    }
-#pragma unroll
-                    for (int k = 0; k < kWidth; k++) { total.at[k] += added.at[k]; }
-                }
-                pack[r][j] = to_pack<Residual>(total);
-                store<true>(residual + at(r), c, end(r), pack[r][j]);
             }
-            memcpy(words[r][j], &pack[r][j], sizeof(pack[r][j]));
-            const Floats x = values(words[r][j]);
-#pragma unroll
-            for (int k = 0; k < kWidth; k++) { m[r] += x.at[k]; }
+            x[j] = to_pack<floatX>(total);
+            store<true>(a.residual + at, c, C, x[j]);
         }
-    }
-    row_sums(m, shared[0]);
-
-    // The variance around that mean, here without what lies beyond C.
+        memcpy(&words[j], &x[j], sizeof(words[j]));
+        const Floats values = to_floats(as_pack(words[j]));
 #pragma unroll
-    for (int r = 0; r < kRows; r++) {
-        m[r] = rms ? 0.0f : divide(m[r], C, inverse_C);
+        for (int k = 0; k < kWidth; k++) { sum += values.at[k]; }
+    }
+    const float mean = rms ? 0.0f : divide(warp_sum(sum), C, inverse_C);
+
+
+    // The variance around that mean, without what lies beyond C.
+#pragma unroll
+    for (int j = 0; j < kVectors; j++) {
+        if ((j * kWarp + lane) * kWidth >= C) { continue; }
+        const Floats values = to_floats(as_pack(words[j]));
+#pragma unroll
+        for (int k = 0; k < kWidth; k++) { squares += (values.at[k] - mean) * (values.at[k] - mean); }
+    }
+    const float rstd = 1.0f / sqrtf(divide(warp_sum(squares), C, inverse_C) + (float)kNormEps);
+
+
+    // Normalise, once or twice.
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        if (i == 1 && (kGpt2 || !a.y[1].out)) { break; }
 #pragma unroll
         for (int j = 0; j < kVectors; j++) {
-            if (column(j) >= C) { continue; }
-            const Floats x = values(words[r][j]);
+            const int c = (j * kWarp + lane) * kWidth;
+            const Floats w = load_floats<true>(a.y[i].weight, c, C);
+            const Floats values = to_floats(as_pack(words[j]));
+            Floats y = load_floats<true>(a.y[i].bias, c, rms ? 0 : C);
 #pragma unroll
-            for (int k = 0; k < kWidth; k++) { s[r] += (x.at[k] - m[r]) * (x.at[k] - m[r]); }
-        }
-    }
-    row_sums(s, shared[1]);
-#pragma unroll
-    for (int r = 0; r < kRows; r++) { s[r] = 1.0f / sqrtf(divide(s[r], C, inverse_C) + (float)kNormEps); }
-
-#pragma unroll
-    for (int i = 0; i < (Form::kGpt2 ? 1 : 2); i++) {
-        if (i == 1) { out = more.y[1].out, weight = more.y[1].weight, bias = more.y[1].bias; }
-        if (i == 1 && !out) { break; }
-#pragma unroll
-        for (int j = 0; j < kVectors; j++) {
-            const int c = column(j);
-            Floats w = load_floats<true>(weight, c, C), b = {};
-            if (!rms) { b = load_floats<true>(bias, c, C); }
-#pragma unroll
-            for (int r = 0; r < kRows; r++) {
-                const Floats x = values(words[r][j]);
-                Floats y;
-#pragma unroll
-                for (int k = 0; k < kWidth; k++) {
-                    y.at[k] = fmaf((x.at[k] - m[r]) * s[r], w.at[k], b.at[k]);
-                }
-                store<true>(out + at(r), c, end(r), to_pack<floatX>(y));
+            for (int k = 0; k < kWidth; k++) {
+                y.at[k] = fmaf((values.at[k] - mean) * rstd, w.at[k], y.at[k]);
             }
+            store<true>(a.y[i].out + at, c, C, to_pack<floatX>(y));
         }
     }
-#pragma unroll
-    for (int r = 0; r < kRows; r++) {
-        if (lane == 0 && end(r) > 0) {
-            if (!rms) { mean[first + r] = m[r]; }
-            rstd[first + r] = s[r];
-        }
+    if (lane == 0) {
+        if (!rms) { a.mean[row] = mean; }
+        a.rstd[row] = rstd;
     }
 }
 
-// Any C and any member of the family: one block a row, in the same three passes (mean, variance, output),
-// each of which reads the row again, mostly from the L1.
-template <bool kVector, class Residual> __global__ void norm_forward_any_kernel(NormForwardX a) {
+// Elements [i, i + kWidth) of the stream, whose type is known at run time only.
+// store_stream returns them as rounded.
+__device__ __forceinline__ Floats load_stream(const floatX* x, bool fp32, size_t i) {
+    return fp32 ? load_floats<true>((const float*)x, i, i + 1) : load_floats<true>(x, i, i + 1);
+}
+__device__ __forceinline__ Floats store_stream(floatX* x, bool fp32, size_t i, const Floats& values) {
+    if (fp32) {
+        store<true>((float*)x, i, i + 1, to_pack<float>(values));
+        return values;
+    }
+    const x128 rounded = to_pack<floatX>(values);
+    store<true>(x, i, i + 1, rounded);
+    return to_floats(rounded);
+}
+
+// The forward for longer rows, and for a stream in fp32. A block takes a row, which waits in shared memory,
+// as rounded, for the second and the third pass. A thread reads there what it wrote itself.
+constexpr int kNormLongThreads = 512;
+__global__ void __launch_bounds__(kNormLongThreads, 2) norm_forward_long_kernel(NormForwardX a) {
+    extern __shared__ Pack<float> norm_row[];           // (C)
     __shared__ float shared[kWarp];
     const int C = a.C, row = blockIdx.x, first = threadIdx.x * kWidth, step = blockDim.x * kWidth;
     const size_t at = (size_t)row * C;
     const bool rms = a.kind == NormKind::Rms;
-    const Residual* x_row = (const Residual*)(a.residual ? a.residual : a.inp) + at;
-    float sum = 0.0f;
+
+    // The row and its mean.
+    float sum = 0.0f, squares = 0.0f;
     for (int c = first; c < C; c += step) {
         Floats x = {};
-        if (a.inp) { x = load_floats<kVector>((const Residual*)a.inp + at, c, C); }
+        if (a.inp) { x = load_stream(a.inp, a.residual_fp32, at + c); }
+#pragma unroll
         for (int i = 0; i < 2; i++) {
             if (!a.branch[i]) { continue; }
-            Floats branch = load_floats<kVector>(a.branch[i] + at, c, C);
-            if (a.dropout[i].dropped > 0) { apply_dropout(branch, a.dropout[i], row, c); }
+            Floats added = load_floats<true>(a.branch[i] + at, c, C);
+            if (a.dropout[i].dropped > 0) { apply_dropout(added, a.dropout[i], row, c); }
 #pragma unroll
-            for (int k = 0; k < kWidth; k++) { x.at[k] += branch.at[k]; }
+            for (int k = 0; k < kWidth; k++) { x.at[k] += added.at[k]; }
         }
-        if (a.residual) {
-            Pack<Residual> rounded = to_pack<Residual>(x);
-            // the same thread reads it again below
-            store<kVector>((Residual*)a.residual + at, c, C, rounded);
-            x = to_floats(rounded);
-        }
+        if (a.residual) { x = store_stream(a.residual, a.residual_fp32, at + c, x); }
+        norm_row[c / kWidth] = to_pack<float>(x);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { sum += x.at[k]; }
     }
-    const float m = rms ? 0.0f : block_sum(sum, shared) / C;
+    const float mean = rms ? 0.0f : block_sum(sum, shared) / C;
 
-    float squares = 0.0f;
+    // The variance around that mean.
     for (int c = first; c < C; c += step) {
-        Floats x = load_floats<kVector>(x_row, c, C);
+        const Floats x = to_floats(norm_row[c / kWidth]);
 #pragma unroll
-        for (int k = 0; k < kWidth; k++) { squares += c + k < C ? (x.at[k] - m) * (x.at[k] - m) : 0.0f; }
+        for (int k = 0; k < kWidth; k++) { squares += (x.at[k] - mean) * (x.at[k] - mean); }
     }
-    const float s = 1.0f / sqrtf(block_sum(squares, shared) / C + (float)kNormEps);
+    const float rstd = 1.0f / sqrtf(block_sum(squares, shared) / C + (float)kNormEps);
 
+    // Normalise, once or twice.
     for (int c = first; c < C; c += step) {
-        const Floats x = load_floats<kVector>(x_row, c, C);
-        for (const NormOutput<floatX, float>& y : a.y) {
-            if (!y.out) { continue; }
-            Floats w = load_floats<kVector>(y.weight, c, C), out = {};
-            if (!rms) { out = load_floats<kVector>(y.bias, c, C); }
+        const Floats x = to_floats(norm_row[c / kWidth]);
 #pragma unroll
-            for (int k = 0; k < kWidth; k++) { out.at[k] = fmaf((x.at[k] - m) * s, w.at[k], out.at[k]); }
-            store<kVector>(y.out + at, c, C, to_pack<floatX>(out));
+        for (int i = 0; i < 2; i++) {
+            if (!a.y[i].out) { continue; }
+            Floats w = load_floats<true>(a.y[i].weight, c, C), y = {};
+            if (!rms) { y = load_floats<true>(a.y[i].bias, c, C); }
+#pragma unroll
+            for (int k = 0; k < kWidth; k++) { y.at[k] = fmaf((x.at[k] - mean) * rstd, w.at[k], y.at[k]); }
+            store<true>(a.y[i].out + at, c, C, to_pack<floatX>(y));
         }
     }
     if (threadIdx.x == 0) {
-        if (!rms) { a.mean[row] = m; }
-        a.rstd[row] = s;
+        if (!rms) { a.mean[row] = mean; }
+        a.rstd[row] = rstd;
     }
 }
 
@@ -775,147 +714,94 @@ static void column_sums(const ColumnSums& sums, int tensors, const float* partia
     cudaCheck(cudaGetLastError());
 }
 
-// The backward for rows of whole vectors. A thread owns a vector of columns and walks down the rows, kRows at
-// a time. blockDim.x threads (whole warps) make a row, and blockDim.y groups of them work on different rows.
-// The column sums stay in registers, 24 of them for one norm at 16 bits, from the first row to the last. Only
-// the two sums along a row cross threads: those of kRows rows with one exchange and one barrier. A step is
-// the rows that all blocks take at once; i is this group's first row:
+// The backward for rows that a block holds, up to 4096 columns of 16 bits. A thread owns a vector of columns
+// and walks down the rows, kRows at a time. blockDim.x threads (whole warps) make a row, and blockDim.y
+// groups of them work on different rows. Column sums stay in registers from the first row to the last, 24 of
+// them for one norm at 16 bits. Only the two sums along a row cross threads: those of kRows rows with one
+// exchange and one barrier. A step is the rows that all blocks take at once; i is this group's first row:
 //
 //     copies       | rows i + 2 steps (cp.async, into this thread's slots) | rows i + 3 steps
 //     this thread  | rows i: sums -> exchange -> barrier -> dresidual      | rows i + 1 step: sums -> ...
 //
-// The slots in shared memory belong to one thread each, so waiting for its own copies is enough (those of a
-// stream in fp32 belong to a warp). With plain loads into registers the memory idles during the arithmetic:
-// 177 us instead of 104 for C=768, 124M.
+// A slot in shared memory belongs to one thread, so waiting for its own copies is enough. With plain loads
+// into registers the memory idles during the arithmetic: 177 us instead of 104 for C=768, 124M.
 //
-// A row of more than kNormMaxThreads vectors has a cluster of two blocks (sm_90), which take a half each and
-// exchange their sums from SM to SM.
+// kCount is 1 for one norm and one branch, and 2 for everything else: what is missing of two norms reads as
+// zeros, and sums of what is missing are not stored.
 constexpr int kNormMaxThreads = 512;            // with 128 registers each, all that an SM has
-
-// Which members of the family a kernel serves. kDouts, and kTied if both are one norm's; kMasked: branches
-// with dropout, whose gradients are stored, else dresidual is theirs. kGpt2: one LayerNorm without dropout.
-// Of a stream in fp32 a vector is kWide slots and words long, and kMasked are all branches.
-template <int kDouts_, bool kTied_, int kMasked_, class Residual_ = floatX, int kBlocks_ = 1,
-          bool kGpt2_ = false>
-struct NormBackwardForm {
-    typedef Residual_ Residual;
-    static constexpr int kWide = sizeof(Residual) / sizeof(floatX);
-    static constexpr int kDouts = kDouts_, kMasked = kMasked_, kBlocks = kBlocks_;
-    static constexpr bool kGpt2 = kGpt2_;
-    static constexpr int kNorms = kTied_ ? 1 : kDouts;
-    static constexpr int kBranchSums = kMasked > 1 ? 2 : 1, kSums = 2 * kNorms + kBranchSums;   // registers
-    // More rows have no registers, more stages no shared memory.
-    static constexpr int kRows = kWide == 1 && kDouts == 1 ? 2 : 1, kStages = 2;
-    static constexpr int kTensors = 2 * kWide + kDouts;
-    // A thread's slots: of the stages, and where words of fp32 change lanes before they are stored.
-    static constexpr int kStaged = kStages * kRows * kTensors, kOutgoing = kWide == 1 ? 0 : kWide;
-    static_assert(kWide == 1 || kMasked > 0, "a branch's gradient is floatX");
-    static_assert(kWide == 1 || kRows == 1, "a round uses the outgoing slots once");
+template <int kCount, class Residual> struct NormSlots {        // of a thread, 16 bytes each
+    static constexpr int kWide = sizeof(Residual) / sizeof(floatX);     // of a vector of the stream
+    static constexpr int kRows = kWide == 1 && kCount == 1 ? 2 : 1;     // more have no registers
+    static constexpr int kStages = 2;                                   // more have no shared memory
+    static constexpr int kTensors = 2 * kWide + kCount;                 // inp, douts, dresidual
+    static constexpr int kAll = kStages * kRows * kTensors;
+    // The sums of a row's warps, twice, for `groups` rows.
+    static constexpr int exchange_bytes(int warps) { return 2 * warps * 2 * kRows * (int)sizeof(float); }
+    static_assert(kAll * kNormMaxThreads * (int)sizeof(x128) + exchange_bytes(kNormMaxThreads / kWarp) <=
+                  99 * 1024, "what most GPUs' blocks may have of shared memory");
 };
 
-// How the two blocks of a cluster exchange sums: each sends its own into both blocks' shared memory, where an
-// mbarrier counts the bytes. The cluster's own barrier would wait for all stores of before, too: 129 us
-// instead of 102 at C=8192. full: a barrier for each turn.
-__device__ __forceinline__ void norm_exchange_init(uint64_t* full, int bytes) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    if (threadIdx.x == 0) {
-        for (int turn = 0; turn < 2; turn++) { mbarrier_init(&full[turn], 1); }
-        mbarrier_fence_init();
+// g of a vector of columns.
+template <int kCount>
+__device__ __forceinline__ Floats norm_gradient(const Floats (&dout)[kCount],
+                                                const Floats (&weight)[kCount]) {
+    Floats g;
+#pragma unroll
+    for (int k = 0; k < kWidth; k++) {
+        g.at[k] = dout[0].at[k] * weight[0].at[k];
+#pragma unroll
+        for (int i = 1; i < kCount; i++) { g.at[k] = fmaf(dout[i].at[k], weight[i].at[k], g.at[k]); }
     }
-    __syncwarp();                                       // without it racecheck sees two lanes here
-    if (threadIdx.x == 0) {
-        for (int turn = 0; turn < 2; turn++) { mbarrier_expect(&full[turn], bytes); }
-    }
-    cluster_sync();                                     // the other block is there to be written to
-#else
-    __trap();
-#endif
-}
-__device__ __forceinline__ void norm_exchange_send(float* at, uint64_t* full, float value) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    for (int rank = 0; rank < 2; rank++) { cluster_store_async(at, full, rank, value); }
-#endif
-}
-// full: of this turn. It is ready for its next one, then.
-__device__ __forceinline__ void norm_exchange_wait(uint64_t* full, int parity, int bytes) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    mbarrier_wait(full, parity);
-    if (threadIdx.x == 0) { mbarrier_expect(full, bytes); }
-#endif
+    return g;
 }
 
-// sums_out: rows of partials, of which the branches' are the last; without dropout both have the same.
-template <class Form>
+template <int kCount, class Residual>
 __global__ void __launch_bounds__(kNormMaxThreads)
-    norm_backward_kernel(NormBackwardX a, float* partial /*(gridDim.x/kBlocks,sums,C)*/, int sums_out) {
-    constexpr int kRows = Form::kRows, kStages = Form::kStages, kTensors = Form::kTensors, kSums = 2 * kRows;
-    constexpr int kBlocks = Form::kBlocks, kDouts = Form::kDouts, kNorms = Form::kNorms;
-    constexpr int kWide = Form::kWide, kDresidual = kTensors - kWide;   // kDresidual: its first slot
-    typedef typename Form::Residual Residual;
-    extern __shared__ x128 staged[];                    // (stage, row, tensor, thread)
+    norm_backward_kernel(NormBackwardX a,
+                         float* partial,                // (gridDim.x,2*norms+branches,C)
+                         int norms, int branches) {
+    typedef NormSlots<kCount, Residual> Slots;
+    constexpr int kWide = Slots::kWide, kRows = Slots::kRows, kTensors = Slots::kTensors;
+    constexpr int kDresidual = kTensors - kWide, kRowSums = 2 * kRows;
+    extern __shared__ x128 staged[];                    // (stage, row, tensor, thread), then the exchange
     const Residual* inp = (const Residual*)a.inp;
     Residual* dresidual = (Residual*)a.dresidual;
     const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
-    float* sums_shared = (float*)(staged + (Form::kStaged + Form::kOutgoing) * threads);
-    const int cluster = blockIdx.x / kBlocks, half = blockIdx.x % kBlocks;      // half: of the row, or 0
-    const int C = a.C, step = gridDim.x / kBlocks * blockDim.y * kRows;
     const int warps = blockDim.x / kWarp, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    const bool add = a.dresidual_acc == Accumulate::Yes, rms = !Form::kGpt2 && a.kind == NormKind::Rms;
+    const int C = a.C, c = threadIdx.x * kWidth, step = gridDim.x * blockDim.y * kRows;
+    const bool add = a.dresidual_acc == Accumulate::Yes, rms = a.kind == NormKind::Rms;
     const float inverse_C = 1.0f / C;
-    const int column = (int)(half * blockDim.x + threadIdx.x) * kWidth;
-    // of a stage that begins at `at`; tensor 0: inp; then the douts; the last: dresidual. kWide slots of inp
-    // and dresidual count as as many tensors.
-    auto slot = [&](x128* at, int r, int tensor) { return at + (r * kTensors + tensor) * threads; };
-    auto stage_at = [&](int s) { return staged + s * kRows * kTensors * threads + thread; };
-    // Of a stream in fp32 a lane's vector is words 2*lane and 2*lane + 1 of its warp's 64. If it copied and
-    // stored those itself, each instruction would touch half of each of 32 sectors. So instruction w moves
-    // words 32w to 32w + 31: this lane's begins at moved_column(w) and has slot `moved`. In shared memory the
-    // 64 lie side by side, but every second 8 with neighbours swapped: 8 lanes, which are served at a time,
-    // then find their own words in all the banks. own: where slot i of this thread is.
-    auto moved_column = [&](int w) {
-        return column + (w * kWarp + (lane ^ lane / 8 % 2) - kWide * lane) * (kWidth / kWide);
-    };
-    auto moved = [&](x128* at, int tensor, int w) {
-        return slot(at, 0, tensor) + (thread - lane) + w * kWarp;
-    };
-    auto own = [&](x128* at, int r, int i) {
-        if (kWide > 1 && (i < kWide || i >= kDresidual)) {
-            const int tensor = i < kWide ? 0 : kDresidual;
-            return slot(at, r, tensor) + thread + ((i - tensor) ^ lane / 4 % 2);
-        }
-        return slot(at, r, i);
-    };
-    Floats weight[kNorms], total[Form::kSums] = {};
+    float* sums_shared = (float*)(staged + Slots::kAll * threads);      // (2, group, warp, kRowSums)
+    Floats weight[kCount], total[3 * kCount] = {};      // total: of dweight, dbias; then of the branches
 #pragma unroll
-    for (int i = 0; i < kNorms; i++) { weight[i] = load_floats<true>(a.y[i].weight, column, C); }
+    for (int i = 0; i < kCount; i++) { weight[i] = load_floats<true>(a.y[i].weight, c, i < norms ? C : 0); }
 
-    // Starts the copies of kRows rows from `first` on into stage s. Rows beyond N and columns beyond C become
-    // zeros: they add nothing.
+    // Starts the copies of kRows rows from `first` on into stage s. Rows beyond N, columns beyond C and a
+    // norm that there is not become zeros: they add nothing.
     auto stage = [&](int first, int s) {
-        x128* at = stage_at(s);
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
-            const bool live = first + r < a.N && column < C;
-            const size_t offset = live ? (size_t)(first + r) * C + column : 0;
-            if (kWide == 1) { cp_async_16_or_zero(slot(at, r, 0), inp + offset, live); }
+            x128* slot = staged + (s * kRows + r) * kTensors * threads + thread;
+            const bool live = first + r < a.N && c < C;
+            const size_t at = live ? (size_t)(first + r) * C + c : 0;
 #pragma unroll
-            for (int i = 0; i < kDouts; i++) {
-                cp_async_16_or_zero(slot(at, r, kWide + i), a.y[i].dout + offset, live);
+            for (int w = 0; w < kWide; w++) {
+                cp_async_16_or_zero(slot + w * threads, (const x128*)(inp + at) + w, live);
             }
-            if (kWide == 1) { cp_async_16_or_zero(slot(at, r, kDresidual), dresidual + offset, live && add); }
 #pragma unroll
-            for (int w = 0; w < (kWide == 1 ? 0 : kWide); w++) {
-                const int c = moved_column(w);
-                const bool inside = first < a.N && c < C;
-                const size_t from = inside ? (size_t)first * C + c : 0;
-                cp_async_16_or_zero(moved(at, 0, w), inp + from, inside);
-                cp_async_16_or_zero(moved(at, kDresidual, w), dresidual + from, inside && add);
+            for (int i = 0; i < kCount; i++) {
+                cp_async_16_or_zero(slot + (kWide + i) * threads, a.y[i].dout + at, live && i < norms);
+            }
+#pragma unroll
+            for (int w = 0; w < kWide; w++) {
+                cp_async_16_or_zero(slot + (kDresidual + w) * threads, (const x128*)(dresidual + at) + w,
+                                    live && add);
             }
         }
         cp_async_commit();
     };
     // Mean and rstd of rows come one step ahead, in registers.
-    int first = (cluster * blockDim.y + threadIdx.y) * kRows;
+    int first = (blockIdx.x * blockDim.y + threadIdx.y) * kRows;
     float next_mean[kRows], next_rstd[kRows];
     auto load_statistics = [&](int row) {
 #pragma unroll
@@ -925,68 +811,43 @@ __global__ void __launch_bounds__(kNormMaxThreads)
         }
     };
 #pragma unroll
-    for (int s = 0; s < kStages; s++) { stage(first + s * step, s); }
+    for (int s = 0; s < Slots::kStages; s++) { stage(first + s * step, s); }
     load_statistics(first);
-    uint64_t* full = (uint64_t*)(sums_shared + 2 * blockDim.y * kBlocks * warps * kSums);
-    const int row_bytes = kBlocks * warps * kSums * (int)sizeof(float);
-    if (kBlocks > 1) { norm_exchange_init(full, row_bytes); }
 
-    // All groups of a block, and both blocks of a cluster, go as many rounds (`base` is the block's first
-    // row), or they would wait for each other. s: the stage whose turn it is; turn: the part of sums_shared
-    // whose turn it is, (2, group, warp of the row, kSums); parity: of its barrier's phase.
-    int s = 0, turn = 0, parity = 0;
-    for (int base = cluster * blockDim.y * kRows; base < a.N; base += step, first += step) {
-        // This round's rows into registers, as words: see as_pack. xhat = inp*rstd + shift; sums: of g and of
-        // g*xhat, row by row.
-        cp_async_wait<kStages - 1>();
-        // What the other lanes have copied is there, too; and all have read the sums of the round before, the
-        // last thing that orders them before this warp sends others to their place.
-        if (kWide > 1 || kBlocks > 1) { __syncwarp(); }
-        x128* at = stage_at(s);
+    // All groups of a block go as many rounds, or they would wait for each other: `base` is the block's first
+    // row. s: the stage whose turn it is; turn: the half of sums_shared whose turn it is.
+    int s = 0, turn = 0;
+    for (int base = blockIdx.x * blockDim.y * kRows; base < a.N; base += step, first += step) {
+        // This round's rows into registers, as words: see as_pack. xhat = inp*rstd + shift.
+        cp_async_wait<Slots::kStages - 1>();
         uint4 words[kRows][kTensors];
-        float rstd[kRows], shift[kRows], sums[kSums];
+        float rstd[kRows], shift[kRows], sums[kRowSums];
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
+            const x128* slot = staged + (s * kRows + r) * kTensors * threads + thread;
 #pragma unroll
-            for (int i = 0; i < kTensors; i++) { words[r][i] = *(const uint4*)own(at, r, i); }
+            for (int i = 0; i < kTensors; i++) { words[r][i] = *(const uint4*)(slot + i * threads); }
             rstd[r] = next_rstd[r];
             shift[r] = -next_mean[r] * next_rstd[r];
         }
         load_statistics(first + step);
-        // g of a row's elements; d: the douts, or the sum of a tied norm's
-        auto gradient = [&](int r, Floats (&d)[kNorms]) {
-            Floats g;
-            d[0] = to_floats(as_pack(words[r][kWide]));
-            if constexpr (kDouts == 2) {
-                const Floats other = to_floats(as_pack(words[r][kWide + 1]));
-#pragma unroll
-                for (int k = 0; k < kWidth; k++) {
-                    if constexpr (kNorms == 2) { d[1].at[k] = other.at[k]; }
-                    else { d[0].at[k] += other.at[k]; }
-                }
-            }
-#pragma unroll
-            for (int k = 0; k < kWidth; k++) {
-                g.at[k] = d[0].at[k] * weight[0].at[k];
-                if constexpr (kNorms == 2) { g.at[k] = fmaf(d[1].at[k], weight[1].at[k], g.at[k]); }
-            }
-            return g;
-        };
 
-        // First pass over the rows: their two sums, and the columns of the norms' biases and weights.
+        // First pass over the rows: their sums of g and of g*xhat, and the columns of dweight and dbias.
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
             sums[2 * r] = sums[2 * r + 1] = 0.0f;
             const Floats x = to_floats(as_pack<Residual>(words[r][0], words[r][kWide - 1]));
-            Floats d[kNorms];
-            const Floats g = gradient(r, d);
+            Floats d[kCount];
+#pragma unroll
+            for (int i = 0; i < kCount; i++) { d[i] = to_floats(as_pack(words[r][kWide + i])); }
+            const Floats g = norm_gradient(d, weight);
 #pragma unroll
             for (int k = 0; k < kWidth; k++) {
                 const float xhat = fmaf(x.at[k], rstd[r], shift[r]);
                 sums[2 * r] += g.at[k];
                 sums[2 * r + 1] = fmaf(g.at[k], xhat, sums[2 * r + 1]);
 #pragma unroll
-                for (int i = 0; i < kNorms; i++) {
+                for (int i = 0; i < kCount; i++) {
                     total[2 * i].at[k] = fmaf(d[i].at[k], xhat, total[2 * i].at[k]);
                     total[2 * i + 1].at[k] += d[i].at[k];
                 }
@@ -994,164 +855,119 @@ __global__ void __launch_bounds__(kNormMaxThreads)
         }
 
         // The warps of a row exchange their sums. One barrier a round is enough: the next round writes the
-        // other part, and the one after that comes only when all have read this one. A stage is free for a
+        // other half, and the one after that comes only when all have read this one. A stage is free for a
         // later round's copies once its rows are in registers.
-        float* exchange = sums_shared + (turn * blockDim.y + threadIdx.y) * kBlocks * warps * kSums;
-        constexpr int kLanesPerSum = kWarp / kSums;
+        float* exchange = sums_shared + (turn * blockDim.y + threadIdx.y) * warps * kRowSums;
+        constexpr int kLanesPerSum = kWarp / kRowSums;
         const float warp_total = warp_sums(sums);
-        if (lane % kLanesPerSum == 0) {
-            float* at_row = exchange + (half * warps + warp) * kSums + lane / kLanesPerSum;
-            if constexpr (kBlocks == 1) { *at_row = warp_total; }
-            else { norm_exchange_send(at_row, full + turn, warp_total); }
-        }
-        if (kBlocks == 1) { __syncthreads(); }
-        else if (kWide > 1) { __syncwarp(); }
-        stage(first + kStages * step, s);
-
-        // Second pass: the gradient of x, added to the residual stream's, those of branches that are not that
-        // one (behind a dropout, or rounded), and the columns of what is stored.
-        float row_sums[kSums] = {};
-        if constexpr (kBlocks == 1) {
-            for (int w = 0; w < warps; w++) {
+        if (lane % kLanesPerSum == 0) { exchange[warp * kRowSums + lane / kLanesPerSum] = warp_total; }
+        __syncthreads();
+        stage(first + Slots::kStages * step, s);
+        float row_sums[kRowSums] = {};
+        for (int w = 0; w < warps; w++) {
 #pragma unroll
-                for (int i = 0; i < kSums; i++) { row_sums[i] += exchange[w * kSums + i]; }
-            }
-        } else {                                            // of 32 warps: to load them all takes too long
-            norm_exchange_wait(full + turn, parity, row_bytes);
-#pragma unroll
-            for (int i = 0; i < kSums; i++) {
-                sums[i] = lane < kBlocks * warps ? exchange[lane * kSums + i] : 0.0f;
-            }
-            const float row_total = warp_sums(sums);
-#pragma unroll
-            for (int i = 0; i < kSums; i++) {
-                row_sums[i] = __shfl_sync(0xFFFFFFFFu, row_total, i * kLanesPerSum);
-            }
-            parity ^= turn;
+            for (int i = 0; i < kRowSums; i++) { row_sums[i] += exchange[w * kRowSums + i]; }
         }
         turn ^= 1;
+
+        // Second pass: the gradient of x, added to the residual stream's; that of a branch that has its own,
+        // behind a dropout or rounded; and the columns of what is stored.
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
             const float minus_g = rms ? 0.0f : divide(-rstd[r] * row_sums[2 * r], C, inverse_C),
                         minus_gx = divide(-rstd[r] * row_sums[2 * r + 1], C, inverse_C);
             const int end = first + r < a.N ? C : 0;
-            const size_t row = (size_t)(first + r) * C;
+            const size_t at = (size_t)(first + r) * C;
             const Floats x = to_floats(as_pack<Residual>(words[r][0], words[r][kWide - 1]));
-            Floats d[kNorms],
+            Floats d[kCount],
                 result = to_floats(as_pack<Residual>(words[r][kDresidual], words[r][kTensors - 1]));
-            const Floats g = gradient(r, d);
+#pragma unroll
+            for (int i = 0; i < kCount; i++) { d[i] = to_floats(as_pack(words[r][kWide + i])); }
+            const Floats g = norm_gradient(d, weight);
 #pragma unroll
             for (int k = 0; k < kWidth; k++) {
                 const float xhat = fmaf(x.at[k], rstd[r], shift[r]);
                 result.at[k] += fmaf(g.at[k], rstd[r], fmaf(xhat, minus_gx, minus_g));
             }
             const Pack<Residual> rounded = to_pack<Residual>(result);
-            if constexpr (kWide == 1) {
-                store<true>(dresidual + row, column, end, rounded);
-            } else {
-                x128* outgoing = staged + Form::kStaged * threads + thread;
+            store<true>(dresidual + at, c, end, rounded);
 #pragma unroll
-                for (int w = 0; w < kWide; w++) {
-                    memcpy(own(outgoing, r, w), (const x128*)&rounded + w, sizeof(x128));
-                }
-                __syncwarp();
-#pragma unroll
-                for (int w = 0; w < kWide; w++) {
-                    const int c = moved_column(w);
-                    if (c < end) { *(x128*)(dresidual + row + c) = *moved(outgoing, 0, w); }
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < Form::kBranchSums; i++) {
-                x128 branch;
-                if constexpr (Form::kMasked > 0) {
+            for (int i = 0; i < kCount; i++) {
+                Floats stored = to_floats(rounded);
+                if (a.branch[i].dout) {
                     Floats masked = result;
-                    if (kWide == 1 || a.branch[i].dropout.dropped > 0) {
-                        apply_dropout(masked, a.branch[i].dropout, first + r, column);
+                    if (a.branch[i].dropout.dropped > 0) {
+                        apply_dropout(masked, a.branch[i].dropout, first + r, c);
                     }
-                    branch = to_pack<floatX>(masked);
-                    store<true>(a.branch[i].dout + row, column, end, branch);
-                } else {
-                    branch = rounded;
+                    const x128 branch = to_pack<floatX>(masked);
+                    store<true>(a.branch[i].dout + at, c, end, branch);
+                    stored = to_floats(branch);
                 }
-                const Floats stored = to_floats(branch);
 #pragma unroll
-                for (int k = 0; k < kWidth; k++) { total[2 * kNorms + i].at[k] += stored.at[k]; }
+                for (int k = 0; k < kWidth; k++) { total[2 * kCount + i].at[k] += stored.at[k]; }
             }
         }
-        s = s + 1 == kStages ? 0 : s + 1;
+        s = s + 1 == Slots::kStages ? 0 : s + 1;
     }
     cp_async_wait<0>();
 
     // The groups' column sums meet in group 0, one after the other, which stores the block's row of partials.
-    float* group_sums = (float*)staged;                 // (kSums, columns of the block)
-    const int row = blockDim.x * kWidth, in_row = threadIdx.x * kWidth;
+    // Where there are several groups, the slots have room for one's.
+    static_assert(2 * Slots::kAll * sizeof(x128) >= 3 * kCount * sizeof(Pack<float>), "of two groups");
+    float* group_sums = (float*)staged;                 // (3*kCount, columns of the block)
+    const int columns = blockDim.x * kWidth;
     for (int group = 1; group < (int)blockDim.y; group++) {
         __syncthreads();
 #pragma unroll
-        for (int i = 0; i < Form::kSums; i++) {
+        for (int i = 0; i < 3 * kCount; i++) {
             if ((int)threadIdx.y == group) {
-                store<true>(group_sums + i * row, in_row, row, to_pack<float>(total[i]));
+                store<true>(group_sums + i * columns, c, columns, to_pack<float>(total[i]));
             }
         }
         __syncthreads();
 #pragma unroll
-        for (int i = 0; i < Form::kSums; i++) {
+        for (int i = 0; i < 3 * kCount; i++) {
             if (threadIdx.y > 0) { continue; }
-            const Floats other = load_floats<true>(group_sums + i * row, in_row, row);
+            const Floats other = load_floats<true>(group_sums + i * columns, c, columns);
 #pragma unroll
             for (int k = 0; k < kWidth; k++) { total[i].at[k] += other.at[k]; }
         }
     }
     if (threadIdx.y > 0) { return; }
-    partial += (size_t)cluster * sums_out * C;
+    partial += (size_t)blockIdx.x * (2 * norms + branches) * C;
 #pragma unroll
-    for (int i = 0; i < Form::kSums; i++) {
-        store<true>(partial + (size_t)i * C, column, C, to_pack<float>(total[i]));
+    for (int i = 0; i < 2 * kCount; i++) {
+        if (i < 2 * norms) { store<true>(partial + (size_t)i * C, c, C, to_pack<float>(total[i])); }
     }
-    if (!Form::kGpt2 && Form::kSums < sums_out) {       // two branches, one gradient
-        store<true>(partial + (size_t)Form::kSums * C, column, C, to_pack<float>(total[Form::kSums - 1]));
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+        if (i == branches) { break; }
+        store<true>(partial + (size_t)(2 * norms + i) * C, c, C, to_pack<float>(total[2 * kCount + i]));
     }
 }
 
-// The backward for all other rows: not of whole vectors, too long for a thread's registers, or of a mixture
-// that no form above serves. One block a row makes dresidual and the branches' gradients, then a second
-// kernel passes over everything again for the column sums.
-template <bool kVector>
-__device__ __forceinline__ Floats norm_dout(const NormBackwardX& a, int i, size_t at, int c) {
-    Floats d = load_floats<kVector>(a.y[i].dout + at, c, a.C);
-    if (i == 0 && a.y[1].dout && !a.y[1].weight) {      // tied
-        const Floats other = load_floats<kVector>(a.y[1].dout + at, c, a.C);
-#pragma unroll
-        for (int k = 0; k < kWidth; k++) { d.at[k] += other.at[k]; }
-    }
-    return d;
-}
-template <bool kVector>
-__device__ __forceinline__ Floats norm_gradient(const NormBackwardX& a, size_t at, int c) {
-    Floats g = {};
-    for (int i = 0; i < 2; i++) {
-        if (!a.y[i].weight) { continue; }
-        const Floats d = norm_dout<kVector>(a, i, at, c), w = load_floats<kVector>(a.y[i].weight, c, a.C);
-#pragma unroll
-        for (int k = 0; k < kWidth; k++) { g.at[k] = fmaf(d.at[k], w.at[k], g.at[k]); }
-    }
-    return g;
-}
-
-template <bool kVector, class Residual> __global__ void norm_backward_long_kernel(NormBackwardX a) {
+// The backward for longer rows, in two passes over everything. First a block takes a row, and each thread its
+// part of the columns: dresidual and the branches' gradients.
+__global__ void __launch_bounds__(kNormLongThreads) norm_backward_long_kernel(NormBackwardX a, int norms) {
     __shared__ float shared[kWarp];
-    const Residual* inp = (const Residual*)a.inp;
-    Residual* dresidual = (Residual*)a.dresidual;
-    const int row = blockIdx.x, C = a.C, first = threadIdx.x * kWidth, step = blockDim.x * kWidth;
+    const int C = a.C, row = blockIdx.x, first = threadIdx.x * kWidth, step = blockDim.x * kWidth;
     const size_t at = (size_t)row * C;
-    const bool rms = a.kind == NormKind::Rms;
+    const bool rms = a.kind == NormKind::Rms, add = a.dresidual_acc == Accumulate::Yes;
     const float mean = rms ? 0.0f : a.mean[row], rstd = a.rstd[row];
+    auto gradient = [&](int c) {
+        Floats dout[2], weight[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            dout[i] = load_floats<true>(a.y[i].dout + at, c, i < norms ? C : 0);
+            weight[i] = load_floats<true>(a.y[i].weight, c, i < norms ? C : 0);
+        }
+        return norm_gradient(dout, weight);
+    };
 
     // The row's two sums: of g and of g*xhat.
     float sum_g = 0.0f, sum_gx = 0.0f;
     for (int c = first; c < C; c += step) {
-        const Floats x = load_floats<kVector>(inp + at, c, C), g = norm_gradient<kVector>(a, at, c);
+        const Floats x = load_stream(a.inp, a.residual_fp32, at + c), g = gradient(c);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) {
             sum_g += g.at[k];
@@ -1160,239 +976,163 @@ template <bool kVector, class Residual> __global__ void norm_backward_long_kerne
     }
     const float mean_g = rms ? 0.0f : block_sum(sum_g, shared) / C, mean_gx = block_sum(sum_gx, shared) / C;
 
-    // The gradient of x, added to the residual stream's, and those of branches that are not that one.
+    // The gradient of x, added to the residual stream's, and those of branches that have one of their own.
     for (int c = first; c < C; c += step) {
-        const Floats x = load_floats<kVector>(inp + at, c, C), g = norm_gradient<kVector>(a, at, c);
-        Floats old = load_floats<kVector>(dresidual + at, c, a.dresidual_acc == Accumulate::Yes ? C : 0);
+        const Floats x = load_stream(a.inp, a.residual_fp32, at + c), g = gradient(c);
+        Floats result = {};
+        if (add) { result = load_stream(a.dresidual, a.residual_fp32, at + c); }
 #pragma unroll
         for (int k = 0; k < kWidth; k++) {
-            float xhat = (x.at[k] - mean) * rstd;
-            old.at[k] = fmaf(rstd, g.at[k] - mean_g - xhat * mean_gx, old.at[k]);
+            const float xhat = (x.at[k] - mean) * rstd;
+            result.at[k] = fmaf(rstd, g.at[k] - mean_g - xhat * mean_gx, result.at[k]);
         }
-        store<kVector>(dresidual + at, c, C, to_pack<Residual>(old));
+        store_stream(a.dresidual, a.residual_fp32, at + c, result);
+#pragma unroll
         for (int i = 0; i < 2; i++) {
             if (!a.branch[i].dout) { continue; }
-            Floats masked = old;
+            Floats masked = result;
             if (a.branch[i].dropout.dropped > 0) { apply_dropout(masked, a.branch[i].dropout, row, c); }
-            store<kVector>(a.branch[i].dout + at, c, C, to_pack<floatX>(masked));
+            store<true>(a.branch[i].dout + at, c, C, to_pack<floatX>(masked));
         }
     }
 }
 
-// A block owns some columns (blockIdx.x) and every gridDim.y-th row. norms: that have weights.
-template <bool kVector, class Residual>
-__global__ void norm_backward_columns_kernel(NormBackwardX a, float* partial /*(gridDim.y,sums,C)*/,
-                                             int norms, int sums) {
+// Second, a block owns some columns (blockIdx.x) and every gridDim.y-th row, and sums what was stored.
+__global__ void norm_backward_columns_kernel(NormBackwardX a,
+                                             float* partial,    // (gridDim.y,2*norms+branches,C)
+                                             int norms, int branches) {
     const int C = a.C, c = (blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
     if (c >= C) { return; }
-    const bool rms = a.kind == NormKind::Rms;
     Floats dweight[2] = {}, dbias[2] = {}, dbranch[2] = {};
     for (int row = blockIdx.y; row < a.N; row += gridDim.y) {
-        const size_t at = (size_t)row * C;
-        const Floats x = load_floats<kVector>((const Residual*)a.inp + at, c, C);
-        const float mean = rms ? 0.0f : a.mean[row], rstd = a.rstd[row];
+        const size_t at = (size_t)row * C + c;
+        const Floats x = load_stream(a.inp, a.residual_fp32, at);
+        const float mean = a.kind == NormKind::Rms ? 0.0f : a.mean[row], rstd = a.rstd[row];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             if (i < norms) {
-                const Floats d = norm_dout<kVector>(a, i, at, c);
+                const Floats d = load_floats<true>(a.y[i].dout, at, at + 1);
 #pragma unroll
                 for (int k = 0; k < kWidth; k++) {
                     dweight[i].at[k] = fmaf(d.at[k], (x.at[k] - mean) * rstd, dweight[i].at[k]);
                     dbias[i].at[k] += d.at[k];
                 }
             }
-            if (2 * norms + i < sums) {
-                const floatX* branch = a.branch[i].dout ? a.branch[i].dout : (const floatX*)a.dresidual;
-                const Floats result = load_floats<kVector>(branch + at, c, C);
+            if (i < branches) {
+                const floatX* own = a.branch[i].dout;
+                const Floats stored = own ? load_floats<true>(own, at, at + 1)
+                                          : load_stream(a.dresidual, a.residual_fp32, at);
 #pragma unroll
-                for (int k = 0; k < kWidth; k++) { dbranch[i].at[k] += result.at[k]; }
+                for (int k = 0; k < kWidth; k++) { dbranch[i].at[k] += stored.at[k]; }
             }
         }
     }
-    float* to = partial + (size_t)blockIdx.y * sums * C;
+    float* to = partial + (size_t)blockIdx.y * (2 * norms + branches) * C;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         if (i < norms) {
-            store<kVector>(to + 2 * i * C, c, C, to_pack<float>(dweight[i]));
-            store<kVector>(to + (2 * i + 1) * C, c, C, to_pack<float>(dbias[i]));
+            store<true>(to + 2 * i * C, c, C, to_pack<float>(dweight[i]));
+            store<true>(to + (2 * i + 1) * C, c, C, to_pack<float>(dbias[i]));
         }
-        if (2 * norms + i < sums) {
-            store<kVector>(to + (2 * norms + i) * C, c, C, to_pack<float>(dbranch[i]));
-        }
+        if (i < branches) { store<true>(to + (2 * norms + i) * C, c, C, to_pack<float>(dbranch[i])); }
     }
-}
-
-// GPT-2's forms: the kernel with 1, 2, .. or kNormVectors vectors a lane, the first that holds a row of C.
-// The others have half of that, because their branches take registers, too. Beyond, a block takes a row or
-// two, two vectors a thread, or one (of other than GPT-2's with branches, 16-bit up to C=2048); and where no
-// kernel holds it in registers, there is the kernel for any C.
-template <int kVectors, class Form> static void norm_forward_launch(const NormForwardX& a, Stream stream) {
-    constexpr int kMost = Form::kGpt2 ? kNormVectors : kNormVectors / 2;
-    const int vectors = ceil_div(a.C, kWidth);
-    typedef typename Form::Residual Residual;
-    auto launch = [&](auto kernel, int blocks, int threads) {
-        kernel<<<blocks, threads, 0, stream>>>((Residual*)a.residual, a.y[0].out, a.mean, a.rstd,
-                                               (const Residual*)a.inp, a.branch[0], a.y[0].weight,
-                                               a.y[0].bias, a.N, a.C, a);
-    };
-    if constexpr (kVectors <= kMost) {
-        if (!is_vector(a.C) || vectors > kVectors * kWarp) {
-            norm_forward_launch<kVectors + (Form::kGpt2 ? 1 : kMost), Form>(a, stream);
-            return;
-        }
-        launch(norm_forward_kernel<kVectors, false, Form>,
-               ceil_div(a.N, kNormWarps * kNormRows<kVectors, false, Form>), kNormWarps * kWarp);
-    } else if (is_vector(a.C) && vectors <= 2 * kNormRowThreads) {
-        auto run = [&](auto count) {
-            constexpr int kCount = count.value;
-            launch(norm_forward_kernel<kCount, true, Form>, ceil_div(a.N, kNormRows<kCount, true, Form>),
-                   round_up(ceil_div(vectors, kCount), kWarp));
-        };
-        constexpr int kFewest = Form::kGpt2 || Form::kBranches == 0 ? 2 : 1;
-        if (vectors <= kNormRowThreads / 2) { run(std::integral_constant<int, kFewest>()); }
-        else { run(std::integral_constant<int, 2>()); }
-    } else {
-        with_vector(a.C, [&](auto vector) {
-            const int threads = std::min(round_up(vectors, kWarp), kNormRowThreads);
-            norm_forward_any_kernel<vector.value, Residual><<<a.N, threads, 0, stream>>>(a);
-        });
-    }
-    cudaCheck(cudaGetLastError());
 }
 
 // residual may be inp or a branch: each element is read before it is written, by the same thread.
 static void norm_forward(const NormForwardX& a, Stream stream) {
     OpScope scope(a, stream);
     const int branches = (a.branch[0] != nullptr) + (a.branch[1] != nullptr);
-    const bool drops = a.dropout[0].dropped > 0 || a.dropout[1].dropped > 0;
-    const bool gpt2 = a.kind == NormKind::Layer && !a.y[1].out && a.inp && !drops;
-    constexpr int kHalf = kNormVectors / 2;
-    if (!a.inp && !a.branch[0]) { die("norm_forward: nothing is added to nothing"); }
-    if (kLowPrecision && a.residual_fp32) {     // fewer kernels: whether there is dropout, they ask
-        if (branches == 0) { norm_forward_launch<kHalf, NormForm<0, false, false, float>>(a, stream); }
-        else if (branches == 1) { norm_forward_launch<kHalf, NormForm<1, true, false, float>>(a, stream); }
-        else { norm_forward_launch<kHalf, NormForm<2, true, false, float>>(a, stream); }
-    } else if (branches == 0) {
-        if (gpt2) { norm_forward_launch<1, NormForm<0, false, true>>(a, stream); }
-        else { norm_forward_launch<kHalf, NormForm<0, false, false>>(a, stream); }
-    } else if (branches == 1) {
-        if (gpt2) { norm_forward_launch<1, NormForm<1, false, true>>(a, stream); }
-        else if (!drops) { norm_forward_launch<kHalf, NormForm<1, false, false>>(a, stream); }
-        else { norm_forward_launch<kHalf, NormForm<1, true, false>>(a, stream); }
-    } else {
-        if (!drops) { norm_forward_launch<kHalf, NormForm<2, false, false>>(a, stream); }
-        else { norm_forward_launch<kHalf, NormForm<2, true, false>>(a, stream); }
-    }
-}
-
-// sums: of columns; GPT-2's norms have 3, two norms and two branches 6.
-static size_t norm_backward_scratch_bytes(int N, int C, int sums) {
-    return (size_t)std::min(N, kNormBlocks) * sums * C * sizeof(float);
-}
-
-// Both return the number of rows of partials. norms: that have weights.
-template <class Residual>
-static int norm_backward_long(const NormBackwardX& a, int norms, int sums, Stream stream) {
-    const int partials = std::min(a.N, kNormBlocks);
-    with_vector(a.C, [&](auto vector) {
-        norm_backward_long_kernel<vector.value, Residual><<<a.N, 512, 0, stream>>>(a);
-        cudaCheck(cudaGetLastError());
-        norm_backward_columns_kernel<vector.value, Residual>
-            <<<dim3(ceil_div(a.C, kWidth * 128), partials), 128, 0, stream>>>(a, a.scratch, norms, sums);
-        cudaCheck(cudaGetLastError());
-    });
-    return partials;
-}
-
-// One pass, where a block's shared memory holds the slots.
-template <class Form> static int norm_backward_launch(const NormBackwardX& args, int sums, Stream stream) {
-    // Narrow rows share a block of some 192 threads: C=768 (124M) has 96 x 2.
-    const int x = round_up(ceil_div(args.C, kWidth * Form::kBlocks), kWarp), y = std::max(1, 192 / x);
-    // As many blocks as fit the 132 SMs of an H200, with room for up to 480 threads of 128 registers on each.
-    // The GPU is not asked, so that of all that have this form the bits are the same.
-    const int wanted = std::max(1, std::min(norm_blocks, 132 * std::max(1, 480 / (x * y))) / Form::kBlocks);
-    const int clusters = std::min(wanted, ceil_div(args.N, y * Form::kRows));
-    const size_t slots = (size_t)(Form::kStaged + Form::kOutgoing) * x * y * sizeof(x128);
-    const size_t exchange = (size_t)2 * y * Form::kBlocks * (x / kWarp) * 2 * Form::kRows * sizeof(float) +
-                            (Form::kBlocks > 1 ? 2 * sizeof(uint64_t) : 0);
-    if (slots + exchange > shared_memory_limit()) {
-        return norm_backward_long<typename Form::Residual>(args, Form::kNorms, sums, stream);
-    }
-    static_assert(2 * Form::kStaged * sizeof(x128) >= Form::kSums * kWidth * sizeof(float),
-                  "group_sums reuses the slots, where there are two groups at least");
-    auto kernel = norm_backward_kernel<Form>;
-    allow_shared_memory(kernel, slots + exchange);
-    cudaLaunchAttribute cluster = {};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = Form::kBlocks, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(clusters * Form::kBlocks);
-    config.blockDim = dim3(x, y);
-    config.dynamicSmemBytes = slots + exchange;
-    config.stream = stream;
-    config.attrs = &cluster;
-    config.numAttrs = Form::kBlocks > 1 ? 1 : 0;
-    cudaCheck(cudaLaunchKernelEx(&config, kernel, args, args.scratch, sums));
-    return clusters;
-}
-
-// One kind of norms, by how many branches have a gradient of their own: a block for a row; or two, where
-// Hopper's kernels run; or two passes.
-template <class Residual, int kDouts, bool kTied>
-static int norm_backward_masked(const NormBackwardX& a, int masked, int sums, Stream stream) {
-    const int vectors = ceil_div(a.C, kWidth);
-    auto run = [&](auto count) {
-        constexpr int kMasked = count.value;
-        if (vectors <= kNormMaxThreads) {
-            return norm_backward_launch<NormBackwardForm<kDouts, kTied, kMasked, Residual>>(a, sums, stream);
-        }
-        if (vectors <= 2 * kNormMaxThreads && sm90_kernels_run()) {
-            return norm_backward_launch<NormBackwardForm<kDouts, kTied, kMasked, Residual, 2>>(a, sums,
-                                                                                               stream);
-        }
-        return norm_backward_long<Residual>(a, kTied ? 1 : kDouts, sums, stream);
+    const int vectors = ceil_div(a.C, kWidth), a_lane = ceil_div(vectors, kWarp);
+    check_width(a, a.C);
+    if (!a.inp && branches == 0) { die("norm_forward: nothing is added to nothing"); }
+    auto launch = [&](auto kernel) {
+        kernel<<<ceil_div(a.N, kNormWarps), kNormWarps * kWarp, 0, stream>>>(a);
     };
-    if constexpr (sizeof(Residual) == sizeof(floatX)) {
-        if (masked == 0) { return run(std::integral_constant<int, 0>()); }
-    }
-    return masked == 1 ? run(std::integral_constant<int, 1>()) : run(std::integral_constant<int, 2>());
+    // GPT-2's rows up to 16-bit C=2048 (d12 has 3 vectors a lane, d48 7), others up to 1024.
+    const bool gpt2 = branches == 0 && a.kind == NormKind::Layer && !a.y[1].out;
+    const bool fits = !(kLowPrecision && a.residual_fp32) && a_lane <= (gpt2 ? 8 : 4);
+    if (!fits) {
+        const size_t row_bytes = a.C * sizeof(float);
+        if (row_bytes + 1024 > shared_memory_limit()) {         // 1024: what else the block has
+            die("norm_forward: a row of C=%d takes %zu bytes of shared memory; a block of this GPU has %zu",
+                a.C, row_bytes, shared_memory_limit());
+        }
+        allow_shared_memory(norm_forward_long_kernel, row_bytes);
+        norm_forward_long_kernel<<<a.N, std::min(round_up(vectors, kWarp), kNormLongThreads), row_bytes,
+                                   stream>>>(a);
+    } else if (branches == 2) { launch(norm_forward_kernel<4, 2, false>);
+    } else if (branches == 1) { launch(norm_forward_kernel<4, 1, false>);
+    } else if (!gpt2) { launch(norm_forward_kernel<4, 0, false>);
+    } else if (a_lane <= 2) { launch(norm_forward_kernel<2, 0, true>);
+    } else if (a_lane == 3) { launch(norm_forward_kernel<3, 0, true>);
+    } else if (a_lane == 4) { launch(norm_forward_kernel<4, 0, true>);
+    } else if (a_lane == 5) { launch(norm_forward_kernel<5, 0, true>);
+    } else if (a_lane <= 7) { launch(norm_forward_kernel<7, 0, true>);
+    } else { launch(norm_forward_kernel<8, 0, true>); }
+    cudaCheck(cudaGetLastError());
+}
+
+// Most blocks of the backward, and so rows of partials: 3 for each of the GPU's SMs.
+static int norm_blocks_cap = INT_MAX;           // tests lower it: few rows then take many rounds
+static int norm_most_blocks() { return std::min(3 * device_sm_count, norm_blocks_cap); }
+// sums: of columns, two for each norm and one for each branch.
+static size_t norm_backward_scratch_bytes(int N, int C, int sums) {
+    return (size_t)std::min(N, norm_most_blocks()) * sums * C * sizeof(float);
+}
+
+// Both return the number of rows of partials.
+template <int kCount, class Residual>
+static int norm_backward_launch(const NormBackwardX& a, int norms, int branches, Stream stream) {
+    typedef NormSlots<kCount, Residual> Slots;
+    // Narrow rows share a block of some 192 threads: C=768 (124M) has 96 x 2.
+    const int x = round_up(ceil_div(a.C, kWidth), kWarp), y = std::max(1, 192 / x);
+    // As many blocks as fit the GPU, with room for up to 480 threads of 128 registers on each SM.
+    const int most = std::min(device_sm_count * std::max(1, 480 / (x * y)), norm_most_blocks());
+    const int blocks = std::min(most, ceil_div(a.N, y * Slots::kRows));
+    const int bytes = Slots::kAll * x * y * (int)sizeof(x128) + y * Slots::exchange_bytes(x / kWarp);
+    allow_shared_memory(norm_backward_kernel<kCount, Residual>, bytes);
+    norm_backward_kernel<kCount, Residual>
+        <<<blocks, dim3(x, y), bytes, stream>>>(a, a.scratch, norms, branches);
+    cudaCheck(cudaGetLastError());
+    return blocks;
+}
+static int norm_backward_long(const NormBackwardX& a, int norms, int branches, Stream stream) {
+    const int partials = std::min(a.N, norm_most_blocks());
+    norm_backward_long_kernel<<<a.N, kNormLongThreads, 0, stream>>>(a, norms);
+    cudaCheck(cudaGetLastError());
+    norm_backward_columns_kernel<<<dim3(ceil_div(a.C, kWidth * 128), partials), 128, 0, stream>>>(
+        a, a.scratch, norms, branches);
+    cudaCheck(cudaGetLastError());
+    return partials;
 }
 
 static void norm_backward(const NormBackwardX& a, Stream stream) {
     OpScope scope(a, stream);
-    const int vectors = ceil_div(a.C, kWidth), douts = a.y[1].dout ? 2 : 1, norms = a.y[1].weight ? 2 : 1;
-    const bool second = a.branch[1].dout || a.branch[1].dbias.data, tied = douts == 2 && norms == 1;
-    const int branches = second ? 2 : 1, sums = 2 * norms + branches;
-    const int masked = (a.branch[0].dout != nullptr) + (a.branch[1].dout != nullptr);
-    const bool uniform = is_vector(a.C) && (masked == 0 || (masked == branches && a.branch[0].dout));
-    const bool fp32 = kLowPrecision && a.residual_fp32;
-    if (fp32 && masked < branches) { die("norm_backward: a branch beside a stream in fp32 needs a dout"); }
-    const bool gpt2 = douts == 1 && branches == 1 && masked == 0 && a.kind == NormKind::Layer &&
-                      uniform && vectors <= kNormMaxThreads;
-    auto by_norms = [&](auto residual) {
-        typedef decltype(residual) Residual;
-        return !uniform     ? norm_backward_long<Residual>(a, norms, sums, stream)
-               : norms == 2 ? norm_backward_masked<Residual, 2, false>(a, masked, sums, stream)
-               : tied       ? norm_backward_masked<Residual, 2, true>(a, masked, sums, stream)
-                            : norm_backward_masked<Residual, 1, false>(a, masked, sums, stream);
-    };
-    using Gpt2 = NormBackwardForm<1, false, 0, floatX, 1, true>;
-    const int partials = fp32   ? by_norms(0.0f)
-                         : gpt2 ? norm_backward_launch<Gpt2>(a, sums, stream)
-                                : by_norms(floatX());
+    check_width(a, a.C);
+    const int norms = a.y[1].dout ? 2 : 1;
+    const int branches = a.branch[1].dout || a.branch[1].dbias.data ? 2 : 1;
+    const bool fp32 = kLowPrecision && a.residual_fp32, one = norms == 1 && branches == 1;
+    for (int i = 0; i < branches; i++) {
+        if (!fp32 || a.branch[i].dout) { continue; }
+        die("norm_backward: branch %d beside a stream in fp32 needs a dout", i);
+    }
+    const auto run = ceil_div(a.C, kWidth) > kNormMaxThreads ? norm_backward_long
+                     : fp32 ? (one ? norm_backward_launch<1, float> : norm_backward_launch<2, float>)
+                            : (one ? norm_backward_launch<1, floatX> : norm_backward_launch<2, floatX>);
+    const int partials = run(a, norms, branches, stream);
     ColumnSums grads = {};
     for (int i = 0; i < norms; i++) {
         grads.out[2 * i] = a.y[i].dweight;
         grads.out[2 * i + 1] = a.y[i].dbias;
     }
     for (int i = 0; i < branches; i++) { grads.out[2 * norms + i] = a.branch[i].dbias; }
-    column_sums(grads, sums, a.scratch, partials, a.C, stream);
+    column_sums(grads, 2 * norms + branches, a.scratch, partials, a.C, stream);
 }
 
 // == 6.3 matmul ==
 // Linear layers through cuBLASLt. Row-major (R,C) is cuBLAS's column-major C x R with leading dimension C, so
 //     forward      out (N,OC) = inp weight^T + bias (+ residual)     D = W^T inp   (m,n,k) = (OC,N,C)
-//     input grad   dinp (N,C) = dout weight                          D = W dout            = (C,N,OC)
+//     input grad   dinp (N,C) = dout weight (+ residual)             D = W dout            = (C,N,OC)
 //     weight grad  dweight (OC,C) (+)= dout^T inp, fp32              D = inp dout^T        = (C,OC,N)
 // bias, residual (as the C matrix, beta = 1), GELU and its derivative ride in the epilogue. cuBLASLt's
 // bias-gradient epilogues do not pay (DGELU_BGRAD 1.58 ms against .57 for DGELU, BGRADB +25..60 %): column
@@ -1403,18 +1143,16 @@ static void norm_backward(const NormBackwardX& a, Stream stream) {
 // and rounds once.
 
 // One vector a thread.
-template <bool kVector> __global__ void grad_accumulate_kernel(Grad grad, const float* values, size_t n) {
+__global__ void grad_accumulate_kernel(Grad grad, const float* values, size_t n) {
     const size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
-    if (i < n) { grad_store<kVector>(grad, i, n, load_floats<kVector>(values, i, n)); }
+    if (i < n) { grad_store<true>(grad, i, n, load_floats<true>(values, i, n)); }
 }
 
 static void grad_accumulate(const GradAccumulate<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
-    with_vector(a.n, [&](auto vector) {
-        const size_t threads = 256, blocks = ceil_div(a.n, threads * kWidth);
-        grad_accumulate_kernel<vector.value>
-            <<<(unsigned)blocks, (unsigned)threads, 0, stream>>>(a.grad, a.values, a.n);
-    });
+    check_width(a, a.n);
+    const size_t threads = 256, blocks = ceil_div(a.n, threads * kWidth);
+    grad_accumulate_kernel<<<(unsigned)blocks, (unsigned)threads, 0, stream>>>(a.grad, a.values, a.n);
     cudaCheck(cudaGetLastError());
 }
 
@@ -1425,9 +1163,8 @@ static void matmul_forward(const MatmulForward<floatX, float>& a, Stream stream)
               .m = a.OC, .n = a.N, .k = a.C, .trans_a = true, .trans_b = false,
               .d_type = cuda_type(floatX()),
               .epilogue = a.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT};
-    // GELU in the epilogue, where the library can: it wants rows of aux in multiples of 8 elements.
-    bool done = false;
-    if (a.pre_gelu && a.OC % 8 == 0) {
+    bool done = false;                                      // GELU in the epilogue, where the library can
+    if (a.pre_gelu) {
         Gemm fused = g;
         fused.aux = a.pre_gelu;
         fused.epilogue = a.bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
@@ -1442,11 +1179,12 @@ static void matmul_forward(const MatmulForward<floatX, float>& a, Stream stream)
 
 static void matmul_backward_input(const MatmulBackwardInput<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
-    Gemm g = {.d = a.dinp, .a = a.weight, .b = a.dout, .c = nullptr, .bias = nullptr, .aux = nullptr,
+    if (a.pre_gelu && a.residual) { die("matmul_backward_input: GELU and a residual do not go together"); }
+    Gemm g = {.d = a.dinp, .a = a.weight, .b = a.dout, .c = a.residual, .bias = nullptr, .aux = nullptr,
               .m = a.C, .n = a.N, .k = a.OC, .trans_a = false, .trans_b = false,
               .d_type = cuda_type(floatX()), .epilogue = CUBLASLT_EPILOGUE_DEFAULT};
     bool done = false;
-    if (a.pre_gelu && a.C % 8 == 0) {
+    if (a.pre_gelu) {
         Gemm fused = g;
         fused.aux = const_cast<floatX*>(a.pre_gelu);        // only read by this epilogue
         fused.epilogue = CUBLASLT_EPILOGUE_DGELU;
@@ -1491,22 +1229,22 @@ __device__ __forceinline__ float gelu_grad(float x) {
     return fmaf(2.0f * x * du, s * (1.0f - s), s);
 }
 
-template <bool kVector> __global__ void gelu_forward_kernel(floatX* out, const floatX* inp, size_t n) {
+__global__ void gelu_forward_kernel(floatX* out, const floatX* inp, size_t n) {
     const size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
-    Floats x = load_floats<kVector, Cache::Streaming>(inp, i, n);
+    Floats x = load_floats<true, Cache::Streaming>(inp, i, n);
 #pragma unroll
     for (int k = 0; k < kWidth; k++) { x.at[k] = gelu(x.at[k]); }
-    store<kVector>(out, i, n, to_pack<floatX>(x));
+    store<true>(out, i, n, to_pack<floatX>(x));
 }
 
 // The first stage. A block of (32,8) threads owns 32 vectors of columns (blockIdx.x) of one chunk of rows
 // (blockIdx.y) and takes 8 rows at a time, a warp a row. kGelu: d is multiplied by GELU's slope in place,
 // each element by the thread that read it.
-template <bool kVector, bool kGelu>
+template <bool kGelu>
 __global__ void __launch_bounds__(kWarp * kColumnRows)
     partial_sums_kernel(float* partial /*(gridDim.y,OC) or null*/, floatX* d_inplace, const floatX* d,
                         const floatX* inp, int N, int OC, int chunk_rows) {
-    constexpr int kUnroll = kVector ? 4 : 1;            // of a warp's rows in flight; without kVector: rare
+    constexpr int kUnroll = 4;                          // of a warp's rows in flight
     __shared__ Floats shared[kColumnRows][kWarp];
     const int c = (blockIdx.x * kWarp + threadIdx.x) * kWidth;
     const int begin = blockIdx.y * chunk_rows, end = min(begin + chunk_rows, N);
@@ -1518,8 +1256,8 @@ __global__ void __launch_bounds__(kWarp * kColumnRows)
         for (int u = 0; u < kUnroll; u++) {
             const int row = first + u * kColumnRows, columns = row < end ? OC : 0;
             const size_t at = row < end ? (size_t)row * OC : 0;
-            x[u] = load<kVector>(d + at, c, columns);
-            if (kGelu) { y[u] = load<kVector, Cache::Streaming>(inp + at, c, columns); }
+            x[u] = load<true>(d + at, c, columns);
+            if (kGelu) { y[u] = load<true, Cache::Streaming>(inp + at, c, columns); }
         }
         // The new d, rounded and stored; what is summed is what was stored.
 #pragma unroll
@@ -1530,7 +1268,7 @@ __global__ void __launch_bounds__(kWarp * kColumnRows)
                     x[u].data[k] = (floatX)((float)x[u].data[k] * gelu_grad((float)y[u].data[k]));
                 }
                 const int row = first + u * kColumnRows, columns = row < end ? OC : 0;
-                store<kVector>(d_inplace + (row < end ? (size_t)row * OC : 0), c, columns, x[u]);
+                store<true>(d_inplace + (row < end ? (size_t)row * OC : 0), c, columns, x[u]);
             }
 #pragma unroll
             for (int k = 0; k < kWidth; k++) { sum.at[k] += (float)x[u].data[k]; }
@@ -1547,7 +1285,7 @@ __global__ void __launch_bounds__(kWarp * kColumnRows)
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { sum.at[k] += shared[y][threadIdx.x].at[k]; }
     }
-    store<kVector>(partial + (size_t)blockIdx.y * OC, c, OC, to_pack<float>(sum));
+    store<true>(partial + (size_t)blockIdx.y * OC, c, OC, to_pack<float>(sum));
 }
 
 // Into how many chunks the rows are cut: enough for kColumnBlocks blocks, but at least kColumnRows rows each.
@@ -1565,32 +1303,29 @@ static void column_pass(Grad dbias, float* scratch, floatX* d_inplace, const flo
                         int N, int OC, Stream stream) {
     const int chunk_rows = ceil_div(N, column_chunks(N, OC)), chunks = ceil_div(N, chunk_rows);
     float* partial = dbias.data ? scratch : nullptr;
-    with_vector(OC, [&](auto vector) {
-        const dim3 grid(ceil_div(OC, kWarp * kWidth), chunks), block(kWarp, kColumnRows);
-        partial_sums_kernel<vector.value, kGelu>
-            <<<grid, block, 0, stream>>>(partial, d_inplace, d, inp, N, OC, chunk_rows);
-    });
+    const dim3 grid(ceil_div(OC, kWarp * kWidth), chunks), block(kWarp, kColumnRows);
+    partial_sums_kernel<kGelu><<<grid, block, 0, stream>>>(partial, d_inplace, d, inp, N, OC, chunk_rows);
     cudaCheck(cudaGetLastError());
     if (dbias.data) { column_sums({{dbias}}, 1, partial, chunks, OC, stream); }
 }
 
 static void bias_backward(const BiasBackward<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
+    check_width(a, a.OC);
     column_pass<false>(a.dbias, a.scratch, nullptr, a.dout, nullptr, a.N, a.OC, stream);
 }
 
 static void gelu_forward(const GeluForward<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
-    with_vector(a.n, [&](auto vector) {
-        const size_t threads = 256, blocks = ceil_div(a.n, threads * kWidth);
-        gelu_forward_kernel<vector.value>
-            <<<(unsigned)blocks, (unsigned)threads, 0, stream>>>(a.out, a.inp, a.n);
-    });
+    check_width(a, a.n);
+    const size_t threads = 256, blocks = ceil_div(a.n, threads * kWidth);
+    gelu_forward_kernel<<<(unsigned)blocks, (unsigned)threads, 0, stream>>>(a.out, a.inp, a.n);
     cudaCheck(cudaGetLastError());
 }
 
 static void gelu_backward_inplace(const GeluBackward<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
+    check_width(a, a.OC);
     column_pass<true>(a.dbias, a.scratch, a.d, a.d, a.inp, a.N, a.OC, stream);
 }
 
@@ -1599,8 +1334,8 @@ static void gelu_backward_inplace(const GeluBackward<floatX, float>& a, Stream s
 //     losses = log(sum(exp(x))) - x[target]
 //     LossAndGrad: x = (softmax(x) - onehot(target)) * dloss * loss_scale, and zeros into columns V and up
 // 124M, B=64: 6.6 GB of logits. The streaming kernel reads each row once and keeps it in registers, up to
-// kClassifierVectors vectors a thread: 57,344 elements. The other one, for any Vp, reads it twice. LossOnly
-// does not write.
+// kClassifierVectors vectors a thread: 57,344 elements. The other one, for longer rows, reads it twice.
+// LossOnly does not write.
 constexpr int kClassifierThreads = 1024, kClassifierVectors = 7;
 // Where a maximum starts. Not -inf, and far enough above it to be multiplied by log2(e): a thread whose
 // columns are all padding has no other maximum, and inf - inf would make NaN of the whole row.
@@ -1741,8 +1476,8 @@ __global__ void __launch_bounds__(kClassifierThreads, 1)
     }
 }
 
-// Any Vp: one block a row, read twice (the second time from cache).
-template <bool kVector, bool kGrad>
+// Any number of columns: one block a row, read twice (the second time from cache).
+template <bool kGrad>
 __global__ void classifier_kernel(floatX* logits, float* losses, const int* targets, float dloss,
                                   const float* loss_scale, int V, int Vp) {
     __shared__ float2 parts[kWarp];
@@ -1753,7 +1488,7 @@ __global__ void classifier_kernel(floatX* logits, float* losses, const int* targ
     float target_logit = threadIdx.x == 0 ? (float)x_row[target] : 0.0f;
     float top = kLowest, sum = 0.0f;
     for (int c = first; c < V; c += step) {
-        x128 x = load<kVector>(x_row, c, Vp);
+        x128 x = load<true>(x_row, c, Vp);
         mask_padding(&x, c, V);
         const float higher = fmaxf(top, pack_max(x));
         sum = sum * exp2_fast((top - higher) * kLog2e) + exp_sum(x, higher);
@@ -1764,9 +1499,9 @@ __global__ void classifier_kernel(floatX* logits, float* losses, const int* targ
     if (kGrad) {
         const float scale = dloss * (loss_scale ? *loss_scale : 1.0f), scale_over_sum = scale / sum;
         for (int c = first; c < Vp; c += step) {
-            x128 x = load<kVector>(x_row, c, Vp);
+            x128 x = load<true>(x_row, c, Vp);
             mask_padding(&x, c, V);
-            store<kVector>(x_row, c, Vp, softmax_grad(x, top, scale_over_sum, c, target, scale));
+            store<true>(x_row, c, Vp, softmax_grad(x, top, scale_over_sum, c, target, scale));
         }
     }
 }
@@ -1774,11 +1509,9 @@ __global__ void classifier_kernel(floatX* logits, float* losses, const int* targ
 // 16-bit rows short enough for registers and for two slots of shared memory (an H200's 227 KB hold GPT-2's
 // 50,304 columns, an A100's 163 KB do not), and long enough to keep all threads busy.
 static bool classifier_streams(int Vp) {
-    int shared_limit = 0;
-    cudaCheck(cudaDeviceGetAttribute(&shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
-    return sizeof(floatX) == 2 && is_vector(Vp) && Vp >= kClassifierThreads * kWidth &&
+    return sizeof(floatX) == 2 && Vp >= kClassifierThreads * kWidth &&
            Vp <= kClassifierVectors * kClassifierThreads * kWidth &&
-           2 * Vp * (int)sizeof(floatX) + 1024 <= shared_limit;    // 1024: the static part
+           2 * Vp * sizeof(floatX) + 1024 <= shared_memory_limit();    // 1024: the static part
 }
 
 template <bool kGrad> static void classifier_launch(const Classifier<floatX, float>& a, Stream stream) {
@@ -1791,16 +1524,15 @@ template <bool kGrad> static void classifier_launch(const Classifier<floatX, flo
             a.logits, a.losses, a.targets, a.dloss, a.loss_scale, a.N, a.V, a.Vp);
     } else {
         const int threads = std::min(round_up(ceil_div(a.Vp, kWidth), kWarp), kClassifierThreads);
-        with_vector(a.Vp, [&](auto vector) {
-            classifier_kernel<vector.value, kGrad><<<a.N, threads, 0, stream>>>(
-                a.logits, a.losses, a.targets, a.dloss, a.loss_scale, a.V, a.Vp);
-        });
+        classifier_kernel<kGrad><<<a.N, threads, 0, stream>>>(a.logits, a.losses, a.targets, a.dloss,
+                                                              a.loss_scale, a.V, a.Vp);
     }
     cudaCheck(cudaGetLastError());
 }
 
 static void classifier(const Classifier<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
+    check_width(a, a.Vp);
     if (a.mode == ClassifierMode::LossAndGrad) { classifier_launch<true>(a, stream); }
     else { classifier_launch<false>(a, stream); }
 }
@@ -5328,7 +5060,6 @@ struct Options {                // what a run may choose; fixed after gpt2_alloc
     int gelu_fusion;            // GELU in the GEMM's epilogue: 0: no; 1: in the forward; 2: in both passes
     bool master;                // fp32 master copies of 16-bit parameters
     bool grads_bf16;            // gradients of tensors with two dimensions in bf16, rounded with dither
-    bool residual_in_gemm;      // the residual is added in the projection's epilogue, else in the norm
     double dropout;             // in training: of the embedding, of attention's probabilities and of each
                                 // branch; then it is the norm that adds the residual
     Kernels kernels;            // which kernels an op with several may use
@@ -6099,9 +5830,9 @@ static void gpt2_branch_forward(GPT2* model, Branch branch, int l, floatX* out, 
 
 // Activations of a forward over (B,T) from the inputs on the device, up to lnf. `cache`: where the keys and
 // values of the first positions go to as well. trains: with dropout.
-// Each branch's last GEMM adds what stood in the stream before it. With --residual layernorm, dropout or a
-// stream in fp32 the norm adds instead; the branches, and the embedding before it comes to a stream in fp32,
-// wait in dnarrow and dnarrow2, which are free until the backward.
+// Each branch's last GEMM adds what stood in the stream before it. With dropout or a stream in fp32 the norm
+// adds instead; the branches, and the embedding before it comes to a stream in fp32, wait in dnarrow and
+// dnarrow2, which are free until the backward.
 static void gpt2_forward(GPT2* model, int B, int T, const CachePart* cache = nullptr, bool trains = false) {
     const Config& c = model->config;
     const Options& o = model->options;
@@ -6109,7 +5840,7 @@ static void gpt2_forward(GPT2* model, int B, int T, const CachePart* cache = nul
     const Wiring& wiring = wiring_of(c);
     const int N = B * T, last = gpt2_last_place(model);
     const bool drops = trains && o.dropout > 0.0, apart = residual_apart(c);
-    const bool in_gemm = o.residual_in_gemm && !drops && !apart;
+    const bool in_gemm = !drops && !apart;
     const Acts shared = gpt2_acts(model, 0);
     floatX* const waiting[2] = {shared.dnarrow, shared.dnarrow2};
     for (Kind kind : {Kind::Matrix, Kind::Bias, Kind::Norm}) {
@@ -6504,10 +6235,10 @@ static void gpt2_layer_complete(const Backward& b, int l, const floatX* inp) {
 }
 
 // The gradient dinp of a branch's input `inp`, from dout, its output's, and those of its tensors; but that of
-// the projection's bias is the norm's that follows. Attention is the last branch of a layer. Layer 0's is
-// completed by gpt2_backward.
-static void gpt2_branch_backward(const Backward& b, Branch branch, int l, floatX* dinp, const floatX* dout,
-                                 const floatX* inp) {
+// the projection's bias is the norm's that follows. also: null, or added to dinp. Attention is the last
+// branch of a layer. Layer 0's is completed by gpt2_backward.
+static void gpt2_branch_backward(const Backward& b, Branch branch, int l, floatX* dinp, const floatX* also,
+                                 const floatX* dout, const floatX* inp) {
     GPT2* model = b.model;
     const Options& o = model->options;
     const int N = b.B * b.T, C = model->config.C, NH = model->config.NH;
@@ -6517,31 +6248,31 @@ static void gpt2_branch_backward(const Backward& b, Branch branch, int l, floatX
     Stream stream = b.stream();
     if (branch == Branch::Attention) {
         matmul_backward_weight({b.grad(PARAM_attprojw, l), scratch, dout, a.atty, N, C, C}, stream);
-        matmul_backward_input({a.dnarrow, dout, p.attprojw, nullptr, N, C, C}, stream);
+        matmul_backward_input({a.dnarrow, dout, p.attprojw, nullptr, nullptr, N, C, C}, stream);
         AttentionKeep keep = {};
         if (o.dropout > 0.0) { keep = gpt2_attention_keep(model, l, b.B, b.T, o.recompute == 0); }
         attention_backward({a.dwide, scratch, a.dnarrow, a.atty, a.qkv, a.att_lse, b.B, b.T, NH, C / NH,
                             keep}, stream);
         bias_backward({b.grad(PARAM_qkvb, l), scratch, a.dwide, N, 3 * C}, stream);
         if (l > 0) { gpt2_layer_complete(b, l, inp); }
-        matmul_backward_input({dinp, a.dwide, p.qkvw, nullptr, N, C, 3 * C}, stream);
+        matmul_backward_input({dinp, a.dwide, p.qkvw, also, nullptr, N, C, 3 * C}, stream);
         return;
     }
     const bool gelu_in_gemm = o.gelu_fusion >= 2 && o.recompute == 0;
     floatX* pre_gelu = gelu_in_gemm ? a.fch : nullptr;
     if (o.recompute >= 1) { gelu_forward({a.fch_gelu, a.fch, (size_t)N * 4 * C}, stream); }
     matmul_backward_weight({b.grad(PARAM_fcprojw, l), scratch, dout, a.fch_gelu, N, 4 * C, C}, stream);
-    matmul_backward_input({a.dwide, dout, p.fcprojw, pre_gelu, N, 4 * C, C}, stream);
+    matmul_backward_input({a.dwide, dout, p.fcprojw, nullptr, pre_gelu, N, 4 * C, C}, stream);
     if (gelu_in_gemm) { bias_backward({b.grad(PARAM_fcb, l), scratch, a.dwide, N, 4 * C}, stream); }
     else { gelu_backward_inplace({a.dwide, b.grad(PARAM_fcb, l), scratch, a.fch, N, 4 * C}, stream); }
     matmul_backward_weight({b.grad(PARAM_fcw, l), scratch, a.dwide, inp, N, C, 4 * C}, stream);
-    matmul_backward_input({dinp, a.dwide, p.fcw, nullptr, N, C, 4 * C}, stream);
+    matmul_backward_input({dinp, a.dwide, p.fcw, also, nullptr, N, C, 4 * C}, stream);
 }
 
 // Through a place's norms: dresidual, the gradient of what lies behind it, becomes that of what lies before,
 // and those of the branches that were added here stand in dbranch where they are others. In passing it sums
-// their columns: the bias gradients of the branches' projections. douts: of the norms, or two of one norm.
-static void gpt2_place_backward(const Backward& b, const Place& at, int douts, Accumulate acc) {
+// their columns: the bias gradients of the branches' projections.
+static void gpt2_place_backward(const Backward& b, const Place& at, Accumulate acc) {
     const Config& c = b.model->config;
     const Acts a = gpt2_acts(b.model, 0);
     const int N = b.B * b.T, added = at.added ? at.added->count : 1;
@@ -6550,9 +6281,8 @@ static void gpt2_place_backward(const Backward& b, const Place& at, int douts, A
     NormBackward<floatX, float> n = {};
     n.dresidual = (floatX*)a.dresidual;
     n.dresidual_acc = acc;
-    for (int k = 0; k < douts; k++) {
+    for (int k = 0; k < at.norms; k++) {
         n.y[k].dout = dout[k];
-        if (k == at.norms) { break; }                       // tied: the first norm's
         n.y[k].weight = at.y[k].weight;
         n.y[k].dweight = b.grad(at.weights[k], at.layer);
         if (at.y[k].bias) { n.y[k].dbias = b.grad(at.biases[k], at.layer); }
@@ -6597,19 +6327,20 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_las
     Grad dwte = o.grads_bf16 ? Grad{b.scratch, Accumulate::No} : b.grad(PARAM_wte, 0);
     if (o.grads_bf16) { b.scratch += wte_elems; }
     matmul_backward_weight({dwte, b.scratch, a.logits, a.lnf, N, C, c.Vp}, stream);
-    matmul_backward_input({a.dnarrow, a.logits, p.wte, nullptr, N, C, c.Vp}, stream);
+    matmul_backward_input({a.dnarrow, a.logits, p.wte, nullptr, nullptr, N, C, c.Vp}, stream);
     const int last = gpt2_last_place(model);
-    gpt2_place_backward(b, gpt2_place(model, last), 1, Accumulate::No);
+    gpt2_place_backward(b, gpt2_place(model, last), Accumulate::No);
     for (int j = last - 1; j >= 0; j--) {
         const int l = j / wiring.stages;
         const Stage& stage = wiring.stage[j % wiring.stages];
         const Place at = gpt2_place(model, j);
         if (o.recompute >= 2) { norm_forward(gpt2_norm(model, at, N), stream); }
         for (int k = stage.count - 1; k >= 0; k--) {
-            gpt2_branch_backward(b, stage.branches[k], l, dinp[k], dbranch[k],
-                                 at.y[std::min(k, at.norms - 1)].out);
+            const int norm = std::min(k, at.norms - 1);
+            const floatX* also = k < stage.count - at.norms ? dinp[k + 1] : nullptr;    // tied: one norm's
+            gpt2_branch_backward(b, stage.branches[k], l, dinp[k], also, dbranch[k], at.y[norm].out);
         }
-        gpt2_place_backward(b, at, stage.count, Accumulate::Yes);
+        gpt2_place_backward(b, at, Accumulate::Yes);
     }
 
     // The embedding goes to the other ranks before layer 0's last gradients are computed: it is by far the
@@ -7604,7 +7335,7 @@ static void checkpoint_resume(GPT2* model, Checkpoint* c, const std::string& fol
 // == 10 run configuration ==
 struct RunConfig {
     const char *train_data, *val_data, *model, *output_dir, *max_steps_text, *prompt;
-    int B, T, recompute, gelu_fusion, residual, residual_dtype, grad_dtype, block, norm;
+    int B, T, recompute, gelu_fusion, residual_dtype, grad_dtype, block, norm;
     double dropout;
     int64_t total_batch;            // tokens per optimizer step
     int64_t max_steps;
@@ -7739,9 +7470,6 @@ static const Flag kFlags[] = {
         "attention's dropout keeps"},
     {"ge",  "gelu-fusion",     FLAG_INT,    &run.gelu_fusion,    "0",       0, 2, nullptr,
         "GELU in the GEMM's epilogue: 0 no, 1 forward, 2 forward and backward (needs -r 0)", FLAG_FIXED},
-    {"",    "residual",        FLAG_ENUM,   &run.residual,       "gemm",    0, 0, "gemm|layernorm",
-        "where the residual is added: in the projection GEMM's epilogue, or in the next LayerNorm",
-        FLAG_FIXED},
     {"",    "residual-dtype",  FLAG_ENUM,   &run.residual_dtype, "branch",  0, 0, RESIDUAL_NAMES,
         "the residual stream and its gradient: in the branches' type, or in fp32 (the norm adds); of -e "
         "model.bin the model's own, unless given", FLAG_FIXED},
@@ -7843,9 +7571,25 @@ static std::string from_start(const std::string& pattern, const std::string* sta
     return path + "/" + pattern;
 }
 
+// A run may have been started with a flag that this program lacks: it goes on only where the value means what
+// is done anyway.
+static void settings_known(const Facts& facts, const std::string& prefix) {
+    static const struct { const char *name, *done_anyway; } gone[] = {{"residual", "gemm"}};
+    for (const auto& fact : facts) {
+        if (fact.first.compare(0, prefix.size(), prefix) != 0) { continue; }
+        const std::string name = fact.first.substr(prefix.size());
+        bool known = flags_find(kFlags, kNumFlags, "--" + name) != nullptr;
+        for (const auto& g : gone) { known = known || (name == g.name && fact.second == g.done_anyway); }
+        if (known) { continue; }
+        die("the run in -o %s began with --%s %s, which this program does not have\n"
+            "hint: go on with the program that began it", run.output_dir, name.c_str(), fact.second.c_str());
+    }
+}
+
 // Goes on with the settings of a run. What they left open is as it was settled then, so that the run stays
 // the same on another number of ranks: the batch and its lanes.
 static void settings_resume(const Facts& from) {
+    settings_known(from, "flag.");
     static Facts facts = from;                  // whose texts the flags point to from now on
     for (auto& fact : facts) {
         for (const char* name : kDataFlags) {
@@ -7960,6 +7704,7 @@ static bool settings_take(const std::string& folder, bool begins_again) {
             begins_again ? "remove it, and the run begins with the flags that are given"
                          : "-e with one of this folder's model_*.bin does without it");
     }
+    if (begins_again) { settings_known(values, "settings."); }
     const std::string *start = facts_find(values, "started in"), *open = facts_find(values, "left open");
     const std::vector<std::string> left_open = flags_split(open ? *open : "", ' ');
     for (int i = 0; i < kNumFlags; i++) {
@@ -8151,7 +7896,6 @@ static Options run_options() {
     o.gelu_fusion = run.gelu_fusion;
     o.master = run.master != 0;
     o.grads_bf16 = run.grad_dtype == 1;
-    o.residual_in_gemm = run.residual == 0;
     o.dropout = run.dropout;
     o.tf32 = run.tf32 != 0;
     o.kernels = (Kernels)run.kernels;

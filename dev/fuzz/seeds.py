@@ -113,7 +113,7 @@ def main():
     write("flags", "usual", words(1, *usual.split()))
     write("flags", "equals", words(2, "--micro-batch=2", "--model=L4,NH4,C128,T128,V256", "-zs=1",
                                    "--prompt=-b", "-x=epoch", "--lanes=4", "-z=4096", "--reduction=tree"))
-    write("flags", "enums", words(1, "-k", "linear", "--residual", "layernorm", "--kernels", "portable",
+    write("flags", "enums", words(1, "-k", "linear", "--kernels", "portable",
                                   "--grad-dtype", "fp32", "-pi", "tcp", "-ps", "host:80", "--seed", "7"))
     write("flags", "unknown", words(1, "--micro-bach", "3"))
     write("flags", "twice", words(1, "-z", "4096", "-d", "4096"))

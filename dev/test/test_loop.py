@@ -133,7 +133,7 @@ def constant_model(path, logits, V=256, length=64):
 # ---- losses ----
 # What the precision of a build can change.
 NUMERIC = ("rows", "validation", "learned_period", "gpt2_vocabulary", "constant_model",
-           "samples_of_trained", "flags", "residual_layernorm", "initial_weights", "adamw", "muon",
+           "samples_of_trained", "flags", "initial_weights", "adamw", "muon",
            "saved_files_load", "skip_limit", "nan_validation", "evaluation", "evaluation_batches",
            "evaluation_in_training", "evaluation_of_nan", "outliers",
            "outlier_limits")
@@ -395,8 +395,6 @@ def flag_table():
         ("--top-p", 0.5, {"samples"}, set()),
         ("-r", 1, {"memory"}, set()),
         ("-r", 2, {"memory"}, set()),
-        # on a CPU the two sums may round alike; 16-bit builds round one of them once more
-        ("--residual", "layernorm", {"weights"} if cuda and low else set(), ALL_NUMBERS),
         # no other type where all is fp32, but the model's file, too, says what was asked for
         ("--residual-dtype", "fp32", {"weights", "memory"} if low else {"weights"},
          ALL_NUMBERS if low else set()),
@@ -456,14 +454,6 @@ def test_flags():
         line = re.search(rf"^ .*{flag}[, ].*$", help_text, re.M)[0]
         known.add(re.search(r"--([a-z0-9-]+) ", line)[1])
     check_equal(sorted(names - known), [], "flags that no row is about")
-
-
-def test_residual_layernorm():
-    """--residual layernorm is another way to the same numbers, and it is taken."""
-    usual = {"-x": 3, "-l": "1e-2"}
-    runs = [observe({**usual, "--residual": where}, f"residual_{where}") for where in ("gemm", "layernorm")]
-    check_close(runs[1]["loss of step 1"], runs[0]["loss of step 1"], tolerance(1e-5, 2e-2), "the first loss")
-    check_close(runs[1]["later losses"], runs[0]["later losses"], tolerance(1e-3, 5e-2), "losses and norms")
 
 
 # ---- updates ----
@@ -620,7 +610,7 @@ def test_saved_files_load():
     """What was saved loads again and is the model that was trained; what was not trained is as it was."""
     cases = ({"-e": "L1,NH1,C8,T16,V256"}, {"-e": "L3,NH2,C24,T16,V200", "-c": 0.5},
              {"-e": MODEL, "-t": 7, "-b": 3}, {"-e": MODEL, "-t": 1}, {"-e": MODEL, "-r": 2, "-z": 2 * B * T},
-             {"-e": "L1,NH4,C40,T31,V384"}, {"-e": MODEL, "--residual": "layernorm"}, {"-e": MODEL, "-x": 1})
+             {"-e": "L1,NH4,C40,T31,V384"}, {"-e": MODEL, "-x": 1})
     for i, flags in enumerate(cases):
         folder = f"saved{i}"
         data = {} if "V200" not in flags["-e"] else {"-i": "low.bin", "-j": "low_val.bin"}

@@ -229,7 +229,7 @@ def test_overfit():
 
 def test_options():
     """What changes the arithmetic, or the memory, changes it alike on all ranks."""
-    for more in ({"-r": 2}, {"--residual": "layernorm"}, {"-t": 7, "-z": 8 * 7},
+    for more in ({"-r": 2}, {"-t": 7, "-z": 8 * 7},
                  {"--block": "parallel-tied", "--norm": "rmsnorm", "--dropout": 0.2},
                  {"--grad-clip": 0.01, "-u": 3}, {"-z": 4 * 3 * SMALL_T, "-b": 3}):
         same_bits(named(more), {**batch(8), **more}, worlds((1, 2), 0) + worlds((4,), 1, 2))

@@ -327,7 +327,7 @@ def test_variants():
     again = again if on_cpu() and not Program.quick else again[::3]
     variants = [{"-n": 7}, {"-n": 1}, {"-n": 0}, {"-n": 5, "-v": 5, "-s": 5, "-g": 4}, {"-r": 1}, {"-r": 2},
                 {"-w": 0}, {"-b": 4}, {"-b": 16}, {"-z": 2 * T_ROWS, "-b": 2, "-x": 200, "-n": 30}, {"-a": 1},
-                {"--shuffle": 0}, {"--residual": "layernorm"}, {"-u": 10, "-k": "wsd"},
+                {"--shuffle": 0}, {"-u": 10, "-k": "wsd"},
                 {"-x": "epoch", "-z": 64}, {"--optimizer": "muon"}]
     if Program.precision != "FP32":
         variants += [{"--grad-dtype": "bf16"}, {"--grad-dtype": "bf16", "-w": 0}, {"-r": 2, "-w": 0},
@@ -748,7 +748,7 @@ OTHER_VALUES = {
     "--total-batch": 8 * T_ROWS, "--learning-rate": "2e-2", "--lr-schedule": "linear", "--warmup": 3,
     "--final-fraction": 0.5, "--weight-decay": 0, "--beta1": 0.8, "--beta2": 0.9, "--eps": "1e-6",
     "--grad-clip": 2, "--seed": 3, "--shuffle": 0, "--overfit": 1, "--tf32": 1, "--master-weights": 0,
-    "--gelu-fusion": 1, "--residual": "layernorm", "--kernels": "portable", "--grad-dtype": "bf16",
+    "--gelu-fusion": 1, "--kernels": "portable", "--grad-dtype": "bf16",
     "--lanes": 4, "--reduction": "nccl", "--optimizer": "muon", "--muon-lr": 0.03, "--muon-momentum": 0.9,
     "--muon-steps": 4, "--muon-decay": 0.1,
     "--block": "parallel", "--norm": "rmsnorm", "--dropout": 0.1, "--residual-dtype": "fp32"}

@@ -44,6 +44,9 @@ static inline std::string config_error(const Config& c) {
     if (c.C % c.NH != 0) {
         return format("C=%d is not a multiple of NH=%d (C = heads x head size)", c.C, c.NH);
     }
+    if (c.C % 8 != 0) {
+        return format("C=%d is not a multiple of 8 (kernels move 8 channels at a time)", c.C);
+    }
     if (c.V > 65536) { return format("V=%d: token shards hold 16-bit ids, so V is at most 65536", c.V); }
     if (c.Vp < c.V || c.Vp % 8 != 0) {
         return format("the padded vocabulary %d must be a multiple of 8 and at least V=%d", c.Vp, c.V);

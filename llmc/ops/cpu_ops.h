@@ -227,26 +227,19 @@ template <class Real> void norm_forward_cpu(const NormForward<Real, Real>& a, St
     OP_DONE(a);
 }
 
-// The weight and bias gradients of one norm, of dout + also (null: nothing is added). A thread owns kColumns
-// columns and walks down them.
+// The weight and bias gradients of one norm. A thread owns kColumns columns and walks down them.
 template <class Real>
-static inline void norm_backward_columns(const NormBackward<Real, Real>& a, const NormGrad<Real, Real>& y,
-                                         const Real* also) {
+static inline void norm_backward_columns(const NormBackward<Real, Real>& a, const NormGrad<Real, Real>& y) {
     const int N = a.N, C = a.C;
     constexpr int kColumns = 64;
     #pragma omp parallel for
     for (int c0 = 0; c0 < C; c0 += kColumns) {
         int columns = C - c0 < kColumns ? C - c0 : kColumns;
         double dweight[kColumns] = {0}, dbias[kColumns] = {0};
-        Real both[kColumns];
         for (int n = 0; n < N; n++) {
             const Real* dout_n = y.dout + (size_t)n * C + c0;
             const Real* inp_n = a.inp + (size_t)n * C + c0;
             const Real mean = a.kind == NormKind::Layer ? a.mean[n] : 0, rstd = a.rstd[n];
-            if (also) {
-                for (int c = 0; c < columns; c++) { both[c] = dout_n[c] + also[(size_t)n * C + c0 + c]; }
-                dout_n = both;
-            }
             #pragma omp simd
             for (int c = 0; c < columns; c++) {
                 dweight[c] += dout_n[c] * ((inp_n[c] - mean) * rstd);
@@ -298,10 +291,10 @@ static inline void norm_backward_row(const NormBackward<Real, Real>& a, int n, F
 // dresidual
 template <class Real> void norm_backward_cpu(const NormBackward<Real, Real>& a, Stream) {
     const int N = a.N, C = a.C;
-    const bool two = a.y[1].dout, tied = two && !a.y[1].weight;
-    const Real *weight0 = a.y[0].weight, *weight1 = tied ? weight0 : a.y[1].weight;
-    norm_backward_columns(a, a.y[0], tied ? a.y[1].dout : nullptr);
-    if (two && !tied) { norm_backward_columns(a, a.y[1], (const Real*)nullptr); }
+    const bool two = a.y[1].dout;
+    const Real *weight0 = a.y[0].weight, *weight1 = a.y[1].weight;
+    norm_backward_columns(a, a.y[0]);
+    if (two) { norm_backward_columns(a, a.y[1]); }
     #pragma omp parallel for
     for (int n = 0; n < N; n++) {
         const size_t row = (size_t)n * C;
@@ -478,11 +471,15 @@ template <class Real> void matmul_forward_cpu(const MatmulForward<Real, Real>& a
     OP_DONE(a);
 }
 
-// dinp[n,c] = sum over o of dout[n,o]*weight[o,c]; where pre_gelu is given, times gelu'(pre_gelu[n,c]):
-// the layer's input was gelu(pre_gelu), and this is the gradient before that GELU.
+// dinp[n,c] = sum over o of dout[n,o]*weight[o,c] + residual[n,c]; where pre_gelu is given, times
+// gelu'(pre_gelu[n,c]): the layer's input was gelu(pre_gelu), and this is the gradient before that GELU.
 template <class Real> void matmul_backward_input_cpu(const MatmulBackwardInput<Real, Real>& a, Stream) {
     const size_t n = (size_t)a.N * a.C;
     gemm_cpu(a.dinp, Accumulate::No, a.dout, Transpose::No, a.weight, Transpose::No, a.N, a.C, a.OC);
+    if (a.residual) {
+        #pragma omp parallel for simd
+        for (size_t i = 0; i < n; i++) { a.dinp[i] += a.residual[i]; }
+    }
     if (a.pre_gelu) {
         #pragma omp parallel for simd
         for (size_t i = 0; i < n; i++) { a.dinp[i] *= gelu_derivative(a.pre_gelu[i]); }

@@ -54,7 +54,7 @@ template <class X, class S> struct NormForward {
 };
 template <class X, class S> struct NormGrad {
     const X* dout;                      // (N,C); null in the second: there is one norm
-    const S* weight;                    // (C); null in the second: both gradients are the first norm's
+    const S* weight;                    // (C)
     GradOf<S> dweight, dbias;           // (C) each or null
 };
 template <class X, class S> struct BranchGrad {         // of what the forward added
@@ -85,10 +85,12 @@ template <class X, class S> struct MatmulForward {      // out = inp weight^T + 
                                         // a residual
     int N, C, OC;
 };
-template <class X, class S> struct MatmulBackwardInput {        // dinp = dout weight
+template <class X, class S> struct MatmulBackwardInput {        // dinp = dout weight + residual
     X* dinp;                            // (N,C)
     const X *dout, *weight;             // (N,OC) (OC,C)
-    const X* pre_gelu;                  // (N,C) or null; else dinp is multiplied by gelu'(pre_gelu)
+    const X* residual;                  // (N,C) or null: another gradient of the input; not `dinp`
+    const X* pre_gelu;                  // (N,C) or null; else dinp is multiplied by gelu'(pre_gelu), without
+                                        // a residual
     int N, C, OC;
 };
 template <class X, class S> struct MatmulBackwardWeight {       // dweight (+)= dout^T inp
