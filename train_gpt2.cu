@@ -4473,8 +4473,8 @@ static void decode_attention(const DecodeAttention<floatX, float>& a, Stream str
 }
 
 // Draws as sample_token() does (sampler.h) and takes the same token, a block a row. A logit's key is a
-// number that grows with it; 16 to 32 halvings find the key at which top-k or top-p cut off. Weights are whole
-// numbers, so their sums may be taken in any order.
+// number that grows with it; 16 to 32 halvings find the key at which top-k or top-p cut off. Weights are
+// whole numbers, so their sums may be taken in any order.
 constexpr int kSampleThreads = 1024;
 constexpr int kKeyShift = sizeof(floatX) == 4 ? 0 : kFp16 ? 13 : 16;    // bits of fp32 that floatX lacks
 
