@@ -1781,18 +1781,20 @@ static void update_decision(const UpdateDecision<floatX, float>& a, Stream strea
 // Both walk over a tensor's weights as they stand: the master copy, or the parameter itself.
 constexpr int kUpdateThreads = 256;
 
-template <class Param, bool kMaster>
-__device__ __forceinline__ Floats load_weights(const Param* params, const float* master, size_t i, size_t n) {
-    if (kMaster) { return load_floats<true, Cache::Streaming>(master, i, n); }
+template <class Param>
+__device__ __forceinline__ Floats load_weights(const Param* params, const float* master, bool has_master,
+                                               size_t i, size_t n) {
+    if (has_master) { return load_floats<true, Cache::Streaming>(master, i, n); }
     return load_floats<true>(params, i, n);
 }
 
 // To the parameter's type: to nearest from a master copy, else stochastically, or small steps would be lost.
 // Element i draws as number `position`.
-template <class Param, bool kMaster>
-__device__ __forceinline__ Pack<Param> round_weights(const Floats& p, const RoundKey& key, size_t position) {
+template <class Param>
+__device__ __forceinline__ Pack<Param> round_weights(const Floats& p, bool has_master, const RoundKey& key,
+                                                     size_t position) {
     Pack<Param> rounded = to_pack<Param>(p);
-    if (!kMaster && sizeof(Param) == 2) {
+    if (!has_master && sizeof(Param) == 2) {
         const Draws draws = round_draws(key, position);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { store_stochastic(&rounded.data[k], p.at[k], draws.at[k]); }
@@ -1800,18 +1802,17 @@ __device__ __forceinline__ Pack<Param> round_weights(const Floats& p, const Roun
     return rounded;
 }
 
-template <class Param, bool kMaster>
-__device__ __forceinline__ void store_weights(Param* params, float* master, size_t i, size_t n,
-                                              const Floats& p, const Pack<Param>& rounded) {
-    if (kMaster) { store<true, Cache::Streaming>(master, i, n, to_pack<float>(p)); }
+template <class Param>
+__device__ __forceinline__ void store_weights(Param* params, float* master, bool has_master, size_t i,
+                                              size_t n, const Floats& p, const Pack<Param>& rounded) {
+    if (has_master) { store<true, Cache::Streaming>(master, i, n, to_pack<float>(p)); }
     store<true>(params, i, n, rounded);
 }
 
 // Elements [i, i + kWidth) of summed gradients, the first of which has number `first` in the whole.
-template <bool kBf16>
-__device__ __forceinline__ Floats load_summed(const void* grads, size_t i, size_t n, const RoundKey& key,
-                                              size_t first) {
-    if (kBf16) { return load_dithered<Cache::Streaming>((const __nv_bfloat16*)grads, i, n, key, first); }
+__device__ __forceinline__ Floats load_summed(const void* grads, bool is_bf16, size_t i, size_t n,
+                                              const RoundKey& key, size_t first) {
+    if (is_bf16) { return load_dithered<Cache::Streaming>((const __nv_bfloat16*)grads, i, n, key, first); }
     return load_floats<true, Cache::Streaming>((const float*)grads, i, n);
 }
 
@@ -1861,10 +1862,10 @@ __global__ void __launch_bounds__(kUpdateThreads) adamw_kernel(AdamW<floatX, flo
     const size_t first = row * a.rows.first;
     const size_t step = (size_t)gridDim.x * blockDim.x * kWidth;
     for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
-        const Floats g = load_summed<kGradsBf16>(grads, i, a.n, a.grads.key, a.grads.first + first);
+        const Floats g = load_summed(grads, kGradsBf16, i, a.n, a.grads.key, a.grads.first + first);
         Floats m = load_floats<true, Cache::Streaming>(ms, i, a.n),
                v = load_floats<true, Cache::Streaming>(vs, i, a.n);
-        Floats p = load_weights<Param, kMaster>(params, master, i, a.n);
+        Floats p = load_weights(params, master, kMaster, i, a.n);
 
         // The formula above, each operation rounded where PyTorch rounds.
 #pragma unroll
@@ -1876,10 +1877,10 @@ __global__ void __launch_bounds__(kUpdateThreads) adamw_kernel(AdamW<floatX, flo
             p.at[k] = fmaf(minus_rate, update, __fmul_rn(p.at[k], decay));
         }
 
-        const Pack<Param> rounded = round_weights<Param, kMaster>(p, a.key, a.first + first + i);
+        const Pack<Param> rounded = round_weights<Param>(p, kMaster, a.key, a.first + first + i);
         store<true, Cache::Streaming>(ms, i, a.n, to_pack<float>(m));
         store<true, Cache::Streaming>(vs, i, a.n, to_pack<float>(v));
-        store_weights<Param, kMaster>(params, master, i, a.n, p, rounded);
+        store_weights(params, master, kMaster, i, a.n, p, rounded);
     }
 }
 
@@ -1898,17 +1899,15 @@ static void adamw_update(const AdamW<floatX, float>& a, Stream stream) {
     cudaCheck(cudaGetLastError());
 }
 
-// Muon, as ops.h has it. A product is one call for all matrices of a shape: q, k, v and attproj of all
-// layers (124M: 48), fc (12) and fcproj (12). Only the last one, which stores where the update is read, takes
-// a call for each part. Products are cuBLASLt's, but on Hopper gram and poly, which are symmetric, are those
-// of the kernel below. In column-major terms, with x stored (rows,cols):
+// Muon, as ops.h has it: momentum, then Newton-Schulz steps by cuBLASLt, then the update of the weights.
+// One call multiplies all matrices of a shape: q, k, v and attproj of all layers (124M: 48), fc (12), fcproj
+// (12). Only the last product stores where the update is read and takes a call for each part. Both sums ride
+// in the products, as C with a factor. In column-major terms, with x stored (rows,cols):
 //     wide or square   gram = x x^T (k = rows)    G = X^T X    x' = a x + poly x    X' = a X + X P
 //     tall             gram = x^T x (k = cols)    G = X X^T    x' = a x + x poly    X' = a X + P X
-// poly = b gram + c gram gram, and both sums ride in the products, as C with a factor. A step of a matrix of
-// (m,n), m <= n, takes 4 m m n + 2 m^3 FLOPs: 60 C^3 for a layer, so 1.63 TFLOPs for 124M's five steps, where
-// the forward and backward of 65,536 tokens take some 53. Without what lies above the diagonal of symmetric
-// products it is 43.5 C^3 (768 wide), of which 24 are x'.
-template <bool kGradsBf16>
+//     poly = b gram + c gram gram
+// A step of a matrix of (m,n), m <= n, takes 4 m m n + 2 m^3 FLOPs: 60 C^3 for a layer, so 1.63 TFLOPs for
+// 124M's five steps. The forward and backward of 65,536 tokens take some 53.
 __global__ void __launch_bounds__(kUpdateThreads) muon_momentum_kernel(MuonMomentum<floatX, float> a) {
     if (a.state->skip) { return; }
     const float part = (float)(1.0 - a.momentum), ahead = (float)a.momentum, scale = a.state->grad_scale;
@@ -1917,7 +1916,7 @@ __global__ void __launch_bounds__(kUpdateThreads) muon_momentum_kernel(MuonMomen
     float* ms = a.m + row * a.n;
     const size_t first = a.grads.first + row * a.rows.first, step = (size_t)gridDim.x * blockDim.x * kWidth;
     for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
-        const Floats g = load_summed<kGradsBf16>(grads, i, a.n, a.grads.key, first);
+        const Floats g = load_summed(grads, a.grads.is_bf16, i, a.n, a.grads.key, first);
         Floats m = load_floats<true, Cache::Streaming>(ms, i, a.n), update;
 #pragma unroll
         for (int k = 0; k < kWidth; k++) {
@@ -1933,14 +1932,12 @@ __global__ void __launch_bounds__(kUpdateThreads) muon_momentum_kernel(MuonMomen
 static void muon_momentum(const MuonMomentum<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     const dim3 blocks = update_blocks("muon_momentum", a.n, a.grads.first, a.rows.count);
-    auto kernel = a.grads.is_bf16 ? muon_momentum_kernel<true> : muon_momentum_kernel<false>;
-    kernel<<<blocks, kUpdateThreads, 0, stream>>>(a);
+    muon_momentum_kernel<<<blocks, kUpdateThreads, 0, stream>>>(a);
     cudaCheck(cudaGetLastError());
 }
 
-// A block takes a chunk of matrix number blockIdx.y, first its sum of squares (in double: gradients may be as
-// small as bf16 has them), then, when all are known, its part of x = inp / sqrt(their sum).
-template <bool kVector>
+// x = inp / |inp| takes two kernels. In each, a block has a chunk of matrix number blockIdx.y, n elements.
+// The first leaves the chunk's sum of squares, in double: gradients may be as small as bf16 has them.
 __global__ void __launch_bounds__(kUpdateThreads)
     muon_sums_kernel(double* sums /*(count,chunks)*/, const muonX* inp, size_t n,
                      const __grid_constant__ MuonPlaces places) {
@@ -1949,7 +1946,7 @@ __global__ void __launch_bounds__(kUpdateThreads)
     inp += places.of(blockIdx.y);
     double sum = 0.0;
     for (size_t i = blockIdx.x * kChunk + threadIdx.x * kWidth; i < end; i += blockDim.x * kWidth) {
-        const Floats x = load_floats<kVector>(inp, i, n);
+        const Floats x = load_floats<true>(inp, i, n);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { sum += (double)x.at[k] * x.at[k]; }
     }
@@ -1957,11 +1954,10 @@ __global__ void __launch_bounds__(kUpdateThreads)
     if (threadIdx.x == 0) { sums[(size_t)blockIdx.y * gridDim.x + blockIdx.x] = sum; }
 }
 
-// Here the matrices come together: in `out` there is nothing between them.
-template <bool kVector>
+// The second adds up the chunks' sums and divides. In `out` the matrices stand next to each other.
 __global__ void __launch_bounds__(kUpdateThreads)
-    muon_normalise_kernel(muonX* out, const muonX* inp, const double* sums, size_t n,
-                          const __grid_constant__ MuonPlaces places) {
+    muon_normalise_kernel(muonX* out /*(count,n)*/, const muonX* inp, const double* sums /*(count,chunks)*/,
+                          size_t n, const __grid_constant__ MuonPlaces places) {
     __shared__ double shared[kWarp];
     inp += places.of(blockIdx.y);
     out += blockIdx.y * n;
@@ -1973,386 +1969,95 @@ __global__ void __launch_bounds__(kUpdateThreads)
     const double factor = sum > 0.0 ? 1.0 / sqrt(sum) : 0.0;
     const size_t end = min(n, (blockIdx.x + 1) * kChunk);
     for (size_t i = blockIdx.x * kChunk + threadIdx.x * kWidth; i < end; i += blockDim.x * kWidth) {
-        Floats x = load_floats<kVector>(inp, i, n);
+        Floats x = load_floats<true>(inp, i, n);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { x.at[k] = (float)(x.at[k] * factor); }
-        store<kVector>(out, i, n, to_pack<muonX>(x));
+        store<true>(out, i, n, to_pack<muonX>(x));
     }
 }
 
-// ---- sm90: symmetric products by Hopper's tensor cores (wgmma) and copy engine (TMA), in bf16 ----
-// d (n,n) = alpha x x^T + c, or alpha x^T x + c, where c is nothing (gram) or beta x (poly). Nothing above
-// the diagonal is calculated (of a product 768 wide 54 %, counted in blocks of 64), and each block below it
-// is stored twice, the second time transposed. A block of threads takes one tile of 192 x 192 after the
-// other. Three warpgroups each own a strip of it, 64 rows; of a fourth, one thread starts all copies, up to
-// three stages of 64 k ahead, and c behind a tile's last ones:
-//
-//     copies      | 0 | 1 | 2 |   | 0 | ... | 2 | c | 0 | 1 | 2 |            of the next tile
-//     wgmma           | 0 | 1 | 2 | 0 | ...     | 2 |                 | 0 | 1 | 2 |
-//     epilogue                                      | d = .. + c, stored |
-//
-//     full[stage]     an mbarrier that hears of the copies' bytes      empty[stage]   all 12 warps are done
-//     c_full          c is in the staging blocks                       c_empty        d has left them
-//
-// All of it lies in blocks of 64 x 64 in the 128-byte swizzle. With tiles of 128, and two blocks of threads
-// an SM, a half more comes from L2, and gram took 8 to 25 % longer. Stores by warps of their own, beside the
-// next tile's products, were no faster (NOTES.md, "Muon").
-constexpr int kMuonSide = 3;                            // blocks of 64 along a tile
-constexpr int kMuonStages = 3;
-constexpr int kMuonBlock = 64 * 64;                     // elements
-[[maybe_unused]] constexpr int kMuonBlockBytes = kMuonBlock * sizeof(__nv_bfloat16);
-constexpr int kMuonThreads = (kMuonSide + 1) * 4 * kWarp;
-// A diagonal tile has two thirds of another one's work. The tiles of so many matrices are taken together, and
-// the diagonal ones last, so that blocks of threads end at about the same time; of all matrices, each would
-// have left the L2 when its diagonal's turn comes. (One at a time: 1600 wide 3 to 5 % slower, 768 no
-// different; all 48 of 768: 13 %.)
-[[maybe_unused]] constexpr int kMuonTogether = 4;
-
-struct MuonShared {
-    alignas(1024) __nv_bfloat16 a[kMuonStages][kMuonSide][kMuonBlock];      // of x: the tile's rows of d
-    __nv_bfloat16 b[kMuonStages][kMuonSide][kMuonBlock];            // and its columns, unless they are a
-    __nv_bfloat16 staging[kMuonSide][kMuonSide][kMuonBlock];        // of each strip: c, then d
-    uint64_t full[kMuonStages], empty[kMuonStages], c_full, c_empty;
-};
-static_assert(sizeof(MuonShared) <= 227 * 1024, "what a block may have on sm_90");
-
+// d = alpha op(l) op(r) + beta c, column-major: op(l) is (m,k), op(r) (k,n). Each stands for all matrices of
+// `parts` parts, `stride` elements apart.
+struct MuonMatrices { muonX* first; size_t stride; };
 struct MuonProduct {
-    int n, k, count, together;
-    float alpha, beta;
-    LLMC_HD int across() const { return (n + 64 * kMuonSide - 1) / (64 * kMuonSide); }
-    LLMC_HD int tiles() const { return across() * (across() + 1) / 2; }         // of a matrix
+    MuonMatrices d, l, r, c = {};
+    int m, n, k;
+    bool trans_l = false, trans_r = false;
+    float alpha = 1.0f, beta = 0.0f;
+    int parts;
 };
 
-// Tile number t of the whole batch.
-struct MuonTile {
-    int matrix, row, col;               // row and col: of its first block
-    bool diagonal;
-
-    __device__ __forceinline__ MuonTile(const MuonProduct& p, int t) {
-        const int across = p.across(), below = across * (across - 1) / 2;
-        const int first = t / (p.together * p.tiles()) * p.together, here = min(p.together, p.count - first);
-        t -= first * p.tiles();
-        diagonal = t >= here * below;
-        if (diagonal) {
-            t -= here * below;
-            matrix = first + t / across;
-            row = col = t % across;
-        } else {
-            matrix = first + t / below;
-            col = t % below;
-            for (row = 1; col >= row; row++) { col -= row; }
-        }
-        row *= kMuonSide;
-        col *= kMuonSide;
-    }
-    // How many blocks strip i has to calculate: none outside of d, else up to the diagonal.
-    __device__ __forceinline__ int width(const MuonProduct& p, int i) const {
-        return (row + i) * 64 < p.n ? min(kMuonSide, row + i + 1 - col) : 0;
-    }
-};
-
-// The stage whose turn it is, and the parity of its barriers' phase.
-struct MuonStage {
-    int at = 0, phase = 0;
-    __device__ __forceinline__ void next() {
-        if (++at == kMuonStages) { at = 0; phase ^= 1; }
-    }
-};
-
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// The thread that starts the copies.
-template <bool kTrans, bool kHasC>
-__device__ void muon_produce(MuonShared& shared, const CUtensorMap* x_map, const MuonProduct& p, int tiles) {
-    const int steps = (p.k + 63) / 64;
-    MuonStage stage;
-    int done = 0;
-    for (int t = blockIdx.x; t < tiles; t += gridDim.x, done++) {
-        const MuonTile tile(p, t);
-        const int a_blocks = min(kMuonSide, (p.n + 63) / 64 - tile.row);
-        const int b_blocks = tile.diagonal ? 0 : kMuonSide;
-        for (int it = 0; it < steps; it++, stage.next()) {
-            uint64_t* full = &shared.full[stage.at];
-            mbarrier_wait(&shared.empty[stage.at], stage.phase ^ 1);
-            mbarrier_expect(full, (a_blocks + b_blocks) * kMuonBlockBytes);
-            auto load = [&](__nv_bfloat16* to, int block) {
-                const int at = block * 64, k = it * 64;
-                tma_load_3d(to, x_map, full, kTrans ? at : k, kTrans ? k : at, tile.matrix);
-            };
-            for (int i = 0; i < a_blocks; i++) { load(shared.a[stage.at][i], tile.row + i); }
-            for (int i = 0; i < b_blocks; i++) { load(shared.b[stage.at][i], tile.col + i); }
-        }
-        if (kHasC) {
-            int blocks = 0;
-            for (int i = 0; i < kMuonSide; i++) { blocks += tile.width(p, i); }
-            mbarrier_wait(&shared.c_empty, done % 2 ^ 1);
-            mbarrier_expect(&shared.c_full, blocks * kMuonBlockBytes);
-            for (int i = 0; i < kMuonSide; i++) {
-                for (int b = 0; b < tile.width(p, i); b++) {
-                    tma_load_3d(shared.staging[i][b], x_map, &shared.c_full, (tile.col + b) * 64,
-                                (tile.row + i) * 64, tile.matrix);
-                }
-            }
-        }
-    }
-}
-
-// A warpgroup's strip, kWidth blocks of it, of tile number `done` of this block of threads.
-template <int kWidth, bool kTrans, bool kHasC>
-__device__ __forceinline__ void muon_strip(MuonShared& shared, MuonStage& stage, const CUtensorMap* d_map,
-                                           const MuonProduct& p, const MuonTile& tile, int done) {
-    const int strip = threadIdx.x / 128, warp = threadIdx.x % 128 / kWarp, lane = threadIdx.x % kWarp;
-    const bool stores = threadIdx.x % 128 == 0;
-    float d[kWidth > 0 ? kWidth * 8 : 1][4] = {};
-
-    // A stage is given back when the products of the next one have begun
-    int last = 0;
-    const int steps = (p.k + 63) / 64;
-    for (int it = 0; it < steps; it++) {
-        mbarrier_wait(&shared.full[stage.at], stage.phase);
-        if constexpr (kWidth > 0) {
-            const auto* b_tile = tile.diagonal ? shared.a[stage.at] : shared.b[stage.at];
-            const uint64_t a = wgmma_descriptor(shared.a[stage.at][strip], kMuonBlockBytes);
-            const uint64_t b = wgmma_descriptor(b_tile, kMuonBlockBytes);
-            wgmma_fence();
-#pragma unroll
-            for (int kk = 0; kk < 4; kk++) {            // 16 k: 32 bytes of a row, or 16 rows of 128
-                constexpr int kStep = kTrans ? 128 : 2;
-                wgmma_bf16<kWidth, kTrans>(d, a + kk * kStep, b + kk * kStep);
-            }
-            wgmma_commit();
-            wgmma_wait<1>();
-        }
-        if (it > 0) {
-            if (lane == 0) { mbarrier_arrive(&shared.empty[last]); }
-        } else if (kHasC && done > 0 && stores) {
-            tma_store_wait<0>();
-            mbarrier_arrive(&shared.c_empty);
-        }
-        last = stage.at;
-        stage.next();
-    }
-    wgmma_wait<0>();
-    if (lane == 0) { mbarrier_arrive(&shared.empty[last]); }
-
-    if constexpr (kWidth > 0) {
-        pin_registers(d);
-        // ldmatrix and stmatrix move four matrices of 8 x 8: the upper and the lower half of this warp's 16
-        // rows, 8 columns wide from 16 * group on, and the 8 columns beside them. Each lane names a row of
-        // one: where that lies in a block, and where in the transposed block its column lies.
-        const uint32_t staging = smem_address(shared.staging[strip]);
-        const int row8 = lane % 8, half = lane / 8 % 2, beside = lane / 16;
-        auto place = [&](int block, int group) {
-            return staging + block * kMuonBlockBytes + (warp * 16 + half * 8 + row8) * 128 +
-                   ((2 * group + beside) ^ row8) * 16;
-        };
-        auto mirrored_place = [&](int block, int group) {
-            return staging + block * kMuonBlockBytes + ((2 * group + beside) * 8 + row8) * 128 +
-                   ((2 * warp + half) ^ row8) * 16;
-        };
-        auto store = [&](int block, int row, int col) {
-            tma_store_fence();
-            named_barrier(1 + strip, 128);
-            if (stores) {
-                tma_store_3d(d_map, shared.staging[strip][block], col * 64, row * 64, tile.matrix);
-                tma_store_commit();
-            }
-        };
-
-        if (kHasC) {
-            mbarrier_wait(&shared.c_full, done % 2);
-        } else {                                        // the stores of the tile before have read staging
-            if (stores) { tma_store_wait<0>(); }
-            named_barrier(1 + strip, 128);
-        }
-        uint32_t words[kWidth][4][4];
-#pragma unroll
-        for (int b = 0; b < kWidth; b++) {
-#pragma unroll
-            for (int group = 0; group < 4; group++) {
-                uint32_t c[4] = {};
-                if (kHasC) { ldmatrix_x4(c, place(b, group)); }
-#pragma unroll
-                for (int m = 0; m < 4; m++) {
-                    const float* pair = &d[b * 8 + group * 2 + m / 2][m % 2 * 2];
-                    float low = p.alpha * pair[0], high = p.alpha * pair[1];
-                    if (kHasC) {                        // a bf16 is the upper half of the same fp32
-                        low = fmaf(p.beta, __uint_as_float(c[m] << 16), low);
-                        high = fmaf(p.beta, __uint_as_float(c[m] & 0xffff0000u), high);
-                    }
-                    words[b][group][m] = pack_bf16(low, high);
-                }
-                stmatrix_x4(place(b, group), words[b][group]);
-            }
-            store(b, tile.row + strip, tile.col + b);
-        }
-
-        // The same blocks transposed, each as soon as its first store has read the staging block
-#pragma unroll
-        for (int b = 0; b < kWidth; b++) {
-            if (tile.col + b == tile.row + strip) { break; }            // its own transpose
-            if (stores) { tma_store_wait<kWidth - 1>(); }
-            named_barrier(1 + strip, 128);
-#pragma unroll
-            for (int group = 0; group < 4; group++) {
-                stmatrix_x4_trans(mirrored_place(b, group), words[b][group]);
-            }
-            store(b, tile.col + b, tile.row + strip);
-        }
-    }
-}
-#endif
-
-template <bool kTrans, bool kHasC>
-__global__ void __launch_bounds__(kMuonThreads, 1)
-    muon_symmetric_sm90_kernel(const __grid_constant__ CUtensorMap d_map,
-                               const __grid_constant__ CUtensorMap x_map, MuonProduct p, int tiles) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    extern __shared__ __align__(1024) unsigned char sm90_bytes[];
-    auto& shared = *(MuonShared*)sm90_bytes;
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < kMuonStages; i++) {
-            mbarrier_init(&shared.full[i], 1);
-            mbarrier_init(&shared.empty[i], kMuonSide * 4);
-        }
-        mbarrier_init(&shared.c_full, 1);
-        mbarrier_init(&shared.c_empty, kMuonSide);
-        mbarrier_fence_init();
-    }
-    __syncthreads();                                    // the barriers exist
-
-    // All begin with 128 registers; a strip's accumulators alone are 96
-    const int strip = threadIdx.x / 128;
-    if (strip == kMuonSide) {
-        registers_give<40>();
-        if (threadIdx.x % 128 == 0) { muon_produce<kTrans, kHasC>(shared, &x_map, p, tiles); }
-        return;
-    }
-    registers_take<152>();
-    MuonStage stage;
-    int done = 0;
-    for (int t = blockIdx.x; t < tiles; t += gridDim.x, done++) {
-        const MuonTile tile(p, t);
-        auto calculate = [&](auto width) {
-            muon_strip<width.value, kTrans, kHasC>(shared, stage, &d_map, p, tile, done);
-        };
-        switch (tile.width(p, strip)) {
-            case 0: calculate(std::integral_constant<int, 0>()); break;
-            case 1: calculate(std::integral_constant<int, 1>()); break;
-            case 2: calculate(std::integral_constant<int, 2>()); break;
-            default: calculate(std::integral_constant<int, kMuonSide>());
-        }
-    }
-    if (threadIdx.x % 128 == 0) { tma_store_wait<0>(); }        // shared memory goes with the block
-#else
-    __trap();
-#endif
-}
-
-// d (count,n,n) = alpha x x^T, x (count,n,k); with kTrans alpha x^T x, x (count,k,n); with kHasC, beta x is
-// added, and x (count,n,n) must be symmetric. What lies outside of a matrix is read as zeros and not written,
-// so that n and k need only be multiples of 8: the copy engine takes rows of whole 16 bytes.
-template <bool kTrans, bool kHasC>
-static void muon_symmetric_sm90(muonX* d, const muonX* x, int n, int k, int count, float alpha, float beta,
-                                Stream stream) {
-    auto map = [count](const muonX* matrices, int rows, int cols) {
-        const cuuint64_t row_bytes = cols * sizeof(muonX);
-        return tensor_map<3>(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, matrices,
-                             {(cuuint64_t)cols, (cuuint64_t)rows, (cuuint64_t)count},
-                             {row_bytes, rows * row_bytes}, {64, 64, 1});
-    };
-    const MuonProduct p = {n, k, count, std::min(kMuonTogether, count), alpha, beta};
-    const int tiles = count * p.tiles();
-    auto kernel = muon_symmetric_sm90_kernel<kTrans, kHasC>;
-    allow_shared_memory(kernel, sizeof(MuonShared));
-    kernel<<<std::min(tiles, device_sm_count), kMuonThreads, sizeof(MuonShared), stream>>>(
-        map(d, n, n), kTrans ? map(x, k, n) : map(x, n, k), p, tiles);
-    cudaCheck(cudaGetLastError());
-}
-
-// By the shape alone, so that a matrix has the same bits whoever computes it, beside how many others.
-static bool muon_uses_sm90(int rows, int cols) {
-    return kLowPrecision && sm90_kernels_run() && rows % 8 == 0 && cols % 8 == 0;
+// The algorithm is chosen for the matrices of the whole job and has no split-K, so a matrix has the same bits
+// whichever rank multiplies it, beside however many others.
+static void muon_multiply(const MuonProduct& p, const MuonOrthogonalise<floatX, float>& a, Stream stream) {
+    gemm_or_die({.d = p.d.first, .a = p.l.first, .b = p.r.first, .c = p.c.first, .bias = nullptr,
+                 .aux = nullptr, .m = p.m, .n = p.n, .k = p.k, .trans_a = p.trans_l, .trans_b = p.trans_r,
+                 .d_type = cuda_type(muonX()), .epilogue = CUBLASLT_EPILOGUE_DEFAULT,
+                 .inp_type = cuda_type(muonX()), .alpha = p.alpha, .beta = p.beta,
+                 .count = p.parts * a.places.layers, .count_all = p.parts * a.layers_all,
+                 .a_stride = p.l.stride, .b_stride = p.r.stride, .c_stride = p.c.stride,
+                 .d_stride = p.d.stride}, stream);
 }
 
 static void muon_orthogonalise(const MuonOrthogonalise<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     const bool tall = a.rows > a.cols;
-    const int k = tall ? a.cols : a.rows, n = tall ? a.rows : a.cols;
+    const int k = tall ? a.cols : a.rows, n = tall ? a.rows : a.cols, parts = a.places.parts;
     const size_t size = (size_t)a.rows * a.cols, square = (size_t)k * k;
+    if (size % 8 != 0) {
+        die("muon_orthogonalise: matrices of %d x %d: their size must be a multiple of 8", a.rows, a.cols);
+    }
+    const dim3 blocks((unsigned)ceil_div(size, kChunk), a.places.count());
+    muon_sums_kernel<<<blocks, kUpdateThreads, 0, stream>>>(a.sums, a.inp, size, a.places);
+    cudaCheck(cudaGetLastError());
+    muon_normalise_kernel<<<blocks, kUpdateThreads, 0, stream>>>(a.x, a.inp, a.sums, size, a.places);
+    cudaCheck(cudaGetLastError());
+
     const float scale = tall ? (float)sqrt((double)a.rows / a.cols) : 1.0f;
-    const MuonPlaces& places = a.places;
-    with_vector(size, [&](auto vector) {
-        const dim3 blocks((unsigned)ceil_div(size, kChunk), places.count());
-        muon_sums_kernel<vector.value><<<blocks, kUpdateThreads, 0, stream>>>(a.sums, a.inp, size, places);
-        cudaCheck(cudaGetLastError());
-        muon_normalise_kernel<vector.value>
-            <<<blocks, kUpdateThreads, 0, stream>>>(a.x, a.inp, a.sums, size, places);
-        cudaCheck(cudaGetLastError());
-    });
-    struct Matrices {                   // in scratch
-        muonX* first;
-        size_t stride;
-        Matrices from(int i) const { return {first + i * stride, stride}; }
-    };
-    // d = alpha op(l) op(r) + beta c, for all parts at once or for one
-    auto product = [&](Matrices d, Matrices l, Matrices r, Matrices c, float alpha, float beta, int m,
-                       int cols, int depth, bool trans_l, bool trans_r, int parts) {
-        gemm_or_die({.d = d.first, .a = l.first, .b = r.first, .c = c.first, .bias = nullptr, .aux = nullptr,
-                     .m = m, .n = cols, .k = depth, .trans_a = trans_l, .trans_b = trans_r,
-                     .d_type = cuda_type(muonX()), .epilogue = CUBLASLT_EPILOGUE_DEFAULT,
-                     .inp_type = cuda_type(muonX()), .alpha = alpha, .beta = beta,
-                     .count = parts * places.layers, .count_all = parts * a.layers_all, .a_stride = l.stride,
-                     .b_stride = r.stride, .c_stride = c.stride, .d_stride = d.stride}, stream);
-    };
-    const Matrices gram = {a.gram, square}, poly = {a.poly, square};
-    Matrices x = {a.x, size}, y = {a.y, size};
-    auto multiply_by_poly = [&](Matrices to, int first, float keep, int parts) {
-        const Matrices p = poly.from(first), from = x.from(first);
-        product(to, tall ? p : from, tall ? from : p, from, 1.0f, keep, a.cols, a.rows, k, false, false,
-                parts);
-    };
+    const MuonMatrices gram = {a.gram, square}, poly = {a.poly, square};
+    MuonMatrices x = {a.x, size}, y = {a.y, size};
     for (int step = 0; step < a.steps; step++, std::swap(x, y)) {
         const bool is_last = step + 1 == a.steps;
         const float last = is_last ? scale : 1.0f;
         const float keep = last * (float)kMuonA, b = last * (float)kMuonB, c = last * (float)kMuonC;
-        if (!muon_uses_sm90(a.rows, a.cols)) {
-            product(gram, x, x, {}, 1.0f, 0.0f, k, k, n, !tall, tall, places.parts);
-            product(poly, gram, gram, gram, c, b, k, k, k, false, false, places.parts);
-        } else if constexpr (kLowPrecision) {
-            auto square_x = tall ? muon_symmetric_sm90<true, false> : muon_symmetric_sm90<false, false>;
-            square_x(gram.first, x.first, k, n, places.count(), 1.0f, 0.0f, stream);
-            muon_symmetric_sm90<false, true>(poly.first, gram.first, k, k, places.count(), c, b, stream);
-        }
-        if (!is_last) { multiply_by_poly(y, 0, keep, places.parts); }
-        for (int part = 0; is_last && part < places.parts; part++) {
-            multiply_by_poly({a.out + places.at[part], places.stride}, part * places.layers, keep, 1);
+        muon_multiply({.d = gram, .l = x, .r = x, .m = k, .n = k, .k = n, .trans_l = !tall, .trans_r = tall,
+                       .parts = parts}, a, stream);
+        muon_multiply({.d = poly, .l = gram, .r = gram, .c = gram, .m = k, .n = k, .k = k, .alpha = c,
+                       .beta = b, .parts = parts}, a, stream);
+        // x' goes into y, or at the end part by part to where the update is read
+        for (int part = 0; part < (is_last ? parts : 1); part++) {
+            const size_t first = (size_t)part * a.places.layers;
+            const MuonMatrices from = {x.first + first * size, size}, p = {a.poly + first * square, square};
+            const MuonMatrices out = {a.out + a.places.at[part], a.places.stride};
+            muon_multiply({.d = is_last ? out : y, .l = tall ? p : from, .r = tall ? from : p, .c = from,
+                           .m = a.cols, .n = a.rows, .k = k, .beta = keep, .parts = is_last ? 1 : parts},
+                          a, stream);
         }
     }
 }
 
-template <bool kMaster>
 __global__ void __launch_bounds__(kUpdateThreads) muon_update_kernel(MuonUpdate<floatX, float> a) {
     if (a.state->skip) { return; }
     const float keep = (float)(1.0 - a.lr * a.weight_decay), minus_rate = (float)-a.lr;
     const int row = blockIdx.y;
+    const bool has_master = a.master != nullptr;
     floatX* params = (floatX*)((char*)a.params + row * a.rows.params);
-    float* master = kMaster ? a.master + row * a.n : nullptr;
+    float* master = has_master ? a.master + row * a.n : nullptr;
     const size_t first = a.first + row * a.rows.first, step = (size_t)gridDim.x * blockDim.x * kWidth;
     for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
         const Floats update = load_floats<true>(a.update + row * a.update_row, i, a.n);
-        Floats p = load_weights<floatX, kMaster>(params, master, i, a.n);
+        Floats p = load_weights(params, master, has_master, i, a.n);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { p.at[k] = fmaf(minus_rate, update.at[k], p.at[k] * keep); }
-        const Pack<floatX> rounded = round_weights<floatX, kMaster>(p, a.key, first + i);
-        store_weights<floatX, kMaster>(params, master, i, a.n, p, rounded);
+        const Pack<floatX> rounded = round_weights<floatX>(p, has_master, a.key, first + i);
+        store_weights(params, master, has_master, i, a.n, p, rounded);
     }
 }
 
 static void muon_update(const MuonUpdate<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     const dim3 blocks = update_blocks("muon_update", a.n, a.first, a.rows.count);
-    auto kernel = a.master ? muon_update_kernel<true> : muon_update_kernel<false>;
-    kernel<<<blocks, kUpdateThreads, 0, stream>>>(a);
+    muon_update_kernel<<<blocks, kUpdateThreads, 0, stream>>>(a);
     cudaCheck(cudaGetLastError());
 }
 
@@ -4236,24 +3941,27 @@ static void attention_backward(const AttentionBackward<floatX, float>& a, Stream
 }
 
 // == 6.10 decoding ==
-// The ops that write text: one new token of each of N rows, N <= kDecodeRows.
+// The ops that write text: one new token of each of N rows, N <= kDecodeRows. Between them stand the norms of
+// 6.2, which also add the branches to the residual stream.
 //     decode_encoder      out[n,:] = wte[tokens[n],:] + wpe[positions[n],:]
-//     decode_matmul       out (N,OC) = LN(inp) weight^T + bias + residual, or gelu of it
+//     decode_matmul       out (N,OC) = inp weight^T + bias, or gelu of it
 //     decode_attention    stores k and v of the new position; out[n,h] = softmax(q K^T / sqrt(HS)) V over it
 //                         and those before
 //     cache_store         k and v of a forward over a prompt
 //     sample_tokens       draws the next tokens (sampler.h) and moves positions on
-// All of it waits for memory: with one row each weight is read for a single product, 248 MB a token for 124M.
-// Positions and tokens are read from the device, so one CUDA graph serves all steps. A row's sums are taken
-// in an order that no other row has a part in, so a text is the same alone and in a batch. That rules out
-// cuBLASLt, which chooses by N how it splits sums.
+// Memory decides about the time: with one row each weight serves a single product, 248 MB a token for 124M.
+// Positions and tokens are read from the device, so one CUDA graph serves all steps. A row is summed in an
+// order that does not depend on N, so a text is the same alone and in a batch. cuBLASLt chooses by N how it
+// splits sums, so it is not used here.
 //
-// On Hopper a kernel of these begins while the one before it still runs (PTX griddepcontrol, "programmatic
-// dependent launch"), fetches what no kernel of the step writes, which is nearly all, and then waits until
-// the one before is over and its results can be seen. Each has waited before it writes, and a grid is over
-// when its last block is, so all earlier ones are over, too. Without that, starting and the first trip to
-// memory took most of the time. With a residual stream in fp32 it is lost at the norms, which stand between
-// as ordinary kernels.
+// On Hopper a kernel begins while the one before it still runs (PTX griddepcontrol, "programmatic dependent
+// launch"). No kernel of the step writes the weights or the earlier keys and values, so these come to the L2
+// meanwhile. Else each kernel would start with a trip to memory.
+//
+//     kernel before   | products ...                        | ends |
+//     this kernel         | prefetches to the L2 |  waits          | products ...
+//
+// A kernel waits before it reads what others write, and before it writes.
 __device__ __forceinline__ void decode_next_may_begin() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -4269,8 +3977,8 @@ __device__ __forceinline__ void decode_prefetch(const void* p) {        // a lin
 }
 
 // The kernel may begin before its predecessor ends, so it must call decode_await_last().
-template <class... Params, class... Args>
-static void decode_launch(void (*kernel)(Params...), dim3 grid, int threads, Stream stream, Args... args) {
+template <class Args>
+static void decode_launch(void (*kernel)(Args), dim3 grid, int threads, Stream stream, const Args& args) {
     cudaLaunchAttribute early = {};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
@@ -4280,291 +3988,20 @@ static void decode_launch(void (*kernel)(Params...), dim3 grid, int threads, Str
     config.stream = stream;
     config.attrs = &early;
     config.numAttrs = sm90_kernels_run() ? 1 : 0;
-    cudaCheck(cudaLaunchKernelEx(&config, kernel, args...));
-}
-
-// Mean and 1/deviation of a row of inp, by a warp.
-struct RowStat { float mean, rstd; };
-template <bool kVector>
-__device__ __forceinline__ RowStat decode_row_stat(const DecodeMatmul<floatX, float>& a, int n) {
-    const int lane = threadIdx.x % kWarp, C = a.C;
-    const floatX* row = a.inp + (size_t)n * C;
-    float sum = 0.0f, squares = 0.0f;
-#pragma unroll 4
-    for (int c = lane * kWidth; c < C; c += kWarp * kWidth) {
-        const Floats x = load_floats<kVector>(row, c, C);
-#pragma unroll
-        for (int k = 0; k < kWidth; k++) { sum += x.at[k]; }
-    }
-    const float mean = a.ln_bias ? warp_sum(sum) / C : 0.0f;
-#pragma unroll 4
-    for (int c = lane * kWidth; c < C; c += kWarp * kWidth) {
-        const Floats x = load_floats<kVector>(row, c, C);
-#pragma unroll
-        for (int k = 0; k < kWidth; k++) {
-            const float far = c + k < C ? x.at[k] - mean : 0.0f;
-            squares = fmaf(far, far, squares);
-        }
-    }
-    return {mean, 1.0f / sqrtf(warp_sum(squares) / C + (float)kNormEps)};
-}
-
-// Those of all rows, a warp a row; every thread of the block calls it.
-struct RowStats { RowStat at[kDecodeRows]; };
-template <bool kVector>
-__device__ __forceinline__ void decode_row_stats(RowStats* stats, const DecodeMatmul<floatX, float>& a) {
-    for (int n = threadIdx.x / kWarp; n < a.N; n += blockDim.x / kWarp) {
-        const RowStat stat = decode_row_stat<kVector>(a, n);
-        if (threadIdx.x % kWarp == 0) { stats->at[n] = stat; }
-    }
-    __syncthreads();
-}
-
-__device__ __forceinline__ Floats decode_normalise(const Floats& x, RowStat stat, const Floats& w,
-                                                   const Floats& b) {
-    Floats y;
-#pragma unroll
-    for (int k = 0; k < kWidth; k++) { y.at[k] = fmaf((x.at[k] - stat.mean) * stat.rstd, w.at[k], b.at[k]); }
-    return y;
-}
-
-// Row n of `normalised`, a block of one warp each: the same bits as where the product does it itself.
-__global__ void __launch_bounds__(kWarp) decode_norm_kernel(DecodeMatmul<floatX, float> a) {
-    decode_next_may_begin();
-    decode_await_last();
-    const int n = blockIdx.x, C = a.C;
-    const RowStat stat = decode_row_stat<true>(a, n);
-#pragma unroll 2
-    for (int c = threadIdx.x * kWidth; c < C; c += kWarp * kWidth) {
-        Floats b = {};
-        if (a.ln_bias) { b = load_floats<true>(a.ln_bias, c, C); }
-        const Floats x = load_floats<true>(a.inp + (size_t)n * C, c, C);
-        const Floats y = decode_normalise(x, stat, load_floats<true>(a.ln_weight, c, C), b);
-        store<true>(a.normalised + (size_t)n * C, c, C, to_pack<floatX>(y));
-    }
-}
-
-// What the sum of row n and output o becomes.
-__device__ __forceinline__ void decode_store(const DecodeMatmul<floatX, float>& a, int n, int o, float sum,
-                                             float bias, float residual) {
-    sum = sum + bias + residual;
-    if (a.gelu) { sum = gelu((float)(floatX)sum); }
-    a.out[(size_t)n * a.OC + o] = (floatX)sum;
-}
-__device__ __forceinline__ float decode_bias(const DecodeMatmul<floatX, float>& a, int o) {
-    return a.bias && o < a.OC ? (float)a.bias[o] : 0.0f;
-}
-__device__ __forceinline__ float decode_residual(const DecodeMatmul<floatX, float>& a, int n, int o) {
-    return a.residual && n < a.N && o < a.OC ? (float)a.residual[(size_t)n * a.OC + o] : 0.0f;
-}
-
-// The product on tensor cores, for 16 bits and C in multiples of kDecodeK. A block owns 16 outputs, the rows
-// of A, of up to 8 * kTiles rows of inp, the columns of B. Its warps take turns along C, each kDecodeK
-// channels at a time, and add up what they have at the end. Nothing passes through shared memory on the way
-// in: a lane (g, c) = (lane / 4, lane % 4) loads 16 bytes of weight rows g and g + 8 and of inp's row g,
-// channels 8c to 8c + 7, and hands them to two mma as if they were the channels that those expect there. A
-// sum does not mind which of its terms is called which, as long as A and B agree. The loads of a block's
-// first kAhead turns of weights are on their way before it waits for inp, and the others' reach the L2.
-//
-// Of 8 rows at most, and where there is about one block to an SM, each normalises them for itself: a kernel
-// less. With 64, or 3142 blocks (the LM head), that is most of the time, so decode_norm_kernel does it once.
-// Two blocks fit an SM at least (fc of C=768 has 192 blocks, an H200 132 SMs). Up to 32 rows a block are a
-// compromise: with 64 the weights would be read once, not twice, but 768 outputs would make 48 blocks instead
-// of 96, and sums would take the registers.
-constexpr int kDecodeWarps = 8, kDecodeK = 32, kDecodeFewRows = 8, kDecodeFewOutputs = 16384;
-
-template <int kTiles> struct DecodeShared {
-    RowStats stats;
-    float sums[kDecodeWarps][8 * kTiles][17];   // (warp, row, output)
-};
-
-// Channels [k, k + 8) of row n, as the product takes them.
-__device__ __forceinline__ uint4 decode_operand(const DecodeMatmul<floatX, float>& a, int n, int k) {
-    return n < a.N ? *(const uint4*)(a.inp + (size_t)n * a.C + k) : make_uint4(0, 0, 0, 0);
-}
-// The same of a row that is yet to be normalised.
-__device__ __forceinline__ uint4 decode_operand(const DecodeMatmul<floatX, float>& a, int n, int k,
-                                                const RowStats& stats) {
-    if (n >= a.N) { return make_uint4(0, 0, 0, 0); }
-    Floats b = {};
-    if (a.ln_bias) { b = load_floats<true>(a.ln_bias, k, a.C); }
-    const Floats w = load_floats<true>(a.ln_weight, k, a.C), x = to_floats(as_pack(decode_operand(a, n, k)));
-    const x128 y = to_pack<floatX>(decode_normalise(x, stats.at[n], w, b));
-    uint4 word;
-    memcpy(&word, &y, sizeof(word));
-    return word;
-}
-
-template <int kTiles, bool kNorm>
-__global__ void __launch_bounds__(kDecodeWarps * kWarp, kTiles == 1 && !kNorm ? 3 : 2)
-    decode_matmul_mma_kernel(DecodeMatmul<floatX, float> a) {
-    constexpr int kAhead = kTiles > 1 ? 3 : kNorm ? 6 : 4, kRows = 8 * kTiles, kPair = kTiles;
-    constexpr int kStep = kDecodeWarps * kWarp / 16;    // rows that the block stores at once
-    constexpr int kStores = (kRows + kStep - 1) / kStep;
-    __shared__ DecodeShared<kTiles> shared;
-    decode_next_may_begin();
-    // The blocks that need the same weights are neighbours.
-    const int groups = (a.N + kRows - 1) / kRows, first = blockIdx.x / groups * 16;
-    const int base = blockIdx.x % groups * kRows;
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, g = lane / 4, c = lane % 4;
-    const int C = a.C, turns = C / kDecodeK;
-    // Behind the last output stands no weight: the last row is read again, and its sums are not stored.
-    const floatX* low = a.weight + (size_t)min(first + g, a.OC - 1) * C + 8 * c;
-    const floatX* high = a.weight + (size_t)min(first + g + 8, a.OC - 1) * C + 8 * c;
-    const int column = threadIdx.x / 16, o = first + threadIdx.x % 16;      // what this thread stores
-    const float bias = decode_bias(a, o);
-    float residual[kStores] = {}, d[kTiles][4] = {};
-
-    // Once round at least, for the statistics.
-    for (int turn = warp; turn == warp || turn < turns; turn += kDecodeWarps * kAhead) {
-        uint4 w_low[kAhead], w_high[kAhead];
-#pragma unroll
-        for (int i = 0; i < kAhead; i++) {
-            const int k = (turn + i * kDecodeWarps) * kDecodeK;
-            w_low[i] = w_high[i] = make_uint4(0, 0, 0, 0);
-            if (k < C) {
-                w_low[i] = *(const uint4*)(low + k);
-                w_high[i] = *(const uint4*)(high + k);
-            }
-        }
-        if (turn == warp) {
-            for (int later = turn + kDecodeWarps * kAhead; later < turns; later += kDecodeWarps) {
-                decode_prefetch(low + later * kDecodeK);
-                decode_prefetch(high + later * kDecodeK);
-            }
-            for (int at = threadIdx.x * kWarp; kNorm && at < C; at += kDecodeWarps * kWarp * kWarp) {
-                decode_prefetch(a.ln_weight + at);
-                if (a.ln_bias) { decode_prefetch(a.ln_bias + at); }
-            }
-            decode_await_last();
-#pragma unroll
-            for (int i = 0; i < kStores; i++) {
-                residual[i] = decode_residual(a, base + column + i * kStep, o);
-            }
-            if (kNorm) { decode_row_stats<true>(&shared.stats, a); }
-        }
-#pragma unroll
-        for (int i = 0; i < kAhead; i++) {
-            const int k = (turn + i * kDecodeWarps) * kDecodeK + 8 * c;
-            if (k >= C) { continue; }                   // alike for the whole warp
-            const uint32_t one[4] = {w_low[i].x, w_high[i].x, w_low[i].y, w_high[i].y};
-            const uint32_t two[4] = {w_low[i].z, w_high[i].z, w_low[i].w, w_high[i].w};
-#pragma unroll
-            for (int t = 0; t < kTiles; t += kPair) {
-                uint4 x[kPair];
-#pragma unroll
-                for (int j = 0; j < kPair; j++) {
-                    const int row = base + (t + j) * 8 + g;
-                    x[j] = kNorm ? decode_operand(a, row, k, shared.stats) : decode_operand(a, row, k);
-                }
-#pragma unroll
-                for (int j = 0; j < kPair; j++) {
-                    mma_16x8(d[t + j], one, x[j].x, x[j].y);
-                    mma_16x8(d[t + j], two, x[j].z, x[j].w);
-                }
-            }
-        }
-    }
-
-    // The warps' sums.
-#pragma unroll
-    for (int t = 0; t < kTiles; t++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            shared.sums[warp][t * 8 + 2 * c + i % 2][g + 8 * (i / 2)] = d[t][i];
-        }
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kStores; i++) {
-        const int n = column + i * kStep;
-        if (n >= kRows || base + n >= a.N || o >= a.OC) { continue; }
-        float sum = 0.0f;
-#pragma unroll
-        for (int w = 0; w < kDecodeWarps; w++) { sum += shared.sums[w][n][threadIdx.x % 16]; }
-        decode_store(a, base + n, o, sum, bias, residual[i]);
-    }
-}
-
-// Any type and any C: a warp an output, up to 8 rows at a time.
-constexpr int kDecodePlainWarps = 8;
-template <bool kVector>
-__global__ void __launch_bounds__(kDecodePlainWarps * kWarp)
-    decode_matmul_plain_kernel(DecodeMatmul<floatX, float> a) {
-    constexpr int kRows = 8;
-    __shared__ RowStats stats;
-    decode_next_may_begin();
-    decode_await_last();
-    if (a.ln_weight) { decode_row_stats<kVector>(&stats, a); }
-    const int o = blockIdx.x * kDecodePlainWarps + threadIdx.x / kWarp, lane = threadIdx.x % kWarp, C = a.C;
-    if (o >= a.OC) { return; }
-    for (int first = 0; first < a.N; first += kRows) {
-        float sum[kRows] = {};
-        for (int c = lane * kWidth; c < C; c += kWarp * kWidth) {
-            const Floats w = load_floats<kVector>(a.weight + (size_t)o * C, c, C);
-            Floats scale = {}, shift = {};
-            if (a.ln_weight) {
-                scale = load_floats<kVector>(a.ln_weight, c, C);
-                if (a.ln_bias) { shift = load_floats<kVector>(a.ln_bias, c, C); }
-            }
-#pragma unroll
-            for (int r = 0; r < kRows; r++) {
-                const int n = first + r;
-                if (n >= a.N) { continue; }
-                Floats x = load_floats<kVector>(a.inp + (size_t)n * C, c, C);
-                if (a.ln_weight) {
-                    x = to_floats(to_pack<floatX>(decode_normalise(x, stats.at[n], scale, shift)));
-                }
-#pragma unroll
-                for (int k = 0; k < kWidth; k++) { sum[r] = fmaf(x.at[k], w.at[k], sum[r]); }
-            }
-        }
-#pragma unroll
-        for (int r = 0; r < kRows; r++) {
-            sum[r] = warp_sum(sum[r]);
-            const int n = first + r;
-            if (lane == 0 && n < a.N) {
-                decode_store(a, n, o, sum[r], decode_bias(a, o), decode_residual(a, n, o));
-            }
-        }
-    }
+    cudaCheck(cudaLaunchKernelEx(&config, kernel, args));
 }
 
 static void decode_check(int N) {
     if (N < 1 || N > kDecodeRows) { die("decoding: %d rows; 1 to %d are possible", N, kDecodeRows); }
 }
 
-static void decode_matmul(const DecodeMatmul<floatX, float>& a, Stream stream) {
-    OpScope scope(a, stream);
-    decode_check(a.N);
-    if (sizeof(floatX) == 2 && a.C % kDecodeK == 0) {
-        DecodeMatmul<floatX, float> product = a;
-        const bool fused = a.ln_weight && a.N <= kDecodeFewRows && a.OC <= kDecodeFewOutputs;
-        if (a.ln_weight && !fused) {
-            decode_launch(decode_norm_kernel, dim3(a.N), kWarp, stream, a);
-            product.inp = a.normalised;
-        }
-        const int tiles = a.N <= 8 ? 1 : a.N <= 16 ? 2 : 4;
-        auto kernel = fused        ? decode_matmul_mma_kernel<1, true>
-                      : tiles == 1 ? decode_matmul_mma_kernel<1, false>
-                      : tiles == 2 ? decode_matmul_mma_kernel<2, false>
-                                   : decode_matmul_mma_kernel<4, false>;
-        decode_launch(kernel, dim3(ceil_div(a.OC, 16) * ceil_div(a.N, 8 * tiles)), kDecodeWarps * kWarp,
-                      stream, product);
-        return;
-    }
-    with_vector(a.C, [&](auto vector) {
-        decode_launch(decode_matmul_plain_kernel<vector.value>, dim3(ceil_div(a.OC, kDecodePlainWarps)),
-                      kDecodePlainWarps * kWarp, stream, a);
-    });
-}
-
-// A block a row. The first of a step, and launched in the ordinary way.
+// A block a row. It is the first of a step and launched in the ordinary way.
 __global__ void decode_encoder_kernel(DecodeEncoder<floatX, float> a) {
     decode_next_may_begin();
     const size_t n = blockIdx.x;
-    const int token = max(a.tokens[n], 0);
-    const floatX *wte_ix = a.wte + (size_t)token * a.C, *wpe_t = a.wpe + (size_t)a.positions[n] * a.C;
+    const int token = max(a.tokens[n], 0);              // -1, none drawn: the host stops there
+    const floatX* wte_ix = a.wte + (size_t)token * a.C;                 // (C)
+    const floatX* wpe_t = a.wpe + (size_t)a.positions[n] * a.C;         // (C)
     for (int c = threadIdx.x; c < a.C; c += blockDim.x) {
         a.out[n * a.C + c] = (floatX)((float)wte_ix[c] + (float)wpe_t[c]);
     }
@@ -4572,8 +4009,79 @@ __global__ void decode_encoder_kernel(DecodeEncoder<floatX, float> a) {
 
 static void decode_encoder(const DecodeEncoder<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
+    decode_check(a.N);
     decode_encoder_kernel<<<a.N, 256, 0, stream>>>(a);
     cudaCheck(cudaGetLastError());
+}
+
+// A warp computes a tile of the output, kRows x kOutputs: each lane sums over its vectors of C, and warp_sums
+// adds up the lanes. One text takes tiles of 1 x 1. More take 8 x 4, so that a weight in registers serves 8
+// products and an input 4. Both forms take an element's sum in the same order.
+constexpr int kDecodeWarps = 4;                         // of a block
+template <int kRows, int kOutputs>
+__global__ void __launch_bounds__(kDecodeWarps * kWarp, 3)
+    decode_matmul_kernel(DecodeMatmul<floatX, float> a) {
+    constexpr int kVectors = kRows == 1 ? 4 : 1;        // of C, that a lane loads in a round
+    constexpr int kLanes = kWarp / (kRows * kOutputs);  // lane kLanes * i stores element i
+    const int C = a.C, lane = threadIdx.x % kWarp, tiles = (a.N + kRows - 1) / kRows;
+    const int first_n = blockIdx.x % tiles * kRows;     // blocks with the same weights are neighbours
+    const int first_o = (blockIdx.x / tiles * kDecodeWarps + threadIdx.x / kWarp) * kOutputs;
+    if (first_o >= a.OC) { return; }
+
+    // 1. While the kernel before runs: the rows of weights, which lie one behind the other, and the bias.
+    decode_next_may_begin();
+    const floatX* weight = a.weight + (size_t)first_o * C;              // (kOutputs,C)
+    const int outputs = min(kOutputs, a.OC - first_o), line = 128 / (int)sizeof(floatX);
+    for (int i = lane * line; i < outputs * C; i += kWarp * line) { decode_prefetch(weight + i); }
+    const int n = first_n + lane / kLanes / kOutputs, o = first_o + lane / kLanes % kOutputs;
+    const float bias = a.bias && o < a.OC ? (float)a.bias[o] : 0.0f;
+    decode_await_last();
+
+    // 2. The products of this lane's vectors. All loads of a round are on their way at once. Behind the last
+    // output and the last row these are read again, and their sums are not stored.
+    float sums[kRows * kOutputs] = {};                  // (kRows,kOutputs)
+    for (int start = lane * kWidth; start < C; start += kVectors * kWarp * kWidth) {
+        x128 w[kVectors][kOutputs], x[kVectors][kRows];
+#pragma unroll
+        for (int v = 0; v < kVectors; v++) {
+            const int c = start + v * kWarp * kWidth;
+#pragma unroll
+            for (int j = 0; j < kOutputs; j++) {
+                w[v][j] = load<true>(weight + (size_t)min(j, outputs - 1) * C, c, C);
+            }
+#pragma unroll
+            for (int i = 0; i < kRows; i++) {
+                x[v][i] = load<true>(a.inp + (size_t)min(first_n + i, a.N - 1) * C, c, C);
+            }
+        }
+#pragma unroll
+        for (int v = 0; v < kVectors; v++) {
+#pragma unroll
+            for (int i = 0; i < kRows * kOutputs; i++) {
+                const Floats x_i = to_floats(x[v][i / kOutputs]), w_j = to_floats(w[v][i % kOutputs]);
+#pragma unroll
+                for (int k = 0; k < kWidth; k++) { sums[i] = fmaf(x_i.at[k], w_j.at[k], sums[i]); }
+            }
+        }
+    }
+
+    // 3. Their sums over the lanes. What GELU reads is rounded first, as in training.
+    float sum = warp_sums(sums) + bias;
+    if (lane % kLanes != 0 || n >= a.N || o >= a.OC) { return; }
+    if (a.gelu) { sum = gelu((float)(floatX)sum); }
+    a.out[(size_t)n * a.OC + o] = (floatX)sum;
+}
+
+static void decode_matmul(const DecodeMatmul<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    decode_check(a.N);
+    if (a.C % 8 != 0) { die("decode_matmul: %d channels; a multiple of 8 is possible", a.C); }
+    auto launch = [&](auto kernel, int rows, int outputs) {
+        const int blocks = ceil_div(a.N, rows) * ceil_div(a.OC, kDecodeWarps * outputs);
+        decode_launch(kernel, dim3(blocks), kDecodeWarps * kWarp, stream, a);
+    };
+    if (a.N == 1) { launch(decode_matmul_kernel<1, 1>, 1, 1); }
+    else { launch(decode_matmul_kernel<8, 4>, 8, 4); }
 }
 
 // A block a position, for all rows.
@@ -4594,174 +4102,96 @@ static void cache_store(const CacheStore<floatX, float>& a, Stream stream) {
     cudaCheck(cudaGetLastError());
 }
 
-// Attention of one query. A block takes a head of a row and a part of its positions, kDecodeTile at a time as
-// an online softmax; with a single row of 124M there would else be 12 blocks. Parts have a length that
-// depends on T alone, so what is summed in which order does not depend on the GPU. Where there are several,
-// the block that is done last adds them up in order: which one that is changes nothing.
-//
-// `lanes` lanes, a power of two, hold a vector of the head each (16-bit HS=64: 8 lanes), or more than one;
-// the block's groups of so many take turns with the positions, kDecodeBatch vectors of them on their way at a
-// time. kLanes: lanes, known when compiled, with one vector each; 0: any.
-constexpr int kDecodeThreads = 128, kDecodeTile = 64, kDecodeParts = 16, kDecodeBatch = 4;
-constexpr int kDecodeVectors = kPlainMaxHeadSize / (kWarp * kWidth);    // of a lane, at most
+// Attention of one query: a block takes a head of a row. Its warps take turns with the positions,
+// kDecodeAtOnce each, and keep an online softmax in powers of two: the largest score so far, and relative to
+// it the sum and the output. At the end the warps' parts are merged. A lane holds elements lane, lane + 32,
+// ... of the head, kElements at most: no head size needs aligned rows.
+constexpr int kDecodeSplits = 16, kDecodeAtOnce = 4;    // warps of a block, positions
 
-static int decode_part_length(int T) { return round_up(ceil_div(T, kDecodeParts), kDecodeTile); }
-static size_t decode_attention_scratch_bytes(int N, int NH, int HS) {
-    return (size_t)N * NH * kDecodeParts * (HS + 2) * sizeof(float);
-}
+template <int kElements>
+__global__ void __launch_bounds__(kDecodeSplits * kWarp)
+    decode_attention_kernel(DecodeAttention<floatX, float> a) {
+    __shared__ float maxima[kDecodeSplits], sums[kDecodeSplits], outs[kDecodeSplits][kElements * kWarp];
+    const int HS = a.HS, h = blockIdx.x, n = blockIdx.y, warp = threadIdx.x / kWarp;
+    const int lane = threadIdx.x % kWarp, t = a.positions[n];           // set in the step before
+    const size_t C = (size_t)a.NH * HS, head = (size_t)h * HS;
+    const floatX* qkv = a.qkv + n * 3 * C + head;                       // (3,NH,HS)
+    floatX *keys = a.keys + (size_t)n * a.T * C + head, *values = a.values + (size_t)n * a.T * C + head;
+    const float scale = kLog2e / sqrtf((float)HS);
 
-// The parts' outputs, relative to e^max of each, and those maxima and sums: (parts,HS+2) in scratch.
-__device__ __forceinline__ void decode_combine(floatX* out, const float* parts, int count, int HS) {
-    auto part = [=](int p, int i) { return __ldcg(parts + p * (HS + 2) + i); };     // not from an old L1
-    float max = -FLT_MAX, sum = 0.0f;
-    for (int p = 0; p < count; p++) { max = fmaxf(max, part(p, HS)); }
-    for (int p = 0; p < count; p++) { sum += exp2_fast(part(p, HS) - max) * part(p, HS + 1); }
-    for (int i = threadIdx.x; i < HS; i += kDecodeThreads) {
-        float x = 0.0f;
-        for (int p = 0; p < count; p++) { x = fmaf(exp2_fast(part(p, HS) - max), part(p, i), x); }
-        out[i] = (floatX)(x / sum);
-    }
-}
-
-template <bool kVector, int kLanes>
-__global__ void __launch_bounds__(kDecodeThreads)
-    decode_attention_kernel(DecodeAttention<floatX, float> a, int length, int any_lanes) {
-    constexpr int kVectors = kLanes > 0 ? 1 : kDecodeVectors;
-    __shared__ float scores[kDecodeTile], partial[kDecodeThreads / kWarp][kPlainMaxHeadSize];
-    __shared__ bool is_last;
-    decode_next_may_begin();                            // positions are of the step before
-    const int HS = a.HS, h = blockIdx.y, n = blockIdx.z, t = a.positions[n], begin = blockIdx.x * length;
-    if (begin > t) { return; }
-    const int end = min(t + 1, begin + length), parts = t / length + 1;
-    const size_t C = (size_t)a.NH * HS;
-    const floatX* q_row = a.qkv + n * 3 * C + (size_t)h * HS;
-    floatX *keys = a.keys + (size_t)n * a.T * C + (size_t)h * HS, *out = a.out + n * C + (size_t)h * HS;
-    floatX* values = a.values + (size_t)n * a.T * C + (size_t)h * HS;
-    for (int i = threadIdx.x; i < min(end, t) - begin; i += kDecodeThreads) {
-        for (int k = 0; k < HS; k += 128 / (int)sizeof(floatX)) {
-            decode_prefetch(keys + (begin + i) * C + k);
-            decode_prefetch(values + (begin + i) * C + k);
+    // 1. While the kernel before runs: the keys and values so far.
+    decode_next_may_begin();
+    for (int u = threadIdx.x; u < t; u += blockDim.x) {
+        for (int i = 0; i < HS; i += 128 / (int)sizeof(floatX)) {
+            decode_prefetch(keys + u * C + i);
+            decode_prefetch(values + u * C + i);
         }
     }
     decode_await_last();
-    if (end == t + 1) {                                 // the new position is this block's
-        for (int i = threadIdx.x; i < HS; i += kDecodeThreads) {
-            keys[t * C + i] = q_row[C + i];
-            values[t * C + i] = q_row[2 * C + i];
-        }
-        __syncthreads();
-    }
-    const int lanes = kLanes > 0 ? kLanes : any_lanes;
-    const int lane = threadIdx.x % lanes, group = threadIdx.x / lanes, groups = kDecodeThreads / lanes;
-    const int warp = threadIdx.x / kWarp, step = lanes * kWidth;
-    const float scale = kLog2e / sqrtf((float)HS);
-    Floats q[kVectors], o[kVectors] = {};
-#pragma unroll
-    for (int j = 0; j < kVectors; j++) {
-        q[j] = load_floats<kVector>(q_row, lane * kWidth + j * step, HS);
-    }
 
-    // This lane's part of a few positions, u, u + groups, ... of a tile; those behind the end are the last.
-    auto fetch = [&](x128 (&x)[kDecodeBatch][kVectors], const floatX* from, int tile, int u) {
+    // 2. The new position joins them.
+    for (int i = threadIdx.x; i < HS; i += blockDim.x) {
+        keys[t * C + i] = qkv[C + i];
+        values[t * C + i] = qkv[2 * C + i];
+    }
+    __syncthreads();
+
+    // 3. This warp's positions.
+    float q[kElements], out[kElements] = {}, max = -FLT_MAX, sum = 0.0f;
 #pragma unroll
-        for (int i = 0; i < kDecodeBatch; i++) {
-            const floatX* row = from + min(tile + u + i * groups, end - 1) * C;
+    for (int j = 0; j < kElements; j++) {
+        const int i = lane + j * kWarp;
+        q[j] = i < HS ? (float)qkv[i] : 0.0f;
+    }
+    for (int first = warp * kDecodeAtOnce; first <= t; first += kDecodeSplits * kDecodeAtOnce) {
+        float scores[kDecodeAtOnce], v[kDecodeAtOnce][kElements], new_max = max;
 #pragma unroll
-            for (int j = 0; j < kVectors; j++) { x[i][j] = load<kVector>(row, lane * kWidth + j * step, HS); }
-        }
-    };
-    float max = -FLT_MAX, sum = 0.0f;
-    for (int tile = begin; tile < end; tile += kDecodeTile) {
-        // Scores, as powers of two.
-        x128 k[kDecodeBatch][kVectors], v[kDecodeBatch][kVectors];
-        fetch(v, values, tile, group);                  // the first, which will be needed later
-        for (int first = group; first < kDecodeTile; first += kDecodeBatch * groups) {
-            fetch(k, keys, tile, first);
+        for (int b = 0; b < kDecodeAtOnce; b++) {
+            const size_t at = min(first + b, t) * C;
+            float dot = 0.0f;
 #pragma unroll
-            for (int b = 0; b < kDecodeBatch; b++) {
-                const int u = first + b * groups;
-                float dot = 0.0f;
-#pragma unroll
-                for (int j = 0; j < kVectors; j++) {
-                    const Floats key = to_floats(k[b][j]);
-#pragma unroll
-                    for (int i = 0; i < kWidth; i++) { dot = fmaf(q[j].at[i], key.at[i], dot); }
-                }
-                for (int mask = lanes / 2; mask > 0; mask /= 2) {
-                    dot += __shfl_xor_sync(0xFFFFFFFFu, dot, mask);
-                }
-                if (lane == 0 && u < kDecodeTile) { scores[u] = tile + u < end ? scale * dot : -INFINITY; }
+            for (int j = 0; j < kElements; j++) {
+                const int i = lane + j * kWarp;
+                v[b][j] = i < HS ? (float)values[at + i] : 0.0f;
+                dot = fmaf(q[j], i < HS ? (float)keys[at + i] : 0.0f, dot);
             }
+            scores[b] = warp_sum(dot) * scale;
+            if (first + b > t) { scores[b] = -INFINITY; }
+            new_max = fmaxf(new_max, scores[b]);
         }
-        __syncthreads();
-
-        // Every warp finds the tile's maximum and sum.
-        const float one = scores[threadIdx.x % kWarp], two = scores[threadIdx.x % kWarp + kWarp];
-        const float old = max;
-        max = fmaxf(max, warp_max(fmaxf(one, two)));
-        const float rescale = exp2_fast(old - max);
-        sum = sum * rescale + warp_sum(exp2_fast(one - max) + exp2_fast(two - max));
+        const float rescale = exp2_fast(max - new_max);
+        max = new_max;
+        sum *= rescale;
 #pragma unroll
-        for (int j = 0; j < kVectors; j++) {
+        for (int j = 0; j < kElements; j++) { out[j] *= rescale; }
 #pragma unroll
-            for (int i = 0; i < kWidth; i++) { o[j].at[i] *= rescale; }
+        for (int b = 0; b < kDecodeAtOnce; b++) {
+            const float p = exp2_fast(scores[b] - max);
+            sum += p;
+#pragma unroll
+            for (int j = 0; j < kElements; j++) { out[j] = fmaf(p, v[b][j], out[j]); }
         }
-        const int live = min(kDecodeTile, end - tile);
-        for (int first = group; first < live; first += kDecodeBatch * groups) {
-            if (first > group) { fetch(v, values, tile, first); }
-#pragma unroll
-            for (int b = 0; b < kDecodeBatch; b++) {
-                const int u = first + b * groups;
-                if (u >= live) { continue; }
-                const float p = exp2_fast(scores[u] - max);
-#pragma unroll
-                for (int j = 0; j < kVectors; j++) {
-                    const Floats value = to_floats(v[b][j]);
-#pragma unroll
-                    for (int i = 0; i < kWidth; i++) { o[j].at[i] = fmaf(p, value.at[i], o[j].at[i]); }
-                }
-            }
-        }
-        __syncthreads();
     }
 
-    // The groups' outputs: those of a warp by shuffles, the warps' in shared memory.
+    // 4. The warps' parts, in order. A warp without positions has a sum of 0.
+    if (lane == 0) {
+        maxima[warp] = max;
+        sums[warp] = sum;
+    }
 #pragma unroll
-    for (int j = 0; j < kVectors; j++) {
-#pragma unroll
-        for (int i = 0; i < kWidth; i++) {
-            float x = o[j].at[i];
-            for (int mask = lanes; mask < kWarp; mask *= 2) { x += __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
-            const int at = lane * kWidth + j * step + i;
-            if (threadIdx.x % kWarp < lanes && at < HS) { partial[warp][at] = x; }
+    for (int j = 0; j < kElements; j++) { outs[warp][lane + j * kWarp] = out[j]; }
+    __syncthreads();
+    for (int i = threadIdx.x; i < HS; i += blockDim.x) {
+        float most = -FLT_MAX, total = 0.0f, x = 0.0f;
+        for (int w = 0; w < kDecodeSplits; w++) { most = fmaxf(most, maxima[w]); }
+        for (int w = 0; w < kDecodeSplits; w++) {
+            const float factor = exp2_fast(maxima[w] - most);
+            total = fmaf(factor, sums[w], total);
+            x = fmaf(factor, outs[w][i], x);
         }
+        a.out[n * C + head + i] = (floatX)(x / total);
     }
-    __syncthreads();
-    float* all = a.scratch + (size_t)(n * a.NH + h) * kDecodeParts * (HS + 2);
-    float* mine = all + (size_t)blockIdx.x * (HS + 2);
-    for (int i = threadIdx.x; i < HS; i += kDecodeThreads) {
-        const float x = partial[0][i] + partial[1][i] + partial[2][i] + partial[3][i];
-        if (parts == 1) { out[i] = (floatX)(x / sum); }
-        else { mine[i] = x; }
-    }
-    if (parts == 1) { return; }
-    if (threadIdx.x == 0) {
-        mine[HS] = max;
-        mine[HS + 1] = sum;
-    }
-    __threadfence();                                    // what this block wrote is seen before its arrival
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        int* counter = a.counters + n * a.NH + h;
-        is_last = atomicAdd(counter, 1) == parts - 1;
-        if (is_last) { *counter = 0; }
-    }
-    __syncthreads();
-    if (!is_last) { return; }
-    __threadfence();
-    decode_combine(out, all, parts, HS);
 }
-static_assert(kDecodeThreads / kWarp == 4 && kDecodeTile == 2 * kWarp, "written out above");
 
 static void decode_attention(const DecodeAttention<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
@@ -4769,21 +4199,14 @@ static void decode_attention(const DecodeAttention<floatX, float>& a, Stream str
     if (a.HS < 1 || a.HS > kPlainMaxHeadSize) {
         die("decode_attention: head size %d; 1 to %d are possible", a.HS, kPlainMaxHeadSize);
     }
-    const int length = decode_part_length(a.T);
-    int lanes = 1;
-    while (lanes < kWarp && lanes * kWidth < a.HS) { lanes *= 2; }
-    const dim3 grid(ceil_div(a.T, length), a.NH, a.N);
-    with_vector(a.HS, [&](auto vector) {
-        auto kernel = lanes == 8 && a.HS <= 8 * kWidth     ? decode_attention_kernel<vector.value, 8>
-                      : lanes == 16 && a.HS <= 16 * kWidth ? decode_attention_kernel<vector.value, 16>
-                                                           : decode_attention_kernel<vector.value, 0>;
-        decode_launch(kernel, grid, kDecodeThreads, stream, a, length, lanes);
-    });
+    auto kernel = a.HS <= 4 * kWarp ? decode_attention_kernel<4>
+                                    : decode_attention_kernel<kPlainMaxHeadSize / kWarp>;
+    decode_launch(kernel, dim3(a.NH, a.N), kDecodeSplits * kWarp, stream, a);
 }
 
-// Draws as sample_token() does (sampler.h), a block a row, and takes the same token. A logit's key is a
-// number that grows with it: floatX has few enough values that 16 to 32 halvings find the key below which
-// top-k or top-p cut off. Weights are whole numbers, so their sums may be taken in any order.
+// Draws as sample_token() does (sampler.h) and takes the same token, a block a row. A logit's key is a
+// number that grows with it; 16 to 32 halvings find the key at which top-k or top-p cut off. Weights are
+// whole numbers, so their sums may be taken in any order.
 constexpr int kSampleThreads = 1024;
 constexpr int kKeyShift = sizeof(floatX) == 4 ? 0 : kFp16 ? 13 : 16;    // bits of fp32 that floatX lacks
 
@@ -4798,179 +4221,127 @@ __device__ __forceinline__ float sample_value(uint32_t key) {
     return __uint_as_float(bits & 0x80000000u ? bits & 0x7FFFFFFFu : ~(bits | ((1u << kKeyShift) - 1u)));
 }
 
-// A row as the block walks over it: each warp its own run of ids, 32 at a time, the loads of kSampleAhead
-// times on their way together.
-constexpr int kSampleAhead = 8;
-struct SampleRow {
-    const floatX* logits;
-    int begin, end;                 // of this warp's ids
-    unsigned long long* shared;     // (32)
+struct SampleRow {                      // as a block sees it
+    const floatX* logits;               // (V)
+    int V;
+    unsigned long long* shared;         // (32)
 
-    // f(id, logit) of each of them, and with NaN of some behind the end.
-    template <class F> __device__ __forceinline__ void each(F f) const {
-        for (int i = begin + (int)(threadIdx.x % kWarp); i < end; i += kWarp * kSampleAhead) {
-            floatX x[kSampleAhead];
-#pragma unroll
-            for (int j = 0; j < kSampleAhead; j++) {
-                x[j] = i + j * kWarp < end ? logits[i + j * kWarp] : (floatX)NAN;
-            }
-#pragma unroll
-            for (int j = 0; j < kSampleAhead; j++) { f(i + j * kWarp, (float)x[j]); }
-        }
-    }
-    // The block's sum of f(logit) over the row, where f(NaN) is 0.
+    // The sum of f(key, logit) over the row. Every thread gets it.
     template <class F> __device__ __forceinline__ unsigned long long sum(F f) const {
         unsigned long long x = 0;
-        each([&](int, float logit) { x += f(logit); });
+#pragma unroll 8
+        for (int i = threadIdx.x; i < V; i += kSampleThreads) {
+            const float logit = (float)logits[i];
+            x += f(sample_key(logit), logit);
+        }
         return block_sum(x, shared);
     }
 
-    // The largest key whose logits and those above it have `wanted` of f(logit) at least, and what those
-    // above it have. `low`: as much is known of this one; those above `low` all count.
+    // Returns the largest key such that f(logit) of it and larger ones adds up to `wanted` or more, but not
+    // less than `low`. *above: what the larger ones have. `best` is the row's largest key.
     template <class F>
     __device__ __forceinline__ uint32_t threshold(uint32_t low, uint32_t best, unsigned long long wanted,
                                                   unsigned long long* above, F f) const {
-        uint32_t high = best + 1;               // those from here on have too little
-        unsigned long long has = 0;
+        uint32_t high = best + 1;               // keys from here on have too little
+        *above = 0;
         while (high - low > 1) {
             const uint32_t middle = low + (high - low) / 2;
-            const unsigned long long more = sum([&](float x) {
-                const uint32_t key = sample_key(x);
+            const unsigned long long more = sum([=](uint32_t key, float x) {
                 return key >= middle && key < high ? f(x) : 0ull;
             });
-            if (has + more >= wanted) { low = middle; }
-            else { high = middle; has += more; }
+            if (*above + more >= wanted) { low = middle; }
+            else { high = middle; *above += more; }
         }
-        *above = has;
         return low;
     }
 };
 
-// What each warp's ids have, in weights of logits above the threshold and in numbers of those equal to it.
-struct SampleShares { unsigned long long weights[kWarp]; int ties[kWarp]; };
-template <class F>
-__device__ __forceinline__ void sample_shares(SampleShares* shares, const SampleRow& row, uint32_t threshold,
-                                              F weight) {
-    unsigned long long mine = 0;
-    int equal = 0;
-    row.each([&](int, float x) {
-        const uint32_t key = sample_key(x);
-        if (key > threshold) { mine += weight(x); }
-        equal += key == threshold && threshold > 0;
-    });
-    mine = warp_sum(mine);
-    equal = __reduce_add_sync(0xFFFFFFFFu, equal);
-    __syncthreads();                                    // the last ones have been read
-    if (threadIdx.x % kWarp == 0) {
-        shares->weights[threadIdx.x / kWarp] = mine;
-        shares->ties[threadIdx.x / kWarp] = equal;
-    }
-    __syncthreads();
-}
-
-// The id that holds `target`, by one warp: of those above the threshold and the first `left` equal to it.
-template <class F>
-__device__ __forceinline__ int sample_find(const floatX* logits, int begin, int end, uint32_t threshold,
-                                           unsigned long long tie, unsigned long long left,
-                                           unsigned long long target, F weight) {
-    const int lane = threadIdx.x % kWarp;
-    for (int first = begin; first < end; first += kWarp) {
-        const float x = first + lane < end ? (float)logits[first + lane] : NAN;
-        const uint32_t key = sample_key(x);
-        const bool is_tie = key == threshold && threshold > 0;
-        const uint32_t before = __ballot_sync(0xFFFFFFFFu, is_tie);
-        const bool fits_in = is_tie && __popc(before & ((1u << lane) - 1u)) < left;
-        unsigned long long sum = key > threshold ? weight(x) : fits_in ? tie : 0ull;
+// x of this thread and those before it, and of the whole block.
+struct BlockScan { unsigned long long upto, total; };
+__device__ __forceinline__ BlockScan block_scan(unsigned long long x, unsigned long long* shared /*(32)*/) {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
 #pragma unroll
-        for (int d = 1; d < kWarp; d *= 2) {            // of the lanes up to this one
-            const unsigned long long other = __shfl_up_sync(0xFFFFFFFFu, sum, d);
-            sum += lane >= d ? other : 0ull;
-        }
-        const uint32_t beyond = __ballot_sync(0xFFFFFFFFu, sum > target);
-        if (beyond) { return first + __ffs(beyond) - 1; }
-        target -= __shfl_sync(0xFFFFFFFFu, sum, kWarp - 1);
-        left -= min(left, (unsigned long long)__popc(before));
+    for (int d = 1; d < kWarp; d *= 2) {
+        const unsigned long long other = __shfl_up_sync(0xFFFFFFFFu, x, d);
+        x += lane >= d ? other : 0ull;
     }
-    return end - 1;                                     // not reached: the ids have more than `target`
+    if (lane == kWarp - 1) { shared[warp] = x; }
+    __syncthreads();
+    BlockScan scan = {x, 0};
+    for (int w = 0; w < (int)blockDim.x / kWarp; w++) {
+        scan.upto += w < warp ? shared[w] : 0ull;
+        scan.total += shared[w];
+    }
+    __syncthreads();            // the next call may write `shared`
+    return scan;
 }
 
-// Weights cost most of the time (a division and 30 instructions each, 50257 of them on one SM): without top-p
-// each is taken once. Runs of ids are told apart by what they have, twice: 1600 ids of a warp, then 64.
-__global__ void __launch_bounds__(kSampleThreads, 1)
-    sample_tokens_kernel(SampleTokens<floatX, float> a, int run /*ids of a warp*/) {
+__global__ void __launch_bounds__(kSampleThreads, 1) sample_tokens_kernel(SampleTokens<floatX, float> a) {
     __shared__ unsigned long long shared[kWarp];
-    __shared__ SampleShares shares;
     decode_await_last();
-    const int n = blockIdx.x, warp = threadIdx.x / kWarp, V = a.V;
-    SampleRow row = {a.logits + (size_t)n * V, min(warp * run, V), min((warp + 1) * run, V), shared};
+    const int n = blockIdx.x, V = a.V;
+    const SampleRow row = {a.logits + (size_t)n * V, V, shared};
     const Sampling& s = a.sampling;
 
-    // The likeliest token: the largest key, and of its ids the lowest.
+    // 1. The likeliest token: the largest key, and of its ids the lowest.
     unsigned long long likeliest = 0;
-    row.each([&](int i, float x) {
-        const unsigned long long key = sample_key(x);
-        const unsigned long long mine = key == 0 ? 0 : key << 32 | (0xFFFFFFFFu - (uint32_t)i);
-        likeliest = mine > likeliest ? mine : likeliest;
-    });
+#pragma unroll 8
+    for (int i = threadIdx.x; i < V; i += kSampleThreads) {
+        const uint32_t key = sample_key((float)row.logits[i]);
+        if (key > 0) { likeliest = max(likeliest, (unsigned long long)key << 32 | (0xFFFFFFFFu - i)); }
+    }
     likeliest = block_max(likeliest, shared);
     const uint32_t best = (uint32_t)(likeliest >> 32);
-    const float largest = sample_value(best), temperature = s.temperature;
-    const bool is_sure = best == 0 || temperature == 0.0f || s.top_k == 1;
-    int token = best == 0 ? -1 : (int)(0xFFFFFFFFu - (uint32_t)likeliest);
+    const float largest = sample_value(best);
+    const int first_id = (int)(0xFFFFFFFFu - (uint32_t)likeliest);
 
-    if (!is_sure) {                                     // alike for the whole block
-        auto weight = [&](float x) -> unsigned long long {      // a division by 1 changes nothing
-            return temperature == 1.0f ? sample_weight(x, largest, 1.0f)
-                                       : sample_weight(x, largest, temperature);
+    if (best == 0 || s.temperature == 0.0f || s.top_k == 1) {           // nothing to draw
+        if (threadIdx.x == 0) { a.tokens[n] = best == 0 ? -1 : first_id; }
+    } else {
+        // 2. What top-k and top-p leave: keys above `threshold`, and the first `fits` ids with that key,
+        // which weigh `tie` each. All together weigh `total`.
+        auto weight = [=](float x) -> unsigned long long {
+            return sample_weight(x, largest, s.temperature);
         };
-        // Those above `threshold` are drawn from, and of those equal to it the first `fits` ids.
         uint32_t threshold = 0;
-        unsigned long long fits = 0, above = 0, tie = 0, total = 0;
+        unsigned long long above = 0, fits = 0, tie = 0;
         if (s.top_k > 0 && s.top_k < V) {
             threshold = row.threshold(0, best, s.top_k, &above, [](float) { return 1ull; });
-            if (threshold > 0) {
-                fits = s.top_k - above;
-                tie = weight(sample_value(threshold));
-            }
+            fits = threshold > 0 ? s.top_k - above : 0;         // 0: fewer than k are not NaN
+            tie = weight(sample_value(threshold));
         }
-        sample_shares(&shares, row, threshold, weight);
-        for (unsigned long long share : shares.weights) { total += share; }
-        total += fits * tie;
+        unsigned long long total = fits * tie + row.sum([=](uint32_t key, float x) {
+            return key > threshold ? weight(x) : 0ull;
+        });
         if (s.top_p < 1.0f) {
             const unsigned long long wanted = sample_kept(total, s.top_p);
             threshold = row.threshold(threshold, best, wanted, &above, weight);
             tie = weight(sample_value(threshold));
-            fits = tie > 0 ? (wanted - above + tie - 1) / tie : 0;
+            fits = (wanted - above + tie - 1) / tie;
             total = above + fits * tie;
-            sample_shares(&shares, row, threshold, weight);
         }
 
+        // 3. Tile by tile in the order of ids: the token whose weight covers the target.
         const double coin = rand_unit(a.seed, RAND_SAMPLE, a.ids[n], a.draws[n]);
-        unsigned long long target = sample_target(total, coin);
-        int begin = 0, end = V;
-        for (;;) {      // the run that holds the target; afterwards target and fits are what is left for it
-            int holder = 0;
-            for (; holder < kSampleThreads / kWarp - 1; holder++) {
-                const unsigned long long equals = min(fits, (unsigned long long)shares.ties[holder]);
-                const unsigned long long has = shares.weights[holder] + equals * tie;
-                if (target < has) { break; }
-                target -= has;
-                fits -= equals;
-            }
-            begin = min(begin + holder * run, end);
-            end = min(begin + run, end);
-            if (run <= 2 * kWarp) { break; }
-            run = (run + kSampleThreads - 1) / kSampleThreads * kWarp;
-            row.begin = min(begin + warp * run, end);
-            row.end = min(row.begin + run, end);
-            sample_shares(&shares, row, threshold, weight);
-        }
-        if (warp == 0) {
-            token = sample_find(row.logits, begin, end, threshold, tie, fits, target, weight);
+        const unsigned long long target = sample_target(total, coin);
+        unsigned long long before = 0, ties = 0;        // of the tiles before this one
+        for (int first = 0; first < V && before <= target; first += kSampleThreads) {
+            const int i = first + threadIdx.x;
+            const float x = i < V ? (float)row.logits[i] : NAN;
+            const uint32_t key = sample_key(x);
+            const bool is_tie = fits > 0 && key == threshold;
+            BlockScan tied = {};
+            if (fits > 0) { tied = block_scan(is_tie, shared); }
+            const bool fits_in = is_tie && ties + tied.upto <= fits;
+            const unsigned long long mine = key > threshold ? weight(x) : fits_in ? tie : 0;
+            const BlockScan scan = block_scan(mine, shared);
+            const unsigned long long end = before + scan.upto;
+            if (end > target && end - mine <= target) { a.tokens[n] = i; }
+            before += scan.total;
+            ties += tied.total;
         }
     }
     if (threadIdx.x == 0) {
-        a.tokens[n] = token;
         a.positions[n]++;
         a.draws[n]++;
     }
@@ -4978,8 +4349,8 @@ __global__ void __launch_bounds__(kSampleThreads, 1)
 
 static void sample_tokens(const SampleTokens<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
-    const int run = round_up(ceil_div(a.V, kSampleThreads / kWarp), kWarp);
-    decode_launch(sample_tokens_kernel, dim3(a.N), kSampleThreads, stream, a, run);
+    decode_check(a.N);
+    decode_launch(sample_tokens_kernel, dim3(a.N), kSampleThreads, stream, a);
 }
 #endif  // GPT2_CPU
 
@@ -5100,12 +4471,10 @@ struct Decoder {
     ActSpec act_specs[NUM_ACTS];        // of that forward
     floatX *keys, *values;              // (L,rows,T,C)
     void* residual;                     // (rows,C) the stream: floatX, or fp32
-    floatX *qkv, *atty, *fch;           // (rows,3C) (rows,C) (rows,4C)
-    floatX *normalised, *logits;        // (rows,C) (rows,V)
-    floatX *branches, *normalised2;     // (2,rows,C) (rows,C) these where the stream is fp32
+    floatX *branches, *normalised;      // (2,rows,C) each: what the norms add; what they leave
+    floatX *qkv, *atty, *fch, *logits;  // (rows,3C) (rows,C) (rows,4C) (rows,V)
     float *mean, *rstd;                 // (rows)
-    float* scratch;
-    int *tokens, *positions, *counters; // (rows) (rows) (rows,NH)
+    int *tokens, *positions;            // (rows)
     uint64_t* draws;                    // (rows)
     uint32_t* ids;                      // (rows)
     size_t bytes;
@@ -5209,20 +4578,16 @@ static Decoder decoder_layout(char* base, const Config& c, int T, int rows) {
     floatX* residual;
     take(&residual, n * C * (residual_apart(c) ? sizeof(float) / sizeof(floatX) : 1));
     d.residual = residual;
+    take(&d.branches, 2 * n * C);
+    take(&d.normalised, 2 * n * C);
     take(&d.qkv, n * 3 * C);
     take(&d.atty, n * C);
     take(&d.fch, n * 4 * C);
-    take(&d.normalised, n * C);
     take(&d.logits, n * c.V);
-    const size_t apart = residual_apart(c) ? n : 0;
-    take(&d.branches, 2 * apart * C);
-    take(&d.normalised2, apart * C);
-    take(&d.mean, apart);
-    take(&d.rstd, apart);
-    take(&d.scratch, decode_attention_scratch_bytes(rows, c.NH, c.C / c.NH) / sizeof(float));
+    take(&d.mean, n);
+    take(&d.rstd, n);
     take(&d.tokens, n);
     take(&d.positions, n);
-    take(&d.counters, n * c.NH);
     take(&d.draws, n);
     take(&d.ids, n);
     d.bytes = rows > 0 ? at - (uintptr_t)base : 0;
@@ -5949,52 +5314,39 @@ static int decoder_begin(GPT2* model, const std::vector<std::vector<int>>& texts
     copy_to_device(d.positions, positions.data(), d.rows * sizeof(int), model->stream);
     copy_to_device(d.ids, ids.data(), d.rows * sizeof(uint32_t), model->stream);
     copy_to_device(d.draws, draws.data(), d.rows * sizeof(uint64_t), model->stream);
-    device_zero(d.counters, d.rows * model->config.NH * sizeof(int), model->stream);
     return kept;
 }
 
-// What a branch reads: rows, and the norm that they are yet to pass or null.
-struct DecoderInput { const floatX* rows; const float *weight, *bias; };
-static DecoderInput decoder_input(const GPT2* model, const Place& at, int k) {
-    const Decoder& d = model->decoder;
-    const int norm = std::min(k, at.norms - 1);
-    if (!residual_apart(model->config)) { return {(floatX*)d.residual, at.y[norm].weight, at.y[norm].bias}; }
-    return {norm == 0 ? d.normalised : d.normalised2, nullptr, nullptr};
-}
-
-// Where the stream is fp32, what reads it is the norm, as in gpt2_forward: it adds the branches that wait, at
-// the first place the embedding, and leaves normalised rows.
+// The norms of a place first add to the stream the branches that end there, at place 0 the embedding.
 static void decoder_norm(GPT2* model, const Place& at) {
-    if (!residual_apart(model->config)) { return; }
     const Decoder& d = model->decoder;
+    const size_t row_elems = (size_t)d.rows * model->config.C;
     NormForward<floatX, float> norm = gpt2_norm(model, at, d.rows);
-    norm.y[0].out = d.normalised;
-    if (at.norms == 2) { norm.y[1].out = d.normalised2; }
+    for (int k = 0; k < at.norms; k++) { norm.y[k].out = d.normalised + k * row_elems; }
     norm.mean = d.mean, norm.rstd = d.rstd;
     norm.residual = (floatX*)d.residual;
     norm.inp = at.added ? norm.residual : nullptr;
     for (int k = 0; k < (at.added ? at.added->count : 1); k++) {
-        norm.branch[k] = d.branches + (size_t)k * d.rows * model->config.C;
+        norm.branch[k] = d.branches + k * row_elems;
     }
     norm_forward(norm, model->stream);
 }
 
-// A branch from its input up to its projection.
-static void decoder_branch(GPT2* model, Branch branch, int l, const DecoderInput& in) {
+// out (rows,C) = branch(inp (rows,C)), as gpt2_branch_forward has it.
+static void decoder_branch(GPT2* model, Branch branch, int l, floatX* out, const floatX* inp) {
     const Decoder& d = model->decoder;
     const Params p = gpt2_params(model, l);
     const int n = d.rows, C = model->config.C, NH = model->config.NH, T = model->T;
     Stream stream = model->stream;
-    if (branch == Branch::Mlp) {
-        decode_matmul({d.fch, in.rows, in.weight, in.bias, p.fcw, p.fcb, nullptr, true, n, C, 4 * C,
-                       d.normalised}, stream);
+    if (branch == Branch::Attention) {
+        const size_t at = (size_t)l * n * T * C;
+        decode_matmul({d.qkv, inp, p.qkvw, p.qkvb, false, n, C, 3 * C}, stream);
+        decode_attention({d.atty, d.keys + at, d.values + at, d.qkv, d.positions, n, T, NH, C / NH}, stream);
+        decode_matmul({out, d.atty, p.attprojw, p.attprojb, false, n, C, C}, stream);
         return;
     }
-    const size_t at = (size_t)l * n * T * C;
-    decode_matmul({d.qkv, in.rows, in.weight, in.bias, p.qkvw, p.qkvb, nullptr, false, n, C, 3 * C,
-                   d.normalised}, stream);
-    decode_attention({d.atty, d.keys + at, d.values + at, d.scratch, d.counters, d.qkv, d.positions, n, T, NH,
-                      C / NH}, stream);
+    decode_matmul({d.fch, inp, p.fcw, p.fcb, true, n, C, 4 * C}, stream);
+    decode_matmul({out, d.fch, p.fcprojw, p.fcprojb, false, n, 4 * C, C}, stream);
 }
 
 // One more token of every text, which the host finds in place `slot` of `drawn`.
@@ -6004,33 +5356,21 @@ static void decoder_step(GPT2* model, int slot) {
     Stream stream = model->stream;
     const Wiring& wiring = wiring_of(c);
     const int n = d.rows, C = c.C, last = gpt2_last_place(model);
-    const bool apart = residual_apart(c);
-    floatX* residual = apart ? nullptr : (floatX*)d.residual;       // which the projections add to
+    const size_t row_elems = (size_t)n * C;
     graph_run(&d.step, stream, [&] {
-        Params p = gpt2_params(model, 0);
-        decode_encoder({apart ? d.branches : residual, d.tokens, d.positions, p.wte, p.wpe, n, C}, stream);
+        const Params p = gpt2_params(model, 0);
+        decode_encoder({d.branches, d.tokens, d.positions, p.wte, p.wpe, n, C}, stream);
         for (int j = 0; j < last; j++) {
             const Place at = gpt2_place(model, j);
             const Stage& stage = wiring.stage[j % wiring.stages];
             decoder_norm(model, at);
-            // all branches read the stream before the first adds to it
             for (int k = 0; k < stage.count; k++) {
-                decoder_branch(model, stage.branches[k], at.layer, decoder_input(model, at, k));
-            }
-            p = gpt2_params(model, at.layer);
-            for (int k = 0; k < stage.count; k++) {
-                const bool attention = stage.branches[k] == Branch::Attention;
-                floatX* to = apart ? d.branches + (size_t)k * n * C : residual;
-                decode_matmul({to, attention ? d.atty : d.fch, nullptr, nullptr,
-                               attention ? p.attprojw : p.fcprojw, attention ? p.attprojb : p.fcprojb,
-                               residual, false, n, attention ? C : 4 * C, C, nullptr}, stream);
+                const floatX* inp = d.normalised + std::min(k, at.norms - 1) * row_elems;
+                decoder_branch(model, stage.branches[k], at.layer, d.branches + k * row_elems, inp);
             }
         }
-        const Place at = gpt2_place(model, last);
-        decoder_norm(model, at);
-        const DecoderInput lnf = decoder_input(model, at, 0);
-        decode_matmul({d.logits, lnf.rows, lnf.weight, lnf.bias, p.wte, nullptr, nullptr, false, n, C, c.V,
-                       d.normalised}, stream);
+        decoder_norm(model, gpt2_place(model, last));
+        decode_matmul({d.logits, d.normalised, p.wte, nullptr, false, n, C, c.V}, stream);
         sample_tokens({d.tokens, d.positions, d.draws, d.ids, d.logits, model->options.sampling,
                        model->options.seed, n, c.V}, stream);
     });

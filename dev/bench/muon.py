@@ -12,7 +12,7 @@
     ... pytorch --total 1024 --twin "--device cpu --dtype float32 --muon_bf16 0"    # likewise, with the above
 
 `cost`: both optimizers by turns on random tokens, the median step without the first ones; the difference is
-set against the FLOPs of Muon's products, symmetric ones counted whole. With --still all rates are 0: then
+set against the FLOPs of Muon's products. With --still all rates are 0: then
 both have the same weights and multiply the same numbers for the whole run, which decide about the power, and
 so about the clock.
 `loss`: PREFIX_train_*.bin and PREFIX_val_*.bin, validation losses every --every steps, and the step and the

@@ -203,7 +203,6 @@ static inline size_t encoder_backward_scratch_bytes(int B, int T, int C) {
 }
 static inline size_t norm_backward_scratch_bytes(int, int, int) { return 0; }
 static inline size_t bias_backward_scratch_bytes(int, int) { return 0; }
-static inline size_t decode_attention_scratch_bytes(int, int, int) { return 0; }
 static inline size_t attention_backward_scratch_bytes(int B, int T, int NH) {
     return (size_t)B * T * NH * sizeof(float);
 }

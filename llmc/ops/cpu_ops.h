@@ -963,28 +963,15 @@ template <class Real> void decode_encoder_cpu(const DecodeEncoder<Real, Real>& a
     OP_DONE(a);
 }
 
-// out[n,o] = sum over c of x[n,c]*weight[o,c] + bias[o] + residual[n,o], or gelu of it; x = norm(inp) or inp.
-// Plain sums, not BLAS: that has other ways to sum for other numbers of rows.
+// out[n,o] = sum over c of inp[n,c]*weight[o,c] + bias[o], or gelu of it. Plain sums, not BLAS: that has
+// other ways to sum for other numbers of rows.
 template <class Real> void decode_matmul_cpu(const DecodeMatmul<Real, Real>& a, Stream) {
-    const int N = a.N, C = a.C, OC = a.OC;
-    std::vector<Real> normalised(a.ln_weight ? (size_t)N * C : 0);
-    for (int n = 0; n < N && a.ln_weight; n++) {
-        Real mean, rstd;
-        const size_t row = (size_t)n * C;
-        const NormKind kind = a.ln_bias ? NormKind::Layer : NormKind::Rms;
-        norm_statistics(&mean, &rstd, a.inp + row, kind, C);
-        norm_row<Real>({nullptr, a.ln_weight, a.ln_bias}, normalised.data() + row, a.inp + row, mean, rstd,
-                       C);
-    }
-    const Real* x = a.ln_weight ? normalised.data() : a.inp;
     #pragma omp parallel for
-    for (int o = 0; o < OC; o++) {
-        for (int n = 0; n < N; n++) {
-            const size_t at = (size_t)n * OC + o;
-            Real sum = dot_cpu(x + (size_t)n * C, a.weight + (size_t)o * C, C);
+    for (int o = 0; o < a.OC; o++) {
+        for (int n = 0; n < a.N; n++) {
+            Real sum = dot_cpu(a.inp + (size_t)n * a.C, a.weight + (size_t)o * a.C, a.C);
             if (a.bias) { sum += a.bias[o]; }
-            if (a.residual) { sum += a.residual[at]; }
-            a.out[at] = a.gelu ? gelu(sum) : sum;
+            a.out[(size_t)n * a.OC + o] = a.gelu ? gelu(sum) : sum;
         }
     }
     OP_DONE(a);

@@ -172,25 +172,14 @@ __device__ __forceinline__ float divide(float x, float n, float inverse) {
 }
 
 // ---- sums in a fixed order ----
-__device__ __forceinline__ float warp_sum(float x) {
+template <class T> __device__ __forceinline__ T warp_sum(T x) {
 #pragma unroll
     for (int mask = kWarp / 2; mask > 0; mask /= 2) { x += __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
     return x;
 }
-__device__ __forceinline__ double warp_sum(double x) {
+template <class T> __device__ __forceinline__ T warp_max(T x) {
 #pragma unroll
-    for (int mask = kWarp / 2; mask > 0; mask /= 2) { x += __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
-    return x;
-}
-// Whole numbers, which have no order to keep.
-__device__ __forceinline__ unsigned long long warp_sum(unsigned long long x) {
-#pragma unroll
-    for (int mask = kWarp / 2; mask > 0; mask /= 2) { x += __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
-    return x;
-}
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-    for (int mask = kWarp / 2; mask > 0; mask /= 2) { x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, mask)); }
+    for (int mask = kWarp / 2; mask > 0; mask /= 2) { x = max(x, __shfl_xor_sync(0xFFFFFFFFu, x, mask)); }
     return x;
 }
 
@@ -245,20 +234,13 @@ __device__ __forceinline__ void block_sums(float (&x)[kCount], float* shared /*(
     }
 }
 
-__device__ __forceinline__ unsigned long long block_max(unsigned long long x,
-                                                        unsigned long long* shared /*(32)*/) {
+// Likewise the largest of numbers that are 0 or more.
+template <class T> __device__ __forceinline__ T block_max(T x, T* shared /*(32)*/) {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    for (int round = 0; round < 2; round++) {           // of the warp's threads, then of the warps
-#pragma unroll
-        for (int mask = kWarp / 2; mask > 0; mask /= 2) {
-            x = max(x, __shfl_xor_sync(0xFFFFFFFFu, x, mask));
-        }
-        if (round == 0) {
-            if (lane == 0) { shared[warp] = x; }
-            __syncthreads();
-            x = lane < (int)blockDim.x / kWarp ? shared[lane] : 0ull;
-        }
-    }
+    x = warp_max(x);
+    if (lane == 0) { shared[warp] = x; }
+    __syncthreads();
+    x = warp_max(lane < (int)blockDim.x / kWarp ? shared[lane] : (T)0);
     __syncthreads();            // the next call may write `shared`
     return x;
 }
@@ -472,9 +454,6 @@ __device__ __forceinline__ void mbarrier_expect(uint64_t* barrier, int bytes) {
                  "r"(bytes)
                  : "memory");
 }
-__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(barrier)) : "memory");
-}
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
     asm volatile(
         "{\n.reg .pred done;\nWAIT:\n"
@@ -511,14 +490,6 @@ __device__ __forceinline__ void tma_load_4d(void* shared, const CUtensorMap* map
         "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(smem_address(barrier))
         : "memory");
 }
-__device__ __forceinline__ void tma_load_3d(void* shared, const CUtensorMap* map, uint64_t* barrier, int c0,
-                                            int c1, int c2) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(smem_address(shared)),
-        "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(smem_address(barrier))
-        : "memory");
-}
 // Starts the copy of `bytes` bytes (a multiple of 16) in a row.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint64_t* barrier, int bytes) {
     asm volatile(
@@ -526,51 +497,6 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint
             smem_address(shared)),
         "l"(global), "r"(bytes), "r"(smem_address(barrier))
         : "memory");
-}
-
-// The way back: what lies outside of the tensor is not written. fence: what this thread has written to shared
-// memory is visible to the copy engine. commit closes the thread's group of copies; wait: until at most the
-// last kPending groups still have to read shared memory.
-__device__ __forceinline__ void tma_store_fence() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-__device__ __forceinline__ void tma_store_3d(const CUtensorMap* map, const void* shared, int c0, int c1,
-                                             int c2) {
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(map),
-                 "r"(c0), "r"(c1), "r"(c2), "r"(smem_address(shared))
-                 : "memory");
-}
-__device__ __forceinline__ void tma_store_commit() {
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-template <int kPending> __device__ __forceinline__ void tma_store_wait() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
-}
-
-// ldmatrix's way back: lane 8 i + j gives the address of row j of matrix i; with _trans, of its column j.
-__device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]),
-                 "r"(r[1]), "r"(r[2]), "r"(r[3])
-                 : "memory");
-}
-__device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, const uint32_t (&r)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
-                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-                 : "memory");
-}
-
-// A barrier of `threads` threads, whole warps; numbers 1 to 15 (0 is __syncthreads).
-__device__ __forceinline__ void named_barrier(int number, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
-
-// A warpgroup gives registers back, so that another may take as many: kCount a thread from now on, a multiple
-// of 8. All threads of the block start with what the launch bounds leave them.
-template <int kCount> __device__ __forceinline__ void registers_give() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
-}
-template <int kCount> __device__ __forceinline__ void registers_take() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
 // wgmma runs on its own, beside the threads that started it. fence: what they have written to registers (its
@@ -602,45 +528,30 @@ __device__ __forceinline__ void pin_registers(uint32_t (&a)[4][4]) {
 }
 
 // Descriptor of a tile with rows of 64 16-bit elements in the 128-byte swizzle (PTX ISA, "Matrix Descriptor
-// Format"), in units of 16 bytes: its address; how far apart its blocks of 64 columns are, read only of an
-// operand that lies transposed and has more than one; 64, as groups of 8 rows are 1024 bytes apart; and in
-// bits 62 and 63 the swizzle's number, 1.
-__device__ __forceinline__ uint64_t wgmma_descriptor(const void* tile, int block_bytes = 16) {
-    return (uint64_t)((smem_address(tile) & 0x3ffff) >> 4) | ((uint64_t)(block_bytes >> 4) << 16) |
-           (64ull << 32) | (1ull << 62);
+// Format"), in units of 16 bytes: its address; 1 in bits 16 to 29, which nothing reads for rows of 128 bytes;
+// 64, as groups of 8 rows are 1024 bytes apart; and in bits 62 and 63 the swizzle's number, 1.
+__device__ __forceinline__ uint64_t wgmma_descriptor(const void* tile) {
+    return (uint64_t)((smem_address(tile) & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
 
-#define WGMMA_REGS_64                                                        \
+#define WGMMA_REGS                                                           \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define WGMMA_REGS_128                                                                            \
-    WGMMA_REGS_64 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, " \
-    "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define WGMMA_REGS_192                                                                             \
-    WGMMA_REGS_128 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, " \
-    "%79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define WGMMA_OPS_16(IO, d, n)                                                                            \
-    IO(d[n][0]), IO(d[n][1]), IO(d[n][2]), IO(d[n][3]), IO(d[n + 1][0]), IO(d[n + 1][1]), IO(d[n + 1][2]), \
-        IO(d[n + 1][3])
-#define WGMMA_OPS_64(IO, d) \
-    WGMMA_OPS_16(IO, d, 0), WGMMA_OPS_16(IO, d, 2), WGMMA_OPS_16(IO, d, 4), WGMMA_OPS_16(IO, d, 6)
-#define WGMMA_OPS_128(IO, d)                                                                              \
-    WGMMA_OPS_64(IO, d), WGMMA_OPS_16(IO, d, 8), WGMMA_OPS_16(IO, d, 10), WGMMA_OPS_16(IO, d, 12),        \
-        WGMMA_OPS_16(IO, d, 14)
-#define WGMMA_OPS_192(IO, d)                                                                              \
-    WGMMA_OPS_128(IO, d), WGMMA_OPS_16(IO, d, 16), WGMMA_OPS_16(IO, d, 18), WGMMA_OPS_16(IO, d, 20),      \
-        WGMMA_OPS_16(IO, d, 22)
+#define WGMMA_OPS_4(IO, d, n) IO(d[n][0]), IO(d[n][1]), IO(d[n][2]), IO(d[n][3])
+#define WGMMA_OPS(IO, d)                                                                        \
+    WGMMA_OPS_4(IO, d, 0), WGMMA_OPS_4(IO, d, 1), WGMMA_OPS_4(IO, d, 2), WGMMA_OPS_4(IO, d, 3), \
+        WGMMA_OPS_4(IO, d, 4), WGMMA_OPS_4(IO, d, 5), WGMMA_OPS_4(IO, d, 6), WGMMA_OPS_4(IO, d, 7)
 
 // d (64,64) = or += A (64,16) B (64,16)^T, both in shared memory. The first step of a product stores ("=f"),
 // the later ones add ("+f"): a "+f" on registers that hold nothing yet would make the compiler set them
 // first, and ptxas then serialises the wgmma pipeline (warning C7515).
 // The constants that end the instruction: add to d; the signs of A and B; whether A (where it is in shared
 // memory) and B lie transposed, which is with k as the slower index.
-#define WGMMA_64 "wgmma.mma_async.sync.aligned.m64n64k16.f32." MMA_TYPE "." MMA_TYPE " {" WGMMA_REGS_64 "}, "
+#define WGMMA_64 "wgmma.mma_async.sync.aligned.m64n64k16.f32." MMA_TYPE "." MMA_TYPE " {" WGMMA_REGS "}, "
 template <bool kAdd> __device__ __forceinline__ void wgmma_shared(float (&d)[8][4], uint64_t a, uint64_t b) {
 #define WGMMA(IO, ADD)                                          \
     asm volatile(WGMMA_64 "%32, %33, " ADD ", 1, 1, 0, 0;"      \
-                 : WGMMA_OPS_64(IO, d)                          \
+                 : WGMMA_OPS(IO, d)                          \
                  : "l"(a), "l"(b))
     if constexpr (kAdd) { WGMMA("+f", "1"); }
     else { WGMMA("=f", "0"); }
@@ -650,31 +561,8 @@ template <bool kAdd> __device__ __forceinline__ void wgmma_shared(float (&d)[8][
 // d (64,64) += A (64,16) B (16,64), A in registers, B in shared memory.
 __device__ __forceinline__ void wgmma_registers(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b) {
     asm volatile(WGMMA_64 "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
-                 : WGMMA_OPS_64("+f", d)
+                 : WGMMA_OPS("+f", d)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-// d (64,64*kBlocks) += A (64,16) B (16,64*kBlocks) in bf16, which is what Muon multiplies in every 16-bit
-// build. Both in shared memory; kTrans: both with k as the slower index.
-template <int kBlocks, bool kTrans>
-__device__ __forceinline__ void wgmma_bf16(float (&d)[8 * kBlocks][4], uint64_t a, uint64_t b) {
-    static_assert(kBlocks >= 1 && kBlocks <= 3, "one instruction each, below");
-#define WGMMA(N, A, B, TRANS)                                                                      \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" WGMMA_REGS_##N "}, " \
-                 "%" #A ", %" #B ", 1, 1, 1, %" #TRANS ", %" #TRANS ";"                            \
-                 : WGMMA_OPS_##N("+f", d)                                                          \
-                 : "l"(a), "l"(b), "n"((int)kTrans))
-    if constexpr (kBlocks == 1) { WGMMA(64, 32, 33, 34); }
-    else if constexpr (kBlocks == 2) { WGMMA(128, 64, 65, 66); }
-    else { WGMMA(192, 96, 97, 98); }
-#undef WGMMA
-}
-
-// Two values, rounded to bf16, in one register: `low` in the lower half.
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
-    uint32_t bits;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
-    return bits;
 }
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 

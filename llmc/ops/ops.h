@@ -272,21 +272,15 @@ template <class X, class S> struct DecodeEncoder {      // token plus position e
     const X *wte, *wpe;                 // (Vp,C) (maxT,C)
     int N, C;
 };
-template <class X, class S> struct DecodeMatmul {       // out = norm(inp) weight^T + bias + residual, or gelu
+template <class X, class S> struct DecodeMatmul {       // out = inp weight^T + bias
     X* out;                             // (N,OC)
-    const X* inp;                       // (N,C)
-    const S *ln_weight, *ln_bias;       // (C) or null: inp as it is; a weight alone: RMSNorm
-    const X *weight, *bias;             // (OC,C) (OC) or null
-    const X* residual;                  // (N,OC) or null; may be `out`
-    bool gelu;                          // of the sum, rounded; without a residual
-    int N, C, OC;                       // N at most kDecodeRows
-    X* normalised;                      // (N,C) scratch where there is a norm
+    const X *inp, *weight, *bias;       // (N,C) (OC,C) (OC) or null
+    bool gelu;                          // out = gelu of the sum, which is rounded first
+    int N, C, OC;                       // N at most kDecodeRows; C a multiple of 8
 };
 template <class X, class S> struct DecodeAttention {    // of each row's query over its positions up to this
     X* out;                             // (N,C)
     X *keys, *values;                   // (N,T,C): those of this position are stored first
-    S* scratch;
-    int* counters;                      // (N,NH) zero before and after
     const X* qkv;                       // (N,3,NH,HS)
     const int* positions;               // (N) below T
     int N, T, NH, HS;
