@@ -2966,15 +2966,21 @@ __device__ __forceinline__ void plain_clear(PlainRow& row, int HS, int lane) {
 // To lane j, `row` times row first + j of a matrix. Behind the last row it is that of the last.
 __device__ __forceinline__ float plain_dots(const PlainRow& row, const HeadRows<const floatX>& matrix,
                                             int first, int lane) {
-    float part[kWarp] = {};
-    for (int d = lane; d < matrix.HS; d += kWarp) {
+    float result = 0.0f;
+    for (int j0 = 0; j0 < kWarp; j0 += 8) {
+        float part[8] = {};
+        for (int d = lane; d < matrix.HS; d += kWarp) {
 #pragma unroll
-        for (int j = 0; j < kWarp; j++) {
-            part[j] += row[d] * (float)matrix.data[min(first + j, matrix.T - 1) * matrix.stride + d];
+            for (int j = 0; j < 8; j++) {
+                const int at = min(first + j0 + j, matrix.T - 1);
+                part[j] += row[d] * (float)matrix.data[at * matrix.stride + d];
+            }
         }
+        __syncwarp();
+        const float sum = __shfl_sync(0xFFFFFFFFu, warp_sums(part), lane % 8 * 4);
+        if (lane / 8 == j0 / 8) { result = sum; }
     }
-    __syncwarp();
-    return warp_sums(part);
+    return result;
 }
 
 // row = row * factor + the sum of rows first + j of a matrix, times lane j's weight.
@@ -2983,7 +2989,7 @@ __device__ __forceinline__ void plain_add(PlainRow& row, float factor, float wei
     for (int d0 = 0; d0 < matrix.HS; d0 += kWarp) {
         const int d = min(d0 + lane, matrix.HS - 1);
         float sum = 0.0f;
-#pragma unroll
+#pragma unroll 8
         for (int j = 0; j < kWarp; j++) {
             sum += __shfl_sync(0xFFFFFFFFu, weight, j) *
                    (float)matrix.data[min(first + j, matrix.T - 1) * matrix.stride + d];
@@ -3077,7 +3083,7 @@ __global__ void __launch_bounds__(kPlainWarps * kWarp)
         // P and dP: the lane owns a query
         const int query = q0 + lane;
         const bool sees_key = key <= query && query < a.T;
-        const float2 stats = sees_key ? work.stats((const float2*)a.scratch)[query] : make_float2(0.0f, 0.0f);
+        const float2 stats = work.stats((const float2*)a.scratch)[min(query, a.T - 1)];
         const float s = plain_dots(k[warp], work.q(a.qkv), q0, lane) * scale;
         const float dp = plain_dots(v[warp], work.out(a.dout), q0, lane);
         const float p = sees_key ? expf(s - stats.x) : 0.0f;
@@ -3246,12 +3252,12 @@ template <int kGroups> struct OnlineSoftmax {
 
 // {lse * log2(e), D} of the queries that element i of an accumulator may belong to: of_rows where rows are
 // queries, of columns where columns are.
-template <int kGroups> struct RowStats {
+template <int kGroups> struct StatsOfRows {
     float2 at[kGroups][2];
 
     __device__ __forceinline__ float2 of(int m, int, int i) const { return at[m][i / 2]; }
 };
-struct ColumnStats {
+struct StatsOfColumns {
     const float2* at;               // in shared memory: of the lane's first two columns
 
     __device__ __forceinline__ float2 of(int, int n, int i) const {
@@ -3378,11 +3384,11 @@ __device__ __forceinline__ void to_fragments(uint32_t (&a)[kGroups][kK][4], cons
 // They are stored for the dK/dV kernel. Rows from T on get zeros: their P is exp2(0) = 1, which then meets
 // rows of zeros only.
 template <int kHS, int kGroups>
-__device__ __forceinline__ RowStats<kGroups> load_row_stats(float2* stats, const float* lse,
+__device__ __forceinline__ StatsOfRows<kGroups> load_row_stats(float2* stats, const float* lse,
                                                             const HeadRows<const floatX>& out,
                                                             const HeadRows<const floatX>& dout, int row0,
                                                             int lane) {
-    RowStats<kGroups> result;
+    StatsOfRows<kGroups> result;
 #pragma unroll
     for (int m = 0; m < kGroups; m++) {
         const int row = row0 + m * 16 + lane / 2;
@@ -3485,7 +3491,7 @@ template <int kRowGroups, int kTileRows, int kBlocks> struct MmaShape {
 };
 
 // Starts the copy of rows row0.. of a head into a tile (kRows, kHS), Padded. Rows from T on and columns from
-// HS on become zero.
+// HS on become zero; their addresses are not read.
 template <int kHS, int kRows>
 __device__ __forceinline__ void load_tile(floatX* tile, const HeadRows<const floatX>& from, int row0) {
     constexpr int kChunks = kHS / kWidth, kTotal = kRows * kChunks;
@@ -3495,8 +3501,8 @@ __device__ __forceinline__ void load_tile(floatX* tile, const HeadRows<const flo
         if (kTotal % kMmaThreads == 0 || i < kTotal) {
             const int row = i / kChunks, column = i % kChunks * kWidth;
             const bool live = row0 + row < from.T && column < from.HS;
-            const floatX* element = from.data + (live ? row0 + row : 0) * from.stride + column;
-            cp_async_16_or_zero(tile + Padded<kHS>::at(row, column), element, live);
+            cp_async_16_or_zero(tile + Padded<kHS>::at(row, column),
+                                from.data + (row0 + row) * from.stride + column, live);
         }
     }
 }
@@ -3691,7 +3697,7 @@ __global__ void __launch_bounds__(kMmaThreads, Shape::kMinBlocks)
     load_tile<kHS, Shape::kOwned>(shared.q, work.q(a.qkv), q0);
     load_tile<kHS, Shape::kOwned>(shared.dout, dout, q0);
     load_keys(0, (tiles - 1) * kTile);
-    const RowStats<kGroups> stats = load_row_stats<kHS, kGroups>(
+    const StatsOfRows<kGroups> stats = load_row_stats<kHS, kGroups>(
         work.stats((float2*)a.scratch), work.lse(a.lse), work.out(a.out), dout, row0, lane);
 
     const float scale_log2 = scale * kLog2e;
@@ -3802,7 +3808,7 @@ __global__ void __launch_bounds__(kMmaThreads, Shape::kMinBlocks)
 
         // P^T in place of S^T, masked where the tile meets the diagonal
         if (q0 < row0 + Shape::kRows - 1) { mask_future<TileRows::Keys>(s, row0, q0, lane); }
-        const ColumnStats columns = {shared.stats[stage] + tile_column(0, 0, lane)};
+        const StatsOfColumns columns = {shared.stats[stage] + tile_column(0, 0, lane)};
         probabilities(s, columns, scale_log2);
 
         // dS^T in place of dP^T; dV += P^T dO, dK += dS^T Q
@@ -4030,7 +4036,7 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
         for (int it = 0; it < min(kStages, last + 1); it++) { load_keys(it); }
     }
     __syncthreads();                                    // the barriers exist
-    const RowStats<1> stats =
+    const StatsOfRows<1> stats =
         load_row_stats<64, 1>(work.stats((float2*)args.scratch), work.lse(args.lse), work.out(args.out),
                               work.out(args.dout), row0, lane);
 
@@ -4113,7 +4119,7 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
         // S^T and dP^T start together; P^T is calculated from S^T while dP^T is under way
         const int stage = it % kStages;
         mbarrier_wait(&shared.full[stage], it / kStages % 2);
-        const ColumnStats columns = {shared.stats[stage] + tile_column(0, 0, lane)};
+        const StatsOfColumns columns = {shared.stats[stage] + tile_column(0, 0, lane)};
         wgmma_fence();
         wgmma_rows(s, shared.own[0], shared.a[stage]);
         wgmma_rows(dp, shared.own[1], shared.b[stage]);
