@@ -2899,8 +2899,8 @@ static void attention_launch(void (*kernel)(Params...), const Args& a, int rows,
 // ---- dropout: which probabilities are kept ----
 // F is a bit matrix (AttentionKeep in llmc/op_types.h) that a kernel of its own draws. All forms and both
 // passes read it, so they drop the same, whatever their tiles are. A word has 32 keys of one query, and the
-// next word is the next query's: a warp reads the words of neighbouring queries as one piece, whether they are
-// its rows or its columns.
+// next word is the next query's. So a warp reads the words of neighbouring queries as one piece, whether they
+// are its rows or its columns.
 constexpr int kKeepThreads = 128;       // a block draws the rows of so many queries, a thread one
 
 __global__ void __launch_bounds__(kKeepThreads) attention_dropout_kernel(uint32_t* keep, Dropout d, int T) {
@@ -3425,7 +3425,7 @@ template <int kHS> struct Padded {
 };
 struct Swizzled {
     static __device__ __forceinline__ int at(int row, int column) {
-        return row * 64 + ((column / 8) ^ (row % 8)) * 8 + column % 8;
+        return row * 64 + (column ^ (row % 8 * 8));
     }
 };
 
