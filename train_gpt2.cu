@@ -3138,6 +3138,15 @@ __device__ __forceinline__ void for_tile(Tile<kGroups, kN>& tile, F f) {
     }
 }
 
+// f(m, r) for each row of a lane.
+template <int kGroups, class F> __device__ __forceinline__ void for_rows(F f) {
+#pragma unroll
+    for (int m = 0; m < kGroups; m++) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) { f(m, r); }
+    }
+}
+
 // S becomes -inf where the key comes after the query, so that P is 0 there. row0, column0: what the tile's
 // first row and column are in the sequence.
 template <TileRows kRows, int kGroups, int kN>
@@ -3175,11 +3184,7 @@ template <int kGroups> struct OnlineSoftmax {
     float correction[kGroups][2];   // from the maximum before to this one
 
     __device__ __forceinline__ OnlineSoftmax() {
-#pragma unroll
-        for (int m = 0; m < kGroups; m++) {
-            max[m][0] = max[m][1] = -INFINITY;
-            sum[m][0] = sum[m][1] = 0.0f;
-        }
+        for_rows<kGroups>([&](int m, int r) { max[m][r] = -INFINITY, sum[m][r] = 0.0f; });
     }
 
     // S becomes P = exp((S - max) * scale). True: what was summed before has to be scaled by `correction`.
@@ -3193,60 +3198,45 @@ template <int kGroups> struct OnlineSoftmax {
         constexpr float kSlack = 8.0f / (0.125f * kLog2e);
         float new_max[kGroups][2];
         bool above = false;
+        for_rows<kGroups>([&](int m, int r) {
+            float row_max = max[m][r];
 #pragma unroll
-        for (int m = 0; m < kGroups; m++) {
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                new_max[m][r] = max[m][r];
-#pragma unroll
-                for (int n = 0; n < kN; n++) {
-                    new_max[m][r] = fmaxf(new_max[m][r], fmaxf(s[m][n][2 * r], s[m][n][2 * r + 1]));
-                }
-                new_max[m][r] = quad_max(new_max[m][r]);
-                above = above || new_max[m][r] - max[m][r] > kSlack;
+            for (int n = 0; n < kN; n++) {
+                row_max = fmaxf(row_max, fmaxf(s[m][n][2 * r], s[m][n][2 * r + 1]));
             }
-        }
+            new_max[m][r] = quad_max(row_max);
+            above = above || new_max[m][r] - max[m][r] > kSlack;
+        });
         const bool rescale = !kLazy || __any_sync(0xFFFFFFFFu, above);
         if (rescale) {
-#pragma unroll
-            for (int m = 0; m < kGroups; m++) {
-#pragma unroll
-                for (int r = 0; r < 2; r++) {
-                    correction[m][r] = exp2_fast((max[m][r] - new_max[m][r]) * scale_log2);
-                    max[m][r] = new_max[m][r];
-                    sum[m][r] *= correction[m][r];
-                }
-            }
+            for_rows<kGroups>([&](int m, int r) {
+                correction[m][r] = exp2_fast((max[m][r] - new_max[m][r]) * scale_log2);
+                max[m][r] = new_max[m][r];
+                sum[m][r] *= correction[m][r];
+            });
         }
+        for_rows<kGroups>([&](int m, int r) {
+            const float max_log2 = max[m][r] * scale_log2;
 #pragma unroll
-        for (int m = 0; m < kGroups; m++) {
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const float max_log2 = max[m][r] * scale_log2;
-#pragma unroll
-                for (int n = 0; n < kN; n++) {
-                    s[m][n][2 * r] = exp2_fast(fmaf(s[m][n][2 * r], scale_log2, -max_log2));
-                    s[m][n][2 * r + 1] = exp2_fast(fmaf(s[m][n][2 * r + 1], scale_log2, -max_log2));
-                    sum[m][r] += s[m][n][2 * r] + s[m][n][2 * r + 1];
-                }
+            for (int n = 0; n < kN; n++) {
+                float &x = s[m][n][2 * r], &y = s[m][n][2 * r + 1];
+                x = exp2_fast(fmaf(x, scale_log2, -max_log2));
+                y = exp2_fast(fmaf(y, scale_log2, -max_log2));
+                sum[m][r] += x + y;
             }
-        }
+        });
         return rescale;
     }
 
     // What is left to do with O, whose rows start at row0: a factor a row. Stores lse.
     __device__ __forceinline__ void finish(float (&factor)[kGroups][2], float* lse, int row0, int T,
                                            float scale, float keep_scale, int lane) const {
-#pragma unroll
-        for (int m = 0; m < kGroups; m++) {
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const float total = quad_sum(sum[m][r]);
-                const int row = row0 + tile_row(m, 2 * r, lane);
-                factor[m][r] = keep_scale / total;
-                if (lane % 4 == 0 && row < T) { lse[row] = max[m][r] * scale + logf(total); }
-            }
-        }
+        for_rows<kGroups>([&](int m, int r) {
+            const float total = quad_sum(sum[m][r]);
+            const int row = row0 + tile_row(m, 2 * r, lane);
+            factor[m][r] = keep_scale / total;
+            if (lane % 4 == 0 && row < T) { lse[row] = max[m][r] * scale + logf(total); }
+        });
     }
 };
 
@@ -3292,16 +3282,10 @@ template <int kGroups, int kN> struct KeepRows {
     // row0: the first query; column0: the first key, a multiple of the tile's columns.
     __device__ __forceinline__ void load(int row0, int column0) {
         const uint32_t* from = bits + column0 / 32 * stride + row0;
+        for_rows<kGroups>([&](int m, int r) {
 #pragma unroll
-        for (int m = 0; m < kGroups; m++) {
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-#pragma unroll
-                for (int w = 0; w < kWords; w++) {
-                    words[m][r][w] = from[w * stride + tile_row(m, 2 * r, lane)];
-                }
-            }
-        }
+            for (int w = 0; w < kWords; w++) { words[m][r][w] = from[w * stride + tile_row(m, 2 * r, lane)]; }
+        });
         shift = (kN % 4 == 0 ? 0 : column0 % 32) + lane % 4 * 2;
     }
     __device__ __forceinline__ float operator()(float x, int m, int n, int i) const {
@@ -3598,10 +3582,26 @@ __device__ __forceinline__ void mma_times_columns(Tile<kGroups, kHS / 8>& acc,
     }
 }
 
-template <int kHS, class Shape> struct ForwardMmaShared {
-    alignas(16) floatX q[Shape::kOwned * Padded<kHS>::kStride];     // (kOwned, HS), later the staging of out
-    floatX k[2][Shape::kTile * Padded<kHS>::kStride];               // (stage, kTile, HS)
-    floatX v[2][Shape::kTile * Padded<kHS>::kStride];               // (stage, kTile, HS)
+// kOwn tiles that stay (q; or q and dout; or k and v), two stages of two tiles that come and go.
+template <int kOwn, int kHS, class Shape> struct MmaShared {
+    alignas(16) floatX own[kOwn][Shape::kOwned * Padded<kHS>::kStride];     // (kOwned, HS), later staging
+    floatX a[2][Shape::kTile * Padded<kHS>::kStride];                       // (stage, kTile, HS) k, or q
+    floatX b[2][Shape::kTile * Padded<kHS>::kStride];                       // (stage, kTile, HS) v, or dout
+    alignas(16) float2 stats[2][Shape::kTile];      // (stage, kTile) dK/dV: {lse * log2(e), D} of the queries
+
+    // Starts the copies of rows row0.. of two heads, and of their statistics.
+    __device__ __forceinline__ void load_stage(int stage, const HeadRows<const floatX>& from_a,
+                                               const HeadRows<const floatX>& from_b, int row0,
+                                               const float2* from_stats = nullptr) {
+        static_assert(Shape::kTile <= 2 * kMmaThreads, "a thread copies the statistics of two queries");
+        load_tile<kHS, Shape::kTile>(a[stage], from_a, row0);
+        load_tile<kHS, Shape::kTile>(b[stage], from_b, row0);
+        const int i = 2 * (int)threadIdx.x;
+        if (from_stats && i < Shape::kTile) {
+            cp_async_16_or_zero(&stats[stage][i], from_stats + row0 + i, true);
+        }
+        cp_async_commit();
+    }
 };
 
 template <int kHS, class Shape, bool kDrops>
@@ -3610,7 +3610,7 @@ __global__ void __launch_bounds__(kMmaThreads, Shape::kMinBlocks)
     constexpr int kGroups = Shape::kGroups, kTile = Shape::kTile;
     static_assert(kTile % Shape::kRows == 0, "a warp's rows must not straddle the first column of a tile");
     extern __shared__ __align__(16) unsigned char mma_bytes[];
-    auto& shared = *(ForwardMmaShared<kHS, Shape>*)mma_bytes;
+    auto& shared = *(MmaShared<1, kHS, Shape>*)mma_bytes;
 
     const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * Shape::kRows;
     const AttentionWork work(Shape::kOwned, a.B, a.T, a.NH, a.HS);
@@ -3618,18 +3618,13 @@ __global__ void __launch_bounds__(kMmaThreads, Shape::kMinBlocks)
     const int q0 = (work.blocks - 1 - work.rank) * Shape::kOwned;   // the block's first query
     const int row0 = q0 + warp_row;                                 // the warp's
     const int tiles = tile_count(min(q0 + Shape::kOwned, a.T), kTile);
-    auto load_keys = [&](int stage, int k0) {
-        load_tile<kHS, kTile>(shared.k[stage], k, k0);
-        load_tile<kHS, kTile>(shared.v[stage], v, k0);
-        cp_async_commit();
-    };
 
     // The first copies: the block's own queries and the rightmost tile
-    load_tile<kHS, Shape::kOwned>(shared.q, work.q(a.qkv), q0);
-    load_keys(0, (tiles - 1) * kTile);
+    load_tile<kHS, Shape::kOwned>(shared.own[0], work.q(a.qkv), q0);
+    shared.load_stage(0, k, v, (tiles - 1) * kTile);
 
     const float scale_log2 = scale * kLog2e;                // exp(x) is calculated as exp2(x * log2(e))
-    floatX* q_rows = shared.q + Padded<kHS>::at(warp_row, 0);
+    floatX* q_rows = shared.own[0] + Padded<kHS>::at(warp_row, 0);
     uint32_t q_frag[kGroups][kHS / kMmaK][4];
     Tile<kGroups, kHS / 8> o = {};                          // not yet divided by the row's sum
     OnlineSoftmax<kGroups> softmax;
@@ -3639,13 +3634,13 @@ __global__ void __launch_bounds__(kMmaThreads, Shape::kMinBlocks)
         const int k0 = (tiles - 1 - it) * kTile, stage = it % 2;
         cp_async_wait<0>();
         __syncthreads();
-        if (it + 1 < tiles) { load_keys(stage ^ 1, k0 - kTile); }
+        if (it + 1 < tiles) { shared.load_stage(stage ^ 1, k, v, k0 - kTile); }
         if (it == 0) { load_fragments<kHS>(q_frag, q_rows, lane); }
         if (k0 > row0 + Shape::kRows - 1) { continue; }     // all masked for this warp
 
         // S = Q K^T, and the mask where the tile meets the diagonal
         Tile<kGroups, kTile / 8> s = {};
-        mma_times_rows<kHS>(s, q_frag, shared.k[stage], lane);
+        mma_times_rows<kHS>(s, q_frag, shared.a[stage], lane);
         kept.load(row0, k0);                                // there when the softmax is done
         if (k0 + kTile - 1 > row0) { mask_future<TileRows::Queries>(s, row0, k0, lane); }
 
@@ -3656,7 +3651,7 @@ __global__ void __launch_bounds__(kMmaThreads, Shape::kMinBlocks)
         // O += P V
         uint32_t p_frag[kGroups][kTile / kMmaK][4];
         to_fragments(p_frag, s, kept);
-        mma_times_columns<kHS>(o, p_frag, shared.v[stage], lane);
+        mma_times_columns<kHS>(o, p_frag, shared.b[stage], lane);
     }
 
     float factor[kGroups][2];
@@ -3665,13 +3660,6 @@ __global__ void __launch_bounds__(kMmaThreads, Shape::kMinBlocks)
     store_tile<Padded<kHS>>(work.out(a.out), row0, q_rows, o, lane);
 }
 
-template <int kHS, class Shape> struct DqMmaShared {
-    alignas(16) floatX q[Shape::kOwned * Padded<kHS>::kStride];     // (kOwned, HS), later the staging of dQ
-    floatX dout[Shape::kOwned * Padded<kHS>::kStride];              // (kOwned, HS)
-    floatX k[2][Shape::kTile * Padded<kHS>::kStride];               // (stage, kTile, HS)
-    floatX v[2][Shape::kTile * Padded<kHS>::kStride];               // (stage, kTile, HS)
-};
-
 // dQ, and D on the way. The forward's pipeline, with three products a step:
 //     | S = Q K^T | dP = dO V^T | P = exp(S - lse), dS = P * (dP - D) | dQ += dS K |
 template <int kHS, class Shape, bool kDrops>
@@ -3679,7 +3667,7 @@ __global__ void __launch_bounds__(kMmaThreads, Shape::kMinBlocks)
     attention_backward_dq_mma_kernel(const AttentionBackward<floatX, float> a, float scale) {
     constexpr int kGroups = Shape::kGroups, kTile = Shape::kTile;
     extern __shared__ __align__(16) unsigned char mma_bytes[];
-    auto& shared = *(DqMmaShared<kHS, Shape>*)mma_bytes;
+    auto& shared = *(MmaShared<2, kHS, Shape>*)mma_bytes;
 
     const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * Shape::kRows;
     const AttentionWork work(Shape::kOwned, a.B, a.T, a.NH, a.HS);
@@ -3687,22 +3675,17 @@ __global__ void __launch_bounds__(kMmaThreads, Shape::kMinBlocks)
     const int q0 = (work.blocks - 1 - work.rank) * Shape::kOwned;   // the block's first query
     const int row0 = q0 + warp_row;                                 // the warp's
     const int tiles = tile_count(min(q0 + Shape::kOwned, a.T), kTile);
-    auto load_keys = [&](int stage, int k0) {
-        load_tile<kHS, kTile>(shared.k[stage], k, k0);
-        load_tile<kHS, kTile>(shared.v[stage], v, k0);
-        cp_async_commit();
-    };
 
     // The first copies; the statistics are calculated while they are on their way
-    load_tile<kHS, Shape::kOwned>(shared.q, work.q(a.qkv), q0);
-    load_tile<kHS, Shape::kOwned>(shared.dout, dout, q0);
-    load_keys(0, (tiles - 1) * kTile);
+    load_tile<kHS, Shape::kOwned>(shared.own[0], work.q(a.qkv), q0);
+    load_tile<kHS, Shape::kOwned>(shared.own[1], dout, q0);
+    shared.load_stage(0, k, v, (tiles - 1) * kTile);
     const StatsOfRows<kGroups> stats = load_row_stats<kHS, kGroups>(
         work.stats((float2*)a.scratch), work.lse(a.lse), work.out(a.out), dout, row0, lane);
 
     const float scale_log2 = scale * kLog2e;
-    floatX* q_rows = shared.q + Padded<kHS>::at(warp_row, 0);
-    const floatX* dout_rows = shared.dout + Padded<kHS>::at(warp_row, 0);
+    floatX* q_rows = shared.own[0] + Padded<kHS>::at(warp_row, 0);
+    const floatX* dout_rows = shared.own[1] + Padded<kHS>::at(warp_row, 0);
     uint32_t q_frag[kGroups][kHS / kMmaK][4], dout_frag[kGroups][kHS / kMmaK][4];
     Tile<kGroups, kHS / 8> dq = {};                         // not yet scaled
     std::conditional_t<kDrops, KeepRows<kGroups, kTile / 8>, KeepAll> kept(a.keep, work, lane);
@@ -3711,7 +3694,7 @@ __global__ void __launch_bounds__(kMmaThreads, Shape::kMinBlocks)
         const int k0 = (tiles - 1 - it) * kTile, stage = it % 2;
         cp_async_wait<0>();
         __syncthreads();
-        if (it + 1 < tiles) { load_keys(stage ^ 1, k0 - kTile); }
+        if (it + 1 < tiles) { shared.load_stage(stage ^ 1, k, v, k0 - kTile); }
         if (it == 0 && !kLongRows<kGroups, kHS>) {
             load_fragments<kHS>(q_frag, q_rows, lane);
             load_fragments<kHS>(dout_frag, dout_rows, lane);
@@ -3722,11 +3705,11 @@ __global__ void __launch_bounds__(kMmaThreads, Shape::kMinBlocks)
         kept.load(row0, k0);                                // there when the products are done
         Tile<kGroups, kTile / 8> s = {}, dp = {};
         if constexpr (kLongRows<kGroups, kHS>) {
-            mma_rows_times_rows<kHS>(s, q_rows, shared.k[stage], lane);
-            mma_rows_times_rows<kHS>(dp, dout_rows, shared.v[stage], lane);
+            mma_rows_times_rows<kHS>(s, q_rows, shared.a[stage], lane);
+            mma_rows_times_rows<kHS>(dp, dout_rows, shared.b[stage], lane);
         } else {
-            mma_times_rows<kHS>(s, q_frag, shared.k[stage], lane);
-            mma_times_rows<kHS>(dp, dout_frag, shared.v[stage], lane);
+            mma_times_rows<kHS>(s, q_frag, shared.a[stage], lane);
+            mma_times_rows<kHS>(dp, dout_frag, shared.b[stage], lane);
         }
 
         // P = exp(S - lse), masked where the tile meets the diagonal, and dS in place of dP
@@ -3737,19 +3720,11 @@ __global__ void __launch_bounds__(kMmaThreads, Shape::kMinBlocks)
         // dQ += dS K
         uint32_t ds_frag[kGroups][kTile / kMmaK][4];
         to_fragments(ds_frag, dp);
-        mma_times_columns<kHS>(dq, ds_frag, shared.k[stage], lane);
+        mma_times_columns<kHS>(dq, ds_frag, shared.a[stage], lane);
     }
     scale_tile(dq, scale);
     store_tile<Padded<kHS>>(work.q(a.dqkv), row0, q_rows, dq, lane);
 }
-
-template <int kHS, class Shape> struct DkvMmaShared {
-    alignas(16) floatX k[Shape::kOwned * Padded<kHS>::kStride];     // (kOwned, HS), later the staging of dK
-    floatX v[Shape::kOwned * Padded<kHS>::kStride];                 // (kOwned, HS), later the staging of dV
-    floatX q[2][Shape::kTile * Padded<kHS>::kStride];               // (stage, kTile, HS)
-    floatX dout[2][Shape::kTile * Padded<kHS>::kStride];            // (stage, kTile, HS)
-    float2 stats[2][Shape::kTile];                                  // (stage, kTile) {lse * log2(e), D}
-};
 
 // dK and dV: the block owns keys and walks the query tiles from the diagonal down. Four products a step:
 //     | S^T = K Q^T | dP^T = V dO^T | P^T = exp(S^T - lse), dS^T = P^T * (dP^T - D) |
@@ -3759,10 +3734,9 @@ template <int kHS, class Shape, bool kDrops>
 __global__ void __launch_bounds__(kMmaThreads, Shape::kMinBlocks)
     attention_backward_dkv_mma_kernel(const AttentionBackward<floatX, float> a, float scale) {
     constexpr int kGroups = Shape::kGroups, kTile = Shape::kTile;
-    static_assert(kTile <= 2 * kMmaThreads && 128 % kTile == 0,
-                  "a thread loads the statistics of two queries, padded to 128");
+    static_assert(128 % kTile == 0, "padded_T makes whole tiles");
     extern __shared__ __align__(16) unsigned char mma_bytes[];
-    auto& shared = *(DkvMmaShared<kHS, Shape>*)mma_bytes;
+    auto& shared = *(MmaShared<2, kHS, Shape>*)mma_bytes;
 
     const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * Shape::kRows;
     const AttentionWork work(Shape::kOwned, a.B, a.T, a.NH, a.HS);
@@ -3770,25 +3744,16 @@ __global__ void __launch_bounds__(kMmaThreads, Shape::kMinBlocks)
     const int k0 = work.rank * Shape::kOwned;               // the block's first key
     const int row0 = k0 + warp_row;                         // the warp's
     const float2* stats = work.stats((const float2*)a.scratch);
-    auto load_queries = [&](int stage, int q0) {
-        load_tile<kHS, kTile>(shared.q[stage], q, q0);
-        load_tile<kHS, kTile>(shared.dout[stage], dout, q0);
-        if (threadIdx.x < kTile / 2) {
-            const int row = 2 * (int)threadIdx.x;
-            cp_async_16_or_zero(&shared.stats[stage][row], stats + q0 + row, true);
-        }
-        cp_async_commit();
-    };
 
     // The first copies: the block's own keys and values and the tile on the diagonal
     const int first_q = k0 / kTile * kTile;
-    load_tile<kHS, Shape::kOwned>(shared.k, work.k(a.qkv), k0);
-    load_tile<kHS, Shape::kOwned>(shared.v, work.v(a.qkv), k0);
-    load_queries(0, first_q);
+    load_tile<kHS, Shape::kOwned>(shared.own[0], work.k(a.qkv), k0);
+    load_tile<kHS, Shape::kOwned>(shared.own[1], work.v(a.qkv), k0);
+    shared.load_stage(0, q, dout, first_q, stats);
 
     const float scale_log2 = scale * kLog2e;
-    floatX* k_rows = shared.k + Padded<kHS>::at(warp_row, 0);
-    floatX* v_rows = shared.v + Padded<kHS>::at(warp_row, 0);
+    floatX* k_rows = shared.own[0] + Padded<kHS>::at(warp_row, 0);
+    floatX* v_rows = shared.own[1] + Padded<kHS>::at(warp_row, 0);
     Tile<kGroups, kHS / 8> dk = {}, dv = {};                // not yet scaled
     std::conditional_t<kDrops, KeepColumns<kGroups, kTile / 8>, KeepAll> kept(a.keep, work, lane);
     int stage = 0;
@@ -3796,15 +3761,15 @@ __global__ void __launch_bounds__(kMmaThreads, Shape::kMinBlocks)
         // Wait for this step's tile, start the copies of the next one
         cp_async_wait<0>();
         __syncthreads();
-        if (q0 + kTile < a.T) { load_queries(stage ^ 1, q0 + kTile); }
+        if (q0 + kTile < a.T) { shared.load_stage(stage ^ 1, q, dout, q0 + kTile, stats); }
         if (q0 + kTile - 1 < row0) { continue; }            // all masked for this warp
 
         // S^T = K Q^T and dP^T = V dO^T. K and V are read from shared memory in every step: two accumulators
         // of HS columns leave no registers to keep them in
         Tile<kGroups, kTile / 8> s = {}, dp = {};
-        mma_rows_times_rows<kHS>(s, k_rows, shared.q[stage], lane);
+        mma_rows_times_rows<kHS>(s, k_rows, shared.a[stage], lane);
         kept.load(row0, q0);                                // there when dP^T is
-        mma_rows_times_rows<kHS>(dp, v_rows, shared.dout[stage], lane);
+        mma_rows_times_rows<kHS>(dp, v_rows, shared.b[stage], lane);
 
         // P^T in place of S^T, masked where the tile meets the diagonal
         if (q0 < row0 + Shape::kRows - 1) { mask_future<TileRows::Keys>(s, row0, q0, lane); }
@@ -3815,10 +3780,10 @@ __global__ void __launch_bounds__(kMmaThreads, Shape::kMinBlocks)
         score_gradients(dp, s, columns, kept);
         uint32_t p_frag[kGroups][kTile / kMmaK][4];
         to_fragments(p_frag, s, kept);
-        mma_times_columns<kHS>(dv, p_frag, shared.dout[stage], lane);
+        mma_times_columns<kHS>(dv, p_frag, shared.b[stage], lane);
         uint32_t ds_frag[kGroups][kTile / kMmaK][4];
         to_fragments(ds_frag, dp);
-        mma_times_columns<kHS>(dk, ds_frag, shared.q[stage], lane);
+        mma_times_columns<kHS>(dk, ds_frag, shared.a[stage], lane);
     }
     scale_tile(dk, scale);
     scale_tile(dv, kept.scale);
@@ -3829,19 +3794,19 @@ __global__ void __launch_bounds__(kMmaThreads, Shape::kMinBlocks)
 template <int kHS, class Shape, bool kDrops>
 static void attention_forward_mma(const AttentionForward<floatX, float>& a, Stream stream) {
     attention_launch(attention_forward_mma_kernel<kHS, Shape, kDrops>, a, Shape::kOwned, kMmaThreads,
-                     sizeof(ForwardMmaShared<kHS, Shape>), stream, a, 1.0f / sqrtf(a.HS));
+                     sizeof(MmaShared<1, kHS, Shape>), stream, a, 1.0f / sqrtf(a.HS));
 }
 
 template <int kHS, class Shape, bool kDrops>
 static void attention_backward_dq_mma(const AttentionBackward<floatX, float>& a, Stream stream) {
     attention_launch(attention_backward_dq_mma_kernel<kHS, Shape, kDrops>, a, Shape::kOwned, kMmaThreads,
-                     sizeof(DqMmaShared<kHS, Shape>), stream, a, 1.0f / sqrtf(a.HS));
+                     sizeof(MmaShared<2, kHS, Shape>), stream, a, 1.0f / sqrtf(a.HS));
 }
 
 template <int kHS, class Shape, bool kDrops>
 static void attention_backward_dkv_mma(const AttentionBackward<floatX, float>& a, Stream stream) {
     attention_launch(attention_backward_dkv_mma_kernel<kHS, Shape, kDrops>, a, Shape::kOwned, kMmaThreads,
-                     sizeof(DkvMmaShared<kHS, Shape>), stream, a, 1.0f / sqrtf(a.HS));
+                     sizeof(MmaShared<2, kHS, Shape>), stream, a, 1.0f / sqrtf(a.HS));
 }
 
 // ---- sm90: Hopper's tensor cores (wgmma) and copy engine (TMA), head size 64 ----
@@ -4211,9 +4176,9 @@ template <> struct MmaShapes<128> { typedef MmaShape<1, 64, 2> Forward; typedef 
 #endif
 
 template <int kHS>
-constexpr size_t kMmaBytes = std::max({sizeof(ForwardMmaShared<kHS, typename MmaShapes<kHS>::Forward>),
-                                       sizeof(DqMmaShared<kHS, typename MmaShapes<kHS>::Dq>),
-                                       sizeof(DkvMmaShared<kHS, typename MmaShapes<kHS>::Dkv>)});
+constexpr size_t kMmaBytes = std::max({sizeof(MmaShared<1, kHS, typename MmaShapes<kHS>::Forward>),
+                                       sizeof(MmaShared<2, kHS, typename MmaShapes<kHS>::Dq>),
+                                       sizeof(MmaShared<2, kHS, typename MmaShapes<kHS>::Dkv>)});
 
 // The head size of the mma.sync kernels that serve HS here: the next multiple of 32. 0: there are none.
 static int mma_head_size(int HS) {
