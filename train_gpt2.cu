@@ -2069,52 +2069,78 @@ static void muon_update(const MuonUpdate<floatX, float>& a, Stream stream) {
 //     dQ = dS K / sqrt(HS)     dK = dS^T Q / sqrt(HS)     dV = P^T dO     dqkv (B,T,3,NH,HS) =
 // With dropout, F has 0 where a probability is dropped and 1/(1-p) elsewhere:
 //     O = (F * P) V     dS = P * (F * (dO V^T) - D)     dV = (F * P)^T dO
-// The softmax's sum is of all of P, and D, the row sum of P * dP, is that of dO * O as before.
+// The softmax still sums all of P, and D is still rowsum(dO * O).
 //
-// Nothing of shape (T,T) is ever stored. A block owns some rows of one side; the rows of the other side come
-// by in tiles, through shared memory, and the piece of S where the two meet lives in registers only. The
-// backward builds P again, from S and lse.
+// Nothing of shape (T,T) is ever stored. A block owns some rows of one side. The rows of the other side come
+// by in tiles, and the piece of S where the two meet lives in registers only. The backward computes P again,
+// from S and lse.
 //
 //     forward   owns queries   sees K and V   a running maximum and sum per row; O is rescaled as they change
 //     dQ        owns queries   sees K and V   and computes D on its way, for the next kernel
 //     dK, dV    owns keys      sees Q and dO  works on S^T
 //
 // The backward is two kernels. That costs 7 matrix products where one kernel with atomic adds into dQ needs
-// 5, but every output has one owner that sums in a fixed order (two runs have the same bits), and no fp32 dQ
-// is cleared, added to and converted.
+// 5. But every output has one owner that sums in a fixed order, so two runs have the same bits, and no fp32
+// dQ is cleared, added to and converted.
 //
 // Scratch of the backward: float2 {lse * log2(e), D} per query (plain kernels: {lse, D}), laid out
-// (B,NH,padded_T), so that whole tiles can be copied, with zeros behind T to the end of the last tile.
+// (B,NH,padded_T). The dQ kernel writes zeros behind T, so that dK/dV can copy whole tiles.
 //
-// F is a bit matrix (AttentionKeep in op_types.h) that a kernel of its own has drawn, so that all forms
-// and both passes drop the same, whatever their tiles are. What reads it is compiled apart (kDrops): without
-// dropout nothing is asked. A word has 32 keys of one query, and the next word is the next query's: a warp
-// reads those of neighbouring queries as one piece, whether they are its rows or its columns.
-//
-// There are three forms, one loop in each of them, from the simplest to the fastest:
+// There are three forms, from the simplest to the fastest:
 //     plain       fp32 arithmetic on the ordinary cores: any type, any head size up to 512
-//     mma.sync    tensor cores of sm_80 and later, 16 bits or TF32, most multiples of 16: kMmaShapes
-//     sm90        Hopper's tensor cores and copy engine (wgmma, TMA), 16 bits, head size 64
+//     mma.sync    tensor cores of sm_80 and later: 16 bits or TF32, head sizes up to 128, multiples of kWidth
+//     sm90        Hopper's tensor cores and copy engine (wgmma, TMA): 16 bits, head size 64
+// The last two are built from the same tile functions.
 
 // How many tiles or blocks of `size` rows make `rows` (ceil_div, for the device).
 __device__ __forceinline__ int tile_count(int rows, int size) { return (rows + size - 1) / size; }
 
-// Where a head of a sequence lies in the tensors: elements from their starts to its first row.
-struct AttentionHead {
-    int bh, b, h;               // bh = b*NH + h
-    size_t C, qkv_row;          // elements from one row to the next: out and dout, qkv and dqkv
-    size_t out, q, k, v;        // out: of dout as well; q, k, v: of dq, dk, dv as well
+// The rows of one head in a tensor.
+template <class X> struct HeadRows {
+    X* data;                    // (T,HS), `stride` elements from one row to the next
+    size_t stride;
+    int T, HS;
+};
 
-    __device__ __forceinline__ AttentionHead(int index, int T, int NH, int HS) {
-        bh = index;
+// Which block of which head a thread block computes. Blocks come in sections of 32 heads, in a section the
+// longest first. A section's K and V (8 MB at T=1024, HS=64) stay in the L2 while its blocks run, and short
+// blocks fill the end of the grid.
+constexpr int kSectionHeads = 32;
+
+struct AttentionWork {
+    int blocks, rank;           // of the head; 0 = the block with the most to do
+    int bh, b, h;               // bh = b*NH + h
+    int T, HS;
+    size_t C;
+
+    __device__ __forceinline__ AttentionWork(int block_rows, int B, int T, int NH, int HS)
+        : blocks(tile_count(T, block_rows)), T(T), HS(HS), C((size_t)NH * HS) {
+        const int per_section = kSectionHeads * blocks;
+        const int first_head = (int)(blockIdx.x / per_section) * kSectionHeads;
+        const int rest = (int)(blockIdx.x % per_section);
+        const int section_heads = min(kSectionHeads, B * NH - first_head);
+        rank = rest / section_heads;
+        bh = first_head + rest % section_heads;
         b = bh / NH;
         h = bh % NH;
-        C = (size_t)NH * HS;
-        qkv_row = 3 * C;
-        out = b * (T * C) + (size_t)h * HS;
-        q = b * (T * qkv_row) + (size_t)h * HS;
-        k = q + C;
-        v = k + C;
+    }
+
+    // Of qkv or dqkv (B,T,3,NH,HS), and of out or dout (B,T,NH,HS).
+    template <class X> __device__ __forceinline__ HeadRows<X> q(X* qkv) const {
+        return {qkv + b * (T * 3 * C) + (size_t)h * HS, 3 * C, T, HS};
+    }
+    template <class X> __device__ __forceinline__ HeadRows<X> k(X* qkv) const { return q(qkv + C); }
+    template <class X> __device__ __forceinline__ HeadRows<X> v(X* qkv) const { return q(qkv + 2 * C); }
+    template <class X> __device__ __forceinline__ HeadRows<X> out(X* out) const {
+        return {out + b * (T * C) + (size_t)h * HS, C, T, HS};
+    }
+    // Of lse (B,NH,T), the backward's scratch (B,NH,padded_T) and the dropout's bits.
+    template <class X> __device__ __forceinline__ X* lse(X* lse) const { return lse + (size_t)bh * T; }
+    template <class X> __device__ __forceinline__ X* stats(X* scratch) const {
+        return scratch + bh * padded_T(T);
+    }
+    __device__ __forceinline__ const uint32_t* keep(const uint32_t* bits) const {
+        return bits + bh * keep_words(T);
     }
 };
 
@@ -2122,14 +2148,24 @@ static size_t attention_backward_scratch_bytes(int B, int T, int NH) {
     return (size_t)B * NH * padded_T(T) * sizeof(float2);
 }
 
-// One block for every `rows` rows of every head.
-static unsigned attention_grid(int T, int rows, int B, int NH) {
-    const size_t blocks = (size_t)ceil_div(T, rows) * B * NH;
-    if (blocks > 0x7fffffffu) { die("attention: B=%d T=%d NH=%d needs more than 2^31 blocks", B, T, NH); }
-    return (unsigned)blocks;
+// Launches a kernel with a block for every `rows` rows of every head.
+template <class Args, class... Params>
+static void attention_launch(void (*kernel)(Params...), const Args& a, int rows, int threads, size_t bytes,
+                             Stream stream, const std::decay_t<Params>&... params) {
+    const size_t blocks = (size_t)ceil_div(a.T, rows) * a.B * a.NH;
+    if (blocks > 0x7fffffffu) {
+        die("attention: B=%d T=%d NH=%d needs more than 2^31 blocks", a.B, a.T, a.NH);
+    }
+    if (bytes > 0) { allow_shared_memory(kernel, bytes); }
+    kernel<<<(unsigned)blocks, threads, bytes, stream>>>(params...);
+    cudaCheck(cudaGetLastError());
 }
 
 // ---- dropout: which probabilities are kept ----
+// F is a bit matrix (AttentionKeep in op_types.h) that a kernel of its own draws. All forms and both
+// passes read it, so they drop the same, whatever their tiles are. A word has 32 keys of one query, and the
+// next word is the next query's. So a warp reads the words of neighbouring queries as one piece, whether they
+// are its rows or its columns.
 constexpr int kKeepThreads = 128;       // a block draws the rows of so many queries, a thread one
 
 __global__ void __launch_bounds__(kKeepThreads) attention_dropout_kernel(uint32_t* keep, Dropout d, int T) {
@@ -2162,425 +2198,515 @@ static void attention_dropout(const AttentionDropout<floatX, float>& a, Stream s
     if (a.B < 1 || a.T < 1 || a.NH < 1) {
         die("attention_dropout: B=%d T=%d NH=%d; all must be positive", a.B, a.T, a.NH);
     }
-    attention_dropout_kernel<<<attention_grid(a.T, kKeepThreads, a.B, a.NH), kKeepThreads, 0, stream>>>(
-        a.keep, a.dropout, a.T);
-    cudaCheck(cudaGetLastError());
-}
-
-// The bits of a lane's accumulators (16,kTile), rows queries and columns keys. PTX ISA, "Matrix Fragments for
-// mma.m16n8k16": accumulator n has of rows g and g + 8, g = lane / 4, columns 8 n + 2 * (lane % 4) and the
-// one after. To be loaded early and used late.
-template <int kTile> struct KeepRows {
-    static_assert(128 % kTile == 0, "padded_T makes whole tiles");
-    static constexpr int kWords = (kTile + 31) / 32;
-    uint32_t words[2][kWords];                          // of rows g and g + 8
-    int shift;                                          // to the lane's first column
-
-    // row0: the first of the 16 queries; k0: the first key, a multiple of kTile.
-    __device__ __forceinline__ void load(const uint32_t* keep_bh, int T, int row0, int k0, int lane) {
-        const size_t stride = padded_T(T);
-        const uint32_t* from = keep_bh + k0 / 32 * stride + row0 + lane / 4;
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-#pragma unroll
-            for (int w = 0; w < kWords; w++) { words[r][w] = from[w * stride + r * 8]; }
-        }
-        shift = (kTile % 32 == 0 ? 0 : k0 % 32) + lane % 4 * 2;
-    }
-    // What is dropped becomes 0.
-    __device__ __forceinline__ void drop(float (&acc)[kTile / 8][4]) const {
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-#pragma unroll
-            for (int w = 0; w < kWords; w++) {
-                const uint32_t bits = words[r][w] >> shift;
-#pragma unroll
-                for (int n = w * 4; n < w * 4 + 4 && n < kTile / 8; n++) {
-                    acc[n][2 * r] = bits >> n % 4 * 8 & 1 ? acc[n][2 * r] : 0.0f;
-                    acc[n][2 * r + 1] = bits >> (n % 4 * 8 + 1) & 1 ? acc[n][2 * r + 1] : 0.0f;
-                }
-            }
-        }
-    }
-};
-
-// The same where rows are keys and columns queries, of one accumulator: the words of its two queries, shifted
-// to key g of the rows. i: which of its four elements; `further` rows down.
-__device__ __forceinline__ bool is_kept(uint2 words, int i, int further) {
-    return (i % 2 == 0 ? words.x : words.y) >> (further + i / 2 * 8) & 1;
+    attention_launch(attention_dropout_kernel, a, kKeepThreads, kKeepThreads, 0, stream, a.keep, a.dropout,
+                     a.T);
 }
 
 // ---- plain: any element type and head size up to 512, fp32 arithmetic ----
-// A block is 4 warps and owns 16 rows, 4 a warp; the other side comes in tiles of 32 rows, as fp32. (Where
-// shared memory is too small for the rows of long heads, 2 warps or one.)
-//
-//     all warps   | load tile 0 | S, softmax, O += P V | load tile 1 | S, softmax, O += P V | ...
-//                 ^             ^ barrier              ^ barrier     ^ barrier
-//
-// One set of buffers, nothing overlaps within a block; other blocks of the SM fill the waits. What a lane
-// does changes from phase to phase:
-//     load        each thread takes elements of the tile, neighbours in a row
-//     S           lane j owns row j of the tile and forms its products with the warp's 4 rows
-//     softmax     S of a row lies across the 32 lanes: maxima and sums go through shuffles
-//     O           a lane owns columns lane, lane + 32, ... of O (kCols of them) and sums over the rows of the
-//                 tile; P reaches it through the warp's own corner of shared memory
-constexpr int kPlainRows = 4;           // rows a warp
-constexpr int kPlainWarps = 4;          // most warps a block
-constexpr int kPlainTile = kWarp;       // rows of the other side at a time: one a lane
+// The shape of the maths, and what the other forms are held against: nothing is tiled, nothing overlaps. A
+// warp owns one row and sees the rows of the other side 32 at a time:
+//     dots      lanes share the columns of 32 products; the sums then lie one a lane
+//     softmax   of one row: maximum and sum over the lanes
+//     add       lanes share the columns of the result; the 32 weights come from their lanes by shuffles
+// The warp's rows and results lie in shared memory, and each lane touches only its own columns of them.
+constexpr int kPlainWarps = 4;
 constexpr int kPlainMaxHeadSize = 512;
+typedef float PlainRow[kPlainMaxHeadSize];
 
-// The tiles, and the corner of the block's warp. float4 = the same element of the warp's four rows: one
-// broadcast load feeds four products.
-struct PlainShared {
-    float* tile_a;              // (tile, HS | 1): odd rows, so that 32 lanes reading a column hit 32 banks
-    float* tile_b;              // (tile, HS | 1)
-    float4* own_a;              // (HS): q, or k
-    float4* weight_a;           // (tile): p, or ds for dQ
-    float4* own_b;              // (HS): dout, or v                 own_b and weight_b: in the backward only
-    float4* weight_b;           // (tile): ds for dK
-
-    __device__ __forceinline__ PlainShared(float4* base, int HS, int owned) {
-        tile_a = (float*)base;
-        tile_b = tile_a + kPlainTile * (HS | 1);
-        own_a = (float4*)(tile_b + kPlainTile * (HS | 1)) + threadIdx.x / kWarp * owned * (HS + kPlainTile);
-        weight_a = own_a + HS;
-        own_b = weight_a + kPlainTile;
-        weight_b = own_b + HS;
-    }
-
-    static size_t bytes(int HS, int owned, int warps) {
-        return 2 * kPlainTile * (HS | 1) * sizeof(float) + warps * owned * (HS + kPlainTile) * sizeof(float4);
-    }
-};
-constexpr int kPlainForward = 1, kPlainBackward = 2;   // whose rows a warp keeps: q; or q and dout, k and v
-
-// Which rows a plain block and its warp own. Blocks are numbered head by head.
-struct PlainWork { int bh, block_first, row_first, block_end; };
-__device__ __forceinline__ PlainWork plain_work(int T, bool longest_first) {
-    const int block_rows = blockDim.x / kWarp * kPlainRows;
-    const int blocks = tile_count(T, block_rows), rank = (int)(blockIdx.x % blocks);
-    PlainWork work;
-    work.bh = blockIdx.x / blocks;
-    work.block_first = (longest_first ? blocks - 1 - rank : rank) * block_rows;
-    work.row_first = work.block_first + threadIdx.x / kWarp * kPlainRows;
-    work.block_end = min(work.block_first + block_rows, T);
-    return work;
+// A row as fp32.
+__device__ __forceinline__ void plain_load(PlainRow& row, const HeadRows<const floatX>& from, int at,
+                                           int lane) {
+    for (int d = lane; d < from.HS; d += kWarp) { row[d] = (float)from.data[at * from.stride + d]; }
 }
 
-// Rows row0.. of a (T,HS) matrix into a tile; rows from T on become zero. The whole block takes part.
-__device__ __forceinline__ void plain_load_tile(float* tile, const floatX* matrix, size_t stride, int row0,
-                                                int T, int HS) {
-    for (int row = threadIdx.x / kWarp; row < kPlainTile; row += blockDim.x / kWarp) {
-        for (int d = threadIdx.x % kWarp; d < HS; d += kWarp) {
-            tile[row * (HS | 1) + d] = row0 + row < T ? (float)matrix[(row0 + row) * stride + d] : 0.0f;
-        }
-    }
+__device__ __forceinline__ void plain_store(const HeadRows<floatX>& to, int at, const PlainRow& row,
+                                            float scale, int lane) {
+    for (int d = lane; d < to.HS; d += kWarp) { to.data[at * to.stride + d] = (floatX)(row[d] * scale); }
 }
 
-// The warp's four rows from row0 on, transposed: own[d] = element d of the four.
-__device__ __forceinline__ void plain_load_own(float4* own, const floatX* matrix, size_t stride, int row0,
-                                               int T, int HS, int lane) {
-    for (int d = lane; d < HS; d += kWarp) {
-        float x[kPlainRows];
-#pragma unroll
-        for (int r = 0; r < kPlainRows; r++) {
-            x[r] = row0 + r < T ? (float)matrix[(row0 + r) * stride + d] : 0.0f;
-        }
-        own[d] = make_float4(x[0], x[1], x[2], x[3]);
-    }
+__device__ __forceinline__ void plain_clear(PlainRow& row, int HS, int lane) {
+    for (int d = lane; d < HS; d += kWarp) { row[d] = 0.0f; }
 }
 
-// dot[r] = the warp's row r times this lane's row of the tile.
-__device__ __forceinline__ void plain_dot(float (&dot)[kPlainRows], const float4* own, const float* tile_row,
-                                          int HS) {
+// To lane j, `row` times row first + j of a matrix. Behind the last row it is that of the last.
+__device__ __forceinline__ float plain_dots(const PlainRow& row, const HeadRows<const floatX>& matrix,
+                                            int first, int lane) {
+    float result = 0.0f;
+    for (int j0 = 0; j0 < kWarp; j0 += 8) {
+        float part[8] = {};
+        for (int d = lane; d < matrix.HS; d += kWarp) {
 #pragma unroll
-    for (int r = 0; r < kPlainRows; r++) { dot[r] = 0.0f; }
-#pragma unroll 4
-    for (int d = 0; d < HS; d++) {
-        const float4 x = own[d];
-        const float y = tile_row[d];
-        dot[0] += x.x * y;
-        dot[1] += x.y * y;
-        dot[2] += x.z * y;
-        dot[3] += x.w * y;
-    }
-}
-
-// acc[c][r] += sum over the tile's rows j of weight[j][r] * tile[j][lane + 32 c]. Columns past HS read the
-// last one and are never stored.
-template <int kCols>
-__device__ __forceinline__ void plain_accumulate(float (&acc)[kCols][kPlainRows], const float4* weight,
-                                                 const float* tile, int HS, int lane) {
-#pragma unroll 4
-    for (int j = 0; j < kPlainTile; j++) {
-        const float4 w = weight[j];
-#pragma unroll
-        for (int c = 0; c < kCols; c++) {
-            const float y = tile[j * (HS | 1) + min(lane + kWarp * c, HS - 1)];
-            acc[c][0] += w.x * y;
-            acc[c][1] += w.y * y;
-            acc[c][2] += w.z * y;
-            acc[c][3] += w.w * y;
-        }
-    }
-}
-
-template <int kCols>
-__device__ __forceinline__ void plain_store(floatX* matrix, size_t stride, int row0, int T, int HS,
-                                            const float (&acc)[kCols][kPlainRows],
-                                            const float (&scale)[kPlainRows], int lane) {
-#pragma unroll
-    for (int c = 0; c < kCols; c++) {
-#pragma unroll
-        for (int r = 0; r < kPlainRows; r++) {
-            if (lane + kWarp * c < HS && row0 + r < T) {
-                matrix[(row0 + r) * stride + lane + kWarp * c] = (floatX)(acc[c][r] * scale[r]);
+            for (int j = 0; j < 8; j++) {
+                const int at = min(first + j0 + j, matrix.T - 1);
+                part[j] += row[d] * (float)matrix.data[at * matrix.stride + d];
             }
         }
-    }
-}
-
-// Of the warp's rows r and this lane's key: x[r] becomes 0 where it is dropped.
-__device__ __forceinline__ void plain_drop_keys(float (&x)[kPlainRows], const uint32_t* keep_bh, int T,
-                                                const PlainWork& work, int k0, int lane) {
-    const uint32_t* words = keep_bh + k0 / 32 * padded_T(T) + work.row_first;
-#pragma unroll
-    for (int r = 0; r < kPlainRows; r++) { x[r] = words[r] >> lane & 1 ? x[r] : 0.0f; }
-}
-
-template <int kCols, bool kDrops>
-__global__ void __launch_bounds__(kPlainWarps * kWarp)
-    attention_forward_plain_kernel(floatX* out, float* lse, const floatX* qkv, int B, int T, int NH, int HS,
-                                   float scale, AttentionKeep keep) {
-    extern __shared__ float4 plain_bytes[];
-    const PlainShared shared(plain_bytes, HS, kPlainForward);
-    const int lane = threadIdx.x % kWarp;
-    const PlainWork work = plain_work(T, true);
-    const AttentionHead head(work.bh, T, NH, HS);
-    float4* q_own = shared.own_a;
-    float4* p_own = shared.weight_a;
-    plain_load_own(q_own, qkv + head.q, head.qkv_row, work.row_first, T, HS, lane);
-
-    float acc[kCols][kPlainRows] = {};                      // O, not yet divided by the row's sum
-    float row_max[kPlainRows], row_sum[kPlainRows];         // row_sum: this lane's share
-#pragma unroll
-    for (int r = 0; r < kPlainRows; r++) {
-        row_max[r] = -INFINITY;
-        row_sum[r] = 0.0f;
-    }
-    for (int k0 = 0; k0 < work.block_end; k0 += kPlainTile) {
-        // Load: the first barrier is for the tile before, which nobody may read any more
-        __syncthreads();
-        plain_load_tile(shared.tile_a, qkv + head.k, head.qkv_row, k0, T, HS);
-        plain_load_tile(shared.tile_b, qkv + head.v, head.qkv_row, k0, T, HS);
-        __syncthreads();
-        if (k0 > work.row_first) { continue; }              // all masked: a multiple of 32 cannot fall
-                                                            // inside four rows
-
-        // S, and the softmax so far: what was summed under an older maximum is scaled to the new one
-        float s[kPlainRows];
-        plain_dot(s, q_own, shared.tile_a + lane * (HS | 1), HS);
-#pragma unroll
-        for (int r = 0; r < kPlainRows; r++) {
-            s[r] = k0 + lane > work.row_first + r ? -INFINITY : s[r] * scale;
-            const float new_max = fmaxf(row_max[r], warp_max(s[r]));
-            const float correction = expf(row_max[r] - new_max);
-            s[r] = expf(s[r] - new_max);
-            row_max[r] = new_max;
-            row_sum[r] = row_sum[r] * correction + s[r];
-#pragma unroll
-            for (int c = 0; c < kCols; c++) { acc[c][r] *= correction; }
-        }
-
-        if constexpr (kDrops) { plain_drop_keys(s, keep.bits + work.bh * keep_words(T), T, work, k0, lane); }
-
-        // O += P V: from here on a lane owns columns, so P changes lanes
         __syncwarp();
-        p_own[lane] = make_float4(s[0], s[1], s[2], s[3]);
-        __syncwarp();
-        plain_accumulate<kCols>(acc, p_own, shared.tile_b, HS, lane);
+        const float sum = __shfl_sync(0xFFFFFFFFu, warp_sums(part), lane % 8 * 4);
+        if (lane / 8 == j0 / 8) { result = sum; }
     }
-
-    float inverse[kPlainRows];
-#pragma unroll
-    for (int r = 0; r < kPlainRows; r++) {
-        const float sum = warp_sum(row_sum[r]);
-        inverse[r] = (kDrops ? keep.scale : 1.0f) / sum;
-        if (lane == 0 && work.row_first + r < T) {
-            lse[(size_t)work.bh * T + work.row_first + r] = row_max[r] + logf(sum);
-        }
-    }
-    plain_store<kCols>(out + head.out, head.C, work.row_first, T, HS, acc, inverse, lane);
+    return result;
 }
 
-template <int kCols, bool kDrops>
-__global__ void __launch_bounds__(kPlainWarps * kWarp)
-    attention_backward_dq_plain_kernel(floatX* dqkv, float2* row_stats, const floatX* dout, const floatX* out,
-                                       const floatX* qkv, const float* lse, int B, int T, int NH, int HS,
-                                       float scale, AttentionKeep keep) {
-    extern __shared__ float4 plain_bytes[];
-    const PlainShared shared(plain_bytes, HS, kPlainBackward);
-    const int lane = threadIdx.x % kWarp;
-    const PlainWork work = plain_work(T, true);
-    const AttentionHead head(work.bh, T, NH, HS);
-    const floatX* dout_bh = dout + head.out;                // (T,HS), rows C apart
-    const floatX* out_bh = out + head.out;
-    float4* q_own = shared.own_a;
-    float4* do_own = shared.own_b;
-    float4* ds_own = shared.weight_a;
-    plain_load_own(q_own, qkv + head.q, head.qkv_row, work.row_first, T, HS, lane);
-    plain_load_own(do_own, dout_bh, head.C, work.row_first, T, HS, lane);
-
-    // The statistics of the warp's rows, also for the dK/dV kernel
-    float row_lse[kPlainRows], row_d[kPlainRows];
-#pragma unroll
-    for (int r = 0; r < kPlainRows; r++) {
-        const int row = work.row_first + r;
+// row = row * factor + the sum of rows first + j of a matrix, times lane j's weight.
+__device__ __forceinline__ void plain_add(PlainRow& row, float factor, float weight,
+                                          const HeadRows<const floatX>& matrix, int first, int lane) {
+    for (int d0 = 0; d0 < matrix.HS; d0 += kWarp) {
+        const int d = min(d0 + lane, matrix.HS - 1);
         float sum = 0.0f;
-        for (int d = lane; row < T && d < HS; d += kWarp) {
-            sum += (float)out_bh[row * head.C + d] * (float)dout_bh[row * head.C + d];
+#pragma unroll 8
+        for (int j = 0; j < kWarp; j++) {
+            sum += __shfl_sync(0xFFFFFFFFu, weight, j) *
+                   (float)matrix.data[min(first + j, matrix.T - 1) * matrix.stride + d];
         }
-        row_d[r] = warp_sum(sum);
-        row_lse[r] = row < T ? lse[(size_t)work.bh * T + row] : 0.0f;
-        if (lane == 0 && row < T) {
-            row_stats[work.bh * padded_T(T) + row] = make_float2(row_lse[r], row_d[r]);
-        }
+        if (d0 + lane < matrix.HS) { row[d] = row[d] * factor + sum; }
     }
-
-    float acc[kCols][kPlainRows] = {};                      // dQ, not yet scaled
-    for (int k0 = 0; k0 < work.block_end; k0 += kPlainTile) {
-        __syncthreads();
-        plain_load_tile(shared.tile_a, qkv + head.k, head.qkv_row, k0, T, HS);
-        plain_load_tile(shared.tile_b, qkv + head.v, head.qkv_row, k0, T, HS);
-        __syncthreads();
-        if (k0 > work.row_first) { continue; }              // all masked
-
-        // S and dP = dO V^T, then dS in place of dP
-        float s[kPlainRows], dp[kPlainRows];
-        plain_dot(s, q_own, shared.tile_a + lane * (HS | 1), HS);
-        plain_dot(dp, do_own, shared.tile_b + lane * (HS | 1), HS);
-        if constexpr (kDrops) { plain_drop_keys(dp, keep.bits + work.bh * keep_words(T), T, work, k0, lane); }
-#pragma unroll
-        for (int r = 0; r < kPlainRows; r++) {
-            const float p = k0 + lane > work.row_first + r ? 0.0f : expf(s[r] * scale - row_lse[r]);
-            dp[r] = p * (kDrops ? fmaf(dp[r], keep.scale, -row_d[r]) : dp[r] - row_d[r]);
-        }
-
-        // dQ += dS K
-        __syncwarp();
-        ds_own[lane] = make_float4(dp[0], dp[1], dp[2], dp[3]);
-        __syncwarp();
-        plain_accumulate<kCols>(acc, ds_own, shared.tile_a, HS, lane);
-    }
-    const float scales[kPlainRows] = {scale, scale, scale, scale};
-    plain_store<kCols>(dqkv + head.q, head.qkv_row, work.row_first, T, HS, acc, scales, lane);
 }
 
-template <int kCols, bool kDrops>
+// x, or 0 where the probability of this query and key is dropped.
+__device__ __forceinline__ float plain_keep(float x, const AttentionKeep& keep, const AttentionWork& work,
+                                            int query, int key) {
+    if (!keep.bits || query >= work.T) { return x; }
+    return work.keep(keep.bits)[key / 32 * padded_T(work.T) + query] >> key % 32 & 1 ? x : 0.0f;
+}
+
 __global__ void __launch_bounds__(kPlainWarps * kWarp)
-    attention_backward_dkv_plain_kernel(floatX* dqkv, const float2* row_stats, const floatX* dout,
-                                        const floatX* qkv, int B, int T, int NH, int HS, float scale,
-                                        AttentionKeep keep) {
-    extern __shared__ float4 plain_bytes[];
-    const PlainShared shared(plain_bytes, HS, kPlainBackward);
-    const int lane = threadIdx.x % kWarp;
-    const PlainWork work = plain_work(T, false);            // of keys: the first see the most queries
-    const AttentionHead head(work.bh, T, NH, HS);
-    float4* k_own = shared.own_a;
-    float4* v_own = shared.own_b;
-    float4* p_own = shared.weight_a;
-    float4* ds_own = shared.weight_b;
-    plain_load_own(k_own, qkv + head.k, head.qkv_row, work.row_first, T, HS, lane);
-    plain_load_own(v_own, qkv + head.v, head.qkv_row, work.row_first, T, HS, lane);
+    attention_forward_plain_kernel(const AttentionForward<floatX, float> a, float scale) {
+    __shared__ PlainRow q[kPlainWarps], o[kPlainWarps];
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const AttentionWork work(kPlainWarps, a.B, a.T, a.NH, a.HS);
+    const int query = (work.blocks - 1 - work.rank) * kPlainWarps + warp;
+    if (query >= a.T) { return; }
+    plain_load(q[warp], work.q(a.qkv), query, lane);
+    plain_clear(o[warp], a.HS, lane);
 
-    float dk[kCols][kPlainRows] = {};
-    float dv[kCols][kPlainRows] = {};
-    for (int q0 = work.block_first / kPlainTile * kPlainTile; q0 < T; q0 += kPlainTile) {
-        __syncthreads();
-        plain_load_tile(shared.tile_a, qkv + head.q, head.qkv_row, q0, T, HS);
-        plain_load_tile(shared.tile_b, dout + head.out, head.C, q0, T, HS);
-        __syncthreads();
+    float row_max = -INFINITY, row_sum = 0.0f;              // row_sum: this lane's share
+    for (int k0 = 0; k0 <= query; k0 += kWarp) {
+        // S, and the softmax so far: what was summed under an older maximum is scaled to the new one
+        const int key = k0 + lane;
+        const float dot = plain_dots(q[warp], work.k(a.qkv), k0, lane);
+        const float s = key <= query ? dot * scale : -INFINITY;
+        const float new_max = fmaxf(row_max, warp_max(s));
+        const float correction = expf(row_max - new_max), p = expf(s - new_max);
+        row_max = new_max;
+        row_sum = row_sum * correction + p;
+
+        // O += P V
+        plain_add(o[warp], correction, plain_keep(p, a.keep, work, query, key), work.v(a.qkv), k0, lane);
+    }
+    const float sum = warp_sum(row_sum);
+    plain_store(work.out(a.out), query, o[warp], a.keep.scale / sum, lane);
+    if (lane == 0) { work.lse(a.lse)[query] = row_max + logf(sum); }
+}
+
+__global__ void __launch_bounds__(kPlainWarps * kWarp)
+    attention_backward_dq_plain_kernel(const AttentionBackward<floatX, float> a, float scale) {
+    __shared__ PlainRow q[kPlainWarps], dout[kPlainWarps], dq[kPlainWarps];     // dq: not yet scaled
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const AttentionWork work(kPlainWarps, a.B, a.T, a.NH, a.HS);
+    const int query = (work.blocks - 1 - work.rank) * kPlainWarps + warp;
+    if (query >= a.T) { return; }
+    plain_load(q[warp], work.q(a.qkv), query, lane);
+    plain_load(dout[warp], work.out(a.dout), query, lane);
+    plain_clear(dq[warp], a.HS, lane);
+
+    // The row's statistics, also for the dK/dV kernel
+    const HeadRows<const floatX> out = work.out(a.out);
+    float sum = 0.0f;
+    for (int d = lane; d < a.HS; d += kWarp) {
+        sum += (float)out.data[query * out.stride + d] * dout[warp][d];
+    }
+    const float row_d = warp_sum(sum), row_lse = work.lse(a.lse)[query];
+    if (lane == 0) { work.stats((float2*)a.scratch)[query] = make_float2(row_lse, row_d); }
+
+    // P and dP, then dQ += dS K
+    for (int k0 = 0; k0 <= query; k0 += kWarp) {
+        const int key = k0 + lane;
+        const float s = plain_dots(q[warp], work.k(a.qkv), k0, lane) * scale;
+        const float dp = plain_dots(dout[warp], work.v(a.qkv), k0, lane);
+        const float p = key <= query ? expf(s - row_lse) : 0.0f;
+        const float ds = p * fmaf(plain_keep(dp, a.keep, work, query, key), a.keep.scale, -row_d);
+        plain_add(dq[warp], 1.0f, ds, work.k(a.qkv), k0, lane);
+    }
+    plain_store(work.q(a.dqkv), query, dq[warp], scale, lane);
+}
+
+__global__ void __launch_bounds__(kPlainWarps * kWarp)
+    attention_backward_dkv_plain_kernel(const AttentionBackward<floatX, float> a, float scale) {
+    __shared__ PlainRow k[kPlainWarps], v[kPlainWarps];
+    __shared__ PlainRow dk[kPlainWarps], dv[kPlainWarps];       // not yet scaled
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const AttentionWork work(kPlainWarps, a.B, a.T, a.NH, a.HS);
+    const int key = work.rank * kPlainWarps + warp;             // the first keys see the most queries
+    if (key >= a.T) { return; }
+    plain_load(k[warp], work.k(a.qkv), key, lane);
+    plain_load(v[warp], work.v(a.qkv), key, lane);
+    plain_clear(dk[warp], a.HS, lane);
+    plain_clear(dv[warp], a.HS, lane);
+
+    for (int q0 = key / kWarp * kWarp; q0 < a.T; q0 += kWarp) {
+        // P and dP: the lane owns a query
         const int query = q0 + lane;
-        const float2 stats =
-            query < T ? row_stats[work.bh * padded_T(T) + query] : make_float2(0.0f, 0.0f);
-
-        uint32_t kept = 0;                                  // a bit for each of the warp's keys
-        if constexpr (kDrops) {
-            const uint32_t* keep_bh = keep.bits + work.bh * keep_words(T);
-            kept = keep_bh[work.row_first / 32 * padded_T(T) + query] >> work.row_first % 32;
-        }
-
-        // S^T and dP^T: the lane owns a query. Then P^T and dS^T in their place
-        float s[kPlainRows], dp[kPlainRows];
-        plain_dot(s, k_own, shared.tile_a + lane * (HS | 1), HS);
-        plain_dot(dp, v_own, shared.tile_b + lane * (HS | 1), HS);
-#pragma unroll
-        for (int r = 0; r < kPlainRows; r++) {
-            const bool masked = work.row_first + r > query || query >= T;
-            s[r] = masked ? 0.0f : expf(s[r] * scale - stats.x);
-            if constexpr (kDrops) {
-                dp[r] = s[r] * fmaf(kept >> r & 1 ? dp[r] : 0.0f, keep.scale, -stats.y);
-                s[r] = kept >> r & 1 ? s[r] : 0.0f;
-            } else {
-                dp[r] = s[r] * (dp[r] - stats.y);
-            }
-        }
+        const bool sees_key = key <= query && query < a.T;
+        const float2 stats = work.stats((const float2*)a.scratch)[min(query, a.T - 1)];
+        const float s = plain_dots(k[warp], work.q(a.qkv), q0, lane) * scale;
+        const float dp = plain_dots(v[warp], work.out(a.dout), q0, lane);
+        const float p = sees_key ? expf(s - stats.x) : 0.0f;
+        const float ds = p * fmaf(plain_keep(dp, a.keep, work, query, key), a.keep.scale, -stats.y);
 
         // dV += P^T dO, dK += dS^T Q
-        __syncwarp();
-        p_own[lane] = make_float4(s[0], s[1], s[2], s[3]);
-        ds_own[lane] = make_float4(dp[0], dp[1], dp[2], dp[3]);
-        __syncwarp();
-        plain_accumulate<kCols>(dv, p_own, shared.tile_b, HS, lane);
-        plain_accumulate<kCols>(dk, ds_own, shared.tile_a, HS, lane);
+        plain_add(dv[warp], 1.0f, plain_keep(p, a.keep, work, query, key), work.out(a.dout), q0, lane);
+        plain_add(dk[warp], 1.0f, ds, work.q(a.qkv), q0, lane);
     }
-    const float scales[kPlainRows] = {scale, scale, scale, scale};
-    const float dv_scale = kDrops ? keep.scale : 1.0f;
-    const float dv_scales[kPlainRows] = {dv_scale, dv_scale, dv_scale, dv_scale};
-    plain_store<kCols>(dqkv + head.k, head.qkv_row, work.row_first, T, HS, dk, scales, lane);
-    plain_store<kCols>(dqkv + head.v, head.qkv_row, work.row_first, T, HS, dv, dv_scales, lane);
+    plain_store(work.k(a.dqkv), key, dk[warp], scale, lane);
+    plain_store(work.v(a.dqkv), key, dv[warp], a.keep.scale, lane);
 }
 
-// As many warps a block as fit, 4 at most; 0: not even one does. Results do not depend on it.
-static int plain_warps(int HS, int owned) {
-    int warps = kPlainWarps;
-    while (warps > 0 && PlainShared::bytes(HS, owned, warps) > shared_memory_limit()) { warps /= 2; }
-    return warps;
-}
-
-template <bool kDrops>
 static void attention_forward_plain(const AttentionForward<floatX, float>& a, Stream stream) {
-    auto kernel = a.HS <= 64    ? attention_forward_plain_kernel<2, kDrops>
-                  : a.HS <= 128 ? attention_forward_plain_kernel<4, kDrops>
-                                : attention_forward_plain_kernel<16, kDrops>;
-    const int warps = plain_warps(a.HS, kPlainForward);
-    const size_t bytes = PlainShared::bytes(a.HS, kPlainForward, warps);
-    allow_shared_memory(kernel, bytes);
-    kernel<<<attention_grid(a.T, warps * kPlainRows, a.B, a.NH), warps * kWarp, bytes, stream>>>(
-        a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.HS, 1.0f / sqrtf(a.HS), a.keep);
-    cudaCheck(cudaGetLastError());
+    attention_launch(attention_forward_plain_kernel, a, kPlainWarps, kPlainWarps * kWarp, 0, stream, a,
+                     1.0f / sqrtf(a.HS));
 }
 
-template <bool kDrops>
 static void attention_backward_plain(const AttentionBackward<floatX, float>& a, Stream stream) {
-    auto dq_kernel = a.HS <= 64    ? attention_backward_dq_plain_kernel<2, kDrops>
-                     : a.HS <= 128 ? attention_backward_dq_plain_kernel<4, kDrops>
-                                   : attention_backward_dq_plain_kernel<16, kDrops>;
-    auto dkv_kernel = a.HS <= 64    ? attention_backward_dkv_plain_kernel<2, kDrops>
-                      : a.HS <= 128 ? attention_backward_dkv_plain_kernel<4, kDrops>
-                                    : attention_backward_dkv_plain_kernel<16, kDrops>;
-    const int warps = plain_warps(a.HS, kPlainBackward), threads = warps * kWarp;
-    const unsigned grid = attention_grid(a.T, warps * kPlainRows, a.B, a.NH);
-    const size_t bytes = PlainShared::bytes(a.HS, kPlainBackward, warps);
     const float scale = 1.0f / sqrtf(a.HS);
-    allow_shared_memory(dq_kernel, bytes);
-    allow_shared_memory(dkv_kernel, bytes);
-    dq_kernel<<<grid, threads, bytes, stream>>>(a.dqkv, (float2*)a.scratch, a.dout, a.out, a.qkv, a.lse, a.B,
-                                                a.T, a.NH, a.HS, scale, a.keep);
-    cudaCheck(cudaGetLastError());
-    dkv_kernel<<<grid, threads, bytes, stream>>>(a.dqkv, (const float2*)a.scratch, a.dout, a.qkv, a.B, a.T,
-                                                 a.NH, a.HS, scale, a.keep);
-    cudaCheck(cudaGetLastError());
+    for (auto kernel : {attention_backward_dq_plain_kernel, attention_backward_dkv_plain_kernel}) {
+        attention_launch(kernel, a, kPlainWarps, kPlainWarps * kWarp, 0, stream, a, scale);
+    }
+}
+
+// ---- tile functions: what a warp does with its part of S, P, dP and dS, for mma.sync and sm90 alike ----
+// A tile has 16 * kGroups rows and 8 * kN columns, in the accumulators of the tensor cores. PTX ISA, "Matrix
+// Fragments for mma.m16n8k16" and, for wgmma, "Register Fragments for wgmma.mma_async.m64nNk16": with
+// g = lane / 4 and c = 2 * (lane % 4), a lane has of each 16 rows and 8 columns the elements
+// (g,c) (g,c+1) (g+8,c) (g+8,c+1).
+//
+// In the code, m counts the groups of 16 rows, n the accumulators along a row (8 columns each), i a lane's
+// four elements of an accumulator, and r its two rows, g and g + 8.
+template <int kGroups, int kN> using Tile = float[kGroups][kN][4];
+
+__device__ __forceinline__ int tile_row(int m, int i, int lane) { return m * 16 + lane / 4 + i / 2 * 8; }
+__device__ __forceinline__ int tile_column(int n, int i, int lane) { return n * 8 + lane % 4 * 2 + i % 2; }
+
+// What the rows of a tile are; its columns are the other.
+enum class TileRows { Queries, Keys };
+
+// f(element, m, n, i) for each element of a lane.
+template <int kGroups, int kN, class F>
+__device__ __forceinline__ void for_tile(Tile<kGroups, kN>& tile, F f) {
+#pragma unroll
+    for (int n = 0; n < kN; n++) {
+#pragma unroll
+        for (int m = 0; m < kGroups; m++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) { f(tile[m][n][i], m, n, i); }
+        }
+    }
+}
+
+// f(m, r) for each row of a lane.
+template <int kGroups, class F> __device__ __forceinline__ void for_rows(F f) {
+#pragma unroll
+    for (int m = 0; m < kGroups; m++) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) { f(m, r); }
+    }
+}
+
+// S becomes -inf where the key comes after the query, so that P is 0 there. row0, column0: what the tile's
+// first row and column are in the sequence.
+template <TileRows kRows, int kGroups, int kN>
+__device__ __forceinline__ void mask_future(Tile<kGroups, kN>& s, int row0, int column0, int lane) {
+    for_tile(s, [&](float& x, int m, int n, int i) {
+        const int row = row0 + tile_row(m, i, lane), column = column0 + tile_column(n, i, lane);
+        if (kRows == TileRows::Queries ? column > row : row > column) { x = -INFINITY; }
+    });
+}
+
+template <int kGroups, int kN>
+__device__ __forceinline__ void scale_rows(Tile<kGroups, kN>& acc, const float (&factor)[kGroups][2]) {
+    for_tile(acc, [&](float& x, int m, int, int i) { x *= factor[m][i / 2]; });
+}
+
+template <int kGroups, int kN>
+__device__ __forceinline__ void scale_tile(Tile<kGroups, kN>& acc, float factor) {
+    for_tile(acc, [&](float& x, int, int, int) { x *= factor; });
+}
+
+// Sum or maximum over the four lanes that share the rows of an accumulator.
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(0xFFFFFFFFu, x, 1);
+    return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
+}
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));
+}
+
+// The softmax of rows whose columns come tile by tile.
+template <int kGroups> struct OnlineSoftmax {
+    float max[kGroups][2];          // what is subtracted before the exponential
+    float sum[kGroups][2];          // this lane's share
+    float correction[kGroups][2];   // from the maximum before to this one
+
+    __device__ __forceinline__ OnlineSoftmax() {
+        for_rows<kGroups>([&](int m, int r) { max[m][r] = -INFINITY, sum[m][r] = 0.0f; });
+    }
+
+    // S becomes P = exp((S - max) * scale). True: what was summed before has to be scaled by `correction`.
+    // kLazy: max follows the true maximum only when some row of the warp is more than 2^8 above it. P <= 256
+    // costs no accuracy, and most tiles then leave O alone (2 to 4 % of the sm90 kernel).
+    template <bool kLazy, int kN>
+    __device__ __forceinline__ bool add(Tile<kGroups, kN>& s, float scale_log2) {
+        // 2^8 in units of S at head size 64, where scale is 1/8. A constant: a division at run time branches,
+        // and the compiler put it between the first products and their commit, where ptxas then added a fence
+        // (C7519)
+        constexpr float kSlack = 8.0f / (0.125f * kLog2e);
+        float new_max[kGroups][2];
+        bool above = false;
+        for_rows<kGroups>([&](int m, int r) {
+            float row_max = max[m][r];
+#pragma unroll
+            for (int n = 0; n < kN; n++) {
+                row_max = fmaxf(row_max, fmaxf(s[m][n][2 * r], s[m][n][2 * r + 1]));
+            }
+            new_max[m][r] = quad_max(row_max);
+            above = above || new_max[m][r] - max[m][r] > kSlack;
+        });
+        const bool rescale = !kLazy || __any_sync(0xFFFFFFFFu, above);
+        if (rescale) {
+            for_rows<kGroups>([&](int m, int r) {
+                correction[m][r] = exp2_fast((max[m][r] - new_max[m][r]) * scale_log2);
+                max[m][r] = new_max[m][r];
+                sum[m][r] *= correction[m][r];
+            });
+        }
+        for_rows<kGroups>([&](int m, int r) {
+            const float max_log2 = max[m][r] * scale_log2;
+#pragma unroll
+            for (int n = 0; n < kN; n++) {
+                float &x = s[m][n][2 * r], &y = s[m][n][2 * r + 1];
+                x = exp2_fast(fmaf(x, scale_log2, -max_log2));
+                y = exp2_fast(fmaf(y, scale_log2, -max_log2));
+                sum[m][r] += x + y;
+            }
+        });
+        return rescale;
+    }
+
+    // What is left to do with O, whose rows start at row0: a factor a row. Stores lse.
+    __device__ __forceinline__ void finish(float (&factor)[kGroups][2], float* lse, int row0, int T,
+                                           float scale, float keep_scale, int lane) const {
+        for_rows<kGroups>([&](int m, int r) {
+            const float total = quad_sum(sum[m][r]);
+            const int row = row0 + tile_row(m, 2 * r, lane);
+            factor[m][r] = keep_scale / total;
+            if (lane % 4 == 0 && row < T) { lse[row] = max[m][r] * scale + logf(total); }
+        });
+    }
+};
+
+// {lse * log2(e), D} of the queries that element i of an accumulator may belong to: of_rows where rows are
+// queries, of columns where columns are.
+template <int kGroups> struct StatsOfRows {
+    float2 at[kGroups][2];
+
+    __device__ __forceinline__ float2 of(int m, int, int i) const { return at[m][i / 2]; }
+};
+struct StatsOfColumns {
+    const float2* at;               // in shared memory: of the lane's first two columns
+
+    __device__ __forceinline__ float2 of(int, int n, int i) const {
+        const float4 two = *(const float4*)(at + n * 8);
+        return i % 2 == 0 ? make_float2(two.x, two.y) : make_float2(two.z, two.w);
+    }
+};
+
+// Which probabilities of a tile a dropout keeps. kept(x, m, n, i) is x, or 0 where that element is dropped.
+// Without dropout it is this empty type, which costs nothing.
+struct KeepAll {
+    static constexpr float scale = 1.0f;
+
+    template <class... Args> __device__ __forceinline__ KeepAll(const Args&...) {}
+    __device__ __forceinline__ void load(int, int) {}
+    __device__ __forceinline__ float operator()(float x, int, int, int) const { return x; }
+};
+
+// Where rows are queries. To be loaded early and used late.
+template <int kGroups, int kN> struct KeepRows {
+    static_assert(16 % kN == 0, "padded_T makes whole tiles");
+    static constexpr int kWords = (kN + 3) / 4;             // of 32 keys
+    const uint32_t* bits;                                   // of the head
+    size_t stride;
+    float scale;
+    int lane, shift;                                        // shift: to the lane's first column
+    uint32_t words[kGroups][2][kWords];                     // of rows g and g + 8
+
+    __device__ __forceinline__ KeepRows(const AttentionKeep& keep, const AttentionWork& work, int lane)
+        : bits(work.keep(keep.bits)), stride(padded_T(work.T)), scale(keep.scale), lane(lane) {}
+
+    // row0: the first query; column0: the first key, a multiple of the tile's columns.
+    __device__ __forceinline__ void load(int row0, int column0) {
+        const uint32_t* from = bits + column0 / 32 * stride + row0;
+        for_rows<kGroups>([&](int m, int r) {
+#pragma unroll
+            for (int w = 0; w < kWords; w++) { words[m][r][w] = from[w * stride + tile_row(m, 2 * r, lane)]; }
+        });
+        shift = (kN % 4 == 0 ? 0 : column0 % 32) + lane % 4 * 2;
+    }
+    __device__ __forceinline__ float operator()(float x, int m, int n, int i) const {
+        return words[m][i / 2][n / 4] >> shift >> (n % 4 * 8 + i % 2) & 1 ? x : 0.0f;
+    }
+};
+
+// Where columns are queries: the words of each accumulator's two queries, of the 32 keys around the rows.
+template <int kGroups, int kN> struct KeepColumns {
+    static_assert(32 % (16 * kGroups) == 0, "a warp's keys have one word");
+    const uint32_t* bits;                                   // of the head
+    size_t stride;
+    float scale;
+    int lane, shift;                                        // shift: to key g of the rows
+    uint2 words[kN];
+
+    __device__ __forceinline__ KeepColumns(const AttentionKeep& keep, const AttentionWork& work, int lane)
+        : bits(work.keep(keep.bits)), stride(padded_T(work.T)), scale(keep.scale), lane(lane) {}
+
+    // row0: the first key; column0: the first query.
+    __device__ __forceinline__ void load(int row0, int column0) {
+        const uint32_t* from = bits + row0 / 32 * stride + column0;
+#pragma unroll
+        for (int n = 0; n < kN; n++) { words[n] = *(const uint2*)(from + tile_column(n, 0, lane)); }
+        shift = row0 % 32 + lane / 4;
+    }
+    __device__ __forceinline__ float operator()(float x, int m, int n, int i) const {
+        const uint32_t word = i % 2 == 0 ? words[n].x : words[n].y;
+        return word >> shift >> (m * 16 + i / 2 * 8) & 1 ? x : 0.0f;
+    }
+};
+
+// S becomes P = exp(S - lse).
+template <int kGroups, int kN, class Stats>
+__device__ __forceinline__ void probabilities(Tile<kGroups, kN>& s, const Stats& stats, float scale_log2) {
+    for_tile(s, [&](float& x, int m, int n, int i) {
+        x = exp2_fast(fmaf(x, scale_log2, -stats.of(m, n, i).x));
+    });
+}
+
+// dP becomes dS = P * (F * dP - D).
+template <int kGroups, int kN, class Stats, class Keep>
+__device__ __forceinline__ void score_gradients(Tile<kGroups, kN>& dp, const Tile<kGroups, kN>& p,
+                                                const Stats& stats, const Keep& kept) {
+    for_tile(dp, [&](float& x, int m, int n, int i) {
+        x = p[m][n][i] * (kept(x, m, n, i) * kept.scale - stats.of(m, n, i).y);
+    });
+}
+
+// Of a tile that is rounded: the A operand of the next product, as two neighbouring accumulators of 16 bits
+// are one (16,16). So P of O += P V, and dS of dQ += dS K, never leave the registers. For dV = P^T dO and
+// dK = dS^T Q the kernel calculates S^T and dP^T to begin with. TF32: see mma_times_columns.
+template <int kGroups, int kN, int kK, class Keep>
+__device__ __forceinline__ void to_fragments(uint32_t (&a)[kGroups][kK][4], const Tile<kGroups, kN>& acc,
+                                             const Keep& kept) {
+    static_assert(kK * kMmaK == kN * 8, "as many columns");
+#pragma unroll
+    for (int m = 0; m < kGroups; m++) {
+#pragma unroll
+        for (int n = 0; n < kN; n++) {
+            float x[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) { x[i] = kept(acc[m][n][i], m, n, i); }
+            if constexpr (sizeof(floatX) == 2) {
+                a[m][n / 2][n % 2 * 2] = pack_pair(x[0], x[1]);
+                a[m][n / 2][n % 2 * 2 + 1] = pack_pair(x[2], x[3]);
+            } else {
+#pragma unroll
+                for (int i = 0; i < 4; i++) { a[m][n][i % 2 * 2 + i / 2] = to_tf32(x[i]); }
+            }
+        }
+    }
+}
+template <int kGroups, int kN, int kK>
+__device__ __forceinline__ void to_fragments(uint32_t (&a)[kGroups][kK][4], const Tile<kGroups, kN>& acc) {
+    to_fragments(a, acc, KeepAll());
+}
+
+// The statistics of the warp's queries from row0 on, two lanes a row: D = rowsum(dO * O), and lse * log2(e).
+// They are stored for the dK/dV kernel. Rows from T on get zeros: their P is exp2(0) = 1, which then meets
+// rows of zeros only.
+template <int kHS, int kGroups>
+__device__ __forceinline__ StatsOfRows<kGroups> load_row_stats(float2* stats, const float* lse,
+                                                            const HeadRows<const floatX>& out,
+                                                            const HeadRows<const floatX>& dout, int row0,
+                                                            int lane) {
+    StatsOfRows<kGroups> result;
+#pragma unroll
+    for (int m = 0; m < kGroups; m++) {
+        const int row = row0 + m * 16 + lane / 2;
+        float sum = 0.0f, lse2 = 0.0f;
+        if (row < out.T) {
+#pragma unroll
+            for (int chunk = lane % 2; chunk < kHS / kWidth; chunk += 2) {
+                const Floats x = load_floats<true>(out.data + row * out.stride, chunk * kWidth, out.HS);
+                const Floats y = load_floats<true>(dout.data + row * dout.stride, chunk * kWidth, out.HS);
+#pragma unroll
+                for (int k = 0; k < kWidth; k++) { sum += x.at[k] * y.at[k]; }
+            }
+            lse2 = lse[row] * kLog2e;
+        }
+        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
+        if (lane % 2 == 0 && row < padded_T(out.T)) { stats[row] = make_float2(lse2, sum); }
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const int source = 2 * tile_row(0, 2 * r, lane);
+            result.at[m][r] = make_float2(__shfl_sync(0xFFFFFFFFu, lse2, source),
+                                          __shfl_sync(0xFFFFFFFFu, sum, source));
+        }
+    }
+    return result;
+}
+
+// How a tile of kHS columns lies in shared memory: element (row, column) at Layout::at. Padded: rows are 16
+// bytes longer, so the 16-byte chunks of 8 consecutive rows start in 8 different groups of banks. ldmatrix
+// then has no conflicts, and every offset is a constant. Swizzled, as TMA and wgmma have it: chunk c of row r
+// sits at chunk c ^ (r % 8).
+template <int kHS> struct Padded {
+    static constexpr int kStride = kHS + kWidth;
+    static __device__ __forceinline__ int at(int row, int column) { return row * kStride + column; }
+};
+struct Swizzled {
+    static __device__ __forceinline__ int at(int row, int column) {
+        return row * 64 + (column ^ (row % 8 * 8));
+    }
+};
+
+// Stores the warp's tile to rows row0.. of a head. It goes through rows of shared memory that nobody else
+// uses (`staging`), so that global stores are 16 bytes wide and whole rows.
+template <class Layout, int kGroups, int kN>
+__device__ __forceinline__ void store_tile(const HeadRows<floatX>& to, int row0, floatX* staging,
+                                           const Tile<kGroups, kN>& acc, int lane) {
+    __syncwarp();
+#pragma unroll
+    for (int m = 0; m < kGroups; m++) {
+#pragma unroll
+        for (int n = 0; n < kN; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i += 2) {
+                floatX* pair = staging + Layout::at(tile_row(m, i, lane), tile_column(n, i, lane));
+                const float x = acc[m][n][i], y = acc[m][n][i + 1];
+                if constexpr (sizeof(floatX) == 2) { *(uint32_t*)pair = pack_pair(x, y); }
+                else { *(float2*)pair = make_float2(x, y); }
+            }
+        }
+    }
+    __syncwarp();
+    constexpr int kChunks = 8 * kN / kWidth;                // of a row
+#pragma unroll
+    for (int i = lane; i < 16 * kGroups * kChunks; i += kWarp) {
+        const int row = i / kChunks, column = i % kChunks * kWidth;
+        if (row0 + row < to.T && column < to.HS) {
+            *(uint4*)(to.data + (row0 + row) * to.stride + column) =
+                *(const uint4*)(staging + Layout::at(row, column));
+        }
+    }
 }
 
 // ---- mma.sync: tensor cores of sm_80 and later ----
@@ -2598,54 +2724,34 @@ static void attention_backward_plain(const AttentionBackward<floatX, float>& a, 
 // (dK/dV): only the first tiles are masked, and in the forward every row's maximum is finite from its first
 // tile on.
 //
+// Kernels exist for head sizes kHS of 32, 64, 96 and 128. A head size between two of them takes the larger:
+// its missing columns are zeros in shared memory, and are not stored.
+//
 // All of it is written for floatX of 16 bits and of 32. An fp32 operand is rounded to TF32 (10 bits after the
 // point) on its way from shared memory to the tensor core, so FP32 builds come here only with -f 1.
-//
-// Between two products nothing leaves the registers. PTX ISA, "Matrix Fragments for mma.m16n8k16": with
-// g = lane / 4 and c = 2 * (lane % 4) an accumulator (16,8) holds (g,c) (g,c+1) (g+8,c) (g+8,c+1), and two
-// neighbouring ones, packed to 16 bits, are the A operand (16,16) of the next product. So P of O += P V, and
-// dS of dQ += dS K, are made where they are used. For dV = P^T dO and dK = dS^T Q the kernel calculates S^T
-// and dP^T to begin with.
-//
-// In the code, m counts a warp's groups of 16 rows, n the accumulators along a row (8 columns each), kk the
-// steps of kMmaK along the summed dimension, and r the lane's two rows of an accumulator, g and g + 8.
-constexpr int kMmaWarps = 4;
+constexpr int kMmaWarps = 4, kMmaThreads = kMmaWarps * kWarp;
 
-// Work order: sections of 32 heads, in a section the longest work first. A section's K and V (8 MB at T=1024,
-// HS=64) stay in the L2 while its blocks run, and short blocks fill the end of the grid.
-constexpr int kSectionHeads = 32;
-
-struct AttentionWork {
-    int rank;                   // in its head, 0 = the block with the most to do
-    int bh;
+// Groups of 16 rows a warp, rows of a tile, and blocks on an SM, for which the compiler has to save registers
+// (255 a thread at 2, 168 at 3). Two groups halve what shared memory has to deliver for a product, but
+// accumulators take HS / 2 registers a group, dK/dV's twice that.
+template <int kRowGroups, int kTileRows, int kBlocks> struct MmaShape {
+    static constexpr int kGroups = kRowGroups, kTile = kTileRows, kMinBlocks = kBlocks;
+    static constexpr int kRows = 16 * kGroups, kOwned = kMmaWarps * kRows;      // of a warp, of a block
 };
-__device__ __forceinline__ AttentionWork attention_work(int blocks_a_head, int heads) {
-    const int per_section = kSectionHeads * blocks_a_head;
-    const int first_head = (int)(blockIdx.x / per_section) * kSectionHeads;
-    const int rest = (int)(blockIdx.x % per_section);
-    const int section_heads = min(kSectionHeads, heads - first_head);
-    return {rest / section_heads, first_head + rest % section_heads};
-}
 
-// Rows in shared memory are 16 bytes longer than HS elements: the 16-byte chunks of 8 consecutive rows then
-// start in 8 different groups of banks, so ldmatrix has no conflicts, and every offset is a constant (a
-// swizzle would need XORs).
-template <int kHS> constexpr int kTileStride = kHS + kWidth;
-
-// Starts the copy of rows row0.. of a (T,HS) matrix with `stride` elements between rows into a tile (kRows,
-// HS); rows from T on become zero.
+// Starts the copy of rows row0.. of a head into a tile (kRows, kHS), Padded. Rows from T on and columns from
+// HS on become zero; their addresses are not read.
 template <int kHS, int kRows>
-__device__ __forceinline__ void load_tile(floatX* tile, const floatX* matrix, size_t stride, int row0,
-                                          int T) {
-    constexpr int kChunks = kHS / kWidth, kTotal = kRows * kChunks, kThreads = kMmaWarps * kWarp;
+__device__ __forceinline__ void load_tile(floatX* tile, const HeadRows<const floatX>& from, int row0) {
+    constexpr int kChunks = kHS / kWidth, kTotal = kRows * kChunks;
 #pragma unroll
-    for (int first = 0; first < kTotal; first += kThreads) {
+    for (int first = 0; first < kTotal; first += kMmaThreads) {
         const int i = first + (int)threadIdx.x;
-        if (kTotal % kThreads == 0 || i < kTotal) {
-            const int row = i / kChunks, chunk = i % kChunks;
-            const bool live = row0 + row < T;
-            const floatX* from = matrix + (live ? row0 + row : 0) * stride + chunk * kWidth;
-            cp_async_16_or_zero(tile + row * kTileStride<kHS> + chunk * kWidth, from, live);
+        if (kTotal % kMmaThreads == 0 || i < kTotal) {
+            const int row = i / kChunks, column = i % kChunks * kWidth;
+            const bool live = row0 + row < from.T && column < from.HS;
+            cp_async_16_or_zero(tile + Padded<kHS>::at(row, column),
+                                from.data + (row0 + row) * from.stride + column, live);
         }
     }
 }
@@ -2654,610 +2760,318 @@ __device__ __forceinline__ void load_tile(floatX* tile, const floatX* matrix, si
 // of one of four matrices, 8 rows of 16 bytes each: rows 0-7 and 8-15 of the first 16 bytes, then of the
 // next 16.
 template <int kHS> __device__ __forceinline__ uint32_t fragment_address(const floatX* rows, int lane) {
-    return smem_address(rows) + (lane % 16 * kTileStride<kHS> + lane / 16 * kWidth) * (int)sizeof(floatX);
+    return smem_address(rows + Padded<kHS>::at(lane % 16, lane / 16 * kWidth));
 }
 
-// The warp's rows of a tile as A operands: kCols columns of (16 * kGroups, HS).
-template <int kGroups, int kHS, int kCols = kHS>
-__device__ __forceinline__ void load_fragments(uint32_t (&a)[kGroups][kCols / kMmaK][4], const floatX* rows,
-                                               int lane) {
+// The warp's rows of a tile (.,kHS) as A operands: the first kK * kMmaK columns.
+template <int kHS, int kGroups, int kK>
+__device__ __forceinline__ void load_fragments(uint32_t (&a)[kGroups][kK][4], const floatX* rows, int lane) {
     const uint32_t address = fragment_address<kHS>(rows, lane);
 #pragma unroll
     for (int m = 0; m < kGroups; m++) {
 #pragma unroll
-        for (int kk = 0; kk < kCols / kMmaK; kk++) {
-            ldmatrix_x4(a[m][kk], address + (m * 16 * kTileStride<kHS> + kk * kMmaK) * (int)sizeof(floatX));
+        for (int kk = 0; kk < kK; kk++) {
+            ldmatrix_x4(a[m][kk], address + Padded<kHS>::at(m * 16, kk * kMmaK) * (int)sizeof(floatX));
             round_operands(a[m][kk]);
         }
     }
 }
 
-// acc (16 * kGroups, kN) += A (16 * kGroups, kCols) B^T with B kCols columns of a tile (kN, HS).
-template <int kGroups, int kN, int kHS, int kCols = kHS>
-__device__ __forceinline__ void mma_times_rows(float (&acc)[kGroups][kN / 8][4],
-                                               const uint32_t (&a)[kGroups][kCols / kMmaK][4],
+// acc += A B^T, with B the first columns of a tile (8 * kN, kHS).
+template <int kHS, int kGroups, int kN, int kK>
+__device__ __forceinline__ void mma_times_rows(Tile<kGroups, kN>& acc, const uint32_t (&a)[kGroups][kK][4],
                                                const floatX* tile, int lane) {
-    const int row = lane % 8 + lane / 16 * 8, chunk = lane / 8 % 2;
     const uint32_t address =
-        smem_address(tile) + (row * kTileStride<kHS> + chunk * kWidth) * (int)sizeof(floatX);
+        smem_address(tile + Padded<kHS>::at(lane % 8 + lane / 16 * 8, lane / 8 % 2 * kWidth));
 #pragma unroll
-    for (int kk = 0; kk < kCols / kMmaK; kk++) {
+    for (int kk = 0; kk < kK; kk++) {
 #pragma unroll
-        for (int n = 0; n < kN / 16; n++) {
+        for (int n = 0; n < kN; n += 2) {
             uint32_t b[4];
-            ldmatrix_x4(b, address + (n * 16 * kTileStride<kHS> + kk * kMmaK) * (int)sizeof(floatX));
+            ldmatrix_x4(b, address + Padded<kHS>::at(n * 8, kk * kMmaK) * (int)sizeof(floatX));
             round_operands(b);
 #pragma unroll
             for (int m = 0; m < kGroups; m++) {
-                mma_16x8(acc[m][2 * n], a[m][kk], b[0], b[1]);
-                mma_16x8(acc[m][2 * n + 1], a[m][kk], b[2], b[3]);
+                mma_16x8(acc[m][n], a[m][kk], b[0], b[1]);
+                mma_16x8(acc[m][n + 1], a[m][kk], b[2], b[3]);
             }
         }
     }
 }
 
-// Rows of more than 32 registers an operand are fetched a step of the sum at a time.
+// Rows of more than 32 registers an operand (TF32 only) are fetched a step of the sum at a time.
 template <int kGroups, int kHS> constexpr bool kLongRows = kGroups * kHS * sizeof(floatX) > 256;
 
 // The same with A in shared memory as well: the warp's `rows` of a tile.
-template <int kGroups, int kN, int kHS>
-__device__ __forceinline__ void mma_rows_times_rows(float (&acc)[kGroups][kN / 8][4], const floatX* rows,
+template <int kHS, int kGroups, int kN>
+__device__ __forceinline__ void mma_rows_times_rows(Tile<kGroups, kN>& acc, const floatX* rows,
                                                     const floatX* tile, int lane) {
-    constexpr int kCols = kLongRows<kGroups, kHS> ? kMmaK : kHS;
+    constexpr int kColumns = kLongRows<kGroups, kHS> ? kMmaK : kHS;
 #pragma unroll
-    for (int c = 0; c < kHS; c += kCols) {
-        uint32_t a[kGroups][kCols / kMmaK][4];
-        load_fragments<kGroups, kHS, kCols>(a, rows + c, lane);
-        mma_times_rows<kGroups, kN, kHS, kCols>(acc, a, tile + c, lane);
+    for (int column = 0; column < kHS; column += kColumns) {
+        uint32_t a[kGroups][kColumns / kMmaK][4];
+        load_fragments<kHS>(a, rows + column, lane);
+        mma_times_rows<kHS>(acc, a, tile + column, lane);
     }
 }
 
-// acc (16 * kGroups, HS) += A (16 * kGroups, kK) B with B (kK, HS) a tile in shared memory. B is needed by
-// columns: ldmatrix transposes 16-bit elements. It cannot do so with fp32; there a lane reads its elements
-// one by one, and TF32's fragments have columns lane % 4 and lane % 4 + 4 of A where an accumulator has
-// 2 * (lane % 4) and the one after. The order of a sum does not matter: A stays as it is, under other names
-// for its columns, and B's rows are read by the same names.
-template <int kGroups, int kK, int kHS>
-__device__ __forceinline__ void mma_times_columns(float (&acc)[kGroups][kHS / 8][4],
-                                                  const uint32_t (&a)[kGroups][kK / kMmaK][4],
-                                                  const floatX* tile, int lane) {
+// acc (.,kHS) += A B, with B a tile (.,kHS) in shared memory. B is needed by columns: ldmatrix transposes
+// 16-bit elements. It cannot do so with fp32; there a lane reads its elements one by one, and TF32's
+// fragments have columns lane % 4 and lane % 4 + 4 of A where an accumulator has 2 * (lane % 4) and the one
+// after. The order of a sum does not matter: A stays as it is, under other names for its columns, and B's
+// rows are read by the same names.
+template <int kHS, int kGroups, int kK>
+__device__ __forceinline__ void mma_times_columns(Tile<kGroups, kHS / 8>& acc,
+                                                  const uint32_t (&a)[kGroups][kK][4], const floatX* tile,
+                                                  int lane) {
     const uint32_t address = fragment_address<kHS>(tile, lane);
-    const floatX* own = tile + lane % 4 * 2 * kTileStride<kHS> + lane / 4;
+    const floatX* own = tile + Padded<kHS>::at(lane % 4 * 2, lane / 4);
 #pragma unroll
-    for (int kk = 0; kk < kK / kMmaK; kk++) {
+    for (int kk = 0; kk < kK; kk++) {
 #pragma unroll
-        for (int n = 0; n < kHS / 16; n++) {
-            const int at = kk * kMmaK * kTileStride<kHS> + n * 16;
+        for (int n = 0; n < kHS / 8; n += 2) {
+            const int at = Padded<kHS>::at(kk * kMmaK, n * 8);
             uint32_t b[4];
             if constexpr (sizeof(floatX) == 2) {
                 ldmatrix_x4_trans(b, address + at * (int)sizeof(floatX));
             } else {
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    b[i] = to_tf32(own[at + i % 2 * kTileStride<kHS> + i / 2 * 8]);
-                }
+                for (int i = 0; i < 4; i++) { b[i] = to_tf32(own[at + Padded<kHS>::at(i % 2, i / 2 * 8)]); }
             }
 #pragma unroll
             for (int m = 0; m < kGroups; m++) {
-                mma_16x8(acc[m][2 * n], a[m][kk], b[0], b[1]);
-                mma_16x8(acc[m][2 * n + 1], a[m][kk], b[2], b[3]);
+                mma_16x8(acc[m][n], a[m][kk], b[0], b[1]);
+                mma_16x8(acc[m][n + 1], a[m][kk], b[2], b[3]);
             }
         }
     }
 }
 
-// Accumulators (16 * kGroups, kN), rounded, as A operands: two neighbours packed to 16 bits, or one as it is.
-template <int kGroups, int kN>
-__device__ __forceinline__ void to_fragments(uint32_t (&a)[kGroups][kN / kMmaK][4],
-                                             const float (&acc)[kGroups][kN / 8][4]) {
-#pragma unroll
-    for (int m = 0; m < kGroups; m++) {
-#pragma unroll
-        for (int kk = 0; kk < kN / kMmaK; kk++) {
-            if constexpr (sizeof(floatX) == 2) {
-                a[m][kk][0] = pack_pair(acc[m][2 * kk][0], acc[m][2 * kk][1]);
-                a[m][kk][1] = pack_pair(acc[m][2 * kk][2], acc[m][2 * kk][3]);
-                a[m][kk][2] = pack_pair(acc[m][2 * kk + 1][0], acc[m][2 * kk + 1][1]);
-                a[m][kk][3] = pack_pair(acc[m][2 * kk + 1][2], acc[m][2 * kk + 1][3]);
-            } else {
-                a[m][kk][0] = to_tf32(acc[m][kk][0]);       // see mma_times_columns
-                a[m][kk][1] = to_tf32(acc[m][kk][2]);
-                a[m][kk][2] = to_tf32(acc[m][kk][1]);
-                a[m][kk][3] = to_tf32(acc[m][kk][3]);
-            }
-        }
-    }
-}
+// kOwn tiles that stay (q; or q and dout; or k and v), two stages of two tiles that come and go.
+template <int kOwn, int kHS, class Shape> struct MmaShared {
+    alignas(16) floatX own[kOwn][Shape::kOwned * Padded<kHS>::kStride];     // (kOwned, HS), later staging
+    floatX a[2][Shape::kTile * Padded<kHS>::kStride];                       // (stage, kTile, HS) k, or q
+    floatX b[2][Shape::kTile * Padded<kHS>::kStride];                       // (stage, kTile, HS) v, or dout
+    alignas(16) float2 stats[2][Shape::kTile];      // (stage, kTile) dK/dV: {lse * log2(e), D} of the queries
 
-// Stores the warp's accumulators (16 * kGroups, HS), rows scaled by `scale`, to rows row0.. of a (T,HS)
-// matrix. They go through the warp's own rows `staging` of shared memory (nobody else may use those), so that
-// global stores are 16 bytes wide and whole rows.
-template <int kGroups, int kHS>
-__device__ __forceinline__ void store_rows(floatX* matrix, size_t stride, int row0, int T, floatX* staging,
-                                           const float (&acc)[kGroups][kHS / 8][4],
-                                           const float (&scale)[kGroups][2], int lane) {
-    __syncwarp();
-#pragma unroll
-    for (int m = 0; m < kGroups; m++) {
-#pragma unroll
-        for (int n = 0; n < kHS / 8; n++) {
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const int row = m * 16 + r * 8 + lane / 4;
-                const float x = acc[m][n][2 * r] * scale[m][r], y = acc[m][n][2 * r + 1] * scale[m][r];
-                floatX* pair = staging + row * kTileStride<kHS> + n * 8 + lane % 4 * 2;
-                if constexpr (sizeof(floatX) == 2) { *(uint32_t*)pair = pack_pair(x, y); }
-                else { *(float2*)pair = make_float2(x, y); }
-            }
+    // Starts the copies of rows row0.. of two heads, and of their statistics.
+    __device__ __forceinline__ void load_stage(int stage, const HeadRows<const floatX>& from_a,
+                                               const HeadRows<const floatX>& from_b, int row0,
+                                               const float2* from_stats = nullptr) {
+        static_assert(Shape::kTile <= 2 * kMmaThreads, "a thread copies the statistics of two queries");
+        load_tile<kHS, Shape::kTile>(a[stage], from_a, row0);
+        load_tile<kHS, Shape::kTile>(b[stage], from_b, row0);
+        const int i = 2 * (int)threadIdx.x;
+        if (from_stats && i < Shape::kTile) {
+            cp_async_16_or_zero(&stats[stage][i], from_stats + row0 + i, true);
         }
+        cp_async_commit();
     }
-    __syncwarp();
-#pragma unroll
-    for (int i = lane; i < 16 * kGroups * kHS / kWidth; i += kWarp) {
-        const int row = i / (kHS / kWidth), chunk = i % (kHS / kWidth);
-        if (row0 + row < T) {
-            *(uint4*)(matrix + (row0 + row) * stride + chunk * kWidth) =
-                *(const uint4*)(staging + row * kTileStride<kHS> + chunk * kWidth);
-        }
-    }
-}
-
-// Sum or maximum over the four lanes that share the rows of an accumulator.
-__device__ __forceinline__ float quad_sum(float x) {
-    x += __shfl_xor_sync(0xFFFFFFFFu, x, 1);
-    return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
-}
-__device__ __forceinline__ float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 1));
-    return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));
-}
-
-template <int kHS, int kGroups, int kTile> struct ForwardMmaShared {
-    static constexpr int kOwned = kMmaWarps * kGroups * 16;
-    alignas(16) floatX q[kOwned * kTileStride<kHS>];        // (kOwned, HS), later the staging of out
-    floatX k[2][kTile * kTileStride<kHS>];                  // (stage, kTile, HS)
-    floatX v[2][kTile * kTileStride<kHS>];                  // (stage, kTile, HS)
 };
 
-template <int kHS, int kGroups, int kTile, int kMinBlocks, bool kDrops>
-__global__ void __launch_bounds__(kMmaWarps * kWarp, kMinBlocks)
-    attention_forward_mma_kernel(floatX* out, float* lse, const floatX* qkv, int B, int T, int NH,
-                                 float scale, AttentionKeep keep) {
-    static_assert(kTile % (16 * kGroups) == 0, "a warp's rows must not straddle the first column of a tile");
-    typedef ForwardMmaShared<kHS, kGroups, kTile> Shared;
-    constexpr int kOwned = Shared::kOwned;
+template <int kHS, class Shape, bool kDrops>
+__global__ void __launch_bounds__(kMmaThreads, Shape::kMinBlocks)
+    attention_forward_mma_kernel(const AttentionForward<floatX, float> a, float scale) {
+    constexpr int kGroups = Shape::kGroups, kTile = Shape::kTile;
+    static_assert(kTile % Shape::kRows == 0, "a warp's rows must not straddle the first column of a tile");
     extern __shared__ __align__(16) unsigned char mma_bytes[];
-    Shared& shared = *(Shared*)mma_bytes;
+    auto& shared = *(MmaShared<1, kHS, Shape>*)mma_bytes;
 
-    const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * (16 * kGroups);
-    const int blocks_a_head = tile_count(T, kOwned);
-    const AttentionWork work = attention_work(blocks_a_head, B * NH);
-    const AttentionHead head(work.bh, T, NH, kHS);
-    const floatX* k_bh = qkv + head.k;                      // (T,HS), rows 3*C apart
-    const floatX* v_bh = qkv + head.v;
-    const int q0 = (blocks_a_head - 1 - work.rank) * kOwned;    // the block's first query
-    const int row_first = q0 + warp_row;                        // the warp's
-    const int tiles = tile_count(min(q0 + kOwned, T), kTile);
+    const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * Shape::kRows;
+    const AttentionWork work(Shape::kOwned, a.B, a.T, a.NH, a.HS);
+    const HeadRows<const floatX> k = work.k(a.qkv), v = work.v(a.qkv);
+    const int q0 = (work.blocks - 1 - work.rank) * Shape::kOwned;   // the block's first query
+    const int row0 = q0 + warp_row;                                 // the warp's
+    const int tiles = tile_count(min(q0 + Shape::kOwned, a.T), kTile);
 
     // The first copies: the block's own queries and the rightmost tile
-    load_tile<kHS, kOwned>(shared.q, qkv + head.q, head.qkv_row, q0, T);
-    load_tile<kHS, kTile>(shared.k[0], k_bh, head.qkv_row, (tiles - 1) * kTile, T);
-    load_tile<kHS, kTile>(shared.v[0], v_bh, head.qkv_row, (tiles - 1) * kTile, T);
-    cp_async_commit();
+    load_tile<kHS, Shape::kOwned>(shared.own[0], work.q(a.qkv), q0);
+    shared.load_stage(0, k, v, (tiles - 1) * kTile);
 
     const float scale_log2 = scale * kLog2e;                // exp(x) is calculated as exp2(x * log2(e))
+    floatX* q_rows = shared.own[0] + Padded<kHS>::at(warp_row, 0);
     uint32_t q_frag[kGroups][kHS / kMmaK][4];
-    float o[kGroups][kHS / 8][4] = {};                      // not yet divided by the row's sum
-    float row_max[kGroups][2], row_sum[kGroups][2];         // row_sum: this lane's share
-#pragma unroll
-    for (int m = 0; m < kGroups; m++) {
-        row_max[m][0] = row_max[m][1] = -INFINITY;
-        row_sum[m][0] = row_sum[m][1] = 0.0f;
-    }
-
+    Tile<kGroups, kHS / 8> o = {};                          // not yet divided by the row's sum
+    OnlineSoftmax<kGroups> softmax;
+    std::conditional_t<kDrops, KeepRows<kGroups, kTile / 8>, KeepAll> kept(a.keep, work, lane);
     for (int it = 0; it < tiles; it++) {
         // Wait for this step's tile, start the copies of the next one
         const int k0 = (tiles - 1 - it) * kTile, stage = it % 2;
         cp_async_wait<0>();
         __syncthreads();
-        if (it + 1 < tiles) {
-            load_tile<kHS, kTile>(shared.k[stage ^ 1], k_bh, head.qkv_row, k0 - kTile, T);
-            load_tile<kHS, kTile>(shared.v[stage ^ 1], v_bh, head.qkv_row, k0 - kTile, T);
-            cp_async_commit();
-        }
-        if (it == 0) { load_fragments<kGroups, kHS>(q_frag, shared.q + warp_row * kTileStride<kHS>, lane); }
-        if (k0 > row_first + 16 * kGroups - 1) { continue; }        // all masked for this warp
+        if (it + 1 < tiles) { shared.load_stage(stage ^ 1, k, v, k0 - kTile); }
+        if (it == 0) { load_fragments<kHS>(q_frag, q_rows, lane); }
+        if (k0 > row0 + Shape::kRows - 1) { continue; }     // all masked for this warp
 
         // S = Q K^T, and the mask where the tile meets the diagonal
-        float s[kGroups][kTile / 8][4] = {};
-        mma_times_rows<kGroups, kTile, kHS>(s, q_frag, shared.k[stage], lane);
-        [[maybe_unused]] KeepRows<kTile> kept[kGroups];     // on their way during the softmax
-        if constexpr (kDrops) {
-#pragma unroll
-            for (int m = 0; m < kGroups; m++) {
-                kept[m].load(keep.bits + work.bh * keep_words(T), T, row_first + m * 16, k0, lane);
-            }
-        }
-        if (k0 + kTile - 1 > row_first) {
-#pragma unroll
-            for (int m = 0; m < kGroups; m++) {
-#pragma unroll
-                for (int n = 0; n < kTile / 8; n++) {
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        const int row = row_first + m * 16 + lane / 4 + i / 2 * 8;
-                        const int column = k0 + n * 8 + lane % 4 * 2 + i % 2;
-                        s[m][n][i] = column > row ? -INFINITY : s[m][n][i];
-                    }
-                }
-            }
-        }
+        Tile<kGroups, kTile / 8> s = {};
+        mma_times_rows<kHS>(s, q_frag, shared.a[stage], lane);
+        kept.load(row0, k0);                                // there when the softmax is done
+        if (k0 + kTile - 1 > row0) { mask_future<TileRows::Queries>(s, row0, k0, lane); }
 
-        // P = exp(S - maximum so far). What was summed under an older maximum, in row_sum and O, is scaled to
-        // the new one
-#pragma unroll
-        for (int m = 0; m < kGroups; m++) {
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const int i0 = 2 * r;
-                float tile_max = -INFINITY;
-#pragma unroll
-                for (int n = 0; n < kTile / 8; n++) {
-                    tile_max = fmaxf(tile_max, fmaxf(s[m][n][i0], s[m][n][i0 + 1]));
-                }
-                const float new_max = fmaxf(row_max[m][r], quad_max(tile_max));
-                const float correction = exp2_fast((row_max[m][r] - new_max) * scale_log2);
-                const float max_log2 = new_max * scale_log2;
-                row_max[m][r] = new_max;
-                float sum = row_sum[m][r] * correction;
-#pragma unroll
-                for (int n = 0; n < kTile / 8; n++) {
-                    s[m][n][i0] = exp2_fast(fmaf(s[m][n][i0], scale_log2, -max_log2));
-                    s[m][n][i0 + 1] = exp2_fast(fmaf(s[m][n][i0 + 1], scale_log2, -max_log2));
-                    sum += s[m][n][i0] + s[m][n][i0 + 1];
-                }
-                row_sum[m][r] = sum;
-#pragma unroll
-                for (int n = 0; n < kHS / 8; n++) {
-                    o[m][n][i0] *= correction;
-                    o[m][n][i0 + 1] *= correction;
-                }
-            }
-        }
+        // P = exp(S - maximum so far). What was summed under an older maximum is scaled to the new one
+        softmax.template add<false>(s, scale_log2);
+        scale_rows(o, softmax.correction);
 
         // O += P V
-        if constexpr (kDrops) {
-#pragma unroll
-            for (int m = 0; m < kGroups; m++) { kept[m].drop(s[m]); }
-        }
         uint32_t p_frag[kGroups][kTile / kMmaK][4];
-        to_fragments<kGroups, kTile>(p_frag, s);
-        mma_times_columns<kGroups, kTile, kHS>(o, p_frag, shared.v[stage], lane);
+        to_fragments(p_frag, s, kept);
+        mma_times_columns<kHS>(o, p_frag, shared.b[stage], lane);
     }
 
-    // The rows' sums lie across four lanes; then O is divided by them
-    float inverse[kGroups][2];
-#pragma unroll
-    for (int m = 0; m < kGroups; m++) {
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const float sum = quad_sum(row_sum[m][r]);
-            const int row = row_first + m * 16 + r * 8 + lane / 4;
-            inverse[m][r] = (kDrops ? keep.scale : 1.0f) / sum;
-            if (lane % 4 == 0 && row < T) {
-                lse[(size_t)work.bh * T + row] = row_max[m][r] * scale + logf(sum);
-            }
-        }
-    }
-    store_rows<kGroups, kHS>(out + head.out, head.C, row_first, T, shared.q + warp_row * kTileStride<kHS>, o,
-                             inverse, lane);
+    float factor[kGroups][2];
+    softmax.finish(factor, work.lse(a.lse), row0, a.T, scale, kept.scale, lane);
+    scale_rows(o, factor);
+    store_tile<Padded<kHS>>(work.out(a.out), row0, q_rows, o, lane);
 }
-
-// The statistics of the warp's 16 queries from row0 on, two lanes a row: D = rowsum(dO * O), and
-// lse * log2(e). Each lane gets those of its accumulator rows lane / 4 and lane / 4 + 8, and they are stored
-// for the dK/dV kernel. Rows from T on get zeros: their P is exp2(0) = 1, which then meets rows of zeros
-// only.
-template <int kHS>
-__device__ __forceinline__ void attention_row_stats(float (&row_lse2)[2], float (&row_d)[2], float2* stats_bh,
-                                                    const float* lse_bh, const floatX* out_bh,
-                                                    const floatX* dout_bh, size_t C, int row0, int T,
-                                                    int lane) {
-    const int row = row0 + lane / 2;
-    float sum = 0.0f, lse2 = 0.0f;
-    if (row < T) {
-#pragma unroll
-        for (int chunk = lane % 2; chunk < kHS / kWidth; chunk += 2) {
-            const Floats x = load_floats<true>(out_bh + row * C, chunk * kWidth, kHS);
-            const Floats y = load_floats<true>(dout_bh + row * C, chunk * kWidth, kHS);
-#pragma unroll
-            for (int k = 0; k < kWidth; k++) { sum += x.at[k] * y.at[k]; }
-        }
-        lse2 = lse_bh[row] * kLog2e;
-    }
-    sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
-    if (lane % 2 == 0 && row < padded_T(T)) { stats_bh[row] = make_float2(lse2, sum); }
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const int source = 2 * (r * 8 + lane / 4);
-        row_lse2[r] = __shfl_sync(0xFFFFFFFFu, lse2, source);
-        row_d[r] = __shfl_sync(0xFFFFFFFFu, sum, source);
-    }
-}
-
-template <int kHS, int kGroups, int kTile> struct DqMmaShared {
-    static constexpr int kOwned = kMmaWarps * kGroups * 16;
-    alignas(16) floatX q[kOwned * kTileStride<kHS>];        // (kOwned, HS), later the staging of dQ
-    floatX dout[kOwned * kTileStride<kHS>];                 // (kOwned, HS)
-    floatX k[2][kTile * kTileStride<kHS>];                  // (stage, kTile, HS)
-    floatX v[2][kTile * kTileStride<kHS>];                  // (stage, kTile, HS)
-};
 
 // dQ, and D on the way. The forward's pipeline, with three products a step:
 //     | S = Q K^T | dP = dO V^T | P = exp(S - lse), dS = P * (dP - D) | dQ += dS K |
-template <int kHS, int kGroups, int kTile, int kMinBlocks, bool kDrops>
-__global__ void __launch_bounds__(kMmaWarps * kWarp, kMinBlocks)
-    attention_backward_dq_mma_kernel(floatX* dqkv, float2* row_stats, const floatX* dout, const floatX* out,
-                                     const floatX* qkv, const float* lse, int B, int T, int NH, float scale,
-                                     AttentionKeep keep) {
-    typedef DqMmaShared<kHS, kGroups, kTile> Shared;
-    constexpr int kOwned = Shared::kOwned;
+template <int kHS, class Shape, bool kDrops>
+__global__ void __launch_bounds__(kMmaThreads, Shape::kMinBlocks)
+    attention_backward_dq_mma_kernel(const AttentionBackward<floatX, float> a, float scale) {
+    constexpr int kGroups = Shape::kGroups, kTile = Shape::kTile;
     extern __shared__ __align__(16) unsigned char mma_bytes[];
-    Shared& shared = *(Shared*)mma_bytes;
+    auto& shared = *(MmaShared<2, kHS, Shape>*)mma_bytes;
 
-    const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * (16 * kGroups);
-    const int blocks_a_head = tile_count(T, kOwned);
-    const AttentionWork work = attention_work(blocks_a_head, B * NH);
-    const AttentionHead head(work.bh, T, NH, kHS);
-    const floatX* k_bh = qkv + head.k;                      // (T,HS), rows 3*C apart
-    const floatX* v_bh = qkv + head.v;
-    const int q0 = (blocks_a_head - 1 - work.rank) * kOwned;    // the block's first query
-    const int row_first = q0 + warp_row;                        // the warp's
-    const int tiles = tile_count(min(q0 + kOwned, T), kTile);
+    const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * Shape::kRows;
+    const AttentionWork work(Shape::kOwned, a.B, a.T, a.NH, a.HS);
+    const HeadRows<const floatX> k = work.k(a.qkv), v = work.v(a.qkv), dout = work.out(a.dout);
+    const int q0 = (work.blocks - 1 - work.rank) * Shape::kOwned;   // the block's first query
+    const int row0 = q0 + warp_row;                                 // the warp's
+    const int tiles = tile_count(min(q0 + Shape::kOwned, a.T), kTile);
 
     // The first copies; the statistics are calculated while they are on their way
-    load_tile<kHS, kOwned>(shared.q, qkv + head.q, head.qkv_row, q0, T);
-    load_tile<kHS, kOwned>(shared.dout, dout + head.out, head.C, q0, T);
-    load_tile<kHS, kTile>(shared.k[0], k_bh, head.qkv_row, (tiles - 1) * kTile, T);
-    load_tile<kHS, kTile>(shared.v[0], v_bh, head.qkv_row, (tiles - 1) * kTile, T);
-    cp_async_commit();
-    float row_lse2[kGroups][2], row_d[kGroups][2];
-#pragma unroll
-    for (int m = 0; m < kGroups; m++) {
-        attention_row_stats<kHS>(row_lse2[m], row_d[m], row_stats + work.bh * padded_T(T),
-                                 lse + (size_t)work.bh * T, out + head.out, dout + head.out, head.C,
-                                 row_first + m * 16, T, lane);
-    }
+    load_tile<kHS, Shape::kOwned>(shared.own[0], work.q(a.qkv), q0);
+    load_tile<kHS, Shape::kOwned>(shared.own[1], dout, q0);
+    shared.load_stage(0, k, v, (tiles - 1) * kTile);
+    const StatsOfRows<kGroups> stats = load_row_stats<kHS, kGroups>(
+        work.stats((float2*)a.scratch), work.lse(a.lse), work.out(a.out), dout, row0, lane);
 
     const float scale_log2 = scale * kLog2e;
-    uint32_t q_frag[kGroups][kHS / kMmaK][4], do_frag[kGroups][kHS / kMmaK][4];
-    float dq[kGroups][kHS / 8][4] = {};                     // not yet scaled
-    const floatX* q_rows = shared.q + warp_row * kTileStride<kHS>;
-    const floatX* do_rows = shared.dout + warp_row * kTileStride<kHS>;
+    floatX* q_rows = shared.own[0] + Padded<kHS>::at(warp_row, 0);
+    const floatX* dout_rows = shared.own[1] + Padded<kHS>::at(warp_row, 0);
+    uint32_t q_frag[kGroups][kHS / kMmaK][4], dout_frag[kGroups][kHS / kMmaK][4];
+    Tile<kGroups, kHS / 8> dq = {};                         // not yet scaled
+    std::conditional_t<kDrops, KeepRows<kGroups, kTile / 8>, KeepAll> kept(a.keep, work, lane);
     for (int it = 0; it < tiles; it++) {
         // Wait for this step's tile, start the copies of the next one
         const int k0 = (tiles - 1 - it) * kTile, stage = it % 2;
         cp_async_wait<0>();
         __syncthreads();
-        if (it + 1 < tiles) {
-            load_tile<kHS, kTile>(shared.k[stage ^ 1], k_bh, head.qkv_row, k0 - kTile, T);
-            load_tile<kHS, kTile>(shared.v[stage ^ 1], v_bh, head.qkv_row, k0 - kTile, T);
-            cp_async_commit();
-        }
+        if (it + 1 < tiles) { shared.load_stage(stage ^ 1, k, v, k0 - kTile); }
         if (it == 0 && !kLongRows<kGroups, kHS>) {
-            load_fragments<kGroups, kHS>(q_frag, q_rows, lane);
-            load_fragments<kGroups, kHS>(do_frag, do_rows, lane);
+            load_fragments<kHS>(q_frag, q_rows, lane);
+            load_fragments<kHS>(dout_frag, dout_rows, lane);
         }
-        if (k0 > row_first + 16 * kGroups - 1) { continue; }        // all masked for this warp
-
-        [[maybe_unused]] KeepRows<kTile> kept[kGroups];     // on their way during the products
-        if constexpr (kDrops) {
-#pragma unroll
-            for (int m = 0; m < kGroups; m++) {
-                kept[m].load(keep.bits + work.bh * keep_words(T), T, row_first + m * 16, k0, lane);
-            }
-        }
+        if (k0 > row0 + Shape::kRows - 1) { continue; }     // all masked for this warp
 
         // S = Q K^T and dP = dO V^T
-        float s[kGroups][kTile / 8][4] = {};
-        float dp[kGroups][kTile / 8][4] = {};
+        kept.load(row0, k0);                                // there when the products are done
+        Tile<kGroups, kTile / 8> s = {}, dp = {};
         if constexpr (kLongRows<kGroups, kHS>) {
-            mma_rows_times_rows<kGroups, kTile, kHS>(s, q_rows, shared.k[stage], lane);
-            mma_rows_times_rows<kGroups, kTile, kHS>(dp, do_rows, shared.v[stage], lane);
+            mma_rows_times_rows<kHS>(s, q_rows, shared.a[stage], lane);
+            mma_rows_times_rows<kHS>(dp, dout_rows, shared.b[stage], lane);
         } else {
-            mma_times_rows<kGroups, kTile, kHS>(s, q_frag, shared.k[stage], lane);
-            mma_times_rows<kGroups, kTile, kHS>(dp, do_frag, shared.v[stage], lane);
+            mma_times_rows<kHS>(s, q_frag, shared.a[stage], lane);
+            mma_times_rows<kHS>(dp, dout_frag, shared.b[stage], lane);
         }
 
         // P = exp(S - lse), masked where the tile meets the diagonal, and dS in place of dP
-        const bool masked = k0 + kTile - 1 > row_first;
-#pragma unroll
-        for (int m = 0; m < kGroups; m++) {
-            if constexpr (kDrops) { kept[m].drop(dp[m]); }
-#pragma unroll
-            for (int n = 0; n < kTile / 8; n++) {
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    float p = exp2_fast(fmaf(s[m][n][i], scale_log2, -row_lse2[m][i / 2]));
-                    if (masked) {
-                        const int row = row_first + m * 16 + lane / 4 + i / 2 * 8;
-                        const int column = k0 + n * 8 + lane % 4 * 2 + i % 2;
-                        p = column > row ? 0.0f : p;
-                    }
-                    const float d = row_d[m][i / 2];
-                    dp[m][n][i] = p * (kDrops ? fmaf(dp[m][n][i], keep.scale, -d) : dp[m][n][i] - d);
-                }
-            }
-        }
+        if (k0 + kTile - 1 > row0) { mask_future<TileRows::Queries>(s, row0, k0, lane); }
+        probabilities(s, stats, scale_log2);
+        score_gradients(dp, s, stats, kept);
 
         // dQ += dS K
         uint32_t ds_frag[kGroups][kTile / kMmaK][4];
-        to_fragments<kGroups, kTile>(ds_frag, dp);
-        mma_times_columns<kGroups, kTile, kHS>(dq, ds_frag, shared.k[stage], lane);
+        to_fragments(ds_frag, dp);
+        mma_times_columns<kHS>(dq, ds_frag, shared.a[stage], lane);
     }
-
-    float scales[kGroups][2];
-#pragma unroll
-    for (int m = 0; m < kGroups; m++) { scales[m][0] = scales[m][1] = scale; }
-    store_rows<kGroups, kHS>(dqkv + head.q, head.qkv_row, row_first, T,
-                             shared.q + warp_row * kTileStride<kHS>, dq, scales, lane);
+    scale_tile(dq, scale);
+    store_tile<Padded<kHS>>(work.q(a.dqkv), row0, q_rows, dq, lane);
 }
-
-template <int kHS, int kGroups, int kTile> struct DkvMmaShared {
-    static constexpr int kOwned = kMmaWarps * kGroups * 16;
-    alignas(16) floatX k[kOwned * kTileStride<kHS>];        // (kOwned, HS), later the staging of dK
-    floatX v[kOwned * kTileStride<kHS>];                    // (kOwned, HS), later the staging of dV
-    floatX q[2][kTile * kTileStride<kHS>];                  // (stage, kTile, HS)
-    floatX dout[2][kTile * kTileStride<kHS>];               // (stage, kTile, HS)
-    float2 stats[2][kTile];                                 // (stage, kTile) {lse * log2(e), D}
-};
 
 // dK and dV: the block owns keys and walks the query tiles from the diagonal down. Four products a step:
 //     | S^T = K Q^T | dP^T = V dO^T | P^T = exp(S^T - lse), dS^T = P^T * (dP^T - D) |
 //     | dV += P^T dO | dK += dS^T Q |
 // A column is a query here, so lse and D belong to columns; they come with the tile.
-template <int kHS, int kGroups, int kTile, int kMinBlocks, bool kDrops>
-__global__ void __launch_bounds__(kMmaWarps * kWarp, kMinBlocks)
-    attention_backward_dkv_mma_kernel(floatX* dqkv, const float2* row_stats, const floatX* dout,
-                                      const floatX* qkv, int B, int T, int NH, float scale,
-                                      AttentionKeep keep) {
-    typedef DkvMmaShared<kHS, kGroups, kTile> Shared;
-    constexpr int kOwned = Shared::kOwned;
-    static_assert(kTile <= 2 * kMmaWarps * kWarp && 128 % kTile == 0,
-                  "a thread loads the statistics of two queries, padded to 128");
-    static_assert(32 % (16 * kGroups) == 0, "the warp's keys have one word of AttentionKeep");
+template <int kHS, class Shape, bool kDrops>
+__global__ void __launch_bounds__(kMmaThreads, Shape::kMinBlocks)
+    attention_backward_dkv_mma_kernel(const AttentionBackward<floatX, float> a, float scale) {
+    constexpr int kGroups = Shape::kGroups, kTile = Shape::kTile;
+    static_assert(128 % kTile == 0, "padded_T makes whole tiles");
     extern __shared__ __align__(16) unsigned char mma_bytes[];
-    Shared& shared = *(Shared*)mma_bytes;
+    auto& shared = *(MmaShared<2, kHS, Shape>*)mma_bytes;
 
-    const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * (16 * kGroups);
-    const AttentionWork work = attention_work(tile_count(T, kOwned), B * NH);
-    const AttentionHead head(work.bh, T, NH, kHS);
-    const int k0 = work.rank * kOwned;                      // the block's first key
-    const int row_first = k0 + warp_row;                    // the warp's
-    const float2* stats_bh = row_stats + work.bh * padded_T(T);
-    auto load_queries = [&](int stage, int q0) {
-        load_tile<kHS, kTile>(shared.q[stage], qkv + head.q, head.qkv_row, q0, T);
-        load_tile<kHS, kTile>(shared.dout[stage], dout + head.out, head.C, q0, T);
-        if (threadIdx.x < kTile / 2) {
-            const int row = 2 * (int)threadIdx.x;
-            cp_async_16_or_zero(&shared.stats[stage][row], stats_bh + q0 + row, true);
-        }
-        cp_async_commit();
-    };
+    const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * Shape::kRows;
+    const AttentionWork work(Shape::kOwned, a.B, a.T, a.NH, a.HS);
+    const HeadRows<const floatX> q = work.q(a.qkv), dout = work.out(a.dout);
+    const int k0 = work.rank * Shape::kOwned;               // the block's first key
+    const int row0 = k0 + warp_row;                         // the warp's
+    const float2* stats = work.stats((const float2*)a.scratch);
 
     // The first copies: the block's own keys and values and the tile on the diagonal
     const int first_q = k0 / kTile * kTile;
-    load_tile<kHS, kOwned>(shared.k, qkv + head.k, head.qkv_row, k0, T);
-    load_tile<kHS, kOwned>(shared.v, qkv + head.v, head.qkv_row, k0, T);
-    load_queries(0, first_q);
+    load_tile<kHS, Shape::kOwned>(shared.own[0], work.k(a.qkv), k0);
+    load_tile<kHS, Shape::kOwned>(shared.own[1], work.v(a.qkv), k0);
+    shared.load_stage(0, q, dout, first_q, stats);
 
     const float scale_log2 = scale * kLog2e;
-    const floatX* k_rows = shared.k + warp_row * kTileStride<kHS>;
-    const floatX* v_rows = shared.v + warp_row * kTileStride<kHS>;
-    float dk[kGroups][kHS / 8][4] = {};                     // not yet scaled
-    float dv[kGroups][kHS / 8][4] = {};
+    floatX* k_rows = shared.own[0] + Padded<kHS>::at(warp_row, 0);
+    floatX* v_rows = shared.own[1] + Padded<kHS>::at(warp_row, 0);
+    Tile<kGroups, kHS / 8> dk = {}, dv = {};                // not yet scaled
+    std::conditional_t<kDrops, KeepColumns<kGroups, kTile / 8>, KeepAll> kept(a.keep, work, lane);
     int stage = 0;
-    for (int q0 = first_q; q0 < T; q0 += kTile, stage ^= 1) {
+    for (int q0 = first_q; q0 < a.T; q0 += kTile, stage ^= 1) {
         // Wait for this step's tile, start the copies of the next one
         cp_async_wait<0>();
         __syncthreads();
-        if (q0 + kTile < T) { load_queries(stage ^ 1, q0 + kTile); }
-        if (q0 + kTile - 1 < row_first) { continue; }       // all masked for this warp
+        if (q0 + kTile < a.T) { shared.load_stage(stage ^ 1, q, dout, q0 + kTile, stats); }
+        if (q0 + kTile - 1 < row0) { continue; }            // all masked for this warp
 
         // S^T = K Q^T and dP^T = V dO^T. K and V are read from shared memory in every step: two accumulators
         // of HS columns leave no registers to keep them in
-        float s[kGroups][kTile / 8][4] = {};
-        mma_rows_times_rows<kGroups, kTile, kHS>(s, k_rows, shared.q[stage], lane);
-        [[maybe_unused]] uint2 kept[kTile / 8];             // words of each accumulator's two queries
-        if constexpr (kDrops) {                             // on their way during dP^T
-            const uint32_t* words =
-                keep.bits + work.bh * keep_words(T) + row_first / 32 * padded_T(T) + q0;
-#pragma unroll
-            for (int n = 0; n < kTile / 8; n++) { kept[n] = *(const uint2*)(words + n * 8 + lane % 4 * 2); }
-        }
-        float dp[kGroups][kTile / 8][4] = {};
-        mma_rows_times_rows<kGroups, kTile, kHS>(dp, v_rows, shared.dout[stage], lane);
+        Tile<kGroups, kTile / 8> s = {}, dp = {};
+        mma_rows_times_rows<kHS>(s, k_rows, shared.a[stage], lane);
+        kept.load(row0, q0);                                // there when dP^T is
+        mma_rows_times_rows<kHS>(dp, v_rows, shared.b[stage], lane);
 
-        // P^T in place of S^T, masked where the tile meets the diagonal, and dS^T in place of dP^T
-        const bool masked = q0 < row_first + 16 * kGroups - 1;
-#pragma unroll
-        for (int n = 0; n < kTile / 8; n++) {
-            const int column = n * 8 + lane % 4 * 2;
-            const float4 stats = *(const float4*)&shared.stats[stage][column];      // of two queries
-            if constexpr (kDrops) {
-                const int shift = warp_row % 32 + lane / 4;
-                kept[n] = make_uint2(kept[n].x >> shift, kept[n].y >> shift);
-            }
-#pragma unroll
-            for (int m = 0; m < kGroups; m++) {
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    float p = exp2_fast(fmaf(s[m][n][i], scale_log2, i % 2 == 0 ? -stats.x : -stats.z));
-                    if (masked) {
-                        const int row = row_first + m * 16 + lane / 4 + i / 2 * 8;
-                        p = row > q0 + column + i % 2 ? 0.0f : p;
-                    }
-                    const float d = i % 2 == 0 ? stats.y : stats.w;
-                    if constexpr (kDrops) {
-                        const bool stays = is_kept(kept[n], i, m * 16);
-                        s[m][n][i] = stays ? p : 0.0f;
-                        dp[m][n][i] = p * fmaf(stays ? dp[m][n][i] : 0.0f, keep.scale, -d);
-                    } else {
-                        s[m][n][i] = p;
-                        dp[m][n][i] = p * (dp[m][n][i] - d);
-                    }
-                }
-            }
-        }
+        // P^T in place of S^T, masked where the tile meets the diagonal
+        if (q0 < row0 + Shape::kRows - 1) { mask_future<TileRows::Keys>(s, row0, q0, lane); }
+        const StatsOfColumns columns = {shared.stats[stage] + tile_column(0, 0, lane)};
+        probabilities(s, columns, scale_log2);
 
-        // dV += P^T dO, dK += dS^T Q
+        // dS^T in place of dP^T; dV += P^T dO, dK += dS^T Q
+        score_gradients(dp, s, columns, kept);
         uint32_t p_frag[kGroups][kTile / kMmaK][4];
-        to_fragments<kGroups, kTile>(p_frag, s);
-        mma_times_columns<kGroups, kTile, kHS>(dv, p_frag, shared.dout[stage], lane);
+        to_fragments(p_frag, s, kept);
+        mma_times_columns<kHS>(dv, p_frag, shared.b[stage], lane);
         uint32_t ds_frag[kGroups][kTile / kMmaK][4];
-        to_fragments<kGroups, kTile>(ds_frag, dp);
-        mma_times_columns<kGroups, kTile, kHS>(dk, ds_frag, shared.q[stage], lane);
+        to_fragments(ds_frag, dp);
+        mma_times_columns<kHS>(dk, ds_frag, shared.a[stage], lane);
     }
-
-    float scales[kGroups][2], dv_scales[kGroups][2];
-#pragma unroll
-    for (int m = 0; m < kGroups; m++) {
-        scales[m][0] = scales[m][1] = scale;
-        dv_scales[m][0] = dv_scales[m][1] = kDrops ? keep.scale : 1.0f;
-    }
-    store_rows<kGroups, kHS>(dqkv + head.k, head.qkv_row, row_first, T,
-                             shared.k + warp_row * kTileStride<kHS>, dk, scales, lane);
-    store_rows<kGroups, kHS>(dqkv + head.v, head.qkv_row, row_first, T,
-                             shared.v + warp_row * kTileStride<kHS>, dv, dv_scales, lane);
+    scale_tile(dk, scale);
+    scale_tile(dv, kept.scale);
+    store_tile<Padded<kHS>>(work.k(a.dqkv), row0, k_rows, dk, lane);
+    store_tile<Padded<kHS>>(work.v(a.dqkv), row0, v_rows, dv, lane);
 }
 
-template <int kHS, int kGroups, int kTile, int kMinBlocks, bool kDrops = false>
+template <int kHS, class Shape, bool kDrops>
 static void attention_forward_mma(const AttentionForward<floatX, float>& a, Stream stream) {
-    typedef ForwardMmaShared<kHS, kGroups, kTile> Shared;
-    auto kernel = attention_forward_mma_kernel<kHS, kGroups, kTile, kMinBlocks, kDrops>;
-    allow_shared_memory(kernel, sizeof(Shared));
-    kernel<<<attention_grid(a.T, Shared::kOwned, a.B, a.NH), kMmaWarps * kWarp, sizeof(Shared), stream>>>(
-        a.out, a.lse, a.qkv, a.B, a.T, a.NH, 1.0f / sqrtf(kHS), a.keep);
-    cudaCheck(cudaGetLastError());
+    attention_launch(attention_forward_mma_kernel<kHS, Shape, kDrops>, a, Shape::kOwned, kMmaThreads,
+                     sizeof(MmaShared<1, kHS, Shape>), stream, a, 1.0f / sqrtf(a.HS));
 }
 
-template <int kHS, int kGroups, int kTile, int kMinBlocks, bool kDrops = false>
+template <int kHS, class Shape, bool kDrops>
 static void attention_backward_dq_mma(const AttentionBackward<floatX, float>& a, Stream stream) {
-    typedef DqMmaShared<kHS, kGroups, kTile> Shared;
-    auto kernel = attention_backward_dq_mma_kernel<kHS, kGroups, kTile, kMinBlocks, kDrops>;
-    allow_shared_memory(kernel, sizeof(Shared));
-    kernel<<<attention_grid(a.T, Shared::kOwned, a.B, a.NH), kMmaWarps * kWarp, sizeof(Shared), stream>>>(
-        a.dqkv, (float2*)a.scratch, a.dout, a.out, a.qkv, a.lse, a.B, a.T, a.NH, 1.0f / sqrtf(kHS), a.keep);
-    cudaCheck(cudaGetLastError());
+    attention_launch(attention_backward_dq_mma_kernel<kHS, Shape, kDrops>, a, Shape::kOwned, kMmaThreads,
+                     sizeof(MmaShared<2, kHS, Shape>), stream, a, 1.0f / sqrtf(a.HS));
 }
 
-template <int kHS, int kGroups, int kTile, int kMinBlocks, bool kDrops = false>
+template <int kHS, class Shape, bool kDrops>
 static void attention_backward_dkv_mma(const AttentionBackward<floatX, float>& a, Stream stream) {
-    typedef DkvMmaShared<kHS, kGroups, kTile> Shared;
-    auto kernel = attention_backward_dkv_mma_kernel<kHS, kGroups, kTile, kMinBlocks, kDrops>;
-    allow_shared_memory(kernel, sizeof(Shared));
-    kernel<<<attention_grid(a.T, Shared::kOwned, a.B, a.NH), kMmaWarps * kWarp, sizeof(Shared), stream>>>(
-        a.dqkv, (const float2*)a.scratch, a.dout, a.qkv, a.B, a.T, a.NH, 1.0f / sqrtf(kHS), a.keep);
-    cudaCheck(cudaGetLastError());
+    attention_launch(attention_backward_dkv_mma_kernel<kHS, Shape, kDrops>, a, Shape::kOwned, kMmaThreads,
+                     sizeof(MmaShared<2, kHS, Shape>), stream, a, 1.0f / sqrtf(a.HS));
 }
 
 // ---- sm90: Hopper's tensor cores (wgmma) and copy engine (TMA), head size 64 ----
@@ -3279,66 +3093,16 @@ static void attention_backward_dkv_mma(const AttentionBackward<floatX, float>& a
 // faster); dV += P^T dO runs under the arithmetic of dS. Three or four such blocks share an SM and fill each
 // other's waits; that measured faster than two warpgroups on one tile.
 //
-// Tiles are (64,64) in the 128-byte swizzle: 16-byte chunk c of row r sits at chunk c ^ (r % 8). The block's
-// own rows in registers as A operands would spare shared memory a third of its reads, but ptxas 13.0.88 then
-// puts P into the registers that still hold Q: wrong from the second tile on.
+// Tiles are (64,64), Swizzled. The block's own rows in registers as A operands would spare shared memory a
+// third of its reads, but ptxas 13.0.88 then puts P into the registers that still hold Q: wrong from the
+// second tile on.
 constexpr int kSm90Rows = 64;                           // of a block, and of a tile
 constexpr int kSm90Tile = kSm90Rows * 64;               // elements
 constexpr int kSm90Threads = 4 * kWarp;
+typedef Tile<1, 8> Sm90Tile;                            // a warp's 16 rows of an accumulator (64,64)
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// Starts d (64,64) = A (64,64) B^T, both tiles in shared memory, and closes the group.
-__device__ __forceinline__ void wgmma_rows(float (&d)[8][4], const floatX* a_tile, const floatX* b_tile) {
-    const uint64_t a = wgmma_descriptor(a_tile), b = wgmma_descriptor(b_tile);
-    wgmma_shared<false>(d, a, b);
-#pragma unroll
-    for (int kk = 1; kk < 4; kk++) {                    // 16 columns: 32 bytes
-        wgmma_shared<true>(d, a + 2 * kk, b + 2 * kk);
-    }
-    wgmma_commit();
-}
-
-// Starts d (64,64) += A (64,64) B, A in registers, and closes the group.
-__device__ __forceinline__ void wgmma_columns(float (&d)[8][4], const uint32_t (&a_frag)[4][4],
-                                              const floatX* b_tile) {
-#pragma unroll
-    for (int kk = 0; kk < 4; kk++) {                    // 16 rows: 2048 bytes
-        wgmma_registers(d, a_frag[kk], wgmma_descriptor(b_tile) + 128 * kk);
-    }
-    wgmma_commit();
-}
-
-__device__ __forceinline__ void pack_fragments(uint32_t (&a)[4][4], const float (&acc)[8][4]) {
-#pragma unroll
-    for (int n = 0; n < 8; n++) {
-        a[n / 2][n % 2 * 2] = pack_pair(acc[n][0], acc[n][1]);
-        a[n / 2][n % 2 * 2 + 1] = pack_pair(acc[n][2], acc[n][3]);
-    }
-}
-
-// Stores the block's accumulators (64,64) to rows row0.. of a (T,64) matrix, through a tile that nobody reads
-// any more: each warp has its own 16 rows of it.
-__device__ __forceinline__ void store_swizzled(floatX* matrix, size_t stride, int row0, int T, floatX* tile,
-                                               const float (&acc)[8][4], float scale0, float scale1) {
-    const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * 16, g = lane / 4;
-    floatX* staging = tile + warp_row * 64;
-#pragma unroll
-    for (int n = 0; n < 8; n++) {
-        uint32_t* pair = (uint32_t*)(staging + g * 64 + (n ^ g) * 8 + lane % 4 * 2);
-        pair[0] = pack_pair(acc[n][0] * scale0, acc[n][1] * scale0);
-        pair[8 * 32] = pack_pair(acc[n][2] * scale1, acc[n][3] * scale1);      // 8 rows of 32 pairs further
-    }
-    __syncwarp();
-#pragma unroll
-    for (int i = lane; i < 16 * 8; i += kWarp) {
-        const int row = i / 8, t = row0 + warp_row + row;
-        if (t < T) {
-            *(uint4*)(matrix + t * stride + i % 8 * 8) =
-                *(const uint4*)(staging + row * 64 + (i % 8 ^ row % 8) * 8);
-        }
-    }
-}
-#endif
+// The rows of one head as the copy engine knows them: a slot of an attention_tensor_map.
+struct Sm90Source { const CUtensorMap* map; int slot, b; };
 
 // kOwn tiles that stay (q; or q and dout; or k and v), kStages of two tiles that come and go.
 template <int kOwn, int kStages> struct Sm90Shared {
@@ -3348,132 +3112,95 @@ template <int kOwn, int kStages> struct Sm90Shared {
     alignas(16) float2 stats[kStages][kSm90Rows];       // dK/dV: {lse * log2(e), D} of the queries
     uint64_t own_full, full[kStages];                   // mbarriers
 
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     // One thread, before the first copy: each barrier expects one arrival, of the thread that starts copies.
     __device__ __forceinline__ void init_barriers() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
         mbarrier_init(&own_full, 1);
         for (int i = 0; i < kStages; i++) { mbarrier_init(&full[i], 1); }
         mbarrier_fence_init();
+    }
+
+    // One thread: starts the copies of rows row0.. of the block's own heads, or of a stage's two.
+    __device__ __forceinline__ void load_own(const Sm90Source (&from)[kOwn], int row0) {
+        mbarrier_expect(&own_full, sizeof(own));
+        for (int i = 0; i < kOwn; i++) {
+            tma_load_4d(own[i], from[i].map, &own_full, 0, row0, from[i].slot, from[i].b);
+        }
+    }
+    __device__ __forceinline__ void load_stage(int stage, const Sm90Source& from_a, const Sm90Source& from_b,
+                                               int row0, const float2* from_stats = nullptr) {
+        const int stats_bytes = from_stats ? sizeof(stats[stage]) : 0;
+        mbarrier_expect(&full[stage], 2 * sizeof(a[stage]) + stats_bytes);
+        tma_load_4d(a[stage], from_a.map, &full[stage], 0, row0, from_a.slot, from_a.b);
+        if (from_stats) { bulk_load(stats[stage], from_stats + row0, &full[stage], stats_bytes); }
+        tma_load_4d(b[stage], from_b.map, &full[stage], 0, row0, from_b.slot, from_b.b);
+    }
 #endif
-    }
 };
 
-// dK/dV with dropout: the words of the tile's queries for the block's 64 keys, half of them each.
-template <int kStages> struct Sm90KeepShared : Sm90Shared<2, kStages> {
-    alignas(16) uint32_t keep[kStages][2][kSm90Rows];
-
-    // For is_kept: the words of this lane's two queries in accumulator n.
-    __device__ __forceinline__ uint2 kept(int stage, int n) const {
-        const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, shift = warp % 2 * 16 + lane / 4;
-        const uint2 words = *(const uint2*)&keep[stage][warp / 2][n * 8 + lane % 4 * 2];
-        return make_uint2(words.x >> shift, words.y >> shift);
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// Starts d (64,64) = A (64,64) B^T, both tiles in shared memory, and closes the group.
+__device__ __forceinline__ void wgmma_rows(Sm90Tile& d, const floatX* a_tile, const floatX* b_tile) {
+    const uint64_t a = wgmma_descriptor(a_tile), b = wgmma_descriptor(b_tile);
+    wgmma_shared<false>(d[0], a, b);
+#pragma unroll
+    for (int kk = 1; kk < 4; kk++) {                    // 16 columns: 32 bytes
+        wgmma_shared<true>(d[0], a + 2 * kk, b + 2 * kk);
     }
-};
-template <int kStages, bool kDrops>
-using Sm90DkvShared = std::conditional_t<kDrops, Sm90KeepShared<kStages>, Sm90Shared<2, kStages>>;
+    wgmma_commit();
+}
+
+// Starts d (64,64) += A (64,64) B, A in registers, and closes the group.
+__device__ __forceinline__ void wgmma_columns(Sm90Tile& d, const uint32_t (&a_frag)[1][4][4],
+                                              const floatX* b_tile) {
+#pragma unroll
+    for (int kk = 0; kk < 4; kk++) {                    // 16 rows: 2048 bytes
+        wgmma_registers(d[0], a_frag[0][kk], wgmma_descriptor(b_tile) + 128 * kk);
+    }
+    wgmma_commit();
+}
+#endif
 
 template <int kStages, int kMinBlocks, bool kDrops>
 __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
-    attention_forward_sm90_kernel(floatX* out, float* lse, const __grid_constant__ CUtensorMap qkv_map, int B,
-                                  int T, int NH, float scale, AttentionKeep keep) {
+    attention_forward_sm90_kernel(const AttentionForward<floatX, float> args,
+                                  const __grid_constant__ CUtensorMap qkv_map, float scale) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
     auto& shared = *(Sm90Shared<1, kStages>*)sm90_bytes;
-    const int lane = threadIdx.x % kWarp;
-    const int local_row = threadIdx.x / kWarp * 16 + lane / 4;      // in the block; the other is 8 further
-    const int tiles = tile_count(T, kSm90Rows);
-    const AttentionWork work = attention_work(tiles, B * NH);
-    const AttentionHead head(work.bh, T, NH, 64);
-    const int last = tiles - 1 - work.rank;             // the query tile, and the key tile on its diagonal
+    const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * 16;
+    const AttentionWork work(kSm90Rows, args.B, args.T, args.NH, 64);
+    const int last = work.blocks - 1 - work.rank;       // the query tile, and the key tile on its diagonal
+    const int row0 = last * kSm90Rows + warp_row;       // the warp's first query
 
     // Start the first copies: the block's own queries and the first kStages tiles
-    auto load_keys = [&](int it) {                      // key tile `last - it`
-        const int stage = it % kStages, k0 = (last - it) * kSm90Rows;
-        mbarrier_expect(&shared.full[stage], 2 * kSm90Tile * sizeof(floatX));
-        tma_load_4d(shared.a[stage], &qkv_map, &shared.full[stage], 0, k0, NH + head.h, head.b);
-        tma_load_4d(shared.b[stage], &qkv_map, &shared.full[stage], 0, k0, 2 * NH + head.h, head.b);
-    };
+    const Sm90Source q = {&qkv_map, work.h, work.b}, k = {&qkv_map, args.NH + work.h, work.b},
+                     v = {&qkv_map, 2 * args.NH + work.h, work.b};
+    auto load_keys = [&](int it) { shared.load_stage(it % kStages, k, v, (last - it) * kSm90Rows); };
     if (threadIdx.x == 0) {
         shared.init_barriers();
-        mbarrier_expect(&shared.own_full, kSm90Tile * sizeof(floatX));
-        tma_load_4d(shared.own[0], &qkv_map, &shared.own_full, 0, last * kSm90Rows, head.h, head.b);
+        shared.load_own({q}, last * kSm90Rows);
         for (int it = 0; it < min(kStages, last + 1); it++) { load_keys(it); }
     }
     __syncthreads();                                    // the barriers exist
 
     const float scale_log2 = scale * kLog2e;            // exp(x) is calculated as exp2(x * log2(e))
-    // 2^8 in units of Q K^T, where scale is 1/sqrt(64). A constant: a division at run time branches, and the
-    // compiler put it between the first products and their commit, where ptxas then added a fence (C7519)
-    constexpr float kMaxSlack = 8.0f / (0.125f * kLog2e);
-    float o[8][4] = {};                                 // not yet divided by the row's sum
-    float s[8][4];
-    uint32_t p_frag[4][4];
-    float row_max[2] = {-INFINITY, -INFINITY};
-    float row_sum[2] = {};                              // this lane's share
-    float correction[2];
-    bool rescale;                                       // O by `correction`, once its older products are done
-    [[maybe_unused]] KeepRows<kSm90Rows> kept;
-    auto load_kept = [&](int it) {
-        if constexpr (kDrops) {
-            kept.load(keep.bits + work.bh * keep_words(T), T, last * kSm90Rows + threadIdx.x / kWarp * 16,
-                      (last - it) * kSm90Rows, lane);
-        }
-    };
-
-    // S -> P and statistics. The subtracted maximum follows the true one only when some row of the warp is
-    // more than 2^8 above it: P <= 256 costs no accuracy, and most tiles then leave O alone (2..4 % of the
-    // kernel).
-    auto softmax = [&]() {
-        float new_max[2];
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            new_max[r] = row_max[r];
-#pragma unroll
-            for (int n = 0; n < 8; n++) {
-                new_max[r] = fmaxf(new_max[r], fmaxf(s[n][2 * r], s[n][2 * r + 1]));
-            }
-            new_max[r] = quad_max(new_max[r]);
-        }
-        const bool above = new_max[0] - row_max[0] > kMaxSlack || new_max[1] - row_max[1] > kMaxSlack;
-        rescale = __any_sync(0xFFFFFFFFu, above);
-        if (rescale) {
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                correction[r] = exp2_fast((row_max[r] - new_max[r]) * scale_log2);
-                row_max[r] = new_max[r];
-                row_sum[r] *= correction[r];
-            }
-        }
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const float max_log2 = row_max[r] * scale_log2;
-#pragma unroll
-            for (int n = 0; n < 8; n++) {
-                s[n][2 * r] = exp2_fast(fmaf(s[n][2 * r], scale_log2, -max_log2));
-                s[n][2 * r + 1] = exp2_fast(fmaf(s[n][2 * r + 1], scale_log2, -max_log2));
-                row_sum[r] += s[n][2 * r] + s[n][2 * r + 1];
-            }
-        }
-    };
+    Sm90Tile o = {}, s;                                 // o: not yet divided by the row's sum
+    uint32_t p_frag[1][4][4];
+    OnlineSoftmax<1> softmax;
+    std::conditional_t<kDrops, KeepRows<1, 8>, KeepAll> kept(args.keep, work, lane);
 
     // The tile on the diagonal: S, mask, P
-    load_kept(0);
+    kept.load(row0, last * kSm90Rows);
     mbarrier_wait(&shared.own_full, 0);
     mbarrier_wait(&shared.full[0], 0);
     wgmma_fence();
     wgmma_rows(s, shared.own[0], shared.a[0]);
     wgmma_wait<0>();
-    pin_registers(s);
-#pragma unroll
-    for (int n = 0; n < 8; n++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            s[n][i] = n * 8 + lane % 4 * 2 + i % 2 > local_row + i / 2 * 8 ? -INFINITY : s[n][i];
-        }
-    }
-    softmax();
-    if constexpr (kDrops) { kept.drop(s); }
-    pack_fragments(p_frag, s);
+    pin_registers(s[0]);
+    mask_future<TileRows::Queries>(s, warp_row, 0, lane);
+    softmax.template add<true>(s, scale_log2);
+    to_fragments(p_frag, s, kept);
 
     // Each further tile: its S, and then O += P V of the tile before, which runs under this tile's softmax
     int stage = 0;
@@ -3483,22 +3210,15 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
         wgmma_fence();
         wgmma_rows(s, shared.own[0], shared.a[next]);
         wgmma_columns(o, p_frag, shared.b[stage]);
-        load_kept(it);                                  // there when the softmax is done
+        kept.load(row0, (last - it) * kSm90Rows);       // there when the softmax is done
         wgmma_wait<1>();
-        pin_registers(s);
-        softmax();
+        pin_registers(s[0]);
+        const bool rescale = softmax.template add<true>(s, scale_log2);
         wgmma_wait<0>();
-        pin_registers(o);
-        pin_registers(p_frag);
-        if (rescale) {
-#pragma unroll
-            for (int n = 0; n < 8; n++) {
-#pragma unroll
-                for (int i = 0; i < 4; i++) { o[n][i] *= correction[i / 2]; }
-            }
-        }
-        if constexpr (kDrops) { kept.drop(s); }
-        pack_fragments(p_frag, s);
+        pin_registers(o[0]);
+        pin_registers(p_frag[0]);
+        if (rescale) { scale_rows(o, softmax.correction); }
+        to_fragments(p_frag, s, kept);
         __syncthreads();                                // all are done with the old stage
         if (threadIdx.x == 0 && it - 1 + kStages <= last) { load_keys(it - 1 + kStages); }
         stage = next;
@@ -3506,22 +3226,14 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
     wgmma_fence();
     wgmma_columns(o, p_frag, shared.b[stage]);
     wgmma_wait<0>();
-    pin_registers(o);
-    pin_registers(p_frag);
+    pin_registers(o[0]);
+    pin_registers(p_frag[0]);
 
-    // The rows' sums lie across four lanes; then O is divided by them
-    float inverse[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const float sum = quad_sum(row_sum[r]);
-        const int row = last * kSm90Rows + local_row + r * 8;
-        inverse[r] = (kDrops ? keep.scale : 1.0f) / sum;
-        if (lane % 4 == 0 && row < T) {
-            lse[(size_t)work.bh * T + row] = row_max[r] * scale + logf(sum);
-        }
-    }
+    float factor[1][2];
+    softmax.finish(factor, work.lse(args.lse), row0, args.T, scale, kept.scale, lane);
+    scale_rows(o, factor);
     __syncthreads();                                    // all are done with Q
-    store_swizzled(out + head.out, head.C, last * kSm90Rows, T, shared.own[0], o, inverse[0], inverse[1]);
+    store_tile<Swizzled>(work.out(args.out), row0, shared.own[0] + warp_row * 64, o, lane);
 #else
     __trap();
 #endif
@@ -3533,96 +3245,64 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
 //                     ^ full[stage]
 template <int kStages, int kMinBlocks, bool kDrops>
 __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
-    attention_backward_dq_sm90_kernel(floatX* dqkv, float2* row_stats, const floatX* dout, const floatX* out,
-                                      const float* lse, const __grid_constant__ CUtensorMap qkv_map,
-                                      const __grid_constant__ CUtensorMap dout_map, int B, int T, int NH,
-                                      float scale, AttentionKeep keep) {
+    attention_backward_dq_sm90_kernel(const AttentionBackward<floatX, float> args,
+                                      const __grid_constant__ CUtensorMap qkv_map,
+                                      const __grid_constant__ CUtensorMap dout_map, float scale) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
     auto& shared = *(Sm90Shared<2, kStages>*)sm90_bytes;
-    const int lane = threadIdx.x % kWarp;
-    const int local_row = threadIdx.x / kWarp * 16 + lane / 4;      // in the block; the other is 8 further
-    const int tiles = tile_count(T, kSm90Rows);
-    const AttentionWork work = attention_work(tiles, B * NH);
-    const AttentionHead head(work.bh, T, NH, 64);
-    const int last = tiles - 1 - work.rank;             // the query tile, and the key tile on its diagonal
+    const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * 16;
+    const AttentionWork work(kSm90Rows, args.B, args.T, args.NH, 64);
+    const int last = work.blocks - 1 - work.rank;       // the query tile, and the key tile on its diagonal
+    const int row0 = last * kSm90Rows + warp_row;       // the warp's first query
 
     // Start the first copies; the statistics are calculated while they are on their way
-    auto load_keys = [&](int it) {                      // key tile `last - it`
-        const int stage = it % kStages, k0 = (last - it) * kSm90Rows;
-        mbarrier_expect(&shared.full[stage], 2 * kSm90Tile * sizeof(floatX));
-        tma_load_4d(shared.a[stage], &qkv_map, &shared.full[stage], 0, k0, NH + head.h, head.b);
-        tma_load_4d(shared.b[stage], &qkv_map, &shared.full[stage], 0, k0, 2 * NH + head.h, head.b);
-    };
+    const Sm90Source q = {&qkv_map, work.h, work.b}, dout = {&dout_map, work.h, work.b},
+                     k = {&qkv_map, args.NH + work.h, work.b}, v = {&qkv_map, 2 * args.NH + work.h, work.b};
+    auto load_keys = [&](int it) { shared.load_stage(it % kStages, k, v, (last - it) * kSm90Rows); };
     if (threadIdx.x == 0) {
         shared.init_barriers();
-        mbarrier_expect(&shared.own_full, 2 * kSm90Tile * sizeof(floatX));
-        tma_load_4d(shared.own[0], &qkv_map, &shared.own_full, 0, last * kSm90Rows, head.h, head.b);
-        tma_load_4d(shared.own[1], &dout_map, &shared.own_full, 0, last * kSm90Rows, head.h, head.b);
+        shared.load_own({q, dout}, last * kSm90Rows);
         for (int it = 0; it < min(kStages, last + 1); it++) { load_keys(it); }
     }
     __syncthreads();                                    // the barriers exist
-    float row_lse2[2], row_d[2];
-    attention_row_stats<64>(row_lse2, row_d, row_stats + work.bh * padded_T(T),
-                            lse + (size_t)work.bh * T, out + head.out, dout + head.out, head.C,
-                            last * kSm90Rows + threadIdx.x / kWarp * 16, T, lane);
+    const StatsOfRows<1> stats =
+        load_row_stats<64, 1>(work.stats((float2*)args.scratch), work.lse(args.lse), work.out(args.out),
+                              work.out(args.dout), row0, lane);
 
     const float scale_log2 = scale * kLog2e;
-    float dq[8][4] = {};                                // not yet scaled
-    float s[8][4], dp[8][4];
-    uint32_t ds_frag[4][4];
+    Sm90Tile dq = {}, s, dp;                            // dq: not yet scaled
+    uint32_t ds_frag[1][4][4];
+    std::conditional_t<kDrops, KeepRows<1, 8>, KeepAll> kept(args.keep, work, lane);
     mbarrier_wait(&shared.own_full, 0);
     for (int it = 0; it <= last; it++) {
         // S and dP start together; P is calculated from S while dP is under way
         const int stage = it % kStages;
-        [[maybe_unused]] KeepRows<kSm90Rows> kept;
         mbarrier_wait(&shared.full[stage], it / kStages % 2);
         wgmma_fence();
         wgmma_rows(s, shared.own[0], shared.a[stage]);
         wgmma_rows(dp, shared.own[1], shared.b[stage]);
-        if constexpr (kDrops) {
-            kept.load(keep.bits + work.bh * keep_words(T), T, last * kSm90Rows + threadIdx.x / kWarp * 16,
-                      (last - it) * kSm90Rows, lane);
-        }
+        kept.load(row0, (last - it) * kSm90Rows);
         wgmma_wait<1>();
-        pin_registers(s);
-#pragma unroll
-        for (int n = 0; n < 8; n++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) { s[n][i] = exp2_fast(fmaf(s[n][i], scale_log2, -row_lse2[i / 2])); }
-        }
-        if (it == 0) {                                  // the diagonal
-#pragma unroll
-            for (int n = 0; n < 8; n++) {
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    s[n][i] = n * 8 + lane % 4 * 2 + i % 2 > local_row + i / 2 * 8 ? 0.0f : s[n][i];
-                }
-            }
-        }
+        pin_registers(s[0]);
+        if (it == 0) { mask_future<TileRows::Queries>(s, warp_row, 0, lane); }      // the diagonal
+        probabilities(s, stats, scale_log2);
 
         // dS in place of dP, dQ += dS K
         wgmma_wait<0>();
-        pin_registers(dp);
-        if constexpr (kDrops) { kept.drop(dp); }
-#pragma unroll
-        for (int n = 0; n < 8; n++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float d = row_d[i / 2];
-                dp[n][i] = s[n][i] * (kDrops ? fmaf(dp[n][i], keep.scale, -d) : dp[n][i] - d);
-            }
-        }
-        pack_fragments(ds_frag, dp);
+        pin_registers(dp[0]);
+        score_gradients(dp, s, stats, kept);
+        to_fragments(ds_frag, dp);
         wgmma_fence();
         wgmma_columns(dq, ds_frag, shared.a[stage]);
         wgmma_wait<0>();
-        pin_registers(dq);
-        pin_registers(ds_frag);
+        pin_registers(dq[0]);
+        pin_registers(ds_frag[0]);
         __syncthreads();                                // all are done with the stage
         if (threadIdx.x == 0 && it + kStages <= last) { load_keys(it + kStages); }
     }
-    store_swizzled(dqkv + head.q, head.qkv_row, last * kSm90Rows, T, shared.own[0], dq, scale, scale);
+    scale_tile(dq, scale);
+    store_tile<Swizzled>(work.q(args.dqkv), row0, shared.own[0] + warp_row * 64, dq, lane);
 #else
     __trap();
 #endif
@@ -3634,128 +3314,75 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
 //                     ^ full[stage]
 template <int kStages, int kMinBlocks, bool kDrops>
 __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
-    attention_backward_dkv_sm90_kernel(floatX* dqkv, const float2* row_stats,
+    attention_backward_dkv_sm90_kernel(const AttentionBackward<floatX, float> args,
                                        const __grid_constant__ CUtensorMap qkv_map,
-                                       const __grid_constant__ CUtensorMap dout_map, int B, int T, int NH,
-                                       float scale, AttentionKeep keep) {
+                                       const __grid_constant__ CUtensorMap dout_map, float scale) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
-    auto& shared = *(Sm90DkvShared<kStages, kDrops>*)sm90_bytes;
-    const int lane = threadIdx.x % kWarp;
-    const int local_row = threadIdx.x / kWarp * 16 + lane / 4;      // in the block; the other is 8 further
-    const int tiles = tile_count(T, kSm90Rows);
-    const AttentionWork work = attention_work(tiles, B * NH);
-    const AttentionHead head(work.bh, T, NH, 64);
+    auto& shared = *(Sm90Shared<2, kStages>*)sm90_bytes;
+    const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * 16;
+    const AttentionWork work(kSm90Rows, args.B, args.T, args.NH, 64);
     const int first = work.rank;                        // the key tile, and the query tile on its diagonal
-    const int last = tiles - 1 - first;                 // query tiles after that
+    const int last = work.blocks - 1 - first;           // query tiles after that
+    const int row0 = first * kSm90Rows + warp_row;      // the warp's first key
 
     // Start the first copies: the block's own keys and values and the first kStages tiles
-    const float2* stats_bh = row_stats + work.bh * padded_T(T);
-    auto load_queries = [&](int it) {                   // query tile `first + it`
-        const int stage = it % kStages, q0 = (first + it) * kSm90Rows;
-        constexpr int kKeepBytes = kSm90Rows * sizeof(uint32_t);        // of half of the keys
-        mbarrier_expect(&shared.full[stage], 2 * kSm90Tile * sizeof(floatX) + sizeof(shared.stats[stage]) +
-                                                 (kDrops ? 2 * kKeepBytes : 0));
-        if constexpr (kDrops) {
-            const uint32_t* words = keep.bits + work.bh * keep_words(T) + first * 2 * padded_T(T) + q0;
-            bulk_load(shared.keep[stage][0], words, &shared.full[stage], kKeepBytes);
-            bulk_load(shared.keep[stage][1], words + padded_T(T), &shared.full[stage], kKeepBytes);
-        }
-        tma_load_4d(shared.a[stage], &qkv_map, &shared.full[stage], 0, q0, head.h, head.b);
-        bulk_load(shared.stats[stage], stats_bh + q0, &shared.full[stage], sizeof(shared.stats[stage]));
-        tma_load_4d(shared.b[stage], &dout_map, &shared.full[stage], 0, q0, head.h, head.b);
+    const Sm90Source k = {&qkv_map, args.NH + work.h, work.b}, v = {&qkv_map, 2 * args.NH + work.h, work.b},
+                     q = {&qkv_map, work.h, work.b}, dout = {&dout_map, work.h, work.b};
+    const float2* stats = work.stats((const float2*)args.scratch);
+    auto load_queries = [&](int it) {
+        shared.load_stage(it % kStages, q, dout, (first + it) * kSm90Rows, stats);
     };
     if (threadIdx.x == 0) {
         shared.init_barriers();
-        mbarrier_expect(&shared.own_full, 2 * kSm90Tile * sizeof(floatX));
-        tma_load_4d(shared.own[0], &qkv_map, &shared.own_full, 0, first * kSm90Rows, NH + head.h, head.b);
-        tma_load_4d(shared.own[1], &qkv_map, &shared.own_full, 0, first * kSm90Rows, 2 * NH + head.h, head.b);
+        shared.load_own({k, v}, first * kSm90Rows);
         for (int it = 0; it < min(kStages, last + 1); it++) { load_queries(it); }
     }
     __syncthreads();                                    // the barriers exist
 
     const float scale_log2 = scale * kLog2e;
-    float dk[8][4] = {};                                // not yet scaled
-    float dv[8][4] = {};
-    float s[8][4], dp[8][4];
-    uint32_t p_frag[4][4], ds_frag[4][4];
+    Sm90Tile dk = {}, dv = {}, s, dp;                   // dk: not yet scaled
+    uint32_t p_frag[1][4][4], ds_frag[1][4][4];
+    std::conditional_t<kDrops, KeepColumns<1, 8>, KeepAll> kept(args.keep, work, lane);
     mbarrier_wait(&shared.own_full, 0);
     for (int it = 0; it <= last; it++) {
         // S^T and dP^T start together; P^T is calculated from S^T while dP^T is under way
         const int stage = it % kStages;
         mbarrier_wait(&shared.full[stage], it / kStages % 2);
-        const float2* stats = shared.stats[stage] + lane % 4 * 2;       // of this lane's first two columns
+        const StatsOfColumns columns = {shared.stats[stage] + tile_column(0, 0, lane)};
         wgmma_fence();
         wgmma_rows(s, shared.own[0], shared.a[stage]);
         wgmma_rows(dp, shared.own[1], shared.b[stage]);
+        kept.load(row0, (first + it) * kSm90Rows);
         wgmma_wait<1>();
-        pin_registers(s);
-#pragma unroll
-        for (int n = 0; n < 8; n++) {
-            const float4 lse2_d = *(const float4*)(stats + n * 8);
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                s[n][i] = exp2_fast(fmaf(s[n][i], scale_log2, i % 2 == 0 ? -lse2_d.x : -lse2_d.z));
-            }
-        }
-        if (it == 0) {                                  // the diagonal
-#pragma unroll
-            for (int n = 0; n < 8; n++) {
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    s[n][i] = local_row + i / 2 * 8 > n * 8 + lane % 4 * 2 + i % 2 ? 0.0f : s[n][i];
-                }
-            }
-        }
+        pin_registers(s[0]);
+        if (it == 0) { mask_future<TileRows::Keys>(s, warp_row, 0, lane); }         // the diagonal
+        probabilities(s, columns, scale_log2);
 
         // dV += P^T dO runs under the arithmetic of dS^T, which takes the place of dP^T
-        if constexpr (kDrops) {
-            float p[8][4];
-#pragma unroll
-            for (int n = 0; n < 8; n++) {
-                const uint2 words = shared.kept(stage, n);
-#pragma unroll
-                for (int i = 0; i < 4; i++) { p[n][i] = is_kept(words, i, 0) ? s[n][i] : 0.0f; }
-            }
-            pack_fragments(p_frag, p);
-        } else {
-            pack_fragments(p_frag, s);
-        }
+        to_fragments(p_frag, s, kept);
         wgmma_wait<0>();
-        pin_registers(dp);
+        pin_registers(dp[0]);
         wgmma_fence();
         wgmma_columns(dv, p_frag, shared.b[stage]);
-#pragma unroll
-        for (int n = 0; n < 8; n++) {
-            const float4 lse2_d = *(const float4*)(stats + n * 8);
-            [[maybe_unused]] uint2 words;
-            if constexpr (kDrops) { words = shared.kept(stage, n); }
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float d = i % 2 == 0 ? lse2_d.y : lse2_d.w;
-                if constexpr (kDrops) {
-                    dp[n][i] = s[n][i] * fmaf(is_kept(words, i, 0) ? dp[n][i] : 0.0f, keep.scale, -d);
-                } else {
-                    dp[n][i] = s[n][i] * (dp[n][i] - d);
-                }
-            }
-        }
+        score_gradients(dp, s, columns, kept);
 
         // dK += dS^T Q
-        pack_fragments(ds_frag, dp);
+        to_fragments(ds_frag, dp);
         wgmma_fence();
         wgmma_columns(dk, ds_frag, shared.a[stage]);
         wgmma_wait<0>();
-        pin_registers(dv);
-        pin_registers(dk);
-        pin_registers(p_frag);
-        pin_registers(ds_frag);
+        pin_registers(dv[0]);
+        pin_registers(dk[0]);
+        pin_registers(p_frag[0]);
+        pin_registers(ds_frag[0]);
         __syncthreads();                                // all are done with the stage
         if (threadIdx.x == 0 && it + kStages <= last) { load_queries(it + kStages); }
     }
-    store_swizzled(dqkv + head.k, head.qkv_row, first * kSm90Rows, T, shared.own[0], dk, scale, scale);
-    const float dv_scale = kDrops ? keep.scale : 1.0f;
-    store_swizzled(dqkv + head.v, head.qkv_row, first * kSm90Rows, T, shared.own[1], dv, dv_scale, dv_scale);
+    scale_tile(dk, scale);
+    scale_tile(dv, kept.scale);
+    store_tile<Swizzled>(work.k(args.dqkv), row0, shared.own[0] + warp_row * 64, dk, lane);
+    store_tile<Swizzled>(work.v(args.dqkv), row0, shared.own[1] + warp_row * 64, dv, lane);
 #else
     __trap();
 #endif
@@ -3770,129 +3397,78 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
                          {row_bytes, 64 * sizeof(floatX), row_bytes * T}, {64, kSm90Rows, 1, 1});
 }
 
-template <int kStages, int kMinBlocks, bool kDrops = false>
+template <int kStages, int kMinBlocks, bool kDrops>
 static void attention_forward_sm90(const AttentionForward<floatX, float>& a, Stream stream) {
-    constexpr size_t kBytes = sizeof(Sm90Shared<1, kStages>);
-    auto kernel = attention_forward_sm90_kernel<kStages, kMinBlocks, kDrops>;
-    allow_shared_memory(kernel, kBytes);
-    kernel<<<attention_grid(a.T, kSm90Rows, a.B, a.NH), kSm90Threads, kBytes, stream>>>(
-        a.out, a.lse, attention_tensor_map(a.qkv, a.B, a.T, 3 * a.NH), a.B, a.T, a.NH, 1.0f / sqrtf(64.0f),
-        a.keep);
-    cudaCheck(cudaGetLastError());
+    attention_launch(attention_forward_sm90_kernel<kStages, kMinBlocks, kDrops>, a, kSm90Rows, kSm90Threads,
+                     sizeof(Sm90Shared<1, kStages>), stream, a,
+                     attention_tensor_map(a.qkv, a.B, a.T, 3 * a.NH), 1.0f / sqrtf(64.0f));
 }
 
-template <int kStages, int kMinBlocks, bool kDrops = false>
+template <int kStages, int kMinBlocks, bool kDrops>
 static void attention_backward_dq_sm90(const AttentionBackward<floatX, float>& a, Stream stream) {
-    constexpr size_t kBytes = sizeof(Sm90Shared<2, kStages>);
-    auto kernel = attention_backward_dq_sm90_kernel<kStages, kMinBlocks, kDrops>;
-    allow_shared_memory(kernel, kBytes);
-    kernel<<<attention_grid(a.T, kSm90Rows, a.B, a.NH), kSm90Threads, kBytes, stream>>>(
-        a.dqkv, (float2*)a.scratch, a.dout, a.out, a.lse, attention_tensor_map(a.qkv, a.B, a.T, 3 * a.NH),
-        attention_tensor_map(a.dout, a.B, a.T, a.NH), a.B, a.T, a.NH, 1.0f / sqrtf(64.0f), a.keep);
-    cudaCheck(cudaGetLastError());
+    attention_launch(attention_backward_dq_sm90_kernel<kStages, kMinBlocks, kDrops>, a, kSm90Rows,
+                     kSm90Threads, sizeof(Sm90Shared<2, kStages>), stream, a,
+                     attention_tensor_map(a.qkv, a.B, a.T, 3 * a.NH),
+                     attention_tensor_map(a.dout, a.B, a.T, a.NH), 1.0f / sqrtf(64.0f));
 }
 
-template <int kStages, int kMinBlocks, bool kDrops = false>
+template <int kStages, int kMinBlocks, bool kDrops>
 static void attention_backward_dkv_sm90(const AttentionBackward<floatX, float>& a, Stream stream) {
-    constexpr size_t kBytes = sizeof(Sm90DkvShared<kStages, kDrops>);
-    auto kernel = attention_backward_dkv_sm90_kernel<kStages, kMinBlocks, kDrops>;
-    allow_shared_memory(kernel, kBytes);
-    kernel<<<attention_grid(a.T, kSm90Rows, a.B, a.NH), kSm90Threads, kBytes, stream>>>(
-        a.dqkv, (const float2*)a.scratch, attention_tensor_map(a.qkv, a.B, a.T, 3 * a.NH),
-        attention_tensor_map(a.dout, a.B, a.T, a.NH), a.B, a.T, a.NH, 1.0f / sqrtf(64.0f), a.keep);
-    cudaCheck(cudaGetLastError());
+    attention_launch(attention_backward_dkv_sm90_kernel<kStages, kMinBlocks, kDrops>, a, kSm90Rows,
+                     kSm90Threads, sizeof(Sm90Shared<2, kStages>), stream, a,
+                     attention_tensor_map(a.qkv, a.B, a.T, 3 * a.NH),
+                     attention_tensor_map(a.dout, a.B, a.T, a.NH), 1.0f / sqrtf(64.0f));
 }
 
 // ---- which form runs ----
 static bool attention_uses_sm90(int HS) { return sizeof(floatX) == 2 && sm90_kernels_run() && HS == 64; }
 
-// The shapes of the sm90 kernels: stages of tiles on their way, blocks that share an SM. NOTES.md has others.
-struct Sm90Shape { int stages, blocks; };
-constexpr Sm90Shape kSm90Forward = {2, 4}, kSm90Dq = {2, 4}, kSm90Dkv = {3, 3};
-
-// The shapes of the mma.sync kernels, by head size: groups of 16 rows a warp, rows of a tile, and blocks on
-// an SM, for which the compiler has to save registers (255 a thread at 2, 168 at 3). Two groups halve what
-// shared memory has to deliver for a product, but accumulators take HS / 2 registers a group, dK/dV's twice
-// that. dev/cuda/attention.cu has the others that were tried. The first row that fits the GPU's shared memory
-// is taken; rows that exist for 99 KiB only are marked.
-struct MmaShape { int groups, tile, min_blocks; };
-struct MmaShapes { int HS; MmaShape forward, dq, dkv; };
-constexpr MmaShapes kMmaShapes[] = {
-//    HS   forward     dQ          dK/dV
+// The shapes of the mma.sync kernels, by head size. NOTES.md and dev/cuda/attention.cu have others.
+template <int kHS> struct MmaShapes;
 #ifdef ENABLE_FP32
-    { 16, {2, 64, 3}, {2, 32, 3}, {2, 32, 3}},
-    { 32, {2, 64, 2}, {2, 32, 2}, {2, 32, 2}},
-    { 48, {2, 32, 2}, {2, 32, 2}, {2, 32, 2}},
-    { 64, {2, 32, 2}, {2, 32, 2}, {2, 32, 2}},
-    { 64, {2, 32, 2}, {2, 16, 2}, {2, 16, 2}},      // 99 KiB
-    { 80, {1, 32, 2}, {1, 32, 2}, {1, 32, 2}},
-    { 96, {1, 32, 2}, {1, 32, 2}, {1, 32, 2}},
-    { 96, {1, 32, 2}, {1, 16, 2}, {1, 16, 2}},      // 99 KiB
-    {112, {1, 32, 2}, {1, 16, 2}, {1, 16, 2}},
-    {128, {1, 32, 2}, {1, 16, 2}, {1, 16, 2}},      // needs 100 KiB
+template <> struct MmaShapes<32> { typedef MmaShape<2, 64, 2> Forward; typedef MmaShape<2, 32, 2> Dq, Dkv; };
+template <> struct MmaShapes<64> { typedef MmaShape<2, 32, 2> Forward; typedef MmaShape<2, 16, 2> Dq, Dkv; };
+template <> struct MmaShapes<96> { typedef MmaShape<1, 32, 2> Forward; typedef MmaShape<1, 16, 2> Dq, Dkv; };
+template <> struct MmaShapes<128> { typedef MmaShape<1, 32, 2> Forward; typedef MmaShape<1, 16, 2> Dq, Dkv; };
 #else
-    { 16, {2, 64, 4}, {1, 64, 4}, {2, 32, 4}},
-    { 32, {2, 64, 3}, {2, 32, 3}, {2, 32, 3}},
-    { 48, {2, 64, 2}, {2, 32, 2}, {2, 32, 2}},
-    { 64, {2, 64, 2}, {2, 32, 2}, {2, 32, 2}},
-    { 80, {1, 64, 3}, {1, 64, 2}, {1, 64, 2}},
-    { 96, {1, 64, 2}, {1, 64, 2}, {1, 32, 2}},
-    {112, {1, 32, 3}, {1, 32, 2}, {1, 32, 2}},
-    {128, {1, 64, 2}, {1, 32, 2}, {1, 32, 2}},
-    {160, {1, 32, 2}, {1, 32, 2}, {1, 16, 2}},
-    {192, {1, 32, 2}, {1, 32, 2}, {1, 16, 2}},
-    {192, {1, 32, 2}, {1, 16, 2}, {1, 16, 2}},      // 99 KiB; at 256 dK and dV fill all registers
+template <> struct MmaShapes<32> { typedef MmaShape<2, 64, 3> Forward; typedef MmaShape<2, 32, 3> Dq, Dkv; };
+template <> struct MmaShapes<64> { typedef MmaShape<2, 64, 2> Forward; typedef MmaShape<2, 32, 2> Dq, Dkv; };
+template <> struct MmaShapes<96> {
+    typedef MmaShape<1, 64, 2> Forward, Dq;
+    typedef MmaShape<1, 32, 2> Dkv;
+};
+template <> struct MmaShapes<128> { typedef MmaShape<1, 64, 2> Forward; typedef MmaShape<1, 32, 2> Dq, Dkv; };
 #endif
-};
-constexpr int kNumMmaShapes = sizeof(kMmaShapes) / sizeof(*kMmaShapes);
 
-template <int kRow> struct MmaRow {
-    static constexpr MmaShapes s = kMmaShapes[kRow];
-    template <bool kDrops>
-    static void forward(const AttentionForward<floatX, float>& a, Stream stream) {
-        attention_forward_mma<s.HS, s.forward.groups, s.forward.tile, s.forward.min_blocks, kDrops>(a,
-                                                                                                    stream);
-    }
-    template <bool kDrops>
-    static void backward(const AttentionBackward<floatX, float>& a, Stream stream) {
-        attention_backward_dq_mma<s.HS, s.dq.groups, s.dq.tile, s.dq.min_blocks, kDrops>(a, stream);
-        attention_backward_dkv_mma<s.HS, s.dkv.groups, s.dkv.tile, s.dkv.min_blocks, kDrops>(a, stream);
-    }
-    static constexpr size_t kBytes =                        // of the kernel that needs most
-        std::max({sizeof(ForwardMmaShared<s.HS, s.forward.groups, s.forward.tile>),
-                  sizeof(DqMmaShared<s.HS, s.dq.groups, s.dq.tile>),
-                  sizeof(DkvMmaShared<s.HS, s.dkv.groups, s.dkv.tile>)});
-};
+template <int kHS>
+constexpr size_t kMmaBytes = std::max({sizeof(MmaShared<1, kHS, typename MmaShapes<kHS>::Forward>),
+                                       sizeof(MmaShared<2, kHS, typename MmaShapes<kHS>::Dq>),
+                                       sizeof(MmaShared<2, kHS, typename MmaShapes<kHS>::Dkv>)});
 
-// Calls f with the row of kMmaShapes that serves this head size here, as a type. False: there is none.
-template <int kRow = 0, class F> static bool with_mma_shapes(int HS, F f) {
-    if constexpr (kRow < kNumMmaShapes) {
-        if (kMmaShapes[kRow].HS != HS || MmaRow<kRow>::kBytes > shared_memory_limit()) {
-            return with_mma_shapes<kRow + 1>(HS, f);
-        }
-        if (sizeof(floatX) == 4 && !use_tf32) { return false; }
-        f(MmaRow<kRow>());
-        return true;
-    }
-    return false;
+// The head size of the mma.sync kernels that serve HS here: the next multiple of 32. 0: there are none.
+static int mma_head_size(int HS) {
+    const int size = round_up(HS, 32);
+    if (HS % kWidth != 0 || (sizeof(floatX) == 4 && !use_tf32)) { return 0; }
+    const size_t bytes = size == 32    ? kMmaBytes<32>
+                         : size == 64  ? kMmaBytes<64>
+                         : size == 96  ? kMmaBytes<96>
+                         : size == 128 ? kMmaBytes<128>
+                                       : SIZE_MAX;
+    return bytes <= shared_memory_limit() ? size : 0;
 }
 
-// What this GPU runs, for people. Empty: attention_error says why not.
+// What runs here, for people.
 static const char* attention_form(int HS) {
     if (attention_uses_sm90(HS)) { return "sm90 (wgmma)"; }
-    if (with_mma_shapes(HS, [](auto) {})) { return sizeof(floatX) == 4 ? "mma.sync (TF32)" : "mma.sync"; }
-    return plain_warps(HS, kPlainBackward) > 0 && HS <= kPlainMaxHeadSize ? "plain" : "";
+    if (mma_head_size(HS) == 0) { return "plain"; }
+    return sizeof(floatX) == 4 ? "mma.sync (TF32)" : "mma.sync";
 }
 
-// Why a head size cannot run on this GPU, or nothing. For the start, after device_init.
+// Why a head size cannot run, or nothing.
 static std::string attention_error(int HS) {
-    const char* hint = "hint: choose more heads (head size = C / NH)";
-    if (HS < 1 || HS > kPlainMaxHeadSize) {
-        return format("attention: head size %d; 1 to %d are possible\n%s", HS, kPlainMaxHeadSize, hint);
-    }
-    if (attention_form(HS)[0] != '\0') { return ""; }
-    return format("attention: head size %d needs %zu bytes of shared memory in a block, this GPU has %zu\n%s",
-                  HS, PlainShared::bytes(HS, kPlainBackward, 1), shared_memory_limit(), hint);
+    if (HS >= 1 && HS <= kPlainMaxHeadSize) { return ""; }
+    return format("attention: head size %d; 1 to %d are possible\n"
+                  "hint: choose more heads (head size = C / NH)", HS, kPlainMaxHeadSize);
 }
 
 static void attention_check(int B, int T, int NH, int HS) {
@@ -3903,14 +3479,16 @@ static void attention_check(int B, int T, int NH, int HS) {
 
 template <bool kDrops>
 static void attention_forward_by_form(const AttentionForward<floatX, float>& a, Stream stream) {
-    if (attention_uses_sm90(a.HS)) {
-        if constexpr (sizeof(floatX) == 2) {
-            attention_forward_sm90<kSm90Forward.stages, kSm90Forward.blocks, kDrops>(a, stream);
-        }
-        return;
+    if constexpr (sizeof(floatX) == 2) {
+        if (attention_uses_sm90(a.HS)) { return attention_forward_sm90<2, 4, kDrops>(a, stream); }
     }
-    auto forward = [&](auto row) { decltype(row)::template forward<kDrops>(a, stream); };
-    if (!with_mma_shapes(a.HS, forward)) { attention_forward_plain<kDrops>(a, stream); }
+    switch (mma_head_size(a.HS)) {
+        case 32: return attention_forward_mma<32, MmaShapes<32>::Forward, kDrops>(a, stream);
+        case 64: return attention_forward_mma<64, MmaShapes<64>::Forward, kDrops>(a, stream);
+        case 96: return attention_forward_mma<96, MmaShapes<96>::Forward, kDrops>(a, stream);
+        case 128: return attention_forward_mma<128, MmaShapes<128>::Forward, kDrops>(a, stream);
+        default: attention_forward_plain(a, stream);
+    }
 }
 
 static void attention_forward(const AttentionForward<floatX, float>& a, Stream stream) {
@@ -3920,17 +3498,31 @@ static void attention_forward(const AttentionForward<floatX, float>& a, Stream s
     else { attention_forward_by_form<false>(a, stream); }
 }
 
+template <int kHS, bool kDrops>
+static void attention_backward_mma(const AttentionBackward<floatX, float>& a, Stream stream) {
+    typedef typename MmaShapes<kHS>::Dq Dq;
+    typedef typename MmaShapes<kHS>::Dkv Dkv;
+    static_assert(Dq::kOwned % Dkv::kTile == 0,
+                  "dK/dV reads statistics in whole tiles: dQ's blocks must have written all of the last one");
+    attention_backward_dq_mma<kHS, Dq, kDrops>(a, stream);
+    attention_backward_dkv_mma<kHS, Dkv, kDrops>(a, stream);
+}
+
 template <bool kDrops>
 static void attention_backward_by_form(const AttentionBackward<floatX, float>& a, Stream stream) {
-    if (attention_uses_sm90(a.HS)) {
-        if constexpr (sizeof(floatX) == 2) {
-            attention_backward_dq_sm90<kSm90Dq.stages, kSm90Dq.blocks, kDrops>(a, stream);
-            attention_backward_dkv_sm90<kSm90Dkv.stages, kSm90Dkv.blocks, kDrops>(a, stream);
+    if constexpr (sizeof(floatX) == 2) {
+        if (attention_uses_sm90(a.HS)) {
+            attention_backward_dq_sm90<2, 4, kDrops>(a, stream);
+            return attention_backward_dkv_sm90<3, 3, kDrops>(a, stream);
         }
-        return;
     }
-    auto backward = [&](auto row) { decltype(row)::template backward<kDrops>(a, stream); };
-    if (!with_mma_shapes(a.HS, backward)) { attention_backward_plain<kDrops>(a, stream); }
+    switch (mma_head_size(a.HS)) {
+        case 32: return attention_backward_mma<32, kDrops>(a, stream);
+        case 64: return attention_backward_mma<64, kDrops>(a, stream);
+        case 96: return attention_backward_mma<96, kDrops>(a, stream);
+        case 128: return attention_backward_mma<128, kDrops>(a, stream);
+        default: attention_backward_plain(a, stream);
+    }
 }
 
 static void attention_backward(const AttentionBackward<floatX, float>& a, Stream stream) {

@@ -34,16 +34,16 @@ struct Step {
 };
 
 template <int kHS, int kGroups, int kTile, int kMinBlocks> static void forward_mma(const Buffers& b) {
-    attention_forward_mma<kHS, kGroups, kTile, kMinBlocks>(b.forward, 0);
+    attention_forward_mma<kHS, MmaShape<kGroups, kTile, kMinBlocks>, false>(b.forward, 0);
 }
 template <int kHS, int kGroups, int kTile, int kMinBlocks> static void dq_mma(const Buffers& b) {
-    attention_backward_dq_mma<kHS, kGroups, kTile, kMinBlocks>(b.backward, 0);
+    attention_backward_dq_mma<kHS, MmaShape<kGroups, kTile, kMinBlocks>, false>(b.backward, 0);
 }
 template <int kHS, int kGroups, int kTile, int kMinBlocks> static void dkv_mma(const Buffers& b) {
-    attention_backward_dkv_mma<kHS, kGroups, kTile, kMinBlocks>(b.backward, 0);
+    attention_backward_dkv_mma<kHS, MmaShape<kGroups, kTile, kMinBlocks>, false>(b.backward, 0);
 }
-static void forward_plain(const Buffers& b) { attention_forward_plain<false>(b.forward, 0); }
-static void backward_plain(const Buffers& b) { attention_backward_plain<false>(b.backward, 0); }
+static void forward_plain(const Buffers& b) { attention_forward_plain(b.forward, 0); }
+static void backward_plain(const Buffers& b) { attention_backward_plain(b.backward, 0); }
 static void forward_shipped(const Buffers& b) { attention_forward(b.forward, 0); }
 static void backward_shipped(const Buffers& b) { attention_backward(b.backward, 0); }
 static void forward_dropout(const Buffers& b) {
@@ -61,7 +61,7 @@ static void drawn_forward_dropout(const Buffers& b) {
     forward_dropout(b);
 }
 
-// HS, then as in kMmaShapes: groups of 16 rows a warp, rows of a tile, blocks on an SM.
+// HS, then as in MmaShape: groups of 16 rows a warp, rows of a tile, blocks on an SM.
 #define STEP(PASS, TITLE, RUN, ...) \
     {first_of(__VA_ARGS__), PASS, TITLE " <" #__VA_ARGS__ ">", RUN<__VA_ARGS__>}
 #define FORWARD(...) STEP(Pass::Forward, "forward mma.sync", forward_mma, __VA_ARGS__)
@@ -78,57 +78,39 @@ static const Step kSteps[] = {
     {0, Pass::Backward, "backward shipped, with dropout", backward_dropout},
     {0, Pass::Forward, "dropout drawn, then that forward", drawn_forward_dropout},
 #ifdef ENABLE_FP32
-    FORWARD(16, 2, 64, 3), FORWARD(16, 1, 64, 4),
-    DQ(16, 2, 32, 3), DQ(16, 1, 32, 4),
-    DKV(16, 2, 32, 3), DKV(16, 1, 32, 4),
     FORWARD(32, 2, 64, 2), FORWARD(32, 2, 32, 3), FORWARD(32, 1, 64, 3),
     DQ(32, 2, 32, 2), DQ(32, 2, 32, 3), DQ(32, 1, 32, 3),
     DKV(32, 2, 32, 2), DKV(32, 1, 32, 3),
     FORWARD(64, 2, 32, 2), FORWARD(64, 1, 64, 2), FORWARD(64, 1, 32, 3),
-    DQ(64, 2, 32, 2), DQ(64, 2, 16, 2), DQ(64, 1, 32, 3), DQ(64, 1, 64, 2),
-    DKV(64, 2, 32, 2), DKV(64, 2, 16, 2), DKV(64, 1, 32, 3), DKV(64, 1, 32, 2),
-    FORWARD(80, 1, 32, 2), FORWARD(80, 1, 32, 3),
-    DQ(80, 1, 32, 2), DQ(80, 1, 32, 3),
-    DKV(80, 1, 32, 2), DKV(80, 2, 16, 2),
-    FORWARD(96, 1, 32, 2),
-    DQ(96, 1, 32, 2), DQ(96, 1, 16, 2),
-    DKV(96, 1, 32, 2), DKV(96, 1, 16, 2),
-    FORWARD(112, 1, 32, 2),
-    DQ(112, 1, 16, 2), DQ(112, 1, 32, 2),
-    DKV(112, 1, 16, 2), DKV(112, 1, 32, 2),
-    FORWARD(128, 1, 32, 2),
+    DQ(64, 2, 16, 2), DQ(64, 2, 32, 2), DQ(64, 1, 32, 2), DQ(64, 1, 32, 3), DQ(64, 1, 64, 2),
+    DKV(64, 2, 16, 2), DKV(64, 2, 32, 2), DKV(64, 1, 32, 2), DKV(64, 1, 32, 3),
+    FORWARD(96, 1, 32, 2), FORWARD(96, 1, 16, 2),
+    DQ(96, 1, 16, 2), DQ(96, 1, 32, 2),
+    DKV(96, 1, 16, 2), DKV(96, 1, 32, 2),
+    FORWARD(128, 1, 32, 2), FORWARD(128, 1, 16, 2),
     DQ(128, 1, 16, 2), DQ(128, 1, 32, 2),
     DKV(128, 1, 16, 2), DKV(128, 1, 32, 2),
 #else
     {64, Pass::Forward, "forward wgmma + TMA, 3 stages, 3 blocks an SM",
-     [](const Buffers& b) { attention_forward_sm90<3, 3>(b.forward, 0); }},
+     [](const Buffers& b) { attention_forward_sm90<3, 3, false>(b.forward, 0); }},
     {64, Pass::Forward, "forward wgmma + TMA, 2 stages, 4 blocks an SM",
-     [](const Buffers& b) { attention_forward_sm90<2, 4>(b.forward, 0); }},
+     [](const Buffers& b) { attention_forward_sm90<2, 4, false>(b.forward, 0); }},
     {64, Pass::Dq, "dQ wgmma + TMA, 2 stages, 4 blocks an SM",
-     [](const Buffers& b) { attention_backward_dq_sm90<2, 4>(b.backward, 0); }},
+     [](const Buffers& b) { attention_backward_dq_sm90<2, 4, false>(b.backward, 0); }},
     {64, Pass::Dkv, "dK/dV wgmma + TMA, 3 stages, 3 blocks an SM",
-     [](const Buffers& b) { attention_backward_dkv_sm90<3, 3>(b.backward, 0); }},
-    FORWARD(16, 2, 64, 4), FORWARD(16, 2, 64, 3), FORWARD(16, 1, 64, 4),
-    DQ(16, 1, 64, 4), DQ(16, 2, 32, 3), DQ(16, 2, 64, 2),
-    DKV(16, 2, 32, 4), DKV(16, 2, 32, 3), DKV(16, 1, 64, 4),
+     [](const Buffers& b) { attention_backward_dkv_sm90<3, 3, false>(b.backward, 0); }},
     FORWARD(32, 2, 64, 3), FORWARD(32, 2, 64, 2), FORWARD(32, 1, 64, 4),
     DQ(32, 2, 32, 3), DQ(32, 2, 32, 2), DQ(32, 1, 64, 3),
     DKV(32, 2, 32, 3), DKV(32, 2, 32, 2), DKV(32, 1, 64, 3),
-    FORWARD(48, 2, 64, 2), FORWARD(48, 1, 64, 3),
-    DQ(48, 2, 32, 2), DQ(48, 1, 64, 3),
-    DKV(48, 2, 32, 2), DKV(48, 1, 32, 3),
     FORWARD(64, 2, 64, 2), FORWARD(64, 1, 64, 3),
     DQ(64, 2, 32, 2), DQ(64, 1, 32, 3),
     DKV(64, 2, 32, 2), DKV(64, 1, 32, 3),
-    FORWARD(112, 1, 32, 3), FORWARD(112, 1, 64, 2),
-    DQ(112, 1, 32, 2), DQ(112, 1, 64, 2),
-    DKV(112, 1, 32, 2), DKV(112, 1, 16, 2),
-    FORWARD(160, 1, 32, 2), FORWARD(160, 1, 64, 2),
-    DQ(160, 1, 32, 2), DQ(160, 1, 16, 2),
-    DKV(160, 1, 16, 2), DKV(160, 1, 32, 2),
-    FORWARD(192, 1, 32, 2),
-    DQ(192, 1, 32, 2), DQ(192, 1, 16, 2),
-    DKV(192, 1, 16, 2),
+    FORWARD(96, 1, 64, 2), FORWARD(96, 1, 32, 3),
+    DQ(96, 1, 64, 2), DQ(96, 1, 32, 2),
+    DKV(96, 1, 32, 2),
+    FORWARD(128, 1, 64, 2), FORWARD(128, 1, 32, 2),
+    DQ(128, 1, 32, 2), DQ(128, 1, 64, 2),
+    DKV(128, 1, 32, 2), DKV(128, 1, 16, 2),
 #endif
 };
 
