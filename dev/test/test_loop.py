@@ -1167,13 +1167,6 @@ def test_evaluation_batches():
     check(int(said[3]) > 40, f"{said[3]} batches at -b 1: more than one row of {LONG} in one")
     both = run_ok({**flags, "-j": "val.bin"})
     check_equal((len(both.val_losses()), eval_scores(both)), (1, [want]), "with -j: the validation, too")
-    rng = random.Random(3)                              # of four equal completions the first is the answer
-    equal = [([rng.randrange(256)] * rng.randrange(1, 40), [[rng.randrange(256) for _ in range(9)]] * 4)
-             for _ in range(16)]
-    write_questions("equal.bin", equal, [i % 2 for i in range(16)])
-    for b in (1, 2, 7):
-        got = eval_scores(run_ok({**flags, "-b": b, "--eval-data": "equal.bin"}))[0]
-        check_equal(got[:2], (0.5, 0.5), f"-b {b}: equal completions")
     if "CPU" in Program.device:
         for ranks in (2, 3, 5):
             shared = run_ok({**flags, "-b": 2, "--gpus": ranks})

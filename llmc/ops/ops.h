@@ -219,7 +219,7 @@ template <class X, class S> struct AdamW {              // a skipped update chan
 // leaves singular vectors as they are and maps each singular value s to a s + b s^3 + c s^5. These
 // coefficients are the writeup's. They do not converge to 1: five steps bring all that is not tiny to between
 // 0.7 and 1.2, and they get there fast. scale = sqrt(max(1, rows/cols)), the writeup's too. m is an average of
-gradients, m += (1 - momentum) (g - m), and the decay is Muon's own, apart from AdamW's: torch.optim.Muon.
+// gradients, m += (1 - momentum) (g - m), and wd is Muon's own, apart from AdamW's: all as in torch.optim.Muon.
 constexpr double kMuonA = 3.4445, kMuonB = -4.7750, kMuonC = 2.0315;
 
 template <class X, class S> struct MuonMomentum {       // a skipped update changes nothing
