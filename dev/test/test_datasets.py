@@ -465,6 +465,10 @@ def test_first_shards():
         works("then all", *HUB, "--from", url)
         check_set("then all", "out", documents, 100, 1000, first=True)
         check(len(Hub.seen) == len(hub), f"files were fetched twice: {Hub.seen}")
+    with Serving({"data/0.jsonl": jsonl(["x" * 500])}) as url:          # nowhere to cut: the end is taken
+        works("one document", *HUB, "--out", "one", "--from", url)
+    got = shards("one", "val"), shards("one", "train")
+    check(got == ([[120] * 100], [[0] + [120] * 400]), f"one document: {got}")
 
 
 def test_validation_of_its_own():
