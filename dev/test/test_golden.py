@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Golden losses: 50 steps of two tiny models must have the losses and gradient norms of golden.json, to the bit.
+"""50 steps of two tiny models have the losses and gradient norms of golden.json, to the bit.
 
     python3 dev/test/test_golden.py build/plain/train_gpt2cpu           # a plain build: no BLAS, no OpenMP
     python3 dev/test/test_golden.py build/check/train_gpt2.BF16         # one of the three for GPUs
