@@ -48,7 +48,7 @@ mkdir -p "$data"
 build/stories --seed 1 --bytes "$text" -o "$data/train.txt"
 build/stories --seed 2 --bytes 1000000 -o "$data/held_out.txt"
 for part in train held_out; do
-    build/tokenize "$data/$part.txt" -o "$data/$part"       # writes $part_train.bin
+    build/tokenize "$data/$part.txt" -o "$data/$part" --val-tokens 0    # writes $part_train.bin
     mv "$data/${part}_train.bin" "$data/$part.bin"
 done
 

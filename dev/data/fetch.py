@@ -53,13 +53,19 @@ def megabytes(n):
 
 # ---- one request ----
 
+def is_url(text):
+    return text.startswith(("http://", "https://"))
+
+
 def site_of(url):
     return "{0.scheme}://{0.netloc}".format(urllib.parse.urlsplit(url))
 
 
 def ask(url, first=0):
     """The answer to a GET, from byte `first` on if the server can. HF_TOKEN goes to the hub and nowhere else,
-    also not where the hub sends us on."""
+    also not where the hub sends us on. file: and the like, which urllib would open, are no addresses."""
+    if not is_url(url):
+        raise Problem(f"'{url[:200]}' is no URL", "--from takes a folder, a pattern or http://HOST")
     request = urllib.request.Request(url, headers={"User-Agent": "get.py"})
     if first:
         request.add_header("Range", f"bytes={first}-")
@@ -213,10 +219,10 @@ def hub_files(site, repo, pattern, retries):
         for entry in page:
             if entry.get("type") == "file" and fnmatch.fnmatchcase(entry["path"], pattern):
                 where = f"{site}/datasets/{repo}/resolve/main/{urllib.parse.quote(entry['path'])}"
-                found.append(File(entry["path"], where, "", entry["size"],
+                found.append(File(entry["path"], where, "", entry.get("size", -1),
                                   (entry.get("lfs") or {}).get("oid", "")))
         following = re.search(r'<([^>]+)>; *rel="next"', link)      # long listings come in pages
-        url = following[1] if following else ""
+        url = urllib.parse.urljoin(url, following[1]) if following else ""
     if not found:
         raise Problem(f"{repo} on {site} has no file '{pattern}'", "see its page for the files that it has")
     return sorted(found, key=lambda file: file.name)

@@ -31,8 +31,9 @@ ROOT = os.path.normpath(os.path.join(HERE, "..", ".."))
 sys.path.insert(0, HERE)
 import fetch                                        # noqa: E402
 from documents import kind_of, need_pyarrow         # noqa: E402
-from fetch import File, Problem                     # noqa: E402
-from shards import Work, replace_file, shard_tokens, tokenize       # noqa: E402
+from fetch import File, Problem, is_url             # noqa: E402
+from shards import (Work, changes, read_facts, replace_file, shard_tokens, tokenize,      # noqa: E402
+                    write_facts)
 
 SHARD_TOKENS = 100_000_000
 GROUP_FILES, GROUP_BYTES = 1000, 1 << 28    # of your own small files: so many are tokenized at a time
@@ -47,9 +48,9 @@ class Dataset:
     licence: str
     size: str
     train: str = ""     # which files: patterns of paths in the repository
-    val: str = ""       # "": the first val_tokens of the training files
+    val: str = ""       # "": documents of the training files, val_tokens of them
     stem: str = ""      # shards are STEM_train_000001.bin
-    val_tokens: int = 0
+    val_tokens: int = 0     # "auto": the smaller of 100,000 and a tenth
     tokens: float = 0   # about; to see that the disk is large enough
 
 
@@ -81,7 +82,7 @@ DATASETS = [
     Dataset("debian-docs", "debian", "apt", "English documentation from Debian's packages",
             "each package's, free", "300 MB of packages, 75M tokens", "", "", "debian_docs", 500_000),
     Dataset("files", "files", "--from", "your own .txt .md .jsonl .parquet, also .gz .xz .bz2", "yours", "",
-            "", "", "", 100_000),
+            "", "", "", "auto"),
     Dataset("hub", "text", "--repo", "text, JSONL or parquet files of any data set on huggingface.co",
             "see its page", "", "", "", "", 1_000_000),
     Dataset("hellaswag", "choices", HELLASWAG, "10,042 questions: which ending follows?", "MIT", "12 MB"),
@@ -97,10 +98,6 @@ def show_table():
 
 
 # ---- where the files come from ----
-
-def is_url(text):
-    return text.startswith(("http://", "https://"))
-
 
 def local_files(origin, pattern):
     """[File] of a folder, of a pattern, or the one file; pattern: which of a folder's."""
@@ -177,12 +174,26 @@ def sources_of(dataset, args, mine):
     return found + sources("train", [[file] for file in remote_files(dataset, dataset.train, args)])
 
 
-def same_files(work, args, mine):
-    """Of your own files the shards must be made as they were when it began."""
-    begun = [file for source in work.state["sources"] for file in source["files"]]
-    if begun != [file.facts() for file in mine]:
-        raise Problem(f"the files of '{args.origin}' are others than when '{work.out}' was begun",
-                      "--restart begins anew")
+def same_files(sources, args, mine):
+    """Your own files must be those that the shards were made of, or begun with."""
+    before = {file["name"]: file for source in sources for file in source["files"]}
+    now = {file.name: file.facts() for file in mine}
+    for name in sorted({*before, *now}, key=lambda name: (name in before and name in now, name)):
+        if before.get(name) != now.get(name):
+            known = "is new" if name not in before else "is missing" if name not in now else \
+                f"was '{before[name]['path']}' of {before[name]['size']} bytes, is '{now[name]['path']}' " \
+                f"of {now[name]['size']}"
+            raise Problem(f"'{args.out}' was made of other files than those of '{args.origin}': "
+                          f"'{name}' {known}", "--restart makes it anew; or another --out")
+
+
+def check_complete(args, recipe, mine):
+    made = read_facts(os.path.join(args.out, "dataset.json"))
+    if changed := changes({**recipe, **made["recipe"]}, recipe):
+        raise Problem(f"'{args.out}' was made with {changed}", "--restart makes it anew; or another --out")
+    if mine:
+        same_files(made["sources"], args, mine)
+    print(f"'{args.out}' is complete; --restart makes it anew")
 
 
 # ---- making shards ----
@@ -204,7 +215,7 @@ def fetch_source(work, dataset, number, args):
     file = files[0]
     if args.origin and not is_url(args.origin):
         here = local_files(args.origin, file.name)[0]
-        if here.size != file.size:
+        if file.size not in (-1, here.size):
             raise Problem(f"'{here.path}' has {here.size} bytes, {file.name} of {dataset.source} {file.size}",
                           "it is another file, or not whole")
         return [here.path], []
@@ -255,14 +266,19 @@ def need_tool(args):
 def make_shards(dataset, args):
     recipe = {"name": dataset.name, "source": dataset.source, "train": dataset.train, "val": dataset.val,
               "stem": dataset.stem, "val_tokens": args.val_tokens, "shard_tokens": args.shard_tokens,
+              "validation": "drawn" if dataset.kind == "files" else "first",
               "text_field": args.text_field, "bytes": args.bytes}
     mine = own_files(args) if dataset.kind == "files" else []
+    if os.path.exists(os.path.join(args.out, "dataset.json")) and not args.restart:
+        check_complete(args, recipe, mine)
+        return
+    need_tool(args)
     work = Work(args.out, recipe)
     if args.restart:
         work.restart()
     work.load(lambda: sources_of(dataset, args, mine))
     if dataset.kind == "files":
-        same_files(work, args, mine)
+        same_files(work.state["sources"], args, mine)
     sources = work.state["sources"]
     if any(kind_of(file["name"])[0] == "parquet" for source in sources for file in source["files"]):
         need_pyarrow()
@@ -270,7 +286,8 @@ def make_shards(dataset, args):
     work.cut(args.shards, False)
     ahead = fetch_ahead(work, dataset, len(sources), args)
     for number, source in enumerate(sources):
-        if number < len(work.state["parts"]) or (args.shards and work.train_shards() >= args.shards):
+        enough = args.shards and work.state["cut"].get("train", 0) >= args.shards
+        if number < len(work.state["parts"]) or enough:
             continue
         ahead.join()
         paths, removable = fetch_source(work, dataset, number, args)
@@ -286,9 +303,9 @@ def make_shards(dataset, args):
         work.cut(args.shards, False)
     if len(work.state["parts"]) == len(sources):
         work.cut(args.shards, True)
-        if not (args.shards and work.next_cut("train")[1] < work.tokens("train")):
+        if work.left("train")[0] <= 0:
             work.finish({"name": dataset.name, "source": dataset.source, "licence": dataset.licence,
-                         "recipe": recipe, "tokens": work.tokens("val") + work.tokens("train"),
+                         "recipe": recipe, "tokens": work.tokens(),
                          "sources": sources, "shards": work.shards()})
             return
     print(f"{args.shards} shards, as asked for; the same command with more of them goes on")
@@ -302,7 +319,7 @@ def copy_shards(dataset, args):
     train = remote_files(dataset, dataset.train, args)
     for file in remote_files(dataset, dataset.val, args) + train[:args.shards or len(train)]:
         path = os.path.join(args.out, os.path.basename(file.name))
-        if os.path.exists(path) and os.path.getsize(path) == file.size:
+        if os.path.exists(path) and file.size in (-1, os.path.getsize(path)):
             shard_tokens(path)
             continue
         arrived = path + ".new"                 # not a shard's name before it is known to be one
@@ -336,7 +353,15 @@ def make_choices(dataset, args):
             url = args.origin.rstrip("/") + url[len(fetch.site_of(url)):]
         source = os.path.join(args.out, name)
         fetch.download(File(name, url), source, args.retries)
+    # No checksum of these is published: the first download's is kept, and later ones must have it.
+    sha256, facts = fetch.sha256_of(source), os.path.join(args.out, "dataset.json")
+    first = read_facts(facts)["sha256"] if os.path.exists(facts) and not args.restart else sha256
+    if first != sha256:
+        raise Problem(f"'{source}' is another file than at first: its sha256 is {sha256}, it was {first}",
+                      "remove it and run again; or --restart takes it as it is")
     questions = write_choices(dataset.name, source, path, args.tokenize, os.path.join(args.out, "tmp"))
+    write_facts(facts, {"name": dataset.name, "source": dataset.source, "licence": dataset.licence,
+                        "sha256": sha256})
     print(f"{path}: {questions} questions")
 
 
@@ -357,7 +382,9 @@ def arguments():
     option("--text-field", metavar="NAME", default="text", help="where JSONL and parquet hold the text")
     option("--shards", type=int, default=0, metavar="N", help="make the first N training shards only")
     option("--shard-tokens", type=int, default=SHARD_TOKENS, metavar="N", help="length of a shard")
-    option("--val-tokens", type=int, metavar="N", help="so many tokens at the begin are for validation")
+    option("--val-tokens", type=int, metavar="N",
+           help="so many tokens are for validation: of your own files documents drawn over all of them "
+           "(default: the smaller of 100,000 and a tenth), else the first documents")
     option("--bytes", action="store_true", help="tokens are bytes (V=256), not GPT-2's")
     option("--keep", action="store_true", help="keep downloads that are tokenized until all is done")
     option("--restart", action="store_true", help="forget what is there, its shards too")
@@ -409,15 +436,12 @@ def run(args):
         return
     if dataset.kind == "shards":
         copy_shards(dataset, args)
-    else:
+    elif dataset.kind == "choices":
         need_tool(args)
-        if dataset.kind == "choices":
-            make_choices(dataset, args)
-            return
-        if os.path.exists(os.path.join(args.out, "dataset.json")) and not args.restart:
-            print(f"'{args.out}' is complete; --restart makes it anew")
-        else:
-            make_shards(dataset, args)
+        make_choices(dataset, args)
+        return
+    else:
+        make_shards(dataset, args)
     stem = os.path.join(args.out, dataset.stem)
     val = f" -j '{stem}_val_*.bin'" if glob.glob(glob.escape(stem) + "_val_*.bin") else ""
     print(f"./train_gpt2cu -i '{stem}_train_*.bin'{val} ...")

@@ -1,14 +1,15 @@
 """Sources -> parts -> shards, in an order that a kill does not disturb: what get.py makes data sets with.
 
 A source is what is tokenized at one time: a downloaded file, or some of your own. Its tokens are a part, a
-file in OUT/.work. All parts in a row are cut into shards of equal length, so the shards do not depend on
-where the sources begin and end, nor on how often the work was interrupted. OUT/.work/state.json says which
-parts are done and how far they are cut, and only what it says counts: it is replaced when a file that it
-speaks of is in its place, and a file goes when it no longer speaks of it.
+file in OUT/.work. All parts in a row are one text. Some of its documents are for validation, the rest is cut
+into shards of equal length: they do not depend on where sources end, nor on how often this was interrupted.
+OUT/.work/state.json says which parts are done and how far they are cut, and only what it says counts: it is
+replaced when a file that it speaks of is in its place, and a file goes when it no longer speaks of it.
 """
 import contextlib
 import fcntl
 import json
+import mmap
 import os
 import shutil
 import struct
@@ -20,6 +21,7 @@ from fetch import Problem, write_all, write_or_tell
 MAGIC, VERSION = 20240520, 1
 HEADER_BYTES = 1024
 COPY = 1 << 22
+EOT = 50256                 # of GPT-2's tokens; 0 of bytes
 
 
 def replace_file(path, blocks_of_bytes):
@@ -37,6 +39,16 @@ def replace_file(path, blocks_of_bytes):
         if isinstance(error, OSError):
             raise Problem(f"cannot write '{path}': {error.strerror}", "choose another --out") from error
         raise
+
+
+def write_facts(path, facts):
+    text = json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
+    replace_file(path, [text.encode("utf-8", "surrogateescape")])
+
+
+def read_facts(path):
+    with open(path, encoding="utf-8") as f:
+        return json.load(f)
 
 
 def shard_tokens(path):
@@ -93,7 +105,7 @@ def joined(texts):
 
 def tokenize(tool, prefix, paths, field, as_bytes):
     """The tokens of one source, files of one kind: PREFIX_train.bin, or nothing if there is no text."""
-    flags = ["--bytes", "1"] if as_bytes else []
+    flags = ["--val-tokens", "0"] + (["--bytes", "1"] if as_bytes else [])
     kind, compressed = kind_of(paths[0])
     if kind in ("jsonl", "parquet"):
         rows = (text for path in paths for text in documents(path, field) if text)
@@ -107,7 +119,40 @@ def tokenize(tool, prefix, paths, field, as_bytes):
         run_tool(tool, prefix, flags, files=paths)
 
 
+# ---- validation ----
+
+def draw_key(number):
+    """splitmix64: the order in which documents are drawn, as in tokenize.cpp."""
+    mask = (1 << 64) - 1
+    z = (number + 1) * 0x9E3779B97F4A7C15 & mask
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
+    return z ^ z >> 31
+
+
+def draw_validation(starts, total, wanted):
+    """[(first token, the one behind the last)] of documents drawn over the text, `wanted` tokens at most. The
+    first that does not fit is the last; if less than half is full then, its end is taken. What is left for
+    training so begins with a document. starts: of the documents among `total` tokens."""
+    drawn, left = [], wanted
+    for i in sorted(range(len(starts)), key=draw_key):
+        begin, end = starts[i], starts[i + 1] if i + 1 < len(starts) else total
+        if end - begin > left:
+            if 2 * left > wanted:
+                drawn.append((end - left, end))
+            break
+        drawn.append((begin, end))
+        left -= end - begin
+    return sorted(drawn)
+
+
 # ---- parts and shards ----
+
+def changes(before, now):
+    """What differs between two recipes, in words."""
+    return ", ".join(f"{key} {before.get(key)!r} and not {value!r}" for key, value in now.items()
+                     if before.get(key) != value)
+
 
 class Work:
     """A data set that is being made in the folder `out`; `recipe` is what its bytes depend on."""
@@ -154,13 +199,12 @@ class Work:
             if name.startswith("tmp."):         # of a run that was killed
                 os.unlink(self.path(name))
         if os.path.exists(self.path("state.json")):
-            with open(self.path("state.json"), encoding="utf-8") as f:
-                self.state = json.load(f)
-            changed = [key for key, value in self.recipe.items() if self.state["recipe"].get(key) != value]
-            if not self.state["cut"] and set(changed) <= {"val_tokens", "shard_tokens"}:
-                self.state["recipe"], changed = self.recipe, []     # no shard was cut by them yet
-            if changed:
-                raise Problem(f"'{self.out}' was begun with another {', '.join(changed)}",
+            self.state = read_facts(self.path("state.json"))
+            if not self.state["cut"]:           # no shard was cut by these yet
+                self.state["recipe"].update((key, self.recipe[key]) for key in ("val_tokens", "shard_tokens"))
+                self.state.pop("val", None)
+            if changed := changes(self.state["recipe"], self.recipe):
+                raise Problem(f"'{self.out}' was begun with {changed}",
                               "the same options go on with it; --restart begins anew; or another --out")
             return
         if self.shards():
@@ -170,8 +214,7 @@ class Work:
         self.save()
 
     def save(self):
-        text = json.dumps(self.state, indent=1, ensure_ascii=False)
-        replace_file(self.path("state.json"), [text.encode("utf-8", "surrogateescape")])
+        write_facts(self.path("state.json"), self.state)
 
     def part_path(self, number):
         return self.path(f"part_{number:06d}.bin")
@@ -186,82 +229,125 @@ class Work:
         self.state["parts"].append({"split": split, "tokens": tokens})
         self.save()
 
-    def tokens(self, split):
-        return sum(part["tokens"] for part in self.state["parts"] if part["split"] == split)
+    def tokens(self):
+        return sum(part["tokens"] for part in self.state["parts"])
 
-    def own_val(self):
-        """How many sources are for validation alone; if none is, the beginning of the text is taken."""
-        return sum(source["split"] == "val" for source in self.state["sources"])
+    def document_starts(self, first=0):
+        """The tokens at which documents begin, from this one on."""
+        eot, position = struct.pack("<H", 0 if self.recipe["bytes"] else EOT), 0
+        for number, part in enumerate(self.state["parts"]):
+            if max(first, position) < position + part["tokens"]:
+                with open(self.part_path(number), "rb") as f, \
+                        mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ) as words:
+                    at = HEADER_BYTES + 2 * max(first - position, 0)
+                    while (at := words.find(eot, at)) >= 0:
+                        if at % 2 == 0:
+                            yield position + (at - HEADER_BYTES) // 2
+                        at += 1
+            position += part["tokens"]
 
-    def next_cut(self, split):
-        """(name of the shard, its first token, the one behind its last) of this stream's next shard."""
-        number, size = self.state["cut"].get(split, 0), self.recipe["shard_tokens"]
+    def validation(self, last):
+        """Spans of the text; None: more of it must come first. A set has sources for it, which are the first;
+        or it is drawn from the whole text; or, where that is too long to wait for, it is the beginning."""
+        own = sum(source["split"] == "val" for source in self.state["sources"])
+        if own:
+            end = sum(part["tokens"] for part in self.state["parts"][:own])
+            return [(0, end)] if len(self.state["parts"]) >= own else None
+        wanted, total = self.recipe["val_tokens"], self.tokens()
+        if last and total == 0:
+            raise Problem(f"there is no text in the files of '{self.out}'")
+        if last and wanted != "auto" and wanted >= total:
+            raise Problem(f"the text has {total} tokens, --val-tokens {wanted} leaves none to train on",
+                          f"--val-tokens {total // 10} is a tenth of it")
+        if self.recipe["validation"] == "drawn":
+            if not last:
+                return None
+            starts = list(self.document_starts())
+            spans = draw_validation(starts, total, min(100_000, total // 10) if wanted == "auto" else wanted)
+            print(f"validation: {sum(end - begin for begin, end in spans)} of {total} tokens, "
+                  f"{len(spans)} of {len(starts)} documents", flush=True)
+            return spans
+        end = next(self.document_starts(wanted), None) if wanted else 0
+        if end is None:                         # the text ends with a long document: of that the end
+            return [(total - wanted, total)] if last else None
+        return [(0, end)]
+
+    def spans(self, split):
+        """Which tokens of the text, so far, are this split's."""
         if split == "val":
-            return self.shard_path("val", 0), 0 if number == 0 else self.tokens("val"), self.tokens("val")
-        val = 0 if self.own_val() else self.recipe["val_tokens"]
-        if val and number == 0:
-            return self.shard_path("val", 0), 0, val
-        number += 0 if val else 1
-        return self.shard_path("train", number), val + (number - 1) * size, val + number * size
+            return self.state["val"]
+        edges = [0, *(edge for span in self.state["val"] for edge in span), self.tokens()]
+        return list(zip(edges[::2], edges[1::2]))
 
-    def train_shards(self):
-        cut = self.state["cut"].get("train", 0)
-        return cut - (1 if cut and not self.own_val() and self.recipe["val_tokens"] else 0)
+    def left(self, split):
+        """(tokens that are in no shard yet, tokens of the next whole shard)"""
+        there = sum(end - begin for begin, end in self.spans(split))
+        size = there if split == "val" else self.recipe["shard_tokens"]
+        return there - self.state["cut"].get(split, 0) * size, size
 
     def cut(self, limit, last):
         """Writes the shards that are complete, at most `limit` of training (0: all); last: and the rest."""
-        there = self.tokens("train")
-        if last and not self.own_val() and there <= self.recipe["val_tokens"]:
-            raise Problem(f"the text has {there} tokens, --val-tokens {self.recipe['val_tokens']} leaves "
-                          "none to train on", f"--val-tokens {there // 10} is a tenth of it")
+        if "val" not in self.state:
+            found = self.validation(last)
+            if found is None:
+                return
+            self.state["val"] = found
         for split in ("val", "train"):
-            total = self.tokens(split)
-            whole = last or (split == "val" and len(self.state["parts"]) >= self.own_val())
-            while not (split == "train" and limit and self.train_shards() >= limit):
-                path, begin, end = self.next_cut(split)
-                if begin >= total or (not whole and (end > total or split == "val")):
+            while not (split == "train" and limit and self.state["cut"].get("train", 0) >= limit):
+                left, size = self.left(split)
+                if left <= 0 or (left < size and not last):
                     break
-                end = min(end, total)
-                replace_file(path, self.shard_bytes(split, begin, end))
-                print(f"{path}: {end - begin} tokens", flush=True)
-                self.state["cut"][split] = self.state["cut"].get(split, 0) + 1
+                number = self.state["cut"].get(split, 0)
+                path = self.shard_path(split, number + (split == "train"))
+                count = min(left, size)
+                replace_file(path, self.shard_bytes(split, number * size, count))
+                print(f"{path}: {count} tokens", flush=True)
+                self.state["cut"][split] = number + 1
                 self.save()
         self.drop_parts()
 
-    def spans(self, split):
-        """(path, first token, the one behind its last) of each part of this stream"""
-        begin = 0
-        for number, part in enumerate(self.state["parts"]):
-            if part["split"] == split:
-                yield self.part_path(number), begin, begin + part["tokens"]
-                begin += part["tokens"]
-
-    def shard_bytes(self, split, begin, end):
-        fields = (MAGIC, VERSION, (end - begin + 2**31) % 2**32 - 2**31, 2 if self.recipe["bytes"] else 1)
+    def shard_bytes(self, split, skip, count):
+        fields = (MAGIC, VERSION, (count + 2**31) % 2**32 - 2**31, 2 if self.recipe["bytes"] else 1)
         yield struct.pack("<256i", *fields, *[0] * (256 - len(fields)))
-        for path, first, behind in self.spans(split):
-            if behind <= begin or first >= end:
+        for begin, end in self.spans(split):
+            first, behind = begin + skip, min(end, begin + skip + count)
+            skip = max(first - end, 0)
+            if first < behind:
+                count -= behind - first
+                yield from self.token_bytes(first, behind)
+
+    def token_bytes(self, first, behind):
+        position = 0
+        for number, part in enumerate(self.state["parts"]):
+            begin, end = max(first - position, 0), min(behind - position, part["tokens"])
+            position += part["tokens"]
+            if begin >= end:
                 continue
-            with open(path, "rb") as f:
-                f.seek(HEADER_BYTES + 2 * (max(begin, first) - first))
-                left = 2 * (min(end, behind) - max(begin, first))
+            with open(self.part_path(number), "rb") as f:
+                f.seek(HEADER_BYTES + 2 * begin)
+                left = 2 * (end - begin)
                 while left:
                     block = f.read(min(left, COPY))
                     if not block:
-                        raise Problem(f"'{path}' is cut short", "--restart begins anew")
+                        raise Problem(f"'{f.name}' is cut short", "--restart begins anew")
                     left -= len(block)
                     yield block
 
     def drop_parts(self):
-        for split in ("val", "train"):
-            _, begin, _ = self.next_cut(split)
-            for path, first, behind in self.spans(split):
-                if behind <= begin and behind > first and os.path.exists(path):
-                    os.unlink(path)
+        """Those whose tokens are all in shards: validation is always cut first."""
+        skip, position = self.state["cut"].get("train", 0) * self.recipe["shard_tokens"], 0
+        done = self.tokens()
+        for begin, end in self.spans("train"):
+            if skip < end - begin:
+                done = begin + skip
+                break
+            skip -= end - begin
+        for number, part in enumerate(self.state["parts"]):
+            position += part["tokens"]
+            if position <= done and os.path.exists(self.part_path(number)):
+                os.unlink(self.part_path(number))
 
     def finish(self, facts):
         """Nothing is left to do: what this is, and no .work any more."""
-        replace_file(os.path.join(self.out, "dataset.json"),
-                     [(json.dumps(facts, indent=1, ensure_ascii=False) + "\n").encode(
-                         "utf-8", "surrogateescape")])
+        write_facts(os.path.join(self.out, "dataset.json"), facts)
         shutil.rmtree(self.folder)

@@ -2,8 +2,9 @@
 Text to token shards: the files that train_gpt2 reads with -i and -j.
 
     g++ -std=c++17 -O3 -pthread dev/data/tokenize.cpp -o build/tokenize
-    build/tokenize a.txt b.txt -o data/docs --val-tokens 100000 # data/docs_train.bin, data/docs_val.bin
-    xz -dc web.xz | build/tokenize - -o data/web --shard-tokens 100000000   # data/web_train_000000.bin, ...
+    build/tokenize a.txt b.txt -o data/docs                     # data/docs_train.bin, data/docs_val.bin
+    xz -dc web.xz | build/tokenize - -o data/web --val-tokens 0 --shard-tokens 100000000
+                                                                # data/web_train_000000.bin, ...
     build/tokenize --decode data/docs_val.bin | head            # tokens back to text
 
 A line <|endoftext|> separates documents, and so does the end of a file; every document that is not empty gets
@@ -11,13 +12,16 @@ one end-of-text token in front. `--separators 0` takes the text as it is, all fi
 `--separators nul` is for programs that write documents into a pipe: a byte 0 stands between two, and each is
 taken to the byte, without a line end of its own (dev/data/get.py does so with JSONL and parquet).
 
+Documents drawn over the whole text are for validation; dev/data/get.py draws the same ones. Which they are is
+known at the text's end, so its tokens wait in a file without a name; --val-tokens 0 does without.
+
 The main thread reads blocks, cuts them where a piece is certain to begin (so the cut changes no token), hands
 them to the threads, and writes the results in order: memory stays at a few blocks per thread whatever the
 size of the text.
 */
 #include <math.h>       // gives: fmax
 
-#include <algorithm>    // gives: std::count, std::min
+#include <algorithm>    // gives: std::count, std::min, std::sort
 #include <chrono>       // gives: steady_clock
 #include <condition_variable>   // gives: std::condition_variable
 #include <deque>        // gives: std::deque
@@ -90,19 +94,97 @@ static void shard_put(ShardWriter* w, const uint16_t* tokens, size_t n) {
     }
 }
 
-// The first val_left tokens go to val, the rest to train; all, if wanted, gets both.
+// all, if wanted, gets every token. Where some are for validation, the tokens wait until the text has ended.
 struct Outputs {
     ShardWriter val, train, all;
-    int64_t val_left;
     bool want_all;
+    uint16_t eot;
+    FILE* waiting;                      // null: all is for training
+    std::vector<int64_t> documents;     // where they begin among the tokens that wait
+    int64_t tokens;                     // that wait
 };
 
 static void outputs_put(Outputs* out, const uint16_t* tokens, size_t n) {
     if (out->want_all) { shard_put(&out->all, tokens, n); }
-    size_t val = (size_t)std::min((int64_t)n, out->val_left);
-    shard_put(&out->val, tokens, val);
-    shard_put(&out->train, tokens + val, n - val);
-    out->val_left -= (int64_t)val;
+    if (!out->waiting) {
+        shard_put(&out->train, tokens, n);
+        return;
+    }
+    for (size_t i = 0; i < n; i++) {
+        if (tokens[i] == out->eot) { out->documents.push_back(out->tokens + (int64_t)i); }
+    }
+    if (fwrite(tokens, sizeof(uint16_t), n, out->waiting) != n) {
+        die("cannot write beside '%s': %s", shown(out->train.stem).c_str(), strerror(errno));
+    }
+    out->tokens += (int64_t)n;
+}
+
+// ---- validation ----
+
+struct Span { int64_t begin, end; };
+
+// splitmix64: the order in which documents are drawn, as in dev/data/shards.py.
+static uint64_t draw_key(size_t document) {
+    uint64_t z = ((uint64_t)document + 1) * 0x9E3779B97F4A7C15ull;
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBull;
+    return z ^ z >> 31;
+}
+
+// Documents drawn over the text, `wanted` tokens at most. The first that does not fit is the last; if less
+// than half is full then, its end is taken. What is left for training so begins with a document.
+static std::vector<Span> draw_validation(const std::vector<int64_t>& documents, int64_t total,
+                                         int64_t wanted) {
+    std::vector<size_t> order(documents.size());
+    for (size_t i = 0; i < order.size(); i++) { order[i] = i; }
+    std::sort(order.begin(), order.end(), [](size_t a, size_t b) { return draw_key(a) < draw_key(b); });
+    std::vector<Span> drawn;
+    int64_t left = wanted;
+    for (size_t i : order) {
+        const Span d = {documents[i], i + 1 < documents.size() ? documents[i + 1] : total};
+        if (d.end - d.begin > left) {
+            if (2 * left > wanted) { drawn.push_back({d.end - left, d.end}); }
+            break;
+        }
+        drawn.push_back(d);
+        left -= d.end - d.begin;
+    }
+    std::sort(drawn.begin(), drawn.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
+    return drawn;
+}
+
+// Shares the tokens that wait out to both. A text without separators has no documents: its first are taken.
+static void outputs_share(Outputs* out, bool has_documents, int64_t wanted) {
+    const std::vector<Span> drawn = has_documents ? draw_validation(out->documents, out->tokens, wanted)
+                                                  : std::vector<Span>{{0, wanted}};
+    const char* path = out->train.stem.c_str();
+    std::vector<uint16_t> tokens;
+    auto copy = [&](ShardWriter* to, int64_t n) {
+        for (; n > 0; n -= (int64_t)tokens.size()) {
+            tokens.resize((size_t)std::min(n, (int64_t)kBlock));
+            fread_check(tokens.data(), sizeof(uint16_t), tokens.size(), out->waiting, path);
+            shard_put(to, tokens.data(), tokens.size());
+        }
+    };
+    rewind(out->waiting);
+    int64_t at = 0;
+    for (const Span& span : drawn) {
+        copy(&out->train, span.begin - at);
+        copy(&out->val, span.end - span.begin);
+        at = span.end;
+    }
+    copy(&out->train, out->tokens - at);
+    printf("validation: %lld of %lld tokens, %zu of %zu documents\n", (long long)out->val.total,
+           (long long)out->tokens, drawn.size(), has_documents ? out->documents.size() : 1);
+}
+
+// A file of the output's folder that nobody else sees, and that is gone with this program.
+static FILE* waiting_open(const std::string& prefix) {
+    std::string name = prefix + ".XXXXXX";
+    const int fd = mkstemp(&name[0]);
+    if (fd < 0) { die("cannot create a file beside '%s': %s", shown(prefix).c_str(), strerror(errno)); }
+    unlink(name.c_str());
+    return fdopen(fd, "w+b");
 }
 
 // ---- jobs ----
@@ -319,15 +401,17 @@ static void tokenize_files(const std::vector<std::string>& files, const Tokenize
 
 static struct {
     const char *output, *vocab, *decode, *write_vocab;
+    const char* val_tokens;
     int bytes, separators, all, threads;
-    int64_t val_tokens, shard_tokens;
+    int64_t shard_tokens;
 } cfg;
 
 static const Flag kFlags[] = {
     {"o", "output", FLAG_STRING, &cfg.output, "", 0, 0, nullptr,
      "where to: TEXT_train.bin, TEXT_val.bin"},
-    {"", "val-tokens", FLAG_INT64, &cfg.val_tokens, "0", 0, 1e15, nullptr,
-     "the first N tokens go to TEXT_val.bin"},
+    {"", "val-tokens", FLAG_STRING, &cfg.val_tokens, "auto", 1, 0, nullptr,
+     "documents of N tokens, drawn over the text, go to TEXT_val.bin; auto: the smaller of 100,000 and a "
+     "tenth; with --separators 0: the first N"},
     {"", "shard-tokens", FLAG_INT64, &cfg.shard_tokens, "0", 0, 1e15, nullptr,
      "a new file every N tokens: TEXT_train_000000.bin and so on; 0: one file"},
     {"", "all", FLAG_BOOL, &cfg.all, "0", 0, 0, nullptr, "also write everything to TEXT_all.bin"},
@@ -445,7 +529,18 @@ static void decode_shard(const char* path) {
 
 // ---- main ----
 
+// How many of so many tokens are for validation.
+static int64_t val_tokens(int64_t total) {
+    const char* end = cfg.val_tokens + strlen(cfg.val_tokens);
+    int64_t wanted = std::min<int64_t>(100000, total / 10);
+    if (strcmp(cfg.val_tokens, "auto") != 0 && (!parse_int(cfg.val_tokens, end, &wanted) || wanted < 0)) {
+        die("--val-tokens %s: it is auto or a number of tokens", shown(cfg.val_tokens).c_str());
+    }
+    return wanted;
+}
+
 static void convert(const std::vector<std::string>& files) {
+    const bool all_trains = val_tokens(INT64_MAX) == 0;
     Progress progress = {inputs_check(files), 0, 0, 0, 0, isatty(STDERR_FILENO) == 1};
     Tokenizer tok;
     if (cfg.bytes) { tokenizer_init_bytes(&tok); } else { tokenizer_init_bpe(&tok, cfg.vocab); }
@@ -453,11 +548,13 @@ static void convert(const std::vector<std::string>& files) {
     size_t slash = prefix.rfind('/');
     if (slash != std::string::npos) { mkdir_check(prefix.substr(0, slash + 1).c_str()); }
     ShardWriter none = {"", cfg.shard_tokens, tok.id, {}, 0, 0, 0};
-    Outputs out = {none, none, none, cfg.val_tokens, cfg.all == 1};
+    Outputs out = {none, none, none, cfg.all == 1, (uint16_t)tok.eot, nullptr, {}, 0};
     out.val.stem = prefix + "_val";
     out.train.stem = prefix + "_train";
     out.all.stem = prefix + "_all";
     out.all.shard_tokens = 0;
+    for (const ShardWriter* w : {&out.val, &out.train}) { output_check(shard_path(*w, 0).c_str()); }
+    if (!all_trains) { out.waiting = waiting_open(prefix); }
 
     int threads = cfg.threads ? cfg.threads : std::max(1, (int)std::thread::hardware_concurrency());
     progress.start = seconds();
@@ -465,11 +562,13 @@ static void convert(const std::vector<std::string>& files) {
     if (progress.tokens == 0) {
         die("there is no text in '%s'%s", shown(files[0]).c_str(), files.size() > 1 ? " and the others" : "");
     }
-    if (out.train.total == 0) {
+    const int64_t wanted = val_tokens(progress.tokens);
+    if (wanted >= progress.tokens) {
         die("the text has %lld tokens, --val-tokens %lld leaves none to train on\n"
-            "hint: --val-tokens %lld is a tenth of it", (long long)progress.tokens, (long long)cfg.val_tokens,
+            "hint: --val-tokens %lld is a tenth of it", (long long)progress.tokens, (long long)wanted,
             (long long)progress.tokens / 10);
     }
+    if (out.waiting) { outputs_share(&out, cfg.separators != SEPARATORS_NONE, wanted); }
     for (ShardWriter* w : {&out.val, &out.train, &out.all}) { shard_close(w); }
     double took = seconds() - progress.start;
     double mb = (double)progress.read * 1e-6;

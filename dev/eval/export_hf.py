@@ -106,9 +106,11 @@ def model_card(name, dims, dtype, source):
              "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer",
              "model = AutoModelForCausalLM.from_pretrained(folder)",
              "tokenizer = AutoTokenizer.from_pretrained(folder)", "```", "",
+             f"The trainer begins each text with `{END_OF_TEXT}`, which the tokenizer does not add: "
+             "put it in front of a prompt.", "",
              "Training data and licence: to be filled in by who publishes it."]
     if end_of_text(dims.V) is None:
-        lines[-4:-2] = ["```", "", "Its tokenizer is not known, and none is here."]
+        lines[-6:-2] = ["```", "", "Its tokenizer is not known, and none is here."]
     return "\n".join(lines) + "\n"
 
 

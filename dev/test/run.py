@@ -100,6 +100,9 @@ def all_suites(gpu=True):
     suites += [Suite("gpu resume " + kind, resume + ["build/check/train_gpt2." + kind, "--numeric=1"],
                      ["nvcc train_gpt2." + kind], "gpu", gpu=2, starts=True,
                      queues=None if kind == "BF16" else 1) for kind in kinds]
+    golden = [PYTHON, "dev/test/test_golden.py"]
+    suites += [Suite("gpu golden " + kind, golden + ["build/check/train_gpt2." + kind],
+                     ["nvcc train_gpt2." + kind], "gpu", gpu=1, starts=True, queues=1) for kind in kinds]
     breaks = [PYTHON, "dev/test/break_all.py", "build/check/test_gpt2.BF16", "kernels", "--small", "model"]
     suites += [Suite("gpu break BF16", breaks, ["nvcc test_gpt2.BF16"], "gpu", cores=4, gpu=2,
                      starts=True, queues=1)]
@@ -118,6 +121,7 @@ def all_suites(gpu=True):
         Suite("cli cpu", [PYTHON, "dev/test/test_cli.py", "./train_gpt2cpu"], cpu),
         Suite("loop cpu", [PYTHON, "dev/test/test_loop.py", "./train_gpt2cpu"], cpu),
         Suite("blocks cpu", blocks + ["./train_gpt2cpu"], cpu),
+        Suite("golden cpu", golden + ["build/plain/train_gpt2cpu"], ["build plain"]),
         Suite("seeing cpu", [PYTHON, "dev/test/test_seeing.py", "./train_gpt2cpu"], cpu, cores=0.5),
         Suite("lazy cpu", [PYTHON, "dev/test/test_lazy.py", "build/train_gpt2lazy"], cpu, cores=0.5),
         Suite("hf cpu", [PYTHON, "dev/test/test_hf.py", "./train_gpt2cpu"], cpu),

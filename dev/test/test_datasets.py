@@ -35,6 +35,7 @@ TOOL = os.path.join(ROOT, "build/tokenize")
 sys.path.insert(0, os.path.join(ROOT, "dev/data"))
 import debian                                       # noqa: E402
 import get                                          # noqa: E402
+import shards as made                               # noqa: E402
 
 LIMIT_S = 600                                       # only a hang meets it
 
@@ -123,12 +124,20 @@ def contents(out):
     return {name: read(os.path.join(out, name)) for name in names if name.endswith(".bin")}
 
 
-def check_set(what, out, documents, val, size):
-    """Documents became a validation shard of `val` tokens and training shards of `size`, the last shorter."""
+def check_set(what, out, documents, val, size, first=False):
+    """Documents became a validation shard of `val` tokens, drawn or the first ones, and training shards of
+    `size`, the last shorter."""
     wanted = byte_tokens(documents)
+    starts = [i for i, token in enumerate(wanted) if token == 0]
+    behind = next((i for i in starts if i >= val), None)
+    spans = [(0, behind)] if first else made.draw_validation(starts, len(wanted), val)
+    edges = [0, *(edge for span in spans for edge in span), len(wanted)]
+    wanted_val = flat(wanted[a:b] for a, b in spans)
+    wanted = flat(wanted[a:b] for a, b in zip(edges[::2], edges[1::2]))
     got_val, got = shards(out, "val"), shards(out, "train")
-    check(flat(got_val) == wanted[:val], f"{what}: validation differs")
-    check(flat(got) == wanted[val:], f"{what}: training differs: {flat(got)[:20]}, not {wanted[val:][:20]}")
+    check(flat(got_val) == wanted_val, f"{what}: validation differs")
+    check(flat(got) == wanted, f"{what}: training differs: {flat(got)[:20]}, not {wanted[:20]}")
+    check(flat(got)[0] == 0, f"{what}: training does not begin with a document")
     check([len(part) for part in got[:-1]] == [size] * (len(got) - 1) and 0 < len(got[-1]) <= size,
           f"{what}: lengths {[len(part) for part in got]}")
     check(not os.path.exists(f"{out}/.work"), f"{what}: .work is left")
@@ -155,7 +164,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
     seen = []               # (path, first byte) of every file asked for
     cut = {}                # path: at most so many bytes an answer
     stop = None             # called before the answer to a path that has it as its end: (end, function)
-    ranges, lies, pages = True, False, False
+    ranges, lies, pages, sizeless = True, False, False, False
     status, times = 0, 10**9        # what is answered instead, so many times
 
     def log_message(self, *_):
@@ -177,11 +186,14 @@ class Hub(http.server.BaseHTTPRequestHandler):
             digest = hashlib.sha256(b"other" if Hub.lies else data).hexdigest()
             entries.append({"type": "file", "path": name, "size": len(data), "oid": "0",
                             "lfs": {"oid": digest, "size": len(data), "pointerSize": 1}})
+        for entry in entries if Hub.sizeless else ():
+            del entry["size"]
         if not Hub.pages:
             return self.answer(200, json.dumps(entries).encode())
         page = int(urllib.parse.parse_qs(urllib.parse.urlsplit(self.path).query).get("cursor", ["0"])[0])
+        site = f'http://{self.headers["Host"]}' if Hub.pages is True else Hub.pages
         link = {} if page + 1 >= len(entries) else {
-            "Link": f'<http://{self.headers["Host"]}{self.path.split("?")[0]}?cursor={page + 1}>; rel="next"'}
+            "Link": f'<{site}{self.path.split("?")[0]}?cursor={page + 1}>; rel="next"'}
         return self.answer(200, json.dumps(entries[page:page + 1]).encode(), **link)
 
     def do_GET(self):
@@ -214,7 +226,7 @@ class Serving:
     def __init__(self, files, **settings):
         Hub.files = {name: data if isinstance(data, bytes) else data.encode() for name, data in files.items()}
         Hub.seen, Hub.cut, Hub.stop, Hub.status, Hub.times = [], {}, None, 0, 10**9
-        Hub.ranges, Hub.lies, Hub.pages = True, False, False
+        Hub.ranges, Hub.lies, Hub.pages, Hub.sizeless = True, False, False, False
         for name, value in settings.items():
             setattr(Hub, name, value)
 
@@ -268,16 +280,76 @@ def test_files():
     write("x.log", "a log")
     works("a file", *files("x.log", "three"), "--bytes", "--val-tokens", 1)
     check_set("a file without a known ending", "three", [b"a log"], 1, 10**8)
-    works("GPT-2", *files("in/c.jsonl", "gpt2"), "--val-tokens", 50)
-    tokens = flat(shards("gpt2", "val", 1)) + flat(shards("gpt2", "train", 1))
+    works("GPT-2", *files("in/c.jsonl", "gpt2"), "--val-tokens", 500)
+    works("GPT-2, all", *files("in/c.jsonl", "whole"), "--val-tokens", 0)
+    tokens = flat(shards("whole", "train", 1))
     check(tokens.count(50256) == sum(map(bool, texts)), "an end of text before each document")
     p = subprocess.run([TOOL, "--decode", glob.glob("gpt2/*_val_*.bin")[0], "--separators", "0"],
                        capture_output=True, check=False)
-    whole = b"<|endoftext|>" + b"<|endoftext|>".join(text.encode() for text in texts if text)
-    check(p.stdout and whole.startswith(p.stdout), f"{p.stdout[:80]}, expected {whole[:80]}")
+    starts = [i for i, token in enumerate(tokens) if token == 50256]
+    drawn = [starts.index(begin) for begin, _ in made.draw_validation(starts, len(tokens), 500)]
+    want = "".join("<|endoftext|>" + [text for text in texts if text][i] for i in drawn).encode()
+    check(p.stdout == want, f"{p.stdout[:80]}, expected {want[:80]}")
     facts = json.loads(read("out/dataset.json"))
     check(facts["tokens"] == len(byte_tokens(documents)) and facts["shards"] == list(contents("out")), facts)
-    check("complete" in works("again", *files("in", "out")), "a data set is made twice")
+    again = [*files("in", "out"), "--bytes", "--shard-tokens", 200000]
+    check("complete" in works("again", *again, "--val-tokens", 500), "a data set is made twice")
+    before = contents("out")
+    refused("another length", *again, "--val-tokens", 7, said=("val_tokens 500 and not 7", "--restart"))
+    for name, text, said in (("in/new.md", "new", "'new.md' is new"), ("in/b.md", "x", "of 6 bytes, is")):
+        write(name, text)
+        refused(said, *again, "--val-tokens", 500, said=(said, "--restart"))
+        os.unlink(name)
+    refused("a file less", *again, "--val-tokens", 500, said=("'b.md' is missing",))
+    os.rename("in", "moved")
+    refused("another folder", *files("moved/sub", "out"), *again[5:], "--val-tokens", 500, said=("missing",))
+    check(contents("out") == before, "what was refused changed the shards")
+
+
+def test_draw():
+    """Whole documents, from all over the text, half of what is asked for at least, or a long one's end."""
+    rng = random.Random(4)
+    starts = [0, *sorted(rng.sample(range(1, 10**6), 3000))]
+    spans = made.draw_validation(starts, 10**6, 100_000)
+    ends = dict(zip(starts, [*starts[1:], 10**6]))
+    check(all(ends[begin] == end for begin, end in spans), "a document is cut")
+    check(90_000 < sum(end - begin for begin, end in spans) <= 100_000, f"{len(spans)} documents")
+    tenths = [sum(begin // 10**5 == i for begin, _ in spans) for i in range(10)]
+    check(min(tenths) > 10 and spans == sorted(spans), f"they are not spread: {tenths}")
+    for starts, wanted, got in (([0], 30, [(70, 100)]), ([0], 0, []), ([], 0, []), ([0, 50], 50, [(50, 100)]),
+                                ([0, 40], 10, [(90, 100)])):
+        check(made.draw_validation(starts, 100, wanted) == got, f"{starts}, {wanted}: {got}")
+
+
+def test_draw_as_the_tool():
+    """By default the smaller of 100,000 and a tenth; both programs draw the same, and say so."""
+    for name, count, wanted in (("small", 500, 2000), ("large", 12000, 100_000)):
+        rng = random.Random(count)
+        text = "\n<|endoftext|>\n".join("x" * rng.randrange(1, 180) for _ in range(count))
+        write(f"{name}.txt", text)
+        p = subprocess.run([TOOL, f"{name}.txt", "-o", name, "--bytes", "1"], capture_output=True, text=True,
+                           check=False)
+        out = works(name, *files(f"{name}.txt", f"out/{name}"), "--bytes")
+        said = [line for line in out.splitlines() if line.startswith("validation: ")]
+        check(said and said[0] in p.stdout, f"{said}, {p.stdout}")
+        drawn = shard(f"{name}_val.bin")
+        check([drawn, shard(f"{name}_train.bin")] == [flat(shards(f"out/{name}", split))
+                                                      for split in ("val", "train")], f"{name}: they differ")
+        tenth = (len(drawn) + len(shard(f"{name}_train.bin"))) // 10
+        target = min(100_000, tenth)
+        check(target - 200 < len(drawn) <= target and (tenth > 100_000) == (name == "large"), f"{len(drawn)}")
+
+
+def test_shard_is_synced():
+    """Its bytes are on the disk before its name is."""
+    calls, before = [], (os.fsync, os.replace)
+    try:
+        os.fsync = lambda fd: calls.append(("fsync", os.fstat(fd).st_size))
+        os.replace = lambda old, new: calls.append(("replace", new))
+        made.replace_file("a.bin", [b"one", b"two"])
+    finally:
+        os.fsync, os.replace = before
+    check(calls == [("fsync", 6), ("replace", "a.bin")], calls)
 
 
 def test_files_refused():
@@ -288,16 +360,18 @@ def test_files_refused():
     write("in/e.txt", "short")
     write("pictures/f.png", "x")
     refused("bad JSON", *files("in/a.jsonl", "out"), said=("a.jsonl' line 2",))
-    refused("other options", *files("in/a.jsonl", "out"), "--bytes", said=("another bytes", "--restart"))
+    refused("other options", *files("in/a.jsonl", "out"), "--bytes", said=("bytes False and not True",
+                                                                           "--restart"))
     refused("a missing field", *files("in/b.jsonl", "o2"), said=("'text'", "'body'", "--text-field"))
     works("another field", *files("in/b.jsonl", "o3"), "--text-field", "body", "--bytes",
           "--val-tokens", 0)
     check_set("another field", "o3", [b"text"], 0, 10**8)
     refused("a number", *files("in/c.jsonl", "o4"), said=("row 1", "int"))
     refused("a cut gzip", *files("in/d.txt.gz", "o5"), said=("d.txt.gz' is damaged",))
-    refused("too short", *files("in/e.txt", "o6"), said=("--val-tokens 100000",))
-    refused("too short", *files("in/e.txt", "o11"), "--bytes",
-            said=("--val-tokens 100000", "hint: --val-tokens 0 is a tenth"))
+    write("in/empty.txt", "")
+    refused("no text", *files("in/empty.txt", "o6"), said=("no text",))
+    refused("too short", *files("in/e.txt", "o11"), "--bytes", "--val-tokens", 6,
+            said=("--val-tokens 6", "hint: --val-tokens 0 is a tenth"))
     works("then fewer", *files("in/e.txt", "o11"), "--bytes", "--val-tokens", 2)
     check_set("then fewer", "o11", [b"short"], 2, 10**8)
     refused("nothing there", *files("none*", "o7"), said=("none*",))
@@ -311,7 +385,8 @@ def test_files_refused():
     for out in ("out", "o2", "o4", "o5", "o6", "o7", "o8"):
         check(not os.path.exists(out) or not contents(out), f"{out} has shards")
     write("in/a.jsonl", '{"text": "good"}\n')
-    refused("other files than before", *files("in/a.jsonl", "out"), said=("others", "--restart"))
+    refused("other files than before", *files("in/a.jsonl", "out"), said=("other files", "a.jsonl' was",
+                                                                          "--restart"))
     write("theirs/theirs_train_000001.bin", "x")
     refused("shards of others", *files("in/e.txt", "theirs"), said=("theirs_train_000001.bin",))
     works("--restart", *files("in/e.txt", "theirs"), "--restart", "--bytes", "--val-tokens", 0)
@@ -347,7 +422,8 @@ def test_parquet():
         works("as FineWeb is", "hub", "--repo", "o/n", "--pattern", row.train, "--out", "o4", "--bytes",
               "--val-tokens", 999, "--shard-tokens", 9999, "--from", url)
         check([name for name, _ in Hub.seen] == ["sample/10BT/000.parquet"], f"asked for {Hub.seen}")
-    check(list(contents("o4").values()) == list(contents("out").values()), "from the hub it is another")
+    check_set("as FineWeb is", "o4", [(text or "").replace("\0", "").encode() for text in texts], 999, 9999,
+              first=True)
 
 
 # ---- the hub ----
@@ -358,11 +434,17 @@ def test_hub():
     documents.append(b"last")
     with Serving({**hub, "data/x.txt": "no", "other/y.jsonl": "no"}, pages=True) as url:
         works("a mirror", *HUB, "--from", url)
-        check_set("a mirror", "out", documents, 100, 1000)
+        check_set("a mirror", "out", documents, 100, 1000, first=True)
         check(sorted(name for name, _ in Hub.seen) == sorted(hub), f"asked for {Hub.seen}")
         shutil.rmtree("out")
         works("HF_ENDPOINT", *HUB, HF_ENDPOINT=url)
-        check_set("HF_ENDPOINT", "out", documents, 100, 1000)
+        check_set("HF_ENDPOINT", "out", documents, 100, 1000, first=True)
+    shutil.rmtree("out")
+    with Serving(hub, sizeless=True) as url:
+        works("a listing without sizes", *HUB, "--from", url)
+        check_set("a listing without sizes", "out", documents, 100, 1000, first=True)
+    with Serving(hub, pages="file:///tmp") as url:
+        refused("a page that is no page", *HUB, "--out", "no", "--from", url, said=("'file:///tmp", "no URL"))
     for name, data in hub.items():
         write("copy/" + name, data)
     words = [word if word != "out" else "local" for word in HUB]
@@ -376,12 +458,17 @@ def test_first_shards():
     with Serving(hub) as url:
         works("the first three", *HUB, "--from", url, "--shards", 3)
         wanted = byte_tokens(documents)
-        check(flat(shards("out", "val")) == wanted[:100] and flat(shards("out", "train")) == wanted[100:3100],
-              "the first three shards differ")
+        end = wanted.index(0, 100)
+        check(flat(shards("out", "val")) == wanted[:end] and
+              flat(shards("out", "train")) == wanted[end:end + 3000], "the first three shards differ")
         check(len(Hub.seen) < len(hub), f"all files were asked for: {Hub.seen}")
         works("then all", *HUB, "--from", url)
-        check_set("then all", "out", documents, 100, 1000)
+        check_set("then all", "out", documents, 100, 1000, first=True)
         check(len(Hub.seen) == len(hub), f"files were fetched twice: {Hub.seen}")
+    with Serving({"data/0.jsonl": jsonl(["x" * 500])}) as url:          # nowhere to cut: the end is taken
+        works("one document", *HUB, "--out", "one", "--from", url)
+    got = shards("one", "val"), shards("one", "train")
+    check(got == ([[120] * 100], [[0] + [120] * 400]), f"one document: {got}")
 
 
 def test_validation_of_its_own():
@@ -410,7 +497,7 @@ def test_broken_downloads():
     name = "data/001.jsonl"
     with Serving(hub, cut={name: 1000}) as url:       # goes on as long as something comes
         works("cut connections", *HUB, "--from", url)
-        check_set("cut connections", "out", documents, 100, 1000)
+        check_set("cut connections", "out", documents, 100, 1000, first=True)
         firsts = [first for path, first in Hub.seen if path == name]
         check(firsts == list(range(0, len(hub[name].encode()), 1000)), f"from {firsts}")
     shutil.rmtree("out")
@@ -420,7 +507,7 @@ def test_broken_downloads():
         Hub.ranges = False
         write("out/.work/files/000001_001.jsonl.part", b"rest")
         works("no ranges", *HUB, "--from", url)
-        check_set("no ranges", "out", documents, 100, 1000)
+        check_set("no ranges", "out", documents, 100, 1000, first=True)
         check([path for path, _ in Hub.seen].count("data/000.jsonl") == 1, "a finished file came again")
     shutil.rmtree("out")
     with Serving(hub) as url:
@@ -428,7 +515,7 @@ def test_broken_downloads():
         write("out/.work/files/000000_000.jsonl.part", b"x" * 500)
         refused("another file's part", *HUB, "--from", url, said=("sha256",))
         works("then anew", *HUB, "--from", url)
-        check_set("then anew", "out", documents, 100, 1000)
+        check_set("then anew", "out", documents, 100, 1000, first=True)
     shutil.rmtree("out")
     with Serving(hub, lies=True) as url:
         refused("other bytes than announced", *HUB, "--from", url, said=("data/000.jsonl", "sha256"))
@@ -456,7 +543,7 @@ def test_another_place():
         else:
             with Serving(hub) as other:
                 works("a mirror", *HUB, "--from", other)
-        check_set(how, "out", documents, 100, 1000)
+        check_set(how, "out", documents, 100, 1000, first=True)
 
 
 def test_retries():
@@ -464,7 +551,7 @@ def test_retries():
     with Serving(hub, status=503, times=2) as url:
         code, _, err = call(*HUB, "--from", url)
         check(code == 0 and "503" in err and "trying again" in err, f"exit code {code}: {err}")
-        check_set("after a while", "out", documents, 100, 1000)
+        check_set("after a while", "out", documents, 100, 1000, first=True)
 
 
 def test_kills():
@@ -482,7 +569,7 @@ def test_kills():
                 Hub.stop = None
                 contents("out")
                 works(f"after signal {how}", *HUB, "--from", url)
-                check_set(f"after signal {how}", "out", documents, 100, 1000)
+                check_set(f"after signal {how}", "out", documents, 100, 1000, first=True)
                 again = [path for path, _ in Hub.seen if path in list(hub)[:number]]
                 check(len(again) == number, f"fetched again: {Hub.seen}")
 
@@ -508,7 +595,7 @@ def test_kill_while_tokenizing():
         write("go", "")                             # now it takes what it was fed for the whole
         child.communicate(timeout=LIMIT_S)
         works("after a kill", *HUB, "--from", url)
-        check_set("after a kill", "out", documents, 100, 1000)
+        check_set("after a kill", "out", documents, 100, 1000, first=True)
     write("dies", "#!/bin/sh\nkill -9 $$\n")
     os.chmod("dies", 0o755)
     refused("a tool that is killed", *files("pipe.jsonl", "o2"), "--tokenize", "./dies",
@@ -627,6 +714,11 @@ def test_hellaswag():
     with Serving({path: read("copy/hellaswag_val.jsonl")}) as url:
         works("from a mirror", "hellaswag", "--from", url, "--out", "net")
         check(read("net/hellaswag_val.bin") == read("out/hellaswag_val.bin"), "from a mirror it is another")
+        first = json.loads(read("net/dataset.json"))["sha256"]
+        check(first == hashlib.sha256(read("copy/hellaswag_val.jsonl")).hexdigest(), f"sha256 {first}")
+        Hub.files[path] = read("copy/hellaswag_val.jsonl") + b"\n"
+        os.unlink("net/hellaswag_val.jsonl")
+        refused("another file", "hellaswag", "--from", url, "--out", "net", said=(first, "--restart"))
         Hub.cut = {path: 100}
         refused("cut", "hellaswag", "--from", url, "--out", "cut", "--retries", 0, said=("broken off",))
         check(os.listdir("cut") == ["hellaswag_val.jsonl.part"], f"{os.listdir('cut')}")
@@ -712,7 +804,7 @@ def test_debian():
     wanted = [debian.plain(name, text.encode()) for name, text in (("a.txt", PROSE * 5), ("a.txt", PROSE * 6),
                                                                    ("a.html", PAGE))]
     wanted = sorted((text.encode() for text in wanted), key=lambda data: hashlib.sha256(data).digest())
-    check_set("packages", "out", wanted, 100, 10**8)
+    check_set("packages", "out", wanted, 100, 10**8, first=True)
     write("debs/two-doc.deb", read("debs/two-doc.deb")[:-400])
     refused("a damaged package", *words, "o2", said=("two-doc.deb",))
     os.makedirs("empty")

@@ -275,7 +275,8 @@ static void test_score() {
     TEST("acc is by sums, acc_norm by means, the loss is that of the right completions") {
         const Words one = {1}, two = {1, 2}, four = {1, 2, 3, 4};
         const std::vector<Texts> questions = {
-            {0, {two, one, two, four, one}}, {2, {one, one, two, four, one}}, {1, {one, two, two, two, two}}};
+            {0, {two, one, two, four, {2}}}, {2, {one, one, two, four, {2}}},
+            {1, {one, two, {2, 2}, {3, 2}, {4, 2}}}};
         EvalSet set;
         evalset_init(&set, write_file("score.bin", file_of(questions)).c_str(), 9, 1, 64);
         // sums; means: 3 2 1 9 | 3 2 1 9 | equal: the first is taken
@@ -293,6 +294,27 @@ static void test_score() {
             wrong[1][3] = bad;                          // not even one that is asked for
             s = evalset_score(&set, row_sums(set, wrong));
             CHECK(isnan(s.acc) && isnan(s.acc_norm) && isnan(s.loss), "%f %f %f", s.acc, s.acc_norm, s.loss);
+        }
+    }
+    TEST("completions that the model reads as equal are one row, and the first of them is taken") {
+        const Words x = {1, 2}, y = {2, 1};
+        const std::vector<Texts> questions = {
+            {3, {{5}, y, x, x, x}}, {0, {{5}, x, x, y, y}},
+            {1, {{5}, {1, 8, 2, 3, 4, 5}, {9, 8, 2, 3, 4, 5}, {8, 2, 3, 4, 5}, x}}};
+        const std::vector<int> wanted[] = {{0, 1, 1, 1}, {0, 0, 2, 2}, {0, 0, 0, 3}};
+        for (int B : {1, 3}) {
+            EvalSet set;
+            evalset_init(&set, write_file("equal.bin", file_of(questions)).c_str(), 10, B, 4);
+            CHECK(set.rows.size() == 6, "%zu rows", set.rows.size());
+            std::vector<double> sums;
+            for (size_t i = 0; i < 3; i++) {
+                const EvalQuestion& q = set.questions[i];
+                CHECK(std::vector<int>(q.same_as, q.same_as + 4) == wanted[i], "question %zu", i);
+            }
+            for (const EvalRow& r : set.rows) { sums.push_back(r.question ? 4 - r.choice : r.choice); }
+            const EvalScore s = evalset_score(&set, sums);      // chosen: 0 (y), 2 (the first y), 3
+            CHECK(s.acc == 0.0 && s.acc_norm == 0.0, "acc %f, acc_norm %f", s.acc, s.acc_norm);
+            CHECK(s.loss == (0.5 + 2.0 + 1.0) / 3, "loss %f", s.loss);
         }
     }
     TEST("a completion longer than T: the mean of what was counted") {

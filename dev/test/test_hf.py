@@ -302,6 +302,7 @@ def test_run_folder():
         card = f.read()
     tel = log_lines("run", "tel")[-1].split("tel:")[1].strip()
     check("model_00000006.bin" in card and f"validation loss {tel}" in card, f"the card: {card}")
+    check("`<|endoftext|>`" in card, f"the card says how texts begin: {card}")
     check("# mine\n" in card and os.getcwd() not in card, "the card names the folder, not its place")
     os.mkdir("empty_run")
     refused("a run without a model", EXPORT, "empty_run", "out", said="no model_*.bin in 'empty_run'")
@@ -316,6 +317,7 @@ def test_config():
     check_equal({key: config[key] for key in want}, want, "config.json")
     check_equal(sorted(os.listdir("plain")), ["README.md", "config.json", "generation_config.json",
                                               "model.safetensors"], "no tokenizer for V=300")
+    check(b"endoftext" not in read_bytes("plain/README.md"), "nor a word of it on the card")
     check("no tokenizer" in tool_ok(EXPORT, "plain.bin", "plain2").out, "which is said")
 
 

@@ -622,6 +622,15 @@ def test_readme_commands():
         check(len(seen) == 1 and wanted in seen[0][1], f"{text}: {seen}")
 
 
+def test_what_readme_writes_is_ignored():
+    if call(["git", "-C", ROOT, "rev-parse"])[0] != 0:
+        skip(1, "git does not know this folder")
+        return
+    paths = ["data/mine/mine_train_000001.bin", "both.png", "runs/d12", "d12-hf/config.json", "gpt2_124M.bin"]
+    _, out, _ = call(["git", "-C", ROOT, "check-ignore", *paths])
+    check(out.split() == paths, f"ignored are {out.split()}")
+
+
 def test_readme_command_without_end():
     """It fails with what it said, and all that it began ends with it."""
     before = check_docs.LIMIT_S

@@ -483,7 +483,11 @@ static void feed_tool(const Running& r, const std::string& text, const std::stri
     CHECK(count_files(parts) == wanted, "%zu unfinished files, expected %zu", count_files(parts), wanted);
 }
 
-static void tool_runs(const std::vector<std::string>& args, const std::string& input = "") {
+// All tokens go to _train, unless the flags say otherwise.
+static void tool_runs(std::vector<std::string> args, const std::string& input = "") {
+    if (std::count(args.begin(), args.end(), "--val-tokens") == 0) {
+        args.insert(args.begin(), {"--val-tokens", "0"});
+    }
     Child c = run_child(with_args(args, input));
     CHECK(c.code == 0 && c.err.empty(), "exit code %d: %s", c.code, c.err.c_str());
 }
@@ -537,6 +541,10 @@ static void test_tool_documents() {
     std::string back = "<|endoftext|>\none\n<|endoftext|>\ntwo <|endoftext|>\n<|endoftext|>\none\n";
     CHECK(e.out == back, "decoded: %s", e.out.c_str());
 
+    tool_runs({"-", "-o", temp + "/first", "--separators", "0", "--val-tokens", "5"}, first);
+    got = shard(temp + "/first_val.bin");
+    for (uint32_t id : shard(temp + "/first_train.bin")) { got.push_back(id); }
+    CHECK(got == encode(first), "without separators the first tokens are for validation");
     tool_runs({"-", "-o", temp + "/plain", "--separators", "0"}, first);
     CHECK(shard(temp + "/plain_train.bin") == encode(first), "--separators 0 is not the plain text");
 
@@ -596,12 +604,13 @@ static void test_tool_shards() {
     want.insert(want.end(), tail.begin(), tail.end());
 
     for (const char* threads : {"1", "3"}) {
-        tool_runs({temp + "/big.txt", "-o", temp + "/big", "-j", threads, "--val-tokens", "1000",
-                             "--shard-tokens", "300000", "--all", "1"});
+        const size_t one = one_document.size();         // equal documents: which are drawn cannot be seen
+        tool_runs({temp + "/big.txt", "-o", temp + "/big", "-j", threads, "--val-tokens",
+                   std::to_string(3 * one + 1), "--shard-tokens", "300000", "--all", "1"});
         CHECK(shard(temp + "/big_all.bin") == want, "-j %s: wrong tokens", threads);
         Ids joined = shard(temp + "/big_val_000000.bin");
-        CHECK(joined.size() == 1000, "val has %zu tokens", joined.size());
-        size_t files = (want.size() - 1000 + 299999) / 300000;
+        CHECK(joined.size() == 3 * one, "val has %zu tokens, not three documents of %zu", joined.size(), one);
+        size_t files = (want.size() - 3 * one + 299999) / 300000;
         for (size_t i = 0; i < files; i++) {
             Ids part = shard(temp + format("/big_train_%06d.bin", (int)i));
             CHECK(part.size() == 300000 || i + 1 == files, "shard %zu has %zu tokens", i, part.size());
@@ -611,7 +620,8 @@ static void test_tool_shards() {
         std::string extra = temp + format("/big_train_%06d.bin", (int)files);
         CHECK(file_size(extra.c_str()) < 0, "one shard too many: %s", extra.c_str());
     }
-    Child e = run_child(with_args({temp + "/big.txt", "-o", temp + "/big", "--shard-tokens", "1000000"}));
+    Child e = run_child(with_args({temp + "/big.txt", "-o", temp + "/big", "--shard-tokens", "1000000",
+                                   "--val-tokens", "0"}));
     CHECK(e.code == 0 && e.err.find("left from an earlier run") != std::string::npos, "no warning: %s",
           e.err.c_str());
     e = run_child(with_args({"--decode", temp + "/big_all.bin"}));
@@ -690,6 +700,7 @@ static void test_tool_errors() {
     check_dies("only separators", with_args({"-", "-o", o}, "<|endoftext|>\n<|endoftext|>\n"), {"no text"});
     check_dies("unknown flag", with_args({temp + "/1.txt", "-o", o, "--vall-tokens", "3"}), {"--val-tokens"});
     check_dies("bad number", with_args({temp + "/1.txt", "-o", o, "--val-tokens", "4x"}), {"4x"});
+    check_dies("below 0", with_args({temp + "/1.txt", "-o", o, "--val-tokens", "-1"}), {"--val-tokens -1"});
     check_dies("all val", with_args({temp + "/1.txt", "-o", o, "--val-tokens", "100"}), {"--val-tokens 100"});
     check_dies("no value", with_args({temp + "/1.txt", "-o", "--bytes", "1"}), {"-o", "needs a value"});
     check_dies("a dash", with_args({temp + "/1.txt", "-o", o, "--", "-n"}), {"'-n'"});
@@ -788,7 +799,8 @@ static void test_tool_processes() {
     std::string a, b;                           // enough blocks for the first to be written
     for (int line = 0; line < 120000; line++) { a += format("%9d", line) + std::string(90, '.') + "\n"; }
     b = a + a;
-    std::vector<std::string> args = {"-", "-o", o, "--separators", "0", "-j", "1", "--bytes", "1"};
+    std::vector<std::string> args = {"-", "-o", o, "--separators", "0", "-j", "1", "--bytes", "1",
+                                     "--val-tokens", "0"};
     Running first = start_tool(args), second = start_tool(args);
     feed_tool(first, a + "x", parts, 1);
     feed_tool(second, b + "y", parts, 2);

@@ -9,7 +9,8 @@ tokenizer: they do not say.) The whole file is read and checked before anything 
 A question is four rows: the context and one completion each. The model reads a row without its last token,
 and what counts are the losses of the completion's tokens: the completion with the lowest sum is the answer
 that `acc` counts, the one with the lowest mean that of `acc_norm`. The first of several equal ones is taken.
-A row with more than T + 1 tokens loses its beginning.
+A row with more than T + 1 tokens loses its beginning. Completions of a question that the model reads as equal
+share one row: computed at two places of a batch, their losses could differ in the last bit.
 
 Rows differ much in length, so those of one padded length (positions, rounded up to a multiple of 32, at most
 T) make batches of their own, as many as fit into B*T positions: HellaSwag costs about an eighth of what rows
@@ -55,6 +56,7 @@ struct EvalQuestion {
     int context_tokens, label;
     int64_t choice[kEvalChoices];
     int choice_tokens[kEvalChoices];
+    int same_as[kEvalChoices];                  // the first choice that the model reads as equal: its row
 };
 
 struct EvalRow { int question, choice, positions; };    // positions: that the model reads, at most T
@@ -195,6 +197,27 @@ static inline std::string evalset_questions(EvalSet* set, int V) {
 
 // ---- rows and batches ----
 
+// Token i of a row as the model has it: its beginning may be lost.
+static inline int evalset_token(const EvalSet* set, const EvalRow& row, int i) {
+    const EvalQuestion& q = set->questions[(size_t)row.question];
+    const int at = q.context_tokens + q.choice_tokens[row.choice] - 1 - row.positions + i;
+    return set->words[(size_t)(at < q.context_tokens ? q.context + at
+                                                     : q.choice[row.choice] + at - q.context_tokens)];
+}
+
+// The first position of a row whose target belongs to the completion; the last one is the row's last.
+static inline int evalset_first(const EvalSet* set, const EvalRow& row) {
+    return std::max(0, row.positions - set->questions[(size_t)row.question].choice_tokens[row.choice]);
+}
+
+static inline bool evalset_equal(const EvalSet* set, const EvalRow& a, const EvalRow& b) {
+    bool equal = a.positions == b.positions && evalset_first(set, a) == evalset_first(set, b);
+    for (int i = 0; equal && i <= a.positions; i++) {
+        equal = evalset_token(set, a, i) == evalset_token(set, b, i);
+    }
+    return equal;
+}
+
 static inline void evalset_plan(EvalSet* set, int B, int T) {
     auto padded = [T](int positions) {
         return std::min(T, (positions + kEvalPadding - 1) / kEvalPadding * kEvalPadding);
@@ -202,9 +225,13 @@ static inline void evalset_plan(EvalSet* set, int B, int T) {
     set->B = B;
     set->T = T;
     for (size_t i = 0; i < set->questions.size(); i++) {
-        const EvalQuestion& q = set->questions[i];
+        EvalQuestion& q = set->questions[i];
+        EvalRow rows[kEvalChoices];
         for (int c = 0; c < kEvalChoices; c++) {
-            set->rows.push_back({(int)i, c, std::min(T, q.context_tokens + q.choice_tokens[c] - 1)});
+            rows[c] = {(int)i, c, std::min(T, q.context_tokens + q.choice_tokens[c] - 1)};
+            q.same_as[c] = 0;
+            while (!evalset_equal(set, rows[q.same_as[c]], rows[c])) { q.same_as[c]++; }
+            if (q.same_as[c] == c) { set->rows.push_back(rows[c]); }
         }
     }
     std::stable_sort(set->rows.begin(), set->rows.end(), [&](const EvalRow& a, const EvalRow& b) {
@@ -230,11 +257,6 @@ static inline void evalset_init(EvalSet* set, const char* path, int V, int B, in
     evalset_plan(set, B, T);
 }
 
-// The first position of a row whose target belongs to the completion; the last one is the row's last.
-static inline int evalset_first(const EvalSet* set, const EvalRow& row) {
-    return std::max(0, row.positions - set->questions[(size_t)row.question].choice_tokens[row.choice]);
-}
-
 // What the model reads, and how many of its losses count: loss i is that of targets[i] at position places[i]
 // of the batch, by rows. Behind those both are 0.
 static inline int evalset_fill(const EvalSet* set, const EvalBatch& batch, int* inputs, int* places,
@@ -243,19 +265,13 @@ static inline int evalset_fill(const EvalSet* set, const EvalBatch& batch, int* 
     int count = 0;
     for (int b = 0; b < batch.rows; b++) {
         const EvalRow& row = set->rows[(size_t)(batch.first + b)];
-        const EvalQuestion& q = set->questions[(size_t)row.question];
         const int first = evalset_first(set, row);
-        const int lost = q.context_tokens + q.choice_tokens[row.choice] - 1 - row.positions;
-        auto token = [&](int i) {               // of the row as the file has it
-            return set->words[(size_t)(i < q.context_tokens ? q.context + i
-                                                            : q.choice[row.choice] + i - q.context_tokens)];
-        };
         for (int t = 0; t < batch.T; t++) {
             const bool live = t < row.positions;        // behind it: any token does
-            inputs[b * batch.T + t] = live ? token(lost + t) : 0;
+            inputs[b * batch.T + t] = live ? evalset_token(set, row, t) : 0;
             if (!live || t < first) { continue; }
             places[count] = b * batch.T + t;
-            targets[count++] = token(lost + t + 1);
+            targets[count++] = evalset_token(set, row, t + 1);
         }
     }
     std::fill(places + count, places + N, 0);
@@ -277,7 +293,7 @@ static inline void evalset_sum(const EvalSet* set, const EvalBatch& batch, const
 
 static inline EvalScore evalset_score(const EvalSet* set, const std::vector<double>& sums /*(rows)*/) {
     const size_t n = set->questions.size();
-    std::vector<double> sum(n * kEvalChoices), mean(n * kEvalChoices);      // (questions,choices)
+    std::vector<double> sum(n * kEvalChoices, INFINITY), mean = sum;        // (questions,choices)
     for (size_t i = 0; i < set->rows.size(); i++) {
         const EvalRow& row = set->rows[i];
         const size_t at = (size_t)row.question * kEvalChoices + (size_t)row.choice;
@@ -294,7 +310,7 @@ static inline EvalScore evalset_score(const EvalSet* set, const std::vector<doub
         };
         right += lowest(sum) == label;
         right_norm += lowest(mean) == label;
-        loss += mean[at + label];
+        loss += mean[at + (size_t)set->questions[i].same_as[label]];
     }
     return {(double)right / (double)n, (double)right_norm / (double)n, loss / (double)n};
 }

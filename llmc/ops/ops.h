@@ -220,7 +220,8 @@ template <class X, class S> struct AdamW {              // a skipped update chan
 //     x = a x + (b G + c G G) x     G = x x^T, or with x from the left, whichever side is the smaller
 // leaves singular vectors as they are and maps each singular value s to a s + b s^3 + c s^5. These
 // coefficients are the writeup's. They do not converge to 1: five steps bring all that is not tiny to between
-// 0.7 and 1.2, and they get there fast. scale = sqrt(max(1, rows/cols)), the writeup's too.
+// 0.7 and 1.2, and they get there fast. scale = sqrt(max(1, rows/cols)), the writeup's too. m is an average,
+// m += (1 - momentum) (g - m), and wd is Muon's own, apart from AdamW's: all as in torch.optim.Muon.
 constexpr double kMuonA = 3.4445, kMuonB = -4.7750, kMuonC = 2.0315;
 
 template <class X, class S> struct MuonMomentum {       // a skipped update changes nothing
