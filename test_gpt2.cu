@@ -1036,7 +1036,8 @@ static void test_invariance(const char* name, const Config& c) {
             const float x = why == SKIP_LOSS ? after.loss : u.norm;
             const double score = why == SKIP_LOSS ? u.loss_score : u.norm_score;
             CHECK(fabs(score / ((x - 1.5e-3) / 0.5e-3) - 1) <= 1e-5, "%g has a score of %g", x, score);
-            CHECK(u.losses.values[0] == after.loss && u.norms.values[0] == u.norm, "what enters the windows");
+            CHECK(u.losses.count == state.update.losses.count && u.norms.count == state.update.norms.count,
+                  "a skipped step's loss or norm is in its window");
             gpt2_free(&model);
         }
     }
@@ -2556,7 +2557,7 @@ static void test_outliers() {
     int count[4] = {}, wrong = 0;
     for (uint32_t step = 0; step < 400 && wrong == 0; step++) {
         const double coin = rand_unit(11, RAND_SAMPLE, 0, step);
-        float loss = (step < 250 ? 3.0f : 5.0f) + 0.1f * rand_normal(11, 0, step);
+        float loss = 3.0f + 0.002f * (float)step + 0.1f * rand_normal(11, 0, step);
         double norm = state.loss_scale * (1.0 + 0.2 * fabs(rand_normal(11, 1, step)));
         if (coin < 0.04) { loss += coin < 0.02 ? 1.0f : -1.0f; }
         else if (coin < 0.08) { norm *= coin < 0.06 ? 5.0 : 0.1; }

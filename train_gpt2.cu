@@ -1980,7 +1980,6 @@ __device__ static float window_score(const Window& w, float x) {
 }
 
 __device__ static void window_add(Window* w, float x) {
-    if (!isfinite(x)) { return; }
     w->values[w->count % kWindow] = x;
     w->count++;
 }
@@ -2016,15 +2015,17 @@ __global__ void update_decision_kernel(UpdateDecision<floatX, float> a) {
     const float norm_score = max_norm > 0.0f ? window_score(state->norms, norm) : 0.0f;
     state->loss_score = loss_score;
     state->norm_score = norm_score;
-    window_add(&state->losses, (float)loss);
-    window_add(&state->norms, norm);
     const bool finite = isfinite(norm) && isfinite((float)loss);
     const int skip = !finite ? SKIP_NOT_FINITE
                      : loss_score > max_loss ? SKIP_LOSS
                      : norm_score > max_norm ? SKIP_NORM : SKIP_NO;
     state->skip = skip;
     state->skipped_in_a_row = skip == SKIP_NO ? 0 : state->skipped_in_a_row + 1;
-    state->t += skip == SKIP_NO;
+    if (skip == SKIP_NO) {
+        state->t++;
+        window_add(&state->losses, (float)loss);
+        window_add(&state->norms, norm);
+    }
     if (!finite) {
         state->good_steps = 0;
         if (a.policy.dynamic_loss_scale) { state->loss_scale = fmaxf(scale * 0.5f, 1.0f); }
