@@ -8174,25 +8174,29 @@ static Options run_options() {
 }
 
 // == 11 training loop ==
-// SIGINT, SIGTERM, SIGHUP and SIGUSR1 (which schedulers send before the end) stop a training run. The loop
-// looks at the request between micro-steps, validation batches and generated tokens: a step that is not
+// SIGINT, SIGTERM, SIGHUP, SIGUSR1 (which schedulers send before the end) and SIGPIPE (nobody reads stdout any
+// more, which is not needed from then on) stop a training run. The loop looks at the request between micro-steps, validation batches and generated tokens: a step that is not
 // complete is dropped without an update, because a grace period may be shorter than a step; a checkpoint of
 // the last complete one is saved, and nothing is validated or sampled any more. A second SIGINT does not
 // wait.
 static volatile sig_atomic_t stop_requested = 0;
 static void request_stop(int number) {
-    if (stop_requested) {
-        if (number != SIGINT) { return; }   // a scheduler's warning, then its request
+    static volatile sig_atomic_t heard = 0;         // a signal that somebody sent
+    if (heard && number == SIGINT) {
         atomic_remove_parts();              // of a checkpoint that is being written
         _exit(128 + number);                // what a shell makes of a program that a signal ended
     }
+    // A scheduler's warning comes before its request. Of `trainer | tee`, Ctrl-C ends tee as well: SIGPIPE may
+    // come before SIGINT, which is then no second one, and comes again each time something is printed.
+    if (heard || (stop_requested && number == SIGPIPE)) { return; }
     stop_requested = 1;
-    // Of `trainer | tee`, Ctrl-C ends tee as well, and printing must not end us before the model is saved.
-    signal(SIGPIPE, SIG_IGN);
-    static const char text[] = "stopping after the last complete step; Ctrl-C: at once, unsaved\n";
+    heard = number != SIGPIPE;
+    const char* text = heard ? "stopping after the last complete step; Ctrl-C: at once, unsaved\n"
+                             : "nobody reads what is printed: stopping after the last complete step\n";
     const int e = errno;
     progress_clear();
-    if (write(STDERR_FILENO, text, sizeof(text) - 1) < 0) { errno = e; }
+    if (write(STDERR_FILENO, text, strlen(text)) < 0) {}
+    errno = e;
 }
 
 // Has any rank been told to stop? All ranks ask at the same places and get the same answer.
@@ -8208,9 +8212,10 @@ static void catch_signals() {
     action.sa_handler = request_stop;
     action.sa_flags = SA_RESTART;           // a write that the signal meets goes on
     struct sigaction now;
-    for (int number : {SIGINT, SIGTERM, SIGUSR1, SIGHUP}) {
+    for (int number : {SIGINT, SIGTERM, SIGUSR1, SIGHUP, SIGPIPE}) {
         const bool ignored = sigaction(number, nullptr, &now) == 0 && now.sa_handler == SIG_IGN;
-        if (number != SIGHUP || !ignored) { sigaction(number, &action, nullptr); }      // nohup's wish
+        const bool kept = ignored && (number == SIGHUP || number == SIGPIPE);       // as nohup wants it
+        if (!kept) { sigaction(number, &action, nullptr); }
     }
 }
 

@@ -96,7 +96,6 @@ static void test_check_disk() {
         CHECK(stat(path.c_str(), &st) == 0 && (st.st_mode & 0600) == 0600, "nobody may read the file");
         check_dies("a limit on size", [&] {         // a write in the middle fails, not the last one
             struct rlimit limit = {4096, 4096};
-            signal(SIGXFSZ, SIG_IGN);
             setrlimit(RLIMIT_FSIZE, &limit);
             write_atomic(path, std::string(1000000, 'x'));
         }, {"cannot write", path, "too large", "hint:"});

@@ -648,9 +648,8 @@ def test_bad_input_on_the_way():
     # a disk that takes no checkpoint
 
     def small_files():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384))
-    full = run({"--gpus": 2, "-o": "full", **batch(8)}, preexec_fn=small_files, restore_signals=False)
+    full = run({"--gpus": 2, "-o": "full", **batch(8)}, preexec_fn=small_files)
     check(full.code == 1 and full.err.count("error: ") == 1 and "cannot write" in full.err and
           len(full.err.splitlines()) <= 3, f"a full disk: {full.code}, {full.err}")
     check_equal(glob.glob("full/model_*"), [], "checkpoints, whole or half")
