@@ -8174,11 +8174,11 @@ static Options run_options() {
 }
 
 // == 11 training loop ==
-// SIGINT, SIGTERM, SIGHUP, SIGUSR1 (which schedulers send before the end) and SIGPIPE (nobody reads stdout any
-// more, which is not needed from then on) stop a training run. The loop looks at the request between micro-steps, validation batches and generated tokens: a step that is not
-// complete is dropped without an update, because a grace period may be shorter than a step; a checkpoint of
-// the last complete one is saved, and nothing is validated or sampled any more. A second SIGINT does not
-// wait.
+// SIGINT, SIGTERM, SIGHUP, SIGUSR1 (which schedulers send before the end) and SIGPIPE (nobody reads stdout, and
+// from then on it is not needed) stop a training run. The loop looks at the request between micro-steps,
+// validation batches and generated tokens: a step that is not complete is dropped without an update, because a
+// grace period may be shorter than a step; a checkpoint of the last complete one is saved, and nothing is
+// validated or sampled any more. A second SIGINT does not wait.
 static volatile sig_atomic_t stop_requested = 0;
 static void request_stop(int number) {
     static volatile sig_atomic_t heard = 0;         // a signal that somebody sent
@@ -8186,7 +8186,7 @@ static void request_stop(int number) {
         atomic_remove_parts();              // of a checkpoint that is being written
         _exit(128 + number);                // what a shell makes of a program that a signal ended
     }
-    // A scheduler's warning comes before its request. Of `trainer | tee`, Ctrl-C ends tee as well: SIGPIPE may
+    // A scheduler sends a warning, then its request. Of `trainer | tee`, Ctrl-C ends tee as well: SIGPIPE may
     // come before SIGINT, which is then no second one, and comes again each time something is printed.
     if (heard || (stop_requested && number == SIGPIPE)) { return; }
     stop_requested = 1;

@@ -12,7 +12,7 @@ renamed, so that a kill or a full disk never leaves half a file under the good n
     atomic_commit(&out);                       // fsync, rename, fsync of the folder
     stdout_check();                            // the last thing main does: was all that it printed written?
 
-Memory that runs out, and a limit on the size of files, end in die(), too, in every program that includes this.
+Memory that runs out and a limit on the size of files end in die(), too, in every program that includes this.
 */
 #ifndef LLMC_CHECK_H
 #define LLMC_CHECK_H

@@ -137,6 +137,7 @@ static void test_check_disk() {
         write_atomic(path, "old");
         auto half_then = [&](const std::function<void()>& end) {
             return run_child([&] {
+                for (int number : {SIGINT, SIGTERM, SIGHUP}) { signal(number, SIG_DFL); }   // not as nohup has it
                 AtomicFile a = atomic_open(path);
                 atomic_write(&a, "half", 4);
                 fflush(a.f);

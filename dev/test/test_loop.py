@@ -27,8 +27,7 @@ import time
 try:
     import numpy as np
 except ImportError:
-    print("SKIP: no numpy\nhint: pip install -r dev/requirements.txt\n0 passed, 0 failed, 1 skipped")
-    sys.exit(0)
+    sys.exit("error: no numpy\nhint: pip install -r dev/requirements.txt")
 
 from checks import ROOT
 from trainer import (LIMIT_S, LOG_LINE, SHARD_MAGIC, Program, check, check_close, check_equal,
