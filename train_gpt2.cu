@@ -7212,7 +7212,6 @@ struct Saver {
     std::string folder;
     std::vector<SavedPiece> pieces;
     std::vector<size_t> groups; // index of each group's first piece, and the number of pieces
-    size_t capacity;
     char* memory;
     Stream stream;
     Event ready;
@@ -7255,6 +7254,8 @@ static std::vector<SavedPiece> saved_pieces(const GPT2* model) {
     return pieces;
 }
 
+static void* (*saver_pin)(size_t bytes) = pinned_try;       // tests put one that fails in its place
+
 // at_once: there should be memory for a whole checkpoint, as steps will follow one.
 static void saver_init(Saver* saver, GPT2* model, const Logger* logger, const std::string& folder,
                        bool at_once, const Retention& retention) {
@@ -7265,27 +7266,31 @@ static void saver_init(Saver* saver, GPT2* model, const Logger* logger, const st
     saver->retention = retention;
     saver->phase = Saver::Idle;
     saver->step = -1;
-    size_t all = 0, largest = 1;
+    size_t all = 0, largest = 1;                // bytes
     for (const SavedPiece& p : saver->pieces) {
         all += p.bytes();
         largest = std::max(largest, p.bytes());
     }
     // half of what is free, for all ranks of this machine
     const size_t most = addresses_limited() ? 0 : host_memory_free() / 2 / (size_t)comm.local_world;
-    saver->capacity = at_once && all <= most ? all : largest;
-    if (at_once && saver->capacity < all) {
-        warn("host memory is short: a checkpoint of %s is written in parts, and training waits for it",
-             bytes_text(all).c_str());
+    size_t capacity = all;
+    saver->memory = at_once && all <= most ? (char*)saver_pin(all) : nullptr;
+    if (!saver->memory) {
+        capacity = largest;
+        saver->memory = (char*)pinned_malloc(largest, "checkpoints");
+        if (at_once && largest < all) {
+            warn("host memory is short: a checkpoint of %s is written in parts, and training waits for it",
+                 bytes_text(all).c_str());
+        }
     }
     saver->groups = {0};                // one at least: a rank may have nothing but padding
     size_t used = 0;
     for (size_t i = 0; i < saver->pieces.size(); i++) {
-        if (used + saver->pieces[i].bytes() > saver->capacity) { saver->groups.push_back(i); used = 0; }
+        if (used + saver->pieces[i].bytes() > capacity) { saver->groups.push_back(i); used = 0; }
         saver->pieces[i].at = used;
         used += saver->pieces[i].bytes();
     }
     saver->groups.push_back(saver->pieces.size());
-    saver->memory = (char*)pinned_malloc(saver->capacity, "checkpoints");
     saver->stream = stream_create();
     saver->ready = event_create();
     saver->worker = worker_start();
@@ -7318,14 +7323,26 @@ static void saver_write(Saver* saver, size_t group, int64_t step, const Facts& f
     if (has_state) { state_commit(&saver->state); }
 }
 
-// Until the thread is idle. A slow disk is no reason to give the job up: what is being written is all there
-// is of it.
-constexpr double kDiskPatience = 3600;          // seconds for a group of tensors and their way to the disk
-static void saver_wait(Saver* saver) {
-    comm_progress(saver->model->step);
-    comm_patience(kDiskPatience);
+// A disk that stalls is no reason to give the job up: while one of these lives, its rank may wait for files.
+// One may live within another.
+constexpr double kDiskPatience = 3600;          // seconds; a group of tensors has no longer way to the disk
+struct DiskWait {
+    inline static int depth = 0;
+    const int64_t step;
+    explicit DiskWait(int64_t step) : step(step) {
+        depth++;
+        comm_progress(step);
+        comm_patience(kDiskPatience);
+    }
+    ~DiskWait() {
+        comm_progress(step);
+        if (--depth > 0) { comm_patience(kDiskPatience); }
+    }
+};
+
+static void saver_wait(Saver* saver) {          // until the thread is idle
+    DiskWait disk(saver->model->step);
     worker_wait(saver->worker);
-    comm_progress(saver->model->step);
 }
 
 // Asked by all ranks between steps: has everybody written what belongs to the last checkpoint? Then rank 0
@@ -7353,6 +7370,7 @@ static void saver_advance(Saver* saver, bool wait) {
     }
     if (saver->phase != Saver::Marking || worker_busy(saver->worker)) { return; }
     saver->phase = Saver::Idle;
+    DiskWait disk(saver->model->step);
     int64_t bytes = file_size(checkpoint_model(folder, step).c_str());
     for (const std::string& path : states) { bytes += file_size(path.c_str()); }
     progress_clear();
@@ -7371,7 +7389,10 @@ static void saver_save(Saver* saver, int64_t step, const Facts& facts) {
     saver->began_s = comm_now();
     saver->retention.bad.erase(step);
     // what had this name before is none from now on
-    if (split.rank == 0) { unlink(checkpoint_marker(saver->folder, step).c_str()); }
+    if (split.rank == 0) {
+        DiskWait disk(model->step);
+        unlink(checkpoint_marker(saver->folder, step).c_str());
+    }
     comm_any(false);                                // and rank 0 has made the folder, at its first report
     for (int b = 0; b < (int)model->layout.buckets.size(); b++) { gpt2_await_params(model, b); }
     for (size_t group = 0; group + 1 < saver->groups.size(); group++) {
@@ -7553,6 +7574,7 @@ static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
     for (int i = 0; i < NUM_PARAMS; i++) {
         const ParamSpec& s = model->param_specs[i];
         for (int l = 0; l < s.copies; l++) {
+            DiskWait disk(c->step);
             const HeldPart part = gpt2_held_part(model, i, l);
             const std::string name = "." + state_name(s, l);
             std::string error = checkpoint_read(c, index, "param" + name, state_type(s), s, 0, s.elems,
@@ -7567,7 +7589,6 @@ static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
                 copy_to_device(held.memory, data.data(), data.size(), model->stream);
                 stream_sync(model->stream);
             }
-            comm_progress(c->step);
         }
     }
     DeviceState state = {};
@@ -8174,10 +8195,10 @@ static Options run_options() {
 }
 
 // == 11 training loop ==
-// SIGINT, SIGTERM, SIGHUP, SIGUSR1 (which schedulers send before the end) and SIGPIPE (nobody reads stdout, and
-// from then on it is not needed) stop a training run. The loop looks at the request between micro-steps,
-// validation batches and generated tokens: a step that is not complete is dropped without an update, because a
-// grace period may be shorter than a step; a checkpoint of the last complete one is saved, and nothing is
+// SIGINT, SIGTERM, SIGHUP, SIGUSR1 (which schedulers send before the end) and SIGPIPE (nobody reads stdout,
+// and from then on it is not needed) stop a training run. The loop looks at the request between micro-steps,
+// validation batches and generated tokens: a step that is not complete is dropped without an update, because
+// a grace period may be shorter than a step; a checkpoint of the last complete one is saved, and nothing is
 // validated or sampled any more. A second SIGINT does not wait.
 static volatile sig_atomic_t stop_requested = 0;
 static void request_stop(int number) {
@@ -8219,6 +8240,11 @@ static void catch_signals() {
     }
 }
 
+static void next_batch(DataLoader* loader, int64_t step) {
+    DiskWait disk(step);
+    dataloader_next(loader);
+}
+
 // Mean loss over the first most*B rows of the set, or over all of them where there are fewer: each counts
 // once, so the last batch may be a smaller one, and B changes the mean by rounding only. Batches go round the
 // ranks, and their sums are added up in order. Touches neither gradients nor weights. False: a signal ended
@@ -8237,7 +8263,7 @@ static bool gpt2_validate(float* loss, GPT2* model, DataLoader* loader, int B, i
         mine[round] = 0.0f;
         if (stopped || row >= rows) { continue; }
         const int live = (int)std::min((int64_t)B, rows - row);
-        dataloader_next(loader);            // always B rows: after the set's last come its first again
+        next_batch(loader, model->step);      // always B rows: after the set's last come its first again
         gpt2_set_inputs(model, loader->inputs, loader->targets, live, T, ClassifierMode::LossOnly);
         gpt2_loss(model, live, T, ClassifierMode::LossOnly, 0.0f, weight, &model->state->loss,
                   Accumulate::No);
@@ -8264,6 +8290,7 @@ static bool gpt2_validate(float* loss, GPT2* model, DataLoader* loader, int B, i
 static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t step) {
     float loss = 0.0f;
     if (!gpt2_validate(&loss, model, loader, run.B, run.T, run.val_batches)) { return true; }
+    DiskWait disk(step);
     printf("val loss %s\n", logger_number("%.6f", loss).c_str());
     fflush(stdout);
     logger_val(logger, step, loss);
@@ -8330,6 +8357,7 @@ static bool evaluate(GPT2* model, const EvalSet* set, Logger* logger, int64_t st
     std::vector<double> sums;
     if (!gpt2_evaluate(&sums, model, set)) { return true; }
     const EvalScore score = evalset_score(set, sums);
+    DiskWait disk(step);
     printf("eval acc_norm %s | acc %s | loss %s\n", logger_number("%.6f", score.acc_norm).c_str(),
            logger_number("%.6f", score.acc).c_str(), logger_number("%.6f", score.loss).c_str());
     fflush(stdout);
@@ -8454,7 +8482,7 @@ static void generate(GPT2* model, const Tokenizer* tokenizer, bool has_text, int
         begin(first);
         gpt2_write(model, prompt, run.sample_tokens, start, (uint32_t)first, (uint64_t)step << 24,
                    [&](int row, int token) {
-            comm_progress(step);
+            DiskWait disk(step);                        // for where the text goes
             if (row >= rows) { return true; }           // the last texts may be fewer
             speed.add(first == 0 && lengths[row]++ == 0);
             over[row] = token == start;                 // the document is over
@@ -8638,6 +8666,7 @@ static bool report_step(Reports* r, Logger* logger, const LrSchedule& schedule) 
     r->line = {r->line.steps + 1, step, r->line.loss + state.loss, r->line.norm + state.update.norm,
                r->line.ms + ms};
     const std::string gpu = report_gpu(r, step + 1);
+    DiskWait disk(step + 1);                // the files' lines; stdout may be one, too
     if ((step + 1) % run.log_every == 0) { report_line(r, schedule); } else { report_progress(*r); }
     logger_train(logger, {step, state.loss, lr, state.update.norm, (step + 1) * run.total_batch, ms,
                           tokens_per_s}, gpu);
@@ -8670,9 +8699,7 @@ static bool train_step(GPT2* model, DataLoader* loader, double lr, double muon_l
     for (int micro = 0; micro < micro_steps; micro++) {
         if (stop_agreed(model->step)) { return false; }
         if (run.overfit) { dataloader_seek(loader, 0); }
-        comm_patience(kDiskPatience);           // for a file system that stalls
-        dataloader_next(loader);
-        comm_progress(model->step);
+        next_batch(loader, model->step);
         gpt2_micro_step(model, loader->inputs, loader->targets, run.B, run.T, micro, micro_steps);
     }
     gpt2_update(model, lr, run.beta1, run.beta2, run.eps, (float)run.grad_clip, muon_lr);
@@ -8776,7 +8803,7 @@ static void rewind_or_stop(Training* t) {
     std::set<int64_t>* bad = &t->saver.retention.bad;
     // A signal may have left a checkpoint between those of -n: the run goes back as far as without it.
     const int64_t every = std::max(1, run.checkpoint_every);
-    comm_patience(kDiskPatience);           // rank 0 reads a whole model file
+    DiskWait disk(from);
     Checkpoint c = checkpoint_find(t->saver.folder, from / every * every, bad);
     if (c.step < 0) { c = checkpoint_find(t->saver.folder, from, bad); }
     checkpoint_resume(&t->model, &c, t->saver.folder, bad);

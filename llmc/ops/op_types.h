@@ -99,8 +99,8 @@ struct TokenBuckets {
 };
 
 // The values of a number at the last kWindow updates, which say what is usual for it. Those of a skipped
-// update do not enter: they would widen what is usual, and a few more like them would pass. Mean and deviation
-// are taken anew from the values each time, which costs microseconds; running sums would drift.
+// update do not enter: they would widen what is usual, and a few more like them would pass. Mean and
+// deviation are taken anew from the values each time, which costs microseconds; running sums would drift.
 constexpr int kWindow = 128;
 struct Window {
     float values[kWindow];
