@@ -7749,7 +7749,8 @@ static const Flag kFlags[] = {
     {"",    "top-p",           FLAG_FLOAT,  &run.top_p,          "1",       0, 1, nullptr,
         "and of those among the likeliest that have this part of the probability"},
     {"",    "chat",            FLAG_BOOL,   &run.chat,           "0",       0, 1, nullptr,
-        "-x 0: read lines and go on from each; Ctrl-C ends a text, Ctrl-D the program"},
+        "-x 0: read lines and go on from each; Ctrl-C ends a text, Ctrl-D the program; without -g a text "
+        "goes on to the end of a sentence"},
     {"a",   "overfit",         FLAG_BOOL,   &run.overfit,        "0",       0, 1, nullptr,
         "train on the first batch over and over", FLAG_FIXED},
     {"f",   "tf32",            FLAG_BOOL,   &run.tf32,           "1",       0, 1, nullptr,
@@ -8428,21 +8429,19 @@ struct TextOut {
 
 // How fast tokens came. Starting takes its time: the prompt, and what the driver does once.
 struct TextSpeed {
-    const double start = comm_now();
-    double first = 0.0, last = 0.0;     // when these steps' tokens came
-    int64_t tokens = 0, in_first = 0;   // so far; of the first step
+    double start = comm_now(), wait = 0.0;  // of the first token
+    double last = 0.0, seconds = 0.0;       // when the last one came; what those took that follow another
+    int64_t tokens = 0, later = 0;          // all; those that follow another
 
-    void add(bool of_first_step) {
-        last = comm_now();
-        tokens++;
-        if (of_first_step) { first = last; in_first++; }
+    void add(bool begins) {                 // a text, after which somebody may have thought for long
+        const double now = comm_now();
+        if (tokens++ == 0) { wait = now - start; }
+        if (!begins) { seconds += now - last; later++; }
+        last = now;
     }
     void print() const {
         if (ferror(stdout)) { return; }     // nobody has the text; the program's end says so
-        const double seconds = last - first;
-        const int64_t later = tokens - in_first;
-        fprintf(stderr, "note: %lld tokens, the first after %.3f s", (long long)tokens,
-                tokens > 0 ? first - start : 0.0);
+        fprintf(stderr, "note: %lld tokens, the first after %.3f s", (long long)tokens, wait);
         if (later > 0 && seconds > 0) { fprintf(stderr, ", then %.0f tokens/s", (double)later / seconds); }
         fprintf(stderr, "\n");
     }
@@ -8498,7 +8497,7 @@ static void generate(GPT2* model, const Tokenizer* tokenizer, bool has_text, int
 
 // --chat: reads lines, and goes on from each with what was said before. Ctrl-C ends a text, or a line that is
 // being typed; the end of the input (Ctrl-D) ends all. An empty line lets the text go on. After a document's
-// end the next line begins a new one.
+// end the next line begins a new one. Without -g a text goes on to the end of a sentence.
 static volatile sig_atomic_t chat_interrupted = 0;
 // Waits for a line on the terminal, or its end; false: Ctrl-C came. The signal is let in during the wait
 // alone, so none is missed between a look at it and the wait.
@@ -8515,13 +8514,19 @@ static bool chat_has_line() {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     return has_line || !chat_interrupted;
 }
-static void chat(GPT2* model, const Tokenizer* tokenizer, bool tell_speed) {
+static void chat(GPT2* model, const Tokenizer* tokenizer, bool tell) {
     if (comm.rank != 0) { return; }
     struct sigaction action = {};
     action.sa_handler = [](int) { chat_interrupted = 1; };
     action.sa_flags = SA_RESTART;
     sigaction(SIGINT, &action, nullptr);
-    const bool is_terminal = isatty(STDIN_FILENO);
+    const bool is_terminal = isatty(STDIN_FILENO), whole = !flags_given(kFlags, kNumFlags, "sample-tokens");
+    const int most = whole ? 4 * run.sample_tokens : run.sample_tokens;
+    if (is_terminal && tell) {
+        fprintf(stderr, "note: %s goes on from each line by %d tokens (-g)%s; an empty line lets it go on, "
+                "Ctrl-C ends a text, Ctrl-D the program\n", shown(run.model).c_str(), run.sample_tokens,
+                whole ? " and to the end of the sentence" : "");
+    }
     std::vector<int> tokens = {(int)tokenizer->eot};
     for (uint32_t id : prompt_tokens(tokenizer, true, model->config.V, model->T)) {
         tokens.push_back((int)id);
@@ -8546,12 +8551,16 @@ static void chat(GPT2* model, const Tokenizer* tokenizer, bool tell_speed) {
         tokens.insert(tokens.end(), ids.begin(), ids.end());
         TextOut text = {tokenizer, ""};
         const std::vector<int> prompt = tokens;
-        gpt2_write(model, prompt, run.sample_tokens, (int)tokenizer->eot, number, 0, [&](int, int token) {
-            speed.add(number == 0 && tokens.size() == prompt.size());
+        if (is_terminal) { fwrite(line, 1, (size_t)bytes, stdout); }    // so that the text reads as a whole
+        if (speed.tokens == 0) { speed.start = comm_now(); }
+        gpt2_write(model, prompt, most, (int)tokenizer->eot, number, 0, [&](int, int token) {
+            speed.add(tokens.size() == prompt.size());
             tokens.push_back(token);
             if (token != (int)tokenizer->eot) { text.add(token); }
+            const bool ends = text.text.find_first_of(".!?\n") != std::string::npos &&
+                              tokens.size() >= prompt.size() + (size_t)run.sample_tokens;
             text.show(false);
-            return !chat_interrupted;
+            return !chat_interrupted && !(whole && ends);
         });
         text.show(true);
         printf("\n");
@@ -8559,7 +8568,7 @@ static void chat(GPT2* model, const Tokenizer* tokenizer, bool tell_speed) {
     }
     if (is_terminal) { printf("\n"); }
     free(line);
-    if (tell_speed) { speed.print(); }
+    if (tell) { speed.print(); }
 }
 
 static std::string duration_text(double seconds) {

@@ -56,8 +56,8 @@ static inline size_t cgroup_tree_free(const std::string& root, std::string group
 }
 
 // Containers and schedulers limit memory by control groups, and end who takes more. self: lines
-// ID:CONTROLLERS:GROUP; that of version 2 names no controllers, and version 1 has a tree for each. root: where
-// the trees are, another in tests.
+// ID:CONTROLLERS:GROUP; that of version 2 names no controllers, and version 1 has a tree for each. root:
+// where the trees are, another in tests.
 static inline size_t cgroup_memory_free(const std::string& root = "/sys/fs/cgroup",
                                         const char* self = "/proc/self/cgroup") {
     size_t left = (size_t)-1;

@@ -521,8 +521,8 @@ def test_chat():
     """Lines are answered through a pipe, as one text that goes on: what was said before counts."""
     flags = {**ALONE, "-e": trained_model(), "-x": 0, "--temperature": 0, "-g": 5, "--quiet": 1}
 
-    def chat(lines):
-        p = subprocess.run(Program.command({**flags, "--chat": 1}), input=lines, capture_output=True,
+    def chat(lines, **more):
+        p = subprocess.run(Program.command({**flags, "--chat": 1, **more}), input=lines, capture_output=True,
                            timeout=LIMIT_S, env=Program.environment(1))
         check_equal((p.returncode, p.stderr), (0, b""), f"exit code and stderr after {lines}")
         return p.stdout.decode("latin-1")
@@ -536,6 +536,14 @@ def test_chat():
     check_equal(chat(b"tak\nlorin ba\n\nm"), wanted, "four lines, the last without an end")
     check_equal(chat(b""), "", "no line")
     check_equal(chat(b"tak " * 100 + b"\n")[-1], "\n", "a line longer than T")
+    text = ("tak " * T)[:T - 2]                             # and the document's beginning: T - 1 tokens
+    text += run_ok({**flags, "--prompt": text, "-g": 3}).out[:-1]
+    for length in (T - 1, T, T + 1):
+        check_equal(chat(text[:length - 1].encode(), **{"-g": 1}), text[length - 1] + "\n",
+                    f"T={T}, after {length} tokens")
+    long = chat(b"tak", **{"-g": None, "--temperature": 1})[:-1]
+    check(64 <= len(long) < 256 and long[-1] in ".!?\n" and not re.search("[.!?\n]", long[63:-1]),
+          f"without -g a sentence is not broken off: {long!r}")
     check_refused("--chat in training", {"--chat": 1, "-x": 1}, "--chat", "-x 0")
     check_refused("--chat without a tokenizer", {"--chat": 1, "-x": 0, "-e": NO_TEXT, "-o": ""}, "--chat",
                   "V=300")
@@ -567,6 +575,7 @@ def test_chat_terminal():
     os.write(terminal, b"tak\n")
     while len(shown) < 300:                                 # a text without an end
         shown += os.read(terminal, 1000).decode("latin-1")
+    check_equal(shown[:8], "tak\r\ntak", "what is typed, and the text that goes on from it")
     os.write(terminal, b"\x03")
     until("\r\n> ")
     os.write(terminal, b"lor")
@@ -576,8 +585,9 @@ def test_chat_terminal():
     check_equal(p.poll(), None, "exit code after Ctrl-C")
     os.write(terminal, b"\x04")
     check_equal(p.wait(timeout=LIMIT_S), 0, "exit code after Ctrl-D")
-    check(re.search(rb"^note: \d+ tokens, the first after .* tokens/s\n\Z", p.stderr.read(), re.M),
-          "how fast it was")
+    notes = p.stderr.read().decode()
+    check(re.search(r"^note: \S+ goes on from each line by 16777216 tokens .*Ctrl-D.*\n"
+                    r"note: \d+ tokens, the first after .* tokens/s\n\Z", notes, re.M), f"notes: {notes}")
     p.stderr.close()
     os.close(terminal)
 
