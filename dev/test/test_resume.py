@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 
-from test_ranks import enough, most_ranks, named, on_cpu, session_processes, side_by_side
+from test_ranks import UNREAD, enough, most_ranks, named, on_cpu, session_processes, side_by_side
 from checks import ROOT
 from trainer import (LIMIT_S, Program, Result, check, check_equal, check_refused, log_columns,
                      main, model_path, no_room, param_sizes, read_bytes, run, run_ok, sentences, skip,
@@ -40,7 +40,6 @@ Program.usual = {"-e": SHAPE, "-i": "part_*.bin", "-j": "val.bin", "-b": 1, "-z"
                  "-n": 5, "-v": 6, "-m": 7, "-s": 0, "-f": 0, "-l": "1e-2", "-c": 0.1}
 ROWS = (37, 23, 31)
 STOPPING = "stopping after the last complete step; Ctrl-C: at once, unsaved\n"
-UNREAD = "nobody reads what is printed: stopping after the last complete step\n"
 
 
 # On GPUs a start takes seconds, and signals, flags and files are those of the CPU program.
