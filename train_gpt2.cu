@@ -1712,7 +1712,6 @@ __device__ static float window_score(const Window& w, float x) {
 }
 
 __device__ static void window_add(Window* w, float x) {
-    if (!isfinite(x)) { return; }
     w->values[w->count % kWindow] = x;
     w->count++;
 }
@@ -1748,15 +1747,17 @@ __global__ void update_decision_kernel(UpdateDecision<floatX, float> a) {
     const float norm_score = max_norm > 0.0f ? window_score(state->norms, norm) : 0.0f;
     state->loss_score = loss_score;
     state->norm_score = norm_score;
-    window_add(&state->losses, (float)loss);
-    window_add(&state->norms, norm);
     const bool finite = isfinite(norm) && isfinite((float)loss);
     const int skip = !finite ? SKIP_NOT_FINITE
                      : loss_score > max_loss ? SKIP_LOSS
                      : norm_score > max_norm ? SKIP_NORM : SKIP_NO;
     state->skip = skip;
     state->skipped_in_a_row = skip == SKIP_NO ? 0 : state->skipped_in_a_row + 1;
-    state->t += skip == SKIP_NO;
+    if (skip == SKIP_NO) {
+        state->t++;
+        window_add(&state->losses, (float)loss);
+        window_add(&state->norms, norm);
+    }
     if (!finite) {
         state->good_steps = 0;
         if (a.policy.dynamic_loss_scale) { state->loss_scale = fmaxf(scale * 0.5f, 1.0f); }
@@ -5874,7 +5875,6 @@ struct Saver {
     std::string folder;
     std::vector<SavedPiece> pieces;
     std::vector<size_t> groups; // index of each group's first piece, and the number of pieces
-    size_t capacity;
     char* memory;
     Stream stream;
     Event ready;
@@ -5917,6 +5917,8 @@ static std::vector<SavedPiece> saved_pieces(const GPT2* model) {
     return pieces;
 }
 
+static void* (*saver_pin)(size_t bytes) = pinned_try;       // tests put one that fails in its place
+
 // at_once: there should be memory for a whole checkpoint, as steps will follow one.
 static void saver_init(Saver* saver, GPT2* model, const Logger* logger, const std::string& folder,
                        bool at_once, const Retention& retention) {
@@ -5927,27 +5929,31 @@ static void saver_init(Saver* saver, GPT2* model, const Logger* logger, const st
     saver->retention = retention;
     saver->phase = Saver::Idle;
     saver->step = -1;
-    size_t all = 0, largest = 1;
+    size_t all = 0, largest = 1;                // bytes
     for (const SavedPiece& p : saver->pieces) {
         all += p.bytes();
         largest = std::max(largest, p.bytes());
     }
     // half of what is free, for all ranks of this machine
     const size_t most = addresses_limited() ? 0 : host_memory_free() / 2 / (size_t)comm.local_world;
-    saver->capacity = at_once && all <= most ? all : largest;
-    if (at_once && saver->capacity < all) {
-        warn("host memory is short: a checkpoint of %s is written in parts, and training waits for it",
-             bytes_text(all).c_str());
+    size_t capacity = all;
+    saver->memory = at_once && all <= most ? (char*)saver_pin(all) : nullptr;
+    if (!saver->memory) {
+        capacity = largest;
+        saver->memory = (char*)pinned_malloc(largest, "checkpoints");
+        if (at_once && largest < all) {
+            warn("host memory is short: a checkpoint of %s is written in parts, and training waits for it",
+                 bytes_text(all).c_str());
+        }
     }
     saver->groups = {0};                // one at least: a rank may have nothing but padding
     size_t used = 0;
     for (size_t i = 0; i < saver->pieces.size(); i++) {
-        if (used + saver->pieces[i].bytes() > saver->capacity) { saver->groups.push_back(i); used = 0; }
+        if (used + saver->pieces[i].bytes() > capacity) { saver->groups.push_back(i); used = 0; }
         saver->pieces[i].at = used;
         used += saver->pieces[i].bytes();
     }
     saver->groups.push_back(saver->pieces.size());
-    saver->memory = (char*)pinned_malloc(saver->capacity, "checkpoints");
     saver->stream = stream_create();
     saver->ready = event_create();
     saver->worker = worker_start();
@@ -5980,14 +5986,26 @@ static void saver_write(Saver* saver, size_t group, int64_t step, const Facts& f
     if (has_state) { state_commit(&saver->state); }
 }
 
-// Until the thread is idle. A slow disk is no reason to give the job up: what is being written is all there
-// is of it.
-constexpr double kDiskPatience = 3600;          // seconds for a group of tensors and their way to the disk
-static void saver_wait(Saver* saver) {
-    comm_progress(saver->model->step);
-    comm_patience(kDiskPatience);
+// A disk that stalls is no reason to give the job up: while one of these lives, its rank may wait for files.
+// One may live within another.
+constexpr double kDiskPatience = 3600;          // seconds; a group of tensors has no longer way to the disk
+struct DiskWait {
+    inline static int depth = 0;
+    const int64_t step;
+    explicit DiskWait(int64_t step) : step(step) {
+        depth++;
+        comm_progress(step);
+        comm_patience(kDiskPatience);
+    }
+    ~DiskWait() {
+        comm_progress(step);
+        if (--depth > 0) { comm_patience(kDiskPatience); }
+    }
+};
+
+static void saver_wait(Saver* saver) {          // until the thread is idle
+    DiskWait disk(saver->model->step);
     worker_wait(saver->worker);
-    comm_progress(saver->model->step);
 }
 
 // Asked by all ranks between steps: has everybody written what belongs to the last checkpoint? Then rank 0
@@ -6015,6 +6033,7 @@ static void saver_advance(Saver* saver, bool wait) {
     }
     if (saver->phase != Saver::Marking || worker_busy(saver->worker)) { return; }
     saver->phase = Saver::Idle;
+    DiskWait disk(saver->model->step);
     int64_t bytes = file_size(checkpoint_model(folder, step).c_str());
     for (const std::string& path : states) { bytes += file_size(path.c_str()); }
     progress_clear();
@@ -6033,7 +6052,10 @@ static void saver_save(Saver* saver, int64_t step, const Facts& facts) {
     saver->began_s = comm_now();
     saver->retention.bad.erase(step);
     // what had this name before is none from now on
-    if (split.rank == 0) { unlink(checkpoint_marker(saver->folder, step).c_str()); }
+    if (split.rank == 0) {
+        DiskWait disk(model->step);
+        unlink(checkpoint_marker(saver->folder, step).c_str());
+    }
     comm_any(false);                                // and rank 0 has made the folder, at its first report
     for (int b = 0; b < (int)model->layout.buckets.size(); b++) { gpt2_await_params(model, b); }
     for (size_t group = 0; group + 1 < saver->groups.size(); group++) {
@@ -6215,6 +6237,7 @@ static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
     for (int i = 0; i < NUM_PARAMS; i++) {
         const ParamSpec& s = model->param_specs[i];
         for (int l = 0; l < s.copies; l++) {
+            DiskWait disk(c->step);
             const HeldPart part = gpt2_held_part(model, i, l);
             const std::string name = "." + state_name(s, l);
             std::string error = checkpoint_read(c, index, "param" + name, state_type(s), s, 0, s.elems,
@@ -6229,7 +6252,6 @@ static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
                 copy_to_device(held.memory, data.data(), data.size(), model->stream);
                 stream_sync(model->stream);
             }
-            comm_progress(c->step);
         }
     }
     DeviceState state = {};
@@ -6390,7 +6412,8 @@ static const Flag kFlags[] = {
     {"",    "top-p",           FLAG_FLOAT,  &run.top_p,          "1",       0, 1, nullptr,
         "and of those among the likeliest that have this part of the probability"},
     {"",    "chat",            FLAG_BOOL,   &run.chat,           "0",       0, 1, nullptr,
-        "-x 0: read lines and go on from each; Ctrl-C ends a text, Ctrl-D the program"},
+        "-x 0: read lines and go on from each; Ctrl-C ends a text, Ctrl-D the program; without -g a text "
+        "goes on to the end of a sentence"},
     {"a",   "overfit",         FLAG_BOOL,   &run.overfit,        "0",       0, 1, nullptr,
         "train on the first batch over and over", FLAG_FIXED},
     {"f",   "tf32",            FLAG_BOOL,   &run.tf32,           "1",       0, 1, nullptr,
@@ -6849,25 +6872,29 @@ static Options run_options() {
 }
 
 // == 11 training loop ==
-// SIGINT, SIGTERM, SIGHUP and SIGUSR1 (which schedulers send before the end) stop a training run. The loop
-// looks at the request between micro-steps, validation batches and generated tokens: a step that is not
-// complete is dropped without an update, because a grace period may be shorter than a step; a checkpoint of
-// the last complete one is saved, and nothing is validated or sampled any more. A second SIGINT does not
-// wait.
+// SIGINT, SIGTERM, SIGHUP, SIGUSR1 (which schedulers send before the end) and SIGPIPE (nobody reads stdout,
+// and from then on it is not needed) stop a training run. The loop looks at the request between micro-steps,
+// validation batches and generated tokens: a step that is not complete is dropped without an update, because
+// a grace period may be shorter than a step; a checkpoint of the last complete one is saved, and nothing is
+// validated or sampled any more. A second SIGINT does not wait.
 static volatile sig_atomic_t stop_requested = 0;
 static void request_stop(int number) {
-    if (stop_requested) {
-        if (number != SIGINT) { return; }   // a scheduler's warning, then its request
+    static volatile sig_atomic_t heard = 0;         // a signal that somebody sent
+    if (heard && number == SIGINT) {
         atomic_remove_parts();              // of a checkpoint that is being written
         _exit(128 + number);                // what a shell makes of a program that a signal ended
     }
+    // A scheduler sends a warning, then its request. Of `trainer | tee`, Ctrl-C ends tee as well: SIGPIPE may
+    // come before SIGINT, which is then no second one, and comes again each time something is printed.
+    if (heard || (stop_requested && number == SIGPIPE)) { return; }
     stop_requested = 1;
-    // Of `trainer | tee`, Ctrl-C ends tee as well, and printing must not end us before the model is saved.
-    signal(SIGPIPE, SIG_IGN);
-    static const char text[] = "stopping after the last complete step; Ctrl-C: at once, unsaved\n";
+    heard = number != SIGPIPE;
+    const char* text = heard ? "stopping after the last complete step; Ctrl-C: at once, unsaved\n"
+                             : "nobody reads what is printed: stopping after the last complete step\n";
     const int e = errno;
     progress_clear();
-    if (write(STDERR_FILENO, text, sizeof(text) - 1) < 0) { errno = e; }
+    if (write(STDERR_FILENO, text, strlen(text)) < 0) {}
+    errno = e;
 }
 
 // Has any rank been told to stop? All ranks ask at the same places and get the same answer.
@@ -6883,10 +6910,16 @@ static void catch_signals() {
     action.sa_handler = request_stop;
     action.sa_flags = SA_RESTART;           // a write that the signal meets goes on
     struct sigaction now;
-    for (int number : {SIGINT, SIGTERM, SIGUSR1, SIGHUP}) {
+    for (int number : {SIGINT, SIGTERM, SIGUSR1, SIGHUP, SIGPIPE}) {
         const bool ignored = sigaction(number, nullptr, &now) == 0 && now.sa_handler == SIG_IGN;
-        if (number != SIGHUP || !ignored) { sigaction(number, &action, nullptr); }      // nohup's wish
+        const bool kept = ignored && (number == SIGHUP || number == SIGPIPE);       // as nohup wants it
+        if (!kept) { sigaction(number, &action, nullptr); }
     }
+}
+
+static void next_batch(DataLoader* loader, int64_t step) {
+    DiskWait disk(step);
+    dataloader_next(loader);
 }
 
 // Mean loss over the first most*B rows of the set, or over all of them where there are fewer: each counts
@@ -6907,7 +6940,7 @@ static bool gpt2_validate(float* loss, GPT2* model, DataLoader* loader, int B, i
         mine[round] = 0.0f;
         if (stopped || row >= rows) { continue; }
         const int live = (int)std::min((int64_t)B, rows - row);
-        dataloader_next(loader);            // always B rows: after the set's last come its first again
+        next_batch(loader, model->step);      // always B rows: after the set's last come its first again
         gpt2_set_inputs(model, loader->inputs, loader->targets, live, T, ClassifierMode::LossOnly);
         gpt2_loss(model, live, T, ClassifierMode::LossOnly, 0.0f, weight, &model->state->loss,
                   Accumulate::No);
@@ -6934,6 +6967,7 @@ static bool gpt2_validate(float* loss, GPT2* model, DataLoader* loader, int B, i
 static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t step) {
     float loss = 0.0f;
     if (!gpt2_validate(&loss, model, loader, run.B, run.T, run.val_batches)) { return true; }
+    DiskWait disk(step);
     printf("val loss %s\n", logger_number("%.6f", loss).c_str());
     fflush(stdout);
     logger_val(logger, step, loss);
@@ -7000,6 +7034,7 @@ static bool evaluate(GPT2* model, const EvalSet* set, Logger* logger, int64_t st
     std::vector<double> sums;
     if (!gpt2_evaluate(&sums, model, set)) { return true; }
     const EvalScore score = evalset_score(set, sums);
+    DiskWait disk(step);
     printf("eval acc_norm %s | acc %s | loss %s\n", logger_number("%.6f", score.acc_norm).c_str(),
            logger_number("%.6f", score.acc).c_str(), logger_number("%.6f", score.loss).c_str());
     fflush(stdout);
@@ -7070,21 +7105,19 @@ struct TextOut {
 
 // How fast tokens came. Starting takes its time: the prompt, and what the driver does once.
 struct TextSpeed {
-    const double start = comm_now();
-    double first = 0.0, last = 0.0;     // when these steps' tokens came
-    int64_t tokens = 0, in_first = 0;   // so far; of the first step
+    double start = comm_now(), wait = 0.0;  // of the first token
+    double last = 0.0, seconds = 0.0;       // when the last one came; what those took that follow another
+    int64_t tokens = 0, later = 0;          // all; those that follow another
 
-    void add(bool of_first_step) {
-        last = comm_now();
-        tokens++;
-        if (of_first_step) { first = last; in_first++; }
+    void add(bool begins) {                 // a text, after which somebody may have thought for long
+        const double now = comm_now();
+        if (tokens++ == 0) { wait = now - start; }
+        if (!begins) { seconds += now - last; later++; }
+        last = now;
     }
     void print() const {
         if (ferror(stdout)) { return; }     // nobody has the text; the program's end says so
-        const double seconds = last - first;
-        const int64_t later = tokens - in_first;
-        fprintf(stderr, "note: %lld tokens, the first after %.3f s", (long long)tokens,
-                tokens > 0 ? first - start : 0.0);
+        fprintf(stderr, "note: %lld tokens, the first after %.3f s", (long long)tokens, wait);
         if (later > 0 && seconds > 0) { fprintf(stderr, ", then %.0f tokens/s", (double)later / seconds); }
         fprintf(stderr, "\n");
     }
@@ -7124,7 +7157,7 @@ static void generate(GPT2* model, const Tokenizer* tokenizer, bool has_text, int
         begin(first);
         gpt2_write(model, prompt, run.sample_tokens, start, (uint32_t)first, (uint64_t)step << 24,
                    [&](int row, int token) {
-            comm_progress(step);
+            DiskWait disk(step);                        // for where the text goes
             if (row >= rows) { return true; }           // the last texts may be fewer
             speed.add(first == 0 && lengths[row]++ == 0);
             over[row] = token == start;                 // the document is over
@@ -7140,7 +7173,7 @@ static void generate(GPT2* model, const Tokenizer* tokenizer, bool has_text, int
 
 // --chat: reads lines, and goes on from each with what was said before. Ctrl-C ends a text, or a line that is
 // being typed; the end of the input (Ctrl-D) ends all. An empty line lets the text go on. After a document's
-// end the next line begins a new one.
+// end the next line begins a new one. Without -g a text goes on to the end of a sentence.
 static volatile sig_atomic_t chat_interrupted = 0;
 // Waits for a line on the terminal, or its end; false: Ctrl-C came. The signal is let in during the wait
 // alone, so none is missed between a look at it and the wait.
@@ -7157,13 +7190,19 @@ static bool chat_has_line() {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     return has_line || !chat_interrupted;
 }
-static void chat(GPT2* model, const Tokenizer* tokenizer, bool tell_speed) {
+static void chat(GPT2* model, const Tokenizer* tokenizer, bool tell) {
     if (comm.rank != 0) { return; }
     struct sigaction action = {};
     action.sa_handler = [](int) { chat_interrupted = 1; };
     action.sa_flags = SA_RESTART;
     sigaction(SIGINT, &action, nullptr);
-    const bool is_terminal = isatty(STDIN_FILENO);
+    const bool is_terminal = isatty(STDIN_FILENO), whole = !flags_given(kFlags, kNumFlags, "sample-tokens");
+    const int most = whole ? 4 * run.sample_tokens : run.sample_tokens;
+    if (is_terminal && tell) {
+        fprintf(stderr, "note: %s goes on from each line by %d tokens (-g)%s; an empty line lets it go on, "
+                "Ctrl-C ends a text, Ctrl-D the program\n", shown(run.model).c_str(), run.sample_tokens,
+                whole ? " and to the end of the sentence" : "");
+    }
     std::vector<int> tokens = {(int)tokenizer->eot};
     for (uint32_t id : prompt_tokens(tokenizer, true, model->config.V, model->T)) {
         tokens.push_back((int)id);
@@ -7188,12 +7227,16 @@ static void chat(GPT2* model, const Tokenizer* tokenizer, bool tell_speed) {
         tokens.insert(tokens.end(), ids.begin(), ids.end());
         TextOut text = {tokenizer, ""};
         const std::vector<int> prompt = tokens;
-        gpt2_write(model, prompt, run.sample_tokens, (int)tokenizer->eot, number, 0, [&](int, int token) {
-            speed.add(number == 0 && tokens.size() == prompt.size());
+        if (is_terminal) { fwrite(line, 1, (size_t)bytes, stdout); }    // so that the text reads as a whole
+        if (speed.tokens == 0) { speed.start = comm_now(); }
+        gpt2_write(model, prompt, most, (int)tokenizer->eot, number, 0, [&](int, int token) {
+            speed.add(tokens.size() == prompt.size());
             tokens.push_back(token);
             if (token != (int)tokenizer->eot) { text.add(token); }
+            const bool ends = text.text.find_first_of(".!?\n") != std::string::npos &&
+                              tokens.size() >= prompt.size() + (size_t)run.sample_tokens;
             text.show(false);
-            return !chat_interrupted;
+            return !chat_interrupted && !(whole && ends);
         });
         text.show(true);
         printf("\n");
@@ -7201,7 +7244,7 @@ static void chat(GPT2* model, const Tokenizer* tokenizer, bool tell_speed) {
     }
     if (is_terminal) { printf("\n"); }
     free(line);
-    if (tell_speed) { speed.print(); }
+    if (tell) { speed.print(); }
 }
 
 static std::string duration_text(double seconds) {
@@ -7308,6 +7351,7 @@ static bool report_step(Reports* r, Logger* logger, const LrSchedule& schedule) 
     r->line = {r->line.steps + 1, step, r->line.loss + state.loss, r->line.norm + state.update.norm,
                r->line.ms + ms};
     const std::string gpu = report_gpu(r, step + 1);
+    DiskWait disk(step + 1);                // the files' lines; stdout may be one, too
     if ((step + 1) % run.log_every == 0) { report_line(r, schedule); } else { report_progress(*r); }
     logger_train(logger, {step, state.loss, lr, state.update.norm, (step + 1) * run.total_batch, ms,
                           tokens_per_s}, gpu);
@@ -7340,9 +7384,7 @@ static bool train_step(GPT2* model, DataLoader* loader, double lr, double muon_l
     for (int micro = 0; micro < micro_steps; micro++) {
         if (stop_agreed(model->step)) { return false; }
         if (run.overfit) { dataloader_seek(loader, 0); }
-        comm_patience(kDiskPatience);           // for a file system that stalls
-        dataloader_next(loader);
-        comm_progress(model->step);
+        next_batch(loader, model->step);
         gpt2_micro_step(model, loader->inputs, loader->targets, run.B, run.T, micro, micro_steps);
     }
     gpt2_update(model, lr, run.beta1, run.beta2, run.eps, (float)run.grad_clip, muon_lr);
@@ -7446,7 +7488,7 @@ static void rewind_or_stop(Training* t) {
     std::set<int64_t>* bad = &t->saver.retention.bad;
     // A signal may have left a checkpoint between those of -n: the run goes back as far as without it.
     const int64_t every = std::max(1, run.checkpoint_every);
-    comm_patience(kDiskPatience);           // rank 0 reads a whole model file
+    DiskWait disk(from);
     Checkpoint c = checkpoint_find(t->saver.folder, from / every * every, bad);
     if (c.step < 0) { c = checkpoint_find(t->saver.folder, from, bad); }
     checkpoint_resume(&t->model, &c, t->saver.folder, bad);

@@ -12,7 +12,7 @@ renamed, so that a kill or a full disk never leaves half a file under the good n
     atomic_commit(&out);                       // fsync, rename, fsync of the folder
     stdout_check();                            // the last thing main does: was all that it printed written?
 
-Memory that runs out ends in die(), too, in every program that includes this.
+Memory that runs out and a limit on the size of files end in die(), too, in every program that includes this.
 */
 #ifndef LLMC_CHECK_H
 #define LLMC_CHECK_H
@@ -125,14 +125,16 @@ __attribute__((noreturn, format(printf, 1, 2))) static inline void die(const cha
     die_now(line.c_str());
 }
 
-static struct MemoryErrors {
-    MemoryErrors() {
+// What would end a program without a sentence.
+static struct SilentEnds {
+    SilentEnds() {
         std::set_new_handler([] {
             die_now("out of memory\nhint: give the program more of it, or less to do: smaller batches or "
                     "models when training, fewer threads when tokenizing");
         });
+        signal(SIGXFSZ, SIG_IGN);               // a limit on files (ulimit -f): now the write fails
     }
-} memory_errors [[maybe_unused]];
+} silent_ends [[maybe_unused]];
 
 // Before main returns: a disk may refuse the last of what was printed, and printf told nobody.
 static inline void stdout_check() {

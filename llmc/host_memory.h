@@ -38,29 +38,47 @@ static inline long long number_in(const std::string& path) {
     return number;
 }
 
-// What the control groups (version 2) around this process leave: containers and schedulers limit memory so,
-// and end who takes more. Files that may be dropped from memory (the kernel's cache) count as taken there,
-// but are not. root: where groups are found, another in tests.
-static inline size_t cgroup_memory_free(const std::string& root = "/sys/fs/cgroup",
-                                        const char* self = "/proc/self/cgroup") {
+// What one tree of control groups leaves to a group in it: the least of this one and of all around it.
+// Files that may be dropped from memory (the kernel's cache) count as taken there, but are not.
+static inline size_t cgroup_tree_free(const std::string& root, std::string group, const char* limit,
+                                      const char* usage, const char* cached) {
     size_t left = (size_t)-1;
-    std::string group = "/";
-    FILE* f = fopen(self, "r");
-    char line[4096];
-    while (f && fgets(line, sizeof(line), f)) {
-        if (strncmp(line, "0::/", 4) == 0) { group = std::string(line + 3, strcspn(line + 3, "\n")); }
-    }
-    if (f) { fclose(f); }
     if (group.find("..") != std::string::npos) { group = "/"; }     // not to be seen from in here
-    for (;; group.erase(group.rfind('/'))) {        // this group, and all that it is in
-        const std::string at = root + (group == "/" ? "" : group);
-        const long long most = number_in(at + "/memory.max"), used = number_in(at + "/memory.current");
+    for (;; group.erase(group.rfind('/'))) {
+        const std::string at = root + (group == "/" ? "" : group) + "/";
+        const long long most = number_in(at + limit), used = number_in(at + usage);
         if (most >= 0 && used >= 0) {
-            const long long cache = (long long)proc_bytes((at + "/memory.stat").c_str(), "inactive_file", 1);
+            const long long cache = (long long)proc_bytes((at + "memory.stat").c_str(), cached, 1);
             left = std::min(left, (size_t)std::max(1LL, most - used + cache));
         }
         if (group.empty() || group == "/") { return left; }
     }
+}
+
+// Containers and schedulers limit memory by control groups, and end who takes more. self: lines
+// ID:CONTROLLERS:GROUP; that of version 2 names no controllers, and version 1 has a tree for each. root:
+// where the trees are, another in tests.
+static inline size_t cgroup_memory_free(const std::string& root = "/sys/fs/cgroup",
+                                        const char* self = "/proc/self/cgroup") {
+    size_t left = (size_t)-1;
+    FILE* f = fopen(self, "r");
+    char line[4096];
+    while (f && fgets(line, sizeof(line), f)) {
+        const std::string text(line, strcspn(line, "\n"));
+        const size_t first = text.find(':'), second = text.find(':', first + 1);
+        if (second == std::string::npos) { continue; }
+        const std::string group = text.substr(second + 1);
+        const std::string controllers = "," + text.substr(first + 1, second - first - 1) + ",";
+        if (controllers == ",,") {
+            left = std::min(left, cgroup_tree_free(root, group, "memory.max", "memory.current",
+                                                   "inactive_file"));
+        } else if (controllers.find(",memory,") != std::string::npos) {
+            left = std::min(left, cgroup_tree_free(root + "/memory", group, "memory.limit_in_bytes",
+                                                   "memory.usage_in_bytes", "total_inactive_file"));
+        }
+    }
+    if (f) { fclose(f); }
+    return left;
 }
 
 // Under such a limit (ulimit -v) more memory may be free than can be had, and libraries may wait for theirs

@@ -36,19 +36,23 @@ data=dev/data/stories/gpt2
 # stop CODE SENTENCE: the run folder keeps what there is
 stop() {
     echo "error: $2" >&2
-    echo "hint: what it printed is in $run/stdout.txt; make quickstart starts anew and keeps this run" >&2
+    echo "hint: what it printed is above; make quickstart starts anew and keeps this run" >&2
     exit "$1"
 }
 
-echo "== building $trainer"
-make -s "$trainer" tokenize stories bigram
+echo "== building: under a minute for a CPU, some minutes for a GPU"
+for program in "$trainer" tokenize stories bigram; do
+    echo "make $program"
+    make -s "$program"
+done
 
 echo "== making and tokenising stories: $data"
 mkdir -p "$data"
 build/stories --seed 1 --bytes "$text" -o "$data/train.txt"
 build/stories --seed 2 --bytes 1000000 -o "$data/held_out.txt"
 for part in train held_out; do
-    build/tokenize "$data/$part.txt" -o "$data/$part" --val-tokens 0    # writes $part_train.bin
+    # its file under its new name
+    build/tokenize "$data/$part.txt" -o "$data/$part" --val-tokens 0 | sed "s/${part}_train/$part/"
     mv "$data/${part}_train.bin" "$data/$part.bin"
 done
 
@@ -61,10 +65,10 @@ fi
 mkdir -p "$run"
 
 echo "== training: the flags are explained by ./$trainer --help"
-# tee -i: Ctrl-C is for the trainer alone, which then saves what it has
+# Not through a pipe: on a terminal it shows between its lines how far it is.
 ./"$trainer" --train-data "$data/train.bin" --val-data "$data/held_out.bin" --output-dir "$run" \
-    --max-steps "$steps" --weight-decay 0.1 --sample-every 0 "${flags[@]}" |
-    tee -i "$run/stdout.txt" || stop $? "./$trainer has failed"
+    --max-steps "$steps" --weight-decay 0.1 --sample-every 0 --log-every 50 "${flags[@]}" ||
+    stop $? "./$trainer has failed"
 model=$run/model_$(printf %08d "$steps").bin
 [ -f "$model" ] || stop 1 "./$trainer ended before step $steps: there is no $model"
 

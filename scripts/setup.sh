@@ -8,7 +8,7 @@
 #
 # On Debian or Ubuntu as root it installs packages; elsewhere it prints the command and ends with 1. Python
 # packages go into .venv, and only if python3 cannot import them already. Without them there is no loss.png,
-# and some tests are skipped, so failing to get them is only a warning.
+# and some tests fail or are skipped, so failing to get them is only a warning.
 set -u
 cd "$(dirname "$0")/.."
 

@@ -45,8 +45,9 @@ SMALLER = [
     (r"-z \d+", "-z 512", None),
     (r"-e d(12|48)(?= )", "-e " + TINY, None),
     (r"--gpus 8", "--gpus 2", "--gpus {gpus}"),
-    (r"mpirun -np 16", "mpirun --allow-run-as-root --oversubscribe -np 2",
-     "mpirun --allow-run-as-root -np {gpus}"),
+    # mpirun wants an ssh to be there (else exit code 243), if only on other machines it would need one
+    (r"mpirun -np 16", "mpirun --allow-run-as-root --mca plm_rsh_agent sh --oversubscribe -np 2",
+     "mpirun --allow-run-as-root --mca plm_rsh_agent sh -np {gpus}"),
     (r"make train_gpt2cu\b", "make train_gpt2cpu && ln -sf train_gpt2cpu train_gpt2cu", None),
     (r"make tinyshakespeare train_gpt2cu", "make train_gpt2cpu && ln -sf train_gpt2cpu train_gpt2cu #",
      "make train_gpt2cu"),

@@ -519,8 +519,8 @@ def test_chat():
     """Lines are answered through a pipe, as one text that goes on: what was said before counts."""
     flags = {**ALONE, "-e": trained_model(), "-x": 0, "--temperature": 0, "-g": 5, "--quiet": 1}
 
-    def chat(lines):
-        p = subprocess.run(Program.command({**flags, "--chat": 1}), input=lines, capture_output=True,
+    def chat(lines, **more):
+        p = subprocess.run(Program.command({**flags, "--chat": 1, **more}), input=lines, capture_output=True,
                            timeout=LIMIT_S, env=Program.environment(1))
         check_equal((p.returncode, p.stderr), (0, b""), f"exit code and stderr after {lines}")
         return p.stdout.decode("latin-1")
@@ -534,6 +534,14 @@ def test_chat():
     check_equal(chat(b"tak\nlorin ba\n\nm"), wanted, "four lines, the last without an end")
     check_equal(chat(b""), "", "no line")
     check_equal(chat(b"tak " * 100 + b"\n")[-1], "\n", "a line longer than T")
+    text = ("tak " * T)[:T - 2]                             # and the document's beginning: T - 1 tokens
+    text += run_ok({**flags, "--prompt": text, "-g": 3}).out[:-1]
+    for length in (T - 1, T, T + 1):
+        check_equal(chat(text[:length - 1].encode(), **{"-g": 1}), text[length - 1] + "\n",
+                    f"T={T}, after {length} tokens")
+    long = chat(b"tak", **{"-g": None, "--temperature": 1})[:-1]
+    check(64 <= len(long) < 256 and long[-1] in ".!?\n" and not re.search("[.!?\n]", long[63:-1]),
+          f"without -g a sentence is not broken off: {long!r}")
     check_refused("--chat in training", {"--chat": 1, "-x": 1}, "--chat", "-x 0")
     check_refused("--chat without a tokenizer", {"--chat": 1, "-x": 0, "-e": NO_TEXT, "-o": ""}, "--chat",
                   "V=300")
@@ -565,6 +573,7 @@ def test_chat_terminal():
     os.write(terminal, b"tak\n")
     while len(shown) < 300:                                 # a text without an end
         shown += os.read(terminal, 1000).decode("latin-1")
+    check_equal(shown[:8], "tak\r\ntak", "what is typed, and the text that goes on from it")
     os.write(terminal, b"\x03")
     until("\r\n> ")
     os.write(terminal, b"lor")
@@ -574,8 +583,9 @@ def test_chat_terminal():
     check_equal(p.poll(), None, "exit code after Ctrl-C")
     os.write(terminal, b"\x04")
     check_equal(p.wait(timeout=LIMIT_S), 0, "exit code after Ctrl-D")
-    check(re.search(rb"^note: \d+ tokens, the first after .* tokens/s\n\Z", p.stderr.read(), re.M),
-          "how fast it was")
+    notes = p.stderr.read().decode()
+    check(re.search(r"^note: \S+ goes on from each line by 16777216 tokens .*Ctrl-D.*\n"
+                    r"note: \d+ tokens, the first after .* tokens/s\n\Z", notes, re.M), f"notes: {notes}")
     p.stderr.close()
     os.close(terminal)
 
@@ -1255,9 +1265,8 @@ def test_failed_start():
     check_refused("-o with a validation and a step", {"-o": "val_first"}, "already holds")
     # a disk that is full at the very first file
     def no_files():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
-    full = run({"-o": "full_start"}, preexec_fn=no_files, restore_signals=False)
+    full = run({"-o": "full_start"}, preexec_fn=no_files)
     check_equal(full.code, 1, "exit code where nothing can be written")
     run_ok({"-o": "full_start", "-x": 1})
 
@@ -1460,9 +1469,8 @@ def check_write_failure(result, folder):
 def test_disk_full():
     """A file system that runs full, and a limit on the size of files, which needs no rights."""
     def small_files():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384))
-    result = run({"-o": "limited"}, preexec_fn=small_files, restore_signals=False)
+    result = run({"-o": "limited"}, preexec_fn=small_files)
     check_write_failure(result, "limited")
 
     os.mkdir("full")
@@ -1492,19 +1500,21 @@ def test_disk_full():
 
 
 def test_closed_output():
-    """A reader that goes away (| head) ends the run as it ends any Unix program, and never as a crash."""
-    p = subprocess.Popen(Program.command({"-x": 10**6}), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                         env=Program.environment(1))
-    p.stdout.readline()
+    """A reader that goes away (| head, or tee at Ctrl-C) stops the run as a signal does: it is saved."""
+    p = subprocess.Popen(Program.command({"-x": 10**6, "-o": "closed"}), stdout=subprocess.PIPE,
+                         stderr=subprocess.PIPE, env=Program.environment(1))
+    while p.stdout.readline()[:7] not in (b"step 2/", b""):
+        pass
     p.stdout.close()
     try:
         p.wait(timeout=60)
     except subprocess.TimeoutExpired:
         p.kill()
         p.wait()
-    check_equal(p.stderr.read(), b"", "stderr")
+    want = b"nobody reads what is printed: stopping after the last complete step\n"
+    check_equal((p.returncode, p.stderr.read()), (0, want), "exit code and stderr")
     p.stderr.close()
-    check(p.returncode in (0, 1, -signal.SIGPIPE), f"exit code {p.returncode}")
+    check_equal(int(model_path("closed")[-12:-4]), len(log_lines("closed")), "steps saved, of those done")
 
 
 if __name__ == "__main__":

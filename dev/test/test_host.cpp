@@ -14,10 +14,11 @@ comes from fixed seeds, so a result never changes from run to run.
 #include <set>                          // gives: std::set
 #include <thread>                       // gives: std::thread
 
-#include "llmc/check.h"                 // gives: what is tested, here and in the next six lines
+#include "llmc/check.h"                 // gives: what is tested, here and in the next seven lines
 #include "llmc/run/flags.h"
 #include "llmc/files/json.h"
 #include "llmc/run/logger.h"
+#include "llmc/host_memory.h"
 #include "llmc/rand.h"
 #include "llmc/data/sampler.h"
 #include "llmc/run/schedulers.h"
@@ -96,7 +97,6 @@ static void test_check_disk() {
         CHECK(stat(path.c_str(), &st) == 0 && (st.st_mode & 0600) == 0600, "nobody may read the file");
         check_dies("a limit on size", [&] {         // a write in the middle fails, not the last one
             struct rlimit limit = {4096, 4096};
-            signal(SIGXFSZ, SIG_IGN);
             setrlimit(RLIMIT_FSIZE, &limit);
             write_atomic(path, std::string(1000000, 'x'));
         }, {"cannot write", path, "too large", "hint:"});
@@ -138,6 +138,7 @@ static void test_check_disk() {
         write_atomic(path, "old");
         auto half_then = [&](const std::function<void()>& end) {
             return run_child([&] {
+                for (int number : {SIGINT, SIGTERM, SIGHUP}) { signal(number, SIG_DFL); }
                 AtomicFile a = atomic_open(path);
                 atomic_write(&a, "half", 4);
                 fflush(a.f);
@@ -281,6 +282,41 @@ static void test_check() {
 }
 
 // ---- json.h ----
+
+static void test_memory_limits() {
+    TEST("memory: limits of control groups, versions 1 and 2") {
+        const std::string root = folder + "/groups", self = root + "/self";
+        auto limit = [&](const std::string& group, const char* most, const char* used, int version) {
+            mkdir_check((root + group).c_str());
+            const char* const of_1[] = {"memory.limit_in_bytes", "memory.usage_in_bytes",
+                                        "total_inactive_file"};
+            const char* const of_2[] = {"memory.max", "memory.current", "inactive_file"};
+            const char* const* name = version == 1 ? of_1 : of_2;
+            write_atomic(root + group + "/" + name[0], most);
+            write_atomic(root + group + "/" + name[1], used);
+            write_atomic(root + group + "/memory.stat", std::string("cache 9\n") + name[2] + " 100\n");
+        };
+        limit("/memory", "9223372036854771712", "50000", 1);
+        limit("/memory/job", "10000", "4000", 1);
+        limit("/memory/job/step", "9223372036854771712", "1000", 1);
+        limit("/job", "20000", "3000", 2);
+        limit("/job/step", "max", "1000", 2);
+        const struct { const char* self; size_t left; } rows[] = {
+            {"0::/job/step\n", 17100}, {"0::/elsewhere/step\n", (size_t)-1}, {"0::/../job\n", (size_t)-1},
+            {"3:memory:/job/step\n0::/\n", 6100}, {"3:cpu,memory:/job\n", 6100},
+            {"3:memory_:/job\n", (size_t)-1},
+            {"4:cpu:/job\n3:memory:/job\n0::/job\n", 6100}, {"no such line\n", (size_t)-1},
+        };
+        for (const auto& row : rows) {
+            write_atomic(self, row.self);
+            const size_t left = cgroup_memory_free(root, self.c_str());
+            CHECK(left == row.left, "%s: %zu are left, not %zu", row.self, left, row.left);
+        }
+        CHECK(cgroup_memory_free(root, "/nowhere") == (size_t)-1, "without groups");
+        write_atomic(self, "3:memory:/nowhere\n");
+        CHECK(cgroup_memory_free(root, self.c_str()) > (1ul << 60), "only the root is seen, without a limit");
+    }
+}
 
 static void test_json() {
     TEST("json") {
@@ -1515,6 +1551,7 @@ int main() {
     if (!mkdtemp(name)) { die("cannot make a folder in /tmp: %s", strerror(errno)); }
     folder = name;
     test_check();
+    test_memory_limits();
     test_json();
     test_numbers();
     test_flags();

@@ -68,6 +68,7 @@ while [ $# -gt 0 ]; do
     shift
 done
 [ "$steps" = 0 ] && { printf ' girl\n\nMore\n---\n boy\n'; exit 0; }
+[ /proc/$$/fd/1 -ef /proc/$PPID/fd/1 ] || echo "through a pipe nobody sees its progress"
 [ "$MODE" = fails ] && { echo "error: no memory" >&2; exit 3; }
 mkdir -p "$out"
 echo "s:0 tel:5.579" >"$out/main.log"
@@ -76,7 +77,7 @@ echo "s:0 tel:5.579" >"$out/main.log"
 echo "s:$steps tel:${LAST:-1.023}" >>"$out/main.log"
 echo "$MARK" >"$out/model_$(printf %08d "$steps").bin"
 """
-TOKENIZE = '#!/bin/sh\necho shard >"$3_train.bin"\n'
+TOKENIZE = '#!/bin/sh\necho shard >"$3_train.bin"\necho "$3_train.bin: 3 tokens"\n'
 STORIES = '#!/bin/sh\necho "a story" >"$6"\n'
 
 
@@ -101,6 +102,11 @@ def test_quickstart_ends_well():
     code, out, err = quickstart("works", MARK="first")
     check(code == 0, f"exit code {code}: {err}")
     val, last = out.splitlines()[-2:]
+    data = ("train", "held_out")
+    check([f"dev/data/stories/gpt2/{part}.bin: 3 tokens" in out for part in data] == [True, True] and
+          "_train" not in out, f"it names the files of its data: {out}")
+    check("make train_gpt2cpu\n" in out, f"it says what it builds: {out}")
+    check("nobody sees" not in out, "the trainer's stdout is the script's")
     check(val == "val loss 5.579 at the start, 1.023 at the end; a bigram model has 2.326", f"losses: {val}")
     prompt = "Once there was a little"
     samples = read("runs/quickstart/samples.txt")

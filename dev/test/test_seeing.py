@@ -210,7 +210,6 @@ def test_progress_and_messages():
 def test_progress_and_errors():
     """So does the error that ends a run while the line is there: of this process, or because a rank died."""
     def small_files():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
     flags = {"-x": 10**6, "--log-every": 10**6, **QUICK}
     code, text = on_terminal({**flags, "-o": "full"}, preexec_fn=small_files)

@@ -146,14 +146,20 @@ static inline DeviceInfo device_init(int /*place*/ = 0) {
 
 static inline void device_use() {}
 
+static inline void* device_try(size_t bytes) { return aligned_alloc(256, (bytes + 255) / 256 * 256 + 256); }
 static inline void* device_malloc(size_t bytes, const char* what) {
-    void* p = aligned_alloc(256, (bytes + 255) / 256 * 256 + 256);
+    void* p = device_try(bytes);
     if (!p) {
         die("out of memory: wanted %zu bytes for %s\nhint: use a smaller model, -b or -t", bytes, what);
     }
     return p;
 }
 static inline void device_free(void* p) { device_sync(); free(p); }
+static inline void* pinned_try(size_t bytes) {      // null: there is not so much to be had
+    void* p = device_try(bytes);
+    if (p) { pinned_begins(p, bytes); }
+    return p;
+}
 static inline void* pinned_malloc(size_t bytes, const char* what) {
     void* p = device_malloc(bytes, what);
     pinned_begins(p, bytes);

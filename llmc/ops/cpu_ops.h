@@ -771,16 +771,15 @@ static inline float window_score_cpu(const Window& w, float x) {
 }
 
 static inline void window_add_cpu(Window* w, float x) {
-    if (isfinite(x)) { w->values[w->count++ % kWindow] = x; }
+    w->values[w->count++ % kWindow] = x;
 }
 
 // loss = sum of all lanes' losses; norm = sqrt(sum of all live chunks' sums) / loss_scale. Then, for the
 // update that follows:
 // norm not finite: it is skipped, and a dynamic loss scale halves, not below 1.
 // loss or norm more than max_loss_score or max_norm_score (0: not looked at) standard deviations above the
-// mean of the last kWindow finite ones: it is skipped. A value enters its window after it was judged, also
-// that of a skipped step, else a lasting change of level would be skipped for ever.
-// else: t advances.
+// mean of their windows: it is skipped.
+// else: t advances, and both enter their windows. A lasting jump is skipped until the loop gives up.
 // norm finite: grad_scale takes the loss scale out of the gradients and clips their norm to max_norm (0:
 // never); after growth_interval good steps a dynamic loss scale doubles, not above max_scale.
 template <class Real> void update_decision_cpu(const UpdateDecision<Real, Real>& a, Stream) {
@@ -805,14 +804,16 @@ template <class Real> void update_decision_cpu(const UpdateDecision<Real, Real>&
     const float max_loss = a.policy.max_loss_score, max_norm = a.policy.max_norm_score;
     state->loss_score = max_loss > 0 ? window_score_cpu(state->losses, (float)loss) : 0.0f;
     state->norm_score = max_norm > 0 ? window_score_cpu(state->norms, state->norm) : 0.0f;
-    window_add_cpu(&state->losses, (float)loss);
-    window_add_cpu(&state->norms, state->norm);
     const bool finite = isfinite(state->norm) && isfinite((float)loss);
     state->skip = !finite ? SKIP_NOT_FINITE
                   : state->loss_score > max_loss ? SKIP_LOSS
                   : state->norm_score > max_norm ? SKIP_NORM : SKIP_NO;
     state->skipped_in_a_row = state->skip == SKIP_NO ? 0 : state->skipped_in_a_row + 1;
-    state->t += state->skip == SKIP_NO;
+    if (state->skip == SKIP_NO) {
+        state->t++;
+        window_add_cpu(&state->losses, (float)loss);
+        window_add_cpu(&state->norms, state->norm);
+    }
     if (state->skip == SKIP_NOT_FINITE) {
         state->good_steps = 0;
         if (a.policy.dynamic_loss_scale) { state->loss_scale = scale_used > 2.0f ? scale_used / 2 : 1.0f; }

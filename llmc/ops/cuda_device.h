@@ -129,6 +129,12 @@ static inline void* device_malloc(size_t bytes, const char* what) {
     return p;
 }
 static inline void device_free(void* p) { cudaCheck(cudaFree(p)); }
+static inline void* pinned_try(size_t bytes) {      // null: there is not so much to be had
+    void* p = nullptr;
+    if (cudaMallocHost(&p, bytes ? bytes : 1) == cudaSuccess) { return p; }
+    cudaGetLastError();                             // else the next launch would report this
+    return nullptr;
+}
 static inline void* pinned_malloc(size_t bytes, const char* what) {
     void* p = nullptr;
     cudaError_t status = cudaMallocHost(&p, bytes ? bytes : 1);

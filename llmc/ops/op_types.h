@@ -98,12 +98,13 @@ struct TokenBuckets {
     int num_segments, num_splits;
 };
 
-// The last kWindow finite values of a number, which say what is usual for it. Their mean and deviation are
-// taken anew from the values each time, which costs microseconds; running sums would drift.
+// The values of a number at the last kWindow updates, which say what is usual for it. Those of a skipped
+// update do not enter: they would widen what is usual, and a few more like them would pass. Mean and
+// deviation are taken anew from the values each time, which costs microseconds; running sums would drift.
 constexpr int kWindow = 128;
 struct Window {
     float values[kWindow];
-    long long count;            // finite values so far; the next one goes to values[count % kWindow]
+    long long count;            // values so far; the next one goes to values[count % kWindow]
 };
 
 // Why an update is skipped: UpdateState::skip.
@@ -120,7 +121,7 @@ struct UpdateState {
     int skipped_in_a_row;       // for whatever reason
     float loss_score;           // standard deviations that the last step's loss and norm lay above their
     float norm_score;           // windows' means; 0 where nobody asks (UpdatePolicy) or none is to be had
-    Window losses, norms;       // of all steps, skipped ones too
+    Window losses, norms;       // of the updates that were done
 };
 static_assert(std::is_trivially_copyable<UpdateState>::value, "it goes to and from the device as bytes");
 
