@@ -8,12 +8,12 @@ The failure of one rank of a job is the end of all: one message for the whole jo
 
 Each rank has a watchdog thread. It sends a heartbeat over the control link every second, with the step and
 whether the main thread makes progress. Rank 0 watches all, the others watch rank 0. Who dies, is stopped,
-stands still or calls die() takes all ranks down, and rank 0 says why; if it is rank 0 itself, another does.
+stands still or calls die() takes all ranks down, and rank 0 says why; if it is rank 0 itself, the last rank
+does, which is on another host if there are several. Each rank ends itself: one that is stopped, as soon as
+it goes on, unless a launcher has killed it by then.
 */
 #ifndef LLMC_COMM_WATCH_H
 #define LLMC_COMM_WATCH_H
-
-#include <poll.h>           // gives: poll
 
 #include <algorithm>        // gives: std::max
 #include <atomic>           // gives: std::atomic
@@ -24,7 +24,8 @@ stands still or calls die() takes all ranks down, and rank 0 says why; if it is 
 #include <vector>           // gives: std::vector
 
 #include "../check.h"       // gives: die_report, format
-#include "net.h"            // gives: CommJob, comm_wait_fd, comm_same_host
+#include "launch.h"          // gives: CommPage, comm_child
+#include "net.h"            // gives: CommJob, comm_wait_fd
 #include "start.h"          // gives: comm_foreign, comm_early_rank
 
 // Set by the CUDA side. health: NCCL's asynchronous error or "", asked by the watchdog every second. abort:
@@ -121,12 +122,15 @@ static inline void comm_patience(double seconds) {
 
 // ---- the end ----
 
+static inline CommMessage comm_message(uint32_t word, uint32_t bytes = 0) {
+    const CommState* s = comm_state;
+    const double still = comm_now() - s->since;
+    return {word, bytes, s->step, s->progress, s->calls, still > s->allowed ? still : 0, s->waiting > 0};
+}
+
 static inline void comm_send(int peer, uint32_t word, const std::string& text = "") {
     CommState* s = comm_state;
-    CommMessage m = {word, (uint32_t)std::min(text.size(), kCommMaxText), s->step, s->progress, s->calls, 0,
-                     s->waiting > 0};
-    const double still = comm_now() - s->since;
-    if (still > s->allowed) { m.still = still; }
+    const CommMessage m = comm_message(word, (uint32_t)std::min(text.size(), kCommMaxText));
     const std::string whole = std::string((const char*)&m, sizeof(m)) + text.substr(0, m.bytes);
     std::lock_guard<std::mutex> lock(s->sending);
     // Half a message happens only if the peer has read nothing for hours.
@@ -162,9 +166,8 @@ static inline void comm_drain() {
 }
 
 // The failed end of this rank, from any thread. text: what to print if nobody has said anything; "" is
-// silent. victim: a stopped rank, which cannot end itself.
-__attribute__((noreturn)) static inline void comm_fail(const std::string& text,
-                                                       const CommHello* victim = nullptr) {
+// silent.
+__attribute__((noreturn)) static inline void comm_fail(const std::string& text) {
     static std::atomic<bool> failing(false);
     CommState* s = comm_state;
     if (failing.exchange(true)) { for (;;) { pause(); } }
@@ -174,11 +177,6 @@ __attribute__((noreturn)) static inline void comm_fail(const std::string& text,
     if (!text.empty() && comm_claim()) { fprintf(stderr, "error: %s\n", text.c_str()); }
     for (size_t i = 0; i < s->job.peers.size(); i++) {
         if (s->job.peers[i].control >= 0) { comm_send((int)i, kCommEnd); }
-    }
-    // A launcher kills its ranks itself; here only what is surely the same process on this host.
-    if (victim && !s->job.page && comm_same_host(*victim, comm_hello(s->job, CommSecret{}, 0)) &&
-        victim->pid > 1 && comm_started(victim->pid) == victim->started) {
-        kill((pid_t)victim->pid, SIGKILL);
     }
     atomic_remove_parts();
     if (comm_abort) { comm_abort(); }
@@ -294,7 +292,7 @@ static inline void comm_judge_ranks() {
     }
     for (int r = 1; r < s->job.world; r++) {
         if (s->seen[r].bye || now - s->seen[r].heard < comm_limits.silence) { continue; }
-        comm_fail(comm_say(r, comm_silent()), &s->job.peers[r].who);
+        comm_fail(comm_say(r, comm_silent()));
     }
     // What is known of the others is up to a beat old, so the verdict must stand for some.
     static int suspect = -1;
@@ -305,7 +303,7 @@ static inline void comm_judge_ranks() {
     comm_fail(comm_say(r, format("makes no progress for %.0f s", s->seen[r].last.still)));
 }
 
-// The others. Who speaks for a rank 0 that is gone: in a local job the first that lives, else the deputy.
+// The others. Of a rank 0 that is gone the last rank speaks, and ends those that still wait for that.
 static inline void comm_judge_hub() {
     CommState* s = comm_state;
     static double gone_since;
@@ -316,30 +314,24 @@ static inline void comm_judge_hub() {
     if (gone_since == 0) { gone_since = now; }
     // If a signal was passed on, the launcher may know that it ended rank 0, and is given time to say so; an
     // mpirun may want to end us, too.
-    const bool mine = s->job.page || s->job.rank == s->job.deputy;
+    const bool speaks = s->job.rank == s->job.world - 1;
     const double first = s->job.page && s->job.page->forwarded ? 0.6 * kCommGrace : 0.3;
-    const double delay = s->job.page ? first + 0.05 * std::min(s->job.rank, 20) : mine ? first : 1.5;
-    if (now - gone_since < delay) { return; }
-    const std::string text = comm_say(0, hub.closed ? "died" : comm_silent());
-    comm_fail(mine ? text : "", mine && !hub.closed ? &s->job.peers[0].who : nullptr);
+    if (now - gone_since < first + (speaks ? 0 : 1.2)) { return; }
+    comm_fail(speaks || s->job.page ? comm_say(0, hub.closed ? "died" : comm_silent()) : "");
 }
 
+// An NCCL error may come from a death that the watchdogs are about to see: they have the better message.
 static inline void comm_ask_health() {
-    static double sick_since, reported;
+    static double sick_since;
     static std::string text;
-    CommState* s = comm_state;
     const double now = comm_now();
     if (comm_health && text.empty()) {
         text = comm_health();
         sick_since = now;
     }
     if (text.empty() || now - sick_since < comm_limits.health) { return; }
-    const std::string named = s->job.rank == 0 ? text : format("rank %d: %s", s->job.rank, text.c_str());
-    if (s->job.rank == 0 || (reported != 0 && now - reported > comm_limits.abort)) { comm_fail(named); }
-    if (reported == 0) {
-        comm_send(0, kCommError, named);
-        reported = now;
-    }
+    sick_since = now + 1e9;
+    std::thread([] { die("%s", text.c_str()); }).detach();
 }
 
 static inline void comm_watch() {
@@ -373,9 +365,7 @@ static inline void comm_watch() {
             comm_ask_health();
         }
         if (me != 0) { comm_judge_hub(); continue; }
-        const double still = now - s->since;
-        s->seen[0].last = {kCommBeat, 0, s->step, s->progress, s->calls, still > s->allowed ? still : 0,
-                           s->waiting > 0};
+        s->seen[0].last = comm_message(kCommBeat);
         comm_judge_ranks();
     }
 }
