@@ -170,7 +170,7 @@ static inline void comm_wait_ranks(CommLaunch* l) {
 }
 
 __attribute__((noreturn)) static inline void comm_launch(int world, char** argv) {
-    if (world > kCommMaxLocal) { die("--gpus %d: at most %d", world, kCommMaxLocal); }
+    assert(world <= kCommMaxLocal);
     comm_need_files(world);
     CommChild child = {0, world, memfd_create("job", MFD_CLOEXEC), -1, 0, comm_random_key()};
     CommLaunch l = {std::vector<pid_t>(world, 0), nullptr, {}, {}, 0, "", false};

@@ -275,7 +275,6 @@ static inline void comm_contradictions(const CommOptions& o, const CommForeign& 
     const int world = o.processes > 0 ? o.processes : f.world;
     const int rank = o.process >= 0 ? o.process : f.rank;
     if (rank >= world) { die("-pr %d of -pn %d processes: they count from 0 to %d", rank, world, world - 1); }
-    if (world > kCommMaxWorld) { die("-pn %d: at most %d processes", world, kCommMaxWorld); }
     if (*f.name && (world != f.world || rank != f.rank)) {
         die("-pn %d -pr %d, but %s says that this is rank %d of %d\nhint: leave out -pn and -pr", world, rank,
             f.name, f.rank, f.world);
