@@ -24,6 +24,7 @@ the watchdog, which knows more.
 #include <sys/eventfd.h>    // gives: eventfd
 
 #include <algorithm>        // gives: std::min
+#include <fstream>          // gives: std::ifstream
 #include <string>           // gives: std::string
 #include <thread>           // gives: std::thread
 #include <utility>          // gives: std::pair
@@ -182,13 +183,12 @@ static inline void comm_check_same(const CommFacts& facts) {
 
 // The same for ranks that see each other's processes: two containers of a host do not.
 static inline std::string comm_host() {
-    char name[256] = "", boot[64] = "", space[64] = "";
+    char name[256] = "", space[64] = "";
+    std::string boot;
+    std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
     gethostname(name, sizeof(name) - 1);
-    FILE* f = fopen("/proc/sys/kernel/random/boot_id", "r");
-    if (f && !fgets(boot, sizeof(boot), f)) { boot[0] = '\0'; }
-    if (f) { fclose(f); }
     if (readlink("/proc/self/ns/pid", space, sizeof(space) - 1) < 0) { space[0] = '\0'; }
-    return std::string(name) + boot + space;
+    return name + boot + space;
 }
 
 // This rank's number among those of its host.

@@ -155,12 +155,13 @@ static inline int comm_listen(const CommAddress& a, int* port) {
         hints.ai_flags = AI_PASSIVE | AI_NUMERICHOST | AI_NUMERICSERV;
         if (getaddrinfo(host.c_str(), a.port.c_str(), &hints, &found) != 0) { continue; }
         const int fd = socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0), on = 1, off = 0;
+        error = fd < 0 ? errno : 0;
         setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
         setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof(off));
-        const bool fine = fd >= 0 && bind(fd, found->ai_addr, found->ai_addrlen) == 0 && listen(fd, 512) == 0;
-        if (!fine) { error = errno; }
+        if (!error && bind(fd, found->ai_addr, found->ai_addrlen) != 0) { error = errno; }
+        if (!error && listen(fd, 512) != 0) { error = errno; }
         freeaddrinfo(found);
-        if (fine) {
+        if (!error) {
             struct sockaddr_in6 self = {};      // IPv4 has its port at the same place
             socklen_t size = sizeof(self);
             getsockname(fd, (struct sockaddr*)&self, &size);
@@ -183,24 +184,23 @@ static inline int comm_connect(const CommAddress& a, double limit, std::string* 
     if (failed) { *why = gai_strerror(failed); return -1; }
     int fd = -1;
     for (struct addrinfo* f = found; f && fd < 0; f = f->ai_next) {
-        fd = socket(f->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+        fd = socket(f->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        if (fd < 0) { *why = strerror(errno); continue; }
         const int on = 1;                       // rank 0 may listen even on the port of the near end
+        const double left = std::max(0.1, limit - comm_now());
+        const struct timeval wait = {(time_t)left, (suseconds_t)(left * 1e6) % 1000000}, any = {};
         setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-        int error = 0;
-        socklen_t size = sizeof(error);
-        const bool begun = fd >= 0 && (connect(fd, f->ai_addr, f->ai_addrlen) == 0 || errno == EINPROGRESS);
-        if (!begun) { error = errno; }
-        else if (!comm_wait_fd(fd, POLLOUT, limit)) { error = ETIMEDOUT; }
-        else { getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size); }
-        if (error == 0) { continue; }
-        *why = strerror(error);
-        if (fd >= 0) { close(fd); }
-        fd = -1;
+        setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &wait, sizeof(wait));      // connect's, too
+        if (connect(fd, f->ai_addr, f->ai_addrlen) != 0) {
+            *why = strerror(errno == EINPROGRESS ? ETIMEDOUT : errno);
+            close(fd);
+            fd = -1;
+            continue;
+        }
+        setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &any, sizeof(any));
+        comm_set_up(fd);
     }
     freeaddrinfo(found);
-    if (fd < 0) { return -1; }
-    fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) & ~O_NONBLOCK);
-    comm_set_up(fd);
     return fd;
 }
 
@@ -266,7 +266,8 @@ static inline void comm_accept(int listener, std::vector<CommPending>* pending) 
     for (size_t i = 0; i < kCommStrangers; i++) {
         const int fd = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
         if (fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS)) {
-            die("rank 0 cannot take the connections of all ranks: %s\nhint: ulimit -n", strerror(errno));
+            die("rank 0 cannot take the connections of all ranks: %s\nhint: ulimit -n says how many files a "
+                "process may open", strerror(errno));
         }
         if (fd < 0) { return; }
         comm_set_up(fd);

@@ -46,23 +46,21 @@ static struct {
 
 // ---- state of a started job ----
 
-enum : uint32_t { kCommBeat = 1, kCommBye, kCommError, kCommEnd };
-static const size_t kCommMaxText = 8000;
+enum : int64_t { kCommBeat = 1, kCommBye, kCommError, kCommEnd };
 
-// On control links; `bytes` of text follow.
+// On control links, all of one size: none is allocated.
 struct CommMessage {
-    uint32_t word, bytes;
-    int64_t step;
+    int64_t word, step;
     uint64_t progress, calls;       // comm_progress and collectives so far
     double still;                   // seconds without progress, if that is too long; else 0
     int64_t waiting;                // the main thread waits for other ranks
+    char text[1200];                // of an error
 };
 
 struct CommSeen {                   // what the watchdog knows of a peer; `last` of this process too
     double heard = 0;
     bool closed = false, bye = false;
-    std::string unread;
-    CommMessage last = {kCommBeat, 0, -1, 0, 0, 0, 0};
+    CommMessage last = {kCommBeat, -1, 0, 0, 0, 0, ""};
 };
 
 // Never freed: threads may look at it until the process is gone.
@@ -122,19 +120,19 @@ static inline void comm_patience(double seconds) {
 
 // ---- the end ----
 
-static inline CommMessage comm_message(uint32_t word, uint32_t bytes = 0) {
+static inline CommMessage comm_message(int64_t word) {
     const CommState* s = comm_state;
     const double still = comm_now() - s->since;
-    return {word, bytes, s->step, s->progress, s->calls, still > s->allowed ? still : 0, s->waiting > 0};
+    return {word, s->step, s->progress, s->calls, still > s->allowed ? still : 0, s->waiting > 0, ""};
 }
 
-static inline void comm_send(int peer, uint32_t word, const std::string& text = "") {
+static inline void comm_send(int peer, int64_t word, const std::string& text = "") {
     CommState* s = comm_state;
-    const CommMessage m = comm_message(word, (uint32_t)std::min(text.size(), kCommMaxText));
-    const std::string whole = std::string((const char*)&m, sizeof(m)) + text.substr(0, m.bytes);
+    CommMessage m = comm_message(word);
+    snprintf(m.text, sizeof(m.text), "%s", text.c_str());
     std::lock_guard<std::mutex> lock(s->sending);
-    // Half a message happens only if the peer has read nothing for hours.
-    send(s->job.peers[peer].control, whole.data(), whole.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    // Half a message happens only if the peer has read nothing for minutes.
+    send(s->job.peers[peer].control, &m, sizeof(m), MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
 // Ends the process at the latest then, whatever the thread that calls this meets on its way.
@@ -234,33 +232,23 @@ static inline std::string comm_say(int rank, const std::string& what) {
                   what.c_str(), last.c_str());
 }
 
-static inline void comm_got(int peer, const CommMessage& m, const std::string& text) {
-    CommState* s = comm_state;
-    CommSeen& seen = s->seen[peer];
-    seen.last = m;
-    if (m.word == kCommBye && !seen.bye) { seen.bye = true; s->byes++; }
-    if (m.word == kCommError) { comm_fail(text); }
-    if (m.word == kCommEnd) { comm_fail(""); }
-}
-
 // All that has come, without waiting.
 static inline void comm_receive_control(int peer) {
-    CommSeen& seen = comm_state->seen[peer];
-    char buffer[16384];
-    const ssize_t n = recv(comm_state->job.peers[peer].control, buffer, sizeof(buffer), MSG_DONTWAIT);
-    if (n < 0 && (errno == EAGAIN || errno == EINTR)) { return; }
-    if (n <= 0) { seen.closed = true; return; }
-    seen.heard = comm_now();
-    seen.unread.append(buffer, (size_t)n);
+    CommState* s = comm_state;
+    CommSeen& seen = s->seen[peer];
+    const int fd = s->job.peers[peer].control;
     CommMessage m;
-    while (seen.unread.size() >= sizeof(m)) {
-        memcpy(&m, seen.unread.data(), sizeof(m));
-        if (m.bytes > kCommMaxText) { seen.closed = true; return; }
-        if (seen.unread.size() < sizeof(m) + m.bytes) { break; }
-        const std::string text = seen.unread.substr(sizeof(m), m.bytes);
-        seen.unread.erase(0, sizeof(m) + m.bytes);
-        comm_got(peer, m, text);
+    ssize_t n;
+    while ((n = recv(fd, &m, sizeof(m), MSG_PEEK | MSG_DONTWAIT)) == sizeof(m)) {
+        comm_read(fd, &m, sizeof(m));
+        m.text[sizeof(m.text) - 1] = '\0';
+        seen.heard = comm_now();
+        seen.last = m;
+        if (m.word == kCommBye && !seen.bye) { seen.bye = true; s->byes++; }
+        if (m.word == kCommError) { comm_fail(m.text); }
+        if (m.word == kCommEnd) { comm_fail(""); }
     }
+    seen.closed = n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR);
 }
 
 static inline std::string comm_silent() {
