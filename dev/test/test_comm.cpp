@@ -628,14 +628,16 @@ static void test_meeting_file(const std::string& place) {
     check_dies("two jobs in a folder", [&] { comm_write_meeting(o, ""); }, {"another job", "LLMC_JOB_ID"});
     close(locked);
     CHECK(symlink(path.c_str(), (place + "/link").c_str()) == 0, "no link");
-    CHECK(rename((place + "/link").c_str(), path.c_str()) == 0 && comm_read_meeting(o).empty(), "a link is read");
+    CHECK(rename((place + "/link").c_str(), path.c_str()) == 0, "no link");
+    CHECK(comm_read_meeting(o).empty(), "a link is read");
     check_dies("a link", [&] { comm_write_meeting(o, ""); }, {"cannot create", "rendezvous"});
     unlink(path.c_str());
     write_text(path, "of another user");
     if (chown(path.c_str(), 65534, 65534) != 0) { SKIP(2, "only root can give a file away"); }
     else {
         CHECK(comm_read_meeting(o).empty(), "another user's file is read");
-        check_dies("another's file", [&] { comm_write_meeting(o, ""); }, {"no file of this user", "LLMC_JOB_ID"});
+        check_dies("another's file", [&] { comm_write_meeting(o, ""); },
+                   {"no file of this user", "LLMC_JOB_ID"});
     }
     unlink(path.c_str());
 }
@@ -647,7 +649,8 @@ static void test_folder() {
     write_text(place + "/rendezvous-other", stale);
     // what killed jobs have left: a port that nobody has now, one where nobody ever says a word, half a file
     std::vector<Case> cases;
-    for (const std::string& left : {stale, comm_describe(1, port_in_use()), stale.substr(0, stale.size() / 2)}) {
+    const std::string mute = comm_describe(1, port_in_use());
+    for (const std::string& left : {stale, mute, stale.substr(0, stale.size() / 2)}) {
         const std::string id = std::to_string(cases.size());
         Case c = make_case("folder " + id, "collectives", 3, {0, 0, 0});
         c.local = false;
@@ -708,8 +711,8 @@ static void test_strangers() {
     std::vector<int> strangers;
     std::string why;
     auto call = [&] {
-        int fd;
-        while ((fd = comm_connect(address, comm_now() + 60, &why)) < 0) { usleep(10000); }  // until it listens
+        int fd;                                 // until rank 0 listens
+        while ((fd = comm_connect(address, comm_now() + 60, &why)) < 0) { usleep(10000); }
         strangers.push_back(fd);
         return fd;
     };

@@ -533,6 +533,28 @@ def test_mpirun():
     check(not os.path.exists("mpi"), "nothing was written")
 
 
+def test_poor_rank():
+    """Where one rank's memory is short, all have as many lanes as that one has room for."""
+    if not on_cpu():
+        skip("the memory of a GPU cannot be limited", 4)
+        return
+    flags = {"-e": "L6,NH2,C512,T32,V256", "-x": 2, **batch(8)}
+
+    def limited(mib, **more):
+        before, port = ["bash", "-c", f'ulimit -v {int(mib * 1024)}; exec "$@"', "-"], free_port()
+        return [Job({**flags, **more, **tcp(0, port)}), Job({**flags, **more, **tcp(1, port)}, before=before)]
+    refused = all_of(limited(1200, **{"-e": "L48,NH2,C512,T32,V256"}))[0].err
+    free = re.search(r"rank 1: .* which has ([\d.]+) MiB free", refused)
+    if not check(free, f"what a rank under ulimit -v has free: {refused}"):
+        return
+    few, many = (float(re.search(r"^memory: ([\d.]+) MiB in all", run_ok(
+        {**flags, "--gpus": 2, "--lanes": lanes, "-o": f"rich{lanes}"}).out, re.M)[1]) for lanes in (2, 8))
+    results = all_of(limited(1200 - float(free[1]) + few + (many - few) / 4, **{"-o": "poor"}))
+    check_equal([result.code for result in results], [0, 0], f"exit codes: {results[0].err}{results[1].err}")
+    check("summed over 2 lanes, not 8" in results[0].out, f"rank 0 says so: {results[0].out[:300]}")
+    check(read_bytes("poor/main.log") == read_bytes("rich2/main.log"), "losses are those of --lanes 2")
+
+
 # ---- bad input ----
 
 def refused_jobs(name, jobs, *said, code=1, limit=LIMIT_S):

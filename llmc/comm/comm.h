@@ -156,7 +156,7 @@ static inline void comm_check_same(const CommFacts& facts) {
     for (const auto& f : facts) { text += f.first + '\0' + f.second + '\0'; }
     uint64_t size = text.size();
     comm_broadcast(&size, sizeof(size));
-    if (size > (uint64_t)1 << 24) { die("rank 0 is another program: its facts take %.3g bytes", (double)size); }
+    if (size > 1 << 24) { die("rank 0 is another program: its facts take %.3g bytes", (double)size); }
     text.resize(size);
     comm_broadcast(&text[0], size);
     size_t at = 0;

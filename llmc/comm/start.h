@@ -183,8 +183,7 @@ static inline int comm_write_meeting(const CommOptions& o, const std::string& te
 // ---- the ways ----
 
 static inline void comm_find_tcp(CommJob* job, const CommOptions& o, const CommAddress& a) {
-    const bool v6 = a.host.find(':') != std::string::npos;
-    const std::string where = (v6 ? "[" + a.host + "]" : a.host) + ":" + a.port;
+    const std::string where = a.host + ", port " + a.port;
     const std::vector<CommAddress> only = {a};
     int port;
     if (job->rank != 0) { comm_join(job, o.start_timeout_s, where, [&] { return only; }); }
