@@ -538,12 +538,12 @@ def test_poor_rank():
     if not on_cpu():
         skip("the memory of a GPU cannot be limited", 4)
         return
-    flags = {"-e": "L6,NH2,C512,T32,V256", "-x": 2, **batch(8)}
+    flags = {"-e": "L4,NH2,C384,T32,V256", "-x": 2, **batch(8)}
 
     def limited(mib, **more):
         before, port = ["bash", "-c", f'ulimit -v {int(mib * 1024)}; exec "$@"', "-"], free_port()
         return [Job({**flags, **more, **tcp(0, port)}), Job({**flags, **more, **tcp(1, port)}, before=before)]
-    refused = all_of(limited(1200, **{"-e": "L48,NH2,C512,T32,V256"}))[0].err
+    refused = all_of(limited(1200, **{"-e": "L99,NH2,C512,T32,V256"}))[0].err
     free = re.search(r"rank 1: .* which has ([\d.]+) MiB free", refused)
     if not check(free, f"what a rank under ulimit -v has free: {refused}"):
         return
