@@ -727,15 +727,17 @@ static void test_strangers() {
     auto knows = [&](uint64_t key) {            // whom rank 0 accepts
         hello.key = key;
         char answer[sizeof(kCommKnown)];
-        return comm_read(says(&hello, sizeof(hello)), answer, sizeof(answer), comm_now() + 60);
+        const int fd = says(&hello, sizeof(hello));
+        const bool known = comm_read(fd, answer, sizeof(answer), comm_now() + 60);
+        strangers.pop_back();
+        close(fd);
+        return known;
     };
     const uint64_t key = key_of("of this test");
     const int silent = call();
     CHECK(!knows(key ^ (uint64_t)1 << 56), "a key whose last byte differs is taken");
     CHECK(!knows(0) && !knows(key_of("of another")), "a rank of another LLMC_JOB_ID is taken");
     CHECK(knows(key_of("of this test")), "a rank of this LLMC_JOB_ID is not taken");
-    close(strangers.back());
-    strangers.pop_back();
     close(says(&hello, 1));
     strangers.pop_back();
     const std::string garbage(100000, 'g');
@@ -982,6 +984,8 @@ static void test_contradictions() {
         {"-pn for nothing", [](CommOptions* o) { o->processes = 2; }, {"-pn and -pr need"}, {}},
         {"-pn against srun", [](CommOptions* o) { o->init = "fs"; o->folder = "x"; o->processes = 3; },
          {"-pn 3", "srun", "rank 0 of 2"}, {"SLURM_PROCID=0", "SLURM_NTASKS=2", "SLURM_STEP_ID=0"}},
+        {"too many", [](CommOptions*) {}, {"5000 ranks", "4096"},
+         {"SLURM_PROCID=0", "SLURM_NTASKS=5000", "SLURM_STEP_ID=0"}},
         {"no master", [](CommOptions*) {}, {"torchrun", "-ps"}, {"RANK=0", "WORLD_SIZE=2"}},
 #ifndef USE_MPI
         {"no MPI", [](CommOptions*) {}, {"without MPI", "hint:"},

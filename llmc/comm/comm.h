@@ -116,9 +116,9 @@ static inline void comm_all_gather(void* all, size_t bytes) {
     comm_meet(kCommAllGather, bytes);
     auto part = [&](int r) { return (char*)all + r * bytes; };
     for (int r = 1; r < comm.world; r++) { comm_move(r, 0, part(r), part(r), bytes); }
-    for (int to = 1; to < comm.world; to++) {
-        if (comm.rank != 0 && comm.rank != to) { continue; }
-        for (int r = 0; r < comm.world; r++) { if (r != to) { comm_move(0, to, part(r), part(r), bytes); } }
+    for (int to = 1; to < comm.world; to++) {   // all but its own
+        comm_move(0, to, part(0), part(0), to * bytes);
+        comm_move(0, to, part(to + 1), part(to + 1), (comm.world - 1 - to) * bytes);
     }
 }
 

@@ -17,6 +17,7 @@ the user's number. It keeps apart jobs that meet by accident; the network betwee
 
 #include <ctype.h>          // gives: isalnum
 #include <ifaddrs.h>        // gives: getifaddrs
+#include <limits.h>         // gives: INT_MAX
 #include <net/if.h>         // gives: IFF_UP
 #ifdef USE_MPI
 #include <mpi.h>            // gives: MPI_Init, MPI_Bcast
@@ -48,7 +49,7 @@ static inline int comm_env(const char* name, int otherwise) {
     const char* text = getenv(name);
     char* end = nullptr;
     const long n = text ? strtol(text, &end, 10) : 0;
-    return text && end != text && *end == '\0' && n >= 0 && n <= kCommMaxWorld ? (int)n : otherwise;
+    return text && end != text && *end == '\0' && n >= 0 && n <= INT_MAX ? (int)n : otherwise;
 }
 
 static inline CommForeign comm_foreign() {
@@ -274,6 +275,7 @@ static inline void comm_contradictions(const CommOptions& o, const CommForeign& 
     const int world = o.processes > 0 ? o.processes : f.world;
     const int rank = o.process >= 0 ? o.process : f.rank;
     if (rank >= world) { die("-pr %d of -pn %d processes: they count from 0 to %d", rank, world, world - 1); }
+    if (world > kCommMaxWorld) { die("%d ranks: at most %d", world, kCommMaxWorld); }
     if (*f.name && (world != f.world || rank != f.rank)) {
         die("-pn %d -pr %d, but %s says that this is rank %d of %d\nhint: leave out -pn and -pr", world, rank,
             f.name, f.rank, f.world);
