@@ -23,7 +23,7 @@ the watchdog, which knows more.
 #include <pthread.h>        // gives: pthread_sigmask
 #include <sys/eventfd.h>    // gives: eventfd
 
-#include <algorithm>        // gives: std::min
+#include <algorithm>        // gives: std::min, std::copy_n
 #include <fstream>          // gives: std::ifstream
 #include <string>           // gives: std::string
 #include <thread>           // gives: std::thread
@@ -126,7 +126,7 @@ static inline void comm_all_to_all(void* recv, const void* send, size_t bytes) {
     if (!comm_state) { memmove(recv, send, bytes); return; }
     CommWait waiting;
     comm_meet(kCommAllToAll, bytes);
-    memcpy((char*)recv + comm.rank * bytes, (const char*)send + comm.rank * bytes, bytes);
+    std::copy_n((const char*)send + comm.rank * bytes, bytes, (char*)recv + comm.rank * bytes);
     for (int from = 0; from < comm.world; from++) {
         for (int to = 0; to < comm.world; to++) {
             if (from == to) { continue; }
