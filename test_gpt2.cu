@@ -592,20 +592,11 @@ static void test_lanes() {
     CHECK(!lanes_error(4, 8, 1, 2).empty() && lanes_error(8, 8, 1, 2).empty(), "a lane a micro-step");
     CHECK(lanes_error(6, 6, 3, 2).empty() && lanes_error(6, 6, 3, 0).empty(), "three ranks");
 
-    // Follow the counter with texts instead of numbers: "(0+1)" for a sum.
-    for (int lanes = 1; lanes <= 33; lanes++) {
-        std::vector<std::string> buffers(lane_buffers(lanes)), level;
-        for (int lane = 0; lane < lanes; lane++) {
-            const int top = lane_buffer(lane), merges = lane_merges(lane, lanes);
-            tree = tree && top < (int)buffers.size() && merges <= top;
-            if (!tree) { break; }
-            level.push_back(format("%d", lane));
-            buffers[top] = level.back();
-            for (int k = top - 1; k >= top - merges; k--) {
-                buffers[k] = "(" + buffers[k] + "+" + buffers[k + 1] + ")";
-            }
-        }
-        while (level.size() > 1) {              // bottom up, in pairs
+    // Follow the counter with texts instead of numbers: "(0+1)" for a sum. It gets `world` lanes at a time.
+    auto pairs = [](int from, int count) {      // bottom up
+        std::vector<std::string> level;
+        for (int i = 0; i < count; i++) { level.push_back(format("%d", from + i)); }
+        while (level.size() > 1) {
             std::vector<std::string> next;
             for (size_t i = 0; i + 1 < level.size(); i += 2) {
                 next.push_back("(" + level[i] + "+" + level[i + 1] + ")");
@@ -613,8 +604,26 @@ static void test_lanes() {
             if (level.size() % 2 == 1) { next.push_back(level.back()); }
             level = next;
         }
-        CHECK(tree && buffers[0] == level[0], "%d lanes: %s, not %s", lanes, buffers[0].c_str(),
-              level[0].c_str());
+        return level[0];
+    };
+    for (int lanes = 1; lanes <= 48; lanes++) {
+        for (int world = 1; world <= lanes; world++) {
+            if (lanes % world != 0) { continue; }
+            const int merged = is_power_of_two(world) ? lanes / world : lanes;
+            std::vector<std::string> buffers(lane_buffers(merged));
+            for (int lane = 0, part; lane < lanes; lane += part) {
+                part = lane_part(lane, world - lane % world);
+                const int top = lane_buffer(lane);
+                const int merges = lane_merges(lane + part - 1, lanes) - __builtin_ctz(part);
+                tree = tree && merges >= 0 && merges <= top && top - merges < (int)buffers.size();
+                if (!tree) { break; }
+                std::string sum = pairs(lane, part);
+                for (int k = top - 1; k >= top - merges; k--) { sum = "(" + buffers[k] + "+" + sum + ")"; }
+                buffers[top - merges] = sum;
+            }
+            CHECK(tree && buffers[0] == pairs(0, lanes), "%d lanes of %d ranks: %s", lanes, world,
+                  buffers[0].c_str());
+        }
     }
 }
 

@@ -339,9 +339,8 @@ template <class Args> static void check_width(const Args& a, size_t n) {
 static size_t shared_memory_cap = SIZE_MAX;
 static size_t shared_memory_limit() {
     static const int limit = [] {
-        int device = 0, bytes = 0;
-        cudaCheck(cudaGetDevice(&device));
-        cudaCheck(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+        int bytes = 0;
+        cudaCheck(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_place));
         return bytes;
     }();
     return std::min((size_t)limit, shared_memory_cap);
@@ -3966,8 +3965,7 @@ static void sample_tokens(const SampleTokens<floatX, float>& a, Stream stream) {
 // waits only for what it needs.
 // At stage 2 every micro-step is a lane of its own and is exchanged at once; gradients of a layer live in one
 // of two places until then. Rank r takes micro-step j * world + r at time j, so that the ranks' micro-steps
-// of one time are a part of the tree (if they are a power of two; else that number of ranks has an order of
-// its own).
+// of one time are one part of the tree, or, if their number is no power of two, a few parts.
 //
 // --reduction nccl sums in NCCL's order instead: the same bits for the same number of ranks only.
 
@@ -3997,8 +3995,8 @@ static std::string lanes_error(int64_t lanes, int64_t micro_steps, int world, in
         return format("%d ranks cannot share %lld lanes: each takes 1, 2, 4, 8 ... of them", world,
                       (long long)lanes);
     }
-    if (lanes / world >= (int64_t)1 << kMaxLevels) {
-        return format("%lld lanes a rank are too many", (long long)(lanes / world));
+    if ((zero == 2 ? lanes : lanes / world) >= (int64_t)1 << kMaxLevels) {
+        return format("%lld lanes are too many", (long long)lanes);
     }
     return "";
 }
@@ -4014,6 +4012,13 @@ static int lane_buffers(int lanes) {            // how many there are: 1 + floor
     int count = 1;
     for (; lanes > 1; lanes /= 2) { count++; }
     return count;
+}
+// How many of the next `lanes` lanes are a whole part of the tree. They need not be merged one by one: their
+// sum goes on top of what lanes before `lane` left, and the merges within it, log2 of their number, are done.
+static int lane_part(int lane, int lanes) {
+    int part = 1;
+    while (2 * part <= lanes && lane % (2 * part) == 0) { part *= 2; }
+    return part;
 }
 
 // == 8 model ==
@@ -4091,7 +4096,7 @@ struct GPT2 {
     char* muon_updates;         // Muon's alone, see MuonShare
     char* muon_products;
     char* grads;                // lane_buffers(lanes) times the arena; at ZeRO stage 2 of one micro-step
-    float* grad_shards;         // ZeRO stage 2: lane_buffers(lanes) times this rank's shards
+    float* grad_shards;         // ZeRO stage 2: lane_buffers() times this rank's shards
     char* exchange;             // what other ranks sent of one bucket
     char* records;              // (world,record_bytes) what the ranks tell each other about a step
     size_t record_bytes, lanes_at;      // a record: sums of squares of the rank's chunks, its lanes' losses
@@ -4274,7 +4279,9 @@ struct TrainingBytes {
 };
 static TrainingBytes training_bytes(const Layout& layout, const Config& c, const Options& options) {
     const Split& split = options.split;
-    const size_t buffers = (size_t)lane_buffers(options.lanes);
+    // at stage 2 all ranks' lanes are merged, unless each time of theirs is one part of the tree
+    const bool parts = split.zero == 2 && !options.nccl_order && !is_power_of_two(split.world);
+    const size_t buffers = (size_t)lane_buffers(options.lanes * (parts ? split.world : 1));
     TrainingBytes b = {};
     if (!options.trains) { return b; }
     b.master = kLowPrecision && options.master ? layout.state_elems * sizeof(float) : 0;
@@ -5090,27 +5097,33 @@ static void gpt2_sum_bucket(GPT2* model, int bucket) {
 
     LaneSum<floatX, float> a = {};
     a.n = b.shard;
+    auto shards = [&](int k) { return model->grad_shards + k * model->layout.shard_elems + b.shards; };
+    if (o.nccl_order) {                                                 // stage 2: a running sum
+        a.pieces = {.data = mine};
+        a.num_pieces = 1;
+        a.num_chain = model->micro >= (uint32_t)split.world;
+        a.out = {shards(0), Accumulate::No};
+        a.chain[0] = shards(0);
+        lane_sum(a, model->stream);
+        return;
+    }
     RoundKey key = gpt2_grad_key(model);                                // of rank 0's micro-step
     key.micro = (uint32_t)(split.zero == 2 ? model->micro - split.rank : model->micro_steps - 1);
-    a.pieces = {gpt2_exchange_memory(model, model->place[bucket]), bf16, key, first};
+    const int lane = (int)key.micro, lanes = o.lanes * split.world;     // at stage 2
     a.piece_micros = split.zero == 2 ? 1 : (uint32_t)model->micro_steps;
-    a.num_pieces = split.world;
-    if (split.zero < 2) {
+    for (int r = 0; r < split.world; r += a.num_pieces) {
+        a.num_pieces = split.zero == 2 ? lane_part(lane + r, split.world - r) : split.world;
+        a.pieces = {gpt2_exchange_memory(model, model->place[bucket]) + r * bytes, bf16, key, first};
+        a.pieces.key.micro += (uint32_t)r;
         a.out = {(float*)mine, Accumulate::No, bf16, gpt2_summed_grads(model, bucket).key, first};
-    } else {
-        auto shards = [&](int k) { return model->grad_shards + k * model->layout.shard_elems + b.shards; };
-        const int top = o.nccl_order ? 1 : lane_buffer(model->lane);
-        int merges = lane_merges(model->lane, o.lanes);
-        if (o.nccl_order) {                                             // a running sum
-            a.pieces = {.data = mine};
-            a.num_pieces = 1;
-            merges = model->micro >= (uint32_t)split.world;
+        if (split.zero == 2) {
+            a.num_chain = lane_merges(lane + r + a.num_pieces - 1, lanes) - __builtin_ctz(a.num_pieces);
+            const int bottom = lane_buffer(lane + r) - a.num_chain;
+            for (int k = 0; k < a.num_chain; k++) { a.chain[k] = shards(bottom + k); }
+            a.out = {shards(bottom), Accumulate::No};
         }
-        a.out = {shards(o.nccl_order ? 0 : top - merges), Accumulate::No};
-        a.num_chain = merges;
-        for (int k = 0; k < merges; k++) { a.chain[k] = shards(top - merges + k); }
+        lane_sum(a, model->stream);
     }
-    lane_sum(a, model->stream);
     if (split.zero == 0) {
         event_record(model->summed[bucket], model->stream);
         stream_wait(model->comm_stream, model->summed[bucket]);
@@ -6444,7 +6457,7 @@ static const Flag kFlags[] = {
         FLAG_FIXED},
     {"",    "on-bad-loss",     FLAG_ENUM,   &run.on_bad_loss,    "stop",    0, 0, "stop|rewind",
         "too many skipped updates in a row: stop, or go back to the last checkpoint and past these data"},
-    {"",    "gpus",            FLAG_INT,    &run.comm.gpus,      "0",       0, 1024, nullptr,
+    {"",    "gpus",            FLAG_INT,    &run.comm.gpus,      "0",       0, kCommMaxLocal, nullptr,
         "start so many ranks on this machine, one a GPU; 0: as started (mpirun, srun, torchrun, or alone)",
         FLAG_NOW},
     {"zs",  "zero-stage",      FLAG_INT,    &run.zero,           "0",       0, 2, nullptr,
@@ -6463,9 +6476,9 @@ static const Flag kFlags[] = {
         "-pi tcp: HOST[:PORT] of rank 0", FLAG_NOW},
     {"pf",  "process-folder",  FLAG_STRING, &run.comm.folder,    "",        0, 0, nullptr,
         "-pi fs: a folder that all ranks see", FLAG_NOW},
-    {"pn",  "processes",       FLAG_INT,    &run.comm.processes, "0",       0, 65536, nullptr,
+    {"pn",  "processes",       FLAG_INT,    &run.comm.processes, "0",       0, kCommMaxWorld, nullptr,
         "-pi tcp|fs: number of ranks", FLAG_NOW},
-    {"pr",  "process-rank",    FLAG_INT,    &run.comm.process,   "-1",      -1, 65535, nullptr,
+    {"pr",  "process-rank",    FLAG_INT,    &run.comm.process,   "-1",      -1, kCommMaxWorld - 1, nullptr,
         "-pi tcp|fs: which rank this is, from 0", FLAG_NOW},
     {"pg",  "gpus-per-node",   FLAG_INT,    &run.comm.per_node,  "0",       0, 1024, nullptr,
         "-pi tcp|fs: ranks on each machine; 0: found out", FLAG_NOW},

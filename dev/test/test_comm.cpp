@@ -156,6 +156,9 @@ static int run_program(const std::string& name) {
     else if (name == "late") {
         comm_end();
         if (comm.rank == victim) { die("after the end"); }
+    } else if (name == "hang_late") {
+        comm_end();
+        while (comm.rank == victim) { pause(); }
     }
     comm_end();
     return 0;
@@ -187,6 +190,7 @@ static int rank_main(int argc, char** argv) {
     comm_limits.health = 0.5;
     comm_limits.abort = number("abort", 100);
     comm_local_start_s = number("local", 200);
+    comm_after_s = number("after", 20);
     folder = argv[3];
     victim = atoi(argv[4]);
     CommChild child;
@@ -212,6 +216,7 @@ struct Case {
     bool local = true;                  // else each rank is started with `args` and its own number
     std::vector<std::string> args, env;
     int signal_number = 0, to = -1;     // sent to rank `to`, or to the launcher, when all ranks run
+    bool continued = false;             // rank `to` is, when it is the last that has not ended
     bool frozen = false;                // before that all ranks are stopped for longer than silence may be
     bool nohup = false;                 // SIGHUP is ignored, and comes before that
     std::vector<int> codes;             // of the launcher; or of each rank. 128+n: ended by signal n
@@ -311,6 +316,7 @@ static bool case_runs(Case* c) {
         running += c->ended[i] < 0;
     }
     if (running == 0) { return false; }
+    if (c->continued && running == 1 && c->sent && c->ended[c->to] < 0) { kill(c->pids[c->to], SIGCONT); }
     for (int r = 0; r < c->world && c->signal_number && !c->sent; r++) { ready += rank_pid(*c, r) > 0; }
     if (ready == c->world) {
         c->sent = comm_now() + (c->frozen ? kSilence + 3 : c->nohup ? 1 : 0);
@@ -457,7 +463,8 @@ static std::vector<Case> failure_cases() {
             cases.push_back(c);
             if (rank == 1) { continue; }
             c.words.pop_back();                 // over TCP the step is as old as the last heartbeat
-            cases.push_back(over_tcp(c, 1, rank, 137));     // a stopped one is killed by whoever speaks
+            c.continued = number == SIGSTOP;    // nobody kills it: it ends when it goes on
+            cases.push_back(over_tcp(c, 1, rank, number == SIGKILL ? 137 : 1));
         }
         cases.push_back(make_case(format("die %d", rank), "die", 3, {1},
                                   {rank ? format("error: rank %d: bad thing in step 5", rank)
@@ -481,14 +488,18 @@ static std::vector<Case> failure_cases() {
     cases.push_back(over_tcp(make_case("die others", "die_others", 4, {}, {": the same on the others"}), 1));
     cases.push_back(make_case("die in a thread", "thread_dies", 2, {1}, {"error: rank 1: from a thread"}, 1));
     cases.push_back(make_case("die early", "early", 3, {1}, {"error: before the start\n"}));
-    Case never = make_case("stopped at the start", "never_begins", 3, {1}, {"rank 1 has ended, or has"}, 1);
+    Case never = make_case("stopped at the start", "never_begins", 3, {1}, {"rank 1 of 3 did not come"}, 1);
     never.args = {"local=4"};
     cases.push_back(never);
-    cases.push_back(make_case("killed at the start", "ends_early", 3, {137}, {"error: rank 2 has ended"}, 2));
-    Case hub = make_case("rank 0 killed at the start", "ends_early", 3, {137}, {"rank 0 is gone"}, 0);
-    hub.args = {"abort=1"};                     // they wait so long for rank 0's own word
-    cases.push_back(hub);
+    cases.push_back(make_case("killed at the start", "ends_early", 3, {137},
+                              {"error: rank 2 (pid ", "was ended by signal 9"}, 2));
+    cases.push_back(make_case("rank 0 killed at the start", "ends_early", 3, {137},
+                              {"error: rank 0 (pid ", "was ended by signal 9"}, 0));
     cases.push_back(make_case("die late", "late", 3, {1}, {"error: rank 2: after the end"}, 2));
+    Case after = make_case("a hang after the end", "hang_late", 3, {1},
+                           {"error: rank 2 (pid ", "did not end when rank 0 had"}, 2);
+    after.args = {"after=2"};
+    cases.push_back(after);
     cases.push_back(make_case("other call", "other_call", 3, {1}, {"rank 1 is at operation"}, 1));
     for (int rank : {0, 1}) {
         Case health = make_case(format("health of rank %d", rank), "health", 3, {1},
@@ -507,7 +518,8 @@ static std::vector<Case> failure_cases() {
     slow.args = {still};
     cases.push_back(slow);
     cases.push_back(make_case("code", "code", 3, {3}, {}, 1));
-    Case lonely = over_tcp(make_case("never come", "loop", 4, {}, {"ranks 2, 3 of 4 did not", "hint:"}), 1);
+    Case lonely = over_tcp(make_case("never come", "loop", 4, {}, {"ranks 2, 3 of 4 did not", "LLMC_JOB_ID"}),
+                           1);
     lonely.args.push_back("timeout=15");
     lonely.start = 2;                           // rank 1 has come and ends silently
     cases.push_back(lonely);
@@ -602,36 +614,65 @@ static std::vector<std::string> names_in(const std::string& path) {
     return names;
 }
 
+// Whose file it is, who may read it, and who may write it when.
+static void test_meeting_file(const std::string& place) {
+    CommOptions o;
+    o.folder = place.c_str();
+    const std::string path = comm_meeting_file(o);
+    struct stat st = {};
+    const mode_t mask = umask(0);
+    const int locked = comm_write_meeting(o, "rank 0 is here");
+    umask(mask);
+    CHECK(stat(path.c_str(), &st) == 0 && (st.st_mode & 0777) == 0600, "mode %o", st.st_mode);
+    CHECK(comm_read_meeting(o) == "rank 0 is here", "its own user cannot read it");
+    check_dies("two jobs in a folder", [&] { comm_write_meeting(o, ""); }, {"another job", "LLMC_JOB_ID"});
+    close(locked);
+    CHECK(symlink(path.c_str(), (place + "/link").c_str()) == 0, "no link");
+    CHECK(rename((place + "/link").c_str(), path.c_str()) == 0, "no link");
+    CHECK(comm_read_meeting(o).empty(), "a link is read");
+    check_dies("a link", [&] { comm_write_meeting(o, ""); }, {"cannot create", "rendezvous"});
+    unlink(path.c_str());
+    write_text(path, "of another user");
+    if (chown(path.c_str(), 65534, 65534) != 0) { SKIP(2, "only root can give a file away"); }
+    else {
+        CHECK(comm_read_meeting(o).empty(), "another user's file is read");
+        check_dies("another's file", [&] { comm_write_meeting(o, ""); },
+                   {"no file of this user", "LLMC_JOB_ID"});
+    }
+    unlink(path.c_str());
+}
+
 static void test_folder() {
     const std::string place = folder + "/meeting point";
     mkdir_check(place.c_str());
-    CommHello killed = comm_hello(CommJob(), CommSecret{}, 0), away = killed;
-    killed.pid = 999999999;                     // no such process; its port is nobody's now
-    snprintf(away.host_id, sizeof(away.host_id), "another host");
-    const std::string stale = comm_describe(killed, free_port(), comm_random_secret());
-    write_text(place + "/rendezvous-job.00000001", stale);
-    write_text(place + "/rendezvous-job.00000002", comm_describe(away, free_port(), comm_random_secret()));
-    write_text(place + "/rendezvous-job.00000003", stale.substr(0, stale.size() / 2));
-    write_text(place + "/rendezvous-other.00000004", stale);
-    // a port where somebody listens who never says a word
-    CommHello mute = away;
-    write_text(place + "/rendezvous-job.00000005", comm_describe(mute, port_in_use(), comm_random_secret()));
-    Case fine = make_case("folder", "collectives", 3, {0, 0, 0});
-    fine.local = false;
-    fine.args = {"init=fs", "folder=" + place};
+    const std::string stale = comm_describe(comm_random_key(), free_port());
+    write_text(place + "/rendezvous-other", stale);
+    // what killed jobs have left: a port that nobody has now, one where nobody ever says a word, half a file
+    std::vector<Case> cases;
+    const std::string mute = comm_describe(1, port_in_use());
+    for (const std::string& left : {stale, mute, stale.substr(0, stale.size() / 2)}) {
+        const std::string id = std::to_string(cases.size());
+        Case c = make_case("folder " + id, "collectives", 3, {0, 0, 0});
+        c.local = false;
+        c.args = {"init=fs", "folder=" + place};
+        c.env = {"LLMC_JOB_ID=" + id};
+        write_text(place + "/rendezvous-" + id, left);
+        cases.push_back(c);
+    }
     Case file = make_case("folder that is a file", "loop", 2, {1}, {"is not a folder"});
     file.local = false;
     file.start = 1;
-    file.args = {"init=fs", "folder=" + place + "/rendezvous-other.00000004"};
-    run_cases({fine, file}, 2);
-    std::string left;
-    for (const std::string& name : names_in(place)) { left += name.substr(name.size() - 3) + " "; }
-    CHECK(left == "002 005 004 ", "after a job its folder holds %s", left.c_str());
-    const CommHello self = comm_hello(CommJob(), CommSecret{}, 0);
-    CHECK(comm_addresses(stale, self).size() >= 1, "a whole file has no address");
+    file.args = {"init=fs", "folder=" + place + "/rendezvous-other"};
+    cases.push_back(file);
+    run_cases(cases, 4);
+    const std::vector<std::string> names = names_in(place);
+    CHECK(names.size() == 1 && names[0] == "rendezvous-other", "after a job its folder holds %zu files, %s",
+          names.size(), names.empty() ? "" : names[0].c_str());
+    CHECK(comm_addresses(stale).size() >= 1, "a whole file has no address");
     for (size_t n = 0; n < stale.size(); n++) {
-        if (!comm_addresses(stale.substr(0, n), self).empty()) { CHECK(false, "%zu bytes are a file", n); }
+        if (!comm_addresses(stale.substr(0, n)).empty()) { CHECK(false, "%zu bytes are a file", n); }
     }
+    test_meeting_file(place);
     if (geteuid() != 0) {
         chmod(place.c_str(), 0500);
         check_dies("folder read-only", [&] {
@@ -647,66 +688,90 @@ static void test_folder() {
 
 // ---- strangers at rank 0's port ----
 
+static uint64_t key_of(const char* job) {
+    const std::string before = getenv("LLMC_JOB_ID");
+    setenv("LLMC_JOB_ID", job, 1);
+    const uint64_t key = comm_tcp_key();
+    setenv("LLMC_JOB_ID", before.c_str(), 1);
+    return key;
+}
+
+// Does rank 0 close it, in whatever time? It answers nobody here.
+static bool is_hung_up(int fd) {
+    char answer;
+    return comm_wait_fd(fd, POLLIN, comm_now() + 60) && recv(fd, &answer, 1, 0) <= 0;
+}
+
 static void test_strangers() {
     Case c = over_tcp(make_case("strangers", "collectives", 3, {}));
-    const std::string server = c.args[1].substr(7);
-    const CommAddress address = comm_parse_server(server, kCommPort, CommSecret{});
+    const CommAddress address = comm_parse_server(c.args[1].substr(7), kCommPort, 0);
     c.start = 1;
-    c.env = {"LLMC_JOB_SECRET=of this test"};
+    c.env = {"LLMC_JOB_ID=of this test"};
     start_case(&c);
     std::vector<int> strangers;
     std::string why;
-    while (strangers.empty()) {                 // until rank 0 listens
-        const int fd = comm_connect(address, comm_now() + 1, &why);
-        if (fd >= 0) { strangers.push_back(fd); }
-        usleep(10000);
-    }
-    for (int i = 0; i < 5; i++) { strangers.push_back(comm_connect(address, comm_now() + 60, &why)); }
-    CommHello hello = comm_hello(CommJob(), CommSecret{}, 0);
+    auto call = [&] {
+        int fd;                                 // until rank 0 listens
+        while ((fd = comm_connect(address, comm_now() + 60, &why)) < 0) { usleep(10000); }
+        strangers.push_back(fd);
+        return fd;
+    };
+    auto says = [&](const void* data, size_t bytes) {
+        const int fd = call();
+        comm_write(fd, data, bytes, comm_now() + 60);
+        return fd;
+    };
+    CommHello hello = comm_hello(CommJob());
     hello.rank = 1;
     hello.world = 3;
+    auto knows = [&](uint64_t key) {            // whom rank 0 accepts
+        hello.key = key;
+        char answer[sizeof(kCommKnown)];
+        const int fd = says(&hello, sizeof(hello));
+        const bool known = comm_read(fd, answer, sizeof(answer), comm_now() + 60);
+        strangers.pop_back();
+        close(fd);
+        return known;
+    };
+    const uint64_t key = key_of("of this test");
+    const int silent = call();
+    CHECK(!knows(key ^ (uint64_t)1 << 56), "a key whose last byte differs is taken");
+    CHECK(!knows(0) && !knows(key_of("of another")), "a rank of another LLMC_JOB_ID is taken");
+    CHECK(knows(key_of("of this test")), "a rank of this LLMC_JOB_ID is not taken");
+    close(says(&hello, 1));
+    strangers.pop_back();
     const std::string garbage(100000, 'g');
-    comm_write(strangers[1], garbage.data(), garbage.size(), comm_now() + 1);
-    close(strangers[2]);                        // strangers[0] says nothing and stays
-    comm_write(strangers[3], &hello, sizeof(hello), comm_now() + 60);       // no secret
-    comm_write(strangers[4], &hello, sizeof(hello) - 1, comm_now() + 60);
-    char answer;
-    CHECK(!comm_read(strangers[3], &answer, 1, comm_now() + 60), "a hello without the secret was answered");
+    const int half = says(&hello, sizeof(hello) - 1);
+    CHECK(is_hung_up(says(garbage.data(), garbage.size())), "garbage is borne with");
+    CHECK(is_hung_up(silent) && is_hung_up(half), "who does not say who he is may stay");
 
-    Case wrong = c;                             // a rank with another secret comes before the true ones
-    wrong.name = "wrong secret";
-    wrong.env = {"LLMC_JOB_SECRET=of another"};
-    wrong.args.insert(wrong.args.end(), {"timeout=2", "abort=1"});
-    wrong.dir = folder + "/wrong_secret";
-    mkdir_check(wrong.dir.c_str());
-    wrong.pids = {start_process(wrong, {"processes=3", "process=1"})};
-    wrong.codes = {1};
-    wrong.ended = {-1};
-    wrong.words = {"error: rank 1: rank 0 was not found at", "does not answer as rank 0 of this job",
-                   "hint:"};
-    while (case_runs(&wrong)) { usleep(20000); }
-    check_case(wrong);
+    size_t most = 0;                            // more than rank 0 bears with, all silent
+    while (strangers.size() < 5 * kCommStrangers) { call(); }
+    for (int looks = 0; looks < 50; looks++, usleep(10000)) {
+        most = std::max(most, names_in(format("/proc/%d/fd", (int)c.pids[0])).size());
+    }
+    CHECK(most > kCommStrangers / 2 && most < 2 * kCommStrangers, "rank 0 has %zu open files", most);
     for (int r : {1, 2}) {
         c.pids.push_back(start_process(c, {"processes=3", format("process=%d", r)}));
         c.ended.push_back(-1);
     }
     while (case_runs(&c)) { usleep(20000); }
     check_case(c);
-    for (int i : {0, 1, 3, 4, 5}) { close(strangers[i]); }
+    for (int fd : strangers) { close(fd); }
 }
 
 // ---- ranks that do not fit: another number of processes, a rank that has come already ----
 
 static void test_places() {
     Case c = over_tcp(make_case("places", "loop", 3, {}));
-    const CommSecret secret = comm_tcp_secret();
-    const CommAddress address = comm_parse_server(c.args[1].substr(7), kCommPort, secret);
+    const CommAddress address = comm_parse_server(c.args[1].substr(7), kCommPort, comm_tcp_key());
     c.start = 1;
     c.codes = {128 + SIGKILL};
     start_case(&c);
     std::vector<int> fds;
     auto answered = [&](int rank, int world) {
-        CommHello hello = comm_hello(CommJob(), secret, 0);
+        CommHello hello = comm_hello(CommJob());
+        hello.key = address.key;
         hello.rank = rank;
         hello.world = world;
         std::string why;
@@ -716,7 +781,7 @@ static void test_places() {
             if (fd < 0) { usleep(10000); }
         }
         fds.push_back(fd);
-        char answer[sizeof(kCommMagic)];
+        char answer[sizeof(kCommKnown)];
         comm_write(fd, &hello, sizeof(hello), comm_now() + 60);
         return comm_read(fd, answer, sizeof(answer), comm_now() + 60);
     };
@@ -781,10 +846,10 @@ static void test_own_port() {
     std::string why = refused;
     int calls = 0;
     for (fd = -1; fd < 0 && why == refused && calls < 50000; calls++) {
-        fd = comm_connect(address, comm_now() + 60, &why);
+        fd = comm_try(address, comm_hello(CommJob()), 0, comm_now() + 60, &why);
     }
     if (calls == 50000) { SKIP(2, "port %d was not the near end in %d calls", port, calls); return; }
-    CHECK(fd < 0, "a connection from port %d to itself, at call %d", port, calls);
+    CHECK(fd < 0, "port %d takes itself for rank 0, at call %d", port, calls);
     Child listens = run_child([&] { comm_listen(address, &port); });
     CHECK(listens.code == 0, "rank 0 after that: %s", listens.err.c_str());
     if (fd >= 0) { close(fd); }
@@ -804,15 +869,106 @@ static void test_names() {
         {"[::1]", "::1", "29547"},
     };
     for (const auto& s : servers) {
-        const CommAddress a = comm_parse_server(s.text, kCommPort, CommSecret{});
+        const CommAddress a = comm_parse_server(s.text, kCommPort, 0);
         CHECK(a.host == s.host && a.port == s.port, "'%s' is %s %s", s.text, a.host.c_str(), a.port.c_str());
     }
     for (const char* bad : {"a:", ":1", "a:0", "a:65536", "a:b", "a:1x", "[::1", "[::1]x"}) {
-        check_dies(bad, [&] { comm_parse_server(bad, kCommPort, CommSecret{}); }, {"-ps", bad, "65535"});
+        check_dies(bad, [&] { comm_parse_server(bad, kCommPort, 0); }, {"-ps", bad, "65535"});
     }
     const std::string same(100, 's');
     const std::string shortened = comm_shorten(same + "1" + same, same + "2" + same);
     CHECK(shortened.size() <= 66 && shortened.find('1') != std::string::npos, "%s", shortened.c_str());
+}
+
+static void test_places_of_schedulers() {
+    struct { const char* name; std::vector<const char*> env; const char* port; } kinds[] = {
+        {"srun", {"SLURM_JOB_ID=1234567", "SLURM_JOB_NODELIST=n1"}, "24567"},
+        {"srun", {"SLURM_JOB_ID=98765", "SLURM_JOB_NODELIST=n1"}, "28765"},
+        {"torchrun", {"MASTER_ADDR=n1", "MASTER_PORT=500"}, "501"},
+    };
+    for (const auto& k : kinds) {
+        Child c = run_child([&] {
+            for (const char* e : k.env) { putenv((char*)e); }
+            const CommAddress a = comm_foreign_server(CommOptions(), {k.name, 0, 2});
+            printf("%s:%s", a.host.c_str(), a.port.c_str());
+        });
+        CHECK(c.out == std::string("n1:") + k.port, "%s, %s: %s", k.name, k.env[0], c.out.c_str());
+    }
+}
+
+// How long a rank may stand still, with a clock that is put forward.
+static void test_patience() {
+    CommState* s = comm_state = new CommState();
+    auto step = [&](int64_t number, double took) {
+        s->since = s->since - took;
+        comm_progress(number);
+        return (double)s->allowed;
+    };
+    auto is = [](double got, double want) { return got > want - 1 && got < want + 1; };
+    s->since = comm_now();
+    CHECK(is(step(0, 70), comm_limits.first) && is(step(0, 1), comm_limits.first), "the first step has time");
+    CHECK(is(step(1, 1), comm_limits.still), "short steps");
+    comm_patience(200);
+    CHECK(is(s->allowed, 200), "patience is for %g s", (double)s->allowed);
+    CHECK(is(step(2, 150), comm_limits.still), "patience lasts longer than the step that asked for it");
+    CHECK(is(step(3, 30), 300) && is(step(4, 1), 300), "steps may take ten times the longest");
+    delete s;
+    s = comm_state = new CommState();
+    s->since = comm_now();
+    step(0, 70);                                // before it nobody knows
+    step(0, 50);
+    CHECK(is(step(1, 1), 500) && is(step(2, 60), 600), "steps take as long as the first, and longer");
+    comm_state = nullptr;
+    delete s;
+}
+
+// What a peer says of sizes is not believed, and of its place in the job neither.
+static void test_sizes() {
+    for (uint64_t size : {(uint64_t)1 << 62, (uint64_t)20 << 30}) {
+        check_dies("a size", [&] {
+            int ends[2];
+            if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0) { return; }
+            comm_state = new CommState();
+            comm_state->job.world = comm.world = 2;
+            comm_state->job.rank = comm.rank = 1;
+            comm_state->job.peers = {{-1, ends[0], {}}};
+            const CommCall call = {kCommBroadcast, 0, 8};
+            comm_write(ends[1], &call, sizeof(call));
+            comm_write(ends[1], &size, sizeof(size));
+            comm_check_same({{"-b", "4"}});
+        }, {"rank 0 is another program"});
+    }
+}
+
+static void test_open_files() {
+    auto with = [](rlim_t soft, rlim_t hard, const std::function<void()>& f) {
+        const struct rlimit limit = {soft, hard};
+        setrlimit(RLIMIT_NOFILE, &limit);
+        f();
+    };
+    check_dies("ulimit -n 40", [&] { with(40, 40, [] { comm_need_files(24); }); },
+               {"24 ranks take", "open files", "have 40", "ulimit"});
+    Child raised = run_child([&] {
+        with(40, 500, [] {
+            struct rlimit now;
+            comm_need_files(24);
+            getrlimit(RLIMIT_NOFILE, &now);
+            printf("%d", (int)now.rlim_cur);
+        });
+    });
+    CHECK(raised.out == "500", "the limit is %s now", raised.out.c_str());
+    check_dies("no descriptor is left", [&] {
+        int port;
+        std::string why;
+        std::vector<CommPending> pending;
+        const int listener = comm_listen({"127.0.0.1", "0", 0}, &port);
+        const int fd = comm_connect({"127.0.0.1", std::to_string(port), 0}, comm_now() + 60, &why);
+        die_hook = [] {                         // the sanitizers open files at the end
+            const struct rlimit enough = {500, 500};
+            setrlimit(RLIMIT_NOFILE, &enough);
+        };
+        with(fd + 1, 500, [&] { comm_accept(listener, &pending); });
+    }, {"connections of all ranks", strerror(EMFILE)});
 }
 
 static void test_contradictions() {
@@ -833,8 +989,9 @@ static void test_contradictions() {
         {"-pn for nothing", [](CommOptions* o) { o->processes = 2; }, {"-pn and -pr need"}, {}},
         {"-pn against srun", [](CommOptions* o) { o->init = "fs"; o->folder = "x"; o->processes = 3; },
          {"-pn 3", "srun", "rank 0 of 2"}, {"SLURM_PROCID=0", "SLURM_NTASKS=2", "SLURM_STEP_ID=0"}},
+        {"too many", [](CommOptions*) {}, {"5000 ranks", "4096"},
+         {"SLURM_PROCID=0", "SLURM_NTASKS=5000", "SLURM_STEP_ID=0"}},
         {"no master", [](CommOptions*) {}, {"torchrun", "-ps"}, {"RANK=0", "WORLD_SIZE=2"}},
-        {"too many", [](CommOptions* o) { o->gpus = 1000; }, {"--gpus 1000", "64"}, {}},
 #ifndef USE_MPI
         {"no MPI", [](CommOptions*) {}, {"without MPI", "hint:"},
          {"OMPI_COMM_WORLD_RANK=0", "OMPI_COMM_WORLD_SIZE=2"}},
@@ -868,14 +1025,14 @@ static int finish() {
 int main(int argc, char** argv) {
     if (argc > 4 && strcmp(argv[1], "rank") == 0) { return rank_main(argc, argv); }
     for (const char* name : {"OMPI_COMM_WORLD_SIZE", "WORLD_SIZE", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS",
-                             "SLURM_JOB_ID", "LLMC_JOB_ID", "LLMC_JOB_SECRET", "PMIX_NAMESPACE"}) {
+                             "SLURM_JOB_ID", "PMIX_NAMESPACE"}) {
         unsetenv(name);
     }
     signal(SIGPIPE, SIG_IGN);
     const char* temp = getenv("TMPDIR");
     std::string pattern_name = std::string(temp ? temp : "/tmp") + "/test_comm.XXXXXX";
     folder = mkdtemp(&pattern_name[0]);
-    setenv("LLMC_JOB_SECRET", folder.c_str(), 1);       // another test may run beside this one
+    setenv("LLMC_JOB_ID", folder.c_str(), 1);   // another test may run beside this one
     if (argc == 2) {                            // a word: see `only`
         only = argv[1];
         run_cases(start_cases(), 3);
@@ -886,6 +1043,9 @@ int main(int argc, char** argv) {
     TEST("comm: ports") { test_ports(); }
     TEST("comm: a connection to oneself") { test_own_port(); }
     TEST("comm: contradictions") { test_contradictions(); }
+    TEST("comm: where schedulers have rank 0") { test_places_of_schedulers(); }
+    TEST("comm: patience") { test_patience(); }
+    TEST("comm: sizes, open files") { test_sizes(); test_open_files(); }
     TEST("comm: collectives, ways to start") { run_cases(start_cases(), 3); }
     TEST("comm: strangers") { test_strangers(); }
     TEST("comm: ranks that do not fit") { test_places(); }

@@ -1,29 +1,48 @@
 /*
 Connections between the ranks of a job: whole messages, hellos, TCP. Host only.
 
-    int port, listener = comm_listen(address, &port);       // rank 0
-    comm_accept_all(&job, listener, secret, limit_s, where, [] {});
-    comm_welcome(&job);                                     // all have come: they may go on
-    comm_join(&job, limit_s, per_node, where, addresses);   // the others
+    int port, listener = comm_listen(address, &port);       // rank 0, or its launcher
+    comm_gather(&job, listener, key, limit_s, where);       // rank 0: all have come
+    comm_join(&job, limit_s, where, addresses);             // the others
 
 Rank 0 is the hub: every other rank has two connections to it, one for the watchdogs (control) and one for the
 main threads (data). Rank 0 listens until all have come, and never again. Whoever connects says hello with the
-job's secret; anybody else is hung up on without an answer and disturbs nobody.
+job's key; anybody else is hung up on without an answer and disturbs nobody.
+
+The key tells jobs apart. It is no secret and nothing is encrypted: like NCCL and torchrun, a job trusts its
+network. What comes from there ends this process at worst: it names no process that is killed here, and no
+size that is allocated unchecked.
 */
 #ifndef LLMC_COMM_NET_H
 #define LLMC_COMM_NET_H
 
+#include <errno.h>          // gives: errno
+#include <fcntl.h>          // gives: fcntl
 #include <netdb.h>          // gives: getaddrinfo
 #include <netinet/in.h>     // gives: IPPROTO_TCP
 #include <netinet/tcp.h>    // gives: TCP_NODELAY
+#include <poll.h>           // gives: poll
+#include <stdint.h>         // gives: int64_t
+#include <string.h>         // gives: memcmp, strerror
+#include <sys/resource.h>   // gives: setrlimit
+#include <sys/socket.h>     // gives: recv, send
+#include <time.h>           // gives: clock_gettime
+#include <unistd.h>         // gives: close
 
-#include <algorithm>        // gives: std::remove_if
+#include <algorithm>        // gives: std::min
 #include <functional>       // gives: std::function
 #include <string>           // gives: std::string
 #include <vector>           // gives: std::vector
 
 #include "../check.h"       // gives: die, format
-#include "launch.h"         // gives: CommPage, comm_now
+
+static const int kCommMaxWorld = 4096;
+
+static inline double comm_now() {               // seconds; a machine's sleep does not count
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
 
 // ---- whole messages ----
 // False: the peer has closed, or the time is over. A deadline of 0 is none.
@@ -61,113 +80,41 @@ static inline bool comm_write(int fd, const void* data, size_t bytes, double dea
 
 // ---- who is who ----
 
-struct CommSecret { unsigned char bytes[32]; };
-
 // The first message on every connection. Fixed size, so that a stranger can only send too little or garbage.
 struct CommHello {
     char magic[8];
-    CommSecret secret;
-    int32_t link, rank, world, per_node;        // link: 0 control, 1 data
-    int64_t pid, started;                       // started: tells it from a later one of its number
-    char host[64], host_id[128];                // its name; the same for processes that see each other
+    uint64_t key;
+    int32_t link, rank, world, pid;             // link: 0 control, 1 data; pid: for messages
+    char host[64];
 };
-static const char kCommMagic[8] = {'l', 'l', 'm', 'c', 'j', 'o', 'b', '1'};
-
-// Rank 0's answer when all have come. ok = 0: somebody did not, and rank 0 has said so.
-struct CommWelcome { int32_t ok, local_rank, local_world, deputy; CommHello hub; };
+static const char kCommMagic[8] = {'l', 'l', 'm', 'c', 'j', 'o', 'b', '2'};
+// Rank 0's answer, and its own hello when all have come. If they have not, and it has said so, that is zeros.
+static const char kCommKnown[8] = {'y', 'o', 'u', ' ', 'f', 'i', 't', '2'};
 
 struct CommPeer { int control, data; CommHello who; };
 
+struct CommPage;
 struct CommJob {
-    int rank = 0, world = 1, local_rank = 0, local_world = 1;
-    int deputy = 1;                             // speaks if rank 0 is gone: of another host if there is one
+    int rank = 0, world = 1;
     bool mpi = false;
     CommPage* page = nullptr;                   // of a local job
     std::vector<CommPeer> peers;                // rank 0: by rank, itself first; the others: rank 0 only
 };
 
-static inline std::string comm_first_line(const char* path) {
-    char line[512] = "";
-    FILE* f = fopen(path, "r");
-    if (f && !fgets(line, sizeof(line), f)) { line[0] = '\0'; }
-    if (f) { fclose(f); }
-    return std::string(line, strcspn(line, "\n"));
-}
-
-// When a process of this host started, in clock ticks; 0: there is none.
-static inline int64_t comm_started(int64_t pid) {
-    const std::string stat = comm_first_line(format("/proc/%lld/stat", (long long)pid).c_str());
-    size_t at = stat.rfind(')');                // the name before it may hold anything
-    for (int field = 2; field < 22 && at != std::string::npos; field++) { at = stat.find(' ', at + 1); }
-    return at == std::string::npos ? 0 : strtoll(stat.c_str() + at, nullptr, 10);
-}
-
-static inline CommHello comm_hello(const CommJob& job, const CommSecret& secret, int per_node) {
+static inline CommHello comm_hello(const CommJob& job) {
     CommHello h = {};
     memcpy(h.magic, kCommMagic, sizeof(h.magic));
-    h.secret = secret;
     h.rank = job.rank;
     h.world = job.world;
-    h.per_node = per_node;
-    h.pid = getpid();
-    h.started = comm_started(h.pid);
+    h.pid = (int32_t)getpid();
     gethostname(h.host, sizeof(h.host) - 1);
-    char space[64] = "";                        // two containers of a host do not see each other's processes
-    if (readlink("/proc/self/ns/pid", space, sizeof(space) - 1) < 0) { space[0] = '\0'; }
-    const std::string id = comm_first_line("/proc/sys/kernel/random/boot_id") + space;
-    snprintf(h.host_id, sizeof(h.host_id), "%s %s", id.c_str(), h.host);
     return h;
-}
-
-static inline bool comm_same_host(const CommHello& a, const CommHello& b) {
-    return strncmp(a.host_id, b.host_id, sizeof(a.host_id)) == 0;
-}
-
-// The place of a rank among those of its host, in the order of ranks.
-static inline CommWelcome comm_place(const std::vector<CommPeer>& peers, int rank) {
-    const int world = (int)peers.size(), per_node = peers[0].who.per_node;
-    CommWelcome w = {1, 0, 0, 1, peers[0].who};
-    for (int r = 0; r < world; r++) {
-        const bool here = per_node > 0 ? r / per_node == rank / per_node
-                                       : comm_same_host(peers[r].who, peers[rank].who);
-        w.local_rank += here && r < rank;
-        w.local_world += here;
-    }
-    for (int r = world - 1; r > 0; r--) {       // the first on another host
-        if (!comm_same_host(peers[r].who, peers[0].who)) { w.deputy = r; }
-    }
-    return w;
-}
-
-static inline void comm_take_place(CommJob* job, const CommWelcome& w) {
-    job->local_rank = w.local_rank;
-    job->local_world = w.local_world;
-    job->deputy = w.deputy;
-}
-
-// Rank 0, when all have come: the others may go on.
-static inline void comm_welcome(CommJob* job) {
-    for (int r = 0; r < job->world; r++) {
-        const CommWelcome w = comm_place(job->peers, r);
-        if (r == 0) { comm_take_place(job, w); continue; }
-        comm_write(job->peers[r].control, &w, sizeof(w), comm_now() + 5);   // who is gone: the watchdog tells
-    }
-}
-
-// The others. False: the connection is lost. Ends the process if rank 0 has said why nothing comes of it.
-static inline bool comm_await_welcome(CommJob* job, int control, int data, double deadline) {
-    CommWelcome w;
-    if (!comm_read(control, &w, sizeof(w), deadline)) { return false; }
-    if (!w.ok) { _exit(EXIT_FAILURE); }
-    comm_take_place(job, w);
-    job->peers = {{control, data, w.hub}};
-    return true;
 }
 
 // ---- TCP ----
 
 // Rank 0 listens there, or tells the others to look there. host "": on all addresses.
-struct CommAddress { std::string host, port; CommSecret secret; };
+struct CommAddress { std::string host, port; uint64_t key; };
 
 static inline void comm_set_up(int fd) {
     const int on = 1;
@@ -175,8 +122,8 @@ static inline void comm_set_up(int fd) {
 }
 
 // -ps HOST, HOST:PORT, [V6]:PORT
-static inline CommAddress comm_parse_server(const std::string& text, int port, const CommSecret& secret) {
-    CommAddress a = {text, std::to_string(port), secret};
+static inline CommAddress comm_parse_server(const std::string& text, int port, uint64_t key) {
+    CommAddress a = {text, std::to_string(port), key};
     size_t colon = text.rfind(':');
     bool whole = true;
     if (text[0] == '[') {
@@ -198,28 +145,27 @@ static inline CommAddress comm_parse_server(const std::string& text, int port, c
 // A listening socket and its port. Only a host that names the loopback itself keeps it off the network: other
 // names often stand for 127.0.1.1 in their own host's /etc/hosts.
 static inline int comm_listen(const CommAddress& a, int* port) {
-    const bool loopback = a.host == "localhost" || a.host == "::1" || a.host.compare(0, 4, "127.") == 0;
-    int error = 0;
-    for (int family : {AF_INET6, AF_INET}) {
-        if (loopback && (family == AF_INET6) != (a.host == "::1")) { continue; }
+    std::vector<std::string> hosts = {"::", "0.0.0.0"};     // both families at once; without IPv6
+    if (a.host == "localhost") { hosts = {"127.0.0.1"}; }
+    if (a.host == "::1" || a.host.compare(0, 4, "127.") == 0) { hosts = {a.host}; }
+    int error = EADDRNOTAVAIL;
+    for (const std::string& host : hosts) {
         struct addrinfo hints = {}, *found;
-        hints.ai_family = family;
         hints.ai_socktype = SOCK_STREAM;
-        hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
-        const char* host = !loopback ? nullptr : a.host == "localhost" ? "127.0.0.1" : a.host.c_str();
-        if (getaddrinfo(host, a.port.c_str(), &hints, &found) != 0) { error = EADDRNOTAVAIL; continue; }
-        const int fd = socket(family, SOCK_STREAM | SOCK_CLOEXEC, 0), on = 1, off = 0;
+        hints.ai_flags = AI_PASSIVE | AI_NUMERICHOST | AI_NUMERICSERV;
+        if (getaddrinfo(host.c_str(), a.port.c_str(), &hints, &found) != 0) { continue; }
+        const int fd = socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0), on = 1, off = 0;
+        error = fd < 0 ? errno : 0;
         setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-        if (family == AF_INET6) { setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof(off)); }
-        const bool fine = fd >= 0 && bind(fd, found->ai_addr, found->ai_addrlen) == 0 && listen(fd, 512) == 0;
-        if (!fine) { error = errno; }
+        setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof(off));
+        if (!error && bind(fd, found->ai_addr, found->ai_addrlen) != 0) { error = errno; }
+        if (!error && listen(fd, 512) != 0) { error = errno; }
         freeaddrinfo(found);
-        if (fine) {
-            struct sockaddr_storage self = {};
+        if (!error) {
+            struct sockaddr_in6 self = {};      // IPv4 has its port at the same place
             socklen_t size = sizeof(self);
             getsockname(fd, (struct sockaddr*)&self, &size);
-            *port = ntohs(family == AF_INET6 ? ((struct sockaddr_in6*)&self)->sin6_port
-                                             : ((struct sockaddr_in*)&self)->sin_port);
+            *port = ntohs(self.sin6_port);
             return fd;
         }
         if (fd >= 0) { close(fd); }
@@ -227,16 +173,6 @@ static inline int comm_listen(const CommAddress& a, int* port) {
     }
     die("rank 0 cannot listen on port %s: %s\nhint: another job may use it; choose another, -ps HOST:PORT",
         a.port.c_str(), strerror(error));
-}
-
-// Where nobody listens, the system may choose the very port that is called for the near end of a connection:
-// then the caller meets himself, who has the right secret.
-static inline bool comm_meets_itself(int fd) {
-    struct sockaddr_storage ends[2] = {};
-    socklen_t sizes[2] = {sizeof(ends[0]), sizeof(ends[1])};
-    return getsockname(fd, (struct sockaddr*)&ends[0], &sizes[0]) == 0 &&
-           getpeername(fd, (struct sockaddr*)&ends[1], &sizes[1]) == 0 &&
-           sizes[0] == sizes[1] && memcmp(&ends[0], &ends[1], sizes[0]) == 0;
 }
 
 // -1: not now; *why says why.
@@ -248,168 +184,184 @@ static inline int comm_connect(const CommAddress& a, double limit, std::string* 
     if (failed) { *why = gai_strerror(failed); return -1; }
     int fd = -1;
     for (struct addrinfo* f = found; f && fd < 0; f = f->ai_next) {
-        fd = socket(f->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+        fd = socket(f->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        if (fd < 0) { *why = strerror(errno); continue; }
         const int on = 1;                       // rank 0 may listen even on the port of the near end
+        const double left = std::max(0.1, limit - comm_now());
+        const struct timeval wait = {(time_t)left, (suseconds_t)(left * 1e6) % 1000000}, any = {};
         setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-        int error = 0;
-        socklen_t size = sizeof(error);
-        const bool begun = fd >= 0 && (connect(fd, f->ai_addr, f->ai_addrlen) == 0 || errno == EINPROGRESS);
-        if (!begun) { error = errno; }
-        else if (!comm_wait_fd(fd, POLLOUT, limit)) { error = ETIMEDOUT; }
-        else { getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size); }
-        if (error == 0 && !comm_meets_itself(fd)) { continue; }
-        *why = error ? strerror(error) : "nobody listens there";
-        if (fd >= 0) { close(fd); }
-        fd = -1;
+        setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &wait, sizeof(wait));      // connect's, too
+        if (connect(fd, f->ai_addr, f->ai_addrlen) != 0) {
+            *why = strerror(errno == EINPROGRESS ? ETIMEDOUT : errno);
+            close(fd);
+            fd = -1;
+            continue;
+        }
+        setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &any, sizeof(any));
+        comm_set_up(fd);
     }
     freeaddrinfo(found);
-    if (fd < 0) { return -1; }
-    fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) & ~O_NONBLOCK);
-    comm_set_up(fd);
     return fd;
 }
 
 // ---- rank 0 waits for the others ----
 
+static const char kCommApart[] = "jobs that share a port or a folder need different values of LLMC_JOB_ID";
+
 // Has connected and not yet said who it is.
-struct CommPending { int fd; double limit; size_t got; CommHello hello; };
+struct CommPending { int fd; double limit; };
 
-static inline bool comm_secret_fits(const CommHello& h, const CommSecret& secret) {
-    unsigned differ = memcmp(h.magic, kCommMagic, sizeof(h.magic)) != 0;
-    for (size_t i = 0; i < sizeof(secret.bytes); i++) { differ |= h.secret.bytes[i] ^ secret.bytes[i]; }
-    return differ == 0;
+// False: its hello is not whole yet. Takes the connection, or closes it; *note keeps what rank 0 should say
+// of it if the ranks do not all come.
+static inline bool comm_receive(CommJob* job, const CommPending& p, uint64_t key, std::string* note) {
+    CommHello h;
+    const ssize_t n = recv(p.fd, &h, sizeof(h), MSG_PEEK | MSG_DONTWAIT);
+    const bool waiting = n < 0 ? errno == EAGAIN || errno == EINTR : n > 0 && n < (ssize_t)sizeof(h);
+    if (waiting && comm_now() < p.limit) { return false; }
+    int* place = nullptr;
+    if (n == sizeof(h) && memcmp(h.magic, kCommMagic, sizeof(h.magic)) == 0 && h.key == key) {
+        comm_read(p.fd, &h, sizeof(h));
+        h.host[sizeof(h.host) - 1] = '\0';
+        if (h.world != job->world) { *note = format("; rank %d came as one of %d", h.rank, h.world); }
+        else if (h.rank > 0 && h.rank < job->world && (h.link == 0 || h.link == 1)) {
+            place = h.link ? &job->peers[h.rank].data : &job->peers[h.rank].control;
+            if (*place >= 0) { *note = format("; two processes came as rank %d", h.rank); }
+        }
+    }
+    if (!place || *place >= 0 || !comm_write(p.fd, kCommKnown, sizeof(kCommKnown), comm_now() + 1)) {
+        close(p.fd);
+        return true;
+    }
+    *place = p.fd;
+    job->peers[h.rank].who = h;
+    return true;
 }
 
-// A whole hello has come. Takes the connection, or closes it; *note keeps what rank 0 should say of it if the
-// ranks do not all come.
-static inline void comm_receive(CommJob* job, CommPending* p, const CommSecret& secret, std::string* note) {
-    CommHello& h = p->hello;
-    bool fits = comm_secret_fits(h, secret);
-    h.host[sizeof(h.host) - 1] = h.host_id[sizeof(h.host_id) - 1] = '\0';
-    if (fits && h.world != job->world) {
-        *note = format("; rank %d came as one of %d", h.rank, h.world);
-        fits = false;
-    }
-    fits = fits && h.rank > 0 && h.rank < job->world && (h.link == 0 || h.link == 1);
-    int* place = !fits ? nullptr : h.link ? &job->peers[h.rank].data : &job->peers[h.rank].control;
-    if (place && *place >= 0) {
-        *note = format("; two processes came as rank %d", h.rank);
-        fits = false;
-    }
-    if (!fits || !comm_write(p->fd, kCommMagic, sizeof(kCommMagic), comm_now() + 1)) { close(p->fd); }
-    else {
-        *place = p->fd;
-        job->peers[h.rank].who = h;
-    }
-    p->fd = -1;
-}
-
-static inline void comm_drop_left(CommPeer* peer) {     // a rank that went away while others are awaited
+static inline bool comm_has_come(CommPeer* peer) {      // and not gone away while others are awaited
     struct pollfd p = {peer->control, POLLIN, 0};
-    if (peer->control < 0 || poll(&p, 1, 0) != 1) { return; }
-    close(peer->control);
-    if (peer->data >= 0) { close(peer->data); }
-    peer->control = peer->data = -1;
-}
-
-static inline std::string comm_missing(const CommJob& job) {
-    std::string list;
-    int count = 0;
-    for (int r = 1; r < job.world; r++) {
-        if (job.peers[r].control >= 0 && job.peers[r].data >= 0) { continue; }
-        if (count++ < 8) { list += format("%s%d", list.empty() ? "" : ", ", r); }
+    if (peer->control >= 0 && poll(&p, 1, 0) == 1) {
+        close(peer->control);
+        if (peer->data >= 0) { close(peer->data); }
+        peer->control = peer->data = -1;
     }
-    if (count > 8) { list += format(" and %d more", count - 8); }
-    return (count == 1 ? "rank " : "ranks ") + list;
+    return peer->control >= 0 && peer->data >= 0;
 }
 
-// failed: to be done before the message that not all have come.
-static inline void comm_accept_all(CommJob* job, int listener, const CommSecret& secret, int limit_s,
-                                   const std::string& where, const std::function<void()>& failed) {
+// Rank 0 has two connections to each other rank, and strangers at its port beside what else it opens.
+static const size_t kCommStrangers = 64;
+static inline void comm_need_files(int world) {
+    struct rlimit files;
+    getrlimit(RLIMIT_NOFILE, &files);
+    const rlim_t needed = 2 * (rlim_t)world + kCommStrangers + 128;
+    if (files.rlim_max < needed) {
+        die("%d ranks take %llu open files, and this process may have %llu\nhint: raise the hard limit, "
+            "ulimit -Hn", world, (unsigned long long)needed, (unsigned long long)files.rlim_max);
+    }
+    files.rlim_cur = files.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &files);
+}
+
+// Those that wait at the listener. Who has said nothing for five seconds, and the oldest of too many, goes.
+static inline void comm_accept(int listener, std::vector<CommPending>* pending) {
+    for (size_t i = 0; i < kCommStrangers; i++) {
+        const int fd = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
+        if (fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS)) {
+            die("rank 0 cannot take the connections of all ranks: %s\nhint: ulimit -n says how many files a "
+                "process may open", strerror(errno));
+        }
+        if (fd < 0) { return; }
+        comm_set_up(fd);
+        pending->push_back({fd, comm_now() + 5});
+        if (pending->size() <= kCommStrangers) { continue; }
+        close(pending->front().fd);
+        pending->erase(pending->begin());
+    }
+}
+
+// All come, and are told that they may go on. file: what has told them the way, and is removed.
+static inline void comm_gather(CommJob* job, int listener, uint64_t key, int limit_s,
+                               const std::string& where, const std::string& file = "") {
     const double deadline = comm_now() + limit_s;
-    const size_t most = 64 + 2 * (size_t)job->world;    // strangers cannot use up the descriptors
+    int left = job->world - 1;
+    job->peers.assign(job->world, CommPeer{-1, -1, {}});
+    job->peers[0].who = comm_hello(*job);
+    fcntl(listener, F_SETFL, O_NONBLOCK);
     std::vector<CommPending> pending;
-    std::string note;
-    for (int left = job->world - 1; left > 0;) {
-        std::vector<struct pollfd> polled = {{listener, POLLIN, 0}};
-        for (const CommPending& p : pending) { polled.push_back({p.fd, POLLIN, 0}); }
-        poll(polled.data(), polled.size(), 100);
-        for (CommPending& p : pending) {
-            const ssize_t n = recv(p.fd, (char*)&p.hello + p.got, sizeof(p.hello) - p.got, MSG_DONTWAIT);
-            const bool waiting = n < 0 && (errno == EAGAIN || errno == EINTR);
-            if (n > 0) { p.got += (size_t)n; }
-            if (p.got == sizeof(p.hello)) { comm_receive(job, &p, secret, &note); }
-            else if ((n <= 0 && !waiting) || comm_now() > p.limit) { close(p.fd); p.fd = -1; }
-        }
-        pending.erase(std::remove_if(pending.begin(), pending.end(),
-                                     [](const CommPending& p) { return p.fd < 0; }), pending.end());
-        if (polled[0].revents) {
-            const int fd = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
-            if (fd >= 0) {
-                comm_set_up(fd);
-                pending.push_back({fd, comm_now() + 5, 0, {}});
-            }
-            if (pending.size() > most) { close(pending[0].fd); pending.erase(pending.begin()); }
-        }
+    std::string note, missing;
+    while (left > 0 && comm_now() < deadline) {
+        struct pollfd p = {listener, POLLIN, 0};
+        poll(&p, 1, 20);
+        comm_accept(listener, &pending);
+        pending.erase(std::remove_if(pending.begin(), pending.end(), [&](const CommPending& one) {
+            return comm_receive(job, one, key, &note);
+        }), pending.end());
+        missing = "";
         left = 0;
         for (int r = 1; r < job->world; r++) {
-            comm_drop_left(&job->peers[r]);
-            left += job->peers[r].control < 0 || job->peers[r].data < 0;
+            if (comm_has_come(&job->peers[r])) { continue; }
+            if (left++ < 8) { missing += format(left == 1 ? "%d" : ", %d", r); }
         }
-        if (left == 0 || comm_now() < deadline) { continue; }
-        const CommWelcome never = {};
-        for (const CommPeer& p : job->peers) {
-            if (p.control >= 0) { comm_write(p.control, &never, sizeof(never), comm_now() + 1); }
-        }
-        failed();
-        die("%s of %d did not come to %s within %d s%s\nhint: --start-timeout sets the limit; were all of "
-            "them started, with the same job secret?",
-            comm_missing(*job).c_str(), job->world, where.c_str(), limit_s, note.c_str());
+        if (left > 8) { missing += format(" and %d more", left - 8); }
     }
     for (const CommPending& p : pending) { close(p.fd); }
     close(listener);
+    if (!file.empty()) { unlink(file.c_str()); }
+    const CommHello welcome = left ? CommHello{} : job->peers[0].who;
+    for (const CommPeer& p : job->peers) {      // who is gone: the watchdog tells
+        if (p.control >= 0) { comm_write(p.control, &welcome, sizeof(welcome), comm_now() + 5); }
+    }
+    if (left == 0) { return; }
+    die("rank%s %s of %d did not come to %s within %d s%s\nhint: were all of them started? --start-timeout "
+        "sets the limit; %s", left == 1 ? "" : "s", missing.c_str(), job->world, where.c_str(), limit_s,
+        note.c_str(), kCommApart);
 }
 
 // ---- the others look for rank 0 ----
 
-// One connection, known by rank 0; -1: not now.
+// One connection, known by rank 0; -1: not now. Where nobody listens, the system may choose the very port
+// that is called for the near end: then the caller hears its own hello, which is no answer.
 static inline int comm_try(const CommAddress& a, CommHello hello, int link, double deadline,
                            std::string* why) {
     const double limit = std::min(deadline, comm_now() + 3);
     const int fd = comm_connect(a, limit, why);
     if (fd < 0) { return -1; }
     hello.link = link;
-    hello.secret = a.secret;
-    char answer[sizeof(kCommMagic)];
+    hello.key = a.key;
+    char answer[sizeof(kCommKnown)];
     *why = "it does not answer as rank 0 of this job";
     const bool known = comm_write(fd, &hello, sizeof(hello), limit + 5) &&
                        comm_read(fd, answer, sizeof(answer), limit + 5) &&
-                       memcmp(answer, kCommMagic, sizeof(answer)) == 0;
+                       memcmp(answer, kCommKnown, sizeof(answer)) == 0;
     if (known) { return fd; }
     close(fd);
     return -1;
 }
 
 // addresses() is asked again and again: a file may be an earlier run's, or not there yet.
-static inline void comm_join(CommJob* job, int limit_s, int per_node, const std::string& where,
+static inline void comm_join(CommJob* job, int limit_s, const std::string& where,
                              const std::function<std::vector<CommAddress>()>& addresses) {
     const double deadline = comm_now() + limit_s;
-    const CommHello hello = comm_hello(*job, CommSecret{}, per_node);
     std::string why = "nothing is there";
+    CommHello hub;
     while (comm_now() < deadline) {
         for (const CommAddress& a : addresses()) {
-            const int control = comm_try(a, hello, 0, deadline, &why);
+            const int control = comm_try(a, comm_hello(*job), 0, deadline, &why);
             if (control < 0) { continue; }
-            const int data = comm_try(a, hello, 1, deadline, &why);
+            const int data = comm_try(a, comm_hello(*job), 1, deadline, &why);
             // rank 0's own limit may end a little later, and then it has the better message
-            if (data >= 0 && comm_await_welcome(job, control, data, deadline + 5)) { return; }
+            if (data >= 0 && comm_read(control, &hub, sizeof(hub), deadline + 5)) {
+                if (hub.magic[0] == '\0') { _exit(EXIT_FAILURE); }
+                hub.host[sizeof(hub.host) - 1] = '\0';
+                job->peers = {{control, data, hub}};
+                return;
+            }
             close(control);
             if (data >= 0) { close(data); }
         }
         usleep(100000);
     }
-    die("rank 0 was not found at %s within %d s: %s\nhint: --start-timeout sets the limit; was rank 0 "
-        "started, with the same job secret?", where.c_str(), limit_s, why.c_str());
+    die("rank 0 was not found at %s within %d s: %s\nhint: was it started? --start-timeout sets the limit; "
+        "%s", where.c_str(), limit_s, why.c_str(), kCommApart);
 }
 
 #endif  // LLMC_COMM_NET_H

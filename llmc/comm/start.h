@@ -4,34 +4,32 @@ How the processes of a job find each other. Host only; with USE_MPI also by MPI.
     CommJob job;
     comm_find(&job, options, argv);             // job.rank, job.world, connections: see llmc/comm/net.h
 
-The connections are inherited (--gpus N, llmc/comm/launch.h) or made over TCP. Where rank 0 listens, the
-others learn
-    tcp   from -ps HOST[:PORT]; or by themselves under SLURM and torchrun
-    fs    from a file in a folder that all see
-    mpi   by MPI_Bcast
-The secret is random with fs and mpi. With tcp it is LLMC_JOB_SECRET, or else made of the scheduler's job id
-and the user's number: that keeps apart jobs that meet by accident, and strangers who scan ports, but not
-somebody who knows both numbers. Nothing is encrypted: the network between the hosts is trusted.
+Where rank 0 listens, the others learn
+    --gpus N   from their launcher, llmc/comm/launch.h
+    tcp        from -ps HOST[:PORT]; or by themselves under SLURM and torchrun
+    fs         from a file in a folder that all see
+    mpi        by MPI_Bcast
+The job's key is random, but with tcp: there it is made of LLMC_JOB_ID, or else the scheduler's job id, and
+the user's number. It keeps apart jobs that meet by accident; the network between the hosts is trusted.
 */
 #ifndef LLMC_COMM_START_H
 #define LLMC_COMM_START_H
 
 #include <ctype.h>          // gives: isalnum
 #include <ifaddrs.h>        // gives: getifaddrs
+#include <limits.h>         // gives: INT_MAX
 #include <net/if.h>         // gives: IFF_UP
-#include <sys/random.h>     // gives: getrandom
 #ifdef USE_MPI
 #include <mpi.h>            // gives: MPI_Init, MPI_Bcast
 #endif
 
-#include <algorithm>        // gives: std::sort
+#include <sstream>          // gives: std::istringstream
 #include <string>           // gives: std::string
-#include <utility>          // gives: std::pair
 #include <vector>           // gives: std::vector
 
-#include "../check.h"       // gives: die, format, AtomicFile
-#include "launch.h"         // gives: comm_launch, comm_child
-#include "net.h"            // gives: CommJob, comm_accept_all, comm_join
+#include "../check.h"       // gives: die, format, mkdir_check
+#include "launch.h"          // gives: comm_launch, comm_child
+#include "net.h"            // gives: CommJob, comm_gather, comm_join
 
 struct CommOptions {
     int gpus = 0;                               // start so many local ranks; 0: as the program was started
@@ -41,7 +39,6 @@ struct CommOptions {
 };
 
 static const int kCommPort = 29547;
-static const int kCommMaxWorld = 4096;
 static int comm_early_rank = -1;                // of a job that is starting, once it is known
 
 // ---- the scheduler's environment ----
@@ -52,7 +49,7 @@ static inline int comm_env(const char* name, int otherwise) {
     const char* text = getenv(name);
     char* end = nullptr;
     const long n = text ? strtol(text, &end, 10) : 0;
-    return text && end != text && *end == '\0' && n >= 0 && n <= kCommMaxWorld ? (int)n : otherwise;
+    return text && end != text && *end == '\0' && n >= 0 && n <= INT_MAX ? (int)n : otherwise;
 }
 
 static inline CommForeign comm_foreign() {
@@ -87,25 +84,12 @@ static inline std::string comm_job_id() {
     return "job";
 }
 
-// What is given with -ps, or else made of the job's number; not a cryptographic hash, see above.
-static inline CommSecret comm_tcp_secret() {
-    const char* given = getenv("LLMC_JOB_SECRET");
-    const std::string text = given && *given ? given : format("%s %d", comm_job_id().c_str(), (int)getuid());
-    CommSecret s;
-    for (int word = 0; word < 4; word++) {      // FNV-1a with four beginnings
-        uint64_t h = 14695981039346656037ull + 0x9E3779B97F4A7C15ull * word;
-        for (char c : text) { h = (h ^ (unsigned char)c) * 1099511628211ull; }
-        h = (h ^ h >> 32) * 0xD6E8FEB86659FD93ull;
-        memcpy(s.bytes + 8 * word, &h, 8);
-    }
-    return s;
+static inline uint64_t comm_hash(const std::string& text) {     // FNV-1a
+    uint64_t h = 14695981039346656037ull;
+    for (char c : text) { h = (h ^ (unsigned char)c) * 1099511628211ull; }
+    return h;
 }
-
-static inline CommSecret comm_random_secret() {
-    CommSecret s;
-    if (getrandom(&s, sizeof(s), 0) != (ssize_t)sizeof(s)) { die("no random numbers: %s", strerror(errno)); }
-    return s;
-}
+static inline uint64_t comm_tcp_key() { return comm_hash(format("%s %d", comm_job_id().c_str(), getuid())); }
 
 // "node[07-12,20],gpu3" -> "node07"
 static inline std::string comm_first_host(const std::string& list) {
@@ -121,11 +105,11 @@ static inline std::string comm_first_host(const std::string& list) {
 }
 
 // ---- where rank 0 is, as text: the file of fs, the broadcast of mpi ----
+// The magic word, key, port, addresses, and "end". Those of this host alone come last: elsewhere they are
+// another's.
 
-static inline std::string comm_describe(const CommHello& self, int port, const CommSecret& secret) {
-    std::string text = format("%.8s\nport %d\nprocess %lld %lld\nhost %s\nsecret ", kCommMagic, port,
-                              (long long)self.pid, (long long)self.started, self.host_id);
-    for (unsigned char b : secret.bytes) { text += format("%02x", b); }
+static inline std::string comm_describe(uint64_t key, int port) {
+    std::string text = format("%.8s %llx %d", kCommMagic, (unsigned long long)key, port);
     struct ifaddrs* all = nullptr;
     if (getifaddrs(&all) != 0) { all = nullptr; }
     int count = 0;                              // the text fits into 4096 bytes
@@ -136,138 +120,90 @@ static inline std::string comm_describe(const CommHello& self, int port, const C
         const socklen_t size = family == AF_INET ? sizeof(struct sockaddr_in) : sizeof(struct sockaddr_in6);
         if (family != AF_INET && family != AF_INET6) { continue; }
         if (getnameinfo(a->ifa_addr, size, name, sizeof(name), nullptr, 0, NI_NUMERICHOST) != 0) { continue; }
-        text += format("\naddress %s", name);
+        text += std::string("\n") + name;
         count++;
     }
     if (all) { freeifaddrs(all); }
-    return text + "\nend\n";
-}
-
-// The value of a line; "" if it is not there.
-static inline std::string comm_field(const std::string& text, const std::string& name,
-                                     size_t* from = nullptr) {
-    const size_t at = text.find("\n" + name + " ", from ? *from : 0);
-    if (at == std::string::npos) { return ""; }
-    const size_t begin = at + name.size() + 2, end = text.find('\n', begin);
-    if (from) { *from = end; }
-    return text.substr(begin, end - begin);
+    return text + "\n127.0.0.1\nend\n";
 }
 
 // Empty if the text is not whole.
-static inline std::vector<CommAddress> comm_addresses(const std::string& text, const CommHello& self) {
+static inline std::vector<CommAddress> comm_addresses(const std::string& text) {
+    std::istringstream words(text);
+    std::string magic, port, host;
+    uint64_t key = 0;
     std::vector<CommAddress> list;
-    CommAddress a = {"127.0.0.1", comm_field(text, "port"), {}};
-    const std::string hex = comm_field(text, "secret");
-    const std::string end = "\nend\n";
-    const bool whole = text.size() > end.size() &&
-                       text.compare(text.size() - end.size(), end.size(), end) == 0;
-    if (!whole || text.compare(0, 8, kCommMagic, 8) != 0 || hex.size() != 2 * sizeof(a.secret.bytes)) {
-        return list;
-    }
-    for (size_t i = 0; i < sizeof(a.secret.bytes); i++) {
-        a.secret.bytes[i] = (unsigned char)strtoul(hex.substr(2 * i, 2).c_str(), nullptr, 16);
-    }
-    if (comm_field(text, "host") == self.host_id) { list.push_back(a); }
-    size_t from = 0;
-    for (std::string host; list.size() < 17 && !(host = comm_field(text, "address", &from)).empty();) {
-        a.host = host;
-        list.push_back(a);
-    }
-    return list;
+    words >> magic >> std::hex >> key >> port;
+    while (words >> host && host != "end") { list.push_back({host, port, key}); }
+    const bool whole = host == "end" && text.back() == '\n' && magic == std::string(kCommMagic, 8);
+    return whole ? list : std::vector<CommAddress>();
 }
 
-static inline std::string comm_read_small(const std::string& path) {        // "" unless it is this user's own
-    const int fd = open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+// ---- the folder of fs ----
+
+static inline std::string comm_meeting_file(const CommOptions& o) {
+    return std::string(o.folder) + "/rendezvous-" + comm_job_id();
+}
+
+static inline bool comm_is_own(int fd, struct stat* st) {
+    return fd >= 0 && fstat(fd, st) == 0 && S_ISREG(st->st_mode) && st->st_uid == geteuid();
+}
+
+static inline std::string comm_read_meeting(const CommOptions& o) {     // "" unless it is this user's own
+    if (DIR* dir = opendir(o.folder)) { closedir(dir); }    // NFS asks its server what is new
+    const int fd = open(comm_meeting_file(o).c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
     struct stat st;
-    char buffer[4096];
-    ssize_t n = -1;
-    if (fd >= 0 && fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_uid == geteuid()) {
-        n = read(fd, buffer, sizeof(buffer));
-    }
+    char buffer[8192];
+    const ssize_t n = comm_is_own(fd, &st) ? read(fd, buffer, sizeof(buffer)) : -1;
     if (fd >= 0) { close(fd); }
     return n > 0 ? std::string(buffer, (size_t)n) : "";
 }
 
-// The job's files, the newest first.
-static inline std::vector<std::string> comm_list_files(const std::string& folder) {
-    const std::string begin = "rendezvous-" + comm_job_id() + ".";
-    std::vector<std::pair<double, std::string>> found;
-    DIR* dir = opendir(folder.c_str());
-    while (struct dirent* entry = dir ? readdir(dir) : nullptr) {
-        const std::string name = entry->d_name, path = folder + "/" + name;
-        struct stat st;
-        if (name.compare(0, begin.size(), begin) != 0 || lstat(path.c_str(), &st) != 0) { continue; }
-        found.push_back({-(double)st.st_mtim.tv_sec - 1e-9 * (double)st.st_mtim.tv_nsec, path});
+// Rank 0 keeps its file locked, so what a killed one has left is free. Returns the descriptor.
+static inline int comm_write_meeting(const CommOptions& o, const std::string& text) {
+    const std::string path = comm_meeting_file(o);
+    struct stat st;
+    int fd;
+    do {                                        // again if a job has begun in the meantime, and removed it
+        fd = open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0600);
+        if (fd < 0) { die("cannot create '%s': %s", path.c_str(), strerror(errno)); }
+        if (flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
+            die("another job's ranks are meeting in '%s' now\nhint: %s", path.c_str(), kCommApart);
+        }
+        if (!comm_is_own(fd, &st)) {
+            die("'%s' is no file of this user\nhint: %s", path.c_str(), kCommApart);
+        }
+    } while (st.st_nlink == 0 && close(fd) == 0);
+    if (ftruncate(fd, 0) != 0 || pwrite(fd, text.data(), text.size(), 0) != (ssize_t)text.size() ||
+        fsync(fd) != 0) {
+        die("cannot write '%s': %s", path.c_str(), strerror(errno));
     }
-    if (dir) { closedir(dir); }
-    std::sort(found.begin(), found.end());
-    std::vector<std::string> paths;
-    for (const auto& f : found) { paths.push_back(f.second); }
-    return paths;
+    return fd;
 }
 
-// ---- the three ways ----
-
-static inline void comm_begin_hub(CommJob* job, const CommSecret& secret, int per_node) {
-    job->peers.assign(job->world, CommPeer{-1, -1, {}});
-    job->peers[0].who = comm_hello(*job, secret, per_node);
-}
+// ---- the ways ----
 
 static inline void comm_find_tcp(CommJob* job, const CommOptions& o, const CommAddress& a) {
-    const bool v6 = a.host.find(':') != std::string::npos;
-    const std::string where = (v6 ? "[" + a.host + "]" : a.host) + ":" + a.port;
-    if (job->rank != 0) {
-        const std::vector<CommAddress> only = {a};
-        comm_join(job, o.start_timeout_s, o.per_node, where, [&] { return only; });
-        return;
-    }
+    const std::string where = a.host + ", port " + a.port;
+    const std::vector<CommAddress> only = {a};
     int port;
-    const int listener = comm_listen(a, &port);
-    comm_begin_hub(job, a.secret, o.per_node);
-    comm_accept_all(job, listener, a.secret, o.start_timeout_s, where, [] {});
-    comm_welcome(job);
+    if (job->rank != 0) { comm_join(job, o.start_timeout_s, where, [&] { return only; }); }
+    else { comm_gather(job, comm_listen(a, &port), a.key, o.start_timeout_s, where); }
 }
 
 static inline void comm_find_fs(CommJob* job, const CommOptions& o) {
-    const std::string folder = o.folder;
+    const std::string where = std::string("the folder '") + o.folder + "'";
     if (job->rank != 0) {
-        const CommHello self = comm_hello(*job, CommSecret{}, 0);
-        comm_join(job, o.start_timeout_s, o.per_node, "the folder '" + folder + "'", [&] {
-            std::vector<CommAddress> all;
-            for (const std::string& path : comm_list_files(folder)) {
-                for (const CommAddress& a : comm_addresses(comm_read_small(path), self)) { all.push_back(a); }
-            }
-            return all;
-        });
+        comm_join(job, o.start_timeout_s, where, [&] { return comm_addresses(comm_read_meeting(o)); });
         return;
     }
     mkdir_check(o.folder);
-    const CommSecret secret = comm_random_secret();
-    comm_begin_hub(job, secret, o.per_node);
-    const CommHello& self = job->peers[0].who;
-    for (const std::string& path : comm_list_files(folder)) {       // of a rank 0 here that was killed
-        const std::string text = comm_read_small(path), process = comm_field(text, "process");
-        char* rest;
-        const int64_t pid = strtoll(process.c_str(), &rest, 10);
-        if (comm_field(text, "host") != self.host_id || comm_started(pid) == strtoll(rest, nullptr, 10)) {
-            continue;
-        }
-        unlink(path.c_str());
-    }
+    const uint64_t key = comm_random_key();
     int port;
-    const int listener = comm_listen({"", "0", {}}, &port);
-    const std::string text = comm_describe(self, port, secret);
-    uint32_t word;                              // the file's own; not of the secret that it holds
-    memcpy(&word, comm_random_secret().bytes, sizeof(word));
-    const std::string path = folder + "/rendezvous-" + comm_job_id() + format(".%08x", word);
-    AtomicFile file = atomic_open(path);
-    fchmod(fileno(file.f), 0600);
-    atomic_write(&file, text.data(), text.size());
-    atomic_commit(&file);
-    comm_accept_all(job, listener, secret, o.start_timeout_s, "the folder '" + folder + "'",
-                    [&] { unlink(path.c_str()); });
-    unlink(path.c_str());
-    comm_welcome(job);
+    const int listener = comm_listen({"", "0", key}, &port);
+    const int locked = comm_write_meeting(o, comm_describe(key, port));
+    comm_gather(job, listener, key, o.start_timeout_s, where, comm_meeting_file(o));
+    close(locked);
 }
 
 #ifdef USE_MPI
@@ -278,54 +214,35 @@ static inline void comm_find_mpi(CommJob* job, const CommOptions& o) {
     job->mpi = true;
     comm_early_rank = job->rank;
     if (job->world == 1) { MPI_Finalize(); return; }
-    const CommSecret secret = comm_random_secret();
+    if (job->rank == 0) { comm_need_files(job->world); }
+    const uint64_t key = comm_random_key();
     char text[4096] = "";
     int port, listener = -1;
     if (job->rank == 0) {
-        listener = comm_listen({"", "0", {}}, &port);
-        comm_begin_hub(job, secret, o.per_node);
-        const std::string s = comm_describe(job->peers[0].who, port, secret);
-        memcpy(text, s.c_str(), std::min(s.size(), sizeof(text) - 1));
+        listener = comm_listen({"", "0", key}, &port);
+        snprintf(text, sizeof(text), "%s", comm_describe(key, port).c_str());
     }
     if (MPI_Bcast(text, sizeof(text), MPI_CHAR, 0, MPI_COMM_WORLD) != MPI_SUCCESS) { die("MPI_Bcast fails"); }
-    if (job->rank == 0) {
-        comm_accept_all(job, listener, secret, o.start_timeout_s, "rank 0", [] {});
-        comm_welcome(job);
-        return;
-    }
-    const std::vector<CommAddress> all = comm_addresses(text, comm_hello(*job, CommSecret{}, 0));
-    comm_join(job, o.start_timeout_s, o.per_node, "the addresses that MPI gave", [&] { return all; });
+    const std::vector<CommAddress> all = comm_addresses(text);
+    if (job->rank == 0) { comm_gather(job, listener, key, o.start_timeout_s, "rank 0"); }
+    else { comm_join(job, o.start_timeout_s, "the addresses that MPI gave", [&] { return all; }); }
 }
 #endif
 
-// A rank of this machine's launcher: the connections are there, and all ranks started a moment ago.
-static double comm_local_start_s = 20;          // tests lower it
+// A rank of this machine's launcher: all started a moment ago.
+static int comm_local_start_s = 20;             // tests lower it
 static inline void comm_find_local(CommJob* job, const CommChild& child, const CommOptions& o) {
     job->rank = child.rank;
     job->world = child.world;
     job->page = comm_map_page(child.page);
-    const double limit = std::min(comm_local_start_s, (double)o.start_timeout_s);
-    const double deadline = comm_now() + limit;
-    for (const auto& fds : {child.control, child.data, {child.page}}) {
-        for (int fd : fds) { fcntl(fd, F_SETFD, FD_CLOEXEC); }
+    fcntl(child.page, F_SETFD, FD_CLOEXEC);
+    const int limit = std::min(comm_local_start_s, o.start_timeout_s);
+    const std::vector<CommAddress> only = {{"127.0.0.1", std::to_string(child.port), child.key}};
+    if (job->rank != 0) { comm_join(job, limit, "its launcher's port", [&] { return only; }); }
+    else {
+        fcntl(child.listener, F_SETFD, FD_CLOEXEC);
+        comm_gather(job, child.listener, child.key, limit, "this machine's launcher");
     }
-    if (job->rank != 0) {
-        const CommHello hello = comm_hello(*job, CommSecret{}, 0);
-        if (!comm_write(child.control[0], &hello, sizeof(hello), deadline) ||
-            !comm_await_welcome(job, child.control[0], child.data[0], deadline + 5)) {
-            die("rank 0 is gone before the start");
-        }
-        return;
-    }
-    comm_begin_hub(job, CommSecret{}, 0);
-    for (int r = 1; r < job->world; r++) {
-        CommPeer& p = job->peers[r];
-        p = {child.control[r - 1], child.data[r - 1], {}};
-        if (!comm_read(p.control, &p.who, sizeof(p.who), deadline)) {
-            die("rank %d has ended, or has not begun within %.0f s", r, limit);
-        }
-    }
-    comm_welcome(job);
 }
 
 // ---- which way ----
@@ -358,7 +275,7 @@ static inline void comm_contradictions(const CommOptions& o, const CommForeign& 
     const int world = o.processes > 0 ? o.processes : f.world;
     const int rank = o.process >= 0 ? o.process : f.rank;
     if (rank >= world) { die("-pr %d of -pn %d processes: they count from 0 to %d", rank, world, world - 1); }
-    if (world > kCommMaxWorld) { die("-pn %d: at most %d processes", world, kCommMaxWorld); }
+    if (world > kCommMaxWorld) { die("%d ranks: at most %d", world, kCommMaxWorld); }
     if (*f.name && (world != f.world || rank != f.rank)) {
         die("-pn %d -pr %d, but %s says that this is rank %d of %d\nhint: leave out -pn and -pr", world, rank,
             f.name, f.rank, f.world);
@@ -367,7 +284,7 @@ static inline void comm_contradictions(const CommOptions& o, const CommForeign& 
 
 // Where rank 0 is under srun and torchrun, unless -ps says it.
 static inline CommAddress comm_foreign_server(const CommOptions& o, const CommForeign& f) {
-    const CommSecret secret = comm_tcp_secret();
+    const uint64_t key = comm_tcp_key();
     std::string host;
     int port = kCommPort;
     if (comm_is(f.name, "srun")) {
@@ -382,11 +299,11 @@ static inline CommAddress comm_foreign_server(const CommOptions& o, const CommFo
         host = master ? master : "";
         if (given) { port = atoi(given) + 1; }  // torchrun's own store listens on MASTER_PORT
     }
-    if (*o.server) { return comm_parse_server(o.server, port, secret); }
+    if (*o.server) { return comm_parse_server(o.server, port, key); }
     if (host.empty()) {
         die("%s does not say where rank 0 runs\nhint: give -pi tcp -ps HOST[:PORT]", f.name);
     }
-    return {host, std::to_string(port), secret};
+    return {host, std::to_string(port), key};
 }
 
 static inline void comm_find(CommJob* job, const CommOptions& o, char** argv) {
@@ -408,6 +325,7 @@ static inline void comm_find(CommJob* job, const CommOptions& o, char** argv) {
     comm_early_rank = job->rank = o.process >= 0 ? o.process : f.rank;
     job->world = o.processes > 0 ? o.processes : f.world;
     if (job->world == 1) { return; }
+    if (job->rank == 0) { comm_need_files(job->world); }
     if (comm_is(o.init, "fs")) { comm_find_fs(job, o); }
     else { comm_find_tcp(job, o, comm_foreign_server(o, f)); }
 }

@@ -8,12 +8,12 @@ The failure of one rank of a job is the end of all: one message for the whole jo
 
 Each rank has a watchdog thread. It sends a heartbeat over the control link every second, with the step and
 whether the main thread makes progress. Rank 0 watches all, the others watch rank 0. Who dies, is stopped,
-stands still or calls die() takes all ranks down, and rank 0 says why; if it is rank 0 itself, another does.
+stands still or calls die() takes all ranks down, and rank 0 says why; if it is rank 0 itself, the last rank
+does, which is on another host if there are several. Each rank ends itself: one that is stopped, as soon as
+it goes on, unless a launcher has killed it by then.
 */
 #ifndef LLMC_COMM_WATCH_H
 #define LLMC_COMM_WATCH_H
-
-#include <poll.h>           // gives: poll
 
 #include <algorithm>        // gives: std::max
 #include <atomic>           // gives: std::atomic
@@ -24,7 +24,8 @@ stands still or calls die() takes all ranks down, and rank 0 says why; if it is 
 #include <vector>           // gives: std::vector
 
 #include "../check.h"       // gives: die_report, format
-#include "net.h"            // gives: CommJob, comm_wait_fd, comm_same_host
+#include "launch.h"          // gives: CommPage, comm_child
+#include "net.h"            // gives: CommJob, comm_wait_fd
 #include "start.h"          // gives: comm_foreign, comm_early_rank
 
 // Set by the CUDA side. health: NCCL's asynchronous error or "", asked by the watchdog every second. abort:
@@ -45,23 +46,21 @@ static struct {
 
 // ---- state of a started job ----
 
-enum : uint32_t { kCommBeat = 1, kCommBye, kCommError, kCommEnd };
-static const size_t kCommMaxText = 8000;
+enum : int64_t { kCommBeat = 1, kCommBye, kCommError, kCommEnd };
 
-// On control links; `bytes` of text follow.
+// On control links, all of one size: none is allocated.
 struct CommMessage {
-    uint32_t word, bytes;
-    int64_t step;
+    int64_t word, step;
     uint64_t progress, calls;       // comm_progress and collectives so far
     double still;                   // seconds without progress, if that is too long; else 0
     int64_t waiting;                // the main thread waits for other ranks
+    char text[1200];                // of an error
 };
 
 struct CommSeen {                   // what the watchdog knows of a peer; `last` of this process too
     double heard = 0;
     bool closed = false, bye = false;
-    std::string unread;
-    CommMessage last = {kCommBeat, 0, -1, 0, 0, 0, 0};
+    CommMessage last = {kCommBeat, -1, 0, 0, 0, 0, ""};
 };
 
 // Never freed: threads may look at it until the process is gone.
@@ -121,16 +120,19 @@ static inline void comm_patience(double seconds) {
 
 // ---- the end ----
 
-static inline void comm_send(int peer, uint32_t word, const std::string& text = "") {
-    CommState* s = comm_state;
-    CommMessage m = {word, (uint32_t)std::min(text.size(), kCommMaxText), s->step, s->progress, s->calls, 0,
-                     s->waiting > 0};
+static inline CommMessage comm_message(int64_t word) {
+    const CommState* s = comm_state;
     const double still = comm_now() - s->since;
-    if (still > s->allowed) { m.still = still; }
-    const std::string whole = std::string((const char*)&m, sizeof(m)) + text.substr(0, m.bytes);
+    return {word, s->step, s->progress, s->calls, still > s->allowed ? still : 0, s->waiting > 0, ""};
+}
+
+static inline void comm_send(int peer, int64_t word, const std::string& text = "") {
+    CommState* s = comm_state;
+    CommMessage m = comm_message(word);
+    snprintf(m.text, sizeof(m.text), "%s", text.c_str());
     std::lock_guard<std::mutex> lock(s->sending);
-    // Half a message happens only if the peer has read nothing for hours.
-    send(s->job.peers[peer].control, whole.data(), whole.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    // Half a message happens only if the peer has read nothing for minutes.
+    send(s->job.peers[peer].control, &m, sizeof(m), MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
 // Ends the process at the latest then, whatever the thread that calls this meets on its way.
@@ -162,9 +164,8 @@ static inline void comm_drain() {
 }
 
 // The failed end of this rank, from any thread. text: what to print if nobody has said anything; "" is
-// silent. victim: a stopped rank, which cannot end itself.
-__attribute__((noreturn)) static inline void comm_fail(const std::string& text,
-                                                       const CommHello* victim = nullptr) {
+// silent.
+__attribute__((noreturn)) static inline void comm_fail(const std::string& text) {
     static std::atomic<bool> failing(false);
     CommState* s = comm_state;
     if (failing.exchange(true)) { for (;;) { pause(); } }
@@ -174,11 +175,6 @@ __attribute__((noreturn)) static inline void comm_fail(const std::string& text,
     if (!text.empty() && comm_claim()) { fprintf(stderr, "error: %s\n", text.c_str()); }
     for (size_t i = 0; i < s->job.peers.size(); i++) {
         if (s->job.peers[i].control >= 0) { comm_send((int)i, kCommEnd); }
-    }
-    // A launcher kills its ranks itself; here only what is surely the same process on this host.
-    if (victim && !s->job.page && comm_same_host(*victim, comm_hello(s->job, CommSecret{}, 0)) &&
-        victim->pid > 1 && comm_started(victim->pid) == victim->started) {
-        kill((pid_t)victim->pid, SIGKILL);
     }
     atomic_remove_parts();
     if (comm_abort) { comm_abort(); }
@@ -236,33 +232,23 @@ static inline std::string comm_say(int rank, const std::string& what) {
                   what.c_str(), last.c_str());
 }
 
-static inline void comm_got(int peer, const CommMessage& m, const std::string& text) {
-    CommState* s = comm_state;
-    CommSeen& seen = s->seen[peer];
-    seen.last = m;
-    if (m.word == kCommBye && !seen.bye) { seen.bye = true; s->byes++; }
-    if (m.word == kCommError) { comm_fail(text); }
-    if (m.word == kCommEnd) { comm_fail(""); }
-}
-
 // All that has come, without waiting.
 static inline void comm_receive_control(int peer) {
-    CommSeen& seen = comm_state->seen[peer];
-    char buffer[16384];
-    const ssize_t n = recv(comm_state->job.peers[peer].control, buffer, sizeof(buffer), MSG_DONTWAIT);
-    if (n < 0 && (errno == EAGAIN || errno == EINTR)) { return; }
-    if (n <= 0) { seen.closed = true; return; }
-    seen.heard = comm_now();
-    seen.unread.append(buffer, (size_t)n);
+    CommState* s = comm_state;
+    CommSeen& seen = s->seen[peer];
+    const int fd = s->job.peers[peer].control;
     CommMessage m;
-    while (seen.unread.size() >= sizeof(m)) {
-        memcpy(&m, seen.unread.data(), sizeof(m));
-        if (m.bytes > kCommMaxText) { seen.closed = true; return; }
-        if (seen.unread.size() < sizeof(m) + m.bytes) { break; }
-        const std::string text = seen.unread.substr(sizeof(m), m.bytes);
-        seen.unread.erase(0, sizeof(m) + m.bytes);
-        comm_got(peer, m, text);
+    ssize_t n;
+    while ((n = recv(fd, &m, sizeof(m), MSG_PEEK | MSG_DONTWAIT)) == sizeof(m)) {
+        comm_read(fd, &m, sizeof(m));
+        m.text[sizeof(m.text) - 1] = '\0';
+        seen.heard = comm_now();
+        seen.last = m;
+        if (m.word == kCommBye && !seen.bye) { seen.bye = true; s->byes++; }
+        if (m.word == kCommError) { comm_fail(m.text); }
+        if (m.word == kCommEnd) { comm_fail(""); }
     }
+    seen.closed = n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR);
 }
 
 static inline std::string comm_silent() {
@@ -294,7 +280,7 @@ static inline void comm_judge_ranks() {
     }
     for (int r = 1; r < s->job.world; r++) {
         if (s->seen[r].bye || now - s->seen[r].heard < comm_limits.silence) { continue; }
-        comm_fail(comm_say(r, comm_silent()), &s->job.peers[r].who);
+        comm_fail(comm_say(r, comm_silent()));
     }
     // What is known of the others is up to a beat old, so the verdict must stand for some.
     static int suspect = -1;
@@ -305,7 +291,7 @@ static inline void comm_judge_ranks() {
     comm_fail(comm_say(r, format("makes no progress for %.0f s", s->seen[r].last.still)));
 }
 
-// The others. Who speaks for a rank 0 that is gone: in a local job the first that lives, else the deputy.
+// The others. Of a rank 0 that is gone the last rank speaks, and ends those that still wait for that.
 static inline void comm_judge_hub() {
     CommState* s = comm_state;
     static double gone_since;
@@ -316,30 +302,24 @@ static inline void comm_judge_hub() {
     if (gone_since == 0) { gone_since = now; }
     // If a signal was passed on, the launcher may know that it ended rank 0, and is given time to say so; an
     // mpirun may want to end us, too.
-    const bool mine = s->job.page || s->job.rank == s->job.deputy;
+    const bool speaks = s->job.rank == s->job.world - 1;
     const double first = s->job.page && s->job.page->forwarded ? 0.6 * kCommGrace : 0.3;
-    const double delay = s->job.page ? first + 0.05 * std::min(s->job.rank, 20) : mine ? first : 1.5;
-    if (now - gone_since < delay) { return; }
-    const std::string text = comm_say(0, hub.closed ? "died" : comm_silent());
-    comm_fail(mine ? text : "", mine && !hub.closed ? &s->job.peers[0].who : nullptr);
+    if (now - gone_since < first + (speaks ? 0 : 1.2)) { return; }
+    comm_fail(speaks || s->job.page ? comm_say(0, hub.closed ? "died" : comm_silent()) : "");
 }
 
+// An NCCL error may come from a death that the watchdogs are about to see: they have the better message.
 static inline void comm_ask_health() {
-    static double sick_since, reported;
+    static double sick_since;
     static std::string text;
-    CommState* s = comm_state;
     const double now = comm_now();
     if (comm_health && text.empty()) {
         text = comm_health();
         sick_since = now;
     }
     if (text.empty() || now - sick_since < comm_limits.health) { return; }
-    const std::string named = s->job.rank == 0 ? text : format("rank %d: %s", s->job.rank, text.c_str());
-    if (s->job.rank == 0 || (reported != 0 && now - reported > comm_limits.abort)) { comm_fail(named); }
-    if (reported == 0) {
-        comm_send(0, kCommError, named);
-        reported = now;
-    }
+    sick_since = now + 1e9;
+    std::thread([] { die("%s", text.c_str()); }).detach();
 }
 
 static inline void comm_watch() {
@@ -373,9 +353,7 @@ static inline void comm_watch() {
             comm_ask_health();
         }
         if (me != 0) { comm_judge_hub(); continue; }
-        const double still = now - s->since;
-        s->seen[0].last = {kCommBeat, 0, s->step, s->progress, s->calls, still > s->allowed ? still : 0,
-                           s->waiting > 0};
+        s->seen[0].last = comm_message(kCommBeat);
         comm_judge_ranks();
     }
 }
