@@ -640,6 +640,14 @@ static void check_model_file(GPT2* a, const Config& c, const Options& o, const s
     CHECK(memcmp(&loaded, &c, sizeof(Config)) == 0, "the header's sizes differ");
     GPT2 b;
     gpt2_allocate(&b, loaded, o, 2, c.maxT);
+    std::string error;
+    die_throw = [](const char* text) { throw std::string(text); };
+    b.config.NH++;                          // as if the file had been replaced by another of its size
+    try { checkpoint_load(&b, path.c_str()); }
+    catch (const std::string& text) { error = text; }
+    b.config.NH--;
+    die_throw = nullptr;
+    CHECK(error.find("is another model than it was at the start") != std::string::npos, "%s", error.c_str());
     checkpoint_load(&b, path.c_str());
     std::vector<float> pa, pb;
     for (int i = 0; i < NUM_PARAMS; i++) {

@@ -7047,12 +7047,17 @@ static Config hf_config(const char* path) {
     return c;
 }
 
-static void hf_load(GPT2* model, const char* path) {
-    SafeTensors file;
-    const Config c = hf_open(&file, path), &has = model->config;
-    if (c.maxT != has.maxT || c.V != has.V || c.L != has.L || c.NH != has.NH || c.C != has.C) {
+// A model's file is opened twice: for its shape before memory is taken, and for its weights.
+static void check_same_model(const Config& c, const Config& has, const char* path) {
+    if (c.maxT != has.maxT || c.V != has.V || c.L != has.L || c.NH != has.NH || c.C != has.C ||
+        c.Vp != has.Vp || c.block != has.block || c.norm != has.norm) {
         die("'%s' is another model than it was at the start", path);
     }
+}
+
+static void hf_load(GPT2* model, const char* path) {
+    SafeTensors file;
+    check_same_model(hf_open(&file, path), model->config, path);
     std::vector<float> stored, values;
     auto read = [&](const std::string& name) {
         const SafeTensor& t = file.tensors.at(name);
@@ -7099,7 +7104,7 @@ static void checkpoint_load(GPT2* model, const char* path) {
     if (hf_is(path)) { hf_load(model, path); return; }
     FILE* f = checkpoint_open(path);
     int version, header[256];                   // version: 3 or 5
-    checkpoint_read_header(path, f, &version);
+    check_same_model(checkpoint_read_header(path, f, &version), model->config, path);
     rewind(f);
     fread_check(header, sizeof(header), 1, f, path);
     const uint64_t expected = model_checksum(header);
@@ -8705,6 +8710,7 @@ struct Training {
     std::string start;          // the folder that relative names of files belong to
     int64_t step = 0;           // steps done
     int64_t position = 0;       // of the data of the next one
+    std::string data_sample;    // what the training data hold, where that is to be saved
     int rewinds = 0;
 };
 
@@ -8719,6 +8725,7 @@ static Facts run_facts(Training* t) {
     facts.push_back({"device", t->device});
     facts.push_back({"started in", t->start});
     facts.push_back({"training data", dataloader_facts(&t->train_loader)});
+    facts.push_back({"training data sample", t->data_sample});
     for (int i = 0; i < kNumFlags; i++) {
         facts.push_back({std::string("flag.") + kFlags[i].name, run_texts[(size_t)i]});
     }
@@ -9005,6 +9012,7 @@ static void check_same_job(const Training& t) {
     if (comm.world == 1) { return; }
     CommFacts facts = {
         {"the program", executable_hash()}, {"training data", dataloader_facts(&t.train_loader)},
+        {"a sample of the training data", t.data_sample},
         {"validation data", dataloader_facts(&t.val_loader)},
         {"evaluation data", evalset_facts(&t.questions)}};
     for (const auto& fact : flag_facts()) { facts.push_back(fact); }
@@ -9034,10 +9042,15 @@ static Checkpoint find_resumed(std::set<int64_t>* bad) {
 // Would the steps to come be those of the run that began?
 static void check_resumed(const Checkpoint& c, const Training& t) {
     const std::string* data = facts_find(c.facts, "training data");
+    const std::string* sample = facts_find(c.facts, "training data sample");
     const std::string now = dataloader_facts(&t.train_loader);
     if (data && *data != now) {
         die("-i: the training data are not those that the run in -o %s began with: now %s, then %s",
             run.output_dir, comm_shorten(now, *data).c_str(), comm_shorten(*data, now).c_str());
+    }
+    if (sample && *sample != t.data_sample) {
+        die("-i: the training data are not those that the run in -o %s began with: their files have the same "
+            "names and sizes, but other tokens\nhint: -i names another place for them", run.output_dir);
     }
     const struct { const char* fact; std::string now; } same[] = {
         {"program", t.program}, {"device", t.device}};
@@ -9065,6 +9078,7 @@ static void open_data(Training* t, const Config& config, bool trains, bool valid
         dataloader_init(&t->train_loader, run.train_data, run.B, run.T, run.shuffle && !run.overfit,
                         (uint64_t)run.seed, config.V, share);
         tokenizer_check(t->train_loader.tokenizer, config.V, run.train_data);
+        if (run.output_dir[0] != '\0') { t->data_sample = dataloader_sample(&t->train_loader); }
         if (run.max_steps < 0) {
             run.max_steps = std::max((int64_t)1, t->train_loader.samples_per_epoch * run.T / run.total_batch);
         }

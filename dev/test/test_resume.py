@@ -955,11 +955,19 @@ def test_fixed_flags():
 def test_other_runs():
     """Other data, a folder with a run but without -y, folders without a run."""
     folder = stopped_run("ours")
+    os.mkdir("elsewhere")
+
+    def named_so(name):
+        return "elsewhere/" + name
     for i, rows in enumerate(ROWS):
         write_shard(f"other_{i}.bin", sentences(10 + i, rows * T_ROWS + 2 + i))
         write_shard(f"more_{i}.bin", sentences(10 + i, rows * T_ROWS + 1 + i))
     check_refused("other data", {"-i": "other_*.bin", "-y": 1, "-o": folder}, "training data",
                   "other_0.bin 594")
+    for i, rows in enumerate(ROWS):
+        write_shard(named_so(f"part_{i}.bin"), sentences(20 + i, rows * T_ROWS + 1 + i))
+    check_refused("other tokens in files of the same names and sizes",
+                  {"-i": named_so("part_*.bin"), "-y": 1, "-o": folder}, "training data", "other tokens")
     check_refused("fewer shards", {"-i": "part_[01].bin", "-y": 1, "-o": folder}, "training data")
     check_refused("no -y", {"-o": folder}, "already holds a run", "-y 1")
     check_refused("no -o", {"-o": "", "-y": 1}, "-y 1 needs -o")
