@@ -656,6 +656,14 @@ static void check_model_file(GPT2* a, const Config& c, const Options& o, const s
     CHECK(loaded == c, "the header's sizes differ");
     GPT2 b;
     gpt2_allocate(&b, loaded, o, 2, c.maxT);
+    std::string error;
+    die_throw = [](const char* text) { throw std::string(text); };
+    b.config.NH++;                          // as if the file had been replaced by another of its size
+    try { checkpoint_load(&b, path.c_str()); }
+    catch (const std::string& text) { error = text; }
+    b.config.NH--;
+    die_throw = nullptr;
+    CHECK(error.find("is another model than it was at the start") != std::string::npos, "%s", error.c_str());
     checkpoint_load(&b, path.c_str());
     std::vector<float> pa, pb;
     for (int i = 0; i < NUM_PARAMS; i++) {
@@ -786,35 +794,45 @@ static void test_checkpoint(const Config& c, const Options& o, bool in_parts) {
     copy_to_device(a.state, &full, sizeof(full), a.stream);
     stream_sync(a.stream);
     const std::vector<std::vector<float>> then = host_state(&a);
-    Logger logger;
+    static Logger logger;
+    logger_init(&logger, folder.c_str());
+    logger_train(&logger, {0, 1, 1, 1, 1, 1, 1});
     Saver saver = {};
     if (in_parts) { saver_pin = [](size_t) -> void* { return nullptr; }; }
-    saver_init(&saver, &a, &logger, folder, true, {2, 0, {}});
+    saver_init(&saver, &a, &logger, folder, true, {2, 0, 1, {}});
     saver_pin = pinned_try;
     CHECK((saver.groups.size() > 2) == in_parts, "%zu groups", saver.groups.size() - 1);
     // of a job of several ranks, whose watchdog must bear with a slow disk
     static CommState* job;
-    static std::atomic<bool> patient;
+    static std::atomic<bool> patient, main_log_synced, metrics_synced, in_order;
     job = new CommState();
-    patient = false;
+    patient = main_log_synced = metrics_synced = in_order = false;
     comm_state = job;
     comm_progress(0);
     file_layer.fsync = [](int fd) {
         for (int i = 0; i < 1000 && job->allowed <= 600; i++) { usleep(10000); }
         if (job->allowed > 600) { patient = true; }
+        main_log_synced = main_log_synced || fd == fileno(logger.main_log);
+        metrics_synced = metrics_synced || fd == fileno(logger.metrics);
         return fsync(fd);
+    };
+    file_layer.rename = [](const char* from, const char* to) {
+        if (strstr(to, "/DONE_")) { in_order = main_log_synced && metrics_synced; }
+        return rename(from, to);
     };
     saver_save(&saver, 1, model_facts(&a));
     for (int step = 1; step < 3; step++) { one_step(&a, c, rows, step); }
     saver_advance(&saver, true);
     comm_state = nullptr;
     file_layer.fsync = fsync;
+    file_layer.rename = rename;
     delete job;
+    CHECK(in_order, "there is a DONE before the logs are on disk");
     CHECK(patient, "a job would end while its model goes to a slow disk");
     saver_free(&saver);
 
     std::set<int64_t> bad;
-    Checkpoint found = checkpoint_find(folder, 100, &bad);
+    Checkpoint found = checkpoint_find(folder, {1}, &bad);
     CHECK(found.step == 1 && bad.empty(), "found step %lld", (long long)found.step);
     const Config config = facts_config(found.facts);
     CHECK(config == c, "the state's sizes differ");
@@ -828,9 +846,10 @@ static void test_checkpoint(const Config& c, const Options& o, bool in_parts) {
     CHECK(memcmp(&end_a.update, &end_b.update, sizeof(UpdateState)) == 0 && end_a.loss == end_b.loss,
           "a resumed run ends in another state");
     check_model_file(&same, c, o, path);
-    checkpoint_close(&found);
     checkpoint_remove(folder, 1);
-    rmdir(folder.c_str());
+    logger_free(&logger);
+    for (const char* file : {"/main.log", "/metrics.jsonl", "/run.json"}) { unlink((folder + file).c_str()); }
+    CHECK(rmdir(folder.c_str()) == 0, "something is left in %s: %s", folder.c_str(), strerror(errno));
     gpt2_free(&a);
     gpt2_free(&b);
     gpt2_free(&same);

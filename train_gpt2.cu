@@ -109,6 +109,7 @@ constexpr int kLossScaleSteps = 1000;
 // A run stops after so many updates in a row were skipped.
 constexpr int kMaxSkipsInARow = 20;
 constexpr int kMaxRewinds = 3;              // --on-bad-loss rewind: then the run stops all the same
+constexpr int64_t kLargestCount = 1000000000000000;     // of steps, tokens, samples
 
 // == 3 shapes and tables ==
 // The model is two tables. Everything that walks over tensors (allocation, init, AdamW, norm, checkpoints,
@@ -5723,12 +5724,17 @@ static Config hf_config(const char* path) {
     return c;
 }
 
-static void hf_load(GPT2* model, const char* path) {
-    SafeTensors file;
-    const Config c = hf_open(&file, path), &has = model->config;
-    if (c.maxT != has.maxT || c.V != has.V || c.L != has.L || c.NH != has.NH || c.C != has.C) {
+// A model's file is opened twice: for its shape before memory is taken, and for its weights.
+static void check_same_model(const Config& c, const Config& has, const char* path) {
+    if (c.maxT != has.maxT || c.V != has.V || c.L != has.L || c.NH != has.NH || c.C != has.C ||
+        c.Vp != has.Vp || c.block != has.block || c.norm != has.norm) {
         die("'%s' is another model than it was at the start", path);
     }
+}
+
+static void hf_load(GPT2* model, const char* path) {
+    SafeTensors file;
+    check_same_model(hf_open(&file, path), model->config, path);
     std::vector<float> stored, values;
     auto read = [&](const std::string& name) {
         const SafeTensor& t = file.tensors.at(name);
@@ -5775,7 +5781,7 @@ static void checkpoint_load(GPT2* model, const char* path) {
     if (hf_is(path)) { hf_load(model, path); return; }
     FILE* f = checkpoint_open(path);
     int version, header[256];                   // version: 3 or 5
-    checkpoint_read_header(path, f, &version);
+    check_same_model(checkpoint_read_header(path, f, &version), model->config, path);
     rewind(f);
     fread_check(header, sizeof(header), 1, f, path);
     const uint64_t expected = model_checksum(header);
@@ -6040,6 +6046,7 @@ static void saver_advance(Saver* saver, bool wait) {
         worker_post(saver->worker, [=] {
             logger_sync(logger);
             checkpoint_done(folder, step, states);
+            logger_forget(folder);
             checkpoint_retain(folder, step, retention);
         });
         if (wait) { saver_wait(saver); }
@@ -6064,10 +6071,11 @@ static void saver_save(Saver* saver, int64_t step, const Facts& facts) {
     saver->step = step;
     saver->began_s = comm_now();
     saver->retention.bad.erase(step);
-    // what had this name before is none from now on
     if (split.rank == 0) {
         DiskWait disk(model->step);
-        unlink(checkpoint_marker(saver->folder, step).c_str());
+        if (!checkpoint_begin(saver->folder, step)) {
+            die("cannot begin a checkpoint in '%s': %s", saver->folder.c_str(), strerror(errno));
+        }
     }
     comm_any(false);                                // and rank 0 has made the folder, at its first report
     for (int b = 0; b < (int)model->layout.buckets.size(); b++) { gpt2_await_params(model, b); }
@@ -6121,11 +6129,16 @@ static Facts model_facts(GPT2* model) {
     return facts;
 }
 
-// A number among the facts; a file that lacks it is not one of ours.
-static double fact_number(const Facts& facts, const std::string& key) {
+// A whole number among the facts; a file without it is not one of ours.
+static int64_t fact_number(const Facts& facts, const std::string& key, int64_t least, int64_t most) {
     const std::string* text = facts_find(facts, key);
     if (!text) { die("the state to resume from does not say '%s'", key.c_str()); }
-    return strtod(text->c_str(), nullptr);
+    int64_t n;
+    if (!parse_int(text->c_str(), text->c_str() + text->size(), &n) || n < least || n > most) {
+        die("the state to resume from says '%s' is %s: expected %lld to %lld", key.c_str(), text->c_str(),
+            (long long)least, (long long)most);
+    }
+    return n;
 }
 
 static Config facts_config(const Facts& facts) {
@@ -6150,11 +6163,6 @@ struct Checkpoint {
     Facts facts;
 };
 
-static void checkpoint_close(Checkpoint* c) {
-    for (StateFile& file : c->files) { state_close(&file); }
-    *c = Checkpoint();
-}
-
 // True if any rank found a fault with a checkpoint; the first that did says so.
 static bool checkpoint_refused(int64_t step, const std::string& error) {
     std::vector<char> faults((size_t)comm.world, !error.empty());
@@ -6168,15 +6176,15 @@ static bool checkpoint_refused(int64_t step, const std::string& error) {
     return first < comm.world;
 }
 
-// The newest checkpoint up to step `last` whose files are all there and begin well, the same on all ranks.
+// The last of rank 0's `steps` whose checkpoint's files are all there and begin well, the same on all ranks.
 // Those that were looked at in vain are added to *bad. None is left: its step is -1.
-static Checkpoint checkpoint_find(const std::string& folder, int64_t last, std::set<int64_t>* bad) {
-    Checkpoint found;
-    std::vector<int64_t> steps = checkpoint_steps(folder);
+static Checkpoint checkpoint_find(const std::string& folder, std::vector<int64_t> steps,
+                                  std::set<int64_t>* bad) {
     for (;;) {
-        while (!steps.empty() && (steps.back() > last || bad->count(steps.back()))) { steps.pop_back(); }
+        Checkpoint found;
+        while (!steps.empty() && bad->count(steps.back())) { steps.pop_back(); }
         int64_t step = steps.empty() ? -1 : steps.back();
-        comm_broadcast(&step, sizeof(step));        // what rank 0 sees counts
+        comm_broadcast(&step, sizeof(step));
         if (step < 0) { return found; }
         std::vector<std::string> paths;
         std::string error = checkpoint_check(folder, step, &paths);
@@ -6196,7 +6204,6 @@ static Checkpoint checkpoint_find(const std::string& folder, int64_t last, std::
             found.facts = found.files[0].facts;
             return found;
         }
-        checkpoint_close(&found);
         bad->insert(step);
     }
 }
@@ -6273,29 +6280,31 @@ static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
         const std::string* text = facts_find(c->facts, std::string("update.") + field);
         const char* at = text ? text->c_str() : "";
         for (int i = 0; i < count; i++) {
+            typedef std::remove_reference_t<decltype(values[0])> Number;
             char* end;
-            values[i] = (std::remove_reference_t<decltype(values[0])>)strtod(at, &end);
-            if (end == at) { missing = field; }
+            const double value = strtod(at, &end);
+            const double most = sizeof(Number) == sizeof(int) ? INT_MAX : (double)kLargestCount;
+            const bool fits = std::is_same<Number, float>::value || (value >= 0 && value <= most);
+            if (end == at || !fits) { missing = field; } else { values[i] = (Number)value; }
             at = end;
         }
     });
-    if (!missing.empty()) { return "the files do not say update." + missing; }
-    if (std::min(state.update.losses.count, state.update.norms.count) < 0) { return "a count is below 0"; }
+    if (!missing.empty()) { return "the files do not say update." + missing + ", or not as it can be"; }
     copy_to_device(model->state, &state, sizeof(state), model->stream);
     stream_sync(model->stream);
     model->step = (uint32_t)c->step;
     return "";
 }
 
-// The newest checkpoint up to c->step that really verifies, into the model. All ranks come here and take the
-// same one; there is none left: step -1.
-static void checkpoint_resume(GPT2* model, Checkpoint* c, const std::string& folder, std::set<int64_t>* bad) {
+// The last of these checkpoints that really verifies, into the model; *c is what checkpoint_find found among
+// them. All ranks come here and take the same one; there is none left: step -1.
+static void checkpoint_resume(GPT2* model, Checkpoint* c, const std::string& folder,
+                              const std::vector<int64_t>& steps, std::set<int64_t>* bad) {
     while (c->step >= 0) {
         const int64_t step = c->step;
         if (!checkpoint_refused(step, gpt2_load_state(model, c))) { return; }   // each reads what it needs
         bad->insert(step);
-        checkpoint_close(c);
-        *c = checkpoint_find(folder, step - 1, bad);
+        *c = checkpoint_find(folder, steps, bad);
     }
 }
 
@@ -6585,9 +6594,9 @@ static void settings_resume(const Facts& from) {
     flags_resume(kFlags, kNumFlags, saved);
     settings_keep();
     run.resumed = true;
-    run.T = (int)fact_number(facts, "T");
-    run.total_batch = (int64_t)fact_number(facts, "total_batch");
-    const int lanes = (int)fact_number(facts, "lanes");
+    run.T = (int)fact_number(facts, "T", 1, INT_MAX);
+    run.total_batch = fact_number(facts, "total_batch", 1, kLargestCount);
+    const int lanes = (int)fact_number(facts, "lanes", 1, INT_MAX);
     if (!one_lane_each()) { run.lanes = lanes; }
     else if (lanes != comm.world) {
         warn("the run had %d lanes and goes on with one on each of %d ranks (--%s): its sums, and so its "
@@ -6833,7 +6842,7 @@ static Config config_check(const Facts* resumed = nullptr) {
     run.max_steps = -1;
     if (strcmp(run.max_steps_text, "epoch") != 0) {
         const char* text = run.max_steps_text;
-        const int64_t most = 1000000000000000;      // as for -u
+        const int64_t most = kLargestCount;         // as for -u
         if (!parse_int(text, text + strlen(text), &run.max_steps) || run.max_steps < 0 ||
             run.max_steps > most) {
             const std::string digits = parse_int_hint(text);
@@ -7432,25 +7441,22 @@ struct Training {
     std::string start;          // the folder that relative names of files belong to
     int64_t step = 0;           // steps done
     int64_t position = 0;       // of the data of the next one
+    std::string data_sample;    // what the training data hold, where that is to be saved
     int rewinds = 0;
-    int64_t validated = -1;     // the last number of steps at which it was validated or evaluated; -1: none
-    LoggerPlace before_validation = {};     // then
 };
 
 // What a checkpoint says of the run beside the tensors.
 static Facts run_facts(Training* t) {
     Facts facts = model_facts(&t->model);
-    // who goes on from here validates here, too
-    const LoggerPlace place = t->validated == t->step ? t->before_validation : logger_place(&t->logger);
     const struct { const char* name; int64_t value; } numbers[] = {
         {"position", t->position}, {"rewinds", t->rewinds}, {"ranks", comm.world}, {"lanes", run.lanes},
-        {"T", run.T}, {"total_batch", run.total_batch}, {"tokens", t->step * run.total_batch},
-        {"main_log_bytes", place.main_log}, {"metrics_bytes", place.metrics}};
+        {"T", run.T}, {"total_batch", run.total_batch}, {"tokens", t->step * run.total_batch}};
     for (const auto& n : numbers) { facts.push_back({n.name, std::to_string(n.value)}); }
     facts.push_back({"program", t->program});
     facts.push_back({"device", t->device});
     facts.push_back({"started in", t->start});
     facts.push_back({"training data", dataloader_facts(&t->train_loader)});
+    facts.push_back({"training data sample", t->data_sample});
     for (int i = 0; i < kNumFlags; i++) {
         facts.push_back({std::string("flag.") + kFlags[i].name, run_texts[(size_t)i]});
     }
@@ -7466,19 +7472,8 @@ static void save(Training* t) {
     saver_save(&t->saver, t->step, run_facts(t));
 }
 
-// Where a run goes on that is resumed or goes back, from facts of its checkpoint.
-static void training_go_back(Training* t, const Checkpoint& c) {
-    t->step = c.step;
-    t->position = (int64_t)fact_number(c.facts, "position");
-    t->rewinds = std::max(t->rewinds, (int)fact_number(c.facts, "rewinds"));
-    t->validated = -1;
-    t->saver.step = c.step;
-    logger_go_back(&t->logger, {(int64_t)fact_number(c.facts, "main_log_bytes"),
-                               (int64_t)fact_number(c.facts, "metrics_bytes")});
-}
-
-// --on-bad-loss: too many updates in a row were skipped. Goes back to the last checkpoint, but not to its
-// data: those that came since are passed over. All ranks come here, as they see the same.
+// --on-bad-loss: too many updates in a row were skipped. Goes back to the last checkpoint from before them,
+// but not to its data: those that came since are passed over. All ranks come here, as they see the same.
 static void rewind_or_stop(Training* t) {
     const std::string what = format("%d updates in a row were skipped", kMaxSkipsInARow);
     const bool outliers = run.skip_loss > 0 || run.skip_norm > 0;
@@ -7497,23 +7492,22 @@ static void rewind_or_stop(Training* t) {
     }
     stream_sync(t->model.stream);
     stream_sync(t->model.comm_stream);
-    const int64_t from = t->step, position = t->position;
+    const int64_t from = t->step;
+    const std::string& folder = t->saver.folder;
     std::set<int64_t>* bad = &t->saver.retention.bad;
-    // A signal may have left a checkpoint between those of -n: the run goes back as far as without it.
-    const int64_t every = std::max(1, run.checkpoint_every);
     DiskWait disk(from);
-    Checkpoint c = checkpoint_find(t->saver.folder, from / every * every, bad);
-    if (c.step < 0) { c = checkpoint_find(t->saver.folder, from, bad); }
-    checkpoint_resume(&t->model, &c, t->saver.folder, bad);
+    std::vector<int64_t> steps;
+    if (comm.rank == 0) { steps = checkpoint_before(folder, from, t->saver.retention.every); }
+    Checkpoint c = checkpoint_find(folder, steps, bad);
+    checkpoint_resume(&t->model, &c, folder, steps, bad);
     if (c.step < 0) { die("%s, and there is no checkpoint to go back to%s", what.c_str(), hint); }
     DeviceState state = gpt2_read_state(&t->model);
     state.update.skipped_in_a_row = 0;
     copy_to_device(t->model.state, &state, sizeof(state), t->model.stream);
     stream_sync(t->model.stream);
-    training_go_back(t, c);
-    checkpoint_close(&c);
-    t->position = position;
+    t->step = t->saver.step = c.step;
     t->rewinds++;
+    logger_go_back(&t->logger, c.step, (int)fact_number(c.facts, "rewinds", 0, INT_MAX), t->rewinds);
     warn("%s: back from step %lld to the checkpoint of step %lld, and past the data since (%d of %d times)",
          what.c_str(), (long long)from, (long long)t->step, t->rewinds, kMaxRewinds);
 }
@@ -7551,10 +7545,6 @@ static void train(Training* t) {
         if ((val_due || eval_due || sample_due || save_due) && !report()) { continue; }
         if (save_due) { save(t); }
         if (val_due || eval_due || sample_due) { report_line(&reports, schedule); }     // so far it has come
-        if (val_due || eval_due) {
-            t->validated = step;
-            t->before_validation = logger_place(logger);
-        }
         if (val_due) { validate(model, &t->val_loader, logger, step); }
         if (eval_due) { evaluate(model, &t->questions, logger, step); }
         if (sample_due) { generate(model, &t->tokenizer, t->has_text, step, false); }
@@ -7615,7 +7605,7 @@ static void run_folder_check(const std::string& folder) {
                 (folder + name).c_str());
         }
     }
-    const bool holds_checkpoint = !checkpoint_steps(folder).empty();
+    const bool holds_checkpoint = !checkpoint_steps(folder, true).empty();
     if (!run.resume && (holds_checkpoint || holds_run(folder + "/main.log"))) {
         die("-o %s already holds a run (%s)\nhint: -y 1 goes on with it; or choose another folder",
             folder.c_str(), holds_checkpoint ? "its checkpoints" : "main.log");
@@ -7753,17 +7743,23 @@ static void check_same_job(const Training& t) {
     if (comm.world == 1) { return; }
     CommFacts facts = {
         {"the program", executable_hash()}, {"training data", dataloader_facts(&t.train_loader)},
+        {"a sample of the training data", t.data_sample},
         {"validation data", dataloader_facts(&t.val_loader)},
         {"evaluation data", evalset_facts(&t.questions)}};
     for (const auto& fact : flag_facts()) { facts.push_back(fact); }
     comm_check_same(facts);
 }
 
+// What rank 0 finds counts.
+static std::vector<int64_t> resumable_steps() {
+    return comm.rank == 0 ? checkpoint_newest(run.output_dir) : std::vector<int64_t>();
+}
+
 // -y 1: the last checkpoint of the run in -o, and the settings that it began with. Where there is none, the
 // run begins, again if it has a run.json; but not over checkpoints that only cannot be read.
 static Checkpoint find_resumed(std::set<int64_t>* bad) {
     if (!run.resume || run.output_dir[0] == '\0') { settings_keep(); return Checkpoint(); }
-    Checkpoint c = checkpoint_find(run.output_dir, INT64_MAX, bad);
+    Checkpoint c = checkpoint_find(run.output_dir, resumable_steps(), bad);
     if (c.step < 0 && !bad->empty()) {
         die("-o %s: none of its checkpoints can be used\n"
             "hint: choose another folder; -e takes a model_*.bin of this one", run.output_dir);
@@ -7775,15 +7771,20 @@ static Checkpoint find_resumed(std::set<int64_t>* bad) {
 }
 
 // Would the steps to come be those of the run that began?
-static void check_resumed(const Checkpoint& c, const DataLoader& loader, const std::string& device) {
+static void check_resumed(const Checkpoint& c, const Training& t) {
     const std::string* data = facts_find(c.facts, "training data");
-    const std::string now = dataloader_facts(&loader);
+    const std::string* sample = facts_find(c.facts, "training data sample");
+    const std::string now = dataloader_facts(&t.train_loader);
     if (data && *data != now) {
         die("-i: the training data are not those that the run in -o %s began with: now %s, then %s",
             run.output_dir, comm_shorten(now, *data).c_str(), comm_shorten(*data, now).c_str());
     }
+    if (sample && *sample != t.data_sample) {
+        die("-i: the training data are not those that the run in -o %s began with: their files have the same "
+            "names and sizes, but other tokens\nhint: -i names another place for them", run.output_dir);
+    }
     const struct { const char* fact; std::string now; } same[] = {
-        {"program", executable_hash()}, {"device", device}};
+        {"program", t.program}, {"device", t.device}};
     for (const auto& it : same) {
         const std::string* then = facts_find(c.facts, it.fact);
         if (then && *then != it.now) {
@@ -7808,6 +7809,7 @@ static void open_data(Training* t, const Config& config, bool trains, bool valid
         dataloader_init(&t->train_loader, run.train_data, run.B, run.T, run.shuffle && !run.overfit,
                         (uint64_t)run.seed, config.V, share);
         tokenizer_check(t->train_loader.tokenizer, config.V, run.train_data);
+        if (run.output_dir[0] != '\0') { t->data_sample = dataloader_sample(&t->train_loader); }
         if (run.max_steps < 0) {
             run.max_steps = std::max((int64_t)1, t->train_loader.samples_per_epoch * run.T / run.total_batch);
         }
@@ -7836,7 +7838,7 @@ static void load_model(Training* t, const Config& config, const Options& options
     gpt2_allocate(model, config, options, run.B, run.T);
     print_model(*model);
     if (run.resumed) {
-        checkpoint_resume(model, resumed, run.output_dir, &t->saver.retention.bad);
+        checkpoint_resume(model, resumed, run.output_dir, resumable_steps(), &t->saver.retention.bad);
         if (resumed->step < 0) { die("-o %s: none of its checkpoints can be used", run.output_dir); }
     }
     else if (file_size(run.model) >= 0) { checkpoint_load(model, run.model); }
@@ -7873,6 +7875,15 @@ static void print_folder(const char* program, bool stopped) {
         folder.c_str());
 }
 
+// A checkpoint that has lost its DONE and was found to be whole.
+static void mark_again(const Checkpoint& c, const std::string& folder) {
+    std::vector<std::string> states;
+    for (const StateFile& file : c.files) { states.push_back(file.path); }
+    checkpoint_done(folder, c.step, states);
+    say("the checkpoint of step %lld had no DONE file, but it is whole: it is marked again\n",
+        (long long)c.step);
+}
+
 // What a run needs beside its model and data, and the run.
 static void start_training(Training* t, Checkpoint* resumed, const char* program) {
     const std::string folder = run.output_dir;
@@ -7886,16 +7897,20 @@ static void start_training(Training* t, Checkpoint* resumed, const char* program
     if (t->saves) {
         const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < run.max_steps;
         saver_init(&t->saver, &t->model, &t->logger, folder, at_once,
-                   {run.keep, run.major_every, t->saver.retention.bad});
+                   {run.keep, run.major_every, std::max(1, run.checkpoint_every), t->saver.retention.bad});
     }
     if (run.resumed) {
-        training_go_back(t, *resumed);
-        if (comm.rank == 0) {                   // a kill may have come before the last ones were removed
-            checkpoint_clean(folder);
-            checkpoint_retain(folder, resumed->step, t->saver.retention);
+        t->step = t->saver.step = resumed->step;
+        t->position = fact_number(resumed->facts, "position", 0, kLargestCount);
+        t->rewinds = (int)fact_number(resumed->facts, "rewinds", 0, INT_MAX);
+        logger_go_back(&t->logger, t->step, t->rewinds);
+        if (comm.rank == 0) {
+            if (file_size(checkpoint_marker(folder, t->step).c_str()) < 0) { mark_again(*resumed, folder); }
+            checkpoint_clean(folder);           // a kill may have come before the last ones were removed
+            checkpoint_retain(folder, t->step, t->saver.retention);
         }
         say("resumed: %s goes on after step %lld\n", shown(folder).c_str(), (long long)resumed->step);
-        const int then = (int)fact_number(resumed->facts, "ranks");
+        const int then = (int)fact_number(resumed->facts, "ranks", 1, INT_MAX);
         if (then != comm.world) { say("launch: ranks now %d, before %d\n", comm.world, then); }
         if (t->step >= run.max_steps) {
             say("-x %lld: the run has come so far already\n", (long long)run.max_steps);
@@ -7904,7 +7919,7 @@ static void start_training(Training* t, Checkpoint* resumed, const char* program
     if (run.own_launch) {
         say("launch: --gpus %d, as the run was started; --gpus N says otherwise\n", run.comm.gpus);
     }
-    checkpoint_close(resumed);
+    *resumed = Checkpoint();
     catch_signals();
     say("data: %lld training tokens (%lld rows of %d), %d micro-steps a step%s, %lld steps\n",
         (long long)t->train_loader.tokens, (long long)t->train_loader.samples_per_epoch, run.T,
@@ -7972,7 +7987,7 @@ int main(int argc, char** argv) {
     }
     const size_t prompted = samples ? prompt_tokens(&t.tokenizer, t.has_text, config.V, run.T).size() : 0;
     check_same_job(t);
-    if (run.resumed) { check_resumed(resumed, t.train_loader, device.name); }
+    if (run.resumed) { check_resumed(resumed, t); }
 
     say("device: %s, precision %s\n", device.name.c_str(), PRECISION_NAME);
     if (trains && !run.quiet) { flags_print(kFlags, kNumFlags); }

@@ -114,7 +114,8 @@ def read_log(path):
 
 
 def read_metrics(path):
-    """Its records; none if there is no such file, as in llm.c's runs."""
+    """Its records; none if there is no such file, as in llm.c's runs. Abandoned steps are left out:
+    the run went back, and they come once more."""
     records = []
     for at, line in whole_lines(path) if os.path.exists(path) else ():
         try:
@@ -122,7 +123,7 @@ def read_metrics(path):
             records[-1]["step"] += 0
         except (ValueError, KeyError, TypeError):
             fail(f"{path}:{at} is no line of a metrics.jsonl: {line.rstrip()[:60]!r}")
-    return records
+    return [record for record in records if "abandoned" not in record]
 
 
 def read_settings(path):

@@ -305,7 +305,6 @@ struct State {
             data.push_back(Bytes(state_row_bytes(file.rows[i]), '\0'));
             error = state_read(&file, i, &data[i][0]);
         }
-        state_close(&file);
         if (!error.empty()) { die("'%s' %s", path, error.c_str()); }
     }
 };

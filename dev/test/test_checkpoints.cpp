@@ -7,6 +7,7 @@ that reads their files. Damage is tried exhaustively on small files: each byte, 
 #include <stddef.h>                     // gives: offsetof
 #include <stdio.h>                      // gives: popen
 #include <sys/inotify.h>                // gives: inotify_init1
+#include <sys/resource.h>               // gives: setrlimit
 
 #include <atomic>                       // gives: std::atomic
 #include <new>                          // gives: std::bad_alloc
@@ -121,7 +122,6 @@ static std::string state_error(const std::string& path) {
     std::vector<char> data;
     std::string error = state_open(&s, path);
     for (size_t i = 0; i < s.rows.size() && error.empty(); i++) { error = read_piece(s, i, &data); }
-    state_close(&s);
     return error;
 }
 
@@ -175,8 +175,6 @@ static void test_state_round_trip() {
                     row.offset = row.checksum = 0;
                     CHECK(memcmp(&row, &p.row, sizeof(row)) == 0, "%s: another row", p.row.name);
                 }
-                state_close(&s);
-                state_close(&s);
             }
         }
         const std::string *step = facts_find(kOddFacts, "step"), *none = facts_find(kOddFacts, "ste");
@@ -194,6 +192,18 @@ static void test_state_round_trip() {
         CHECK(memcmp(&text[64 + 80], row, sizeof(row)) == 0, "the row's numbers are others");
         write_state(path, {{"a", "\n"}}, {{state_row("x", "bf16", 1, 1, 0, 1), "\1\2"}});
         CHECK(read_text(path) == text, "the same state made another file");
+    }
+    TEST("state file: more of them than a process may open") {
+        Child c = run_child([&] {
+            write_state(path, kOddFacts, small_pieces());
+            const rlimit few = {16, 16};
+            setrlimit(RLIMIT_NOFILE, &few);
+            std::vector<StateFile> files(40);
+            std::vector<char> data;
+            for (StateFile& s : files) { if (!state_open(&s, path).empty()) { _exit(1); } }
+            for (StateFile& s : files) { if (!read_piece(s, 0, &data).empty()) { _exit(2); } }
+        });
+        CHECK(c.code == 0, "%d: %s", c.code, c.err.c_str());
     }
     TEST("state file: what is none") {
         StateFile s;
@@ -216,7 +226,6 @@ static void test_state_round_trip() {
         write_text(path, text);
         CHECK(state_open(&s, path) == "has version 2, and this program reads 1", "%s",
               state_open(&s, path).c_str());
-        state_close(&s);
     }
 }
 
@@ -264,7 +273,6 @@ static void test_state_damage() {
         write_text(path, bad);
         const std::string error = read_piece(s, 1, &data);
         CHECK(error.find("is damaged: the data of m.qkvw.11") == 0, "%s", error.c_str());
-        state_close(&s);
     }
 }
 
@@ -358,7 +366,6 @@ static void test_state_hostile() {
                         const bool summed = field == offsetof(StateRow, checksum);
                         taken += !fits || placed || (summed && state_error(path).empty());
                     }
-                    state_close(&s);
                 }
             }
         }
@@ -418,12 +425,15 @@ static void write_model(const std::string& path, char fill) {
 }
 
 // As the trainer does it: the states of all ranks, the model, the marker.
-static std::vector<std::string> write_checkpoint(const std::string& run, int64_t step, int ranks = 1) {
+static std::vector<std::string> write_checkpoint(const std::string& run, int64_t step, int ranks = 1,
+                                                 const Facts& more = {}) {
     std::vector<std::string> states;
+    if (!checkpoint_begin(run, step)) { die("cannot begin in '%s': %s", run.c_str(), strerror(errno)); }
     for (int r = 0; r < ranks; r++) {
+        Facts facts = {{"step", std::to_string(step)}, {"rank", std::to_string(r)}};
+        facts.insert(facts.end(), more.begin(), more.end());
         states.push_back(checkpoint_state(run, step, r));
-        write_state(states.back(), {{"step", std::to_string(step)}, {"rank", std::to_string(r)}},
-                    small_pieces());
+        write_state(states.back(), facts, small_pieces());
     }
     write_model(checkpoint_model(run, step), (char)step);
     checkpoint_done(run, step, states);
@@ -462,6 +472,13 @@ static void test_names() {
         CHECK(steps == expected, "%zu steps, the first is %lld", steps.size(),
               (long long)(steps.empty() ? -1 : steps[0]));
         CHECK(checkpoint_steps(run + "/none").empty(), "checkpoints in a folder that is not there");
+        for (const char* name : {"state_00000001_00000.bin", "state_00000002_00007.bin", "HALF_00000001",
+                                 "state_00000003_00000.bin", "state_7_00000.bin", "model_00000009.bin"}) {
+            write_text(run + "/" + name, "");
+        }
+        CHECK(checkpoint_steps(run) == expected, "%zu of them have a marker", checkpoint_steps(run).size());
+        CHECK(checkpoint_steps(run, true) == std::vector<int64_t>({2, 3, 20, 100, 5000000000}),
+              "%zu with those that lost it", checkpoint_steps(run, true).size());
     }
 }
 
@@ -531,6 +548,47 @@ static void test_marker() {
         mkdir_check(marker.c_str());
         CHECK(check(run, 20) == "DONE_00000020 cannot be opened", "%s", check(run, 20).c_str());
     }
+    TEST("checkpoints: that lost their marker") {
+        const std::string lost = new_folder("lost");
+        const std::vector<std::string> three = write_checkpoint(lost, 20, 3);
+        std::vector<std::string> found;
+        CHECK(listing(lost).find("HALF") == std::string::npos, "%s", listing(lost).c_str());
+        unlink(checkpoint_marker(lost, 20).c_str());
+        CHECK(checkpoint_check(lost, 20, &found).empty() && found == three, "%s", check(lost, 20).c_str());
+        const std::string good = read_text(three[1]), model_text = read_text(checkpoint_model(lost, 20));
+        auto state = [&](const Facts& facts) { write_state(three[1], facts, small_pieces()); };
+        const struct { std::function<void()> change; std::string path, error; } changes[] = {
+            {[&] { unlink(three[1].c_str()); }, three[1], "_00001.bin is missing"},
+            {[&] { write_text(three[1], good.substr(0, 99)); }, three[1], "_00001.bin has 99 bytes"},
+            {[&] { state({{"step", "10"}}); }, three[1], "_00001.bin is of another save"},
+            {[&] { state({{"step", "20"}, {"position", "7"}}); }, three[1], "_00001.bin is of another save"},
+            {[&] { unlink(checkpoint_model(lost, 20).c_str()); }, checkpoint_model(lost, 20),
+             "model_00000020.bin is missing"}};
+        for (const auto& c : changes) {
+            c.change();
+            CHECK(check(lost, 20).find(c.error) != std::string::npos, "%s: %s", c.error.c_str(),
+                  check(lost, 20).c_str());
+            write_text(c.path, c.path == three[1] ? good : model_text);
+        }
+        checkpoint_clean(lost);
+        CHECK(check(lost, 20).empty(), "it is removed:%s", listing(lost).c_str());
+    }
+    TEST("checkpoints: in which order a run looks at them") {
+        const std::string order = new_folder("order_of");
+        const struct { int64_t step; const char *rewinds, *skipped; } rows[] = {
+            {10, "0", "0"}, {13, "0", "0"}, {15, "1", "0"}, {20, "0", "3"}, {25, "0", "8"}, {30, "0", "13"}};
+        for (const auto& r : rows) {
+            write_checkpoint(order, r.step, 1,
+                             {{"rewinds", r.rewinds}, {"update.skipped_in_a_row", r.skipped}});
+        }
+        const std::vector<int64_t> newest = {10, 13, 20, 25, 30, 15}, before = {13, 20, 25, 10, 15};
+        CHECK(checkpoint_newest(order) == newest, "the last is %lld",
+              (long long)checkpoint_newest(order).back());
+        CHECK(checkpoint_before(order, 25, 5) == before, "the last is %lld",
+              (long long)checkpoint_before(order, 25, 5).back());
+        write_text(checkpoint_state(order, 20, 0), "");             // it may be the newest: it is named first
+        CHECK(checkpoint_newest(order).back() == 20, "%lld", (long long)checkpoint_newest(order).back());
+    }
     TEST("checkpoints: of more ranks than fit a megabyte") {
         const std::string many = new_folder("many");
         write_checkpoint(many, 1);
@@ -591,7 +649,7 @@ static void test_retention() {
             const std::string run = new_folder(format("keep%d", number++).c_str());
             for (int64_t step = 10; step <= 60; step += 10) { write_checkpoint(run, step, 2); }
             write_text(run + "/main.log", "");
-            checkpoint_retain(run, row.newest, {row.keep, row.major, row.bad});
+            checkpoint_retain(run, row.newest, {row.keep, row.major, 1, row.bad});
             std::string stay;
             for (int64_t step : checkpoint_steps(run)) {
                 stay += (stay.empty() ? "" : " ") + std::to_string(step);
@@ -604,11 +662,45 @@ static void test_retention() {
                   listing(run).c_str());
         }
     }
+    TEST("checkpoints: one from before skipped updates stays") {
+        const struct { int every; const char* stay; } rows[] = {{1, "30 60"}, {20, "20 60"}, {50, "60"}};
+        for (const auto& row : rows) {
+            const std::string run = new_folder(format("calm%d", row.every).c_str());
+            for (int64_t step = 10; step <= 60; step += 10) {
+                write_checkpoint(run, step, 1, {{"update.skipped_in_a_row", step <= 30 ? "0" : "5"}});
+            }
+            checkpoint_retain(run, 60, {1, 0, row.every, {}});
+            std::string stay;
+            for (int64_t step : checkpoint_steps(run)) {
+                stay += (stay.empty() ? "" : " ") + std::to_string(step);
+            }
+            CHECK(stay == row.stay, "every %d: %s, expected %s", row.every, stay.c_str(), row.stay);
+        }
+    }
+    TEST("checkpoints: what cannot be removed is named, and tried again") {
+        const std::string run = new_folder("stuck"), model = checkpoint_model(run, 10);
+        write_checkpoint(run, 10, 2);
+        Child refused = run_child([&] {
+            file_layer.rename = [](const char*, const char*) { errno = EPERM; return -1; };
+            checkpoint_remove(run, 10);
+        });
+        CHECK(refused.err.find("warning: cannot remove '" + checkpoint_marker(run, 10)) == 0 &&
+              check(run, 10).empty(), "%s;%s", refused.err.c_str(), listing(run).c_str());
+        unlink(model.c_str());
+        mkdir_check(model.c_str());                         // not even root can unlink a folder
+        Child stuck = run_child([&] { checkpoint_remove(run, 10); });
+        CHECK(stuck.err.find("warning: cannot remove '" + model + "': Is a directory\n") == 0, "%s",
+              stuck.err.c_str());
+        CHECK(listing(run) == " HALF_00000010 model_00000010.bin", "%s", listing(run).c_str());
+        rmdir(model.c_str());
+        checkpoint_clean(run);
+        CHECK(listing(run).empty(), "%s", listing(run).c_str());
+    }
     TEST("checkpoints: the marker is the first to go") {
         const std::string run = new_folder("order");
         write_checkpoint(run, 10, 2);
         const int watch = inotify_init1(IN_NONBLOCK | IN_CLOEXEC);
-        if (watch < 0 || inotify_add_watch(watch, run.c_str(), IN_DELETE) < 0) {
+        if (watch < 0 || inotify_add_watch(watch, run.c_str(), IN_DELETE | IN_MOVED_FROM) < 0) {
             SKIP(2, "no inotify: %s", strerror(errno));
         } else {
             checkpoint_remove(run, 10);
@@ -627,7 +719,10 @@ static void test_clean() {
         const std::string run = new_folder("clean");
         write_checkpoint(run, 10, 2);
         write_checkpoint(run, 20, 2);
-        unlink(checkpoint_marker(run, 20).c_str());
+        write_checkpoint(run, 50, 2);
+        checkpoint_begin(run, 20);
+        unlink(checkpoint_marker(run, 50).c_str());         // lost, by whatever accident
+        write_text(checkpoint_half(run, 10), "");           // killed behind its marker
         write_model(checkpoint_model(run, 40), 'm');        // alone: somebody's
         for (const char* name : {"main.log", "mine.bin", "state_x_00000.bin", "state_00000020_.bin",
                                  "notes.part", "state_00000020_00000.txt"}) {
@@ -644,10 +739,11 @@ static void test_clean() {
         AtomicFile living_marker = atomic_open(checkpoint_marker(run, 30));
         checkpoint_clean(run);
         std::string expected = " DONE_00000010 " + living_marker.temp.substr(run.size() + 1);
-        expected += " main.log mine.bin model_00000010.bin model_00000040.bin notes.part "
-                    "state_00000010_00000.bin state_00000010_00001.bin state_00000020_.bin "
+        expected += " main.log mine.bin model_00000010.bin model_00000040.bin model_00000050.bin "
+                    "notes.part state_00000010_00000.bin state_00000010_00001.bin state_00000020_.bin "
                     "state_00000020_00000.txt ";
-        expected += living.temp.substr(run.size() + 1) + " state_x_00000.bin";
+        expected += living.temp.substr(run.size() + 1);
+        expected += " state_00000050_00000.bin state_00000050_00001.bin state_x_00000.bin";
         CHECK(listing(run) == expected, "%s\nexpected%s", listing(run).c_str(), expected.c_str());
         CHECK(check(run, 10).empty(), "%s", check(run, 10).c_str());
         atomic_commit(&living);
@@ -858,6 +954,8 @@ static void test_tool() {
         write_checkpoint(twice, 20);
         check_tool(twice, 0, {": 2 checkpoints\n", "step 10: 2.3 KiB in 3 files, sound\n", "step 20: "},
                    {"NOT SOUND"});
+        unlink(checkpoint_marker(twice, 10).c_str());
+        check_tool(twice, 0, {": 2 checkpoints\n", "in 3 files, sound, but without its DONE file\n"});
         std::string bad = read_text(states[1]);
         bad.back()++;                               // its start is as it was
         write_text(states[1], bad);

@@ -325,6 +325,24 @@ static void test_small_sets() {
     dataloader_free(&a);
     dataloader_free(&b);
     CHECK(dataloader_facts(&a).empty(), "no data have facts");
+    // what a resumed run compares: of a short shard every token, of a long one its ends and its middle
+    for (size_t size : {100, 200000}) {
+        std::vector<uint16_t> tokens(size, 7);
+        auto sample = [&](const char* name) {
+            write_shard(in_folder(name), tokens);
+            dataloader_init(&a, in_folder(name).c_str(), 1, 8, false, 0, 65536);
+            const std::string text = dataloader_sample(&a);
+            dataloader_free(&a);
+            return text;
+        };
+        const std::string before = sample("sampled.bin");
+        CHECK(sample("copy.bin") == before, "a copy has another sample");
+        for (size_t at : {(size_t)0, size - 1, size / 7 * 3 + 50}) {
+            tokens[at]++;
+            CHECK(sample("sampled.bin") != before, "token %zu of %zu is not seen", at, size);
+            tokens[at]--;
+        }
+    }
 }
 
 // Sanitizers take terabytes of addresses for themselves.

@@ -1410,8 +1410,6 @@ static void test_logger_files() {
         logger_run(&log, flags, num_flags, {});
         logger_val(&log, 0, 11);
         logger_eval(&log, 0, {0.25, 0.125, NAN});
-        const LoggerPlace place = logger_place(&log);
-        CHECK(place.main_log == 0 && place.metrics == 0, "%lld", (long long)place.main_log);
         logger_sync(&log);
         CHECK(access((folder + "/late").c_str(), F_OK) != 0, "there is a folder before the first step");
         logger_train(&log, {0, 1, 1, 1, 1, 1, 1});
@@ -1428,68 +1426,109 @@ static void test_logger_files() {
     }
 }
 
+// Lines of steps `from` to `until` - 1, and a validation before every tenth.
+static void log_steps(Logger* log, int from, int until, double loss = 5) {
+    for (int step = from; step < until; step++) {
+        if (step % 10 == 0) { logger_val(log, step, loss); }
+        logger_train(log, {step, loss, 1, 1, 1, 1, 1});
+    }
+}
+
 static void test_logger_go_back() {
     const std::string run = folder + "/runs/back", main_log = run + "/main.log",
-                      metrics = run + "/metrics.jsonl";
-    const LoggerPlace start = {0, 0};
-    LoggerPlace place = start;
-    TEST("logger: a run goes on from a checkpoint's place") {
+                      metrics = run + "/metrics.jsonl", cut = main_log + ".cut";
+    auto reopened = [&](int64_t step, int rewinds = 0, int abandons = 0) {
         Logger log;
         logger_init(&log, run.c_str());
-        logger_train(&log, {0, 5, 1, 1, 1, 1, 1});
-        place = logger_place(&log);
-        const std::string kept = read_text(main_log), kept_metrics = read_text(metrics);
-        CHECK((size_t)place.main_log == kept.size() && (size_t)place.metrics == kept_metrics.size(),
-              "%lld and %lld bytes", (long long)place.main_log, (long long)place.metrics);
-        logger_train(&log, {1, 4, 1, 1, 1, 1, 1});
-        logger_go_back(&log, place);                        // in the same process,
-        CHECK(read_text(main_log) == kept && read_text(metrics) == kept_metrics, "later lines are there");
-        CHECK(logger_place(&log).main_log == place.main_log && logger_place(&log).metrics == place.metrics,
-              "it would go on at %lld", (long long)logger_place(&log).main_log);
-        logger_val(&log, 1, 3);
-        CHECK(read_text(main_log) == kept + "s:1 tel:3.000000\n", "%s", read_text(main_log).c_str());
+        logger_run(&log, flags, num_flags, {{"start", "another"}});
+        logger_go_back(&log, step, rewinds, abandons);
+        return log;
+    };
+    Logger log;
+    logger_init(&log, run.c_str());
+    log_steps(&log, 0, 10);
+    const std::string ten = read_text(main_log), ten_metrics = read_text(metrics);
+    log_steps(&log, 10, 25);
+    const std::string all = read_text(main_log), all_metrics = read_text(metrics);
+    TEST("logger: a run goes on after a step") {
+        logger_go_back(&log, 10);                           // in the same process,
+        CHECK(read_text(main_log) == ten && read_text(metrics) == ten_metrics, "later lines are there");
+        CHECK(read_text(cut) == all && read_text(metrics + ".cut") == all_metrics, "and are not kept");
+        log_steps(&log, 10, 12);
         logger_free(&log);
-        logger_init(&log, run.c_str());                     // and in another
-        logger_run(&log, flags, num_flags, {{"start", "second"}});
-        logger_go_back(&log, place);
-        CHECK(read_text(main_log) == kept && read_text(metrics) == kept_metrics, "later lines are there");
-        CHECK(read_text(run + "/run.json").find("second") != std::string::npos, "an old run.json");
-        logger_val(&log, 1, 2);
-        logger_train(&log, {1, 3, 1, 1, 1, 1, 1});
-        const std::string more = "s:1 tel:2.000000\ns:1 trl:3.000000 lr:1.000000e+00 norm:1.0000\n";
-        CHECK(read_text(main_log) == kept + more, "%s", read_text(main_log).c_str());
-        place = logger_place(&log);
-        CHECK((size_t)place.main_log == read_text(main_log).size(), "%lld bytes", (long long)place.main_log);
+        log = reopened(10);                                 // and in another
+        CHECK(read_text(main_log) == ten && read_text(metrics) == ten_metrics, "later lines are there");
+        CHECK(read_text(cut) == all, "what is kept goes less far than before");
+        CHECK(read_text(run + "/run.json").find("another") != std::string::npos, "an old run.json");
+        logger_val(&log, 10, 2);
+        CHECK(read_text(main_log) == ten + "s:10 tel:2.000000\n", "%s", read_text(main_log).c_str());
         logger_free(&log);
     }
+    TEST("logger: a later checkpoint can be read again") {
+        log = reopened(20);
+        const std::string twenty = all.substr(0, all.find("s:20 "));
+        CHECK(read_text(main_log) == twenty, "%s", read_text(main_log).c_str());
+        CHECK(all_metrics.find(read_text(metrics)) == 0 && read_text(metrics).size() > ten_metrics.size(),
+              "%s", read_text(metrics).c_str());
+        log_steps(&log, 20, 24);
+        logger_forget(run);
+        CHECK(read_text(cut) == all, "it goes before the run has come so far");
+        log_steps(&log, 24, 25);
+        logger_free(&log);
+        CHECK(access(cut.c_str(), F_OK) != 0 && access((metrics + ".cut").c_str(), F_OK) != 0, "it stays");
+        CHECK(read_text(main_log) == all && read_text(metrics) == all_metrics, "the end is another");
+    }
+    TEST("logger: abandoned steps") {
+        for (int i = 0; i < 2; i++) {                       // the second time some have their mark already
+            log = reopened(10, 0, i + 1);
+            CHECK(read_text(main_log) == ten, "%s", read_text(main_log).c_str());
+            log_steps(&log, 10, 12, 4 - i);
+            logger_free(&log);
+        }
+        const std::string text = read_text(metrics);
+        std::string marks;
+        for (size_t at = 0; (at = text.find("\"abandoned\": ", at)) != std::string::npos; at++) {
+            marks += text[at + strlen("\"abandoned\": ")];
+        }
+        CHECK(text.find(ten_metrics) == 0 && marks == "11111111111111111222", "%s in\n%s", marks.c_str(),
+              text.c_str());
+        CHECK(std::count(text.begin(), text.end(), '\n') == 11 + 17 + 3 + 3, "%s", text.c_str());
+        log = reopened(11, 2);                              // the step that counts, not one in vain
+        const std::string eleven = read_text(metrics);
+        CHECK(text.find(eleven) == 0 && eleven.find("\"loss\": 3,") < text.size(), "%s", eleven.c_str());
+        logger_free(&log);
+        for (int step : {11, 15}) {                         // killed, and on from checkpoints in vain
+            log = reopened(step);
+            CHECK(read_text(main_log) == all.substr(0, all.find(format("s:%d ", step))), "%s",
+                  read_text(main_log).c_str());
+            CHECK(all_metrics.find(read_text(metrics)) == 0, "%s", read_text(metrics).c_str());
+            logger_free(&log);
+        }
+    }
     TEST("logger: of a log that lost its end, and of none") {
-        CHECK(truncate(main_log.c_str(), 10) == 0, "%s", strerror(errno));
+        unlink(cut.c_str());
+        CHECK(truncate(main_log.c_str(), (off_t)ten.size() - 5) == 0, "%s", strerror(errno));
+        const std::string rest = ten.substr(0, ten.rfind('\n', ten.size() - 5) + 1);
         Child gap = run_child([&] {
-            Logger log;
-            logger_init(&log, run.c_str());
-            logger_go_back(&log, place);
-            logger_val(&log, 2, 1);
+            log = reopened(11);
+            logger_val(&log, 11, 1);
             logger_free(&log);
         });
         CHECK(gap.code == 0 && gap.err.find("warning: '" + main_log + "' lost its last lines") == 0,
               "%d, %s", gap.code, gap.err.c_str());
         CHECK(std::count(gap.err.begin(), gap.err.end(), '\n') == 1, "also of metrics.jsonl? %s",
               gap.err.c_str());
-        const std::string text = read_text(main_log);
-        CHECK(text.size() == 10 + strlen("s:2 tel:1.000000\n") && text.find("s:2 tel:1.000000\n") == 10, "%s",
-              text.c_str());
+        CHECK(read_text(main_log) == rest + "s:11 tel:1.000000\n", "%s", read_text(main_log).c_str());
         Child off = run_child([&] {
-            Logger log;
             logger_init(&log, "");
-            logger_go_back(&log, place);
+            logger_go_back(&log, 10);
             logger_sync(&log);
         });
         CHECK(off.code == 0 && off.err.empty(), "%d, %s", off.code, off.err.c_str());
     }
     TEST("logger: two processes and one folder") {
-        Logger log;
         logger_init(&log, run.c_str());
-        logger_go_back(&log, start);
+        logger_go_back(&log, 0);
         logger_train(&log, {0, 1, 1, 1, 1, 1, 1});
         const std::string text = read_text(main_log), settings = read_text(run + "/run.json");
         for (bool begins : {true, false}) {
@@ -1498,7 +1537,7 @@ static void test_logger_go_back() {
                 logger_init(&other, run.c_str());
                 logger_run(&other, flags, num_flags, {{"who", "the other"}});
                 if (begins) { logger_train(&other, {0, 9, 9, 9, 9, 9, 9}); }
-                else { logger_go_back(&other, start); }
+                else { logger_go_back(&other, 0); }
             }, {"-o " + run, "another process", "hint:"});
             CHECK(read_text(main_log) == text && read_text(run + "/run.json") == settings,
                   "the other's lines are there");
@@ -1513,7 +1552,7 @@ static void test_logger_go_back() {
         Child next = run_child([&] {                        // the lock ends with its owner
             Logger other;
             logger_init(&other, run.c_str());
-            logger_go_back(&other, start);
+            logger_go_back(&other, 0);
         });
         CHECK(next.code == 0, "%d, %s", next.code, next.err.c_str());
     }

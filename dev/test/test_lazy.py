@@ -75,7 +75,7 @@ def left_by(program, runs, folder, policy=None):
             path = os.path.join(parent, name)
             if name.startswith("state_"):               # without times, and which program and folder it was
                 said, tensors = read_state(path)
-                for word in ("metrics_bytes", "program", "flag.output-dir"):
+                for word in ("program", "flag.output-dir"):
                     said.pop(word)
                 facts[name] = (said, tensors)
             elif name.startswith("DONE_"):              # the files' checksums

@@ -681,7 +681,8 @@ int rename(const char* from, const char* to) {
 
 
 def test_files_that_fail():
-    """A file's bytes are synced, then it is renamed, then its folder is synced; what fails leaves nothing."""
+    """A file's bytes are synced, then it is renamed, then its folder is synced; what fails leaves no file
+    of the checkpoint but the mark that it is half written."""
     write_bytes("shim.c", SHIM.encode())
     compiler = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
     if not compiler:
@@ -710,7 +711,8 @@ def test_files_that_fail():
         check(1 <= len(p.stderr.splitlines()) <= 3 and "Input/output error" in p.stderr
               and "model_" in p.stderr, f"stderr where {fails} fails: {p.stderr}")
         left = sorted(os.listdir("fails_" + fails))
-        check_equal(left, ["main.log", "metrics.jsonl", "run.json"], f"files where {fails} fails")
+        check_equal(left, ["HALF_00000002", "main.log", "metrics.jsonl", "run.json"],
+                    f"files where {fails} fails")
         check("saved" not in p.stdout, f"{fails} fails, but the output says saved")
 
 

@@ -83,6 +83,68 @@ def read_state(path):
     return facts, table
 
 
+def xxh64(data):
+    """As in llmc/checksum.h, from the same specification."""
+    p1, p2, p3, p4, p5 = (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63,
+                          0x27D4EB2F165667C5)
+    mask = 2**64 - 1
+
+    def turned(x, bits):
+        return (x << bits | x >> 64 - bits) & mask
+
+    def mixed(lane, word):
+        return turned((lane + word * p2) & mask, 31) * p1 & mask
+    at, sum_ = 0, p5
+    if len(data) >= 32:
+        lanes = [(p1 + p2) & mask, p2, 0, -p1 & mask]
+        for at in range(0, len(data) - 31, 32):
+            lanes = [mixed(lane, word) for lane, word in zip(lanes, struct.unpack_from("<4Q", data, at))]
+        at += 32
+        sum_ = sum(turned(lane, bits) for lane, bits in zip(lanes, (1, 7, 12, 18))) & mask
+        for lane in lanes:
+            sum_ = ((sum_ ^ mixed(0, lane)) * p1 + p4) & mask
+    sum_ = (sum_ + len(data)) & mask
+    for size, form in ((8, "<Q"), (4, "<I"), (1, "<B")):
+        while len(data) - at >= size:
+            word = struct.unpack_from(form, data, at)[0]
+            sum_ = ((turned(sum_ ^ mixed(0, word), 27) * p1 + p4) if size == 8 else
+                    (turned(sum_ ^ word * p1 & mask, 23) * p2 + p3) if size == 4 else
+                    turned(sum_ ^ word * p5 & mask, 11) * p1) & mask
+            at += size
+    for shift, prime in ((33, p2), (29, p3), (32, 1)):
+        sum_ = (sum_ ^ sum_ >> shift) * prime & mask
+    return sum_
+
+
+def with_fact(path, name, value):
+    """Another fact in a state, and a checksum that fits."""
+    raw = read_bytes(path)
+    head = list(HEADER.unpack_from(raw))
+    begin = HEADER.size + head[2] * ROW.size
+    facts, more = re.subn(rb"(?m)^%s=.*$" % re.escape(name.encode()), f"{name}={value}".encode(),
+                          raw[begin:begin + head[3]])
+    if more != 1:
+        raise ValueError(f"{path} has the fact '{name}' {more} times")
+    rows = [list(ROW.unpack_from(raw, HEADER.size + i * ROW.size)) for i in range(head[2])]
+    for row in rows:
+        row[6] += len(facts) - head[3]
+    data = raw[begin + head[3]:]
+    head[3:] = len(facts), head[4] + len(facts) - head[3], 0
+    table = b"".join(ROW.pack(*row) for row in rows)
+    head[5] = xxh64(HEADER.pack(*head) + table + facts)
+    write_bytes(path, HEADER.pack(*head) + table + facts + data)
+
+
+def mark(folder, step, names):
+    """A DONE that names these files."""
+    text = b""
+    for name in names:
+        raw = read_bytes(f"{folder}/{name}")
+        at = 32 if name.startswith("state_") else 1016
+        text += b"%s %d %016x\n" % (name.encode(), len(raw), struct.unpack_from("<Q", raw, at)[0])
+    write_bytes(f"{folder}/DONE_{step:08d}", text + b"sum %016x\n" % xxh64(text))
+
+
 def steps_of(folder):
     """Of the whole checkpoints, oldest first."""
     return sorted(int(name[5:]) for name in os.listdir(folder) if re.fullmatch(r"DONE_\d{8}", name))
@@ -109,7 +171,7 @@ def metrics(folder):
 
 
 # what a resumed run may say otherwise: times, and who computed it on how many ranks
-OTHERWISE = re.compile("metrics_bytes|ranks|device|program|flag[.](output-dir|resume|gpus|check-ranks|"
+OTHERWISE = re.compile("ranks|device|program|flag[.](output-dir|resume|gpus|check-ranks|"
                        "zero-stage|recompute|checkpoint-every|max-steps|keep|major-every)")
 
 
@@ -460,13 +522,75 @@ def test_all_damaged():
     shutil.copytree(judge, "hopeless")
     for path in glob.glob("hopeless/state_*"):
         flipped(path, os.path.getsize(path) - 9)
-    before = snapshot("hopeless")
-    result = run({"-y": 1, "-o": "hopeless"})
-    lines = result.err.splitlines()
-    check_equal((result.code, [line.split(":")[0] for line in lines]),
-                (1, ["warning", "warning", "error", "hint"][:len(lines)]), f"the end: {lines}")
-    check(len(lines) >= 3 and "hopeless" in lines[2], f"stderr: {lines}")
-    check_equal(snapshot("hopeless"), before, "the folder")
+    for unmarked in (False, True):
+        for path in glob.glob("hopeless/DONE_*") if unmarked else ():
+            os.remove(path)
+        before = snapshot("hopeless")
+        result = run({"-y": 1, "-o": "hopeless"})
+        lines = result.err.splitlines()
+        check_equal((result.code, [line.split(":")[0] for line in lines]),
+                    (1, ["warning", "warning", "error", "hint"][:len(lines)]), f"the end: {lines}")
+        check(len(lines) >= 3 and "hopeless" in lines[2], f"stderr: {lines}")
+        check_equal(snapshot("hopeless"), before, "the folder")
+
+
+def test_lost_markers():
+    """A copy without DONE files: the newest whole checkpoint is marked again, and nothing is removed."""
+    judge = undisturbed({"-nk": 0})
+    for title, keep, lost, damaged, step in (("all", 2, range(99), [], 24),
+                                             ("the last two", 0, (20, 24), [], 24),
+                                             ("all, and a damaged state", 2, range(99), [24], 20)):
+        folder = "lost_" + title.replace(" ", "_")
+        shutil.copytree(judge, folder)
+        for path in (f"{folder}/DONE_{i:08d}" for i in lost):
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(path)
+        for i in damaged:
+            cut(f"{folder}/state_{i:08d}_00000.bin", 1000)
+        files = set(os.listdir(folder))
+        result = run({"-nk": keep, "-y": 1, "-o": folder})
+        skipped = result.err.count("is skipped")
+        check_equal((result.code, skipped), (0, len(damaged)), f"{title}: {result.err}")
+        check(f"the checkpoint of step {step} had no DONE file" in result.out, f"{title}: {result.out}")
+        check(files < set(os.listdir(folder)), f"{title}: {files - set(os.listdir(folder))} are gone")
+        check_equal(unlike(folder, judge), [], title)
+
+
+def test_forged_facts():
+    """Numbers that no run writes, with checksums that fit: a sentence, and nothing is changed."""
+    judge = undisturbed({})
+    for name, value, said in (("position", -5, "'position' is -5"), ("position", "1e9", "'position' is 1e9"),
+                              ("total_batch", "1e308", "'total_batch' is 1e308"), ("T", 0, "'T' is 0"),
+                              ("rewinds", 2**40, "'rewinds' is"), ("lanes", -1, "'lanes' is -1"),
+                              ("update.norms_count", -1, "update.norms_count"),
+                              ("update.losses_count", "1e308", "update.losses_count")):
+        folder = f"forged_{name}_{value}"
+        shutil.copytree(judge, folder)
+        for step in steps_of(folder):
+            with_fact(f"{folder}/state_{step:08d}_00000.bin", name, value)
+            mark(folder, step, [f"model_{step:08d}.bin", f"state_{step:08d}_00000.bin"])
+        before = snapshot(folder)
+        result = run({"-y": 1, "-o": folder, "-x": 40})
+        check(result.code == 1 and said in result.err and result.err.count("error: ") == 1,
+              f"{name}={value}: {result.code}, {result.err}")
+        check_equal(snapshot(folder), before, f"{name}={value}: the folder")
+
+
+def test_unreadable_for_a_moment():
+    """The run goes on from an older checkpoint, and then the newest is back: so are its lines of the logs."""
+    flags = {"-nk": 0, "-n": 5}
+    judge = undisturbed(flags)
+    shutil.copytree(judge, "moment")
+    hidden = [f"moment/state_000000{step}_00000.bin" for step in (20, 24)]
+    for path in hidden:
+        os.rename(path, path + ".away")
+    result = interrupted({**flags, "-y": 1, "-o": "moment"}, 17, KILL)
+    check_equal((result.code, result.err.count("is skipped")), (-9, 2), f"goes on from step 15: {result.err}")
+    for path in hidden:
+        os.rename(path + ".away", path)
+    result = run({**flags, "-y": 1, "-o": "moment"})
+    check_same_end("the newest can be read again", result, "moment", judge)
+    check_equal(left_over("moment"), [], "files that belong to no checkpoint")
 
 
 # ---- kills at random moments ----
@@ -531,7 +655,7 @@ def killed_life(flags, seed, kills):
 
 
 def test_left_overs():
-    """What kills leave at moments that are too short to be met: in a removal, and in writing a marker."""
+    """What kills leave at moments that are too short to be met: in a save, in a removal, behind a marker."""
     folder = "left"
     started = Started({"-o": folder, "-nk": 0})
     started.until("saved left/model_00000015.bin")
@@ -540,11 +664,13 @@ def test_left_overs():
     steps = steps_of(folder)
     if not check(len(steps) >= 3, f"checkpoints before the kill: {steps}"):
         return
-    os.remove(f"{folder}/DONE_{steps[0]:08d}")
-    os.remove(f"{folder}/DONE_{steps[1]:08d}")
+    os.rename(f"{folder}/DONE_{steps[0]:08d}", f"{folder}/HALF_{steps[0]:08d}")
+    os.rename(f"{folder}/DONE_{steps[1]:08d}", f"{folder}/HALF_{steps[1]:08d}")
     os.remove(f"{folder}/model_{steps[1]:08d}.bin")
+    write_bytes(f"{folder}/HALF_{steps[2]:08d}", b"")
     for name in ("DONE_00000007", "run.json", "model_00000007.bin", "state_00000008_00000.bin"):
         write_bytes(f"{folder}/{name}.{2**22 + 7}.3.part", b"half")
+    write_bytes(f"{folder}/HALF_00000008", b"")
     write_bytes(f"{folder}/model_00000008.bin", b"of the same save as its state")
     write_bytes(f"{folder}/model_00000009.bin", b"somebody's")
     result = run({"-o": folder, "-y": 1, "-nk": 0})
@@ -712,6 +838,32 @@ def test_elastic():
         check(not found, "; ".join(found))
 
 
+def test_damage_seen_by_one():
+    """What only rank 1 reads of a checkpoint is not what was written: all ranks take the one before."""
+    if not enough(2, 4):
+        return
+    flags = {**ranks(2, 1), "-nk": 0}
+    judge = undisturbed(flags)
+    names = ["model_00000024.bin", "state_00000024_00000.bin", "state_00000024_00001.bin"]
+
+    def flip(folder):
+        flipped(f"{folder}/{names[2]}", os.path.getsize(f"{folder}/{names[2]}") - 1)
+    for title, do, who, said in (
+            ("a flipped bit", flip, 1, names[2] + " is damaged"),
+            ("a DONE that names one state of two", lambda folder: mark(folder, 24, names[:2]), r"\d",
+             "the files do not have all of"),
+            ("no DONE, and one state of two", lambda folder: [os.remove(f"{folder}/{name}")
+                                                             for name in ("DONE_00000024", names[2])],
+             r"\d", "the files do not have all of")):
+        folder = "one_" + title.replace(" ", "_")
+        shutil.copytree(judge, folder)
+        do(folder)
+        result = unscaled(run({**flags, "-y": 1, "-o": folder}))
+        said = rf"warning: the checkpoint of step 24 is skipped by rank {who}: {said}.*\n"
+        check(result.code == 0 and re.fullmatch(said, result.err), f"{title}: {result.err}")
+        check_equal(unlike(folder, judge), [], title)
+
+
 def test_rank_killed_in_save():
     """One of four ranks (or two GPUs) dies while all of them save their shards; two go on."""
     if not enough(2, 4):
@@ -803,11 +955,19 @@ def test_fixed_flags():
 def test_other_runs():
     """Other data, a folder with a run but without -y, folders without a run."""
     folder = stopped_run("ours")
+    os.mkdir("elsewhere")
+
+    def named_so(name):
+        return "elsewhere/" + name
     for i, rows in enumerate(ROWS):
         write_shard(f"other_{i}.bin", sentences(10 + i, rows * T_ROWS + 2 + i))
         write_shard(f"more_{i}.bin", sentences(10 + i, rows * T_ROWS + 1 + i))
     check_refused("other data", {"-i": "other_*.bin", "-y": 1, "-o": folder}, "training data",
                   "other_0.bin 594")
+    for i, rows in enumerate(ROWS):
+        write_shard(named_so(f"part_{i}.bin"), sentences(20 + i, rows * T_ROWS + 1 + i))
+    check_refused("other tokens in files of the same names and sizes",
+                  {"-i": named_so("part_*.bin"), "-y": 1, "-o": folder}, "training data", "other tokens")
     check_refused("fewer shards", {"-i": "part_[01].bin", "-y": 1, "-o": folder}, "training data")
     check_refused("no -y", {"-o": folder}, "already holds a run", "-y 1")
     check_refused("no -o", {"-o": "", "-y": 1}, "-y 1 needs -o")
@@ -965,14 +1125,18 @@ def test_bad_loss():
         return
     flags = {**rare_model(), "--on-bad-loss": "rewind"}
     data_of = {"a few": rare_rows("few.bin", range(12, 39)), "many": rare_rows("many.bin", range(12, 290))}
-    for every, back in ((5, 30), (12, 24), (7, 28), (30, 30)):
-        result = run({**flags, **data_of["a few"], "-n": every, "-nk": 0, "-o": f"back{every}"})
+    # the newest one from before the first of them, which stays for it; where there is none, the newest
+    for every, back in ((5, 10), (12, 24), (7, 7), (30, 30)):
+        result = run({**flags, **data_of["a few"], "-n": every, "-nk": 1, "-o": f"back{every}"})
         said = re.findall(r"^warning: 20 updates in a row were skipped: back from step (\d+) to the "
                           r"checkpoint of step (\d+), and past the data since \(1 of 3 times\)$",
                           result.err, re.M)
         check_equal((result.code, said), (0, [(str(31 + reports_late()), str(back))]), f"-n {every}")
         steps = log_columns(f"back{every}")["step"]
         check_equal(steps, list(range(60)), f"-n {every}: steps in main.log")
+        for vain, want in ((True, range(back + 1, 32)), (False, range(1, 61))):
+            check_equal([r["step"] for r in metrics(f"back{every}") if ("abandoned" in r) == vain], [*want],
+                        f"-n {every}: steps in metrics.jsonl, {'done in vain' if vain else 'the others'}")
         # What is left of the data that cannot be learnt from; on a GPU the row behind it as well: it begins
         # with token 1, and the sum that its LayerNorm takes is more than fp32 holds.
         again = 27 - 20 - reports_late() + (not on_cpu())
@@ -1013,10 +1177,10 @@ def test_stop_at_bad_loss():
 
 def rewound(flags, judge, stops):
     """What differs from the judge, in the end, in a run with these stops."""
-    title = f"{[(step, number.name) for step, number in stops]}"
+    title = f"{[(step, number.name, *behind) for step, number, *behind in stops]}"
     flags, wrong = {**flags, "-y": 1, "-o": f"{judge}_{abs(hash(title))}"}, []
-    for step, number in stops + [(10**9, None)]:
-        result = interrupted(flags, step, *[number] if number else [])
+    for step, number, *behind in stops + [(10**9, None)]:
+        result = interrupted(flags, step, *[number] if number else [], behind="".join(behind))
         if result.code not in ((0, -9) if number == KILL else (0,)):
             wrong.append(f"exit code {result.code}: {result.err[-200:]}")
     return [f"{title}: {what}" for what in wrong + unlike(flags["-o"], judge)]
@@ -1037,7 +1201,8 @@ def test_kills_around_rewinds():
     """Stopped before, between and after going back: the same bits, and the same number of times."""
     data = rare_rows("rewound.bin", [*range(12, 39), *range(69, 94)])
     check_rewound("rewound", {**data, "-x": 130, "-n": 9},
-                  [[(20, TERM)], [(30, KILL)], [(33, KILL), (50, KILL)], [(60, TERM), (75, KILL)],
+                  [[(20, TERM)], [(30, KILL)], [(31, KILL, "step 12/")], [(31, KILL, "step 20/")],
+                   [(33, KILL), (50, KILL)], [(60, TERM), (75, KILL)],
                    [(10, KILL), (25, TERM), (40, KILL), (85, TERM), (100, KILL)]], 2)
 
 

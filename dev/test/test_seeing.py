@@ -293,6 +293,9 @@ def test_plot_reads():
     check_equal(plot_log().Run("made").curves["eval"], ([0, 10, 20], [0.250000, 0.250010, 0.250020]), "eval")
 
     whole = plot_log().Run("made").curves
+    with open("made/metrics.jsonl", "a", encoding="ascii") as f:
+        f.write('{"step": 20, "loss": 1, "ms": 2, "tokens_per_s": 3, "abandoned": 1}\n')
+    check_equal(plot_log().Run("made").curves, whole, "a step that the run went back from")
     for name, half in (("main.log", "s:20 tel:5."), ("metrics.jsonl", '{"step": 21, "val_lo')):
         made_run("made")
         for more, what in ((half, "half a line"), ("x\n", "a line of another form")):

@@ -59,7 +59,6 @@ static std::string state_error(const std::string& path, bool print) {
         error = read_tensors(s, print);
     }
     if (print && error.empty()) { printf("  %zu tensors, all as they were written\n", s.rows.size()); }
-    state_close(&s);
     return error;
 }
 
@@ -114,8 +113,9 @@ static bool show_checkpoint(const std::string& folder, int64_t step) {
         printf("  step %lld: NOT SOUND: %s\n", (long long)step, error.c_str());
         return false;
     }
-    printf("  step %lld: %s in %zu files, sound\n", (long long)step, size_text(bytes).c_str(),
-           states.size() + 1);
+    const bool marked = file_size(checkpoint_marker(folder, step).c_str()) >= 0;
+    printf("  step %lld: %s in %zu files, sound%s\n", (long long)step, size_text(bytes).c_str(),
+           states.size() + 1, marked ? "" : ", but without its DONE file");
     return true;
 }
 
@@ -123,7 +123,7 @@ static bool show_path(const std::string& path) {
     struct stat st;
     if (stat(path.c_str(), &st) != 0) { die("cannot open '%s': %s", path.c_str(), strerror(errno)); }
     if (S_ISDIR(st.st_mode)) {
-        const std::vector<int64_t> steps = checkpoint_steps(path);
+        const std::vector<int64_t> steps = checkpoint_steps(path, true);
         printf("%s: %zu checkpoint%s\n", shown(path).c_str(), steps.size(), steps.size() == 1 ? "" : "s");
         bool sound = true;
         for (int64_t step : steps) { sound = show_checkpoint(path, step) && sound; }

@@ -45,6 +45,7 @@ takes the first samples_per_epoch - p rows of the batch at p; the others are the
 #include <vector>               // gives: std::vector
 
 #include "../check.h"           // gives: die, format
+#include "../checksum.h"        // gives: Checksum
 #include "../rand.h"            // gives: rand_permuted
 
 static const int kShardMagic = 20240520, kShardVersion = 1;
@@ -380,6 +381,29 @@ static inline std::string dataloader_facts(const DataLoader* loader) {
         text += format(" %s %lld", name.c_str(), (long long)shard.tokens);
     }
     return text;
+}
+
+// A checksum of each shard's header and of eight places in it, the first and the last among them: the same
+// for a copy of the shards, another one for other tokens in files of the same sizes.
+static inline std::string dataloader_sample(const DataLoader* loader) {
+    const int64_t places = 8, at_once = 4096;
+    std::vector<char> part((size_t)at_once);
+    Checksum sum;
+    for (DataShard shard : loader->prefetch->shards) {
+        int fd;
+        const std::string error = data_shard_open(&shard, &fd);
+        if (!error.empty()) { die("%s", error.c_str()); }
+        const int64_t room = std::max<int64_t>(0, 2 * shard.tokens - at_once);
+        for (int64_t k = -1; k < places; k++) {
+            const int64_t at = k < 0 ? 0 : kShardHeaderBytes + room * k / (places - 1);
+            const int64_t bytes = k < 0 ? kShardHeaderBytes : at_once;
+            const ssize_t got = pread(fd, part.data(), (size_t)bytes, (off_t)at);
+            if (got < 0) { die("cannot read '%s': %s", shard.path.c_str(), strerror(errno)); }
+            checksum_add(&sum, part.data(), (size_t)got);
+        }
+        close(fd);
+    }
+    return format("%016llx", (unsigned long long)checksum_end(&sum));
 }
 
 static inline void dataloader_free(DataLoader* loader) {

@@ -9,7 +9,6 @@ Host only.
     StateFile in;
     std::string error = state_open(&in, "state.bin");               // "": header, table and facts are sound
     error = state_read(&in, 0, to);                                 // piece 0, if its checksum fits
-    state_close(&in);
 
 A piece is a run of a tensor's elements; which rank wrote it is not in the file. Little-endian, no gaps:
 
@@ -151,24 +150,19 @@ static inline void state_commit(StateWriter* w) {
 
 // ---- reading ----
 // Functions return what is wrong with the file, or "": a damaged one is no reason to end, as there may be an
-// older one.
+// older one. The file is open only while a function reads it: a checkpoint may have more states than a
+// process may open files.
 
 struct StateFile {
     std::string path;
-    int fd = -1;
     StateHeader header;
     std::vector<StateRow> rows;
     Facts facts;
 };
 
-static inline void state_close(StateFile* s) {
-    if (s->fd >= 0) { close(s->fd); }
-    s->fd = -1;
-}
-
-static inline std::string state_pread(const StateFile* s, void* to, uint64_t bytes, uint64_t offset) {
+static inline std::string state_pread(int fd, void* to, uint64_t bytes, uint64_t offset) {
     for (uint64_t done = 0; done < bytes;) {
-        const ssize_t n = pread(s->fd, (char*)to + done, bytes - done, (off_t)(offset + done));
+        const ssize_t n = pread(fd, (char*)to + done, bytes - done, (off_t)(offset + done));
         if (n < 0 && errno == EINTR) { continue; }
         if (n < 0) { return format("cannot be read: %s", strerror(errno)); }
         if (n == 0) { return "is truncated"; }
@@ -219,19 +213,24 @@ static inline std::string state_rows_error(const StateFile* s) {
     return at == s->header.file_bytes ? "" : "has bytes that belong to no tensor";
 }
 
-static inline std::string state_open(StateFile* s, const std::string& path) {
-    state_close(s);
-    *s = StateFile();
-    s->path = path;
-    s->fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (s->fd < 0) { return format("cannot be opened: %s", strerror(errno)); }
+// Calls `read` with the file's descriptor, and returns what it returns.
+template <typename Read>
+static inline std::string state_with_file(const std::string& path, Read read) {
+    const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0) { return format("cannot be opened: %s", strerror(errno)); }
+    const std::string error = read(fd);
+    close(fd);
+    return error;
+}
+
+static inline std::string state_read_start(StateFile* s, int fd) {
     struct stat st;
-    if (fstat(s->fd, &st) != 0) { return format("cannot be read: %s", strerror(errno)); }
+    if (fstat(fd, &st) != 0) { return format("cannot be read: %s", strerror(errno)); }
     if (!S_ISREG(st.st_mode)) { return format("is %s", not_regular(st.st_mode)); }
     const uint64_t bytes = (uint64_t)st.st_size;
     StateHeader& h = s->header;
     if (bytes < sizeof(h)) { return "is truncated"; }
-    std::string error = state_pread(s, &h, sizeof(h), 0);
+    std::string error = state_pread(fd, &h, sizeof(h), 0);
     if (!error.empty()) { return error; }
     if (memcmp(h.magic, kStateMagic, sizeof(h.magic)) != 0) { return "is not a state file"; }
     if (h.version != kStateVersion) {
@@ -248,8 +247,8 @@ static inline std::string state_open(StateFile* s, const std::string& path) {
     s->rows.resize(h.pieces);
     std::string facts(h.facts_bytes, '\0');
     const uint64_t rows_bytes = h.pieces * sizeof(StateRow);
-    error = state_pread(s, s->rows.data(), rows_bytes, sizeof(h));
-    if (error.empty()) { error = state_pread(s, &facts[0], facts.size(), sizeof(h) + rows_bytes); }
+    error = state_pread(fd, s->rows.data(), rows_bytes, sizeof(h));
+    if (error.empty()) { error = state_pread(fd, &facts[0], facts.size(), sizeof(h) + rows_bytes); }
     if (!error.empty()) { return error; }
     if (state_start_checksum(h, s->rows.data(), facts.data()) != h.checksum) {
         return "is damaged: its start does not have the checksum that it should";
@@ -258,10 +257,18 @@ static inline std::string state_open(StateFile* s, const std::string& path) {
     return state_rows_error(s);
 }
 
+static inline std::string state_open(StateFile* s, const std::string& path) {
+    *s = StateFile();
+    s->path = path;
+    return state_with_file(path, [&](int fd) { return state_read_start(s, fd); });
+}
+
 // to: as many bytes as state_row_bytes says.
 static inline std::string state_read(const StateFile* s, size_t piece, void* to) {
     const StateRow& row = s->rows[piece];
-    const std::string error = state_pread(s, to, state_row_bytes(row), row.offset);
+    const std::string error = state_with_file(s->path, [&](int fd) {
+        return state_pread(fd, to, state_row_bytes(row), row.offset);
+    });
     if (!error.empty()) { return error; }
     if (checksum(to, state_row_bytes(row)) != row.checksum) {
         return format("is damaged: the data of %s do not have the checksum that they should",

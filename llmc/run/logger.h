@@ -7,14 +7,15 @@ What a run leaves in its folder, beside the checkpoints. Host only.
                     "step" is the number of steps done, as on the terminal and in model_00001000.bin. main.log
                     is llm.c's, which counts training lines from 0: its s:N is the step from weights N on
     run.json        the settings and what the program was built from
+    main.log.cut, metrics.jsonl.cut     both as they were when the run went back to a checkpoint, until it has
+                    come as far again: a later checkpoint may turn out to be readable after all
 
     Logger log;
     logger_init(&log, "runs/a");                        // "" logs nowhere
     logger_run(&log, table, count, {{"program", "train_gpt2cpu"}, {"precision", "FP32"}});
     logger_val(&log, step, val_loss);
     logger_train(&log, {step, loss, lr, norm, tokens, ms, tokens_per_s});
-    LoggerPlace place = logger_place(&log);             // at a checkpoint,
-    logger_go_back(&log, place);                        // from which a run goes on: later lines are removed
+    logger_go_back(&log, step);                         // a run goes on from there: later lines are cut
     logger_free(&log);
 
 The folder and its files are made when the first step is done: a run that fails before leaves no trace. Every
@@ -27,6 +28,7 @@ writes the same run.
 #include <math.h>       // gives: isfinite
 #include <stdint.h>     // gives: int64_t
 #include <stdio.h>      // gives: FILE, fprintf
+#include <stdlib.h>     // gives: atoi
 
 #include <string>       // gives: std::string
 #include <utility>      // gives: std::pair
@@ -43,8 +45,6 @@ struct Logger {
     std::string run_json;       // the whole file
     std::string early_text, early_json;     // lines from before the files were made
 };
-
-struct LoggerPlace { int64_t main_log, metrics; };      // bytes of both
 
 struct TrainMetrics {
     int64_t step;               // done before it
@@ -68,9 +68,9 @@ static inline void logger_write(const Logger* log, FILE* f, const char* name, co
         log->folder.c_str(), name, strerror(errno));
 }
 
-static inline void logger_write_run(const Logger* log) {
-    AtomicFile out = atomic_open(log->folder + "/run.json");
-    atomic_write(&out, log->run_json.data(), log->run_json.size());
+static inline void logger_write_file(const std::string& path, const std::string& text) {
+    AtomicFile out = atomic_open(path);
+    atomic_write(&out, text.data(), text.size());
     atomic_commit(&out);
 }
 
@@ -83,31 +83,103 @@ static inline void logger_open(Logger* log) {
         die("-o %s: another process is writing this run\nhint: wait for its end, or choose another folder",
             log->folder.c_str());
     }
-    logger_write_run(log);
+    logger_write_file(log->folder + "/run.json", log->run_json);
 }
 
-static inline LoggerPlace logger_place(const Logger* log) {
-    if (!log->main_log) { return {0, 0}; }
-    return {(int64_t)ftello(log->main_log), (int64_t)ftello(log->metrics)};
+// "" of a file that is not there.
+static inline std::string logger_read(const std::string& path) {
+    std::string text;
+    if (file_size(path.c_str()) < 0) { return text; }
+    FILE* f = fopen_check(path.c_str(), "rb");
+    text.resize((size_t)file_size(path.c_str()));
+    fread_check(&text[0], 1, text.size(), f, path.c_str());
+    fclose(f);
+    return text;
 }
 
-// The run goes on from there: what it wrote later is removed. After a power cut there may be less.
-static inline void logger_go_back(Logger* log, LoggerPlace place) {
+constexpr char kAbandoned[] = ", \"abandoned\": ";     // and how often the run had gone back then
+
+// Where a log's lines of the first `step` steps end; npos: it lacks the last one. `last`: how that begins.
+static inline size_t logger_end(const std::string& text, int64_t step, const std::string& last) {
+    if (step == 0) { return 0; }
+    for (size_t at = text.rfind(last); at != std::string::npos;
+         at = at == 0 ? std::string::npos : text.rfind(last, at - 1)) {
+        const size_t end = text.find('\n', at) + 1;
+        const bool is_line = end > at && (at == 0 || text[at - 1] == '\n');
+        if (is_line && text.substr(at, end - at).find(kAbandoned) == std::string::npos) { return end; }
+    }
+    return std::string::npos;
+}
+
+// Both logs, whether they are those of a checkpoint after `step` steps, before which the run had gone back
+// `rewinds` times, and where their lines of these steps end.
+struct LoggerTexts { std::string text[2]; size_t end[2]; bool fit; };
+static const char* const kLogNames[2] = {"main.log", "metrics.jsonl"};
+
+static inline LoggerTexts logger_texts(const Logger* log, const char* suffix, int64_t step, int rewinds) {
+    LoggerTexts t;
+    const std::string last[2] = {format("s:%lld trl:", (long long)step - 1),
+                                 format("{\"step\": %lld, \"loss\": ", (long long)step)};
+    for (int i = 0; i < 2; i++) {
+        t.text[i] = logger_read(log->folder + "/" + kLogNames[i] + suffix);
+        t.end[i] = logger_end(t.text[i], step, last[i]);
+    }
+    const bool has_all = t.end[0] != std::string::npos && t.end[1] != std::string::npos;
+    const size_t mark = has_all ? t.text[1].substr(0, t.end[1]).rfind(kAbandoned) : std::string::npos;
+    const int marks = mark == std::string::npos ? 0 : atoi(&t.text[1][mark + strlen(kAbandoned)]);
+    t.fit = has_all && marks == rewinds;
+    return t;
+}
+
+// Lines of metrics.jsonl with a mark: their steps were done in vain.
+static inline std::string logger_abandoned(const std::string& lines, int rewinds) {
+    std::string marked;
+    for (size_t at = 0, end; (end = lines.find("}\n", at)) != std::string::npos; at = end + 2) {
+        const std::string line = lines.substr(at, end - at);
+        const bool again = line.find(kAbandoned) != std::string::npos;
+        marked += line + (again ? "" : kAbandoned + std::to_string(rewinds)) + "}\n";
+    }
+    return marked;
+}
+
+// The run goes on from a checkpoint after its first `step` steps, before which it had gone back `rewinds`
+// times. Lines of later steps are cut, and kept in *.cut if they go farther than what is there. Logs that are
+// not those of the checkpoint are put back from there, if that is where they are.
+// abandons: not 0: so often the run has gone back now, and metrics.jsonl keeps the cut lines, marked.
+static inline void logger_go_back(Logger* log, int64_t step, int rewinds = 0, int abandons = 0) {
     if (log->folder.empty()) { return; }
     if (!log->main_log) { logger_open(log); }
-    const struct { FILE* f; const char* name; int64_t bytes; } files[] = {
-        {log->main_log, "main.log", place.main_log}, {log->metrics, "metrics.jsonl", place.metrics}};
-    for (const auto& file : files) {
-        struct stat st;
-        const bool known = fstat(fileno(file.f), &st) == 0;
-        if (known && st.st_size < file.bytes) {
-            fprintf(stderr, "warning: '%s/%s' lost its last lines: it goes on behind the gap\n",
-                    shown(log->folder).c_str(), file.name);
-        } else if (!known || ftruncate(fileno(file.f), file.bytes) != 0) {
-            die("cannot shorten '%s/%s': %s", log->folder.c_str(), file.name, strerror(errno));
+    const LoggerTexts now = logger_texts(log, "", step, rewinds);
+    const LoggerTexts kept = logger_texts(log, ".cut", step, rewinds);
+    const bool restores = !now.fit && kept.fit;
+    if (!restores && now.end[0] < now.text[0].size() && now.text[0].size() > kept.text[0].size()) {
+        for (int i = 0; i < 2; i++) {
+            logger_write_file(log->folder + "/" + kLogNames[i] + ".cut", now.text[i]);
         }
-        fseeko(file.f, 0, SEEK_END);
     }
+    for (int i = 0; i < 2; i++) {
+        FILE* f = i == 0 ? log->main_log : log->metrics;
+        const bool lacks = now.end[i] == std::string::npos;
+        const size_t end = restores ? 0 : lacks ? now.text[i].rfind('\n') + 1 : now.end[i];    // no half line
+        std::string more = restores ? kept.text[i].substr(0, kept.end[i]) : "";
+        if (abandons && i == 1) { more += logger_abandoned(now.text[i].substr(end), abandons); }
+        if (lacks && !restores) {
+            fprintf(stderr, "warning: '%s/%s' lost its last lines: it goes on behind the gap\n",
+                    shown(log->folder).c_str(), kLogNames[i]);
+        }
+        if (ftruncate(fileno(f), (off_t)end) != 0) {
+            die("cannot shorten '%s/%s': %s", log->folder.c_str(), kLogNames[i], strerror(errno));
+        }
+        logger_write(log, f, kLogNames[i], more);
+    }
+}
+
+// Has the run come as far again as before it went back?
+static inline void logger_forget(const std::string& folder) {
+    const std::string main_log = folder + "/main.log", metrics = folder + "/metrics.jsonl";
+    if (file_size(main_log.c_str()) < file_size((main_log + ".cut").c_str())) { return; }
+    unlink((main_log + ".cut").c_str());
+    unlink((metrics + ".cut").c_str());
 }
 
 // So that the lines that belong to a checkpoint are on disk when it is.
@@ -142,7 +214,7 @@ static inline std::string logger_number(const char* fmt, double x) {
 static inline void logger_train(Logger* log, const TrainMetrics& m, const std::string& more = "") {
     if (!log->main_log && !log->folder.empty()) {       // the first step
         logger_open(log);
-        logger_go_back(log, {0, 0});                    // a start that failed may have left something
+        logger_go_back(log, 0);                         // a start that failed may have left something
         logger_write(log, log->main_log, "main.log", log->early_text);
         logger_write(log, log->metrics, "metrics.jsonl", log->early_json);
     }
@@ -180,6 +252,7 @@ static inline void logger_run(Logger* log, const Flag* table, int count, const R
 static inline void logger_free(Logger* log) {
     if (log->main_log) { fclose(log->main_log); }       // every line was flushed and checked
     if (log->metrics) { fclose(log->metrics); }
+    if (log->main_log) { logger_forget(log->folder); }
     *log = Logger();
 }
 
