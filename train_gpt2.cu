@@ -122,19 +122,6 @@ static bool residual_apart(const Config& c) {
     return c.residual_fp32 && (kLowPrecision || fp32_builds_follow);
 }
 
-// A layer is stages, one after the other. A stage's branches read the same place of the residual stream, each
-// through a norm of its own or all through one, and what they make of it is added to the stream at once. The
-// forward and the backward pass walk over this table; a branch is a function each way (section 8).
-enum class Branch { Attention, Mlp };
-struct Stage { int count; Branch branches[2]; int norms; };
-struct Wiring { int stages; Stage stage[2]; };
-constexpr Wiring kWirings[] = {
-    {2, {{1, {Branch::Attention}, 1}, {1, {Branch::Mlp}, 1}}},  // x = x + att(ln1(x)); x = x + mlp(ln2(x))
-    {1, {{2, {Branch::Attention, Branch::Mlp}, 2}}},            // x = x + att(ln1(x)) + mlp(ln2(x))
-    {1, {{2, {Branch::Attention, Branch::Mlp}, 1}}},            // x = x + att(ln1(x)) + mlp(ln1(x))
-};
-static const Wiring& wiring_of(const Config& c) { return kWirings[(int)c.block]; }
-
 // The order is the checkpoint's order: append nothing in the middle. Rows beyond the live ones are padding:
 // zero, and not counted as parameters. LayerNorm's weights and biases are fp32 in every build, as in
 // PyTorch's autocast: next to 1 bf16 has steps of 0.0078, in which training's steps vanish
@@ -4689,53 +4676,74 @@ static Params gpt2_params(const GPT2* model, int l) {
 
 static Acts gpt2_acts(const GPT2* model, int l) { return act_views(model->acts, model->act_specs, l); }
 
-// A place of the residual stream, number j: what lies behind j stages, and the norms that read it. The last
-// one is read by lnf.
-struct Place {
+// ---- the residual stream ----
+// What stands in the stream between two additions, and the norms that read it:
+//     encoded      the embedding                           read by layer 0's norms
+//     residual2    x + attention(ln1(x))                   read by ln2; in sequential blocks only
+//     residual3    what leaves layer l                     read by layer l + 1's norms, the last by lnf
+// A layer's norms are ln1; in a parallel block ln1 and ln2, which read the same x.
+enum class Branch { Attention, Mlp };
+struct ResidualPoint {
     void* sum;                          // (B,T,C) floatX, or fp32
-    const Stage* added;                 // whose branches were added here; null: the embedding
-    int added_layer;
-    int norms, layer;
-    ParamId weights[2], biases[2];      // of the norms, in this layer
+    int branches, added_layer;          // that were added last, and their layer; 0: the embedding
+    Branch branch[2];
+    int norms, layer;                   // that read it, and their layer
+    ParamId weight[2], bias[2];
     NormOutput<floatX, float> y[2];
-    float *mean, *rstd;
+    float *mean, *rstd;                 // (B,T) both norms' are the same
 };
-static int gpt2_last_place(const GPT2* model) { return model->config.L * wiring_of(model->config).stages; }
-
-static Place gpt2_place(const GPT2* model, int j) {
-    const Config& c = model->config;
-    const Wiring& wiring = wiring_of(c);
-    Place at = {};
-    at.sum = gpt2_acts(model, 0).encoded;
-    if (j > 0) {
-        const int stage = (j - 1) % wiring.stages;
-        at.added = &wiring.stage[stage];
-        at.added_layer = (j - 1) / wiring.stages;
-        const Acts a = gpt2_acts(model, at.added_layer);
-        at.sum = stage + 1 < wiring.stages ? a.residual2 : a.residual3;
+static void point_read_by(ResidualPoint* x, const GPT2* model, int l, ParamId weight, ParamId bias,
+                          floatX* out) {
+    const Params p = gpt2_params(model, l);
+    auto param = [&](ParamId id) { return ((const float* const*)&p)[id]; };
+    const bool biased = model->config.norm == NormKind::Layer;
+    x->weight[x->norms] = weight, x->bias[x->norms] = bias;
+    x->y[x->norms++] = {out, param(weight), biased ? param(bias) : nullptr};
+    x->layer = l;
+}
+static void point_read_by_layer(ResidualPoint* x, const GPT2* model, int l) {
+    const Acts a = gpt2_acts(model, l);
+    point_read_by(x, model, l, PARAM_ln1w, PARAM_ln1b, a.ln1);
+    if (model->config.block == Block::Parallel) {
+        point_read_by(x, model, l, PARAM_ln2w, PARAM_ln2b, a.ln2);
     }
-    const bool is_last = j == gpt2_last_place(model), biased = c.norm == NormKind::Layer;
-    const int stage = j % wiring.stages;
-    at.layer = is_last ? 0 : j / wiring.stages;
-    at.norms = is_last ? 1 : wiring.stage[stage].norms;
-    const Params p = gpt2_params(model, at.layer);
-    const Acts a = gpt2_acts(model, at.layer);
-    for (int k = 0; k < at.norms; k++) {
-        const bool is_first = !is_last && wiring.stage[stage].branches[k] == Branch::Attention;
-        at.weights[k] = is_last ? PARAM_lnfw : is_first ? PARAM_ln1w : PARAM_ln2w;
-        at.biases[k] = is_last ? PARAM_lnfb : is_first ? PARAM_ln1b : PARAM_ln2b;
-        const float* weight = is_last ? p.lnfw : is_first ? p.ln1w : p.ln2w;
-        const float* bias = is_last ? p.lnfb : is_first ? p.ln1b : p.ln2b;
-        at.y[k] = {is_last ? a.lnf : is_first ? a.ln1 : a.ln2, weight, biased ? bias : nullptr};
+    x->mean = a.ln1_mean, x->rstd = a.ln1_rstd;
+}
+static ResidualPoint point_of_embedding(const GPT2* model) {
+    ResidualPoint x = {};
+    x.sum = gpt2_acts(model, 0).encoded;
+    point_read_by_layer(&x, model, 0);
+    return x;
+}
+static ResidualPoint point_after_attention(const GPT2* model, int l) {      // sequential blocks
+    const Acts a = gpt2_acts(model, l);
+    ResidualPoint x = {};
+    x.sum = a.residual2, x.branches = 1, x.branch[0] = Branch::Attention, x.added_layer = l;
+    point_read_by(&x, model, l, PARAM_ln2w, PARAM_ln2b, a.ln2);
+    x.mean = a.ln2_mean, x.rstd = a.ln2_rstd;
+    return x;
+}
+static ResidualPoint point_after_layer(const GPT2* model, int l) {
+    const Acts a = gpt2_acts(model, l);
+    ResidualPoint x = {};
+    x.sum = a.residual3, x.added_layer = l;
+    if (model->config.block != Block::Sequential) { x.branch[x.branches++] = Branch::Attention; }
+    x.branch[x.branches++] = Branch::Mlp;
+    if (l + 1 < model->config.L) {
+        point_read_by_layer(&x, model, l + 1);
+    } else {
+        point_read_by(&x, model, 0, PARAM_lnfw, PARAM_lnfb, a.lnf);
+        x.mean = a.lnf_mean, x.rstd = a.lnf_rstd;
     }
-    at.mean = is_last ? a.lnf_mean : stage == 0 ? a.ln1_mean : a.ln2_mean;
-    at.rstd = is_last ? a.lnf_rstd : stage == 0 ? a.ln1_rstd : a.ln2_rstd;
-    return at;
+    return x;
+}
+static ResidualPoint point_before_layer(const GPT2* model, int l) {
+    return l == 0 ? point_of_embedding(model) : point_after_layer(model, l - 1);
 }
 
-// What is dropped of branch k of those that were added at a place; `rows` is that of a micro-step.
-static Dropout gpt2_dropout(const GPT2* model, const Place& at, int k, int rows) {
-    const uint32_t place = at.added ? 1 + 2 * (uint32_t)at.added_layer + (uint32_t)at.added->branches[k] : 0;
+// What training drops of branch k of those that were added at a point; `rows` is that of a micro-step.
+static Dropout gpt2_dropout(const GPT2* model, const ResidualPoint& x, int k, int rows) {
+    const uint32_t place = x.branches == 0 ? 0 : 1 + 2 * (uint32_t)x.added_layer + (uint32_t)x.branch[k];
     return dropout_of(model->options.dropout, {model->options.seed, model->step, place},
                       (uint64_t)model->micro * (uint64_t)rows);
 }
@@ -4752,103 +4760,121 @@ static AttentionKeep gpt2_attention_keep(GPT2* model, int l, int B, int T, bool 
     return {bits, dropout.scale};
 }
 
-// The norms of a place, of what stands there.
-static NormForward<floatX, float> gpt2_norm(const GPT2* model, const Place& at, int rows) {
+// A point's norms, of what stands there.
+static NormForward<floatX, float> point_norms(const GPT2* model, const ResidualPoint& x, int rows) {
     const Config& c = model->config;
     NormForward<floatX, float> norm = {};
-    norm.y[0] = at.y[0], norm.y[1] = at.y[1];
-    norm.mean = at.mean, norm.rstd = at.rstd;
-    norm.inp = (floatX*)at.sum;
+    norm.y[0] = x.y[0], norm.y[1] = x.y[1];
+    norm.mean = x.mean, norm.rstd = x.rstd;
+    norm.inp = (floatX*)x.sum;
     norm.kind = c.norm, norm.N = rows, norm.C = c.C;
     norm.residual_fp32 = residual_apart(c);
     return norm;
 }
 
+// ---- forward ----
 struct CachePart { int row, rows, count; };     // `rows` rows from `row` on get those of `count` positions
 
-// out = branch(inp) + before, which may be null: (B,T,C) each. drops: some of attention's probabilities.
-static void gpt2_branch_forward(GPT2* model, Branch branch, int l, floatX* out, const floatX* before,
-                                const floatX* inp, int B, int T, const CachePart* cache, bool drops) {
-    const Options& o = model->options;
-    const int N = B * T, C = model->config.C, NH = model->config.NH;
+// What a forward over (B,T) has in common. A branch's last GEMM adds the stream before it to its output; with
+// dropout or a stream in fp32 the norm behind adds instead, and `waiting` holds what it adds: the branches'
+// outputs and, beside a stream in fp32, the embedding. Nobody else uses that memory before the backward.
+struct Forward {
+    GPT2* model;
+    int B, T;
+    const CachePart* cache;         // where the keys and values of the first positions go as well, or null
+    bool drops, adds_in_gemm;
+    floatX* waiting[2];             // (B,T,C)
+};
+
+// out = attention(inp) + before, which may be null: (B,T,C) each
+static void gpt2_attention_forward(const Forward& f, int l, floatX* out, const floatX* before,
+                                   const floatX* inp) {
+    GPT2* model = f.model;
+    const int B = f.B, T = f.T, N = B * T, C = model->config.C, NH = model->config.NH;
     const Params p = gpt2_params(model, l);
     const Acts a = gpt2_acts(model, l);
     Stream stream = model->stream;
-    if (branch == Branch::Attention) {
-        matmul_forward({a.qkv, inp, p.qkvw, p.qkvb, nullptr, nullptr, N, C, 3 * C}, stream);
-        if (cache) {
-            const Decoder& d = model->decoder;
-            const size_t at = ((size_t)l * d.rows + cache->row) * model->T * C;
-            cache_store({d.keys + at, d.values + at, a.qkv, cache->rows, cache->count, model->T, C}, stream);
-        }
-        AttentionKeep keep = {};
-        if (drops) { keep = gpt2_attention_keep(model, l, B, T, false); }
-        attention_forward({a.atty, a.att_lse, a.qkv, B, T, NH, C / NH, keep}, stream);
-        matmul_forward({out, a.atty, p.attprojw, p.attprojb, before, nullptr, N, C, C}, stream);
-        return;
+    matmul_forward({a.qkv, inp, p.qkvw, p.qkvb, nullptr, nullptr, N, C, 3 * C}, stream);        // (B,T,3C)
+    if (f.cache) {
+        const Decoder& d = model->decoder;
+        const size_t at = ((size_t)l * d.rows + f.cache->row) * model->T * C;
+        cache_store({d.keys + at, d.values + at, a.qkv, f.cache->rows, f.cache->count, model->T, C}, stream);
     }
-    const bool gelu_in_gemm = o.gelu_fusion >= 1 && o.recompute == 0;
-    floatX *fc_out = gelu_in_gemm ? a.fch_gelu : a.fch, *pre_gelu = gelu_in_gemm ? a.fch : nullptr;
-    matmul_forward({fc_out, inp, p.fcw, p.fcb, nullptr, pre_gelu, N, C, 4 * C}, stream);
-    if (!gelu_in_gemm) { gelu_forward({a.fch_gelu, a.fch, (size_t)N * 4 * C}, stream); }
-    matmul_forward({out, a.fch_gelu, p.fcprojw, p.fcprojb, before, nullptr, N, 4 * C, C}, stream);
+    AttentionKeep keep = {};
+    if (f.drops) { keep = gpt2_attention_keep(model, l, B, T, false); }
+    attention_forward({a.atty, a.att_lse, a.qkv, B, T, NH, C / NH, keep}, stream);              // (B,T,C)
+    matmul_forward({out, a.atty, p.attprojw, p.attprojb, before, nullptr, N, C, C}, stream);    // (B,T,C)
 }
 
-// Activations of a forward over (B,T) from the inputs on the device, up to lnf. `cache`: where the keys and
-// values of the first positions go to as well. trains: with dropout.
-// Each branch's last GEMM adds what stood in the stream before it. With dropout or a stream in fp32 the norm
-// adds instead; the branches, and the embedding before it comes to a stream in fp32, wait in dnarrow and
-// dnarrow2, which are free until the backward.
+// out = mlp(inp) + before, which may be null: (B,T,C) each
+static void gpt2_mlp_forward(const Forward& f, int l, floatX* out, const floatX* before, const floatX* inp) {
+    const GPT2* model = f.model;
+    const int N = f.B * f.T, C = model->config.C;
+    const Params p = gpt2_params(model, l);
+    const Acts a = gpt2_acts(model, l);
+    Stream stream = model->stream;
+    if (model->options.gelu_fusion >= 1 && model->options.recompute == 0) {
+        matmul_forward({a.fch_gelu, inp, p.fcw, p.fcb, nullptr, a.fch, N, C, 4 * C}, stream);   // (B,T,4C)
+    } else {
+        matmul_forward({a.fch, inp, p.fcw, p.fcb, nullptr, nullptr, N, C, 4 * C}, stream);      // (B,T,4C)
+        gelu_forward({a.fch_gelu, a.fch, (size_t)N * 4 * C}, stream);
+    }
+    matmul_forward({out, a.fch_gelu, p.fcprojw, p.fcprojb, before, nullptr, N, 4 * C, C}, stream);  // (B,T,C)
+}
+
+// The stream's sum at point x, where no GEMM has added it, and the norms that read it. before: what stood in
+// the stream until then; null: nothing, x is the embedding.
+static void gpt2_add_and_norm(const Forward& f, const ResidualPoint& x, const ResidualPoint* before) {
+    const int N = f.B * f.T;
+    NormForward<floatX, float> norm = point_norms(f.model, x, N);
+    if (!f.adds_in_gemm) {
+        norm.residual = (floatX*)x.sum;
+        norm.inp = before ? (floatX*)before->sum : nullptr;
+        for (int k = 0; k < std::max(x.branches, 1); k++) {
+            norm.branch[k] = f.waiting[k];
+            if (f.drops) { norm.dropout[k] = gpt2_dropout(f.model, x, k, N); }
+        }
+        // an embedding of the stream's type is dropped where it stands
+        if (!before && !norm.residual_fp32) { norm.branch[0] = norm.residual; }
+    }
+    norm_forward(norm, f.model->stream);
+}
+
+// Activations of a forward over (B,T) from the inputs on the device, up to lnf. trains: with dropout.
 static void gpt2_forward(GPT2* model, int B, int T, const CachePart* cache = nullptr, bool trains = false) {
     const Config& c = model->config;
-    const Options& o = model->options;
-    const Layout& layout = model->layout;
-    const Wiring& wiring = wiring_of(c);
-    const int N = B * T, last = gpt2_last_place(model);
-    const bool drops = trains && o.dropout > 0.0, apart = residual_apart(c);
-    const bool in_gemm = !drops && !apart;
+    const bool drops = trains && model->options.dropout > 0.0, apart = residual_apart(c);
     const Acts shared = gpt2_acts(model, 0);
-    floatX* const waiting[2] = {shared.dnarrow, shared.dnarrow2};
+    const Forward f = {model, B, T, cache, drops, !drops && !apart, {shared.dnarrow, shared.dnarrow2}};
     for (Kind kind : {Kind::Matrix, Kind::Bias, Kind::Norm}) {
-        gpt2_await_params(model, layout.bucket_of(kind, Where::Global, 0));
+        gpt2_await_params(model, model->layout.bucket_of(kind, Where::Global, 0));
     }
     const Params p = gpt2_params(model, 0);
-    floatX* embedding = apart ? waiting[0] : (floatX*)shared.encoded;
+    ResidualPoint x = point_of_embedding(model);
+    floatX* embedding = apart ? f.waiting[0] : (floatX*)x.sum;
     encoder_forward({embedding, model->inputs.tokens, p.wte, p.wpe, B, T, c.C}, model->stream);
-    Place at = gpt2_place(model, 0);
-    NormForward<floatX, float> norm = gpt2_norm(model, at, N);
-    if (drops || apart) {                                   // it is added to nothing; of one type, in place
-        norm.residual = (floatX*)at.sum;
-        norm.inp = nullptr;
-        norm.branch[0] = embedding;
-        if (drops) { norm.dropout[0] = gpt2_dropout(model, at, 0, N); }
-    }
-    norm_forward(norm, model->stream);
-    for (int j = 0; j < last; j++) {
-        const int l = j / wiring.stages;
-        const Stage& stage = wiring.stage[j % wiring.stages];
-        const Place next = gpt2_place(model, j + 1);
-        if (j % wiring.stages == 0) {
-            gpt2_await_params(model, layout.bucket_of(Kind::Matrix, Where::Block, l));
+    gpt2_add_and_norm(f, x, nullptr);                                           // ln1(x)
+    for (int l = 0; l < c.L; l++) {
+        gpt2_await_params(model, model->layout.bucket_of(Kind::Matrix, Where::Block, l));
+        const Acts a = gpt2_acts(model, l);
+        const ResidualPoint end = point_after_layer(model, l);
+        const floatX* in = f.adds_in_gemm ? (floatX*)x.sum : nullptr;
+        floatX* middle = f.adds_in_gemm ? (floatX*)a.residual2 : f.waiting[0];
+        if (c.block == Block::Sequential) {
+            const ResidualPoint mid = point_after_attention(model, l);
+            gpt2_attention_forward(f, l, middle, in, a.ln1);                    // x + attention(ln1(x))
+            gpt2_add_and_norm(f, mid, &x);                                      // ln2
+            floatX* out = f.adds_in_gemm ? (floatX*)end.sum : f.waiting[0];
+            gpt2_mlp_forward(f, l, out, f.adds_in_gemm ? middle : nullptr, a.ln2);      // + mlp(ln2(.))
+            gpt2_add_and_norm(f, end, &mid);                                    // the next layer's ln1, or lnf
+        } else {
+            floatX* out = f.adds_in_gemm ? (floatX*)end.sum : f.waiting[1];
+            const floatX* mlp_in = c.block == Block::Parallel ? a.ln2 : a.ln1;
+            gpt2_attention_forward(f, l, middle, in, a.ln1);                    // x + attention(ln1(x))
+            gpt2_mlp_forward(f, l, out, f.adds_in_gemm ? middle : nullptr, mlp_in);     // + mlp(ln2(x) or ln1(x))
+            gpt2_add_and_norm(f, end, &x);                                      // the next layer's norms, or lnf
         }
-        norm = gpt2_norm(model, next, N);
-        floatX* sum = (floatX*)at.sum;                      // as it is where the GEMM adds
-        for (int k = 0; k < stage.count; k++) {
-            const floatX* inp = at.y[std::min(k, at.norms - 1)].out;
-            floatX* to = (floatX*)(k + 1 < stage.count ? gpt2_acts(model, l).residual2 : next.sum);
-            gpt2_branch_forward(model, stage.branches[k], l, in_gemm ? to : waiting[k],
-                                in_gemm ? sum : nullptr, inp, B, T, cache, drops);
-            sum = to;
-            if (in_gemm) { continue; }
-            norm.branch[k] = waiting[k];
-            if (drops) { norm.dropout[k] = gpt2_dropout(model, next, k, N); }
-        }
-        if (!in_gemm) {
-            norm.residual = (floatX*)next.sum;
-            norm.inp = (floatX*)at.sum;
-        }
-        norm_forward(norm, model->stream);
-        at = next;
+        x = end;
     }
 }
 
@@ -4918,36 +4944,38 @@ static int decoder_begin(GPT2* model, const std::vector<std::vector<int>>& texts
     return kept;
 }
 
-// The norms of a place first add to the stream the branches that end there, at place 0 the embedding.
-static void decoder_norm(GPT2* model, const Place& at) {
+// The norms of a point first add to the stream the branches that end there, at the first the embedding.
+static void decoder_add_and_norm(GPT2* model, const ResidualPoint& x) {
     const Decoder& d = model->decoder;
     const size_t row_elems = (size_t)d.rows * model->config.C;
-    NormForward<floatX, float> norm = gpt2_norm(model, at, d.rows);
-    for (int k = 0; k < at.norms; k++) { norm.y[k].out = d.normalised + k * row_elems; }
+    NormForward<floatX, float> norm = point_norms(model, x, d.rows);
+    for (int k = 0; k < x.norms; k++) { norm.y[k].out = d.normalised + k * row_elems; }
     norm.mean = d.mean, norm.rstd = d.rstd;
     norm.residual = (floatX*)d.residual;
-    norm.inp = at.added ? norm.residual : nullptr;
-    for (int k = 0; k < (at.added ? at.added->count : 1); k++) {
-        norm.branch[k] = d.branches + k * row_elems;
-    }
+    norm.inp = x.branches > 0 ? norm.residual : nullptr;
+    for (int k = 0; k < std::max(x.branches, 1); k++) { norm.branch[k] = d.branches + k * row_elems; }
     norm_forward(norm, model->stream);
 }
 
-// out (rows,C) = branch(inp (rows,C)), as gpt2_branch_forward has it.
-static void decoder_branch(GPT2* model, Branch branch, int l, floatX* out, const floatX* inp) {
+// out (rows,C) = attention(inp (rows,C)), as gpt2_attention_forward has it
+static void decoder_attention(GPT2* model, int l, floatX* out, const floatX* inp) {
     const Decoder& d = model->decoder;
     const Params p = gpt2_params(model, l);
     const int n = d.rows, C = model->config.C, NH = model->config.NH, T = model->T;
+    const size_t at = (size_t)l * n * T * C;
     Stream stream = model->stream;
-    if (branch == Branch::Attention) {
-        const size_t at = (size_t)l * n * T * C;
-        decode_matmul({d.qkv, inp, p.qkvw, p.qkvb, false, n, C, 3 * C}, stream);
-        decode_attention({d.atty, d.keys + at, d.values + at, d.qkv, d.positions, n, T, NH, C / NH}, stream);
-        decode_matmul({out, d.atty, p.attprojw, p.attprojb, false, n, C, C}, stream);
-        return;
-    }
-    decode_matmul({d.fch, inp, p.fcw, p.fcb, true, n, C, 4 * C}, stream);
-    decode_matmul({out, d.fch, p.fcprojw, p.fcprojb, false, n, 4 * C, C}, stream);
+    decode_matmul({d.qkv, inp, p.qkvw, p.qkvb, false, n, C, 3 * C}, stream);
+    decode_attention({d.atty, d.keys + at, d.values + at, d.qkv, d.positions, n, T, NH, C / NH}, stream);
+    decode_matmul({out, d.atty, p.attprojw, p.attprojb, false, n, C, C}, stream);
+}
+
+// out (rows,C) = mlp(inp (rows,C))
+static void decoder_mlp(GPT2* model, int l, floatX* out, const floatX* inp) {
+    const Decoder& d = model->decoder;
+    const Params p = gpt2_params(model, l);
+    const int n = d.rows, C = model->config.C;
+    decode_matmul({d.fch, inp, p.fcw, p.fcb, true, n, C, 4 * C}, model->stream);
+    decode_matmul({out, d.fch, p.fcprojw, p.fcprojb, false, n, 4 * C, C}, model->stream);
 }
 
 // One more token of every text, which the host finds in place `slot` of `drawn`.
@@ -4955,22 +4983,23 @@ static void decoder_step(GPT2* model, int slot) {
     const Config& c = model->config;
     Decoder& d = model->decoder;
     Stream stream = model->stream;
-    const Wiring& wiring = wiring_of(c);
-    const int n = d.rows, C = c.C, last = gpt2_last_place(model);
-    const size_t row_elems = (size_t)n * C;
+    const int n = d.rows, C = c.C;
+    floatX* const branch[2] = {d.branches, d.branches + (size_t)n * C};             // (rows,C) each
+    const floatX* const normalised[2] = {d.normalised, d.normalised + (size_t)n * C};
     graph_run(&d.step, stream, [&] {
         const Params p = gpt2_params(model, 0);
-        decode_encoder({d.branches, d.tokens, d.positions, p.wte, p.wpe, n, C}, stream);
-        for (int j = 0; j < last; j++) {
-            const Place at = gpt2_place(model, j);
-            const Stage& stage = wiring.stage[j % wiring.stages];
-            decoder_norm(model, at);
-            for (int k = 0; k < stage.count; k++) {
-                const floatX* inp = d.normalised + std::min(k, at.norms - 1) * row_elems;
-                decoder_branch(model, stage.branches[k], at.layer, d.branches + k * row_elems, inp);
+        decode_encoder({branch[0], d.tokens, d.positions, p.wte, p.wpe, n, C}, stream);
+        for (int l = 0; l < c.L; l++) {
+            decoder_add_and_norm(model, point_before_layer(model, l));
+            decoder_attention(model, l, branch[0], normalised[0]);
+            if (c.block == Block::Sequential) {
+                decoder_add_and_norm(model, point_after_attention(model, l));
+                decoder_mlp(model, l, branch[0], normalised[0]);
+            } else {
+                decoder_mlp(model, l, branch[1], normalised[c.block == Block::Parallel]);
             }
         }
-        decoder_norm(model, gpt2_place(model, last));
+        decoder_add_and_norm(model, point_after_layer(model, c.L - 1));             // lnf
         decode_matmul({d.logits, d.normalised, p.wte, nullptr, false, n, C, c.V}, stream);
         sample_tokens({d.tokens, d.positions, d.draws, d.ids, d.logits, model->options.sampling,
                        model->options.seed, n, c.V}, stream);
@@ -5181,113 +5210,124 @@ static void gpt2_layer_complete(const Backward& b, int l, const floatX* inp) {
     gpt2_bucket_complete(b.model, b.model->layout.bucket_of(Kind::Matrix, Where::Block, l), b.is_last);
 }
 
-// The gradient dinp of a branch's input `inp`, from dout, its output's, and those of its tensors; but that of
-// the projection's bias is the norm's that follows. also: null, or added to dinp. Attention is the last
-// branch of a layer. Layer 0's is completed by gpt2_backward.
-static void gpt2_branch_backward(const Backward& b, Branch branch, int l, floatX* dinp, const floatX* also,
-                                 const floatX* dout, const floatX* inp) {
+// A branch's backward: the gradient dinp of its input `inp`, from dout, its output's, and those of its tensors,
+// but for its last bias, whose gradient the norm behind sums in passing (gpt2_norms_backward).
+// also: another gradient of the input, added to dinp, or null. Layer 0's attention is completed by gpt2_backward.
+static void gpt2_attention_backward(const Backward& b, int l, floatX* dinp, const floatX* also,
+                                    const floatX* dout, const floatX* inp) {
     GPT2* model = b.model;
-    const Options& o = model->options;
     const int N = b.B * b.T, C = model->config.C, NH = model->config.NH;
     const Params p = gpt2_params(model, l);
     const Acts a = gpt2_acts(model, l);
-    float* scratch = b.scratch;
     Stream stream = b.stream();
-    if (branch == Branch::Attention) {
-        matmul_backward_weight({b.grad(PARAM_attprojw, l), scratch, dout, a.atty, N, C, C}, stream);
-        matmul_backward_input({a.dnarrow, dout, p.attprojw, nullptr, nullptr, N, C, C}, stream);
-        AttentionKeep keep = {};
-        if (o.dropout > 0.0) { keep = gpt2_attention_keep(model, l, b.B, b.T, o.recompute == 0); }
-        attention_backward({a.dwide, scratch, a.dnarrow, a.atty, a.qkv, a.att_lse, b.B, b.T, NH, C / NH,
-                            keep}, stream);
-        bias_backward({b.grad(PARAM_qkvb, l), scratch, a.dwide, N, 3 * C}, stream);
-        if (l > 0) { gpt2_layer_complete(b, l, inp); }
-        matmul_backward_input({dinp, a.dwide, p.qkvw, also, nullptr, N, C, 3 * C}, stream);
-        return;
+    matmul_backward_weight({b.grad(PARAM_attprojw, l), b.scratch, dout, a.atty, N, C, C}, stream);
+    matmul_backward_input({a.dnarrow, dout, p.attprojw, nullptr, nullptr, N, C, C}, stream);    // (B,T,C)
+    AttentionKeep keep = {};
+    if (model->options.dropout > 0.0) {
+        keep = gpt2_attention_keep(model, l, b.B, b.T, model->options.recompute == 0);
     }
-    const bool gelu_in_gemm = o.gelu_fusion >= 2 && o.recompute == 0;
-    floatX* pre_gelu = gelu_in_gemm ? a.fch : nullptr;
-    if (o.recompute >= 1) { gelu_forward({a.fch_gelu, a.fch, (size_t)N * 4 * C}, stream); }
-    matmul_backward_weight({b.grad(PARAM_fcprojw, l), scratch, dout, a.fch_gelu, N, 4 * C, C}, stream);
-    matmul_backward_input({a.dwide, dout, p.fcprojw, nullptr, pre_gelu, N, 4 * C, C}, stream);
-    if (gelu_in_gemm) { bias_backward({b.grad(PARAM_fcb, l), scratch, a.dwide, N, 4 * C}, stream); }
-    else { gelu_backward_inplace({a.dwide, b.grad(PARAM_fcb, l), scratch, a.fch, N, 4 * C}, stream); }
-    matmul_backward_weight({b.grad(PARAM_fcw, l), scratch, a.dwide, inp, N, C, 4 * C}, stream);
-    matmul_backward_input({dinp, a.dwide, p.fcw, also, nullptr, N, C, 4 * C}, stream);
+    attention_backward({a.dwide, b.scratch, a.dnarrow, a.atty, a.qkv, a.att_lse, b.B, b.T, NH, C / NH, keep},
+                       stream);                                                                 // (B,T,3C)
+    bias_backward({b.grad(PARAM_qkvb, l), b.scratch, a.dwide, N, 3 * C}, stream);
+    if (l > 0) { gpt2_layer_complete(b, l, inp); }
+    matmul_backward_input({dinp, a.dwide, p.qkvw, also, nullptr, N, C, 3 * C}, stream);         // (B,T,C)
 }
 
-// Through a place's norms: dresidual, the gradient of what lies behind it, becomes that of what lies before,
-// and those of the branches that were added here stand in dbranch where they are others. In passing it sums
-// their columns: the bias gradients of the branches' projections.
-static void gpt2_place_backward(const Backward& b, const Place& at, Accumulate acc) {
+static void gpt2_mlp_backward(const Backward& b, int l, floatX* dinp, const floatX* dout, const floatX* inp) {
+    const Options& o = b.model->options;
+    const int N = b.B * b.T, C = b.model->config.C;
+    const Params p = gpt2_params(b.model, l);
+    const Acts a = gpt2_acts(b.model, l);
+    const bool gelu_in_gemm = o.gelu_fusion >= 2 && o.recompute == 0;
+    Stream stream = b.stream();
+    if (o.recompute >= 1) { gelu_forward({a.fch_gelu, a.fch, (size_t)N * 4 * C}, stream); }
+    matmul_backward_weight({b.grad(PARAM_fcprojw, l), b.scratch, dout, a.fch_gelu, N, 4 * C, C}, stream);
+    matmul_backward_input({a.dwide, dout, p.fcprojw, nullptr, gelu_in_gemm ? a.fch : nullptr, N, 4 * C, C},
+                          stream);                                                              // (B,T,4C)
+    if (gelu_in_gemm) { bias_backward({b.grad(PARAM_fcb, l), b.scratch, a.dwide, N, 4 * C}, stream); }
+    else { gelu_backward_inplace({a.dwide, b.grad(PARAM_fcb, l), b.scratch, a.fch, N, 4 * C}, stream); }
+    matmul_backward_weight({b.grad(PARAM_fcw, l), b.scratch, a.dwide, inp, N, C, 4 * C}, stream);
+    matmul_backward_input({dinp, a.dwide, p.fcw, nullptr, nullptr, N, C, 4 * C}, stream);       // (B,T,C)
+}
+
+// Through a point's norms: dresidual, the gradient of what the stream becomes behind x, becomes that of x. It
+// is the gradient of the branches that were added at x, too; with dropout or a stream in fp32 theirs go to
+// dbranch. In passing it sums the columns of those: the gradients of the branches' last biases.
+static void gpt2_norms_backward(const Backward& b, const ResidualPoint& x, Accumulate acc) {
     const Config& c = b.model->config;
     const Acts a = gpt2_acts(b.model, 0);
-    const int N = b.B * b.T, added = at.added ? at.added->count : 1;
+    const int N = b.B * b.T;
+    const bool drops = b.model->options.dropout > 0.0;
     const floatX* const dout[2] = {a.dnarrow, a.dnarrow2};
     floatX* const dbranch[2] = {a.dbranch, a.dbranch2};
     NormBackward<floatX, float> n = {};
     n.dresidual = (floatX*)a.dresidual;
     n.dresidual_acc = acc;
-    for (int k = 0; k < at.norms; k++) {
+    for (int k = 0; k < x.norms; k++) {
         n.y[k].dout = dout[k];
-        n.y[k].weight = at.y[k].weight;
-        n.y[k].dweight = b.grad(at.weights[k], at.layer);
-        if (at.y[k].bias) { n.y[k].dbias = b.grad(at.biases[k], at.layer); }
+        n.y[k].weight = x.y[k].weight;
+        n.y[k].dweight = b.grad(x.weight[k], x.layer);
+        if (x.y[k].bias) { n.y[k].dbias = b.grad(x.bias[k], x.layer); }
     }
-    for (int k = 0; k < added; k++) {
-        const bool drops = b.model->options.dropout > 0.0;
+    for (int k = 0; k < std::max(x.branches, 1); k++) {
         if (drops || residual_apart(c)) { n.branch[k].dout = dbranch[k]; }
-        if (drops) { n.branch[k].dropout = gpt2_dropout(b.model, at, k, N); }
-        if (!at.added) { continue; }
-        const bool attention = at.added->branches[k] == Branch::Attention;
-        n.branch[k].dbias = b.grad(attention ? PARAM_attprojb : PARAM_fcprojb, at.added_layer);
+        if (drops) { n.branch[k].dropout = gpt2_dropout(b.model, x, k, N); }
+        if (x.branches == 0) { continue; }                          // the embedding
+        const ParamId bias = x.branch[k] == Branch::Attention ? PARAM_attprojb : PARAM_fcprojb;
+        n.branch[k].dbias = b.grad(bias, x.added_layer);
     }
     n.scratch = b.scratch;
-    n.inp = (floatX*)at.sum;
-    n.mean = at.mean, n.rstd = at.rstd;
+    n.inp = (floatX*)x.sum;
+    n.mean = x.mean, n.rstd = x.rstd;
     n.kind = c.norm, n.N = N, n.C = c.C;
     n.residual_fp32 = residual_apart(c);
     norm_backward(n, b.stream());
 }
 
-// Gradients of every parameter from dlogits: the stages in reverse, each one's branches and then its norms.
+// Gradients of every parameter from dlogits, in the forward's order reversed.
 static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_last) {
     const Config& c = model->config;
     const Options& o = model->options;
-    const Wiring& wiring = wiring_of(c);
     const int N = B * T, C = c.C;
     const bool apart = o.dropout > 0.0 || residual_apart(c);    // branches' gradients from the stream's
     Stream stream = model->stream;
     Backward b = {model, model->scratch, B, T, acc, is_last};
+    auto recompute = [&](const ResidualPoint& x) {
+        if (o.recompute >= 2) { norm_forward(point_norms(model, x, N), stream); }
+    };
     auto complete = [&](Kind kind) {
         gpt2_bucket_complete(model, model->layout.bucket_of(kind, Where::Global, 0), is_last);
     };
 
     const Params p = gpt2_params(model, 0);
-    const Acts a = gpt2_acts(model, 0);                     // of which every layer has the same
-    floatX *const dinp[2] = {a.dnarrow, a.dnarrow2};
-    floatX* const dresidual = (floatX*)a.dresidual;         // where it is the branches' gradient
-    floatX* const dbranch[2] = {apart ? a.dbranch : dresidual, apart ? a.dbranch2 : dresidual};
+    const Acts shared = gpt2_acts(model, 0);                    // of which every layer has the same
+    floatX *const dln1 = shared.dnarrow, *const dln2 = shared.dnarrow2, *dresidual = (floatX*)shared.dresidual;
+    floatX *const dbranch = apart ? shared.dbranch : dresidual, *const dbranch2 = apart ? shared.dbranch2 : dresidual;
     // wte's first part, the LM head's; the embedding's comes last. bf16 is rounded once, so there they meet
     // in scratch, which begins with a place for them.
     const size_t wte_elems = model->param_specs[PARAM_wte].elems;
     Grad dwte = o.grads_bf16 ? Grad{b.scratch, Accumulate::No} : b.grad(PARAM_wte, 0);
     if (o.grads_bf16) { b.scratch += wte_elems; }
-    matmul_backward_weight({dwte, b.scratch, a.logits, a.lnf, N, C, c.Vp}, stream);
-    matmul_backward_input({a.dnarrow, a.logits, p.wte, nullptr, nullptr, N, C, c.Vp}, stream);
-    const int last = gpt2_last_place(model);
-    gpt2_place_backward(b, gpt2_place(model, last), Accumulate::No);
-    for (int j = last - 1; j >= 0; j--) {
-        const int l = j / wiring.stages;
-        const Stage& stage = wiring.stage[j % wiring.stages];
-        const Place at = gpt2_place(model, j);
-        if (o.recompute >= 2) { norm_forward(gpt2_norm(model, at, N), stream); }
-        for (int k = stage.count - 1; k >= 0; k--) {
-            const int norm = std::min(k, at.norms - 1);
-            const floatX* also = k < stage.count - at.norms ? dinp[k + 1] : nullptr;    // tied: one norm's
-            gpt2_branch_backward(b, stage.branches[k], l, dinp[k], also, dbranch[k], at.y[norm].out);
+    matmul_backward_weight({dwte, b.scratch, shared.logits, shared.lnf, N, C, c.Vp}, stream);
+    matmul_backward_input({shared.dnarrow, shared.logits, p.wte, nullptr, nullptr, N, C, c.Vp}, stream);
+    gpt2_norms_backward(b, point_after_layer(model, c.L - 1), Accumulate::No);                  // lnf
+    for (int l = c.L - 1; l >= 0; l--) {
+        const Acts a = gpt2_acts(model, l);
+        const ResidualPoint x = point_before_layer(model, l);
+        if (c.block == Block::Sequential) {
+            const ResidualPoint mid = point_after_attention(model, l);
+            recompute(mid);
+            gpt2_mlp_backward(b, l, dln1, dbranch, a.ln2);
+            gpt2_norms_backward(b, mid, Accumulate::Yes);                                       // ln2
+            recompute(x);
+            gpt2_attention_backward(b, l, dln1, nullptr, dbranch, a.ln1);
+        } else {
+            const bool tied = c.block == Block::ParallelTied;       // both branches' gradients are ln1's
+            recompute(x);
+            gpt2_mlp_backward(b, l, dln2, dbranch2, tied ? a.ln1 : a.ln2);
+            gpt2_attention_backward(b, l, dln1, tied ? dln2 : nullptr, dbranch, a.ln1);
         }
-        gpt2_place_backward(b, at, Accumulate::Yes);
+        gpt2_norms_backward(b, x, Accumulate::Yes);                                             // ln1, or both
     }
 
     // The embedding goes to the other ranks before layer 0's last gradients are computed: it is by far the
@@ -5295,11 +5335,10 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_las
     complete(Kind::Norm);
     complete(Kind::Bias);
     dwte.acc = Accumulate::Yes;
-    encoder_backward({dwte, b.grad(PARAM_wpe, 0), b.scratch, dbranch[0], model->buckets, B, T, c.maxT, C},
-                     stream);
+    encoder_backward({dwte, b.grad(PARAM_wpe, 0), b.scratch, dbranch, model->buckets, B, T, c.maxT, C}, stream);
     if (o.grads_bf16) { grad_accumulate({b.grad(PARAM_wte, 0), dwte.data, wte_elems}, stream); }
     complete(Kind::Matrix);
-    gpt2_layer_complete(b, 0, a.ln1);
+    gpt2_layer_complete(b, 0, shared.ln1);
     gpt2_bucket_complete(model, -1, is_last);
 }
 
