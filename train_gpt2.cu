@@ -14,8 +14,9 @@ Run:
 
 Sections (search for "// == "), in the order in which data flows:
      1 includes            2 types and limits       3 shapes and tables    4 device runtime
-     5 device helpers      6 ops                    7 multi-GPU            8 model
-     9 checkpoint         10 run configuration     11 training loop       12 main
+     5 device helpers      6 ops                    7 model                8 multi-GPU
+     9 a step             10 writing text          11 checkpoint          12 run configuration
+    13 training loop      14 main
 Section 6: 6.1 encoder  6.2 norms  6.3 matmul  6.4 gelu and bias  6.5 classifier  6.6 loss
      6.7 gradients: lanes and the norm  6.8 adamw, muon  6.9 attention, the longest: plain, mma.sync, sm90
      6.10 decoding: what writes text, token by token
@@ -49,6 +50,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/rand.h"               // gives: rand_normal4, rand_unit, RoundKey
 #include "llmc/numbers.h"            // gives: ceil_div, round_up, parse_int
 #include "llmc/model/model_config.h" // gives: Config, descriptor_config, config_error
+#include "llmc/model/lanes.h"          // gives: lanes_default, lanes_error, lane_buffer, lane_merges
 #include "llmc/model/layout.h"       // gives: ParamSpec, ActSpec, Layout, param_address
 #include "llmc/ops/ops.h"            // gives: GPT2_OPS, each op's arguments, Grad, UpdateState, ChunkRange
 #include "llmc/ops/token_buckets.h"  // gives: build_token_buckets
@@ -3934,82 +3936,7 @@ static void sample_tokens(const SampleTokens<floatX, float>& a, Stream stream) {
 }
 #endif  // GPT2_CPU
 
-// == 7 multi-GPU ==
-// One process a GPU ("rank"), all of which hold the same parameters and work on other rows. A step's batch is
-// a list of M micro-steps. It is cut into G lanes, contiguous and equally long: a lane's gradients are summed
-// in order, in place, by the rank that has it, and lanes are summed by a tree of pairs,
-//     ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)),
-// whoever holds them. Hence the bits of a run depend on -b, -t, -z and G, not on the number of ranks:
-//
-//     G = 8       1 rank                     2 ranks                      4 ranks
-//     backward    lanes 0 .. 7               0 .. 3 | 4 .. 7              0 1 | 2 3 | 4 5 | 6 7
-//     summed      as soon as a pair is       likewise; then each rank sends shard r of its sum to rank r,
-//                 complete: 4 buffers        which adds up what it got, in pairs, in the same tree
-//
-// Buckets (section 3) are exchanged one by one, by the GPU's copy engines, while the backward of earlier
-// layers goes on; a layer later they are summed. Rank r then has the sums of shard r of each bucket. ZeRO
-// stage 0 gathers the gradients, and all ranks update everything; at 1 and 2 each updates its shards, and the
-// parameters are gathered bucket by bucket, the embedding and the first layers first, while the next forward
-// waits only for what it needs.
-// At stage 2 every micro-step is a lane of its own and is exchanged at once; gradients of a layer live in one
-// of two places until then. Rank r takes micro-step j * world + r at time j, so that the ranks' micro-steps
-// of one time are one part of the tree, or, if their number is no power of two, a few parts.
-//
-// --reduction nccl sums in NCCL's order instead: the same bits for the same number of ranks only.
-
-// How many lanes where the user does not say: the fewest that every rank shares in, but 8 if the list allows
-// it.
-static int64_t lanes_default(int64_t micro_steps, int world, int zero) {
-    if (zero == 2) { return micro_steps; }
-    int64_t lanes = world;
-    while (lanes < 8 && micro_steps % (2 * lanes) == 0) { lanes *= 2; }
-    return lanes;
-}
-
-static bool is_power_of_two(int64_t n) { return n > 0 && (n & (n - 1)) == 0; }
-
-// Why a list of so many micro-steps cannot be cut into so many lanes, or "".
-static std::string lanes_error(int64_t lanes, int64_t micro_steps, int world, int zero) {
-    if (lanes < 1 || micro_steps % lanes != 0) {
-        return format("a step's %lld micro-steps cannot be cut into %lld equal lanes", (long long)micro_steps,
-                      (long long)lanes);
-    }
-    if (zero == 2) {
-        if (lanes != micro_steps) {
-            return format("at -zs 2 each of the %lld micro-steps is a lane of its own",
-                          (long long)micro_steps);
-        }
-    } else if (lanes % world != 0 || !is_power_of_two(lanes / world)) {
-        return format("%d ranks cannot share %lld lanes: each takes 1, 2, 4, 8 ... of them", world,
-                      (long long)lanes);
-    }
-    if ((zero == 2 ? lanes : lanes / world) >= (int64_t)1 << kMaxLevels) {
-        return format("%lld lanes are too many", (long long)lanes);
-    }
-    return "";
-}
-
-// A rank sums its lanes like a binary counter. Lane i goes into buffer number lane_buffer(i), on top of what
-// earlier lanes left; then the last lane_merges(i) buffers below it are added to it, from the top down: pairs
-// that it completed, and after the last lane all that is left. Sums end in buffer 0.
-static int lane_buffer(int lane) { return __builtin_popcount((unsigned)lane); }
-static int lane_merges(int lane, int lanes) {
-    return lane == lanes - 1 ? lane_buffer(lane) : __builtin_ctz(~(unsigned)lane);
-}
-static int lane_buffers(int lanes) {            // how many there are: 1 + floor(log2(lanes))
-    int count = 1;
-    for (; lanes > 1; lanes /= 2) { count++; }
-    return count;
-}
-// How many of the next `lanes` lanes are a whole part of the tree. They need not be merged one by one: their
-// sum goes on top of what lanes before `lane` left, and the merges within it, log2 of their number, are done.
-static int lane_part(int lane, int lanes) {
-    int part = 1;
-    while (2 * part <= lanes && lane % (2 * part) == 0) { part *= 2; }
-    return part;
-}
-
-// == 8 model ==
+// == 7 model ==
 enum class Kernels { Auto, Portable, Sm90 };    // the best for this GPU; only what sm_80 has; Hopper's
 struct Options {                // what a run may choose; fixed after gpt2_allocate
     bool trains = true;         // else forward only: there is memory for neither gradients nor AdamW
@@ -4517,7 +4444,181 @@ static void gpt2_free(GPT2* model) {
     stream_destroy(model->stream);
 }
 
-// ---- parameters from and to the host, one copy of one tensor at a time, as fp32: at start and end only ----
+// == 8 multi-GPU ==
+// One process a GPU ("rank"), all of which hold the same parameters and work on other rows. A step's batch is
+// a list of M micro-steps. It is cut into G lanes, contiguous and equally long: a lane's gradients are summed
+// in order, in place, by the rank that has it, and lanes are summed by a tree of pairs,
+//     ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)),
+// whoever holds them. Hence the bits of a run depend on -b, -t, -z and G, not on the number of ranks:
+//
+//     G = 8       1 rank                     2 ranks                      4 ranks
+//     backward    lanes 0 .. 7               0 .. 3 | 4 .. 7              0 1 | 2 3 | 4 5 | 6 7
+//     summed      as soon as a pair is       likewise; then each rank sends shard r of its sum to rank r,
+//                 complete: 4 buffers        which adds up what it got, in pairs, in the same tree
+//
+// Buckets (section 3) are exchanged one by one, by the GPU's copy engines, while the backward of earlier
+// layers goes on; a layer later they are summed. Rank r then has the sums of shard r of each bucket. ZeRO
+// stage 0 gathers the gradients, and all ranks update everything; at 1 and 2 each updates its shards, and the
+// parameters are gathered bucket by bucket, the embedding and the first layers first, while the next forward
+// waits only for what it needs.
+// At stage 2 every micro-step is a lane of its own and is exchanged at once; gradients of a layer live in one
+// of two places until then. Rank r takes micro-step j * world + r at time j, so that the ranks' micro-steps
+// of one time are one part of the tree, or, if their number is no power of two, a few parts.
+//
+// --reduction nccl sums in NCCL's order instead: the same bits for the same number of ranks only.
+
+// Key of the last micro-step's gradients.
+static RoundKey gpt2_grad_key(const GPT2* model) {
+    return RoundKey{model->options.seed, model->step, model->micro, kRoundGrads};
+}
+
+// Where the backward puts a gradient: the buffer of the lane that the micro-step belongs to.
+static Grad gpt2_grad(GPT2* model, ParamId id, int l, Accumulate acc) {
+    const ParamAddress place = param_address(model->param_specs, model->layout, id, l);
+    const Bucket& b = model->layout.buckets[place.bucket];
+    const bool bf16 = model->options.grads_bf16 && b.kind == Kind::Matrix;
+    const int buffer = model->options.split.zero == 2 ? 0 : lane_buffer(model->lane);
+    char* data = model->grads + buffer * model->layout.grads_bytes + b.grads + place.offset * (bf16 ? 2 : 4);
+    return Grad{(float*)data, acc, bf16, gpt2_grad_key(model), b.first + place.offset};
+}
+
+// Where the sums of all micro-steps and ranks stand at the end of a step: shard `rank` of a bucket's, at ZeRO
+// stage 0 all of it.
+static StoredGrads gpt2_summed_grads(const GPT2* model, int bucket) {
+    const Options& o = model->options;
+    const Split& split = o.split;
+    const Bucket& b = model->layout.buckets[bucket];
+    if (split.zero == 2) { return {.data = model->grad_shards + b.shards}; }
+    const bool bf16 = o.grads_bf16 && b.kind == Kind::Matrix;
+    const size_t from = split.zero == 0 ? 0 : split.rank * b.shard;
+    RoundKey key = gpt2_grad_key(model);
+    if (split.world > 1) {      // summed and rounded once more, by the last micro-step of the job's list
+        key.micro = (uint32_t)(split.world * model->micro_steps - 1);
+        key.tensor = kRoundGradSums;
+    }
+    return {model->grads + b.grads + from * (bf16 ? 2 : 4), bf16, key, b.first + from};
+}
+
+// Adds this rank's finished lane to those that it completes a pair with: n elements of every buffer, from
+// `offset` bytes on. Where there are several lanes a rank, gradients are fp32.
+static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n) {
+    const int top = lane_buffer(model->lane), merges = lane_merges(model->lane, model->options.lanes);
+    if (merges == 0) { return; }
+    auto buffer = [&](int k) { return (float*)(model->grads + k * model->layout.grads_bytes + offset); };
+    LaneSum<floatX, float> a = {};
+    a.out = {buffer(top - merges), Accumulate::No};
+    a.num_chain = merges;
+    for (int k = 0; k < merges; k++) { a.chain[k] = buffer(top - merges + k); }
+    a.pieces = {.data = buffer(top)};
+    a.num_pieces = 1;
+    a.n = n;
+    lane_sum(a, model->stream);
+}
+
+static char* gpt2_exchange_memory(const GPT2* model, int place) {
+    return model->exchange + place * model->layout.largest_but_first * sizeof(float);
+}
+
+// What came from all ranks is summed, on the stream of the backward: on one beside it, its kernels and these
+// wait for each other's SMs (dev/bench/NOTES.md).
+static void gpt2_sum_bucket(GPT2* model, int bucket) {
+    const Options& o = model->options;
+    const Split& split = o.split;
+    const Bucket& b = model->layout.buckets[bucket];
+    const bool bf16 = o.grads_bf16 && b.kind == Kind::Matrix;
+    const size_t bytes = b.shard * (bf16 ? 2 : 4), first = b.first + split.rank * b.shard;
+    char* mine = model->grads + b.grads + split.rank * bytes;           // this rank's shard
+    stream_wait(model->stream, model->arrived[bucket]);
+    if (o.nccl_order && split.zero < 2) { return; }                     // NCCL has summed it
+
+    LaneSum<floatX, float> a = {};
+    a.n = b.shard;
+    auto shards = [&](int k) { return model->grad_shards + k * model->layout.shard_elems + b.shards; };
+    if (o.nccl_order) {                                                 // stage 2: a running sum
+        a.pieces = {.data = mine};
+        a.num_pieces = 1;
+        a.num_chain = model->micro >= (uint32_t)split.world;
+        a.out = {shards(0), Accumulate::No};
+        a.chain[0] = shards(0);
+        lane_sum(a, model->stream);
+        return;
+    }
+    RoundKey key = gpt2_grad_key(model);                                // of rank 0's micro-step
+    key.micro = (uint32_t)(split.zero == 2 ? model->micro - split.rank : model->micro_steps - 1);
+    const int lane = (int)key.micro, lanes = o.lanes * split.world;     // at stage 2
+    a.piece_micros = split.zero == 2 ? 1 : (uint32_t)model->micro_steps;
+    for (int r = 0; r < split.world; r += a.num_pieces) {
+        a.num_pieces = split.zero == 2 ? lane_part(lane + r, split.world - r) : split.world;
+        a.pieces = {gpt2_exchange_memory(model, model->place[bucket]) + r * bytes, bf16, key, first};
+        a.pieces.key.micro += (uint32_t)r;
+        a.out = {(float*)mine, Accumulate::No, bf16, gpt2_summed_grads(model, bucket).key, first};
+        if (split.zero == 2) {
+            a.num_chain = lane_merges(lane + r + a.num_pieces - 1, lanes) - __builtin_ctz(a.num_pieces);
+            const int bottom = lane_buffer(lane + r) - a.num_chain;
+            for (int k = 0; k < a.num_chain; k++) { a.chain[k] = shards(bottom + k); }
+            a.out = {shards(bottom), Accumulate::No};
+        }
+        lane_sum(a, model->stream);
+    }
+    if (split.zero == 0) {
+        event_record(model->summed[bucket], model->stream);
+        stream_wait(model->comm_stream, model->summed[bucket]);
+        device_all_gather(model->grads + b.grads, bytes, model->comm_stream);
+    }
+}
+
+// The backward has computed this micro-step's gradients of a bucket: they go out, and those of the bucket
+// before, which have come in the meantime, are summed. bucket -1: there is nothing more to come.
+static void gpt2_bucket_complete(GPT2* model, int bucket, bool is_last) {
+    const Options& o = model->options;
+    const Split& split = o.split;
+    if (split.world == 1 || (split.zero < 2 && !is_last)) { return; }
+    const int before = model->on_its_way;
+    model->on_its_way = bucket;
+    if (bucket >= 0) {
+        const Bucket& b = model->layout.buckets[bucket];
+        const bool bf16 = o.grads_bf16 && b.kind == Kind::Matrix;
+        char* grads = model->grads + b.grads;
+        if (split.zero < 2) { gpt2_merge_lanes(model, b.grads, b.padded); }
+        event_record(model->complete[bucket], model->stream);   // so is the sum of what stood in its place
+        stream_wait(model->comm_stream, model->complete[bucket]);
+        if (!o.nccl_order) {
+            model->place[bucket] = bucket == 0 ? 2 : model->turn++ % 2;
+            device_all_to_all(gpt2_exchange_memory(model, model->place[bucket]), grads,
+                              b.shard * (bf16 ? 2 : 4), model->comm_stream);
+        } else if (split.zero == 0) {
+            device_all_reduce((float*)grads, b.padded, model->comm_stream);
+        } else {
+            device_reduce_scatter((float*)grads, b.shard, model->comm_stream);
+        }
+        event_record(model->arrived[bucket], model->comm_stream);
+    }
+    if (before >= 0) { gpt2_sum_bucket(model, before); }
+}
+
+// Data between the ranks that what follows on the stream waits for.
+template <class Exchange> static void gpt2_exchange_now(GPT2* model, Exchange exchange) {
+    if (model->options.split.world == 1) { return; }
+    event_record(model->exchange_begins, model->stream);
+    stream_wait(model->comm_stream, model->exchange_begins);
+    exchange(model->comm_stream);
+    event_record(model->exchange_ends, model->comm_stream);
+    stream_wait(model->stream, model->exchange_ends);
+}
+
+// Parameters of `count` buckets from `first` on, of which this rank has updated its shards, go round, while
+// the next forward runs.
+static void gpt2_gather_params(GPT2* model, int first, int count, size_t elem_bytes) {
+    const Split& split = model->options.split;
+    if (split.world == 1 || split.zero == 0) { return; }
+    event_record(model->updated[first], model->stream);
+    stream_wait(model->comm_stream, model->updated[first]);
+    for (int bucket = first; bucket < first + count; bucket++) {
+        const Bucket& b = model->layout.buckets[bucket];
+        device_all_gather(model->params + b.params, b.shard * elem_bytes, model->comm_stream);
+        event_record(model->gathered[bucket], model->comm_stream);
+    }
+}
 
 // What follows on the stream reads parameters of this bucket, which may still be on their way from other
 // ranks.
@@ -4525,6 +4626,9 @@ static void gpt2_await_params(GPT2* model, int bucket) {
     const Split& split = model->options.split;
     if (split.world > 1 && split.zero >= 1) { stream_wait(model->stream, model->gathered[bucket]); }
 }
+
+// == 9 a step ==
+// ---- parameters from and to the host, one copy of one tensor at a time, as fp32: at start and end only ----
 
 // Elements [begin, end) of a tensor's copy are those that this rank has in master weights, m and v, and where
 // the first of them stands in each.
@@ -4858,21 +4962,21 @@ static void gpt2_forward(GPT2* model, int B, int T, const CachePart* cache = nul
         gpt2_await_params(model, model->layout.bucket_of(Kind::Matrix, Where::Block, l));
         const Acts a = gpt2_acts(model, l);
         const ResidualPoint end = point_after_layer(model, l);
-        const floatX* in = f.adds_in_gemm ? (floatX*)x.sum : nullptr;
-        floatX* middle = f.adds_in_gemm ? (floatX*)a.residual2 : f.waiting[0];
+        // where the branches' outputs go, and what their GEMMs add
+        floatX* att_out = f.adds_in_gemm ? (floatX*)a.residual2 : f.waiting[0];
+        floatX* mlp_out = f.adds_in_gemm ? (floatX*)end.sum : f.waiting[c.block != Block::Sequential];
+        const floatX* before_att = f.adds_in_gemm ? (floatX*)x.sum : nullptr;
+        const floatX* before_mlp = f.adds_in_gemm ? att_out : nullptr;
+        gpt2_attention_forward(f, l, att_out, before_att, a.ln1);               // x + attention(ln1(x))
         if (c.block == Block::Sequential) {
             const ResidualPoint mid = point_after_attention(model, l);
-            gpt2_attention_forward(f, l, middle, in, a.ln1);                    // x + attention(ln1(x))
             gpt2_add_and_norm(f, mid, &x);                                      // ln2
-            floatX* out = f.adds_in_gemm ? (floatX*)end.sum : f.waiting[0];
-            gpt2_mlp_forward(f, l, out, f.adds_in_gemm ? middle : nullptr, a.ln2);      // + mlp(ln2(.))
-            gpt2_add_and_norm(f, end, &mid);                                    // the next layer's ln1, or lnf
+            gpt2_mlp_forward(f, l, mlp_out, before_mlp, a.ln2);                 // + mlp(ln2(.))
+            gpt2_add_and_norm(f, end, &mid);                                    // the next ln1, or lnf
         } else {
-            floatX* out = f.adds_in_gemm ? (floatX*)end.sum : f.waiting[1];
-            const floatX* mlp_in = c.block == Block::Parallel ? a.ln2 : a.ln1;
-            gpt2_attention_forward(f, l, middle, in, a.ln1);                    // x + attention(ln1(x))
-            gpt2_mlp_forward(f, l, out, f.adds_in_gemm ? middle : nullptr, mlp_in);     // + mlp(ln2(x) or ln1(x))
-            gpt2_add_and_norm(f, end, &x);                                      // the next layer's norms, or lnf
+            const floatX* inp = c.block == Block::Parallel ? a.ln2 : a.ln1;     // tied: ln1's as well
+            gpt2_mlp_forward(f, l, mlp_out, before_mlp, inp);                   // + mlp(ln2(x))
+            gpt2_add_and_norm(f, end, &x);                                      // the next norms, or lnf
         }
         x = end;
     }
@@ -4902,8 +5006,332 @@ static void gpt2_counted_losses(GPT2* model, int N, int count) {
                 ClassifierMode::LossOnly}, model->stream);
 }
 
-// ---- writing text ----
+// Forward, losses of every position, and mean (+)= weight * sum of losses, on the device. LossAndGrad leaves
+// dlogits of dloss * sum(losses) where the logits were.
+static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float dloss, float weight, float* mean,
+                      Accumulate acc) {
+    const Config& c = model->config;
+    const int N = B * T;
+    const Acts a = gpt2_acts(model, 0);
+    const float* loss_scale = &model->state->update.loss_scale;
+    gpt2_forward(model, B, T, nullptr, mode == ClassifierMode::LossAndGrad);
+    gpt2_logits(model, 0, N);
+    classifier({a.logits, a.losses, model->inputs.targets, dloss, loss_scale, N, c.V, c.Vp, mode},
+               model->stream);
+    loss_sum({mean, a.losses, weight, acc, N}, model->stream);
+}
 
+// What a backward pass has in common. The first micro-step stores gradients, later ones add: no memset.
+// is_last: of this rank's step; buckets then go to the other ranks as soon as they are complete.
+struct Backward {
+    GPT2* model;
+    float* scratch;
+    int B, T;
+    Accumulate acc;
+    bool is_last;
+    Grad grad(ParamId id, int l) const { return gpt2_grad(model, id, l, acc); }
+    Stream stream() const { return model->stream; }
+};
+
+// The last gradient of a layer, from dqkv in dwide.
+static void gpt2_layer_complete(const Backward& b, int l, const floatX* inp) {
+    const int N = b.B * b.T, C = b.model->config.C;
+    const Acts a = gpt2_acts(b.model, l);
+    matmul_backward_weight({b.grad(PARAM_qkvw, l), b.scratch, a.dwide, inp, N, C, 3 * C}, b.stream());
+    gpt2_bucket_complete(b.model, b.model->layout.bucket_of(Kind::Matrix, Where::Block, l), b.is_last);
+}
+
+// A branch's backward: the gradient dinp of its input `inp`, from dout, its output's, and the gradients of
+// its tensors. Its last bias is left to the norm behind, which sums it in passing (gpt2_norms_backward).
+// also: another gradient of the input, added to dinp, or null. Layer 0's last gradient is gpt2_backward's.
+static void gpt2_attention_backward(const Backward& b, int l, floatX* dinp, const floatX* also,
+                                    const floatX* dout, const floatX* inp) {
+    GPT2* model = b.model;
+    const int N = b.B * b.T, C = model->config.C, NH = model->config.NH;
+    const Params p = gpt2_params(model, l);
+    const Acts a = gpt2_acts(model, l);
+    Stream stream = b.stream();
+    matmul_backward_weight({b.grad(PARAM_attprojw, l), b.scratch, dout, a.atty, N, C, C}, stream);
+    matmul_backward_input({a.dnarrow, dout, p.attprojw, nullptr, nullptr, N, C, C}, stream);    // (B,T,C)
+    AttentionKeep keep = {};
+    if (model->options.dropout > 0.0) {
+        keep = gpt2_attention_keep(model, l, b.B, b.T, model->options.recompute == 0);
+    }
+    attention_backward({a.dwide, b.scratch, a.dnarrow, a.atty, a.qkv, a.att_lse, b.B, b.T, NH, C / NH, keep},
+                       stream);                                                                 // (B,T,3C)
+    bias_backward({b.grad(PARAM_qkvb, l), b.scratch, a.dwide, N, 3 * C}, stream);
+    if (l > 0) { gpt2_layer_complete(b, l, inp); }
+    matmul_backward_input({dinp, a.dwide, p.qkvw, also, nullptr, N, C, 3 * C}, stream);         // (B,T,C)
+}
+
+static void gpt2_mlp_backward(const Backward& b, int l, floatX* dinp, const floatX* dout,
+                              const floatX* inp) {
+    const Options& o = b.model->options;
+    const int N = b.B * b.T, C = b.model->config.C;
+    const Params p = gpt2_params(b.model, l);
+    const Acts a = gpt2_acts(b.model, l);
+    const bool gelu_in_gemm = o.gelu_fusion >= 2 && o.recompute == 0;
+    Stream stream = b.stream();
+    if (o.recompute >= 1) { gelu_forward({a.fch_gelu, a.fch, (size_t)N * 4 * C}, stream); }
+    matmul_backward_weight({b.grad(PARAM_fcprojw, l), b.scratch, dout, a.fch_gelu, N, 4 * C, C}, stream);
+    matmul_backward_input({a.dwide, dout, p.fcprojw, nullptr, gelu_in_gemm ? a.fch : nullptr, N, 4 * C, C},
+                          stream);                                                              // (B,T,4C)
+    if (gelu_in_gemm) { bias_backward({b.grad(PARAM_fcb, l), b.scratch, a.dwide, N, 4 * C}, stream); }
+    else { gelu_backward_inplace({a.dwide, b.grad(PARAM_fcb, l), b.scratch, a.fch, N, 4 * C}, stream); }
+    matmul_backward_weight({b.grad(PARAM_fcw, l), b.scratch, a.dwide, inp, N, C, 4 * C}, stream);
+    matmul_backward_input({dinp, a.dwide, p.fcw, nullptr, nullptr, N, C, 4 * C}, stream);       // (B,T,C)
+}
+
+// Through a point's norms: dresidual, the gradient of what the stream becomes behind x, becomes that of x. It
+// is the gradient of the branches that were added at x, too; with dropout or a stream in fp32 theirs go to
+// dbranch. In passing it sums the columns of those: the gradients of the branches' last biases.
+static void gpt2_norms_backward(const Backward& b, const ResidualPoint& x, Accumulate acc) {
+    const Config& c = b.model->config;
+    const Acts a = gpt2_acts(b.model, 0);
+    const int N = b.B * b.T;
+    const bool drops = b.model->options.dropout > 0.0;
+    const floatX* const dout[2] = {a.dnarrow, a.dnarrow2};
+    floatX* const dbranch[2] = {a.dbranch, a.dbranch2};
+    NormBackward<floatX, float> n = {};
+    n.dresidual = (floatX*)a.dresidual;
+    n.dresidual_acc = acc;
+    for (int k = 0; k < x.norms; k++) {
+        n.y[k].dout = dout[k];
+        n.y[k].weight = x.y[k].weight;
+        n.y[k].dweight = b.grad(x.weight[k], x.layer);
+        if (x.y[k].bias) { n.y[k].dbias = b.grad(x.bias[k], x.layer); }
+    }
+    for (int k = 0; k < std::max(x.branches, 1); k++) {
+        if (drops || residual_apart(c)) { n.branch[k].dout = dbranch[k]; }
+        if (drops) { n.branch[k].dropout = gpt2_dropout(b.model, x, k, N); }
+        if (x.branches == 0) { continue; }                          // the embedding
+        const ParamId bias = x.branch[k] == Branch::Attention ? PARAM_attprojb : PARAM_fcprojb;
+        n.branch[k].dbias = b.grad(bias, x.added_layer);
+    }
+    n.scratch = b.scratch;
+    n.inp = (floatX*)x.sum;
+    n.mean = x.mean, n.rstd = x.rstd;
+    n.kind = c.norm, n.N = N, n.C = c.C;
+    n.residual_fp32 = residual_apart(c);
+    norm_backward(n, b.stream());
+}
+
+// Gradients of every parameter from dlogits, in the forward's order reversed.
+static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_last) {
+    const Config& c = model->config;
+    const Options& o = model->options;
+    const int N = B * T, C = c.C;
+    const bool apart = o.dropout > 0.0 || residual_apart(c);    // branches' gradients from the stream's
+    Stream stream = model->stream;
+    Backward b = {model, model->scratch, B, T, acc, is_last};
+    auto recompute = [&](const ResidualPoint& x) {
+        if (o.recompute >= 2) { norm_forward(point_norms(model, x, N), stream); }
+    };
+    auto complete = [&](Kind kind) {
+        gpt2_bucket_complete(model, model->layout.bucket_of(kind, Where::Global, 0), is_last);
+    };
+
+    const Params p = gpt2_params(model, 0);
+    const Acts shared = gpt2_acts(model, 0);                    // of which every layer has the same
+    floatX *const dln1 = shared.dnarrow, *const dln2 = shared.dnarrow2;
+    floatX* const dresidual = (floatX*)shared.dresidual;
+    floatX* const dbranch = apart ? shared.dbranch : dresidual;
+    floatX* const dbranch2 = apart ? shared.dbranch2 : dresidual;
+    // wte's first part, the LM head's; the embedding's comes last. bf16 is rounded once, so there they meet
+    // in scratch, which begins with a place for them.
+    const size_t wte_elems = model->param_specs[PARAM_wte].elems;
+    Grad dwte = o.grads_bf16 ? Grad{b.scratch, Accumulate::No} : b.grad(PARAM_wte, 0);
+    if (o.grads_bf16) { b.scratch += wte_elems; }
+    matmul_backward_weight({dwte, b.scratch, shared.logits, shared.lnf, N, C, c.Vp}, stream);
+    matmul_backward_input({shared.dnarrow, shared.logits, p.wte, nullptr, nullptr, N, C, c.Vp}, stream);
+    gpt2_norms_backward(b, point_after_layer(model, c.L - 1), Accumulate::No);                  // lnf
+    for (int l = c.L - 1; l >= 0; l--) {
+        const Acts a = gpt2_acts(model, l);
+        const ResidualPoint x = point_before_layer(model, l);
+        if (c.block == Block::Sequential) {
+            const ResidualPoint mid = point_after_attention(model, l);
+            recompute(mid);
+            gpt2_mlp_backward(b, l, dln1, dbranch, a.ln2);
+            gpt2_norms_backward(b, mid, Accumulate::Yes);                                       // ln2
+            recompute(x);
+            gpt2_attention_backward(b, l, dln1, nullptr, dbranch, a.ln1);
+        } else {
+            const bool tied = c.block == Block::ParallelTied;       // both branches' gradients are ln1's
+            recompute(x);
+            gpt2_mlp_backward(b, l, dln2, dbranch2, tied ? a.ln1 : a.ln2);
+            gpt2_attention_backward(b, l, dln1, tied ? dln2 : nullptr, dbranch, a.ln1);
+        }
+        gpt2_norms_backward(b, x, Accumulate::Yes);                                             // ln1, both
+    }
+
+    // The embedding goes to the other ranks before layer 0's last gradients are computed: it is by far the
+    // largest bucket, and travels behind them.
+    complete(Kind::Norm);
+    complete(Kind::Bias);
+    dwte.acc = Accumulate::Yes;
+    encoder_backward({dwte, b.grad(PARAM_wpe, 0), b.scratch, dbranch, model->buckets, B, T, c.maxT, C},
+                     stream);
+    if (o.grads_bf16) { grad_accumulate({b.grad(PARAM_wte, 0), dwte.data, wte_elems}, stream); }
+    complete(Kind::Matrix);
+    gpt2_layer_complete(b, 0, shared.ln1);
+    gpt2_bucket_complete(model, -1, is_last);
+}
+
+// One of this rank's micro-steps, number `micro` of `micro_steps`: gradients of the mean loss over the total
+// batch.
+static void gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, int B, int T, int micro,
+                            int micro_steps) {
+    const Options& o = model->options;
+    const Split& split = o.split;
+    const int per_lane = micro_steps / o.lanes;
+    const bool begins_lane = micro % per_lane == 0, ends_lane = micro % per_lane == per_lane - 1;
+    const bool is_last = micro == micro_steps - 1;
+    const float weight = (float)(1.0 / ((double)B * T * micro_steps * split.world));
+    model->lane = micro / per_lane;
+    model->micro_steps = micro_steps;
+    // its number in the job's list
+    model->micro = (uint32_t)(split.zero == 2 ? micro * split.world + split.rank
+                                              : split.rank * micro_steps + micro);
+    float* loss = (float*)(model->records + split.rank * model->record_bytes + model->lanes_at) + model->lane;
+    const Accumulate add = begins_lane ? Accumulate::No : Accumulate::Yes;
+    gpt2_set_inputs(model, tokens, targets, B, T, ClassifierMode::LossAndGrad);
+    gpt2_loss(model, B, T, ClassifierMode::LossAndGrad, weight, weight, loss, add);
+    gpt2_backward(model, B, T, split.zero == 2 ? Accumulate::No : add, is_last);
+    const bool exchanged = split.world > 1 && (split.zero == 2 || is_last);
+    if (ends_lane && !exchanged) { gpt2_merge_lanes(model, 0, model->layout.elems); }
+    if (is_last) { model->lane = 0; }           // the sums stand in buffer 0 now
+}
+
+// Buckets that are updated in one launch, one row each, in the order in which the next forward needs them. At
+// ZeRO stage 0 a row is a whole bucket, else this rank's shard.
+struct UpdateRows { int bucket; size_t n; size_t elem_bytes; Rows rows; };
+static std::vector<UpdateRows> gpt2_update_rows(const GPT2* model) {
+    const Layout& layout = model->layout;
+    const int zero = model->options.split.zero, L = model->config.L;
+    std::vector<UpdateRows> all;
+    for (int bucket : {L + 2, L + 1, 0, 1}) {
+        const Bucket& b = layout.buckets[bucket];
+        UpdateRows r = {bucket, zero == 0 ? b.padded : b.shard, b.elem_bytes, {}};
+        if (bucket == 1 && L > 1) {
+            const Bucket& next = layout.buckets[2];
+            r.rows = {L, next.params - b.params,
+                      zero == 2 ? b.shard * sizeof(float) : next.grads - b.grads, next.first - b.first};
+        }
+        all.push_back(r);
+    }
+    return all;
+}
+
+// Orthogonalises the matrices of `layers` layers where they stand, one shape after the other; `updates` is
+// where the first layer's bucket begins.
+static void gpt2_orthogonalise(GPT2* model, muonX* updates, int layers) {
+    const Config& c = model->config;
+    const size_t stride = model->layout.buckets[1].padded;
+    const MuonShare share = muon_share(model->layout, c, model->options.split);
+    auto place = [&](int i) { return model->muon_products + i * share.place; };
+    for (const MuonShape& s : muon_shapes(model->param_specs, stride, layers)) {
+        muon_orthogonalise({.out = updates, .inp = updates, .x = (muonX*)place(0), .y = (muonX*)place(1),
+                            .gram = (muonX*)place(2), .poly = (muonX*)place(3), .sums = (double*)place(4),
+                            .places = s.places, .rows = s.rows, .cols = s.cols,
+                            .steps = model->options.muon_steps, .layers_all = c.L}, model->stream);
+    }
+}
+
+// Muon's part of an update, the rows of u. A matrix is orthogonalised whole by one rank, so its bits do not
+// depend on how many there are.
+static void gpt2_update_muon(GPT2* model, const UpdateRows& u, double lr) {
+    const Options& o = model->options;
+    const Split& split = o.split;
+    const MuonShare share = muon_share(model->layout, model->config, split);
+    muonX* updates = (muonX*)model->muon_updates;
+    for (int first = 0; first < u.rows.count; first += share.together) {
+        const int layers = std::min(share.together, u.rows.count - first), bucket = u.bucket + first;
+        const Bucket& b = model->layout.buckets[bucket];
+        const size_t from = split.zero == 0 ? 0 : split.rank * b.shard;
+        Rows rows = u.rows;
+        rows.count = layers;
+        muon_momentum({.update = updates + from, .m = model->m + b.state,
+                       .grads = gpt2_summed_grads(model, bucket), .state = &model->state->update, .n = u.n,
+                       .update_row = b.padded, .rows = rows, .momentum = o.muon_momentum}, model->stream);
+        if (split.zero >= 1) {
+            gpt2_exchange_now(model, [&](Stream stream) {
+                for (int l = 0; l < layers; l++) {
+                    device_all_gather(updates + l * b.padded, b.shard * sizeof(muonX), stream);
+                }
+            });
+        }
+        const int mine = split.rank * share.each, count = std::min(share.each, layers - mine);
+        if (count > 0) { gpt2_orthogonalise(model, updates + mine * b.padded, count); }
+        gpt2_exchange_now(model, [&](Stream stream) {
+            device_all_gather(updates, share.each * b.padded * sizeof(muonX), stream);
+        });
+        muon_update({.params = model->params + b.params + from * u.elem_bytes,
+                     .master = model->master ? model->master + b.state : nullptr, .update = updates + from,
+                     .state = &model->state->update, .n = u.n, .update_row = b.padded, .rows = rows,
+                     .weight_decay = o.muon_decay, .lr = lr,
+                     .key = RoundKey{o.seed, model->step, 0, kRoundParams}, .first = b.first + from},
+                    model->stream);
+        gpt2_gather_params(model, bucket, layers, u.elem_bytes);
+    }
+}
+
+// Norm, the decision to skip, AdamW and Muon: all decided on the device, from the same numbers on every rank.
+static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, double eps, float max_norm,
+                        double muon_lr = 0.0) {
+    const Options& o = model->options;
+    const Split& split = o.split;
+    const Layout& layout = model->layout;
+    const std::vector<UpdateRows> updates = gpt2_update_rows(model);
+
+    // Each rank's record, of its shards alone, then everybody's.
+    char* record = model->records + split.rank * model->record_bytes;
+    for (const UpdateRows& u : updates) {
+        const Bucket& b = layout.buckets[u.bucket];
+        StoredGrads grads = gpt2_summed_grads(model, u.bucket);
+        if (split.zero == 0) {
+            const size_t from = split.rank * b.shard;
+            grads.data = (const char*)grads.data + from * (grads.is_bf16 ? 2 : 4);
+            grads.first += from;
+        }
+        square_sums({(double*)record + b.shards / kChunk, grads, b.shard, u.rows}, model->stream);
+    }
+    gpt2_exchange_now(model, [&](Stream stream) {
+        device_all_gather(model->records, model->record_bytes, stream);
+    });
+    update_decision({.state = &model->state->update, .loss = &model->state->loss, .records = model->records,
+                     .record_bytes = model->record_bytes, .lanes_at = model->lanes_at, .ranks = split.world,
+                     .lanes = o.lanes, .interleaved = split.zero == 2, .ranges = model->ranges,
+                     .num_ranges = (int)layout.buckets.size(), .max_norm = max_norm,
+                     .policy = {kFp16, kLossScaleSteps, kMaxLossScale, o.skip_loss, o.skip_norm}},
+                    model->stream);
+    if (model->snapshot_under_way) { stream_wait(model->stream, model->snapshot); }
+    model->snapshot_under_way = false;
+    for (const UpdateRows& u : updates) {
+        const Bucket& b = layout.buckets[u.bucket];
+        const size_t from = split.zero == 0 ? 0 : split.rank * b.shard;
+        if (b.muon) { gpt2_update_muon(model, u, muon_lr); continue; }
+        adamw_update({.params = model->params + b.params + from * u.elem_bytes,
+                      .params_fp32 = u.elem_bytes == sizeof(float),
+                      .master = model->master ? model->master + b.state : nullptr, .m = model->m + b.state,
+                      .v = model->v + b.v, .grads = gpt2_summed_grads(model, u.bucket),
+                      .state = &model->state->update, .n = u.n, .rows = u.rows,
+                      .weight_decay = b.kind == Kind::Matrix ? o.weight_decay : 0.0f, .lr = lr,
+                      .beta1 = beta1, .beta2 = beta2, .eps = eps,
+                      .key = RoundKey{o.seed, model->step, 0, kRoundParams}, .first = b.first + from},
+                     model->stream);
+        gpt2_gather_params(model, u.bucket, u.rows.count, u.elem_bytes);
+    }
+    model->step++;
+}
+
+static DeviceState gpt2_read_state(GPT2* model) {      // waits for the device
+    DeviceState state;
+    copy_to_host(&state, model->state, sizeof(state), model->stream);
+    stream_sync(model->stream);
+    return state;
+}
+
+// == 10 writing text ==
 // The keys and values of all tokens but the last of one text, or of several that are equal: a forward of one
 // row. T is rounded up, so that few shapes occur, with tokens that a causal model does not see.
 static void decoder_prefill(GPT2* model, const std::vector<int>& text, int row, int rows) {
@@ -5046,481 +5474,7 @@ static void gpt2_write(GPT2* model, const std::vector<int>& prompt, int count, i
     }
 }
 
-// Forward, losses of every position, and mean (+)= weight * sum of losses, on the device. LossAndGrad leaves
-// dlogits of dloss * sum(losses) where the logits were.
-static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float dloss, float weight, float* mean,
-                      Accumulate acc) {
-    const Config& c = model->config;
-    const int N = B * T;
-    const Acts a = gpt2_acts(model, 0);
-    const float* loss_scale = &model->state->update.loss_scale;
-    gpt2_forward(model, B, T, nullptr, mode == ClassifierMode::LossAndGrad);
-    gpt2_logits(model, 0, N);
-    classifier({a.logits, a.losses, model->inputs.targets, dloss, loss_scale, N, c.V, c.Vp, mode},
-               model->stream);
-    loss_sum({mean, a.losses, weight, acc, N}, model->stream);
-}
-
-// Key of the last micro-step's gradients.
-static RoundKey gpt2_grad_key(const GPT2* model) {
-    return RoundKey{model->options.seed, model->step, model->micro, kRoundGrads};
-}
-
-// Where the backward puts a gradient: the buffer of the lane that the micro-step belongs to.
-static Grad gpt2_grad(GPT2* model, ParamId id, int l, Accumulate acc) {
-    const ParamAddress place = param_address(model->param_specs, model->layout, id, l);
-    const Bucket& b = model->layout.buckets[place.bucket];
-    const bool bf16 = model->options.grads_bf16 && b.kind == Kind::Matrix;
-    const int buffer = model->options.split.zero == 2 ? 0 : lane_buffer(model->lane);
-    char* data = model->grads + buffer * model->layout.grads_bytes + b.grads + place.offset * (bf16 ? 2 : 4);
-    return Grad{(float*)data, acc, bf16, gpt2_grad_key(model), b.first + place.offset};
-}
-
-// Where the sums of all micro-steps and ranks stand at the end of a step: shard `rank` of a bucket's, at ZeRO
-// stage 0 all of it.
-static StoredGrads gpt2_summed_grads(const GPT2* model, int bucket) {
-    const Options& o = model->options;
-    const Split& split = o.split;
-    const Bucket& b = model->layout.buckets[bucket];
-    if (split.zero == 2) { return {.data = model->grad_shards + b.shards}; }
-    const bool bf16 = o.grads_bf16 && b.kind == Kind::Matrix;
-    const size_t from = split.zero == 0 ? 0 : split.rank * b.shard;
-    RoundKey key = gpt2_grad_key(model);
-    if (split.world > 1) {      // summed and rounded once more, by the last micro-step of the job's list
-        key.micro = (uint32_t)(split.world * model->micro_steps - 1);
-        key.tensor = kRoundGradSums;
-    }
-    return {model->grads + b.grads + from * (bf16 ? 2 : 4), bf16, key, b.first + from};
-}
-
-// Adds this rank's finished lane to those that it completes a pair with: n elements of every buffer, from
-// `offset` bytes on. Where there are several lanes a rank, gradients are fp32.
-static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n) {
-    const int top = lane_buffer(model->lane), merges = lane_merges(model->lane, model->options.lanes);
-    if (merges == 0) { return; }
-    auto buffer = [&](int k) { return (float*)(model->grads + k * model->layout.grads_bytes + offset); };
-    LaneSum<floatX, float> a = {};
-    a.out = {buffer(top - merges), Accumulate::No};
-    a.num_chain = merges;
-    for (int k = 0; k < merges; k++) { a.chain[k] = buffer(top - merges + k); }
-    a.pieces = {.data = buffer(top)};
-    a.num_pieces = 1;
-    a.n = n;
-    lane_sum(a, model->stream);
-}
-
-static char* gpt2_exchange_memory(const GPT2* model, int place) {
-    return model->exchange + place * model->layout.largest_but_first * sizeof(float);
-}
-
-// What came from all ranks is summed, on the stream of the backward: on one beside it, its kernels and these
-// wait for each other's SMs (dev/bench/NOTES.md).
-static void gpt2_sum_bucket(GPT2* model, int bucket) {
-    const Options& o = model->options;
-    const Split& split = o.split;
-    const Bucket& b = model->layout.buckets[bucket];
-    const bool bf16 = o.grads_bf16 && b.kind == Kind::Matrix;
-    const size_t bytes = b.shard * (bf16 ? 2 : 4), first = b.first + split.rank * b.shard;
-    char* mine = model->grads + b.grads + split.rank * bytes;           // this rank's shard
-    stream_wait(model->stream, model->arrived[bucket]);
-    if (o.nccl_order && split.zero < 2) { return; }                     // NCCL has summed it
-
-    LaneSum<floatX, float> a = {};
-    a.n = b.shard;
-    auto shards = [&](int k) { return model->grad_shards + k * model->layout.shard_elems + b.shards; };
-    if (o.nccl_order) {                                                 // stage 2: a running sum
-        a.pieces = {.data = mine};
-        a.num_pieces = 1;
-        a.num_chain = model->micro >= (uint32_t)split.world;
-        a.out = {shards(0), Accumulate::No};
-        a.chain[0] = shards(0);
-        lane_sum(a, model->stream);
-        return;
-    }
-    RoundKey key = gpt2_grad_key(model);                                // of rank 0's micro-step
-    key.micro = (uint32_t)(split.zero == 2 ? model->micro - split.rank : model->micro_steps - 1);
-    const int lane = (int)key.micro, lanes = o.lanes * split.world;     // at stage 2
-    a.piece_micros = split.zero == 2 ? 1 : (uint32_t)model->micro_steps;
-    for (int r = 0; r < split.world; r += a.num_pieces) {
-        a.num_pieces = split.zero == 2 ? lane_part(lane + r, split.world - r) : split.world;
-        a.pieces = {gpt2_exchange_memory(model, model->place[bucket]) + r * bytes, bf16, key, first};
-        a.pieces.key.micro += (uint32_t)r;
-        a.out = {(float*)mine, Accumulate::No, bf16, gpt2_summed_grads(model, bucket).key, first};
-        if (split.zero == 2) {
-            a.num_chain = lane_merges(lane + r + a.num_pieces - 1, lanes) - __builtin_ctz(a.num_pieces);
-            const int bottom = lane_buffer(lane + r) - a.num_chain;
-            for (int k = 0; k < a.num_chain; k++) { a.chain[k] = shards(bottom + k); }
-            a.out = {shards(bottom), Accumulate::No};
-        }
-        lane_sum(a, model->stream);
-    }
-    if (split.zero == 0) {
-        event_record(model->summed[bucket], model->stream);
-        stream_wait(model->comm_stream, model->summed[bucket]);
-        device_all_gather(model->grads + b.grads, bytes, model->comm_stream);
-    }
-}
-
-// The backward has computed this micro-step's gradients of a bucket: they go out, and those of the bucket
-// before, which have come in the meantime, are summed. bucket -1: there is nothing more to come.
-static void gpt2_bucket_complete(GPT2* model, int bucket, bool is_last) {
-    const Options& o = model->options;
-    const Split& split = o.split;
-    if (split.world == 1 || (split.zero < 2 && !is_last)) { return; }
-    const int before = model->on_its_way;
-    model->on_its_way = bucket;
-    if (bucket >= 0) {
-        const Bucket& b = model->layout.buckets[bucket];
-        const bool bf16 = o.grads_bf16 && b.kind == Kind::Matrix;
-        char* grads = model->grads + b.grads;
-        if (split.zero < 2) { gpt2_merge_lanes(model, b.grads, b.padded); }
-        event_record(model->complete[bucket], model->stream);   // so is the sum of what stood in its place
-        stream_wait(model->comm_stream, model->complete[bucket]);
-        if (!o.nccl_order) {
-            model->place[bucket] = bucket == 0 ? 2 : model->turn++ % 2;
-            device_all_to_all(gpt2_exchange_memory(model, model->place[bucket]), grads,
-                              b.shard * (bf16 ? 2 : 4), model->comm_stream);
-        } else if (split.zero == 0) {
-            device_all_reduce((float*)grads, b.padded, model->comm_stream);
-        } else {
-            device_reduce_scatter((float*)grads, b.shard, model->comm_stream);
-        }
-        event_record(model->arrived[bucket], model->comm_stream);
-    }
-    if (before >= 0) { gpt2_sum_bucket(model, before); }
-}
-
-// What a backward pass has in common. The first micro-step stores gradients, later ones add: no memset.
-// is_last: of this rank's step; buckets then go to the other ranks as soon as they are complete.
-struct Backward {
-    GPT2* model;
-    float* scratch;
-    int B, T;
-    Accumulate acc;
-    bool is_last;
-    Grad grad(ParamId id, int l) const { return gpt2_grad(model, id, l, acc); }
-    Stream stream() const { return model->stream; }
-};
-
-// The last gradient of a layer, from dqkv in dwide.
-static void gpt2_layer_complete(const Backward& b, int l, const floatX* inp) {
-    const int N = b.B * b.T, C = b.model->config.C;
-    const Acts a = gpt2_acts(b.model, l);
-    matmul_backward_weight({b.grad(PARAM_qkvw, l), b.scratch, a.dwide, inp, N, C, 3 * C}, b.stream());
-    gpt2_bucket_complete(b.model, b.model->layout.bucket_of(Kind::Matrix, Where::Block, l), b.is_last);
-}
-
-// A branch's backward: the gradient dinp of its input `inp`, from dout, its output's, and those of its tensors,
-// but for its last bias, whose gradient the norm behind sums in passing (gpt2_norms_backward).
-// also: another gradient of the input, added to dinp, or null. Layer 0's attention is completed by gpt2_backward.
-static void gpt2_attention_backward(const Backward& b, int l, floatX* dinp, const floatX* also,
-                                    const floatX* dout, const floatX* inp) {
-    GPT2* model = b.model;
-    const int N = b.B * b.T, C = model->config.C, NH = model->config.NH;
-    const Params p = gpt2_params(model, l);
-    const Acts a = gpt2_acts(model, l);
-    Stream stream = b.stream();
-    matmul_backward_weight({b.grad(PARAM_attprojw, l), b.scratch, dout, a.atty, N, C, C}, stream);
-    matmul_backward_input({a.dnarrow, dout, p.attprojw, nullptr, nullptr, N, C, C}, stream);    // (B,T,C)
-    AttentionKeep keep = {};
-    if (model->options.dropout > 0.0) {
-        keep = gpt2_attention_keep(model, l, b.B, b.T, model->options.recompute == 0);
-    }
-    attention_backward({a.dwide, b.scratch, a.dnarrow, a.atty, a.qkv, a.att_lse, b.B, b.T, NH, C / NH, keep},
-                       stream);                                                                 // (B,T,3C)
-    bias_backward({b.grad(PARAM_qkvb, l), b.scratch, a.dwide, N, 3 * C}, stream);
-    if (l > 0) { gpt2_layer_complete(b, l, inp); }
-    matmul_backward_input({dinp, a.dwide, p.qkvw, also, nullptr, N, C, 3 * C}, stream);         // (B,T,C)
-}
-
-static void gpt2_mlp_backward(const Backward& b, int l, floatX* dinp, const floatX* dout, const floatX* inp) {
-    const Options& o = b.model->options;
-    const int N = b.B * b.T, C = b.model->config.C;
-    const Params p = gpt2_params(b.model, l);
-    const Acts a = gpt2_acts(b.model, l);
-    const bool gelu_in_gemm = o.gelu_fusion >= 2 && o.recompute == 0;
-    Stream stream = b.stream();
-    if (o.recompute >= 1) { gelu_forward({a.fch_gelu, a.fch, (size_t)N * 4 * C}, stream); }
-    matmul_backward_weight({b.grad(PARAM_fcprojw, l), b.scratch, dout, a.fch_gelu, N, 4 * C, C}, stream);
-    matmul_backward_input({a.dwide, dout, p.fcprojw, nullptr, gelu_in_gemm ? a.fch : nullptr, N, 4 * C, C},
-                          stream);                                                              // (B,T,4C)
-    if (gelu_in_gemm) { bias_backward({b.grad(PARAM_fcb, l), b.scratch, a.dwide, N, 4 * C}, stream); }
-    else { gelu_backward_inplace({a.dwide, b.grad(PARAM_fcb, l), b.scratch, a.fch, N, 4 * C}, stream); }
-    matmul_backward_weight({b.grad(PARAM_fcw, l), b.scratch, a.dwide, inp, N, C, 4 * C}, stream);
-    matmul_backward_input({dinp, a.dwide, p.fcw, nullptr, nullptr, N, C, 4 * C}, stream);       // (B,T,C)
-}
-
-// Through a point's norms: dresidual, the gradient of what the stream becomes behind x, becomes that of x. It
-// is the gradient of the branches that were added at x, too; with dropout or a stream in fp32 theirs go to
-// dbranch. In passing it sums the columns of those: the gradients of the branches' last biases.
-static void gpt2_norms_backward(const Backward& b, const ResidualPoint& x, Accumulate acc) {
-    const Config& c = b.model->config;
-    const Acts a = gpt2_acts(b.model, 0);
-    const int N = b.B * b.T;
-    const bool drops = b.model->options.dropout > 0.0;
-    const floatX* const dout[2] = {a.dnarrow, a.dnarrow2};
-    floatX* const dbranch[2] = {a.dbranch, a.dbranch2};
-    NormBackward<floatX, float> n = {};
-    n.dresidual = (floatX*)a.dresidual;
-    n.dresidual_acc = acc;
-    for (int k = 0; k < x.norms; k++) {
-        n.y[k].dout = dout[k];
-        n.y[k].weight = x.y[k].weight;
-        n.y[k].dweight = b.grad(x.weight[k], x.layer);
-        if (x.y[k].bias) { n.y[k].dbias = b.grad(x.bias[k], x.layer); }
-    }
-    for (int k = 0; k < std::max(x.branches, 1); k++) {
-        if (drops || residual_apart(c)) { n.branch[k].dout = dbranch[k]; }
-        if (drops) { n.branch[k].dropout = gpt2_dropout(b.model, x, k, N); }
-        if (x.branches == 0) { continue; }                          // the embedding
-        const ParamId bias = x.branch[k] == Branch::Attention ? PARAM_attprojb : PARAM_fcprojb;
-        n.branch[k].dbias = b.grad(bias, x.added_layer);
-    }
-    n.scratch = b.scratch;
-    n.inp = (floatX*)x.sum;
-    n.mean = x.mean, n.rstd = x.rstd;
-    n.kind = c.norm, n.N = N, n.C = c.C;
-    n.residual_fp32 = residual_apart(c);
-    norm_backward(n, b.stream());
-}
-
-// Gradients of every parameter from dlogits, in the forward's order reversed.
-static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_last) {
-    const Config& c = model->config;
-    const Options& o = model->options;
-    const int N = B * T, C = c.C;
-    const bool apart = o.dropout > 0.0 || residual_apart(c);    // branches' gradients from the stream's
-    Stream stream = model->stream;
-    Backward b = {model, model->scratch, B, T, acc, is_last};
-    auto recompute = [&](const ResidualPoint& x) {
-        if (o.recompute >= 2) { norm_forward(point_norms(model, x, N), stream); }
-    };
-    auto complete = [&](Kind kind) {
-        gpt2_bucket_complete(model, model->layout.bucket_of(kind, Where::Global, 0), is_last);
-    };
-
-    const Params p = gpt2_params(model, 0);
-    const Acts shared = gpt2_acts(model, 0);                    // of which every layer has the same
-    floatX *const dln1 = shared.dnarrow, *const dln2 = shared.dnarrow2, *dresidual = (floatX*)shared.dresidual;
-    floatX *const dbranch = apart ? shared.dbranch : dresidual, *const dbranch2 = apart ? shared.dbranch2 : dresidual;
-    // wte's first part, the LM head's; the embedding's comes last. bf16 is rounded once, so there they meet
-    // in scratch, which begins with a place for them.
-    const size_t wte_elems = model->param_specs[PARAM_wte].elems;
-    Grad dwte = o.grads_bf16 ? Grad{b.scratch, Accumulate::No} : b.grad(PARAM_wte, 0);
-    if (o.grads_bf16) { b.scratch += wte_elems; }
-    matmul_backward_weight({dwte, b.scratch, shared.logits, shared.lnf, N, C, c.Vp}, stream);
-    matmul_backward_input({shared.dnarrow, shared.logits, p.wte, nullptr, nullptr, N, C, c.Vp}, stream);
-    gpt2_norms_backward(b, point_after_layer(model, c.L - 1), Accumulate::No);                  // lnf
-    for (int l = c.L - 1; l >= 0; l--) {
-        const Acts a = gpt2_acts(model, l);
-        const ResidualPoint x = point_before_layer(model, l);
-        if (c.block == Block::Sequential) {
-            const ResidualPoint mid = point_after_attention(model, l);
-            recompute(mid);
-            gpt2_mlp_backward(b, l, dln1, dbranch, a.ln2);
-            gpt2_norms_backward(b, mid, Accumulate::Yes);                                       // ln2
-            recompute(x);
-            gpt2_attention_backward(b, l, dln1, nullptr, dbranch, a.ln1);
-        } else {
-            const bool tied = c.block == Block::ParallelTied;       // both branches' gradients are ln1's
-            recompute(x);
-            gpt2_mlp_backward(b, l, dln2, dbranch2, tied ? a.ln1 : a.ln2);
-            gpt2_attention_backward(b, l, dln1, tied ? dln2 : nullptr, dbranch, a.ln1);
-        }
-        gpt2_norms_backward(b, x, Accumulate::Yes);                                             // ln1, or both
-    }
-
-    // The embedding goes to the other ranks before layer 0's last gradients are computed: it is by far the
-    // largest bucket, and travels behind them.
-    complete(Kind::Norm);
-    complete(Kind::Bias);
-    dwte.acc = Accumulate::Yes;
-    encoder_backward({dwte, b.grad(PARAM_wpe, 0), b.scratch, dbranch, model->buckets, B, T, c.maxT, C}, stream);
-    if (o.grads_bf16) { grad_accumulate({b.grad(PARAM_wte, 0), dwte.data, wte_elems}, stream); }
-    complete(Kind::Matrix);
-    gpt2_layer_complete(b, 0, shared.ln1);
-    gpt2_bucket_complete(model, -1, is_last);
-}
-
-// One of this rank's micro-steps, number `micro` of `micro_steps`: gradients of the mean loss over the total
-// batch.
-static void gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, int B, int T, int micro,
-                            int micro_steps) {
-    const Options& o = model->options;
-    const Split& split = o.split;
-    const int per_lane = micro_steps / o.lanes;
-    const bool begins_lane = micro % per_lane == 0, ends_lane = micro % per_lane == per_lane - 1;
-    const bool is_last = micro == micro_steps - 1;
-    const float weight = (float)(1.0 / ((double)B * T * micro_steps * split.world));
-    model->lane = micro / per_lane;
-    model->micro_steps = micro_steps;
-    // its number in the job's list
-    model->micro = (uint32_t)(split.zero == 2 ? micro * split.world + split.rank
-                                              : split.rank * micro_steps + micro);
-    float* loss = (float*)(model->records + split.rank * model->record_bytes + model->lanes_at) + model->lane;
-    const Accumulate add = begins_lane ? Accumulate::No : Accumulate::Yes;
-    gpt2_set_inputs(model, tokens, targets, B, T, ClassifierMode::LossAndGrad);
-    gpt2_loss(model, B, T, ClassifierMode::LossAndGrad, weight, weight, loss, add);
-    gpt2_backward(model, B, T, split.zero == 2 ? Accumulate::No : add, is_last);
-    const bool exchanged = split.world > 1 && (split.zero == 2 || is_last);
-    if (ends_lane && !exchanged) { gpt2_merge_lanes(model, 0, model->layout.elems); }
-    if (is_last) { model->lane = 0; }           // the sums stand in buffer 0 now
-}
-
-// Buckets that are updated in one launch, one row each, in the order in which the next forward needs them. At
-// ZeRO stage 0 a row is a whole bucket, else this rank's shard.
-struct UpdateRows { int bucket; size_t n; size_t elem_bytes; Rows rows; };
-static std::vector<UpdateRows> gpt2_update_rows(const GPT2* model) {
-    const Layout& layout = model->layout;
-    const int zero = model->options.split.zero, L = model->config.L;
-    std::vector<UpdateRows> all;
-    for (int bucket : {L + 2, L + 1, 0, 1}) {
-        const Bucket& b = layout.buckets[bucket];
-        UpdateRows r = {bucket, zero == 0 ? b.padded : b.shard, b.elem_bytes, {}};
-        if (bucket == 1 && L > 1) {
-            const Bucket& next = layout.buckets[2];
-            r.rows = {L, next.params - b.params,
-                      zero == 2 ? b.shard * sizeof(float) : next.grads - b.grads, next.first - b.first};
-        }
-        all.push_back(r);
-    }
-    return all;
-}
-
-// Data between the ranks that what follows on the stream waits for.
-template <class Exchange> static void gpt2_exchange_now(GPT2* model, Exchange exchange) {
-    if (model->options.split.world == 1) { return; }
-    event_record(model->exchange_begins, model->stream);
-    stream_wait(model->comm_stream, model->exchange_begins);
-    exchange(model->comm_stream);
-    event_record(model->exchange_ends, model->comm_stream);
-    stream_wait(model->stream, model->exchange_ends);
-}
-
-// Parameters of `count` buckets from `first` on, of which this rank has updated its shards, go round, while
-// the next forward runs.
-static void gpt2_gather_params(GPT2* model, int first, int count, size_t elem_bytes) {
-    const Split& split = model->options.split;
-    if (split.world == 1 || split.zero == 0) { return; }
-    event_record(model->updated[first], model->stream);
-    stream_wait(model->comm_stream, model->updated[first]);
-    for (int bucket = first; bucket < first + count; bucket++) {
-        const Bucket& b = model->layout.buckets[bucket];
-        device_all_gather(model->params + b.params, b.shard * elem_bytes, model->comm_stream);
-        event_record(model->gathered[bucket], model->comm_stream);
-    }
-}
-
-// Orthogonalises the matrices of `layers` layers where they stand, one shape after the other; `updates` is
-// where the first layer's bucket begins.
-static void gpt2_orthogonalise(GPT2* model, muonX* updates, int layers) {
-    const Config& c = model->config;
-    const size_t stride = model->layout.buckets[1].padded;
-    const MuonShare share = muon_share(model->layout, c, model->options.split);
-    auto place = [&](int i) { return model->muon_products + i * share.place; };
-    for (const MuonShape& s : muon_shapes(model->param_specs, stride, layers)) {
-        muon_orthogonalise({.out = updates, .inp = updates, .x = (muonX*)place(0), .y = (muonX*)place(1),
-                            .gram = (muonX*)place(2), .poly = (muonX*)place(3), .sums = (double*)place(4),
-                            .places = s.places, .rows = s.rows, .cols = s.cols,
-                            .steps = model->options.muon_steps, .layers_all = c.L}, model->stream);
-    }
-}
-
-// Muon's part of an update, the rows of u. A matrix is orthogonalised whole by one rank, so its bits do not
-// depend on how many there are.
-static void gpt2_update_muon(GPT2* model, const UpdateRows& u, double lr) {
-    const Options& o = model->options;
-    const Split& split = o.split;
-    const MuonShare share = muon_share(model->layout, model->config, split);
-    muonX* updates = (muonX*)model->muon_updates;
-    for (int first = 0; first < u.rows.count; first += share.together) {
-        const int layers = std::min(share.together, u.rows.count - first), bucket = u.bucket + first;
-        const Bucket& b = model->layout.buckets[bucket];
-        const size_t from = split.zero == 0 ? 0 : split.rank * b.shard;
-        Rows rows = u.rows;
-        rows.count = layers;
-        muon_momentum({.update = updates + from, .m = model->m + b.state,
-                       .grads = gpt2_summed_grads(model, bucket), .state = &model->state->update, .n = u.n,
-                       .update_row = b.padded, .rows = rows, .momentum = o.muon_momentum}, model->stream);
-        if (split.zero >= 1) {
-            gpt2_exchange_now(model, [&](Stream stream) {
-                for (int l = 0; l < layers; l++) {
-                    device_all_gather(updates + l * b.padded, b.shard * sizeof(muonX), stream);
-                }
-            });
-        }
-        const int mine = split.rank * share.each, count = std::min(share.each, layers - mine);
-        if (count > 0) { gpt2_orthogonalise(model, updates + mine * b.padded, count); }
-        gpt2_exchange_now(model, [&](Stream stream) {
-            device_all_gather(updates, share.each * b.padded * sizeof(muonX), stream);
-        });
-        muon_update({.params = model->params + b.params + from * u.elem_bytes,
-                     .master = model->master ? model->master + b.state : nullptr, .update = updates + from,
-                     .state = &model->state->update, .n = u.n, .update_row = b.padded, .rows = rows,
-                     .weight_decay = o.muon_decay, .lr = lr,
-                     .key = RoundKey{o.seed, model->step, 0, kRoundParams}, .first = b.first + from},
-                    model->stream);
-        gpt2_gather_params(model, bucket, layers, u.elem_bytes);
-    }
-}
-
-// Norm, the decision to skip, AdamW and Muon: all decided on the device, from the same numbers on every rank.
-static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, double eps, float max_norm,
-                        double muon_lr = 0.0) {
-    const Options& o = model->options;
-    const Split& split = o.split;
-    const Layout& layout = model->layout;
-    const std::vector<UpdateRows> updates = gpt2_update_rows(model);
-
-    // Each rank's record, of its shards alone, then everybody's.
-    char* record = model->records + split.rank * model->record_bytes;
-    for (const UpdateRows& u : updates) {
-        const Bucket& b = layout.buckets[u.bucket];
-        StoredGrads grads = gpt2_summed_grads(model, u.bucket);
-        if (split.zero == 0) {
-            const size_t from = split.rank * b.shard;
-            grads.data = (const char*)grads.data + from * (grads.is_bf16 ? 2 : 4);
-            grads.first += from;
-        }
-        square_sums({(double*)record + b.shards / kChunk, grads, b.shard, u.rows}, model->stream);
-    }
-    gpt2_exchange_now(model, [&](Stream stream) {
-        device_all_gather(model->records, model->record_bytes, stream);
-    });
-    update_decision({.state = &model->state->update, .loss = &model->state->loss, .records = model->records,
-                     .record_bytes = model->record_bytes, .lanes_at = model->lanes_at, .ranks = split.world,
-                     .lanes = o.lanes, .interleaved = split.zero == 2, .ranges = model->ranges,
-                     .num_ranges = (int)layout.buckets.size(), .max_norm = max_norm,
-                     .policy = {kFp16, kLossScaleSteps, kMaxLossScale, o.skip_loss, o.skip_norm}},
-                    model->stream);
-    if (model->snapshot_under_way) { stream_wait(model->stream, model->snapshot); }
-    model->snapshot_under_way = false;
-    for (const UpdateRows& u : updates) {
-        const Bucket& b = layout.buckets[u.bucket];
-        const size_t from = split.zero == 0 ? 0 : split.rank * b.shard;
-        if (b.muon) { gpt2_update_muon(model, u, muon_lr); continue; }
-        adamw_update({.params = model->params + b.params + from * u.elem_bytes,
-                      .params_fp32 = u.elem_bytes == sizeof(float),
-                      .master = model->master ? model->master + b.state : nullptr, .m = model->m + b.state,
-                      .v = model->v + b.v, .grads = gpt2_summed_grads(model, u.bucket),
-                      .state = &model->state->update, .n = u.n, .rows = u.rows,
-                      .weight_decay = b.kind == Kind::Matrix ? o.weight_decay : 0.0f, .lr = lr,
-                      .beta1 = beta1, .beta2 = beta2, .eps = eps,
-                      .key = RoundKey{o.seed, model->step, 0, kRoundParams}, .first = b.first + from},
-                     model->stream);
-        gpt2_gather_params(model, u.bucket, u.rows.count, u.elem_bytes);
-    }
-    model->step++;
-}
-
-static DeviceState gpt2_read_state(GPT2* model) {      // waits for the device
-    DeviceState state;
-    copy_to_host(&state, model->state, sizeof(state), model->stream);
-    stream_sync(model->stream);
-    return state;
-}
-
-// == 9 checkpoint ==
+// == 11 checkpoint ==
 // What all ranks find, rank 0 says.
 __attribute__((format(printf, 1, 2))) static void warn(const char* fmt, ...) {
     if (comm.rank != 0) { return; }
@@ -6347,7 +6301,7 @@ static void checkpoint_resume(GPT2* model, Checkpoint* c, const std::string& fol
     }
 }
 
-// == 10 run configuration ==
+// == 12 run configuration ==
 struct RunConfig {
     const char *train_data, *val_data, *model, *output_dir, *max_steps_text, *prompt;
     int B, T, recompute, gelu_fusion, residual_dtype, grad_dtype, block, norm;
@@ -6932,7 +6886,7 @@ static Options run_options() {
     return o;
 }
 
-// == 11 training loop ==
+// == 13 training loop ==
 // SIGINT, SIGTERM, SIGHUP, SIGUSR1 (which schedulers send before the end) and SIGPIPE (nobody reads stdout,
 // and from then on it is not needed) stop a training run. The loop looks at the request between micro-steps,
 // validation batches and generated tokens: a step that is not complete is dropped without an update, because
@@ -7622,7 +7576,7 @@ static void train(Training* t) {
     pinned_free(reports.slots);
 }
 
-// == 12 main ==
+// == 14 main ==
 #ifndef TESTING
 // A folder with the line of a step in its main.log; what a start that failed left behind is no run.
 static bool holds_run(const std::string& main_log) {
