@@ -955,10 +955,10 @@ def test_fixed_flags():
 def test_other_runs():
     """Other data, a folder with a run but without -y, folders without a run."""
     folder = stopped_run("ours")
-    os.mkdir("elsewhere")
+    os.mkdir("same_names")
 
     def named_so(name):
-        return "elsewhere/" + name
+        return "same_names/" + name
     for i, rows in enumerate(ROWS):
         write_shard(f"other_{i}.bin", sentences(10 + i, rows * T_ROWS + 2 + i))
         write_shard(f"more_{i}.bin", sentences(10 + i, rows * T_ROWS + 1 + i))
