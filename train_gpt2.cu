@@ -7889,8 +7889,9 @@ static void start_training(Training* t, Checkpoint* resumed, const char* program
                 {"program", t->program}, {"started in", t->start}});
     if (t->saves) {
         const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < run.max_steps;
+        const int every = run.on_bad_loss == 1 ? std::max(1, run.checkpoint_every) : 1;
         saver_init(&t->saver, &t->model, &t->logger, folder, at_once,
-                   {run.keep, run.major_every, std::max(1, run.checkpoint_every), t->saver.retention.bad});
+                   {run.keep, run.major_every, every, t->saver.retention.bad});
     }
     if (run.resumed) {
         t->step = t->saver.step = resumed->step;

@@ -668,7 +668,8 @@ def test_left_overs():
     os.rename(f"{folder}/DONE_{steps[1]:08d}", f"{folder}/HALF_{steps[1]:08d}")
     os.remove(f"{folder}/model_{steps[1]:08d}.bin")
     write_bytes(f"{folder}/HALF_{steps[2]:08d}", b"")
-    for name in ("DONE_00000007", "run.json", "model_00000007.bin", "state_00000008_00000.bin"):
+    for name in ("DONE_00000007", "run.json", "model_00000007.bin", "state_00000008_00000.bin",
+                 "metrics.jsonl.cut"):
         write_bytes(f"{folder}/{name}.{2**22 + 7}.3.part", b"half")
     write_bytes(f"{folder}/HALF_00000008", b"")
     write_bytes(f"{folder}/model_00000008.bin", b"of the same save as its state")
@@ -955,10 +956,10 @@ def test_fixed_flags():
 def test_other_runs():
     """Other data, a folder with a run but without -y, folders without a run."""
     folder = stopped_run("ours")
-    os.mkdir("elsewhere")
+    os.mkdir("same_names")
 
     def named_so(name):
-        return "elsewhere/" + name
+        return "same_names/" + name
     for i, rows in enumerate(ROWS):
         write_shard(f"other_{i}.bin", sentences(10 + i, rows * T_ROWS + 2 + i))
         write_shard(f"more_{i}.bin", sentences(10 + i, rows * T_ROWS + 1 + i))

@@ -255,7 +255,7 @@ static inline std::string checkpoint_check(const std::string& folder, int64_t st
 struct Retention {
     int keep;                           // so many of the last ones; 0: all
     int major;                          // and all whose step is a multiple of this; 0: none
-    int every;                          // a checkpoint is saved at multiples of this, 1 or more
+    int every;                          // the run goes back to multiples of this only; at least 1
     std::set<int64_t> bad;              // these are none, as they were found damaged
 };
 

@@ -158,6 +158,7 @@ static inline void logger_go_back(Logger* log, int64_t step, int rewinds = 0, in
         }
     }
     for (int i = 0; i < 2; i++) {
+        atomic_remove_stale(log->folder + "/" + kLogNames[i] + ".cut");     // of a kill in these lines
         FILE* f = i == 0 ? log->main_log : log->metrics;
         const bool lacks = now.end[i] == std::string::npos;
         const size_t end = restores ? 0 : lacks ? now.text[i].rfind('\n') + 1 : now.end[i];    // no half line
