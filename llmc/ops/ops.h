@@ -1,7 +1,7 @@
 /*
 Every operation of a GPT-2 training step, once: what it takes and what it gives. Two sides implement it:
 CUDA kernels (train_gpt2.cu, section 6) and their twins in plain loops (cpu_ops.h, the specification).
-Both are compiled against the structs below, and the model (section 8) calls either by the same name:
+Both are compiled against the structs below, and the model (section 9) calls either by the same name:
 
     matmul_forward({out, inp, weight, bias, nullptr, nullptr, N, C, OC}, stream);
 
@@ -168,7 +168,7 @@ template <class X, class S> struct LossSum {            // mean (+)= weight * su
     int N;
 };
 
-// Gradients of lanes (section 7): out = chain[0] + (chain[1] + (... + sum of the pieces)), where pieces are
+// Gradients of lanes (section 8): out = chain[0] + (chain[1] + (... + sum of the pieces)), where pieces are
 // summed in pairs, (0 + 1) + (2 + 3) and so on, and an odd one out moves up a level. Both are parts of one
 // tree.
 template <class X, class S> struct LaneSum {
