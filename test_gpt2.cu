@@ -266,8 +266,8 @@ static void accumulate_batch(GPT2* model, const int* x, const int* y, int B, int
 
 // While there is one, an FP32 build, too, lets a stream in fp32 go its own way.
 struct StreamApart {
-    StreamApart() { fp32_builds_follow = true; }
-    ~StreamApart() { fp32_builds_follow = false; }
+    StreamApart() { hooks.fp32_builds_follow = true; }
+    ~StreamApart() { hooks.fp32_builds_follow = false; }
 };
 
 static Config with_fp32_stream(Config c) {
@@ -503,16 +503,16 @@ static void check_layout(const ParamSpec* specs, const Config& c, const Split& s
     for (int i = 0; i < NUM_PARAMS; i++) {
         const ParamSpec& s = specs[i];
         for (int l = 0; l < s.copies; l++) {
-            const ParamAddress place = param_address(specs, layout, i, l);
+            const ParamAddress at = param_address(specs, layout, i, l);
             const ParamAddress there = param_address(specs, alone, i, l);
-            const Bucket& b = layout.buckets[place.bucket];
-            good = good && b.kind == s.kind && place.offset % 128 == 0 && place.offset == there.offset &&
-                   place.offset + s.elems <= b.elems && place.bucket == there.bucket;
+            const Bucket& b = layout.buckets[at.bucket];
+            good = good && b.kind == s.kind && at.offset % 128 == 0 && at.offset == there.offset &&
+                   at.offset + s.elems <= b.elems && at.bucket == there.bucket;
             // wte and wpe, then layer by layer; vectors of all layers behind
             const int expected = s.kind == Kind::Matrix ? (i <= PARAM_wpe ? 0 : 1 + l)
                                : s.elem_bytes == 4 && strncmp(s.name, "ln", 2) == 0 ? c.L + 2 : c.L + 1;
-            good = good && place.bucket == expected;
-            taken[place.bucket].push_back({place.offset, place.offset + s.elems});
+            good = good && at.bucket == expected;
+            taken[at.bucket].push_back({at.offset, at.offset + s.elems});
         }
     }
     CHECK(good, "%s: a tensor's place", what.c_str());
@@ -982,10 +982,10 @@ static void test_muon_updates(const Config& c) {
     gpt2_free(&model);
 
     const std::vector<float> together = short_run(c, o, B, c.maxT, 3);
-    const size_t usual = muon_bytes;
-    muon_bytes = 1;
+    const size_t usual = hooks.muon_bytes;
+    hooks.muon_bytes = 1;
     CHECK(same_bits(together, short_run(c, o, B, c.maxT, 3)), "one layer at a time has other bits");
-    muon_bytes = usual;
+    hooks.muon_bytes = usual;
     CHECK(same_bits(together, short_run(c, o, B, c.maxT, 3)), "two equal runs differ");
 }
 
@@ -2491,10 +2491,10 @@ static void test_attention_forms() {
         {30000, 64, "plain"}};
     select_kernels(true, true);
     for (auto& l : limits) {
-        shared_memory_cap = l.cap;
+        hooks.shared_memory = l.cap;
         for (double p : {0.0, 0.1}) { test_attention(2, 33, 2, l.HS, l.form, p); }
     }
-    shared_memory_cap = SIZE_MAX;
+    hooks.shared_memory = SIZE_MAX;
     for (int HS : {0, -1, 513}) { CHECK(!attention_error(HS).empty(), "head size %d is taken", HS); }
     select_kernels(false, false);
 }
@@ -3017,12 +3017,12 @@ static void test_kernels() {
     }
     TEST("kernels: norms of the residual stream") {
         for (int C : {8, 40, 768}) { test_norm(7, C); }
-        norm_blocks_cap = 2;                    // few rows then go through all stages
+        hooks.norm_blocks = 2;                    // few rows then go through all stages
         test_norm(11, (kNormMaxThreads + 1) * kWidth);      // a vector more than a block has threads
         if (!small_shapes) {
             for (int C : {40, 768, kNormMaxThreads * kWidth}) { test_norm(29, C); }
         }
-        norm_blocks_cap = INT_MAX;
+        hooks.norm_blocks = INT_MAX;
         if (!small_shapes) {
             test_norm(1, 768);
             // on both sides of what a lane's vectors hold, with branches, without, and of GPT-2's forms

@@ -113,15 +113,25 @@ constexpr int kMaxSkipsInARow = 20;
 constexpr int kMaxRewinds = 3;              // --on-bad-loss rewind: then the run stops all the same
 constexpr int64_t kLargestCount = 1000000000000000;     // of steps, tokens, samples
 
+constexpr size_t kMuonBytes = (size_t)576 << 20;        // of memory beside a step's: see muon_share
+
+// Limits that only tests change, so that small shapes meet what large ones do.
+static struct TestHooks {
+    size_t shared_memory = SIZE_MAX;        // bytes that a block may ask for
+    int norm_blocks = INT_MAX;              // of the norms' backward: few rows then take many rounds
+    size_t muon_bytes = kMuonBytes;
+    bool fp32_builds_follow = false;        // a stream in fp32 takes the way of 16-bit builds
+} hooks;
+
 // == 3 shapes and tables ==
 // The model is two tables. Everything that walks over tensors (allocation, init, AdamW, norm, checkpoints,
 // memory report, tests) walks over these. What a row says is explained in llmc/model/layout.h.
+
 // Has the stream a type of its own? Then the norms add the branches to it, the first of which is the
 // embedding, and each branch has a gradient of its own beside the stream's. In an FP32 build all is fp32
 // anyway; tests let it go that way, too, to the same numbers.
-static bool fp32_builds_follow = false;
-static bool residual_apart(const Config& c) {
-    return c.residual_fp32 && (kLowPrecision || fp32_builds_follow);
+static bool has_fp32_residual(const Config& c) {
+    return c.residual_fp32 && (kLowPrecision || hooks.fp32_builds_follow);
 }
 
 // The order is the checkpoint's order: append nothing in the middle. Rows beyond the live ones are padding:
@@ -231,7 +241,7 @@ static void param_specs(ParamSpec* specs, const Config& c) {
 // Of an element
 template <class T> static size_t act_bytes(T*, const Config&) { return sizeof(T); }
 static size_t act_bytes(void*, const Config& c) {
-    return residual_apart(c) ? sizeof(float) : sizeof(floatX);
+    return has_fp32_residual(c) ? sizeof(float) : sizeof(floatX);
 }
 
 // Returns bytes.
@@ -239,7 +249,7 @@ static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recom
                         bool drops = false) {
     const size_t N = (size_t)B * T, C = c.C, NH = c.NH, Vp = c.Vp;
     const size_t sequential = c.block == Block::Sequential, parallel = !sequential;
-    const size_t second = c.block != Block::ParallelTied, apart = drops || residual_apart(c);
+    const size_t second = c.block != Block::ParallelTied, apart = drops || has_fp32_residual(c);
     const size_t dropout = trains && drops;
     const bool ALWAYS = trains;
     auto SAVED = [=](int level) { return trains && recompute < level; };
@@ -325,15 +335,14 @@ template <class Args> static void check_width(const Args& a, size_t n) {
 }
 
 // The most bytes of shared memory that a block may ask for: 227 KiB on Hopper, 163 on an A100, 99 on most
-// others. Tests lower the cap.
-static size_t shared_memory_cap = SIZE_MAX;
+// others.
 static size_t shared_memory_limit() {
     static const int limit = [] {
         int bytes = 0;
         cudaCheck(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_place));
         return bytes;
     }();
-    return std::min((size_t)limit, shared_memory_cap);
+    return std::min((size_t)limit, hooks.shared_memory);
 }
 
 // What the copy engine is told about a tensor of 16-bit elements: its sizes and the box that it copies,
@@ -1062,8 +1071,7 @@ static void norm_forward(const NormForwardX& a, Stream stream) {
 }
 
 // Most blocks of the backward, and so rows of partials: 3 for each of the GPU's SMs.
-static int norm_blocks_cap = INT_MAX;           // tests lower it: few rows then take many rounds
-static int norm_most_blocks() { return std::min(3 * device_sm_count, norm_blocks_cap); }
+static int norm_most_blocks() { return std::min(3 * device_sm_count, hooks.norm_blocks); }
 // sums: of columns, two for each norm and one for each branch.
 static size_t norm_backward_scratch_bytes(int N, int C, int sums) {
     return (size_t)std::min(N, norm_most_blocks()) * sums * C * sizeof(float);
@@ -4043,9 +4051,9 @@ struct GPT2 {
     std::vector<Event> summed;
     std::vector<Event> updated, gathered;       // of its parameters: this rank's shard; all of them
     Event exchange_begins, exchange_ends;       // of what the stream waits for at once
-    std::vector<int> place;             // where the ranks' data of a bucket come to
-    uint32_t turn;
-    int on_its_way;                     // bucket that is being exchanged; -1: none
+    std::vector<int> slot;              // of the exchange memory: where the ranks' data of a bucket come to
+    uint32_t next_slot;                 // counts: two slots take turns, and the embedding has a third
+    int bucket_in_flight;               // that is being exchanged; -1: none
 };
 
 // The `tensor` of a RoundKey; elements count through all buckets (Bucket::first).
@@ -4089,7 +4097,7 @@ static Decoder decoder_layout(char* base, const Config& c, int T, int rows) {
     take(&d.keys, cache);
     take(&d.values, cache);
     floatX* residual;
-    take(&residual, n * C * (residual_apart(c) ? sizeof(float) / sizeof(floatX) : 1));
+    take(&residual, n * C * (has_fp32_residual(c) ? sizeof(float) / sizeof(floatX) : 1));
     d.residual = residual;
     take(&d.branches, 2 * n * C);
     take(&d.normalised, 2 * n * C);
@@ -4150,20 +4158,19 @@ static size_t record_bytes(const Layout& layout, int lanes) {
     return round_up(record_lanes_at(layout) + lanes * sizeof(float), kAlign);
 }
 
-// Muon works on `together` layers at a time, so that its memory is bounded: each rank orthogonalises the
-// matrices of `each` of them, rank 0 of the first ones. A buffer has room for all their matrices (a bucket's
-// padded elements a layer), for what the momentum gives, whose shards the ranks gather, and for what comes of
-// it, which they gather again; four places, of 4 C C elements for each of the rank's layers, are for the
-// products of one shape. Layers cost alike, so the ranks' work differs by a layer at most: 12 layers on 8
-// ranks are two for each of six of them. One GPU, 16 bits: 396 MB for 124M, 573 MB for 1558M.
-static size_t muon_bytes = (size_t)576 << 20;   // of all this, if a layer each is not more; tests set it
+// Muon works on `together` layers at a time, so that its memory stays below kMuonBytes if one layer's does.
+// Each rank orthogonalises the matrices of `each` of them, rank 0 those of the first. A buffer has room for
+// all their matrices (a bucket's padded elements a layer), for what the momentum gives and for what comes of
+// it: the ranks gather the shards of both. Four places, of 4 C C elements for each of the rank's layers, are
+// for the products of one shape. Layers cost alike, so the ranks' work differs by a layer at most: 12 layers
+// on 8 ranks are two for each of six of them. One GPU, 16 bits: 396 MB for 124M, 573 MB for 1558M.
 struct MuonShare { int each, together; size_t elems, place, sums; };    // elems: of the buffer; bytes: others
 static MuonShare muon_share(const Layout& layout, const Config& c, const Split& split) {
     static_assert(kMuonParts <= 4, "a place for fc's matrix is one for so many of a fourth of its size");
     const size_t padded = layout.buckets[1].padded, squares = (size_t)4 * c.C * c.C;
     const size_t least = (split.world * padded + 4 * squares) * sizeof(muonX);     // with a layer each
     const int at_once = ceil_div(c.L, split.world);                     // if there is memory
-    const int most = (int)std::min((size_t)at_once, std::max((size_t)1, muon_bytes / least));
+    const int most = (int)std::min((size_t)at_once, std::max((size_t)1, hooks.muon_bytes / least));
     const int each = ceil_div(at_once, ceil_div(at_once, most));        // turns of equal length
     const size_t chunks = 4 * ceil_div((size_t)c.C * c.C, kChunk);
     return {each, each * split.world, each * split.world * padded,
@@ -4332,9 +4339,9 @@ static void gpt2_reset(GPT2* model, const TrainingBytes& training) {
     copy_to_device(model->ranges, ranges.data(), ranges.size() * sizeof(ChunkRange), model->stream);
     stream_sync(model->stream);
     model->lane = 0;
-    model->place.assign(layout.buckets.size(), 0);
-    model->turn = 0;
-    model->on_its_way = -1;
+    model->slot.assign(layout.buckets.size(), 0);
+    model->next_slot = 0;
+    model->bucket_in_flight = -1;
     model->micro_steps_staged = 0;
     model->step = model->micro = 0;
     model->snapshot_under_way = false;
@@ -4474,12 +4481,12 @@ static RoundKey gpt2_grad_key(const GPT2* model) {
 
 // Where the backward puts a gradient: the buffer of the lane that the micro-step belongs to.
 static Grad gpt2_grad(GPT2* model, ParamId id, int l, Accumulate acc) {
-    const ParamAddress place = param_address(model->param_specs, model->layout, id, l);
-    const Bucket& b = model->layout.buckets[place.bucket];
+    const ParamAddress at = param_address(model->param_specs, model->layout, id, l);
+    const Bucket& b = model->layout.buckets[at.bucket];
     const bool bf16 = model->options.grads_bf16 && b.kind == Kind::Matrix;
     const int buffer = model->options.split.zero == 2 ? 0 : lane_buffer(model->lane);
-    char* data = model->grads + buffer * model->layout.grads_bytes + b.grads + place.offset * (bf16 ? 2 : 4);
-    return Grad{(float*)data, acc, bf16, gpt2_grad_key(model), b.first + place.offset};
+    char* data = model->grads + buffer * model->layout.grads_bytes + b.grads + at.offset * (bf16 ? 2 : 4);
+    return Grad{(float*)data, acc, bf16, gpt2_grad_key(model), b.first + at.offset};
 }
 
 // Where the sums of all micro-steps and ranks stand at the end of a step: shard `rank` of a bucket's, at ZeRO
@@ -4515,8 +4522,8 @@ static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n) {
     lane_sum(a, model->stream);
 }
 
-static char* gpt2_exchange_memory(const GPT2* model, int place) {
-    return model->exchange + place * model->layout.largest_but_first * sizeof(float);
+static char* gpt2_exchange_slot(const GPT2* model, int slot) {
+    return model->exchange + slot * model->layout.largest_but_first * sizeof(float);
 }
 
 // What came from all ranks is summed, on the stream of the backward: on one beside it, its kernels and these
@@ -4549,7 +4556,7 @@ static void gpt2_sum_bucket(GPT2* model, int bucket) {
     a.piece_micros = split.zero == 2 ? 1 : (uint32_t)model->micro_steps;
     for (int r = 0; r < split.world; r += a.num_pieces) {
         a.num_pieces = split.zero == 2 ? lane_part(lane + r, split.world - r) : split.world;
-        a.pieces = {gpt2_exchange_memory(model, model->place[bucket]) + r * bytes, bf16, key, first};
+        a.pieces = {gpt2_exchange_slot(model, model->slot[bucket]) + r * bytes, bf16, key, first};
         a.pieces.key.micro += (uint32_t)r;
         a.out = {(float*)mine, Accumulate::No, bf16, gpt2_summed_grads(model, bucket).key, first};
         if (split.zero == 2) {
@@ -4573,8 +4580,8 @@ static void gpt2_bucket_complete(GPT2* model, int bucket, bool is_last) {
     const Options& o = model->options;
     const Split& split = o.split;
     if (split.world == 1 || (split.zero < 2 && !is_last)) { return; }
-    const int before = model->on_its_way;
-    model->on_its_way = bucket;
+    const int before = model->bucket_in_flight;
+    model->bucket_in_flight = bucket;
     if (bucket >= 0) {
         const Bucket& b = model->layout.buckets[bucket];
         const bool bf16 = o.grads_bf16 && b.kind == Kind::Matrix;
@@ -4583,8 +4590,8 @@ static void gpt2_bucket_complete(GPT2* model, int bucket, bool is_last) {
         event_record(model->complete[bucket], model->stream);   // so is the sum of what stood in its place
         stream_wait(model->comm_stream, model->complete[bucket]);
         if (!o.nccl_order) {
-            model->place[bucket] = bucket == 0 ? 2 : model->turn++ % 2;
-            device_all_to_all(gpt2_exchange_memory(model, model->place[bucket]), grads,
+            model->slot[bucket] = bucket == 0 ? 2 : model->next_slot++ % 2;
+            device_all_to_all(gpt2_exchange_slot(model, model->slot[bucket]), grads,
                               b.shard * (bf16 ? 2 : 4), model->comm_stream);
         } else if (split.zero == 0) {
             device_all_reduce((float*)grads, b.padded, model->comm_stream);
@@ -4635,24 +4642,24 @@ static void gpt2_await_params(GPT2* model, int bucket) {
 struct Held { const char* of; float* memory; };         // memory: null where there is no such thing
 struct HeldPart { size_t begin, end; Held in[3]; };
 static HeldPart gpt2_held_part(const GPT2* model, int i, int l) {
-    const ParamAddress place = param_address(model->param_specs, model->layout, i, l);
-    const Bucket& b = model->layout.buckets[place.bucket];
+    const ParamAddress address = param_address(model->param_specs, model->layout, i, l);
+    const Bucket& b = model->layout.buckets[address.bucket];
     const Split& split = model->options.split;
     const size_t elems = model->param_specs[i].elems;
     const size_t start = split.zero == 0 ? 0 : split.rank * b.shard;    // of what is held, in the bucket
-    const size_t from = std::max(place.offset, start);
-    const size_t to = std::min(place.offset + elems, split.zero == 0 ? b.padded : start + b.shard);
+    const size_t from = std::max(address.offset, start);
+    const size_t to = std::min(address.offset + elems, split.zero == 0 ? b.padded : start + b.shard);
     if (from >= to) { return {}; }
     auto at = [&](float* arena, size_t bucket) { return arena ? arena + bucket + from - start : nullptr; };
-    return {from - place.offset, to - place.offset,
+    return {from - address.offset, to - address.offset,
             {{"master", at(model->master, b.state)}, {"m", at(model->m, b.state)},
              {"v", b.muon ? nullptr : at(model->v, b.v)}}};
 }
 
 static char* gpt2_param_data(const GPT2* model, int i, int l) {
-    const ParamAddress place = param_address(model->param_specs, model->layout, i, l);
-    return model->params + model->layout.buckets[place.bucket].params +
-           place.offset * model->param_specs[i].elem_bytes;
+    const ParamAddress at = param_address(model->param_specs, model->layout, i, l);
+    return model->params + model->layout.buckets[at.bucket].params +
+           at.offset * model->param_specs[i].elem_bytes;
 }
 
 static void gpt2_set_param(GPT2* model, int i, int l, const float* values /*(elems)*/) {
@@ -4676,15 +4683,15 @@ static void gpt2_set_param(GPT2* model, int i, int l, const float* values /*(ele
 // All of a tensor's master weights, on the device, until the next call. Where they are shared out (ZeRO stage
 // 1 or 2) all ranks must ask at the same time.
 static const float* gpt2_whole_master(GPT2* model, int i, int l) {
-    const ParamAddress place = param_address(model->param_specs, model->layout, i, l);
-    const Bucket& b = model->layout.buckets[place.bucket];
+    const ParamAddress at = param_address(model->param_specs, model->layout, i, l);
+    const Bucket& b = model->layout.buckets[at.bucket];
     const Split& split = model->options.split;
-    if (split.zero == 0) { return model->master + b.state + place.offset; }
+    if (split.zero == 0) { return model->master + b.state + at.offset; }
     float* all = (float*)model->exchange;
     copy_on_device(all + split.rank * b.shard, model->master + b.state, b.shard * sizeof(float),
                    model->stream);
     device_all_gather(all, b.shard * sizeof(float), model->stream);
-    return all + place.offset;
+    return all + at.offset;
 }
 
 // from_master: as gpt2_whole_master, for all ranks at the same time.
@@ -4872,7 +4879,7 @@ static NormForward<floatX, float> point_norms(const GPT2* model, const ResidualP
     norm.mean = x.mean, norm.rstd = x.rstd;
     norm.inp = (floatX*)x.sum;
     norm.kind = c.norm, norm.N = rows, norm.C = c.C;
-    norm.residual_fp32 = residual_apart(c);
+    norm.residual_fp32 = has_fp32_residual(c);
     return norm;
 }
 
@@ -4947,7 +4954,7 @@ static void gpt2_add_and_norm(const Forward& f, const ResidualPoint& x, const Re
 // Activations of a forward over (B,T) from the inputs on the device, up to lnf. trains: with dropout.
 static void gpt2_forward(GPT2* model, int B, int T, const CachePart* cache = nullptr, bool trains = false) {
     const Config& c = model->config;
-    const bool drops = trains && model->options.dropout > 0.0, apart = residual_apart(c);
+    const bool drops = trains && model->options.dropout > 0.0, apart = has_fp32_residual(c);
     const Acts shared = gpt2_acts(model, 0);
     const Forward f = {model, B, T, cache, drops, !drops && !apart, {shared.dnarrow, shared.dnarrow2}};
     for (Kind kind : {Kind::Matrix, Kind::Bias, Kind::Norm}) {
@@ -5102,7 +5109,7 @@ static void gpt2_norms_backward(const Backward& b, const ResidualPoint& x, Accum
         if (x.y[k].bias) { n.y[k].dbias = b.grad(x.bias[k], x.layer); }
     }
     for (int k = 0; k < std::max(x.branches, 1); k++) {
-        if (drops || residual_apart(c)) { n.branch[k].dout = dbranch[k]; }
+        if (drops || has_fp32_residual(c)) { n.branch[k].dout = dbranch[k]; }
         if (drops) { n.branch[k].dropout = gpt2_dropout(b.model, x, k, N); }
         if (x.branches == 0) { continue; }                          // the embedding
         const ParamId bias = x.branch[k] == Branch::Attention ? PARAM_attprojb : PARAM_fcprojb;
@@ -5112,7 +5119,7 @@ static void gpt2_norms_backward(const Backward& b, const ResidualPoint& x, Accum
     n.inp = (floatX*)x.sum;
     n.mean = x.mean, n.rstd = x.rstd;
     n.kind = c.norm, n.N = N, n.C = c.C;
-    n.residual_fp32 = residual_apart(c);
+    n.residual_fp32 = has_fp32_residual(c);
     norm_backward(n, b.stream());
 }
 
@@ -5121,7 +5128,7 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_las
     const Config& c = model->config;
     const Options& o = model->options;
     const int N = B * T, C = c.C;
-    const bool apart = o.dropout > 0.0 || residual_apart(c);    // branches' gradients from the stream's
+    const bool apart = o.dropout > 0.0 || has_fp32_residual(c);    // branches' gradients from the stream's
     Stream stream = model->stream;
     Backward b = {model, model->scratch, B, T, acc, is_last};
     auto recompute = [&](const ResidualPoint& x) {
@@ -7645,7 +7652,7 @@ static void print_model(const GPT2& model) {
         printf("not GPT-2: block %s, norm %s\n", flags_split(BLOCK_NAMES, '|')[(int)c.block].c_str(),
                flags_split(NORM_NAMES, '|')[(int)c.norm].c_str());
     }
-    if (residual_apart(c)) { printf("residual stream: fp32, beside branches in " PRECISION_NAME "\n"); }
+    if (has_fp32_residual(c)) { printf("residual stream: fp32, beside branches in " PRECISION_NAME "\n"); }
     if (model.options.muon) {
         size_t taken = 0;
         for (const ParamSpec& s : model.param_specs) { taken += s.muon ? s.copies * s.elems : 0; }
