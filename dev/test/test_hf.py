@@ -413,6 +413,8 @@ def test_other_models():
                 said=f"{key} is {value!r}", ours=ours)
     refused("V 70000", IMPORT, changed_folder("other", vocab_size=70000), "x.bin", said="V from 2 to 65536",
             ours="V is at most 65536")
+    refused("C 36", IMPORT, changed_folder("other", n_embd=36, n_head=2), "x.bin",
+            said="C=36 is not a multiple of 8")
     refused("a text for L", IMPORT, changed_folder("other", n_layer="1"), "x.bin",
             said="lacks a whole number", ours="")           # the trainer does not tell texts from numbers
     for key, value, said in (

@@ -557,14 +557,16 @@ def test_lost_markers():
 
 
 def test_forged_facts():
-    """Numbers that no run writes, with checksums that fit: a sentence, and nothing is changed."""
+    """What no run of this program writes, with checksums that fit: a sentence, and nothing is changed."""
     judge = undisturbed({})
-    for name, value, said in (("position", -5, "'position' is -5"), ("position", "1e9", "'position' is 1e9"),
+    gone = "layernorm\nflag.residual=layernorm"         # one more fact: a flag of older programs
+    for name, value, said in (("flag.norm", gone, "began with --residual layernorm"),
+                              ("position", -5, "'position' is -5"), ("position", "1e9", "'position' is 1e9"),
                               ("total_batch", "1e308", "'total_batch' is 1e308"), ("T", 0, "'T' is 0"),
                               ("rewinds", 2**40, "'rewinds' is"), ("lanes", -1, "'lanes' is -1"),
                               ("update.norms_count", -1, "update.norms_count"),
                               ("update.losses_count", "1e308", "update.losses_count")):
-        folder = f"forged_{name}_{value}"
+        folder = f"forged_{name}_{value}".split("\n", maxsplit=1)[0]
         shutil.copytree(judge, folder)
         for step in steps_of(folder):
             with_fact(f"{folder}/state_{step:08d}_00000.bin", name, value)
@@ -982,6 +984,15 @@ def test_other_runs():
     check(re.fullmatch("warning: the run in -o began has no checkpoint: it begins anew\n", result.err),
           f"a run without a checkpoint: {result.err}")
     check_equal(unlike("began", undisturbed({})), [], "a run that began anew")
+    os.mkdir("older")
+    settings = read_bytes("began/run.json")
+    for value in ("layernorm", "gemm"):     # a flag of older programs; gemm is what is done anyway
+        older = settings.replace(b'"settings": {', b'"settings": {"residual": "%s", ' % value.encode())
+        write_bytes("older/run.json", older)
+        if value == "layernorm":
+            check_refused(value, {"-y": 1, "-o": "older"}, "began with --residual layernorm")
+        else:
+            check_equal(run({"-y": 1, "-o": "older"}).code, 0, "a flag whose value is what is done anyway")
 
 
 def test_failed_start():
