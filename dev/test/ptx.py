@@ -26,20 +26,19 @@ def compiled(folder, precision, arch):
     """The PTX of a tree, without comments."""
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     with tempfile.TemporaryDirectory() as at:
-        subprocess.run([nvcc, "-std=c++17", "-ptx", "-arch", arch, "-DENABLE_" + precision, "-I.", "-o",
-                        at + "/ptx", "train_gpt2.cu"], cwd=folder, check=True)
+        words = [nvcc, "-std=c++17", "-ptx", "-arch", arch, "-DENABLE_" + precision, "-I.", "train_gpt2.cu"]
+        if subprocess.run([*words, "-o", at + "/ptx"], cwd=folder, check=False).returncode:
+            sys.exit(f"error: {folder} does not compile: {' '.join(words)}")
         with open(at + "/ptx", encoding="utf-8") as f:
             return re.sub(r"//.*", "", f.read())
 
 
 def hashes(ptx):
     """{kernel: hash}, without numbers that count the module's functions, without the kernel's own name."""
-    texts, kernels = {match[1]: match[0] for match in VARIABLE.finditer(ptx)}, []
-    starts = list(ENTRY.finditer(ptx))
-    for match, after in zip(starts, [m.start() for m in starts[1:]] + [len(ptx)]):
-        text = re.sub(r"(\$L__BB|__local_depot)\d+", r"\1", ptx[match.start():after])
-        texts[match[2]] = text.replace(match[2][1:], "kernel").strip()
-        kernels += [match[2]] if match[1] == "entry" else []
+    texts, kernels, parts = {match[1]: match[0] for match in VARIABLE.finditer(ptx)}, [], ENTRY.split(ptx)
+    for kind, name, text in zip(parts[1::3], parts[2::3], parts[3::3]):
+        texts[name] = re.sub(r"(\$L__BB|__local_depot)\d+", r"\1", text).replace(name[1:], "kernel").strip()
+        kernels += [name] if kind == "entry" else []
 
     def add(name, seen):
         seen[name] = texts[name]
@@ -71,7 +70,7 @@ def main():
     differ = [("changed" if name in old else "appeared", name) for name in new if new[name] != old.get(name)]
     differ += [("vanished", name) for name in old if name not in new]
     print("\n".join([f"{what} {name}" for what, name in sorted(differ)] +
-                    [f"{len(new)} kernels, {len(old)} before, {len(differ)} differences"]))
+                    [f"{len(new)} kernels, {len(old)} before; {len(differ)} differ"]))
     return 1 if differ else 0
 
 
