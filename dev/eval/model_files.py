@@ -90,8 +90,9 @@ def dims_error(d):
         return f"T={d.maxT} V={d.V} L={d.L} NH={d.NH} C={d.C}: each must be at least 1, V from 2 to 65536"
     if d.L > 10000 or d.C > 1 << 20 or d.maxT > 1 << 24:
         return f"L={d.L} C={d.C} T={d.maxT}: at most 10000 layers, 2^20 channels, 2^24 positions"
-    wrong = [f"C={d.C} is not a multiple of {what}" for what, n in ((f"NH={d.NH}", d.NH), ("8", 8)) if d.C % n]
-    return wrong[0] if wrong else ""
+    if d.C % d.NH:
+        return f"C={d.C} is not a multiple of NH={d.NH}"
+    return f"C={d.C} is not a multiple of 8" if d.C % 8 else ""
 
 
 # ---- types ----
