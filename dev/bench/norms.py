@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""PyTorch's compiled form of what `profile_gpt2cu norms` times: dropout, the addition to the residual stream,
-one or two norms, forward and backward, in bf16 with fp32 weights. Without PyTorch or a GPU it says so.
+"""PyTorch's compiled form of what `profile_gpt2cu norms` times, row for row: dropout, the addition to the
+residual stream, one or two norms, forward and backward; in bf16 with fp32 weights. Where PyTorch or a GPU is
+missing it says so. `make bench-ops` calls it.
 
-    python3 dev/bench/norms.py [C ...]              default: 768 1600 4096 8192; `make bench-ops` calls it
+    python3 dev/bench/norms.py [C ...]              default: 768 1600 4096 8192 16384
 """
 import sys
 
@@ -34,18 +35,18 @@ def median_us(run):
 
 def norm(x, weight, bias, rms):
     if rms:
-        return F.rms_norm(x.float(), x.shape[-1:], weight, 1e-5).to(x.dtype)
-    return F.layer_norm(x.float(), x.shape[-1:], weight, bias, 1e-5).to(x.dtype)
+        return F.rms_norm(x.float(), x.shape[-1:], weight, 1e-5).bfloat16()
+    return F.layer_norm(x.float(), x.shape[-1:], weight, bias, 1e-5).bfloat16()
 
 
-def measure(C, branches, norms, p, rms):
+def measure(C, norms, branches, p, rms, stream):
     torch.manual_seed(1)
     torch._dynamo.reset()
     n = ELEMENTS // C
 
-    def tensor():
-        return torch.randn(n, C, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    inp, added = tensor(), [tensor() for _ in range(branches)]
+    def tensor(dtype=torch.bfloat16):
+        return torch.randn(n, C, device="cuda", dtype=dtype, requires_grad=True)
+    inp, added = tensor(stream), [tensor() for _ in range(branches)]
     weights = [torch.ones(C, device="cuda", requires_grad=True) for _ in range(norms)]
     biases = [torch.zeros(C, device="cuda", requires_grad=True) for _ in range(norms)]
 
@@ -54,7 +55,7 @@ def measure(C, branches, norms, p, rms):
         for branch in added:
             x = x + (F.dropout(branch, p, True) if p else branch)
         return [x] + [norm(x, w, b, rms) for w, b in zip(weights, biases)]
-    douts = [torch.randn_like(inp) for _ in range(1 + norms)]
+    douts = [tensor(stream).detach()] + [tensor().detach() for _ in range(norms)]
     leaves = [inp, *added, *weights] + ([] if rms else biases)
 
     def both():
@@ -68,14 +69,17 @@ def measure(C, branches, norms, p, rms):
 
 def main():
     print(f"PyTorch {torch.__version__}, torch.compile, {torch.cuda.get_device_name()}")
-    for C in [int(word) for word in sys.argv[1:]] or [768, 1600, 4096, 8192]:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for C in [int(word) for word in sys.argv[1:]] or [768, 1600, 4096, 8192, 16384]:
         print(f"C={C}, N={ELEMENTS // C}: forward us, backward us (both minus forward)")
-        for name, case in (("layernorm", (0, 1, 0.0, False)), ("+ branch, layernorm", (1, 1, 0.0, False)),
-                           ("+ branch, rmsnorm", (1, 1, 0.0, True)),
-                           ("+ dropout(branch), layernorm", (1, 1, 0.1, False)),
-                           ("+ two branches, two layernorms", (2, 2, 0.0, False)),
-                           ("+ dropout(two branches), two layernorms", (2, 2, 0.1, False)),
-                           ("+ dropout(two branches), one layernorm", (2, 1, 0.1, False))):
+        for name, *case in (("layernorm (GPT-2)", 1, 0, 0.0, False, bf16),
+                            ("rmsnorm", 1, 0, 0.0, True, bf16),
+                            ("two layernorms (parallel)", 2, 0, 0.0, False, bf16),
+                            ("+ dropout(branch), layernorm", 1, 1, 0.1, False, bf16),
+                            ("+ dropout(two branches), two layernorms", 2, 2, 0.1, False, bf16),
+                            ("+ dropout(two branches), layernorm (tied)", 1, 2, 0.1, False, bf16),
+                            ("+ branch, layernorm, stream in fp32", 1, 1, 0.0, False, fp32),
+                            ("+ two branches, two layernorms, stream in fp32", 2, 2, 0.0, False, fp32)):
             print("  %-46s %7.0f %7.0f" % (name, *measure(C, *case)), flush=True)
 
 
