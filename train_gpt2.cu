@@ -7611,6 +7611,10 @@ static void run_folder_check(const std::string& folder) {
             folder.c_str(), holds_checkpoint ? "its checkpoints" : "main.log");
     }
     if (!run.resumed && run.resume && (run.again || holds_run(folder + "/main.log"))) {
+        if (checkpoint_has_models(folder)) {
+            die("-o %s holds models of a run, but no state_*.bin to go on from\n"
+                "hint: choose another folder; -e takes a model_*.bin of this one", folder.c_str());
+        }
         warn("the run in -o %s has no checkpoint: it begins anew%s", shown(folder).c_str(),
              run.again ? ", with the settings in its run.json where no flag says otherwise" : "");
     }

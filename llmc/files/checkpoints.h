@@ -95,6 +95,16 @@ static inline std::vector<int64_t> checkpoint_steps(const std::string& folder, b
     return {steps.begin(), steps.end()};
 }
 
+// Is there a model of a save that had ended? Without states it is no checkpoint, and yet it was trained.
+static inline bool checkpoint_has_models(const std::string& folder) {
+    for (const std::string& name : folder_names(folder)) {
+        const int64_t step = checkpoint_number(name, "model_", ".bin");
+        const bool is_one = step >= 0 && checkpoint_model("", step) == "/" + name;
+        if (is_one && file_size(checkpoint_half(folder, step).c_str()) < 0) { return true; }
+    }
+    return false;
+}
+
 // ---- a model's checksum ----
 // Words 254 and 255 of a model file's header of 256 int32 hold the XXH64 of the file as it is with zeros
 // there. Zero: the file has none.
