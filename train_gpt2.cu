@@ -125,7 +125,7 @@ static struct TestHooks {
 
 // == 3 shapes and tables ==
 // The model is two tables. Everything that walks over tensors (allocation, init, AdamW, norm, checkpoints,
-// memory report, tests) walks over these. What a row says is explained in llmc/model/layout.h.
+// memory report, tests) walks over these. llmc/model/layout.h explains the columns.
 
 // Has the stream a type of its own? Then the norms add the branches to it, the first of which is the
 // embedding, and each branch has a gradient of its own beside the stream's. In an FP32 build all is fp32
@@ -724,8 +724,8 @@ static void column_sums(const ColumnSums& sums, int tensors, const float* partia
 // A slot in shared memory belongs to one thread, so waiting for its own copies is enough. With plain loads
 // into registers the memory idles during the arithmetic: 177 us instead of 104 for C=768, 124M.
 //
-// kCount is 1 for one norm and one branch, and 2 for everything else: what is missing of two norms reads as
-// zeros, and sums of what is missing are not stored.
+// kCount is 1 for one norm and one branch, and 2 for everything else. A norm or branch that is missing of two
+// reads as zeros, and its sums are not stored.
 constexpr int kNormMaxThreads = 512;            // with 128 registers each, all that an SM has
 template <int kCount, class Residual> struct NormSlots {        // of a thread, 16 bytes each
     static constexpr int kWide = sizeof(Residual) / sizeof(floatX);     // of a vector of the stream
@@ -775,7 +775,7 @@ __global__ void __launch_bounds__(kNormMaxThreads)
     for (int i = 0; i < kCount; i++) { weight[i] = load_floats<true>(a.y[i].weight, c, i < norms ? C : 0); }
 
     // Starts the copies of kRows rows from `first` on into stage s. Rows beyond N, columns beyond C and a
-    // norm that there is not become zeros: they add nothing.
+    // missing norm become zeros, which add nothing.
     auto stage = [&](int first, int s) {
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
@@ -812,8 +812,8 @@ __global__ void __launch_bounds__(kNormMaxThreads)
     for (int s = 0; s < Slots::kStages; s++) { stage(first + s * step, s); }
     load_statistics(first);
 
-    // All groups of a block go as many rounds, or they would wait for each other: `base` is the block's first
-    // row. s: the stage whose turn it is; turn: the half of sums_shared whose turn it is.
+    // All groups of a block take the same number of rounds, because they wait for each other at barriers.
+    // base: the block's first row; s: this round's stage; turn: this round's half of sums_shared.
     int s = 0, turn = 0;
     for (int base = blockIdx.x * blockDim.y * kRows; base < a.N; base += step, first += step) {
         // This round's rows into registers, as words: see as_pack. xhat = inp*rstd + shift.
@@ -2160,10 +2160,9 @@ static void attention_launch(void (*kernel)(Params...), const Args& a, int rows,
 }
 
 // ---- dropout: which probabilities are kept ----
-// F is a bit matrix (AttentionKeep in op_types.h) that a kernel of its own draws. All forms and both
-// passes read it, so they drop the same, whatever their tiles are. A word has 32 keys of one query, and the
-// next word is the next query's. So a warp reads the words of neighbouring queries as one piece, whether they
-// are its rows or its columns.
+// F is a bit matrix (AttentionKeep in op_types.h), drawn by a separate kernel. All forms and both passes read
+// it, so they drop the same probabilities with any tiles. A word has 32 keys of one query, and the next word
+// is the next query's. A warp thus reads the words of neighbouring queries as one piece, as rows or as columns.
 constexpr int kKeepThreads = 128;       // a block draws the rows of so many queries, a thread one
 
 __global__ void __launch_bounds__(kKeepThreads) attention_dropout_kernel(uint32_t* keep, Dropout d, int T) {
@@ -2385,7 +2384,7 @@ template <int kGroups, int kN> using Tile = float[kGroups][kN][4];
 __device__ __forceinline__ int tile_row(int m, int i, int lane) { return m * 16 + lane / 4 + i / 2 * 8; }
 __device__ __forceinline__ int tile_column(int n, int i, int lane) { return n * 8 + lane % 4 * 2 + i % 2; }
 
-// What the rows of a tile are; its columns are the other.
+// The side that a tile's rows belong to. Its columns belong to the other side.
 enum class TileRows { Queries, Keys };
 
 // f(element, m, n, i) for each element of a lane.
@@ -3455,7 +3454,7 @@ static int mma_head_size(int HS) {
     return bytes <= shared_memory_limit() ? size : 0;
 }
 
-// What runs here, for people.
+// The name of the form that runs here, for the printed line.
 static const char* attention_form(int HS) {
     if (attention_uses_sm90(HS)) { return "sm90 (wgmma)"; }
     if (mma_head_size(HS) == 0) { return "plain"; }
@@ -7611,6 +7610,10 @@ static void run_folder_check(const std::string& folder) {
             folder.c_str(), holds_checkpoint ? "its checkpoints" : "main.log");
     }
     if (!run.resumed && run.resume && (run.again || holds_run(folder + "/main.log"))) {
+        if (checkpoint_has_models(folder)) {
+            die("-o %s holds models of a run, but no state_*.bin to go on from\n"
+                "hint: choose another folder; -e takes a model_*.bin of this one", folder.c_str());
+        }
         warn("the run in -o %s has no checkpoint: it begins anew%s", shown(folder).c_str(),
              run.again ? ", with the settings in its run.json where no flag says otherwise" : "");
     }

@@ -705,6 +705,9 @@ def test_files_that_fail():
     before, after = calls[:at[0]], calls[at[0] + 1:]
     check(any(call == "fsync" and "model_" in name for call, name in before), "its bytes are synced before")
     check(["fsync", here + "/synced"] in after, "its name, in the folder, is synced after")
+    done = [i for i, (call, name) in enumerate(calls) if call == "rename" and "DONE_" in name][0]
+    for log in ("main.log", "metrics.jsonl"):
+        check(["fsync", f"{here}/synced/{log}"] in calls[at[0]:done], f"{log} is synced before DONE")
     for fails in ("fsync", "rename"):
         p = run_shim("fails_" + fails, fails)
         check_equal(p.returncode, 1, f"exit code where {fails} fails")

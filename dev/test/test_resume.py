@@ -358,13 +358,13 @@ def test_own_flags():
     run_ok({"-x": 1, "-o": "own_origin"})
     flags = {**ranks(2, 1), "-n": 0, "-u": 3, "-k": "constant", "-x": 100, "-e": model_path("own_origin")}
     judge = undisturbed(flags)
-    os.makedirs("elsewhere")
+    os.makedirs("own_elsewhere")
     started = Started({**flags, "-x": 10**6, "-o": "own"})
     started.until("step 3/")
     started.p.kill()
     started.result()
     check_equal(steps_of("own"), [], "checkpoints of a run that was killed before its first")
-    started = Started({}, resume_words(os.path.abspath("own")), cwd="elsewhere")
+    started = Started({}, resume_words(os.path.abspath("own")), cwd="own_elsewhere")
     started.until("step 12/")
     started.p.send_signal(TERM)
     stopped = started.result()
@@ -532,6 +532,9 @@ def test_all_damaged():
                     (1, ["warning", "warning", "error", "hint"][:len(lines)]), f"the end: {lines}")
         check(len(lines) >= 3 and "hopeless" in lines[2], f"stderr: {lines}")
         check_equal(snapshot("hopeless"), before, "the folder")
+    for path in glob.glob("hopeless/state_*"):
+        os.remove(path)
+    check_refused("models without states", {"-y": 1, "-o": "hopeless"}, "no state_*.bin to go on from")
 
 
 def test_lost_markers():

@@ -11,11 +11,11 @@ A job of several processes, its ranks: start, messages through host memory, and 
     comm_end();
 
 Rank 0 is the hub of a star (llmc/comm/net.h). The main threads use the data links, one collective at a time;
-what goes from rank to rank goes through rank 0. A process that was not started as one of several is rank 0 of
-1, has no threads and no sockets, and all of this returns at once.
+data between two other ranks pass through rank 0. A process that was not started as one of several is rank 0
+of 1, has no threads and no sockets, and all of this returns at once.
 
-What happens when a rank fails stands in llmc/comm/watch.h. A main thread that finds its peer gone waits for
-the watchdog, which knows more.
+llmc/comm/watch.h describes what happens when a rank fails. A main thread that finds its peer gone waits for
+the watchdog, which knows why.
 */
 #ifndef LLMC_COMM_COMM_H
 #define LLMC_COMM_COMM_H
@@ -54,8 +54,7 @@ static inline void comm_from(int peer, void* data, size_t bytes) {
     if (!comm_read(comm_state->job.peers[peer].data, data, bytes)) { comm_lost(); }
 }
 
-// Begins each collective: are all ranks at the same one? Rank 0 gives back the sum of the values, and true if
-// this process takes part at all.
+// Begins each collective: checks that all ranks are at the same one, and returns the sum of their values.
 struct CommCall { uint32_t op, value; uint64_t bytes; };
 enum : uint32_t { kCommBroadcast = 1, kCommAllGather, kCommAllToAll, kCommAny };
 
@@ -135,9 +134,9 @@ static inline void comm_all_to_all(void* recv, const void* send, size_t bytes) {
     }
 }
 
-// ---- do all ranks mean the same? ----
+// ---- do all ranks agree? ----
 
-// Where two values differ, at most 60 characters.
+// The part of `value` where it differs from `other`, at most 60 characters.
 static inline std::string comm_shorten(const std::string& value, const std::string& other) {
     size_t same = 0;
     while (same < value.size() && same < other.size() && value[same] == other[same]) { same++; }
@@ -148,7 +147,7 @@ static inline std::string comm_shorten(const std::string& value, const std::stri
 
 typedef std::vector<std::pair<std::string, std::string>> CommFacts;
 
-// Each compares its own with rank 0's.
+// Each rank compares its facts with rank 0's.
 static inline void comm_check_same(const CommFacts& facts) {
     if (!comm_state) { return; }
     CommWait waiting;
@@ -181,7 +180,7 @@ static inline void comm_check_same(const CommFacts& facts) {
 
 // ---- start and orderly end ----
 
-// The same for ranks that see each other's processes: two containers of a host do not.
+// Equal on ranks that see each other's processes. Two containers of one host do not.
 static inline std::string comm_host() {
     char name[256] = "", space[64] = "";
     std::string boot;
@@ -215,7 +214,7 @@ static inline void comm_start(const CommOptions& options, char** argv) {
     s->wake = eventfd(0, EFD_CLOEXEC);
     comm_state = s;
     die_report = comm_report;
-    unsetenv(kCommChild);                       // until here die() needed it
+    unsetenv(kCommChild);                       // die() has needed it until here
     const int null = comm.rank == 0 ? -1 : open("/dev/null", O_WRONLY | O_CLOEXEC);
     if (null >= 0) {                            // rank 0 prints for all, however they were started
         dup2(null, STDOUT_FILENO);
@@ -229,7 +228,7 @@ static inline void comm_start(const CommOptions& options, char** argv) {
     comm_place(options.per_node);
 }
 
-// All ranks wait here for the last; then nobody takes a closed connection for a death.
+// All ranks wait here for the last, so that nobody takes a closed connection for a death.
 static inline void comm_end() {
     CommState* s = comm_state;
     if (!s || s->over) { return; }

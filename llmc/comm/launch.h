@@ -122,12 +122,12 @@ static inline void comm_rank_ended(CommLaunch* l, int rank, int status) {
     const int code = by_signal ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
     const pid_t pid = l->pids[rank];
     l->pids[rank] = 0;
-    // Who was killed failed before those that saw it, in whatever order they are gone.
+    // A rank that a signal ended failed before those that noticed, in whatever order they end.
     const bool first = l->code == 0 || (by_signal && l->killed.empty() && !l->killing);
     if (code == 0 || !first) { return; }
     l->code = code;
-    // What a signal of the user's ended is no failure to speak of. The witnesses of rank 0's death wait for
-    // this word.
+    // A rank that the user's own signal ended is no failure to report. Ranks that saw rank 0 die wait for
+    // this flag.
     if (code > 128 && code < 160 && (l->page->forwarded >> (code - 128) & 1)) { l->page->spoken = 1; }
     if (by_signal) {
         l->killed = format("rank %d (pid %d) was ended by signal %d (%s)", rank, (int)pid, WTERMSIG(status),

@@ -6,12 +6,12 @@ Connections between the ranks of a job: whole messages, hellos, TCP. Host only.
     comm_join(&job, limit_s, where, addresses);             // the others
 
 Rank 0 is the hub: every other rank has two connections to it, one for the watchdogs (control) and one for the
-main threads (data). Rank 0 listens until all have come, and never again. Whoever connects says hello with the
-job's key; anybody else is hung up on without an answer and disturbs nobody.
+main threads (data). Rank 0 listens until all have come, and never again. A rank's first message is a hello
+with the job's key. Rank 0 closes any other connection without an answer.
 
 The key tells jobs apart. It is no secret and nothing is encrypted: like NCCL and torchrun, a job trusts its
-network. What comes from there ends this process at worst: it names no process that is killed here, and no
-size that is allocated unchecked.
+network. A message from the network can at worst end this process: none names a process to kill, or a size to
+allocate unchecked.
 */
 #ifndef LLMC_COMM_NET_H
 #define LLMC_COMM_NET_H
@@ -45,7 +45,7 @@ static inline double comm_now() {               // seconds; a machine's sleep do
 }
 
 // ---- whole messages ----
-// False: the peer has closed, or the time is over. A deadline of 0 is none.
+// These return false if the peer has closed or the deadline has passed. A deadline of 0 means none.
 
 static inline bool comm_wait_fd(int fd, short events, double deadline) {
     for (;;) {
@@ -88,7 +88,7 @@ struct CommHello {
     char host[64];
 };
 static const char kCommMagic[8] = {'l', 'l', 'm', 'c', 'j', 'o', 'b', '2'};
-// Rank 0's answer, and its own hello when all have come. If they have not, and it has said so, that is zeros.
+// Rank 0's answer to a hello. When all ranks have come, it sends its own hello; if it has given up, zeros.
 static const char kCommKnown[8] = {'y', 'o', 'u', ' ', 'f', 'i', 't', '2'};
 
 struct CommPeer { int control, data; CommHello who; };
@@ -113,7 +113,7 @@ static inline CommHello comm_hello(const CommJob& job) {
 
 // ---- TCP ----
 
-// Rank 0 listens there, or tells the others to look there. host "": on all addresses.
+// Where rank 0 listens and the others connect. An empty host stands for all addresses.
 struct CommAddress { std::string host, port; uint64_t key; };
 
 static inline void comm_set_up(int fd) {
@@ -142,8 +142,8 @@ static inline CommAddress comm_parse_server(const std::string& text, int port, u
     return a;
 }
 
-// A listening socket and its port. Only a host that names the loopback itself keeps it off the network: other
-// names often stand for 127.0.1.1 in their own host's /etc/hosts.
+// A listening socket and its port. It keeps to the loopback only if the host is written as such an address:
+// /etc/hosts often maps a host's own name to 127.0.1.1.
 static inline int comm_listen(const CommAddress& a, int* port) {
     std::vector<std::string> hosts = {"::", "0.0.0.0"};     // both families at once; without IPv6
     if (a.host == "localhost") { hosts = {"127.0.0.1"}; }
@@ -175,7 +175,7 @@ static inline int comm_listen(const CommAddress& a, int* port) {
         a.port.c_str(), strerror(error));
 }
 
-// -1: not now; *why says why.
+// Returns -1 if it fails for now; *why has the reason.
 static inline int comm_connect(const CommAddress& a, double limit, std::string* why) {
     struct addrinfo hints = {}, *found;
     hints.ai_socktype = SOCK_STREAM;
@@ -186,7 +186,7 @@ static inline int comm_connect(const CommAddress& a, double limit, std::string* 
     for (struct addrinfo* f = found; f && fd < 0; f = f->ai_next) {
         fd = socket(f->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
         if (fd < 0) { *why = strerror(errno); continue; }
-        const int on = 1;                       // rank 0 may listen even on the port of the near end
+        const int on = 1;                       // lets rank 0 listen on this end's port
         const double left = std::max(0.1, limit - comm_now());
         const struct timeval wait = {(time_t)left, (suseconds_t)(left * 1e6) % 1000000}, any = {};
         setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
@@ -208,11 +208,11 @@ static inline int comm_connect(const CommAddress& a, double limit, std::string* 
 
 static const char kCommApart[] = "jobs that share a port or a folder need different values of LLMC_JOB_ID";
 
-// Has connected and not yet said who it is.
+// A connection whose hello is not whole yet.
 struct CommPending { int fd; double limit; };
 
-// False: its hello is not whole yet. Takes the connection, or closes it; *note keeps what rank 0 should say
-// of it if the ranks do not all come.
+// Takes or closes the connection; returns false while its hello is incomplete. *note: what the error adds if
+// some ranks never come.
 static inline bool comm_receive(CommJob* job, const CommPending& p, uint64_t key, std::string* note) {
     CommHello h;
     const ssize_t n = recv(p.fd, &h, sizeof(h), MSG_PEEK | MSG_DONTWAIT);
@@ -237,7 +237,7 @@ static inline bool comm_receive(CommJob* job, const CommPending& p, uint64_t key
     return true;
 }
 
-static inline bool comm_has_come(CommPeer* peer) {      // and not gone away while others are awaited
+static inline bool comm_has_come(CommPeer* peer) {      // and has not left since
     struct pollfd p = {peer->control, POLLIN, 0};
     if (peer->control >= 0 && poll(&p, 1, 0) == 1) {
         close(peer->control);
@@ -247,7 +247,7 @@ static inline bool comm_has_come(CommPeer* peer) {      // and not gone away whi
     return peer->control >= 0 && peer->data >= 0;
 }
 
-// Rank 0 has two connections to each other rank, and strangers at its port beside what else it opens.
+// Rank 0 takes two descriptors for each other rank, some for strangers at its port, and 128 for the rest.
 static const size_t kCommStrangers = 64;
 static inline void comm_need_files(int world) {
     struct rlimit files;
@@ -261,7 +261,8 @@ static inline void comm_need_files(int world) {
     setrlimit(RLIMIT_NOFILE, &files);
 }
 
-// Those that wait at the listener. Who has said nothing for five seconds, and the oldest of too many, goes.
+// Accepts waiting connections. One without a hello is closed after five seconds, or when it is the oldest of
+// more than kCommStrangers.
 static inline void comm_accept(int listener, std::vector<CommPending>* pending) {
     for (size_t i = 0; i < kCommStrangers; i++) {
         const int fd = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
@@ -278,7 +279,7 @@ static inline void comm_accept(int listener, std::vector<CommPending>* pending) 
     }
 }
 
-// All come, and are told that they may go on. file: what has told them the way, and is removed.
+// Waits for all ranks and tells them to go on. file: the rendezvous file, removed at the end.
 static inline void comm_gather(CommJob* job, int listener, uint64_t key, int limit_s,
                                const std::string& where, const std::string& file = "") {
     const double deadline = comm_now() + limit_s;
@@ -307,7 +308,7 @@ static inline void comm_gather(CommJob* job, int listener, uint64_t key, int lim
     close(listener);
     if (!file.empty()) { unlink(file.c_str()); }
     const CommHello welcome = left ? CommHello{} : job->peers[0].who;
-    for (const CommPeer& p : job->peers) {      // who is gone: the watchdog tells
+    for (const CommPeer& p : job->peers) {      // the watchdog reports who is gone
         if (p.control >= 0) { comm_write(p.control, &welcome, sizeof(welcome), comm_now() + 5); }
     }
     if (left == 0) { return; }
@@ -318,8 +319,8 @@ static inline void comm_gather(CommJob* job, int listener, uint64_t key, int lim
 
 // ---- the others look for rank 0 ----
 
-// One connection, known by rank 0; -1: not now. Where nobody listens, the system may choose the very port
-// that is called for the near end: then the caller hears its own hello, which is no answer.
+// Connects and says hello; -1 if rank 0 does not answer now. If nobody listens, the system may give this end
+// the very port that it calls. The socket then reads its own hello, which is no answer.
 static inline int comm_try(const CommAddress& a, CommHello hello, int link, double deadline,
                            std::string* why) {
     const double limit = std::min(deadline, comm_now() + 3);
@@ -348,7 +349,7 @@ static inline void comm_join(CommJob* job, int limit_s, const std::string& where
             const int control = comm_try(a, comm_hello(*job), 0, deadline, &why);
             if (control < 0) { continue; }
             const int data = comm_try(a, comm_hello(*job), 1, deadline, &why);
-            // rank 0's own limit may end a little later, and then it has the better message
+            // rank 0's limit may end a little later, and its message says more
             if (data >= 0 && comm_read(control, &hub, sizeof(hub), deadline + 5)) {
                 if (hub.magic[0] == '\0') { _exit(EXIT_FAILURE); }
                 hub.host[sizeof(hub.host) - 1] = '\0';

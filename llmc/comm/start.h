@@ -9,8 +9,8 @@ Where rank 0 listens, the others learn
     tcp        from -ps HOST[:PORT]; or by themselves under SLURM and torchrun
     fs         from a file in a folder that all see
     mpi        by MPI_Bcast
-The job's key is random, but with tcp: there it is made of LLMC_JOB_ID, or else the scheduler's job id, and
-the user's number. It keeps apart jobs that meet by accident; the network between the hosts is trusted.
+The job's key is random, except with tcp: there it is a hash of LLMC_JOB_ID (else the scheduler's job id) and
+the user's number. It separates jobs that meet by accident. The network between the hosts is trusted.
 */
 #ifndef LLMC_COMM_START_H
 #define LLMC_COMM_START_H
@@ -105,8 +105,7 @@ static inline std::string comm_first_host(const std::string& list) {
 }
 
 // ---- where rank 0 is, as text: the file of fs, the broadcast of mpi ----
-// The magic word, key, port, addresses, and "end". Those of this host alone come last: elsewhere they are
-// another's.
+// The magic word, key, port, addresses, and "end". Loopback comes last: on another host it is that host's.
 
 static inline std::string comm_describe(uint64_t key, int port) {
     std::string text = format("%.8s %llx %d", kCommMagic, (unsigned long long)key, port);
@@ -159,12 +158,12 @@ static inline std::string comm_read_meeting(const CommOptions& o) {     // "" un
     return n > 0 ? std::string(buffer, (size_t)n) : "";
 }
 
-// Rank 0 keeps its file locked, so what a killed one has left is free. Returns the descriptor.
+// Rank 0 locks its file, so a file that a killed job left is free. Returns the descriptor.
 static inline int comm_write_meeting(const CommOptions& o, const std::string& text) {
     const std::string path = comm_meeting_file(o);
     struct stat st;
     int fd;
-    do {                                        // again if a job has begun in the meantime, and removed it
+    do {                                        // again if another job has just removed it
         fd = open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0600);
         if (fd < 0) { die("cannot create '%s': %s", path.c_str(), strerror(errno)); }
         if (flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
@@ -181,7 +180,7 @@ static inline int comm_write_meeting(const CommOptions& o, const std::string& te
     return fd;
 }
 
-// ---- the ways ----
+// ---- tcp, fs, mpi, --gpus ----
 
 static inline void comm_find_tcp(CommJob* job, const CommOptions& o, const CommAddress& a) {
     const std::string where = a.host + ", port " + a.port;
@@ -229,7 +228,7 @@ static inline void comm_find_mpi(CommJob* job, const CommOptions& o) {
 }
 #endif
 
-// A rank of this machine's launcher: all started a moment ago.
+// A rank of this machine's launcher, which started all of them a moment ago.
 static int comm_local_start_s = 20;             // tests lower it
 static inline void comm_find_local(CommJob* job, const CommChild& child, const CommOptions& o) {
     job->rank = child.rank;
@@ -249,7 +248,7 @@ static inline void comm_find_local(CommJob* job, const CommChild& child, const C
 
 static inline bool comm_is(const char* text, const char* word) { return strcmp(text, word) == 0; }
 
-// What cannot be meant, in one sentence each.
+// Refuses options that contradict each other.
 static inline void comm_contradictions(const CommOptions& o, const CommForeign& f) {
     const bool tcp = comm_is(o.init, "tcp"), fs = comm_is(o.init, "fs"), any = comm_is(o.init, "auto");
     if (!tcp && !fs && !any && !comm_is(o.init, "mpi")) {

@@ -1,5 +1,5 @@
 /*
-The failure of one rank of a job is the end of all: one message for the whole job, exit code 1. Host only.
+If one rank of a job fails, all ranks end: one message for the whole job, exit code 1. Host only.
 
     comm_state = state;                             // llmc/comm/comm.h does this when all ranks are there
     state->watchdog = std::thread(comm_watch);
@@ -7,10 +7,10 @@ The failure of one rank of a job is the end of all: one message for the whole jo
     comm_patience(600);                             // and before what may take long, until the next progress
 
 Each rank has a watchdog thread. It sends a heartbeat over the control link every second, with the step and
-whether the main thread makes progress. Rank 0 watches all, the others watch rank 0. Who dies, is stopped,
-stands still or calls die() takes all ranks down, and rank 0 says why; if it is rank 0 itself, the last rank
-does, which is on another host if there are several. Each rank ends itself: one that is stopped, as soon as
-it goes on, unless a launcher has killed it by then.
+whether the main thread makes progress. Rank 0 watches all, the others watch rank 0. A rank that dies, is
+stopped, stands still or calls die() ends the whole job, and rank 0 says why. If rank 0 itself fails, the last
+rank says so: it is on another host if there are several. Each rank ends itself. A stopped rank does so when
+it continues, unless its launcher has killed it.
 */
 #ifndef LLMC_COMM_WATCH_H
 #define LLMC_COMM_WATCH_H
@@ -89,8 +89,8 @@ static inline bool comm_claim() {
     return (page ? page->spoken : comm_spoken).exchange(1) == 0;
 }
 
-// While the main thread waits for other ranks, it is not the one to blame if nothing goes on. The collectives
-// here do this; whoever waits for NCCL may, too.
+// Marks the main thread as waiting for other ranks: a standstill is then not its fault. The collectives use
+// this, and code that waits for NCCL may.
 struct CommWait {
     CommWait() { if (comm_state) { comm_state->waiting++; } }
     ~CommWait() { if (comm_state) { comm_state->waiting--; } }
@@ -131,7 +131,7 @@ static inline void comm_send(int peer, int64_t word, const std::string& text = "
     CommMessage m = comm_message(word);
     snprintf(m.text, sizeof(m.text), "%s", text.c_str());
     std::lock_guard<std::mutex> lock(s->sending);
-    // Half a message happens only if the peer has read nothing for minutes.
+    // A message is cut short only if the peer has read nothing for minutes.
     send(s->job.peers[peer].control, &m, sizeof(m), MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
@@ -139,7 +139,7 @@ static inline void comm_send(int peer, int64_t word, const std::string& text = "
 static inline void comm_end_within(double seconds) {
     try {
         std::thread([seconds] { usleep((useconds_t)(seconds * 1e6)); _exit(EXIT_FAILURE); }).detach();
-    } catch (...) {}                            // no thread to be had: the way is short
+    } catch (...) {}                            // no thread is left: the caller ends soon
 }
 
 // stdout may be locked by a thread that is stuck, or a pipe that nobody reads.
@@ -255,9 +255,9 @@ static inline std::string comm_silent() {
     return format("is stopped or unreachable: no sign of life for %.0f s", comm_limits.silence);
 }
 
-// Rank 0: the one that all wait for does not wait itself (if several do not, it is the one with the least
-// progress); where all wait, the one with the least progress stands still. As long as it may take its time,
-// so may all: rank 0 writes a long sample while the others, which have done less, wait for it.
+// Rank 0 looks for the rank that holds up the others; -1: none. It is the one with the least progress of
+// those that do not wait, or of all if all wait. While it is within its time, nobody is late: rank 0 may
+// write a long sample while the others, which have done less, wait for it.
 static inline int comm_slowest() {
     CommState* s = comm_state;
     int slowest = -1;
@@ -282,7 +282,7 @@ static inline void comm_judge_ranks() {
         if (s->seen[r].bye || now - s->seen[r].heard < comm_limits.silence) { continue; }
         comm_fail(comm_say(r, comm_silent()));
     }
-    // What is known of the others is up to a beat old, so the verdict must stand for some.
+    // Reports of the others are up to a beat old, so the verdict must hold for 2.5 beats.
     static int suspect = -1;
     static double suspect_since;
     const int r = comm_slowest();
@@ -291,7 +291,7 @@ static inline void comm_judge_ranks() {
     comm_fail(comm_say(r, format("makes no progress for %.0f s", s->seen[r].last.still)));
 }
 
-// The others. Of a rank 0 that is gone the last rank speaks, and ends those that still wait for that.
+// The others watch rank 0. If it is gone, the last rank says so, and they give it time for that.
 static inline void comm_judge_hub() {
     CommState* s = comm_state;
     static double gone_since;
@@ -308,7 +308,7 @@ static inline void comm_judge_hub() {
     comm_fail(speaks || s->job.page ? comm_say(0, hub.closed ? "died" : comm_silent()) : "");
 }
 
-// An NCCL error may come from a death that the watchdogs are about to see: they have the better message.
+// A rank's death may cause an NCCL error. The watchdogs get time to see the death: their message says more.
 static inline void comm_ask_health() {
     static double sick_since;
     static std::string text;

@@ -95,6 +95,16 @@ static inline std::vector<int64_t> checkpoint_steps(const std::string& folder, b
     return {steps.begin(), steps.end()};
 }
 
+// Is there a model of a finished save? Without states it is no checkpoint, but it is not to be overwritten.
+static inline bool checkpoint_has_models(const std::string& folder) {
+    for (const std::string& name : folder_names(folder)) {
+        const int64_t step = checkpoint_number(name, "model_", ".bin");
+        const bool is_one = step >= 0 && checkpoint_model("", step) == "/" + name;
+        if (is_one && file_size(checkpoint_half(folder, step).c_str()) < 0) { return true; }
+    }
+    return false;
+}
+
 // ---- a model's checksum ----
 // Words 254 and 255 of a model file's header of 256 int32 hold the XXH64 of the file as it is with zeros
 // there. Zero: the file has none.
@@ -292,7 +302,7 @@ static inline void checkpoint_remove(const std::string& folder, int64_t step) {
 
 // Removes what is older than the last `keep` of those up to `newest`, which has just been written and stays.
 // So does the newest one to which --on-bad-loss rewind would go back.
-// Later ones belong to a future that the run went back from; they are written anew when it comes there.
+// Later ones are from before a rewind; the run writes them anew when it comes there.
 static inline void checkpoint_retain(const std::string& folder, int64_t newest, const Retention& r) {
     if (r.keep == 0) { return; }
     std::vector<int64_t> steps = checkpoint_steps(folder);
@@ -308,8 +318,8 @@ static inline void checkpoint_retain(const std::string& folder, int64_t newest, 
     }
 }
 
-// To go on with, best last. A run that went back wrote later, whatever the step; what cannot be read now may
-// be the newest.
+// Checkpoints to resume from, best last. After a rewind a smaller step may be newer: `rewinds` counts first.
+// One that cannot be read now may be the newest.
 static inline std::vector<int64_t> checkpoint_newest(const std::string& folder) {
     std::vector<std::pair<uint64_t, int64_t>> order;        // -1 becomes the largest
     for (int64_t step : checkpoint_steps(folder, true)) {
@@ -336,8 +346,8 @@ static inline std::vector<int64_t> checkpoint_before(const std::string& folder, 
     return steps;
 }
 
-// What a run has left that was killed in a save, or while it removed a checkpoint: files that are half
-// written, and what HALF is there for. Nothing else: without DONE it may be a copy that lost it.
+// Removes what a killed run left of a save or a removal: half-written files, and the files of a step with
+// HALF. Files with neither HALF nor DONE stay: they may be a copy that lost its DONE.
 static inline void checkpoint_clean(const std::string& folder) {
     for (const std::string& name : folder_names(folder)) {
         std::string whole = name;                   // without .PID.N.part
