@@ -66,7 +66,8 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/host_memory.h"        // gives: host_memory_free, addresses_limited
 #include "llmc/files/state_file.h"   // gives: StateFile, Facts
 #include "llmc/files/checkpoints.h"  // gives: checkpoint_check, checkpoint_done, Worker
-#include "llmc/files/safetensors.h"  // gives: SafeTensors, safetensors_open
+#include "llmc/files/model_file.h"   // gives: model_read_config, model_read, ModelWriter
+#include "llmc/files/hf_file.h"      // gives: hf_is, hf_read_config, hf_read
 #include "llmc/comm/comm.h"          // gives: comm, comm_start, comm_any, comm_all_gather
 
 // == 2 types and limits ==
@@ -232,10 +233,16 @@ static void param_specs(ParamSpec* specs, const Config& c) {
 #define X(name_, type_, where_, rows_, cols_, init_, kind_, live_, muon_, hf_)                               \
     static_assert(Kind::kind_ != Kind::Norm || sizeof(type_) == sizeof(float), "as Kind says");              \
     specs[i++] = param_spec(#name_, sizeof(type_), Where::where_, rows_, cols_, Init::init_, Kind::kind_,    \
-                            live_, muon_, c.L);
+                            live_, muon_, hf_, c.L);
     GPT2_PARAMS(X)
 #undef X
     param_offsets(specs, NUM_PARAMS, c.L);
+}
+
+static std::vector<ParamSpec> param_table(const Config& c) {       // for files
+    std::vector<ParamSpec> specs(NUM_PARAMS);
+    param_specs(specs.data(), c);
+    return specs;
 }
 
 // Of an element
@@ -5494,375 +5501,21 @@ __attribute__((format(printf, 1, 2))) static void warn(const char* fmt, ...) {
     va_end(args);
 }
 
-// A checkpoint is a model and a state. What a model file is made of here, a state file in state_file.h,
-// their names and the marker that comes last in checkpoints.h.
-//
-// model_%08d.bin: 256 int32 header, then the tensors in table order, tight. Version 3 holds fp32, 5 bf16
-// (llm.c's numbers); either loads in any build. FP16 builds save version 3 from the master weights. The last
-// two words of the header are a checksum of the rest; other programs leave them 0.
-//
-// The version also stands for what the ops compute. A change of an op's meaning (another GELU, another
-// epsilon) takes new versions: the tensors look the same, and a file does not say which program wrote it. A
-// state and run.json do, by the program's hash, and a run that goes on with another program is told so.
-//
-// What is not GPT-2 has 100 more as its version, so that nobody loads it as GPT-2, and says in two more words
-// of the header which block and which norm it has.
-//
-// Of a model with --residual-dtype fp32 the word before the checksum is 1: it is evaluated, sampled and
-// trained on as it was trained. Its version does not change: the type of the stream is a way to compute the
-// same function, more or less rounded, and llm.c or an exporter should take it for the GPT-2 that it is.
-constexpr int kModelMagic = 20240326, kModelFp32 = 3, kModelBf16 = 5, kModelVariant = 100;
-constexpr int kModelResidualWord = kModelChecksumWord - 1;
-
-// A FIFO would wait for its writer for ever, and a folder can be opened like a file.
-static FILE* checkpoint_open(const char* path) {
-    struct stat st;
-    if (stat(path, &st) == 0 && !S_ISREG(st.st_mode)) {
-        die("'%s' is not a regular file\nhint: -e takes a model_*.bin or a descriptor such as d12",
-            path);
-    }
-    FILE* f = fopen(path, "rb");
-    if (!f) { die("cannot open '%s': %s", path, strerror(errno)); }
-    return f;
-}
-
-// What a file that is no checkpoint seems to be; "" for what nobody here writes.
-static const char* other_file_kind(const void* data, size_t bytes) {
-    const struct { int magic; const char* kind; } kinds[] = {
-        {20240520, "a token shard"}, {20240522, "questions of an evaluation"},
-        {20240327, "reference tensors"}, {20240328, "a tokenizer"}};
-    int magic = 0;
-    memcpy(&magic, data, std::min(bytes, sizeof(magic)));
-    for (const auto& k : kinds) { if (k.magic == magic) { return k.kind; } }
-    const char* text = (const char*)data;
-    for (size_t i = 0; i < bytes; i++) {
-        const bool space = text[i] == '\n' || text[i] == '\r' || text[i] == '\t';
-        if (((unsigned char)text[i] < 32 && !space) || text[i] == 127) { return ""; }
-    }
-    return bytes > 0 ? "text" : "empty";
-}
-
-static Config checkpoint_read_header(const char* path, FILE* f, int* version) {
-    int header[256] = {};
-    const size_t got = fread(header, 1, sizeof(header), f);
-    if (ferror(f)) { die("cannot read '%s': %s", path, strerror(errno)); }
-    if (header[0] != kModelMagic) {
-        const std::string kind = other_file_kind(header, got);
-        std::string why = kind.empty() ? "" : " but " + kind;
-        if (kind != "text" && kind != "empty") {
-            why += format(": its first number is %d, expected %d", header[0], kModelMagic);
-        }
-        die("'%s' is not a model checkpoint%s\nhint: -e takes a model_*.bin or a descriptor such as d12",
-            path, why.c_str());
-    }
-    if (got < sizeof(header)) {
-        die("'%s' is truncated: %zu bytes, a checkpoint's header alone has %zu", path, got,
-            sizeof(header));
-    }
-    *version = header[1];
-    const bool variant = *version >= kModelVariant;
-    *version -= variant ? kModelVariant : 0;
-    if (*version != kModelFp32 && *version != kModelBf16) {
-        die("'%s' has checkpoint version %d; this program reads 3 (fp32) and 5 (bf16), and 103 and 105 of "
-            "what is not GPT-2", path, header[1]);
-    }
-    Config c = {};
-    if (variant) { c.block = (Block)header[8], c.norm = (NormKind)header[9]; }
-    c.residual_fp32 = header[kModelResidualWord] != 0;
-    c.maxT = header[2], c.V = header[3], c.L = header[4], c.NH = header[5], c.C = header[6], c.Vp = header[7];
-    std::string error = config_error(c);
-    if (header[kModelResidualWord] != c.residual_fp32) {
-        error = format("residual stream %d is not known", header[kModelResidualWord]);
-    }
-    if (!error.empty()) { die("'%s' has a bad header: %s", path, error.c_str()); }
-    ParamSpec specs[NUM_PARAMS];
-    param_specs(specs, c);
-    int64_t expected = sizeof(header), elem_bytes = *version == kModelFp32 ? 4 : 2;
-    for (const ParamSpec& s : specs) { expected += (int64_t)(s.elems * s.copies) * elem_bytes; }
-    if (file_size(path) != expected) {
-        die("'%s' has %lld bytes; its header (L=%d NH=%d C=%d T=%d V=%d, padded %d, version %d) means %lld",
-            path, (long long)file_size(path), c.L, c.NH, c.C, c.maxT, c.V, c.Vp, *version,
-            (long long)expected);
-    }
-    return c;
-}
-
-// ---- Hugging Face's model.safetensors ----
-// What dev/eval/import_hf.py makes a model_*.bin of, read as it is: the same checks, the same weights.
-
-#define X(name, type, where, rows, cols, init, kind, live, muon, hf) hf,
-constexpr const char* kHfNames[] = {GPT2_PARAMS(X)};
-#undef X
-constexpr const char* kHfHead = "lm_head.weight";
-
-static bool ends_with(const std::string& text, const std::string& end) {
-    return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
-}
-static bool hf_is(const char* path) { return ends_with(path, ".safetensors"); }
-
-static std::string hf_name(const ParamSpec* specs, int i, int l) {
-    const std::string layer = specs[i].where == Where::Block ? format("h.%d.", l) : "";
-    return "transformer." + layer + kHfNames[i];
-}
-
-// Its linear layers are (in,out), ours (out,in).
-static bool hf_transposed(const ParamSpec& s) {
-    return s.kind == Kind::Matrix && s.where == Where::Block;
-}
-
-// What is wrong with a file of 1 MB at most, behind its name; or "", and its values.
-static std::string json_file_read(const std::string& path, JsonValues* values) {
-    std::string text((size_t)std::min<int64_t>(file_size(path.c_str()), 1 << 20), '\0');
-    FILE* f = fopen_check(path.c_str(), "rb");
-    fread_check(&text[0], 1, text.size(), f, path.c_str());
-    fclose(f);
-    return json_read(text, values);
-}
-
-// The model that the config.json beside the weights describes; dies of what is not plain GPT-2. A key that is
-// not there means transformers' default, which stands first.
-static Config hf_config_json(const std::string& weights, bool* tied) {
-    const std::string path = weights.substr(0, weights.rfind('/') + 1) + "config.json";
-    if (file_size(path.c_str()) < 0) {
-        die("'%s' has no config.json beside it, which says how many heads the model has",
-            shown(weights.c_str()).c_str());
-    }
-    JsonValues values;
-    const std::string error = json_file_read(path, &values);
-    if (!error.empty()) { die("'%s' %s", path.c_str(), error.c_str()); }
-    const struct { const char *key, *allowed, *another; } plain[] = {
-        {"model_type", "gpt2", ""}, {"activation_function", "gelu_new", "gelu_pytorch_tanh"},
-        {"layer_norm_epsilon", "1e-05", ""}, {"scale_attn_weights", "true", ""},
-        {"scale_attn_by_inverse_layer_idx", "false", ""}, {"reorder_and_upcast_attn", "false", ""},
-        {"add_cross_attention", "false", ""}, {"quantization_config", "null", ""}};
-    auto number_of = [](const std::string& text) {
-        double x;
-        return parse_double(text.data(), text.data() + text.size(), &x) ? x : NAN;
-    };
-    for (const auto& value : values) {
-        for (const auto& p : plain) {
-            if (value.first.substr(0, value.first.find('.')) != p.key || value.second == p.allowed ||
-                value.second == p.another || number_of(value.second) == number_of(p.allowed)) { continue; }
-            die("'%s': %s is %s; GPT-2 has %s, nothing else is built", path.c_str(), value.first.c_str(),
-                value.second.c_str(), p.allowed);
-        }
-    }
-    auto number = [&](const char* key) {
-        const std::string* text = facts_find(values, key);
-        int64_t n = 0;
-        if (!text || !parse_int(text->data(), text->data() + text->size(), &n)) {
-            die("'%s' lacks a whole number for %s", path.c_str(), key);
-        }
-        return (int)std::max<int64_t>(-1, std::min<int64_t>(n, INT_MAX));
-    };
-    Config c = {};
-    c.maxT = number("n_positions"), c.V = number("vocab_size"), c.L = number("n_layer");
-    c.NH = number("n_head"), c.C = number("n_embd");
-    const std::string* inner = facts_find(values, "n_inner");
-    const std::string* tie = facts_find(values, "tie_word_embeddings");
-    if (inner && *inner != "null" && *inner != format("%lld", 4LL * c.C)) {
-        die("'%s': n_inner is %s; GPT-2 has 4 x n_embd, %lld", path.c_str(), inner->c_str(), 4LL * c.C);
-    }
-    *tied = !tie || *tie == "true";
-    c.Vp = padded_vocab(c.V);
-    const std::string wrong = config_error(c);
-    if (!wrong.empty()) { die("'%s': %s", path.c_str(), wrong.c_str()); }
-    return c;
-}
-
-// Opens it: each tensor of GPT2_PARAMS, in its shape and of a type of floats, and none besides. The names are
-// then today's; the first files had no "transformer." in front, and attention's masks among the weights.
-static Config hf_open(SafeTensors* file, const char* path) {
-    const std::string error = safetensors_open(file, path);
-    if (!error.empty()) { die("'%s' %s", path, error.c_str()); }
-    std::map<std::string, SafeTensor> tensors;
-    for (const auto& t : file->tensors) {
-        if (ends_with(t.first, ".attn.bias") || ends_with(t.first, ".attn.masked_bias")) { continue; }
-        const bool whole = t.first.compare(0, 12, "transformer.") == 0 || t.first == kHfHead;
-        const std::string name = whole ? t.first : "transformer." + t.first;
-        if (!tensors.insert({name, t.second}).second) { die("'%s' has %s twice", path, name.c_str()); }
-    }
-    file->tensors = tensors;
-    bool tied;
-    const Config c = hf_config_json(path, &tied);
-    auto take = [&](const std::string& name, const std::vector<int64_t>& shape) {
-        const auto found = tensors.find(name);
-        if (found == tensors.end()) {
-            die("'%s' lacks the tensor %s\n"
-                "hint: a model in several files is one for dev/eval/import_hf.py", path, name.c_str());
-        }
-        const SafeTensor& t = found->second;
-        if (safetensors_bytes(t.dtype) == 0) {
-            die("'%s': %s is of type %s; F32, F16 and BF16 are read", path, name.c_str(), t.dtype.c_str());
-        }
-        if (t.shape != shape) {
-            die("'%s': %s has the shape %s, config.json means %s", path, name.c_str(),
-                safetensors_shape(t.shape).c_str(), safetensors_shape(shape).c_str());
-        }
-        tensors.erase(found);
-    };
-    ParamSpec specs[NUM_PARAMS];
-    param_specs(specs, c);
-    for (int i = 0; i < NUM_PARAMS; i++) {
-        const ParamSpec& s = specs[i];
-        std::vector<int64_t> shape = {(int64_t)s.elems};
-        if (s.kind == Kind::Matrix) { shape = {(int64_t)s.live_rows, (int64_t)s.cols}; }
-        if (hf_transposed(s)) { std::swap(shape[0], shape[1]); }
-        for (int l = 0; l < s.copies; l++) { take(hf_name(specs, i, l), shape); }
-    }
-    if (!tied || tensors.count(kHfHead) > 0) { take(kHfHead, {c.V, c.C}); }
-    if (!tensors.empty()) {
-        die("'%s' has %s, which a GPT-2 of %d layers has not", path, tensors.begin()->first.c_str(), c.L);
-    }
-    return c;
-}
-
-static Config hf_config(const char* path) {
-    SafeTensors file;
-    const Config c = hf_open(&file, path);
-    safetensors_close(&file);
-    return c;
-}
-
-// A model's file is opened twice: for its shape before memory is taken, and for its weights.
-static void check_same_model(const Config& c, const Config& has, const char* path) {
-    if (c.maxT != has.maxT || c.V != has.V || c.L != has.L || c.NH != has.NH || c.C != has.C ||
-        c.Vp != has.Vp || c.block != has.block || c.norm != has.norm) {
-        die("'%s' is another model than it was at the start", path);
-    }
-}
-
-static void hf_load(GPT2* model, const char* path) {
-    SafeTensors file;
-    check_same_model(hf_open(&file, path), model->config, path);
-    std::vector<float> stored, values;
-    auto read = [&](const std::string& name) {
-        const SafeTensor& t = file.tensors.at(name);
-        stored.resize((size_t)t.count);
-        safetensors_read(&file, t, stored.data());
-    };
-    for (int i = 0; i < NUM_PARAMS; i++) {
-        const ParamSpec& s = model->param_specs[i];
-        for (int l = 0; l < s.copies; l++) {
-            read(hf_name(model->param_specs, i, l));
-            values.assign(s.elems, 0.0f);                   // the padded vocabulary's rows stay 0
-            if (hf_transposed(s)) {
-                #pragma omp parallel for
-                for (size_t row = 0; row < s.rows; row++) {
-                    for (size_t col = 0; col < s.cols; col++) {
-                        values[row * s.cols + col] = stored[col * s.rows + row];
-                    }
-                }
-            } else { std::copy(stored.begin(), stored.end(), values.begin()); }
-            gpt2_set_param(model, i, l, values.data());
-            comm_progress(0);
-        }
-        if (i != PARAM_wte || file.tensors.count(kHfHead) == 0) { continue; }
-        read(kHfHead);
-        if (memcmp(stored.data(), values.data(), stored.size() * sizeof(float)) != 0) {
-            die("'%s': %s differs from wte.weight; GPT-2's head is its embedding", path, kHfHead);
-        }
-    }
-    safetensors_close(&file);
-}
-
-// ---- either ----
+// A checkpoint is a model (model_file.h) and a state (state_file.h). checkpoints.h has their names, and the
+// marker that comes last. FP16 builds save fp32 models, from the master weights.
+constexpr bool kModelIsBf16 = kLowPrecision && !kFp16;
 
 static Config checkpoint_config(const char* path) {
-    if (hf_is(path)) { return hf_config(path); }
-    FILE* f = checkpoint_open(path);
-    int version;
-    Config c = checkpoint_read_header(path, f, &version);
-    fclose(f);
-    return c;
+    return hf_is(path) ? hf_read_config(path, param_table) : model_read_config(path, param_table);
 }
 
 static void checkpoint_load(GPT2* model, const char* path) {
-    if (hf_is(path)) { hf_load(model, path); return; }
-    FILE* f = checkpoint_open(path);
-    int version, header[256];                   // version: 3 or 5
-    check_same_model(checkpoint_read_header(path, f, &version), model->config, path);
-    rewind(f);
-    fread_check(header, sizeof(header), 1, f, path);
-    const uint64_t expected = model_checksum(header);
-    memset(header + kModelChecksumWord, 0, sizeof(expected));
-    Checksum sum;
-    checksum_add(&sum, header, sizeof(header));
-    std::vector<float> values;
-    std::vector<uint16_t> raw;
-    auto read = [&](void* to, size_t bytes) {
-        fread_check(to, 1, bytes, f, path);
-        checksum_add(&sum, to, bytes);
+    auto on_tensor = [=](int i, int l, const float* values) {
+        gpt2_set_param(model, i, l, values);
+        comm_progress(0);
     };
-    for (int i = 0; i < NUM_PARAMS; i++) {
-        const ParamSpec& s = model->param_specs[i];
-        values.resize(s.elems);
-        for (int l = 0; l < s.copies; l++) {
-            if (version == kModelFp32) {
-                read(values.data(), s.elems * sizeof(float));
-            } else {
-                raw.resize(s.elems);
-                read(raw.data(), s.elems * sizeof(uint16_t));
-                for (size_t k = 0; k < s.elems; k++) { values[k] = bf16_to_float(raw[k]); }
-            }
-            // whatever a file holds in the padded vocabulary, it must not leak into the sums
-            for (size_t k = s.live_rows * s.cols; k < s.elems; k++) { values[k] = 0.0f; }
-            gpt2_set_param(model, i, l, values.data());
-            comm_progress(0);
-        }
-    }
-    fclose(f);
-    if (expected != 0 && checksum_end(&sum) != expected) {
-        die("'%s' is damaged: it does not have the checksum in its header\nhint: take an earlier one", path);
-    }
-}
-
-// Writes a model file, tensor by tensor.
-struct ModelWriter {
-    AtomicFile out;
-    int header[256];
-    Checksum sum;
-};
-constexpr bool kModelIsBf16 = kLowPrecision && !kFp16;
-
-static void model_begin(ModelWriter* w, const std::string& path, const Config& c) {
-    const int version = (kModelIsBf16 ? kModelBf16 : kModelFp32) + (c.is_gpt2() ? 0 : kModelVariant);
-    const int header[256] = {kModelMagic, version, c.maxT, c.V, c.L, c.NH, c.C, c.Vp, (int)c.block,
-                             (int)c.norm};
-    w->out = atomic_open(path);
-    w->sum = Checksum();
-    memcpy(w->header, header, sizeof(header));
-    w->header[kModelResidualWord] = c.residual_fp32;
-    atomic_write(&w->out, w->header, sizeof(w->header));
-    checksum_add(&w->sum, w->header, sizeof(w->header));
-}
-
-// n elements, fp32 or floatX.
-static void model_write(ModelWriter* w, const void* data, size_t n, size_t elem_bytes) {
-    std::vector<float> values;
-    std::vector<uint16_t> raw;
-    size_t bytes = n * elem_bytes;
-    if (kModelIsBf16 && elem_bytes == sizeof(float)) {
-        raw.resize(n);
-        for (size_t k = 0; k < n; k++) { raw[k] = bf16_round_nearest(((const float*)data)[k]); }
-        data = raw.data();
-        bytes = n * sizeof(uint16_t);
-    } else if (!kModelIsBf16 && elem_bytes != sizeof(float)) {
-        values.resize(n);
-        for (size_t k = 0; k < n; k++) { values[k] = (float)((const floatX*)data)[k]; }
-        data = values.data();
-        bytes = n * sizeof(float);
-    }
-    atomic_write(&w->out, data, bytes);
-    checksum_add(&w->sum, data, bytes);
-}
-
-static void model_commit(ModelWriter* w) {
-    const uint64_t sum = checksum_end(&w->sum);
-    memcpy(w->header + kModelChecksumWord, &sum, sizeof(sum));
-    atomic_rewind(&w->out);
-    atomic_write(&w->out, w->header, sizeof(w->header));
-    atomic_commit(&w->out);
+    if (hf_is(path)) { hf_read(path, param_table, model->config, on_tensor); }
+    else { model_read(path, param_table, model->config, on_tensor); }
 }
 
 // As a state file calls them: "qkvw.3"; the type of the parameters themselves.
@@ -5989,7 +5642,7 @@ static void saver_write(Saver* saver, size_t group, int64_t step, const Facts& f
         saver->state = state_begin(checkpoint_state(saver->folder, step, split.rank), facts, rows);
     }
     if (group == 0 && has_model) {
-        model_begin(&saver->model_file, checkpoint_model(saver->folder, step), model->config);
+        saver->model_file = model_begin(checkpoint_model(saver->folder, step), model->config, kModelIsBf16);
     }
     device_use();
     event_wait(model->snapshot);
@@ -5997,7 +5650,7 @@ static void saver_write(Saver* saver, size_t group, int64_t step, const Facts& f
         const SavedPiece& p = saver->pieces[i];
         if (p.in_state) { state_write(&saver->state, saver->memory + p.at); }
         if (p.in_model) {
-            model_write(&saver->model_file, saver->memory + p.at, p.row.count, state_type_bytes(p.row.type));
+            model_write(&saver->model_file, saver->memory + p.at, p.row.count, p.row.type);
         }
     }
     if (group + 2 < saver->groups.size()) { return; }
