@@ -68,6 +68,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/files/checkpoints.h"  // gives: checkpoint_check, checkpoint_done, Worker
 #include "llmc/files/model_file.h"   // gives: model_read_config, model_read, ModelWriter
 #include "llmc/files/hf_file.h"      // gives: hf_is, hf_read_config, hf_read
+#include "llmc/files/resume.h"       // gives: Checkpoint, checkpoint_find, checkpoint_read, facts_config
 #include "llmc/comm/comm.h"          // gives: comm, comm_start, comm_any, comm_all_gather
 
 // == 2 types and limits ==
@@ -112,7 +113,6 @@ constexpr int kLossScaleSteps = 1000;
 // A run stops after so many updates in a row were skipped.
 constexpr int kMaxSkipsInARow = 20;
 constexpr int kMaxRewinds = 3;              // --on-bad-loss rewind: then the run stops all the same
-constexpr int64_t kLargestCount = 1000000000000000;     // of steps, tokens, samples
 
 constexpr size_t kMuonBytes = (size_t)576 << 20;        // of memory beside a step's: see muon_share
 
@@ -5489,18 +5489,6 @@ static void gpt2_write(GPT2* model, const std::vector<int>& prompt, int count, i
 }
 
 // == 11 checkpoint ==
-// What all ranks find, rank 0 says.
-__attribute__((format(printf, 1, 2))) static void warn(const char* fmt, ...) {
-    if (comm.rank != 0) { return; }
-    va_list args;
-    va_start(args, fmt);
-    progress_clear();
-    fprintf(stderr, "warning: ");
-    vfprintf(stderr, fmt, args);
-    fprintf(stderr, "\n");
-    va_end(args);
-}
-
 // A checkpoint is a model (model_file.h) and a state (state_file.h). checkpoints.h has their names, and the
 // marker that comes last. FP16 builds save fp32 models, from the master weights.
 constexpr bool kModelIsBf16 = kLowPrecision && !kFp16;
@@ -5658,23 +5646,6 @@ static void saver_write(Saver* saver, size_t group, int64_t step, const Facts& f
     if (has_state) { state_commit(&saver->state); }
 }
 
-// A disk that stalls is no reason to give the job up: while one of these lives, its rank may wait for files.
-// One may live within another.
-constexpr double kDiskPatience = 3600;          // seconds; a group of tensors has no longer way to the disk
-struct DiskWait {
-    inline static int depth = 0;
-    const int64_t step;
-    explicit DiskWait(int64_t step) : step(step) {
-        depth++;
-        comm_progress(step);
-        comm_patience(kDiskPatience);
-    }
-    ~DiskWait() {
-        comm_progress(step);
-        if (--depth > 0) { comm_patience(kDiskPatience); }
-    }
-};
-
 static void saver_wait(Saver* saver) {          // until the thread is idle
     DiskWait disk(saver->model->step);
     worker_wait(saver->worker);
@@ -5767,145 +5738,16 @@ static void saver_free(Saver* saver) {
 // ---- resuming ----
 
 static Facts model_facts(GPT2* model) {
-    const Config& c = model->config;
-    DeviceState state = gpt2_read_state(model);
-    Facts facts = {{"precision", PRECISION_NAME}, {"step", std::to_string(model->step)},
-                   {c.is_gpt2() ? "model" : "variant",
-                    format("%d %d %d %d %d %d", c.maxT, c.V, c.Vp, c.L, c.NH, c.C)}};
-    if (!c.is_gpt2()) { facts.push_back({"block and norm", format("%d %d", (int)c.block, (int)c.norm)}); }
-    if (c.residual_fp32) { facts.push_back({"residual", "fp32"}); }
-    update_state_fields(state.update, [&](const char* name, auto* values, int count) {
-        std::string text;
-        for (int i = 0; i < count; i++) { text += format(i ? " %.17g" : "%.17g", (double)values[i]); }
-        facts.push_back({std::string("update.") + name, text});
-    });
+    Facts facts = {{"precision", PRECISION_NAME}, {"step", std::to_string(model->step)}};
+    config_facts(model->config, &facts);
+    update_facts(gpt2_read_state(model).update, &facts);
     return facts;
-}
-
-// A whole number among the facts; a file without it is not one of ours.
-static int64_t fact_number(const Facts& facts, const std::string& key, int64_t least, int64_t most) {
-    const std::string* text = facts_find(facts, key);
-    if (!text) { die("the state to resume from does not say '%s'", key.c_str()); }
-    int64_t n;
-    if (!parse_int(text->c_str(), text->c_str() + text->size(), &n) || n < least || n > most) {
-        die("the state to resume from says '%s' is %s: expected %lld to %lld", key.c_str(), text->c_str(),
-            (long long)least, (long long)most);
-    }
-    return n;
-}
-
-static Config facts_config(const Facts& facts) {
-    Config c = {};
-    const std::string *variant = facts_find(facts, "variant"), *kinds = facts_find(facts, "block and norm");
-    const std::string* text = variant ? variant : facts_find(facts, "model");
-    int block = 0, norm = 0;
-    if (variant && (!kinds || sscanf(kinds->c_str(), "%d %d", &block, &norm) != 2)) { text = nullptr; }
-    c.block = (Block)block, c.norm = (NormKind)norm;
-    c.residual_fp32 = facts_find(facts, "residual") != nullptr;
-    if (!text || sscanf(text->c_str(), "%d %d %d %d %d %d", &c.maxT, &c.V, &c.Vp, &c.L, &c.NH, &c.C) != 6) {
-        die("the state to resume from does not say which model it is of");
-    }
-    const std::string error = config_error(c);
-    if (!error.empty()) { die("the state to resume from is of an impossible model: %s", error.c_str()); }
-    return c;
-}
-
-struct Checkpoint {
-    int64_t step = -1;                  // -1: there is none
-    std::vector<StateFile> files;       // of all ranks that wrote it
-    Facts facts;
-};
-
-// True if any rank found a fault with a checkpoint; the first that did says so.
-static bool checkpoint_refused(int64_t step, const std::string& error) {
-    std::vector<char> faults((size_t)comm.world, !error.empty());
-    comm_all_gather(faults.data(), 1);
-    const int first = (int)(std::find(faults.begin(), faults.end(), 1) - faults.begin());
-    if (first == comm.rank) {
-        const std::string who = comm.world > 1 ? format(" by rank %d", first) : "";
-        fprintf(stderr, "warning: the checkpoint of step %lld is skipped%s: %s\n", (long long)step,
-                who.c_str(), shown(error).c_str());
-    }
-    return first < comm.world;
-}
-
-// The last of rank 0's `steps` whose checkpoint's files are all there and begin well, the same on all ranks.
-// Those that were looked at in vain are added to *bad. None is left: its step is -1.
-static Checkpoint checkpoint_find(const std::string& folder, std::vector<int64_t> steps,
-                                  std::set<int64_t>* bad) {
-    for (;;) {
-        Checkpoint found;
-        while (!steps.empty() && bad->count(steps.back())) { steps.pop_back(); }
-        int64_t step = steps.empty() ? -1 : steps.back();
-        comm_broadcast(&step, sizeof(step));
-        if (step < 0) { return found; }
-        std::vector<std::string> paths;
-        std::string error = checkpoint_check(folder, step, &paths);
-        for (size_t k = 0; k < paths.size() && error.empty(); k++) {
-            found.files.push_back(StateFile());
-            error = state_open(&found.files.back(), paths[k]);
-            if (!error.empty()) { error = paths[k].substr(folder.size() + 1) + " " + error; }
-        }
-        uint64_t sum;
-        if (error.empty() && comm.rank == 0) {
-            const std::string path = checkpoint_model(folder, step);
-            error = model_file_error(path, &sum);
-            if (!error.empty()) { error = path.substr(folder.size() + 1) + " " + error; }
-        }
-        if (!checkpoint_refused(step, error)) {
-            found.step = step;
-            found.facts = found.files[0].facts;
-            return found;
-        }
-        bad->insert(step);
-    }
-}
-
-typedef std::multimap<std::string, std::pair<size_t, size_t>> PieceIndex;      // name -> file, row
-
-// Elements [begin, end) of a tensor, out of whatever pieces the files have of it. Returns what is wrong, or
-// "".
-static std::string checkpoint_read(const Checkpoint* c, const PieceIndex& index, const std::string& name,
-                                   const char* type, const ParamSpec& s, size_t begin, size_t end,
-                                   std::vector<char>* to) {
-    const size_t elem = state_type_bytes(type);
-    std::vector<char> piece;
-    std::vector<std::pair<size_t, size_t>> found;       // parts, [from, until)
-    to->resize((end - begin) * elem);
-    const auto range = index.equal_range(name);
-    for (auto it = range.first; it != range.second; ++it) {
-        const StateFile& file = c->files[it->second.first];
-        const StateRow& row = file.rows[it->second.second];
-        const std::string file_name = file.path.substr(file.path.rfind('/') + 1);
-        if (strcmp(row.type, type) != 0 || row.rows != s.rows || row.cols != s.cols) {
-            return format("%s has %s as %s of %llu x %llu, not %s of %zu x %zu", file_name.c_str(), row.name,
-                          row.type, (unsigned long long)row.rows, (unsigned long long)row.cols, type, s.rows,
-                          s.cols);
-        }
-        const size_t from = std::max(begin, (size_t)row.begin);
-        const size_t until = std::min(end, (size_t)(row.begin + row.count));
-        if (from >= until) { continue; }
-        piece.resize(state_row_bytes(row));
-        const std::string error = state_read(&file, it->second.second, piece.data());
-        if (!error.empty()) { return file_name + " " + error; }
-        memcpy(to->data() + (from - begin) * elem, piece.data() + (from - row.begin) * elem,
-               (until - from) * elem);
-        found.push_back({from, until});
-    }
-    std::sort(found.begin(), found.end());
-    for (const auto& part : found) { if (part.first == begin) { begin = part.second; } }
-    return begin == end ? "" : "the files do not have all of " + name;
 }
 
 // Parameters, master weights, m, v and the update's state of a model that has been allocated for the same
 // shapes. Returns what is wrong with the files, or ""; the model is then half loaded.
 static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
-    PieceIndex index;
-    for (size_t f = 0; f < c->files.size(); f++) {
-        for (size_t r = 0; r < c->files[f].rows.size(); r++) {
-            index.insert({c->files[f].rows[r].name, {f, r}});
-        }
-    }
+    const PieceIndex index = checkpoint_index(*c);
     std::vector<char> data;
     for (int i = 0; i < NUM_PARAMS; i++) {
         const ParamSpec& s = model->param_specs[i];
@@ -5913,14 +5755,14 @@ static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
             DiskWait disk(c->step);
             const HeldPart part = gpt2_held_part(model, i, l);
             const std::string name = "." + state_name(s, l);
-            std::string error = checkpoint_read(c, index, "param" + name, state_type(s), s, 0, s.elems,
+            std::string error = checkpoint_read(*c, index, "param" + name, state_type(s), s, 0, s.elems,
                                                 &data);
             if (!error.empty()) { return error; }
             copy_to_device(gpt2_param_data(model, i, l), data.data(), data.size(), model->stream);
             stream_sync(model->stream);
             for (const Held& held : part.in) {
                 if (!held.memory) { continue; }
-                error = checkpoint_read(c, index, held.of + name, "f32", s, part.begin, part.end, &data);
+                error = checkpoint_read(*c, index, held.of + name, "f32", s, part.begin, part.end, &data);
                 if (!error.empty()) { return error; }
                 copy_to_device(held.memory, data.data(), data.size(), model->stream);
                 stream_sync(model->stream);
@@ -5928,21 +5770,8 @@ static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
         }
     }
     DeviceState state = {};
-    std::string missing;
-    update_state_fields(state.update, [&](const char* field, auto* values, int count) {
-        const std::string* text = facts_find(c->facts, std::string("update.") + field);
-        const char* at = text ? text->c_str() : "";
-        for (int i = 0; i < count; i++) {
-            typedef std::remove_reference_t<decltype(values[0])> Number;
-            char* end;
-            const double value = strtod(at, &end);
-            const double most = sizeof(Number) == sizeof(int) ? INT_MAX : (double)kLargestCount;
-            const bool fits = std::is_same<Number, float>::value || (value >= 0 && value <= most);
-            if (end == at || !fits) { missing = field; } else { values[i] = (Number)value; }
-            at = end;
-        }
-    });
-    if (!missing.empty()) { return "the files do not say update." + missing + ", or not as it can be"; }
+    const std::string error = facts_update(c->facts, &state.update);
+    if (!error.empty()) { return error; }
     copy_to_device(model->state, &state, sizeof(state), model->stream);
     stream_sync(model->stream);
     model->step = (uint32_t)c->step;
