@@ -41,7 +41,6 @@ l, and h for a head; bt is b*T+t.
 #include <unistd.h>     // gives: write, access, _exit
 
 #include <algorithm>    // gives: std::min, std::stable_sort
-#include <map>          // gives: std::multimap
 #include <set>          // gives: std::set
 #include <string>       // gives: std::string
 #include <vector>       // gives: std::vector
@@ -63,11 +62,11 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/run/logger.h"         // gives: Logger
 #include "llmc/run/progress.h"       // gives: progress_show, progress_clear
 #include "llmc/run/telemetry.h"      // gives: telemetry_start, telemetry_read
-#include "llmc/host_memory.h"        // gives: host_memory_free, addresses_limited
 #include "llmc/files/state_file.h"   // gives: StateFile, Facts
-#include "llmc/files/checkpoints.h"  // gives: checkpoint_check, checkpoint_done, Worker
+#include "llmc/files/checkpoints.h"  // gives: checkpoint_done, checkpoint_newest, checkpoint_retain
 #include "llmc/files/model_file.h"   // gives: model_read_config, model_read, ModelWriter
 #include "llmc/files/hf_file.h"      // gives: hf_is, hf_read_config, hf_read
+#include "llmc/files/saver.h"        // gives: Saver, SavedPiece, saver_advance
 #include "llmc/files/resume.h"       // gives: Checkpoint, checkpoint_find, checkpoint_read, facts_config
 #include "llmc/comm/comm.h"          // gives: comm, comm_start, comm_any, comm_all_gather
 
@@ -4277,11 +4276,6 @@ static size_t memory_reserve(const DeviceInfo& device) {
     return device.memory_total / 100 + (kDeviceHasNccl && comm.world > 1 ? (size_t)512 << 20 : 0);
 }
 
-static std::string bytes_text(size_t bytes) {
-    const double MiB = 1048576.0, GiB = 1073741824.0;
-    return bytes >= GiB ? format("%.2f GiB", bytes / GiB) : format("%.2f MiB", bytes / MiB);
-}
-
 static void gpt2_check_memory(const Config& c, const Options& options, int B, int T,
                               const DeviceInfo& device, bool keeps_batch = false) {
     auto fits = [&](int b) {
@@ -5515,40 +5509,9 @@ static const char* state_type(const ParamSpec& s) {
 }
 
 // ---- saving ----
-// The device copies what is saved into pinned memory while the following steps go on, of which only the next
-// update waits for it; then a thread writes it. Where there is no memory for all of it, or nothing follows,
-// it goes in groups, and the host waits for each. Each rank saves the master weights, m and v that it holds,
-// and rank 0 the parameters.
 
-struct SavedPiece {
-    StateRow row;
-    const void* device;         // null: rank `all` call gpt2_whole_master for it when its turn comes
-    int tensor, layer;
-    bool in_state, in_model;    // of this rank's files
-    size_t at;                  // in its group's memory
-    size_t bytes() const { return in_state || in_model ? state_row_bytes(row) : 0; }
-};
-
-struct Saver {
-    GPT2* model;
-    const Logger* logger;
-    std::string folder;
-    std::vector<SavedPiece> pieces;
-    std::vector<size_t> groups; // index of each group's first piece, and the number of pieces
-    char* memory;
-    Stream stream;
-    Event ready;
-    Worker* worker;
-    StateWriter state;          // of the worker
-    ModelWriter model_file;
-    // the last checkpoint
-    enum { Idle, Writing, Marking } phase;      // files of all ranks; then, on rank 0, the marker
-    int64_t step;               // -1: none yet
-    double began_s;
-    Retention retention;
-};
-
-static std::vector<SavedPiece> saved_pieces(const GPT2* model) {
+// Each rank saves the master weights, m and v that it holds, and rank 0 the parameters.
+static std::vector<SavedPiece> saved_pieces(GPT2* model) {
     const Split& split = model->options.split;
     const bool first = split.rank == 0, from_master = !kModelIsBf16 && model->master;
     std::vector<SavedPiece> pieces;
@@ -5560,179 +5523,44 @@ static std::vector<SavedPiece> saved_pieces(const GPT2* model) {
                 return state_row(of + ("." + state_name(s, l)), type, s.rows, s.cols, begin, end - begin);
             };
             if (first) {
-                pieces.push_back({row("param", state_type(s), 0, s.elems), gpt2_param_data(model, i, l), i, l,
-                                  true, !from_master, 0});
+                pieces.push_back({row("param", state_type(s), 0, s.elems), gpt2_param_data(model, i, l),
+                                  nullptr, true, !from_master, 0});
             }
             for (const Held& held : part.in) {
                 if (!held.memory || (split.zero == 0 && !first)) { continue; }
                 const bool in_model = held.memory == part.in[0].memory && from_master && split.zero == 0;
-                pieces.push_back({row(held.of, "f32", part.begin, part.end), held.memory, i, l, true,
-                                  in_model, 0});
+                pieces.push_back({row(held.of, "f32", part.begin, part.end), held.memory, nullptr,
+                                  true, in_model, 0});
             }
             if (from_master && split.zero >= 1) {
-                pieces.push_back({row("master", "f32", 0, s.elems), nullptr, i, l, false, first, 0});
+                auto gather = [=]() -> const void* { return gpt2_whole_master(model, i, l); };
+                pieces.push_back({row("master", "f32", 0, s.elems), nullptr, gather, false, first, 0});
             }
         }
     }
     return pieces;
 }
 
-static void* (*saver_pin)(size_t bytes) = pinned_try;       // tests put one that fails in its place
-
-// at_once: there should be memory for a whole checkpoint, as steps will follow one.
-static void saver_init(Saver* saver, GPT2* model, const Logger* logger, const std::string& folder,
+static void gpt2_saver(Saver* saver, GPT2* model, const Logger* logger, const std::string& folder,
                        bool at_once, const Retention& retention) {
-    saver->model = model;
-    saver->logger = logger;
     saver->folder = folder;
-    saver->pieces = saved_pieces(model);
     saver->retention = retention;
-    saver->phase = Saver::Idle;
-    saver->step = -1;
-    size_t all = 0, largest = 1;                // bytes
-    for (const SavedPiece& p : saver->pieces) {
-        all += p.bytes();
-        largest = std::max(largest, p.bytes());
-    }
-    // half of what is free, for all ranks of this machine
-    const size_t most = addresses_limited() ? 0 : host_memory_free() / 2 / (size_t)comm.local_world;
-    size_t capacity = all;
-    saver->memory = at_once && all <= most ? (char*)saver_pin(all) : nullptr;
-    if (!saver->memory) {
-        capacity = largest;
-        saver->memory = (char*)pinned_malloc(largest, "checkpoints");
-        if (at_once && largest < all) {
-            warn("host memory is short: a checkpoint of %s is written in parts, and training waits for it",
-                 bytes_text(all).c_str());
-        }
-    }
-    saver->groups = {0};                // one at least: a rank may have nothing but padding
-    size_t used = 0;
-    for (size_t i = 0; i < saver->pieces.size(); i++) {
-        if (used + saver->pieces[i].bytes() > capacity) { saver->groups.push_back(i); used = 0; }
-        saver->pieces[i].at = used;
-        used += saver->pieces[i].bytes();
-    }
-    saver->groups.push_back(saver->pieces.size());
-    saver->stream = stream_create();
-    saver->ready = event_create();
-    saver->worker = worker_start();
-}
-
-// The thread's part: one group, when its copies have been taken.
-static void saver_write(Saver* saver, size_t group, int64_t step, const Facts& facts) {
-    const GPT2* model = saver->model;
-    const Split& split = model->options.split;
-    const bool has_state = split.zero >= 1 || split.rank == 0, has_model = split.rank == 0;
-    if (group == 0 && has_state) {
-        std::vector<StateRow> rows;
-        for (const SavedPiece& p : saver->pieces) { if (p.in_state) { rows.push_back(p.row); } }
-        saver->state = state_begin(checkpoint_state(saver->folder, step, split.rank), facts, rows);
-    }
-    if (group == 0 && has_model) {
-        saver->model_file = model_begin(checkpoint_model(saver->folder, step), model->config, kModelIsBf16);
-    }
-    device_use();
-    event_wait(model->snapshot);
-    for (size_t i = saver->groups[group]; i < saver->groups[group + 1]; i++) {
-        const SavedPiece& p = saver->pieces[i];
-        if (p.in_state) { state_write(&saver->state, saver->memory + p.at); }
-        if (p.in_model) {
-            model_write(&saver->model_file, saver->memory + p.at, p.row.count, p.row.type);
-        }
-    }
-    if (group + 2 < saver->groups.size()) { return; }
-    if (has_model) { model_commit(&saver->model_file); }
-    if (has_state) { state_commit(&saver->state); }
-}
-
-static void saver_wait(Saver* saver) {          // until the thread is idle
-    DiskWait disk(saver->model->step);
-    worker_wait(saver->worker);
-}
-
-// Asked by all ranks between steps: has everybody written what belongs to the last checkpoint? Then rank 0
-// puts the marker beside it, and removes what is too old. wait: until all this is done.
-static void saver_advance(Saver* saver, bool wait) {
-    if (saver->phase == Saver::Idle) { return; }
-    const std::string folder = saver->folder;
-    const int64_t step = saver->step;
-    std::vector<std::string> states;
-    for (int r = 0; r < (saver->model->options.split.zero == 0 ? 1 : comm.world); r++) {
-        states.push_back(checkpoint_state(folder, step, r));
-    }
-    if (wait) { saver_wait(saver); }
-    if (saver->phase == Saver::Writing && !comm_any(worker_busy(saver->worker))) {
-        saver->phase = comm.rank == 0 ? Saver::Marking : Saver::Idle;
-        const Retention retention = saver->retention;
-        if (comm.rank != 0) { return; }
-        const Logger* logger = saver->logger;
-        worker_post(saver->worker, [=] {
-            logger_sync(logger);
-            checkpoint_done(folder, step, states);
-            logger_forget(folder);
-            checkpoint_retain(folder, step, retention);
-        });
-        if (wait) { saver_wait(saver); }
-    }
-    if (saver->phase != Saver::Marking || worker_busy(saver->worker)) { return; }
-    saver->phase = Saver::Idle;
-    DiskWait disk(saver->model->step);
-    int64_t bytes = file_size(checkpoint_model(folder, step).c_str());
-    for (const std::string& path : states) { bytes += file_size(path.c_str()); }
-    progress_clear();
-    printf("saved %s and its state: %s in %.1f s\n", shown(checkpoint_model(folder, step)).c_str(),
-           bytes_text((size_t)bytes).c_str(), comm_now() - saver->began_s);
-    fflush(stdout);
+    saver->config = model->config;
+    saver->split = model->options.split;
+    saver->model_is_bf16 = kModelIsBf16;
+    saver->compute = model->stream;
+    saver->copied = model->snapshot;
+    saver->before_marker = [=] { logger_sync(logger); };
+    saver->after_marker = [=] { logger_forget(folder); };
+    saver_init(saver, saved_pieces(model), at_once);
 }
 
 // All ranks come here after the same step. facts: what else is to be saved.
-static void saver_save(Saver* saver, int64_t step, const Facts& facts) {
-    GPT2* model = saver->model;
-    const Split& split = model->options.split;
-    saver_advance(saver, true);                     // of the one before
-    saver->phase = Saver::Writing;
-    saver->step = step;
-    saver->began_s = comm_now();
-    saver->retention.bad.erase(step);
-    if (split.rank == 0) {
-        DiskWait disk(model->step);
-        if (!checkpoint_begin(saver->folder, step)) {
-            die("cannot begin a checkpoint in '%s': %s", saver->folder.c_str(), strerror(errno));
-        }
-    }
-    comm_any(false);                                // and rank 0 has made the folder, at its first report
+static void gpt2_save(GPT2* model, Saver* saver, int64_t step, const Facts& facts) {
+    saver_begin(saver, step);
     for (int b = 0; b < (int)model->layout.buckets.size(); b++) { gpt2_await_params(model, b); }
-    for (size_t group = 0; group + 1 < saver->groups.size(); group++) {
-        if (group > 0) { saver_wait(saver); }       // the memory is free again
-        event_record(saver->ready, model->stream);
-        stream_wait(saver->stream, saver->ready);
-        for (size_t i = saver->groups[group]; i < saver->groups[group + 1]; i++) {
-            const SavedPiece& p = saver->pieces[i];
-            const void* device = p.device;
-            if (!device) {
-                device = gpt2_whole_master(model, p.tensor, p.layer);
-                event_record(saver->ready, model->stream);
-                stream_wait(saver->stream, saver->ready);
-            }
-            if (p.bytes() > 0) { copy_to_host(saver->memory + p.at, device, p.bytes(), saver->stream); }
-            if (!p.device) {                        // its place is filled anew for the next one
-                event_record(model->snapshot, saver->stream);
-                stream_wait(model->stream, model->snapshot);
-            }
-        }
-        event_record(model->snapshot, saver->stream);
-        worker_post(saver->worker, [=] { saver_write(saver, group, step, facts); });
-    }
+    saver_copy(saver, facts);
     model->snapshot_under_way = true;
-}
-
-static void saver_free(Saver* saver) {
-    if (!saver->worker) { return; }
-    stream_sync(saver->stream);
-    stream_destroy(saver->stream);
-    event_destroy(saver->ready);
-    pinned_free(saver->memory);
 }
 
 // ---- resuming ----
@@ -6951,7 +6779,7 @@ static void save(Training* t) {
         printf("no step was completed: nothing is saved\n");
         return;
     }
-    saver_save(&t->saver, t->step, run_facts(t));
+    gpt2_save(&t->model, &t->saver, t->step, run_facts(t));
 }
 
 // --on-bad-loss: too many updates in a row were skipped. Goes back to the last checkpoint from before them,
@@ -6961,7 +6789,7 @@ static void rewind_or_stop(Training* t) {
     const bool outliers = run.skip_loss > 0 || run.skip_norm > 0;
     const char* hint = outliers ? "\nhint: look at the data; a larger -sl or -sg skips less"
                                 : "\nhint: a smaller -l or a longer -u; look at the data";
-    if (t->saves) { saver_advance(&t->saver, true); }
+    if (t->saves) { saver_advance(&t->saver, t->step, true); }
     if (run.on_bad_loss == 0) {
         const std::string last = t->saves && t->saver.step >= 0
             ? format("the last checkpoint is of step %lld", (long long)t->saver.step)
@@ -7023,7 +6851,7 @@ static void train(Training* t) {
         const bool sample_due = run.sample_every > 0 && step > 0 && step % run.sample_every == 0;
         const bool save_due = t->saves && run.checkpoint_every > 0 && step % run.checkpoint_every == 0 &&
                               step > 0;
-        if (t->saves) { saver_advance(&t->saver, false); }
+        if (t->saves) { saver_advance(&t->saver, t->step, false); }
         if ((val_due || eval_due || sample_due || save_due) && !report()) { continue; }
         if (save_due) { save(t); }
         if (val_due || eval_due || sample_due) { report_line(&reports, schedule); }     // so far it has come
@@ -7055,7 +6883,7 @@ static void train(Training* t) {
             (double)run.total_batch / mean_ms * 1e3, (long long)reports.ms_count);
     }
     save(t);                                // before anything else that takes time
-    if (t->saves) { saver_advance(&t->saver, true); }
+    if (t->saves) { saver_advance(&t->saver, t->step, true); }
     if (run.val_every > 0) { validate(model, &t->val_loader, logger, t->step); }
     if (run.evaluate) { evaluate(model, &t->questions, logger, t->step); }
     if (run.sample_every > 0) { generate(model, &t->tokenizer, t->has_text, t->step, false); }
@@ -7379,7 +7207,7 @@ static void start_training(Training* t, Checkpoint* resumed, const char* program
     if (t->saves) {
         const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < run.max_steps;
         const int every = run.on_bad_loss == 1 ? std::max(1, run.checkpoint_every) : 1;
-        saver_init(&t->saver, &t->model, &t->logger, folder, at_once,
+        gpt2_saver(&t->saver, &t->model, &t->logger, folder, at_once,
                    {run.keep, run.major_every, every, t->saver.retention.bad});
     }
     if (run.resumed) {
