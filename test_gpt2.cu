@@ -799,7 +799,7 @@ static void test_checkpoint(const Config& c, const Options& o, bool in_parts) {
     logger_train(&logger, {0, 1, 1, 1, 1, 1, 1});
     Saver saver = {};
     if (in_parts) { saver_pin = [](size_t) -> void* { return nullptr; }; }
-    saver_init(&saver, &a, &logger, folder, true, {2, 0, 1, {}});
+    gpt2_saver(&saver, &a, &logger, folder, true, {2, 0, 1, {}});
     saver_pin = pinned_try;
     CHECK((saver.groups.size() > 2) == in_parts, "%zu groups", saver.groups.size() - 1);
     // of a job of several ranks, whose watchdog must bear with a slow disk
@@ -820,9 +820,9 @@ static void test_checkpoint(const Config& c, const Options& o, bool in_parts) {
         if (strstr(to, "/DONE_")) { in_order = main_log_synced && metrics_synced; }
         return rename(from, to);
     };
-    saver_save(&saver, 1, model_facts(&a));
+    gpt2_save(&a, &saver, 1, model_facts(&a));
     for (int step = 1; step < 3; step++) { one_step(&a, c, rows, step); }
-    saver_advance(&saver, true);
+    saver_advance(&saver, a.step, true);
     comm_state = nullptr;
     file_layer.fsync = fsync;
     file_layer.rename = rename;

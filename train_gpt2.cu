@@ -41,7 +41,6 @@ l, and h for a head; bt is b*T+t.
 #include <unistd.h>     // gives: write, access, _exit
 
 #include <algorithm>    // gives: std::min, std::stable_sort
-#include <map>          // gives: std::multimap
 #include <set>          // gives: std::set
 #include <string>       // gives: std::string
 #include <vector>       // gives: std::vector
@@ -63,10 +62,12 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/run/logger.h"         // gives: Logger
 #include "llmc/run/progress.h"       // gives: progress_show, progress_clear
 #include "llmc/run/telemetry.h"      // gives: telemetry_start, telemetry_read
-#include "llmc/host_memory.h"        // gives: host_memory_free, addresses_limited
 #include "llmc/files/state_file.h"   // gives: StateFile, Facts
-#include "llmc/files/checkpoints.h"  // gives: checkpoint_check, checkpoint_done, Worker
-#include "llmc/files/safetensors.h"  // gives: SafeTensors, safetensors_open
+#include "llmc/files/checkpoints.h"  // gives: checkpoint_done, checkpoint_newest, checkpoint_retain
+#include "llmc/files/model_file.h"   // gives: model_read_config, model_read, ModelWriter
+#include "llmc/files/hf_file.h"      // gives: hf_is, hf_read_config, hf_read
+#include "llmc/files/saver.h"        // gives: Saver, SavedPiece, saver_advance
+#include "llmc/files/resume.h"       // gives: Checkpoint, checkpoint_find, checkpoint_read, facts_config
 #include "llmc/comm/comm.h"          // gives: comm, comm_start, comm_any, comm_all_gather
 
 // == 2 types and limits ==
@@ -111,7 +112,6 @@ constexpr int kLossScaleSteps = 1000;
 // A run stops after so many updates in a row were skipped.
 constexpr int kMaxSkipsInARow = 20;
 constexpr int kMaxRewinds = 3;              // --on-bad-loss rewind: then the run stops all the same
-constexpr int64_t kLargestCount = 1000000000000000;     // of steps, tokens, samples
 
 constexpr size_t kMuonBytes = (size_t)576 << 20;        // of memory beside a step's: see muon_share
 
@@ -232,10 +232,16 @@ static void param_specs(ParamSpec* specs, const Config& c) {
 #define X(name_, type_, where_, rows_, cols_, init_, kind_, live_, muon_, hf_)                               \
     static_assert(Kind::kind_ != Kind::Norm || sizeof(type_) == sizeof(float), "as Kind says");              \
     specs[i++] = param_spec(#name_, sizeof(type_), Where::where_, rows_, cols_, Init::init_, Kind::kind_,    \
-                            live_, muon_, c.L);
+                            live_, muon_, hf_, c.L);
     GPT2_PARAMS(X)
 #undef X
     param_offsets(specs, NUM_PARAMS, c.L);
+}
+
+static std::vector<ParamSpec> param_table(const Config& c) {       // for files
+    std::vector<ParamSpec> specs(NUM_PARAMS);
+    param_specs(specs.data(), c);
+    return specs;
 }
 
 // Of an element
@@ -4269,11 +4275,6 @@ static size_t memory_reserve(const DeviceInfo& device) {
     return device.memory_total / 100 + (kDeviceHasNccl && comm.world > 1 ? (size_t)512 << 20 : 0);
 }
 
-static std::string bytes_text(size_t bytes) {
-    const double MiB = 1048576.0, GiB = 1073741824.0;
-    return bytes >= GiB ? format("%.2f GiB", bytes / GiB) : format("%.2f MiB", bytes / MiB);
-}
-
 static void gpt2_check_memory(const Config& c, const Options& options, int B, int T,
                               const DeviceInfo& device, bool keeps_batch = false) {
     auto fits = [&](int b) {
@@ -5481,387 +5482,21 @@ static void gpt2_write(GPT2* model, const std::vector<int>& prompt, int count, i
 }
 
 // == 11 checkpoint ==
-// What all ranks find, rank 0 says.
-__attribute__((format(printf, 1, 2))) static void warn(const char* fmt, ...) {
-    if (comm.rank != 0) { return; }
-    va_list args;
-    va_start(args, fmt);
-    progress_clear();
-    fprintf(stderr, "warning: ");
-    vfprintf(stderr, fmt, args);
-    fprintf(stderr, "\n");
-    va_end(args);
-}
-
-// A checkpoint is a model and a state. What a model file is made of here, a state file in state_file.h,
-// their names and the marker that comes last in checkpoints.h.
-//
-// model_%08d.bin: 256 int32 header, then the tensors in table order, tight. Version 3 holds fp32, 5 bf16
-// (llm.c's numbers); either loads in any build. FP16 builds save version 3 from the master weights. The last
-// two words of the header are a checksum of the rest; other programs leave them 0.
-//
-// The version also stands for what the ops compute. A change of an op's meaning (another GELU, another
-// epsilon) takes new versions: the tensors look the same, and a file does not say which program wrote it. A
-// state and run.json do, by the program's hash, and a run that goes on with another program is told so.
-//
-// What is not GPT-2 has 100 more as its version, so that nobody loads it as GPT-2, and says in two more words
-// of the header which block and which norm it has.
-//
-// Of a model with --residual-dtype fp32 the word before the checksum is 1: it is evaluated, sampled and
-// trained on as it was trained. Its version does not change: the type of the stream is a way to compute the
-// same function, more or less rounded, and llm.c or an exporter should take it for the GPT-2 that it is.
-constexpr int kModelMagic = 20240326, kModelFp32 = 3, kModelBf16 = 5, kModelVariant = 100;
-constexpr int kModelResidualWord = kModelChecksumWord - 1;
-
-// A FIFO would wait for its writer for ever, and a folder can be opened like a file.
-static FILE* checkpoint_open(const char* path) {
-    struct stat st;
-    if (stat(path, &st) == 0 && !S_ISREG(st.st_mode)) {
-        die("'%s' is not a regular file\nhint: -e takes a model_*.bin or a descriptor such as d12",
-            path);
-    }
-    FILE* f = fopen(path, "rb");
-    if (!f) { die("cannot open '%s': %s", path, strerror(errno)); }
-    return f;
-}
-
-// What a file that is no checkpoint seems to be; "" for what nobody here writes.
-static const char* other_file_kind(const void* data, size_t bytes) {
-    const struct { int magic; const char* kind; } kinds[] = {
-        {20240520, "a token shard"}, {20240522, "questions of an evaluation"},
-        {20240327, "reference tensors"}, {20240328, "a tokenizer"}};
-    int magic = 0;
-    memcpy(&magic, data, std::min(bytes, sizeof(magic)));
-    for (const auto& k : kinds) { if (k.magic == magic) { return k.kind; } }
-    const char* text = (const char*)data;
-    for (size_t i = 0; i < bytes; i++) {
-        const bool space = text[i] == '\n' || text[i] == '\r' || text[i] == '\t';
-        if (((unsigned char)text[i] < 32 && !space) || text[i] == 127) { return ""; }
-    }
-    return bytes > 0 ? "text" : "empty";
-}
-
-static Config checkpoint_read_header(const char* path, FILE* f, int* version) {
-    int header[256] = {};
-    const size_t got = fread(header, 1, sizeof(header), f);
-    if (ferror(f)) { die("cannot read '%s': %s", path, strerror(errno)); }
-    if (header[0] != kModelMagic) {
-        const std::string kind = other_file_kind(header, got);
-        std::string why = kind.empty() ? "" : " but " + kind;
-        if (kind != "text" && kind != "empty") {
-            why += format(": its first number is %d, expected %d", header[0], kModelMagic);
-        }
-        die("'%s' is not a model checkpoint%s\nhint: -e takes a model_*.bin or a descriptor such as d12",
-            path, why.c_str());
-    }
-    if (got < sizeof(header)) {
-        die("'%s' is truncated: %zu bytes, a checkpoint's header alone has %zu", path, got,
-            sizeof(header));
-    }
-    *version = header[1];
-    const bool variant = *version >= kModelVariant;
-    *version -= variant ? kModelVariant : 0;
-    if (*version != kModelFp32 && *version != kModelBf16) {
-        die("'%s' has checkpoint version %d; this program reads 3 (fp32) and 5 (bf16), and 103 and 105 of "
-            "what is not GPT-2", path, header[1]);
-    }
-    Config c = {};
-    if (variant) { c.block = (Block)header[8], c.norm = (NormKind)header[9]; }
-    c.residual_fp32 = header[kModelResidualWord] != 0;
-    c.maxT = header[2], c.V = header[3], c.L = header[4], c.NH = header[5], c.C = header[6], c.Vp = header[7];
-    std::string error = config_error(c);
-    if (header[kModelResidualWord] != c.residual_fp32) {
-        error = format("residual stream %d is not known", header[kModelResidualWord]);
-    }
-    if (!error.empty()) { die("'%s' has a bad header: %s", path, error.c_str()); }
-    ParamSpec specs[NUM_PARAMS];
-    param_specs(specs, c);
-    int64_t expected = sizeof(header), elem_bytes = *version == kModelFp32 ? 4 : 2;
-    for (const ParamSpec& s : specs) { expected += (int64_t)(s.elems * s.copies) * elem_bytes; }
-    if (file_size(path) != expected) {
-        die("'%s' has %lld bytes; its header (L=%d NH=%d C=%d T=%d V=%d, padded %d, version %d) means %lld",
-            path, (long long)file_size(path), c.L, c.NH, c.C, c.maxT, c.V, c.Vp, *version,
-            (long long)expected);
-    }
-    return c;
-}
-
-// ---- Hugging Face's model.safetensors ----
-// What dev/eval/import_hf.py makes a model_*.bin of, read as it is: the same checks, the same weights.
-
-#define X(name, type, where, rows, cols, init, kind, live, muon, hf) hf,
-constexpr const char* kHfNames[] = {GPT2_PARAMS(X)};
-#undef X
-constexpr const char* kHfHead = "lm_head.weight";
-
-static bool ends_with(const std::string& text, const std::string& end) {
-    return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
-}
-static bool hf_is(const char* path) { return ends_with(path, ".safetensors"); }
-
-static std::string hf_name(const ParamSpec* specs, int i, int l) {
-    const std::string layer = specs[i].where == Where::Block ? format("h.%d.", l) : "";
-    return "transformer." + layer + kHfNames[i];
-}
-
-// Its linear layers are (in,out), ours (out,in).
-static bool hf_transposed(const ParamSpec& s) {
-    return s.kind == Kind::Matrix && s.where == Where::Block;
-}
-
-// What is wrong with a file of 1 MB at most, behind its name; or "", and its values.
-static std::string json_file_read(const std::string& path, JsonValues* values) {
-    std::string text((size_t)std::min<int64_t>(file_size(path.c_str()), 1 << 20), '\0');
-    FILE* f = fopen_check(path.c_str(), "rb");
-    fread_check(&text[0], 1, text.size(), f, path.c_str());
-    fclose(f);
-    return json_read(text, values);
-}
-
-// The model that the config.json beside the weights describes; dies of what is not plain GPT-2. A key that is
-// not there means transformers' default, which stands first.
-static Config hf_config_json(const std::string& weights, bool* tied) {
-    const std::string path = weights.substr(0, weights.rfind('/') + 1) + "config.json";
-    if (file_size(path.c_str()) < 0) {
-        die("'%s' has no config.json beside it, which says how many heads the model has",
-            shown(weights.c_str()).c_str());
-    }
-    JsonValues values;
-    const std::string error = json_file_read(path, &values);
-    if (!error.empty()) { die("'%s' %s", path.c_str(), error.c_str()); }
-    const struct { const char *key, *allowed, *another; } plain[] = {
-        {"model_type", "gpt2", ""}, {"activation_function", "gelu_new", "gelu_pytorch_tanh"},
-        {"layer_norm_epsilon", "1e-05", ""}, {"scale_attn_weights", "true", ""},
-        {"scale_attn_by_inverse_layer_idx", "false", ""}, {"reorder_and_upcast_attn", "false", ""},
-        {"add_cross_attention", "false", ""}, {"quantization_config", "null", ""}};
-    auto number_of = [](const std::string& text) {
-        double x;
-        return parse_double(text.data(), text.data() + text.size(), &x) ? x : NAN;
-    };
-    for (const auto& value : values) {
-        for (const auto& p : plain) {
-            if (value.first.substr(0, value.first.find('.')) != p.key || value.second == p.allowed ||
-                value.second == p.another || number_of(value.second) == number_of(p.allowed)) { continue; }
-            die("'%s': %s is %s; GPT-2 has %s, nothing else is built", path.c_str(), value.first.c_str(),
-                value.second.c_str(), p.allowed);
-        }
-    }
-    auto number = [&](const char* key) {
-        const std::string* text = facts_find(values, key);
-        int64_t n = 0;
-        if (!text || !parse_int(text->data(), text->data() + text->size(), &n)) {
-            die("'%s' lacks a whole number for %s", path.c_str(), key);
-        }
-        return (int)std::max<int64_t>(-1, std::min<int64_t>(n, INT_MAX));
-    };
-    Config c = {};
-    c.maxT = number("n_positions"), c.V = number("vocab_size"), c.L = number("n_layer");
-    c.NH = number("n_head"), c.C = number("n_embd");
-    const std::string* inner = facts_find(values, "n_inner");
-    const std::string* tie = facts_find(values, "tie_word_embeddings");
-    if (inner && *inner != "null" && *inner != format("%lld", 4LL * c.C)) {
-        die("'%s': n_inner is %s; GPT-2 has 4 x n_embd, %lld", path.c_str(), inner->c_str(), 4LL * c.C);
-    }
-    *tied = !tie || *tie == "true";
-    c.Vp = padded_vocab(c.V);
-    const std::string wrong = config_error(c);
-    if (!wrong.empty()) { die("'%s': %s", path.c_str(), wrong.c_str()); }
-    return c;
-}
-
-// Opens it: each tensor of GPT2_PARAMS, in its shape and of a type of floats, and none besides. The names are
-// then today's; the first files had no "transformer." in front, and attention's masks among the weights.
-static Config hf_open(SafeTensors* file, const char* path) {
-    const std::string error = safetensors_open(file, path);
-    if (!error.empty()) { die("'%s' %s", path, error.c_str()); }
-    std::map<std::string, SafeTensor> tensors;
-    for (const auto& t : file->tensors) {
-        if (ends_with(t.first, ".attn.bias") || ends_with(t.first, ".attn.masked_bias")) { continue; }
-        const bool whole = t.first.compare(0, 12, "transformer.") == 0 || t.first == kHfHead;
-        const std::string name = whole ? t.first : "transformer." + t.first;
-        if (!tensors.insert({name, t.second}).second) { die("'%s' has %s twice", path, name.c_str()); }
-    }
-    file->tensors = tensors;
-    bool tied;
-    const Config c = hf_config_json(path, &tied);
-    auto take = [&](const std::string& name, const std::vector<int64_t>& shape) {
-        const auto found = tensors.find(name);
-        if (found == tensors.end()) {
-            die("'%s' lacks the tensor %s\n"
-                "hint: a model in several files is one for dev/eval/import_hf.py", path, name.c_str());
-        }
-        const SafeTensor& t = found->second;
-        if (safetensors_bytes(t.dtype) == 0) {
-            die("'%s': %s is of type %s; F32, F16 and BF16 are read", path, name.c_str(), t.dtype.c_str());
-        }
-        if (t.shape != shape) {
-            die("'%s': %s has the shape %s, config.json means %s", path, name.c_str(),
-                safetensors_shape(t.shape).c_str(), safetensors_shape(shape).c_str());
-        }
-        tensors.erase(found);
-    };
-    ParamSpec specs[NUM_PARAMS];
-    param_specs(specs, c);
-    for (int i = 0; i < NUM_PARAMS; i++) {
-        const ParamSpec& s = specs[i];
-        std::vector<int64_t> shape = {(int64_t)s.elems};
-        if (s.kind == Kind::Matrix) { shape = {(int64_t)s.live_rows, (int64_t)s.cols}; }
-        if (hf_transposed(s)) { std::swap(shape[0], shape[1]); }
-        for (int l = 0; l < s.copies; l++) { take(hf_name(specs, i, l), shape); }
-    }
-    if (!tied || tensors.count(kHfHead) > 0) { take(kHfHead, {c.V, c.C}); }
-    if (!tensors.empty()) {
-        die("'%s' has %s, which a GPT-2 of %d layers has not", path, tensors.begin()->first.c_str(), c.L);
-    }
-    return c;
-}
-
-static Config hf_config(const char* path) {
-    SafeTensors file;
-    const Config c = hf_open(&file, path);
-    safetensors_close(&file);
-    return c;
-}
-
-// A model's file is opened twice: for its shape before memory is taken, and for its weights.
-static void check_same_model(const Config& c, const Config& has, const char* path) {
-    if (c.maxT != has.maxT || c.V != has.V || c.L != has.L || c.NH != has.NH || c.C != has.C ||
-        c.Vp != has.Vp || c.block != has.block || c.norm != has.norm) {
-        die("'%s' is another model than it was at the start", path);
-    }
-}
-
-static void hf_load(GPT2* model, const char* path) {
-    SafeTensors file;
-    check_same_model(hf_open(&file, path), model->config, path);
-    std::vector<float> stored, values;
-    auto read = [&](const std::string& name) {
-        const SafeTensor& t = file.tensors.at(name);
-        stored.resize((size_t)t.count);
-        safetensors_read(&file, t, stored.data());
-    };
-    for (int i = 0; i < NUM_PARAMS; i++) {
-        const ParamSpec& s = model->param_specs[i];
-        for (int l = 0; l < s.copies; l++) {
-            read(hf_name(model->param_specs, i, l));
-            values.assign(s.elems, 0.0f);                   // the padded vocabulary's rows stay 0
-            if (hf_transposed(s)) {
-                #pragma omp parallel for
-                for (size_t row = 0; row < s.rows; row++) {
-                    for (size_t col = 0; col < s.cols; col++) {
-                        values[row * s.cols + col] = stored[col * s.rows + row];
-                    }
-                }
-            } else { std::copy(stored.begin(), stored.end(), values.begin()); }
-            gpt2_set_param(model, i, l, values.data());
-            comm_progress(0);
-        }
-        if (i != PARAM_wte || file.tensors.count(kHfHead) == 0) { continue; }
-        read(kHfHead);
-        if (memcmp(stored.data(), values.data(), stored.size() * sizeof(float)) != 0) {
-            die("'%s': %s differs from wte.weight; GPT-2's head is its embedding", path, kHfHead);
-        }
-    }
-    safetensors_close(&file);
-}
-
-// ---- either ----
+// A checkpoint is a model (model_file.h) and a state (state_file.h). checkpoints.h has their names, and the
+// marker that comes last. FP16 builds save fp32 models, from the master weights.
+constexpr bool kModelIsBf16 = kLowPrecision && !kFp16;
 
 static Config checkpoint_config(const char* path) {
-    if (hf_is(path)) { return hf_config(path); }
-    FILE* f = checkpoint_open(path);
-    int version;
-    Config c = checkpoint_read_header(path, f, &version);
-    fclose(f);
-    return c;
+    return hf_is(path) ? hf_read_config(path, param_table) : model_read_config(path, param_table);
 }
 
 static void checkpoint_load(GPT2* model, const char* path) {
-    if (hf_is(path)) { hf_load(model, path); return; }
-    FILE* f = checkpoint_open(path);
-    int version, header[256];                   // version: 3 or 5
-    check_same_model(checkpoint_read_header(path, f, &version), model->config, path);
-    rewind(f);
-    fread_check(header, sizeof(header), 1, f, path);
-    const uint64_t expected = model_checksum(header);
-    memset(header + kModelChecksumWord, 0, sizeof(expected));
-    Checksum sum;
-    checksum_add(&sum, header, sizeof(header));
-    std::vector<float> values;
-    std::vector<uint16_t> raw;
-    auto read = [&](void* to, size_t bytes) {
-        fread_check(to, 1, bytes, f, path);
-        checksum_add(&sum, to, bytes);
+    auto on_tensor = [=](int i, int l, const float* values) {
+        gpt2_set_param(model, i, l, values);
+        comm_progress(0);
     };
-    for (int i = 0; i < NUM_PARAMS; i++) {
-        const ParamSpec& s = model->param_specs[i];
-        values.resize(s.elems);
-        for (int l = 0; l < s.copies; l++) {
-            if (version == kModelFp32) {
-                read(values.data(), s.elems * sizeof(float));
-            } else {
-                raw.resize(s.elems);
-                read(raw.data(), s.elems * sizeof(uint16_t));
-                for (size_t k = 0; k < s.elems; k++) { values[k] = bf16_to_float(raw[k]); }
-            }
-            // whatever a file holds in the padded vocabulary, it must not leak into the sums
-            for (size_t k = s.live_rows * s.cols; k < s.elems; k++) { values[k] = 0.0f; }
-            gpt2_set_param(model, i, l, values.data());
-            comm_progress(0);
-        }
-    }
-    fclose(f);
-    if (expected != 0 && checksum_end(&sum) != expected) {
-        die("'%s' is damaged: it does not have the checksum in its header\nhint: take an earlier one", path);
-    }
-}
-
-// Writes a model file, tensor by tensor.
-struct ModelWriter {
-    AtomicFile out;
-    int header[256];
-    Checksum sum;
-};
-constexpr bool kModelIsBf16 = kLowPrecision && !kFp16;
-
-static void model_begin(ModelWriter* w, const std::string& path, const Config& c) {
-    const int version = (kModelIsBf16 ? kModelBf16 : kModelFp32) + (c.is_gpt2() ? 0 : kModelVariant);
-    const int header[256] = {kModelMagic, version, c.maxT, c.V, c.L, c.NH, c.C, c.Vp, (int)c.block,
-                             (int)c.norm};
-    w->out = atomic_open(path);
-    w->sum = Checksum();
-    memcpy(w->header, header, sizeof(header));
-    w->header[kModelResidualWord] = c.residual_fp32;
-    atomic_write(&w->out, w->header, sizeof(w->header));
-    checksum_add(&w->sum, w->header, sizeof(w->header));
-}
-
-// n elements, fp32 or floatX.
-static void model_write(ModelWriter* w, const void* data, size_t n, size_t elem_bytes) {
-    std::vector<float> values;
-    std::vector<uint16_t> raw;
-    size_t bytes = n * elem_bytes;
-    if (kModelIsBf16 && elem_bytes == sizeof(float)) {
-        raw.resize(n);
-        for (size_t k = 0; k < n; k++) { raw[k] = bf16_round_nearest(((const float*)data)[k]); }
-        data = raw.data();
-        bytes = n * sizeof(uint16_t);
-    } else if (!kModelIsBf16 && elem_bytes != sizeof(float)) {
-        values.resize(n);
-        for (size_t k = 0; k < n; k++) { values[k] = (float)((const floatX*)data)[k]; }
-        data = values.data();
-        bytes = n * sizeof(float);
-    }
-    atomic_write(&w->out, data, bytes);
-    checksum_add(&w->sum, data, bytes);
-}
-
-static void model_commit(ModelWriter* w) {
-    const uint64_t sum = checksum_end(&w->sum);
-    memcpy(w->header + kModelChecksumWord, &sum, sizeof(sum));
-    atomic_rewind(&w->out);
-    atomic_write(&w->out, w->header, sizeof(w->header));
-    atomic_commit(&w->out);
+    if (hf_is(path)) { hf_read(path, param_table, model->config, on_tensor); }
+    else { model_read(path, param_table, model->config, on_tensor); }
 }
 
 // As a state file calls them: "qkvw.3"; the type of the parameters themselves.
@@ -5873,40 +5508,9 @@ static const char* state_type(const ParamSpec& s) {
 }
 
 // ---- saving ----
-// The device copies what is saved into pinned memory while the following steps go on, of which only the next
-// update waits for it; then a thread writes it. Where there is no memory for all of it, or nothing follows,
-// it goes in groups, and the host waits for each. Each rank saves the master weights, m and v that it holds,
-// and rank 0 the parameters.
 
-struct SavedPiece {
-    StateRow row;
-    const void* device;         // null: rank `all` call gpt2_whole_master for it when its turn comes
-    int tensor, layer;
-    bool in_state, in_model;    // of this rank's files
-    size_t at;                  // in its group's memory
-    size_t bytes() const { return in_state || in_model ? state_row_bytes(row) : 0; }
-};
-
-struct Saver {
-    GPT2* model;
-    const Logger* logger;
-    std::string folder;
-    std::vector<SavedPiece> pieces;
-    std::vector<size_t> groups; // index of each group's first piece, and the number of pieces
-    char* memory;
-    Stream stream;
-    Event ready;
-    Worker* worker;
-    StateWriter state;          // of the worker
-    ModelWriter model_file;
-    // the last checkpoint
-    enum { Idle, Writing, Marking } phase;      // files of all ranks; then, on rank 0, the marker
-    int64_t step;               // -1: none yet
-    double began_s;
-    Retention retention;
-};
-
-static std::vector<SavedPiece> saved_pieces(const GPT2* model) {
+// Each rank saves the master weights, m and v that it holds, and rank 0 the parameters.
+static std::vector<SavedPiece> saved_pieces(GPT2* model) {
     const Split& split = model->options.split;
     const bool first = split.rank == 0, from_master = !kModelIsBf16 && model->master;
     std::vector<SavedPiece> pieces;
@@ -5918,340 +5522,59 @@ static std::vector<SavedPiece> saved_pieces(const GPT2* model) {
                 return state_row(of + ("." + state_name(s, l)), type, s.rows, s.cols, begin, end - begin);
             };
             if (first) {
-                pieces.push_back({row("param", state_type(s), 0, s.elems), gpt2_param_data(model, i, l), i, l,
-                                  true, !from_master, 0});
+                pieces.push_back({row("param", state_type(s), 0, s.elems), gpt2_param_data(model, i, l),
+                                  nullptr, true, !from_master, 0});
             }
             for (const Held& held : part.in) {
                 if (!held.memory || (split.zero == 0 && !first)) { continue; }
                 const bool in_model = held.memory == part.in[0].memory && from_master && split.zero == 0;
-                pieces.push_back({row(held.of, "f32", part.begin, part.end), held.memory, i, l, true,
-                                  in_model, 0});
+                pieces.push_back({row(held.of, "f32", part.begin, part.end), held.memory, nullptr,
+                                  true, in_model, 0});
             }
             if (from_master && split.zero >= 1) {
-                pieces.push_back({row("master", "f32", 0, s.elems), nullptr, i, l, false, first, 0});
+                auto gather = [=]() -> const void* { return gpt2_whole_master(model, i, l); };
+                pieces.push_back({row("master", "f32", 0, s.elems), nullptr, gather, false, first, 0});
             }
         }
     }
     return pieces;
 }
 
-static void* (*saver_pin)(size_t bytes) = pinned_try;       // tests put one that fails in its place
-
-// at_once: there should be memory for a whole checkpoint, as steps will follow one.
-static void saver_init(Saver* saver, GPT2* model, const Logger* logger, const std::string& folder,
+static void gpt2_saver(Saver* saver, GPT2* model, const Logger* logger, const std::string& folder,
                        bool at_once, const Retention& retention) {
-    saver->model = model;
-    saver->logger = logger;
     saver->folder = folder;
-    saver->pieces = saved_pieces(model);
     saver->retention = retention;
-    saver->phase = Saver::Idle;
-    saver->step = -1;
-    size_t all = 0, largest = 1;                // bytes
-    for (const SavedPiece& p : saver->pieces) {
-        all += p.bytes();
-        largest = std::max(largest, p.bytes());
-    }
-    // half of what is free, for all ranks of this machine
-    const size_t most = addresses_limited() ? 0 : host_memory_free() / 2 / (size_t)comm.local_world;
-    size_t capacity = all;
-    saver->memory = at_once && all <= most ? (char*)saver_pin(all) : nullptr;
-    if (!saver->memory) {
-        capacity = largest;
-        saver->memory = (char*)pinned_malloc(largest, "checkpoints");
-        if (at_once && largest < all) {
-            warn("host memory is short: a checkpoint of %s is written in parts, and training waits for it",
-                 bytes_text(all).c_str());
-        }
-    }
-    saver->groups = {0};                // one at least: a rank may have nothing but padding
-    size_t used = 0;
-    for (size_t i = 0; i < saver->pieces.size(); i++) {
-        if (used + saver->pieces[i].bytes() > capacity) { saver->groups.push_back(i); used = 0; }
-        saver->pieces[i].at = used;
-        used += saver->pieces[i].bytes();
-    }
-    saver->groups.push_back(saver->pieces.size());
-    saver->stream = stream_create();
-    saver->ready = event_create();
-    saver->worker = worker_start();
-}
-
-// The thread's part: one group, when its copies have been taken.
-static void saver_write(Saver* saver, size_t group, int64_t step, const Facts& facts) {
-    const GPT2* model = saver->model;
-    const Split& split = model->options.split;
-    const bool has_state = split.zero >= 1 || split.rank == 0, has_model = split.rank == 0;
-    if (group == 0 && has_state) {
-        std::vector<StateRow> rows;
-        for (const SavedPiece& p : saver->pieces) { if (p.in_state) { rows.push_back(p.row); } }
-        saver->state = state_begin(checkpoint_state(saver->folder, step, split.rank), facts, rows);
-    }
-    if (group == 0 && has_model) {
-        model_begin(&saver->model_file, checkpoint_model(saver->folder, step), model->config);
-    }
-    device_use();
-    event_wait(model->snapshot);
-    for (size_t i = saver->groups[group]; i < saver->groups[group + 1]; i++) {
-        const SavedPiece& p = saver->pieces[i];
-        if (p.in_state) { state_write(&saver->state, saver->memory + p.at); }
-        if (p.in_model) {
-            model_write(&saver->model_file, saver->memory + p.at, p.row.count, state_type_bytes(p.row.type));
-        }
-    }
-    if (group + 2 < saver->groups.size()) { return; }
-    if (has_model) { model_commit(&saver->model_file); }
-    if (has_state) { state_commit(&saver->state); }
-}
-
-// A disk that stalls is no reason to give the job up: while one of these lives, its rank may wait for files.
-// One may live within another.
-constexpr double kDiskPatience = 3600;          // seconds; a group of tensors has no longer way to the disk
-struct DiskWait {
-    inline static int depth = 0;
-    const int64_t step;
-    explicit DiskWait(int64_t step) : step(step) {
-        depth++;
-        comm_progress(step);
-        comm_patience(kDiskPatience);
-    }
-    ~DiskWait() {
-        comm_progress(step);
-        if (--depth > 0) { comm_patience(kDiskPatience); }
-    }
-};
-
-static void saver_wait(Saver* saver) {          // until the thread is idle
-    DiskWait disk(saver->model->step);
-    worker_wait(saver->worker);
-}
-
-// Asked by all ranks between steps: has everybody written what belongs to the last checkpoint? Then rank 0
-// puts the marker beside it, and removes what is too old. wait: until all this is done.
-static void saver_advance(Saver* saver, bool wait) {
-    if (saver->phase == Saver::Idle) { return; }
-    const std::string folder = saver->folder;
-    const int64_t step = saver->step;
-    std::vector<std::string> states;
-    for (int r = 0; r < (saver->model->options.split.zero == 0 ? 1 : comm.world); r++) {
-        states.push_back(checkpoint_state(folder, step, r));
-    }
-    if (wait) { saver_wait(saver); }
-    if (saver->phase == Saver::Writing && !comm_any(worker_busy(saver->worker))) {
-        saver->phase = comm.rank == 0 ? Saver::Marking : Saver::Idle;
-        const Retention retention = saver->retention;
-        if (comm.rank != 0) { return; }
-        const Logger* logger = saver->logger;
-        worker_post(saver->worker, [=] {
-            logger_sync(logger);
-            checkpoint_done(folder, step, states);
-            logger_forget(folder);
-            checkpoint_retain(folder, step, retention);
-        });
-        if (wait) { saver_wait(saver); }
-    }
-    if (saver->phase != Saver::Marking || worker_busy(saver->worker)) { return; }
-    saver->phase = Saver::Idle;
-    DiskWait disk(saver->model->step);
-    int64_t bytes = file_size(checkpoint_model(folder, step).c_str());
-    for (const std::string& path : states) { bytes += file_size(path.c_str()); }
-    progress_clear();
-    printf("saved %s and its state: %s in %.1f s\n", shown(checkpoint_model(folder, step)).c_str(),
-           bytes_text((size_t)bytes).c_str(), comm_now() - saver->began_s);
-    fflush(stdout);
+    saver->config = model->config;
+    saver->split = model->options.split;
+    saver->model_is_bf16 = kModelIsBf16;
+    saver->compute = model->stream;
+    saver->copied = model->snapshot;
+    saver->before_marker = [=] { logger_sync(logger); };
+    saver->after_marker = [=] { logger_forget(folder); };
+    saver_init(saver, saved_pieces(model), at_once);
 }
 
 // All ranks come here after the same step. facts: what else is to be saved.
-static void saver_save(Saver* saver, int64_t step, const Facts& facts) {
-    GPT2* model = saver->model;
-    const Split& split = model->options.split;
-    saver_advance(saver, true);                     // of the one before
-    saver->phase = Saver::Writing;
-    saver->step = step;
-    saver->began_s = comm_now();
-    saver->retention.bad.erase(step);
-    if (split.rank == 0) {
-        DiskWait disk(model->step);
-        if (!checkpoint_begin(saver->folder, step)) {
-            die("cannot begin a checkpoint in '%s': %s", saver->folder.c_str(), strerror(errno));
-        }
-    }
-    comm_any(false);                                // and rank 0 has made the folder, at its first report
+static void gpt2_save(GPT2* model, Saver* saver, int64_t step, const Facts& facts) {
+    saver_begin(saver, step);
     for (int b = 0; b < (int)model->layout.buckets.size(); b++) { gpt2_await_params(model, b); }
-    for (size_t group = 0; group + 1 < saver->groups.size(); group++) {
-        if (group > 0) { saver_wait(saver); }       // the memory is free again
-        event_record(saver->ready, model->stream);
-        stream_wait(saver->stream, saver->ready);
-        for (size_t i = saver->groups[group]; i < saver->groups[group + 1]; i++) {
-            const SavedPiece& p = saver->pieces[i];
-            const void* device = p.device;
-            if (!device) {
-                device = gpt2_whole_master(model, p.tensor, p.layer);
-                event_record(saver->ready, model->stream);
-                stream_wait(saver->stream, saver->ready);
-            }
-            if (p.bytes() > 0) { copy_to_host(saver->memory + p.at, device, p.bytes(), saver->stream); }
-            if (!p.device) {                        // its place is filled anew for the next one
-                event_record(model->snapshot, saver->stream);
-                stream_wait(model->stream, model->snapshot);
-            }
-        }
-        event_record(model->snapshot, saver->stream);
-        worker_post(saver->worker, [=] { saver_write(saver, group, step, facts); });
-    }
+    saver_copy(saver, facts);
     model->snapshot_under_way = true;
-}
-
-static void saver_free(Saver* saver) {
-    if (!saver->worker) { return; }
-    stream_sync(saver->stream);
-    stream_destroy(saver->stream);
-    event_destroy(saver->ready);
-    pinned_free(saver->memory);
 }
 
 // ---- resuming ----
 
 static Facts model_facts(GPT2* model) {
-    const Config& c = model->config;
-    DeviceState state = gpt2_read_state(model);
-    Facts facts = {{"precision", PRECISION_NAME}, {"step", std::to_string(model->step)},
-                   {c.is_gpt2() ? "model" : "variant",
-                    format("%d %d %d %d %d %d", c.maxT, c.V, c.Vp, c.L, c.NH, c.C)}};
-    if (!c.is_gpt2()) { facts.push_back({"block and norm", format("%d %d", (int)c.block, (int)c.norm)}); }
-    if (c.residual_fp32) { facts.push_back({"residual", "fp32"}); }
-    update_state_fields(state.update, [&](const char* name, auto* values, int count) {
-        std::string text;
-        for (int i = 0; i < count; i++) { text += format(i ? " %.17g" : "%.17g", (double)values[i]); }
-        facts.push_back({std::string("update.") + name, text});
-    });
+    Facts facts = {{"precision", PRECISION_NAME}, {"step", std::to_string(model->step)}};
+    config_facts(model->config, &facts);
+    update_facts(gpt2_read_state(model).update, &facts);
     return facts;
-}
-
-// A whole number among the facts; a file without it is not one of ours.
-static int64_t fact_number(const Facts& facts, const std::string& key, int64_t least, int64_t most) {
-    const std::string* text = facts_find(facts, key);
-    if (!text) { die("the state to resume from does not say '%s'", key.c_str()); }
-    int64_t n;
-    if (!parse_int(text->c_str(), text->c_str() + text->size(), &n) || n < least || n > most) {
-        die("the state to resume from says '%s' is %s: expected %lld to %lld", key.c_str(), text->c_str(),
-            (long long)least, (long long)most);
-    }
-    return n;
-}
-
-static Config facts_config(const Facts& facts) {
-    Config c = {};
-    const std::string *variant = facts_find(facts, "variant"), *kinds = facts_find(facts, "block and norm");
-    const std::string* text = variant ? variant : facts_find(facts, "model");
-    int block = 0, norm = 0;
-    if (variant && (!kinds || sscanf(kinds->c_str(), "%d %d", &block, &norm) != 2)) { text = nullptr; }
-    c.block = (Block)block, c.norm = (NormKind)norm;
-    c.residual_fp32 = facts_find(facts, "residual") != nullptr;
-    if (!text || sscanf(text->c_str(), "%d %d %d %d %d %d", &c.maxT, &c.V, &c.Vp, &c.L, &c.NH, &c.C) != 6) {
-        die("the state to resume from does not say which model it is of");
-    }
-    const std::string error = config_error(c);
-    if (!error.empty()) { die("the state to resume from is of an impossible model: %s", error.c_str()); }
-    return c;
-}
-
-struct Checkpoint {
-    int64_t step = -1;                  // -1: there is none
-    std::vector<StateFile> files;       // of all ranks that wrote it
-    Facts facts;
-};
-
-// True if any rank found a fault with a checkpoint; the first that did says so.
-static bool checkpoint_refused(int64_t step, const std::string& error) {
-    std::vector<char> faults((size_t)comm.world, !error.empty());
-    comm_all_gather(faults.data(), 1);
-    const int first = (int)(std::find(faults.begin(), faults.end(), 1) - faults.begin());
-    if (first == comm.rank) {
-        const std::string who = comm.world > 1 ? format(" by rank %d", first) : "";
-        fprintf(stderr, "warning: the checkpoint of step %lld is skipped%s: %s\n", (long long)step,
-                who.c_str(), shown(error).c_str());
-    }
-    return first < comm.world;
-}
-
-// The last of rank 0's `steps` whose checkpoint's files are all there and begin well, the same on all ranks.
-// Those that were looked at in vain are added to *bad. None is left: its step is -1.
-static Checkpoint checkpoint_find(const std::string& folder, std::vector<int64_t> steps,
-                                  std::set<int64_t>* bad) {
-    for (;;) {
-        Checkpoint found;
-        while (!steps.empty() && bad->count(steps.back())) { steps.pop_back(); }
-        int64_t step = steps.empty() ? -1 : steps.back();
-        comm_broadcast(&step, sizeof(step));
-        if (step < 0) { return found; }
-        std::vector<std::string> paths;
-        std::string error = checkpoint_check(folder, step, &paths);
-        for (size_t k = 0; k < paths.size() && error.empty(); k++) {
-            found.files.push_back(StateFile());
-            error = state_open(&found.files.back(), paths[k]);
-            if (!error.empty()) { error = paths[k].substr(folder.size() + 1) + " " + error; }
-        }
-        uint64_t sum;
-        if (error.empty() && comm.rank == 0) {
-            const std::string path = checkpoint_model(folder, step);
-            error = model_file_error(path, &sum);
-            if (!error.empty()) { error = path.substr(folder.size() + 1) + " " + error; }
-        }
-        if (!checkpoint_refused(step, error)) {
-            found.step = step;
-            found.facts = found.files[0].facts;
-            return found;
-        }
-        bad->insert(step);
-    }
-}
-
-typedef std::multimap<std::string, std::pair<size_t, size_t>> PieceIndex;      // name -> file, row
-
-// Elements [begin, end) of a tensor, out of whatever pieces the files have of it. Returns what is wrong, or
-// "".
-static std::string checkpoint_read(const Checkpoint* c, const PieceIndex& index, const std::string& name,
-                                   const char* type, const ParamSpec& s, size_t begin, size_t end,
-                                   std::vector<char>* to) {
-    const size_t elem = state_type_bytes(type);
-    std::vector<char> piece;
-    std::vector<std::pair<size_t, size_t>> found;       // parts, [from, until)
-    to->resize((end - begin) * elem);
-    const auto range = index.equal_range(name);
-    for (auto it = range.first; it != range.second; ++it) {
-        const StateFile& file = c->files[it->second.first];
-        const StateRow& row = file.rows[it->second.second];
-        const std::string file_name = file.path.substr(file.path.rfind('/') + 1);
-        if (strcmp(row.type, type) != 0 || row.rows != s.rows || row.cols != s.cols) {
-            return format("%s has %s as %s of %llu x %llu, not %s of %zu x %zu", file_name.c_str(), row.name,
-                          row.type, (unsigned long long)row.rows, (unsigned long long)row.cols, type, s.rows,
-                          s.cols);
-        }
-        const size_t from = std::max(begin, (size_t)row.begin);
-        const size_t until = std::min(end, (size_t)(row.begin + row.count));
-        if (from >= until) { continue; }
-        piece.resize(state_row_bytes(row));
-        const std::string error = state_read(&file, it->second.second, piece.data());
-        if (!error.empty()) { return file_name + " " + error; }
-        memcpy(to->data() + (from - begin) * elem, piece.data() + (from - row.begin) * elem,
-               (until - from) * elem);
-        found.push_back({from, until});
-    }
-    std::sort(found.begin(), found.end());
-    for (const auto& part : found) { if (part.first == begin) { begin = part.second; } }
-    return begin == end ? "" : "the files do not have all of " + name;
 }
 
 // Parameters, master weights, m, v and the update's state of a model that has been allocated for the same
 // shapes. Returns what is wrong with the files, or ""; the model is then half loaded.
 static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
-    PieceIndex index;
-    for (size_t f = 0; f < c->files.size(); f++) {
-        for (size_t r = 0; r < c->files[f].rows.size(); r++) {
-            index.insert({c->files[f].rows[r].name, {f, r}});
-        }
-    }
+    const PieceIndex index = checkpoint_index(*c);
     std::vector<char> data;
     for (int i = 0; i < NUM_PARAMS; i++) {
         const ParamSpec& s = model->param_specs[i];
@@ -6259,14 +5582,14 @@ static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
             DiskWait disk(c->step);
             const HeldPart part = gpt2_held_part(model, i, l);
             const std::string name = "." + state_name(s, l);
-            std::string error = checkpoint_read(c, index, "param" + name, state_type(s), s, 0, s.elems,
+            std::string error = checkpoint_read(*c, index, "param" + name, state_type(s), s, 0, s.elems,
                                                 &data);
             if (!error.empty()) { return error; }
             copy_to_device(gpt2_param_data(model, i, l), data.data(), data.size(), model->stream);
             stream_sync(model->stream);
             for (const Held& held : part.in) {
                 if (!held.memory) { continue; }
-                error = checkpoint_read(c, index, held.of + name, "f32", s, part.begin, part.end, &data);
+                error = checkpoint_read(*c, index, held.of + name, "f32", s, part.begin, part.end, &data);
                 if (!error.empty()) { return error; }
                 copy_to_device(held.memory, data.data(), data.size(), model->stream);
                 stream_sync(model->stream);
@@ -6274,21 +5597,8 @@ static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
         }
     }
     DeviceState state = {};
-    std::string missing;
-    update_state_fields(state.update, [&](const char* field, auto* values, int count) {
-        const std::string* text = facts_find(c->facts, std::string("update.") + field);
-        const char* at = text ? text->c_str() : "";
-        for (int i = 0; i < count; i++) {
-            typedef std::remove_reference_t<decltype(values[0])> Number;
-            char* end;
-            const double value = strtod(at, &end);
-            const double most = sizeof(Number) == sizeof(int) ? INT_MAX : (double)kLargestCount;
-            const bool fits = std::is_same<Number, float>::value || (value >= 0 && value <= most);
-            if (end == at || !fits) { missing = field; } else { values[i] = (Number)value; }
-            at = end;
-        }
-    });
-    if (!missing.empty()) { return "the files do not say update." + missing + ", or not as it can be"; }
+    const std::string error = facts_update(c->facts, &state.update);
+    if (!error.empty()) { return error; }
     copy_to_device(model->state, &state, sizeof(state), model->stream);
     stream_sync(model->stream);
     model->step = (uint32_t)c->step;
@@ -7468,7 +6778,7 @@ static void save(Training* t) {
         printf("no step was completed: nothing is saved\n");
         return;
     }
-    saver_save(&t->saver, t->step, run_facts(t));
+    gpt2_save(&t->model, &t->saver, t->step, run_facts(t));
 }
 
 // --on-bad-loss: too many updates in a row were skipped. Goes back to the last checkpoint from before them,
@@ -7478,7 +6788,7 @@ static void rewind_or_stop(Training* t) {
     const bool outliers = run.skip_loss > 0 || run.skip_norm > 0;
     const char* hint = outliers ? "\nhint: look at the data; a larger -sl or -sg skips less"
                                 : "\nhint: a smaller -l or a longer -u; look at the data";
-    if (t->saves) { saver_advance(&t->saver, true); }
+    if (t->saves) { saver_advance(&t->saver, t->step, true); }
     if (run.on_bad_loss == 0) {
         const std::string last = t->saves && t->saver.step >= 0
             ? format("the last checkpoint is of step %lld", (long long)t->saver.step)
@@ -7540,7 +6850,7 @@ static void train(Training* t) {
         const bool sample_due = run.sample_every > 0 && step > 0 && step % run.sample_every == 0;
         const bool save_due = t->saves && run.checkpoint_every > 0 && step % run.checkpoint_every == 0 &&
                               step > 0;
-        if (t->saves) { saver_advance(&t->saver, false); }
+        if (t->saves) { saver_advance(&t->saver, t->step, false); }
         if ((val_due || eval_due || sample_due || save_due) && !report()) { continue; }
         if (save_due) { save(t); }
         if (val_due || eval_due || sample_due) { report_line(&reports, schedule); }     // so far it has come
@@ -7572,7 +6882,7 @@ static void train(Training* t) {
             (double)run.total_batch / mean_ms * 1e3, (long long)reports.ms_count);
     }
     save(t);                                // before anything else that takes time
-    if (t->saves) { saver_advance(&t->saver, true); }
+    if (t->saves) { saver_advance(&t->saver, t->step, true); }
     if (run.val_every > 0) { validate(model, &t->val_loader, logger, t->step); }
     if (run.evaluate) { evaluate(model, &t->questions, logger, t->step); }
     if (run.sample_every > 0) { generate(model, &t->tokenizer, t->has_text, t->step, false); }
@@ -7900,7 +7210,7 @@ static void start_training(Training* t, Checkpoint* resumed, const char* program
     if (t->saves) {
         const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < run.max_steps;
         const int every = run.on_bad_loss == 1 ? std::max(1, run.checkpoint_every) : 1;
-        saver_init(&t->saver, &t->model, &t->logger, folder, at_once,
+        gpt2_saver(&t->saver, &t->model, &t->logger, folder, at_once,
                    {run.keep, run.major_every, every, t->saver.retention.bad});
     }
     if (run.resumed) {

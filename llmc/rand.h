@@ -204,4 +204,12 @@ LLMC_HD static inline uint16_t bf16_round_nearest(float x) {
     return (uint16_t)((u + 0x7FFFu + ((u >> 16) & 1u)) >> 16);
 }
 
+static inline float half_to_float(uint16_t h) {         // IEEE binary16
+    const int exponent = h >> 10 & 31, mantissa = h & 1023;
+    const float size = exponent == 0 ? ldexpf((float)mantissa, -24)
+                     : exponent < 31 ? ldexpf((float)(1024 + mantissa), exponent - 25)
+                     : mantissa == 0 ? INFINITY : NAN;
+    return h >> 15 ? -size : size;
+}
+
 #endif  // LLMC_RAND_H

@@ -627,6 +627,49 @@ static void test_model_file() {
     }
 }
 
+// A model of one tensor, whose padded vocabulary has two rows.
+static std::vector<ParamSpec> tiny_table(const Config& c) {
+    return {param_spec("wte", 4, Where::Global, (size_t)c.Vp, (size_t)c.C, Init::Normal, Kind::Matrix,
+                       (size_t)c.V, 0, "", c.L)};
+}
+
+static void test_model_types() {
+    Config c = {};
+    c.maxT = 1, c.V = 6, c.Vp = 8, c.L = 1, c.NH = 1, c.C = 8;
+    c.norm = NormKind::Rms, c.residual_fp32 = true;
+    const size_t n = 64, live = 48;
+    std::vector<float> values(n);                       // each type has these
+    std::vector<uint16_t> bf16(n), f16(n);
+    for (size_t k = 0; k < n; k++) {
+        values[k] = (k % 2 ? -1.0f : 1.0f) * ldexpf(1.0f + (float)(k / 8) / 8, (int)(k % 8) - 4);
+        bf16[k] = bf16_round_nearest(values[k]);
+        f16[k] = (uint16_t)((k % 2) << 15 | (k % 8 + 11) << 10 | (k / 8) << 7);
+    }
+    const struct { const char *name, *type; const void* data; bool to_bf16; } cases[] = {
+        {"model files: fp32", "f32", values.data(), false},
+        {"model files: bf16 into fp32", "bf16", bf16.data(), false},
+        {"model files: fp16 into fp32", "f16", f16.data(), false},
+        {"model files: fp32 into bf16", "f32", values.data(), true},
+        {"model files: bf16", "bf16", bf16.data(), true}};
+    for (const auto& it : cases) {
+        TEST(it.name) {
+            const std::string path = folder + "/types.bin";
+            ModelWriter w = model_begin(path, c, it.to_bf16);
+            model_write(&w, it.data, n, it.type);
+            model_commit(&w);
+            CHECK(file_size(path.c_str()) == (it.to_bf16 ? 1024 + 128 : 1024 + 256), "its size");
+            const Config has = model_read_config(path.c_str(), tiny_table);
+            CHECK(has.V == c.V && has.norm == c.norm && has.block == c.block && has.residual_fp32, "header");
+            int calls = 0;
+            model_read(path.c_str(), tiny_table, has, [&](int i, int l, const float* read) {
+                calls += i == 0 && l == 0 && std::equal(read, read + live, values.data()) &&
+                         std::count(read + live, read + n, 0.0f) == (long)(n - live);
+            });
+            CHECK(calls == 1, "it reads back as something else");
+        }
+    }
+}
+
 static void test_retention() {
     TEST("checkpoints: which ones stay") {
         const struct { int keep, major; std::set<int64_t> bad; int64_t newest; const char* stay; } rows[] = {
@@ -986,6 +1029,7 @@ int main() {
     test_names();
     test_marker();
     test_model_file();
+    test_model_types();
     test_retention();
     test_clean();
     test_refusals();

@@ -118,6 +118,23 @@ static inline void comm_patience(double seconds) {
     s->allowed = std::max(s->allowed.load(), comm_now() - s->since + seconds);
 }
 
+// A disk that stalls is no reason to give the job up: while one of these lives, its rank may wait for files.
+// One may live within another.
+constexpr double kDiskPatience = 3600;          // seconds; a group of tensors has no longer way to the disk
+struct DiskWait {
+    inline static int depth = 0;
+    const int64_t step;
+    explicit DiskWait(int64_t step) : step(step) {
+        depth++;
+        comm_progress(step);
+        comm_patience(kDiskPatience);
+    }
+    ~DiskWait() {
+        comm_progress(step);
+        if (--depth > 0) { comm_patience(kDiskPatience); }
+    }
+};
+
 // ---- the end ----
 
 static inline CommMessage comm_message(int64_t word) {

@@ -33,6 +33,7 @@ The checkpoints in a run's folder, and the thread that writes them. Host only.
 
 #include "../check.h"           // gives: AtomicFile, die
 #include "../checksum.h"        // gives: Checksum
+#include "model_file.h"         // gives: model_checksum, model_file_error
 #include "state_file.h"         // gives: StateHeader
 
 // ---- names ----
@@ -105,39 +106,7 @@ static inline bool checkpoint_has_models(const std::string& folder) {
     return false;
 }
 
-// ---- a model's checksum ----
-// Words 254 and 255 of a model file's header of 256 int32 hold the XXH64 of the file as it is with zeros
-// there. Zero: the file has none.
-constexpr int kModelChecksumWord = 254;
-
-static inline uint64_t model_checksum(const int* header /*(256)*/) {
-    uint64_t sum;
-    memcpy(&sum, header + kModelChecksumWord, sizeof(sum));
-    return sum;
-}
-
 static inline std::string checksum_text(uint64_t sum) { return format("%016llx", (unsigned long long)sum); }
-
-// What is wrong with a file's bytes, or "". *sum: its checksum, 0 if it has none.
-static inline std::string model_file_error(const std::string& path, uint64_t* sum) {
-    FILE* f = fopen(path.c_str(), "rb");
-    if (!f) { return format("cannot be opened: %s", strerror(errno)); }
-    int header[256];
-    std::vector<char> part(1 << 20);
-    Checksum c;
-    std::string error;
-    *sum = 0;
-    if (fread(header, sizeof(header), 1, f) != 1) { error = "is truncated"; }
-    else if ((*sum = model_checksum(header)) != 0) {
-        memset(header + kModelChecksumWord, 0, sizeof(*sum));
-        checksum_add(&c, header, sizeof(header));
-        for (size_t n; (n = fread(part.data(), 1, part.size(), f)) > 0;) { checksum_add(&c, part.data(), n); }
-        if (checksum_end(&c) != *sum) { error = "is damaged: it does not have the checksum in its header"; }
-    }
-    if (ferror(f)) { error = format("cannot be read: %s", strerror(errno)); }
-    fclose(f);
-    return error;
-}
 
 // ---- the marker of a whole checkpoint ----
 

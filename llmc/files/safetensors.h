@@ -14,7 +14,6 @@ table is checked against the file before anything is allocated by it.
 #ifndef LLMC_FILES_SAFETENSORS_H
 #define LLMC_FILES_SAFETENSORS_H
 
-#include <math.h>       // gives: ldexpf, INFINITY, NAN
 #include <stdint.h>     // gives: int64_t
 #include <stdio.h>      // gives: FILE, fseeko
 #include <string.h>     // gives: memcpy
@@ -26,7 +25,7 @@ table is checked against the file before anything is allocated by it.
 
 #include "../check.h"   // gives: format, fopen_check, fread_check, file_size
 #include "../numbers.h" // gives: parse_int
-#include "../rand.h"    // gives: bf16_to_float
+#include "../rand.h"    // gives: bf16_to_float, half_to_float
 #include "json.h"       // gives: json_read
 
 struct SafeTensor {
@@ -138,14 +137,6 @@ static inline std::string safetensors_open(SafeTensors* s, const char* path) {
 static inline void safetensors_close(SafeTensors* s) {
     if (s->f) { fclose(s->f); }
     s->f = nullptr;
-}
-
-static inline float half_to_float(uint16_t h) {         // IEEE binary16
-    const int exponent = h >> 10 & 31, mantissa = h & 1023;
-    const float size = exponent == 0 ? ldexpf((float)mantissa, -24)
-                     : exponent < 31 ? ldexpf((float)(1024 + mantissa), exponent - 25)
-                     : mantissa == 0 ? INFINITY : NAN;
-    return h >> 15 ? -size : size;
 }
 
 static inline void safetensors_read(SafeTensors* s, const SafeTensor& t, float* to /*(count)*/) {

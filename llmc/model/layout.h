@@ -3,8 +3,8 @@ Where a model's tensors lie: rows of its two tables (train_gpt2.cu, section 3) a
 buckets in which parameters, gradients and optimizer state live, and each rank's shards of them.
 
     ParamSpec specs[2] = {
-        param_spec("wte", 2, Where::Global, Vp, C, Init::Normal, Kind::Matrix, V, 0, L),
-        param_spec("qkvw", 2, Where::Block, 3 * C, C, Init::Normal, Kind::Matrix, 3 * C, 3, L)};
+        param_spec("wte", 2, Where::Global, Vp, C, Init::Normal, Kind::Matrix, V, 0, "", L),
+        param_spec("qkvw", 2, Where::Block, 3 * C, C, Init::Normal, Kind::Matrix, 3 * C, 3, "", L)};
     param_offsets(specs, 2, L);
     const Layout layout = param_layout(specs, 2, L, {.rank = 0, .world = 8, .zero = 1}, false, false);
     const ParamAddress at = param_address(specs, layout, 1, l);     // of layer l's qkvw: bucket and element
@@ -37,11 +37,16 @@ struct ParamSpec {
     int copies;             // 1, or L; 0: this model has none
     size_t rows, cols, live_rows;
     int muon;               // matrices for Muon
+    const char* hf;         // name in Hugging Face's files
     size_t elems;           // rows*cols: one copy, as in files
     size_t slot;            // elems, rounded up to where the next tensor may begin
     size_t elem_bytes;      // of the parameter itself
     size_t offset, stride;  // elements: from the start of its bucket; there, from layer to layer
 };
+
+// The tensors of a model, in the order in which files hold them.
+struct Config;
+typedef std::vector<ParamSpec> (*ParamTable)(const Config& config);
 
 struct ActSpec {
     const char* name;
@@ -63,12 +68,12 @@ static inline size_t size_check(const char* name, double elements) {
 
 // A row of GPT2_PARAMS; L: the model's layers.
 static inline ParamSpec param_spec(const char* name, size_t elem_bytes, Where where, size_t rows, size_t cols,
-                                   Init init, Kind kind, size_t live_rows, int muon, int L) {
+                                   Init init, Kind kind, size_t live_rows, int muon, const char* hf, int L) {
     const size_t elems = rows * cols;
     const size_t slot = round_up(elems, kAlign / 2);    // kAlign bytes even where an element has two
     const int copies = elems == 0 ? 0 : where == Where::Block ? L : 1;
     size_check(name, (double)rows * (double)cols * copies);
-    return {name, where, init, kind, copies, rows, cols, live_rows, muon, elems, slot, elem_bytes, 0, 0};
+    return {name, where, init, kind, copies, rows, cols, live_rows, muon, hf, elems, slot, elem_bytes, 0, 0};
 }
 
 // A row of GPT2_ACTS that begins at *offset, which moves behind it. layers: each has a copy; 0: one buffer.

@@ -120,4 +120,12 @@ static inline Config descriptor_config(const char* text) {
     return c;
 }
 
+// A model's file is opened twice: for its shape before memory is taken, and for its weights.
+static inline void check_same_model(const Config& c, const Config& has, const char* path) {
+    if (c.maxT != has.maxT || c.V != has.V || c.L != has.L || c.NH != has.NH || c.C != has.C ||
+        c.Vp != has.Vp || c.block != has.block || c.norm != has.norm) {
+        die("'%s' is another model than it was at the start", path);
+    }
+}
+
 #endif  // LLMC_MODEL_MODEL_CONFIG_H

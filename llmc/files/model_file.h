@@ -1,0 +1,258 @@
+/*
+A model's file, model_*.bin: 256 int32 header, then the tensors in the table's order, tight. Host only.
+
+    const Config config = model_read_config(path, table);   // dies of what is no model file, in a sentence
+    model_read(path, table, config, [&](int i, int l, const float* values) { ... });    // each tensor, layer
+
+    ModelWriter out = model_begin(path, config, true);          // true: bf16; an AtomicFile: all or nothing
+    for (...) { model_write(&out, data, n, "f32"); }            // each tensor and layer, or part, in order
+    model_commit(&out);
+
+`table` gives the tensors of a model (ParamTable in layout.h).
+
+Version 3 holds fp32, 5 bf16 (llm.c's numbers); either loads in any build. The last two words of the header
+are a checksum of the file; other programs leave them 0.
+
+The version also stands for what the ops compute. A change of an op's meaning (another GELU, another epsilon)
+takes new versions: the tensors look the same, and a file does not say which program wrote it. A state and
+run.json do, by the program's hash, and a run that goes on with another program is told so.
+
+What is not GPT-2 has 100 more as its version, so that nobody loads it as GPT-2. Two more words of the header
+say which block and which norm it has.
+
+With --residual-dtype fp32 the word before the checksum is 1: the model is evaluated, sampled and trained on
+as it was trained. Its version does not change: the type of the stream is a way to compute the same function,
+more or less rounded, and llm.c or an exporter should take it for the GPT-2 that it is.
+*/
+#ifndef LLMC_FILES_MODEL_FILE_H
+#define LLMC_FILES_MODEL_FILE_H
+
+#include <errno.h>      // gives: errno
+#include <stdint.h>     // gives: uint16_t, uint64_t
+#include <stdio.h>      // gives: FILE, fread
+#include <string.h>     // gives: memcpy, memset, strcmp, strerror
+#include <sys/stat.h>   // gives: stat
+
+#include <algorithm>    // gives: std::min
+#include <functional>   // gives: std::function
+#include <string>       // gives: std::string
+#include <vector>       // gives: std::vector
+
+#include "../check.h"               // gives: AtomicFile, die, format, fread_check, file_size
+#include "../checksum.h"            // gives: Checksum
+#include "../model/layout.h"        // gives: ParamSpec, ParamTable
+#include "../model/model_config.h"  // gives: Config, config_error, check_same_model
+#include "../rand.h"                // gives: bf16_to_float, bf16_round_nearest, half_to_float
+
+constexpr int kModelMagic = 20240326, kModelFp32 = 3, kModelBf16 = 5, kModelVariant = 100;
+
+// ---- the checksum ----
+
+// Words 254 and 255 of a model file's header of 256 int32 hold the XXH64 of the file as it is with zeros
+// there. Zero: the file has none.
+constexpr int kModelChecksumWord = 254, kModelResidualWord = kModelChecksumWord - 1;
+
+static inline uint64_t model_checksum(const int* header /*(256)*/) {
+    uint64_t sum;
+    memcpy(&sum, header + kModelChecksumWord, sizeof(sum));
+    return sum;
+}
+
+// What is wrong with a file's bytes, or "". *sum: its checksum, 0 if it has none.
+static inline std::string model_file_error(const std::string& path, uint64_t* sum) {
+    FILE* f = fopen(path.c_str(), "rb");
+    if (!f) { return format("cannot be opened: %s", strerror(errno)); }
+    int header[256];
+    std::vector<char> part(1 << 20);
+    Checksum c;
+    std::string error;
+    *sum = 0;
+    if (fread(header, sizeof(header), 1, f) != 1) { error = "is truncated"; }
+    else if ((*sum = model_checksum(header)) != 0) {
+        memset(header + kModelChecksumWord, 0, sizeof(*sum));
+        checksum_add(&c, header, sizeof(header));
+        for (size_t n; (n = fread(part.data(), 1, part.size(), f)) > 0;) { checksum_add(&c, part.data(), n); }
+        if (checksum_end(&c) != *sum) { error = "is damaged: it does not have the checksum in its header"; }
+    }
+    if (ferror(f)) { error = format("cannot be read: %s", strerror(errno)); }
+    fclose(f);
+    return error;
+}
+
+// ---- reading ----
+
+// A FIFO would wait for its writer for ever, and a folder can be opened like a file.
+static inline FILE* model_open(const char* path) {
+    struct stat st;
+    if (stat(path, &st) == 0 && !S_ISREG(st.st_mode)) {
+        die("'%s' is not a regular file\nhint: -e takes a model_*.bin or a descriptor such as d12",
+            path);
+    }
+    FILE* f = fopen(path, "rb");
+    if (!f) { die("cannot open '%s': %s", path, strerror(errno)); }
+    return f;
+}
+
+// What a file that is no checkpoint seems to be; "" for what nobody here writes.
+static inline const char* other_file_kind(const void* data, size_t bytes) {
+    const struct { int magic; const char* kind; } kinds[] = {
+        {20240520, "a token shard"}, {20240522, "questions of an evaluation"},
+        {20240327, "reference tensors"}, {20240328, "a tokenizer"}};
+    int magic = 0;
+    memcpy(&magic, data, std::min(bytes, sizeof(magic)));
+    for (const auto& k : kinds) { if (k.magic == magic) { return k.kind; } }
+    const char* text = (const char*)data;
+    for (size_t i = 0; i < bytes; i++) {
+        const bool space = text[i] == '\n' || text[i] == '\r' || text[i] == '\t';
+        if (((unsigned char)text[i] < 32 && !space) || text[i] == 127) { return ""; }
+    }
+    return bytes > 0 ? "text" : "empty";
+}
+
+// Its first number is a model file's; dies of another, and says what the file seems to be.
+static inline void model_check_magic(const char* path, const int* header /*(256)*/, size_t got) {
+    if (header[0] == kModelMagic) { return; }
+    const std::string kind = other_file_kind(header, got);
+    std::string why = kind.empty() ? "" : " but " + kind;
+    if (kind != "text" && kind != "empty") {
+        why += format(": its first number is %d, expected %d", header[0], kModelMagic);
+    }
+    die("'%s' is not a model checkpoint%s\nhint: -e takes a model_*.bin or a descriptor such as d12", path,
+        why.c_str());
+}
+
+// header: as in the file; *version: 3 or 5.
+static inline Config model_read_header(const char* path, FILE* f, ParamTable table, int* header /*(256)*/,
+                                       int* version) {
+    constexpr size_t bytes = 256 * sizeof(int);
+    memset(header, 0, bytes);
+    const size_t got = fread(header, 1, bytes, f);
+    if (ferror(f)) { die("cannot read '%s': %s", path, strerror(errno)); }
+    model_check_magic(path, header, got);
+    if (got < bytes) {
+        die("'%s' is truncated: %zu bytes, a checkpoint's header alone has %zu", path, got, bytes);
+    }
+    *version = header[1];
+    const bool variant = *version >= kModelVariant;
+    *version -= variant ? kModelVariant : 0;
+    if (*version != kModelFp32 && *version != kModelBf16) {
+        die("'%s' has checkpoint version %d; this program reads 3 (fp32) and 5 (bf16), and 103 and 105 of "
+            "what is not GPT-2", path, header[1]);
+    }
+    Config c = {};
+    if (variant) { c.block = (Block)header[8], c.norm = (NormKind)header[9]; }
+    c.residual_fp32 = header[kModelResidualWord] != 0;
+    c.maxT = header[2], c.V = header[3], c.L = header[4], c.NH = header[5], c.C = header[6], c.Vp = header[7];
+    std::string error = config_error(c);
+    if (header[kModelResidualWord] != c.residual_fp32) {
+        error = format("residual stream %d is not known", header[kModelResidualWord]);
+    }
+    if (!error.empty()) { die("'%s' has a bad header: %s", path, error.c_str()); }
+    int64_t expected = bytes, elem_bytes = *version == kModelFp32 ? 4 : 2;
+    for (const ParamSpec& s : table(c)) { expected += (int64_t)(s.elems * s.copies) * elem_bytes; }
+    if (file_size(path) != expected) {
+        die("'%s' has %lld bytes; its header (L=%d NH=%d C=%d T=%d V=%d, padded %d, version %d) means %lld",
+            path, (long long)file_size(path), c.L, c.NH, c.C, c.maxT, c.V, c.Vp, *version,
+            (long long)expected);
+    }
+    return c;
+}
+
+static inline Config model_read_config(const char* path, ParamTable table) {
+    FILE* f = model_open(path);
+    int header[256], version;
+    const Config c = model_read_header(path, f, table, header, &version);
+    fclose(f);
+    return c;
+}
+
+// Each tensor and layer as floats. expected: the file was opened for its config before memory was taken.
+static inline void model_read(const char* path, ParamTable table, const Config& expected,
+                              const std::function<void(int i, int l, const float* values)>& on_tensor) {
+    FILE* f = model_open(path);
+    int header[256], version;
+    check_same_model(model_read_header(path, f, table, header, &version), expected, path);
+    const uint64_t sum_in_header = model_checksum(header);
+    memset(header + kModelChecksumWord, 0, sizeof(sum_in_header));
+    Checksum sum;
+    checksum_add(&sum, header, sizeof(header));
+    std::vector<float> values;
+    std::vector<uint16_t> raw;
+    auto read = [&](void* to, size_t bytes) {
+        fread_check(to, 1, bytes, f, path);
+        checksum_add(&sum, to, bytes);
+    };
+    const std::vector<ParamSpec> specs = table(expected);
+    for (int i = 0; i < (int)specs.size(); i++) {
+        const ParamSpec& s = specs[(size_t)i];
+        values.resize(s.elems);
+        for (int l = 0; l < s.copies; l++) {
+            if (version == kModelFp32) {
+                read(values.data(), s.elems * sizeof(float));
+            } else {
+                raw.resize(s.elems);
+                read(raw.data(), s.elems * sizeof(uint16_t));
+                for (size_t k = 0; k < s.elems; k++) { values[k] = bf16_to_float(raw[k]); }
+            }
+            // whatever a file holds in the padded vocabulary, it must not leak into the sums
+            for (size_t k = s.live_rows * s.cols; k < s.elems; k++) { values[k] = 0.0f; }
+            on_tensor(i, l, values.data());
+        }
+    }
+    fclose(f);
+    if (sum_in_header != 0 && checksum_end(&sum) != sum_in_header) {
+        die("'%s' is damaged: it does not have the checksum in its header\nhint: take an earlier one", path);
+    }
+}
+
+// ---- writing ----
+
+struct ModelWriter {
+    AtomicFile out;
+    int header[256];
+    Checksum sum;
+    bool bf16;
+};
+
+static inline ModelWriter model_begin(const std::string& path, const Config& c, bool bf16) {
+    const int version = (bf16 ? kModelBf16 : kModelFp32) + (c.is_gpt2() ? 0 : kModelVariant);
+    ModelWriter w = {atomic_open(path),
+                     {kModelMagic, version, c.maxT, c.V, c.L, c.NH, c.C, c.Vp, (int)c.block, (int)c.norm},
+                     Checksum(), bf16};
+    w.header[kModelResidualWord] = c.residual_fp32;
+    atomic_write(&w.out, w.header, sizeof(w.header));
+    checksum_add(&w.sum, w.header, sizeof(w.header));
+    return w;
+}
+
+// n elements of a type that a state knows: "f32", "bf16" or "f16".
+static inline void model_write(ModelWriter* w, const void* data, size_t n, const char* type) {
+    std::vector<float> values;
+    std::vector<uint16_t> raw;
+    const uint16_t* half = (const uint16_t*)data;
+    const bool is_fp32 = strcmp(type, "f32") == 0, is_bf16 = strcmp(type, "bf16") == 0;
+    if (w->bf16 && is_fp32) {
+        raw.resize(n);
+        for (size_t k = 0; k < n; k++) { raw[k] = bf16_round_nearest(((const float*)data)[k]); }
+        data = raw.data();
+    } else if (!w->bf16 && !is_fp32) {
+        values.resize(n);
+        auto* to_float = is_bf16 ? bf16_to_float : half_to_float;
+        for (size_t k = 0; k < n; k++) { values[k] = to_float(half[k]); }
+        data = values.data();
+    }
+    assert(!w->bf16 || is_fp32 || is_bf16);
+    const size_t bytes = n * (w->bf16 ? sizeof(uint16_t) : sizeof(float));
+    atomic_write(&w->out, data, bytes);
+    checksum_add(&w->sum, data, bytes);
+}
+
+static inline void model_commit(ModelWriter* w) {
+    const uint64_t sum = checksum_end(&w->sum);
+    memcpy(w->header + kModelChecksumWord, &sum, sizeof(sum));
+    atomic_rewind(&w->out);
+    atomic_write(&w->out, w->header, sizeof(w->header));
+    atomic_commit(&w->out);
+}
+
+#endif  // LLMC_FILES_MODEL_FILE_H

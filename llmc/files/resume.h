@@ -1,0 +1,191 @@
+/*
+Resuming: which checkpoint of a folder a job goes on from, and what its files hold. Host only.
+
+    std::set<int64_t> bad;                                          // found damaged; these are passed over
+    Checkpoint c = checkpoint_find(folder, checkpoint_newest(folder), &bad);    // all ranks: the same one
+    const Config config = facts_config(c.facts);                    // c.step is -1 if there is none
+    const PieceIndex index = checkpoint_index(c);
+    std::string error = checkpoint_read(c, index, "m.qkvw.3", "f32", spec, begin, end, &data);
+    if (checkpoint_refused(c.step, error)) { ... }                  // has any rank found a fault?
+
+Facts, the way there: config_facts, update_facts. The way back: facts_config, facts_update.
+*/
+#ifndef LLMC_FILES_RESUME_H
+#define LLMC_FILES_RESUME_H
+
+#include <limits.h>     // gives: INT_MAX
+#include <stdint.h>     // gives: int64_t
+#include <stdio.h>      // gives: fprintf, sscanf
+#include <stdlib.h>     // gives: strtod
+#include <string.h>     // gives: memcpy, strcmp
+
+#include <algorithm>    // gives: std::find, std::max, std::min, std::sort
+#include <map>          // gives: std::multimap
+#include <set>          // gives: std::set
+#include <string>       // gives: std::string
+#include <type_traits>  // gives: std::remove_reference_t, std::is_same
+#include <utility>      // gives: std::pair
+#include <vector>       // gives: std::vector
+
+#include "../check.h"               // gives: die, format, shown
+#include "../comm/comm.h"           // gives: comm, comm_all_gather, comm_broadcast
+#include "../model/layout.h"        // gives: ParamSpec
+#include "../model/model_config.h"  // gives: Config, config_error
+#include "../numbers.h"             // gives: kLargestCount
+#include "../ops/op_types.h"        // gives: UpdateState, update_state_fields
+#include "checkpoints.h"            // gives: checkpoint_check, checkpoint_model, model_file_error
+#include "state_file.h"             // gives: Facts, StateFile, state_open, state_read
+
+// ---- facts ----
+
+static inline void config_facts(const Config& c, Facts* facts) {
+    facts->push_back({c.is_gpt2() ? "model" : "variant",
+                      format("%d %d %d %d %d %d", c.maxT, c.V, c.Vp, c.L, c.NH, c.C)});
+    if (!c.is_gpt2()) { facts->push_back({"block and norm", format("%d %d", (int)c.block, (int)c.norm)}); }
+    if (c.residual_fp32) { facts->push_back({"residual", "fp32"}); }
+}
+
+static inline Config facts_config(const Facts& facts) {
+    Config c = {};
+    const std::string *variant = facts_find(facts, "variant"), *kinds = facts_find(facts, "block and norm");
+    const std::string* text = variant ? variant : facts_find(facts, "model");
+    int block = 0, norm = 0;
+    if (variant && (!kinds || sscanf(kinds->c_str(), "%d %d", &block, &norm) != 2)) { text = nullptr; }
+    c.block = (Block)block, c.norm = (NormKind)norm;
+    c.residual_fp32 = facts_find(facts, "residual") != nullptr;
+    if (!text || sscanf(text->c_str(), "%d %d %d %d %d %d", &c.maxT, &c.V, &c.Vp, &c.L, &c.NH, &c.C) != 6) {
+        die("the state to resume from does not say which model it is of");
+    }
+    const std::string error = config_error(c);
+    if (!error.empty()) { die("the state to resume from is of an impossible model: %s", error.c_str()); }
+    return c;
+}
+
+static inline void update_facts(const UpdateState& update, Facts* facts) {
+    update_state_fields(update, [&](const char* name, auto* values, int count) {
+        std::string text;
+        for (int i = 0; i < count; i++) { text += format(i ? " %.17g" : "%.17g", (double)values[i]); }
+        facts->push_back({std::string("update.") + name, text});
+    });
+}
+
+// Returns what is wrong, or "".
+static inline std::string facts_update(const Facts& facts, UpdateState* update) {
+    std::string missing;
+    update_state_fields(*update, [&](const char* field, auto* values, int count) {
+        const std::string* text = facts_find(facts, std::string("update.") + field);
+        const char* at = text ? text->c_str() : "";
+        for (int i = 0; i < count; i++) {
+            typedef std::remove_reference_t<decltype(values[0])> Number;
+            char* end;
+            const double value = strtod(at, &end);
+            const double most = sizeof(Number) == sizeof(int) ? INT_MAX : (double)kLargestCount;
+            const bool fits = std::is_same<Number, float>::value || (value >= 0 && value <= most);
+            if (end == at || !fits) { missing = field; } else { values[i] = (Number)value; }
+            at = end;
+        }
+    });
+    return missing.empty() ? "" : "the files do not say update." + missing + ", or not as it can be";
+}
+
+// ---- which one ----
+
+struct Checkpoint {
+    int64_t step = -1;                  // -1: there is none
+    std::vector<StateFile> files;       // of all ranks that wrote it
+    Facts facts;
+};
+
+// True if any rank found a fault with a checkpoint; the first that did says so.
+static inline bool checkpoint_refused(int64_t step, const std::string& error) {
+    std::vector<char> faults((size_t)comm.world, !error.empty());
+    comm_all_gather(faults.data(), 1);
+    const int first = (int)(std::find(faults.begin(), faults.end(), 1) - faults.begin());
+    if (first == comm.rank) {
+        const std::string who = comm.world > 1 ? format(" by rank %d", first) : "";
+        fprintf(stderr, "warning: the checkpoint of step %lld is skipped%s: %s\n", (long long)step,
+                who.c_str(), shown(error).c_str());
+    }
+    return first < comm.world;
+}
+
+// The last of rank 0's `steps` whose checkpoint's files are all there and begin well, the same on all ranks.
+// Those that were looked at in vain are added to *bad. None is left: its step is -1.
+static inline Checkpoint checkpoint_find(const std::string& folder, std::vector<int64_t> steps,
+                                         std::set<int64_t>* bad) {
+    for (;;) {
+        Checkpoint found;
+        while (!steps.empty() && bad->count(steps.back())) { steps.pop_back(); }
+        int64_t step = steps.empty() ? -1 : steps.back();
+        comm_broadcast(&step, sizeof(step));
+        if (step < 0) { return found; }
+        std::vector<std::string> paths;
+        std::string error = checkpoint_check(folder, step, &paths);
+        for (size_t k = 0; k < paths.size() && error.empty(); k++) {
+            found.files.push_back(StateFile());
+            error = state_open(&found.files.back(), paths[k]);
+            if (!error.empty()) { error = paths[k].substr(folder.size() + 1) + " " + error; }
+        }
+        uint64_t sum;
+        if (error.empty() && comm.rank == 0) {
+            const std::string path = checkpoint_model(folder, step);
+            error = model_file_error(path, &sum);
+            if (!error.empty()) { error = path.substr(folder.size() + 1) + " " + error; }
+        }
+        if (!checkpoint_refused(step, error)) {
+            found.step = step;
+            found.facts = found.files[0].facts;
+            return found;
+        }
+        bad->insert(step);
+    }
+}
+
+// ---- its tensors ----
+
+typedef std::multimap<std::string, std::pair<size_t, size_t>> PieceIndex;      // name -> file, row
+
+static inline PieceIndex checkpoint_index(const Checkpoint& c) {
+    PieceIndex index;
+    for (size_t f = 0; f < c.files.size(); f++) {
+        const std::vector<StateRow>& rows = c.files[f].rows;
+        for (size_t r = 0; r < rows.size(); r++) { index.insert({rows[r].name, {f, r}}); }
+    }
+    return index;
+}
+
+// Elements [begin, end) of a tensor, out of whatever pieces the files have of it. Returns what is wrong, or
+// "".
+static inline std::string checkpoint_read(const Checkpoint& c, const PieceIndex& index,
+                                          const std::string& name, const char* type, const ParamSpec& s,
+                                          size_t begin, size_t end, std::vector<char>* to) {
+    const size_t elem = state_type_bytes(type);
+    std::vector<char> piece;
+    std::vector<std::pair<size_t, size_t>> found;       // parts, [from, until)
+    to->resize((end - begin) * elem);
+    const auto range = index.equal_range(name);
+    for (auto it = range.first; it != range.second; ++it) {
+        const StateFile& file = c.files[it->second.first];
+        const StateRow& row = file.rows[it->second.second];
+        const std::string file_name = file.path.substr(file.path.rfind('/') + 1);
+        if (strcmp(row.type, type) != 0 || row.rows != s.rows || row.cols != s.cols) {
+            return format("%s has %s as %s of %llu x %llu, not %s of %zu x %zu", file_name.c_str(), row.name,
+                          row.type, (unsigned long long)row.rows, (unsigned long long)row.cols, type, s.rows,
+                          s.cols);
+        }
+        const size_t from = std::max(begin, (size_t)row.begin);
+        const size_t until = std::min(end, (size_t)(row.begin + row.count));
+        if (from >= until) { continue; }
+        piece.resize(state_row_bytes(row));
+        const std::string error = state_read(&file, it->second.second, piece.data());
+        if (!error.empty()) { return file_name + " " + error; }
+        memcpy(to->data() + (from - begin) * elem, piece.data() + (from - row.begin) * elem,
+               (until - from) * elem);
+        found.push_back({from, until});
+    }
+    std::sort(found.begin(), found.end());
+    for (const auto& part : found) { if (part.first == begin) { begin = part.second; } }
+    return begin == end ? "" : "the files do not have all of " + name;
+}
+
+#endif  // LLMC_FILES_RESUME_H
