@@ -64,6 +64,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/run/progress.h"       // gives: progress_show, progress_clear
 #include "llmc/run/telemetry.h"      // gives: telemetry_start, telemetry_read
 #include "llmc/host_memory.h"        // gives: host_memory_free, addresses_limited
+#include "llmc/run/stop.h"           // gives: catch_signals, stop_agreed, stop_requested
 #include "llmc/files/state_file.h"   // gives: StateFile, Facts
 #include "llmc/files/checkpoints.h"  // gives: checkpoint_check, checkpoint_done, Worker
 #include "llmc/files/safetensors.h"  // gives: SafeTensors, safetensors_open
@@ -6894,51 +6895,6 @@ static Options run_options() {
 }
 
 // == 13 training loop ==
-// SIGINT, SIGTERM, SIGHUP, SIGUSR1 (which schedulers send before the end) and SIGPIPE (nobody reads stdout,
-// and from then on it is not needed) stop a training run. The loop looks at the request between micro-steps,
-// validation batches and generated tokens: a step that is not complete is dropped without an update, because
-// a grace period may be shorter than a step; a checkpoint of the last complete one is saved, and nothing is
-// validated or sampled any more. A second SIGINT does not wait.
-static volatile sig_atomic_t stop_requested = 0;
-static void request_stop(int number) {
-    static volatile sig_atomic_t heard = 0;         // a signal that somebody sent
-    if (heard && number == SIGINT) {
-        atomic_remove_parts();              // of a checkpoint that is being written
-        _exit(128 + number);                // what a shell makes of a program that a signal ended
-    }
-    // A scheduler sends a warning, then its request. Of `trainer | tee`, Ctrl-C ends tee as well: SIGPIPE may
-    // come before SIGINT, which is then no second one, and comes again each time something is printed.
-    if (heard || (stop_requested && number == SIGPIPE)) { return; }
-    stop_requested = 1;
-    heard = number != SIGPIPE;
-    const char* text = heard ? "stopping after the last complete step; Ctrl-C: at once, unsaved\n"
-                             : "nobody reads what is printed: stopping after the last complete step\n";
-    const int e = errno;
-    progress_clear();
-    if (write(STDERR_FILENO, text, strlen(text)) < 0) {}
-    errno = e;
-}
-
-// Has any rank been told to stop? All ranks ask at the same places and get the same answer.
-static bool stopping = false;       // what they got last
-static bool stop_agreed(int64_t step) {
-    comm_progress(step);
-    stopping = comm_any(stop_requested != 0);
-    return stopping;
-}
-
-static void catch_signals() {
-    struct sigaction action = {};
-    action.sa_handler = request_stop;
-    action.sa_flags = SA_RESTART;           // a write that the signal meets goes on
-    struct sigaction now;
-    for (int number : {SIGINT, SIGTERM, SIGUSR1, SIGHUP, SIGPIPE}) {
-        const bool ignored = sigaction(number, nullptr, &now) == 0 && now.sa_handler == SIG_IGN;
-        const bool kept = ignored && (number == SIGHUP || number == SIGPIPE);       // as nohup wants it
-        if (!kept) { sigaction(number, &action, nullptr); }
-    }
-}
-
 static void next_batch(DataLoader* loader, int64_t step) {
     DiskWait disk(step);
     dataloader_next(loader);
