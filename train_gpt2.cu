@@ -52,6 +52,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/model/model_config.h" // gives: Config, descriptor_config, config_error
 #include "llmc/model/lanes.h"          // gives: lanes_default, lanes_error, lane_buffer, lane_merges
 #include "llmc/model/layout.h"       // gives: ParamSpec, ActSpec, Layout, param_address
+#include "llmc/model/memory_plan.h"  // gives: MemoryItem, memory_fits, memory_check, memory_print, bytes_text
 #include "llmc/ops/ops.h"            // gives: GPT2_OPS, each op's arguments, Grad, UpdateState, ChunkRange
 #include "llmc/ops/token_buckets.h"  // gives: build_token_buckets
 #include "llmc/data/dataloader.h"    // gives: DataLoader
@@ -4223,7 +4224,6 @@ static TrainingBytes training_bytes(const Layout& layout, const Config& c, const
 
 // Every byte the run will take on the device, by name, before anything is allocated.
 constexpr const char* kTextMemory = "keys and values of texts";
-struct MemoryItem { std::string name; size_t bytes; };
 
 static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& options, int B, int T) {
     ParamSpec specs[NUM_PARAMS];
@@ -4260,56 +4260,17 @@ static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& 
     return plan;
 }
 
-static size_t memory_total(const std::vector<MemoryItem>& plan) {
-    size_t bytes = 0;
-    for (const MemoryItem& item : plan) { bytes += item.bytes; }
-    return bytes;
-}
-
-// What is left over for the driver, the library's own buffers and fragmentation; NCCL has some as well.
-static size_t memory_reserve(const DeviceInfo& device) {
-    return device.memory_total / 100 + (kDeviceHasNccl && comm.world > 1 ? (size_t)512 << 20 : 0);
-}
-
-static std::string bytes_text(size_t bytes) {
-    const double MiB = 1048576.0, GiB = 1073741824.0;
-    return bytes >= GiB ? format("%.2f GiB", bytes / GiB) : format("%.2f MiB", bytes / MiB);
+// What the plan may take of the device. The reserve is for the driver, the library's own buffers and
+// fragmentation; NCCL has some as well.
+static MemoryRoom memory_room(const DeviceInfo& device) {
+    const size_t nccl = kDeviceHasNccl && comm.world > 1 ? (size_t)512 << 20 : 0;
+    return {device.name, device.memory_free, device.memory_total / 100 + nccl};
 }
 
 static void gpt2_check_memory(const Config& c, const Options& options, int B, int T,
                               const DeviceInfo& device, bool keeps_batch = false) {
-    auto fits = [&](int b) {
-        return memory_total(gpt2_memory_plan(c, options, b, T)) + memory_reserve(device) <=
-               device.memory_free;
-    };
-    if (device.memory_free == 0 || fits(B)) { return; }
-    int low = 0, high = B;                      // low fits (0: taken for granted), high does not
-    while (high - low > 1) {
-        int mid = low + (high - low) / 2;
-        (fits(mid) ? low : high) = mid;
-    }
-    const size_t wanted = memory_total(gpt2_memory_plan(c, options, B, T)) + memory_reserve(device);
-    std::string hint = low > 0 ? format("the largest micro-batch that fits is -b %d", low)
-                               : std::string("not even -b 1 fits: choose a smaller model or -t");
-    if (keeps_batch) { hint = "a resumed run keeps its -b: more GPUs with -zs 1 or 2 share its state out"; }
-    if (options.trains && options.recompute < 2) { hint += "; -r 2 needs less memory"; }
-    die("-b %d -t %d needs %s of memory on %s, which has %s free\nhint: %s", B, T,
-        bytes_text(wanted).c_str(), device.name.c_str(), bytes_text(device.memory_free).c_str(),
-        hint.c_str());
-}
-
-static void gpt2_print_memory(const Config& c, const Options& options, int B, int T) {
-    std::vector<MemoryItem> plan = gpt2_memory_plan(c, options, B, T);
-    std::stable_sort(plan.begin(), plan.end(),
-                     [](const MemoryItem& a, const MemoryItem& b) { return a.bytes > b.bytes; });
-    const size_t total = memory_total(plan);
-    const bool gib = total >= (size_t)1 << 30;
-    const double unit = gib ? 1073741824.0 : 1048576.0;
-    printf("memory: %.3f %s in all; the largest:", total / unit, gib ? "GiB" : "MiB");
-    for (size_t i = 0; i < plan.size() && i < 10; i++) {
-        printf("%s %s %.3f", i ? "," : "", plan[i].name.c_str(), plan[i].bytes / unit);
-    }
-    printf("\n");
+    memory_check([&](int b) { return gpt2_memory_plan(c, options, b, T); }, memory_room(device),
+                 {B, T, keeps_batch, options.trains && options.recompute < 2});
 }
 
 static std::vector<std::vector<Event>*> gpt2_bucket_events(GPT2* model) {
@@ -7615,7 +7576,7 @@ static void print_model(const GPT2& model) {
         printf("optimizer: Muon for %zu parameters, the layers' matrices; AdamW for %zu\n", taken,
                decayed + others - taken);
     }
-    gpt2_print_memory(c, model.options, run.B, model.T);
+    memory_print(gpt2_memory_plan(c, model.options, run.B, model.T));
     printf("kernels: attention %s\n", attention_form(c.C / c.NH));
 }
 
@@ -7653,7 +7614,7 @@ static void fit_texts(const Config& config, Options* options, const DeviceInfo& 
         for (const MemoryItem& item : plan) {
             if (options->trains && item.name == kTextMemory) { return item.bytes == 0; }
         }
-        return device.memory_free == 0 || memory_total(plan) + memory_reserve(device) <= device.memory_free;
+        return memory_fits(plan, memory_room(device));
     };
     while (options->text_rows > 1 && !fits()) { options->text_rows /= 2; }
 }
@@ -7666,10 +7627,9 @@ static void fit_lanes(const Config& config, Options* options, const DeviceInfo& 
     const bool may_choose = !flags_given(kFlags, kNumFlags, "lanes") && run.zero < 2;
     int fewer = options->lanes;
     auto fits = [&] {
-        return memory_total(gpt2_memory_plan(config, *options, run.B, run.T)) + memory_reserve(device) <=
-               device.memory_free;
+        return memory_fits(gpt2_memory_plan(config, *options, run.B, run.T), memory_room(device));
     };
-    while (may_choose && device.memory_free > 0 && options->lanes > 1 && !fits()) { options->lanes /= 2; }
+    while (may_choose && options->lanes > 1 && !fits()) { options->lanes /= 2; }
     std::vector<int> lanes(comm.world, options->lanes);
     comm_all_gather(lanes.data(), sizeof(int));
     for (int n : lanes) { fewer = std::min(fewer, n); }

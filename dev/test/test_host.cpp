@@ -19,6 +19,7 @@ comes from fixed seeds, so a result never changes from run to run.
 #include "llmc/files/json.h"
 #include "llmc/run/logger.h"
 #include "llmc/host_memory.h"
+#include "llmc/model/memory_plan.h"
 #include "llmc/rand.h"
 #include "llmc/data/sampler.h"
 #include "llmc/run/schedulers.h"
@@ -384,6 +385,29 @@ static void test_json() {
         }
         CHECK(json_read(std::string("{\0}", 3), &values).find("from byte 1 on") != std::string::npos,
               "a zero byte");
+    }
+}
+
+static void test_memory_plan() {
+    TEST("memory: a plan that does not fit says what would") {
+        auto plan_of = [](int B) {
+            return std::vector<MemoryItem>{{"parameters", 1000}, {"ln1", (size_t)B * 100}, {"none", 0}};
+        };
+        auto check = [&](size_t free, const MemoryBatch& batch) {
+            memory_check(plan_of, {"a GPU", free, 50}, batch);
+        };
+        check(1850, {8, 64, false, true});
+        check(0, {1000, 64, false, true});              // nobody knows how much there is
+        check_dies("a byte too little", [&] { check(1849, {8, 64, false, true}); },
+                   {"-b 8 -t 64 needs 0.00 MiB of memory on a GPU", "fits is -b 7; -r 2 needs less"});
+        check_dies("far too much", [&] { check(1350, {65536, 64, false, false}); }, {"fits is -b 3\n"});
+        check_dies("none fits", [&] { check(1100, {8, 64, false, false}); }, {"not even -b 1 fits"});
+        check_dies("a resumed run", [&] { check(1350, {8, 64, true, false}); }, {"keeps its -b"});
+        const Child shown = run_child([] {
+            memory_print({{"a", 1 << 20}, {"b", 3 << 20}, {"c", 1 << 20}});
+        });
+        CHECK(shown.out == "memory: 5.000 MiB in all; the largest: b 3.000, a 1.000, c 1.000\n", "%s",
+              shown.out.c_str());
     }
 }
 
@@ -1591,6 +1615,7 @@ int main() {
     folder = name;
     test_check();
     test_memory_limits();
+    test_memory_plan();
     test_json();
     test_numbers();
     test_flags();
