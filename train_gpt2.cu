@@ -36,9 +36,8 @@ l, and h for a head; bt is b*T+t.
 #include <stdio.h>      // gives: printf
 #include <stdlib.h>     // gives: strtoll
 #include <string.h>     // gives: strcmp
-#include <sys/select.h> // gives: pselect
 #include <sys/stat.h>   // gives: stat
-#include <unistd.h>     // gives: write, access, _exit
+#include <unistd.h>     // gives: access, isatty, getcwd
 
 #include <algorithm>    // gives: std::min, std::stable_sort
 #include <map>          // gives: std::multimap
@@ -64,8 +63,9 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/run/logger.h"         // gives: Logger
 #include "llmc/run/progress.h"       // gives: progress_show, progress_clear
 #include "llmc/run/telemetry.h"      // gives: telemetry_start, telemetry_read
-#include "llmc/host_memory.h"        // gives: host_memory_free, addresses_limited
 #include "llmc/run/stop.h"           // gives: catch_signals, stop_agreed, stop_requested
+#include "llmc/run/samples.h"        // gives: write_samples, chat, prompt_tokens, TextDraw
+#include "llmc/host_memory.h"        // gives: host_memory_free, addresses_limited
 #include "llmc/files/state_file.h"   // gives: StateFile, Facts
 #include "llmc/files/checkpoints.h"  // gives: checkpoint_check, checkpoint_done, Worker
 #include "llmc/files/safetensors.h"  // gives: SafeTensors, safetensors_open
@@ -6988,202 +6988,29 @@ static bool evaluation_due(int64_t step) {
     return run.evaluate && every > 0 && step % every == 0;
 }
 
-// The tokenizer that fits the vocabulary: GPT-2's for 50257, bytes for 256, none otherwise (samples are
-// printed as ids).
-static bool text_init(Tokenizer* tokenizer, int V) {
-    if (V == 256) { tokenizer_init_bytes(tokenizer); return true; }
-    if (V != 50257) { return false; }
-    if (file_size(tokenizer_default_path().c_str()) < 0) {
-        warn("%s is not there: samples are printed as token ids", tokenizer_default_path().c_str());
-        return false;
-    }
-    tokenizer_init_bpe(tokenizer, nullptr);
-    return true;
-}
-
-// --prompt as token ids, or the error why it cannot be sampled from.
-static std::vector<uint32_t> prompt_tokens(const Tokenizer* tokenizer, bool has_text, int V, int T) {
-    std::vector<uint32_t> prompt;
-    if (run.prompt[0] == '\0') { return prompt; }
-    if (!has_text) {
-        die("--prompt needs a tokenizer: there is none for V=%d (256: bytes, 50257: GPT-2)", V);
-    }
-    tokenizer_encode(tokenizer, run.prompt, strlen(run.prompt), prompt);
-    if ((int64_t)prompt.size() > T - 2) {       // T positions: one before the prompt, one at least after it
-        die("the prompt has %zu tokens; with -t %d at most %d fit", prompt.size(), T, std::max(0, T - 2));
-    }
-    return prompt;
-}
-
-// How many bytes of the text are whole characters: a token may end within one.
-static size_t whole_characters(const std::string& text) {
-    const size_t size = text.size();
-    for (size_t back = 1; back <= 3 && back <= size; back++) {
-        const unsigned char c = (unsigned char)text[size - back];
-        if ((c & 0xC0) == 0x80) { continue; }           // goes on with a character
-        return c >= 0xC0 && back < (c >= 0xF0 ? 4u : c >= 0xE0 ? 3u : 2u) ? size - back : size;
-    }
-    return size;
-}
-
-// A text on its way to stdout.
-struct TextOut {
-    const Tokenizer* tokenizer;         // null: ids are printed
-    std::string text;                   // what has not been printed yet
-
-    void add(int token) {
-        text += tokenizer ? tokenizer_decode(tokenizer, (uint32_t)token) : format("%d ", token);
-    }
-    void show(bool all) {
-        const size_t bytes = all ? text.size() : whole_characters(text);
-        fwrite(text.data(), 1, bytes, stdout);
-        fflush(stdout);
-        text.erase(0, bytes);
-    }
-};
-
-// How fast tokens came. Starting takes its time: the prompt, and what the driver does once.
-struct TextSpeed {
-    double start = comm_now(), wait = 0.0;  // of the first token
-    double last = 0.0, seconds = 0.0;       // when the last one came; what those took that follow another
-    int64_t tokens = 0, later = 0;          // all; those that follow another
-
-    void add(bool begins) {                 // a text, after which somebody may have thought for long
-        const double now = comm_now();
-        if (tokens++ == 0) { wait = now - start; }
-        if (!begins) { seconds += now - last; later++; }
-        last = now;
-    }
-    void print() const {
-        if (ferror(stdout)) { return; }     // nobody has the text; the program's end says so
-        fprintf(stderr, "note: %lld tokens, the first after %.3f s", (long long)tokens, wait);
-        if (later > 0 && seconds > 0) { fprintf(stderr, ", then %.0f tokens/s", (double)later / seconds); }
-        fprintf(stderr, "\n");
-    }
-};
-
-// --num-samples texts after the prompt, as many at once as there is memory for; the first of them is shown as
-// it comes. Each draws from its own random stream, and training's bits do not depend on any. Rank 0 writes;
-// the others wait for it at the next exchange. With -x 0 stdout has what the model wrote and nothing else;
-// for somebody who looks at it, the prompt comes before.
-static void generate(GPT2* model, const Tokenizer* tokenizer, bool has_text, int64_t step, bool tell_speed) {
-    if (comm.rank != 0 || stopping) { return; }
-    const int start = has_text ? (int)tokenizer->eot : 0;       // what stands before each document
-    std::vector<int> prompt = {start};
-    for (uint32_t id : prompt_tokens(tokenizer, has_text, model->config.V, model->T)) {
-        prompt.push_back((int)id);
-    }
-    auto begin = [&](int sample) {
-        if (run_trains()) { printf("sample %d at step %lld:\n%s", sample + 1, (long long)step, run.prompt); }
-        else { printf("%s%s", sample > 0 ? "---\n" : "", isatty(STDOUT_FILENO) ? run.prompt : ""); }
+// What llmc/run/samples.h draws tokens from. Random streams are the step's own, so training's bits do not
+// depend on any text.
+static TextDraw text_draw(GPT2* model, int64_t step) {
+    return [=](const std::vector<int>& prompt, int count, int end, uint32_t first_id,
+               const OnToken& on_token) {
+        gpt2_write(model, prompt, count, end, first_id, (uint64_t)step << 24, [&](int row, int token) {
+            DiskWait disk(step);                // for where the text goes
+            return on_token(row, token);
+        });
     };
-    TextSpeed speed;
-    for (int first = 0; first < run.num_samples && !stop_requested; first += model->decoder.rows) {
-        const int rows = std::min(model->decoder.rows, run.num_samples - first);
-        std::vector<TextOut> texts(rows, {has_text ? tokenizer : nullptr, ""});
-        std::vector<int> lengths(rows, 0);
-        std::vector<bool> over(rows, false);
-        int shown = 0;                                  // this one; those before it are done
-        auto advance = [&](bool all_over) {
-            texts[shown].show(all_over || over[shown]);
-            while (shown < rows && (all_over || over[shown])) {
-                printf(run_trains() ? "\n---\n" : "\n");
-                if (++shown == rows || stop_requested) { break; }
-                begin(first + shown);
-                texts[shown].show(all_over || over[shown]);
-            }
-        };
-        begin(first);
-        gpt2_write(model, prompt, run.sample_tokens, start, (uint32_t)first, (uint64_t)step << 24,
-                   [&](int row, int token) {
-            DiskWait disk(step);                        // for where the text goes
-            if (row >= rows) { return true; }           // the last texts may be fewer
-            speed.add(first == 0 && lengths[row]++ == 0);
-            over[row] = token == start;                 // the document is over
-            if (!over[row]) { texts[row].add(token); }
-            if (row == shown) { advance(false); }
-            return shown < rows && !stop_requested;
-        });
-        if (shown < rows) { advance(true); }
-        fflush(stdout);
-    }
-    if (tell_speed) { speed.print(); }
 }
 
-// --chat: reads lines, and goes on from each with what was said before. Ctrl-C ends a text, or a line that is
-// being typed; the end of the input (Ctrl-D) ends all. An empty line lets the text go on. After a document's
-// end the next line begins a new one. Without -g a text goes on to the end of a sentence.
-static volatile sig_atomic_t chat_interrupted = 0;
-// Waits for a line on the terminal, or its end; false: Ctrl-C came. The signal is let in during the wait
-// alone, so none is missed between a look at it and the wait.
-static bool chat_has_line() {
-    sigset_t interrupt, before;
-    sigemptyset(&interrupt);
-    sigaddset(&interrupt, SIGINT);
-    pthread_sigmask(SIG_BLOCK, &interrupt, &before);
-    fd_set files;
-    FD_ZERO(&files);
-    FD_SET(STDIN_FILENO, &files);
-    bool has_line = !chat_interrupted;
-    if (has_line) { has_line = pselect(STDIN_FILENO + 1, &files, nullptr, nullptr, nullptr, &before) >= 0; }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    return has_line || !chat_interrupted;
+static TextTask text_task(const GPT2* model, const Tokenizer* tokenizer, bool tell_speed) {
+    return {tokenizer, prompt_tokens(tokenizer, run.prompt, model->config.V, model->T), run.sample_tokens,
+            tell_speed};
 }
-static void chat(GPT2* model, const Tokenizer* tokenizer, bool tell) {
-    if (comm.rank != 0) { return; }
-    struct sigaction action = {};
-    action.sa_handler = [](int) { chat_interrupted = 1; };
-    action.sa_flags = SA_RESTART;
-    sigaction(SIGINT, &action, nullptr);
-    const bool is_terminal = isatty(STDIN_FILENO), whole = !flags_given(kFlags, kNumFlags, "sample-tokens");
-    const int most = whole ? 4 * run.sample_tokens : run.sample_tokens;
-    if (is_terminal && tell) {
-        fprintf(stderr, "note: %s goes on from each line by %d tokens (-g)%s; an empty line lets it go on, "
-                "Ctrl-C ends a text, Ctrl-D the program\n", shown(run.model).c_str(), run.sample_tokens,
-                whole ? " and to the end of the sentence" : "");
-    }
-    std::vector<int> tokens = {(int)tokenizer->eot};
-    for (uint32_t id : prompt_tokens(tokenizer, true, model->config.V, model->T)) {
-        tokens.push_back((int)id);
-    }
-    TextSpeed speed;
-    char* line = nullptr;
-    size_t room = 0;
-    for (uint32_t number = 0;; number++) {
-        chat_interrupted = 0;
-        if (is_terminal) {
-            printf("> ");
-            fflush(stdout);
-            if (!chat_has_line()) { printf("\n"); continue; }
-        }
-        ssize_t bytes = getline(&line, &room, stdin);
-        if (bytes < 0) { break; }
-        if (bytes > 0 && line[bytes - 1] == '\n') { bytes--; }
-        const bool begins = tokens.back() == (int)tokenizer->eot;
-        const std::string said = (begins || bytes == 0 ? "" : "\n") + std::string(line, (size_t)bytes);
-        std::vector<uint32_t> ids;
-        tokenizer_encode(tokenizer, said.data(), said.size(), ids);
-        tokens.insert(tokens.end(), ids.begin(), ids.end());
-        TextOut text = {tokenizer, ""};
-        const std::vector<int> prompt = tokens;
-        if (is_terminal) { fwrite(line, 1, (size_t)bytes, stdout); }    // so that the text reads as a whole
-        if (speed.tokens == 0) { speed.start = comm_now(); }
-        gpt2_write(model, prompt, most, (int)tokenizer->eot, number, 0, [&](int, int token) {
-            speed.add(tokens.size() == prompt.size());
-            tokens.push_back(token);
-            if (token != (int)tokenizer->eot) { text.add(token); }
-            const bool ends = text.text.find_first_of(".!?\n") != std::string::npos &&
-                              tokens.size() >= prompt.size() + (size_t)run.sample_tokens;
-            text.show(false);
-            return !chat_interrupted && !(whole && ends);
-        });
-        text.show(true);
-        printf("\n");
-        fflush(stdout);
-    }
-    if (is_terminal) { printf("\n"); }
-    free(line);
-    if (tell) { speed.print(); }
+
+// As many texts at once as there is memory for. Rank 0 writes; the others wait for it at the next exchange.
+static void generate(GPT2* model, const Tokenizer* tokenizer, int64_t step, bool tell_speed) {
+    if (comm.rank != 0 || stopping) { return; }
+    write_samples(text_task(model, tokenizer, tell_speed),
+                  {run.num_samples, model->decoder.rows, step, run.prompt, run_trains()},
+                  text_draw(model, step));
 }
 
 static std::string duration_text(double seconds) {
@@ -7349,7 +7176,8 @@ struct Training {
     DataLoader train_loader = {}, val_loader = {};      // as far as the task needs them
     EvalSet questions = {};                             // likewise
     Tokenizer tokenizer;
-    bool has_text = false;
+    bool has_text = false;      // else samples are printed as token ids
+    const Tokenizer* text() const { return has_text ? &tokenizer : nullptr; }
     Logger logger;
     Saver saver = {};
     bool saves = false;         // there is -o
@@ -7464,7 +7292,7 @@ static void train(Training* t) {
         if (val_due || eval_due || sample_due) { report_line(&reports, schedule); }     // so far it has come
         if (val_due) { validate(model, &t->val_loader, logger, step); }
         if (eval_due) { evaluate(model, &t->questions, logger, step); }
-        if (sample_due) { generate(model, &t->tokenizer, t->has_text, step, false); }
+        if (sample_due) { generate(model, t->text(), step, false); }
         if (reports.pending < 0) {
             event_record(reports.started, model->stream);
             reports.since = reports.started;
@@ -7493,7 +7321,7 @@ static void train(Training* t) {
     if (t->saves) { saver_advance(&t->saver, true); }
     if (run.val_every > 0) { validate(model, &t->val_loader, logger, t->step); }
     if (run.evaluate) { evaluate(model, &t->questions, logger, t->step); }
-    if (run.sample_every > 0) { generate(model, &t->tokenizer, t->has_text, t->step, false); }
+    if (run.sample_every > 0) { generate(model, t->text(), t->step, false); }
     for (Event& e : reports.ready) { event_destroy(e); }
     telemetry_end(&reports.telemetry);
     event_destroy(reports.started);
@@ -7898,11 +7726,13 @@ int main(int argc, char** argv) {
     const std::string unfit = attention_error(config.C / config.NH);
     if (!unfit.empty()) { die("%s", unfit.c_str()); }
     open_data(&t, config, trains, validates);
-    t.has_text = samples && text_init(&t.tokenizer, config.V);
+    std::string missing;
+    t.has_text = samples && text_init(&t.tokenizer, config.V, &missing);
+    if (!missing.empty()) { warn("%s is not there: samples are printed as token ids", missing.c_str()); }
     if (run.chat && !t.has_text) {
         die("--chat needs a tokenizer: there is none for V=%d (256: bytes, 50257: GPT-2)", config.V);
     }
-    const size_t prompted = samples ? prompt_tokens(&t.tokenizer, t.has_text, config.V, run.T).size() : 0;
+    const size_t prompted = samples ? prompt_tokens(t.text(), run.prompt, config.V, run.T).size() - 1 : 0;
     check_same_job(t);
     if (run.resumed) { check_resumed(resumed, t); }
 
@@ -7916,8 +7746,10 @@ int main(int argc, char** argv) {
     else {
         if (validates) { fine = validate_alone(&t); }
         if (run.evaluate) { fine = evaluate(&t.model, &t.questions, &t.logger, 0) && fine; }
-        if (run.chat) { chat(&t.model, &t.tokenizer, tell_speed); }
-        else if (writes_alone) { generate(&t.model, &t.tokenizer, t.has_text, 0, tell_speed); }
+        if (run.chat && comm.rank == 0) {       // without -g a text goes on to the end of a sentence
+            chat(text_task(&t.model, t.text(), tell_speed), run.model,
+                 !flags_given(kFlags, kNumFlags, "sample-tokens"), text_draw(&t.model, 0));
+        } else if (writes_alone) { generate(&t.model, t.text(), 0, tell_speed); }
     }
 
     dataloader_free(&t.train_loader);

@@ -1,6 +1,6 @@
 /*
-Tests of the small host headers: check, json, flags, schedulers, sampler, rand, logger. Everything random
-comes from fixed seeds, so a result never changes from run to run.
+Tests of the small host headers: check, json, flags, schedulers, sampler, rand, logger, memory plans, texts,
+reports. Everything random comes from fixed seeds, so a result never changes from run to run.
 
     make build/test_host && build/test_host
 */
@@ -14,10 +14,11 @@ comes from fixed seeds, so a result never changes from run to run.
 #include <set>                          // gives: std::set
 #include <thread>                       // gives: std::thread
 
-#include "llmc/check.h"                 // gives: what is tested, here and in the next seven lines
+#include "llmc/check.h"                 // gives: what is tested, here and in the lines below
 #include "llmc/run/flags.h"
 #include "llmc/files/json.h"
 #include "llmc/run/logger.h"
+#include "llmc/run/samples.h"
 #include "llmc/host_memory.h"
 #include "llmc/model/memory_plan.h"
 #include "llmc/rand.h"
@@ -1609,6 +1610,61 @@ static void test_logger_pipes() {
     }
 }
 
+// ---- samples.h: what a terminal is shown ----
+
+static void test_text_out() {
+    TEST("texts: whole characters, ends of sentences, speed") {
+        const struct { const char* text; size_t whole; } rows[] = {
+            {"", 0}, {"a", 1}, {"a\xC3", 1}, {"a\xC3\xA9", 3}, {"a\xE2\x82", 1}, {"a\xE2\x82\xAC", 4},
+            {"a\xF0", 1}, {"a\xF0\x9F", 1}, {"a\xF0\x9F\x98", 1}, {"a\xF0\x9F\x98\x80", 5},
+            {"\x80\x80\x80\x80", 4}};
+        for (const auto& row : rows) {
+            const size_t got = whole_characters(row.text);
+            CHECK(got == row.whole, "%s: %zu bytes are whole, not %zu", row.text, row.whole, got);
+        }
+        for (const char* text : {"Yes.", "No! He", "?", "a\n"}) { CHECK(ends_sentence(text), "'%s'", text); }
+        for (const char* text : {"", "he said, and", ";"}) { CHECK(!ends_sentence(text), "'%s'", text); }
+        TextSpeed speed;
+        for (const bool begins : {true, false, true, false}) {
+            if (begins) { usleep(300000); }             // somebody types
+            speed.add(begins);
+        }
+        CHECK(speed.wait >= 0.3 && speed.seconds < 0.25 && speed.tokens == 4 && speed.later == 2,
+              "%lld tokens, %lld later ones in %g s, after %g", (long long)speed.tokens,
+              (long long)speed.later, speed.seconds, speed.wait);
+    }
+}
+
+// Three samples, two at a time: the one that is shown comes first, and the others wait for their turn.
+static void test_samples() {
+    TEST("texts: samples whose tokens come in turns") {
+        Tokenizer tokenizer;
+        tokenizer_init_bytes(&tokenizer);
+        const int end = (int)tokenizer.eot;
+        auto draw = [&](const std::vector<int>& prompt, int count, int, uint32_t first_id,
+                        const OnToken& on_token) {
+            CHECK(prompt == std::vector<int>({end, 'H', 'i'}), "the prompt has %zu tokens", prompt.size());
+            for (int n = 0; n < count; n++) {           // row 0 ends after two tokens
+                const int first = 'a' + (int)first_id + n;
+                if (n <= 2 && !on_token(0, n == 2 ? end : first)) { return; }
+                if (!on_token(1, first + 10)) { return; }
+            }
+        };
+        const TextTask task = {&tokenizer, prompt_tokens(&tokenizer, "Hi", 256, 8), 4, false};
+        const struct { bool titled; const char* text; } rows[] = {
+            {false, "ab\n---\nklmn\n---\ncd\n"},
+            {true, "sample 1 at step 5:\nHiab\n---\nsample 2 at step 5:\nHiklmn\n---\n"
+                   "sample 3 at step 5:\nHicd\n---\n"}};
+        for (const auto& row : rows) {
+            const Child c = run_child([&] { write_samples(task, {3, 2, 5, "Hi", row.titled}, draw); });
+            CHECK(c.out == row.text, "%s", c.out.c_str());
+        }
+        check_dies("no room", [&] { prompt_tokens(&tokenizer, "1234567", 256, 8); }, {"7 tokens", "most 6"});
+        check_dies("no tokenizer", [] { prompt_tokens(nullptr, "a", 300, 8); }, {"V=300"});
+        tokenizer_free(&tokenizer);
+    }
+}
+
 int main() {
     char name[] = "/tmp/test_host_XXXXXX";
     if (!mkdtemp(name)) { die("cannot make a folder in /tmp: %s", strerror(errno)); }
@@ -1632,6 +1688,8 @@ int main() {
     test_logger_files();
     test_logger_go_back();
     test_logger_pipes();
+    test_text_out();
+    test_samples();
     if (system(("rm -rf " + folder).c_str()) != 0) { fprintf(stderr, "%s is still there\n", name); }
     return test_summary();
 }
