@@ -705,7 +705,7 @@ static void test_stalled_disk(const Config& c) {
     atomic_write(&file, header, sizeof(header));
     atomic_write(&file, tokens.data(), tokens.size() * sizeof(tokens[0]));
     atomic_commit(&file);
-    run.B = 2, run.T = c.maxT, run.val_batches = 1, run.max_steps = 9, run.total_batch = 1, run.log_every = 1;
+    run.B = 2, run.T = c.maxT, run.val_batches = 1;
     GPT2 model;
     start_model(&model, c, default_options(), run.B, run.T);
     DataLoader loader;
@@ -723,6 +723,7 @@ static void test_stalled_disk(const Config& c) {
     logger.main_log = fopencookie(nullptr, "w", writes);
     logger.metrics = fopencookie(nullptr, "w", writes);
     Reports reports = {};
+    reports.report = {9, 1};                    // steps, tokens a step; a line after each
     std::vector<DeviceState> slots(Reports::kSlots);
     reports.slots = slots.data();
     reports.since = reports.ready[1] = event_create();

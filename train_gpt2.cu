@@ -31,13 +31,12 @@ l, and h for a head; bt is b*T+t.
 #include <float.h>      // gives: FLT_MAX
 #include <limits.h>     // gives: INT_MAX, PATH_MAX
 #include <math.h>       // gives: sqrtf, isfinite
-#include <signal.h>     // gives: sigaction, SIGINT
 #include <stdint.h>     // gives: int64_t
 #include <stdio.h>      // gives: printf
 #include <stdlib.h>     // gives: strtoll
 #include <string.h>     // gives: strcmp
 #include <sys/stat.h>   // gives: stat
-#include <unistd.h>     // gives: access, isatty, getcwd
+#include <unistd.h>     // gives: access, getcwd
 
 #include <algorithm>    // gives: std::min, std::stable_sort
 #include <map>          // gives: std::multimap
@@ -61,8 +60,9 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/run/schedulers.h"     // gives: lr_at
 #include "llmc/run/flags.h"          // gives: Flag, flags_parse
 #include "llmc/run/logger.h"         // gives: Logger
-#include "llmc/run/progress.h"       // gives: progress_show, progress_clear
-#include "llmc/run/telemetry.h"      // gives: telemetry_start, telemetry_read
+#include "llmc/run/progress.h"       // gives: progress_start, progress_clear
+#include "llmc/run/telemetry.h"      // gives: telemetry_start, telemetry_end
+#include "llmc/run/report.h"         // gives: Report, report_add, report_show, report_line, report_skip
 #include "llmc/run/stop.h"           // gives: catch_signals, stop_agreed, stop_requested
 #include "llmc/run/samples.h"        // gives: write_samples, chat, prompt_tokens, TextDraw
 #include "llmc/host_memory.h"        // gives: host_memory_free, addresses_limited
@@ -7013,11 +7013,6 @@ static void generate(GPT2* model, const Tokenizer* tokenizer, int64_t step, bool
                   text_draw(model, step));
 }
 
-static std::string duration_text(double seconds) {
-    const int64_t s = (int64_t)(seconds + 0.5);
-    return format("%lld:%02d:%02d", (long long)(s / 3600), (int)(s / 60 % 60), (int)(s % 60));
-}
-
 // What a finished step reports. The host enqueues step s+1 before it waits for the report of step s, so the
 // device always has work.
 struct Reports {
@@ -7028,73 +7023,8 @@ struct Reports {
     Event started;              // the device was idle and this step was its next work
     // Where the pending step's time begins: the end of the step before, or `started`
     Event since;
-    bool seen_first;
-    double ms_sum;
-    int64_t ms_count;
-    // what the terminal's next line tells: sums over the steps since the line before
-    struct { int64_t steps, last; double loss, norm, ms; } line;
-    Telemetry telemetry;        // -lg
-    std::string gpu;            // for the next line
+    Report report;              // what the terminal is told of them
 };
-
-// Says that a step's update was skipped, and why.
-static void report_skip(int64_t step, const DeviceState& state) {
-    const UpdateState& u = state.update;
-    const bool by_loss = u.skip == SKIP_LOSS;
-    if (comm.rank != 0 || u.skip == SKIP_NO) { return; }
-    progress_clear();
-    if (u.skip == SKIP_NOT_FINITE) {
-        fprintf(stderr, "step %lld: the gradient is not finite (norm %f, loss %f): update skipped\n",
-                (long long)step + 1, u.norm, state.loss);
-    } else {
-        fprintf(stderr, "step %lld: %s %f is %.1f standard deviations above the mean of the last %d: "
-                "update skipped\n", (long long)step + 1, by_loss ? "loss" : "norm",
-                by_loss ? state.loss : u.norm, by_loss ? u.loss_score : u.norm_score, kWindow);
-    }
-}
-
-// What is left of the run, at the mean speed so far.
-static std::string report_eta(const Reports& r, int64_t steps_done) {
-    const double mean_ms = r.ms_count > 0 ? r.ms_sum / (double)r.ms_count : r.line.ms / (double)r.line.steps;
-    return duration_text((double)(run.max_steps - steps_done) * mean_ms * 1e-3);
-}
-
-// A line on the terminal: means of the steps since the line before, if there were any; the lr is the last
-// one's.
-static void report_line(Reports* r, const LrSchedule& schedule) {
-    if (r->line.steps == 0) { return; }
-    const double n = (double)r->line.steps, ms = r->line.ms / n;
-    progress_clear();
-    printf("step %lld/%lld | loss %s | lr %.2e | norm %s | %.1f ms | %.0f tok/s | ETA %s%s%s\n",
-           (long long)r->line.last + 1, (long long)run.max_steps,
-           logger_number("%.6f", r->line.loss / n).c_str(), lr_at(schedule, r->line.last),
-           logger_number("%.4f", r->line.norm / n).c_str(), ms, (double)run.total_batch / ms * 1e3,
-           report_eta(*r, r->line.last + 1).c_str(), r->gpu.empty() ? "" : " | ", r->gpu.c_str());
-    fflush(stdout);
-    r->line = {};
-    r->gpu.clear();
-}
-
-// -lg: fields of a line in metrics.jsonl, and words for the next one on the terminal. The GPU is at work on
-// the step after the one that is told, and has that step's work already: it does not wait for this.
-static std::string report_gpu(Reports* r, int64_t steps_done) {
-    TelemetrySample sample;
-    const bool due = run.log_gpu > 0 && steps_done % run.log_gpu == 0;
-    if (!due || !telemetry_read(r->telemetry, &sample)) { return ""; }
-    r->gpu = telemetry_text(sample);
-    return telemetry_json(sample);
-}
-
-// Until that line comes, a terminal shows how far it is.
-static void report_progress(const Reports& r) {
-    const int64_t done = r.line.last + 1;
-    const double n = (double)r.line.steps;
-    progress_show(format("step %lld/%lld ", (long long)done, (long long)run.max_steps) +
-                  progress_bar(done, run.max_steps, 20) +
-                  format(" %.0f%% | loss %.4f | %.0f tok/s | ETA %s",
-                         floor(100.0 * (double)done / (double)run.max_steps), r.line.loss / n,
-                         (double)run.total_batch * n / r.line.ms * 1e3, report_eta(r, done).c_str()));
-}
 
 // True: too many updates in a row were skipped.
 static bool report_step(Reports* r, Logger* logger, const LrSchedule& schedule) {
@@ -7110,18 +7040,16 @@ static bool report_step(Reports* r, Logger* logger, const LrSchedule& schedule) 
     // The device's clock: the host may be far ahead
     const double ms = event_ms(r->since, r->ready[slot]);
     r->since = r->ready[slot];
-    if (r->seen_first) { r->ms_sum += ms; r->ms_count++; }      // the first one also loads kernels
-    r->seen_first = true;
-    const double lr = lr_at(schedule, step);
-    const double tokens_per_s = (double)run.total_batch / ms * 1e3;
-    r->line = {r->line.steps + 1, step, r->line.loss + state.loss, r->line.norm + state.update.norm,
-               r->line.ms + ms};
-    const std::string gpu = report_gpu(r, step + 1);
+    Report* report = &r->report;
+    const double tokens_per_s = (double)report->total_batch / ms * 1e3;
+    const TrainMetrics metrics = {step, state.loss, lr_at(schedule, step), state.update.norm,
+                                  (step + 1) * report->total_batch, ms, tokens_per_s};
+    report_add(report, metrics);
+    const std::string gpu = report_gpu(report);
     DiskWait disk(step + 1);                // the files' lines; stdout may be one, too
-    if ((step + 1) % run.log_every == 0) { report_line(r, schedule); } else { report_progress(*r); }
-    logger_train(logger, {step, state.loss, lr, state.update.norm, (step + 1) * run.total_batch, ms,
-                          tokens_per_s}, gpu);
-    report_skip(step, state);
+    report_show(report);
+    logger_train(logger, metrics, gpu);
+    if (comm.rank == 0) { report_skip(step, state.loss, state.update); }
     return state.update.skipped_in_a_row >= kMaxSkipsInARow;
 }
 
@@ -7268,11 +7196,13 @@ static void train(Training* t) {
     for (Event& e : reports.ready) { e = event_create(); }
     reports.started = event_create();
     reports.pending = -1;
-    if (run.log_gpu > 0 && comm.rank == 0) { reports.telemetry = telemetry_start(t->bus_id); }
+    Report* told = &reports.report;
+    *told = {run.max_steps, run.total_batch, run.log_every, run.log_gpu};
+    if (run.log_gpu > 0 && comm.rank == 0) { told->telemetry = telemetry_start(t->bus_id); }
     progress_start();
     auto report = [&] {
         if (!report_step(&reports, logger, schedule)) { return true; }
-        report_line(&reports, schedule);        // what led there
+        report_line(told);                      // what led there
         rewind_or_stop(t);
         reports.pending = -1;
         return false;
@@ -7289,7 +7219,7 @@ static void train(Training* t) {
         if (t->saves) { saver_advance(&t->saver, false); }
         if ((val_due || eval_due || sample_due || save_due) && !report()) { continue; }
         if (save_due) { save(t); }
-        if (val_due || eval_due || sample_due) { report_line(&reports, schedule); }     // so far it has come
+        if (val_due || eval_due || sample_due) { report_line(told); }      // so far it has come
         if (val_due) { validate(model, &t->val_loader, logger, step); }
         if (eval_due) { evaluate(model, &t->questions, logger, step); }
         if (sample_due) { generate(model, t->text(), step, false); }
@@ -7310,12 +7240,12 @@ static void train(Training* t) {
         if (!kDeviceIsAsync || t->step == run.max_steps) { report(); }
     }
     report();                               // a signal came
-    report_line(&reports, schedule);        // of the steps that did not fill one
+    report_line(told);                      // of the steps that did not fill one
     if (t->step < run.max_steps) { printf("stopped by a signal after step %lld\n", (long long)t->step); }
-    if (reports.ms_count > 0) {
-        const double mean_ms = reports.ms_sum / (double)reports.ms_count;
+    if (told->ms_count > 0) {
+        const double mean_ms = report_mean_ms(*told);
         say("mean step time %.1f ms, %.0f tokens/s over %lld steps\n", mean_ms,
-            (double)run.total_batch / mean_ms * 1e3, (long long)reports.ms_count);
+            (double)run.total_batch / mean_ms * 1e3, (long long)told->ms_count);
     }
     save(t);                                // before anything else that takes time
     if (t->saves) { saver_advance(&t->saver, true); }
@@ -7323,7 +7253,7 @@ static void train(Training* t) {
     if (run.evaluate) { evaluate(model, &t->questions, logger, t->step); }
     if (run.sample_every > 0) { generate(model, t->text(), t->step, false); }
     for (Event& e : reports.ready) { event_destroy(e); }
-    telemetry_end(&reports.telemetry);
+    telemetry_end(&told->telemetry);
     event_destroy(reports.started);
     pinned_free(reports.slots);
 }

@@ -18,6 +18,7 @@ reports. Everything random comes from fixed seeds, so a result never changes fro
 #include "llmc/run/flags.h"
 #include "llmc/files/json.h"
 #include "llmc/run/logger.h"
+#include "llmc/run/report.h"
 #include "llmc/run/samples.h"
 #include "llmc/host_memory.h"
 #include "llmc/model/memory_plan.h"
@@ -1610,6 +1611,47 @@ static void test_logger_pipes() {
     }
 }
 
+// ---- report.h: what a terminal is told of the steps ----
+
+static void test_report() {
+    TEST("report: durations, lines of means, skipped updates") {
+        const struct { double seconds; const char* text; } rows[] = {
+            {0, "0:00:00"}, {59.4, "0:00:59"}, {59.5, "0:01:00"}, {3599.9, "1:00:00"}, {360000, "100:00:00"}};
+        for (const auto& row : rows) {
+            CHECK(duration_text(row.seconds) == row.text, "%g s: %s", row.seconds,
+                  duration_text(row.seconds).c_str());
+        }
+        const Child c = run_child([] {
+            Report r = {10, 1000, 2, 0};
+            report_line(&r);                            // no step: no line
+            // the first step's 9 s are in the line's means; the time that is left forgets them
+            const double loss[] = {5, 3, NAN}, ms[] = {9000, 1000, 2000};
+            for (int step = 0; step < 3; step++) {
+                report_add(&r, {step, loss[step], 0.5 / (step + 1), 2.0 * step, 0, ms[step], 0});
+                if (report_gpu(&r) != "") { printf("of a GPU\n"); }
+                printf("%s\n", report_eta(r).c_str());
+                report_show(&r);
+            }
+            report_line(&r);
+            UpdateState u = {};
+            u.norm = 7, u.loss_score = 8, u.norm_score = 9;
+            for (int skip : {SKIP_NO, SKIP_NOT_FINITE, SKIP_LOSS, SKIP_NORM}) {
+                u.skip = skip;
+                report_skip(4, 6, u);
+            }
+        });
+        CHECK(c.out == "0:01:21\n0:00:08\n"
+              "step 2/10 | loss 4.000000 | lr 2.50e-01 | norm 1.0000 | 5000.0 ms | 200 tok/s | ETA 0:00:08\n"
+              "0:00:11\n"
+              "step 3/10 | loss nan | lr 1.67e-01 | norm 4.0000 | 2000.0 ms | 500 tok/s | ETA 0:00:11\n",
+              "%s", c.out.c_str());
+        const std::string far = " standard deviations above the mean of the last 128: update skipped\n";
+        CHECK(c.err == "step 5: the gradient is not finite (norm 7.000000, loss 6.000000): update skipped\n"
+              "step 5: loss 6.000000 is 8.0" + far + "step 5: norm 7.000000 is 9.0" + far, "%s",
+              c.err.c_str());
+    }
+}
+
 // ---- samples.h: what a terminal is shown ----
 
 static void test_text_out() {
@@ -1688,6 +1730,7 @@ int main() {
     test_logger_files();
     test_logger_go_back();
     test_logger_pipes();
+    test_report();
     test_text_out();
     test_samples();
     if (system(("rm -rf " + folder).c_str()) != 0) { fprintf(stderr, "%s is still there\n", name); }
