@@ -31,14 +31,12 @@ l, and h for a head; bt is b*T+t.
 #include <float.h>      // gives: FLT_MAX
 #include <limits.h>     // gives: INT_MAX, PATH_MAX
 #include <math.h>       // gives: sqrtf, isfinite
-#include <signal.h>     // gives: sigaction, SIGINT
 #include <stdint.h>     // gives: int64_t
 #include <stdio.h>      // gives: printf
 #include <stdlib.h>     // gives: strtoll
 #include <string.h>     // gives: strcmp
-#include <sys/select.h> // gives: pselect
 #include <sys/stat.h>   // gives: stat
-#include <unistd.h>     // gives: write, access, _exit
+#include <unistd.h>     // gives: access, getcwd
 
 #include <algorithm>    // gives: std::min, std::stable_sort
 #include <set>          // gives: std::set
@@ -51,6 +49,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/model/model_config.h" // gives: Config, descriptor_config, config_error
 #include "llmc/model/lanes.h"          // gives: lanes_default, lanes_error, lane_buffer, lane_merges
 #include "llmc/model/layout.h"       // gives: ParamSpec, ActSpec, Layout, param_address
+#include "llmc/model/memory_plan.h"  // gives: MemoryItem, memory_fits, memory_check, memory_print, bytes_text
 #include "llmc/ops/ops.h"            // gives: GPT2_OPS, each op's arguments, Grad, UpdateState, ChunkRange
 #include "llmc/ops/token_buckets.h"  // gives: build_token_buckets
 #include "llmc/data/dataloader.h"    // gives: DataLoader
@@ -60,8 +59,12 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/run/schedulers.h"     // gives: lr_at
 #include "llmc/run/flags.h"          // gives: Flag, flags_parse
 #include "llmc/run/logger.h"         // gives: Logger
-#include "llmc/run/progress.h"       // gives: progress_show, progress_clear
-#include "llmc/run/telemetry.h"      // gives: telemetry_start, telemetry_read
+#include "llmc/run/progress.h"       // gives: progress_start, progress_clear
+#include "llmc/run/telemetry.h"      // gives: telemetry_start, telemetry_end
+#include "llmc/run/report.h"         // gives: Report, report_add, report_show, report_line, report_skip
+#include "llmc/run/stop.h"           // gives: catch_signals, stop_agreed, stop_requested
+#include "llmc/run/samples.h"        // gives: write_samples, chat, prompt_tokens, TextDraw
+#include "llmc/host_memory.h"        // gives: host_memory_free, addresses_limited
 #include "llmc/files/state_file.h"   // gives: StateFile, Facts
 #include "llmc/files/checkpoints.h"  // gives: checkpoint_done, checkpoint_newest, checkpoint_retain
 #include "llmc/files/model_file.h"   // gives: model_read_config, model_read, ModelWriter
@@ -4227,7 +4230,6 @@ static TrainingBytes training_bytes(const Layout& layout, const Config& c, const
 
 // Every byte the run will take on the device, by name, before anything is allocated.
 constexpr const char* kTextMemory = "keys and values of texts";
-struct MemoryItem { std::string name; size_t bytes; };
 
 static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& options, int B, int T) {
     ParamSpec specs[NUM_PARAMS];
@@ -4264,51 +4266,17 @@ static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& 
     return plan;
 }
 
-static size_t memory_total(const std::vector<MemoryItem>& plan) {
-    size_t bytes = 0;
-    for (const MemoryItem& item : plan) { bytes += item.bytes; }
-    return bytes;
-}
-
-// What is left over for the driver, the library's own buffers and fragmentation; NCCL has some as well.
-static size_t memory_reserve(const DeviceInfo& device) {
-    return device.memory_total / 100 + (kDeviceHasNccl && comm.world > 1 ? (size_t)512 << 20 : 0);
+// What the plan may take of the device. The reserve is for the driver, the library's own buffers and
+// fragmentation; NCCL has some as well.
+static MemoryRoom memory_room(const DeviceInfo& device) {
+    const size_t nccl = kDeviceHasNccl && comm.world > 1 ? (size_t)512 << 20 : 0;
+    return {device.name, device.memory_free, device.memory_total / 100 + nccl};
 }
 
 static void gpt2_check_memory(const Config& c, const Options& options, int B, int T,
                               const DeviceInfo& device, bool keeps_batch = false) {
-    auto fits = [&](int b) {
-        return memory_total(gpt2_memory_plan(c, options, b, T)) + memory_reserve(device) <=
-               device.memory_free;
-    };
-    if (device.memory_free == 0 || fits(B)) { return; }
-    int low = 0, high = B;                      // low fits (0: taken for granted), high does not
-    while (high - low > 1) {
-        int mid = low + (high - low) / 2;
-        (fits(mid) ? low : high) = mid;
-    }
-    const size_t wanted = memory_total(gpt2_memory_plan(c, options, B, T)) + memory_reserve(device);
-    std::string hint = low > 0 ? format("the largest micro-batch that fits is -b %d", low)
-                               : std::string("not even -b 1 fits: choose a smaller model or -t");
-    if (keeps_batch) { hint = "a resumed run keeps its -b: more GPUs with -zs 1 or 2 share its state out"; }
-    if (options.trains && options.recompute < 2) { hint += "; -r 2 needs less memory"; }
-    die("-b %d -t %d needs %s of memory on %s, which has %s free\nhint: %s", B, T,
-        bytes_text(wanted).c_str(), device.name.c_str(), bytes_text(device.memory_free).c_str(),
-        hint.c_str());
-}
-
-static void gpt2_print_memory(const Config& c, const Options& options, int B, int T) {
-    std::vector<MemoryItem> plan = gpt2_memory_plan(c, options, B, T);
-    std::stable_sort(plan.begin(), plan.end(),
-                     [](const MemoryItem& a, const MemoryItem& b) { return a.bytes > b.bytes; });
-    const size_t total = memory_total(plan);
-    const bool gib = total >= (size_t)1 << 30;
-    const double unit = gib ? 1073741824.0 : 1048576.0;
-    printf("memory: %.3f %s in all; the largest:", total / unit, gib ? "GiB" : "MiB");
-    for (size_t i = 0; i < plan.size() && i < 10; i++) {
-        printf("%s %s %.3f", i ? "," : "", plan[i].name.c_str(), plan[i].bytes / unit);
-    }
-    printf("\n");
+    memory_check([&](int b) { return gpt2_memory_plan(c, options, b, T); }, memory_room(device),
+                 {B, T, keeps_batch, options.trains && options.recompute < 2});
 }
 
 static std::vector<std::vector<Event>*> gpt2_bucket_events(GPT2* model) {
@@ -6203,51 +6171,6 @@ static Options run_options() {
 }
 
 // == 13 training loop ==
-// SIGINT, SIGTERM, SIGHUP, SIGUSR1 (which schedulers send before the end) and SIGPIPE (nobody reads stdout,
-// and from then on it is not needed) stop a training run. The loop looks at the request between micro-steps,
-// validation batches and generated tokens: a step that is not complete is dropped without an update, because
-// a grace period may be shorter than a step; a checkpoint of the last complete one is saved, and nothing is
-// validated or sampled any more. A second SIGINT does not wait.
-static volatile sig_atomic_t stop_requested = 0;
-static void request_stop(int number) {
-    static volatile sig_atomic_t heard = 0;         // a signal that somebody sent
-    if (heard && number == SIGINT) {
-        atomic_remove_parts();              // of a checkpoint that is being written
-        _exit(128 + number);                // what a shell makes of a program that a signal ended
-    }
-    // A scheduler sends a warning, then its request. Of `trainer | tee`, Ctrl-C ends tee as well: SIGPIPE may
-    // come before SIGINT, which is then no second one, and comes again each time something is printed.
-    if (heard || (stop_requested && number == SIGPIPE)) { return; }
-    stop_requested = 1;
-    heard = number != SIGPIPE;
-    const char* text = heard ? "stopping after the last complete step; Ctrl-C: at once, unsaved\n"
-                             : "nobody reads what is printed: stopping after the last complete step\n";
-    const int e = errno;
-    progress_clear();
-    if (write(STDERR_FILENO, text, strlen(text)) < 0) {}
-    errno = e;
-}
-
-// Has any rank been told to stop? All ranks ask at the same places and get the same answer.
-static bool stopping = false;       // what they got last
-static bool stop_agreed(int64_t step) {
-    comm_progress(step);
-    stopping = comm_any(stop_requested != 0);
-    return stopping;
-}
-
-static void catch_signals() {
-    struct sigaction action = {};
-    action.sa_handler = request_stop;
-    action.sa_flags = SA_RESTART;           // a write that the signal meets goes on
-    struct sigaction now;
-    for (int number : {SIGINT, SIGTERM, SIGUSR1, SIGHUP, SIGPIPE}) {
-        const bool ignored = sigaction(number, nullptr, &now) == 0 && now.sa_handler == SIG_IGN;
-        const bool kept = ignored && (number == SIGHUP || number == SIGPIPE);       // as nohup wants it
-        if (!kept) { sigaction(number, &action, nullptr); }
-    }
-}
-
 static void next_batch(DataLoader* loader, int64_t step) {
     DiskWait disk(step);
     dataloader_next(loader);
@@ -6380,207 +6303,29 @@ static bool evaluation_due(int64_t step) {
     return run.evaluate && every > 0 && step % every == 0;
 }
 
-// The tokenizer that fits the vocabulary: GPT-2's for 50257, bytes for 256, none otherwise (samples are
-// printed as ids).
-static bool text_init(Tokenizer* tokenizer, int V) {
-    if (V == 256) { tokenizer_init_bytes(tokenizer); return true; }
-    if (V != 50257) { return false; }
-    if (file_size(tokenizer_default_path().c_str()) < 0) {
-        warn("%s is not there: samples are printed as token ids", tokenizer_default_path().c_str());
-        return false;
-    }
-    tokenizer_init_bpe(tokenizer, nullptr);
-    return true;
-}
-
-// --prompt as token ids, or the error why it cannot be sampled from.
-static std::vector<uint32_t> prompt_tokens(const Tokenizer* tokenizer, bool has_text, int V, int T) {
-    std::vector<uint32_t> prompt;
-    if (run.prompt[0] == '\0') { return prompt; }
-    if (!has_text) {
-        die("--prompt needs a tokenizer: there is none for V=%d (256: bytes, 50257: GPT-2)", V);
-    }
-    tokenizer_encode(tokenizer, run.prompt, strlen(run.prompt), prompt);
-    if ((int64_t)prompt.size() > T - 2) {       // T positions: one before the prompt, one at least after it
-        die("the prompt has %zu tokens; with -t %d at most %d fit", prompt.size(), T, std::max(0, T - 2));
-    }
-    return prompt;
-}
-
-// How many bytes of the text are whole characters: a token may end within one.
-static size_t whole_characters(const std::string& text) {
-    const size_t size = text.size();
-    for (size_t back = 1; back <= 3 && back <= size; back++) {
-        const unsigned char c = (unsigned char)text[size - back];
-        if ((c & 0xC0) == 0x80) { continue; }           // goes on with a character
-        return c >= 0xC0 && back < (c >= 0xF0 ? 4u : c >= 0xE0 ? 3u : 2u) ? size - back : size;
-    }
-    return size;
-}
-
-// A text on its way to stdout.
-struct TextOut {
-    const Tokenizer* tokenizer;         // null: ids are printed
-    std::string text;                   // what has not been printed yet
-
-    void add(int token) {
-        text += tokenizer ? tokenizer_decode(tokenizer, (uint32_t)token) : format("%d ", token);
-    }
-    void show(bool all) {
-        const size_t bytes = all ? text.size() : whole_characters(text);
-        fwrite(text.data(), 1, bytes, stdout);
-        fflush(stdout);
-        text.erase(0, bytes);
-    }
-};
-
-// How fast tokens came. Starting takes its time: the prompt, and what the driver does once.
-struct TextSpeed {
-    double start = comm_now(), wait = 0.0;  // of the first token
-    double last = 0.0, seconds = 0.0;       // when the last one came; what those took that follow another
-    int64_t tokens = 0, later = 0;          // all; those that follow another
-
-    void add(bool begins) {                 // a text, after which somebody may have thought for long
-        const double now = comm_now();
-        if (tokens++ == 0) { wait = now - start; }
-        if (!begins) { seconds += now - last; later++; }
-        last = now;
-    }
-    void print() const {
-        if (ferror(stdout)) { return; }     // nobody has the text; the program's end says so
-        fprintf(stderr, "note: %lld tokens, the first after %.3f s", (long long)tokens, wait);
-        if (later > 0 && seconds > 0) { fprintf(stderr, ", then %.0f tokens/s", (double)later / seconds); }
-        fprintf(stderr, "\n");
-    }
-};
-
-// --num-samples texts after the prompt, as many at once as there is memory for; the first of them is shown as
-// it comes. Each draws from its own random stream, and training's bits do not depend on any. Rank 0 writes;
-// the others wait for it at the next exchange. With -x 0 stdout has what the model wrote and nothing else;
-// for somebody who looks at it, the prompt comes before.
-static void generate(GPT2* model, const Tokenizer* tokenizer, bool has_text, int64_t step, bool tell_speed) {
-    if (comm.rank != 0 || stopping) { return; }
-    const int start = has_text ? (int)tokenizer->eot : 0;       // what stands before each document
-    std::vector<int> prompt = {start};
-    for (uint32_t id : prompt_tokens(tokenizer, has_text, model->config.V, model->T)) {
-        prompt.push_back((int)id);
-    }
-    auto begin = [&](int sample) {
-        if (run_trains()) { printf("sample %d at step %lld:\n%s", sample + 1, (long long)step, run.prompt); }
-        else { printf("%s%s", sample > 0 ? "---\n" : "", isatty(STDOUT_FILENO) ? run.prompt : ""); }
+// What llmc/run/samples.h draws tokens from. Random streams are the step's own, so training's bits do not
+// depend on any text.
+static TextDraw text_draw(GPT2* model, int64_t step) {
+    return [=](const std::vector<int>& prompt, int count, int end, uint32_t first_id,
+               const OnToken& on_token) {
+        gpt2_write(model, prompt, count, end, first_id, (uint64_t)step << 24, [&](int row, int token) {
+            DiskWait disk(step);                // for where the text goes
+            return on_token(row, token);
+        });
     };
-    TextSpeed speed;
-    for (int first = 0; first < run.num_samples && !stop_requested; first += model->decoder.rows) {
-        const int rows = std::min(model->decoder.rows, run.num_samples - first);
-        std::vector<TextOut> texts(rows, {has_text ? tokenizer : nullptr, ""});
-        std::vector<int> lengths(rows, 0);
-        std::vector<bool> over(rows, false);
-        int shown = 0;                                  // this one; those before it are done
-        auto advance = [&](bool all_over) {
-            texts[shown].show(all_over || over[shown]);
-            while (shown < rows && (all_over || over[shown])) {
-                printf(run_trains() ? "\n---\n" : "\n");
-                if (++shown == rows || stop_requested) { break; }
-                begin(first + shown);
-                texts[shown].show(all_over || over[shown]);
-            }
-        };
-        begin(first);
-        gpt2_write(model, prompt, run.sample_tokens, start, (uint32_t)first, (uint64_t)step << 24,
-                   [&](int row, int token) {
-            DiskWait disk(step);                        // for where the text goes
-            if (row >= rows) { return true; }           // the last texts may be fewer
-            speed.add(first == 0 && lengths[row]++ == 0);
-            over[row] = token == start;                 // the document is over
-            if (!over[row]) { texts[row].add(token); }
-            if (row == shown) { advance(false); }
-            return shown < rows && !stop_requested;
-        });
-        if (shown < rows) { advance(true); }
-        fflush(stdout);
-    }
-    if (tell_speed) { speed.print(); }
 }
 
-// --chat: reads lines, and goes on from each with what was said before. Ctrl-C ends a text, or a line that is
-// being typed; the end of the input (Ctrl-D) ends all. An empty line lets the text go on. After a document's
-// end the next line begins a new one. Without -g a text goes on to the end of a sentence.
-static volatile sig_atomic_t chat_interrupted = 0;
-// Waits for a line on the terminal, or its end; false: Ctrl-C came. The signal is let in during the wait
-// alone, so none is missed between a look at it and the wait.
-static bool chat_has_line() {
-    sigset_t interrupt, before;
-    sigemptyset(&interrupt);
-    sigaddset(&interrupt, SIGINT);
-    pthread_sigmask(SIG_BLOCK, &interrupt, &before);
-    fd_set files;
-    FD_ZERO(&files);
-    FD_SET(STDIN_FILENO, &files);
-    bool has_line = !chat_interrupted;
-    if (has_line) { has_line = pselect(STDIN_FILENO + 1, &files, nullptr, nullptr, nullptr, &before) >= 0; }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    return has_line || !chat_interrupted;
-}
-static void chat(GPT2* model, const Tokenizer* tokenizer, bool tell) {
-    if (comm.rank != 0) { return; }
-    struct sigaction action = {};
-    action.sa_handler = [](int) { chat_interrupted = 1; };
-    action.sa_flags = SA_RESTART;
-    sigaction(SIGINT, &action, nullptr);
-    const bool is_terminal = isatty(STDIN_FILENO), whole = !flags_given(kFlags, kNumFlags, "sample-tokens");
-    const int most = whole ? 4 * run.sample_tokens : run.sample_tokens;
-    if (is_terminal && tell) {
-        fprintf(stderr, "note: %s goes on from each line by %d tokens (-g)%s; an empty line lets it go on, "
-                "Ctrl-C ends a text, Ctrl-D the program\n", shown(run.model).c_str(), run.sample_tokens,
-                whole ? " and to the end of the sentence" : "");
-    }
-    std::vector<int> tokens = {(int)tokenizer->eot};
-    for (uint32_t id : prompt_tokens(tokenizer, true, model->config.V, model->T)) {
-        tokens.push_back((int)id);
-    }
-    TextSpeed speed;
-    char* line = nullptr;
-    size_t room = 0;
-    for (uint32_t number = 0;; number++) {
-        chat_interrupted = 0;
-        if (is_terminal) {
-            printf("> ");
-            fflush(stdout);
-            if (!chat_has_line()) { printf("\n"); continue; }
-        }
-        ssize_t bytes = getline(&line, &room, stdin);
-        if (bytes < 0) { break; }
-        if (bytes > 0 && line[bytes - 1] == '\n') { bytes--; }
-        const bool begins = tokens.back() == (int)tokenizer->eot;
-        const std::string said = (begins || bytes == 0 ? "" : "\n") + std::string(line, (size_t)bytes);
-        std::vector<uint32_t> ids;
-        tokenizer_encode(tokenizer, said.data(), said.size(), ids);
-        tokens.insert(tokens.end(), ids.begin(), ids.end());
-        TextOut text = {tokenizer, ""};
-        const std::vector<int> prompt = tokens;
-        if (is_terminal) { fwrite(line, 1, (size_t)bytes, stdout); }    // so that the text reads as a whole
-        if (speed.tokens == 0) { speed.start = comm_now(); }
-        gpt2_write(model, prompt, most, (int)tokenizer->eot, number, 0, [&](int, int token) {
-            speed.add(tokens.size() == prompt.size());
-            tokens.push_back(token);
-            if (token != (int)tokenizer->eot) { text.add(token); }
-            const bool ends = text.text.find_first_of(".!?\n") != std::string::npos &&
-                              tokens.size() >= prompt.size() + (size_t)run.sample_tokens;
-            text.show(false);
-            return !chat_interrupted && !(whole && ends);
-        });
-        text.show(true);
-        printf("\n");
-        fflush(stdout);
-    }
-    if (is_terminal) { printf("\n"); }
-    free(line);
-    if (tell) { speed.print(); }
+static TextTask text_task(const GPT2* model, const Tokenizer* tokenizer, bool tell_speed) {
+    return {tokenizer, prompt_tokens(tokenizer, run.prompt, model->config.V, model->T), run.sample_tokens,
+            tell_speed};
 }
 
-static std::string duration_text(double seconds) {
-    const int64_t s = (int64_t)(seconds + 0.5);
-    return format("%lld:%02d:%02d", (long long)(s / 3600), (int)(s / 60 % 60), (int)(s % 60));
+// As many texts at once as there is memory for. Rank 0 writes; the others wait for it at the next exchange.
+static void generate(GPT2* model, const Tokenizer* tokenizer, int64_t step, bool tell_speed) {
+    if (comm.rank != 0 || stopping) { return; }
+    write_samples(text_task(model, tokenizer, tell_speed),
+                  {run.num_samples, model->decoder.rows, step, run.prompt, run_trains()},
+                  text_draw(model, step));
 }
 
 // What a finished step reports. The host enqueues step s+1 before it waits for the report of step s, so the
@@ -6593,73 +6338,8 @@ struct Reports {
     Event started;              // the device was idle and this step was its next work
     // Where the pending step's time begins: the end of the step before, or `started`
     Event since;
-    bool seen_first;
-    double ms_sum;
-    int64_t ms_count;
-    // what the terminal's next line tells: sums over the steps since the line before
-    struct { int64_t steps, last; double loss, norm, ms; } line;
-    Telemetry telemetry;        // -lg
-    std::string gpu;            // for the next line
+    Report report;              // what the terminal is told of them
 };
-
-// Says that a step's update was skipped, and why.
-static void report_skip(int64_t step, const DeviceState& state) {
-    const UpdateState& u = state.update;
-    const bool by_loss = u.skip == SKIP_LOSS;
-    if (comm.rank != 0 || u.skip == SKIP_NO) { return; }
-    progress_clear();
-    if (u.skip == SKIP_NOT_FINITE) {
-        fprintf(stderr, "step %lld: the gradient is not finite (norm %f, loss %f): update skipped\n",
-                (long long)step + 1, u.norm, state.loss);
-    } else {
-        fprintf(stderr, "step %lld: %s %f is %.1f standard deviations above the mean of the last %d: "
-                "update skipped\n", (long long)step + 1, by_loss ? "loss" : "norm",
-                by_loss ? state.loss : u.norm, by_loss ? u.loss_score : u.norm_score, kWindow);
-    }
-}
-
-// What is left of the run, at the mean speed so far.
-static std::string report_eta(const Reports& r, int64_t steps_done) {
-    const double mean_ms = r.ms_count > 0 ? r.ms_sum / (double)r.ms_count : r.line.ms / (double)r.line.steps;
-    return duration_text((double)(run.max_steps - steps_done) * mean_ms * 1e-3);
-}
-
-// A line on the terminal: means of the steps since the line before, if there were any; the lr is the last
-// one's.
-static void report_line(Reports* r, const LrSchedule& schedule) {
-    if (r->line.steps == 0) { return; }
-    const double n = (double)r->line.steps, ms = r->line.ms / n;
-    progress_clear();
-    printf("step %lld/%lld | loss %s | lr %.2e | norm %s | %.1f ms | %.0f tok/s | ETA %s%s%s\n",
-           (long long)r->line.last + 1, (long long)run.max_steps,
-           logger_number("%.6f", r->line.loss / n).c_str(), lr_at(schedule, r->line.last),
-           logger_number("%.4f", r->line.norm / n).c_str(), ms, (double)run.total_batch / ms * 1e3,
-           report_eta(*r, r->line.last + 1).c_str(), r->gpu.empty() ? "" : " | ", r->gpu.c_str());
-    fflush(stdout);
-    r->line = {};
-    r->gpu.clear();
-}
-
-// -lg: fields of a line in metrics.jsonl, and words for the next one on the terminal. The GPU is at work on
-// the step after the one that is told, and has that step's work already: it does not wait for this.
-static std::string report_gpu(Reports* r, int64_t steps_done) {
-    TelemetrySample sample;
-    const bool due = run.log_gpu > 0 && steps_done % run.log_gpu == 0;
-    if (!due || !telemetry_read(r->telemetry, &sample)) { return ""; }
-    r->gpu = telemetry_text(sample);
-    return telemetry_json(sample);
-}
-
-// Until that line comes, a terminal shows how far it is.
-static void report_progress(const Reports& r) {
-    const int64_t done = r.line.last + 1;
-    const double n = (double)r.line.steps;
-    progress_show(format("step %lld/%lld ", (long long)done, (long long)run.max_steps) +
-                  progress_bar(done, run.max_steps, 20) +
-                  format(" %.0f%% | loss %.4f | %.0f tok/s | ETA %s",
-                         floor(100.0 * (double)done / (double)run.max_steps), r.line.loss / n,
-                         (double)run.total_batch * n / r.line.ms * 1e3, report_eta(r, done).c_str()));
-}
 
 // True: too many updates in a row were skipped.
 static bool report_step(Reports* r, Logger* logger, const LrSchedule& schedule) {
@@ -6675,18 +6355,16 @@ static bool report_step(Reports* r, Logger* logger, const LrSchedule& schedule) 
     // The device's clock: the host may be far ahead
     const double ms = event_ms(r->since, r->ready[slot]);
     r->since = r->ready[slot];
-    if (r->seen_first) { r->ms_sum += ms; r->ms_count++; }      // the first one also loads kernels
-    r->seen_first = true;
-    const double lr = lr_at(schedule, step);
-    const double tokens_per_s = (double)run.total_batch / ms * 1e3;
-    r->line = {r->line.steps + 1, step, r->line.loss + state.loss, r->line.norm + state.update.norm,
-               r->line.ms + ms};
-    const std::string gpu = report_gpu(r, step + 1);
+    Report* report = &r->report;
+    const double tokens_per_s = (double)report->total_batch / ms * 1e3;
+    const TrainMetrics metrics = {step, state.loss, lr_at(schedule, step), state.update.norm,
+                                  (step + 1) * report->total_batch, ms, tokens_per_s};
+    report_add(report, metrics);
+    const std::string gpu = report_gpu(report);
     DiskWait disk(step + 1);                // the files' lines; stdout may be one, too
-    if ((step + 1) % run.log_every == 0) { report_line(r, schedule); } else { report_progress(*r); }
-    logger_train(logger, {step, state.loss, lr, state.update.norm, (step + 1) * run.total_batch, ms,
-                          tokens_per_s}, gpu);
-    report_skip(step, state);
+    report_show(report);
+    logger_train(logger, metrics, gpu);
+    if (comm.rank == 0) { report_skip(step, state.loss, state.update); }
     return state.update.skipped_in_a_row >= kMaxSkipsInARow;
 }
 
@@ -6741,7 +6419,8 @@ struct Training {
     DataLoader train_loader = {}, val_loader = {};      // as far as the task needs them
     EvalSet questions = {};                             // likewise
     Tokenizer tokenizer;
-    bool has_text = false;
+    bool has_text = false;      // else samples are printed as token ids
+    const Tokenizer* text() const { return has_text ? &tokenizer : nullptr; }
     Logger logger;
     Saver saver = {};
     bool saves = false;         // there is -o
@@ -6832,11 +6511,13 @@ static void train(Training* t) {
     for (Event& e : reports.ready) { e = event_create(); }
     reports.started = event_create();
     reports.pending = -1;
-    if (run.log_gpu > 0 && comm.rank == 0) { reports.telemetry = telemetry_start(t->bus_id); }
+    Report* told = &reports.report;
+    *told = {run.max_steps, run.total_batch, run.log_every, run.log_gpu};
+    if (run.log_gpu > 0 && comm.rank == 0) { told->telemetry = telemetry_start(t->bus_id); }
     progress_start();
     auto report = [&] {
         if (!report_step(&reports, logger, schedule)) { return true; }
-        report_line(&reports, schedule);        // what led there
+        report_line(told);                      // what led there
         rewind_or_stop(t);
         reports.pending = -1;
         return false;
@@ -6853,10 +6534,10 @@ static void train(Training* t) {
         if (t->saves) { saver_advance(&t->saver, t->step, false); }
         if ((val_due || eval_due || sample_due || save_due) && !report()) { continue; }
         if (save_due) { save(t); }
-        if (val_due || eval_due || sample_due) { report_line(&reports, schedule); }     // so far it has come
+        if (val_due || eval_due || sample_due) { report_line(told); }      // so far it has come
         if (val_due) { validate(model, &t->val_loader, logger, step); }
         if (eval_due) { evaluate(model, &t->questions, logger, step); }
-        if (sample_due) { generate(model, &t->tokenizer, t->has_text, step, false); }
+        if (sample_due) { generate(model, t->text(), step, false); }
         if (reports.pending < 0) {
             event_record(reports.started, model->stream);
             reports.since = reports.started;
@@ -6874,20 +6555,20 @@ static void train(Training* t) {
         if (!kDeviceIsAsync || t->step == run.max_steps) { report(); }
     }
     report();                               // a signal came
-    report_line(&reports, schedule);        // of the steps that did not fill one
+    report_line(told);                      // of the steps that did not fill one
     if (t->step < run.max_steps) { printf("stopped by a signal after step %lld\n", (long long)t->step); }
-    if (reports.ms_count > 0) {
-        const double mean_ms = reports.ms_sum / (double)reports.ms_count;
+    if (told->ms_count > 0) {
+        const double mean_ms = report_mean_ms(*told);
         say("mean step time %.1f ms, %.0f tokens/s over %lld steps\n", mean_ms,
-            (double)run.total_batch / mean_ms * 1e3, (long long)reports.ms_count);
+            (double)run.total_batch / mean_ms * 1e3, (long long)told->ms_count);
     }
     save(t);                                // before anything else that takes time
     if (t->saves) { saver_advance(&t->saver, t->step, true); }
     if (run.val_every > 0) { validate(model, &t->val_loader, logger, t->step); }
     if (run.evaluate) { evaluate(model, &t->questions, logger, t->step); }
-    if (run.sample_every > 0) { generate(model, &t->tokenizer, t->has_text, t->step, false); }
+    if (run.sample_every > 0) { generate(model, t->text(), t->step, false); }
     for (Event& e : reports.ready) { event_destroy(e); }
-    telemetry_end(&reports.telemetry);
+    telemetry_end(&told->telemetry);
     event_destroy(reports.started);
     pinned_free(reports.slots);
 }
@@ -6972,7 +6653,7 @@ static void print_model(const GPT2& model) {
         printf("optimizer: Muon for %zu parameters, the layers' matrices; AdamW for %zu\n", taken,
                decayed + others - taken);
     }
-    gpt2_print_memory(c, model.options, run.B, model.T);
+    memory_print(gpt2_memory_plan(c, model.options, run.B, model.T));
     printf("kernels: attention %s\n", attention_form(c.C / c.NH));
 }
 
@@ -7010,7 +6691,7 @@ static void fit_texts(const Config& config, Options* options, const DeviceInfo& 
         for (const MemoryItem& item : plan) {
             if (options->trains && item.name == kTextMemory) { return item.bytes == 0; }
         }
-        return device.memory_free == 0 || memory_total(plan) + memory_reserve(device) <= device.memory_free;
+        return memory_fits(plan, memory_room(device));
     };
     while (options->text_rows > 1 && !fits()) { options->text_rows /= 2; }
 }
@@ -7023,10 +6704,9 @@ static void fit_lanes(const Config& config, Options* options, const DeviceInfo& 
     const bool may_choose = !flags_given(kFlags, kNumFlags, "lanes") && run.zero < 2;
     int fewer = options->lanes;
     auto fits = [&] {
-        return memory_total(gpt2_memory_plan(config, *options, run.B, run.T)) + memory_reserve(device) <=
-               device.memory_free;
+        return memory_fits(gpt2_memory_plan(config, *options, run.B, run.T), memory_room(device));
     };
-    while (may_choose && device.memory_free > 0 && options->lanes > 1 && !fits()) { options->lanes /= 2; }
+    while (may_choose && options->lanes > 1 && !fits()) { options->lanes /= 2; }
     std::vector<int> lanes(comm.world, options->lanes);
     comm_all_gather(lanes.data(), sizeof(int));
     for (int n : lanes) { fewer = std::min(fewer, n); }
@@ -7295,11 +6975,13 @@ int main(int argc, char** argv) {
     const std::string unfit = attention_error(config.C / config.NH);
     if (!unfit.empty()) { die("%s", unfit.c_str()); }
     open_data(&t, config, trains, validates);
-    t.has_text = samples && text_init(&t.tokenizer, config.V);
+    std::string missing;
+    t.has_text = samples && text_init(&t.tokenizer, config.V, &missing);
+    if (!missing.empty()) { warn("%s is not there: samples are printed as token ids", missing.c_str()); }
     if (run.chat && !t.has_text) {
         die("--chat needs a tokenizer: there is none for V=%d (256: bytes, 50257: GPT-2)", config.V);
     }
-    const size_t prompted = samples ? prompt_tokens(&t.tokenizer, t.has_text, config.V, run.T).size() : 0;
+    const size_t prompted = samples ? prompt_tokens(t.text(), run.prompt, config.V, run.T).size() - 1 : 0;
     check_same_job(t);
     if (run.resumed) { check_resumed(resumed, t); }
 
@@ -7313,8 +6995,10 @@ int main(int argc, char** argv) {
     else {
         if (validates) { fine = validate_alone(&t); }
         if (run.evaluate) { fine = evaluate(&t.model, &t.questions, &t.logger, 0) && fine; }
-        if (run.chat) { chat(&t.model, &t.tokenizer, tell_speed); }
-        else if (writes_alone) { generate(&t.model, &t.tokenizer, t.has_text, 0, tell_speed); }
+        if (run.chat && comm.rank == 0) {       // without -g a text goes on to the end of a sentence
+            chat(text_task(&t.model, t.text(), tell_speed), run.model,
+                 !flags_given(kFlags, kNumFlags, "sample-tokens"), text_draw(&t.model, 0));
+        } else if (writes_alone) { generate(&t.model, t.text(), 0, tell_speed); }
     }
 
     dataloader_free(&t.train_loader);

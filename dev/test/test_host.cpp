@@ -1,6 +1,6 @@
 /*
-Tests of the small host headers: check, json, flags, schedulers, sampler, rand, logger. Everything random
-comes from fixed seeds, so a result never changes from run to run.
+Tests of the small host headers: check, json, flags, schedulers, sampler, rand, logger, memory plans, texts,
+reports. Everything random comes from fixed seeds, so a result never changes from run to run.
 
     make build/test_host && build/test_host
 */
@@ -14,11 +14,14 @@ comes from fixed seeds, so a result never changes from run to run.
 #include <set>                          // gives: std::set
 #include <thread>                       // gives: std::thread
 
-#include "llmc/check.h"                 // gives: what is tested, here and in the next seven lines
+#include "llmc/check.h"                 // gives: what is tested, here and in the lines below
 #include "llmc/run/flags.h"
 #include "llmc/files/json.h"
 #include "llmc/run/logger.h"
+#include "llmc/run/report.h"
+#include "llmc/run/samples.h"
 #include "llmc/host_memory.h"
+#include "llmc/model/memory_plan.h"
 #include "llmc/rand.h"
 #include "llmc/data/sampler.h"
 #include "llmc/run/schedulers.h"
@@ -384,6 +387,29 @@ static void test_json() {
         }
         CHECK(json_read(std::string("{\0}", 3), &values).find("from byte 1 on") != std::string::npos,
               "a zero byte");
+    }
+}
+
+static void test_memory_plan() {
+    TEST("memory: a plan that does not fit says what would") {
+        auto plan_of = [](int B) {
+            return std::vector<MemoryItem>{{"parameters", 1000}, {"ln1", (size_t)B * 100}, {"none", 0}};
+        };
+        auto check = [&](size_t free, const MemoryBatch& batch) {
+            memory_check(plan_of, {"a GPU", free, 50}, batch);
+        };
+        check(1850, {8, 64, false, true});
+        check(0, {1000, 64, false, true});              // nobody knows how much there is
+        check_dies("a byte too little", [&] { check(1849, {8, 64, false, true}); },
+                   {"-b 8 -t 64 needs 0.00 MiB of memory on a GPU", "fits is -b 7; -r 2 needs less"});
+        check_dies("far too much", [&] { check(1350, {65536, 64, false, false}); }, {"fits is -b 3\n"});
+        check_dies("none fits", [&] { check(1100, {8, 64, false, false}); }, {"not even -b 1 fits"});
+        check_dies("a resumed run", [&] { check(1350, {8, 64, true, false}); }, {"keeps its -b"});
+        const Child shown = run_child([] {
+            memory_print({{"a", 1 << 20}, {"b", 3 << 20}, {"c", 1 << 20}});
+        });
+        CHECK(shown.out == "memory: 5.000 MiB in all; the largest: b 3.000, a 1.000, c 1.000\n", "%s",
+              shown.out.c_str());
     }
 }
 
@@ -1585,12 +1611,109 @@ static void test_logger_pipes() {
     }
 }
 
+// ---- report.h: what a terminal is told of the steps ----
+
+static void test_report() {
+    TEST("report: durations, lines of means, skipped updates") {
+        const struct { double seconds; const char* text; } rows[] = {
+            {0, "0:00:00"}, {59.4, "0:00:59"}, {59.5, "0:01:00"}, {3599.9, "1:00:00"}, {360000, "100:00:00"}};
+        for (const auto& row : rows) {
+            CHECK(duration_text(row.seconds) == row.text, "%g s: %s", row.seconds,
+                  duration_text(row.seconds).c_str());
+        }
+        const Child c = run_child([] {
+            Report r = {10, 1000, 2, 0};
+            report_line(&r);                            // no step: no line
+            // the first step's 9 s are in the line's means; the time that is left forgets them
+            const double loss[] = {5, 3, NAN}, ms[] = {9000, 1000, 2000};
+            for (int step = 0; step < 3; step++) {
+                report_add(&r, {step, loss[step], 0.5 / (step + 1), 2.0 * step, 0, ms[step], 0});
+                if (report_gpu(&r) != "") { printf("of a GPU\n"); }
+                printf("%s\n", report_eta(r).c_str());
+                report_show(&r);
+            }
+            report_line(&r);
+            UpdateState u = {};
+            u.norm = 7, u.loss_score = 8, u.norm_score = 9;
+            for (int skip : {SKIP_NO, SKIP_NOT_FINITE, SKIP_LOSS, SKIP_NORM}) {
+                u.skip = skip;
+                report_skip(4, 6, u);
+            }
+        });
+        CHECK(c.out == "0:01:21\n0:00:08\n"
+              "step 2/10 | loss 4.000000 | lr 2.50e-01 | norm 1.0000 | 5000.0 ms | 200 tok/s | ETA 0:00:08\n"
+              "0:00:11\n"
+              "step 3/10 | loss nan | lr 1.67e-01 | norm 4.0000 | 2000.0 ms | 500 tok/s | ETA 0:00:11\n",
+              "%s", c.out.c_str());
+        const std::string far = " standard deviations above the mean of the last 128: update skipped\n";
+        CHECK(c.err == "step 5: the gradient is not finite (norm 7.000000, loss 6.000000): update skipped\n"
+              "step 5: loss 6.000000 is 8.0" + far + "step 5: norm 7.000000 is 9.0" + far, "%s",
+              c.err.c_str());
+    }
+}
+
+// ---- samples.h: what a terminal is shown ----
+
+static void test_text_out() {
+    TEST("texts: whole characters, ends of sentences, speed") {
+        const struct { const char* text; size_t whole; } rows[] = {
+            {"", 0}, {"a", 1}, {"a\xC3", 1}, {"a\xC3\xA9", 3}, {"a\xE2\x82", 1}, {"a\xE2\x82\xAC", 4},
+            {"a\xF0", 1}, {"a\xF0\x9F", 1}, {"a\xF0\x9F\x98", 1}, {"a\xF0\x9F\x98\x80", 5},
+            {"\x80\x80\x80\x80", 4}};
+        for (const auto& row : rows) {
+            const size_t got = whole_characters(row.text);
+            CHECK(got == row.whole, "%s: %zu bytes are whole, not %zu", row.text, row.whole, got);
+        }
+        for (const char* text : {"Yes.", "No! He", "?", "a\n"}) { CHECK(ends_sentence(text), "'%s'", text); }
+        for (const char* text : {"", "he said, and", ";"}) { CHECK(!ends_sentence(text), "'%s'", text); }
+        TextSpeed speed;
+        for (const bool begins : {true, false, true, false}) {
+            if (begins) { usleep(300000); }             // somebody types
+            speed.add(begins);
+        }
+        CHECK(speed.wait >= 0.3 && speed.seconds < 0.25 && speed.tokens == 4 && speed.later == 2,
+              "%lld tokens, %lld later ones in %g s, after %g", (long long)speed.tokens,
+              (long long)speed.later, speed.seconds, speed.wait);
+    }
+}
+
+// Three samples, two at a time: the one that is shown comes first, and the others wait for their turn.
+static void test_samples() {
+    TEST("texts: samples whose tokens come in turns") {
+        Tokenizer tokenizer;
+        tokenizer_init_bytes(&tokenizer);
+        const int end = (int)tokenizer.eot;
+        auto draw = [&](const std::vector<int>& prompt, int count, int, uint32_t first_id,
+                        const OnToken& on_token) {
+            CHECK(prompt == std::vector<int>({end, 'H', 'i'}), "the prompt has %zu tokens", prompt.size());
+            for (int n = 0; n < count; n++) {           // row 0 ends after two tokens
+                const int first = 'a' + (int)first_id + n;
+                if (n <= 2 && !on_token(0, n == 2 ? end : first)) { return; }
+                if (!on_token(1, first + 10)) { return; }
+            }
+        };
+        const TextTask task = {&tokenizer, prompt_tokens(&tokenizer, "Hi", 256, 8), 4, false};
+        const struct { bool titled; const char* text; } rows[] = {
+            {false, "ab\n---\nklmn\n---\ncd\n"},
+            {true, "sample 1 at step 5:\nHiab\n---\nsample 2 at step 5:\nHiklmn\n---\n"
+                   "sample 3 at step 5:\nHicd\n---\n"}};
+        for (const auto& row : rows) {
+            const Child c = run_child([&] { write_samples(task, {3, 2, 5, "Hi", row.titled}, draw); });
+            CHECK(c.out == row.text, "%s", c.out.c_str());
+        }
+        check_dies("no room", [&] { prompt_tokens(&tokenizer, "1234567", 256, 8); }, {"7 tokens", "most 6"});
+        check_dies("no tokenizer", [] { prompt_tokens(nullptr, "a", 300, 8); }, {"V=300"});
+        tokenizer_free(&tokenizer);
+    }
+}
+
 int main() {
     char name[] = "/tmp/test_host_XXXXXX";
     if (!mkdtemp(name)) { die("cannot make a folder in /tmp: %s", strerror(errno)); }
     folder = name;
     test_check();
     test_memory_limits();
+    test_memory_plan();
     test_json();
     test_numbers();
     test_flags();
@@ -1607,6 +1730,9 @@ int main() {
     test_logger_files();
     test_logger_go_back();
     test_logger_pipes();
+    test_report();
+    test_text_out();
+    test_samples();
     if (system(("rm -rf " + folder).c_str()) != 0) { fprintf(stderr, "%s is still there\n", name); }
     return test_summary();
 }

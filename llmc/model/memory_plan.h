@@ -1,0 +1,78 @@
+/*
+What a run takes of a device's memory, item by item, before anything is allocated: does it fit, and if not,
+what would? Host only.
+
+    typedef std::vector<MemoryItem> Plan;
+    auto plan_of = [&](int B) { return Plan{{"parameters", 248 << 20}, {"ln1", (size_t)B << 20}}; };
+    const MemoryRoom room = {"NVIDIA H200", free_bytes, reserve_bytes};
+    memory_check(plan_of, room, {64, 1024, false, true});   // dies with a hint where 64 rows do not fit
+    memory_print(plan_of(64));                              // "memory: 312.000 MiB in all; the largest: ..."
+*/
+#ifndef LLMC_MODEL_MEMORY_PLAN_H
+#define LLMC_MODEL_MEMORY_PLAN_H
+
+#include <stddef.h>     // gives: size_t
+#include <stdio.h>      // gives: printf
+
+#include <algorithm>    // gives: std::stable_sort
+#include <string>       // gives: std::string
+#include <vector>       // gives: std::vector
+
+#include "../check.h"   // gives: die, format
+
+struct MemoryItem { std::string name; size_t bytes; };
+
+// free, bytes: 0 where nobody knows, and everything fits. reserve: bytes that no plan may have.
+struct MemoryRoom { std::string device; size_t free, reserve; };
+
+static inline size_t memory_total(const std::vector<MemoryItem>& plan) {
+    size_t bytes = 0;
+    for (const MemoryItem& item : plan) { bytes += item.bytes; }
+    return bytes;
+}
+
+static inline bool memory_fits(const std::vector<MemoryItem>& plan, const MemoryRoom& room) {
+    return room.free == 0 || memory_total(plan) + room.reserve <= room.free;
+}
+
+static inline std::string bytes_text(size_t bytes) {
+    const double MiB = 1048576.0, GiB = 1073741824.0;
+    return bytes >= GiB ? format("%.2f GiB", bytes / GiB) : format("%.2f MiB", bytes / MiB);
+}
+
+// The batch that was asked for. keeps: the user cannot take a smaller one. may_recompute: -r 2 needs less.
+struct MemoryBatch { int B, T; bool keeps, may_recompute; };
+
+// plan_of(B): the plan with so many rows. Dies where those of `batch` do not fit, and says what does.
+template <class Plan>
+static inline void memory_check(Plan plan_of, const MemoryRoom& room, const MemoryBatch& batch) {
+    if (memory_fits(plan_of(batch.B), room)) { return; }
+    int low = 0, high = batch.B;                // low fits (0: taken for granted), high does not
+    while (high - low > 1) {
+        const int mid = low + (high - low) / 2;
+        (memory_fits(plan_of(mid), room) ? low : high) = mid;
+    }
+    std::string hint = low > 0 ? format("the largest micro-batch that fits is -b %d", low)
+                               : std::string("not even -b 1 fits: choose a smaller model or -t");
+    if (batch.keeps) { hint = "a resumed run keeps its -b: more GPUs with -zs 1 or 2 share its state out"; }
+    if (batch.may_recompute) { hint += "; -r 2 needs less memory"; }
+    const size_t wanted = memory_total(plan_of(batch.B)) + room.reserve;
+    die("-b %d -t %d needs %s of memory on %s, which has %s free\nhint: %s", batch.B, batch.T,
+        bytes_text(wanted).c_str(), room.device.c_str(), bytes_text(room.free).c_str(), hint.c_str());
+}
+
+// One line: all of it, and the ten largest items.
+static inline void memory_print(std::vector<MemoryItem> plan) {
+    std::stable_sort(plan.begin(), plan.end(),
+                     [](const MemoryItem& a, const MemoryItem& b) { return a.bytes > b.bytes; });
+    const size_t total = memory_total(plan);
+    const bool gib = total >= (size_t)1 << 30;
+    const double unit = gib ? 1073741824.0 : 1048576.0;
+    printf("memory: %.3f %s in all; the largest:", total / unit, gib ? "GiB" : "MiB");
+    for (size_t i = 0; i < plan.size() && i < 10; i++) {
+        printf("%s %s %.3f", i ? "," : "", plan[i].name.c_str(), plan[i].bytes / unit);
+    }
+    printf("\n");
+}
+
+#endif  // LLMC_MODEL_MEMORY_PLAN_H

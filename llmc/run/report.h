@@ -1,0 +1,113 @@
+/*
+What a training run tells the terminal of its steps: a line every few steps, progress until it comes, updates
+that were skipped. Host only.
+
+    Report report = {max_steps, tokens_per_step, 10, 0};        // a line every 10 steps, nothing of the GPU
+    report_add(&report, {step, loss, lr, norm, tokens, ms, tokens_per_s});      // a step is done
+    const std::string gpu = report_gpu(&report);                // for its line in metrics.jsonl
+    report_show(&report);                                       // its line if one is due, else progress
+    report_line(&report);                                       // the line of the last few steps, at the end
+*/
+#ifndef LLMC_RUN_REPORT_H
+#define LLMC_RUN_REPORT_H
+
+#include <math.h>       // gives: floor
+#include <stdint.h>     // gives: int64_t
+#include <stdio.h>      // gives: printf
+
+#include <string>       // gives: std::string
+
+#include "../check.h"           // gives: format, progress_clear
+#include "../ops/op_types.h"    // gives: UpdateState, kWindow
+#include "logger.h"             // gives: TrainMetrics, logger_number
+#include "progress.h"           // gives: progress_show, progress_bar
+#include "telemetry.h"          // gives: Telemetry, telemetry_read
+
+struct Report {
+    int64_t max_steps = 0, total_batch = 0;     // of the run; tokens a step
+    int log_every = 1, log_gpu = 0;             // steps from line to line; those that look at the GPU, 0: none
+    Telemetry telemetry = {};
+    // Step times of all but the first, which also loads kernels.
+    bool seen_first = false;
+    double ms_sum = 0.0;
+    int64_t ms_count = 0;
+    // The terminal's next line: sums over the steps since the line before; of the last one, its lr.
+    struct { int64_t steps, last; double loss, norm, ms, lr; } line = {};
+    std::string gpu = "";                       // words for that line
+};
+
+static inline std::string duration_text(double seconds) {
+    const int64_t s = (int64_t)(seconds + 0.5);
+    return format("%lld:%02d:%02d", (long long)(s / 3600), (int)(s / 60 % 60), (int)(s % 60));
+}
+
+static inline void report_add(Report* r, const TrainMetrics& m) {
+    if (r->seen_first) { r->ms_sum += m.ms; r->ms_count++; }
+    r->seen_first = true;
+    r->line = {r->line.steps + 1, m.step, r->line.loss + m.loss, r->line.norm + m.norm, r->line.ms + m.ms,
+               m.lr};
+}
+
+// Of a step, so far.
+static inline double report_mean_ms(const Report& r) {
+    return r.ms_count > 0 ? r.ms_sum / (double)r.ms_count : r.line.ms / (double)r.line.steps;
+}
+
+// What is left of the run, at the mean speed so far.
+static inline std::string report_eta(const Report& r) {
+    return duration_text((double)(r.max_steps - r.line.last - 1) * report_mean_ms(r) * 1e-3);
+}
+
+// -lg: fields of a line in metrics.jsonl, and words for the next one on the terminal. The GPU is at work on
+// the step after the one that is told, and has that step's work already: it does not wait for this.
+static inline std::string report_gpu(Report* r) {
+    TelemetrySample sample;
+    const bool due = r->log_gpu > 0 && (r->line.last + 1) % r->log_gpu == 0;
+    if (!due || !telemetry_read(r->telemetry, &sample)) { return ""; }
+    r->gpu = telemetry_text(sample);
+    return telemetry_json(sample);
+}
+
+// Means of the steps since the line before, if there were any.
+static inline void report_line(Report* r) {
+    if (r->line.steps == 0) { return; }
+    const double n = (double)r->line.steps, ms = r->line.ms / n;
+    progress_clear();
+    printf("step %lld/%lld | loss %s | lr %.2e | norm %s | %.1f ms | %.0f tok/s | ETA %s%s%s\n",
+           (long long)r->line.last + 1, (long long)r->max_steps,
+           logger_number("%.6f", r->line.loss / n).c_str(), r->line.lr,
+           logger_number("%.4f", r->line.norm / n).c_str(), ms, (double)r->total_batch / ms * 1e3,
+           report_eta(*r).c_str(), r->gpu.empty() ? "" : " | ", r->gpu.c_str());
+    fflush(stdout);
+    r->line = {};
+    r->gpu.clear();
+}
+
+// Until that line comes, a terminal shows how far the run is.
+static inline void report_show(Report* r) {
+    const int64_t done = r->line.last + 1;
+    if (done % r->log_every == 0) { report_line(r); return; }
+    const double n = (double)r->line.steps;
+    progress_show(format("step %lld/%lld ", (long long)done, (long long)r->max_steps) +
+                  progress_bar(done, r->max_steps, 20) +
+                  format(" %.0f%% | loss %.4f | %.0f tok/s | ETA %s",
+                         floor(100.0 * (double)done / (double)r->max_steps), r->line.loss / n,
+                         (double)r->total_batch * n / r->line.ms * 1e3, report_eta(*r).c_str()));
+}
+
+// Says that a step's update was skipped, and why; nothing if it was not.
+static inline void report_skip(int64_t step, float loss, const UpdateState& u) {
+    const bool by_loss = u.skip == SKIP_LOSS;
+    if (u.skip == SKIP_NO) { return; }
+    progress_clear();
+    if (u.skip == SKIP_NOT_FINITE) {
+        fprintf(stderr, "step %lld: the gradient is not finite (norm %f, loss %f): update skipped\n",
+                (long long)step + 1, u.norm, loss);
+    } else {
+        fprintf(stderr, "step %lld: %s %f is %.1f standard deviations above the mean of the last %d: "
+                "update skipped\n", (long long)step + 1, by_loss ? "loss" : "norm",
+                by_loss ? loss : u.norm, by_loss ? u.loss_score : u.norm_score, kWindow);
+    }
+}
+
+#endif  // LLMC_RUN_REPORT_H

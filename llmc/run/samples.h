@@ -1,0 +1,256 @@
+/*
+Texts on the terminal: samples, and a chat. What draws their tokens is a callback, so no model is needed. Host
+only.
+
+    const TextTask task = {&tokenizer, prompt_tokens(&tokenizer, "Once", V, T), 100, true};
+    const TextDraw draw = [&](const std::vector<int>& prompt, int count, int end, uint32_t first_id,
+                              const OnToken& on_token) { ... };
+    write_samples(task, {8, 4, 0, "Once", false}, draw);    // eight texts, four at a time
+    chat(task, "model.bin", true, draw);                    // goes on from the lines of stdin
+*/
+#ifndef LLMC_RUN_SAMPLES_H
+#define LLMC_RUN_SAMPLES_H
+
+#include <pthread.h>    // gives: pthread_sigmask
+#include <signal.h>     // gives: sigaction, SIGINT
+#include <stdint.h>     // gives: int64_t
+#include <stdio.h>      // gives: printf, getline
+#include <stdlib.h>     // gives: free
+#include <string.h>     // gives: strlen
+#include <sys/select.h> // gives: pselect
+#include <unistd.h>     // gives: isatty
+
+#include <algorithm>    // gives: std::min
+#include <functional>   // gives: std::function
+#include <string>       // gives: std::string
+#include <vector>       // gives: std::vector
+
+#include "../check.h"           // gives: die, format, shown, file_size
+#include "../comm/net.h"        // gives: comm_now
+#include "../data/tokenizer.h"  // gives: Tokenizer
+#include "stop.h"               // gives: stop_requested
+
+// Is told each token in turn, the end too; false stops all.
+typedef std::function<bool(int row, int token)> OnToken;
+// Goes on from `prompt`, `count` tokens or up to `end`, in as many rows as it has. Row r draws from the
+// random stream first_id + r.
+typedef std::function<void(const std::vector<int>& prompt, int count, int end, uint32_t first_id,
+                           const OnToken& on_token)> TextDraw;
+
+struct TextTask {
+    const Tokenizer* tokenizer;         // null: ids are printed
+    std::vector<int> prompt;            // of prompt_tokens(); its first one also ends a document
+    int tokens;                         // of a text, at most
+    bool tell_speed;
+};
+
+// The tokenizer that fits the vocabulary: GPT-2's for 50257, bytes for 256, none otherwise. False: there is
+// none, or its file is *missing.
+static inline bool text_init(Tokenizer* tokenizer, int V, std::string* missing) {
+    if (V == 256) { tokenizer_init_bytes(tokenizer); return true; }
+    if (V != 50257) { return false; }
+    const std::string path = tokenizer_default_path();
+    if (file_size(path.c_str()) < 0) { *missing = path; return false; }
+    tokenizer_init_bpe(tokenizer, nullptr);
+    return true;
+}
+
+// What stands before each document, and behind it --prompt; or the error why it cannot be sampled from.
+static inline std::vector<int> prompt_tokens(const Tokenizer* tokenizer, const char* text, int V, int T) {
+    std::vector<int> prompt = {tokenizer ? (int)tokenizer->eot : 0};
+    if (text[0] == '\0') { return prompt; }
+    if (!tokenizer) {
+        die("--prompt needs a tokenizer: there is none for V=%d (256: bytes, 50257: GPT-2)", V);
+    }
+    std::vector<uint32_t> ids;
+    tokenizer_encode(tokenizer, text, strlen(text), ids);
+    if ((int64_t)ids.size() > T - 2) {          // T positions: one before the prompt, one at least after it
+        die("the prompt has %zu tokens; with -t %d at most %d fit", ids.size(), T, std::max(0, T - 2));
+    }
+    prompt.insert(prompt.end(), ids.begin(), ids.end());
+    return prompt;
+}
+
+// How many bytes of the text are whole characters: a token may end within one.
+static inline size_t whole_characters(const std::string& text) {
+    const size_t size = text.size();
+    for (size_t back = 1; back <= 3 && back <= size; back++) {
+        const unsigned char c = (unsigned char)text[size - back];
+        if ((c & 0xC0) == 0x80) { continue; }           // goes on with a character
+        return c >= 0xC0 && back < (c >= 0xF0 ? 4u : c >= 0xE0 ? 3u : 2u) ? size - back : size;
+    }
+    return size;
+}
+
+static inline bool ends_sentence(const std::string& text) {
+    return text.find_first_of(".!?\n") != std::string::npos;
+}
+
+// A text on its way to stdout.
+struct TextOut {
+    const Tokenizer* tokenizer;         // null: ids are printed
+    std::string text;                   // what has not been printed yet
+
+    void add(int token) {
+        text += tokenizer ? tokenizer_decode(tokenizer, (uint32_t)token) : format("%d ", token);
+    }
+    void show(bool all) {
+        const size_t bytes = all ? text.size() : whole_characters(text);
+        fwrite(text.data(), 1, bytes, stdout);
+        fflush(stdout);
+        text.erase(0, bytes);
+    }
+};
+
+// How fast tokens came. Starting takes its time: the prompt, and what the driver does once.
+struct TextSpeed {
+    double start = comm_now(), wait = 0.0;  // of the first token
+    double last = 0.0, seconds = 0.0;       // when the last one came; what those took that follow another
+    int64_t tokens = 0, later = 0;          // all; those that follow another
+
+    void add(bool begins) {                 // a text, after which somebody may have thought for long
+        const double now = comm_now();
+        if (tokens++ == 0) { wait = now - start; }
+        if (!begins) { seconds += now - last; later++; }
+        last = now;
+    }
+    void print() const {
+        if (ferror(stdout)) { return; }     // nobody has the text; the program's end says so
+        fprintf(stderr, "note: %lld tokens, the first after %.3f s", (long long)tokens, wait);
+        if (later > 0 && seconds > 0) { fprintf(stderr, ", then %.0f tokens/s", (double)later / seconds); }
+        fprintf(stderr, "\n");
+    }
+};
+
+// rows: of the draw. titled: each sample has a title with its number and the step.
+struct Samples { int count, rows; int64_t step; const char* prompt; bool titled; };
+
+// --num-samples texts after the prompt; the first of those that are drawn together is shown as it comes.
+// Without titles stdout has what the model wrote and nothing else; for somebody who looks at it, the prompt
+// comes before.
+static inline void write_samples(const TextTask& task, const Samples& samples, const TextDraw& draw) {
+    const int end = task.prompt[0];
+    auto begin = [&](int sample) {
+        if (samples.titled) {
+            printf("sample %d at step %lld:\n%s", sample + 1, (long long)samples.step, samples.prompt);
+        } else {
+            printf("%s%s", sample > 0 ? "---\n" : "", isatty(STDOUT_FILENO) ? samples.prompt : "");
+        }
+    };
+    TextSpeed speed;
+    for (int first = 0; first < samples.count && !stop_requested; first += samples.rows) {
+        const int rows = std::min(samples.rows, samples.count - first);
+        std::vector<TextOut> texts(rows, {task.tokenizer, ""});
+        std::vector<int> lengths(rows, 0);
+        std::vector<bool> over(rows, false);
+        int shown = 0;                                  // this one; those before it are done
+        auto advance = [&](bool all_over) {
+            texts[shown].show(all_over || over[shown]);
+            while (shown < rows && (all_over || over[shown])) {
+                printf(samples.titled ? "\n---\n" : "\n");
+                if (++shown == rows || stop_requested) { break; }
+                begin(first + shown);
+                texts[shown].show(all_over || over[shown]);
+            }
+        };
+        begin(first);
+        draw(task.prompt, task.tokens, end, (uint32_t)first, [&](int row, int token) {
+            if (row >= rows) { return true; }           // the last texts may be fewer
+            speed.add(first == 0 && lengths[row]++ == 0);
+            over[row] = token == end;                   // the document is over
+            if (!over[row]) { texts[row].add(token); }
+            if (row == shown) { advance(false); }
+            return shown < rows && !stop_requested;
+        });
+        if (shown < rows) { advance(true); }
+        fflush(stdout);
+    }
+    if (task.tell_speed) { speed.print(); }
+}
+
+// ---- chat ----
+
+static volatile sig_atomic_t chat_interrupted = 0;      // by Ctrl-C
+
+// Waits for a line on the terminal, or its end; false: Ctrl-C came. The signal is let in during the wait
+// alone, so none is missed between a look at it and the wait.
+static inline bool chat_has_line() {
+    sigset_t interrupt, before;
+    sigemptyset(&interrupt);
+    sigaddset(&interrupt, SIGINT);
+    pthread_sigmask(SIG_BLOCK, &interrupt, &before);
+    fd_set files;
+    FD_ZERO(&files);
+    FD_SET(STDIN_FILENO, &files);
+    bool has_line = !chat_interrupted;
+    if (has_line) { has_line = pselect(STDIN_FILENO + 1, &files, nullptr, nullptr, nullptr, &before) >= 0; }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return has_line || !chat_interrupted;
+}
+
+// The next line of stdin, without its end. False: the input is over. *said is not changed where Ctrl-C came:
+// the line begins anew.
+static inline bool chat_line(bool is_terminal, std::string* said) {
+    for (;;) {
+        chat_interrupted = 0;
+        if (!is_terminal) { break; }
+        printf("> ");
+        fflush(stdout);
+        if (chat_has_line()) { break; }
+        printf("\n");
+    }
+    char* line = nullptr;
+    size_t room = 0;
+    ssize_t bytes = getline(&line, &room, stdin);
+    if (bytes > 0 && line[bytes - 1] == '\n') { bytes--; }
+    if (bytes >= 0) { said->assign(line, (size_t)bytes); }
+    free(line);
+    return bytes >= 0;
+}
+
+// --chat: reads lines, and goes on from each with what was said before. Ctrl-C ends a text, or a line that is
+// being typed; the end of the input (Ctrl-D) ends all. An empty line lets the text go on. After a document's
+// end the next line begins a new one. whole: a text goes on to the end of a sentence.
+static inline void chat(const TextTask& task, const std::string& model, bool whole, const TextDraw& draw) {
+    struct sigaction action = {};
+    action.sa_handler = [](int) { chat_interrupted = 1; };
+    action.sa_flags = SA_RESTART;
+    sigaction(SIGINT, &action, nullptr);
+    const bool is_terminal = isatty(STDIN_FILENO);
+    const int end = task.prompt[0];
+    if (is_terminal && task.tell_speed) {
+        fprintf(stderr, "note: %s goes on from each line by %d tokens (-g)%s; an empty line lets it go on, "
+                "Ctrl-C ends a text, Ctrl-D the program\n", shown(model).c_str(), task.tokens,
+                whole ? " and to the end of the sentence" : "");
+    }
+    std::vector<int> tokens = task.prompt;              // all that was said
+    TextSpeed speed;
+    std::string line;
+    for (uint32_t number = 0; chat_line(is_terminal, &line); number++) {
+        const bool begins = tokens.back() == end;
+        const std::string said = (begins || line.empty() ? "" : "\n") + line;
+        std::vector<uint32_t> ids;
+        tokenizer_encode(task.tokenizer, said.data(), said.size(), ids);
+        tokens.insert(tokens.end(), ids.begin(), ids.end());
+        TextOut text = {task.tokenizer, ""};
+        const std::vector<int> prompt = tokens;
+        if (is_terminal) { fwrite(line.data(), 1, line.size(), stdout); }      // so the text reads as a whole
+        if (speed.tokens == 0) { speed.start = comm_now(); }
+        draw(prompt, whole ? 4 * task.tokens : task.tokens, end, number, [&](int, int token) {
+            speed.add(tokens.size() == prompt.size());
+            tokens.push_back(token);
+            if (token != end) { text.add(token); }
+            const bool ends = ends_sentence(text.text) &&
+                              tokens.size() >= prompt.size() + (size_t)task.tokens;
+            text.show(false);
+            return !chat_interrupted && !(whole && ends);
+        });
+        text.show(true);
+        printf("\n");
+        fflush(stdout);
+    }
+    if (is_terminal) { printf("\n"); }
+    if (task.tell_speed) { speed.print(); }
+}
+
+#endif  // LLMC_RUN_SAMPLES_H
