@@ -23,6 +23,7 @@ no plus or blanks in front, no 007, no hexadecimal, no inf or nan, nothing too l
 
 template <class Int> constexpr Int ceil_div(Int a, Int b) { return (a + b - 1) / b; }
 template <class Int> constexpr Int round_up(Int a, Int b) { return ceil_div(a, b) * b; }
+constexpr int64_t kLargestCount = 1000000000000000;     // of steps, tokens, samples
 
 // The whole number that [begin, end) spells. False if it spells none, or one of more than 64 bits.
 static inline bool parse_int(const char* begin, const char* end, int64_t* value) {

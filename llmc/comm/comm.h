@@ -39,6 +39,18 @@ the watchdog, which knows more.
 struct Comm { int rank = 0, world = 1, local_rank = 0, local_world = 1; };
 static Comm comm;
 
+// What all ranks find, rank 0 says.
+__attribute__((format(printf, 1, 2))) static inline void warn(const char* fmt, ...) {
+    if (comm.rank != 0) { return; }
+    va_list args;
+    va_start(args, fmt);
+    progress_clear();
+    fprintf(stderr, "warning: ");
+    vfprintf(stderr, fmt, args);
+    fprintf(stderr, "\n");
+    va_end(args);
+}
+
 // ---- collectives: the main thread's, all ranks in the same order ----
 
 // The peer is gone. The watchdog knows why and ends the process; if it does not, something is wrong here.

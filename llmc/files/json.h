@@ -13,14 +13,16 @@ them. Host only.
 
 #include <ctype.h>      // gives: tolower
 #include <math.h>       // gives: isfinite
+#include <stdint.h>     // gives: int64_t
 #include <string.h>     // gives: strchr
 
+#include <algorithm>    // gives: std::min
 #include <set>          // gives: std::set
 #include <string>       // gives: std::string
 #include <utility>      // gives: std::pair
 #include <vector>       // gives: std::vector
 
-#include "../check.h"   // gives: format
+#include "../check.h"   // gives: format, fopen_check, fread_check, file_size
 
 // Bytes that are not UTF-8 become \udcXX, which Python reads back as the very same file name.
 static inline std::string json_quote(const std::string& text) {
@@ -207,6 +209,15 @@ static inline std::string json_read(const std::string& text, JsonValues* values)
         if (r.at == text.size()) { return ""; }
     }
     return format("is not a JSON object that can be read here, from byte %zu on", r.at);
+}
+
+// What is wrong with a file of 1 MB at most, behind its name; or "", and its values.
+static inline std::string json_file_read(const std::string& path, JsonValues* values) {
+    std::string text((size_t)std::min<int64_t>(file_size(path.c_str()), 1 << 20), '\0');
+    FILE* f = fopen_check(path.c_str(), "rb");
+    fread_check(&text[0], 1, text.size(), f, path.c_str());
+    fclose(f);
+    return json_read(text, values);
 }
 
 #endif  // LLMC_FILES_JSON_H

@@ -29,8 +29,9 @@ A piece is a run of a tensor's elements; which rank wrote it is not in the file.
 #include <utility>      // gives: std::pair
 #include <vector>       // gives: std::vector
 
-#include "../check.h"   // gives: AtomicFile, format
-#include "../checksum.h" // gives: Checksum
+#include "../check.h"       // gives: AtomicFile, die, format
+#include "../checksum.h"    // gives: Checksum
+#include "../numbers.h"     // gives: parse_int
 
 struct StateHeader {
     char magic[8];
@@ -55,6 +56,18 @@ typedef std::vector<std::pair<std::string, std::string>> Facts;
 static inline const std::string* facts_find(const Facts& facts, const std::string& key) {
     for (const auto& fact : facts) { if (fact.first == key) { return &fact.second; } }
     return nullptr;
+}
+
+// A whole number among the facts; a file without it is not one of ours.
+static inline int64_t fact_number(const Facts& facts, const std::string& key, int64_t least, int64_t most) {
+    const std::string* text = facts_find(facts, key);
+    if (!text) { die("the state to resume from does not say '%s'", key.c_str()); }
+    int64_t n;
+    if (!parse_int(text->c_str(), text->c_str() + text->size(), &n) || n < least || n > most) {
+        die("the state to resume from says '%s' is %s: expected %lld to %lld", key.c_str(), text->c_str(),
+            (long long)least, (long long)most);
+    }
+    return n;
 }
 
 // Bytes of an element; 0: no such type.
