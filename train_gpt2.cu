@@ -3946,7 +3946,6 @@ static void sample_tokens(const SampleTokens<floatX, float>& a, Stream stream) {
 #endif  // GPT2_CPU
 
 // == 7 model ==
-enum class Kernels { Auto, Portable, Sm90 };    // the best for this GPU; only what sm_80 has; Hopper's
 struct Options {                // what a run may choose; fixed after gpt2_allocate
     bool trains = true;         // else forward only: there is memory for neither gradients nor AdamW
     int recompute;              // 0: save all activations; 1: recompute GELU in backward; 2: LayerNorms too
@@ -6300,12 +6299,12 @@ static Options run_options() {
     o.recompute = run.recompute;
     o.gelu_fusion = run.gelu_fusion;
     o.master = run.master != 0;
-    o.grads_bf16 = run.grad_dtype == 1;
+    o.grads_bf16 = run.grad_dtype == GradDtype::Bf16;
     o.dropout = run.dropout;
     o.tf32 = run.tf32 != 0;
-    o.kernels = (Kernels)run.kernels;
+    o.kernels = run.kernels;
     o.weight_decay = (float)run.weight_decay;
-    o.muon = run.optimizer == 1;
+    o.muon = run.optimizer == OptimizerKind::Muon;
     o.muon_steps = run.muon_steps;
     o.muon_momentum = run.muon_momentum;
     o.muon_decay = run.muon_decay;
@@ -6317,7 +6316,7 @@ static Options run_options() {
     o.sampling = {(float)run.temperature, run.top_k, (float)run.top_p};
     o.split = {comm.rank, comm.world, comm.world > 1 && o.trains ? run.zero : 0};
     o.lanes = run.lanes / comm.world;
-    o.nccl_order = run.reduction == 1;
+    o.nccl_order = run.reduction == Reduction::Nccl;
     return o;
 }
 
@@ -6896,7 +6895,7 @@ static void rewind_or_stop(Training* t) {
     const char* hint = outliers ? "\nhint: look at the data; a larger -sl or -sg skips less"
                                 : "\nhint: a smaller -l or a longer -u; look at the data";
     if (t->saves) { saver_advance(&t->saver, true); }
-    if (run.on_bad_loss == 0) {
+    if (run.on_bad_loss == OnBadLoss::Stop) {
         const std::string last = t->saves && t->saver.step >= 0
             ? format("the last checkpoint is of step %lld", (long long)t->saver.step)
             : std::string("there is no checkpoint");
@@ -7223,7 +7222,7 @@ static void start_training(Training* t, Checkpoint* resumed, const char* program
                 {"program", t->program}, {"started in", t->start}});
     if (t->saves) {
         const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < run.max_steps;
-        const int every = run.on_bad_loss == 1 ? std::max(1, run.checkpoint_every) : 1;
+        const int every = run.on_bad_loss == OnBadLoss::Rewind ? std::max(1, run.checkpoint_every) : 1;
         saver_init(&t->saver, &t->model, &t->logger, folder, at_once,
                    {run.keep, run.major_every, every, t->saver.retention.bad});
     }

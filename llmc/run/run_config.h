@@ -29,36 +29,60 @@ keeps when it goes on. Host only.
 #include "../files/state_file.h"    // gives: Facts, facts_find, fact_number
 #include "../model/lanes.h"         // gives: lanes_default, lanes_error
 #include "../model/model_config.h"  // gives: Config
+#include "../ops/op_types.h"        // gives: Kernels, NormKind
 #include "flags.h"                  // gives: Flag, flags_text
 #include "schedulers.h"             // gives: kLrKinds
 
 // What this program was built as.
 struct Build { const char* precision; bool is_cuda, has_nccl; };
 
+// The options of flags that take a word, in the order of the table's texts.
+enum class Reduction { Tree, Nccl };            // how gradients of all ranks are summed
+enum class GradDtype { Fp32, Bf16 };
+enum class OptimizerKind { AdamW, Muon };
+enum class ResidualDtype { Branch, Fp32 };
+enum class OnBadLoss { Stop, Rewind };
+
 struct RunConfig {
-    const char *train_data, *val_data, *model, *output_dir, *max_steps_text, *prompt;
-    int B, T, recompute, gelu_fusion, residual_dtype, grad_dtype, block, norm;
-    double dropout;
+    // what it works on
+    const char *train_data, *val_data, *eval_data, *model, *output_dir, *prompt;
+    int B, T;
     int64_t total_batch;            // tokens per optimizer step
-    int64_t max_steps;
-    int checkpoint_every, keep, major_every, resume, on_bad_loss;
-    int val_every, val_batches, log_every, log_gpu, sample_every, sample_tokens, num_samples, top_k,
-        chat;
-    const char* eval_data;
-    int evaluate, eval_every;
-    double temperature, top_p;
+    const char* max_steps_text;     // as it was given
+    int64_t max_steps;              // -1: an epoch
+    Block block;
+    NormKind norm;
+    double dropout;
+
+    // how it trains
     double lr, final_fraction, weight_decay, beta1, beta2, eps, grad_clip, skip_loss, skip_norm;
-    int64_t warmup;
-    int schedule, overfit, tf32, master, shuffle, kernels;
-    int64_t seed;
+    int64_t warmup, seed;
+    int schedule, overfit, shuffle; // schedule: LrKind
+    OptimizerKind optimizer;
+    int muon_steps;
+    double muon_lr, muon_momentum, muon_decay;
+    OnBadLoss on_bad_loss;
+
+    // how it computes
+    int recompute, gelu_fusion, tf32, master;
+    ResidualDtype residual_dtype;
+    GradDtype grad_dtype;
+    Kernels kernels;
     CommOptions comm;
     int comm_init;
+    int zero, lanes, check_ranks;
+    Reduction reduction;
+
+    // what it writes, and when
+    int checkpoint_every, keep, major_every, resume;
+    int val_every, val_batches, log_every, log_gpu, evaluate, eval_every, quiet;
+    int sample_every, sample_tokens, num_samples, top_k, chat;
+    double temperature, top_p;
+
+    // what no flag says
     bool resumed;                   // goes on from a checkpoint
     bool again;                     // -y 1 where there is none: begins again, as its run.json says
     bool own_launch;                // -y 1: --gpus is as the run was started
-    int zero, lanes, reduction, check_ranks, quiet;
-    int optimizer, muon_steps;
-    double muon_lr, muon_momentum, muon_decay;
 };
 static RunConfig run;
 
@@ -274,7 +298,8 @@ static inline std::string executable_hash() {
 
 // Where sums are not the tree's, or are kept in bf16, each rank has one lane.
 static inline bool one_lane_each() {
-    return run.reduction == 1 || (run.grad_dtype == 1 && (run.zero < 2 || comm.world == 1));
+    return run.reduction == Reduction::Nccl ||
+           (run.grad_dtype == GradDtype::Bf16 && (run.zero < 2 || comm.world == 1));
 }
 
 // The settings as they were given, before config_check fills in what they leave open: these are saved.
@@ -361,7 +386,7 @@ static inline void settings_resume(const Facts& from, const Config& c, const Bui
     else if (lanes != comm.world) {
         warn("the run had %d lanes and goes on with one on each of %d ranks (--%s): its sums, and so its "
              "bits, will differ", lanes, comm.world,
-             run.reduction == 1 ? "reduction nccl" : "grad-dtype bf16");
+             run.reduction == Reduction::Nccl ? "reduction nccl" : "grad-dtype bf16");
     }
     const std::string* precision = facts_find(facts, "precision");
     if (!precision || *precision != build.precision) {
@@ -377,16 +402,16 @@ static inline void settings_resume(const Facts& from, const Config& c, const Bui
 // How many lanes a step's micro-steps are cut into.
 static inline void lanes_check(int64_t micro_steps, const Build& build) {
     const bool given = run.lanes != 0, one_each = one_lane_each();
-    if (!build.has_nccl && run.reduction == 1) {
+    if (!build.has_nccl && run.reduction == Reduction::Nccl) {
         die("--reduction nccl needs NCCL, which this program was built without\n"
             "hint: --reduction tree works everywhere");
     }
-    if (run.reduction == 1 && run.grad_dtype == 1) {
+    if (run.reduction == Reduction::Nccl && run.grad_dtype == GradDtype::Bf16) {
         die("--reduction nccl would sum --grad-dtype bf16 in bf16\nhint: --reduction tree sums in fp32");
     }
     if (one_each && given && run.lanes != comm.world) {
         die("--lanes %d: with %s each of the %d ranks has one lane\nhint: leave --lanes out", run.lanes,
-            run.reduction == 1 ? "--reduction nccl" : "--grad-dtype bf16", comm.world);
+            run.reduction == Reduction::Nccl ? "--reduction nccl" : "--grad-dtype bf16", comm.world);
     }
     const int zero = one_each ? 0 : run.zero;
     if (!given) { run.lanes = (int)(one_each ? comm.world : lanes_default(micro_steps, comm.world, zero)); }
@@ -405,19 +430,21 @@ static inline void lanes_check(int64_t micro_steps, const Build& build) {
 // choose another type for the stream of the same model. On resuming all three are the run's.
 static inline void variant_check(Config* c, bool is_descriptor) {
     const struct { const char* flag; int wanted, has; const char* names; } kinds[] = {
-        {"block", run.block, (int)c->block, BLOCK_NAMES}, {"norm", run.norm, (int)c->norm, NORM_NAMES}};
+        {"block", (int)run.block, (int)c->block, BLOCK_NAMES},
+        {"norm", (int)run.norm, (int)c->norm, NORM_NAMES}};
     for (const auto& k : kinds) {
         if (is_descriptor || k.wanted == k.has || !run_given(k.flag)) { continue; }
         const std::vector<std::string> names = flags_split(k.names, '|');
         die("--%s %s: the model of -e %s has %s\nhint: leave --%s out, or start a new model with -e d12",
             k.flag, names[k.wanted].c_str(), run.model, names[k.has].c_str(), k.flag);
     }
-    if (is_descriptor) { c->block = (Block)run.block, c->norm = (NormKind)run.norm; }
+    if (is_descriptor) { c->block = run.block, c->norm = run.norm; }
     if (is_descriptor || run_given("residual-dtype")) {
-        c->residual_fp32 = run.residual_dtype == 1;
+        c->residual_fp32 = run.residual_dtype == ResidualDtype::Fp32;
     }
     // what the table at the start and run.json say
-    run.block = (int)c->block, run.norm = (int)c->norm, run.residual_dtype = c->residual_fp32;
+    run.block = c->block, run.norm = c->norm;
+    run.residual_dtype = c->residual_fp32 ? ResidualDtype::Fp32 : ResidualDtype::Branch;
 }
 
 // -b, -t and -z: what a step is cut into.
@@ -481,19 +508,19 @@ static inline void config_check(Config* c, bool is_descriptor, const Build& buil
             run.gelu_fusion);
     }
     for (const char* name : {"muon-lr", "muon-momentum", "muon-steps", "muon-decay"}) {
-        if (run.optimizer == 0 && !run.resumed && run_given(name)) {
+        if (run.optimizer == OptimizerKind::AdamW && !run.resumed && run_given(name)) {
             die("--%s is for --optimizer muon, and this run has --optimizer adamw\n"
                 "hint: give --optimizer muon, or leave --%s out", name, name);
         }
     }
-    if (!build.is_cuda && run.grad_dtype != 0) {
+    if (!build.is_cuda && run.grad_dtype != GradDtype::Fp32) {
         die("--grad-dtype bf16 needs the CUDA program; the CPU build accumulates in fp32");
     }
     if (!build.is_cuda && run.gelu_fusion != 0) {
         die("-ge %d needs the CUDA program; the CPU build has no GEMM epilogues", run.gelu_fusion);
     }
     run.max_steps = max_steps_of(run.max_steps_text);
-    if (run.output_dir[0] == '\0' && (run.resume || run.on_bad_loss == 1)) {
+    if (run.output_dir[0] == '\0' && (run.resume || run.on_bad_loss == OnBadLoss::Rewind)) {
         die("%s needs -o, the run's folder", run.resume ? "-y 1" : "--on-bad-loss rewind");
     }
     if (run.chat && run.max_steps != 0) { die("--chat needs -x 0: it does not train"); }
