@@ -34,11 +34,11 @@ l, and h for a head; bt is b*T+t.
 #include <signal.h>     // gives: sigaction, SIGINT
 #include <stdint.h>     // gives: int64_t
 #include <stdio.h>      // gives: printf
-#include <stdlib.h>     // gives: strtoll
+#include <stdlib.h>     // gives: strtod, free
 #include <string.h>     // gives: strcmp
 #include <sys/select.h> // gives: pselect
 #include <sys/stat.h>   // gives: stat
-#include <unistd.h>     // gives: write, access, _exit
+#include <unistd.h>     // gives: write, getcwd, isatty, _exit
 
 #include <algorithm>    // gives: std::min, std::stable_sort
 #include <map>          // gives: std::multimap
@@ -59,9 +59,9 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/data/tokenizer.h"     // gives: Tokenizer
 #include "llmc/data/sampler.h"       // gives: sample_token
 #include "llmc/run/schedulers.h"     // gives: lr_at
-#include "llmc/run/run_config.h"     // gives: run, kFlags, run_given, config_check, say
+#include "llmc/run/run_config.h"     // gives: run, kFlags, run_task, run_given, config_check, say
 #include "llmc/run/run_folder.h"     // gives: folder_resolve, settings_take, run_folder_check
-#include "llmc/run/flags.h"          // gives: flags_parse
+#include "llmc/run/flags.h"          // gives: flags_parse, flags_print
 #include "llmc/run/logger.h"         // gives: Logger
 #include "llmc/run/progress.h"       // gives: progress_show, progress_clear
 #include "llmc/run/telemetry.h"      // gives: telemetry_start, telemetry_read
@@ -6295,7 +6295,7 @@ static Config run_model(const Facts* resumed = nullptr) {
 
 static Options run_options() {
     Options o = {};
-    o.trains = run_trains();
+    o.trains = run_task() == Task::Train;
     o.recompute = run.recompute;
     o.gelu_fusion = run.gelu_fusion;
     o.master = run.master != 0;
@@ -6312,7 +6312,7 @@ static Options run_options() {
     o.skip_loss = (float)run.skip_loss;
     o.skip_norm = (float)run.skip_norm;
     o.seed = (uint64_t)run.seed;
-    o.text_rows = !writes_text() ? 0 : run.chat ? 1 : std::min(run.num_samples, kDecodeRows);
+    o.text_rows = !run_writes_text() ? 0 : run.chat ? 1 : std::min(run.num_samples, kDecodeRows);
     o.sampling = {(float)run.temperature, run.top_k, (float)run.top_p};
     o.split = {comm.rank, comm.world, comm.world > 1 && o.trains ? run.zero : 0};
     o.lanes = run.lanes / comm.world;
@@ -6578,13 +6578,14 @@ struct TextSpeed {
 // for somebody who looks at it, the prompt comes before.
 static void generate(GPT2* model, const Tokenizer* tokenizer, bool has_text, int64_t step, bool tell_speed) {
     if (comm.rank != 0 || stopping) { return; }
+    const bool trains = run_task() == Task::Train;
     const int start = has_text ? (int)tokenizer->eot : 0;       // what stands before each document
     std::vector<int> prompt = {start};
     for (uint32_t id : prompt_tokens(tokenizer, has_text, model->config.V, model->T)) {
         prompt.push_back((int)id);
     }
     auto begin = [&](int sample) {
-        if (run_trains()) { printf("sample %d at step %lld:\n%s", sample + 1, (long long)step, run.prompt); }
+        if (trains) { printf("sample %d at step %lld:\n%s", sample + 1, (long long)step, run.prompt); }
         else { printf("%s%s", sample > 0 ? "---\n" : "", isatty(STDOUT_FILENO) ? run.prompt : ""); }
     };
     TextSpeed speed;
@@ -6597,7 +6598,7 @@ static void generate(GPT2* model, const Tokenizer* tokenizer, bool has_text, int
         auto advance = [&](bool all_over) {
             texts[shown].show(all_over || over[shown]);
             while (shown < rows && (all_over || over[shown])) {
-                printf(run_trains() ? "\n---\n" : "\n");
+                printf(trains ? "\n---\n" : "\n");
                 if (++shown == rows || stop_requested) { break; }
                 begin(first + shown);
                 texts[shown].show(all_over || over[shown]);
@@ -6645,7 +6646,7 @@ static void chat(GPT2* model, const Tokenizer* tokenizer, bool tell) {
     action.sa_handler = [](int) { chat_interrupted = 1; };
     action.sa_flags = SA_RESTART;
     sigaction(SIGINT, &action, nullptr);
-    const bool is_terminal = isatty(STDIN_FILENO), whole = !flags_given(kFlags, kNumFlags, "sample-tokens");
+    const bool is_terminal = isatty(STDIN_FILENO), whole = !run_given("sample-tokens");
     const int most = whole ? 4 * run.sample_tokens : run.sample_tokens;
     if (is_terminal && tell) {
         fprintf(stderr, "note: %s goes on from each line by %d tokens (-g)%s; an empty line lets it go on, "
@@ -7039,14 +7040,14 @@ static void print_questions(const EvalSet& set) {
 // The settings that do what was asked, but hardly what was meant.
 static void print_surprises(bool sampling, size_t prompt_tokens) {
     const int room = run.T - (int)prompt_tokens;            // the first position stands before the document
-    if (sampling && run.sample_tokens > room && flags_given(kFlags, kNumFlags, "sample-tokens")) {
+    if (sampling && run.sample_tokens > room && run_given("sample-tokens")) {
         const std::string text = format("samples: after %d of %d tokens all T=%d positions are taken; texts "
                                         "go on from their last %d tokens", room, run.sample_tokens, run.T,
                                         std::max(1, run.T / 2));
-        if (run_trains()) { say("%s\n", text.c_str()); }
+        if (run_task() == Task::Train) { say("%s\n", text.c_str()); }
         else if (!comm.rank) { fprintf(stderr, "note: %s\n", text.c_str()); }
     }
-    if (!run_trains()) { return; }
+    if (run_task() != Task::Train) { return; }
     if (run.output_dir[0] == '\0') { say("no -o: nothing of this run will be saved\n"); }
     if (run.warmup > 0 && run.warmup >= run.max_steps) {
         const char* when = run.warmup > run.max_steps ? "never" : "at the last step only";
@@ -7072,7 +7073,7 @@ static void fit_texts(const Config& config, Options* options, const DeviceInfo& 
 static void fit_lanes(const Config& config, Options* options, const DeviceInfo& device) {
     if (!options->trains) { return; }
     const int wanted = run.lanes;
-    const bool may_choose = !flags_given(kFlags, kNumFlags, "lanes") && run.zero < 2;
+    const bool may_choose = !run_given("lanes") && run.zero < 2;
     int fewer = options->lanes;
     auto fits = [&] {
         return memory_total(gpt2_memory_plan(config, *options, run.B, run.T)) + memory_reserve(device) <=
@@ -7152,9 +7153,8 @@ static void check_resumed(const Checkpoint& c, const Training& t) {
 // Training, validation and evaluation data, as far as they are needed.
 static void open_data(Training* t, const Config& config, bool trains, bool validates) {
     if (trains) {
-        const bool has_data = flags_given(kFlags, kNumFlags, "train-data") || file_size(run.train_data) >= 0;
-        const bool may_mean_text = flags_given(kFlags, kNumFlags, "prompt") &&
-                                   !flags_given(kFlags, kNumFlags, "max-steps");
+        const bool has_data = run_given("train-data") || file_size(run.train_data) >= 0;
+        const bool may_mean_text = run_given("prompt") && !run_given("max-steps");
         if (!has_data && may_mean_text) {
             die("--prompt: without -x 0 this trains, and there are no training data '%s'\n"
                 "hint: -x 0 writes a text after the prompt; -i names training data", run.train_data);
@@ -7280,12 +7280,10 @@ int main(int argc, char** argv) {
     if (!run.resumed && model_is_folder()) { folder_resolve(); }
     const Config config = run_model(run.resumed ? &resumed.facts : nullptr);
     Options options = run_options();
-    const bool trains = options.trains, writes_alone = generates(), tell_speed = writes_alone && !run.quiet;
-    // -x 0 with -h 1 or --prompt needs no validation data, but takes those that are named beside -h 1
-    const bool asked = !run.evaluate || flags_given(kFlags, kNumFlags, "val-data");
-    const bool validates = trains ? run.val_every > 0 : asked && !writes_alone;
-    const bool samples = writes_text();
-    if (writes_alone) {
+    const Task task = run_task();
+    const bool validates = run_validates(), samples = run_writes_text();
+    const bool tell_speed = task == Task::Write && !run.quiet;
+    if (task == Task::Write) {
         run.B = 1;                          // of what comes before the texts
         run.quiet = 1;
     }
@@ -7307,7 +7305,7 @@ int main(int argc, char** argv) {
     gpt2_check_memory(config, options, run.B, run.T, device, run.resumed);
     const std::string unfit = attention_error(config.C / config.NH);
     if (!unfit.empty()) { die("%s", unfit.c_str()); }
-    open_data(&t, config, trains, validates);
+    open_data(&t, config, task == Task::Train, validates);
     t.has_text = samples && text_init(&t.tokenizer, config.V);
     if (run.chat && !t.has_text) {
         die("--chat needs a tokenizer: there is none for V=%d (256: bytes, 50257: GPT-2)", config.V);
@@ -7317,17 +7315,17 @@ int main(int argc, char** argv) {
     if (run.resumed) { check_resumed(resumed, t); }
 
     say("device: %s, precision %s\n", device.name.c_str(), PRECISION_NAME);
-    if (trains && !run.quiet) { flags_print(kFlags, kNumFlags); }
+    if (task == Task::Train && !run.quiet) { flags_print(kFlags, kNumFlags); }
     load_model(&t, config, options, &resumed);
     print_questions(t.questions);
     print_surprises(samples, prompted);
     bool fine = true;
-    if (trains) { start_training(&t, &resumed, argv[0]); }
+    if (task == Task::Train) { start_training(&t, &resumed, argv[0]); }
     else {
         if (validates) { fine = validate_alone(&t); }
         if (run.evaluate) { fine = evaluate(&t.model, &t.questions, &t.logger, 0) && fine; }
         if (run.chat) { chat(&t.model, &t.tokenizer, tell_speed); }
-        else if (writes_alone) { generate(&t.model, &t.tokenizer, t.has_text, 0, tell_speed); }
+        else if (task == Task::Write) { generate(&t.model, &t.tokenizer, t.has_text, 0, tell_speed); }
     }
 
     dataloader_free(&t.train_loader);

@@ -46,7 +46,7 @@ struct Flag {
     const char* letters;    // "b", "z,d" (synonyms), "" none: written -b, -z, -d
     const char* name;       // "micro-batch": written --micro-batch
     FlagType type;
-    void* where;            // int*, int64_t*, double*, const char**, int* (0 or 1), int* or enum* (which option)
+    void* where;            // int*, int64_t*, double*, const char**, int* (0 or 1), int* or enum* (option)
     const char* def;        // default, parsed like user text
     double min, max;        // numbers: both ends allowed; strings: min is the shortest length; else unused
     const char* options;    // ENUM: "cosine|linear"; else nullptr

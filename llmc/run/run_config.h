@@ -5,6 +5,7 @@ keeps when it goes on. Host only.
     flags_parse(kFlags, kNumFlags, argc, argv);             // fills in `run`
     if (checkpoint) { settings_resume(checkpoint->facts, config, build); } else { settings_keep(); }
     config_check(&config, is_descriptor, build);            // and fills in what the flags leave open
+    if (run_task() == Task::Train) { ... }
     if (run_given("prompt")) { ... }                        // by the user, not by default
 */
 #ifndef LLMC_RUN_RUN_CONFIG_H
@@ -261,14 +262,25 @@ __attribute__((format(printf, 1, 2))) static inline void say(const char* fmt, ..
     va_end(args);
 }
 
-// -x 0: the text and its strict form come from config_check, which what is looked up before cannot wait for.
-static inline bool run_trains() { return strcmp(run.max_steps_text, "0") != 0; }
+// What the program is asked to do. Evaluate: validation loss, answers to questions, or both. Write: texts
+// after --prompt, or --chat; before them it may answer questions.
+enum class Task { Train, Evaluate, Write };
+static inline Task run_task() {
+    // the text: config_check reads it as a number, but some ask before that
+    if (strcmp(run.max_steps_text, "0") != 0) { return Task::Train; }
+    return run.chat || run_given("prompt") ? Task::Write : Task::Evaluate;
+}
 
 // Is text written: between steps, or instead of them?
-static inline bool generates() {
-    return !run_trains() && (run.chat || run_given("prompt"));
+static inline bool run_writes_text() {
+    return run_task() == Task::Train ? run.sample_every > 0 : run_task() == Task::Write;
 }
-static inline bool writes_text() { return run_trains() ? run.sample_every > 0 : generates(); }
+
+// Are validation data needed? -x 0 -h 1 does without, but takes those that are named.
+static inline bool run_validates() {
+    if (run_task() == Task::Train) { return run.val_every > 0; }
+    return run_task() == Task::Evaluate && (!run.evaluate || run_given("val-data"));
+}
 
 // ---- what all ranks must agree on ----
 
@@ -349,8 +361,8 @@ static inline void settings_known(const Facts& facts, const std::string& prefix)
     }
 }
 
-// Goes on with the settings of a run whose model is `c`, wherever that came from. What they left open is as it
-// was settled then, so that the run stays the same on another number of ranks: the batch and its lanes.
+// Goes on with the settings of a run whose model is `c`, wherever that came from. What they left open is as
+// it was settled then: the run stays the same on another number of ranks, with its batch and its lanes.
 static inline void settings_resume(const Facts& from, const Config& c, const Build& build) {
     settings_known(from, "flag.");
     static Facts facts = from;                  // whose texts the flags point to from now on

@@ -132,7 +132,7 @@ static inline void folder_resolve() {
     }
     path = checkpoint_model(folder, newest_model(folder));
     run.model = path.c_str();
-    if (!run_trains() && !settings_take(folder, false)) {
+    if (run_task() != Task::Train && !settings_take(folder, false)) {
         warn("%s/run.json is not there: -j, -t, -b and -m are not the run's, but as given or as --help says",
              shown(folder).c_str());
     }
