@@ -722,8 +722,9 @@ static void test_run() {
         };
         for (const auto& c : cases) {
             parse_run(c.words);
-            CHECK(run_task() == c.task && run_writes_text() == c.writes_text && run_validates() == c.validates,
-                  "case %d: %d %d %d", (int)(&c - cases), (int)run_task(), run_writes_text(), run_validates());
+            const bool texts = run_writes_text(), validates = run_validates();
+            CHECK(run_task() == c.task && texts == c.writes_text && validates == c.validates,
+                  "case %d: %d %d %d", (int)(&c - cases), (int)run_task(), texts, validates);
         }
     }
     TEST("run: words become enums, and what is left open is filled in") {
@@ -736,7 +737,8 @@ static void test_run() {
         config_check(&c, true, cuda);
         CHECK(run.T == 1024 && run.total_batch == 8192 && run.lanes == 4 && c.block == Block::ParallelTied,
               "-t %d -z %lld --lanes %d", run.T, (long long)run.total_batch, run.lanes);
-        CHECK(settings_left_open() == "sequence-length total-batch lanes", "%s", settings_left_open().c_str());
+        const std::string open = settings_left_open();
+        CHECK(open == "sequence-length total-batch lanes", "%s", open.c_str());
     }
     TEST("run: what builds with several GPUs refuse") {
         struct { Build build; std::vector<std::string> words; const char* message; } cases[] = {
