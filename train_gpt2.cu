@@ -33,7 +33,7 @@ l, and h for a head; bt is b*T+t.
 #include <math.h>       // gives: sqrtf, isfinite
 #include <stdint.h>     // gives: int64_t
 #include <stdio.h>      // gives: printf
-#include <stdlib.h>     // gives: strtoll
+#include <stdlib.h>     // gives: strtod, free
 #include <string.h>     // gives: strcmp
 #include <sys/stat.h>   // gives: stat
 #include <unistd.h>     // gives: access, getcwd
@@ -57,7 +57,9 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/data/tokenizer.h"     // gives: Tokenizer
 #include "llmc/data/sampler.h"       // gives: sample_token
 #include "llmc/run/schedulers.h"     // gives: lr_at
-#include "llmc/run/flags.h"          // gives: Flag, flags_parse
+#include "llmc/run/run_config.h"     // gives: run, kFlags, run_task, run_given, config_check, say
+#include "llmc/run/run_folder.h"     // gives: folder_resolve, settings_take, run_folder_check
+#include "llmc/run/flags.h"          // gives: flags_parse, flags_print
 #include "llmc/run/logger.h"         // gives: Logger
 #include "llmc/run/progress.h"       // gives: progress_start, progress_clear
 #include "llmc/run/telemetry.h"      // gives: telemetry_start, telemetry_end
@@ -3953,7 +3955,6 @@ static void sample_tokens(const SampleTokens<floatX, float>& a, Stream stream) {
 #endif  // GPT2_CPU
 
 // == 7 model ==
-enum class Kernels { Auto, Portable, Sm90 };    // the best for this GPU; only what sm_80 has; Hopper's
 struct Options {                // what a run may choose; fixed after gpt2_allocate
     bool trains = true;         // else forward only: there is memory for neither gradients nor AdamW
     int recompute;              // 0: save all activations; 1: recompute GELU in backward; 2: LayerNorms too
@@ -5586,575 +5587,35 @@ static void checkpoint_resume(GPT2* model, Checkpoint* c, const std::string& fol
 }
 
 // == 12 run configuration ==
-struct RunConfig {
-    const char *train_data, *val_data, *model, *output_dir, *max_steps_text, *prompt;
-    int B, T, recompute, gelu_fusion, residual_dtype, grad_dtype, block, norm;
-    double dropout;
-    int64_t total_batch;            // tokens per optimizer step
-    int64_t max_steps;
-    int checkpoint_every, keep, major_every, resume, on_bad_loss;
-    int val_every, val_batches, log_every, log_gpu, sample_every, sample_tokens, num_samples, top_k,
-        chat;
-    const char* eval_data;
-    int evaluate, eval_every;
-    double temperature, top_p;
-    double lr, final_fraction, weight_decay, beta1, beta2, eps, grad_clip, skip_loss, skip_norm;
-    int64_t warmup;
-    int schedule, overfit, tf32, master, shuffle, kernels;
-    int64_t seed;
-    CommOptions comm;
-    int comm_init;
-    bool resumed;                   // goes on from a checkpoint
-    bool again;                     // -y 1 where there is none: begins again, as its run.json says
-    bool own_launch;                // -y 1: --gpus is as the run was started
-    int zero, lanes, reduction, check_ranks, quiet;
-    int optimizer, muon_steps;
-    double muon_lr, muon_momentum, muon_decay;
-};
-static RunConfig run;
+// Flags and their checks are in llmc/run/run_config.h; here is what needs the model or this build.
+#ifdef GPT2_CPU
+constexpr Build kBuild = {PRECISION_NAME, false, kDeviceHasNccl};
+#else
+constexpr Build kBuild = {PRECISION_NAME, true, kDeviceHasNccl};
+#endif
 
-#define DATA_DIR "dev/data/tinyshakespeare/"
-static const Flag kFlags[] = {
-    // letters, name           type         where                default   min, max, options
-    //     help
-    {"i",   "train-data",      FLAG_STRING, &run.train_data,
-        DATA_DIR "tiny_shakespeare_train.bin", 1, 0, nullptr, "training shards (glob)"},
-    {"j",   "val-data",        FLAG_STRING, &run.val_data,
-        DATA_DIR "tiny_shakespeare_val.bin", 1, 0, nullptr, "validation shards (glob)"},
-    {"e",   "model",           FLAG_STRING, &run.model,          "d12",     1, 0, nullptr,
-        "model_*.bin, model.safetensors; a run's folder: its newest; or d12 d24 d36 d48, gpt3:c768, "
-        "L4,NH4,C128,T128,V256",
-        FLAG_FIXED},
-    {"o",   "output-dir",      FLAG_STRING, &run.output_dir,     "",        0, 0, nullptr,
-        "folder for main.log, metrics.jsonl, run.json, model_*.bin (none: nothing is written)", FLAG_NOW},
-    {"n",   "checkpoint-every", FLAG_INT,   &run.checkpoint_every, "1000",  0, INT_MAX, nullptr,
-        "checkpoint every so many steps, and at the end; 0: at the end only"},
-    {"nk",  "keep",            FLAG_INT,    &run.keep,           "2",       0, INT_MAX, nullptr,
-        "checkpoints that stay, the newest ones; 0: all"},
-    {"nm",  "major-every",     FLAG_INT,    &run.major_every,    "0",       0, INT_MAX, nullptr,
-        "checkpoints at multiples of so many steps stay for ever; 0: none"},
-    {"y",   "resume",          FLAG_BOOL,   &run.resume,         "0",       0, 1, nullptr,
-        "go on with the run in -o, from its last checkpoint; where there is none, begin", FLAG_NOW},
-    {"b",   "micro-batch",     FLAG_INT,    &run.B,              "4",       1, 65536, nullptr,
-        "rows per GPU per micro-step (B)", FLAG_FIXED},
-    {"t",   "sequence-length", FLAG_INT,    &run.T,              "0",       0, 1 << 24, nullptr,
-        "tokens per row (T); 0: the model's longest", FLAG_FIXED},
-    {"z,d", "total-batch",     FLAG_INT64,  &run.total_batch,    "0",       0, 1e15, nullptr,
-        "tokens per optimizer step, a multiple of B*T*ranks; 0: B*T*ranks, one micro-step each", FLAG_FIXED},
-    {"x",   "max-steps",       FLAG_STRING, &run.max_steps_text, "epoch",   1, 0, nullptr,
-        "optimizer steps, or `epoch`: once through the data; 0: validate, or what -h 1 or --prompt ask for; "
-        "a run's folder (-e) with that run's data, -b, -t and number of validation batches, unless given"},
-    {"l",   "learning-rate",   FLAG_FLOAT,  &run.lr,             "3e-4",    0, 100, nullptr,
-        "peak learning rate", FLAG_FIXED},
-    {"k",   "lr-schedule",     FLAG_ENUM,   &run.schedule,       "cosine",  0, 0, kLrKinds,
-        "learning rate schedule", FLAG_FIXED},
-    {"u",   "warmup",          FLAG_INT64,  &run.warmup,         "0",       0, 1e15, nullptr,
-        "steps of linear warm-up", FLAG_FIXED},
-    {"q",   "final-fraction",  FLAG_FLOAT,  &run.final_fraction, "0",       0, 1, nullptr,
-        "learning rate at the last step, as a fraction of the peak", FLAG_FIXED},
-    {"c",   "weight-decay",    FLAG_FLOAT,  &run.weight_decay,   "0",       0, 10, nullptr,
-        "AdamW's decay of tensors with two dimensions", FLAG_FIXED},
-    {"",    "beta1",           FLAG_FLOAT,  &run.beta1,          "0.9",     0, 0.9999999, nullptr,
-        "AdamW", FLAG_FIXED},
-    {"",    "beta2",           FLAG_FLOAT,  &run.beta2,          "0.95",    0, 0.9999999, nullptr,
-        "AdamW", FLAG_FIXED},
-    {"",    "eps",             FLAG_FLOAT,  &run.eps,            "1e-8",    1e-30, 1, nullptr,
-        "AdamW", FLAG_FIXED},
-    {"",    "optimizer",       FLAG_ENUM,   &run.optimizer,      "adamw",   0, 0, "adamw|muon",
-        "AdamW for all tensors, or Muon for the layers' matrices and AdamW for the others", FLAG_FIXED},
-    {"",    "muon-lr",         FLAG_FLOAT,  &run.muon_lr,        "0.02",    0, 100, nullptr,
-        "Muon: peak learning rate; -k, -u and -q are those of -l", FLAG_FIXED},
-    {"",    "muon-momentum",   FLAG_FLOAT,  &run.muon_momentum,  "0.95",    0, 0.9999999, nullptr,
-        "Muon: Nesterov's", FLAG_FIXED},
-    {"",    "muon-steps",      FLAG_INT,    &run.muon_steps,     "5",       1, 20, nullptr,
-        "Muon: steps of Newton and Schulz", FLAG_FIXED},
-    {"",    "muon-decay",      FLAG_FLOAT,  &run.muon_decay,     "0.01",    0, 10, nullptr,
-        "Muon: weight decay of its matrices, for which -c then does not count", FLAG_FIXED},
-    {"",    "grad-clip",       FLAG_FLOAT,  &run.grad_clip,      "1",       0, 1e30, nullptr,
-        "largest gradient norm; 0: no clipping", FLAG_FIXED},
-    {"sl",  "skip-loss",       FLAG_FLOAT,  &run.skip_loss,      "0",       0, 1e30, nullptr,
-        "skip updates whose loss is so many standard deviations above the last 128; 0: none"},
-    {"sg",  "skip-norm",       FLAG_FLOAT,  &run.skip_norm,      "0",       0, 1e30, nullptr,
-        "likewise the gradient's norm, before clipping"},
-    {"",    "seed",            FLAG_INT64,  &run.seed,           "1337",    0, 9e15, nullptr,
-        "initial weights, data order, samples, stochastic rounding", FLAG_FIXED},
-    {"",    "shuffle",         FLAG_BOOL,   &run.shuffle,        "1",       0, 1, nullptr,
-        "training rows in an order drawn from the seed, another each epoch; 0: as they lie in the shards",
-        FLAG_FIXED},
-    {"v",   "val-every",       FLAG_INT,    &run.val_every,      "20",      0, INT_MAX, nullptr,
-        "validate every so many steps, and at the end; 0: never"},
-    {"m",   "val-batches",     FLAG_INT,    &run.val_batches,    "20",      1, INT_MAX, nullptr,
-        "batches per validation, at most the whole set"},
-    {"",    "log-every",       FLAG_INT,    &run.log_every,      "1",       1, INT_MAX, nullptr,
-        "steps to a line on the terminal, which tells their means; main.log and metrics.jsonl have each"},
-    {"lg",  "log-gpu",         FLAG_INT,    &run.log_gpu,        "0",       0, INT_MAX, nullptr,
-        "every so many steps, on the line and in metrics.jsonl: the GPU's clock, power, temperature, memory, "
-        "and what limits its clock (the driver tells; of several, rank 0's); 0: never"},
-    {"h",   "evaluate",        FLAG_BOOL,   &run.evaluate,       "0",       0, 1, nullptr,
-        "1: answer multiple-choice questions (HellaSwag, MMLU) in training, or with -x 0; not --help"},
-    {"",    "eval-data",       FLAG_STRING, &run.eval_data,
-        "dev/data/hellaswag/hellaswag_val.bin", 1, 0, nullptr, "the questions of -h 1"},
-    {"",    "eval-every",      FLAG_INT,    &run.eval_every,     "0",       0, INT_MAX, nullptr,
-        "-h 1: answer them every so many steps, and at the end; 0: as often as -v"},
-    {"s",   "sample-every",    FLAG_INT,    &run.sample_every,   "20",      0, INT_MAX, nullptr,
-        "generate text every so many steps, and at the end; 0: never"},
-    {"g",   "sample-tokens",   FLAG_INT,    &run.sample_tokens,  "64",      1, 1 << 24, nullptr,
-        "tokens per sample"},
-    {"",    "prompt",          FLAG_STRING, &run.prompt,         "",        0, 0, nullptr,
-        "text that samples go on from; empty: a new document"},
-    {"",    "num-samples",     FLAG_INT,    &run.num_samples,    "1",       1, 1000000, nullptr,
-        "samples each time"},
-    {"",    "temperature",     FLAG_FLOAT,  &run.temperature,    "1",       0, 100, nullptr,
-        "of sampling; 0: always the likeliest token"},
-    {"",    "top-k",           FLAG_INT,    &run.top_k,          "0",       0, 65536, nullptr,
-        "sample among the k likeliest tokens; 0: among all"},
-    {"",    "top-p",           FLAG_FLOAT,  &run.top_p,          "1",       0, 1, nullptr,
-        "and of those among the likeliest that have this part of the probability"},
-    {"",    "chat",            FLAG_BOOL,   &run.chat,           "0",       0, 1, nullptr,
-        "-x 0: read lines and go on from each; Ctrl-C ends a text, Ctrl-D the program; without -g a text "
-        "goes on to the end of a sentence"},
-    {"a",   "overfit",         FLAG_BOOL,   &run.overfit,        "0",       0, 1, nullptr,
-        "train on the first batch over and over", FLAG_FIXED},
-    {"f",   "tf32",            FLAG_BOOL,   &run.tf32,           "1",       0, 1, nullptr,
-        "TF32 tensor cores for the GEMMs and attention of an FP32 build", FLAG_FIXED},
-    {"w",   "master-weights",  FLAG_BOOL,   &run.master,         "1",       0, 1, nullptr,
-        "fp32 master copies of 16-bit weights; 0: weights are rounded stochastically", FLAG_FIXED},
-    {"r",   "recompute",       FLAG_INT,    &run.recompute,      "0",       0, 2, nullptr,
-        "in backward (less memory, more time): 0 nothing, 1 GELU, 2 GELU and norms; 1 and 2 also what "
-        "attention's dropout keeps"},
-    {"ge",  "gelu-fusion",     FLAG_INT,    &run.gelu_fusion,    "0",       0, 2, nullptr,
-        "GELU in the GEMM's epilogue: 0 no, 1 forward, 2 forward and backward (needs -r 0)", FLAG_FIXED},
-    {"",    "residual-dtype",  FLAG_ENUM,   &run.residual_dtype, "branch",  0, 0, RESIDUAL_NAMES,
-        "the residual stream and its gradient: in the branches' type, or in fp32 (the norm adds); of -e "
-        "model.bin the model's own, unless given", FLAG_FIXED},
-    {"",    "block",           FLAG_ENUM,   &run.block,          "sequential", 0, 0, BLOCK_NAMES,
-        "attention, then the MLP; or both beside each other, with a norm for each, or (tied) one for both",
-        FLAG_FIXED},
-    {"",    "norm",            FLAG_ENUM,   &run.norm,           "layernorm", 0, 0, NORM_NAMES,
-        "rmsnorm: takes no mean away and has no bias", FLAG_FIXED},
-    {"",    "dropout",         FLAG_FLOAT,  &run.dropout,        "0",       0, 0.95, nullptr,
-        "in training, of attention's probabilities and of the embedding's, attention's and the MLP's output; "
-        "the norm adds the residual", FLAG_FIXED},
-    {"",    "kernels",         FLAG_ENUM,   &run.kernels,        "auto",    0, 0, "auto|portable|sm90",
-        "kernels of ops that have several: the best for this GPU, sm_80's, or Hopper's (or an error)",
-        FLAG_FIXED},
-    {"",    "grad-dtype",      FLAG_ENUM,   &run.grad_dtype,     "fp32",    0, 0, "fp32|bf16",
-        "gradient accumulation; bf16: 2-D gradients in bf16, rounded without bias, others in fp32",
-        FLAG_FIXED},
-    {"",    "on-bad-loss",     FLAG_ENUM,   &run.on_bad_loss,    "stop",    0, 0, "stop|rewind",
-        "too many skipped updates in a row: stop, or go back to the last checkpoint and past these data"},
-    {"",    "gpus",            FLAG_INT,    &run.comm.gpus,      "0",       0, kCommMaxLocal, nullptr,
-        "start so many ranks on this machine, one a GPU; 0: as started (mpirun, srun, torchrun, or alone)",
-        FLAG_NOW},
-    {"zs",  "zero-stage",      FLAG_INT,    &run.zero,           "0",       0, 2, nullptr,
-        "what the ranks share out: 0 nothing, 1 the optimizer's state, 2 the gradients as well"},
-    {"",    "lanes",           FLAG_INT,    &run.lanes,          "0",       0, 1 << 24, nullptr,
-        "parts of a step whose gradients are summed by a tree, the same for any number of ranks; 0: chosen",
-        FLAG_FIXED},
-    {"",    "reduction",       FLAG_ENUM,   &run.reduction,      "tree",    0, 0, "tree|nccl",
-        "gradients of all ranks are summed by the lanes' tree, or in NCCL's order", FLAG_FIXED},
-    {"",    "check-ranks",     FLAG_BOOL,   &run.check_ranks,    "0",       0, 1, nullptr,
-        "compare all ranks' parameters after every step (slow)", FLAG_NOW},
-    {"pi",  "process-init",    FLAG_ENUM,   &run.comm_init,      "auto",    0, 0, "auto|mpi|tcp|fs",
-        "how ranks find each other: what started them says, MPI, a server (-ps), or a folder (-pf)",
-        FLAG_NOW},
-    {"ps",  "process-server",  FLAG_STRING, &run.comm.server,    "",        0, 0, nullptr,
-        "-pi tcp: HOST[:PORT] of rank 0", FLAG_NOW},
-    {"pf",  "process-folder",  FLAG_STRING, &run.comm.folder,    "",        0, 0, nullptr,
-        "-pi fs: a folder that all ranks see", FLAG_NOW},
-    {"pn",  "processes",       FLAG_INT,    &run.comm.processes, "0",       0, kCommMaxWorld, nullptr,
-        "-pi tcp|fs: number of ranks", FLAG_NOW},
-    {"pr",  "process-rank",    FLAG_INT,    &run.comm.process,   "-1",      -1, kCommMaxWorld - 1, nullptr,
-        "-pi tcp|fs: which rank this is, from 0", FLAG_NOW},
-    {"pg",  "gpus-per-node",   FLAG_INT,    &run.comm.per_node,  "0",       0, 1024, nullptr,
-        "-pi tcp|fs: ranks on each machine; 0: found out", FLAG_NOW},
-    {"",    "quiet",           FLAG_BOOL,   &run.quiet,          "0",       0, 1, nullptr,
-        "1: on stdout steps, validation losses, samples and saved checkpoints alone; `--prompt` with -x 0 "
-        "prints the text alone in any case", FLAG_NOW},
-    {"",    "start-timeout",   FLAG_INT,    &run.comm.start_timeout_s, "120", 1, 86400, nullptr,
-        "seconds that ranks wait for each other at the start", FLAG_NOW},
-};
-constexpr int kNumFlags = sizeof(kFlags) / sizeof(kFlags[0]);
-
-// What is said of a run that is none of its results; --quiet 1 leaves it out.
-__attribute__((format(printf, 1, 2))) static void say(const char* fmt, ...) {
-    if (run.quiet) { return; }
-    va_list args;
-    va_start(args, fmt);
-    vprintf(fmt, args);
-    va_end(args);
-}
-
-// -x 0: the text and its strict form come from config_check, which what is looked up before cannot wait for.
-static bool run_trains() { return strcmp(run.max_steps_text, "0") != 0; }
-
-// Where sums are not the tree's, or are kept in bf16, each rank has one lane.
-static bool one_lane_each() {
-    return run.reduction == 1 || (run.grad_dtype == 1 && (run.zero < 2 || comm.world == 1));
-}
-
-// The settings as they were given, before config_check fills in what they leave open: these are saved.
-static std::vector<std::string> run_texts;
-static void settings_keep() {
-    run_texts.clear();
-    for (const Flag& flag : kFlags) { run_texts.push_back(flags_text(&flag)); }
-}
-
-// Which flags config_check has filled in: those that a run which begins again leaves open again.
-static std::string settings_left_open() {
-    std::string names;
-    for (int i = 0; i < kNumFlags; i++) {
-        const Flag& flag = kFlags[i];
-        const bool was_open = run_texts[(size_t)i] == flag.def && flags_text(&flag) != flag.def;
-        if (was_open) { names += (names.empty() ? "" : " ") + std::string(flag.name); }
-    }
-    return names;
-}
-
-// Where the run found its data: names are relative to where it was started, as long as that place exists.
-constexpr const char* kDataFlags[] = {"train-data", "val-data", "eval-data"};
-static std::string from_start(const std::string& pattern, const std::string* start) {
-    char here[PATH_MAX];
-    struct stat st;
-    const bool relative = pattern[0] != '/' && pattern[0] != '~';
-    if (!relative || !start || stat(start->c_str(), &st) != 0 || !S_ISDIR(st.st_mode) ||
-        (getcwd(here, sizeof(here)) && *start == here)) { return pattern; }
-    std::string path;
-    const bool is_pattern = file_size((*start + "/" + pattern).c_str()) < 0;
-    for (char c : *start) { path += (is_pattern && strchr("*?[\\", c) ? "\\" : "") + std::string(1, c); }
-    return path + "/" + pattern;
-}
-
-// A run may have been started with a flag that this program lacks: it goes on only where the value means what
-// is done anyway.
-static void settings_known(const Facts& facts, const std::string& prefix) {
-    static const struct { const char *name, *done_anyway; } gone[] = {{"residual", "gemm"}};
-    for (const auto& fact : facts) {
-        if (fact.first.compare(0, prefix.size(), prefix) != 0) { continue; }
-        const std::string name = fact.first.substr(prefix.size());
-        bool known = flags_find(kFlags, kNumFlags, "--" + name) != nullptr;
-        for (const auto& g : gone) { known = known || (name == g.name && fact.second == g.done_anyway); }
-        if (known) { continue; }
-        die("the run in -o %s began with --%s %s, which this program does not have\n"
-            "hint: go on with the program that began it", run.output_dir, name.c_str(), fact.second.c_str());
-    }
-}
-
-// Goes on with the settings of a run. What they left open is as it was settled then, so that the run stays
-// the same on another number of ranks: the batch and its lanes.
-static void settings_resume(const Facts& from) {
-    settings_known(from, "flag.");
-    static Facts facts = from;                  // whose texts the flags point to from now on
-    for (auto& fact : facts) {
-        for (const char* name : kDataFlags) {
-            if (fact.first != std::string("flag.") + name) { continue; }
-            fact.second = from_start(fact.second, facts_find(from, "started in"));
-        }
-    }
-    const Config c = facts_config(facts);       // the model, wherever it came from
-    static const Facts kinds = {{"block", flags_split(BLOCK_NAMES, '|')[(int)c.block]},
-                                {"norm", flags_split(NORM_NAMES, '|')[(int)c.norm]},
-                                {"residual-dtype", flags_split(RESIDUAL_NAMES, '|')[c.residual_fp32]}};
-    auto saved = [&](const std::string& name) {
-        if (const std::string* kind = facts_find(kinds, name)) { return kind->c_str(); }
-        const std::string* text = facts_find(facts, "flag." + name);
-        const Flag* flag = flags_find(kFlags, kNumFlags, "--" + name);
-        // a flag that the run did not have yet came with what was done before as its default
-        if (!text && flag->resume == FLAG_FIXED) { return flag->def; }
-        const char* settled = name == "sequence-length" ? "T" : name == "total-batch" ? "total_batch"
-                            : name == "lanes" ? "lanes" : "";
-        const std::string* number = facts_find(facts, settled);
-        const bool same = number && *number == flags_text(flag);
-        if (same) { text = number; }            // what was left open may be given as it was settled
-        return text ? text->c_str() : nullptr;
-    };
-    flags_resume(kFlags, kNumFlags, saved);
-    settings_keep();
-    run.resumed = true;
-    run.T = (int)fact_number(facts, "T", 1, INT_MAX);
-    run.total_batch = fact_number(facts, "total_batch", 1, kLargestCount);
-    const int lanes = (int)fact_number(facts, "lanes", 1, INT_MAX);
-    if (!one_lane_each()) { run.lanes = lanes; }
-    else if (lanes != comm.world) {
-        warn("the run had %d lanes and goes on with one on each of %d ranks (--%s): its sums, and so its "
-             "bits, will differ", lanes, comm.world,
-             run.reduction == 1 ? "reduction nccl" : "grad-dtype bf16");
-    }
-    const std::string* precision = facts_find(facts, "precision");
-    if (!precision || *precision != PRECISION_NAME) {
-        const std::string then = precision ? *precision : "no known type";
-        die("the run in -o %s is in %s, and this program computes in %s\n"
-            "hint: make train_gpt2cu PRECISION=%s", run.output_dir, then.c_str(), PRECISION_NAME,
-            then.c_str());
-    }
-}
-
-// ---- -e FOLDER: a run's folder ----
-// It stands for its newest model that is whole, and where nothing is trained, its run.json says how the model
-// is to be run. Why run.json and not the facts in the states, which say the same: states are large, and first
-// to be deleted; a run has had its run.json since its first step. One place is enough.
-
-// A name that reads as a descriptor is one, even where there is such a folder, which is then ./d12.
-static bool model_is_folder() {
-    struct stat st;
-    const char* text = run.model;
-    int64_t n;
-    const bool reads_so = (text[0] == 'd' && parse_int(text + 1, text + strlen(text), &n)) ||
-                          strncmp(text, "gpt3:", 5) == 0 || strchr(text, ',');
-    return (strchr(text, '/') || !reads_so) && stat(text, &st) == 0 && S_ISDIR(st.st_mode);
-}
-
-// The step of a folder's newest model: of checkpoints first, then of models alone. Rank 0 reads it whole.
-static int64_t newest_model(const std::string& folder) {
-    std::vector<std::pair<bool, int64_t>> models;           // has it a marker? its step
-    for (const std::string& name : folder_names(folder)) {
-        const int64_t step = checkpoint_number(name, "model_", ".bin");
-        const bool is_one = step >= 0 && checkpoint_model("", step) == "/" + name &&
-                            file_size((folder + "/" + name).c_str()) >= 0;
-        if (!is_one) { continue; }
-        models.push_back({file_size(checkpoint_marker(folder, step).c_str()) >= 0, step});
-    }
-    std::sort(models.begin(), models.end());
-    int64_t newest = -1;
-    std::vector<std::string> faults;
-    for (size_t i = models.size(); comm.rank == 0 && newest < 0 && i-- > 0;) {
-        const std::string path = checkpoint_model(folder, models[i].second);
-        uint64_t sum;
-        const std::string error = model_file_error(path, &sum);
-        if (error.empty()) { newest = models[i].second; }
-        else { faults.push_back(shown(path) + " " + error); }
-    }
-    comm_broadcast(&newest, sizeof(newest));
-    if (newest < 0 && file_size((folder + "/model.safetensors").c_str()) >= 0) {
-        die("-e %s: there is no model_*.bin in this folder, but a model.safetensors\n"
-            "hint: -e %s/model.safetensors", folder.c_str(), folder.c_str());
-    }
-    if (newest < 0) {
-        die("-e %s: there is no %smodel_*.bin in this folder%s\n"
-            "hint: -e takes a run's folder, a model_*.bin, or a descriptor such as d12", folder.c_str(),
-            models.empty() ? "" : "whole ", faults.empty() ? "" : (": " + faults[0]).c_str());
-    }
-    for (const std::string& fault : faults) { warn("passed over: %s", fault.c_str()); }
-    return newest;
-}
-
-static bool model_is_file(const std::string& text) {
-    return file_size(text.c_str()) >= 0 || text.find('/') != std::string::npos ||
-           text.find(".bin") != std::string::npos || hf_is(text.c_str());
-}
-
-// Sets flags that are not given as the run's run.json has them: those that -x 0 needs, or, for a run that
-// begins again, all that are about the run. What was left open then is left open again. False: no run.json.
-static bool settings_take(const std::string& folder, bool begins_again) {
-    static std::string texts[kNumFlags];                    // the flags point to them from now on
-    const std::set<std::string> needed = {"train-data", "val-data", "sequence-length", "micro-batch",
-                                          "val-batches"};
-    const std::string path = folder + "/run.json";
-    if (file_size(path.c_str()) < 0) { return false; }
-    JsonValues values;
-    const std::string error = json_file_read(path, &values);
-    if (!error.empty()) {
-        die("'%s' %s\nhint: %s", path.c_str(), error.c_str(),
-            begins_again ? "remove it, and the run begins with the flags that are given"
-                         : "-e with one of this folder's model_*.bin does without it");
-    }
-    if (begins_again) { settings_known(values, "settings."); }
-    const std::string *start = facts_find(values, "started in"), *open = facts_find(values, "left open");
-    const std::vector<std::string> left_open = flags_split(open ? *open : "", ' ');
-    for (int i = 0; i < kNumFlags; i++) {
-        const Flag& flag = kFlags[i];
-        const std::string name = flag.name, *value = facts_find(values, "settings." + name);
-        const bool was_open = std::count(left_open.begin(), left_open.end(), name) > 0;
-        const bool taken = begins_again ? flag.resume != FLAG_NOW && !was_open : needed.count(name) > 0;
-        if (flag.given || !value || !taken) { continue; }
-        const bool is_data = std::count(std::begin(kDataFlags), std::end(kDataFlags), name) > 0;
-        const bool is_file = is_data || (name == "model" && model_is_file(*value));
-        texts[i] = is_file ? from_start(*value, start) : *value;
-        if (flag.type == FLAG_BOOL) { texts[i] = *value == "true" ? "1" : "0"; }
-        flags_set(&flag, texts[i].c_str());
-        if (begins_again && flags_text(&flag) != flag.def) { flag.given = "run.json"; }
-    }
-    return true;
-}
-
-static void folder_resolve() {
-    static std::string path;                                // run.model points to it from now on
-    std::string folder = run.model;
-    while (folder.size() > 1 && folder.back() == '/') { folder.pop_back(); }
-    struct stat from, to;
-    if (run.output_dir[0] != '\0' && !run.resume && stat(folder.c_str(), &from) == 0 &&
-        stat(run.output_dir, &to) == 0 && from.st_dev == to.st_dev && from.st_ino == to.st_ino) {
-        die("-e %s is the folder of -o, too: a new run would be mixed with what is there\n"
-            "hint: -y 1 -o %s, without -e, goes on with that run; or choose another folder with -o",
-            folder.c_str(), folder.c_str());
-    }
-    path = checkpoint_model(folder, newest_model(folder));
-    run.model = path.c_str();
-    if (!run_trains() && !settings_take(folder, false)) {
-        warn("%s/run.json is not there: -j, -t, -b and -m are not the run's, but as given or as --help says",
-             shown(folder).c_str());
-    }
-}
-
-// How many lanes a step's micro-steps are cut into.
-static void lanes_check(int64_t micro_steps) {
-    const bool given = run.lanes != 0, one_each = one_lane_each();
-    if (!kDeviceHasNccl && run.reduction == 1) {
-        die("--reduction nccl needs NCCL, which this program was built without\n"
-            "hint: --reduction tree works everywhere");
-    }
-    if (run.reduction == 1 && run.grad_dtype == 1) {
-        die("--reduction nccl would sum --grad-dtype bf16 in bf16\nhint: --reduction tree sums in fp32");
-    }
-    if (one_each && given && run.lanes != comm.world) {
-        die("--lanes %d: with %s each of the %d ranks has one lane\nhint: leave --lanes out", run.lanes,
-            run.reduction == 1 ? "--reduction nccl" : "--grad-dtype bf16", comm.world);
-    }
-    const int zero = one_each ? 0 : run.zero;
-    if (!given) { run.lanes = (int)(one_each ? comm.world : lanes_default(micro_steps, comm.world, zero)); }
-    const std::string error = lanes_error(run.lanes, micro_steps, comm.world, zero);
-    if (error.empty()) { return; }
-    const int64_t good = lanes_default(micro_steps, comm.world, zero);
-    std::string hint = "--reduction nccl has no lanes";
-    if (lanes_error(good, micro_steps, comm.world, zero).empty()) {
-        hint = format("--lanes %lld fits", (long long)good);
-    }
-    if (run.resumed) { hint = "a resumed run keeps its lanes: choose another -zs or number of ranks"; }
-    die("--lanes %d: %s\nhint: %s", run.lanes, error.c_str(), hint.c_str());
-}
-
-// A descriptor's block, norm and residual stream are what the flags say; a file's are its own. But a flag may
-// choose another type for the stream of the same model. On resuming all three are the run's.
-static void variant_check(Config* c, bool is_descriptor) {
-    const struct { const char* flag; int wanted, has; const char* names; } kinds[] = {
-        {"block", run.block, (int)c->block, BLOCK_NAMES}, {"norm", run.norm, (int)c->norm, NORM_NAMES}};
-    for (const auto& k : kinds) {
-        if (is_descriptor || k.wanted == k.has || !flags_given(kFlags, kNumFlags, k.flag)) { continue; }
-        const std::vector<std::string> names = flags_split(k.names, '|');
-        die("--%s %s: the model of -e %s has %s\nhint: leave --%s out, or start a new model with -e d12",
-            k.flag, names[k.wanted].c_str(), run.model, names[k.has].c_str(), k.flag);
-    }
-    if (is_descriptor) { c->block = (Block)run.block, c->norm = (NormKind)run.norm; }
-    if (is_descriptor || flags_given(kFlags, kNumFlags, "residual-dtype")) {
-        c->residual_fp32 = run.residual_dtype == 1;
-    }
-    // what the table at the start and run.json say
-    run.block = (int)c->block, run.norm = (int)c->norm, run.residual_dtype = c->residual_fp32;
-}
-
-// -y 1: --gpus is as the run was started, unless a flag or what started this process says otherwise. A
-// damaged run.json is no reason to stop: the checkpoints have all else.
-static void launch_resume() {
-    const std::string folder = run.output_dir, path = folder + "/run.json";
-    bool is_open = run.resume && !folder.empty() && file_size(path.c_str()) >= 0 && !*comm_foreign().name;
-    for (const char* name : {"gpus", "process-init", "process-server", "process-folder", "processes",
-                             "process-rank", "gpus-per-node"}) {
-        is_open = is_open && !flags_given(kFlags, kNumFlags, name);
-    }
-    JsonValues values;
-    if (!is_open || !json_file_read(path, &values).empty()) { return; }
-    const std::string* gpus = facts_find(values, "settings.gpus");
-    if (gpus) { flags_set(flags_find(kFlags, kNumFlags, "--gpus"), gpus->c_str()); }
-    run.own_launch = run.comm.gpus > 1;
-}
-
-// Checks over more than one flag, before anything is allocated. resumed: the facts of a run to go on with.
-static Config config_check(const Facts* resumed = nullptr) {
+// The model that the flags ask for, and the flags checked against it. resumed: the facts of a run to go on
+// with.
+static Config run_model(const Facts* resumed = nullptr) {
     const bool is_file = model_is_file(run.model);
     Config c = resumed ? facts_config(*resumed)
              : is_file ? checkpoint_config(run.model) : descriptor_config(run.model);
-    variant_check(&c, !resumed && !is_file);
-    if (run.T == 0) { run.T = c.maxT; }
-    if (run.T > c.maxT) {
-        die("-t %d is longer than the model's longest sequence, %d\nhint: use -t %d or less, or a model with "
-            "more positions",
-            run.T, c.maxT, c.maxT);
-    }
-    const int64_t tokens = (int64_t)run.B * run.T;
-    if (tokens > INT_MAX) {
-        die("-b %d x -t %d = %lld tokens in a micro-step: at most %d", run.B, run.T, (long long)tokens,
-            INT_MAX);
-    }
-    const int64_t all = tokens * comm.world;            // one micro-step of every rank
-    const bool batch_given = flags_given(kFlags, kNumFlags, "total-batch");
-    if (batch_given && run.total_batch <= 3 && (run.total_batch == 0 || run.total_batch % all != 0)) {
-        die("-z %lld: -z is the total batch in tokens per step, not a ZeRO stage\n"
-            "hint: the ZeRO stage is -zs; give -z a multiple of B*T*ranks or leave it out",
-            (long long)run.total_batch);
-    }
-    if (run.total_batch == 0) { run.total_batch = all; }
-    if (run.total_batch % all != 0) {
-        const int64_t below = std::max(all, run.total_batch / all * all);
-        const std::string ranks = comm.world > 1 ? format(" * %d ranks", comm.world) : "";
-        const std::string hint = run.resumed ? "a resumed run keeps its batch: choose another number of ranks"
-                                             : format("use -z %lld", (long long)below);
-        die("-z %lld is not a multiple of B*T = %d*%d%s = %lld\nhint: %s", (long long)run.total_batch, run.B,
-            run.T, ranks.c_str(), (long long)all, hint.c_str());
-    }
-    const int64_t micro_steps = run.total_batch / tokens;
-    if (micro_steps > INT_MAX) {
-        die("-z %lld is %lld micro-steps of B*T = %lld tokens: at most %d", (long long)run.total_batch,
-            (long long)micro_steps, (long long)tokens, INT_MAX);
-    }
-    lanes_check(micro_steps);
-    if (run.gelu_fusion > 0 && run.recompute > 0) {
-        die("-ge %d needs -r 0: a recomputed GELU works on rounded values and would differ from the fused "
-            "one",
-            run.gelu_fusion);
-    }
-    for (const char* name : {"muon-lr", "muon-momentum", "muon-steps", "muon-decay"}) {
-        if (run.optimizer == 0 && !run.resumed && flags_given(kFlags, kNumFlags, name)) {
-            die("--%s is for --optimizer muon, and this run has --optimizer adamw\n"
-                "hint: give --optimizer muon, or leave --%s out", name, name);
-        }
-    }
-#ifdef GPT2_CPU
-    if (run.grad_dtype != 0) {
-        die("--grad-dtype bf16 needs the CUDA program; the CPU build accumulates in fp32");
-    }
-    if (run.gelu_fusion != 0) {
-        die("-ge %d needs the CUDA program; the CPU build has no GEMM epilogues", run.gelu_fusion);
-    }
-#endif
-    run.max_steps = -1;
-    if (strcmp(run.max_steps_text, "epoch") != 0) {
-        const char* text = run.max_steps_text;
-        const int64_t most = kLargestCount;         // as for -u
-        if (!parse_int(text, text + strlen(text), &run.max_steps) || run.max_steps < 0 ||
-            run.max_steps > most) {
-            const std::string digits = parse_int_hint(text);
-            die("-x (--max-steps) wants a whole number, 0 to %lld, or `epoch`, not '%s'%s%s", (long long)most,
-                flags_show(text).c_str(), digits.empty() ? "" : "\nhint: ", digits.c_str());
-        }
-    }
-    if (run.output_dir[0] == '\0' && (run.resume || run.on_bad_loss == 1)) {
-        die("%s needs -o, the run's folder", run.resume ? "-y 1" : "--on-bad-loss rewind");
-    }
-    if (run.chat && run.max_steps != 0) { die("--chat needs -x 0: it does not train"); }
-    if (run.max_steps == 0 && run.output_dir[0] != '\0') {
-        die("-x 0 trains nothing, so there is nothing to write to -o %s", run.output_dir);
-    }
+    config_check(&c, !resumed && !is_file, kBuild);
     return c;
 }
 
-// Is text written: between steps, or instead of them?
-static bool generates() {
-    return !run_trains() && (run.chat || flags_given(kFlags, kNumFlags, "prompt"));
-}
-static bool writes_text() { return run_trains() ? run.sample_every > 0 : generates(); }
-
 static Options run_options() {
     Options o = {};
-    o.trains = run_trains();
+    o.trains = run_task() == Task::Train;
     o.recompute = run.recompute;
     o.gelu_fusion = run.gelu_fusion;
     o.master = run.master != 0;
-    o.grads_bf16 = run.grad_dtype == 1;
+    o.grads_bf16 = run.grad_dtype == GradDtype::Bf16;
     o.dropout = run.dropout;
     o.tf32 = run.tf32 != 0;
-    o.kernels = (Kernels)run.kernels;
+    o.kernels = run.kernels;
     o.weight_decay = (float)run.weight_decay;
-    o.muon = run.optimizer == 1;
+    o.muon = run.optimizer == OptimizerKind::Muon;
     o.muon_steps = run.muon_steps;
     o.muon_momentum = run.muon_momentum;
     o.muon_decay = run.muon_decay;
@@ -6162,11 +5623,11 @@ static Options run_options() {
     o.skip_loss = (float)run.skip_loss;
     o.skip_norm = (float)run.skip_norm;
     o.seed = (uint64_t)run.seed;
-    o.text_rows = !writes_text() ? 0 : run.chat ? 1 : std::min(run.num_samples, kDecodeRows);
+    o.text_rows = !run_writes_text() ? 0 : run.chat ? 1 : std::min(run.num_samples, kDecodeRows);
     o.sampling = {(float)run.temperature, run.top_k, (float)run.top_p};
     o.split = {comm.rank, comm.world, comm.world > 1 && o.trains ? run.zero : 0};
     o.lanes = run.lanes / comm.world;
-    o.nccl_order = run.reduction == 1;
+    o.nccl_order = run.reduction == Reduction::Nccl;
     return o;
 }
 
@@ -6324,7 +5785,7 @@ static TextTask text_task(const GPT2* model, const Tokenizer* tokenizer, bool te
 static void generate(GPT2* model, const Tokenizer* tokenizer, int64_t step, bool tell_speed) {
     if (comm.rank != 0 || stopping) { return; }
     write_samples(text_task(model, tokenizer, tell_speed),
-                  {run.num_samples, model->decoder.rows, step, run.prompt, run_trains()},
+                  {run.num_samples, model->decoder.rows, step, run.prompt, run_task() == Task::Train},
                   text_draw(model, step));
 }
 
@@ -6401,18 +5862,6 @@ static bool train_step(GPT2* model, DataLoader* loader, double lr, double muon_l
     return true;
 }
 
-// Of this program's file: what decides about the result beside the flags and the data.
-static std::string executable_hash() {
-    FILE* f = fopen_check("/proc/self/exe", "rb");
-    std::vector<char> part(1 << 20);
-    Checksum sum;
-    for (size_t got; (got = fread(part.data(), 1, part.size(), f)) > 0;) {
-        checksum_add(&sum, part.data(), got);
-    }
-    fclose(f);
-    return checksum_text(checksum_end(&sum));
-}
-
 // A run: what it is made of, and where it stands between two steps.
 struct Training {
     GPT2 model = {};
@@ -6468,7 +5917,7 @@ static void rewind_or_stop(Training* t) {
     const char* hint = outliers ? "\nhint: look at the data; a larger -sl or -sg skips less"
                                 : "\nhint: a smaller -l or a longer -u; look at the data";
     if (t->saves) { saver_advance(&t->saver, t->step, true); }
-    if (run.on_bad_loss == 0) {
+    if (run.on_bad_loss == OnBadLoss::Stop) {
         const std::string last = t->saves && t->saver.step >= 0
             ? format("the last checkpoint is of step %lld", (long long)t->saver.step)
             : std::string("there is no checkpoint");
@@ -6575,60 +6024,6 @@ static void train(Training* t) {
 
 // == 14 main ==
 #ifndef TESTING
-// A folder with the line of a step in its main.log; what a start that failed left behind is no run.
-static bool holds_run(const std::string& main_log) {
-    if (file_size(main_log.c_str()) < 0) { return false; }
-    FILE* f = fopen_check(main_log.c_str(), "r");
-    char line[1024];
-    bool found = false;
-    while (!found && fgets(line, sizeof(line), f)) { found = strstr(line, " trl:") != nullptr; }
-    fclose(f);
-    return found;
-}
-
-// What can be wrong with -o is found before anything is computed; its files come with the first step.
-static void run_folder_check(const std::string& folder) {
-    for (const char* name : {"/main.log", "/metrics.jsonl", "/run.json"}) {
-        struct stat st;
-        if (stat((folder + name).c_str(), &st) == 0 && !S_ISREG(st.st_mode)) {
-            die("'%s' is not a regular file\nhint: choose another folder with -o",
-                (folder + name).c_str());
-        }
-    }
-    const bool holds_checkpoint = !checkpoint_steps(folder, true).empty();
-    if (!run.resume && (holds_checkpoint || holds_run(folder + "/main.log"))) {
-        die("-o %s already holds a run (%s)\nhint: -y 1 goes on with it; or choose another folder",
-            folder.c_str(), holds_checkpoint ? "its checkpoints" : "main.log");
-    }
-    if (!run.resumed && run.resume && (run.again || holds_run(folder + "/main.log"))) {
-        if (checkpoint_has_models(folder)) {
-            die("-o %s holds models of a run, but no state_*.bin to go on from\n"
-                "hint: choose another folder; -e takes a model_*.bin of this one", folder.c_str());
-        }
-        warn("the run in -o %s has no checkpoint: it begins anew%s", shown(folder).c_str(),
-             run.again ? ", with the settings in its run.json where no flag says otherwise" : "");
-    }
-    const char* last = "/state_1000000000000000_00000.bin.4194304.2147483647.part";
-    if (folder.size() + strlen(last) >= PATH_MAX) {
-        die("-o %s: a path of %zu bytes leaves no room for its files' names: at most %zu\n"
-            "hint: choose a shorter path", flags_show(folder).c_str(), folder.size(),
-            PATH_MAX - 1 - strlen(last));
-    }
-    std::string there = folder;             // or the nearest folder above it that exists
-    struct stat st;
-    while (stat(there.c_str(), &st) != 0) {
-        if (errno != ENOENT) {
-            die("cannot create the folder '%s': %s", folder.c_str(), strerror(errno));
-        }
-        const size_t slash = there.rfind('/');
-        there = slash == std::string::npos ? "." : slash == 0 ? "/" : there.substr(0, slash);
-    }
-    if (!S_ISDIR(st.st_mode)) { die("'%s' is not a folder", there.c_str()); }
-    if (access(there.c_str(), W_OK | X_OK) != 0) {
-        die("the folder '%s' is not writable: %s", there.c_str(), strerror(errno));
-    }
-}
-
 static void print_model(const GPT2& model) {
     if (run.quiet) { return; }
     const Config& c = model.config;
@@ -6668,14 +6063,14 @@ static void print_questions(const EvalSet& set) {
 // The settings that do what was asked, but hardly what was meant.
 static void print_surprises(bool sampling, size_t prompt_tokens) {
     const int room = run.T - (int)prompt_tokens;            // the first position stands before the document
-    if (sampling && run.sample_tokens > room && flags_given(kFlags, kNumFlags, "sample-tokens")) {
+    if (sampling && run.sample_tokens > room && run_given("sample-tokens")) {
         const std::string text = format("samples: after %d of %d tokens all T=%d positions are taken; texts "
                                         "go on from their last %d tokens", room, run.sample_tokens, run.T,
                                         std::max(1, run.T / 2));
-        if (run_trains()) { say("%s\n", text.c_str()); }
+        if (run_task() == Task::Train) { say("%s\n", text.c_str()); }
         else if (!comm.rank) { fprintf(stderr, "note: %s\n", text.c_str()); }
     }
-    if (!run_trains()) { return; }
+    if (run_task() != Task::Train) { return; }
     if (run.output_dir[0] == '\0') { say("no -o: nothing of this run will be saved\n"); }
     if (run.warmup > 0 && run.warmup >= run.max_steps) {
         const char* when = run.warmup > run.max_steps ? "never" : "at the last step only";
@@ -6701,7 +6096,7 @@ static void fit_texts(const Config& config, Options* options, const DeviceInfo& 
 static void fit_lanes(const Config& config, Options* options, const DeviceInfo& device) {
     if (!options->trains) { return; }
     const int wanted = run.lanes;
-    const bool may_choose = !flags_given(kFlags, kNumFlags, "lanes") && run.zero < 2;
+    const bool may_choose = !run_given("lanes") && run.zero < 2;
     int fewer = options->lanes;
     auto fits = [&] {
         return memory_fits(gpt2_memory_plan(config, *options, run.B, run.T), memory_room(device));
@@ -6719,16 +6114,6 @@ static void fit_lanes(const Config& config, Options* options, const DeviceInfo& 
         say("memory is short: gradients are summed over %d lanes, not %d; --lanes %d gives the same bits "
             "on another machine\n", run.lanes, wanted, run.lanes);
     }
-}
-
-static CommFacts flag_facts() {
-    CommFacts facts;
-    for (const Flag& flag : kFlags) {
-        const std::string name = flag.name;
-        if (name == "process-rank" || name == "process-server") { continue; }
-        facts.push_back({"--" + name, flags_text(&flag)});
-    }
-    return facts;
 }
 
 // Ranks that differ in anything that decides about the result would train nonsense, or wait for ever.
@@ -6757,7 +6142,7 @@ static Checkpoint find_resumed(std::set<int64_t>* bad) {
         die("-o %s: none of its checkpoints can be used\n"
             "hint: choose another folder; -e takes a model_*.bin of this one", run.output_dir);
     }
-    if (c.step >= 0) { settings_resume(c.facts); return c; }
+    if (c.step >= 0) { settings_resume(c.facts, facts_config(c.facts), kBuild); return c; }
     run.again = settings_take(run.output_dir, true);
     settings_keep();
     return c;
@@ -6790,9 +6175,8 @@ static void check_resumed(const Checkpoint& c, const Training& t) {
 // Training, validation and evaluation data, as far as they are needed.
 static void open_data(Training* t, const Config& config, bool trains, bool validates) {
     if (trains) {
-        const bool has_data = flags_given(kFlags, kNumFlags, "train-data") || file_size(run.train_data) >= 0;
-        const bool may_mean_text = flags_given(kFlags, kNumFlags, "prompt") &&
-                                   !flags_given(kFlags, kNumFlags, "max-steps");
+        const bool has_data = run_given("train-data") || file_size(run.train_data) >= 0;
+        const bool may_mean_text = run_given("prompt") && !run_given("max-steps");
         if (!has_data && may_mean_text) {
             die("--prompt: without -x 0 this trains, and there are no training data '%s'\n"
                 "hint: -x 0 writes a text after the prompt; -i names training data", run.train_data);
@@ -6839,35 +6223,6 @@ static void load_model(Training* t, const Config& config, const Options& options
     if (comm.world > 1) { check_ranks(model, model->step); }
 }
 
-// As a word of a command line.
-static std::string shell_quoted(const std::string& text) {
-    bool plain = !text.empty();
-    for (char c : text) { plain = plain && (isalnum((unsigned char)c) || strchr("/._-+,:@%", c)); }
-    if (plain) { return text; }
-    // What would move the cursor or end the line is written as shells read it in $'...': \012.
-    const bool escapes = shown(text) != text;
-    std::string quoted = escapes ? "$'" : "'";
-    for (char c : text) {
-        const bool harmless = c >= ' ' && c < 127 && c != '\'' && c != '\\';
-        if (escapes) { quoted += harmless ? std::string(1, c) : format("\\%03o", (unsigned char)c); }
-        else { quoted += c == '\'' ? "'\\''" : std::string(1, c); }
-    }
-    return quoted + "'";
-}
-
-// A run's last lines: how it goes on, if it was stopped, and what one can do with its folder.
-static void print_folder(const char* program, bool stopped) {
-    const std::string folder = shell_quoted(run.output_dir), self = shell_quoted(program);
-    const bool other_launch = comm.world > 1 && run.comm.gpus == 0;
-    if (stopped) {
-        say("%s: `%s -y 1 -o %s`%s goes on with this run\n", folder.c_str(), self.c_str(), folder.c_str(),
-            other_launch ? ", on its ranks as before," : "");
-    }
-    say("%s: `%s -e %s -x 0` evaluates this run, with --prompt TEXT it writes; "
-        "`python3 dev/data/plot_log.py %s` draws it\n", folder.c_str(), self.c_str(), folder.c_str(),
-        folder.c_str());
-}
-
 // A checkpoint that has lost its DONE and was found to be whole.
 static void mark_again(const Checkpoint& c, const std::string& folder) {
     std::vector<std::string> states;
@@ -6889,7 +6244,7 @@ static void start_training(Training* t, Checkpoint* resumed, const char* program
                 {"program", t->program}, {"started in", t->start}});
     if (t->saves) {
         const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < run.max_steps;
-        const int every = run.on_bad_loss == 1 ? std::max(1, run.checkpoint_every) : 1;
+        const int every = run.on_bad_loss == OnBadLoss::Rewind ? std::max(1, run.checkpoint_every) : 1;
         gpt2_saver(&t->saver, &t->model, &t->logger, folder, at_once,
                    {run.keep, run.major_every, every, t->saver.retention.bad});
     }
@@ -6945,14 +6300,12 @@ int main(int argc, char** argv) {
     Training t;
     Checkpoint resumed = find_resumed(&t.saver.retention.bad);
     if (!run.resumed && model_is_folder()) { folder_resolve(); }
-    const Config config = config_check(run.resumed ? &resumed.facts : nullptr);
+    const Config config = run_model(run.resumed ? &resumed.facts : nullptr);
     Options options = run_options();
-    const bool trains = options.trains, writes_alone = generates(), tell_speed = writes_alone && !run.quiet;
-    // -x 0 with -h 1 or --prompt needs no validation data, but takes those that are named beside -h 1
-    const bool asked = !run.evaluate || flags_given(kFlags, kNumFlags, "val-data");
-    const bool validates = trains ? run.val_every > 0 : asked && !writes_alone;
-    const bool samples = writes_text();
-    if (writes_alone) {
+    const Task task = run_task();
+    const bool validates = run_validates(), samples = run_writes_text();
+    const bool tell_speed = task == Task::Write && !run.quiet;
+    if (task == Task::Write) {
         run.B = 1;                          // of what comes before the texts
         run.quiet = 1;
     }
@@ -6974,7 +6327,7 @@ int main(int argc, char** argv) {
     gpt2_check_memory(config, options, run.B, run.T, device, run.resumed);
     const std::string unfit = attention_error(config.C / config.NH);
     if (!unfit.empty()) { die("%s", unfit.c_str()); }
-    open_data(&t, config, trains, validates);
+    open_data(&t, config, task == Task::Train, validates);
     std::string missing;
     t.has_text = samples && text_init(&t.tokenizer, config.V, &missing);
     if (!missing.empty()) { warn("%s is not there: samples are printed as token ids", missing.c_str()); }
@@ -6986,19 +6339,19 @@ int main(int argc, char** argv) {
     if (run.resumed) { check_resumed(resumed, t); }
 
     say("device: %s, precision %s\n", device.name.c_str(), PRECISION_NAME);
-    if (trains && !run.quiet) { flags_print(kFlags, kNumFlags); }
+    if (task == Task::Train && !run.quiet) { flags_print(kFlags, kNumFlags); }
     load_model(&t, config, options, &resumed);
     print_questions(t.questions);
     print_surprises(samples, prompted);
     bool fine = true;
-    if (trains) { start_training(&t, &resumed, argv[0]); }
+    if (task == Task::Train) { start_training(&t, &resumed, argv[0]); }
     else {
         if (validates) { fine = validate_alone(&t); }
         if (run.evaluate) { fine = evaluate(&t.model, &t.questions, &t.logger, 0) && fine; }
         if (run.chat && comm.rank == 0) {       // without -g a text goes on to the end of a sentence
             chat(text_task(&t.model, t.text(), tell_speed), run.model,
                  !flags_given(kFlags, kNumFlags, "sample-tokens"), text_draw(&t.model, 0));
-        } else if (writes_alone) { generate(&t.model, t.text(), 0, tell_speed); }
+        } else if (task == Task::Write) { generate(&t.model, t.text(), 0, tell_speed); }
     }
 
     dataloader_free(&t.train_loader);

@@ -443,7 +443,7 @@ static void fuzz_flags(Bytes input) {
     flags_print(kFlags, kNumFlags);
 
     parse(&words);                                      // some flags belong together
-    const Config c = config_check();
+    const Config c = run_model();
     const int64_t all = (int64_t)run.B * run.T * comm.world;
     PROPERTY(config_error(c).empty() && run.T >= 1 && run.T <= c.maxT, "-t %d", run.T);
     PROPERTY(run.total_batch >= all && run.total_batch % all == 0, "-z %lld", (long long)run.total_batch);

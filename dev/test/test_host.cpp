@@ -16,6 +16,7 @@ reports. Everything random comes from fixed seeds, so a result never changes fro
 
 #include "llmc/check.h"                 // gives: what is tested, here and in the lines below
 #include "llmc/run/flags.h"
+#include "llmc/run/run_folder.h"
 #include "llmc/files/json.h"
 #include "llmc/run/logger.h"
 #include "llmc/run/report.h"
@@ -721,6 +722,75 @@ static void test_flags_resume() {
 }
 
 // ---- schedulers.h ----
+
+// ---- run_config.h, run_folder.h: what other builds and jobs make of the flags; programs test the rest ----
+
+static void parse_run(const std::vector<std::string>& words) {
+    static std::vector<std::string> kept;
+    kept = words;
+    std::vector<char*> argv = {(char*)"train"};
+    for (std::string& s : kept) { argv.push_back(&s[0]); }
+    run = RunConfig();
+    flags_parse(kFlags, kNumFlags, (int)argv.size(), argv.data());
+}
+
+static void test_run() {
+    const Build cuda = {"BF16", true, true};
+    TEST("run: the task") {
+        struct { std::vector<std::string> words; Task task; bool writes_text, validates; } cases[] = {
+            {{}, Task::Train, true, true},
+            {{"--prompt", "a", "-s", "0", "-v", "0"}, Task::Train, false, false},
+            {{"-x", "0"}, Task::Evaluate, false, true},
+            {{"-x", "0", "-h", "1"}, Task::Evaluate, false, false},
+            {{"-x", "0", "-h", "1", "-j", "a"}, Task::Evaluate, false, true},
+            {{"-x", "0", "--prompt", "", "-h", "1", "-j", "a"}, Task::Write, true, false},
+            {{"-x", "0", "--chat", "1"}, Task::Write, true, false},
+        };
+        for (const auto& c : cases) {
+            parse_run(c.words);
+            const bool texts = run_writes_text(), validates = run_validates();
+            CHECK(run_task() == c.task && texts == c.writes_text && validates == c.validates,
+                  "case %d: %d %d %d", (int)(&c - cases), (int)run_task(), texts, validates);
+        }
+    }
+    TEST("run: words become enums, and what is left open is filled in") {
+        comm.world = 4;
+        parse_run({"--reduction", "nccl", "--optimizer", "muon", "--block", "parallel-tied", "-b", "2"});
+        CHECK(run.reduction == Reduction::Nccl && run.optimizer == OptimizerKind::Muon &&
+              run.grad_dtype == GradDtype::Fp32 && run.block == Block::ParallelTied, "other words");
+        Config c = descriptor_config("d12");
+        settings_keep();
+        config_check(&c, true, cuda);
+        CHECK(run.T == 1024 && run.total_batch == 8192 && run.lanes == 4 && c.block == Block::ParallelTied,
+              "-t %d -z %lld --lanes %d", run.T, (long long)run.total_batch, run.lanes);
+        const std::string open = settings_left_open();
+        CHECK(open == "sequence-length total-batch lanes", "%s", open.c_str());
+    }
+    TEST("run: what builds with several GPUs refuse") {
+        struct { Build build; std::vector<std::string> words; const char* message; } cases[] = {
+            {{"BF16", true, false}, {"--reduction", "nccl"}, "needs NCCL"},
+            {cuda, {"--reduction", "nccl", "--grad-dtype", "bf16"}, "in bf16"},
+            {cuda, {"--reduction", "nccl", "--lanes", "8"}, "each of the 4 ranks has one lane"},
+            {cuda, {"-b", "1", "-z", "4096", "--lanes", "2"}, "hint: --lanes 4 fits"},
+        };
+        for (const auto& c : cases) {
+            check_dies(c.message, [&] {
+                parse_run(c.words);
+                Config config = descriptor_config("d12");
+                config_check(&config, true, c.build);
+            }, {c.message});
+        }
+    }
+    comm = Comm();
+    TEST("run: names as words of a command line") {
+        const char* cases[][2] = {{"runs/a-1,b", "runs/a-1,b"}, {"", "''"}, {"a b", "'a b'"},
+                                  {"it's", "'it'\\''s'"}, {"a\nb'", "$'a\\012b\\047'"}};
+        for (const auto& c : cases) {
+            const std::string quoted = shell_quoted(c[0]);
+            CHECK(quoted == c[1], "%s, not %s", quoted.c_str(), c[1]);
+        }
+    }
+}
 
 static void test_schedulers() {
     TEST("schedules: values by hand") {
@@ -1718,6 +1788,7 @@ int main() {
     test_numbers();
     test_flags();
     test_flags_resume();
+    test_run();
     test_schedulers();
     test_sampler();
     test_sampler_ties();

@@ -915,7 +915,7 @@ OTHER_VALUES = {
 
 def flag_rows():
     """{"--name": (["-letter", ...], default, is it fixed)} of the table in the source."""
-    with open(os.path.join(ROOT, "train_gpt2.cu"), encoding="utf-8") as f:
+    with open(os.path.join(ROOT, "llmc/run/run_config.h"), encoding="utf-8") as f:
         table = re.search(r"^static const Flag kFlags\[\] = \{(.*?)^\};", f.read(), re.M | re.S)[1]
     rows = re.findall(r'^    \{"([^"]*)",\s*"([^"]*)",\s*FLAG_\w+,\s*&run\.[\w.]+,\s*(?:DATA_DIR )?"([^"]*)"'
                       r"(.*?)(?=^    \{|\Z)", table, re.M | re.S)

@@ -18,7 +18,8 @@ what would? Host only.
 #include <string>       // gives: std::string
 #include <vector>       // gives: std::vector
 
-#include "../check.h"   // gives: die, format
+#include "../check.h"       // gives: die, format
+#include "../numbers.h"     // gives: bytes_text
 
 struct MemoryItem { std::string name; size_t bytes; };
 
@@ -33,11 +34,6 @@ static inline size_t memory_total(const std::vector<MemoryItem>& plan) {
 
 static inline bool memory_fits(const std::vector<MemoryItem>& plan, const MemoryRoom& room) {
     return room.free == 0 || memory_total(plan) + room.reserve <= room.free;
-}
-
-static inline std::string bytes_text(size_t bytes) {
-    const double MiB = 1048576.0, GiB = 1073741824.0;
-    return bytes >= GiB ? format("%.2f GiB", bytes / GiB) : format("%.2f MiB", bytes / MiB);
 }
 
 // The batch that was asked for. keeps: the user cannot take a smaller one. may_recompute: -r 2 needs less.

@@ -28,6 +28,7 @@ constexpr int kMaxLevels = 24;                   // of the tree that lanes are s
 constexpr int kDecodeRows = 64;                 // texts that are written at once, at most
 constexpr float kClipEps = 1e-6f;               // added to the norm in clipping, as in clip_grad_norm_
 
+enum class Kernels { Auto, Portable, Sm90 };    // the best for this GPU; only what sm_80 has; Hopper's
 enum class Accumulate { No, Yes };              // No: output = value; Yes: output += value
 enum class ClassifierMode { LossOnly, LossAndGrad };
 

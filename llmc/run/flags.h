@@ -26,7 +26,7 @@ flag counts as forgotten; the form with = takes anything (`--prompt=-b`).
 #include <stdint.h>     // gives: int64_t
 #include <stdio.h>      // gives: FILE, printf
 #include <stdlib.h>     // gives: strtod
-#include <string.h>     // gives: strcmp, strchr
+#include <string.h>     // gives: memcpy, strcmp, strchr
 
 #include <algorithm>    // gives: std::min
 #include <string>       // gives: std::string
@@ -46,7 +46,7 @@ struct Flag {
     const char* letters;    // "b", "z,d" (synonyms), "" none: written -b, -z, -d
     const char* name;       // "micro-batch": written --micro-batch
     FlagType type;
-    void* where;            // int*, int64_t*, double*, const char**, int* (0 or 1), int* (which option)
+    void* where;            // int*, int64_t*, double*, const char**, int* (0 or 1), int* or enum* (option)
     const char* def;        // default, parsed like user text
     double min, max;        // numbers: both ends allowed; strings: min is the shortest length; else unused
     const char* options;    // ENUM: "cosine|linear"; else nullptr
@@ -98,13 +98,20 @@ static inline std::string flags_real_text(double x) {
     return format("%.17g", x);
 }
 
+// Which option an ENUM has: an int, or an enum of that size.
+static inline size_t flags_option(const Flag* f) {
+    int option;
+    memcpy(&option, f->where, sizeof(option));
+    return (size_t)option;
+}
+
 static inline std::string flags_text(const Flag* f) {       // the value now, as text a user could type
     switch (f->type) {
         case FLAG_INT: case FLAG_BOOL: return format("%d", *(int*)f->where);
         case FLAG_INT64: return format("%lld", (long long)*(int64_t*)f->where);
         case FLAG_FLOAT: return flags_real_text(*(double*)f->where);
         case FLAG_STRING: return *(const char**)f->where;
-        case FLAG_ENUM: return flags_split(f->options, '|')[(size_t)*(int*)f->where];
+        case FLAG_ENUM: return flags_split(f->options, '|')[flags_option(f)];
     }
     return "";
 }
@@ -193,8 +200,8 @@ static inline void flags_set(const Flag* f, const char* text) {
     }
     if (f->type == FLAG_ENUM) {
         std::vector<std::string> options = flags_split(f->options, '|');
-        for (size_t i = 0; i < options.size(); i++) {
-            if (options[i] == text) { *(int*)f->where = (int)i; return; }
+        for (int i = 0; i < (int)options.size(); i++) {
+            if (options[i] == text) { memcpy(f->where, &i, sizeof(i)); return; }
         }
         std::string near = flags_nearest(options, text);
         flags_value_error(f, "one of " + range, text, near.empty() ? see : "did you mean '" + near + "'?");

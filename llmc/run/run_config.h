@@ -1,0 +1,544 @@
+/*
+What a run is told: every flag in one table, checks over more than one of them, and the settings that a run
+keeps when it goes on. Host only.
+
+    flags_parse(kFlags, kNumFlags, argc, argv);             // fills in `run`
+    if (checkpoint) { settings_resume(checkpoint->facts, config, build); } else { settings_keep(); }
+    config_check(&config, is_descriptor, build);            // and fills in what the flags leave open
+    if (run_task() == Task::Train) { ... }
+    if (run_given("prompt")) { ... }                        // by the user, not by default
+*/
+#ifndef LLMC_RUN_RUN_CONFIG_H
+#define LLMC_RUN_RUN_CONFIG_H
+
+#include <limits.h>     // gives: INT_MAX, PATH_MAX
+#include <stdarg.h>     // gives: va_list
+#include <stdint.h>     // gives: int64_t
+#include <stdio.h>      // gives: vprintf
+#include <string.h>     // gives: strcmp
+#include <sys/stat.h>   // gives: stat
+#include <unistd.h>     // gives: getcwd
+
+#include <algorithm>    // gives: std::max
+#include <string>       // gives: std::string
+#include <vector>       // gives: std::vector
+
+#include "../check.h"               // gives: die, warn, file_size
+#include "../numbers.h"             // gives: parse_int, kLargestCount
+#include "../comm/comm.h"           // gives: comm, CommOptions, CommFacts
+#include "../files/checkpoints.h"   // gives: checksum_text
+#include "../files/state_file.h"    // gives: Facts, facts_find, fact_number
+#include "../model/lanes.h"         // gives: lanes_default, lanes_error
+#include "../model/model_config.h"  // gives: Config
+#include "../ops/op_types.h"        // gives: Kernels, NormKind
+#include "flags.h"                  // gives: Flag, flags_text
+#include "schedulers.h"             // gives: kLrKinds
+
+// What this program was built as.
+struct Build { const char* precision; bool is_cuda, has_nccl; };
+
+// The options of flags that take a word, in the order of the table's texts.
+enum class Reduction { Tree, Nccl };            // how gradients of all ranks are summed
+enum class GradDtype { Fp32, Bf16 };
+enum class OptimizerKind { AdamW, Muon };
+enum class ResidualDtype { Branch, Fp32 };
+enum class OnBadLoss { Stop, Rewind };
+
+struct RunConfig {
+    // what it works on
+    const char *train_data, *val_data, *eval_data, *model, *output_dir, *prompt;
+    int B, T;
+    int64_t total_batch;            // tokens per optimizer step
+    const char* max_steps_text;     // as it was given
+    int64_t max_steps;              // -1: an epoch
+    Block block;
+    NormKind norm;
+    double dropout;
+
+    // how it trains
+    double lr, final_fraction, weight_decay, beta1, beta2, eps, grad_clip, skip_loss, skip_norm;
+    int64_t warmup, seed;
+    int schedule, overfit, shuffle; // schedule: LrKind
+    OptimizerKind optimizer;
+    int muon_steps;
+    double muon_lr, muon_momentum, muon_decay;
+    OnBadLoss on_bad_loss;
+
+    // how it computes
+    int recompute, gelu_fusion, tf32, master;
+    ResidualDtype residual_dtype;
+    GradDtype grad_dtype;
+    Kernels kernels;
+    CommOptions comm;
+    int comm_init;
+    int zero, lanes, check_ranks;
+    Reduction reduction;
+
+    // what it writes, and when
+    int checkpoint_every, keep, major_every, resume;
+    int val_every, val_batches, log_every, log_gpu, evaluate, eval_every, quiet;
+    int sample_every, sample_tokens, num_samples, top_k, chat;
+    double temperature, top_p;
+
+    // what no flag says
+    bool resumed;                   // goes on from a checkpoint
+    bool again;                     // -y 1 where there is none: begins again, as its run.json says
+    bool own_launch;                // -y 1: --gpus is as the run was started
+};
+static RunConfig run;
+
+#define DATA_DIR "dev/data/tinyshakespeare/"
+static const Flag kFlags[] = {
+    // letters, name           type         where                default   min, max, options
+    //     help
+    {"i",   "train-data",      FLAG_STRING, &run.train_data,
+        DATA_DIR "tiny_shakespeare_train.bin", 1, 0, nullptr, "training shards (glob)"},
+    {"j",   "val-data",        FLAG_STRING, &run.val_data,
+        DATA_DIR "tiny_shakespeare_val.bin", 1, 0, nullptr, "validation shards (glob)"},
+    {"e",   "model",           FLAG_STRING, &run.model,          "d12",     1, 0, nullptr,
+        "model_*.bin, model.safetensors; a run's folder: its newest; or d12 d24 d36 d48, gpt3:c768, "
+        "L4,NH4,C128,T128,V256",
+        FLAG_FIXED},
+    {"o",   "output-dir",      FLAG_STRING, &run.output_dir,     "",        0, 0, nullptr,
+        "folder for main.log, metrics.jsonl, run.json, model_*.bin (none: nothing is written)", FLAG_NOW},
+    {"n",   "checkpoint-every", FLAG_INT,   &run.checkpoint_every, "1000",  0, INT_MAX, nullptr,
+        "checkpoint every so many steps, and at the end; 0: at the end only"},
+    {"nk",  "keep",            FLAG_INT,    &run.keep,           "2",       0, INT_MAX, nullptr,
+        "checkpoints that stay, the newest ones; 0: all"},
+    {"nm",  "major-every",     FLAG_INT,    &run.major_every,    "0",       0, INT_MAX, nullptr,
+        "checkpoints at multiples of so many steps stay for ever; 0: none"},
+    {"y",   "resume",          FLAG_BOOL,   &run.resume,         "0",       0, 1, nullptr,
+        "go on with the run in -o, from its last checkpoint; where there is none, begin", FLAG_NOW},
+    {"b",   "micro-batch",     FLAG_INT,    &run.B,              "4",       1, 65536, nullptr,
+        "rows per GPU per micro-step (B)", FLAG_FIXED},
+    {"t",   "sequence-length", FLAG_INT,    &run.T,              "0",       0, 1 << 24, nullptr,
+        "tokens per row (T); 0: the model's longest", FLAG_FIXED},
+    {"z,d", "total-batch",     FLAG_INT64,  &run.total_batch,    "0",       0, 1e15, nullptr,
+        "tokens per optimizer step, a multiple of B*T*ranks; 0: B*T*ranks, one micro-step each", FLAG_FIXED},
+    {"x",   "max-steps",       FLAG_STRING, &run.max_steps_text, "epoch",   1, 0, nullptr,
+        "optimizer steps, or `epoch`: once through the data; 0: validate, or what -h 1 or --prompt ask for; "
+        "a run's folder (-e) with that run's data, -b, -t and number of validation batches, unless given"},
+    {"l",   "learning-rate",   FLAG_FLOAT,  &run.lr,             "3e-4",    0, 100, nullptr,
+        "peak learning rate", FLAG_FIXED},
+    {"k",   "lr-schedule",     FLAG_ENUM,   &run.schedule,       "cosine",  0, 0, kLrKinds,
+        "learning rate schedule", FLAG_FIXED},
+    {"u",   "warmup",          FLAG_INT64,  &run.warmup,         "0",       0, 1e15, nullptr,
+        "steps of linear warm-up", FLAG_FIXED},
+    {"q",   "final-fraction",  FLAG_FLOAT,  &run.final_fraction, "0",       0, 1, nullptr,
+        "learning rate at the last step, as a fraction of the peak", FLAG_FIXED},
+    {"c",   "weight-decay",    FLAG_FLOAT,  &run.weight_decay,   "0",       0, 10, nullptr,
+        "AdamW's decay of tensors with two dimensions", FLAG_FIXED},
+    {"",    "beta1",           FLAG_FLOAT,  &run.beta1,          "0.9",     0, 0.9999999, nullptr,
+        "AdamW", FLAG_FIXED},
+    {"",    "beta2",           FLAG_FLOAT,  &run.beta2,          "0.95",    0, 0.9999999, nullptr,
+        "AdamW", FLAG_FIXED},
+    {"",    "eps",             FLAG_FLOAT,  &run.eps,            "1e-8",    1e-30, 1, nullptr,
+        "AdamW", FLAG_FIXED},
+    {"",    "optimizer",       FLAG_ENUM,   &run.optimizer,      "adamw",   0, 0, "adamw|muon",
+        "AdamW for all tensors, or Muon for the layers' matrices and AdamW for the others", FLAG_FIXED},
+    {"",    "muon-lr",         FLAG_FLOAT,  &run.muon_lr,        "0.02",    0, 100, nullptr,
+        "Muon: peak learning rate; -k, -u and -q are those of -l", FLAG_FIXED},
+    {"",    "muon-momentum",   FLAG_FLOAT,  &run.muon_momentum,  "0.95",    0, 0.9999999, nullptr,
+        "Muon: Nesterov's", FLAG_FIXED},
+    {"",    "muon-steps",      FLAG_INT,    &run.muon_steps,     "5",       1, 20, nullptr,
+        "Muon: steps of Newton and Schulz", FLAG_FIXED},
+    {"",    "muon-decay",      FLAG_FLOAT,  &run.muon_decay,     "0.01",    0, 10, nullptr,
+        "Muon: weight decay of its matrices, for which -c then does not count", FLAG_FIXED},
+    {"",    "grad-clip",       FLAG_FLOAT,  &run.grad_clip,      "1",       0, 1e30, nullptr,
+        "largest gradient norm; 0: no clipping", FLAG_FIXED},
+    {"sl",  "skip-loss",       FLAG_FLOAT,  &run.skip_loss,      "0",       0, 1e30, nullptr,
+        "skip updates whose loss is so many standard deviations above the last 128; 0: none"},
+    {"sg",  "skip-norm",       FLAG_FLOAT,  &run.skip_norm,      "0",       0, 1e30, nullptr,
+        "likewise the gradient's norm, before clipping"},
+    {"",    "seed",            FLAG_INT64,  &run.seed,           "1337",    0, 9e15, nullptr,
+        "initial weights, data order, samples, stochastic rounding", FLAG_FIXED},
+    {"",    "shuffle",         FLAG_BOOL,   &run.shuffle,        "1",       0, 1, nullptr,
+        "training rows in an order drawn from the seed, another each epoch; 0: as they lie in the shards",
+        FLAG_FIXED},
+    {"v",   "val-every",       FLAG_INT,    &run.val_every,      "20",      0, INT_MAX, nullptr,
+        "validate every so many steps, and at the end; 0: never"},
+    {"m",   "val-batches",     FLAG_INT,    &run.val_batches,    "20",      1, INT_MAX, nullptr,
+        "batches per validation, at most the whole set"},
+    {"",    "log-every",       FLAG_INT,    &run.log_every,      "1",       1, INT_MAX, nullptr,
+        "steps to a line on the terminal, which tells their means; main.log and metrics.jsonl have each"},
+    {"lg",  "log-gpu",         FLAG_INT,    &run.log_gpu,        "0",       0, INT_MAX, nullptr,
+        "every so many steps, on the line and in metrics.jsonl: the GPU's clock, power, temperature, memory, "
+        "and what limits its clock (the driver tells; of several, rank 0's); 0: never"},
+    {"h",   "evaluate",        FLAG_BOOL,   &run.evaluate,       "0",       0, 1, nullptr,
+        "1: answer multiple-choice questions (HellaSwag, MMLU) in training, or with -x 0; not --help"},
+    {"",    "eval-data",       FLAG_STRING, &run.eval_data,
+        "dev/data/hellaswag/hellaswag_val.bin", 1, 0, nullptr, "the questions of -h 1"},
+    {"",    "eval-every",      FLAG_INT,    &run.eval_every,     "0",       0, INT_MAX, nullptr,
+        "-h 1: answer them every so many steps, and at the end; 0: as often as -v"},
+    {"s",   "sample-every",    FLAG_INT,    &run.sample_every,   "20",      0, INT_MAX, nullptr,
+        "generate text every so many steps, and at the end; 0: never"},
+    {"g",   "sample-tokens",   FLAG_INT,    &run.sample_tokens,  "64",      1, 1 << 24, nullptr,
+        "tokens per sample"},
+    {"",    "prompt",          FLAG_STRING, &run.prompt,         "",        0, 0, nullptr,
+        "text that samples go on from; empty: a new document"},
+    {"",    "num-samples",     FLAG_INT,    &run.num_samples,    "1",       1, 1000000, nullptr,
+        "samples each time"},
+    {"",    "temperature",     FLAG_FLOAT,  &run.temperature,    "1",       0, 100, nullptr,
+        "of sampling; 0: always the likeliest token"},
+    {"",    "top-k",           FLAG_INT,    &run.top_k,          "0",       0, 65536, nullptr,
+        "sample among the k likeliest tokens; 0: among all"},
+    {"",    "top-p",           FLAG_FLOAT,  &run.top_p,          "1",       0, 1, nullptr,
+        "and of those among the likeliest that have this part of the probability"},
+    {"",    "chat",            FLAG_BOOL,   &run.chat,           "0",       0, 1, nullptr,
+        "-x 0: read lines and go on from each; Ctrl-C ends a text, Ctrl-D the program; without -g a text "
+        "goes on to the end of a sentence"},
+    {"a",   "overfit",         FLAG_BOOL,   &run.overfit,        "0",       0, 1, nullptr,
+        "train on the first batch over and over", FLAG_FIXED},
+    {"f",   "tf32",            FLAG_BOOL,   &run.tf32,           "1",       0, 1, nullptr,
+        "TF32 tensor cores for the GEMMs and attention of an FP32 build", FLAG_FIXED},
+    {"w",   "master-weights",  FLAG_BOOL,   &run.master,         "1",       0, 1, nullptr,
+        "fp32 master copies of 16-bit weights; 0: weights are rounded stochastically", FLAG_FIXED},
+    {"r",   "recompute",       FLAG_INT,    &run.recompute,      "0",       0, 2, nullptr,
+        "in backward (less memory, more time): 0 nothing, 1 GELU, 2 GELU and norms; 1 and 2 also what "
+        "attention's dropout keeps"},
+    {"ge",  "gelu-fusion",     FLAG_INT,    &run.gelu_fusion,    "0",       0, 2, nullptr,
+        "GELU in the GEMM's epilogue: 0 no, 1 forward, 2 forward and backward (needs -r 0)", FLAG_FIXED},
+    {"",    "residual-dtype",  FLAG_ENUM,   &run.residual_dtype, "branch",  0, 0, RESIDUAL_NAMES,
+        "the residual stream and its gradient: in the branches' type, or in fp32 (the norm adds); of -e "
+        "model.bin the model's own, unless given", FLAG_FIXED},
+    {"",    "block",           FLAG_ENUM,   &run.block,          "sequential", 0, 0, BLOCK_NAMES,
+        "attention, then the MLP; or both beside each other, with a norm for each, or (tied) one for both",
+        FLAG_FIXED},
+    {"",    "norm",            FLAG_ENUM,   &run.norm,           "layernorm", 0, 0, NORM_NAMES,
+        "rmsnorm: takes no mean away and has no bias", FLAG_FIXED},
+    {"",    "dropout",         FLAG_FLOAT,  &run.dropout,        "0",       0, 0.95, nullptr,
+        "in training, of attention's probabilities and of the embedding's, attention's and the MLP's output; "
+        "the norm adds the residual", FLAG_FIXED},
+    {"",    "kernels",         FLAG_ENUM,   &run.kernels,        "auto",    0, 0, "auto|portable|sm90",
+        "kernels of ops that have several: the best for this GPU, sm_80's, or Hopper's (or an error)",
+        FLAG_FIXED},
+    {"",    "grad-dtype",      FLAG_ENUM,   &run.grad_dtype,     "fp32",    0, 0, "fp32|bf16",
+        "gradient accumulation; bf16: 2-D gradients in bf16, rounded without bias, others in fp32",
+        FLAG_FIXED},
+    {"",    "on-bad-loss",     FLAG_ENUM,   &run.on_bad_loss,    "stop",    0, 0, "stop|rewind",
+        "too many skipped updates in a row: stop, or go back to the last checkpoint and past these data"},
+    {"",    "gpus",            FLAG_INT,    &run.comm.gpus,      "0",       0, kCommMaxLocal, nullptr,
+        "start so many ranks on this machine, one a GPU; 0: as started (mpirun, srun, torchrun, or alone)",
+        FLAG_NOW},
+    {"zs",  "zero-stage",      FLAG_INT,    &run.zero,           "0",       0, 2, nullptr,
+        "what the ranks share out: 0 nothing, 1 the optimizer's state, 2 the gradients as well"},
+    {"",    "lanes",           FLAG_INT,    &run.lanes,          "0",       0, 1 << 24, nullptr,
+        "parts of a step whose gradients are summed by a tree, the same for any number of ranks; 0: chosen",
+        FLAG_FIXED},
+    {"",    "reduction",       FLAG_ENUM,   &run.reduction,      "tree",    0, 0, "tree|nccl",
+        "gradients of all ranks are summed by the lanes' tree, or in NCCL's order", FLAG_FIXED},
+    {"",    "check-ranks",     FLAG_BOOL,   &run.check_ranks,    "0",       0, 1, nullptr,
+        "compare all ranks' parameters after every step (slow)", FLAG_NOW},
+    {"pi",  "process-init",    FLAG_ENUM,   &run.comm_init,      "auto",    0, 0, "auto|mpi|tcp|fs",
+        "how ranks find each other: what started them says, MPI, a server (-ps), or a folder (-pf)",
+        FLAG_NOW},
+    {"ps",  "process-server",  FLAG_STRING, &run.comm.server,    "",        0, 0, nullptr,
+        "-pi tcp: HOST[:PORT] of rank 0", FLAG_NOW},
+    {"pf",  "process-folder",  FLAG_STRING, &run.comm.folder,    "",        0, 0, nullptr,
+        "-pi fs: a folder that all ranks see", FLAG_NOW},
+    {"pn",  "processes",       FLAG_INT,    &run.comm.processes, "0",       0, kCommMaxWorld, nullptr,
+        "-pi tcp|fs: number of ranks", FLAG_NOW},
+    {"pr",  "process-rank",    FLAG_INT,    &run.comm.process,   "-1",      -1, kCommMaxWorld - 1, nullptr,
+        "-pi tcp|fs: which rank this is, from 0", FLAG_NOW},
+    {"pg",  "gpus-per-node",   FLAG_INT,    &run.comm.per_node,  "0",       0, 1024, nullptr,
+        "-pi tcp|fs: ranks on each machine; 0: found out", FLAG_NOW},
+    {"",    "quiet",           FLAG_BOOL,   &run.quiet,          "0",       0, 1, nullptr,
+        "1: on stdout steps, validation losses, samples and saved checkpoints alone; `--prompt` with -x 0 "
+        "prints the text alone in any case", FLAG_NOW},
+    {"",    "start-timeout",   FLAG_INT,    &run.comm.start_timeout_s, "120", 1, 86400, nullptr,
+        "seconds that ranks wait for each other at the start", FLAG_NOW},
+};
+constexpr int kNumFlags = sizeof(kFlags) / sizeof(kFlags[0]);
+
+// Did the user say it?
+static inline bool run_given(const char* name) { return flags_given(kFlags, kNumFlags, name); }
+
+// What is said of a run that is none of its results; --quiet 1 leaves it out.
+__attribute__((format(printf, 1, 2))) static inline void say(const char* fmt, ...) {
+    if (run.quiet) { return; }
+    va_list args;
+    va_start(args, fmt);
+    vprintf(fmt, args);
+    va_end(args);
+}
+
+// What the program is asked to do. Evaluate: validation loss, answers to questions, or both. Write: texts
+// after --prompt, or --chat; before them it may answer questions.
+enum class Task { Train, Evaluate, Write };
+static inline Task run_task() {
+    // the text: config_check reads it as a number, but some ask before that
+    if (strcmp(run.max_steps_text, "0") != 0) { return Task::Train; }
+    return run.chat || run_given("prompt") ? Task::Write : Task::Evaluate;
+}
+
+// Is text written: between steps, or instead of them?
+static inline bool run_writes_text() {
+    return run_task() == Task::Train ? run.sample_every > 0 : run_task() == Task::Write;
+}
+
+// Are validation data needed? -x 0 -h 1 does without, but takes those that are named.
+static inline bool run_validates() {
+    if (run_task() == Task::Train) { return run.val_every > 0; }
+    return run_task() == Task::Evaluate && (!run.evaluate || run_given("val-data"));
+}
+
+// ---- what all ranks must agree on ----
+
+static inline CommFacts flag_facts() {
+    CommFacts facts;
+    for (const Flag& flag : kFlags) {
+        const std::string name = flag.name;
+        if (name == "process-rank" || name == "process-server") { continue; }
+        facts.push_back({"--" + name, flags_text(&flag)});
+    }
+    return facts;
+}
+
+// Of this program's file: what decides about the result beside the flags and the data.
+static inline std::string executable_hash() {
+    FILE* f = fopen_check("/proc/self/exe", "rb");
+    std::vector<char> part(1 << 20);
+    Checksum sum;
+    for (size_t got; (got = fread(part.data(), 1, part.size(), f)) > 0;) {
+        checksum_add(&sum, part.data(), got);
+    }
+    fclose(f);
+    return checksum_text(checksum_end(&sum));
+}
+
+// ---- settings that a run keeps ----
+
+// Where sums are not the tree's, or are kept in bf16, each rank has one lane.
+static inline bool one_lane_each() {
+    return run.reduction == Reduction::Nccl ||
+           (run.grad_dtype == GradDtype::Bf16 && (run.zero < 2 || comm.world == 1));
+}
+
+// The settings as they were given, before config_check fills in what they leave open: these are saved.
+static std::vector<std::string> run_texts;
+static inline void settings_keep() {
+    run_texts.clear();
+    for (const Flag& flag : kFlags) { run_texts.push_back(flags_text(&flag)); }
+}
+
+// Which flags config_check has filled in: those that a run which begins again leaves open again.
+static inline std::string settings_left_open() {
+    std::string names;
+    for (int i = 0; i < kNumFlags; i++) {
+        const Flag& flag = kFlags[i];
+        const bool was_open = run_texts[(size_t)i] == flag.def && flags_text(&flag) != flag.def;
+        if (was_open) { names += (names.empty() ? "" : " ") + std::string(flag.name); }
+    }
+    return names;
+}
+
+// Where the run found its data: names are relative to where it was started, as long as that place exists.
+constexpr const char* kDataFlags[] = {"train-data", "val-data", "eval-data"};
+static inline std::string from_start(const std::string& pattern, const std::string* start) {
+    char here[PATH_MAX];
+    struct stat st;
+    const bool relative = pattern[0] != '/' && pattern[0] != '~';
+    if (!relative || !start || stat(start->c_str(), &st) != 0 || !S_ISDIR(st.st_mode) ||
+        (getcwd(here, sizeof(here)) && *start == here)) { return pattern; }
+    std::string path;
+    const bool is_pattern = file_size((*start + "/" + pattern).c_str()) < 0;
+    for (char c : *start) { path += (is_pattern && strchr("*?[\\", c) ? "\\" : "") + std::string(1, c); }
+    return path + "/" + pattern;
+}
+
+// A run may have been started with a flag that this program lacks: it goes on only where the value means what
+// is done anyway.
+static inline void settings_known(const Facts& facts, const std::string& prefix) {
+    static const struct { const char *name, *done_anyway; } gone[] = {{"residual", "gemm"}};
+    for (const auto& fact : facts) {
+        if (fact.first.compare(0, prefix.size(), prefix) != 0) { continue; }
+        const std::string name = fact.first.substr(prefix.size());
+        bool known = flags_find(kFlags, kNumFlags, "--" + name) != nullptr;
+        for (const auto& g : gone) { known = known || (name == g.name && fact.second == g.done_anyway); }
+        if (known) { continue; }
+        die("the run in -o %s began with --%s %s, which this program does not have\n"
+            "hint: go on with the program that began it", run.output_dir, name.c_str(), fact.second.c_str());
+    }
+}
+
+// Goes on with the settings of a run whose model is `c`, wherever that came from. What they left open is as
+// it was settled then: the run stays the same on another number of ranks, with its batch and its lanes.
+static inline void settings_resume(const Facts& from, const Config& c, const Build& build) {
+    settings_known(from, "flag.");
+    static Facts facts = from;                  // whose texts the flags point to from now on
+    for (auto& fact : facts) {
+        for (const char* name : kDataFlags) {
+            if (fact.first != std::string("flag.") + name) { continue; }
+            fact.second = from_start(fact.second, facts_find(from, "started in"));
+        }
+    }
+    static const Facts kinds = {{"block", flags_split(BLOCK_NAMES, '|')[(int)c.block]},
+                                {"norm", flags_split(NORM_NAMES, '|')[(int)c.norm]},
+                                {"residual-dtype", flags_split(RESIDUAL_NAMES, '|')[c.residual_fp32]}};
+    auto saved = [&](const std::string& name) {
+        if (const std::string* kind = facts_find(kinds, name)) { return kind->c_str(); }
+        const std::string* text = facts_find(facts, "flag." + name);
+        const Flag* flag = flags_find(kFlags, kNumFlags, "--" + name);
+        // a flag that the run did not have yet came with what was done before as its default
+        if (!text && flag->resume == FLAG_FIXED) { return flag->def; }
+        const char* settled = name == "sequence-length" ? "T" : name == "total-batch" ? "total_batch"
+                            : name == "lanes" ? "lanes" : "";
+        const std::string* number = facts_find(facts, settled);
+        const bool same = number && *number == flags_text(flag);
+        if (same) { text = number; }            // what was left open may be given as it was settled
+        return text ? text->c_str() : nullptr;
+    };
+    flags_resume(kFlags, kNumFlags, saved);
+    settings_keep();
+    run.resumed = true;
+    run.T = (int)fact_number(facts, "T", 1, INT_MAX);
+    run.total_batch = fact_number(facts, "total_batch", 1, kLargestCount);
+    const int lanes = (int)fact_number(facts, "lanes", 1, INT_MAX);
+    if (!one_lane_each()) { run.lanes = lanes; }
+    else if (lanes != comm.world) {
+        warn("the run had %d lanes and goes on with one on each of %d ranks (--%s): its sums, and so its "
+             "bits, will differ", lanes, comm.world,
+             run.reduction == Reduction::Nccl ? "reduction nccl" : "grad-dtype bf16");
+    }
+    const std::string* precision = facts_find(facts, "precision");
+    if (!precision || *precision != build.precision) {
+        const std::string then = precision ? *precision : "no known type";
+        die("the run in -o %s is in %s, and this program computes in %s\n"
+            "hint: make train_gpt2cu PRECISION=%s", run.output_dir, then.c_str(), build.precision,
+            then.c_str());
+    }
+}
+
+// ---- checks over more than one flag ----
+
+// How many lanes a step's micro-steps are cut into.
+static inline void lanes_check(int64_t micro_steps, const Build& build) {
+    const bool given = run.lanes != 0, one_each = one_lane_each();
+    if (!build.has_nccl && run.reduction == Reduction::Nccl) {
+        die("--reduction nccl needs NCCL, which this program was built without\n"
+            "hint: --reduction tree works everywhere");
+    }
+    if (run.reduction == Reduction::Nccl && run.grad_dtype == GradDtype::Bf16) {
+        die("--reduction nccl would sum --grad-dtype bf16 in bf16\nhint: --reduction tree sums in fp32");
+    }
+    if (one_each && given && run.lanes != comm.world) {
+        die("--lanes %d: with %s each of the %d ranks has one lane\nhint: leave --lanes out", run.lanes,
+            run.reduction == Reduction::Nccl ? "--reduction nccl" : "--grad-dtype bf16", comm.world);
+    }
+    const int zero = one_each ? 0 : run.zero;
+    if (!given) { run.lanes = (int)(one_each ? comm.world : lanes_default(micro_steps, comm.world, zero)); }
+    const std::string error = lanes_error(run.lanes, micro_steps, comm.world, zero);
+    if (error.empty()) { return; }
+    const int64_t good = lanes_default(micro_steps, comm.world, zero);
+    std::string hint = "--reduction nccl has no lanes";
+    if (lanes_error(good, micro_steps, comm.world, zero).empty()) {
+        hint = format("--lanes %lld fits", (long long)good);
+    }
+    if (run.resumed) { hint = "a resumed run keeps its lanes: choose another -zs or number of ranks"; }
+    die("--lanes %d: %s\nhint: %s", run.lanes, error.c_str(), hint.c_str());
+}
+
+// A descriptor's block, norm and residual stream are what the flags say; a file's are its own. But a flag may
+// choose another type for the stream of the same model. On resuming all three are the run's.
+static inline void variant_check(Config* c, bool is_descriptor) {
+    const struct { const char* flag; int wanted, has; const char* names; } kinds[] = {
+        {"block", (int)run.block, (int)c->block, BLOCK_NAMES},
+        {"norm", (int)run.norm, (int)c->norm, NORM_NAMES}};
+    for (const auto& k : kinds) {
+        if (is_descriptor || k.wanted == k.has || !run_given(k.flag)) { continue; }
+        const std::vector<std::string> names = flags_split(k.names, '|');
+        die("--%s %s: the model of -e %s has %s\nhint: leave --%s out, or start a new model with -e d12",
+            k.flag, names[k.wanted].c_str(), run.model, names[k.has].c_str(), k.flag);
+    }
+    if (is_descriptor) { c->block = run.block, c->norm = run.norm; }
+    if (is_descriptor || run_given("residual-dtype")) {
+        c->residual_fp32 = run.residual_dtype == ResidualDtype::Fp32;
+    }
+    // what the table at the start and run.json say
+    run.block = c->block, run.norm = c->norm;
+    run.residual_dtype = c->residual_fp32 ? ResidualDtype::Fp32 : ResidualDtype::Branch;
+}
+
+// -b, -t and -z: what a step is cut into.
+static inline void batch_check(const Config& c, const Build& build) {
+    if (run.T == 0) { run.T = c.maxT; }
+    if (run.T > c.maxT) {
+        die("-t %d is longer than the model's longest sequence, %d\nhint: use -t %d or less, or a model with "
+            "more positions",
+            run.T, c.maxT, c.maxT);
+    }
+    const int64_t tokens = (int64_t)run.B * run.T;
+    if (tokens > INT_MAX) {
+        die("-b %d x -t %d = %lld tokens in a micro-step: at most %d", run.B, run.T, (long long)tokens,
+            INT_MAX);
+    }
+    const int64_t all = tokens * comm.world;            // one micro-step of every rank
+    if (run_given("total-batch") && run.total_batch <= 3 &&
+        (run.total_batch == 0 || run.total_batch % all != 0)) {
+        die("-z %lld: -z is the total batch in tokens per step, not a ZeRO stage\n"
+            "hint: the ZeRO stage is -zs; give -z a multiple of B*T*ranks or leave it out",
+            (long long)run.total_batch);
+    }
+    if (run.total_batch == 0) { run.total_batch = all; }
+    if (run.total_batch % all != 0) {
+        const int64_t below = std::max(all, run.total_batch / all * all);
+        const std::string ranks = comm.world > 1 ? format(" * %d ranks", comm.world) : "";
+        const std::string hint = run.resumed ? "a resumed run keeps its batch: choose another number of ranks"
+                                             : format("use -z %lld", (long long)below);
+        die("-z %lld is not a multiple of B*T = %d*%d%s = %lld\nhint: %s", (long long)run.total_batch, run.B,
+            run.T, ranks.c_str(), (long long)all, hint.c_str());
+    }
+    const int64_t micro_steps = run.total_batch / tokens;
+    if (micro_steps > INT_MAX) {
+        die("-z %lld is %lld micro-steps of B*T = %lld tokens: at most %d", (long long)run.total_batch,
+            (long long)micro_steps, (long long)tokens, INT_MAX);
+    }
+    lanes_check(micro_steps, build);
+}
+
+// -x as a number of steps; -1: an epoch, whose length the data say.
+static inline int64_t max_steps_of(const char* text) {
+    int64_t steps = -1;
+    if (strcmp(text, "epoch") == 0) { return steps; }
+    const int64_t most = kLargestCount;         // as for -u
+    if (!parse_int(text, text + strlen(text), &steps) || steps < 0 || steps > most) {
+        const std::string digits = parse_int_hint(text);
+        die("-x (--max-steps) wants a whole number, 0 to %lld, or `epoch`, not '%s'%s%s", (long long)most,
+            flags_show(text).c_str(), digits.empty() ? "" : "\nhint: ", digits.c_str());
+    }
+    return steps;
+}
+
+// Checks over more than one flag, before anything is allocated. Fills in what the flags leave open, and the
+// model's block, norm and residual stream.
+static inline void config_check(Config* c, bool is_descriptor, const Build& build) {
+    variant_check(c, is_descriptor);
+    batch_check(*c, build);
+    if (run.gelu_fusion > 0 && run.recompute > 0) {
+        die("-ge %d needs -r 0: a recomputed GELU works on rounded values and would differ from the fused "
+            "one",
+            run.gelu_fusion);
+    }
+    for (const char* name : {"muon-lr", "muon-momentum", "muon-steps", "muon-decay"}) {
+        if (run.optimizer == OptimizerKind::AdamW && !run.resumed && run_given(name)) {
+            die("--%s is for --optimizer muon, and this run has --optimizer adamw\n"
+                "hint: give --optimizer muon, or leave --%s out", name, name);
+        }
+    }
+    if (!build.is_cuda && run.grad_dtype != GradDtype::Fp32) {
+        die("--grad-dtype bf16 needs the CUDA program; the CPU build accumulates in fp32");
+    }
+    if (!build.is_cuda && run.gelu_fusion != 0) {
+        die("-ge %d needs the CUDA program; the CPU build has no GEMM epilogues", run.gelu_fusion);
+    }
+    run.max_steps = max_steps_of(run.max_steps_text);
+    if (run.output_dir[0] == '\0' && (run.resume || run.on_bad_loss == OnBadLoss::Rewind)) {
+        die("%s needs -o, the run's folder", run.resume ? "-y 1" : "--on-bad-loss rewind");
+    }
+    if (run.chat && run.max_steps != 0) { die("--chat needs -x 0: it does not train"); }
+    if (run.max_steps == 0 && run.output_dir[0] != '\0') {
+        die("-x 0 trains nothing, so there is nothing to write to -o %s", run.output_dir);
+    }
+}
+
+#endif  // LLMC_RUN_RUN_CONFIG_H

@@ -1,0 +1,242 @@
+/*
+A run's folder: as the model (-e FOLDER), as what a run goes on with (-y 1), as where it writes (-o).
+Host only.
+
+    launch_resume();                                    // -y 1: --gpus as the run was started
+    if (model_is_folder()) { folder_resolve(); }        // -e FOLDER: run.model is its newest model
+    run.again = settings_take(run.output_dir, true);    // flags that are not given, from its run.json
+    run_folder_check(run.output_dir);                   // may a run write there?
+    print_folder(argv[0], stopped);                     // a run's last lines: how it goes on
+*/
+#ifndef LLMC_RUN_RUN_FOLDER_H
+#define LLMC_RUN_RUN_FOLDER_H
+
+#include <ctype.h>      // gives: isalnum
+#include <errno.h>      // gives: errno
+#include <limits.h>     // gives: PATH_MAX
+#include <stdio.h>      // gives: fgets
+#include <string.h>     // gives: strstr
+#include <sys/stat.h>   // gives: stat
+#include <unistd.h>     // gives: access
+
+#include <algorithm>    // gives: std::sort, std::count
+#include <set>          // gives: std::set
+#include <string>       // gives: std::string
+#include <vector>       // gives: std::vector
+
+#include "../check.h"               // gives: die, shown, file_size
+#include "../comm/comm.h"           // gives: comm, comm_broadcast, comm_foreign, warn
+#include "../files/checkpoints.h"   // gives: checkpoint_model, checkpoint_steps, model_file_error
+#include "../files/json.h"          // gives: JsonValues, json_file_read
+#include "../files/state_file.h"    // gives: facts_find
+#include "run_config.h"             // gives: run, kFlags, say, settings_known
+
+// ---- -e FOLDER: a run's folder ----
+// It stands for its newest model that is whole, and where nothing is trained, its run.json says how the model
+// is to be run. Why run.json and not the facts in the states, which say the same: states are large, and first
+// to be deleted; a run has had its run.json since its first step. One place is enough.
+
+// A name that reads as a descriptor is one, even where there is such a folder, which is then ./d12.
+static inline bool model_is_folder() {
+    struct stat st;
+    const char* text = run.model;
+    int64_t n;
+    const bool reads_so = (text[0] == 'd' && parse_int(text + 1, text + strlen(text), &n)) ||
+                          strncmp(text, "gpt3:", 5) == 0 || strchr(text, ',');
+    return (strchr(text, '/') || !reads_so) && stat(text, &st) == 0 && S_ISDIR(st.st_mode);
+}
+
+// The step of a folder's newest model: of checkpoints first, then of models alone. Rank 0 reads it whole.
+static inline int64_t newest_model(const std::string& folder) {
+    std::vector<std::pair<bool, int64_t>> models;           // has it a marker? its step
+    for (const std::string& name : folder_names(folder)) {
+        const int64_t step = checkpoint_number(name, "model_", ".bin");
+        const bool is_one = step >= 0 && checkpoint_model("", step) == "/" + name &&
+                            file_size((folder + "/" + name).c_str()) >= 0;
+        if (!is_one) { continue; }
+        models.push_back({file_size(checkpoint_marker(folder, step).c_str()) >= 0, step});
+    }
+    std::sort(models.begin(), models.end());
+    int64_t newest = -1;
+    std::vector<std::string> faults;
+    for (size_t i = models.size(); comm.rank == 0 && newest < 0 && i-- > 0;) {
+        const std::string path = checkpoint_model(folder, models[i].second);
+        uint64_t sum;
+        const std::string error = model_file_error(path, &sum);
+        if (error.empty()) { newest = models[i].second; }
+        else { faults.push_back(shown(path) + " " + error); }
+    }
+    comm_broadcast(&newest, sizeof(newest));
+    if (newest < 0 && file_size((folder + "/model.safetensors").c_str()) >= 0) {
+        die("-e %s: there is no model_*.bin in this folder, but a model.safetensors\n"
+            "hint: -e %s/model.safetensors", folder.c_str(), folder.c_str());
+    }
+    if (newest < 0) {
+        die("-e %s: there is no %smodel_*.bin in this folder%s\n"
+            "hint: -e takes a run's folder, a model_*.bin, or a descriptor such as d12", folder.c_str(),
+            models.empty() ? "" : "whole ", faults.empty() ? "" : (": " + faults[0]).c_str());
+    }
+    for (const std::string& fault : faults) { warn("passed over: %s", fault.c_str()); }
+    return newest;
+}
+
+static inline bool model_is_file(const std::string& text) {
+    return file_size(text.c_str()) >= 0 || text.find('/') != std::string::npos ||
+           text.find(".bin") != std::string::npos || text.find(".safetensors") != std::string::npos;
+}
+
+// Sets flags that are not given as the run's run.json has them: those that -x 0 needs, or, for a run that
+// begins again, all that are about the run. What was left open then is left open again. False: no run.json.
+static inline bool settings_take(const std::string& folder, bool begins_again) {
+    static std::string texts[kNumFlags];                    // the flags point to them from now on
+    const std::set<std::string> needed = {"train-data", "val-data", "sequence-length", "micro-batch",
+                                          "val-batches"};
+    const std::string path = folder + "/run.json";
+    if (file_size(path.c_str()) < 0) { return false; }
+    JsonValues values;
+    const std::string error = json_file_read(path, &values);
+    if (!error.empty()) {
+        die("'%s' %s\nhint: %s", path.c_str(), error.c_str(),
+            begins_again ? "remove it, and the run begins with the flags that are given"
+                         : "-e with one of this folder's model_*.bin does without it");
+    }
+    if (begins_again) { settings_known(values, "settings."); }
+    const std::string *start = facts_find(values, "started in"), *open = facts_find(values, "left open");
+    const std::vector<std::string> left_open = flags_split(open ? *open : "", ' ');
+    for (int i = 0; i < kNumFlags; i++) {
+        const Flag& flag = kFlags[i];
+        const std::string name = flag.name, *value = facts_find(values, "settings." + name);
+        const bool was_open = std::count(left_open.begin(), left_open.end(), name) > 0;
+        const bool taken = begins_again ? flag.resume != FLAG_NOW && !was_open : needed.count(name) > 0;
+        if (flag.given || !value || !taken) { continue; }
+        const bool is_data = std::count(std::begin(kDataFlags), std::end(kDataFlags), name) > 0;
+        const bool is_file = is_data || (name == "model" && model_is_file(*value));
+        texts[i] = is_file ? from_start(*value, start) : *value;
+        if (flag.type == FLAG_BOOL) { texts[i] = *value == "true" ? "1" : "0"; }
+        flags_set(&flag, texts[i].c_str());
+        if (begins_again && flags_text(&flag) != flag.def) { flag.given = "run.json"; }
+    }
+    return true;
+}
+
+static inline void folder_resolve() {
+    static std::string path;                                // run.model points to it from now on
+    std::string folder = run.model;
+    while (folder.size() > 1 && folder.back() == '/') { folder.pop_back(); }
+    struct stat from, to;
+    if (run.output_dir[0] != '\0' && !run.resume && stat(folder.c_str(), &from) == 0 &&
+        stat(run.output_dir, &to) == 0 && from.st_dev == to.st_dev && from.st_ino == to.st_ino) {
+        die("-e %s is the folder of -o, too: a new run would be mixed with what is there\n"
+            "hint: -y 1 -o %s, without -e, goes on with that run; or choose another folder with -o",
+            folder.c_str(), folder.c_str());
+    }
+    path = checkpoint_model(folder, newest_model(folder));
+    run.model = path.c_str();
+    if (run_task() != Task::Train && !settings_take(folder, false)) {
+        warn("%s/run.json is not there: -j, -t, -b and -m are not the run's, but as given or as --help says",
+             shown(folder).c_str());
+    }
+}
+
+// -y 1: --gpus is as the run was started, unless a flag or what started this process says otherwise. A
+// damaged run.json is no reason to stop: the checkpoints have all else.
+static inline void launch_resume() {
+    const std::string folder = run.output_dir, path = folder + "/run.json";
+    bool is_open = run.resume && !folder.empty() && file_size(path.c_str()) >= 0 && !*comm_foreign().name;
+    for (const char* name : {"gpus", "process-init", "process-server", "process-folder", "processes",
+                             "process-rank", "gpus-per-node"}) {
+        is_open = is_open && !run_given(name);
+    }
+    JsonValues values;
+    if (!is_open || !json_file_read(path, &values).empty()) { return; }
+    const std::string* gpus = facts_find(values, "settings.gpus");
+    if (gpus) { flags_set(flags_find(kFlags, kNumFlags, "--gpus"), gpus->c_str()); }
+    run.own_launch = run.comm.gpus > 1;
+}
+
+// ---- -o FOLDER ----
+
+// A folder with the line of a step in its main.log; what a start that failed left behind is no run.
+static inline bool holds_run(const std::string& main_log) {
+    if (file_size(main_log.c_str()) < 0) { return false; }
+    FILE* f = fopen_check(main_log.c_str(), "r");
+    char line[1024];
+    bool found = false;
+    while (!found && fgets(line, sizeof(line), f)) { found = strstr(line, " trl:") != nullptr; }
+    fclose(f);
+    return found;
+}
+
+// What can be wrong with -o is found before anything is computed; its files come with the first step.
+static inline void run_folder_check(const std::string& folder) {
+    for (const char* name : {"/main.log", "/metrics.jsonl", "/run.json"}) {
+        struct stat st;
+        if (stat((folder + name).c_str(), &st) == 0 && !S_ISREG(st.st_mode)) {
+            die("'%s' is not a regular file\nhint: choose another folder with -o",
+                (folder + name).c_str());
+        }
+    }
+    const bool holds_checkpoint = !checkpoint_steps(folder, true).empty();
+    if (!run.resume && (holds_checkpoint || holds_run(folder + "/main.log"))) {
+        die("-o %s already holds a run (%s)\nhint: -y 1 goes on with it; or choose another folder",
+            folder.c_str(), holds_checkpoint ? "its checkpoints" : "main.log");
+    }
+    if (!run.resumed && run.resume && (run.again || holds_run(folder + "/main.log"))) {
+        if (checkpoint_has_models(folder)) {
+            die("-o %s holds models of a run, but no state_*.bin to go on from\n"
+                "hint: choose another folder; -e takes a model_*.bin of this one", folder.c_str());
+        }
+        warn("the run in -o %s has no checkpoint: it begins anew%s", shown(folder).c_str(),
+             run.again ? ", with the settings in its run.json where no flag says otherwise" : "");
+    }
+    const char* last = "/state_1000000000000000_00000.bin.4194304.2147483647.part";
+    if (folder.size() + strlen(last) >= PATH_MAX) {
+        die("-o %s: a path of %zu bytes leaves no room for its files' names: at most %zu\n"
+            "hint: choose a shorter path", flags_show(folder).c_str(), folder.size(),
+            PATH_MAX - 1 - strlen(last));
+    }
+    std::string there = folder;             // or the nearest folder above it that exists
+    struct stat st;
+    while (stat(there.c_str(), &st) != 0) {
+        if (errno != ENOENT) {
+            die("cannot create the folder '%s': %s", folder.c_str(), strerror(errno));
+        }
+        const size_t slash = there.rfind('/');
+        there = slash == std::string::npos ? "." : slash == 0 ? "/" : there.substr(0, slash);
+    }
+    if (!S_ISDIR(st.st_mode)) { die("'%s' is not a folder", there.c_str()); }
+    if (access(there.c_str(), W_OK | X_OK) != 0) {
+        die("the folder '%s' is not writable: %s", there.c_str(), strerror(errno));
+    }
+}
+
+// As a word of a command line.
+static inline std::string shell_quoted(const std::string& text) {
+    bool plain = !text.empty();
+    for (char c : text) { plain = plain && (isalnum((unsigned char)c) || strchr("/._-+,:@%", c)); }
+    if (plain) { return text; }
+    // What would move the cursor or end the line is written as shells read it in $'...': \012.
+    const bool escapes = shown(text) != text;
+    std::string quoted = escapes ? "$'" : "'";
+    for (char c : text) {
+        const bool harmless = c >= ' ' && c < 127 && c != '\'' && c != '\\';
+        if (escapes) { quoted += harmless ? std::string(1, c) : format("\\%03o", (unsigned char)c); }
+        else { quoted += c == '\'' ? "'\\''" : std::string(1, c); }
+    }
+    return quoted + "'";
+}
+
+// A run's last lines: how it goes on, if it was stopped, and what one can do with its folder.
+static inline void print_folder(const char* program, bool stopped) {
+    const std::string folder = shell_quoted(run.output_dir), self = shell_quoted(program);
+    const bool other_launch = comm.world > 1 && run.comm.gpus == 0;
+    if (stopped) {
+        say("%s: `%s -y 1 -o %s`%s goes on with this run\n", folder.c_str(), self.c_str(), folder.c_str(),
+            other_launch ? ", on its ranks as before," : "");
+    }
+    say("%s: `%s -e %s -x 0` evaluates this run, with --prompt TEXT it writes; "
+        "`python3 dev/data/plot_log.py %s` draws it\n", folder.c_str(), self.c_str(), folder.c_str(),
+        folder.c_str());
+}
+
+#endif  // LLMC_RUN_RUN_FOLDER_H
