@@ -2173,7 +2173,7 @@ static void attention_launch(void (*kernel)(Params...), const Args& a, int rows,
 // ---- dropout: which probabilities are kept ----
 // F is a bit matrix (AttentionKeep in op_types.h), drawn by a separate kernel. All forms and both passes read
 // it, so they drop the same probabilities with any tiles. A word has 32 keys of one query, and the next word
-// is the next query's. A warp thus reads the words of neighbouring queries as one piece, as rows or as columns.
+// is the next query's. A warp thus reads words of neighbouring queries as one piece, as rows or as columns.
 constexpr int kKeepThreads = 128;       // a block draws the rows of so many queries, a thread one
 
 __global__ void __launch_bounds__(kKeepThreads) attention_dropout_kernel(uint32_t* keep, Dropout d, int T) {
