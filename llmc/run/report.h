@@ -25,7 +25,7 @@ that were skipped. Host only.
 
 struct Report {
     int64_t max_steps = 0, total_batch = 0;     // of the run; tokens a step
-    int log_every = 1, log_gpu = 0;             // steps from line to line; those that look at the GPU, 0: none
+    int log_every = 1, log_gpu = 0;             // steps between lines; between looks at the GPU, 0: none
     Telemetry telemetry = {};
     // Step times of all but the first, which also loads kernels.
     bool seen_first = false;
