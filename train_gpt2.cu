@@ -6350,7 +6350,7 @@ int main(int argc, char** argv) {
         if (run.evaluate) { fine = evaluate(&t.model, &t.questions, &t.logger, 0) && fine; }
         if (run.chat && comm.rank == 0) {       // without -g a text goes on to the end of a sentence
             chat(text_task(&t.model, t.text(), tell_speed), run.model,
-                 !flags_given(kFlags, kNumFlags, "sample-tokens"), text_draw(&t.model, 0));
+                 !run_given("sample-tokens"), text_draw(&t.model, 0));
         } else if (task == Task::Write) { generate(&t.model, t.text(), 0, tell_speed); }
     }
 

@@ -7,7 +7,7 @@ function per instruction of the tensor cores and copy engines. No kernel. The in
     store<kVector>(out, c, C, to_pack<floatX>(x));      // rounded to nearest
     float total = block_sum(x.at[0], shared);           // the same bits every time
 
-kVector = true is the fast way, for rows of whole vectors; a launcher lets with_vector(C, ...) choose.
+kVector = true is the fast way, for rows of whole vectors.
 */
 #ifndef LLMC_OPS_CUDA_HELPERS_H
 #define LLMC_OPS_CUDA_HELPERS_H
@@ -155,15 +155,6 @@ __device__ __forceinline__ Floats load_floats(const T* p, Index i, Index n) {
     return to_floats(load<kVector, kCache>(p, i, n));
 }
 
-// May kVector be promised for rows of n elements?
-static inline bool is_vector(size_t n) { return n % kWidth == 0; }
-
-// Calls f with is_vector(n) as a type, to choose a template argument: f(true_type) or f(false_type).
-template <class F> static inline void with_vector(size_t n, F f) {
-    if (is_vector(n)) { f(std::true_type()); }
-    else { f(std::false_type()); }
-}
-
 // x / n, rounded as the division rounds it, where inverse is 1.0f / n: the remainder corrects the product. A
 // division would find the inverse anew each time, and has a slow path for what is not of normal size (zeros).
 __device__ __forceinline__ float divide(float x, float n, float inverse) {
@@ -216,22 +207,6 @@ template <class T> __device__ __forceinline__ T block_sum(T x, T* shared /*(32)*
     x = warp_sum(x);
     __syncthreads();            // the next call may write `shared`
     return x;
-}
-
-// kCount of them, each in block_sum's order, for one barrier; `shared` may not be written again.
-template <int kCount>
-__device__ __forceinline__ void block_sums(float (&x)[kCount], float* shared /*(kCount,32)*/) {
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-#pragma unroll
-    for (int i = 0; i < kCount; i++) {
-        x[i] = warp_sum(x[i]);
-        if (lane == 0) { shared[i * kWarp + warp] = x[i]; }
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kCount; i++) {
-        x[i] = warp_sum(lane < (int)blockDim.x / kWarp ? shared[i * kWarp + lane] : 0.0f);
-    }
 }
 
 // Likewise the largest of numbers that are 0 or more.
@@ -461,23 +436,6 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
         "@done bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(smem_address(barrier)),
         "r"(parity)
         : "memory");
-}
-
-// All threads of all blocks of the cluster meet; what each has stored is visible to all.
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile(
-        "barrier.cluster.arrive.release.aligned;\n"
-        "barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// Stores a value at this place of block `rank`'s shared memory, and tells its barrier of 4 bytes more. `at`
-// and `barrier` are addresses of this block's own.
-__device__ __forceinline__ void cluster_store_async(float* at, uint64_t* barrier, int rank, float value) {
-    uint32_t to, theirs;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(smem_address(at)), "r"(rank));
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(smem_address(barrier)), "r"(rank));
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to),
-                 "f"(value), "r"(theirs)
-                 : "memory");
 }
 
 // Starts the copy of the map's box at coordinates (c0, c1, c2, c3), innermost first; what lies outside of the
