@@ -45,7 +45,8 @@ def ids_of_tool(tool, data):
     with tempfile.TemporaryDirectory() as folder:
         with open(folder + "/in.txt", "wb") as f:
             f.write(data)
-        command = [tool, folder + "/in.txt", "-o", folder + "/out", "--separators", "0", "--vocab", VOCAB]
+        command = [tool, folder + "/in.txt", "-o", folder + "/out", "--separators", "0", "--val-tokens", "0",
+                   "--vocab", VOCAB]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         with open(folder + "/out_train.bin", "rb") as f:
             return array("H", f.read()[SHARD_HEADER:])
@@ -205,7 +206,8 @@ def compare_speed(results, tool, encoding, path, threads):
             encoding.encode_ordinary_batch(documents, num_threads=n)
             theirs = min(theirs, time.perf_counter() - start)
             with tempfile.TemporaryDirectory() as folder:
-                out = subprocess.run([tool, path, "-o", folder + "/out", "-j", str(n), "--vocab", VOCAB],
+                out = subprocess.run([tool, path, "-o", folder + "/out", "-j", str(n), "--val-tokens", "0",
+                                      "--vocab", VOCAB],
                                      check=True, stdout=subprocess.PIPE, text=True).stdout
             took = re.search(r"tokens in ([0-9.]+) s", out).group(1)        # reading and writing included
             ours = min(ours, float(took))

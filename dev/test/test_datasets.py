@@ -608,7 +608,7 @@ def test_full_disk():
     for name, document in zip(("a.jsonl", "b.txt", "c.jsonl"), documents):
         write("in/" + name, document if name == "b.txt" else jsonl([document.decode()]))
     words = [*files("in", "out"), "--bytes", "--val-tokens", 10, "--shard-tokens", 40000]
-    for limit, said in ((70, "cannot write 'out/out_train_000001.bin': "), (30, "signal")):     # KB
+    for limit, said in ((70, "cannot write 'out/out_train_000001.bin': "), (30, "File too large")):     # KB
         command = ["bash", "-c", f'ulimit -f {limit}; exec "$@"', "-", sys.executable, GET, *map(str, words)]
         p = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         check(p.returncode == 1 and p.stderr.startswith("error: ") and said in p.stderr
