@@ -5,7 +5,8 @@
 
 A kernel launch names its stream (the fourth argument of <<<...>>>): work on the default stream would wait for
 everything else, or run before what it needs. Lines have at most 110 columns and no tabs (Makefile recipes
-need theirs), no blanks at their end, and no path of somebody's machine.
+need theirs), no blanks at their end, and no path of somebody's machine. A header of llmc/ includes only what
+llmc/README.md lists beside or below its own room.
 
 pyflakes reads the Python, too: a name that nothing defines, an import that nothing uses. It cannot see
 through `from X import *` and complains of it: names are imported one by one.
@@ -29,6 +30,14 @@ MAX_COLUMNS = 110
 CODE = (".cu", ".cuh", ".h", ".cpp", ".py", ".sh")
 PROSE = (".md", ".json", ".txt")             # long lines are fine there
 MACHINE_PATH = re.compile(r"(?<![\w.])/(home|root|work|farm|mnt|Users)/")
+
+ROOMS = ("run", "files", "model", "ops", "comm", "data", "")        # of llmc/, as in its README.md
+
+
+def room_of(header):
+    """A header's place in ROOMS; None: it is not in llmc/."""
+    found = re.fullmatch(r"llmc/(?:(\w+)/)?\w+\.h", header)
+    return ROOMS.index(found[1] or "") if found else None
 
 
 def launch_arguments(text, start):
@@ -66,6 +75,10 @@ def check(path, text):
         for launch in re.finditer(r"<<<", text):
             if launch_arguments(text, launch.end()) < 4:
                 yield text.count("\n", 0, launch.start()) + 1, "a kernel launch without a stream"
+    for include in re.finditer(r'^#include "(.*)"', text, re.M) if room_of(path) is not None else ():
+        room = room_of(os.path.normpath(os.path.join(os.path.dirname(path), include[1])))
+        if room is not None and room < room_of(path):
+            yield text.count("\n", 0, include.start()) + 1, f"{include[1]} is in a room above this header's"
     if path.endswith(".py") and Checker:
         yield from look_at_names(text)
 
