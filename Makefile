@@ -121,7 +121,8 @@ train_gpt2cpu test_gpt2cpu: %cpu: %.cu build/cpu.flags ## the trainer and its te
 # For dev/test/test_lazy.py: streams do their work late, and what should have waited for it gets wrong bits.
 # cpu_device.h comes first, because it wraps the host's collectives, which other headers call, too.
 build/train_gpt2lazy: train_gpt2.cu build/cpu.flags
-	$(CXX) $(CPU_FLAGS) $(MODEL_FLAGS) -DLAZY_STREAMS -include llmc/ops/cpu_device.h $(DEPS) -x c++ $< -o $@ $(CPU_LIBS)
+	$(CXX) $(CPU_FLAGS) $(MODEL_FLAGS) -DLAZY_STREAMS -include llmc/ops/cpu_device.h $(DEPS) -x c++ $< -o $@ \
+	    $(CPU_LIBS)
 
 HEADERS := $(wildcard llmc/*.h llmc/*/*.h dev/test/*.h)
 train_gpt2cu test_gpt2cu profile_gpt2cu: %cu: %.cu train_gpt2.cu $(HEADERS) build/cuda.flags ## CUDA programs
