@@ -1,18 +1,18 @@
 /*
 Errors and checked files. Host only.
 
-Every error a user can cause ends in die(): one sentence on stderr that names the value, what is allowed and,
-after "\nhint: ", what to do; exit code 1. Files that matter are written beside their final name, synced and
-renamed, so that a kill or a full disk never leaves half a file under the good name.
+Every error a user can cause ends in die(). It prints one sentence on stderr with the value and what is
+allowed, then "hint: " and what to do, and exits with code 1. Files that matter are written under a temporary
+name, synced and renamed, so that a kill or a full disk never leaves half a file under the final name.
 
     FILE* f = fopen_check("in.bin", "rb");
     fread_check(header, sizeof(int), 256, f, "in.bin");
     AtomicFile out = atomic_open("model.bin");
     atomic_write(&out, data, bytes);
     atomic_commit(&out);                       // fsync, rename, fsync of the folder
-    stdout_check();                            // the last thing main does: was all that it printed written?
+    stdout_check();                            // at the end of main: an error if some output was lost
 
-Memory that runs out and a limit on the size of files end in die(), too, in every program that includes this.
+A program that includes this header also ends in die() when memory runs out or a file hits ulimit -f.
 */
 #ifndef LLMC_CHECK_H
 #define LLMC_CHECK_H
@@ -35,7 +35,7 @@ Memory that runs out and a limit on the size of files end in die(), too, in ever
 #include <new>          // gives: std::set_new_handler
 #include <string>       // gives: std::string
 
-// What a disk can refuse. Tests put functions that fail in the place of these.
+// Calls that fail when a disk is full or broken. Tests replace them with functions that fail.
 static struct {
     int (*fflush)(FILE*);
     int (*fsync)(int);
@@ -58,8 +58,8 @@ __attribute__((format(printf, 1, 2))) static inline std::string format(const cha
     return s;
 }
 
-// A path, or whatever else a user named, as it may be printed: its control characters (C0, DEL and C1) could
-// move the cursor, colour the terminal or forge lines, so they become \n, \x1b and so on.
+// Escapes control characters (C0, DEL, C1) in a path or another text from the user, as \n, \x1b and so on:
+// printed raw, they could move the cursor, colour the terminal or forge lines.
 static inline std::string shown(const std::string& text) {
     std::string out;
     for (size_t i = 0; i < text.size(); i++) {
@@ -72,35 +72,35 @@ static inline std::string shown(const std::string& text) {
     return out;
 }
 
-// A line may stand on the terminal that rewrites itself (run/progress.h). Whoever else prints, in any thread
-// or signal handler, takes it away first.
+// run/progress.h may show a line on the terminal that rewrites itself. Other code that prints, in any thread
+// or signal handler, erases it first.
 static std::atomic<bool> progress_shown(false);
 static inline void progress_clear() {
     if (!progress_shown.exchange(false)) { return; }
     const int e = errno;
-    if (write(STDOUT_FILENO, "\r\033[K", 4) < 0) { errno = e; }        // back, and all behind is erased
+    if (write(STDOUT_FILENO, "\r\033[K", 4) < 0) { errno = e; }     // to the line's start; erase to its end
 }
 
 // Runs before die() exits. Set once, at start.
 static void (*die_hook)() = nullptr;
-// In a job of several processes one of them speaks for all: comm/comm.h puts a function here that passes the
-// message on and ends this process, or says whether that was done (else it is printed here, as always).
+// In a job of several processes, one of them prints the message for all. comm/ sets this function to pass the
+// message on. It returns false if die() shall print the message as usual.
 static bool (*die_report)(const char* text) = nullptr;
-// A test that goes on after an error throws it from here (dev/fuzz).
+// A fuzzer (dev/fuzz) continues after an error: it throws from here.
 static void (*die_throw)(const char* text) = nullptr;
 static inline void atomic_remove_parts();
 
-// The one way out. Only the first thread gets through: the others wait for the end that it brings.
+// Only the first thread that calls this prints and exits. Other threads wait here until the process is gone.
 __attribute__((noreturn)) static inline void die_now(const char* text) {
     if (die_throw) { die_throw(text); }
     static std::atomic<bool> dying(false);
     static thread_local bool mine = false;
-    if (mine) { _exit(EXIT_FAILURE); }          // an error on the way out: enough was said
+    if (mine) { _exit(EXIT_FAILURE); }          // a second error, while exiting
     if (dying.exchange(true)) { for (;;) { pause(); } }
     mine = true;
     progress_clear();
     if (!die_report || !die_report(text)) {
-        fflush(stdout);                         // what was printed before the error comes before it
+        fflush(stdout);                         // earlier output appears before the error
         fprintf(stderr, "error: %s\n", text);
     }
     atomic_remove_parts();
@@ -109,7 +109,7 @@ __attribute__((noreturn)) static inline void die_now(const char* text) {
     exit(EXIT_FAILURE);
 }
 
-// The message begins a new line for its hint only, whatever is in the names that it quotes.
+// Only "\nhint: " begins a new line: newlines in quoted names are escaped.
 __attribute__((noreturn, format(printf, 1, 2))) static inline void die(const char* fmt, ...) {
     va_list args, again;
     va_start(args, fmt);
@@ -125,18 +125,18 @@ __attribute__((noreturn, format(printf, 1, 2))) static inline void die(const cha
     die_now(line.c_str());
 }
 
-// What would end a program without a sentence.
+// Out of memory and SIGXFSZ would end a program without a message.
 static struct SilentEnds {
     SilentEnds() {
         std::set_new_handler([] {
             die_now("out of memory\nhint: give the program more of it, or less to do: smaller batches or "
                     "models when training, fewer threads when tokenizing");
         });
-        signal(SIGXFSZ, SIG_IGN);               // a limit on files (ulimit -f): now the write fails
+        signal(SIGXFSZ, SIG_IGN);               // at the limit of ulimit -f, the write now fails instead
     }
 } silent_ends [[maybe_unused]];
 
-// Before main returns: a disk may refuse the last of what was printed, and printf told nobody.
+// To be called before main returns: the last output may not fit on the disk, and printf does not report that.
 static inline void stdout_check() {
     errno = 0;
     bool failed = ferror(stdout) != 0;
@@ -153,16 +153,16 @@ static inline const char* not_regular(mode_t mode) {
          : S_ISLNK(mode) ? "a symbolic link" : S_ISSOCK(mode) ? "a socket" : "a device";
 }
 
-// An output must be new or a regular file: a device would be written to or replaced, a pipe waited for, a
-// link followed to who knows where.
+// An output must be new or a regular file. Opening a device might overwrite it, a pipe may block for ever,
+// and a link may lead anywhere.
 static inline void output_check(const char* path) {
     struct stat st;
-    if (lstat(path, &st) != 0 || S_ISREG(st.st_mode)) { return; }       // what else is wrong, open will tell
+    if (lstat(path, &st) != 0 || S_ISREG(st.st_mode)) { return; }       // open reports all other errors
     die("cannot write '%s': it is %s, and an output must be a regular file or new\nhint: choose another name",
         shown(path).c_str(), not_regular(st.st_mode));
 }
 
-// So must an input, whatever links lead to it: opening a pipe nobody writes to waits for ever.
+// An input must be a regular file, or a link to one: opening a pipe without a writer blocks for ever.
 static inline void input_check(const char* path) {
     struct stat st;
     if (stat(path, &st) != 0 || S_ISREG(st.st_mode)) { return; }
@@ -205,14 +205,14 @@ static inline void mkdir_check(const char* path) {       // like mkdir -p
 }
 
 // ---- a file that appears whole or not at all ----
-// It grows under a name of its own, PATH.PID.N.part, made new (O_EXCL follows no link) and locked while it
-// lives. Errors and signals remove it. A kill that nothing can catch leaves it; the next program that writes
-// PATH finds that nobody holds the lock, and removes it then.
+// The file is written as PATH.PID.N.part, which is created new (O_EXCL follows no link) and locked while it
+// is open. Errors and signals remove it. SIGKILL leaves it behind: the next program that writes PATH finds
+// that nobody holds the lock, and removes it.
 
 struct AtomicFile { FILE* f; std::string path, temp; int slot; };
 
-// The names of those that are open, for whoever ends the program: a signal may come any time, and so may an
-// error of another thread. Hence plain arrays; a text is touched only by who has made its state Busy.
+// The names of all open .part files, for the code that removes them: it may run in a signal handler or in
+// another thread. Hence plain arrays. Only the thread that has set a slot to PART_BUSY may touch its text.
 enum PartState { PART_FREE, PART_BUSY, PART_NAMED };
 struct PartName { std::atomic<int> state; char text[4096]; };
 static const int kMaxParts = 16;                // open at once in one program; tokenize has three
@@ -231,7 +231,7 @@ static inline int part_remember(const std::string& temp) {
     return slot;
 }
 
-// Takes away what is half written. May be called in a signal handler.
+// Removes all .part files of this process. Safe in a signal handler.
 static inline void atomic_remove_parts() {
     for (PartName& part : part_names) {
         if (!part_move(&part, PART_NAMED, PART_BUSY)) { continue; }
@@ -240,8 +240,8 @@ static inline void atomic_remove_parts() {
     }
 }
 
-// The same for a thread that ends the program at once, while others may be about to make a file: those that
-// are at it are waited for, a second at most, and later ones wait for the end.
+// Removes the .part files just before _exit, while other threads may be creating one. It waits up to a second
+// for threads inside atomic_open, and blocks those that enter it later.
 static std::atomic<bool> parts_over(false);
 static std::atomic<int> parts_opening(0);
 static inline void atomic_last_parts() {
@@ -253,10 +253,10 @@ static inline void atomic_last_parts() {
 static inline void atomic_signal(int signal_number) {
     atomic_remove_parts();
     signal(signal_number, SIG_DFL);
-    raise(signal_number);                       // comes when this handler returns: the parent sees the signal
+    raise(signal_number);                       // delivered when this handler returns: the parent sees it
 }
 
-// Who handles a signal (the trainer finishes its step) or ignores it (nohup) keeps it.
+// A signal that the program handles (the trainer finishes its step) or ignores (nohup) stays as it is.
 static inline void atomic_watch_signals() {
     for (int number : {SIGINT, SIGTERM, SIGHUP}) {
         struct sigaction now;
@@ -266,8 +266,8 @@ static inline void atomic_watch_signals() {
     }
 }
 
-// Is it PATH.PID.N.part? base: PATH's name and a point. PATH.bin.7.0.part is not PATH's, and PATH.part is
-// somebody's.
+// Is `name` PATH.PID.N.part? base: PATH's file name with a dot. PATH.bin.7.0.part belongs to PATH.bin, and
+// PATH.part may be the user's own file.
 static inline bool part_is_of(const std::string& name, const std::string& base) {
     if (name.compare(0, base.size(), base) != 0) { return false; }
     size_t at = base.size();
@@ -279,7 +279,7 @@ static inline bool part_is_of(const std::string& name, const std::string& base) 
     return name.compare(at, std::string::npos, "part") == 0;
 }
 
-// Removes PATH.*.part that nobody writes any more.
+// Removes those PATH.PID.N.part that no process writes any more.
 static inline void atomic_remove_stale(const std::string& path) {
     size_t slash = path.rfind('/') + 1;         // npos + 1 is 0
     std::string folder = path.substr(0, slash), base = path.substr(slash) + ".";
@@ -314,7 +314,7 @@ static inline AtomicFile atomic_open(const std::string& path) {
         if (parts_over) { parts_opening--; for (;;) { pause(); } }
         a.temp = path + format(".%d.%d.part", (int)getpid(), count++);
         int fd = open(a.temp.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
-        if (fd < 0 && errno == EEXIST) { continue; }        // of another process with this number
+        if (fd < 0 && errno == EEXIST) { continue; }        // left by an earlier process with the same id
         if (fd < 0) {
             parts_opening--;
             die("cannot create '%s': %s", shown(path).c_str(), strerror(errno));
@@ -334,7 +334,7 @@ static inline void atomic_write(AtomicFile* a, const void* data, size_t bytes) {
     if (bytes && file_layer.fwrite(data, 1, bytes, a->f) != bytes) { atomic_fail(a, "write"); }
 }
 
-// What is written next goes over the file's beginning.
+// The next write overwrites the file from its beginning.
 static inline void atomic_rewind(AtomicFile* a) {
     if (file_layer.fflush(a->f) != 0 || fseeko(a->f, 0, SEEK_SET) != 0) { atomic_fail(a, "write"); }
 }
@@ -349,8 +349,8 @@ static inline void atomic_commit(AtomicFile* a) {
     size_t slash = a->path.rfind('/') + 1;
     std::string folder = slash ? a->path.substr(0, slash) : ".";
     int dir = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (dir < 0) { return; }                    // may be written to but not listed: then it cannot be synced
-    // the new name itself survives a power cut; some file systems have no such thing and say EINVAL
+    if (dir < 0) { return; }                    // a folder without read permission cannot be synced
+    // After this the new name survives a power cut. File systems that cannot sync a folder return EINVAL.
     if (file_layer.fsync(dir) != 0 && errno != EINVAL) {
         die("'%s' is written, but its folder cannot be synced: %s", shown(a->path).c_str(), strerror(errno));
     }

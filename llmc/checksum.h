@@ -1,11 +1,11 @@
 /*
-XXH64, the 64-bit checksum of Collet's xxHash (its specification: "XXH64 algorithm", xxHash fast digest
-algorithm, version 0.1.1; seed 0 here). It is as fast as memory and finds any damage but one in 2^64; it is
-no protection against somebody who means harm. Host only.
+XXH64, the 64-bit checksum of Collet's xxHash (specified in "xxHash fast digest algorithm", version 0.1.1;
+seed 0 here). It runs at memory speed and misses accidental damage with a probability of 2^-64. It does not
+protect against an attacker. Host only.
 
     uint64_t sum = checksum(data, bytes);
 
-    Checksum c;                                 // the same of data that come in parts
+    Checksum c;                                 // for data that come in parts
     checksum_add(&c, part, part_bytes);
     sum = checksum_end(&c);
 */
@@ -23,8 +23,8 @@ constexpr uint64_t kXx1 = 0x9E3779B185EBCA87, kXx2 = 0xC2B2AE3D27D4EB4F, kXx3 = 
 
 struct Checksum {
     uint64_t lanes[4] = {kXx1 + kXx2, kXx2, 0, 0 - kXx1};
-    uint64_t bytes = 0;                         // so far
-    unsigned char left[32];                     // the last bytes % 32 of them, not yet in the lanes
+    uint64_t bytes = 0;                         // added so far
+    unsigned char left[32];                     // the last `bytes % 32` bytes, not yet in the lanes
 };
 
 static inline uint64_t xx_rotate(uint64_t x, int by) { return x << by | x >> (64 - by); }
@@ -46,7 +46,7 @@ static inline void checksum_add(Checksum* c, const void* data, size_t bytes) {
     };
     size_t waiting = c->bytes % 32;
     c->bytes += bytes;
-    if (waiting > 0 && bytes > 0) {                 // data may be null if there are none
+    if (waiting > 0 && bytes > 0) {                 // data may be null if bytes is 0
         const size_t more = std::min(bytes, 32 - waiting);
         memcpy(c->left + waiting, at, more);
         at += more;

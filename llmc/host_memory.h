@@ -1,7 +1,7 @@
 /*
 How much memory this process may still take. Host only.
 
-    size_t bytes = host_memory_free();              // of the machine, or of what contains this process
+    size_t bytes = host_memory_free();              // of the machine, or less if a container limits it
     size_t size = proc_bytes("/proc/self/status", "VmSize");
 */
 #ifndef LLMC_HOST_MEMORY_H
@@ -15,7 +15,7 @@ How much memory this process may still take. Host only.
 #include <algorithm>    // gives: std::min
 #include <string>       // gives: std::string
 
-// What a line `field: number kB` of such a file says (unit 1: `field number`), in bytes; 0: there is none.
+// The number in a file's line `field: number kB`, in bytes (with unit 1: `field number`). 0: no such line.
 static inline size_t proc_bytes(const char* path, const char* field, size_t unit = 1024) {
     FILE* f = fopen(path, "r");
     char line[256];
@@ -38,12 +38,12 @@ static inline long long number_in(const std::string& path) {
     return number;
 }
 
-// What one tree of control groups leaves to a group in it: the least of this one and of all around it.
-// Files that may be dropped from memory (the kernel's cache) count as taken there, but are not.
+// The memory that a control group may still take: the minimum over the group and all groups that contain it.
+// The kernel counts cached files as used. It can drop them, so they are free here.
 static inline size_t cgroup_tree_free(const std::string& root, std::string group, const char* limit,
                                       const char* usage, const char* cached) {
     size_t left = (size_t)-1;
-    if (group.find("..") != std::string::npos) { group = "/"; }     // not to be seen from in here
+    if (group.find("..") != std::string::npos) { group = "/"; }     // the group is outside this container
     for (;; group.erase(group.rfind('/'))) {
         const std::string at = root + (group == "/" ? "" : group) + "/";
         const long long most = number_in(at + limit), used = number_in(at + usage);
@@ -55,9 +55,9 @@ static inline size_t cgroup_tree_free(const std::string& root, std::string group
     }
 }
 
-// Containers and schedulers limit memory by control groups, and end who takes more. self: lines
-// ID:CONTROLLERS:GROUP; that of version 2 names no controllers, and version 1 has a tree for each. root:
-// where the trees are, another in tests.
+// Containers and schedulers limit memory by control groups and kill processes that take more. `self` has
+// lines ID:CONTROLLERS:GROUP. The line of version 2 names no controllers; version 1 has a tree for each.
+// Tests pass their own `root`, the folder of the trees.
 static inline size_t cgroup_memory_free(const std::string& root = "/sys/fs/cgroup",
                                         const char* self = "/proc/self/cgroup") {
     size_t left = (size_t)-1;
@@ -81,8 +81,8 @@ static inline size_t cgroup_memory_free(const std::string& root = "/sys/fs/cgrou
     return left;
 }
 
-// Under such a limit (ulimit -v) more memory may be free than can be had, and libraries may wait for theirs
-// for ever (llmc/ops/cpu_device.h).
+// True under ulimit -v. Allocations may then fail although memory is free, and some libraries retry for ever
+// (llmc/ops/cpu_device.h).
 static inline bool addresses_limited() {
     struct rlimit most;
     return getrlimit(RLIMIT_AS, &most) == 0 && most.rlim_cur != RLIM_INFINITY;

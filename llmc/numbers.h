@@ -1,12 +1,12 @@
 /*
-Division that rounds up; numbers in text, wherever a user or a file spells one.
+Division that rounds up, and numbers in texts of users and files.
 
     int64_t n;
     if (!parse_int(text, text + strlen(text), &n)) { die("'%s' is no whole number", text); }
 
-A whole number is 0, or digits that do not begin with 0, perhaps behind a minus. Another number may also have
-a point, with digits on at least one side of it, and an exponent: .5 5. 1e-4 2.5E+8. Nothing else is a number:
-no plus or blanks in front, no 007, no hexadecimal, no inf or nan, nothing too large for 64 bits or a double.
+A whole number is 0, or digits that do not begin with 0, with or without a minus. A double may also have a
+point, with digits on at least one side, and an exponent: .5 5. 1e-4 2.5E+8. Everything else is refused: a
+plus or blanks in front, 007, hexadecimal, inf, nan, and values too large for 64 bits or a double.
 */
 #ifndef LLMC_NUMBERS_H
 #define LLMC_NUMBERS_H
@@ -30,7 +30,7 @@ static inline std::string bytes_text(size_t bytes) {
     return bytes >= GiB ? format("%.2f GiB", bytes / GiB) : format("%.2f MiB", bytes / MiB);
 }
 
-// The whole number that [begin, end) spells. False if it spells none, or one of more than 64 bits.
+// Parses [begin, end) as a whole number. False if it is none, or needs more than 64 bits.
 static inline bool parse_int(const char* begin, const char* end, int64_t* value) {
     const char* digits = begin < end && *begin == '-' ? begin + 1 : begin;
     if (digits == end || (*digits == '0' && (end - digits > 1 || digits > begin))) { return false; }
@@ -42,7 +42,7 @@ static inline bool parse_int(const char* begin, const char* end, int64_t* value)
 
 static inline bool is_number(const char* begin, const char* end) {
     const char* s = begin;
-    auto digits = [&] {                         // how many come next
+    auto digits = [&] {                         // skips digits and returns their number
         const char* from = s;
         while (s < end && *s >= '0' && *s <= '9') { s++; }
         return s - from;
@@ -61,7 +61,7 @@ static inline bool is_number(const char* begin, const char* end) {
     return s == end;
 }
 
-// The number that [begin, end) spells. False if it spells none, or one that no double can hold.
+// Parses [begin, end) as a number. False if it is none, or no double can hold it.
 static inline bool parse_double(const char* begin, const char* end, double* value) {
     if (!is_number(begin, end)) { return false; }
     errno = 0;
@@ -69,7 +69,7 @@ static inline bool parse_double(const char* begin, const char* end, double* valu
     return errno == 0;
 }
 
-// What to write instead of 1e5 or 100.0 where only a whole number will do; "" if there is nothing to propose.
+// For 1e5 or 100.0 where a whole number is needed: a hint how to spell it. "" if the text is no whole number.
 static inline std::string parse_int_hint(const std::string& text) {
     double x;
     bool exact = parse_double(text.data(), text.data() + text.size(), &x) && fabs(x) < 9e15 && x == floor(x);

@@ -9,8 +9,8 @@ Generator: Philox 4x32 with 10 rounds (Salmon, Moraes, Dror, Shaw, "Parallel ran
     float z = rand_normal(seed, tensor, element);                        // N(0,1), the initial weights
     RoundKey key = {seed, step, micro, tensor};
     uint16_t b = bf16_round_stochastic(x, round_bits16(key, element));   // unbiased: E[b] = x
-    uint16_t d = bf16_encode_dithered(x, round_bits16(key, element));    // E[y] = x at half the variance, for
-    float y = bf16_decode_dithered(d, round_bits16(key, element));       // readers who have the key
+    uint16_t d = bf16_encode_dithered(x, round_bits16(key, element));    // unbiased with half the variance,
+    float y = bf16_decode_dithered(d, round_bits16(key, element));       // if the reader knows the key
     uint64_t row = rand_permuted(seed, epoch, n, i);                     // i-th of 0 .. n-1 in a random order
 */
 #ifndef LLMC_RAND_H
@@ -26,7 +26,7 @@ Generator: Philox 4x32 with 10 rounds (Salmon, Moraes, Dror, Shaw, "Parallel ran
 #define LLMC_HD
 #endif
 
-// What a stream of numbers is for: the last counter word, so that no two uses ever share a number.
+// The purpose is the last counter word, so that no two uses ever share a number.
 enum RandPurpose : uint32_t {
     RAND_INIT = 1,
     RAND_ROUND = 2,
@@ -87,18 +87,18 @@ static inline float rand_normal(uint64_t seed, uint32_t tensor, uint64_t element
     return z[element % 4];
 }
 
-// Element i of a random order of 0 .. n-1 (n: 1 to 2^63), another one for each (seed, id). There is neither a
-// table nor a sort: a Feistel network permutes a power of two that holds n, and what is n or more afterwards
-// goes in again ("cycle walking"). Each round can be undone, whatever its function is, so the network is a
-// bijection; and following its cycles from one number below n to the next one is a bijection of 0 .. n-1
-// (Black, Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002). Philox is the round function.
+// Element i of a random order of 0 .. n-1 (n: 1 to 2^63); each (seed, id) has an order of its own. It needs
+// no table and no sort. A Feistel network permutes the numbers below a power of two >= n, and a result of n
+// or more goes through the network again ("cycle walking"). Each Feistel round is invertible, so the network
+// is a bijection, and cycle walking makes it one of 0 .. n-1 (Black, Rogaway, "Ciphers with arbitrary finite
+// domains", CT-RSA 2002). Philox is the round function.
 //
-// The power of two is less than 2n: at most two passes on average, well under a microsecond; more for n < 33,
-// because it is at least 64. With four rounds chi-square sees in 300,000 orders that the places of two rows
-// depend on each other (n = 64: by 363 sigma), with six for n = 64 only (by 5), with eight nowhere.
+// For n >= 33 the power of two is less than 2n, so a number takes at most two passes on average, well under a
+// microsecond. A chi-square test over 300,000 orders asks whether the positions of two rows are independent.
+// Four rounds fail it (363 sigma at n = 64), six fail at n = 64 only (5 sigma), eight never.
 static const uint32_t kPermuteRounds = 8;
 static inline uint64_t rand_permuted(uint64_t seed, uint32_t id, uint64_t n, uint64_t i) {
-    int bits = 6;                                       // halves of three bits mix well, shorter ones do not
+    int bits = 6;                                       // halves shorter than three bits mix badly
     while ((n - 1) >> bits) { bits++; }
     const int low_bits = bits / 2;
     const uint64_t low_mask = (1ull << low_bits) - 1, high_mask = (1ull << (bits - low_bits)) - 1;
@@ -116,7 +116,7 @@ static inline uint64_t rand_permuted(uint64_t seed, uint32_t id, uint64_t n, uin
 }
 
 // ---- dropout ----
-struct DropoutKey { uint64_t seed; uint32_t step, place; };     // place: of the model, below 2^16
+struct DropoutKey { uint64_t seed; uint32_t step, place; };     // place: which dropout of the model, < 2^16
 
 // 16 bits for each of the elements 8*block .. 8*block+7 of a row (rows up to 2^48).
 LLMC_HD static inline Rand4 dropout_block(const DropoutKey& key, uint64_t row, uint32_t block) {
@@ -128,12 +128,11 @@ LLMC_HD static inline uint32_t dropout_bits16(const Rand4& block, int lane) {
 }
 
 // ---- stochastic rounding to bf16 ----
-struct RoundKey { uint64_t seed; uint32_t step, micro, tensor; };    // tensor: what is rounded
+struct RoundKey { uint64_t seed; uint32_t step, micro, tensor; };    // tensor: number of the rounded tensor
 
 // One 16-bit draw per element: a block of four words serves eight neighbouring elements.
 LLMC_HD static inline Rand4 round_block(const RoundKey& key, uint64_t element_div_8) {
-    // 2^36 elements fit the 33 bits used here; tensor and micro-step share a counter word, step enters the
-    // key
+    // 2^36 elements need 33 bits here, so the tensor shares a counter word with them. The step enters the key.
     return philox4x32((uint32_t)element_div_8, (uint32_t)(element_div_8 >> 32) | key.tensor << 8, key.micro,
                       RAND_ROUND, (uint32_t)key.seed ^ key.step * 0x9E3779B1u,
                       (uint32_t)(key.seed >> 32) + key.step);
@@ -161,18 +160,18 @@ LLMC_HD static inline float bf16_to_float(uint16_t b) {
     return x;
 }
 
-// Subtractive dither (Roberts 1962 put it to pictures, Schuchman 1964 says which noise works), for values
-// whose reader knows the draw. Adding the draw u before the low half is cut off and taking it away again
-// afterwards moves the bf16 grid by u: x goes to the nearest point of a grid whose place is random.
-// In units of fp32's last place, with r = (bits(x) + u) mod 2^16, the result is x + 2^15 - r; r is uniform
-// whatever x is. So the error is uniform in half a gap to either side, its mean zero, its variance gap^2/12:
-// that of rounding to nearest, without its bias. Stochastic rounding, whose readers do not know u, has
-// gap^2/6. With a draw of its own for every step, the errors along a running sum are independent.
+// Subtractive dither (Roberts 1962 for images; Schuchman 1964 says which noise works), for readers that know
+// the random draw u. The encoder adds u before it cuts off the low 16 bits, and the decoder subtracts u. This
+// moves the bf16 grid by u: x goes to the nearest point of a randomly placed grid. Let
+// r = (bits(x) + u) mod 2^16, in units of fp32's last place. The decoded value is x + 2^15 - r, and r is
+// uniform for any x. So the error is uniform over one gap, with mean zero and variance gap^2/12. Rounding to
+// nearest has this variance and a bias; stochastic rounding, whose readers do not know u, has gap^2/6.
+// Each step has a draw of its own, so the errors along a running sum are independent.
 //
-// At a power of two the gap doubles, and an error upwards would weigh twice as much as one downwards. With b
-// the distance of bits(x) from there, in steps of 2^16, |b| <= 1/2, the mean result would lie b^2/2 + 3/2 b +
-// 1/8 of the smaller gaps above it. x lies v = b or, above it, v = 2b such gaps from it. So what is encoded
-// instead of b is the b' whose mean is v: sqrt(2 + 2v) - 3/2.
+// At a power of two P the gap doubles, so an error upwards would weigh twice as much as one downwards. Let b
+// be bits(x) - bits(P) in units of 2^16, |b| <= 1/2. The unit of length below is the gap under P. The mean
+// decoded value would be P + b^2/2 + 3/2 b + 1/8. But x is P + v, with v = b below P and v = 2b above it. The
+// encoder therefore replaces b by the b' whose mean is v: b' = sqrt(2 + 2v) - 3/2.
 LLMC_HD static inline uint16_t bf16_encode_dithered(float x, uint32_t bits16) {
     uint32_t u;
     memcpy(&u, &x, 4);
@@ -186,7 +185,7 @@ LLMC_HD static inline uint16_t bf16_encode_dithered(float x, uint32_t bits16) {
     return bf16_round_stochastic(x, bits16);
 }
 
-// Zero, denormals, inf and NaN are what they look like: padding stays zero.
+// Zero, denormals, inf and NaN are decoded without dither, so padding stays zero.
 LLMC_HD static inline float bf16_decode_dithered(uint16_t q, uint32_t bits16) {
     const uint32_t exponent = q & 0x7F80u;
     uint32_t u = (uint32_t)q << 16;

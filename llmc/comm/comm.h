@@ -1,8 +1,8 @@
 /*
 A job of several processes, its ranks: start, messages through host memory, and an end together. Host only.
 
-    comm_start(options, argv);                      // before memory is taken; in the process that
-    comm_check_same({{"-b", "4"}, ...});            // --gpus N makes the launcher it never returns
+    comm_start(options, argv);                      // before large allocations; never returns in the launcher
+    comm_check_same({{"-b", "4"}, ...});            // dies if a rank has other flags
     for (step...) {
         comm_progress(step);
         comm_all_gather(shards, bytes);             // (world, bytes), each rank fills its part
@@ -10,9 +10,9 @@ A job of several processes, its ranks: start, messages through host memory, and 
     }
     comm_end();
 
-Rank 0 is the hub of a star (llmc/comm/net.h). The main threads use the data links, one collective at a time;
-data between two other ranks pass through rank 0. A process that was not started as one of several is rank 0
-of 1, has no threads and no sockets, and all of this returns at once.
+Rank 0 is the hub of a star (llmc/comm/net.h). The main threads use the data links, one collective at a time.
+Data between two other ranks pass through rank 0. A process that was started alone is rank 0 of 1: it has no
+watchdog and no sockets, and every function here returns at once.
 
 llmc/comm/watch.h describes what happens when a rank fails. A main thread that finds its peer gone waits for
 the watchdog, which knows why.
@@ -35,11 +35,11 @@ the watchdog, which knows why.
 #include "start.h"          // gives: CommOptions, comm_find
 #include "watch.h"          // gives: comm_progress, comm_patience, comm_health, comm_abort, CommWait
 
-// What this process is. Written by comm_start.
+// Written by comm_start.
 struct Comm { int rank = 0, world = 1, local_rank = 0, local_world = 1; };
 static Comm comm;
 
-// What all ranks find, rank 0 says.
+// Only rank 0 prints a warning: all ranks come to the same one.
 __attribute__((format(printf, 1, 2))) static inline void warn(const char* fmt, ...) {
     if (comm.rank != 0) { return; }
     va_list args;
@@ -98,8 +98,8 @@ static inline bool comm_any(bool mine) {
     return comm_meet(kCommAny, 0, mine) > 0;
 }
 
-// From one rank to another, through rank 0. All ranks call it for the same moves in the same order, so that
-// none sends while another, whose turn it is, does not read.
+// Moves data from one rank to another, through rank 0. All ranks call it with the same arguments in the same
+// order: otherwise one rank would send while its receiver waits for somebody else.
 static inline void comm_move(int from, int to, const char* data, char* out, size_t bytes) {
     const int me = comm.rank;
     if (me == from) { comm_to(me == 0 ? to : 0, data, bytes); }
@@ -127,7 +127,7 @@ static inline void comm_all_gather(void* all, size_t bytes) {
     comm_meet(kCommAllGather, bytes);
     auto part = [&](int r) { return (char*)all + r * bytes; };
     for (int r = 1; r < comm.world; r++) { comm_move(r, 0, part(r), part(r), bytes); }
-    for (int to = 1; to < comm.world; to++) {   // all but its own
+    for (int to = 1; to < comm.world; to++) {   // every part but the receiver's own
         comm_move(0, to, part(0), part(0), to * bytes);
         comm_move(0, to, part(to + 1), part(to + 1), (comm.world - 1 - to) * bytes);
     }
@@ -187,12 +187,12 @@ static inline void comm_check_same(const CommFacts& facts) {
             "the same flags, files and program; %s", name.c_str(), comm_shorten(value, f.second).c_str(),
             comm_shorten(f.second, value).c_str(), comm.rank, kCommApart);
     }
-    comm_any(false);                            // nobody goes on before all have looked
+    comm_any(false);                            // waits until all ranks have compared
 }
 
 // ---- start and orderly end ----
 
-// Equal on ranks that see each other's processes. Two containers of one host do not.
+// The text is equal on ranks that see each other's processes. Two containers on one host do not.
 static inline std::string comm_host() {
     char name[256] = "", space[64] = "";
     std::string boot;
@@ -202,7 +202,7 @@ static inline std::string comm_host() {
     return name + boot + space;
 }
 
-// This rank's number among those of its host.
+// Sets local_rank and local_world: this rank's number on its host, and the number of ranks there.
 static inline void comm_place(int per_node) {
     std::vector<uint64_t> hosts(comm.world);
     hosts[comm.rank] = per_node > 0 ? comm.rank / per_node : comm_hash(comm_host());
@@ -226,9 +226,9 @@ static inline void comm_start(const CommOptions& options, char** argv) {
     s->wake = eventfd(0, EFD_CLOEXEC);
     comm_state = s;
     die_report = comm_report;
-    unsetenv(kCommChild);                       // die() has needed it until here
+    unsetenv(kCommChild);                       // until here comm_report_early reads it
     const int null = comm.rank == 0 ? -1 : open("/dev/null", O_WRONLY | O_CLOEXEC);
-    if (null >= 0) {                            // rank 0 prints for all, however they were started
+    if (null >= 0) {                            // only rank 0 prints on stdout
         dup2(null, STDOUT_FILENO);
         close(null);
     }
@@ -240,7 +240,7 @@ static inline void comm_start(const CommOptions& options, char** argv) {
     comm_place(options.per_node);
 }
 
-// All ranks wait here for the last, so that nobody takes a closed connection for a death.
+// Waits for all ranks, so that no rank takes a closed connection for a death.
 static inline void comm_end() {
     CommState* s = comm_state;
     if (!s || s->over) { return; }
@@ -253,7 +253,7 @@ static inline void comm_end() {
     }
     s->over = true;
     const uint64_t one = 1;
-    if (write(s->wake, &one, sizeof(one)) < 0) {}       // it looks ten times a second anyway
+    if (write(s->wake, &one, sizeof(one)) < 0) {}       // on an error: the watchdog wakes ten times a second
     s->watchdog.join();
     if (s->job.rank == 0) { comm_drain(); }
     for (const CommPeer& p : s->job.peers) {

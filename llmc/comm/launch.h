@@ -1,16 +1,15 @@
 /*
 Starts the N processes of a job on this machine, as `--gpus N` asks, and waits for them. Host only.
 
-    comm_launch(4, argv);           // never returns: ends with the job's exit code
-    CommChild child;                // in a process that it started
-    if (comm_child(&child)) { ... }
+    comm_launch(4, argv);           // never returns: exits with the job's code
+    CommChild child;
+    if (comm_child(&child)) { ... } // true in a process that a launcher started
 
-A rank is a copy of this program with the same arguments. It learns from its environment where rank 0 listens,
-on a port of this machine alone, and a random job key, and shares a page of memory with the others. Rank 0 has
-the terminal; the others print nothing on stdout. The launcher does nothing but wait. It passes signals on to
-rank 0, which is to tell the others (comm_any), so that all stop at the same step. When a rank fails, the
-others get kCommGrace seconds to end by themselves before they are killed. If the launcher is killed, so are
-they.
+A rank is a copy of this program with the same arguments. Its environment holds the loopback port where rank 0
+listens and a random job key. The ranks share a page of memory. Rank 0 has the terminal, and the others print
+nothing on stdout. The launcher only waits and passes signals on to rank 0. Rank 0 tells the other ranks
+(comm_any), so that all stop at the same step. When a rank fails, the others get kCommGrace seconds to end by
+themselves; then the launcher kills them. If the launcher is killed, the kernel kills the ranks.
 */
 #ifndef LLMC_COMM_LAUNCH_H
 #define LLMC_COMM_LAUNCH_H
@@ -34,7 +33,7 @@ they.
 
 static const int kCommMaxLocal = 64;            // ranks that one launcher starts
 static const double kCommGrace = 5;             // seconds that ranks have to end after one has failed
-static double comm_after_s = 20;                // and after rank 0 has ended well; tests lower it
+static double comm_after_s = 20;                // seconds after rank 0 has ended well; tests lower it
 static const char kCommChild[] = "LLMC_COMM_CHILD";     // environment: "rank world page listener port key"
 
 // What the ranks of a local job and their launcher share.
@@ -43,7 +42,7 @@ struct CommPage {
     std::atomic<unsigned> forwarded;            // a bit for each signal that the launcher has passed on
     std::atomic<int64_t> step[kCommMaxLocal];
 };
-static_assert(std::atomic<int64_t>::is_always_lock_free, "a lock in shared memory would be another's");
+static_assert(std::atomic<int64_t>::is_always_lock_free, "a lock would not be shared between processes");
 
 static inline CommPage* comm_map_page(int fd) {
     void* p = mmap(nullptr, sizeof(CommPage), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -60,35 +59,35 @@ static inline uint64_t comm_random_key() {
 
 struct CommChild { int rank, world, page, listener, port; unsigned long long key; };
 
-// False: this process is not a launcher's. The variable stays, for die() before comm_start needs it.
+// False: no launcher started this process. The variable stays set: die() reads it until comm_start is done.
 static inline bool comm_child(CommChild* c) {
     const char* text = getenv(kCommChild);
     return text && sscanf(text, "%d %d %d %d %d %llx", &c->rank, &c->world, &c->page, &c->listener, &c->port,
-                          &c->key) == 6 && fcntl(c->page, F_GETFD) >= 0;   // else someone else's variable
+                          &c->key) == 6 && fcntl(c->page, F_GETFD) >= 0;    // else an ancestor was the rank
 }
 
 // ---- the launcher ----
 
 struct CommLaunch {
-    std::vector<pid_t> pids;                    // 0: has ended
+    std::vector<pid_t> pids;                    // by rank; 0: has ended
     CommPage* page;
-    sigset_t awaited, before;                   // signals; ranks begin with the mask of before
-    int code;                                   // exit code of the first that failed
-    std::string killed;                         // what to say if that one could not, and nobody else did
-    bool killing;                               // from now on the launcher itself kills
+    sigset_t awaited, before;                   // signals that the launcher handles; the ranks' first mask
+    int code;                                   // exit code of the first rank that failed
+    std::string killed;                         // message, if that rank was killed and no rank prints one
+    bool killing;                               // the launcher has begun to kill ranks
 };
 
 static inline void comm_kill_all(const CommLaunch& l) {
     for (pid_t pid : l.pids) { if (pid > 0) { kill(pid, SIGKILL); } }
 }
 
-// Between fork and exec only what a signal handler may call: other threads may hold any lock.
+// Between fork and exec only async-signal-safe calls are allowed: other threads may have held any lock.
 __attribute__((noreturn)) static inline void comm_child_exec(const CommLaunch& l, const CommChild& c,
                                                              pid_t parent, char** argv) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
-    if (getppid() != parent) { _exit(EXIT_FAILURE); }       // it is gone already
+    if (getppid() != parent) { _exit(EXIT_FAILURE); }       // the launcher ended before the prctl
     setpgid(0, 0);                              // a terminal's Ctrl-C reaches the launcher only
-    signal(SIGTTOU, SIG_IGN);                   // printing from the background is all right (stty tostop)
+    signal(SIGTTOU, SIG_IGN);                   // printing must not stop a background process (stty tostop)
     signal(SIGTTIN, SIG_IGN);
     sigprocmask(SIG_SETMASK, &l.before, nullptr);
     fcntl(c.page, F_SETFD, 0);
@@ -122,12 +121,12 @@ static inline void comm_rank_ended(CommLaunch* l, int rank, int status) {
     const int code = by_signal ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
     const pid_t pid = l->pids[rank];
     l->pids[rank] = 0;
-    // A rank that a signal ended failed before those that noticed, in whatever order they end.
+    // A rank killed by a signal is the cause, even if ranks that noticed its death ended earlier.
     const bool first = l->code == 0 || (by_signal && l->killed.empty() && !l->killing);
     if (code == 0 || !first) { return; }
     l->code = code;
-    // A rank that the user's own signal ended is no failure to report. Ranks that saw rank 0 die wait for
-    // this flag.
+    // A rank ended by a signal that the launcher passed on is no failure to report. Ranks that saw rank 0 die
+    // wait for this flag.
     if (code > 128 && code < 160 && (l->page->forwarded >> (code - 128) & 1)) { l->page->spoken = 1; }
     if (by_signal) {
         l->killed = format("rank %d (pid %d) was ended by signal %d (%s)", rank, (int)pid, WTERMSIG(status),
@@ -135,7 +134,7 @@ static inline void comm_rank_ended(CommLaunch* l, int rank, int status) {
     }
 }
 
-// Until the last rank is gone.
+// Passes signals on and waits until the last rank is gone.
 static inline void comm_wait_ranks(CommLaunch* l) {
     double kill_at = 0;
     for (size_t alive = l->pids.size(); alive > 0;) {
@@ -164,7 +163,7 @@ static inline void comm_wait_ranks(CommLaunch* l) {
             l->code = EXIT_FAILURE;
         }
         l->killing = true;
-        comm_kill_all(*l);                      // SIGKILL ends those that are stopped, too
+        comm_kill_all(*l);                      // SIGKILL also ends stopped ranks
         kill_at = comm_now() + 1;
     }
 }
@@ -183,11 +182,11 @@ __attribute__((noreturn)) static inline void comm_launch(int world, char** argv)
     sigemptyset(&l.awaited);
     for (int number : {SIGCHLD, SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2}) {
         struct sigaction action;
-        sigaction(number, nullptr, &action);    // nohup: what is ignored stays so everywhere
+        sigaction(number, nullptr, &action);    // nohup: an ignored signal stays ignored in all ranks
         if (action.sa_handler != SIG_IGN) { sigaddset(&l.awaited, number); }
     }
     sigprocmask(SIG_BLOCK, &l.awaited, &l.before);
-    // All ranks together use this machine's cores once.
+    // The ranks share this machine's cores.
     cpu_set_t cores;
     const int count = sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
     setenv("OMP_NUM_THREADS", std::to_string(std::max(1, count / world)).c_str(), 0);
@@ -198,7 +197,7 @@ __attribute__((noreturn)) static inline void comm_launch(int world, char** argv)
     if (!l.killed.empty() && l.page->spoken.exchange(1) == 0) {
         fprintf(stderr, "error: %s\n", l.killed.c_str());
     }
-    _exit(l.code);                              // the ranks have printed all there is; nothing here waits
+    _exit(l.code);                              // the launcher has nothing left to print
 }
 
 #endif  // LLMC_COMM_LAUNCH_H

@@ -2,16 +2,16 @@
 Connections between the ranks of a job: whole messages, hellos, TCP. Host only.
 
     int port, listener = comm_listen(address, &port);       // rank 0, or its launcher
-    comm_gather(&job, listener, key, limit_s, where);       // rank 0: all have come
-    comm_join(&job, limit_s, where, addresses);             // the others
+    comm_gather(&job, listener, key, limit_s, where);       // rank 0: returns when all ranks have come
+    comm_join(&job, limit_s, where, addresses);             // the other ranks
 
 Rank 0 is the hub: every other rank has two connections to it, one for the watchdogs (control) and one for the
 main threads (data). Rank 0 listens until all have come, and never again. A rank's first message is a hello
 with the job's key. Rank 0 closes any other connection without an answer.
 
 The key tells jobs apart. It is no secret and nothing is encrypted: like NCCL and torchrun, a job trusts its
-network. A message from the network can at worst end this process: none names a process to kill, or a size to
-allocate unchecked.
+network. A message from the network can at worst end this process. It never names a process to kill or a size
+to allocate unchecked.
 */
 #ifndef LLMC_COMM_NET_H
 #define LLMC_COMM_NET_H
@@ -38,7 +38,7 @@ allocate unchecked.
 
 static const int kCommMaxWorld = 4096;
 
-static inline double comm_now() {               // seconds; a machine's sleep does not count
+static inline double comm_now() {               // seconds; the machine's suspended time does not count
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
@@ -80,7 +80,7 @@ static inline bool comm_write(int fd, const void* data, size_t bytes, double dea
 
 // ---- who is who ----
 
-// The first message on every connection. Fixed size, so that a stranger can only send too little or garbage.
+// The first message on every connection. Its size is fixed: a stranger can only send too little or garbage.
 struct CommHello {
     char magic[8];
     uint64_t key;
@@ -88,7 +88,7 @@ struct CommHello {
     char host[64];
 };
 static const char kCommMagic[8] = {'l', 'l', 'm', 'c', 'j', 'o', 'b', '2'};
-// Rank 0's answer to a hello. When all ranks have come, it sends its own hello; if it has given up, zeros.
+// Rank 0's answer to a hello. When all ranks have come, rank 0 sends its own hello; if it gives up, zeros.
 static const char kCommKnown[8] = {'y', 'o', 'u', ' ', 'f', 'i', 't', '2'};
 
 struct CommPeer { int control, data; CommHello who; };
@@ -97,8 +97,8 @@ struct CommPage;
 struct CommJob {
     int rank = 0, world = 1;
     bool mpi = false;
-    CommPage* page = nullptr;                   // of a local job
-    std::vector<CommPeer> peers;                // rank 0: by rank, itself first; the others: rank 0 only
+    CommPage* page = nullptr;                   // only in a job that a launcher started
+    std::vector<CommPeer> peers;                // on rank 0: all ranks; on the others: rank 0 only
 };
 
 static inline CommHello comm_hello(const CommJob& job) {
@@ -142,10 +142,10 @@ static inline CommAddress comm_parse_server(const std::string& text, int port, u
     return a;
 }
 
-// A listening socket and its port. It keeps to the loopback only if the host is written as such an address:
-// /etc/hosts often maps a host's own name to 127.0.1.1.
+// Returns a listening socket and its port. Only localhost, ::1 and 127.* bind to the loopback: the host's name
+// does not, because /etc/hosts often maps it to 127.0.1.1.
 static inline int comm_listen(const CommAddress& a, int* port) {
-    std::vector<std::string> hosts = {"::", "0.0.0.0"};     // both families at once; without IPv6
+    std::vector<std::string> hosts = {"::", "0.0.0.0"};     // "::" serves both families; else IPv4 alone
     if (a.host == "localhost") { hosts = {"127.0.0.1"}; }
     if (a.host == "::1" || a.host.compare(0, 4, "127.") == 0) { hosts = {a.host}; }
     int error = EADDRNOTAVAIL;
@@ -162,14 +162,14 @@ static inline int comm_listen(const CommAddress& a, int* port) {
         if (!error && listen(fd, 512) != 0) { error = errno; }
         freeaddrinfo(found);
         if (!error) {
-            struct sockaddr_in6 self = {};      // IPv4 has its port at the same place
+            struct sockaddr_in6 self = {};      // sockaddr_in has its port at the same offset
             socklen_t size = sizeof(self);
             getsockname(fd, (struct sockaddr*)&self, &size);
             *port = ntohs(self.sin6_port);
             return fd;
         }
         if (fd >= 0) { close(fd); }
-        if (error == EADDRINUSE) { break; }     // of IPv6 and IPv4 alike
+        if (error == EADDRINUSE) { break; }     // a taken port is taken for both families
     }
     die("rank 0 cannot listen on port %s: %s\nhint: another job may use it; choose another, -ps HOST:PORT",
         a.port.c_str(), strerror(error));
@@ -190,7 +190,7 @@ static inline int comm_connect(const CommAddress& a, double limit, std::string* 
         const double left = std::max(0.1, limit - comm_now());
         const struct timeval wait = {(time_t)left, (suseconds_t)(left * 1e6) % 1000000}, any = {};
         setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-        setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &wait, sizeof(wait));      // connect's, too
+        setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &wait, sizeof(wait));       // limits connect
         if (connect(fd, f->ai_addr, f->ai_addrlen) != 0) {
             *why = strerror(errno == EINPROGRESS ? ETIMEDOUT : errno);
             close(fd);
@@ -211,8 +211,8 @@ static const char kCommApart[] = "jobs that share a port or a folder need differ
 // A connection whose hello is not whole yet.
 struct CommPending { int fd; double limit; };
 
-// Takes or closes the connection; returns false while its hello is incomplete. *note: what the error adds if
-// some ranks never come.
+// Takes or closes a connection. Returns false while its hello is incomplete. *note is added to the error
+// message if some ranks never come.
 static inline bool comm_receive(CommJob* job, const CommPending& p, uint64_t key, std::string* note) {
     CommHello h;
     const ssize_t n = recv(p.fd, &h, sizeof(h), MSG_PEEK | MSG_DONTWAIT);
@@ -237,7 +237,7 @@ static inline bool comm_receive(CommJob* job, const CommPending& p, uint64_t key
     return true;
 }
 
-static inline bool comm_has_come(CommPeer* peer) {      // and has not left since
+static inline bool comm_has_come(CommPeer* peer) {      // false again if the rank has left since
     struct pollfd p = {peer->control, POLLIN, 0};
     if (peer->control >= 0 && poll(&p, 1, 0) == 1) {
         close(peer->control);
@@ -247,7 +247,7 @@ static inline bool comm_has_come(CommPeer* peer) {      // and has not left sinc
     return peer->control >= 0 && peer->data >= 0;
 }
 
-// Rank 0 takes two descriptors for each other rank, some for strangers at its port, and 128 for the rest.
+// Rank 0 needs two descriptors per rank, kCommStrangers for unknown connections, and 128 for all else.
 static const size_t kCommStrangers = 64;
 static inline void comm_need_files(int world) {
     struct rlimit files;
@@ -261,8 +261,8 @@ static inline void comm_need_files(int world) {
     setrlimit(RLIMIT_NOFILE, &files);
 }
 
-// Accepts waiting connections. One without a hello is closed after five seconds, or when it is the oldest of
-// more than kCommStrangers.
+// Accepts waiting connections. A connection without a hello is closed after five seconds, or earlier if it is
+// the oldest of more than kCommStrangers.
 static inline void comm_accept(int listener, std::vector<CommPending>* pending) {
     for (size_t i = 0; i < kCommStrangers; i++) {
         const int fd = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
@@ -308,7 +308,7 @@ static inline void comm_gather(CommJob* job, int listener, uint64_t key, int lim
     close(listener);
     if (!file.empty()) { unlink(file.c_str()); }
     const CommHello welcome = left ? CommHello{} : job->peers[0].who;
-    for (const CommPeer& p : job->peers) {      // the watchdog reports who is gone
+    for (const CommPeer& p : job->peers) {      // write errors are ignored: the watchdog reports dead ranks
         if (p.control >= 0) { comm_write(p.control, &welcome, sizeof(welcome), comm_now() + 5); }
     }
     if (left == 0) { return; }
@@ -319,8 +319,8 @@ static inline void comm_gather(CommJob* job, int listener, uint64_t key, int lim
 
 // ---- the others look for rank 0 ----
 
-// Connects and says hello; -1 if rank 0 does not answer now. If nobody listens, the system may give this end
-// the very port that it calls. The socket then reads its own hello, which is no answer.
+// Connects and says hello; returns -1 if rank 0 does not answer now. If nobody listens, TCP may connect a
+// socket to itself. It then reads its own hello, which differs from kCommKnown.
 static inline int comm_try(const CommAddress& a, CommHello hello, int link, double deadline,
                            std::string* why) {
     const double limit = std::min(deadline, comm_now() + 3);
@@ -338,7 +338,7 @@ static inline int comm_try(const CommAddress& a, CommHello hello, int link, doub
     return -1;
 }
 
-// addresses() is asked again and again: a file may be an earlier run's, or not there yet.
+// Calls addresses() before each attempt: the rendezvous file may not exist yet, or be an earlier run's.
 static inline void comm_join(CommJob* job, int limit_s, const std::string& where,
                              const std::function<std::vector<CommAddress>()>& addresses) {
     const double deadline = comm_now() + limit_s;
@@ -349,7 +349,7 @@ static inline void comm_join(CommJob* job, int limit_s, const std::string& where
             const int control = comm_try(a, comm_hello(*job), 0, deadline, &why);
             if (control < 0) { continue; }
             const int data = comm_try(a, comm_hello(*job), 1, deadline, &why);
-            // rank 0's limit may end a little later, and its message says more
+            // Rank 0's time limit may end a little later, and its message says more.
             if (data >= 0 && comm_read(control, &hub, sizeof(hub), deadline + 5)) {
                 if (hub.magic[0] == '\0') { _exit(EXIT_FAILURE); }
                 hub.host[sizeof(hub.host) - 1] = '\0';

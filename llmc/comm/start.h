@@ -4,13 +4,13 @@ How the processes of a job find each other. Host only; with USE_MPI also by MPI.
     CommJob job;
     comm_find(&job, options, argv);             // job.rank, job.world, connections: see llmc/comm/net.h
 
-Where rank 0 listens, the others learn
+The other ranks learn where rank 0 listens
     --gpus N   from their launcher, llmc/comm/launch.h
-    tcp        from -ps HOST[:PORT]; or by themselves under SLURM and torchrun
+    tcp        from -ps HOST[:PORT], or from the environment under SLURM and torchrun
     fs         from a file in a folder that all see
     mpi        by MPI_Bcast
-The job's key is random, except with tcp: there it is a hash of LLMC_JOB_ID (else the scheduler's job id) and
-the user's number. It separates jobs that meet by accident. The network between the hosts is trusted.
+The job's key is random. Only with tcp it is a hash of LLMC_JOB_ID (else the scheduler's job id) and the user
+id. It separates jobs that meet by accident.
 */
 #ifndef LLMC_COMM_START_H
 #define LLMC_COMM_START_H
@@ -32,14 +32,14 @@ the user's number. It separates jobs that meet by accident. The network between 
 #include "net.h"            // gives: CommJob, comm_gather, comm_join
 
 struct CommOptions {
-    int gpus = 0;                               // start so many local ranks; 0: as the program was started
+    int gpus = 0;                               // local ranks to start; 0: none
     const char *init = "auto", *server = "", *folder = "";
     int processes = 0, process = -1, per_node = 0;  // 0, -1, 0: not given
     int start_timeout_s = 120;
 };
 
 static const int kCommPort = 29547;
-static int comm_early_rank = -1;                // of a job that is starting, once it is known
+static int comm_early_rank = -1;                // this rank while the job is starting; -1: not known yet
 
 // ---- the scheduler's environment ----
 
@@ -59,7 +59,7 @@ static inline CommForeign comm_foreign() {
         {"srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"},
         {"srun", "SLURM_PROCID", "SLURM_NTASKS"},
     };
-    // A batch script itself is told of all the tasks that it may start, and is not one of them.
+    // A SLURM batch script sees the number of tasks that it may start, but is none of them.
     const char* kind = getenv("ENVIRONMENT");
     const bool step = getenv("SLURM_STEP_NODELIST") || getenv("SLURM_STEP_ID");
     const bool batch = !step && kind && strcmp(kind, "BATCH") == 0;
@@ -105,13 +105,13 @@ static inline std::string comm_first_host(const std::string& list) {
 }
 
 // ---- where rank 0 is, as text: the file of fs, the broadcast of mpi ----
-// The magic word, key, port, addresses, and "end". Loopback comes last: on another host it is that host's.
+// The text is: magic word, key, port, addresses, "end". Loopback comes last: elsewhere it leads nowhere.
 
 static inline std::string comm_describe(uint64_t key, int port) {
     std::string text = format("%.8s %llx %d", kCommMagic, (unsigned long long)key, port);
     struct ifaddrs* all = nullptr;
     if (getifaddrs(&all) != 0) { all = nullptr; }
-    int count = 0;                              // the text fits into 4096 bytes
+    int count = 0;                              // at most 16 addresses: the text has to fit into 4096 bytes
     for (struct ifaddrs* a = all; a && count < 16; a = a->ifa_next) {
         char name[256];
         if (!a->ifa_addr || !(a->ifa_flags & IFF_UP) || (a->ifa_flags & IFF_LOOPBACK)) { continue; }
@@ -149,7 +149,7 @@ static inline bool comm_is_own(int fd, struct stat* st) {
 }
 
 static inline std::string comm_read_meeting(const CommOptions& o) {     // "" unless it is this user's own
-    if (DIR* dir = opendir(o.folder)) { closedir(dir); }    // NFS asks its server what is new
+    if (DIR* dir = opendir(o.folder)) { closedir(dir); }    // refreshes NFS's cached listing
     const int fd = open(comm_meeting_file(o).c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
     struct stat st;
     char buffer[8192];
@@ -158,12 +158,12 @@ static inline std::string comm_read_meeting(const CommOptions& o) {     // "" un
     return n > 0 ? std::string(buffer, (size_t)n) : "";
 }
 
-// Rank 0 locks its file, so a file that a killed job left is free. Returns the descriptor.
+// Rank 0 locks its file, so the next job can take over the file of a killed one. Returns the descriptor.
 static inline int comm_write_meeting(const CommOptions& o, const std::string& text) {
     const std::string path = comm_meeting_file(o);
     struct stat st;
     int fd;
-    do {                                        // again if another job has just removed it
+    do {                                        // again if another job has removed the file meanwhile
         fd = open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0600);
         if (fd < 0) { die("cannot create '%s': %s", path.c_str(), strerror(errno)); }
         if (flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
@@ -228,7 +228,7 @@ static inline void comm_find_mpi(CommJob* job, const CommOptions& o) {
 }
 #endif
 
-// A rank of this machine's launcher, which started all of them a moment ago.
+// For a rank that a launcher of this machine started.
 static int comm_local_start_s = 20;             // tests lower it
 static inline void comm_find_local(CommJob* job, const CommChild& child, const CommOptions& o) {
     job->rank = child.rank;
@@ -281,7 +281,7 @@ static inline void comm_contradictions(const CommOptions& o, const CommForeign& 
     }
 }
 
-// Where rank 0 is under srun and torchrun, unless -ps says it.
+// Rank 0's address: from -ps, or from the environment of srun or torchrun.
 static inline CommAddress comm_foreign_server(const CommOptions& o, const CommForeign& f) {
     const uint64_t key = comm_tcp_key();
     std::string host;
@@ -291,7 +291,7 @@ static inline CommAddress comm_foreign_server(const CommOptions& o, const CommFo
         if (!list) { list = getenv("SLURM_JOB_NODELIST"); }
         host = comm_first_host(list ? list : "");
         const char* id = getenv("SLURM_JOB_ID");
-        if (id) { port = 20000 + (int)(strtoll(id, nullptr, 10) % 10000); }     // below the ports of clients
+        if (id) { port = 20000 + (int)(strtoll(id, nullptr, 10) % 10000); }     // below the ephemeral ports
     } else if (comm_is(f.name, "torchrun")) {
         const char* master = getenv("MASTER_ADDR");
         const char* given = getenv("MASTER_PORT");

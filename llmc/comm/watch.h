@@ -3,14 +3,14 @@ If one rank of a job fails, all ranks end: one message for the whole job, exit c
 
     comm_state = state;                             // llmc/comm/comm.h does this when all ranks are there
     state->watchdog = std::thread(comm_watch);
-    comm_progress(step);                            // the main thread, in each step
-    comm_patience(600);                             // and before what may take long, until the next progress
+    comm_progress(step);                            // the main thread calls this in each step
+    comm_patience(600);                             // allows 600 s until the next comm_progress
 
 Each rank has a watchdog thread. It sends a heartbeat over the control link every second, with the step and
 whether the main thread makes progress. Rank 0 watches all, the others watch rank 0. A rank that dies, is
-stopped, stands still or calls die() ends the whole job, and rank 0 says why. If rank 0 itself fails, the last
-rank says so: it is on another host if there are several. Each rank ends itself. A stopped rank does so when
-it continues, unless its launcher has killed it.
+stopped, stands still or calls die() ends the whole job, and rank 0 prints the reason. If rank 0 itself fails,
+the last rank prints it: in a job of several hosts, it is on another host. Each rank ends itself. A stopped
+rank ends when it continues, unless its launcher has killed it.
 */
 #ifndef LLMC_COMM_WATCH_H
 #define LLMC_COMM_WATCH_H
@@ -28,19 +28,20 @@ it continues, unless its launcher has killed it.
 #include "net.h"            // gives: CommJob, comm_wait_fd
 #include "start.h"          // gives: comm_foreign, comm_early_rank
 
-// Set by the CUDA side. health: NCCL's asynchronous error or "", asked by the watchdog every second. abort:
-// ncclCommAbort, called once before the process ends on a failure; if it hangs, the end comes all the same.
+// Set by the CUDA side. comm_health returns NCCL's asynchronous error or ""; the watchdog calls it every
+// second. comm_abort is ncclCommAbort, called once before a failed process ends. If it hangs, the process
+// ends after comm_limits.abort seconds.
 static std::string (*comm_health)() = nullptr;
 static void (*comm_abort)() = nullptr;
 
 // Seconds; tests lower them.
 static struct {
     double beat = 1;                // between heartbeats
-    double silence = 10;            // without one: stopped or unreachable
-    double still = 20;              // without progress, or still_factor times the longest step
+    double silence = 10;            // without a heartbeat: the rank is stopped or unreachable
+    double still = 20;              // without progress, or still_factor times the longest step if longer
     double still_factor = 10;
-    double first = 600;             // until the first step is over: loading, compiling, warming up
-    double health = 2;              // an NCCL error waits so long for the death that it may come from
+    double first = 600;             // for the first step: loading, compiling, warming up
+    double health = 2;              // after an NCCL error: a rank's death that caused it is reported instead
     double abort = 3;               // for comm_abort and printing
 } comm_limits;
 
@@ -48,49 +49,48 @@ static struct {
 
 enum : int64_t { kCommBeat = 1, kCommBye, kCommError, kCommEnd };
 
-// On control links, all of one size: none is allocated.
+// All messages on control links have this size: nothing is allocated.
 struct CommMessage {
     int64_t word, step;
     uint64_t progress, calls;       // comm_progress and collectives so far
-    double still;                   // seconds without progress, if that is too long; else 0
-    int64_t waiting;                // the main thread waits for other ranks
-    char text[1200];                // of an error
+    double still;                   // seconds without progress; 0 while within the limit
+    int64_t waiting;                // 1: the main thread waits for other ranks
+    char text[1200];                // the error's message
 };
 
-struct CommSeen {                   // what the watchdog knows of a peer; `last` of this process too
+struct CommSeen {                   // a peer as the watchdog sees it; rank 0's own entry has only `last`
     double heard = 0;
     bool closed = false, bye = false;
     CommMessage last = {kCommBeat, -1, 0, 0, 0, 0, ""};
 };
 
-// Never freed: threads may look at it until the process is gone.
+// Never freed: threads may use it until the process is gone.
 struct CommState {
     CommJob job;
     std::vector<CommSeen> seen;     // like job.peers
     std::thread watchdog;
-    std::mutex sending;             // on control links
-    int wake = -1;                  // eventfd: the watchdog shall look at `over`
-    std::atomic<bool> over{false};  // comm_end has come through
+    std::mutex sending;             // held while a message is sent on a control link
+    int wake = -1;                  // eventfd that wakes the watchdog to look at `over`
+    std::atomic<bool> over{false};  // set by comm_end
     std::atomic<int> byes{0};
     std::atomic<int64_t> step{-1};
     std::atomic<uint64_t> progress{0}, calls{0};
     std::atomic<int> waiting{0};
-    std::atomic<double> since{0}, allowed{0};   // last progress, and how long after it all is well
+    std::atomic<double> since{0}, allowed{0};   // time of the last progress; seconds allowed after it
     std::atomic<bool> patient{false};
-    double longest = 0;             // between two comm_progress
+    double longest = 0;             // longest time between two comm_progress
     int64_t first_step = 0;
 };
-static CommState* comm_state = nullptr;         // of a job of several ranks
-static std::atomic<int> comm_spoken{0};         // where no page is shared
+static CommState* comm_state = nullptr;         // null in a process that was started alone
+static std::atomic<int> comm_spoken{0};         // replaces page->spoken in a job without a launcher
 
-// True for the one that prints the job's message.
+// Returns true once: the caller that gets it prints the job's error message.
 static inline bool comm_claim() {
     CommPage* page = comm_state ? comm_state->job.page : nullptr;
     return (page ? page->spoken : comm_spoken).exchange(1) == 0;
 }
 
-// Marks the main thread as waiting for other ranks: a standstill is then not its fault. The collectives use
-// this, and code that waits for NCCL may.
+// While one lives, the main thread waits for other ranks and is not blamed for a standstill.
 struct CommWait {
     CommWait() { if (comm_state) { comm_state->waiting++; } }
     ~CommWait() { if (comm_state) { comm_state->waiting--; } }
@@ -106,7 +106,7 @@ static inline void comm_progress(int64_t step) {
     s->patient = false;
     s->since = now;
     if (s->progress++ == 0) { s->first_step = step; }
-    // Several calls may belong to the first step, and none of them tells how long its longest part takes.
+    // The first step is slow and may call this several times, so its times say nothing about later steps.
     s->allowed = step <= s->first_step ? comm_limits.first
                                        : std::max(comm_limits.still, comm_limits.still_factor * s->longest);
 }
@@ -118,9 +118,8 @@ static inline void comm_patience(double seconds) {
     s->allowed = std::max(s->allowed.load(), comm_now() - s->since + seconds);
 }
 
-// A disk that stalls is no reason to give the job up: while one of these lives, its rank may wait for files.
-// One may live within another.
-constexpr double kDiskPatience = 3600;          // seconds; a group of tensors has no longer way to the disk
+// A stalled disk must not end the job: while one of these lives, its rank may wait for files. They may nest.
+constexpr double kDiskPatience = 3600;          // seconds for a group of tensors
 struct DiskWait {
     inline static int depth = 0;
     const int64_t step;
@@ -148,18 +147,18 @@ static inline void comm_send(int peer, int64_t word, const std::string& text = "
     CommMessage m = comm_message(word);
     snprintf(m.text, sizeof(m.text), "%s", text.c_str());
     std::lock_guard<std::mutex> lock(s->sending);
-    // A message is cut short only if the peer has read nothing for minutes.
+    // The send buffer holds minutes of messages: only a peer that reads nothing for so long loses some.
     send(s->job.peers[peer].control, &m, sizeof(m), MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
-// Ends the process at the latest then, whatever the thread that calls this meets on its way.
+// Ends the process after this time, even if the calling thread hangs.
 static inline void comm_end_within(double seconds) {
     try {
         std::thread([seconds] { usleep((useconds_t)(seconds * 1e6)); _exit(EXIT_FAILURE); }).detach();
-    } catch (...) {}                            // no thread is left: the caller ends soon
+    } catch (...) {}                            // no thread could be started
 }
 
-// stdout may be locked by a thread that is stuck, or a pipe that nobody reads.
+// Flushes stdout, unless a stuck thread has locked it or it is a pipe that nobody reads.
 static inline void comm_flush() {
     struct pollfd p = {STDOUT_FILENO, POLLOUT, 0};
     if (poll(&p, 1, 1000) == 1 && ftrylockfile(stdout) == 0) {
@@ -168,8 +167,8 @@ static inline void comm_flush() {
     }
 }
 
-// Until the others have seen our last message and closed, or a second has passed: a socket that is closed
-// with something unread in it may take back what it has sent.
+// Waits until the peers have closed their ends, a second at most. Closing a socket with unread data would
+// reset the connection, and the peer might lose our last message.
 static inline void comm_drain() {
     const double limit = comm_now() + 1;
     for (const CommPeer& p : comm_state->job.peers) {
@@ -180,8 +179,7 @@ static inline void comm_drain() {
     }
 }
 
-// The failed end of this rank, from any thread. text: what to print if nobody has said anything; "" is
-// silent.
+// Ends this rank after a failure, from any thread. text is printed if no rank has printed an error; "" never.
 __attribute__((noreturn)) static inline void comm_fail(const std::string& text) {
     static std::atomic<bool> failing(false);
     CommState* s = comm_state;
@@ -196,15 +194,15 @@ __attribute__((noreturn)) static inline void comm_fail(const std::string& text) 
     atomic_remove_parts();
     if (comm_abort) { comm_abort(); }
     comm_drain();
-    atomic_last_parts();                        // also of a thread that has just begun to save
+    atomic_last_parts();                        // another thread may just have begun to save
     _exit(EXIT_FAILURE);
 }
 
-// die() of a started job, in any thread: rank 0 speaks for all.
+// die_report after comm_start, in any thread: rank 0 prints for all.
 static inline bool comm_report(const char* text) {
     CommState* s = comm_state;
     const std::string named = s->job.rank == 0 ? text : format("rank %d: %s", s->job.rank, text);
-    if (s->over) {                              // the others may be gone
+    if (s->over) {                              // the other ranks may be gone
         if (!comm_claim()) { return true; }
         fflush(stdout);
         fprintf(stderr, "error: %s\n", named.c_str());
@@ -213,13 +211,13 @@ static inline bool comm_report(const char* text) {
     if (s->job.rank != 0) {
         comm_send(0, kCommError, named);
         atomic_remove_parts();
-        usleep((useconds_t)(comm_limits.abort * 1e6));      // at rank 0's word the watchdog ends it all
+        usleep((useconds_t)(comm_limits.abort * 1e6));      // our watchdog ends us at rank 0's kCommEnd
     }
     comm_fail(named);
 }
 
-// die() before the job has started. All ranks will often fail alike, so those of a scheduler's job give
-// rank 0 time to say it, and the scheduler to end them.
+// die_report before comm_start is done. Often all ranks fail for one reason, so the others give rank 0 time
+// to print it, and a scheduler time to end them.
 static inline bool comm_report_early(const char* text) {
     CommChild child;
     const bool local = comm_child(&child);
@@ -249,7 +247,7 @@ static inline std::string comm_say(int rank, const std::string& what) {
                   what.c_str(), last.c_str());
 }
 
-// All that has come, without waiting.
+// Reads all waiting messages of a peer, without blocking.
 static inline void comm_receive_control(int peer) {
     CommState* s = comm_state;
     CommSeen& seen = s->seen[peer];
@@ -272,9 +270,9 @@ static inline std::string comm_silent() {
     return format("is stopped or unreachable: no sign of life for %.0f s", comm_limits.silence);
 }
 
-// Rank 0 looks for the rank that holds up the others; -1: none. It is the one with the least progress of
-// those that do not wait, or of all if all wait. While it is within its time, nobody is late: rank 0 may
-// write a long sample while the others, which have done less, wait for it.
+// Returns the rank that holds up the others, or -1. It has made the least progress of all ranks that do not
+// wait, or of all ranks if all wait. While this rank is within its limit, none is blamed: rank 0 may write a
+// long sample while ranks with less progress wait for it.
 static inline int comm_slowest() {
     CommState* s = comm_state;
     int slowest = -1;
@@ -299,7 +297,7 @@ static inline void comm_judge_ranks() {
         if (s->seen[r].bye || now - s->seen[r].heard < comm_limits.silence) { continue; }
         comm_fail(comm_say(r, comm_silent()));
     }
-    // Reports of the others are up to a beat old, so the verdict must hold for 2.5 beats.
+    // Heartbeats are up to a beat old, so a suspect must stay the slowest for 2.5 beats.
     static int suspect = -1;
     static double suspect_since;
     const int r = comm_slowest();
@@ -308,7 +306,7 @@ static inline void comm_judge_ranks() {
     comm_fail(comm_say(r, format("makes no progress for %.0f s", s->seen[r].last.still)));
 }
 
-// The others watch rank 0. If it is gone, the last rank says so, and they give it time for that.
+// Watches rank 0. If it is gone, the last rank prints that, and the others give it time to do so.
 static inline void comm_judge_hub() {
     CommState* s = comm_state;
     static double gone_since;
@@ -317,8 +315,8 @@ static inline void comm_judge_hub() {
     const bool silent = now - hub.heard > comm_limits.silence;
     if (hub.bye || (!hub.closed && !silent)) { gone_since = 0; return; }
     if (gone_since == 0) { gone_since = now; }
-    // If a signal was passed on, the launcher may know that it ended rank 0, and is given time to say so; an
-    // mpirun may want to end us, too.
+    // If the launcher has passed on a signal that ended rank 0, it sets page->spoken: it gets time for that.
+    // mpirun gets time to end this rank itself.
     const bool speaks = s->job.rank == s->job.world - 1;
     const double first = s->job.page && s->job.page->forwarded ? 0.6 * kCommGrace : 0.3;
     if (now - gone_since < first + (speaks ? 0 : 1.2)) { return; }
@@ -357,7 +355,7 @@ static inline void comm_watch() {
             s->since = now;
         }
         looked = now;
-        // Rank 0 waits for the reader of what it prints (less, Ctrl-S): that is no failure.
+        // Rank 0 may block on printing (less, Ctrl-S). That is no failure.
         struct pollfd out = {STDOUT_FILENO, POLLOUT, 0};
         if (me == 0 && poll(&out, 1, 0) == 0) { s->since = now; }
         for (int i = 0; i < peers; i++) { if (polled[i + 1].revents) { comm_receive_control(i); } }
