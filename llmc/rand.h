@@ -132,7 +132,7 @@ struct RoundKey { uint64_t seed; uint32_t step, micro, tensor; };    // tensor: 
 
 // One 16-bit draw per element: a block of four words serves eight neighbouring elements.
 LLMC_HD static inline Rand4 round_block(const RoundKey& key, uint64_t element_div_8) {
-    // 2^36 elements need 33 bits here, so the tensor shares a counter word with them. The step enters the key.
+    // 2^36 elements need 33 bits here; the tensor shares a counter word with them. The step enters the key.
     return philox4x32((uint32_t)element_div_8, (uint32_t)(element_div_8 >> 32) | key.tensor << 8, key.micro,
                       RAND_ROUND, (uint32_t)key.seed ^ key.step * 0x9E3779B1u,
                       (uint32_t)(key.seed >> 32) + key.step);

@@ -142,8 +142,8 @@ static inline CommAddress comm_parse_server(const std::string& text, int port, u
     return a;
 }
 
-// Returns a listening socket and its port. Only localhost, ::1 and 127.* bind to the loopback: the host's name
-// does not, because /etc/hosts often maps it to 127.0.1.1.
+// Returns a listening socket and its port. Only localhost, ::1 and 127.* bind to the loopback: the host's
+// name does not, because /etc/hosts often maps it to 127.0.1.1.
 static inline int comm_listen(const CommAddress& a, int* port) {
     std::vector<std::string> hosts = {"::", "0.0.0.0"};     // "::" serves both families; else IPv4 alone
     if (a.host == "localhost") { hosts = {"127.0.0.1"}; }

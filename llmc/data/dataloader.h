@@ -1,26 +1,29 @@
 /*
-Token shards -> batches, read one batch ahead by a thread of its own. Host only.
+Token shards -> batches. A thread reads one batch ahead. Host only.
 
-A shard is 256 int32 {20240520, 1, ntokens, tokenizer, 0...}, then uint16 tokens; the data set is every shard
-that matches a glob pattern, all of one tokenizer as far as they say (0 does not). Shard s holds
-floor((ntokens_s - 1) / T) windows: window w is tokens [w*T, w*T + T], the first T are a row of inputs, the
-last T its targets. A sample is one window. Samples are numbered g = 0, 1, 2, ... for ever: place
-g % samples_per_epoch of epoch g / samples_per_epoch. Unshuffled, place i holds
-window i of all shards one after another; shuffled, window rand_permuted(seed, epoch, samples_per_epoch, i).
-A step of the job is the next world*run batches of B samples; rank r has `run` of them in a row, from number
-r*run on. So row b of its batch j = 0 .. run-1, in the step that begins at position p, is sample
-p + (r*run + j)*B + b, and the next step begins at p + world*run*B; each batch adds world*B to the position.
+A shard is 256 int32 {20240520, 1, ntokens, tokenizer, 0...}, then uint16 tokens. The data set is every shard
+that matches a glob pattern. All shards that name a tokenizer must name the same one; 0 names none.
 
-Hence every sample of an epoch is seen once, by one rank, and what a step holds depends on B*world*run alone.
-Between two steps position is all there is to save, and any position is a good one to seek: a step begins
-there. A batch that meets the end of an epoch goes on in the next one: who wants each row once (validation)
-takes the first samples_per_epoch - p rows of the batch at p; the others are the epoch's first again.
+A sample is a window of T+1 tokens: the first T are a row of inputs, the last T are its targets. Window w of a
+shard is its tokens [w*T, w*T + T], so the shard has floor((ntokens - 1) / T) windows. Samples are numbered
+g = 0, 1, 2, ... for ever: sample g is number i = g % samples_per_epoch of epoch g / samples_per_epoch.
+Unshuffled, this is window i of all shards one after another. Shuffled, it is window
+rand_permuted(seed, epoch, samples_per_epoch, i).
+
+A step of the job takes the next world*run batches of B samples. Rank r takes `run` consecutive batches, from
+batch r*run on. So in the step that begins at position p, row b of the rank's batch j is sample
+p + (r*run + j)*B + b. Each batch adds world*B to the position.
+
+Hence one rank sees each sample of an epoch once, and the samples of a step depend only on B*world*run. Between
+two steps the position is all that has to be saved, and a step can begin at any position. A batch at the end of
+an epoch continues in the next one. To see each row once, validation takes only the first
+samples_per_epoch - p rows of the batch at p.
 
     DataLoader loader;
     dataloader_init(&loader, "data/train_*.bin", B, T, true, seed, V, {rank, world, run});
     dataloader_next(&loader);               // loader.inputs, loader.targets: (B,T), valid until the next call
     int64_t position = loader.position;     // save this ...
-    dataloader_seek(&loader, position);     // ... and the next batch is the one that would have come
+    dataloader_seek(&loader, position);     // ... and the next batch is the same again
     dataloader_free(&loader);
 */
 #ifndef LLMC_DATA_DATALOADER_H
@@ -54,18 +57,18 @@ static const int64_t kShardHeaderBytes = 256 * 4;
 struct DataShard {
     std::string path;
     int64_t tokens, windows;
-    uint32_t tokenizer;                     // a TokenizerId of tokenizer.h; 0: it does not say
-    dev_t device;                           // with inode: which file it is, whatever its path
+    uint32_t tokenizer;                     // a TokenizerId of tokenizer.h; 0: not known
+    dev_t device;                           // device and inode identify the file under any path
     ino_t inode;
 };
 
-// Shuffled rows come from anywhere, so several shards stay open; fewer than a process may open (256 or more).
+// Shuffled rows come from all shards, so many stay open. A process may open at least 256 files.
 static const int64_t kOpenShards = 100;
 
 struct OpenShard { int64_t shard; int fd; };    // fd -1: none
 
-// What the thread works on. It lives on the heap, where exit() tears nothing down: die() may end the process
-// while the thread is in the middle of a read.
+// The thread's data. They are on the heap, where exit() destroys nothing: die() may end the process while the
+// thread reads.
 struct DataPrefetch {
     std::vector<DataShard> shards;          // sorted by path
     int64_t samples_per_epoch;
@@ -73,9 +76,9 @@ struct DataPrefetch {
     bool shuffle;
     uint64_t seed;
 
-    std::vector<int64_t> first_window;      // of each shard, among all windows
-    // of the thread alone
-    OpenShard open[kOpenShards];            // shard s has place s % kOpenShards
+    std::vector<int64_t> first_window;      // per shard: number of its first window among all windows
+    // only the thread uses these
+    OpenShard open[kOpenShards];            // shard s uses entry s % kOpenShards
     std::vector<uint16_t> window;           // (T+1)
 
     // guarded by the mutex: at most one request, written by the caller, answered by the thread
@@ -85,20 +88,20 @@ struct DataPrefetch {
     int64_t first_row;                      // request: samples first_row .. first_row + B - 1 ...
     int slot;                               // ... into this buffer; the caller owns the other one
     std::vector<int> inputs[2], targets[2]; // (B,T)
-    std::string error;                      // why the request failed; "": it did not
+    std::string error;                      // of the last request; "": none
     std::thread thread;
 };
 
-// Which part of each step is this process's; {}: all of it.
+// This process's part of each step; {}: all of it.
 struct DataShare { int rank = 0, world = 1, run = 1; };
 
 struct DataLoader {
     const int* inputs;                      // (B,T)
     const int* targets;                     // (B,T)
-    int64_t position;                       // of the batch the next call returns, in samples of all ranks
+    int64_t position;                       // of the next batch, in samples of all ranks
     int64_t samples_per_epoch;              // over all ranks
-    int64_t tokens;                         // in all shards, the tails that fill no window included
-    uint32_t tokenizer;                     // that the shards name; 0: none does
+    int64_t tokens;                         // in all shards, with the tails that fill no window
+    uint32_t tokenizer;                     // named by the shards; 0: none names one
     int B, T;
     DataShare share;
     int batch;                              // number of the next batch within its step, 0 .. share.run-1
@@ -112,7 +115,7 @@ static inline std::string data_shard_open(DataShard* shard, int* fd) {
     const char* path = shard->path.c_str();
     const char* hint = "hint: `make tokenize`, then `build/tokenize FILE -o NAME` makes shards of a text; or "
                        "name other files with -i and -j";
-    *fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);    // a pipe is refused below, not waited for
+    *fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);    // does not block on a pipe, refused below
     if (*fd < 0) { return format("cannot open '%s': %s", path, strerror(errno)); }
     struct stat st;
     if (fstat(*fd, &st) != 0) { return format("cannot read '%s': %s", path, strerror(errno)); }
@@ -133,7 +136,7 @@ static inline std::string data_shard_open(DataShard* shard, int* fd) {
         return format("'%s' is a token shard of version %d, only version %d can be read\n%s", path, header[1],
                       kShardVersion, hint);
     }
-    // The header's field holds the low 32 bits of the count; above 2^31 - 1 tokens only the size can tell it.
+    // The header holds the low 32 bits of the count. Above 2^31 - 1 tokens the file size gives the count.
     long long stored = (bytes - kShardHeaderBytes) / 2, claimed = header[2];
     bool wraps = stored > INT32_MAX;
     if (bytes % 2 != 0 || (wraps ? (uint32_t)claimed != (uint32_t)stored : claimed != stored)) {
@@ -149,7 +152,7 @@ static inline std::string data_shard_open(DataShard* shard, int* fd) {
     return "";
 }
 
-// All files of the pattern, by name; a file that really has that name needs no pattern.
+// The files that match the pattern, sorted. A file whose name is the pattern itself comes alone.
 static inline std::vector<std::string> data_glob(const char* pattern) {
     if (file_size(pattern) >= 0) { return {pattern}; }
     glob_t found;
@@ -161,7 +164,7 @@ static inline std::vector<std::string> data_glob(const char* pattern) {
     }
     std::vector<std::string> paths(found.gl_pathv, found.gl_pathv + found.gl_pathc);
     globfree(&found);
-    std::sort(paths.begin(), paths.end());      // by bytes: the same order under every locale
+    std::sort(paths.begin(), paths.end());      // by bytes, so the locale does not matter
     return paths;
 }
 
@@ -170,9 +173,9 @@ static inline std::vector<std::string> data_glob(const char* pattern) {
 static inline void data_locate(const DataPrefetch* p, int64_t sample, int64_t* shard, int64_t* window) {
     const int64_t n = p->samples_per_epoch, epoch = sample / n;
     int64_t i = sample % n;
-    // Epochs 2^32 apart share an order
+    // Epochs 2^32 apart share an order.
     if (p->shuffle) { i = (int64_t)rand_permuted(p->seed, (uint32_t)epoch, (uint64_t)n, (uint64_t)i); }
-    // The last shard that starts at or before window i: one without windows starts with its successor.
+    // The last shard that starts at or before window i. A shard without windows starts with its successor.
     auto after = std::upper_bound(p->first_window.begin(), p->first_window.end(), i);
     *shard = after - p->first_window.begin() - 1;
     *window = i - p->first_window[(size_t)*shard];
@@ -180,21 +183,21 @@ static inline void data_locate(const DataPrefetch* p, int64_t sample, int64_t* s
 
 // ---- reading ----
 
-// The open file of shard s. Returns the error, or "".
+// Opens shard s unless it is open. Returns the error, or "".
 static inline std::string data_shard_file(DataPrefetch* p, int64_t s, int* fd) {
-    OpenShard* place = &p->open[s % kOpenShards];
-    if (place->fd < 0 || place->shard != s) {
-        if (place->fd >= 0) { close(place->fd); }
-        place->fd = -1;
+    OpenShard* file = &p->open[s % kOpenShards];
+    if (file->fd < 0 || file->shard != s) {
+        if (file->fd >= 0) { close(file->fd); }
+        file->fd = -1;
         DataShard now = p->shards[(size_t)s];
-        std::string error = data_shard_open(&now, &place->fd);
+        std::string error = data_shard_open(&now, &file->fd);
         if (!error.empty()) { return error; }
         if (now.tokens != p->shards[(size_t)s].tokens) {
             return format("'%s' changed while it was in use", now.path.c_str());
         }
-        place->shard = s;
+        file->shard = s;
     }
-    *fd = place->fd;
+    *fd = file->fd;
     return "";
 }
 
@@ -255,8 +258,8 @@ static inline void data_thread(DataPrefetch* p) {
     }
 }
 
-// The sample that the next batch begins with. Each batch of this step has moved position by one of every
-// rank's, but the rank's own follow each other.
+// The first sample of the next batch. Each batch of this step has moved position by a batch of every rank, but
+// this rank's batches follow each other.
 static inline int64_t data_first_row(const DataLoader* loader) {
     const DataShare& share = loader->share;
     const int64_t step_began = loader->position - (int64_t)loader->batch * share.world * loader->B;
@@ -272,7 +275,7 @@ static inline void data_request(DataLoader* loader) {       // the mutex is held
 
 // ---- the loader ----
 
-// Ids of two tokenizers in one data set would be noise: an error that names both files.
+// Dies if this shard names another tokenizer than an earlier one.
 static inline void data_same_tokenizer(DataLoader* loader, const DataShard& shard) {
     if (shard.tokenizer && loader->tokenizer && shard.tokenizer != loader->tokenizer) {
         const DataShard* first = nullptr;
@@ -318,7 +321,7 @@ static inline void dataloader_init(DataLoader* loader, const char* pattern, int 
     p->vocab = vocab;
     p->shuffle = shuffle;
     p->seed = seed;
-    for (OpenShard& place : p->open) { place = {-1, -1}; }
+    for (OpenShard& file : p->open) { file = {-1, -1}; }
     p->window.resize((size_t)T + 1);
     for (int slot = 0; slot < 2; slot++) {
         p->inputs[slot].resize((size_t)B * (size_t)T);
@@ -330,7 +333,7 @@ static inline void dataloader_init(DataLoader* loader, const char* pattern, int 
         die("cannot start the thread that reads the data: %s\nhint: give the program more memory or more "
             "threads (ulimit -a)", e.what());
     }
-    // A wrong first batch is an error now, before a run begins
+    // An error in the first batch is reported here, before the run begins.
     std::unique_lock<std::mutex> lock(p->mutex);
     p->changed.wait(lock, [p] { return !p->pending; });
     if (!p->error.empty()) { die("%s", p->error.c_str()); }
@@ -340,7 +343,7 @@ static inline void dataloader_next(DataLoader* loader) {
     DataPrefetch* p = loader->prefetch;
     std::unique_lock<std::mutex> lock(p->mutex);
     p->changed.wait(lock, [p] { return !p->pending; });
-    if (p->first_row != data_first_row(loader)) {           // somebody seeked
+    if (p->first_row != data_first_row(loader)) {           // after dataloader_seek
         data_request(loader);
         p->changed.wait(lock, [p] { return !p->pending; });
     }
@@ -353,14 +356,14 @@ static inline void dataloader_next(DataLoader* loader) {
     data_request(loader);
 }
 
-// A step begins there. The batch read ahead is simply not used when it is no longer the wanted one.
+// The next step begins at `position`. dataloader_next drops the batch read ahead if it is another one.
 static inline void dataloader_seek(DataLoader* loader, int64_t position) {
     assert(position >= 0);
     loader->position = position;
     loader->batch = 0;
 }
 
-// The path of a file that both loaders read, or nullptr. Validating on the training data is never meant.
+// The path of a file that both loaders read, or nullptr. Nobody validates on training data on purpose.
 static inline const char* dataloader_shared_file(const DataLoader* a, const DataLoader* b) {
     for (const DataShard& x : a->prefetch->shards) {
         for (const DataShard& y : b->prefetch->shards) {
@@ -370,8 +373,7 @@ static inline const char* dataloader_shared_file(const DataLoader* a, const Data
     return nullptr;
 }
 
-// What the data are, in one line, to be compared between ranks that read them by paths of their own. "" where
-// there are none.
+// Names and sizes of the shards in one line, "" without data. Ranks compare it: their folders may differ.
 static inline std::string dataloader_facts(const DataLoader* loader) {
     if (!loader->prefetch) { return ""; }
     std::string text = format("%lld tokens in %zu shards:", (long long)loader->tokens,
@@ -383,10 +385,10 @@ static inline std::string dataloader_facts(const DataLoader* loader) {
     return text;
 }
 
-// A checksum of each shard's header and of eight places in it, the first and the last among them: the same
-// for a copy of the shards, another one for other tokens in files of the same sizes.
+// A checksum of each shard's header and of eight parts of its tokens, the first and the last among them. It
+// tells other tokens in files of equal sizes from a copy.
 static inline std::string dataloader_sample(const DataLoader* loader) {
-    const int64_t places = 8, at_once = 4096;
+    const int64_t parts = 8, at_once = 4096;
     std::vector<char> part((size_t)at_once);
     Checksum sum;
     for (DataShard shard : loader->prefetch->shards) {
@@ -394,8 +396,8 @@ static inline std::string dataloader_sample(const DataLoader* loader) {
         const std::string error = data_shard_open(&shard, &fd);
         if (!error.empty()) { die("%s", error.c_str()); }
         const int64_t room = std::max<int64_t>(0, 2 * shard.tokens - at_once);
-        for (int64_t k = -1; k < places; k++) {
-            const int64_t at = k < 0 ? 0 : kShardHeaderBytes + room * k / (places - 1);
+        for (int64_t k = -1; k < parts; k++) {              // -1: the header
+            const int64_t at = k < 0 ? 0 : kShardHeaderBytes + room * k / (parts - 1);
             const int64_t bytes = k < 0 ? kShardHeaderBytes : at_once;
             const ssize_t got = pread(fd, part.data(), (size_t)bytes, (off_t)at);
             if (got < 0) { die("cannot read '%s': %s", shard.path.c_str(), strerror(errno)); }
@@ -415,7 +417,7 @@ static inline void dataloader_free(DataLoader* loader) {
         p->changed.notify_all();
     }
     p->thread.join();
-    for (const OpenShard& place : p->open) { if (place.fd >= 0) { close(place.fd); } }
+    for (const OpenShard& file : p->open) { if (file.fd >= 0) { close(file.fd); } }
     delete p;
     *loader = DataLoader();
 }

@@ -2,24 +2,23 @@
 Multiple-choice questions (HellaSwag, MMLU) -> batches of rows for a language model, and the score. Host only.
 
 A file is 256 int32 {20240522, 1, questions, bytes of the longest question, tokenizer, 0...}, then each
-question as uint16: 65535, its bytes (all of it), its number, the number of the right completion, how many
-completions (4), then the context and each completion: a count, and so many tokens. (Others leave 0 for the
-tokenizer: they do not say.) The whole file is read and checked before anything is made of it.
+question as uint16: 65535, the bytes of the whole question, its number, the number of the right completion,
+the number of completions (4), then the context and each completion as a count and its tokens. A tokenizer of
+0 is not known. The whole file is read and checked first.
 
-A question is four rows: the context and one completion each. The model reads a row without its last token,
-and what counts are the losses of the completion's tokens: the completion with the lowest sum is the answer
-that `acc` counts, the one with the lowest mean that of `acc_norm`. The first of several equal ones is taken.
-A row with more than T + 1 tokens loses its beginning. Completions of a question that the model reads as equal
-share one row: computed at two places of a batch, their losses could differ in the last bit.
+A question has four rows, each the context and one completion. The model reads a row without its last token.
+Only the losses of the completion's tokens count. `acc` takes the completion with the lowest sum as the
+answer, `acc_norm` the one with the lowest mean; the first of several equal ones. A row of more than T + 1
+tokens loses its beginning. Completions of a question that look equal to the model share one row: at two
+positions of a batch their losses could differ in the last bit.
 
-Rows differ much in length, so those of one padded length (positions, rounded up to a multiple of 32, at most
-T) make batches of their own, as many as fit into B*T positions: HellaSwag costs about an eighth of what rows
-of 1024 would. The model looks back only, so what stands behind a row's end changes nothing in it. Batches are
-the same whoever computes them: ranks take turns. The LM head and the loss are for the completions' tokens
-alone: the places in a batch whose next token is one, about a quarter of all with HellaSwag's lengths.
+Rows differ much in length. A batch has rows of one padded length (a multiple of 32, at most T), as many as fit
+into B*T positions, so HellaSwag costs an eighth of rows of 1024. Attention is causal, so padding behind a row
+changes nothing in it. The batches do not depend on the number of ranks: the ranks take turns. The LM head and
+the loss are computed only for positions whose next token belongs to a completion, a quarter in HellaSwag.
 
     EvalSet set;
-    evalset_init(&set, "hellaswag_val.bin", V, B, T);       // dies on a file that is not right
+    evalset_init(&set, "hellaswag_val.bin", V, B, T);       // dies on a damaged file
     for (const EvalBatch& batch : set.batches) {
         int count = evalset_fill(&set, batch, inputs, places, targets);         // each (batch.rows,batch.T)
         ...                                                 // the model: losses (count)
@@ -41,6 +40,7 @@ alone: the places in a batch whose next token is one, about a quarter of all wit
 
 #include "../check.h"   // gives: die, format, fopen_check, file_size
 #include "../checksum.h" // gives: checksum
+#include "../numbers.h" // gives: round_up
 
 static const int kEvalMagic = 20240522, kEvalVersion = 1, kEvalStart = 65535;
 static const int64_t kEvalHeaderBytes = 256 * 4;
@@ -52,28 +52,28 @@ static const int64_t kEvalHead = 5, kEvalShortest = kEvalHead + 2 * (1 + kEvalCh
 static const int64_t kEvalMostQuestions = 65536, kEvalMostBytes = 65535;
 
 struct EvalQuestion {
-    int64_t context;                            // where its tokens begin among the file's words
+    int64_t context;                            // index of its first token in EvalSet.words
     int context_tokens, label;
-    int64_t choice[kEvalChoices];
+    int64_t choice[kEvalChoices];               // index of its first token in EvalSet.words
     int choice_tokens[kEvalChoices];
-    int same_as[kEvalChoices];                  // the first choice that the model reads as equal: its row
+    int same_as[kEvalChoices];                  // the first choice that looks equal to the model
 };
 
-struct EvalRow { int question, choice, positions; };    // positions: that the model reads, at most T
+struct EvalRow { int question, choice, positions; };    // positions: tokens that the model reads, at most T
 
 struct EvalBatch { int64_t first; int rows, T; };       // rows first .. first + rows - 1, of T positions each
 
 struct EvalSet {
     std::string path;
-    uint32_t tokenizer;                         // a TokenizerId of tokenizer.h; 0: it does not say
+    uint32_t tokenizer;                         // a TokenizerId of tokenizer.h; 0: not known
     int B, T;                                   // B*T positions fit into a batch
-    std::vector<uint16_t> words;                // of the file, without its header
+    std::vector<uint16_t> words;                // the file without its header
     std::vector<EvalQuestion> questions;
     std::vector<EvalRow> rows;                  // by padded length
     std::vector<EvalBatch> batches;
 };
 
-// loss: the mean over questions of the right completion's mean. NaN, all three, if a loss is not finite.
+// loss: the right completion's mean loss, averaged over questions. All three are NaN if a loss is not finite.
 struct EvalScore { double acc, acc_norm, loss; };
 
 // ---- the file ----
@@ -126,7 +126,7 @@ static inline std::string evalset_read(EvalSet* set, int64_t* questions, int64_t
     return error;
 }
 
-// One question, which begins at word `at`. Returns the error, or "".
+// Parses the question that begins at word `at`. Returns the error, or "".
 static inline std::string evalset_question(const EvalSet* set, int64_t at, int64_t number, int64_t longest,
                                            int V, EvalQuestion* q) {
     const uint16_t* words = set->words.data();
@@ -153,27 +153,27 @@ static inline std::string evalset_question(const EvalSet* set, int64_t at, int64
                       kEvalChoices - 1);
     }
     q->label = head[3];
-    int64_t place = kEvalHead;
+    int64_t i = kEvalHead;
     for (int part = 0; part <= kEvalChoices; part++) {
-        const int tokens = place < size ? head[place] : 0;
-        if (tokens < 1 || place + 1 + tokens > size) {
+        const int tokens = i < size ? head[i] : 0;
+        if (tokens < 1 || i + 1 + tokens > size) {
             return format("%s: %s %d has %d tokens, 1 to %lld are possible", where.c_str(),
                           part ? "completion" : "context", part ? part - 1 : 0, tokens,
-                          (long long)std::max<int64_t>(0, size - place - 1));
+                          (long long)std::max<int64_t>(0, size - i - 1));
         }
-        place++;
+        i++;
         for (int t = 0; t < tokens; t++) {
-            if (head[place + t] < V) { continue; }
+            if (head[i + t] < V) { continue; }
             return format("%s has the token id %d, but the model's ids are 0..%d\n"
-                          "hint: choose a model with a larger V (-e)", where.c_str(), head[place + t], V - 1);
+                          "hint: choose a model with a larger V (-e)", where.c_str(), head[i + t], V - 1);
         }
-        (part ? q->choice[part - 1] : q->context) = at + place;
+        (part ? q->choice[part - 1] : q->context) = at + i;
         (part ? q->choice_tokens[part - 1] : q->context_tokens) = tokens;
-        place += tokens;
+        i += tokens;
     }
-    if (place != size) {
+    if (i != size) {
         return format("%s has %d bytes, of which its texts fill %lld", where.c_str(), head[1],
-                      (long long)(2 * place));
+                      (long long)(2 * i));
     }
     return "";
 }
@@ -197,7 +197,7 @@ static inline std::string evalset_questions(EvalSet* set, int V) {
 
 // ---- rows and batches ----
 
-// Token i of a row as the model has it: its beginning may be lost.
+// Token i of a row as the model reads it, without a lost beginning.
 static inline int evalset_token(const EvalSet* set, const EvalRow& row, int i) {
     const EvalQuestion& q = set->questions[(size_t)row.question];
     const int at = q.context_tokens + q.choice_tokens[row.choice] - 1 - row.positions + i;
@@ -205,7 +205,7 @@ static inline int evalset_token(const EvalSet* set, const EvalRow& row, int i) {
                                                      : q.choice[row.choice] + at - q.context_tokens)];
 }
 
-// The first position of a row whose target belongs to the completion; the last one is the row's last.
+// The first position of a row whose target belongs to the completion. All later targets belong to it, too.
 static inline int evalset_first(const EvalSet* set, const EvalRow& row) {
     return std::max(0, row.positions - set->questions[(size_t)row.question].choice_tokens[row.choice]);
 }
@@ -219,9 +219,7 @@ static inline bool evalset_equal(const EvalSet* set, const EvalRow& a, const Eva
 }
 
 static inline void evalset_plan(EvalSet* set, int B, int T) {
-    auto padded = [T](int positions) {
-        return std::min(T, (positions + kEvalPadding - 1) / kEvalPadding * kEvalPadding);
-    };
+    auto padded = [T](int positions) { return std::min(T, round_up(positions, kEvalPadding)); };
     set->B = B;
     set->T = T;
     for (size_t i = 0; i < set->questions.size(); i++) {
@@ -257,8 +255,8 @@ static inline void evalset_init(EvalSet* set, const char* path, int V, int B, in
     evalset_plan(set, B, T);
 }
 
-// What the model reads, and how many of its losses count: loss i is that of targets[i] at position places[i]
-// of the batch, by rows. Behind those both are 0.
+// Fills the model's inputs and the positions whose losses count, and returns their number. Loss i is that of
+// targets[i] at position places[i] of the batch. Unused entries are 0.
 static inline int evalset_fill(const EvalSet* set, const EvalBatch& batch, int* inputs, int* places,
                                int* targets /*(rows,T) each*/) {
     const int N = batch.rows * batch.T;
@@ -267,7 +265,7 @@ static inline int evalset_fill(const EvalSet* set, const EvalBatch& batch, int* 
         const EvalRow& row = set->rows[(size_t)(batch.first + b)];
         const int first = evalset_first(set, row);
         for (int t = 0; t < batch.T; t++) {
-            const bool live = t < row.positions;        // behind it: any token does
+            const bool live = t < row.positions;        // any token serves as padding
             inputs[b * batch.T + t] = live ? evalset_token(set, row, t) : 0;
             if (!live || t < first) { continue; }
             places[count] = b * batch.T + t;
@@ -279,7 +277,7 @@ static inline int evalset_fill(const EvalSet* set, const EvalBatch& batch, int* 
     return count;
 }
 
-// The losses of each row's completion, added up in order.
+// Adds up the losses of each row's completion, in order.
 static inline void evalset_sum(const EvalSet* set, const EvalBatch& batch, const float* losses,
                                double* sums /*(rows)*/) {
     for (int b = 0; b < batch.rows; b++) {
@@ -297,7 +295,7 @@ static inline EvalScore evalset_score(const EvalSet* set, const std::vector<doub
     for (size_t i = 0; i < set->rows.size(); i++) {
         const EvalRow& row = set->rows[i];
         const size_t at = (size_t)row.question * kEvalChoices + (size_t)row.choice;
-        if (!isfinite(sums[i])) { return {NAN, NAN, NAN}; }     // comparisons with NaN would choose silently
+        if (!isfinite(sums[i])) { return {NAN, NAN, NAN}; }     // the minimum of NaN would be some choice
         sum[at] = sums[i];
         mean[at] = sums[i] / (row.positions - evalset_first(set, row));
     }
@@ -322,14 +320,13 @@ static inline int64_t evalset_positions(const EvalSet* set) {
     return all;
 }
 
-static inline int evalset_most_rows(const EvalSet* set) {       // of a batch
+static inline int evalset_most_rows(const EvalSet* set) {       // rows of the largest batch
     int most = 0;
     for (const EvalBatch& batch : set->batches) { most = std::max(most, batch.rows); }
     return most;
 }
 
-// What the questions are, to be compared between ranks that read them by paths of their own. "": there are
-// none.
+// The questions in one line, "" without questions. Ranks compare it: their paths may differ.
 static inline std::string evalset_facts(const EvalSet* set) {
     if (set->questions.empty()) { return ""; }
     return format("%zu questions, checksum %016llx", set->questions.size(),

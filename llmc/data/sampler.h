@@ -1,17 +1,16 @@
 /*
-Draws the next token from a row of logits; a pure function of its arguments: the caller brings the random
-number, so the same seed gives the same text.
+Draws the next token from a row of logits. The caller brings the random number, so a seed determines the text.
 
     double coin = rand_unit(seed, RAND_SAMPLE, id, position);
     int token = sample_token(logits, V, {0.8f, 40, 0.95f}, coin);       // temperature, top-k, top-p
 
-Temperature 0 takes the most likely token. Tokens rank by their logit, of equal ones the lower id first. Of
-the first top_k (0: of all), top_p keeps the shortest beginning that holds this part of their probability; the
-draw is among those. A logit of +inf wins over all finite ones, NaN is never drawn.
+Temperature 0 takes the most likely token. Otherwise tokens rank by their logit, the lower id first among equal
+ones. The first top_k tokens stay (0: all). Of these, the shortest beginning stays that holds the part top_p of
+their probability, and the token is drawn from it. A logit of +inf beats all finite ones; NaN is never drawn.
 
-The GPU draws by the same definition (sample_tokens, train_gpt2.cu) and takes the same token. So a token's
-weight, its probability beside the likeliest token's, is computed in steps that both sides round alike, and is
-a whole number: sums of such do not depend on their order.
+The GPU (sample_tokens, train_gpt2.cu) takes the same token. So both sides compute a token's weight, its
+probability relative to the likeliest token, in steps that round alike. Weights are whole numbers, whose sum
+does not depend on the order.
 */
 #ifndef LLMC_DATA_SAMPLER_H
 #define LLMC_DATA_SAMPLER_H
@@ -32,9 +31,8 @@ struct Sampling {
     float top_p;            // 1: all
 };
 
-// e^x * 2^40 for x <= 0, down to 0 for what is less than 1. e^x = 2^n * e^r with |r| <= ln 2 / 2, where the
-// Taylor series to r^7 is exact to float rounding. Every product is in an fmaf or by a power of two, so no
-// compiler has anything to contract.
+// floor(e^x * 2^40) for x <= 0. e^x = 2^n * e^r with |r| <= ln 2 / 2, where the Taylor series to r^7 is exact
+// to float rounding. Every product is in an fmaf or by a power of two, so a compiler cannot contract any.
 constexpr uint64_t kFullWeight = (uint64_t)1 << 40;
 LLMC_HD static inline uint64_t sample_exp(float x) {
     if (!(x > -28.0f)) { return 0; }                    // e^-28 * 2^40 < 1
@@ -55,12 +53,12 @@ LLMC_HD static inline uint64_t sample_exp(float x) {
     return (uint64_t)(series * power);
 }
 
-// NaN has none, the largest logit all of it: of two +inf the difference would be NaN.
+// The largest logit is handled apart because inf - inf is NaN. A NaN logit weighs 0.
 LLMC_HD static inline uint64_t sample_weight(float x, float largest, float temperature) {
     return x == largest ? kFullWeight : sample_exp((x - largest) / temperature);
 }
 
-// How much weight the tokens that top_p keeps must have, and where the coin falls within what they have.
+// sample_kept: the weight that the tokens kept by top_p must reach. sample_target: where the coin falls in it.
 LLMC_HD static inline uint64_t sample_kept(uint64_t total, float top_p) {
     const uint64_t kept = (uint64_t)((double)top_p * (double)total);
     return kept < 1 ? 1 : kept > total ? total : kept;
@@ -78,9 +76,9 @@ static inline int sample_token(const float* logits /*(V)*/, int V, const Samplin
     }
     if (best < 0 || s.temperature == 0.0f || s.top_k == 1) { return best; }
 
-    // the k-th largest logit is the threshold; of those equal to it only the first few ids still fit
+    // the k-th largest logit is the threshold; only the first at_threshold ids equal to it may be drawn
     float threshold = -INFINITY;
-    int at_threshold = V;                               // how many logits equal to the threshold may be drawn
+    int at_threshold = V;
     if (s.top_k > 0 && s.top_k < V) {
         std::vector<float> sorted(logits, logits + V);
         for (float& x : sorted) { x = isnan(x) ? -INFINITY : x; }
@@ -99,7 +97,7 @@ static inline int sample_token(const float* logits /*(V)*/, int V, const Samplin
     }
 
     if (s.top_p < 1.0f) {
-        std::vector<int> heap;                          // the first in rank on top
+        std::vector<int> heap;                          // the highest rank on top
         for (int i = 0; i < V; i++) { if (weights[i] > 0) { heap.push_back(i); } }
         auto behind = [&](int a, int b) { return logits[a] != logits[b] ? logits[a] < logits[b] : a > b; };
         std::make_heap(heap.begin(), heap.end(), behind);
@@ -116,7 +114,7 @@ static inline int sample_token(const float* logits /*(V)*/, int V, const Samplin
 
     const uint64_t target = sample_target(total, coin);
     uint64_t sum = 0;
-    for (int i = 0; i < V; i++) {                       // the id whose part holds the target
+    for (int i = 0; i < V; i++) {
         sum += weights[i];
         if (sum > target) { return i; }
     }

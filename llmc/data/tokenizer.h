@@ -8,17 +8,15 @@ GPT-2's byte-level BPE, text to token ids and back, and the byte tokenizer (V=25
     for (uint32_t id : ids) { fputs(tokenizer_decode(&tok, id).c_str(), stdout); }
     tokenizer_free(&tok);
 
-A Tokenizer does not change after init: threads share one, each with a TokenizerCache of its own when there is
-much text.
+A Tokenizer does not change after init, so threads share one. For much text, each brings a TokenizerCache.
 
 Encoding has two steps. The text is cut into pieces by GPT-2's pattern, here a scanner written by hand:
     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
-Then the bytes of each piece are merged: of all neighbouring pairs that together are a token, the one with the
-lowest id becomes that token (the leftmost, if several are equal), until no pair is left. On valid UTF-8 the
-ids are those of tiktoken's encode_ordinary. A byte that is not part of a well-formed UTF-8 sequence (no
-overlong forms, no surrogates) counts as one character of class other, like the U+FFFD a lossy reader would
-put there; its id keeps the byte, so every string of bytes comes back exactly. Nothing in the text becomes the
-end-of-text token: that is the caller's to add.
+Then the bytes of each piece are merged. As long as two neighbours together form a token, the pair whose token
+has the lowest id is replaced by that token; among equal pairs, the leftmost. On valid UTF-8 the ids are those
+of tiktoken's encode_ordinary. A byte outside any well-formed UTF-8 sequence (no overlong forms, no surrogates)
+counts as one character of class other, like U+FFFD. Its id keeps the byte, so every string of bytes decodes
+exactly. No text becomes the end-of-text token: the caller adds it.
 */
 #ifndef LLMC_DATA_TOKENIZER_H
 #define LLMC_DATA_TOKENIZER_H
@@ -43,15 +41,15 @@ static const uint32_t kTokenizerMagic = 20240328, kTokenizerVersion = 2;
 static const uint32_t kGpt2Merges = 50000, kGpt2Eot = 256 + kGpt2Merges;
 static const uint32_t kNoMerge = 0xFFFFFFFFu;       // above any id, so "lowest id" needs no special case
 
-// What token shards say of themselves in word 3 of their header, the one after the count (tokenize writes it,
-// --decode goes by it). Zero, as in llm.c's shards and in our older ones, says nothing and is accepted.
+// Word 3 of a shard's header, after the count: tokenize writes it, and --decode reads it. llm.c's shards hold 0,
+// which is accepted.
 enum TokenizerId : uint32_t { TOKENIZER_UNKNOWN = 0, TOKENIZER_GPT2 = 1, TOKENIZER_BYTES = 2 };
 
 struct Tokenizer {
-    TokenizerId id;                     //            unknown if the vocabulary came from elsewhere
-    std::vector<std::string> bytes;     // (V)        what each id stands for
-    size_t longest;                     //            bytes of the longest one
-    uint32_t eot;                       //            goes before every document: 50256; for bytes 0
+    TokenizerId id;                     //            unknown if the vocabulary is not the repository's
+    std::vector<std::string> bytes;     // (V)        the bytes of each token
+    size_t longest;                     //            bytes of the longest token
+    uint32_t eot;                       //            goes before every document: 50256, or byte 0
     uint16_t byte_id[256];              //            the id of each single byte
     std::vector<uint64_t> pairs;        // (2^k)      hash table: left << 48 | right << 32 | merged; ~0: free
     int pair_shift;                     //            a 32-bit hash >> pair_shift is a slot
@@ -60,7 +58,7 @@ struct Tokenizer {
 
 // ---- tables ----
 
-// Where the pair is in the hash table, or where it would go.
+// The pair's slot in the hash table, or the free slot where it belongs.
 static inline size_t tokenizer_pair_slot(const Tokenizer* tok, uint32_t left, uint32_t right) {
     uint32_t key = left << 16 | right;
     size_t mask = tok->pairs.size() - 1;
@@ -69,13 +67,13 @@ static inline size_t tokenizer_pair_slot(const Tokenizer* tok, uint32_t left, ui
     return slot;
 }
 
-// The token that left and right make together, or kNoMerge (the low half of a free slot).
+// The token that left and right form, or kNoMerge (the low half of a free slot).
 static inline uint32_t tokenizer_pair(const Tokenizer* tok, uint32_t left, uint32_t right) {
     return (uint32_t)tok->pairs[tokenizer_pair_slot(tok, left, right)];
 }
 
-// Everything that follows from tok->bytes and tok->eot. A pair merges whenever its bytes are a token,
-// whichever pair the vocabulary lists for that token: this is tiktoken's rule.
+// Fills all fields that follow from tok->bytes and tok->eot. As in tiktoken, a pair merges whenever its bytes
+// are a token, even if the vocabulary lists another pair for that token.
 static inline void tokenizer_build(Tokenizer* tok, const char* path) {
     size_t V = tok->bytes.size();
     std::unordered_map<std::string_view, uint32_t> ids;
@@ -86,7 +84,7 @@ static inline void tokenizer_build(Tokenizer* tok, const char* path) {
             tok->byte_id[(uint8_t)tok->bytes[id][0]] = (uint16_t)id;
             byte_seen[(uint8_t)tok->bytes[id][0]] = true;
         }
-        if (id == tok->eot && V > 256) { continue; }        // text never merges into it
+        if (id == tok->eot && V > 256) { continue; }        // text never merges into end of text
         if (!ids.emplace(tok->bytes[id], (uint32_t)id).second) {
             die("'%s' has the same token twice: id %zu\nhint: the file is damaged", path, id);
         }
@@ -124,7 +122,7 @@ static inline void tokenizer_free(Tokenizer* tok) { *tok = Tokenizer(); }
 
 // ---- characters and pieces ----
 
-// The code point at s[0], its bytes in *width; -1 with width 1 where no well-formed UTF-8 sequence begins.
+// The code point at s[0], its bytes in *width. If no well-formed UTF-8 sequence begins there: -1 and width 1.
 // len >= 1.
 static inline int32_t utf8_decode(const uint8_t* s, size_t len, size_t* width) {
     uint32_t lead = s[0];
@@ -148,7 +146,7 @@ static inline CharClass tokenizer_class(const Tokenizer* tok, const uint8_t* s, 
     return cp < 0 ? CHAR_OTHER : (CharClass)tok->char_class[(size_t)cp];
 }
 
-// End of the run of characters of one class that begins at i.
+// End of the run of characters of class `kind` that begins at i.
 static inline size_t tokenizer_run(const Tokenizer* tok, const uint8_t* s, size_t i, size_t len,
                                    CharClass kind) {
     size_t width;
@@ -169,8 +167,7 @@ static inline size_t tokenizer_piece(const Tokenizer* tok, const uint8_t* s, siz
     CharClass kind = tokenizer_class(tok, s + skip, len - skip, &width);
     if (kind != CHAR_SPACE) { return tokenizer_run(tok, s, skip + width, len, kind); }
 
-    // White space: all of it at the end of the text, else all but its last character, which is left for the
-    // next word.
+    // White space at the end of the text is one piece. Elsewhere its last character is left for the next word.
     size_t end = 0, last = 0;
     while (end < len && tokenizer_class(tok, s + end, len - end, &width) == CHAR_SPACE) {
         last = end;
@@ -179,26 +176,25 @@ static inline size_t tokenizer_piece(const Tokenizer* tok, const uint8_t* s, siz
     return end == len || last == 0 ? end : last;
 }
 
-// True if a piece is certain to begin at position i: white space after something else. Text cut there and
-// encoded in parts gives the ids of the whole, because every part ends in a character that is not white
-// space.
+// True if a piece surely begins at position i: white space after another character. Parts cut at such positions
+// encode to the ids of the whole text.
 static inline bool tokenizer_can_cut(const Tokenizer* tok, const char* text, size_t len, size_t i) {
     const uint8_t* s = (const uint8_t*)text;
     if (i == 0 || i >= len || s[i] >= 0x80 || tok->char_class[s[i]] != CHAR_SPACE) { return false; }
     size_t back = 1, width;         // to the first byte of the character before i
     while (back < 4 && back < i && (s[i - back] & 0xC0) == 0x80) { back++; }
     CharClass before = tokenizer_class(tok, s + i - back, back, &width);
-    return width != back || before != CHAR_SPACE;       // width != back: a broken sequence, class other
+    return width != back || before != CHAR_SPACE;       // width != back: malformed UTF-8, class other
 }
 
 // ---- merging ----
 
-static const size_t kShortPiece = 64;   // above: a heap, n log n steps where looking through all takes n^2
+// Up to this length a search through all pairs, n^2 steps, is faster than a heap, n log n.
+static const size_t kShortPiece = 64;
 
-// Merges ids[0..n) in place, returns how many are left. n <= kShortPiece: looking through all pairs is
-// fastest.
+// Merges ids[0..n) in place and returns how many are left. n <= kShortPiece.
 static inline size_t tokenizer_merge_short(const Tokenizer* tok, uint32_t* ids, size_t n) {
-    uint32_t merged[kShortPiece];       // merged[i]: what ids[i] and ids[i+1] make; the last has no partner
+    uint32_t merged[kShortPiece];       // merged[i]: the token of ids[i] and ids[i+1]
     for (size_t i = 0; i + 1 < n; i++) { merged[i] = tokenizer_pair(tok, ids[i], ids[i + 1]); }
     merged[n - 1] = kNoMerge;
     for (;;) {
@@ -213,12 +209,12 @@ static inline size_t tokenizer_merge_short(const Tokenizer* tok, uint32_t* ids, 
     }
 }
 
-// The same for any n: a doubly linked list of what is left, and a heap of (merged id, position) ordered like
-// the search above. An entry that its neighbours have overtaken no longer equals merged[position] and is
-// dropped when it comes up.
+// Merges ids[0..n) for any n. The remaining tokens form a doubly linked list. A heap holds (merged id,
+// position), so the lowest id and then the leftmost pair come first. An entry is outdated, and dropped, if it
+// differs from merged[position].
 static inline size_t tokenizer_merge_long(const Tokenizer* tok, uint32_t* ids, size_t n) {
     std::vector<uint32_t> merged(n, kNoMerge);
-    std::vector<uint32_t> next(n), prev(n);     // n is a window's: it fits
+    std::vector<uint32_t> next(n), prev(n);     // 32 bits hold n: it is a window's length
     std::vector<uint64_t> heap;         // merged << 48 | position
     auto look = [&](size_t i) {
         merged[i] = next[i] < n ? tokenizer_pair(tok, ids[i], ids[next[i]]) : kNoMerge;
@@ -226,7 +222,7 @@ static inline size_t tokenizer_merge_long(const Tokenizer* tok, uint32_t* ids, s
     };
     for (size_t i = 0; i < n; i++) {
         next[i] = (uint32_t)i + 1;
-        prev[i] = (uint32_t)i - 1;      // of position 0: never read, see below
+        prev[i] = (uint32_t)i - 1;      // prev[0] is never read
         if (look(i)) { heap.push_back((uint64_t)merged[i] << 48 | i); }
     }
     std::make_heap(heap.begin(), heap.end(), std::greater<uint64_t>());
@@ -254,7 +250,7 @@ static inline size_t tokenizer_merge_long(const Tokenizer* tok, uint32_t* ids, s
     return left;
 }
 
-// Appends the ids of the n bytes, merged as one.
+// Appends the ids of n bytes, merged as one piece.
 static inline void tokenizer_merge(const Tokenizer* tok, const uint8_t* bytes, size_t n,
                                    std::vector<uint32_t>& out) {
     size_t start = out.size();
@@ -265,29 +261,29 @@ static inline void tokenizer_merge(const Tokenizer* tok, const uint8_t* bytes, s
     out.resize(start + left);
 }
 
-// ---- merging without an end ----
-// A merge looks at two neighbours only, so long pieces need not be merged as a whole. Call a row of tokens
-// right if merging its bytes gives just that row.
-//  1. Any part of a right row is right: nothing was merged across its two ends, and the merges inside were
-//     the ones that its bytes alone would have made, in that order.
-//  2. A row is right if every two neighbours in it are. Otherwise take the first merge that goes over an
-//     end between two tokens: up to then both had only merges of their own, so the two alone would have
-//     come to this merge as well.
-// So two right rows that overlap and have one token in common (same bytes, same place) make one right row:
-// the first up to that token, the second from there. Pieces are merged in windows joined like that.
+// ---- merging long pieces in windows ----
+// A merge looks at two neighbours only, so a long piece can be merged in overlapping windows. Call a row of
+// tokens stable if merging its bytes gives exactly this row.
+//  1. Any part of a stable row is stable. No merge crossed its two ends, so its bytes alone would have made
+//     the merges inside it, in the same order.
+//  2. A row is stable if every two neighbours in it are. Otherwise merging its bytes has a first merge across
+//     the boundary of two tokens. Until then each of the two had only merges of its own. So these two
+//     neighbours alone would have come to this merge, too, and were not stable.
+// Let two stable rows overlap and share one token (the same bytes at the same position). Then the first row up
+// to that token and the second row from there form one stable row.
 
-// Bytes that a window shares with the one before, at least, and that it adds: most are short pieces then.
-// Where this shows to be too little (a token may have 128 bytes) both grow, and shrink again later.
+// Bytes that a window shares with the window before, and bytes that it adds: most windows are short pieces
+// then. If they share no token (a token may have 128 bytes), both numbers grow, and shrink again later.
 static const size_t kOverlap = 16, kAdvance = 40;
 
-struct TokenizerRow {               // a right row of tokens, from the first byte of a piece
+struct TokenizerRow {               // a stable row of tokens, from the first byte of a piece
     std::vector<uint32_t>* ids;
     size_t first, end;              // the row is ids[first..]; the byte where it ends
-    size_t overlap;                 // that the next window tries
+    size_t overlap;                 // bytes that the next window shares with the row
 };
 
-// Goes back over the last tokens, at least `bytes` of them if there are so many. Returns the index where it
-// stops, and in *at the byte.
+// Steps back over the last tokens, at least `bytes` bytes if the row has them. Returns the index of the token
+// where it stops, and the byte where that token begins in *at.
 static inline size_t tokenizer_step_back(const Tokenizer* tok, const TokenizerRow& row, size_t bytes,
                                          size_t* at) {
     size_t i = row.ids->size();
@@ -296,7 +292,7 @@ static inline size_t tokenizer_step_back(const Tokenizer* tok, const TokenizerRo
     return i;
 }
 
-// Two rows, from index i and j, both at the same byte: moves i and j to the first token that they share, or
+// Token i of row a and token j of row b begin at the same byte. Moves i and j on to the first shared token, or
 // returns false.
 static inline bool tokenizer_common(const Tokenizer* tok, const std::vector<uint32_t>& a, size_t* i,
                                     const std::vector<uint32_t>& b, size_t* j) {
@@ -310,7 +306,7 @@ static inline bool tokenizer_common(const Tokenizer* tok, const std::vector<uint
     return false;
 }
 
-// Merges one window more of the piece's n bytes. part: room for its tokens.
+// Merges one more window of the piece's n bytes. part: scratch for its tokens.
 static inline void tokenizer_extend(const Tokenizer* tok, const uint8_t* piece, size_t n, TokenizerRow* row,
                                     std::vector<uint32_t>& part) {
     size_t end = std::min(n, row->end + row->overlap * kAdvance / kOverlap);
@@ -318,7 +314,7 @@ static inline void tokenizer_extend(const Tokenizer* tok, const uint8_t* piece, 
         size_t from, i = tokenizer_step_back(tok, *row, row->overlap, &from), j = 0;
         part.clear();
         tokenizer_merge(tok, piece + from, end - from, part);
-        bool whole = i == row->first;           // the window begins where the row does: it is the row
+        bool whole = i == row->first;           // the window begins with the row and replaces it
         if (!whole && !tokenizer_common(tok, *row->ids, &i, part, &j)) { continue; }
         row->ids->resize(i);
         row->ids->insert(row->ids->end(), part.begin() + (ptrdiff_t)j, part.end());
@@ -330,11 +326,11 @@ static inline void tokenizer_extend(const Tokenizer* tok, const uint8_t* piece, 
 
 // ---- encode, decode ----
 
-// Remembers the ids of recent short pieces: text repeats its words, so most pieces are never merged again.
+// The ids of recent short pieces: text repeats its words, so most pieces need no merging.
 struct TokenizerCache {
     static const size_t kBits = 16, kKey = 15, kIds = 7;
     struct Entry {
-        uint64_t key[2];        // the piece's bytes, then zeros; last byte: its length, 0: free
+        uint64_t key[2];        // the piece's bytes, then zeros; the last byte is its length (0: free)
         uint16_t ids[kIds], count;
     };
     std::vector<Entry> entries = std::vector<Entry>((size_t)1 << kBits, Entry());       // 2 MB
@@ -383,11 +379,11 @@ static inline void tokenizer_encode(const Tokenizer* tok, const char* text, size
     }
 }
 
-// A place inside the n bytes of a piece that goes on, nobody knows how far, where text can be cut and encoded
-// in parts whatever follows. 0: none was found.
-// No token is longer than `longest`, so one of them will end in the last `longest` bytes, at e, say, and up
-// to there the tokens will be those of these bytes alone. If for every e they have a token in common with the
-// row of all n bytes, then what comes before it is the same whatever follows.
+// `piece` holds the first n bytes of a piece whose end is not known. Returns a position where the text can be
+// cut and encoded in parts, whatever follows, or 0 if none was found.
+// No token is longer than `longest`, so in the whole piece some token ends at a byte e of the last `longest`
+// bytes. The tokens up to e are those of these bytes alone. If for every e they share a token with the row of
+// all n bytes, the tokens before it do not depend on what follows.
 static inline size_t tokenizer_cut_inside(const Tokenizer* tok, const uint8_t* piece, size_t n) {
     std::vector<uint32_t> ids, part;
     tokenizer_encode_piece(tok, piece, n, ids);
@@ -395,7 +391,7 @@ static inline size_t tokenizer_cut_inside(const Tokenizer* tok, const uint8_t* p
     size_t longest = std::max(tok->longest, (size_t)4);     // white space leaves its last character
     for (size_t back = 2 * longest; back < n / 2; back *= 2) {
         size_t cut, first = tokenizer_step_back(tok, row, back, &cut);
-        // the rest must be one piece by itself, too: not begin inside of a character, or like 's
+        // the rest must be one piece by itself: it must not begin inside a character, or like 's
         while (first > 0 && tokenizer_piece(tok, piece + cut, n - cut) != n - cut) {
             cut -= tok->bytes[ids[--first]].size();
         }
@@ -420,7 +416,7 @@ static inline const std::string& tokenizer_decode(const Tokenizer* tok, uint32_t
 
 // ---- where vocabularies come from ----
 
-// Every byte is its own id. No id is left for end of text; byte 0, which text does not hold, takes its place.
+// Every byte is its own id. Byte 0, which text does not contain, serves as end of text.
 static inline void tokenizer_init_bytes(Tokenizer* tok) {
     *tok = Tokenizer();
     tok->id = TOKENIZER_BYTES;
@@ -440,7 +436,7 @@ static inline std::string tokenizer_read_file(const char* path, const char* hint
     return data;
 }
 
-// The committed vocabulary, seen from the current folder or from the program's.
+// The repository's vocabulary, seen from the current folder or from the program's.
 static inline std::string tokenizer_default_path() {
     const std::string path = "dev/data/gpt2_bpe/vocab.bpe";
     if (file_size(path.c_str()) >= 0) { return path; }
@@ -454,12 +450,11 @@ static inline std::string tokenizer_default_path() {
     return path;
 }
 
-// GPT-2's vocabulary from its list of merges: ids 0-255 are the bytes, then one id per merge, then end of
-// text. The list writes each byte as one printable character: itself where it is printable, else U+0100,
-// U+0101, ...; the ids of the bytes follow the order of those characters. path: nullptr for the committed
-// one.
+// Reads GPT-2's list of merges; path nullptr: the repository's. Ids 0-255 are the bytes, then comes one id per
+// merge, then end of text. The list writes each byte as one printable character: a printable byte as itself,
+// the others as U+0100, U+0101, ... The ids of the bytes follow the order of these characters.
 static inline void tokenizer_init_bpe(Tokenizer* tok, const char* path) {
-    bool ours = !path || !path[0];      // of another list of merges nobody can say what its ids mean
+    bool ours = !path || !path[0];
     std::string file = ours ? tokenizer_default_path() : path;
     path = file.c_str();
     std::string data = tokenizer_read_file(path, "it is in the repository: dev/data/gpt2_bpe/vocab.bpe");
@@ -509,8 +504,8 @@ static inline std::string tokenizer_name(uint32_t id) {
          : format("tokenizer %u", id);
 }
 
-// A model with GPT-2's or the bytes' vocabulary reads no shard of another tokenizer; id is what the shards of
-// `pattern` say. Other vocabularies are nobody's, and 0 says nothing: the loader checks their ids alone.
+// Dies if the shards of `pattern` name (by `id`) another tokenizer than that of a vocabulary of V. An unknown
+// vocabulary or tokenizer passes: for these the loader only checks that the token ids are below V.
 static inline void tokenizer_check(uint32_t id, int V, const char* pattern) {
     const uint32_t wanted = V == 256 ? TOKENIZER_BYTES
                           : V == (int)kGpt2Eot + 1 ? TOKENIZER_GPT2 : TOKENIZER_UNKNOWN;
@@ -536,7 +531,7 @@ static inline void tokenizer_write(const Tokenizer* tok, const char* path) {
     atomic_commit(&out);
 }
 
-// The tokens are all it takes: merges follow from them, so what was read encodes as well.
+// The merges follow from the tokens, so a tokenizer that was read can encode.
 static inline void tokenizer_read(Tokenizer* tok, const char* path) {
     std::string data = tokenizer_read_file(path, "tokenize --write-vocab FILE makes one");
     uint32_t header[256];
