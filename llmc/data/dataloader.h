@@ -14,9 +14,9 @@ A step of the job takes the next world*run batches of B samples. Rank r takes `r
 batch r*run on. So in the step that begins at position p, row b of the rank's batch j is sample
 p + (r*run + j)*B + b. Each batch adds world*B to the position.
 
-Hence one rank sees each sample of an epoch once, and the samples of a step depend only on B*world*run. Between
-two steps the position is all that has to be saved, and a step can begin at any position. A batch at the end of
-an epoch continues in the next one. To see each row once, validation takes only the first
+Hence one rank sees each sample of an epoch once, and the samples of a step depend only on B*world*run.
+Between two steps only the position has to be saved, and a step can begin at any position. A batch at the end
+of an epoch continues in the next one. To see each row once, validation takes only the first
 samples_per_epoch - p rows of the batch at p.
 
     DataLoader loader;
@@ -220,11 +220,8 @@ static inline std::string data_read_row(DataPrefetch* p, int64_t sample, int* in
         if (n == 0) { return format("'%s' was cut short while it was in use", path); }
         got += (size_t)n;
     }
-    int largest = 0;
-    for (int t = 0; t <= T; t++) { largest = std::max(largest, (int)p->window[(size_t)t]); }
-    if (largest >= p->vocab) {
-        int t = 0;
-        while (p->window[(size_t)t] < p->vocab) { t++; }
+    for (int t = 0; t <= T; t++) {
+        if (p->window[(size_t)t] < p->vocab) { continue; }
         return format("token id %d in '%s' at byte %lld (token number %lld), but the model's ids are 0..%d\n"
                       "hint: choose a model with a larger V (-e), or tokenize the text for this one",
                       p->window[(size_t)t], path, (long long)(offset + 2 * t), (long long)(w * T + t),
@@ -258,8 +255,8 @@ static inline void data_thread(DataPrefetch* p) {
     }
 }
 
-// The first sample of the next batch. Each batch of this step has moved position by a batch of every rank, but
-// this rank's batches follow each other.
+// The first sample of the next batch. Each batch of this step has moved position by a batch of every rank,
+// but this rank's batches follow each other.
 static inline int64_t data_first_row(const DataLoader* loader) {
     const DataShare& share = loader->share;
     const int64_t step_began = loader->position - (int64_t)loader->batch * share.world * loader->B;

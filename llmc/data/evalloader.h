@@ -12,10 +12,10 @@ answer, `acc_norm` the one with the lowest mean; the first of several equal ones
 tokens loses its beginning. Completions of a question that look equal to the model share one row: at two
 positions of a batch their losses could differ in the last bit.
 
-Rows differ much in length. A batch has rows of one padded length (a multiple of 32, at most T), as many as fit
-into B*T positions, so HellaSwag costs an eighth of rows of 1024. Attention is causal, so padding behind a row
-changes nothing in it. The batches do not depend on the number of ranks: the ranks take turns. The LM head and
-the loss are computed only for positions whose next token belongs to a completion, a quarter in HellaSwag.
+Rows differ much in length. A batch has rows of one padded length (a multiple of 32, at most T), as many as
+fit into B*T positions, so HellaSwag costs an eighth of rows of 1024. Attention is causal, so padding behind a
+row changes nothing in it. The batches do not depend on the number of ranks: the ranks take turns. The LM head
+and the loss are computed only for positions whose next token belongs to a completion, a quarter in HellaSwag.
 
     EvalSet set;
     evalset_init(&set, "hellaswag_val.bin", V, B, T);       // dies on a damaged file
@@ -46,8 +46,8 @@ static const int kEvalMagic = 20240522, kEvalVersion = 1, kEvalStart = 65535;
 static const int64_t kEvalHeaderBytes = 256 * 4;
 static const int kEvalChoices = 4;
 static const int kEvalPadding = 32;             // a row's positions are rounded up to a multiple
-// In words: what stands before a question's context; a question whose five texts have a token each. Numbers
-// of questions have 16 bits, and so have their bytes.
+// In uint16 words: a question's head, and the shortest question (five texts of one token). The limits below
+// are those of 16 bits.
 static const int64_t kEvalHead = 5, kEvalShortest = kEvalHead + 2 * (1 + kEvalChoices);
 static const int64_t kEvalMostQuestions = 65536, kEvalMostBytes = 65535;
 

@@ -4,9 +4,10 @@ Draws the next token from a row of logits. The caller brings the random number, 
     double coin = rand_unit(seed, RAND_SAMPLE, id, position);
     int token = sample_token(logits, V, {0.8f, 40, 0.95f}, coin);       // temperature, top-k, top-p
 
-Temperature 0 takes the most likely token. Otherwise tokens rank by their logit, the lower id first among equal
-ones. The first top_k tokens stay (0: all). Of these, the shortest beginning stays that holds the part top_p of
-their probability, and the token is drawn from it. A logit of +inf beats all finite ones; NaN is never drawn.
+Temperature 0 takes the most likely token. Otherwise tokens rank by their logit, the lower id first among
+equal ones. The first top_k tokens stay (0: all). Of these, the shortest beginning stays that holds the part
+top_p of their probability. The token is drawn from it. A logit of +inf beats all finite ones; NaN is never
+drawn.
 
 The GPU (sample_tokens, train_gpt2.cu) takes the same token. So both sides compute a token's weight, its
 probability relative to the likeliest token, in steps that round alike. Weights are whole numbers, whose sum
@@ -58,7 +59,7 @@ LLMC_HD static inline uint64_t sample_weight(float x, float largest, float tempe
     return x == largest ? kFullWeight : sample_exp((x - largest) / temperature);
 }
 
-// sample_kept: the weight that the tokens kept by top_p must reach. sample_target: where the coin falls in it.
+// sample_kept: the weight that the tokens kept by top_p must reach. sample_target: the coin's place in it.
 LLMC_HD static inline uint64_t sample_kept(uint64_t total, float top_p) {
     const uint64_t kept = (uint64_t)((double)top_p * (double)total);
     return kept < 1 ? 1 : kept > total ? total : kept;

@@ -14,9 +14,9 @@ Encoding has two steps. The text is cut into pieces by GPT-2's pattern, here a s
     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 Then the bytes of each piece are merged. As long as two neighbours together form a token, the pair whose token
 has the lowest id is replaced by that token; among equal pairs, the leftmost. On valid UTF-8 the ids are those
-of tiktoken's encode_ordinary. A byte outside any well-formed UTF-8 sequence (no overlong forms, no surrogates)
-counts as one character of class other, like U+FFFD. Its id keeps the byte, so every string of bytes decodes
-exactly. No text becomes the end-of-text token: the caller adds it.
+of tiktoken's encode_ordinary. A byte outside any well-formed UTF-8 sequence (no overlong forms, no
+surrogates) counts as one character of class other, like U+FFFD. Its id keeps the byte, so every string of
+bytes decodes exactly. No text becomes the end-of-text token: the caller adds it.
 */
 #ifndef LLMC_DATA_TOKENIZER_H
 #define LLMC_DATA_TOKENIZER_H
@@ -41,8 +41,8 @@ static const uint32_t kTokenizerMagic = 20240328, kTokenizerVersion = 2;
 static const uint32_t kGpt2Merges = 50000, kGpt2Eot = 256 + kGpt2Merges;
 static const uint32_t kNoMerge = 0xFFFFFFFFu;       // above any id, so "lowest id" needs no special case
 
-// Word 3 of a shard's header, after the count: tokenize writes it, and --decode reads it. llm.c's shards hold 0,
-// which is accepted.
+// Word 3 of a shard's header, after the count. tokenize writes it, and --decode reads it. llm.c's shards hold
+// 0, which is accepted.
 enum TokenizerId : uint32_t { TOKENIZER_UNKNOWN = 0, TOKENIZER_GPT2 = 1, TOKENIZER_BYTES = 2 };
 
 struct Tokenizer {
@@ -176,8 +176,8 @@ static inline size_t tokenizer_piece(const Tokenizer* tok, const uint8_t* s, siz
     return end == len || last == 0 ? end : last;
 }
 
-// True if a piece surely begins at position i: white space after another character. Parts cut at such positions
-// encode to the ids of the whole text.
+// True if a piece surely begins at position i: white space after another character. Text cut at such positions
+// encodes to the ids of the whole.
 static inline bool tokenizer_can_cut(const Tokenizer* tok, const char* text, size_t len, size_t i) {
     const uint8_t* s = (const uint8_t*)text;
     if (i == 0 || i >= len || s[i] >= 0x80 || tok->char_class[s[i]] != CHAR_SPACE) { return false; }
@@ -269,8 +269,8 @@ static inline void tokenizer_merge(const Tokenizer* tok, const uint8_t* bytes, s
 //  2. A row is stable if every two neighbours in it are. Otherwise merging its bytes has a first merge across
 //     the boundary of two tokens. Until then each of the two had only merges of its own. So these two
 //     neighbours alone would have come to this merge, too, and were not stable.
-// Let two stable rows overlap and share one token (the same bytes at the same position). Then the first row up
-// to that token and the second row from there form one stable row.
+// Let two stable rows overlap and share one token (equal bytes at one position). Then the first row up to
+// that token and the second row from there form one stable row.
 
 // Bytes that a window shares with the window before, and bytes that it adds: most windows are short pieces
 // then. If they share no token (a token may have 128 bytes), both numbers grow, and shrink again later.
@@ -292,7 +292,7 @@ static inline size_t tokenizer_step_back(const Tokenizer* tok, const TokenizerRo
     return i;
 }
 
-// Token i of row a and token j of row b begin at the same byte. Moves i and j on to the first shared token, or
+// Token i of row a and token j of row b begin at one byte. Moves i and j on to the first shared token, or
 // returns false.
 static inline bool tokenizer_common(const Tokenizer* tok, const std::vector<uint32_t>& a, size_t* i,
                                     const std::vector<uint32_t>& b, size_t* j) {
@@ -450,9 +450,9 @@ static inline std::string tokenizer_default_path() {
     return path;
 }
 
-// Reads GPT-2's list of merges; path nullptr: the repository's. Ids 0-255 are the bytes, then comes one id per
-// merge, then end of text. The list writes each byte as one printable character: a printable byte as itself,
-// the others as U+0100, U+0101, ... The ids of the bytes follow the order of these characters.
+// Reads GPT-2's list of merges; path nullptr: the repository's. Ids 0-255 are the bytes, then comes one id
+// per merge, then end of text. The list writes each byte as one printable character: a printable byte as
+// itself, the others as U+0100, U+0101, ... The ids of the bytes follow the order of these characters.
 static inline void tokenizer_init_bpe(Tokenizer* tok, const char* path) {
     bool ours = !path || !path[0];
     std::string file = ours ? tokenizer_default_path() : path;

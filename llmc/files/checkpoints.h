@@ -1,21 +1,22 @@
 /*
 The checkpoints in a run's folder, and the thread that writes them. Host only.
 
-    model_00001000.bin          the model, for everybody; its header's last words may hold a checksum
-    state_00001000_00000.bin    what else a resumed run needs (state_file.h), of each rank that had some
-    DONE_00001000               comes last: names, sizes and checksums of the others
-    HALF_00001000               instead of DONE, while the others are written or removed: what a kill leaves
-                                of them may go. Files with neither have lost their DONE, and stay
+    model_00001000.bin          the model; its header may hold a checksum
+    state_00001000_00000.bin    a rank's other data for resuming (state_file.h)
+    DONE_00001000               the marker, written last: names, sizes and checksums of the files above
+    HALF_00001000               replaces DONE while the files are written or removed. After a kill, the files
+                                of a step with HALF are deleted. Files with neither are kept: they may be a
+                                copy without its DONE
 
-    for (int64_t step : checkpoint_steps(folder)) { ... }       // those with a DONE, oldest first
+    for (int64_t step : checkpoint_steps(folder)) { ... }       // steps with a DONE, oldest first
     std::vector<std::string> states;
-    std::string error = checkpoint_check(folder, step, &states);    // "": whole, up to the tensors' checksums
-    checkpoint_begin(folder, step);                     // before its files are written,
-    checkpoint_done(folder, step, states);              // and when all of them are on disk
+    std::string error = checkpoint_check(folder, step, &states);    // "": whole, except perhaps tensor data
+    checkpoint_begin(folder, step);                     // before the files are written
+    checkpoint_done(folder, step, states);              // after all of them are on disk
     checkpoint_retain(folder, step, {3, 1000, 500, {}});    // keeps the last three and each thousandth
 
     Worker* worker = worker_start();
-    worker_post(worker, [=] { ... });                   // when it is idle; one thing at a time
+    worker_post(worker, [=] { ... });                   // one job at a time
     worker_wait(worker);
 */
 #ifndef LLMC_FILES_CHECKPOINTS_H
@@ -54,7 +55,7 @@ static inline std::string checkpoint_half(const std::string& folder, int64_t ste
     return folder + format("/HALF_%08lld", (long long)step);
 }
 
-// The number between `before` and `after` in a name that has nothing else; -1: it is another name.
+// The number in a name that is `before`, digits, `after`; -1 for any other name.
 static inline int64_t checkpoint_number(const std::string& name, const char* before, const char* after) {
     const size_t b = strlen(before), a = strlen(after);
     if (name.size() <= b + a || name.compare(0, b, before) != 0 ||
@@ -73,7 +74,7 @@ static inline std::vector<std::string> folder_names(const std::string& folder) {
     return names;
 }
 
-// The step of a state's name; -1: it is another name.
+// The step in the name of a state file; -1 for any other name.
 static inline int64_t checkpoint_state_step(const std::string& name) {
     const size_t rank = name.rfind('_');
     if (rank == std::string::npos) { return -1; }
@@ -83,7 +84,7 @@ static inline int64_t checkpoint_state_step(const std::string& name) {
     return is_one ? step : -1;
 }
 
-// Oldest first. unmarked: also those that have states, but neither DONE nor HALF.
+// The steps with a DONE, oldest first. unmarked: also those with states, but neither DONE nor HALF.
 static inline std::vector<int64_t> checkpoint_steps(const std::string& folder, bool unmarked = false) {
     std::set<int64_t> steps;
     for (const std::string& name : folder_names(folder)) {
@@ -96,7 +97,7 @@ static inline std::vector<int64_t> checkpoint_steps(const std::string& folder, b
     return {steps.begin(), steps.end()};
 }
 
-// Is there a model of a finished save? Without states it is no checkpoint, but it is not to be overwritten.
+// Does the folder hold the model of a finished save? A run must not overwrite it, even without states.
 static inline bool checkpoint_has_models(const std::string& folder) {
     for (const std::string& name : folder_names(folder)) {
         const int64_t step = checkpoint_number(name, "model_", ".bin");
@@ -110,8 +111,7 @@ static inline std::string checksum_text(uint64_t sum) { return format("%016llx",
 
 // ---- the marker of a whole checkpoint ----
 
-// One line of the marker: a file's name, size and own checksum, which it has in its header. "": it cannot be
-// read.
+// One line of the marker: a file's name, its size, and the checksum in its header. "": it cannot be read.
 static inline std::string checkpoint_line(const std::string& path) {
     int header[256] = {};
     FILE* f = fopen(path.c_str(), "rb");
@@ -125,7 +125,7 @@ static inline std::string checkpoint_line(const std::string& path) {
                   (long long)file_size(path.c_str()), checksum_text(sum).c_str());
 }
 
-// Files of this step are no checkpoint from now on, until checkpoint_done. False: nothing was changed.
+// Turns DONE into HALF: the step is no checkpoint until checkpoint_done. False: nothing was changed.
 static inline bool checkpoint_begin(const std::string& folder, int64_t step) {
     const std::string half = checkpoint_half(folder, step);
     if (file_layer.rename(checkpoint_marker(folder, step).c_str(), half.c_str()) == 0) { return true; }
@@ -135,7 +135,7 @@ static inline bool checkpoint_begin(const std::string& folder, int64_t step) {
     return fd >= 0;
 }
 
-// All files of the checkpoint are on disk. Of several ranks' files some may not be seen from here.
+// Writes the marker, when all files of the checkpoint are on disk. Dies if another rank's file is not visible.
 static inline void checkpoint_done(const std::string& folder, int64_t step,
                                    const std::vector<std::string>& states) {
     std::vector<std::string> paths = {checkpoint_model(folder, step)};
@@ -156,10 +156,10 @@ static inline void checkpoint_done(const std::string& folder, int64_t step,
     unlink(checkpoint_half(folder, step).c_str());
 }
 
-constexpr int64_t kMarkerMost = 1 << 24;        // bytes; a rank's line is some 60
+constexpr int64_t kMarkerMost = 1 << 24;        // bytes; a line has about 60
 
-// The same for a checkpoint that lost its marker, as copies of *.bin do. Its states are of ranks 0, 1, 2, ...
-// and of one save; whether they hold all of each tensor is seen when they are read.
+// Checks a checkpoint without a marker (a copy of *.bin only): there must be states of ranks 0, 1, 2, ... of
+// one save. Missing parts of a tensor are found when it is read. Returns the error, or "".
 static inline std::string checkpoint_check_unmarked(const std::string& folder, int64_t step,
                                                     std::vector<std::string>* states) {
     const std::string prefix = checkpoint_state_prefix(step);
@@ -192,7 +192,7 @@ static inline std::string checkpoint_check_unmarked(const std::string& folder, i
     return "";
 }
 
-// What is wrong with a checkpoint, as far as its marker and the starts of its files can tell, or "".
+// Checks a checkpoint's marker and the starts of its files, but no tensor data. Returns the error, or "".
 static inline std::string checkpoint_check(const std::string& folder, int64_t step,
                                            std::vector<std::string>* states) {
     const std::string marker = checkpoint_marker(folder, step);
@@ -232,13 +232,13 @@ static inline std::string checkpoint_check(const std::string& folder, int64_t st
 // ---- which ones stay ----
 
 struct Retention {
-    int keep;                           // so many of the last ones; 0: all
-    int major;                          // and all whose step is a multiple of this; 0: none
-    int every;                          // the run goes back to multiples of this only; at least 1
-    std::set<int64_t> bad;              // these are none, as they were found damaged
+    int keep;                           // number of last checkpoints to keep; 0: all
+    int major;                          // keep all steps that are multiples of this; 0: none
+    int every;                          // a rewind goes back to multiples of this only; at least 1
+    std::set<int64_t> bad;              // found damaged, so they do not count
 };
 
-// A whole number that a checkpoint's first state knows; 0: it does not know it. -1: it cannot be read.
+// A whole number among the facts of a checkpoint's first state; 0: no such fact; -1: it cannot be read.
 static inline int64_t checkpoint_fact(const std::string& folder, int64_t step, const char* key) {
     StateFile file;
     if (!state_open(&file, checkpoint_state(folder, step, 0)).empty()) { return -1; }
@@ -246,12 +246,12 @@ static inline int64_t checkpoint_fact(const std::string& folder, int64_t step, c
     return text ? std::max(0ll, strtoll(text->c_str(), nullptr, 10)) : 0;
 }
 
-// Is it from before a series of skipped updates? What cannot be read may be.
+// False if the checkpoint was written within a series of skipped updates. An unreadable one counts as calm.
 static inline bool checkpoint_is_calm(const std::string& folder, int64_t step) {
     return checkpoint_fact(folder, step, "update.skipped_in_a_row") <= 0;
 }
 
-// A file that cannot be removed is named; HALF stays with it, so that the next resume tries again.
+// Warns of a file that cannot be removed. HALF then stays, so that the next resume tries again.
 static inline void checkpoint_remove(const std::string& folder, int64_t step) {
     auto failed = [](const std::string& path) {
         progress_clear();
@@ -269,9 +269,9 @@ static inline void checkpoint_remove(const std::string& folder, int64_t step) {
     if (gone) { unlink(checkpoint_half(folder, step).c_str()); }
 }
 
-// Removes what is older than the last `keep` of those up to `newest`, which has just been written and stays.
-// So does the newest one to which --on-bad-loss rewind would go back.
-// Later ones are from before a rewind; the run writes them anew when it comes there.
+// Of the checkpoints up to `newest`, which was just written, keeps the last `keep`, the major ones, and the
+// newest one to which --on-bad-loss rewind would go back. Removes the others. Checkpoints after `newest` are
+// from before a rewind: the run will overwrite them.
 static inline void checkpoint_retain(const std::string& folder, int64_t newest, const Retention& r) {
     if (r.keep == 0) { return; }
     std::vector<int64_t> steps = checkpoint_steps(folder);
@@ -287,36 +287,37 @@ static inline void checkpoint_retain(const std::string& folder, int64_t newest, 
     }
 }
 
-// Checkpoints to resume from, best last. After a rewind a smaller step may be newer: `rewinds` counts first.
-// One that cannot be read now may be the newest.
-static inline std::vector<int64_t> checkpoint_newest(const std::string& folder) {
-    std::vector<std::pair<uint64_t, int64_t>> order;        // -1 becomes the largest
-    for (int64_t step : checkpoint_steps(folder, true)) {
-        order.push_back({(uint64_t)checkpoint_fact(folder, step, "rewinds"), step});
-    }
-    std::sort(order.begin(), order.end());
+typedef std::vector<std::pair<uint64_t, int64_t>> RankedSteps;
+
+static inline std::vector<int64_t> best_last(RankedSteps ranked) {
+    std::sort(ranked.begin(), ranked.end());
     std::vector<int64_t> steps;
-    for (const auto& it : order) { steps.push_back(it.second); }
+    for (const auto& it : ranked) { steps.push_back(it.second); }
     return steps;
 }
 
-// To go back to from a series of skipped updates, best last. A checkpoint from within the series has the
-// weights of its begin, and steps would be lost. A signal may have left one between multiples of `every`: the
-// run goes back as if it were not there.
+// Checkpoints to resume from, best last. After a rewind a smaller step may be newer, so the number of rewinds
+// ranks first. An unreadable checkpoint may be the newest: its -1 becomes the largest number.
+static inline std::vector<int64_t> checkpoint_newest(const std::string& folder) {
+    RankedSteps ranked;
+    for (int64_t step : checkpoint_steps(folder, true)) {
+        ranked.push_back({(uint64_t)checkpoint_fact(folder, step, "rewinds"), step});
+    }
+    return best_last(ranked);
+}
+
+// Checkpoints to rewind to after a series of skipped updates, best last. One from within the series has the
+// weights of its beginning. A signal may have left one between multiples of `every`: it is the last choice.
 static inline std::vector<int64_t> checkpoint_before(const std::string& folder, int64_t from, int every) {
-    std::vector<std::pair<int, int64_t>> order;
+    RankedSteps ranked;
     for (int64_t step : checkpoint_steps(folder, true)) {
         if (step > from) { continue; }
-        order.push_back({2 * (step % every == 0) + checkpoint_is_calm(folder, step), step});
+        ranked.push_back({2 * (step % every == 0) + checkpoint_is_calm(folder, step), step});
     }
-    std::sort(order.begin(), order.end());
-    std::vector<int64_t> steps;
-    for (const auto& it : order) { steps.push_back(it.second); }
-    return steps;
+    return best_last(ranked);
 }
 
-// Removes what a killed run left of a save or a removal: half-written files, and the files of a step with
-// HALF. Files with neither HALF nor DONE stay: they may be a copy that lost its DONE.
+// Removes the leftovers of a killed run: .part files, and the files of a step with HALF but no DONE.
 static inline void checkpoint_clean(const std::string& folder) {
     for (const std::string& name : folder_names(folder)) {
         std::string whole = name;                   // without .PID.N.part
@@ -333,9 +334,9 @@ static inline void checkpoint_clean(const std::string& folder) {
     }
 }
 
-// ---- a thread for what takes long ----
+// ---- the writer thread ----
 
-// Never freed: the thread may be at work when exit() tears the program down.
+// Never freed: the thread may be at work during exit().
 struct Worker {
     std::mutex mutex;
     std::condition_variable changed;

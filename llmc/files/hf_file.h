@@ -3,7 +3,7 @@ Reads a model as Hugging Face's transformers save it: model.safetensors with con
 GPT-2 only: the same checks and the same weights as through dev/eval/import_hf.py. Host only.
 
     if (hf_is(path)) {
-        const Config config = hf_read_config(path, table);      // dies of what is not GPT-2, in a sentence
+        const Config config = hf_read_config(path, table);      // dies if the model is not GPT-2
         hf_read(path, table, config, [&](int i, int l, const float* values) { ... });   // each tensor, layer
     }
 
@@ -42,13 +42,13 @@ static inline std::string hf_name(const ParamSpec& s, int l) {
     return "transformer." + layer + s.hf;
 }
 
-// Its linear layers are (in,out), ours (out,in).
+// Hugging Face's linear layers are (in,out), ours (out,in).
 static inline bool hf_transposed(const ParamSpec& s) {
     return s.kind == Kind::Matrix && s.where == Where::Block;
 }
 
-// The model that the config.json beside the weights describes; dies of what is not plain GPT-2. A key that is
-// not there means transformers' default, which stands first.
+// Reads the config.json beside the weights; dies if it does not describe plain GPT-2. A missing key means the
+// default of transformers, which is `allowed`.
 static inline Config hf_read_json(const std::string& weights, bool* tied) {
     const std::string path = weights.substr(0, weights.rfind('/') + 1) + "config.json";
     if (file_size(path.c_str()) < 0) {
@@ -98,8 +98,8 @@ static inline Config hf_read_json(const std::string& weights, bool* tied) {
     return c;
 }
 
-// Opens it: each tensor of the table, in its shape and of a type of floats, and none besides. The names are
-// then today's; the first files had no "transformer." in front, and attention's masks among the weights.
+// Opens the file and checks that it has each tensor of the table in its shape, as floats, and no others. Adds
+// "transformer." to names without it and ignores attention's masks: GPT-2's original files have such.
 static inline Config hf_open(SafeTensors* file, const char* path, ParamTable table) {
     const std::string error = safetensors_open(file, path);
     if (!error.empty()) { die("'%s' %s", path, error.c_str()); }
@@ -149,7 +149,7 @@ static inline Config hf_read_config(const char* path, ParamTable table) {
     return c;
 }
 
-// rows and cols: of `to`.
+// to: (rows,cols); from: (cols,rows).
 static inline void hf_transpose(float* to, const float* from, size_t rows, size_t cols) {
     #pragma omp parallel for
     for (size_t row = 0; row < rows; row++) {
@@ -157,7 +157,7 @@ static inline void hf_transpose(float* to, const float* from, size_t rows, size_
     }
 }
 
-// Each tensor and layer as floats. expected: the file was opened for its config before memory was taken.
+// Each tensor and layer as floats. expected: the result of hf_read_config.
 static inline void hf_read(const char* path, ParamTable table, const Config& expected,
                            const std::function<void(int i, int l, const float* values)>& on_tensor) {
     SafeTensors file;
@@ -173,7 +173,7 @@ static inline void hf_read(const char* path, ParamTable table, const Config& exp
         const ParamSpec& s = specs[(size_t)i];
         for (int l = 0; l < s.copies; l++) {
             read(hf_name(s, l));
-            values.assign(s.elems, 0.0f);                   // the padded vocabulary's rows stay 0
+            values.assign(s.elems, 0.0f);                   // rows of padding stay 0
             if (hf_transposed(s)) { hf_transpose(values.data(), stored.data(), s.rows, s.cols); }
             else { std::copy(stored.begin(), stored.end(), values.begin()); }
             on_tensor(i, l, values.data());

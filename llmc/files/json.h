@@ -1,6 +1,5 @@
 /*
-The two things JSON gets wrong when printf writes it, text and numbers; and a reader of what is written with
-them. Host only.
+Texts and numbers for JSON written by printf, and a reader of such JSON. Host only.
 
     fprintf(f, "{%s: %s}\n", json_quote("loss").c_str(), json_number(loss).c_str());
 
@@ -24,7 +23,7 @@ them. Host only.
 
 #include "../check.h"   // gives: format, fopen_check, fread_check, file_size
 
-// Bytes that are not UTF-8 become \udcXX, which Python reads back as the very same file name.
+// Bytes that are not UTF-8 become \udcXX, which Python turns back into these bytes in a file name.
 static inline std::string json_quote(const std::string& text) {
     std::string out = "\"";
     for (size_t i = 0; i < text.size();) {
@@ -49,15 +48,15 @@ static inline std::string json_quote(const std::string& text) {
     return out + "\"";
 }
 
-// JSON has no word for inf and NaN: they become null. 9 digits: every float reads back.
+// inf and NaN become null. 9 digits determine a float.
 static inline std::string json_number(double x) { return isfinite(x) ? format("%.9g", x) : "null"; }
 
 // ---- reading ----
-// An object of texts, numbers, true, false, null, lists and such objects: the settings of a run, a table of
-// tensors. A list, of anything but objects, comes as its own text, without blanks. What does not belong there
-// is refused; so is a name that comes twice.
+// Reads an object of texts, numbers, true, false, null, lists and such objects: the settings of a run, a
+// table of tensors. A list must not hold objects; its value is its text without blanks. Everything else is
+// refused, and so are names that come twice.
 
-typedef std::vector<std::pair<std::string, std::string>> JsonValues;    // where, as names with dots; as text
+typedef std::vector<std::pair<std::string, std::string>> JsonValues;    // names with dots, values as text
 
 struct JsonReader {
     const std::string& text;
@@ -66,13 +65,13 @@ struct JsonReader {
     std::set<std::string> names;        // of all values so far
 };
 constexpr int kJsonDepth = 8;           // objects in objects, lists in lists
-constexpr size_t kJsonName = 256;       // bytes of the longest name, with those of the objects around it
+constexpr size_t kJsonName = 256;       // bytes of the longest dotted name
 
 static inline void json_blanks(JsonReader* r) {
     while (r->at < r->text.size() && strchr(" \t\r\n", r->text[r->at]) && r->text[r->at]) { r->at++; }
 }
 
-// True, and past it, if this comes next.
+// If `what` comes next, skips it and returns true.
 static inline bool json_next(JsonReader* r, const char* what) {
     json_blanks(r);
     const size_t n = strlen(what);
@@ -93,10 +92,10 @@ static inline bool json_hex4(JsonReader* r, unsigned* code) {
     return true;
 }
 
-// What follows \u, as UTF-8. A pair of surrogates is one character; \udcXX alone is a byte (json_quote).
+// Appends the character behind \u as UTF-8. Two surrogates are one character; \udcXX alone is a byte.
 static inline bool json_read_code(JsonReader* r, std::string* out) {
     unsigned code, low;
-    if (!json_hex4(r, &code) || code == 0) { return false; }        // no text of ours holds a zero
+    if (!json_hex4(r, &code) || code == 0) { return false; }        // no written text holds a zero
     if (code >= 0xDC80 && code <= 0xDCFF) { *out += (char)(code & 0xFF); return true; }
     if (code >= 0xD800 && code <= 0xDBFF) {
         if (r->text.compare(r->at, 2, "\\u") != 0) { return false; }
@@ -130,7 +129,7 @@ static inline bool json_read_text(JsonReader* r, std::string* out) {
 
 static inline bool json_read_number(JsonReader* r, std::string* out) {
     const size_t from = r->at;
-    auto digits = [r] {                         // how many come next
+    auto digits = [r] {                         // skips digits and returns their number
         const size_t first = r->at;
         while (r->at < r->text.size() && r->text[r->at] >= '0' && r->text[r->at] <= '9') { r->at++; }
         return r->at - first;
@@ -200,7 +199,7 @@ static inline bool json_read_object(JsonReader* r, const std::string& path, int 
     return json_next(r, "}");
 }
 
-// What is wrong with the text, or "".
+// Returns the error, or "".
 static inline std::string json_read(const std::string& text, JsonValues* values) {
     JsonReader r = {text, 0, values, {}};
     values->clear();
@@ -211,7 +210,7 @@ static inline std::string json_read(const std::string& text, JsonValues* values)
     return format("is not a JSON object that can be read here, from byte %zu on", r.at);
 }
 
-// What is wrong with a file of 1 MB at most, behind its name; or "", and its values.
+// Reads a file of at most 1 MB. Returns the error, to be printed behind its name, or "".
 static inline std::string json_file_read(const std::string& path, JsonValues* values) {
     std::string text((size_t)std::min<int64_t>(file_size(path.c_str()), 1 << 20), '\0');
     FILE* f = fopen_check(path.c_str(), "rb");

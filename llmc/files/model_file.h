@@ -1,28 +1,23 @@
 /*
 A model's file, model_*.bin: 256 int32 header, then the tensors in the table's order, tight. Host only.
 
-    const Config config = model_read_config(path, table);   // dies of what is no model file, in a sentence
+    const Config config = model_read_config(path, table);   // dies if the file is no model
     model_read(path, table, config, [&](int i, int l, const float* values) { ... });    // each tensor, layer
 
-    ModelWriter out = model_begin(path, config, true);          // true: bf16; an AtomicFile: all or nothing
+    ModelWriter out = model_begin(path, config, true);          // true: bf16
     for (...) { model_write(&out, data, n, "f32"); }            // each tensor and layer, or part, in order
     model_commit(&out);
 
 `table` gives the tensors of a model (ParamTable in layout.h).
 
-Version 3 holds fp32, 5 bf16 (llm.c's numbers); either loads in any build. The last two words of the header
-are a checksum of the file; other programs leave them 0.
+Version 3 holds fp32, version 5 bf16 (llm.c's numbers); any build loads both. A model that is not GPT-2 has
+version 103 or 105, so that nobody loads it as GPT-2. Two more words of its header name its block and norm.
+The version also stands for the meaning of the ops: another GELU or another epsilon needs new versions, because
+the tensors look the same.
 
-The version also stands for what the ops compute. A change of an op's meaning (another GELU, another epsilon)
-takes new versions: the tensors look the same, and a file does not say which program wrote it. A state and
-run.json do, by the program's hash, and a run that goes on with another program is told so.
-
-What is not GPT-2 has 100 more as its version, so that nobody loads it as GPT-2. Two more words of the header
-say which block and which norm it has.
-
-With --residual-dtype fp32 the word before the checksum is 1: the model is evaluated, sampled and trained on
-as it was trained. Its version does not change: the type of the stream is a way to compute the same function,
-more or less rounded, and llm.c or an exporter should take it for the GPT-2 that it is.
+The last two words of the header are a checksum of the file; other programs leave them 0. The word before them
+is 1 with --residual-dtype fp32. This does not change the version: the stream's type only rounds the same
+function differently, and llm.c or an exporter may read the file as GPT-2.
 */
 #ifndef LLMC_FILES_MODEL_FILE_H
 #define LLMC_FILES_MODEL_FILE_H
@@ -48,8 +43,7 @@ constexpr int kModelMagic = 20240326, kModelFp32 = 3, kModelBf16 = 5, kModelVari
 
 // ---- the checksum ----
 
-// Words 254 and 255 of a model file's header of 256 int32 hold the XXH64 of the file as it is with zeros
-// there. Zero: the file has none.
+// Words 254 and 255 of the header hold the XXH64 of the file with zeros in these words. Zero: no checksum.
 constexpr int kModelChecksumWord = 254, kModelResidualWord = kModelChecksumWord - 1;
 
 static inline uint64_t model_checksum(const int* header /*(256)*/) {
@@ -58,7 +52,7 @@ static inline uint64_t model_checksum(const int* header /*(256)*/) {
     return sum;
 }
 
-// What is wrong with a file's bytes, or "". *sum: its checksum, 0 if it has none.
+// Checks the checksum. Returns the error, or "". *sum: the checksum in the header, 0 if it has none.
 static inline std::string model_file_error(const std::string& path, uint64_t* sum) {
     FILE* f = fopen(path.c_str(), "rb");
     if (!f) { return format("cannot be opened: %s", strerror(errno)); }
@@ -81,7 +75,7 @@ static inline std::string model_file_error(const std::string& path, uint64_t* su
 
 // ---- reading ----
 
-// A FIFO would wait for its writer for ever, and a folder can be opened like a file.
+// Refuses a pipe, which would block until somebody writes, and a folder, which fopen opens.
 static inline FILE* model_open(const char* path) {
     struct stat st;
     if (stat(path, &st) == 0 && !S_ISREG(st.st_mode)) {
@@ -93,7 +87,7 @@ static inline FILE* model_open(const char* path) {
     return f;
 }
 
-// What a file that is no checkpoint seems to be; "" for what nobody here writes.
+// The apparent kind of a file that is no model; "" if not known.
 static inline const char* other_file_kind(const void* data, size_t bytes) {
     const struct { int magic; const char* kind; } kinds[] = {
         {20240520, "a token shard"}, {20240522, "questions of an evaluation"},
@@ -109,7 +103,7 @@ static inline const char* other_file_kind(const void* data, size_t bytes) {
     return bytes > 0 ? "text" : "empty";
 }
 
-// Its first number is a model file's; dies of another, and says what the file seems to be.
+// Dies unless the header's first number is a model file's.
 static inline void model_check_magic(const char* path, const int* header /*(256)*/, size_t got) {
     if (header[0] == kModelMagic) { return; }
     const std::string kind = other_file_kind(header, got);
@@ -121,7 +115,7 @@ static inline void model_check_magic(const char* path, const int* header /*(256)
         why.c_str());
 }
 
-// header: as in the file; *version: 3 or 5.
+// header: a copy of the file's; *version: 3 or 5.
 static inline Config model_read_header(const char* path, FILE* f, ParamTable table, int* header /*(256)*/,
                                        int* version) {
     constexpr size_t bytes = 256 * sizeof(int);
@@ -166,7 +160,7 @@ static inline Config model_read_config(const char* path, ParamTable table) {
     return c;
 }
 
-// Each tensor and layer as floats. expected: the file was opened for its config before memory was taken.
+// Each tensor and layer as floats. expected: the result of model_read_config.
 static inline void model_read(const char* path, ParamTable table, const Config& expected,
                               const std::function<void(int i, int l, const float* values)>& on_tensor) {
     FILE* f = model_open(path);
@@ -194,7 +188,7 @@ static inline void model_read(const char* path, ParamTable table, const Config& 
                 read(raw.data(), s.elems * sizeof(uint16_t));
                 for (size_t k = 0; k < s.elems; k++) { values[k] = bf16_to_float(raw[k]); }
             }
-            // whatever a file holds in the padded vocabulary, it must not leak into the sums
+            // the padded vocabulary's rows must not leak into sums, whatever the file holds there
             for (size_t k = s.live_rows * s.cols; k < s.elems; k++) { values[k] = 0.0f; }
             on_tensor(i, l, values.data());
         }
@@ -225,7 +219,7 @@ static inline ModelWriter model_begin(const std::string& path, const Config& c, 
     return w;
 }
 
-// n elements of a type that a state knows: "f32", "bf16" or "f16".
+// n elements of type "f32", "bf16" or "f16".
 static inline void model_write(ModelWriter* w, const void* data, size_t n, const char* type) {
     std::vector<float> values;
     std::vector<uint16_t> raw;

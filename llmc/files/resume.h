@@ -1,14 +1,14 @@
 /*
-Resuming: which checkpoint of a folder a job goes on from, and what its files hold. Host only.
+Resuming: finds the checkpoint of a folder to resume from, and reads its files. Host only.
 
-    std::set<int64_t> bad;                                          // found damaged; these are passed over
-    Checkpoint c = checkpoint_find(folder, checkpoint_newest(folder), &bad);    // all ranks: the same one
+    std::set<int64_t> bad;                                          // steps found damaged, to be skipped
+    Checkpoint c = checkpoint_find(folder, checkpoint_newest(folder), &bad);    // all ranks get the same
     const Config config = facts_config(c.facts);                    // c.step is -1 if there is none
     const PieceIndex index = checkpoint_index(c);
     std::string error = checkpoint_read(c, index, "m.qkvw.3", "f32", spec, begin, end, &data);
     if (checkpoint_refused(c.step, error)) { ... }                  // has any rank found a fault?
 
-Facts, the way there: config_facts, update_facts. The way back: facts_config, facts_update.
+config_facts and update_facts write facts; facts_config and facts_update read them.
 */
 #ifndef LLMC_FILES_RESUME_H
 #define LLMC_FILES_RESUME_H
@@ -69,7 +69,7 @@ static inline void update_facts(const UpdateState& update, Facts* facts) {
     });
 }
 
-// Returns what is wrong, or "".
+// Returns the error, or "".
 static inline std::string facts_update(const Facts& facts, UpdateState* update) {
     std::string missing;
     update_state_fields(*update, [&](const char* field, auto* values, int count) {
@@ -96,7 +96,7 @@ struct Checkpoint {
     Facts facts;
 };
 
-// True if any rank found a fault with a checkpoint; the first that did says so.
+// True if any rank found an error in the checkpoint. The first such rank prints its error.
 static inline bool checkpoint_refused(int64_t step, const std::string& error) {
     std::vector<char> faults((size_t)comm.world, !error.empty());
     comm_all_gather(faults.data(), 1);
@@ -109,8 +109,8 @@ static inline bool checkpoint_refused(int64_t step, const std::string& error) {
     return first < comm.world;
 }
 
-// The last of rank 0's `steps` whose checkpoint's files are all there and begin well, the same on all ranks.
-// Those that were looked at in vain are added to *bad. None is left: its step is -1.
+// The last of rank 0's `steps` whose checkpoint passes the checks on all ranks, or step -1. Adds the refused
+// steps to *bad.
 static inline Checkpoint checkpoint_find(const std::string& folder, std::vector<int64_t> steps,
                                          std::set<int64_t>* bad) {
     for (;;) {
@@ -154,8 +154,7 @@ static inline PieceIndex checkpoint_index(const Checkpoint& c) {
     return index;
 }
 
-// Elements [begin, end) of a tensor, out of whatever pieces the files have of it. Returns what is wrong, or
-// "".
+// Reads elements [begin, end) of a tensor from the pieces in the files. Returns the error, or "".
 static inline std::string checkpoint_read(const Checkpoint& c, const PieceIndex& index,
                                           const std::string& name, const char* type, const ParamSpec& s,
                                           size_t begin, size_t end, std::vector<char>* to) {

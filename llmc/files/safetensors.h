@@ -1,12 +1,12 @@
 /*
-Reads safetensors, the files in which Hugging Face's models come. Host only.
+Reads safetensors, the files of Hugging Face's models. Host only.
 
 A file is the length of a table (8 bytes, little-endian), the table in JSON, {name: {"dtype": "F32", "shape":
-[2,3], "data_offsets": [0,24]}, ...}, and the tensors' bytes, to which the offsets count. Every number in the
-table is checked against the file before anything is allocated by it.
+[2,3], "data_offsets": [0,24]}, ...}, and the tensors' bytes, where offset 0 is. Every number in the table is
+checked against the file's size before memory is allocated for it.
 
     SafeTensors file;
-    std::string error = safetensors_open(&file, "model.safetensors");       // what is wrong, or ""
+    std::string error = safetensors_open(&file, "model.safetensors");       // "": no error
     const SafeTensor& wte = file.tensors.at("wte.weight");
     safetensors_read(&file, wte, values);                   // as floats; values: (wte.count)
     safetensors_close(&file);
@@ -31,22 +31,22 @@ table is checked against the file before anything is allocated by it.
 struct SafeTensor {
     std::string dtype;                          // "F32", "F16" and "BF16" can be read
     std::vector<int64_t> shape, offsets;
-    int64_t count = 0;                          // elements; 0 as well where the dtype cannot be read
+    int64_t count = 0;                          // elements; 0 also if the dtype cannot be read
 };
 struct SafeTensors {
     FILE* f = nullptr;
     std::string path;
-    int64_t start = 0;                          // of the data
+    int64_t start = 0;                          // byte where the tensors' data begin
     std::map<std::string, SafeTensor> tensors;  // by name
 };
 
-constexpr int64_t kSafeTable = 1 << 20;         // the longest table: a tensor's line has some 120 bytes
+constexpr int64_t kSafeTable = 1 << 20;         // bytes of the longest table; a tensor takes about 120
 
-static inline int safetensors_bytes(const std::string& dtype) {         // of an element; 0: not read here
+static inline int safetensors_bytes(const std::string& dtype) {         // of an element; 0: not supported
     return dtype == "F32" ? 4 : dtype == "F16" || dtype == "BF16" ? 2 : 0;
 }
 
-// "[2,3]" as whole numbers, none below 0.
+// Parses "[2,3]", whole numbers >= 0.
 static inline bool safetensors_numbers(const std::string& text, std::vector<int64_t>* numbers) {
     if (text.size() < 2 || text[0] != '[' || text.back() != ']') { return false; }
     numbers->clear();
@@ -65,7 +65,7 @@ static inline std::string safetensors_shape(const std::vector<int64_t>& shape) {
     return "(" + text + ")";
 }
 
-// The table, whose values are named like "wte.weight.shape". False: it is none.
+// Parses the table, whose JsonValues have names like "wte.weight.shape". False: it is malformed.
 static inline bool safetensors_table(SafeTensors* s, const std::string& text) {
     JsonValues values;
     if (!json_read(text, &values).empty()) { return false; }
@@ -86,7 +86,7 @@ static inline bool safetensors_table(SafeTensors* s, const std::string& text) {
     return !s->tensors.empty();
 }
 
-// Counts its elements. False: their bytes are not those between its offsets, of which `bytes` is the largest.
+// Counts the elements. False if their bytes do not fill the space between the offsets. bytes: of all tensors.
 static inline bool safetensors_check(SafeTensor* t, int64_t bytes) {
     const int64_t size = safetensors_bytes(t->dtype);
     if (size == 0) { return true; }
@@ -98,7 +98,7 @@ static inline bool safetensors_check(SafeTensor* t, int64_t bytes) {
     return t->count * size == t->offsets[1] - t->offsets[0];
 }
 
-// What is wrong with the file, behind its name; or "".
+// Returns the error, to be printed behind the file's name, or "".
 static inline std::string safetensors_open(SafeTensors* s, const char* path) {
     input_check(path);
     *s = SafeTensors();

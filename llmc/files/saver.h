@@ -1,18 +1,18 @@
 /*
-The asynchronous writer of checkpoints: pieces of device memory go to pinned memory, then a thread writes
-them.
+The asynchronous writer of checkpoints. It copies pieces of device memory to pinned memory, and a thread
+writes them to disk.
 
     Saver saver = {};
-    saver.folder = folder, saver.config = config, ...;              // its first fields
+    saver.folder = folder, saver.config = config, ...;              // the fields "set before saver_init"
     saver_init(&saver, pieces, true);
     saver_begin(&saver, step);                                      // all ranks, after the same step
-    saver_copy(&saver, facts);                                      // the pieces hold this step's values
+    saver_copy(&saver, facts);                                      // enqueues the copies
     saver_advance(&saver, step, false);                             // all ranks, after each later step
     saver_free(&saver);
 
-The device copies what is saved into pinned memory while the following steps go on, of which only the next
-update waits for it (`copied`); then the thread writes it. Where there is no memory for all of it, or nothing
-follows, it goes in groups, and the host waits for each.
+The device copies the pieces while the next step runs forward and backward; the step's update waits for the
+copies (`copied`). If pinned memory for the whole checkpoint is not available, or no step follows, the pieces
+are saved in groups, and the host waits for each group.
 */
 #ifndef LLMC_FILES_SAVER_H
 #define LLMC_FILES_SAVER_H
@@ -44,10 +44,10 @@ follows, it goes in groups, and the host waits for each.
 
 struct SavedPiece {
     StateRow row;
-    const void* device;         // null: all ranks call `gather` for it when its turn comes
-    std::function<const void*()> gather;        // the same memory each time, filled on `compute`
-    bool in_state, in_model;    // of this rank's files
-    size_t at;                  // in its group's memory
+    const void* device;         // null: all ranks call `gather` to get the address
+    std::function<const void*()> gather;        // fills one shared buffer, on the stream `compute`
+    bool in_state, in_model;    // which of this rank's files hold the piece
+    size_t at;                  // offset in Saver.memory
     size_t bytes() const { return in_state || in_model ? state_row_bytes(row) : 0; }
 };
 
@@ -58,9 +58,9 @@ struct Saver {
     Config config;
     Split split;
     bool model_is_bf16;
-    Stream compute;             // of what fills the pieces
-    Event copied;               // what changes the pieces waits for it
-    std::function<void()> before_marker, after_marker;      // the thread of rank 0 calls them
+    Stream compute;             // the stream that fills the pieces
+    Event copied;               // updates of the pieces have to wait for it
+    std::function<void()> before_marker, after_marker;      // called by rank 0's writer thread
 
     std::vector<SavedPiece> pieces;
     std::vector<size_t> groups; // index of each group's first piece, and the number of pieces
@@ -68,18 +68,17 @@ struct Saver {
     Stream stream;
     Event ready;
     Worker* worker;
-    StateWriter state;          // of the worker
+    StateWriter state;          // only the worker uses these two
     ModelWriter model_file;
     // the last checkpoint
-    enum { Idle, Writing, Marking } phase;      // files of all ranks; then, on rank 0, the marker
+    enum { Idle, Writing, Marking } phase;      // all ranks write files, then rank 0 writes the marker
     int64_t step;               // -1: none yet
     double began_s;
 };
 
-static void* (*saver_pin)(size_t bytes) = pinned_try;       // tests put one that fails in its place
+static void* (*saver_pin)(size_t bytes) = pinned_try;       // tests replace it with a function that fails
 
-// The saver's first fields have been set. at_once: there should be memory for a whole checkpoint, as steps
-// will follow one.
+// at_once: steps will follow a checkpoint, so try to allocate memory for a whole one.
 static inline void saver_init(Saver* saver, const std::vector<SavedPiece>& pieces, bool at_once) {
     saver->pieces = pieces;
     saver->phase = Saver::Idle;
@@ -89,7 +88,7 @@ static inline void saver_init(Saver* saver, const std::vector<SavedPiece>& piece
         all += p.bytes();
         largest = std::max(largest, p.bytes());
     }
-    // half of what is free, for all ranks of this machine
+    // the ranks of this machine share half of the free memory
     const size_t most = addresses_limited() ? 0 : host_memory_free() / 2 / (size_t)comm.local_world;
     size_t capacity = all;
     saver->memory = at_once && all <= most ? (char*)saver_pin(all) : nullptr;
@@ -101,7 +100,7 @@ static inline void saver_init(Saver* saver, const std::vector<SavedPiece>& piece
                  bytes_text(all).c_str());
         }
     }
-    saver->groups = {0};                // one at least: a rank may have nothing but padding
+    saver->groups = {0};                // one group at least, even if a rank has only padding
     size_t used = 0;
     for (size_t i = 0; i < saver->pieces.size(); i++) {
         if (used + saver->pieces[i].bytes() > capacity) { saver->groups.push_back(i); used = 0; }
@@ -114,7 +113,7 @@ static inline void saver_init(Saver* saver, const std::vector<SavedPiece>& piece
     saver->worker = worker_start();
 }
 
-// The thread's part: one group, when its copies have been taken.
+// The thread writes one group, as soon as its copies have arrived.
 static inline void saver_write(Saver* saver, size_t group, int64_t step, const Facts& facts) {
     const Split& split = saver->split;
     const bool has_state = split.zero >= 1 || split.rank == 0, has_model = split.rank == 0;
@@ -144,9 +143,8 @@ static inline void saver_wait(Saver* saver, int64_t now) {     // until the thre
     worker_wait(saver->worker);
 }
 
-// Asked by all ranks between steps: has everybody written what belongs to the last checkpoint? Then rank 0
-// puts the marker beside it, and removes what is too old. now: the step that the job is at. wait: until all
-// this is done.
+// All ranks call this between steps. When all have written their files of the last checkpoint, rank 0 writes
+// the marker and removes old checkpoints. now: the current step. wait: return only when this is done.
 static inline void saver_advance(Saver* saver, int64_t now, bool wait) {
     if (saver->phase == Saver::Idle) { return; }
     const std::string folder = saver->folder;
@@ -180,7 +178,7 @@ static inline void saver_advance(Saver* saver, int64_t now, bool wait) {
     fflush(stdout);
 }
 
-// A checkpoint begins: the one before is done, and all ranks see the folder.
+// Finishes the previous checkpoint and begins one.
 static inline void saver_begin(Saver* saver, int64_t step) {
     saver_advance(saver, step, true);
     saver->phase = Saver::Writing;
@@ -193,14 +191,14 @@ static inline void saver_begin(Saver* saver, int64_t step) {
             die("cannot begin a checkpoint in '%s': %s", saver->folder.c_str(), strerror(errno));
         }
     }
-    comm_any(false);                                // and rank 0 has made the folder, at its first report
+    comm_any(false);                                // all ranks wait: the folder and HALF exist now
 }
 
-// Enqueues the copies of all pieces; facts: what else is to be saved.
+// Enqueues the copies of all pieces, with this step's values. facts go into the state's header.
 static inline void saver_copy(Saver* saver, const Facts& facts) {
     const int64_t step = saver->step;
     for (size_t group = 0; group + 1 < saver->groups.size(); group++) {
-        if (group > 0) { saver_wait(saver, step); } // the memory is free again
+        if (group > 0) { saver_wait(saver, step); } // until the memory is free again
         event_record(saver->ready, saver->compute);
         stream_wait(saver->stream, saver->ready);
         for (size_t i = saver->groups[group]; i < saver->groups[group + 1]; i++) {
@@ -212,7 +210,7 @@ static inline void saver_copy(Saver* saver, const Facts& facts) {
                 stream_wait(saver->stream, saver->ready);
             }
             if (p.bytes() > 0) { copy_to_host(saver->memory + p.at, device, p.bytes(), saver->stream); }
-            if (!p.device) {                        // its place is filled anew for the next one
+            if (!p.device) {                        // the next gather overwrites the shared buffer
                 event_record(saver->copied, saver->stream);
                 stream_wait(saver->compute, saver->copied);
             }

@@ -1,20 +1,20 @@
 /*
-The state of a training run on disk: facts as text, tensors as they are in memory, checksums over all of it.
-Host only.
+The state of a training run on disk: facts as text, tensors as they are in memory, all with checksums. Host
+only.
 
-    StateWriter out = state_begin("state.bin", facts, pieces);      // an AtomicFile: all of it or nothing
-    for (...) { state_write(&out, data); }                          // of each piece, in their order
+    StateWriter out = state_begin("state.bin", facts, pieces);      // .part until state_commit
+    for (...) { state_write(&out, data); }                          // each piece, in order
     state_commit(&out);
 
     StateFile in;
     std::string error = state_open(&in, "state.bin");               // "": header, table and facts are sound
-    error = state_read(&in, 0, to);                                 // piece 0, if its checksum fits
+    error = state_read(&in, 0, to);                                 // piece 0; "": its checksum fits
 
-A piece is a run of a tensor's elements; which rank wrote it is not in the file. Little-endian, no gaps:
+A piece is a range of a tensor's elements. The file does not say which rank wrote it. Little-endian, no gaps:
 
     0       header, 64 bytes: magic, version, sizes, checksum of header (with 0 there), table and facts
-    64      table, 128 bytes for each piece: name, type, shape, which elements, where, checksum
-    ...     facts: lines `key=value`, in which \n stands for the end of a line and \\ for a backslash
+    64      table, 128 bytes per piece: name, type, shape, range of elements, offset, checksum
+    ...     facts: lines `key=value`; \n stands for a line's end, \\ for a backslash
     ...     the pieces' data, one after the other
 */
 #ifndef LLMC_FILES_STATE_FILE_H
@@ -40,13 +40,13 @@ struct StateHeader {
     uint64_t zeros[3];
 };
 struct StateRow {
-    char name[64];                      // e.g. "m.qkvw.3": of what, tensor, layer
+    char name[64];                      // "m.qkvw.3": Adam's m of tensor qkvw, layer 3
     char type[16];                      // f32, bf16, f16
     uint64_t rows, cols;                // of the whole tensor
-    uint64_t begin, count;              // elements of it that are here
+    uint64_t begin, count;              // the piece holds elements [begin, begin + count)
     uint64_t offset, checksum;          // bytes from the start of the file; of the data
 };
-static_assert(sizeof(StateHeader) == 64 && sizeof(StateRow) == 128, "they are written as they are");
+static_assert(sizeof(StateHeader) == 64 && sizeof(StateRow) == 128, "the file holds these structs");
 static const char kStateMagic[8] = {'G', 'P', 'T', '2', 'S', 'T', 'A', 'T'};
 constexpr uint32_t kStateVersion = 1;
 constexpr uint64_t kStateMaxRows = 1 << 24;
@@ -58,7 +58,7 @@ static inline const std::string* facts_find(const Facts& facts, const std::strin
     return nullptr;
 }
 
-// A whole number among the facts; a file without it is not one of ours.
+// A whole number among the facts; dies if it is missing or out of range.
 static inline int64_t fact_number(const Facts& facts, const std::string& key, int64_t least, int64_t most) {
     const std::string* text = facts_find(facts, key);
     if (!text) { die("the state to resume from does not say '%s'", key.c_str()); }
@@ -100,7 +100,7 @@ struct StateWriter {
     StateHeader header;
     std::vector<StateRow> rows;
     std::string facts;
-    size_t next;                        // row whose data come next
+    size_t next;                        // the row that state_write writes next
 };
 
 static inline std::string facts_text(const Facts& facts) {
@@ -133,7 +133,7 @@ static inline StateWriter state_begin(const std::string& path, const Facts& fact
         at += state_row_bytes(row);
     }
     w.header.file_bytes = at;
-    state_write_start(&w);              // once more at the end, with the checksums
+    state_write_start(&w);              // state_commit writes it again, with the checksums
     return w;
 }
 
@@ -162,9 +162,8 @@ static inline void state_commit(StateWriter* w) {
 }
 
 // ---- reading ----
-// Functions return what is wrong with the file, or "": a damaged one is no reason to end, as there may be an
-// older one. The file is open only while a function reads it: a checkpoint may have more states than a
-// process may open files.
+// Functions return the error, or "": after a damaged file, an older checkpoint may do. A file is open only
+// while a function reads it, because a checkpoint may have more states than a process may open files.
 
 struct StateFile {
     std::string path;
@@ -206,7 +205,7 @@ static inline bool facts_parse(const std::string& text, Facts* facts) {
     return in_key && key.empty();
 }
 
-// The table as a file claims it: its numbers are used only when they fit each other and the file's size.
+// Checks that the table's numbers fit each other and the file's size.
 static inline std::string state_rows_error(const StateFile* s) {
     uint64_t at = sizeof(StateHeader) + s->rows.size() * sizeof(StateRow) + s->header.facts_bytes;
     for (const StateRow& row : s->rows) {
@@ -214,7 +213,7 @@ static inline std::string state_rows_error(const StateFile* s) {
                            strnlen(row.type, sizeof(row.type)) < sizeof(row.type);
         const size_t type_bytes = named ? state_type_bytes(row.type) : 0;
         if (type_bytes == 0) { return "has a tensor without a name, or of an unknown type"; }
-        const uint64_t most = (uint64_t)1 << 48;        // no product or sum below leaves 64 bits
+        const uint64_t most = (uint64_t)1 << 48;        // so no product or sum below overflows
         if (row.rows == 0 || row.cols == 0 || row.rows >= most || row.cols >= most / row.rows ||
             row.count == 0 || row.begin >= row.rows * row.cols ||
             row.count > row.rows * row.cols - row.begin || row.offset != at ||
@@ -276,7 +275,7 @@ static inline std::string state_open(StateFile* s, const std::string& path) {
     return state_with_file(path, [&](int fd) { return state_read_start(s, fd); });
 }
 
-// to: as many bytes as state_row_bytes says.
+// to: state_row_bytes(row) bytes. Returns the error, or "".
 static inline std::string state_read(const StateFile* s, size_t piece, void* to) {
     const StateRow& row = s->rows[piece];
     const std::string error = state_with_file(s->path, [&](int fd) {

@@ -1,10 +1,10 @@
 /*
-Lanes: how a step's micro-steps are grouped, so that the bits of their sum do not depend on the number of
-ranks (train_gpt2.cu, section 8).
+Lanes: groups of a step's micro-steps. The gradient is summed lane by lane and then over a binary tree of
+lanes, so its bits do not depend on the number of ranks (train_gpt2.cu, section 8).
 
     const int64_t lanes = lanes_default(micro_steps, world, zero);
-    const std::string error = lanes_error(lanes, micro_steps, world, zero);         // "" or why not
-    const int buffer = lane_buffer(lane), merges = lane_merges(lane, lanes);        // see there
+    const std::string error = lanes_error(lanes, micro_steps, world, zero);         // "": allowed
+    const int buffer = lane_buffer(lane), merges = lane_merges(lane, lanes);
 */
 #ifndef LLMC_MODEL_LANES_H
 #define LLMC_MODEL_LANES_H
@@ -16,8 +16,7 @@ ranks (train_gpt2.cu, section 8).
 #include "../check.h"           // gives: format
 #include "../ops/op_types.h"    // gives: kMaxLevels
 
-// How many lanes where the user does not say: the fewest that every rank shares in, but 8 if the list allows
-// it.
+// The default number of lanes: `world`, doubled up to at least 8 as long as it divides the micro-steps.
 static inline int64_t lanes_default(int64_t micro_steps, int world, int zero) {
     if (zero == 2) { return micro_steps; }
     int64_t lanes = world;
@@ -27,7 +26,7 @@ static inline int64_t lanes_default(int64_t micro_steps, int world, int zero) {
 
 static inline bool is_power_of_two(int64_t n) { return n > 0 && (n & (n - 1)) == 0; }
 
-// Why a list of so many micro-steps cannot be cut into so many lanes, or "".
+// Returns why the micro-steps cannot be cut into this number of lanes, or "".
 static inline std::string lanes_error(int64_t lanes, int64_t micro_steps, int world, int zero) {
     if (lanes < 1 || micro_steps % lanes != 0) {
         return format("a step's %lld micro-steps cannot be cut into %lld equal lanes", (long long)micro_steps,
@@ -48,20 +47,20 @@ static inline std::string lanes_error(int64_t lanes, int64_t micro_steps, int wo
     return "";
 }
 
-// A rank sums its lanes like a binary counter. Lane i goes into buffer number lane_buffer(i), on top of what
-// earlier lanes left; then the last lane_merges(i) buffers below it are added to it, from the top down: pairs
-// that it completed, and after the last lane all that is left. Sums end in buffer 0.
+// A rank sums its lanes like a binary counter, over a stack of buffers. Lane i is summed in buffer
+// lane_buffer(i), the top of the stack. Then the topmost buffer is added to the one below it, lane_merges(i)
+// times: once for each pair that lane i completes. After the last lane all buffers are added into buffer 0.
 static inline int lane_buffer(int lane) { return __builtin_popcount((unsigned)lane); }
 static inline int lane_merges(int lane, int lanes) {
     return lane == lanes - 1 ? lane_buffer(lane) : __builtin_ctz(~(unsigned)lane);
 }
-static inline int lane_buffers(int lanes) {            // how many there are: 1 + floor(log2(lanes))
+static inline int lane_buffers(int lanes) {            // number of buffers: 1 + floor(log2(lanes))
     int count = 1;
     for (; lanes > 1; lanes /= 2) { count++; }
     return count;
 }
-// How many of the next `lanes` lanes are a whole part of the tree. They need not be merged one by one: their
-// sum goes on top of what lanes before `lane` left, and the merges within it, log2 of their number, are done.
+// How many of the next `lanes` lanes, from `lane` on, form a whole subtree. Their sum can go directly into
+// lane_buffer(lane): the log2 merges inside the subtree are then done.
 static inline int lane_part(int lane, int lanes) {
     int part = 1;
     while (2 * part <= lanes && lane % (2 * part) == 0) { part *= 2; }

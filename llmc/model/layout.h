@@ -1,6 +1,6 @@
 /*
-Where a model's tensors lie: rows of its two tables (train_gpt2.cu, section 3) as numbers, and from them the
-buckets in which parameters, gradients and optimizer state live, and each rank's shards of them.
+Where a model's tensors lie in memory. The rows of its two tables (train_gpt2.cu, section 3) become specs.
+The buckets of parameters, gradients and optimizer state follow from the specs, and so do each rank's shards.
 
     ParamSpec specs[2] = {
         param_spec("wte", 2, Where::Global, Vp, C, Init::Normal, Kind::Matrix, V, 0, "", L),
@@ -21,8 +21,8 @@ buckets in which parameters, gradients and optimizer state live, and each rank's
 #include "../numbers.h"         // gives: round_up, ceil_div
 #include "../ops/op_types.h"    // gives: kChunk
 
-// Every tensor, and every layer's part of one, begins at a multiple of so many bytes, as from cudaMalloc. The
-// kernels' vectors need 16; the algorithms that cuBLASLt offers depend on more.
+// Every tensor, and every layer's part of one, begins at a multiple of these bytes, as from cudaMalloc. The
+// kernels' vectors need 16 bytes, but cuBLASLt's choice of algorithms depends on the alignment.
 constexpr size_t kAlign = 256;
 enum class Where { Global, Block };             // one tensor, or one per layer
 enum class Init { Zero, One, Normal, Residual };    // Normal: N(0, 0.02); Residual: N(0, 0.02/sqrt(2L))
@@ -34,14 +34,14 @@ struct ParamSpec {
     Where where;
     Init init;
     Kind kind;
-    int copies;             // 1, or L; 0: this model has none
-    size_t rows, cols, live_rows;
-    int muon;               // matrices for Muon
+    int copies;             // 1, or L; 0: this model does not have the tensor
+    size_t rows, cols, live_rows;       // live_rows: without padding
+    int muon;               // number of matrices that it stacks for Muon; 0: AdamW updates it
     const char* hf;         // name in Hugging Face's files
     size_t elems;           // rows*cols: one copy, as in files
-    size_t slot;            // elems, rounded up to where the next tensor may begin
-    size_t elem_bytes;      // of the parameter itself
-    size_t offset, stride;  // elements: from the start of its bucket; there, from layer to layer
+    size_t slot;            // elems, rounded up to the next tensor's alignment
+    size_t elem_bytes;      // bytes of an element of the parameter
+    size_t offset, stride;  // elements: from the start of its bucket; from layer to layer
 };
 
 // The tensors of a model, in the order in which files hold them.
@@ -56,8 +56,7 @@ struct ActSpec {
     size_t offset;      // bytes from the arena's start
 };
 
-// `elements` as a size, if it is one: a table row that asks for more than 2^62 is an error with its name. The
-// product comes as a double, which does not wrap.
+// Dies if a tensor has more than 2^62 elements. The product comes as a double, which does not wrap.
 static inline size_t size_check(const char* name, double elements) {
     if (!(elements < 4.6e18)) {
         die("tensor '%s' would have %.3g elements: too many\nhint: use a smaller model, -b or -t", name,
@@ -70,13 +69,13 @@ static inline size_t size_check(const char* name, double elements) {
 static inline ParamSpec param_spec(const char* name, size_t elem_bytes, Where where, size_t rows, size_t cols,
                                    Init init, Kind kind, size_t live_rows, int muon, const char* hf, int L) {
     const size_t elems = rows * cols;
-    const size_t slot = round_up(elems, kAlign / 2);    // kAlign bytes even where an element has two
+    const size_t slot = round_up(elems, kAlign / 2);    // a multiple of kAlign bytes for 2-byte elements, too
     const int copies = elems == 0 ? 0 : where == Where::Block ? L : 1;
     size_check(name, (double)rows * (double)cols * copies);
     return {name, where, init, kind, copies, rows, cols, live_rows, muon, hf, elems, slot, elem_bytes, 0, 0};
 }
 
-// A row of GPT2_ACTS that begins at *offset, which moves behind it. layers: each has a copy; 0: one buffer.
+// A row of GPT2_ACTS, placed at *offset, which moves on. layers: number of copies; 0: one shared buffer.
 static inline ActSpec act_spec(const char* name, size_t elem_bytes, size_t elems, int layers,
                                size_t* offset) {
     const size_t bytes = round_up(size_check(name, (double)elems) * elem_bytes, kAlign);
@@ -87,16 +86,16 @@ static inline ActSpec act_spec(const char* name, size_t elem_bytes, size_t elems
     return spec;
 }
 
-// Fills in offset and stride: where a tensor lies in its bucket (see Bucket).
+// Fills in offset and stride of each tensor in its bucket (see Bucket).
 static inline void param_offsets(ParamSpec* specs, int n, int L) {
     for (Kind kind : {Kind::Matrix, Kind::Bias, Kind::Norm}) {
-        size_t layer = 0;                   // of one layer, of this kind
+        size_t layer = 0;                   // elements of one layer's tensors of this kind
         for (int i = 0; i < n; i++) {
             if (specs[i].kind != kind || specs[i].where != Where::Block) { continue; }
             specs[i].offset = layer;
             layer += specs[i].slot;
         }
-        size_t behind = kind == Kind::Matrix ? 0 : layer * L;       // the others of a common bucket
+        size_t behind = kind == Kind::Matrix ? 0 : layer * L;       // global tensors follow the layers'
         for (int i = 0; i < n; i++) {
             if (specs[i].kind != kind) { continue; }
             if (specs[i].where == Where::Block) {
@@ -109,26 +108,26 @@ static inline void param_offsets(ParamSpec* specs, int n, int L) {
     }
 }
 
-// Files hold a tensor's layers together. Memory holds tensors in buckets: what is reduced, updated and
-// gathered in one go. A bucket's tensors are of one kind, so its parameters have one type, and so have its
-// gradients. They are, in this order,
-//     wte and wpe | the matrices of layer 0 | of layer 1 | ... | all biases, by layers | all LayerNorms, too.
-// Each is padded with zeros to whole chunks for every rank and cut into `world` equal shards.
+// Files hold a tensor's layers together. Memory holds tensors in buckets; each is reduced, updated and
+// gathered at once. The tensors of a bucket are of one kind, so its parameters have one type, and so have its
+// gradients. The buckets are, in this order,
+//     wte and wpe | matrices of layer 0 | of layer 1 | ... | all biases, by layers | all norms, by layers
+// Each bucket is padded with zeros and cut into `world` equal shards of whole chunks.
 struct Bucket {
     Kind kind;
     size_t elem_bytes;      // of a parameter
     size_t elems;           // of its tensors, gaps included
     size_t padded, shard;   // world * shard; a multiple of kChunk
-    size_t first;           // elements before it where there is one rank: positions in keys of rounding
+    size_t first;           // its first element as RoundKey counts them: independent of the number of ranks
     size_t params, grads;   // bytes from the start of the parameters' and of the gradients' arena
-    size_t state;           // elements from the start of master weights and m, which are whole or shards
-    bool muon;              // Muon updates it, which has no v
+    size_t state;           // elements from the start of master weights and of m (whole buckets or shards)
+    bool muon;              // updated by Muon, which has no v
     size_t v;               // elements from the start of v
     size_t shards;          // elements from the start of an arena of shards
 };
 
-// How a job is shared out. Ranks, and what each of them holds: ZeRO stage 0 everything, 1 a shard of the
-// optimizer's state, 2 of the gradients as well.
+// How a job is divided. A rank holds, at ZeRO stage 0, everything; at stage 1, a shard of the optimizer's
+// state; at stage 2, a shard of the gradients as well.
 struct Split { int rank = 0, world = 1, zero = 0; };
 
 struct Layout {
@@ -145,7 +144,7 @@ struct Layout {
     }
 };
 
-// grads_bf16: of matrices. muon: it updates the layers' matrices.
+// grads_bf16: matrices have bf16 gradients. muon: Muon updates the layers' matrices.
 static inline Layout param_layout(const ParamSpec* specs, int n, int L, const Split& split, bool grads_bf16,
                                   bool muon) {
     Layout layout = {};
@@ -181,14 +180,14 @@ static inline Layout param_layout(const ParamSpec* specs, int n, int L, const Sp
         if (i > 0) { layout.largest_but_first = std::max(layout.largest_but_first, b.padded); }
         layout.params_bytes += b.padded * b.elem_bytes;
         const size_t bytes = b.padded * (grads_bf16 && b.kind == Kind::Matrix ? 2 : sizeof(float));
-        // At stage 2 gradients stay no longer than their exchange takes: layers take turns in two places.
+        // At stage 2 a layer's gradients live only until their exchange: the layers share two buffers.
         if (split.zero == 2 && is_layer && i > 2) { b.grads = layout.buckets[i - 2].grads; }
         else { layout.grads_bytes += bytes; }
     }
     return layout;
 }
 
-// Where layer l's copy of tensor i begins: in which bucket, and how many elements from its start.
+// Where layer l's copy of tensor i begins: its bucket, and the elements before it there.
 struct ParamAddress { int bucket; size_t offset; };
 static inline ParamAddress param_address(const ParamSpec* specs, const Layout& layout, int i, int l) {
     return {layout.bucket_of(specs[i].kind, specs[i].where, l), specs[i].offset + l * specs[i].stride};

@@ -1,11 +1,11 @@
 /*
-What a run takes of a device's memory, item by item, before anything is allocated: does it fit, and if not,
-what would? Host only.
+Checks that a run fits into a device's memory before anything is allocated, and suggests a smaller one if it
+does not. Host only.
 
     typedef std::vector<MemoryItem> Plan;
     auto plan_of = [&](int B) { return Plan{{"parameters", 248 << 20}, {"ln1", (size_t)B << 20}}; };
     const MemoryRoom room = {"NVIDIA H200", free_bytes, reserve_bytes};
-    memory_check(plan_of, room, {64, 1024, false, true});   // dies with a hint where 64 rows do not fit
+    memory_check(plan_of, room, {64, 1024, false, true});   // dies with a hint if 64 rows do not fit
     memory_print(plan_of(64));                              // "memory: 312.000 MiB in all; the largest: ..."
 */
 #ifndef LLMC_MODEL_MEMORY_PLAN_H
@@ -23,7 +23,7 @@ what would? Host only.
 
 struct MemoryItem { std::string name; size_t bytes; };
 
-// free, bytes: 0 where nobody knows, and everything fits. reserve: bytes that no plan may have.
+// In bytes. free: 0 if not known; then everything fits. reserve: memory that no plan may use.
 struct MemoryRoom { std::string device; size_t free, reserve; };
 
 static inline size_t memory_total(const std::vector<MemoryItem>& plan) {
@@ -36,14 +36,14 @@ static inline bool memory_fits(const std::vector<MemoryItem>& plan, const Memory
     return room.free == 0 || memory_total(plan) + room.reserve <= room.free;
 }
 
-// The batch that was asked for. keeps: the user cannot take a smaller one. may_recompute: -r 2 needs less.
+// The user's batch. keeps: B cannot become smaller. may_recompute: -r 2 would need less memory.
 struct MemoryBatch { int B, T; bool keeps, may_recompute; };
 
-// plan_of(B): the plan with so many rows. Dies where those of `batch` do not fit, and says what does.
+// plan_of(B): the plan with B rows. Dies if `batch` does not fit, with a hint what would.
 template <class Plan>
 static inline void memory_check(Plan plan_of, const MemoryRoom& room, const MemoryBatch& batch) {
     if (memory_fits(plan_of(batch.B), room)) { return; }
-    int low = 0, high = batch.B;                // low fits (0: taken for granted), high does not
+    int low = 0, high = batch.B;                // low fits (0 without a check), high does not
     while (high - low > 1) {
         const int mid = low + (high - low) / 2;
         (memory_fits(plan_of(mid), room) ? low : high) = mid;
@@ -57,7 +57,7 @@ static inline void memory_check(Plan plan_of, const MemoryRoom& room, const Memo
         bytes_text(wanted).c_str(), room.device.c_str(), bytes_text(room.free).c_str(), hint.c_str());
 }
 
-// One line: all of it, and the ten largest items.
+// Prints the total and the ten largest items in one line.
 static inline void memory_print(std::vector<MemoryItem> plan) {
     std::stable_sort(plan.begin(), plan.end(),
                      [](const MemoryItem& a, const MemoryItem& b) { return a.bytes > b.bytes; });

@@ -1,8 +1,8 @@
 /*
-What a model is: its sizes, its kind of block and norm; from a name, checked.
+A model's configuration: its sizes, its kind of block and of norm, from a descriptor.
 
     const Config config = descriptor_config("d12");             // 124M; a bad name is one sentence and exit 1
-    const std::string error = config_error(config);             // "" or why this program cannot train it
+    const std::string error = config_error(config);             // "": this program can train it
 */
 #ifndef LLMC_MODEL_MODEL_CONFIG_H
 #define LLMC_MODEL_MODEL_CONFIG_H
@@ -15,27 +15,26 @@ What a model is: its sizes, its kind of block and norm; from a name, checked.
 #include <string>       // gives: std::string
 
 #include "../check.h"           // gives: die, format
-#include "../numbers.h"         // gives: parse_int
+#include "../numbers.h"         // gives: parse_int, round_up
 #include "../ops/op_types.h"    // gives: NormKind
 
-enum class Block { Sequential, Parallel, ParallelTied };        // gpt2_forward says what they are
+enum class Block { Sequential, Parallel, ParallelTied };        // see gpt2_forward
 struct Config {
     int maxT;           // longest sequence: rows of wpe
-    int V, Vp;          // vocabulary; padded_vocab() of it, or what a file has
+    int V, Vp;          // vocabulary, and padded: padded_vocab(V), or as a file has it
     int L, NH, C;
     Block block = Block::Sequential;
     NormKind norm = NormKind::Layer;
-    bool residual_fp32 = false;     // the residual stream, and its gradient; else it has the branches' type
+    bool residual_fp32 = false;     // type of the residual stream and its gradient; false: the branches' type
     bool is_gpt2() const { return block == Block::Sequential && norm == NormKind::Layer; }
 };
 // A multiple of 128, so that the LM head's GEMM has whole tiles.
-static inline int padded_vocab(int V) { return (int)(((int64_t)V + 127) / 128 * 128); }
+static inline int padded_vocab(int V) { return (int)round_up<int64_t>(V, 128); }
 #define BLOCK_NAMES "sequential|parallel|parallel-tied"
 #define NORM_NAMES "layernorm|rmsnorm"
 #define RESIDUAL_NAMES "branch|fp32"
 
-// A model from a header's numbers or a descriptor's: what the kernels and the file format need, or a sentence
-// why not.
+// Checks the numbers of a file's header or a descriptor. Returns why they cannot be a model here, or "".
 static inline std::string config_error(const Config& c) {
     if (c.maxT < 1 || c.V < 2 || c.L < 1 || c.NH < 1 || c.C < 1) {
         return format("T=%d V=%d L=%d NH=%d C=%d: each must be at least 1, V at least 2", c.maxT, c.V, c.L,
@@ -66,7 +65,7 @@ static inline Config descriptor_config(const char* text) {
     struct Size { int key, L, C, HS; };
     static const Size gpt2_sizes[] = {
         {6, 6, 384, 64}, {12, 12, 768, 64}, {24, 24, 1024, 64}, {36, 36, 1280, 64}, {48, 48, 1600, 64}};
-    // GPT-3 (Brown et al. 2020, table 2.1), by channels; c384 is a smaller one for experiments
+    // GPT-3 (Brown et al. 2020, table 2.1), by channels; c384 is an addition for experiments
     static const Size gpt3_sizes[] = {{384, 6, 384, 64},    {768, 12, 768, 64},    {1024, 24, 1024, 64},
                                       {1536, 24, 1536, 96}, {2048, 24, 2048, 128}, {2560, 32, 2560, 80},
                                       {4096, 32, 4096, 128}};
@@ -120,7 +119,7 @@ static inline Config descriptor_config(const char* text) {
     return c;
 }
 
-// A model's file is opened twice: for its shape before memory is taken, and for its weights.
+// A model's file is opened twice: for its config before memory is allocated, and for its weights.
 static inline void check_same_model(const Config& c, const Config& has, const char* path) {
     if (c.maxT != has.maxT || c.V != has.V || c.L != has.L || c.NH != has.NH || c.C != has.C ||
         c.Vp != has.Vp || c.block != has.block || c.norm != has.norm) {
