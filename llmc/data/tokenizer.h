@@ -167,7 +167,7 @@ static inline size_t tokenizer_piece(const Tokenizer* tok, const uint8_t* s, siz
     CharClass kind = tokenizer_class(tok, s + skip, len - skip, &width);
     if (kind != CHAR_SPACE) { return tokenizer_run(tok, s, skip + width, len, kind); }
 
-    // White space at the end of the text is one piece. Elsewhere its last character is left for the next word.
+    // White space at the end of the text is one piece. Elsewhere its last character goes to the next word.
     size_t end = 0, last = 0;
     while (end < len && tokenizer_class(tok, s + end, len - end, &width) == CHAR_SPACE) {
         last = end;
@@ -176,8 +176,8 @@ static inline size_t tokenizer_piece(const Tokenizer* tok, const uint8_t* s, siz
     return end == len || last == 0 ? end : last;
 }
 
-// True if a piece surely begins at position i: white space after another character. Text cut at such positions
-// encodes to the ids of the whole.
+// True if a piece surely begins at position i: white space after another character. Text cut at such
+// positions encodes to the ids of the whole.
 static inline bool tokenizer_can_cut(const Tokenizer* tok, const char* text, size_t len, size_t i) {
     const uint8_t* s = (const uint8_t*)text;
     if (i == 0 || i >= len || s[i] >= 0x80 || tok->char_class[s[i]] != CHAR_SPACE) { return false; }

@@ -135,7 +135,7 @@ static inline bool checkpoint_begin(const std::string& folder, int64_t step) {
     return fd >= 0;
 }
 
-// Writes the marker, when all files of the checkpoint are on disk. Dies if another rank's file is not visible.
+// Writes the marker, when all files of the checkpoint are on disk. Dies if a file cannot be read here.
 static inline void checkpoint_done(const std::string& folder, int64_t step,
                                    const std::vector<std::string>& states) {
     std::vector<std::string> paths = {checkpoint_model(folder, step)};

@@ -12,8 +12,8 @@ A model's file, model_*.bin: 256 int32 header, then the tensors in the table's o
 
 Version 3 holds fp32, version 5 bf16 (llm.c's numbers); any build loads both. A model that is not GPT-2 has
 version 103 or 105, so that nobody loads it as GPT-2. Two more words of its header name its block and norm.
-The version also stands for the meaning of the ops: another GELU or another epsilon needs new versions, because
-the tensors look the same.
+The version also stands for the meaning of the ops: another GELU or another epsilon needs new versions,
+because the tensors look the same.
 
 The last two words of the header are a checksum of the file; other programs leave them 0. The word before them
 is 1 with --residual-dtype fp32. This does not change the version: the stream's type only rounds the same

@@ -1,6 +1,6 @@
 /*
-The command line as one table: a row per flag drives parsing, --help, the start-up table and the saved
-settings, so they cannot disagree. A default is text that goes through the same code as user text. Host only.
+The command line as one table. Parsing, --help, the start-up table and the saved settings use the same rows,
+so they cannot disagree. A default is text that is parsed like user text. Host only.
 
     struct { int B; double lr; int schedule; const char* out; } cfg;
     const Flag table[] = {
@@ -10,15 +10,15 @@ settings, so they cannot disagree. A default is text that goes through the same 
         {"k", "lr-schedule", FLAG_ENUM,   &cfg.schedule, "cosine", 0,  0,     "cosine|linear", "its shape"},
         {"o", "output",      FLAG_STRING, &cfg.out,      "",       0,  0,     nullptr,         "folder"},
     };
-    flags_parse(table, 4, argc, argv);      // fills cfg; a wrong command line is one sentence and exit code 1
+    flags_parse(table, 4, argc, argv);      // fills cfg; dies if the command line is wrong
 
-A user writes `-b 8`, `-b=8`, `--micro-batch 8` or `--micro-batch=8`. A value that is itself the name of a
-flag counts as forgotten; the form with = takes anything (`--prompt=-b`).
+A user writes `-b 8`, `-b=8`, `--micro-batch 8` or `--micro-batch=8`. In `--prompt -b` the value of --prompt
+counts as missing, because -b is a flag; the form with = takes any value (`--prompt=-b`).
 */
 #ifndef LLMC_RUN_FLAGS_H
 #define LLMC_RUN_FLAGS_H
 
-#include <assert.h>     // gives: assert (mistakes in the table, never in what the user typed)
+#include <assert.h>     // gives: assert, for mistakes in the table
 #include <ctype.h>      // gives: tolower
 #include <float.h>      // gives: FLT_MAX
 #include <limits.h>     // gives: INT_MIN, INT_MAX
@@ -38,12 +38,12 @@ flag counts as forgotten; the form with = takes anything (`--prompt=-b`).
 
 enum FlagType { FLAG_INT, FLAG_INT64, FLAG_FLOAT, FLAG_STRING, FLAG_BOOL, FLAG_ENUM };
 
-// What becomes of a flag when a run is resumed: the run's value is taken, if the user gives no other; or he
-// may give no other; or the flag is about this start, not about the run.
+// A resumed run takes a KEPT flag's value from the earlier start unless the user gives another; for a FIXED
+// flag, another value is an error. A NOW flag concerns this start only.
 enum FlagResume { FLAG_KEPT, FLAG_FIXED, FLAG_NOW };
 
 struct Flag {
-    const char* letters;    // "b", "z,d" (synonyms), "" none: written -b, -z, -d
+    const char* letters;    // "b"; "z,d": synonyms, written -z and -d; "": none
     const char* name;       // "micro-batch": written --micro-batch
     FlagType type;
     void* where;            // int*, int64_t*, double*, const char**, int* (0 or 1), int* or enum* (option)
@@ -59,7 +59,7 @@ static const int kFlagColumns = 110;        // width of --help and of the start-
 
 // ---- text ----
 
-// User text for an error message: short, and on one line whatever it holds.
+// User text for an error message: at most 60 characters, on one line.
 static inline std::string flags_show(const std::string& text) {
     std::string s = text.substr(0, 60);
     for (char& c : s) { if ((unsigned char)c < 32 || c == 127) { c = '?'; } }
@@ -76,7 +76,7 @@ static inline std::vector<std::string> flags_split(const std::string& text, char
     return parts;
 }
 
-// Every way to write the flag: "-z", "-d", "--total-batch".
+// All spellings of the flag: "-z", "-d", "--total-batch".
 static inline std::vector<std::string> flags_spellings(const Flag* f) {
     std::vector<std::string> all;
     for (const std::string& letter : flags_split(f->letters, ',')) { all.push_back("-" + letter); }
@@ -89,7 +89,7 @@ static inline std::string flags_title(const Flag* f) {      // "-b (--micro-batc
     return all.size() == 1 ? all[0] : all[0] + " (" + all.back() + ")";
 }
 
-// No more digits than it takes to read back as the same number: 0.1 is "0.1".
+// The shortest text that reads back as the same number: 0.1 is "0.1".
 static inline std::string flags_real_text(double x) {
     for (int digits = 6; digits < 17; digits++) {
         std::string s = format("%.*g", digits, x);
@@ -98,20 +98,16 @@ static inline std::string flags_real_text(double x) {
     return format("%.17g", x);
 }
 
-// Which option an ENUM has: an int, or an enum of that size.
-static inline size_t flags_option(const Flag* f) {
-    int option;
-    memcpy(&option, f->where, sizeof(option));
-    return (size_t)option;
-}
-
-static inline std::string flags_text(const Flag* f) {       // the value now, as text a user could type
+static inline std::string flags_text(const Flag* f) {       // the current value, as a user would write it
+    int option;                                             // an ENUM: an int, or an enum of that size
     switch (f->type) {
         case FLAG_INT: case FLAG_BOOL: return format("%d", *(int*)f->where);
         case FLAG_INT64: return format("%lld", (long long)*(int64_t*)f->where);
         case FLAG_FLOAT: return flags_real_text(*(double*)f->where);
         case FLAG_STRING: return *(const char**)f->where;
-        case FLAG_ENUM: return flags_split(f->options, '|')[flags_option(f)];
+        case FLAG_ENUM:
+            memcpy(&option, f->where, sizeof(option));
+            return flags_split(f->options, '|')[(size_t)option];
     }
     return "";
 }
@@ -120,7 +116,7 @@ static inline std::string flags_number(const Flag* f, double x) {
     return f->type == FLAG_FLOAT ? flags_real_text(x) : format("%.0f", x);
 }
 
-// What the flag allows: "1 to 65536", "at least 0", "cosine|linear"; "" if there is nothing to say.
+// The allowed values: "1 to 65536", "at least 0", "cosine|linear"; "": any.
 static inline std::string flags_range(const Flag* f) {
     if (f->type == FLAG_ENUM) { return f->options; }
     if (f->type == FLAG_BOOL) { return "0|1"; }
@@ -142,7 +138,7 @@ static inline const Flag* flags_find(const Flag* table, int count, const std::st
     return nullptr;
 }
 
-// Edits (insert, delete, replace) between two words, capitals ignored.
+// Edits (insert, delete, replace) between two words, regardless of case.
 static inline int flags_distance(const std::string& a, const std::string& b) {
     std::vector<int> row(b.size() + 1);
     for (size_t j = 0; j <= b.size(); j++) { row[j] = (int)j; }
@@ -162,7 +158,7 @@ static inline int flags_distance(const std::string& a, const std::string& b) {
 static inline std::string flags_nearest(const std::vector<std::string>& known, const std::string& wrong) {
     auto bare = [](const std::string& s) { return s.substr(std::min(s.find_first_not_of('-'), s.size())); };
     std::string word = bare(wrong).substr(0, 64), best;
-    int limit = std::min(2 + (int)word.size() / 3, (int)word.size());   // more is a guess, not a slip
+    int limit = std::min(2 + (int)word.size() / 3, (int)word.size());   // beyond it, no typing error
     for (const std::string& s : known) {
         int d = flags_distance(word, bare(s));
         if (d < limit) { best = s; limit = d; }
@@ -183,7 +179,7 @@ static inline std::string flags_about(const Flag* f) {
     return std::string(f->help) + " (default " + (f->def[0] ? f->def : "none") + ")";
 }
 
-// Stores text into *f->where, or dies with a sentence that says what is allowed.
+// Stores the value in *f->where, or dies and names the allowed values.
 static inline void flags_set(const Flag* f, const char* text) {
     std::string range = flags_range(f), see = flags_about(f);
     if (f->type == FLAG_STRING) {
@@ -211,7 +207,7 @@ static inline void flags_set(const Flag* f, const char* text) {
     if (f->type == FLAG_FLOAT) {
         std::string wants = "a number" + (range.empty() ? "" : ", " + range);
         if (!is_number(text, end)) { flags_value_error(f, wants, text, see); }
-        double x;                               // neither inf nor a zero that the user did not write
+        double x;                               // must not become inf or 0 as a float
         if (!parse_double(text, end, &x) || !isfinite((float)x) || ((float)x == 0.0f && x != 0.0)) {
             flags_value_error(f, wants, text, "this is more than a float can hold");
         }
@@ -231,8 +227,8 @@ static inline void flags_set(const Flag* f, const char* text) {
     if (f->type == FLAG_INT) { *(int*)f->where = (int)n; } else { *(int64_t*)f->where = n; }
 }
 
-// Goes on with the settings of an earlier start, name by name; `saved` gives the text of one, which must live
-// on, or nullptr if that start did not know the flag yet.
+// Takes over the settings of an earlier start. saved(name) returns a flag's text, which must stay allocated,
+// or nullptr if the earlier start did not know the flag.
 template <class Saved> static inline void flags_resume(const Flag* table, int count, Saved saved) {
     for (int i = 0; i < count; i++) {
         const Flag& f = table[i];
@@ -266,7 +262,7 @@ static inline void flags_help(const Flag* table, int count, const char* program)
         if (!range.empty()) { text.insert(text.size() - 1, "; " + range); }
         std::string line = left(f);
         line.resize(indent, ' ');
-        bool fresh = true;                                  // nothing but the left column on this line yet
+        bool fresh = true;                                  // no help text on this line yet
         for (const std::string& word : flags_split(text, ' ')) {
             if (!fresh && line.size() + 1 + word.size() > (size_t)kFlagColumns) {
                 printf("%s\n", line.c_str());
@@ -284,13 +280,13 @@ static inline void flags_help(const Flag* table, int count, const char* program)
 }
 
 static inline void flags_print(const Flag* table, int count) {
-    const int cell = kFlagColumns / 3;                      // three to a line; long values take more
+    const int cell = kFlagColumns / 3;                      // three cells a line; long values take more cells
     printf("settings (* given, else default)\n");
     int used = 0;
     for (int i = 0; i < count; i++) {
         std::string text = format(" %c %-18s %s", table[i].given ? '*' : ' ', table[i].name,
                                   flags_show(flags_text(&table[i])).c_str());
-        int cells = ((int)text.size() + cell) / cell;       // one blank at least before the next cell
+        int cells = ((int)text.size() + cell) / cell;       // leaves a blank before the next cell
         if (used + cells > 3 && used > 0) { printf("\n"); used = 0; }
         used += cells;
         bool last = used >= 3 || i + 1 == count;

@@ -1,26 +1,24 @@
 /*
-What a run leaves in its folder, beside the checkpoints. Host only.
+The files of a run's folder, except checkpoints. Host only.
 
-    main.log        only `s:STEP trl:LOSS lr:LR norm:NORM`, `s:STEP tel:VAL`, `s:STEP eval:ACC_NORM`:
-                    no times, so two equal runs write equal bytes
-    metrics.jsonl   one JSON object per line: the same numbers, and what was measured (times, speed)
-                    "step" is the number of steps done, as on the terminal and in model_00001000.bin. main.log
-                    is llm.c's, which counts training lines from 0: its s:N is the step from weights N on
-    run.json        the settings and what the program was built from
-    main.log.cut, metrics.jsonl.cut     both as they were when the run went back to a checkpoint, until it has
-                    come as far again: a later checkpoint may turn out to be readable after all
+    main.log        `s:STEP trl:LOSS lr:LR norm:NORM`, `s:STEP tel:VAL`, `s:STEP eval:ACC_NORM`. It has no
+                    times, so two equal runs write equal bytes. As in llm.c, training lines count from 0
+    metrics.jsonl   one JSON object per line: these numbers, times and speed. "step" is the number of steps
+                    done, as on the terminal and in model_00001000.bin
+    run.json        the settings and the program's build
+    main.log.cut, metrics.jsonl.cut     both logs as they were when the run went back to a checkpoint. They
+                    stay until the run has come as far again: a later checkpoint may become readable
 
     Logger log;
     logger_init(&log, "runs/a");                        // "" logs nowhere
     logger_run(&log, table, count, {{"program", "train_gpt2cpu"}, {"precision", "FP32"}});
     logger_val(&log, step, val_loss);
     logger_train(&log, {step, loss, lr, norm, tokens, ms, tokens_per_s});
-    logger_go_back(&log, step);                         // a run goes on from there: later lines are cut
+    logger_go_back(&log, step);                         // the run continues from `step`: cuts later lines
     logger_free(&log);
 
-The folder and its files are made when the first step is done: a run that fails before leaves no trace. Every
-line is flushed, so a kill loses none. A write that fails stops the run, and so does another process that
-writes the same run.
+The folder and its files are made after the first step, so a run that fails earlier leaves no trace. Every
+line is flushed, so a kill loses none. The run ends if a write fails, or if another process writes it, too.
 */
 #ifndef LLMC_RUN_LOGGER_H
 #define LLMC_RUN_LOGGER_H
@@ -43,17 +41,17 @@ struct Logger {
     FILE* main_log = nullptr;
     FILE* metrics = nullptr;
     std::string run_json;       // the whole file
-    std::string early_text, early_json;     // lines from before the files were made
+    std::string early_text, early_json;     // lines before the files exist
 };
 
 struct TrainMetrics {
-    int64_t step;               // done before it
+    int64_t step;               // number of steps done before this one
     double loss, lr, norm;
-    int64_t tokens;             // trained on since the first step of the run, this one included
+    int64_t tokens;             // trained on since the run began, with this step's
     double ms, tokens_per_s;    // of this step
 };
 
-struct EvalMetrics { double acc_norm, acc, loss; };     // of multiple-choice questions: evalloader.h
+struct EvalMetrics { double acc_norm, acc, loss; };     // see evalloader.h
 
 typedef std::vector<std::pair<std::string, std::string>> RunInfo;
 
@@ -74,7 +72,7 @@ static inline void logger_write_file(const std::string& path, const std::string&
     atomic_commit(&out);
 }
 
-// Makes folder and files, or opens those that are there.
+// Opens the files for appending, creates what is missing.
 static inline void logger_open(Logger* log) {
     mkdir_check(log->folder.c_str());
     log->main_log = fopen_check((log->folder + "/main.log").c_str(), "a");
@@ -86,7 +84,7 @@ static inline void logger_open(Logger* log) {
     logger_write_file(log->folder + "/run.json", log->run_json);
 }
 
-// "" of a file that is not there.
+// "" if there is no such file.
 static inline std::string logger_read(const std::string& path) {
     std::string text;
     if (file_size(path.c_str()) < 0) { return text; }
@@ -97,9 +95,10 @@ static inline std::string logger_read(const std::string& path) {
     return text;
 }
 
-constexpr char kAbandoned[] = ", \"abandoned\": ";     // and how often the run had gone back then
+constexpr char kAbandoned[] = ", \"abandoned\": ";     // then the number of rewinds so far
 
-// Where a log's lines of the first `step` steps end; npos: it lacks the last one. `last`: how that begins.
+// The end of a log's lines of the first `step` steps; npos: the log lacks the last one, which begins with
+// `last`.
 static inline size_t logger_end(const std::string& text, int64_t step, const std::string& last) {
     if (step == 0) { return 0; }
     for (size_t at = text.rfind(last); at != std::string::npos;
@@ -111,8 +110,8 @@ static inline size_t logger_end(const std::string& text, int64_t step, const std
     return std::string::npos;
 }
 
-// Both logs, whether they are those of a checkpoint after `step` steps, before which the run had gone back
-// `rewinds` times, and where their lines of these steps end.
+// Both logs, and the ends of their lines of the first `step` steps. fit: the logs belong to the checkpoint of
+// this step, which the run reached after `rewinds` rewinds.
 struct LoggerTexts { std::string text[2]; size_t end[2]; bool fit; };
 static const char* const kLogNames[2] = {"main.log", "metrics.jsonl"};
 
@@ -131,7 +130,7 @@ static inline LoggerTexts logger_texts(const Logger* log, const char* suffix, in
     return t;
 }
 
-// Lines of metrics.jsonl with a mark: their steps were done in vain.
+// Marks lines of metrics.jsonl whose steps a rewind has undone.
 static inline std::string logger_abandoned(const std::string& lines, int rewinds) {
     std::string marked;
     for (size_t at = 0, end; (end = lines.find("}\n", at)) != std::string::npos; at = end + 2) {
@@ -142,10 +141,10 @@ static inline std::string logger_abandoned(const std::string& lines, int rewinds
     return marked;
 }
 
-// The run goes on from a checkpoint after its first `step` steps, before which it had gone back `rewinds`
-// times. Lines of later steps are cut, and kept in *.cut if they go farther than what is there. Logs that are
-// not those of the checkpoint are put back from there, if that is where they are.
-// abandons: not 0: so often the run has gone back now, and metrics.jsonl keeps the cut lines, marked.
+// The run continues from the checkpoint of `step`, which it reached after `rewinds` rewinds. Cuts the lines
+// of later steps. Saves the logs as *.cut first, if they are longer than the *.cut that exist. If the logs do
+// not belong to the checkpoint but *.cut do, restores them from *.cut.
+// abandons: the number of rewinds now; if not 0, metrics.jsonl keeps the cut lines, marked.
 static inline void logger_go_back(Logger* log, int64_t step, int rewinds = 0, int abandons = 0) {
     if (log->folder.empty()) { return; }
     if (!log->main_log) { logger_open(log); }
@@ -158,7 +157,7 @@ static inline void logger_go_back(Logger* log, int64_t step, int rewinds = 0, in
         }
     }
     for (int i = 0; i < 2; i++) {
-        atomic_remove_stale(log->folder + "/" + kLogNames[i] + ".cut");     // of a kill in these lines
+        atomic_remove_stale(log->folder + "/" + kLogNames[i] + ".cut");     // left by a kill in this function
         FILE* f = i == 0 ? log->main_log : log->metrics;
         const bool lacks = now.end[i] == std::string::npos;
         const size_t end = restores ? 0 : lacks ? now.text[i].rfind('\n') + 1 : now.end[i];    // no half line
@@ -175,7 +174,7 @@ static inline void logger_go_back(Logger* log, int64_t step, int rewinds = 0, in
     }
 }
 
-// Has the run come as far again as before it went back?
+// Removes *.cut when the run has come as far again as before it went back.
 static inline void logger_forget(const std::string& folder) {
     const std::string main_log = folder + "/main.log", metrics = folder + "/metrics.jsonl";
     if (file_size(main_log.c_str()) < file_size((main_log + ".cut").c_str())) { return; }
@@ -183,7 +182,7 @@ static inline void logger_forget(const std::string& folder) {
     unlink((metrics + ".cut").c_str());
 }
 
-// So that the lines that belong to a checkpoint are on disk when it is.
+// Called before a checkpoint's marker is written: its log lines are then on disk, too.
 static inline void logger_sync(const Logger* log) {
     for (FILE* f : {log->main_log, log->metrics}) {
         if (f && file_layer.fsync(fileno(f)) != 0) {
@@ -203,7 +202,7 @@ static inline void logger_line(Logger* log, const std::string& text, const std::
     logger_write(log, log->metrics, "metrics.jsonl", json + "\n");
 }
 
-// One spelling for each non-finite value: printf's "nan" or "-nan" depends on a sign bit nobody set.
+// printf writes "nan" or "-nan", depending on a meaningless sign bit. This always writes "nan".
 static inline std::string logger_number(const char* fmt, double x) {
     if (isnan(x)) { return "nan"; }
     char text[400];                                     // the largest double has 309 digits before its point
@@ -211,11 +210,11 @@ static inline std::string logger_number(const char* fmt, double x) {
     return text;
 }
 
-// more: further fields of the line in metrics.jsonl, `, "name": value` each.
+// more: further fields for metrics.jsonl, each `, "name": value`.
 static inline void logger_train(Logger* log, const TrainMetrics& m, const std::string& more = "") {
     if (!log->main_log && !log->folder.empty()) {       // the first step
         logger_open(log);
-        logger_go_back(log, 0);                         // a start that failed may have left something
+        logger_go_back(log, 0);                         // a failed start may have left lines
         logger_write(log, log->main_log, "main.log", log->early_text);
         logger_write(log, log->metrics, "metrics.jsonl", log->early_json);
     }

@@ -1,11 +1,9 @@
 /*
 A line at the bottom of a terminal that rewrites itself. Host only.
 
-    progress_start();                                           // does nothing where stdout is no terminal
-    progress_show("step 12/100 " + progress_bar(12, 100, 20));  // instead of the one before
-    progress_clear();                                           // before anything else is printed
-
-What is printed around it stays as it would be without. progress_clear() is in llmc/check.h: die() calls it.
+    progress_start();                                           // all do nothing if stdout is no terminal
+    progress_show("step 12/100 " + progress_bar(12, 100, 20));  // replaces the line
+    progress_clear();                                           // erases it, before other output (check.h)
 */
 #ifndef LLMC_RUN_PROGRESS_H
 #define LLMC_RUN_PROGRESS_H
@@ -21,7 +19,7 @@ What is printed around it stays as it would be without. progress_clear() is in l
 
 #include "../check.h"   // gives: progress_shown, progress_clear
 
-constexpr double kProgressInterval = 0.1;   // seconds: more often nobody reads it
+constexpr double kProgressInterval = 0.1;   // seconds between two updates, at least
 
 static bool progress_on = false;
 static double progress_drawn_s = 0.0;
@@ -37,8 +35,7 @@ static inline std::string progress_bar(int64_t done, int64_t total, int width) {
     return "[" + std::string(filled, '#') + std::string((size_t)width - filled, '.') + "]";
 }
 
-// ASCII text. What does not fit into the terminal's width is cut off: of a line that wraps, only the last
-// part could be taken back.
+// Shows ASCII text, cut to the terminal's width: if it wrapped, only its last line could be erased.
 static inline void progress_show(const std::string& text) {
     if (!progress_on) { return; }
     struct timespec now;

@@ -1,12 +1,11 @@
 /*
-What a training run tells the terminal of its steps: a line every few steps, progress until it comes, updates
-that were skipped. Host only.
+A training run's lines on the terminal: the mean of the last steps, progress, skipped updates. Host only.
 
-    Report report = {max_steps, tokens_per_step, 10, 0};        // a line every 10 steps, nothing of the GPU
-    report_add(&report, {step, loss, lr, norm, tokens, ms, tokens_per_s});      // a step is done
-    const std::string gpu = report_gpu(&report);                // for its line in metrics.jsonl
-    report_show(&report);                                       // its line if one is due, else progress
-    report_line(&report);                                       // the line of the last few steps, at the end
+    Report report = {max_steps, tokens_per_step, 10, 0};        // a line every 10 steps, no GPU telemetry
+    report_add(&report, {step, loss, lr, norm, tokens, ms, tokens_per_s});      // after each step
+    const std::string gpu = report_gpu(&report);                // fields for metrics.jsonl
+    report_show(&report);                                       // prints a line if one is due, else progress
+    report_line(&report);                                       // at the end: the line of the last steps
 */
 #ifndef LLMC_RUN_REPORT_H
 #define LLMC_RUN_REPORT_H
@@ -24,16 +23,16 @@ that were skipped. Host only.
 #include "telemetry.h"          // gives: Telemetry, telemetry_read
 
 struct Report {
-    int64_t max_steps = 0, total_batch = 0;     // of the run; tokens a step
-    int log_every = 1, log_gpu = 0;             // steps between lines; between looks at the GPU, 0: none
+    int64_t max_steps = 0, total_batch = 0;     // steps of the run; tokens of a step
+    int log_every = 1, log_gpu = 0;             // steps between lines; between readings of the GPU, 0: none
     Telemetry telemetry = {};
-    // Step times of all but the first, which also loads kernels.
+    // Step times, without the first step, which also loads kernels.
     bool seen_first = false;
     double ms_sum = 0.0;
     int64_t ms_count = 0;
-    // The terminal's next line: sums over the steps since the line before; of the last one, its lr.
+    // For the next line: sums over the steps since the previous line; step and lr of the last step.
     struct { int64_t steps, last; double loss, norm, ms, lr; } line = {};
-    std::string gpu = "";                       // words for that line
+    std::string gpu = "";                       // telemetry for the next line
 };
 
 static inline std::string duration_text(double seconds) {
@@ -48,18 +47,17 @@ static inline void report_add(Report* r, const TrainMetrics& m) {
                m.lr};
 }
 
-// Of a step, so far.
 static inline double report_mean_ms(const Report& r) {
     return r.ms_count > 0 ? r.ms_sum / (double)r.ms_count : r.line.ms / (double)r.line.steps;
 }
 
-// What is left of the run, at the mean speed so far.
+// The remaining time at the mean speed so far.
 static inline std::string report_eta(const Report& r) {
     return duration_text((double)(r.max_steps - r.line.last - 1) * report_mean_ms(r) * 1e-3);
 }
 
-// -lg: fields of a line in metrics.jsonl, and words for the next one on the terminal. The GPU is at work on
-// the step after the one that is told, and has that step's work already: it does not wait for this.
+// -lg: reads the GPU if it is time. Returns fields for metrics.jsonl and sets r->gpu for the terminal. The
+// next step is already enqueued, so the GPU does not wait for this.
 static inline std::string report_gpu(Report* r) {
     TelemetrySample sample;
     const bool due = r->log_gpu > 0 && (r->line.last + 1) % r->log_gpu == 0;
@@ -68,7 +66,7 @@ static inline std::string report_gpu(Report* r) {
     return telemetry_json(sample);
 }
 
-// Means of the steps since the line before, if there were any.
+// Prints the means of the steps since the previous line, if there are any.
 static inline void report_line(Report* r) {
     if (r->line.steps == 0) { return; }
     const double n = (double)r->line.steps, ms = r->line.ms / n;
@@ -83,7 +81,7 @@ static inline void report_line(Report* r) {
     r->gpu.clear();
 }
 
-// Until that line comes, a terminal shows how far the run is.
+// Prints a line if one is due, else shows progress.
 static inline void report_show(Report* r) {
     const int64_t done = r->line.last + 1;
     if (done % r->log_every == 0) { report_line(r); return; }
@@ -95,7 +93,7 @@ static inline void report_show(Report* r) {
                          (double)r->total_batch * n / r->line.ms * 1e3, report_eta(*r).c_str()));
 }
 
-// Says that a step's update was skipped, and why; nothing if it was not.
+// If the step's update was skipped, prints why.
 static inline void report_skip(int64_t step, float loss, const UpdateState& u) {
     const bool by_loss = u.skip == SKIP_LOSS;
     if (u.skip == SKIP_NO) { return; }

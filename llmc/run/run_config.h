@@ -1,10 +1,10 @@
 /*
-What a run is told: every flag in one table, checks over more than one of them, and the settings that a run
-keeps when it goes on. Host only.
+A run's configuration: the table of all flags, checks over several flags, and the settings that a resumed run
+keeps. Host only.
 
     flags_parse(kFlags, kNumFlags, argc, argv);             // fills in `run`
     if (checkpoint) { settings_resume(checkpoint->facts, config, build); } else { settings_keep(); }
-    config_check(&config, is_descriptor, build);            // and fills in what the flags leave open
+    config_check(&config, is_descriptor, build);            // also settles what the flags leave open
     if (run_task() == Task::Train) { ... }
     if (run_given("prompt")) { ... }                        // by the user, not by default
 */
@@ -34,10 +34,10 @@ keeps when it goes on. Host only.
 #include "flags.h"                  // gives: Flag, flags_text
 #include "schedulers.h"             // gives: kLrKinds
 
-// What this program was built as.
+// Options of this program's build.
 struct Build { const char* precision; bool is_cuda, has_nccl; };
 
-// The options of flags that take a word, in the order of the table's texts.
+// Options of ENUM flags, in the order of the table's texts.
 enum class Reduction { Tree, Nccl };            // how gradients of all ranks are summed
 enum class GradDtype { Fp32, Bf16 };
 enum class OptimizerKind { AdamW, Muon };
@@ -45,17 +45,17 @@ enum class ResidualDtype { Branch, Fp32 };
 enum class OnBadLoss { Stop, Rewind };
 
 struct RunConfig {
-    // what it works on
+    // data, model and sizes
     const char *train_data, *val_data, *eval_data, *model, *output_dir, *prompt;
     int B, T;
     int64_t total_batch;            // tokens per optimizer step
-    const char* max_steps_text;     // as it was given
+    const char* max_steps_text;     // the user's text
     int64_t max_steps;              // -1: an epoch
     Block block;
     NormKind norm;
     double dropout;
 
-    // how it trains
+    // training
     double lr, final_fraction, weight_decay, beta1, beta2, eps, grad_clip, skip_loss, skip_norm;
     int64_t warmup, seed;
     int schedule, overfit, shuffle; // schedule: LrKind
@@ -64,7 +64,7 @@ struct RunConfig {
     double muon_lr, muon_momentum, muon_decay;
     OnBadLoss on_bad_loss;
 
-    // how it computes
+    // computation
     int recompute, gelu_fusion, tf32, master;
     ResidualDtype residual_dtype;
     GradDtype grad_dtype;
@@ -74,16 +74,16 @@ struct RunConfig {
     int zero, lanes, check_ranks;
     Reduction reduction;
 
-    // what it writes, and when
+    // output
     int checkpoint_every, keep, major_every, resume;
     int val_every, val_batches, log_every, log_gpu, evaluate, eval_every, quiet;
     int sample_every, sample_tokens, num_samples, top_k, chat;
     double temperature, top_p;
 
-    // what no flag says
-    bool resumed;                   // goes on from a checkpoint
-    bool again;                     // -y 1 where there is none: begins again, as its run.json says
-    bool own_launch;                // -y 1: --gpus is as the run was started
+    // not flags
+    bool resumed;                   // continues from a checkpoint
+    bool again;                     // -y 1 without a checkpoint: begins again with the settings of run.json
+    bool own_launch;                // -y 1: --gpus was taken from run.json
 };
 static RunConfig run;
 
@@ -102,11 +102,11 @@ static const Flag kFlags[] = {
     {"o",   "output-dir",      FLAG_STRING, &run.output_dir,     "",        0, 0, nullptr,
         "folder for main.log, metrics.jsonl, run.json, model_*.bin (none: nothing is written)", FLAG_NOW},
     {"n",   "checkpoint-every", FLAG_INT,   &run.checkpoint_every, "1000",  0, INT_MAX, nullptr,
-        "checkpoint every so many steps, and at the end; 0: at the end only"},
+        "checkpoint every N steps, and at the end; 0: at the end only"},
     {"nk",  "keep",            FLAG_INT,    &run.keep,           "2",       0, INT_MAX, nullptr,
-        "checkpoints that stay, the newest ones; 0: all"},
+        "number of newest checkpoints to keep; 0: all"},
     {"nm",  "major-every",     FLAG_INT,    &run.major_every,    "0",       0, INT_MAX, nullptr,
-        "checkpoints at multiples of so many steps stay for ever; 0: none"},
+        "checkpoints at multiples of N steps stay for ever; 0: none"},
     {"y",   "resume",          FLAG_BOOL,   &run.resume,         "0",       0, 1, nullptr,
         "go on with the run in -o, from its last checkpoint; where there is none, begin", FLAG_NOW},
     {"b",   "micro-batch",     FLAG_INT,    &run.B,              "4",       1, 65536, nullptr,
@@ -147,31 +147,31 @@ static const Flag kFlags[] = {
     {"",    "grad-clip",       FLAG_FLOAT,  &run.grad_clip,      "1",       0, 1e30, nullptr,
         "largest gradient norm; 0: no clipping", FLAG_FIXED},
     {"sl",  "skip-loss",       FLAG_FLOAT,  &run.skip_loss,      "0",       0, 1e30, nullptr,
-        "skip updates whose loss is so many standard deviations above the last 128; 0: none"},
+        "skip updates whose loss is X standard deviations above the mean of the last 128; 0: none"},
     {"sg",  "skip-norm",       FLAG_FLOAT,  &run.skip_norm,      "0",       0, 1e30, nullptr,
-        "likewise the gradient's norm, before clipping"},
+        "skip updates whose gradient norm, before clipping, is X standard deviations above; 0: none"},
     {"",    "seed",            FLAG_INT64,  &run.seed,           "1337",    0, 9e15, nullptr,
         "initial weights, data order, samples, stochastic rounding", FLAG_FIXED},
     {"",    "shuffle",         FLAG_BOOL,   &run.shuffle,        "1",       0, 1, nullptr,
-        "training rows in an order drawn from the seed, another each epoch; 0: as they lie in the shards",
+        "training rows in an order drawn from the seed, another each epoch; 0: in the shards' order",
         FLAG_FIXED},
     {"v",   "val-every",       FLAG_INT,    &run.val_every,      "20",      0, INT_MAX, nullptr,
-        "validate every so many steps, and at the end; 0: never"},
+        "validate every N steps, and at the end; 0: never"},
     {"m",   "val-batches",     FLAG_INT,    &run.val_batches,    "20",      1, INT_MAX, nullptr,
         "batches per validation, at most the whole set"},
     {"",    "log-every",       FLAG_INT,    &run.log_every,      "1",       1, INT_MAX, nullptr,
-        "steps to a line on the terminal, which tells their means; main.log and metrics.jsonl have each"},
+        "a line on the terminal every N steps, with their means; main.log and metrics.jsonl have each step"},
     {"lg",  "log-gpu",         FLAG_INT,    &run.log_gpu,        "0",       0, INT_MAX, nullptr,
-        "every so many steps, on the line and in metrics.jsonl: the GPU's clock, power, temperature, memory, "
-        "and what limits its clock (the driver tells; of several, rank 0's); 0: never"},
+        "every N steps, on the terminal and in metrics.jsonl: the GPU's clock, power, temperature, memory, "
+        "and what limits its clock, from the driver; rank 0's GPU only; 0: never"},
     {"h",   "evaluate",        FLAG_BOOL,   &run.evaluate,       "0",       0, 1, nullptr,
         "1: answer multiple-choice questions (HellaSwag, MMLU) in training, or with -x 0; not --help"},
     {"",    "eval-data",       FLAG_STRING, &run.eval_data,
         "dev/data/hellaswag/hellaswag_val.bin", 1, 0, nullptr, "the questions of -h 1"},
     {"",    "eval-every",      FLAG_INT,    &run.eval_every,     "0",       0, INT_MAX, nullptr,
-        "-h 1: answer them every so many steps, and at the end; 0: as often as -v"},
+        "-h 1: answer them every N steps, and at the end; 0: as often as -v"},
     {"s",   "sample-every",    FLAG_INT,    &run.sample_every,   "20",      0, INT_MAX, nullptr,
-        "generate text every so many steps, and at the end; 0: never"},
+        "generate text every N steps, and at the end; 0: never"},
     {"g",   "sample-tokens",   FLAG_INT,    &run.sample_tokens,  "64",      1, 1 << 24, nullptr,
         "tokens per sample"},
     {"",    "prompt",          FLAG_STRING, &run.prompt,         "",        0, 0, nullptr,
@@ -218,7 +218,7 @@ static const Flag kFlags[] = {
     {"",    "on-bad-loss",     FLAG_ENUM,   &run.on_bad_loss,    "stop",    0, 0, "stop|rewind",
         "too many skipped updates in a row: stop, or go back to the last checkpoint and past these data"},
     {"",    "gpus",            FLAG_INT,    &run.comm.gpus,      "0",       0, kCommMaxLocal, nullptr,
-        "start so many ranks on this machine, one a GPU; 0: as started (mpirun, srun, torchrun, or alone)",
+        "start N ranks on this machine, one per GPU; 0: as started (mpirun, srun, torchrun, or alone)",
         FLAG_NOW},
     {"zs",  "zero-stage",      FLAG_INT,    &run.zero,           "0",       0, 2, nullptr,
         "what the ranks share out: 0 nothing, 1 the optimizer's state, 2 the gradients as well"},
@@ -250,10 +250,9 @@ static const Flag kFlags[] = {
 };
 constexpr int kNumFlags = sizeof(kFlags) / sizeof(kFlags[0]);
 
-// Did the user say it?
 static inline bool run_given(const char* name) { return flags_given(kFlags, kNumFlags, name); }
 
-// What is said of a run that is none of its results; --quiet 1 leaves it out.
+// Prints text that is no result; --quiet 1 suppresses it.
 __attribute__((format(printf, 1, 2))) static inline void say(const char* fmt, ...) {
     if (run.quiet) { return; }
     va_list args;
@@ -262,21 +261,21 @@ __attribute__((format(printf, 1, 2))) static inline void say(const char* fmt, ..
     va_end(args);
 }
 
-// What the program is asked to do. Evaluate: validation loss, answers to questions, or both. Write: texts
-// after --prompt, or --chat; before them it may answer questions.
+// Evaluate: validation loss, answers to questions, or both. Write: texts after --prompt, or --chat; it may
+// answer questions first.
 enum class Task { Train, Evaluate, Write };
 static inline Task run_task() {
-    // the text: config_check reads it as a number, but some ask before that
+    // run.max_steps is not set before config_check
     if (strcmp(run.max_steps_text, "0") != 0) { return Task::Train; }
     return run.chat || run_given("prompt") ? Task::Write : Task::Evaluate;
 }
 
-// Is text written: between steps, or instead of them?
+// Does the run generate text, during training or instead of it?
 static inline bool run_writes_text() {
     return run_task() == Task::Train ? run.sample_every > 0 : run_task() == Task::Write;
 }
 
-// Are validation data needed? -x 0 -h 1 does without, but takes those that are named.
+// Does the run validate? With -x 0 -h 1 only if the user names validation data.
 static inline bool run_validates() {
     if (run_task() == Task::Train) { return run.val_every > 0; }
     return run_task() == Task::Evaluate && (!run.evaluate || run_given("val-data"));
@@ -294,7 +293,7 @@ static inline CommFacts flag_facts() {
     return facts;
 }
 
-// Of this program's file: what decides about the result beside the flags and the data.
+// Hash of this program's file: flags, data and program determine a run's result.
 static inline std::string executable_hash() {
     FILE* f = fopen_check("/proc/self/exe", "rb");
     std::vector<char> part(1 << 20);
@@ -308,20 +307,20 @@ static inline std::string executable_hash() {
 
 // ---- settings that a run keeps ----
 
-// Where sums are not the tree's, or are kept in bf16, each rank has one lane.
+// With --reduction nccl or bf16 sums, each rank has one lane.
 static inline bool one_lane_each() {
     return run.reduction == Reduction::Nccl ||
            (run.grad_dtype == GradDtype::Bf16 && (run.zero < 2 || comm.world == 1));
 }
 
-// The settings as they were given, before config_check fills in what they leave open: these are saved.
+// The settings to be saved: before config_check settles what they leave open.
 static std::vector<std::string> run_texts;
 static inline void settings_keep() {
     run_texts.clear();
     for (const Flag& flag : kFlags) { run_texts.push_back(flags_text(&flag)); }
 }
 
-// Which flags config_check has filled in: those that a run which begins again leaves open again.
+// The flags that config_check has settled. A run that begins again leaves them open again.
 static inline std::string settings_left_open() {
     std::string names;
     for (int i = 0; i < kNumFlags; i++) {
@@ -332,7 +331,7 @@ static inline std::string settings_left_open() {
     return names;
 }
 
-// Where the run found its data: names are relative to where it was started, as long as that place exists.
+// A run's data paths are relative to the folder where it was started, as long as that folder exists.
 constexpr const char* kDataFlags[] = {"train-data", "val-data", "eval-data"};
 static inline std::string from_start(const std::string& pattern, const std::string* start) {
     char here[PATH_MAX];
@@ -346,26 +345,24 @@ static inline std::string from_start(const std::string& pattern, const std::stri
     return path + "/" + pattern;
 }
 
-// A run may have been started with a flag that this program lacks: it goes on only where the value means what
-// is done anyway.
+// Dies if the run was started with a flag that this program lacks. --residual gemm passes: it names the only
+// behaviour of this program.
 static inline void settings_known(const Facts& facts, const std::string& prefix) {
-    static const struct { const char *name, *done_anyway; } gone[] = {{"residual", "gemm"}};
     for (const auto& fact : facts) {
         if (fact.first.compare(0, prefix.size(), prefix) != 0) { continue; }
         const std::string name = fact.first.substr(prefix.size());
-        bool known = flags_find(kFlags, kNumFlags, "--" + name) != nullptr;
-        for (const auto& g : gone) { known = known || (name == g.name && fact.second == g.done_anyway); }
-        if (known) { continue; }
+        const bool passes = name == "residual" && fact.second == "gemm";
+        if (passes || flags_find(kFlags, kNumFlags, "--" + name)) { continue; }
         die("the run in -o %s began with --%s %s, which this program does not have\n"
             "hint: go on with the program that began it", run.output_dir, name.c_str(), fact.second.c_str());
     }
 }
 
-// Goes on with the settings of a run whose model is `c`, wherever that came from. What they left open is as
-// it was settled then: the run stays the same on another number of ranks, with its batch and its lanes.
+// Takes over the settings of a run whose model is `c`. Settings that the run left open stay as it settled
+// them: on another number of ranks it keeps its batch and its lanes.
 static inline void settings_resume(const Facts& from, const Config& c, const Build& build) {
     settings_known(from, "flag.");
-    static Facts facts = from;                  // whose texts the flags point to from now on
+    static Facts facts = from;                  // static: the flags keep pointing to these texts
     for (auto& fact : facts) {
         for (const char* name : kDataFlags) {
             if (fact.first != std::string("flag.") + name) { continue; }
@@ -379,13 +376,12 @@ static inline void settings_resume(const Facts& from, const Config& c, const Bui
         if (const std::string* kind = facts_find(kinds, name)) { return kind->c_str(); }
         const std::string* text = facts_find(facts, "flag." + name);
         const Flag* flag = flags_find(kFlags, kNumFlags, "--" + name);
-        // a flag that the run did not have yet came with what was done before as its default
+        // the default of a flag that the run's program lacked is what that program did
         if (!text && flag->resume == FLAG_FIXED) { return flag->def; }
         const char* settled = name == "sequence-length" ? "T" : name == "total-batch" ? "total_batch"
                             : name == "lanes" ? "lanes" : "";
         const std::string* number = facts_find(facts, settled);
-        const bool same = number && *number == flags_text(flag);
-        if (same) { text = number; }            // what was left open may be given as it was settled
+        if (number && *number == flags_text(flag)) { text = number; }   // the user gives the settled value
         return text ? text->c_str() : nullptr;
     };
     flags_resume(kFlags, kNumFlags, saved);
@@ -411,7 +407,7 @@ static inline void settings_resume(const Facts& from, const Config& c, const Bui
 
 // ---- checks over more than one flag ----
 
-// How many lanes a step's micro-steps are cut into.
+// Settles and checks the number of lanes.
 static inline void lanes_check(int64_t micro_steps, const Build& build) {
     const bool given = run.lanes != 0, one_each = one_lane_each();
     if (!build.has_nccl && run.reduction == Reduction::Nccl) {
@@ -438,8 +434,8 @@ static inline void lanes_check(int64_t micro_steps, const Build& build) {
     die("--lanes %d: %s\nhint: %s", run.lanes, error.c_str(), hint.c_str());
 }
 
-// A descriptor's block, norm and residual stream are what the flags say; a file's are its own. But a flag may
-// choose another type for the stream of the same model. On resuming all three are the run's.
+// Settles block, norm and type of the residual stream. A descriptor takes them from the flags; a file has its
+// own, but --residual-dtype may change the stream's type.
 static inline void variant_check(Config* c, bool is_descriptor) {
     const struct { const char* flag; int wanted, has; const char* names; } kinds[] = {
         {"block", (int)run.block, (int)c->block, BLOCK_NAMES},
@@ -454,18 +450,17 @@ static inline void variant_check(Config* c, bool is_descriptor) {
     if (is_descriptor || run_given("residual-dtype")) {
         c->residual_fp32 = run.residual_dtype == ResidualDtype::Fp32;
     }
-    // what the table at the start and run.json say
+    // for the start-up table and run.json
     run.block = c->block, run.norm = c->norm;
     run.residual_dtype = c->residual_fp32 ? ResidualDtype::Fp32 : ResidualDtype::Branch;
 }
 
-// -b, -t and -z: what a step is cut into.
+// Settles and checks -t, -z and the lanes.
 static inline void batch_check(const Config& c, const Build& build) {
     if (run.T == 0) { run.T = c.maxT; }
     if (run.T > c.maxT) {
-        die("-t %d is longer than the model's longest sequence, %d\nhint: use -t %d or less, or a model with "
-            "more positions",
-            run.T, c.maxT, c.maxT);
+        die("-t %d is longer than the model's longest sequence, %d\n"
+            "hint: use -t %d or less, or a model with more positions", run.T, c.maxT, c.maxT);
     }
     const int64_t tokens = (int64_t)run.B * run.T;
     if (tokens > INT_MAX) {
@@ -496,28 +491,27 @@ static inline void batch_check(const Config& c, const Build& build) {
     lanes_check(micro_steps, build);
 }
 
-// -x as a number of steps; -1: an epoch, whose length the data say.
+// -x as a number of steps; -1: an epoch.
 static inline int64_t max_steps_of(const char* text) {
-    int64_t steps = -1;
-    if (strcmp(text, "epoch") == 0) { return steps; }
-    const int64_t most = kLargestCount;         // as for -u
-    if (!parse_int(text, text + strlen(text), &steps) || steps < 0 || steps > most) {
+    if (strcmp(text, "epoch") == 0) { return -1; }
+    int64_t steps;
+    if (!parse_int(text, text + strlen(text), &steps) || steps < 0 || steps > kLargestCount) {
         const std::string digits = parse_int_hint(text);
-        die("-x (--max-steps) wants a whole number, 0 to %lld, or `epoch`, not '%s'%s%s", (long long)most,
-            flags_show(text).c_str(), digits.empty() ? "" : "\nhint: ", digits.c_str());
+        die("-x (--max-steps) wants a whole number, 0 to %lld, or `epoch`, not '%s'%s%s",
+            (long long)kLargestCount, flags_show(text).c_str(), digits.empty() ? "" : "\nhint: ",
+            digits.c_str());
     }
     return steps;
 }
 
-// Checks over more than one flag, before anything is allocated. Fills in what the flags leave open, and the
-// model's block, norm and residual stream.
+// Checks over several flags, before anything is allocated. Settles what the flags leave open, and the model's
+// block, norm and residual stream.
 static inline void config_check(Config* c, bool is_descriptor, const Build& build) {
     variant_check(c, is_descriptor);
     batch_check(*c, build);
     if (run.gelu_fusion > 0 && run.recompute > 0) {
         die("-ge %d needs -r 0: a recomputed GELU works on rounded values and would differ from the fused "
-            "one",
-            run.gelu_fusion);
+            "one", run.gelu_fusion);
     }
     for (const char* name : {"muon-lr", "muon-momentum", "muon-steps", "muon-decay"}) {
         if (run.optimizer == OptimizerKind::AdamW && !run.resumed && run_given(name)) {

@@ -1,12 +1,11 @@
 /*
-A run's folder: as the model (-e FOLDER), as what a run goes on with (-y 1), as where it writes (-o).
-Host only.
+A run's folder: the model to read (-e FOLDER), the run to resume (-y 1), the place to write (-o). Host only.
 
-    launch_resume();                                    // -y 1: --gpus as the run was started
-    if (model_is_folder()) { folder_resolve(); }        // -e FOLDER: run.model is its newest model
-    run.again = settings_take(run.output_dir, true);    // flags that are not given, from its run.json
-    run_folder_check(run.output_dir);                   // may a run write there?
-    print_folder(argv[0], stopped);                     // a run's last lines: how it goes on
+    launch_resume();                                    // -y 1: takes --gpus from run.json
+    if (model_is_folder()) { folder_resolve(); }        // -e FOLDER: run.model becomes its newest model
+    run.again = settings_take(run.output_dir, true);    // takes flags that are not given from run.json
+    run_folder_check(run.output_dir);                   // dies if the run cannot write there
+    print_folder(argv[0], stopped);                     // a run's last lines: how to resume it
 */
 #ifndef LLMC_RUN_RUN_FOLDER_H
 #define LLMC_RUN_RUN_FOLDER_H
@@ -32,11 +31,10 @@ Host only.
 #include "run_config.h"             // gives: run, kFlags, say, settings_known
 
 // ---- -e FOLDER: a run's folder ----
-// It stands for its newest model that is whole, and where nothing is trained, its run.json says how the model
-// is to be run. Why run.json and not the facts in the states, which say the same: states are large, and first
-// to be deleted; a run has had its run.json since its first step. One place is enough.
+// It stands for its newest undamaged model. With -x 0, its run.json gives the settings. The states hold them,
+// too, but states are large, and users delete them first.
 
-// A name that reads as a descriptor is one, even where there is such a folder, which is then ./d12.
+// "d12" is a descriptor even if there is a folder d12, which is then written ./d12.
 static inline bool model_is_folder() {
     struct stat st;
     const char* text = run.model;
@@ -46,9 +44,9 @@ static inline bool model_is_folder() {
     return (strchr(text, '/') || !reads_so) && stat(text, &st) == 0 && S_ISDIR(st.st_mode);
 }
 
-// The step of a folder's newest model: of checkpoints first, then of models alone. Rank 0 reads it whole.
+// The step of a folder's newest undamaged model, with a marker if possible. Rank 0 checks the checksums.
 static inline int64_t newest_model(const std::string& folder) {
-    std::vector<std::pair<bool, int64_t>> models;           // has it a marker? its step
+    std::vector<std::pair<bool, int64_t>> models;           // has a marker; step
     for (const std::string& name : folder_names(folder)) {
         const int64_t step = checkpoint_number(name, "model_", ".bin");
         const bool is_one = step >= 0 && checkpoint_model("", step) == "/" + name &&
@@ -85,10 +83,10 @@ static inline bool model_is_file(const std::string& text) {
            text.find(".bin") != std::string::npos || text.find(".safetensors") != std::string::npos;
 }
 
-// Sets flags that are not given as the run's run.json has them: those that -x 0 needs, or, for a run that
-// begins again, all that are about the run. What was left open then is left open again. False: no run.json.
+// Sets flags that are not given from run.json: those that -x 0 needs, or, for a run that begins again, all
+// but FLAG_NOW. Settings that the run left open are left open again. False: no run.json.
 static inline bool settings_take(const std::string& folder, bool begins_again) {
-    static std::string texts[kNumFlags];                    // the flags point to them from now on
+    static std::string texts[kNumFlags];                    // static: the flags keep pointing to these texts
     const std::set<std::string> needed = {"train-data", "val-data", "sequence-length", "micro-batch",
                                           "val-batches"};
     const std::string path = folder + "/run.json";
@@ -120,7 +118,7 @@ static inline bool settings_take(const std::string& folder, bool begins_again) {
 }
 
 static inline void folder_resolve() {
-    static std::string path;                                // run.model points to it from now on
+    static std::string path;                                // static: run.model keeps pointing to it
     std::string folder = run.model;
     while (folder.size() > 1 && folder.back() == '/') { folder.pop_back(); }
     struct stat from, to;
@@ -138,8 +136,8 @@ static inline void folder_resolve() {
     }
 }
 
-// -y 1: --gpus is as the run was started, unless a flag or what started this process says otherwise. A
-// damaged run.json is no reason to stop: the checkpoints have all else.
+// -y 1: takes --gpus from run.json, unless a flag or a scheduler determines the ranks. A damaged run.json is
+// no error: the checkpoints hold all other settings.
 static inline void launch_resume() {
     const std::string folder = run.output_dir, path = folder + "/run.json";
     bool is_open = run.resume && !folder.empty() && file_size(path.c_str()) >= 0 && !*comm_foreign().name;
@@ -156,7 +154,7 @@ static inline void launch_resume() {
 
 // ---- -o FOLDER ----
 
-// A folder with the line of a step in its main.log; what a start that failed left behind is no run.
+// Does main.log have the line of a step? The leftovers of a failed start are no run.
 static inline bool holds_run(const std::string& main_log) {
     if (file_size(main_log.c_str()) < 0) { return false; }
     FILE* f = fopen_check(main_log.c_str(), "r");
@@ -167,7 +165,7 @@ static inline bool holds_run(const std::string& main_log) {
     return found;
 }
 
-// What can be wrong with -o is found before anything is computed; its files come with the first step.
+// Dies before anything is computed if -o cannot be used. The folder's files are made after the first step.
 static inline void run_folder_check(const std::string& folder) {
     for (const char* name : {"/main.log", "/metrics.jsonl", "/run.json"}) {
         struct stat st;
@@ -195,7 +193,7 @@ static inline void run_folder_check(const std::string& folder) {
             "hint: choose a shorter path", flags_show(folder).c_str(), folder.size(),
             PATH_MAX - 1 - strlen(last));
     }
-    std::string there = folder;             // or the nearest folder above it that exists
+    std::string there = folder;             // the nearest existing folder, from -o upwards
     struct stat st;
     while (stat(there.c_str(), &st) != 0) {
         if (errno != ENOENT) {
@@ -210,12 +208,12 @@ static inline void run_folder_check(const std::string& folder) {
     }
 }
 
-// As a word of a command line.
+// The text as one word of a shell command.
 static inline std::string shell_quoted(const std::string& text) {
     bool plain = !text.empty();
     for (char c : text) { plain = plain && (isalnum((unsigned char)c) || strchr("/._-+,:@%", c)); }
     if (plain) { return text; }
-    // What would move the cursor or end the line is written as shells read it in $'...': \012.
+    // Control characters are written as \012 in $'...'.
     const bool escapes = shown(text) != text;
     std::string quoted = escapes ? "$'" : "'";
     for (char c : text) {
@@ -226,7 +224,7 @@ static inline std::string shell_quoted(const std::string& text) {
     return quoted + "'";
 }
 
-// A run's last lines: how it goes on, if it was stopped, and what one can do with its folder.
+// A run's last lines: how to resume it if it was stopped, and how to use its folder.
 static inline void print_folder(const char* program, bool stopped) {
     const std::string folder = shell_quoted(run.output_dir), self = shell_quoted(program);
     const bool other_launch = comm.world > 1 && run.comm.gpus == 0;

@@ -1,12 +1,11 @@
 /*
-Texts on the terminal: samples, and a chat. What draws their tokens is a callback, so no model is needed. Host
-only.
+Texts on the terminal: samples, and a chat. A callback draws the tokens, so no model is needed. Host only.
 
     const TextTask task = {&tokenizer, prompt_tokens(&tokenizer, "Once", V, T), 100, true};
     const TextDraw draw = [&](const std::vector<int>& prompt, int count, int end, uint32_t first_id,
                               const OnToken& on_token) { ... };
     write_samples(task, {8, 4, 0, "Once", false}, draw);    // eight texts, four at a time
-    chat(task, "model.bin", true, draw);                    // goes on from the lines of stdin
+    chat(task, "model.bin", true, draw);                    // continues the lines of stdin
 */
 #ifndef LLMC_RUN_SAMPLES_H
 #define LLMC_RUN_SAMPLES_H
@@ -30,22 +29,22 @@ only.
 #include "../data/tokenizer.h"  // gives: Tokenizer
 #include "stop.h"               // gives: stop_requested
 
-// Is told each token in turn, the end too; false stops all.
+// Called with each token, `end` included; false stops all rows.
 typedef std::function<bool(int row, int token)> OnToken;
-// Goes on from `prompt`, `count` tokens or up to `end`, in as many rows as it has. Row r draws from the
+// Continues `prompt` in each of its rows, by `count` tokens or up to the token `end`. Row r draws from the
 // random stream first_id + r.
 typedef std::function<void(const std::vector<int>& prompt, int count, int end, uint32_t first_id,
                            const OnToken& on_token)> TextDraw;
 
 struct TextTask {
     const Tokenizer* tokenizer;         // null: ids are printed
-    std::vector<int> prompt;            // of prompt_tokens(); its first one also ends a document
-    int tokens;                         // of a text, at most
+    std::vector<int> prompt;            // from prompt_tokens(); its first token also ends a document
+    int tokens;                         // most tokens of a text
     bool tell_speed;
 };
 
-// The tokenizer that fits the vocabulary: GPT-2's for 50257, bytes for 256, none otherwise. False: there is
-// none, or its file is *missing.
+// Chooses the tokenizer by the vocabulary: 50257 is GPT-2's, 256 the bytes'. False: there is none, or its
+// file, then *missing, does not exist.
 static inline bool text_init(Tokenizer* tokenizer, int V, std::string* missing) {
     if (V == 256) { tokenizer_init_bytes(tokenizer); return true; }
     if (V != 50257) { return false; }
@@ -55,7 +54,7 @@ static inline bool text_init(Tokenizer* tokenizer, int V, std::string* missing) 
     return true;
 }
 
-// What stands before each document, and behind it --prompt; or the error why it cannot be sampled from.
+// The end-of-text token, which begins every document, and --prompt. Dies if the prompt does not fit.
 static inline std::vector<int> prompt_tokens(const Tokenizer* tokenizer, const char* text, int V, int T) {
     std::vector<int> prompt = {tokenizer ? (int)tokenizer->eot : 0};
     if (text[0] == '\0') { return prompt; }
@@ -71,12 +70,12 @@ static inline std::vector<int> prompt_tokens(const Tokenizer* tokenizer, const c
     return prompt;
 }
 
-// How many bytes of the text are whole characters: a token may end within one.
+// The number of bytes in whole characters: a token may end inside a character.
 static inline size_t whole_characters(const std::string& text) {
     const size_t size = text.size();
     for (size_t back = 1; back <= 3 && back <= size; back++) {
         const unsigned char c = (unsigned char)text[size - back];
-        if ((c & 0xC0) == 0x80) { continue; }           // goes on with a character
+        if ((c & 0xC0) == 0x80) { continue; }           // not a character's first byte
         return c >= 0xC0 && back < (c >= 0xF0 ? 4u : c >= 0xE0 ? 3u : 2u) ? size - back : size;
     }
     return size;
@@ -89,7 +88,7 @@ static inline bool ends_sentence(const std::string& text) {
 // A text on its way to stdout.
 struct TextOut {
     const Tokenizer* tokenizer;         // null: ids are printed
-    std::string text;                   // what has not been printed yet
+    std::string text;                   // not printed yet
 
     void add(int token) {
         text += tokenizer ? tokenizer_decode(tokenizer, (uint32_t)token) : format("%d ", token);
@@ -102,32 +101,32 @@ struct TextOut {
     }
 };
 
-// How fast tokens came. Starting takes its time: the prompt, and what the driver does once.
+// The speed of drawing, without the first token of each text: that one waits for the prompt, or in a chat for
+// the user.
 struct TextSpeed {
-    double start = comm_now(), wait = 0.0;  // of the first token
-    double last = 0.0, seconds = 0.0;       // when the last one came; what those took that follow another
-    int64_t tokens = 0, later = 0;          // all; those that follow another
+    double start = comm_now(), wait = 0.0;  // seconds until the very first token
+    double last = 0.0, seconds = 0.0;       // time of the last token; seconds spent on `later` tokens
+    int64_t tokens = 0, later = 0;          // all tokens; those that are not the first of a text
 
-    void add(bool begins) {                 // a text, after which somebody may have thought for long
+    void add(bool begins) {                 // begins: the first token of a text
         const double now = comm_now();
         if (tokens++ == 0) { wait = now - start; }
         if (!begins) { seconds += now - last; later++; }
         last = now;
     }
     void print() const {
-        if (ferror(stdout)) { return; }     // nobody has the text; the program's end says so
+        if (ferror(stdout)) { return; }     // stdout_check reports that at the end
         fprintf(stderr, "note: %lld tokens, the first after %.3f s", (long long)tokens, wait);
         if (later > 0 && seconds > 0) { fprintf(stderr, ", then %.0f tokens/s", (double)later / seconds); }
         fprintf(stderr, "\n");
     }
 };
 
-// rows: of the draw. titled: each sample has a title with its number and the step.
+// count texts, `rows` of them drawn together. titled: each has a title with its number and the step.
 struct Samples { int count, rows; int64_t step; const char* prompt; bool titled; };
 
-// --num-samples texts after the prompt; the first of those that are drawn together is shown as it comes.
-// Without titles stdout has what the model wrote and nothing else; for somebody who looks at it, the prompt
-// comes before.
+// Writes the samples. The first unfinished one is shown token by token. Without titles stdout has only the
+// model's text, and on a terminal also the prompt.
 static inline void write_samples(const TextTask& task, const Samples& samples, const TextDraw& draw) {
     const int end = task.prompt[0];
     auto begin = [&](int sample) {
@@ -143,26 +142,26 @@ static inline void write_samples(const TextTask& task, const Samples& samples, c
         std::vector<TextOut> texts(rows, {task.tokenizer, ""});
         std::vector<int> lengths(rows, 0);
         std::vector<bool> over(rows, false);
-        int shown = 0;                                  // this one; those before it are done
+        int current = 0;                                // the row that is shown; those before it are done
         auto advance = [&](bool all_over) {
-            texts[shown].show(all_over || over[shown]);
-            while (shown < rows && (all_over || over[shown])) {
+            texts[current].show(all_over || over[current]);
+            while (current < rows && (all_over || over[current])) {
                 printf(samples.titled ? "\n---\n" : "\n");
-                if (++shown == rows || stop_requested) { break; }
-                begin(first + shown);
-                texts[shown].show(all_over || over[shown]);
+                if (++current == rows || stop_requested) { break; }
+                begin(first + current);
+                texts[current].show(all_over || over[current]);
             }
         };
         begin(first);
         draw(task.prompt, task.tokens, end, (uint32_t)first, [&](int row, int token) {
-            if (row >= rows) { return true; }           // the last texts may be fewer
+            if (row >= rows) { return true; }           // the last group may have fewer texts
             speed.add(first == 0 && lengths[row]++ == 0);
-            over[row] = token == end;                   // the document is over
+            over[row] = token == end;
             if (!over[row]) { texts[row].add(token); }
-            if (row == shown) { advance(false); }
-            return shown < rows && !stop_requested;
+            if (row == current) { advance(false); }
+            return current < rows && !stop_requested;
         });
-        if (shown < rows) { advance(true); }
+        if (current < rows) { advance(true); }
         fflush(stdout);
     }
     if (task.tell_speed) { speed.print(); }
@@ -170,10 +169,10 @@ static inline void write_samples(const TextTask& task, const Samples& samples, c
 
 // ---- chat ----
 
-static volatile sig_atomic_t chat_interrupted = 0;      // by Ctrl-C
+static volatile sig_atomic_t chat_interrupted = 0;      // set by Ctrl-C
 
-// Waits for a line on the terminal, or its end; false: Ctrl-C came. The signal is let in during the wait
-// alone, so none is missed between a look at it and the wait.
+// Waits for a line on the terminal or the end of the input; false: Ctrl-C came. Only pselect unblocks the
+// signal, so none is missed between the look at chat_interrupted and the wait.
 static inline bool chat_has_line() {
     sigset_t interrupt, before;
     sigemptyset(&interrupt);
@@ -188,8 +187,8 @@ static inline bool chat_has_line() {
     return has_line || !chat_interrupted;
 }
 
-// The next line of stdin, without its end. False: the input is over. *said is not changed where Ctrl-C came:
-// the line begins anew.
+// Reads the next line of stdin into *said, without its newline. After Ctrl-C it asks again. False: the input
+// is over.
 static inline bool chat_line(bool is_terminal, std::string* said) {
     for (;;) {
         chat_interrupted = 0;
@@ -208,9 +207,9 @@ static inline bool chat_line(bool is_terminal, std::string* said) {
     return bytes >= 0;
 }
 
-// --chat: reads lines, and goes on from each with what was said before. Ctrl-C ends a text, or a line that is
-// being typed; the end of the input (Ctrl-D) ends all. An empty line lets the text go on. After a document's
-// end the next line begins a new one. whole: a text goes on to the end of a sentence.
+// --chat: reads lines and continues each, after everything said before. Ctrl-C ends a text, or discards a
+// line that is being typed; Ctrl-D ends the program. An empty line continues the text. After a document's end
+// the next line begins a new one. whole: a text ends at the end of a sentence.
 static inline void chat(const TextTask& task, const std::string& model, bool whole, const TextDraw& draw) {
     struct sigaction action = {};
     action.sa_handler = [](int) { chat_interrupted = 1; };
@@ -223,7 +222,7 @@ static inline void chat(const TextTask& task, const std::string& model, bool who
                 "Ctrl-C ends a text, Ctrl-D the program\n", shown(model).c_str(), task.tokens,
                 whole ? " and to the end of the sentence" : "");
     }
-    std::vector<int> tokens = task.prompt;              // all that was said
+    std::vector<int> tokens = task.prompt;              // the whole conversation
     TextSpeed speed;
     std::string line;
     for (uint32_t number = 0; chat_line(is_terminal, &line); number++) {
@@ -234,7 +233,7 @@ static inline void chat(const TextTask& task, const std::string& model, bool who
         tokens.insert(tokens.end(), ids.begin(), ids.end());
         TextOut text = {task.tokenizer, ""};
         const std::vector<int> prompt = tokens;
-        if (is_terminal) { fwrite(line.data(), 1, line.size(), stdout); }      // so the text reads as a whole
+        if (is_terminal) { fwrite(line.data(), 1, line.size(), stdout); }   // the text begins with the line
         if (speed.tokens == 0) { speed.start = comm_now(); }
         draw(prompt, whole ? 4 * task.tokens : task.tokens, end, number, [&](int, int token) {
             speed.add(tokens.size() == prompt.size());

@@ -6,7 +6,7 @@ four shapes. Host only.
     double lr = lr_at(s, step);
 
 Step k of a warm-up over W steps gets peak*(k+1)/W: the first step already learns, step W-1 is at the peak.
-From step `total` on the rate is peak*final_fraction; the last step trained, total-1, comes just before that.
+From step `total` on the rate is peak*final_fraction; the last trained step, total-1, is just before that.
 */
 #ifndef LLMC_RUN_SCHEDULERS_H
 #define LLMC_RUN_SCHEDULERS_H
@@ -22,17 +22,17 @@ static const char* const kLrKinds = "cosine|linear|constant|wsd";      // for th
 struct LrSchedule {
     int kind;                   // LrKind
     double peak;
-    int64_t warmup, total;      // steps; a warm-up longer than the run simply never ends
-    double final_fraction;      // of the peak; `constant` has no use for it
+    int64_t warmup, total;      // steps; the warm-up may be longer than the run
+    double final_fraction;      // of the peak; unused by `constant`
 };
 
 static inline double lr_at(const LrSchedule& s, int64_t step) {
     if (step < s.warmup) { return s.peak * (double)(step + 1) / (double)s.warmup; }
     if (s.kind == LR_CONSTANT) { return s.peak; }
 
-    // wsd (warm-up, stable, decay) holds the peak until the last fifth. Its decay is 1 - sqrt(x), which ended
-    // lower than a linear one in Haegele et al., "Scaling laws and compute-optimal training beyond fixed
-    // training durations", 2024.
+    // wsd (warm-up, stable, decay) keeps the peak until the last fifth. Its decay is 1 - sqrt(x), which
+    // reached a lower loss than a linear one in Haegele et al., "Scaling laws and compute-optimal training
+    // beyond fixed training durations", 2024.
     int64_t start = s.kind == LR_WSD ? std::max(s.warmup, s.total - s.total / 5) : s.warmup;
     double x = 1.0;                                     // 0 where the decay starts, 1 from `total` on
     if (step < s.total) { x = step <= start ? 0.0 : (double)(step - start) / (double)(s.total - start); }

@@ -1,16 +1,16 @@
 /*
-How a run is asked to stop, and how all ranks agree that they do. Host only.
+Signals that stop a run, and the agreement of all ranks to stop. Host only.
 
     catch_signals();
     while (step < steps && !stop_agreed(step)) { ... }      // all ranks call it at the same places
     save(step);
-    if (!stop_requested) { stdout_check(); }                // else its reader may be gone
+    if (!stop_requested) { stdout_check(); }                // after SIGPIPE nobody reads stdout
 
-SIGINT, SIGTERM, SIGHUP, SIGUSR1 (which schedulers send before the end) and SIGPIPE (nobody reads stdout, and
-from then on it is not needed) stop a training run. The loop looks at the request between micro-steps,
-validation batches and generated tokens. A step that is not complete is dropped without an update, because a
-grace period may be shorter than a step. A checkpoint of the last complete one is saved, and nothing is
-validated or sampled any more. A second SIGINT does not wait.
+SIGINT, SIGTERM, SIGHUP, SIGUSR1 (which schedulers send before the end) and SIGPIPE (nobody reads stdout) stop
+a training run. The loop looks at stop_requested between micro-steps, validation batches and generated tokens.
+It drops an incomplete step without an update, because a grace period may be shorter than a step. It saves a
+checkpoint of the last complete step and neither validates nor samples. A second SIGINT ends the program at
+once.
 */
 #ifndef LLMC_RUN_STOP_H
 #define LLMC_RUN_STOP_H
@@ -26,13 +26,13 @@ validated or sampled any more. A second SIGINT does not wait.
 
 static volatile sig_atomic_t stop_requested = 0;
 static inline void request_stop(int number) {
-    static volatile sig_atomic_t heard = 0;         // a signal that somebody sent
+    static volatile sig_atomic_t heard = 0;         // a signal other than SIGPIPE came
     if (heard && number == SIGINT) {
-        atomic_remove_parts();              // of a checkpoint that is being written
-        _exit(128 + number);                // what a shell makes of a program that a signal ended
+        atomic_remove_parts();              // a checkpoint may be half written
+        _exit(128 + number);                // a shell's exit code for a program ended by a signal
     }
-    // A scheduler sends a warning, then its request. Of `trainer | tee`, Ctrl-C ends tee as well: SIGPIPE may
-    // come before SIGINT, which is then no second one, and comes again each time something is printed.
+    // In `trainer | tee`, Ctrl-C ends tee as well, so SIGPIPE may come before the first SIGINT and again with
+    // each output. A scheduler may send several signals: only a SIGINT ends the program at once.
     if (heard || (stop_requested && number == SIGPIPE)) { return; }
     stop_requested = 1;
     heard = number != SIGPIPE;
@@ -44,8 +44,8 @@ static inline void request_stop(int number) {
     errno = e;
 }
 
-// Has any rank been told to stop? All ranks ask at the same places and get the same answer.
-static bool stopping = false;       // what they got last
+// Has any rank received a signal? All ranks call this at the same places and get the same answer.
+static bool stopping = false;       // the last answer
 static inline bool stop_agreed(int64_t step) {
     comm_progress(step);
     stopping = comm_any(stop_requested != 0);
@@ -55,11 +55,11 @@ static inline bool stop_agreed(int64_t step) {
 static inline void catch_signals() {
     struct sigaction action = {};
     action.sa_handler = request_stop;
-    action.sa_flags = SA_RESTART;           // a write that the signal meets goes on
+    action.sa_flags = SA_RESTART;           // an interrupted write continues
     struct sigaction now;
     for (int number : {SIGINT, SIGTERM, SIGUSR1, SIGHUP, SIGPIPE}) {
         const bool ignored = sigaction(number, nullptr, &now) == 0 && now.sa_handler == SIG_IGN;
-        const bool kept = ignored && (number == SIGHUP || number == SIGPIPE);       // as nohup wants it
+        const bool kept = ignored && (number == SIGHUP || number == SIGPIPE);       // started by nohup
         if (!kept) { sigaction(number, &action, nullptr); }
     }
 }

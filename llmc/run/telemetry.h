@@ -1,18 +1,17 @@
 /*
-What a GPU does beside computing: its clock, power, temperature and memory, and what holds its clock down.
-Host only.
+A GPU's clock, power, temperature and memory, and what limits its clock. Host only.
 
     Telemetry t = telemetry_start("0000:1B:00.0");      // its PCI bus id
     TelemetrySample sample;
-    if (telemetry_read(t, &sample)) {                   // false: there is nothing to read
+    if (telemetry_read(t, &sample)) {                   // false: no NVML, or no such GPU
         telemetry_text(sample);                         // "1980 MHz 691 W 63 C 27.1 GiB, power cap"
-        telemetry_json(sample);                         // ", \"gpu_mhz\": 1980, ...": more of a JSON object
+        telemetry_json(sample);                         // ", \"gpu_mhz\": 1980, ...": fields of a JSON object
     }
     telemetry_end(&t);
 
-NVML, the driver's library, is looked for when the program runs: it is built, and runs, where there is none.
-A GPU is asked for by its bus id because CUDA_VISIBLE_DEVICES gives GPUs other numbers than NVML's. What a GPU
-or a driver does not tell is left out. The declarations are ours, after NVML's API reference.
+The program loads NVML, the driver's library, at run time, so it builds and runs without it. GPUs are found by
+bus id because CUDA_VISIBLE_DEVICES numbers them differently from NVML. Values that a GPU or a driver does not
+report are left out. The declarations follow NVML's API reference.
 */
 #ifndef LLMC_RUN_TELEMETRY_H
 #define LLMC_RUN_TELEMETRY_H
@@ -26,7 +25,7 @@ or a driver does not tell is left out. The declarations are ours, after NVML's A
 #include "../check.h"   // gives: format
 #include "../files/json.h" // gives: json_number, json_quote
 
-struct Telemetry { void *library, *gpu; };      // gpu: NVML's handle; nullptr: there is nothing to read
+struct Telemetry { void *library, *gpu; };      // gpu: NVML's handle, or nullptr
 
 // In this order on the terminal and in the JSON.
 enum Reading { READ_CLOCK, READ_POWER, READ_TEMPERATURE, READ_MEMORY, kReadings };
@@ -34,17 +33,17 @@ static const struct { const char *key, *text; } kReadingForms[kReadings] = {
     {"gpu_mhz", "%.0f MHz"}, {"gpu_watts", "%.0f W"}, {"gpu_celsius", "%.0f C"}, {"gpu_gib", "%.1f GiB"}};
 
 struct TelemetrySample {
-    double values[kReadings];       // NAN: not told
+    double values[kReadings];       // NAN: not reported
     bool knows_limits;
-    std::string limits;             // what holds the clock down, "": nothing
+    std::string limits;             // what limits the clock, "": nothing
 };
 
-// nvmlClocksEventReasons; that the GPU is idle, bit 0, is no news.
+// nvmlClocksEventReasons, without bit 0: the GPU is idle.
 static const struct { uint64_t bit; const char* text; } kClockLimits[] = {
     {0x2, "set clocks"}, {0x4, "power cap"}, {0x8, "hardware slowdown"}, {0x10, "sync boost"},
     {0x20, "heat"}, {0x40, "heat (hardware)"}, {0x80, "power brake"}, {0x100, "display clocks"}};
 
-// Calls a function of NVML; false: the library has none of that name, or it returned an error.
+// Calls a function of NVML; false: the library lacks it, or it returned an error.
 template <class... Args> static inline bool nvml_call(void* library, const char* name, Args... args) {
     int (*function)(Args...);
     *(void**)&function = dlsym(library, name);
