@@ -733,7 +733,7 @@ static void test_stalled_disk(const Config& c) {
 
     std::atomic<bool> stalled(false), patient(false);
     std::thread disk([&] {
-        std::lock_guard<std::mutex> lock(loader.prefetch->mutex);
+        std::lock_guard<std::mutex> lock(loader.prefetch->worker->mutex);
         stalled = true;
         for (int i = 0; i < 1000 && comm_state->allowed <= 600; i++) { usleep(10000); }
         patient = comm_state->allowed > 600;

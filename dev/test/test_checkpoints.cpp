@@ -1,5 +1,5 @@
 /*
-Tests of what a run survives by: checksum.h, state_file.h, checkpoints.h with its thread, and build/checkpoint
+Tests of what a run survives by: checksum.h, state_file.h, checkpoints.h, worker.h, and build/checkpoint
 that reads their files. Damage is tried exhaustively on small files: each byte, each length, each field.
 
     make build/test_checkpoints build/checkpoint && build/test_checkpoints      # from the root
@@ -12,9 +12,10 @@ that reads their files. Damage is tried exhaustively on small files: each byte, 
 #include <atomic>                       // gives: std::atomic
 #include <new>                          // gives: std::bad_alloc
 
-#include "llmc/files/checkpoints.h"     // gives: what is tested, here and in the next two lines
+#include "llmc/files/checkpoints.h"     // gives: what is tested, here and in the next three lines
 #include "llmc/checksum.h"
 #include "llmc/files/state_file.h"
+#include "llmc/worker.h"
 #include "child.h"                      // gives: run_child, check_dies
 #include "test.h"                       // gives: TEST, CHECK, SKIP, test_summary
 

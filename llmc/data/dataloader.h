@@ -40,16 +40,13 @@ samples_per_epoch - p rows of the batch at p.
 #include <unistd.h>             // gives: pread, close
 
 #include <algorithm>            // gives: std::sort, std::upper_bound
-#include <condition_variable>   // gives: std::condition_variable
-#include <mutex>                // gives: std::mutex
 #include <string>               // gives: std::string
-#include <system_error>         // gives: std::system_error
-#include <thread>               // gives: std::thread
 #include <vector>               // gives: std::vector
 
 #include "../check.h"           // gives: die, format
 #include "../checksum.h"        // gives: Checksum
 #include "../rand.h"            // gives: rand_permuted
+#include "../worker.h"          // gives: Worker
 
 static const int kShardMagic = 20240520, kShardVersion = 1;
 static const int64_t kShardHeaderBytes = 256 * 4;
@@ -67,8 +64,7 @@ static const int64_t kOpenShards = 100;
 
 struct OpenShard { int64_t shard; int fd; };    // fd -1: none
 
-// The thread's data. They are on the heap, where exit() destroys nothing: die() may end the process while the
-// thread reads.
+// On the heap, where exit() destroys nothing: die() may end the process while the thread reads.
 struct DataPrefetch {
     std::vector<DataShard> shards;          // sorted by path
     int64_t samples_per_epoch;
@@ -77,19 +73,17 @@ struct DataPrefetch {
     uint64_t seed;
 
     std::vector<int64_t> first_window;      // per shard: number of its first window among all windows
+
     // only the thread uses these
     OpenShard open[kOpenShards];            // shard s uses entry s % kOpenShards
     std::vector<uint16_t> window;           // (T+1)
 
-    // guarded by the mutex: at most one request, written by the caller, answered by the thread
-    std::mutex mutex;
-    std::condition_variable changed;
-    bool pending, quit;
-    int64_t first_row;                      // request: samples first_row .. first_row + B - 1 ...
+    // the caller uses these only while the worker is idle
+    int64_t first_row;                      // request: read samples first_row .. first_row + B - 1 ...
     int slot;                               // ... into this buffer; the caller owns the other one
     std::vector<int> inputs[2], targets[2]; // (B,T)
     std::string error;                      // of the last request; "": none
-    std::thread thread;
+    Worker* worker;
 };
 
 // This process's part of each step; {}: all of it.
@@ -234,24 +228,13 @@ static inline std::string data_read_row(DataPrefetch* p, int64_t sample, int* in
     return "";
 }
 
-static inline void data_thread(DataPrefetch* p) {
-    std::unique_lock<std::mutex> lock(p->mutex);
-    for (;;) {
-        p->changed.wait(lock, [p] { return p->pending || p->quit; });
-        if (p->quit) { return; }
-        int64_t first_row = p->first_row;
-        int slot = p->slot;
-        lock.unlock();
-        std::string error;
-        int* inputs = p->inputs[slot].data();
-        int* targets = p->targets[slot].data();
-        for (int b = 0; b < p->B && error.empty(); b++) {
-            error = data_read_row(p, first_row + b, inputs + (size_t)b * p->T, targets + (size_t)b * p->T);
-        }
-        lock.lock();
-        p->error = error;
-        p->pending = false;
-        p->changed.notify_all();
+static inline void data_read_batch(DataPrefetch* p) {
+    int* inputs = p->inputs[p->slot].data();
+    int* targets = p->targets[p->slot].data();
+    p->error = "";
+    for (int b = 0; b < p->B && p->error.empty(); b++) {
+        const size_t row = (size_t)b * (size_t)p->T;
+        p->error = data_read_row(p, p->first_row + b, inputs + row, targets + row);
     }
 }
 
@@ -263,11 +246,10 @@ static inline int64_t data_first_row(const DataLoader* loader) {
     return step_began + ((int64_t)share.rank * share.run + loader->batch) * loader->B;
 }
 
-static inline void data_request(DataLoader* loader) {       // the mutex is held, nothing is pending
+static inline void data_request(DataLoader* loader) {       // the worker is idle
     DataPrefetch* p = loader->prefetch;
     p->first_row = data_first_row(loader);
-    p->pending = true;
-    p->changed.notify_all();
+    worker_post(p->worker, [p] { data_read_batch(p); });
 }
 
 // ---- the loader ----
@@ -324,25 +306,19 @@ static inline void dataloader_init(DataLoader* loader, const char* pattern, int 
         p->inputs[slot].resize((size_t)B * (size_t)T);
         p->targets[slot].resize((size_t)B * (size_t)T);
     }
-    data_request(loader);                       // the thread does not run yet: no lock is needed
-    try { p->thread = std::thread(data_thread, p); }
-    catch (const std::system_error& e) {
-        die("cannot start the thread that reads the data: %s\nhint: give the program more memory or more "
-            "threads (ulimit -a)", e.what());
-    }
+    p->worker = worker_start("reads the data");
+    data_request(loader);
     // An error in the first batch is reported here, before the run begins.
-    std::unique_lock<std::mutex> lock(p->mutex);
-    p->changed.wait(lock, [p] { return !p->pending; });
+    worker_wait(p->worker);
     if (!p->error.empty()) { die("%s", p->error.c_str()); }
 }
 
 static inline void dataloader_next(DataLoader* loader) {
     DataPrefetch* p = loader->prefetch;
-    std::unique_lock<std::mutex> lock(p->mutex);
-    p->changed.wait(lock, [p] { return !p->pending; });
+    worker_wait(p->worker);
     if (p->first_row != data_first_row(loader)) {           // after dataloader_seek
         data_request(loader);
-        p->changed.wait(lock, [p] { return !p->pending; });
+        worker_wait(p->worker);
     }
     if (!p->error.empty()) { die("%s", p->error.c_str()); }
     loader->inputs = p->inputs[p->slot].data();
@@ -408,12 +384,7 @@ static inline std::string dataloader_sample(const DataLoader* loader) {
 static inline void dataloader_free(DataLoader* loader) {
     DataPrefetch* p = loader->prefetch;
     if (!p) { return; }
-    {
-        std::lock_guard<std::mutex> lock(p->mutex);
-        p->quit = true;
-        p->changed.notify_all();
-    }
-    p->thread.join();
+    worker_free(p->worker);
     for (const OpenShard& file : p->open) { if (file.fd >= 0) { close(file.fd); } }
     delete p;
     *loader = DataLoader();

@@ -1,5 +1,5 @@
 /*
-The checkpoints in a run's folder, and the thread that writes them. Host only.
+The checkpoints in a run's folder. Host only.
 
     model_00001000.bin          the model; its header may hold a checksum
     state_00001000_00000.bin    a rank's other data for resuming (state_file.h)
@@ -14,28 +14,19 @@ The checkpoints in a run's folder, and the thread that writes them. Host only.
     checkpoint_begin(folder, step);                     // before the files are written
     checkpoint_done(folder, step, states);              // after all of them are on disk
     checkpoint_retain(folder, step, {3, 1000, 500, {}});    // keeps the last three and each thousandth
-
-    Worker* worker = worker_start();
-    worker_post(worker, [=] { ... });                   // one job at a time
-    worker_wait(worker);
 */
 #ifndef LLMC_FILES_CHECKPOINTS_H
 #define LLMC_FILES_CHECKPOINTS_H
 
-#include <algorithm>            // gives: std::sort
-#include <condition_variable>   // gives: std::condition_variable
-#include <functional>           // gives: std::function
-#include <mutex>                // gives: std::mutex
-#include <set>                  // gives: std::set
-#include <string>               // gives: std::string
-#include <system_error>         // gives: std::system_error
-#include <thread>               // gives: std::thread
-#include <vector>               // gives: std::vector
+#include <algorithm>        // gives: std::sort
+#include <set>              // gives: std::set
+#include <string>           // gives: std::string
+#include <vector>           // gives: std::vector
 
-#include "../check.h"           // gives: AtomicFile, die
-#include "../checksum.h"        // gives: Checksum
-#include "model_file.h"         // gives: model_checksum, model_file_error
-#include "state_file.h"         // gives: StateHeader
+#include "../check.h"       // gives: AtomicFile, die
+#include "../checksum.h"    // gives: Checksum
+#include "model_file.h"     // gives: model_checksum, model_file_error
+#include "state_file.h"     // gives: StateHeader
 
 // ---- names ----
 
@@ -332,56 +323,6 @@ static inline void checkpoint_clean(const std::string& folder) {
         if (whole_now) { unlink(checkpoint_half(folder, step).c_str()); }
         else { checkpoint_remove(folder, step); }
     }
-}
-
-// ---- the writer thread ----
-
-// Never freed: the thread may be at work during exit().
-struct Worker {
-    std::mutex mutex;
-    std::condition_variable changed;
-    std::function<void()> work;         // empty: idle
-    std::thread thread;
-};
-
-static inline void worker_loop(Worker* w) {
-    std::unique_lock<std::mutex> lock(w->mutex);
-    for (;;) {
-        w->changed.wait(lock, [w] { return (bool)w->work; });
-        std::function<void()> work = w->work;
-        lock.unlock();
-        work();
-        lock.lock();
-        w->work = nullptr;
-        w->changed.notify_all();
-    }
-}
-
-static inline Worker* worker_start() {
-    Worker* w = new Worker();
-    try { w->thread = std::thread(worker_loop, w); }
-    catch (const std::system_error& e) {
-        die("cannot start the thread that writes checkpoints: %s\nhint: give the program more memory or more "
-            "threads (ulimit -a)", e.what());
-    }
-    return w;
-}
-
-static inline bool worker_busy(Worker* w) {
-    std::lock_guard<std::mutex> lock(w->mutex);
-    return (bool)w->work;
-}
-
-static inline void worker_wait(Worker* w) {
-    std::unique_lock<std::mutex> lock(w->mutex);
-    w->changed.wait(lock, [w] { return !w->work; });
-}
-
-static inline void worker_post(Worker* w, std::function<void()> work) {
-    std::lock_guard<std::mutex> lock(w->mutex);
-    assert(!w->work);
-    w->work = work;
-    w->changed.notify_all();
 }
 
 #endif  // LLMC_FILES_CHECKPOINTS_H

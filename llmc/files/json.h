@@ -10,7 +10,7 @@ Texts and numbers for JSON written by printf, and a reader of such JSON. Host on
 #ifndef LLMC_FILES_JSON_H
 #define LLMC_FILES_JSON_H
 
-#include <ctype.h>      // gives: tolower
+#include <ctype.h>      // gives: isdigit, tolower
 #include <math.h>       // gives: isfinite
 #include <stdint.h>     // gives: int64_t
 #include <string.h>     // gives: strchr
@@ -22,6 +22,7 @@ Texts and numbers for JSON written by printf, and a reader of such JSON. Host on
 #include <vector>       // gives: std::vector
 
 #include "../check.h"   // gives: format, fopen_check, fread_check, file_size
+#include "../numbers.h" // gives: is_number
 
 // Bytes that are not UTF-8 become \udcXX, which Python turns back into these bytes in a file name.
 static inline std::string json_quote(const std::string& text) {
@@ -128,26 +129,13 @@ static inline bool json_read_text(JsonReader* r, std::string* out) {
 }
 
 static inline bool json_read_number(JsonReader* r, std::string* out) {
-    const size_t from = r->at;
-    auto digits = [r] {                         // skips digits and returns their number
-        const size_t first = r->at;
-        while (r->at < r->text.size() && r->text[r->at] >= '0' && r->text[r->at] <= '9') { r->at++; }
-        return r->at - first;
-    };
-    auto one_of = [r](const char* any) {
-        const bool is = r->at < r->text.size() && r->text[r->at] && strchr(any, r->text[r->at]);
-        r->at += is;
-        return is;
-    };
-    one_of("-");
-    const bool zero = r->at < r->text.size() && r->text[r->at] == '0';
-    const size_t whole = digits();
-    if (whole == 0 || (zero && whole > 1) || (one_of(".") && digits() == 0)) { return false; }
-    if (one_of("eE")) {
-        one_of("+-");
-        if (digits() == 0) { return false; }
-    }
-    *out = r->text.substr(from, r->at - from);
+    const size_t end = std::min(r->text.find_first_not_of("+-.0123456789eE", r->at), r->text.size());
+    *out = r->text.substr(r->at, end - r->at);
+    const size_t point = out->find('.');                // unlike is_number, JSON wants digits on both sides
+    auto is_digit = [&](size_t i) { return i < out->size() && isdigit((unsigned char)(*out)[i]); };
+    const bool bare = point != std::string::npos && !(is_digit(point - 1) && is_digit(point + 1));
+    if (bare || !is_number(out->data(), out->data() + out->size())) { return false; }
+    r->at = end;
     return true;
 }
 

@@ -33,12 +33,13 @@ are saved in groups, and the host waits for each group.
 #include "../model/layout.h"        // gives: Split
 #include "../model/model_config.h"  // gives: Config
 #include "../numbers.h"             // gives: bytes_text
+#include "../worker.h"              // gives: Worker
 #ifdef GPT2_CPU
 #include "../ops/cpu_device.h"      // gives: Stream, Event, copy_to_host, pinned_malloc
 #else
 #include "../ops/cuda_device.h"     // gives: the same
 #endif
-#include "checkpoints.h"            // gives: checkpoint_begin, checkpoint_done, Retention, Worker
+#include "checkpoints.h"            // gives: checkpoint_begin, checkpoint_done, Retention
 #include "model_file.h"             // gives: ModelWriter
 #include "state_file.h"             // gives: StateRow, StateWriter
 
@@ -110,7 +111,7 @@ static inline void saver_init(Saver* saver, const std::vector<SavedPiece>& piece
     saver->groups.push_back(saver->pieces.size());
     saver->stream = stream_create();
     saver->ready = event_create();
-    saver->worker = worker_start();
+    saver->worker = worker_start("writes checkpoints");
 }
 
 // The thread writes one group, as soon as its copies have arrived.

@@ -16,7 +16,7 @@ lanes, so its bits do not depend on the number of ranks (train_gpt2.cu, section 
 #include "../check.h"           // gives: format
 #include "../ops/op_types.h"    // gives: kMaxLevels
 
-// The default number of lanes: `world`, doubled up to at least 8 as long as it divides the micro-steps.
+// The default number of lanes: `world`, doubled while below 8 and as long as lanes divide the micro-steps.
 static inline int64_t lanes_default(int64_t micro_steps, int world, int zero) {
     if (zero == 2) { return micro_steps; }
     int64_t lanes = world;
