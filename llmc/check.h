@@ -25,7 +25,7 @@ A program that includes this header also ends in die() when memory runs out or a
 #include <stdarg.h>     // gives: va_list
 #include <stdint.h>     // gives: int64_t
 #include <stdio.h>      // gives: FILE, fprintf
-#include <stdlib.h>     // gives: exit, malloc
+#include <stdlib.h>     // gives: exit
 #include <string.h>     // gives: strerror
 #include <sys/file.h>   // gives: flock
 #include <sys/stat.h>   // gives: stat, mkdir

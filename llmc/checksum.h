@@ -4,6 +4,7 @@ seed 0 here). It runs at memory speed and misses accidental damage with a probab
 protect against an attacker. Host only.
 
     uint64_t sum = checksum(data, bytes);
+    std::string hex = checksum_text(sum);
 
     Checksum c;                                 // for data that come in parts
     checksum_add(&c, part, part_bytes);
@@ -17,6 +18,9 @@ protect against an attacker. Host only.
 #include <string.h>     // gives: memcpy
 
 #include <algorithm>    // gives: std::min
+#include <string>       // gives: std::string
+
+#include "check.h"      // gives: format
 
 constexpr uint64_t kXx1 = 0x9E3779B185EBCA87, kXx2 = 0xC2B2AE3D27D4EB4F, kXx3 = 0x165667B19E3779F9,
                    kXx4 = 0x85EBCA77C2B2AE63, kXx5 = 0x27D4EB2F165667C5;
@@ -87,5 +91,7 @@ static inline uint64_t checksum(const void* data, size_t bytes) {
     checksum_add(&c, data, bytes);
     return checksum_end(&c);
 }
+
+static inline std::string checksum_text(uint64_t sum) { return format("%016llx", (unsigned long long)sum); }
 
 #endif  // LLMC_CHECKSUM_H

@@ -22,7 +22,7 @@ to allocate unchecked.
 #include <netinet/in.h>     // gives: IPPROTO_TCP
 #include <netinet/tcp.h>    // gives: TCP_NODELAY
 #include <poll.h>           // gives: poll
-#include <stdint.h>         // gives: int64_t
+#include <stdint.h>         // gives: uint64_t
 #include <string.h>         // gives: memcmp, strerror
 #include <sys/resource.h>   // gives: setrlimit
 #include <sys/socket.h>     // gives: recv, send

@@ -44,7 +44,7 @@ samples_per_epoch - p rows of the batch at p.
 #include <vector>               // gives: std::vector
 
 #include "../check.h"           // gives: die, format
-#include "../checksum.h"        // gives: Checksum
+#include "../checksum.h"        // gives: Checksum, checksum_text
 #include "../rand.h"            // gives: rand_permuted
 #include "../worker.h"          // gives: Worker
 
@@ -378,7 +378,7 @@ static inline std::string dataloader_sample(const DataLoader* loader) {
         }
         close(fd);
     }
-    return format("%016llx", (unsigned long long)checksum_end(&sum));
+    return checksum_text(checksum_end(&sum));
 }
 
 static inline void dataloader_free(DataLoader* loader) {

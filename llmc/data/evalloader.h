@@ -32,14 +32,13 @@ and the loss are computed only for positions whose next token belongs to a compl
 #include <assert.h>     // gives: assert
 #include <math.h>       // gives: isfinite, NAN
 #include <stdint.h>     // gives: int64_t
-#include <string.h>     // gives: memcpy
 
 #include <algorithm>    // gives: std::fill, std::min, std::stable_sort
 #include <string>       // gives: std::string
 #include <vector>       // gives: std::vector
 
 #include "../check.h"   // gives: die, format, fopen_check, file_size
-#include "../checksum.h" // gives: checksum
+#include "../checksum.h" // gives: checksum, checksum_text
 #include "../numbers.h" // gives: round_up
 
 static const int kEvalMagic = 20240522, kEvalVersion = 1, kEvalStart = 65535;
@@ -329,8 +328,8 @@ static inline int evalset_most_rows(const EvalSet* set) {       // rows of the l
 // The questions in one line, "" without questions. Ranks compare it: their paths may differ.
 static inline std::string evalset_facts(const EvalSet* set) {
     if (set->questions.empty()) { return ""; }
-    return format("%zu questions, checksum %016llx", set->questions.size(),
-                  (unsigned long long)checksum(set->words.data(), 2 * set->words.size()));
+    return format("%zu questions, checksum %s", set->questions.size(),
+                  checksum_text(checksum(set->words.data(), 2 * set->words.size())).c_str());
 }
 
 #endif  // LLMC_DATA_EVALLOADER_H

@@ -34,7 +34,7 @@ bytes decodes exactly. No text becomes the end-of-text token: the caller adds it
 #include <unordered_map>    // gives: std::unordered_map (only while the pair table is built)
 #include <vector>       // gives: std::vector
 
-#include "../check.h"           // gives: die, fopen_check, AtomicFile
+#include "../check.h"           // gives: die, input_check, AtomicFile
 #include "unicode_tables.h"     // gives: kCharRanges, CharClass
 
 static const uint32_t kTokenizerMagic = 20240328, kTokenizerVersion = 2;

@@ -24,7 +24,7 @@ The checkpoints in a run's folder. Host only.
 #include <vector>           // gives: std::vector
 
 #include "../check.h"       // gives: AtomicFile, die
-#include "../checksum.h"    // gives: Checksum
+#include "../checksum.h"    // gives: checksum, checksum_text
 #include "model_file.h"     // gives: model_checksum, model_file_error
 #include "state_file.h"     // gives: StateHeader
 
@@ -98,8 +98,6 @@ static inline bool checkpoint_has_models(const std::string& folder) {
     return false;
 }
 
-static inline std::string checksum_text(uint64_t sum) { return format("%016llx", (unsigned long long)sum); }
-
 // ---- the marker of a whole checkpoint ----
 
 // One line of the marker: a file's name, its size, and the checksum in its header. "": it cannot be read.
@@ -153,7 +151,6 @@ constexpr int64_t kMarkerMost = 1 << 24;        // bytes; a line has about 60
 // one save. Missing parts of a tensor are found when it is read. Returns the error, or "".
 static inline std::string checkpoint_check_unmarked(const std::string& folder, int64_t step,
                                                     std::vector<std::string>* states) {
-    const std::string prefix = checkpoint_state_prefix(step);
     std::string first_position;
     size_t count = 0;
     states->clear();

@@ -16,7 +16,6 @@ checked against the file's size before memory is allocated for it.
 
 #include <stdint.h>     // gives: int64_t
 #include <stdio.h>      // gives: FILE, fseeko
-#include <string.h>     // gives: memcpy
 
 #include <algorithm>    // gives: std::min
 #include <map>          // gives: std::map

@@ -24,7 +24,7 @@ counts as missing, because -b is a flag; the form with = takes any value (`--pro
 #include <limits.h>     // gives: INT_MIN, INT_MAX
 #include <math.h>       // gives: isfinite
 #include <stdint.h>     // gives: int64_t
-#include <stdio.h>      // gives: FILE, printf
+#include <stdio.h>      // gives: printf
 #include <stdlib.h>     // gives: strtod
 #include <string.h>     // gives: memcpy, strcmp, strchr
 

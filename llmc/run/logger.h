@@ -23,7 +23,7 @@ line is flushed, so a kill loses none. The run ends if a write fails, or if anot
 #ifndef LLMC_RUN_LOGGER_H
 #define LLMC_RUN_LOGGER_H
 
-#include <math.h>       // gives: isfinite
+#include <math.h>       // gives: isnan
 #include <stdint.h>     // gives: int64_t
 #include <stdio.h>      // gives: FILE, fprintf
 #include <stdlib.h>     // gives: atoi

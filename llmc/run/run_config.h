@@ -23,10 +23,10 @@ keeps. Host only.
 #include <string>       // gives: std::string
 #include <vector>       // gives: std::vector
 
-#include "../check.h"               // gives: die, warn, file_size
+#include "../check.h"               // gives: die, file_size
+#include "../checksum.h"            // gives: Checksum, checksum_text
 #include "../numbers.h"             // gives: parse_int, kLargestCount
-#include "../comm/comm.h"           // gives: comm, CommOptions, CommFacts
-#include "../files/checkpoints.h"   // gives: checksum_text
+#include "../comm/comm.h"           // gives: comm, warn, CommOptions, CommFacts
 #include "../files/state_file.h"    // gives: Facts, facts_find, fact_number
 #include "../model/lanes.h"         // gives: lanes_default, lanes_error
 #include "../model/model_config.h"  // gives: Config
