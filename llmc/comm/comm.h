@@ -53,7 +53,7 @@ __attribute__((format(printf, 1, 2))) static inline void warn(const char* fmt, .
 
 // ---- collectives: the main thread's, all ranks in the same order ----
 
-// The peer is gone. The watchdog knows why and ends the process; if it does not, something is wrong here.
+// The peer is gone. The watchdog knows why and ends the process before this die() is reached.
 __attribute__((noreturn)) static inline void comm_lost() {
     usleep((useconds_t)((comm_limits.silence + 5) * 1e6));
     die("the connection to another rank is lost");
@@ -66,7 +66,7 @@ static inline void comm_from(int peer, void* data, size_t bytes) {
     if (!comm_read(comm_state->job.peers[peer].data, data, bytes)) { comm_lost(); }
 }
 
-// Begins each collective: checks that all ranks are at the same one, and returns the sum of their values.
+// Begins each collective: checks that all ranks call the same one, and returns the sum of their values.
 struct CommCall { uint32_t op, value; uint64_t bytes; };
 enum : uint32_t { kCommBroadcast = 1, kCommAllGather, kCommAllToAll, kCommAny };
 

@@ -36,9 +36,9 @@ static const double kCommGrace = 5;             // seconds that ranks have to en
 static double comm_after_s = 20;                // seconds after rank 0 has ended well; tests lower it
 static const char kCommChild[] = "LLMC_COMM_CHILD";     // environment: "rank world page listener port key"
 
-// What the ranks of a local job and their launcher share.
+// Shared memory of a local job's ranks and their launcher.
 struct CommPage {
-    std::atomic<int> spoken;                    // the one error message was printed
+    std::atomic<int> spoken;                    // 1: the job's error message was printed
     std::atomic<unsigned> forwarded;            // a bit for each signal that the launcher has passed on
     std::atomic<int64_t> step[kCommMaxLocal];
 };

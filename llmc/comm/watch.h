@@ -41,7 +41,7 @@ static struct {
     double still = 20;              // without progress, or still_factor times the longest step if longer
     double still_factor = 10;
     double first = 600;             // for the first step: loading, compiling, warming up
-    double health = 2;              // after an NCCL error: a rank's death that caused it is reported instead
+    double health = 2;              // an NCCL error waits for news of a rank's death, which says more
     double abort = 3;               // for comm_abort and printing
 } comm_limits;
 
@@ -90,7 +90,7 @@ static inline bool comm_claim() {
     return (page ? page->spoken : comm_spoken).exchange(1) == 0;
 }
 
-// While one lives, the main thread waits for other ranks and is not blamed for a standstill.
+// While a CommWait lives, the main thread waits for other ranks and is not blamed for a standstill.
 struct CommWait {
     CommWait() { if (comm_state) { comm_state->waiting++; } }
     ~CommWait() { if (comm_state) { comm_state->waiting--; } }
@@ -106,7 +106,7 @@ static inline void comm_progress(int64_t step) {
     s->patient = false;
     s->since = now;
     if (s->progress++ == 0) { s->first_step = step; }
-    // The first step is slow and may call this several times, so its times say nothing about later steps.
+    // The first step may call this several times. No interval between calls bounds its longest part.
     s->allowed = step <= s->first_step ? comm_limits.first
                                        : std::max(comm_limits.still, comm_limits.still_factor * s->longest);
 }
@@ -118,7 +118,7 @@ static inline void comm_patience(double seconds) {
     s->allowed = std::max(s->allowed.load(), comm_now() - s->since + seconds);
 }
 
-// A stalled disk must not end the job: while one of these lives, its rank may wait for files. They may nest.
+// A stalled disk must not end the job. While a DiskWait lives, its rank may wait for files; they may nest.
 constexpr double kDiskPatience = 3600;          // seconds for a group of tensors
 struct DiskWait {
     inline static int depth = 0;
@@ -147,7 +147,7 @@ static inline void comm_send(int peer, int64_t word, const std::string& text = "
     CommMessage m = comm_message(word);
     snprintf(m.text, sizeof(m.text), "%s", text.c_str());
     std::lock_guard<std::mutex> lock(s->sending);
-    // The send buffer holds minutes of messages: only a peer that reads nothing for so long loses some.
+    // The socket's buffer holds minutes of messages, so a full buffer means that the peer hangs.
     send(s->job.peers[peer].control, &m, sizeof(m), MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
@@ -315,8 +315,8 @@ static inline void comm_judge_hub() {
     const bool silent = now - hub.heard > comm_limits.silence;
     if (hub.bye || (!hub.closed && !silent)) { gone_since = 0; return; }
     if (gone_since == 0) { gone_since = now; }
-    // If the launcher has passed on a signal that ended rank 0, it sets page->spoken: it gets time for that.
-    // mpirun gets time to end this rank itself.
+    // If a signal that the launcher passed on has ended rank 0, the launcher sets page->spoken. It gets time
+    // for that, and mpirun gets time to end this rank.
     const bool speaks = s->job.rank == s->job.world - 1;
     const double first = s->job.page && s->job.page->forwarded ? 0.6 * kCommGrace : 0.3;
     if (now - gone_since < first + (speaks ? 0 : 1.2)) { return; }

@@ -45,8 +45,8 @@ static const int kEvalMagic = 20240522, kEvalVersion = 1, kEvalStart = 65535;
 static const int64_t kEvalHeaderBytes = 256 * 4;
 static const int kEvalChoices = 4;
 static const int kEvalPadding = 32;             // a row's positions are rounded up to a multiple
-// In uint16 words: a question's head, and the shortest question (five texts of one token). The limits below
-// are those of 16 bits.
+// In uint16 words: a question's head, and the shortest question (five texts of one token). Its number and its
+// bytes have 16 bits.
 static const int64_t kEvalHead = 5, kEvalShortest = kEvalHead + 2 * (1 + kEvalChoices);
 static const int64_t kEvalMostQuestions = 65536, kEvalMostBytes = 65535;
 

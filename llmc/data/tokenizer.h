@@ -214,7 +214,7 @@ static inline size_t tokenizer_merge_short(const Tokenizer* tok, uint32_t* ids, 
 // differs from merged[position].
 static inline size_t tokenizer_merge_long(const Tokenizer* tok, uint32_t* ids, size_t n) {
     std::vector<uint32_t> merged(n, kNoMerge);
-    std::vector<uint32_t> next(n), prev(n);     // 32 bits hold n: it is a window's length
+    std::vector<uint32_t> next(n), prev(n);     // 32 bits suffice: n is a window's length
     std::vector<uint64_t> heap;         // merged << 48 | position
     auto look = [&](size_t i) {
         merged[i] = next[i] < n ? tokenizer_pair(tok, ids[i], ids[next[i]]) : kNoMerge;

@@ -99,7 +99,7 @@ static inline Config hf_read_json(const std::string& weights, bool* tied) {
 }
 
 // Opens the file and checks that it has each tensor of the table in its shape, as floats, and no others. Adds
-// "transformer." to names without it and ignores attention's masks: GPT-2's original files have such.
+// "transformer." to names without it and ignores attention's masks, because the original GPT-2 files need it.
 static inline Config hf_open(SafeTensors* file, const char* path, ParamTable table) {
     const std::string error = safetensors_open(file, path);
     if (!error.empty()) { die("'%s' %s", path, error.c_str()); }

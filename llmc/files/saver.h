@@ -195,7 +195,7 @@ static inline void saver_begin(Saver* saver, int64_t step) {
     comm_any(false);                                // all ranks wait: the folder and HALF exist now
 }
 
-// Enqueues the copies of all pieces, with this step's values. facts go into the state's header.
+// Enqueues the copies of all pieces, which hold this step's values. facts go into the state file.
 static inline void saver_copy(Saver* saver, const Facts& facts) {
     const int64_t step = saver->step;
     for (size_t group = 0; group + 1 < saver->groups.size(); group++) {

@@ -4,7 +4,7 @@ lanes, so its bits do not depend on the number of ranks (train_gpt2.cu, section 
 
     const int64_t lanes = lanes_default(micro_steps, world, zero);
     const std::string error = lanes_error(lanes, micro_steps, world, zero);         // "": allowed
-    const int buffer = lane_buffer(lane), merges = lane_merges(lane, lanes);
+    const int buffer = lane_buffer(lane), merges = lane_merges(lane, lanes);        // see lane_buffer
 */
 #ifndef LLMC_MODEL_LANES_H
 #define LLMC_MODEL_LANES_H
