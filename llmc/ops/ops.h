@@ -277,7 +277,7 @@ template <class X, class S> struct DecodeMatmul {       // out = inp weight^T + 
     X* out;                             // (N,OC)
     const X *inp, *weight, *bias;       // (N,C) (OC,C) (OC) or null
     bool gelu;                          // out = gelu of the sum, which is rounded first
-    int N, C, OC;                       // N at most kDecodeRows; C a multiple of 8
+    int N, C, OC;                       // C a multiple of 8
 };
 template <class X, class S> struct DecodeAttention {    // of each row's query over its positions up to this
     X* out;                             // (N,C)
