@@ -4,23 +4,23 @@ gradient accumulation, several GPUs, checkpoints, the training loop.
 
 Two builds of this file:
     make train_gpt2cu      nvcc, the CUDA program (PRECISION=BF16|FP16|FP32)
-    make train_gpt2cpu     g++ -DGPT2_CPU, the same program in plain loops: llmc/ops/cpu_ops.h specifies every
-                           kernel here, and is what runs where there is no GPU
+    make train_gpt2cpu     g++ -DGPT2_CPU, the same program without a GPU: llmc/ops/cpu_ops.h, which specifies
+                           every kernel here in plain loops, then does the work
 Run:
     ./train_gpt2cu -e d12 -b 64 -t 1024 -z 524288 -i 'shards/train_*.bin' -j 'shards/val_*.bin' -o runs/d12
     ./train_gpt2cu --gpus 8 -zs 1 ...           the same run, to the bit, on eight GPUs
-    ./train_gpt2cu -e runs/d12 -x 0             its last model's validation loss; with --prompt TEXT: text
+    ./train_gpt2cu -e runs/d12 -x 0             validation loss of that run's last model; --prompt TEXT: text
     ./train_gpt2cu --help
 
-Sections (search for "// == "), in the order in which data flows:
+Sections, in the order in which data flows (search for "// == "):
      1 includes            2 types and limits       3 shapes and tables    4 device runtime
      5 device helpers      6 ops                    7 model                8 multi-GPU
      9 a step             10 writing text          11 checkpoint          12 run configuration
     13 training loop      14 main
 Section 6: 6.1 encoder  6.2 norms  6.3 matmul  6.4 gelu and bias  6.5 classifier  6.6 loss
      6.7 gradients: lanes and the norm  6.8 adamw, muon  6.9 attention, the longest: plain, mma.sync, sm90
-     6.10 decoding: what writes text, token by token
-Sections 4 and 5 are headers in llmc/. What each op takes and gives stands in llmc/ops/ops.h: read that first.
+     6.10 decoding: writes text, token by token
+Sections 4 and 5 are headers in llmc/. Read llmc/ops/ops.h first: it lists what each op takes and gives.
 Letters, everywhere: B batch rows, T tokens a row, C channels, NH heads, HS head size, V vocabulary, Vp padded
 vocabulary, L layers, OC output channels, N = B*T rows of a matrix. An index is the lower-case letter: b t c
 l, and h for a head; bt is b*T+t.
@@ -108,44 +108,42 @@ constexpr bool kFp16 = false;
 template <> struct MuonValue<half> { typedef __nv_bfloat16 type; };
 #endif
 typedef MuonValue<floatX>::type muonX;      // what Muon multiplies
-// FP16 multiplies the loss by a scale, so that small gradients do not become zero. Gradients are divided by
-// the tokens of a step, so it starts at the first power of two that is not below that number, nor below
-// kFirstLossScale. It doubles after kLossScaleSteps good steps and halves when something overflows. The
-// maximum only keeps it finite.
+// FP16 multiplies the loss by a scale, so that small gradients do not become zero. The loss is a mean over a
+// step's tokens, so the scale starts at their number, rounded up to a power of two, or at kFirstLossScale if
+// that is more. It doubles after kLossScaleSteps good steps and halves on overflow. kMaxLossScale keeps it
+// finite.
 constexpr float kFirstLossScale = 65536.0f, kMaxLossScale = 0x1p60f;
 constexpr int kLossScaleSteps = 1000;
-// A run stops after so many updates in a row were skipped.
-constexpr int kMaxSkipsInARow = 20;
-constexpr int kMaxRewinds = 3;              // --on-bad-loss rewind: then the run stops all the same
+constexpr int kMaxSkipsInARow = 20;         // skipped updates in a row: then the run stops
+constexpr int kMaxRewinds = 3;              // --on-bad-loss rewind: after these the run stops
 
-constexpr size_t kMuonBytes = (size_t)576 << 20;        // of memory beside a step's: see muon_share
+constexpr size_t kMuonBytes = (size_t)576 << 20;        // memory that Muon adds to a step's: see muon_share
 
-// Limits that only tests change, so that small shapes meet what large ones do.
+// Limits that only tests change, so that small shapes take the paths of large ones.
 static struct TestHooks {
     size_t shared_memory = SIZE_MAX;        // bytes that a block may ask for
-    int norm_blocks = INT_MAX;              // of the norms' backward: few rows then take many rounds
+    int norm_blocks = INT_MAX;              // of the norms' backward: with a few, each takes many rounds
     size_t muon_bytes = kMuonBytes;
-    bool fp32_builds_follow = false;        // a stream in fp32 takes the way of 16-bit builds
+    bool fp32_builds_follow = false;        // FP32 builds treat an fp32 stream as 16-bit builds do
 } hooks;
 
 // == 3 shapes and tables ==
 // The model is two tables. Everything that walks over tensors (allocation, init, AdamW, norm, checkpoints,
 // memory report, tests) walks over these. llmc/model/layout.h explains the columns.
 
-// Has the stream a type of its own? Then the norms add the branches to it, the first of which is the
-// embedding, and each branch has a gradient of its own beside the stream's. In an FP32 build all is fp32
-// anyway; tests let it go that way, too, to the same numbers.
+// Whether the residual stream is fp32 beside 16-bit branches. The norms then add the branches to it (the
+// embedding is the first), and each branch has a gradient of its own. FP32 builds do not need this; in tests
+// they take the same path, to the same numbers.
 static bool has_fp32_residual(const Config& c) {
     return c.residual_fp32 && (kLowPrecision || hooks.fp32_builds_follow);
 }
 
 // The order is the checkpoint's order: append nothing in the middle. Rows beyond the live ones are padding:
-// zero, and not counted as parameters. LayerNorm's weights and biases are fp32 in every build, as in
-// PyTorch's autocast: next to 1 bf16 has steps of 0.0078, in which training's steps vanish
-// (dev/bench/NOTES.md: loss +3e-3 after ten steps). A tensor without rows is one that this model lacks:
-// RMSNorm has no biases (`biased` is 0), and a tied block no second norm (`second` is 0). muon: how many
-// matrices a tensor is, one below the other, that --optimizer muon takes as its own; 0: AdamW's in any case.
-// hf: its name in Hugging Face's files.
+// zero, and not counted as parameters. The norms' weights and biases are fp32 in every build, as in PyTorch's
+// autocast. Near 1 bf16 has steps of 0.0078, which swallow an update (dev/bench/NOTES.md: loss +3e-3 after
+// ten steps). A tensor without rows does not exist in this model: RMSNorm has no biases (`biased` is 0), and
+// a tied block has no second norm (`second` is 0). muon: number of matrices, one below the other, that
+// --optimizer muon updates; 0: AdamW always updates the tensor. hf: its name in Hugging Face's files.
 //    name      type    where   rows    cols    init      kind    live    muon hf
 #define GPT2_PARAMS(X)                                                                             \
     X(wte,      floatX, Global, Vp,     C,      Normal,   Matrix, V,      0, "wte.weight")         \
@@ -165,12 +163,12 @@ static bool has_fp32_residual(const Config& c) {
     X(lnfw,     float,  Global, 1,      C,      One,      Norm,   1,      0, "ln_f.weight")        \
     X(lnfb,     float,  Global, biased, C,      Zero,     Norm,   biased, 0, "ln_f.bias")
 
-// A Block's tensor has a copy per layer, kept for the backward pass. SAVED(r): only while the recompute level
-// (-r) is below r, else all layers share one buffer and the backward computes it again. A model that is not
-// trained keeps nothing, so its layers share all buffers, and what is the backward's alone has no elements.
-// `sequential`, `parallel`, `apart` and `dropout` are 0 or 1: the kind of block, whether a branch's gradient
-// is another than the stream's, and whether training has a dropout. A tied block has no ln2 and reads ln1
-// instead. Where the type is void it is the residual stream's: floatX, or fp32.
+// A Block's tensor has a copy per layer, kept for the backward pass. SAVED(r) keeps it only while the
+// recompute level (-r) is below r; otherwise all layers share one buffer, and the backward recomputes it. A
+// model that does not train (`trains` is 0) keeps nothing: its layers share all buffers, and the backward's
+// tensors have no elements. Other names that are 0 or 1: `sequential` and `parallel`, the kind of block;
+// `second`, a norm ln2, in whose place a tied block reads ln1; `apart`, gradients of the branches that differ
+// from the stream's; `dropout`. Type void stands for the residual stream's type, floatX or fp32.
 //    name        type    where   kept    elements
 #define GPT2_ACTS(X)                                                                                      \
     X(encoded,    void,   Global, ALWAYS, N * C)            /* (B,T,C) */                                 \
@@ -183,7 +181,7 @@ static bool has_fp32_residual(const Config& c) {
     X(atty,       floatX, Block,  ALWAYS, N * C)            /* (B,T,C) attention's output */              \
     X(residual2,  void,   Block,  sequential && ALWAYS, N * C)      /* (B,T,C) after attention */         \
     X(ln2,        floatX, Block,  SAVED(2), second * N * C)                                               \
-    X(ln2_mean,   float,  Block,  ALWAYS, sequential * N)           /* else ln1's: of the same rows */    \
+    X(ln2_mean,   float,  Block,  ALWAYS, sequential * N)           /* else ln1's: the same rows */      \
     X(ln2_rstd,   float,  Block,  ALWAYS, sequential * N)                                                 \
     X(fch,        floatX, Block,  ALWAYS, N * 4 * C)        /* (B,T,4C) before GELU */                    \
     X(fch_gelu,   floatX, Block,  SAVED(1), N * 4 * C)                                                    \
@@ -194,11 +192,11 @@ static bool has_fp32_residual(const Config& c) {
     X(logits,     floatX, Global, ALWAYS, N * Vp)           /* (B,T,Vp), then their gradient */           \
     X(losses,     float,  Global, ALWAYS, N)                /* (B,T) */                                   \
     X(dresidual,  void,   Global, ALWAYS, trains * N * C)   /* (B,T,C) gradient of the residual stream */ \
-    X(dnarrow,    floatX, Global, ALWAYS, N * C)            /* (B,T,C) dlnf, dln2, datty, dln1; before */ \
-                                                    /* them a branch that waits, or an evaluation's rows */ \
-    X(dnarrow2,   floatX, Global, ALWAYS, parallel * N * C) /* (B,T,C) dln2 beside dln1 */                \
-    X(dbranch,    floatX, Global, ALWAYS, trains * apart * N * C)   /* dresidual behind a dropout, or */  \
-    X(dbranch2,   floatX, Global, ALWAYS, trains * apart * parallel * N * C)    /* rounded; the MLP's */  \
+    X(dnarrow,    floatX, Global, ALWAYS, N * C)            /* (B,T,C) dlnf, dln2, datty, dln1; in */     \
+                                                /* a forward: a branch to be added, an evaluation's rows */ \
+    X(dnarrow2,   floatX, Global, ALWAYS, parallel * N * C) /* (B,T,C) dln2 beside dln1; a branch */      \
+    X(dbranch,    floatX, Global, ALWAYS, trains * apart * N * C)   /* dresidual through a branch's */    \
+    X(dbranch2,   floatX, Global, ALWAYS, trains * apart * parallel * N * C)    /* dropout; the MLP's */  \
     X(dwide,      floatX, Global, ALWAYS, trains * N * 4 * C)       /* (B,T,4C) dfch; (B,T,3C) dqkv */
 
 #define X(name, ...) PARAM_##name,
@@ -210,12 +208,11 @@ enum ActId { GPT2_ACTS(X) NUM_ACTS };
 
 #define X(name, type, where, rows, cols, init, kind, live, muon, hf) \
     static_assert((muon > 0) == (Where::where == Where::Block && Kind::kind == Kind::Matrix), \
-                  "a layer's matrices, which have a bucket to themselves, are what Muon takes");
+                  "Muon updates the layers' matrices, which have buckets of their own, and nothing else");
 GPT2_PARAMS(X)
 #undef X
 
-// One pointer per tensor. A Block's pointer is that of one layer's copy: param_views and act_views (below)
-// are told which layer.
+// One pointer per tensor; a Block's points to one layer's copy (param_views and act_views, below).
 struct Params {
 #define X(name, type, ...) const type* name;
     GPT2_PARAMS(X)
@@ -235,7 +232,7 @@ static void param_specs(ParamSpec* specs, const Config& c) {
     const size_t biased = c.norm == NormKind::Layer, second = c.block != Block::ParallelTied;
     int i = 0;
 #define X(name_, type_, where_, rows_, cols_, init_, kind_, live_, muon_, hf_)                               \
-    static_assert(Kind::kind_ != Kind::Norm || sizeof(type_) == sizeof(float), "as Kind says");              \
+    static_assert(Kind::kind_ != Kind::Norm || sizeof(type_) == sizeof(float), "norms are fp32");            \
     specs[i++] = param_spec(#name_, sizeof(type_), Where::where_, rows_, cols_, Init::init_, Kind::kind_,    \
                             live_, muon_, hf_, c.L);
     GPT2_PARAMS(X)
@@ -249,13 +246,13 @@ static std::vector<ParamSpec> param_table(const Config& c) {       // for files
     return specs;
 }
 
-// Of an element
+// Bytes of an element.
 template <class T> static size_t act_bytes(T*, const Config&) { return sizeof(T); }
 static size_t act_bytes(void*, const Config& c) {
     return has_fp32_residual(c) ? sizeof(float) : sizeof(floatX);
 }
 
-// Returns bytes.
+// Fills specs and returns the bytes of all activations.
 static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recompute, bool trains = true,
                         bool drops = false) {
     const size_t N = (size_t)B * T, C = c.C, NH = c.NH, Vp = c.Vp;
@@ -303,15 +300,15 @@ static Acts act_views(char* base, const ActSpec* specs, int l) {
 #include "llmc/ops/nccl.h"           // gives: device_comm_init, device_all_to_all, device_all_gather
 
 // == 6 ops ==
-// Each op of ops.h: its maths, its kernels and, last, its launcher by the op's name. A launcher checks
-// what it needs, allocates nothing and waits for nothing. Rows are walked in vectors of kWidth elements: C is
-// a multiple of 8 (config_error), and so are OC and Vp; a head's size may be another.
+// Each op of ops.h has its maths, its kernels and last its launcher, which has the op's name. A launcher
+// checks its arguments, allocates nothing and waits for nothing. Kernels walk rows in vectors of kWidth
+// elements: C, OC and Vp are multiples of 8 (config_error); a head's size need not be.
 #define X(op, Args, ...) static void op(const Args<floatX, float>& a, Stream stream);
 GPT2_OPS(X)
 #undef X
 
-// Its thread limit tells the host for which architecture the code that runs on this GPU was compiled: on a
-// Hopper GPU that may be a plain sm_90 or a compute_80 build, where the sm90 bodies are traps.
+// The host reads this kernel's thread limit: 128 means that this GPU runs code for sm_90a. A Hopper GPU may
+// also run a plain sm_90 or compute_80 build, in which the bodies of the sm90 kernels are traps.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 __global__ void __launch_bounds__(128) sm90_probe_kernel() {}
 #else
@@ -339,7 +336,7 @@ template <class Kernel> static void allow_shared_memory(Kernel kernel, size_t by
     cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
 }
 
-// Rows of n elements, the arguments' own width, must be whole vectors.
+// Rows of n elements must be whole vectors.
 template <class Args> static void check_width(const Args& a, size_t n) {
     if (n % kWidth == 0) { return; }
     die("%s: rows of %zu elements; their number must be a multiple of %d", op_name(a), n, kWidth);
@@ -350,15 +347,15 @@ template <class Args> static void check_width(const Args& a, size_t n) {
 static size_t shared_memory_limit() {
     static const int limit = [] {
         int bytes = 0;
-        cudaCheck(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_place));
+        cudaCheck(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_index));
         return bytes;
     }();
     return std::min((size_t)limit, hooks.shared_memory);
 }
 
-// What the copy engine is told about a tensor of 16-bit elements: its sizes and the box that it copies,
-// innermost first, and bytes from one index to the next of all but the innermost. What it reads outside of
-// the tensor is zeros.
+// Describes a tensor of 16-bit elements to the copy engine (TMA): its dimensions and the box of one copy,
+// innermost first, and the strides in bytes of all dimensions but the innermost. Elements outside of the
+// tensor are read as zeros.
 template <int kDims>
 static CUtensorMap tensor_map(CUtensorMapDataType type, const void* tensor, const cuuint64_t (&dims)[kDims],
                               const cuuint64_t (&strides)[kDims - 1], const cuuint32_t (&box)[kDims]) {
@@ -3550,8 +3547,8 @@ static void attention_backward(const AttentionBackward<floatX, float>& a, Stream
 //     cache_store         copies k and v of a prompt's forward
 //     sample_tokens       draws the next tokens (sampler.h) and advances the positions
 // Memory bounds the time: a single row uses each weight once, and 124M has 248 MB of them. Kernels read
-// positions and tokens from the device, so one CUDA graph serves all steps. The order of a row's sums does not
-// depend on N, so a text has the same bits alone and in a batch. cuBLASLt's order does depend on N.
+// positions and tokens from the device, so one CUDA graph serves all steps. The order of a row's sums does
+// not depend on N, so a text has the same bits alone and in a batch. cuBLASLt's order depends on N.
 //
 // On Hopper a kernel begins while the one before it still runs (PTX griddepcontrol, "programmatic dependent
 // launch"). No kernel of a step writes weights or earlier keys and values, so the kernel prefetches these:
@@ -3603,9 +3600,9 @@ static void decode_encoder(const DecodeEncoder<floatX, float>& a, Stream stream)
 }
 
 // A warp computes a tile of the output, kRows x kOutputs: each lane sums over its vectors of C, and warp_sums
-// adds up the lanes. One row takes tiles of 1 x 1, and its lanes load four vectors at once, since it waits for
-// memory. More rows take tiles of 8 x 4: a weight in registers then serves 8 products, and an input 4. Both
-// forms take an element's sum in the same order.
+// adds up the lanes. One row takes tiles of 1 x 1, and its lanes load four vectors at once, because the time
+// is that of the loads. More rows take tiles of 8 x 4: a weight in registers then serves 8 products, and an
+// input 4. Both forms take an element's sum in the same order.
 constexpr int kDecodeWarps = 4;                         // of a block
 template <int kRows, int kOutputs, int kVectors>
 __global__ void __launch_bounds__(kDecodeWarps * kWarp, 3)
@@ -3788,11 +3785,10 @@ static void decode_attention(const DecodeAttention<floatX, float>& a, Stream str
     decode_launch(kernel, dim3(a.NH, a.N), kDecodeSplits * kWarp, stream, a);
 }
 
-// The draw of sample_token() (sampler.h) and the same token. A block takes a row. Tokens rank by their logit,
-// equal ones by their id, the lower first. top-k and top-p each keep the first ranks, so one token, the last
-// one that is kept, says which. A logit's key is a whole number that grows with it: 16 to 32 halvings find the
-// last token's key, and as many as V has bits its id. Weights are whole numbers, so their sums may be taken in
-// any order.
+// Draws the same token as sample_token() (sampler.h), a block a row. Tokens rank by their logit, equal ones
+// by their id, the lower first. top-k and top-p keep the first ranks, so the last kept token says which. A
+// logit's key is a whole number that grows with it. Bisection finds the last token's key in 16 to 32 steps,
+// then its id in 16. Weights are whole numbers, so their sums may be taken in any order.
 constexpr int kSampleThreads = 1024;
 constexpr int kKeyShift = sizeof(floatX) == 4 ? 0 : kFp16 ? 13 : 16;    // bits of fp32 that floatX lacks
 

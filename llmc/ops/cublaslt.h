@@ -1,14 +1,14 @@
 /*
-Matrix products through cuBLASLt: descriptors, the choice of an algorithm, and both kept for the next time.
-The linear layers of train_gpt2.cu (section 6.3) use it. The includer has defined floatX and PRECISION_NAME.
+Matrix products through cuBLASLt: a plan for each shape (descriptors and the algorithm), made once and kept.
+The linear layers (train_gpt2.cu, section 6.3) and Muon (6.8) use it. The includer has defined floatX and
+PRECISION_NAME.
 
     gemm_init(workspace, gemm_workspace_bytes(), tf32);
     bool done = gemm({.d = d, .a = a, .b = b, .m = m, .n = n, .k = k, .d_type = CUDA_R_32F,
                       .epilogue = CUBLASLT_EPILOGUE_DEFAULT}, stream);
     gemm_free();
 
-The first call of a shape asks the library and keeps a plan, which later ones find. The choice is the
-library's first suggestion: no timing takes part, so equal runs take equal algorithms.
+A plan takes the library's first suggestion. No timing takes part, so equal runs take equal algorithms.
 */
 #ifndef LLMC_OPS_CUBLASLT_H
 #define LLMC_OPS_CUBLASLT_H
@@ -24,8 +24,8 @@ library's first suggestion: no timing takes part, so equal runs take equal algor
 #include "../check.h"           // gives: die
 #include "cuda_device.h"        // gives: cublasCheck, Stream
 
-// Where the library keeps the partial sums of split-K. Its manual advises 32 MiB for Hopper, 4 for earlier
-// GPUs. The choice of algorithms, and so the bits, may depend on it.
+// For the partial sums of split-K. The library's manual advises 32 MiB for Hopper, 4 for earlier GPUs. The
+// choice of algorithms, and so the bits, may depend on it.
 static inline size_t gemm_workspace_bytes() { return (size_t)64 << 20; }
 
 static inline cudaDataType_t cuda_type(float) { return CUDA_R_32F; }
@@ -38,7 +38,7 @@ static inline cudaDataType_t cuda_type(half) { return CUDA_R_16F; }
 // Leading dimensions follow from that: no matrix has gaps.
 struct Gemm {
     void* d;
-    const void *a, *b, *c;              // c: null, or added; same layout and type as D, but for its stride
+    const void *a, *b, *c;              // c: null, or added; layout and type are D's, but for the stride
     const void* bias;                   // (m), or null; the epilogue must be one that adds it
     void* aux;                          // (m,n): GELU's input, written (GELU_AUX) or read (DGELU); or null
     int m, n, k;
@@ -47,9 +47,9 @@ struct Gemm {
     cublasLtEpilogue_t epilogue;
     cudaDataType_t inp_type = cuda_type(floatX());      // of A and B
     float alpha = 1.0f, beta = 1.0f;    // D = alpha op(A) op(B) + beta C
-    // Several products at once, of matrices so many elements apart. count_all > 0: they are a part of so
-    // many; the algorithm is then chosen for those, and has no split-K, so that a product has the same bits
-    // whoever computes how many of them.
+    // A batch of products, whose matrices are the strides apart, in elements. count_all > 0: the batch is a
+    // part of count_all products. The algorithm is then chosen for count_all and without split-K, so that a
+    // product's bits do not depend on how ranks share the batch.
     int count = 1, count_all = 0;
     size_t a_stride = 0, b_stride = 0, c_stride = 0, d_stride = 0;
 };
@@ -89,8 +89,8 @@ static inline void gemm_free() {
     cublasCheck(cublasLtDestroy(gemm_state.handle));
 }
 
-// The largest power of two that divides the address, up to the 256 that the library takes for granted and
-// kAlign promises. Of several matrices: the addresses of all, wherever among more the first one stands.
+// The largest power of two that divides the address, for a batch the addresses of all its matrices. At most
+// 256: the library assumes so much, and kAlign promises it.
 static inline int64_t pointer_alignment(const void* p, size_t stride = 0, cudaDataType_t type = CUDA_R_32F) {
     const uintptr_t bits = (uintptr_t)p | stride * (type == CUDA_R_32F ? sizeof(float) : 2);
     return !p ? 0 : (int64_t)std::min<uintptr_t>(256, bits & (~bits + 1));
@@ -101,7 +101,7 @@ static inline GemmAlignments gemm_alignments(const Gemm& g) {
             pointer_alignment(g.c, g.c_stride, g.d_type), pointer_alignment(g.d, g.d_stride, g.d_type)};
 }
 
-// Operand pointers that are part of the descriptor rather than arguments of the call.
+// The operands that are part of the descriptor rather than arguments of the call.
 static inline void gemm_set_pointers(cublasLtMatmulDesc_t desc, const Gemm& g) {
     if (g.bias) {
         cublasCheck(
@@ -145,7 +145,7 @@ static inline int gemm_candidates(const GemmPlan& plan, const Gemm& g,
     return count;
 }
 
-// The plan's products are so many from now on.
+// Sets how many products the plan's layouts describe.
 static inline void gemm_set_count(const GemmPlan& plan, const Gemm& g, int32_t count) {
     const struct { cublasLtMatrixLayout_t layout; size_t stride; } all[] = {
         {plan.a, g.a_stride}, {plan.b, g.b_stride}, {plan.c, g.c ? g.c_stride : g.d_stride},
@@ -221,8 +221,7 @@ static inline void gemm_or_die(const Gemm& g, Stream stream) {
         g.m, g.n, g.k, PRECISION_NAME);
 }
 
-// One line per product seen so far: what the library chose for it (-1: it did not say). profile_gpt2.cu
-// prints them.
+// For profile_gpt2.cu: a line per plan, with what the library chose (-1: it did not say).
 static inline void gemm_print_plans(FILE* f) {
     for (const GemmPlan& p : gemm_state.plans) {
         int id = -1, tile = -1, stages = -1, split_k = -1;
