@@ -4,8 +4,8 @@ gradient accumulation, several GPUs, checkpoints, the training loop.
 
 Two builds of this file:
     make train_gpt2cu      nvcc, the CUDA program (PRECISION=BF16|FP16|FP32)
-    make train_gpt2cpu     g++ -DGPT2_CPU, the same program without a GPU: llmc/ops/cpu_ops.h, which specifies
-                           every kernel here in plain loops, then does the work
+    make train_gpt2cpu     g++ -DGPT2_CPU, the same program for CPUs: the plain loops of llmc/ops/cpu_ops.h,
+                           which specify every kernel here, do the work
 Run:
     ./train_gpt2cu -e d12 -b 64 -t 1024 -z 524288 -i 'shards/train_*.bin' -j 'shards/val_*.bin' -o runs/d12
     ./train_gpt2cu --gpus 8 -zs 1 ...           the same run, to the bit, on eight GPUs

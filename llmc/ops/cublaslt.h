@@ -16,9 +16,9 @@ A plan takes the library's first suggestion. No timing takes part, so equal runs
 #include <cublasLt.h>           // gives: cublasLtMatmul
 #include <stdint.h>             // gives: int64_t
 #include <stdio.h>              // gives: FILE
-#include <string.h>             // gives: memcmp
 
 #include <algorithm>            // gives: std::min
+#include <array>                // gives: std::array
 #include <vector>               // gives: std::vector
 
 #include "../check.h"           // gives: die
@@ -54,9 +54,9 @@ struct Gemm {
     size_t a_stride = 0, b_stride = 0, c_stride = 0, d_stride = 0;
 };
 
-constexpr int kGemmKeys = 21;
+typedef std::array<int64_t, 21> GemmKey;        // all that the choice of an algorithm may depend on
 struct GemmPlan {
-    int64_t key[kGemmKeys];             // all that the choice of an algorithm may depend on
+    GemmKey key;
     bool found;                         // false: the library has no algorithm for this
     cublasLtMatmulDesc_t desc;
     cublasLtMatrixLayout_t a, b, c, d;
@@ -103,19 +103,15 @@ static inline GemmAlignments gemm_alignments(const Gemm& g) {
 
 // The operands that are part of the descriptor rather than arguments of the call.
 static inline void gemm_set_pointers(cublasLtMatmulDesc_t desc, const Gemm& g) {
-    if (g.bias) {
-        cublasCheck(
-            cublasLtMatmulDescSetAttribute(desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &g.bias, sizeof(g.bias)));
-    }
-    if (g.aux) {
-        cublasCheck(cublasLtMatmulDescSetAttribute(desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &g.aux,
-                                                   sizeof(g.aux)));
-    }
+    auto set = [&](cublasLtMatmulDescAttributes_t attribute, const void* p) {
+        if (p) { cublasCheck(cublasLtMatmulDescSetAttribute(desc, attribute, &p, sizeof(p))); }
+    };
+    set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, g.bias);
+    set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, g.aux);
 }
 
-// The library's suggestions for this product, best first by its own model; returns how many there are.
-static inline int gemm_candidates(const GemmPlan& plan, const Gemm& g,
-                                  cublasLtMatmulHeuristicResult_t* results, int max) {
+// Sets the plan's algorithm, the one that the library's model takes for the fastest.
+static inline void gemm_choose(GemmPlan* plan, const Gemm& g) {
     cublasLtMatmulPreference_t pref;
     cublasCheck(cublasLtMatmulPreferenceCreate(&pref));
     auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, const auto& value) {
@@ -137,12 +133,13 @@ static inline int gemm_candidates(const GemmPlan& plan, const Gemm& g,
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)(g.c ? at.c : at.d));
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)at.d);
     int count = 0;
-    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(gemm_state.handle, plan.desc, plan.a, plan.b,
-                                                           plan.c, plan.d, pref, max, results, &count);
+    cublasLtMatmulHeuristicResult_t result = {};
+    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(gemm_state.handle, plan->desc, plan->a, plan->b,
+                                                           plan->c, plan->d, pref, 1, &result, &count);
     cublasCheck(cublasLtMatmulPreferenceDestroy(pref));
-    if (status == CUBLAS_STATUS_NOT_SUPPORTED) { return 0; }
-    cublasCheck(status);
-    return count;
+    if (status != CUBLAS_STATUS_NOT_SUPPORTED) { cublasCheck(status); }
+    plan->found = count > 0;
+    plan->algo = result.algo;
 }
 
 // Sets how many products the plan's layouts describe.
@@ -182,9 +179,7 @@ static inline GemmPlan gemm_plan(const Gemm& g) {
         cublasCheck(cublasLtMatrixLayoutCreate(layout, g.d_type, g.m, g.n, g.m));
     }
     if (g.count_all > 0) { gemm_set_count(plan, g, g.count_all); }
-    cublasLtMatmulHeuristicResult_t result;
-    plan.found = gemm_candidates(plan, g, &result, 1) > 0;
-    if (plan.found) { plan.algo = result.algo; }
+    gemm_choose(&plan, g);
     if (g.count_all > 0) { gemm_set_count(plan, g, g.count); }
     return plan;
 }
@@ -192,18 +187,18 @@ static inline GemmPlan gemm_plan(const Gemm& g) {
 // False, and nothing done, if the library cannot do this product (odd sizes with a fused epilogue).
 static inline bool gemm(const Gemm& g, Stream stream) {
     const GemmAlignments at = gemm_alignments(g);
-    const int64_t key[kGemmKeys] = {
+    const GemmKey key = {
         g.m, g.n, g.k, g.trans_a, g.trans_b, g.d_type, g.epilogue, g.c != nullptr, at.a, at.b, at.c, at.d,
         pointer_alignment(g.bias), pointer_alignment(g.aux), g.inp_type, g.count, g.count_all,
         (int64_t)g.a_stride, (int64_t)g.b_stride, (int64_t)g.c_stride, (int64_t)g.d_stride};
     GemmPlan* plan = nullptr;
     for (GemmPlan& p : gemm_state.plans) {
-        if (memcmp(p.key, key, sizeof(key)) == 0) { plan = &p; }
+        if (p.key == key) { plan = &p; }
     }
     if (!plan) {
         gemm_state.plans.push_back(gemm_plan(g));
         plan = &gemm_state.plans.back();
-        memcpy(plan->key, key, sizeof(key));
+        plan->key = key;
     }
     if (!plan->found) { return false; }
     gemm_set_pointers(plan->desc, g);
