@@ -402,10 +402,10 @@ __global__ void encoder_forward_kernel(floatX* out, const int* tokens, const flo
     const floatX* wte_ix = wte + (size_t)tokens[bt] * C;
     const floatX* wpe_t = wpe + (size_t)(bt % T) * C;
     for (int c = threadIdx.x * kWidth; c < C; c += blockDim.x * kWidth) {
-        Floats a = load_floats<true>(wte_ix, c, C), b = load_floats<true>(wpe_t, c, C);
+        Floats a = load_floats(wte_ix, c, C), b = load_floats(wpe_t, c, C);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { a.at[k] += b.at[k]; }
-        store<true>(out_bt, c, C, to_pack<floatX>(a));
+        store(out_bt, c, C, to_pack<floatX>(a));
     }
 }
 
@@ -421,7 +421,7 @@ __device__ __forceinline__ Floats sum_rows(const T* rows, int count, int c, int 
         for (int u = 0; u < kUnroll; u++) {
             const bool live = first + u < count;
             const T* row = rows + (live ? (size_t)row_of(first + u) * C : 0);
-            x[u] = load<true>(row, live ? c : C, C);
+            x[u] = load(row, live ? c : C, C);
         }
 #pragma unroll
         for (int u = 0; u < kUnroll; u++) {
@@ -442,9 +442,9 @@ __global__ void encoder_backward_wte_kernel(Grad dwte, float* partial /*(slots,C
     const int* positions = order + segment.y;
     Floats sum = sum_rows(dout, segment.z, c, C, [&](int i) { return positions[i]; });
     if (segment.w < 0) {
-        grad_store<true>(dwte, (size_t)segment.x * C + c, (size_t)(segment.x + 1) * C, sum);
+        grad_store(dwte, (size_t)segment.x * C + c, (size_t)(segment.x + 1) * C, sum);
     } else {
-        store<true>(partial + (size_t)segment.w * C, c, C, to_pack<float>(sum));
+        store(partial + (size_t)segment.w * C, c, C, to_pack<float>(sum));
     }
 }
 
@@ -454,7 +454,7 @@ __global__ void encoder_backward_split_kernel(Grad dwte, const float* partial, c
     const int c = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
     if (c >= C) { return; }
     Floats sum = sum_rows(partial, split.z, c, C, [&](int i) { return split.y + i; });
-    grad_store<true>(dwte, (size_t)split.x * C + c, (size_t)(split.x + 1) * C, sum);
+    grad_store(dwte, (size_t)split.x * C + c, (size_t)(split.x + 1) * C, sum);
 }
 
 // A block owns one position t.
@@ -463,7 +463,7 @@ __global__ void encoder_backward_wpe_kernel(Grad dwpe, const floatX* dout, int B
     if (c >= C) { return; }
     Floats sum = {};                                    // rows t >= T: no token stood there
     if (t < T) { sum = sum_rows(dout, B, c, C, [&](int b) { return (size_t)b * T + t; }); }
-    grad_store<true>(dwpe, (size_t)t * C + c, (size_t)(t + 1) * C, sum);
+    grad_store(dwpe, (size_t)t * C + c, (size_t)(t + 1) * C, sum);
 }
 
 static void encoder_forward(const EncoderForward<floatX, float>& a, Stream stream) {
@@ -551,9 +551,9 @@ __global__ void __launch_bounds__(kNormWarps * kWarp) norm_forward_kernel(NormFo
 #pragma unroll
     for (int j = 0; j < kVectors; j++) {
         const int c = (j * kWarp + lane) * kWidth;
-        x[j] = load<true>((starts ? a.branch[0] : a.inp) + at, c, starts ? 0 : C);
+        x[j] = load((starts ? a.branch[0] : a.inp) + at, c, starts ? 0 : C);
 #pragma unroll
-        for (int i = 0; i < kBranches; i++) { branch[i][j] = load<true>(a.branch[i] + at, c, C); }
+        for (int i = 0; i < kBranches; i++) { branch[i][j] = load(a.branch[i] + at, c, C); }
     }
 
     // Add the branches, round and store; sum what was stored. It stays in registers as words: see as_pack.
@@ -572,7 +572,7 @@ __global__ void __launch_bounds__(kNormWarps * kWarp) norm_forward_kernel(NormFo
                 for (int k = 0; k < kWidth; k++) { total.at[k] += added.at[k]; }
             }
             x[j] = to_pack<floatX>(total);
-            store<true>(a.residual + at, c, C, x[j]);
+            store(a.residual + at, c, C, x[j]);
         }
         memcpy(&words[j], &x[j], sizeof(words[j]));
         const Floats values = to_floats(as_pack(words[j]));
@@ -600,14 +600,14 @@ __global__ void __launch_bounds__(kNormWarps * kWarp) norm_forward_kernel(NormFo
 #pragma unroll
         for (int j = 0; j < kVectors; j++) {
             const int c = (j * kWarp + lane) * kWidth;
-            const Floats w = load_floats<true>(a.y[i].weight, c, C);
+            const Floats w = load_floats(a.y[i].weight, c, C);
             const Floats values = to_floats(as_pack(words[j]));
-            Floats y = load_floats<true>(a.y[i].bias, c, rms ? 0 : C);
+            Floats y = load_floats(a.y[i].bias, c, rms ? 0 : C);
 #pragma unroll
             for (int k = 0; k < kWidth; k++) {
                 y.at[k] = fmaf((values.at[k] - mean) * rstd, w.at[k], y.at[k]);
             }
-            store<true>(a.y[i].out + at, c, C, to_pack<floatX>(y));
+            store(a.y[i].out + at, c, C, to_pack<floatX>(y));
         }
     }
     if (lane == 0) {
@@ -619,15 +619,15 @@ __global__ void __launch_bounds__(kNormWarps * kWarp) norm_forward_kernel(NormFo
 // Elements [i, i + kWidth) of the stream, whose type is known at run time only.
 // store_stream returns them as rounded.
 __device__ __forceinline__ Floats load_stream(const floatX* x, bool fp32, size_t i) {
-    return fp32 ? load_floats<true>((const float*)x, i, i + 1) : load_floats<true>(x, i, i + 1);
+    return fp32 ? load_floats((const float*)x, i, i + 1) : load_floats(x, i, i + 1);
 }
 __device__ __forceinline__ Floats store_stream(floatX* x, bool fp32, size_t i, const Floats& values) {
     if (fp32) {
-        store<true>((float*)x, i, i + 1, to_pack<float>(values));
+        store((float*)x, i, i + 1, to_pack<float>(values));
         return values;
     }
     const x128 rounded = to_pack<floatX>(values);
-    store<true>(x, i, i + 1, rounded);
+    store(x, i, i + 1, rounded);
     return to_floats(rounded);
 }
 
@@ -649,7 +649,7 @@ __global__ void __launch_bounds__(kNormLongThreads, 2) norm_forward_long_kernel(
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             if (!a.branch[i]) { continue; }
-            Floats added = load_floats<true>(a.branch[i] + at, c, C);
+            Floats added = load_floats(a.branch[i] + at, c, C);
             if (a.dropout[i].dropped > 0) { apply_dropout(added, a.dropout[i], row, c); }
 #pragma unroll
             for (int k = 0; k < kWidth; k++) { x.at[k] += added.at[k]; }
@@ -675,11 +675,11 @@ __global__ void __launch_bounds__(kNormLongThreads, 2) norm_forward_long_kernel(
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             if (!a.y[i].out) { continue; }
-            Floats w = load_floats<true>(a.y[i].weight, c, C), y = {};
-            if (!rms) { y = load_floats<true>(a.y[i].bias, c, C); }
+            Floats w = load_floats(a.y[i].weight, c, C), y = {};
+            if (!rms) { y = load_floats(a.y[i].bias, c, C); }
 #pragma unroll
             for (int k = 0; k < kWidth; k++) { y.at[k] = fmaf((x.at[k] - mean) * rstd, w.at[k], y.at[k]); }
-            store<true>(a.y[i].out + at, c, C, to_pack<floatX>(y));
+            store(a.y[i].out + at, c, C, to_pack<floatX>(y));
         }
     }
     if (threadIdx.x == 0) {
@@ -780,7 +780,7 @@ __global__ void __launch_bounds__(kNormMaxThreads)
     float* sums_shared = (float*)(staged + Slots::kAll * threads);      // (2, group, warp, kRowSums)
     Floats weight[kCount], total[3 * kCount] = {};      // total: of dweight, dbias; then of the branches
 #pragma unroll
-    for (int i = 0; i < kCount; i++) { weight[i] = load_floats<true>(a.y[i].weight, c, i < norms ? C : 0); }
+    for (int i = 0; i < kCount; i++) { weight[i] = load_floats(a.y[i].weight, c, i < norms ? C : 0); }
 
     // Starts the copies of kRows rows from `first` on into stage s. Rows beyond N, columns beyond C and a
     // missing norm become zeros, which add nothing.
@@ -896,7 +896,7 @@ __global__ void __launch_bounds__(kNormMaxThreads)
                 result.at[k] += fmaf(g.at[k], rstd[r], fmaf(xhat, minus_gx, minus_g));
             }
             const Pack<Residual> rounded = to_pack<Residual>(result);
-            store<true>(dresidual + at, c, end, rounded);
+            store(dresidual + at, c, end, rounded);
 #pragma unroll
             for (int i = 0; i < kCount; i++) {
                 Floats stored = to_floats(rounded);
@@ -906,7 +906,7 @@ __global__ void __launch_bounds__(kNormMaxThreads)
                         apply_dropout(masked, a.branch[i].dropout, first + r, c);
                     }
                     const x128 branch = to_pack<floatX>(masked);
-                    store<true>(a.branch[i].dout + at, c, end, branch);
+                    store(a.branch[i].dout + at, c, end, branch);
                     stored = to_floats(branch);
                 }
 #pragma unroll
@@ -927,14 +927,14 @@ __global__ void __launch_bounds__(kNormMaxThreads)
 #pragma unroll
         for (int i = 0; i < 3 * kCount; i++) {
             if ((int)threadIdx.y == group) {
-                store<true>(group_sums + i * columns, c, columns, to_pack<float>(total[i]));
+                store(group_sums + i * columns, c, columns, to_pack<float>(total[i]));
             }
         }
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < 3 * kCount; i++) {
             if (threadIdx.y > 0) { continue; }
-            const Floats other = load_floats<true>(group_sums + i * columns, c, columns);
+            const Floats other = load_floats(group_sums + i * columns, c, columns);
 #pragma unroll
             for (int k = 0; k < kWidth; k++) { total[i].at[k] += other.at[k]; }
         }
@@ -943,12 +943,12 @@ __global__ void __launch_bounds__(kNormMaxThreads)
     partial += (size_t)blockIdx.x * (2 * norms + branches) * C;
 #pragma unroll
     for (int i = 0; i < 2 * kCount; i++) {
-        if (i < 2 * norms) { store<true>(partial + (size_t)i * C, c, C, to_pack<float>(total[i])); }
+        if (i < 2 * norms) { store(partial + (size_t)i * C, c, C, to_pack<float>(total[i])); }
     }
 #pragma unroll
     for (int i = 0; i < kCount; i++) {
         if (i == branches) { break; }
-        store<true>(partial + (size_t)(2 * norms + i) * C, c, C, to_pack<float>(total[2 * kCount + i]));
+        store(partial + (size_t)(2 * norms + i) * C, c, C, to_pack<float>(total[2 * kCount + i]));
     }
 }
 
@@ -964,8 +964,8 @@ __global__ void __launch_bounds__(kNormLongThreads) norm_backward_long_kernel(No
         Floats dout[2], weight[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            dout[i] = load_floats<true>(a.y[i].dout + at, c, i < norms ? C : 0);
-            weight[i] = load_floats<true>(a.y[i].weight, c, i < norms ? C : 0);
+            dout[i] = load_floats(a.y[i].dout + at, c, i < norms ? C : 0);
+            weight[i] = load_floats(a.y[i].weight, c, i < norms ? C : 0);
         }
         return norm_gradient(dout, weight);
     };
@@ -998,7 +998,7 @@ __global__ void __launch_bounds__(kNormLongThreads) norm_backward_long_kernel(No
             if (!a.branch[i].dout) { continue; }
             Floats masked = result;
             if (a.branch[i].dropout.dropped > 0) { apply_dropout(masked, a.branch[i].dropout, row, c); }
-            store<true>(a.branch[i].dout + at, c, C, to_pack<floatX>(masked));
+            store(a.branch[i].dout + at, c, C, to_pack<floatX>(masked));
         }
     }
 }
@@ -1017,7 +1017,7 @@ __global__ void norm_backward_columns_kernel(NormBackwardX a,
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             if (i < norms) {
-                const Floats d = load_floats<true>(a.y[i].dout, at, at + 1);
+                const Floats d = load_floats(a.y[i].dout, at, at + 1);
 #pragma unroll
                 for (int k = 0; k < kWidth; k++) {
                     dweight[i].at[k] = fmaf(d.at[k], (x.at[k] - mean) * rstd, dweight[i].at[k]);
@@ -1026,7 +1026,7 @@ __global__ void norm_backward_columns_kernel(NormBackwardX a,
             }
             if (i < branches) {
                 const floatX* own = a.branch[i].dout;
-                const Floats stored = own ? load_floats<true>(own, at, at + 1)
+                const Floats stored = own ? load_floats(own, at, at + 1)
                                           : load_stream(a.dresidual, a.residual_fp32, at);
 #pragma unroll
                 for (int k = 0; k < kWidth; k++) { dbranch[i].at[k] += stored.at[k]; }
@@ -1037,10 +1037,10 @@ __global__ void norm_backward_columns_kernel(NormBackwardX a,
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         if (i < norms) {
-            store<true>(to + 2 * i * C, c, C, to_pack<float>(dweight[i]));
-            store<true>(to + (2 * i + 1) * C, c, C, to_pack<float>(dbias[i]));
+            store(to + 2 * i * C, c, C, to_pack<float>(dweight[i]));
+            store(to + (2 * i + 1) * C, c, C, to_pack<float>(dbias[i]));
         }
-        if (i < branches) { store<true>(to + (2 * norms + i) * C, c, C, to_pack<float>(dbranch[i])); }
+        if (i < branches) { store(to + (2 * norms + i) * C, c, C, to_pack<float>(dbranch[i])); }
     }
 }
 
@@ -1150,7 +1150,7 @@ static void norm_backward(const NormBackwardX& a, Stream stream) {
 // One vector a thread.
 __global__ void grad_accumulate_kernel(Grad grad, const float* values, size_t n) {
     const size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
-    if (i < n) { grad_store<true>(grad, i, n, load_floats<true>(values, i, n)); }
+    if (i < n) { grad_store(grad, i, n, load_floats(values, i, n)); }
 }
 
 static void grad_accumulate(const GradAccumulate<floatX, float>& a, Stream stream) {
@@ -1236,10 +1236,10 @@ __device__ __forceinline__ float gelu_grad(float x) {
 
 __global__ void gelu_forward_kernel(floatX* out, const floatX* inp, size_t n) {
     const size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
-    Floats x = load_floats<true, Cache::Streaming>(inp, i, n);
+    Floats x = load_floats<Cache::Streaming>(inp, i, n);
 #pragma unroll
     for (int k = 0; k < kWidth; k++) { x.at[k] = gelu(x.at[k]); }
-    store<true>(out, i, n, to_pack<floatX>(x));
+    store(out, i, n, to_pack<floatX>(x));
 }
 
 // The first stage. A block of (32,8) threads owns 32 vectors of columns (blockIdx.x) of one chunk of rows
@@ -1261,8 +1261,8 @@ __global__ void __launch_bounds__(kWarp * kColumnRows)
         for (int u = 0; u < kUnroll; u++) {
             const int row = first + u * kColumnRows, columns = row < end ? OC : 0;
             const size_t at = row < end ? (size_t)row * OC : 0;
-            x[u] = load<true>(d + at, c, columns);
-            if (kGelu) { y[u] = load<true, Cache::Streaming>(inp + at, c, columns); }
+            x[u] = load(d + at, c, columns);
+            if (kGelu) { y[u] = load<Cache::Streaming>(inp + at, c, columns); }
         }
         // The new d, rounded and stored; what is summed is what was stored.
 #pragma unroll
@@ -1273,7 +1273,7 @@ __global__ void __launch_bounds__(kWarp * kColumnRows)
                     x[u].data[k] = (floatX)((float)x[u].data[k] * gelu_grad((float)y[u].data[k]));
                 }
                 const int row = first + u * kColumnRows, columns = row < end ? OC : 0;
-                store<true>(d_inplace + (row < end ? (size_t)row * OC : 0), c, columns, x[u]);
+                store(d_inplace + (row < end ? (size_t)row * OC : 0), c, columns, x[u]);
             }
 #pragma unroll
             for (int k = 0; k < kWidth; k++) { sum.at[k] += (float)x[u].data[k]; }
@@ -1290,7 +1290,7 @@ __global__ void __launch_bounds__(kWarp * kColumnRows)
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { sum.at[k] += shared[y][threadIdx.x].at[k]; }
     }
-    store<true>(partial + (size_t)blockIdx.y * OC, c, OC, to_pack<float>(sum));
+    store(partial + (size_t)blockIdx.y * OC, c, OC, to_pack<float>(sum));
 }
 
 // Into how many chunks the rows are cut: enough for kColumnBlocks blocks, but at least kColumnRows rows each.
@@ -1473,7 +1473,7 @@ __global__ void __launch_bounds__(kClassifierThreads, 1)
             for (int j = 0; j < kClassifierVectors; j++) {
                 const int v = j * kClassifierThreads, c = (first + v) * kWidth;
                 if (first + v >= vectors) { continue; }
-                store<true, Cache::Streaming>(
+                store<Cache::Streaming>(
                     d_row, v * kWidth, Vp,
                     softmax_grad(as_pack(row_x[j]), top, scale_over_sum, c, target, scale));
             }
@@ -1493,7 +1493,7 @@ __global__ void classifier_kernel(floatX* logits, float* losses, const int* targ
     float target_logit = threadIdx.x == 0 ? (float)x_row[target] : 0.0f;
     float top = kLowest, sum = 0.0f;
     for (int c = first; c < V; c += step) {
-        x128 x = load<true>(x_row, c, Vp);
+        x128 x = load(x_row, c, Vp);
         mask_padding(&x, c, V);
         const float higher = fmaxf(top, pack_max(x));
         sum = sum * exp2_fast((top - higher) * kLog2e) + exp_sum(x, higher);
@@ -1504,9 +1504,9 @@ __global__ void classifier_kernel(floatX* logits, float* losses, const int* targ
     if (kGrad) {
         const float scale = dloss * (loss_scale ? *loss_scale : 1.0f), scale_over_sum = scale / sum;
         for (int c = first; c < Vp; c += step) {
-            x128 x = load<true>(x_row, c, Vp);
+            x128 x = load(x_row, c, Vp);
             mask_padding(&x, c, V);
-            store<true>(x_row, c, Vp, softmax_grad(x, top, scale_over_sum, c, target, scale));
+            store(x_row, c, Vp, softmax_grad(x, top, scale_over_sum, c, target, scale));
         }
     }
 }
@@ -1583,7 +1583,7 @@ template <bool kPiecesBf16>
 __device__ __forceinline__ Floats load_piece(const LaneSum<floatX, float>& a, int r, size_t i) {
     const size_t at = (size_t)r * a.n;
     if (!kPiecesBf16) {
-        return load_floats<true, Cache::Streaming>((const float*)a.pieces.data + at, i, a.n);
+        return load_floats<Cache::Streaming>((const float*)a.pieces.data + at, i, a.n);
     }
     RoundKey key = a.pieces.key;
     key.micro += (uint32_t)r * a.piece_micros;
@@ -1625,9 +1625,9 @@ __global__ void __launch_bounds__(kLaneThreads) lane_sum_kernel(LaneSum<floatX, 
             sum = stack[0];
         }
         for (int k = a.num_chain - 1; k >= 0; k--) {
-            add_to(&sum, load_floats<true, Cache::Streaming>(a.chain[k], i, a.n));
+            add_to(&sum, load_floats<Cache::Streaming>(a.chain[k], i, a.n));
         }
-        grad_store<true>(a.out, i, a.n, sum);
+        grad_store(a.out, i, a.n, sum);
     }
 }
 
@@ -1671,7 +1671,7 @@ __global__ void __launch_bounds__(kNormThreads) square_sums_kernel(SquareSums<fl
     for (int u = 0; u < kVectors; u++) {
         const size_t i = first + (size_t)u * kNormThreads * kWidth;
         if (kBf16) { x[u] = load_dithered((const __nv_bfloat16*)data, i, a.n, a.grads.key, position); }
-        else { x[u] = load_floats<true>((const float*)data, i, a.n); }
+        else { x[u] = load_floats((const float*)data, i, a.n); }
     }
     float squares = 0.0f;
 #pragma unroll
@@ -1790,8 +1790,8 @@ constexpr int kUpdateThreads = 256;
 template <class Param>
 __device__ __forceinline__ Floats load_weights(const Param* params, const float* master, bool has_master,
                                                size_t i, size_t n) {
-    if (has_master) { return load_floats<true, Cache::Streaming>(master, i, n); }
-    return load_floats<true>(params, i, n);
+    if (has_master) { return load_floats<Cache::Streaming>(master, i, n); }
+    return load_floats(params, i, n);
 }
 
 // To the parameter's type: to nearest from a master copy, else stochastically, or small steps would be lost.
@@ -1811,15 +1811,15 @@ __device__ __forceinline__ Pack<Param> round_weights(const Floats& p, bool has_m
 template <class Param>
 __device__ __forceinline__ void store_weights(Param* params, float* master, bool has_master, size_t i,
                                               size_t n, const Floats& p, const Pack<Param>& rounded) {
-    if (has_master) { store<true, Cache::Streaming>(master, i, n, to_pack<float>(p)); }
-    store<true>(params, i, n, rounded);
+    if (has_master) { store<Cache::Streaming>(master, i, n, to_pack<float>(p)); }
+    store(params, i, n, rounded);
 }
 
 // Elements [i, i + kWidth) of summed gradients, the first of which has number `first` in the whole.
 __device__ __forceinline__ Floats load_summed(const void* grads, bool is_bf16, size_t i, size_t n,
                                               const RoundKey& key, size_t first) {
     if (is_bf16) { return load_dithered<Cache::Streaming>((const __nv_bfloat16*)grads, i, n, key, first); }
-    return load_floats<true, Cache::Streaming>((const float*)grads, i, n);
+    return load_floats<Cache::Streaming>((const float*)grads, i, n);
 }
 
 // Blocks for `rows` rows of n elements, one row in each y.
@@ -1869,8 +1869,8 @@ __global__ void __launch_bounds__(kUpdateThreads) adamw_kernel(AdamW<floatX, flo
     const size_t step = (size_t)gridDim.x * blockDim.x * kWidth;
     for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
         const Floats g = load_summed(grads, kGradsBf16, i, a.n, a.grads.key, a.grads.first + first);
-        Floats m = load_floats<true, Cache::Streaming>(ms, i, a.n),
-               v = load_floats<true, Cache::Streaming>(vs, i, a.n);
+        Floats m = load_floats<Cache::Streaming>(ms, i, a.n),
+               v = load_floats<Cache::Streaming>(vs, i, a.n);
         Floats p = load_weights(params, master, kMaster, i, a.n);
 
         // The formula above, each operation rounded where PyTorch rounds.
@@ -1884,8 +1884,8 @@ __global__ void __launch_bounds__(kUpdateThreads) adamw_kernel(AdamW<floatX, flo
         }
 
         const Pack<Param> rounded = round_weights<Param>(p, kMaster, a.key, a.first + first + i);
-        store<true, Cache::Streaming>(ms, i, a.n, to_pack<float>(m));
-        store<true, Cache::Streaming>(vs, i, a.n, to_pack<float>(v));
+        store<Cache::Streaming>(ms, i, a.n, to_pack<float>(m));
+        store<Cache::Streaming>(vs, i, a.n, to_pack<float>(v));
         store_weights(params, master, kMaster, i, a.n, p, rounded);
     }
 }
@@ -1923,15 +1923,15 @@ __global__ void __launch_bounds__(kUpdateThreads) muon_momentum_kernel(MuonMomen
     const size_t first = a.grads.first + row * a.rows.first, step = (size_t)gridDim.x * blockDim.x * kWidth;
     for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
         const Floats g = load_summed(grads, a.grads.is_bf16, i, a.n, a.grads.key, first);
-        Floats m = load_floats<true, Cache::Streaming>(ms, i, a.n), update;
+        Floats m = load_floats<Cache::Streaming>(ms, i, a.n), update;
 #pragma unroll
         for (int k = 0; k < kWidth; k++) {
             const float grad = g.at[k] * scale;
             m.at[k] = fmaf(part, grad - m.at[k], m.at[k]);
             update.at[k] = fmaf(ahead, m.at[k] - grad, grad);
         }
-        store<true, Cache::Streaming>(ms, i, a.n, to_pack<float>(m));
-        store<true>(a.update + row * a.update_row, i, a.n, to_pack<muonX>(update));
+        store<Cache::Streaming>(ms, i, a.n, to_pack<float>(m));
+        store(a.update + row * a.update_row, i, a.n, to_pack<muonX>(update));
     }
 }
 
@@ -1952,7 +1952,7 @@ __global__ void __launch_bounds__(kUpdateThreads)
     inp += places.of(blockIdx.y);
     double sum = 0.0;
     for (size_t i = blockIdx.x * kChunk + threadIdx.x * kWidth; i < end; i += blockDim.x * kWidth) {
-        const Floats x = load_floats<true>(inp, i, n);
+        const Floats x = load_floats(inp, i, n);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { sum += (double)x.at[k] * x.at[k]; }
     }
@@ -1975,10 +1975,10 @@ __global__ void __launch_bounds__(kUpdateThreads)
     const double factor = sum > 0.0 ? 1.0 / sqrt(sum) : 0.0;
     const size_t end = min(n, (blockIdx.x + 1) * kChunk);
     for (size_t i = blockIdx.x * kChunk + threadIdx.x * kWidth; i < end; i += blockDim.x * kWidth) {
-        Floats x = load_floats<true>(inp, i, n);
+        Floats x = load_floats(inp, i, n);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { x.at[k] = (float)(x.at[k] * factor); }
-        store<true>(out, i, n, to_pack<muonX>(x));
+        store(out, i, n, to_pack<muonX>(x));
     }
 }
 
@@ -2051,7 +2051,7 @@ __global__ void __launch_bounds__(kUpdateThreads) muon_update_kernel(MuonUpdate<
     float* master = has_master ? a.master + row * a.n : nullptr;
     const size_t first = a.first + row * a.rows.first, step = (size_t)gridDim.x * blockDim.x * kWidth;
     for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
-        const Floats update = load_floats<true>(a.update + row * a.update_row, i, a.n);
+        const Floats update = load_floats(a.update + row * a.update_row, i, a.n);
         Floats p = load_weights(params, master, has_master, i, a.n);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { p.at[k] = fmaf(minus_rate, update.at[k], p.at[k] * keep); }
@@ -2650,8 +2650,8 @@ __device__ __forceinline__ StatsOfRows<kGroups> load_row_stats(float2* stats, co
         if (row < out.T) {
 #pragma unroll
             for (int chunk = lane % 2; chunk < kHS / kWidth; chunk += 2) {
-                const Floats x = load_floats<true>(out.data + row * out.stride, chunk * kWidth, out.HS);
-                const Floats y = load_floats<true>(dout.data + row * dout.stride, chunk * kWidth, out.HS);
+                const Floats x = load_floats(out.data + row * out.stride, chunk * kWidth, out.HS);
+                const Floats y = load_floats(dout.data + row * dout.stride, chunk * kWidth, out.HS);
 #pragma unroll
                 for (int k = 0; k < kWidth; k++) { sum += x.at[k] * y.at[k]; }
             }
@@ -3632,11 +3632,11 @@ __global__ void __launch_bounds__(kDecodeWarps * kWarp, 3)
             const int c = start + v * kWarp * kWidth;
 #pragma unroll
             for (int j = 0; j < kOutputs; j++) {
-                w[v][j] = load<true>(weight + (size_t)min(j, outputs - 1) * C, c, C);
+                w[v][j] = load(weight + (size_t)min(j, outputs - 1) * C, c, C);
             }
 #pragma unroll
             for (int i = 0; i < kRows; i++) {
-                x[v][i] = load<true>(a.inp + (size_t)min(first_n + i, a.N - 1) * C, c, C);
+                x[v][i] = load(a.inp + (size_t)min(first_n + i, a.N - 1) * C, c, C);
             }
         }
 #pragma unroll

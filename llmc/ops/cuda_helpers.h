@@ -3,11 +3,9 @@ Device helpers: what the kernels of train_gpt2.cu have in common. Vectors of flo
 functions that owns the bounds check, sums in a fixed order, rounding, gradients in fp32 or bf16, and one
 function per instruction of the tensor cores and copy engines. No kernel. The includer has defined floatX.
 
-    Floats x = load_floats<kVector>(row, c, C);         // elements [c, c + kWidth) of a row of C, as fp32
-    store<kVector>(out, c, C, to_pack<floatX>(x));      // rounded to nearest
+    Floats x = load_floats(row, c, C);                  // elements [c, c + kWidth) of a row of C, as fp32
+    store(out, c, C, to_pack<floatX>(x));               // rounded to nearest
     float total = block_sum(x.at[0], shared);           // the same bits every time
-
-kVector = true is the fast way, for rows of whole vectors.
 */
 #ifndef LLMC_OPS_CUDA_HELPERS_H
 #define LLMC_OPS_CUDA_HELPERS_H
@@ -49,16 +47,12 @@ template <Cache kCache, class Word> __device__ __forceinline__ void store_word(W
 }
 
 // The one pair of functions that owns the bounds check: elements [i, i + kWidth) of a row or array of n
-// elements. What lies beyond n reads as zero and is not written. kVector promises that n and i are multiples
-// of kWidth and that p is 16-byte aligned (all tensors are: kAlign); without it elements move one by one, for
-// rows such as C = 7.
-template <bool kVector, Cache kCache = Cache::Default, class T, class Index>
+// elements. Vectors beyond n read as zero and are not written. n and i are multiples of kWidth, and p is
+// aligned to 16 bytes (all tensors are: kAlign).
+template <Cache kCache = Cache::Default, class T, class Index>
 __device__ __forceinline__ Pack<T> load(const T* p, Index i, Index n) {
     Pack<T> pack;
-    if constexpr (!kVector) {
-#pragma unroll
-        for (int k = 0; k < kWidth; k++) { pack.data[k] = i + k < n ? p[i + k] : (T)0.0f; }
-    } else if constexpr (sizeof(pack) == 8) {
+    if constexpr (sizeof(pack) == 8) {
         uint2 word = make_uint2(0, 0);
         if (i < n) { word = load_word<kCache>((const uint2*)(p + i)); }
         memcpy(&pack, &word, sizeof(pack));
@@ -73,14 +67,9 @@ __device__ __forceinline__ Pack<T> load(const T* p, Index i, Index n) {
     return pack;
 }
 
-template <bool kVector, Cache kCache = Cache::Default, class T, class Index>
+template <Cache kCache = Cache::Default, class T, class Index>
 __device__ __forceinline__ void store(T* p, Index i, Index n, const Pack<T>& pack) {
-    if constexpr (!kVector) {
-#pragma unroll
-        for (int k = 0; k < kWidth; k++) {
-            if (i + k < n) { p[i + k] = pack.data[k]; }
-        }
-    } else if constexpr (sizeof(pack) == 8) {
+    if constexpr (sizeof(pack) == 8) {
         uint2 word;
         memcpy(&word, &pack, sizeof(pack));
         if (i < n) { store_word<kCache>((uint2*)(p + i), word); }
@@ -149,9 +138,9 @@ template <class T> __device__ __forceinline__ Pack<T> to_pack(const Floats& f) {
     }
     return pack;
 }
-template <bool kVector, Cache kCache = Cache::Default, class T, class Index>
+template <Cache kCache = Cache::Default, class T, class Index>
 __device__ __forceinline__ Floats load_floats(const T* p, Index i, Index n) {
-    return to_floats(load<kVector, kCache>(p, i, n));
+    return to_floats(load<kCache>(p, i, n));
 }
 
 // x / n, rounded like the division; inverse is 1.0f / n. The remainder corrects the product. A division would
@@ -269,7 +258,7 @@ __device__ __forceinline__ RoundKey previous_micro_step(RoundKey key) {
 template <Cache kCache = Cache::Default>
 __device__ __forceinline__ Floats load_dithered(const __nv_bfloat16* p, size_t i, size_t n,
                                                 const RoundKey& key, size_t first) {
-    const Pack<__nv_bfloat16> pack = load<true, kCache>(p, i, n);
+    const Pack<__nv_bfloat16> pack = load<kCache>(p, i, n);
     const Draws draws = round_draws(key, first + i);
     Floats f;
 #pragma unroll
@@ -293,17 +282,10 @@ __device__ __forceinline__ void grad_store(const Grad& grad, size_t i, float val
     }
 }
 
-// Elements [i, i + kWidth), as far as they lie below `end`. kVector promises that grad.first is a multiple of
-// kWidth as well.
-template <bool kVector>
+// Elements [i, i + kWidth), as far as they lie below `end`. grad.first is a multiple of kWidth, too.
 __device__ __forceinline__ void grad_store(const Grad& grad, size_t i, size_t end, Floats value) {
     const bool add = grad.acc == Accumulate::Yes;
-    if constexpr (!kVector) {
-#pragma unroll 1        // odd rows are rare; unrolled, their draws were a tenth of all code to compile
-        for (int k = 0; k < kWidth; k++) {
-            if (i + k < end) { grad_store(grad, i + k, value.at[k]); }
-        }
-    } else if (grad.is_bf16) {
+    if (grad.is_bf16) {
         __nv_bfloat16* p = (__nv_bfloat16*)grad.data;
         Floats old = {};
         if (add) { old = load_dithered(p, i, end, previous_micro_step(grad.key), grad.first); }
@@ -313,15 +295,15 @@ __device__ __forceinline__ void grad_store(const Grad& grad, size_t i, size_t en
         for (int k = 0; k < kWidth; k++) {
             pack.data[k] = __ushort_as_bfloat16(bf16_encode_dithered(old.at[k] + value.at[k], draws.at[k]));
         }
-        store<true>(p, i, end, pack);
+        store(p, i, end, pack);
     } else {
         float* p = (float*)grad.data;
         if (add) {
-            Floats old = load_floats<true>(p, i, end);
+            Floats old = load_floats(p, i, end);
 #pragma unroll
             for (int k = 0; k < kWidth; k++) { value.at[k] += old.at[k]; }
         }
-        store<true>(p, i, end, to_pack<float>(value));
+        store(p, i, end, to_pack<float>(value));
     }
 }
 
