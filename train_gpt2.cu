@@ -3786,9 +3786,9 @@ static void decode_attention(const DecodeAttention<floatX, float>& a, Stream str
 }
 
 // Draws the same token as sample_token() (sampler.h), a block a row. Tokens rank by their logit, equal ones
-// by their id, the lower first. top-k and top-p keep the first ranks, so the last kept token says which. A
-// logit's key is a whole number that grows with it. Bisection finds the last token's key in 16 to 32 steps,
-// then its id in 16. Weights are whole numbers, so their sums may be taken in any order.
+// by their id, the lower first. top-k and top-p each keep the tokens up to some rank, so the last kept token
+// says which. A logit's key is a whole number that grows with it. Bisection finds the last token's key in 16
+// to 32 steps, then its id in 16. Weights are whole numbers, so their sums may be taken in any order.
 constexpr int kSampleThreads = 1024;
 constexpr int kKeyShift = sizeof(floatX) == 4 ? 0 : kFp16 ? 13 : 16;    // bits of fp32 that floatX lacks
 
@@ -3803,7 +3803,7 @@ struct SampleRow {                      // as a block sees it
     const floatX* logits;               // (V)
     int V;
     uint64_t* shared;                   // (32)
-    uint32_t last_key = 1;              // of the last token that is kept; at first all but NaN are
+    uint32_t last_key = 1;              // rank of the last kept token; at first all but NaN are kept
     int last_id = 0;
 
     // The sum of f(key, logit) over the tokens of [first, end) that are kept. Every thread gets it.
@@ -3830,7 +3830,7 @@ struct SampleRow {                      // as a block sees it
         return low;
     }
 
-    // Keeps as few of the first ranks as have `wanted` of f; all, where they have less. No key is above best.
+    // Keeps the fewest first ranks whose f adds up to `wanted`, or all. No key is above `best`.
     template <class F> __device__ __forceinline__ void keep(uint64_t wanted, uint32_t best, F f) {
         uint32_t low = last_key, high = best + 1;       // the last one's key is in [low, high)
         while (high - low > 1) {

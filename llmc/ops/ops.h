@@ -175,8 +175,8 @@ template <class X, class S> struct LaneSum {
     GradOf<S> out;                      // (n), stored; may be one of the inputs
     const S* chain[kMaxLevels];         // (n) each
     int num_chain;
-    StoredGrads pieces;                 // (num_pieces,n), one after another. Each has this `first`; in bf16,
-    uint32_t piece_micros;              // piece r was stored by micro-step key.micro + r * piece_micros
+    StoredGrads pieces;                 // (num_pieces,n); `first` is that of each piece. In bf16, piece r was
+    uint32_t piece_micros;              // stored by micro-step key.micro + r * piece_micros
     int num_pieces;
     size_t n;                           // a multiple of kChunk
 };
@@ -213,7 +213,7 @@ template <class X, class S> struct AdamW {              // a skipped update chan
 
 // Muon (Keller Jordan and others, "Muon: An optimizer for hidden layers in neural networks", 2024,
 // kellerjordan.github.io/posts/muon) is three ops, for matrices that stand in buckets of rows like AdamW's:
-//     u = g + momentum (m - g), where m already has g: Nesterov's look ahead      muon_momentum
+//     u = g + momentum (m - g), after m has taken g in: Nesterov's look ahead     muon_momentum
 //     o = u with all its singular values near 1, times scale                      muon_orthogonalise
 //     p = p (1 - lr wd) - lr o                                                    muon_update
 // o comes from a few Newton-Schulz steps. With x = u / |u| (Frobenius), so that no singular value is above 1,
@@ -245,13 +245,13 @@ struct MuonPlaces {
 };
 template <class X, class S> struct MuonOrthogonalise {
     typename MuonValue<X>::type* out;           // matrix i, (rows,cols), at places.of(i); may be inp
-    const typename MuonValue<X>::type* inp;     // likewise
+    const typename MuonValue<X>::type* inp;     // as out
     typename MuonValue<X>::type *x, *y;         // scratch: (count,rows,cols) each
     typename MuonValue<X>::type *gram, *poly;   // scratch: (count,k,k), k the smaller of rows and cols
     double* sums;                       // scratch: (count,ceil(rows*cols/kChunk))
     MuonPlaces places;
     int rows, cols, steps;
-    int layers_all;                     // of the whole job, of which this call may have a part: the same bits
+    int layers_all;                     // the whole job's layers; a call on a part of them has the same bits
 };
 template <class X, class S> struct MuonUpdate {         // a skipped update changes nothing
     void* params;                       // (rows,n) X
@@ -294,7 +294,7 @@ template <class X, class S> struct CacheStore {         // keys and values of a 
 template <class X, class S> struct SampleTokens {       // sample_token() of each row
     int* tokens;                        // (N) -1: all logits are NaN
     int* positions;                     // (N) one more than before
-    uint64_t* draws;                    // (N) likewise: which of its random numbers a row takes
+    uint64_t* draws;                    // (N) number of the row's random number; one more than before
     const uint32_t* ids;                // (N) a row's stream of random numbers
     const X* logits;                    // (N,V)
     Sampling sampling;
