@@ -4,23 +4,23 @@ gradient accumulation, several GPUs, checkpoints, the training loop.
 
 Two builds of this file:
     make train_gpt2cu      nvcc, the CUDA program (PRECISION=BF16|FP16|FP32)
-    make train_gpt2cpu     g++ -DGPT2_CPU, the same program in plain loops: llmc/ops/cpu_ops.h specifies every
-                           kernel here, and is what runs where there is no GPU
+    make train_gpt2cpu     g++ -DGPT2_CPU, the same program for CPUs: the plain loops of llmc/ops/cpu_ops.h,
+                           which specify every kernel here, do the work
 Run:
     ./train_gpt2cu -e d12 -b 64 -t 1024 -z 524288 -i 'shards/train_*.bin' -j 'shards/val_*.bin' -o runs/d12
     ./train_gpt2cu --gpus 8 -zs 1 ...           the same run, to the bit, on eight GPUs
-    ./train_gpt2cu -e runs/d12 -x 0             its last model's validation loss; with --prompt TEXT: text
+    ./train_gpt2cu -e runs/d12 -x 0             validation loss of that run's last model; --prompt TEXT: text
     ./train_gpt2cu --help
 
-Sections (search for "// == "), in the order in which data flows:
+Sections, in the order in which data flows (search for "// == "):
      1 includes            2 types and limits       3 shapes and tables    4 device runtime
      5 device helpers      6 ops                    7 model                8 multi-GPU
      9 a step             10 writing text          11 checkpoint          12 run configuration
     13 training loop      14 main
 Section 6: 6.1 encoder  6.2 norms  6.3 matmul  6.4 gelu and bias  6.5 classifier  6.6 loss
      6.7 gradients: lanes and the norm  6.8 adamw, muon  6.9 attention, the longest: plain, mma.sync, sm90
-     6.10 decoding: what writes text, token by token
-Sections 4 and 5 are headers in llmc/. What each op takes and gives stands in llmc/ops/ops.h: read that first.
+     6.10 decoding: writes text, token by token
+Sections 4 and 5 are headers in llmc/. Read llmc/ops/ops.h first: it lists what each op takes and gives.
 Letters, everywhere: B batch rows, T tokens a row, C channels, NH heads, HS head size, V vocabulary, Vp padded
 vocabulary, L layers, OC output channels, N = B*T rows of a matrix. An index is the lower-case letter: b t c
 l, and h for a head; bt is b*T+t.
@@ -108,44 +108,42 @@ constexpr bool kFp16 = false;
 template <> struct MuonValue<half> { typedef __nv_bfloat16 type; };
 #endif
 typedef MuonValue<floatX>::type muonX;      // what Muon multiplies
-// FP16 multiplies the loss by a scale, so that small gradients do not become zero. Gradients are divided by
-// the tokens of a step, so it starts at the first power of two that is not below that number, nor below
-// kFirstLossScale. It doubles after kLossScaleSteps good steps and halves when something overflows. The
-// maximum only keeps it finite.
+// FP16 multiplies the loss by a scale, so that small gradients do not become zero. The loss is a mean over a
+// step's tokens, so the scale starts at their number, rounded up to a power of two, or at kFirstLossScale if
+// that is more. It doubles after kLossScaleSteps good steps and halves on overflow. kMaxLossScale keeps it
+// finite.
 constexpr float kFirstLossScale = 65536.0f, kMaxLossScale = 0x1p60f;
 constexpr int kLossScaleSteps = 1000;
-// A run stops after so many updates in a row were skipped.
-constexpr int kMaxSkipsInARow = 20;
-constexpr int kMaxRewinds = 3;              // --on-bad-loss rewind: then the run stops all the same
+constexpr int kMaxSkipsInARow = 20;         // skipped updates in a row: then the run stops
+constexpr int kMaxRewinds = 3;              // --on-bad-loss rewind: after these the run stops
 
-constexpr size_t kMuonBytes = (size_t)576 << 20;        // of memory beside a step's: see muon_share
+constexpr size_t kMuonBytes = (size_t)576 << 20;        // memory that Muon adds to a step's: see muon_share
 
-// Limits that only tests change, so that small shapes meet what large ones do.
+// Limits that only tests change, so that small shapes take the paths of large ones.
 static struct TestHooks {
     size_t shared_memory = SIZE_MAX;        // bytes that a block may ask for
-    int norm_blocks = INT_MAX;              // of the norms' backward: few rows then take many rounds
+    int norm_blocks = INT_MAX;              // of the norms' backward: with a few, each takes many rounds
     size_t muon_bytes = kMuonBytes;
-    bool fp32_builds_follow = false;        // a stream in fp32 takes the way of 16-bit builds
+    bool fp32_builds_follow = false;        // FP32 builds treat an fp32 stream as 16-bit builds do
 } hooks;
 
 // == 3 shapes and tables ==
 // The model is two tables. Everything that walks over tensors (allocation, init, AdamW, norm, checkpoints,
 // memory report, tests) walks over these. llmc/model/layout.h explains the columns.
 
-// Has the stream a type of its own? Then the norms add the branches to it, the first of which is the
-// embedding, and each branch has a gradient of its own beside the stream's. In an FP32 build all is fp32
-// anyway; tests let it go that way, too, to the same numbers.
+// Whether the residual stream is fp32 beside 16-bit branches. The norms then add the branches to it (the
+// embedding is the first), and each branch has a gradient of its own. FP32 builds do not need this; in tests
+// they take the same path, to the same numbers.
 static bool has_fp32_residual(const Config& c) {
     return c.residual_fp32 && (kLowPrecision || hooks.fp32_builds_follow);
 }
 
 // The order is the checkpoint's order: append nothing in the middle. Rows beyond the live ones are padding:
-// zero, and not counted as parameters. LayerNorm's weights and biases are fp32 in every build, as in
-// PyTorch's autocast: next to 1 bf16 has steps of 0.0078, in which training's steps vanish
-// (dev/bench/NOTES.md: loss +3e-3 after ten steps). A tensor without rows is one that this model lacks:
-// RMSNorm has no biases (`biased` is 0), and a tied block no second norm (`second` is 0). muon: how many
-// matrices a tensor is, one below the other, that --optimizer muon takes as its own; 0: AdamW's in any case.
-// hf: its name in Hugging Face's files.
+// zero, and not counted as parameters. The norms' weights and biases are fp32 in every build, as in PyTorch's
+// autocast. Near 1 bf16 has steps of 0.0078, which swallow an update (dev/bench/NOTES.md: loss +3e-3 after
+// ten steps). A tensor without rows does not exist in this model: RMSNorm has no biases (`biased` is 0), and
+// a tied block has no second norm (`second` is 0). muon: number of matrices, one below the other, that
+// --optimizer muon updates; 0: AdamW always updates the tensor. hf: its name in Hugging Face's files.
 //    name      type    where   rows    cols    init      kind    live    muon hf
 #define GPT2_PARAMS(X)                                                                             \
     X(wte,      floatX, Global, Vp,     C,      Normal,   Matrix, V,      0, "wte.weight")         \
@@ -165,12 +163,12 @@ static bool has_fp32_residual(const Config& c) {
     X(lnfw,     float,  Global, 1,      C,      One,      Norm,   1,      0, "ln_f.weight")        \
     X(lnfb,     float,  Global, biased, C,      Zero,     Norm,   biased, 0, "ln_f.bias")
 
-// A Block's tensor has a copy per layer, kept for the backward pass. SAVED(r): only while the recompute level
-// (-r) is below r, else all layers share one buffer and the backward computes it again. A model that is not
-// trained keeps nothing, so its layers share all buffers, and what is the backward's alone has no elements.
-// `sequential`, `parallel`, `apart` and `dropout` are 0 or 1: the kind of block, whether a branch's gradient
-// is another than the stream's, and whether training has a dropout. A tied block has no ln2 and reads ln1
-// instead. Where the type is void it is the residual stream's: floatX, or fp32.
+// A Block's tensor has a copy per layer, kept for the backward pass. SAVED(r) keeps it only while the
+// recompute level (-r) is below r; otherwise all layers share one buffer, and the backward recomputes it. A
+// model that does not train (`trains` is 0) keeps nothing: its layers share all buffers, and the backward's
+// tensors have no elements. Other names that are 0 or 1: `sequential` and `parallel`, the kind of block;
+// `second`, a norm ln2, in whose place a tied block reads ln1; `apart`, gradients of the branches that differ
+// from the stream's; `dropout`. Type void stands for the residual stream's type, floatX or fp32.
 //    name        type    where   kept    elements
 #define GPT2_ACTS(X)                                                                                      \
     X(encoded,    void,   Global, ALWAYS, N * C)            /* (B,T,C) */                                 \
@@ -183,7 +181,7 @@ static bool has_fp32_residual(const Config& c) {
     X(atty,       floatX, Block,  ALWAYS, N * C)            /* (B,T,C) attention's output */              \
     X(residual2,  void,   Block,  sequential && ALWAYS, N * C)      /* (B,T,C) after attention */         \
     X(ln2,        floatX, Block,  SAVED(2), second * N * C)                                               \
-    X(ln2_mean,   float,  Block,  ALWAYS, sequential * N)           /* else ln1's: of the same rows */    \
+    X(ln2_mean,   float,  Block,  ALWAYS, sequential * N)           /* else ln1's: the same rows */      \
     X(ln2_rstd,   float,  Block,  ALWAYS, sequential * N)                                                 \
     X(fch,        floatX, Block,  ALWAYS, N * 4 * C)        /* (B,T,4C) before GELU */                    \
     X(fch_gelu,   floatX, Block,  SAVED(1), N * 4 * C)                                                    \
@@ -194,11 +192,11 @@ static bool has_fp32_residual(const Config& c) {
     X(logits,     floatX, Global, ALWAYS, N * Vp)           /* (B,T,Vp), then their gradient */           \
     X(losses,     float,  Global, ALWAYS, N)                /* (B,T) */                                   \
     X(dresidual,  void,   Global, ALWAYS, trains * N * C)   /* (B,T,C) gradient of the residual stream */ \
-    X(dnarrow,    floatX, Global, ALWAYS, N * C)            /* (B,T,C) dlnf, dln2, datty, dln1; before */ \
-                                                    /* them a branch that waits, or an evaluation's rows */ \
-    X(dnarrow2,   floatX, Global, ALWAYS, parallel * N * C) /* (B,T,C) dln2 beside dln1 */                \
-    X(dbranch,    floatX, Global, ALWAYS, trains * apart * N * C)   /* dresidual behind a dropout, or */  \
-    X(dbranch2,   floatX, Global, ALWAYS, trains * apart * parallel * N * C)    /* rounded; the MLP's */  \
+    X(dnarrow,    floatX, Global, ALWAYS, N * C)            /* (B,T,C) dlnf, dln2, datty, dln1; in */     \
+                                                /* a forward: a branch to be added, an evaluation's rows */ \
+    X(dnarrow2,   floatX, Global, ALWAYS, parallel * N * C) /* (B,T,C) dln2 beside dln1; a branch */      \
+    X(dbranch,    floatX, Global, ALWAYS, trains * apart * N * C)   /* dresidual through a branch's */    \
+    X(dbranch2,   floatX, Global, ALWAYS, trains * apart * parallel * N * C)    /* dropout; the MLP's */  \
     X(dwide,      floatX, Global, ALWAYS, trains * N * 4 * C)       /* (B,T,4C) dfch; (B,T,3C) dqkv */
 
 #define X(name, ...) PARAM_##name,
@@ -210,12 +208,11 @@ enum ActId { GPT2_ACTS(X) NUM_ACTS };
 
 #define X(name, type, where, rows, cols, init, kind, live, muon, hf) \
     static_assert((muon > 0) == (Where::where == Where::Block && Kind::kind == Kind::Matrix), \
-                  "a layer's matrices, which have a bucket to themselves, are what Muon takes");
+                  "Muon updates the layers' matrices, which have buckets of their own, and nothing else");
 GPT2_PARAMS(X)
 #undef X
 
-// One pointer per tensor. A Block's pointer is that of one layer's copy: param_views and act_views (below)
-// are told which layer.
+// One pointer per tensor; a Block's points to one layer's copy (param_views and act_views, below).
 struct Params {
 #define X(name, type, ...) const type* name;
     GPT2_PARAMS(X)
@@ -235,7 +232,7 @@ static void param_specs(ParamSpec* specs, const Config& c) {
     const size_t biased = c.norm == NormKind::Layer, second = c.block != Block::ParallelTied;
     int i = 0;
 #define X(name_, type_, where_, rows_, cols_, init_, kind_, live_, muon_, hf_)                               \
-    static_assert(Kind::kind_ != Kind::Norm || sizeof(type_) == sizeof(float), "as Kind says");              \
+    static_assert(Kind::kind_ != Kind::Norm || sizeof(type_) == sizeof(float), "norms are fp32");            \
     specs[i++] = param_spec(#name_, sizeof(type_), Where::where_, rows_, cols_, Init::init_, Kind::kind_,    \
                             live_, muon_, hf_, c.L);
     GPT2_PARAMS(X)
@@ -249,13 +246,13 @@ static std::vector<ParamSpec> param_table(const Config& c) {       // for files
     return specs;
 }
 
-// Of an element
+// Bytes of an element.
 template <class T> static size_t act_bytes(T*, const Config&) { return sizeof(T); }
 static size_t act_bytes(void*, const Config& c) {
     return has_fp32_residual(c) ? sizeof(float) : sizeof(floatX);
 }
 
-// Returns bytes.
+// Fills specs and returns the bytes of all activations.
 static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recompute, bool trains = true,
                         bool drops = false) {
     const size_t N = (size_t)B * T, C = c.C, NH = c.NH, Vp = c.Vp;
@@ -303,15 +300,15 @@ static Acts act_views(char* base, const ActSpec* specs, int l) {
 #include "llmc/ops/nccl.h"           // gives: device_comm_init, device_all_to_all, device_all_gather
 
 // == 6 ops ==
-// Each op of ops.h: its maths, its kernels and, last, its launcher by the op's name. A launcher checks
-// what it needs, allocates nothing and waits for nothing. Rows are walked in vectors of kWidth elements: C is
-// a multiple of 8 (config_error), and so are OC and Vp; a head's size may be another.
+// Each op of ops.h has its maths, its kernels and last its launcher, which has the op's name. A launcher
+// checks its arguments, allocates nothing and waits for nothing. Kernels walk rows in vectors of kWidth
+// elements: C, OC and Vp are multiples of 8 (config_error); a head's size need not be.
 #define X(op, Args, ...) static void op(const Args<floatX, float>& a, Stream stream);
 GPT2_OPS(X)
 #undef X
 
-// Its thread limit tells the host for which architecture the code that runs on this GPU was compiled: on a
-// Hopper GPU that may be a plain sm_90 or a compute_80 build, where the sm90 bodies are traps.
+// The host reads this kernel's thread limit: 128 means that this GPU runs code for sm_90a. A Hopper GPU may
+// also run a plain sm_90 or compute_80 build, in which the bodies of the sm90 kernels are traps.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 __global__ void __launch_bounds__(128) sm90_probe_kernel() {}
 #else
@@ -339,7 +336,7 @@ template <class Kernel> static void allow_shared_memory(Kernel kernel, size_t by
     cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
 }
 
-// Rows of n elements, the arguments' own width, must be whole vectors.
+// Rows of n elements must be whole vectors.
 template <class Args> static void check_width(const Args& a, size_t n) {
     if (n % kWidth == 0) { return; }
     die("%s: rows of %zu elements; their number must be a multiple of %d", op_name(a), n, kWidth);
@@ -350,15 +347,15 @@ template <class Args> static void check_width(const Args& a, size_t n) {
 static size_t shared_memory_limit() {
     static const int limit = [] {
         int bytes = 0;
-        cudaCheck(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_place));
+        cudaCheck(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_index));
         return bytes;
     }();
     return std::min((size_t)limit, hooks.shared_memory);
 }
 
-// What the copy engine is told about a tensor of 16-bit elements: its sizes and the box that it copies,
-// innermost first, and bytes from one index to the next of all but the innermost. What it reads outside of
-// the tensor is zeros.
+// Describes a tensor of 16-bit elements to the copy engine (TMA): its dimensions and the box of one copy,
+// innermost first, and the strides in bytes of all dimensions but the innermost. Elements outside of the
+// tensor are read as zeros.
 template <int kDims>
 static CUtensorMap tensor_map(CUtensorMapDataType type, const void* tensor, const cuuint64_t (&dims)[kDims],
                               const cuuint64_t (&strides)[kDims - 1], const cuuint32_t (&box)[kDims]) {
@@ -405,10 +402,10 @@ __global__ void encoder_forward_kernel(floatX* out, const int* tokens, const flo
     const floatX* wte_ix = wte + (size_t)tokens[bt] * C;
     const floatX* wpe_t = wpe + (size_t)(bt % T) * C;
     for (int c = threadIdx.x * kWidth; c < C; c += blockDim.x * kWidth) {
-        Floats a = load_floats<true>(wte_ix, c, C), b = load_floats<true>(wpe_t, c, C);
+        Floats a = load_floats(wte_ix, c, C), b = load_floats(wpe_t, c, C);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { a.at[k] += b.at[k]; }
-        store<true>(out_bt, c, C, to_pack<floatX>(a));
+        store(out_bt, c, C, to_pack<floatX>(a));
     }
 }
 
@@ -424,7 +421,7 @@ __device__ __forceinline__ Floats sum_rows(const T* rows, int count, int c, int 
         for (int u = 0; u < kUnroll; u++) {
             const bool live = first + u < count;
             const T* row = rows + (live ? (size_t)row_of(first + u) * C : 0);
-            x[u] = load<true>(row, live ? c : C, C);
+            x[u] = load(row, live ? c : C, C);
         }
 #pragma unroll
         for (int u = 0; u < kUnroll; u++) {
@@ -445,9 +442,9 @@ __global__ void encoder_backward_wte_kernel(Grad dwte, float* partial /*(slots,C
     const int* positions = order + segment.y;
     Floats sum = sum_rows(dout, segment.z, c, C, [&](int i) { return positions[i]; });
     if (segment.w < 0) {
-        grad_store<true>(dwte, (size_t)segment.x * C + c, (size_t)(segment.x + 1) * C, sum);
+        grad_store(dwte, (size_t)segment.x * C + c, (size_t)(segment.x + 1) * C, sum);
     } else {
-        store<true>(partial + (size_t)segment.w * C, c, C, to_pack<float>(sum));
+        store(partial + (size_t)segment.w * C, c, C, to_pack<float>(sum));
     }
 }
 
@@ -457,7 +454,7 @@ __global__ void encoder_backward_split_kernel(Grad dwte, const float* partial, c
     const int c = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
     if (c >= C) { return; }
     Floats sum = sum_rows(partial, split.z, c, C, [&](int i) { return split.y + i; });
-    grad_store<true>(dwte, (size_t)split.x * C + c, (size_t)(split.x + 1) * C, sum);
+    grad_store(dwte, (size_t)split.x * C + c, (size_t)(split.x + 1) * C, sum);
 }
 
 // A block owns one position t.
@@ -466,7 +463,7 @@ __global__ void encoder_backward_wpe_kernel(Grad dwpe, const floatX* dout, int B
     if (c >= C) { return; }
     Floats sum = {};                                    // rows t >= T: no token stood there
     if (t < T) { sum = sum_rows(dout, B, c, C, [&](int b) { return (size_t)b * T + t; }); }
-    grad_store<true>(dwpe, (size_t)t * C + c, (size_t)(t + 1) * C, sum);
+    grad_store(dwpe, (size_t)t * C + c, (size_t)(t + 1) * C, sum);
 }
 
 static void encoder_forward(const EncoderForward<floatX, float>& a, Stream stream) {
@@ -554,9 +551,9 @@ __global__ void __launch_bounds__(kNormWarps * kWarp) norm_forward_kernel(NormFo
 #pragma unroll
     for (int j = 0; j < kVectors; j++) {
         const int c = (j * kWarp + lane) * kWidth;
-        x[j] = load<true>((starts ? a.branch[0] : a.inp) + at, c, starts ? 0 : C);
+        x[j] = load((starts ? a.branch[0] : a.inp) + at, c, starts ? 0 : C);
 #pragma unroll
-        for (int i = 0; i < kBranches; i++) { branch[i][j] = load<true>(a.branch[i] + at, c, C); }
+        for (int i = 0; i < kBranches; i++) { branch[i][j] = load(a.branch[i] + at, c, C); }
     }
 
     // Add the branches, round and store; sum what was stored. It stays in registers as words: see as_pack.
@@ -575,7 +572,7 @@ __global__ void __launch_bounds__(kNormWarps * kWarp) norm_forward_kernel(NormFo
                 for (int k = 0; k < kWidth; k++) { total.at[k] += added.at[k]; }
             }
             x[j] = to_pack<floatX>(total);
-            store<true>(a.residual + at, c, C, x[j]);
+            store(a.residual + at, c, C, x[j]);
         }
         memcpy(&words[j], &x[j], sizeof(words[j]));
         const Floats values = to_floats(as_pack(words[j]));
@@ -603,14 +600,14 @@ __global__ void __launch_bounds__(kNormWarps * kWarp) norm_forward_kernel(NormFo
 #pragma unroll
         for (int j = 0; j < kVectors; j++) {
             const int c = (j * kWarp + lane) * kWidth;
-            const Floats w = load_floats<true>(a.y[i].weight, c, C);
+            const Floats w = load_floats(a.y[i].weight, c, C);
             const Floats values = to_floats(as_pack(words[j]));
-            Floats y = load_floats<true>(a.y[i].bias, c, rms ? 0 : C);
+            Floats y = load_floats(a.y[i].bias, c, rms ? 0 : C);
 #pragma unroll
             for (int k = 0; k < kWidth; k++) {
                 y.at[k] = fmaf((values.at[k] - mean) * rstd, w.at[k], y.at[k]);
             }
-            store<true>(a.y[i].out + at, c, C, to_pack<floatX>(y));
+            store(a.y[i].out + at, c, C, to_pack<floatX>(y));
         }
     }
     if (lane == 0) {
@@ -622,15 +619,15 @@ __global__ void __launch_bounds__(kNormWarps * kWarp) norm_forward_kernel(NormFo
 // Elements [i, i + kWidth) of the stream, whose type is known at run time only.
 // store_stream returns them as rounded.
 __device__ __forceinline__ Floats load_stream(const floatX* x, bool fp32, size_t i) {
-    return fp32 ? load_floats<true>((const float*)x, i, i + 1) : load_floats<true>(x, i, i + 1);
+    return fp32 ? load_floats((const float*)x, i, i + 1) : load_floats(x, i, i + 1);
 }
 __device__ __forceinline__ Floats store_stream(floatX* x, bool fp32, size_t i, const Floats& values) {
     if (fp32) {
-        store<true>((float*)x, i, i + 1, to_pack<float>(values));
+        store((float*)x, i, i + 1, to_pack<float>(values));
         return values;
     }
     const x128 rounded = to_pack<floatX>(values);
-    store<true>(x, i, i + 1, rounded);
+    store(x, i, i + 1, rounded);
     return to_floats(rounded);
 }
 
@@ -652,7 +649,7 @@ __global__ void __launch_bounds__(kNormLongThreads, 2) norm_forward_long_kernel(
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             if (!a.branch[i]) { continue; }
-            Floats added = load_floats<true>(a.branch[i] + at, c, C);
+            Floats added = load_floats(a.branch[i] + at, c, C);
             if (a.dropout[i].dropped > 0) { apply_dropout(added, a.dropout[i], row, c); }
 #pragma unroll
             for (int k = 0; k < kWidth; k++) { x.at[k] += added.at[k]; }
@@ -678,11 +675,11 @@ __global__ void __launch_bounds__(kNormLongThreads, 2) norm_forward_long_kernel(
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             if (!a.y[i].out) { continue; }
-            Floats w = load_floats<true>(a.y[i].weight, c, C), y = {};
-            if (!rms) { y = load_floats<true>(a.y[i].bias, c, C); }
+            Floats w = load_floats(a.y[i].weight, c, C), y = {};
+            if (!rms) { y = load_floats(a.y[i].bias, c, C); }
 #pragma unroll
             for (int k = 0; k < kWidth; k++) { y.at[k] = fmaf((x.at[k] - mean) * rstd, w.at[k], y.at[k]); }
-            store<true>(a.y[i].out + at, c, C, to_pack<floatX>(y));
+            store(a.y[i].out + at, c, C, to_pack<floatX>(y));
         }
     }
     if (threadIdx.x == 0) {
@@ -783,7 +780,7 @@ __global__ void __launch_bounds__(kNormMaxThreads)
     float* sums_shared = (float*)(staged + Slots::kAll * threads);      // (2, group, warp, kRowSums)
     Floats weight[kCount], total[3 * kCount] = {};      // total: of dweight, dbias; then of the branches
 #pragma unroll
-    for (int i = 0; i < kCount; i++) { weight[i] = load_floats<true>(a.y[i].weight, c, i < norms ? C : 0); }
+    for (int i = 0; i < kCount; i++) { weight[i] = load_floats(a.y[i].weight, c, i < norms ? C : 0); }
 
     // Starts the copies of kRows rows from `first` on into stage s. Rows beyond N, columns beyond C and a
     // missing norm become zeros, which add nothing.
@@ -899,7 +896,7 @@ __global__ void __launch_bounds__(kNormMaxThreads)
                 result.at[k] += fmaf(g.at[k], rstd[r], fmaf(xhat, minus_gx, minus_g));
             }
             const Pack<Residual> rounded = to_pack<Residual>(result);
-            store<true>(dresidual + at, c, end, rounded);
+            store(dresidual + at, c, end, rounded);
 #pragma unroll
             for (int i = 0; i < kCount; i++) {
                 Floats stored = to_floats(rounded);
@@ -909,7 +906,7 @@ __global__ void __launch_bounds__(kNormMaxThreads)
                         apply_dropout(masked, a.branch[i].dropout, first + r, c);
                     }
                     const x128 branch = to_pack<floatX>(masked);
-                    store<true>(a.branch[i].dout + at, c, end, branch);
+                    store(a.branch[i].dout + at, c, end, branch);
                     stored = to_floats(branch);
                 }
 #pragma unroll
@@ -930,14 +927,14 @@ __global__ void __launch_bounds__(kNormMaxThreads)
 #pragma unroll
         for (int i = 0; i < 3 * kCount; i++) {
             if ((int)threadIdx.y == group) {
-                store<true>(group_sums + i * columns, c, columns, to_pack<float>(total[i]));
+                store(group_sums + i * columns, c, columns, to_pack<float>(total[i]));
             }
         }
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < 3 * kCount; i++) {
             if (threadIdx.y > 0) { continue; }
-            const Floats other = load_floats<true>(group_sums + i * columns, c, columns);
+            const Floats other = load_floats(group_sums + i * columns, c, columns);
 #pragma unroll
             for (int k = 0; k < kWidth; k++) { total[i].at[k] += other.at[k]; }
         }
@@ -946,12 +943,12 @@ __global__ void __launch_bounds__(kNormMaxThreads)
     partial += (size_t)blockIdx.x * (2 * norms + branches) * C;
 #pragma unroll
     for (int i = 0; i < 2 * kCount; i++) {
-        if (i < 2 * norms) { store<true>(partial + (size_t)i * C, c, C, to_pack<float>(total[i])); }
+        if (i < 2 * norms) { store(partial + (size_t)i * C, c, C, to_pack<float>(total[i])); }
     }
 #pragma unroll
     for (int i = 0; i < kCount; i++) {
         if (i == branches) { break; }
-        store<true>(partial + (size_t)(2 * norms + i) * C, c, C, to_pack<float>(total[2 * kCount + i]));
+        store(partial + (size_t)(2 * norms + i) * C, c, C, to_pack<float>(total[2 * kCount + i]));
     }
 }
 
@@ -967,8 +964,8 @@ __global__ void __launch_bounds__(kNormLongThreads) norm_backward_long_kernel(No
         Floats dout[2], weight[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            dout[i] = load_floats<true>(a.y[i].dout + at, c, i < norms ? C : 0);
-            weight[i] = load_floats<true>(a.y[i].weight, c, i < norms ? C : 0);
+            dout[i] = load_floats(a.y[i].dout + at, c, i < norms ? C : 0);
+            weight[i] = load_floats(a.y[i].weight, c, i < norms ? C : 0);
         }
         return norm_gradient(dout, weight);
     };
@@ -1001,7 +998,7 @@ __global__ void __launch_bounds__(kNormLongThreads) norm_backward_long_kernel(No
             if (!a.branch[i].dout) { continue; }
             Floats masked = result;
             if (a.branch[i].dropout.dropped > 0) { apply_dropout(masked, a.branch[i].dropout, row, c); }
-            store<true>(a.branch[i].dout + at, c, C, to_pack<floatX>(masked));
+            store(a.branch[i].dout + at, c, C, to_pack<floatX>(masked));
         }
     }
 }
@@ -1020,7 +1017,7 @@ __global__ void norm_backward_columns_kernel(NormBackwardX a,
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             if (i < norms) {
-                const Floats d = load_floats<true>(a.y[i].dout, at, at + 1);
+                const Floats d = load_floats(a.y[i].dout, at, at + 1);
 #pragma unroll
                 for (int k = 0; k < kWidth; k++) {
                     dweight[i].at[k] = fmaf(d.at[k], (x.at[k] - mean) * rstd, dweight[i].at[k]);
@@ -1029,7 +1026,7 @@ __global__ void norm_backward_columns_kernel(NormBackwardX a,
             }
             if (i < branches) {
                 const floatX* own = a.branch[i].dout;
-                const Floats stored = own ? load_floats<true>(own, at, at + 1)
+                const Floats stored = own ? load_floats(own, at, at + 1)
                                           : load_stream(a.dresidual, a.residual_fp32, at);
 #pragma unroll
                 for (int k = 0; k < kWidth; k++) { dbranch[i].at[k] += stored.at[k]; }
@@ -1040,10 +1037,10 @@ __global__ void norm_backward_columns_kernel(NormBackwardX a,
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         if (i < norms) {
-            store<true>(to + 2 * i * C, c, C, to_pack<float>(dweight[i]));
-            store<true>(to + (2 * i + 1) * C, c, C, to_pack<float>(dbias[i]));
+            store(to + 2 * i * C, c, C, to_pack<float>(dweight[i]));
+            store(to + (2 * i + 1) * C, c, C, to_pack<float>(dbias[i]));
         }
-        if (i < branches) { store<true>(to + (2 * norms + i) * C, c, C, to_pack<float>(dbranch[i])); }
+        if (i < branches) { store(to + (2 * norms + i) * C, c, C, to_pack<float>(dbranch[i])); }
     }
 }
 
@@ -1153,7 +1150,7 @@ static void norm_backward(const NormBackwardX& a, Stream stream) {
 // One vector a thread.
 __global__ void grad_accumulate_kernel(Grad grad, const float* values, size_t n) {
     const size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
-    if (i < n) { grad_store<true>(grad, i, n, load_floats<true>(values, i, n)); }
+    if (i < n) { grad_store(grad, i, n, load_floats(values, i, n)); }
 }
 
 static void grad_accumulate(const GradAccumulate<floatX, float>& a, Stream stream) {
@@ -1239,10 +1236,10 @@ __device__ __forceinline__ float gelu_grad(float x) {
 
 __global__ void gelu_forward_kernel(floatX* out, const floatX* inp, size_t n) {
     const size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
-    Floats x = load_floats<true, Cache::Streaming>(inp, i, n);
+    Floats x = load_floats<Cache::Streaming>(inp, i, n);
 #pragma unroll
     for (int k = 0; k < kWidth; k++) { x.at[k] = gelu(x.at[k]); }
-    store<true>(out, i, n, to_pack<floatX>(x));
+    store(out, i, n, to_pack<floatX>(x));
 }
 
 // The first stage. A block of (32,8) threads owns 32 vectors of columns (blockIdx.x) of one chunk of rows
@@ -1264,8 +1261,8 @@ __global__ void __launch_bounds__(kWarp * kColumnRows)
         for (int u = 0; u < kUnroll; u++) {
             const int row = first + u * kColumnRows, columns = row < end ? OC : 0;
             const size_t at = row < end ? (size_t)row * OC : 0;
-            x[u] = load<true>(d + at, c, columns);
-            if (kGelu) { y[u] = load<true, Cache::Streaming>(inp + at, c, columns); }
+            x[u] = load(d + at, c, columns);
+            if (kGelu) { y[u] = load<Cache::Streaming>(inp + at, c, columns); }
         }
         // The new d, rounded and stored; what is summed is what was stored.
 #pragma unroll
@@ -1276,7 +1273,7 @@ __global__ void __launch_bounds__(kWarp * kColumnRows)
                     x[u].data[k] = (floatX)((float)x[u].data[k] * gelu_grad((float)y[u].data[k]));
                 }
                 const int row = first + u * kColumnRows, columns = row < end ? OC : 0;
-                store<true>(d_inplace + (row < end ? (size_t)row * OC : 0), c, columns, x[u]);
+                store(d_inplace + (row < end ? (size_t)row * OC : 0), c, columns, x[u]);
             }
 #pragma unroll
             for (int k = 0; k < kWidth; k++) { sum.at[k] += (float)x[u].data[k]; }
@@ -1293,7 +1290,7 @@ __global__ void __launch_bounds__(kWarp * kColumnRows)
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { sum.at[k] += shared[y][threadIdx.x].at[k]; }
     }
-    store<true>(partial + (size_t)blockIdx.y * OC, c, OC, to_pack<float>(sum));
+    store(partial + (size_t)blockIdx.y * OC, c, OC, to_pack<float>(sum));
 }
 
 // Into how many chunks the rows are cut: enough for kColumnBlocks blocks, but at least kColumnRows rows each.
@@ -1476,7 +1473,7 @@ __global__ void __launch_bounds__(kClassifierThreads, 1)
             for (int j = 0; j < kClassifierVectors; j++) {
                 const int v = j * kClassifierThreads, c = (first + v) * kWidth;
                 if (first + v >= vectors) { continue; }
-                store<true, Cache::Streaming>(
+                store<Cache::Streaming>(
                     d_row, v * kWidth, Vp,
                     softmax_grad(as_pack(row_x[j]), top, scale_over_sum, c, target, scale));
             }
@@ -1496,7 +1493,7 @@ __global__ void classifier_kernel(floatX* logits, float* losses, const int* targ
     float target_logit = threadIdx.x == 0 ? (float)x_row[target] : 0.0f;
     float top = kLowest, sum = 0.0f;
     for (int c = first; c < V; c += step) {
-        x128 x = load<true>(x_row, c, Vp);
+        x128 x = load(x_row, c, Vp);
         mask_padding(&x, c, V);
         const float higher = fmaxf(top, pack_max(x));
         sum = sum * exp2_fast((top - higher) * kLog2e) + exp_sum(x, higher);
@@ -1507,9 +1504,9 @@ __global__ void classifier_kernel(floatX* logits, float* losses, const int* targ
     if (kGrad) {
         const float scale = dloss * (loss_scale ? *loss_scale : 1.0f), scale_over_sum = scale / sum;
         for (int c = first; c < Vp; c += step) {
-            x128 x = load<true>(x_row, c, Vp);
+            x128 x = load(x_row, c, Vp);
             mask_padding(&x, c, V);
-            store<true>(x_row, c, Vp, softmax_grad(x, top, scale_over_sum, c, target, scale));
+            store(x_row, c, Vp, softmax_grad(x, top, scale_over_sum, c, target, scale));
         }
     }
 }
@@ -1586,7 +1583,7 @@ template <bool kPiecesBf16>
 __device__ __forceinline__ Floats load_piece(const LaneSum<floatX, float>& a, int r, size_t i) {
     const size_t at = (size_t)r * a.n;
     if (!kPiecesBf16) {
-        return load_floats<true, Cache::Streaming>((const float*)a.pieces.data + at, i, a.n);
+        return load_floats<Cache::Streaming>((const float*)a.pieces.data + at, i, a.n);
     }
     RoundKey key = a.pieces.key;
     key.micro += (uint32_t)r * a.piece_micros;
@@ -1628,9 +1625,9 @@ __global__ void __launch_bounds__(kLaneThreads) lane_sum_kernel(LaneSum<floatX, 
             sum = stack[0];
         }
         for (int k = a.num_chain - 1; k >= 0; k--) {
-            add_to(&sum, load_floats<true, Cache::Streaming>(a.chain[k], i, a.n));
+            add_to(&sum, load_floats<Cache::Streaming>(a.chain[k], i, a.n));
         }
-        grad_store<true>(a.out, i, a.n, sum);
+        grad_store(a.out, i, a.n, sum);
     }
 }
 
@@ -1674,7 +1671,7 @@ __global__ void __launch_bounds__(kNormThreads) square_sums_kernel(SquareSums<fl
     for (int u = 0; u < kVectors; u++) {
         const size_t i = first + (size_t)u * kNormThreads * kWidth;
         if (kBf16) { x[u] = load_dithered((const __nv_bfloat16*)data, i, a.n, a.grads.key, position); }
-        else { x[u] = load_floats<true>((const float*)data, i, a.n); }
+        else { x[u] = load_floats((const float*)data, i, a.n); }
     }
     float squares = 0.0f;
 #pragma unroll
@@ -1793,8 +1790,8 @@ constexpr int kUpdateThreads = 256;
 template <class Param>
 __device__ __forceinline__ Floats load_weights(const Param* params, const float* master, bool has_master,
                                                size_t i, size_t n) {
-    if (has_master) { return load_floats<true, Cache::Streaming>(master, i, n); }
-    return load_floats<true>(params, i, n);
+    if (has_master) { return load_floats<Cache::Streaming>(master, i, n); }
+    return load_floats(params, i, n);
 }
 
 // To the parameter's type: to nearest from a master copy, else stochastically, or small steps would be lost.
@@ -1814,15 +1811,15 @@ __device__ __forceinline__ Pack<Param> round_weights(const Floats& p, bool has_m
 template <class Param>
 __device__ __forceinline__ void store_weights(Param* params, float* master, bool has_master, size_t i,
                                               size_t n, const Floats& p, const Pack<Param>& rounded) {
-    if (has_master) { store<true, Cache::Streaming>(master, i, n, to_pack<float>(p)); }
-    store<true>(params, i, n, rounded);
+    if (has_master) { store<Cache::Streaming>(master, i, n, to_pack<float>(p)); }
+    store(params, i, n, rounded);
 }
 
 // Elements [i, i + kWidth) of summed gradients, the first of which has number `first` in the whole.
 __device__ __forceinline__ Floats load_summed(const void* grads, bool is_bf16, size_t i, size_t n,
                                               const RoundKey& key, size_t first) {
     if (is_bf16) { return load_dithered<Cache::Streaming>((const __nv_bfloat16*)grads, i, n, key, first); }
-    return load_floats<true, Cache::Streaming>((const float*)grads, i, n);
+    return load_floats<Cache::Streaming>((const float*)grads, i, n);
 }
 
 // Blocks for `rows` rows of n elements, one row in each y.
@@ -1872,8 +1869,8 @@ __global__ void __launch_bounds__(kUpdateThreads) adamw_kernel(AdamW<floatX, flo
     const size_t step = (size_t)gridDim.x * blockDim.x * kWidth;
     for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
         const Floats g = load_summed(grads, kGradsBf16, i, a.n, a.grads.key, a.grads.first + first);
-        Floats m = load_floats<true, Cache::Streaming>(ms, i, a.n),
-               v = load_floats<true, Cache::Streaming>(vs, i, a.n);
+        Floats m = load_floats<Cache::Streaming>(ms, i, a.n),
+               v = load_floats<Cache::Streaming>(vs, i, a.n);
         Floats p = load_weights(params, master, kMaster, i, a.n);
 
         // The formula above, each operation rounded where PyTorch rounds.
@@ -1887,8 +1884,8 @@ __global__ void __launch_bounds__(kUpdateThreads) adamw_kernel(AdamW<floatX, flo
         }
 
         const Pack<Param> rounded = round_weights<Param>(p, kMaster, a.key, a.first + first + i);
-        store<true, Cache::Streaming>(ms, i, a.n, to_pack<float>(m));
-        store<true, Cache::Streaming>(vs, i, a.n, to_pack<float>(v));
+        store<Cache::Streaming>(ms, i, a.n, to_pack<float>(m));
+        store<Cache::Streaming>(vs, i, a.n, to_pack<float>(v));
         store_weights(params, master, kMaster, i, a.n, p, rounded);
     }
 }
@@ -1926,15 +1923,15 @@ __global__ void __launch_bounds__(kUpdateThreads) muon_momentum_kernel(MuonMomen
     const size_t first = a.grads.first + row * a.rows.first, step = (size_t)gridDim.x * blockDim.x * kWidth;
     for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
         const Floats g = load_summed(grads, a.grads.is_bf16, i, a.n, a.grads.key, first);
-        Floats m = load_floats<true, Cache::Streaming>(ms, i, a.n), update;
+        Floats m = load_floats<Cache::Streaming>(ms, i, a.n), update;
 #pragma unroll
         for (int k = 0; k < kWidth; k++) {
             const float grad = g.at[k] * scale;
             m.at[k] = fmaf(part, grad - m.at[k], m.at[k]);
             update.at[k] = fmaf(ahead, m.at[k] - grad, grad);
         }
-        store<true, Cache::Streaming>(ms, i, a.n, to_pack<float>(m));
-        store<true>(a.update + row * a.update_row, i, a.n, to_pack<muonX>(update));
+        store<Cache::Streaming>(ms, i, a.n, to_pack<float>(m));
+        store(a.update + row * a.update_row, i, a.n, to_pack<muonX>(update));
     }
 }
 
@@ -1955,7 +1952,7 @@ __global__ void __launch_bounds__(kUpdateThreads)
     inp += places.of(blockIdx.y);
     double sum = 0.0;
     for (size_t i = blockIdx.x * kChunk + threadIdx.x * kWidth; i < end; i += blockDim.x * kWidth) {
-        const Floats x = load_floats<true>(inp, i, n);
+        const Floats x = load_floats(inp, i, n);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { sum += (double)x.at[k] * x.at[k]; }
     }
@@ -1978,10 +1975,10 @@ __global__ void __launch_bounds__(kUpdateThreads)
     const double factor = sum > 0.0 ? 1.0 / sqrt(sum) : 0.0;
     const size_t end = min(n, (blockIdx.x + 1) * kChunk);
     for (size_t i = blockIdx.x * kChunk + threadIdx.x * kWidth; i < end; i += blockDim.x * kWidth) {
-        Floats x = load_floats<true>(inp, i, n);
+        Floats x = load_floats(inp, i, n);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { x.at[k] = (float)(x.at[k] * factor); }
-        store<true>(out, i, n, to_pack<muonX>(x));
+        store(out, i, n, to_pack<muonX>(x));
     }
 }
 
@@ -2054,7 +2051,7 @@ __global__ void __launch_bounds__(kUpdateThreads) muon_update_kernel(MuonUpdate<
     float* master = has_master ? a.master + row * a.n : nullptr;
     const size_t first = a.first + row * a.rows.first, step = (size_t)gridDim.x * blockDim.x * kWidth;
     for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
-        const Floats update = load_floats<true>(a.update + row * a.update_row, i, a.n);
+        const Floats update = load_floats(a.update + row * a.update_row, i, a.n);
         Floats p = load_weights(params, master, has_master, i, a.n);
 #pragma unroll
         for (int k = 0; k < kWidth; k++) { p.at[k] = fmaf(minus_rate, update.at[k], p.at[k] * keep); }
@@ -2653,8 +2650,8 @@ __device__ __forceinline__ StatsOfRows<kGroups> load_row_stats(float2* stats, co
         if (row < out.T) {
 #pragma unroll
             for (int chunk = lane % 2; chunk < kHS / kWidth; chunk += 2) {
-                const Floats x = load_floats<true>(out.data + row * out.stride, chunk * kWidth, out.HS);
-                const Floats y = load_floats<true>(dout.data + row * dout.stride, chunk * kWidth, out.HS);
+                const Floats x = load_floats(out.data + row * out.stride, chunk * kWidth, out.HS);
+                const Floats y = load_floats(dout.data + row * dout.stride, chunk * kWidth, out.HS);
 #pragma unroll
                 for (int k = 0; k < kWidth; k++) { sum += x.at[k] * y.at[k]; }
             }
@@ -3541,22 +3538,20 @@ static void attention_backward(const AttentionBackward<floatX, float>& a, Stream
 }
 
 // == 6.10 decoding ==
-// The ops that write text: one new token of each of N rows, N <= kDecodeRows. Between them stand the norms of
-// 6.2, which also add the branches to the residual stream.
+// The ops that write text: one new token of each of N rows. Between them run the norms of 6.2, which also add
+// the branches to the residual stream.
 //     decode_encoder      out[n,:] = wte[tokens[n],:] + wpe[positions[n],:]
 //     decode_matmul       out (N,OC) = inp weight^T + bias, or gelu of it
-//     decode_attention    stores k and v of the new position; out[n,h] = softmax(q K^T / sqrt(HS)) V over it
-//                         and those before
-//     cache_store         k and v of a forward over a prompt
-//     sample_tokens       draws the next tokens (sampler.h) and moves positions on
-// Memory decides about the time: with one row each weight serves a single product, 248 MB a token for 124M.
-// Positions and tokens are read from the device, so one CUDA graph serves all steps. A row is summed in an
-// order that does not depend on N, so a text is the same alone and in a batch. cuBLASLt chooses by N how it
-// splits sums, so it is not used here.
+//     decode_attention    stores k and v of the new position; out[n,h] = softmax(q K^T / sqrt(HS)) V over all
+//                         positions up to it
+//     cache_store         copies k and v of a prompt's forward
+//     sample_tokens       draws the next tokens (sampler.h) and advances the positions
+// Memory bounds the time: a single row uses each weight once, and 124M has 248 MB of them. Kernels read
+// positions and tokens from the device, so one CUDA graph serves all steps. The order of a row's sums does
+// not depend on N, so a text has the same bits alone and in a batch. cuBLASLt's order depends on N.
 //
 // On Hopper a kernel begins while the one before it still runs (PTX griddepcontrol, "programmatic dependent
-// launch"). No kernel of the step writes the weights or the earlier keys and values, so these come to the L2
-// meanwhile. Else each kernel would start with a trip to memory.
+// launch"). No kernel of a step writes weights or earlier keys and values, so the kernel prefetches these:
 //
 //     kernel before   | products ...                        | ends |
 //     this kernel         | prefetches to the L2 |  waits          | products ...
@@ -3582,22 +3577,13 @@ static void decode_launch(void (*kernel)(Args), dim3 grid, int threads, Stream s
     cudaLaunchAttribute early = {};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = grid;
-    config.blockDim = dim3(threads);
-    config.stream = stream;
-    config.attrs = &early;
-    config.numAttrs = sm90_kernels_run() ? 1 : 0;
+    const cudaLaunchConfig_t config = {.gridDim = grid, .blockDim = dim3(threads), .stream = stream,
+                                       .attrs = &early, .numAttrs = sm90_kernels_run() ? 1u : 0u};
     cudaCheck(cudaLaunchKernelEx(&config, kernel, args));
 }
 
-static void decode_check(int N) {
-    if (N < 1 || N > kDecodeRows) { die("decoding: %d rows; 1 to %d are possible", N, kDecodeRows); }
-}
-
-// A block a row. It is the first of a step and launched in the ordinary way.
+// A block a row. It is the first of a step, so it has no kernel to overlap with.
 __global__ void decode_encoder_kernel(DecodeEncoder<floatX, float> a) {
-    decode_next_may_begin();
     const size_t n = blockIdx.x;
     const int token = max(a.tokens[n], 0);              // -1, none drawn: the host stops there
     const floatX* wte_ix = a.wte + (size_t)token * a.C;                 // (C)
@@ -3609,26 +3595,25 @@ __global__ void decode_encoder_kernel(DecodeEncoder<floatX, float> a) {
 
 static void decode_encoder(const DecodeEncoder<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
-    decode_check(a.N);
     decode_encoder_kernel<<<a.N, 256, 0, stream>>>(a);
     cudaCheck(cudaGetLastError());
 }
 
 // A warp computes a tile of the output, kRows x kOutputs: each lane sums over its vectors of C, and warp_sums
-// adds up the lanes. One text takes tiles of 1 x 1. More take 8 x 4, so that a weight in registers serves 8
-// products and an input 4. Both forms take an element's sum in the same order.
+// adds up the lanes. One row takes tiles of 1 x 1, and its lanes load four vectors at once, because the time
+// is that of the loads. More rows take tiles of 8 x 4: a weight in registers then serves 8 products, and an
+// input 4. Both forms take an element's sum in the same order.
 constexpr int kDecodeWarps = 4;                         // of a block
-template <int kRows, int kOutputs>
+template <int kRows, int kOutputs, int kVectors>
 __global__ void __launch_bounds__(kDecodeWarps * kWarp, 3)
     decode_matmul_kernel(DecodeMatmul<floatX, float> a) {
-    constexpr int kVectors = kRows == 1 ? 4 : 1;        // of C, that a lane loads in a round
-    constexpr int kLanes = kWarp / (kRows * kOutputs);  // lane kLanes * i stores element i
-    const int C = a.C, lane = threadIdx.x % kWarp, tiles = (a.N + kRows - 1) / kRows;
-    const int first_n = blockIdx.x % tiles * kRows;     // blocks with the same weights are neighbours
-    const int first_o = (blockIdx.x / tiles * kDecodeWarps + threadIdx.x / kWarp) * kOutputs;
+    constexpr int kLanes = kWarp / (kRows * kOutputs);  // lane kLanes * i stores element i of the tile
+    const int C = a.C, lane = threadIdx.x % kWarp, row_tiles = (a.N + kRows - 1) / kRows;
+    const int first_n = blockIdx.x % row_tiles * kRows;     // blocks with the same weights are neighbours
+    const int first_o = (blockIdx.x / row_tiles * kDecodeWarps + threadIdx.x / kWarp) * kOutputs;
     if (first_o >= a.OC) { return; }
 
-    // 1. While the kernel before runs: the rows of weights, which lie one behind the other, and the bias.
+    // 1. While the kernel before runs: prefetch the tile's weights, which are contiguous, and load the bias.
     decode_next_may_begin();
     const floatX* weight = a.weight + (size_t)first_o * C;              // (kOutputs,C)
     const int outputs = min(kOutputs, a.OC - first_o), line = 128 / (int)sizeof(floatX);
@@ -3637,8 +3622,8 @@ __global__ void __launch_bounds__(kDecodeWarps * kWarp, 3)
     const float bias = a.bias && o < a.OC ? (float)a.bias[o] : 0.0f;
     decode_await_last();
 
-    // 2. The products of this lane's vectors. All loads of a round are on their way at once. Behind the last
-    // output and the last row these are read again, and their sums are not stored.
+    // 2. Load kVectors vectors of each row and output, then multiply them. A ragged tile repeats its last row
+    // and output, and phase 3 drops those sums.
     float sums[kRows * kOutputs] = {};                  // (kRows,kOutputs)
     for (int start = lane * kWidth; start < C; start += kVectors * kWarp * kWidth) {
         x128 w[kVectors][kOutputs], x[kVectors][kRows];
@@ -3647,11 +3632,11 @@ __global__ void __launch_bounds__(kDecodeWarps * kWarp, 3)
             const int c = start + v * kWarp * kWidth;
 #pragma unroll
             for (int j = 0; j < kOutputs; j++) {
-                w[v][j] = load<true>(weight + (size_t)min(j, outputs - 1) * C, c, C);
+                w[v][j] = load(weight + (size_t)min(j, outputs - 1) * C, c, C);
             }
 #pragma unroll
             for (int i = 0; i < kRows; i++) {
-                x[v][i] = load<true>(a.inp + (size_t)min(first_n + i, a.N - 1) * C, c, C);
+                x[v][i] = load(a.inp + (size_t)min(first_n + i, a.N - 1) * C, c, C);
             }
         }
 #pragma unroll
@@ -3665,7 +3650,7 @@ __global__ void __launch_bounds__(kDecodeWarps * kWarp, 3)
         }
     }
 
-    // 3. Their sums over the lanes. What GELU reads is rounded first, as in training.
+    // 3. Add up the lanes and store. GELU's input is rounded first, as in training.
     float sum = warp_sums(sums) + bias;
     if (lane % kLanes != 0 || n >= a.N || o >= a.OC) { return; }
     if (a.gelu) { sum = gelu((float)(floatX)sum); }
@@ -3674,14 +3659,11 @@ __global__ void __launch_bounds__(kDecodeWarps * kWarp, 3)
 
 static void decode_matmul(const DecodeMatmul<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
-    decode_check(a.N);
-    if (a.C % 8 != 0) { die("decode_matmul: %d channels; a multiple of 8 is possible", a.C); }
-    auto launch = [&](auto kernel, int rows, int outputs) {
-        const int blocks = ceil_div(a.N, rows) * ceil_div(a.OC, kDecodeWarps * outputs);
-        decode_launch(kernel, dim3(blocks), kDecodeWarps * kWarp, stream, a);
-    };
-    if (a.N == 1) { launch(decode_matmul_kernel<1, 1>, 1, 1); }
-    else { launch(decode_matmul_kernel<8, 4>, 8, 4); }
+    check_width(a, a.C);
+    const bool single = a.N == 1;
+    const int blocks = ceil_div(a.N, single ? 1 : 8) * ceil_div(a.OC, kDecodeWarps * (single ? 1 : 4));
+    decode_launch(single ? decode_matmul_kernel<1, 1, 4> : decode_matmul_kernel<8, 4, 1>, dim3(blocks),
+                  kDecodeWarps * kWarp, stream, a);
 }
 
 // A block a position, for all rows.
@@ -3703,9 +3685,9 @@ static void cache_store(const CacheStore<floatX, float>& a, Stream stream) {
 }
 
 // Attention of one query: a block takes a head of a row. Its warps take turns with the positions,
-// kDecodeAtOnce each, and keep an online softmax in powers of two: the largest score so far, and relative to
-// it the sum and the output. At the end the warps' parts are merged. A lane holds elements lane, lane + 32,
-// ... of the head, kElements at most: no head size needs aligned rows.
+// kDecodeAtOnce each, and keep an online softmax in powers of two: the largest score so far and, relative to
+// it, the sum and the output. At the end the warps' parts are merged. A lane holds elements lane, lane + 32,
+// ... of the head, at most kElements of them, so a head may have any size and alignment.
 constexpr int kDecodeSplits = 16, kDecodeAtOnce = 4;    // warps of a block, positions
 
 template <int kElements>
@@ -3719,7 +3701,7 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
     floatX *keys = a.keys + (size_t)n * a.T * C + head, *values = a.values + (size_t)n * a.T * C + head;
     const float scale = kLog2e / sqrtf((float)HS);
 
-    // 1. While the kernel before runs: the keys and values so far.
+    // 1. While the kernel before runs: prefetch the keys and values so far.
     decode_next_may_begin();
     for (int u = threadIdx.x; u < t; u += blockDim.x) {
         for (int i = 0; i < HS; i += 128 / (int)sizeof(floatX)) {
@@ -3729,14 +3711,14 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
     }
     decode_await_last();
 
-    // 2. The new position joins them.
+    // 2. Store the new position's key and value behind them.
     for (int i = threadIdx.x; i < HS; i += blockDim.x) {
         keys[t * C + i] = qkv[C + i];
         values[t * C + i] = qkv[2 * C + i];
     }
     __syncthreads();
 
-    // 3. This warp's positions.
+    // 3. The online softmax over this warp's positions.
     float q[kElements], out[kElements] = {}, max = -FLT_MAX, sum = 0.0f;
 #pragma unroll
     for (int j = 0; j < kElements; j++) {
@@ -3746,18 +3728,18 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
     for (int first = warp * kDecodeAtOnce; first <= t; first += kDecodeSplits * kDecodeAtOnce) {
         float scores[kDecodeAtOnce], v[kDecodeAtOnce][kElements], new_max = max;
 #pragma unroll
-        for (int b = 0; b < kDecodeAtOnce; b++) {
-            const size_t at = min(first + b, t) * C;
+        for (int k = 0; k < kDecodeAtOnce; k++) {
+            const size_t at = min(first + k, t) * C;
             float dot = 0.0f;
 #pragma unroll
             for (int j = 0; j < kElements; j++) {
                 const int i = lane + j * kWarp;
-                v[b][j] = i < HS ? (float)values[at + i] : 0.0f;
+                v[k][j] = i < HS ? (float)values[at + i] : 0.0f;
                 dot = fmaf(q[j], i < HS ? (float)keys[at + i] : 0.0f, dot);
             }
-            scores[b] = warp_sum(dot) * scale;
-            if (first + b > t) { scores[b] = -INFINITY; }
-            new_max = fmaxf(new_max, scores[b]);
+            scores[k] = warp_sum(dot) * scale;
+            if (first + k > t) { scores[k] = -INFINITY; }
+            new_max = fmaxf(new_max, scores[k]);
         }
         const float rescale = exp2_fast(max - new_max);
         max = new_max;
@@ -3765,15 +3747,15 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
 #pragma unroll
         for (int j = 0; j < kElements; j++) { out[j] *= rescale; }
 #pragma unroll
-        for (int b = 0; b < kDecodeAtOnce; b++) {
-            const float p = exp2_fast(scores[b] - max);
+        for (int k = 0; k < kDecodeAtOnce; k++) {
+            const float p = exp2_fast(scores[k] - max);
             sum += p;
 #pragma unroll
-            for (int j = 0; j < kElements; j++) { out[j] = fmaf(p, v[b][j], out[j]); }
+            for (int j = 0; j < kElements; j++) { out[j] = fmaf(p, v[k][j], out[j]); }
         }
     }
 
-    // 4. The warps' parts, in order. A warp without positions has a sum of 0.
+    // 4. Merge the warps' parts, in order. A warp without positions has a sum of 0.
     if (lane == 0) {
         maxima[warp] = max;
         sums[warp] = sum;
@@ -3795,7 +3777,6 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
 
 static void decode_attention(const DecodeAttention<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
-    decode_check(a.N);
     if (a.HS < 1 || a.HS > kPlainMaxHeadSize) {
         die("decode_attention: head size %d; 1 to %d are possible", a.HS, kPlainMaxHeadSize);
     }
@@ -3804,144 +3785,99 @@ static void decode_attention(const DecodeAttention<floatX, float>& a, Stream str
     decode_launch(kernel, dim3(a.NH, a.N), kDecodeSplits * kWarp, stream, a);
 }
 
-// Draws as sample_token() does (sampler.h) and takes the same token, a block a row. A logit's key is a
-// number that grows with it; 16 to 32 halvings find the key at which top-k or top-p cut off. Weights are
-// whole numbers, so their sums may be taken in any order.
+// Draws the same token as sample_token() (sampler.h), a block a row. Tokens rank by their logit, equal ones
+// by their id, the lower first. top-k and top-p each keep the tokens up to some rank, so the last kept token
+// says which. A logit's key is a whole number that grows with it. Bisection finds the last token's key in 16
+// to 32 steps, then its id in 16. Weights are whole numbers, so their sums may be taken in any order.
 constexpr int kSampleThreads = 1024;
 constexpr int kKeyShift = sizeof(floatX) == 4 ? 0 : kFp16 ? 13 : 16;    // bits of fp32 that floatX lacks
 
-// 0 for NaN; zeros have one key.
+// 0 for NaN, above 1 for all else; zeros have one key.
 __device__ __forceinline__ uint32_t sample_key(float x) {
     if (isnan(x)) { return 0; }
     const uint32_t bits = x == 0.0f ? 0u : __float_as_uint(x);
     return (bits & 0x80000000u ? ~bits : bits | 0x80000000u) >> kKeyShift;
 }
-__device__ __forceinline__ float sample_value(uint32_t key) {
-    const uint32_t bits = key << kKeyShift;
-    return __uint_as_float(bits & 0x80000000u ? bits & 0x7FFFFFFFu : ~(bits | ((1u << kKeyShift) - 1u)));
-}
 
 struct SampleRow {                      // as a block sees it
     const floatX* logits;               // (V)
     int V;
-    unsigned long long* shared;         // (32)
+    uint64_t* shared;                   // (32)
+    uint32_t last_key = 1;              // rank of the last kept token; at first all but NaN are kept
+    int last_id = 0;
 
-    // The sum of f(key, logit) over the row. Every thread gets it.
-    template <class F> __device__ __forceinline__ unsigned long long sum(F f) const {
-        unsigned long long x = 0;
+    // The sum of f(key, logit) over the tokens of [first, end) that are kept. Every thread gets it.
+    template <class F> __device__ __forceinline__ uint64_t sum(int first, int end, F f) const {
+        uint64_t x = 0;
 #pragma unroll 8
-        for (int i = threadIdx.x; i < V; i += kSampleThreads) {
+        for (int i = first + threadIdx.x; i < end; i += kSampleThreads) {
             const float logit = (float)logits[i];
-            x += f(sample_key(logit), logit);
+            const uint32_t key = sample_key(logit);
+            if (key > last_key || (key == last_key && i <= last_id)) { x += f(key, logit); }
         }
         return block_sum(x, shared);
     }
 
-    // Returns the largest key such that f(logit) of it and larger ones adds up to `wanted` or more, but not
-    // less than `low`. *above: what the larger ones have. `best` is the row's largest key.
-    template <class F>
-    __device__ __forceinline__ uint32_t threshold(uint32_t low, uint32_t best, unsigned long long wanted,
-                                                  unsigned long long* above, F f) const {
-        uint32_t high = best + 1;               // keys from here on have too little
-        *above = 0;
+    // The first token up to which, in the order of ids, f adds up to more than `target`.
+    template <class F> __device__ __forceinline__ int find(uint64_t target, F f) const {
+        int low = 0, high = V;                          // it is in [low, high)
         while (high - low > 1) {
-            const uint32_t middle = low + (high - low) / 2;
-            const unsigned long long more = sum([=](uint32_t key, float x) {
-                return key >= middle && key < high ? f(x) : 0ull;
-            });
-            if (*above + more >= wanted) { low = middle; }
-            else { high = middle; *above += more; }
+            const int middle = low + (high - low) / 2;
+            const uint64_t lower = sum(low, middle, f);
+            if (lower > target) { high = middle; }
+            else { low = middle; target -= lower; }
         }
         return low;
     }
+
+    // Keeps the fewest first ranks whose f adds up to `wanted`, or all. No key is above `best`.
+    template <class F> __device__ __forceinline__ void keep(uint64_t wanted, uint32_t best, F f) {
+        uint32_t low = last_key, high = best + 1;       // the last one's key is in [low, high)
+        while (high - low > 1) {
+            const uint32_t middle = low + (high - low) / 2;
+            const uint64_t upper = sum(0, V, [=](uint32_t key, float x) {
+                return key >= middle && key < high ? f(key, x) : 0;
+            });
+            if (upper >= wanted) { low = middle; }
+            else { high = middle; wanted -= upper; }
+        }
+        last_id = find(wanted - 1, [=](uint32_t key, float x) { return key == low ? f(key, x) : 0; });
+        last_key = low;
+    }
 };
 
-// x of this thread and those before it, and of the whole block.
-struct BlockScan { unsigned long long upto, total; };
-__device__ __forceinline__ BlockScan block_scan(unsigned long long x, unsigned long long* shared /*(32)*/) {
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-#pragma unroll
-    for (int d = 1; d < kWarp; d *= 2) {
-        const unsigned long long other = __shfl_up_sync(0xFFFFFFFFu, x, d);
-        x += lane >= d ? other : 0ull;
-    }
-    if (lane == kWarp - 1) { shared[warp] = x; }
-    __syncthreads();
-    BlockScan scan = {x, 0};
-    for (int w = 0; w < (int)blockDim.x / kWarp; w++) {
-        scan.upto += w < warp ? shared[w] : 0ull;
-        scan.total += shared[w];
-    }
-    __syncthreads();            // the next call may write `shared`
-    return scan;
-}
-
 __global__ void __launch_bounds__(kSampleThreads, 1) sample_tokens_kernel(SampleTokens<floatX, float> a) {
-    __shared__ unsigned long long shared[kWarp];
+    __shared__ uint64_t shared[kWarp];
     decode_await_last();
-    const int n = blockIdx.x, V = a.V;
-    const SampleRow row = {a.logits + (size_t)n * V, V, shared};
+    const int n = blockIdx.x;
+    SampleRow row = {a.logits + (size_t)n * a.V, a.V, shared};
     const Sampling& s = a.sampling;
 
-    // 1. The likeliest token: the largest key, and of its ids the lowest.
-    unsigned long long likeliest = 0;
+    // 1. The likeliest token: the largest key, and the lowest of its ids.
+    uint64_t first_rank = 0;                            // {key, ~id}
 #pragma unroll 8
-    for (int i = threadIdx.x; i < V; i += kSampleThreads) {
+    for (int i = threadIdx.x; i < a.V; i += kSampleThreads) {
         const uint32_t key = sample_key((float)row.logits[i]);
-        if (key > 0) { likeliest = max(likeliest, (unsigned long long)key << 32 | (0xFFFFFFFFu - i)); }
+        if (key > 0) { first_rank = max(first_rank, (uint64_t)key << 32 | ~(uint32_t)i); }
     }
-    likeliest = block_max(likeliest, shared);
-    const uint32_t best = (uint32_t)(likeliest >> 32);
-    const float largest = sample_value(best);
-    const int first_id = (int)(0xFFFFFFFFu - (uint32_t)likeliest);
+    first_rank = block_max(first_rank, shared);
+    const uint32_t best = (uint32_t)(first_rank >> 32);
+    int token = best > 0 ? (int)~(uint32_t)first_rank : -1;     // -1: all are NaN
 
-    if (best == 0 || s.temperature == 0.0f || s.top_k == 1) {           // nothing to draw
-        if (threadIdx.x == 0) { a.tokens[n] = best == 0 ? -1 : first_id; }
-    } else {
-        // 2. What top-k and top-p leave: keys above `threshold`, and the first `fits` ids with that key,
-        // which weigh `tie` each. All together weigh `total`.
-        auto weight = [=](float x) -> unsigned long long {
-            return sample_weight(x, largest, s.temperature);
-        };
-        uint32_t threshold = 0;
-        unsigned long long above = 0, fits = 0, tie = 0;
-        if (s.top_k > 0 && s.top_k < V) {
-            threshold = row.threshold(0, best, s.top_k, &above, [](float) { return 1ull; });
-            fits = threshold > 0 ? s.top_k - above : 0;         // 0: fewer than k are not NaN
-            tie = weight(sample_value(threshold));
-        }
-        unsigned long long total = fits * tie + row.sum([=](uint32_t key, float x) {
-            return key > threshold ? weight(x) : 0ull;
-        });
-        if (s.top_p < 1.0f) {
-            const unsigned long long wanted = sample_kept(total, s.top_p);
-            threshold = row.threshold(threshold, best, wanted, &above, weight);
-            tie = weight(sample_value(threshold));
-            fits = (wanted - above + tie - 1) / tie;
-            total = above + fits * tie;
-        }
+    if (best > 0 && s.temperature != 0.0f && s.top_k != 1) {
+        // 2. What top-k and top-p leave.
+        const float largest = (float)row.logits[token];
+        auto count = [](uint32_t, float) -> uint64_t { return 1; };
+        auto weight = [=](uint32_t, float x) { return sample_weight(x, largest, s.temperature); };
+        if (s.top_k > 0) { row.keep(s.top_k, best, count); }
+        if (s.top_p < 1.0f) { row.keep(sample_kept(row.sum(0, a.V, weight), s.top_p), best, weight); }
 
-        // 3. Tile by tile in the order of ids: the token whose weight covers the target.
+        // 3. The token whose weight covers the target.
         const double coin = rand_unit(a.seed, RAND_SAMPLE, a.ids[n], a.draws[n]);
-        const unsigned long long target = sample_target(total, coin);
-        unsigned long long before = 0, ties = 0;        // of the tiles before this one
-        for (int first = 0; first < V && before <= target; first += kSampleThreads) {
-            const int i = first + threadIdx.x;
-            const float x = i < V ? (float)row.logits[i] : NAN;
-            const uint32_t key = sample_key(x);
-            const bool is_tie = fits > 0 && key == threshold;
-            BlockScan tied = {};
-            if (fits > 0) { tied = block_scan(is_tie, shared); }
-            const bool fits_in = is_tie && ties + tied.upto <= fits;
-            const unsigned long long mine = key > threshold ? weight(x) : fits_in ? tie : 0;
-            const BlockScan scan = block_scan(mine, shared);
-            const unsigned long long end = before + scan.upto;
-            if (end > target && end - mine <= target) { a.tokens[n] = i; }
-            before += scan.total;
-            ties += tied.total;
-        }
+        token = row.find(sample_target(row.sum(0, a.V, weight), coin), weight);
     }
     if (threadIdx.x == 0) {
+        a.tokens[n] = token;
         a.positions[n]++;
         a.draws[n]++;
     }
@@ -3949,7 +3885,6 @@ __global__ void __launch_bounds__(kSampleThreads, 1) sample_tokens_kernel(Sample
 
 static void sample_tokens(const SampleTokens<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
-    decode_check(a.N);
     decode_launch(sample_tokens_kernel, dim3(a.N), kSampleThreads, stream, a);
 }
 #endif  // GPT2_CPU

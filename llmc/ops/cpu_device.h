@@ -1,8 +1,8 @@
 /*
 The CPU side of the seam in train_gpt2.cu: the device runtime in plain C++ and the ops by their launcher
 names. The trainer calls matmul_forward(...), device_malloc(...) and so on in both builds; here they are the
-twins of llmc/ops/cpu_ops.h and malloc. Everything is synchronous, so streams and events do nothing. Only in
-dev/test/lazy_streams.h, which tests the program's waits (-DLAZY_STREAMS), they do.
+twins of llmc/ops/cpu_ops.h and malloc. Everything is synchronous, so streams and events do nothing. To test
+the program's waits, -DLAZY_STREAMS replaces them by dev/test/lazy_streams.h.
 
     #define GPT2_CPU, then #include "cpu_device.h"; compile with g++ -fopenmp.
 */
@@ -39,7 +39,7 @@ template <class Args> static void break_outputs(const Args& args, int stream);  
 struct DeviceInfo { std::string name; size_t memory_free, memory_total; std::string bus_id; };
 
 #ifdef LAZY_STREAMS
-#include "../../dev/test/lazy_streams.h"   // gives: the names of #else; work is done as late as may be
+#include "../../dev/test/lazy_streams.h"   // gives: the names of #else; work runs as late as it may
 #else
 struct Event { double* seconds; };              // when it was recorded
 constexpr bool kDeviceIsAsync = false;          // a call has done its work when it returns
@@ -77,15 +77,15 @@ struct Graph {};
 template <class Work> static inline void graph_run(Graph*, Stream, const Work& work) { work(); }
 static inline void graph_free(Graph*) {}
 
-// Two libraries read the environment before main() and choose badly on common machines, so the program sets
-// it and starts itself again, once:
+// Two libraries read the environment before main() and choose badly on common machines. So the program sets
+// the environment and starts itself again, once:
 // - OpenMP's threads spin while they wait; where other work shares the cores, a step then takes up to 4 times
 //   as long.
 // - OpenBLAS 0.3.21 (Debian 12) takes CPUs newer than itself for a Prescott and leaves AVX unused: twice as
 //   long.
 static inline void device_prepare(char** argv) {
-    // Where addresses are limited (ulimit -v), a thread of OpenBLAS may already be waiting for its buffer,
-    // for ever, and exit() would wait for that thread.
+    // With limited addresses (ulimit -v) a thread of OpenBLAS may wait for its buffer for ever, and exit()
+    // would wait for that thread.
     struct rlimit addresses;
     if (getrlimit(RLIMIT_AS, &addresses) == 0 && addresses.rlim_cur != RLIM_INFINITY) {
         die_hook = [] { _exit(EXIT_FAILURE); };
@@ -99,13 +99,12 @@ static inline void device_prepare(char** argv) {
         else if (__builtin_cpu_supports("avx2")) { setenv("OPENBLAS_CORETYPE", "HASWELL", 0); }
     }
 #endif
-    // Returns only where that cannot be done; the program then goes on as it is, slower.
+    // This returns only if it fails; the program then goes on, slower.
     execv("/proc/self/exe", argv);
 }
 
-// Under a limit on addresses (ulimit -v) less is free than the machine has: what the limit leaves, less what
-// threads and BLAS will take of it. That is kept for them, because OpenBLAS does not give up when it gets no
-// buffer: it asks again for ever.
+// Under a limit on addresses (ulimit -v) the free memory is what the limit leaves, less what threads and BLAS
+// will take. Their part is kept back, because OpenBLAS without a buffer does not fail but asks for ever.
 static inline void limit_memory(DeviceInfo* info, int threads) {
     struct rlimit addresses, stack;
     if (getrlimit(RLIMIT_AS, &addresses) != 0 || addresses.rlim_cur == RLIM_INFINITY) { return; }
@@ -128,7 +127,7 @@ static inline void limit_memory(DeviceInfo* info, int threads) {
 }
 
 static inline int device_count() { return INT_MAX; }       // several ranks share the cores
-static inline DeviceInfo device_init(int /*place*/ = 0) {
+static inline DeviceInfo device_init(int /*index*/ = 0) {
     int threads = 1;
 #ifdef _OPENMP
     threads = omp_get_max_threads();
@@ -155,7 +154,7 @@ static inline void* device_malloc(size_t bytes, const char* what) {
     return p;
 }
 static inline void device_free(void* p) { device_sync(); free(p); }
-static inline void* pinned_try(size_t bytes) {      // null: there is not so much to be had
+static inline void* pinned_try(size_t bytes) {      // null: not enough memory
     void* p = device_try(bytes);
     if (p) { pinned_begins(p, bytes); }
     return p;
@@ -172,7 +171,7 @@ static inline void device_zero(void* p, size_t bytes, Stream stream) {
 static inline void copy_on_device(void* to, const void* from, size_t bytes, Stream stream) {
     on_stream(stream, [=] { memcpy(to, from, bytes); });
 }
-// Data between ranks: each waits for the others here, over the connections of llmc/comm/comm.h.
+// Data between ranks, over the connections of llmc/comm/comm.h. Each call waits for the other ranks.
 static inline void device_comm_init() {}
 static inline void device_comm_end() {}
 static inline void* device_comm_malloc(size_t bytes, const char* what) { return device_malloc(bytes, what); }
@@ -183,12 +182,12 @@ static inline void device_all_to_all(void* recv, const void* send, size_t bytes,
 static inline void device_all_gather(void* all, size_t bytes, Stream stream) {
     in_turn(stream, [=] { comm_all_gather(all, bytes); });
 }
-// NCCL's order of summing is NCCL's.
+// --reduction nccl needs a GPU.
 constexpr bool kDeviceHasNccl = false;
 static inline void device_reduce_scatter(float*, size_t, Stream) { assert(!"config_check refused it"); }
 static inline void device_all_reduce(float*, size_t, Stream) { assert(!"config_check refused it"); }
 
-// What llmc/ops/cublaslt.h and section 6.9 have for the model: nothing to do here.
+// Names of llmc/ops/cublaslt.h and section 6.9 that the model calls: there is nothing to do here.
 static inline size_t gemm_workspace_bytes() { return 0; }
 static inline void gemm_init(void*, size_t, bool) {}
 static inline void gemm_free() {}

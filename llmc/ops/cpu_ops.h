@@ -1,7 +1,7 @@
 /*
 The twins: every op of llmc/ops/ops.h in plain C++, one function each. They are the specification: what an op
-computes, which outputs are stored (=) and which added to (+=), what becomes of padding and of unused rows is
-written here, and a CUDA kernel is right when it agrees. Host only.
+computes, which outputs it stores (=) or adds to (+=), and what it does to padding and unused rows. A CUDA
+kernel is right when it agrees. Host only.
 
 The trainer's CPU build runs them in float (OpenMP over rows, OpenBLAS where it is found), tests in double:
 
@@ -16,8 +16,8 @@ Rules that hold for every twin:
 - A GradOf<Real> output is = or += by its `acc`.
 - N = B*T rows. Products of two sizes are size_t.
 
-OP_DONE(a) ends each twin. Tests define it before they include this file, to disturb one output (--break) and
-see that some check notices.
+OP_DONE(a) ends each twin. Tests define it before they include this file, to disturb an output (--break) and
+see that a check notices.
 */
 #ifndef LLMC_OPS_CPU_OPS_H
 #define LLMC_OPS_CPU_OPS_H
@@ -25,14 +25,14 @@ see that some check notices.
 #include <assert.h>     // gives: assert
 #include <math.h>       // gives: exp, log, sqrt, INFINITY
 #include <stddef.h>     // gives: size_t
-#include <stdint.h>     // gives: uint16_t, uint32_t
+#include <stdint.h>     // gives: uint32_t
 #include <string.h>     // gives: memcpy, strcmp
 
 #include <utility>      // gives: std::swap
 #include <vector>       // gives: std::vector
 
 #include "ops.h"        // gives: every op's arguments, Accumulate, Stream
-#include "../rand.h"    // gives: RoundKey, round_bits16, bf16_encode_dithered, dropout_block
+#include "../rand.h"    // gives: rand_unit, dropout_block
 
 #ifdef USE_OPENBLAS
 #include <cblas.h>      // gives: cblas_sgemm, openblas_set_num_threads, openblas_get_corename
@@ -48,7 +48,7 @@ static inline double exp_cpu(double x) { return exp(x); }
 
 // expf that a compiler can vectorise (libm's it cannot): e^x = 2^n * e^r with n = round(x / ln 2), so that
 // |r| <= ln 2 / 2, where the Taylor series to r^7 is exact to float rounding. Measured: wrong by at most 0.92
-// units in the last place. Below -87 it is 0 instead of a number under 2^-125; above 88 it is inf.
+// units in the last place. Below -87 it is 0 instead of less than 2^-125; above 88 it is inf.
 static inline float exp_cpu(float x) {
     float shifted = x * 1.44269504f + 12582912.0f;      // + 1.5 * 2^23 rounds to an integer, in the low bits
     float n = shifted - 12582912.0f;
@@ -75,22 +75,26 @@ template <class Real> static inline void store_grad(GradOf<Real> grad, size_t i,
     grad.data[i] = (Real)(grad.acc == Accumulate::Yes ? grad.data[i] + value : value);
 }
 
-// dsum[c] (=, +=) sum over n of x[n,c], x (N,C). Threads own blocks of columns and walk down them row by row:
-// 64 of them are whole cache lines, and their sums stay in the L1 cache.
-template <class Real>
-static inline void column_sums(GradOf<Real> dsum, const Real* x, int N, int C) {
+// dsum[c] (=, +=) sum over n of value(n, c), or nothing if dsum is null. A thread owns 64 columns, which are
+// whole cache lines, and walks down them row by row; their sums stay in the L1 cache.
+template <class Real, class F>
+static inline void column_sums(GradOf<Real> dsum, int N, int C, F value) {
     constexpr int kColumns = 64;
+    if (!dsum.data) { return; }
     #pragma omp parallel for
     for (int c0 = 0; c0 < C; c0 += kColumns) {
         int columns = C - c0 < kColumns ? C - c0 : kColumns;
         double sum[kColumns] = {0};
         for (int n = 0; n < N; n++) {
-            const Real* x_n = x + (size_t)n * C + c0;
             #pragma omp simd
-            for (int c = 0; c < columns; c++) { sum[c] += x_n[c]; }
+            for (int c = 0; c < columns; c++) { sum[c] += value(n, c0 + c); }
         }
         for (int c = 0; c < columns; c++) { store_grad(dsum, c0 + c, sum[c]); }
     }
+}
+template <class Real>
+static inline void column_sums(GradOf<Real> dsum, const Real* x /*(N,C)*/, int N, int C) {
+    column_sums(dsum, N, C, [=](int n, int c) { return x[(size_t)n * C + c]; });
 }
 
 // ---- encoder: token and position embedding ----
@@ -157,15 +161,15 @@ template <class Real> void encoder_backward_cpu(const EncoderBackward<Real, Real
 
 // ---- norms of the residual stream ----
 
-// Calls f(c, factor) for the elements of a row: what its dropout multiplies each of them by.
+// Calls f(c, factor) for each element of row n; its dropout multiplies the element by `factor`.
 template <class F> static inline void dropout_row(const Dropout& d, int n, int C, F f) {
     for (int c0 = 0; c0 < C; c0 += 8) {
-        const Rand4 block = dropout_block(d.key, d.first_row + (uint64_t)n, (uint32_t)(c0 / 8));
-        for (int c = c0; c < C && c < c0 + 8; c++) { f(c, dropout_factor(d, block, c - c0)); }
+        const Rand4 random = dropout_block(d.key, d.first_row + (uint64_t)n, (uint32_t)(c0 / 8));
+        for (int c = c0; c < C && c < c0 + 8; c++) { f(c, dropout_factor(d, random, c - c0)); }
     }
 }
 
-// sum[c] += branch[c], or what its dropout leaves of it
+// sum[c] += branch[c], after its dropout
 template <class Real>
 static inline void add_branch(double* sum, const Real* branch, const Dropout& d, int n, int C) {
     if (d.dropped == 0) { for (int c = 0; c < C; c++) { sum[c] += branch[c]; } }
@@ -227,33 +231,7 @@ template <class Real> void norm_forward_cpu(const NormForward<Real, Real>& a, St
     OP_DONE(a);
 }
 
-// The weight and bias gradients of one norm. A thread owns kColumns columns and walks down them.
-template <class Real>
-static inline void norm_backward_columns(const NormBackward<Real, Real>& a, const NormGrad<Real, Real>& y) {
-    const int N = a.N, C = a.C;
-    constexpr int kColumns = 64;
-    #pragma omp parallel for
-    for (int c0 = 0; c0 < C; c0 += kColumns) {
-        int columns = C - c0 < kColumns ? C - c0 : kColumns;
-        double dweight[kColumns] = {0}, dbias[kColumns] = {0};
-        for (int n = 0; n < N; n++) {
-            const Real* dout_n = y.dout + (size_t)n * C + c0;
-            const Real* inp_n = a.inp + (size_t)n * C + c0;
-            const Real mean = a.kind == NormKind::Layer ? a.mean[n] : 0, rstd = a.rstd[n];
-            #pragma omp simd
-            for (int c = 0; c < columns; c++) {
-                dweight[c] += dout_n[c] * ((inp_n[c] - mean) * rstd);
-                dbias[c] += dout_n[c];
-            }
-        }
-        for (int c = 0; c < columns; c++) {
-            if (y.dweight.data) { store_grad(y.dweight, c0 + c, dweight[c]); }
-            if (y.dbias.data) { store_grad(y.dbias, c0 + c, dbias[c]); }
-        }
-    }
-}
-
-// The gradient of row n of the residual stream; dnorm(c) is that of its normalised value, times the weight.
+// The gradient of row n of the residual stream. dnorm(c): gradient of its normalised value times the weight.
 template <class Real, class F>
 static inline void norm_backward_row(const NormBackward<Real, Real>& a, int n, F dnorm) {
     const int C = a.C;
@@ -286,15 +264,21 @@ static inline void norm_backward_row(const NormBackward<Real, Real>& a, int n, F
 // dweight[c] (=, +=) sum over n of dout[n,c]*norm[n,c];   dbias[c] (=, +=) sum over n of dout[n,c]
 // dresidual[n,c] (=, +=) rstd[n] * (dnorm[n,c] - mean_c(dnorm) - norm[n,c]*mean_c(dnorm*norm)); an RMSNorm
 // has no mean_c(dnorm).
-// branch[i].dout = the new dresidual, times what the forward's dropout multiplied that branch by
-// branch[i].dbias[c] (=, +=) sum over n of branch[i].dout[n,c], as stored; where dout is null, of the new
-// dresidual
+// branch[i].dout = the new dresidual, times the factor of the branch's dropout in the forward
+// branch[i].dbias[c] (=, +=) sum over n of branch[i].dout[n,c], as stored, or of the new dresidual where dout
+// is null
 template <class Real> void norm_backward_cpu(const NormBackward<Real, Real>& a, Stream) {
     const int N = a.N, C = a.C;
     const bool two = a.y[1].dout;
     const Real *weight0 = a.y[0].weight, *weight1 = a.y[1].weight;
-    norm_backward_columns(a, a.y[0]);
-    if (two) { norm_backward_columns(a, a.y[1]); }
+    for (const NormGrad<Real, Real>& y : a.y) {
+        if (!y.dout) { continue; }
+        column_sums(y.dweight, N, C, [&](int n, int c) {
+            const Real mean = a.kind == NormKind::Layer ? a.mean[n] : 0;
+            return y.dout[(size_t)n * C + c] * ((a.inp[(size_t)n * C + c] - mean) * a.rstd[n]);
+        });
+        column_sums(y.dbias, y.dout, N, C);
+    }
     #pragma omp parallel for
     for (int n = 0; n < N; n++) {
         const size_t row = (size_t)n * C;
@@ -306,7 +290,7 @@ template <class Real> void norm_backward_cpu(const NormBackward<Real, Real>& a, 
         }
     }
     for (const BranchGrad<Real, Real>& b : a.branch) {
-        if (b.dbias.data) { column_sums(b.dbias, b.dout ? b.dout : a.dresidual, N, C); }
+        column_sums(b.dbias, b.dout ? b.dout : a.dresidual, N, C);
     }
     OP_DONE(a);
 }
@@ -349,7 +333,7 @@ template <class Real> void gelu_backward_inplace_cpu(const GeluBackward<Real, Re
     const size_t n = (size_t)N * OC;
     #pragma omp parallel for simd
     for (size_t i = 0; i < n; i++) { a.d[i] *= gelu_derivative(a.inp[i]); }
-    if (a.dbias.data) { column_sums(a.dbias, a.d, N, OC); }
+    column_sums(a.dbias, a.d, N, OC);
     OP_DONE(a);
 }
 
@@ -357,9 +341,9 @@ template <class Real> void gelu_backward_inplace_cpu(const GeluBackward<Real, Re
 
 enum class Transpose { No, Yes };
 
-// A tile of out: sum[m,n] = sum over k of a_row[m][k*stride] * panel[k,n]. 6 x 16 floats are 12 AVX2
-// registers; the sums stay there, and what is loaded is used 16 or 6 times. Inlined into gemm_cpu they
-// would be spilled.
+// A tile of out: sum[m,n] = sum over k of a_row[m][k*stride] * panel[k,n]. The sums stay in registers: 6 x 16
+// floats take 12 of AVX2's. A loaded value is used 16 or 6 times. Inlined into gemm_cpu, the sums would be
+// spilled.
 constexpr int kTileRows = 6, kTileColumns = 16, kTileDepth = 256;
 
 template <class Real>
@@ -377,9 +361,9 @@ __attribute__((noinline)) static void gemm_tile(Real (*sum)[kTileColumns], const
 }
 
 // out[m,n] (=, +=) sum over k of a[m,k]*b[k,n], out (M,N). a is stored (M,K), or (K,M) if a_transposed; b is
-// stored (K,N), or (N,K) if b_transposed. Threads own blocks of out. For a block, 16 columns of b at a time
-// are copied into a panel, where they lie contiguous, and multiplied with one tile of rows after the other;
-// the block's 240 x 256 values of a stay in the L2 cache meanwhile.
+// stored (K,N), or (N,K) if b_transposed. Threads own blocks of out. For its block a thread copies 16 columns
+// of b at a time into a contiguous panel and multiplies it with one tile of rows after the other. The block's
+// 240 x 256 values of a stay in the L2 cache meanwhile.
 template <class Real>
 static inline void gemm_cpu(Real* out, Accumulate acc, const Real* a, Transpose a_transposed, const Real* b,
                             Transpose b_transposed, int M, int N, int K) {
@@ -423,10 +407,10 @@ static inline void gemm_cpu(Real* out, Accumulate acc, const Real* a, Transpose 
 }
 
 #ifdef USE_OPENBLAS
-// Blocks of the output go to OpenMP's threads, each block to a single-threaded sgemm: OpenBLAS's own threads
-// beside OpenMP's would wait for each other (4 times slower on 2 cores), and the block sizes depend on the
-// shape alone, so the bits do not depend on the thread count. An OpenBLAS older than the CPU may not know it
-// and take SSE3 code, "Prescott": 18 GFLOPS a core where the loops above reach 90 and the right code 200.
+// OpenMP's threads take blocks of the output, each by a single-threaded sgemm: OpenBLAS's own threads and
+// OpenMP's would wait for each other (4 times slower on 2 cores). Block sizes depend on the shape alone, so
+// the bits do not depend on the thread count. An OpenBLAS older than the CPU may take it for a "Prescott" and
+// run SSE3 code: 18 GFLOPS a core where the loops above reach 90 and the right code 200.
 static inline void gemm_cpu(float* out, Accumulate acc, const float* a, Transpose a_transposed,
                             const float* b, Transpose b_transposed, int M, int N, int K) {
     static const bool knows_cpu = [] {
@@ -511,7 +495,7 @@ template <class Real> void bias_backward_cpu(const BiasBackward<Real, Real>& a, 
 // q, k, v of position t and head h are the HS values at qkv[b,t,0,h,:], qkv[b,t,1,h,:], qkv[b,t,2,h,:].
 // s[t,u] = q[t].k[u] / sqrt(HS) for u <= t;   lse[t] = log(sum over u of exp(s[t,u]))
 // p[t,u] = exp(s[t,u] - lse[t]);   out[t] = sum over u of f[t,u]*p[t,u]*v[u]
-// f[t,u] is what a dropout multiplies p by: 0, or what keeps the mean; without one, 1.
+// f[t,u] is the factor of a dropout on p: 0, or the scale that keeps the mean; without a dropout, 1.
 // No (T,T) matrix is kept. Keys are taken kKeys at a time so that the exponentials vectorise.
 
 constexpr int kKeys = 64;
@@ -523,7 +507,7 @@ template <class Real> static inline Real dot_cpu(const Real* x, const Real* y, i
     return sum;
 }
 
-// f's bits. A query's keys are a row of the matrix that Dropout speaks of.
+// f's bits. Each query is a row of the dropout's matrix, its keys are the columns.
 template <class Real> void attention_dropout_cpu(const AttentionDropout<Real, Real>& a, Stream) {
     const size_t stride = padded_T(a.T);
     #pragma omp parallel for
@@ -613,7 +597,7 @@ template <class Real> void attention_backward_cpu(const AttentionBackward<Real, 
             const Real *q = a.qkv + head, *k = q + C, *v = k + C;
             Real *dq = a.dqkv + head, *dk = dq + C, *dv = dk + C;
 
-            // Every query adds to dq of its own row, to dk and dv of all rows up to it: they start at zero.
+            // Every query adds to its own dq, and to dk and dv of all rows up to it: they start at zero.
             for (int t = 0; t < T; t++) {
                 const size_t at = t * 3 * C;
                 for (int i = 0; i < HS; i++) { dq[at + i] = dk[at + i] = dv[at + i] = 0; }
@@ -657,16 +641,16 @@ template <class Real> void attention_backward_cpu(const AttentionBackward<Real, 
 
 // ---- classifier: softmax, cross-entropy and its gradient, in place ----
 
-// sum over i of exp(x[i] - max): blocks in Real, which vectorises, added up in double
+// sum over i of exp(x[i] - max): 512 at once in Real, which vectorises, added up in double
 template <class Real> static inline double sum_exp(const Real* x, Real max, int n) {
-    constexpr int kBlock = 512;
+    constexpr int kAtOnce = 512;
     double sum = 0.0;
-    for (int i0 = 0; i0 < n; i0 += kBlock) {
-        const int end = n - i0 < kBlock ? n : i0 + kBlock;
-        Real block_sum = 0;
-        #pragma omp simd reduction(+ : block_sum)
-        for (int i = i0; i < end; i++) { block_sum += exp_cpu(x[i] - max); }
-        sum += block_sum;
+    for (int i0 = 0; i0 < n; i0 += kAtOnce) {
+        const int end = n - i0 < kAtOnce ? n : i0 + kAtOnce;
+        Real part = 0;
+        #pragma omp simd reduction(+ : part)
+        for (int i = i0; i < end; i++) { part += exp_cpu(x[i] - max); }
+        sum += part;
     }
     return sum;
 }
@@ -716,8 +700,8 @@ template <class Real> void loss_sum_cpu(const LossSum<Real, Real>& a, Stream) {
 
 // ---- update: gradient norm, the decision to skip, AdamW ----
 
-// out[i] = chain[0][i] + (chain[1][i] + (... + tree(i))), each sum rounded to Real. tree(i) adds up the
-// pieces in pairs until one is left: level by level, the last of an odd number unchanged.
+// out[i] = chain[0][i] + (chain[1][i] + (... + tree(i))), each sum rounded to Real. tree(i) adds the pieces
+// in pairs, level by level, until one is left; the last of an odd number moves up unchanged.
 template <class Real> void lane_sum_cpu(const LaneSum<Real, Real>& a, Stream) {
     assert(!a.out.is_bf16 && !a.pieces.is_bf16);                // the twins keep no 16-bit gradients
     const Real* pieces = (const Real*)a.pieces.data;
@@ -755,12 +739,11 @@ template <class Real> void square_sums_cpu(const SquareSums<Real, Real>& a, Stre
     OP_DONE(a);
 }
 
-// How many standard deviations x, which is not in the window, lies above the mean of the window; below it the
-// score is negative. 0 as long as the window is not full: the first losses of a run fall fast, and a few of
-// them say nothing. 0 as well where all values are equal: no distance from them is a usual one or an unusual
-// one (a run on one batch at a learning rate of 0, say, would otherwise stop at the first rounding error).
-// In double and in the order in which the values lie. fma() is written out, because compilers that choose by
-// themselves where to fuse would let two builds decide differently.
+// How many standard deviations x, which is not in the window, lies above the window's mean (below: negative).
+// 0 until the window is full, because the first losses of a run fall fast. 0 if all values are equal: no
+// distance from them is usual or unusual. (A run on one batch at a learning rate of 0, say, would otherwise
+// stop at the first rounding error.) In double and in the window's order. fma() is written out: if compilers
+// chose where to fuse, two builds could decide differently.
 static inline float window_score_cpu(const Window& w, float x) {
     if (w.count < kWindow) { return 0.0f; }
     double sum = 0.0, squares = 0.0;
@@ -776,11 +759,11 @@ static inline void window_add_cpu(Window* w, float x) {
 
 // loss = sum of all lanes' losses; norm = sqrt(sum of all live chunks' sums) / loss_scale. Then, for the
 // update that follows:
-// norm not finite: it is skipped, and a dynamic loss scale halves, not below 1.
-// loss or norm more than max_loss_score or max_norm_score (0: not looked at) standard deviations above the
-// mean of their windows: it is skipped.
-// else: t advances, and both enter their windows. A lasting jump is skipped until the loop gives up.
-// norm finite: grad_scale takes the loss scale out of the gradients and clips their norm to max_norm (0:
+// loss or norm not finite: it is skipped, and a dynamic loss scale halves, not below 1.
+// loss or norm more than max_loss_score or max_norm_score (0: no limit) standard deviations above the mean of
+// their windows: it is skipped. A lasting jump is skipped until the training loop gives up.
+// else: t advances, and both enter their windows.
+// both finite: grad_scale takes the loss scale out of the gradients and clips their norm to max_norm (0:
 // never); after growth_interval good steps a dynamic loss scale doubles, not above max_scale.
 template <class Real> void update_decision_cpu(const UpdateDecision<Real, Real>& a, Stream) {
     UpdateState* state = a.state;
@@ -929,29 +912,6 @@ template <class Real> void muon_update_cpu(const MuonUpdate<Real, Real>& a, Stre
     OP_DONE(a);
 }
 
-// ---- bf16 ----
-
-// out[i] = in[i], rounded to bf16 with the random bits of element first + i
-static inline void round_stochastic_cpu(uint16_t* out, const float* in, size_t n, RoundKey key,
-                                        size_t first) {
-    #pragma omp parallel for
-    for (size_t i = 0; i < n; i++) { out[i] = bf16_round_stochastic(in[i], round_bits16(key, first + i)); }
-}
-
-// grad[i] (=, +=) add[i]: the sum is taken in fp32 and rounded with dither, once. What is added to was stored
-// by the micro-step before, with the same key but for that.
-static inline void grad_accumulate_bf16_cpu(uint16_t* grad, const float* add, size_t n, RoundKey key,
-                                            size_t first, Accumulate acc) {
-    RoundKey before = key;
-    before.micro--;
-    #pragma omp parallel for
-    for (size_t i = 0; i < n; i++) {
-        float sum = add[i];
-        if (acc == Accumulate::Yes) { sum += bf16_decode_dithered(grad[i], round_bits16(before, first + i)); }
-        grad[i] = bf16_encode_dithered(sum, round_bits16(key, first + i));
-    }
-}
-
 // ---- writing text: one new token of each of N rows ----
 
 // out[n,c] = wte[tokens[n],c] + wpe[positions[n],c]
@@ -964,8 +924,8 @@ template <class Real> void decode_encoder_cpu(const DecodeEncoder<Real, Real>& a
     OP_DONE(a);
 }
 
-// out[n,o] = sum over c of inp[n,c]*weight[o,c] + bias[o], or gelu of it. Plain sums, not BLAS: that has
-// other ways to sum for other numbers of rows.
+// out[n,o] = sum over c of inp[n,c]*weight[o,c] + bias[o], or gelu of it. Plain sums, because BLAS may sum in
+// another order for another number of rows.
 template <class Real> void decode_matmul_cpu(const DecodeMatmul<Real, Real>& a, Stream) {
     #pragma omp parallel for
     for (int o = 0; o < a.OC; o++) {

@@ -1,14 +1,14 @@
 /*
-Matrix products through cuBLASLt: descriptors, the choice of an algorithm, and both kept for the next time.
-The linear layers of train_gpt2.cu (section 6.3) use it. The includer has defined floatX and PRECISION_NAME.
+Matrix products through cuBLASLt: a plan for each shape (descriptors and the algorithm), made once and kept.
+The linear layers (train_gpt2.cu, section 6.3) and Muon (6.8) use it. The includer has defined floatX and
+PRECISION_NAME.
 
     gemm_init(workspace, gemm_workspace_bytes(), tf32);
     bool done = gemm({.d = d, .a = a, .b = b, .m = m, .n = n, .k = k, .d_type = CUDA_R_32F,
                       .epilogue = CUBLASLT_EPILOGUE_DEFAULT}, stream);
     gemm_free();
 
-The first call of a shape asks the library and keeps a plan, which later ones find. The choice is the
-library's first suggestion: no timing takes part, so equal runs take equal algorithms.
+A plan takes the library's first suggestion. No timing takes part, so equal runs take equal algorithms.
 */
 #ifndef LLMC_OPS_CUBLASLT_H
 #define LLMC_OPS_CUBLASLT_H
@@ -16,16 +16,16 @@ library's first suggestion: no timing takes part, so equal runs take equal algor
 #include <cublasLt.h>           // gives: cublasLtMatmul
 #include <stdint.h>             // gives: int64_t
 #include <stdio.h>              // gives: FILE
-#include <string.h>             // gives: memcmp
 
 #include <algorithm>            // gives: std::min
+#include <array>                // gives: std::array
 #include <vector>               // gives: std::vector
 
 #include "../check.h"           // gives: die
 #include "cuda_device.h"        // gives: cublasCheck, Stream
 
-// Where the library keeps the partial sums of split-K. Its manual advises 32 MiB for Hopper, 4 for earlier
-// GPUs. The choice of algorithms, and so the bits, may depend on it.
+// For the partial sums of split-K. The library's manual advises 32 MiB for Hopper, 4 for earlier GPUs. The
+// choice of algorithms, and so the bits, may depend on it.
 static inline size_t gemm_workspace_bytes() { return (size_t)64 << 20; }
 
 static inline cudaDataType_t cuda_type(float) { return CUDA_R_32F; }
@@ -38,7 +38,7 @@ static inline cudaDataType_t cuda_type(half) { return CUDA_R_16F; }
 // Leading dimensions follow from that: no matrix has gaps.
 struct Gemm {
     void* d;
-    const void *a, *b, *c;              // c: null, or added; same layout and type as D, but for its stride
+    const void *a, *b, *c;              // c: null, or added; layout and type are D's, but for the stride
     const void* bias;                   // (m), or null; the epilogue must be one that adds it
     void* aux;                          // (m,n): GELU's input, written (GELU_AUX) or read (DGELU); or null
     int m, n, k;
@@ -47,16 +47,16 @@ struct Gemm {
     cublasLtEpilogue_t epilogue;
     cudaDataType_t inp_type = cuda_type(floatX());      // of A and B
     float alpha = 1.0f, beta = 1.0f;    // D = alpha op(A) op(B) + beta C
-    // Several products at once, of matrices so many elements apart. count_all > 0: they are a part of so
-    // many; the algorithm is then chosen for those, and has no split-K, so that a product has the same bits
-    // whoever computes how many of them.
+    // A batch of products, whose matrices are the strides apart, in elements. count_all > 0: the batch is a
+    // part of count_all products. The algorithm is then chosen for count_all and without split-K, so that a
+    // product's bits do not depend on how ranks share the batch.
     int count = 1, count_all = 0;
     size_t a_stride = 0, b_stride = 0, c_stride = 0, d_stride = 0;
 };
 
-constexpr int kGemmKeys = 21;
+typedef std::array<int64_t, 21> GemmKey;        // all that the choice of an algorithm may depend on
 struct GemmPlan {
-    int64_t key[kGemmKeys];             // all that the choice of an algorithm may depend on
+    GemmKey key;
     bool found;                         // false: the library has no algorithm for this
     cublasLtMatmulDesc_t desc;
     cublasLtMatrixLayout_t a, b, c, d;
@@ -89,8 +89,8 @@ static inline void gemm_free() {
     cublasCheck(cublasLtDestroy(gemm_state.handle));
 }
 
-// The largest power of two that divides the address, up to the 256 that the library takes for granted and
-// kAlign promises. Of several matrices: the addresses of all, wherever among more the first one stands.
+// The largest power of two that divides the address, for a batch the addresses of all its matrices. At most
+// 256: the library assumes so much, and kAlign promises it.
 static inline int64_t pointer_alignment(const void* p, size_t stride = 0, cudaDataType_t type = CUDA_R_32F) {
     const uintptr_t bits = (uintptr_t)p | stride * (type == CUDA_R_32F ? sizeof(float) : 2);
     return !p ? 0 : (int64_t)std::min<uintptr_t>(256, bits & (~bits + 1));
@@ -101,21 +101,17 @@ static inline GemmAlignments gemm_alignments(const Gemm& g) {
             pointer_alignment(g.c, g.c_stride, g.d_type), pointer_alignment(g.d, g.d_stride, g.d_type)};
 }
 
-// Operand pointers that are part of the descriptor rather than arguments of the call.
+// The operands that are part of the descriptor rather than arguments of the call.
 static inline void gemm_set_pointers(cublasLtMatmulDesc_t desc, const Gemm& g) {
-    if (g.bias) {
-        cublasCheck(
-            cublasLtMatmulDescSetAttribute(desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &g.bias, sizeof(g.bias)));
-    }
-    if (g.aux) {
-        cublasCheck(cublasLtMatmulDescSetAttribute(desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &g.aux,
-                                                   sizeof(g.aux)));
-    }
+    auto set = [&](cublasLtMatmulDescAttributes_t attribute, const void* p) {
+        if (p) { cublasCheck(cublasLtMatmulDescSetAttribute(desc, attribute, &p, sizeof(p))); }
+    };
+    set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, g.bias);
+    set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, g.aux);
 }
 
-// The library's suggestions for this product, best first by its own model; returns how many there are.
-static inline int gemm_candidates(const GemmPlan& plan, const Gemm& g,
-                                  cublasLtMatmulHeuristicResult_t* results, int max) {
+// Sets the plan's algorithm, the one that the library's model takes for the fastest.
+static inline void gemm_choose(GemmPlan* plan, const Gemm& g) {
     cublasLtMatmulPreference_t pref;
     cublasCheck(cublasLtMatmulPreferenceCreate(&pref));
     auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, const auto& value) {
@@ -137,15 +133,16 @@ static inline int gemm_candidates(const GemmPlan& plan, const Gemm& g,
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)(g.c ? at.c : at.d));
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)at.d);
     int count = 0;
-    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(gemm_state.handle, plan.desc, plan.a, plan.b,
-                                                           plan.c, plan.d, pref, max, results, &count);
+    cublasLtMatmulHeuristicResult_t result = {};
+    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(gemm_state.handle, plan->desc, plan->a, plan->b,
+                                                           plan->c, plan->d, pref, 1, &result, &count);
     cublasCheck(cublasLtMatmulPreferenceDestroy(pref));
-    if (status == CUBLAS_STATUS_NOT_SUPPORTED) { return 0; }
-    cublasCheck(status);
-    return count;
+    if (status != CUBLAS_STATUS_NOT_SUPPORTED) { cublasCheck(status); }
+    plan->found = count > 0;
+    plan->algo = result.algo;
 }
 
-// The plan's products are so many from now on.
+// Sets how many products the plan's layouts describe.
 static inline void gemm_set_count(const GemmPlan& plan, const Gemm& g, int32_t count) {
     const struct { cublasLtMatrixLayout_t layout; size_t stride; } all[] = {
         {plan.a, g.a_stride}, {plan.b, g.b_stride}, {plan.c, g.c ? g.c_stride : g.d_stride},
@@ -182,9 +179,7 @@ static inline GemmPlan gemm_plan(const Gemm& g) {
         cublasCheck(cublasLtMatrixLayoutCreate(layout, g.d_type, g.m, g.n, g.m));
     }
     if (g.count_all > 0) { gemm_set_count(plan, g, g.count_all); }
-    cublasLtMatmulHeuristicResult_t result;
-    plan.found = gemm_candidates(plan, g, &result, 1) > 0;
-    if (plan.found) { plan.algo = result.algo; }
+    gemm_choose(&plan, g);
     if (g.count_all > 0) { gemm_set_count(plan, g, g.count); }
     return plan;
 }
@@ -192,18 +187,18 @@ static inline GemmPlan gemm_plan(const Gemm& g) {
 // False, and nothing done, if the library cannot do this product (odd sizes with a fused epilogue).
 static inline bool gemm(const Gemm& g, Stream stream) {
     const GemmAlignments at = gemm_alignments(g);
-    const int64_t key[kGemmKeys] = {
+    const GemmKey key = {
         g.m, g.n, g.k, g.trans_a, g.trans_b, g.d_type, g.epilogue, g.c != nullptr, at.a, at.b, at.c, at.d,
         pointer_alignment(g.bias), pointer_alignment(g.aux), g.inp_type, g.count, g.count_all,
         (int64_t)g.a_stride, (int64_t)g.b_stride, (int64_t)g.c_stride, (int64_t)g.d_stride};
     GemmPlan* plan = nullptr;
     for (GemmPlan& p : gemm_state.plans) {
-        if (memcmp(p.key, key, sizeof(key)) == 0) { plan = &p; }
+        if (p.key == key) { plan = &p; }
     }
     if (!plan) {
         gemm_state.plans.push_back(gemm_plan(g));
         plan = &gemm_state.plans.back();
-        memcpy(plan->key, key, sizeof(key));
+        plan->key = key;
     }
     if (!plan->found) { return false; }
     gemm_set_pointers(plan->desc, g);
@@ -221,8 +216,7 @@ static inline void gemm_or_die(const Gemm& g, Stream stream) {
         g.m, g.n, g.k, PRECISION_NAME);
 }
 
-// One line per product seen so far: what the library chose for it (-1: it did not say). profile_gpt2.cu
-// prints them.
+// For profile_gpt2.cu: a line per plan, with what the library chose (-1: it did not say).
 static inline void gemm_print_plans(FILE* f) {
     for (const GemmPlan& p : gemm_state.plans) {
         int id = -1, tile = -1, stages = -1, split_k = -1;

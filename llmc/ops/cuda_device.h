@@ -2,13 +2,13 @@
 The CUDA side of the seam in train_gpt2.cu: the device runtime. cpu_device.h has the same names in plain
 C++, so the model and the training loop are written once.
 
-    const DeviceInfo device = device_init();            // GPU 0, or die()
+    const DeviceInfo device = device_init();            // GPU 0; dies if there is none
     Stream stream = stream_create();
     float* x = (float*)device_malloc(bytes, "x");       // at start only: nothing on the step's path allocates
     copy_to_device(x, host, bytes, stream);             // asynchronous when `host` is pinned
     cudaCheck(cudaGetLastError());                      // after each launch
 
-Everything is asynchronous on the stream it is given, except what its name or comment says waits.
+Everything is asynchronous on the stream it is given, unless its name or comment says that it waits.
 */
 #ifndef LLMC_OPS_CUDA_DEVICE_H
 #define LLMC_OPS_CUDA_DEVICE_H
@@ -55,8 +55,8 @@ struct NvtxRange {
     NvtxRange(const NvtxRange&) = delete;
 };
 
-// Stands at the top of every launcher: gives the op its range in Nsight's timeline, and lets the tests
-// disturb one of its outputs when it is done (--break).
+// At the top of every launcher: gives the op its range in Nsight's timeline, and lets the tests disturb one
+// of its outputs at the end (--break).
 #ifdef TESTING
 template <class Args> static void break_outputs(const Args& args, Stream stream);     // of test_gpt2.cu
 #endif
@@ -71,10 +71,10 @@ template <class Args> struct OpScope {
 };
 
 struct DeviceInfo { std::string name; size_t memory_free, memory_total; std::string bus_id; };
-// Set by device_init. Launchers read it where a kernel's blocks each take several rows and as many of them as
-// run at once are enough; never where the number of blocks would change the order of a sum.
+// Set by device_init. Launchers whose blocks each take several rows read it: blocks for one wave are enough.
+// None reads it if the number of blocks would change the order of a sum.
 static int device_sm_count = 0;
-static int device_place = 0;        // which of this machine's GPUs it is
+static int device_index = 0;        // which of this machine's GPUs it is
 
 static inline void device_prepare(char**) {}    // the CPU build starts itself again here
 
@@ -83,8 +83,8 @@ static inline int device_count() {
     return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
 }
 
-// GPU number `place` of this machine; a job's ranks count from 0 on each.
-static inline DeviceInfo device_init(int place = 0) {
+// GPU number `index` of this machine; a job's ranks count from 0 on each machine.
+static inline DeviceInfo device_init(int index = 0) {
     int count = 0;
     cudaError_t status = cudaGetDeviceCount(&count);
     if (status != cudaSuccess || count == 0) {
@@ -93,15 +93,15 @@ static inline DeviceInfo device_init(int place = 0) {
             ? "this program was built with a newer CUDA than the driver knows: update the driver"
             : "`make train_gpt2cpu` builds the CPU program");
     }
-    if (place > 0 && count == 1) { place = 0; }     // srun --gpus-per-task=1 shows each rank its own
-    if (place >= count) {
+    if (index > 0 && count == 1) { index = 0; }     // srun --gpus-per-task=1 shows each rank its own
+    if (index >= count) {
         die("there are %d GPUs here, too few for a rank with number %d on this machine\n"
-            "hint: start at most one rank a GPU", count, place);
+            "hint: start at most one rank a GPU", count, index);
     }
-    cudaCheck(cudaSetDevice(place));
-    device_place = place;
+    cudaCheck(cudaSetDevice(index));
+    device_index = index;
     cudaDeviceProp prop;
-    cudaCheck(cudaGetDeviceProperties(&prop, place));
+    cudaCheck(cudaGetDeviceProperties(&prop, index));
     if (prop.major < 8) {
         die("%s has compute capability %d.%d; 8.0 or later is needed (A100, RTX 30, H100, ...)", prop.name,
             prop.major, prop.minor);
@@ -111,13 +111,13 @@ static inline DeviceInfo device_init(int place = 0) {
     info.name = format("%s (sm_%d%d, %d SMs)", prop.name, prop.major, prop.minor, prop.multiProcessorCount);
     cudaCheck(cudaMemGetInfo(&info.memory_free, &info.memory_total));
     char bus_id[32];
-    cudaCheck(cudaDeviceGetPCIBusId(bus_id, sizeof(bus_id), place));
+    cudaCheck(cudaDeviceGetPCIBusId(bus_id, sizeof(bus_id), index));
     info.bus_id = bus_id;
     return info;
 }
 
-// Another thread than the one that called device_init begins with this.
-static inline void device_use() { cudaCheck(cudaSetDevice(device_place)); }
+// Every further thread begins with this: CUDA's current device belongs to a thread.
+static inline void device_use() { cudaCheck(cudaSetDevice(device_index)); }
 
 static inline void* device_malloc(size_t bytes, const char* what) {
     void* p = nullptr;
@@ -129,18 +129,15 @@ static inline void* device_malloc(size_t bytes, const char* what) {
     return p;
 }
 static inline void device_free(void* p) { cudaCheck(cudaFree(p)); }
-static inline void* pinned_try(size_t bytes) {      // null: there is not so much to be had
+static inline void* pinned_try(size_t bytes) {      // null: not enough memory
     void* p = nullptr;
     if (cudaMallocHost(&p, bytes ? bytes : 1) == cudaSuccess) { return p; }
     cudaGetLastError();                             // else the next launch would report this
     return nullptr;
 }
 static inline void* pinned_malloc(size_t bytes, const char* what) {
-    void* p = nullptr;
-    cudaError_t status = cudaMallocHost(&p, bytes ? bytes : 1);
-    if (status != cudaSuccess) {
-        die("cannot pin %zu bytes of host memory for %s: %s", bytes, what, cudaGetErrorString(status));
-    }
+    void* p = pinned_try(bytes);
+    if (!p) { die("cannot pin %zu bytes of host memory for %s", bytes, what); }
     return p;
 }
 static inline void pinned_free(void* p) { cudaCheck(cudaFreeHost(p)); }
@@ -161,7 +158,7 @@ static inline Stream stream_create() {
     cudaCheck(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     return stream;
 }
-// Its work goes before that of other streams where both could begin.
+// A stream whose work begins before that of ordinary streams if both are ready.
 static inline Stream stream_create_urgent() {
     Stream stream;
     int least, greatest;
@@ -182,8 +179,8 @@ static inline Event event_create() {
 static inline void event_destroy(Event event) { cudaCheck(cudaEventDestroy(event)); }
 static inline void event_record(Event event, Stream stream) { cudaCheck(cudaEventRecord(event, stream)); }
 static inline void event_wait(Event event) { cudaCheck(cudaEventSynchronize(event)); }
-// Work that is put on the stream in the same way many times: recorded once, then replayed in one call. The
-// first time it runs as it is, since what the driver loads for a kernel's first launch cannot be recorded.
+// A CUDA graph of work that repeats: recorded once, then replayed in one call. The first run is not recorded,
+// because a kernel's first launch makes the driver load code, which cannot be recorded.
 struct Graph { cudaGraphExec_t exec = nullptr; bool begun = false; };
 template <class Work> static inline void graph_run(Graph* g, Stream stream, const Work& work) {
     if (!g->begun) { g->begun = true; work(); return; }

@@ -3,11 +3,9 @@ Device helpers: what the kernels of train_gpt2.cu have in common. Vectors of flo
 functions that owns the bounds check, sums in a fixed order, rounding, gradients in fp32 or bf16, and one
 function per instruction of the tensor cores and copy engines. No kernel. The includer has defined floatX.
 
-    Floats x = load_floats<kVector>(row, c, C);         // elements [c, c + kWidth) of a row of C, as fp32
-    store<kVector>(out, c, C, to_pack<floatX>(x));      // rounded to nearest
+    Floats x = load_floats(row, c, C);                  // elements [c, c + kWidth) of a row of C, as fp32
+    store(out, c, C, to_pack<floatX>(x));               // rounded to nearest
     float total = block_sum(x.at[0], shared);           // the same bits every time
-
-kVector = true is the fast way, for rows of whole vectors.
 */
 #ifndef LLMC_OPS_CUDA_HELPERS_H
 #define LLMC_OPS_CUDA_HELPERS_H
@@ -26,9 +24,8 @@ kVector = true is the fast way, for rows of whole vectors.
 constexpr int kWarp = 32;
 constexpr float kLog2e = 1.4426950408889634f;
 
-// The unit in which kernels walk along a row: as many elements as make 16 bytes of floatX (8, or 4 in the
-// FP32 build), of any element type. Pack<float> beside 16-bit floatX is 32 bytes, moved as two 16-byte
-// accesses.
+// Kernels walk rows in vectors of kWidth elements: 16 bytes of floatX, which are 8 elements, or 4 in the FP32
+// build. A Pack is such a vector of any element type: Pack<float> in a 16-bit build has 32 bytes.
 constexpr int kWidth = 16 / (int)sizeof(floatX);
 template <class T> struct alignas(sizeof(T) * kWidth < 16 ? sizeof(T) * kWidth : 16) Pack {
     static constexpr int size = kWidth;
@@ -38,7 +35,7 @@ typedef Pack<floatX> x128;
 static_assert(sizeof(x128) == 16, "one x128 is one 16-byte access");
 struct Floats { float at[kWidth]; };                    // a Pack in arithmetic
 
-// Streaming: bytes that nobody reads again before they leave the L2 anyway, so they should leave it first.
+// Streaming: for bytes that leave the L2 before anybody reads them again; the L2 evicts them first.
 enum class Cache { Default, Streaming };
 
 template <Cache kCache, class Word> __device__ __forceinline__ Word load_word(const Word* p) {
@@ -50,16 +47,12 @@ template <Cache kCache, class Word> __device__ __forceinline__ void store_word(W
 }
 
 // The one pair of functions that owns the bounds check: elements [i, i + kWidth) of a row or array of n
-// elements. What lies beyond n reads as zero and is not written. kVector promises that n and i are multiples
-// of kWidth and that p is 16-byte aligned (all tensors are: kAlign); without it elements move one by one, for
-// rows such as C = 7.
-template <bool kVector, Cache kCache = Cache::Default, class T, class Index>
+// elements. Vectors beyond n read as zero and are not written. n and i are multiples of kWidth, and p is
+// aligned to 16 bytes (all tensors are: kAlign).
+template <Cache kCache = Cache::Default, class T, class Index>
 __device__ __forceinline__ Pack<T> load(const T* p, Index i, Index n) {
     Pack<T> pack;
-    if constexpr (!kVector) {
-#pragma unroll
-        for (int k = 0; k < kWidth; k++) { pack.data[k] = i + k < n ? p[i + k] : (T)0.0f; }
-    } else if constexpr (sizeof(pack) == 8) {
+    if constexpr (sizeof(pack) == 8) {
         uint2 word = make_uint2(0, 0);
         if (i < n) { word = load_word<kCache>((const uint2*)(p + i)); }
         memcpy(&pack, &word, sizeof(pack));
@@ -74,14 +67,9 @@ __device__ __forceinline__ Pack<T> load(const T* p, Index i, Index n) {
     return pack;
 }
 
-template <bool kVector, Cache kCache = Cache::Default, class T, class Index>
+template <Cache kCache = Cache::Default, class T, class Index>
 __device__ __forceinline__ void store(T* p, Index i, Index n, const Pack<T>& pack) {
-    if constexpr (!kVector) {
-#pragma unroll
-        for (int k = 0; k < kWidth; k++) {
-            if (i + k < n) { p[i + k] = pack.data[k]; }
-        }
-    } else if constexpr (sizeof(pack) == 8) {
+    if constexpr (sizeof(pack) == 8) {
         uint2 word;
         memcpy(&word, &pack, sizeof(pack));
         if (i < n) { store_word<kCache>((uint2*)(p + i), word); }
@@ -95,22 +83,22 @@ __device__ __forceinline__ void store(T* p, Index i, Index n, const Pack<T>& pac
     }
 }
 
-// Kernels that keep a row in registers keep it as words and look at them through this: of an array of 16-bit
-// values the compiler gives each element a register of its own.
+// Kernels keep a row in registers as words and read them through this. In an array of 16-bit values each
+// element would take a register of its own.
 __device__ __forceinline__ x128 as_pack(uint4 word) {
     x128 pack;
     memcpy(&pack, &word, sizeof(pack));
     return pack;
 }
-// Of values that may take two words; else they are one and the same.
+// For types whose Pack has one word or two; of one word, both arguments are it.
 template <class T> __device__ __forceinline__ Pack<T> as_pack(uint4 first, uint4 last) {
     Pack<T> pack;
     memcpy(&pack, &first, 16);
     if constexpr (sizeof(pack) > 16) { memcpy((char*)&pack + 16, &last, 16); }
     return pack;
 }
-// bf16 is the upper half of a float: a shift or a mask. The compiler, left alone, takes an element out of its
-// word and then shifts it.
+// bf16 is the upper half of a float, so a shift or a mask of the word converts it. The compiler on its own
+// extracts the element first.
 template <class T> __device__ __forceinline__ Floats to_floats(const Pack<T>& pack) {
     Floats f;
     if constexpr (std::is_same<T, __nv_bfloat16>::value) {
@@ -127,8 +115,8 @@ template <class T> __device__ __forceinline__ Floats to_floats(const Pack<T>& pa
     }
     return f;
 }
-// Rounded to nearest. 16-bit values in pairs: one by one the instruction runs at a quarter of the rate, and
-// its results would still have to be put together.
+// Rounds to nearest. 16-bit values go in pairs: the instruction for one value has a quarter of the rate, and
+// its results would still have to be combined.
 template <class T> __device__ __forceinline__ Pack<T> to_pack(const Floats& f) {
     Pack<T> pack;
     if constexpr (sizeof(T) == 2) {
@@ -150,13 +138,13 @@ template <class T> __device__ __forceinline__ Pack<T> to_pack(const Floats& f) {
     }
     return pack;
 }
-template <bool kVector, Cache kCache = Cache::Default, class T, class Index>
+template <Cache kCache = Cache::Default, class T, class Index>
 __device__ __forceinline__ Floats load_floats(const T* p, Index i, Index n) {
-    return to_floats(load<kVector, kCache>(p, i, n));
+    return to_floats(load<kCache>(p, i, n));
 }
 
-// x / n, rounded as the division rounds it, where inverse is 1.0f / n: the remainder corrects the product. A
-// division would find the inverse anew each time, and has a slow path for what is not of normal size (zeros).
+// x / n, rounded like the division; inverse is 1.0f / n. The remainder corrects the product. A division would
+// compute the inverse each time, and it has a slow path for zeros and subnormals.
 __device__ __forceinline__ float divide(float x, float n, float inverse) {
     const float quotient = x * inverse;
     return fmaf(fmaf(-quotient, n, x), inverse, quotient);
@@ -209,7 +197,7 @@ template <class T> __device__ __forceinline__ T block_sum(T x, T* shared /*(32)*
     return x;
 }
 
-// Likewise the largest of numbers that are 0 or more.
+// The largest of numbers that are 0 or more.
 template <class T> __device__ __forceinline__ T block_max(T x, T* shared /*(32)*/) {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     x = warp_max(x);
@@ -243,23 +231,23 @@ __device__ __forceinline__ void store_stochastic(half* p, float x, uint32_t bits
 }
 #endif
 
-// The random bits of elements [first, first + kWidth), 16 each. The generator gives those of eight elements
-// at once, and kWidth is 8 or 4: with `first` a multiple of kWidth, one call has them all.
+// The random bits of elements [first, first + kWidth), 16 each. One call of the generator gives the bits of
+// eight elements; kWidth is 8 or 4, and `first` a multiple of it, so one call is enough.
 struct Draws { uint32_t at[kWidth]; };
 __device__ __forceinline__ Draws round_draws(const RoundKey& key, size_t first) {
-    const Rand4 block = round_block(key, first / 8);
+    const Rand4 random = round_block(key, first / 8);
     Draws draws;
 #pragma unroll
     for (int k = 0; k < kWidth; k++) {
         const int lane = (int)(first % 8) + k;
-        draws.at[k] = (block.w[lane / 2] >> (16 * (lane % 2))) & 0xFFFFu;
+        draws.at[k] = (random.w[lane / 2] >> (16 * (lane % 2))) & 0xFFFFu;
     }
     return draws;
 }
 
 // ---- gradients: every load of bf16 gradients and every store to a Grad is one of these ----
-// bf16 gradients are dithered (rand.h): who reads one needs the key it was stored with, and who adds to one
-// reads what the micro-step before stored.
+// bf16 gradients are dithered (rand.h): to read one takes the key that it was stored with, and to add to one
+// means to read what the micro-step before stored.
 __device__ __forceinline__ RoundKey previous_micro_step(RoundKey key) {
     key.micro--;
     return key;
@@ -270,7 +258,7 @@ __device__ __forceinline__ RoundKey previous_micro_step(RoundKey key) {
 template <Cache kCache = Cache::Default>
 __device__ __forceinline__ Floats load_dithered(const __nv_bfloat16* p, size_t i, size_t n,
                                                 const RoundKey& key, size_t first) {
-    const Pack<__nv_bfloat16> pack = load<true, kCache>(p, i, n);
+    const Pack<__nv_bfloat16> pack = load<kCache>(p, i, n);
     const Draws draws = round_draws(key, first + i);
     Floats f;
 #pragma unroll
@@ -294,17 +282,10 @@ __device__ __forceinline__ void grad_store(const Grad& grad, size_t i, float val
     }
 }
 
-// Elements [i, i + kWidth), as far as they lie below `end`. kVector promises that grad.first is a multiple of
-// kWidth as well.
-template <bool kVector>
+// Elements [i, i + kWidth), as far as they lie below `end`. grad.first is a multiple of kWidth, too.
 __device__ __forceinline__ void grad_store(const Grad& grad, size_t i, size_t end, Floats value) {
     const bool add = grad.acc == Accumulate::Yes;
-    if constexpr (!kVector) {
-#pragma unroll 1        // odd rows are rare; unrolled, their draws were a tenth of all code to compile
-        for (int k = 0; k < kWidth; k++) {
-            if (i + k < end) { grad_store(grad, i + k, value.at[k]); }
-        }
-    } else if (grad.is_bf16) {
+    if (grad.is_bf16) {
         __nv_bfloat16* p = (__nv_bfloat16*)grad.data;
         Floats old = {};
         if (add) { old = load_dithered(p, i, end, previous_micro_step(grad.key), grad.first); }
@@ -314,15 +295,15 @@ __device__ __forceinline__ void grad_store(const Grad& grad, size_t i, size_t en
         for (int k = 0; k < kWidth; k++) {
             pack.data[k] = __ushort_as_bfloat16(bf16_encode_dithered(old.at[k] + value.at[k], draws.at[k]));
         }
-        store<true>(p, i, end, pack);
+        store(p, i, end, pack);
     } else {
         float* p = (float*)grad.data;
         if (add) {
-            Floats old = load_floats<true>(p, i, end);
+            Floats old = load_floats(p, i, end);
 #pragma unroll
             for (int k = 0; k < kWidth; k++) { value.at[k] += old.at[k]; }
         }
-        store<true>(p, i, end, to_pack<float>(value));
+        store(p, i, end, to_pack<float>(value));
     }
 }
 
@@ -339,7 +320,7 @@ __device__ __forceinline__ uint32_t smem_address(const void* shared) {
     return (uint32_t)__cvta_generic_to_shared(shared);
 }
 
-// Starts a copy of 16 bytes that passes the registers by (PTX cp.async).
+// Starts a copy of 16 bytes that bypasses the registers (PTX cp.async).
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(shared)), "l"(global)
                  : "memory");
@@ -351,7 +332,7 @@ __device__ __forceinline__ void cp_async_16_or_zero(void* shared, const void* gl
                  "r"(bytes)
                  : "memory");
 }
-// Closes the thread's group of copies; waits until at most the last kPending groups are on their way.
+// commit closes the thread's group of copies. wait returns when at most the last kPending groups are pending.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending> __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -389,13 +370,13 @@ __device__ __forceinline__ void mma_16x8(float (&d)[4], const uint32_t (&a)[4], 
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// fp32 rounded to nearest with 10 bits after the point: TF32, what the tensor cores see of it.
+// Rounds fp32 to TF32, 10 bits of mantissa, which is what tensor cores read of it.
 __device__ __forceinline__ uint32_t to_tf32(float x) {
     uint32_t bits;
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
     return bits;
 }
-// Operands as ldmatrix brings them become what mma takes: fp32 is rounded, 16 bits stay.
+// Makes operands from ldmatrix ready for mma: fp32 is rounded, 16-bit types stay as they are.
 __device__ __forceinline__ void round_operands(uint32_t (&r)[4]) {
     if constexpr (sizeof(floatX) == 4) {
 #pragma unroll
@@ -413,10 +394,10 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // ---- one function per instruction, Hopper: mbarrier, clusters, bulk and tensor copies (TMA), wgmma ----
 
-// A barrier in shared memory that counts arrivals and bytes; when all it was told to expect are there, its
-// phase ends and the next begins. fence_init makes new barriers visible to the copy engine. expect arrives
-// once and announces `bytes` to come. wait returns when the phase of this parity (the n-th: n % 2) has ended;
-// of a new barrier, parity 1 has.
+// A barrier in shared memory counts arrivals and bytes. When all that it expects have come, its phase ends
+// and the next begins. fence_init makes new barriers visible to the copy engine. expect arrives once and
+// announces `bytes` to come. wait returns when the phase of this parity has ended. The n-th phase has parity
+// n % 2; on a new barrier a wait for parity 1 returns at once.
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(count)
                  : "memory");
@@ -438,8 +419,8 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
         : "memory");
 }
 
-// Starts the copy of the map's box at coordinates (c0, c1, c2, c3), innermost first; what lies outside of the
-// tensor arrives as zeros and counts. One thread calls it; the bytes arrive at `barrier`.
+// Starts the copy of the map's box at coordinates (c0, c1, c2, c3), innermost first. Elements outside of the
+// tensor arrive as zeros, and their bytes count. One thread calls it; the bytes arrive at `barrier`.
 __device__ __forceinline__ void tma_load_4d(void* shared, const CUtensorMap* map, uint64_t* barrier, int c0,
                                             int c1, int c2, int c3) {
     asm volatile(
@@ -448,7 +429,7 @@ __device__ __forceinline__ void tma_load_4d(void* shared, const CUtensorMap* map
         "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(smem_address(barrier))
         : "memory");
 }
-// Starts the copy of `bytes` bytes (a multiple of 16) in a row.
+// Starts the copy of `bytes` contiguous bytes, a multiple of 16.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint64_t* barrier, int bytes) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -457,9 +438,8 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint
         : "memory");
 }
 
-// wgmma runs on its own, beside the threads that started it. fence: what they have written to registers (its
-// accumulators, its A operand) is visible to it. commit closes a group of products. wait: until at most the
-// last kPending groups are under way.
+// wgmma is asynchronous. fence makes the threads' writes to registers (accumulators, A operand) visible to
+// it. commit closes a group of products. wait returns when at most the last kPending groups are under way.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -468,8 +448,8 @@ template <int kPending> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// The compiler does not know that wgmma writes its accumulators, and reads its A operand in registers, until
-// the wait: no use of them may move across this, and no register of them may be given away before it.
+// Until the wait wgmma writes its accumulators and reads its A operand, which the compiler does not know. It
+// moves no use of these registers across this function, and gives none of them away before it.
 template <int kRows> __device__ __forceinline__ void pin_registers(float (&d)[kRows][4]) {
 #pragma unroll
     for (int n = 0; n < kRows; n++) {
@@ -503,8 +483,8 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(const void* tile) {
 // d (64,64) = or += A (64,16) B (64,16)^T, both in shared memory. The first step of a product stores ("=f"),
 // the later ones add ("+f"): a "+f" on registers that hold nothing yet would make the compiler set them
 // first, and ptxas then serialises the wgmma pipeline (warning C7515).
-// The constants that end the instruction: add to d; the signs of A and B; whether A (where it is in shared
-// memory) and B lie transposed, which is with k as the slower index.
+// Constants end the instruction: add to d; the signs of A and B; whether A (if in shared memory) and B are
+// transposed, with k as the slower index.
 #define WGMMA_64 "wgmma.mma_async.sync.aligned.m64n64k16.f32." MMA_TYPE "." MMA_TYPE " {" WGMMA_REGS "}, "
 template <bool kAdd> __device__ __forceinline__ void wgmma_shared(float (&d)[8][4], uint64_t a, uint64_t b) {
 #define WGMMA(IO, ADD)                                          \

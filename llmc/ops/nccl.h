@@ -8,10 +8,10 @@ over sockets. Without -DUSE_NCCL there is one rank, and asking for more is an er
     device_all_gather(all, bytes, stream);              // (world,bytes): in place, part r is rank r's
     device_comm_end();
 
-What is sent or received stands in memory from device_comm_malloc: NCCL knows it on all GPUs ("symmetric
-windows"), so inside a host it moves data by the copy engines, and no SM is taken from the step's kernels. On
-4 H200s a 154 MB bucket goes round in 0.36 ms that way, and GEMMs that run beside it take 3 % longer; with
-NCCL's own kernels it is 0.37 ms and 22 % (dev/bench/NOTES.md).
+Buffers come from device_comm_malloc, which registers them with NCCL on all GPUs ("symmetric windows"). Inside
+a host the copy engines then move the data, and no SM is taken from the step's kernels. On 4 H200s a 154 MB
+bucket takes 0.36 ms that way, and GEMMs beside it take 3 % longer; with NCCL's own kernels it is 0.37 ms and
+22 % (dev/bench/NOTES.md).
 */
 #ifndef LLMC_OPS_NCCL_H
 #define LLMC_OPS_NCCL_H
@@ -30,14 +30,14 @@ constexpr bool kDeviceHasNccl = true;
 
 static struct {
     ncclComm_t comm = nullptr;
-    std::mutex asked;                           // the watchdog does not ask about one that is being destroyed
-    std::map<void*, ncclWindow_t> windows;      // of the memory that the ranks have in common
+    std::mutex asked;                           // held while the watchdog asks about comm, or comm goes
+    std::map<void*, ncclWindow_t> windows;      // of device_comm_malloc's buffers
 } nccl_state;
 
 static inline void nccl_check(ncclResult_t status, const char* call) {
     if (status == ncclSuccess || status == ncclInProgress) { return; }
     const bool window = strstr(call, "Window") != nullptr;
-    // To files, because NCCL prints to stdout, and of that only rank 0 has one.
+    // The hint is a file: NCCL prints to stdout, and only rank 0 has one.
     die("%s: %s (%s)\nhint: NCCL_DEBUG=INFO NCCL_DEBUG_FILE=nccl.%%h.%%p makes NCCL say more%s", call,
         ncclGetErrorString(status), ncclGetLastError(nccl_state.comm),
         window ? "; NCCL_WIN_ENABLE=0 does without windows" : "");
@@ -60,8 +60,8 @@ static inline void nccl_abort() {
 
 static inline void device_comm_init() {
     if (comm.world == 1) { return; }
-    // Ranks that share a GPU would wait for each other for ever. Its number on the bus does not tell GPUs
-    // apart whose hosts have one name.
+    // Ranks that share a GPU would wait for each other for ever. The UUID tells GPUs apart; bus numbers do
+    // not if hosts share a name.
     struct { char host[64], gpu[64]; cudaUUID_t uuid; } mine = {}, *all;
     int device;
     cudaDeviceProp prop;
@@ -70,10 +70,10 @@ static inline void device_comm_init() {
     mine.uuid = prop.uuid;
     gethostname(mine.host, sizeof(mine.host) - 1);
     cudaCheck(cudaDeviceGetPCIBusId(mine.gpu, sizeof(mine.gpu), device));
-    std::vector<char> places((size_t)comm.world * sizeof(mine));
-    memcpy(&places[comm.rank * sizeof(mine)], &mine, sizeof(mine));
-    comm_all_gather(places.data(), sizeof(mine));
-    all = (decltype(all))places.data();
+    std::vector<char> ranks((size_t)comm.world * sizeof(mine));
+    memcpy(&ranks[comm.rank * sizeof(mine)], &mine, sizeof(mine));
+    comm_all_gather(ranks.data(), sizeof(mine));
+    all = (decltype(all))ranks.data();
     for (int r = 0; r < comm.rank; r++) {
         if (memcmp(&all[r].uuid, &mine.uuid, sizeof(mine.uuid)) == 0) {
             die("ranks %d and %d are both on GPU %s of %s\nhint: one rank a GPU", r, comm.rank, mine.gpu,
@@ -132,7 +132,7 @@ static inline void device_all_gather(void* all, size_t bytes, Stream stream) {
     NvtxRange range("all_gather");
     ncclCheck(ncclAllGather((char*)all + comm.rank * bytes, all, bytes, ncclInt8, nccl_state.comm, stream));
 }
-// In NCCL's order, in place: shard `rank` of x, `shard` elements, becomes the sum of all ranks'.
+// In place, in NCCL's order: the rank's shard of x, `shard` elements, becomes the sum of all ranks' x there.
 static inline void device_reduce_scatter(float* x, size_t shard, Stream stream) {
     NvtxRange range("reduce_scatter");
     ncclCheck(ncclReduceScatter(x, x + comm.rank * shard, shard, ncclFloat, ncclSum, nccl_state.comm,

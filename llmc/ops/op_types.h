@@ -1,6 +1,6 @@
 /*
-Types that the ops of both builds share, the nouns of ops.h: a gradient and where it goes, token buckets,
-the state of an update, chunks of the gradient.
+Types that the ops of both builds share: gradients and where they go, dropout, token buckets, the state of an
+update, chunks of the gradient.
 
     Grad dweight = {data, Accumulate::Yes};     // added to
 */
@@ -24,8 +24,8 @@ struct int4 { int x, y, z, w; };                // as the CUDA toolkit has it
 #endif
 
 constexpr double kNormEps = 1e-5;               // added to the variance, as in GPT-2 and PyTorch's default
-constexpr int kMaxLevels = 24;                   // of the tree that lanes are summed by: 2^24 lanes a rank
-constexpr int kDecodeRows = 64;                 // texts that are written at once, at most
+constexpr int kMaxLevels = 24;                   // of the tree that sums lanes: 2^24 lanes a rank
+constexpr int kDecodeRows = 64;                 // most texts that are written at once
 constexpr float kClipEps = 1e-6f;               // added to the norm in clipping, as in clip_grad_norm_
 
 enum class Kernels { Auto, Portable, Sm90 };    // the best for this GPU; only what sm_80 has; Hopper's
@@ -33,12 +33,12 @@ enum class Accumulate { No, Yes };              // No: output = value; Yes: outp
 enum class ClassifierMode { LossOnly, LossAndGrad };
 
 // LayerNorm: (x - mean)*rstd*weight + bias, rstd = 1/sqrt(mean((x - mean)^2) + eps). RMSNorm (Zhang, Sennrich
-// 2019) takes no mean away and has no bias: x*rstd*weight, rstd = 1/sqrt(mean(x^2) + eps).
+// 2019) subtracts no mean and has no bias: x*rstd*weight, rstd = 1/sqrt(mean(x^2) + eps).
 enum class NormKind { Layer, Rms };
 
-// What becomes of the elements of (N,C): dropped, that is 0, with probability dropped/65536, else multiplied
-// by `scale`, 65536/(65536 - dropped), so that the mean stays. Row n is row first_row + n of the whole job's
-// batch: what is dropped does not depend on how many ranks or micro-steps share the batch.
+// Dropout of (N,C): an element becomes 0 with probability dropped/65536. The others are multiplied by
+// `scale`, 65536/(65536 - dropped), which keeps the mean. Row n is row first_row + n of the whole job's
+// batch, so the mask does not depend on how many ranks and micro-steps share the batch.
 struct Dropout {
     uint32_t dropped = 0;       // 0: nothing is done
     float scale = 1.0f;
@@ -49,27 +49,27 @@ static inline Dropout dropout_of(double p, const DropoutKey& key, uint64_t first
     const uint32_t dropped = p > 0.0 ? (uint32_t)fmin(fmax(p * 65536.0 + 0.5, 1.0), 65535.0) : 0;
     return {dropped, (float)(65536.0 / (65536 - dropped)), key, first_row};
 }
-LLMC_HD static inline float dropout_factor(const Dropout& d, const Rand4& block, int lane) {
-    return dropout_bits16(block, lane) < d.dropped ? 0.0f : d.scale;
+LLMC_HD static inline float dropout_factor(const Dropout& d, const Rand4& random, int lane) {
+    return dropout_bits16(random, lane) < d.dropped ? 0.0f : d.scale;
 }
 
-// What attention keeps of each query is padded to whole tiles of every kernel: so many queries a head.
+// Rows a head in the arrays that attention keeps for its queries: T, padded to whole tiles of every kernel.
 LLMC_HD static inline size_t padded_T(int T) { return ((size_t)T + 127) / 128 * 128; }
 
-// Which of attention's probabilities a dropout keeps, a bit each: (B,NH,padded_T/32,padded_T) words. Of a
-// head, word [j][q] is query q's and has keys 32 j to 32 j + 31, the first in the lowest bit. Bits of keys
-// behind the query, and of queries from T on, are 0.
+// Which of attention's probabilities a dropout keeps, a bit each: (B,NH,padded_T/32,padded_T) words. A head's
+// word [j][q] has keys 32 j to 32 j + 31 of query q, the first key in the lowest bit. Bits of keys after the
+// query, and of queries from T on, are 0.
 struct AttentionKeep {
     const uint32_t* bits = nullptr;     // null: nothing is dropped
     float scale = 1.0f;                 // of what is kept
 };
 LLMC_HD static inline size_t keep_words(int T) { return padded_T(T) / 32 * padded_T(T); }     // of a head
 
-// Where one gradient tensor goes. S is fp32 in the trainer, double where tests run the twins. The CUDA build
-// can keep it in bf16, rounded with dither (--grad-dtype bf16; bf16_encode_dithered in rand.h says what that
-// is): element i then draws the random bits of position `first` + i of the whole gradient, whoever computes
-// it. Whoever reads it needs the same bits again, so an element is rounded once a micro-step, and an addition
-// expects to find what the micro-step before stored.
+// Where one gradient tensor goes. S is fp32 in the trainer and double where tests run the twins. The CUDA
+// build can keep the tensor in bf16, rounded with dither (--grad-dtype bf16; see bf16_encode_dithered in
+// rand.h). Element i then draws the random bits of position `first` + i of the whole gradient, on any rank.
+// A reader needs the same bits again. So an element is rounded once a micro-step, and an addition expects
+// what the micro-step before stored.
 template <class S> struct GradOf {
     S* data;                // null: not wanted
     Accumulate acc;
@@ -79,10 +79,10 @@ template <class S> struct GradOf {
 };
 typedef GradOf<float> Grad;
 
-// A tensor of the residual stream, or null. is_fp32: of that type, whatever X is.
+// A tensor of the residual stream, or null: fp32 if is_fp32, else X.
 template <class X> struct ResidualOf { X* data; bool is_fp32; };
 
-// The same tensor as a GradOf, read again.
+// A gradient tensor that a GradOf has stored.
 struct StoredGrads {
     const void* data;           // S, or bf16
     bool is_bf16 = false;
@@ -99,9 +99,9 @@ struct TokenBuckets {
     int num_segments, num_splits;
 };
 
-// The values of a number at the last kWindow updates, which say what is usual for it. Those of a skipped
-// update do not enter: they would widen what is usual, and a few more like them would pass. Mean and
-// deviation are taken anew from the values each time, which costs microseconds; running sums would drift.
+// A number's values at the last kWindow updates, which say what is usual for it. A skipped update's do not
+// enter: they would widen the deviation, and after a few the next ones would pass. Mean and deviation are
+// computed from all values each time, which takes microseconds; running sums would drift.
 constexpr int kWindow = 128;
 struct Window {
     float values[kWindow];
@@ -111,7 +111,7 @@ struct Window {
 // Why an update is skipped: UpdateState::skip.
 enum Skip { SKIP_NO, SKIP_NOT_FINITE, SKIP_LOSS, SKIP_NORM };
 
-// What decides about an update; on the device, and part of the saved state.
+// The state behind the decision about an update: on the device, and saved in checkpoints.
 struct UpdateState {
     long long t;                // updates done: AdamW's step count, skipped ones not counted
     float loss_scale;           // the loss was multiplied by this (FP16), 1 otherwise
@@ -120,14 +120,14 @@ struct UpdateState {
     float grad_scale;           // AdamW multiplies gradients by this: clipping / loss scale
     int skip;                   // a Skip; other than SKIP_NO: nothing is updated
     int skipped_in_a_row;       // for whatever reason
-    float loss_score;           // standard deviations that the last step's loss and norm lay above their
-    float norm_score;           // windows' means; 0 where nobody asks (UpdatePolicy) or none is to be had
+    float loss_score;           // how many standard deviations the last step's loss and norm lay above their
+    float norm_score;           // windows' means; 0: UpdatePolicy sets no limit, or it cannot be said
     Window losses, norms;       // of the updates that were done
 };
 static_assert(std::is_trivially_copyable<UpdateState>::value, "it goes to and from the device as bytes");
 
-// Calls f(name, first element, how many) for each field, in order: what files name them by. The elements are
-// long long, int or float, and const where the state is.
+// Calls f(name, first element, count) for each field, in order; files use these names. The elements are long
+// long, int or float, and const if the state is.
 template <class State, class F> void update_state_fields(State& s, F f) {
     f("t", &s.t, 1);
     f("loss_scale", &s.loss_scale, 1);
@@ -150,32 +150,32 @@ struct UpdatePolicy {
     bool dynamic_loss_scale;
     int growth_interval;        // good steps after which the loss scale doubles
     float max_scale;
-    float max_loss_score = 0;   // a loss or a norm so many standard deviations above its window's mean skips
-    float max_norm_score = 0;   // the update; 0: never
+    float max_loss_score = 0;   // a loss or a norm that lies more standard deviations above its window's mean
+    float max_norm_score = 0;   // skips the update; 0: no limit
 };
 
-// Equal rows of a bucket's kind, one in each of several buckets: how far it is from row to row. What is not
-// named here (m, v, sums) stands packed.
+// An op works on a row of n elements in each of several buckets of one kind. These are the distances from row
+// to row; tensors without one here (m, v, sums) have no gaps between their rows.
 struct Rows {
     int count = 1;
     size_t params = 0, grads = 0;       // bytes
     size_t first = 0;                   // elements, of the keys' positions
 };
 
-// The gradient's sum of squares is taken chunk by chunk, and shards are whole chunks: so it has the same bits
-// however many ranks share the gradient out.
+// The gradient's sum of squares is taken chunk by chunk, and shards are whole chunks, so its bits do not
+// depend on the number of ranks.
 constexpr size_t kChunk = 8192;
 
-// The type in which Muon multiplies matrices (ops.h): that of the weights, but where they are fp16 it is
-// bf16, because fp16's exponents do not reach down to gradients. The CUDA build says so.
+// The type in which Muon multiplies matrices (ops.h): the weights' type, but bf16 for fp16 weights, because
+// gradients underflow in fp16. The CUDA build specialises it for them.
 template <class X> struct MuonValue { typedef X type; };
 
-// Which part of the sums that all ranks send belongs where. A bucket is a run of tensors that is cut into
-// equal shards, one a rank; its live chunks come first, and what stands behind them is padding.
+// Where the sums of a bucket's chunks stand among the sums that all ranks send. A bucket is a sequence of
+// tensors, cut into equal shards, one a rank. Its live chunks come first; the rest is padding.
 struct ChunkRange {
-    size_t chunks;              // live ones of this bucket
-    size_t per_rank;            // of a shard
-    size_t at;                  // index of a shard's first one among all sums of its rank
+    size_t chunks;              // live chunks of this bucket
+    size_t per_rank;            // chunks of a shard
+    size_t at;                  // index of a shard's first chunk among all sums of its rank
 };
 
 #endif  // LLMC_OPS_OP_TYPES_H

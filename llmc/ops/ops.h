@@ -1,16 +1,16 @@
 /*
-Every operation of a GPT-2 training step, once: what it takes and what it gives. Two sides implement it:
-CUDA kernels (train_gpt2.cu, section 6) and their twins in plain loops (cpu_ops.h, the specification).
-Both are compiled against the structs below, and the model (section 9) calls either by the same name:
+Every op of a GPT-2 training step: what it takes and what it gives. Two sides implement it: CUDA kernels
+(train_gpt2.cu, section 6) and their twins in plain loops (cpu_ops.h, the specification). Both use the structs
+below, and the model (section 9) calls either by the same name:
 
     matmul_forward({out, inp, weight, bias, nullptr, nullptr, N, C, OC}, stream);
 
 X is the type of weights and activations: floatX, or double where tests run the twins. S is the type of
 statistics, losses, gradients and norms' parameters: fp32, or double. Outputs come first, then scratch,
-inputs, sizes; N = B*T rows. Outputs are stored, written =. Those that are a GradOf or have an Accumulate
-beside them are stored or added to, as it says: (+)=. Scratch keeps nothing from one op to the next; beside
-each launcher that needs some, a function says how much: norm_backward_scratch_bytes(N, C). A pointer
-that may be null says so.
+inputs, sizes; N = B*T rows. Outputs are stored, written =. A GradOf, or an output with an Accumulate beside
+it, is stored or added to, as that says: (+)=. Scratch keeps nothing from one op to the next; a function
+beside the launcher says how much it needs: norm_backward_scratch_bytes(N, C). A pointer may be null only if
+its comment says so.
 */
 #ifndef LLMC_OPS_OPS_H
 #define LLMC_OPS_OPS_H
@@ -32,10 +32,10 @@ template <class X, class S> struct EncoderBackward {    // dwte is only added to
     int B, T, maxT, C;
 };
 
-// One family of norms of the residual stream. Forward: the row's new value is inp plus one or two branches,
-// each after its dropout; it is normalised once or twice, with the same statistics. Backward: in reverse.
-// Branches and normalised rows are X. The stream itself, and its gradient, may be S (--residual-dtype fp32):
-// then small additions to it are not rounded away, and each branch has a gradient of its own, in X.
+// Norms of the residual stream. Forward: a row's new value is inp plus up to two branches, each after its
+// dropout; it is normalised once or twice, with the same statistics. Backward is the reverse. Branches and
+// normalised rows are X. The stream and its gradient may be S (--residual-dtype fp32): small additions are
+// then not rounded away, and each branch has a gradient of its own, in X.
 template <class X, class S> struct NormOutput {
     X* out;                             // (N,C); null in the second: there is one norm
     const S *weight, *bias;             // (C); bias: null in an RMSNorm
@@ -58,8 +58,8 @@ template <class X, class S> struct NormGrad {
     GradOf<S> dweight, dbias;           // (C) each or null
 };
 template <class X, class S> struct BranchGrad {         // of what the forward added
-    X* dout;                            // (N,C) dresidual through the branch's dropout, or null where it has
-                                        // none and dresidual is X's: dresidual is its gradient
+    X* dout;                            // (N,C) dresidual through the branch's dropout; null: it is dresidual
+                                        // itself, which is X's, and nothing is dropped
     Dropout dropout;
     GradOf<S> dbias;                    // (C) or null: column sums of the branch's gradient, as stored: the
                                         // bias gradient of the linear layer that the branch ends with
@@ -74,7 +74,7 @@ template <class X, class S> struct NormBackward {
     const S *mean, *rstd;               // (N)
     NormKind kind;
     int N, C;
-    bool residual_fp32;                 // dresidual and inp point to S, not X; every branch then has a dout
+    bool residual_fp32;                 // dresidual and inp point to S, not X; each branch then has a dout
 };
 
 template <class X, class S> struct MatmulForward {      // out = inp weight^T + bias + residual
@@ -168,15 +168,15 @@ template <class X, class S> struct LossSum {            // mean (+)= weight * su
     int N;
 };
 
-// Gradients of lanes (section 8): out = chain[0] + (chain[1] + (... + sum of the pieces)), where pieces are
-// summed in pairs, (0 + 1) + (2 + 3) and so on, and an odd one out moves up a level. Both are parts of one
-// tree.
+// Gradients of lanes (section 8): out = chain[0] + (chain[1] + (... + sum of the pieces)). Pieces are summed
+// in pairs, (0 + 1) + (2 + 3) and so on; the last of an odd number moves up a level. Chain and pieces are
+// parts of one tree.
 template <class X, class S> struct LaneSum {
     GradOf<S> out;                      // (n), stored; may be one of the inputs
     const S* chain[kMaxLevels];         // (n) each
     int num_chain;
-    StoredGrads pieces;                 // (num_pieces,n), one after another. Each has this `first`; in bf16,
-    uint32_t piece_micros;              // piece r was stored by micro-step key.micro + r * piece_micros
+    StoredGrads pieces;                 // (num_pieces,n); `first` is that of each piece. In bf16, piece r was
+    uint32_t piece_micros;              // stored by micro-step key.micro + r * piece_micros
     int num_pieces;
     size_t n;                           // a multiple of kChunk
 };
@@ -200,20 +200,20 @@ template <class X, class S> struct UpdateDecision {     // loss, norm, and the d
 };
 template <class X, class S> struct AdamW {              // a skipped update changes nothing
     void* params;                       // (rows,n) X, or S
-    bool params_fp32;                   // S
+    bool params_fp32;                   // params point to S
     S *master, *m, *v;                  // (rows,n); master: null when the parameters are all there is
     StoredGrads grads;                  // (rows,n)
     const UpdateState* state;           // t already counts this update
     size_t n;                           // a multiple of 8
     Rows rows;
     double weight_decay, lr, beta1, beta2, eps;
-    RoundKey key;                       // of the rounding of 16-bit parameters without master copies;
-    size_t first;                       // element i draws as number first + i
+    RoundKey key;                       // for rounding 16-bit parameters without master copies: element i
+    size_t first;                       // draws as number first + i
 };
 
 // Muon (Keller Jordan and others, "Muon: An optimizer for hidden layers in neural networks", 2024,
 // kellerjordan.github.io/posts/muon) is three ops, for matrices that stand in buckets of rows like AdamW's:
-//     u = g + momentum (m - g), where m already has g: Nesterov's look ahead      muon_momentum
+//     u = g + momentum (m - g), after m has taken g in: Nesterov's look ahead     muon_momentum
 //     o = u with all its singular values near 1, times scale                      muon_orthogonalise
 //     p = p (1 - lr wd) - lr o                                                    muon_update
 // o comes from a few Newton-Schulz steps. With x = u / |u| (Frobenius), so that no singular value is above 1,
@@ -233,8 +233,8 @@ template <class X, class S> struct MuonMomentum {       // a skipped update chan
     Rows rows;
     double momentum;
 };
-// Matrices of one shape, `parts` of them in each of `layers` buckets. In scratch they lie close together, all
-// layers of one part before those of the next, so that one call can multiply them all.
+// Matrices of one shape, `parts` of them in each of `layers` buckets. In scratch they have no gaps, and all
+// layers of one part come before those of the next, so that one call can multiply them all.
 constexpr int kMuonParts = 4;           // at most: GPT-2's q, k, v and attproj
 struct MuonPlaces {
     int parts, layers;
@@ -245,13 +245,13 @@ struct MuonPlaces {
 };
 template <class X, class S> struct MuonOrthogonalise {
     typename MuonValue<X>::type* out;           // matrix i, (rows,cols), at places.of(i); may be inp
-    const typename MuonValue<X>::type* inp;     // likewise
+    const typename MuonValue<X>::type* inp;     // as out
     typename MuonValue<X>::type *x, *y;         // scratch: (count,rows,cols) each
     typename MuonValue<X>::type *gram, *poly;   // scratch: (count,k,k), k the smaller of rows and cols
     double* sums;                       // scratch: (count,ceil(rows*cols/kChunk))
     MuonPlaces places;
     int rows, cols, steps;
-    int layers_all;                     // of the whole job, of which this call may have a part: the same bits
+    int layers_all;                     // the whole job's layers; a call on a part of them has the same bits
 };
 template <class X, class S> struct MuonUpdate {         // a skipped update changes nothing
     void* params;                       // (rows,n) X
@@ -265,8 +265,8 @@ template <class X, class S> struct MuonUpdate {         // a skipped update chan
     size_t first;
 };
 
-// Writing text: N rows, each one new token of a text of its own, whose earlier keys and values are kept. A
-// row's results do not depend on how many rows there are: the same bits alone and among others.
+// Writing text: each of N rows is one new token of its own text, whose earlier keys and values are kept. A
+// row's bits do not depend on the other rows or on their number.
 template <class X, class S> struct DecodeEncoder {      // token plus position embedding
     X* out;                             // (N,C)
     const int *tokens, *positions;      // (N)
@@ -276,8 +276,8 @@ template <class X, class S> struct DecodeEncoder {      // token plus position e
 template <class X, class S> struct DecodeMatmul {       // out = inp weight^T + bias
     X* out;                             // (N,OC)
     const X *inp, *weight, *bias;       // (N,C) (OC,C) (OC) or null
-    bool gelu;                          // out = gelu of the sum, which is rounded first
-    int N, C, OC;                       // N at most kDecodeRows; C a multiple of 8
+    bool gelu;                          // out = gelu of the sum, rounded first
+    int N, C, OC;                       // C a multiple of 8
 };
 template <class X, class S> struct DecodeAttention {    // of each row's query over its positions up to this
     X* out;                             // (N,C)
@@ -294,7 +294,7 @@ template <class X, class S> struct CacheStore {         // keys and values of a 
 template <class X, class S> struct SampleTokens {       // sample_token() of each row
     int* tokens;                        // (N) -1: all logits are NaN
     int* positions;                     // (N) one more than before
-    uint64_t* draws;                    // (N) likewise: which of its random numbers a row takes
+    uint64_t* draws;                    // (N) number of the row's random number; one more than before
     const uint32_t* ids;                // (N) a row's stream of random numbers
     const X* logits;                    // (N,V)
     Sampling sampling;
@@ -302,11 +302,10 @@ template <class X, class S> struct SampleTokens {       // sample_token() of eac
     int N, V;
 };
 
-// The table of ops: each is op(const Arguments<X, S>& a, Stream stream). Behind the two names stand its
-// output tensors: name, where, dimensions; null where a call does not compute it. Both builds declare the ops
-// by this table, and the tests' --break OP.OUTPUT disturbs what it names. Of encoder_backward's dwte it names
-// row 0 alone, since that op does not know how many rows there are, and so it is with whatever has other
-// things between its rows.
+// The table of ops, each op(const Arguments<X, S>& a, Stream stream). After the two names come its output
+// tensors: name, pointer (null where a call does not compute it), dimensions. Both builds declare the ops by
+// this table, and the tests' --break OP.OUTPUT disturbs an output. Outputs with gaps between their rows, and
+// encoder_backward's dwte, whose number of rows the op does not know, are named by row 0 alone.
 #define GPT2_OPS(X)                                                                                    \
     X(encoder_forward, EncoderForward, out("out", a.out, a.B, a.T, a.C))                               \
     X(encoder_backward, EncoderBackward, out("dwte", a.dwte, a.C), out("dwpe", a.dwpe, a.maxT, a.C))   \
@@ -355,8 +354,8 @@ template <class X, class S> struct SampleTokens {       // sample_token() of eac
       out("values", a.values, a.rows, a.T, a.C))                                                       \
     X(sample_tokens, SampleTokens, out("tokens", a.tokens, a.N))
 
-// op_name(a) is the op's name; op_outputs(a, f) calls f(op, output, where, elements) for each of its outputs;
-// where: a pointer, GradOf or ResidualOf. (Weight is the X of the structs, a name that the macro has taken.)
+// op_name(a) is the op's name. op_outputs(a, f) calls f(op, output, where, elements) for each of its outputs;
+// `where` is a pointer, GradOf or ResidualOf. (Weight is the structs' X, a name that the macro has taken.)
 #define X(op, Args, ...)                                                            \
     template <class Weight, class S>                                                \
     constexpr const char* op_name(const Args<Weight, S>&) { return #op; }           \
