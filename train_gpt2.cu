@@ -3538,20 +3538,22 @@ static void attention_backward(const AttentionBackward<floatX, float>& a, Stream
 }
 
 // == 6.10 decoding ==
-// The ops that write text: one new token of each of N rows. Between them run the norms of 6.2, which also add
-// the branches to the residual stream.
+// The ops that write text: one new token of each of N rows, N <= kDecodeRows. Between them stand the norms of
+// 6.2, which also add the branches to the residual stream.
 //     decode_encoder      out[n,:] = wte[tokens[n],:] + wpe[positions[n],:]
 //     decode_matmul       out (N,OC) = inp weight^T + bias, or gelu of it
-//     decode_attention    stores k and v of the new position; out[n,h] = softmax(q K^T / sqrt(HS)) V over all
-//                         positions up to it
-//     cache_store         copies k and v of a prompt's forward
-//     sample_tokens       draws the next tokens (sampler.h) and advances the positions
-// Memory bounds the time: a single row uses each weight once, and 124M has 248 MB of them. Kernels read
-// positions and tokens from the device, so one CUDA graph serves all steps. The order of a row's sums does
-// not depend on N, so a text has the same bits alone and in a batch. cuBLASLt's order depends on N.
+//     decode_attention    stores k and v of the new position; out[n,h] = softmax(q K^T / sqrt(HS)) V over it
+//                         and those before
+//     cache_store         k and v of a forward over a prompt
+//     sample_tokens       draws the next tokens (sampler.h) and moves positions on
+// Memory decides about the time: with one row each weight serves a single product, 248 MB a token for 124M.
+// Positions and tokens are read from the device, so one CUDA graph serves all steps. A row is summed in an
+// order that does not depend on N, so a text is the same alone and in a batch. cuBLASLt chooses by N how it
+// splits sums, so it is not used here.
 //
 // On Hopper a kernel begins while the one before it still runs (PTX griddepcontrol, "programmatic dependent
-// launch"). No kernel of a step writes weights or earlier keys and values, so the kernel prefetches these:
+// launch"). No kernel of the step writes the weights or the earlier keys and values, so these come to the L2
+// meanwhile. Else each kernel would start with a trip to memory.
 //
 //     kernel before   | products ...                        | ends |
 //     this kernel         | prefetches to the L2 |  waits          | products ...
@@ -3577,13 +3579,22 @@ static void decode_launch(void (*kernel)(Args), dim3 grid, int threads, Stream s
     cudaLaunchAttribute early = {};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
-    const cudaLaunchConfig_t config = {.gridDim = grid, .blockDim = dim3(threads), .stream = stream,
-                                       .attrs = &early, .numAttrs = sm90_kernels_run() ? 1u : 0u};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.stream = stream;
+    config.attrs = &early;
+    config.numAttrs = sm90_kernels_run() ? 1 : 0;
     cudaCheck(cudaLaunchKernelEx(&config, kernel, args));
 }
 
-// A block a row. It is the first of a step, so it has no kernel to overlap with.
+static void decode_check(int N) {
+    if (N < 1 || N > kDecodeRows) { die("decoding: %d rows; 1 to %d are possible", N, kDecodeRows); }
+}
+
+// A block a row. It is the first of a step and launched in the ordinary way.
 __global__ void decode_encoder_kernel(DecodeEncoder<floatX, float> a) {
+    decode_next_may_begin();
     const size_t n = blockIdx.x;
     const int token = max(a.tokens[n], 0);              // -1, none drawn: the host stops there
     const floatX* wte_ix = a.wte + (size_t)token * a.C;                 // (C)
@@ -3595,25 +3606,26 @@ __global__ void decode_encoder_kernel(DecodeEncoder<floatX, float> a) {
 
 static void decode_encoder(const DecodeEncoder<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
+    decode_check(a.N);
     decode_encoder_kernel<<<a.N, 256, 0, stream>>>(a);
     cudaCheck(cudaGetLastError());
 }
 
 // A warp computes a tile of the output, kRows x kOutputs: each lane sums over its vectors of C, and warp_sums
-// adds up the lanes. One row takes tiles of 1 x 1, and its lanes load four vectors at once, because the time
-// is that of the loads. More rows take tiles of 8 x 4: a weight in registers then serves 8 products, and an
-// input 4. Both forms take an element's sum in the same order.
+// adds up the lanes. One text takes tiles of 1 x 1. More take 8 x 4, so that a weight in registers serves 8
+// products and an input 4. Both forms take an element's sum in the same order.
 constexpr int kDecodeWarps = 4;                         // of a block
-template <int kRows, int kOutputs, int kVectors>
+template <int kRows, int kOutputs>
 __global__ void __launch_bounds__(kDecodeWarps * kWarp, 3)
     decode_matmul_kernel(DecodeMatmul<floatX, float> a) {
-    constexpr int kLanes = kWarp / (kRows * kOutputs);  // lane kLanes * i stores element i of the tile
-    const int C = a.C, lane = threadIdx.x % kWarp, row_tiles = (a.N + kRows - 1) / kRows;
-    const int first_n = blockIdx.x % row_tiles * kRows;     // blocks with the same weights are neighbours
-    const int first_o = (blockIdx.x / row_tiles * kDecodeWarps + threadIdx.x / kWarp) * kOutputs;
+    constexpr int kVectors = kRows == 1 ? 4 : 1;        // of C, that a lane loads in a round
+    constexpr int kLanes = kWarp / (kRows * kOutputs);  // lane kLanes * i stores element i
+    const int C = a.C, lane = threadIdx.x % kWarp, tiles = (a.N + kRows - 1) / kRows;
+    const int first_n = blockIdx.x % tiles * kRows;     // blocks with the same weights are neighbours
+    const int first_o = (blockIdx.x / tiles * kDecodeWarps + threadIdx.x / kWarp) * kOutputs;
     if (first_o >= a.OC) { return; }
 
-    // 1. While the kernel before runs: prefetch the tile's weights, which are contiguous, and load the bias.
+    // 1. While the kernel before runs: the rows of weights, which lie one behind the other, and the bias.
     decode_next_may_begin();
     const floatX* weight = a.weight + (size_t)first_o * C;              // (kOutputs,C)
     const int outputs = min(kOutputs, a.OC - first_o), line = 128 / (int)sizeof(floatX);
@@ -3622,8 +3634,8 @@ __global__ void __launch_bounds__(kDecodeWarps * kWarp, 3)
     const float bias = a.bias && o < a.OC ? (float)a.bias[o] : 0.0f;
     decode_await_last();
 
-    // 2. Load kVectors vectors of each row and output, then multiply them. A ragged tile repeats its last row
-    // and output, and phase 3 drops those sums.
+    // 2. The products of this lane's vectors. All loads of a round are on their way at once. Behind the last
+    // output and the last row these are read again, and their sums are not stored.
     float sums[kRows * kOutputs] = {};                  // (kRows,kOutputs)
     for (int start = lane * kWidth; start < C; start += kVectors * kWarp * kWidth) {
         x128 w[kVectors][kOutputs], x[kVectors][kRows];
@@ -3650,7 +3662,7 @@ __global__ void __launch_bounds__(kDecodeWarps * kWarp, 3)
         }
     }
 
-    // 3. Add up the lanes and store. GELU's input is rounded first, as in training.
+    // 3. Their sums over the lanes. What GELU reads is rounded first, as in training.
     float sum = warp_sums(sums) + bias;
     if (lane % kLanes != 0 || n >= a.N || o >= a.OC) { return; }
     if (a.gelu) { sum = gelu((float)(floatX)sum); }
@@ -3659,11 +3671,14 @@ __global__ void __launch_bounds__(kDecodeWarps * kWarp, 3)
 
 static void decode_matmul(const DecodeMatmul<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
-    check_width(a, a.C);
-    const bool single = a.N == 1;
-    const int blocks = ceil_div(a.N, single ? 1 : 8) * ceil_div(a.OC, kDecodeWarps * (single ? 1 : 4));
-    decode_launch(single ? decode_matmul_kernel<1, 1, 4> : decode_matmul_kernel<8, 4, 1>, dim3(blocks),
-                  kDecodeWarps * kWarp, stream, a);
+    decode_check(a.N);
+    if (a.C % 8 != 0) { die("decode_matmul: %d channels; a multiple of 8 is possible", a.C); }
+    auto launch = [&](auto kernel, int rows, int outputs) {
+        const int blocks = ceil_div(a.N, rows) * ceil_div(a.OC, kDecodeWarps * outputs);
+        decode_launch(kernel, dim3(blocks), kDecodeWarps * kWarp, stream, a);
+    };
+    if (a.N == 1) { launch(decode_matmul_kernel<1, 1>, 1, 1); }
+    else { launch(decode_matmul_kernel<8, 4>, 8, 4); }
 }
 
 // A block a position, for all rows.
@@ -3685,9 +3700,9 @@ static void cache_store(const CacheStore<floatX, float>& a, Stream stream) {
 }
 
 // Attention of one query: a block takes a head of a row. Its warps take turns with the positions,
-// kDecodeAtOnce each, and keep an online softmax in powers of two: the largest score so far and, relative to
-// it, the sum and the output. At the end the warps' parts are merged. A lane holds elements lane, lane + 32,
-// ... of the head, at most kElements of them, so a head may have any size and alignment.
+// kDecodeAtOnce each, and keep an online softmax in powers of two: the largest score so far, and relative to
+// it the sum and the output. At the end the warps' parts are merged. A lane holds elements lane, lane + 32,
+// ... of the head, kElements at most: no head size needs aligned rows.
 constexpr int kDecodeSplits = 16, kDecodeAtOnce = 4;    // warps of a block, positions
 
 template <int kElements>
@@ -3701,7 +3716,7 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
     floatX *keys = a.keys + (size_t)n * a.T * C + head, *values = a.values + (size_t)n * a.T * C + head;
     const float scale = kLog2e / sqrtf((float)HS);
 
-    // 1. While the kernel before runs: prefetch the keys and values so far.
+    // 1. While the kernel before runs: the keys and values so far.
     decode_next_may_begin();
     for (int u = threadIdx.x; u < t; u += blockDim.x) {
         for (int i = 0; i < HS; i += 128 / (int)sizeof(floatX)) {
@@ -3711,14 +3726,14 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
     }
     decode_await_last();
 
-    // 2. Store the new position's key and value behind them.
+    // 2. The new position joins them.
     for (int i = threadIdx.x; i < HS; i += blockDim.x) {
         keys[t * C + i] = qkv[C + i];
         values[t * C + i] = qkv[2 * C + i];
     }
     __syncthreads();
 
-    // 3. The online softmax over this warp's positions.
+    // 3. This warp's positions.
     float q[kElements], out[kElements] = {}, max = -FLT_MAX, sum = 0.0f;
 #pragma unroll
     for (int j = 0; j < kElements; j++) {
@@ -3728,18 +3743,18 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
     for (int first = warp * kDecodeAtOnce; first <= t; first += kDecodeSplits * kDecodeAtOnce) {
         float scores[kDecodeAtOnce], v[kDecodeAtOnce][kElements], new_max = max;
 #pragma unroll
-        for (int k = 0; k < kDecodeAtOnce; k++) {
-            const size_t at = min(first + k, t) * C;
+        for (int b = 0; b < kDecodeAtOnce; b++) {
+            const size_t at = min(first + b, t) * C;
             float dot = 0.0f;
 #pragma unroll
             for (int j = 0; j < kElements; j++) {
                 const int i = lane + j * kWarp;
-                v[k][j] = i < HS ? (float)values[at + i] : 0.0f;
+                v[b][j] = i < HS ? (float)values[at + i] : 0.0f;
                 dot = fmaf(q[j], i < HS ? (float)keys[at + i] : 0.0f, dot);
             }
-            scores[k] = warp_sum(dot) * scale;
-            if (first + k > t) { scores[k] = -INFINITY; }
-            new_max = fmaxf(new_max, scores[k]);
+            scores[b] = warp_sum(dot) * scale;
+            if (first + b > t) { scores[b] = -INFINITY; }
+            new_max = fmaxf(new_max, scores[b]);
         }
         const float rescale = exp2_fast(max - new_max);
         max = new_max;
@@ -3747,15 +3762,15 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
 #pragma unroll
         for (int j = 0; j < kElements; j++) { out[j] *= rescale; }
 #pragma unroll
-        for (int k = 0; k < kDecodeAtOnce; k++) {
-            const float p = exp2_fast(scores[k] - max);
+        for (int b = 0; b < kDecodeAtOnce; b++) {
+            const float p = exp2_fast(scores[b] - max);
             sum += p;
 #pragma unroll
-            for (int j = 0; j < kElements; j++) { out[j] = fmaf(p, v[k][j], out[j]); }
+            for (int j = 0; j < kElements; j++) { out[j] = fmaf(p, v[b][j], out[j]); }
         }
     }
 
-    // 4. Merge the warps' parts, in order. A warp without positions has a sum of 0.
+    // 4. The warps' parts, in order. A warp without positions has a sum of 0.
     if (lane == 0) {
         maxima[warp] = max;
         sums[warp] = sum;
@@ -3777,6 +3792,7 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
 
 static void decode_attention(const DecodeAttention<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
+    decode_check(a.N);
     if (a.HS < 1 || a.HS > kPlainMaxHeadSize) {
         die("decode_attention: head size %d; 1 to %d are possible", a.HS, kPlainMaxHeadSize);
     }
@@ -3785,99 +3801,144 @@ static void decode_attention(const DecodeAttention<floatX, float>& a, Stream str
     decode_launch(kernel, dim3(a.NH, a.N), kDecodeSplits * kWarp, stream, a);
 }
 
-// Draws the same token as sample_token() (sampler.h), a block a row. Tokens rank by their logit, equal ones
-// by their id, the lower first. top-k and top-p each keep the tokens up to some rank, so the last kept token
-// says which. A logit's key is a whole number that grows with it. Bisection finds the last token's key in 16
-// to 32 steps, then its id in 16. Weights are whole numbers, so their sums may be taken in any order.
+// Draws as sample_token() does (sampler.h) and takes the same token, a block a row. A logit's key is a
+// number that grows with it; 16 to 32 halvings find the key at which top-k or top-p cut off. Weights are
+// whole numbers, so their sums may be taken in any order.
 constexpr int kSampleThreads = 1024;
 constexpr int kKeyShift = sizeof(floatX) == 4 ? 0 : kFp16 ? 13 : 16;    // bits of fp32 that floatX lacks
 
-// 0 for NaN, above 1 for all else; zeros have one key.
+// 0 for NaN; zeros have one key.
 __device__ __forceinline__ uint32_t sample_key(float x) {
     if (isnan(x)) { return 0; }
     const uint32_t bits = x == 0.0f ? 0u : __float_as_uint(x);
     return (bits & 0x80000000u ? ~bits : bits | 0x80000000u) >> kKeyShift;
 }
+__device__ __forceinline__ float sample_value(uint32_t key) {
+    const uint32_t bits = key << kKeyShift;
+    return __uint_as_float(bits & 0x80000000u ? bits & 0x7FFFFFFFu : ~(bits | ((1u << kKeyShift) - 1u)));
+}
 
 struct SampleRow {                      // as a block sees it
     const floatX* logits;               // (V)
     int V;
-    uint64_t* shared;                   // (32)
-    uint32_t last_key = 1;              // rank of the last kept token; at first all but NaN are kept
-    int last_id = 0;
+    unsigned long long* shared;         // (32)
 
-    // The sum of f(key, logit) over the tokens of [first, end) that are kept. Every thread gets it.
-    template <class F> __device__ __forceinline__ uint64_t sum(int first, int end, F f) const {
-        uint64_t x = 0;
+    // The sum of f(key, logit) over the row. Every thread gets it.
+    template <class F> __device__ __forceinline__ unsigned long long sum(F f) const {
+        unsigned long long x = 0;
 #pragma unroll 8
-        for (int i = first + threadIdx.x; i < end; i += kSampleThreads) {
+        for (int i = threadIdx.x; i < V; i += kSampleThreads) {
             const float logit = (float)logits[i];
-            const uint32_t key = sample_key(logit);
-            if (key > last_key || (key == last_key && i <= last_id)) { x += f(key, logit); }
+            x += f(sample_key(logit), logit);
         }
         return block_sum(x, shared);
     }
 
-    // The first token up to which, in the order of ids, f adds up to more than `target`.
-    template <class F> __device__ __forceinline__ int find(uint64_t target, F f) const {
-        int low = 0, high = V;                          // it is in [low, high)
+    // Returns the largest key such that f(logit) of it and larger ones adds up to `wanted` or more, but not
+    // less than `low`. *above: what the larger ones have. `best` is the row's largest key.
+    template <class F>
+    __device__ __forceinline__ uint32_t threshold(uint32_t low, uint32_t best, unsigned long long wanted,
+                                                  unsigned long long* above, F f) const {
+        uint32_t high = best + 1;               // keys from here on have too little
+        *above = 0;
         while (high - low > 1) {
-            const int middle = low + (high - low) / 2;
-            const uint64_t lower = sum(low, middle, f);
-            if (lower > target) { high = middle; }
-            else { low = middle; target -= lower; }
+            const uint32_t middle = low + (high - low) / 2;
+            const unsigned long long more = sum([=](uint32_t key, float x) {
+                return key >= middle && key < high ? f(x) : 0ull;
+            });
+            if (*above + more >= wanted) { low = middle; }
+            else { high = middle; *above += more; }
         }
         return low;
     }
-
-    // Keeps the fewest first ranks whose f adds up to `wanted`, or all. No key is above `best`.
-    template <class F> __device__ __forceinline__ void keep(uint64_t wanted, uint32_t best, F f) {
-        uint32_t low = last_key, high = best + 1;       // the last one's key is in [low, high)
-        while (high - low > 1) {
-            const uint32_t middle = low + (high - low) / 2;
-            const uint64_t upper = sum(0, V, [=](uint32_t key, float x) {
-                return key >= middle && key < high ? f(key, x) : 0;
-            });
-            if (upper >= wanted) { low = middle; }
-            else { high = middle; wanted -= upper; }
-        }
-        last_id = find(wanted - 1, [=](uint32_t key, float x) { return key == low ? f(key, x) : 0; });
-        last_key = low;
-    }
 };
 
+// x of this thread and those before it, and of the whole block.
+struct BlockScan { unsigned long long upto, total; };
+__device__ __forceinline__ BlockScan block_scan(unsigned long long x, unsigned long long* shared /*(32)*/) {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+#pragma unroll
+    for (int d = 1; d < kWarp; d *= 2) {
+        const unsigned long long other = __shfl_up_sync(0xFFFFFFFFu, x, d);
+        x += lane >= d ? other : 0ull;
+    }
+    if (lane == kWarp - 1) { shared[warp] = x; }
+    __syncthreads();
+    BlockScan scan = {x, 0};
+    for (int w = 0; w < (int)blockDim.x / kWarp; w++) {
+        scan.upto += w < warp ? shared[w] : 0ull;
+        scan.total += shared[w];
+    }
+    __syncthreads();            // the next call may write `shared`
+    return scan;
+}
+
 __global__ void __launch_bounds__(kSampleThreads, 1) sample_tokens_kernel(SampleTokens<floatX, float> a) {
-    __shared__ uint64_t shared[kWarp];
+    __shared__ unsigned long long shared[kWarp];
     decode_await_last();
-    const int n = blockIdx.x;
-    SampleRow row = {a.logits + (size_t)n * a.V, a.V, shared};
+    const int n = blockIdx.x, V = a.V;
+    const SampleRow row = {a.logits + (size_t)n * V, V, shared};
     const Sampling& s = a.sampling;
 
-    // 1. The likeliest token: the largest key, and the lowest of its ids.
-    uint64_t first_rank = 0;                            // {key, ~id}
+    // 1. The likeliest token: the largest key, and of its ids the lowest.
+    unsigned long long likeliest = 0;
 #pragma unroll 8
-    for (int i = threadIdx.x; i < a.V; i += kSampleThreads) {
+    for (int i = threadIdx.x; i < V; i += kSampleThreads) {
         const uint32_t key = sample_key((float)row.logits[i]);
-        if (key > 0) { first_rank = max(first_rank, (uint64_t)key << 32 | ~(uint32_t)i); }
+        if (key > 0) { likeliest = max(likeliest, (unsigned long long)key << 32 | (0xFFFFFFFFu - i)); }
     }
-    first_rank = block_max(first_rank, shared);
-    const uint32_t best = (uint32_t)(first_rank >> 32);
-    int token = best > 0 ? (int)~(uint32_t)first_rank : -1;     // -1: all are NaN
+    likeliest = block_max(likeliest, shared);
+    const uint32_t best = (uint32_t)(likeliest >> 32);
+    const float largest = sample_value(best);
+    const int first_id = (int)(0xFFFFFFFFu - (uint32_t)likeliest);
 
-    if (best > 0 && s.temperature != 0.0f && s.top_k != 1) {
-        // 2. What top-k and top-p leave.
-        const float largest = (float)row.logits[token];
-        auto count = [](uint32_t, float) -> uint64_t { return 1; };
-        auto weight = [=](uint32_t, float x) { return sample_weight(x, largest, s.temperature); };
-        if (s.top_k > 0) { row.keep(s.top_k, best, count); }
-        if (s.top_p < 1.0f) { row.keep(sample_kept(row.sum(0, a.V, weight), s.top_p), best, weight); }
+    if (best == 0 || s.temperature == 0.0f || s.top_k == 1) {           // nothing to draw
+        if (threadIdx.x == 0) { a.tokens[n] = best == 0 ? -1 : first_id; }
+    } else {
+        // 2. What top-k and top-p leave: keys above `threshold`, and the first `fits` ids with that key,
+        // which weigh `tie` each. All together weigh `total`.
+        auto weight = [=](float x) -> unsigned long long {
+            return sample_weight(x, largest, s.temperature);
+        };
+        uint32_t threshold = 0;
+        unsigned long long above = 0, fits = 0, tie = 0;
+        if (s.top_k > 0 && s.top_k < V) {
+            threshold = row.threshold(0, best, s.top_k, &above, [](float) { return 1ull; });
+            fits = threshold > 0 ? s.top_k - above : 0;         // 0: fewer than k are not NaN
+            tie = weight(sample_value(threshold));
+        }
+        unsigned long long total = fits * tie + row.sum([=](uint32_t key, float x) {
+            return key > threshold ? weight(x) : 0ull;
+        });
+        if (s.top_p < 1.0f) {
+            const unsigned long long wanted = sample_kept(total, s.top_p);
+            threshold = row.threshold(threshold, best, wanted, &above, weight);
+            tie = weight(sample_value(threshold));
+            fits = (wanted - above + tie - 1) / tie;
+            total = above + fits * tie;
+        }
 
-        // 3. The token whose weight covers the target.
+        // 3. Tile by tile in the order of ids: the token whose weight covers the target.
         const double coin = rand_unit(a.seed, RAND_SAMPLE, a.ids[n], a.draws[n]);
-        token = row.find(sample_target(row.sum(0, a.V, weight), coin), weight);
+        const unsigned long long target = sample_target(total, coin);
+        unsigned long long before = 0, ties = 0;        // of the tiles before this one
+        for (int first = 0; first < V && before <= target; first += kSampleThreads) {
+            const int i = first + threadIdx.x;
+            const float x = i < V ? (float)row.logits[i] : NAN;
+            const uint32_t key = sample_key(x);
+            const bool is_tie = fits > 0 && key == threshold;
+            BlockScan tied = {};
+            if (fits > 0) { tied = block_scan(is_tie, shared); }
+            const bool fits_in = is_tie && ties + tied.upto <= fits;
+            const unsigned long long mine = key > threshold ? weight(x) : fits_in ? tie : 0;
+            const BlockScan scan = block_scan(mine, shared);
+            const unsigned long long end = before + scan.upto;
+            if (end > target && end - mine <= target) { a.tokens[n] = i; }
+            before += scan.total;
+            ties += tied.total;
+        }
     }
     if (threadIdx.x == 0) {
-        a.tokens[n] = token;
         a.positions[n]++;
         a.draws[n]++;
     }
@@ -3885,6 +3946,7 @@ __global__ void __launch_bounds__(kSampleThreads, 1) sample_tokens_kernel(Sample
 
 static void sample_tokens(const SampleTokens<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
+    decode_check(a.N);
     decode_launch(sample_tokens_kernel, dim3(a.N), kSampleThreads, stream, a);
 }
 #endif  // GPT2_CPU
