@@ -182,6 +182,24 @@ static Reference reference_load(const std::string& path, const Config& c, bool t
 }
 
 // ---- a model's tensors on the host ----
+// from_master: as gpt2_whole_master, for all ranks at the same time.
+static void gpt2_get_param(GPT2* model, int i, int l, float* values /*(elems)*/, bool from_master) {
+    const ParamSpec& s = model->param_specs[i];
+    const void* device = gpt2_param_data(model, i, l);
+    gpt2_await_params(model, param_address(model->param_specs, model->layout, i, l).bucket);
+    if (from_master && model->opt.master) {
+        device = gpt2_whole_master(model, i, l);
+    } else if (s.elem_bytes != sizeof(float)) {
+        std::vector<floatX> raw(s.elems);
+        copy_to_host(raw.data(), device, s.elems * s.elem_bytes, model->stream);
+        stream_sync(model->stream);
+        for (size_t k = 0; k < s.elems; k++) { values[k] = (float)raw[k]; }
+        return;
+    }
+    copy_to_host(values, device, s.elems * sizeof(float), model->stream);
+    stream_sync(model->stream);
+}
+
 // Between a micro-step and the update: layers together, tight, without FP16's loss scale.
 static std::vector<float> host_grad(GPT2* model, int i) {
     const ParamSpec& s = model->param_specs[i];
@@ -227,8 +245,7 @@ static std::vector<float> host_params(GPT2* model) {            // every paramet
 static std::vector<float> host_logits(GPT2* model, int rows) {  // (rows, V): live columns
     const Config& c = model->config;
     std::vector<floatX> raw((size_t)rows * c.Vp);
-    copy_to_host(raw.data(), act_views(model->acts, model->act_specs, 0).logits, raw.size() * sizeof(floatX),
-                 model->stream);
+    copy_to_host(raw.data(), gpt2_acts(model, 0).logits, raw.size() * sizeof(floatX), model->stream);
     stream_sync(model->stream);
     std::vector<float> logits((size_t)rows * c.V);
     for (int n = 0; n < rows; n++) {
@@ -297,7 +314,7 @@ static void test_model(const std::string& prefix, const Options& options, bool r
     checkpoint_load(&model, path.c_str());
     const int N = r.B * r.T;
 
-    gpt2_set_inputs(&model, r.x.data(), r.y.data(), r.B, r.T, ClassifierMode::LossOnly);
+    gpt2_feed(&model, r.x.data(), r.y.data(), r.B, r.T, ClassifierMode::LossOnly);
     gpt2_loss(&model, r.B, r.T, ClassifierMode::LossOnly, 0.0f, 1.0f / (float)N, &model.state->loss,
                   Accumulate::No);
     std::vector<float> logits = host_logits(&model, N);
@@ -388,8 +405,7 @@ static void dump_grads(const std::vector<std::string>& args) {
     atomic_write(&out, r.y.data(), r.y.size() * sizeof(int));
     for (int micro = 0; micro < micro_steps; micro++) {
         const size_t at = (size_t)micro * rows * r.T;
-        gpt2_set_inputs(&model, r.x.data() + at, r.y.data() + at, rows, r.T,
-                        ClassifierMode::LossOnly);
+        gpt2_feed(&model, r.x.data() + at, r.y.data() + at, rows, r.T, ClassifierMode::LossOnly);
         gpt2_loss(&model, rows, r.T, ClassifierMode::LossOnly, 0.0f, 1.0f / (float)(r.B * r.T),
                   &model.state->loss, micro == 0 ? Accumulate::No : Accumulate::Yes);
         const std::vector<float> logits = host_logits(&model, rows * r.T);
@@ -398,7 +414,7 @@ static void dump_grads(const std::vector<std::string>& args) {
     float loss = gpt2_read_state(&model).loss;
     if (!forward_alone) {
         accumulate_batch(&model, r.x.data(), r.y.data(), r.B, r.T, micro_steps);
-        copy_to_host(&loss, model.records + model.lanes_at, sizeof(loss), model.stream);
+        copy_to_host(&loss, model.exchange.records + model.exchange.losses_at, sizeof(loss), model.stream);
         stream_sync(model.stream);
     }
     atomic_write(&out, &loss, sizeof(loss));
@@ -632,7 +648,7 @@ static std::vector<std::vector<float>> host_state(GPT2* model) {
     const size_t n = model->layout.state_elems, v_elems = model->layout.v_elems;
     std::vector<std::vector<float>> all;
     const struct { const float* from; size_t n; } arenas[] = {
-        {model->master, n}, {model->m, n}, {model->v, v_elems}};
+        {model->opt.master, n}, {model->opt.m, n}, {model->opt.v, v_elems}};
     for (const auto& it : arenas) {
         if (!it.from) { continue; }
         all.emplace_back(it.n);
@@ -802,6 +818,7 @@ static void test_checkpoint(const Config& c, const Options& o, bool in_parts) {
         return rename(from, to);
     };
     gpt2_save(&a, &saver, 1, model_facts(&a));
+    saver_hold(saver);
     for (int step = 1; step < 3; step++) { one_step(&a, c, rows, step); }
     saver_advance(&saver, a.step, true);
     comm_state = nullptr;
@@ -983,7 +1000,7 @@ static void test_counted_losses(const Config& c, const Options& o) {
         stream_sync(model.stream);
         return losses;
     };
-    gpt2_set_inputs(&model, batch.x.data(), batch.y.data(), B, T, ClassifierMode::LossOnly);
+    gpt2_feed(&model, batch.x.data(), batch.y.data(), B, T, ClassifierMode::LossOnly);
     gpt2_loss(&model, B, T, ClassifierMode::LossOnly, 0.0f, 1.0f, &model.state->loss, Accumulate::No);
     const std::vector<float> all = losses_of(N), logits = host_logits(&model, N);
     double size = 0.0;
@@ -996,8 +1013,7 @@ static void test_counted_losses(const Config& c, const Options& o) {
             places[count] = n;
             targets[count++] = batch.y[n];
         }
-        gpt2_set_inputs(&model, batch.x.data(), targets.data(), B, T, ClassifierMode::LossOnly,
-                        places.data());
+        gpt2_feed(&model, batch.x.data(), targets.data(), B, T, ClassifierMode::LossOnly, places.data());
         gpt2_forward(&model, B, T);
         gpt2_counted_losses(&model, N, count);
         const std::vector<float> got = losses_of(count);
@@ -1049,10 +1065,10 @@ static void test_invariance(const char* name, const Config& c) {
             Batch batch = random_batch(c, B, T, (uint32_t)step), other = random_batch(c, B, T, 77);
             for (GPT2* model : {&a, &b}) {
                 if (model == &b) {
-                    gpt2_set_inputs(model, other.x.data(), other.y.data(), B, T, ClassifierMode::LossOnly);
+                    gpt2_feed(model, other.x.data(), other.y.data(), B, T, ClassifierMode::LossOnly);
                     gpt2_loss(model, B, T, ClassifierMode::LossOnly, 0.0f, 1.0f, &model->state->loss,
                               Accumulate::No);
-                    gpt2_set_inputs(model, other.x.data(), nullptr, 1, T / 2, ClassifierMode::LossOnly);
+                    gpt2_feed(model, other.x.data(), nullptr, 1, T / 2, ClassifierMode::LossOnly);
                     gpt2_forward(model, 1, T / 2);
                     gpt2_logits(model, T / 2 - 1, 1);
                 }
@@ -1211,13 +1227,14 @@ static void test_writing(const char* name, const Config& c) {
     TEST(format("writing: %s", name).c_str()) {
         GPT2 model;
         start_model(&model, c, o, 2, T);
-        const Decoder& d = model.decoder;
+        Decoder d;
+        decoder_init(&d, &model);
         std::vector<std::vector<int>> texts(o.text_rows, prompt);
         std::vector<std::vector<float>> logits;         // of one of the texts
         int wrong = 0;
         for (int i = 0, position = T; i < count; i++, position++) {
-            if (position == T) { position = decoder_begin(&model, texts, 0, 5u << 24) - 1; }
-            decoder_step(&model, 0);
+            if (position == T) { position = decoder_begin(&d, texts, 0, 5u << 24) - 1; }
+            decoder_step(&d, 0);
             std::vector<floatX> raw((size_t)o.text_rows * c.V);
             copy_to_host(raw.data(), d.logits, raw.size() * sizeof(floatX), model.stream);
             stream_sync(model.stream);
@@ -1239,7 +1256,7 @@ static void test_writing(const char* name, const Config& c) {
         for (int i = 0; i < count; i++) {
             if ((int)context.size() > T) { context.erase(context.begin(), context.end() - T / 2); }
             const int n = (int)context.size();
-            gpt2_set_inputs(&model, context.data(), nullptr, 1, n, ClassifierMode::LossOnly);
+            gpt2_feed(&model, context.data(), nullptr, 1, n, ClassifierMode::LossOnly);
             gpt2_forward(&model, 1, n);
             gpt2_logits(&model, n - 1, 1);
             const std::vector<float> whole = host_logits(&model, 1);
@@ -1254,22 +1271,23 @@ static void test_writing(const char* name, const Config& c) {
         printf("logits off by %.1e; %d of %d likeliest tokens are others than a whole forward's\n", worst,
                other, count);
 
-        auto written = [&](GPT2* model, uint32_t first_id) {
-            std::vector<std::vector<int>> all(model->options.text_rows, prompt);
-            gpt2_write(model, prompt, count, -1, first_id, 5u << 24, [&](int row, int token) {
+        auto written = [&](uint32_t first_id) {
+            std::vector<std::vector<int>> all(d.rows, prompt);
+            decoder_write(&d, prompt, count, -1, first_id, 5u << 24, [&](int row, int token) {
                 all[row].push_back(token);
                 return true;
             });
             return all;
         };
-        CHECK(written(&model, 0) == texts, "written while the host waits now and then: other texts");
+        CHECK(written(0) == texts, "written while the host waits now and then: other texts");
         std::vector<char> params(model.layout.params_bytes);
         copy_to_host(params.data(), model.params, params.size(), model.stream);
         stream_sync(model.stream);
         one_step(&model, c, 2, 1);
-        written(&model, 0);
+        written(0);
         one_step(&model, c, 2, 2);
         const std::vector<float> disturbed = host_params(&model);
+        decoder_free(&d);
         gpt2_free(&model);
         o.text_rows = 0;
         start_model(&model, c, o, 2, T);
@@ -1280,10 +1298,12 @@ static void test_writing(const char* name, const Config& c) {
         o.text_rows = 1;
         o.trains = false;
         start_model(&model, c, o, 1, T);        // its weights had no master copies to be rounded from
+        decoder_init(&d, &model);
         copy_to_device(model.params, params.data(), params.size(), model.stream);
         for (int row = 0; row < (int)texts.size(); row++) {
-            CHECK(written(&model, (uint32_t)row)[0] == texts[row], "text %d alone is another", row);
+            CHECK(written((uint32_t)row)[0] == texts[row], "text %d alone is another", row);
         }
+        decoder_free(&d);
         gpt2_free(&model);
     }
 }
@@ -1458,8 +1478,7 @@ static void test_cuda_options(const Config& c) {
         Batch batch = random_batch(wide, rows, 1024, 3);
         auto losses_of = [&](int count) {
             std::vector<float> losses(count);
-            copy_to_host(losses.data(), act_views(model.acts, model.act_specs, 0).losses,
-                         count * sizeof(float), model.stream);
+            copy_to_host(losses.data(), gpt2_acts(&model, 0).losses, count * sizeof(float), model.stream);
             stream_sync(model.stream);
             return losses;
         };
@@ -1501,7 +1520,7 @@ static void check_slopes(GPT2* model, const std::string& what, const Batch& batc
                 for (size_t k = 0; k < s.elems; k++) { moved[k] += (float)(t * grads[i][l * s.elems + k]); }
                 gpt2_set_param(model, i, l, moved.data());
             }
-            gpt2_set_inputs(model, batch.x.data(), batch.y.data(), B, T, ClassifierMode::LossAndGrad);
+            gpt2_feed(model, batch.x.data(), batch.y.data(), B, T, ClassifierMode::LossAndGrad);
             gpt2_loss(model, B, T, ClassifierMode::LossAndGrad, weight, weight, &model->state->loss,
                       Accumulate::No);
             return (double)gpt2_read_state(model).loss;
@@ -1594,7 +1613,7 @@ static double logits_error(const Config& c, int B) {
     GPT2 model;
     start_model(&model, c, default_options(), B, c.maxT);
     Batch batch = random_batch(c, B, c.maxT, 0);
-    gpt2_set_inputs(&model, batch.x.data(), batch.y.data(), B, c.maxT, ClassifierMode::LossOnly);
+    gpt2_feed(&model, batch.x.data(), batch.y.data(), B, c.maxT, ClassifierMode::LossOnly);
     gpt2_loss(&model, B, c.maxT, ClassifierMode::LossOnly, 0.0f, 1.0f, &model.state->loss, Accumulate::No);
     const std::vector<float> logits = host_logits(&model, B * c.maxT), want = exact_logits(&model, batch.x);
     gpt2_free(&model);
@@ -1679,7 +1698,7 @@ static void test_variant(const Config& c, double dropout) {
         e.dropout = drops ? dropout : 0.0;
         GPT2 model;
         start_model(&model, c, e, B, T);
-        gpt2_set_inputs(&model, batch.x.data(), batch.y.data(), B, T, ClassifierMode::LossOnly);
+        gpt2_feed(&model, batch.x.data(), batch.y.data(), B, T, ClassifierMode::LossOnly);
         gpt2_loss(&model, B, T, ClassifierMode::LossOnly, 0.0f, 1.0f / (float)(B * T), &model.state->loss,
                   Accumulate::No);
         losses.push_back(gpt2_read_state(&model).loss);

@@ -41,6 +41,7 @@ l, and h for a head; bt is b*T+t.
 #include <algorithm>    // gives: std::min, std::stable_sort
 #include <set>          // gives: std::set
 #include <string>       // gives: std::string
+#include <type_traits>  // gives: std::decay_t
 #include <vector>       // gives: std::vector
 
 #include "llmc/check.h"              // gives: die, fopen_check, AtomicFile
@@ -3952,6 +3953,7 @@ static void sample_tokens(const SampleTokens<floatX, float>& a, Stream stream) {
 #endif  // GPT2_CPU
 
 // == 7 model ==
+// == 7 model ==
 struct Options {                // what a run may choose; fixed after gpt2_allocate
     bool trains = true;         // else forward only: there is memory for neither gradients nor AdamW
     int recompute;              // 0: save all activations; 1: recompute GELU in backward; 2: LayerNorms too
@@ -3969,7 +3971,7 @@ struct Options {                // what a run may choose; fixed after gpt2_alloc
     float loss_scale;           // FP16: where it starts; 0: kFirstLossScale
     float skip_loss, skip_norm; // skip updates by so many standard deviations (UpdatePolicy); 0: never
     uint64_t seed;
-    int text_rows = 0;          // texts that can be written at once; 0: none are
+    int text_rows = 0;          // texts that can be written at once; 0: none
     Sampling sampling = {};     // how their tokens are drawn
     Split split;                // of the job among ranks
     int lanes = 1;              // of this rank, each with as many of its micro-steps
@@ -3985,95 +3987,81 @@ struct DeviceState {
 // One batch on the device, or one staging slot in pinned memory; same layout in both
 struct Inputs {
     int *tokens, *targets;      // (B,T)
-    int* order;                 // (B,T) positions sorted by token, for the embedding's backward; in an
-                                // evaluation, those whose losses count
+    int* order;                 // (B,T) positions sorted by token, for the embedding's backward
+    int* counted;               // of an evaluation: the positions whose losses count; order's memory
     int4 *segments, *splits;
     size_t bytes;
 };
 
-// What writes texts, `rows` at once: each has its keys and values of the positions so far. All of it lies in
-// the memory of the activations, behind those of a forward over one row.
-struct Decoder {
-    int rows;
-    ActSpec act_specs[NUM_ACTS];        // of that forward
-    floatX *keys, *values;              // (L,rows,T,C)
-    void* residual;                     // (rows,C) the stream: floatX, or fp32
-    floatX *branches, *normalised;      // (2,rows,C) each: what the norms add; what they leave
-    floatX *qkv, *atty, *fch, *logits;  // (rows,3C) (rows,C) (rows,4C) (rows,V)
-    float *mean, *rstd;                 // (rows)
-    int *tokens, *positions;            // (rows)
-    uint64_t* draws;                    // (rows)
-    uint32_t* ids;                      // (rows)
-    size_t bytes;
-    Graph step;
-    static const int kAhead = kDeviceIsAsync ? 8 : 1;   // steps that the host may be ahead of the device
-    int* drawn;                         // (kAhead,rows) pinned: tokens of the last steps
-    Event ready[kAhead];
+struct Optimizer {
+    float* master;              // null where parameters are fp32 themselves, and at -w 0
+    float *m, *v;               // one array
+    char* muon_updates;         // Muon's alone, see MuonShare
+    char* muon_products;
+    ChunkRange* ranges;         // of all buckets
+};
+
+struct Grads {
+    char* data;                 // lane_buffers(lanes) times the arena; at ZeRO stage 2 of one micro-step
+    float* shards;              // ZeRO stage 2: lane_buffers() times this rank's shards
+    int lane;                   // of this rank: the last micro-step's
+};
+
+struct Activations {
+    ActSpec specs[NUM_ACTS];
+    char* data;                 // see GPT2_ACTS; between steps texts are written in this memory
+    size_t bytes, text_bytes;   // of data; of these, what only texts need
+    float* scratch;             // one op at a time uses it: the largest need of any op
+    void* workspace;            // cuBLASLt's
+};
+
+struct Feed {
+    Inputs inputs;                      // on the device
+    TokenBuckets buckets;               // of the batch in `inputs`; pointers on the device
+    static const int kSlots = 2;        // staging slots: the host may run this many micro-steps ahead
+    Inputs staging[kSlots];
+    Event staged[kSlots];               // the slot's last copy has left it
+    int64_t count;                      // batches so far
+};
+
+// What goes between ranks. Where there is one rank, only the records are used.
+struct BucketExchange {
+    Event complete;             // the backward has computed its gradients
+    Event arrived;              // those of all ranks are here
+    Event summed;
+    Event updated, gathered;    // its parameters: this rank's shard; all of them
+    int slot;                   // of `received`: where the ranks' gradients come to
+};
+struct Exchange {
+    Stream stream;
+    std::vector<BucketExchange> buckets;
+    Event begins, ends;         // of an exchange that the model's stream waits for at once
+    char* received;             // gradients of other ranks
+    uint32_t next_slot;         // counts: two slots take turns, and the embedding has a third
+    int bucket_in_flight;       // that is being exchanged; -1: none
+    char* records;              // (world,record_bytes) what the ranks tell each other about a step
+    size_t record_bytes, losses_at;     // a record: sums of squares of the rank's chunks, its lanes' losses
 };
 
 struct GPT2 {
     Config config;
     Options options;
-    int T;                      // what the activations are allocated for; a forward may use less
+    int B, T;                   // the largest batch; a pass may be over less
     ParamSpec param_specs[NUM_PARAMS];
-    ActSpec act_specs[NUM_ACTS];
     Layout layout;
-
     char* params;               // see GPT2_PARAMS
-    // What is the training's alone, from here to `records`, is null in a model that is not trained.
-    float *master, *m, *v;      // master: null, too, when the parameters are fp32 themselves or -w 0
-    char* muon_updates;         // Muon's alone, see MuonShare
-    char* muon_products;
-    char* grads;                // lane_buffers(lanes) times the arena; at ZeRO stage 2 of one micro-step
-    float* grad_shards;         // ZeRO stage 2: lane_buffers() times this rank's shards
-    char* exchange;             // what other ranks sent of one bucket
-    char* records;              // (world,record_bytes) what the ranks tell each other about a step
-    size_t record_bytes, lanes_at;      // a record: sums of squares of the rank's chunks, its lanes' losses
-    char* acts;
-    float* scratch;             // one op at a time uses it: the largest need of any op
-    void* workspace;            // cuBLASLt's
+    Optimizer opt;              // null, like grads, in a model that is not trained
+    Grads grads;
+    Activations acts;
+    Feed feed;
+    Exchange exchange;
     DeviceState* state;
-    ChunkRange* ranges;         // of all buckets
-    char* inputs_memory;
-    Inputs inputs;
-
     Stream stream;
-    static const int kSlots = 2;        // staging slots: the host may run this many micro-steps ahead
-    char* staging_memory[kSlots];
-    Inputs staging[kSlots];
-    Event staged[kSlots];               // the slot's last copy has left it
-    int64_t micro_steps_staged;
-    TokenBuckets buckets;               // of the batch in `inputs`; pointers on the device
-    uint32_t step, micro;               // keys of stochastic rounding; micro: of the last micro-step
-    Event snapshot;                     // a checkpoint's copies have been taken
-    bool snapshot_under_way;            // the next update waits for them
-    int lane, micro_steps;              // of this rank: the last micro-step's lane; how many make a step
-    Decoder decoder;                    // where options.text_rows > 0
-
-    // Section 7; where there is one rank, none of these is used.
-    Stream comm_stream;
-    std::vector<Event> complete;        // of a bucket's gradients: the backward has computed them
-    std::vector<Event> arrived;         // those of all ranks are here
-    std::vector<Event> summed;
-    std::vector<Event> updated, gathered;       // of its parameters: this rank's shard; all of them
-    Event exchange_begins, exchange_ends;       // of what the stream waits for at once
-    std::vector<int> slot;              // of the exchange memory: where the ranks' data of a bucket come to
-    uint32_t next_slot;                 // counts: two slots take turns, and the embedding has a third
-    int bucket_in_flight;               // that is being exchanged; -1: none
+    uint32_t step, micro;       // keys of stochastic rounding and dropout; micro: of the last micro-step
+    int micro_steps;            // a step's, of this rank
 };
 
-// The `tensor` of a RoundKey; elements count through all buckets (Bucket::first).
-constexpr uint32_t kRoundParams = NUM_PARAMS, kRoundGrads = NUM_PARAMS + 1, kRoundGradSums = NUM_PARAMS + 2;
-
-static size_t gpt2_num_parameters(const ParamSpec* specs, bool decays) {
-    size_t count = 0;
-    for (int i = 0; i < NUM_PARAMS; i++) {
-        if ((specs[i].kind == Kind::Matrix) == decays) {
-            count += (size_t)specs[i].copies * specs[i].live_rows * specs[i].cols;
-        }
-    }
-    return count;
-}
+static size_t decoder_bytes(const Config& c, int T, int rows);     // section 9; of the activations' memory
 
 static Inputs inputs_layout(char* base, int B, int T) {
     const size_t N = (size_t)B * T;
@@ -4084,47 +4072,11 @@ static Inputs inputs_layout(char* base, int B, int T) {
     Inputs in;
     in.tokens = (int*)at;
     in.targets = (int*)(at + ids);
-    in.order = (int*)(at + 2 * ids);
+    in.order = in.counted = (int*)(at + 2 * ids);
     in.segments = (int4*)(at + 3 * ids);
     in.splits = (int4*)(at + 3 * ids + segments);
     in.bytes = 3 * ids + segments + splits;
     return in;
-}
-
-static Decoder decoder_layout(char* base, const Config& c, int T, int rows) {
-    Decoder d = {};
-    const size_t C = c.C, n = rows, cache = (size_t)c.L * n * T * C;
-    d.rows = rows;
-    uintptr_t at = (uintptr_t)base + act_specs(d.act_specs, c, 1, T, 0, false);
-    auto take = [&](auto** p, size_t elems) {
-        *p = (decltype(*p + 0))at;
-        at += round_up(elems * sizeof(**p), kAlign);
-    };
-    take(&d.keys, cache);
-    take(&d.values, cache);
-    floatX* residual;
-    take(&residual, n * C * (has_fp32_residual(c) ? sizeof(float) / sizeof(floatX) : 1));
-    d.residual = residual;
-    take(&d.branches, 2 * n * C);
-    take(&d.normalised, 2 * n * C);
-    take(&d.qkv, n * 3 * C);
-    take(&d.atty, n * C);
-    take(&d.fch, n * 4 * C);
-    take(&d.logits, n * c.V);
-    take(&d.mean, n);
-    take(&d.rstd, n);
-    take(&d.tokens, n);
-    take(&d.positions, n);
-    take(&d.draws, n);
-    take(&d.ids, n);
-    d.bytes = rows > 0 ? at - (uintptr_t)base : 0;
-    return d;
-}
-
-// Activations; texts are written between steps, when nobody needs these.
-static size_t gpt2_act_bytes(ActSpec* specs, const Config& c, const Options& options, int B, int T) {
-    return std::max(act_specs(specs, c, B, T, options.recompute, options.trains, options.dropout > 0.0),
-                    decoder_layout(nullptr, c, T, options.text_rows).bytes);
 }
 
 static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B, int T,
@@ -4146,24 +4098,6 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
     return bytes;
 }
 
-// --grad-dtype bf16 leaves LayerNorms and biases in fp32: 0.1 % of the gradients, and sums over all tokens,
-// which have the most digits to lose.
-static Layout gpt2_layout(const ParamSpec* specs, const Config& c, const Options& options) {
-    return param_layout(specs, NUM_PARAMS, c.L, options.split, options.grads_bf16, options.muon);
-}
-
-// Where all ranks' data of a bucket come to: the embedding's into a place of its own, the others in turn into
-// one of two, so that one can be filled while the other is summed.
-static size_t exchange_bytes(const Layout& layout) {
-    return (layout.buckets[0].padded + 2 * layout.largest_but_first) * sizeof(float);
-}
-
-// A record's sums, and behind them its losses; all ranks' records have the same size.
-static size_t record_lanes_at(const Layout& layout) { return layout.shard_elems / kChunk * sizeof(double); }
-static size_t record_bytes(const Layout& layout, int lanes) {
-    return round_up(record_lanes_at(layout) + lanes * sizeof(float), kAlign);
-}
-
 // Muon works on `together` layers at a time, so that its memory stays below kMuonBytes if one layer's does.
 // Each rank orthogonalises the matrices of `each` of them, rank 0 those of the first. A buffer has room for
 // all their matrices (a bucket's padded elements a layer), for what the momentum gives and for what comes of
@@ -4183,82 +4117,92 @@ static MuonShare muon_share(const Layout& layout, const Config& c, const Split& 
             round_up(each * squares * sizeof(muonX), kAlign), each * chunks * sizeof(double)};
 }
 
-// The matrices of a layer, by their shape: what is multiplied in one call.
-struct MuonShape { int rows, cols; MuonPlaces places; };
-static std::vector<MuonShape> muon_shapes(const ParamSpec* specs, size_t stride, int layers) {
-    std::vector<MuonShape> shapes;
-    for (int i = 0; i < NUM_PARAMS; i++) {
-        for (int part = 0; part < specs[i].muon; part++) {
-            const int rows = (int)specs[i].rows / specs[i].muon, cols = (int)specs[i].cols;
-            auto same = [&](const MuonShape& s) {
-                return s.rows == rows && s.cols == cols && s.places.parts < kMuonParts;
-            };
-            auto it = std::find_if(shapes.begin(), shapes.end(), same);
-            if (it == shapes.end()) { it = shapes.insert(it, {rows, cols, {0, layers, {}, stride}}); }
-            it->places.at[it->places.parts++] = specs[i].offset + part * (specs[i].elems / specs[i].muon);
-        }
-    }
-    return shapes;
-}
+// ---- memory ----
+enum class Memory { Plain, Zeroed, Shared };    // Shared: other ranks' data come into it or go out; zeroed
 
-// What only training takes; 0: there is no such memory, and its pointer is null.
-struct TrainingBytes {
-    size_t master, m_and_v, muon_updates, muon_products, grads, grad_shards, exchange, records;
-};
-static TrainingBytes training_bytes(const Layout& layout, const Config& c, const Options& options) {
-    const Split& split = options.split;
+// Every array that a model has on the device: visit(name, pointer to it, bytes, Memory). The memory plan, the
+// allocation and the release each walk over this list. 0 bytes: the model lacks the array, which is null.
+template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
+    const Config& c = model->config;
+    const Options& o = model->options;
+    const Layout& layout = model->layout;
+    const bool shards_grads = o.split.zero == 2;
+    visit("parameters", &model->params, layout.params_bytes, Memory::Shared);
+    visit("activations", &model->acts.data, model->acts.bytes, Memory::Plain);
+    visit("scratch", &model->acts.scratch,
+          gpt2_scratch_bytes(c, o, model->B, model->T, model->param_specs), Memory::Plain);
+    visit("matmul workspace", &model->acts.workspace, gemm_workspace_bytes(), Memory::Plain);
+    visit("inputs", &model->feed.inputs.tokens, inputs_layout(nullptr, model->B, model->T).bytes,
+          Memory::Plain);
+    visit("state", &model->state, sizeof(DeviceState), Memory::Plain);
+    if (!o.trains) { return; }
+
     // at stage 2 all ranks' lanes are merged, unless each time of theirs is one part of the tree
-    const bool parts = split.zero == 2 && !options.nccl_order && !is_power_of_two(split.world);
-    const size_t buffers = (size_t)lane_buffers(options.lanes * (parts ? split.world : 1));
-    TrainingBytes b = {};
-    if (!options.trains) { return b; }
-    b.master = kLowPrecision && options.master ? layout.state_elems * sizeof(float) : 0;
-    b.m_and_v = (layout.state_elems + layout.v_elems) * sizeof(float);
-    if (options.muon) {
-        const MuonShare share = muon_share(layout, c, split);
-        b.muon_updates = share.elems * sizeof(muonX);
-        b.muon_products = 4 * share.place + share.sums;
-    }
-    b.grads = layout.grads_bytes * (split.zero == 2 ? 1 : buffers);
-    b.grad_shards = split.zero == 2 ? layout.shard_elems * sizeof(float) * buffers : 0;
-    b.exchange = split.world > 1 ? exchange_bytes(layout) : 0;
-    b.records = record_bytes(layout, options.lanes) * split.world;
-    return b;
+    const bool parts = shards_grads && !o.nccl_order && !is_power_of_two(o.split.world);
+    const size_t buffers = (size_t)lane_buffers(o.lanes * (parts ? o.split.world : 1));
+    visit("gradients", &model->grads.data, layout.grads_bytes * (shards_grads ? 1 : buffers), Memory::Shared);
+    visit("gradient shards", &model->grads.shards,
+          shards_grads ? layout.shard_elems * sizeof(float) * buffers : 0, Memory::Plain);
+    visit("records", &model->exchange.records, model->exchange.record_bytes * o.split.world, Memory::Shared);
+    // other ranks' data of a bucket: a place for the embedding's, and two for the others', so that one can be
+    // filled while the other is summed
+    visit("exchange", &model->exchange.received,
+          o.split.world > 1 ? (layout.buckets[0].padded + 2 * layout.largest_but_first) * sizeof(float) : 0,
+          Memory::Shared);
+
+    visit("master weights", &model->opt.master,
+          kLowPrecision && o.master ? layout.state_elems * sizeof(float) : 0, Memory::Zeroed);
+    visit(o.muon ? "m and AdamW's v" : "AdamW m and v", &model->opt.m,
+          (layout.state_elems + layout.v_elems) * sizeof(float), Memory::Zeroed);
+    visit("chunk ranges", &model->opt.ranges, layout.buckets.size() * sizeof(ChunkRange), Memory::Plain);
+    if (!o.muon) { return; }
+    const MuonShare share = muon_share(layout, c, o.split);
+    visit("Muon's updates", &model->opt.muon_updates, share.elems * sizeof(muonX), Memory::Shared);
+    visit("Muon's products", &model->opt.muon_products, 4 * share.place + share.sums, Memory::Plain);
 }
 
-// Every byte the run will take on the device, by name, before anything is allocated.
-constexpr const char* kTextMemory = "keys and values of texts";
+// What the model is, before anything is allocated.
+static void gpt2_describe(GPT2* model, const Config& config, const Options& options, int B, int T) {
+    *model = {};
+    model->config = config;
+    model->options = options;
+    model->B = B, model->T = T;
+    param_specs(model->param_specs, config);
+    // --grad-dtype bf16 leaves LayerNorms and biases in fp32: 0.1 % of the gradients, and sums over all
+    // tokens, which have the most digits to lose
+    model->layout = param_layout(model->param_specs, NUM_PARAMS, config.L, options.split, options.grads_bf16,
+                                 options.muon);
+    Activations& acts = model->acts;
+    const size_t passes = act_specs(acts.specs, config, B, T, options.recompute, options.trains,
+                                    options.dropout > 0.0);
+    acts.bytes = std::max(passes, decoder_bytes(config, T, options.text_rows));
+    acts.text_bytes = acts.bytes - passes;
+    Exchange& x = model->exchange;
+    x.losses_at = model->layout.shard_elems / kChunk * sizeof(double);
+    x.record_bytes = round_up(x.losses_at + options.lanes * sizeof(float), kAlign);
+}
 
+// Every byte that the run will take on the device, by name; of the activations, each tensor's.
+constexpr const char* kTextMemory = "keys and values of texts";
 static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& options, int B, int T) {
-    ParamSpec specs[NUM_PARAMS];
-    ActSpec acts[NUM_ACTS];
-    param_specs(specs, c);
-    size_t texts = gpt2_act_bytes(acts, c, options, B, T);      // what they need beyond the activations
-    texts -= act_specs(acts, c, B, T, options.recompute, options.trains, options.dropout > 0.0);
-    const Layout layout = gpt2_layout(specs, c, options);
+    GPT2 model;
+    gpt2_describe(&model, c, options, B, T);
     std::vector<MemoryItem> plan;
-    plan.push_back({"parameters", layout.params_bytes});
-    const TrainingBytes t = training_bytes(layout, c, options);
-    plan.insert(plan.end(), {{"master weights", t.master}, {"gradients", t.grads},
-                             {"gradient shards", t.grad_shards},
-                             {options.muon ? "m and AdamW's v" : "AdamW m and v", t.m_and_v},
-                             {"Muon's updates", t.muon_updates}, {"Muon's products", t.muon_products},
-                             {"exchange", t.exchange}, {"records", t.records}});
-    for (const ActSpec& a : acts) {
+    gpt2_arrays(&model, [&](const char* name, auto** at, size_t bytes, Memory) {
+        if ((void*)at != (void*)&model.acts.data) { plan.push_back({name, bytes}); }
+    });
+    for (const ActSpec& a : model.acts.specs) {
         plan.push_back({a.name, round_up(a.elems * a.elem_bytes, kAlign) * a.copies});
     }
-    plan.push_back({kTextMemory, texts});
-    plan.push_back({"scratch", gpt2_scratch_bytes(c, options, B, T, specs)});
-    plan.push_back({"matmul workspace", gemm_workspace_bytes()});
-    plan.push_back({"inputs", inputs_layout(nullptr, B, T).bytes});
+    plan.push_back({kTextMemory, model.acts.text_bytes});
 #ifdef GPT2_CPU
     // What a GPU's host keeps for itself is here in the same memory: staged inputs, both loaders' two
     // batches of tokens and targets (where nothing is trained there is one), and one tensor on its way from
     // or to a file, in fp32 and in its type.
     size_t largest = 0;
-    for (const ParamSpec& s : specs) { largest = std::max(largest, s.elems); }
+    for (const ParamSpec& s : model.param_specs) { largest = std::max(largest, s.elems); }
     const size_t batches = (options.trains ? 2 : 1) * 2 * 2 * sizeof(int) * (size_t)B * T;
-    plan.push_back({"host buffers", GPT2::kSlots * inputs_layout(nullptr, B, T).bytes + batches +
+    plan.push_back({"host buffers", Feed::kSlots * inputs_layout(nullptr, B, T).bytes + batches +
                                         largest * (sizeof(float) + sizeof(uint16_t))});
 #endif
     return plan;
@@ -4277,92 +4221,58 @@ static void gpt2_check_memory(const Config& c, const Options& options, int B, in
                  {B, T, keeps_batch, options.trains && options.recompute < 2});
 }
 
-static std::vector<std::vector<Event>*> gpt2_bucket_events(GPT2* model) {
-    return {&model->complete, &model->arrived, &model->summed, &model->updated, &model->gathered};
+// ---- allocation ----
+static void feed_init(Feed* feed, int B, int T) {
+    feed->inputs = inputs_layout((char*)feed->inputs.tokens, B, T);
+    for (int i = 0; i < Feed::kSlots; i++) {
+        feed->staging[i] = inputs_layout((char*)pinned_malloc(feed->inputs.bytes, "staging"), B, T);
+        feed->staged[i] = event_create();
+    }
 }
 
-// What the device holds before the first step, and what the host counts.
-static void gpt2_reset(GPT2* model, const TrainingBytes& training) {
-    const Layout& layout = model->layout;
-    const Options& options = model->options;
-    // The gaps between tensors take part in norm and AdamW: they are zero and stay zero.
-    device_zero(model->params, layout.params_bytes, model->stream);
-    if (model->master) { device_zero(model->master, training.master, model->stream); }
-    if (options.trains) {
-        device_zero(model->m, training.m_and_v, model->stream);
-        if (options.muon) { device_zero(model->muon_updates, training.muon_updates, model->stream); }
-        device_zero(model->grads, training.grads, model->stream);
-        device_zero(model->records, training.records, model->stream);
+static void exchange_init(Exchange* exchange, const Layout& layout) {
+    exchange->stream = stream_create_urgent();
+    exchange->begins = event_create();
+    exchange->ends = event_create();
+    exchange->bucket_in_flight = -1;
+    for (size_t b = 0; b < layout.buckets.size(); b++) {
+        exchange->buckets.push_back({event_create(), event_create(), event_create(), event_create(),
+                                     event_create(), 0});
     }
+}
+
+// What the optimizer and the ranks' records begin with.
+static void optimizer_init(GPT2* model) {
     DeviceState state = {};
-    const float first_scale = options.loss_scale > 0.0f ? options.loss_scale : kFirstLossScale;
+    const float first_scale = model->options.loss_scale > 0.0f ? model->options.loss_scale : kFirstLossScale;
     state.update.loss_scale = kFp16 ? first_scale : 1.0f;
     copy_to_device(model->state, &state, sizeof(state), model->stream);
+    stream_sync(model->stream);
+    if (!model->options.trains) { return; }
+    model->opt.v = model->opt.m + model->layout.state_elems;
     std::vector<ChunkRange> ranges;
-    for (const Bucket& b : layout.buckets) {
+    for (const Bucket& b : model->layout.buckets) {
         ranges.push_back({ceil_div(b.elems, kChunk), b.shard / kChunk, b.shards / kChunk});
     }
-    copy_to_device(model->ranges, ranges.data(), ranges.size() * sizeof(ChunkRange), model->stream);
+    copy_to_device(model->opt.ranges, ranges.data(), ranges.size() * sizeof(ChunkRange), model->stream);
     stream_sync(model->stream);
-    model->lane = 0;
-    model->slot.assign(layout.buckets.size(), 0);
-    model->next_slot = 0;
-    model->bucket_in_flight = -1;
-    model->micro_steps_staged = 0;
-    model->step = model->micro = 0;
-    model->snapshot_under_way = false;
-    model->buckets = TokenBuckets{};
 }
 
 static void gpt2_allocate(GPT2* model, const Config& config, const Options& options, int B, int T) {
-    model->config = config;
-    model->options = options;
-    model->T = T;
-    param_specs(model->param_specs, config);
-    const size_t act_bytes = gpt2_act_bytes(model->act_specs, config, options, B, T);
-    model->layout = gpt2_layout(model->param_specs, config, options);
-    const Layout& layout = model->layout;
-    const Split& split = options.split;
-    const TrainingBytes training = training_bytes(layout, config, options);
-    model->lanes_at = record_lanes_at(layout);
-    model->record_bytes = record_bytes(layout, options.lanes);
-
-    // What other ranks' data comes into or goes out of is memory that the ranks have in common.
-    auto common = [&](size_t bytes, const char* what) {
-        if (bytes == 0) { return (char*)nullptr; }
-        return (char*)(split.world > 1 ? device_comm_malloc(bytes, what) : device_malloc(bytes, what));
-    };
-    auto own = [&](size_t bytes, const char* what) {
-        return bytes == 0 ? nullptr : (float*)device_malloc(bytes, what);
-    };
+    gpt2_describe(model, config, options, B, T);
     model->stream = stream_create();
-    model->params = common(layout.params_bytes, "parameters");
-    model->master = own(training.master, "master weights");
-    model->m = own(training.m_and_v, "optimizer's m and v");
-    model->v = model->m ? model->m + layout.state_elems : nullptr;
-    model->muon_updates = common(training.muon_updates, "Muon's updates");
-    model->muon_products = (char*)own(training.muon_products, "Muon's products");
-    model->grads = common(training.grads, "gradients");
-    model->grad_shards = own(training.grad_shards, "gradient shards");
-    model->exchange = common(training.exchange, "exchange");
-    model->records = common(training.records, "records");
-    model->acts = (char*)device_malloc(act_bytes, "activations");
-    model->scratch = own(gpt2_scratch_bytes(config, options, B, T, model->param_specs), "scratch");
-    model->workspace = device_malloc(gemm_workspace_bytes(), "matmul workspace");
-    model->state = (DeviceState*)device_malloc(sizeof(DeviceState), "state");
-    model->ranges = (ChunkRange*)device_malloc(layout.buckets.size() * sizeof(ChunkRange), "chunk ranges");
-    model->inputs_memory = (char*)device_malloc(inputs_layout(nullptr, B, T).bytes, "inputs");
-    model->inputs = inputs_layout(model->inputs_memory, B, T);
-    for (int i = 0; i < GPT2::kSlots; i++) {
-        model->staging_memory[i] = (char*)pinned_malloc(inputs_layout(nullptr, B, T).bytes, "staging");
-        model->staging[i] = inputs_layout(model->staging_memory[i], B, T);
-        model->staged[i] = event_create();
-    }
-    Decoder& d = model->decoder;
-    d = decoder_layout(model->acts, config, T, options.text_rows);
-    d.drawn = (int*)pinned_malloc(Decoder::kAhead * d.rows * sizeof(int), "drawn tokens");
-    for (Event& e : d.ready) { e = event_create(); }
-    gemm_init(model->workspace, gemm_workspace_bytes(), options.tf32);
+    gpt2_arrays(model, [&](const char* name, auto** at, size_t bytes, Memory kind) {
+        if (bytes == 0) { return; }
+        const bool shared = kind == Memory::Shared && options.split.world > 1;
+        void* array = shared ? device_comm_malloc(bytes, name) : device_malloc(bytes, name);
+        *at = (std::decay_t<decltype(*at)>)array;
+        // Gaps between tensors take part in the norm and in AdamW: they are zero and stay zero.
+        if (kind != Memory::Plain) { device_zero(*at, bytes, model->stream); }
+    });
+    feed_init(&model->feed, B, T);
+    exchange_init(&model->exchange, model->layout);
+    optimizer_init(model);
+    gemm_init(model->acts.workspace, gemm_workspace_bytes(), options.tf32);
     select_kernels(options.kernels == Kernels::Portable, options.tf32);
     if (options.kernels == Kernels::Sm90 && !attention_uses_sm90(config.C / config.NH)) {
         die("--kernels sm90: no Hopper kernel serves head size %d here\n"
@@ -4370,238 +4280,36 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
             "takes what fits",
             config.C / config.NH);
     }
-
-    model->comm_stream = stream_create_urgent();
-    for (auto* events : gpt2_bucket_events(model)) {
-        events->clear();
-        for (size_t b = 0; b < layout.buckets.size(); b++) { events->push_back(event_create()); }
-    }
-    model->exchange_begins = event_create();
-    model->exchange_ends = event_create();
-    model->snapshot = event_create();
-    gpt2_reset(model, training);
 }
 
 static void gpt2_free(GPT2* model) {
     stream_sync(model->stream);
-    stream_sync(model->comm_stream);
-    for (void* p : {(void*)model->params, (void*)model->grads, (void*)model->records,
-                    (void*)model->exchange, (void*)model->muon_updates}) {
-        if (p && model->options.split.world > 1) { device_comm_free(p); }
-        else if (p) { device_free(p); }
-    }
-    for (float* p : {model->grad_shards, model->master, model->m, model->scratch,
-                     (float*)model->muon_products}) {
-        if (p) { device_free(p); }
-    }
-    graph_free(&model->decoder.step);
-    pinned_free(model->decoder.drawn);
-    for (Event e : model->decoder.ready) { event_destroy(e); }
-    device_free(model->acts);
-    device_free(model->workspace);
-    device_free(model->state);
-    device_free(model->ranges);
-    device_free(model->inputs_memory);
-    for (int i = 0; i < GPT2::kSlots; i++) {
-        pinned_free(model->staging_memory[i]);
-        event_destroy(model->staged[i]);
-    }
+    stream_sync(model->exchange.stream);
     gemm_free();
-    for (auto* events : gpt2_bucket_events(model)) {
-        for (Event e : *events) { event_destroy(e); }
+    for (int i = 0; i < Feed::kSlots; i++) {
+        pinned_free(model->feed.staging[i].tokens);
+        event_destroy(model->feed.staged[i]);
     }
-    event_destroy(model->exchange_begins);
-    event_destroy(model->exchange_ends);
-    event_destroy(model->snapshot);
-    stream_destroy(model->comm_stream);
+    for (const BucketExchange& b : model->exchange.buckets) {
+        for (Event e : {b.complete, b.arrived, b.summed, b.updated, b.gathered}) { event_destroy(e); }
+    }
+    event_destroy(model->exchange.begins);
+    event_destroy(model->exchange.ends);
+    gpt2_arrays(model, [&](const char*, auto** at, size_t, Memory kind) {
+        const bool shared = kind == Memory::Shared && model->options.split.world > 1;
+        if (*at && shared) { device_comm_free(*at); }
+        else if (*at) { device_free(*at); }
+    });
+    stream_destroy(model->exchange.stream);
     stream_destroy(model->stream);
 }
 
-// == 8 multi-GPU ==
-// One process a GPU ("rank"), all of which hold the same parameters and work on other rows. A step's batch is
-// a list of M micro-steps. It is cut into G lanes, contiguous and equally long: a lane's gradients are summed
-// in order, in place, by the rank that has it, and lanes are summed by a tree of pairs,
-//     ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)),
-// whoever holds them. Hence the bits of a run depend on -b, -t, -z and G, not on the number of ranks:
-//
-//     G = 8       1 rank                     2 ranks                      4 ranks
-//     backward    lanes 0 .. 7               0 .. 3 | 4 .. 7              0 1 | 2 3 | 4 5 | 6 7
-//     summed      as soon as a pair is       likewise; then each rank sends shard r of its sum to rank r,
-//                 complete: 4 buffers        which adds up what it got, in pairs, in the same tree
-//
-// Buckets (section 3) are exchanged one by one, by the GPU's copy engines, while the backward of earlier
-// layers goes on; a layer later they are summed. Rank r then has the sums of shard r of each bucket. ZeRO
-// stage 0 gathers the gradients, and all ranks update everything; at 1 and 2 each updates its shards, and the
-// parameters are gathered bucket by bucket, the embedding and the first layers first, while the next forward
-// waits only for what it needs.
-// At stage 2 every micro-step is a lane of its own and is exchanged at once; gradients of a layer live in one
-// of two places until then. Rank r takes micro-step j * world + r at time j, so that the ranks' micro-steps
-// of one time are one part of the tree, or, if their number is no power of two, a few parts.
-//
-// --reduction nccl sums in NCCL's order instead: the same bits for the same number of ranks only.
-
-// Key of the last micro-step's gradients.
-static RoundKey gpt2_grad_key(const GPT2* model) {
-    return RoundKey{model->options.seed, model->step, model->micro, kRoundGrads};
+// ---- parameters from the host, one copy of one tensor at a time, as fp32: at the start only ----
+static Params gpt2_params(const GPT2* model, int l) {
+    return param_views(model->params, model->param_specs, model->layout, l);
 }
 
-// Where the backward puts a gradient: the buffer of the lane that the micro-step belongs to.
-static Grad gpt2_grad(GPT2* model, ParamId id, int l, Accumulate acc) {
-    const ParamAddress at = param_address(model->param_specs, model->layout, id, l);
-    const Bucket& b = model->layout.buckets[at.bucket];
-    const bool bf16 = model->options.grads_bf16 && b.kind == Kind::Matrix;
-    const int buffer = model->options.split.zero == 2 ? 0 : lane_buffer(model->lane);
-    char* data = model->grads + buffer * model->layout.grads_bytes + b.grads + at.offset * (bf16 ? 2 : 4);
-    return Grad{(float*)data, acc, bf16, gpt2_grad_key(model), b.first + at.offset};
-}
-
-// Where the sums of all micro-steps and ranks stand at the end of a step: shard `rank` of a bucket's, at ZeRO
-// stage 0 all of it.
-static StoredGrads gpt2_summed_grads(const GPT2* model, int bucket) {
-    const Options& o = model->options;
-    const Split& split = o.split;
-    const Bucket& b = model->layout.buckets[bucket];
-    if (split.zero == 2) { return {.data = model->grad_shards + b.shards}; }
-    const bool bf16 = o.grads_bf16 && b.kind == Kind::Matrix;
-    const size_t from = split.zero == 0 ? 0 : split.rank * b.shard;
-    RoundKey key = gpt2_grad_key(model);
-    if (split.world > 1) {      // summed and rounded once more, by the last micro-step of the job's list
-        key.micro = (uint32_t)(split.world * model->micro_steps - 1);
-        key.tensor = kRoundGradSums;
-    }
-    return {model->grads + b.grads + from * (bf16 ? 2 : 4), bf16, key, b.first + from};
-}
-
-// Adds this rank's finished lane to those that it completes a pair with: n elements of every buffer, from
-// `offset` bytes on. Where there are several lanes a rank, gradients are fp32.
-static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n) {
-    const int top = lane_buffer(model->lane), merges = lane_merges(model->lane, model->options.lanes);
-    if (merges == 0) { return; }
-    auto buffer = [&](int k) { return (float*)(model->grads + k * model->layout.grads_bytes + offset); };
-    LaneSum<floatX, float> a = {};
-    a.out = {buffer(top - merges), Accumulate::No};
-    a.num_chain = merges;
-    for (int k = 0; k < merges; k++) { a.chain[k] = buffer(top - merges + k); }
-    a.pieces = {.data = buffer(top)};
-    a.num_pieces = 1;
-    a.n = n;
-    lane_sum(a, model->stream);
-}
-
-static char* gpt2_exchange_slot(const GPT2* model, int slot) {
-    return model->exchange + slot * model->layout.largest_but_first * sizeof(float);
-}
-
-// What came from all ranks is summed, on the stream of the backward: on one beside it, its kernels and these
-// wait for each other's SMs (dev/bench/NOTES.md).
-static void gpt2_sum_bucket(GPT2* model, int bucket) {
-    const Options& o = model->options;
-    const Split& split = o.split;
-    const Bucket& b = model->layout.buckets[bucket];
-    const bool bf16 = o.grads_bf16 && b.kind == Kind::Matrix;
-    const size_t bytes = b.shard * (bf16 ? 2 : 4), first = b.first + split.rank * b.shard;
-    char* mine = model->grads + b.grads + split.rank * bytes;           // this rank's shard
-    stream_wait(model->stream, model->arrived[bucket]);
-    if (o.nccl_order && split.zero < 2) { return; }                     // NCCL has summed it
-
-    LaneSum<floatX, float> a = {};
-    a.n = b.shard;
-    auto shards = [&](int k) { return model->grad_shards + k * model->layout.shard_elems + b.shards; };
-    if (o.nccl_order) {                                                 // stage 2: a running sum
-        a.pieces = {.data = mine};
-        a.num_pieces = 1;
-        a.num_chain = model->micro >= (uint32_t)split.world;
-        a.out = {shards(0), Accumulate::No};
-        a.chain[0] = shards(0);
-        lane_sum(a, model->stream);
-        return;
-    }
-    RoundKey key = gpt2_grad_key(model);                                // of rank 0's micro-step
-    key.micro = (uint32_t)(split.zero == 2 ? model->micro - split.rank : model->micro_steps - 1);
-    const int lane = (int)key.micro, lanes = o.lanes * split.world;     // at stage 2
-    a.piece_micros = split.zero == 2 ? 1 : (uint32_t)model->micro_steps;
-    for (int r = 0; r < split.world; r += a.num_pieces) {
-        a.num_pieces = split.zero == 2 ? lane_part(lane + r, split.world - r) : split.world;
-        a.pieces = {gpt2_exchange_slot(model, model->slot[bucket]) + r * bytes, bf16, key, first};
-        a.pieces.key.micro += (uint32_t)r;
-        a.out = {(float*)mine, Accumulate::No, bf16, gpt2_summed_grads(model, bucket).key, first};
-        if (split.zero == 2) {
-            a.num_chain = lane_merges(lane + r + a.num_pieces - 1, lanes) - __builtin_ctz(a.num_pieces);
-            const int bottom = lane_buffer(lane + r) - a.num_chain;
-            for (int k = 0; k < a.num_chain; k++) { a.chain[k] = shards(bottom + k); }
-            a.out = {shards(bottom), Accumulate::No};
-        }
-        lane_sum(a, model->stream);
-    }
-    if (split.zero == 0) {
-        event_record(model->summed[bucket], model->stream);
-        stream_wait(model->comm_stream, model->summed[bucket]);
-        device_all_gather(model->grads + b.grads, bytes, model->comm_stream);
-    }
-}
-
-// The backward has computed this micro-step's gradients of a bucket: they go out, and those of the bucket
-// before, which have come in the meantime, are summed. bucket -1: there is nothing more to come.
-static void gpt2_bucket_complete(GPT2* model, int bucket, bool is_last) {
-    const Options& o = model->options;
-    const Split& split = o.split;
-    if (split.world == 1 || (split.zero < 2 && !is_last)) { return; }
-    const int before = model->bucket_in_flight;
-    model->bucket_in_flight = bucket;
-    if (bucket >= 0) {
-        const Bucket& b = model->layout.buckets[bucket];
-        const bool bf16 = o.grads_bf16 && b.kind == Kind::Matrix;
-        char* grads = model->grads + b.grads;
-        if (split.zero < 2) { gpt2_merge_lanes(model, b.grads, b.padded); }
-        event_record(model->complete[bucket], model->stream);   // so is the sum of what stood in its place
-        stream_wait(model->comm_stream, model->complete[bucket]);
-        if (!o.nccl_order) {
-            model->slot[bucket] = bucket == 0 ? 2 : model->next_slot++ % 2;
-            device_all_to_all(gpt2_exchange_slot(model, model->slot[bucket]), grads,
-                              b.shard * (bf16 ? 2 : 4), model->comm_stream);
-        } else if (split.zero == 0) {
-            device_all_reduce((float*)grads, b.padded, model->comm_stream);
-        } else {
-            device_reduce_scatter((float*)grads, b.shard, model->comm_stream);
-        }
-        event_record(model->arrived[bucket], model->comm_stream);
-    }
-    if (before >= 0) { gpt2_sum_bucket(model, before); }
-}
-
-// Data between the ranks that what follows on the stream waits for.
-template <class Exchange> static void gpt2_exchange_now(GPT2* model, Exchange exchange) {
-    if (model->options.split.world == 1) { return; }
-    event_record(model->exchange_begins, model->stream);
-    stream_wait(model->comm_stream, model->exchange_begins);
-    exchange(model->comm_stream);
-    event_record(model->exchange_ends, model->comm_stream);
-    stream_wait(model->stream, model->exchange_ends);
-}
-
-// Parameters of `count` buckets from `first` on, of which this rank has updated its shards, go round, while
-// the next forward runs.
-static void gpt2_gather_params(GPT2* model, int first, int count, size_t elem_bytes) {
-    const Split& split = model->options.split;
-    if (split.world == 1 || split.zero == 0) { return; }
-    event_record(model->updated[first], model->stream);
-    stream_wait(model->comm_stream, model->updated[first]);
-    for (int bucket = first; bucket < first + count; bucket++) {
-        const Bucket& b = model->layout.buckets[bucket];
-        device_all_gather(model->params + b.params, b.shard * elem_bytes, model->comm_stream);
-        event_record(model->gathered[bucket], model->comm_stream);
-    }
-}
-
-// What follows on the stream reads parameters of this bucket, which may still be on their way from other
-// ranks.
-static void gpt2_await_params(GPT2* model, int bucket) {
-    const Split& split = model->options.split;
-    if (split.world > 1 && split.zero >= 1) { stream_wait(model->stream, model->gathered[bucket]); }
-}
-
-// == 9 a step ==
-// ---- parameters from and to the host, one copy of one tensor at a time, as fp32: at start and end only ----
+static Acts gpt2_acts(const GPT2* model, int l) { return act_views(model->acts.data, model->acts.specs, l); }
 
 // Elements [begin, end) of a tensor's copy are those that this rank has in master weights, m and v, and where
 // the first of them stands in each.
@@ -4610,16 +4318,15 @@ struct HeldPart { size_t begin, end; Held in[3]; };
 static HeldPart gpt2_held_part(const GPT2* model, int i, int l) {
     const ParamAddress address = param_address(model->param_specs, model->layout, i, l);
     const Bucket& b = model->layout.buckets[address.bucket];
-    const Split& split = model->options.split;
-    const size_t elems = model->param_specs[i].elems;
-    const size_t start = split.zero == 0 ? 0 : split.rank * b.shard;    // of what is held, in the bucket
-    const size_t from = std::max(address.offset, start);
-    const size_t to = std::min(address.offset + elems, split.zero == 0 ? b.padded : start + b.shard);
+    const size_t from = std::max(address.offset, b.held_at);
+    const size_t to = std::min(address.offset + model->param_specs[i].elems, b.held_at + b.held);
     if (from >= to) { return {}; }
-    auto at = [&](float* arena, size_t bucket) { return arena ? arena + bucket + from - start : nullptr; };
+    auto at = [&](float* arena, size_t bucket) {
+        return arena ? arena + bucket + from - b.held_at : nullptr;
+    };
     return {from - address.offset, to - address.offset,
-            {{"master", at(model->master, b.state)}, {"m", at(model->m, b.state)},
-             {"v", b.muon ? nullptr : at(model->v, b.v)}}};
+            {{"master", at(model->opt.master, b.state)}, {"m", at(model->opt.m, b.state)},
+             {"v", b.muon ? nullptr : at(model->opt.v, b.v)}}};
 }
 
 static char* gpt2_param_data(const GPT2* model, int i, int l) {
@@ -4643,39 +4350,6 @@ static void gpt2_set_param(GPT2* model, int i, int l, const float* values /*(ele
         copy_to_device(part.in[0].memory, values + part.begin, (part.end - part.begin) * sizeof(float),
                        model->stream);
     }
-    stream_sync(model->stream);
-}
-
-// All of a tensor's master weights, on the device, until the next call. Where they are shared out (ZeRO stage
-// 1 or 2) all ranks must ask at the same time.
-static const float* gpt2_whole_master(GPT2* model, int i, int l) {
-    const ParamAddress at = param_address(model->param_specs, model->layout, i, l);
-    const Bucket& b = model->layout.buckets[at.bucket];
-    const Split& split = model->options.split;
-    if (split.zero == 0) { return model->master + b.state + at.offset; }
-    float* all = (float*)model->exchange;
-    copy_on_device(all + split.rank * b.shard, model->master + b.state, b.shard * sizeof(float),
-                   model->stream);
-    device_all_gather(all, b.shard * sizeof(float), model->stream);
-    return all + at.offset;
-}
-
-// from_master: as gpt2_whole_master, for all ranks at the same time.
-[[maybe_unused]] static void gpt2_get_param(GPT2* model, int i, int l, float* values /*(elems)*/,
-                                            bool from_master) {
-    const ParamSpec& s = model->param_specs[i];
-    const void* device = gpt2_param_data(model, i, l);
-    gpt2_await_params(model, param_address(model->param_specs, model->layout, i, l).bucket);
-    if (from_master && model->master) {
-        device = gpt2_whole_master(model, i, l);
-    } else if (s.elem_bytes != sizeof(float)) {
-        std::vector<floatX> raw(s.elems);
-        copy_to_host(raw.data(), device, s.elems * s.elem_bytes, model->stream);
-        stream_sync(model->stream);
-        for (size_t k = 0; k < s.elems; k++) { values[k] = (float)raw[k]; }
-        return;
-    }
-    copy_to_host(values, device, s.elems * sizeof(float), model->stream);
     stream_sync(model->stream);
 }
 
@@ -4707,53 +4381,151 @@ static void gpt2_init_random(GPT2* model, uint64_t seed) {
     }
 }
 
-// ---- one micro-step: inputs, forward, loss, backward ----
+// ---- where gradients stand ----
+// The `tensor` of a RoundKey; elements count through all buckets (Bucket::first).
+constexpr uint32_t kRoundParams = NUM_PARAMS, kRoundGrads = NUM_PARAMS + 1, kRoundGradSums = NUM_PARAMS + 2;
+
+// Key of the last micro-step's gradients.
+static RoundKey gpt2_grad_key(const GPT2* model) {
+    return RoundKey{model->options.seed, model->step, model->micro, kRoundGrads};
+}
+
+// Where the backward puts a gradient: the buffer of the lane that the micro-step belongs to.
+static Grad gpt2_grad(GPT2* model, ParamId id, int l, Accumulate acc) {
+    const ParamAddress at = param_address(model->param_specs, model->layout, id, l);
+    const Bucket& b = model->layout.buckets[at.bucket];
+    const int buffer = model->options.split.zero == 2 ? 0 : lane_buffer(model->grads.lane);
+    char* data = model->grads.data + buffer * model->layout.grads_bytes + b.grads + at.offset * b.grad_bytes;
+    return Grad{(float*)data, acc, b.grads_bf16, gpt2_grad_key(model), b.first + at.offset};
+}
+
+// Where the sums of all micro-steps and ranks stand at the end of a step: of a bucket what this rank holds.
+static StoredGrads gpt2_summed_grads(const GPT2* model, int bucket) {
+    const Split& split = model->options.split;
+    const Bucket& b = model->layout.buckets[bucket];
+    if (split.zero == 2) { return {.data = model->grads.shards + b.shards}; }
+    RoundKey key = gpt2_grad_key(model);
+    if (split.world > 1) {      // summed and rounded once more, by the last micro-step of the job's list
+        key.micro = (uint32_t)(split.world * model->micro_steps - 1);
+        key.tensor = kRoundGradSums;
+    }
+    return {model->grads.data + b.grads + b.held_at * b.grad_bytes, b.grads_bf16, key, b.first + b.held_at};
+}
+
+// == 8 a step ==
+// train_step and gpt2_micro_step, then what they call, in this order:
+static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B, int T, ClassifierMode mode,
+                      const int* counted = nullptr);
+static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float dloss, float weight, float* mean,
+                      Accumulate acc);                                          // calls gpt2_forward
+static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_last);
+static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n);             // the exchange: all of these
+static void gpt2_bucket_complete(GPT2* model, int bucket, bool is_last);
+static void gpt2_await_params(GPT2* model, int bucket);
+static void check_ranks(GPT2* model, int64_t step);
+static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, double eps, float max_norm,
+                        double muon_lr = 0.0);
+
+static int rank_micro_steps() { return (int)(run.total_batch / ((int64_t)run.B * run.T * comm.world)); }
+
+static void next_batch(DataLoader* loader, int64_t step) {
+    DiskWait disk(step);
+    dataloader_next(loader);
+}
+
+// One of this rank's micro-steps, number `micro` of `micro_steps`: gradients of the mean loss over the total
+// batch.
+static void gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, int B, int T, int micro,
+                            int micro_steps) {
+    const Options& o = model->options;
+    const Split& split = o.split;
+    const int per_lane = micro_steps / o.lanes;
+    const bool begins_lane = micro % per_lane == 0, ends_lane = micro % per_lane == per_lane - 1;
+    const bool is_last = micro == micro_steps - 1;
+    const float weight = (float)(1.0 / ((double)B * T * micro_steps * split.world));
+    Exchange& exchange = model->exchange;
+    int& lane = model->grads.lane;
+    lane = micro / per_lane;
+    model->micro_steps = micro_steps;
+    // its number in the job's list
+    model->micro = (uint32_t)(split.zero == 2 ? micro * split.world + split.rank
+                                              : split.rank * micro_steps + micro);
+    float* losses = (float*)(exchange.records + split.rank * exchange.record_bytes + exchange.losses_at);
+    const Accumulate add = begins_lane ? Accumulate::No : Accumulate::Yes;
+    gpt2_feed(model, tokens, targets, B, T, ClassifierMode::LossAndGrad);
+    gpt2_loss(model, B, T, ClassifierMode::LossAndGrad, weight, weight, losses + lane, add);
+    gpt2_backward(model, B, T, split.zero == 2 ? Accumulate::No : add, is_last);
+    const bool exchanged = split.world > 1 && (split.zero == 2 || is_last);
+    if (ends_lane && !exchanged) { gpt2_merge_lanes(model, 0, model->layout.elems); }
+    if (is_last) { lane = 0; }                  // the sums stand in buffer 0 now
+}
+
+// False: a signal came before the last micro-step. The gradients so far are dropped: no update, and the next
+// step would store its own over them.
+static bool train_step(GPT2* model, DataLoader* loader, const Saver& saver, double lr, double muon_lr) {
+    const int micro_steps = rank_micro_steps();
+    for (int micro = 0; micro < micro_steps; micro++) {
+        if (stop_agreed(model->step)) { return false; }
+        if (run.overfit) { dataloader_seek(loader, 0); }
+        next_batch(loader, model->step);
+        gpt2_micro_step(model, loader->inputs, loader->targets, run.B, run.T, micro, micro_steps);
+    }
+    saver_hold(saver);                          // a checkpoint's copies are taken before weights change
+    gpt2_update(model, lr, run.beta1, run.beta2, run.eps, (float)run.grad_clip, muon_lr);
+    if (run.check_ranks) { check_ranks(model, model->step); }
+    return true;
+}
+
+// ---- feed ----
+static void await_event(Event event) {          // on the host; the other ranks may be what is waited for
+    CommWait waiting;
+    event_wait(event);
+}
 
 // Copies a batch to the device, asynchronously, through one of two slots of pinned memory (the wait returns
-// at once until a slot is used again). Targets are null when text is generated; places go to `order`. For a
-// backward pass it also sorts the token positions for the embedding's gradient: a counting sort on the host,
-// 0.6 ms at B=64, while the device still works on the micro-step before.
-static void gpt2_set_inputs(GPT2* model, const int* tokens, const int* targets, int B, int T,
-                            ClassifierMode mode, const int* places = nullptr) {
+// at once until a slot is used again). Targets are null when text is generated; counted: an evaluation's. For
+// a backward pass it also sorts the token positions for the embedding's gradient: a counting sort on the
+// host, 0.6 ms at B=64, while the device still works on the micro-step before.
+static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B, int T, ClassifierMode mode,
+                      const int* counted) {
     const size_t N = (size_t)B * T;
-    const int slot = (int)(model->micro_steps_staged++ % GPT2::kSlots);
-    {
-        CommWait waiting;
-        event_wait(model->staged[slot]);
-    }
-    Inputs& host = model->staging[slot];
-    Inputs& device = model->inputs;
-    memcpy(host.tokens, tokens, N * sizeof(int));
-    copy_to_device(device.tokens, host.tokens, N * sizeof(int), model->stream);
-    if (targets) {
-        memcpy(host.targets, targets, N * sizeof(int));
-        copy_to_device(device.targets, host.targets, N * sizeof(int), model->stream);
-    }
-    if (places) {
-        memcpy(host.order, places, N * sizeof(int));
-        copy_to_device(device.order, host.order, N * sizeof(int), model->stream);
-    }
+    Feed& feed = model->feed;
+    const int slot = (int)(feed.count++ % Feed::kSlots);
+    const Inputs &host = feed.staging[slot], &device = feed.inputs;
+    await_event(feed.staged[slot]);
+    auto send = [&](auto* to, const auto* from, size_t n) {
+        copy_to_device(to, from, n * sizeof(*to), model->stream);
+    };
+    auto stage = [&](int* to, int* staged, const int* from) {
+        if (!from) { return; }
+        memcpy(staged, from, N * sizeof(int));
+        send(to, staged, N);
+    };
+    stage(device.tokens, host.tokens, tokens);
+    stage(device.targets, host.targets, targets);
+    stage(device.counted, host.counted, counted);
     if (mode == ClassifierMode::LossAndGrad) {
-        TokenBuckets host_buckets = {};
-        build_token_buckets(&host_buckets, host.order, host.segments, host.splits, tokens, (int)N,
+        TokenBuckets sorted = {};
+        build_token_buckets(&sorted, host.order, host.segments, host.splits, tokens, (int)N,
                             model->config.Vp);
-        copy_to_device(device.order, host.order, N * sizeof(int), model->stream);
-        copy_to_device(device.segments, host.segments, host_buckets.num_segments * sizeof(int4),
-                       model->stream);
-        copy_to_device(device.splits, host.splits, host_buckets.num_splits * sizeof(int4), model->stream);
-        model->buckets = {device.order, device.segments, device.splits, host_buckets.num_segments,
-                          host_buckets.num_splits};
+        send(device.order, host.order, N);
+        send(device.segments, host.segments, sorted.num_segments);
+        send(device.splits, host.splits, sorted.num_splits);
+        feed.buckets = {device.order, device.segments, device.splits, sorted.num_segments, sorted.num_splits};
     }
-    event_record(model->staged[slot], model->stream);
+    event_record(feed.staged[slot], model->stream);
 }
-
-static Params gpt2_params(const GPT2* model, int l) {
-    return param_views(model->params, model->param_specs, model->layout, l);
-}
-
-static Acts gpt2_acts(const GPT2* model, int l) { return act_views(model->acts, model->act_specs, l); }
 
 // ---- the residual stream ----
+// A pass, forward or backward, over (B,T).
+struct Pass {
+    GPT2* model;
+    const ActSpec* act_specs;           // the model's, or those of a forward over one row (section 9)
+    int B, T;
+    Params params(int l) const { return gpt2_params(model, l); }
+    Acts acts(int l) const { return act_views(model->acts.data, act_specs, l); }
+};
+
 // What stands in the stream between two additions, and the norms that read it:
 //     encoded      the embedding                           read by layer 0's norms
 //     residual2    x + attention(ln1(x))                   read by ln2; in sequential blocks only
@@ -4769,71 +4541,73 @@ struct ResidualPoint {
     NormOutput<floatX, float> y[2];
     float *mean, *rstd;                 // (B,T) both norms' are the same
 };
-static void point_read_by(ResidualPoint* x, const GPT2* model, int l, ParamId weight, ParamId bias,
+static void point_read_by(ResidualPoint* x, const Pass& pass, int l, ParamId weight, ParamId bias,
                           floatX* out) {
-    const Params p = gpt2_params(model, l);
+    const Params p = pass.params(l);
     auto param = [&](ParamId id) { return ((const float* const*)&p)[id]; };
-    const bool biased = model->config.norm == NormKind::Layer;
+    const bool biased = pass.model->config.norm == NormKind::Layer;
     x->weight[x->norms] = weight, x->bias[x->norms] = bias;
     x->y[x->norms++] = {out, param(weight), biased ? param(bias) : nullptr};
     x->layer = l;
 }
-static void point_read_by_layer(ResidualPoint* x, const GPT2* model, int l) {
-    const Acts a = gpt2_acts(model, l);
-    point_read_by(x, model, l, PARAM_ln1w, PARAM_ln1b, a.ln1);
-    if (model->config.block == Block::Parallel) {
-        point_read_by(x, model, l, PARAM_ln2w, PARAM_ln2b, a.ln2);
+static void point_read_by_layer(ResidualPoint* x, const Pass& pass, int l) {
+    const Acts a = pass.acts(l);
+    point_read_by(x, pass, l, PARAM_ln1w, PARAM_ln1b, a.ln1);
+    if (pass.model->config.block == Block::Parallel) {
+        point_read_by(x, pass, l, PARAM_ln2w, PARAM_ln2b, a.ln2);
     }
     x->mean = a.ln1_mean, x->rstd = a.ln1_rstd;
 }
-static ResidualPoint point_of_embedding(const GPT2* model) {
+static ResidualPoint point_of_embedding(const Pass& pass) {
     ResidualPoint x = {};
-    x.sum = gpt2_acts(model, 0).encoded;
-    point_read_by_layer(&x, model, 0);
+    x.sum = pass.acts(0).encoded;
+    point_read_by_layer(&x, pass, 0);
     return x;
 }
-static ResidualPoint point_after_attention(const GPT2* model, int l) {      // sequential blocks
-    const Acts a = gpt2_acts(model, l);
+static ResidualPoint point_after_attention(const Pass& pass, int l) {      // sequential blocks
+    const Acts a = pass.acts(l);
     ResidualPoint x = {};
     x.sum = a.residual2, x.branches = 1, x.branch[0] = Branch::Attention, x.added_layer = l;
-    point_read_by(&x, model, l, PARAM_ln2w, PARAM_ln2b, a.ln2);
+    point_read_by(&x, pass, l, PARAM_ln2w, PARAM_ln2b, a.ln2);
     x.mean = a.ln2_mean, x.rstd = a.ln2_rstd;
     return x;
 }
-static ResidualPoint point_after_layer(const GPT2* model, int l) {
-    const Acts a = gpt2_acts(model, l);
+static ResidualPoint point_after_layer(const Pass& pass, int l) {
+    const Config& c = pass.model->config;
+    const Acts a = pass.acts(l);
     ResidualPoint x = {};
     x.sum = a.residual3, x.added_layer = l;
-    if (model->config.block != Block::Sequential) { x.branch[x.branches++] = Branch::Attention; }
+    if (c.block != Block::Sequential) { x.branch[x.branches++] = Branch::Attention; }
     x.branch[x.branches++] = Branch::Mlp;
-    if (l + 1 < model->config.L) {
-        point_read_by_layer(&x, model, l + 1);
+    if (l + 1 < c.L) {
+        point_read_by_layer(&x, pass, l + 1);
     } else {
-        point_read_by(&x, model, 0, PARAM_lnfw, PARAM_lnfb, a.lnf);
+        point_read_by(&x, pass, 0, PARAM_lnfw, PARAM_lnfb, a.lnf);
         x.mean = a.lnf_mean, x.rstd = a.lnf_rstd;
     }
     return x;
 }
-static ResidualPoint point_before_layer(const GPT2* model, int l) {
-    return l == 0 ? point_of_embedding(model) : point_after_layer(model, l - 1);
+static ResidualPoint point_before_layer(const Pass& pass, int l) {
+    return l == 0 ? point_of_embedding(pass) : point_after_layer(pass, l - 1);
 }
 
-// What training drops of branch k of those that were added at a point; `rows` is that of a micro-step.
+// Dropout's mask for branch k of those that were added at a point; `rows` is that of a micro-step.
 static Dropout gpt2_dropout(const GPT2* model, const ResidualPoint& x, int k, int rows) {
-    const uint32_t place = x.branches == 0 ? 0 : 1 + 2 * (uint32_t)x.added_layer + (uint32_t)x.branch[k];
-    return dropout_of(model->options.dropout, {model->options.seed, model->step, place},
+    const uint32_t tensor = x.branches == 0 ? 0 : 1 + 2 * (uint32_t)x.added_layer + (uint32_t)x.branch[k];
+    return dropout_of(model->options.dropout, {model->options.seed, model->step, tensor},
                       (uint64_t)model->micro * (uint64_t)rows);
 }
 
-// What is kept of the probabilities of layer l's attention, whose places come behind those above. has_bits:
-// they are there already.
-static AttentionKeep gpt2_attention_keep(GPT2* model, int l, int B, int T, bool has_bits) {
-    const Config& c = model->config;
-    const uint32_t place = 1 + 2 * (uint32_t)c.L + (uint32_t)l;
-    const Dropout dropout = dropout_of(model->options.dropout, {model->options.seed, model->step, place},
-                                       (uint64_t)model->micro * (uint64_t)B * (uint64_t)c.NH * (uint64_t)T);
-    uint32_t* bits = gpt2_acts(model, l).att_keep;
-    if (!has_bits) { attention_dropout({bits, dropout, B, T, c.NH}, model->stream); }
+// Which probabilities of layer l's attention are kept; their key comes behind the branches' keys. has_bits:
+// they are in memory already.
+static AttentionKeep gpt2_attention_keep(const Pass& pass, int l, bool has_bits) {
+    const GPT2* model = pass.model;
+    const int B = pass.B, T = pass.T, NH = model->config.NH;
+    const uint32_t tensor = 1 + 2 * (uint32_t)model->config.L + (uint32_t)l;
+    const Dropout dropout = dropout_of(model->options.dropout, {model->options.seed, model->step, tensor},
+                                       (uint64_t)model->micro * (uint64_t)B * (uint64_t)NH * (uint64_t)T);
+    uint32_t* bits = pass.acts(l).att_keep;
+    if (!has_bits) { attention_dropout({bits, dropout, B, T, NH}, model->stream); }
     return {bits, dropout.scale};
 }
 
@@ -4850,35 +4624,39 @@ static NormForward<floatX, float> point_norms(const GPT2* model, const ResidualP
 }
 
 // ---- forward ----
-struct CachePart { int row, rows, count; };     // `rows` rows from `row` on get those of `count` positions
+// A forward over one row fills a decoder's cache: cache rows [row, row + rows) get the keys and values of the
+// first `count` positions.
+struct CacheFill {
+    const ActSpec* act_specs;
+    floatX *keys, *values;              // (L,all rows,T,C): of the first of these cache rows
+    size_t layer_stride;
+    int rows, count;
+};
 
-// What a forward over (B,T) has in common. A branch's last GEMM adds the stream before it to its output; with
-// dropout or a stream in fp32 the norm behind adds instead, and `waiting` holds what it adds: the branches'
-// outputs and, beside a stream in fp32, the embedding. Nobody else uses that memory before the backward.
-struct Forward {
-    GPT2* model;
-    int B, T;
-    const CachePart* cache;         // where the keys and values of the first positions go as well, or null
+// What a forward has in common. A branch's last GEMM adds the stream before it to its output; with dropout or
+// a stream in fp32 the norm behind adds instead, and `waiting` holds what it adds: the branches' outputs and,
+// beside a stream in fp32, the embedding. Nobody else uses that memory before the backward.
+struct Forward : Pass {
+    const CacheFill* cache;             // null: none is filled
     bool drops, adds_in_gemm;
-    floatX* waiting[2];             // (B,T,C)
+    floatX* waiting[2];                 // (B,T,C)
 };
 
 // out = attention(inp) + before, which may be null: (B,T,C) each
 static void gpt2_attention_forward(const Forward& f, int l, floatX* out, const floatX* before,
                                    const floatX* inp) {
-    GPT2* model = f.model;
-    const int B = f.B, T = f.T, N = B * T, C = model->config.C, NH = model->config.NH;
-    const Params p = gpt2_params(model, l);
-    const Acts a = gpt2_acts(model, l);
-    Stream stream = model->stream;
+    const int B = f.B, T = f.T, N = B * T, C = f.model->config.C, NH = f.model->config.NH;
+    const Params p = f.params(l);
+    const Acts a = f.acts(l);
+    Stream stream = f.model->stream;
     matmul_forward({a.qkv, inp, p.qkvw, p.qkvb, nullptr, nullptr, N, C, 3 * C}, stream);        // (B,T,3C)
     if (f.cache) {
-        const Decoder& d = model->decoder;
-        const size_t at = ((size_t)l * d.rows + f.cache->row) * model->T * C;
-        cache_store({d.keys + at, d.values + at, a.qkv, f.cache->rows, f.cache->count, model->T, C}, stream);
+        const size_t at = l * f.cache->layer_stride;
+        cache_store({f.cache->keys + at, f.cache->values + at, a.qkv, f.cache->rows, f.cache->count,
+                     f.model->T, C}, stream);
     }
     AttentionKeep keep = {};
-    if (f.drops) { keep = gpt2_attention_keep(model, l, B, T, false); }
+    if (f.drops) { keep = gpt2_attention_keep(f, l, false); }
     attention_forward({a.atty, a.att_lse, a.qkv, B, T, NH, C / NH, keep}, stream);              // (B,T,C)
     matmul_forward({out, a.atty, p.attprojw, p.attprojb, before, nullptr, N, C, C}, stream);    // (B,T,C)
 }
@@ -4887,8 +4665,8 @@ static void gpt2_attention_forward(const Forward& f, int l, floatX* out, const f
 static void gpt2_mlp_forward(const Forward& f, int l, floatX* out, const floatX* before, const floatX* inp) {
     const GPT2* model = f.model;
     const int N = f.B * f.T, C = model->config.C;
-    const Params p = gpt2_params(model, l);
-    const Acts a = gpt2_acts(model, l);
+    const Params p = f.params(l);
+    const Acts a = f.acts(l);
     Stream stream = model->stream;
     if (model->options.gelu_fusion >= 1 && model->options.recompute == 0) {
         matmul_forward({a.fch_gelu, inp, p.fcw, p.fcb, nullptr, a.fch, N, C, 4 * C}, stream);   // (B,T,4C)
@@ -4917,24 +4695,27 @@ static void gpt2_add_and_norm(const Forward& f, const ResidualPoint& x, const Re
     norm_forward(norm, f.model->stream);
 }
 
-// Activations of a forward over (B,T) from the inputs on the device, up to lnf. trains: with dropout.
-static void gpt2_forward(GPT2* model, int B, int T, const CachePart* cache = nullptr, bool trains = false) {
+// Activations of a forward over (B,T) from the inputs on the device, up to lnf; LossAndGrad: with dropout.
+static void gpt2_forward(GPT2* model, int B, int T, ClassifierMode mode = ClassifierMode::LossOnly,
+                         const CacheFill* cache = nullptr) {
     const Config& c = model->config;
-    const bool drops = trains && model->options.dropout > 0.0, apart = has_fp32_residual(c);
-    const Acts shared = gpt2_acts(model, 0);
-    const Forward f = {model, B, T, cache, drops, !drops && !apart, {shared.dnarrow, shared.dnarrow2}};
+    const bool drops = mode == ClassifierMode::LossAndGrad && model->options.dropout > 0.0;
+    const bool apart = has_fp32_residual(c);
+    Forward f = {{model, cache ? cache->act_specs : model->acts.specs, B, T}, cache, drops, !drops && !apart,
+                 {}};
+    f.waiting[0] = f.acts(0).dnarrow, f.waiting[1] = f.acts(0).dnarrow2;
     for (Kind kind : {Kind::Matrix, Kind::Bias, Kind::Norm}) {
         gpt2_await_params(model, model->layout.bucket_of(kind, Where::Global, 0));
     }
-    const Params p = gpt2_params(model, 0);
-    ResidualPoint x = point_of_embedding(model);
+    const Params p = f.params(0);
+    ResidualPoint x = point_of_embedding(f);
     floatX* embedding = apart ? f.waiting[0] : (floatX*)x.sum;
-    encoder_forward({embedding, model->inputs.tokens, p.wte, p.wpe, B, T, c.C}, model->stream);
+    encoder_forward({embedding, model->feed.inputs.tokens, p.wte, p.wpe, B, T, c.C}, model->stream);
     gpt2_add_and_norm(f, x, nullptr);                                           // ln1(x)
     for (int l = 0; l < c.L; l++) {
         gpt2_await_params(model, model->layout.bucket_of(Kind::Matrix, Where::Block, l));
-        const Acts a = gpt2_acts(model, l);
-        const ResidualPoint end = point_after_layer(model, l);
+        const Acts a = f.acts(l);
+        const ResidualPoint end = point_after_layer(f, l);
         // where the branches' outputs go, and what their GEMMs add
         floatX* att_out = f.adds_in_gemm ? (floatX*)a.residual2 : f.waiting[0];
         floatX* mlp_out = f.adds_in_gemm ? (floatX*)end.sum : f.waiting[c.block != Block::Sequential];
@@ -4942,7 +4723,7 @@ static void gpt2_forward(GPT2* model, int B, int T, const CachePart* cache = nul
         const floatX* before_mlp = f.adds_in_gemm ? att_out : nullptr;
         gpt2_attention_forward(f, l, att_out, before_att, a.ln1);               // x + attention(ln1(x))
         if (c.block == Block::Sequential) {
-            const ResidualPoint mid = point_after_attention(model, l);
+            const ResidualPoint mid = point_after_attention(f, l);
             gpt2_add_and_norm(f, mid, &x);                                      // ln2
             gpt2_mlp_forward(f, l, mlp_out, before_mlp, a.ln2);                 // + mlp(ln2(.))
             gpt2_add_and_norm(f, end, &mid);                                    // the next ln1, or lnf
@@ -4955,6 +4736,7 @@ static void gpt2_forward(GPT2* model, int B, int T, const CachePart* cache = nul
     }
 }
 
+// ---- loss ----
 // Logits of `rows` rows of lnf from row `first` on, into the start of the logits buffer: (rows, Vp).
 static void gpt2_logits(GPT2* model, int first, int rows) {
     const int C = model->config.C, Vp = model->config.Vp;
@@ -4972,10 +4754,10 @@ static void gpt2_counted_losses(GPT2* model, int N, int count) {
     const int rows = std::min(N, round_up(count, 256));
     const Acts a = gpt2_acts(model, 0);
     floatX* const counted = a.dnarrow;          // (rows,C), which nobody reads any more
-    gather_rows({counted, a.lnf, model->inputs.order, rows, c.C}, model->stream);
+    gather_rows({counted, a.lnf, model->feed.inputs.counted, rows, c.C}, model->stream);
     matmul_forward({a.logits, counted, gpt2_params(model, 0).wte, nullptr, nullptr, nullptr, rows, c.C, c.Vp},
                    model->stream);
-    classifier({a.logits, a.losses, model->inputs.targets, 0.0f, nullptr, count, c.V, c.Vp,
+    classifier({a.logits, a.losses, model->feed.inputs.targets, 0.0f, nullptr, count, c.V, c.Vp,
                 ClassifierMode::LossOnly}, model->stream);
 }
 
@@ -4987,19 +4769,18 @@ static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float dlos
     const int N = B * T;
     const Acts a = gpt2_acts(model, 0);
     const float* loss_scale = &model->state->update.loss_scale;
-    gpt2_forward(model, B, T, nullptr, mode == ClassifierMode::LossAndGrad);
+    gpt2_forward(model, B, T, mode);
     gpt2_logits(model, 0, N);
-    classifier({a.logits, a.losses, model->inputs.targets, dloss, loss_scale, N, c.V, c.Vp, mode},
+    classifier({a.logits, a.losses, model->feed.inputs.targets, dloss, loss_scale, N, c.V, c.Vp, mode},
                model->stream);
     loss_sum({mean, a.losses, weight, acc, N}, model->stream);
 }
 
+// ---- backward ----
 // What a backward pass has in common. The first micro-step stores gradients, later ones add: no memset.
 // is_last: of this rank's step; buckets then go to the other ranks as soon as they are complete.
-struct Backward {
-    GPT2* model;
+struct Backward : Pass {
     float* scratch;
-    int B, T;
     Accumulate acc;
     bool is_last;
     Grad grad(ParamId id, int l) const { return gpt2_grad(model, id, l, acc); }
@@ -5009,8 +4790,7 @@ struct Backward {
 // The last gradient of a layer, from dqkv in dwide.
 static void gpt2_layer_complete(const Backward& b, int l, const floatX* inp) {
     const int N = b.B * b.T, C = b.model->config.C;
-    const Acts a = gpt2_acts(b.model, l);
-    matmul_backward_weight({b.grad(PARAM_qkvw, l), b.scratch, a.dwide, inp, N, C, 3 * C}, b.stream());
+    matmul_backward_weight({b.grad(PARAM_qkvw, l), b.scratch, b.acts(l).dwide, inp, N, C, 3 * C}, b.stream());
     gpt2_bucket_complete(b.model, b.model->layout.bucket_of(Kind::Matrix, Where::Block, l), b.is_last);
 }
 
@@ -5019,16 +4799,16 @@ static void gpt2_layer_complete(const Backward& b, int l, const floatX* inp) {
 // also: another gradient of the input, added to dinp, or null. Layer 0's last gradient is gpt2_backward's.
 static void gpt2_attention_backward(const Backward& b, int l, floatX* dinp, const floatX* also,
                                     const floatX* dout, const floatX* inp) {
-    GPT2* model = b.model;
+    const GPT2* model = b.model;
     const int N = b.B * b.T, C = model->config.C, NH = model->config.NH;
-    const Params p = gpt2_params(model, l);
-    const Acts a = gpt2_acts(model, l);
+    const Params p = b.params(l);
+    const Acts a = b.acts(l);
     Stream stream = b.stream();
     matmul_backward_weight({b.grad(PARAM_attprojw, l), b.scratch, dout, a.atty, N, C, C}, stream);
     matmul_backward_input({a.dnarrow, dout, p.attprojw, nullptr, nullptr, N, C, C}, stream);    // (B,T,C)
     AttentionKeep keep = {};
     if (model->options.dropout > 0.0) {
-        keep = gpt2_attention_keep(model, l, b.B, b.T, model->options.recompute == 0);
+        keep = gpt2_attention_keep(b, l, model->options.recompute == 0);
     }
     attention_backward({a.dwide, b.scratch, a.dnarrow, a.atty, a.qkv, a.att_lse, b.B, b.T, NH, C / NH, keep},
                        stream);                                                                 // (B,T,3C)
@@ -5041,8 +4821,8 @@ static void gpt2_mlp_backward(const Backward& b, int l, floatX* dinp, const floa
                               const floatX* inp) {
     const Options& o = b.model->options;
     const int N = b.B * b.T, C = b.model->config.C;
-    const Params p = gpt2_params(b.model, l);
-    const Acts a = gpt2_acts(b.model, l);
+    const Params p = b.params(l);
+    const Acts a = b.acts(l);
     const bool gelu_in_gemm = o.gelu_fusion >= 2 && o.recompute == 0;
     Stream stream = b.stream();
     if (o.recompute >= 1) { gelu_forward({a.fch_gelu, a.fch, (size_t)N * 4 * C}, stream); }
@@ -5060,7 +4840,7 @@ static void gpt2_mlp_backward(const Backward& b, int l, floatX* dinp, const floa
 // dbranch. In passing it sums the columns of those: the gradients of the branches' last biases.
 static void gpt2_norms_backward(const Backward& b, const ResidualPoint& x, Accumulate acc) {
     const Config& c = b.model->config;
-    const Acts a = gpt2_acts(b.model, 0);
+    const Acts a = b.acts(0);
     const int N = b.B * b.T;
     const bool drops = b.model->options.dropout > 0.0;
     const floatX* const dout[2] = {a.dnarrow, a.dnarrow2};
@@ -5096,7 +4876,7 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_las
     const int N = B * T, C = c.C;
     const bool apart = o.dropout > 0.0 || has_fp32_residual(c);    // branches' gradients from the stream's
     Stream stream = model->stream;
-    Backward b = {model, model->scratch, B, T, acc, is_last};
+    Backward b = {{model, model->acts.specs, B, T}, model->acts.scratch, acc, is_last};
     auto recompute = [&](const ResidualPoint& x) {
         if (o.recompute >= 2) { norm_forward(point_norms(model, x, N), stream); }
     };
@@ -5104,8 +4884,8 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_las
         gpt2_bucket_complete(model, model->layout.bucket_of(kind, Where::Global, 0), is_last);
     };
 
-    const Params p = gpt2_params(model, 0);
-    const Acts shared = gpt2_acts(model, 0);                    // of which every layer has the same
+    const Params p = b.params(0);
+    const Acts shared = b.acts(0);                    // of which every layer has the same
     floatX *const dln1 = shared.dnarrow, *const dln2 = shared.dnarrow2;
     floatX* const dresidual = (floatX*)shared.dresidual;
     floatX* const dbranch = apart ? shared.dbranch : dresidual;
@@ -5117,12 +4897,12 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_las
     if (o.grads_bf16) { b.scratch += wte_elems; }
     matmul_backward_weight({dwte, b.scratch, shared.logits, shared.lnf, N, C, c.Vp}, stream);
     matmul_backward_input({shared.dnarrow, shared.logits, p.wte, nullptr, nullptr, N, C, c.Vp}, stream);
-    gpt2_norms_backward(b, point_after_layer(model, c.L - 1), Accumulate::No);                  // lnf
+    gpt2_norms_backward(b, point_after_layer(b, c.L - 1), Accumulate::No);                  // lnf
     for (int l = c.L - 1; l >= 0; l--) {
-        const Acts a = gpt2_acts(model, l);
-        const ResidualPoint x = point_before_layer(model, l);
+        const Acts a = b.acts(l);
+        const ResidualPoint x = point_before_layer(b, l);
         if (c.block == Block::Sequential) {
-            const ResidualPoint mid = point_after_attention(model, l);
+            const ResidualPoint mid = point_after_attention(b, l);
             recompute(mid);
             gpt2_mlp_backward(b, l, dln1, dbranch, a.ln2);
             gpt2_norms_backward(b, mid, Accumulate::Yes);                                       // ln2
@@ -5142,7 +4922,7 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_las
     complete(Kind::Norm);
     complete(Kind::Bias);
     dwte.acc = Accumulate::Yes;
-    encoder_backward({dwte, b.grad(PARAM_wpe, 0), b.scratch, dbranch, model->buckets, B, T, c.maxT, C},
+    encoder_backward({dwte, b.grad(PARAM_wpe, 0), b.scratch, dbranch, model->feed.buckets, B, T, c.maxT, C},
                      stream);
     if (o.grads_bf16) { grad_accumulate({b.grad(PARAM_wte, 0), dwte.data, wte_elems}, stream); }
     complete(Kind::Matrix);
@@ -5150,63 +4930,230 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_las
     gpt2_bucket_complete(model, -1, is_last);
 }
 
-// One of this rank's micro-steps, number `micro` of `micro_steps`: gradients of the mean loss over the total
-// batch.
-static void gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, int B, int T, int micro,
-                            int micro_steps) {
-    const Options& o = model->options;
-    const Split& split = o.split;
-    const int per_lane = micro_steps / o.lanes;
-    const bool begins_lane = micro % per_lane == 0, ends_lane = micro % per_lane == per_lane - 1;
-    const bool is_last = micro == micro_steps - 1;
-    const float weight = (float)(1.0 / ((double)B * T * micro_steps * split.world));
-    model->lane = micro / per_lane;
-    model->micro_steps = micro_steps;
-    // its number in the job's list
-    model->micro = (uint32_t)(split.zero == 2 ? micro * split.world + split.rank
-                                              : split.rank * micro_steps + micro);
-    float* loss = (float*)(model->records + split.rank * model->record_bytes + model->lanes_at) + model->lane;
-    const Accumulate add = begins_lane ? Accumulate::No : Accumulate::Yes;
-    gpt2_set_inputs(model, tokens, targets, B, T, ClassifierMode::LossAndGrad);
-    gpt2_loss(model, B, T, ClassifierMode::LossAndGrad, weight, weight, loss, add);
-    gpt2_backward(model, B, T, split.zero == 2 ? Accumulate::No : add, is_last);
-    const bool exchanged = split.world > 1 && (split.zero == 2 || is_last);
-    if (ends_lane && !exchanged) { gpt2_merge_lanes(model, 0, model->layout.elems); }
-    if (is_last) { model->lane = 0; }           // the sums stand in buffer 0 now
+// ---- exchange between GPUs ----
+// One process a GPU ("rank"), all of which hold the same parameters and work on other rows. A step's batch is
+// a list of M micro-steps. It is cut into G lanes, contiguous and equally long: a lane's gradients are summed
+// in order, in place, by the rank that has it, and lanes are summed by a tree of pairs,
+//     ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)),
+// whoever holds them. Hence the bits of a run depend on -b, -t, -z and G, not on the number of ranks:
+//
+//     G = 8       1 rank                     2 ranks                      4 ranks
+//     backward    lanes 0 .. 7               0 .. 3 | 4 .. 7              0 1 | 2 3 | 4 5 | 6 7
+//     summed      as soon as a pair is       likewise; then each rank sends shard r of its sum to rank r,
+//                 complete: 4 buffers        which adds up what it got, in pairs, in the same tree
+//
+// Buckets (section 3) are exchanged one by one, by the GPU's copy engines, while the backward of earlier
+// layers goes on; a layer later they are summed. Rank r then has the sums of shard r of each bucket. ZeRO
+// stage 0 gathers the gradients, and all ranks update everything; at 1 and 2 each updates its shards, and the
+// parameters are gathered bucket by bucket, the embedding and the first layers first, while the next forward
+// waits only for what it needs.
+// At stage 2 every micro-step is a lane of its own and is exchanged at once; gradients of a layer live in one
+// of two places until then. Rank r takes micro-step j * world + r at time j, so that the ranks' micro-steps
+// of one time are one part of the tree, or, if their number is no power of two, a few parts.
+//
+// --reduction nccl sums in NCCL's order instead: the same bits for the same number of ranks only.
+
+// Adds this rank's finished lane to those that it completes a pair with: n elements of every buffer, from
+// `offset` bytes on. Where there are several lanes a rank, gradients are fp32.
+static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n) {
+    const int lane = model->grads.lane;
+    const int top = lane_buffer(lane), merges = lane_merges(lane, model->options.lanes);
+    if (merges == 0) { return; }
+    auto buffer = [&](int k) { return (float*)(model->grads.data + k * model->layout.grads_bytes + offset); };
+    LaneSum<floatX, float> a = {};
+    a.out = {buffer(top - merges), Accumulate::No};
+    a.num_chain = merges;
+    for (int k = 0; k < merges; k++) { a.chain[k] = buffer(top - merges + k); }
+    a.pieces = {.data = buffer(top)};
+    a.num_pieces = 1;
+    a.n = n;
+    lane_sum(a, model->stream);
 }
 
-// Buckets that are updated in one launch, one row each, in the order in which the next forward needs them. At
-// ZeRO stage 0 a row is a whole bucket, else this rank's shard.
-struct UpdateRows { int bucket; size_t n; size_t elem_bytes; Rows rows; };
+// What comes on `later` waits for all that is on `earlier` so far.
+static void stream_follow(Stream later, Event event, Stream earlier) {
+    event_record(event, earlier);
+    stream_wait(later, event);
+}
+
+static char* exchange_slot(const GPT2* model, int slot) {
+    return model->exchange.received + slot * model->layout.largest_but_first * sizeof(float);
+}
+
+// What came from all ranks is summed, on the stream of the backward: on one beside it, its kernels and these
+// wait for each other's SMs (dev/bench/NOTES.md).
+static void gpt2_sum_bucket(GPT2* model, int bucket) {
+    const Options& o = model->options;
+    const Split& split = o.split;
+    const Bucket& b = model->layout.buckets[bucket];
+    const BucketExchange& x = model->exchange.buckets[bucket];
+    const size_t bytes = b.shard * b.grad_bytes, first = b.first + b.mine;
+    char* mine = model->grads.data + b.grads + split.rank * bytes;          // this rank's shard
+    stream_wait(model->stream, x.arrived);
+    if (o.nccl_order && split.zero < 2) { return; }                         // NCCL has summed it
+
+    LaneSum<floatX, float> a = {};
+    a.n = b.shard;
+    auto shards = [&](int k) { return model->grads.shards + k * model->layout.shard_elems + b.shards; };
+    if (o.nccl_order) {                                                     // stage 2: a running sum
+        a.pieces = {.data = mine};
+        a.num_pieces = 1;
+        a.num_chain = model->micro >= (uint32_t)split.world;
+        a.out = {shards(0), Accumulate::No};
+        a.chain[0] = shards(0);
+        lane_sum(a, model->stream);
+        return;
+    }
+    RoundKey key = gpt2_grad_key(model);                                    // of rank 0's micro-step
+    key.micro = (uint32_t)(split.zero == 2 ? model->micro - split.rank : model->micro_steps - 1);
+    const int lane = (int)key.micro, lanes = o.lanes * split.world;         // at stage 2
+    a.piece_micros = split.zero == 2 ? 1 : (uint32_t)model->micro_steps;
+    for (int r = 0; r < split.world; r += a.num_pieces) {
+        a.num_pieces = split.zero == 2 ? lane_part(lane + r, split.world - r) : split.world;
+        a.pieces = {exchange_slot(model, x.slot) + r * bytes, b.grads_bf16, key, first};
+        a.pieces.key.micro += (uint32_t)r;
+        a.out = {(float*)mine, Accumulate::No, b.grads_bf16, gpt2_summed_grads(model, bucket).key, first};
+        if (split.zero == 2) {
+            a.num_chain = lane_merges(lane + r + a.num_pieces - 1, lanes) - __builtin_ctz(a.num_pieces);
+            const int bottom = lane_buffer(lane + r) - a.num_chain;
+            for (int k = 0; k < a.num_chain; k++) { a.chain[k] = shards(bottom + k); }
+            a.out = {shards(bottom), Accumulate::No};
+        }
+        lane_sum(a, model->stream);
+    }
+    if (split.zero == 0) {
+        stream_follow(model->exchange.stream, x.summed, model->stream);
+        device_all_gather(model->grads.data + b.grads, bytes, model->exchange.stream);
+    }
+}
+
+// The backward has computed this micro-step's gradients of a bucket: they go out, and those of the bucket
+// before, which have come in the meantime, are summed. bucket -1: there is nothing more to come.
+static void gpt2_bucket_complete(GPT2* model, int bucket, bool is_last) {
+    const Options& o = model->options;
+    const Split& split = o.split;
+    if (split.world == 1 || (split.zero < 2 && !is_last)) { return; }
+    Exchange& exchange = model->exchange;
+    const int before = exchange.bucket_in_flight;
+    exchange.bucket_in_flight = bucket;
+    if (bucket >= 0) {
+        const Bucket& b = model->layout.buckets[bucket];
+        BucketExchange& x = exchange.buckets[bucket];
+        char* grads = model->grads.data + b.grads;
+        if (split.zero < 2) { gpt2_merge_lanes(model, b.grads, b.padded); }
+        stream_follow(exchange.stream, x.complete, model->stream);  // and what its slot held is summed
+        if (!o.nccl_order) {
+            x.slot = bucket == 0 ? 2 : exchange.next_slot++ % 2;
+            device_all_to_all(exchange_slot(model, x.slot), grads, b.shard * b.grad_bytes, exchange.stream);
+        } else if (split.zero == 0) {
+            device_all_reduce((float*)grads, b.padded, exchange.stream);
+        } else {
+            device_reduce_scatter((float*)grads, b.shard, exchange.stream);
+        }
+        event_record(x.arrived, exchange.stream);
+    }
+    if (before >= 0) { gpt2_sum_bucket(model, before); }
+}
+
+// Data between the ranks that what follows on the stream waits for.
+template <class Send> static void gpt2_exchange_now(GPT2* model, Send send) {
+    if (model->options.split.world == 1) { return; }
+    const Exchange& exchange = model->exchange;
+    stream_follow(exchange.stream, exchange.begins, model->stream);
+    send(exchange.stream);
+    stream_follow(model->stream, exchange.ends, exchange.stream);
+}
+
+// Parameters of `count` buckets from `first` on, of which this rank has updated its shards, go round, while
+// the next forward runs.
+static void gpt2_gather_params(GPT2* model, int first, int count) {
+    const Split& split = model->options.split;
+    if (split.world == 1 || split.zero == 0) { return; }
+    const Exchange& exchange = model->exchange;
+    stream_follow(exchange.stream, exchange.buckets[first].updated, model->stream);
+    for (int bucket = first; bucket < first + count; bucket++) {
+        const Bucket& b = model->layout.buckets[bucket];
+        device_all_gather(model->params + b.params, b.shard * b.elem_bytes, exchange.stream);
+        event_record(exchange.buckets[bucket].gathered, exchange.stream);
+    }
+}
+
+// What follows on the stream reads parameters of this bucket, which may still be on their way from other
+// ranks.
+static void gpt2_await_params(GPT2* model, int bucket) {
+    const Split& split = model->options.split;
+    if (split.world == 1 || split.zero == 0) { return; }
+    stream_wait(model->stream, model->exchange.buckets[bucket].gathered);
+}
+static void gpt2_await_all_params(GPT2* model) {
+    for (int b = 0; b < (int)model->layout.buckets.size(); b++) { gpt2_await_params(model, b); }
+}
+
+// Parameters are the same on all ranks: by a hash of their bytes, gathered from all.
+static void check_ranks(GPT2* model, int64_t step) {
+    const size_t bytes = model->layout.params_bytes;
+    gpt2_await_all_params(model);
+    std::vector<char> params(bytes);
+    copy_to_host(params.data(), model->params, bytes, model->stream);
+    stream_sync(model->stream);
+    std::vector<uint64_t> hashes(comm.world, checksum(params.data(), bytes));
+    comm_all_gather(hashes.data(), sizeof(hashes[0]));
+    for (int r = 1; r < comm.world; r++) {
+        if (hashes[r] == hashes[0]) { continue; }
+        die("after %lld steps the parameters of rank %d are not those of rank 0", (long long)step, r);
+    }
+}
+
+// ---- update ----
+// Buckets that are updated in one launch, one row each: of each bucket what this rank holds.
+struct UpdateRows { int bucket; Rows rows; };
 static std::vector<UpdateRows> gpt2_update_rows(const GPT2* model) {
     const Layout& layout = model->layout;
-    const int zero = model->options.split.zero, L = model->config.L;
+    const int L = model->config.L;
     std::vector<UpdateRows> all;
-    for (int bucket : {L + 2, L + 1, 0, 1}) {
+    for (int bucket : {L + 2, L + 1, 0, 1}) {           // the order in which the next forward needs them
         const Bucket& b = layout.buckets[bucket];
-        UpdateRows r = {bucket, zero == 0 ? b.padded : b.shard, b.elem_bytes, {}};
+        UpdateRows u = {bucket, {}};
         if (bucket == 1 && L > 1) {
             const Bucket& next = layout.buckets[2];
-            r.rows = {L, next.params - b.params,
-                      zero == 2 ? b.shard * sizeof(float) : next.grads - b.grads, next.first - b.first};
+            u.rows = {L, next.params - b.params, model->options.split.zero == 2 ? b.shard * sizeof(float)
+                                                                                : next.grads - b.grads,
+                      next.first - b.first};
         }
-        all.push_back(r);
+        all.push_back(u);
     }
     return all;
 }
 
+// The matrices of a layer, by their shape: what is multiplied in one call.
+struct MuonShape { int rows, cols; MuonPlaces places; };
+static std::vector<MuonShape> muon_shapes(const ParamSpec* specs, size_t stride, int layers) {
+    std::vector<MuonShape> shapes;
+    for (int i = 0; i < NUM_PARAMS; i++) {
+        for (int part = 0; part < specs[i].muon; part++) {
+            const int rows = (int)specs[i].rows / specs[i].muon, cols = (int)specs[i].cols;
+            auto same = [&](const MuonShape& s) {
+                return s.rows == rows && s.cols == cols && s.places.parts < kMuonParts;
+            };
+            auto it = std::find_if(shapes.begin(), shapes.end(), same);
+            if (it == shapes.end()) { it = shapes.insert(it, {rows, cols, {0, layers, {}, stride}}); }
+            it->places.at[it->places.parts++] = specs[i].offset + part * (specs[i].elems / specs[i].muon);
+        }
+    }
+    return shapes;
+}
+
 // Orthogonalises the matrices of `layers` layers where they stand, one shape after the other; `updates` is
 // where the first layer's bucket begins.
-static void gpt2_orthogonalise(GPT2* model, muonX* updates, int layers) {
-    const Config& c = model->config;
+static void gpt2_orthogonalise(GPT2* model, const MuonShare& share, muonX* updates, int layers) {
     const size_t stride = model->layout.buckets[1].padded;
-    const MuonShare share = muon_share(model->layout, c, model->options.split);
-    auto place = [&](int i) { return model->muon_products + i * share.place; };
+    auto place = [&](int i) { return model->opt.muon_products + i * share.place; };
     for (const MuonShape& s : muon_shapes(model->param_specs, stride, layers)) {
         muon_orthogonalise({.out = updates, .inp = updates, .x = (muonX*)place(0), .y = (muonX*)place(1),
                             .gram = (muonX*)place(2), .poly = (muonX*)place(3), .sums = (double*)place(4),
                             .places = s.places, .rows = s.rows, .cols = s.cols,
-                            .steps = model->options.muon_steps, .layers_all = c.L}, model->stream);
+                            .steps = model->options.muon_steps, .layers_all = model->config.L},
+                           model->stream);
     }
 }
 
@@ -5216,15 +5163,14 @@ static void gpt2_update_muon(GPT2* model, const UpdateRows& u, double lr) {
     const Options& o = model->options;
     const Split& split = o.split;
     const MuonShare share = muon_share(model->layout, model->config, split);
-    muonX* updates = (muonX*)model->muon_updates;
+    muonX* updates = (muonX*)model->opt.muon_updates;
     for (int first = 0; first < u.rows.count; first += share.together) {
         const int layers = std::min(share.together, u.rows.count - first), bucket = u.bucket + first;
         const Bucket& b = model->layout.buckets[bucket];
-        const size_t from = split.zero == 0 ? 0 : split.rank * b.shard;
         Rows rows = u.rows;
         rows.count = layers;
-        muon_momentum({.update = updates + from, .m = model->m + b.state,
-                       .grads = gpt2_summed_grads(model, bucket), .state = &model->state->update, .n = u.n,
+        muon_momentum({.update = updates + b.held_at, .m = model->opt.m + b.state,
+                       .grads = gpt2_summed_grads(model, bucket), .state = &model->state->update, .n = b.held,
                        .update_row = b.padded, .rows = rows, .momentum = o.muon_momentum}, model->stream);
         if (split.zero >= 1) {
             gpt2_exchange_now(model, [&](Stream stream) {
@@ -5234,65 +5180,63 @@ static void gpt2_update_muon(GPT2* model, const UpdateRows& u, double lr) {
             });
         }
         const int mine = split.rank * share.each, count = std::min(share.each, layers - mine);
-        if (count > 0) { gpt2_orthogonalise(model, updates + mine * b.padded, count); }
+        if (count > 0) { gpt2_orthogonalise(model, share, updates + mine * b.padded, count); }
         gpt2_exchange_now(model, [&](Stream stream) {
             device_all_gather(updates, share.each * b.padded * sizeof(muonX), stream);
         });
-        muon_update({.params = model->params + b.params + from * u.elem_bytes,
-                     .master = model->master ? model->master + b.state : nullptr, .update = updates + from,
-                     .state = &model->state->update, .n = u.n, .update_row = b.padded, .rows = rows,
-                     .weight_decay = o.muon_decay, .lr = lr,
-                     .key = RoundKey{o.seed, model->step, 0, kRoundParams}, .first = b.first + from},
+        muon_update({.params = model->params + b.params + b.held_at * b.elem_bytes,
+                     .master = model->opt.master ? model->opt.master + b.state : nullptr,
+                     .update = updates + b.held_at, .state = &model->state->update, .n = b.held,
+                     .update_row = b.padded, .rows = rows, .weight_decay = o.muon_decay, .lr = lr,
+                     .key = RoundKey{o.seed, model->step, 0, kRoundParams}, .first = b.first + b.held_at},
                     model->stream);
-        gpt2_gather_params(model, bucket, layers, u.elem_bytes);
+        gpt2_gather_params(model, bucket, layers);
     }
 }
 
 // Norm, the decision to skip, AdamW and Muon: all decided on the device, from the same numbers on every rank.
 static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, double eps, float max_norm,
-                        double muon_lr = 0.0) {
+                        double muon_lr) {
     const Options& o = model->options;
     const Split& split = o.split;
-    const Layout& layout = model->layout;
+    const Exchange& exchange = model->exchange;
     const std::vector<UpdateRows> updates = gpt2_update_rows(model);
 
     // Each rank's record, of its shards alone, then everybody's.
-    char* record = model->records + split.rank * model->record_bytes;
+    char* record = exchange.records + split.rank * exchange.record_bytes;
     for (const UpdateRows& u : updates) {
-        const Bucket& b = layout.buckets[u.bucket];
+        const Bucket& b = model->layout.buckets[u.bucket];
         StoredGrads grads = gpt2_summed_grads(model, u.bucket);
         if (split.zero == 0) {
-            const size_t from = split.rank * b.shard;
-            grads.data = (const char*)grads.data + from * (grads.is_bf16 ? 2 : 4);
-            grads.first += from;
+            grads.data = (const char*)grads.data + b.mine * b.grad_bytes;
+            grads.first += b.mine;
         }
         square_sums({(double*)record + b.shards / kChunk, grads, b.shard, u.rows}, model->stream);
     }
     gpt2_exchange_now(model, [&](Stream stream) {
-        device_all_gather(model->records, model->record_bytes, stream);
+        device_all_gather(exchange.records, exchange.record_bytes, stream);
     });
-    update_decision({.state = &model->state->update, .loss = &model->state->loss, .records = model->records,
-                     .record_bytes = model->record_bytes, .lanes_at = model->lanes_at, .ranks = split.world,
-                     .lanes = o.lanes, .interleaved = split.zero == 2, .ranges = model->ranges,
-                     .num_ranges = (int)layout.buckets.size(), .max_norm = max_norm,
+    update_decision({.state = &model->state->update, .loss = &model->state->loss,
+                     .records = exchange.records, .record_bytes = exchange.record_bytes,
+                     .lanes_at = exchange.losses_at, .ranks = split.world, .lanes = o.lanes,
+                     .interleaved = split.zero == 2, .ranges = model->opt.ranges,
+                     .num_ranges = (int)model->layout.buckets.size(), .max_norm = max_norm,
                      .policy = {kFp16, kLossScaleSteps, kMaxLossScale, o.skip_loss, o.skip_norm}},
                     model->stream);
-    if (model->snapshot_under_way) { stream_wait(model->stream, model->snapshot); }
-    model->snapshot_under_way = false;
     for (const UpdateRows& u : updates) {
-        const Bucket& b = layout.buckets[u.bucket];
-        const size_t from = split.zero == 0 ? 0 : split.rank * b.shard;
+        const Bucket& b = model->layout.buckets[u.bucket];
         if (b.muon) { gpt2_update_muon(model, u, muon_lr); continue; }
-        adamw_update({.params = model->params + b.params + from * u.elem_bytes,
-                      .params_fp32 = u.elem_bytes == sizeof(float),
-                      .master = model->master ? model->master + b.state : nullptr, .m = model->m + b.state,
-                      .v = model->v + b.v, .grads = gpt2_summed_grads(model, u.bucket),
-                      .state = &model->state->update, .n = u.n, .rows = u.rows,
+        adamw_update({.params = model->params + b.params + b.held_at * b.elem_bytes,
+                      .params_fp32 = b.elem_bytes == sizeof(float),
+                      .master = model->opt.master ? model->opt.master + b.state : nullptr,
+                      .m = model->opt.m + b.state, .v = model->opt.v + b.v,
+                      .grads = gpt2_summed_grads(model, u.bucket), .state = &model->state->update,
+                      .n = b.held, .rows = u.rows,
                       .weight_decay = b.kind == Kind::Matrix ? o.weight_decay : 0.0f, .lr = lr,
                       .beta1 = beta1, .beta2 = beta2, .eps = eps,
-                      .key = RoundKey{o.seed, model->step, 0, kRoundParams}, .first = b.first + from},
+                      .key = RoundKey{o.seed, model->step, 0, kRoundParams}, .first = b.first + b.held_at},
                      model->stream);
-        gpt2_gather_params(model, u.bucket, u.rows.count, u.elem_bytes);
+        gpt2_gather_params(model, u.bucket, u.rows.count);
     }
     model->step++;
 }
@@ -5304,141 +5248,204 @@ static DeviceState gpt2_read_state(GPT2* model) {      // waits for the device
     return state;
 }
 
-// == 10 writing text ==
+// == 9 writing text ==
+// What writes texts, `rows` at once: each has its keys and values of the positions so far. All of it lies in
+// the memory of the activations, behind those of a forward over one row.
+struct Decoder {
+    GPT2* model;
+    int rows;
+    ActSpec act_specs[NUM_ACTS];        // of that forward
+    floatX *keys, *values;              // (L,rows,T,C)
+    void* residual;                     // (rows,C) the stream: floatX, or fp32
+    floatX *branches, *normalised;      // (2,rows,C) each: what the norms add; what they leave
+    floatX *qkv, *atty, *fch, *logits;  // (rows,3C) (rows,C) (rows,4C) (rows,V)
+    float *mean, *rstd;                 // (rows)
+    int *tokens, *positions;            // (rows)
+    uint64_t* draws;                    // (rows)
+    uint32_t* ids;                      // (rows)
+    size_t bytes;
+    Graph step;
+    static const int kAhead = kDeviceIsAsync ? 8 : 1;   // steps that the host may be ahead of the device
+    int* drawn;                         // (kAhead,rows) pinned: tokens of the last steps
+    Event ready[kAhead];
+};
+
+static Decoder decoder_layout(char* base, const Config& c, int T, int rows) {
+    Decoder d = {};
+    const size_t C = c.C, n = rows, cache = (size_t)c.L * n * T * C;
+    d.rows = rows;
+    uintptr_t at = (uintptr_t)base + act_specs(d.act_specs, c, 1, T, 0, false);
+    auto take = [&](auto** p, size_t elems) {
+        *p = (decltype(*p + 0))at;
+        at += round_up(elems * sizeof(**p), kAlign);
+    };
+    take(&d.keys, cache);
+    take(&d.values, cache);
+    floatX* residual;
+    take(&residual, n * C * (has_fp32_residual(c) ? sizeof(float) / sizeof(floatX) : 1));
+    d.residual = residual;
+    take(&d.branches, 2 * n * C);
+    take(&d.normalised, 2 * n * C);
+    take(&d.qkv, n * 3 * C);
+    take(&d.atty, n * C);
+    take(&d.fch, n * 4 * C);
+    take(&d.logits, n * c.V);
+    take(&d.mean, n);
+    take(&d.rstd, n);
+    take(&d.tokens, n);
+    take(&d.positions, n);
+    take(&d.draws, n);
+    take(&d.ids, n);
+    d.bytes = rows > 0 ? at - (uintptr_t)base : 0;
+    return d;
+}
+
+static size_t decoder_bytes(const Config& c, int T, int rows) {
+    return decoder_layout(nullptr, c, T, rows).bytes;
+}
+
+static void decoder_init(Decoder* d, GPT2* model) {
+    *d = decoder_layout(model->acts.data, model->config, model->T, model->options.text_rows);
+    d->model = model;
+    d->drawn = (int*)pinned_malloc(Decoder::kAhead * d->rows * sizeof(int), "drawn tokens");
+    for (Event& e : d->ready) { e = event_create(); }
+}
+
+static void decoder_free(Decoder* d) {
+    stream_sync(d->model->stream);
+    graph_free(&d->step);
+    pinned_free(d->drawn);
+    for (Event e : d->ready) { event_destroy(e); }
+}
+
 // The keys and values of all tokens but the last of one text, or of several that are equal: a forward of one
 // row. T is rounded up, so that few shapes occur, with tokens that a causal model does not see.
-static void decoder_prefill(GPT2* model, const std::vector<int>& text, int row, int rows) {
+static void decoder_prefill(Decoder* d, const std::vector<int>& text, int row, int rows) {
+    GPT2* model = d->model;
     const int count = (int)text.size() - 1, T = std::min(model->T, round_up(count, 64));
     if (count == 0) { return; }
     std::vector<int> tokens(text.begin(), text.end() - 1);
     tokens.resize(T, 0);
-    Decoder& d = model->decoder;
-    std::swap(model->act_specs, d.act_specs);
-    const CachePart part = {row, rows, count};
-    gpt2_set_inputs(model, tokens.data(), nullptr, 1, T, ClassifierMode::LossOnly);
-    gpt2_forward(model, 1, T, &part);
-    std::swap(model->act_specs, d.act_specs);
+    const size_t cache_row = (size_t)model->T * model->config.C, at = row * cache_row;
+    const CacheFill cache = {d->act_specs, d->keys + at, d->values + at, d->rows * cache_row, rows, count};
+    gpt2_feed(model, tokens.data(), nullptr, 1, T, ClassifierMode::LossOnly);
+    gpt2_forward(model, 1, T, ClassifierMode::LossOnly, &cache);
 }
 
 // Where the next step of every text goes on: behind its tokens, all of the same number. Of more than T tokens
 // the last half of T is kept and computed anew: a learned position cannot be moved. Returns how many are.
-static int decoder_begin(GPT2* model, const std::vector<std::vector<int>>& texts, uint32_t first_id,
+static int decoder_begin(Decoder* d, const std::vector<std::vector<int>>& texts, uint32_t first_id,
                          uint64_t first_draw) {
-    Decoder& d = model->decoder;
+    GPT2* model = d->model;
     const int n = (int)texts[0].size(), kept = n <= model->T ? n : std::max(1, model->T / 2);
-    for (int b = 0; b < (int)model->layout.buckets.size(); b++) { gpt2_await_params(model, b); }
+    gpt2_await_all_params(model);
     bool equal = true;
     for (const auto& text : texts) { equal = equal && text == texts[0]; }
-    std::vector<int> tokens, positions(d.rows, kept - 1);
+    std::vector<int> tokens, positions(d->rows, kept - 1);
     std::vector<uint32_t> ids;
-    for (int row = 0; row < d.rows; row++) {
+    for (int row = 0; row < d->rows; row++) {
         const std::vector<int> end(texts[row].end() - kept, texts[row].end());
-        if (row == 0 || !equal) { decoder_prefill(model, end, row, equal ? d.rows : 1); }
+        if (row == 0 || !equal) { decoder_prefill(d, end, row, equal ? d->rows : 1); }
         tokens.push_back(end.back());
         ids.push_back(first_id + (uint32_t)row);
     }
-    const std::vector<uint64_t> draws(d.rows, first_draw + (uint64_t)n);
-    copy_to_device(d.tokens, tokens.data(), d.rows * sizeof(int), model->stream);
-    copy_to_device(d.positions, positions.data(), d.rows * sizeof(int), model->stream);
-    copy_to_device(d.ids, ids.data(), d.rows * sizeof(uint32_t), model->stream);
-    copy_to_device(d.draws, draws.data(), d.rows * sizeof(uint64_t), model->stream);
+    const std::vector<uint64_t> draws(d->rows, first_draw + (uint64_t)n);
+    auto send = [&](auto* to, const auto& from) {
+        copy_to_device(to, from.data(), from.size() * sizeof(*to), model->stream);
+    };
+    send(d->tokens, tokens);
+    send(d->positions, positions);
+    send(d->ids, ids);
+    send(d->draws, draws);
     return kept;
 }
 
 // The norms of a point first add to the stream the branches that end there, at the first the embedding.
-static void decoder_add_and_norm(GPT2* model, const ResidualPoint& x) {
-    const Decoder& d = model->decoder;
-    const size_t row_elems = (size_t)d.rows * model->config.C;
-    NormForward<floatX, float> norm = point_norms(model, x, d.rows);
-    for (int k = 0; k < x.norms; k++) { norm.y[k].out = d.normalised + k * row_elems; }
-    norm.mean = d.mean, norm.rstd = d.rstd;
-    norm.residual = (floatX*)d.residual;
+static void decoder_add_and_norm(Decoder* d, const ResidualPoint& x) {
+    const size_t row_elems = (size_t)d->rows * d->model->config.C;
+    NormForward<floatX, float> norm = point_norms(d->model, x, d->rows);
+    for (int k = 0; k < x.norms; k++) { norm.y[k].out = d->normalised + k * row_elems; }
+    norm.mean = d->mean, norm.rstd = d->rstd;
+    norm.residual = (floatX*)d->residual;
     norm.inp = x.branches > 0 ? norm.residual : nullptr;
-    for (int k = 0; k < std::max(x.branches, 1); k++) { norm.branch[k] = d.branches + k * row_elems; }
-    norm_forward(norm, model->stream);
+    for (int k = 0; k < std::max(x.branches, 1); k++) { norm.branch[k] = d->branches + k * row_elems; }
+    norm_forward(norm, d->model->stream);
 }
 
 // out (rows,C) = attention(inp (rows,C)), as gpt2_attention_forward has it
-static void decoder_attention(GPT2* model, int l, floatX* out, const floatX* inp) {
-    const Decoder& d = model->decoder;
-    const Params p = gpt2_params(model, l);
-    const int n = d.rows, C = model->config.C, NH = model->config.NH, T = model->T;
+static void decoder_attention(Decoder* d, int l, floatX* out, const floatX* inp) {
+    const Params p = gpt2_params(d->model, l);
+    const int n = d->rows, C = d->model->config.C, NH = d->model->config.NH, T = d->model->T;
     const size_t at = (size_t)l * n * T * C;
-    Stream stream = model->stream;
-    decode_matmul({d.qkv, inp, p.qkvw, p.qkvb, false, n, C, 3 * C}, stream);
-    decode_attention({d.atty, d.keys + at, d.values + at, d.qkv, d.positions, n, T, NH, C / NH}, stream);
-    decode_matmul({out, d.atty, p.attprojw, p.attprojb, false, n, C, C}, stream);
+    Stream stream = d->model->stream;
+    decode_matmul({d->qkv, inp, p.qkvw, p.qkvb, false, n, C, 3 * C}, stream);
+    decode_attention({d->atty, d->keys + at, d->values + at, d->qkv, d->positions, n, T, NH, C / NH}, stream);
+    decode_matmul({out, d->atty, p.attprojw, p.attprojb, false, n, C, C}, stream);
 }
 
 // out (rows,C) = mlp(inp (rows,C))
-static void decoder_mlp(GPT2* model, int l, floatX* out, const floatX* inp) {
-    const Decoder& d = model->decoder;
-    const Params p = gpt2_params(model, l);
-    const int n = d.rows, C = model->config.C;
-    decode_matmul({d.fch, inp, p.fcw, p.fcb, true, n, C, 4 * C}, model->stream);
-    decode_matmul({out, d.fch, p.fcprojw, p.fcprojb, false, n, 4 * C, C}, model->stream);
+static void decoder_mlp(Decoder* d, int l, floatX* out, const floatX* inp) {
+    const Params p = gpt2_params(d->model, l);
+    const int n = d->rows, C = d->model->config.C;
+    decode_matmul({d->fch, inp, p.fcw, p.fcb, true, n, C, 4 * C}, d->model->stream);
+    decode_matmul({out, d->fch, p.fcprojw, p.fcprojb, false, n, 4 * C, C}, d->model->stream);
 }
 
 // One more token of every text, which the host finds in place `slot` of `drawn`.
-static void decoder_step(GPT2* model, int slot) {
+static void decoder_step(Decoder* d, int slot) {
+    GPT2* model = d->model;
     const Config& c = model->config;
-    Decoder& d = model->decoder;
     Stream stream = model->stream;
-    const int n = d.rows, C = c.C;
-    floatX* const branch[2] = {d.branches, d.branches + (size_t)n * C};             // (rows,C) each
-    const floatX* const normalised[2] = {d.normalised, d.normalised + (size_t)n * C};
-    graph_run(&d.step, stream, [&] {
+    const int n = d->rows, C = c.C;
+    const Pass pass = {model, d->act_specs, 1, model->T};
+    floatX* const branch[2] = {d->branches, d->branches + (size_t)n * C};           // (rows,C) each
+    const floatX* const normalised[2] = {d->normalised, d->normalised + (size_t)n * C};
+    graph_run(&d->step, stream, [&] {
         const Params p = gpt2_params(model, 0);
-        decode_encoder({branch[0], d.tokens, d.positions, p.wte, p.wpe, n, C}, stream);
+        decode_encoder({branch[0], d->tokens, d->positions, p.wte, p.wpe, n, C}, stream);
         for (int l = 0; l < c.L; l++) {
-            decoder_add_and_norm(model, point_before_layer(model, l));
-            decoder_attention(model, l, branch[0], normalised[0]);
+            decoder_add_and_norm(d, point_before_layer(pass, l));
+            decoder_attention(d, l, branch[0], normalised[0]);
             if (c.block == Block::Sequential) {
-                decoder_add_and_norm(model, point_after_attention(model, l));
-                decoder_mlp(model, l, branch[0], normalised[0]);
+                decoder_add_and_norm(d, point_after_attention(pass, l));
+                decoder_mlp(d, l, branch[0], normalised[0]);
             } else {
-                decoder_mlp(model, l, branch[1], normalised[c.block == Block::Parallel]);
+                decoder_mlp(d, l, branch[1], normalised[c.block == Block::Parallel]);
             }
         }
-        decoder_add_and_norm(model, point_after_layer(model, c.L - 1));             // lnf
-        decode_matmul({d.logits, d.normalised, p.wte, nullptr, false, n, C, c.V}, stream);
-        sample_tokens({d.tokens, d.positions, d.draws, d.ids, d.logits, model->options.sampling,
+        decoder_add_and_norm(d, point_after_layer(pass, c.L - 1));                  // lnf
+        decode_matmul({d->logits, d->normalised, p.wte, nullptr, false, n, C, c.V}, stream);
+        sample_tokens({d->tokens, d->positions, d->draws, d->ids, d->logits, model->options.sampling,
                        model->options.seed, n, c.V}, stream);
     });
-    copy_to_host(d.drawn + slot * n, d.tokens, n * sizeof(int), stream);
-    event_record(d.ready[slot], stream);
+    copy_to_host(d->drawn + slot * n, d->tokens, n * sizeof(int), stream);
+    event_record(d->ready[slot], stream);
 }
 
 // Goes on from `prompt`, `count` tokens or up to `end`, in options.text_rows texts that draw from the random
 // streams first_id, first_id + 1, ... Token n of a text is the draw first_draw + n, so a text depends neither
 // on the others nor on how the host waits. on_token(row, token) is told each token in turn, the end too;
 // false stops all. Touches neither weights nor training's state.
-template <class F>
-static void gpt2_write(GPT2* model, const std::vector<int>& prompt, int count, int end, uint32_t first_id,
-                       uint64_t first_draw, F on_token) {
-    Decoder& d = model->decoder;
-    std::vector<std::vector<int>> texts(d.rows, prompt);
-    std::vector<bool> over(d.rows, false);
-    int position = decoder_begin(model, texts, first_id, first_draw) - 1, asked = 0, live = d.rows;
+static void decoder_write(Decoder* d, const std::vector<int>& prompt, int count, int end, uint32_t first_id,
+                          uint64_t first_draw, const OnToken& on_token) {
+    const int T = d->model->T;
+    std::vector<std::vector<int>> texts(d->rows, prompt);
+    std::vector<bool> over(d->rows, false);
+    int position = decoder_begin(d, texts, first_id, first_draw) - 1, asked = 0, live = d->rows;
     for (int read = 0; read < count && live > 0; read++) {
-        if (position == model->T && read == asked) {
-            position = decoder_begin(model, texts, first_id, first_draw) - 1;
+        if (position == T && read == asked) { position = decoder_begin(d, texts, first_id, first_draw) - 1; }
+        for (; asked < count && asked - read < Decoder::kAhead && position < T; position++) {
+            decoder_step(d, asked++ % Decoder::kAhead);
         }
-        for (; asked < count && asked - read < Decoder::kAhead && position < model->T; position++) {
-            decoder_step(model, asked++ % Decoder::kAhead);
-        }
-        const int* drawn = d.drawn + read % Decoder::kAhead * d.rows;
-        {
-            CommWait waiting;
-            event_wait(d.ready[read % Decoder::kAhead]);
-        }
-        for (int row = 0; row < d.rows; row++) {
+        const int* drawn = d->drawn + read % Decoder::kAhead * d->rows;
+        await_event(d->ready[read % Decoder::kAhead]);
+        for (int row = 0; row < d->rows; row++) {
             const int token = drawn[row];
             texts[row].push_back(std::max(token, 0));   // also behind an end: all have the same length
             if (over[row]) { continue; }
             if (token < 0) {
                 die("cannot sample: all %d logits are NaN\n"
-                    "hint: this model has diverged; load an earlier one", model->config.V);
+                    "hint: this model has diverged; load an earlier one", d->model->config.V);
             }
             over[row] = token == end;
             live -= over[row];
@@ -5447,6 +5454,7 @@ static void gpt2_write(GPT2* model, const std::vector<int>& prompt, int count, i
     }
 }
 
+// == 10 checkpoint ==
 // == 11 checkpoint ==
 // A checkpoint is a model (model_file.h) and a state (state_file.h). checkpoints.h has their names, and the
 // marker that comes last. FP16 builds save fp32 models, from the master weights.
@@ -5475,10 +5483,24 @@ static const char* state_type(const ParamSpec& s) {
 
 // ---- saving ----
 
+// All of a tensor's master weights, on the device, until the next call. Where they are shared out (ZeRO stage
+// 1 or 2) all ranks must ask at the same time.
+static const float* gpt2_whole_master(GPT2* model, int i, int l) {
+    const ParamAddress at = param_address(model->param_specs, model->layout, i, l);
+    const Bucket& b = model->layout.buckets[at.bucket];
+    const Split& split = model->options.split;
+    if (split.zero == 0) { return model->opt.master + b.state + at.offset; }
+    float* all = (float*)model->exchange.received;
+    copy_on_device(all + split.rank * b.shard, model->opt.master + b.state, b.shard * sizeof(float),
+                   model->stream);
+    device_all_gather(all, b.shard * sizeof(float), model->stream);
+    return all + at.offset;
+}
+
 // Each rank saves the master weights, m and v that it holds, and rank 0 the parameters.
 static std::vector<SavedPiece> saved_pieces(GPT2* model) {
     const Split& split = model->options.split;
-    const bool first = split.rank == 0, from_master = !kModelIsBf16 && model->master;
+    const bool first = split.rank == 0, from_master = !kModelIsBf16 && model->opt.master;
     std::vector<SavedPiece> pieces;
     for (int i = 0; i < NUM_PARAMS; i++) {
         const ParamSpec& s = model->param_specs[i];
@@ -5514,7 +5536,6 @@ static void gpt2_saver(Saver* saver, GPT2* model, const Logger* logger, const st
     saver->split = model->options.split;
     saver->model_is_bf16 = kModelIsBf16;
     saver->compute = model->stream;
-    saver->copied = model->snapshot;
     saver->before_marker = [=] { logger_sync(logger); };
     saver->after_marker = [=] { logger_forget(folder); };
     saver_init(saver, saved_pieces(model), at_once);
@@ -5523,9 +5544,8 @@ static void gpt2_saver(Saver* saver, GPT2* model, const Logger* logger, const st
 // All ranks come here after the same step. facts: what else is to be saved.
 static void gpt2_save(GPT2* model, Saver* saver, int64_t step, const Facts& facts) {
     saver_begin(saver, step);
-    for (int b = 0; b < (int)model->layout.buckets.size(); b++) { gpt2_await_params(model, b); }
+    gpt2_await_all_params(model);
     saver_copy(saver, facts);
-    model->snapshot_under_way = true;
 }
 
 // ---- resuming ----
@@ -5583,13 +5603,56 @@ static void checkpoint_resume(GPT2* model, Checkpoint* c, const std::string& fol
     }
 }
 
-// == 12 run configuration ==
-// Flags and their checks are in llmc/run/run_config.h; here is what needs the model or this build.
+// == 11 setting up a run ==
+// In the order in which main asks for it. Flags and their checks are in llmc/run/run_config.h; here is what
+// needs the model or this build.
 #ifdef GPT2_CPU
 constexpr Build kBuild = {PRECISION_NAME, false, kDeviceHasNccl};
 #else
 constexpr Build kBuild = {PRECISION_NAME, true, kDeviceHasNccl};
 #endif
+
+// A run: what it is made of, and where it stands between two steps.
+struct Training {
+    GPT2 model = {};
+    Decoder decoder = {};
+    DataLoader train_loader = {}, val_loader = {};      // as far as the task needs them
+    EvalSet questions = {};                             // likewise
+    Tokenizer tokenizer;
+    bool has_text = false;      // else samples are printed as token ids
+    const Tokenizer* text() const { return has_text ? &tokenizer : nullptr; }
+    Logger logger;
+    Saver saver = {};
+    bool tells_speed = false;   // of texts, on stderr
+    bool saves = false;         // there is -o
+    DeviceInfo device;
+    std::string program;        // its hash, taken at the start: later its file may be gone
+    std::string start;          // the folder that relative names of files belong to
+    int64_t step = 0;           // steps done
+    int64_t position = 0;       // of the data of the next one
+    std::string data_sample;    // what the training data hold, where that is to be saved
+    int rewinds = 0;
+};
+
+// What rank 0 finds counts.
+static std::vector<int64_t> resumable_steps() {
+    return comm.rank == 0 ? checkpoint_newest(run.output_dir) : std::vector<int64_t>();
+}
+
+// -y 1: the last checkpoint of the run in -o, and the settings that it began with. Where there is none, the
+// run begins, again if it has a run.json; but not over checkpoints that only cannot be read.
+static Checkpoint find_resumed(std::set<int64_t>* bad) {
+    if (!run.resume || run.output_dir[0] == '\0') { settings_keep(); return Checkpoint(); }
+    Checkpoint c = checkpoint_find(run.output_dir, resumable_steps(), bad);
+    if (c.step < 0 && !bad->empty()) {
+        die("-o %s: none of its checkpoints can be used\n"
+            "hint: choose another folder; -e takes a model_*.bin of this one", run.output_dir);
+    }
+    if (c.step >= 0) { settings_resume(c.facts, facts_config(c.facts), kBuild); return c; }
+    run.again = settings_take(run.output_dir, true);
+    settings_keep();
+    return c;
+}
 
 // The model that the flags ask for, and the flags checked against it. resumed: the facts of a run to go on
 // with.
@@ -5628,12 +5691,269 @@ static Options run_options() {
     return o;
 }
 
-// == 13 training loop ==
-static void next_batch(DataLoader* loader, int64_t step) {
-    DiskWait disk(step);
-    dataloader_next(loader);
+// Several texts at once need memory: beside training no more than its activations have, else what there is.
+static void fit_texts(const Config& config, Options* options, const DeviceInfo& device) {
+    auto fits = [&] {
+        const auto plan = gpt2_memory_plan(config, *options, run.B, run.T);
+        for (const MemoryItem& item : plan) {
+            if (options->trains && item.name == kTextMemory) { return item.bytes == 0; }
+        }
+        return memory_fits(plan, memory_room(device));
+    };
+    while (options->text_rows > 1 && !fits()) { options->text_rows /= 2; }
 }
 
+// More lanes than ranks take more buffers for gradients. If the memory lacks them and the user did not ask
+// for so many, there are fewer, and the bits are those of fewer lanes.
+static void fit_lanes(const Config& config, Options* options, const DeviceInfo& device) {
+    if (!options->trains) { return; }
+    const int wanted = run.lanes;
+    const bool may_choose = !run_given("lanes") && run.zero < 2;
+    int fewer = options->lanes;
+    auto fits = [&] {
+        return memory_fits(gpt2_memory_plan(config, *options, run.B, run.T), memory_room(device));
+    };
+    while (may_choose && options->lanes > 1 && !fits()) { options->lanes /= 2; }
+    std::vector<int> lanes(comm.world, options->lanes);
+    comm_all_gather(lanes.data(), sizeof(int));
+    for (int n : lanes) { fewer = std::min(fewer, n); }
+    options->lanes = fewer;
+    run.lanes = fewer * comm.world;
+    if (run.lanes < wanted && run.resumed) {
+        warn("memory is short: gradients are summed over %d lanes, and were over %d before: the run's bits "
+             "will differ", run.lanes, wanted);
+    } else if (run.lanes < wanted) {
+        say("memory is short: gradients are summed over %d lanes, not %d; --lanes %d gives the same bits "
+            "on another machine\n", run.lanes, wanted, run.lanes);
+    }
+}
+
+// What can be wrong with the device and its memory is found before any is taken.
+static void take_device(Training* t, const Config& config, Options* options) {
+    if (run.comm.gpus > device_count()) {
+        die("--gpus %d%s: this machine has %d\n"
+            "hint: a rank takes a GPU; other machines join by mpirun, srun or -pi", run.comm.gpus,
+            run.own_launch ? ", as the run was started (--gpus N says otherwise)" : "", device_count());
+    }
+    t->device = device_init(comm.local_rank);
+    fit_texts(config, options, t->device);
+    fit_lanes(config, options, t->device);
+    gpt2_check_memory(config, *options, run.B, run.T, t->device, run.resumed);
+    const std::string unfit = attention_error(config.C / config.NH);
+    if (!unfit.empty()) { die("%s", unfit.c_str()); }
+}
+
+// Training, validation and evaluation data, as far as they are needed.
+static void open_data(Training* t, const Config& config) {
+    const bool trains = run_task() == Task::Train, validates = run_validates();
+    if (trains) {
+        const bool has_data = run_given("train-data") || file_size(run.train_data) >= 0;
+        const bool may_mean_text = run_given("prompt") && !run_given("max-steps");
+        if (!has_data && may_mean_text) {
+            die("--prompt: without -x 0 this trains, and there are no training data '%s'\n"
+                "hint: -x 0 writes a text after the prompt; -i names training data", run.train_data);
+        }
+        DataShare share = {comm.rank, comm.world, run.zero == 2 ? 1 : rank_micro_steps()};
+        if (run.overfit) { share = {}; }        // all ranks have the job's first batch
+        dataloader_init(&t->train_loader, run.train_data, run.B, run.T, run.shuffle && !run.overfit,
+                        (uint64_t)run.seed, config.V, share);
+        tokenizer_check(t->train_loader.tokenizer, config.V, run.train_data);
+        if (run.output_dir[0] != '\0') { t->data_sample = dataloader_sample(&t->train_loader); }
+        if (run.max_steps < 0) {
+            run.max_steps = std::max((int64_t)1, t->train_loader.samples_per_epoch * run.T / run.total_batch);
+        }
+    }
+    if (validates) {
+        dataloader_init(&t->val_loader, run.val_data, run.B, run.T, false, 0, config.V,
+                        {comm.rank, comm.world});
+        tokenizer_check(t->val_loader.tokenizer, config.V, run.val_data);
+    }
+    const char* shared = trains && validates ? dataloader_shared_file(&t->train_loader, &t->val_loader)
+                                             : nullptr;
+    if (shared) {
+        die("'%s' is both training data (-i) and validation data (-j)\nhint: -v 0 trains without validation",
+            shared);
+    }
+    if (run.evaluate) {
+        evalset_init(&t->questions, run.eval_data, config.V, run.B, run.T);
+        tokenizer_check(t->questions.tokenizer, config.V, run.eval_data);
+    }
+}
+
+// What texts are written with. Returns how many tokens the prompt has.
+static size_t open_text(Training* t, const Config& config) {
+    if (!run_writes_text()) { return 0; }
+    std::string missing;
+    t->has_text = text_init(&t->tokenizer, config.V, &missing);
+    if (!missing.empty()) { warn("%s is not there: samples are printed as token ids", missing.c_str()); }
+    if (run.chat && !t->has_text) {
+        die("--chat needs a tokenizer: there is none for V=%d (256: bytes, 50257: GPT-2)", config.V);
+    }
+    return prompt_tokens(t->text(), run.prompt, config.V, run.T).size() - 1;
+}
+
+// Ranks that differ in anything that decides about the result would train nonsense, or wait for ever.
+static void check_same_job(const Training& t) {
+    if (comm.world == 1) { return; }
+    CommFacts facts = {
+        {"the program", executable_hash()}, {"training data", dataloader_facts(&t.train_loader)},
+        {"a sample of the training data", t.data_sample},
+        {"validation data", dataloader_facts(&t.val_loader)},
+        {"evaluation data", evalset_facts(&t.questions)}};
+    for (const auto& fact : flag_facts()) { facts.push_back(fact); }
+    comm_check_same(facts);
+}
+
+// Would the steps to come be those of the run that began?
+static void check_resumed(const Checkpoint& c, const Training& t) {
+    const std::string* data = facts_find(c.facts, "training data");
+    const std::string* sample = facts_find(c.facts, "training data sample");
+    const std::string now = dataloader_facts(&t.train_loader);
+    if (data && *data != now) {
+        die("-i: the training data are not those that the run in -o %s began with: now %s, then %s",
+            run.output_dir, comm_shorten(now, *data).c_str(), comm_shorten(*data, now).c_str());
+    }
+    if (sample && *sample != t.data_sample) {
+        die("-i: the training data are not those that the run in -o %s began with: their files have the same "
+            "names and sizes, but other tokens\nhint: -i names another place for them", run.output_dir);
+    }
+    const struct { const char* fact; std::string now; } same[] = {
+        {"program", t.program}, {"device", t.device.name}};
+    for (const auto& it : same) {
+        const std::string* then = facts_find(c.facts, it.fact);
+        if (then && *then != it.now) {
+            warn("the run goes on with another %s than before (%s, then %s): its bits may differ", it.fact,
+                 it.now.c_str(), then->c_str());
+        }
+    }
+}
+
+// == 14 main ==
+static void print_model(const GPT2& model) {
+    if (run.quiet) { return; }
+    const Config& c = model.config;
+    size_t decayed = 0, others = 0, muons = 0;
+    for (const ParamSpec& s : model.param_specs) {
+        (s.kind == Kind::Matrix ? decayed : others) += s.copies * s.live_rows * s.cols;
+        muons += s.muon ? s.copies * s.elems : 0;
+    }
+    const Split& split = model.options.split;
+    if (split.world > 1 && model.options.trains) {
+        printf("ranks: %d, ZeRO stage %d, gradients summed %s\n", split.world, split.zero,
+               model.options.nccl_order ? "in NCCL's order" : format("over %d lanes", run.lanes).c_str());
+    }
+    printf("model: L=%d NH=%d C=%d T=%d V=%d, %zu parameters: %zu with weight decay, %zu without; and %zu "
+           "zeros that pad wte to %d rows\n",
+           c.L, c.NH, c.C, c.maxT, c.V, decayed + others, decayed, others, (size_t)(c.Vp - c.V) * c.C, c.Vp);
+    if (!c.is_gpt2()) {
+        printf("not GPT-2: block %s, norm %s\n", flags_split(BLOCK_NAMES, '|')[(int)c.block].c_str(),
+               flags_split(NORM_NAMES, '|')[(int)c.norm].c_str());
+    }
+    if (has_fp32_residual(c)) { printf("residual stream: fp32, beside branches in " PRECISION_NAME "\n"); }
+    if (model.options.muon) {
+        printf("optimizer: Muon for %zu parameters, the layers' matrices; AdamW for %zu\n", muons,
+               decayed + others - muons);
+    }
+    memory_print(gpt2_memory_plan(c, model.options, run.B, model.T));
+    printf("kernels: attention %s\n", attention_form(c.C / c.NH));
+}
+
+// Memory, and the parameters: of a checkpoint, of a model file, or random ones.
+static void load_model(Training* t, const Config& config, const Options& options, Checkpoint* resumed) {
+    GPT2* model = &t->model;
+    device_comm_init();
+    gpt2_allocate(model, config, options, run.B, run.T);
+    decoder_init(&t->decoder, model);
+    print_model(*model);
+    if (run.resumed) {
+        checkpoint_resume(model, resumed, run.output_dir, resumable_steps(), &t->saver.retention.bad);
+        if (resumed->step < 0) { die("-o %s: none of its checkpoints can be used", run.output_dir); }
+    }
+    else if (file_size(run.model) >= 0) { checkpoint_load(model, run.model); }
+    else { gpt2_init_random(model, options.seed); }
+    if (comm.world > 1) { check_ranks(model, model->step); }
+}
+
+static void print_questions(const EvalSet& set) {
+    if (set.questions.empty()) { return; }
+    const int64_t positions = evalset_positions(&set);
+    say("questions: %zu, %zu rows in %zu batches, %lld positions: %.1f%% of what rows of %d would take\n",
+        set.questions.size(), set.rows.size(), set.batches.size(), (long long)positions,
+        100.0 * (double)positions / ((double)set.rows.size() * set.T), set.T);
+}
+
+// The settings that do what was asked, but hardly what was meant.
+static void print_surprises(size_t prompt_tokens) {
+    const int room = run.T - (int)prompt_tokens;            // the first position stands before the document
+    if (run_writes_text() && run.sample_tokens > room && run_given("sample-tokens")) {
+        const std::string text = format("samples: after %d of %d tokens all T=%d positions are taken; texts "
+                                        "go on from their last %d tokens", room, run.sample_tokens, run.T,
+                                        std::max(1, run.T / 2));
+        if (run_task() == Task::Train) { say("%s\n", text.c_str()); }
+        else if (!comm.rank) { fprintf(stderr, "note: %s\n", text.c_str()); }
+    }
+    if (run_task() != Task::Train) { return; }
+    if (run.output_dir[0] == '\0') { say("no -o: nothing of this run will be saved\n"); }
+    if (run.warmup > 0 && run.warmup >= run.max_steps) {
+        const char* when = run.warmup > run.max_steps ? "never" : "at the last step only";
+        warn("-u %lld in a run of %lld steps: the learning rate reaches its peak %s", (long long)run.warmup,
+             (long long)run.max_steps, when);
+    }
+}
+
+// A checkpoint that has lost its DONE and was found to be whole.
+static void mark_again(const Checkpoint& c, const std::string& folder) {
+    std::vector<std::string> states;
+    for (const StateFile& file : c.files) { states.push_back(file.path); }
+    checkpoint_done(folder, c.step, states);
+    say("the checkpoint of step %lld had no DONE file, but it is whole: it is marked again\n",
+        (long long)c.step);
+}
+
+// What a training run needs beside its model and data; and where a resumed one goes on.
+static void begin_run(Training* t, const Checkpoint& resumed) {
+    const std::string folder = run.output_dir;
+    t->saves = !folder.empty();
+    logger_init(&t->logger, comm.rank == 0 ? run.output_dir : "");
+    char here[PATH_MAX];
+    t->start = getcwd(here, sizeof(here)) ? here : "";
+    logger_run(&t->logger, kFlags, kNumFlags,
+               {{"left open", settings_left_open()}, {"precision", PRECISION_NAME},
+                {"device", t->device.name}, {"program", t->program}, {"started in", t->start}});
+    if (t->saves) {
+        const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < run.max_steps;
+        const int every = run.on_bad_loss == OnBadLoss::Rewind ? std::max(1, run.checkpoint_every) : 1;
+        gpt2_saver(&t->saver, &t->model, &t->logger, folder, at_once,
+                   {run.keep, run.major_every, every, t->saver.retention.bad});
+    }
+    if (run.resumed) {
+        t->step = t->saver.step = resumed.step;
+        t->position = fact_number(resumed.facts, "position", 0, kLargestCount);
+        t->rewinds = (int)fact_number(resumed.facts, "rewinds", 0, INT_MAX);
+        logger_go_back(&t->logger, t->step, t->rewinds);
+        if (comm.rank == 0) {
+            if (file_size(checkpoint_marker(folder, t->step).c_str()) < 0) { mark_again(resumed, folder); }
+            checkpoint_clean(folder);           // a kill may have come before the last ones were removed
+            checkpoint_retain(folder, t->step, t->saver.retention);
+        }
+        say("resumed: %s goes on after step %lld\n", shown(folder).c_str(), (long long)t->step);
+        const int then = (int)fact_number(resumed.facts, "ranks", 1, INT_MAX);
+        if (then != comm.world) { say("launch: ranks now %d, before %d\n", comm.world, then); }
+        if (t->step >= run.max_steps) {
+            say("-x %lld: the run has come so far already\n", (long long)run.max_steps);
+        }
+    }
+    if (run.own_launch) {
+        say("launch: --gpus %d, as the run was started; --gpus N says otherwise\n", run.comm.gpus);
+    }
+    say("data: %lld training tokens (%lld rows of %d), %d micro-steps a step%s, %lld steps\n",
+        (long long)t->train_loader.tokens, (long long)t->train_loader.samples_per_epoch, run.T,
+        rank_micro_steps(), comm.world > 1 ? " on each rank" : "", (long long)run.max_steps);
+    fflush(stdout);                         // the first step may take long
+}
+
+// == 12 training loop ==
+// ---- validation, questions, texts ----
 // Mean loss over the first most*B rows of the set, or over all of them where there are fewer: each counts
 // once, so the last batch may be a smaller one, and B changes the mean by rounding only. Batches go round the
 // ranks, and their sums are added up in order. Touches neither gradients nor weights. False: a signal ended
@@ -5653,7 +5973,7 @@ static bool gpt2_validate(float* loss, GPT2* model, DataLoader* loader, int B, i
         if (stopped || row >= rows) { continue; }
         const int live = (int)std::min((int64_t)B, rows - row);
         next_batch(loader, model->step);      // always B rows: after the set's last come its first again
-        gpt2_set_inputs(model, loader->inputs, loader->targets, live, T, ClassifierMode::LossOnly);
+        gpt2_feed(model, loader->inputs, loader->targets, live, T, ClassifierMode::LossOnly);
         gpt2_loss(model, live, T, ClassifierMode::LossOnly, 0.0f, weight, &model->state->loss,
                   Accumulate::No);
         copy_to_host(&mine[round], &model->state->loss, sizeof(float), model->stream);
@@ -5696,7 +6016,7 @@ static bool gpt2_evaluate(std::vector<double>* sums, GPT2* model, const EvalSet*
     const int64_t batches = (int64_t)set->batches.size(), rounds = ceil_div(batches, (int64_t)world);
     const size_t room = (size_t)set->B * set->T, part = (size_t)rounds * most;
     const Acts a = gpt2_acts(model, 0);
-    std::vector<int> inputs(room), places(room), targets(room);
+    std::vector<int> inputs(room), counted(room), targets(room);
     std::vector<double> all(part * world);              // (world,rounds,most): sums of each batch's rows
     struct { float* losses; Event ready; int64_t round; } slots[2];
     for (auto& slot : slots) {
@@ -5704,8 +6024,7 @@ static bool gpt2_evaluate(std::vector<double>* sums, GPT2* model, const EvalSet*
     }
     auto settle = [&](auto& slot) {
         if (slot.round < 0) { return; }
-        CommWait waiting;
-        event_wait(slot.ready);
+        await_event(slot.ready);
         evalset_sum(set, set->batches[slot.round * world + rank], slot.losses,
                     &all[rank * part + slot.round * most]);
         slot.round = -1;
@@ -5717,9 +6036,9 @@ static bool gpt2_evaluate(std::vector<double>* sums, GPT2* model, const EvalSet*
         stopped = stop_agreed(model->step);
         if (stopped || round * world + rank >= batches) { continue; }
         const EvalBatch& batch = set->batches[round * world + rank];
-        const int count = evalset_fill(set, batch, inputs.data(), places.data(), targets.data());
-        gpt2_set_inputs(model, inputs.data(), targets.data(), batch.rows, batch.T, ClassifierMode::LossOnly,
-                        places.data());
+        const int count = evalset_fill(set, batch, inputs.data(), counted.data(), targets.data());
+        gpt2_feed(model, inputs.data(), targets.data(), batch.rows, batch.T, ClassifierMode::LossOnly,
+                  counted.data());
         gpt2_forward(model, batch.rows, batch.T);
         gpt2_counted_losses(model, batch.rows * batch.T, count);
         copy_to_host(slot.losses, a.losses, count * sizeof(float), model->stream);
@@ -5756,36 +6075,33 @@ static bool evaluate(GPT2* model, const EvalSet* set, Logger* logger, int64_t st
     return false;
 }
 
-static bool evaluation_due(int64_t step) {
-    const int every = run.eval_every > 0 ? run.eval_every : run.val_every;
-    return run.evaluate && every > 0 && step % every == 0;
-}
-
 // What llmc/run/samples.h draws tokens from. Random streams are the step's own, so training's bits do not
 // depend on any text.
-static TextDraw text_draw(GPT2* model, int64_t step) {
+static TextDraw text_draw(Training* t) {
     return [=](const std::vector<int>& prompt, int count, int end, uint32_t first_id,
                const OnToken& on_token) {
-        gpt2_write(model, prompt, count, end, first_id, (uint64_t)step << 24, [&](int row, int token) {
-            DiskWait disk(step);                // for where the text goes
+        decoder_write(&t->decoder, prompt, count, end, first_id, (uint64_t)t->step << 24,
+                      [&](int row, int token) {
+            DiskWait disk(t->step);             // for where the text goes
             return on_token(row, token);
         });
     };
 }
 
-static TextTask text_task(const GPT2* model, const Tokenizer* tokenizer, bool tell_speed) {
-    return {tokenizer, prompt_tokens(tokenizer, run.prompt, model->config.V, model->T), run.sample_tokens,
-            tell_speed};
+static TextTask text_task(const Training& t) {
+    return {t.text(), prompt_tokens(t.text(), run.prompt, t.model.config.V, t.model.T), run.sample_tokens,
+            t.tells_speed};
 }
 
 // As many texts at once as there is memory for. Rank 0 writes; the others wait for it at the next exchange.
-static void generate(GPT2* model, const Tokenizer* tokenizer, int64_t step, bool tell_speed) {
+static void generate(Training* t) {
     if (comm.rank != 0 || stopping) { return; }
-    write_samples(text_task(model, tokenizer, tell_speed),
-                  {run.num_samples, model->decoder.rows, step, run.prompt, run_task() == Task::Train},
-                  text_draw(model, step));
+    write_samples(text_task(*t),
+                  {run.num_samples, t->decoder.rows, t->step, run.prompt, run_task() == Task::Train},
+                  text_draw(t));
 }
 
+// ---- reports ----
 // What a finished step reports. The host enqueues step s+1 before it waits for the report of step s, so the
 // device always has work.
 struct Reports {
@@ -5799,16 +6115,43 @@ struct Reports {
     Report report;              // what the terminal is told of them
 };
 
+static void reports_init(Reports* r, const Training& t) {
+    r->slots = (DeviceState*)pinned_malloc(Reports::kSlots * sizeof(DeviceState), "step reports");
+    for (Event& e : r->ready) { e = event_create(); }
+    r->started = event_create();
+    r->pending = -1;
+    r->report = {run.max_steps, run.total_batch, run.log_every, run.log_gpu};
+    if (run.log_gpu > 0 && comm.rank == 0) { r->report.telemetry = telemetry_start(t.device.bus_id); }
+    progress_start();
+}
+
+static void reports_free(Reports* r) {
+    for (Event& e : r->ready) { event_destroy(e); }
+    telemetry_end(&r->report.telemetry);
+    event_destroy(r->started);
+    pinned_free(r->slots);
+}
+
+// A step is enqueued; its report follows.
+static void reports_begin(Reports* r, GPT2* model) {
+    if (r->pending >= 0) { return; }
+    event_record(r->started, model->stream);
+    r->since = r->started;
+}
+static void reports_end(Reports* r, GPT2* model, int64_t step) {
+    const int slot = (int)(step % Reports::kSlots);
+    copy_to_host(&r->slots[slot], model->state, sizeof(DeviceState), model->stream);
+    event_record(r->ready[slot], model->stream);
+    r->pending = step;
+}
+
 // True: too many updates in a row were skipped.
 static bool report_step(Reports* r, Logger* logger, const LrSchedule& schedule) {
     if (r->pending < 0) { return false; }
     const int64_t step = r->pending;
     r->pending = -1;
     const int slot = (int)(step % Reports::kSlots);
-    {
-        CommWait waiting;                   // if the others do not come, it is not this rank's fault
-        event_wait(r->ready[slot]);
-    }
+    await_event(r->ready[slot]);
     const DeviceState state = r->slots[slot];
     // The device's clock: the host may be far ahead
     const double ms = event_ms(r->since, r->ready[slot]);
@@ -5826,59 +6169,7 @@ static bool report_step(Reports* r, Logger* logger, const LrSchedule& schedule) 
     return state.update.skipped_in_a_row >= kMaxSkipsInARow;
 }
 
-static int rank_micro_steps() { return (int)(run.total_batch / ((int64_t)run.B * run.T * comm.world)); }
-
-// Parameters are the same on all ranks: by a hash of their bytes, gathered from all.
-static void check_ranks(GPT2* model, int64_t step) {
-    const size_t bytes = model->layout.params_bytes;
-    for (int b = 0; b < (int)model->layout.buckets.size(); b++) { gpt2_await_params(model, b); }
-    std::vector<char> params(bytes);
-    copy_to_host(params.data(), model->params, bytes, model->stream);
-    stream_sync(model->stream);
-    const uint64_t hash = checksum(params.data(), bytes);
-    std::vector<uint64_t> hashes(comm.world, hash);
-    comm_all_gather(hashes.data(), sizeof(hash));
-    for (int r = 1; r < comm.world; r++) {
-        if (hashes[r] == hashes[0]) { continue; }
-        die("after %lld steps the parameters of rank %d are not those of rank 0", (long long)step, r);
-    }
-}
-
-// False: a signal came before the last micro-step. The gradients so far are dropped: no update, and the next
-// step would store its own over them.
-static bool train_step(GPT2* model, DataLoader* loader, double lr, double muon_lr) {
-    const int micro_steps = rank_micro_steps();
-    for (int micro = 0; micro < micro_steps; micro++) {
-        if (stop_agreed(model->step)) { return false; }
-        if (run.overfit) { dataloader_seek(loader, 0); }
-        next_batch(loader, model->step);
-        gpt2_micro_step(model, loader->inputs, loader->targets, run.B, run.T, micro, micro_steps);
-    }
-    gpt2_update(model, lr, run.beta1, run.beta2, run.eps, (float)run.grad_clip, muon_lr);
-    if (run.check_ranks) { check_ranks(model, model->step); }
-    return true;
-}
-
-// A run: what it is made of, and where it stands between two steps.
-struct Training {
-    GPT2 model = {};
-    DataLoader train_loader = {}, val_loader = {};      // as far as the task needs them
-    EvalSet questions = {};                             // likewise
-    Tokenizer tokenizer;
-    bool has_text = false;      // else samples are printed as token ids
-    const Tokenizer* text() const { return has_text ? &tokenizer : nullptr; }
-    Logger logger;
-    Saver saver = {};
-    bool saves = false;         // there is -o
-    std::string device, bus_id;
-    std::string program;        // its hash, taken at the start: later its file may be gone
-    std::string start;          // the folder that relative names of files belong to
-    int64_t step = 0;           // steps done
-    int64_t position = 0;       // of the data of the next one
-    std::string data_sample;    // what the training data hold, where that is to be saved
-    int rewinds = 0;
-};
-
+// ---- checkpoints ----
 // What a checkpoint says of the run beside the tensors.
 static Facts run_facts(Training* t) {
     Facts facts = model_facts(&t->model);
@@ -5887,7 +6178,7 @@ static Facts run_facts(Training* t) {
         {"T", run.T}, {"total_batch", run.total_batch}, {"tokens", t->step * run.total_batch}};
     for (const auto& n : numbers) { facts.push_back({n.name, std::to_string(n.value)}); }
     facts.push_back({"program", t->program});
-    facts.push_back({"device", t->device});
+    facts.push_back({"device", t->device.name});
     facts.push_back({"started in", t->start});
     facts.push_back({"training data", dataloader_facts(&t->train_loader)});
     facts.push_back({"training data sample", t->data_sample});
@@ -5925,7 +6216,7 @@ static void rewind_or_stop(Training* t) {
         die("%s, after going back %d times: the run stops%s", what.c_str(), t->rewinds, hint);
     }
     stream_sync(t->model.stream);
-    stream_sync(t->model.comm_stream);
+    stream_sync(t->model.exchange.stream);
     const int64_t from = t->step;
     const std::string& folder = t->saver.folder;
     std::set<int64_t>* bad = &t->saver.retention.bad;
@@ -5946,336 +6237,66 @@ static void rewind_or_stop(Training* t) {
          what.c_str(), (long long)from, (long long)t->step, t->rewinds, kMaxRewinds);
 }
 
+// ---- the loop ----
+static bool due(int every, int64_t step) { return every > 0 && step % every == 0; }
+
 static void train(Training* t) {
     GPT2* model = &t->model;
-    Logger* logger = &t->logger;
     const LrSchedule schedule = {run.schedule, run.lr, run.warmup, run.max_steps, run.final_fraction};
     LrSchedule muon_schedule = schedule;
     muon_schedule.peak = run.muon_lr;
     Reports reports = {};
-    reports.slots = (DeviceState*)pinned_malloc(Reports::kSlots * sizeof(DeviceState), "step reports");
-    for (Event& e : reports.ready) { e = event_create(); }
-    reports.started = event_create();
-    reports.pending = -1;
-    Report* told = &reports.report;
-    *told = {run.max_steps, run.total_batch, run.log_every, run.log_gpu};
-    if (run.log_gpu > 0 && comm.rank == 0) { told->telemetry = telemetry_start(t->bus_id); }
-    progress_start();
-    auto report = [&] {
-        if (!report_step(&reports, logger, schedule)) { return true; }
-        report_line(told);                      // what led there
+    reports_init(&reports, *t);
+    auto report = [&] {                         // false: the run has gone back, or ends
+        if (!report_step(&reports, &t->logger, schedule)) { return true; }
+        report_line(&reports.report);           // what led there
         rewind_or_stop(t);
-        reports.pending = -1;
         return false;
     };
 
     dataloader_seek(&t->train_loader, t->position);
     while (t->step < run.max_steps && !stop_agreed(t->step)) {
         const int64_t step = t->step;
-        const bool val_due = run.val_every > 0 && step % run.val_every == 0;
-        const bool eval_due = evaluation_due(step);
-        const bool sample_due = run.sample_every > 0 && step > 0 && step % run.sample_every == 0;
-        const bool save_due = t->saves && run.checkpoint_every > 0 && step % run.checkpoint_every == 0 &&
-                              step > 0;
-        if (t->saves) { saver_advance(&t->saver, t->step, false); }
+        const bool val_due = due(run.val_every, step);
+        const bool eval_due = run.evaluate && due(run.eval_every > 0 ? run.eval_every : run.val_every, step);
+        const bool sample_due = step > 0 && due(run.sample_every, step);
+        const bool save_due = t->saves && step > 0 && due(run.checkpoint_every, step);
+        if (t->saves) { saver_advance(&t->saver, step, false); }
         if ((val_due || eval_due || sample_due || save_due) && !report()) { continue; }
         if (save_due) { save(t); }
-        if (val_due || eval_due || sample_due) { report_line(told); }      // so far it has come
-        if (val_due) { validate(model, &t->val_loader, logger, step); }
-        if (eval_due) { evaluate(model, &t->questions, logger, step); }
-        if (sample_due) { generate(model, t->text(), step, false); }
-        if (reports.pending < 0) {
-            event_record(reports.started, model->stream);
-            reports.since = reports.started;
-        }
+        if (val_due || eval_due || sample_due) { report_line(&reports.report); }    // so far it has come
+        if (val_due) { validate(model, &t->val_loader, &t->logger, step); }
+        if (eval_due) { evaluate(model, &t->questions, &t->logger, step); }
+        if (sample_due) { generate(t); }
+
+        reports_begin(&reports, model);
         const double lr = lr_at(schedule, step), muon_lr = lr_at(muon_schedule, step);
-        if (!train_step(model, &t->train_loader, lr, muon_lr)) { break; }
+        if (!train_step(model, &t->train_loader, t->saver, lr, muon_lr)) { break; }
         t->step++;
         t->position = t->train_loader.position;
         if (kDeviceIsAsync && !report()) { continue; }                      // of the step before
-        copy_to_host(&reports.slots[step % Reports::kSlots], model->state, sizeof(DeviceState),
-                     model->stream);
-        event_record(reports.ready[step % Reports::kSlots], model->stream);
-        reports.pending = step;
+        reports_end(&reports, model, step);
         // the last step's report is awaited here: it may be what sends the run back
         if (!kDeviceIsAsync || t->step == run.max_steps) { report(); }
     }
-    report();                               // a signal came
-    report_line(told);                      // of the steps that did not fill one
+    report();                                   // a signal came
+    report_line(&reports.report);               // of the steps that did not fill one
     if (t->step < run.max_steps) { printf("stopped by a signal after step %lld\n", (long long)t->step); }
-    if (told->ms_count > 0) {
-        const double mean_ms = report_mean_ms(*told);
-        say("mean step time %.1f ms, %.0f tokens/s over %lld steps\n", mean_ms,
-            (double)run.total_batch / mean_ms * 1e3, (long long)told->ms_count);
+    if (reports.report.ms_count > 0) {
+        const double ms = report_mean_ms(reports.report);
+        say("mean step time %.1f ms, %.0f tokens/s over %lld steps\n", ms, (double)run.total_batch / ms * 1e3,
+            (long long)reports.report.ms_count);
     }
-    save(t);                                // before anything else that takes time
+    save(t);                                    // before anything else that takes time
     if (t->saves) { saver_advance(&t->saver, t->step, true); }
-    if (run.val_every > 0) { validate(model, &t->val_loader, logger, t->step); }
-    if (run.evaluate) { evaluate(model, &t->questions, logger, t->step); }
-    if (run.sample_every > 0) { generate(model, t->text(), t->step, false); }
-    for (Event& e : reports.ready) { event_destroy(e); }
-    telemetry_end(&told->telemetry);
-    event_destroy(reports.started);
-    pinned_free(reports.slots);
+    if (run.val_every > 0) { validate(model, &t->val_loader, &t->logger, t->step); }
+    if (run.evaluate) { evaluate(model, &t->questions, &t->logger, t->step); }
+    if (run.sample_every > 0) { generate(t); }
+    reports_free(&reports);
 }
 
-// == 14 main ==
+// == 13 main ==
 #ifndef TESTING
-static void print_model(const GPT2& model) {
-    if (run.quiet) { return; }
-    const Config& c = model.config;
-    const size_t decayed = gpt2_num_parameters(model.param_specs, true);
-    const size_t others = gpt2_num_parameters(model.param_specs, false);
-    const Split& split = model.options.split;
-    if (split.world > 1 && model.options.trains) {
-        printf("ranks: %d, ZeRO stage %d, gradients summed %s\n", split.world, split.zero,
-               model.options.nccl_order ? "in NCCL's order" : format("over %d lanes", run.lanes).c_str());
-    }
-    printf("model: L=%d NH=%d C=%d T=%d V=%d, %zu parameters: %zu with weight decay, %zu without; and %zu "
-           "zeros that pad wte to %d rows\n",
-           c.L, c.NH, c.C, c.maxT, c.V, decayed + others, decayed, others, (size_t)(c.Vp - c.V) * c.C, c.Vp);
-    if (!c.is_gpt2()) {
-        printf("not GPT-2: block %s, norm %s\n", flags_split(BLOCK_NAMES, '|')[(int)c.block].c_str(),
-               flags_split(NORM_NAMES, '|')[(int)c.norm].c_str());
-    }
-    if (has_fp32_residual(c)) { printf("residual stream: fp32, beside branches in " PRECISION_NAME "\n"); }
-    if (model.options.muon) {
-        size_t taken = 0;
-        for (const ParamSpec& s : model.param_specs) { taken += s.muon ? s.copies * s.elems : 0; }
-        printf("optimizer: Muon for %zu parameters, the layers' matrices; AdamW for %zu\n", taken,
-               decayed + others - taken);
-    }
-    memory_print(gpt2_memory_plan(c, model.options, run.B, model.T));
-    printf("kernels: attention %s\n", attention_form(c.C / c.NH));
-}
-
-static void print_questions(const EvalSet& set) {
-    if (set.questions.empty()) { return; }
-    const int64_t positions = evalset_positions(&set);
-    say("questions: %zu, %zu rows in %zu batches, %lld positions: %.1f%% of what rows of %d would take\n",
-        set.questions.size(), set.rows.size(), set.batches.size(), (long long)positions,
-        100.0 * (double)positions / ((double)set.rows.size() * set.T), set.T);
-}
-
-// The settings that do what was asked, but hardly what was meant.
-static void print_surprises(bool sampling, size_t prompt_tokens) {
-    const int room = run.T - (int)prompt_tokens;            // the first position stands before the document
-    if (sampling && run.sample_tokens > room && run_given("sample-tokens")) {
-        const std::string text = format("samples: after %d of %d tokens all T=%d positions are taken; texts "
-                                        "go on from their last %d tokens", room, run.sample_tokens, run.T,
-                                        std::max(1, run.T / 2));
-        if (run_task() == Task::Train) { say("%s\n", text.c_str()); }
-        else if (!comm.rank) { fprintf(stderr, "note: %s\n", text.c_str()); }
-    }
-    if (run_task() != Task::Train) { return; }
-    if (run.output_dir[0] == '\0') { say("no -o: nothing of this run will be saved\n"); }
-    if (run.warmup > 0 && run.warmup >= run.max_steps) {
-        const char* when = run.warmup > run.max_steps ? "never" : "at the last step only";
-        warn("-u %lld in a run of %lld steps: the learning rate reaches its peak %s", (long long)run.warmup,
-             (long long)run.max_steps, when);
-    }
-}
-
-// Several texts at once need memory: beside training no more than its activations have, else what there is.
-static void fit_texts(const Config& config, Options* options, const DeviceInfo& device) {
-    auto fits = [&] {
-        const auto plan = gpt2_memory_plan(config, *options, run.B, run.T);
-        for (const MemoryItem& item : plan) {
-            if (options->trains && item.name == kTextMemory) { return item.bytes == 0; }
-        }
-        return memory_fits(plan, memory_room(device));
-    };
-    while (options->text_rows > 1 && !fits()) { options->text_rows /= 2; }
-}
-
-// More lanes than ranks take more buffers for gradients. If the memory lacks them and the user did not ask
-// for so many, there are fewer, and the bits are those of fewer lanes.
-static void fit_lanes(const Config& config, Options* options, const DeviceInfo& device) {
-    if (!options->trains) { return; }
-    const int wanted = run.lanes;
-    const bool may_choose = !run_given("lanes") && run.zero < 2;
-    int fewer = options->lanes;
-    auto fits = [&] {
-        return memory_fits(gpt2_memory_plan(config, *options, run.B, run.T), memory_room(device));
-    };
-    while (may_choose && options->lanes > 1 && !fits()) { options->lanes /= 2; }
-    std::vector<int> lanes(comm.world, options->lanes);
-    comm_all_gather(lanes.data(), sizeof(int));
-    for (int n : lanes) { fewer = std::min(fewer, n); }
-    options->lanes = fewer;
-    run.lanes = fewer * comm.world;
-    if (run.lanes < wanted && run.resumed) {
-        warn("memory is short: gradients are summed over %d lanes, and were over %d before: the run's bits "
-             "will differ", run.lanes, wanted);
-    } else if (run.lanes < wanted) {
-        say("memory is short: gradients are summed over %d lanes, not %d; --lanes %d gives the same bits "
-            "on another machine\n", run.lanes, wanted, run.lanes);
-    }
-}
-
-// Ranks that differ in anything that decides about the result would train nonsense, or wait for ever.
-static void check_same_job(const Training& t) {
-    if (comm.world == 1) { return; }
-    CommFacts facts = {
-        {"the program", executable_hash()}, {"training data", dataloader_facts(&t.train_loader)},
-        {"a sample of the training data", t.data_sample},
-        {"validation data", dataloader_facts(&t.val_loader)},
-        {"evaluation data", evalset_facts(&t.questions)}};
-    for (const auto& fact : flag_facts()) { facts.push_back(fact); }
-    comm_check_same(facts);
-}
-
-// What rank 0 finds counts.
-static std::vector<int64_t> resumable_steps() {
-    return comm.rank == 0 ? checkpoint_newest(run.output_dir) : std::vector<int64_t>();
-}
-
-// -y 1: the last checkpoint of the run in -o, and the settings that it began with. Where there is none, the
-// run begins, again if it has a run.json; but not over checkpoints that only cannot be read.
-static Checkpoint find_resumed(std::set<int64_t>* bad) {
-    if (!run.resume || run.output_dir[0] == '\0') { settings_keep(); return Checkpoint(); }
-    Checkpoint c = checkpoint_find(run.output_dir, resumable_steps(), bad);
-    if (c.step < 0 && !bad->empty()) {
-        die("-o %s: none of its checkpoints can be used\n"
-            "hint: choose another folder; -e takes a model_*.bin of this one", run.output_dir);
-    }
-    if (c.step >= 0) { settings_resume(c.facts, facts_config(c.facts), kBuild); return c; }
-    run.again = settings_take(run.output_dir, true);
-    settings_keep();
-    return c;
-}
-
-// Would the steps to come be those of the run that began?
-static void check_resumed(const Checkpoint& c, const Training& t) {
-    const std::string* data = facts_find(c.facts, "training data");
-    const std::string* sample = facts_find(c.facts, "training data sample");
-    const std::string now = dataloader_facts(&t.train_loader);
-    if (data && *data != now) {
-        die("-i: the training data are not those that the run in -o %s began with: now %s, then %s",
-            run.output_dir, comm_shorten(now, *data).c_str(), comm_shorten(*data, now).c_str());
-    }
-    if (sample && *sample != t.data_sample) {
-        die("-i: the training data are not those that the run in -o %s began with: their files have the same "
-            "names and sizes, but other tokens\nhint: -i names another place for them", run.output_dir);
-    }
-    const struct { const char* fact; std::string now; } same[] = {
-        {"program", t.program}, {"device", t.device}};
-    for (const auto& it : same) {
-        const std::string* then = facts_find(c.facts, it.fact);
-        if (then && *then != it.now) {
-            warn("the run goes on with another %s than before (%s, then %s): its bits may differ", it.fact,
-                 it.now.c_str(), then->c_str());
-        }
-    }
-}
-
-// Training, validation and evaluation data, as far as they are needed.
-static void open_data(Training* t, const Config& config, bool trains, bool validates) {
-    if (trains) {
-        const bool has_data = run_given("train-data") || file_size(run.train_data) >= 0;
-        const bool may_mean_text = run_given("prompt") && !run_given("max-steps");
-        if (!has_data && may_mean_text) {
-            die("--prompt: without -x 0 this trains, and there are no training data '%s'\n"
-                "hint: -x 0 writes a text after the prompt; -i names training data", run.train_data);
-        }
-        DataShare share = {comm.rank, comm.world, run.zero == 2 ? 1 : rank_micro_steps()};
-        if (run.overfit) { share = {}; }        // all ranks have the job's first batch
-        dataloader_init(&t->train_loader, run.train_data, run.B, run.T, run.shuffle && !run.overfit,
-                        (uint64_t)run.seed, config.V, share);
-        tokenizer_check(t->train_loader.tokenizer, config.V, run.train_data);
-        if (run.output_dir[0] != '\0') { t->data_sample = dataloader_sample(&t->train_loader); }
-        if (run.max_steps < 0) {
-            run.max_steps = std::max((int64_t)1, t->train_loader.samples_per_epoch * run.T / run.total_batch);
-        }
-    }
-    if (validates) {
-        dataloader_init(&t->val_loader, run.val_data, run.B, run.T, false, 0, config.V,
-                        {comm.rank, comm.world});
-        tokenizer_check(t->val_loader.tokenizer, config.V, run.val_data);
-    }
-    const char* shared = trains && validates ? dataloader_shared_file(&t->train_loader, &t->val_loader)
-                                             : nullptr;
-    if (shared) {
-        die("'%s' is both training data (-i) and validation data (-j)\nhint: -v 0 trains without validation",
-            shared);
-    }
-    if (run.evaluate) {
-        evalset_init(&t->questions, run.eval_data, config.V, run.B, run.T);
-        tokenizer_check(t->questions.tokenizer, config.V, run.eval_data);
-    }
-}
-
-// Memory, and the parameters: of a checkpoint, of a model file, or random ones.
-static void load_model(Training* t, const Config& config, const Options& options, Checkpoint* resumed) {
-    GPT2* model = &t->model;
-    device_comm_init();
-    gpt2_allocate(model, config, options, run.B, run.T);
-    print_model(*model);
-    if (run.resumed) {
-        checkpoint_resume(model, resumed, run.output_dir, resumable_steps(), &t->saver.retention.bad);
-        if (resumed->step < 0) { die("-o %s: none of its checkpoints can be used", run.output_dir); }
-    }
-    else if (file_size(run.model) >= 0) { checkpoint_load(model, run.model); }
-    else { gpt2_init_random(model, options.seed); }
-    if (comm.world > 1) { check_ranks(model, model->step); }
-}
-
-// A checkpoint that has lost its DONE and was found to be whole.
-static void mark_again(const Checkpoint& c, const std::string& folder) {
-    std::vector<std::string> states;
-    for (const StateFile& file : c.files) { states.push_back(file.path); }
-    checkpoint_done(folder, c.step, states);
-    say("the checkpoint of step %lld had no DONE file, but it is whole: it is marked again\n",
-        (long long)c.step);
-}
-
-// What a run needs beside its model and data, and the run.
-static void start_training(Training* t, Checkpoint* resumed, const char* program) {
-    const std::string folder = run.output_dir;
-    t->saves = !folder.empty();
-    logger_init(&t->logger, comm.rank == 0 ? run.output_dir : "");
-    char here[PATH_MAX];
-    t->start = getcwd(here, sizeof(here)) ? here : "";
-    logger_run(&t->logger, kFlags, kNumFlags,
-               {{"left open", settings_left_open()}, {"precision", PRECISION_NAME}, {"device", t->device},
-                {"program", t->program}, {"started in", t->start}});
-    if (t->saves) {
-        const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < run.max_steps;
-        const int every = run.on_bad_loss == OnBadLoss::Rewind ? std::max(1, run.checkpoint_every) : 1;
-        gpt2_saver(&t->saver, &t->model, &t->logger, folder, at_once,
-                   {run.keep, run.major_every, every, t->saver.retention.bad});
-    }
-    if (run.resumed) {
-        t->step = t->saver.step = resumed->step;
-        t->position = fact_number(resumed->facts, "position", 0, kLargestCount);
-        t->rewinds = (int)fact_number(resumed->facts, "rewinds", 0, INT_MAX);
-        logger_go_back(&t->logger, t->step, t->rewinds);
-        if (comm.rank == 0) {
-            if (file_size(checkpoint_marker(folder, t->step).c_str()) < 0) { mark_again(*resumed, folder); }
-            checkpoint_clean(folder);           // a kill may have come before the last ones were removed
-            checkpoint_retain(folder, t->step, t->saver.retention);
-        }
-        say("resumed: %s goes on after step %lld\n", shown(folder).c_str(), (long long)resumed->step);
-        const int then = (int)fact_number(resumed->facts, "ranks", 1, INT_MAX);
-        if (then != comm.world) { say("launch: ranks now %d, before %d\n", comm.world, then); }
-        if (t->step >= run.max_steps) {
-            say("-x %lld: the run has come so far already\n", (long long)run.max_steps);
-        }
-    }
-    if (run.own_launch) {
-        say("launch: --gpus %d, as the run was started; --gpus N says otherwise\n", run.comm.gpus);
-    }
-    *resumed = Checkpoint();
-    catch_signals();
-    say("data: %lld training tokens (%lld rows of %d), %d micro-steps a step%s, %lld steps\n",
-        (long long)t->train_loader.tokens, (long long)t->train_loader.samples_per_epoch, run.T,
-        rank_micro_steps(), comm.world > 1 ? " on each rank" : "", (long long)run.max_steps);
-    fflush(stdout);                         // the first step may take long
-    train(t);
-    saver_free(&t->saver);
-    if (t->saves && t->step > 0) { print_folder(program, t->step < run.max_steps); }
-}
-
 // -x 0 without --prompt. False: the loss is not finite.
 static bool validate_alone(Training* t) {
     const DataLoader& loader = t->val_loader;
@@ -6286,6 +6307,13 @@ static bool validate_alone(Training* t) {
     return validate(&t->model, &t->val_loader, &t->logger, 0);
 }
 
+// -x 0 with --prompt or --chat.
+static void write_alone(Training* t) {
+    if (!run.chat) { generate(t); return; }
+    // without -g a text goes on to the end of a sentence
+    if (comm.rank == 0) { chat(text_task(*t), run.model, !run_given("sample-tokens"), text_draw(t)); }
+}
+
 int main(int argc, char** argv) {
     device_prepare(argv);
     flags_parse(kFlags, kNumFlags, argc, argv);
@@ -6294,15 +6322,15 @@ int main(int argc, char** argv) {
     launch_resume();
     comm_start(run.comm, argv);
     comm_check_same(flag_facts());          // a rank with -y would look for a run with those that have none
+
     Training t;
     Checkpoint resumed = find_resumed(&t.saver.retention.bad);
     if (!run.resumed && model_is_folder()) { folder_resolve(); }
     const Config config = run_model(run.resumed ? &resumed.facts : nullptr);
     Options options = run_options();
     const Task task = run_task();
-    const bool validates = run_validates(), samples = run_writes_text();
-    const bool tell_speed = task == Task::Write && !run.quiet;
     if (task == Task::Write) {
+        t.tells_speed = !run.quiet;
         run.B = 1;                          // of what comes before the texts
         run.quiet = 1;
     }
@@ -6310,45 +6338,31 @@ int main(int argc, char** argv) {
     // what can be wrong with sizes, files and the prompt is found before memory is taken and before anything
     // is written
     if (run.output_dir[0] != '\0' && comm.rank == 0) { run_folder_check(run.output_dir); }
-    if (run.comm.gpus > device_count()) {
-        die("--gpus %d%s: this machine has %d\n"
-            "hint: a rank takes a GPU; other machines join by mpirun, srun or -pi", run.comm.gpus,
-            run.own_launch ? ", as the run was started (--gpus N says otherwise)" : "", device_count());
-    }
-    const DeviceInfo device = device_init(comm.local_rank);
-    t.device = device.name;
-    t.bus_id = device.bus_id;
     t.program = executable_hash();
-    fit_texts(config, &options, device);
-    fit_lanes(config, &options, device);
-    gpt2_check_memory(config, options, run.B, run.T, device, run.resumed);
-    const std::string unfit = attention_error(config.C / config.NH);
-    if (!unfit.empty()) { die("%s", unfit.c_str()); }
-    open_data(&t, config, task == Task::Train, validates);
-    std::string missing;
-    t.has_text = samples && text_init(&t.tokenizer, config.V, &missing);
-    if (!missing.empty()) { warn("%s is not there: samples are printed as token ids", missing.c_str()); }
-    if (run.chat && !t.has_text) {
-        die("--chat needs a tokenizer: there is none for V=%d (256: bytes, 50257: GPT-2)", config.V);
-    }
-    const size_t prompted = samples ? prompt_tokens(t.text(), run.prompt, config.V, run.T).size() - 1 : 0;
+    take_device(&t, config, &options);
+    open_data(&t, config);
+    const size_t prompted = open_text(&t, config);
     check_same_job(t);
     if (run.resumed) { check_resumed(resumed, t); }
 
-    say("device: %s, precision %s\n", device.name.c_str(), PRECISION_NAME);
+    say("device: %s, precision %s\n", t.device.name.c_str(), PRECISION_NAME);
     if (task == Task::Train && !run.quiet) { flags_print(kFlags, kNumFlags); }
     load_model(&t, config, options, &resumed);
     print_questions(t.questions);
-    print_surprises(samples, prompted);
+    print_surprises(prompted);
+
     bool fine = true;
-    if (task == Task::Train) { start_training(&t, &resumed, argv[0]); }
-    else {
-        if (validates) { fine = validate_alone(&t); }
+    if (task == Task::Train) {
+        begin_run(&t, resumed);
+        resumed = Checkpoint();
+        catch_signals();
+        train(&t);
+        saver_free(&t.saver);
+        if (t.saves && t.step > 0) { print_folder(argv[0], t.step < run.max_steps); }
+    } else {
+        if (run_validates()) { fine = validate_alone(&t); }
         if (run.evaluate) { fine = evaluate(&t.model, &t.questions, &t.logger, 0) && fine; }
-        if (run.chat && comm.rank == 0) {       // without -g a text goes on to the end of a sentence
-            chat(text_task(&t.model, t.text(), tell_speed), run.model,
-                 !run_given("sample-tokens"), text_draw(&t.model, 0));
-        } else if (task == Task::Write) { generate(&t.model, t.text(), 0, tell_speed); }
+        if (task == Task::Write) { write_alone(&t); }
     }
 
     dataloader_free(&t.train_loader);
@@ -6356,6 +6370,7 @@ int main(int argc, char** argv) {
     if (t.has_text) { tokenizer_free(&t.tokenizer); }
     logger_free(&t.logger);
     comm_any(false);                        // the others wait for rank 0's last sample here, not in NCCL
+    decoder_free(&t.decoder);
     gpt2_free(&t.model);
     device_comm_end();
     comm_end();

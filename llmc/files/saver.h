@@ -7,12 +7,13 @@ writes them to disk.
     saver_init(&saver, pieces, true);
     saver_begin(&saver, step);                                      // all ranks, after the same step
     saver_copy(&saver, facts);                                      // enqueues the copies
+    saver_hold(saver);                                              // before each update
     saver_advance(&saver, step, false);                             // all ranks, after each later step
     saver_free(&saver);
 
 The device copies the pieces while the next step runs forward and backward; the step's update waits for the
-copies (`copied`). If pinned memory for the whole checkpoint is not available, or no step follows, the pieces
-are saved in groups, and the host waits for each group.
+copies (saver_hold). If pinned memory for the whole checkpoint is not available, or no step follows, the
+pieces are saved in groups, and the host waits for each group.
 */
 #ifndef LLMC_FILES_SAVER_H
 #define LLMC_FILES_SAVER_H
@@ -59,15 +60,14 @@ struct Saver {
     Config config;
     Split split;
     bool model_is_bf16;
-    Stream compute;             // the stream that fills the pieces
-    Event copied;               // updates of the pieces have to wait for it
+    Stream compute;             // the stream that fills and updates the pieces
     std::function<void()> before_marker, after_marker;      // called by rank 0's writer thread
 
     std::vector<SavedPiece> pieces;
     std::vector<size_t> groups; // index of each group's first piece, and the number of pieces
     char* memory;
-    Stream stream;
-    Event ready;
+    Stream stream;              // of the copies
+    Event ready, copied;        // the pieces hold what is to be saved; the copies have been taken
     Worker* worker;
     StateWriter state;          // only the worker uses these two
     ModelWriter model_file;
@@ -111,6 +111,7 @@ static inline void saver_init(Saver* saver, const std::vector<SavedPiece>& piece
     saver->groups.push_back(saver->pieces.size());
     saver->stream = stream_create();
     saver->ready = event_create();
+    saver->copied = event_create();
     saver->worker = worker_start("writes checkpoints");
 }
 
@@ -221,11 +222,17 @@ static inline void saver_copy(Saver* saver, const Facts& facts) {
     }
 }
 
+// What changes the pieces comes after this on `compute`: it waits until the last copies have been taken.
+static inline void saver_hold(const Saver& saver) {
+    if (saver.worker) { stream_wait(saver.compute, saver.copied); }
+}
+
 static inline void saver_free(Saver* saver) {
     if (!saver->worker) { return; }
     stream_sync(saver->stream);
     stream_destroy(saver->stream);
     event_destroy(saver->ready);
+    event_destroy(saver->copied);
     pinned_free(saver->memory);
 }
 

@@ -118,8 +118,12 @@ struct Bucket {
     size_t elem_bytes;      // of a parameter
     size_t elems;           // of its tensors, gaps included
     size_t padded, shard;   // world * shard; a multiple of kChunk
+    size_t mine;            // where this rank's shard begins: elements from the start of the bucket
+    size_t held_at, held;   // what this rank updates: all of it, or from ZeRO stage 1 on its shard
     size_t first;           // its first element as RoundKey counts them: independent of the number of ranks
     size_t params, grads;   // bytes from the start of the parameters' and of the gradients' arena
+    bool grads_bf16;        // else they are fp32
+    size_t grad_bytes;      // of a gradient
     size_t state;           // elements from the start of master weights and of m (whole buckets or shards)
     bool muon;              // updated by Muon, which has no v
     size_t v;               // elements from the start of v
@@ -165,6 +169,11 @@ static inline Layout param_layout(const ParamSpec* specs, int n, int L, const Sp
         const bool is_layer = i >= 1 && i <= L;
         b.shard = round_up(ceil_div(b.elems, (size_t)split.world), kChunk);
         b.padded = b.shard * split.world;
+        b.mine = b.shard * split.rank;
+        b.held_at = split.zero >= 1 ? b.mine : 0;
+        b.held = split.zero >= 1 ? b.shard : b.padded;
+        b.grads_bf16 = grads_bf16 && b.kind == Kind::Matrix;
+        b.grad_bytes = b.grads_bf16 ? 2 : sizeof(float);
         b.first = first;
         b.params = layout.params_bytes;
         b.grads = layout.grads_bytes;
@@ -174,15 +183,13 @@ static inline Layout param_layout(const ParamSpec* specs, int n, int L, const Sp
         first += round_up(b.elems, kChunk);
         layout.elems += b.padded;
         layout.shard_elems += b.shard;
-        const size_t held = split.zero >= 1 ? b.shard : b.padded;
-        layout.state_elems += held;
-        layout.v_elems += b.muon ? 0 : held;
+        layout.state_elems += b.held;
+        layout.v_elems += b.muon ? 0 : b.held;
         if (i > 0) { layout.largest_but_first = std::max(layout.largest_but_first, b.padded); }
         layout.params_bytes += b.padded * b.elem_bytes;
-        const size_t bytes = b.padded * (grads_bf16 && b.kind == Kind::Matrix ? 2 : sizeof(float));
         // At stage 2 a layer's gradients live only until their exchange: the layers share two buffers.
         if (split.zero == 2 && is_layer && i > 2) { b.grads = layout.buckets[i - 2].grads; }
-        else { layout.grads_bytes += bytes; }
+        else { layout.grads_bytes += b.padded * b.grad_bytes; }
     }
     return layout;
 }
