@@ -741,9 +741,9 @@ static void test_stalled_disk(const Config& c) {
     Reports reports = {};
     reports.report = {9, 1};                    // steps, tokens a step; a line after each
     std::vector<DeviceState> slots(Reports::kSlots);
-    reports.slots = slots.data();
-    reports.since = reports.ready[1] = event_create();
-    event_record(reports.since, model.stream);
+    reports.states = slots.data();
+    reports.begun[1] = reports.ended[1] = event_create();
+    event_record(reports.ended[1], model.stream);
     comm_state = new CommState();
     for (int step : {0, 1}) { comm_progress(step); }        // with the first, it would be patient anyway
 
@@ -764,7 +764,7 @@ static void test_stalled_disk(const Config& c) {
     CHECK(comm_state->allowed < 600, "its patience lasts for %g s", comm_state->allowed.load());
     delete comm_state;
     comm_state = nullptr;
-    event_destroy(reports.since);
+    event_destroy(reports.ended[1]);
     logger_free(&logger);
     dataloader_free(&loader);
     gpt2_free(&model);

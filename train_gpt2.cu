@@ -51,6 +51,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/model/lanes.h"          // gives: lanes_default, lanes_error, lane_buffer, lane_merges
 #include "llmc/model/layout.h"       // gives: ParamSpec, ActSpec, Layout, param_address
 #include "llmc/model/memory_plan.h"  // gives: MemoryItem, memory_fits, memory_check, memory_print, bytes_text
+#include "llmc/model/muon_plan.h"    // gives: MuonShare, muon_share, muon_shapes
 #include "llmc/ops/ops.h"            // gives: GPT2_OPS, each op's arguments, Grad, UpdateState, ChunkRange
 #include "llmc/ops/token_buckets.h"  // gives: build_token_buckets
 #include "llmc/data/dataloader.h"    // gives: DataLoader
@@ -58,7 +59,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/data/tokenizer.h"     // gives: Tokenizer
 #include "llmc/data/sampler.h"       // gives: sample_token
 #include "llmc/run/schedulers.h"     // gives: lr_at
-#include "llmc/run/run_config.h"     // gives: run, kFlags, run_task, run_given, config_check, say
+#include "llmc/run/run_config.h"     // gives: run, kFlags, run_task, run_given, config_check
 #include "llmc/run/run_folder.h"     // gives: folder_resolve, settings_take, run_folder_check
 #include "llmc/run/flags.h"          // gives: flags_parse, flags_print
 #include "llmc/run/logger.h"         // gives: Logger
@@ -73,7 +74,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/files/model_file.h"   // gives: model_read_config, model_read, ModelWriter
 #include "llmc/files/hf_file.h"      // gives: hf_is, hf_read_config, hf_read
 #include "llmc/files/saver.h"        // gives: Saver, SavedPiece, saver_advance
-#include "llmc/files/resume.h"       // gives: Checkpoint, checkpoint_find, checkpoint_read, facts_config
+#include "llmc/files/resume.h"       // gives: Checkpoint, checkpoint_find, resumed_check, facts_config
 #include "llmc/comm/comm.h"          // gives: comm, comm_start, comm_any, comm_all_gather
 
 // == 2 types and limits ==
@@ -3953,7 +3954,6 @@ static void sample_tokens(const SampleTokens<floatX, float>& a, Stream stream) {
 #endif  // GPT2_CPU
 
 // == 7 model ==
-// == 7 model ==
 struct Options {                // what a run may choose; fixed after gpt2_allocate
     bool trains = true;         // else forward only: there is memory for neither gradients nor AdamW
     int recompute;              // 0: save all activations; 1: recompute GELU in backward; 2: LayerNorms too
@@ -4098,26 +4098,11 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
     return bytes;
 }
 
-// Muon works on `together` layers at a time, so that its memory stays below kMuonBytes if one layer's does.
-// Each rank orthogonalises the matrices of `each` of them, rank 0 those of the first. A buffer has room for
-// all their matrices (a bucket's padded elements a layer), for what the momentum gives and for what comes of
-// it: the ranks gather the shards of both. Four places, of 4 C C elements for each of the rank's layers, are
-// for the products of one shape. Layers cost alike, so the ranks' work differs by a layer at most: 12 layers
-// on 8 ranks are two for each of six of them. One GPU, 16 bits: 396 MB for 124M, 573 MB for 1558M.
-struct MuonShare { int each, together; size_t elems, place, sums; };    // elems: of the buffer; bytes: others
-static MuonShare muon_share(const Layout& layout, const Config& c, const Split& split) {
-    static_assert(kMuonParts <= 4, "a place for fc's matrix is one for so many of a fourth of its size");
-    const size_t padded = layout.buckets[1].padded, squares = (size_t)4 * c.C * c.C;
-    const size_t least = (split.world * padded + 4 * squares) * sizeof(muonX);     // with a layer each
-    const int at_once = ceil_div(c.L, split.world);                     // if there is memory
-    const int most = (int)std::min((size_t)at_once, std::max((size_t)1, hooks.muon_bytes / least));
-    const int each = ceil_div(at_once, ceil_div(at_once, most));        // turns of equal length
-    const size_t chunks = 4 * ceil_div((size_t)c.C * c.C, kChunk);
-    return {each, each * split.world, each * split.world * padded,
-            round_up(each * squares * sizeof(muonX), kAlign), each * chunks * sizeof(double)};
+// ---- memory ----
+static MuonShare gpt2_muon_share(const GPT2* model) {
+    return muon_share(model->layout, model->config.C, model->options.split, sizeof(muonX), hooks.muon_bytes);
 }
 
-// ---- memory ----
 enum class Memory { Plain, Zeroed, Shared };    // Shared: other ranks' data come into it or go out; zeroed
 
 // Every array that a model has on the device: visit(name, pointer to it, bytes, Memory). The memory plan, the
@@ -4156,7 +4141,7 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
           (layout.state_elems + layout.v_elems) * sizeof(float), Memory::Zeroed);
     visit("chunk ranges", &model->opt.ranges, layout.buckets.size() * sizeof(ChunkRange), Memory::Plain);
     if (!o.muon) { return; }
-    const MuonShare share = muon_share(layout, c, o.split);
+    const MuonShare share = gpt2_muon_share(model);
     visit("Muon's updates", &model->opt.muon_updates, share.elems * sizeof(muonX), Memory::Shared);
     visit("Muon's products", &model->opt.muon_products, 4 * share.place + share.sums, Memory::Plain);
 }
@@ -4477,9 +4462,14 @@ static bool train_step(GPT2* model, DataLoader* loader, const Saver& saver, doub
 }
 
 // ---- feed ----
-static void await_event(Event event) {          // on the host; the other ranks may be what is waited for
+// On the host. What is waited for may be the other ranks, and is then not this rank's fault.
+static void await_event(Event event) {
     CommWait waiting;
     event_wait(event);
+}
+static void await_stream(Stream stream) {
+    CommWait waiting;
+    stream_sync(stream);
 }
 
 // Copies a batch to the device, asynchronously, through one of two slots of pinned memory (the wait returns
@@ -5105,42 +5095,13 @@ static void check_ranks(GPT2* model, int64_t step) {
 }
 
 // ---- update ----
-// Buckets that are updated in one launch, one row each: of each bucket what this rank holds.
-struct UpdateRows { int bucket; Rows rows; };
-static std::vector<UpdateRows> gpt2_update_rows(const GPT2* model) {
-    const Layout& layout = model->layout;
+// The rows of a launch that begins at a bucket: the layers' matrices, from bucket 1 on, are updated together.
+static Rows gpt2_update_rows(const GPT2* model, int bucket) {
     const int L = model->config.L;
-    std::vector<UpdateRows> all;
-    for (int bucket : {L + 2, L + 1, 0, 1}) {           // the order in which the next forward needs them
-        const Bucket& b = layout.buckets[bucket];
-        UpdateRows u = {bucket, {}};
-        if (bucket == 1 && L > 1) {
-            const Bucket& next = layout.buckets[2];
-            u.rows = {L, next.params - b.params, model->options.split.zero == 2 ? b.shard * sizeof(float)
-                                                                                : next.grads - b.grads,
-                      next.first - b.first};
-        }
-        all.push_back(u);
-    }
-    return all;
-}
-
-// The matrices of a layer, by their shape: what is multiplied in one call.
-struct MuonShape { int rows, cols; MuonPlaces places; };
-static std::vector<MuonShape> muon_shapes(const ParamSpec* specs, size_t stride, int layers) {
-    std::vector<MuonShape> shapes;
-    for (int i = 0; i < NUM_PARAMS; i++) {
-        for (int part = 0; part < specs[i].muon; part++) {
-            const int rows = (int)specs[i].rows / specs[i].muon, cols = (int)specs[i].cols;
-            auto same = [&](const MuonShape& s) {
-                return s.rows == rows && s.cols == cols && s.places.parts < kMuonParts;
-            };
-            auto it = std::find_if(shapes.begin(), shapes.end(), same);
-            if (it == shapes.end()) { it = shapes.insert(it, {rows, cols, {0, layers, {}, stride}}); }
-            it->places.at[it->places.parts++] = specs[i].offset + part * (specs[i].elems / specs[i].muon);
-        }
-    }
-    return shapes;
+    if (bucket != 1 || L == 1) { return {}; }
+    const Bucket &b = model->layout.buckets[1], &next = model->layout.buckets[2];
+    const size_t grads = model->options.split.zero == 2 ? b.shard * sizeof(float) : next.grads - b.grads;
+    return {L, next.params - b.params, grads, next.first - b.first};
 }
 
 // Orthogonalises the matrices of `layers` layers where they stand, one shape after the other; `updates` is
@@ -5148,7 +5109,7 @@ static std::vector<MuonShape> muon_shapes(const ParamSpec* specs, size_t stride,
 static void gpt2_orthogonalise(GPT2* model, const MuonShare& share, muonX* updates, int layers) {
     const size_t stride = model->layout.buckets[1].padded;
     auto place = [&](int i) { return model->opt.muon_products + i * share.place; };
-    for (const MuonShape& s : muon_shapes(model->param_specs, stride, layers)) {
+    for (const MuonShape& s : muon_shapes(model->param_specs, NUM_PARAMS, stride, layers)) {
         muon_orthogonalise({.out = updates, .inp = updates, .x = (muonX*)place(0), .y = (muonX*)place(1),
                             .gram = (muonX*)place(2), .poly = (muonX*)place(3), .sums = (double*)place(4),
                             .places = s.places, .rows = s.rows, .cols = s.cols,
@@ -5157,17 +5118,16 @@ static void gpt2_orthogonalise(GPT2* model, const MuonShare& share, muonX* updat
     }
 }
 
-// Muon's part of an update, the rows of u. A matrix is orthogonalised whole by one rank, so its bits do not
-// depend on how many there are.
-static void gpt2_update_muon(GPT2* model, const UpdateRows& u, double lr) {
+// Muon's part of an update: the layers' matrices, from bucket 1 on. A matrix is orthogonalised whole by one
+// rank, so its bits do not depend on how many there are.
+static void gpt2_update_muon(GPT2* model, Rows rows, double lr) {
     const Options& o = model->options;
     const Split& split = o.split;
-    const MuonShare share = muon_share(model->layout, model->config, split);
+    const MuonShare share = gpt2_muon_share(model);
     muonX* updates = (muonX*)model->opt.muon_updates;
-    for (int first = 0; first < u.rows.count; first += share.together) {
-        const int layers = std::min(share.together, u.rows.count - first), bucket = u.bucket + first;
+    for (int first = 0; first < model->config.L; first += share.together) {
+        const int layers = std::min(share.together, model->config.L - first), bucket = 1 + first;
         const Bucket& b = model->layout.buckets[bucket];
-        Rows rows = u.rows;
         rows.count = layers;
         muon_momentum({.update = updates + b.held_at, .m = model->opt.m + b.state,
                        .grads = gpt2_summed_grads(model, bucket), .state = &model->state->update, .n = b.held,
@@ -5200,18 +5160,20 @@ static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, doub
     const Options& o = model->options;
     const Split& split = o.split;
     const Exchange& exchange = model->exchange;
-    const std::vector<UpdateRows> updates = gpt2_update_rows(model);
+    const int L = model->config.L;
+    const int order[] = {L + 2, L + 1, 0, 1};           // as the next forward needs the parameters
 
     // Each rank's record, of its shards alone, then everybody's.
     char* record = exchange.records + split.rank * exchange.record_bytes;
-    for (const UpdateRows& u : updates) {
-        const Bucket& b = model->layout.buckets[u.bucket];
-        StoredGrads grads = gpt2_summed_grads(model, u.bucket);
+    for (int bucket : order) {
+        const Bucket& b = model->layout.buckets[bucket];
+        StoredGrads grads = gpt2_summed_grads(model, bucket);
         if (split.zero == 0) {
             grads.data = (const char*)grads.data + b.mine * b.grad_bytes;
             grads.first += b.mine;
         }
-        square_sums({(double*)record + b.shards / kChunk, grads, b.shard, u.rows}, model->stream);
+        square_sums({(double*)record + b.shards / kChunk, grads, b.shard,
+                     gpt2_update_rows(model, bucket)}, model->stream);
     }
     gpt2_exchange_now(model, [&](Stream stream) {
         device_all_gather(exchange.records, exchange.record_bytes, stream);
@@ -5223,20 +5185,21 @@ static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, doub
                      .num_ranges = (int)model->layout.buckets.size(), .max_norm = max_norm,
                      .policy = {kFp16, kLossScaleSteps, kMaxLossScale, o.skip_loss, o.skip_norm}},
                     model->stream);
-    for (const UpdateRows& u : updates) {
-        const Bucket& b = model->layout.buckets[u.bucket];
-        if (b.muon) { gpt2_update_muon(model, u, muon_lr); continue; }
+    for (int bucket : order) {
+        const Bucket& b = model->layout.buckets[bucket];
+        const Rows rows = gpt2_update_rows(model, bucket);
+        if (b.muon) { gpt2_update_muon(model, rows, muon_lr); continue; }
         adamw_update({.params = model->params + b.params + b.held_at * b.elem_bytes,
                       .params_fp32 = b.elem_bytes == sizeof(float),
                       .master = model->opt.master ? model->opt.master + b.state : nullptr,
                       .m = model->opt.m + b.state, .v = model->opt.v + b.v,
-                      .grads = gpt2_summed_grads(model, u.bucket), .state = &model->state->update,
-                      .n = b.held, .rows = u.rows,
+                      .grads = gpt2_summed_grads(model, bucket), .state = &model->state->update,
+                      .n = b.held, .rows = rows,
                       .weight_decay = b.kind == Kind::Matrix ? o.weight_decay : 0.0f, .lr = lr,
                       .beta1 = beta1, .beta2 = beta2, .eps = eps,
                       .key = RoundKey{o.seed, model->step, 0, kRoundParams}, .first = b.first + b.held_at},
                      model->stream);
-        gpt2_gather_params(model, u.bucket, u.rows.count);
+        gpt2_gather_params(model, bucket, rows.count);
     }
     model->step++;
 }
@@ -5455,7 +5418,6 @@ static void decoder_write(Decoder* d, const std::vector<int>& prompt, int count,
 }
 
 // == 10 checkpoint ==
-// == 11 checkpoint ==
 // A checkpoint is a model (model_file.h) and a state (state_file.h). checkpoints.h has their names, and the
 // marker that comes last. FP16 builds save fp32 models, from the master weights.
 constexpr bool kModelIsBf16 = kLowPrecision && !kFp16;
@@ -5482,7 +5444,6 @@ static const char* state_type(const ParamSpec& s) {
 }
 
 // ---- saving ----
-
 // All of a tensor's master weights, on the device, until the next call. Where they are shared out (ZeRO stage
 // 1 or 2) all ranks must ask at the same time.
 static const float* gpt2_whole_master(GPT2* model, int i, int l) {
@@ -5549,7 +5510,6 @@ static void gpt2_save(GPT2* model, Saver* saver, int64_t step, const Facts& fact
 }
 
 // ---- resuming ----
-
 static Facts model_facts(GPT2* model) {
     Facts facts = {{"precision", PRECISION_NAME}, {"step", std::to_string(model->step)}};
     config_facts(model->config, &facts);
@@ -5792,6 +5752,12 @@ static size_t open_text(Training* t, const Config& config) {
     return prompt_tokens(t->text(), run.prompt, config.V, run.T).size() - 1;
 }
 
+// What a resumed run should find as it was.
+static Facts origin_facts(const Training& t) {
+    return {{"program", t.program}, {"device", t.device.name},
+            {"training data", dataloader_facts(&t.train_loader)}, {"training data sample", t.data_sample}};
+}
+
 // Ranks that differ in anything that decides about the result would train nonsense, or wait for ever.
 static void check_same_job(const Training& t) {
     if (comm.world == 1) { return; }
@@ -5804,31 +5770,6 @@ static void check_same_job(const Training& t) {
     comm_check_same(facts);
 }
 
-// Would the steps to come be those of the run that began?
-static void check_resumed(const Checkpoint& c, const Training& t) {
-    const std::string* data = facts_find(c.facts, "training data");
-    const std::string* sample = facts_find(c.facts, "training data sample");
-    const std::string now = dataloader_facts(&t.train_loader);
-    if (data && *data != now) {
-        die("-i: the training data are not those that the run in -o %s began with: now %s, then %s",
-            run.output_dir, comm_shorten(now, *data).c_str(), comm_shorten(*data, now).c_str());
-    }
-    if (sample && *sample != t.data_sample) {
-        die("-i: the training data are not those that the run in -o %s began with: their files have the same "
-            "names and sizes, but other tokens\nhint: -i names another place for them", run.output_dir);
-    }
-    const struct { const char* fact; std::string now; } same[] = {
-        {"program", t.program}, {"device", t.device.name}};
-    for (const auto& it : same) {
-        const std::string* then = facts_find(c.facts, it.fact);
-        if (then && *then != it.now) {
-            warn("the run goes on with another %s than before (%s, then %s): its bits may differ", it.fact,
-                 it.now.c_str(), then->c_str());
-        }
-    }
-}
-
-// == 14 main ==
 static void print_model(const GPT2& model) {
     if (run.quiet) { return; }
     const Config& c = model.config;
@@ -5874,42 +5815,6 @@ static void load_model(Training* t, const Config& config, const Options& options
     if (comm.world > 1) { check_ranks(model, model->step); }
 }
 
-static void print_questions(const EvalSet& set) {
-    if (set.questions.empty()) { return; }
-    const int64_t positions = evalset_positions(&set);
-    say("questions: %zu, %zu rows in %zu batches, %lld positions: %.1f%% of what rows of %d would take\n",
-        set.questions.size(), set.rows.size(), set.batches.size(), (long long)positions,
-        100.0 * (double)positions / ((double)set.rows.size() * set.T), set.T);
-}
-
-// The settings that do what was asked, but hardly what was meant.
-static void print_surprises(size_t prompt_tokens) {
-    const int room = run.T - (int)prompt_tokens;            // the first position stands before the document
-    if (run_writes_text() && run.sample_tokens > room && run_given("sample-tokens")) {
-        const std::string text = format("samples: after %d of %d tokens all T=%d positions are taken; texts "
-                                        "go on from their last %d tokens", room, run.sample_tokens, run.T,
-                                        std::max(1, run.T / 2));
-        if (run_task() == Task::Train) { say("%s\n", text.c_str()); }
-        else if (!comm.rank) { fprintf(stderr, "note: %s\n", text.c_str()); }
-    }
-    if (run_task() != Task::Train) { return; }
-    if (run.output_dir[0] == '\0') { say("no -o: nothing of this run will be saved\n"); }
-    if (run.warmup > 0 && run.warmup >= run.max_steps) {
-        const char* when = run.warmup > run.max_steps ? "never" : "at the last step only";
-        warn("-u %lld in a run of %lld steps: the learning rate reaches its peak %s", (long long)run.warmup,
-             (long long)run.max_steps, when);
-    }
-}
-
-// A checkpoint that has lost its DONE and was found to be whole.
-static void mark_again(const Checkpoint& c, const std::string& folder) {
-    std::vector<std::string> states;
-    for (const StateFile& file : c.files) { states.push_back(file.path); }
-    checkpoint_done(folder, c.step, states);
-    say("the checkpoint of step %lld had no DONE file, but it is whole: it is marked again\n",
-        (long long)c.step);
-}
-
 // What a training run needs beside its model and data; and where a resumed one goes on.
 static void begin_run(Training* t, const Checkpoint& resumed) {
     const std::string folder = run.output_dir;
@@ -5932,7 +5837,10 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
         t->rewinds = (int)fact_number(resumed.facts, "rewinds", 0, INT_MAX);
         logger_go_back(&t->logger, t->step, t->rewinds);
         if (comm.rank == 0) {
-            if (file_size(checkpoint_marker(folder, t->step).c_str()) < 0) { mark_again(resumed, folder); }
+            if (checkpoint_mark_again(folder, resumed)) {
+                say("the checkpoint of step %lld had no DONE file, but it is whole: it is marked again\n",
+                    (long long)t->step);
+            }
             checkpoint_clean(folder);           // a kill may have come before the last ones were removed
             checkpoint_retain(folder, t->step, t->saver.retention);
         }
@@ -5954,13 +5862,13 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
 
 // == 12 training loop ==
 // ---- validation, questions, texts ----
-// Mean loss over the first most*B rows of the set, or over all of them where there are fewer: each counts
-// once, so the last batch may be a smaller one, and B changes the mean by rounding only. Batches go round the
-// ranks, and their sums are added up in order. Touches neither gradients nor weights. False: a signal ended
-// it early.
-static bool gpt2_validate(float* loss, GPT2* model, DataLoader* loader, int B, int T, int most) {
-    const int rank = comm.rank, world = comm.world;
-    const int64_t rows = std::min((int64_t)most * B, loader->samples_per_epoch);
+// Prints and logs the mean loss over the first val_batches*B rows of the set, or over all of them where there
+// are fewer: each counts once, so the last batch may be a smaller one, and B changes the mean by rounding
+// only. Batches go round the ranks, and their sums are added up in order. Touches neither gradients nor
+// weights. A signal ends it early. False: the loss is not finite.
+static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t step) {
+    const int B = run.B, T = run.T, rank = comm.rank, world = comm.world;
+    const int64_t rows = std::min((int64_t)run.val_batches * B, loader->samples_per_epoch);
     const int64_t rounds = ceil_div(rows, (int64_t)B * world);          // of one batch each
     const float weight = (float)(1.0 / ((double)rows * T));
     float* mine = (float*)pinned_malloc(rounds * sizeof(float), "validation losses");
@@ -5978,27 +5886,17 @@ static bool gpt2_validate(float* loss, GPT2* model, DataLoader* loader, int B, i
                   Accumulate::No);
         copy_to_host(&mine[round], &model->state->loss, sizeof(float), model->stream);
     }
-    {
-        CommWait waiting;
-        stream_sync(model->stream);
-    }
+    await_stream(model->stream);
     std::vector<float> all((size_t)rounds * world);
     std::copy(mine, mine + rounds, all.begin() + (size_t)rank * rounds);
     pinned_free(mine);
-    if (stopped) { return false; }
+    if (stopped) { return true; }
     comm_all_gather(all.data(), rounds * sizeof(float));
     double sum = 0.0;
     for (int64_t round = 0; round < rounds; round++) {
         for (int r = 0; r < world; r++) { sum += all[r * rounds + round]; }
     }
-    *loss = (float)sum;
-    return true;
-}
-
-// Validates, prints and logs. False: the loss is not finite.
-static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t step) {
-    float loss = 0.0f;
-    if (!gpt2_validate(&loss, model, loader, run.B, run.T, run.val_batches)) { return true; }
+    const float loss = (float)sum;
     DiskWait disk(step);
     printf("val loss %s\n", logger_number("%.6f", loss).c_str());
     fflush(stdout);
@@ -6008,55 +5906,39 @@ static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t st
     return false;
 }
 
-// The completions' losses of the set's rows, each row's summed. Batches go round the ranks; the losses of one
-// are summed on the host while the device computes the next. Touches neither gradients nor weights. False: a
-// signal ended it early.
+// The completions' losses of the set's rows, each row's summed. Batches go round the ranks. Touches neither
+// gradients nor weights. False: a signal ended it early.
 static bool gpt2_evaluate(std::vector<double>* sums, GPT2* model, const EvalSet* set) {
-    const int rank = comm.rank, world = comm.world, most = evalset_most_rows(set);
-    const int64_t batches = (int64_t)set->batches.size(), rounds = ceil_div(batches, (int64_t)world);
-    const size_t room = (size_t)set->B * set->T, part = (size_t)rounds * most;
-    const Acts a = gpt2_acts(model, 0);
+    const int rank = comm.rank, world = comm.world;
+    const int64_t batches = (int64_t)set->batches.size();
+    const size_t room = (size_t)set->B * set->T, rows = set->rows.size();
     std::vector<int> inputs(room), counted(room), targets(room);
-    std::vector<double> all(part * world);              // (world,rounds,most): sums of each batch's rows
-    struct { float* losses; Event ready; int64_t round; } slots[2];
-    for (auto& slot : slots) {
-        slot = {(float*)pinned_malloc(room * sizeof(float), "evaluation losses"), event_create(), -1};
-    }
-    auto settle = [&](auto& slot) {
-        if (slot.round < 0) { return; }
-        await_event(slot.ready);
-        evalset_sum(set, set->batches[slot.round * world + rank], slot.losses,
-                    &all[rank * part + slot.round * most]);
-        slot.round = -1;
-    };
+    float* losses = (float*)pinned_malloc(evalset_positions(set) * sizeof(float), "evaluation losses");
+    size_t at = 0;                                      // of this rank's batches, one behind the other
     bool stopped = false;
-    for (int64_t round = 0; round < rounds && !stopped; round++) {
-        auto& slot = slots[round % 2];
-        settle(slot);                                   // the round before the last one's
+    for (int64_t first = 0; first < batches && !stopped; first += world) {
         stopped = stop_agreed(model->step);
-        if (stopped || round * world + rank >= batches) { continue; }
-        const EvalBatch& batch = set->batches[round * world + rank];
+        if (stopped || first + rank >= batches) { continue; }
+        const EvalBatch& batch = set->batches[first + rank];
         const int count = evalset_fill(set, batch, inputs.data(), counted.data(), targets.data());
         gpt2_feed(model, inputs.data(), targets.data(), batch.rows, batch.T, ClassifierMode::LossOnly,
                   counted.data());
         gpt2_forward(model, batch.rows, batch.T);
         gpt2_counted_losses(model, batch.rows * batch.T, count);
-        copy_to_host(slot.losses, a.losses, count * sizeof(float), model->stream);
-        event_record(slot.ready, model->stream);
-        slot.round = round;
+        copy_to_host(losses + at, gpt2_acts(model, 0).losses, count * sizeof(float), model->stream);
+        at += count;
     }
-    for (auto& slot : slots) {
-        settle(slot);
-        pinned_free(slot.losses);
-        event_destroy(slot.ready);
+    await_stream(model->stream);
+    std::vector<double> all(rows * world);              // (world,rows): each rank's have 0 where others' are
+    at = 0;
+    for (int64_t i = rank; i < batches && !stopped; i += world) {
+        at += evalset_sum(set, set->batches[i], losses + at, &all[rank * rows + set->batches[i].first]);
     }
+    pinned_free(losses);
     if (stopped) { return false; }
-    comm_all_gather(all.data(), part * sizeof(double));
-    sums->resize(set->rows.size());
-    for (int64_t i = 0; i < batches; i++) {
-        const double* from = &all[i % world * part + i / world * most];
-        std::copy(from, from + set->batches[i].rows, sums->begin() + set->batches[i].first);
-    }
+    comm_all_gather(all.data(), rows * sizeof(double));
+    sums->assign(rows, 0.0);
+    for (size_t i = 0; i < all.size(); i++) { (*sums)[i % rows] += all[i]; }
     return true;
 }
 
@@ -6102,60 +5984,56 @@ static void generate(Training* t) {
 }
 
 // ---- reports ----
-// What a finished step reports. The host enqueues step s+1 before it waits for the report of step s, so the
+// What finished steps report. The host enqueues step s+1 before it waits for the report of step s, so the
 // device always has work.
 struct Reports {
     static const int kSlots = 2;
-    DeviceState* slots;         // pinned
-    Event ready[kSlots];
-    int64_t pending;            // the step whose report is still out; -1: none
-    Event started;              // the device was idle and this step was its next work
-    // Where the pending step's time begins: the end of the step before, or `started`
-    Event since;
-    Report report;              // what the terminal is told of them
+    DeviceState* states;                    // (kSlots) pinned
+    Event begun[kSlots], ended[kSlots];     // by the device's clock: the host may be far ahead
+    int64_t pending;                        // the step whose report is still out; -1: none
+    Report report;                          // what the terminal is told of them
 };
 
-static void reports_init(Reports* r, const Training& t) {
-    r->slots = (DeviceState*)pinned_malloc(Reports::kSlots * sizeof(DeviceState), "step reports");
-    for (Event& e : r->ready) { e = event_create(); }
-    r->started = event_create();
+static void reports_init(Reports* r, const std::string& bus_id) {
+    r->states = (DeviceState*)pinned_malloc(Reports::kSlots * sizeof(DeviceState), "step reports");
+    for (int slot = 0; slot < Reports::kSlots; slot++) {
+        r->begun[slot] = event_create();
+        r->ended[slot] = event_create();
+    }
     r->pending = -1;
     r->report = {run.max_steps, run.total_batch, run.log_every, run.log_gpu};
-    if (run.log_gpu > 0 && comm.rank == 0) { r->report.telemetry = telemetry_start(t.device.bus_id); }
+    if (run.log_gpu > 0 && comm.rank == 0) { r->report.telemetry = telemetry_start(bus_id); }
     progress_start();
 }
 
 static void reports_free(Reports* r) {
-    for (Event& e : r->ready) { event_destroy(e); }
+    for (int slot = 0; slot < Reports::kSlots; slot++) {
+        event_destroy(r->begun[slot]);
+        event_destroy(r->ended[slot]);
+    }
     telemetry_end(&r->report.telemetry);
-    event_destroy(r->started);
-    pinned_free(r->slots);
+    pinned_free(r->states);
 }
 
-// A step is enqueued; its report follows.
-static void reports_begin(Reports* r, GPT2* model) {
-    if (r->pending >= 0) { return; }
-    event_record(r->started, model->stream);
-    r->since = r->started;
+// Around a step's work on the device.
+static void reports_begin(Reports* r, const GPT2& model, int64_t step) {
+    event_record(r->begun[step % Reports::kSlots], model.stream);
 }
-static void reports_end(Reports* r, GPT2* model, int64_t step) {
-    const int slot = (int)(step % Reports::kSlots);
-    copy_to_host(&r->slots[slot], model->state, sizeof(DeviceState), model->stream);
-    event_record(r->ready[slot], model->stream);
+static void reports_end(Reports* r, const GPT2& model, int64_t step) {
+    copy_to_host(&r->states[step % Reports::kSlots], model.state, sizeof(DeviceState), model.stream);
+    event_record(r->ended[step % Reports::kSlots], model.stream);
     r->pending = step;
 }
 
-// True: too many updates in a row were skipped.
+// Waits for the pending report, prints and logs it. True: too many updates in a row were skipped.
 static bool report_step(Reports* r, Logger* logger, const LrSchedule& schedule) {
     if (r->pending < 0) { return false; }
     const int64_t step = r->pending;
-    r->pending = -1;
     const int slot = (int)(step % Reports::kSlots);
-    await_event(r->ready[slot]);
-    const DeviceState state = r->slots[slot];
-    // The device's clock: the host may be far ahead
-    const double ms = event_ms(r->since, r->ready[slot]);
-    r->since = r->ready[slot];
+    r->pending = -1;
+    await_event(r->ended[slot]);
+    const DeviceState state = r->states[slot];
+    const double ms = event_ms(r->begun[slot], r->ended[slot]);
     Report* report = &r->report;
     const double tokens_per_s = (double)report->total_batch / ms * 1e3;
     const TrainMetrics metrics = {step, state.loss, lr_at(schedule, step), state.update.norm,
@@ -6177,11 +6055,9 @@ static Facts run_facts(Training* t) {
         {"position", t->position}, {"rewinds", t->rewinds}, {"ranks", comm.world}, {"lanes", run.lanes},
         {"T", run.T}, {"total_batch", run.total_batch}, {"tokens", t->step * run.total_batch}};
     for (const auto& n : numbers) { facts.push_back({n.name, std::to_string(n.value)}); }
-    facts.push_back({"program", t->program});
-    facts.push_back({"device", t->device.name});
+    const Facts origin = origin_facts(*t);
+    facts.insert(facts.end(), origin.begin(), origin.end());
     facts.push_back({"started in", t->start});
-    facts.push_back({"training data", dataloader_facts(&t->train_loader)});
-    facts.push_back({"training data sample", t->data_sample});
     for (int i = 0; i < kNumFlags; i++) {
         facts.push_back({std::string("flag.") + kFlags[i].name, run_texts[(size_t)i]});
     }
@@ -6246,7 +6122,7 @@ static void train(Training* t) {
     LrSchedule muon_schedule = schedule;
     muon_schedule.peak = run.muon_lr;
     Reports reports = {};
-    reports_init(&reports, *t);
+    reports_init(&reports, t->device.bus_id);
     auto report = [&] {                         // false: the run has gone back, or ends
         if (!report_step(&reports, &t->logger, schedule)) { return true; }
         report_line(&reports.report);           // what led there
@@ -6269,13 +6145,13 @@ static void train(Training* t) {
         if (eval_due) { evaluate(model, &t->questions, &t->logger, step); }
         if (sample_due) { generate(t); }
 
-        reports_begin(&reports, model);
+        reports_begin(&reports, *model, step);
         const double lr = lr_at(schedule, step), muon_lr = lr_at(muon_schedule, step);
         if (!train_step(model, &t->train_loader, t->saver, lr, muon_lr)) { break; }
         t->step++;
         t->position = t->train_loader.position;
         if (kDeviceIsAsync && !report()) { continue; }                      // of the step before
-        reports_end(&reports, model, step);
+        reports_end(&reports, *model, step);
         // the last step's report is awaited here: it may be what sends the run back
         if (!kDeviceIsAsync || t->step == run.max_steps) { report(); }
     }
@@ -6343,13 +6219,13 @@ int main(int argc, char** argv) {
     open_data(&t, config);
     const size_t prompted = open_text(&t, config);
     check_same_job(t);
-    if (run.resumed) { check_resumed(resumed, t); }
+    if (run.resumed) { resumed_check(resumed.facts, origin_facts(t), run.output_dir); }
 
     say("device: %s, precision %s\n", t.device.name.c_str(), PRECISION_NAME);
     if (task == Task::Train && !run.quiet) { flags_print(kFlags, kNumFlags); }
     load_model(&t, config, options, &resumed);
-    print_questions(t.questions);
-    print_surprises(prompted);
+    if (!run.quiet) { evalset_print(&t.questions); }
+    surprises_print(prompted);
 
     bool fine = true;
     if (task == Task::Train) {

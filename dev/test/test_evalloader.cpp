@@ -241,16 +241,21 @@ static void test_rows() {
             }
         }
     }
+    auto most_rows = [](const EvalSet& set) {       // of a batch
+        int most = 0;
+        for (const EvalBatch& batch : set.batches) { most = std::max(most, batch.rows); }
+        return most;
+    };
     TEST("a token each: the shortest question") {
         const std::vector<Texts> questions = {{3, {{5}, {1}, {2}, {3}, {4}}}};
         EvalSet set;
         evalset_init(&set, write_file("short.bin", file_of(questions)).c_str(), 6, 1, 1);
         check_batches(set, questions, 1, 1);
-        CHECK(set.batches.size() == 4 && evalset_most_rows(&set) == 1, "%zu batches", set.batches.size());
+        CHECK(set.batches.size() == 4 && most_rows(set) == 1, "%zu batches", set.batches.size());
         evalset_init(&set, write_file("short.bin", file_of(questions)).c_str(), 6, 2, 32);
         CHECK(set.batches.size() == 2 && evalset_positions(&set) == 4 * 32, "%zu batches",
               set.batches.size());
-        CHECK(evalset_most_rows(&set) == 2, "%d rows", evalset_most_rows(&set));
+        CHECK(most_rows(set) == 2, "%d rows", most_rows(set));
     }
     TEST("lengths like HellaSwag's cost an eighth of rows of 1024") {
         std::vector<Texts> questions = made_up(200, 300, 90, 4);

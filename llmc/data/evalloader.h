@@ -32,6 +32,7 @@ and the loss are computed only for positions whose next token belongs to a compl
 #include <assert.h>     // gives: assert
 #include <math.h>       // gives: isfinite, NAN
 #include <stdint.h>     // gives: int64_t
+#include <stdio.h>      // gives: printf
 
 #include <algorithm>    // gives: std::fill, std::min, std::stable_sort
 #include <string>       // gives: std::string
@@ -276,14 +277,16 @@ static inline int evalset_fill(const EvalSet* set, const EvalBatch& batch, int* 
     return count;
 }
 
-// Adds up the losses of each row's completion, in order.
-static inline void evalset_sum(const EvalSet* set, const EvalBatch& batch, const float* losses,
-                               double* sums /*(rows)*/) {
+// Adds up the losses of each row's completion, in order. Returns how many losses these were.
+static inline size_t evalset_sum(const EvalSet* set, const EvalBatch& batch, const float* losses,
+                                 double* sums /*(rows)*/) {
+    const float* const begin = losses;
     for (int b = 0; b < batch.rows; b++) {
         const EvalRow& row = set->rows[(size_t)(batch.first + b)];
         sums[b] = 0.0;
         for (int t = evalset_first(set, row); t < row.positions; t++) { sums[b] += *losses++; }
     }
+    return (size_t)(losses - begin);
 }
 
 // ---- the score ----
@@ -319,10 +322,12 @@ static inline int64_t evalset_positions(const EvalSet* set) {
     return all;
 }
 
-static inline int evalset_most_rows(const EvalSet* set) {       // rows of the largest batch
-    int most = 0;
-    for (const EvalBatch& batch : set->batches) { most = std::max(most, batch.rows); }
-    return most;
+static inline void evalset_print(const EvalSet* set) {
+    if (set->questions.empty()) { return; }
+    const int64_t positions = evalset_positions(set);
+    printf("questions: %zu, %zu rows in %zu batches, %lld positions: %.1f%% of what rows of %d would take\n",
+           set->questions.size(), set->rows.size(), set->batches.size(), (long long)positions,
+           100.0 * (double)positions / ((double)set->rows.size() * set->T), set->T);
 }
 
 // The questions in one line, "" without questions. Ranks compare it: their paths may differ.

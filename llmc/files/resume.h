@@ -28,7 +28,7 @@ config_facts and update_facts write facts; facts_config and facts_update read th
 #include <vector>       // gives: std::vector
 
 #include "../check.h"               // gives: die, format, shown
-#include "../comm/comm.h"           // gives: comm, comm_all_gather, comm_broadcast
+#include "../comm/comm.h"           // gives: comm, comm_all_gather, comm_broadcast, comm_shorten, warn
 #include "../model/layout.h"        // gives: ParamSpec
 #include "../model/model_config.h"  // gives: Config, config_error
 #include "../numbers.h"             // gives: kLargestCount
@@ -138,6 +138,35 @@ static inline Checkpoint checkpoint_find(const std::string& folder, std::vector<
             return found;
         }
         bad->insert(step);
+    }
+}
+
+// A checkpoint that has lost its DONE and was found to be whole is marked again. False: it has its DONE.
+static inline bool checkpoint_mark_again(const std::string& folder, const Checkpoint& c) {
+    if (file_size(checkpoint_marker(folder, c.step).c_str()) >= 0) { return false; }
+    std::vector<std::string> states;
+    for (const StateFile& file : c.files) { states.push_back(file.path); }
+    checkpoint_done(folder, c.step, states);
+    return true;
+}
+
+// Would the steps to come be those of the run that began in this folder? Both have facts of the same names.
+static inline void resumed_check(const Facts& began, const Facts& now, const std::string& folder) {
+    for (const auto& fact : now) {
+        const std::string* then = facts_find(began, fact.first);
+        if (!then || *then == fact.second) { continue; }
+        if (fact.first == "training data") {
+            die("-i: the training data are not those that the run in -o %s began with: now %s, then %s",
+                folder.c_str(), comm_shorten(fact.second, *then).c_str(),
+                comm_shorten(*then, fact.second).c_str());
+        }
+        if (fact.first == "training data sample") {
+            die("-i: the training data are not those that the run in -o %s began with: their files have the "
+                "same names and sizes, but other tokens\nhint: -i names another place for them",
+                folder.c_str());
+        }
+        warn("the run goes on with another %s than before (%s, then %s): its bits may differ",
+             fact.first.c_str(), fact.second.c_str(), then->c_str());
     }
 }
 

@@ -23,7 +23,7 @@ keeps. Host only.
 #include <string>       // gives: std::string
 #include <vector>       // gives: std::vector
 
-#include "../check.h"               // gives: die, file_size
+#include "../check.h"               // gives: die, format, file_size
 #include "../checksum.h"            // gives: Checksum, checksum_text
 #include "../numbers.h"             // gives: parse_int, kLargestCount
 #include "../comm/comm.h"           // gives: comm, warn, CommOptions, CommFacts
@@ -532,6 +532,25 @@ static inline void config_check(Config* c, bool is_descriptor, const Build& buil
     if (run.chat && run.max_steps != 0) { die("--chat needs -x 0: it does not train"); }
     if (run.max_steps == 0 && run.output_dir[0] != '\0') {
         die("-x 0 trains nothing, so there is nothing to write to -o %s", run.output_dir);
+    }
+}
+
+// The settings that do what was asked, but hardly what was meant.
+static inline void surprises_print(size_t prompt_tokens) {
+    const int room = run.T - (int)prompt_tokens;            // the first position stands before the document
+    if (run_writes_text() && run.sample_tokens > room && run_given("sample-tokens")) {
+        const std::string text = format("samples: after %d of %d tokens all T=%d positions are taken; texts "
+                                        "go on from their last %d tokens", room, run.sample_tokens, run.T,
+                                        std::max(1, run.T / 2));
+        if (run_task() == Task::Train) { say("%s\n", text.c_str()); }
+        else if (!comm.rank) { fprintf(stderr, "note: %s\n", text.c_str()); }
+    }
+    if (run_task() != Task::Train) { return; }
+    if (run.output_dir[0] == '\0') { say("no -o: nothing of this run will be saved\n"); }
+    if (run.warmup > 0 && run.warmup >= run.max_steps) {
+        const char* when = run.warmup > run.max_steps ? "never" : "at the last step only";
+        warn("-u %lld in a run of %lld steps: the learning rate reaches its peak %s", (long long)run.warmup,
+             (long long)run.max_steps, when);
     }
 }
 

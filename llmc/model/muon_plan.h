@@ -1,0 +1,66 @@
+/*
+What Muon does with the layers' matrices: how many layers at a time, which of them a rank has, and how much
+memory that takes. Host only.
+
+    const MuonShare share = muon_share(layout, C, split, sizeof(float), (size_t)576 << 20);
+    for (int first = 0; first < L; first += share.together) {
+        ...                                     // rank r: layers first + r * share.each and on, share.each
+        for (const MuonShape& s : muon_shapes(specs, n, stride, layers)) { ... }        // of one shape each
+    }
+*/
+#ifndef LLMC_MODEL_MUON_PLAN_H
+#define LLMC_MODEL_MUON_PLAN_H
+
+#include <stddef.h>     // gives: size_t
+
+#include <algorithm>    // gives: std::find_if, std::max, std::min
+#include <vector>       // gives: std::vector
+
+#include "../numbers.h"     // gives: ceil_div, round_up
+#include "../ops/ops.h"     // gives: MuonPlaces, kMuonParts, kChunk
+#include "layout.h"         // gives: Layout, ParamSpec, Split, kAlign
+
+// Muon works on `together` layers at a time, so that its memory stays below `most_bytes` if one layer's does.
+// Each rank orthogonalises the matrices of `each` of them, rank 0 those of the first. A buffer has room for
+// all their matrices (a bucket's padded elements a layer), for what the momentum gives and for what comes of
+// it: the ranks gather the shards of both. Four places, of 4 C C elements for each of the rank's layers, are
+// for the products of one shape. Layers cost alike, so the ranks' work differs by a layer at most: 12 layers
+// on 8 ranks are two for each of six of them. One GPU, 16 bits: 396 MB for 124M, 573 MB for 1558M.
+struct MuonShare {
+    int each, together;
+    size_t elems;           // of the buffer
+    size_t place, sums;     // bytes of one of the four places, and of sums
+};
+static inline MuonShare muon_share(const Layout& layout, int C, const Split& split, size_t elem_bytes,
+                                   size_t most_bytes) {
+    static_assert(kMuonParts <= 4, "a place for fc's matrix is one for so many of a fourth of its size");
+    const size_t padded = layout.buckets[1].padded, square = (size_t)C * C;
+    const size_t least = (split.world * padded + 4 * 4 * square) * elem_bytes;     // with a layer each
+    const int at_once = ceil_div(layout.L, split.world);                // if there is memory
+    const int most = (int)std::min((size_t)at_once, std::max((size_t)1, most_bytes / least));
+    const int each = ceil_div(at_once, ceil_div(at_once, most));        // turns of equal length
+    const size_t sums = 4 * ceil_div(square, kChunk) * sizeof(double);
+    return {each, each * split.world, each * split.world * padded,
+            round_up(each * 4 * square * elem_bytes, kAlign), each * sums};
+}
+
+// Matrices of `layers` layers that have the same shape are multiplied in one call. stride: elements from a
+// layer's bucket to the next one's.
+struct MuonShape { int rows, cols; MuonPlaces places; };
+static inline std::vector<MuonShape> muon_shapes(const ParamSpec* specs, int n, size_t stride, int layers) {
+    std::vector<MuonShape> shapes;
+    for (int i = 0; i < n; i++) {
+        for (int part = 0; part < specs[i].muon; part++) {
+            const int rows = (int)specs[i].rows / specs[i].muon, cols = (int)specs[i].cols;
+            auto same = [&](const MuonShape& s) {
+                return s.rows == rows && s.cols == cols && s.places.parts < kMuonParts;
+            };
+            auto it = std::find_if(shapes.begin(), shapes.end(), same);
+            if (it == shapes.end()) { it = shapes.insert(it, {rows, cols, {0, layers, {}, stride}}); }
+            it->places.at[it->places.parts++] = specs[i].offset + part * (specs[i].elems / specs[i].muon);
+        }
+    }
+    return shapes;
+}
+
+#endif  // LLMC_MODEL_MUON_PLAN_H
