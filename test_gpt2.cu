@@ -315,7 +315,7 @@ static void test_model(const std::string& prefix, const Options& options, bool r
     const int N = r.B * r.T;
 
     gpt2_feed(&model, r.x.data(), r.y.data(), r.B, r.T, ClassifierMode::LossOnly);
-    gpt2_loss(&model, r.B, r.T, ClassifierMode::LossOnly, 0.0f, 1.0f / (float)N, &model.state->loss,
+    gpt2_loss(&model, r.B, r.T, ClassifierMode::LossOnly, 1.0f / (float)N, &model.state->loss,
                   Accumulate::No);
     std::vector<float> logits = host_logits(&model, N);
     double worst = 0.0, square = 0.0;
@@ -406,7 +406,7 @@ static void dump_grads(const std::vector<std::string>& args) {
     for (int micro = 0; micro < micro_steps; micro++) {
         const size_t at = (size_t)micro * rows * r.T;
         gpt2_feed(&model, r.x.data() + at, r.y.data() + at, rows, r.T, ClassifierMode::LossOnly);
-        gpt2_loss(&model, rows, r.T, ClassifierMode::LossOnly, 0.0f, 1.0f / (float)(r.B * r.T),
+        gpt2_loss(&model, rows, r.T, ClassifierMode::LossOnly, 1.0f / (float)(r.B * r.T),
                   &model.state->loss, micro == 0 ? Accumulate::No : Accumulate::Yes);
         const std::vector<float> logits = host_logits(&model, rows * r.T);
         atomic_write(&out, logits.data(), logits.size() * sizeof(float));
@@ -788,8 +788,7 @@ static void test_checkpoint(const Config& c, const Options& o, bool in_parts) {
         full.update.norms.values[i] = 1000.0f + rand_normal(1, 1, i);
     }
     full.update.losses.count = full.update.norms.count = kWindow;
-    copy_to_device(a.state, &full, sizeof(full), a.stream);
-    stream_sync(a.stream);
+    gpt2_write_state(&a, full);
     const std::vector<std::vector<float>> then = host_state(&a);
     static Logger logger;
     logger_init(&logger, folder.c_str());
@@ -1001,7 +1000,7 @@ static void test_counted_losses(const Config& c, const Options& o) {
         return losses;
     };
     gpt2_feed(&model, batch.x.data(), batch.y.data(), B, T, ClassifierMode::LossOnly);
-    gpt2_loss(&model, B, T, ClassifierMode::LossOnly, 0.0f, 1.0f, &model.state->loss, Accumulate::No);
+    gpt2_loss(&model, B, T, ClassifierMode::LossOnly, 1.0f, &model.state->loss, Accumulate::No);
     const std::vector<float> all = losses_of(N), logits = host_logits(&model, N);
     double size = 0.0;
     for (float x : logits) { size += (double)x * x; }
@@ -1066,7 +1065,7 @@ static void test_invariance(const char* name, const Config& c) {
             for (GPT2* model : {&a, &b}) {
                 if (model == &b) {
                     gpt2_feed(model, other.x.data(), other.y.data(), B, T, ClassifierMode::LossOnly);
-                    gpt2_loss(model, B, T, ClassifierMode::LossOnly, 0.0f, 1.0f, &model->state->loss,
+                    gpt2_loss(model, B, T, ClassifierMode::LossOnly, 1.0f, &model->state->loss,
                               Accumulate::No);
                     gpt2_feed(model, other.x.data(), nullptr, 1, T / 2, ClassifierMode::LossOnly);
                     gpt2_forward(model, 1, T / 2);
@@ -1140,8 +1139,7 @@ static void test_invariance(const char* name, const Config& c) {
             Window* window = why == SKIP_LOSS ? &state.update.losses : &state.update.norms;
             window->count = kWindow;
             for (int i = 0; i < kWindow; i++) { window->values[i] = 1e-3f * (float)(1 + i % 2); }
-            copy_to_device(model.state, &state, sizeof(state), model.stream);
-            stream_sync(model.stream);
+            gpt2_write_state(&model, state);
             const std::vector<float> before = host_params(&model);
             Batch batch = random_batch(c, B, T, 0);
             accumulate_batch(&model, batch.x.data(), batch.y.data(), B, T, 1);
@@ -1406,8 +1404,7 @@ static void test_cuda_options(const Config& c) {
                 DeviceState state = gpt2_read_state(&model);
                 CHECK(state.update.loss_scale == start, "the scale starts at %g", state.update.loss_scale);
                 state.update.good_steps = kLossScaleSteps - 1;
-                copy_to_device(model.state, &state, sizeof(state), model.stream);
-                stream_sync(model.stream);
+                gpt2_write_state(&model, state);
                 Batch batch = random_batch(c, B, T, 0);
                 accumulate_batch(&model, batch.x.data(), batch.y.data(), B, T, 1);
                 gpt2_update(&model, 1e-3, 0.9, 0.95, 1e-8, 1.0f);
@@ -1422,8 +1419,7 @@ static void test_cuda_options(const Config& c) {
             start_model(&model, c, default_options(), B, T);
             DeviceState state = gpt2_read_state(&model);
             state.update.loss_scale = 1073741824.0f;       // 2^30: overflows for certain
-            copy_to_device(model.state, &state, sizeof(state), model.stream);
-            stream_sync(model.stream);
+            gpt2_write_state(&model, state);
             const std::vector<float> before = host_params(&model);
             Batch batch = random_batch(c, B, T, 0);
             int skips = 0;
@@ -1521,7 +1517,7 @@ static void check_slopes(GPT2* model, const std::string& what, const Batch& batc
                 gpt2_set_param(model, i, l, moved.data());
             }
             gpt2_feed(model, batch.x.data(), batch.y.data(), B, T, ClassifierMode::LossAndGrad);
-            gpt2_loss(model, B, T, ClassifierMode::LossAndGrad, weight, weight, &model->state->loss,
+            gpt2_loss(model, B, T, ClassifierMode::LossAndGrad, weight, &model->state->loss,
                       Accumulate::No);
             return (double)gpt2_read_state(model).loss;
         };
@@ -1614,7 +1610,7 @@ static double logits_error(const Config& c, int B) {
     start_model(&model, c, default_options(), B, c.maxT);
     Batch batch = random_batch(c, B, c.maxT, 0);
     gpt2_feed(&model, batch.x.data(), batch.y.data(), B, c.maxT, ClassifierMode::LossOnly);
-    gpt2_loss(&model, B, c.maxT, ClassifierMode::LossOnly, 0.0f, 1.0f, &model.state->loss, Accumulate::No);
+    gpt2_loss(&model, B, c.maxT, ClassifierMode::LossOnly, 1.0f, &model.state->loss, Accumulate::No);
     const std::vector<float> logits = host_logits(&model, B * c.maxT), want = exact_logits(&model, batch.x);
     gpt2_free(&model);
     return relative_error(logits.data(), want.data(), want.size());
@@ -1699,7 +1695,7 @@ static void test_variant(const Config& c, double dropout) {
         GPT2 model;
         start_model(&model, c, e, B, T);
         gpt2_feed(&model, batch.x.data(), batch.y.data(), B, T, ClassifierMode::LossOnly);
-        gpt2_loss(&model, B, T, ClassifierMode::LossOnly, 0.0f, 1.0f / (float)(B * T), &model.state->loss,
+        gpt2_loss(&model, B, T, ClassifierMode::LossOnly, 1.0f / (float)(B * T), &model.state->loss,
                   Accumulate::No);
         losses.push_back(gpt2_read_state(&model).loss);
         gpt2_free(&model);

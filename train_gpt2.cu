@@ -14,9 +14,9 @@ Run:
 
 Sections, in the order in which data flows (search for "// == "):
      1 includes            2 types and limits       3 shapes and tables    4 device runtime
-     5 device helpers      6 ops                    7 model                8 multi-GPU
-     9 a step             10 writing text          11 checkpoint          12 run configuration
-    13 training loop      14 main
+     5 device helpers      6 ops                    7 model                8 a step: start reading here
+     9 writing text       10 checkpoint            11 setting up a run    12 training loop
+    13 main
 Section 6: 6.1 encoder  6.2 norms  6.3 matmul  6.4 gelu and bias  6.5 classifier  6.6 loss
      6.7 gradients: lanes and the norm  6.8 adamw, muon  6.9 attention, the longest: plain, mma.sync, sm90
      6.10 decoding: writes text, token by token
@@ -60,7 +60,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/data/sampler.h"       // gives: sample_token
 #include "llmc/run/schedulers.h"     // gives: lr_at
 #include "llmc/run/run_config.h"     // gives: run, kFlags, run_task, run_given, config_check
-#include "llmc/run/run_folder.h"     // gives: folder_resolve, settings_take, run_folder_check
+#include "llmc/run/run_folder.h"     // gives: find_resumed, folder_resolve, run_folder_check
 #include "llmc/run/flags.h"          // gives: flags_parse, flags_print
 #include "llmc/run/logger.h"         // gives: Logger
 #include "llmc/run/progress.h"       // gives: progress_start, progress_clear
@@ -3978,7 +3978,7 @@ struct Options {                // what a run may choose; fixed after gpt2_alloc
     bool nccl_order = false;    // gradients are summed in NCCL's order, not in that of the lanes' tree
 };
 
-// What a step leaves on the device for the host to read one step later, and for the next step to go on from.
+// What a step leaves on the device: the host reads it one step later, and the next step starts from it.
 struct DeviceState {
     UpdateState update;         // AdamW's t, loss scale, norm, the decision to skip
     float loss;                 // mean over the total batch
@@ -3993,7 +3993,7 @@ struct Inputs {
     size_t bytes;
 };
 
-struct Optimizer {
+struct Optimizer {              // its state, fp32; from ZeRO stage 1 on this rank's shards
     float* master;              // null where parameters are fp32 themselves, and at -w 0
     float *m, *v;               // one array
     char* muon_updates;         // Muon's alone, see MuonShare
@@ -4061,7 +4061,7 @@ struct GPT2 {
     int micro_steps;            // a step's, of this rank
 };
 
-static size_t decoder_bytes(const Config& c, int T, int rows);     // section 9; of the activations' memory
+static size_t decoder_bytes(const Config& c, int T, int rows);     // section 9: what writing texts needs
 
 static Inputs inputs_layout(char* base, int B, int T) {
     const size_t N = (size_t)B * T;
@@ -4146,7 +4146,7 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
     visit("Muon's products", &model->opt.muon_products, 4 * share.place + share.sums, Memory::Plain);
 }
 
-// What the model is, before anything is allocated.
+// Fills in what the model is and how large its parts are; allocates nothing.
 static void gpt2_describe(GPT2* model, const Config& config, const Options& options, int B, int T) {
     *model = {};
     model->config = config;
@@ -4226,13 +4226,22 @@ static void exchange_init(Exchange* exchange, const Layout& layout) {
     }
 }
 
-// What the optimizer and the ranks' records begin with.
+static DeviceState gpt2_read_state(GPT2* model) {      // waits for the device
+    DeviceState state;
+    copy_to_host(&state, model->state, sizeof(state), model->stream);
+    stream_sync(model->stream);
+    return state;
+}
+static void gpt2_write_state(GPT2* model, const DeviceState& state) {
+    copy_to_device(model->state, &state, sizeof(state), model->stream);
+    stream_sync(model->stream);
+}
+
 static void optimizer_init(GPT2* model) {
     DeviceState state = {};
     const float first_scale = model->options.loss_scale > 0.0f ? model->options.loss_scale : kFirstLossScale;
     state.update.loss_scale = kFp16 ? first_scale : 1.0f;
-    copy_to_device(model->state, &state, sizeof(state), model->stream);
-    stream_sync(model->stream);
+    gpt2_write_state(model, state);
     if (!model->options.trains) { return; }
     model->opt.v = model->opt.m + model->layout.state_elems;
     std::vector<ChunkRange> ranges;
@@ -4401,7 +4410,7 @@ static StoredGrads gpt2_summed_grads(const GPT2* model, int bucket) {
 // train_step and gpt2_micro_step, then what they call, in this order:
 static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B, int T, ClassifierMode mode,
                       const int* counted = nullptr);
-static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float dloss, float weight, float* mean,
+static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float weight, float* mean,
                       Accumulate acc);                                          // calls gpt2_forward
 static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_last);
 static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n);             // the exchange: all of these
@@ -4438,7 +4447,7 @@ static void gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, 
     float* losses = (float*)(exchange.records + split.rank * exchange.record_bytes + exchange.losses_at);
     const Accumulate add = begins_lane ? Accumulate::No : Accumulate::Yes;
     gpt2_feed(model, tokens, targets, B, T, ClassifierMode::LossAndGrad);
-    gpt2_loss(model, B, T, ClassifierMode::LossAndGrad, weight, weight, losses + lane, add);
+    gpt2_loss(model, B, T, ClassifierMode::LossAndGrad, weight, losses + lane, add);
     gpt2_backward(model, B, T, split.zero == 2 ? Accumulate::No : add, is_last);
     const bool exchanged = split.world > 1 && (split.zero == 2 || is_last);
     if (ends_lane && !exchanged) { gpt2_merge_lanes(model, 0, model->layout.elems); }
@@ -4507,7 +4516,7 @@ static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B,
 }
 
 // ---- the residual stream ----
-// A pass, forward or backward, over (B,T).
+// What forward and backward passes over (B,T) have in common.
 struct Pass {
     GPT2* model;
     const ActSpec* act_specs;           // the model's, or those of a forward over one row (section 9)
@@ -4527,58 +4536,43 @@ struct ResidualPoint {
     int branches, added_layer;          // that were added last, and their layer; 0: the embedding
     Branch branch[2];
     int norms, layer;                   // that read it, and their layer
-    ParamId weight[2], bias[2];
-    NormOutput<floatX, float> y[2];
+    struct { ParamId weight, bias; floatX* out; } norm[2];      // (C) (C) (B,T,C)
     float *mean, *rstd;                 // (B,T) both norms' are the same
 };
-static void point_read_by(ResidualPoint* x, const Pass& pass, int l, ParamId weight, ParamId bias,
-                          floatX* out) {
-    const Params p = pass.params(l);
-    auto param = [&](ParamId id) { return ((const float* const*)&p)[id]; };
-    const bool biased = pass.model->config.norm == NormKind::Layer;
-    x->weight[x->norms] = weight, x->bias[x->norms] = bias;
-    x->y[x->norms++] = {out, param(weight), biased ? param(bias) : nullptr};
-    x->layer = l;
-}
-static void point_read_by_layer(ResidualPoint* x, const Pass& pass, int l) {
-    const Acts a = pass.acts(l);
-    point_read_by(x, pass, l, PARAM_ln1w, PARAM_ln1b, a.ln1);
-    if (pass.model->config.block == Block::Parallel) {
-        point_read_by(x, pass, l, PARAM_ln2w, PARAM_ln2b, a.ln2);
-    }
-    x->mean = a.ln1_mean, x->rstd = a.ln1_rstd;
-}
-static ResidualPoint point_of_embedding(const Pass& pass) {
-    ResidualPoint x = {};
-    x.sum = pass.acts(0).encoded;
-    point_read_by_layer(&x, pass, 0);
-    return x;
-}
 static ResidualPoint point_after_attention(const Pass& pass, int l) {      // sequential blocks
     const Acts a = pass.acts(l);
     ResidualPoint x = {};
     x.sum = a.residual2, x.branches = 1, x.branch[0] = Branch::Attention, x.added_layer = l;
-    point_read_by(&x, pass, l, PARAM_ln2w, PARAM_ln2b, a.ln2);
+    x.norms = 1, x.norm[0] = {PARAM_ln2w, PARAM_ln2b, a.ln2}, x.layer = l;
     x.mean = a.ln2_mean, x.rstd = a.ln2_rstd;
     return x;
 }
-static ResidualPoint point_after_layer(const Pass& pass, int l) {
+static ResidualPoint point_after_layer(const Pass& pass, int l) {          // -1: the embedding
     const Config& c = pass.model->config;
-    const Acts a = pass.acts(l);
     ResidualPoint x = {};
-    x.sum = a.residual3, x.added_layer = l;
-    if (c.block != Block::Sequential) { x.branch[x.branches++] = Branch::Attention; }
-    x.branch[x.branches++] = Branch::Mlp;
+    x.sum = l < 0 ? pass.acts(0).encoded : pass.acts(l).residual3;
+    if (l >= 0) {
+        x.added_layer = l;
+        if (c.block != Block::Sequential) { x.branch[x.branches++] = Branch::Attention; }
+        x.branch[x.branches++] = Branch::Mlp;
+    }
     if (l + 1 < c.L) {
-        point_read_by_layer(&x, pass, l + 1);
+        const Acts next = pass.acts(l + 1);
+        x.norms = c.block == Block::Parallel ? 2 : 1, x.layer = l + 1;
+        x.norm[0] = {PARAM_ln1w, PARAM_ln1b, next.ln1};
+        x.norm[1] = {PARAM_ln2w, PARAM_ln2b, next.ln2};
+        x.mean = next.ln1_mean, x.rstd = next.ln1_rstd;
     } else {
-        point_read_by(&x, pass, 0, PARAM_lnfw, PARAM_lnfb, a.lnf);
+        const Acts a = pass.acts(0);
+        x.norms = 1, x.norm[0] = {PARAM_lnfw, PARAM_lnfb, a.lnf};
         x.mean = a.lnf_mean, x.rstd = a.lnf_rstd;
     }
     return x;
 }
-static ResidualPoint point_before_layer(const Pass& pass, int l) {
-    return l == 0 ? point_of_embedding(pass) : point_after_layer(pass, l - 1);
+// A norm's weights or biases; null: RMSNorm has no biases.
+static const float* point_param(const GPT2* model, const ResidualPoint& x, ParamId id) {
+    const Params p = gpt2_params(model, x.layer);
+    return model->param_specs[id].copies > 0 ? ((const float* const*)&p)[id] : nullptr;
 }
 
 // Dropout's mask for branch k of those that were added at a point; `rows` is that of a micro-step.
@@ -4605,7 +4599,10 @@ static AttentionKeep gpt2_attention_keep(const Pass& pass, int l, bool has_bits)
 static NormForward<floatX, float> point_norms(const GPT2* model, const ResidualPoint& x, int rows) {
     const Config& c = model->config;
     NormForward<floatX, float> norm = {};
-    norm.y[0] = x.y[0], norm.y[1] = x.y[1];
+    for (int k = 0; k < x.norms; k++) {
+        norm.y[k] = {x.norm[k].out, point_param(model, x, x.norm[k].weight),
+                     point_param(model, x, x.norm[k].bias)};
+    }
     norm.mean = x.mean, norm.rstd = x.rstd;
     norm.inp = (floatX*)x.sum;
     norm.kind = c.norm, norm.N = rows, norm.C = c.C;
@@ -4698,7 +4695,7 @@ static void gpt2_forward(GPT2* model, int B, int T, ClassifierMode mode = Classi
         gpt2_await_params(model, model->layout.bucket_of(kind, Where::Global, 0));
     }
     const Params p = f.params(0);
-    ResidualPoint x = point_of_embedding(f);
+    ResidualPoint x = point_after_layer(f, -1);
     floatX* embedding = apart ? f.waiting[0] : (floatX*)x.sum;
     encoder_forward({embedding, model->feed.inputs.tokens, p.wte, p.wpe, B, T, c.C}, model->stream);
     gpt2_add_and_norm(f, x, nullptr);                                           // ln1(x)
@@ -4752,8 +4749,8 @@ static void gpt2_counted_losses(GPT2* model, int N, int count) {
 }
 
 // Forward, losses of every position, and mean (+)= weight * sum of losses, on the device. LossAndGrad leaves
-// dlogits of dloss * sum(losses) where the logits were.
-static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float dloss, float weight, float* mean,
+// its gradient by the logits where these were.
+static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float weight, float* mean,
                       Accumulate acc) {
     const Config& c = model->config;
     const int N = B * T;
@@ -4761,7 +4758,7 @@ static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float dlos
     const float* loss_scale = &model->state->update.loss_scale;
     gpt2_forward(model, B, T, mode);
     gpt2_logits(model, 0, N);
-    classifier({a.logits, a.losses, model->feed.inputs.targets, dloss, loss_scale, N, c.V, c.Vp, mode},
+    classifier({a.logits, a.losses, model->feed.inputs.targets, weight, loss_scale, N, c.V, c.Vp, mode},
                model->stream);
     loss_sum({mean, a.losses, weight, acc, N}, model->stream);
 }
@@ -4840,9 +4837,9 @@ static void gpt2_norms_backward(const Backward& b, const ResidualPoint& x, Accum
     n.dresidual_acc = acc;
     for (int k = 0; k < x.norms; k++) {
         n.y[k].dout = dout[k];
-        n.y[k].weight = x.y[k].weight;
-        n.y[k].dweight = b.grad(x.weight[k], x.layer);
-        if (x.y[k].bias) { n.y[k].dbias = b.grad(x.bias[k], x.layer); }
+        n.y[k].weight = point_param(b.model, x, x.norm[k].weight);
+        n.y[k].dweight = b.grad(x.norm[k].weight, x.layer);
+        if (c.norm == NormKind::Layer) { n.y[k].dbias = b.grad(x.norm[k].bias, x.layer); }
     }
     for (int k = 0; k < std::max(x.branches, 1); k++) {
         if (drops || has_fp32_residual(c)) { n.branch[k].dout = dbranch[k]; }
@@ -4890,7 +4887,7 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_las
     gpt2_norms_backward(b, point_after_layer(b, c.L - 1), Accumulate::No);                  // lnf
     for (int l = c.L - 1; l >= 0; l--) {
         const Acts a = b.acts(l);
-        const ResidualPoint x = point_before_layer(b, l);
+        const ResidualPoint x = point_after_layer(b, l - 1);
         if (c.block == Block::Sequential) {
             const ResidualPoint mid = point_after_attention(b, l);
             recompute(mid);
@@ -4960,7 +4957,7 @@ static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n) {
     lane_sum(a, model->stream);
 }
 
-// What comes on `later` waits for all that is on `earlier` so far.
+// Work that is put on `later` from now on waits for all work that is on `earlier`.
 static void stream_follow(Stream later, Event event, Stream earlier) {
     event_record(event, earlier);
     stream_wait(later, event);
@@ -4970,8 +4967,8 @@ static char* exchange_slot(const GPT2* model, int slot) {
     return model->exchange.received + slot * model->layout.largest_but_first * sizeof(float);
 }
 
-// What came from all ranks is summed, on the stream of the backward: on one beside it, its kernels and these
-// wait for each other's SMs (dev/bench/NOTES.md).
+// Sums what all ranks have sent of a bucket. This runs on the backward's stream: on a second stream the two
+// sets of kernels would wait for each other's SMs (dev/bench/NOTES.md).
 static void gpt2_sum_bucket(GPT2* model, int bucket) {
     const Options& o = model->options;
     const Split& split = o.split;
@@ -5045,7 +5042,7 @@ static void gpt2_bucket_complete(GPT2* model, int bucket, bool is_last) {
     if (before >= 0) { gpt2_sum_bucket(model, before); }
 }
 
-// Data between the ranks that what follows on the stream waits for.
+// An exchange between the ranks that the model's stream waits for.
 template <class Send> static void gpt2_exchange_now(GPT2* model, Send send) {
     if (model->options.split.world == 1) { return; }
     const Exchange& exchange = model->exchange;
@@ -5054,8 +5051,7 @@ template <class Send> static void gpt2_exchange_now(GPT2* model, Send send) {
     stream_follow(model->stream, exchange.ends, exchange.stream);
 }
 
-// Parameters of `count` buckets from `first` on, of which this rank has updated its shards, go round, while
-// the next forward runs.
+// Gathers the updated shards of `count` buckets from `first` on, while the next forward runs.
 static void gpt2_gather_params(GPT2* model, int first, int count) {
     const Split& split = model->options.split;
     if (split.world == 1 || split.zero == 0) { return; }
@@ -5068,8 +5064,7 @@ static void gpt2_gather_params(GPT2* model, int first, int count) {
     }
 }
 
-// What follows on the stream reads parameters of this bucket, which may still be on their way from other
-// ranks.
+// Makes the model's stream wait until this bucket's parameters have arrived from the other ranks.
 static void gpt2_await_params(GPT2* model, int bucket) {
     const Split& split = model->options.split;
     if (split.world == 1 || split.zero == 0) { return; }
@@ -5079,7 +5074,7 @@ static void gpt2_await_all_params(GPT2* model) {
     for (int b = 0; b < (int)model->layout.buckets.size(); b++) { gpt2_await_params(model, b); }
 }
 
-// Parameters are the same on all ranks: by a hash of their bytes, gathered from all.
+// Dies if the parameters of two ranks differ: each rank hashes its own, and all compare the hashes.
 static void check_ranks(GPT2* model, int64_t step) {
     const size_t bytes = model->layout.params_bytes;
     gpt2_await_all_params(model);
@@ -5154,7 +5149,8 @@ static void gpt2_update_muon(GPT2* model, Rows rows, double lr) {
     }
 }
 
-// Norm, the decision to skip, AdamW and Muon: all decided on the device, from the same numbers on every rank.
+// Computes the norm, decides whether to skip, and runs AdamW and Muon: all on the device, from the same
+// numbers on every rank.
 static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, double eps, float max_norm,
                         double muon_lr) {
     const Options& o = model->options;
@@ -5204,16 +5200,9 @@ static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, doub
     model->step++;
 }
 
-static DeviceState gpt2_read_state(GPT2* model) {      // waits for the device
-    DeviceState state;
-    copy_to_host(&state, model->state, sizeof(state), model->stream);
-    stream_sync(model->stream);
-    return state;
-}
-
 // == 9 writing text ==
-// What writes texts, `rows` at once: each has its keys and values of the positions so far. All of it lies in
-// the memory of the activations, behind those of a forward over one row.
+// Writes `rows` texts at once and keeps the keys and values of their positions so far. All of it lies in the
+// activations' memory, behind the activations of a forward over one row.
 struct Decoder {
     GPT2* model;
     int rows;
@@ -5281,8 +5270,8 @@ static void decoder_free(Decoder* d) {
     for (Event e : d->ready) { event_destroy(e); }
 }
 
-// The keys and values of all tokens but the last of one text, or of several that are equal: a forward of one
-// row. T is rounded up, so that few shapes occur, with tokens that a causal model does not see.
+// Computes the keys and values of all tokens but the last, by a forward over one row; `rows` equal texts
+// share it. T is rounded up, so that few shapes occur; a causal model does not see the tokens behind its own.
 static void decoder_prefill(Decoder* d, const std::vector<int>& text, int row, int rows) {
     GPT2* model = d->model;
     const int count = (int)text.size() - 1, T = std::min(model->T, round_up(count, 64));
@@ -5295,8 +5284,9 @@ static void decoder_prefill(Decoder* d, const std::vector<int>& text, int row, i
     gpt2_forward(model, 1, T, ClassifierMode::LossOnly, &cache);
 }
 
-// Where the next step of every text goes on: behind its tokens, all of the same number. Of more than T tokens
-// the last half of T is kept and computed anew: a learned position cannot be moved. Returns how many are.
+// Prepares the next step of every text; all texts have the same number of tokens. Of a text longer than T the
+// last T/2 tokens are kept and computed anew, because a learned position cannot be moved. Returns how many
+// tokens were kept.
 static int decoder_begin(Decoder* d, const std::vector<std::vector<int>>& texts, uint32_t first_id,
                          uint64_t first_draw) {
     GPT2* model = d->model;
@@ -5367,7 +5357,7 @@ static void decoder_step(Decoder* d, int slot) {
         const Params p = gpt2_params(model, 0);
         decode_encoder({branch[0], d->tokens, d->positions, p.wte, p.wpe, n, C}, stream);
         for (int l = 0; l < c.L; l++) {
-            decoder_add_and_norm(d, point_before_layer(pass, l));
+            decoder_add_and_norm(d, point_after_layer(pass, l - 1));
             decoder_attention(d, l, branch[0], normalised[0]);
             if (c.block == Block::Sequential) {
                 decoder_add_and_norm(d, point_after_attention(pass, l));
@@ -5385,10 +5375,10 @@ static void decoder_step(Decoder* d, int slot) {
     event_record(d->ready[slot], stream);
 }
 
-// Goes on from `prompt`, `count` tokens or up to `end`, in options.text_rows texts that draw from the random
-// streams first_id, first_id + 1, ... Token n of a text is the draw first_draw + n, so a text depends neither
-// on the others nor on how the host waits. on_token(row, token) is told each token in turn, the end too;
-// false stops all. Touches neither weights nor training's state.
+// Continues `prompt` by `count` tokens, or up to the token `end`, in options.text_rows texts. They draw from
+// the random streams first_id, first_id + 1, ...; token n of a text is draw first_draw + n, so a text depends
+// neither on the others nor on how the host waits. on_token(row, token) gets each token, the end too, and
+// returns false to stop all texts. Changes neither weights nor the state of training.
 static void decoder_write(Decoder* d, const std::vector<int>& prompt, int count, int end, uint32_t first_id,
                           uint64_t first_draw, const OnToken& on_token) {
     const int T = d->model->T;
@@ -5458,7 +5448,7 @@ static const float* gpt2_whole_master(GPT2* model, int i, int l) {
     return all + at.offset;
 }
 
-// Each rank saves the master weights, m and v that it holds, and rank 0 the parameters.
+// Each rank saves the master weights, m and v that it holds; rank 0 also saves the parameters.
 static std::vector<SavedPiece> saved_pieces(GPT2* model) {
     const Split& split = model->options.split;
     const bool first = split.rank == 0, from_master = !kModelIsBf16 && model->opt.master;
@@ -5522,31 +5512,28 @@ static Facts model_facts(GPT2* model) {
 static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
     const PieceIndex index = checkpoint_index(*c);
     std::vector<char> data;
+    std::string error;
     for (int i = 0; i < NUM_PARAMS; i++) {
         const ParamSpec& s = model->param_specs[i];
         for (int l = 0; l < s.copies; l++) {
             DiskWait disk(c->step);
-            const HeldPart part = gpt2_held_part(model, i, l);
-            const std::string name = "." + state_name(s, l);
-            std::string error = checkpoint_read(*c, index, "param" + name, state_type(s), s, 0, s.elems,
-                                                &data);
-            if (!error.empty()) { return error; }
-            copy_to_device(gpt2_param_data(model, i, l), data.data(), data.size(), model->stream);
-            stream_sync(model->stream);
-            for (const Held& held : part.in) {
-                if (!held.memory) { continue; }
-                error = checkpoint_read(*c, index, held.of + name, "f32", s, part.begin, part.end, &data);
-                if (!error.empty()) { return error; }
-                copy_to_device(held.memory, data.data(), data.size(), model->stream);
+            auto load = [&](const char* of, const char* type, size_t begin, size_t end, void* device) {
+                if (!error.empty() || !device) { return; }
+                error = checkpoint_read(*c, index, of + ("." + state_name(s, l)), type, s, begin, end, &data);
+                if (!error.empty()) { return; }
+                copy_to_device(device, data.data(), data.size(), model->stream);
                 stream_sync(model->stream);
-            }
+            };
+            const HeldPart part = gpt2_held_part(model, i, l);
+            load("param", state_type(s), 0, s.elems, gpt2_param_data(model, i, l));
+            for (const Held& held : part.in) { load(held.of, "f32", part.begin, part.end, held.memory); }
+            if (!error.empty()) { return error; }
         }
     }
     DeviceState state = {};
-    const std::string error = facts_update(c->facts, &state.update);
+    error = facts_update(c->facts, &state.update);
     if (!error.empty()) { return error; }
-    copy_to_device(model->state, &state, sizeof(state), model->stream);
-    stream_sync(model->stream);
+    gpt2_write_state(model, state);
     model->step = (uint32_t)c->step;
     return "";
 }
@@ -5576,8 +5563,8 @@ constexpr Build kBuild = {PRECISION_NAME, true, kDeviceHasNccl};
 struct Training {
     GPT2 model = {};
     Decoder decoder = {};
-    DataLoader train_loader = {}, val_loader = {};      // as far as the task needs them
-    EvalSet questions = {};                             // likewise
+    DataLoader train_loader = {}, val_loader = {};      // what the task does not need stays empty
+    EvalSet questions = {};
     Tokenizer tokenizer;
     bool has_text = false;      // else samples are printed as token ids
     const Tokenizer* text() const { return has_text ? &tokenizer : nullptr; }
@@ -5593,26 +5580,6 @@ struct Training {
     std::string data_sample;    // what the training data hold, where that is to be saved
     int rewinds = 0;
 };
-
-// What rank 0 finds counts.
-static std::vector<int64_t> resumable_steps() {
-    return comm.rank == 0 ? checkpoint_newest(run.output_dir) : std::vector<int64_t>();
-}
-
-// -y 1: the last checkpoint of the run in -o, and the settings that it began with. Where there is none, the
-// run begins, again if it has a run.json; but not over checkpoints that only cannot be read.
-static Checkpoint find_resumed(std::set<int64_t>* bad) {
-    if (!run.resume || run.output_dir[0] == '\0') { settings_keep(); return Checkpoint(); }
-    Checkpoint c = checkpoint_find(run.output_dir, resumable_steps(), bad);
-    if (c.step < 0 && !bad->empty()) {
-        die("-o %s: none of its checkpoints can be used\n"
-            "hint: choose another folder; -e takes a model_*.bin of this one", run.output_dir);
-    }
-    if (c.step >= 0) { settings_resume(c.facts, facts_config(c.facts), kBuild); return c; }
-    run.again = settings_take(run.output_dir, true);
-    settings_keep();
-    return c;
-}
 
 // The model that the flags ask for, and the flags checked against it. resumed: the facts of a run to go on
 // with.
@@ -5651,7 +5618,8 @@ static Options run_options() {
     return o;
 }
 
-// Several texts at once need memory: beside training no more than its activations have, else what there is.
+// How many texts are written at once: in a training run as many as the activations' memory holds, otherwise
+// as many as the device's memory allows.
 static void fit_texts(const Config& config, Options* options, const DeviceInfo& device) {
     auto fits = [&] {
         const auto plan = gpt2_memory_plan(config, *options, run.B, run.T);
@@ -5663,8 +5631,8 @@ static void fit_texts(const Config& config, Options* options, const DeviceInfo& 
     while (options->text_rows > 1 && !fits()) { options->text_rows /= 2; }
 }
 
-// More lanes than ranks take more buffers for gradients. If the memory lacks them and the user did not ask
-// for so many, there are fewer, and the bits are those of fewer lanes.
+// More lanes need more buffers for gradients. Where memory is short and the user did not give --lanes, there
+// are fewer lanes, and the run has the bits of fewer lanes.
 static void fit_lanes(const Config& config, Options* options, const DeviceInfo& device) {
     if (!options->trains) { return; }
     const int wanted = run.lanes;
@@ -5688,7 +5656,7 @@ static void fit_lanes(const Config& config, Options* options, const DeviceInfo& 
     }
 }
 
-// What can be wrong with the device and its memory is found before any is taken.
+// Chooses the GPU and finds out whether the model fits, before any memory is taken.
 static void take_device(Training* t, const Config& config, Options* options) {
     if (run.comm.gpus > device_count()) {
         die("--gpus %d%s: this machine has %d\n"
@@ -5703,9 +5671,13 @@ static void take_device(Training* t, const Config& config, Options* options) {
     if (!unfit.empty()) { die("%s", unfit.c_str()); }
 }
 
-// Training, validation and evaluation data, as far as they are needed.
+// Opens the training, validation and evaluation data that the task needs.
 static void open_data(Training* t, const Config& config) {
     const bool trains = run_task() == Task::Train, validates = run_validates();
+    auto open = [&](DataLoader* loader, const char* pattern, bool shuffle, DataShare share) {
+        dataloader_init(loader, pattern, run.B, run.T, shuffle, (uint64_t)run.seed, config.V, share);
+        tokenizer_check(loader->tokenizer, config.V, pattern);
+    };
     if (trains) {
         const bool has_data = run_given("train-data") || file_size(run.train_data) >= 0;
         const bool may_mean_text = run_given("prompt") && !run_given("max-steps");
@@ -5715,19 +5687,13 @@ static void open_data(Training* t, const Config& config) {
         }
         DataShare share = {comm.rank, comm.world, run.zero == 2 ? 1 : rank_micro_steps()};
         if (run.overfit) { share = {}; }        // all ranks have the job's first batch
-        dataloader_init(&t->train_loader, run.train_data, run.B, run.T, run.shuffle && !run.overfit,
-                        (uint64_t)run.seed, config.V, share);
-        tokenizer_check(t->train_loader.tokenizer, config.V, run.train_data);
+        open(&t->train_loader, run.train_data, run.shuffle && !run.overfit, share);
         if (run.output_dir[0] != '\0') { t->data_sample = dataloader_sample(&t->train_loader); }
         if (run.max_steps < 0) {
             run.max_steps = std::max((int64_t)1, t->train_loader.samples_per_epoch * run.T / run.total_batch);
         }
     }
-    if (validates) {
-        dataloader_init(&t->val_loader, run.val_data, run.B, run.T, false, 0, config.V,
-                        {comm.rank, comm.world});
-        tokenizer_check(t->val_loader.tokenizer, config.V, run.val_data);
-    }
+    if (validates) { open(&t->val_loader, run.val_data, false, {comm.rank, comm.world}); }
     const char* shared = trains && validates ? dataloader_shared_file(&t->train_loader, &t->val_loader)
                                              : nullptr;
     if (shared) {
@@ -5740,7 +5706,7 @@ static void open_data(Training* t, const Config& config) {
     }
 }
 
-// What texts are written with. Returns how many tokens the prompt has.
+// Opens the tokenizer, if texts are written. Returns how many tokens the prompt has.
 static size_t open_text(Training* t, const Config& config) {
     if (!run_writes_text()) { return 0; }
     std::string missing;
@@ -5752,17 +5718,17 @@ static size_t open_text(Training* t, const Config& config) {
     return prompt_tokens(t->text(), run.prompt, config.V, run.T).size() - 1;
 }
 
-// What a resumed run should find as it was.
+// Facts that are saved with a run; where they differ later, its bits may.
 static Facts origin_facts(const Training& t) {
     return {{"program", t.program}, {"device", t.device.name},
             {"training data", dataloader_facts(&t.train_loader)}, {"training data sample", t.data_sample}};
 }
 
-// Ranks that differ in anything that decides about the result would train nonsense, or wait for ever.
+// Ranks that differ in program, data or flags would train nonsense, or wait for each other for ever.
 static void check_same_job(const Training& t) {
     if (comm.world == 1) { return; }
     CommFacts facts = {
-        {"the program", executable_hash()}, {"training data", dataloader_facts(&t.train_loader)},
+        {"the program", t.program}, {"training data", dataloader_facts(&t.train_loader)},
         {"a sample of the training data", t.data_sample},
         {"validation data", dataloader_facts(&t.val_loader)},
         {"evaluation data", evalset_facts(&t.questions)}};
@@ -5799,7 +5765,7 @@ static void print_model(const GPT2& model) {
     printf("kernels: attention %s\n", attention_form(c.C / c.NH));
 }
 
-// Memory, and the parameters: of a checkpoint, of a model file, or random ones.
+// Allocates the model. Its parameters come from a checkpoint, from a model file, or are random.
 static void load_model(Training* t, const Config& config, const Options& options, Checkpoint* resumed) {
     GPT2* model = &t->model;
     device_comm_init();
@@ -5815,7 +5781,7 @@ static void load_model(Training* t, const Config& config, const Options& options
     if (comm.world > 1) { check_ranks(model, model->step); }
 }
 
-// What a training run needs beside its model and data; and where a resumed one goes on.
+// Starts the logs and the checkpoints' writer, and finds where a resumed run goes on.
 static void begin_run(Training* t, const Checkpoint& resumed) {
     const std::string folder = run.output_dir;
     t->saves = !folder.empty();
@@ -5854,6 +5820,7 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
     if (run.own_launch) {
         say("launch: --gpus %d, as the run was started; --gpus N says otherwise\n", run.comm.gpus);
     }
+    catch_signals();
     say("data: %lld training tokens (%lld rows of %d), %d micro-steps a step%s, %lld steps\n",
         (long long)t->train_loader.tokens, (long long)t->train_loader.samples_per_epoch, run.T,
         rank_micro_steps(), comm.world > 1 ? " on each rank" : "", (long long)run.max_steps);
@@ -5882,8 +5849,7 @@ static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t st
         const int live = (int)std::min((int64_t)B, rows - row);
         next_batch(loader, model->step);      // always B rows: after the set's last come its first again
         gpt2_feed(model, loader->inputs, loader->targets, live, T, ClassifierMode::LossOnly);
-        gpt2_loss(model, live, T, ClassifierMode::LossOnly, 0.0f, weight, &model->state->loss,
-                  Accumulate::No);
+        gpt2_loss(model, live, T, ClassifierMode::LossOnly, weight, &model->state->loss, Accumulate::No);
         copy_to_host(&mine[round], &model->state->loss, sizeof(float), model->stream);
     }
     await_stream(model->stream);
@@ -6104,8 +6070,7 @@ static void rewind_or_stop(Training* t) {
     if (c.step < 0) { die("%s, and there is no checkpoint to go back to%s", what.c_str(), hint); }
     DeviceState state = gpt2_read_state(&t->model);
     state.update.skipped_in_a_row = 0;
-    copy_to_device(t->model.state, &state, sizeof(state), t->model.stream);
-    stream_sync(t->model.stream);
+    gpt2_write_state(&t->model, state);
     t->step = t->saver.step = c.step;
     t->rewinds++;
     logger_go_back(&t->logger, c.step, (int)fact_number(c.facts, "rewinds", 0, INT_MAX), t->rewinds);
@@ -6200,7 +6165,7 @@ int main(int argc, char** argv) {
     comm_check_same(flag_facts());          // a rank with -y would look for a run with those that have none
 
     Training t;
-    Checkpoint resumed = find_resumed(&t.saver.retention.bad);
+    Checkpoint resumed = find_resumed(&t.saver.retention.bad, kBuild);
     if (!run.resumed && model_is_folder()) { folder_resolve(); }
     const Config config = run_model(run.resumed ? &resumed.facts : nullptr);
     Options options = run_options();
@@ -6231,7 +6196,6 @@ int main(int argc, char** argv) {
     if (task == Task::Train) {
         begin_run(&t, resumed);
         resumed = Checkpoint();
-        catch_signals();
         train(&t);
         saver_free(&t.saver);
         if (t.saves && t.step > 0) { print_folder(argv[0], t.step < run.max_steps); }

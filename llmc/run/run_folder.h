@@ -3,7 +3,7 @@ A run's folder: the model to read (-e FOLDER), the run to resume (-y 1), the pla
 
     launch_resume();                                    // -y 1: takes --gpus from run.json
     if (model_is_folder()) { folder_resolve(); }        // -e FOLDER: run.model becomes its newest model
-    run.again = settings_take(run.output_dir, true);    // takes flags that are not given from run.json
+    Checkpoint c = find_resumed(&bad, build);           // -y 1: the last checkpoint, and the run's settings
     run_folder_check(run.output_dir);                   // dies if the run cannot write there
     print_folder(argv[0], stopped);                     // a run's last lines: how to resume it
 */
@@ -27,6 +27,7 @@ A run's folder: the model to read (-e FOLDER), the run to resume (-y 1), the pla
 #include "../comm/comm.h"           // gives: comm, comm_broadcast, comm_foreign, warn
 #include "../files/checkpoints.h"   // gives: checkpoint_model, checkpoint_steps, model_file_error
 #include "../files/json.h"          // gives: JsonValues, json_file_read
+#include "../files/resume.h"        // gives: Checkpoint, checkpoint_find, facts_config
 #include "../files/state_file.h"    // gives: facts_find
 #include "run_config.h"             // gives: run, kFlags, say, settings_known
 
@@ -150,6 +151,26 @@ static inline void launch_resume() {
     const std::string* gpus = facts_find(values, "settings.gpus");
     if (gpus) { flags_set(flags_find(kFlags, kNumFlags, "--gpus"), gpus->c_str()); }
     run.own_launch = run.comm.gpus > 1;
+}
+
+// What rank 0 finds counts.
+static inline std::vector<int64_t> resumable_steps() {
+    return comm.rank == 0 ? checkpoint_newest(run.output_dir) : std::vector<int64_t>();
+}
+
+// -y 1: the last checkpoint of the run in -o, and the settings that it began with. Where there is none, the
+// run begins, again if it has a run.json; but not over checkpoints that only cannot be read.
+static inline Checkpoint find_resumed(std::set<int64_t>* bad, const Build& build) {
+    if (!run.resume || run.output_dir[0] == '\0') { settings_keep(); return Checkpoint(); }
+    Checkpoint c = checkpoint_find(run.output_dir, resumable_steps(), bad);
+    if (c.step < 0 && !bad->empty()) {
+        die("-o %s: none of its checkpoints can be used\n"
+            "hint: choose another folder; -e takes a model_*.bin of this one", run.output_dir);
+    }
+    if (c.step >= 0) { settings_resume(c.facts, facts_config(c.facts), build); return c; }
+    run.again = settings_take(run.output_dir, true);
+    settings_keep();
+    return c;
 }
 
 // ---- -o FOLDER ----
