@@ -25,10 +25,10 @@ struct Buffers {
 static int B = 64, T = 1024;
 
 // What a step computes. The dK/dV kernel needs the statistics that a tensor-core dQ kernel left in scratch.
-enum class Pass { Forward, Backward, Dq, Dkv };
+enum class AttentionPass { Forward, Backward, Dq, Dkv };
 struct Step {
     int HS;             // 0: any
-    Pass pass;
+    AttentionPass pass;
     const char* name;
     void (*run)(const Buffers&);
 };
@@ -64,19 +64,19 @@ static void drawn_forward_dropout(const Buffers& b) {
 // HS, then as in MmaShape: groups of 16 rows a warp, rows of a tile, blocks on an SM.
 #define STEP(PASS, TITLE, RUN, ...) \
     {first_of(__VA_ARGS__), PASS, TITLE " <" #__VA_ARGS__ ">", RUN<__VA_ARGS__>}
-#define FORWARD(...) STEP(Pass::Forward, "forward mma.sync", forward_mma, __VA_ARGS__)
-#define DQ(...) STEP(Pass::Dq, "dQ mma.sync", dq_mma, __VA_ARGS__)
-#define DKV(...) STEP(Pass::Dkv, "dK/dV mma.sync", dkv_mma, __VA_ARGS__)
+#define FORWARD(...) STEP(AttentionPass::Forward, "forward mma.sync", forward_mma, __VA_ARGS__)
+#define DQ(...) STEP(AttentionPass::Dq, "dQ mma.sync", dq_mma, __VA_ARGS__)
+#define DKV(...) STEP(AttentionPass::Dkv, "dK/dV mma.sync", dkv_mma, __VA_ARGS__)
 static constexpr int first_of(int HS, int, int, int) { return HS; }
 
 static const Step kSteps[] = {
-    {0, Pass::Forward, "forward plain", forward_plain},
-    {0, Pass::Backward, "backward plain", backward_plain},
-    {0, Pass::Forward, "forward shipped", forward_shipped},
-    {0, Pass::Backward, "backward shipped", backward_shipped},
-    {0, Pass::Forward, "forward shipped, with dropout", forward_dropout},
-    {0, Pass::Backward, "backward shipped, with dropout", backward_dropout},
-    {0, Pass::Forward, "dropout drawn, then that forward", drawn_forward_dropout},
+    {0, AttentionPass::Forward, "forward plain", forward_plain},
+    {0, AttentionPass::Backward, "backward plain", backward_plain},
+    {0, AttentionPass::Forward, "forward shipped", forward_shipped},
+    {0, AttentionPass::Backward, "backward shipped", backward_shipped},
+    {0, AttentionPass::Forward, "forward shipped, with dropout", forward_dropout},
+    {0, AttentionPass::Backward, "backward shipped, with dropout", backward_dropout},
+    {0, AttentionPass::Forward, "dropout drawn, then that forward", drawn_forward_dropout},
 #ifdef ENABLE_FP32
     FORWARD(32, 2, 64, 2), FORWARD(32, 2, 32, 3), FORWARD(32, 1, 64, 3),
     DQ(32, 2, 32, 2), DQ(32, 2, 32, 3), DQ(32, 1, 32, 3),
@@ -91,13 +91,13 @@ static const Step kSteps[] = {
     DQ(128, 1, 16, 2), DQ(128, 1, 32, 2),
     DKV(128, 1, 16, 2), DKV(128, 1, 32, 2),
 #else
-    {64, Pass::Forward, "forward wgmma + TMA, 3 stages, 3 blocks an SM",
+    {64, AttentionPass::Forward, "forward wgmma + TMA, 3 stages, 3 blocks an SM",
      [](const Buffers& b) { attention_forward_sm90<3, 3, false>(b.forward, 0); }},
-    {64, Pass::Forward, "forward wgmma + TMA, 2 stages, 4 blocks an SM",
+    {64, AttentionPass::Forward, "forward wgmma + TMA, 2 stages, 4 blocks an SM",
      [](const Buffers& b) { attention_forward_sm90<2, 4, false>(b.forward, 0); }},
-    {64, Pass::Dq, "dQ wgmma + TMA, 2 stages, 4 blocks an SM",
+    {64, AttentionPass::Dq, "dQ wgmma + TMA, 2 stages, 4 blocks an SM",
      [](const Buffers& b) { attention_backward_dq_sm90<2, 4, false>(b.backward, 0); }},
-    {64, Pass::Dkv, "dK/dV wgmma + TMA, 3 stages, 3 blocks an SM",
+    {64, AttentionPass::Dkv, "dK/dV wgmma + TMA, 3 stages, 3 blocks an SM",
      [](const Buffers& b) { attention_backward_dkv_sm90<3, 3, false>(b.backward, 0); }},
     FORWARD(32, 2, 64, 3), FORWARD(32, 2, 64, 2), FORWARD(32, 1, 64, 4),
     DQ(32, 2, 32, 3), DQ(32, 2, 32, 2), DQ(32, 1, 64, 3),
@@ -185,13 +185,14 @@ static void buffers_free(const Buffers& b) {
 // the other part of dqkv is what the whole backward wrote.
 static double step_error(const Step& step, const Buffers& b, const std::vector<floatX>& reference) {
     const size_t C = (size_t)b.forward.NH * b.forward.HS, N = (size_t)B * T, row = C * sizeof(floatX);
-    if (step.pass == Pass::Forward) {
+    if (step.pass == AttentionPass::Forward) {
         cudaCheck(cudaMemset(b.forward.out, 0xFF, N * row));
         step.run(b);
         return relative_distance(b.forward.out, reference);
     }
     backward_shipped(b);
-    const size_t first = step.pass == Pass::Dkv ? 1 : 0, count = step.pass == Pass::Dq ? 1 : 3 - first;
+    const size_t first = step.pass == AttentionPass::Dkv ? 1 : 0;
+    const size_t count = step.pass == AttentionPass::Dq ? 1 : 3 - first;
     cudaCheck(cudaMemset2D(b.backward.dqkv + first * C, 3 * row, 0xFF, count * row, N));
     step.run(b);
     return relative_distance(b.backward.dqkv, reference);
@@ -215,14 +216,14 @@ static int run_head_size(int HS) {
         if ((step.HS != 0 && step.HS != HS) || (wgmma && !attention_uses_sm90(HS))) { continue; }
         // What the dK/dV kernels read must come from a tensor-core dQ kernel, whatever ran before
         for (const Buffers& each : buffers) { backward_shipped(each); }
-        const double error = step_error(step, b, step.pass == Pass::Forward ? out : dqkv);
+        const double error = step_error(step, b, step.pass == AttentionPass::Forward ? out : dqkv);
         if (!(error <= 1e-2)) { failed++; }
         const float ms = median_ms(step.run, buffers);
         // Useful products: 2 forward, 5 backward; of the backward's kernels alone, those that they calculate
-        const double gemms = step.pass == Pass::Forward    ? 2
-                             : step.pass == Pass::Backward ? 5
-                             : step.pass == Pass::Dq       ? 3
-                                                           : 4;
+        const double gemms = step.pass == AttentionPass::Forward    ? 2
+                             : step.pass == AttentionPass::Backward ? 5
+                             : step.pass == AttentionPass::Dq       ? 3
+                                                                    : 4;
         const double flops = gemms * B * NH * (double)T * T * HS;       // causal half of 2 T^2 HS
         printf("  %-50s %7.3f ms  %4.0f TFLOP/s  |d|/|plain| %.1e%s\n", step.name, ms, flops / ms * 1e-9,
                error, error <= 1e-2 ? "" : "  FAILED");
