@@ -1,8 +1,5 @@
-#!/usr/bin/env python3
 """The scripts as a user meets them, with stand-ins for what takes long or changes the machine: quickstart.sh,
 the recipes run_*.sh, setup.sh, `make test` on a bare machine, plot_log.py, and the test runner itself.
-
-    python3 dev/test/test_scripts.py                # -k WORD: only tests whose name contains it
 
 Standard library only. Every test works in a folder of its own; nothing is installed.
 """
@@ -18,7 +15,9 @@ import textwrap
 import time
 from contextlib import redirect_stdout
 
-from checks import ROOT, check, has_module, main, skip      # stand beside this file, as do these
+import pytest
+
+from checks import ROOT, check, has_module, skip      # stand beside this file, as do these
 import run as runner
 import break_all
 import check_docs
@@ -27,6 +26,11 @@ sys.path.insert(1, os.path.join(ROOT, "dev", "data"))
 import get                                          # noqa: E402
 
 LIMIT_S = 600                                       # only a hang meets it
+
+
+@pytest.fixture(autouse=True)
+def in_its_own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
 
 
 def write(path, text, executable=False):
@@ -991,9 +995,3 @@ def test_run_updates_counts():
     check(runner.read_fields("dev/test/expected.txt") ==
           {"gpus ranks FP32": "147", "gpus ranks FP32, 2 GPUs": "116", "gpu cli BF16": "98"},
           read("dev/test/expected.txt"))
-
-
-# ---- main ----
-
-if __name__ == "__main__":
-    sys.exit(main(globals(), "test_scripts", in_root=("run_knows_every_suite",)))
