@@ -6,13 +6,16 @@ its first failed check; the first output's goes on to the end, and has to end as
 
     python3 dev/test/break_all.py ./test_gpt2cpu
     python3 dev/test/break_all.py ./test_gpt2cu kernels --small model       # only these modes
+    python3 dev/test/break_all.py ./test_gpt2cpu --sample 6                 # only 6 outputs, others each day
 """
 import concurrent.futures
 import os
+import random
 import re
 import subprocess
 import sys
 import tempfile
+import time
 
 # By the word behind `device:` in the program's output; a GPU's runs compute everything.
 NOT_COMPUTED = {
@@ -57,9 +60,14 @@ def notices(command, name, to_the_end):
 
 
 def main():
-    command = sys.argv[1:]
+    command, sample = sys.argv[1:], 0
+    if "--sample" in command[-2:-1]:
+        sample = int(command.pop())
+        command.pop()
     listed = subprocess.run([command[0], "--list"], check=True, stdout=subprocess.PIPE, text=True)
     names = listed.stdout.split()
+    if sample:
+        names = random.Random(time.strftime("%F", time.gmtime())).sample(names, sample)
     counts = {"ok": 0, "FAIL": 0, "skip": 0}
     with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count(), 4)) as pool:
         runs = pool.map(lambda name: notices(command, name, name == names[0]), names)

@@ -10,7 +10,6 @@ A module's tests share a temporary folder in which they start, and its functools
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 
@@ -18,6 +17,7 @@ import pytest
 
 pytest.register_assert_rewrite("trainer", "checks")
 import checks                                       # noqa: E402
+import gpus                                         # noqa: E402
 import trainer                                      # noqa: E402
 from trainer import Program                         # noqa: E402
 
@@ -33,30 +33,30 @@ def pytest_addoption(parser):
     group.addoption("--precision", choices=CUDA, help="what the programs must be built for")
     group.addoption("--slow", action="store_true", help="also what takes minutes")
     group.addoption("--update-golden", action="store_true", help="write golden.json anew (without -n)")
+    group.addoption("--missing", action="store_true", help="on GPUs only what has not passed on these sources")
+    group.addoption("--update-names", action="store_true", help="write names.txt anew")
     group.addoption("--keep", action="store_true", help="keep the temporary folders, and name them")
-
-
-def list_gpus():
-    """As CUDA_VISIBLE_DEVICES names them."""
-    try:
-        said = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    there = [str(i) for i in range(sum(line.startswith("GPU ") for line in said.stdout.splitlines()))]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [word for word in visible.split(",") if word] if there and visible is not None else there
 
 
 def pytest_configure(config):
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")     # spinning threads would starve each other
-    # A shell's background jobs begin with the first ignored, nohup's with the second, and what is tested here
+    # A shell's background jobs begin with the first ignored, nohup's with the third, and what is tested here
     # would inherit that. A handler is not inherited, even one that ignores.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)       # what has ended is still written
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda number, frame: None)
-    config.gpus = list_gpus()
+    config.gpus, config.sources = gpus.list_gpus(), gpus.cuda_hash()
     if given := config.getoption("--program"):
         PROGRAMS["cpu"] = given
+    if not hasattr(config, "workerinput") and not config.option.collectonly:
+        config.pluginmanager.register(Table(config))
+
+
+def pytest_xdist_auto_num_workers(config):
+    """`-n auto`: some tests wait half of their time."""
+    cores = len(os.sched_getaffinity(0))
+    return min(cores, gpus.PROGRAMS_A_GPU * len(config.gpus)) if config.gpus else cores + 1
 
 
 # ---- which programs a test runs ----
@@ -92,6 +92,23 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("program", programs_of(metafunc.definition, given), indirect=True)
 
 
+def needs_gpus(item):
+    """0, 1 or 2 for several"""
+    if program_name(item) not in CUDA and not item.get_closest_marker("gpu"):
+        return 0
+    return 2 if item.get_closest_marker("gpus") else 1
+
+
+def suite_of(item):
+    """What its row is in the table, and in gpu-results.txt."""
+    name, kind = item.module.__name__.removeprefix("test_"), program_name(item)
+    if name == "programs":
+        return item.callspec.params["name"]
+    if kind in CUDA:
+        return gpus.row_name(name, kind, needs_gpus(item) == 2, item.config.gpus)
+    return f"{name} {kind}" if kind else name
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """A module's tests stand together, those with one program too, as they share a folder."""
@@ -102,6 +119,35 @@ def pytest_collection_modifyitems(config, items):
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: --slow runs it"))
     items.sort(key=lambda item: (modules.index(item.module), kinds.index(program_name(item) or "cpu")))
+    if config.getoption("--missing"):
+        good = gpus.passed_rows(config.sources)
+        items[:] = [item for item in items if not needs_gpus(item) or suite_of(item) not in good]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session):
+    """Of the tests that are left: which suite each belongs to, and how many there are of it."""
+    items, totals = session.items, {}
+    for item in items:
+        totals[suite_of(item)] = totals.get(suite_of(item), 0) + 1
+    for item in items:
+        item.user_properties.append(("suite", (suite_of(item), totals[suite_of(item)], needs_gpus(item))))
+    items[:] = dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def dealt(items, workers):
+    """Programs are dealt to the workers in turn, and run first: pytest-xdist's worksteal gives each worker an
+    equal part of the list, and lets those that are done take from the end of others'."""
+    long = [item for item in items if item.module.__name__ == "test_programs"]
+    rest = [item for item in items if item.module.__name__ != "test_programs"]
+    parts, left = [], len(items)
+    for worker in range(workers):
+        size = left // (workers - worker)
+        part = long[worker::workers][:size]
+        part += rest[:size - len(part)]
+        rest, left = rest[size - len(long[worker::workers][:size]):], left - size
+        parts += part
+    return parts + [item for item in items if item not in parts]
 
 
 def program_name(item):
@@ -124,39 +170,53 @@ class Folder:
         Folder.path = Folder.owner = None
 
 
+def pytest_runtest_setup(item):
+    if needs_gpus(item) > len(item.config.gpus):
+        pytest.skip("needs several GPUs" if item.config.gpus else "needs a GPU")
+
+
 @pytest.fixture
 def program(request):
     """The training program's path."""
-    name, config = request.param, request.config
-    path = os.path.join(ROOT, PROGRAMS[name])
-    if name in CUDA and len(config.gpus) < 1 + bool(request.node.get_closest_marker("gpus")):
-        pytest.skip("needs a GPU" if not config.gpus else "needs several GPUs")
+    path = os.path.join(ROOT, PROGRAMS[request.param])
     if not os.access(path, os.X_OK):
-        (pytest.fail if name == "cpu" else pytest.skip)(f"no {PROGRAMS[name]}: make {PROGRAMS[name]}")
+        missing = pytest.fail if request.param == "cpu" else pytest.skip
+        missing(f"no {PROGRAMS[request.param]}: make {PROGRAMS[request.param]}")
     return path
 
 
-@pytest.fixture(autouse=True)
-def in_its_folder(request):
-    path = request.getfixturevalue("program") if program_name(request.node) else None
-    if Folder.owner != (request.module, path):
-        keep = request.config.getoption("--keep")
+def enter(module, program, keep):
+    """The folder of this module and program, a new one if others had their tests in between."""
+    if Folder.owner != (module, program):
         Folder.leave(keep)
-        for value in vars(request.module).values():             # what they say is in the old folder
+        for value in vars(module).values():             # what it remembers is in the old folder
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
-        Folder.path = tempfile.mkdtemp(prefix="test_gpt2_")
-        Folder.owner = request.module, path
+        Folder.path, Folder.owner = tempfile.mkdtemp(prefix="test_gpt2_"), (module, program)
         os.chdir(Folder.path)
-        if path:
+        if program:
             trainer.write_shard("train.bin", trainer.sentences(1, 20000))
             trainer.write_shard("val.bin", trainer.sentences(2, 3000))
     os.chdir(Folder.path)
+
+
+@pytest.fixture(autouse=True)
+def in_its_folder(request, monkeypatch):
+    item, config = request.node, request.config
+    if several := needs_gpus(item):
+        suite, worker = suite_of(item), getattr(config, "workerinput", {"workerid": "gw0"})["workerid"]
+        alone = suite.startswith("test_gpt2 ")
+        # what runs at the same time is left to these: they have all of a GPU's hardware queues
+        starts = not alone and several == 1 and suite != "resume BF16"
+        for name, value in gpus.environment(config.gpus, int(worker[2:]), several == 2, alone, starts).items():
+            monkeypatch.setenv(name, value)
+    path = request.getfixturevalue("program") if program_name(item) else None
+    enter(request.module, path, config.getoption("--keep"))
     if path:
         Program.usual = getattr(request.module, "USUAL", trainer.USUAL)
-        trainer.look_at(path, request.config.getoption("--precision"))
-        Program.slow = request.config.getoption("--slow")
-        if "CPU" not in Program.device and request.node.get_closest_marker("cpu_only"):
+        trainer.look_at(path, config.getoption("--precision"))
+        Program.slow = config.getoption("--slow")
+        if "CPU" not in Program.device and item.get_closest_marker("cpu_only"):
             pytest.skip("for CPU programs only")
     checks.skipped.clear()
     yield
@@ -172,17 +232,60 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
-# ---- the end ----
-
 def pytest_sessionfinish(session):
     Folder.leave(session.config.getoption("--keep"))
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_unconfigure(config):
-    """The very last line, by which CI counts."""
-    reporter = config.pluginmanager.get_plugin("terminalreporter")
-    if reporter and not hasattr(config, "workerinput") and not config.option.collectonly:
-        passed, failed, errors, skipped = (len(reporter.stats.get(name, ()))
-                                           for name in ("passed", "failed", "error", "skipped"))
-        print(f"{passed} passed, {failed + errors} failed, {skipped} skipped")
+# ---- the end ----
+
+class Table:
+    """Counts tests by suite; at the end writes gpu-results.txt and prints a table and the closing line."""
+
+    def __init__(self, config):
+        self.config, self.outcomes, self.seconds, self.totals, self.on_gpu = config, {}, {}, {}, set()
+
+    def pytest_runtest_logreport(self, report):
+        path = report.nodeid.partition("::")[0]
+        suite, total, several = dict(report.user_properties).get("suite", (path, 0, 0))
+        self.totals[suite] = total
+        self.on_gpu |= {suite} if several else set()
+        self.seconds[suite] = self.seconds.get(suite, 0) + getattr(report, "duration", 0)
+        if not report.passed or report.when == "call":
+            self.outcomes.setdefault(suite, {}).setdefault(report.nodeid, report.outcome)
+            if report.failed:
+                self.outcomes[suite][report.nodeid] = "failed"
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            self.outcomes.setdefault(report.nodeid, {})[report.nodeid] = "failed"
+
+    def counts(self, suite):
+        said = list(self.outcomes.get(suite, {}).values())
+        return tuple(said.count(outcome) for outcome in ("passed", "failed", "skipped"))
+
+    def total(self):
+        return tuple(map(sum, zip((0, 0, 0), *map(self.counts, self.outcomes))))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session):
+        ended = {suite: self.counts(suite) for suite in self.on_gpu
+                 if self.totals[suite] == len(self.outcomes.get(suite, ()))}
+        if self.config.gpus and ended and not self.config.getoption("-k"):
+            gpus.write_results(ended, self.config.sources)
+        if session.exitstatus in (0, 5) and (self.total()[1] or not self.total()[0]):
+            session.exitstatus = 1
+
+    def pytest_terminal_summary(self, terminalreporter):
+        write = terminalreporter.write_line
+        write(f"\n{'suite':<26}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}")
+        for suite in self.outcomes:
+            passed, failed, skipped = self.counts(suite)
+            if passed or failed or self.config.gpus:
+                write(f"{suite:<26}{passed:>8}{failed:>8}{skipped:>9}{self.seconds.get(suite, 0):>9.1f}")
+        if self.on_gpu and not self.config.gpus:
+            skipped = sum(self.counts(suite)[2] for suite in self.on_gpu)
+            write(gpus.report_without_gpu(skipped, sorted(self.on_gpu), self.config.sources))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self):
+        print("{} passed, {} failed, {} skipped".format(*self.total()))

@@ -1,7 +1,7 @@
 """50 steps of two tiny models have the losses and gradient norms of golden.json, to the bit.
 
     pytest dev/test/test_golden.py                      # a plain build: no BLAS, no OpenMP
-    pytest dev/test/test_golden.py --update-golden      # the change of numbers is meant: prints and writes them
+    pytest dev/test/test_golden.py --update-golden      # the numbers should change: writes them
 
 An entry is for a precision and what else decides about the bits: the GPU and cuBLASLt's version; on a CPU the
 C library, whose exp and tanh a new version may round otherwise. A machine without an entry skips; the option
@@ -30,7 +30,8 @@ FLAGS = "-e L2,NH1,C64,T96,V256 -i train.bin -j train.bin -b 2 -z 384 -u 5 -v 0 
 
 def run(program, *flags):
     env = {name: value for name, value in os.environ.items() if not JOB_VARIABLE.match(name)}
-    return subprocess.run([program, *FLAGS, *flags], capture_output=True, text=True, env=env, check=True).stdout
+    words = [program, *FLAGS, *flags]
+    return subprocess.run(words, capture_output=True, text=True, env=env, check=True).stdout
 
 
 @functools.lru_cache(None)

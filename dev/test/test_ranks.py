@@ -22,7 +22,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import time
 
 import pytest
