@@ -12,6 +12,7 @@ count as skipped.
 """
 import argparse
 import difflib
+import importlib.util
 import os
 import random
 import re
@@ -23,9 +24,7 @@ import tempfile
 sys.path.insert(1, os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")))
 from venv_python import take_the_venv               # noqa: E402
 
-try:
-    import pytest                                   # noqa: F401  which it calls
-except ImportError:
+if not importlib.util.find_spec("pytest"):
     take_the_venv()
 
 ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
@@ -36,7 +35,8 @@ MODEL = ["test_gpt2", "golden", "cli", "blocks", "loop", "seeing", "lazy", "hf",
 SUITES = [
     (r"llmc/ops/(cpu_ops|ops|op_types)\.h", ["host cpu_ops", *MODEL]),
     (r"llmc/comm/.*", ["host comm", "ranks"]),
-    (r"llmc/(files/|)(checkpoints|state_file|checksum)\.h", ["host checkpoints", "host host", "resume", "ranks"]),
+    (r"llmc/(files/|)(checkpoints|state_file|checksum)\.h", ["host checkpoints", "host host", "resume",
+                                                              "ranks"]),
     (r"llmc/data/(tokenizer|unicode_tables)\.h", ["host tokenizer", "host data_tools", "tiktoken"]),
     (r"llmc/(data|ops)/(dataloader|evalloader|token_buckets)\.h", ["host {name}", *MODEL]),
     (r"llmc/\w+/(sampler|progress|telemetry|json|safetensors)\.h", ["host host", "seeing", "hf", "loop"]),
