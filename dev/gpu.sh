@@ -15,7 +15,9 @@ cd "$(dirname "$0")/.."
 steps=${*:-build test ptx sanitize determinism multi compare bench}
 DATA=${DATA:-dev/data/tinyshakespeare/tiny_shakespeare}
 logs=build/gpu results=dev/test/gpu-results.txt
-pytest="$(.venv/bin/python -c 'import xdist' 2>/dev/null && echo .venv/bin/python || echo python3) -m pytest -q -n auto"
+python=python3
+if .venv/bin/python -c 'import xdist' 2>/dev/null; then python=.venv/bin/python; fi
+pytest="$python -m pytest -q -n auto"
 mkdir -p $logs
 declare -a table
 failures=0 passed=0 failed=0 skipped=0

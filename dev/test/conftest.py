@@ -4,8 +4,8 @@ A module that imports something from trainer.py runs a training program. Each of
 program that it is meant for: with ./train_gpt2cpu, or with the CPU builds that its marker `programs` names;
 where there is a GPU also with build/check/train_gpt2.PRECISION.
 
-A module's tests share a temporary folder in which they start, and its functools caches, as long as one process
-(of pytest-xdist's) runs tests of this module with one program: data that several tests want is made once.
+A module's tests share a temporary folder in which they start, and the module's functools caches, as long as
+one process (of pytest-xdist's) runs tests of this module with one program: what several want is made once.
 """
 import os
 import shutil
@@ -29,11 +29,11 @@ PROGRAMS = {"cpu": "train_gpt2cpu", "lazy": "build/train_gpt2lazy", "asan": "bui
 
 def pytest_addoption(parser):
     group = parser.getgroup("GPT-2")
-    group.addoption("--program", help="run this training program only (default: all that a test is meant for)")
+    group.addoption("--program", help="run this program only (default: all that a test is meant for)")
     group.addoption("--precision", choices=CUDA, help="what the programs must be built for")
     group.addoption("--slow", action="store_true", help="also what takes minutes")
     group.addoption("--update-golden", action="store_true", help="write golden.json anew (without -n)")
-    group.addoption("--missing", action="store_true", help="on GPUs only what has not passed on these sources")
+    group.addoption("--missing", action="store_true", help="on GPUs what has not passed on these sources")
     group.addoption("--update-names", action="store_true", help="write names.txt anew")
     group.addoption("--keep", action="store_true", help="keep the temporary folders, and name them")
 
@@ -46,6 +46,8 @@ def pytest_configure(config):
     signal.signal(signal.SIGTERM, signal.default_int_handler)       # what has ended is still written
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda number, frame: None)
+    if config.option.dist == "load":                                # as -n chooses by itself
+        config.option.dist = "worksteal"
     config.gpus, config.sources = gpus.list_gpus(), gpus.cuda_hash()
     if given := config.getoption("--program"):
         PROGRAMS["cpu"] = given
@@ -55,8 +57,8 @@ def pytest_configure(config):
 
 def pytest_xdist_auto_num_workers(config):
     """`-n auto`: some tests wait half of their time."""
-    cores = len(os.sched_getaffinity(0))
-    return min(cores, gpus.PROGRAMS_A_GPU * len(config.gpus)) if config.gpus else cores + 1
+    cores, here = len(os.sched_getaffinity(0)), len(gpus.list_gpus())
+    return min(cores, gpus.PROGRAMS_A_GPU * here) if here else cores + 1
 
 
 # ---- which programs a test runs ----
@@ -118,7 +120,13 @@ def pytest_collection_modifyitems(config, items):
         add_old_markers(item, item.module)
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: --slow runs it"))
+        if needs_gpus(item):
+            item.add_marker("gpu")                          # for `-m gpu`
     items.sort(key=lambda item: (modules.index(item.module), kinds.index(program_name(item) or "cpu")))
+    suites = [suite_of(item) for item in items]
+    totals = {suite: suites.count(suite) for suite in suites}
+    for item, suite in zip(items, suites):
+        item.user_properties.append(("suite", (suite, totals[suite], needs_gpus(item))))
     if config.getoption("--missing"):
         good = gpus.passed_rows(config.sources)
         items[:] = [item for item in items if not needs_gpus(item) or suite_of(item) not in good]
@@ -126,28 +134,20 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session):
-    """Of the tests that are left: which suite each belongs to, and how many there are of it."""
-    items, totals = session.items, {}
-    for item in items:
-        totals[suite_of(item)] = totals.get(suite_of(item), 0) + 1
-    for item in items:
-        item.user_properties.append(("suite", (suite_of(item), totals[suite_of(item)], needs_gpus(item))))
-    items[:] = dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    """Programs are dealt to the workers in turn, and run first: pytest-xdist's worksteal gives each worker an
+    equal part of the list, and lets those that are done take from the end of others'."""
+    session.items[:] = dealt(session.items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 
 def dealt(items, workers):
-    """Programs are dealt to the workers in turn, and run first: pytest-xdist's worksteal gives each worker an
-    equal part of the list, and lets those that are done take from the end of others'."""
     long = [item for item in items if item.module.__name__ == "test_programs"]
-    rest = [item for item in items if item.module.__name__ != "test_programs"]
-    parts, left = [], len(items)
+    rest, left, order = [item for item in items if item not in long], len(items), []
     for worker in range(workers):
         size = left // (workers - worker)
-        part = long[worker::workers][:size]
-        part += rest[:size - len(part)]
-        rest, left = rest[size - len(long[worker::workers][:size]):], left - size
-        parts += part
-    return parts + [item for item in items if item not in parts]
+        part = long[worker::workers]
+        few = max(0, size - len(part))
+        order, rest, left = order + part + rest[:few], rest[few:], left - size
+    return order + rest
 
 
 def program_name(item):
@@ -208,7 +208,8 @@ def in_its_folder(request, monkeypatch):
         alone = suite.startswith("test_gpt2 ")
         # what runs at the same time is left to these: they have all of a GPU's hardware queues
         starts = not alone and several == 1 and suite != "resume BF16"
-        for name, value in gpus.environment(config.gpus, int(worker[2:]), several == 2, alone, starts).items():
+        env = gpus.environment(config.gpus, int(worker[2:]), several == 2, alone, starts)
+        for name, value in env.items():
             monkeypatch.setenv(name, value)
     path = request.getfixturevalue("program") if program_name(item) else None
     enter(request.module, path, config.getoption("--keep"))
@@ -270,7 +271,7 @@ class Table:
     def pytest_sessionfinish(self, session):
         ended = {suite: self.counts(suite) for suite in self.on_gpu
                  if self.totals[suite] == len(self.outcomes.get(suite, ()))}
-        if self.config.gpus and ended and not self.config.getoption("-k"):
+        if self.config.gpus and ended and "::" not in "".join(self.config.args):
             gpus.write_results(ended, self.config.sources)
         if session.exitstatus in (0, 5) and (self.total()[1] or not self.total()[0]):
             session.exitstatus = 1

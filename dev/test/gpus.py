@@ -40,8 +40,8 @@ def list_gpus():
 # ---- which test runs where ----
 
 def environment(gpus, worker, several, alone, starts):
-    """What a test's CUDA programs get. several: the test uses all GPUs; alone: it should not run beside others
-    that start programs all the time, which makes kernels' tests several times as long; starts: it does that.
+    """What a test's CUDA programs get. several: the test uses all GPUs; alone: it should not run beside
+    those that start programs all the time, which makes kernels' tests several times as long; starts: it does.
     With one hardware queue in place of eight, twelve programs at a time start at 14 a second on an H200, not
     at 5. Streams keep their order and their events."""
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if starts else {}
@@ -94,19 +94,20 @@ def read_results(path=RESULTS):
 
 
 def row_name(suite, kind, several, gpus):
-    return f"{suite} {kind}" + (f", {min(len(gpus), MOST_GPUS)} GPUs" if several else "")
+    return f"{suite} {kind}" + (f", {min(len(gpus), MOST_GPUS)} GPUs" if several and gpus else "")
 
 
 def passed_rows(sources, path=RESULTS):
     fields = read_results(path)
     rows = {name: CLOSING.match(text) for name, text in fields.items() if name != "counts"}
-    return {name for name, row in rows.items() if row and not int(row[2])} if fields.get("sha256") == sources \
-        else set()
+    good = {name for name, row in rows.items() if row and not int(row[2])}
+    return good if fields.get("sha256") == sources else set()
 
 
 def write_results(rows, sources, path=RESULTS):
-    """rows: {name: (passed, failed, skipped)} of suites that have ended; sources: cuda_hash() when they began.
-    As long as it is the same, other rows stay, and what dev/gpu.sh wrote below the first empty line."""
+    """rows: {name: (passed, failed, skipped)} of suites that have ended; sources: cuda_hash() when they
+    began. As long as it is the same, other rows stay, and what dev/gpu.sh wrote below the first empty line.
+    """
     fields, more = read_results(path), ""
     if fields.get("sha256") == sources:
         with open(path, encoding="utf-8") as f:
@@ -128,7 +129,7 @@ def report_without_gpu(skipped, rows, sources, path=RESULTS):
     fields = read_results(path)
     about = ", ".join(fields.get(key, "no " + key) for key in ("date", "gpu", "counts"))
     known = {name.partition(",")[0] for name in fields}
-    lacking = [name for name in rows if name.partition(",")[0] not in known]
+    lacking = [name for name in rows if name not in known]
     about += f", without {', '.join(lacking)}" if lacking else ""
     said = (f"\n{skipped} tests of the CUDA programs are counted as skipped: they need an NVIDIA GPU "
             "(`make test-gpu`).\n")
