@@ -205,9 +205,10 @@ define build_and_test
 endef
 test: ## what a push has to pass: six minutes on two cores
 	$(call build_and_test,built-test,dev/test)
-test-quick: ## beside the editor: the CPU model, and unit tests of what has changed since HEAD
-	@$(MAKE) -s -j$$(nproc) train_gpt2cpu test_gpt2cpu $(CHANGED_TESTS:%=build/asan/test_%)
-	@$(PYTEST) -q --no-header -n 2 --slow \
+test-quick: ## beside the editor: the CPU model, golden losses, unit tests of what has changed since HEAD
+	@$(MAKE) -s -j$$(nproc) test_gpt2cpu build/plain/train_gpt2cpu train_gpt2cpu \
+	    $(CHANGED_TESTS:%=build/asan/test_%)
+	@$(PYTEST) -q --no-header -n 2 --slow -m "not gpu" dev/test/test_golden.py \
 	    $(foreach t,test_gpt2-model $(CHANGED_TESTS:%=asan-%),'dev/test/test_programs.py::test_program[$(t)]')
 test-gpu: ## only what needs a GPU
 	$(call build_and_test,built-gpu,dev/test -m gpu)
