@@ -6,6 +6,7 @@ A program must count at least as many checks as names.txt says: else a loop that
 import glob
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -72,8 +73,10 @@ def test_program(name):
         command, folder = [os.path.join(ROOT, command[0]), *command[1:]], os.getcwd()
     else:
         folder = ROOT
+    # it ends with this process
+    leash = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
     with open(log, "wb") as out:
-        code = subprocess.run(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=out,
+        code = subprocess.run(leash + command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=out,
                               stderr=subprocess.STDOUT, check=False).returncode
     with open(log, encoding="utf-8", errors="replace") as f:
         lines = f.read().rstrip("\n").split("\n")
