@@ -23,10 +23,10 @@ $(call choose,MPI,auto 0 1)
 # ---- what this machine has ----
 HASH := \#
 # $(call works,FLAGS,PROGRAM): FLAGS if PROGRAM compiles and links with them, else nothing
-# (to /dev/null: run.py has several makes at work at once)
+# (to /dev/null: several makes may be at work at once)
 TRY := $(CXX) -x c++ - -o /dev/null
 works = $(shell printf '$(2)\n' | $(TRY) $(1) 2>/dev/null && echo '$(1)')
-ifneq ($(filter-out help clean lint plot quickstart test test-gpu test-asan,$(or $(MAKECMDGOALS),all)),)
+ifneq ($(filter-out help clean lint plot quickstart test test-gpu test-all,$(or $(MAKECMDGOALS),all)),)
 OPENMP := $(call works,-fopenmp,int main() {})
 BLAS_PROGRAM := $(HASH)include <cblas.h>\nint main() { openblas_get_config(); }
 OPENBLAS := $(call works,-DUSE_OPENBLAS -lopenblas,$(BLAS_PROGRAM))
@@ -96,8 +96,9 @@ TOOLS := build/tokenize build/stories build/bigram build/checkpoint
 TESTS := $(patsubst dev/test/%.cpp,build/%,$(wildcard dev/test/test_*.cpp))
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart tinyshakespeare tokenize stories bigram checkpoint test test-gpu cpu asan test-asan
-.PHONY: plot check-docs test-mutants tsan fuzz lint sanitize bench bench-ops clean FORCE
+.PHONY: help quickstart tinyshakespeare tokenize stories bigram checkpoint plot check-docs fuzz lint
+.PHONY: test test-quick test-gpu test-all test-mutants built-cpu built-gpu built-all built-test look look-all
+.PHONY: sanitize bench bench-ops clean FORCE
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -195,21 +196,49 @@ plot: ## draw runs: RUN=dir [RUN2=dir ...] or RUNS="a b" [PNG=both.png] [GPT2=1:
 	$(if $(strip $(PLOT_RUNS)),,$(error make plot wants a run: RUN=dir [RUN2=dir ...], or RUNS="a b"))
 	@python3 dev/data/plot_log.py $(PLOT_RUNS) $(if $(value PNG),-o "$$PNG") $(if $(filter 1,$(GPT2)),--gpt2)
 
-# These install what is missing first, the compiler too; run.py then builds, in a make of its own.
-RUN_TESTS = @scripts/setup.sh tests && python3 dev/test/run.py
-test: ## all tests that this machine can run
-	$(RUN_TESTS)
-test-gpu: ## only those that need a GPU
-	$(RUN_TESTS) gpu
-test-asan: ## the host tests and the CPU model under ASan and UBSan, part of `make test`
-	$(RUN_TESTS) asan
-asan: build/asan/test_gpt2cpu build/asan/train_gpt2cpu $(TESTS:build/%=build/asan/%)
-# tests of what has threads, under ThreadSanitizer: run.py has a suite for each of these
-TSAN := dataloader host comm checkpoints
-tsan: $(TSAN:%=build/tsan/test_%)
+# docs/testing.md. What is missing is installed first, the compiler too; a make of its own then builds.
+PYTEST = $$(.venv/bin/python -c 'import xdist' 2>/dev/null && echo .venv/bin/python || echo python3) -m pytest
+define build_and_test
+@scripts/setup.sh tests
+@$(MAKE) -s -j$$(nproc) $(1) || { echo "0 passed, 1 failed, 0 skipped"; exit 1; }
+@$(PYTEST) -q --no-header -n auto $(2)
+endef
+test: ## what a push has to pass: six minutes on two cores
+	$(call build_and_test,built-test,dev/test)
+test-quick: ## beside the editor: the CPU model, golden losses, unit tests of what has changed since HEAD
+	@$(MAKE) -s -j$$(nproc) test_gpt2cpu build/plain/train_gpt2cpu train_gpt2cpu \
+	    $(CHANGED_TESTS:%=build/asan/test_%)
+	@$(PYTEST) -q --no-header -n 2 --slow -m "not gpu" dev/test/test_golden.py \
+	    $(foreach t,test_gpt2-model $(CHANGED_TESTS:%=asan-%),'dev/test/test_programs.py::test_program[$(t)]')
+test-gpu: ## only what needs a GPU
+	$(call build_and_test,built-gpu,dev/test -m gpu)
+test-all: ## everything: every build, long fuzzing, ThreadSanitizer, mutants; an hour and more
+	$(call build_and_test,built-all,dev/test --slow)
+
+# Unit tests that are made of a file that git sees changed
+CHANGED := $(if $(filter test-quick,$(MAKECMDGOALS)),$(shell git diff --name-only HEAD))
+CHANGED_TESTS := $(patsubst build/build-asan-test_%.d,%,$(if $(CHANGED),$(filter-out %cpu.d,\
+    $(shell grep -lwF $(CHANGED:%=-e %) build/build-asan-test_*.d 2>/dev/null))))
+# First what takes long to compile
+ASAN_TESTS := $(TESTS:build/%=build/asan/%)
+FUZZER := int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }
+has_fuzzer = $(shell printf 'extern "C" $(FUZZER)\n' | \
+    clang++ -fsanitize=fuzzer,address,undefined -x c++ - -o /dev/null 2>/dev/null && echo yes)
+built-cpu: build/asan/test_gpt2cpu $(if $(has_fuzzer),build/fuzz) build/train_gpt2lazy train_gpt2cpu \
+           $(ASAN_TESTS) build/tsan/test_comm build/tsan/test_dataloader $(TOOLS)
+built-gpu: $(foreach kind,BF16 FP16 FP32,build/check/test_gpt2.$(kind) build/check/train_gpt2.$(kind))
+built-test: $(if $(GPU_CAPS),built-gpu,$(if $(NVCC),look)) built-cpu
+built-all: built-test $(if $(NVCC),look-all) build/plain/train_gpt2cpu build/asan/train_gpt2cpu test_gpt2cpu \
+           build/tsan/test_host build/tsan/test_checkpoints $(TESTS)
+# Compiled for what the compiler says: in all precisions only by test-all
+OTHERS := $(foreach kind,BF16 FP16 FP32,check/test_gpt2.$(kind)) check/train_gpt2.FP16 check/train_gpt2.FP32 \
+          check/profile_gpt2.BF16 plain/train_gpt2.BF16 $(patsubst dev/%.cu,%,$(wildcard dev/cuda/*.cu))
+look:
+	@$(MAKE) LOOK=1 build/look/check/train_gpt2.BF16
+look-all:
+	@$(MAKE) LOOK=1 $(OTHERS:%=build/look/%)
 fuzz: build/fuzz ## hostile input for ten minutes each: files, texts, flags (needs clang)
 	@for t in $$(python3 dev/fuzz/run.py --list); do python3 dev/fuzz/run.py $$t --seconds 600 || exit 1; done
-cpu: train_gpt2cpu test_gpt2cpu build/train_gpt2lazy $(TOOLS) $(TESTS)
 
 test-mutants: ## 20 small mistakes in the lines added since BASE=commit: does a suite notice each?
 	python3 dev/test/mutants.py --base $(or $(BASE),HEAD)

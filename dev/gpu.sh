@@ -15,6 +15,9 @@ cd "$(dirname "$0")/.."
 steps=${*:-build test ptx sanitize determinism multi compare bench}
 DATA=${DATA:-dev/data/tinyshakespeare/tiny_shakespeare}
 logs=build/gpu results=dev/test/gpu-results.txt
+python=python3
+if .venv/bin/python -c 'import xdist' 2>/dev/null; then python=.venv/bin/python; fi
+pytest="$python -m pytest -q -n auto"
 mkdir -p $logs
 declare -a table
 failures=0 passed=0 failed=0 skipped=0
@@ -59,14 +62,14 @@ echo "$gpu, driver $driver"
 for step in $steps; do
     case $step in
     build)
-        suite build python3 dev/test/run.py nvcc
+        check build make -s -j"$(nproc)" built-gpu build/check/profile_gpt2.BF16
         check "build PTX" make -s build/ptx/test_gpt2.BF16
         ;;
     test)   # the suites of `make test-gpu`
-        suite test python3 dev/test/run.py gpu
+        suite test $pytest dev/test -m gpu
         ;;
     missing)
-        suite missing python3 dev/test/run.py --missing gpu
+        suite missing $pytest dev/test -m gpu --missing
         ;;
     ptx)    # the portable code, as a GPU without machine code of its own would run it
         suite "sm_80 PTX, BF16" build/ptx/test_gpt2.BF16
@@ -95,9 +98,6 @@ for step in $steps; do
         if [ "$gpus" -lt 2 ]; then row multi "ok: skipped, one GPU"; continue; fi
         for precision in BF16 FP32; do
             train=build/check/train_gpt2.$precision
-            # what the precision cannot change is tested once
-            suite "ranks $precision" python3 dev/test/test_ranks.py $train ${part:-}
-            part=--numeric=1
             alone=
             for n in 1 2 4 8; do
                 for zs in 0 1 2; do
@@ -133,9 +133,9 @@ done
 
 echo
 printf '%s\n' "${table[@]}"
-# beside what run.py wrote about the same sources
+# beside what the tests wrote about the same sources
 others=$(printf '%s\n' "${table[@]}" | grep -v -E '^(build|test|missing) ')
-if [ -n "$others" ] && grep -q "^sha256: $(python3 dev/test/run.py --hash)$" $results; then
+if [ -n "$others" ] && grep -q "^sha256: $(python3 dev/test/gpus.py)$" $results; then
     printf '\ndev/gpu.sh, %s\n%s\n' "$(date -u +%Y-%m-%d)" "$others" >>$results
 fi
 echo "$passed passed, $failed failed, $skipped skipped"

@@ -2,13 +2,13 @@
 # Installs what building, testing and plotting need and this machine lacks; quickstart.sh and .ci/run call it.
 #
 #   scripts/setup.sh            what building and training use
-#   scripts/setup.sh tests      and what only tests use: MPI (12 MB, ten seconds), clang for fuzzing (55 MB)
+#   scripts/setup.sh tests      and what only tests use: pytest, MPI (12 MB), clang's libFuzzer (55 MB)
 #   scripts/setup.sh data       and what dev/data/get.py reads parquet with: pyarrow (50 MB)
 #   scripts/setup.sh tensorboard    and TensorBoard, for dev/data/tensorboard_log.py (60 MB)
 #
 # On Debian or Ubuntu as root it installs packages; elsewhere it prints the command and ends with 1. Python
-# packages go into .venv, and only if python3 cannot import them already. Without them there is no loss.png,
-# and some tests fail or are skipped, so failing to get them is only a warning.
+# packages go into .venv, and only if python3 cannot import them already. Without them there is no loss.png
+# and no test, so failing to get them is only a warning.
 set -u
 cd "$(dirname "$0")/.."
 
@@ -37,16 +37,12 @@ if [ "${1:-}" = tests ] &&
 fi
 
 imports='import matplotlib, numpy, tiktoken'
-need_venv=1
+if [ "${1:-}" = tests ]; then imports+=', pyflakes, pytest, pytest_timeout, xdist'; fi
+need_venv=1 had_venv=0
 for python in python3 .venv/bin/python; do
     if "$python" -c "$imports" 2>/dev/null; then need_venv=0; fi
 done
-# What only lint wants is no reason to make a .venv, but one that is there gets it.
-had_venv=0
 if [ -x .venv/bin/python ]; then had_venv=1; fi
-if [ $had_venv = 1 ] && [ "${1:-}" = tests ] && ! .venv/bin/python -c 'import pyflakes' 2>/dev/null; then
-    need_venv=1
-fi
 # A package that only one script wants: what it is imported as, and what is not possible without it.
 extra='' need_extra=0
 case ${1:-} in
@@ -97,7 +93,7 @@ if [ $need_venv = 1 ]; then
     echo "installing what dev/requirements.txt lists into .venv"
     if ! { python3 -m venv .venv && .venv/bin/pip install -r dev/requirements.txt; } >"$log" 2>&1; then
         tail -3 "$log" >&2
-        echo "warning: not all Python packages, so perhaps no loss.png, and some tests are skipped" >&2
+        echo "warning: not all Python packages, so perhaps no loss.png and no tests" >&2
         echo "hint: python3 -m venv .venv && .venv/bin/pip install -r dev/requirements.txt" >&2
         if [ $had_venv = 0 ]; then rm -rf .venv; fi
     fi

@@ -2,17 +2,20 @@
 """Can the tests fail? Runs a test program once for each output of each op, with that output scaled by 1.01,
 and expects it to notice every time. An output that the run does not compute is a failure too, unless
 NOT_COMPUTED says so: else a path that nothing reaches any more would pass. A run that has noticed is ended at
-its first failed check; the first output's goes on to the end, and has to end as a failure does.
+its first failed check; where all outputs run, the first one's goes on and has to end as a failure does.
 
     python3 dev/test/break_all.py ./test_gpt2cpu
     python3 dev/test/break_all.py ./test_gpt2cu kernels --small model       # only these modes
+    python3 dev/test/break_all.py ./test_gpt2cpu --sample 3                 # only 3 outputs, others each day
 """
 import concurrent.futures
 import os
+import random
 import re
 import subprocess
 import sys
 import tempfile
+import time
 
 # By the word behind `device:` in the program's output; a GPU's runs compute everything.
 NOT_COMPUTED = {
@@ -57,12 +60,17 @@ def notices(command, name, to_the_end):
 
 
 def main():
-    command = sys.argv[1:]
+    command, sample = sys.argv[1:], 0
+    if "--sample" in command[-2:-1]:
+        sample = int(command.pop())
+        command.pop()
     listed = subprocess.run([command[0], "--list"], check=True, stdout=subprocess.PIPE, text=True)
     names = listed.stdout.split()
+    if sample:
+        names = random.Random(time.strftime("%F", time.gmtime())).sample(names, sample)
     counts = {"ok": 0, "FAIL": 0, "skip": 0}
     with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count(), 4)) as pool:
-        runs = pool.map(lambda name: notices(command, name, name == names[0]), names)
+        runs = pool.map(lambda name: notices(command, name, name == names[0] and not sample), names)
         for name, (noticed, last) in zip(names, runs):
             print(f"{noticed:<4} --break {name}: {last}", flush=True)
             counts[noticed] += 1

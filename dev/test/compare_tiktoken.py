@@ -3,7 +3,7 @@
 built from the committed list of merges); without it everything is skipped, and test_tokenizer's fixture has
 to do.
 
-    python3 dev/test/compare_tiktoken.py                                    # a few MB, what `make test` runs
+    python3 dev/test/compare_tiktoken.py                                    # a few MB, in `make test-all`
     python3 dev/test/compare_tiktoken.py --mb 60 --text big.txt             # more generated text, and files
     python3 dev/test/compare_tiktoken.py --speed big.txt --threads 1 2      # MB/s of both, and the ratio
     python3 dev/test/compare_tiktoken.py --write-fixture                    # fixtures/tokenizer.{txt,ids}

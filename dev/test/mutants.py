@@ -12,6 +12,7 @@ count as skipped.
 """
 import argparse
 import difflib
+import importlib.util
 import os
 import random
 import re
@@ -20,26 +21,34 @@ import subprocess
 import sys
 import tempfile
 
+sys.path.insert(1, os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")))
+from venv_python import take_the_venv               # noqa: E402
+
+if not importlib.util.find_spec("pytest"):
+    take_the_venv()
+
 ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
 
-# What should notice a mistake in a file, the first row that fits: suites of dev/test/run.py, cheapest first.
-MODEL = ["model cpu", "golden cpu", "cli cpu", "blocks cpu", "loop cpu", "seeing cpu", "lazy cpu", "hf cpu",
-         "resume cpu", "ranks cpu"]
+# What should notice a mistake in a file, the first row that fits: modules of dev/test and programs of
+# test_programs.py, cheapest first.
+MODEL = ["test_gpt2", "golden", "cli", "blocks", "loop", "seeing", "lazy", "hf", "resume", "ranks"]
 SUITES = [
     (r"llmc/ops/(cpu_ops|ops|op_types)\.h", ["host cpu_ops", *MODEL]),
-    (r"llmc/comm/.*", ["host comm", "ranks cpu"]),
-    (r"llmc/(files/|)(checkpoints|state_file|checksum)\.h", ["host checkpoints", "host host", "resume cpu",
-                                                     "ranks cpu"]),
-    (r"llmc/data/(tokenizer|unicode_tables)\.h", ["host tokenizer", "host data_tools", "host tiktoken"]),
+    (r"llmc/comm/.*", ["host comm", "ranks"]),
+    (r"llmc/(files/|)(checkpoints|state_file|checksum)\.h", ["host checkpoints", "host host", "resume",
+                                                              "ranks"]),
+    (r"llmc/data/(tokenizer|unicode_tables)\.h", ["host tokenizer", "host data_tools", "tiktoken"]),
     (r"llmc/(data|ops)/(dataloader|evalloader|token_buckets)\.h", ["host {name}", *MODEL]),
-    (r"llmc/\w+/(sampler|progress|telemetry|json|safetensors)\.h", ["host host", "seeing cpu", "hf cpu",
-                                                                 "loop cpu"]),
+    (r"llmc/\w+/(sampler|progress|telemetry|json|safetensors)\.h", ["host host", "seeing", "hf", "loop"]),
     (r"llmc/.*\.h|train_gpt2\.cu", ["host host", *MODEL]),
-    (r"dev/eval/.*\.py", ["hf cpu"]),
-    (r"dev/data/(plot_log|tensorboard_log)\.py", ["seeing cpu"]),
+    (r"dev/eval/.*\.py", ["hf"]),
+    (r"dev/data/(plot_log|tensorboard_log)\.py", ["seeing"]),
     (r"dev/data/.*\.py", ["datasets", "scripts"]),
-    (r"dev/(data|tools)/.*\.cpp", ["host data_tools", "host checkpoints", "datasets", "host stories"]),
+    (r"dev/(data|tools)/.*\.cpp", ["host data_tools", "host checkpoints", "datasets", "stories"]),
 ]
+TOOLS = ["build/tokenize", "build/stories", "build/bigram", "build/checkpoint"]
+MADE_OF = {"test_gpt2": ["test_gpt2cpu"], "golden": ["build/plain/train_gpt2cpu"], "tiktoken": TOOLS,
+           "lazy": ["train_gpt2cpu", "build/train_gpt2lazy"], "datasets": TOOLS, "stories": TOOLS}
 NOT_HERE = re.compile(r"llmc/ops/(cuda_|cublaslt|nccl)|profile_gpt2|dev/cuda|(dev/)?test")
 
 # (what stands in a line, what it becomes)
@@ -107,18 +116,22 @@ def mutants_of(name, touched):
 
 
 def suites_of(name):
-    words = next((words for pattern, words in SUITES if re.fullmatch(pattern, name)), ["cli cpu", "loop cpu"])
+    words = next((words for pattern, words in SUITES if re.fullmatch(pattern, name)), ["cli", "loop"])
     return [word.format(name=os.path.basename(name).split(".")[0]) for word in words]
 
 
 def noticed_by(folder, name):
     """The first suite that fails, "the compiler", or None."""
-    env = dict(os.environ, MAKEFLAGS="CPU_OPT=-O1")
     for suite in suites_of(name):
-        log = run([sys.executable, "dev/test/run.py", suite], folder, env=env, timeout=1800)
-        failed = re.findall(r"^FAILED: ([^:]*)", log.stdout, re.M)
-        if failed:
-            return "the compiler" if all(row.startswith("build") for row in failed) else failed[-1]
+        programs = ["build/test_" + suite[5:], *TOOLS] if suite.startswith("host ") else \
+            MADE_OF.get(suite, ["train_gpt2cpu", *TOOLS])
+        if run(["make", "-s", "-j2", "CPU_OPT=-O1", *programs], folder).returncode:
+            return "the compiler"
+        program = f"test_programs.py::test_program[{suite.replace(' ', '-')}]"
+        module = f"test_{suite}.py" if os.path.exists(f"{ROOT}/dev/test/test_{suite}.py") else program
+        words = [sys.executable, "-m", "pytest", "-x", "-q", "--slow", "-n", "2", "dev/test/" + module]
+        if re.search(r"[1-9]\d* failed, \d+ skipped$", run(words, folder, timeout=1800).stdout.rstrip()):
+            return suite
     return None
 
 

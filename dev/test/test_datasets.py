@@ -1,8 +1,5 @@
-#!/usr/bin/env python3
 """dev/data/get.py as a user meets it: data sets from files and from a hub of the test's own on localhost,
 with downloads that break off, lie and stop, kills, and full disks.
-
-    python3 dev/test/test_datasets.py               # -k WORD: only tests whose name contains it
 
 Standard library only; with pyarrow parquet is tested, too. What a shard must hold is computed here: with
 --bytes a document is a 0 and its bytes. build/tokenize must be there.
@@ -28,16 +25,24 @@ import threading
 import time
 import urllib.parse
 
-from checks import ROOT, check, main, skip
+import pytest
+
+from checks import ROOT, check, skip
 
 GET = os.path.join(ROOT, "dev/data/get.py")
 TOOL = os.path.join(ROOT, "build/tokenize")
+pytestmark = pytest.mark.skipif(not os.access(TOOL, os.X_OK), reason="no build/tokenize: make tokenize")
 sys.path.insert(0, os.path.join(ROOT, "dev/data"))
 import debian                                       # noqa: E402
 import get                                          # noqa: E402
 import shards as made                               # noqa: E402
 
 LIMIT_S = 600                                       # only a hang meets it
+
+
+@pytest.fixture(autouse=True)
+def in_its_own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
 
 
 def write(path, data):
@@ -822,9 +827,3 @@ def test_table():
     check(len(set(names)) == len(names), "a name stands twice")
     refused("tinyshakespeare of another text", "tinyshakespeare", "--from", GET, "--out", "out",
             said=("is not tinyshakespeare",))
-
-
-if __name__ == "__main__":
-    if not os.access(TOOL, os.X_OK):
-        sys.exit(f"FAIL no {TOOL}: make tokenize\n0 passed, 1 failed, 0 skipped")
-    sys.exit(main(globals(), "test_datasets"))

@@ -1,25 +1,26 @@
-#!/usr/bin/env python3
 """50 steps of two tiny models have the losses and gradient norms of golden.json, to the bit.
 
-    python3 dev/test/test_golden.py build/plain/train_gpt2cpu           # a plain build: no BLAS, no OpenMP
-    python3 dev/test/test_golden.py build/check/train_gpt2.BF16         # one of the three for GPUs
-    ... --update                                # a change of the numbers is meant: says which, writes them
+    pytest dev/test/test_golden.py                      # a plain build: no BLAS, no OpenMP
+    pytest dev/test/test_golden.py --update-golden      # the numbers should change: writes them
 
 An entry is for a precision and what else decides about the bits: the GPU and cuBLASLt's version; on a CPU the
-C library, whose exp and tanh a new version may round otherwise. A machine without an entry skips; --update
+C library, whose exp and tanh a new version may round otherwise. A machine without an entry skips; the option
 adds one. Equal losses after a change say that what was moved computes the same, in forward, backward and
 update; who changes an order of sums on purpose updates the entries of all machines in that commit.
 """
 import ctypes
+import functools
 import json
 import os
 import re
 import subprocess
-import sys
 
-from checks import ROOT, check, closing, scratch_folder, skip
+import pytest
+
+from checks import ROOT
 from trainer import JOB_VARIABLE, write_shard
 
+pytestmark = [pytest.mark.numeric, pytest.mark.programs("plain")]
 GOLDEN = os.path.join(ROOT, "dev/test/golden.json")
 MODELS = {      # two micro-steps a step; heads of 64, which Hopper's attention takes
     "gpt2": "-c 0.1 -l 3e-3 -r 2",
@@ -29,12 +30,11 @@ FLAGS = "-e L2,NH1,C64,T96,V256 -i train.bin -j train.bin -b 2 -z 384 -u 5 -v 0 
 
 def run(program, *flags):
     env = {name: value for name, value in os.environ.items() if not JOB_VARIABLE.match(name)}
-    done = subprocess.run([program, *FLAGS, *flags], capture_output=True, text=True, env=env, check=False)
-    if done.returncode:
-        sys.exit(f"FAIL {program}: {done.stderr}0 passed, 1 failed, 0 skipped")
-    return done.stdout
+    words = [program, *FLAGS, *flags]
+    return subprocess.run(words, capture_output=True, text=True, env=env, check=True).stdout
 
 
+@functools.lru_cache(None)
 def key_of(program):
     device, precision = re.search(r"^device: (.*), precision (\w+)$", run(program, "-x", "0"), re.M).groups()
     listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=False).stdout
@@ -54,33 +54,31 @@ def curve(program, model):
     return [f"{row['loss']!r} {row['norm']!r}" for row in rows if "loss" in row]
 
 
-def main():
-    program, update = os.path.abspath(sys.argv[1]), "--update" in sys.argv
+@functools.lru_cache(None)
+def made_up_data():
+    tokens, state = [], 1
+    for i in range(20000):              # a cycle with errors: there is something to learn
+        state = (state * 1103515245 + 12345) % 2**31
+        tokens.append((i * 7 + i // 5) % 61 if state >> 28 else state >> 16 & 255)
+    write_shard("train.bin", tokens)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_curve(program, model, request):
+    made_up_data()
+    update, key = request.config.getoption("--update-golden"), key_of(program)
     with open(GOLDEN, encoding="utf-8") as f:
         golden = json.load(f)
-    with scratch_folder("test_golden_"):
-        tokens, state = [], 1
-        for i in range(20000):              # a cycle with errors: there is something to learn
-            state = (state * 1103515245 + 12345) % 2**31
-            tokens.append((i * 7 + i // 5) % 61 if state >> 28 else state >> 16 & 255)
-        write_shard("train.bin", tokens)
-        key = key_of(program)
-        if key not in golden and not update:
-            skip(len(MODELS), f"no entry for '{key}' in golden.json: --update adds it")
-            return closing()
-        got = {model: curve(program, model) for model in MODELS}
-    for model, curve_ in got.items():
-        want = golden.get(key, {}).get(model, [])
-        pairs = enumerate(zip(curve_, want + [None] * len(curve_)), 1)
-        differ = next((f"step {step}: {now}, expected {was}" for step, (now, was) in pairs if now != was), "")
-        check(len(curve_) == 50 and (update or not differ), f"{key}, {model}: {differ or len(curve_)}")
-        if update and differ:
-            print(f"{key}, {model}: {differ}")
-    if update:
+    if key not in golden and not update:
+        pytest.skip(f"no entry for '{key}' in golden.json: --update-golden adds it")
+    got, want = curve(program, model), golden.get(key, {}).get(model, [])
+    assert len(got) == 50
+    pairs = enumerate(zip(got, want + [None] * len(got)), 1)
+    differ = next((f"{key}, {model}: step {step}: {now}, expected {was}" for step, (now, was) in pairs
+                   if now != was), "")
+    if update and differ:
+        print(differ)
+        golden.setdefault(key, {})[model] = got
         with open(GOLDEN, "w", encoding="utf-8") as f:
-            f.write(json.dumps({**golden, key: got}, indent=0, sort_keys=True) + "\n")
-    return closing()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            f.write(json.dumps(golden, indent=0, sort_keys=True) + "\n")
+    assert update or not differ, differ

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """dev/eval: models to Hugging Face's files and back, held against the trainer's own loss, against files
 spelled out here, and against transformers where this Python has it (with torch; CI has neither).
 
@@ -21,16 +20,20 @@ import sys
 import tempfile
 import traceback
 
+import pytest
+
 from checks import ROOT
 from trainer import (LIMIT_S, Result, check, check_close, check_equal, check_ran, check_refused, log_lines,
-                     main, model_path, read_bytes, read_model, run_ok, shorten, skip, snapshot, write_bytes)
+                     model_path, read_bytes, read_model, run_ok, shorten, skip, snapshot, write_bytes)
 
 try:
     import numpy as np
     sys.path.insert(0, os.path.join(ROOT, "dev/reference"))
     import formats
 except ImportError:
-    np = None
+    pytest.skip("no numpy", allow_module_level=True)
+
+pytestmark = pytest.mark.cpu_only
 
 EXPORT, IMPORT = (os.path.join(ROOT, f"dev/eval/{name}_hf.py") for name in ("export", "import"))
 SHAPES = ["L2,NH4,C64,T32,V256", "L1,NH1,C24,T17,V300", "L3,NH2,C40,T48,V509"]     # V=256 needs no padding
@@ -644,10 +647,3 @@ def test_transformers():
     text = "It's 12345 <|endoftext|>  na\u00efve\n\n\t\u6f22\u5b57"
     ids = AutoTokenizer.from_pretrained("gpt2_again")(text)["input_ids"]
     check_equal(ids[:5] + ids[-1:], [1026, 338, 17031, 2231, 220, 245], "GPT-2's ids")
-
-
-if __name__ == "__main__":
-    if np is None:
-        print("SKIP (1): no numpy\n0 passed, 0 failed, 1 skipped")
-        sys.exit(0)
-    sys.exit(main(__doc__, globals()))

@@ -1,33 +1,30 @@
-#!/usr/bin/env python3
 """Does everything wait for what it needs? On a GPU a missing stream_wait or event_wait is a race that most
 runs win. lazy_streams.h makes a CPU build whose streams do their work late, in several orders; a run has
 to leave the same bytes as the ordinary build, which does everything at once and so needs no waiting.
 
-    python3 dev/test/test_lazy.py build/train_gpt2lazy              # half a minute of one core
-    python3 dev/test/test_lazy.py build/train_gpt2lazy --slow       # many random orders
-    python3 dev/test/test_lazy.py build/train_gpt2lazy -k policies  # only tests whose name contains a word
-
-The ordinary build, ./train_gpt2cpu, has to be there. Standard library only.
+The ordinary build, ./train_gpt2cpu, has to be there. --slow: many random orders. Standard library only.
 """
 import fcntl
 import os
 import re
 import shutil
 import subprocess
-import sys
 import time
+
+import pytest
 
 from test_resume import read_state
 from checks import ROOT
-from trainer import (LIMIT_S, Program, check, check_equal, main, read_bytes, run, shorten,
+from trainer import (LIMIT_S, Program, check, check_equal, read_bytes, run, shorten,
                      write_questions)
 
+pytestmark = [pytest.mark.programs("lazy"), pytest.mark.cpu_only]
 ORDINARY = os.path.join(ROOT, "train_gpt2cpu")
 # Streams by preference: 0 is main's, 1 communication's (2 that of checkpoints)
 POLICIES = ["012", "210", "201", "random:1"]
 MORE_POLICIES = ["021", "102", "120"] + [f"random:{seed}" for seed in range(2, 40)]         # --slow
-Program.usual = {"-e": "L2,NH2,C32,T16,V256", "-i": "train.bin", "-j": "val.bin", "-b": 1, "-z": 8 * 16,
-                 "-x": 4, "-v": 0, "-s": 0, "-f": 0, "-l": "1e-2", "-k": "constant"}
+USUAL = {"-e": "L2,NH2,C32,T16,V256", "-i": "train.bin", "-j": "val.bin", "-b": 1, "-z": 8 * 16,
+         "-x": 4, "-v": 0, "-s": 0, "-f": 0, "-l": "1e-2", "-k": "constant"}
 # wte is the largest tensor by far, or hardly larger than a bucket's smallest size
 ONE_LAYER, FIVE = "L1,NH2,C16,T16,V3000", "L5,NH3,C24,T16,V300"
 
@@ -136,7 +133,3 @@ def test_unknown_policy():
     del os.environ["GPT2_LAZY"]
     said = "error: GPT2_LAZY='early': choose an order of streams, as 201, or random:SEED\n"
     check_equal((result.code, result.err), (1, said), "no policy")
-
-
-if __name__ == "__main__":
-    sys.exit(main(__doc__, globals()))

@@ -1,29 +1,20 @@
-#!/usr/bin/env python3
 """llmc_format.py against facts from elsewhere: files spelled out by hand, what is published about llm.c's own
 files, and dev/reference/formats.py, which another reading of the formats wrote with numpy.
-
-    python3 dev/test/test_llmc_format.py
 """
 import math
 import os
 import struct
 import subprocess
 import sys
-import tempfile
 import zlib
 
-ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
+import pytest
+
+from checks import ROOT, check
+
 TOOL = os.path.join(ROOT, "dev/test/llmc_format.py")
 sys.path[:0] = [os.path.join(ROOT, "dev/test"), os.path.join(ROOT, "dev/reference")]
 import llmc_format                                  # noqa: E402  the one under test
-
-counts = {"passed": 0, "failed": 0, "skipped": 0}
-
-
-def check(condition, what):
-    counts["passed" if condition else "failed"] += 1
-    if not condition:
-        print(f"FAIL {what}", flush=True)
 
 
 def tool(*words):
@@ -108,9 +99,7 @@ def test_against_numpy():
     try:
         import formats
     except ImportError:
-        counts["skipped"] += 8
-        print("SKIP (8): no numpy")
-        return
+        pytest.skip("no numpy")
 
     def rows(path):
         dims, params = formats.read_checkpoint(path)
@@ -134,20 +123,3 @@ def test_against_numpy():
                               "--Vp", 128, "--version", version)
         check(code == 0, err)
         check(brief(out) == list(rows("ours.bin")), f"version {version}: {out}")
-
-
-def main():
-    with tempfile.TemporaryDirectory(prefix="test_llmc_format_") as folder:
-        os.chdir(folder)
-        for name, test in [(n, f) for n, f in globals().items() if n.startswith("test_")]:
-            try:
-                test()
-            except Exception as e:                  # unexpected output is a failure, not an end
-                check(False, f"{name}: {type(e).__name__}: {e}")
-        os.chdir(ROOT)
-    print("{passed} passed, {failed} failed, {skipped} skipped".format(**counts))
-    return 1 if counts["failed"] or not counts["passed"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Several ranks as their users see them: the same bits on any number, ways to start, bad input, ends.
 
     python3 dev/test/test_ranks.py ./train_gpt2cpu              # two cores: some two minutes
@@ -23,12 +22,13 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import time
 
-from run import session_stats
+import pytest
+
+from checks import session_stats
 from trainer import (LIMIT_S, LOG_LINE, Program, Result, check, check_close, check_equal,
-                     check_ran, check_refused, log_lines, main, model_path, param_sizes, read_bytes, run,
+                     check_ran, check_refused, log_lines, model_path, param_sizes, read_bytes, run,
                      run_ok, sentences, shorten, skip, tolerance, without_checksum, write_bytes,
                      write_shard)
 
@@ -38,8 +38,13 @@ ENDED_S = 120                               # after a death everything has ended
 STOPPING = "stopping after the last complete step; Ctrl-C: at once, unsaved\n"
 UNREAD = "nobody reads what is printed: stopping after the last complete step\n"
 # -n 0: however late a signal or a kill comes, there is no checkpoint but that of the end
-Program.usual = {"-e": SMALL, "-i": "train.bin", "-j": "val.bin", "-b": 1, "-x": 6, "-v": 0, "-s": 0, "-f": 0,
-                 "-n": 0, "-l": "1e-2", "-k": "constant", "-c": 0.1}
+USUAL = {"-e": SMALL, "-i": "train.bin", "-j": "val.bin", "-b": 1, "-x": 6, "-v": 0, "-s": 0, "-f": 0,
+         "-n": 0, "-l": "1e-2", "-k": "constant", "-c": 0.1}
+
+
+# On GPUs a start takes seconds, and many at once get in each other's way. The CPU program has the same words,
+# processes and signals, so with CUDA programs there are only tests that are not cpu_only.
+pytestmark = pytest.mark.gpus
 
 
 # ---- this machine ----
@@ -79,15 +84,6 @@ def batch(M, length=SMALL_T, rows=1):
 
 
 # ---- the same bits ----
-# On GPUs a start takes seconds, and many at once get in each other's way: the whole suite, eight jobs at a
-# time on four GPUs, was not over after six minutes. The CPU program has the same words, processes and
-# signals, so there are only these.
-ON_GPUS = ("world_sizes", "three_ranks", "repeated", "muon", "low_precision", "nccl_order", "memory",
-           "bad_flags", "stop", "death", "death_of_the_launcher")
-# What the precision of a build can change; the others are about words, processes and signals.
-NUMERIC = ("world_sizes", "three_ranks", "few_micro_steps", "lanes", "epochs", "repeated", "overfit",
-           "options", "muon", "skipped_updates", "low_precision", "nccl_order",
-           "evaluation")
 
 
 class Left:
@@ -152,6 +148,7 @@ def worlds(sizes, *stages, lanes=None):
     return [{"--gpus": n, "-zs": zs, "--lanes": lanes} for zs in stages for n in sizes]
 
 
+@pytest.mark.numeric
 def test_world_sizes():
     """Rows of validation and of training are shared out unevenly, some shards hold nothing but padding."""
     loud = {"-v": 2, "-m": 7, "-s": 3, "-g": 8}
@@ -163,6 +160,7 @@ def test_world_sizes():
               worlds((1, 2, 4, 8), 2))
 
 
+@pytest.mark.numeric
 def test_three_ranks():
     """A number of ranks that is no power of two: G/ranks is one; at -zs 2 nothing is asked of it."""
     flags = {"-v": 3, "-m": 5, **batch(24)}
@@ -173,6 +171,7 @@ def test_three_ranks():
     same_bits("M=35=G", {"-e": ODD, **batch(35, ODD_T)}, worlds((1, 5, 7), 2))
 
 
+@pytest.mark.cpu_only
 def test_few_micro_steps():
     """The default number of lanes where 8 does not divide M: the same on 1 rank as on several."""
     for M, sizes in ((2, (1, 2)), (4, (1, 2, 4)), (6, (1, 2)), (12, (1, 2, 4))):
@@ -181,6 +180,7 @@ def test_few_micro_steps():
     same_bits("no -z", {}, [{"--gpus": 1, "-z": 2 * SMALL_T}, {"--gpus": 2}])
 
 
+@pytest.mark.cpu_only
 def test_lanes():
     """Each number of lanes has its bits, which are all the same sum; the number of ranks has none."""
     flags, losses = {"-l": "1e-3", **batch(8)}, []
@@ -196,6 +196,7 @@ def test_lanes():
     check(all(left.facts == plain[0][1].facts for _, left in plain), "--gpus 1 and 8 lanes are the default")
 
 
+@pytest.mark.cpu_only
 def test_epochs():
     """The order of the rows, over the ends of epochs; how many steps one epoch is."""
     write_shard("rows.bin", sentences(5, 37 * SMALL_T + 1))         # 37 rows: 12 steps of 8 are 2.6 epochs
@@ -206,6 +207,7 @@ def test_epochs():
     same_bits("a row each", {"-i": "rows.bin", "-x": 37, **batch(1, rows=4)}, [{}, {"--lanes": 1}], steps=37)
 
 
+@pytest.mark.numeric
 def test_repeated():
     """Again, the same bytes; and all ranks hold the same parameters at every step."""
     flags = {"-x": 12, "-v": 4, **batch(8)}
@@ -214,6 +216,7 @@ def test_repeated():
               worlds((4,), 1, 1) + worlds((2,), 0, 0, 2) + checked, steps=12)
 
 
+@pytest.mark.cpu_only
 def test_overfit():
     """-a 1: every micro-step of every rank is the first batch."""
     flags = {"-a": 1, "-x": 40, **batch(8, rows=2)}
@@ -223,6 +226,7 @@ def test_overfit():
         check(losses[0] > 5 and losses[-1] < losses[0] - 2.5, f"loss goes from {losses[0]} to {losses[-1]}")
 
 
+@pytest.mark.cpu_only
 def test_options():
     """What changes the arithmetic, or the memory, changes it alike on all ranks."""
     for more in ({"-r": 2}, {"-t": 7, "-z": 8 * 7},
@@ -233,12 +237,14 @@ def test_options():
                                           {"--gpus": 2, "-r": 2, "-zs": 1}])
 
 
+@pytest.mark.numeric
 def test_muon():
     """Three layers, which two ranks share out by two and one, and of which the fourth of four has none."""
     same_bits("Muon", {"-e": ODD, "--optimizer": "muon", "-v": 3, "-m": 4, **batch(8, ODD_T)},
               worlds((1, 2, 4), 0, 1, 2))
 
 
+@pytest.mark.cpu_only
 def test_skipped_updates():
     """A gradient that is not finite on one rank: all skip the update, or their weights part."""
     if Program.precision == "FP16":
@@ -264,6 +270,7 @@ def test_skipped_updates():
                 "skipped updates, each said once")
 
 
+@pytest.mark.numeric
 def test_low_precision():
     """Without master weights, and with gradients in bf16; rounding draws by position, not by rank."""
     if Program.precision == "FP32":
@@ -281,6 +288,7 @@ def test_low_precision():
         check_close(got, usual, 5e-2, f"{named(more)}: losses")
 
 
+@pytest.mark.numeric
 def test_nccl_order():
     """--reduction nccl: sums in NCCL's own order, which has its own bits for each number of ranks."""
     if on_cpu():
@@ -300,6 +308,7 @@ def test_nccl_order():
                         f"{n} ranks, -zs {zs}: losses over the tree's")
 
 
+@pytest.mark.cpu_only
 def test_evaluation():
     """What trains nothing: a loss from a file, and text, which are of the job and not of each rank."""
     run_ok({"-o": "trained", "-x": 40, **batch(4)})
@@ -316,6 +325,7 @@ def test_evaluation():
     same_bits("a model from a file", {"-e": model, **batch(8)}, worlds((1, 2), 0) + worlds((4,), 1, 2))
 
 
+@pytest.mark.cpu_only
 def test_files():
     """One rank writes, and the others their part of the state; the numbers are those of the job."""
     if not enough(2, 7):
@@ -489,6 +499,7 @@ def check_started(title, jobs, judge):
           f"{title}: main.log or the model differs from --gpus 2's")
 
 
+@pytest.mark.cpu_only
 def test_ways_to_start():
     """tcp, fs, torchrun's and SLURM's variables, mpirun: all as --gpus 2."""
     if not enough(2, 20):
@@ -519,6 +530,7 @@ MPIRUN.update({"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_plm_rsh_agent
                "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "PRTE_MCA_plm_ssh_agent": "sh"})
 
 
+@pytest.mark.cpu_only
 def test_mpirun():
     if not shutil.which("mpirun") or not enough(2, 3):
         skip("no mpirun here", 3)
@@ -537,6 +549,7 @@ def test_mpirun():
     check(not os.path.exists("mpi"), "nothing was written")
 
 
+@pytest.mark.cpu_only
 def test_poor_rank():
     """Where one rank's memory is short, all have as many lanes as that one has room for."""
     if not on_cpu():
@@ -615,6 +628,7 @@ def test_bad_flags():
         check(not os.path.exists("no"), "a refused run writes nothing")
 
 
+@pytest.mark.cpu_only
 def test_bad_input_of_all():
     """A file that no rank can read, a folder that none can write: one rank speaks for all."""
     write_bytes("plain_file", b"x")
@@ -637,6 +651,7 @@ def nan_model():
     return write_bytes("nan.bin", data)
 
 
+@pytest.mark.cpu_only
 def test_warnings():
     """What every rank could say is said once."""
     if not enough(2, 2):
@@ -648,6 +663,7 @@ def test_warnings():
               f"{named(flags)}: {result.code}, {lines}")
 
 
+@pytest.mark.cpu_only
 def test_bad_input_on_the_way():
     """What goes wrong later, on one rank or on all: once, the others end too, what was logged stays."""
     if not enough(2, 8):
@@ -704,6 +720,7 @@ def unfit_files(flags):
     refused("a rank with other data", "differ in training data", "20000 tokens", "19000 tokens")
 
 
+@pytest.mark.cpu_only
 def test_bad_job():
     """Processes that do not fit together, or do not meet."""
     if not enough(2, 16):
@@ -782,6 +799,7 @@ def test_stop():
         check_stopped(name, result, f"stop{i}", {**flags, **lanes})
 
 
+@pytest.mark.cpu_only
 def test_stop_of_one():
     """Where each rank was started by itself, a signal to any of them, or to all, stops the job."""
     if not enough(2, 12):
@@ -802,6 +820,7 @@ def test_stop_of_one():
         check_stopped(f"signal to {told}", results[0], folder, flags)
 
 
+@pytest.mark.cpu_only
 def test_stop_inside():
     """A signal in a long validation, long samples, or before the first step is complete."""
     if not enough(2, 9):
@@ -822,6 +841,7 @@ def test_stop_inside():
         check(not result.val_losses(), f"{name}: a part of a validation has no loss: {result.out[-200:]}")
 
 
+@pytest.mark.cpu_only
 def test_hangup():
     """A terminal that goes away stops a run, and its model is saved; with nohup the run goes on."""
     if not enough(2, 5):
@@ -840,6 +860,7 @@ def test_hangup():
                     f"SIGHUP {before}: exit code, stderr, models")
 
 
+@pytest.mark.cpu_only
 def test_closed_output():
     """A reader that goes away (| head) stops the run, all of it, and it is saved."""
     if not enough(2, 2):
@@ -853,6 +874,7 @@ def test_closed_output():
     check_equal(int(model_path("closed")[-12:-4]), len(log_lines("closed")), "steps saved, of those done")
 
 
+@pytest.mark.cpu_only
 def test_second_signal():
     """A second Ctrl-C: at once, unsaved, and that is all that is said. A second SIGTERM has patience."""
     if not enough(2, 2):
@@ -958,6 +980,7 @@ def test_death():
         check(not problems, "; ".join(problems))
 
 
+@pytest.mark.cpu_only
 def test_last_step():
     """The last step in the message is that of the death, not that of the start."""
     if not enough(2, 2):
@@ -990,6 +1013,7 @@ def test_death_of_the_launcher():
         check(job.gone(ENDED_S), f"{n} ranks end with their launcher")
 
 
+@pytest.mark.cpu_only
 def test_death_without_a_launcher():
     """Ranks that were started one by one notice each other's deaths as well."""
     if not enough(2, 4):
@@ -1016,7 +1040,3 @@ def test_death_without_a_launcher():
     cases = [(victim, how, free_port()) for victim in (0, 1) for how in (signal.SIGKILL, signal.SIGSTOP)]
     for problems in side_by_side(one, cases, workers=4):
         check(not problems, "; ".join(problems))
-
-
-if __name__ == "__main__":
-    sys.exit(main(__doc__, globals()))

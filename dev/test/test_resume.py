@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Runs that are stopped, killed, damaged and resumed: in the end they are the run that never stopped.
 
     python3 dev/test/test_resume.py ./train_gpt2cpu                 # two cores: about a minute
@@ -23,29 +22,26 @@ import shutil
 import signal
 import struct
 import subprocess
-import sys
 import tempfile
 import time
+
+import pytest
 
 from test_ranks import UNREAD, enough, most_ranks, named, on_cpu, session_processes, side_by_side
 from checks import ROOT
 from trainer import (LIMIT_S, Program, Result, check, check_equal, check_refused, log_columns,
-                     main, model_path, no_room, param_sizes, read_bytes, run, run_ok, sentences, skip,
+                     model_path, no_room, param_sizes, read_bytes, run, run_ok, sentences, skip,
                      snapshot, without_scaling, write_bytes, write_shard)
 
 T_ROWS = 16
 SHAPE = f"L2,NH2,C32,T{T_ROWS},V256"
 # 16 rows a step: 24 steps are 4.2 epochs of three small shards
-Program.usual = {"-e": SHAPE, "-i": "part_*.bin", "-j": "val.bin", "-b": 1, "-z": 16 * T_ROWS, "-x": 24,
-                 "-n": 5, "-v": 6, "-m": 7, "-s": 0, "-f": 0, "-l": "1e-2", "-c": 0.1}
+USUAL = {"-e": SHAPE, "-i": "part_*.bin", "-j": "val.bin", "-b": 1, "-z": 16 * T_ROWS, "-x": 24,
+         "-n": 5, "-v": 6, "-m": 7, "-s": 0, "-f": 0, "-l": "1e-2", "-c": 0.1}
 ROWS = (37, 23, 31)
 STOPPING = "stopping after the last complete step; Ctrl-C: at once, unsaved\n"
 
-
-# On GPUs a start takes seconds, and signals, flags and files are those of the CPU program.
-ON_GPUS = NUMERIC = ("exact", "after_validation", "alone", "variants", "other_lengths", "kills", "elastic",
-                     "rank_killed_in_save", "signals_for_ranks", "bad_loss", "kills_around_rewinds",
-                     "stop_at_a_rewind")
+# On GPUs a start takes seconds, and signals, flags and files are those of the CPU program: cpu_only.
 
 
 @functools.lru_cache(None)
@@ -329,6 +325,7 @@ TERM, KILL, USR1, HUP, INT, PIPE = (signal.SIGTERM, signal.SIGKILL, signal.SIGUS
 
 # ---- exact resume ----
 
+@pytest.mark.numeric
 def test_exact():
     """Stopped at any step, by any signal, once or again and again; resumed by the same command."""
     check_stories([(f"{number.name} after step {step}", {"-v": 1 + step % 2}, [(step, number)])
@@ -337,6 +334,8 @@ def test_exact():
                                         (23, KILL))])
 
 
+@pytest.mark.programs("cpu", "lazy")
+@pytest.mark.numeric
 def test_after_validation():
     """A signal in a step that was validated before: its loss is logged once."""
     slow = {"-v": 1, "-m": 1, "-n": 0, "-z": 64 * T_ROWS, "-x": 12}     # most of a step's time is training
@@ -344,6 +343,8 @@ def test_after_validation():
                    for step in range(2, 11)])
 
 
+@pytest.mark.programs("cpu", "asan", "lazy")
+@pytest.mark.numeric
 def test_alone():
     """Resumed by -y 1 and the folder alone; samples by a prompt that only the run's settings have."""
     loud = {"-s": 5, "-v": 5, "-g": 8, "--prompt": "tak lorin mek "}
@@ -351,6 +352,7 @@ def test_alone():
                    for step, number, more in ((6, TERM, {}), (11, KILL, loud), (7, INT, loud))])
 
 
+@pytest.mark.cpu_only
 def test_own_flags():
     """By -y 1 and the folder alone, from elsewhere: the run's own flags, data and ranks, before its first
     checkpoint and after; the closing lines have the command."""
@@ -384,6 +386,7 @@ def test_own_flags():
         check("launch: ranks now 1, before 2\n" in result.out, f"--gpus 1 says otherwise: {result.out}")
 
 
+@pytest.mark.numeric
 def test_variants():
     """What changes the arithmetic, the data's order or the times of saving; stopped again and again."""
     again = [(2, TERM), (3, KILL), (7, USR1), (9, KILL), (9, TERM), (15, KILL), (16, INT)]
@@ -408,6 +411,7 @@ def check_same_end(title, result, folder, judge):
           f"{title}: exit code {result.code}, {result.err.strip()}; differs in {found}")
 
 
+@pytest.mark.numeric
 def test_other_lengths():
     """-x, -n, -nk, -r and -v may change: a longer run goes on, a shorter one has nothing to do."""
     data()
@@ -423,6 +427,7 @@ def test_other_lengths():
                 "files of a run that was longer than -x")
 
 
+@pytest.mark.cpu_only
 def test_model_file():
     """A run that began with a model file goes on without it."""
     data()
@@ -488,6 +493,7 @@ def resumed_without(title, folder, do, named_files, judge):
     return [f"{title}: {what}" for what in wrong]
 
 
+@pytest.mark.cpu_only
 def test_damage():
     """Whatever happens to a file of a checkpoint is noticed and named; the one before is taken instead."""
     judge = undisturbed({"-nk": 0})
@@ -516,6 +522,7 @@ def test_damage():
         check(not found, "; ".join(found))
 
 
+@pytest.mark.cpu_only
 def test_all_damaged():
     """No checkpoint is left that could be used: one sentence, and everything stays as it is."""
     judge = undisturbed({})
@@ -537,6 +544,7 @@ def test_all_damaged():
     check_refused("models without states", {"-y": 1, "-o": "hopeless"}, "no state_*.bin to go on from")
 
 
+@pytest.mark.cpu_only
 def test_lost_markers():
     """A copy without DONE files: the newest whole checkpoint is marked again, and nothing is removed."""
     judge = undisturbed({"-nk": 0})
@@ -559,6 +567,7 @@ def test_lost_markers():
         check_equal(unlike(folder, judge), [], title)
 
 
+@pytest.mark.cpu_only
 def test_forged_facts():
     """What no run of this program writes, with checksums that fit: a sentence, and nothing is changed."""
     judge = undisturbed({})
@@ -581,6 +590,7 @@ def test_forged_facts():
         check_equal(snapshot(folder), before, f"{name}={value}: the folder")
 
 
+@pytest.mark.cpu_only
 def test_unreadable_for_a_moment():
     """The run goes on from an older checkpoint, and then the newest is back: so are its lines of the logs."""
     flags = {"-nk": 0, "-n": 5}
@@ -659,6 +669,7 @@ def killed_life(flags, seed, kills):
     return [f"seed {seed}: {what}" for what in wrong], in_save
 
 
+@pytest.mark.cpu_only
 def test_left_overs():
     """What kills leave at moments that are too short to be met: in a save, in a removal, behind a marker."""
     folder = "left"
@@ -685,6 +696,8 @@ def test_left_overs():
     check_equal(unlike(folder, undisturbed({"-nk": 0})), [], "the end")
 
 
+@pytest.mark.programs("cpu", "asan", "lazy")
+@pytest.mark.numeric
 def test_kills():
     """kill -9 at random moments, many of them in a save; resumed each time, and at last to the end."""
     data()
@@ -724,6 +737,7 @@ def check_resumable(title, folder, flags, intact):
     check_equal(left_over(folder), [], f"{title}: what belongs to no checkpoint")
 
 
+@pytest.mark.cpu_only
 def test_full_disk():
     """No space, wherever it ends: in a log, in a model, in a state."""
     flags = {"-n": 3, "-nk": 0}
@@ -751,6 +765,7 @@ def test_full_disk():
             subprocess.run(["umount", "small"], check=True)
 
 
+@pytest.mark.cpu_only
 def test_file_limit():
     """A limit on the size of files (ulimit -f) that the logs or the checkpoints meet."""
     flags = {"-n": 3, "-k": "constant"}
@@ -783,6 +798,7 @@ def test_file_limit():
     check_equal([end.code for end in ends], [1] * 16, "exit codes of 16 runs")
 
 
+@pytest.mark.cpu_only
 def test_vanished_folder():
     """The run's folder is moved away while it runs, and comes back; what was half written there could not be
     removed, but is when the run goes on."""
@@ -818,6 +834,8 @@ def elastic(title, flags, stages):
             [f"{name} is left" for name in left_over(flags["-o"])]]
 
 
+@pytest.mark.gpus
+@pytest.mark.numeric
 def test_elastic():
     """Stopped on so many ranks, resumed on others, at another ZeRO stage: as one rank that never stopped."""
     each = {"--lanes": 16}                  # every micro-step is a lane, as -zs 2 wants it
@@ -845,6 +863,7 @@ def test_elastic():
         check(not found, "; ".join(found))
 
 
+@pytest.mark.cpu_only
 def test_damage_seen_by_one():
     """What only rank 1 reads of a checkpoint is not what was written: all ranks take the one before."""
     if not enough(2, 4):
@@ -871,6 +890,8 @@ def test_damage_seen_by_one():
         check_equal(unlike(folder, judge), [], title)
 
 
+@pytest.mark.gpus
+@pytest.mark.numeric
 def test_rank_killed_in_save():
     """One of four ranks (or two GPUs) dies while all of them save their shards; two go on."""
     if not enough(2, 4):
@@ -889,7 +910,7 @@ def test_rank_killed_in_save():
                 os.kill(victims[rng.randrange(len(victims))], KILL)
         result = started.result()
         in_save += os.path.isdir(folder) and left_over(folder) != []
-        last = Program.usual["-x"]
+        last = USUAL["-x"]
         died = result.code != 0 or f"step {last}/{last}" in result.out      # or the run was over before
         check(died and result.err.count("error: ") <= 1, f"{result.code}, {result.err.strip()}")
         result = run({**flags, **ranks(2, 1), "-y": 1, "-o": folder})
@@ -930,6 +951,7 @@ def stopped_run(folder, flags=None):
     return folder
 
 
+@pytest.mark.cpu_only
 def test_fixed_flags():
     """What would change the result may not be given otherwise; given as it was, it is all right."""
     rows = flag_rows()
@@ -937,7 +959,7 @@ def test_fixed_flags():
     check(len(rows) > 40, f"{len(rows)} rows of the table")
     check_equal(fixed, set(OTHER_VALUES), "flags that a run keeps for good")
     stopped_run("fixed")
-    written = {name: str(value) for name, value in Program.usual.items()}
+    written = {name: str(value) for name, value in USUAL.items()}
     before = snapshot("fixed")
 
     def refusal(name):
@@ -955,10 +977,11 @@ def test_fixed_flags():
         check(not problem, problem)
     check_equal(snapshot("fixed"), before, "the folder")
     spelled = {row[0][0] if row[0] else name: row[1] for name, row in rows.items() if row[2]}
-    result = run({**spelled, **Program.usual, "-y": 1, "-o": "fixed"})
+    result = run({**spelled, **USUAL, "-y": 1, "-o": "fixed"})
     check_same_end("all of them given as they were", result, "fixed", undisturbed({}))
 
 
+@pytest.mark.cpu_only
 def test_other_runs():
     """Other data, a folder with a run but without -y, folders without a run."""
     folder = stopped_run("ours")
@@ -999,6 +1022,7 @@ def test_other_runs():
             check_equal(run({"-y": 1, "-o": "older"}).code, 0, "a flag whose value is what is done anyway")
 
 
+@pytest.mark.cpu_only
 def test_failed_start():
     """A run that fails before its first step is done leaves the folder as it was, or none."""
     rows = [sentences(30 + i, T_ROWS + 1) for i in range(16)]
@@ -1041,6 +1065,7 @@ def send_and_hear(started, number):
         time.sleep(0.01)
 
 
+@pytest.mark.cpu_only
 def test_second_signal():
     """A second SIGINT does not wait, another signal after the first does nothing."""
     for first, second, code in ((INT, INT, 130), (TERM, INT, 130), (USR1, TERM, 0), (HUP, HUP, 0),
@@ -1062,6 +1087,7 @@ def test_second_signal():
                     f"{title}: does it go on; checkpoints")
 
 
+@pytest.mark.cpu_only
 def test_nohup():
     """Where SIGHUP is ignored, it stays so."""
     started = Started({"-o": "nohup"}, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
@@ -1070,6 +1096,8 @@ def test_nohup():
     check_same_end("under nohup", started.result(), "nohup", undisturbed({}))
 
 
+@pytest.mark.gpus
+@pytest.mark.numeric
 def test_signals_for_ranks():
     """One signal for the launcher stops all ranks after the same step, and the run goes on from there."""
     if not enough(2, 4):
@@ -1089,6 +1117,7 @@ def test_signals_for_ranks():
         check_same_end(f"{number.name}, resumed at -zs 0", result, folder, undisturbed(flags))
 
 
+@pytest.mark.cpu_only
 def test_two_processes():
     """A second process on one folder ends with a sentence, and disturbs nothing."""
     flags = {"-x": 400, "-n": 150}          # one save is over, and the next one far beyond what it can print
@@ -1134,6 +1163,7 @@ def reports_late():
     return not on_cpu() or "lazy" in Program.path
 
 
+@pytest.mark.numeric
 def test_bad_loss():
     """Twenty skipped updates in a row: the run stops, or goes back and passes over the data."""
     if Program.precision == "FP16":
@@ -1175,6 +1205,7 @@ def test_bad_loss():
           f"no checkpoint: {result.err[-300:]}")
 
 
+@pytest.mark.cpu_only
 def test_stop_at_bad_loss():
     """--on-bad-loss stop: the last checkpoint stays, and the run can go on from it by going back."""
     if Program.precision == "FP16":
@@ -1213,6 +1244,8 @@ def check_rewound(name, flags, stories, rewinds):
         check(not found, "; ".join(found))
 
 
+@pytest.mark.programs("cpu", "lazy")
+@pytest.mark.numeric
 def test_kills_around_rewinds():
     """Stopped before, between and after going back: the same bits, and the same number of times."""
     data = rare_rows("rewound.bin", [*range(12, 39), *range(69, 94)])
@@ -1222,14 +1255,11 @@ def test_kills_around_rewinds():
                    [(10, KILL), (25, TERM), (40, KILL), (85, TERM), (100, KILL)]], 2)
 
 
+@pytest.mark.programs("cpu", "lazy")
+@pytest.mark.numeric
 def test_stop_at_a_rewind():
     """A signal in the very step behind the twentieth skipped one, or next to it."""
     rows = 60                               # a step takes long enough to be met
     data = rare_rows("slow.bin", range(11 * rows + 1, 38 * rows + 1), 60 * rows)
     check_rewound("slow", {**data, "-x": 40, "-n": 12, "-z": rows},
                   [[(k, TERM)] for k in (29, 30, 31, 32)], 1)
-
-
-if __name__ == "__main__":
-    sys.exit(main(__doc__, globals(), kills=(25, "how often test_kills kills"),
-                  seed=(1, "of what is random")))

@@ -1,25 +1,20 @@
-#!/usr/bin/env python3
 """The scripts as a user meets them, with stand-ins for what takes long or changes the machine: quickstart.sh,
-the recipes run_*.sh, setup.sh, `make test` on a bare machine, plot_log.py, and the test runner itself.
-
-    python3 dev/test/test_scripts.py                # -k WORD: only tests whose name contains it
+the recipes run_*.sh, setup.sh, `make test` on a bare machine, plot_log.py.
 
 Standard library only. Every test works in a folder of its own; nothing is installed.
 """
 import glob
-import io
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
 import time
-from contextlib import redirect_stdout
 
-from checks import ROOT, check, has_module, main, skip      # stand beside this file, as do these
-import run as runner
+import pytest
+
+from checks import ROOT, check, has_module, session_stats, skip
 import break_all
 import check_docs
 
@@ -27,6 +22,11 @@ sys.path.insert(1, os.path.join(ROOT, "dev", "data"))
 import get                                          # noqa: E402
 
 LIMIT_S = 600                                       # only a hang meets it
+
+
+@pytest.fixture(autouse=True)
+def in_its_own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
 
 
 def write(path, text, executable=False):
@@ -304,7 +304,8 @@ def test_lint():
 
 # ---- setup.sh, and make test on a bare machine ----
 
-TOOLS = "bash sh env sed awk cat tail head mktemp rm mkdir dirname chmod ln make cmp tr sort uname".split()
+TOOLS = ("bash sh env sed awk cat tail head mktemp rm mkdir dirname chmod ln make cmp tr sort uname grep "
+         "nproc true").split()
 
 
 def bare_machine(root):
@@ -325,7 +326,10 @@ case "$*" in *g++*) printf '#!/bin/sh\\n' >bin/g++; chmod +x bin/g++ ;; esac
 
 def bare_tree():
     copy("scripts/setup.sh", "dev/requirements.txt", "Makefile")
-    for name in ("train_gpt2.cu", "test_gpt2.cu"):
+    sources = [f"{name}_gpt2.cu" for name in ("train", "test", "profile")]
+    sources += [f"dev/data/{name}.cpp" for name in ("tokenize", "stories", "bigram")]
+    sources += [f"dev/test/test_{name}.cpp" for name in ("comm", "dataloader", "host", "checkpoints")]
+    for name in sources + ["dev/tools/checkpoint.cpp"]:
         write(name, "")
 
 
@@ -344,16 +348,16 @@ def test_setup_as_user_says_the_command():
 
 def test_make_test_installs_first():
     start = os.getcwd()
-    for goal in ("test", "test-gpu", "test-asan"):
+    for goal in ("test", "test-gpu", "test-all"):
         os.makedirs(os.path.join(start, goal))
         os.chdir(os.path.join(start, goal))
         bare_tree()
-        code, out, err = call(["make", goal], bare_machine(root=True))
+        code, out, err = call(["make", goal, "NVCC=true"], bare_machine(root=True))
         said = out + err
         check(code == 0 and "No such file" not in said and "not found" not in said, f"{goal}: {code}, {said}")
         lines = order().splitlines()
         installs = [i for i, line in enumerate(lines) if "install" in line and "g++" in line]
-        runs = [i for i, line in enumerate(lines) if line.startswith("python3 dev/test/run.py")]
+        runs = [i for i, line in enumerate(lines) if line.startswith("python3 -m pytest")]
         check(installs and runs and installs[0] < runs[0], f"{goal}: not installed, then run: {lines}")
         check("libopenmpi-dev openmpi-bin" in order(), f"{goal}: without MPI: {lines}")
         check(any("install" in line and line.endswith(" clang libclang-rt-dev") for line in lines),
@@ -364,7 +368,15 @@ def test_make_test_as_user_says_the_command():
     bare_tree()
     code, out, err = call(["make", "test"], bare_machine(root=False))
     check(code != 0 and "sudo sh -c" in err and "No such file" not in out + err, f"{code}: {out}{err}")
-    check("run.py" not in order(), "runs tests without a compiler")
+    check("-m pytest" not in order(), "runs tests without a compiler")
+
+
+def test_make_test_without_a_build():
+    bare_tree()
+    os.unlink("dev/tools/checkpoint.cpp")
+    code, out, _ = call(["make", "-s", "test", "NVCC=true"], bare_machine(root=True))
+    check(code != 0 and out.endswith("\n0 passed, 1 failed, 0 skipped\n"), f"{code}: {out}")
+    check("-m pytest" not in order(), "runs tests without their programs")
 
 
 # ---- Makefile: what it finds on a machine ----
@@ -445,10 +457,12 @@ def test_setup_and_a_venv_that_is_there():
     """It gets what later versions of the list ask for, and stays where that fails."""
     copy("scripts/setup.sh", "dev/requirements.txt")
     bare_machine(root=True)
-    write("bin/python3", "#!/bin/sh\n", True)
+    write("bin/python3", """#!/bin/sh
+case "$*" in *pytest*) exit 1 ;; esac
+""", True)
     write(".venv/bin/pip", '#!/bin/sh\necho "pip $*" >>order.log\n[ -z "$OFFLINE" ]\n', True)
     write(".venv/bin/python", """#!/bin/sh
-case "$*" in *"import pyflakes"*) [ -n "$HAVE" ] ;; esac
+case "$*" in *pytest*) [ -n "$HAVE" ] ;; esac
 """, True)
     for words, env, wanted in ((["tests"], {}, True), (["tests"], {"HAVE": "1"}, False), ([], {}, False),
                                (["tests"], {"OFFLINE": "1"}, True)):
@@ -533,9 +547,6 @@ def test_make_plot():
 # ---- programs that find their files ----
 
 def test_any_working_directory():
-    code, out, err = call([os.path.join(ROOT, "test_gpt2cpu"), "model"])
-    check(code == 0 and " passed, 0 failed, 0 skipped" in out,
-          f"test_gpt2cpu elsewhere: {code}, {out[-200:]}{err}")
     code, out, err = call([os.path.join(ROOT, "build/tokenize"), "--write-vocab", "vocab.bin"])
     check(code == 0 and os.path.getsize("vocab.bin") > 300000, f"tokenize elsewhere: {code}, {out}{err}")
 
@@ -652,7 +663,7 @@ def test_readme_command_without_end():
     end = time.monotonic() + 10                     # the system takes a moment
 
     def left():
-        return [pid for pid, fields in runner.session_stats(int(said)) if fields[0] != "Z"]
+        return [pid for pid, fields in session_stats(int(said)) if fields[0] != "Z"]
     while left() and time.monotonic() < end:
         time.sleep(0.05)
     check(not left(), f"processes are left: {left()}")
@@ -689,311 +700,3 @@ def test_break_all_knows_its_skips():
     check((code, out) == (1, "1 passed, 1 failed, 0 skipped"), f"left out on a GPU as well: {code}, {out}")
     code, out = breaking("CPU (2 threads)", out="", **{known: ""})
     check((code, out) == (1, "1 passed, 1 failed, 0 skipped"), f"listed, but computed: {code}, {out}")
-
-
-# ---- run.py ----
-
-def suites_of(**commands):
-    """Suites that are lines of sh; a tuple is (line, keywords of Suite)."""
-    made = []
-    for name, line in commands.items():
-        line, more = line if isinstance(line, tuple) else (line, {})
-        made.append(runner.Suite(name.replace("_", " "), ["sh", "-c", line], **more))
-    return made
-
-
-NO_GPU = {None: True, "nvcc": True, "clang": True, "gpu": False, "gpu build": False, "gpus": False}
-
-
-def run_suites(suites, expected=None, have=None, all_gpus=(), **settings):
-    """{name: (passed, failed, skipped, note)}, with run.py's settings for the time being."""
-    before = {name: getattr(runner, name) for name in settings}
-    for name, value in settings.items():
-        setattr(runner, name, value)
-    try:
-        with redirect_stdout(io.StringIO()) as out:
-            rows = []
-            runner.run_all(suites, have or NO_GPU, expected or {}, all_gpus, rows)
-    finally:
-        for name, value in before.items():
-            setattr(runner, name, value)
-    return {row[0]: (*row[1:4], row[5]) for row in rows}, out.getvalue()
-
-
-GOOD = "echo 3 passed, 0 failed, 1 skipped"
-
-
-def test_run_judges_suites():
-    rows, out = run_suites(suites_of(
-        good=GOOD, fails="echo FAIL this; echo 2 passed, 1 failed, 0 skipped; exit 1", dies="exit 7",
-        lies=GOOD + "; exit 1", silent="true", empty="echo 0 passed, 0 failed, 0 skipped",
-        none=("x", {}), build=("true", {"counts": False}), broken=("false", {"counts": False})))
-    check(rows["good"] == (3, 0, 1, ""), f"a good one: {rows['good']}")
-    check(rows["fails"][:3] == (2, 1, 0) and "FAIL this" in out, f"one that fails: {rows['fails']}")
-    for name in ("dies", "lies", "silent", "empty", "none", "broken"):
-        check(rows[name][1] == 1, f"{name}: {rows[name]}")
-    check(rows["build"] == (1, 0, 0, ""), f"a build: {rows['build']}")
-
-
-def test_run_notices_a_suite_that_shrinks():
-    expected = {"shrunk": "5", "whole": "4", "absent": "22"}
-    suites = suites_of(shrunk=GOOD, whole=GOOD, absent="echo 0 passed, 0 failed, 1 skipped")
-    rows, _ = run_suites(suites, expected)
-    check(rows["whole"] == (3, 0, 1, ""), f"as many as expected: {rows['whole']}")
-    check(rows["shrunk"][1] == 1 and "asks for 5" in rows["shrunk"][3], f"fewer: {rows['shrunk']}")
-    check(rows["absent"][:3] == (0, 0, 22), f"what it needs is not here: {rows['absent']}")
-
-
-def test_run_side_by_side():
-    meet = "touch {0}; until [ -e {1} ]; do sleep 0.05; done; " + GOOD
-    rows, _ = run_suites(suites_of(one=meet.format("a", "b"), two=meet.format("b", "a")), CORES=2)
-    check(all(row[:2] == (3, 0) for row in rows.values()), f"two that wait for each other: {rows}")
-    alone = "mkdir busy || exit 9; sleep 0.3; rmdir busy; " + GOOD
-    for place in ({"cores": 2}, {"gpu": runner.GPU_PLACES, "needs": "gpu"}):
-        rows, _ = run_suites(suites_of(one=(alone, place), two=(alone, place), three=(alone, place)), CORES=2,
-                             have={**NO_GPU, "gpu": True}, all_gpus=("0",))
-        check(all(row[:2] == (3, 0) for row in rows.values()), f"more at once than {place} allows: {rows}")
-
-
-def test_run_starts_little_beside_kernels():
-    """What starts programs all the time waits for suites on a GPU that do not; `queues` is its alone."""
-    gpu = {"needs": "gpu", "gpu": 1}
-    often = ("sleep 0.3; [ ! -e works ] && echo ${CUDA_DEVICE_MAX_CONNECTIONS:-8} > often && " + GOOD,
-             {**gpu, "starts": True, "queues": 1})
-    works = ("touch works; echo ${CUDA_DEVICE_MAX_CONNECTIONS:-8} > once; sleep 1; rm works; " + GOOD, gpu)
-    rows, _ = run_suites(suites_of(works=works, often=often), CORES=4, have={**NO_GPU, "gpu": True},
-                         all_gpus=("0", "1"))
-    check(all(row[:2] == (3, 0) for row in rows.values()), f"one after the other: {rows}")
-    check((read("often"), read("once")) == ("1\n", "8\n"), f"queues: {read('often')}, {read('once')}")
-    all_queues = {s.name for s in runner.all_suites() if s.needs == "gpu" and not s.queues}
-    check(all_queues >= {"gpu test BF16", "gpu resume BF16"}, f"queues as users have them: {all_queues}")
-
-
-def test_run_builds_first():
-    after = {"after": ["build"]}
-    rows, _ = run_suites(suites_of(suite=("[ -e built ] && " + GOOD, after),
-                                   build=("sleep 0.3; touch built", {"counts": False})), CORES=4)
-    check(rows["suite"][:2] == (3, 0), f"after its build: {rows['suite']}")
-    suites = suites_of(suite=("touch started; " + GOOD, after), build=("false", {"counts": False}))
-    rows, _ = run_suites(suites, {"suite": "9"})
-    check(rows["build"][1] == 1 and rows["suite"][:3] == (0, 0, 9) and not os.path.exists("started"),
-          f"without its build: {rows}")
-    for needs in runner.ON_GPU:
-        rows, _ = run_suites(suites_of(suite=(GOOD, {"needs": needs})), {"suite": "9"})
-        check(rows["suite"][:3] == (0, 0, 9), f"without a GPU: {rows}")
-
-
-def test_run_ends_a_hang_only():
-    rows, _ = run_suites(suites_of(hang="sleep 1000 & wait"), QUIET_S=0.4)
-    check(rows["hang"][1] == 1 and "hangs" in rows["hang"][3], f"a hang: {rows}")
-    ticks = iter(range(10**9))
-    rows, _ = run_suites(suites_of(slow="sleep 2; " + GOOD), QUIET_S=0.4,
-                         cpu_ticks=lambda session: next(ticks))
-    check(rows["slow"][:2] == (3, 0), f"a slow one that works: {rows}")
-    session, start = os.getsid(0), time.process_time()
-    before = runner.cpu_ticks(session)
-    while time.process_time() - start < 0.1:
-        pass
-    check(runner.cpu_ticks(session) > before, "work on a core is seen")
-
-
-def test_run_knows_every_suite():
-    suites = runner.all_suites()
-    names = [s.name for s in suites]
-    check(len(set(names)) == len(names), "two suites of one name")
-    check([s.name for s in runner.all_suites(gpu=False)] == names, "other suites without a GPU")
-    for at, suite in enumerate(suites):
-        check(set(suite.after) <= set(names[:at]), f"{suite.name} stands behind what it waits for")
-    for path in glob.glob("dev/test/test_*.cpp"):
-        word = os.path.basename(path)[5:-4]
-        check({"host " + word, "asan " + word} <= set(names), f"{path} has its suites")
-    for path in glob.glob("dev/fuzz/seeds/*"):
-        check("fuzz " + os.path.basename(path) in names, f"{path} has its suite")
-    alone = runner.chosen(suites, ["gpu"], {need: True for need in NO_GPU})
-    on_gpu = {s.name for s in suites if s.needs in runner.ON_GPU}
-    builds = {name for s in suites if s.name in on_gpu for name in s.after}
-    check({s.name for s in alone} == on_gpu | builds,
-          f"make test-gpu runs the GPU's suites and what they need: {[s.name for s in alone]}")
-
-
-def test_run_spreads_over_gpus():
-    """A suite sees one GPU, the next one another; one that needs several sees all, when they are free."""
-    says = "echo ${CUDA_VISIBLE_DEVICES-all} >%s; sleep 0.5; " + GOOD
-    one, several = {"needs": "gpu", "gpu": 2}, {"needs": "gpus", "gpu": 2}
-    suites = suites_of(a=(says % "a", one), b=(says % "b", one), c=("test ! -e a && " + says % "c", several))
-    visible = os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    try:
-        rows, _ = run_suites(suites[2:] + suites[:2], have={**NO_GPU, "gpu": True, "gpus": True},
-                             all_gpus=("4", "7"), GPU_PLACES=3, CORES=8)
-    finally:
-        if visible is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible
-    check(all(row[:2] == (3, 0) for row in rows.values()), rows)
-    check({read("a"), read("b")} == {"4\n", "7\n"} and read("c") == "all\n",
-          [read(name) for name in "abc"])
-
-
-def test_run_report_without_gpu():
-    code = '#include "llmc/ops/helper.h"\nkernel(); // %s\ndie("%s"); asm("%s");\n'
-    write("a.cu", code % ("one", "two", "three"))
-    write("llmc/ops/helper.h", '#include "../deep.h"\nhelper')
-    write("llmc/deep.h", "deep")
-    write("llmc/other.h", "other")
-    suites = suites_of(one=(GOOD, {"needs": "gpu"}), two=(GOOD, {"needs": "gpus"}), host=GOOD,
-                       build=("true", {"needs": "nvcc"}))
-    expected = {"one": "100", "two": "20", "host": "3"}
-
-    def report(nvcc=True):
-        with redirect_stdout(io.StringIO()) as out:
-            runner.gpu_report(suites, expected, {"nvcc": nvcc})
-        return out.getvalue()
-    check("STALE: there is no dev/test/gpu-results.txt" in report(), report())
-    write("dev/test/gpu-results.txt", f"date: 2026-01-02\ngpu: H\ncounts: 5 passed, 0 failed, 0 skipped\n"
-          f"sha256: {runner.cuda_hash()}\n")
-    check("without one, without two." in report(), report())
-    with open("dev/test/gpu-results.txt", "a", encoding="utf-8") as f:
-        f.write("one: 3 passed, 0 failed, 1 skipped\ntwo: 1 passed, 0 failed, 0 skipped\n")
-    text = report()
-    check("STALE" not in text and "2026-01-02, H, 5 passed, 0 failed, 0 skipped." in text, text)
-    check("120 tests" in text, text)
-    check("1 CUDA program" not in text and "1 CUDA program" in report(nvcc=False), report(nvcc=False))
-    for text in (text, report(nvcc=False)):
-        check(len(text.strip().split("\n")) <= 3 and "!" not in text, f"three calm lines: {text}")
-    write("llmc/other.h", "another")
-    write("a.cu", code % ("a comment", "a message", "three"))
-    check("STALE" not in report(), "what no CUDA program compiles, and words: " + report())
-    write("a.cu", code % ("one", "two", "other code"))
-    check(report().count("STALE") == 1, "an asm statement has changed: " + report())
-    write("a.cu", code % ("one", "two", "three"))
-    check("STALE" not in report(), report())
-    write("llmc/deep.h", "another")
-    check(report().count("STALE") == 1, "a header of a header has changed: " + report())
-
-
-def test_run_main():
-    """main() with two suites, one of them on a GPU that is there or not; and one that needs two GPUs."""
-    def main(*words, gpu=0, build="true", expected="", more=None, clean=True):
-        suites = suites_of(build=(build, {"needs": "nvcc", "counts": False}), host=GOOD,
-                           gpu_one=(GOOD, {"needs": "gpu", "after": ["build"]}), **(more or {}))
-        if clean:
-            shutil.rmtree("dev", ignore_errors=True)
-        write("dev/test/expected.txt", "host: 4\ngpu one: 4\n" + expected)
-        lines = "".join(f"echo 'GPU {i}: H'; echo '  MIG 1g'; " for i in range(gpu))
-        write("bin/nvidia-smi", f"#!/bin/sh\n{lines or 'exit 1'}\n", True)
-        changes = {"ROOT": os.getcwd(), "all_suites": lambda gpu: suites, "has_nvcc": lambda: True,
-                   "has_clang": lambda: True}
-        before, argv, path = {n: getattr(runner, n) for n in changes}, sys.argv, os.environ["PATH"]
-        try:
-            for n, value in changes.items():
-                setattr(runner, n, value)
-            sys.argv, os.environ["PATH"] = ["run.py", *words], os.path.abspath("bin") + ":" + path
-            with redirect_stdout(io.StringIO()) as out:
-                code = runner.main()
-        finally:
-            sys.argv, os.environ["PATH"] = argv, path
-            for n, value in before.items():
-                setattr(runner, n, value)
-        return code, out.getvalue().rstrip().split("\n")[-1], os.path.exists("dev/test/gpu-results.txt")
-    closing = "{} passed, {} failed, {} skipped".format
-    cases = ((main(), (0, closing(4, 0, 5), False), "without a GPU"),
-             (main("gpu"), (1, closing(0, 0, 4), False), "make test-gpu without a GPU"),
-             (main(gpu=1), (0, closing(7, 0, 2), True), "with a GPU"),
-             (main("gpu", gpu=1), (0, closing(4, 0, 1), True), "make test-gpu"),
-             (main("host", gpu=1), (0, closing(3, 0, 1), False), "one suite of several"),
-             (main(gpu=1, build="false"), (1, closing(3, 1, 5), False), "with a GPU, but no build"),
-             (main(expected="gone: 9\n"), (1, closing(4, 1, 5), False), "a suite has gone"))
-    for got, wanted, what in cases:
-        check(got == wanted, f"{what}: {got}, expected {wanted}")
-    main(gpu=1)
-    results = read("dev/test/gpu-results.txt")
-    check("gpu one: 3 passed, 0 failed, 1 skipped" in results, results)
-    stops = ("sleep 0.5; kill -INT $PPID; sleep 9", {"needs": "gpu", "after": ["gpu one"]})
-    signal.signal(signal.SIGINT, signal.SIG_IGN)            # as in a shell's background job
-    try:
-        ended = main(gpu=1, more={"gpu_two": stops})
-    except KeyboardInterrupt:
-        ended = None
-    results = os.path.exists("dev/test/gpu-results.txt") and read("dev/test/gpu-results.txt")
-    check(ended is None and results and "gpu one: 3 passed" in results and "gpu two" not in results,
-          f"broken off: {ended}, {results}")
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)            # as under nohup
-    hung_up = main(more={"told": "kill -HUP $$; " + GOOD})
-    check(hung_up == (1, closing(4, 1, 5), False), f"a suite ends on SIGHUP: {hung_up}")
-    os.kill(os.getpid(), signal.SIGHUP)                     # and the runner does not
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-    two = (GOOD, {"needs": "gpus", "after": ["build"]})
-    several = {"expected": "gpus two: 9\n", "more": {"gpus_two": two}}
-    cases = ((main(**several), (0, closing(4, 0, 14), False), "without a GPU"),
-             (main(gpu=1, **several), (0, closing(7, 0, 11), True), "with one GPU of two"),
-             (main("gpu", gpu=2, **several), (0, closing(7, 0, 2), True), "two GPUs, as four were counted"),
-             (main("gpu", gpu=2, expected="gpus two: 4\ngpus two, 2 GPUs: 9\n", more=several["more"]),
-              (1, closing(7, 1, 2), True), "two GPUs, fewer tests than on two"),
-             (main(gpu=2, expected="gpus two, 2 GPUs: 4\n", more=several["more"]),
-              (0, closing(10, 0, 3), True), "a line of two GPUs"),
-             (main("gpu", gpu=4, **several), (1, closing(7, 1, 2), True), "four GPUs, fewer tests"))
-    for got, wanted, what in cases:
-        check(got == wanted, f"{what}: {got}, expected {wanted}")
-    several["expected"] = "gpus two: 4\n"
-    check(main(gpu=2, **several) == (0, closing(10, 0, 3), True), "with two GPUs")
-    check("gpus: 2\n" in read("dev/test/gpu-results.txt"), read("dev/test/gpu-results.txt"))
-    check(main("--missing", "gpu", gpu=4, clean=False, **several) == (0, closing(4, 0, 1), True),
-          "on four GPUs, what had two is run again")
-    check("gpus: 4\n" in read("dev/test/gpu-results.txt"), read("dev/test/gpu-results.txt"))
-    row = "gpus two: 3 passed, 0 failed, 1 skipped"
-    check(row in read("dev/test/gpu-results.txt"), read("dev/test/gpu-results.txt"))
-    check(main(gpu=1, clean=False, **several) == (0, closing(7, 0, 6), True), "then with one")
-    results = read("dev/test/gpu-results.txt")
-    check(row in results and "counts: 6 passed, 0 failed, 2 skipped" in results, f"its row stays: {results}")
-    check(main("--missing", "gpu", gpu=2, clean=False, **several) == (0, closing(1, 0, 0), True),
-          "what has passed is not run again, but for its build")
-    write("dev/test/gpu-results.txt", results.replace("gpu one: 3 passed, 0", "gpu one: 3 passed, 1"))
-    check(main("--missing", "gpu", gpu=2, clean=False, **several) == (0, closing(4, 0, 1), True),
-          "what has failed is run again")
-    check("counts: 6 passed, 0 failed, 2 skipped" in read("dev/test/gpu-results.txt"), "all rows are there")
-    write("a.cu", "other sources")
-    main(gpu=1, clean=False, **several)
-    check(row not in read("dev/test/gpu-results.txt"), "the row of other sources goes")
-    check(main("--missing", "gpu", gpu=2, clean=False, **several) == (0, closing(4, 0, 1), True),
-          "all that these sources miss")
-    tested = runner.cuda_hash()
-    main(gpu=1, more={"gpu_edits": ("echo more >>a.cu; " + GOOD, {"needs": "gpu"})})
-    check("sha256: " + tested in read("dev/test/gpu-results.txt") and runner.cuda_hash() != tested,
-          "sources that changed while the suites ran have not run")
-
-
-def test_run_writes_gpu_results():
-    write("a.cu", "kernel")
-    os.makedirs("dev/test")
-    rows = [("gpu one", 5, 0, 1, 2.0, ""), ("gpu two", 7, 1, 0, 3.0, "")]
-    runner.write_gpu_results(rows, runner.cuda_hash())
-    fields = runner.read_fields("dev/test/gpu-results.txt")
-    check(fields["counts"] == "12 passed, 1 failed, 1 skipped", fields)
-    check(fields["gpu one"] == "5 passed, 0 failed, 1 skipped", fields)
-    check(fields["sha256"] == runner.cuda_hash(), fields)
-    with open("dev/test/gpu-results.txt", "a", encoding="utf-8") as f:
-        f.write("\nmemcheck: ok\n")
-    runner.write_gpu_results(rows, runner.cuda_hash())
-    check(read("dev/test/gpu-results.txt").endswith("\n\nmemcheck: ok\n"),
-          "other steps of these sources stay")
-    write("a.cu", "another")
-    runner.write_gpu_results(rows, runner.cuda_hash())
-    check("memcheck" not in read("dev/test/gpu-results.txt"), "those of other sources go")
-
-
-def test_run_updates_counts():
-    """What several GPUs' suites count on two has a line beside four's."""
-    write("dev/test/test_ranks.py", "")
-    write("dev/test/expected.txt", "gpus ranks FP32: 147\ngpu cli BF16: 9\ngone: 3\n")
-    write("dev/test/gpu-results.txt", "gpus: 2\ngpus ranks FP32: 70 passed, 0 failed, 48 skipped\n"
-          "gpu cli BF16: 100 passed, 0 failed, 0 skipped\ngpu cli FP16: 9 passed, 1 failed, 0 skipped\n")
-    runner.update_counts()
-    check(runner.read_fields("dev/test/expected.txt") ==
-          {"gpus ranks FP32": "147", "gpus ranks FP32, 2 GPUs": "116", "gpu cli BF16": "98"},
-          read("dev/test/expected.txt"))
-
-
-# ---- main ----
-
-if __name__ == "__main__":
-    sys.exit(main(globals(), "test_scripts", in_root=("run_knows_every_suite",)))

@@ -1,30 +1,22 @@
-#!/usr/bin/env python3
 """The built-in corpus makes sense: what its stories say follows from what they said, and its text is tidy.
-
-    python3 dev/test/test_stories.py [build/stories]
 
 A model can only learn from the corpus what is true in it. Read here with regular expressions, by somebody who
 knows the plots but not the generator: sums come out right, the way home passes the landmarks backwards, swaps
 add up, a name keeps its pronouns, every sentence begins with a capital.
 """
+import os
 import re
 import subprocess
-import sys
 
-PROGRAM = sys.argv[1] if len(sys.argv) > 1 else "build/stories"
+import pytest
+
+from checks import ROOT
+
+PROGRAM = os.path.join(ROOT, "build/stories")
 SEPARATOR = "<|endoftext|>\n"
 NUMBERS = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
            "sixteen seventeen").split()
 NAME = r"([A-Z][a-z]+)"
-passed = failed = 0
-
-
-def check(condition, what):
-    global passed, failed
-    passed += bool(condition)
-    failed += not condition
-    if not condition:
-        print(f"FAIL {what}", flush=True)
 
 
 def tell(*flags):
@@ -36,28 +28,36 @@ def all_of(pattern, documents, right, what, least):
     pattern = re.compile(pattern, re.S | re.X)
     found = [match for doc in documents for match in pattern.finditer(doc)]
     wrong = [match[0] for match in found if not right(match)]
-    check(len(found) >= least, f"{what}: only {len(found)} found")
-    check(not wrong, f"{what}: {len(wrong)} of {len(found)} wrong: {''.join(wrong[:1])[:300]!r}")
+    assert len(found) >= least, f"{what}: only {len(found)} found"
+    assert not wrong, f"{what}: {len(wrong)} of {len(found)} wrong: {''.join(wrong[:1])[:300]!r}"
 
 
 def number(word):
     return NUMBERS.index(word.lower())
 
 
-def test_documents(text):
-    documents = text.split(SEPARATOR)
-    check(len(documents) == 3000 and all(documents), f"{len(documents)} documents, some of them empty")
+@pytest.fixture(scope="module")
+def text():
+    return tell("--seed", 1, "-n", 3000)
+
+
+@pytest.fixture(scope="module")
+def documents(text):
+    return text.split(SEPARATOR)
+
+
+def test_documents(text, documents):
+    assert len(documents) == 3000 and all(documents), "some of them are empty"
     first = SEPARATOR.join(documents[:40])
-    check(tell("--seed", 1, "-n", 40) == first, "stories depend on how many are told")
+    assert tell("--seed", 1, "-n", 40) == first, "stories depend on how many are told"
     other = tell("--seed", 2, "-n", 40).split(SEPARATOR)
-    check(not set(other) & set(documents), "two seeds tell the same story")
-    check(len(set(documents)) > 2990, "stories repeat")
+    assert not set(other) & set(documents), "two seeds tell the same story"
+    assert len(set(documents)) > 2990, "stories repeat"
     size = 30000
     cut = tell("--seed", 1, "--bytes", size)
     last = cut.rindex(SEPARATOR)
-    check(last < size <= len(cut), f"--bytes {size} ends after {len(cut)}")
-    check(text.startswith(cut), "--bytes tells other stories than -n")
-    return documents
+    assert last < size <= len(cut), f"--bytes {size} ends after {len(cut)}"
+    assert text.startswith(cut), "--bytes tells other stories than -n"
 
 
 def test_sentences(documents):
@@ -69,12 +69,12 @@ def test_sentences(documents):
             ("a blank before a comma or full stop", r" [.,!?]"), ("a sign of a template", r"[{}\[\]|]"),
             ("the same person twice", rf"\b{NAME} and \1\b")):
         found = [match[0] for doc in documents for match in re.finditer(wrong, doc, re.M)]
-        check(not found, f"{what}: {len(found)} times, such as {found[:3]}")
+        assert not found, f"{what}: {len(found)} times, such as {found[:3]}"
     told = [re.sub(r"\"[^\"]*\"", "", doc) for doc in documents]        # without what is spoken
     small = [words for doc in told for words in re.findall(r"[!?] ([a-z]+)", doc)]
-    check(not small, f"a small letter after ! or ? outside of speech: {small[:3]}")
+    assert not small, f"a small letter after ! or ? outside of speech: {small[:3]}"
     odd = [doc[:60] for doc in documents if any(part.count('"') % 2 for part in doc.split("\n"))]
-    check(not odd, f"quotation marks that do not pair: {odd[:1]}")
+    assert not odd, f"quotation marks that do not pair: {odd[:1]}"
 
 
 def test_pronouns(documents):
@@ -82,9 +82,9 @@ def test_pronouns(documents):
     he = {}
     for name, pronoun in re.findall(rf"(?:called|named) {NAME}\. (He|She) lived", text):
         he.setdefault(name, set()).add(pronoun)
-    check(len(he) >= 30, f"only {len(he)} names are introduced")
-    check(all(len(pronouns) == 1 for pronouns in he.values()), f"names with two pronouns: {he}")
-    check((he.get("Mina"), he.get("Oscar")) == ({"She"}, {"He"}), "Mina is she and Oscar is he")
+    assert len(he) >= 30, f"only {len(he)} names are introduced"
+    assert all(len(pronouns) == 1 for pronouns in he.values()), f"names with two pronouns: {he}"
+    assert (he.get("Mina"), he.get("Oscar")) == ({"She"}, {"He"}), "Mina is she and Oscar is he"
 
     def fits(name, word):
         return name not in he or word in {"He": ("him", "his"), "She": ("her",)}[min(he[name])]
@@ -139,17 +139,3 @@ def test_plots(documents):
                 and all(whole.endswith(" " + part) for whole, part in short))
     all_of(SWAP, documents, swaps, "swaps", 60)
     all_of(ERRAND, documents, lambda m: m[1].endswith(" " + m[2]) and m[3] == m[1], "what is carried", 60)
-
-
-def main():
-    text = tell("--seed", 1, "-n", 3000)
-    documents = test_documents(text)
-    test_sentences(documents)
-    test_pronouns(documents)
-    test_plots(documents)
-    print(f"{passed} passed, {failed} failed, 0 skipped")
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,14 +1,15 @@
-"""What tests of the training program share: runs of it, files by a few lines of our own, counting.
+"""What tests of the training program share: runs of it, and files by a few lines of our own.
 
-    from trainer import main, run_ok            # in test_cli.py and test_loop.py: tests are functions test_*
-    result = run_ok({"-x": 5, "-o": "folder"})  # the usual small flags and these; result.losses()
-    sys.exit(main(__doc__, globals()))          # runs every test in one temporary folder, prints the counts
+    from trainer import refused, run_ok
+    USUAL = {"-e": "L2,NH2,C32,T16,V256", ...}  # the module's usual small flags, if not those below
+    result = run_ok({"-x": 5, "-o": "folder"})  # those and these; result.losses()
+    refused({"-b": 0}, "-b", "0")               # ends with 1 and one sentence with these words
 
 Standard library only. Bit-equality is asked for in every build; comparisons of different arithmetic are as
 tight as the build's precision allows.
 """
-import argparse
 import fcntl
+import functools
 import glob
 import hashlib
 import math
@@ -20,46 +21,36 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 
-from checks import scratch_folder
+import checks
+from checks import check
 
 SHARD_MAGIC, EVAL_MAGIC, MODEL_MAGIC = 20240520, 20240522, 20240326
 B, T, V, C, L = 4, 32, 256, 32, 2
 TINY = f"L{L},NH2,C{C},T{T},V{V}"
 LIMIT_S = 300                           # no run here takes more than seconds; a hang must not hang the tests
 
-# ---- counting ----
+# ---- asserts ----
 
-class Count:
-    passed = failed = skipped = 0
-    name = ""                           # of the test that runs
-
-
-def check(condition, what):
-    if condition:
-        Count.passed += 1
-    else:
-        Count.failed += 1
-        print(f"FAIL {Count.name}: {what}", flush=True)
-    return bool(condition)
+def assert_close(got, want, tolerance, what):
+    """Two lists of numbers, element by element; NaN is never close."""
+    assert len(got) == len(want), f"{what}: how many values"
+    worst = max((abs(a - b) if a == a and b == b else math.inf for a, b in zip(got, want)), default=math.inf)
+    assert worst <= tolerance, f"{what}: differs by {worst:.3g}, allowed {tolerance:.3g}"
 
 
-def skip(why, count=1):
-    Count.skipped += count
-    print(f"SKIP ({count}) {Count.name}: {why}", flush=True)
-
-
+# Until all modules have plain asserts:
 def check_equal(got, want, what):
     return check(got == want, f"{what}: {shorten(got)}, expected {shorten(want)}")
 
 
 def check_close(got, want, tolerance, what):
-    """Two lists of numbers, element by element; NaN is never close."""
-    if not check_equal(len(got), len(want), what + ": how many values"):
-        return False
-    worst = max((abs(a - b) if a == a and b == b else math.inf for a, b in zip(got, want)), default=math.inf)
-    return check(worst <= tolerance, f"{what}: differs by {worst:.3g}, allowed {tolerance:.3g}")
+    assert_close(got, want, tolerance, what)
+    return True
+
+
+def skip(why, count=1):
+    checks.skip(count, why)
 
 
 def shorten(value):
@@ -91,11 +82,15 @@ class Result:
 JOB_VARIABLE = re.compile("SLURM_|OMPI_|PMI|PRTE_|MASTER_|TORCHELASTIC_|LLMC_|(LOCAL_)?(RANK|WORLD_SIZE)$")
 
 
+USUAL = {"-e": TINY, "-i": "train.bin", "-j": "val.bin", "-b": B, "-x": 5, "-v": 0, "-s": 0, "-f": 0}
+
+
 class Program:
+    """What conftest.py has set for the test that runs; usual: the module's USUAL, or the one above."""
     path = precision = device = None
     slow = quick = False
-    numbers = {}
-    usual = {"-e": TINY, "-i": "train.bin", "-j": "val.bin", "-b": B, "-x": 5, "-v": 0, "-s": 0, "-f": 0}
+    numbers = {"kills": 25, "seed": 1}
+    usual = USUAL
 
     @staticmethod
     def command(flags):
@@ -146,9 +141,7 @@ def check_ran(result):
     # a note is no complaint, either: it stands on stderr because stdout is the text's
     said = without_scaling(result.err).splitlines()
     ran = result.code == 0 and all(line.startswith("note: ") for line in said)
-    if not ran:
-        print(f"    {' '.join(result.command)}\n    exit code {result.code}: {result.err.strip()}")
-    check(ran, "the run ends well and without complaints")
+    assert ran, f"{' '.join(result.command)}\nexit code {result.code}: {result.err.strip()}"
     return result
 
 
@@ -265,83 +258,46 @@ def snapshot(folder="."):
     return state
 
 
-def check_refused(name, flags, *said, extra=()):
+def refused(flags, *said, extra=()):
     """Exit code 1, one sentence with the value, nothing on disk changed."""
     before = snapshot()
     result = run({"-o": "refused", **flags}, extra=extra)
-    lines = result.err.splitlines()
-    problems = []
-    if result.code != 1:
-        problems.append(f"exit code {result.code}")
+    changed = sorted(path for path, _ in set(snapshot().items()) ^ set(before.items()))
+    shutil.rmtree("refused", ignore_errors=True)
+    lines, command = result.err.splitlines(), " ".join(result.command)
+    assert result.code == 1, f"exit code {result.code}: {result.err}{command}"
     once = [line.startswith("error: ") for line in lines] == [True] + [False] * (len(lines) - 1)
-    if not once or len(lines) > 3:
-        problems.append(f"{len(lines)} lines on stderr")
-    problems += [f"stderr lacks '{text}'" for text in said if str(text) not in result.err]
-    if snapshot() != before:
-        changed = sorted(set(snapshot().items()) ^ set(before.items()), key=str)
-        problems.append("the disk changed: " + ", ".join(path for path, _ in changed))
-        shutil.rmtree("refused", ignore_errors=True)
-    if not check(not problems, f"refuse {name}: " + "; ".join(problems)):
-        print(f"    {' '.join(result.command)}\n    " + "\n    ".join(lines[:5]))
+    assert once and len(lines) <= 3, f"not one sentence on stderr: {result.err}{command}"
+    lacking = [text for text in map(str, said) if text not in result.err]
+    assert not lacking, f"stderr lacks {lacking}: {result.err}{command}"
+    assert not changed, f"the disk changed: {changed}\n{command}"
 
 
-# ---- main ----
+def check_refused(name, flags, *said, extra=()):
+    refused(flags, *said, extra=extra)
 
-def look_at_program(precision):
+
+# ---- what a test runs ----
+
+@functools.lru_cache(None)
+def device_of(path):
+    """(device, precision) as the program names them."""
+    Program.path, Program.usual = path, USUAL
     result = run({"-x": 0})
     match = re.search(r"^device: (.*), precision (\w+)$", result.out, re.M)
-    if not match:
-        sys.exit(f"error: {Program.path} -x 0 does not print its device and precision: {result.err.strip()}")
-    Program.device, Program.precision = match[1], precision or match[2]
-    if Program.precision != match[2]:
-        sys.exit(f"error: --precision {precision}, but {Program.path} is built for {match[2]}")
-    print(f"{Program.path}: {Program.device}, {Program.precision}")
+    assert match, f"{path} -x 0 does not print its device and precision: {result.err.strip()}"
+    return match.groups()
+
+
+def look_at(path, precision=None):
+    """Sets Program to this one, which must be built for `precision` if one is given."""
+    usual = Program.usual
+    Program.device, Program.precision = device_of(path)
+    Program.path, Program.usual = path, usual
+    assert precision in (None, Program.precision), f"{path} is built for {Program.precision}"
 
 
 def main(about, names, **numbers):
-    """Every function test_* of `names`, in their order, in a temporary folder. names["NUMERIC"]: those whose
-    outcome can depend on the precision that a program was built for. names["ON_GPUS"], where there is one:
-    all that a GPU has to do. numbers: more flags, as name=(default, help), for Program.numbers."""
-    parser = argparse.ArgumentParser(description=about.split("\n")[0])
-    parser.add_argument("program", nargs="?", default="./train_gpt2cpu")
-    parser.add_argument("--precision", choices=("FP32", "BF16", "FP16"),
-                        help="what the program must be built for")
-    parser.add_argument("--slow", action="store_true", help="also what takes minutes")
-    parser.add_argument("--quick", action="store_true", help="fewer of what is repeated at random")
-    parser.add_argument("--keep", action="store_true", help="keep the temporary folder")
-    parser.add_argument("-k", default="", help="only tests with one of these words in their name")
-    parser.add_argument("--numeric", type=int, choices=(0, 1),
-                        help="1: only tests that the precision of a build can change; 0: only the others")
-    for name, (default, about_it) in numbers.items():
-        parser.add_argument("--" + name, type=int, default=default, help=about_it)
-    args = parser.parse_args()
-    Program.numbers = vars(args)
-    Program.path = os.path.abspath(args.program)
-    Program.slow, Program.quick = args.slow, args.quick
-    if not os.access(Program.path, os.X_OK):
-        sys.exit(f"error: no program '{args.program}'\nhint: make train_gpt2cpu")
-    tests = [(name[5:], f) for name, f in names.items() if name.startswith("test_")
-             and any(word in name for word in args.k.split() or [""])]
-    for listed in ("NUMERIC", "ON_GPUS"):
-        unknown = set(names.get(listed, ())) - {name[5:] for name in names}
-        if unknown:
-            sys.exit(f"error: {listed} names {unknown}, which are no tests")
-    if args.numeric is not None:
-        tests = [(name, f) for name, f in tests if (name in names["NUMERIC"]) == bool(args.numeric)]
-    with scratch_folder("test_gpt2_", args.keep):
-        write_shard("train.bin", sentences(1, 20000))
-        write_shard("val.bin", sentences(2, 3000))
-        look_at_program(args.precision)
-        if "CPU" not in Program.device:
-            tests = [(name, f) for name, f in tests if name in names.get("ON_GPUS", [name])]
-        for name, test in tests:
-            Count.name = name
-            before, began = (Count.passed, Count.failed), time.monotonic()
-            try:
-                test()
-            except Exception as e:              # a test that stumbles over unexpected output has failed
-                check(False, f"{type(e).__name__}: {e} (line {e.__traceback__.tb_next.tb_lineno})")
-            print(f"{name}: {Count.passed - before[0]} passed, {Count.failed - before[1]} failed, "
-                  f"{time.monotonic() - began:.1f} s", flush=True)
-    print(f"{Count.passed} passed, {Count.failed} failed, {Count.skipped} skipped")
-    return 1 if Count.failed or not Count.passed else 0
+    """Until nobody calls it: `pytest FILE` is the command."""
+    import pytest
+    return pytest.main([names["__file__"], *sys.argv[1:]])

@@ -1,0 +1,194 @@
+"""What the tests themselves need: no test disappears, and gpu-results.txt says what ran on which sources.
+
+    pytest dev/test/test_harness.py --update-names      # after a run: names.txt has all that there is now
+"""
+import ast
+import glob
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import gpus
+import test_programs
+from checks import NAMES, ROOT
+
+
+def names_of(path):
+    with open(path, encoding="utf-8") as f:
+        tree = ast.parse(f.read())
+    return [f"{os.path.basename(path)}::{node.name}" for node in tree.body
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+
+
+def checks_of(program):
+    """How many it counted in its last run here; 2 % less of many, as machines differ in a few (some cannot
+    mount a file system, some are root)."""
+    try:
+        with open(os.path.join(ROOT, "build/logs", program.replace(" ", "_") + ".log"), encoding="utf-8",
+                  errors="replace") as f:
+            closing = test_programs.CLOSING.match(f.read().rstrip("\n").rpartition("\n")[2])
+    except FileNotFoundError:
+        return 0
+    counted = sum(map(int, closing.groups())) if closing and closing[1] != "0" and closing[2] == "0" else 0
+    return counted - counted // 50
+
+
+def test_names(request):
+    with open(NAMES, encoding="utf-8") as f:
+        known = [line.strip() for line in f if line.strip() and line[0] != "#"]
+    there = [name for path in sorted(glob.glob(ROOT + "/dev/test/test_*.py")) for name in names_of(path)]
+    least = {name: int(count) for name, count in (line.split(": ") for line in known if ": " in line)}
+    if request.config.getoption("--update-names"):
+        steady = sorted(set(test_programs.PROGRAMS) - {"lint", "mutants"})
+        least = {name: checks_of(name) or least.get(name, 0) for name in steady}
+        with open(NAMES, "w", encoding="utf-8") as f:
+            f.write("# All tests, and the fewest checks that each program must count: what disappears has "
+                    "failed.\n# Written after a run by `pytest dev/test/test_harness.py --update-names`.\n")
+            f.writelines(f"{name}\n" for name in there)
+            f.writelines(f"{name}: {count}\n" for name, count in least.items() if count)
+        return
+    gone = [name for name in known if ": " not in name and name not in there]
+    gone += [name for name in least if name not in test_programs.PROGRAMS]
+    assert not gone, f"in dev/test/names.txt, but not there any more: {', '.join(gone)}"
+    assert len(set(there)) == len(there), "two tests have one name, and only the last of them runs"
+
+
+def write(path, text):
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    with open(path, "w", encoding="utf-8") as f:
+        f.write(text)
+
+
+def test_hash_of_cuda_sources():
+    code = '#include "llmc/ops/helper.h"\nkernel(); // %s\ndie("%s"); asm("%s");\n'
+    write("a.cu", code % ("one", "two", "three"))
+    write("llmc/ops/helper.h", '#include "../deep.h"\nhelper')
+    write("llmc/deep.h", "deep")
+    write("llmc/other.h", "other")
+    before = gpus.cuda_hash(".")
+    write("llmc/other.h", "another")
+    write("a.cu", code % ("a comment", "a message", "three"))
+    assert gpus.cuda_hash(".") == before, "what no CUDA program compiles, and words"
+    write("a.cu", code % ("one", "two", "other code"))
+    assert gpus.cuda_hash(".") != before, "an asm statement has changed"
+    write("a.cu", code % ("one", "two", "three"))
+    write("llmc/deep.h", "another")
+    assert gpus.cuda_hash(".") != before, "a header of a header has changed"
+
+
+def test_gpu_results():
+    rows = {"cli BF16": (5, 0, 1), "ranks BF16, 2 GPUs": (7, 1, 0)}
+    gpus.write_results(rows, "sources", "results")
+    fields = gpus.read_results("results")
+    assert fields["counts"] == "12 passed, 1 failed, 1 skipped" and fields["sha256"] == "sources"
+    assert gpus.passed_rows("sources", "results") == {"cli BF16"}
+    assert gpus.passed_rows("other sources", "results") == set()
+    with open("results", "a", encoding="utf-8") as f:
+        f.write("\nmemcheck: ok\n")
+    gpus.write_results({"ranks BF16, 2 GPUs": (8, 0, 0)}, "sources", "results")
+    text = open("results", encoding="utf-8").read()
+    assert text.endswith("\n\nmemcheck: ok\n"), "other steps of these sources stay"
+    assert gpus.passed_rows("sources", "results") == set(rows), "other suites stay"
+    gpus.write_results({"cli FP16": (1, 0, 0)}, "other sources", "results")
+    text = open("results", encoding="utf-8").read()
+    assert "memcheck" not in text and "BF16" not in text, "those of other sources go"
+
+
+def test_report_without_a_gpu():
+    def report():
+        return gpus.report_without_gpu(120, ["cli BF16", "ranks BF16"], "sources", "no_gpu")
+    assert "STALE: there is no gpu-results.txt" in report() and "120 tests" in report()
+    gpus.write_results({"cli BF16": (3, 0, 1)}, "sources", "no_gpu")
+    assert "STALE" not in report()
+    assert "3 passed, 0 failed, 1 skipped, without ranks BF16." in report()
+    gpus.write_results({"cli BF16": (3, 0, 1), "ranks BF16, 2 GPUs": (1, 0, 0)}, "sources", "no_gpu")
+    assert "without" not in report()
+    gpus.write_results({"cli BF16": (3, 0, 1)}, "others", "no_gpu")
+    assert "STALE: the CUDA sources have changed" in report()
+    assert len(report().strip().split("\n")) == 2 and "!" not in report(), "calm lines"
+
+
+@pytest.mark.parametrize("several, alone, wanted",
+                         [(False, False, "7"), (False, True, "4"), (True, False, None)])
+def test_places_on_gpus(several, alone, wanted):
+    """With several GPUs the kernels' tests have the first one to themselves."""
+    for worker in (0, 1, 5):
+        two = gpus.environment(["4", "7"], worker, several, alone, False)
+        assert two.get("CUDA_VISIBLE_DEVICES") == wanted and "CUDA_DEVICE_MAX_CONNECTIONS" not in two
+        here = gpus.environment(["4"], worker, several, alone, True)
+        assert here.get("CUDA_VISIBLE_DEVICES") == (None if several else "4")
+        assert here["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
+# Suites of their own, run with this folder's conftest.py.
+SUITES = {
+    "test_it.py": """
+import os, pytest
+def test_good(): pass
+def test_bad(): assert os.environ.get("GOOD")
+@pytest.mark.slow
+def test_long(): assert False
+""",
+    "test_on_gpu.py": """
+import os, pytest
+pytestmark = pytest.mark.gpu
+def test_kernel(): pass
+@pytest.mark.gpus
+def test_several(): assert "CUDA_VISIBLE_DEVICES" not in os.environ
+""",
+    "test_zombie.py": """
+import os, pytest
+@pytest.mark.gpu
+def test_broken_off():
+    if os.environ.get("STOP"): raise KeyboardInterrupt
+"""}
+
+
+@pytest.fixture
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def run_suites(*words, gpus_here=0, **env):
+    """(exit code, the last line, rows of gpu-results.txt)"""
+    for name in ("conftest.py", "gpus.py", "checks.py", "trainer.py"):
+        shutil.copy(os.path.join(ROOT, "dev/test", name), ".")
+    os.makedirs("dev/test", exist_ok=True)
+    shutil.copy(os.path.join(ROOT, "pytest.ini"), ".")
+    with open("checks.py", encoding="utf-8") as f:
+        write("checks.py", f.read().replace("ROOT = ", f"ROOT = {os.getcwd()!r}\nIT = "))
+    for name, text in SUITES.items():
+        write(name, text)
+    write("bin/nvidia-smi", "#!/bin/sh\n" + "".join(f"echo 'GPU {i}: H'; " for i in range(gpus_here)) + "\n")
+    os.chmod("bin/nvidia-smi", 0o755)
+    path = os.path.abspath("bin") + ":" + os.environ["PATH"]
+    env = {"PATH": path, **env}
+    env.update(pair for pair in os.environ.items() if not re.search("PYTEST|CUDA|^PATH", pair[0]))
+    done = subprocess.run([sys.executable, "-m", "pytest", ".", *words], capture_output=True, text=True,
+                          env=env, check=False)
+    rows = set(gpus.read_results("dev/test/gpu-results.txt")) & {"on_gpu", "zombie", "it"}
+    return done.returncode, done.stdout.rstrip().split("\n")[-1], sorted(rows)
+
+
+@pytest.mark.parametrize("words, env, code, last", [
+    ([], {}, 1, "1 passed, 1 failed, 4 skipped"),
+    (["-n", "2"], {"GOOD": "1"}, 0, "2 passed, 0 failed, 4 skipped"),
+    (["-k", "long"], {}, 1, "0 passed, 0 failed, 1 skipped"),
+    (["-k", "nothing"], {}, 1, "0 passed, 0 failed, 0 skipped"),
+    (["--slow", "-k", "long"], {}, 1, "0 passed, 1 failed, 0 skipped")],
+    ids=["failed", "workers", "skipped", "none", "slow"])
+def test_closing_line(own_folder, words, env, code, last):
+    assert run_suites(*words, **env) == (code, last, [])
+
+
+def test_runs_on_gpus(own_folder):
+    every = ["on_gpu", "zombie"]
+    assert run_suites("-n", "2", GOOD="1", gpus_here=1) == (0, "4 passed, 0 failed, 2 skipped", every)
+    assert run_suites("--missing", GOOD="1", gpus_here=1) == (0, "2 passed, 0 failed, 1 skipped", every)
+    os.unlink("dev/test/gpu-results.txt")
+    assert run_suites(GOOD="1", gpus_here=2, STOP="1") == (2, "4 passed, 0 failed, 1 skipped", ["on_gpu"])
+    assert run_suites("--missing", GOOD="1", gpus_here=2) == (0, "3 passed, 0 failed, 1 skipped", every)
