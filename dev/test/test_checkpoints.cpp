@@ -220,13 +220,12 @@ static void test_state_round_trip() {
         }
         alarm(0);
         write_text(path, std::string(1000, 'x'));
-        CHECK(state_open(&s, path) == "is not a state file", "%s", state_open(&s, path).c_str());
+        CHECK_TEXT(state_open(&s, path), "is not a state file");
         write_state(path, {}, {});
         std::string text = read_text(path);
         text[8] = 2;
         write_text(path, text);
-        CHECK(state_open(&s, path) == "has version 2, and this program reads 1", "%s",
-              state_open(&s, path).c_str());
+        CHECK_TEXT(state_open(&s, path), "has version 2, and this program reads 1");
     }
 }
 
@@ -267,8 +266,7 @@ static void test_state_damage() {
         CHECK(state_open(&s, path).empty(), "it cannot be opened");
         CHECK(truncate(path.c_str(), (off_t)good.size() - 1) == 0, "%s", strerror(errno));
         CHECK(read_piece(s, 0, &data).empty(), "its first piece is whole");
-        CHECK(read_piece(s, s.rows.size() - 1, &data) == "is truncated", "%s",
-              read_piece(s, s.rows.size() - 1, &data).c_str());
+        CHECK_TEXT(read_piece(s, s.rows.size() - 1, &data), "is truncated");
         std::string bad = good;
         bad[s.rows[1].offset]++;
         write_text(path, bad);
@@ -448,10 +446,9 @@ static std::string check(const std::string& run, int64_t step) {
 
 static void test_names() {
     TEST("checkpoints: names") {
-        CHECK(checkpoint_model("r", 12) == "r/model_00000012.bin", "%s", checkpoint_model("r", 12).c_str());
-        CHECK(checkpoint_state("r", 5000000000, 7) == "r/state_5000000000_00007.bin", "%s",
-              checkpoint_state("r", 5000000000, 7).c_str());
-        CHECK(checkpoint_marker("r", 0) == "r/DONE_00000000", "%s", checkpoint_marker("r", 0).c_str());
+        CHECK_TEXT(checkpoint_model("r", 12), "r/model_00000012.bin");
+        CHECK_TEXT(checkpoint_state("r", 5000000000, 7), "r/state_5000000000_00007.bin");
+        CHECK_TEXT(checkpoint_marker("r", 0), "r/DONE_00000000");
         const struct { const char *name, *before, *after; int64_t number; } names[] = {
             {"DONE_00000012", "DONE_", "", 12}, {"DONE_", "DONE_", "", -1}, {"DONE_1x", "DONE_", "", -1},
             {"DONE_-1", "DONE_", "", -1}, {"DONE_ 1", "DONE_", "", -1}, {"xDONE_1", "DONE_", "", -1},
@@ -493,7 +490,7 @@ static void test_marker() {
         CHECK(checkpoint_check(run, 20, &found).empty(), "%s", check(run, 20).c_str());
         CHECK(found == states, "%zu states", found.size());
         CHECK(check(run, 10).empty(), "%s", check(run, 10).c_str());
-        CHECK(check(run, 30) == "DONE_00000030 cannot be opened", "%s", check(run, 30).c_str());
+        CHECK_TEXT(check(run, 30), "DONE_00000030 cannot be opened");
         CHECK(read_text(marker).find("model_00000020.bin 1072 ") == 0, "%s", read_text(marker).c_str());
         check_dies("a state that is not here", [&] {
             checkpoint_done(run, 40, {checkpoint_state(run, 10, 0), checkpoint_state(run, 40, 1)});
@@ -510,7 +507,7 @@ static void test_marker() {
             const std::string good = read_text(path), name = path.substr(run.size() + 1);
             const bool is_model = path == model;
             unlink(path.c_str());
-            CHECK(check(run, 20) == name + " is missing", "%s", check(run, 20).c_str());
+            CHECK_TEXT(check(run, 20), name + " is missing");
             const std::string other = is_model ? checkpoint_model(run, 10) : checkpoint_state(run, 10, 0);
             const std::string damaged[] = {read_text(other), good.substr(0, good.size() - 1), good + "x",
                                            "", good.substr(0, 40), std::string(5000, '\0')};
@@ -542,12 +539,12 @@ static void test_marker() {
         }
         CHECK(unnoticed == 0, "%d of %zu changes are not noticed", unnoticed, good.size() * 4);
         write_text(marker, good + "\n");
-        CHECK(check(run, 20) == "DONE_00000020 is damaged", "%s", check(run, 20).c_str());
+        CHECK_TEXT(check(run, 20), "DONE_00000020 is damaged");
         checkpoint_done(run, 20, {});
-        CHECK(check(run, 20) == "DONE_00000020 names no state", "%s", check(run, 20).c_str());
+        CHECK_TEXT(check(run, 20), "DONE_00000020 names no state");
         unlink(marker.c_str());
         mkdir_check(marker.c_str());
-        CHECK(check(run, 20) == "DONE_00000020 cannot be opened", "%s", check(run, 20).c_str());
+        CHECK_TEXT(check(run, 20), "DONE_00000020 cannot be opened");
     }
     TEST("checkpoints: that lost their marker") {
         const std::string lost = new_folder("lost");
@@ -735,7 +732,7 @@ static void test_retention() {
         Child stuck = run_child([&] { checkpoint_remove(run, 10); });
         CHECK(stuck.err.find("warning: cannot remove '" + model + "': Is a directory\n") == 0, "%s",
               stuck.err.c_str());
-        CHECK(listing(run) == " HALF_00000010 model_00000010.bin", "%s", listing(run).c_str());
+        CHECK_TEXT(listing(run), " HALF_00000010 model_00000010.bin");
         rmdir(model.c_str());
         checkpoint_clean(run);
         CHECK(listing(run).empty(), "%s", listing(run).c_str());
