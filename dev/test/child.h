@@ -1,23 +1,46 @@
 /*
-Runs a function in a child process, to test what ends the process: errors, --help, kills. Host only.
+What the tests of files and of ends of programs share: a folder of their own, whole files as texts, and a
+function in a child process, to test what ends a process: errors, --help, kills. Host only.
 
-    Child c = run_child([] { flags_parse(...); });      // c.code, c.out, c.err
-    std::string left = read_text("main.log");
+    folder_begin("host");                                   // in main; it ends with `return folder_end();`
+    write_text(in_folder("a"), "text");
+    CHECK_TEXT(read_text(in_folder("a")), "text");
+    Child c = run_child([] { flags_parse(...); });          // c.code, c.out, c.err
     check_dies("-b 0", [] { ... }, {"-b", "1 to 65536"});
+    check_lives("-b 1", [] { ... }, "what it prints");
 */
 #ifndef DEV_TEST_CHILD_H
 #define DEV_TEST_CHILD_H
 
+#include <dirent.h>         // gives: opendir
 #include <stdio.h>          // gives: tmpfile, fread
+#include <stdlib.h>         // gives: mkdtemp, system
 #include <sys/wait.h>       // gives: waitpid
 #include <unistd.h>         // gives: fork, dup2
 
-#include <algorithm>        // gives: std::count
+#include <algorithm>        // gives: std::count, std::sort
 #include <functional>       // gives: std::function
 #include <string>           // gives: std::string
 #include <vector>           // gives: std::vector
 
+#include "llmc/check.h"     // gives: fopen_check, file_size
 #include "test.h"           // gives: CHECK
+
+// ---- texts and files ----
+
+// A failure shows both texts whole, which a CHECK's sentence would have to do each time.
+#define CHECK_TEXT(got, expected) check_text(__FILE__, __LINE__, #got, got, expected)
+static inline void check_text(const char* file, int line, const char* what, const std::string& got,
+                              const std::string& expected) {
+    if (got == expected) { test_passed++; return; }
+    test_failed++;
+    printf("FAIL %s:%d: %s:\n%s\nexpected:\n%s\n", file, line, what, got.c_str(), expected.c_str());
+    fflush(stdout);
+}
+
+static inline bool holds(const std::string& text, const std::string& word) {
+    return text.find(word) != std::string::npos;
+}
 
 static inline std::string read_text(const std::string& path) {
     std::string text((size_t)std::max<int64_t>(file_size(path.c_str()), 0), '\0');
@@ -27,7 +50,47 @@ static inline std::string read_text(const std::string& path) {
     return text;
 }
 
+// In place, as damage comes.
+static inline void write_text(const std::string& path, const std::string& text) {
+    FILE* f = fopen_check(path.c_str(), "wb");
+    if (fwrite(text.data(), 1, text.size(), f) != text.size() || fclose(f) != 0) {
+        die("cannot write '%s'", path.c_str());
+    }
+}
+
+static inline std::vector<std::string> names_in(const std::string& path) {      // sorted, without hidden ones
+    std::vector<std::string> names;
+    DIR* dir = opendir(path.c_str());
+    while (struct dirent* entry = dir ? readdir(dir) : nullptr) {
+        if (entry->d_name[0] != '.') { names.push_back(entry->d_name); }
+    }
+    if (dir) { closedir(dir); }
+    std::sort(names.begin(), names.end());
+    return names;
+}
+
+static std::string folder;          // of this run, removed at the end
+
+static inline std::string in_folder(const std::string& name) { return folder + "/" + name; }
+
+static inline void folder_begin(const char* name) {
+    const char* temp = getenv("TMPDIR");
+    folder = std::string(temp ? temp : "/tmp") + "/test_" + name + ".XXXXXX";
+    if (!mkdtemp(&folder[0])) { die("cannot make a folder '%s': %s", folder.c_str(), strerror(errno)); }
+}
+
+static inline int folder_end() {    // main's last line
+    if (system(("rm -rf '" + folder + "'").c_str()) != 0) { printf("%s stays\n", folder.c_str()); }
+    return test_summary();
+}
+
+// ---- child processes ----
+
 struct Child { int code; std::string out, err; };   // code: exit status, or -signal
+
+static inline int exit_code(int status) {
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+}
 
 static inline Child run_child(const std::function<void()>& f) {
     FILE* files[2] = {tmpfile(), tmpfile()};        // stdout and stderr of the child
@@ -43,7 +106,7 @@ static inline Child run_child(const std::function<void()>& f) {
     }
     int status = 0;
     waitpid(pid, &status, 0);
-    Child c = {WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status), "", ""};
+    Child c = {exit_code(status), "", ""};
     for (int k = 0; k < 2; k++) {
         rewind(files[k]);
         for (int ch; (ch = fgetc(files[k])) != EOF;) { (k == 0 ? c.out : c.err) += (char)ch; }
@@ -52,17 +115,25 @@ static inline Child run_child(const std::function<void()>& f) {
     return c;
 }
 
-// f must end with exit code 1 and one to three lines on stderr that hold all these words.
+// f must end with exit code 1 and one to three lines on stderr that hold all these words. What would wait for
+// ever ends by SIGALRM.
 static inline void check_dies(const std::string& what, const std::function<void()>& f,
                               const std::vector<std::string>& words) {
-    Child c = run_child(f);
+    Child c = run_child([&] { alarm(100); f(); });
     long lines = std::count(c.err.begin(), c.err.end(), '\n');
     CHECK(c.code == 1, "%s: ended with %d, not exit code 1", what.c_str(), c.code);
     CHECK(lines >= 1 && lines <= 3, "%s: %ld lines on stderr:\n%s", what.c_str(), lines, c.err.c_str());
     for (const std::string& word : words) {
-        CHECK(c.err.find(word) != std::string::npos, "%s: no '%s' in:\n%s", what.c_str(), word.c_str(),
-              c.err.c_str());
+        CHECK(holds(c.err, word), "%s: no '%s' in:\n%s", what.c_str(), word.c_str(), c.err.c_str());
     }
+}
+
+// f must end well, with this on stdout and nothing on stderr.
+static inline void check_lives(const std::string& what, const std::function<void()>& f,
+                               const std::string& out = "") {
+    Child c = run_child([&] { alarm(100); f(); });
+    CHECK(c.code == 0 && c.out == out && c.err.empty(), "%s: ended with %d, '%s', '%s'", what.c_str(), c.code,
+          c.out.c_str(), c.err.c_str());
 }
 
 #endif  // DEV_TEST_CHILD_H

@@ -5,7 +5,6 @@ that reads their files. Damage is tried exhaustively on small files: each byte, 
     make build/test_checkpoints build/checkpoint && build/test_checkpoints      # from the root
 */
 #include <stddef.h>                     // gives: offsetof
-#include <stdio.h>                      // gives: popen
 #include <sys/inotify.h>                // gives: inotify_init1
 #include <sys/resource.h>               // gives: setrlimit
 
@@ -16,10 +15,8 @@ that reads their files. Damage is tried exhaustively on small files: each byte, 
 #include "llmc/checksum.h"
 #include "llmc/files/state_file.h"
 #include "llmc/worker.h"
-#include "child.h"                      // gives: run_child, check_dies
+#include "child.h"                      // gives: folder, run_child, check_dies, CHECK_TEXT
 #include "test.h"                       // gives: TEST, CHECK, SKIP, test_summary
-
-static std::string folder;              // of this run, removed at the end
 
 // The largest piece of memory that was asked for: a file's numbers must not decide about it.
 static std::atomic<size_t> largest_wanted(0);
@@ -33,13 +30,8 @@ __attribute__((noinline)) void* operator new(size_t bytes) {
 __attribute__((noinline)) void operator delete(void* p) noexcept { free(p); }
 __attribute__((noinline)) void operator delete(void* p, size_t) noexcept { free(p); }
 
-static void write_text(const std::string& path, const std::string& text) {     // in place, as damage comes
-    FILE* f = fopen_check(path.c_str(), "wb");
-    if (fwrite(text.data(), 1, text.size(), f) != text.size() || fclose(f) != 0) { die("no space"); }
-}
-
 static std::string new_folder(const char* name) {
-    const std::string path = folder + "/" + name;
+    const std::string path = in_folder(name);
     mkdir_check(path.c_str());
     return path;
 }
@@ -47,7 +39,7 @@ static std::string new_folder(const char* name) {
 // Of a folder, without . and .., in one line.
 static std::string listing(const std::string& path) {
     std::string all;
-    for (const std::string& name : folder_names(path)) { if (name[0] != '.') { all += " " + name; } }
+    for (const std::string& name : names_in(path)) { all += " " + name; }
     return all;
 }
 
@@ -67,25 +59,22 @@ static void test_checksum() {
         const struct { const char* text; uint64_t sum; } texts[] = {
             {"", 0xef46db3751d8e999}, {"a", 0xd24ec4f1a98c6e5b}, {"abc", 0x44bc2cf5ad770999},
             {"message digest", 0x066ed728fceeb3be}, {"abcdefghijklmnopqrstuvwxyz", 0xcfe1f278fa89835c}};
-        for (const auto& t : texts) {
-            CHECK(checksum(t.text, strlen(t.text)) == t.sum, "'%s': %s", t.text,
-                  checksum_text(checksum(t.text, strlen(t.text))).c_str());
-        }
+        auto check_sum = [](uint64_t got, uint64_t sum) {
+            CHECK_TEXT(checksum_text(got), checksum_text(sum));
+        };
+        for (const auto& t : texts) { check_sum(checksum(t.text, strlen(t.text)), t.sum); }
         const std::string bytes = sanity_bytes(65541);
         const struct { size_t count; uint64_t sum; } counts[] = {
             {1, 0xe934a84adb052768}, {4, 0x9136a0dca57457ee}, {14, 0x8282dcc4994e35c8},
             {31, 0x299b39a290e6d783}, {32, 0x18b216492bb44b70}, {33, 0x55c8dc3e578f5b59},
             {222, 0xb641ae8cb691c174}, {1000, 0x52bd1358f22e9ef7}, {65541, 0xa77bf98f531b7c50}};
-        for (const auto& c : counts) {
-            CHECK(checksum(bytes.data(), c.count) == c.sum, "%zu bytes: %s", c.count,
-                  checksum_text(checksum(bytes.data(), c.count)).c_str());
-        }
+        for (const auto& c : counts) { check_sum(checksum(bytes.data(), c.count), c.sum); }
         Checksum all;                               // of the checksums of every length up to 300
         for (size_t n = 0; n <= 300; n++) {
             const uint64_t sum = checksum(bytes.data(), n);
             checksum_add(&all, &sum, sizeof(sum));
         }
-        CHECK(checksum_end(&all) == 0xc838e6aabc008e47, "%s", checksum_text(checksum_end(&all)).c_str());
+        check_sum(checksum_end(&all), 0xc838e6aabc008e47);
     }
     TEST("checksum: in parts") {
         const std::string bytes = sanity_bytes(131);
@@ -155,7 +144,7 @@ static void write_state(const std::string& path, const Facts& facts, const std::
 }
 
 static void test_state_round_trip() {
-    const std::string path = folder + "/round.bin";
+    const std::string path = in_folder("round.bin");
     TEST("state file: what is written is read") {
         for (const std::vector<SmallPiece>& pieces : {small_pieces(), std::vector<SmallPiece>()}) {
             for (const Facts& facts : {kOddFacts, Facts()}) {
@@ -195,7 +184,7 @@ static void test_state_round_trip() {
         CHECK(read_text(path) == text, "the same state made another file");
     }
     TEST("state file: more of them than a process may open") {
-        Child c = run_child([&] {
+        check_lives("40 of them", [&] {
             write_state(path, kOddFacts, small_pieces());
             const rlimit few = {16, 16};
             setrlimit(RLIMIT_NOFILE, &few);
@@ -204,15 +193,14 @@ static void test_state_round_trip() {
             for (StateFile& s : files) { if (!state_open(&s, path).empty()) { _exit(1); } }
             for (StateFile& s : files) { if (!read_piece(s, 0, &data).empty()) { _exit(2); } }
         });
-        CHECK(c.code == 0, "%d: %s", c.code, c.err.c_str());
     }
     TEST("state file: what is none") {
         StateFile s;
-        const std::string pipe = folder + "/pipe";
+        const std::string pipe = in_folder("pipe");
         CHECK(mkfifo(pipe.c_str(), 0600) == 0, "%s", strerror(errno));
         alarm(60);                                  // who waits for a pipe ends by a signal
         const struct { std::string path; const char* error; } none[] = {
-            {folder + "/missing", "cannot be opened: No such file"}, {folder, "is a folder"},
+            {in_folder("missing"), "cannot be opened: No such file"}, {folder, "is a folder"},
             {pipe, "is a pipe"}, {"/dev/null", "is a device"}};
         for (const auto& n : none) {
             const std::string error = state_open(&s, n.path);
@@ -220,22 +208,21 @@ static void test_state_round_trip() {
         }
         alarm(0);
         write_text(path, std::string(1000, 'x'));
-        CHECK(state_open(&s, path) == "is not a state file", "%s", state_open(&s, path).c_str());
+        CHECK_TEXT(state_open(&s, path), "is not a state file");
         write_state(path, {}, {});
         std::string text = read_text(path);
         text[8] = 2;
         write_text(path, text);
-        CHECK(state_open(&s, path) == "has version 2, and this program reads 1", "%s",
-              state_open(&s, path).c_str());
+        CHECK_TEXT(state_open(&s, path), "has version 2, and this program reads 1");
     }
 }
 
 static void test_state_damage() {
-    const std::string path = folder + "/damage.bin";
+    const std::string path = in_folder("damage.bin");
     write_state(path, kOddFacts, small_pieces());
     const std::string good = read_text(path);
     TEST("state file: every changed byte is noticed") {
-        CHECK(state_error(path).empty(), "%s", state_error(path).c_str());
+        CHECK_TEXT(state_error(path), "");
         int unnoticed = 0;
         for (size_t i = 0; i < good.size(); i++) {
             for (int flip : {0x01, 0x80, 0xFF}) {
@@ -256,7 +243,7 @@ static void test_state_damage() {
         CHECK(unnoticed == 0, "%d of %zu lengths are not noticed", unnoticed, good.size());
         for (const std::string& more : {std::string(1, '\0'), good}) {
             write_text(path, good + more);
-            CHECK(state_error(path).find("and its header says") != std::string::npos, "%s",
+            CHECK(holds(state_error(path), "and its header says"), "%s",
                   state_error(path).c_str());
         }
     }
@@ -267,8 +254,7 @@ static void test_state_damage() {
         CHECK(state_open(&s, path).empty(), "it cannot be opened");
         CHECK(truncate(path.c_str(), (off_t)good.size() - 1) == 0, "%s", strerror(errno));
         CHECK(read_piece(s, 0, &data).empty(), "its first piece is whole");
-        CHECK(read_piece(s, s.rows.size() - 1, &data) == "is truncated", "%s",
-              read_piece(s, s.rows.size() - 1, &data).c_str());
+        CHECK_TEXT(read_piece(s, s.rows.size() - 1, &data), "is truncated");
         std::string bad = good;
         bad[s.rows[1].offset]++;
         write_text(path, bad);
@@ -313,7 +299,7 @@ static std::vector<uint64_t> odd_numbers(uint64_t now) {
 }
 
 static void test_state_hostile() {
-    const std::string path = folder + "/hostile.bin";
+    const std::string path = in_folder("hostile.bin");
     write_state(path, kOddFacts, small_pieces());
     const std::string good = read_text(path);
     const size_t number_of_pieces = small_pieces().size();
@@ -323,20 +309,18 @@ static void test_state_hostile() {
     TEST("state file: a header's odd numbers") {
         int taken = 0;
         largest_wanted = 0;
-        for (uint64_t n : odd_numbers(number_of_pieces)) {
-            if ((uint32_t)n == number_of_pieces) { continue; }
-            write_text(path, forged(good, [&](StateHeader* h, StateRow*) { h->pieces = (uint32_t)n; }));
-            taken += state_error(path).empty();
-        }
-        StateHeader header;
-        memcpy(&header, good.data(), sizeof(header));
-        for (uint64_t n : odd_numbers(header.facts_bytes)) {
-            write_text(path, forged(good, [&](StateHeader* h, StateRow*) { h->facts_bytes = n; }));
-            taken += state_error(path).empty();
-        }
-        for (uint64_t n : odd_numbers(header.file_bytes)) {
-            write_text(path, forged(good, [&](StateHeader* h, StateRow*) { h->file_bytes = n; }));
-            taken += state_error(path).empty();
+        StateHeader now;
+        memcpy(&now, good.data(), sizeof(now));
+        const struct { uint64_t now; void (*set)(StateHeader*, uint64_t); } fields[] = {
+            {now.pieces, [](StateHeader* h, uint64_t n) { h->pieces = (uint32_t)n; }},
+            {now.facts_bytes, [](StateHeader* h, uint64_t n) { h->facts_bytes = n; }},
+            {now.file_bytes, [](StateHeader* h, uint64_t n) { h->file_bytes = n; }}};
+        for (const auto& f : fields) {
+            for (uint64_t n : odd_numbers(f.now)) {
+                if (&f == fields && (uint32_t)n == now.pieces) { continue; }    // a field of 32 bits
+                write_text(path, forged(good, [&](StateHeader* h, StateRow*) { f.set(h, n); }));
+                taken += state_error(path).empty();
+            }
         }
         CHECK(taken == 0, "%d were taken", taken);
         CHECK(largest_wanted <= 2 * needed, "it wanted %zu bytes", (size_t)largest_wanted);
@@ -390,7 +374,7 @@ static void test_state_hostile() {
         for (const auto& l : lies) {
             write_text(path, forged(good, l.lie));
             const std::string error = state_error(path);
-            CHECK(error.find(l.error) != std::string::npos, "%s: '%s'", l.what, error.c_str());
+            CHECK(holds(error, l.error), "%s: '%s'", l.what, error.c_str());
         }
         for (const char* facts : {"a", "a=b", "a\n", "a=b\\\n", "a=b\\x\n", "\n", "a=b\nc", "a=b\\"}) {
             Facts parsed;
@@ -448,10 +432,9 @@ static std::string check(const std::string& run, int64_t step) {
 
 static void test_names() {
     TEST("checkpoints: names") {
-        CHECK(checkpoint_model("r", 12) == "r/model_00000012.bin", "%s", checkpoint_model("r", 12).c_str());
-        CHECK(checkpoint_state("r", 5000000000, 7) == "r/state_5000000000_00007.bin", "%s",
-              checkpoint_state("r", 5000000000, 7).c_str());
-        CHECK(checkpoint_marker("r", 0) == "r/DONE_00000000", "%s", checkpoint_marker("r", 0).c_str());
+        CHECK_TEXT(checkpoint_model("r", 12), "r/model_00000012.bin");
+        CHECK_TEXT(checkpoint_state("r", 5000000000, 7), "r/state_5000000000_00007.bin");
+        CHECK_TEXT(checkpoint_marker("r", 0), "r/DONE_00000000");
         const struct { const char *name, *before, *after; int64_t number; } names[] = {
             {"DONE_00000012", "DONE_", "", 12}, {"DONE_", "DONE_", "", -1}, {"DONE_1x", "DONE_", "", -1},
             {"DONE_-1", "DONE_", "", -1}, {"DONE_ 1", "DONE_", "", -1}, {"xDONE_1", "DONE_", "", -1},
@@ -492,8 +475,8 @@ static void test_marker() {
         std::vector<std::string> found = {"what was there before"};
         CHECK(checkpoint_check(run, 20, &found).empty(), "%s", check(run, 20).c_str());
         CHECK(found == states, "%zu states", found.size());
-        CHECK(check(run, 10).empty(), "%s", check(run, 10).c_str());
-        CHECK(check(run, 30) == "DONE_00000030 cannot be opened", "%s", check(run, 30).c_str());
+        CHECK_TEXT(check(run, 10), "");
+        CHECK_TEXT(check(run, 30), "DONE_00000030 cannot be opened");
         CHECK(read_text(marker).find("model_00000020.bin 1072 ") == 0, "%s", read_text(marker).c_str());
         check_dies("a state that is not here", [&] {
             checkpoint_done(run, 40, {checkpoint_state(run, 10, 0), checkpoint_state(run, 40, 1)});
@@ -501,7 +484,7 @@ static void test_marker() {
         check_dies("one of them", [&] {
             checkpoint_done(run, 20, {checkpoint_state(run, 20, 0), checkpoint_state(run, 20, 3)});
         }, {"state_00000020_00003.bin' is written, but cannot be read here", "hint:"});
-        CHECK(check(run, 20).empty(), "%s", check(run, 20).c_str());
+        CHECK_TEXT(check(run, 20), "");
     }
     TEST("checkpoints: files that are missing, mixed up or changed") {
         std::vector<std::string> files = states;
@@ -510,7 +493,7 @@ static void test_marker() {
             const std::string good = read_text(path), name = path.substr(run.size() + 1);
             const bool is_model = path == model;
             unlink(path.c_str());
-            CHECK(check(run, 20) == name + " is missing", "%s", check(run, 20).c_str());
+            CHECK_TEXT(check(run, 20), name + " is missing");
             const std::string other = is_model ? checkpoint_model(run, 10) : checkpoint_state(run, 10, 0);
             const std::string damaged[] = {read_text(other), good.substr(0, good.size() - 1), good + "x",
                                            "", good.substr(0, 40), std::string(5000, '\0')};
@@ -525,7 +508,7 @@ static void test_marker() {
             CHECK(check(run, 20).find(name + " is not the file") == 0, "%s", check(run, 20).c_str());
             write_text(path, good);
         }
-        CHECK(check(run, 20).empty(), "%s", check(run, 20).c_str());
+        CHECK_TEXT(check(run, 20), "");
     }
     TEST("checkpoints: a damaged marker") {
         const std::string good = read_text(marker);
@@ -542,18 +525,18 @@ static void test_marker() {
         }
         CHECK(unnoticed == 0, "%d of %zu changes are not noticed", unnoticed, good.size() * 4);
         write_text(marker, good + "\n");
-        CHECK(check(run, 20) == "DONE_00000020 is damaged", "%s", check(run, 20).c_str());
+        CHECK_TEXT(check(run, 20), "DONE_00000020 is damaged");
         checkpoint_done(run, 20, {});
-        CHECK(check(run, 20) == "DONE_00000020 names no state", "%s", check(run, 20).c_str());
+        CHECK_TEXT(check(run, 20), "DONE_00000020 names no state");
         unlink(marker.c_str());
         mkdir_check(marker.c_str());
-        CHECK(check(run, 20) == "DONE_00000020 cannot be opened", "%s", check(run, 20).c_str());
+        CHECK_TEXT(check(run, 20), "DONE_00000020 cannot be opened");
     }
     TEST("checkpoints: that lost their marker") {
         const std::string lost = new_folder("lost");
         const std::vector<std::string> three = write_checkpoint(lost, 20, 3);
         std::vector<std::string> found;
-        CHECK(listing(lost).find("HALF") == std::string::npos, "%s", listing(lost).c_str());
+        CHECK(!holds(listing(lost), "HALF"), "%s", listing(lost).c_str());
         unlink(checkpoint_marker(lost, 20).c_str());
         CHECK(checkpoint_check(lost, 20, &found).empty() && found == three, "%s", check(lost, 20).c_str());
         const std::string good = read_text(three[1]), model_text = read_text(checkpoint_model(lost, 20));
@@ -567,7 +550,7 @@ static void test_marker() {
              "model_00000020.bin is missing"}};
         for (const auto& c : changes) {
             c.change();
-            CHECK(check(lost, 20).find(c.error) != std::string::npos, "%s: %s", c.error.c_str(),
+            CHECK(holds(check(lost, 20), c.error), "%s: %s", c.error.c_str(),
                   check(lost, 20).c_str());
             write_text(c.path, c.path == three[1] ? good : model_text);
         }
@@ -596,13 +579,13 @@ static void test_marker() {
         const std::vector<std::string> same(30000, checkpoint_state(many, 1, 0));
         checkpoint_done(many, 1, same);
         CHECK(file_size(checkpoint_marker(many, 1).c_str()) > 1 << 20, "the marker is small");
-        CHECK(check(many, 1).empty(), "%s", check(many, 1).c_str());
+        CHECK_TEXT(check(many, 1), "");
     }
 }
 
 static void test_model_file() {
     TEST("checkpoints: a model's checksum") {
-        const std::string path = folder + "/model.bin", good = model_bytes('a');
+        const std::string path = in_folder("model.bin"), good = model_bytes('a');
         uint64_t sum = 1;
         write_model(path, 'a');
         CHECK(read_text(path) == good, "written in two goes it is another");
@@ -621,8 +604,8 @@ static void test_model_file() {
         }
         write_text(path, model_bytes('a', false));          // llm.c's have none
         CHECK(model_file_error(path, &sum).empty() && sum == 0, "%s", model_file_error(path, &sum).c_str());
-        CHECK(model_file_error(folder + "/none", &sum).find("cannot be opened: No such") == 0, "%s",
-              model_file_error(folder + "/none", &sum).c_str());
+        CHECK(model_file_error(in_folder("none"), &sum).find("cannot be opened: No such") == 0, "%s",
+              model_file_error(in_folder("none"), &sum).c_str());
         CHECK(model_file_error(folder, &sum).find("cannot be read: Is a directory") == 0, "a folder: %s",
               model_file_error(folder, &sum).c_str());
     }
@@ -654,7 +637,7 @@ static void test_model_types() {
         {"model files: bf16", "bf16", bf16.data(), true}};
     for (const auto& it : cases) {
         TEST(it.name) {
-            const std::string path = folder + "/types.bin";
+            const std::string path = in_folder("types.bin");
             ModelWriter w = model_begin(path, c, it.to_bf16);
             model_write(&w, it.data, n, it.type);
             model_commit(&w);
@@ -669,6 +652,12 @@ static void test_model_types() {
             CHECK(calls == 1, "it reads back as something else");
         }
     }
+}
+
+static std::string steps_of(const std::string& run) {
+    std::string steps;
+    for (int64_t step : checkpoint_steps(run)) { steps += (steps.empty() ? "" : " ") + std::to_string(step); }
+    return steps;
 }
 
 static void test_retention() {
@@ -694,13 +683,8 @@ static void test_retention() {
             for (int64_t step = 10; step <= 60; step += 10) { write_checkpoint(run, step, 2); }
             write_text(run + "/main.log", "");
             checkpoint_retain(run, row.newest, {row.keep, row.major, 1, row.bad});
-            std::string stay;
-            for (int64_t step : checkpoint_steps(run)) {
-                stay += (stay.empty() ? "" : " ") + std::to_string(step);
-                CHECK(check(run, step).empty(), "%lld: %s", (long long)step, check(run, step).c_str());
-            }
-            CHECK(stay == row.stay, "keep %d, major %d, newest %lld: %s, expected %s", row.keep, row.major,
-                  (long long)row.newest, stay.c_str(), row.stay);
+            CHECK_TEXT(steps_of(run), row.stay);
+            for (int64_t step : checkpoint_steps(run)) { CHECK_TEXT(check(run, step), ""); }
             const size_t files = folder_names(run).size(), whole = checkpoint_steps(run).size();
             CHECK(files == 4 * whole + 3, "%zu files of %zu checkpoints:%s", files, whole,
                   listing(run).c_str());
@@ -714,11 +698,7 @@ static void test_retention() {
                 write_checkpoint(run, step, 1, {{"update.skipped_in_a_row", step <= 30 ? "0" : "5"}});
             }
             checkpoint_retain(run, 60, {1, 0, row.every, {}});
-            std::string stay;
-            for (int64_t step : checkpoint_steps(run)) {
-                stay += (stay.empty() ? "" : " ") + std::to_string(step);
-            }
-            CHECK(stay == row.stay, "every %d: %s, expected %s", row.every, stay.c_str(), row.stay);
+            CHECK_TEXT(steps_of(run), row.stay);
         }
     }
     TEST("checkpoints: what cannot be removed is named, and tried again") {
@@ -735,10 +715,10 @@ static void test_retention() {
         Child stuck = run_child([&] { checkpoint_remove(run, 10); });
         CHECK(stuck.err.find("warning: cannot remove '" + model + "': Is a directory\n") == 0, "%s",
               stuck.err.c_str());
-        CHECK(listing(run) == " HALF_00000010 model_00000010.bin", "%s", listing(run).c_str());
+        CHECK_TEXT(listing(run), " HALF_00000010 model_00000010.bin");
         rmdir(model.c_str());
         checkpoint_clean(run);
-        CHECK(listing(run).empty(), "%s", listing(run).c_str());
+        CHECK_TEXT(listing(run), "");
     }
     TEST("checkpoints: the marker is the first to go") {
         const std::string run = new_folder("order");
@@ -789,7 +769,7 @@ static void test_clean() {
         expected += living.temp.substr(run.size() + 1);
         expected += " state_00000050_00000.bin state_00000050_00001.bin state_x_00000.bin";
         CHECK(listing(run) == expected, "%s\nexpected%s", listing(run).c_str(), expected.c_str());
-        CHECK(check(run, 10).empty(), "%s", check(run, 10).c_str());
+        CHECK_TEXT(check(run, 10), "");
         atomic_commit(&living);
         atomic_commit(&living_marker);
         checkpoint_clean(run + "/none");
@@ -814,7 +794,7 @@ static void fail_at(int operation, int k) {
         return refused(WRITE) ? fwrite(data, size, count / 2, f) : fwrite(data, size, count, f);
     };
     file_layer.fflush = [](FILE* f) { return refused(FLUSH) ? EOF : fflush(f); };
-    file_layer.fsync = [](int fd) { return refused(SYNC) ? -1 : fsync(fd); };
+    file_layer.fsync = [](int) { return refused(SYNC) ? -1 : 0; };
     file_layer.rename = [](const char* a, const char* b) { return refused(RENAME) ? -1 : rename(a, b); };
     file_layer.fclose = [](FILE* f) {
         const bool no = refused(CLOSE);
@@ -827,22 +807,20 @@ static void test_refusals() {
         const std::string run = new_folder("refused");
         write_checkpoint(run, 1, 2);
         for (int operation = 0; operation < OPERATIONS; operation++) {
-            int k = 1, code = 1;
-            for (; code != 0; k++) {
-                auto save = [&] {
+            int k = 1;
+            for (;; k++) {
+                const Child c = run_child([&] {
                     fail_at(operation, k);
                     write_checkpoint(run, 2, 2);
-                    if (countdown[operation] > 0) { _exit(0); }     // it was not called so often
-                    _exit(42);                                      // nobody noticed
-                };
-                code = run_child(save).code;
-                if (code == 0) { break; }
-                checkpoint_remove(run, 2);
+                    _exit(countdown[operation] > 0 ? 0 : 42);       // not called so often; nobody noticed
+                });
+                if (c.code == 0) { break; }
                 const std::string what = format("%s, call %d", kOperations[operation], k);
-                check_dies(what, save, {"/", "No space left"});
+                const long lines = std::count(c.err.begin(), c.err.end(), '\n');
+                CHECK(c.code == 1 && lines >= 1 && lines <= 3 && holds(c.err, "No space left") &&
+                      holds(c.err, "/"), "%s: %d, %s", what.c_str(), c.code, c.err.c_str());
                 CHECK(check(run, 1).empty(), "%s: the one before: %s", what.c_str(), check(run, 1).c_str());
-                CHECK(listing(run).find(".part") == std::string::npos, "%s:%s", what.c_str(),
-                      listing(run).c_str());
+                CHECK(!holds(listing(run), ".part"), "%s:%s", what.c_str(), listing(run).c_str());
                 CHECK(file_size(checkpoint_marker(run, 2).c_str()) < 0 || check(run, 2).empty(), "%s: %s",
                       what.c_str(), check(run, 2).c_str());
                 checkpoint_remove(run, 2);
@@ -864,7 +842,7 @@ static void test_refusals() {
             worker_wait(worker);
             _exit(0);
         }, {"cannot write", "model_00000002.bin", "No space left"});
-        CHECK(check(run, 1).empty() && listing(run).find(".part") == std::string::npos, "%s",
+        CHECK(check(run, 1).empty() && !holds(listing(run), ".part"), "%s",
               listing(run).c_str());
     }
 }
@@ -920,30 +898,18 @@ static void test_worker() {
 
 // ---- build/checkpoint ----
 
-struct Output { int code; std::string text; };      // exit code; stdout and stderr
-
-static Output tool(const std::string& words) {
-    fflush(stdout);
-    FILE* f = popen(("(build/checkpoint " + words + ") 2>&1").c_str(), "r");
-    if (!f) { die("cannot run build/checkpoint"); }
-    Output out = {0, ""};
-    for (int c; (c = fgetc(f)) != EOF;) { out.text += (char)c; }
-    const int status = pclose(f);
-    out.code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-    return out;
-}
-
 static void check_tool(const std::string& words, int code, const std::vector<std::string>& parts,
                        const std::vector<std::string>& absent = {}) {
-    const Output out = tool(words);
-    CHECK(out.code == code, "%s: exit code %d: %s", words.c_str(), out.code, out.text.c_str());
+    const std::string out = in_folder("tool.out");
+    const std::string command = "(build/checkpoint " + words + ") > " + out + " 2>&1";
+    const int ended = exit_code(system(command.c_str()));
+    const std::string text = read_text(out);
+    CHECK(ended == code, "%s: exit code %d: %s", words.c_str(), ended, text.c_str());
     for (const std::string& part : parts) {
-        CHECK(out.text.find(part) != std::string::npos, "%s: no '%s' in:\n%s", words.c_str(), part.c_str(),
-              out.text.c_str());
+        CHECK(holds(text, part), "%s: no '%s' in:\n%s", words.c_str(), part.c_str(), text.c_str());
     }
     for (const std::string& part : absent) {
-        CHECK(out.text.find(part) == std::string::npos, "%s: '%s' in:\n%s", words.c_str(), part.c_str(),
-              out.text.c_str());
+        CHECK(!holds(text, part), "%s: '%s' in:\n%s", words.c_str(), part.c_str(), text.c_str());
     }
 }
 
@@ -1019,10 +985,8 @@ static void test_tool() {
 }
 
 int main() {
-    const char* tmp = getenv("TMPDIR");
-    std::string name = std::string(tmp ? tmp : "/tmp") + "/test_checkpoints_XXXXXX";
-    if (!mkdtemp(&name[0])) { die("cannot make a folder '%s': %s", name.c_str(), strerror(errno)); }
-    folder = name;
+    folder_begin("checkpoints");
+    file_layer.fsync = [](int) { return 0; };       // nobody cuts the power; that it is called is counted
     test_checksum();
     test_state_round_trip();
     test_state_damage();
@@ -1036,6 +1000,5 @@ int main() {
     test_refusals();
     test_tool();
     test_worker();                      // the last: a child of a program with threads has none of them
-    if (system(("rm -rf '" + folder + "'").c_str()) != 0) { fprintf(stderr, "%s remains\n", name.c_str()); }
-    return test_summary();
+    return folder_end();
 }

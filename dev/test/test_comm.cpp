@@ -9,21 +9,11 @@ took.
     build/test_comm die                 only the cases whose name holds the word
 */
 #include <dirent.h>                     // gives: opendir
-
-#include <functional>                   // gives: std::function
 #include <map>                          // gives: std::map
 
 #include "llmc/comm/comm.h"             // gives: what is tested
-#include "child.h"                      // gives: check_dies
+#include "child.h"                      // gives: folder; of a rank, its case's
 #include "test.h"                       // gives: TEST, CHECK, test_summary
-
-static std::string folder;              // of this run, removed at the end; of a rank: its case's
-
-static void write_text(const std::string& path, const std::string& text) {
-    FILE* f = fopen_check(path.c_str(), "w");
-    fwrite(text.data(), 1, text.size(), f);
-    fclose(f);
-}
 
 // ---- the ranks' programs ----
 
@@ -37,7 +27,8 @@ static char pattern(int from, int to, size_t i) { return (char)(from * 31 + to *
 
 static void rank_collectives() {
     const int world = comm.world, me = comm.rank;
-    for (size_t bytes : {(size_t)0, (size_t)1, (size_t)3, (size_t)4097, (size_t)300001, (size_t)5000003}) {
+    const size_t most = world == 3 ? 5000003 : 300001;      // both are more than a socket holds
+    for (size_t bytes : {(size_t)0, (size_t)1, (size_t)3, (size_t)4097, most}) {
         std::vector<char> one(bytes + 1, 'x'), all(world * bytes + 1, 'x'), to(world * bytes), from(all);
         for (size_t i = 0; i < bytes && me == 0; i++) { one[i] = pattern(7, 9, i); }
         comm_broadcast(one.data(), bytes);
@@ -93,76 +84,74 @@ static void rank_facts() {
     comm_check_same({{"program", "same"}, {"-b", config}, {"last", comm.rank == victim ? "1" : "2"}});
 }
 
-static int run_program(const std::string& name) {
-    if (name == "collectives") { rank_collectives(); }
-    else if (name == "loop") { rank_loop([](int) {}); }
-    else if (name == "unhandled") {
-        signal(SIGHUP, SIG_DFL);
-        rank_loop([](int) {});
-    } else if (name == "slow_launcher") {
-        signal(SIGUSR2, [](int number) {        // the launcher is stopped for a second when rank 0 ends
-            const pid_t launcher = getppid();
-            kill(launcher, SIGSTOP);
-            if (fork() != 0) { _exit(128 + number); }
-            for (int fd = 0; fd < 1024; fd++) { close(fd); }
-            sleep(1);
-            kill(launcher, SIGCONT);
-            _exit(0);
-        });
-        rank_loop([](int) {});
-    } else if (name == "die") { rank_loop([](int step) { die("bad thing in step %d\nhint: none", step); }); }
-    else if (name == "die_all") { victim = comm.rank; rank_loop([](int) { die("the same everywhere"); }); }
-    else if (name == "die_others") {
+static void slow_launcher() {
+    signal(SIGUSR2, [](int number) {        // the launcher is stopped for a second when rank 0 ends
+        const pid_t launcher = getppid();
+        kill(launcher, SIGSTOP);
+        if (fork() != 0) { _exit(128 + number); }
+        for (int fd = 0; fd < 1024; fd++) { close(fd); }
+        sleep(1);
+        kill(launcher, SIGCONT);
+        _exit(0);
+    });
+    rank_loop([](int) {});
+}
+
+static void rank_flood() {                  // more than a pipe holds
+    for (int step = 0; step < 100; step++) {
+        comm_progress(step);
+        if (comm_any(false)) { exit(1); }
+        printf("%s\n", std::string(4000, 'f').c_str());
+        fflush(stdout);
+    }
+}
+
+static void compute_long() {
+    usleep((useconds_t)(3e6 * comm_limits.still));
+    interrupted = SIGINT;
+}
+
+static void wait_as_victim() { while (comm.rank == victim) { pause(); } }
+
+static const struct { const char* name; void (*run)(); } programs[] = {
+    {"collectives", rank_collectives},
+    {"loop", [] { rank_loop([](int) {}); }},
+    {"unhandled", [] { signal(SIGHUP, SIG_DFL); rank_loop([](int) {}); }},
+    {"slow_launcher", slow_launcher},
+    {"die", [] { rank_loop([](int step) { die("bad thing in step %d\nhint: none", step); }); }},
+    {"die_all", [] { victim = comm.rank; rank_loop([](int) { die("the same everywhere"); }); }},
+    {"die_others", [] {
         victim = comm.rank == 0 ? -1 : comm.rank;
         rank_loop([](int) { die("the same on the others"); });
-    } else if (name == "stuck_early") { while (comm.rank == victim) { pause(); } }
-    else if (name == "stuck") {
+    }},
+    {"thread_dies", [] { rank_loop([](int) { std::thread([] { die("from a thread"); }).join(); }); }},
+    {"exit", [] { rank_loop([](int) { exit(0); }); }},
+    {"stuck_early", wait_as_victim},
+    {"stuck", [] {
         rank_loop([](int step) {
             comm_patience(200);                 // ends with the next progress
             comm_progress(step);
             for (;;) { pause(); }
         });
-    }
-    else if (name == "exit") { rank_loop([](int) { exit(0); }); }
-    else if (name == "thread_dies") {
-        rank_loop([](int) { std::thread([] { die("from a thread"); }).join(); });
-    } else if (name == "other_call") {
-        rank_loop([](int) { char c; comm_broadcast(&c, 1); });
-    } else if (name == "facts") { rank_facts(); }
-    else if (name == "flood") {                 // more than a pipe holds
-        for (int step = 0; step < 100; step++) {
-            comm_progress(step);
-            if (comm_any(false)) { return 1; }
-            printf("%s\n", std::string(4000, 'f').c_str());
-            fflush(stdout);
-        }
-    }
-    else if (name == "patience") {
-        rank_loop([](int) {
-            comm_patience(200);
-            usleep((useconds_t)(3e6 * comm_limits.still));
-            interrupted = SIGINT;
-        });
-    } else if (name == "slow_start") {          // all compute, and nobody knows yet how long a step takes
+    }},
+    {"other_call", [] { rank_loop([](int) { char c; comm_broadcast(&c, 1); }); }},
+    {"facts", rank_facts},
+    {"flood", rank_flood},
+    {"patience", [] { rank_loop([](int) { comm_patience(200); compute_long(); }); }},
+    {"slow_start", [] {                         // all compute, and nobody knows yet how long a step takes
         for (int part = 0; part < 3; part++) { comm_progress(0); }
-        usleep((useconds_t)(3e6 * comm_limits.still));
-        interrupted = SIGINT;
+        compute_long();
         rank_loop([](int) {});
-    } else if (name == "health") {
+    }},
+    {"health", [] {
         comm_abort = [] { sleep(1000); };
         if (comm.rank == victim) { comm_health = [] { return std::string("NCCL: unhandled error"); }; }
         rank_loop([](int) {});
-    } else if (name == "code") { comm_end(); return comm.rank == victim ? 3 : 0; }
-    else if (name == "late") {
-        comm_end();
-        if (comm.rank == victim) { die("after the end"); }
-    } else if (name == "hang_late") {
-        comm_end();
-        while (comm.rank == victim) { pause(); }
-    }
-    comm_end();
-    return 0;
-}
+    }},
+    {"code", [] { comm_end(); if (comm.rank == victim) { exit(3); } }},
+    {"late", [] { comm_end(); if (comm.rank == victim) { die("after the end"); } }},
+    {"hang_late", [] { comm_end(); wait_as_victim(); }},
+};
 
 // rank PROGRAM FOLDER VICTIM key=value...
 static int rank_main(int argc, char** argv) {
@@ -201,14 +190,15 @@ static int rank_main(int argc, char** argv) {
     comm_start(o, argv);
     for (int number : {SIGINT, SIGTERM, SIGHUP, SIGUSR1}) { stop_on(number); }
     signal(SIGUSR2, [](int signal_number) { _exit(128 + signal_number); });     // a second Ctrl-C does so
-    const int code = run_program(argv[2]);
+    for (const auto& p : programs) { if (strcmp(p.name, argv[2]) == 0) { p.run(); } }
+    comm_end();
     stdout_check();
-    return code;
+    return 0;
 }
 
 // ---- cases ----
 
-static const int kSilence = 8, kStill = 5;      // seconds, in cases that are about these limits
+static const int kSilence = 5, kStill = 3;      // seconds, in cases that are about these limits
 
 struct Case {
     std::string name, program;
@@ -234,7 +224,7 @@ struct Case {
     double started = 0, sent = 0;
 };
 
-static std::string read_all(const std::string& path) {
+static std::string read_all(const std::string& path) {      // "" if there is none; /proc's have no size
     FILE* f = fopen(path.c_str(), "r");
     std::string text;
     for (int c; f && (c = fgetc(f)) != EOF;) { text += (char)c; }
@@ -268,7 +258,7 @@ static pid_t start_process(const Case& c, const std::vector<std::string>& more) 
 }
 
 static void start_case(Case* c) {
-    c->dir = folder + "/" + c->name;
+    c->dir = in_folder(c->name);
     for (char& ch : c->dir) { if (ch == ' ') { ch = '_'; } }
     mkdir_check(c->dir.c_str());
     c->started = comm_now();
@@ -311,7 +301,7 @@ static bool case_runs(Case* c) {
     for (size_t i = 0; i < c->pids.size(); i++) {
         int status;
         if (c->ended[i] < 0 && waitpid(c->pids[i], &status, WNOHANG) == c->pids[i]) {
-            c->ended[i] = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+            c->ended[i] = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : exit_code(status);
         }
         running += c->ended[i] < 0;
     }
@@ -364,25 +354,30 @@ static void check_case(const Case& c) {
     for (pid_t pid : left) { kill(pid, SIGKILL); }
 }
 
-// Some at a time: they wait more than they compute.
 static std::string only;    // a word of the cases that run: ThreadSanitizer takes minutes for all of them
+static std::vector<Case> to_run;        // the next one is the last
+static std::vector<Case*> running;
 
-static void run_cases(std::vector<Case> cases, size_t at_a_time) {
-    std::vector<Case*> running;
-    auto unwanted = [](const Case& c) { return c.name.find(only) == std::string::npos; };
-    cases.erase(std::remove_if(cases.begin(), cases.end(), unwanted), cases.end());
-    for (size_t next = 0; next < cases.size() || !running.empty();) {
-        while (next < cases.size() && running.size() < at_a_time) {
-            start_case(&cases[next]);
-            running.push_back(&cases[next++]);
-        }
-        usleep(20000);
-        for (size_t i = 0; i < running.size();) {
-            if (case_runs(running[i])) { i++; continue; }
-            check_case(*running[i]);
-            running.erase(running.begin() + i);
-        }
+// A look at all that run. False: there is none, and none to come. Who waits for something else calls this,
+// too: cases wait more than they compute.
+static bool step_cases(size_t at_a_time = 20) {
+    while (!to_run.empty() && running.size() < at_a_time) {
+        running.push_back(new Case(to_run.back()));
+        to_run.pop_back();
+        start_case(running.back());
     }
+    usleep(20000);
+    for (size_t i = 0; i < running.size();) {
+        if (case_runs(running[i])) { i++; continue; }
+        check_case(*running[i]);
+        delete running[i];
+        running.erase(running.begin() + i);
+    }
+    return !running.empty();
+}
+
+static void add_cases(const std::vector<Case>& cases) {
+    for (const Case& c : cases) { if (holds(c.name, only)) { to_run.insert(to_run.begin(), c); } }
 }
 
 static struct sockaddr_in loopback(int port) {
@@ -425,7 +420,8 @@ static int port_in_use() {
 static std::string local_server(int port) { return format("127.0.0.1:%d", port); }
 
 static Case make_case(const std::string& name, const std::string& program, int world, std::vector<int> codes,
-                      std::vector<std::string> words = {}, int victim = -1) {
+                      std::vector<std::string> words = {}, int victim = -1,
+                      std::vector<std::string> args = {}) {
     Case c;
     c.name = name;
     c.program = program;
@@ -433,6 +429,16 @@ static Case make_case(const std::string& name, const std::string& program, int w
     c.codes = codes;
     c.words = words;
     c.victim = victim;
+    c.args = args;
+    return c;
+}
+
+// A signal to the launcher or to a rank, when all run.
+static Case signalled(const std::string& name, int number, int to, std::vector<int> codes,
+                      std::vector<std::string> words = {}, const std::string& program = "loop") {
+    Case c = make_case(name, program, 3, codes, words);
+    c.signal_number = number;
+    c.to = to;
     return c;
 }
 
@@ -446,126 +452,109 @@ static Case over_tcp(Case c, int code = 0, int odd = -1, int odd_code = 0) {
     return c;
 }
 
+static const std::string kSilenceArg = format("silence=%d", kSilence), kStillArg = format("still=%d", kStill);
+
+// What a failure of rank 0, of the last rank and of others looks like.
 static std::vector<Case> failure_cases() {
-    std::vector<Case> cases;
-    const std::string silence = format("silence=%d", kSilence), still = format("still=%d", kStill);
-    for (int rank : {0, 1, 2}) {
+    std::vector<Case> cases = {
+        // those that wait longest come first
+        make_case("a slow first step", "slow_start", 3, {0}, {}, -1, {kStillArg}),
+        make_case("patience of rank 0", "patience", 3, {0}, {}, 0, {kStillArg}),
+        make_case("patience of rank 1", "patience", 3, {0}, {}, 1, {kStillArg}),
+        make_case("stuck before the first step", "stuck_early", 3, {1},
+                  {"error: rank 1 (", "makes no progress", "had not begun its first step"}, 1, {"first=3"}),
+        make_case("stopped at the start", "never_begins", 3, {1}, {"rank 1 of 3 did not come"}, 1,
+                  {"local=4"}),
+        make_case("a hang after the end", "hang_late", 3, {1},
+                  {"error: rank 2 (pid ", "did not end when rank 0 had"}, 2, {"after=2"}),
+        // comm_abort hangs
+        make_case("health of rank 0", "health", 3, {1}, {"error: NCCL: unhandled"}, 0, {"abort=3"}),
+        make_case("health of rank 1", "health", 3, {1}, {"error: rank 1: NCCL: unhandled"}, 1, {"abort=3"}),
+        over_tcp(make_case("die", "die", 3, {}, {"error: rank 2: bad thing in step 5"}, 2), 1),
+        make_case("die all", "die_all", 4, {1}, {"the same everywhere"}),
+        over_tcp(make_case("die all", "die_all", 4, {}, {"the same everywhere"}), 1),
+        // rank 0 speaks for the first of them, and has the others end silently
+        over_tcp(make_case("die others", "die_others", 4, {}, {": the same on the others"}), 1),
+        make_case("die in a thread", "thread_dies", 2, {1}, {"error: rank 1: from a thread"}, 1),
+        make_case("die early", "early", 3, {1}, {"error: before the start\n"}),
+        make_case("rank 2 killed at the start", "ends_early", 3, {137},
+                  {"error: rank 2 (pid ", "was ended by signal 9"}, 2),
+        make_case("rank 0 killed at the start", "ends_early", 3, {137},
+                  {"error: rank 0 (pid ", "was ended by signal 9"}, 0),
+        make_case("die late", "late", 3, {1}, {"error: rank 2: after the end"}, 2),
+        make_case("other call", "other_call", 3, {1}, {"rank 1 is at operation"}, 1),
+        make_case("facts", "facts", 4, {1}, {"differ in -b", "on rank 0", "8'", "4' on rank 2"}, 2),
+        make_case("code", "code", 3, {3}, {}, 1),
+        signalled("the launcher is killed", SIGKILL, -1, {137}),
+    };
+    Case lonely = over_tcp(make_case("never come", "loop", 4, {}, {"ranks 2, 3 of 4 did not", "LLMC_JOB_ID"}),
+                           1);
+    lonely.args.push_back("timeout=8");
+    lonely.start = 2;                           // rank 1 has come and ends silently
+    cases.insert(cases.begin(), lonely);
+    for (int rank : {0, 2}) {
+        const std::string who = format("error: rank %d (", rank);
         for (int number : {SIGKILL, SIGSTOP}) {
-            const std::string name = format("signal %d to rank %d", number, rank);
-            const std::string who = format("error: rank %d (", rank);
             const std::string silent = format("no sign of life for %d s", kSilence);
-            std::vector<std::string> words = {who, number == SIGKILL ? "died" : silent, "its last step was"};
             // who fails first is the rank that was killed, or the one that saw the stopped one
-            Case c = make_case(name, "loop", 3, {number == SIGKILL ? 137 : 1}, words);
-            c.signal_number = number;
-            c.to = rank;
-            c.args = {silence};
+            Case c = signalled(format("signal %d to rank %d", number, rank), number, rank,
+                               {number == SIGKILL ? 137 : 1},
+                               {who, number == SIGKILL ? "died" : silent, "its last step was"});
+            c.args = {kSilenceArg};
             cases.push_back(c);
-            if (rank == 1) { continue; }
             c.words.pop_back();                 // over TCP the step is as old as the last heartbeat
             c.continued = number == SIGSTOP;    // nobody kills it: it ends when it goes on
             cases.push_back(over_tcp(c, 1, rank, number == SIGKILL ? 137 : 1));
         }
+        const std::string speaks = rank ? format("error: rank %d: ", rank) : "error: ";
         cases.push_back(make_case(format("die %d", rank), "die", 3, {1},
-                                  {rank ? format("error: rank %d: bad thing in step 5", rank)
-                                        : "error: bad thing in step 5", "\nhint: none\n"}, rank));
-        Case stuck = make_case(format("stuck %d", rank), "stuck", 3, {1},
-                               {format("error: rank %d (", rank), "makes no progress for", "step was 5"},
-                               rank);
-        stuck.args = {still};
-        cases.push_back(stuck);
-        cases.push_back(make_case(format("exit %d", rank), "exit", 3, {1},
-                                  {format("error: rank %d (", rank), "died; its last step was 5"}, rank));
+                                  {speaks + "bad thing in step 5", "\nhint: none\n"}, rank));
+        cases.push_back(make_case(format("stuck %d", rank), "stuck", 3, {1},
+                                  {who, "makes no progress for", "step was 5"}, rank, {kStillArg}));
+        cases.push_back(make_case(format("exit %d", rank), "exit", 3, {1}, {who, "died; its last step was 5"},
+                                  rank));
     }
-    Case early = make_case("stuck before the first step", "stuck_early", 3, {1},
-                           {"error: rank 1 (", "makes no progress", "had not begun its first step"}, 1);
-    early.args = {"first=5"};
-    cases.push_back(early);
-    cases.push_back(over_tcp(make_case("die", "die", 3, {}, {"error: rank 2: bad thing in step 5"}, 2), 1));
-    cases.push_back(make_case("die all", "die_all", 4, {1}, {"the same everywhere"}));
-    cases.push_back(over_tcp(make_case("die all", "die_all", 4, {}, {"the same everywhere"}), 1));
-    // rank 0 speaks for the first of them, and has the others end silently
-    cases.push_back(over_tcp(make_case("die others", "die_others", 4, {}, {": the same on the others"}), 1));
-    cases.push_back(make_case("die in a thread", "thread_dies", 2, {1}, {"error: rank 1: from a thread"}, 1));
-    cases.push_back(make_case("die early", "early", 3, {1}, {"error: before the start\n"}));
-    Case never = make_case("stopped at the start", "never_begins", 3, {1}, {"rank 1 of 3 did not come"}, 1);
-    never.args = {"local=4"};
-    cases.push_back(never);
-    cases.push_back(make_case("killed at the start", "ends_early", 3, {137},
-                              {"error: rank 2 (pid ", "was ended by signal 9"}, 2));
-    cases.push_back(make_case("rank 0 killed at the start", "ends_early", 3, {137},
-                              {"error: rank 0 (pid ", "was ended by signal 9"}, 0));
-    cases.push_back(make_case("die late", "late", 3, {1}, {"error: rank 2: after the end"}, 2));
-    Case after = make_case("a hang after the end", "hang_late", 3, {1},
-                           {"error: rank 2 (pid ", "did not end when rank 0 had"}, 2);
-    after.args = {"after=2"};
-    cases.push_back(after);
-    cases.push_back(make_case("other call", "other_call", 3, {1}, {"rank 1 is at operation"}, 1));
-    for (int rank : {0, 1}) {
-        Case health = make_case(format("health of rank %d", rank), "health", 3, {1},
-                                {rank ? "error: rank 1: NCCL: unhandled" : "error: NCCL: unhandled"}, rank);
-        health.args = {"abort=3"};              // comm_abort hangs
-        cases.push_back(health);
-    }
-    cases.push_back(make_case("facts", "facts", 4, {1}, {"differ in -b", "on rank 0", "8'", "4' on rank 2"},
-                              2));
-    for (int rank : {0, 1}) {
-        Case patience = make_case(format("patience of rank %d", rank), "patience", 3, {0}, {}, rank);
-        patience.args = {still};
-        cases.push_back(patience);
-    }
-    Case slow = make_case("a slow first step", "slow_start", 3, {0});
-    slow.args = {still};
-    cases.push_back(slow);
-    cases.push_back(make_case("code", "code", 3, {3}, {}, 1));
-    Case lonely = over_tcp(make_case("never come", "loop", 4, {}, {"ranks 2, 3 of 4 did not", "LLMC_JOB_ID"}),
-                           1);
-    lonely.args.push_back("timeout=15");
-    lonely.start = 2;                           // rank 1 has come and ends silently
-    cases.push_back(lonely);
-    Case launcher = make_case("the launcher is killed", "loop", 3, {137});
-    launcher.signal_number = SIGKILL;
-    cases.push_back(launcher);
     return cases;
 }
 
 // A signal to the launcher, or to any rank that has none, stops all ranks at the same step.
-static void add_stop_cases(std::vector<Case>* all) {
+static std::vector<Case> stop_cases() {
     std::vector<Case> cases;
     for (int number : {SIGINT, SIGTERM, SIGHUP, SIGUSR1}) {
-        Case stop = make_case(format("stop by signal %d", number), "loop", 3, {0});
-        stop.signal_number = number;
-        stop.out = format("the loop has ended: %d\n", number);     // once: the others print nothing
-        cases.push_back(stop);
-        stop.out = "";                          // rank 0 need not know why
-        stop.to = number % 3;
-        cases.push_back(over_tcp(stop));
+        cases.push_back(signalled(format("stop by signal %d", number), number, -1, {0}));
+        cases.back().out = format("the loop has ended: %d\n", number);     // once: the others print nothing
     }
-    Case nohup = cases[0];
+    Case nohup = cases[0], frozen = cases[0];
     nohup.name = "stop with nohup";
     nohup.nohup = true;                         // it was SIGINT that stopped it
     cases.push_back(nohup);
-    Case frozen = cases[0];                     // as a scheduler or a debugger does
-    frozen.name = "all are stopped for a while";
+    frozen.name = "all are stopped for a while";        // as a scheduler or a debugger does
     frozen.frozen = true;
-    frozen.args = {format("silence=%d", kSilence)};
-    cases.push_back(frozen);
+    frozen.args = {kSilenceArg};
+    cases.insert(cases.begin(), frozen);
+    for (int rank : {0, 2}) {
+        cases.push_back(over_tcp(signalled(format("stop by rank %d", rank), SIGINT, rank, {})));
+    }
     // the user's own doing is no error
-    Case kills = make_case("a signal that kills", "unhandled", 3, {128 + SIGHUP});
-    kills.signal_number = SIGHUP;
-    cases.push_back(kills);
-    Case at_once = make_case("a signal that ends at once", "loop", 3, {128 + SIGUSR2});
-    at_once.signal_number = SIGUSR2;
-    cases.push_back(at_once);
-    at_once.name = "at once, and the launcher comes late";
-    at_once.program = "slow_launcher";
-    cases.push_back(at_once);
-    all->insert(all->end(), cases.begin(), cases.end());
+    cases.push_back(signalled("a signal that kills", SIGHUP, -1, {128 + SIGHUP}, {}, "unhandled"));
+    cases.push_back(signalled("a signal that ends at once", SIGUSR2, -1, {128 + SIGUSR2}));
+    cases.push_back(signalled("at once, and the launcher comes late", SIGUSR2, -1, {128 + SIGUSR2}, {},
+                              "slow_launcher"));
+    return cases;
+}
+
+// One process for each rank, which a scheduler's variables number.
+static Case scheduled(const std::string& name, const std::string& variable, std::vector<std::string> env) {
+    Case c = make_case(name, "collectives", 2, {0, 0});
+    c.local = false;
+    c.rank_variable = variable;
+    c.env = env;
+    return c;
 }
 
 static std::vector<Case> start_cases() {
     std::vector<Case> cases;
-    for (int world = 2; world <= 8; world++) {
+    for (int world : {8, 5, 3, 2}) {
         Case c = make_case(format("collectives of %d", world), "collectives", world, {0});
         c.out = format("collectives of %d:", world);
         for (int r = 0; r < world; r++) { c.out += format(" %d.%d/%d", r, r, world); }
@@ -579,40 +568,21 @@ static std::vector<Case> start_cases() {
     Case ip6 = over_tcp(make_case("collectives v6", "collectives", 2, {}));
     ip6.args[1] = "server=localhost:" + std::to_string(free_port());
     cases.push_back(ip6);
-
-    const std::vector<std::string> in_use = {"cannot listen on port", "in use", "hint:"};
-    Case port = over_tcp(make_case("port in use", "loop", 2, {}, in_use), 1);
+    Case port = over_tcp(make_case("port in use", "loop", 2, {},
+                                   {"cannot listen on port", "in use", "hint:"}), 1);
     port.args[1] = "server=" + local_server(port_in_use());
     port.start = 1;
     cases.push_back(port);
-    Case torch = make_case("torchrun", "collectives", 2, {0, 0});
-    torch.local = false;
-    torch.rank_variable = "RANK";
-    torch.env = {"WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", format("MASTER_PORT=%d", free_port() - 1)};
-    cases.push_back(torch);
-    Case slurm = make_case("slurm", "collectives", 2, {0, 0});
-    slurm.local = false;
-    slurm.rank_variable = "SLURM_PROCID";
+    cases.push_back(scheduled("torchrun", "RANK", {"WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1",
+                                                   format("MASTER_PORT=%d", free_port() - 1)}));
     int job = 70000 + (int)getpid() % 10000;    // the port is made of the job's number
     while (free_port(20000 + job % 10000) < 0) { job++; }
-    slurm.env = {"SLURM_NTASKS=2", "SLURM_STEP_NODELIST=localhost", "SLURM_STEP_ID=0",
-                 format("SLURM_JOB_ID=%d", job)};
-    cases.push_back(slurm);
+    cases.push_back(scheduled("slurm", "SLURM_PROCID", {"SLURM_NTASKS=2", "SLURM_STEP_NODELIST=localhost",
+                                                        "SLURM_STEP_ID=0", format("SLURM_JOB_ID=%d", job)}));
     return cases;
 }
 
 // ---- the folder of -pi fs ----
-
-static std::vector<std::string> names_in(const std::string& path) {
-    std::vector<std::string> names;
-    DIR* dir = opendir(path.c_str());
-    while (struct dirent* entry = dir ? readdir(dir) : nullptr) {
-        if (entry->d_name[0] != '.') { names.push_back(entry->d_name); }
-    }
-    if (dir) { closedir(dir); }
-    std::sort(names.begin(), names.end());
-    return names;
-}
 
 // Whose file it is, who may read it, and who may write it when.
 static void test_meeting_file(const std::string& place) {
@@ -642,36 +612,42 @@ static void test_meeting_file(const std::string& place) {
     unlink(path.c_str());
 }
 
-static void test_folder() {
-    const std::string place = folder + "/meeting point";
+static std::string meeting_point() { return in_folder("meeting point"); }
+
+// What killed jobs have left: a port that nobody has now, one where nobody ever says a word, half a file.
+static std::vector<Case> folder_cases() {
+    const std::string place = meeting_point(), stale = comm_describe(comm_random_key(), free_port());
     mkdir_check(place.c_str());
-    const std::string stale = comm_describe(comm_random_key(), free_port());
     write_text(place + "/rendezvous-other", stale);
-    // what killed jobs have left: a port that nobody has now, one where nobody ever says a word, half a file
     std::vector<Case> cases;
     const std::string mute = comm_describe(1, port_in_use());
     for (const std::string& left : {stale, mute, stale.substr(0, stale.size() / 2)}) {
         const std::string id = std::to_string(cases.size());
-        Case c = make_case("folder " + id, "collectives", 3, {0, 0, 0});
+        Case c = make_case("folder " + id, "collectives", 3, {0, 0, 0}, {}, -1,
+                           {"init=fs", "folder=" + place});
         c.local = false;
-        c.args = {"init=fs", "folder=" + place};
         c.env = {"LLMC_JOB_ID=" + id};
         write_text(place + "/rendezvous-" + id, left);
         cases.push_back(c);
     }
-    Case file = make_case("folder that is a file", "loop", 2, {1}, {"is not a folder"});
+    Case file = make_case("folder that is a file", "loop", 2, {1}, {"is not a folder"}, -1,
+                          {"init=fs", "folder=" + place + "/rendezvous-other"});
     file.local = false;
     file.start = 1;
-    file.args = {"init=fs", "folder=" + place + "/rendezvous-other"};
     cases.push_back(file);
-    run_cases(cases, 4);
+    return cases;
+}
+
+// After the cases.
+static void test_folder() {
+    const std::string place = meeting_point(), stale = read_text(place + "/rendezvous-other");
     const std::vector<std::string> names = names_in(place);
-    CHECK(names.size() == 1 && names[0] == "rendezvous-other", "after a job its folder holds %zu files, %s",
-          names.size(), names.empty() ? "" : names[0].c_str());
+    CHECK(names == std::vector<std::string>{"rendezvous-other"}, "after a job its folder holds %zu files",
+          names.size());
     CHECK(comm_addresses(stale).size() >= 1, "a whole file has no address");
-    for (size_t n = 0; n < stale.size(); n++) {
-        if (!comm_addresses(stale.substr(0, n)).empty()) { CHECK(false, "%zu bytes are a file", n); }
-    }
+    size_t taken = 0;
+    for (size_t n = 0; n < stale.size(); n++) { taken += !comm_addresses(stale.substr(0, n)).empty(); }
+    CHECK(taken == 0, "%zu parts of a file are taken for one", taken);
     test_meeting_file(place);
     if (geteuid() != 0) {
         chmod(place.c_str(), 0500);
@@ -699,101 +675,103 @@ static uint64_t key_of(const char* job) {
 // Does rank 0 close it, in whatever time? It answers nobody here.
 static bool is_hung_up(int fd) {
     char answer;
-    return comm_wait_fd(fd, POLLIN, comm_now() + 60) && recv(fd, &answer, 1, 0) <= 0;
+    const double until = comm_now() + 60;
+    while (!comm_wait_fd(fd, POLLIN, comm_now() + 0.02) && comm_now() < until) { step_cases(); }
+    const ssize_t bytes = recv(fd, &answer, 1, MSG_DONTWAIT);
+    return bytes == 0 || (bytes < 0 && errno != EAGAIN);
 }
 
-static void test_strangers() {
-    Case c = over_tcp(make_case("strangers", "collectives", 3, {}));
-    const CommAddress address = comm_parse_server(c.args[1].substr(7), kCommPort, 0);
-    c.start = 1;
-    c.env = {"LLMC_JOB_ID=of this test"};
-    start_case(&c);
-    std::vector<int> strangers;
-    std::string why;
-    auto call = [&] {
-        int fd;                                 // until rank 0 listens
+// A job of which only rank 0 has been started, and who calls it.
+struct Callers {
+    Case job;
+    CommAddress address;
+    std::vector<int> fds;
+
+    explicit Callers(Case c) : job(c) {
+        job.start = 1;
+        address = comm_parse_server(c.args[1].substr(7), kCommPort, 0);
+        start_case(&job);
+    }
+    int call() {                                // until rank 0 listens
+        int fd;
+        std::string why;
         while ((fd = comm_connect(address, comm_now() + 60, &why)) < 0) { usleep(10000); }
-        strangers.push_back(fd);
+        fds.push_back(fd);
         return fd;
-    };
-    auto says = [&](const void* data, size_t bytes) {
+    }
+    int says(const void* data, size_t bytes) {
         const int fd = call();
         comm_write(fd, data, bytes, comm_now() + 60);
         return fd;
-    };
-    CommHello hello = comm_hello(CommJob());
-    hello.rank = 1;
-    hello.world = 3;
-    auto knows = [&](uint64_t key) {            // whom rank 0 accepts
-        hello.key = key;
+    }
+    bool is_answered(int rank, int world, uint64_t key) {
+        CommHello hello = comm_hello(CommJob());
+        hello.rank = rank, hello.world = world, hello.key = key;
         char answer[sizeof(kCommKnown)];
         const int fd = says(&hello, sizeof(hello));
-        const bool known = comm_read(fd, answer, sizeof(answer), comm_now() + 60);
-        strangers.pop_back();
-        close(fd);
+        return comm_read(fd, answer, sizeof(answer), comm_now() + 60);
+    }
+    void hang_up() {
+        close(fds.back());
+        fds.pop_back();
+    }
+    void end() {
+        while (case_runs(&job)) { step_cases(); }
+        check_case(job);
+        for (int fd : fds) { close(fd); }
+    }
+};
+
+static void test_strangers() {
+    Case c = over_tcp(make_case("strangers", "collectives", 3, {}));
+    c.env = {"LLMC_JOB_ID=of this test"};
+    Callers callers(c);
+    const uint64_t key = key_of("of this test");
+    auto knows = [&](uint64_t job_key) {        // as rank 1, which then leaves
+        const bool known = callers.is_answered(1, 3, job_key);
+        callers.hang_up();
         return known;
     };
-    const uint64_t key = key_of("of this test");
-    const int silent = call();
+    const int silent = callers.call();
     CHECK(!knows(key ^ (uint64_t)1 << 56), "a key whose last byte differs is taken");
     CHECK(!knows(0) && !knows(key_of("of another")), "a rank of another LLMC_JOB_ID is taken");
-    CHECK(knows(key_of("of this test")), "a rank of this LLMC_JOB_ID is not taken");
-    close(says(&hello, 1));
-    strangers.pop_back();
+    CHECK(knows(key), "a rank of this LLMC_JOB_ID is not taken");
+    const CommHello hello = comm_hello(CommJob());
+    callers.says(&hello, 1);
+    callers.hang_up();
     const std::string garbage(100000, 'g');
-    const int half = says(&hello, sizeof(hello) - 1);
-    CHECK(is_hung_up(says(garbage.data(), garbage.size())), "garbage is borne with");
+    const int half = callers.says(&hello, sizeof(hello) - 1);
+    CHECK(is_hung_up(callers.says(garbage.data(), garbage.size())), "garbage is borne with");
     CHECK(is_hung_up(silent) && is_hung_up(half), "who does not say who he is may stay");
 
     size_t most = 0;                            // more than rank 0 bears with, all silent
-    while (strangers.size() < 5 * kCommStrangers) { call(); }
+    while (callers.fds.size() < 5 * kCommStrangers) { callers.call(); }
     for (int looks = 0; looks < 50; looks++, usleep(10000)) {
-        most = std::max(most, names_in(format("/proc/%d/fd", (int)c.pids[0])).size());
+        most = std::max(most, names_in(format("/proc/%d/fd", (int)callers.job.pids[0])).size());
     }
     CHECK(most > kCommStrangers / 2 && most < 2 * kCommStrangers, "rank 0 has %zu open files", most);
     for (int r : {1, 2}) {
-        c.pids.push_back(start_process(c, {"processes=3", format("process=%d", r)}));
-        c.ended.push_back(-1);
+        callers.job.pids.push_back(start_process(callers.job, {"processes=3", format("process=%d", r)}));
+        callers.job.ended.push_back(-1);
     }
-    while (case_runs(&c)) { usleep(20000); }
-    check_case(c);
-    for (int fd : strangers) { close(fd); }
+    callers.end();
 }
 
 // ---- ranks that do not fit: another number of processes, a rank that has come already ----
 
 static void test_places() {
-    Case c = over_tcp(make_case("places", "loop", 3, {}));
-    const CommAddress address = comm_parse_server(c.args[1].substr(7), kCommPort, comm_tcp_key());
-    c.start = 1;
-    c.codes = {128 + SIGKILL};
-    start_case(&c);
-    std::vector<int> fds;
-    auto answered = [&](int rank, int world) {
-        CommHello hello = comm_hello(CommJob());
-        hello.key = address.key;
-        hello.rank = rank;
-        hello.world = world;
-        std::string why;
-        int fd = -1;
-        while (fd < 0) {                        // until rank 0 listens
-            fd = comm_connect(address, comm_now() + 1, &why);
-            if (fd < 0) { usleep(10000); }
-        }
-        fds.push_back(fd);
-        char answer[sizeof(kCommKnown)];
-        comm_write(fd, &hello, sizeof(hello), comm_now() + 60);
-        return comm_read(fd, answer, sizeof(answer), comm_now() + 60);
-    };
-    CHECK(answered(1, 3), "a hello of rank 1 is not answered");
-    CHECK(!answered(2, 4), "one of 4 is taken for one of 3");
-    CHECK(!answered(1, 3), "a second rank 1 is answered");
-    CHECK(!answered(0, 3) && !answered(3, 3) && !answered(-1, 3), "rank 0, 3 or -1 is answered");
-    CHECK(answered(2, 3), "a hello of rank 2 is not answered");
-    kill(c.pids[0], SIGKILL);
-    while (case_runs(&c)) { usleep(20000); }
-    check_case(c);
-    for (int fd : fds) { close(fd); }
+    Callers callers(over_tcp(make_case("places", "loop", 3, {})));
+    const struct { const char* who; int rank, world; bool answered; } rows[] = {
+        {"rank 1", 1, 3, true}, {"rank 2 of 4 processes", 2, 4, false}, {"a second rank 1", 1, 3, false},
+        {"a second rank 0", 0, 3, false}, {"rank 3 of 3", 3, 3, false}, {"rank -1", -1, 3, false},
+        {"rank 2", 2, 3, true}};
+    for (const auto& r : rows) {
+        CHECK(callers.is_answered(r.rank, r.world, comm_tcp_key()) == r.answered, "%s: answered %d", r.who,
+              !r.answered);
+    }
+    callers.job.codes = {128 + SIGKILL};
+    kill(callers.job.pids[0], SIGKILL);
+    callers.end();
 }
 
 // ---- a reader that takes its time, as less does ----
@@ -801,16 +779,15 @@ static void test_places() {
 static void test_reader() {
     int ends[2];
     CHECK(pipe2(ends, O_CLOEXEC) == 0, "no pipe");
-    Case c = make_case("a slow reader", "flood", 2, {0});
-    c.args = {format("still=%d", kStill)};
+    Case c = make_case("a slow reader", "flood", 2, {0}, {}, -1, {kStillArg});
     c.out_fd = ends[1];
     start_case(&c);
     close(ends[1]);
-    sleep(2 * kStill);
+    for (const double until = comm_now() + 2 * kStill; comm_now() < until;) { step_cases(); }
     char buffer[4096];
     while (read(ends[0], buffer, sizeof(buffer)) > 0) {}
     close(ends[0]);
-    while (case_runs(&c)) { usleep(20000); }
+    while (case_runs(&c)) { step_cases(); }
     check_case(c);
 }
 
@@ -850,34 +827,30 @@ static void test_own_port() {
     }
     if (calls == 50000) { SKIP(2, "port %d was not the near end in %d calls", port, calls); return; }
     CHECK(fd < 0, "port %d takes itself for rank 0, at call %d", port, calls);
-    Child listens = run_child([&] { comm_listen(address, &port); });
-    CHECK(listens.code == 0, "rank 0 after that: %s", listens.err.c_str());
+    check_lives("rank 0 after that", [&] { comm_listen(address, &port); });
     if (fd >= 0) { close(fd); }
 }
 
 static void test_names() {
-    struct { const char *list, *first; } lists[] = {
+    const char* const lists[][2] = {
         {"node1", "node1"}, {"node1,node2", "node1"}, {"n[07-12,20],gpu3", "n07"}, {"r[1-2]n[3,4]x", "r1n3x"},
         {"n[5]", "n5"}, {"", ""}, {"n[1-", "n1"},
     };
-    for (const auto& l : lists) {
-        const std::string host = comm_first_host(l.list);
-        CHECK(host == l.first, "the first of '%s' is '%s'", l.list, host.c_str());
-    }
-    struct { const char *text, *host, *port; } servers[] = {
-        {"a", "a", "29547"}, {"a.b:1", "a.b", "1"}, {"[::1]:65535", "::1", "65535"}, {"::1", "::1", "29547"},
-        {"[::1]", "::1", "29547"},
+    for (const auto& l : lists) { CHECK_TEXT(comm_first_host(l[0]), l[1]); }
+    const char* const servers[][2] = {
+        {"a", "a 29547"}, {"a.b:1", "a.b 1"}, {"[::1]:65535", "::1 65535"}, {"::1", "::1 29547"},
+        {"[::1]", "::1 29547"},
     };
     for (const auto& s : servers) {
-        const CommAddress a = comm_parse_server(s.text, kCommPort, 0);
-        CHECK(a.host == s.host && a.port == s.port, "'%s' is %s %s", s.text, a.host.c_str(), a.port.c_str());
+        const CommAddress a = comm_parse_server(s[0], kCommPort, 0);
+        CHECK_TEXT(a.host + " " + a.port, s[1]);
     }
     for (const char* bad : {"a:", ":1", "a:0", "a:65536", "a:b", "a:1x", "[::1", "[::1]x"}) {
         check_dies(bad, [&] { comm_parse_server(bad, kCommPort, 0); }, {"-ps", bad, "65535"});
     }
     const std::string same(100, 's');
     const std::string shortened = comm_shorten(same + "1" + same, same + "2" + same);
-    CHECK(shortened.size() <= 66 && shortened.find('1') != std::string::npos, "%s", shortened.c_str());
+    CHECK(shortened.size() <= 66 && holds(shortened, "1"), "%s", shortened.c_str());
 }
 
 static void test_places_of_schedulers() {
@@ -887,12 +860,11 @@ static void test_places_of_schedulers() {
         {"torchrun", {"MASTER_ADDR=n1", "MASTER_PORT=500"}, "501"},
     };
     for (const auto& k : kinds) {
-        Child c = run_child([&] {
+        check_lives(k.env[0], [&] {
             for (const char* e : k.env) { putenv((char*)e); }
             const CommAddress a = comm_foreign_server(CommOptions(), {k.name, 0, 2});
             printf("%s:%s", a.host.c_str(), a.port.c_str());
-        });
-        CHECK(c.out == std::string("n1:") + k.port, "%s, %s: %s", k.name, k.env[0], c.out.c_str());
+        }, std::string("n1:") + k.port);
     }
 }
 
@@ -948,15 +920,14 @@ static void test_open_files() {
     };
     check_dies("ulimit -n 40", [&] { with(40, 40, [] { comm_need_files(24); }); },
                {"24 ranks take", "open files", "have 40", "ulimit"});
-    Child raised = run_child([&] {
+    check_lives("a limit that may be raised", [&] {
         with(40, 500, [] {
             struct rlimit now;
             comm_need_files(24);
             getrlimit(RLIMIT_NOFILE, &now);
             printf("%d", (int)now.rlim_cur);
         });
-    });
-    CHECK(raised.out == "500", "the limit is %s now", raised.out.c_str());
+    }, "500");
     check_dies("no descriptor is left", [&] {
         int port;
         std::string why;
@@ -1006,20 +977,13 @@ static void test_contradictions() {
             comm_start(o, argv);
         }, w.words);
     }
-    Child batch = run_child([] {                // a batch script is none of the tasks that it may start
+    check_lives("a batch script is none of the tasks that it may start", [] {
         for (const char* e : {"SLURM_PROCID=0", "SLURM_NTASKS=8", "ENVIRONMENT=BATCH"}) { putenv((char*)e); }
         char* argv[] = {nullptr};
         comm_start(CommOptions(), argv);
         printf("%d of %d, %d", comm.rank, comm.world, (int)comm_any(true));
         comm_end();
-    });
-    CHECK(batch.code == 0 && batch.out == "0 of 1, 1", "%d: %s%s", batch.code, batch.out.c_str(),
-          batch.err.c_str());
-}
-
-static int finish() {
-    if (system(("rm -rf '" + folder + "'").c_str()) != 0) { printf("%s stays\n", folder.c_str()); }
-    return test_summary();
+    }, "0 of 1, 1");
 }
 
 int main(int argc, char** argv) {
@@ -1029,15 +993,14 @@ int main(int argc, char** argv) {
         unsetenv(name);
     }
     signal(SIGPIPE, SIG_IGN);
-    const char* temp = getenv("TMPDIR");
-    std::string pattern_name = std::string(temp ? temp : "/tmp") + "/test_comm.XXXXXX";
-    folder = mkdtemp(&pattern_name[0]);
+    folder_begin("comm");
     setenv("LLMC_JOB_ID", folder.c_str(), 1);   // another test may run beside this one
     if (argc == 2) {                            // a word: see `only`
         only = argv[1];
-        run_cases(start_cases(), 3);
-        run_cases(failure_cases(), 14);
-        return finish();
+        add_cases(start_cases());
+        add_cases(failure_cases());
+        while (step_cases(14)) {}
+        return folder_end();
     }
     TEST("comm: names of hosts, servers") { test_names(); }
     TEST("comm: ports") { test_ports(); }
@@ -1046,15 +1009,19 @@ int main(int argc, char** argv) {
     TEST("comm: where schedulers have rank 0") { test_places_of_schedulers(); }
     TEST("comm: patience") { test_patience(); }
     TEST("comm: sizes, open files") { test_sizes(); test_open_files(); }
-    TEST("comm: collectives, ways to start") { run_cases(start_cases(), 3); }
-    TEST("comm: strangers") { test_strangers(); }
+    add_cases(failure_cases());
+    add_cases(stop_cases());
+    add_cases(folder_cases());
+    TEST("comm: strangers, and failures beside them") { test_strangers(); }
     TEST("comm: ranks that do not fit") { test_places(); }
-    TEST("comm: a folder to meet in") { test_folder(); }
     TEST("comm: a slow reader") { test_reader(); }
-    TEST("comm: failures, stops") {
-        std::vector<Case> cases = failure_cases();
-        add_stop_cases(&cases);
-        run_cases(cases, 14);
+    TEST("comm: failures, stops, a folder to meet in") {
+        while (step_cases()) {}
+        test_folder();
     }
-    return finish();
+    TEST("comm: collectives, ways to start") {
+        add_cases(start_cases());
+        while (step_cases(3)) {}
+    }
+    return folder_end();
 }

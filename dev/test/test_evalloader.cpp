@@ -8,12 +8,10 @@ Tests of llmc/data/evalloader.h: files of questions, right and wrong, rows, batc
 #include <random>       // gives: std::mt19937
 #include <set>          // gives: std::set
 
-#include "child.h"      // gives: check_dies, CHECK
+#include "child.h"      // gives: folder, check_dies, CHECK
 
 typedef std::vector<uint16_t> Words;
 struct Texts { int label; std::vector<Words> parts; };      // the context, then the completions
-
-static std::string folder;
 
 static Words question_words(int number, const Texts& q) {
     Words words = {65535, 0, (uint16_t)number, (uint16_t)q.label, (uint16_t)(q.parts.size() - 1)};
@@ -44,11 +42,8 @@ static std::string write_file(const char* name, const File& file, int cut = 0) {
     bytes.append((const char*)file.words.data(), 2 * file.words.size());
     bytes.resize(bytes.size() - (size_t)std::max(0, cut));
     if (cut < 0) { bytes.append((size_t)-cut, '\0'); }
-    const std::string path = folder + "/" + name;
-    FILE* f = fopen_check(path.c_str(), "wb");
-    fwrite(bytes.data(), 1, bytes.size(), f);
-    fclose(f);
-    return path;
+    write_text(in_folder(name), bytes);
+    return in_folder(name);
 }
 
 static std::vector<Texts> made_up(int count, int V, int longest, unsigned seed) {
@@ -66,13 +61,20 @@ static std::vector<Texts> made_up(int count, int V, int longest, unsigned seed) 
     return questions;
 }
 
-static void check_refused(const char* what, const File& file, const std::vector<std::string>& words,
-                          int cut = 0, int V = 100) {
+static EvalSet read_set(const std::string& path, int V, int B, int T) {
+    EvalSet set;
+    evalset_init(&set, path.c_str(), V, B, T);
+    return set;
+}
+
+static EvalSet set_of(const std::vector<Texts>& questions, int V, int B, int T) {
+    return read_set(write_file("set.bin", file_of(questions)), V, B, T);
+}
+
+static void check_refused(const std::string& what, const File& file, const std::vector<std::string>& words,
+                          int cut = 0) {
     const std::string path = write_file("wrong.bin", file, cut);
-    check_dies(what, [&] {
-        EvalSet set;
-        evalset_init(&set, path.c_str(), V, 2, 8);
-    }, words);
+    check_dies(what, [&] { read_set(path, 100, 2, 8); }, words);
 }
 
 // ---- files ----
@@ -85,61 +87,52 @@ static void test_wrong_files() {
         const size_t context = second + 5, completion = context + 1 + questions[1].parts[0].size();
         const int bytes = (int)(2 * good.words.size());
         const int size = 2 * (int)question_words(1, questions[1]).size();
-        EvalSet set;
-        evalset_init(&set, write_file("good.bin", good).c_str(), 100, 2, 8);
+        const EvalSet set = read_set(write_file("good.bin", good), 100, 2, 8);
         CHECK(set.questions.size() == 3 && set.tokenizer == 0, "%zu questions", set.questions.size());
 
-        struct Header { const char* what; int at; int32_t value; std::vector<std::string> words; };
-        const Header headers[] = {
-            {"a shard", 0, 20240520, {"20240520", "20240522"}}, {"version 2", 1, 2, {"version 2", "1"}},
-            {"no questions", 2, 0, {"0 questions"}}, {"minus one question", 2, -1, {"-1 questions"}},
-            {"65537 questions", 2, 65537, {"65537 questions", "65536"}},
-            {"two billion", 2, 2147483647, {"2147483647 questions"}},
-            {"a question too many", 2, 4, {"question 3", "cut off"}},
-            {"more than fit", 2, 1000, {"truncated", "1000 questions"}},
-            {"a question too few", 2, 2, {"behind its last question"}},
-            {"longest 0", 3, 0, {"0 bytes"}}, {"longest -2", 3, -2, {"-2 bytes"}},
-            {"longest 65536", 3, 65536, {"65536 bytes"}}, {"longest too short", 3, 30, {"30"}}};
-        for (const Header& h : headers) {
+        // a word of 4 bytes of the header, or of 2 bytes of the questions, and what is said of it
+        const bool head = true;
+        const struct { const char* what; bool header; size_t at; int value; std::vector<std::string> said; }
+        changes[] = {
+            {"a shard", head, 0, 20240520, {"20240520", "20240522"}},
+            {"version 2", head, 1, 2, {"version 2", "1"}},
+            {"no questions", head, 2, 0, {"0 questions"}},
+            {"minus one question", head, 2, -1, {"-1 questions"}},
+            {"65537 questions", head, 2, 65537, {"65537 questions", "65536"}},
+            {"two billion", head, 2, 2147483647, {"2147483647 questions"}},
+            {"a question too many", head, 2, 4, {"question 3", "cut off"}},
+            {"more than fit", head, 2, 1000, {"truncated", "1000 questions"}},
+            {"a question too few", head, 2, 2, {"behind its last question"}},
+            {"longest 0", head, 3, 0, {"0 bytes"}}, {"longest -2", head, 3, -2, {"-2 bytes"}},
+            {"longest 65536", head, 3, 65536, {"65536 bytes"}}, {"longest too short", head, 3, 30, {"30"}},
+            {"no start", !head, second, 1, {"question 1", "begins with 1", "65535"}},
+            {"no bytes", !head, second + 1, 0, {"question 1", "has 0 bytes"}},
+            {"odd bytes", !head, second + 1, size + 1, {"question 1", std::to_string(size + 1)}},
+            {"fewer bytes", !head, second + 1, size - 2, {"question 1"}},
+            {"more bytes", !head, second + 1, size + 2, {"question 1"}},
+            {"all bytes", !head, second + 1, 65534, {"question 1", "65534 bytes", "are left"}},
+            {"another number", !head, second + 2, 0, {"question 1", "number 0"}},
+            {"label 4", !head, second + 3, 4, {"question 1", "answer 4", "0..3"}},
+            {"label 65535", !head, second + 3, 65535, {"answer 65535"}},
+            {"no completions", !head, second + 4, 0, {"0 completions", "4"}},
+            {"three completions", !head, second + 4, 3, {"3 completions", "4"}},
+            {"65535 completions", !head, second + 4, 65535, {"65535 completions"}},
+            {"an empty context", !head, context, 0, {"context", "0 tokens"}},
+            {"a long context", !head, context, 65535, {"context", "65535 tokens"}},
+            {"an empty completion", !head, completion, 0, {"completion 0", "0 tokens"}},
+            {"a long completion", !head, completion, 60000, {"completion 0", "60000 tokens"}},
+            {"token 100", !head, context + 1, 100, {"question 1", "token id 100", "0..99"}},
+            {"token 65535", !head, completion + 1, 65535, {"token id 65535"}}};
+        for (const auto& c : changes) {
             File file = good;
-            file.header[(size_t)h.at] = h.value;
-            if (h.at == 2 && h.value == 2) { file.header[3] = 65534; }      // else the size alone tells
-            check_refused(h.what, file, h.words);
-        }
-        struct Word { const char* what; size_t at; int value; std::vector<std::string> words; };
-        const Word others[] = {
-            {"no start", second, 1, {"question 1", "begins with 1", "65535"}},
-            {"no bytes", second + 1, 0, {"question 1", "has 0 bytes"}},
-            {"odd bytes", second + 1, size + 1, {"question 1", std::to_string(size + 1)}},
-            {"fewer bytes", second + 1, size - 2, {"question 1"}},
-            {"more bytes", second + 1, size + 2, {"question 1"}},
-            {"all bytes", second + 1, 65534, {"question 1", "65534 bytes", "are left"}},
-            {"another number", second + 2, 0, {"question 1", "number 0"}},
-            {"label 4", second + 3, 4, {"question 1", "answer 4", "0..3"}},
-            {"label 65535", second + 3, 65535, {"answer 65535"}},
-            {"no completions", second + 4, 0, {"0 completions", "4"}},
-            {"three completions", second + 4, 3, {"3 completions", "4"}},
-            {"65535 completions", second + 4, 65535, {"65535 completions"}},
-            {"an empty context", context, 0, {"context", "0 tokens"}},
-            {"a long context", context, 65535, {"context", "65535 tokens"}},
-            {"an empty completion", completion, 0, {"completion 0", "0 tokens"}},
-            {"a long completion", completion, 60000, {"completion 0", "60000 tokens"}},
-            {"token 100", context + 1, 100, {"question 1", "token id 100", "0..99"}},
-            {"token 65535", completion + 1, 65535, {"token id 65535"}}};
-        for (const Word& w : others) {
-            File file = good;
-            file.words[w.at] = (uint16_t)w.value;
-            if (w.at == second + 1) { file.header[3] = 65534; }     // else the longest size alone tells
-            check_refused(w.what, file, w.words);
+            if (c.header) { file.header[c.at] = c.value; }
+            else { file.words[c.at] = (uint16_t)c.value; }
+            // else the longest size alone tells
+            if (c.header ? c.at == 2 && c.value == 2 : c.at == second + 1) { file.header[3] = 65534; }
+            check_refused(c.what, file, c.said);
         }
         for (int cut = 1; cut <= bytes + 1024; cut += cut < bytes ? 1 : 93) {       // wherever it ends
-            Child c = run_child([&] {
-                EvalSet cut_set;
-                evalset_init(&cut_set, write_file("cut.bin", good, cut).c_str(), 100, 2, 8);
-            });
-            const long lines = std::count(c.err.begin(), c.err.end(), '\n');
-            CHECK(c.code == 1 && lines >= 1 && lines <= 3, "%d bytes less: %d, %s", cut, c.code,
-                  c.err.c_str());
+            check_refused(format("%d bytes less", cut), good, {}, cut);
         }
         check_refused("a header alone", {{20240522, 1, 0, 100}, {}}, {"0 questions", "possible"}, -4 * 252);
         check_refused("a byte more", good, {"does not match"}, -1);
@@ -147,22 +140,16 @@ static void test_wrong_files() {
         roomy.header[3] = 65534;
         check_refused("two bytes more", roomy, {"2 bytes behind its last question"}, -2);
         check_refused("a kilobyte more", good, {"does not match"}, -1024);
-        check_dies("no file", [] {
-            EvalSet none;
-            evalset_init(&none, (folder + "/none.bin").c_str(), 100, 2, 8);
-        }, {"no evaluation data", "none.bin", "get.py"});
-        check_dies("a folder", [] {
-            EvalSet none;
-            evalset_init(&none, folder.c_str(), 100, 2, 8);
-        }, {"a folder"});
+        check_dies("no file", [] { read_set(in_folder("none.bin"), 100, 2, 8); },
+                   {"no evaluation data", "none.bin", "get.py"});
+        check_dies("a folder", [] { read_set(folder, 100, 2, 8); }, {"a folder"});
     }
     TEST("the header's tokenizer, and ids of the whole range") {
         std::vector<Texts> questions = made_up(1, 100, 6, 2);
         questions[0].parts[3][0] = 65534;
         File file = file_of(questions);
         file.header[4] = 1;
-        EvalSet set;
-        evalset_init(&set, write_file("ids.bin", file).c_str(), 65535, 2, 8);
+        const EvalSet set = read_set(write_file("ids.bin", file), 65535, 2, 8);
         CHECK(set.tokenizer == 1 && set.questions[0].label == questions[0].label, "%u", set.tokenizer);
     }
 }
@@ -235,9 +222,7 @@ static void test_rows() {
         const std::string path = write_file("rows.bin", file_of(questions));
         for (int B : {1, 2, 3, 7, 64}) {
             for (int T : {1, 2, 31, 32, 33, 64, 100, 139, 140, 1024}) {
-                EvalSet set;
-                evalset_init(&set, path.c_str(), 300, B, T);
-                check_batches(set, questions, B, T);
+                check_batches(read_set(path, 300, B, T), questions, B, T);
             }
         }
     }
@@ -248,19 +233,16 @@ static void test_rows() {
     };
     TEST("a token each: the shortest question") {
         const std::vector<Texts> questions = {{3, {{5}, {1}, {2}, {3}, {4}}}};
-        EvalSet set;
-        evalset_init(&set, write_file("short.bin", file_of(questions)).c_str(), 6, 1, 1);
+        EvalSet set = set_of(questions, 6, 1, 1);
         check_batches(set, questions, 1, 1);
         CHECK(set.batches.size() == 4 && most_rows(set) == 1, "%zu batches", set.batches.size());
-        evalset_init(&set, write_file("short.bin", file_of(questions)).c_str(), 6, 2, 32);
+        set = set_of(questions, 6, 2, 32);
         CHECK(set.batches.size() == 2 && evalset_positions(&set) == 4 * 32, "%zu batches",
               set.batches.size());
         CHECK(most_rows(set) == 2, "%d rows", most_rows(set));
     }
     TEST("lengths like HellaSwag's cost an eighth of rows of 1024") {
-        std::vector<Texts> questions = made_up(200, 300, 90, 4);
-        EvalSet set;
-        evalset_init(&set, write_file("eighth.bin", file_of(questions)).c_str(), 300, 4, 1024);
+        const EvalSet set = set_of(made_up(200, 300, 90, 4), 300, 4, 1024);
         const int64_t positions = evalset_positions(&set);
         CHECK(8 * positions <= 800 * 1024, "%lld positions", (long long)positions);
     }
@@ -282,8 +264,7 @@ static void test_score() {
         const std::vector<Texts> questions = {
             {0, {two, one, two, four, {2}}}, {2, {one, one, two, four, {2}}},
             {1, {one, two, {2, 2}, {3, 2}, {4, 2}}}};
-        EvalSet set;
-        evalset_init(&set, write_file("score.bin", file_of(questions)).c_str(), 9, 1, 64);
+        const EvalSet set = set_of(questions, 9, 1, 64);
         // sums; means: 3 2 1 9 | 3 2 1 9 | equal: the first is taken
         const std::vector<std::vector<double>> sums = {{3, 4, 4, 9}, {3, 4, 4, 9}, {2, 2, 2, 2}};
         EvalScore s = evalset_score(&set, row_sums(set, sums));
@@ -308,8 +289,7 @@ static void test_score() {
             {1, {{5}, {1, 8, 2, 3, 4, 5}, {9, 8, 2, 3, 4, 5}, {8, 2, 3, 4, 5}, x}}};
         const std::vector<int> wanted[] = {{0, 1, 1, 1}, {0, 0, 2, 2}, {0, 0, 0, 3}};
         for (int B : {1, 3}) {
-            EvalSet set;
-            evalset_init(&set, write_file("equal.bin", file_of(questions)).c_str(), 10, B, 4);
+            const EvalSet set = set_of(questions, 10, B, 4);
             CHECK(set.rows.size() == 6, "%zu rows", set.rows.size());
             std::vector<double> sums;
             for (size_t i = 0; i < 3; i++) {
@@ -324,29 +304,25 @@ static void test_score() {
     }
     TEST("a completion longer than T: the mean of what was counted") {
         const std::vector<Texts> questions = {{0, {{1}, {1, 2, 3, 4, 5, 6}, {1}, {1, 2}, {1, 2}}}};
-        EvalSet set;
-        evalset_init(&set, write_file("long.bin", file_of(questions)).c_str(), 9, 1, 4);
+        const EvalSet set = set_of(questions, 9, 1, 4);
         const EvalScore s = evalset_score(&set, row_sums(set, {{4, 2, 5, 5}}));
         CHECK(s.loss == 1.0 && s.acc == 0.0 && s.acc_norm == 1.0, "%f %f %f", s.loss, s.acc, s.acc_norm);
     }
     TEST("facts tell sets apart") {
-        EvalSet a, b;
-        CHECK(evalset_facts(&a) == "", "no set: %s", evalset_facts(&a).c_str());
+        const EvalSet none = {};
+        CHECK_TEXT(evalset_facts(&none), "");
         std::vector<Texts> questions = made_up(2, 9, 5, 5);
-        evalset_init(&a, write_file("a.bin", file_of(questions)).c_str(), 9, 1, 4);
+        const EvalSet a = set_of(questions, 9, 1, 4);
         questions[1].parts[4][0] ^= 1;
-        evalset_init(&b, write_file("b.bin", file_of(questions)).c_str(), 10, 1, 4);
+        const EvalSet b = set_of(questions, 10, 1, 4);
         CHECK(evalset_facts(&a) != evalset_facts(&b), "%s", evalset_facts(&a).c_str());
     }
 }
 
 int main() {
-    const char* temp = getenv("TMPDIR");
-    folder = std::string(temp ? temp : "/tmp") + "/test_evalloader.XXXXXX";
-    if (!mkdtemp(&folder[0])) { printf("no folder %s\n", folder.c_str()); return 1; }
+    folder_begin("evalloader");
     test_wrong_files();
     test_rows();
     test_score();
-    if (system(("rm -r '" + folder + "'").c_str()) != 0) { printf("%s stays\n", folder.c_str()); }
-    return test_summary();
+    return folder_end();
 }

@@ -4,13 +4,10 @@ reports. Everything random comes from fixed seeds, so a result never changes fro
 
     make build/test_host && build/test_host
 */
-#include <dirent.h>                     // gives: opendir
 #include <float.h>                      // gives: FLT_MAX
-#include <glob.h>                       // gives: glob
 #include <math.h>                       // gives: fabs, sqrt, INFINITY, NAN
 #include <sys/resource.h>               // gives: setrlimit
 
-#include <algorithm>                    // gives: std::count
 #include <set>                          // gives: std::set
 #include <thread>                       // gives: std::thread
 
@@ -26,38 +23,29 @@ reports. Everything random comes from fixed seeds, so a result never changes fro
 #include "llmc/rand.h"
 #include "llmc/data/sampler.h"
 #include "llmc/run/schedulers.h"
-#include "child.h"                      // gives: run_child, check_dies
+#include "child.h"                      // gives: folder, run_child, check_dies, CHECK_TEXT
 #include "test.h"                       // gives: TEST, CHECK, test_summary
-
-static std::string folder;              // of this run, removed at the end
 
 static bool near(double a, double b, double tolerance) { return fabs(a - b) <= tolerance; }   // false for NaN
 
 // ---- check.h: errors, and files that appear whole or not at all ----
 
-static std::string file_named(const std::string& name) { return folder + "/" + name; }
-
 // The unfinished files of that name, as a shell lists them.
 static std::vector<std::string> parts(const std::string& path) {
-    glob_t found;
-    std::vector<std::string> names;
-    if (glob((path + "*.part").c_str(), 0, nullptr, &found) == 0) {
-        names.assign(found.gl_pathv, found.gl_pathv + found.gl_pathc);
-        globfree(&found);
+    std::vector<std::string> found;
+    for (const std::string& name : names_in(folder)) {
+        const std::string file = in_folder(name);
+        if (file.find(path) == 0 && file.size() > 5 && file.substr(file.size() - 5) == ".part") {
+            found.push_back(file);
+        }
     }
-    return names;
+    return found;
 }
 
 static void write_atomic(const std::string& path, const std::string& text) {
     AtomicFile a = atomic_open(path);
     atomic_write(&a, text.data(), text.size());
     atomic_commit(&a);
-}
-
-// An operation that would wait for ever ends with SIGALRM, which is not the exit code 1 of check_dies.
-static void check_dies_soon(const std::string& what, const std::function<void()>& f,
-                            const std::vector<std::string>& words) {
-    check_dies(what, [&] { alarm(30); f(); }, words);
 }
 
 static int refuse(int error) { errno = error; return -1; }
@@ -70,7 +58,7 @@ static void test_check_threads() {
         for (int t = 0; t < 4; t++) {
             threads.emplace_back([&, t] {
                 for (int i = 0; i < 200; i++) {
-                    AtomicFile a = atomic_open(file_named(format("thread%d", t)));
+                    AtomicFile a = atomic_open(in_folder(format("thread%d", t)));
                     const PartName& part = part_names[a.slot];
                     lost += part.state != PART_NAMED || a.temp != part.text;
                     atomic_commit(&a);
@@ -82,21 +70,21 @@ static void test_check_threads() {
         CHECK(lost == 0, "%d names of unfinished files were lost, doubled or kept", lost.load());
         std::thread remover([&] { while (!stop) { atomic_remove_parts(); std::this_thread::yield(); } });
         for (int i = 0; i < 200; i++) {
-            AtomicFile a = atomic_open(file_named(format("removed%d", i)));
+            AtomicFile a = atomic_open(in_folder(format("removed%d", i)));
             fclose(a.f);
             while (access(a.temp.c_str(), F_OK) == 0) { std::this_thread::yield(); }
         }
         stop = 1;
         remover.join();
-        CHECK(parts(file_named("thread")).empty(), "a name of a finished file was left");
+        CHECK(parts(in_folder("thread")).empty(), "a name of a finished file was left");
     }
 }
 
 static void test_check_disk() {
     TEST("check: atomic files") {
-        std::string path = file_named("model.bin");
+        std::string path = in_folder("model.bin");
         write_atomic(path, "old");
-        CHECK(read_text(path) == "old", "the file holds '%s'", read_text(path).c_str());
+        CHECK_TEXT(read_text(path), "old");
         struct stat st;
         CHECK(stat(path.c_str(), &st) == 0 && (st.st_mode & 0600) == 0600, "nobody may read the file");
         check_dies("a limit on size", [&] {         // a write in the middle fails, not the last one
@@ -126,19 +114,18 @@ static void test_check_disk() {
         };
         check_dies("folder's sync", [&] { fail_folder(EIO); write_atomic(path, "2"); }, {path, "folder"});
         CHECK(read_text(path) == "2", "the file is not there though only its folder's sync failed");
-        Child odd = run_child([&] { fail_folder(EINVAL); write_atomic(path, "3"); });
-        CHECK(odd.code == 0, "a file system that cannot sync folders stopped a write: %s", odd.err.c_str());
-        check_dies("folder missing", [] { atomic_open(folder + "/none/x"); }, {"none/x", "No such file"});
-        Child many = run_child([&] {
+        check_lives("a file system that cannot sync folders",
+                    [&] { fail_folder(EINVAL); write_atomic(path, "3"); });
+        check_dies("folder missing", [] { atomic_open(in_folder("none/x")); }, {"none/x", "No such file"});
+        check_lives("more files than descriptors", [&] {
             struct rlimit limit = {24, 24};
             setrlimit(RLIMIT_NOFILE, &limit);
             for (int i = 0; i < 100; i++) { write_atomic(path, "4"); }
         });
-        CHECK(many.code == 0, "written files keep descriptors: %s", many.err.c_str());
     }
     test_check_threads();
     TEST("check: kills, signals, several writers") {
-        std::string path = file_named("killed.bin");
+        std::string path = in_folder("killed.bin");
         write_atomic(path, "old");
         auto half_then = [&](const std::function<void()>& end) {
             return run_child([&] {
@@ -152,7 +139,7 @@ static void test_check_disk() {
         Child killed = half_then([] { raise(SIGKILL); });
         CHECK(killed.code == -SIGKILL && read_text(path) == "old", "a kill changed the file");
         CHECK(parts(path).size() == 1, "%zu unfinished files after a kill", parts(path).size());
-        write_atomic(file_named("killed"), "another file");
+        write_atomic(in_folder("killed"), "another file");
         CHECK(parts(path).size() == 1, "writing 'killed' removed what belongs to 'killed.bin'");
         AtomicFile mine = atomic_open(path);        // removes what the kill has left,
         CHECK(parts(path).size() == 1 && parts(path)[0] == mine.temp, "the kill's file is still there");
@@ -163,9 +150,9 @@ static void test_check_disk() {
         atomic_write(&mine, "mine", 4);
         atomic_write(&other, "the other's", 11);
         atomic_commit(&mine);
-        CHECK(read_text(path) == "mine", "the first writer left '%s'", read_text(path).c_str());
+        CHECK_TEXT(read_text(path), "mine");
         atomic_commit(&other);
-        CHECK(read_text(path) == "the other's", "the second writer left '%s'", read_text(path).c_str());
+        CHECK_TEXT(read_text(path), "the other's");
         write_atomic(path, "old");
         for (int number : {SIGINT, SIGTERM, SIGHUP}) {
             Child ended = half_then([=] { raise(number); });
@@ -188,11 +175,11 @@ static void test_check_disk() {
 
 static void test_check_names() {
     TEST("check: only PATH.PID.N.part is an unfinished PATH") {
-        const std::string path = file_named("download");
+        const std::string path = in_folder("download");
         const char* const others[] = {".part", ".7.part", "..part", ".7..part", ".1.2.3.part", ".x.1.part",
                                       ".1.2.part.x", ".1.2.apart", ".bin.1.2.part", ".1.2part"};
-        for (const char* end : others) { fclose(fopen_check((path + end).c_str(), "wb")); }
-        fclose(fopen_check((path + ".1.2.part").c_str(), "wb"));
+        for (const char* end : others) { write_text(path + end, ""); }
+        write_text(path + ".1.2.part", "");
         write_atomic(path, "whole");
         for (const char* end : others) {
             CHECK(file_size((path + end).c_str()) == 0, "somebody's %s%s was removed", path.c_str(), end);
@@ -203,36 +190,36 @@ static void test_check_names() {
 
 static void test_check_paths() {
     TEST("check: what is no regular file") {
-        std::string pipe = file_named("pipe"), link = file_named("link"), target = file_named("target");
+        std::string pipe = in_folder("pipe"), link = in_folder("link"), target = in_folder("target");
         CHECK(mkfifo(pipe.c_str(), 0600) == 0, "cannot make a pipe");
         CHECK(symlink(target.c_str(), link.c_str()) == 0, "cannot make a link");
         write_atomic(target, "precious");
         struct { std::string path; const char* what; } odd[] = {
             {pipe, "a pipe"}, {link, "a symbolic link"}, {"/dev/null", "a device"}, {folder, "a folder"}};
         for (auto& o : odd) {
-            check_dies_soon("atomic " + o.path, [&] { atomic_open(o.path); }, {o.path, o.what, "regular"});
-            check_dies_soon("w " + o.path, [&] { fopen_check(o.path.c_str(), "w"); }, {o.path, o.what});
+            check_dies("atomic " + o.path, [&] { atomic_open(o.path); }, {o.path, o.what, "regular"});
+            check_dies("w " + o.path, [&] { fopen_check(o.path.c_str(), "w"); }, {o.path, o.what});
             if (o.path == link) { continue; }       // may be read through
-            check_dies_soon("r " + o.path, [&] { fopen_check(o.path.c_str(), "rb"); }, {o.path, o.what});
+            check_dies("r " + o.path, [&] { fopen_check(o.path.c_str(), "rb"); }, {o.path, o.what});
         }
-        CHECK(read_text(link) == "precious", "'%s' through the link", read_text(link).c_str());
+        CHECK_TEXT(read_text(link), "precious");
         // a link under the name that the unfinished file once had
-        CHECK(symlink(target.c_str(), file_named("new.bin.part").c_str()) == 0, "cannot make the link");
-        write_atomic(file_named("new.bin"), "new");
-        CHECK(read_text(target) == "precious", "a link led to '%s'", read_text(target).c_str());
-        CHECK(unlink(file_named("new.bin.part").c_str()) == 0, "somebody else's link is gone");
+        CHECK(symlink(target.c_str(), in_folder("new.bin.part").c_str()) == 0, "cannot make the link");
+        write_atomic(in_folder("new.bin"), "new");
+        CHECK_TEXT(read_text(target), "precious");
+        CHECK(unlink(in_folder("new.bin.part").c_str()) == 0, "somebody else's link is gone");
     }
     TEST("check: folders and short files") {
-        mkdir_check((folder + "/a/b/c").c_str());
-        mkdir_check((folder + "/a/b/c").c_str());
+        mkdir_check(in_folder("a/b/c").c_str());
+        mkdir_check(in_folder("a/b/c").c_str());
         struct stat st;
-        CHECK(stat((folder + "/a/b/c").c_str(), &st) == 0 && S_ISDIR(st.st_mode), "no folder a/b/c");
-        check_dies("a file in the way", [] { mkdir_check((folder + "/model.bin/x").c_str()); }, {"bin/x"});
-        check_dies("a file for a folder", [] { mkdir_check((folder + "/model.bin").c_str()); },
+        CHECK(stat(in_folder("a/b/c").c_str(), &st) == 0 && S_ISDIR(st.st_mode), "no folder a/b/c");
+        check_dies("a file in the way", [] { mkdir_check(in_folder("model.bin/x").c_str()); }, {"bin/x"});
+        check_dies("a file for a folder", [] { mkdir_check(in_folder("model.bin").c_str()); },
                    {"model.bin", "not a folder"});
-        check_dies("missing file", [] { fopen_check((folder + "/none").c_str(), "r"); }, {"/none", "No"});
+        check_dies("missing file", [] { fopen_check(in_folder("none").c_str(), "r"); }, {"/none", "No"});
         check_dies("truncated file", [] {
-            std::string path = folder + "/model.bin";
+            std::string path = in_folder("model.bin");
             int header[256];
             fread_check(header, 4, 256, fopen_check(path.c_str(), "rb"), path.c_str());
         }, {"model.bin", "truncated", "1024"});
@@ -243,8 +230,8 @@ static void test_check_paths() {
             {"a\nb\tc\rd", "a\\nb\\x09c\\x0dd"}, {"\x7f", "\\x7f"}, {"", ""},
             {"Übung/日本語", "Übung/日本語"}, {"\xC2\x9B" "31m", "\\u009b31m"},
         };
-        for (auto& c : cases) { CHECK(shown(c.text) == c.shown, "%s", shown(c.text).c_str()); }
-        std::string evil = file_named("x\nerror: \x1b[2Jforged");
+        for (auto& c : cases) { CHECK_TEXT(shown(c.text), c.shown); }
+        std::string evil = in_folder("x\nerror: \x1b[2Jforged");
         std::vector<std::function<void()>> errors = {
             [&] { fopen_check(evil.c_str(), "rb"); }, [&] { atomic_open(evil + "/y"); },
             [&] { write_atomic(evil, ""); mkdir_check((evil + "/y").c_str()); },
@@ -253,9 +240,9 @@ static void test_check_paths() {
         for (size_t i = 0; i < errors.size(); i++) {
             Child c = run_child(errors[i]);
             long lines = std::count(c.err.begin(), c.err.end(), '\n');
-            CHECK(c.code == 1 && lines == (i == 3 ? 2 : 1) && c.err.find('\x1b') == std::string::npos,
+            CHECK(c.code == 1 && lines == (i == 3 ? 2 : 1) && !holds(c.err, "\x1b"),
                   "error %zu, exit code %d: %s", i, c.code, json_quote(c.err).c_str());
-            CHECK(c.err.find("x\\nerror: \\x1b[2Jforged") != std::string::npos, "%s", c.err.c_str());
+            CHECK(holds(c.err, "x\\nerror: \\x1b[2Jforged"), "%s", c.err.c_str());
         }
     }
 }
@@ -277,19 +264,18 @@ static void test_check() {
         for (size_t bytes : {3, 1000000}) {         // seen by the last flush only, or long before
             check_dies("stdout to a full disk", [&] { print("/dev/full", bytes); }, {"standard output"});
         }
-        Child well = run_child([&] { print("/dev/null", 3); });
-        CHECK(well.code == 0 && well.err.empty(), "%d: %s", well.code, well.err.c_str());
+        check_lives("stdout to nowhere", [&] { print("/dev/null", 3); });
     }
     test_check_disk();
     test_check_names();
     test_check_paths();
 }
 
-// ---- json.h ----
+// ---- host_memory.h ----
 
 static void test_memory_limits() {
     TEST("memory: limits of control groups, versions 1 and 2") {
-        const std::string root = folder + "/groups", self = root + "/self";
+        const std::string root = in_folder("groups"), self = root + "/self";
         auto limit = [&](const std::string& group, const char* most, const char* used, int version) {
             mkdir_check((root + group).c_str());
             const char* const of_1[] = {"memory.limit_in_bytes", "memory.usage_in_bytes",
@@ -322,6 +308,8 @@ static void test_memory_limits() {
     }
 }
 
+// ---- json.h ----
+
 static void test_json() {
     TEST("json") {
         struct { const char* text; const char* quoted; } cases[] = {
@@ -341,17 +329,13 @@ static void test_json() {
             {"\xf4\x90\x80\x80", "\"\\udcf4\\udc90\\udc80\\udc80\""},
         };
         for (const auto& c : cases) {
-            CHECK(json_quote(c.text) == c.quoted, "%s, expected %s", json_quote(c.text).c_str(), c.quoted);
-        }
-        CHECK(json_number(0.5) == "0.5", "%s", json_number(0.5).c_str());
-        for (double x : {(double)NAN, (double)INFINITY, -(double)INFINITY}) {
-            CHECK(json_number(x) == "null", "%s", json_number(x).c_str());
-        }
-        for (const auto& c : cases) {
+            CHECK_TEXT(json_quote(c.text), c.quoted);
             JsonValues values;
             const std::string error = json_read(std::string("{\"\": ") + c.quoted + "}", &values);
             CHECK(error.empty() && values == JsonValues({{"", c.text}}), "%s does not read back", c.quoted);
         }
+        CHECK_TEXT(json_number(0.5), "0.5");
+        for (float x : {NAN, INFINITY, -INFINITY}) { CHECK_TEXT(json_number(x), "null"); }
     }
     TEST("json: reading") {
         const std::string good =
@@ -391,6 +375,8 @@ static void test_json() {
     }
 }
 
+// ---- memory_plan.h ----
+
 static void test_memory_plan() {
     TEST("memory: a plan that does not fit says what would") {
         auto plan_of = [](int B) {
@@ -406,11 +392,8 @@ static void test_memory_plan() {
         check_dies("far too much", [&] { check(1350, {65536, 64, false, false}); }, {"fits is -b 3\n"});
         check_dies("none fits", [&] { check(1100, {8, 64, false, false}); }, {"not even -b 1 fits"});
         check_dies("a resumed run", [&] { check(1350, {8, 64, true, false}); }, {"keeps its -b"});
-        const Child shown = run_child([] {
-            memory_print({{"a", 1 << 20}, {"b", 3 << 20}, {"c", 1 << 20}});
-        });
-        CHECK(shown.out == "memory: 5.000 MiB in all; the largest: b 3.000, a 1.000, c 1.000\n", "%s",
-              shown.out.c_str());
+        check_lives("a plan", [] { memory_print({{"a", 1 << 20}, {"b", 3 << 20}, {"c", 1 << 20}}); },
+                    "memory: 5.000 MiB in all; the largest: b 3.000, a 1.000, c 1.000\n");
     }
 }
 
@@ -431,13 +414,14 @@ static const Flag flags[] = {
 };
 static const int num_flags = sizeof flags / sizeof flags[0];
 
-static void parse(const std::vector<std::string>& words) {
+static void parse_table(const Flag* table, int count, std::vector<std::string> words) {
     static std::vector<std::string> kept;           // string values point into argv
     kept = words;
     std::vector<char*> argv = {(char*)"train"};
     for (std::string& s : kept) { argv.push_back(&s[0]); }
-    flags_parse(flags, num_flags, (int)argv.size(), argv.data());
+    flags_parse(table, count, (int)argv.size(), argv.data());
 }
+static void parse(const std::vector<std::string>& words) { parse_table(flags, num_flags, words); }
 
 static void test_numbers() {
     TEST("numbers: whole ones") {
@@ -488,7 +472,7 @@ static void test_numbers() {
             {"-2.0", "write it in digits only: -2"}, {"1.5", ""}, {"1e30", ""}, {"x", ""}, {"", ""},
         };
         for (const auto& c : cases) {
-            CHECK(parse_int_hint(c.text) == c.hint, "'%s': %s", c.text, parse_int_hint(c.text).c_str());
+            CHECK_TEXT(parse_int_hint(c.text), c.hint);
         }
     }
 }
@@ -541,36 +525,20 @@ static void test_flags() {
             {{"--prompt", "--lr=3"}, {"--prompt needs a value", "'--lr=3'"}},
             {{"-b", "0"}, {"-b (--micro-batch) wants a whole number, 1 to 65536, not '0'"}},
             {{"-b", "65537"}, {"1 to 65536", "'65537'"}},
-            {{"-b", "-1"}, {"'-1'"}},
-            {{"-b", "x"}, {"'x'"}},
-            {{"-b", "4x"}, {"'4x'"}},
             {{"-b", ""}, {"''"}},
             {{"-b="}, {"''"}},
-            {{"-b", " 4"}, {"' 4'"}},
-            {{"-b", "+4"}, {"'+4'"}},
-            {{"-b", "007"}, {"'007'"}},
-            {{"-b", "0x10"}, {"'0x10'"}},
             {{"-b", "4.5"}, {"whole number", "'4.5'"}},
             {{"-b", "1e5"}, {"whole number", "'1e5'", "digits only: 100000"}},
             {{"-b", "4294967300"}, {"'4294967300'"}},               // 4 if cut to 32 bits
-            {{"-b", "99999999999999999999"}, {"'99999999999999999999'"}},
             {{"--seed", "9223372036854775808"}, {"63 bits", "'9223372036854775808'"}},
             {{"-z", "-1"}, {"-z (--total-batch) wants a whole number, 0 to 1000000000000000, not '-1'"}},
             {{"-l", "nan"}, {"-l (--lr) wants a number, at least -1, not 'nan'"}},
-            {{"-l", "inf"}, {"'inf'"}},
             {{"-l", "1e39"}, {"'1e39'", "float"}},
             {{"-l", "1e999"}, {"'1e999'", "float"}},
             {{"-l", "1e-60"}, {"'1e-60'", "float"}},
             {{"-l", "-1.5"}, {"at least -1", "'-1.5'"}},
-            {{"-l", "1,5"}, {"'1,5'"}},
-            {{"-l", "1e"}, {"'1e'"}},
-            {{"-l", "+1"}, {"'+1'"}},
-            {{"-l", "00.1"}, {"'00.1'"}},
-            {{"-l", "0x1p-4"}, {"'0x1p-4'"}},
             {{"--seed", "x"}, {"--seed wants a whole number of at most 63 bits, not 'x'"}},
-            {{"-l", "."}, {"'.'"}},
             {{"-w", "2"}, {"-w (--master) wants 0 or 1, not '2'"}},
-            {{"-w", "true"}, {"0 or 1", "'true'"}},
             {{"-k", "cosin"}, {"cosine|linear|constant|wsd", "'cosin'", "did you mean 'cosine'?"}},
             {{"-k", ""}, {"cosine|linear|constant|wsd", "''"}},
             {{"--name", ""}, {"--name wants a text of 1 or more characters"}},
@@ -600,21 +568,16 @@ static void test_flags() {
             {"w", "wide", FLAG_INT, &wide, "1", -1e18, 1e18, nullptr, "wide"},
             {"m", "most", FLAG_FLOAT, &x, "1", -FLT_MAX, 2, nullptr, "most"},
         };
-        auto parse_one = [&](const char* flag, const char* value) {
-            char* argv[] = {(char*)"train", (char*)flag, (char*)value};
-            flags_parse(table, 4, 3, argv);
-        };
+        auto parse_one = [&](const char* flag, const char* value) { parse_table(table, 4, {flag, value}); };
         struct { const char *flag, *value, *text; } good[] = {
             {"-x", "0.5", "0.5"}, {"-x", "2", "2"}, {"-n", "-3", "-3"}, {"-n", "7", "7"}, {"-m", "-8", "-8"},
             {"-w", "2147483647", "2147483647"}, {"-w", "-2147483648", "-2147483648"},
         };
         for (const auto& g : good) {
-            Child c = run_child([&] {
+            check_lives(g.flag, [&] {
                 parse_one(g.flag, g.value);
                 printf("%s", flags_text(flags_find(table, 4, g.flag)).c_str());
-            });
-            CHECK(c.code == 0 && c.out == g.text, "%s %s: '%s' %s", g.flag, g.value, c.out.c_str(),
-                  c.err.c_str());
+            }, g.text);
         }
         struct { const char *flag, *value, *message; } bad[] = {
             {"-x", "0.49", "a number, 0.5 to 2, not '0.49'"}, {"-x", "2.01", "0.5 to 2, not '2.01'"},
@@ -646,13 +609,13 @@ static void test_flags() {
         CHECK(help.code == 0 && help.err.empty(), "code %d, stderr '%s'", help.code, help.err.c_str());
         for (const Flag& f : flags) {
             for (const std::string& s : flags_spellings(&f)) {
-                CHECK(help.out.find(s) != std::string::npos, "--help does not name %s", s.c_str());
+                CHECK(holds(help.out, s), "--help does not name %s", s.c_str());
             }
         }
         for (const char* s : {"(default 4; 1 to 65536)", "(default cosine; cosine|linear|constant|wsd)",
                               "(default 3e-4; at least -1)", "seed (default 1337)", "er (default none)",
                               "fp32 copy (default 1)"}) {
-            CHECK(help.out.find(s) != std::string::npos, "--help lacks '%s'", s);
+            CHECK(holds(help.out, s), "--help lacks '%s'", s);
         }
         Child full = run_child([] {
             if (!freopen("/dev/full", "w", stdout)) { _exit(99); }
@@ -663,8 +626,8 @@ static void test_flags() {
             parse({"-b", "8", "-o", std::string(300, 'o')});
             flags_print(flags, num_flags);
         });
-        CHECK(table.out.find("* micro-batch        8 ") != std::string::npos, "%s", table.out.c_str());
-        CHECK(table.out.find("  total-batch        512 ") != std::string::npos, "%s", table.out.c_str());
+        CHECK(holds(table.out, "* micro-batch        8 ") && holds(table.out, "  total-batch        512 "),
+              "%s", table.out.c_str());
         for (const std::string& line : flags_split(help.out + table.out, '\n')) {
             CHECK(line.size() <= (size_t)kFlagColumns, "%zu columns: %s", line.size(), line.c_str());
         }
@@ -685,13 +648,8 @@ static void test_flags_resume() {
         const std::vector<std::pair<std::string, const char*>> saved = {
             {"micro-batch", "8"}, {"total-batch", "1024"}, {"lr", "0.25"}, {"lr-schedule", "linear"},
             {"master", "0"}, {"output", "then"}, {"prompt", "a = b\n"}};
-        auto resume = [&](std::vector<std::string> words) {
-            words.insert(words.begin(), "train");
-            static std::vector<std::string> kept;
-            kept = words;
-            std::vector<char*> argv;
-            for (std::string& word : kept) { argv.push_back(&word[0]); }
-            flags_parse(table, num_flags, (int)argv.size(), argv.data());
+        auto resume = [&](const std::vector<std::string>& words) {
+            parse_table(table, num_flags, words);
             flags_resume(table, num_flags, [&](const char* name) -> const char* {
                 for (const auto& s : saved) { if (s.first == name) { return s.second; } }
                 return nullptr;                 // a flag that there was not yet
@@ -721,17 +679,11 @@ static void test_flags_resume() {
     }
 }
 
-// ---- schedulers.h ----
-
 // ---- run_config.h, run_folder.h: what other builds and jobs make of the flags; programs test the rest ----
 
 static void parse_run(const std::vector<std::string>& words) {
-    static std::vector<std::string> kept;
-    kept = words;
-    std::vector<char*> argv = {(char*)"train"};
-    for (std::string& s : kept) { argv.push_back(&s[0]); }
     run = RunConfig();
-    flags_parse(kFlags, kNumFlags, (int)argv.size(), argv.data());
+    parse_table(kFlags, kNumFlags, words);
 }
 
 static void test_run() {
@@ -764,7 +716,7 @@ static void test_run() {
         CHECK(run.T == 1024 && run.total_batch == 8192 && run.lanes == 4 && c.block == Block::ParallelTied,
               "-t %d -z %lld --lanes %d", run.T, (long long)run.total_batch, run.lanes);
         const std::string open = settings_left_open();
-        CHECK(open == "sequence-length total-batch lanes", "%s", open.c_str());
+        CHECK_TEXT(open, "sequence-length total-batch lanes");
     }
     TEST("run: what builds with several GPUs refuse") {
         struct { Build build; std::vector<std::string> words; const char* message; } cases[] = {
@@ -786,11 +738,12 @@ static void test_run() {
         const char* cases[][2] = {{"runs/a-1,b", "runs/a-1,b"}, {"", "''"}, {"a b", "'a b'"},
                                   {"it's", "'it'\\''s'"}, {"a\nb'", "$'a\\012b\\047'"}};
         for (const auto& c : cases) {
-            const std::string quoted = shell_quoted(c[0]);
-            CHECK(quoted == c[1], "%s, not %s", quoted.c_str(), c[1]);
+            CHECK_TEXT(shell_quoted(c[0]), c[1]);
         }
     }
 }
+
+// ---- schedulers.h ----
 
 static void test_schedulers() {
     TEST("schedules: values by hand") {
@@ -859,29 +812,6 @@ static int draw(const std::vector<float>& logits, float temperature, int top_k, 
     return sample_token(logits.data(), (int)logits.size(), {temperature, top_k, top_p}, coin);
 }
 
-// Draws n times; the counts must fit softmax(logits/temperature) over the tokens marked as allowed.
-static void check_distribution(const char* what, const std::vector<float>& logits, float temperature,
-                               int top_k, const std::vector<int>& allowed) {
-    const int n = 100000;
-    std::vector<double> p(logits.size(), 0.0);
-    std::vector<int> counts(logits.size(), 0);
-    double total = 0.0, chi2 = 0.0;
-    for (int i : allowed) { total += p[(size_t)i] = exp((double)logits[(size_t)i] / temperature); }
-    for (int i = 0; i < n; i++) {
-        counts[(size_t)draw(logits, temperature, top_k, rand_unit(1, RAND_SAMPLE, 0, (uint64_t)i))]++;
-    }
-    bool only_allowed = true;
-    for (size_t i = 0; i < p.size(); i++) {
-        double expected = n * p[i] / total;
-        if (expected == 0.0) { only_allowed = only_allowed && counts[i] == 0; continue; }
-        chi2 += (counts[i] - expected) * (counts[i] - expected) / expected;
-    }
-    double freedom = (double)allowed.size() - 1.0;
-    CHECK(only_allowed, "%s: drew a token that was not allowed", what);
-    CHECK(chi2 <= freedom + 4.0 * sqrt(2.0 * freedom), "%s: chi-square %g with %g degrees of freedom", what,
-          chi2, freedom);
-}
-
 // The whole distribution in double, from the definition: the k best by (logit, lower id first), each with
 // exp((x - largest) / temperature), and of these the first that have top_p of it all.
 static std::vector<double> sampler_oracle(const std::vector<float>& logits, double temperature, int top_k,
@@ -946,6 +876,9 @@ static void test_sampler_ties() {
             wrong += errors > 0;
             cases++;
         }
+        std::vector<float> large(50257);
+        for (size_t i = 0; i < large.size(); i++) { large[i] = rand_normal(1, 0, i); }
+        wrong += sampler_errors(large, 0.7f, 40, 1.0f) > 0;
         CHECK(wrong == 0, "%d of %d cases", wrong, cases);
         CHECK(tied > 1000, "only %d cases have a tie at the threshold", tied);
         std::vector<float> equal(1000, 3.0f);
@@ -957,25 +890,6 @@ static void test_sampler_ties() {
 }
 
 static void test_sampler() {
-    TEST("sampler: distribution") {
-        std::vector<float> logits = {0.5f, -1.0f, 2.0f, 0.0f, 1.5f, -3.0f, 2.0f, 1.0f};
-        std::vector<int> all = {0, 1, 2, 3, 4, 5, 6, 7};
-        check_distribution("temperature 1", logits, 1.0f, 0, all);
-        check_distribution("temperature 0.7", logits, 0.7f, 0, all);
-        check_distribution("temperature 5", logits, 5.0f, 0, all);
-        check_distribution("top 3", logits, 1.0f, 3, {2, 4, 6});
-        check_distribution("top 8", logits, 1.0f, 8, all);
-        check_distribution("top 9", logits, 1.0f, 9, all);
-        check_distribution("equal logits, top 2", {1, 1, 1, 1}, 1.0f, 2, {0, 1});
-        check_distribution("ties at the threshold", {0, 1, 0, 2, 0}, 1.0f, 4, {0, 1, 2, 3});
-        std::vector<float> large(50257);
-        for (size_t i = 0; i < large.size(); i++) { large[i] = rand_normal(1, 0, i); }
-        std::set<int> seen;
-        for (uint64_t i = 0; i < 300; i++) {
-            seen.insert(draw(large, 1.0f, 40, rand_unit(2, RAND_SAMPLE, 0, i)));
-        }
-        CHECK(seen.size() > 25 && seen.size() <= 40, "top 40 of 50257 drew %zu tokens", seen.size());
-    }
     TEST("sampler: exact cases") {
         CHECK(draw({0, 3, 1, 3}, 0.0f, 0, 0.9) == 1, "greedy does not take the lower of two equal ids");
         CHECK(draw({0, 3, 1, 3}, 1.0f, 1, 0.9) == 1, "top 1 is not greedy");
@@ -1129,113 +1043,67 @@ static void test_permutation() {
     }
 }
 
-static void test_permutation_of_few() {
+// Chi-square of equally likely cells, in deviations from its mean.
+static double chi_sigmas(const std::vector<int>& counts, double draws, double cells) {
+    double chi2 = 0.0;
+    for (int count : counts) { chi2 += count * count * cells / draws; }
+    return (chi2 - draws - (cells - 1)) / sqrt(2 * (cells - 1));
+}
+
+static void test_permutation_looks_random() {
+    const int draws = 65536;
     TEST("permutation: small sets have each order equally often, and each pair of places") {
         for (uint64_t n = 2; n <= 5; n++) {
-            const int draws = 100000;
-            std::vector<uint64_t> order(n);
-            std::vector<int> counts;
-            int orders = 1;
-            for (uint64_t k = 2; k <= n; k++) { orders *= (int)k; }
-            counts.resize(10000);                           // by the order's digits, in base n
+            const int orders[] = {1, 1, 2, 6, 24, 120};
+            std::vector<int> counts(4000);                  // by the order's digits, in base n
             for (uint32_t id = 0; id < (uint32_t)draws; id++) {
                 uint64_t digits = 0;
                 for (uint64_t i = 0; i < n; i++) { digits = digits * n + rand_permuted(7, id, n, i); }
                 counts[digits]++;
             }
-            double expected = (double)draws / orders, chi2 = 0.0;
-            int seen = 0;
-            for (int count : counts) {
-                if (count == 0) { continue; }
-                chi2 += (count - expected) * (count - expected) / expected;
-                seen++;
-            }
-            CHECK(seen == orders, "n=%d: %d orders of %d", (int)n, seen, orders);
-            CHECK(chi2 <= orders - 1 + 4 * sqrt(2.0 * (orders - 1)), "n=%d: chi-square %g", (int)n, chi2);
+            const double sigmas = chi_sigmas(counts, draws, orders[n]);
+            CHECK(sigmas <= 4, "n=%d: orders by %g sigma", (int)n, sigmas);
         }
-        for (uint64_t n : {16, 64, 65, 100}) {
-            for (uint64_t other : {(uint64_t)1, n - 1}) {           // where rows 0 and `other` go
-                const int draws = 200000;
+        for (uint64_t n : {16, 65}) {
+            for (uint64_t other : {(uint64_t)1, n - 1}) {   // where rows 0 and `other` go
                 std::vector<int> counts(n * n);
                 for (uint32_t id = 0; id < (uint32_t)draws; id++) {
                     counts[rand_permuted(3, id, n, 0) * n + rand_permuted(3, id, n, other)]++;
                 }
-                double cells = (double)(n * (n - 1)), expected = draws / cells, chi2 = 0.0;
-                for (uint64_t c = 0; c < n * n; c++) {
-                    if (c / n == c % n) { continue; }               // never: it is a bijection
-                    chi2 += (counts[c] - expected) * (counts[c] - expected) / expected;
-                }
-                CHECK(chi2 <= cells - 1 + 4 * sqrt(2 * (cells - 1)), "n=%d, rows 0 and %d: %g sigma", (int)n,
-                      (int)other, (chi2 - cells + 1) / sqrt(2 * (cells - 1)));
+                const double sigmas = chi_sigmas(counts, draws, (double)(n * (n - 1)));
+                CHECK(sigmas <= 4, "n=%d, rows 0 and %d: %g sigma", (int)n, (int)other, sigmas);
             }
         }
     }
-}
-
-static void test_permutation_of_many() {
     TEST("permutation: large sets look random") {
-        const uint64_t sizes[] = {1 << 16, 100003, (1 << 17) + 1, 1ull << 36, 1000000000039};
-        for (uint64_t n : sizes) {
-            const int draws = 65536;
-            std::vector<double> u((size_t)draws);                   // (x + 1/2) / n
-            std::vector<int> serial(256);
-            double covariance = 0.0, place = 0.0, distance = 0.0, chi2 = 0.0;
-            const double cell = draws / 256.0;                      // pairs of neighbours expected in each
-            int follow = 0, fixed = 0;
+        for (uint64_t n : {100003ull, 1ull << 36, 1000000000039ull}) {
+            std::vector<int> serial(256), places(256);      // neighbours; a place and what is there
+            int follow = 0;
             uint64_t last = 0;
             for (int i = 0; i < draws; i++) {
-                uint64_t x = rand_permuted(5, 1, n, (uint64_t)i);
-                u[(size_t)i] = ((double)x + 0.5) / (double)n;
-                fixed += x == (uint64_t)i;
-                place += (u[(size_t)i] - 0.5) * ((double)i / draws - 0.5);
-                if (i > 0) {
-                    follow += x == last + 1;
-                    distance += fabs(u[(size_t)i] - u[(size_t)i - 1]);
-                    covariance += (u[(size_t)i] - 0.5) * (u[(size_t)i - 1] - 0.5);
-                    serial[(size_t)(u[(size_t)i - 1] * 16) * 16 + (size_t)(u[(size_t)i] * 16)]++;
-                }
+                const uint64_t x = rand_permuted(5, 1, n, (uint64_t)i);
+                auto sixteenth = [&](uint64_t y) { return (size_t)((double)y / (double)n * 16); };
+                places[(size_t)(i / (draws / 16)) * 16 + sixteenth(x)]++;
+                if (i > 0) { serial[sixteenth(last) * 16 + sixteenth(x)]++; }
+                follow += x == last + 1 || x == (uint64_t)i;
                 last = x;
             }
-            for (int count : serial) { chi2 += (count - cell) * (count - cell) / cell; }
-            const double root = sqrt((double)draws);
-            CHECK(fabs(covariance * 12 / root) <= 4.0, "n=%g: neighbours correlate by %g sigma", (double)n,
-                  covariance * 12 / root);
-            CHECK(fabs(place * 12 / root) <= 4.0, "n=%g: place and element by %g sigma", (double)n,
-                  place * 12 / root);
-            // |u - v| has mean 1/3 and variance 1/18; each element is in two of them
-            CHECK(near(distance / draws, 1.0 / 3, 4 * sqrt(1.4 / 18) / root), "n=%g: a mean distance of %g n",
-                  (double)n, distance / draws);
-            CHECK(fabs(chi2 - 255) <= 4 * sqrt(2 * 255.0), "n=%g: chi-square %g of pairs of neighbours",
-                  (double)n, chi2);
-            CHECK(follow <= 8 && fixed <= 8, "n=%g: %d follow each other, %d stay", (double)n, follow, fixed);
+            const double a = chi_sigmas(serial, draws - 1, 256), b = chi_sigmas(places, draws, 256);
+            CHECK(a <= 4 && b <= 4, "n=%g: neighbours by %g sigma, places by %g", (double)n, a, b);
+            CHECK(follow <= 12, "n=%g: %d follow each other or stay", (double)n, follow);
         }
     }
     TEST("permutation: seeds and epochs have orders of their own") {
-        const uint64_t n = 1000;
-        struct { const char* name; uint64_t seed; uint32_t id; } others[] = {
+        const struct { const char* name; uint64_t seed; uint32_t id; } others[] = {
             {"next epoch", 1, 2}, {"next seed", 2, 1}, {"seed for epoch", 0, 1},
-            {"high word of the seed", 1 + (1ull << 32), 1}, {"high bit of the epoch", 1, 1u << 31 | 1},
-        };
-        int stay = 0, draws = 0;
+            {"high word of the seed", 1 + (1ull << 32), 1}, {"high bit of the epoch", 1, 1u << 31 | 1}};
         for (const auto& other : others) {
-            int equal = 0;
-            double sum = 0.0;
-            for (uint64_t i = 0; i < n; i++) {
-                uint64_t a = rand_permuted(1, 1, n, i), b = rand_permuted(other.seed, other.id, n, i);
-                equal += a == b;
-                sum += ((double)a / n - 0.5) * ((double)b / n - 0.5);
+            int equal = 0;                                  // one is expected
+            for (uint64_t i = 0; i < 1000; i++) {
+                equal += rand_permuted(1, 1, 1000, i) == rand_permuted(other.seed, other.id, 1000, i);
             }
-            CHECK(equal <= 8 && fabs(12 * sum / sqrt((double)n)) <= 4.0, "%s: %d of %d equal, %g sigma",
-                  other.name, equal, (int)n, 12 * sum / sqrt((double)n));
+            CHECK(equal <= 8, "%s: %d of 1000 equal", other.name, equal);
         }
-        for (uint64_t size : {1, 2, 3, 7, 64, 65, 200}) {           // on average, one element stays
-            for (uint32_t id = 0; id < 4000; id++) {
-                for (uint64_t i = 0; i < size; i++) { stay += rand_permuted(2, id, size, i) == i; }
-                draws++;
-            }
-        }
-        const double mean = (double)stay / draws;
-        CHECK(near(mean, 1.0, 4 / sqrt((double)draws)), "%g elements stay", mean);
     }
 }
 
@@ -1265,8 +1133,8 @@ static void test_rounding() {
             CHECK(bf16_to_float(bf16_round_stochastic(-INFINITY, random)) == -INFINITY, "-inf is lost");
         }
     }
-    TEST("rounding: mean error of 10 million draws") {
-        const int n = 10000000;
+    TEST("rounding: mean error of 2 million draws") {
+        const int n = 2000000;
         RoundKey key = {1337, 5, 2, 4};
         double error = 0.0, variance = 0.0;             // in units of the gap between the two neighbours
         for (int i = 0; i < n; i += 8) {
@@ -1315,31 +1183,15 @@ static void test_rounding() {
             CHECK(equal < n / 1000, "%s: %d of %d draws are equal", other.name, (int)equal, (int)n);
         }
     }
-    TEST("rounding: 32 micro-steps of one batch added up in bf16") {
-        double error[3] = {0, 0, 0}, size = 0.0;        // nearest, stochastic, dithered
-        for (uint64_t i = 0; i < 4096; i++) {
-            float g = rand_normal(11, 0, i), sum[3] = {0, 0, 0};
-            for (uint32_t micro = 0; micro < 32; micro++) {
-                sum[0] = bf16_to_float(bf16_round_nearest(sum[0] + g));
-                uint32_t draw = round_bits16({1337, 0, micro, 0}, i);
-                sum[1] = bf16_to_float(bf16_round_stochastic(sum[1] + g, draw));
-                sum[2] = bf16_decode_dithered(bf16_encode_dithered(sum[2] + g, draw), draw);
-            }
-            for (int k = 0; k < 3; k++) { error[k] += (sum[k] - 32.0 * g) * (sum[k] - 32.0 * g); }
-            size += 32.0 * g * 32.0 * g;
-        }
-        CHECK(error[1] < error[0], "stochastic %g, nearest %g", sqrt(error[1] / size), sqrt(error[0] / size));
-        CHECK(error[2] < 0.6 * error[1], "dithered %g, stochastic %g", sqrt(error[2] / size),
-              sqrt(error[1] / size));
-    }
     auto dithered = [](float x, uint32_t draw) {
         return bf16_decode_dithered(bf16_encode_dithered(x, draw), draw);
     };
     TEST("dither: the mean over all draws, also around powers of two, and the variance") {
         for (float sign : {1.0f, -1.0f}) {
-            for (int step = -40; step <= 40; step++) {      // two gaps to either side of 1
-                const float x = sign * value(0x3F800000u + (uint32_t)(step * 4001));
-                const double gap = step < 0 ? 1.0 / 256 : 1.0 / 128;
+            for (int step = -40; step <= 40; step++) {      // two gaps to either side of a power of two
+                const int power = (step + 40) % 5 * 10 - 20;
+                const float x = ldexpf(sign * value(0x3F800000u + (uint32_t)(step * 4001)), power);
+                const double gap = ldexp(step < 0 ? 1.0 / 256 : 1.0 / 128, power);
                 double mean = 0.0, variance = 0.0, worst = 0.0;
                 for (uint32_t draw = 0; draw < 65536; draw++) {
                     const double error = (double)dithered(x, draw) - (double)x;
@@ -1356,34 +1208,6 @@ static void test_rounding() {
                 }
             }
         }
-    }
-    TEST("dither: a million random values") {
-        const int n = 1000000;
-        double mean = 0.0, square = 0.0;                    // in gaps
-        for (int i = 0; i < n; i++) {
-            const float x = rand_normal(12, 0, (uint64_t)i) * ldexpf(1.0f, i % 40 - 20);
-            const double gap = ldexp(1.0, ilogbf(x) - 7);
-            const double error = ((double)dithered(x, round_bits16({1337, 0, 0, 0}, (uint64_t)i)) - x) / gap;
-            mean += error / n;
-            square += error * error / n;
-        }
-        const double rms = 1.0 / sqrt(12.0);
-        CHECK(fabs(mean) <= 4 * rms / sqrt(n), "the mean error is %g gaps", mean);
-        CHECK(near(sqrt(square) / rms, 1.0, 0.03), "rms error of %g gaps, expected %g", sqrt(square), rms);
-    }
-    TEST("dither: 256 increments of a hundredth of the gap") {
-        const int n = 20000;
-        double moved = 0.0;                                 // in first gaps
-        for (int i = 0; i < n; i++) {
-            const float start = rand_normal(13, 0, (uint64_t)i), gap = ldexpf(1.0f, ilogbf(start) - 7);
-            float sum = start;
-            for (uint32_t micro = 0; micro < 256; micro++) {
-                sum = dithered(sum + gap / 100, round_bits16({1337, 0, micro, 0}, (uint64_t)i));
-            }
-            moved += (sum - start) / gap / n;
-        }
-        // 256 errors of gap/sqrt(12) make 4.6 gaps in each value, somewhat more where the gap has doubled
-        CHECK(near(moved, 2.56, 4 * 6.0 / sqrt(n)), "moved by %g gaps, expected 2.56", moved);
     }
     TEST("dither: zero, denormals, inf and NaN") {
         for (uint32_t draw : {0u, 1u, 0x8000u, 0xFFFFu}) {
@@ -1403,7 +1227,7 @@ static void test_rounding() {
 
 static void test_logger() {
     TEST("logger: files") {
-        std::string run = folder + "/runs/a";
+        std::string run = in_folder("runs/a");
         parse({"-b", "8"});
         Logger log;
         logger_init(&log, run.c_str());
@@ -1412,31 +1236,31 @@ static void test_logger() {
         logger_val(&log, 1, 10.5);
         const std::string begin = "s:0 trl:11.023457 lr:6.000000e-05 norm:2.2500\ns:1 tel:10.500000\n";
         std::string text = read_text(run + "/main.log");
-        CHECK(text == begin, "main.log, not flushed line by line:\n%s", text.c_str());
+        CHECK_TEXT(text, begin);
         logger_train(&log, {3000000000, -NAN, 0.0, INFINITY, 1ll << 40, 1, 1});
         logger_eval(&log, 2, {0.25, 0.125, 3.5});
         logger_free(&log);
         logger_free(&log);
         text = read_text(run + "/main.log");
         std::string expected = begin + "s:3000000000 trl:nan lr:0.000000e+00 norm:inf\ns:2 eval:0.250000\n";
-        CHECK(text == expected, "main.log:\n%s", text.c_str());
+        CHECK_TEXT(text, expected);
         text = read_text(run + "/metrics.jsonl");
         expected = "{\"step\": 1, \"loss\": 11.0234567, \"lr\": 6e-05, \"norm\": 2.25, \"tokens\": 16384, "
             "\"ms\": 12.5, \"tokens_per_s\": 1310720}\n{\"step\": 1, \"val_loss\": 10.5}\n"
             "{\"step\": 3000000001, \"loss\": null, \"lr\": 0, \"norm\": null, \"tokens\": 1099511627776, "
             "\"ms\": 1, \"tokens_per_s\": 1}\n{\"step\": 2, \"eval_acc_norm\": 0.25, "
             "\"eval_acc\": 0.125, \"eval_loss\": 3.5}\n";
-        CHECK(text == expected, "metrics.jsonl:\n%s", text.c_str());
+        CHECK_TEXT(text, expected);
         text = read_text(run + "/run.json");
         CHECK(text.find("{\n\"settings\": {\"micro-batch\": 8, ") == 0, "run.json:\n%s", text.c_str());
         for (const Flag& f : flags) {
-            CHECK(text.find(json_quote(f.name) + ": ") != std::string::npos, "run.json lacks %s", f.name);
+            CHECK(holds(text, json_quote(f.name) + ": "), "run.json lacks %s", f.name);
         }
-        CHECK(text.find(",\n\"program\": \"test \\\"host\\\"\"\n}\n") != std::string::npos, "run.json:\n%s",
+        CHECK(holds(text, ",\n\"program\": \"test \\\"host\\\"\"\n}\n"), "run.json:\n%s",
               text.c_str());
     }
     TEST("logger: what cannot be written") {
-        std::string empty = folder + "/empty";          // "" logs nowhere: not in the current folder either
+        std::string empty = in_folder("empty");          // "" logs nowhere: not in the current folder either
         mkdir_check(empty.c_str());
         Child off = run_child([&] {
             if (chdir(empty.c_str()) != 0) { _exit(99); }
@@ -1449,11 +1273,11 @@ static void test_logger() {
         CHECK(off.code == 0 && rmdir(empty.c_str()) == 0, "%d, %s", off.code, strerror(errno));
         check_dies("a file in the way", [] {
             Logger log;
-            logger_init(&log, (folder + "/model.bin/run").c_str());
+            logger_init(&log, in_folder("model.bin/run").c_str());
             logger_train(&log, {0, 1, 1, 1, 1, 1, 1});
         }, {"model.bin/run"});
         for (const char* name : {"main.log", "metrics.jsonl", "run.json"}) {
-            std::string run = folder + "/full_" + name, word = name;
+            std::string run = in_folder("full_") + name, word = name;
             check_dies(name, [&] {
                 Logger log;
                 logger_init(&log, run.c_str());
@@ -1468,17 +1292,11 @@ static void test_logger() {
     }
 }
 
-static int open_files() {
-    DIR* dir = opendir("/proc/self/fd");
-    int count = 0;
-    while (dir && readdir(dir)) { count++; }
-    if (dir) { closedir(dir); }
-    return count;
-}
+static int open_files() { return (int)names_in("/proc/self/fd").size(); }
 
 static void test_logger_files() {
     TEST("logger: its files are closed, and a run that begins in the same folder starts them anew") {
-        const std::string run = folder + "/runs/twice";
+        const std::string run = in_folder("runs/twice");
         const int before = open_files();
         for (double loss : {3.0, 2.0}) {
             Logger log;
@@ -1492,33 +1310,32 @@ static void test_logger_files() {
         }
         CHECK(open_files() == before, "%d more files are open", open_files() - before);
         std::string text = read_text(run + "/main.log");
-        CHECK(text == "s:7 tel:2.000000\ns:8 trl:2.000000 lr:1.000000e+00 norm:1.0000\n", "main.log:\n%s",
-              text.c_str());
+        CHECK_TEXT(text, "s:7 tel:2.000000\ns:8 trl:2.000000 lr:1.000000e+00 norm:1.0000\n");
         text = read_text(run + "/metrics.jsonl");
         CHECK(text.find("{\"step\": 7, \"val_loss\": 2}\n{\"step\": 9,") == 0, "%s", text.c_str());
-        CHECK(read_text(run + "/run.json").find("\"loss\": \"2.000000\"") != std::string::npos,
+        CHECK(holds(read_text(run + "/run.json"), "\"loss\": \"2.000000\""),
               "run.json is the first run's");
     }
     TEST("logger: nothing is on disk before the first step is done") {
-        const std::string run = folder + "/late/run";
+        const std::string run = in_folder("late/run");
         Logger log;
         logger_init(&log, run.c_str());
         logger_run(&log, flags, num_flags, {});
         logger_val(&log, 0, 11);
         logger_eval(&log, 0, {0.25, 0.125, NAN});
         logger_sync(&log);
-        CHECK(access((folder + "/late").c_str(), F_OK) != 0, "there is a folder before the first step");
+        CHECK(access(in_folder("late").c_str(), F_OK) != 0, "there is a folder before the first step");
         logger_train(&log, {0, 1, 1, 1, 1, 1, 1});
-        CHECK(read_text(run + "/main.log") == "s:0 tel:11.000000\ns:0 eval:0.250000\n"
-              "s:0 trl:1.000000 lr:1.000000e+00 norm:1.0000\n", "%s", read_text(run + "/main.log").c_str());
+        CHECK_TEXT(read_text(run + "/main.log"),
+                   "s:0 tel:11.000000\ns:0 eval:0.250000\n" "s:0 trl:1.000000 lr:1.000000e+00 norm:1.0000\n");
         const std::string text = read_text(run + "/metrics.jsonl");
         CHECK(std::count(text.begin(), text.end(), '\n') == 3, "%s", text.c_str());
-        CHECK(read_text(run + "/run.json").find("\"settings\"") != std::string::npos, "no settings");
+        CHECK(holds(read_text(run + "/run.json"), "\"settings\""), "no settings");
         logger_free(&log);
-        logger_init(&log, (folder + "/never").c_str());     // a run that fails before
+        logger_init(&log, in_folder("never").c_str());     // a run that fails before
         logger_val(&log, 0, 11);
         logger_free(&log);
-        CHECK(access((folder + "/never").c_str(), F_OK) != 0, "a run without a step left a folder");
+        CHECK(access(in_folder("never").c_str(), F_OK) != 0, "a run without a step left a folder");
     }
 }
 
@@ -1531,7 +1348,7 @@ static void log_steps(Logger* log, int from, int until, double loss = 5) {
 }
 
 static void test_logger_go_back() {
-    const std::string run = folder + "/runs/back", main_log = run + "/main.log",
+    const std::string run = in_folder("runs/back"), main_log = run + "/main.log",
                       metrics = run + "/metrics.jsonl", cut = main_log + ".cut";
     auto reopened = [&](int64_t step, int rewinds = 0, int abandons = 0) {
         Logger log;
@@ -1555,15 +1372,15 @@ static void test_logger_go_back() {
         log = reopened(10);                                 // and in another
         CHECK(read_text(main_log) == ten && read_text(metrics) == ten_metrics, "later lines are there");
         CHECK(read_text(cut) == all, "what is kept goes less far than before");
-        CHECK(read_text(run + "/run.json").find("another") != std::string::npos, "an old run.json");
+        CHECK(holds(read_text(run + "/run.json"), "another"), "an old run.json");
         logger_val(&log, 10, 2);
-        CHECK(read_text(main_log) == ten + "s:10 tel:2.000000\n", "%s", read_text(main_log).c_str());
+        CHECK_TEXT(read_text(main_log), ten + "s:10 tel:2.000000\n");
         logger_free(&log);
     }
     TEST("logger: a later checkpoint can be read again") {
         log = reopened(20);
         const std::string twenty = all.substr(0, all.find("s:20 "));
-        CHECK(read_text(main_log) == twenty, "%s", read_text(main_log).c_str());
+        CHECK_TEXT(read_text(main_log), twenty);
         CHECK(all_metrics.find(read_text(metrics)) == 0 && read_text(metrics).size() > ten_metrics.size(),
               "%s", read_text(metrics).c_str());
         log_steps(&log, 20, 24);
@@ -1577,7 +1394,7 @@ static void test_logger_go_back() {
     TEST("logger: abandoned steps") {
         for (int i = 0; i < 2; i++) {                       // the second time some have their mark already
             log = reopened(10, 0, i + 1);
-            CHECK(read_text(main_log) == ten, "%s", read_text(main_log).c_str());
+            CHECK_TEXT(read_text(main_log), ten);
             log_steps(&log, 10, 12, 4 - i);
             logger_free(&log);
         }
@@ -1595,8 +1412,7 @@ static void test_logger_go_back() {
         logger_free(&log);
         for (int step : {11, 15}) {                         // killed, and on from checkpoints in vain
             log = reopened(step);
-            CHECK(read_text(main_log) == all.substr(0, all.find(format("s:%d ", step))), "%s",
-                  read_text(main_log).c_str());
+            CHECK_TEXT(read_text(main_log), all.substr(0, all.find(format("s:%d ", step))));
             CHECK(all_metrics.find(read_text(metrics)) == 0, "%s", read_text(metrics).c_str());
             logger_free(&log);
         }
@@ -1614,7 +1430,7 @@ static void test_logger_go_back() {
               "%d, %s", gap.code, gap.err.c_str());
         CHECK(std::count(gap.err.begin(), gap.err.end(), '\n') == 1, "also of metrics.jsonl? %s",
               gap.err.c_str());
-        CHECK(read_text(main_log) == rest + "s:11 tel:1.000000\n", "%s", read_text(main_log).c_str());
+        CHECK_TEXT(read_text(main_log), rest + "s:11 tel:1.000000\n");
         Child off = run_child([&] {
             logger_init(&log, "");
             logger_go_back(&log, 10);
@@ -1639,7 +1455,7 @@ static void test_logger_go_back() {
                   "the other's lines are there");
         }
         logger_val(&log, 1, 3);
-        CHECK(read_text(main_log) == text + "s:1 tel:3.000000\n", "%s", read_text(main_log).c_str());
+        CHECK_TEXT(read_text(main_log), text + "s:1 tel:3.000000\n");
         check_dies("sync", [&] {
             file_layer.fsync = [](int) { return refuse(EIO); };
             logger_sync(&log);
@@ -1654,29 +1470,21 @@ static void test_logger_go_back() {
     }
 }
 
-// check.h refuses them; here is that the logger asks it, for each of its files.
+// check.h refuses all that is no file; here is that the logger asks it, for each of its files.
 static void test_logger_pipes() {
-    TEST("logger: pipes, devices and folders under its files' names") {
+    TEST("logger: a pipe under its files' names") {
         for (const char* name : {"main.log", "metrics.jsonl", "run.json"}) {
-            for (const char* kind : {"pipe", "device", "folder"}) {
-                const std::string run = folder + "/odd_" + name + "_" + kind, path = run + "/" + name;
-                mkdir_check(run.c_str());
-                const std::string word = kind;
-                int rc = word == "pipe" ? mkfifo(path.c_str(), 0600)
-                       : word == "device" ? symlink("/dev/null", path.c_str()) : mkdir(path.c_str(), 0700);
-                CHECK(rc == 0, "cannot make a %s: %s", kind, strerror(errno));
-                struct stat before, after;
-                lstat(path.c_str(), &before);
-                check_dies(name + (" is a " + word), [&] {
-                    alarm(60);                                      // who waits for a pipe ends by a signal
-                    Logger log;
-                    logger_init(&log, run.c_str());
-                    logger_run(&log, flags, num_flags, {});
-                    logger_train(&log, {0, 1, 1, 1, 1, 1, 1});
-                }, {path, "regular file"});
-                CHECK(lstat(path.c_str(), &after) == 0 && before.st_ino == after.st_ino, "%s was replaced",
-                      path.c_str());
-            }
+            const std::string run = in_folder("odd_") + name, path = run + "/" + name;
+            mkdir_check(run.c_str());
+            CHECK(mkfifo(path.c_str(), 0600) == 0, "cannot make a pipe: %s", strerror(errno));
+            check_dies(path, [&] {
+                Logger log;
+                logger_init(&log, run.c_str());
+                logger_run(&log, flags, num_flags, {});
+                logger_train(&log, {0, 1, 1, 1, 1, 1, 1});
+            }, {path, "regular file"});
+            struct stat st;
+            CHECK(lstat(path.c_str(), &st) == 0 && S_ISFIFO(st.st_mode), "%s was replaced", path.c_str());
         }
     }
 }
@@ -1688,8 +1496,7 @@ static void test_report() {
         const struct { double seconds; const char* text; } rows[] = {
             {0, "0:00:00"}, {59.4, "0:00:59"}, {59.5, "0:01:00"}, {3599.9, "1:00:00"}, {360000, "100:00:00"}};
         for (const auto& row : rows) {
-            CHECK(duration_text(row.seconds) == row.text, "%g s: %s", row.seconds,
-                  duration_text(row.seconds).c_str());
+            CHECK_TEXT(duration_text(row.seconds), row.text);
         }
         const Child c = run_child([] {
             Report r = {10, 1000, 2, 0};
@@ -1768,8 +1575,7 @@ static void test_samples() {
             {true, "sample 1 at step 5:\nHiab\n---\nsample 2 at step 5:\nHiklmn\n---\n"
                    "sample 3 at step 5:\nHicd\n---\n"}};
         for (const auto& row : rows) {
-            const Child c = run_child([&] { write_samples(task, {3, 2, 5, "Hi", row.titled}, draw); });
-            CHECK(c.out == row.text, "%s", c.out.c_str());
+            check_lives("samples", [&] { write_samples(task, {3, 2, 5, "Hi", row.titled}, draw); }, row.text);
         }
         check_dies("no room", [&] { prompt_tokens(&tokenizer, "1234567", 256, 8); }, {"7 tokens", "most 6"});
         check_dies("no tokenizer", [] { prompt_tokens(nullptr, "a", 300, 8); }, {"V=300"});
@@ -1778,9 +1584,7 @@ static void test_samples() {
 }
 
 int main() {
-    char name[] = "/tmp/test_host_XXXXXX";
-    if (!mkdtemp(name)) { die("cannot make a folder in /tmp: %s", strerror(errno)); }
-    folder = name;
+    folder_begin("host");
     test_check();
     test_memory_limits();
     test_memory_plan();
@@ -1794,8 +1598,7 @@ int main() {
     test_sampler_ties();
     test_philox();
     test_permutation();
-    test_permutation_of_few();
-    test_permutation_of_many();
+    test_permutation_looks_random();
     test_rounding();
     test_logger();
     test_logger_files();
@@ -1804,6 +1607,5 @@ int main() {
     test_report();
     test_text_out();
     test_samples();
-    if (system(("rm -rf " + folder).c_str()) != 0) { fprintf(stderr, "%s is still there\n", name); }
-    return test_summary();
+    return folder_end();
 }
