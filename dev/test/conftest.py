@@ -151,7 +151,8 @@ def dealt(items, workers):
 
 
 def program_name(item):
-    return item.callspec.params.get("program") if hasattr(item, "callspec") else None
+    name = item.callspec.params.get("program") if hasattr(item, "callspec") else None
+    return name if isinstance(name, str) else None              # no string where no program is meant for it
 
 
 # ---- a test's folder and program ----

@@ -31,7 +31,8 @@ ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)),
 
 # What should notice a mistake in a file, the first row that fits: modules of dev/test and programs of
 # test_programs.py, cheapest first.
-MODEL = ["test_gpt2", "golden", "cli", "blocks", "loop", "seeing", "lazy", "hf", "resume", "ranks"]
+MODEL = ["test_gpt2", "golden", "refusals", "runs", "training", "evaluation", "texts", "memory", "terminal",
+         "lazy", "hf", "resume", "ranks"]
 SUITES = [
     (r"llmc/ops/(cpu_ops|ops|op_types)\.h", ["host cpu_ops", *MODEL]),
     (r"llmc/comm/.*", ["host comm", "ranks"]),
@@ -39,10 +40,10 @@ SUITES = [
                                                               "ranks"]),
     (r"llmc/data/(tokenizer|unicode_tables)\.h", ["host tokenizer", "host data_tools", "tiktoken"]),
     (r"llmc/(data|ops)/(dataloader|evalloader|token_buckets)\.h", ["host {name}", *MODEL]),
-    (r"llmc/\w+/(sampler|progress|telemetry|json|safetensors)\.h", ["host host", "seeing", "hf", "loop"]),
+    (r"llmc/\w+/(sampler|progress|telemetry|json|safetensors)\.h", ["host host", "terminal", "hf", "texts"]),
     (r"llmc/.*\.h|train_gpt2\.cu", ["host host", *MODEL]),
     (r"dev/eval/.*\.py", ["hf"]),
-    (r"dev/data/(plot_log|tensorboard_log)\.py", ["seeing"]),
+    (r"dev/data/(plot_log|tensorboard_log)\.py", ["plots"]),
     (r"dev/data/.*\.py", ["datasets", "scripts"]),
     (r"dev/(data|tools)/.*\.cpp", ["host data_tools", "host checkpoints", "datasets", "stories"]),
 ]
@@ -116,7 +117,7 @@ def mutants_of(name, touched):
 
 
 def suites_of(name):
-    words = next((words for pattern, words in SUITES if re.fullmatch(pattern, name)), ["cli", "loop"])
+    words = next((words for pattern, words in SUITES if re.fullmatch(pattern, name)), ["runs", "refusals"])
     return [word.format(name=os.path.basename(name).split(".")[0]) for word in words]
 
 

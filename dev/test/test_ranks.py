@@ -5,7 +5,7 @@
     python3 dev/test/test_ranks.py ./train_gpt2cpu --quick      # fewer deaths
     python3 dev/test/test_ranks.py ./train_gpt2cpu -k death     # only tests whose name contains a word
 
-The judge of several ranks is one rank, which test_loop.py judges: everything but times must be byte-equal,
+The judge of several ranks is one rank (test_training.py is its judge): all but times must be byte-equal,
 the files and what is printed. Words used below: M is the number of micro-steps in a total batch, G that of
 its lanes; -z is M*B*T. Runs that have nothing to do with each other run side by side. Standard library only.
 """

@@ -1,0 +1,204 @@
+"""Validation losses and answers to multiple-choice questions (-h), in training and with -x 0.
+
+    pytest dev/test/test_evaluation.py
+
+The judge is twins.py. Files of questions, their rows, batches and the score are test_evalloader.cpp's, losses
+at the places that count test_gpt2's; here all of it meets a model.
+"""
+import json
+import random
+import re
+import signal
+import subprocess
+
+import pytest
+
+from trainer import (B, LIMIT_S, LOG_LINE, T, Program, assert_close, exact, log_lines, model_path, read_bytes,
+                     run, run_ok, tolerance, write_questions, write_shard)
+from twins import doubles, formats, np, row_losses, token_losses, trained, uneven_rows, windows
+
+pytestmark = pytest.mark.numeric
+EVAL = re.compile(r"^eval acc_norm (\S+) \| acc (\S+) \| loss (\S+)$", re.M)
+LONG = 100                                              # positions of the model that answers
+
+
+# ---- validation ----
+
+def test_validation():
+    """The mean over the first m*B rows, over all where there are fewer, each once, whatever B is."""
+    count, tokens = 11, uneven_rows(11, T)
+    write_shard("rows.bin", tokens)
+    path = trained()
+    want = row_losses(*doubles(path), windows(tokens, T))
+    means = [sum(want[:n]) / n for n in range(1, count + 1)]
+    near = tolerance(1e-5, 3e-2)
+    assert not exact() or min(abs(a - b) for i, a in enumerate(means) for b in means[:i]) > 2 * near
+    for batch, most in ((1, 1), (1, 7), (1, 50), (2, 5), (2, 6), (3, 4), (4, 2), (5, 20), (11, 1), (16, 9)):
+        losses = run_ok({"-e": path, "-j": "rows.bin", "-x": 0, "-b": batch, "-m": most}).val_losses()
+        assert_close(losses, [means[min(count, batch * most) - 1]], near, f"-b {batch} -m {most}")
+    # several shards are one set, read in the order of their names and never shuffled
+    for i, part in enumerate((tokens[:4 * T + 1], tokens[4 * T:])):
+        write_shard(f"rows_{i}.bin", part)
+    for seed in (1, 2):
+        flags = {"-e": path, "-j": "rows_*.bin", "-x": 0, "-b": 3, "-m": 2, "--seed": seed}
+        assert_close(run_ok(flags).val_losses(), [means[5]], near, "two shards: the mean of six rows")
+
+
+def test_validation_in_training():
+    """At step k it is the loss of the model with k updates."""
+    flags = {"-k": "constant", "-l": "1e-2", "-m": 3}
+    losses = run_ok({**flags, "-x": 5, "-v": 2, "-n": 1, "-nk": 0, "-o": "validated"}).val_losses()
+    logged = [LOG_LINE.match(line) for line in log_lines("validated", "tel")]
+    assert_close([float(line[5]) for line in logged], losses, 1e-6, "main.log")
+    assert [int(line[1]) for line in logged] == [0, 2, 4, 5] and len(set(losses)) == 4
+    assert run_ok({**flags, "-x": 0}).val_losses() == losses[:1]
+    for i, steps in enumerate((2, 4, 5)):
+        saved = run_ok({**flags, "-x": 0, "-e": f"validated/model_{steps:08d}.bin"}).val_losses()
+        assert_close(saved, losses[i + 1:i + 2], tolerance(0, 2e-2), f"the model saved after {steps} steps")
+
+
+def nan_model(path):
+    dims, params = formats.read_checkpoint(path)
+    params["lnfb"][:] = np.nan
+    formats.write_checkpoint("nan.bin", dims, params)
+    return "nan.bin"
+
+
+@pytest.mark.parametrize("flags, code", [({"-x": 0}, 1), ({"-x": 1, "-v": 1}, 0)], ids=str)
+def test_validation_of_nan(flags, code):
+    """A loss that is no number: a warning in training, a failure where it is all there is."""
+    result = run({"-e": nan_model(trained()), **flags})
+    assert result.code == code and "val loss nan" in result.out
+    assert "warning: " in result.err and "validation loss is not finite" in result.err
+
+
+# ---- questions ----
+
+def eval_scores(result):
+    """[(acc_norm, acc, loss)]"""
+    return [tuple(map(float, row)) for row in EVAL.findall(result.out)]
+
+
+def answering_model():
+    """Random weights so wide that what stands far back moves a loss."""
+    dims, rng = formats.parse_model(f"L2,NH2,C16,T{LONG},V256"), np.random.default_rng(7)
+    params = {}
+    for name in formats.NAMES:
+        centre = 1 if name in ("ln1w", "ln2w", "lnfw") else 0
+        noise = rng.standard_normal(formats.param_shape(dims, name))
+        params[name] = (centre + 0.2 * noise).astype(np.float32)
+    formats.write_checkpoint("answers.bin", dims, params)
+    return "answers.bin", doubles("answers.bin")
+
+
+def judged(model, questions, length):
+    """(sums, means) of the losses of each question's completions, as far as `length` positions hold them."""
+    losses = []
+    for context, completions in questions:
+        rows = [(context + completion)[-(length + 1):] for completion in completions]
+        losses.append([token_losses(*model, [row])[0][-min(len(completion), len(row) - 1):]
+                       for row, completion in zip(rows, completions)])
+    return [np.array([[f(row) for row in rows] for rows in losses]) for f in (np.sum, np.mean)]
+
+
+def made_up_questions(model, count, lengths=(LONG, 40)):
+    """Of lengths that meet every rounding, some longer than the model; none that is nearly undecided."""
+    rng, questions = random.Random(11), []
+    while len(questions) < count:
+        sizes = [rng.choice((1, 2, rng.randrange(3, 90)))]
+        sizes += [rng.choice((1, rng.randrange(2, 45))) for _ in range(4)]
+        context, *completions = [[rng.randrange(256) for _ in range(size)] for size in sizes]
+        ordered = [np.sort(values)[0] for length in lengths
+                   for values in judged(model, [(context, completions)], length)]
+        if all(values[1] - values[0] > 0.2 for values in ordered):
+            questions.append((context, completions))
+    return questions
+
+
+def test_questions():
+    """Scores and losses are the judge's, rows that are too long included; neither -b nor the number of ranks
+    changes them, and rows are not padded to -t."""
+    path, model = answering_model()
+    count = 24
+    questions, labels = made_up_questions(model, count), [i % 4 for i in range(count)]
+    write_questions("q.bin", questions, labels)
+    rows = [len(q[0]) + len(c) - 1 for q in questions for c in q[1]]
+    assert max(rows) > LONG
+    flags = {"-e": path, "-x": 0, "-h": 1, "--eval-data": "q.bin", "-j": None}
+    results = {(b, t): run_ok({**flags, "-b": b, "-t": t})
+               for b, t in ((1, LONG), (4, 40), (7, LONG), (50, LONG))}
+    for (b, t), result in results.items():
+        sums, means = judged(model, questions, t)
+        answers, answers_norm = sums.argmin(1), means.argmin(1)
+        assert len(set(answers)) == 4 and (answers != answers_norm).any()
+        want = [np.mean(answers_norm == labels), np.mean(answers == labels),
+                means[np.arange(count), labels].mean()]
+        assert not result.val_losses()
+        [got] = eval_scores(result)
+        assert_close(got[:2], want[:2], 1e-6, f"-b {b} -t {t}: acc_norm and acc")
+        assert_close(got[2:], want[2:], tolerance(1e-5, 0.05), f"-b {b} -t {t}: the right completions' loss")
+    positions = sum(min(LONG, -(-n // 32) * 32) for n in np.minimum(rows, LONG))
+    said = re.search(r"^questions: (\d+), (\d+) rows in (\d+) batches, (\d+) pos", results[1, LONG].out, re.M)
+    assert [int(said[i]) for i in (1, 2, 4)] == [count, 4 * count, positions] and int(said[3]) > 40
+    both = run_ok({**flags, "-b": 7, "-j": "val.bin"})              # with -j: the validation, too
+    assert len(both.val_losses()) == 1 and eval_scores(both) == eval_scores(results[7, LONG])
+    one = run_ok({**flags, "-b": 2})
+    for ranks in (2, 3, 5) if "CPU" in Program.device else ():
+        assert EVAL.findall(run_ok({**flags, "-b": 2, "--gpus": ranks}).out) == EVAL.findall(one.out)
+
+
+def test_questions_in_training():
+    """Asked when they should be; they leave training as it was, to the bit; their lines are in the logs."""
+    path, model = answering_model()
+    write_questions("q.bin", made_up_questions(model, 12), [i % 4 for i in range(12)])
+    flags = {"-e": path, "-t": T, "-x": 5, "-l": "1e-3", "-z": 2 * B * T}
+    asked = {**flags, "-h": 1, "--eval-data": "q.bin"}
+    run_ok({**flags, "-o": "unasked"})
+    for folder, more, steps in (("at_end", {}, [5]), ("as_v", {"-v": 2}, [0, 2, 4, 5]),
+                                ("every", {"--eval-every": 3, "-v": 4}, [0, 3, 5])):
+        result = run_ok({**asked, **more, "-o": folder})
+        logged = [LOG_LINE.match(line) for line in log_lines(folder, "eval")]
+        scores = eval_scores(result)
+        assert [int(line[1]) for line in logged] == steps
+        assert_close([float(line[6]) for line in logged], [score[0] for score in scores], 1e-6, "main.log")
+        with open(folder + "/metrics.jsonl", encoding="utf-8") as f:
+            rows = [row for row in map(json.loads, f) if "eval_acc_norm" in row]
+        got = [(row["step"], row["eval_acc_norm"], row["eval_acc"], row["eval_loss"]) for row in rows]
+        want = [(step, *score) for step, score in zip(steps, scores)]
+        assert_close(sum(got, ()), sum(want, ()), 1e-6, "metrics.jsonl")
+        assert log_lines(folder) == log_lines("unasked")
+        assert read_bytes(model_path(folder)) == read_bytes(model_path("unasked"))
+    saved = run_ok({**asked, "-x": 0, "-e": model_path("at_end")})
+    assert_close(eval_scores(saved)[0], scores[-1], tolerance(1e-6, 0.05), "the saved model's")
+    if "CPU" in Program.device:
+        for ranks in (1, 2):
+            run_ok({**asked, "-z": 4 * B * T, "-v": 2, "--gpus": ranks, "-o": f"shared_{ranks}"})
+        assert read_bytes("shared_1/main.log") == read_bytes("shared_2/main.log")
+
+
+def test_questions_resumed():
+    """A run that is stopped behind an evaluation and goes on logs each once."""
+    write_questions("bytes.bin", [([1, 2], [[3], [4], [5], [6]])], [1], tokenizer=2)
+    flags = {"-h": 1, "--eval-data": "bytes.bin", "--eval-every": 1, "-x": 3, "-z": 200 * B * T, "-y": 1}
+    run_ok({**flags, "-o": "whole"})
+    with subprocess.Popen(Program.command({**flags, "-o": "parts"}), stdout=subprocess.PIPE, text=True,
+                          stderr=subprocess.PIPE, env=Program.environment(1)) as p:
+        seen = 0
+        while seen < 2 and (line := p.stdout.readline()):
+            seen += bool(EVAL.match(line))
+        p.send_signal(signal.SIGTERM)                   # in the middle of a long step
+        p.communicate(timeout=LIMIT_S)
+        assert p.returncode == 0
+    run_ok({**flags, "-o": "parts"})
+    assert read_bytes("parts/main.log") == read_bytes("whole/main.log")
+
+
+def test_questions_of_nan():
+    """Losses that are no numbers choose nothing: a warning in training, a failure where they are all."""
+    write_questions("q.bin", [([1, 2], [[3], [4], [5], [6]])] * 3, [0, 0, 0])
+    model = nan_model(answering_model()[0])
+    for flags, code in (({"-x": 0, "-j": None}, 1), ({"-x": 1, "-o": "nan_eval"}, 0)):
+        result = run({"-e": model, "-h": 1, "--eval-data": "q.bin", **flags})
+        assert result.code == code and "of the evaluation are not finite" in result.err
+        assert "eval acc_norm nan | acc nan | loss nan" in result.out
+    assert [line.split()[1] for line in log_lines("nan_eval", "eval")] == ["eval:nan"]

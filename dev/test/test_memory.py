@@ -1,0 +1,275 @@
+"""Sizes: parameters, descriptors, and the memory that a run plans, takes and refuses.
+
+    pytest dev/test/test_memory.py
+
+The arithmetic of what would fit is test_host.cpp's; shards of several ranks are test_ranks.py's.
+"""
+import math
+import os
+import re
+import resource
+import subprocess
+import time
+
+import pytest
+
+from trainer import C, V, Program, assert_close, run, run_ok, sentences, write_shard
+from twins import formats
+
+MIB = 2**20
+
+
+def on_a_cpu(why="its memory is measured by the process's own books"):
+    if "CPU" not in Program.device:
+        pytest.skip(why)
+
+
+def round_up(n, to):
+    return -(-n // to) * to
+
+
+def width():
+    return 4 if Program.precision == "FP32" else 2
+
+
+# ---- parameters ----
+
+def parameter_counts(d):
+    """(matrices with V rows of wte, matrices with all rows, the others)"""
+    sizes = {name: math.prod(formats.param_shape(d, name)) for name in formats.NAMES}
+    matrices = sum(sizes[name] for name, *_, decays in formats.PARAMS if decays)
+    return matrices - (d.Vp - d.V) * d.C, matrices, sum(sizes.values()) - matrices
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("text", ["L1,NH2,C16,T16,V256", "L3,NH4,C40,T33,V509", "L1,NH4,C16,T8,V2",
+                                  pytest.param("d12", marks=pytest.mark.slow)])
+def test_parameters(text):
+    d = formats.parse_model(text)
+    live, padded, others = parameter_counts(d)
+    out = run_ok({"-e": text, "-t": 8, "-b": 1, "-x": 0, "-j": write_shard("zeros.bin", [0] * 9)}).out
+    assert re.findall(r"^model: (.*)$", out, re.M) == [
+        f"L={d.L} NH={d.NH} C={d.C} T={d.maxT} V={d.V}, {live + others} parameters: {live} with weight "
+        f"decay, {others} without; and {padded - live} zeros that pad wte to {d.Vp} rows"]
+    assert sum(parameter_counts(formats.parse_model("d12"))[::2]) == 124439808      # as published
+
+
+# L, NH, C, T: Radford et al. 2019, table 2 (d6 by its rule); Brown et al. 2020, table 2.1
+DESCRIPTORS = {
+    "d6": (6, 6, 384, 1024), "d12": (12, 12, 768, 1024), "d24": (24, 16, 1024, 1024),
+    "d36": (36, 20, 1280, 1024), "d48": (48, 25, 1600, 1024), "gpt3:c384": (6, 6, 384, 2048),
+    "gpt3:c768": (12, 12, 768, 2048), "gpt3:c1024": (24, 16, 1024, 2048), "gpt3:c1536": (24, 16, 1536, 2048),
+    "gpt3:c2048": (24, 16, 2048, 2048), "gpt3:c2560": (32, 32, 2560, 2048),
+    "gpt3:c4096": (32, 32, 4096, 2048),
+}
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("name", DESCRIPTORS)
+def test_descriptor(name):
+    """The sizes behind a name: from its longest sequence, and the memory that 2^25 tokens take."""
+    layers, heads, channels, length = DESCRIPTORS[name]
+    d = formats.Dims(maxT=length, V=50257, L=layers, NH=heads, C=channels)
+    err = run({"-e": name, "-t": length + 1, "-x": 0}).err
+    assert re.search(rf"longest sequence, {length}$", err, re.M)
+    needs, want = [], []
+    for batch in (65536, 32768):                    # the difference: what grows with the batch
+        err = run({"-e": name, "-t": 1024, "-b": batch, "-x": 1}).err
+        needs.append(float(re.search(r"needs ([\d.]+) GiB of memory on", err)[1]))
+        n = batch * 1024
+        scratch = max(4 * channels * (2 * n // 128), 4 * n * heads)
+        inputs = 3 * (3 * 4 * n + 16 * n + 16 * (n // 129)) + 8 * 4 * n     # two staged copies, eight loaded
+        want.append((sum(act_bytes(d, batch, 1024, 0).values()) + scratch + inputs) / 2**30)
+    assert_close([needs[0] - needs[1]], [want[0] - want[1]], 1e-6 * want[0] + 0.01, "GiB")
+
+
+# ---- the plan ----
+
+def act_bytes(d, batch, length, recompute, residual_fp32=False, dropout=False):
+    """{name: bytes} of what a step keeps, each buffer rounded up to 256."""
+    n, c, x = batch * length, d.C, width()
+    ln, gelu = (d.L if recompute < level else 1 for level in (2, 1))
+    row, stat = x * n * c, 4 * n
+    stream, apart = (4 * n * c, x < 4) if residual_fp32 else (row, False)
+    padded = round_up(length, 128)              # of attention's probabilities: a bit for each
+    keep = dropout * batch * d.NH * padded * padded // 8
+    table = [("encoded", stream, 1), ("ln1", row, ln), ("ln1_mean", stat, d.L), ("ln1_rstd", stat, d.L),
+             ("qkv", 3 * row, d.L), ("att_keep", keep, gelu), ("att_lse", stat * d.NH, d.L),
+             ("atty", row, d.L), ("residual2", stream, d.L), ("ln2", row, ln), ("ln2_mean", stat, d.L),
+             ("ln2_rstd", stat, d.L), ("fch", 4 * row, d.L), ("fch_gelu", 4 * row, gelu),
+             ("residual3", stream, d.L), ("lnf", row, 1), ("lnf_mean", stat, 1), ("lnf_rstd", stat, 1),
+             ("logits", x * n * d.Vp, 1), ("losses", stat, 1), ("dresidual", stream, 1), ("dnarrow", row, 1),
+             ("dbranch", (apart or dropout) * row, 1), ("dwide", 4 * row, 1)]
+    return {name: round_up(size, 256) * copies for name, size, copies in table}
+
+
+def buckets_of(d):
+    """{bucket: elements}: tensors start at multiples of 128 elements in buckets of whole chunks: one of both
+    embeddings, one of each layer's matrices, one of all biases and one of all norms."""
+    buckets = {}
+    for name, layered, *_ in formats.PARAMS:
+        copies = d.L if layered else 1
+        slot = round_up(math.prod(formats.param_shape(d, name)) // copies, 128)
+        vectors = "norms" if name.startswith("ln") else "biases" if name.endswith("b") else None
+        for layer in range(copies):
+            key = vectors or (layer if layered else "embeddings")
+            buckets[key] = buckets.get(key, 0) + slot
+    return {key: round_up(elems, 8192) for key, elems in buckets.items()}
+
+
+def weight_bytes(d, muon=False):
+    """{name: bytes}; norms are in fp32."""
+    x, padded = width(), buckets_of(d)
+    total = sum(padded.values())
+    plan = {"parameters": x * total + (4 - x) * padded["norms"], "gradients": 4 * total,
+            "AdamW m and v": 8 * total}
+    if muon:                # no v of the layers' matrices, a buffer for them and four for products
+        layers = d.L * padded[0]
+        del plan["AdamW m and v"]
+        plan["m and AdamW's v"] = 8 * total - 4 * layers
+        plan["Muon's updates"] = x * layers
+        plan["Muon's products"] = 4 * round_up(x * d.L * 4 * d.C**2, 256) + 8 * d.L * 4 * -(-d.C**2 // 8192)
+    return plan if x == 4 else {**plan, "master weights": 4 * total}
+
+
+@pytest.mark.parametrize("recompute, flags", [(0, {}), (1, {}), (2, {}), (0, {"--optimizer": "muon"}),
+                                              (0, {"--residual-dtype": "fp32"}), (0, {"--dropout": 0.1}),
+                                              (1, {"--dropout": 0.1})], ids=str)
+def test_plan(recompute, flags):
+    """The memory line's names and sizes, the largest first."""
+    text, muon, residual, dropout = "L4,NH8,C32,T64,V256", *(
+        "--" + name in flags for name in ("optimizer", "residual-dtype", "dropout"))
+    out = run_ok({"-e": text, "-b": 8, "-x": 1, "-r": recompute, **flags}).out
+    total, listed = re.search(r"^memory: ([\d.]+) MiB in all; the largest: (.*)$", out, re.M).groups()
+    items = {name: float(size) for name, size in (item.rsplit(" ", 1) for item in listed.split(", "))}
+    d = formats.parse_model(text)
+    want = {**act_bytes(d, 8, 64, recompute, residual, dropout), **weight_bytes(d, muon)}
+    want = {name: size / MIB for name, size in want.items()}
+    ours = {name: size for name, size in items.items() if name in want}
+    assert len(ours) >= 7 and ("att_keep" in items) == (dropout and recompute == 0)
+    assert_close(list(ours.values()), [want[name] for name in ours], 0.00051, str(list(ours)))
+    assert min(ours.values()) >= sorted(want.values())[-10] - 0.00051, "the largest are listed"
+    assert list(items.values()) == sorted(items.values(), reverse=True)
+    known = sum(want.values())
+    assert "CPU" not in Program.device or known <= float(total) + 0.00051 <= 1.1 * known
+
+
+def planned_and_taken(flags):
+    """Bytes: what the start-up line promises, and the process's most after its first steps, or in the midst
+    of an evaluation."""
+    p = subprocess.Popen(Program.command({"-x": 10**6, **flags}), stdout=subprocess.PIPE,
+                         stderr=subprocess.PIPE, env={**Program.environment(1), "MALLOC_ARENA_MAX": "1"})
+    out = b""
+    while b"step 2/" not in out and b"evaluating " not in out:
+        line = p.stdout.readline()
+        assert line, p.stderr.read()
+        out += line
+    busy = 0.0 if b"evaluating " in out else 1.0            # seconds of processor time: past the first batch
+    while busy < 0.1 and p.poll() is None:
+        time.sleep(0.02)
+        with open(f"/proc/{p.pid}/stat", encoding="ascii") as f:
+            busy = int(f.read().rsplit(")", 1)[1].split()[11]) / os.sysconf("SC_CLK_TCK")
+    with open(f"/proc/{p.pid}/status", encoding="ascii") as f:
+        peak = re.search(r"^VmPeak:\s+(\d+) kB$", f.read(), re.M)
+    p.kill()
+    p.communicate()
+    plan = re.search(rb"^memory: (\S+) (MiB|GiB) in all", out, re.M)
+    return float(plan[1]) * (MIB if plan[2] == b"MiB" else 1024 * MIB), 1024 * int(peak[1])
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("flags, largest", [
+    ({"-b": 256}, V * C), ({"-b": 256, "-r": 2}, V * C),
+    ({"-b": 2, "-e": "L3,NH2,C512,T32,V300"}, 4 * 512 * 512),
+    ({"-b": 64, "-e": "L1,NH2,C16,T32,V50000"}, 50048 * 16),
+    ({"-b": 1, "-e": "L1,NH1,C8,T100000,V256", "-t": 8}, 800000)], ids=str)
+def test_plan_is_taken(flags, largest):
+    """The plan's total is what a run takes: two runs differ in the kernel's books as in their plans."""
+    on_a_cpu()
+    small, small_peak = planned_and_taken({"-b": 32})       # large enough for BLAS to have taken its buffer
+    plan, peak = planned_and_taken(flags)
+    allowed = 6 * largest + MIB     # planned for a tensor on its way to a file: these are killed before
+    assert plan > 8 * MIB and abs((peak - small_peak) - (plan - small)) <= allowed
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("text, rows", [("L3,NH2,C512,T32,V300", 2), ("L1,NH2,C16,T32,V50000", 64),
+                                        ("L4,NH2,C64,T32,V256", 256)])
+def test_plan_of_evaluation(text, rows):
+    """-x 0 has a plan of its own, as true as that of training, without what only training needs."""
+    on_a_cpu()
+    if not os.path.exists("long"):
+        write_shard("long.bin", list(sentences(7, 20000)) * 60)
+        os.mkdir("long")
+        for i in range(100):                            # minutes of validation, which are not awaited
+            os.symlink("../long.bin", f"long/{i:02d}.bin")
+    flags = {"-x": 0, "-j": "long/*.bin", "-m": 10**6}
+    small, small_peak = planned_and_taken({**flags, "-b": 32})
+    plan, peak = planned_and_taken({**flags, "-e": text, "-b": rows})
+    d, n = formats.parse_model(text), rows * 32
+    largest = max(d.Vp * d.C, d.maxT * d.C, 4 * d.C**2)
+    assert abs((peak - small_peak) - (plan - small)) <= 6 * largest + MIB
+    # weights once, one layer's activations, logits, inputs with two staged copies, a tensor from a file
+    floats = sum(buckets_of(d).values()) + n * (d.C * 19 + d.NH + 7 + d.Vp) + 1.5 * largest
+    inputs = 3 * (3 * 4 * n + 16 * n + 16 * n // 129) + 4 * 4 * n
+    assert abs(plan - 4 * floats - inputs) < 0.02 * MIB
+
+
+# ---- too little memory ----
+
+def limited(flags, mib):
+    def limit():
+        resource.setrlimit(resource.RLIMIT_AS, (int(mib * MIB), int(mib * MIB)))
+    return run(flags, preexec_fn=limit)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("mib, flags", [(350, {}), (400, {"-r": 2, "-e": "L2,NH2,C16,T64,V5000"})], ids=str)
+def test_limit(mib, flags):
+    """Under a limit the plan is refused in a sentence, whose hint fits, and one row more does not."""
+    on_a_cpu()
+    flags = {"-x": 1, "-v": 1, "-s": 1, **flags}
+    over = limited({**flags, "-b": 65536}, mib)
+    best = re.search(r"largest micro-batch that fits is -b (\d+)", over.err)[1]
+    assert over.code == 1 and len(over.err.splitlines()) <= 3 and ("-r 2" in over.err) == ("-r" not in flags)
+    fits = limited({**flags, "-b": best}, mib)
+    assert (fits.code, fits.err) == (0, "")
+    more = limited({**flags, "-b": int(best) + 1}, mib)
+    assert more.code == 1 and f"fits is -b {best}" in more.err
+
+
+@pytest.mark.cpu_only
+def test_limit_too_low():
+    """Too little for OpenBLAS alone, which would wait for ever."""
+    on_a_cpu()
+    for mib in (100, 160):
+        none = limited({"-x": 1}, mib)
+        refused = none.code == 1 and none.err.startswith("error: ") and len(none.err.splitlines()) <= 3
+        assert refused or (none.code == 0 and "OpenBLAS" not in Program.device)
+
+
+@pytest.mark.cpu_only
+def test_limit_and_lanes():
+    """What a checkpoint needs in memory is in the plan, and more is not taken; a resumed run that has less
+    than before says what changes."""
+    if "OpenBLAS" not in Program.device:
+        pytest.skip("what the program takes beside its plan is known with OpenBLAS alone")
+    flags = {"-e": "L1,NH2,C128,T16,V20000", "-b": 1, "-z": 8 * 16, "-x": 3, "-o": ""}
+
+    def plan(lanes):
+        return float(re.search(r"memory: ([\d.]+) MiB", run_ok({"--lanes": lanes, **flags, "-x": 1}).out)[1])
+    known = 1000
+    error = limited({**flags, "-b": 60000, "-z": None}, known).err
+    free = float(re.search(r"has ([\d.]+) MiB free", error)[1])
+
+    def leaves(wanted):         # the limit that leaves so much; a hundredth of it is kept
+        return (known - free + wanted) * 1.01
+    all_lanes, one_lane = plan(8), plan(1)
+    result = limited({**flags, "-n": 1, "-o": "limited"}, leaves(all_lanes + 2))
+    assert result.code == 0 and re.fullmatch(r"warning: host memory is short: .*\n", result.err)
+    again = {**{flag: None for flag in flags}, "-y": 1, "-o": "limited", "-x": 4}
+    result = limited(again, leaves(all_lanes - 6))
+    assert result.code == 0
+    assert re.search("warning: .* over 4 lanes, and were over 8 before: .* will differ", result.err)
+    error = limited(again, leaves(one_lane - 10)).err
+    assert "needs" in error and "hint: a resumed run keeps its -b: " in error

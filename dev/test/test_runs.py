@@ -1,0 +1,561 @@
+"""Runs of the training program: what each flag changes, what a run says and leaves behind, and folders.
+
+    pytest dev/test/test_runs.py -k folder
+"""
+import functools
+import glob
+import json
+import os
+import pty
+import re
+import resource
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from checks import ROOT
+from trainer import (B, LIMIT_S, LOG_LINE, T, TINY, Program, Result, assert_close, log_columns, log_lines,
+                     model_path, read_bytes, refused, run, run_ok, sentences, tolerance, write_bytes,
+                     write_questions, write_shard)
+
+FORMAT_TOOL = os.path.join(ROOT, "dev/test/llmc_format.py")
+FIXTURE = os.path.join(ROOT, "dev/reference/fixture")
+SHAKESPEARE = os.path.join(ROOT, "dev/data/tinyshakespeare/tiny_shakespeare_")
+STOPPING = "stopping after the last complete step; Ctrl-C: at once, unsaved\n"
+ALONE = {"-e": None, "-i": None, "-j": None, "-b": None, "-v": None, "-s": None, "-f": None}
+
+
+def metrics(folder):
+    def no_constants(word):             # Python's reader would take NaN, which is not JSON
+        raise ValueError(word)
+    with open(folder + "/metrics.jsonl", encoding="utf-8") as f:
+        return [json.loads(line, parse_constant=no_constants) for line in f]
+
+
+# ---- what each flag changes ----
+
+def observe(flags, name):
+    """Everything a run says and leaves, by kind."""
+    result = run_ok({**flags, "-o": name})
+    columns, losses = log_columns(name), result.val_losses()
+    samples = re.findall(r"^sample (\d+ at step \d+:\n.*?)\n---$", result.out, re.M | re.S)
+    return {"loss of step 1": columns["trl"][:1], "norm of step 1": columns["norm"][:1],
+            "later losses": columns["trl"][1:] + columns["norm"][1:], "rates": columns["lr"],
+            "weights": read_bytes(sorted(glob.glob(name + "/model_*.bin"))[-1]),
+            "memory": re.findall(r"^memory: .*$", result.out, re.M),
+            "first validation": losses[:1], "later validations": losses[1:], "samples": samples}
+
+
+OBSERVED = {"-e": "L2,NH2,C16,T16,V256", "-x": 5, "-l": "1e-2", "-v": 3, "-s": 3, "-g": 12, "-m": 2,
+            "--eps": "1e-4"}
+
+
+@functools.lru_cache(None)
+def observed(optimizer):
+    return observe({**OBSERVED, "--optimizer": optimizer}, "flags_" + optimizer)
+
+
+FIRST = {"loss of step 1", "norm of step 1"}
+LEARNED = {"weights", "later losses"}
+SHOWN = {"later validations", "samples"}            # follow the weights: may change, or be too small to see
+ROWS = FIRST | LEARNED | {"memory", "first validation", "later validations"}
+ALL_NUMBERS = FIRST | LEARNED | SHOWN | {"first validation"}
+LOW = "where the build has 16 bits: "               # and nothing in FP32
+CUDA = "on a GPU: "
+# Flags, what must change, what may; all else stays as it is, to the byte.
+CHANGES = [
+    ("", set(), set()),
+    ("-b 2", ROWS, {"samples"}), ("-t 8", ROWS, {"samples"}), ("-z 192", FIRST | LEARNED, SHOWN),
+    *[(flag, LEARNED | {"rates"}, SHOWN) for flag in ("-l 2e-2", "-k linear", "-k constant", "-k wsd", "-u 3",
+                                                      "-q 0.5")],
+    *[(flag, LEARNED, SHOWN) for flag in ("-c 1", "--beta1 0.5", "--beta2 0.5", "--eps 1e-2",
+                                          "--grad-clip 0.01")],
+    ("--optimizer muon", LEARNED | {"memory"}, SHOWN),
+    *[("--optimizer muon " + flag, LEARNED, SHOWN)
+      for flag in ("--muon-lr 0.05", "--muon-momentum 0.5", "--muon-steps 4", "--muon-decay 5")],
+    ("-sl 1", set(), set()), ("-sg 1", set(), set()),   # fewer than 128 steps judge nothing
+    ("--seed 7", ALL_NUMBERS, set()),
+    ("--shuffle 0", FIRST | LEARNED, SHOWN), ("-a 1", FIRST | LEARNED, SHOWN),
+    ("-v 1", {"later validations"}, set()), ("-m 1", {"first validation", "later validations"}, set()),
+    *[(flag, {"samples"}, set()) for flag in ("-s 1", "-g 3", "--prompt ab", "--num-samples 2",
+                                              "--temperature 0.1", "--top-k 2", "--top-p 0.5")],
+    ("-r 1", {"memory"}, set()), ("-r 2", {"memory"}, set()),
+    # no other type where all is fp32, but the model's file, too, says what was asked for
+    ("--residual-dtype fp32", {"weights", LOW + "memory"}, {LOW + kind for kind in ALL_NUMBERS}),
+    ("--block parallel", ALL_NUMBERS | {"memory"}, SHOWN),
+    ("--block parallel-tied", ALL_NUMBERS | {"memory"}, SHOWN),
+    ("--norm rmsnorm", ALL_NUMBERS, SHOWN | {"memory"}),
+    ("--dropout 0.1", FIRST | LEARNED | {"memory"}, SHOWN),
+    ("--kernels portable", set(), {CUDA + kind for kind in ALL_NUMBERS}),
+    ("-f 1", set(), {CUDA + kind for kind in ALL_NUMBERS}),
+    ("-w 0", {LOW + "memory", LOW + "weights"}, {LOW + kind for kind in LEARNED | SHOWN}),
+    ("--grad-dtype bf16", {CUDA + "memory"}, {CUDA + kind for kind in LEARNED | SHOWN | FIRST}),
+    ("-ge 1", set(), {CUDA + kind for kind in ALL_NUMBERS | {"memory"}}),
+    *[(flag, set(), set()) for flag in ("-n 2", "-nk 1", "-nm 1", "-y 1", "--on-bad-loss rewind",
+                                        "--log-every 3")],
+]
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("words, must, may", CHANGES, ids=[row[0] or "same" for row in CHANGES])
+def test_flag_changes(words, must, may):
+    """Each flag changes what it names and nothing else."""
+    cuda, low = "CPU" not in Program.device, Program.precision != "FP32"
+    if not cuda and words in ("--grad-dtype bf16", "-ge 1"):
+        pytest.skip("the CUDA program's")
+
+    def here(kinds):
+        return {kind.removeprefix(LOW).removeprefix(CUDA) for kind in kinds
+                if (low or LOW not in kind) and (cuda or CUDA not in kind)}
+    words = words.split()
+    base = observed("muon" if len(words) > 2 else "adamw")
+    got = observe({**OBSERVED, **dict(zip(words[::2], words[1::2]))}, "flags" + "".join(words))
+    changed = {kind for kind in base if got[kind] != base[kind]}
+    assert here(must) <= changed <= here(must) | here(may)
+
+
+@pytest.mark.cpu_only
+def test_every_flag_has_a_row():
+    text = subprocess.run([Program.path, "--help"], capture_output=True, text=True, check=True).stdout
+    assert max(map(len, text.splitlines())) <= 110
+    mixed = subprocess.run([Program.path, "-b", "8", "--help"], capture_output=True, text=True, check=True)
+    assert (mixed.stdout, mixed.stderr) == (text, "")
+    entries = {}                    # {name: [letters, its entry]}, up to the next flag's
+    for line in text.splitlines()[2:]:
+        if match := re.match(r"  (?:(-\S+)\s+)?\s*--(\S+)", line):
+            name, entries[match[2]] = match[2], [(match[1] or "").split(","), ""]
+        entries[name][1] += line.strip() + " "
+    run_ok({"-o": "settings", "-x": 1})
+    with open("settings/run.json", encoding="utf-8") as f:
+        names = set(json.load(f)["settings"])
+    assert sorted(entries) == sorted([*names, "help"]) and len(names) >= 30
+    assert not [name for name in names if "(default " not in entries[name][1]]
+    letters = {letter for row in entries.values() for letter in row[0]}
+    assert {"-" + x for x in "i j e o b t z d x l k u q c v m h s g a f w r ge".split()} <= letters
+    known = {"train-data", "val-data", "model", "output-dir", "max-steps"}  # files and lengths
+    known |= {"evaluate", "eval-data", "eval-every", "chat", "log-gpu", "quiet"}    # tests of their own
+    known |= {"gpus", "zero-stage", "lanes", "reduction", "check-ranks", "process-init", "process-server",
+              "process-folder", "processes", "process-rank", "gpus-per-node", "start-timeout"}
+    flags = {row[0].split()[-2] for row in CHANGES if row[0]}
+    known |= {name for name, row in entries.items() if flags & {*row[0], "--" + name}}
+    assert not names - known, "flags that no row is about"
+
+
+# ---- what a run says ----
+
+@pytest.fixture(name="parts")
+def data_in_parts():
+    for i, length in enumerate((1000, 77, 16)):             # 31 rows of 32, 2 and none
+        write_shard(f"part_{i}.bin", sentences(i, length))
+    write_shard("row.bin", sentences(7, T + 1))
+
+
+# FLAGS => KIND: what. Kinds: out and err match a regular expression, no does not match stdout; the numbers of
+# steps, val losses and samples.
+SAID = r"""
+-x 2 -s 1 -u 1 -g 31 -o said      => no: no -o|samples: | steps: 2 | samples: 2
+-x 1                              => out: ^no -o: nothing of this run will be saved$ | no: -x 0
+-x 0                              => no: no -o|settings | out: ^evaluating | vals: 1
+-x 2 -u 2                         => err: ^warning: .*-u 2.*at the last step only
+-x 2 -u 3                         => err: ^warning: .*-u 3.*never
+-x 1 -s 1 -g 33                   => out: samples: after 32 of 33 tokens all T=32 positions are taken
+-x 0 --prompt tak -g 32 --quiet 1 => err: ^note: samples: after 29 of 32 tokens all T=32 | no: all T
+-x 0 --prompt tak -g 29 --quiet 1 => no: all T
+-x 0 --prompt tak -g 9 --num-samples 3 => err: ^note: 27 tokens, the first after [\d.]+ s, then \d+ tokens/s$
+-x 2 -l 1e-3                      => out: lr 1.00e-03
+-x 3                 => out: ^step 3/3 \| loss \d+\.\d{6} \| lr \S+ \| norm \S+ \| .* ETA 0:00:00$
+-i part_*.bin -x epoch            => out: ^data: 1093 training tokens \(33 rows of 32\), | steps: 8
+-i part_*.bin -x NONE             => steps: 8
+-i part_*.bin -x 12               => steps: 12
+-i part_*.bin -x epoch -t 7       => out: \(154 rows of 7\), 1 micro-steps a step, 38 steps$ | steps: 38
+-i part_*.bin -x epoch -z 256     => out: \(33 rows of 32\), 2 micro-steps a step, 4 steps$ | steps: 4
+-i part_*.bin -x epoch -z 5120    => out: 40 micro-steps a step, 1 steps$ | steps: 1
+-i part_*.bin -x epoch -b 1       => steps: 33
+-i row.bin -x epoch -o row        => steps: 1
+-i row.bin -j part_1.bin -v 1 -m 1000 -b 16 -x 3 => steps: 3 | vals: 4
+-j row.bin -v 1 -x 1              => vals: 2
+-b 1 -t 1 -z 3 -x 2               => out: 3 micro-steps a step | steps: 2
+-b 3 -t 1 -z 3 -x 2               => out: 1 micro-steps a step | steps: 2
+-t 31 -x 2 -v 1 -s 2              => steps: 2 | vals: 3 | samples: 1
+-x 3 -v 0 -s 0                    => vals: 0 | samples: 0
+-x 4 -v 9 -s 9                    => vals: 2 | samples: 1
+-x 4 -v 4 -s 4                    => vals: 2 | samples: 1
+-x 3 -v 1 -s 1                    => vals: 4 | samples: 3
+""".strip().splitlines()
+
+
+@pytest.mark.cpu_only
+@pytest.mark.usefixtures("parts")
+@pytest.mark.parametrize("line", SAID, ids=lambda line: line.split(" =>")[0].strip())
+def test_said(line):
+    flags, wants = line.split(" => ")
+    words = [None if word == "NONE" else word for word in shlex.split(flags)]
+    result = run(dict(zip(words[::2], words[1::2])))
+    assert result.code == 0 and len(result.err.splitlines()) == wants.count("err: "), result.err
+    counts = {"steps": result.losses(), "vals": result.val_losses(), "samples": result.samples()}
+    for kind, want in re.findall(r"(\w+): (.*?)(?: \| (?=[a-z]+: )|$)", wants):
+        if kind in counts:
+            assert len(counts[kind]) == int(want), kind
+        else:
+            text = result.err if kind == "err" else result.out
+            assert (re.search(want, text, re.M) is None) == (kind == "no"), f"{want} in {text}"
+    assert all(4.5 < x < 7.0 for x in result.losses())
+
+
+def test_order_of_lines():
+    """Validations and samples stand behind the steps they are of; the model is on disk before the last."""
+    result = run_ok({"-x": 5, "-v": 2, "-s": 2, "--num-samples": 2, "-g": 2, "-o": "order"})
+    lines = re.findall(r"^(step \d|val|sample \d at step \d|saved \S+)", result.out, re.M)
+    texts = [[f"sample {n} at step {step}" for n in (1, 2)] for step in range(6)]
+    assert lines == ["val", "step 1", "step 2", "val", *texts[2], "step 3", "step 4", "val", *texts[4],
+                     "step 5", f"saved {model_path('order')}", "val", *texts[5]]
+
+
+@pytest.mark.cpu_only
+def test_command_line_forms():
+    """Long names, with = or blank; -d for -z; a descriptor in another order; a number without a zero."""
+    usual = run_ok({"-b": 2}).losses()
+    words = [Program.path, "--model=" + TINY, "--train-data", "train.bin", "--val-data=val.bin", "-d", "64",
+             "--micro-batch=2", "--max-steps", "5", "--val-every=0", "--sample-every=0", "--tf32=0"]
+    p = subprocess.run(words, capture_output=True, text=True, check=True, env=Program.environment(1))
+    assert Result(0, p.stdout, p.stderr, words).losses() == usual
+    assert run_ok({"-b": 2, "-e": "V256,T32,C32,NH2,L2", "-l": ".0003"}).losses() == usual
+
+
+@pytest.mark.cpu_only
+def test_quiet():
+    """--quiet 1: results alone on stdout, and the same ones."""
+    flags = {"-x": 2, "-v": 1, "-s": 1, "-g": T - 1, "--prompt": "\n"}
+    loud, quiet = (run_ok({**flags, "-o": f"quiet{n}", "--quiet": n}) for n in (0, 1))
+    settings = re.compile("^settings|^device|^model|^memory|^data|^mean|^quiet0: ", re.M)
+    assert settings.search(loud.out) and not settings.search(quiet.out)
+    for what in (Result.losses, Result.val_losses, Result.samples):
+        assert what(quiet) == what(loud)
+    kinds = "step [12]/2 |val loss |sample |saved |---$"
+    assert re.match(kinds, quiet.out) and re.match(kinds, quiet.out.splitlines()[-1])
+    assert read_bytes("quiet0/main.log") == read_bytes("quiet1/main.log")
+    loss = run_ok({"-x": 0}).val_losses()[0]
+    assert run_ok({"-x": 0, "--quiet": 1}).out == f"val loss {loss:.6f}\n"
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("folder", ["runs/last", "runs/la'st $x", "runs/la\nst' \\ \x1b[31m"])
+def test_last_line(folder):
+    """It names the run's folder and the commands that evaluate, sample and plot it; they work."""
+    def shell(command):
+        return subprocess.run(["bash", "-c", command], capture_output=True, check=True, timeout=LIMIT_S,
+                              env=Program.environment(1))
+    out = run_ok({"-o": folder, "-x": 2}).out
+    assert not re.search("[\0-\x09\x0b-\x1f\x7f]", out), "control characters of the name"
+    last = out.splitlines()[-1]
+    evaluates, draws = re.findall("`(.*?)`", last)
+    assert folder[:7] in last and "--prompt" in last
+    assert b"val loss " in shell(evaluates).stdout and not shell(evaluates).stderr
+    assert b"val loss " not in shell(evaluates + " --prompt tak -g 3").stdout
+    assert shell(f"printf '%s|' {draws}").stdout.decode() == f"python3|dev/data/plot_log.py|{folder}|"
+
+
+def test_clock():
+    """What lines and metrics.jsonl say of time agrees with itself and with a clock outside."""
+    batch, began = 3 * B * T, time.monotonic()
+    out, _ = stopped({"-x": 10**8, "-z": batch, "-o": "clock"}, "step 20/")
+    wall_ms, records = (time.monotonic() - began) * 1e3, metrics("clock")
+    ms = [r["ms"] for r in records]
+    assert 0 < sum(ms) <= wall_ms
+    assert [r["tokens"] for r in records] == [batch * (i + 1) for i in range(len(ms))]
+    assert_close([r["tokens_per_s"] * r["ms"] / (batch * 1e3) for r in records], [1] * len(ms), 1e-6, "speed")
+    rows = re.findall(r"^step \d+/.*\| (\S+) ms \| (\d+) tok/s \| ETA", out, re.M)
+    assert_close([float(row[0]) for row in rows], ms, 0.0501, "ms on the lines")
+    assert_close([int(row[1]) for row in rows], [r["tokens_per_s"] for r in records], 0.51, "speed")
+    mean, speed, count = re.search(r"^mean step time (\S+) ms, (\d+) tokens/s over (\d+) steps$", out,
+                                   re.M).groups()
+    usual = sum(ms[1:]) / (len(ms) - 1)                     # the first step also loads kernels
+    assert int(count) == len(ms) - 1 and abs(float(mean) - usual) <= 0.0501
+    assert abs(int(speed) / (batch / usual * 1e3) - 1) <= 1e-3
+
+
+# ---- what a run leaves ----
+
+def test_files():
+    flags = {"-o": "deep/er/files", "-x": 4, "-v": 2, "-s": 2, "--prompt": 'a "quoted\\ \u00e9 prompt'}
+    result, folder = run_ok(flags), flags["-o"]
+    assert sorted(os.listdir(folder)) == ["DONE_00000004", "main.log", "metrics.jsonl", "model_00000004.bin",
+                                          "run.json", "state_00000004_00000.bin"]
+    with open(folder + "/main.log", encoding="ascii") as f:
+        lines = f.read().splitlines()
+    assert all(LOG_LINE.fullmatch(line) for line in lines)
+    assert [line[:7] for line in lines] == [f"s:{k} {kind}" for k, kind in (
+        (0, "tel"), (0, "trl"), (1, "trl"), (2, "tel"), (2, "trl"), (3, "trl"), (4, "tel"))]
+    with open(folder + "/run.json", encoding="utf-8") as f:
+        settings = json.load(f)
+    assert settings["settings"]["prompt"] == flags["--prompt"]
+    assert settings["precision"] == Program.precision
+    # a step has one number on the terminal, in metrics.jsonl and in names of files: how many are done then;
+    # main.log is llm.c's, which counts from 0
+    steps, columns = [r for r in metrics(folder) if "loss" in r], log_columns(folder)
+    assert [r["step"] for r in steps] == [1, 2, 3, 4] and columns["step"] == [0, 1, 2, 3]
+    assert re.findall(r"^step (\d+)/4 ", result.out, re.M) == ["1", "2", "3", "4"]
+    assert [r["step"] for r in metrics(folder) if "val_loss" in r] == [0, 2, 4]
+    assert result.losses() == columns["trl"] == [float(f"{r['loss']:.6f}") for r in steps]
+    assert_close([r["val_loss"] for r in metrics(folder) if "val_loss" in r], result.val_losses(), 1e-6,
+                 "val losses")
+
+
+def test_failed_start():
+    """A folder without the line of a step is no run; nor is one in which nothing could be written."""
+    os.mkdir("failed")
+    write_bytes("failed/main.log", b"s:0 tel:5.545\n")
+    write_bytes("failed/metrics.jsonl", b"")
+    run_ok({"-o": "failed", "-x": 2})
+    assert len(log_lines("failed")) == 2
+    full = run({"-o": "full"}, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1)))
+    assert full.code == 1
+    run_ok({"-o": "full", "-x": 1})
+
+
+# ---- runs that are stopped ----
+
+def stopped(flags, until, wait=0.0):
+    """(stdout, stderr) of a run that gets SIGTERM once it has printed that, or for how long it waits then."""
+    p = subprocess.Popen(Program.command(flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
+                         env=Program.environment(1))
+    seen = b""
+    while until.encode() not in seen:
+        assert select.select([p.stdout], [], [], LIMIT_S)[0]
+        line = p.stdout.readline()
+        assert line, p.stderr.read()
+        seen += line
+    time.sleep(wait)
+    p.send_signal(signal.SIGTERM)
+    out, err = p.communicate(timeout=LIMIT_S)
+    assert p.returncode == 0 and STOPPING in err.decode()
+    return (seen + out).decode("latin-1"), err.decode()
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("where, flags, until, steps", [
+    ("validation", {"-v": 1, "-b": 1, "-t": 1, "-j": "long_val.bin", "-m": 10**6}, "micro-steps a step", 0),
+    ("evaluation", {"-h": 1, "--eval-data": "many.bin", "--eval-every": 1, "-b": 1}, "micro-steps a step", 0),
+    ("samples", {"-s": 3, "-x": 6, "--num-samples": 10**5}, "sample 2 at step 3", 3),
+    ("micro-steps", {"-z": B * T * 10**6}, "micro-steps a step", 0)])
+def test_stopped_inside(where, flags, until, steps):
+    """What was begun is not finished; without a step there is no run, and its folder may be used again."""
+    write_shard("long_val.bin", [0, 1] * 500000)
+    write_questions("many.bin", [([1] * 20, [[2, 3], [4], [5, 6, 7], [8]])] * 40000, [0] * 40000)
+    out, _ = stopped({"-x": 10, "-o": "inside_" + where, **flags}, until, wait=0.2 * (steps == 0))
+    assert (out.count("val loss"), out.count("eval acc"), out.count("\nstep ")) == (0, 0, steps)
+    assert out.count("\nsample ") < 10**5 and f"stopped by a signal after step {steps}\n" in out
+    assert len(glob.glob(f"inside_{where}/model_*")) == (steps > 0)
+    if steps == 0:
+        assert "no step was completed: nothing is saved" in out
+        run_ok({"-o": "inside_" + where, "-x": 1})
+
+
+def test_stopped_between():
+    """Nothing is validated or sampled after the signal, and the model is that of so many steps."""
+    flags = {"-z": 20 * T, "-b": 1, "-k": "constant", "-l": "1e-3"}         # a signal meets a step half done
+    out, err = stopped({**flags, "-x": 10**6, "-v": 10**5, "-s": 10**5, "-o": "stopped"}, "step 3/")
+    steps = len(log_lines("stopped"))
+    assert err == STOPPING and f"stopped by a signal after step {steps}\n" in out
+    assert f"step {steps}/1000000" in out and out.count("val loss") == 1 and "\nsample " not in out
+    run_ok({**flags, "-x": steps, "-o": "whole"})
+    assert os.path.basename(model_path("stopped")) == f"model_{steps:08d}.bin"
+    assert read_bytes(model_path("stopped")) == read_bytes(model_path("whole"))
+
+
+def test_reader_goes_away():
+    """(| head, or tee at Ctrl-C) It stops the run as a signal does: it is saved."""
+    with subprocess.Popen(Program.command({"-x": 10**6, "-o": "closed"}), stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, env=Program.environment(1)) as p:
+        while p.stdout.readline()[:7] not in (b"step 2/", b""):
+            pass
+        p.stdout.close()
+        said = b"nobody reads what is printed: stopping after the last complete step\n"
+        assert (p.stderr.read(), p.wait(LIMIT_S)) == (said, 0)
+    assert int(model_path("closed")[-12:-4]) == len(log_lines("closed"))
+
+
+# ---- a run's folder: -e FOLDER ----
+
+@pytest.fixture(name="folder")
+def folder_run():
+    """Three checkpoints of a run whose data, rows, T and -m are not the usual ones."""
+    if not os.path.exists("runs/folder"):
+        write_shard("own_val.bin", sentences(5, 4000))
+        run_ok({"-o": "runs/folder", "-j": "own_val.bin", "-b": 3, "-t": 24, "-m": 7, "-x": 6, "-v": 6,
+                "-n": 2, "-nk": 0, "-l": "1e-2", "-f": None})
+    return "runs/folder"
+
+
+def evaluate(folder, flags=None, **popen):
+    """(the model that was taken, its val loss, stderr) of -x 0 with no other flag than these."""
+    result = run({**ALONE, "-e": folder, "-x": 0, **(flags or {})}, **popen)
+    taken = re.search(r"^evaluating (\S+) on ", result.out, re.M)
+    return taken and taken[1], result.val_losses(), result.err
+
+
+def test_folder(folder):
+    """It is its newest whole model, run as the run did."""
+    model, own = f"{folder}/model_%08d.bin", {"-j": "own_val.bin", "-b": 3, "-t": 24, "-m": 7, "-f": None}
+    losses = {k: run_ok({**own, "-e": model % k, "-x": 0}).val_losses() for k in (2, 4, 6)}
+    assert len({str(loss) for loss in losses.values()}) == 3
+    assert evaluate(folder + "//") == (model % 6, losses[6], "")
+    last = log_lines(folder, "tel")[-1].split("tel:")[1]
+    assert_close(losses[6], [float(last)], tolerance(0, 1e-2), "the run's last validation loss")
+    for name, value in (("-j", "val.bin"), ("-b", 2), ("-t", 8), ("-m", 3)):        # stronger than the run's
+        want = run_ok({**own, name: value, "-e": model % 6, "-x": 0}).val_losses()
+        assert evaluate(folder, {name: value})[1] == want != losses[6]
+    os.mkdir("elsewhere")
+    assert evaluate("../" + folder, cwd="elsewhere")[1:] == (losses[6], "")
+    assert evaluate(os.path.abspath(folder), {"--quiet": 1}, cwd="elsewhere")[1] == losses[6]
+
+    shutil.copytree(folder, "runs/damaged")
+    damaged = "runs/damaged/model_%08d.bin"
+    data = bytearray(read_bytes(damaged % 6))
+    data[5000] ^= 1
+    write_bytes(damaged % 6, data)
+    taken, loss, err = evaluate("runs/damaged")
+    assert (taken, loss) == (damaged % 4, losses[4]) and damaged % 6 in err and err.count("\n") == 1
+    shutil.copy(damaged % 2, damaged % 9)
+    assert evaluate("runs/damaged")[0] == damaged % 4, "checkpoints come before a model alone"
+    write_bytes("runs/damaged/model_99.bin", b"nobody's")
+    for path in glob.glob("runs/damaged/DONE_*") + glob.glob("runs/damaged/state_*"):
+        os.remove(path)
+    assert evaluate("runs/damaged") == (damaged % 9, losses[2], "")
+    os.remove("runs/damaged/run.json")
+    _, loss, err = evaluate("runs/damaged", own)
+    assert loss == losses[2] and "run.json is not there" in err
+    for path in glob.glob("runs/damaged/model_*"):
+        os.truncate(path, 0)
+    refused({"-e": "runs/damaged"}, "no whole model_*.bin")
+
+
+@pytest.mark.cpu_only
+def test_folder_name(folder):
+    """A descriptor is one where there is a folder of that name, too; what is odd in a path is no pattern."""
+    os.makedirs("odd [x]*")
+    shutil.copytree(folder, "odd [x]*/d12")
+    write_shard("odd [x]*/own_1.bin", sentences(5, 4000))
+    inside = {"cwd": "odd [x]*"}
+    run_ok({"-e": TINY, "-i": "../train.bin", "-j": "own_?.bin", "-x": 1, "-o": "second"}, **inside)
+    want = run_ok({"-e": "second/model_00000001.bin", "-j": "own_?.bin", "-x": 0}, **inside).val_losses()
+    assert evaluate("odd [x]*/second")[1:] == (want, "")
+    err = run({"-e": "d12", "-x": 0, "-t": 1025}, **inside).err         # GPT-2's T is 1024, the folder's 32
+    assert "longest sequence, 1024" in err
+    assert evaluate("./d12", {"-j": "own_1.bin"}, **inside)[0] == "./d12/model_00000006.bin"
+    shutil.copytree(folder, "gone")
+    write_bytes("gone/run.json", read_bytes("gone/run.json").replace(b'"own_val.bin"', b'"gone.bin"'))
+    refused({**ALONE, "-o": None, "-e": "gone", "-x": 0}, "'gone.bin'")
+
+
+@pytest.mark.cpu_only
+def test_folder_trains(folder):
+    """It is where another run begins, which -y 1 finds again."""
+    flags = {"-e": folder, "-b": 3, "-t": 24, "-x": 3, "-n": 1, "-o": "runs/tuned"}
+    run_ok(flags)
+    run_ok({**flags, "-e": f"{folder}/model_00000006.bin", "-o": "runs/tuned2"})
+    assert log_lines("runs/tuned") == log_lines("runs/tuned2")
+    run_ok({**flags, "-x": 4, "-y": 1})
+    assert len(log_lines("runs/tuned")) == 4
+
+
+@pytest.mark.cpu_only
+def test_folder_writes(folder):
+    """Text from a folder needs neither data nor flags, and stdout has nothing else."""
+    flags = {**ALONE, "-e": folder, "-x": 0, "--prompt": "tak ", "-g": 9, "--temperature": 0}
+    result = run_ok(flags)
+    assert 0 < len(result.out) <= 10 and result.out[-1] == "\n"
+    assert run_ok({**flags, "--num-samples": 3}).out == "---\n".join([result.out] * 3)
+    trained = run_ok({"-e": f"{folder}/model_00000006.bin", "-x": 1, "-t": 24, "-s": 1, "-l": 0,
+                      "--prompt": "tak ", "-g": 9, "--temperature": 0, "-f": None})
+    assert trained.samples() == result.samples()
+    terminal, end = pty.openpty()
+    subprocess.run(Program.command(flags), stdout=end, stderr=subprocess.PIPE, check=True, timeout=LIMIT_S,
+                   env=Program.environment(1))
+    os.close(end)
+    assert os.read(terminal, 1000).decode("latin-1").replace("\r\n", "\n") == "tak " + result.out
+    os.close(terminal)
+
+
+def test_resumed_otherwise():
+    """What a resumed run cannot change is said; what it left open may be given as it was settled."""
+    cpu = "CPU" in Program.device
+    start = {"-e": "L1,NH2,C64,T16,V20000", "-b": 1, "-n": 2, "-x": 4, "-o": "settled",
+             **({"--gpus": 2} if cpu else {"-z": 8 * 16})}
+    run_ok(start)
+    again, tokens = {**{flag: None for flag in Program.usual}, "-y": 1, "-o": "settled"}, 32 if cpu else 128
+    run_ok({**again, "-x": 5, "-t": 16, "-z": tokens})
+    for flag, value in (("-t", 8), ("-z", 2 * tokens)):
+        assert f"{value}: the run in this folder began with " in run({**again, "-x": 6, flag: value}).err
+    if cpu:
+        run_ok({**again, "-x": 6, "--lanes": 2})
+        error = run({**again, "-x": 7, "--gpus": 3}).err
+        assert "3 ranks" in error and "hint: a resumed run keeps its batch: " in error
+
+
+# ---- against other programs ----
+
+@pytest.mark.numeric
+def test_pytorch_run():
+    """12 steps with accumulation, warm-up, decay and clipping, two shards, as PyTorch in fp32 did them."""
+    with open(FIXTURE + "/run.json", encoding="utf-8") as f:
+        reference = json.load(f)
+    words = reference["our_flags"].split()
+    run_ok({**dict(zip(words[::2], words[1::2])), "-i": os.path.join(FIXTURE, reference["shards"]),
+            "-o": "pytorch"})
+    columns = log_columns("pytorch")
+    assert_close(columns["trl"], reference["losses"], tolerance(2e-5, 3e-2), "losses")
+    assert_close(columns["norm"], reference["norms"], tolerance(2e-4, 5e-2), "norms")
+    assert_close(columns["lr"], reference["learning_rates"], 1e-8, "learning rates")
+
+
+def format_tool(*words):
+    return subprocess.run([sys.executable, FORMAT_TOOL, *map(str, words)], capture_output=True, text=True,
+                          check=True).stdout
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("version, sizes", [(3, (2, 4, 64, 250, 256)), (5, (2, 4, 64, 250, 256)),
+                                            (3, (1, 2, 32, 300, 304))])
+def test_llmc_format(version, sizes):
+    """Shards and checkpoints of the independent script load here, and it reads ours, value for value. Padded
+    to a multiple of 8 that is not one of 128: the file says what the padding is."""
+    L, NH, C, vocabulary, padded = sizes
+    for name, tokens in (("train", 3000), ("val", 700)):
+        format_tool("write-shard", f"theirs_{name}.bin", "--tokens", tokens, "--vocab", 250, "--seed", 1)
+    model, folder = f"theirs_{version}_{padded}.bin", f"theirs_{version}_{padded}"
+    written = format_tool("write-model", model, "--L", L, "--NH", NH, "--C", C, "--T", 32, "--V", vocabulary,
+                          "--Vp", padded, "--version", version)
+    flags = {"-e": model, "-i": "theirs_train.bin", "-j": "theirs_val.bin"}
+    result = run_ok({**flags, "-v": 1, "-l": 0, "-x": 1, "-o": folder})
+    assert "3000 training tokens" in result.out
+    read = format_tool("read-model", model_path(folder))
+    assert f"V {vocabulary} L {L} NH {NH} C {C} Vp {padded}" in read
+    if Program.precision == "BF16" and version == 3:        # rounded on the way: only shapes can agree
+        written, read = ("\n".join(" ".join(line.split()[:2]) for line in text.splitlines())
+                         for text in (written, read))
+    assert read.splitlines()[1:] == written.splitlines()[1:]
+    evaluated = run_ok({**flags, "-x": 0}).val_losses()
+    assert_close(evaluated, result.val_losses()[:1], tolerance(0, 1e-2), "val loss of their model")
+
+
+@pytest.mark.slow
+@pytest.mark.numeric
+def test_d12():
+    """The 124M model on tinyshakespeare: five losses of two runs in PyTorch; the file says what made them."""
+    if not os.path.exists(SHAKESPEARE + "train.bin"):
+        pytest.skip("no tinyshakespeare shards: make tinyshakespeare")
+    with open(os.path.join(ROOT, "dev/test/fixtures/d12_losses.json"), encoding="utf-8") as f:
+        runs = json.load(f)["runs"]
+    for reference in runs:
+        words = reference["our_flags"].split()
+        result = run_ok({"-e": "d12", "-b": 2, "-t": 64, "-x": 5, "-l": "1e-4",
+                         "-i": SHAKESPEARE + "train.bin", "-j": SHAKESPEARE + "val.bin",
+                         **dict(zip(words[::2], words[1::2]))}, threads=2)
+        assert_close(result.losses(), reference["losses"], tolerance(1e-4, 5e-2), reference["our_flags"])

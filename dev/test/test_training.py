@@ -1,0 +1,256 @@
+"""What training computes: losses, gradients, updates, the order of rows, what is skipped, what is saved; of
+GPT-2 and of models that are not, with and without dropout.
+
+    pytest dev/test/test_training.py -k gradients
+
+The judge is twins.py. Losses are told apart by rows of text that differ much in how hard they are.
+"""
+import glob
+import itertools
+import json
+import os
+import random
+import re
+import struct
+
+import pytest
+
+from trainer import (USUAL as COMMON, Program, assert_close, exact, log_columns, log_lines, model_path,
+                     read_bytes, refused, run, run_ok, sentences, tolerance, write_shard)
+from twins import (BLOCKS, NORMS, SEED, behind, doubles, formats, gradients, mean_loss, norm_of, np,
+                   row_losses, trained, uneven_rows, windows)
+
+B, T, C, L = 3, 12, 24, 2
+MODEL = f"L{L},NH2,C{C},T{T},V256"
+USUAL = {**COMMON, "-e": MODEL, "-b": B, "-x": 1}
+KINDS = list(itertools.product(range(3), range(2)))
+RESIDUAL_WORD = 253         # of a model file's header: 1 where the residual stream was in fp32
+pytestmark = pytest.mark.numeric
+
+
+def flags_of(block, norm):
+    return {"--block": BLOCKS[block], "--norm": NORMS[norm]}
+
+
+def trained_kind(block, norm):
+    """A model away from its start, where biases are 0 and norms' weights 1."""
+    return trained({**flags_of(block, norm), "-b": B}, f"trained{block}{norm}", 12)
+
+
+def first_rows(count=B):
+    return windows(sentences(1, 20000)[:count * T + 1], T)
+
+
+# ---- losses and gradients ----
+
+@pytest.mark.parametrize("kind, dropout", list(itertools.product(KINDS, (0, 0.15))), ids=str)
+def test_loss_and_gradients(kind, dropout):
+    """Of every kind of block and norm, each update with masks of its own; a gradient is the loss's slope
+    along it and a random direction."""
+    start, rng = trained_kind(*kind), np.random.default_rng(5)
+    dims, p = doubles(start)
+    losses = run_ok({"-e": start, "-a": 1, "-l": 0, "-x": 3, "--dropout": dropout, "--seed": 5}).losses()
+    want = [mean_loss(dims, p, first_rows(), dropout=dropout, step=step, seed=5) for step in range(3)]
+    assert_close(losses, want, tolerance(1e-5, 3e-2), "losses")
+    assert len(set(losses)) == (3 if dropout else 1)
+    if not exact():
+        return
+    folder = "gradients" + "".join(map(str, (*kind, dropout)))
+    grads = gradients(start, {"--dropout": dropout}, folder)
+    for name in formats.NAMES:
+        if p[name].size == 0:
+            continue
+        # along the gradient, so that it is large, and at random, so that all of it counts
+        size = np.sqrt((grads[name] ** 2).mean()) + 1e-12
+        v = (grads[name] / size + rng.standard_normal(p[name].shape)) * 1e-4
+        at = {t: mean_loss(dims, {**p, name: p[name] + t * v}, first_rows(), dropout=dropout)
+              for t in (-2, -1, 1, 2)}
+        want, got = (8 * (at[1] - at[-1]) - (at[2] - at[-2])) / 12, float((grads[name] * v).sum())
+        assert abs(got - want) <= 2e-4 * abs(want) + 1e-10, f"gradient of {name}"
+    assert_close(log_columns(folder)["norm"], [norm_of(grads)], 2e-4 * norm_of(grads), "the logged norm")
+
+
+def test_rows():
+    """Each row's loss is the judge's; so is the order, in epochs, batches and micro-steps."""
+    path = trained({"-b": 8}, steps=150)
+    dims, p = doubles(path)
+    count, tokens = 11, uneven_rows(11, T)
+    write_shard("rows.bin", tokens)
+    want = row_losses(dims, p, windows(tokens, T))
+    assert max(want) - min(want) > 1
+    flags = {"-e": path, "-i": "rows.bin", "-l": 0, "-b": 1}
+    lying = {**flags, "--shuffle": 0}
+    losses = run_ok({**lying, "-x": 2 * count}).losses()
+    assert_close(losses, want * 2, tolerance(1e-5, 3e-2), "rows as they lie, twice")
+    rows, near = losses[:count], tolerance(2e-6, 1e-2)      # the program's own: now for their order
+
+    def mean(*numbers):
+        return sum(rows[i % count] for i in numbers) / len(numbers)
+    assert_close(run_ok({**lying, "-b": 4, "-x": 5}).losses(),
+                 [mean(*range(4 * i, 4 * i + 4)) for i in range(5)], near, "-b 4 goes on in the next epoch")
+    assert_close(run_ok({**lying, "-b": 2, "-z": 6 * T, "-x": 3}).losses(),
+                 [mean(*range(6 * i, 6 * i + 6)) for i in range(3)], near, "three micro-steps of 2 rows")
+    for more, used in (({}, 1), ({"-b": 3}, 3), ({"-b": 3, "-z": 6 * T}, 3)):
+        assert_close(run_ok({**flags, "-a": 1, "-x": 3, **more}).losses(), [mean(*range(used))] * 3, near,
+                     f"-a 1 {more}: the first batch as it lies, whatever the order")
+    orders = {tuple(rows)}
+    for seed in (1337, 1338):
+        losses = run_ok({**flags, "-x": 2 * count, "--seed": seed}).losses()
+        for order in (losses[:count], losses[count:]):
+            assert_close(sorted(order), sorted(rows), near, f"seed {seed}: every row once")
+            orders.add(tuple(order))
+    assert len(orders) == 5, "each seed and each epoch has another order, none that of the file"
+
+
+def test_dropout_aside():
+    """What is evaluated and written between the steps of a training with dropout knows none."""
+    flags = {"-e": trained_kind(0, 0), "-x": 3, "-l": 0, "-v": 1, "-m": 4, "-s": 1, "-g": T - 4}
+    without, dropped = (run_ok({**flags, "--dropout": p}) for p in (0, 0.4))
+    assert dropped.val_losses() == without.val_losses() and dropped.losses() != without.losses()
+    assert dropped.samples() == without.samples() and len(dropped.samples()) == 3
+
+
+# ---- updates ----
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_rates_of_updates(optimizer):
+    """The first of two steps of warm-up has half of both rates. Formulas are test_cpu_ops.cpp's, what each
+    tensor gets is test_gpt2's, whole runs are PyTorch's in test_runs.py."""
+    flags = {"-e": trained_kind(0, 0), "-a": 1, "-k": "constant", "--optimizer": optimizer, "-c": 0.1}
+    rates, half = {"-l": 0.01}, {"-l": 0.005}
+    if optimizer == "muon":
+        rates["--muon-lr"], half["--muon-lr"] = 0.05, 0.025
+    run_ok({**flags, **rates, "-x": 3, "-u": 2, "-n": 1, "-nk": 0, "-o": "warm_" + optimizer})
+    run_ok({**flags, **half, "-o": "half_" + optimizer})
+    warm = read_bytes(f"warm_{optimizer}/model_00000001.bin")
+    assert warm == read_bytes(model_path("half_" + optimizer)) != read_bytes(flags["-e"])
+
+
+@pytest.mark.parametrize("model, seed", [(MODEL, 1337), ("L3,NH1,C24,T20,V300", 12345678901)])
+def test_initial_weights(model, seed):
+    """They are GPT-2's, drawn from the seed alone; a learning rate of 0 leaves them so."""
+    run_ok({"-e": model, "-l": 0, "-c": 1, "--seed": seed, "-o": f"initial{seed}"})
+    dims, params = formats.read_checkpoint(model_path(f"initial{seed}"))
+    assert dims.text() == model
+    for name, want in formats.init_params(dims, seed).items():
+        if Program.precision == "BF16":
+            want = formats.from_bf16_bits(formats.to_bf16_bits(want)).reshape(want.shape)
+        assert np.array_equal(params[name], want), name
+
+
+@pytest.mark.parametrize("steps, skips, code", [(19, 19, 0), (20, 20, 1), (50, 20, 1)])
+def test_skip_limit(steps, skips, code):
+    """Twenty updates in a row that cannot be made end the run; they change no weight."""
+    dims, params = formats.read_checkpoint(trained_kind(0, 0))
+    params["lnfb"][:] = np.nan
+    formats.write_checkpoint("nan.bin", dims, params)
+    folder = f"skips{steps}"
+    result = run({"-e": "nan.bin", "-x": steps, "-o": folder})
+    said = re.findall(r"^step (\d+): the gradient is not finite", result.err, re.M)
+    assert said == [str(k) for k in range(1, skips + 1)]
+    assert (result.code, "20 updates in a row" in result.err) == (code, code == 1)
+    assert len(glob.glob(folder + "/model_*")) == 1 - code
+    assert log_lines(folder)[0].startswith("s:0 trl:nan lr:") and len(log_lines(folder)) == skips
+    with open(folder + "/metrics.jsonl", encoding="ascii") as f:
+        assert all('"loss": null' in line for line in f)
+    if code == 0:
+        after = formats.read_checkpoint(model_path(folder))[1]
+        assert all(np.array_equal(after[name], params[name], equal_nan=True) for name in formats.NAMES)
+
+
+@pytest.mark.parametrize("flag, limit, what", [("-sl", 4, "loss"), ("-sg", 6, "norm")])
+def test_outliers(flag, limit, what):
+    """Steps with unusual data are skipped, and the run goes on as if they had not been there."""
+    before, spike, after, batch = 140, 3, 8, B * T
+    clean, rng = list(sentences(9, (before + after) * batch + 1)), random.Random(4)
+    # the token at which a part ends is the next one's first: the parts join without a trace
+    noise = [clean[before * batch]] + [rng.randrange(128, 256) for _ in range(spike * batch - 1)]
+    write_shard("clean.bin", clean)
+    write_shard("spiky.bin", clean[:before * batch] + noise + clean[before * batch:])
+    usual = {"--shuffle": 0, "-k": "constant", "-l": "3e-3"}
+    want = run_ok({**usual, "-i": "clean.bin", "-x": before + after, "-o": "clean" + what})
+    got = run({**usual, "-i": "spiky.bin", flag: limit, "-x": before + spike + after, "-o": "spiky" + what})
+    said = re.findall(r"^step (\d+): (\w+) \S+ is \S+ standard deviations above .*: update skipped$", got.err,
+                      re.M)
+    assert (got.code, said) == (0, [(str(before + 1 + k), what) for k in range(spike)])
+    assert got.losses()[:before] + got.losses()[before + spike:] == want.losses()
+    assert read_bytes(model_path("spiky" + what)) == read_bytes(model_path("clean" + what))
+
+
+# ---- saved models ----
+
+@pytest.mark.parametrize("flags", [{**flags_of(*kind)} for kind in KINDS] + [
+    {"-e": "L1,NH1,C8,T16,V256"}, {"-e": "L3,NH2,C24,T16,V200", "-c": 0.5}, {"-t": 7}, {"-t": 1},
+    {"-e": "L1,NH4,C40,T31,V384", "-r": 2, "-z": 62 * B}, {"--residual-dtype": "fp32"},
+    {"--dropout": 0.4}, {**flags_of(2, 1), "--residual-dtype": "fp32", "--dropout": 0.2}], ids=str)
+def test_saved(flags):
+    """A file says what it is, loads again and is the model that was trained, whose likeliest letters it
+    writes; a position that was not seen, and the padded vocabulary, are as they were."""
+    folder = "./saved" + "".join(map(str, flags.values()))
+    write_shard("low.bin", list(sentences(5, 3000)))
+    flags = {"-x": 4, "-v": 3, "-l": "1e-2", "-i": "low.bin", **flags}
+    result = run_ok({**flags, "-o": folder})
+    path = model_path(folder)
+    assert os.path.basename(path) == f"model_{flags['-x']:08d}.bin"
+    assert re.findall(r"^saved (\S+) and its state: \S+ [KMGT]iB in \S+ s$", result.out, re.M) == [path]
+    dims, p = doubles(path)
+    kind = BLOCKS.index(flags.get("--block", "sequential")), NORMS.index(flags.get("--norm", "layernorm"))
+    version = (5 if Program.precision == "BF16" else 3) + 100 * (kind != (0, 0))
+    header = struct.unpack("<10i", read_bytes(path)[:40])
+    assert header[1] == version and header[8:] == kind == (dims.block, dims.norm)
+    residual = flags.get("--residual-dtype") == "fp32"
+    assert residual_word(path) == residual
+    assert ("\nresidual stream: fp32" in result.out) == (residual and not exact())
+    assert dims.text() == flags.get("-e", MODEL)
+    lacking = [[], ["ln1b", "ln2b", "lnfb"]][kind[1]] + [[], [], ["ln2w", "ln2b"]][kind[0]]
+    assert {name for name in formats.NAMES if p[name].size == 0} == set(lacking)
+    start, length = formats.init_params(dims, SEED), flags.get("-t", dims.maxT)
+    assert not p["wte"][dims.V:].any()
+    assert not exact() or np.array_equal(p["wpe"][length:], start["wpe"][length:])
+    assert (p["wpe"][:length] != start["wpe"][:length]).any(1).all()
+    rows = windows(sentences(2, 3000), length)[:20 * B]                         # -m is 20
+    for model in (path, folder):
+        loaded = run_ok({"-e": model, "-x": 0, **{"-t": length if "-t" in flags else None}}).val_losses()
+        assert_close(loaded, result.val_losses()[-1:], tolerance(0, 2e-2), "loss of what was saved")
+        assert_close(loaded, [mean_loss(dims, p, rows)], tolerance(1e-5, 3e-2), "the judge's loss")
+    if dims.V == 256:                                                           # else there is no tokenizer
+        [text] = run_ok({"-e": path, "-x": 0, "--prompt": "tak", "--temperature": 0, "-g": T - 4}).samples()
+        assert max(behind(dims, p, text, 3), default=0) <= tolerance(1e-4, 0.25), text
+    # what learned nothing is saved as it was loaded
+    run_ok({"-e": path, "-l": 0, "-c": 0.1, "-o": folder + "_again"})
+    assert read_bytes(path) == read_bytes(model_path(folder + "_again"))
+
+
+def residual_word(path):
+    return struct.unpack_from("<i", read_bytes(path), 4 * RESIDUAL_WORD)[0]
+
+
+def test_residual_kept():
+    """The stream's type is the run's; of a model file its own, unless a flag says otherwise."""
+    run_ok({"--residual-dtype": "fp32", "-x": 2, "-o": "stream"})
+    start = model_path("stream")
+    for given, word in (({}, 1), ({"--residual-dtype": "branch"}, 0), ({"--residual-dtype": "fp32"}, 1)):
+        folder = f"stream_tuned{len(given)}{word}"
+        run_ok({"-e": start, **given, "-x": 2, "-o": folder})
+        with open(folder + "/run.json", encoding="utf-8") as f:
+            said = json.load(f)["settings"]["residual-dtype"]
+        assert said == ("branch", "fp32")[word]
+        resumed = {"-e": None, "-o": folder, "-y": 1}
+        run_ok({**resumed, "-x": 4})
+        run_ok({**resumed, "-x": 5, "--residual-dtype": said, "--block": "sequential"})     # as it was
+        assert [residual_word(f"{folder}/model_{k:08d}.bin") for k in (4, 5)] == [word] * 2
+        other = ("fp32", "branch")[word]
+        refused({**resumed, "-x": 6, "--residual-dtype": other}, "--residual-dtype " + other, "with " + said)
+
+
+@pytest.mark.parametrize("flags", [{**flags_of(2, 1), "--dropout": 0.2},
+                                   {**flags_of(1, 0), "--dropout": 0.1, "-r": 2},
+                                   {"--residual-dtype": "fp32", "--dropout": 0.1}], ids=str)
+def test_resumed(flags):
+    """A run of each kind goes on, with its masks, to the bits of one that never stopped."""
+    flags, name = {**flags, "-k": "constant", "-l": "1e-2"}, "".join(map(str, flags.values()))
+    run_ok({**flags, "-x": 6, "-o": "whole" + name})
+    run_ok({**flags, "-x": 3, "-o": "stopped" + name})
+    run_ok({"-e": None, "-x": 5, "-o": "stopped" + name, "-y": 1})
+    run_ok({"-e": None, "-x": 6, "-o": "stopped" + name, "-y": 1, **flags})         # given as they were
+    assert read_bytes(f"stopped{name}/model_00000006.bin") == read_bytes(model_path("whole" + name))

@@ -1,0 +1,174 @@
+"""GPT-2 and its relatives in NumPy double: the judge of what the program computes.
+
+    dims, p = doubles("run/model_00000005.bin")
+    losses = row_losses(dims, p, windows(tokens, dims.maxT))    # of each window, in nats a token
+    grads = gradients("model.bin", {}, "folder")                # the program's own, from one update
+
+There is no backward pass: the program's gradients are held against differences of this loss. Files and random
+numbers are those of dev/reference/formats.py; nothing here is shared with the C++ code.
+"""
+import math
+import os
+import random
+import sys
+
+import pytest
+
+np = pytest.importorskip("numpy")
+
+# pylint: disable=C0413
+from checks import ROOT                                     # noqa: E402
+from trainer import exact, model_path, run, sentences       # noqa: E402
+
+sys.path.insert(0, os.path.join(ROOT, "dev/reference"))
+import formats                          # noqa: E402  gives: Dims, read_checkpoint, init_params, PARAMS
+
+SEED = 1337
+BLOCKS, NORMS = ("sequential", "parallel", "parallel-tied"), ("layernorm", "rmsnorm")
+
+
+# ---- the model ----
+
+def normed(x, weight, bias, rms):
+    x = x if rms else x - x.mean(-1, keepdims=True)
+    y = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weight
+    return y if rms else y + bias
+
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def attention(p, l, x, heads, dropped):
+    length, head = x.shape[1], x.shape[2] // heads
+    qkv = (x @ p["qkvw"][l].T + p["qkvb"][l]).reshape(*x.shape[:2], 3, heads, head)
+    q, k, v = (qkv[:, :, i].transpose(0, 2, 1, 3) for i in range(3))
+    scores = q @ k.transpose(0, 1, 3, 2) / math.sqrt(head) + np.triu(np.full((length, length), -np.inf), 1)
+    y = (dropped(softmax(scores)) @ v).transpose(0, 2, 1, 3).reshape(x.shape)
+    return y @ p["attprojw"][l].T + p["attprojb"][l]
+
+
+def mlp(p, l, x):
+    h = x @ p["fcw"][l].T + p["fcb"][l]
+    h = 0.5 * h * (1 + np.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h ** 3)))
+    return h @ p["fcprojw"][l].T + p["fcprojb"][l]
+
+
+def logits(dims, p, tokens, dropout=0.0, step=0, seed=SEED):
+    """(B,T,V) of tokens (B,T); dropout: as in the first micro-step of update `step`."""
+    rms, tied = dims.norm == 1, dims.block == 2
+
+    def dropped(x, place):                      # rows of C, or of attention's T keys
+        if not dropout:
+            return x
+        width = x.shape[-1]
+        factors = formats.dropout_factors(seed, step, place, 0, x.size // width, width, dropout)
+        return x * factors.reshape(x.shape)
+
+    tokens = np.asarray(tokens)
+    x = dropped(p["wte"][tokens] + p["wpe"][:tokens.shape[1]], 0)
+    for l in range(dims.L):
+        first = normed(x, p["ln1w"][l], None if rms else p["ln1b"][l], rms)
+        weights_place = 1 + 2 * dims.L + l
+        added = attention(p, l, first, dims.NH, lambda weights: dropped(weights, weights_place))
+        added = dropped(added, 1 + 2 * l)
+        if dims.block == 0:
+            x, added = x + added, 0.0
+        second = first if tied else normed(x, p["ln2w"][l], None if rms else p["ln2b"][l], rms)
+        x = x + added + dropped(mlp(p, l, second), 2 + 2 * l)
+    return normed(x, p["lnfw"], None if rms else p["lnfb"], rms) @ p["wte"][:dims.V].T
+
+
+def token_losses(dims, p, rows, **how):
+    """(B,T) of rows (B,T+1)."""
+    rows = np.asarray(rows)
+    right = softmax(logits(dims, p, rows[:, :-1], **how))
+    return -np.log(np.take_along_axis(right, rows[:, 1:, None], -1)[..., 0])
+
+
+def row_losses(dims, p, rows, **how):
+    return [float(x) for x in token_losses(dims, p, rows, **how).mean(-1)]
+
+
+def mean_loss(dims, p, rows, **how):
+    return float(token_losses(dims, p, rows, **how).mean())
+
+
+def windows(tokens, length):
+    """Rows of length + 1 tokens, in the order in which they lie."""
+    return np.array([list(tokens[i:i + length + 1]) for i in range(0, len(tokens) - length, length)])
+
+
+# ---- models and texts ----
+
+def doubles(path):
+    dims, params = formats.read_checkpoint(path)
+    return dims, {name: x.astype(np.float64) for name, x in params.items()}
+
+
+def trained(flags=None, name="trained", steps=60):
+    """The path of a model that knows the words of sentences(); made once in each folder."""
+    if not os.path.exists(name):
+        result = run({"-x": steps, "-l": "1e-2", "-b": 8, **(flags or {}), "-o": name})
+        assert result.code == 0, result.err
+    return model_path(name)
+
+
+def uneven_rows(count, length, seed=3):
+    """Rows of `length` tokens and one more, each with its own share of letters that follow no rule."""
+    rng = random.Random(seed)
+    text = list(sentences(seed, count * length + 1))
+    shares = [k / (count - 1) for k in range(count)]
+    rng.shuffle(shares)
+    for k, share in enumerate(shares):
+        for t in range(k * length, (k + 1) * length):
+            if rng.random() < share:
+                text[t] = rng.randrange(97, 123)
+    return text
+
+
+def hand_made(path, dims, **rows):
+    """A checkpoint whose weights are zero but for those given; LayerNorms at their start."""
+    params = {name: np.zeros(formats.param_shape(dims, name), np.float32) for name in formats.NAMES}
+    for name in ("ln1w", "ln2w", "lnfw"):
+        params[name][:] = 1
+    for name, value in rows.items():
+        params[name][:] = value
+    formats.write_checkpoint(path, dims, params)
+    return path
+
+
+def constant_model(path, says, V=256, length=64):
+    """Says the same logits whatever it reads: {token: logit}, others -100. Exact in every precision."""
+    dims = formats.Dims(maxT=length, V=V, L=1, NH=1, C=16)
+    wte, bias = np.zeros((dims.Vp, dims.C), np.float32), np.zeros(dims.C)
+    wte[:V, 0], bias[0] = -100, 1
+    for token, logit in says.items():
+        wte[token, 0] = logit
+    return hand_made(path, dims, wte=wte, lnfw=0, lnfb=bias)
+
+
+def behind(dims, p, text, begin):
+    """How far each letter from `begin` on is behind the likeliest one after all letters before it."""
+    ids = np.array([[0] + [ord(letter) for letter in text]])
+    y = logits(dims, p, ids[:, :-1])[0]
+    return [float(y[t].max() - y[t, ids[0, t + 1]]) for t in range(begin, ids.shape[1] - 1)]
+
+
+# ---- updates ----
+
+def gradients(start, flags, folder):
+    """The program's, from an update with eps 1 and no memory: it takes lr * g / (|g| + 1) off each weight."""
+    assert exact(), "they cannot be seen in 16-bit weights"
+    before = doubles(start)[1]
+    result = run({"-a": 1, "-k": "constant", **flags, "-e": start, "-x": 1, "-l": 100, "--beta1": 0,
+                  "--beta2": 0, "--eps": 1, "--grad-clip": 0, "-o": folder})
+    assert result.code == 0, result.err
+    after = doubles(model_path(folder))[1]
+    taken = {name: (before[name] - after[name]) / 100 for name in before}
+    return {name: x / (1 - np.abs(x)) for name, x in taken.items()}
+
+
+def norm_of(grads):
+    return math.sqrt(sum(float((g * g).sum()) for g in grads.values()))
