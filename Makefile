@@ -247,7 +247,7 @@ sanitize: $(addprefix build/check/test_gpt2.,BF16 FP32 FP16) ## on a GPU: kernel
 	dev/gpu.sh sanitize
 
 check-docs: train_gpt2cpu ## runs README's commands, made small, in a copy of the repository
-	python3 dev/test/check_docs.py
+	@$(PYTEST) -q --no-header -rA --slow dev/test/test_docs.py
 
 bench-ops: build/check/profile_gpt2.BF16 ## on a GPU: the norms' kernels beside a copy and PyTorch's
 	build/check/profile_gpt2.BF16 norms

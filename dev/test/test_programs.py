@@ -50,7 +50,6 @@ def listed():
         yield f"seeds {name}", script("fuzz/run.py", name), []
         yield f"fuzz {name}", script("fuzz/run.py", name, "--seconds", "60"), [SLOW]
     yield "mutants", script("test/mutants.py", "--base", "HEAD~1"), [SLOW, pytest.mark.timeout(10000)]
-    yield "tiktoken", script("test/compare_tiktoken.py"), [SLOW]
     yield "lint", script("test/lint.py"), []
 
 

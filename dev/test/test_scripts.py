@@ -1,7 +1,5 @@
 """The scripts as a user meets them, with stand-ins for what takes long or changes the machine: quickstart.sh,
-the recipes run_*.sh, setup.sh, `make test` on a bare machine, plot_log.py.
-
-Standard library only. Every test works in a folder of its own; nothing is installed.
+the recipes run_*.sh, setup.sh, `make test` on a bare machine, what the Makefile finds.
 """
 import glob
 import os
@@ -10,18 +8,14 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 
-from checks import ROOT, check, has_module, session_stats, skip
+from checks import ROOT
 import break_all
-import check_docs
 
 sys.path.insert(1, os.path.join(ROOT, "dev", "data"))
 import get                                          # noqa: E402
-
-LIMIT_S = 600                                       # only a hang meets it
 
 
 @pytest.fixture(autouse=True)
@@ -29,11 +23,17 @@ def in_its_own_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def write(path, text, executable=False):
+def write(path, text):
+    """Those that begin as scripts do are executable."""
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     with open(path, "w", encoding="utf-8") as f:
         f.write(text)
-    os.chmod(path, 0o755 if executable else 0o644)
+    os.chmod(path, 0o755 if text.startswith("#!") else 0o644)
+
+
+def stand_in(name, text=""):
+    """A program in bin that stands before others of its name."""
+    write("bin/" + name, "#!/bin/sh\n" + text)
 
 
 def read(path):
@@ -42,13 +42,12 @@ def read(path):
 
 
 def call(command, path=None, **env):
-    """(exit code, stdout, stderr); path: what PATH is, or stands before the usual one."""
-    env = {**os.environ, **env}
+    """(exit code, stdout, stderr); path: what PATH is, if not bin and the usual one."""
+    path = path or os.path.abspath("bin") + ":" + os.environ["PATH"]
+    env = {**os.environ, "PATH": path, **env}
     for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL"):
         env.pop(name, None)                         # of the make that may have started this
-    if path:
-        env["PATH"] = path
-    p = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=env, check=False,
+    p = subprocess.run(command, capture_output=True, text=True, env=env, check=False,
                        stdin=subprocess.DEVNULL)
     return p.returncode, p.stdout, p.stderr
 
@@ -59,6 +58,13 @@ def copy(*paths):
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         shutil.copy(os.path.join(ROOT, path), path)
 
+
+def called():
+    """What stand-ins were called with, line by line."""
+    return read("called.log") if os.path.exists("called.log") else ""
+
+
+GPUS = "i=0; while [ $i -lt ${GPUS:-0} ]; do echo \"GPU $i: H\"; i=$((i + 1)); done; [ $i != 0 ]\n"
 
 # ---- quickstart.sh ----
 
@@ -75,105 +81,79 @@ echo "s:0 tel:5.579" >"$out/main.log"
 [ "$MODE" = killed ] && kill -9 $$
 [ "$MODE" = interrupted ] && exit 0
 echo "s:$steps tel:${LAST:-1.023}" >>"$out/main.log"
-echo "$MARK" >"$out/model_$(printf %08d "$steps").bin"
+echo "$MODE" >"$out/model_$(printf %08d "$steps").bin"
 """
-TOKENIZE = '#!/bin/sh\necho shard >"$3_train.bin"\necho "$3_train.bin: 3 tokens"\n'
-STORIES = '#!/bin/sh\necho "a story" >"$6"\n'
-
-
-def quickstart_tree():
-    copy("scripts/quickstart.sh", "dev/data/plot_log.py", "dev/venv_python.py")
-    write("scripts/setup.sh", "#!/bin/sh\n", True)
-    write("train_gpt2cpu", TRAINER, True)
-    write("build/tokenize", TOKENIZE, True)
-    write("build/stories", STORIES, True)
-    write("build/bigram", "#!/bin/sh\necho 'bigram val loss 2.326 nats'\n", True)
-    write("bin/make", '#!/bin/sh\n[ "$MODE" != "no build" ]\n', True)
-    write("bin/nvidia-smi", "#!/bin/sh\nexit 1\n", True)        # a machine without a GPU
 
 
 def quickstart(mode, **env):
-    path = os.path.abspath("bin") + ":" + os.environ["PATH"]
-    return call(["bash", "scripts/quickstart.sh"], path, MODE=mode, **env)
+    copy("scripts/quickstart.sh")
+    for path, text in (("scripts/setup.sh", ""), ("build/stories", 'echo "a story" >"$6"'),
+                       ("build/tokenize", 'echo shard >"$3_train.bin"\necho "$3_train.bin: 3 tokens"'),
+                       ("build/bigram", "echo 'bigram val loss 2.326 nats'")):
+        write(path, "#!/bin/sh\n" + text + "\n")
+    write("train_gpt2cpu", TRAINER)
+    stand_in("make", '[ "$MODE" != "no build" ]\n')
+    stand_in("nvidia-smi", GPUS)
+    stand_in("python3", 'echo "python3 $*" >>called.log\n')
+    return call(["bash", "scripts/quickstart.sh"], MODE=mode, **env)
 
 
-def test_quickstart_ends_well():
-    quickstart_tree()
-    code, out, err = quickstart("works", MARK="first")
-    check(code == 0, f"exit code {code}: {err}")
+def test_quickstart():
+    """It ends well, and again; what was there is kept, whatever happens."""
+    for mode in ("first", "second", "third"):
+        code, out, err = quickstart(mode)
+        assert code == 0, err
+    marks = [read(path).strip() for path in sorted(glob.glob("runs/quickstart*/model_00001350.bin"))]
+    assert sorted(glob.glob("runs/*")) == ["runs/quickstart", "runs/quickstart.1", "runs/quickstart.2"]
+    assert sorted(marks) == ["first", "second", "third"] and read("runs/quickstart/model_00001350.bin") == \
+        "third\n", "the three runs' models"
+    assert "_train" not in out and all(f"dev/data/stories/gpt2/{part}.bin: 3 tokens" in out
+                                       for part in ("train", "held_out")), "the files of its data"
+    assert "make train_gpt2cpu\n" in out, "what it builds"
+    assert "nobody sees" not in out, "the trainer's stdout is the script's"
     val, last = out.splitlines()[-2:]
-    data = ("train", "held_out")
-    check([f"dev/data/stories/gpt2/{part}.bin: 3 tokens" in out for part in data] == [True, True] and
-          "_train" not in out, f"it names the files of its data: {out}")
-    check("make train_gpt2cpu\n" in out, f"it says what it builds: {out}")
-    check("nobody sees" not in out, "the trainer's stdout is the script's")
-    check(val == "val loss 5.579 at the start, 1.023 at the end; a bigram model has 2.326", f"losses: {val}")
+    assert val == "val loss 5.579 at the start, 1.023 at the end; a bigram model has 2.326"
+    assert "plot_log.py runs/quickstart --line 2.326 bigram model\n" in called()
     prompt = "Once there was a little"
-    samples = read("runs/quickstart/samples.txt")
-    check(samples == f"{prompt} girl\n\nMore\n---\n{prompt} boy\n", f"samples: {samples}")
+    assert read("runs/quickstart/samples.txt") == f"{prompt} girl\n\nMore\n---\n{prompt} boy\n"
     for word in ("runs/quickstart: ", "`./train_gpt2cpu -e runs/quickstart -x 0`", "--prompt",
                  "`python3 dev/data/plot_log.py runs/quickstart`"):
-        check(word in last, f"the last line lacks {word}: {last}")
+        assert word in last
+    assert quickstart("no build")[0] != 0
+    assert read("runs/quickstart/model_00001350.bin") == "third\n", "the run before is where it was"
+    code, out, _ = quickstart("nothing learned", LAST="5.1")
+    assert code == 1 and "5.100 at the end" in out
 
 
-def test_quickstart_twice_loses_nothing():
-    quickstart_tree()
-    for mark in ("first", "second", "third"):
-        code, _, err = quickstart("works", MARK=mark)
-        check(code == 0, f"{mark} run: exit code {code}: {err}")
-    model = "model_00001350.bin"
-    marks = [read(path).strip() for path in
-             (f"runs/quickstart.1/{model}", f"runs/quickstart.2/{model}", f"runs/quickstart/{model}")
-             if os.path.exists(path)]
-    check(marks == ["first", "second", "third"], f"the three runs' models: {marks}")
-
-
-def test_quickstart_tells_of_failure():
-    for mode, expected in (("fails", 3), ("killed", 137), ("interrupted", 1)):
-        shutil.rmtree("runs", ignore_errors=True)
-        quickstart_tree()
-        code, out, err = quickstart(mode)
-        check(code == expected, f"{mode}: exit code {code}, expected {expected}")
-        check("at the end" not in out, f"{mode}: speaks of a loss at the end: {out[-100:]!r}")
-        check("== samples" not in out, f"{mode}: goes on to sample")
-        last = err.rstrip().split("\n")[-2:]        # before them the trainer's own, or the shell's of a kill
-        check(last[0].startswith("error: ./train_gpt2cpu ") and last[-1].startswith("hint: "),
-              f"{mode}: {err!r}")
-
-
-def test_quickstart_keeps_the_run_if_it_cannot_build():
-    quickstart_tree()
-    quickstart("works", MARK="first")
-    code, _, _ = quickstart("no build")
-    check(code != 0, "exit code 0 without a build")
-    check(read("runs/quickstart/model_00001350.bin") == "first\n", "the run before is where it was")
-
-
-def test_quickstart_checks_its_promise():
-    quickstart_tree()
-    code, out, _ = quickstart("works", LAST="5.1")
-    check(code == 1 and "5.100 at the end" in out, f"nothing learned: exit code {code}")
+@pytest.mark.parametrize("mode, expected", [("fails", 3), ("killed", 137), ("interrupted", 1)])
+def test_quickstart_fails(mode, expected):
+    code, out, err = quickstart(mode)
+    assert code == expected and "at the end" not in out and "== samples" not in out
+    last = err.rstrip().split("\n")[-2:]            # before them the trainer's own, or the shell's of a kill
+    assert last[0].startswith("error: ./train_gpt2cpu ") and last[1].startswith("hint: ")
 
 
 # ---- run_*.sh: the recipes ----
 
-GPU_TRAINER = '#!/bin/sh\nfor word; do echo "$word"; done\n'
 RECIPES = sorted(os.path.basename(path) for path in glob.glob(os.path.join(ROOT, "scripts/run_*.sh")))
+NUMBERS = {"parameters": r"([\d,]+): (\d+) layers, \d+ heads, C=(\d+), T=(\d+), V=50,257",
+           "tokens": r"tokens +([\d,]+) steps x ([\d,]+) = ([\d.]+e9)",
+           "warm-up": r"warm-up +(\d+) steps, ([\d.]+e9) tokens", "flop": r"([\d.]+e\d\d)\s*(?:#\s*)?flop"}
 
 
-def recipe(name, *words, gpus=1, **env):
-    """(exit code, {flag: value}, stderr) of a recipe where there are so many GPUs, and a stand-in trainer."""
-    write("bin/nvidia-smi", "#!/bin/sh\n" + "".join(f"echo 'GPU {i}: H'\n" for i in range(gpus)), True)
-    path = os.path.abspath("bin") + ":" + os.environ["PATH"]
-    code, out, err = call(["bash", "scripts/" + name, *words], path, **env)
+@pytest.fixture
+def recipes():
+    copy("scripts/pretrain.sh", *("scripts/" + name for name in RECIPES))
+    write("train_gpt2cu", '#!/bin/sh\nfor word; do echo "$word"; done\n')
+    write("dev/data/hellaswag/hellaswag_val.bin", "")
+    stand_in("nvidia-smi", GPUS)
+
+
+def recipe(name, *words, **env):
+    """(exit code, {flag: value}, stderr) of a recipe, with one GPU if GPUS does not say another number."""
+    code, out, err = call(["bash", "scripts/" + name, *words], **{"GPUS": "1", **env})
     lines = out.splitlines()
     return code, dict(zip(lines[::2], lines[1::2])), err
-
-
-def recipes_tree():
-    copy("scripts/pretrain.sh", *("scripts/" + name for name in RECIPES))
-    write("train_gpt2cu", GPU_TRAINER, True)
-    write("dev/data/hellaswag/hellaswag_val.bin", "")
 
 
 def shards(folder):
@@ -192,92 +172,73 @@ def flag_error(flags):
     return "" if f"longest sequence, {flags['--sequence-length']}\n" in err else err
 
 
-def arithmetic(text, flags):
-    """What is wrong in a recipe's comment, from its flags."""
-    said = {name: re.search(form, text) for name, form in {
-        "parameters": r"([\d,]+): (\d+) layers, \d+ heads, C=(\d+), T=(\d+), V=50,257",
-        "tokens": r"tokens +([\d,]+) steps x ([\d,]+) = ([\d.]+e9)",
-        "warm-up": r"warm-up +(\d+) steps, ([\d.]+e9) tokens",
-        "flop": r"([\d.]+e\d\d)\s*(?:#\s*)?flop"}.items()}
-    if None in said.values():
-        return f"there is no {[name for name in said if not said[name]]}"
-
-    def number(name, group):
-        return float(said[name][group].replace(",", ""))
-    parameters, L, C, T = (number("parameters", i) for i in (1, 2, 3, 4))
-    batch = float(flags["--total-batch"])
-    total = float(flags["--max-steps"]) * batch
-    facts = {"parameters": parameters == 12 * L * C * C + (50257 + T) * C + 13 * L * C + 2 * C,
-             "T": T == float(flags["--sequence-length"]),
-             "steps": said["tokens"][1].replace(",", "") == flags["--max-steps"],
-             "batch": number("tokens", 2) == batch,
-             "tokens": said["tokens"][3] == f"{total / 1e9:.2f}e9",
-             "warm-up": said["warm-up"][1] == flags["--warmup"],
-             "warm-up's tokens": said["warm-up"][2] == f"{number('warm-up', 1) * batch / 1e9:.2f}e9",
-             "flop": said["flop"][1] == f"{6 * parameters * total:.1e}".replace("e+", "e")}
-    times = re.findall(r"([\d.]+e9) / \(?(?:8 x )?([\d.,]+)K.*? = ([\d.]+) (hours|days)", text)
-    for tokens, speed, time_, unit in times:
-        gpus = 8 if f"8 x {speed}K" in text else 1
-        seconds = float(tokens) / (float(speed.replace(",", "")) * 1e3 * gpus)
+def check_arithmetic(text, flags):
+    """A recipe's comment says what its flags make."""
+    said = {name: re.search(form, text) for name, form in NUMBERS.items()}
+    parameters, L, C, T, steps, batch, warmup = (
+        float(said[name][group].replace(",", "")) for name, group in
+        [("parameters", i) for i in (1, 2, 3, 4)] + [("tokens", 1), ("tokens", 2), ("warm-up", 1)])
+    assert parameters == 12 * L * C * C + (50257 + T) * C + 13 * L * C + 2 * C
+    names = ("--sequence-length", "--max-steps", "--total-batch", "--warmup")
+    assert [float(flags[name]) for name in names] == [T, steps, batch, warmup]
+    total = steps * batch
+    assert said["tokens"][3] == f"{total / 1e9:.2f}e9"
+    assert said["warm-up"][2] == f"{warmup * batch / 1e9:.2f}e9"
+    assert said["flop"][1] == f"{6 * parameters * total:.1e}".replace("e+", "e")
+    times = re.findall(r"([\d.]+e9) / \(?(8 x )?([\d.,]+)K.*? = ([\d.]+) (hours|days)", text)
+    assert len(times) == 2
+    for tokens, eight, speed, time, unit in times:
+        seconds = float(tokens) / (float(speed.replace(",", "")) * 1e3 * (8 if eight else 1))
         wanted = seconds / {"hours": 3600, "days": 86400}[unit]
-        digits = len(time_.partition(".")[2])
-        facts[f"{time_} {unit}"] = time_ == f"{wanted:.{digits}f}" and float(tokens) == round(total, -7)
-    facts["two times"] = len(times) == 2
-    return ", ".join(name for name, right in facts.items() if not right)
+        assert time == f"{wanted:.{len(time.partition('.')[2])}f}" and float(tokens) == round(total, -7)
 
 
-def test_recipes_say_what_they_do():
-    recipes_tree()
-    check(len(RECIPES) == 5, f"recipes: {RECIPES}")
-    for name in RECIPES:
-        text = read("scripts/" + name)
-        shutil.rmtree("dev/data/fineweb100B-shards", ignore_errors=True)        # several recipes'
-        code, _, err = recipe(name)
-        wanted = re.search(r"hint: (python3 dev/data/get.py (\S+)(?: --shards (\d+))?) ", err)
-        check(code == 1 and wanted and wanted[1] in text, f"{name} without data: {code}, {err}")
-        known = {d.name: d for d in get.DATASETS}.get(wanted[2])
-        check(known is not None, f"{name}: get.py does not know {wanted[2]}")
-        shards("dev/data/" + wanted[2])
-        code, flags, err = recipe(name)
-        check(code == 0 and flag_error(flags) == "", f"{name}: {code}, {flag_error(flags)}")
-        check(flags["--resume"] == "1" and flags["--output-dir"] == "runs/" + name[4:-3] and
-              flags["--evaluate"] == "1" and "--gpus" not in flags, f"{name}: {flags}")
-        check(arithmetic(text, flags) == "", f"{name}: {arithmetic(text, flags)}")
-        tokens = float(flags["--max-steps"]) * float(flags["--total-batch"])
-        check(tokens <= 1e8 * int(wanted[3] or 1e9), f"{name}: fewer shards than it trains on")
-        code, flags, err = recipe(name, gpus=8)
-        rows = int(flags["--micro-batch"]) * int(flags["--sequence-length"]) * 8
-        check(code == 0 and flag_error(flags) == "" and flags["--gpus"] == "8" and
-              flags["--zero-stage"] == "1" and int(flags["--total-batch"]) % rows == 0, f"{name}: {flags}")
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe(recipes, name):
+    text = read("scripts/" + name)
+    code, _, err = recipe(name)
+    wanted = re.search(r"hint: (python3 dev/data/get.py (\S+)(?: --shards (\d+))?) ", err)
+    assert code == 1 and wanted[1] in text, "without data"
+    assert wanted[2] in [d.name for d in get.DATASETS]
+    shards("dev/data/" + wanted[2])
+    code, flags, err = recipe(name)
+    assert code == 0 and flag_error(flags) == ""
+    assert flags["--resume"] == "1" and flags["--output-dir"] == "runs/" + name[4:-3]
+    assert flags["--evaluate"] == "1" and "--gpus" not in flags
+    check_arithmetic(text, flags)
+    tokens = float(flags["--max-steps"]) * float(flags["--total-batch"])
+    assert tokens <= 1e8 * int(wanted[3] or 1e9), "fewer shards than it trains on"
+    code, flags, err = recipe(name, GPUS="8")
+    rows = int(flags["--micro-batch"]) * int(flags["--sequence-length"]) * 8
+    assert code == 0 and (flags["--gpus"], flags["--zero-stage"]) == ("8", "1")
+    assert flag_error(flags) == "" and int(flags["--total-batch"]) % rows == 0
 
 
-def test_recipes_take_words():
-    recipes_tree()
+def test_recipes_take_words(recipes):
+    assert len(RECIPES) == 5
     name = "run_gpt2_124M.sh"
     shards("elsewhere")
     os.remove("dev/data/hellaswag/hellaswag_val.bin")
-    code, flags, err = recipe(name, "--output-dir", "runs/short", "--log-every", "5", gpus=8,
-                              data="elsewhere")
-    check(code == 0 and flags["--train-data"] == "elsewhere/*_train_*.bin" and "--evaluate" not in flags and
-          "get.py hellaswag" in err, f"{code}, {flags}, {err}")
+    code, flags, err = recipe(name, "--output-dir", "runs/short", data="elsewhere", GPUS="8")
+    assert code == 0 and flags["--train-data"] == "elsewhere/*_train_*.bin" and "--evaluate" not in flags
+    assert "get.py hellaswag" in err
     code, out, err = call(["bash", "scripts/" + name, "--max-steps=20", "--output-dir", "runs/short"],
                           data="elsewhere", gpus="4")
     words = out.splitlines()
-    check(words.count("--output-dir") == 1 and "runs/short" in words and "--max-steps" not in words and
-          "--max-steps=20" in words and words[words.index("--gpus") + 1] == "4", f"{words}{err}")
-    for gpus in ("0", "two"):
-        code, _, err = call(["bash", "scripts/" + name], data="elsewhere", gpus=gpus)
-        check(code == 1 and f"error: gpus={gpus}: " in err and "\nhint: " in err, f"{gpus}: {code}, {err}")
-    code, _, err = recipe(name, gpus=0, data="elsewhere")
-    check(code == 1 and "error: gpus=0: " in err, f"no GPU: {code}, {err}")
+    assert words.count("--output-dir") == 1 and "runs/short" in words and "--max-steps" not in words
+    assert "--max-steps=20" in words and words[words.index("--gpus") + 1] == "4"
+    for env, said in (({"gpus": "0"}, "gpus=0"), ({"gpus": "two"}, "gpus=two"), ({"GPUS": "0"}, "gpus=0")):
+        code, _, err = recipe(name, data="elsewhere", **env)
+        assert code == 1 and f"error: {said}: " in err and "\nhint: " in err
     os.remove("train_gpt2cu")
     code, _, err = recipe(name, data="elsewhere")
-    check(code == 1 and err.endswith("hint: make train_gpt2cu\n"), f"no program: {code}, {err}")
+    assert code == 1 and err.endswith("hint: make train_gpt2cu\n")
 
 
 # ---- lint ----
+
 LINTED = {
-    "good.py": ("import os\nprint(os.sep)\n", ""),
+    "good.py": ("import os\nprint(os.sep)\n", None),
     "undefined.py": ("print(tempfile.gettempdir())\n", "undefined name 'tempfile'"),
     "star.py": ("from os import *\nprint(sep)\n", "unable to detect undefined names"),
     "unused.py": ("import os\n", "'os' imported but unused"),
@@ -288,95 +249,109 @@ LINTED = {
 
 
 def test_lint():
-    if not has_module("pyflakes"):
-        skip(len(LINTED) + 1, "no pyflakes")
-        return
+    pytest.importorskip("pyflakes")
     copy("dev/test/lint.py", "dev/venv_python.py")
     for name, (text, _) in LINTED.items():
         write(name, text)
     subprocess.run(["git", "init", "-q"], check=True)
     code, out, err = call([sys.executable, "dev/test/lint.py"])
-    check(code == 1 and f"{len(LINTED) - 1} failed, 0 skipped" in out, f"exit code {code}: {out}{err}")
+    assert code == 1 and f"{len(LINTED) - 1} failed, 0 skipped" in out
     for name, (_, wanted) in LINTED.items():
         said = [line for line in out.splitlines() if name + ":" in line]
-        check(wanted in said[0] if wanted and said else not wanted and not said, f"{name}: {said}")
+        assert wanted in said[0] if wanted else not said
 
 
 # ---- setup.sh, and make test on a bare machine ----
 
-TOOLS = ("bash sh env sed awk cat tail head mktemp rm mkdir dirname chmod ln make cmp tr sort uname grep "
-         "nproc true").split()
+TOOLS = ("bash sh env sed awk cat tail head mktemp rm mkdir dirname chmod ln cmp tr sort uname grep nproc "
+         "true").split()
+LOG = 'echo "${0##*/} $*" >>called.log\n'
+PYTHON = 'case "$*" in *"import "*) ! echo "$*" | grep -qE "${LACKS:-nothing}" ;; *) ' + LOG.strip() + \
+         '\n[ "$*" != "-m venv .venv" ] || { mkdir -p .venv/bin; ln -sf ../../bin/pip .venv/bin; } ;; esac\n'
 
 
-def bare_machine(root):
-    """PATH of a machine without compiler; apt-get brings one."""
-    for tool in TOOLS:
-        if shutil.which(tool):
-            os.makedirs("bin", exist_ok=True)
+def bare_machine(make=None):
+    """PATH of a machine without compiler; apt-get brings one. make: what `make` says; None: it is the real"""
+    copy("scripts/setup.sh", "dev/requirements.txt", "Makefile")
+    os.makedirs("bin", exist_ok=True)
+    for tool in TOOLS + (["make"] if make is None else []):
+        if shutil.which(tool) and not os.path.exists("bin/" + tool):
             os.symlink(shutil.which(tool), "bin/" + tool)
-    write("bin/id", f"#!/bin/sh\necho {0 if root else 1000}\n", True)
-    write("bin/python3", '#!/bin/sh\necho "python3 $*" >>order.log\n', True)
-    write("bin/git", "#!/bin/sh\n", True)
-    write("bin/apt-get", """#!/bin/sh
-echo "apt-get $*" >>order.log
-case "$*" in *g++*) printf '#!/bin/sh\\n' >bin/g++; chmod +x bin/g++ ;; esac
-""", True)
+    if make is not None:
+        stand_in("make", f"echo '{make}'\n")
+        stand_in("mpirun")
+    stand_in("id", "echo ${ID:-0}\n")
+    stand_in("nvidia-smi", GPUS)
+    stand_in("git")
+    stand_in("python3", PYTHON)
+    stand_in("pip", LOG + '[ -z "$OFFLINE" ]\n')
+    stand_in("apt-get", LOG + 'case "$*" in *g++*) printf "#!/bin/sh\\n" >bin/g++; chmod +x bin/g++ ;; esac\n')
     return os.path.abspath("bin")
 
 
-def bare_tree():
-    copy("scripts/setup.sh", "dev/requirements.txt", "Makefile")
-    sources = [f"{name}_gpt2.cu" for name in ("train", "test", "profile")]
-    sources += [f"dev/data/{name}.cpp" for name in ("tokenize", "stories", "bigram")]
-    sources += [f"dev/test/test_{name}.cpp" for name in ("comm", "dataloader", "host", "checkpoints")]
-    for name in sources + ["dev/tools/checkpoint.cpp"]:
-        write(name, "")
+MPI, CLANG = "libopenmpi-dev openmpi-bin", " clang libclang-rt-dev\n"
+PIP, BOTH = "pip install -r dev/requirements.txt", "-DUSE_MPI -DUSE_NCCL"
 
 
-def order():
-    """What was called, line by line."""
-    return read("order.log") if os.path.exists("order.log") else ""
+@pytest.mark.parametrize("words, make, env, calls, never, said", [
+    ("tests", "", {}, [MPI, CLANG], [PIP], ""),
+    ("tests", "", {"GPUS": "2"}, [MPI], [], "libnccl-dev"),
+    ("tests", "", {"GPUS": "1"}, [MPI], [], ""),
+    ("tests", BOTH, {"GPUS": "2"}, [CLANG], [MPI], ""),
+    ("", "", {"GPUS": "2"}, [], [MPI, "clang", "pip"], "libnccl-dev"),
+    ("tests", BOTH, {"LACKS": "pytest"}, [PIP], [], ""),
+    ("", BOTH, {"LACKS": "pytest"}, [], ["pip"], ""),
+    ("", BOTH, {"LACKS": "numpy"}, [PIP], [], ""),
+    ("tests", BOTH, {"LACKS": "pytest", "OFFLINE": "1"}, [PIP], [], "warning: not all Python packages"),
+    *[(word, BOTH, env, calls, [PIP], said) for word, package in (("data", "pyarrow"),
+                                                                  ("tensorboard", "tensorboard=="))
+      for env, calls, said in (({"LACKS": word[:3] + "|arrow"}, ["pip install " + package], ""),
+                               ({"LACKS": "arrow|tens", "OFFLINE": "1"}, ["pip install " + package], "error: no"),
+                               ({}, [], ""))],
+    ("", BOTH, {"LACKS": "arrow|tens"}, [], ["pip"], "")])
+@pytest.mark.parametrize("venv", [False, True], ids=["", "venv"])
+def test_setup(words, make, env, calls, never, said, venv):
+    """What is called, and said. Only where an extra is asked for and cannot be had, that is an error; a .venv
+    that was there stays."""
+    path = bare_machine(make)
+    stand_in("g++")
+    if venv:
+        stand_in("../.venv/bin/python", PYTHON)
+        stand_in("../.venv/bin/pip", LOG + '[ -z "$OFFLINE" ]\n')
+    code, out, err = call(["scripts/setup.sh", *words.split()], path, **env)
+    assert code == (1 if said.startswith("error") else 0)
+    assert all(text in called() for text in calls) and not any(text in called() for text in never)
+    assert said in err and ("libnccl" in said or "libnccl" not in err)
+    assert ("hint: " in err) == ("OFFLINE" in env)
+    assert os.path.exists(".venv") == (venv or "OFFLINE" not in env and "pip" in called() or code == 1)
 
 
-def test_setup_as_user_says_the_command():
-    copy("scripts/setup.sh", "dev/requirements.txt")
-    code, out, err = call(["scripts/setup.sh"], bare_machine(root=False))
-    check(code == 1 and "g++" in err and "sudo sh -c 'apt-get update && apt-get install" in err,
-          f"exit code {code}, {out}{err}")
-    check("apt-get" not in order(), "installs without being root")
+@pytest.mark.parametrize("command", ["scripts/setup.sh", "make test"])
+def test_setup_as_user_says_the_command(command):
+    path = bare_machine()
+    code, out, err = call(command.split(), path, ID="1000")
+    assert code != 0 and "g++" in err and "sudo sh -c 'apt-get update && apt-get install" in err
+    assert "No such file" not in out + err and called() == "", "it installs without being root, or goes on"
 
 
-def test_make_test_installs_first():
-    start = os.getcwd()
-    for goal in ("test", "test-gpu", "test-all"):
-        os.makedirs(os.path.join(start, goal))
-        os.chdir(os.path.join(start, goal))
-        bare_tree()
-        code, out, err = call(["make", goal, "NVCC=true"], bare_machine(root=True))
-        said = out + err
-        check(code == 0 and "No such file" not in said and "not found" not in said, f"{goal}: {code}, {said}")
-        lines = order().splitlines()
-        installs = [i for i, line in enumerate(lines) if "install" in line and "g++" in line]
-        runs = [i for i, line in enumerate(lines) if line.startswith("python3 -m pytest")]
-        check(installs and runs and installs[0] < runs[0], f"{goal}: not installed, then run: {lines}")
-        check("libopenmpi-dev openmpi-bin" in order(), f"{goal}: without MPI: {lines}")
-        check(any("install" in line and line.endswith(" clang libclang-rt-dev") for line in lines),
-              f"{goal}: without clang, or it together with what any release has: {lines}")
-
-
-def test_make_test_as_user_says_the_command():
-    bare_tree()
-    code, out, err = call(["make", "test"], bare_machine(root=False))
-    check(code != 0 and "sudo sh -c" in err and "No such file" not in out + err, f"{code}: {out}{err}")
-    check("-m pytest" not in order(), "runs tests without a compiler")
-
-
-def test_make_test_without_a_build():
-    bare_tree()
-    os.unlink("dev/tools/checkpoint.cpp")
-    code, out, _ = call(["make", "-s", "test", "NVCC=true"], bare_machine(root=True))
-    check(code != 0 and out.endswith("\n0 passed, 1 failed, 0 skipped\n"), f"{code}: {out}")
-    check("-m pytest" not in order(), "runs tests without their programs")
+@pytest.mark.parametrize("goal", ["test", "test-gpu", "test-all", "test without a source"])
+def test_make_test_installs_first(goal):
+    names = [f"{name}_gpt2.cu" for name in ("train", "test", "profile")] + ["dev/tools/checkpoint.cpp"]
+    names += [f"dev/data/{name}.cpp" for name in ("tokenize", "stories", "bigram")]
+    names += [f"dev/test/test_{name}.cpp" for name in ("comm", "dataloader", "host", "checkpoints")]
+    whole = "without" not in goal
+    for name in names:
+        if whole or "checkpoint.cpp" not in name:
+            write(name, "")
+    code, out, err = call(["make", "-s", goal.split()[0], "NVCC=true"], bare_machine())
+    lines = called().splitlines()
+    installs = [i for i, line in enumerate(lines) if "install" in line and "g++" in line]
+    runs = [i for i, line in enumerate(lines) if line.startswith("python3 -m pytest")]
+    if whole:
+        assert code == 0 and "No such file" not in out + err and "not found" not in out + err
+        assert installs and runs and installs[0] < runs[0]
+    else:
+        assert code != 0 and out.endswith("\n0 passed, 1 failed, 0 skipped\n") and not runs
 
 
 # ---- Makefile: what it finds on a machine ----
@@ -389,133 +364,73 @@ def found_machine(mpi="", nccl=""):
     write("mpi/mpi.h", "static inline int MPI_Init(int*, char***) { return 0; }\n" + mpi)
     write("cuda/include/nccl.h", "static inline int ncclMemAlloc(void**, int) { return 0; }\n" + nccl)
     write("cuda/lib/libnccl.a", "!<arch>\n")
-    write("bin/mpicc", f"""#!/bin/sh
-[ "$1" = -show ] && echo "cc -O9 -flto=auto -I{here}/mpi -L{here}/mpi -Wl,-rpath,/there -pthread"
-""", True)
-    write("bin/nvcc", f"""#!/bin/sh
-case $1 in
+    stand_in("mpicc", '[ "$1" = -show ] && '
+             f'echo "cc -O9 -flto=auto -I{here}/mpi -L{here}/mpi -Wl,-rpath,/there -pthread"\n')
+    stand_in("nvcc", f"""case $1 in
     -dryrun) printf '#$ INCLUDES="-I{here}/cuda/include"  \\n#$ LIBRARIES=  "-L{here}/cuda/lib"\\n' >&2 ;;
     --list-gpu-code) printf 'sm_80\\nsm_90a\\n' ;;
 esac
-""", True)
-    write("bin/nvidia-smi", "#!/bin/sh\nexit 1\n", True)
+""")
+    stand_in("nvidia-smi", "exit 1\n")
 
 
 def made(*words):
-    """(exit code, the line that would make the trainer, stderr)"""
-    path = os.path.abspath("bin") + ":" + os.environ["PATH"]
-    code, out, err = call(["make", "-n", "NVCC=" + os.path.abspath("bin/nvcc"), *words], path)
-    lines = [line for line in out.replace("\\\n", "").split("\n") if "train_gpt2.cu" in line]
-    return code, (lines or [""])[-1], err
+    """(exit code, the lines that would make trainers, in the order of `words`, stderr)"""
+    code, out, err = call(["make", "-n", "NVCC=" + os.path.abspath("bin/nvcc"), *words])
+    lines = out.replace("\\\n", "").split("\n")
+    return code, [line for line in lines if "train_gpt2.cu" in line and " -o " in line], err
 
 
 def has_neither(line):
-    return line and not any(word in line for word in ("USE_MPI", "USE_NCCL", "-lnccl", "-rpath"))
+    return not any(word in line for word in ("USE_MPI", "USE_NCCL", "-lnccl", "-rpath"))
 
 
 def test_make_finds_mpi_and_nccl():
     found_machine()
-    here = os.getcwd()
-    for words in ([], ["MPI=1", "NCCL=1"]):
-        code, line, err = made("train_gpt2cpu", *words)
-        check(code == 0 and "-DUSE_MPI -D" in line and f"-I{here}/mpi " in line, f"{words}: {line}{err}")
-        check("-o train_gpt2cpu" in line and line.endswith(f"-L{here}/mpi -Wl,-rpath,/there"), line)
-        check("-flto" not in line and "-O9" not in line and "NCCL" not in line, line)
-        for target in ("train_gpt2cu", "build/check/train_gpt2.BF16", "build/ptx/train_gpt2.FP32"):
-            code, line, err = made(target, *words)
-            check(code == 0 and "-DUSE_NCCL -DUSE_MPI" in line, f"{target} {words}: {line}{err}")
-            check(line.endswith(f"-lnccl -L{here}/mpi -Xlinker -rpath,/there"), line)
-    for words in (["train_gpt2cpu", "MPI=0"], ["train_gpt2cu", "MPI=0", "NCCL=0"],
-                  ["build/plain/train_gpt2cpu"], ["build/plain/train_gpt2.BF16"]):
-        code, line, err = made(*words)
-        check(code == 0 and has_neither(line), f"{words}: {line}{err}")
-    code, line, err = made("train_gpt2cu", "MPI=0")
-    check(code == 0 and "USE_NCCL" in line and "USE_MPI" not in line, f"NCCL alone: {line}{err}")
-    code, out, _ = call(["make", "help"])
-    check(code == 0 and "NCCL=auto|0|1 MPI=auto|0|1" in out, out)
-
-
-def test_setup_and_mpi_and_nccl():
-    copy("scripts/setup.sh", "dev/requirements.txt")
-    for mpi, gpus, words, wanted in (
-            ("", 1, ["tests"], (False, False)), ("", 2, ["tests"], (False, False)),
-            ("#error\n", 1, ["tests"], (True, False)), ("#error\n", 2, [], (False, True))):
-        found_machine(mpi=mpi, nccl=mpi)
-        write("bin/id", "#!/bin/sh\necho 0\n", True)
-        for tool in ("python3", "mpirun"):
-            write("bin/" + tool, "#!/bin/sh\n", True)
-        write("bin/apt-get", '#!/bin/sh\necho "apt-get $*" >>order.log\n', True)
-        write("bin/nvidia-smi", "#!/bin/sh\n" + "".join(f"echo 'GPU {i}: H'\n" for i in range(gpus)), True)
-        write("order.log", "")
-        code, out, err = call(["scripts/setup.sh", *words], os.path.abspath("bin") + ":" + os.environ["PATH"],
-                              NVCC=os.path.abspath("bin/nvcc"))
-        got = ("libopenmpi-dev openmpi-bin" in order(), "libnccl-dev" in err)
-        check(code == 0 and got == wanted, f"{mpi!r}, {gpus} GPUs, {words}: {code}, {order()}{out}{err}")
-
-
-def test_setup_and_a_venv_that_is_there():
-    """It gets what later versions of the list ask for, and stays where that fails."""
-    copy("scripts/setup.sh", "dev/requirements.txt")
-    bare_machine(root=True)
-    write("bin/python3", """#!/bin/sh
-case "$*" in *pytest*) exit 1 ;; esac
-""", True)
-    write(".venv/bin/pip", '#!/bin/sh\necho "pip $*" >>order.log\n[ -z "$OFFLINE" ]\n', True)
-    write(".venv/bin/python", """#!/bin/sh
-case "$*" in *pytest*) [ -n "$HAVE" ] ;; esac
-""", True)
-    for words, env, wanted in ((["tests"], {}, True), (["tests"], {"HAVE": "1"}, False), ([], {}, False),
-                               (["tests"], {"OFFLINE": "1"}, True)):
-        write("order.log", "")
-        code, out, err = call(["scripts/setup.sh", *words], os.path.abspath("bin"), **env)
-        got = (code, "pip install -r dev/requirements.txt" in order(), os.path.exists(".venv/bin/pip"))
-        check(got == (0, wanted, True), f"{words} {env}: {code}, {order()}{out}{err}")
-
-
-def test_setup_and_extras():
-    """Installed only when asked for, and only where missing; failing to get it is an error then."""
-    copy("scripts/setup.sh", "dev/requirements.txt")
-    bare_machine(root=True)
-    pip = '#!/bin/sh\necho "pip $*" >>order.log\n[ -z "$OFFLINE" ]\n'
-    write("pip", pip, True)
-    write("bin/python3", """#!/bin/sh
-case "$*" in
-    *"import pyarrow"*|*"import tensorboard"*) [ -n "$HAVE" ] ;;
-    "-m venv .venv") mkdir -p .venv/bin && ln -s ../../pip .venv/bin/pip ;;
-esac
-""", True)
-    for word, package in (("data", "pyarrow"), ("tensorboard", "tensorboard==")):
-        for words, env, wanted in (([word], {}, (0, True)), ([word], {"HAVE": "1"}, (0, False)),
-                                   ([], {}, (0, False)), ([word], {"OFFLINE": "1"}, (1, True))):
-            shutil.rmtree(".venv", ignore_errors=True)
-            write("order.log", "")
-            code, out, err = call(["scripts/setup.sh", *words], os.path.abspath("bin"), **env)
-            got = (code, "pip install " + package in order())
-            check(got == wanted, f"{words} {env}: {code}, {order()}{out}{err}")
-            check(("hint: " in err) == (code == 1), f"{words} {env}: {err}")
+    here, plain = os.getcwd(), ["build/plain/train_gpt2cpu", "build/plain/train_gpt2.BF16"]
+    targets = ["train_gpt2cpu", "train_gpt2cu", "build/check/train_gpt2.BF16", "build/ptx/train_gpt2.FP32"]
+    code, lines, err = made(*targets, *plain)
+    assert (code, len(lines)) == (0, 6), err
+    assert "-DUSE_MPI -D" in lines[0] and f"-I{here}/mpi " in lines[0] and "-o train_gpt2cpu" in lines[0]
+    assert lines[0].endswith(f"-L{here}/mpi -Wl,-rpath,/there")
+    assert not any(word in lines[0] for word in ("-flto", "-O9", "NCCL"))
+    for line in lines[1:4]:
+        assert "-DUSE_NCCL -DUSE_MPI" in line
+        assert line.endswith(f"-lnccl -L{here}/mpi -Xlinker -rpath,/there")
+    assert all(map(has_neither, lines[4:])), "plain is without them"
+    assert made(*targets, *plain, "MPI=1", "NCCL=1") == (0, lines, "")
+    code, lines, err = made("train_gpt2cpu", "train_gpt2cu", "MPI=0")
+    assert has_neither(lines[0]) and "USE_NCCL" in lines[1] and "USE_MPI" not in lines[1], "NCCL alone"
+    assert has_neither(made("train_gpt2cu", "MPI=0", "NCCL=0")[1][0])
 
 
 def test_make_without_mpi_and_nccl():
     found_machine(mpi="#error broken\n", nccl="#error broken\n")
-    for target in ("train_gpt2cpu", "train_gpt2cu"):
-        code, line, err = made(target)
-        check(code == 0 and has_neither(line) and not err, f"{line}{err}")
-        code, _, err = made(target, "MPI=1")
-        check(code == 2 and "MPI=1, but" in err and "libopenmpi-dev" in err and "NCCL" not in err, err)
-    code, _, err = made("train_gpt2cu", "NCCL=1")
-    check(code == 2 and "NCCL=1, but" in err and "libnccl-dev" in err and "MPI" not in err, err)
-    check(made("train_gpt2cpu", "NCCL=1")[0] == 0, "the CPU program has no use for NCCL")
-    for setting in ("NCCL", "MPI"):
+    code, lines, err = made("train_gpt2cpu", "train_gpt2cu")
+    assert code == 0 and len(lines) == 2 and all(map(has_neither, lines)) and not err
+    for setting, package, other in (("MPI", "libopenmpi-dev", "NCCL"), ("NCCL", "libnccl-dev", "MPI")):
+        code, _, err = made("train_gpt2cu", setting + "=1")
+        assert code == 2 and f"{setting}=1, but" in err and package in err and other not in err
         code, _, err = made("train_gpt2cpu", setting + "=yes")
-        check(code == 2 and f"{setting}=yes: choose one of auto 0 1" in err, err)
-    write("bin/mpicc", "#!/bin/sh\nexit 1\n", True)          # as where there is none
-    write("bin/nvcc", "#!/bin/sh\n[ $1 != -dryrun ] || exit 1\necho sm_80\n", True)
-    for target in ("train_gpt2cpu", "train_gpt2cu"):
-        code, line, err = made(target, "ARCH=80")
-        check(code == 0 and "USE_MPI" not in line and not err, f"{line}{err}")
+        assert code == 2 and f"{setting}=yes: choose one of auto 0 1" in err
+    assert made("train_gpt2cpu", "NCCL=1")[0] == 0, "the CPU program has no use for NCCL"
+    stand_in("mpicc", "exit 1\n")                           # as where there is none
+    stand_in("nvcc", "[ $1 != -dryrun ] || exit 1\necho sm_80\n")
+    code, lines, err = made("train_gpt2cpu", "train_gpt2cu", "ARCH=80")
+    assert code == 0 and not any("USE_MPI" in line for line in lines) and not err
+    assert "NCCL=auto|0|1 MPI=auto|0|1" in call(["make", "help"])[1]
 
 
-# ---- plot_log.py ----
+def test_make_plot():
+    """Which runs make hands on, and how: blanks and quotes in a name are the name's."""
+    copy("Makefile")
+    stand_in("python3", 'printf "<%s>" "$@"\n')
+    for words, wanted in ((["RUN=a b", "RUN2=it's", "RUN3=x;y", "PNG=c d.png", "GPT2=1"],
+                           "<a b><it's><x;y><-o><c d.png><--gpt2>"), (["RUNS=a b", "GPT2=0"], "<a><b>")):
+        assert call(["make", "plot", *words])[:2] == (0, "<dev/data/plot_log.py>" + wanted)
+    code, out, err = call(["make", "plot"])
+    assert code == 2 and "RUN=dir" in err and "<" not in out
+
 
 def test_plot_takes_the_venv():
     copy("dev/data/plot_log.py", "dev/venv_python.py")
@@ -523,32 +438,10 @@ def test_plot_takes_the_venv():
     write("none/matplotlib.py", "raise ImportError\n")
     plot = [sys.executable, "dev/data/plot_log.py", "runs/mine"]
     code, _, err = call(plot, PYTHONPATH=os.path.abspath("none"))
-    check(code == 1 and "scripts/setup.sh" in err, f"without .venv: {code}, {err}")
-    write(".venv/bin/python", '#!/bin/sh\necho "venv $*"\n', True)
+    assert code == 1 and "scripts/setup.sh" in err
+    write(".venv/bin/python", '#!/bin/sh\necho "venv $*"\n')
     code, out, err = call(plot, PYTHONPATH=os.path.abspath("none"))
-    check((code, out) == (0, "venv dev/data/plot_log.py runs/mine\n"), f"with .venv: {code}, {out}{err}")
-
-
-def test_make_plot():
-    """Which runs make hands on, and how: blanks and quotes in a name are the name's."""
-    copy("Makefile")
-    write("bin/python3", '#!/bin/sh\nprintf "<%s>" "$@"\n', True)
-    path = os.path.abspath("bin") + ":" + os.environ["PATH"]
-    script = "<dev/data/plot_log.py>"
-    for words, wanted in ((["RUN=a"], "<a>"), (["RUN=a b", "RUN2=it's", "RUN3=x;y"], "<a b><it's><x;y>"),
-                          (["RUNS=a b"], "<a><b>"), (["RUN=a", "GPT2=0"], "<a>"),
-                          (["RUN=a", "PNG=c d.png", "GPT2=1"], "<a><-o><c d.png><--gpt2>")):
-        code, out, err = call(["make", "plot", *words], path)
-        check((code, out) == (0, script + wanted), f"make plot {words}: {code}, {out}{err}")
-    code, out, err = call(["make", "plot"], path)
-    check(code == 2 and "RUN=dir" in err and "<" not in out, f"make plot: {code}, {out}{err}")
-
-
-# ---- programs that find their files ----
-
-def test_any_working_directory():
-    code, out, err = call([os.path.join(ROOT, "build/tokenize"), "--write-vocab", "vocab.bin"])
-    check(code == 0 and os.path.getsize("vocab.bin") > 300000, f"tokenize elsewhere: {code}, {out}{err}")
+    assert (code, out) == (0, "venv dev/data/plot_log.py runs/mine\n")
 
 
 # ---- dev/reference/train_gpt2.py, as the converter of Hugging Face weights ----
@@ -589,114 +482,58 @@ STUBS = {
 }
 
 
-def test_hugging_face_recipe():
-    if not has_module("numpy"):
-        skip(1, "no numpy")
-        return
+def test_hugging_face_recipe(monkeypatch):
+    np = pytest.importorskip("numpy")
+    monkeypatch.syspath_prepend(os.path.join(ROOT, "dev/reference"))
+    import formats
     for name, text in STUBS.items():
         write("stubs/" + name, textwrap.dedent(text))
-    os.makedirs("clone")
-    os.chdir("clone")                               # without any shard
     twin = [sys.executable, os.path.join(ROOT, "dev/reference/train_gpt2.py"), "--num_iterations", "0",
             "--write_model", "gpt2_124M.bin", "--model"]
-    stubs = os.path.abspath("../stubs")
-    code, _, err = call(twin + ["hf:gpt2"], PYTHONPATH=stubs)
-    check((code, err) == (0, ""), f"exit code {code}: {err[-300:]}")
-    check(os.listdir(".") == ["gpt2_124M.bin"], f"files: {os.listdir('.')}")
-    tool = [sys.executable, os.path.join(ROOT, "dev/test/llmc_format.py"), "read-model", "gpt2_124M.bin"]
-    code, out, err = call(tool)
-    header = out.split("\n", 1)[0]
-    check((code, header) == (0, "version 3 T 4 V 10 L 1 NH 1 C 8 Vp 128"), f"the file: {header}{err}")
-    code, _, err = call(twin + ["hf:other"], PYTHONPATH=stubs)
-    check(code == 1 and "hf download other" in err and err.count("\n") <= 3, f"not downloaded: {code}, {err}")
-    os.remove("../stubs/transformers.py")
-    write("../stubs/transformers.py", "raise ImportError")
-    code, _, err = call(twin + ["hf:gpt2"], PYTHONPATH=stubs)
-    check(code == 1 and "pip install transformers" in err, f"no transformers: {code}, {err}")
 
-
-# ---- README's commands ----
-
-# what is wrong in a line, and what is said of it
-WRONG = {"    make nothing": "no target nothing", "    make plot RUM=x": "no setting RUM",
-         "    make test && make nothing": "no target", "    ./train_gpt2cu -zz 3": "unknown flag '-zz'",
-         "    mpirun -np 2 ./train_gpt2cu ... -zs 7": "0 to 2, not '7'", "see `make nothing`": "nothing",
-         "    python3 dev/data/none.py": "no dev/data/none.py", "see [x](none.md)": "no none.md",
-         "    python3 dev/data/get.py tinystories --nonsense": "knows no --nonsense",
-         "    python3 dev/data/get.py tinystories --shard 3": "knows no --shard",      # a piece of --shards
-         "    scripts/run_none.sh": "no scripts/run_none.sh", "see `dev/none.py`": "no dev/none.py",
-         "    build/none runs/x": "no target none", "    foo bar": "foo is neither",
-         "    a=1 make \\\n      nothing": "no target nothing"}
-
-
-def test_readme_commands():
-    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
-        seen = check_docs.look(f.read())
-    for what, error in seen:
-        check(error == "", f"{what}: {error}")
-    for text, wanted in WRONG.items():
-        seen = check_docs.look(text + "\n")
-        check(len(seen) == 1 and wanted in seen[0][1], f"{text}: {seen}")
-
-
-def test_what_readme_writes_is_ignored():
-    if call(["git", "-C", ROOT, "rev-parse"])[0] != 0:
-        skip(1, "git does not know this folder")
-        return
-    paths = ["data/mine/mine_train_000001.bin", "both.png", "runs/d12", "d12-hf/config.json", "gpt2_124M.bin"]
-    _, out, _ = call(["git", "-C", ROOT, "check-ignore", *paths])
-    check(out.split() == paths, f"ignored are {out.split()}")
-
-
-def test_readme_command_without_end():
-    """It fails with what it said, and all that it began ends with it."""
-    before = check_docs.LIMIT_S
-    try:
-        for limit in (2, 20, 200):                  # in which a shell on a busy machine may not even begin
-            check_docs.LIMIT_S = limit
-            code, said = check_docs.run_line("echo $$; sleep 1000 & sleep 1000")
-            if said:
-                break
-    finally:
-        check_docs.LIMIT_S = before
-    check(code == f"none: no end after {limit} s" and said.strip().isdigit(), f"{code}, {said!r}")
-    end = time.monotonic() + 10                     # the system takes a moment
-
-    def left():
-        return [pid for pid, fields in session_stats(int(said)) if fields[0] != "Z"]
-    while left() and time.monotonic() < end:
-        time.sleep(0.05)
-    check(not left(), f"processes are left: {left()}")
-    check(check_docs.run_line("false | cat") == (1, ""), "the first of a pipeline fails")
+    def convert(name):                              # in a folder without any shard
+        return call(twin + [name], PYTHONPATH=os.path.abspath("stubs"))[::2]
+    assert convert("hf:gpt2") == (0, "")
+    assert set(os.listdir(".")) == {"stubs", "gpt2_124M.bin"}
+    dims, params = formats.read_checkpoint("gpt2_124M.bin")
+    assert (dims.text(), dims.Vp) == ("L1,NH1,C8,T4,V10", 128)
+    assert (params["fcw"][0] == np.arange(256).reshape(8, 32).T).all(), "a linear's weight is turned"
+    code, err = convert("hf:other")
+    assert code == 1 and "hf download other" in err and err.count("\n") <= 3
+    write("stubs/transformers.py", "raise ImportError")
+    code, err = convert("hf:gpt2")
+    assert code == 1 and "pip install transformers" in err
 
 
 # ---- break_all.py ----
 
-def breaking(device, **said):
-    """Its exit code and closing line for a program that answers `--break NAME` with said[NAME]."""
-    lines = "".join(f"{name}) echo '{text}' ;;\n" for name, text in said.items())
+@pytest.mark.parametrize("device, said, code, last", [
+    ("CPU (2 threads)", {}, 0, "1 passed, 0 failed, 0 skipped"),
+    ("CPU (2 threads)", {"dead": True}, 1, "1 passed, 1 failed, 0 skipped"),
+    ("CPU (2 threads)", {"known": True}, 0, "1 passed, 0 failed, 1 skipped"),
+    ("CPU (2 threads)", {"known": False}, 1, "1 passed, 1 failed, 0 skipped"),
+    ("NVIDIA H200", {"known": True}, 1, "1 passed, 1 failed, 0 skipped")],
+    ids=["noticed", "dead", "left out", "listed, but computed", "left out on a GPU"])
+def test_break_all_knows_its_skips(device, said, code, last):
+    """said: {output: does the program say that it did not compute it?}"""
+    known = sorted(break_all.NOT_COMPUTED["CPU"])[0]
+    names = ["out"] + [known if name == "known" else name for name in said]
+    skipped = [name for name, skips in zip(names[1:], said.values()) if skips]
+    lines = "".join(f"{name}) echo 'note: {name} was not computed in this run' ;;\n" for name in skipped)
     write("program", f"""#!/bin/sh
-[ "$1" = --list ] && {{ echo {' '.join(said)}; exit; }}
+[ "$1" = --list ] && {{ echo {' '.join(names)}; exit; }}
 echo 'device: {device}, precision FP32'
 case $2 in
 {lines}esac
 echo '1 passed, 1 failed, 0 skipped'
 exit 1
-""", True)
-    code, out, _ = call([sys.executable, os.path.join(ROOT, "dev/test/break_all.py"), "./program"])
-    return code, out.rstrip().split("\n")[-1]
+""")
+    got, out, _ = call([sys.executable, os.path.join(ROOT, "dev/test/break_all.py"), "./program"])
+    assert (got, out.rstrip().split("\n")[-1]) == (code, last)
 
 
-def test_break_all_knows_its_skips():
-    known = sorted(break_all.NOT_COMPUTED["CPU"])[0]
-    code, out = breaking("CPU (2 threads)", out="")
-    check((code, out) == (0, "1 passed, 0 failed, 0 skipped"), f"a break that is noticed: {code}, {out}")
-    code, out = breaking("CPU (2 threads)", out="", dead="note: dead was not computed in this run")
-    check((code, out) == (1, "1 passed, 1 failed, 0 skipped"), f"a dead path: {code}, {out}")
-    note = f"note: {known} was not computed in this run"
-    code, out = breaking("CPU (2 threads)", out="", **{known: note})
-    check((code, out) == (0, "1 passed, 0 failed, 1 skipped"), f"left out by the CPU build: {code}, {out}")
-    code, out = breaking("NVIDIA H200", out="", **{known: note})
-    check((code, out) == (1, "1 passed, 1 failed, 0 skipped"), f"left out on a GPU as well: {code}, {out}")
-    code, out = breaking("CPU (2 threads)", out="", **{known: ""})
-    check((code, out) == (1, "1 passed, 1 failed, 0 skipped"), f"listed, but computed: {code}, {out}")
+def test_what_readme_writes_is_ignored():
+    if call(["git", "-C", ROOT, "rev-parse"])[0] != 0:
+        pytest.skip("git does not know this folder")
+    paths = ["data/mine/mine_train_000001.bin", "both.png", "runs/d12", "d12-hf/config.json", "gpt2_124M.bin"]
+    assert call(["git", "-C", ROOT, "check-ignore", *paths])[1].split() == paths

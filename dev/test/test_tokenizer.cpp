@@ -5,7 +5,7 @@ Tests of llmc/data/tokenizer.h and of the tokenize program.
     build/test_tokenizer [build/tokenize]       # without the program its part is skipped
 
 The expected ids come from tiktoken: the fixture dev/test/fixtures/tokenizer.{txt,ids} was written by
-`dev/test/compare_tiktoken.py --write-fixture` (tiktoken 0.14.0), the short ones below were read off it as
+`python3 dev/test/test_tiktoken.py` (tiktoken 0.14.0), the short ones below were read off it as
 well.
 */
 #include <signal.h>     // gives: kill

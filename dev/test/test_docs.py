@@ -1,17 +1,13 @@
-#!/usr/bin/env python3
 """Does what README.md tells users to type work?
 
-    make check-docs                                         # runs its commands, in a copy of the repository
-    python3 dev/test/check_docs.py --only-look              # files, make targets and flags exist (seconds)
-    python3 dev/test/check_docs.py --without quickstart     # all commands but those with this word
+    pytest dev/test/test_docs.py            # files, make targets and flags exist
+    make check-docs                         # runs its commands, too, in a copy of the repository
 
 A command is a line of a block, or several of which all but the last end in a backslash. They run in their
 order. SMALLER says what is changed so that each takes seconds; NOT_HERE, which commands this machine cannot
-run, and why: they are told, and counted as skipped. On a GPU train_gpt2cu is what its name says; elsewhere it
-is train_gpt2cpu under that name, with a tiny model. The data sets are made of the built-in stories, so that
-nothing is downloaded.
+run, and why: they are told. On a GPU train_gpt2cu is what its name says; elsewhere it is train_gpt2cpu under
+that name, with a tiny model. The data sets are made of the built-in stories, so that nothing is downloaded.
 """
-import argparse
 import contextlib
 import json
 import os
@@ -20,12 +16,14 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
-from checks import ROOT, closing, counts, has_module, scratch_folder
+import pytest
+
+from checks import ROOT, has_module
 
 TINY = "L2,NH2,C32,T32,V50257"
+README = os.path.join(ROOT, "README.md")
 LIMIT_S = 900                           # of a command; only a hang meets it
 # what a line of a block begins with that is no command, but what one prints
 PRINTED = ("val loss ", "questions: ", "eval ", "step ", "error: ")
@@ -56,8 +54,6 @@ SMALLER = [
      "--sequence-length 32 --micro-batch 2 --total-batch 512 --val-batches 2",
      "scripts/run_gpt2_124M.sh --max-steps 4 --warmup 2 --val-batches 2"),
 ]
-
-
 # pattern, can it run here?, why not
 NOT_HERE = [
     (r"make test\b", lambda: False, "runs this very check"),
@@ -94,7 +90,7 @@ def inline(text):
     return re.findall(r"`([^`\n]+)`", text)
 
 
-# ---- looking only ----
+# ---- looking ----
 
 def targets():
     """Makefile's targets and settings."""
@@ -224,58 +220,85 @@ def smaller(line, gpus):
     return line + " -e " + TINY if begins and not gpus else line
 
 
-def run_line(line):
+def run_line(line, limit=LIMIT_S):
     """(exit code, what it said). A session of its own: whatever it starts ends with it, whyever this does."""
     with subprocess.Popen(["bash", "-eo", "pipefail", "-c", line], stdin=subprocess.DEVNULL,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True) as child:
         try:
-            said, _ = child.communicate(timeout=LIMIT_S)
+            said, _ = child.communicate(timeout=limit)
             return child.returncode, said.decode("utf-8", "replace")
         except subprocess.TimeoutExpired as e:
-            return f"none: no end after {LIMIT_S} s", (e.stdout or b"").decode("utf-8", "replace")
+            return f"none: no end after {limit} s", (e.stdout or b"").decode("utf-8", "replace")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
 
 
-def run_all(text, gpus, without):
+# ---- tests ----
+
+def test_commands_exist():
+    with open(README, encoding="utf-8") as f:
+        seen = look(f.read())
+    assert seen and not [(what, error) for what, error in seen if error]
+
+
+# a line, and what is wrong with it
+@pytest.mark.parametrize("text, wanted", [
+    ("    make nothing", "no target nothing"), ("    make plot RUM=x", "no setting RUM"),
+    ("    make test && make nothing", "no target"), ("    ./train_gpt2cu -zz 3", "unknown flag '-zz'"),
+    ("    mpirun -np 2 ./train_gpt2cu ... -zs 7", "0 to 2, not '7'"), ("see `make nothing`", "nothing"),
+    ("    python3 dev/data/none.py", "no dev/data/none.py"), ("see [x](none.md)", "no none.md"),
+    ("    python3 dev/data/get.py tinystories --nonsense", "knows no --nonsense"),
+    ("    python3 dev/data/get.py tinystories --shard 3", "knows no --shard"),      # a piece of --shards
+    ("    scripts/run_none.sh", "no scripts/run_none.sh"), ("see `dev/none.py`", "no dev/none.py"),
+    ("    build/none runs/x", "no target none"), ("    foo bar", "foo is neither"),
+    ("    a=1 make \\\n      nothing", "no target nothing")])
+def test_wrong_commands(text, wanted):
+    (_, error), = look(text + "\n")
+    assert wanted in error
+
+
+def test_command_without_end():
+    """It fails with what it said, and all that it began ends with it."""
+    for limit in (1, 20, 200):                      # in which a shell on a busy machine may not even begin
+        code, said = run_line("echo $$; sleep 1000 & sleep 1000", limit)
+        if said:
+            break
+    assert code == f"none: no end after {limit} s" and said.strip().isdigit()
+    end = time.monotonic() + 10                     # the system takes a moment
+    while processes_of(int(said)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not processes_of(int(said))
+    assert run_line("false | cat") == (1, ""), "the first of a pipeline fails"
+
+
+def processes_of(session):
+    return [pid for pid in filter(str.isdigit, os.listdir("/proc")) if is_of(pid, session)]
+
+
+def is_of(pid, session):
+    with contextlib.suppress(ProcessLookupError):
+        if os.getsid(int(pid)) == session:
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8") as f:
+                return f.read().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_commands_run(tmp_path):
+    listed = subprocess.run("nvidia-smi -L", shell=True, capture_output=True, text=True, check=False).stdout
+    gpus, failed = len(re.findall("^GPU ", listed, re.M)), []
+    prepare(tmp_path)
+    with open(README, encoding="utf-8") as f:
+        text = f.read()
     for line in commands(text):
         whys = [why for pattern, here, why in NOT_HERE if re.search(pattern, line) and not here()]
-        whys += [f"--without {word}" for word in without if word in line]
         if whys:
-            counts["skipped"] += 1
-            print(f"SKIP ({whys[0]}): {line}", flush=True)
+            print(f"not run ({whys[0]}): {line}")
             continue
-        began, run = time.monotonic(), smaller(line, gpus)
+        run = smaller(line, gpus)
         code, said = run_line(run)
-        counts["passed" if code == 0 else "failed"] += 1
-        print(f"{'ok' if code == 0 else 'FAIL'} ({time.monotonic() - began:.0f} s): {run}", flush=True)
         if code != 0:
-            print(f"    exit code {code}\n    " + "\n    ".join(said.rstrip().split("\n")[-8:]), flush=True)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--only-look", action="store_true", help="run nothing")
-    parser.add_argument("--without", action="append", default=[], metavar="WORD",
-                        help="commands that are left out")
-    parser.add_argument("--keep", action="store_true", help="keep the copy of the repository")
-    args = parser.parse_args()
-    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
-        text = f.read()
-    seen = look(text)
-    wrong = [(what, error) for what, error in seen if error]
-    for what, error in wrong:
-        print(f"FAIL {what}\n    {error}")
-    if args.only_look or wrong:
-        print(f"{len(seen) - len(wrong)} passed, {len(wrong)} failed, 0 skipped")
-        return 1 if wrong or not seen else 0
-    listed = subprocess.run("nvidia-smi -L", shell=True, capture_output=True, text=True, check=False).stdout
-    with scratch_folder("check_docs_", args.keep) as folder:
-        prepare(folder)
-        run_all(text, len(re.findall("^GPU ", listed, re.M)), args.without)
-    return closing()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            failed.append(f"{run}\nexit code {code}: " + "\n".join(said.rstrip().split("\n")[-8:]))
+    assert not failed, "\n".join(failed)

@@ -1,0 +1,206 @@
+"""Our tokenizer against tiktoken. The encoding is built from the committed list of merges, without a network.
+`make test` compares the fixture alone, which test_tokenizer.cpp holds our tokens against; the rest is slow.
+
+    python3 dev/test/test_tiktoken.py                   # writes fixtures/tokenizer.{txt,ids} anew
+    GPT2_TEXTS=a.txt:b.txt pytest dev/test/test_tiktoken.py --slow      # these files as well
+"""
+import functools
+import os
+import random
+import struct
+import subprocess
+from array import array
+
+import pytest
+
+from checks import ROOT
+
+tiktoken = pytest.importorskip("tiktoken")
+TOOL = os.path.join(ROOT, "build/tokenize")
+VOCAB = os.path.join(ROOT, "dev/data/gpt2_bpe/vocab.bpe")
+FIXTURE = os.path.join(ROOT, "dev/test/fixtures/tokenizer")
+PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+EOT = 50256
+
+
+def gpt2_ranks(path):
+    """Token bytes -> id, from the list of merges: first the bytes (printable ones first), then the merges."""
+    printable = [b for b in range(256) if 0x20 < b < 0x7F or 0xA0 < b and b != 0xAD]
+    order = printable + [b for b in range(256) if b not in printable]
+    byte_of = {chr(b): b for b in printable}
+    byte_of.update({chr(256 + i): b for i, b in enumerate(order[len(printable):])})
+    ranks = {bytes([b]): i for i, b in enumerate(order)}
+    with open(path, encoding="utf-8") as f:
+        for line in f.read().split("\n")[1:-1]:
+            ranks[bytes(byte_of[c] for c in line.replace(" ", ""))] = len(ranks)
+    return ranks
+
+
+@functools.cache
+def gpt2():
+    return tiktoken.Encoding("gpt2", pat_str=PATTERN, mergeable_ranks=gpt2_ranks(VOCAB),
+                             special_tokens={"<|endoftext|>": EOT})
+
+
+def run_tool(*words):
+    return subprocess.run([TOOL, *words, "--vocab", VOCAB], check=True, stdout=subprocess.PIPE).stdout
+
+
+def check(data, theirs):
+    """Our program's ids of these bytes, taken as one text, are theirs, and decode to the bytes."""
+    with open("in.txt", "wb") as f:
+        f.write(data)
+    run_tool("in.txt", "-o", "out", "--separators", "0", "--val-tokens", "0")
+    with open("out_train.bin", "rb") as f:
+        ours, theirs = array("H", f.read()[1024:]), array("H", theirs)
+    if ours != theirs:
+        at = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
+        near = gpt2().decode_bytes(theirs[max(0, at - 8):at + 4])
+        pytest.fail(f"token {at} of {len(theirs)}: ours {list(ours[at:at + 6])}, tiktoken "
+                    f"{list(theirs[at:at + 6])}, near {near!r}")
+    assert run_tool("--decode", "out_train.bin", "--separators", "0") == data
+
+
+# ---- texts ----
+
+WORDS = ("the of and to in a is that for it as was with be by on not he this are or his from at which but "
+         "have an had they you were their one all we can her has there been if more when will would who so "
+         "no GPU trainer token gradient Embedding HTTP float16 naïve café Übergröße façade señor Łódź "
+         "привет мир слово данные здравствуйте "
+         "γλώσσα αλφάβητο שלום עולם مرحبا العالم हिन्दी भाषा ภาษาไทย 日本語 テキスト 中文分词 漢字 한국어 문장 ქართული አማርኛ "
+         "I'm you're it's they've we'll he'd can't don't I'M YOU'RE O'Reilly rock'n'roll 'tis s's 's't "
+         "'ll've").split()
+SPACES = [" ", " ", " ", "  ", "   ", "\n", "\n\n", "\t", "\r\n", " \n", "\n ", "\u00a0", "\u2003", "\u3000",
+          "\u0085", "\u2028", "\u200b", "\x1c", "\x0b", "\x0c", " \u00a0", "\u00a0 ", "\t\t\t", "        "]
+EMOJI = ["😀", "👍🏽", "👩‍👩‍👧‍👦", "🇫🇷", "❤️", "🏳️‍🌈", "🧑🏿‍🚀", "✨", "©", "™️", "5️⃣", "\U0001fae0"]
+MARKS = list(".,;:!?-_()[]{}<>/\\|@#$%^&*+=~`\"'")
+MARKS += ["...", "--", "->", "==", "!=", "://", "'''", "\"\"\"", "<|endoftext|>",
+          "—", "…", "“", "”", "’s", "«", "»", "•", "₿", "\u0301", "\u20dd"]
+NUMBERS = ["0", "7", "42", "1234567890", "3.14159", "1e-5", "0x7fff", "²", "½", "Ⅷ",
+           "٣٤", "४२", "①②", "100,000"]
+
+
+def random_char(rng):
+    top = rng.choice([0x80, 0x100, 0x250, 0x3000, 0x10000, 0x20000, 0x110000])
+    cp = rng.randrange(top)
+    return chr(cp) if not 0xD800 <= cp < 0xE000 else "\ufffd"
+
+
+def generate(rng, size):
+    """Valid text of about size bytes: words in many scripts, code, blanks, emoji, any code points, runs."""
+    parts, length = [], 0
+    while length < size:
+        kind = rng.random()
+        if kind < 0.50:
+            part = "".join(rng.choice(WORDS) + rng.choice(SPACES) for _ in range(rng.randrange(1, 30)))
+        elif kind < 0.60:
+            part = "".join(rng.choice(MARKS + NUMBERS + SPACES + WORDS) for _ in range(rng.randrange(1, 30)))
+        elif kind < 0.68:
+            part = "".join(rng.choice(EMOJI + SPACES[:6] + MARKS[:8]) for _ in range(rng.randrange(1, 12)))
+        elif kind < 0.78:
+            part = "".join(random_char(rng) for _ in range(rng.randrange(1, 40)))
+        elif kind < 0.86:
+            part = "".join(rng.choice(SPACES) for _ in range(rng.randrange(1, 12)))
+        elif kind < 0.92:
+            part = "".join(chr(rng.randrange(128)) for _ in range(rng.randrange(1, 60)))
+        elif kind < 0.97:
+            part = "".join(rng.choice("etaoinshrdlucmf") for _ in range(rng.randrange(1, 90)))
+            part += rng.choice(SPACES)
+        else:
+            unit = rng.choice(["a", " ", "\n", "=", "-", "0", "ab", "=-", "é", "日", "😀", "\u00a0"])
+            part = unit * rng.randrange(1, 300)
+        parts.append(part)
+        length += len(part.encode())
+    return "".join(parts)
+
+
+def endless(rng, size):
+    """Texts that are one piece."""
+    def runs(letters):
+        return "".join(rng.choice(letters) * rng.randrange(1, 300) for _ in range(size // 150))
+    yield "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=size))
+    yield "".join(rng.choices("0123456789", k=size))
+    yield runs("-=*_#.")
+    yield runs(" \n\t\u3000")
+    yield runs("aeno\u00c2\u00c3\u3042")
+    for unit in ("a", " ", "-", "\u00c3\u00c2"):
+        yield unit * (size // len(unit.encode()))
+
+
+def every_code_point(before, after):
+    """Side by side, 700,000 that stand for nothing would be one piece, over which tiktoken spends a minute.
+    Each 512 end it then, with a mark that belongs to it only if they are no letters, numbers or spaces."""
+    ends = {511: "!\n"} if not before + after else {}
+    return "".join(before + chr(cp) + after + ends.get(cp % 512, "") for cp in range(0x110000)
+                   if not 0xD800 <= cp < 0xE000)
+
+
+def broken_bytes(rng, size):
+    """Text with pieces of UTF-8 that are not well formed."""
+    bad = [b"\x80", b"\xbf", b"\xc0\x80", b"\xc3", b"\xe2\x82", b"\xed\xa0\x80", b"\xf0\x9f\x98",
+           b"\xf4\x90\x80\x80", b"\xf5", b"\xff", b"\xfe\xff", b"\xe0\x80\xaf", b"\xc2",
+           b"\xf0\x80\x80\x80", b"\xe2\x28\xa1"]
+    out = bytearray()
+    while len(out) < size:
+        out += rng.choice(bad) if rng.random() < 0.4 else rng.choice(WORDS + SPACES + MARKS + EMOJI).encode()
+    return bytes(out)
+
+
+# ---- tests ----
+
+def test_fixture():
+    with open(FIXTURE + ".txt", "rb") as f, open(FIXTURE + ".ids", "rb") as g:
+        assert array("H", gpt2().encode_ordinary(f.read().decode())).tobytes() == g.read()
+
+
+@pytest.mark.slow
+def test_vocabulary():
+    run_tool("--write-vocab", "vocab.bin")
+    want = struct.pack("<256i", 20240328, 2, EOT + 1, EOT, *[0] * 252)
+    for token in map(gpt2().decode_single_token_bytes, range(EOT + 1)):
+        want += bytes([len(token)]) + token
+    with open("vocab.bin", "rb") as f:
+        assert f.read() == want
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before, after", [("", ""), (" ", "x"), ("a", "b "), ("1", "2"), ("!", "?\n"),
+                                           ("  ", " "), ("'", "s"), ("\n", "\n x")])
+def test_every_code_point(before, after):
+    text = every_code_point(before, after)
+    check(text.encode(), gpt2().encode_ordinary(text))
+
+
+@pytest.mark.slow
+def test_endless():
+    for text in endless(random.Random(1), 20000):    # in which tiktoken's regular expression has no stack
+        check(text.encode(), gpt2()._core_bpe.encode_single_piece(text.encode()))
+
+
+@pytest.mark.slow
+def test_texts():
+    texts = [generate(random.Random(1), 1000000)]
+    for path in filter(None, os.environ.get("GPT2_TEXTS", "").split(":")):
+        with open(path, "rb") as f:
+            texts.append(f.read().decode("utf-8", "replace"))
+    for text in texts:
+        check(text.encode(), gpt2().encode_ordinary(text))
+
+
+@pytest.mark.slow
+def test_broken_bytes():
+    """tiktoken takes no broken text, so cut it with the same pattern in Python, each bad byte as a character
+    of its own that is no letter, number or space, and let tiktoken merge every piece."""
+    regex = pytest.importorskip("regex")
+    data = broken_bytes(random.Random(1), 300000)
+    pieces = regex.findall(PATTERN, data.decode("utf-8", "surrogateescape"))
+    raw = [piece.encode("utf-8", "surrogateescape") for piece in pieces]
+    check(data, [token for piece in raw for token in gpt2()._core_bpe.encode_single_piece(piece)])
+
+
+if __name__ == "__main__":
+    fixture = " ".join(WORDS) + "\n" + generate(random.Random(1), 40000)
+    with open(FIXTURE + ".txt", "wb") as out:
+        out.write(fixture.encode())
+    with open(FIXTURE + ".ids", "wb") as out:
+        array("H", gpt2().encode_ordinary(fixture)).tofile(out)
