@@ -1,17 +1,12 @@
 """What tests of scripts share.
 
-    from checks import ROOT, check, has_module, skip
+    from checks import ROOT, check, has_module
 """
-import contextlib
 import glob
 import importlib.util
 import os
-import shutil
-import sys
-import tempfile
 
 ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
-counts = {"passed": 0, "failed": 0, "skipped": 0}
 NAMES = os.path.join(ROOT, "dev/test/names.txt")
 skipped = []                                        # why parts of the test that runs are
 
@@ -45,30 +40,3 @@ def session_stats(session):
             continue
         if int(fields[3]) == session:
             yield int(path.split("/")[2]), fields
-
-
-@contextlib.contextmanager
-def scratch_folder(prefix, keep=False):
-    """In a new folder, which is removed at the end, or kept and named."""
-    folder = tempfile.mkdtemp(prefix=prefix)
-    os.chdir(folder)
-    try:
-        yield folder
-    finally:
-        os.chdir(ROOT)
-        if keep:
-            print(f"kept {folder}")
-        else:
-            shutil.rmtree(folder)
-
-
-def closing():
-    """Prints the last line; the exit code."""
-    print("{passed} passed, {failed} failed, {skipped} skipped".format(**counts))
-    return 1 if counts["failed"] or not counts["passed"] else 0
-
-
-def main(names, program, in_root=()):
-    """Until nobody calls it: `pytest FILE` is the command."""
-    import pytest
-    return pytest.main([names["__file__"], *sys.argv[1:]])
