@@ -588,8 +588,9 @@ def test_room():
         get.need_pyarrow = lambda: None
         get.shutil.disk_usage = lambda path: type("", (), {"free": 5e9})
     write("copy/sample/10BT/0.parquet", "x")
-    refused("fineweb10B", "--from", "copy", "--out", "out", prepare=small,
-            said=("5.0 GB", "20.8 GB", "--shards"))
+    for more, said in (((), "20.8 GB"), (("--shards", 30), "6.2 GB")):
+        refused("fineweb10B", "--from", "copy", "--out", "out", *more, prepare=small,
+                said=("5.0 GB", said, "--shards"))
 
 
 # ---- published shards ----

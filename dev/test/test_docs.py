@@ -85,28 +85,17 @@ def commands(text):
             yield line
 
 
-def inline(text):
-    """What stands in backticks."""
-    return re.findall(r"`([^`\n]+)`", text)
-
-
 # ---- looking ----
 
-def targets():
-    """Makefile's targets and settings."""
+def make_error(words):
     with open(os.path.join(ROOT, "Makefile"), encoding="utf-8") as f:
         text = f.read()
-    names = {name for line in re.findall(r"^([\w. /%$()-]+?):(?!=)", text, re.M) for name in line.split()}
-    phony = {name for line in re.findall(r"^\.PHONY: (.*)", text, re.M) for name in line.split()}
-    settings = set(re.findall(r"\$\((\w+)\)|\$\(value (\w+)\)|\"\$\$(\w+)\"", text))
-    return names | phony, {name for found in settings for name in found if name} | {"RUN", "RUN2"}
-
-
-def make_error(words):
-    names, settings = targets()
+    lines = re.findall(r"^(?:\.PHONY: (.*)|([\w. /%$()-]+?):(?!=))", text, re.M)
+    targets = {name for line in lines for name in "".join(line).split()}
+    settings = set(re.findall(r"(?:\$\(|\$\(value |\"\$\$)(\w+)", text)) | {"RUN", "RUN2"}
     for word in words:
         name, setting, _ = word.partition("=")
-        if name not in (settings if setting else names) and not word.startswith("build/"):
+        if name not in (settings if setting else targets) and not word.startswith("build/"):
             return f"make knows no {'setting' if setting else 'target'} {name}"
     return ""
 
@@ -119,20 +108,18 @@ def trainer_error(words):
     return done.stderr.strip() or (f"exit code {done.returncode}" if done.returncode else "")
 
 
-sources = {}
+def path_error(path):
+    return "" if os.path.exists(os.path.join(ROOT, path)) else f"there is no {path}"
 
 
 def script_error(path, words):
-    if not os.path.exists(os.path.join(ROOT, path)):
-        return f"there is no {path}"
-    if path not in sources:
-        with open(os.path.join(ROOT, path), encoding="utf-8") as f:
-            sources[path] = f.read()
-    for word in words:
-        name = word.partition("=")[0]
-        if name.startswith("--") and not re.search(re.escape(name) + r"(?![\w-])", sources[path]):
-            return f"{path} knows no {name}"
-    return ""
+    if path_error(path):
+        return path_error(path)
+    with open(os.path.join(ROOT, path), encoding="utf-8") as f:
+        source = f.read()
+    names = [word.partition("=")[0] for word in words if word.startswith("--")]
+    unknown = [name for name in names if not re.search(re.escape(name) + r"(?![\w-])", source)]
+    return f"{path} knows no {unknown[0]}" if unknown else ""
 
 
 def command_error(line):
@@ -155,16 +142,12 @@ def command_error(line):
     return "" if known else f"{words[0]} is neither a command that README uses nor one of PRINTED"
 
 
-def path_error(path):
-    return "" if os.path.exists(os.path.join(ROOT, path)) else f"there is no {path}"
-
-
 def look(text):
     """[(command or word, what is wrong with it or "")]"""
     def errors(line):
         return "; ".join(filter(None, map(command_error, re.split(r" && | & ", line))))
     seen = [(line, errors(line)) for line in commands(text)]
-    for word in inline(text):
+    for word in re.findall(r"`([^`\n]+)`", text):
         if word.startswith(("make ", "./train_gpt2", "python3 dev/")):
             seen.append((word, errors(word)))
         elif re.fullmatch(r"(dev|llmc|scripts)/[\w./-]*", word) and word != "dev/data/NAME":
@@ -178,16 +161,14 @@ def prepare(folder):
     """A copy of the repository with what its commands take as given: texts of yours, downloads."""
     git = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
                          capture_output=True, text=True, check=False)
-    listed = git.stdout.split("\0") if git.returncode == 0 else []
-    for path in filter(None, listed):
-        if os.path.isfile(os.path.join(ROOT, path)):
+    if git.returncode != 0:
+        pytest.skip("git does not know this folder")
+    for path in git.stdout.split("\0")[:-1]:
+        if os.path.isfile(os.path.join(ROOT, path)):            # else it is removed, not committed yet
             os.makedirs(os.path.join(folder, os.path.dirname(path)), exist_ok=True)
             shutil.copy(os.path.join(ROOT, path), os.path.join(folder, path))
-    if not listed:                          # an archive of it: all but what was made here
-        shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(
-            "build", "runs", ".venv", ".git", "train_gpt2c?*", "test_gpt2c?*", "profile_gpt2c?*", "*.bin"))
     os.chdir(folder)
-    if os.path.exists(os.path.join(ROOT, ".venv")) and not os.path.exists(".venv"):
+    if os.path.exists(os.path.join(ROOT, ".venv")):
         os.symlink(os.path.join(ROOT, ".venv"), ".venv")
     subprocess.run(["make", "-s", "stories", "tokenize"], check=True)
     for path, size in (("made/stories.txt", 3000000), ("my/texts/mine.txt", 800000),

@@ -12,6 +12,7 @@ import signal
 import struct
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -532,6 +533,48 @@ def test_command(words, stubs, code, said):
     assert (p.returncode, said in p.stderr, len(p.stderr.splitlines())) == (code, True, 2 * code), p.stderr
     if words == ["plain", "command.bin"]:
         assert read_bytes("command.bin") == read_bytes("plain.bin")
+
+
+def test_reference():
+    """dev/reference/train_gpt2.py takes a model of transformers, too. Stand-ins have as much of it and of torch
+    as that looks at."""
+    class Tensor(np.ndarray):
+        def float(self):
+            return self
+
+        def numpy(self):
+            return np.asarray(self)
+
+    class GPT2LMHeadModel:
+        config = type("", (), read_json("plain/config.json"))
+
+        @staticmethod
+        def from_pretrained(name, local_files_only):
+            if name != "plain":
+                raise OSError("a long story\n" * 40)
+            return GPT2LMHeadModel
+
+        @staticmethod
+        def state_dict():
+            return {name: array.view(Tensor) for name, (_, array) in plain().items()}
+
+    def convert(name, transformers):
+        def main():
+            for module in ("torch.nn.functional", "torch.nn", "torch", "transformers"):
+                sys.modules[module] = types.ModuleType(module)
+            sys.modules["torch.nn"].Module = object
+            sys.modules["torch"].cuda = types.SimpleNamespace(is_available=lambda: False)
+            sys.modules["torch"].__version__ = "none"
+            vars(sys.modules["transformers"]).update(transformers)
+            import train_gpt2
+            return train_gpt2.main()
+        return Forked(main, ["x", "--model", name, "--num_iterations", "0", "--write_model", "m.bin"]).end()
+
+    there = {"GPT2LMHeadModel": GPT2LMHeadModel}
+    assert convert("hf:plain", there)[::2] == (0, "") and read_bytes("m.bin") == read_bytes("plain.bin")
+    for name, has, said in (("hf:other", there, "hf download other"), ("hf:plain", {}, "pip install transf")):
+        code, _, err = convert(name, has)
+        assert code == 1 and said in err and err.count("\n") <= 3, err
 
 
 def test_transformers():

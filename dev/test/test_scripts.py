@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 
 import pytest
 
@@ -77,7 +76,7 @@ done
 [ /proc/$$/fd/1 -ef /proc/$PPID/fd/1 ] || echo "through a pipe nobody sees its progress"
 [ "$MODE" = fails ] && { echo "error: no memory" >&2; exit 3; }
 mkdir -p "$out"
-echo "s:0 tel:5.579" >"$out/main.log"
+echo "s:0 tel:${FIRST:-5.579}" >"$out/main.log"
 [ "$MODE" = killed ] && kill -9 $$
 [ "$MODE" = interrupted ] && exit 0
 echo "s:$steps tel:${LAST:-1.023}" >>"$out/main.log"
@@ -121,8 +120,10 @@ def test_quickstart():
         assert word in last
     assert quickstart("no build")[0] != 0
     assert read("runs/quickstart/model_00001350.bin") == "third\n", "the run before is where it was"
-    code, out, _ = quickstart("nothing learned", LAST="5.1")
-    assert code == 1 and "5.100 at the end" in out
+    for env, said in (({"LAST": "2.4"}, "2.400 at the end"), ({"FIRST": "1.9"}, "1.023 at the end"),
+                      ({"LAST": "x"}, "0.000 at the end")):
+        code, out, err = quickstart("nothing learned", **env)
+        assert code == 1 and said in out and "error: it should be" in err
 
 
 @pytest.mark.parametrize("mode, expected", [("fails", 3), ("killed", 137), ("interrupted", 1)])
@@ -442,67 +443,6 @@ def test_plot_takes_the_venv():
     write(".venv/bin/python", '#!/bin/sh\necho "venv $*"\n')
     code, out, err = call(plot, PYTHONPATH=os.path.abspath("none"))
     assert (code, out) == (0, "venv dev/data/plot_log.py runs/mine\n")
-
-
-# ---- dev/reference/train_gpt2.py, as the converter of Hugging Face weights ----
-
-# As much of torch and transformers as a conversion looks at; a GPT-2 of L=1, NH=1, C=8, T=4, V=10.
-STUBS = {
-    "torch/__init__.py": """
-        __version__ = "stub"
-        class cuda:
-            is_available = staticmethod(lambda: False)
-        """,
-    "torch/nn/__init__.py": "class Module: pass",
-    "torch/nn/functional.py": "",
-    "transformers.py": """
-        import numpy as np
-        class Tensor:
-            def __init__(self, *shape): self.shape = shape
-            def float(self): return self
-            def numpy(self): return np.arange(np.prod(self.shape), dtype=np.float32).reshape(self.shape)
-        C, names = 8, {}
-        for ln in ("ln_f", "h.0.ln_1", "h.0.ln_2"):
-            names[ln + ".weight"] = names[ln + ".bias"] = (C,)
-        linears = {"attn.c_attn": (C, 3 * C), "attn.c_proj": (C, C), "mlp.c_fc": (C, 4 * C),
-                   "mlp.c_proj": (4 * C, C)}
-        for name, shape in linears.items():
-            names[f"h.0.{name}.weight"], names[f"h.0.{name}.bias"] = shape, shape[1:]
-        names.update({"wte.weight": (10, C), "wpe.weight": (4, C)})
-        class config: n_positions, vocab_size, n_layer, n_head, n_embd = 4, 10, 1, 1, C
-        class GPT2LMHeadModel:
-            config = config
-            @staticmethod
-            def from_pretrained(name, local_files_only):
-                if name != "gpt2": raise OSError("a long story\\n" * 40)
-                return GPT2LMHeadModel()
-            def state_dict(self):
-                return {"transformer." + name: Tensor(*shape) for name, shape in names.items()}
-        """,
-}
-
-
-def test_hugging_face_recipe(monkeypatch):
-    np = pytest.importorskip("numpy")
-    monkeypatch.syspath_prepend(os.path.join(ROOT, "dev/reference"))
-    import formats
-    for name, text in STUBS.items():
-        write("stubs/" + name, textwrap.dedent(text))
-    twin = [sys.executable, os.path.join(ROOT, "dev/reference/train_gpt2.py"), "--num_iterations", "0",
-            "--write_model", "gpt2_124M.bin", "--model"]
-
-    def convert(name):                              # in a folder without any shard
-        return call(twin + [name], PYTHONPATH=os.path.abspath("stubs"))[::2]
-    assert convert("hf:gpt2") == (0, "")
-    assert set(os.listdir(".")) == {"stubs", "gpt2_124M.bin"}
-    dims, params = formats.read_checkpoint("gpt2_124M.bin")
-    assert (dims.text(), dims.Vp) == ("L1,NH1,C8,T4,V10", 128)
-    assert (params["fcw"][0] == np.arange(256).reshape(8, 32).T).all(), "a linear's weight is turned"
-    code, err = convert("hf:other")
-    assert code == 1 and "hf download other" in err and err.count("\n") <= 3
-    write("stubs/transformers.py", "raise ImportError")
-    code, err = convert("hf:gpt2")
-    assert code == 1 and "pip install transformers" in err
 
 
 # ---- break_all.py ----
