@@ -1,6 +1,6 @@
 """What tests of scripts share.
 
-    from checks import ROOT, check, has_module
+    from checks import ROOT, has_module, read, write
 """
 import glob
 import importlib.util
@@ -18,6 +18,20 @@ def check(condition, what):
 
 def skip(tests, why):
     skipped.append(why)
+
+
+def write(path, data):
+    """Text or bytes; what begins as scripts do is executable."""
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    data = data if isinstance(data, bytes) else data.encode()
+    with open(path, "wb") as f:
+        f.write(data)
+    os.chmod(path, 0o755 if data.startswith(b"#!") else 0o644)
+
+
+def read(path):
+    with open(path, "rb") as f:
+        return f.read()
 
 
 def fewest_checks(program):

@@ -225,6 +225,12 @@ def in_its_folder(request, monkeypatch):
     os.chdir(ROOT)
 
 
+@pytest.fixture
+def own_folder(in_its_folder, tmp_path, monkeypatch):
+    """A new folder for each test that asks for it."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     """A test in which checks.skip() was called is no passed one."""

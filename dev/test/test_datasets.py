@@ -27,33 +27,17 @@ import urllib.parse
 
 import pytest
 
-from checks import ROOT
+from checks import ROOT, read, write
 from forked import Forked
 
 GET = os.path.join(ROOT, "dev/data/get.py")
 TOOL = os.path.join(ROOT, "build/tokenize")
-pytestmark = pytest.mark.skipif(not os.access(TOOL, os.X_OK), reason="no build/tokenize: make tokenize")
+pytestmark = [pytest.mark.skipif(not os.access(TOOL, os.X_OK), reason="no build/tokenize: make tokenize"),
+              pytest.mark.usefixtures("own_folder")]
 sys.path.insert(0, os.path.join(ROOT, "dev/data"))
 import debian                                       # noqa: E402
 import get                                          # noqa: E402
 import shards as made                               # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def in_its_own_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-def write(path, data):
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    with open(path, "wb") as f:
-        f.write(data if isinstance(data, bytes) else data.encode())
-        os.fchmod(f.fileno(), 0o755 if data[:2] == "#!" else 0o644)
-
-
-def read(path):
-    with open(path, "rb") as f:
-        return f.read()
 
 
 def start(*words, prepare=lambda: None, limit=None, **env):

@@ -14,7 +14,7 @@ import pytest
 
 import gpus
 import test_programs
-from checks import NAMES, ROOT
+from checks import NAMES, ROOT, write
 
 
 def names_of(path):
@@ -55,12 +55,6 @@ def test_names(request):
     gone += [name for name in least if name not in test_programs.PROGRAMS]
     assert not gone, f"in dev/test/names.txt, but not there any more: {', '.join(gone)}"
     assert len(set(there)) == len(there), "two tests have one name, and only the last of them runs"
-
-
-def write(path, text):
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    with open(path, "w", encoding="utf-8") as f:
-        f.write(text)
 
 
 def test_hash_of_cuda_sources():
@@ -148,11 +142,6 @@ def test_broken_off():
 """}
 
 
-@pytest.fixture
-def own_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def run_suites(*words, gpus_here=0, **env):
     """(exit code, the last line, rows of gpu-results.txt)"""
     for name in ("conftest.py", "gpus.py", "checks.py", "trainer.py"):
@@ -164,7 +153,6 @@ def run_suites(*words, gpus_here=0, **env):
     for name, text in SUITES.items():
         write(name, text)
     write("bin/nvidia-smi", "#!/bin/sh\n" + "".join(f"echo 'GPU {i}: H'; " for i in range(gpus_here)) + "\n")
-    os.chmod("bin/nvidia-smi", 0o755)
     path = os.path.abspath("bin") + ":" + os.environ["PATH"]
     env = {"PATH": path, **env}
     env.update(pair for pair in os.environ.items() if not re.search("PYTEST|CUDA|^PATH", pair[0]))

@@ -45,15 +45,21 @@ def in_its_own_folder(in_its_folder, tmp_path, monkeypatch):
 
 
 def tool(name, *words, stubs=None, limit=None, interrupt=None):
-    """stubs: a folder of modules that stand before installed ones; interrupt: the signal that comes when the
-    first file has been written."""
+    """stubs: a folder of modules that stand before installed ones; interrupt: a signal, and whether it comes
+    when the first file is written (fsync) or after the first rename."""
     module = {"export": export_hf, "import": import_hf}[name]
 
     def main():
         if stubs:
             sys.path.insert(0, os.path.abspath(stubs))
         if interrupt:
-            os.fsync = lambda fd: os.kill(os.getpid(), interrupt)
+            before = getattr(os, interrupt[1])
+
+            def interrupted(*args):
+                setattr(os, interrupt[1], before)
+                before(*args)
+                os.kill(os.getpid(), interrupt[0])
+            setattr(os, interrupt[1], interrupted)
         return module.run_main(module.main)
     return Result(*Forked(main, [name, *words], limit=limit).end(), [name, *map(str, words)])
 
@@ -259,6 +265,8 @@ def test_run_folder():
     run_ok({"-o": "run", "-x": 6, "-v": 3, "-n": None})
     shutil.copy(model_path("run"), "run/model_00000005.bin")    # an older one, and what is no model
     write_bytes("run/model_99999999.bin.part", b"")
+    log = read_bytes("run/main.log")                    # a run that went back to a checkpoint says a step again
+    write_bytes("run/main.log", b"s:6 tel:9.9\n" + log)
     tool_ok("export", "run", "deep/er/mine")
     tool_ok("import", "deep/er/mine", "deep/back.bin")
     mine, back = read_bytes("run/model_00000006.bin"), read_bytes("deep/back.bin")
@@ -492,8 +500,9 @@ def test_broken_off(line):
     """By a full disk, Ctrl-C and an end from outside: nothing is left, nothing is lost."""
     refused(*line.split(), said="File too large", limit=20000)
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
-        before, result = snapshot(), tool(*line.split(), interrupt=number)
-        assert (result.code, result.err, snapshot()) == (code, "", before)
+        for moment in ["fsync"] + ["rename"] * line.startswith("export plain.bin plain"):
+            before, result = snapshot(), tool(*line.split(), interrupt=(number, moment))
+            assert (result.code, result.err, snapshot()) == (code, "", before)
 
 
 def test_names():

@@ -10,34 +10,19 @@ import sys
 
 import pytest
 
-from checks import ROOT
+from checks import ROOT, read, write
 import break_all
 
 sys.path.insert(1, os.path.join(ROOT, "dev", "data"))
 import get                                          # noqa: E402
 
 
-@pytest.fixture(autouse=True)
-def in_its_own_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-def write(path, text):
-    """Those that begin as scripts do are executable."""
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    with open(path, "w", encoding="utf-8") as f:
-        f.write(text)
-    os.chmod(path, 0o755 if text.startswith("#!") else 0o644)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def stand_in(name, text=""):
     """A program in bin that stands before others of its name."""
     write("bin/" + name, "#!/bin/sh\n" + text)
-
-
-def read(path):
-    with open(path, encoding="utf-8") as f:
-        return f.read()
 
 
 def call(command, path=None, **env):
@@ -60,7 +45,7 @@ def copy(*paths):
 
 def called():
     """What stand-ins were called with, line by line."""
-    return read("called.log") if os.path.exists("called.log") else ""
+    return read("called.log").decode() if os.path.exists("called.log") else ""
 
 
 GPUS = "i=0; while [ $i -lt ${GPUS:-0} ]; do echo \"GPU $i: H\"; i=$((i + 1)); done; [ $i != 0 ]\n"
@@ -102,10 +87,9 @@ def test_quickstart():
     for mode in ("first", "second", "third"):
         code, out, err = quickstart(mode)
         assert code == 0, err
-    marks = [read(path).strip() for path in sorted(glob.glob("runs/quickstart*/model_00001350.bin"))]
-    assert sorted(glob.glob("runs/*")) == ["runs/quickstart", "runs/quickstart.1", "runs/quickstart.2"]
-    assert sorted(marks) == ["first", "second", "third"] and read("runs/quickstart/model_00001350.bin") == \
-        "third\n", "the three runs' models"
+    assert len(glob.glob("runs/*")) == 3
+    assert [read(f"runs/quickstart{n}/model_00001350.bin") for n in (".1", ".2", "")] == \
+        [b"first\n", b"second\n", b"third\n"]
     assert "_train" not in out and all(f"dev/data/stories/gpt2/{part}.bin: 3 tokens" in out
                                        for part in ("train", "held_out")), "the files of its data"
     assert "make train_gpt2cpu\n" in out, "what it builds"
@@ -114,12 +98,12 @@ def test_quickstart():
     assert val == "val loss 5.579 at the start, 1.023 at the end; a bigram model has 2.326"
     assert "plot_log.py runs/quickstart --line 2.326 bigram model\n" in called()
     prompt = "Once there was a little"
-    assert read("runs/quickstart/samples.txt") == f"{prompt} girl\n\nMore\n---\n{prompt} boy\n"
+    assert read("runs/quickstart/samples.txt").decode() == f"{prompt} girl\n\nMore\n---\n{prompt} boy\n"
     for word in ("runs/quickstart: ", "`./train_gpt2cpu -e runs/quickstart -x 0`", "--prompt",
                  "`python3 dev/data/plot_log.py runs/quickstart`"):
         assert word in last
     assert quickstart("no build")[0] != 0
-    assert read("runs/quickstart/model_00001350.bin") == "third\n", "the run before is where it was"
+    assert read("runs/quickstart/model_00001350.bin") == b"third\n", "the run before is where it was"
     for env, said in (({"LAST": "2.4"}, "2.400 at the end"), ({"FIRST": "1.9"}, "1.023 at the end"),
                       ({"LAST": "x"}, "0.000 at the end")):
         code, out, err = quickstart("nothing learned", **env)
@@ -196,7 +180,7 @@ def check_arithmetic(text, flags):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe(recipes, name):
-    text = read("scripts/" + name)
+    text = read("scripts/" + name).decode()
     code, _, err = recipe(name)
     wanted = re.search(r"hint: (python3 dev/data/get.py (\S+)(?: --shards (\d+))?) ", err)
     assert code == 1 and wanted[1] in text, "without data"
