@@ -1,5 +1,5 @@
-"""A Python program in a fork of the test's process, which has its modules already: hundreds of starts of Python
-would take longer than all the rest.
+"""A Python program in a fork of the test's process, which has its modules already: hundreds of starts of
+Python would take longer than all the rest.
 
     child = Forked(get.main, ["get.py", "files", "--from", "in"])
     os.kill(child.pid, signal.SIGTERM)

@@ -130,7 +130,7 @@ def some_texts(seed, n):
 
 class Hub(http.server.BaseHTTPRequestHandler):
     SETTINGS = {"cut": {},              # path: at most so many bytes an answer
-                "stop": None,           # called before the answer to a path that has it as its end: (end, function)
+                "stop": None,           # (end of a path, what is called before its answer)
                 "ranges": True, "lies": False, "pages": False, "sizeless": False,
                 "status": 0, "times": 10**9}        # what is answered instead, so many times
     files = {}                          # path in the repository: bytes
@@ -292,7 +292,8 @@ def test_draw():
 
 
 @pytest.mark.parametrize("starts, wanted, spans", [
-    ([0], 30, [(70, 100)]), ([0], 0, []), ([], 0, []), ([0, 50], 50, [(50, 100)]), ([0, 40], 10, [(90, 100)])])
+    ([0], 30, [(70, 100)]), ([0], 0, []), ([], 0, []), ([0, 50], 50, [(50, 100)]),
+    ([0, 40], 10, [(90, 100)])])
 def test_draw_of_few(starts, wanted, spans):
     assert made.draw_validation(starts, 100, wanted) == spans
 
@@ -338,9 +339,10 @@ def test_shard_is_synced(monkeypatch):
     ("tinystories --from in --out o --val-tokens 5", ["--val-tokens"]),
     (f"tinyshakespeare --from {GET} --out o", ["is not tinyshakespeare"])])
 def test_refused(words, said):
+    cut = gzip.compress(bytes(range(256)) * 100)[:-20]
     for name, text in (("a.jsonl", '{"text": "good"}\n{"text": "bad"\n'), ("b.jsonl", '{"body": "text"}\n'),
-                       ("c.jsonl", '{"text": 7}\n'), ("e.txt", "short"), ("empty.txt", ""),
-                       ("d.txt.gz", gzip.compress(bytes(range(256)) * 100)[:-20]), ("../pictures/f.png", "x")):
+                       ("c.jsonl", '{"text": 7}\n'), ("d.txt.gz", cut), ("e.txt", "short"),
+                       ("empty.txt", ""), ("../pictures/f.png", "x")):
         write("in/" + name, text)
     refused(*words.split(), said=said)
     assert not contents("o")
@@ -557,10 +559,10 @@ def test_full_disk():
     for name, document in zip(("a.jsonl", "b.txt", "c.jsonl"), documents):
         write("in/" + name, document if name == "b.txt" else jsonl([document.decode()]))
     words = [*files("in", "out"), "--bytes", "--val-tokens", 10, "--shard-tokens", 40000]
-    for limit, said, left in ((30 << 10, "File too large", []),
-                              (70 << 10, "cannot write 'out/out_train_000001.bin': ", ["out_val_000000.bin"])):
+    for kb, said, left in ((30, "File too large", []),
+                           (70, "cannot write 'out/out_train_000001.bin': ", ["out_val_000000.bin"])):
         shutil.rmtree("out", ignore_errors=True)
-        refused(*words, said=[said], limit=limit)
+        refused(*words, said=[said], limit=kb << 10)
         assert list(contents("out")) == left
     works(*words)
     check_set("out", documents, 10, 40000)

@@ -265,7 +265,7 @@ def test_run_folder():
     run_ok({"-o": "run", "-x": 6, "-v": 3, "-n": None})
     shutil.copy(model_path("run"), "run/model_00000005.bin")    # an older one, and what is no model
     write_bytes("run/model_99999999.bin.part", b"")
-    log = read_bytes("run/main.log")                    # a run that went back to a checkpoint says a step again
+    log = read_bytes("run/main.log")                    # a run that went back says a step again
     write_bytes("run/main.log", b"s:6 tel:9.9\n" + log)
     tool_ok("export", "run", "deep/er/mine")
     tool_ok("import", "deep/er/mine", "deep/back.bin")
@@ -325,9 +325,10 @@ def test_foreign_files():
     imports(changed_folder("old", old), "plain.bin")
     tied = {**tensors, "lm_head.weight": tensors["transformer.wte.weight"]}
     imports(changed_folder("tied", tied, tie_word_embeddings=False), "plain.bin")
-    config, sizes = read_json("plain/config.json"), ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
     changed_folder("short")                     # a config.json that leaves the defaults out
-    write_json("short/config.json", {key: config[key] for key in ("model_type", *sizes)})
+    config = read_json("plain/config.json")
+    sizes = "model_type", "vocab_size", "n_positions", "n_embd", "n_layer", "n_head"
+    write_json("short/config.json", {key: config[key] for key in sizes})
     imports("short", "plain.bin")
     halves = {name: ("F16", array.astype("<f2")) for name, (_, array) in tensors.items()}
     dims, params = formats.read_checkpoint("plain.bin")
@@ -361,11 +362,11 @@ def test_several_files():
 
 
 @pytest.mark.parametrize("key, value, said, ours", [
-    *[(key, value, f"{key} is {value!r}", f"{key} is {json.dumps(value)}".replace('"', "")) for key, value in (
-        ("model_type", "gpt_neo"), ("activation_function", "gelu"), ("activation_function", "relu"),
-        ("n_inner", 95), ("layer_norm_epsilon", 1e-6), ("scale_attn_weights", False),
-        ("scale_attn_by_inverse_layer_idx", True), ("reorder_and_upcast_attn", True),
-        ("add_cross_attention", True))],
+    *[(key, value, f"{key} is {value!r}", f"{key} is {json.dumps(value)}".replace('"', ""))
+      for key, value in (("model_type", "gpt_neo"), ("activation_function", "gelu"), ("n_inner", 95),
+                         ("activation_function", "relu"), ("layer_norm_epsilon", 1e-6),
+                         ("scale_attn_weights", False), ("scale_attn_by_inverse_layer_idx", True),
+                         ("reorder_and_upcast_attn", True), ("add_cross_attention", True))],
     ("quantization_config", {"bits": 4}, "quantization_config is {'bits': 4}", "config.bits is 4"),
     ("vocab_size", 70000, "V from 2 to 65536", "V is at most 65536"),
     ("n_embd", 36, "C=36 is not a multiple of 8", ""),
@@ -446,7 +447,7 @@ def test_damaged_folders():
     os.unlink("other/model.safetensors")
     shutil.copy("plain/config.json", "other")
     both_refuse("no weights in 'other'")
-    for path, said in (("plain", "hint: -e plain/model.safetensors"), ("none.safetensors", "none.safetensors"),
+    for path, said in (("plain", "hint: -e plain/model.safetensors"), ("none.safetensors", "'none.safe"),
                        ("/dev/null/x.safetensors", "x.safetensors")):
         trainer.refused({"-e": path}, said)
 
@@ -545,8 +546,8 @@ def test_command(words, stubs, code, said):
 
 
 def test_reference():
-    """dev/reference/train_gpt2.py takes a model of transformers, too. Stand-ins have as much of it and of torch
-    as that looks at."""
+    """dev/reference/train_gpt2.py takes a model of transformers, too. The stand-ins have as much of it and of
+    torch as that looks at."""
     class Tensor(np.ndarray):
         def float(self):
             return self
