@@ -16,6 +16,7 @@ import json
 import lzma
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -489,9 +490,11 @@ def test_bad_hubs(settings, words, said):
 
 def test_retries():
     hub, documents = hub_files(1)
-    with serving(hub, status=503, times=1) as url:
-        code, _, err = call(*HUB, "--from", url)
+    waits = {"prepare": lambda: setattr(time, "sleep", lambda seconds: print(f"waits {seconds} s"))}
+    with serving(hub, status=503, times=2) as url:
+        code, out, err = call(*HUB, "--from", url, **waits)
     assert code == 0 and "503" in err and "trying again" in err
+    assert re.findall("waits (.*)", out) == ["1 s", "3 s"]
     check_set("out", documents, 100, 1000, first=True)
 
 
@@ -512,26 +515,33 @@ def test_another_place():
                 hub_makes(documents, "--from", other)
 
 
+def wait_for(condition):
+    end = time.monotonic() + 60
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert condition()
+
+
 def test_kills():
     """Killed before each of the files comes, then called again: equal bytes, no finished file comes again."""
     hub, documents = hub_files()
     kills = [(number, signal.SIGKILL) for number in range(len(hub))] + [(2, signal.SIGTERM)]
     for number, how in kills:
         with serving(hub) as url:
+            pids = []
+
+            def kill():
+                wait_for(lambda: pids)
+                os.kill(pids[0], how)
+                time.sleep(0.1)
+            Hub.stop = (f"{number}.jsonl", kill)
             child = start(*HUB, "--from", url)
-            Hub.stop = (f"{number}.jsonl", lambda: (os.kill(child.pid, how), time.sleep(0.1)))
+            pids.append(child.pid)
             assert child.end()[0] == (-9 if how == signal.SIGKILL else 130)
             Hub.stop = None
             contents("out")
             hub_makes(documents, "--from", url)
             assert len([path for path, _ in Hub.seen if path in list(hub)[:number]]) == number
-
-
-def wait_for(condition):
-    end = time.monotonic() + 60
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    assert condition()
 
 
 def test_kill_while_tokenizing():

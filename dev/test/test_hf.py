@@ -288,6 +288,7 @@ def test_config():
     names = ["README.md", "config.json", "generation_config.json", "model.safetensors"]
     assert sorted(os.listdir("plain")) == names, "no tokenizer for V=300"
     assert b"endoftext" not in read_bytes("plain/README.md"), "nor a word of it on the card"
+    assert set(read_json("plain/generation_config.json").values()) == {None}
     assert "no tokenizer" in tool_ok("export", "plain.bin", "plain2").out
 
 
@@ -303,7 +304,8 @@ def test_gpt2_tokenizer():
     assert fast["model"]["merges"] == merges.decode().split("\n")[1:-1]
     assert [(t["id"], t["content"]) for t in fast["added_tokens"]] == [(50256, "<|endoftext|>")]
     assert read_json("hf/tokenizer_config.json")["model_max_length"] == 4
-    assert [read_json(f"hf/{n}.json")["eos_token_id"] for n in ("config", "generation_config")] == [50256] * 2
+    assert read_json("hf/config.json")["eos_token_id"] == 50256
+    assert set(read_json("hf/generation_config.json").values()) == {50256}, "begin, end and padding"
 
 
 def test_byte_tokenizer():
@@ -473,6 +475,7 @@ def test_outputs():
     for path in ("mine/notes.txt", "export/notes.txt"):
         write_bytes(path, b"of mine")
     os.mkfifo("pipe")
+    os.symlink("nowhere", "dangling")
     for line, said in (("export second.bin plain", "'plain' exists and is not empty"),
                        ("export second.bin plain.bin --force", "is not a folder"),
                        ("import plain second.bin", "'second.bin' exists"),
@@ -482,6 +485,8 @@ def test_outputs():
                        ("export none.bin x", "no file 'none.bin'"),
                        ("import plain/model.safetensors x.bin", "is a file"),
                        ("export plain.bin x --dtype fp8", "fp8"),
+                       ("import plain dangling", "'dangling' exists"),
+                       ("export plain.bin dangling", "'dangling' exists and is not a folder"),
                        ("export pipe x", "'pipe' is"), ("import pipe x.bin", "'pipe' is")):
         refused(*line.split(), said=said)
     os.mkdir("empty")
