@@ -4536,9 +4536,9 @@ struct Pass {
 enum class Branch { Attention, Mlp };
 struct ResidualPoint {
     void* sum;                          // (B,T,C) floatX, or fp32
-    int branches, added_layer;          // number of branches just added, and their layer; 0: the embedding
+    int branches, added_layer;          // branches just added, 0 for the embedding, and their layer
     Branch branch[2];
-    int norms, layer;                   // number of norms that read the sum, and their layer
+    int norms, layer;                   // norms that read the sum, and their layer
     struct { ParamId weight, bias; floatX* out; } norm[2];      // (C) (C) (B,T,C)
     float *mean, *rstd;                 // (B,T) of the sum's rows, for both norms
 };
@@ -4598,7 +4598,7 @@ static AttentionKeep gpt2_attention_keep(const Pass& pass, int l, bool has_bits)
     return {bits, dropout.scale};
 }
 
-// The norms that read a point, over its sum as it is in memory.
+// Arguments for the norms that read a point whose sum is in memory.
 static NormForward<floatX, float> point_norms(const GPT2* model, const ResidualPoint& x, int rows) {
     const Config& c = model->config;
     NormForward<floatX, float> norm = {};
