@@ -48,7 +48,7 @@ int main(int argc, char** argv) {
     for (int step = 0; step < steps; step++) {
         NvtxRange range(step + 1 == steps ? "profiled" : "warm-up");
         gpt2_micro_step(&model, x.data(), y.data(), B, T, 0, 1);
-        gpt2_update(&model, 1e-4, 0.9, 0.95, 1e-8, 1.0f);
+        gpt2_update(&model, 1e-4);
         printf("loss %.6f\n", gpt2_read_state(&model).loss);
     }
     gemm_print_plans(stdout);

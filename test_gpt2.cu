@@ -348,20 +348,21 @@ static void test_model(const std::string& prefix, const Options& options, bool r
     // ten AdamW steps on this batch, from the start
     const std::vector<double> losses = json_numbers(json, "losses");
     auto hyper = [&](const char* name) { return json_numbers(json, std::string("hyper/") + name)[0]; };
-    const double lr = hyper("learning_rate"), beta1 = hyper("beta1"), beta2 = hyper("beta2");
-    const double eps = hyper("eps");
-    const float clip = (float)hyper("grad_clip");
+    const double lr = hyper("learning_rate");
+    model.options.beta1 = hyper("beta1"), model.options.beta2 = hyper("beta2");
+    model.options.eps = hyper("eps"), model.options.grad_clip = (float)hyper("grad_clip");
     const std::vector<double> norms = json_numbers(json, "norms");
     const double step_allowed = kLowPrecision ? 0.03 : 5e-5, norm_allowed = kLowPrecision ? 0.03 : 2e-4;
     for (size_t step = 0; step < losses.size(); step++) {
         gpt2_micro_step(&model, r.x.data(), r.y.data(), r.B, r.T, 0, 1);
-        gpt2_update(&model, lr, beta1, beta2, eps, clip);
+        gpt2_update(&model, lr);
         const DeviceState state = gpt2_read_state(&model);
         CHECK(fabs(state.loss - losses[step]) <= step_allowed, "step %zu: loss %.7f, PyTorch %.7f", step,
               state.loss, losses[step]);
         CHECK(fabs(state.update.norm / norms[step] - 1.0) <= norm_allowed,
               "step %zu: norm %.7f, PyTorch %.7f", step, state.update.norm, norms[step]);
-        const double scale = std::min(1.0, (double)clip / state.update.norm) / state.update.loss_scale;
+        const double clipped = std::min(1.0, (double)model.options.grad_clip / state.update.norm);
+        const double scale = clipped / state.update.loss_scale;
         CHECK(fabs(state.update.grad_scale / scale - 1.0) <= 1e-5,
               "step %zu: gradients scaled by %g, expected %g", step, state.update.grad_scale, scale);
     }
@@ -501,7 +502,7 @@ static std::vector<float> short_run(const Config& c, const Options& o, int B, in
     for (int step = 0; step < steps; step++) {
         Batch batch = random_batch(c, B, T, (uint32_t)step);
         accumulate_batch(&model, batch.x.data(), batch.y.data(), B, T, micro_steps);
-        gpt2_update(&model, 1e-3, 0.9, 0.95, 1e-8, 1.0f, 1e-2);
+        gpt2_update(&model, 1e-3, 1e-2);
         result.push_back(gpt2_read_state(&model).loss);
     }
     const std::vector<float> params = host_params(&model);
@@ -663,7 +664,7 @@ static std::vector<std::vector<float>> host_state(GPT2* model) {
 static void one_step(GPT2* model, const Config& c, int rows, int seed) {
     Batch batch = random_batch(c, rows, c.maxT, seed);
     accumulate_batch(model, batch.x.data(), batch.y.data(), rows, c.maxT, 1);
-    gpt2_update(model, 1e-2, 0.9, 0.95, 1e-8, 1.0f, 0.02);
+    gpt2_update(model, 1e-2, 0.02);
 }
 
 // The file for everybody: what the parameters are in its type; and padded rows of wte are zero.
@@ -795,7 +796,7 @@ static void test_checkpoint(const Config& c, const Options& o, bool in_parts) {
     logger_train(&logger, {0, 1, 1, 1, 1, 1, 1});
     Saver saver = {};
     if (in_parts) { saver_pin = [](size_t) -> void* { return nullptr; }; }
-    gpt2_saver(&saver, &a, &logger, folder, true, {2, 0, 1, {}});
+    gpt2_saver_init(&saver, &a, &logger, folder, true, {2, 0, 1, {}});
     saver_pin = pinned_try;
     CHECK((saver.groups.size() > 2) == in_parts, "%zu groups", saver.groups.size() - 1);
     // of a job of several ranks, whose watchdog must bear with a slow disk
@@ -905,6 +906,7 @@ static void test_muon_updates(const Config& c) {
     o.muon_momentum = momentum;
     o.muon_decay = decay;
     o.weight_decay = 3.0f;                              // is AdamW's
+    o.grad_clip = 0.0f;
     GPT2 model;
     start_model(&model, c, o, B, c.maxT);
     auto params_of = [&](int i, int l) {
@@ -921,7 +923,7 @@ static void test_muon_updates(const Config& c) {
         for (int i = 0; i < NUM_PARAMS; i++) {
             for (int l = 0; l < model.param_specs[i].copies; l++) { before[{i, l}] = params_of(i, l); }
         }
-        gpt2_update(&model, 1e-3, 0.9, 0.95, 1e-8, 0.0f, lr);
+        gpt2_update(&model, 1e-3, lr);
         for (const auto& it : before) {
             const int i = it.first.first, l = it.first.second;
             const ParamSpec& s = model.param_specs[i];
@@ -973,7 +975,7 @@ static void test_muon_updates(const Config& c) {
     const float poison = NAN;
     copy_to_device((float*)gpt2_grad(&model, PARAM_fcw, 0, Accumulate::No).data + 3, &poison, sizeof(float),
                    model.stream);
-    gpt2_update(&model, 1e-3, 0.9, 0.95, 1e-8, 1.0f, lr);
+    gpt2_update(&model, 1e-3, lr);
     CHECK(gpt2_read_state(&model).update.skip == SKIP_NOT_FINITE && host_state(&model) == before,
           "a skipped update changes something");
     gpt2_free(&model);
@@ -1069,10 +1071,10 @@ static void test_invariance(const char* name, const Config& c) {
                               Accumulate::No);
                     gpt2_feed(model, other.x.data(), nullptr, 1, T / 2, ClassifierMode::LossOnly);
                     gpt2_forward(model, 1, T / 2);
-                    gpt2_logits(model, T / 2 - 1, 1);
+                    gpt2_logits(model, gpt2_acts(model, 0).lnf + (T / 2 - 1) * c.C, 1);
                 }
                 accumulate_batch(model, batch.x.data(), batch.y.data(), B, T, 2);
-                gpt2_update(model, 1e-3, 0.9, 0.95, 1e-8, 1.0f);
+                gpt2_update(model, 1e-3);
                 stream_sync(model->stream);     // models share the GEMM workspace: one at a time
             }
         }
@@ -1103,7 +1105,7 @@ static void test_invariance(const char* name, const Config& c) {
         start_model(&model, c, o, B, T);
         Batch batch = random_batch(c, B, T, 0);
         accumulate_batch(&model, batch.x.data(), batch.y.data(), B, T, 1);
-        gpt2_update(&model, 1e-3, 0.9, 0.95, 1e-8, 1.0f);
+        gpt2_update(&model, 1e-3);
         const std::vector<float> before = host_params(&model);
         const UpdateState good = gpt2_read_state(&model).update;
         CHECK(good.t == 1 && good.skip == 0 && isfinite(good.norm), "t %lld skip %d norm %f", good.t,
@@ -1112,7 +1114,7 @@ static void test_invariance(const char* name, const Config& c) {
             const Grad grad = gpt2_grad(&model, PARAM_fcw, c.L - 1, Accumulate::No);
             accumulate_batch(&model, batch.x.data(), batch.y.data(), B, T, 1);
             copy_to_device((float*)grad.data + 3, &poison, sizeof(float), model.stream);
-            gpt2_update(&model, 1e-3, 0.9, 0.95, 1e-8, 1.0f);
+            gpt2_update(&model, 1e-3);
             const UpdateState state = gpt2_read_state(&model).update;
             CHECK(state.skip == 1 && state.t == 1 && !isfinite(state.norm), "skip %d t %lld norm %f",
                   state.skip, state.t, state.norm);
@@ -1122,7 +1124,7 @@ static void test_invariance(const char* name, const Config& c) {
         }
         CHECK(gpt2_read_state(&model).update.skipped_in_a_row == 2, "skips in a row");
         accumulate_batch(&model, batch.x.data(), batch.y.data(), B, T, 1);
-        gpt2_update(&model, 1e-3, 0.9, 0.95, 1e-8, 1.0f);
+        gpt2_update(&model, 1e-3);
         const UpdateState after = gpt2_read_state(&model).update;
         CHECK(after.skip == 0 && after.t == 2 && after.skipped_in_a_row == 0, "skip %d t %lld", after.skip,
               after.t);
@@ -1143,7 +1145,7 @@ static void test_invariance(const char* name, const Config& c) {
             const std::vector<float> before = host_params(&model);
             Batch batch = random_batch(c, B, T, 0);
             accumulate_batch(&model, batch.x.data(), batch.y.data(), B, T, 1);
-            gpt2_update(&model, 1e-3, 0.9, 0.95, 1e-8, 1.0f);
+            gpt2_update(&model, 1e-3);
             const DeviceState after = gpt2_read_state(&model);
             const UpdateState& u = after.update;
             CHECK(u.skip == why && u.t == 0 && u.skipped_in_a_row == 1, "skip %d t %lld", u.skip, u.t);
@@ -1231,7 +1233,7 @@ static void test_writing(const char* name, const Config& c) {
         std::vector<std::vector<float>> logits;         // of one of the texts
         int wrong = 0;
         for (int i = 0, position = T; i < count; i++, position++) {
-            if (position == T) { position = decoder_begin(&d, texts, 0, 5u << 24) - 1; }
+            if (position == T) { position = decoder_begin(&d, texts, 0, 5u << 24); }
             decoder_step(&d, 0);
             std::vector<floatX> raw((size_t)o.text_rows * c.V);
             copy_to_host(raw.data(), d.logits, raw.size() * sizeof(floatX), model.stream);
@@ -1256,7 +1258,7 @@ static void test_writing(const char* name, const Config& c) {
             const int n = (int)context.size();
             gpt2_feed(&model, context.data(), nullptr, 1, n, ClassifierMode::LossOnly);
             gpt2_forward(&model, 1, n);
-            gpt2_logits(&model, n - 1, 1);
+            gpt2_logits(&model, gpt2_acts(&model, 0).lnf + (n - 1) * c.C, 1);
             const std::vector<float> whole = host_logits(&model, 1);
             const double error = relative_error(logits[i].data(), whole.data(), whole.size());
             if (!(error <= worst)) { worst = error; }
@@ -1348,7 +1350,7 @@ static void test_cuda_options(const Config& c) {
         for (GPT2* model : {&a, &b}) {
             accumulate_batch(model, batch.x.data(), batch.y.data(), B, T, 4);
             grads[model == &b] = host_grads(model);
-            gpt2_update(model, 1e-3, 0.9, 0.95, 1e-8, 1.0f);
+            gpt2_update(model, 1e-3);
             norms[model == &b] = gpt2_read_state(model).update.norm;
         }
         for (int i = 0; i < NUM_PARAMS; i++) {
@@ -1377,7 +1379,7 @@ static void test_cuda_options(const Config& c) {
             Batch batch = random_batch(c, B, T, 0);
             for (GPT2* model : {&a, &b}) {
                 accumulate_batch(model, batch.x.data(), batch.y.data(), B, T, 1);
-                gpt2_update(model, 1e-5, 0.9, 0.95, 1e-8, 1.0f);
+                gpt2_update(model, 1e-5);
                 stream_sync(model->stream);
             }
         }
@@ -1407,7 +1409,7 @@ static void test_cuda_options(const Config& c) {
                 gpt2_write_state(&model, state);
                 Batch batch = random_batch(c, B, T, 0);
                 accumulate_batch(&model, batch.x.data(), batch.y.data(), B, T, 1);
-                gpt2_update(&model, 1e-3, 0.9, 0.95, 1e-8, 1.0f);
+                gpt2_update(&model, 1e-3);
                 state = gpt2_read_state(&model);
                 CHECK(state.update.skip == 0 && state.update.loss_scale == 2 * start, "skip %d, scale %g",
                       state.update.skip, state.update.loss_scale);
@@ -1425,7 +1427,7 @@ static void test_cuda_options(const Config& c) {
             int skips = 0;
             for (; skips < 30; skips++) {
                 accumulate_batch(&model, batch.x.data(), batch.y.data(), B, T, 1);
-                gpt2_update(&model, 1e-3, 0.9, 0.95, 1e-8, 1.0f);
+                gpt2_update(&model, 1e-3);
                 state = gpt2_read_state(&model);
                 if (!state.update.skip) { break; }
                 CHECK(state.update.loss_scale == ldexpf(1.0f, 29 - skips), "skip %d: loss scale %g", skips,

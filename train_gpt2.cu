@@ -65,7 +65,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/run/logger.h"         // gives: Logger
 #include "llmc/run/progress.h"       // gives: progress_start, progress_clear
 #include "llmc/run/telemetry.h"      // gives: telemetry_start, telemetry_end
-#include "llmc/run/report.h"         // gives: Report, report_add, report_show, report_line, report_skip
+#include "llmc/run/report.h"         // gives: Report, report_model, report_add, report_line
 #include "llmc/run/stop.h"           // gives: catch_signals, stop_agreed, stop_requested
 #include "llmc/run/samples.h"        // gives: write_samples, chat, prompt_tokens, TextDraw
 #include "llmc/host_memory.h"        // gives: host_memory_free, addresses_limited
@@ -3955,56 +3955,56 @@ static void sample_tokens(const SampleTokens<floatX, float>& a, Stream stream) {
 
 // == 7 model ==
 struct Options {                // what a run may choose; fixed after gpt2_allocate
-    bool trains = true;         // else forward only: there is memory for neither gradients nor AdamW
+    bool trains = true;         // else forward only: gradients and optimizer have no memory
     int recompute;              // 0: save all activations; 1: recompute GELU in backward; 2: LayerNorms too
     int gelu_fusion;            // GELU in the GEMM's epilogue: 0: no; 1: in the forward; 2: in both passes
     bool master;                // fp32 master copies of 16-bit parameters
     bool grads_bf16;            // gradients of tensors with two dimensions in bf16, rounded with dither
-    double dropout;             // in training: of the embedding, of attention's probabilities and of each
-                                // branch; then it is the norm that adds the residual
+    double dropout;             // probability, in training: embedding, attention's probabilities, branches
     Kernels kernels;            // which kernels an op with several may use
     bool tf32;                  // FP32 builds: tensor cores for GEMMs and attention
-    float weight_decay;         // on the tensors with two dimensions
+    float weight_decay;         // AdamW's, on the tensors with two dimensions
+    double beta1 = 0.9, beta2 = 0.95, eps = 1e-8;               // AdamW's
+    float grad_clip = 1.0f;     // largest norm of the gradient; 0: no clipping
     bool muon = false;          // for the layers' matrices; AdamW for the others
-    int muon_steps = 5;         // Newton-Schulz
+    int muon_steps = 5;         // of Newton-Schulz
     double muon_momentum = 0.95, muon_decay = 0.0;
-    float loss_scale;           // FP16: where it starts; 0: kFirstLossScale
-    float skip_loss, skip_norm; // skip updates by so many standard deviations (UpdatePolicy); 0: never
+    float loss_scale;           // FP16: the first one; 0: kFirstLossScale
+    float skip_loss, skip_norm; // UpdatePolicy's max_loss_score and max_norm_score; 0: no update is skipped
     uint64_t seed;
     int text_rows = 0;          // texts that can be written at once; 0: none
     Sampling sampling = {};     // how their tokens are drawn
-    Split split;                // of the job among ranks
-    int lanes = 1;              // of this rank, each with as many of its micro-steps
-    bool nccl_order = false;    // gradients are summed in NCCL's order, not in that of the lanes' tree
+    Split split;                // this rank's part of the job
+    int lanes = 1;              // of this rank; all have the same number of micro-steps (see the exchange)
+    bool nccl_order = false;    // NCCL sums the gradients, in its own order; false: the tree of lanes does
 };
 
-// What a step leaves on the device: the host reads it one step later, and the next step starts from it.
+// A step's results on the device. The host reads them one step later; the next step starts from them.
 struct DeviceState {
     UpdateState update;         // AdamW's t, loss scale, norm, the decision to skip
     float loss;                 // mean over the total batch
 };
 
-// One batch on the device, or one staging slot in pinned memory; same layout in both
+// One batch: on the device, or in a staging slot of pinned memory, with the same layout.
 struct Inputs {
     int *tokens, *targets;      // (B,T)
     int* order;                 // (B,T) positions sorted by token, for the embedding's backward
-    int* counted;               // of an evaluation: the positions whose losses count; order's memory
-    int4 *segments, *splits;
+    int* counted;               // an evaluation's positions whose losses count; in order's memory
+    int4 *segments, *splits;    // see TokenBuckets
     size_t bytes;
 };
 
-struct Optimizer {              // its state, fp32; from ZeRO stage 1 on this rank's shards
+struct Optimizer {              // state, fp32. From ZeRO stage 1 on, a rank has that of its shards only
     float* master;              // null where parameters are fp32 themselves, and at -w 0
-    float *m, *v;               // one array
-    char* muon_updates;         // Muon's alone, see MuonShare
-    char* muon_products;
-    ChunkRange* ranges;         // of all buckets
+    float *m, *v;               // v lies behind m, in one array
+    char *muon_updates, *muon_products;         // null without Muon; see MuonShare
+    ChunkRange* ranges;         // (buckets)
 };
 
 struct Grads {
-    char* data;                 // lane_buffers(lanes) times the arena; at ZeRO stage 2 of one micro-step
-    float* shards;              // ZeRO stage 2: lane_buffers() times this rank's shards
-    int lane;                   // of this rank: the last micro-step's
+    char* data;                 // lane_buffers(lanes) arenas; at ZeRO stage 2 one, a single micro-step's
+    float* shards;              // ZeRO stage 2: lane_buffers() sums of this rank's shards
+    int lane;                   // which of this rank's lanes the last micro-step belongs to
 };
 
 struct Activations {
@@ -4024,21 +4024,21 @@ struct Feed {
     int64_t count;                      // batches so far
 };
 
-// What goes between ranks. Where there is one rank, only the records are used.
+// The exchange between ranks. A job of one rank uses only the records.
 struct BucketExchange {
-    Event complete;             // the backward has computed its gradients
-    Event arrived;              // those of all ranks are here
-    Event summed;
-    Event updated, gathered;    // its parameters: this rank's shard; all of them
-    int slot;                   // of `received`: where the ranks' gradients come to
+    Event complete;             // the backward has computed the bucket's gradients
+    Event arrived;              // the gradients of all ranks are here
+    Event summed;               // so are their sums
+    Event updated, gathered;    // parameters: this rank's shard is new; so are all shards
+    int slot;                   // the part of `received` that the gradients arrive in
 };
 struct Exchange {
     Stream stream;
     std::vector<BucketExchange> buckets;
     Event begins, ends;         // of an exchange that the model's stream waits for at once
-    char* received;             // gradients of other ranks
-    uint32_t next_slot;         // counts: two slots take turns, and the embedding has a third
-    int bucket_in_flight;       // that is being exchanged; -1: none
+    char* received;             // other ranks' gradients, in three slots
+    uint32_t next_slot;         // counts up: buckets take slots 0 and 1 in turn; the embedding has slot 2
+    int bucket_in_flight;       // the bucket that is being exchanged; -1: none
     char* records;              // (world,record_bytes) what the ranks tell each other about a step
     size_t record_bytes, losses_at;     // a record: sums of squares of the rank's chunks, its lanes' losses
 };
@@ -4049,16 +4049,16 @@ struct GPT2 {
     int B, T;                   // the largest batch; a pass may be over less
     ParamSpec param_specs[NUM_PARAMS];
     Layout layout;
-    char* params;               // see GPT2_PARAMS
-    Optimizer opt;              // null, like grads, in a model that is not trained
+    char* params;               // bucket by bucket (llmc/model/layout.h)
+    Optimizer opt;              // all null, as in grads, where nothing is trained
     Grads grads;
     Activations acts;
     Feed feed;
     Exchange exchange;
     DeviceState* state;
     Stream stream;
-    uint32_t step, micro;       // keys of stochastic rounding and dropout; micro: of the last micro-step
-    int micro_steps;            // a step's, of this rank
+    uint32_t step, micro;       // keys of stochastic rounding and dropout; micro: the last micro-step's
+    int micro_steps;            // of this rank, in a step
 };
 
 static size_t decoder_bytes(const Config& c, int T, int rows);     // section 9: what writing texts needs
@@ -4068,7 +4068,7 @@ static Inputs inputs_layout(char* base, int B, int T) {
     const size_t ids = round_up(N * sizeof(int), kAlign);
     const size_t segments = round_up((size_t)max_bucket_segments((int64_t)N) * sizeof(int4), kAlign);
     const size_t splits = round_up((size_t)max_bucket_splits((int64_t)N) * sizeof(int4), kAlign);
-    const uintptr_t at = (uintptr_t)base;           // a number: who asks for `bytes` alone has no memory yet
+    const uintptr_t at = (uintptr_t)base;           // a number: for `bytes` alone, base is null
     Inputs in;
     in.tokens = (int*)at;
     in.targets = (int*)(at + ids);
@@ -4084,12 +4084,13 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
     const int N = B * T;
     if (!options.trains) { return 0; }          // only backward passes need any
     size_t bytes = encoder_backward_scratch_bytes(B, T, c.C);
+    // GPT-2: a norm's weight and bias and a branch's bias; other blocks have up to two of each
     bytes = std::max(bytes, norm_backward_scratch_bytes(N, c.C, c.is_gpt2() ? 3 : 6));
-    // qkv's and fc's: the narrower one may need more, in more chunks
+    // qkvb and fcb: the narrower one may be summed in more chunks and then needs more
     bytes = std::max(bytes, bias_backward_scratch_bytes(N, 3 * c.C));
     bytes = std::max(bytes, bias_backward_scratch_bytes(N, 4 * c.C));
     bytes = std::max(bytes, attention_backward_scratch_bytes(B, T, c.NH));
-    if (options.grads_bf16) {                   // fp32 weight gradients, behind both parts of dwte
+    if (options.grads_bf16) {                   // a weight gradient in fp32, behind that of wte
         for (int i = 0; i < NUM_PARAMS; i++) {
             if (i != PARAM_wte) { bytes = std::max(bytes, specs[i].elems * sizeof(float)); }
         }
@@ -4103,7 +4104,7 @@ static MuonShare gpt2_muon_share(const GPT2* model) {
     return muon_share(model->layout, model->config.C, model->options.split, sizeof(muonX), hooks.muon_bytes);
 }
 
-enum class Memory { Plain, Zeroed, Shared };    // Shared: other ranks' data come into it or go out; zeroed
+enum class Memory { Plain, Zeroed, Shared };    // Shared: zeroed, and exchanged with other ranks
 
 // Every array that a model has on the device: visit(name, pointer to it, bytes, Memory). The memory plan, the
 // allocation and the release each walk over this list. 0 bytes: the model lacks the array, which is null.
@@ -4122,15 +4123,15 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
     visit("state", &model->state, sizeof(DeviceState), Memory::Plain);
     if (!o.trains) { return; }
 
-    // at stage 2 all ranks' lanes are merged, unless each time of theirs is one part of the tree
+    // At stage 2 a power of two of ranks computes a whole subtree at a time. Other numbers of ranks compute
+    // parts of the tree, and a rank's shards need the buffers of all ranks' lanes.
     const bool parts = shards_grads && !o.nccl_order && !is_power_of_two(o.split.world);
     const size_t buffers = (size_t)lane_buffers(o.lanes * (parts ? o.split.world : 1));
     visit("gradients", &model->grads.data, layout.grads_bytes * (shards_grads ? 1 : buffers), Memory::Shared);
     visit("gradient shards", &model->grads.shards,
           shards_grads ? layout.shard_elems * sizeof(float) * buffers : 0, Memory::Plain);
     visit("records", &model->exchange.records, model->exchange.record_bytes * o.split.world, Memory::Shared);
-    // other ranks' data of a bucket: a place for the embedding's, and two for the others', so that one can be
-    // filled while the other is summed
+    // a slot for the embedding's bucket and two for the others: one is filled while the other is summed
     visit("exchange", &model->exchange.received,
           o.split.world > 1 ? (layout.buckets[0].padded + 2 * layout.largest_but_first) * sizeof(float) : 0,
           Memory::Shared);
@@ -4146,7 +4147,7 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
     visit("Muon's products", &model->opt.muon_products, 4 * share.place + share.sums, Memory::Plain);
 }
 
-// Fills in what the model is and how large its parts are; allocates nothing.
+// Fills in the model's description and the sizes of its parts; allocates nothing.
 static void gpt2_describe(GPT2* model, const Config& config, const Options& options, int B, int T) {
     *model = {};
     model->config = config;
@@ -4167,8 +4168,7 @@ static void gpt2_describe(GPT2* model, const Config& config, const Options& opti
     x.record_bytes = round_up(x.losses_at + options.lanes * sizeof(float), kAlign);
 }
 
-// Every byte that the run will take on the device, by name; of the activations, each tensor's.
-constexpr const char* kTextMemory = "keys and values of texts";
+// Every byte that the run will take on the device, by name. Each tensor of the activations has a line.
 static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& options, int B, int T) {
     GPT2 model;
     gpt2_describe(&model, c, options, B, T);
@@ -4179,11 +4179,11 @@ static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& 
     for (const ActSpec& a : model.acts.specs) {
         plan.push_back({a.name, round_up(a.elems * a.elem_bytes, kAlign) * a.copies});
     }
-    plan.push_back({kTextMemory, model.acts.text_bytes});
+    plan.push_back({"keys and values of texts", model.acts.text_bytes});
 #ifdef GPT2_CPU
-    // What a GPU's host keeps for itself is here in the same memory: staged inputs, both loaders' two
-    // batches of tokens and targets (where nothing is trained there is one), and one tensor on its way from
-    // or to a file, in fp32 and in its type.
+    // Here the host's own buffers take the same memory: staged inputs, each loader's two batches of tokens
+    // and targets (without training there is one loader), and one tensor on its way from or to a file, in
+    // fp32 and in its type.
     size_t largest = 0;
     for (const ParamSpec& s : model.param_specs) { largest = std::max(largest, s.elems); }
     const size_t batches = (options.trains ? 2 : 1) * 2 * 2 * sizeof(int) * (size_t)B * T;
@@ -4193,8 +4193,8 @@ static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& 
     return plan;
 }
 
-// What the plan may take of the device. The reserve is for the driver, the library's own buffers and
-// fragmentation; NCCL has some as well.
+// The memory that the plan may take, and a reserve: for the driver, cuBLASLt's own buffers, fragmentation and
+// NCCL.
 static MemoryRoom memory_room(const DeviceInfo& device) {
     const size_t nccl = kDeviceHasNccl && comm.world > 1 ? (size_t)512 << 20 : 0;
     return {device.name, device.memory_free, device.memory_total / 100 + nccl};
@@ -4298,16 +4298,15 @@ static void gpt2_free(GPT2* model) {
     stream_destroy(model->stream);
 }
 
-// ---- parameters from the host, one copy of one tensor at a time, as fp32: at the start only ----
+// ---- tensors by name: where they are, loading, initialisation ----
 static Params gpt2_params(const GPT2* model, int l) {
     return param_views(model->params, model->param_specs, model->layout, l);
 }
 
 static Acts gpt2_acts(const GPT2* model, int l) { return act_views(model->acts.data, model->acts.specs, l); }
 
-// Elements [begin, end) of a tensor's copy are those that this rank has in master weights, m and v, and where
-// the first of them stands in each.
-struct Held { const char* of; float* memory; };         // memory: null where there is no such thing
+// Elements [begin, end) of layer l's copy of a tensor: this rank has their master weights, m and v.
+struct Held { const char* array; float* memory; };      // memory: of element `begin`; null: not in this model
 struct HeldPart { size_t begin, end; Held in[3]; };
 static HeldPart gpt2_held_part(const GPT2* model, int i, int l) {
     const ParamAddress address = param_address(model->param_specs, model->layout, i, l);
@@ -4359,7 +4358,7 @@ static void gpt2_init_random(GPT2* model, uint64_t seed) {
         for (int l = 0; l < s.copies; l++) {
             values.assign(s.elems, s.init == Init::One ? 1.0f : 0.0f);
             if (s.init == Init::Normal || s.init == Init::Residual) {
-                // Positions in the whole tensor
+                // [first, end): this layer's elements in the tensor of all layers
                 const int64_t first = (int64_t)(l * live), end = first + (int64_t)live;
                 #pragma omp parallel for schedule(static)
                 for (int64_t block = first / 4; block < ceil_div(end, (int64_t)4); block++) {
@@ -4375,16 +4374,17 @@ static void gpt2_init_random(GPT2* model, uint64_t seed) {
     }
 }
 
-// ---- where gradients stand ----
-// The `tensor` of a RoundKey; elements count through all buckets (Bucket::first).
+// ---- where gradients are ----
+// Random numbers for rounding: the `tensor` of a RoundKey. An element's number counts through all buckets
+// (Bucket::first).
 constexpr uint32_t kRoundParams = NUM_PARAMS, kRoundGrads = NUM_PARAMS + 1, kRoundGradSums = NUM_PARAMS + 2;
 
-// Key of the last micro-step's gradients.
+// Rounds the last micro-step's gradients.
 static RoundKey gpt2_grad_key(const GPT2* model) {
     return RoundKey{model->options.seed, model->step, model->micro, kRoundGrads};
 }
 
-// Where the backward puts a gradient: the buffer of the lane that the micro-step belongs to.
+// Where the backward stores a gradient: in the buffer of the micro-step's lane.
 static Grad gpt2_grad(GPT2* model, ParamId id, int l, Accumulate acc) {
     const ParamAddress at = param_address(model->param_specs, model->layout, id, l);
     const Bucket& b = model->layout.buckets[at.bucket];
@@ -4393,13 +4393,13 @@ static Grad gpt2_grad(GPT2* model, ParamId id, int l, Accumulate acc) {
     return Grad{(float*)data, acc, b.grads_bf16, gpt2_grad_key(model), b.first + at.offset};
 }
 
-// Where the sums of all micro-steps and ranks stand at the end of a step: of a bucket what this rank holds.
+// This rank's part of a bucket's gradients at the end of a step, summed over all micro-steps and ranks.
 static StoredGrads gpt2_summed_grads(const GPT2* model, int bucket) {
     const Split& split = model->options.split;
     const Bucket& b = model->layout.buckets[bucket];
     if (split.zero == 2) { return {.data = model->grads.shards + b.shards}; }
     RoundKey key = gpt2_grad_key(model);
-    if (split.world > 1) {      // summed and rounded once more, by the last micro-step of the job's list
+    if (split.world > 1) {      // the sum over ranks was rounded with the key of the job's last micro-step
         key.micro = (uint32_t)(split.world * model->micro_steps - 1);
         key.tensor = kRoundGradSums;
     }
@@ -4407,18 +4407,17 @@ static StoredGrads gpt2_summed_grads(const GPT2* model, int bucket) {
 }
 
 // == 8 a step ==
-// train_step and gpt2_micro_step, then what they call, in this order:
+// train_step and gpt2_micro_step, then the functions that they call, in the order of the calls:
 static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B, int T, ClassifierMode mode,
                       const int* counted = nullptr);
 static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float weight, float* mean,
-                      Accumulate acc);                                          // calls gpt2_forward
-static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_last);
-static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n);             // the exchange: all of these
-static void gpt2_bucket_complete(GPT2* model, int bucket, bool is_last);
+                      Accumulate acc);                                          // after the forward
+static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool exchanges);
+static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n);             // these four: the exchange
+static void gpt2_bucket_complete(GPT2* model, int bucket, bool exchanges);
 static void gpt2_await_params(GPT2* model, int bucket);
 static void check_ranks(GPT2* model, int64_t step);
-static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, double eps, float max_norm,
-                        double muon_lr = 0.0);
+static void gpt2_update(GPT2* model, double lr, double muon_lr = 0.0);
 
 static int rank_micro_steps() { return (int)(run.total_batch / ((int64_t)run.B * run.T * comm.world)); }
 
@@ -4427,35 +4426,38 @@ static void next_batch(DataLoader* loader, int64_t step) {
     dataloader_next(loader);
 }
 
-// One of this rank's micro-steps, number `micro` of `micro_steps`: gradients of the mean loss over the total
-// batch.
-static void gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, int B, int T, int micro,
-                            int micro_steps) {
-    const Options& o = model->options;
-    const Split& split = o.split;
-    const int per_lane = micro_steps / o.lanes;
-    const bool begins_lane = micro % per_lane == 0, ends_lane = micro % per_lane == per_lane - 1;
-    const bool is_last = micro == micro_steps - 1;
-    const float weight = (float)(1.0 / ((double)B * T * micro_steps * split.world));
-    Exchange& exchange = model->exchange;
-    int& lane = model->grads.lane;
-    lane = micro / per_lane;
-    model->micro_steps = micro_steps;
-    // its number in the job's list
-    model->micro = (uint32_t)(split.zero == 2 ? micro * split.world + split.rank
-                                              : split.rank * micro_steps + micro);
-    float* losses = (float*)(exchange.records + split.rank * exchange.record_bytes + exchange.losses_at);
-    const Accumulate add = begins_lane ? Accumulate::No : Accumulate::Yes;
-    gpt2_feed(model, tokens, targets, B, T, ClassifierMode::LossAndGrad);
-    gpt2_loss(model, B, T, ClassifierMode::LossAndGrad, weight, losses + lane, add);
-    gpt2_backward(model, B, T, split.zero == 2 ? Accumulate::No : add, is_last);
-    const bool exchanged = split.world > 1 && (split.zero == 2 || is_last);
-    if (ends_lane && !exchanged) { gpt2_merge_lanes(model, 0, model->layout.elems); }
-    if (is_last) { lane = 0; }                  // the sums stand in buffer 0 now
+// This rank's record of a step: sums of squares, then the losses of its lanes.
+static char* gpt2_record(const GPT2* model) {
+    return model->exchange.records + model->options.split.rank * model->exchange.record_bytes;
 }
 
-// False: a signal came before the last micro-step. The gradients so far are dropped: no update, and the next
-// step would store its own over them.
+// This rank's micro-step number `micro` of `micro_steps`: adds to the gradients of the mean loss over the
+// total batch. Lanes are groups of micro-steps, explained where the exchange begins.
+static void gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, int B, int T, int micro,
+                            int micro_steps) {
+    const Split& split = model->options.split;
+    const int per_lane = micro_steps / model->options.lanes, lane = micro / per_lane;
+    const bool begins_lane = micro % per_lane == 0, ends_lane = micro % per_lane == per_lane - 1;
+    const bool is_last = micro == micro_steps - 1;
+    const bool exchanges = split.world > 1 && (split.zero == 2 || is_last);
+    const Accumulate add = begins_lane ? Accumulate::No : Accumulate::Yes;
+    const float weight = (float)(1.0 / ((double)B * T * micro_steps * split.world));
+    float* losses = (float*)(gpt2_record(model) + model->exchange.losses_at);     // (lanes)
+    // The job's micro-steps are numbered rank by rank; at stage 2 the ranks take turns.
+    model->micro = (uint32_t)(split.zero == 2 ? micro * split.world + split.rank
+                                              : split.rank * micro_steps + micro);
+    model->micro_steps = micro_steps;
+    model->grads.lane = lane;
+
+    gpt2_feed(model, tokens, targets, B, T, ClassifierMode::LossAndGrad);
+    gpt2_loss(model, B, T, ClassifierMode::LossAndGrad, weight, losses + lane, add);
+    gpt2_backward(model, B, T, split.zero == 2 ? Accumulate::No : add, exchanges);
+    if (ends_lane && !exchanges) { gpt2_merge_lanes(model, 0, model->layout.elems); }
+    if (is_last) { model->grads.lane = 0; }     // so gpt2_grad finds the sum of all lanes: it is in buffer 0
+}
+
+// False: a signal came before the last micro-step. There is no update then; the next step's gradients replace
+// those of this one.
 static bool train_step(GPT2* model, DataLoader* loader, const Saver& saver, double lr, double muon_lr) {
     const int micro_steps = rank_micro_steps();
     for (int micro = 0; micro < micro_steps; micro++) {
@@ -4464,14 +4466,14 @@ static bool train_step(GPT2* model, DataLoader* loader, const Saver& saver, doub
         next_batch(loader, model->step);
         gpt2_micro_step(model, loader->inputs, loader->targets, run.B, run.T, micro, micro_steps);
     }
-    saver_hold(saver);                          // a checkpoint's copies are taken before weights change
-    gpt2_update(model, lr, run.beta1, run.beta2, run.eps, (float)run.grad_clip, muon_lr);
+    saver_hold(saver);                          // weights change only after a checkpoint has its copies
+    gpt2_update(model, lr, muon_lr);
     if (run.check_ranks) { check_ranks(model, model->step); }
     return true;
 }
 
 // ---- feed ----
-// On the host. What is waited for may be the other ranks, and is then not this rank's fault.
+// The host waits. It may wait for other ranks: if these hang, CommWait keeps the blame from this one.
 static void await_event(Event event) {
     CommWait waiting;
     event_wait(event);
@@ -4481,10 +4483,10 @@ static void await_stream(Stream stream) {
     stream_sync(stream);
 }
 
-// Copies a batch to the device, asynchronously, through one of two slots of pinned memory (the wait returns
-// at once until a slot is used again). Targets are null when text is generated; counted: an evaluation's. For
-// a backward pass it also sorts the token positions for the embedding's gradient: a counting sort on the
-// host, 0.6 ms at B=64, while the device still works on the micro-step before.
+// Copies a batch to the device, asynchronously, through one of two slots of pinned memory. It first waits
+// until the slot's last copy has ended. targets: null when text is generated. counted: see Inputs. For a
+// backward pass it also sorts the token positions for the embedding's gradient. This counting sort takes the
+// host 0.6 ms at B=64, while the device still works on the micro-step before.
 static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B, int T, ClassifierMode mode,
                       const int* counted) {
     const size_t N = (size_t)B * T;
@@ -4516,28 +4518,29 @@ static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B,
 }
 
 // ---- the residual stream ----
-// What forward and backward passes over (B,T) have in common.
+// A forward or backward pass over (B,T).
 struct Pass {
     GPT2* model;
-    const ActSpec* act_specs;           // the model's, or those of a forward over one row (section 9)
+    const ActSpec* act_specs;           // the model's; section 9 has its own, for one row
     int B, T;
     Params params(int l) const { return gpt2_params(model, l); }
     Acts acts(int l) const { return act_views(model->acts.data, act_specs, l); }
 };
 
-// What stands in the stream between two additions, and the norms that read it:
-//     encoded      the embedding                           read by layer 0's norms
-//     residual2    x + attention(ln1(x))                   read by ln2; in sequential blocks only
-//     residual3    what leaves layer l                     read by layer l + 1's norms, the last by lnf
-// A layer's norms are ln1; in a parallel block ln1 and ln2, which read the same x.
+// A point of the stream lies between two additions. Branches have just been added; norms read the sum:
+//     sum          its value                               norms that read it
+//     encoded      the embedding                           layer 0's
+//     residual2    x + attention(ln1(x))                   ln2; in sequential blocks only
+//     residual3    the output of layer l                   layer l + 1's; lnf after the last layer
+// A layer has the norm ln1; a parallel block has ln1 and ln2, which read the same x.
 enum class Branch { Attention, Mlp };
 struct ResidualPoint {
     void* sum;                          // (B,T,C) floatX, or fp32
-    int branches, added_layer;          // that were added last, and their layer; 0: the embedding
+    int branches, added_layer;          // branches just added, 0 for the embedding, and their layer
     Branch branch[2];
-    int norms, layer;                   // that read it, and their layer
+    int norms, layer;                   // norms that read the sum, and their layer
     struct { ParamId weight, bias; floatX* out; } norm[2];      // (C) (C) (B,T,C)
-    float *mean, *rstd;                 // (B,T) both norms' are the same
+    float *mean, *rstd;                 // (B,T) of the sum's rows, for both norms
 };
 static ResidualPoint point_after_attention(const Pass& pass, int l) {      // sequential blocks
     const Acts a = pass.acts(l);
@@ -4569,21 +4572,21 @@ static ResidualPoint point_after_layer(const Pass& pass, int l) {          // -1
     }
     return x;
 }
-// A norm's weights or biases; null: RMSNorm has no biases.
+// Weights or biases of a norm that reads the point; null: RMSNorm has no biases.
 static const float* point_param(const GPT2* model, const ResidualPoint& x, ParamId id) {
     const Params p = gpt2_params(model, x.layer);
     return model->param_specs[id].copies > 0 ? ((const float* const*)&p)[id] : nullptr;
 }
 
-// Dropout's mask for branch k of those that were added at a point; `rows` is that of a micro-step.
+// The dropout of branch k that point x adds, or of the embedding. rows: B*T of a micro-step.
+// Masks have numbers: 0 the embedding's, then two for each layer's branches, then one for each attention.
 static Dropout gpt2_dropout(const GPT2* model, const ResidualPoint& x, int k, int rows) {
     const uint32_t tensor = x.branches == 0 ? 0 : 1 + 2 * (uint32_t)x.added_layer + (uint32_t)x.branch[k];
     return dropout_of(model->options.dropout, {model->options.seed, model->step, tensor},
                       (uint64_t)model->micro * (uint64_t)rows);
 }
 
-// Which probabilities of layer l's attention are kept; their key comes behind the branches' keys. has_bits:
-// they are in memory already.
+// The dropout of layer l's attention probabilities. has_bits: its bits are in memory from the forward.
 static AttentionKeep gpt2_attention_keep(const Pass& pass, int l, bool has_bits) {
     const GPT2* model = pass.model;
     const int B = pass.B, T = pass.T, NH = model->config.NH;
@@ -4595,7 +4598,7 @@ static AttentionKeep gpt2_attention_keep(const Pass& pass, int l, bool has_bits)
     return {bits, dropout.scale};
 }
 
-// A point's norms, of what stands there.
+// Arguments for the norms that read a point whose sum is in memory.
 static NormForward<floatX, float> point_norms(const GPT2* model, const ResidualPoint& x, int rows) {
     const Config& c = model->config;
     NormForward<floatX, float> norm = {};
@@ -4611,25 +4614,25 @@ static NormForward<floatX, float> point_norms(const GPT2* model, const ResidualP
 }
 
 // ---- forward ----
-// A forward over one row fills a decoder's cache: cache rows [row, row + rows) get the keys and values of the
-// first `count` positions.
+// For section 9: a forward over one text also copies keys and values of its first `count` positions into
+// `rows` rows of the decoder's cache.
 struct CacheFill {
     const ActSpec* act_specs;
-    floatX *keys, *values;              // (L,all rows,T,C): of the first of these cache rows
-    size_t layer_stride;
+    floatX *keys, *values;              // (L,all rows,T,C), at the first row to fill
+    size_t layer_stride;                // elements from layer to layer
     int rows, count;
 };
 
-// What a forward has in common. A branch's last GEMM adds the stream before it to its output; with dropout or
-// a stream in fp32 the norm behind adds instead, and `waiting` holds what it adds: the branches' outputs and,
-// beside a stream in fp32, the embedding. Nobody else uses that memory before the backward.
+// Who adds a branch to the stream? Its last GEMM does, where it can. With dropout, or with a stream in fp32,
+// the next norm adds it: the branch's output then waits in `waiting`, and beside a stream in fp32 so does the
+// embedding. Nothing else uses that memory before the backward.
 struct Forward : Pass {
     const CacheFill* cache;             // null: none is filled
     bool drops, adds_in_gemm;
     floatX* waiting[2];                 // (B,T,C)
 };
 
-// out = attention(inp) + before, which may be null: (B,T,C) each
+// out = attention(inp) + before: (B,T,C) each; before: null for 0
 static void gpt2_attention_forward(const Forward& f, int l, floatX* out, const floatX* before,
                                    const floatX* inp) {
     const int B = f.B, T = f.T, N = B * T, C = f.model->config.C, NH = f.model->config.NH;
@@ -4648,7 +4651,7 @@ static void gpt2_attention_forward(const Forward& f, int l, floatX* out, const f
     matmul_forward({out, a.atty, p.attprojw, p.attprojb, before, nullptr, N, C, C}, stream);    // (B,T,C)
 }
 
-// out = mlp(inp) + before, which may be null: (B,T,C) each
+// out = mlp(inp) + before: as in gpt2_attention_forward
 static void gpt2_mlp_forward(const Forward& f, int l, floatX* out, const floatX* before, const floatX* inp) {
     const GPT2* model = f.model;
     const int N = f.B * f.T, C = model->config.C;
@@ -4664,8 +4667,8 @@ static void gpt2_mlp_forward(const Forward& f, int l, floatX* out, const floatX*
     matmul_forward({out, a.fch_gelu, p.fcprojw, p.fcprojb, before, nullptr, N, 4 * C, C}, stream);  // (B,T,C)
 }
 
-// The stream's sum at point x, where no GEMM has added it, and the norms that read it. before: what stood in
-// the stream until then; null: nothing, x is the embedding.
+// The norms that read point x. Where no GEMM has added x's branches, the kernel first adds them to the sum of
+// `before`, the point before x; null: x is the embedding.
 static void gpt2_add_and_norm(const Forward& f, const ResidualPoint& x, const ResidualPoint* before) {
     const int N = f.B * f.T;
     NormForward<floatX, float> norm = point_norms(f.model, x, N);
@@ -4676,13 +4679,13 @@ static void gpt2_add_and_norm(const Forward& f, const ResidualPoint& x, const Re
             norm.branch[k] = f.waiting[k];
             if (f.drops) { norm.dropout[k] = gpt2_dropout(f.model, x, k, N); }
         }
-        // an embedding of the stream's type is dropped where it stands
+        // the embedding does not wait if it has the stream's type: its dropout is in place
         if (!before && !norm.residual_fp32) { norm.branch[0] = norm.residual; }
     }
     norm_forward(norm, f.model->stream);
 }
 
-// Activations of a forward over (B,T) from the inputs on the device, up to lnf; LossAndGrad: with dropout.
+// All activations up to lnf, from the inputs on the device. LossAndGrad: with dropout.
 static void gpt2_forward(GPT2* model, int B, int T, ClassifierMode mode = ClassifierMode::LossOnly,
                          const CacheFill* cache = nullptr) {
     const Config& c = model->config;
@@ -4703,7 +4706,7 @@ static void gpt2_forward(GPT2* model, int B, int T, ClassifierMode mode = Classi
         gpt2_await_params(model, model->layout.bucket_of(Kind::Matrix, Where::Block, l));
         const Acts a = f.acts(l);
         const ResidualPoint end = point_after_layer(f, l);
-        // where the branches' outputs go, and what their GEMMs add
+        // outputs of the branches, and what their last GEMMs add
         floatX* att_out = f.adds_in_gemm ? (floatX*)a.residual2 : f.waiting[0];
         floatX* mlp_out = f.adds_in_gemm ? (floatX*)end.sum : f.waiting[c.block != Block::Sequential];
         const floatX* before_att = f.adds_in_gemm ? (floatX*)x.sum : nullptr;
@@ -4715,7 +4718,7 @@ static void gpt2_forward(GPT2* model, int B, int T, ClassifierMode mode = Classi
             gpt2_mlp_forward(f, l, mlp_out, before_mlp, a.ln2);                 // + mlp(ln2(.))
             gpt2_add_and_norm(f, end, &mid);                                    // the next ln1, or lnf
         } else {
-            const floatX* inp = c.block == Block::Parallel ? a.ln2 : a.ln1;     // tied: ln1's as well
+            const floatX* inp = c.block == Block::Parallel ? a.ln2 : a.ln1;     // tied: both read ln1
             gpt2_mlp_forward(f, l, mlp_out, before_mlp, inp);                   // + mlp(ln2(x))
             gpt2_add_and_norm(f, end, &x);                                      // the next norms, or lnf
         }
@@ -4724,32 +4727,29 @@ static void gpt2_forward(GPT2* model, int B, int T, ClassifierMode mode = Classi
 }
 
 // ---- loss ----
-// Logits of `rows` rows of lnf from row `first` on, into the start of the logits buffer: (rows, Vp).
-static void gpt2_logits(GPT2* model, int first, int rows) {
-    const int C = model->config.C, Vp = model->config.Vp;
-    const Acts a = gpt2_acts(model, 0);
+// Logits (rows,Vp) of rows of lnf, (rows,C).
+static void gpt2_logits(GPT2* model, const floatX* lnf, int rows) {
     const floatX* wte = gpt2_params(model, 0).wte;
-    matmul_forward({a.logits, a.lnf + (size_t)first * C, wte, nullptr, nullptr, nullptr, rows, C, Vp},
-                   model->stream);
+    matmul_forward({gpt2_acts(model, 0).logits, lnf, wte, nullptr, nullptr, nullptr, rows, model->config.C,
+                    model->config.Vp}, model->stream);
 }
 
-// Losses of the positions that an evaluation counts, `count` of the N that the forward was over: the LM head,
-// 31 % of 124M's FLOPs, reads those alone. Behind them it reads position 0 until their number is a multiple
-// of 256: few shapes occur, each of whole tiles.
+// An evaluation's losses: those of `count` positions of the N that the forward was over. The LM head, 31 % of
+// 124M's FLOPs, reads only these. Copies of position 0 make their number a multiple of 256: few shapes occur,
+// each of whole tiles.
 static void gpt2_counted_losses(GPT2* model, int N, int count) {
     const Config& c = model->config;
     const int rows = std::min(N, round_up(count, 256));
     const Acts a = gpt2_acts(model, 0);
-    floatX* const counted = a.dnarrow;          // (rows,C), which nobody reads any more
+    floatX* const counted = a.dnarrow;          // (rows,C) free since the forward ended
     gather_rows({counted, a.lnf, model->feed.inputs.counted, rows, c.C}, model->stream);
-    matmul_forward({a.logits, counted, gpt2_params(model, 0).wte, nullptr, nullptr, nullptr, rows, c.C, c.Vp},
-                   model->stream);
+    gpt2_logits(model, counted, rows);
     classifier({a.logits, a.losses, model->feed.inputs.targets, 0.0f, nullptr, count, c.V, c.Vp,
                 ClassifierMode::LossOnly}, model->stream);
 }
 
-// Forward, losses of every position, and mean (+)= weight * sum of losses, on the device. LossAndGrad leaves
-// its gradient by the logits where these were.
+// Forward, losses of every position, and mean (+)= weight * sum of losses, on the device. LossAndGrad puts
+// the gradient of the mean in place of the logits.
 static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float weight, float* mean,
                       Accumulate acc) {
     const Config& c = model->config;
@@ -4757,34 +4757,34 @@ static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float weig
     const Acts a = gpt2_acts(model, 0);
     const float* loss_scale = &model->state->update.loss_scale;
     gpt2_forward(model, B, T, mode);
-    gpt2_logits(model, 0, N);
+    gpt2_logits(model, a.lnf, N);
     classifier({a.logits, a.losses, model->feed.inputs.targets, weight, loss_scale, N, c.V, c.Vp, mode},
                model->stream);
     loss_sum({mean, a.losses, weight, acc, N}, model->stream);
 }
 
 // ---- backward ----
-// What a backward pass has in common. The first micro-step stores gradients, later ones add: no memset.
-// is_last: of this rank's step; buckets then go to the other ranks as soon as they are complete.
+// A lane's first micro-step stores gradients, later ones add: no memset. exchanges: each bucket of gradients
+// goes to the other ranks as soon as it is complete.
 struct Backward : Pass {
     float* scratch;
     Accumulate acc;
-    bool is_last;
+    bool exchanges;
     Grad grad(ParamId id, int l) const { return gpt2_grad(model, id, l, acc); }
     Stream stream() const { return model->stream; }
 };
 
-// The last gradient of a layer, from dqkv in dwide.
+// The last gradient of layer l, that of qkvw, from dqkv (B,T,3C) in dwide. Its bucket is then complete.
 static void gpt2_layer_complete(const Backward& b, int l, const floatX* inp) {
     const int N = b.B * b.T, C = b.model->config.C;
     matmul_backward_weight({b.grad(PARAM_qkvw, l), b.scratch, b.acts(l).dwide, inp, N, C, 3 * C}, b.stream());
-    gpt2_bucket_complete(b.model, b.model->layout.bucket_of(Kind::Matrix, Where::Block, l), b.is_last);
+    gpt2_bucket_complete(b.model, b.model->layout.bucket_of(Kind::Matrix, Where::Block, l), b.exchanges);
 }
 
-// A branch's backward: the gradient dinp of its input `inp`, from dout, its output's, and the gradients of
-// its tensors. Its last bias is left to the norm behind, which sums it in passing (gpt2_norms_backward).
-// also: another gradient of the input, added to dinp, or null. Layer 0's last gradient is gpt2_backward's.
-static void gpt2_attention_backward(const Backward& b, int l, floatX* dinp, const floatX* also,
+// A branch's backward, from dout: dinp, the gradient of its input inp, and the gradients of its tensors. The
+// last bias's is missing: gpt2_norms_backward computes it. dinp_mlp: the MLP's gradient of the same input,
+// added to dinp, or null. For layer 0, gpt2_backward calls gpt2_layer_complete itself, later.
+static void gpt2_attention_backward(const Backward& b, int l, floatX* dinp, const floatX* dinp_mlp,
                                     const floatX* dout, const floatX* inp) {
     const GPT2* model = b.model;
     const int N = b.B * b.T, C = model->config.C, NH = model->config.NH;
@@ -4801,7 +4801,7 @@ static void gpt2_attention_backward(const Backward& b, int l, floatX* dinp, cons
                        stream);                                                                 // (B,T,3C)
     bias_backward({b.grad(PARAM_qkvb, l), b.scratch, a.dwide, N, 3 * C}, stream);
     if (l > 0) { gpt2_layer_complete(b, l, inp); }
-    matmul_backward_input({dinp, a.dwide, p.qkvw, also, nullptr, N, C, 3 * C}, stream);         // (B,T,C)
+    matmul_backward_input({dinp, a.dwide, p.qkvw, dinp_mlp, nullptr, N, C, 3 * C}, stream);     // (B,T,C)
 }
 
 static void gpt2_mlp_backward(const Backward& b, int l, floatX* dinp, const floatX* dout,
@@ -4822,9 +4822,9 @@ static void gpt2_mlp_backward(const Backward& b, int l, floatX* dinp, const floa
     matmul_backward_input({dinp, a.dwide, p.fcw, nullptr, nullptr, N, C, 4 * C}, stream);       // (B,T,C)
 }
 
-// Through a point's norms: dresidual, the gradient of what the stream becomes behind x, becomes that of x. It
-// is the gradient of the branches that were added at x, too; with dropout or a stream in fp32 theirs go to
-// dbranch. In passing it sums the columns of those: the gradients of the branches' last biases.
+// Backward of the norms that read point x: dresidual (+)= their gradients; it is then the gradient of x's
+// sum. It is also the gradient of each branch that x adds, unless there is dropout or a stream in fp32: then
+// dbranch is. The kernel also sums the columns of these: the gradients of the branches' last biases.
 static void gpt2_norms_backward(const Backward& b, const ResidualPoint& x, Accumulate acc) {
     const Config& c = b.model->config;
     const Acts a = b.acts(0);
@@ -4857,28 +4857,28 @@ static void gpt2_norms_backward(const Backward& b, const ResidualPoint& x, Accum
 }
 
 // Gradients of every parameter from dlogits, in the forward's order reversed.
-static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_last) {
+static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool exchanges) {
     const Config& c = model->config;
     const Options& o = model->options;
     const int N = B * T, C = c.C;
-    const bool apart = o.dropout > 0.0 || has_fp32_residual(c);    // branches' gradients from the stream's
+    const bool apart = o.dropout > 0.0 || has_fp32_residual(c);    // branches have their own gradients
     Stream stream = model->stream;
-    Backward b = {{model, model->acts.specs, B, T}, model->acts.scratch, acc, is_last};
+    Backward b = {{model, model->acts.specs, B, T}, model->acts.scratch, acc, exchanges};
     auto recompute = [&](const ResidualPoint& x) {
         if (o.recompute >= 2) { norm_forward(point_norms(model, x, N), stream); }
     };
     auto complete = [&](Kind kind) {
-        gpt2_bucket_complete(model, model->layout.bucket_of(kind, Where::Global, 0), is_last);
+        gpt2_bucket_complete(model, model->layout.bucket_of(kind, Where::Global, 0), exchanges);
     };
 
     const Params p = b.params(0);
-    const Acts shared = b.acts(0);                    // of which every layer has the same
+    const Acts shared = b.acts(0);                    // tensors that all layers share
     floatX *const dln1 = shared.dnarrow, *const dln2 = shared.dnarrow2;
     floatX* const dresidual = (floatX*)shared.dresidual;
     floatX* const dbranch = apart ? shared.dbranch : dresidual;
     floatX* const dbranch2 = apart ? shared.dbranch2 : dresidual;
-    // wte's first part, the LM head's; the embedding's comes last. bf16 is rounded once, so there they meet
-    // in scratch, which begins with a place for them.
+    // dwte is the LM head's part, first, plus the embedding's, last. A bf16 gradient is rounded once, so its
+    // parts are summed in fp32, at the start of scratch; other ops use the rest.
     const size_t wte_elems = model->param_specs[PARAM_wte].elems;
     Grad dwte = o.grads_bf16 ? Grad{b.scratch, Accumulate::No} : b.grad(PARAM_wte, 0);
     if (o.grads_bf16) { b.scratch += wte_elems; }
@@ -4904,8 +4904,8 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_las
         gpt2_norms_backward(b, x, Accumulate::Yes);                                             // ln1, both
     }
 
-    // The embedding goes to the other ranks before layer 0's last gradients are computed: it is by far the
-    // largest bucket, and travels behind them.
+    // The embedding is by far the largest bucket. It goes to the other ranks before layer 0's last gradient
+    // is computed, which hides a part of its way.
     complete(Kind::Norm);
     complete(Kind::Bias);
     dwte.acc = Accumulate::Yes;
@@ -4914,50 +4914,48 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool is_las
     if (o.grads_bf16) { grad_accumulate({b.grad(PARAM_wte, 0), dwte.data, wte_elems}, stream); }
     complete(Kind::Matrix);
     gpt2_layer_complete(b, 0, shared.ln1);
-    gpt2_bucket_complete(model, -1, is_last);
+    gpt2_bucket_complete(model, -1, exchanges);
 }
 
 // ---- exchange between GPUs ----
-// One process a GPU ("rank"), all of which hold the same parameters and work on other rows. A step's batch is
-// a list of M micro-steps. It is cut into G lanes, contiguous and equally long: a lane's gradients are summed
-// in order, in place, by the rank that has it, and lanes are summed by a tree of pairs,
-//     ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)),
-// whoever holds them. Hence the bits of a run depend on -b, -t, -z and G, not on the number of ranks:
+// A rank is one process with one GPU. All ranks hold the same parameters and work on different rows of the
+// batch. A step's micro-steps are numbered over the whole job and cut into G lanes: equally long, contiguous
+// groups. A lane belongs to one rank, which sums its gradients in order, in place. The sums of lanes are then
+// added in pairs, by a tree:
+//     ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))
+// So the bits of a run depend on -b, -t, -z and G, but not on the number of ranks.
 //
 //     G = 8       1 rank                     2 ranks                      4 ranks
 //     backward    lanes 0 .. 7               0 .. 3 | 4 .. 7              0 1 | 2 3 | 4 5 | 6 7
-//     summed      as soon as a pair is       likewise; then each rank sends shard r of its sum to rank r,
-//                 complete: 4 buffers        which adds up what it got, in pairs, in the same tree
+//     within a    a pair is summed as soon as both are there: 4 buffers for 8 lanes
+//     rank
+//     between                                each rank sends shard r of its sum to rank r, which adds the
+//     ranks                                  pieces in pairs: the upper levels of the same tree
 //
-// Buckets (section 3) are exchanged one by one, by the GPU's copy engines, while the backward of earlier
-// layers goes on; a layer later they are summed. Rank r then has the sums of shard r of each bucket. ZeRO
-// stage 0 gathers the gradients, and all ranks update everything; at 1 and 2 each updates its shards, and the
-// parameters are gathered bucket by bucket, the embedding and the first layers first, while the next forward
-// waits only for what it needs.
-// At stage 2 every micro-step is a lane of its own and is exchanged at once; gradients of a layer live in one
-// of two places until then. Rank r takes micro-step j * world + r at time j, so that the ranks' micro-steps
-// of one time are one part of the tree, or, if their number is no power of two, a few parts.
+// Buckets (llmc/model/layout.h) are exchanged one by one, by the GPU's copy engines, while the backward of
+// earlier layers goes on. A bucket is summed when the next one is complete; rank r then has the sums of shard
+// r. ZeRO stage 0 gathers these sums, and every rank updates all parameters. At stages 1 and 2 a rank updates
+// its shards. The parameters are then gathered bucket by bucket, as the next forward needs them.
+// At stage 2 every micro-step is a lane and is exchanged at once. The ranks take micro-steps in turns: rank r
+// has micro-step j * world + r at time j. Those of one time are one subtree, or a few subtrees if the number
+// of ranks is no power of two. Two layers' gradients are in memory at a time.
 //
-// --reduction nccl sums in NCCL's order instead: the same bits for the same number of ranks only.
+// --reduction nccl sums in NCCL's order instead: the bits then depend on the number of ranks.
 
-// Adds this rank's finished lane to those that it completes a pair with: n elements of every buffer, from
-// `offset` bytes on. Where there are several lanes a rank, gradients are fp32.
+// After a lane: adds the pairs that it completes (lane_buffer in lanes.h says which buffers these are), in n
+// elements from `offset` bytes on. With several lanes on a rank, gradients are fp32.
 static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n) {
     const int lane = model->grads.lane;
     const int top = lane_buffer(lane), merges = lane_merges(lane, model->options.lanes);
     if (merges == 0) { return; }
     auto buffer = [&](int k) { return (float*)(model->grads.data + k * model->layout.grads_bytes + offset); };
-    LaneSum<floatX, float> a = {};
-    a.out = {buffer(top - merges), Accumulate::No};
-    a.num_chain = merges;
+    LaneSum<floatX, float> a = {.out = {buffer(top - merges), Accumulate::No}, .num_chain = merges,
+                                .pieces = {.data = buffer(top)}, .num_pieces = 1, .n = n};
     for (int k = 0; k < merges; k++) { a.chain[k] = buffer(top - merges + k); }
-    a.pieces = {.data = buffer(top)};
-    a.num_pieces = 1;
-    a.n = n;
     lane_sum(a, model->stream);
 }
 
-// Work that is put on `later` from now on waits for all work that is on `earlier`.
+// From now on, work enqueued on `later` waits for the work that `earlier` has.
 static void stream_follow(Stream later, Event event, Stream earlier) {
     event_record(event, earlier);
     stream_wait(later, event);
@@ -4967,59 +4965,77 @@ static char* exchange_slot(const GPT2* model, int slot) {
     return model->exchange.received + slot * model->layout.largest_but_first * sizeof(float);
 }
 
-// Sums what all ranks have sent of a bucket. This runs on the backward's stream: on a second stream the two
-// sets of kernels would wait for each other's SMs (dev/bench/NOTES.md).
-static void gpt2_sum_bucket(GPT2* model, int bucket) {
-    const Options& o = model->options;
-    const Split& split = o.split;
+// Sums the ranks' pieces of a bucket at stages 0 and 1: piece r is rank r's sum of its lanes, stored by that
+// rank's last micro-step.
+static void gpt2_sum_pieces(GPT2* model, int bucket) {
     const Bucket& b = model->layout.buckets[bucket];
     const BucketExchange& x = model->exchange.buckets[bucket];
     const size_t bytes = b.shard * b.grad_bytes, first = b.first + b.mine;
-    char* mine = model->grads.data + b.grads + split.rank * bytes;          // this rank's shard
-    stream_wait(model->stream, x.arrived);
-    if (o.nccl_order && split.zero < 2) { return; }                         // NCCL has summed it
+    const RoundKey key = {model->options.seed, model->step, (uint32_t)model->micro_steps - 1, kRoundGrads};
+    lane_sum({.out = {(float*)(model->grads.data + b.grads + model->options.split.rank * bytes),
+                      Accumulate::No, b.grads_bf16, gpt2_summed_grads(model, bucket).key, first},
+              .pieces = {exchange_slot(model, x.slot), b.grads_bf16, key, first},
+              .piece_micros = (uint32_t)model->micro_steps, .num_pieces = model->options.split.world,
+              .n = b.shard}, model->stream);
+}
 
-    LaneSum<floatX, float> a = {};
-    a.n = b.shard;
+// Stage 2: adds the ranks' micro-steps of one time to the sums of lanes in grads.shards, subtree by subtree.
+static void gpt2_sum_micro_steps(GPT2* model, int bucket) {
+    const Bucket& b = model->layout.buckets[bucket];
+    const BucketExchange& x = model->exchange.buckets[bucket];
+    const Split& split = model->options.split;
+    const int first_lane = (int)model->micro - split.rank, lanes = model->options.lanes * split.world;
     auto shards = [&](int k) { return model->grads.shards + k * model->layout.shard_elems + b.shards; };
-    if (o.nccl_order) {                                                     // stage 2: a running sum
-        a.pieces = {.data = mine};
-        a.num_pieces = 1;
-        a.num_chain = model->micro >= (uint32_t)split.world;
-        a.out = {shards(0), Accumulate::No};
-        a.chain[0] = shards(0);
-        lane_sum(a, model->stream);
-        return;
-    }
-    RoundKey key = gpt2_grad_key(model);                                    // of rank 0's micro-step
-    key.micro = (uint32_t)(split.zero == 2 ? model->micro - split.rank : model->micro_steps - 1);
-    const int lane = (int)key.micro, lanes = o.lanes * split.world;         // at stage 2
-    a.piece_micros = split.zero == 2 ? 1 : (uint32_t)model->micro_steps;
+    LaneSum<floatX, float> a = {};
+    a.piece_micros = 1;
+    a.n = b.shard;
     for (int r = 0; r < split.world; r += a.num_pieces) {
-        a.num_pieces = split.zero == 2 ? lane_part(lane + r, split.world - r) : split.world;
-        a.pieces = {exchange_slot(model, x.slot) + r * bytes, b.grads_bf16, key, first};
-        a.pieces.key.micro += (uint32_t)r;
-        a.out = {(float*)mine, Accumulate::No, b.grads_bf16, gpt2_summed_grads(model, bucket).key, first};
-        if (split.zero == 2) {
-            a.num_chain = lane_merges(lane + r + a.num_pieces - 1, lanes) - __builtin_ctz(a.num_pieces);
-            const int bottom = lane_buffer(lane + r) - a.num_chain;
-            for (int k = 0; k < a.num_chain; k++) { a.chain[k] = shards(bottom + k); }
-            a.out = {shards(bottom), Accumulate::No};
-        }
+        const int lane = first_lane + r;
+        const RoundKey key = {model->options.seed, model->step, (uint32_t)lane, kRoundGrads};
+        a.num_pieces = lane_part(lane, split.world - r);
+        a.pieces = {exchange_slot(model, x.slot) + r * b.shard * b.grad_bytes, b.grads_bf16, key,
+                    b.first + b.mine};
+        // the kernel adds log2(num_pieces) levels itself; the chain is the pairs that the subtree completes
+        a.num_chain = lane_merges(lane + a.num_pieces - 1, lanes) - __builtin_ctz(a.num_pieces);
+        const int bottom = lane_buffer(lane) - a.num_chain;
+        for (int k = 0; k < a.num_chain; k++) { a.chain[k] = shards(bottom + k); }
+        a.out = {shards(bottom), Accumulate::No};
         lane_sum(a, model->stream);
-    }
-    if (split.zero == 0) {
-        stream_follow(model->exchange.stream, x.summed, model->stream);
-        device_all_gather(model->grads.data + b.grads, bytes, model->exchange.stream);
     }
 }
 
-// The backward has computed this micro-step's gradients of a bucket: they go out, and those of the bucket
-// before, which have come in the meantime, are summed. bucket -1: there is nothing more to come.
-static void gpt2_bucket_complete(GPT2* model, int bucket, bool is_last) {
+// Stage 2 with --reduction nccl: adds NCCL's sum over the ranks to that of earlier micro-steps.
+static void gpt2_sum_nccl(GPT2* model, int bucket) {
+    const Bucket& b = model->layout.buckets[bucket];
+    float* sums = model->grads.shards + b.shards;
+    const bool is_first = model->micro < (uint32_t)model->options.split.world;
+    lane_sum({.out = {sums, Accumulate::No}, .chain = {sums}, .num_chain = is_first ? 0 : 1,
+              .pieces = {.data = (float*)(model->grads.data + b.grads) + b.mine}, .num_pieces = 1,
+              .n = b.shard}, model->stream);
+}
+
+// The gradients of all ranks have arrived, or soon will: sums them. The kernels run on the backward's stream.
+// On a second stream, the two sets of kernels would wait for each other's SMs (dev/bench/NOTES.md).
+static void gpt2_sum_bucket(GPT2* model, int bucket) {
+    const Bucket& b = model->layout.buckets[bucket];
+    const BucketExchange& x = model->exchange.buckets[bucket];
+    const bool stage2 = model->options.split.zero == 2, nccl = model->options.nccl_order;
+    stream_wait(model->stream, x.arrived);
+    if (stage2 && nccl) { gpt2_sum_nccl(model, bucket); }
+    else if (stage2) { gpt2_sum_micro_steps(model, bucket); }
+    else if (!nccl) { gpt2_sum_pieces(model, bucket); }
+    if (model->options.split.zero == 0 && !nccl) {
+        stream_follow(model->exchange.stream, x.summed, model->stream);
+        device_all_gather(model->grads.data + b.grads, b.shard * b.grad_bytes, model->exchange.stream);
+    }
+}
+
+// The backward has computed a bucket's gradients: sends them to the other ranks. The gradients of the bucket
+// before have arrived in the meantime: sums them. bucket -1: no more buckets follow.
+static void gpt2_bucket_complete(GPT2* model, int bucket, bool exchanges) {
+    if (!exchanges) { return; }
     const Options& o = model->options;
     const Split& split = o.split;
-    if (split.world == 1 || (split.zero < 2 && !is_last)) { return; }
     Exchange& exchange = model->exchange;
     const int before = exchange.bucket_in_flight;
     exchange.bucket_in_flight = bucket;
@@ -5028,7 +5044,7 @@ static void gpt2_bucket_complete(GPT2* model, int bucket, bool is_last) {
         BucketExchange& x = exchange.buckets[bucket];
         char* grads = model->grads.data + b.grads;
         if (split.zero < 2) { gpt2_merge_lanes(model, b.grads, b.padded); }
-        stream_follow(exchange.stream, x.complete, model->stream);  // and what its slot held is summed
+        stream_follow(exchange.stream, x.complete, model->stream);  // the slot's last sums are done, too
         if (!o.nccl_order) {
             x.slot = bucket == 0 ? 2 : exchange.next_slot++ % 2;
             device_all_to_all(exchange_slot(model, x.slot), grads, b.shard * b.grad_bytes, exchange.stream);
@@ -5042,7 +5058,7 @@ static void gpt2_bucket_complete(GPT2* model, int bucket, bool is_last) {
     if (before >= 0) { gpt2_sum_bucket(model, before); }
 }
 
-// An exchange between the ranks that the model's stream waits for.
+// An exchange between the ranks that the model's stream waits for at once: send(stream) enqueues it.
 template <class Send> static void gpt2_exchange_now(GPT2* model, Send send) {
     if (model->options.split.world == 1) { return; }
     const Exchange& exchange = model->exchange;
@@ -5051,7 +5067,7 @@ template <class Send> static void gpt2_exchange_now(GPT2* model, Send send) {
     stream_follow(model->stream, exchange.ends, exchange.stream);
 }
 
-// Gathers the updated shards of `count` buckets from `first` on, while the next forward runs.
+// Gathers the updated parameters of `count` buckets from `first` on, while the next forward runs.
 static void gpt2_gather_params(GPT2* model, int first, int count) {
     const Split& split = model->options.split;
     if (split.world == 1 || split.zero == 0) { return; }
@@ -5090,7 +5106,7 @@ static void check_ranks(GPT2* model, int64_t step) {
 }
 
 // ---- update ----
-// The rows of a launch that begins at a bucket: the layers' matrices, from bucket 1 on, are updated together.
+// The rows of a launch that begins at a bucket. Buckets 1 to L, the layers' matrices, are rows of one launch.
 static Rows gpt2_update_rows(const GPT2* model, int bucket) {
     const int L = model->config.L;
     if (bucket != 1 || L == 1) { return {}; }
@@ -5099,22 +5115,22 @@ static Rows gpt2_update_rows(const GPT2* model, int bucket) {
     return {L, next.params - b.params, grads, next.first - b.first};
 }
 
-// Orthogonalises the matrices of `layers` layers where they stand, one shape after the other; `updates` is
-// where the first layer's bucket begins.
+// Orthogonalises the matrices of `layers` layers in place, one shape after the other. updates: the first of
+// these layers' buckets.
 static void gpt2_orthogonalise(GPT2* model, const MuonShare& share, muonX* updates, int layers) {
     const size_t stride = model->layout.buckets[1].padded;
-    auto place = [&](int i) { return model->opt.muon_products + i * share.place; };
+    auto product = [&](int i) { return model->opt.muon_products + i * share.place; };
     for (const MuonShape& s : muon_shapes(model->param_specs, NUM_PARAMS, stride, layers)) {
-        muon_orthogonalise({.out = updates, .inp = updates, .x = (muonX*)place(0), .y = (muonX*)place(1),
-                            .gram = (muonX*)place(2), .poly = (muonX*)place(3), .sums = (double*)place(4),
-                            .places = s.places, .rows = s.rows, .cols = s.cols,
+        muon_orthogonalise({.out = updates, .inp = updates, .x = (muonX*)product(0), .y = (muonX*)product(1),
+                            .gram = (muonX*)product(2), .poly = (muonX*)product(3),
+                            .sums = (double*)product(4), .places = s.places, .rows = s.rows, .cols = s.cols,
                             .steps = model->options.muon_steps, .layers_all = model->config.L},
                            model->stream);
     }
 }
 
-// Muon's part of an update: the layers' matrices, from bucket 1 on. A matrix is orthogonalised whole by one
-// rank, so its bits do not depend on how many there are.
+// Muon's part of an update: the layers' matrices, `share.together` layers at a time. One rank orthogonalises
+// a whole matrix, so its bits do not depend on the number of ranks.
 static void gpt2_update_muon(GPT2* model, Rows rows, double lr) {
     const Options& o = model->options;
     const Split& split = o.split;
@@ -5151,16 +5167,14 @@ static void gpt2_update_muon(GPT2* model, Rows rows, double lr) {
 
 // Computes the norm, decides whether to skip, and runs AdamW and Muon: all on the device, from the same
 // numbers on every rank.
-static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, double eps, float max_norm,
-                        double muon_lr) {
+static void gpt2_update(GPT2* model, double lr, double muon_lr) {
     const Options& o = model->options;
     const Split& split = o.split;
     const Exchange& exchange = model->exchange;
     const int L = model->config.L;
     const int order[] = {L + 2, L + 1, 0, 1};           // as the next forward needs the parameters
 
-    // Each rank's record, of its shards alone, then everybody's.
-    char* record = exchange.records + split.rank * exchange.record_bytes;
+    // this rank's record, of its shards; then the ranks gather all records
     for (int bucket : order) {
         const Bucket& b = model->layout.buckets[bucket];
         StoredGrads grads = gpt2_summed_grads(model, bucket);
@@ -5168,7 +5182,7 @@ static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, doub
             grads.data = (const char*)grads.data + b.mine * b.grad_bytes;
             grads.first += b.mine;
         }
-        square_sums({(double*)record + b.shards / kChunk, grads, b.shard,
+        square_sums({(double*)gpt2_record(model) + b.shards / kChunk, grads, b.shard,
                      gpt2_update_rows(model, bucket)}, model->stream);
     }
     gpt2_exchange_now(model, [&](Stream stream) {
@@ -5178,7 +5192,7 @@ static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, doub
                      .records = exchange.records, .record_bytes = exchange.record_bytes,
                      .lanes_at = exchange.losses_at, .ranks = split.world, .lanes = o.lanes,
                      .interleaved = split.zero == 2, .ranges = model->opt.ranges,
-                     .num_ranges = (int)model->layout.buckets.size(), .max_norm = max_norm,
+                     .num_ranges = (int)model->layout.buckets.size(), .max_norm = o.grad_clip,
                      .policy = {kFp16, kLossScaleSteps, kMaxLossScale, o.skip_loss, o.skip_norm}},
                     model->stream);
     for (int bucket : order) {
@@ -5192,7 +5206,7 @@ static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, doub
                       .grads = gpt2_summed_grads(model, bucket), .state = &model->state->update,
                       .n = b.held, .rows = rows,
                       .weight_decay = b.kind == Kind::Matrix ? o.weight_decay : 0.0f, .lr = lr,
-                      .beta1 = beta1, .beta2 = beta2, .eps = eps,
+                      .beta1 = o.beta1, .beta2 = o.beta2, .eps = o.eps,
                       .key = RoundKey{o.seed, model->step, 0, kRoundParams}, .first = b.first + b.held_at},
                      model->stream);
         gpt2_gather_params(model, bucket, rows.count);
@@ -5201,15 +5215,15 @@ static void gpt2_update(GPT2* model, double lr, double beta1, double beta2, doub
 }
 
 // == 9 writing text ==
-// Writes `rows` texts at once and keeps the keys and values of their positions so far. All of it lies in the
-// activations' memory, behind the activations of a forward over one row.
+// Writes `rows` texts at once. All its arrays are in the memory of the activations, behind those of a forward
+// over one row. The cache keeps the keys and values of each text's positions so far.
 struct Decoder {
     GPT2* model;
     int rows;
     ActSpec act_specs[NUM_ACTS];        // of that forward
-    floatX *keys, *values;              // (L,rows,T,C)
-    void* residual;                     // (rows,C) the stream: floatX, or fp32
-    floatX *branches, *normalised;      // (2,rows,C) each: what the norms add; what they leave
+    floatX *keys, *values;              // (L,rows,T,C) the cache
+    floatX* residual;                   // (rows,C) the stream; it may point to fp32
+    floatX *branches, *normalised;      // (2,rows,C) the norms' inputs and outputs
     floatX *qkv, *atty, *fch, *logits;  // (rows,3C) (rows,C) (rows,4C) (rows,V)
     float *mean, *rstd;                 // (rows)
     int *tokens, *positions;            // (rows)
@@ -5231,23 +5245,12 @@ static Decoder decoder_layout(char* base, const Config& c, int T, int rows) {
         *p = (decltype(*p + 0))at;
         at += round_up(elems * sizeof(**p), kAlign);
     };
-    take(&d.keys, cache);
-    take(&d.values, cache);
-    floatX* residual;
-    take(&residual, n * C * (has_fp32_residual(c) ? sizeof(float) / sizeof(floatX) : 1));
-    d.residual = residual;
-    take(&d.branches, 2 * n * C);
-    take(&d.normalised, 2 * n * C);
-    take(&d.qkv, n * 3 * C);
-    take(&d.atty, n * C);
-    take(&d.fch, n * 4 * C);
-    take(&d.logits, n * c.V);
-    take(&d.mean, n);
-    take(&d.rstd, n);
-    take(&d.tokens, n);
-    take(&d.positions, n);
-    take(&d.draws, n);
-    take(&d.ids, n);
+    take(&d.keys, cache), take(&d.values, cache);
+    take(&d.residual, n * C * (has_fp32_residual(c) ? sizeof(float) / sizeof(floatX) : 1));
+    take(&d.branches, 2 * n * C), take(&d.normalised, 2 * n * C);
+    take(&d.qkv, n * 3 * C), take(&d.atty, n * C), take(&d.fch, n * 4 * C), take(&d.logits, n * c.V);
+    take(&d.mean, n), take(&d.rstd, n);
+    take(&d.tokens, n), take(&d.positions, n), take(&d.draws, n), take(&d.ids, n);
     d.bytes = rows > 0 ? at - (uintptr_t)base : 0;
     return d;
 }
@@ -5270,8 +5273,8 @@ static void decoder_free(Decoder* d) {
     for (Event e : d->ready) { event_destroy(e); }
 }
 
-// Computes the keys and values of all tokens but the last, by a forward over one row; `rows` equal texts
-// share it. T is rounded up, so that few shapes occur; a causal model does not see the tokens behind its own.
+// Fills the cache rows from `row` on, for `rows` equal texts. A forward over one row computes the keys and
+// values of all tokens but the last. T is rounded up, so that few shapes occur; no token sees later ones.
 static void decoder_prefill(Decoder* d, const std::vector<int>& text, int row, int rows) {
     GPT2* model = d->model;
     const int count = (int)text.size() - 1, T = std::min(model->T, round_up(count, 64));
@@ -5284,9 +5287,8 @@ static void decoder_prefill(Decoder* d, const std::vector<int>& text, int row, i
     gpt2_forward(model, 1, T, ClassifierMode::LossOnly, &cache);
 }
 
-// Prepares the next step of every text; all texts have the same number of tokens. Of a text longer than T the
-// last T/2 tokens are kept and computed anew, because a learned position cannot be moved. Returns how many
-// tokens were kept.
+// Prepares the next step of every text and returns its position; all texts have the same number of tokens. A
+// text longer than T keeps its last T/2 tokens. Their positions change, so the cache is computed anew.
 static int decoder_begin(Decoder* d, const std::vector<std::vector<int>>& texts, uint32_t first_id,
                          uint64_t first_draw) {
     GPT2* model = d->model;
@@ -5310,16 +5312,16 @@ static int decoder_begin(Decoder* d, const std::vector<std::vector<int>>& texts,
     send(d->positions, positions);
     send(d->ids, ids);
     send(d->draws, draws);
-    return kept;
+    return kept - 1;
 }
 
-// The norms of a point first add to the stream the branches that end there, at the first the embedding.
+// Adds a point's branches, or the embedding, to the stream and computes the point's norms.
 static void decoder_add_and_norm(Decoder* d, const ResidualPoint& x) {
     const size_t row_elems = (size_t)d->rows * d->model->config.C;
     NormForward<floatX, float> norm = point_norms(d->model, x, d->rows);
     for (int k = 0; k < x.norms; k++) { norm.y[k].out = d->normalised + k * row_elems; }
     norm.mean = d->mean, norm.rstd = d->rstd;
-    norm.residual = (floatX*)d->residual;
+    norm.residual = d->residual;
     norm.inp = x.branches > 0 ? norm.residual : nullptr;
     for (int k = 0; k < std::max(x.branches, 1); k++) { norm.branch[k] = d->branches + k * row_elems; }
     norm_forward(norm, d->model->stream);
@@ -5344,13 +5346,13 @@ static void decoder_mlp(Decoder* d, int l, floatX* out, const floatX* inp) {
     decode_matmul({out, d->fch, p.fcprojw, p.fcprojb, false, n, 4 * C, C}, d->model->stream);
 }
 
-// One more token of every text, which the host finds in place `slot` of `drawn`.
+// Enqueues one step: one more token of every text. The tokens arrive in drawn[slot] (rows).
 static void decoder_step(Decoder* d, int slot) {
     GPT2* model = d->model;
     const Config& c = model->config;
     Stream stream = model->stream;
     const int n = d->rows, C = c.C;
-    const Pass pass = {model, d->act_specs, 1, model->T};
+    const Pass pass = {model, d->act_specs, 1, model->T};       // for the points; no activations are read
     floatX* const branch[2] = {d->branches, d->branches + (size_t)n * C};           // (rows,C) each
     const floatX* const normalised[2] = {d->normalised, d->normalised + (size_t)n * C};
     graph_run(&d->step, stream, [&] {
@@ -5375,18 +5377,19 @@ static void decoder_step(Decoder* d, int slot) {
     event_record(d->ready[slot], stream);
 }
 
-// Continues `prompt` by `count` tokens, or up to the token `end`, in options.text_rows texts. They draw from
-// the random streams first_id, first_id + 1, ...; token n of a text is draw first_draw + n, so a text depends
-// neither on the others nor on how the host waits. on_token(row, token) gets each token, the end too, and
-// returns false to stop all texts. Changes neither weights nor the state of training.
+// Continues `prompt` in options.text_rows texts, each by `count` tokens or up to the token `end`. Text k
+// draws from the random stream first_id + k, and its token n is draw first_draw + n. So a text depends
+// neither on the others nor on how the host waits. on_token(row, token) gets each token, `end` too; false
+// stops all texts. Weights and the state of training do not change.
 static void decoder_write(Decoder* d, const std::vector<int>& prompt, int count, int end, uint32_t first_id,
                           uint64_t first_draw, const OnToken& on_token) {
     const int T = d->model->T;
     std::vector<std::vector<int>> texts(d->rows, prompt);
     std::vector<bool> over(d->rows, false);
-    int position = decoder_begin(d, texts, first_id, first_draw) - 1, asked = 0, live = d->rows;
+    int position = decoder_begin(d, texts, first_id, first_draw), asked = 0, live = d->rows;
     for (int read = 0; read < count && live > 0; read++) {
-        if (position == T && read == asked) { position = decoder_begin(d, texts, first_id, first_draw) - 1; }
+        // the host enqueues up to kAhead steps before it reads the first; a full text waits for its tokens
+        if (position == T && read == asked) { position = decoder_begin(d, texts, first_id, first_draw); }
         for (; asked < count && asked - read < Decoder::kAhead && position < T; position++) {
             decoder_step(d, asked++ % Decoder::kAhead);
         }
@@ -5394,7 +5397,7 @@ static void decoder_write(Decoder* d, const std::vector<int>& prompt, int count,
         await_event(d->ready[read % Decoder::kAhead]);
         for (int row = 0; row < d->rows; row++) {
             const int token = drawn[row];
-            texts[row].push_back(std::max(token, 0));   // also behind an end: all have the same length
+            texts[row].push_back(std::max(token, 0));   // after its end, too: all texts have the same length
             if (over[row]) { continue; }
             if (token < 0) {
                 die("cannot sample: all %d logits are NaN\n"
@@ -5408,8 +5411,8 @@ static void decoder_write(Decoder* d, const std::vector<int>& prompt, int count,
 }
 
 // == 10 checkpoint ==
-// A checkpoint is a model (model_file.h) and a state (state_file.h). checkpoints.h has their names, and the
-// marker that comes last. FP16 builds save fp32 models, from the master weights.
+// A checkpoint is a model (model_file.h) and a state (state_file.h). checkpoints.h names these files, and the
+// marker that comes last.
 constexpr bool kModelIsBf16 = kLowPrecision && !kFp16;
 
 static Config checkpoint_config(const char* path) {
@@ -5425,7 +5428,7 @@ static void checkpoint_load(GPT2* model, const char* path) {
     else { model_read(path, param_table, model->config, on_tensor); }
 }
 
-// As a state file calls them: "qkvw.3"; the type of the parameters themselves.
+// Names in a state file: of layer 3's qkvw, "qkvw.3"; of the parameter's type.
 static std::string state_name(const ParamSpec& s, int l) {
     return s.copies > 1 ? format("%s.%d", s.name, l) : s.name;
 }
@@ -5434,8 +5437,8 @@ static const char* state_type(const ParamSpec& s) {
 }
 
 // ---- saving ----
-// All of a tensor's master weights, on the device, until the next call. Where they are shared out (ZeRO stage
-// 1 or 2) all ranks must ask at the same time.
+// All master weights of a tensor, on the device, valid until the next call. From ZeRO stage 1 on it gathers
+// the shards, so all ranks must call it at the same time.
 static const float* gpt2_whole_master(GPT2* model, int i, int l) {
     const ParamAddress at = param_address(model->param_specs, model->layout, i, l);
     const Bucket& b = model->layout.buckets[at.bucket];
@@ -5448,7 +5451,8 @@ static const float* gpt2_whole_master(GPT2* model, int i, int l) {
     return all + at.offset;
 }
 
-// Each rank saves the master weights, m and v that it holds; rank 0 also saves the parameters.
+// Each rank saves the master weights, m and v that it has; rank 0 also saves the parameters. FP16 builds
+// write fp32 models, from the master weights.
 static std::vector<SavedPiece> saved_pieces(GPT2* model) {
     const Split& split = model->options.split;
     const bool first = split.rank == 0, from_master = !kModelIsBf16 && model->opt.master;
@@ -5457,30 +5461,32 @@ static std::vector<SavedPiece> saved_pieces(GPT2* model) {
         const ParamSpec& s = model->param_specs[i];
         for (int l = 0; l < s.copies; l++) {
             const HeldPart part = gpt2_held_part(model, i, l);
-            auto row = [&](const char* of, const char* type, size_t begin, size_t end) {
-                return state_row(of + ("." + state_name(s, l)), type, s.rows, s.cols, begin, end - begin);
+            auto row = [&](const char* array, const char* type, size_t begin, size_t end) {
+                return state_row(array + ("." + state_name(s, l)), type, s.rows, s.cols, begin, end - begin);
             };
             if (first) {
-                pieces.push_back({row("param", state_type(s), 0, s.elems), gpt2_param_data(model, i, l),
-                                  nullptr, true, !from_master, 0});
+                pieces.push_back({.row = row("param", state_type(s), 0, s.elems),
+                                  .device = gpt2_param_data(model, i, l),
+                                  .in_state = true, .in_model = !from_master});
             }
             for (const Held& held : part.in) {
                 if (!held.memory || (split.zero == 0 && !first)) { continue; }
-                const bool in_model = held.memory == part.in[0].memory && from_master && split.zero == 0;
-                pieces.push_back({row(held.of, "f32", part.begin, part.end), held.memory, nullptr,
-                                  true, in_model, 0});
+                const bool is_master = held.memory == part.in[0].memory;
+                pieces.push_back({.row = row(held.array, "f32", part.begin, part.end), .device = held.memory,
+                                  .in_state = true, .in_model = is_master && from_master && split.zero == 0});
             }
             if (from_master && split.zero >= 1) {
-                auto gather = [=]() -> const void* { return gpt2_whole_master(model, i, l); };
-                pieces.push_back({row("master", "f32", 0, s.elems), nullptr, gather, false, first, 0});
+                pieces.push_back({.row = row("master", "f32", 0, s.elems),
+                                  .gather = [=] { return (const void*)gpt2_whole_master(model, i, l); },
+                                  .in_model = first});
             }
         }
     }
     return pieces;
 }
 
-static void gpt2_saver(Saver* saver, GPT2* model, const Logger* logger, const std::string& folder,
-                       bool at_once, const Retention& retention) {
+static void gpt2_saver_init(Saver* saver, GPT2* model, const Logger* logger, const std::string& folder,
+                            bool at_once, const Retention& retention) {
     saver->folder = folder;
     saver->retention = retention;
     saver->config = model->config;
@@ -5492,7 +5498,7 @@ static void gpt2_saver(Saver* saver, GPT2* model, const Logger* logger, const st
     saver_init(saver, saved_pieces(model), at_once);
 }
 
-// All ranks come here after the same step. facts: what else is to be saved.
+// All ranks save after the same step. facts: what the state file says beside its tensors.
 static void gpt2_save(GPT2* model, Saver* saver, int64_t step, const Facts& facts) {
     saver_begin(saver, step);
     gpt2_await_all_params(model);
@@ -5507,8 +5513,8 @@ static Facts model_facts(GPT2* model) {
     return facts;
 }
 
-// Parameters, master weights, m, v and the update's state of a model that has been allocated for the same
-// shapes. Returns what is wrong with the files, or ""; the model is then half loaded.
+// Loads parameters, master weights, m, v and the update's state into a model that has been allocated for
+// these shapes. Returns an error of the files, which leaves the model half loaded, or "".
 static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
     const PieceIndex index = checkpoint_index(*c);
     std::vector<char> data;
@@ -5517,16 +5523,17 @@ static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
         const ParamSpec& s = model->param_specs[i];
         for (int l = 0; l < s.copies; l++) {
             DiskWait disk(c->step);
-            auto load = [&](const char* of, const char* type, size_t begin, size_t end, void* device) {
+            auto load = [&](const char* array, const char* type, size_t begin, size_t end, void* device) {
                 if (!error.empty() || !device) { return; }
-                error = checkpoint_read(*c, index, of + ("." + state_name(s, l)), type, s, begin, end, &data);
+                error = checkpoint_read(*c, index, array + ("." + state_name(s, l)), type, s, begin, end,
+                                        &data);
                 if (!error.empty()) { return; }
                 copy_to_device(device, data.data(), data.size(), model->stream);
                 stream_sync(model->stream);
             };
             const HeldPart part = gpt2_held_part(model, i, l);
             load("param", state_type(s), 0, s.elems, gpt2_param_data(model, i, l));
-            for (const Held& held : part.in) { load(held.of, "f32", part.begin, part.end, held.memory); }
+            for (const Held& held : part.in) { load(held.array, "f32", part.begin, part.end, held.memory); }
             if (!error.empty()) { return error; }
         }
     }
@@ -5538,51 +5545,49 @@ static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
     return "";
 }
 
-// The last of these checkpoints that really verifies, into the model; *c is what checkpoint_find found among
-// them. All ranks come here and take the same one; there is none left: step -1.
+// Loads checkpoint *c, which checkpoint_find found among `steps`; if a tensor of it is damaged, the one
+// before. All ranks call this and load the same one; c->step is -1 if none is left.
 static void checkpoint_resume(GPT2* model, Checkpoint* c, const std::string& folder,
                               const std::vector<int64_t>& steps, std::set<int64_t>* bad) {
     while (c->step >= 0) {
         const int64_t step = c->step;
-        if (!checkpoint_refused(step, gpt2_load_state(model, c))) { return; }   // each reads what it needs
+        if (!checkpoint_refused(step, gpt2_load_state(model, c))) { return; }   // a rank reads its parts only
         bad->insert(step);
         *c = checkpoint_find(folder, steps, bad);
     }
 }
 
 // == 11 setting up a run ==
-// In the order in which main asks for it. Flags and their checks are in llmc/run/run_config.h; here is what
-// needs the model or this build.
+// In the order in which main calls these functions. Flags and their checks are in llmc/run/run_config.h.
 #ifdef GPT2_CPU
 constexpr Build kBuild = {PRECISION_NAME, false, kDeviceHasNccl};
 #else
 constexpr Build kBuild = {PRECISION_NAME, true, kDeviceHasNccl};
 #endif
 
-// A run: what it is made of, and where it stands between two steps.
+// A run: its parts, and how far it is, between two steps.
 struct Training {
     GPT2 model = {};
     Decoder decoder = {};
-    DataLoader train_loader = {}, val_loader = {};      // what the task does not need stays empty
+    DataLoader train_loader = {}, val_loader = {};      // empty where the task does not need them
     EvalSet questions = {};
     Tokenizer tokenizer;
     bool has_text = false;      // else samples are printed as token ids
     const Tokenizer* text() const { return has_text ? &tokenizer : nullptr; }
     Logger logger;
     Saver saver = {};
-    bool tells_speed = false;   // of texts, on stderr
-    bool saves = false;         // there is -o
+    bool tells_speed = false;   // tokens/s of texts, on stderr
+    bool saves = false;         // -o was given
     DeviceInfo device;
-    std::string program;        // its hash, taken at the start: later its file may be gone
-    std::string start;          // the folder that relative names of files belong to
+    std::string program;        // hash of the program, taken at the start: later its file may be gone
+    std::string start;          // the working directory: relative names of files belong to it
     int64_t step = 0;           // steps done
-    int64_t position = 0;       // of the data of the next one
-    std::string data_sample;    // what the training data hold, where that is to be saved
-    int rewinds = 0;
+    int64_t position = 0;       // of the next step's data, as train_loader counts
+    std::string data_sample;    // of a saved run's training data: shows later whether they are the same
+    int rewinds = 0;            // times that --on-bad-loss rewind went back
 };
 
-// The model that the flags ask for, and the flags checked against it. resumed: the facts of a run to go on
-// with.
+// Returns the model that the flags ask for, or that of the run to resume; checks the flags against it.
 static Config run_model(const Facts* resumed = nullptr) {
     const bool is_file = model_is_file(run.model);
     Config c = resumed ? facts_config(*resumed)
@@ -5602,6 +5607,8 @@ static Options run_options() {
     o.tf32 = run.tf32 != 0;
     o.kernels = run.kernels;
     o.weight_decay = (float)run.weight_decay;
+    o.beta1 = run.beta1, o.beta2 = run.beta2, o.eps = run.eps;
+    o.grad_clip = (float)run.grad_clip;
     o.muon = run.optimizer == OptimizerKind::Muon;
     o.muon_steps = run.muon_steps;
     o.muon_momentum = run.muon_momentum;
@@ -5618,35 +5625,32 @@ static Options run_options() {
     return o;
 }
 
-// How many texts are written at once: in a training run as many as the activations' memory holds, otherwise
-// as many as the device's memory allows.
+static bool run_fits(const Config& config, const Options& options, const DeviceInfo& device) {
+    return memory_fits(gpt2_memory_plan(config, options, run.B, run.T), memory_room(device));
+}
+
+// Lowers the number of texts that are written at once. A run that trains takes no memory for them but the
+// activations'; other runs may use all that the device has.
 static void fit_texts(const Config& config, Options* options, const DeviceInfo& device) {
     auto fits = [&] {
-        const auto plan = gpt2_memory_plan(config, *options, run.B, run.T);
-        for (const MemoryItem& item : plan) {
-            if (options->trains && item.name == kTextMemory) { return item.bytes == 0; }
-        }
-        return memory_fits(plan, memory_room(device));
+        GPT2 model;
+        gpt2_describe(&model, config, *options, run.B, run.T);
+        return options->trains ? model.acts.text_bytes == 0 : run_fits(config, *options, device);
     };
     while (options->text_rows > 1 && !fits()) { options->text_rows /= 2; }
 }
 
-// More lanes need more buffers for gradients. Where memory is short and the user did not give --lanes, there
-// are fewer lanes, and the run has the bits of fewer lanes.
+// Lowers the number of lanes where memory is short: each takes a buffer for gradients. The run then has the
+// bits of fewer lanes, so --lanes, which asks for certain bits, is kept.
 static void fit_lanes(const Config& config, Options* options, const DeviceInfo& device) {
     if (!options->trains) { return; }
     const int wanted = run.lanes;
     const bool may_choose = !run_given("lanes") && run.zero < 2;
-    int fewer = options->lanes;
-    auto fits = [&] {
-        return memory_fits(gpt2_memory_plan(config, *options, run.B, run.T), memory_room(device));
-    };
-    while (may_choose && options->lanes > 1 && !fits()) { options->lanes /= 2; }
+    while (may_choose && options->lanes > 1 && !run_fits(config, *options, device)) { options->lanes /= 2; }
     std::vector<int> lanes(comm.world, options->lanes);
     comm_all_gather(lanes.data(), sizeof(int));
-    for (int n : lanes) { fewer = std::min(fewer, n); }
-    options->lanes = fewer;
-    run.lanes = fewer * comm.world;
+    options->lanes = *std::min_element(lanes.begin(), lanes.end());
+    run.lanes = options->lanes * comm.world;
     if (run.lanes < wanted && run.resumed) {
         warn("memory is short: gradients are summed over %d lanes, and were over %d before: the run's bits "
              "will differ", run.lanes, wanted);
@@ -5718,7 +5722,7 @@ static size_t open_text(Training* t, const Config& config) {
     return prompt_tokens(t->text(), run.prompt, config.V, run.T).size() - 1;
 }
 
-// Facts that are saved with a run; where they differ later, its bits may.
+// Facts that are saved with a run. If they differ when it is resumed, its bits may.
 static Facts origin_facts(const Training& t) {
     return {{"program", t.program}, {"device", t.device.name},
             {"training data", dataloader_facts(&t.train_loader)}, {"training data sample", t.data_sample}};
@@ -5739,33 +5743,18 @@ static void check_same_job(const Training& t) {
 static void print_model(const GPT2& model) {
     if (run.quiet) { return; }
     const Config& c = model.config;
-    size_t decayed = 0, others = 0, muons = 0;
-    for (const ParamSpec& s : model.param_specs) {
-        (s.kind == Kind::Matrix ? decayed : others) += s.copies * s.live_rows * s.cols;
-        muons += s.muon ? s.copies * s.elems : 0;
-    }
     const Split& split = model.options.split;
     if (split.world > 1 && model.options.trains) {
         printf("ranks: %d, ZeRO stage %d, gradients summed %s\n", split.world, split.zero,
                model.options.nccl_order ? "in NCCL's order" : format("over %d lanes", run.lanes).c_str());
     }
-    printf("model: L=%d NH=%d C=%d T=%d V=%d, %zu parameters: %zu with weight decay, %zu without; and %zu "
-           "zeros that pad wte to %d rows\n",
-           c.L, c.NH, c.C, c.maxT, c.V, decayed + others, decayed, others, (size_t)(c.Vp - c.V) * c.C, c.Vp);
-    if (!c.is_gpt2()) {
-        printf("not GPT-2: block %s, norm %s\n", flags_split(BLOCK_NAMES, '|')[(int)c.block].c_str(),
-               flags_split(NORM_NAMES, '|')[(int)c.norm].c_str());
-    }
+    report_model(c, model.param_specs, NUM_PARAMS, model.options.muon);
     if (has_fp32_residual(c)) { printf("residual stream: fp32, beside branches in " PRECISION_NAME "\n"); }
-    if (model.options.muon) {
-        printf("optimizer: Muon for %zu parameters, the layers' matrices; AdamW for %zu\n", muons,
-               decayed + others - muons);
-    }
     memory_print(gpt2_memory_plan(c, model.options, run.B, model.T));
     printf("kernels: attention %s\n", attention_form(c.C / c.NH));
 }
 
-// Allocates the model. Its parameters come from a checkpoint, from a model file, or are random.
+// Allocates the model. Its parameters are a checkpoint's, a model file's, or random.
 static void load_model(Training* t, const Config& config, const Options& options, Checkpoint* resumed) {
     GPT2* model = &t->model;
     device_comm_init();
@@ -5794,8 +5783,8 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
     if (t->saves) {
         const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < run.max_steps;
         const int every = run.on_bad_loss == OnBadLoss::Rewind ? std::max(1, run.checkpoint_every) : 1;
-        gpt2_saver(&t->saver, &t->model, &t->logger, folder, at_once,
-                   {run.keep, run.major_every, every, t->saver.retention.bad});
+        gpt2_saver_init(&t->saver, &t->model, &t->logger, folder, at_once,
+                        {run.keep, run.major_every, every, t->saver.retention.bad});
     }
     if (run.resumed) {
         t->step = t->saver.step = resumed.step;
@@ -5829,10 +5818,10 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
 
 // == 12 training loop ==
 // ---- validation, questions, texts ----
-// Prints and logs the mean loss over the first val_batches*B rows of the set, or over all of them where there
-// are fewer: each counts once, so the last batch may be a smaller one, and B changes the mean by rounding
-// only. Batches go round the ranks, and their sums are added up in order. Touches neither gradients nor
-// weights. A signal ends it early. False: the loss is not finite.
+// Prints and logs the mean loss over the first val_batches*B rows of the set, or over all if there are fewer.
+// Each row counts once, so the last batch may be smaller, and B changes the mean by rounding only. Ranks take
+// batches in turns; their sums are added in the batches' order. Gradients and weights do not change. A signal
+// ends it early. False: the loss is not finite.
 static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t step) {
     const int B = run.B, T = run.T, rank = comm.rank, world = comm.world;
     const int64_t rows = std::min((int64_t)run.val_batches * B, loader->samples_per_epoch);
@@ -5847,7 +5836,7 @@ static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t st
         mine[round] = 0.0f;
         if (stopped || row >= rows) { continue; }
         const int live = (int)std::min((int64_t)B, rows - row);
-        next_batch(loader, model->step);      // always B rows: after the set's last come its first again
+        next_batch(loader, model->step);      // always B rows: the first ones follow the last
         gpt2_feed(model, loader->inputs, loader->targets, live, T, ClassifierMode::LossOnly);
         gpt2_loss(model, live, T, ClassifierMode::LossOnly, weight, &model->state->loss, Accumulate::No);
         copy_to_host(&mine[round], &model->state->loss, sizeof(float), model->stream);
@@ -5872,15 +5861,15 @@ static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t st
     return false;
 }
 
-// The completions' losses of the set's rows, each row's summed. Batches go round the ranks. Touches neither
-// gradients nor weights. False: a signal ended it early.
+// sums: for each row of the set, the summed loss of its completion. Ranks take batches in turns. Gradients
+// and weights do not change. False: a signal ended it early.
 static bool gpt2_evaluate(std::vector<double>* sums, GPT2* model, const EvalSet* set) {
     const int rank = comm.rank, world = comm.world;
     const int64_t batches = (int64_t)set->batches.size();
     const size_t room = (size_t)set->B * set->T, rows = set->rows.size();
     std::vector<int> inputs(room), counted(room), targets(room);
     float* losses = (float*)pinned_malloc(evalset_positions(set) * sizeof(float), "evaluation losses");
-    size_t at = 0;                                      // of this rank's batches, one behind the other
+    size_t at = 0;                                      // in losses: this rank's batches lie in a row
     bool stopped = false;
     for (int64_t first = 0; first < batches && !stopped; first += world) {
         stopped = stop_agreed(model->step);
@@ -5895,7 +5884,7 @@ static bool gpt2_evaluate(std::vector<double>* sums, GPT2* model, const EvalSet*
         at += count;
     }
     await_stream(model->stream);
-    std::vector<double> all(rows * world);              // (world,rows): each rank's have 0 where others' are
+    std::vector<double> all(rows * world);              // (world,rows); 0 where another rank has the row
     at = 0;
     for (int64_t i = rank; i < batches && !stopped; i += world) {
         at += evalset_sum(set, set->batches[i], losses + at, &all[rank * rows + set->batches[i].first]);
@@ -5923,14 +5912,13 @@ static bool evaluate(GPT2* model, const EvalSet* set, Logger* logger, int64_t st
     return false;
 }
 
-// What llmc/run/samples.h draws tokens from. Random streams are the step's own, so training's bits do not
-// depend on any text.
+// Draws tokens for llmc/run/samples.h. A step's texts have random numbers of their own.
 static TextDraw text_draw(Training* t) {
     return [=](const std::vector<int>& prompt, int count, int end, uint32_t first_id,
                const OnToken& on_token) {
         decoder_write(&t->decoder, prompt, count, end, first_id, (uint64_t)t->step << 24,
                       [&](int row, int token) {
-            DiskWait disk(t->step);             // for where the text goes
+            DiskWait disk(t->step);             // stdout may be a file
             return on_token(row, token);
         });
     };
@@ -5941,7 +5929,7 @@ static TextTask text_task(const Training& t) {
             t.tells_speed};
 }
 
-// As many texts at once as there is memory for. Rank 0 writes; the others wait for it at the next exchange.
+// Writes samples, as many at once as memory allows. Rank 0 writes; the others wait at the next exchange.
 static void generate(Training* t) {
     if (comm.rank != 0 || stopping) { return; }
     write_samples(text_task(*t),
@@ -5950,14 +5938,14 @@ static void generate(Training* t) {
 }
 
 // ---- reports ----
-// What finished steps report. The host enqueues step s+1 before it waits for the report of step s, so the
+// Results of finished steps. The host enqueues step s+1 before it waits for the report of step s, so the
 // device always has work.
 struct Reports {
     static const int kSlots = 2;
     DeviceState* states;                    // (kSlots) pinned
-    Event begun[kSlots], ended[kSlots];     // by the device's clock: the host may be far ahead
-    int64_t pending;                        // the step whose report is still out; -1: none
-    Report report;                          // what the terminal is told of them
+    Event begun[kSlots], ended[kSlots];     // the device's clock measures a step: the host may be far ahead
+    int64_t pending;                        // the step whose report is awaited; -1: none
+    Report report;                          // the terminal's lines
 };
 
 static void reports_init(Reports* r, const std::string& bus_id) {
@@ -5981,7 +5969,7 @@ static void reports_free(Reports* r) {
     pinned_free(r->states);
 }
 
-// Around a step's work on the device.
+// Enqueued before and after a step's work.
 static void reports_begin(Reports* r, const GPT2& model, int64_t step) {
     event_record(r->begun[step % Reports::kSlots], model.stream);
 }
@@ -6006,7 +5994,7 @@ static bool report_step(Reports* r, Logger* logger, const LrSchedule& schedule) 
                                   (step + 1) * report->total_batch, ms, tokens_per_s};
     report_add(report, metrics);
     const std::string gpu = report_gpu(report);
-    DiskWait disk(step + 1);                // the files' lines; stdout may be one, too
+    DiskWait disk(step + 1);                // for the logs; stdout may be a file, too
     report_show(report);
     logger_train(logger, metrics, gpu);
     if (comm.rank == 0) { report_skip(step, state.loss, state.update); }
@@ -6014,7 +6002,7 @@ static bool report_step(Reports* r, Logger* logger, const LrSchedule& schedule) 
 }
 
 // ---- checkpoints ----
-// What a checkpoint says of the run beside the tensors.
+// Facts that a checkpoint has beside its tensors.
 static Facts run_facts(Training* t) {
     Facts facts = model_facts(&t->model);
     const struct { const char* name; int64_t value; } numbers[] = {
@@ -6039,8 +6027,8 @@ static void save(Training* t) {
     gpt2_save(&t->model, &t->saver, t->step, run_facts(t));
 }
 
-// --on-bad-loss: too many updates in a row were skipped. Goes back to the last checkpoint from before them,
-// but not to its data: those that came since are passed over. All ranks come here, as they see the same.
+// --on-bad-loss, after too many skipped updates in a row: stops, or goes back to the last checkpoint from
+// before them. The data go on, past those that led here. All ranks see the same losses, so all call this.
 static void rewind_or_stop(Training* t) {
     const std::string what = format("%d updates in a row were skipped", kMaxSkipsInARow);
     const bool outliers = run.skip_loss > 0 || run.skip_norm > 0;
@@ -6088,11 +6076,11 @@ static void train(Training* t) {
     muon_schedule.peak = run.muon_lr;
     Reports reports = {};
     reports_init(&reports, t->device.bus_id);
-    auto report = [&] {                         // false: the run has gone back, or ends
-        if (!report_step(&reports, &t->logger, schedule)) { return true; }
-        report_line(&reports.report);           // what led there
+    auto report_rewinds = [&] {                 // reports the pending step; true: the run went back
+        if (!report_step(&reports, &t->logger, schedule)) { return false; }
+        report_line(&reports.report);           // the steps that led here
         rewind_or_stop(t);
-        return false;
+        return true;
     };
 
     dataloader_seek(&t->train_loader, t->position);
@@ -6103,9 +6091,9 @@ static void train(Training* t) {
         const bool sample_due = step > 0 && due(run.sample_every, step);
         const bool save_due = t->saves && step > 0 && due(run.checkpoint_every, step);
         if (t->saves) { saver_advance(&t->saver, step, false); }
-        if ((val_due || eval_due || sample_due || save_due) && !report()) { continue; }
+        if ((val_due || eval_due || sample_due || save_due) && report_rewinds()) { continue; }
         if (save_due) { save(t); }
-        if (val_due || eval_due || sample_due) { report_line(&reports.report); }    // so far it has come
+        if (val_due || eval_due || sample_due) { report_line(&reports.report); }    // the steps up to here
         if (val_due) { validate(model, &t->val_loader, &t->logger, step); }
         if (eval_due) { evaluate(model, &t->questions, &t->logger, step); }
         if (sample_due) { generate(t); }
@@ -6115,20 +6103,20 @@ static void train(Training* t) {
         if (!train_step(model, &t->train_loader, t->saver, lr, muon_lr)) { break; }
         t->step++;
         t->position = t->train_loader.position;
-        if (kDeviceIsAsync && !report()) { continue; }                      // of the step before
+        if (kDeviceIsAsync && report_rewinds()) { continue; }               // the step before
         reports_end(&reports, *model, step);
-        // the last step's report is awaited here: it may be what sends the run back
-        if (!kDeviceIsAsync || t->step == run.max_steps) { report(); }
+        // the last step is awaited inside the loop, because it, too, may send the run back
+        if (!kDeviceIsAsync || t->step == run.max_steps) { report_rewinds(); }
     }
-    report();                                   // a signal came
-    report_line(&reports.report);               // of the steps that did not fill one
+    report_rewinds();                           // if a signal ended the loop, a step is pending
+    report_line(&reports.report);               // the last steps, fewer than --log-every
     if (t->step < run.max_steps) { printf("stopped by a signal after step %lld\n", (long long)t->step); }
     if (reports.report.ms_count > 0) {
         const double ms = report_mean_ms(reports.report);
         say("mean step time %.1f ms, %.0f tokens/s over %lld steps\n", ms, (double)run.total_batch / ms * 1e3,
             (long long)reports.report.ms_count);
     }
-    save(t);                                    // before anything else that takes time
+    save(t);                                    // first: the rest takes time
     if (t->saves) { saver_advance(&t->saver, t->step, true); }
     if (run.val_every > 0) { validate(model, &t->val_loader, &t->logger, t->step); }
     if (run.evaluate) { evaluate(model, &t->questions, &t->logger, t->step); }
@@ -6159,10 +6147,10 @@ int main(int argc, char** argv) {
     device_prepare(argv);
     flags_parse(kFlags, kNumFlags, argc, argv);
     const std::string init = flags_text(flags_find(kFlags, kNumFlags, "--process-init"));
-    run.comm.init = init.c_str();
-    launch_resume();
+    run.comm.init = init.c_str();           // comm.h takes the word itself
+    launch_resume();                        // -y 1: the run's number of GPUs
     comm_start(run.comm, argv);
-    comm_check_same(flag_facts());          // a rank with -y would look for a run with those that have none
+    comm_check_same(flag_facts());          // now: a rank with -y would wait below for those without it
 
     Training t;
     Checkpoint resumed = find_resumed(&t.saver.retention.bad, kBuild);
@@ -6172,12 +6160,11 @@ int main(int argc, char** argv) {
     const Task task = run_task();
     if (task == Task::Write) {
         t.tells_speed = !run.quiet;
-        run.B = 1;                          // of what comes before the texts
+        run.B = 1;                          // a prompt is one row
         run.quiet = 1;
     }
 
-    // what can be wrong with sizes, files and the prompt is found before memory is taken and before anything
-    // is written
+    // errors in sizes, files and the prompt are found before any memory is taken or any file written
     if (run.output_dir[0] != '\0' && comm.rank == 0) { run_folder_check(run.output_dir); }
     t.program = executable_hash();
     take_device(&t, config, &options);
@@ -6190,12 +6177,11 @@ int main(int argc, char** argv) {
     if (task == Task::Train && !run.quiet) { flags_print(kFlags, kNumFlags); }
     load_model(&t, config, options, &resumed);
     if (!run.quiet) { evalset_print(&t.questions); }
-    surprises_print(prompted);
+    surprises_print(prompted);              // settings that hardly do what was meant
 
     bool fine = true;
     if (task == Task::Train) {
         begin_run(&t, resumed);
-        resumed = Checkpoint();
         train(&t);
         saver_free(&t.saver);
         if (t.saves && t.step > 0) { print_folder(argv[0], t.step < run.max_steps); }
@@ -6209,12 +6195,12 @@ int main(int argc, char** argv) {
     dataloader_free(&t.val_loader);
     if (t.has_text) { tokenizer_free(&t.tokenizer); }
     logger_free(&t.logger);
-    comm_any(false);                        // the others wait for rank 0's last sample here, not in NCCL
+    comm_any(false);                        // all ranks wait here, and not in NCCL, for rank 0's last sample
     decoder_free(&t.decoder);
     gpt2_free(&t.model);
     device_comm_end();
     comm_end();
-    if (!stop_requested) { stdout_check(); }       // else its reader may be gone, see request_stop
+    if (!stop_requested) { stdout_check(); }    // after a SIGPIPE nobody reads stdout
     return fine ? 0 : 1;
 }
 #endif

@@ -173,10 +173,10 @@ template <class X, class S> struct LossSum {            // mean (+)= weight * su
 // parts of one tree.
 template <class X, class S> struct LaneSum {
     GradOf<S> out;                      // (n), stored; may be one of the inputs
-    const S* chain[kMaxLevels];         // (n) each
-    int num_chain;
+    const S* chain[kMaxLevels] = {};    // (n) each
+    int num_chain = 0;
     StoredGrads pieces;                 // (num_pieces,n); `first` is that of each piece. In bf16, piece r was
-    uint32_t piece_micros;              // stored by micro-step key.micro + r * piece_micros
+    uint32_t piece_micros = 0;          // stored by micro-step key.micro + r * piece_micros
     int num_pieces;
     size_t n;                           // a multiple of kChunk
 };

@@ -1,6 +1,7 @@
 /*
-A training run's lines on the terminal: the mean of the last steps, progress, skipped updates. Host only.
+A run's lines on the terminal: its model, the mean of the last steps, progress, skipped updates. Host only.
 
+    report_model(config, specs, num_specs, uses_muon);          // at the start
     Report report = {max_steps, tokens_per_step, 10, 0};        // a line every 10 steps, no GPU telemetry
     report_add(&report, {step, loss, lr, norm, tokens, ms, tokens_per_s});      // after each step
     const std::string gpu = report_gpu(&report);                // fields for metrics.jsonl
@@ -17,7 +18,10 @@ A training run's lines on the terminal: the mean of the last steps, progress, sk
 #include <string>       // gives: std::string
 
 #include "../check.h"           // gives: format, progress_clear
+#include "../model/layout.h"    // gives: ParamSpec
+#include "../model/model_config.h"      // gives: Config, BLOCK_NAMES, NORM_NAMES
 #include "../ops/op_types.h"    // gives: UpdateState, kWindow
+#include "flags.h"              // gives: flags_split
 #include "logger.h"             // gives: TrainMetrics, logger_number
 #include "progress.h"           // gives: progress_show, progress_bar
 #include "telemetry.h"          // gives: Telemetry, telemetry_read
@@ -38,6 +42,25 @@ struct Report {
 static inline std::string duration_text(double seconds) {
     const int64_t s = (int64_t)(seconds + 0.5);
     return format("%lld:%02d:%02d", (long long)(s / 3600), (int)(s / 60 % 60), (int)(s % 60));
+}
+
+static inline void report_model(const Config& c, const ParamSpec* specs, int n, bool muon) {
+    size_t decayed = 0, others = 0, muons = 0;
+    for (const ParamSpec* s = specs; s < specs + n; s++) {
+        (s->kind == Kind::Matrix ? decayed : others) += s->copies * s->live_rows * s->cols;
+        muons += s->muon ? s->copies * s->elems : 0;
+    }
+    printf("model: L=%d NH=%d C=%d T=%d V=%d, %zu parameters: %zu with weight decay, %zu without; and %zu "
+           "zeros that pad wte to %d rows\n",
+           c.L, c.NH, c.C, c.maxT, c.V, decayed + others, decayed, others, (size_t)(c.Vp - c.V) * c.C, c.Vp);
+    if (!c.is_gpt2()) {
+        printf("not GPT-2: block %s, norm %s\n", flags_split(BLOCK_NAMES, '|')[(int)c.block].c_str(),
+               flags_split(NORM_NAMES, '|')[(int)c.norm].c_str());
+    }
+    if (muon) {
+        printf("optimizer: Muon for %zu parameters, the layers' matrices; AdamW for %zu\n", muons,
+               decayed + others - muons);
+    }
 }
 
 static inline void report_add(Report* r, const TrainMetrics& m) {
