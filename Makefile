@@ -224,7 +224,8 @@ ASAN_TESTS := $(TESTS:build/%=build/asan/%)
 FUZZER := int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }
 has_fuzzer = $(shell printf 'extern "C" $(FUZZER)\n' | \
     clang++ -fsanitize=fuzzer,address,undefined -x c++ - -o /dev/null 2>/dev/null && echo yes)
-built-cpu: build/asan/test_gpt2cpu build/plain/train_gpt2cpu $(if $(has_fuzzer),build/fuzz) build/train_gpt2lazy train_gpt2cpu \
+built-cpu: build/asan/test_gpt2cpu build/plain/train_gpt2cpu $(if $(has_fuzzer),build/fuzz) \
+           build/train_gpt2lazy train_gpt2cpu \
            $(ASAN_TESTS) build/tsan/test_comm build/tsan/test_dataloader $(TOOLS)
 built-gpu: $(foreach kind,BF16 FP16 FP32,build/check/test_gpt2.$(kind) build/check/train_gpt2.$(kind))
 built-test: $(if $(GPU_CAPS),built-gpu,$(if $(NVCC),look)) built-cpu
