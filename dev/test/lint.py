@@ -8,6 +8,9 @@ everything else, or run before what it needs. Lines have at most 110 columns and
 need theirs), no blanks at their end, and no path of somebody's machine. A header of llmc/ includes only what
 llmc/README.md lists beside or below its own room.
 
+README.md and docs/ have at most 110 columns outside tables and lines with a link, README.md 200 lines, and
+their relative links lead to a file, or to a heading of one.
+
 pyflakes reads the Python, too: a name that nothing defines, an import that nothing uses. It cannot see
 through `from X import *` and complains of it: names are imported one by one.
 """
@@ -28,7 +31,8 @@ except ImportError:
 
 MAX_COLUMNS = 110
 CODE = (".cu", ".cuh", ".h", ".cpp", ".py", ".sh")
-PROSE = (".md", ".json", ".txt")             # long lines are fine there
+PROSE = (".md", ".json", ".txt")             # long lines are fine there, but in README.md and docs/
+README_LINES = 200
 MACHINE_PATH = re.compile(r"(?<![\w.])/(home|root|work|farm|mnt|Users)/")
 
 ROOMS = ("run", "files", "model", "ops", "comm", "data", "")        # of llmc/, as in its README.md
@@ -60,6 +64,29 @@ def look_at_names(text):
         return [(error.lineno, error.msg)]
 
 
+def anchors(text):
+    """What a link to a heading is called: in small letters, punctuation left out, blanks as dashes."""
+    headings = re.findall(r"^#+ (.*)", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def look_at_docs(path, text):
+    lines = text.split("\n")
+    if path == "README.md" and len(lines) > README_LINES + 1:
+        yield README_LINES + 1, f"{len(lines) - 1} lines, at most {README_LINES}"
+    for number, line in enumerate(lines, 1):
+        if len(line) > MAX_COLUMNS and not line.startswith("|") and "](" not in line:
+            yield number, f"{len(line)} columns, at most {MAX_COLUMNS}"
+        for target, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]*))?\)", line):
+            file = os.path.normpath(os.path.join(os.path.dirname(path), target)) if target else path
+            if not os.path.exists(file):
+                yield number, f"there is no {file}"
+            elif anchor:
+                with open(file, encoding="utf-8") as f:
+                    if anchor not in anchors(f.read()):
+                        yield number, f"{file} has no heading #{anchor}"
+
+
 def check(path, text):
     code = path.endswith(CODE) or path == "Makefile"
     for number, line in enumerate(text.split("\n"), 1):
@@ -81,6 +108,8 @@ def check(path, text):
             yield text.count("\n", 0, include.start()) + 1, f"{include[1]} is in a room above this header's"
     if path.endswith(".py") and Checker:
         yield from look_at_names(text)
+    if path == "README.md" or path.startswith("docs/"):
+        yield from look_at_docs(path, text)
 
 
 def main():
