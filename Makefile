@@ -247,7 +247,7 @@ test-mutants: ## 20 small mistakes in the lines added since BASE=commit: does a 
 sanitize: $(addprefix build/check/test_gpt2.,BF16 FP32 FP16) ## on a GPU: kernels under compute-sanitizer
 	dev/gpu.sh sanitize
 
-check-docs: train_gpt2cpu ## runs README's commands, made small, in a copy of the repository
+check-docs: train_gpt2cpu ## runs the commands of README and docs, made small, in a copy of the repository
 	@$(PYTEST) -q --no-header -rA --slow dev/test/test_docs.py
 
 bench-ops: build/check/profile_gpt2.BF16 ## on a GPU: the norms' kernels beside a copy and PyTorch's
