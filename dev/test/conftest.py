@@ -15,7 +15,7 @@ import tempfile
 
 import pytest
 
-pytest.register_assert_rewrite("trainer", "checks")
+pytest.register_assert_rewrite("trainer", "checks", "jobs")
 import checks                                       # noqa: E402
 import gpus                                         # noqa: E402
 import trainer                                      # noqa: E402

@@ -1,0 +1,377 @@
+"""Runs that something happens to: in the background, of one process or several ranks; and what they leave.
+
+    job = Job({"--gpus": 2, "-x": 10**6})           # the usual small flags, and these
+    job.until("step 3/")                            # a line that begins so was printed
+    result = job.signal(signal.SIGTERM).result()    # signal: to the launcher
+
+    at = Fault("rename", "state_", 2, signal.SIGKILL, rank=1)   # dies before its second rename of a state
+    result = Job(flags, fault=at).result()
+    unlike("folder", undisturbed(flags))            # what differs from the same run that nothing disturbed
+
+Faults come from a library that is loaded before libc and counts calls, so each moment can be met again.
+"""
+import concurrent.futures
+import contextlib
+import dataclasses
+import datetime
+import functools
+import glob
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import time
+
+from checks import session_stats
+from trainer import (LIMIT_S, Program, Result, model_path, param_sizes, read_bytes, run, run_ok, skip,
+                     without_checksum, without_scaling, write_bytes)
+
+ENDED_S = 120                           # after a death everything has ended: only a hang takes longer
+STOPPING = "stopping after the last complete step; Ctrl-C: at once, unsaved\n"
+UNREAD = "nobody reads what is printed: stopping after the last complete step\n"
+DAY = datetime.date.today().toordinal()             # samples of long tables change with it
+TERM, KILL, USR1, HUP, INT, PIPE = (signal.SIGTERM, signal.SIGKILL, signal.SIGUSR1, signal.SIGHUP,
+                                    signal.SIGINT, signal.SIGPIPE)
+
+
+# ---- this machine ----
+
+def on_cpu():
+    return "CPU" in Program.device
+
+
+def most_ranks():
+    """How many ranks can be tested here: on a CPU as many as one likes."""
+    if on_cpu():
+        return 8
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([word for word in visible.split(",") if word])
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+    return listed.count("GPU ")
+
+
+def enough(ranks):
+    """Are there GPUs for so many ranks? If not, the test counts as skipped."""
+    if ranks > most_ranks():
+        skip(f"{ranks} ranks need {ranks} GPUs")
+    return ranks <= most_ranks()
+
+
+def side_by_side(function, items, workers=None):
+    """[function(item)], several at a time."""
+    workers = workers or (max(2, min(8, (os.cpu_count() or 1) // 4)) if on_cpu() else 2)
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(function, items))
+
+
+def ranks(n, zero_stage=0):
+    return {"--gpus": n, "-zs": zero_stage}
+
+
+def named(flags):
+    return " ".join(f"{flag} {value}" for flag, value in flags.items() if value is not None) or "usual"
+
+
+# ---- faults ----
+
+# FAULT: "RANK OPERATION NAME NUMBER WHAT": before that rank's NUMBERth call of OPERATION on a file whose name
+# has NAME in it comes WHAT: a signal, or -errno, with which that call fails, half done. KILL is for the rank,
+# other signals are for the launcher. FAULT_LOG: each call's operation and file.
+PRELOADED = r"""
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+static int rank, left, what, log_fd = -1;
+static char operation[16], name[64];
+
+__attribute__((constructor)) static void begin() {
+    const char *child = getenv("LLMC_COMM_CHILD"), *fault = getenv("FAULT"), *log = getenv("FAULT_LOG");
+    int of = -1;
+    rank = child ? atoi(child) : 0;
+    if (fault && sscanf(fault, "%d %15s %63s %d %d", &of, operation, name, &left, &what) != 5) { abort(); }
+    if (of != rank) { left = 0; }
+    if (log) { log_fd = open(log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600); }
+}
+
+static bool fails(const char* call, const char* path) {
+    const char* file = strrchr(path, '/');
+    if (!file || strncmp(path, "/dev", 4) == 0 || strncmp(path, "/memfd", 6) == 0) { return false; }
+    if (log_fd >= 0) { dprintf(log_fd, "%d %s %s\n", rank, call, file + 1); }
+    if (left == 0 || strcmp(call, operation) != 0 || !strstr(file, name) || --left > 0) { return false; }
+    if (what > 0) { kill(what == SIGKILL ? getpid() : getsid(0), what); }
+    else { errno = -what; }
+    return what < 0;
+}
+
+static bool fails_fd(const char* call, int fd) {
+    char link[64], path[4096];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    const ssize_t n = readlink(link, path, sizeof path - 1);
+    path[n > 0 ? n : 0] = 0;
+    return fails(call, path);
+}
+
+#define REAL(f) ((decltype(&f))dlsym(RTLD_NEXT, #f))
+extern "C" {
+int fputs(const char* s, FILE* f) { return fails_fd("fputs", fileno(f)) ? EOF : REAL(fputs)(s, f); }
+size_t fwrite(const void* data, size_t size, size_t count, FILE* f) {
+    const bool no = fails_fd("fwrite", fileno(f));
+    const int error = errno;
+    const size_t done = REAL(fwrite)(data, size, no ? count / 2 : count, f);
+    errno = error;
+    return done;
+}
+int fsync(int fd) { return fails_fd("fsync", fd) ? -1 : REAL(fsync)(fd); }
+int ftruncate(int fd, off_t size) {
+    return fails_fd("ftruncate", fd) ? -1 : REAL(ftruncate)(fd, size);
+}
+int rename(const char* a, const char* b) { return fails("rename", b) ? -1 : REAL(rename)(a, b); }
+int unlink(const char* path) { return fails("unlink", path) ? -1 : REAL(unlink)(path); }
+}
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    operation: str
+    name: str
+    number: int
+    what: int
+    rank: int = 0
+
+    def __str__(self):
+        what = f"errno {-self.what}" if self.what < 0 else signal.Signals(self.what).name
+        return f"{what} before {self.operation} {self.number} of {self.name}, rank {self.rank}"
+
+
+def preloaded():
+    """The library's path; made once in each folder."""
+    if not os.path.exists("faults.so"):
+        write_bytes("faults.cpp", PRELOADED.encode())
+        subprocess.run(["g++", "-shared", "-fPIC", "-o", "faults.so", "faults.cpp", "-ldl"], check=True)
+    return os.path.abspath("faults.so")
+
+
+def fault_environment(fault=None, log=None):
+    env = {"LD_PRELOAD": preloaded(), "ASAN_OPTIONS": "verify_asan_link_order=0"}
+    if fault:
+        env["FAULT"] = f"{fault.rank} {fault.operation} {fault.name} {fault.number} {int(fault.what)}"
+    if log:
+        env["FAULT_LOG"] = log
+    return env
+
+
+# ---- jobs ----
+
+def session_processes(session):
+    """[(when it started, pid)] of a session's processes that are alive, its first process left out."""
+    return sorted((int(fields[19]), pid) for pid, fields in session_stats(session)
+                  if fields[0] not in "ZX" and pid != session)
+
+
+class Job:
+    """A run in the background, in a session of its own. What it prints goes to files, or to a pipe of the
+    least size, which nobody reads until its end."""
+    made = 0
+
+    def __init__(self, flags, words=None, env=None, cwd=None, before=(), pipe=False, fault=None, **popen):
+        Job.made += 1
+        self.name, self.flags, self.read = os.path.abspath(f"job{Job.made}"), flags, b""
+        # ends with this test, even if that is killed
+        leash = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+        words = leash + list(before) + (words or Program.command(flags))
+        env = {"MALLOC_PERTURB_": 85, **(env or {}), **(fault_environment(fault) if fault else {})}
+        with open(self.name + ".out", "wb") as out, open(self.name + ".err", "wb") as err:
+            self.p = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE if pipe else out, stderr=err, cwd=cwd,
+                env=Program.environment(1, **env), start_new_session=True, pipesize=4096 if pipe else -1,
+                **popen)
+
+    def out(self):
+        return (self.read or read_bytes(self.name + ".out")).decode("latin-1")
+
+    def err(self):
+        return read_bytes(self.name + ".err").decode("latin-1")
+
+    def ranks(self):
+        """Process numbers by rank: the launcher starts them in this order."""
+        return [pid for _, pid in session_processes(self.p.pid)]
+
+    def when(self, happened):
+        """Waits until it happened, or the job has ended."""
+        end = time.monotonic() + LIMIT_S
+        while not happened() and self.p.poll() is None and time.monotonic() < end:
+            time.sleep(0.01)
+        return happened()
+
+    def until(self, line):
+        return self.when(lambda: f"\n{line}" in self.out())
+
+    def signal(self, number, *more):
+        for one in (number, *more):
+            self.p.send_signal(one)
+        return self
+
+    def gone(self, limit=LIMIT_S):
+        """Waits for its end: True if no process was left in time. What was left is ended."""
+        end = time.monotonic() + limit
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.p.wait(limit)
+        while self.ranks() and time.monotonic() < end:      # who is killed may still be in a call
+            time.sleep(0.01)
+        left = self.ranks() + ([] if self.p.poll() is not None else [self.p.pid])
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.p.wait()
+        return not left
+
+    def result(self, limit=LIMIT_S):
+        if self.p.stdout:
+            self.read = self.p.stdout.read()            # to its end
+        ended = self.gone(limit)
+        return Result(self.p.returncode if ended else None, self.out(), without_scaling(self.err()),
+                      self.p.args)
+
+
+kept_ports = []                         # sockets
+
+
+def free_port(port=0):
+    """A port that nobody listens on, this test's own until it ends: given back, it may be anybody's before it
+    is used. Beside the socket that keeps it a rank 0 may listen, since both have SO_REUSEADDR. 0: taken."""
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        kept.bind(("127.0.0.1", port))
+    except OSError:
+        kept.close()
+        return 0
+    kept_ports.append(kept)
+    return kept.getsockname()[1]
+
+
+def tcp(rank, port, size=2, **more):
+    return {"-pi": "tcp", "-ps": f"127.0.0.1:{port}", "-pn": size, "-pr": rank, **more}
+
+
+@functools.cache
+def rare_model(home):
+    """Flags of a model whose gradient is not finite where token 1 comes next, whatever the context:
+    its logit is very small, and the norm larger than fp32 holds. The learning rate is too small for more."""
+    model, C = {"-e": "L1,NH1,C256,T1,V256", "-b": 1, "-z": 1, "-i": "val.bin", "-l": "1e-6", "-v": 0,
+                "--lanes": None, "--shuffle": 0}, 256
+    run_ok({**model, "-x": 1, "-o": home + "/rare"})
+    raw, size = without_checksum(read_bytes(model_path("rare"))), sum(param_sizes(1, 256, 1, 1, C, 256))
+    width = 2 if Program.precision == "BF16" else 4
+    for first, value in ((C, -3e38), (size - 2 * C, 0), (size - C, 2**-12)):    # wte of token 1, lnfw, lnfb
+        at = 1024 + first * width
+        raw[at:at + C * width] = struct.pack("<f", value)[4 - width:] * C
+    write_bytes("rare.bin", raw)
+    return {**model, "-e": "rare.bin"}
+
+
+# ---- what is in a folder ----
+
+HEADER, ROW = struct.Struct("<8sIIQQQ24x"), struct.Struct("<64s16s6Q")
+
+
+def read_state(path):
+    """({fact: text}, [(name, type, rows, cols, begin, count, data)])"""
+    raw = read_bytes(path)
+    magic, version, pieces, facts_bytes, file_bytes, _ = HEADER.unpack_from(raw)
+    assert (magic, version, file_bytes) == (b"GPT2STAT", 1, len(raw)), path
+    at = HEADER.size + pieces * ROW.size
+    facts = dict(line.split("=", 1) for line in raw[at:at + facts_bytes].decode().splitlines())
+    table, at = [], at + facts_bytes
+    for i in range(pieces):
+        name, kind, rows, cols, begin, count, offset, _ = ROW.unpack_from(raw, HEADER.size + i * ROW.size)
+        size = count * (4 if kind.startswith(b"f32") else 2)
+        assert offset == at, f"{path}: {name} at {offset}, not {at}"
+        table.append((name.rstrip(b"\0").decode(), kind.rstrip(b"\0").decode(), rows, cols, begin, count,
+                      raw[at:at + size]))
+        at += size
+    assert at == len(raw), f"{path}: {len(raw) - at} bytes too many"
+    return facts, table
+
+
+def steps_of(folder):
+    """Of the whole checkpoints, oldest first."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return sorted(int(name[5:]) for name in names if re.fullmatch(r"DONE_\d{8}", name))
+
+
+def last_state(folder):
+    """(step, facts, {tensor: (type, rows, cols, bytes)}) of the last checkpoint, whoever wrote which part."""
+    step = steps_of(folder)[-1]
+    paths = sorted(glob.glob(f"{folder}/state_{step:08d}_*.bin"))
+    facts, tensors = read_state(paths[0])[0], {}
+    for path in paths:
+        for name, kind, rows, cols, begin, count, raw in read_state(path)[1]:
+            width = len(raw) // count
+            whole = tensors.setdefault(name, (kind, rows, cols, bytearray(b"?" * (rows * cols * width))))
+            whole[3][begin * width:(begin + count) * width] = raw
+    return step, facts, tensors
+
+
+def metrics(folder):
+    """Its lines but for times."""
+    with open(folder + "/metrics.jsonl", encoding="ascii") as f:
+        return [{key: x for key, x in json.loads(line).items() if key not in ("ms", "tokens_per_s")}
+                for line in f]
+
+
+# what a resumed run may say otherwise: times, and who computed it on how many ranks
+OTHERWISE = re.compile("ranks|device|program|flag[.](output-dir|resume|gpus|check-ranks|"
+                       "zero-stage|recompute|checkpoint-every|max-steps|keep|major-every)")
+
+
+def unlike(folder, judge):
+    """What differs between the ends of two runs."""
+    if not steps_of(folder):
+        return ["it has no checkpoint"]
+    (step, facts, tensors), (want_step, want_facts, want_tensors) = last_state(folder), last_state(judge)
+    if step != want_step:
+        return [f"its last checkpoint is of step {step}, not {want_step}"]
+    found = [key for key in {**facts, **want_facts}
+             if facts.get(key) != want_facts.get(key) and not OTHERWISE.fullmatch(key)]
+    found += [name for name in {**tensors, **want_tensors} if tensors.get(name) != want_tensors.get(name)]
+    if metrics(folder) != metrics(judge):
+        found.append("metrics.jsonl")
+    return found[:9] + [name for name in ("main.log", f"model_{step:08d}.bin")
+                        if read_bytes(f"{folder}/{name}") != read_bytes(f"{judge}/{name}")]
+
+
+def left_over(folder):
+    """Files that belong neither to the run nor to a whole checkpoint."""
+    whole = {f"{step:08d}" for step in steps_of(folder)}
+    return [name for name in sorted(os.listdir(folder))
+            if name not in ("main.log", "metrics.jsonl", "run.json")
+            and not (re.fullmatch(r"(DONE|model|state)_\d{8}(_\d{5})?(\.bin)?", name)
+                     and name.split("_")[1][:8] in whole)]
+
+
+@functools.cache
+def undisturbed_run(home, key):             # home: the folder in which the tests are now
+    folder = f"{home}/judge{len(os.listdir())}"
+    result = run({**dict(key), "-o": folder})
+    assert result.code == 0 and not without_scaling(result.err), f"the undisturbed run fails: {result.err}"
+    return folder, result
+
+
+def undisturbed(flags, what=0):
+    """The folder of the same command's run that nothing disturbs; what=1: its result."""
+    key = tuple(sorted((k, v) for k, v in flags.items() if k not in ("-o", "-y")))
+    return undisturbed_run(os.getcwd(), key)[what]
