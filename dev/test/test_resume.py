@@ -272,15 +272,16 @@ def test_kill_at_any_time(seed):
 
 # ---- flags of a run that goes on ----
 
+@pytest.mark.cpu_only
 def test_own_flags():
     """By -y 1 and the folder alone, from elsewhere: the run's own flags, data and ranks, before its first
     checkpoint and after; the closing lines have the command."""
     run_ok({"-x": 1, "-o": "own_origin"})
     model = shutil.copy(model_path("own_origin"), "own_origin.bin")
-    flags = {**ranks(min(2, most_ranks()), 1), "-n": 0, "-u": 3, "-k": "constant", "-x": 20, "-e": model}
+    flags = {**ranks(2, 1), "-n": 0, "-u": 3, "-k": "constant", "-x": 20, "-e": model}
     judge, own = undisturbed(flags), {**flags, "-x": 10**6, "-o": "own"}
     killed = Job(own, fault=Fault("fputs", "main.log", 4, KILL)).result()
-    assert killed.code in (-9, 137) and steps_of("own") == []
+    assert killed.code == 137 and steps_of("own") == []
     os.makedirs("own_elsewhere")
     stopped = Job({}, resume_words(os.path.abspath("own")), cwd="own_elsewhere",
                   fault=Fault("fputs", "main.log", 9, TERM)).result()
@@ -291,13 +292,13 @@ def test_own_flags():
     os.remove(model)                            # a run that has a checkpoint does not need it
     result = Job({}, shlex.split(command) + ["-x", "20"]).result()
     assert (result.code, result.err) == (0, "")
-    assert flags["--gpus"] == 1 or "launch: --gpus 2, as the run was started" in result.out
+    assert "launch: --gpus 2, as the run was started" in result.out
     with open("own/run.json", encoding="utf-8") as f:
-        assert json.load(f)["settings"]["gpus"] == flags["--gpus"]
+        assert json.load(f)["settings"]["gpus"] == 2
     assert [name for name in ("main.log", "model_00000020.bin")
             if read_bytes(f"own/{name}") != read_bytes(f"{judge}/{name}")] == []
     result = Job({}, resume_words("own", {"-x": 20, "--gpus": 1})).result()
-    assert flags["--gpus"] == 1 or "launch: ranks now 1, before 2\n" in result.out
+    assert "launch: ranks now 1, before 2\n" in result.out
 
 
 @pytest.mark.numeric
