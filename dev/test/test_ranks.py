@@ -626,6 +626,7 @@ def test_death_without_a_launcher():
         err = jobs[0].err() + jobs[1].err()
         judge_death(err, victim, jobs[victim].p.pid, folder)
         good = all(fine) and int(LAST_STEP.search(err)[1]) >= early > 0
+        good = good and ("died" if how == KILL else "no sign of life") in err
         return [] if good else [victim, how, fine, early, err]
     cases = [(victim, how, free_port()) for victim in (0, 1) for how in (KILL, signal.SIGSTOP)]
     assert side_by_side(one, cases, workers=4) == [[]] * 4
