@@ -88,7 +88,7 @@ static void (*die_hook)() = nullptr;
 static bool (*die_report)(const char* text) = nullptr;
 // A fuzzer (dev/fuzz) continues after an error: it throws from here.
 static void (*die_throw)(const char* text) = nullptr;
-static inline void atomic_remove_parts();
+static inline void atomic_last_parts();
 
 // Only the first thread that calls this prints and exits. Other threads wait here until the process is gone.
 __attribute__((noreturn)) static inline void die_now(const char* text) {
@@ -103,7 +103,7 @@ __attribute__((noreturn)) static inline void die_now(const char* text) {
         fflush(stdout);                         // earlier output appears before the error
         fprintf(stderr, "error: %s\n", text);
     }
-    atomic_remove_parts();
+    atomic_last_parts();                        // another thread may be about to create one
     if (die_hook) { die_hook(); }
     if (gettid() != getpid()) { _exit(EXIT_FAILURE); }      // exit() would tear down what main still uses
     exit(EXIT_FAILURE);

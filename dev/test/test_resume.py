@@ -145,9 +145,7 @@ def meet(flags, words, fault, judge, must):
     elif fault.what < 0:
         assert result.code == 1 and "No space left on device" in said and folder in said, said
         assert [line[:7] == "error: " for line in lines] == [True] + [False] * (len(lines) - 1)
-        # the thread that writes may be at it while the main one fails; going on removes what it leaves
-        by_writer = fault.name[-1] == "_"
-        assert not by_writer or not [name for name in left_over(folder) if name.endswith(".part")]
+        assert not [name for name in left_over(folder) if name.endswith(".part")]
     elif fault.what == KILL and flags.get("--gpus", 1) == 1:
         assert (result.code, said) == (-9, "")
     elif fault.what == KILL:
