@@ -5741,16 +5741,16 @@ static void check_same_job(const Training& t) {
 }
 
 static void print_model(const GPT2& model) {
-    if (run.quiet) { return; }
+    if (run.verbose < 0) { return; }
     const Config& c = model.config;
     const Split& split = model.options.split;
     if (split.world > 1 && model.options.trains) {
         printf("ranks: %d, ZeRO stage %d, gradients summed %s\n", split.world, split.zero,
                model.options.nccl_order ? "in NCCL's order" : format("over %d lanes", run.lanes).c_str());
     }
-    report_model(c, model.param_specs, NUM_PARAMS, model.options.muon);
+    report_model(c, model.param_specs, NUM_PARAMS, model.options.muon, run.verbose > 0);
     if (has_fp32_residual(c)) { printf("residual stream: fp32, beside branches in " PRECISION_NAME "\n"); }
-    memory_print(gpt2_memory_plan(c, model.options, run.B, model.T));
+    memory_print(gpt2_memory_plan(c, model.options, run.B, model.T), run.verbose > 0);
     printf("kernels: attention %s\n", attention_form(c.C / c.NH));
 }
 
@@ -5810,9 +5810,15 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
         say("launch: --gpus %d, as the run was started; --gpus N says otherwise\n", run.comm.gpus);
     }
     catch_signals();
-    say("data: %lld training tokens (%lld rows of %d), %d micro-steps a step%s, %lld steps\n",
-        (long long)t->train_loader.tokens, (long long)t->train_loader.samples_per_epoch, run.T,
-        rank_micro_steps(), comm.world > 1 ? " on each rank" : "", (long long)run.max_steps);
+    const int64_t rows = t->train_loader.samples_per_epoch;
+    const char* each = comm.world > 1 ? " on each rank" : "";
+    say("data: %lld training tokens (%lld rows of %d)\n"
+        "batch: %lld tokens a step; %d rows at once%s, %d micro-steps a step%s\n"
+        "schedule: %lld steps, %.3g epochs; learning rate %g, %s, warm-up %lld steps\n",
+        (long long)t->train_loader.tokens, (long long)rows, run.T, (long long)run.total_batch, run.B, each,
+        rank_micro_steps(), each, (long long)run.max_steps,
+        (double)run.max_steps * (double)run.total_batch / ((double)rows * run.T), run.lr,
+        flags_split(kLrKinds, '|')[(size_t)run.schedule].c_str(), (long long)run.warmup);
     fflush(stdout);                         // the first step may take long
 }
 
@@ -5948,7 +5954,7 @@ struct Reports {
     Report report;                          // the terminal's lines
 };
 
-static void reports_init(Reports* r, const std::string& bus_id) {
+static void reports_init(Reports* r, const GPT2& model, const DeviceInfo& device) {
     r->states = (DeviceState*)pinned_malloc(Reports::kSlots * sizeof(DeviceState), "step reports");
     for (int slot = 0; slot < Reports::kSlots; slot++) {
         r->begun[slot] = event_create();
@@ -5956,7 +5962,10 @@ static void reports_init(Reports* r, const std::string& bus_id) {
     }
     r->pending = -1;
     r->report = {run.max_steps, run.total_batch, run.log_every, run.log_gpu};
-    if (run.log_gpu > 0 && comm.rank == 0) { r->report.telemetry = telemetry_start(bus_id); }
+    if (run.log_gpu > 0 && comm.rank == 0) { r->report.telemetry = telemetry_start(device.bus_id); }
+    const Config& c = model.config;         // as llm.c counts: attention is causal, so half of 12*L*C*T
+    const double flops = 6.0 * (double)report_parameters(model.param_specs, NUM_PARAMS) + 6.0 * (double)c.L * c.C * model.T;
+    r->report.peak_speed = kLowPrecision ? gpu_peak(device.name) * comm.world / flops : 0.0;
     progress_start();
 }
 
@@ -6075,7 +6084,7 @@ static void train(Training* t) {
     LrSchedule muon_schedule = schedule;
     muon_schedule.peak = run.muon_lr;
     Reports reports = {};
-    reports_init(&reports, t->device.bus_id);
+    reports_init(&reports, *model, t->device);
     auto report_rewinds = [&] {                 // reports the pending step; true: the run went back
         if (!report_step(&reports, &t->logger, schedule)) { return false; }
         report_line(&reports.report);           // the steps that led here
@@ -6111,16 +6120,12 @@ static void train(Training* t) {
     report_rewinds();                           // if a signal ended the loop, a step is pending
     report_line(&reports.report);               // the last steps, fewer than --log-every
     if (t->step < run.max_steps) { printf("stopped by a signal after step %lld\n", (long long)t->step); }
-    if (reports.report.ms_count > 0) {
-        const double ms = report_mean_ms(reports.report);
-        say("mean step time %.1f ms, %.0f tokens/s over %lld steps\n", ms, (double)run.total_batch / ms * 1e3,
-            (long long)reports.report.ms_count);
-    }
     save(t);                                    // first: the rest takes time
     if (t->saves) { saver_advance(&t->saver, t->step, true); }
     if (run.val_every > 0) { validate(model, &t->val_loader, &t->logger, t->step); }
     if (run.evaluate) { evaluate(model, &t->questions, &t->logger, t->step); }
     if (run.sample_every > 0) { generate(t); }
+    if (run.verbose >= 0) { report_end(reports.report, t->logger.best_val, t->logger.best_step); }
     reports_free(&reports);
 }
 
@@ -6145,7 +6150,8 @@ static void write_alone(Training* t) {
 
 int main(int argc, char** argv) {
     device_prepare(argv);
-    flags_parse(kFlags, kNumFlags, argc, argv);
+    const std::vector<const char*> words = words_in_full(argc, argv);
+    flags_parse(kFlags, kNumFlags, (int)words.size(), words.data(), kFlagGroups);
     const std::string init = flags_text(flags_find(kFlags, kNumFlags, "--process-init"));
     run.comm.init = init.c_str();           // comm.h takes the word itself
     launch_resume();                        // -y 1: the run's number of GPUs
@@ -6159,9 +6165,9 @@ int main(int argc, char** argv) {
     Options options = run_options();
     const Task task = run_task();
     if (task == Task::Write) {
-        t.tells_speed = !run.quiet;
+        t.tells_speed = run.verbose >= 0;
         run.B = 1;                          // a prompt is one row
-        run.quiet = 1;
+        run.verbose = -1;
     }
 
     // errors in sizes, files and the prompt are found before any memory is taken or any file written
@@ -6174,9 +6180,9 @@ int main(int argc, char** argv) {
     if (run.resumed) { resumed_check(resumed.facts, origin_facts(t), run.output_dir); }
 
     say("device: %s, precision %s\n", t.device.name.c_str(), PRECISION_NAME);
-    if (task == Task::Train && !run.quiet) { flags_print(kFlags, kNumFlags); }
+    if (task == Task::Train && run.verbose >= 0) { flags_print(kFlags, kNumFlags, run.verbose > 0); }
     load_model(&t, config, options, &resumed);
-    if (!run.quiet) { evalset_print(&t.questions); }
+    if (run.verbose >= 0) { evalset_print(&t.questions); }
     surprises_print(prompted);              // settings that hardly do what was meant
 
     bool fine = true;

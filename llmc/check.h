@@ -28,6 +28,7 @@ A program that includes this header also ends in die() when memory runs out or a
 #include <stdlib.h>     // gives: exit
 #include <string.h>     // gives: strerror
 #include <sys/file.h>   // gives: flock
+#include <sys/ioctl.h>  // gives: ioctl, TIOCGWINSZ
 #include <sys/stat.h>   // gives: stat, mkdir
 #include <unistd.h>     // gives: fsync, unlink
 
@@ -72,13 +73,20 @@ static inline std::string shown(const std::string& text) {
     return out;
 }
 
-// run/progress.h may show a line on the terminal that rewrites itself. Other code that prints, in any thread
-// or signal handler, erases it first.
+// The width of the terminal that stdout is; `otherwise` if it is none.
+static inline size_t terminal_columns(size_t otherwise) {
+    struct winsize size = {};
+    const bool known = ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0;
+    return known ? size.ws_col : otherwise;
+}
+
+// run/progress.h may show two lines on the terminal that rewrite themselves. Other code that prints, in any
+// thread or signal handler, erases them first.
 static std::atomic<bool> progress_shown(false);
 static inline void progress_clear() {
     if (!progress_shown.exchange(false)) { return; }
     const int e = errno;
-    if (write(STDOUT_FILENO, "\r\033[K", 4) < 0) { errno = e; }     // to the line's start; erase to its end
+    if (write(STDOUT_FILENO, "\r\033[A\033[J", 7) < 0) { errno = e; }    // a line up; erase all from there on
 }
 
 // Runs before die() exits. Set once, at start.

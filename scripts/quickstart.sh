@@ -41,10 +41,11 @@ stop() {
 }
 
 echo "== building: under a minute for a CPU, some minutes for a GPU"
-for program in "$trainer" tokenize stories bigram; do
-    echo "make $program"
-    make -s "$program"
-done
+build() { echo "make $1  # $2"; make -s "$1"; }
+build "$trainer" "trains, evaluates and samples"
+build stories "writes the stories to train on"
+build tokenize "makes tokens of them"
+build bigram "the model to beat"
 
 echo "== making and tokenising stories: $data"
 mkdir -p "$data"

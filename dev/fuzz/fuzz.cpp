@@ -440,7 +440,7 @@ static void fuzz_flags(Bytes input) {
     }
     const std::string json = flags_json(kFlags, kNumFlags);
     for (char c : json) { PROPERTY((uint8_t)c >= 0x20, "a control character in %s", json.c_str()); }
-    flags_print(kFlags, kNumFlags);
+    flags_print(kFlags, kNumFlags, true);
 
     parse(&words);                                      // some flags belong together
     const Config c = run_model();

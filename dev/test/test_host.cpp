@@ -392,8 +392,12 @@ static void test_memory_plan() {
         check_dies("far too much", [&] { check(1350, {65536, 64, false, false}); }, {"fits is -b 3\n"});
         check_dies("none fits", [&] { check(1100, {8, 64, false, false}); }, {"not even -b 1 fits"});
         check_dies("a resumed run", [&] { check(1350, {8, 64, true, false}); }, {"keeps its -b"});
-        check_lives("a plan", [] { memory_print({{"a", 1 << 20}, {"b", 3 << 20}, {"c", 1 << 20}}); },
-                    "memory: 5.000 MiB in all; the largest: b 3.000, a 1.000, c 1.000\n");
+        for (const bool items : {false, true}) {
+            const std::string largest = items ? "; the largest: b 3.000, a 1.000, c 1.000" : "";
+            const std::vector<MemoryItem> plan = {{"a", 1 << 20}, {"b", 3 << 20}, {"c", 1 << 20}};
+            check_lives("a plan", [=] { memory_print(plan, items); },
+                        "memory: 5.000 MiB in all" + largest + "\n");
+        }
     }
 }
 
@@ -404,7 +408,7 @@ static const Flag flags[] = {
     {"b",   "micro-batch", FLAG_INT,    &cfg.B,      "4",      1,       65536,   nullptr,  "rows (B)"},
     {"z,d", "total-batch", FLAG_INT64,  &cfg.z,      "512",    0,       1e15,    nullptr,  "tokens"},
     {"",    "seed",        FLAG_INT64,  &cfg.seed,   "1337",   -9.3e18, 9.3e18,  nullptr,  "seed"},
-    {"l",   "lr",          FLAG_FLOAT,  &cfg.lr,     "3e-4",   -1,      FLT_MAX, nullptr,  "rate"},
+    {"l,-rate", "lr",      FLAG_FLOAT,  &cfg.lr,     "3e-4",   -1,      FLT_MAX, nullptr,  "rate"},
     {"k",   "lr-schedule", FLAG_ENUM,   &cfg.kind,   "cosine", 0,       0,       kLrKinds, "shape"},
     {"w",   "master",      FLAG_BOOL,   &cfg.w,      "1",      0,       1,       nullptr,  "fp32 copy"},
     {"o",   "output",      FLAG_STRING, &cfg.out,    "",       0,       0,       nullptr,  "folder"},
@@ -489,7 +493,8 @@ static void test_flags() {
               "%d %lld %g %d %d", cfg.B, (long long)cfg.z, cfg.lr, cfg.kind, cfg.w);
         CHECK(!strcmp(cfg.out, "a b") && !strcmp(cfg.prompt, "-b"), "'%s' '%s'", cfg.out, cfg.prompt);
         CHECK(flags_given(flags, num_flags, "micro-batch"), "a flag that was typed does not count as given");
-        parse({"-d", "0", "-l", "-1e-3", "--seed", "-9223372036854775808", "--prompt", "- no flag = text"});
+        parse({"-d", "0", "--rate", "-1e-3", "--seed", "-9223372036854775808",
+               "--prompt", "- no flag = text"});
         CHECK(cfg.z == 0 && cfg.lr == -1e-3 && cfg.seed == INT64_MIN, "%lld", (long long)cfg.seed);
         CHECK(!strcmp(cfg.prompt, "- no flag = text"), "'%s'", cfg.prompt);
         parse({"--seed=9223372036854775807", "-b", "65536", "-o="});
@@ -604,7 +609,7 @@ static void test_flags() {
             CHECK(!flags_table_ok(table, 3), "%s: nobody notices", r.what);
         }
     }
-    TEST("flags: help, table, json") {
+    TEST("flags: help, settings, json") {
         Child help = run_child([] { parse({"-b", "8", "--help", "--nonsense"}); });
         CHECK(help.code == 0 && help.err.empty(), "code %d, stderr '%s'", help.code, help.err.c_str());
         for (const Flag& f : flags) {
@@ -612,24 +617,44 @@ static void test_flags() {
                 CHECK(holds(help.out, s), "--help does not name %s", s.c_str());
             }
         }
-        for (const char* s : {"(default 4; 1 to 65536)", "(default cosine; cosine|linear|constant|wsd)",
-                              "(default 3e-4; at least -1)", "seed (default 1337)", "er (default none)",
+        for (const char* s : {"rows (B) (default 4)", "(default cosine;", "cosine|linear|constant|wsd)",
+                              "rate (default 3e-4); or --rate", "seed (default 1337)", "er (default none)",
                               "fp32 copy (default 1)"}) {
             CHECK(holds(help.out, s), "--help lacks '%s'", s);
+        }
+        for (const bool all : {false, true}) {      // groups without a name that is shown are left out
+            const Child c = run_child([=] {
+                flags_help(flags, num_flags, "a", {{"text", "", ""}, {"one", "seed lr", "name"},
+                                                   {"two", "", "prompt"}}, all);
+            });
+            size_t at = 0;
+            std::vector<std::string> wanted = {"usage: a [flags]\n\ntext\n\none\n", "--seed N ", "--lr X "};
+            if (all) { wanted.insert(wanted.end(), {"--name TEXT ", "\n\ntwo\n", "--prompt TEXT "}); }
+            wanted.push_back(all ? "--help  " : "--help all  ");
+            for (const std::string& s : wanted) {
+                at = c.out.find(s, at);
+                CHECK(at != std::string::npos, "no %s at its place in\n%s", s.c_str(), c.out.c_str());
+            }
+            CHECK(holds(c.out, "--prompt") == all && !holds(c.out, "--output"), "%s", c.out.c_str());
         }
         Child full = run_child([] {
             if (!freopen("/dev/full", "w", stdout)) { _exit(99); }
             parse({"--help"});
         });
         CHECK(full.code == 1, "--help to a full disk ends with %d", full.code);
-        Child table = run_child([] {
-            parse({"-b", "8", "-o", std::string(300, 'o')});
-            flags_print(flags, num_flags);
-        });
-        CHECK(holds(table.out, "* micro-batch        8 ") && holds(table.out, "  total-batch        512 "),
-              "%s", table.out.c_str());
-        for (const std::string& line : flags_split(help.out + table.out, '\n')) {
-            CHECK(line.size() <= (size_t)kFlagColumns, "%zu columns: %s", line.size(), line.c_str());
+        Child given, all;
+        for (Child* c : {&given, &all}) {
+            *c = run_child([&] {
+                parse({"-b", "8", "-o", std::string(300, 'o')});
+                flags_print(flags, num_flags, c == &all);
+            });
+        }
+        const std::string folder = "\n          output=" + std::string(60, 'o') + "...\n";
+        CHECK_TEXT(given.out, "settings: micro-batch=8," + folder);
+        CHECK_TEXT(all.out, given.out + "defaults: total-batch=512, seed=1337, lr=0.0003, "
+                   "lr-schedule=cosine, master=1,\n          prompt=, name=x\n");
+        for (const std::string& line : flags_split(help.out + all.out, '\n')) {
+            CHECK(line.size() <= 80, "%zu columns: %s", line.size(), line.c_str());
         }
         parse({"-l", "0.1", "-o", "a\"\n"});
         const std::string json = flags_json(flags, num_flags);
@@ -734,6 +759,37 @@ static void test_run() {
         }
     }
     comm = Comm();
+    TEST("run: --help all shows every flag in one group") {
+        for (const Flag& f : kFlags) {
+            int places = 0;
+            for (const FlagGroup& group : kFlagGroups) {
+                for (const std::string& names : {group.everyday, group.others}) {
+                    const std::vector<std::string> all = flags_split(names, ' ');
+                    places += (int)std::count(all.begin(), all.end(), f.name);
+                }
+            }
+            CHECK(places == 1, "--%s is in %d groups", f.name, places);
+        }
+    }
+    TEST("run: short forms") {
+        const struct { std::vector<const char*> words; const char* text; } cases[] = {
+            {{}, ""}, {{"-e", "eval"}, "-e eval"}, {{"eval", "a", "-b", "2"}, "-e a -x 0 -b 2"},
+            {{"sample", "a"}, "-e a -x 0 --prompt="},
+            {{"sample", "a", "--prompt", "b"}, "-e a -x 0 --prompt b"},
+            {{"chat", "a", "-g", "9"}, "-e a -x 0 -g 9 --chat=1"}};
+        auto in_full = [](std::vector<const char*> words) {
+            words.insert(words.begin(), "train");
+            std::string text;
+            const std::vector<const char*> all = words_in_full((int)words.size(), (char**)words.data());
+            for (size_t i = 1; i < all.size(); i++) { text += (i > 1 ? " " : "") + std::string(all[i]); }
+            return text;
+        };
+        for (const auto& c : cases) {
+            CHECK_TEXT(in_full(c.words), c.text);
+        }
+        check_dies("no run", [&] { in_full({"eval"}); }, {"eval: of which run?"});
+        check_dies("a flag", [&] { in_full({"chat", "-x", "0"}); }, {"chat: of which run?"});
+    }
     TEST("run: names as words of a command line") {
         const char* cases[][2] = {{"runs/a-1,b", "runs/a-1,b"}, {"", "''"}, {"a b", "'a b'"},
                                   {"it's", "'it'\\''s'"}, {"a\nb'", "$'a\\012b\\047'"}};
@@ -1510,6 +1566,11 @@ static void test_report() {
                 report_show(&r);
             }
             report_line(&r);
+            r.begun_s = progress_now() - 61;
+            report_end(r, 2.5, 2);
+            r.peak_speed = 2000, r.max_steps = 18865;
+            report_add(&r, {9999, 10.5, 6e-4, 12.345, 0, 1000, 0});
+            report_line(&r);
             UpdateState u = {};
             u.norm = 7, u.loss_score = 8, u.norm_score = 9;
             for (int skip : {SKIP_NO, SKIP_NOT_FINITE, SKIP_LOSS, SKIP_NORM}) {
@@ -1518,10 +1579,28 @@ static void test_report() {
             }
         });
         CHECK(c.out == "0:01:21\n0:00:08\n"
-              "step 2/10 | loss 4.000000 | lr 2.50e-01 | norm 1.0000 | 5000.0 ms | 200 tok/s | ETA 0:00:08\n"
+              "step 2/10 | loss 4.000000  | lr 2.50e-01 | norm 1.00  | 5000.0 ms | 200 tok/s | ETA 0:00:08\n"
               "0:00:11\n"
-              "step 3/10 | loss nan | lr 1.67e-01 | norm 4.0000 | 2000.0 ms | 500 tok/s | ETA 0:00:11\n",
+              "step 3/10 | loss nan       | lr 1.67e-01 | norm 4.00  | 2000.0 ms | 500 tok/s | ETA 0:00:11\n"
+              "end: loss nan, best validation loss 2.500000 after step 2\n"
+              "3000 tokens in 0:01:01\n"
+              "mean step time 1500.0 ms, 667 tokens/s over 2 steps\n"
+              "step 10000/18865 | loss 10.500000 | lr 6.00e-04 | norm 12.35 | 1000.0 ms | 1000 tok/s | "
+              "MFU 50.0%\n",
               "%s", c.out.c_str());
+        CHECK(gpu_peak("NVIDIA H100 80GB HBM3 (sm_90, 132 SMs)") == 989e12 &&
+              gpu_peak("NVIDIA H100 PCIe") == 756e12 && gpu_peak("CPU (2 threads)") == 0, "peaks of GPUs");
+        Report every = {};
+        progress_on = true;
+        for (const int64_t steps : {20, 21, 101, 18865}) {
+            every.max_steps = steps;
+            every.log_every = 0;
+            const int64_t n = report_every(every);
+            CHECK(n == (steps == 20 ? 1 : steps == 21 ? 2 : steps == 101 ? 10 : 1000), "%lld: %lld",
+                  (long long)steps, (long long)n);
+        }
+        progress_on = false;
+        CHECK(report_every(every) == 1, "no terminal: a line each step");
         const std::string far = " standard deviations above the mean of the last 128: update skipped\n";
         CHECK(c.err == "step 5: the gradient is not finite (norm 7.000000, loss 6.000000): update skipped\n"
               "step 5: loss 6.000000 is 8.0" + far + "step 5: norm 7.000000 is 9.0" + far, "%s",

@@ -286,7 +286,7 @@ def test_own_flags():
     assert stopped.code == 0 and re.fullmatch(
         "warning: the run in -o .*/own has no checkpoint: it begins anew, with the settings "
         f"in its run.json where no flag says otherwise\n{STOPPING}", stopped.err), stopped.err
-    [command] = re.findall("^.*/own: `(.*)` goes on with this run$", stopped.out, re.M)
+    [command] = re.findall("^`(.*)` goes on with this run$", stopped.out, re.M)
     os.remove(model)                            # a run that has a checkpoint does not need it
     result = Job({}, shlex.split(command) + ["-x", "20"]).result()
     assert (result.code, result.err) == (0, "")

@@ -53,7 +53,7 @@ def observe(flags, name):
 
 
 OBSERVED = {"-e": "L2,NH2,C16,T16,V256", "-x": 5, "-l": "1e-2", "-v": 3, "-s": 3, "-g": 12, "-m": 2,
-            "--eps": "1e-4"}
+            "--eps": "1e-4", "--verbose": 1}
 
 
 @functools.lru_cache(None)
@@ -122,15 +122,19 @@ def test_flag_changes(words, must, may):
 
 @pytest.mark.cpu_only
 def test_every_flag_has_a_row():
-    text = subprocess.run([Program.path, "--help"], capture_output=True, text=True, check=True).stdout
-    assert max(map(len, text.splitlines())) <= 110
-    mixed = subprocess.run([Program.path, "-b", "8", "--help"], capture_output=True, text=True, check=True)
-    assert (mixed.stdout, mixed.stderr) == (text, "")
+    short, text, mixed = (
+        subprocess.run([Program.path, *words], capture_output=True, text=True, check=True).stdout
+        for words in (["--help"], ["--help", "all"], ["-b", "8", "--help", "all"]))
+    assert mixed == text and max(map(len, (short + text).splitlines()[1:])) <= 80
+    assert 20 <= len(re.findall(r"^(?: -\S+)? {1,7}--[a-z]", short, re.M)) <= 25
     entries = {}                    # {name: [letters, its entry]}, up to the next flag's
-    for line in text.splitlines()[2:]:
-        if match := re.match(r"  (?:(-\S+)\s+)?\s*--(\S+)", line):
+    for line in text.splitlines():
+        if match := re.match(r"(?: (-\S+))? {1,7}--(\S+)", line):
             name, entries[match[2]] = match[2], [(match[1] or "").split(","), ""]
-        entries[name][1] += line.strip() + " "
+        if entries:
+            entries[name][1] += line.strip() + " "
+    assert set(re.findall(r"; or --(\S+)", " ".join(row[1] for row in entries.values()))) == {
+        "micro-batch-size", "total-batch-size", "seq-len", "warmup-steps", "lr"}
     run_ok({"-o": "settings", "-x": 1})
     with open("settings/run.json", encoding="utf-8") as f:
         names = set(json.load(f)["settings"])
@@ -139,7 +143,7 @@ def test_every_flag_has_a_row():
     letters = {letter for row in entries.values() for letter in row[0]}
     assert {"-" + x for x in "i j e o b t z d x l k u q c v m h s g a f w r ge".split()} <= letters
     known = {"train-data", "val-data", "model", "output-dir", "max-steps"}  # files and lengths
-    known |= {"evaluate", "eval-data", "eval-every", "chat", "log-gpu", "quiet"}    # tests of their own
+    known |= {"evaluate", "eval-data", "eval-every", "chat", "log-gpu", "verbose"}  # tests of their own
     known |= {"gpus", "zero-stage", "lanes", "reduction", "check-ranks", "process-init", "process-server",
               "process-folder", "processes", "process-rank", "gpus-per-node", "start-timeout"}
     flags = {row[0].split()[-2] for row in CHANGES if row[0]}
@@ -165,17 +169,21 @@ SAID = r"""
 -x 2 -u 2                         => err: ^warning: .*-u 2.*at the last step only
 -x 2 -u 3                         => err: ^warning: .*-u 3.*never
 -x 1 -s 1 -g 33                   => out: samples: after 32 of 33 tokens all T=32 positions are taken
--x 0 --prompt tak -g 32 --quiet 1 => err: ^note: samples: after 29 of 32 tokens all T=32 | no: all T
--x 0 --prompt tak -g 29 --quiet 1 => no: all T
+-x 0 --prompt tak -g 32 --verbose -1 => err: ^note: samples: after 29 of 32 tokens all T=32 | no: all T
+-x 0 --prompt tak -g 29 --verbose -1 => no: all T
 -x 0 --prompt tak -g 9 --num-samples 3 => err: ^note: 27 tokens, the first after [\d.]+ s, then \d+ tokens/s$
 -x 2 -l 1e-3                      => out: lr 1.00e-03
--x 3                 => out: ^step 3/3 \| loss \d+\.\d{6} \| lr \S+ \| norm \S+ \| .* ETA 0:00:00$
--i part_*.bin -x epoch            => out: ^data: 1093 training tokens \(33 rows of 32\), | steps: 8
+-x 2 --lr 1e-3                    => out: lr 1.00e-03
+-x 3                 => out: ^step 3/3 \| loss \d+\.\d{6} \| lr \S+ \| norm \S+ +\| .* ETA 0:00:00$
+-x 1 -b 2                         => out: ^settings: [^:]*micro-batch=2, | no: defaults|beta1|the largest
+-x 1 --verbose 1                  => out: ^defaults: [^:]*beta1=0.9, | no: quiet
+-x 4 -v 2      => out: ^end: loss \d+\.\d{6}, best validation loss \d+\.\d{6} after step 4\n512 tokens in
+-i part_*.bin -x epoch            => out: ^data: 1093 training tokens \(33 rows of 32\)$ | steps: 8
 -i part_*.bin -x NONE             => steps: 8
 -i part_*.bin -x 12               => steps: 12
--i part_*.bin -x epoch -t 7       => out: \(154 rows of 7\), 1 micro-steps a step, 38 steps$ | steps: 38
--i part_*.bin -x epoch -z 256     => out: \(33 rows of 32\), 2 micro-steps a step, 4 steps$ | steps: 4
--i part_*.bin -x epoch -z 5120    => out: 40 micro-steps a step, 1 steps$ | steps: 1
+-i part_*.bin -x epoch -t 7  => out: \(154 rows of 7\)\n.* 1 micro.*\n.*: 38 steps, 0.987 epochs | steps: 38
+-i part_*.bin -x epoch -z 256 => out: ^batch: 256 tok.* 2 micro-steps a step\nschedule: 4 steps, | steps: 4
+-i part_*.bin -x epoch -z 5120    => out: 40 micro-steps a step\nschedule: 1 steps, 4.85 epochs | steps: 1
 -i part_*.bin -x epoch -b 1       => steps: 33
 -i row.bin -x epoch -o row        => steps: 1
 -i row.bin -j part_1.bin -v 1 -m 1000 -b 16 -x 3 => steps: 3 | vals: 4
@@ -230,10 +238,10 @@ def test_command_line_forms():
 
 @pytest.mark.cpu_only
 def test_quiet():
-    """--quiet 1: results alone on stdout, and the same ones."""
+    """--verbose -1: results alone on stdout, and the same ones."""
     flags = {"-x": 2, "-v": 1, "-s": 1, "-g": T - 1, "--prompt": "\n"}
-    loud, quiet = (run_ok({**flags, "-o": f"quiet{n}", "--quiet": n}) for n in (0, 1))
-    settings = re.compile("^settings|^device|^model|^memory|^data|^mean|^quiet0: ", re.M)
+    loud, quiet = (run_ok({**flags, "-o": f"quiet{n}", "--verbose": -n}) for n in (0, 1))
+    settings = re.compile("^settings|^device|^model|^memory|^data|^output|^mean|^end|^`", re.M)
     assert settings.search(loud.out) and not settings.search(quiet.out)
     for what in (Result.losses, Result.val_losses, Result.samples):
         assert what(quiet) == what(loud)
@@ -241,23 +249,21 @@ def test_quiet():
     assert re.match(kinds, quiet.out) and re.match(kinds, quiet.out.splitlines()[-1])
     assert read_bytes("quiet0/main.log") == read_bytes("quiet1/main.log")
     loss = run_ok({"-x": 0}).val_losses()[0]
-    assert run_ok({"-x": 0, "--quiet": 1}).out == f"val loss {loss:.6f}\n"
+    assert run_ok({"-x": 0, "--verbose": -1}).out == f"val loss {loss:.6f}\n"
 
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("folder", ["runs/last", "runs/la'st $x", "runs/la\nst' \\ \x1b[31m"])
 def test_last_line(folder):
-    """It names the run's folder and the commands that evaluate, sample and plot it; they work."""
+    """The commands that evaluate, sample and plot the run; they work."""
     def shell(command):
         return subprocess.run(["bash", "-c", command], capture_output=True, check=True, timeout=LIMIT_S,
                               env=Program.environment(1))
     out = run_ok({"-o": folder, "-x": 2}).out
     assert not re.search("[\0-\x09\x0b-\x1f\x7f]", out), "control characters of the name"
-    last = out.splitlines()[-1]
-    evaluates, draws = re.findall("`(.*?)`", last)
-    assert folder[:7] in last and "--prompt" in last
+    evaluates, samples, draws = re.findall("^`(.*)` ", "\n".join(out.splitlines()[-3:]), re.M)
     assert b"val loss " in shell(evaluates).stdout and not shell(evaluates).stderr
-    assert b"val loss " not in shell(evaluates + " --prompt tak -g 3").stdout
+    assert b"val loss " not in shell(samples + " --prompt tak -g 3").stdout + shell(samples + " -g 3").stdout
     assert shell(f"printf '%s|' {draws}").stdout.decode() == f"python3|dev/data/plot_log.py|{folder}|"
 
 
@@ -270,7 +276,7 @@ def test_clock():
     assert 0 < sum(ms) <= wall_ms
     assert [r["tokens"] for r in records] == [batch * (i + 1) for i in range(len(ms))]
     assert_close([r["tokens_per_s"] * r["ms"] / (batch * 1e3) for r in records], [1] * len(ms), 1e-6, "speed")
-    rows = re.findall(r"^step \d+/.*\| (\S+) ms \| (\d+) tok/s \| ETA", out, re.M)
+    rows = re.findall(r"^step \d+/.*\| (\S+) ms \| (\d+) tok/s(?: \||$)", out, re.M)
     assert_close([float(row[0]) for row in rows], ms, 0.0501, "ms on the lines")
     assert_close([int(row[1]) for row in rows], [r["tokens_per_s"] for r in records], 0.51, "speed")
     mean, speed, count = re.search(r"^mean step time (\S+) ms, (\d+) tokens/s over (\d+) steps$", out,
@@ -413,7 +419,7 @@ def test_folder(folder):
         assert evaluate(folder, {name: value})[1] == want != losses[6]
     os.mkdir("elsewhere")
     assert evaluate("../" + folder, cwd="elsewhere")[1:] == (losses[6], "")
-    assert evaluate(os.path.abspath(folder), {"--quiet": 1}, cwd="elsewhere")[1] == losses[6]
+    assert evaluate(os.path.abspath(folder), {"--verbose": -1}, cwd="elsewhere")[1] == losses[6]
 
     shutil.copytree(folder, "runs/damaged")
     damaged = "runs/damaged/model_%08d.bin"

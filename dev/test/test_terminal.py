@@ -24,26 +24,32 @@ from trainer import (LIMIT_S, USUAL as COMMON, Program, assert_close, log_lines,
                      run_ok, without_checksum, write_bytes)
 
 USUAL = {**COMMON, "-b": 1, "-t": 8}
-STEP = re.compile(r"step (\d+)/(\d+) \| loss (\S+) \| lr (\S+) \| norm (\S+) \| (\S+) ms \| (\d+) tok/s \| "
-                  r"ETA \d+:\d\d:\d\d(?: \| (.*))?")
-BAR = re.compile(r"step (\d+)/(\d+) \[([#.]{20})\] (\d+)% \| loss (\S+) \| (\d+) tok/s \| ETA \d+:\d\d:\d\d")
-CLEAR = "\r\x1b[K"
+STEP = re.compile(r"step (\d+)/(\d+) \| loss (\S+) +\| lr (\S+) \| norm (\S+) +\| (\S+) ms \| (\d+) tok/s \| "
+                  r"(?:MFU \S+% \| )?ETA \d+:\d\d:\d\d(?: \| (.*))?")
+BAR = re.compile(r"step (\d+)/(\d+) \[([#.]{40})\] (\d+)% \| ETA \d+:\d\d:\d\d")
+LIVE = re.compile(r"loss \S+ \| lr \S+ \| norm \S+ \| \d+ tok/s(?: \| MFU \S+%)?")
+BLOCK = re.compile(r"\r(?:\x1b\[A)?(step [^\r\x1b]*)\x1b\[K\r\n([^\r\x1b]*)\x1b\[K")
+CLEAR = "\r\x1b[A\x1b[J"
 LONG = {"-x": 10**6, "--log-every": 10**6}
 
 
 def screen(data):
-    """The lines that a terminal shows in the end, as wide as need be: printing, newline, carriage return,
-    erase to the end of the line. Anything else is not expected, and stays to be seen."""
-    lines, column = [""], 0
-    for part in re.findall(r"\x1b\[K|[\r\n]|[^\r\n\x1b]+|\x1b", data):
+    """The lines that a terminal shows in the end, as wide as need be: printing, newline, carriage return, a
+    line up, erase to the end of the line or screen. Anything else is not expected, and stays to be seen."""
+    lines, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[[KAJ]|[\r\n]|[^\r\n\x1b]+|\x1b", data):
         if part == "\n":
-            lines.append("")            # the line discipline has put a carriage return before it
+            row += 1                    # the line discipline has put a carriage return before it
+            lines += [""] * (row == len(lines))
         elif part == "\r":
             column = 0
-        elif part == "\x1b[K":
-            lines[-1] = lines[-1][:column]
+        elif part == "\x1b[A":
+            row -= 1
+        elif part in ("\x1b[K", "\x1b[J"):
+            lines[row] = lines[row][:column]
+            del lines[row + 1 if part == "\x1b[J" else len(lines):]
         else:
-            lines[-1] = lines[-1][:column].ljust(column) + part + lines[-1][column + len(part):]
+            lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + len(part):]
             column += len(part)
     return lines
 
@@ -78,15 +84,15 @@ def on_terminal(flags, columns=200, term="xterm", until=None, then=None, **popen
 
 
 def bars(lines):
-    return [line for line in lines if BAR.search(line)]
+    return [line for line in lines if BAR.search(line) or line.startswith("loss ")]
 
 
 def untimed(lines):
     """Without what differs between two equal runs: times, and what is printed before the first step."""
     first = next((i for i, line in enumerate(lines) if line.startswith("data: ")), 0)
-    text = re.sub(r"\S+ ms \| \d+ tok/s \| ETA \S+$", "TIMES", "\n".join(lines[first:]), flags=re.M)
+    text = re.sub(r"\S+ ms \| \d+ tok/s \|.* ETA \S+$", "TIMES", "\n".join(lines[first:]), flags=re.M)
     text = re.sub(r"^mean step time .*$", "MEAN", text, flags=re.M)
-    return re.sub(r" in \S+ s$", " in TIME", text, flags=re.M).strip("\n").split("\n")
+    return re.sub(r" in \S+(?: s)?$", " in TIME", text, flags=re.M).strip("\n").split("\n")
 
 
 def steps_of(folder):
@@ -115,6 +121,7 @@ def test_log_every():
 def test_log_every_ends():
     """A run that is stopped tells of the steps since its last line; one that goes on keeps the flag."""
     code, text = on_terminal({**LONG, "-o": "ends"}, until=b" [")
+    assert "`" + Program.path + " -y 1 -o ends` goes on with this run" in screen(text)
     rows, done = [m for m in map(STEP.fullmatch, screen(text)) if m], len(log_lines("ends"))
     losses = [r["loss"] for r in steps_of("ends")]
     assert code == 0 and [int(row[1]) for row in rows] == [done]
@@ -126,7 +133,23 @@ def test_log_every_ends():
         assert [int(row[0]) for row in STEP.findall(more.out)] == want
 
 
-# ---- the line that rewrites itself ----
+@pytest.mark.cpu_only
+def test_log_every_auto():
+    """Without the flag a file has a line each step, a terminal some twenty. No line is wider than 80 columns
+    there, or 100 in a file; what does not fit is left out."""
+    flags = {"-x": 50, "-u": 10, "-s": 0}
+    piped = run_ok({**flags, "-o": "in_a_file"}).out
+    assert len(re.findall("^step ", piped, re.M)) == 50 and max(map(len, piped.splitlines())) <= 100
+    code, text = on_terminal({**flags, "-o": "narrow"}, columns=80)
+    lines = [line for line in screen(text) if line[:1] != "`"]     # commands are as long as the names in them
+    assert code == 0 and max(map(len, lines)) <= 80, lines
+    rows = [line for line in lines if line.startswith("step ")]
+    assert [int(row[5:].split("/")[0]) for row in rows] == list(range(5, 51, 5))
+    assert all(re.match(r"step \d+/50 \| loss \S+ +\| lr \S+ \| norm \S+ +\| \S+ ms", row) for row in rows)
+    assert lines.index(rows[0]) <= 13, "the start"
+
+
+# ---- the lines that rewrite themselves ----
 
 @pytest.mark.cpu_only
 def test_progress():
@@ -136,12 +159,13 @@ def test_progress():
     code, text = on_terminal({"-o": "shown", **flags})
     lines = [line.replace("shown", "piped") for line in screen(text)]
     assert code == 0 and untimed(lines) == untimed(piped.out.split("\n"))
-    shown = [BAR.fullmatch(part) for part in re.findall(r"\r(step [^\r\x1b]*)\x1b", text)]
-    assert shown and all(shown)
+    blocks = BLOCK.findall(text)
+    shown = [BAR.fullmatch(first) for first, _ in blocks]
+    assert shown and all(shown) and all(LIVE.fullmatch(second) for _, second in blocks)
     for bar in shown:
         done, full = int(bar[1]), bar[3].count("#")
-        assert (int(bar[2]), full, int(bar[4])) == (12, done * 20 // 12, done * 100 // 12)
-        assert bar[3] == "#" * full + "." * (20 - full)
+        assert (int(bar[2]), full, int(bar[4])) == (12, done * 40 // 12, done * 100 // 12)
+        assert bar[3] == "#" * full + "." * (40 - full)
     assert {1, 5, 9} <= {int(bar[1]) for bar in shown}, "after a line the next step is shown at once"
     for term, every in (("dumb", 4), ("xterm", 1)):
         _, text = on_terminal({**flags, "--log-every": every}, term=term)
@@ -150,10 +174,10 @@ def test_progress():
 
 @pytest.mark.cpu_only
 def test_progress_width():
-    """Nothing is wider than the terminal: of a line that wraps only the end could be taken back."""
+    """Nothing is wider than the terminal: of lines that wrap only the end could be taken back."""
     _, text = on_terminal({"-x": 6, "--log-every": 6}, columns=30)
-    shown = re.findall(r"\r(step [^\r\x1b]*)\x1b", text)
-    assert shown and all(len(line) == 29 for line in shown)
+    shown = BLOCK.findall(text)
+    assert shown and all(len(first) == 29 >= len(second) for first, second in shown)
 
 
 @pytest.mark.cpu_only
@@ -172,7 +196,8 @@ def test_progress_and_messages():
                       r"error: \d+ updates in a row were skipped: the run stops after step \d+, and .*")
     assert code == 1 and len(said) >= 20 and all(good.fullmatch(line) for line in said)
     assert CLEAR + "step" in text and not bars(lines)
-    assert [line.split(" | lr")[0] for line in lines if STEP.fullmatch(line)] == ["step 20/50 | loss nan"]
+    rows = [line for line in lines if STEP.fullmatch(line)]
+    assert [row.split(" | lr")[0].rstrip() for row in rows] == ["step 20/50 | loss nan"]
 
     _, text = on_terminal(LONG, until=b" [")
     assert "stopping after the last complete step; Ctrl-C: at once, unsaved" in screen(text)

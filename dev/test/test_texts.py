@@ -49,7 +49,7 @@ def test_prompt():
 @pytest.mark.numeric
 def test_several_samples():
     """A text is the same whatever is written beside it, across the end of T."""
-    flags = {"-e": trained(), "-g": T + 9, "--quiet": 1}
+    flags = {"-e": trained(), "-g": T + 9, "--verbose": -1}
     many = texts({**flags, "--num-samples": 70})        # more than are written at once
     assert (len(many), len(set(many))) == (70, 70)
     assert texts({**flags, "--num-samples": 3}) == many[:3] and texts(flags) == many[:1]
@@ -143,7 +143,7 @@ def test_characters(text):
 @pytest.mark.cpu_only
 def test_chat():
     """Lines are answered through a pipe, as one text that goes on: what was said before counts."""
-    flags = {**ALONE, "-e": trained(), "-x": 0, "--temperature": 0, "-g": 5, "--quiet": 1}
+    flags = {**ALONE, "-e": trained(), "-x": 0, "--temperature": 0, "-g": 5, "--verbose": -1}
 
     def chat(lines, **more):
         p = subprocess.run(Program.command({**flags, "--chat": 1, **more}), input=lines, capture_output=True,

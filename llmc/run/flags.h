@@ -1,5 +1,5 @@
 /*
-The command line as one table. Parsing, --help, the start-up table and the saved settings use the same rows,
+The command line as one table. Parsing, --help, the settings at the start and in files use the same rows,
 so they cannot disagree. A default is text that is parsed like user text. Host only.
 
     struct { int B; double lr; int schedule; const char* out; } cfg;
@@ -43,7 +43,7 @@ enum FlagType { FLAG_INT, FLAG_INT64, FLAG_FLOAT, FLAG_STRING, FLAG_BOOL, FLAG_E
 enum FlagResume { FLAG_KEPT, FLAG_FIXED, FLAG_NOW };
 
 struct Flag {
-    const char* letters;    // "b"; "z,d": synonyms, written -z and -d; "": none
+    const char* letters;    // "b"; "z,d": synonyms, written -z and -d; "l,-lr": -l and --lr; "": none
     const char* name;       // "micro-batch": written --micro-batch
     FlagType type;
     void* where;            // int*, int64_t*, double*, const char**, int* (0 or 1), int* or enum* (option)
@@ -54,8 +54,6 @@ struct Flag {
     FlagResume resume = FLAG_KEPT;
     mutable const char* given = nullptr;    // what the user typed ("-b", "--micro-batch=8"); nullptr: default
 };
-
-static const int kFlagColumns = 110;        // width of --help and of the start-up table
 
 // ---- text ----
 
@@ -243,55 +241,73 @@ template <class Saved> static inline void flags_resume(const Flag* table, int co
     }
 }
 
-// ---- the table as help, start-up table and JSON ----
+// ---- the table as help, settings and JSON ----
 
-static inline void flags_help(const Flag* table, int count, const char* program) {
-    const char* kinds[] = {"N", "N", "X", "TEXT", "0|1", "WORD"};
-    auto left = [&](const Flag& f) {
-        std::vector<std::string> all = flags_spellings(&f);
-        std::string letters;
-        for (size_t i = 0; i + 1 < all.size(); i++) { letters += (i ? "," : "") + all[i]; }
-        return format("  %-7s %s %s", letters.c_str(), all.back().c_str(), kinds[f.type]);
-    };
-    size_t indent = 0;
-    for (int i = 0; i < count; i++) { indent = std::max(indent, left(table[i]).size() + 2); }
-    printf("usage: %s [flags]\n\n", program);
-    for (int i = 0; i < count; i++) {
-        const Flag& f = table[i];
-        std::string range = f.type == FLAG_BOOL ? "" : flags_range(&f), text = flags_about(&f);
-        if (!range.empty()) { text.insert(text.size() - 1, "; " + range); }
-        std::string line = left(f);
-        line.resize(indent, ' ');
-        bool fresh = true;                                  // no help text on this line yet
-        for (const std::string& word : flags_split(text, ' ')) {
-            if (!fresh && line.size() + 1 + word.size() > (size_t)kFlagColumns) {
-                printf("%s\n", line.c_str());
-                line.assign(indent, ' ');
-                fresh = true;
-            }
-            line += (fresh ? "" : " ") + word;
-            fresh = false;
+// A part of --help. Names have blanks between them; `others` are shown by --help all only.
+struct FlagGroup { std::string title, everyday, others; };
+
+// Prints the words of `text` after `start`, in lines no longer than `columns`, all but the first indented.
+static inline void flags_wrap(const std::string& start, const std::string& text, size_t columns) {
+    std::string line = start;
+    bool fresh = true;                                      // no word on this line yet
+    for (const std::string& word : flags_split(text, ' ')) {
+        if (!fresh && line.size() + 1 + word.size() > columns) {
+            printf("%s\n", line.c_str());
+            line.assign(start.size(), ' ');
+            fresh = true;
         }
-        printf("%s\n", line.c_str());
+        line += (fresh ? "" : " ") + word;
+        fresh = false;
     }
-    std::string line = "  --help";
-    line.resize(indent, ' ');
-    printf("%sthis text\n", line.c_str());
+    printf("%s\n", line.c_str());
 }
 
-static inline void flags_print(const Flag* table, int count) {
-    const int cell = kFlagColumns / 3;                      // three cells a line; long values take more cells
-    printf("settings (* given, else default)\n");
-    int used = 0;
-    for (int i = 0; i < count; i++) {
-        std::string text = format(" %c %-18s %s", table[i].given ? '*' : ' ', table[i].name,
-                                  flags_show(flags_text(&table[i])).c_str());
-        int cells = ((int)text.size() + cell) / cell;       // leaves a blank before the next cell
-        if (used + cells > 3 && used > 0) { printf("\n"); used = 0; }
-        used += cells;
-        bool last = used >= 3 || i + 1 == count;
-        printf("%-*s%s", last ? 0 : cells * cell, text.c_str(), last ? "\n" : "");
-        if (last) { used = 0; }
+// `-z,-d --total-batch N`; other long names stand behind the explanation.
+static inline void flags_help_one(const Flag& f, size_t indent) {
+    const char* kinds[] = {"N", "N", "X", "TEXT", "0|1", "WORD"};
+    std::string letters, text = flags_about(&f);
+    if (f.type == FLAG_ENUM || (f.type == FLAG_INT && f.max < 10)) {
+        text.insert(text.size() - 1, "; " + flags_range(&f));
+    }
+    for (const std::string& s : flags_split(f.letters, ',')) {
+        if (s[0] == '-') { text += "; or -" + s; }
+        else { letters += (letters.empty() ? "-" : ",-") + s; }
+    }
+    std::string line = format(" %-5s --%s %s", letters.c_str(), f.name, kinds[f.type]);
+    line.resize(std::max(indent, line.size() + 1), ' ');
+    flags_wrap(line, text, terminal_columns(80));
+}
+
+static inline void flags_help(const Flag* table, int count, const char* program,
+                              const std::vector<FlagGroup>& groups, bool all) {
+    const size_t indent = 28;
+    printf("usage: %s [flags]\n", program);
+    for (int i = 0; groups.empty() && i < count; i++) { flags_help_one(table[i], indent); }
+    for (const FlagGroup& group : groups) {
+        std::string names = group.everyday;
+        if (all && !group.others.empty()) { names += (names.empty() ? "" : " ") + group.others; }
+        if (names.empty() && !group.others.empty()) { continue; }
+        printf("\n%s\n", group.title.c_str());
+        for (const std::string& name : flags_split(names, ' ')) {
+            flags_help_one(*flags_find(table, count, "--" + name), indent);
+        }
+    }
+    const bool has_more = !groups.empty() && !all;
+    printf("\n %-*s%s\n", (int)indent - 1, has_more ? "--help all" : "--help",
+           has_more ? "all flags" : "this text");
+}
+
+// Prints the settings that the user gave and, with `all`, the others.
+static inline void flags_print(const Flag* table, int count, bool all) {
+    for (const bool given : {true, false}) {
+        std::string text;
+        for (int i = 0; i < count; i++) {
+            if ((table[i].given != nullptr) != given) { continue; }
+            const std::string value = flags_show(flags_text(&table[i]));
+            text += (text.empty() ? "" : ", ") + std::string(table[i].name) + "=" + value;
+        }
+        if (text.empty() || (!given && !all)) { continue; }
+        flags_wrap(given ? "settings: " : "defaults: ", text, terminal_columns(80));
     }
 }
 
@@ -327,7 +343,8 @@ static inline bool flags_given(const Flag* table, int count, const char* name) {
     return f->given != nullptr;
 }
 
-static inline void flags_parse(const Flag* table, int count, int argc, char** argv) {
+static inline void flags_parse(const Flag* table, int count, int argc, const char* const* argv,
+                               const std::vector<FlagGroup>& groups = {}) {
     assert(flags_table_ok(table, count));
     for (int i = 0; i < count; i++) {
         table[i].given = nullptr;
@@ -338,7 +355,7 @@ static inline void flags_parse(const Flag* table, int count, int argc, char** ar
         const char* equals = arg[0] == '-' ? strchr(arg, '=') : nullptr;
         std::string spelling = equals ? std::string(arg, (size_t)(equals - arg)) : arg;
         if (spelling == "--help") {
-            flags_help(table, count, argv[0]);
+            flags_help(table, count, argv[0], groups, i + 1 < argc && strcmp(argv[i + 1], "all") == 0);
             exit(fflush(stdout) == 0 ? EXIT_SUCCESS : EXIT_FAILURE);
         }
         if (arg[0] != '-' || spelling == "-" || spelling == "--") {
@@ -352,7 +369,7 @@ static inline void flags_parse(const Flag* table, int count, int argc, char** ar
                 for (const std::string& s : flags_spellings(&table[k])) { known.push_back(s); }
             }
             std::string near = flags_nearest(known, spelling);
-            die("unknown flag '%s'\nhint: %s--help lists all flags", flags_show(spelling).c_str(),
+            die("unknown flag '%s'\nhint: %s--help all lists all flags", flags_show(spelling).c_str(),
                 near.empty() ? "" : ("did you mean " + near + "? ").c_str());
         }
         if (f->given) {

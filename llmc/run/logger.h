@@ -23,7 +23,7 @@ line is flushed, so a kill loses none. The run ends if a write fails, or if anot
 #ifndef LLMC_RUN_LOGGER_H
 #define LLMC_RUN_LOGGER_H
 
-#include <math.h>       // gives: isnan
+#include <math.h>       // gives: isnan, INFINITY
 #include <stdint.h>     // gives: int64_t
 #include <stdio.h>      // gives: FILE, fprintf
 #include <stdlib.h>     // gives: atoi
@@ -42,6 +42,8 @@ struct Logger {
     FILE* metrics = nullptr;
     std::string run_json;       // the whole file
     std::string early_text, early_json;     // lines before the files exist
+    double best_val = INFINITY;             // the lowest validation loss since this start, after `best_step`
+    int64_t best_step = 0;
 };
 
 struct TrainMetrics {
@@ -230,6 +232,7 @@ static inline void logger_train(Logger* log, const TrainMetrics& m, const std::s
 }
 
 static inline void logger_val(Logger* log, int64_t step, double loss) {
+    if (loss < log->best_val) { log->best_val = loss, log->best_step = step; }
     logger_line(log, format("s:%lld tel:%s", (long long)step, logger_number("%.6f", loss).c_str()),
                 format("{\"step\": %lld, \"val_loss\": %s}", (long long)step, json_number(loss).c_str()));
 }

@@ -7,6 +7,7 @@ A run's lines on the terminal: its model, the mean of the last steps, progress, 
     const std::string gpu = report_gpu(&report);                // fields for metrics.jsonl
     report_show(&report);                                       // prints a line if one is due, else progress
     report_line(&report);                                       // at the end: the line of the last steps
+    report_end(report, 3.28, 18000);                            // and the run's last figures
 */
 #ifndef LLMC_RUN_REPORT_H
 #define LLMC_RUN_REPORT_H
@@ -16,20 +17,25 @@ A run's lines on the terminal: its model, the mean of the last steps, progress, 
 #include <stdio.h>      // gives: printf
 
 #include <string>       // gives: std::string
+#include <vector>       // gives: std::vector
 
-#include "../check.h"           // gives: format, progress_clear
+#include "../check.h"           // gives: format, progress_clear, terminal_columns
 #include "../model/layout.h"    // gives: ParamSpec
 #include "../model/model_config.h"      // gives: Config, BLOCK_NAMES, NORM_NAMES
 #include "../ops/op_types.h"    // gives: UpdateState, kWindow
 #include "flags.h"              // gives: flags_split
 #include "logger.h"             // gives: TrainMetrics, logger_number
-#include "progress.h"           // gives: progress_show, progress_bar
+#include "progress.h"           // gives: progress_show, progress_bar, progress_now
 #include "telemetry.h"          // gives: Telemetry, telemetry_read
 
 struct Report {
     int64_t max_steps = 0, total_batch = 0;     // steps of the run; tokens of a step
     int log_every = 1, log_gpu = 0;             // steps between lines; between readings of the GPU, 0: none
     Telemetry telemetry = {};
+    double peak_speed = 0.0;                    // tokens/s at the GPUs' peak; 0: not known
+    double begun_s = progress_now();
+    int64_t steps = 0;                          // of this start, and the last one's loss
+    double loss = 0.0;
     // Step times, without the first step, which also loads kernels.
     bool seen_first = false;
     double ms_sum = 0.0;
@@ -39,33 +45,55 @@ struct Report {
     std::string gpu = "";                       // telemetry for the next line
 };
 
+// Dense BF16 and FP16 FLOP/s with sums in fp32, from NVIDIA's data sheets; 0: not known.
+static inline double gpu_peak(const std::string& name) {
+    const struct { const char* part; double tflops; } rows[] = {
+        {"A100", 312}, {"H100 PCIe", 756}, {"H100 NVL", 835}, {"H100", 989}, {"H200 NVL", 835}, {"H200", 989},
+        {"RTX 4090", 165}};
+    for (const auto& row : rows) {
+        if (name.find(row.part) != std::string::npos) { return row.tflops * 1e12; }
+    }
+    return 0.0;
+}
+
 static inline std::string duration_text(double seconds) {
     const int64_t s = (int64_t)(seconds + 0.5);
     return format("%lld:%02d:%02d", (long long)(s / 3600), (int)(s / 60 % 60), (int)(s % 60));
 }
 
-static inline void report_model(const Config& c, const ParamSpec* specs, int n, bool muon) {
-    size_t decayed = 0, others = 0, muons = 0;
+// The number of parameters, padding not counted.
+static inline size_t report_parameters(const ParamSpec* specs, int n) {
+    size_t count = 0;
+    for (const ParamSpec* s = specs; s < specs + n; s++) { count += s->copies * s->live_rows * s->cols; }
+    return count;
+}
+
+static inline void report_model(const Config& c, const ParamSpec* specs, int n, bool muon, bool details) {
+    size_t decayed = 0, muons = 0;
+    const size_t all = report_parameters(specs, n);
     for (const ParamSpec* s = specs; s < specs + n; s++) {
-        (s->kind == Kind::Matrix ? decayed : others) += s->copies * s->live_rows * s->cols;
+        decayed += s->kind == Kind::Matrix ? s->copies * s->live_rows * s->cols : 0;
         muons += s->muon ? s->copies * s->elems : 0;
     }
-    printf("model: L=%d NH=%d C=%d T=%d V=%d, %zu parameters: %zu with weight decay, %zu without; and %zu "
-           "zeros that pad wte to %d rows\n",
-           c.L, c.NH, c.C, c.maxT, c.V, decayed + others, decayed, others, (size_t)(c.Vp - c.V) * c.C, c.Vp);
+    printf("model: L=%d NH=%d C=%d T=%d V=%d, %zu parameters\n", c.L, c.NH, c.C, c.maxT, c.V, all);
+    if (details) {
+        printf("%zu parameters with weight decay, %zu without; and %zu zeros that pad wte to %d rows\n",
+               decayed, all - decayed, (size_t)(c.Vp - c.V) * c.C, c.Vp);
+    }
     if (!c.is_gpt2()) {
         printf("not GPT-2: block %s, norm %s\n", flags_split(BLOCK_NAMES, '|')[(int)c.block].c_str(),
                flags_split(NORM_NAMES, '|')[(int)c.norm].c_str());
     }
     if (muon) {
         printf("optimizer: Muon for %zu parameters, the layers' matrices; AdamW for %zu\n", muons,
-               decayed + others - muons);
+               all - muons);
     }
 }
 
 static inline void report_add(Report* r, const TrainMetrics& m) {
     if (r->seen_first) { r->ms_sum += m.ms; r->ms_count++; }
     r->seen_first = true;
+    r->steps++, r->loss = m.loss;
     r->line = {r->line.steps + 1, m.step, r->line.loss + m.loss, r->line.norm + m.norm, r->line.ms + m.ms,
                m.lr};
 }
@@ -89,31 +117,83 @@ static inline std::string report_gpu(Report* r) {
     return telemetry_json(sample);
 }
 
-// Prints the means of the steps since the previous line, if there are any.
+// Fields with " | " between them, as many as fit.
+static inline std::string report_fields(const std::vector<std::string>& fields, size_t columns) {
+    std::string line;
+    for (const std::string& field : fields) {
+        if (!line.empty() && line.size() + 3 + field.size() > columns) { break; }
+        line += (line.empty() ? "" : " | ") + field;
+    }
+    return line;
+}
+
+// The mean speed since the previous line, as tokens/s and as a part of what the GPUs could do.
+static inline std::vector<std::string> report_speed(const Report& r) {
+    const double speed = (double)(r.total_batch * r.line.steps) / r.line.ms * 1e3;
+    std::vector<std::string> fields = {format("%.0f tok/s", speed)};
+    if (r.peak_speed > 0) { fields.push_back(format("MFU %.1f%%", 100.0 * speed / r.peak_speed)); }
+    return fields;
+}
+
+// Prints the means of the steps since the previous line, if there are any. The widths are fixed as far as
+// scripts allow, which look for `step N/M | loss X` and for `| X ms |`.
 static inline void report_line(Report* r) {
     if (r->line.steps == 0) { return; }
-    const double n = (double)r->line.steps, ms = r->line.ms / n;
+    const double n = (double)r->line.steps;
+    const std::string last = std::to_string(r->max_steps), norm = logger_number("%.2f", r->line.norm / n);
+    const std::string loss = format("step %lld/%s | loss %s", (long long)r->line.last + 1, last.c_str(),
+                                    logger_number("%.6f", r->line.loss / n).c_str());
+    std::vector<std::string> fields = {
+        format("%-*s", (int)(2 * last.size()) + 22, loss.c_str()), format("lr %.2e", r->line.lr),
+        format("norm %-5s", norm.c_str()), format("%.1f ms", r->line.ms / n)};
+    for (const std::string& field : report_speed(*r)) { fields.push_back(field); }
+    fields.push_back("ETA " + report_eta(*r));
     progress_clear();
-    printf("step %lld/%lld | loss %s | lr %.2e | norm %s | %.1f ms | %.0f tok/s | ETA %s%s%s\n",
-           (long long)r->line.last + 1, (long long)r->max_steps,
-           logger_number("%.6f", r->line.loss / n).c_str(), r->line.lr,
-           logger_number("%.4f", r->line.norm / n).c_str(), ms, (double)r->total_batch / ms * 1e3,
-           report_eta(*r).c_str(), r->gpu.empty() ? "" : " | ", r->gpu.c_str());
+    printf("%s%s%s\n", report_fields(fields, terminal_columns(100)).c_str(), r->gpu.empty() ? "" : " | ",
+           r->gpu.c_str());
     fflush(stdout);
     r->line = {};
     r->gpu.clear();
 }
 
+// Steps between two lines. On a terminal, which shows progress between them: 1, 2, 5, 10, 20 ...
+static inline int64_t report_every(const Report& r) {
+    int64_t every = 1;
+    for (int i = 0; progress_on && every * 20 < r.max_steps; i++) {
+        every = every * (i % 3 == 1 ? 5 : 4) / 2;
+    }
+    return r.log_every > 0 ? r.log_every : every;
+}
+
 // Prints a line if one is due, else shows progress.
 static inline void report_show(Report* r) {
     const int64_t done = r->line.last + 1;
-    if (done % r->log_every == 0) { report_line(r); return; }
+    if (done % report_every(*r) == 0) { report_line(r); return; }
     const double n = (double)r->line.steps;
+    std::vector<std::string> fields = {format("loss %.4f", r->line.loss / n), format("lr %.2e", r->line.lr),
+                                       format("norm %.2f", r->line.norm / n)};
+    for (const std::string& field : report_speed(*r)) { fields.push_back(field); }
     progress_show(format("step %lld/%lld ", (long long)done, (long long)r->max_steps) +
-                  progress_bar(done, r->max_steps, 20) +
-                  format(" %.0f%% | loss %.4f | %.0f tok/s | ETA %s",
-                         floor(100.0 * (double)done / (double)r->max_steps), r->line.loss / n,
-                         (double)r->total_batch * n / r->line.ms * 1e3, report_eta(*r).c_str()));
+                  progress_bar(done, r->max_steps, 40) +
+                  format(" %.0f%% | ETA %s", floor(100.0 * (double)done / (double)r->max_steps),
+                         report_eta(*r).c_str()), report_fields(fields, terminal_columns(80)));
+}
+
+// The run's last figures, of the steps since this start.
+static inline void report_end(const Report& r, double best_val, int64_t best_step) {
+    if (r.steps == 0) { return; }
+    printf("end: loss %s", logger_number("%.6f", r.loss).c_str());
+    if (isfinite(best_val)) {
+        printf(", best validation loss %.6f after step %lld", best_val, (long long)best_step);
+    }
+    printf("\n");
+    printf("%lld tokens in %s\n", (long long)(r.steps * r.total_batch),
+           duration_text(progress_now() - r.begun_s).c_str());
+    if (r.ms_count > 0) {
+        const double ms = report_mean_ms(r);
+        printf("mean step time %.1f ms, %.0f tokens/s over %lld steps\n", ms,
+               (double)r.total_batch / ms * 1e3, (long long)r.ms_count);
+    }
 }
 
 // If the step's update was skipped, prints why.

@@ -76,7 +76,7 @@ struct RunConfig {
 
     // output
     int checkpoint_every, keep, major_every, resume;
-    int val_every, val_batches, log_every, log_gpu, evaluate, eval_every, quiet;
+    int val_every, val_batches, log_every, log_gpu, evaluate, eval_every, verbose;
     int sample_every, sample_tokens, num_samples, top_k, chat;
     double temperature, top_p;
 
@@ -109,20 +109,20 @@ static const Flag kFlags[] = {
         "checkpoints at multiples of N steps stay for ever; 0: none"},
     {"y",   "resume",          FLAG_BOOL,   &run.resume,         "0",       0, 1, nullptr,
         "go on with the run in -o, from its last checkpoint; where there is none, begin", FLAG_NOW},
-    {"b",   "micro-batch",     FLAG_INT,    &run.B,              "4",       1, 65536, nullptr,
+    {"b,-micro-batch-size", "micro-batch", FLAG_INT, &run.B,              "4",       1, 65536, nullptr,
         "rows per GPU per micro-step (B)", FLAG_FIXED},
-    {"t",   "sequence-length", FLAG_INT,    &run.T,              "0",       0, 1 << 24, nullptr,
+    {"t,-seq-len", "sequence-length", FLAG_INT, &run.T,             "0",       0, 1 << 24, nullptr,
         "tokens per row (T); 0: the model's longest", FLAG_FIXED},
-    {"z,d", "total-batch",     FLAG_INT64,  &run.total_batch,    "0",       0, 1e15, nullptr,
+    {"z,d,-total-batch-size", "total-batch", FLAG_INT64, &run.total_batch, "0",      0, 1e15, nullptr,
         "tokens per optimizer step, a multiple of B*T*ranks; 0: B*T*ranks, one micro-step each", FLAG_FIXED},
     {"x",   "max-steps",       FLAG_STRING, &run.max_steps_text, "epoch",   1, 0, nullptr,
         "optimizer steps, or `epoch`: once through the data; 0: validate, or what -h 1 or --prompt ask for; "
         "a run's folder (-e) with that run's data, -b, -t and number of validation batches, unless given"},
-    {"l",   "learning-rate",   FLAG_FLOAT,  &run.lr,             "3e-4",    0, 100, nullptr,
+    {"l,-lr", "learning-rate",  FLAG_FLOAT,  &run.lr,             "3e-4",    0, 100, nullptr,
         "peak learning rate", FLAG_FIXED},
     {"k",   "lr-schedule",     FLAG_ENUM,   &run.schedule,       "cosine",  0, 0, kLrKinds,
         "learning rate schedule", FLAG_FIXED},
-    {"u",   "warmup",          FLAG_INT64,  &run.warmup,         "0",       0, 1e15, nullptr,
+    {"u,-warmup-steps", "warmup", FLAG_INT64, &run.warmup,        "0",       0, 1e15, nullptr,
         "steps of linear warm-up", FLAG_FIXED},
     {"q",   "final-fraction",  FLAG_FLOAT,  &run.final_fraction, "0",       0, 1, nullptr,
         "learning rate at the last step, as a fraction of the peak", FLAG_FIXED},
@@ -159,8 +159,9 @@ static const Flag kFlags[] = {
         "validate every N steps, and at the end; 0: never"},
     {"m",   "val-batches",     FLAG_INT,    &run.val_batches,    "20",      1, INT_MAX, nullptr,
         "batches per validation, at most the whole set"},
-    {"",    "log-every",       FLAG_INT,    &run.log_every,      "1",       1, INT_MAX, nullptr,
-        "a line on the terminal every N steps, with their means; main.log and metrics.jsonl have each step"},
+    {"",    "log-every",       FLAG_INT,    &run.log_every,      "0",       0, INT_MAX, nullptr,
+        "a line every N steps, with their means; 0: each step, or on a terminal some 20 in all; main.log and "
+        "metrics.jsonl have each step"},
     {"lg",  "log-gpu",         FLAG_INT,    &run.log_gpu,        "0",       0, INT_MAX, nullptr,
         "every N steps, on the terminal and in metrics.jsonl: the GPU's clock, power, temperature, memory, "
         "and what limits its clock, from the driver; rank 0's GPU only; 0: never"},
@@ -242,9 +243,9 @@ static const Flag kFlags[] = {
         "-pi tcp|fs: which rank this is, from 0", FLAG_NOW},
     {"pg",  "gpus-per-node",   FLAG_INT,    &run.comm.per_node,  "0",       0, 1024, nullptr,
         "-pi tcp|fs: ranks on each machine; 0: found out", FLAG_NOW},
-    {"",    "quiet",           FLAG_BOOL,   &run.quiet,          "0",       0, 1, nullptr,
-        "1: on stdout steps, validation losses, samples and saved checkpoints alone; `--prompt` with -x 0 "
-        "prints the text alone in any case", FLAG_NOW},
+    {"",    "verbose",         FLAG_INT,    &run.verbose,        "0",       -1, 1, nullptr,
+        "1: at the start also the settings by default and what takes the memory; -1: on stdout steps, "
+        "validation losses, samples and saved checkpoints alone", FLAG_NOW},
     {"",    "start-timeout",   FLAG_INT,    &run.comm.start_timeout_s, "120", 1, 86400, nullptr,
         "seconds that ranks wait for each other at the start", FLAG_NOW},
 };
@@ -252,9 +253,49 @@ constexpr int kNumFlags = sizeof(kFlags) / sizeof(kFlags[0]);
 
 static inline bool run_given(const char* name) { return flags_given(kFlags, kNumFlags, name); }
 
-// Prints text that is no result; --quiet 1 suppresses it.
+// What --help shows; with `all`, also each group's further flags.
+static const std::vector<FlagGroup> kFlagGroups = {
+    {"RUN is a run's folder or a model. Short forms, which other flags may follow:\n"
+     "  eval RUN                    -e RUN -x 0\n"
+     "  sample RUN                  -e RUN -x 0 --prompt ''\n"
+     "  chat RUN                    -e RUN -x 0 --chat 1", "", ""},
+    {"data and model", "train-data val-data model output-dir resume",
+     "block norm residual-dtype dropout shuffle seed"},
+    {"batch and schedule",
+     "micro-batch sequence-length total-batch max-steps learning-rate warmup lr-schedule weight-decay "
+     "optimizer",
+     "final-fraction beta1 beta2 eps muon-lr muon-momentum muon-steps muon-decay grad-clip skip-loss "
+     "skip-norm on-bad-loss"},
+    {"validation, text and checkpoints", "val-every sample-every prompt checkpoint-every verbose",
+     "val-batches evaluate eval-data eval-every sample-tokens num-samples temperature top-k top-p chat keep "
+     "major-every log-every"},
+    {"memory and several GPUs", "recompute gpus zero-stage",
+     "master-weights grad-dtype process-init process-server process-folder processes process-rank "
+     "gpus-per-node start-timeout"},
+    {"for measuring and debugging", "",
+     "overfit log-gpu tf32 gelu-fusion kernels lanes reduction check-ranks"}};
+
+// The command line with `eval|sample|chat RUN` in front written out as flags.
+static inline std::vector<const char*> words_in_full(int argc, char** argv) {
+    std::vector<const char*> words(argv, argv + argc);
+    const std::string form = argc > 1 ? argv[1] : "";
+    if (form != "eval" && form != "sample" && form != "chat") { return words; }
+    if (argc < 3 || argv[2][0] == '-') {
+        die("%s: of which run?\nhint: %s %s RUN, with a run's folder or a model", form.c_str(), argv[0],
+            form.c_str());
+    }
+    words[1] = "-e";
+    words.insert(words.begin() + 3, {"-x", "0"});
+    bool prompts = false;
+    for (int i = 3; i < argc; i++) { prompts = prompts || strncmp(argv[i], "--prompt", 8) == 0; }
+    if (form == "sample" && !prompts) { words.push_back("--prompt="); }
+    if (form == "chat") { words.push_back("--chat=1"); }
+    return words;
+}
+
+// Prints text that is no result; --verbose -1 suppresses it.
 __attribute__((format(printf, 1, 2))) static inline void say(const char* fmt, ...) {
-    if (run.quiet) { return; }
+    if (run.verbose < 0) { return; }
     va_list args;
     va_start(args, fmt);
     vprintf(fmt, args);
@@ -346,12 +387,12 @@ static inline std::string from_start(const std::string& pattern, const std::stri
 }
 
 // Dies if the run was started with a flag that this program lacks. --residual gemm passes: it names the only
-// behaviour of this program.
+// behaviour of this program. So does --quiet, which is --verbose -1 now and no run keeps.
 static inline void settings_known(const Facts& facts, const std::string& prefix) {
     for (const auto& fact : facts) {
         if (fact.first.compare(0, prefix.size(), prefix) != 0) { continue; }
         const std::string name = fact.first.substr(prefix.size());
-        const bool passes = name == "residual" && fact.second == "gemm";
+        const bool passes = (name == "residual" && fact.second == "gemm") || name == "quiet";
         if (passes || flags_find(kFlags, kNumFlags, "--" + name)) { continue; }
         die("the run in -o %s began with --%s %s, which this program does not have\n"
             "hint: go on with the program that began it", run.output_dir, name.c_str(), fact.second.c_str());
@@ -547,6 +588,11 @@ static inline void surprises_print(size_t prompt_tokens) {
     }
     if (run_task() != Task::Train) { return; }
     if (run.output_dir[0] == '\0') { say("no -o: nothing of this run will be saved\n"); }
+    else {
+        const int n = run.checkpoint_every;
+        const std::string often = n > 0 ? format("every %d steps and ", n) : "";
+        say("output: %s, with a checkpoint %sat the end\n", shown(run.output_dir).c_str(), often.c_str());
+    }
     if (run.warmup > 0 && run.warmup >= run.max_steps) {
         const char* when = run.warmup > run.max_steps ? "never" : "at the last step only";
         warn("-u %lld in a run of %lld steps: the learning rate reaches its peak %s", (long long)run.warmup,

@@ -250,12 +250,12 @@ static inline void print_folder(const char* program, bool stopped) {
     const std::string folder = shell_quoted(run.output_dir), self = shell_quoted(program);
     const bool other_launch = comm.world > 1 && run.comm.gpus == 0;
     if (stopped) {
-        say("%s: `%s -y 1 -o %s`%s goes on with this run\n", folder.c_str(), self.c_str(), folder.c_str(),
+        say("`%s -y 1 -o %s`%s goes on with this run\n", self.c_str(), folder.c_str(),
             other_launch ? ", on its ranks as before," : "");
     }
-    say("%s: `%s -e %s -x 0` evaluates this run, with --prompt TEXT it writes; "
-        "`python3 dev/data/plot_log.py %s` draws it\n", folder.c_str(), self.c_str(), folder.c_str(),
-        folder.c_str());
+    say("`%s eval %s` evaluates this run\n", self.c_str(), folder.c_str());
+    say("`%s sample %s` writes (--prompt TEXT: goes on from TEXT)\n", self.c_str(), folder.c_str());
+    say("`python3 dev/data/plot_log.py %s` draws it\n", folder.c_str());
 }
 
 #endif  // LLMC_RUN_RUN_FOLDER_H
