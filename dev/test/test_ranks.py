@@ -522,7 +522,7 @@ def test_stop_of_one(number, told):
     results = [job.result() for job in jobs]
     lines = "".join(result.err for result in results).splitlines(keepends=True)
     assert set(lines) <= {STOPPING} and results[1].code == 0
-    assert "sample" not in results[0].out.split("stopped by")[-1]
+    assert "\nsample " not in results[0].out.split("stopped by")[-1]
     check_stopped(results[0], folder, flags)
 
 
