@@ -5964,7 +5964,8 @@ static void reports_init(Reports* r, const GPT2& model, const DeviceInfo& device
     r->report = {run.max_steps, run.total_batch, run.log_every, run.log_gpu};
     if (run.log_gpu > 0 && comm.rank == 0) { r->report.telemetry = telemetry_start(device.bus_id); }
     const Config& c = model.config;         // as llm.c counts: attention is causal, so half of 12*L*C*T
-    const double flops = 6.0 * (double)report_parameters(model.param_specs, NUM_PARAMS) + 6.0 * (double)c.L * c.C * model.T;
+    const double flops = 6.0 * (double)report_parameters(model.param_specs, NUM_PARAMS) +
+                         6.0 * (double)c.L * c.C * model.T;
     r->report.peak_speed = kLowPrecision ? gpu_peak(device.name) * comm.world / flops : 0.0;
     progress_start();
 }

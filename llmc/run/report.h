@@ -140,7 +140,8 @@ static inline std::vector<std::string> report_speed(const Report& r) {
 static inline void report_line(Report* r) {
     if (r->line.steps == 0) { return; }
     const double n = (double)r->line.steps;
-    const std::string last = std::to_string(r->max_steps), norm = logger_number("%.2f", r->line.norm / n);
+    const std::string last = std::to_string(r->max_steps), norm =
+        logger_number(r->line.norm < 1e4 * n ? "%.2f" : "%.1e", r->line.norm / n);
     const std::string loss = format("step %lld/%s | loss %s", (long long)r->line.last + 1, last.c_str(),
                                     logger_number("%.6f", r->line.loss / n).c_str());
     std::vector<std::string> fields = {
