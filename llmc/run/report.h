@@ -117,12 +117,13 @@ static inline std::string report_gpu(Report* r) {
     return telemetry_json(sample);
 }
 
-// Fields with " | " between them, as many as fit.
-static inline std::string report_fields(const std::vector<std::string>& fields, size_t columns) {
+// Fields with " | " between them, as many as fit, but no fewer than `least`.
+static inline std::string report_fields(const std::vector<std::string>& fields, size_t columns,
+                                        size_t least = 1) {
     std::string line;
-    for (const std::string& field : fields) {
-        if (!line.empty() && line.size() + 3 + field.size() > columns) { break; }
-        line += (line.empty() ? "" : " | ") + field;
+    for (size_t i = 0; i < fields.size(); i++) {
+        if (i >= least && line.size() + 3 + fields[i].size() > columns) { break; }
+        line += (i ? " | " : "") + fields[i];
     }
     return line;
 }
@@ -150,8 +151,9 @@ static inline void report_line(Report* r) {
     for (const std::string& field : report_speed(*r)) { fields.push_back(field); }
     fields.push_back("ETA " + report_eta(*r));
     progress_clear();
-    printf("%s%s%s\n", report_fields(fields, terminal_columns(100)).c_str(), r->gpu.empty() ? "" : " | ",
-           r->gpu.c_str());
+    const size_t least = terminal_columns(0) ? 1 : 5;       // in a file step, loss, lr, norm, ms, tok/s
+    const std::string text = report_fields(fields, terminal_columns(100), least);
+    printf("%s%s%s\n", text.c_str(), r->gpu.empty() ? "" : " | ", r->gpu.c_str());
     fflush(stdout);
     r->line = {};
     r->gpu.clear();
