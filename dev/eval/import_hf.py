@@ -3,7 +3,7 @@
 
     python3 dev/eval/import_hf.py gpt2-mine mine.bin            # a folder, of export_hf.py or transformers
     python3 dev/eval/import_hf.py gpt2 gpt2_124M.bin            # a name: needs pip install huggingface_hub
-    ./train_gpt2cu -e gpt2_124M.bin -x 0 --prompt "Once upon a time"
+    ./train_gpt2cu sample gpt2_124M.bin --prompt "Once upon a time"
 
 A folder wins over a name. A name is looked for in Hugging Face's cache on this machine, then downloaded
 into it. No other file appears but the output, and that whole or not at all. Reads model.safetensors, in one

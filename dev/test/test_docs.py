@@ -204,7 +204,7 @@ def smaller(line, gpus):
         instead = on_gpu if gpus else on_cpu
         if instead is not None:
             line = re.sub(pattern, instead.replace("{gpus}", str(gpus)), line, count=1)
-    begins = re.search(TRAINER, line) and " -e " not in line and not re.search(r"-y 1 -o \S+$", line)
+    begins = re.search(TRAINER, line) and not re.search(r" -e | (eval|sample|chat) |-y 1 -o \S+$", line)
     return line + " -e " + TINY if begins and not gpus else line
 
 
