@@ -9,7 +9,7 @@ Two builds of this file:
 Run:
     ./train_gpt2cu -e d12 -b 64 -t 1024 -z 524288 -i 'shards/train_*.bin' -j 'shards/val_*.bin' -o runs/d12
     ./train_gpt2cu --gpus 8 -zs 1 ...           the same run, to the bit, on eight GPUs
-    ./train_gpt2cu eval runs/d12             validation loss of that run's last model; --prompt TEXT: text
+    ./train_gpt2cu eval runs/d12                validation loss of that run's last model; --prompt TEXT: text
     ./train_gpt2cu --help
 
 Sections, in the order in which data flows (search for "// == "):
