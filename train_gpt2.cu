@@ -5811,12 +5811,12 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
     }
     catch_signals();
     const int64_t rows = t->train_loader.samples_per_epoch;
-    const char* each = comm.world > 1 ? " on each rank" : "";
+    const char* each = comm.world > 1 ? "on each rank " : "";
     say("data: %lld training tokens (%lld rows of %d)\n"
-        "batch: %lld tokens a step; %d rows at once%s, %d micro-steps a step%s\n"
+        "batch: %lld tokens a step; %s%d rows at once, micro-steps a step: %d\n"
         "schedule: %lld steps, %.3g epochs; learning rate %g, %s, warm-up %lld steps\n",
-        (long long)t->train_loader.tokens, (long long)rows, run.T, (long long)run.total_batch, run.B, each,
-        rank_micro_steps(), each, (long long)run.max_steps,
+        (long long)t->train_loader.tokens, (long long)rows, run.T, (long long)run.total_batch, each, run.B,
+        rank_micro_steps(), (long long)run.max_steps,
         (double)run.max_steps * (double)run.total_batch / ((double)rows * run.T), run.lr,
         flags_split(kLrKinds, '|')[(size_t)run.schedule].c_str(), (long long)run.warmup);
     fflush(stdout);                         // the first step may take long

@@ -99,7 +99,7 @@ def test_quickstart():
     assert "plot_log.py runs/quickstart --line 2.326 bigram model\n" in called()
     prompt = "Once there was a little"
     assert read("runs/quickstart/samples.txt").decode() == f"{prompt} girl\n\nMore\n---\n{prompt} boy\n"
-    for word in ("runs/quickstart: ", "`./train_gpt2cpu -e runs/quickstart -x 0`", "--prompt",
+    for word in ("runs/quickstart: ", "`./train_gpt2cpu eval runs/quickstart`", "--prompt",
                  "`python3 dev/data/plot_log.py runs/quickstart`"):
         assert word in last
     assert quickstart("no build")[0] != 0
