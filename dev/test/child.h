@@ -5,6 +5,9 @@ function in a child process, to test what ends a process: errors, --help, kills.
     folder_begin("host");                                   // in main; it ends with `return folder_end();`
     write_text(in_folder("a"), "text");
     CHECK_TEXT(read_text(in_folder("a")), "text");
+    CHECK_HOLDS(read_text(in_folder("a")), "ex");
+    CHECK_TEXT(joined(names_in(folder)), "a");
+    CHECK_IS(file_size(in_folder("a").c_str()), 4);
     Child c = run_child([] { flags_parse(...); });          // c.code, c.out, c.err
     check_dies("-b 0", [] { ... }, {"-b", "1 to 65536"});
     check_lives("-b 1", [] { ... }, "what it prints");
@@ -38,8 +41,21 @@ static inline void check_text(const char* file, int line, const char* what, cons
     fflush(stdout);
 }
 
+// Of whole numbers.
+#define CHECK_IS(got, expected) \
+    check_text(__FILE__, __LINE__, #got, std::to_string(got), std::to_string(expected))
+
 static inline bool holds(const std::string& text, const std::string& word) {
     return text.find(word) != std::string::npos;
+}
+
+#define CHECK_HOLDS(text, word) check_holds(__FILE__, __LINE__, #text, text, word)
+static inline void check_holds(const char* file, int line, const char* what, const std::string& text,
+                               const std::string& word) {
+    if (holds(text, word)) { test_passed++; return; }
+    test_failed++;
+    printf("FAIL %s:%d: %s: no '%s' in:\n%s\n", file, line, what, word.c_str(), text.c_str());
+    fflush(stdout);
 }
 
 static inline std::string read_text(const std::string& path) {
@@ -50,8 +66,9 @@ static inline std::string read_text(const std::string& path) {
     return text;
 }
 
-// In place, as damage comes.
+// Anew: some file systems take milliseconds to truncate a file and write it again.
 static inline void write_text(const std::string& path, const std::string& text) {
+    unlink(path.c_str());
     FILE* f = fopen_check(path.c_str(), "wb");
     if (fwrite(text.data(), 1, text.size(), f) != text.size() || fclose(f) != 0) {
         die("cannot write '%s'", path.c_str());
@@ -67,6 +84,12 @@ static inline std::vector<std::string> names_in(const std::string& path) {      
     if (dir) { closedir(dir); }
     std::sort(names.begin(), names.end());
     return names;
+}
+
+static inline std::string joined(const std::vector<std::string>& words) {
+    std::string all;
+    for (const std::string& word : words) { all += (all.empty() ? "" : " ") + word; }
+    return all;
 }
 
 static std::string folder;          // of this run, removed at the end
@@ -123,9 +146,7 @@ static inline void check_dies(const std::string& what, const std::function<void(
     long lines = std::count(c.err.begin(), c.err.end(), '\n');
     CHECK(c.code == 1, "%s: ended with %d, not exit code 1", what.c_str(), c.code);
     CHECK(lines >= 1 && lines <= 3, "%s: %ld lines on stderr:\n%s", what.c_str(), lines, c.err.c_str());
-    for (const std::string& word : words) {
-        CHECK(holds(c.err, word), "%s: no '%s' in:\n%s", what.c_str(), word.c_str(), c.err.c_str());
-    }
+    for (const std::string& word : words) { CHECK_HOLDS(what + ": " + c.err, word); }
 }
 
 // f must end well, with this on stdout and nothing on stderr.
