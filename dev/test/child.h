@@ -146,7 +146,9 @@ static inline void check_dies(const std::string& what, const std::function<void(
     long lines = std::count(c.err.begin(), c.err.end(), '\n');
     CHECK(c.code == 1, "%s: ended with %d, not exit code 1", what.c_str(), c.code);
     CHECK(lines >= 1 && lines <= 3, "%s: %ld lines on stderr:\n%s", what.c_str(), lines, c.err.c_str());
-    for (const std::string& word : words) { CHECK_HOLDS(what + ": " + c.err, word); }
+    for (const std::string& word : words) {
+        CHECK(holds(c.err, word), "%s: no '%s' in:\n%s", what.c_str(), word.c_str(), c.err.c_str());
+    }
 }
 
 // f must end well, with this on stdout and nothing on stderr.

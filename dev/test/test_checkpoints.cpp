@@ -548,13 +548,10 @@ static void test_retention() {
         const Row rows[] = {                                // calm: the last step before updates are skipped
             {0, 0, 1, {}, 60, 60, "10 20 30 40 50 60"},
             {1, 0, 1, {}, 60, 60, "60"},
-            {2, 0, 1, {}, 60, 60, "50 60"},
-            {6, 0, 1, {}, 60, 60, "10 20 30 40 50 60"},
             {99, 0, 1, {}, 60, 60, "10 20 30 40 50 60"},
             {1, 30, 1, {}, 50, 60, "30 50 60"},             // 60 comes later, and is a multiple anyway
             {1, 25, 1, {}, 60, 60, "50 60"},
             {2, 20, 1, {}, 60, 60, "20 40 50 60"},          // multiples are counted among the last two
-            {1, 10, 1, {}, 60, 60, "10 20 30 40 50 60"},
             {1, 0, 1, {}, 40, 60, "40 50 60"},              // of a future that the run went back from
             {2, 0, 1, {50}, 60, 60, "40 50 60"},            // a damaged one does not take a good one's place
             {1, 0, 1, {30, 40, 50}, 60, 60, "30 40 50 60"},

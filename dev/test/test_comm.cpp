@@ -76,12 +76,6 @@ static void rank_loop(const std::function<void(int)>& in_step = [](int) {}) {
     printf("the loop has ended: %d\n", (int)interrupted);
 }
 
-static void rank_facts() {
-    const bool other = is_victim(comm.rank);
-    const std::string long_name(200, 'a');
-    comm_check_same({{"program", "same"}, {"-b", long_name + (other ? "4" : "8")}, {"last", other ? "1" : "2"}});
-}
-
 static void slow_launcher() {
     signal(SIGUSR2, [](int number) {        // the launcher is stopped for a second when rank 0 ends
         const pid_t launcher = getppid();
@@ -128,7 +122,6 @@ static const struct { const char* name; std::function<void()> run; } programs[] 
         });
     }},
     {"other_call", [] { rank_loop([](int) { char c; comm_broadcast(&c, 1); }); }},
-    {"facts", rank_facts},
     {"flood", rank_flood},
     {"patience", [] { rank_loop([](int) { comm_patience(200); compute_long(); }); }},
     {"slow_start", [] {                         // all compute, and nobody knows yet how long a step takes
@@ -341,7 +334,9 @@ static void check_case(const Case& c) {
     CHECK(messages == !c.words.empty(), "%s: %d messages:\n%s", name, messages, err.c_str());
     CHECK(!c.words.empty() || err.empty(), "%s: on stderr:\n%s", name, err.c_str());
     CHECK(std::count(err.begin(), err.end(), '\n') <= 3, "%s: more than three lines:\n%s", name, err.c_str());
-    for (const std::string& word : c.words) { CHECK_HOLDS(c.name + ": " + err, word); }
+    for (const std::string& word : c.words) {
+        CHECK(holds(err, word), "%s: no '%s' in:\n%s", name, word.c_str(), err.c_str());
+    }
     CHECK(c.out.empty() || out == c.out, "%s: on stdout:\n%s", name, out.c_str());
     const double until = comm_now() + 60;       // who is killed is gone when he next gets a core
     while (!left_of(c).empty() && comm_now() < until) { usleep(20000); }
@@ -422,7 +417,6 @@ static Case over_tcp(Case c, int code = 0, int odd = -1, int odd_code = 0) {
 
 // What a failure of rank 0, of the last rank and of others looks like; what waits longest comes first.
 static std::vector<Case> failure_cases() {
-    const std::string killed = "was ended by signal 9";
     std::vector<Case> cases = {
         over_tcp({.name = "never come", .words = {"ranks 1, 2 of 4 did not", "LLMC_JOB_ID"},    // 3 is silent
                   .args = {"timeout=8"}, .world = 4, .start = {0, 3}}, 1),
@@ -441,9 +435,7 @@ static std::vector<Case> failure_cases() {
          .words = {"error: NCCL: unhandled"}, .args = {"abort=3"}},
         {.name = "health of rank 1", .program = "health", .victim = 1, .codes = {1},
          .words = {"error: rank 1: NCCL: unhandled"}, .args = {"abort=3"}},
-        over_tcp({.name = "die", .program = "die", .victim = 2, .words = {"error: rank 2: bad thing in step 5"}},
-                 1),
-        {.name = "die all", .program = "die", .victim = ALL, .codes = {1}, .words = {"bad thing"}, .world = 4},
+        over_tcp({.name = "die", .program = "die", .victim = 2, .words = {"error: rank 2: bad thing"}}, 1),
         over_tcp({.name = "die all", .program = "die", .victim = ALL, .words = {"bad thing"}, .world = 4}, 1),
         // rank 0 speaks for the first of them, and has the others end silently
         over_tcp({.name = "die others", .program = "die", .victim = OTHERS, .words = {": bad thing"},
@@ -455,30 +447,28 @@ static std::vector<Case> failure_cases() {
         {.name = "die early, all but rank 0", .program = "dies_early", .victim = 2, .codes = {1},
          .words = {"error: rank 2: before the start\n"}, .args = {"abort=1"}},
         {.name = "rank 2 killed at the start", .program = "ends_early", .victim = 2, .codes = {137},
-         .words = {"error: rank 2 (pid ", killed}},
+         .words = {"error: rank 2 (pid ", "was ended by signal 9"}},
         {.name = "rank 0 killed at the start", .program = "ends_early", .victim = 0, .codes = {137},
-         .words = {"error: rank 0 (pid ", killed}},
+         .words = {"error: rank 0 (pid ", "was ended by signal 9"}},
         {.name = "die late", .program = "late", .victim = 2, .codes = {1},
          .words = {"error: rank 2: after the end"}},
         {.name = "other call", .program = "other_call", .victim = 1, .codes = {1},
          .words = {"rank 1 is at operation"}},
-        {.name = "facts", .program = "facts", .victim = 2, .codes = {1},
-         .words = {"differ in -b", "on rank 0", "8'", "4' on rank 2"}, .world = 4},
         {.name = "code", .program = "code", .victim = 1, .codes = {3}},
         {.name = "the launcher is killed", .codes = {137}, .signal_number = SIGKILL}};
     for (int rank : {0, 2}) {
         const std::string who = format("error: rank %d (", rank), of = format("%d", rank);
         for (int number : {SIGKILL, SIGSTOP}) {
-            const std::string said = number == SIGKILL ? "died" : format("no sign of life for %d s", kSilence);
-            // who fails first is the rank that was killed, or the one that saw the stopped one
-            const int code = number == SIGKILL ? 137 : 1;
+            const bool killed = number == SIGKILL;
+            const std::string said = killed ? "died" : format("no sign of life for %d s", kSilence);
+            const int code = killed ? 137 : 1;  // of the one that saw the stopped one
             Case c = {.name = format("signal %d to rank %d", number, rank), .codes = {code},
                       .words = {who, said, "its last step was"}, .args = {kSilenceArg},
                       .signal_number = number, .to = rank};
             cases.push_back(c);
             c.words.pop_back();                 // over TCP the step is as old as the last heartbeat
             c.world = 4;                        // two hear of rank 0's end, and one of them speaks
-            c.continued = number == SIGSTOP;    // nobody kills it: it ends when it goes on
+            c.continued = !killed;              // nobody kills it: it ends when it goes on
             cases.push_back(over_tcp(c, 1, rank, code));
         }
         const std::string speaks = rank ? format("error: rank %d: ", rank) : "error: ";
@@ -500,7 +490,6 @@ static std::vector<Case> stop_cases() {
          .signal_number = SIGINT, .frozen = true},
         // it was SIGINT that stopped it
         {.name = "stop with nohup", .out = "the loop has ended: 2\n", .signal_number = SIGINT, .nohup = true},
-        over_tcp({.name = "stop by rank 0", .signal_number = SIGINT, .to = 0}),
         over_tcp({.name = "stop by rank 2", .signal_number = SIGINT, .to = 2}),
         // the user's own doing is no error
         {.name = "a signal that kills", .program = "unhandled", .codes = {128 + SIGHUP},
@@ -724,7 +713,8 @@ static void test_places() {
 static void test_reader() {
     int ends[2];
     CHECK(pipe2(ends, O_CLOEXEC) == 0, "no pipe");
-    Case c = {.name = "a slow reader", .program = "flood", .args = {kStillArg}, .world = 2, .out_fd = ends[1]};
+    Case c = {.name = "a slow reader", .program = "flood", .args = {kStillArg}, .world = 2,
+              .out_fd = ends[1]};
     start_case(&c);
     close(ends[1]);
     for (const double until = comm_now() + 2 * kStill; comm_now() < until;) { step_cases(); }
