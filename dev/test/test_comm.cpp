@@ -308,7 +308,11 @@ static bool case_runs(Case* c) {
         if (c->nohup) { kill(c->pids[0], SIGHUP); }
     }
     if (c->sent && comm_now() >= c->sent && c->signal_number) {
-        if (c->frozen) { kill_ranks(*c, SIGCONT); }
+        if (c->frozen) {                        // rank 0 has heard nothing when it goes on
+            kill(rank_pid(*c, 0), SIGCONT);
+            usleep(300000);
+            kill_ranks(*c, SIGCONT);
+        }
         kill(c->to < 0 ? c->pids[0] : rank_pid(*c, c->to), c->signal_number);
         c->signal_number = 0;
     }
@@ -420,6 +424,8 @@ static std::vector<Case> failure_cases() {
     std::vector<Case> cases = {
         over_tcp({.name = "never come", .words = {"ranks 1, 2 of 4 did not", "LLMC_JOB_ID"},    // 3 is silent
                   .args = {"timeout=8"}, .world = 4, .start = {0, 3}}, 1),
+        over_tcp({.name = "never come, of many", .words = {"ranks 1, 2, 3, 4, 5, 6, 7, 8 and 2 more of 11"},
+                  .args = {"timeout=1"}, .world = 11, .start = {0}}, 1),
         {.name = "a slow first step", .program = "slow_start", .args = {kStillArg}},
         {.name = "patience of rank 0", .program = "patience", .victim = 0, .args = {kStillArg}},
         {.name = "patience of rank 1", .program = "patience", .victim = 1, .args = {kStillArg}},

@@ -242,13 +242,19 @@ static void test_check_paths() {
 static void test_check_errors() {
     TEST("check: errors") {
         check_dies("no memory left", [] { std::get_new_handler()(); }, {"out of memory", "hint:"});
-        Child many = run_child([] {
+        const Child many = run_child([] {           // the first one's message is the only one
+            die_hook = [] { usleep(100000); };
             std::vector<std::thread> threads;
             for (int i = 0; i < 8; i++) { threads.emplace_back([] { die("one sentence"); }); }
             for (std::thread& t : threads) { t.join(); }
         });
         CHECK_IS(many.code, 1);
         CHECK_TEXT(many.err, "error: one sentence\n");
+        const Child thread = run_child([] {         // what main may still use is not torn down
+            atexit([] { _exit(7); });
+            std::thread([] { die("in a thread"); }).join();
+        });
+        CHECK_IS(thread.code, 1);
         auto print = [](const char* to, size_t bytes) {
             if (!freopen(to, "w", stdout)) { _exit(99); }
             printf("%s", std::string(bytes, 'x').c_str());
@@ -588,6 +594,9 @@ static void test_flag_texts() {
         for (const char* s : {"rows (B) (default 4)", "(default cosine;", "cosine|linear|constant|wsd)",
                               "rate (default 3e-4); or --rate", "er (default none)"}) {
             CHECK_HOLDS(help.out, s);
+        }
+        for (const std::string& line : flags_split(help.out, '\n')) {
+            CHECK(line.size() <= 80, "%zu columns: %s", line.size(), line.c_str());
         }
         auto groups = [](bool all) {                // those without a name that is shown are left out
             flags_help(flags, num_flags, "a", {{"text", "", ""}, {"one", "seed", ""}, {"two", "", "prompt"}},
@@ -1193,6 +1202,8 @@ static void test_logger_go_back() {
         CHECK_TEXT(marks, "11111111111111111222");
         CHECK_TEXT(text.substr(0, ten_metrics.size()), ten_metrics);
         CHECK_IS(std::count(text.begin(), text.end(), '\n'), 11 + 17 + 3 + 3);
+        const std::string last = "{\"step\": 20, \"loss\": ";        // a step that was only done in vain
+        CHECK(holds(text, last) && logger_end(text, 20, last) == std::string::npos, "%s", text.c_str());
         log = reopened(11, 2);                              // the step that counts, not one in vain
         const std::string eleven = read_text(metrics);
         CHECK(text.find(eleven) == 0 && eleven.find("\"loss\": 3,") < text.size(), "%s", eleven.c_str());
