@@ -8,7 +8,6 @@ took. test_ranks.py has jobs that train.
     make build/test_comm && build/test_comm
     build/test_comm die                 only the cases whose name holds the word
 */
-#include <dirent.h>                     // gives: opendir
 #include <map>                          // gives: std::map
 
 #include "llmc/comm/comm.h"             // gives: what is tested
@@ -450,7 +449,7 @@ static std::vector<Case> failure_cases() {
          .words = {"error: rank 1: from a thread"}, .world = 2},
         {.name = "die early", .program = "dies_early", .victim = ALL, .codes = {1},
          .words = {"error: before the start\n"}},
-        {.name = "die early, all but rank 0", .program = "dies_early", .victim = 2, .codes = {1},
+        {.name = "die early, rank 2", .program = "dies_early", .victim = 2, .codes = {1},
          .words = {"error: rank 2: before the start\n"}, .args = {"abort=1"}},
         {.name = "rank 2 killed at the start", .program = "ends_early", .victim = 2, .codes = {137},
          .words = {"error: rank 2 (pid ", "was ended by signal 9"}},

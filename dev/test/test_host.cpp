@@ -454,7 +454,7 @@ static const Flag flags[] = {
     {"o",   "output",      FLAG_STRING, &cfg.out,    "",       0,       0,       nullptr,  "folder"},
     {"",    "prompt",      FLAG_STRING, &cfg.prompt, "",       0,       0,       nullptr,  "text"},
     {"",    "name",        FLAG_STRING, &cfg.name,   "x",      1,       0,       nullptr,
-     "a very long explanation, one that has to be broken into two lines because no terminal is that wide"},
+     "a very long explanation, one that has to be separated into two lines because no terminal is that wide"},
 };
 static const int num_flags = sizeof flags / sizeof flags[0];
 
