@@ -167,15 +167,15 @@ def short(x, _=None):
 
 
 def smooth(values):
-    """Means over about a fiftieth of the curve around each point, fewer near its beginning, so that a falling
-    curve is not shifted. A NaN leaves a gap and does not spread."""
-    total, count = [0.0], [0]
+    """Means over about a fiftieth of the curve around each point, of a short curve over up to 17 points. Near
+    its beginning fewer, so that a falling curve is not shifted. A NaN leaves a gap and does not spread."""
+    total, count, widest = [0.0], [0], max(len(values) // 100, min(8, len(values) // 20))
     for x in values:
         total.append(total[-1] + (x if math.isfinite(x) else 0.0))
         count.append(count[-1] + math.isfinite(x))
     out = []
     for i, x in enumerate(values):
-        half = min(i, len(values) // 100)
+        half = min(i, widest)
         begin, end = i - half, min(i + half + 1, len(values))
         mean = (total[end] - total[begin]) / max(1, count[end] - count[begin])
         out.append(mean if math.isfinite(x) else math.nan)
@@ -212,22 +212,23 @@ def draw_panel(axes, panel, runs, levels):
         ends[name if alone else run] = values[-1], color
     for level, label in levels:
         axes.axhline(level, color="gray", linestyle=":", label=f"{label} {level:.3f}")
-        title += f" ({label} {level:.3f})" if panel == "eval" else ""
     seen = list(filter(math.isfinite, seen)) or [0]
-    margin = 0.04 * (max(seen) - min(seen)) or 1
     if panel == "loss":
         title += ", validation dashed" if not alone and any("val" in run.curves for run in runs) else ""
         axes.legend(loc="upper right")
+        margin = 0.04 * (max(seen) - min(seen)) or 1
         axes.set_ylim(min(seen) - margin, max(seen) + margin)
-    elif panel == "norm":
-        axes.set_yscale("log", subs=(2, 5))
-        axes.yaxis.set_minor_formatter(short if max(seen) < 100 * min(seen) else "")
+    elif levels:
+        axes.legend(axes.lines[-1:], [axes.lines[-1].get_label()], loc="lower right")
+    elif panel == "norm" and max(seen) > 0:
+        axes.set_yscale("log", subs=())
+        axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
     elif panel in METRICS.values():
-        axes.set_ylim(0, max(seen) + margin)
+        axes.set_ylim(0, 1.15 * max(seen) or 1)
     if panel not in ("loss", "eval"):
         axes.yaxis.set_major_formatter(short)
     axes.set_title(title)
-    write_ends(axes, ends.values(), form, 0.05 if panel == "loss" else 0.1)
+    write_ends(axes, ends.values() if form else (), form, 0.05 if panel == "loss" else 0.1)
 
 
 def draw(runs, lines=(), seconds=False, loss_alone=False):

@@ -127,14 +127,18 @@ def draw(*folders, **more):
 
 def test_plot_of_one_run():
     made_run("web", model="data/d12/")
+    made_run("a", model="d12")
+    write("tuned/main.log", "s:0 tel:3.0\ns:0 trl:3.0\ns:5 tel:2.5\n")
     figure, panels, curves = draw("web")
     assert (figure.get_suptitle(), figure.get_supxlabel()) == (
         f"web · d12 · 1.28K tokens · validation loss {HALF} · accuracy 0.250", "step")
     assert list(panels) == [LOSS, "questions, normalised accuracy", "learning rate", "gradient norm",
                             "tokens/s"]
-    places = [axes.get_subplotspec() for axes in panels.values()]
-    grid = places[0].get_gridspec()
-    assert sum(len(p.rowspan) * len(p.colspan) for p in places) == grid.nrows * grid.ncols, "an empty place"
+    write("web/metrics.jsonl", '{"step": 3, "gpu_mhz": 1910, "gpu_watts": 7, "gpu_gib": 30}\n', "a")
+    for folder, count in (("web", 8), ("tuned", 1), ("a", 5)):
+        places = [axes.get_subplotspec() for axes in draw(folder)[0].axes]
+        filled, grid = sum(len(p.rowspan) * len(p.colspan) for p in places), places[0].get_gridspec()
+        assert (len(places), filled) == (count, grid.nrows * grid.ncols), "an empty place"
     loss = plot_log.Run("web").curves["train"]
     assert list(loss) in curves[0].values() and "training, smoothed" in curves[0]
     assert curves[0]["validation"] == [[10, 20], [1.0, 0.523810]], "without that of the untrained model"
@@ -142,8 +146,8 @@ def test_plot_of_one_run():
     assert low < loss[1][-1] and loss[1][2] < high < loss[1][1], "the fall of the first tenth"
     assert panels["tokens/s"].get_ylim()[0] == 0
     assert [[text.get_text() for text in axes.texts] for axes in panels.values()] == [
-        ["0.500", "0.524"], ["0.250"], [""], ["20.00"], ["32,019"]]
-    write("tuned/main.log", "s:0 tel:3.0\ns:0 trl:3.0\ns:5 tel:2.5\n")
+        ["0.513", "0.524"], ["0.250"], [], ["19.50"], ["32,018"]]
+    assert panels[LOSS].texts[1].get_position()[1] > panels[LOSS].texts[0].get_position()[1] + 0.04, "overlap"
     assert draw("tuned")[2][0]["validation"] == [[0, 5], [3.0, 2.5]], "of a model that was trained before"
     write("llmc2/main.log", "s:0 tel:11.1\n")
     assert list(draw("llmc2")[1]) == [LOSS], "only what was measured"
@@ -192,18 +196,19 @@ def test_plot_levels(data, model, known):
 
 
 def test_plot_writes(monkeypatch):
-    """Without a display; two folders of one name are told apart."""
+    """Without a display, also a run of NaNs; two folders of one name are told apart."""
     pytest.importorskip("matplotlib")
     made_run("one", 4)
+    write("bad/main.log", "s:0 tel:nan\ns:0 trl:nan lr:0 norm:nan\ns:1 trl:nan lr:0 norm:inf\n")
     shutil.copytree("one", "sub/one")
     runs = [plot_log.Run(path) for path in ("one", "sub/one")]
     plot_log.tell_apart(runs)
     assert runs[1].name == "sub/one" != runs[0].name
-    p = subprocess.run([sys.executable, plot_log.__file__, "one", "sub/one", "-o", "both.png"], check=True,
-                       capture_output=True, text=True,
+    p = subprocess.run([sys.executable, plot_log.__file__, "one", "sub/one", "bad", "-o", "all.png"],
+                       check=True, capture_output=True, text=True,
                        env={name: value for name, value in os.environ.items() if name != "DISPLAY"})
-    assert (p.stdout, p.stderr) == ("wrote both.png\n", "")
-    assert read_bytes("both.png")[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (p.stdout, p.stderr) == ("wrote all.png\n", "")
+    assert read_bytes("all.png")[:8] == b"\x89PNG\r\n\x1a\n"
     monkeypatch.setattr(sys, "argv", ["plot_log.py", "one", "-o", "nowhere/x.png"])
     assert "cannot write nowhere/x.png" in fails(plot_log.main)
 
