@@ -259,7 +259,8 @@ def draw(runs, lines=(), seconds=False, loss_alone=False):
             axes.set_xlim(places["loss"].get_xlim())
             if unit == "tokens":
                 axes.xaxis.set_major_formatter(short)
-        figure.suptitle(" · ".join([run.name for run in runs if len(runs) == 1] + common), x=0.01, ha="left")
+        names = ", ".join(run.name for run in runs)
+        figure.suptitle(" · ".join(common if common and len(runs) > 1 else [names] + common), x=0.01, ha="left")
         figure.supxlabel("seconds of training" if seconds else unit)
     return figure
 

@@ -167,7 +167,8 @@ def test_plot_of_several_runs():
     figure, _, curves = draw("a", "large", loss_alone=True)
     assert (figure.get_supxlabel(), len(figure.axes)) == ("tokens", 1)
     assert curves[0]["large · 5.12K tokens"][0] == [256 * step for step in range(20)]
-    assert draw("a", "llmc3")[0].get_supxlabel() == "step", "whose batch nobody knows"
+    figure, _, _ = draw("a", "llmc3")
+    assert (figure.get_suptitle(), figure.get_supxlabel()) == ("a, llmc3", "step"), "whose batch nobody knows"
 
 
 def test_plot_over_seconds():
