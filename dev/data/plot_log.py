@@ -71,18 +71,17 @@ class Run:
         for name, (steps, values) in self.curves.items():
             at = [self.seconds.get(step) if unit == "seconds" else step * self.batch for step in steps]
             if None in at:
-                fail(f"{self.log} has no times for all of its steps",
-                     "metrics.jsonl beside it has those of a run")
+                fail(f"{self.log} has no times for all of its steps", "metrics.jsonl beside it has a run's")
             self.curves[name] = at, values
 
     def facts(self):
         """Its model, how much it was trained, and its last values."""
         model = os.path.basename(str(self.settings.get("model", "")).rstrip("/"))
         trained = f"{short(self.steps * self.batch)} tokens" if self.batch else f"{self.steps:,} steps"
-        ends = [("val", "validation loss") if "val" in self.curves else ("train", "training loss")]
-        ends += [("eval", "accuracy")] * ("eval" in self.curves)
-        ends = [f"{word} {self.curves[name][1][-1]:.3f}" for name, word in ends]
-        return [model] * bool(model) + [trained] + ends
+        words = {"val": "validation loss"} if "val" in self.curves else {"train": "training loss"}
+        words.update({"eval": "accuracy"} if "eval" in self.curves else {})
+        return [model] * bool(model) + [trained] + [
+            f"{word} {self.curves[name][1][-1]:.3f}" for name, word in words.items()]
 
     def is_on_fineweb(self):
         """Its losses are in nats per token of GPT-2's, on the text of which GPT-2's is known. FineWeb-Edu is
@@ -259,8 +258,8 @@ def draw(runs, lines=(), seconds=False, loss_alone=False):
             axes.set_xlim(places["loss"].get_xlim())
             if unit == "tokens":
                 axes.xaxis.set_major_formatter(short)
-        names = ", ".join(run.name for run in runs)
-        figure.suptitle(" · ".join(common if common and len(runs) > 1 else [names] + common), x=0.01, ha="left")
+        names = [", ".join(run.name for run in runs)] if len(runs) == 1 or not common else []
+        figure.suptitle(" · ".join(names + common), x=0.01, ha="left")
         figure.supxlabel("seconds of training" if seconds else unit)
     return figure
 
