@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
-"""metrics.jsonl as TensorBoard's event files, in the run's folder, or as a run of Weights & Biases.
+"""metrics.jsonl as TensorBoard's event files, in the run's folder.
 
     scripts/setup.sh tensorboard                                # installs it into .venv
     python3 dev/data/tensorboard_log.py runs/mine runs/other    # writes runs/mine/tensorboard/events...
     python3 dev/data/tensorboard_log.py runs/mine --follow      # and goes on while the run does; Ctrl-C ends
     .venv/bin/tensorboard --logdir runs
-    python3 dev/data/tensorboard_log.py runs/mine --follow --wandb      # after .venv/bin/pip install wandb
 
-Each time the files are written from the beginning, in the place of those before; W&B gets a new run, in the
-project that its own settings name. TensorBoard's writer is its own. metrics.jsonl has no dates: the last step
-that is there counts as done when the file was last written, and those before it as far back as they took.
+Each time the files are written from the beginning, in the place of those before. The writer is TensorBoard's
+own. metrics.jsonl has no dates: the last step that is there counts as done when the file was last written,
+and those before it as far back as they took.
 """
 import argparse
 import glob
@@ -28,42 +27,14 @@ TAGS = {"loss": "loss/train", "val_loss": "loss/validation", "eval_acc_norm": "e
 POLL_S = 2.0
 
 
-class Wandb:
-    """A run of Weights & Biases with the methods of EventFileWriter; its events are dictionaries."""
-    init = None                         # wandb's
-
-    def __init__(self, folder):
-        run = os.path.dirname(os.path.abspath(folder))
-        self.run = self.init(name=os.path.basename(run), dir=run, reinit="create_new")
-
-    def add_event(self, event):
-        self.run.log({v["tag"]: v["simple_value"] for v in event["summary"]["value"]}, step=event["step"])
-
-    def flush(self):
-        pass                            # it sends by itself
-
-    def close(self):
-        self.run.finish()
-
-
-class WandbSummary(dict):
-    Value = dict
-
-
-def import_writer(to_wandb):
+def import_writer():
     """(EventFileWriter, Event, Summary)"""
     try:
-        if to_wandb:
-            import wandb
-            Wandb.init = staticmethod(wandb.init)
-            return Wandb, dict, WandbSummary
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
     except ImportError:
         take_the_venv()
-        if to_wandb:
-            fail("no run of W&B without wandb", ".venv/bin/pip install wandb")
         fail("no event files without tensorboard", "scripts/setup.sh tensorboard installs it into .venv")
     return EventFileWriter, Event, Summary
 
@@ -72,8 +43,7 @@ class Follower:
     """What has been written of one run's metrics.jsonl."""
 
     def __init__(self, run, library):
-        self.path = os.path.join(run, "metrics.jsonl")
-        self.folder = os.path.join(run, "wandb" if library[0] is Wandb else "tensorboard")
+        self.path, self.folder = os.path.join(run, "metrics.jsonl"), os.path.join(run, "tensorboard")
         self.library, self.writer = library, None
         self.records = []
         if not os.path.isfile(self.path):
@@ -116,9 +86,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("runs", nargs="+", help="run folders")
     parser.add_argument("--follow", action="store_true", help="go on while the runs do; Ctrl-C ends")
-    parser.add_argument("--wandb", action="store_true", help="to Weights & Biases, not into files")
     args = parser.parse_args()
-    library = import_writer(args.wandb)
+    library = import_writer()
     followers = [Follower(run, library) for run in args.runs]
     try:
         while True:
