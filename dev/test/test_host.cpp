@@ -16,6 +16,7 @@ from run to run.
 #include "llmc/run/run_folder.h"
 #include "llmc/files/json.h"
 #include "llmc/run/logger.h"
+#include "llmc/run/plan.h"
 #include "llmc/run/report.h"
 #include "llmc/run/samples.h"
 #include "llmc/host_memory.h"
@@ -1257,8 +1258,8 @@ static void test_report() {
         const struct { double seconds; const char* text; } rows[] = {
             {0, "0:00:00"}, {59.4, "0:00:59"}, {59.5, "0:01:00"}, {3599.9, "1:00:00"}, {360000, "100:00:00"}};
         for (const auto& row : rows) { CHECK_TEXT(duration_text(row.seconds), row.text); }
-        CHECK(gpu_peak("NVIDIA H100 80GB HBM3 (sm_90, 132 SMs)") == 989e12 &&
-              gpu_peak("NVIDIA H100 PCIe") == 756e12 && gpu_peak("CPU (2 threads)") == 0, "peaks of GPUs");
+        CHECK(gpu_kind("NVIDIA H100 80GB HBM3 (sm_90, 132 SMs)")->tflops == 989 &&
+              gpu_kind("NVIDIA H100 PCIe")->tflops == 756 && !gpu_kind("CPU (2 threads)"), "peaks of GPUs");
         const int64_t every[][2] = {{20, 1}, {21, 2}, {101, 10}, {18865, 1000}};
         Report r = {};
         r.log_every = 0;
