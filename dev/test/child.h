@@ -66,9 +66,8 @@ static inline std::string read_text(const std::string& path) {
     return text;
 }
 
-// Anew: some file systems take milliseconds to truncate a file and write it again.
+// In place, as damage comes.
 static inline void write_text(const std::string& path, const std::string& text) {
-    unlink(path.c_str());
     FILE* f = fopen_check(path.c_str(), "wb");
     if (fwrite(text.data(), 1, text.size(), f) != text.size() || fclose(f) != 0) {
         die("cannot write '%s'", path.c_str());
