@@ -449,12 +449,10 @@ def run(args):
 
 def main():
     args = arguments()
-    if not args.name:
-        show_table()
-        return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        run(args)
+        run(args) if args.name else show_table()
+        sys.stdout.flush()
     except Problem as problem:
         sys.stdout.flush()
         if problem.what:
@@ -465,6 +463,9 @@ def main():
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
         return 130
+    except BrokenPipeError:                     # nobody reads what is printed, as with `| head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # what is left of it
+        return 128 + signal.SIGPIPE
     return 0
 
 
