@@ -282,8 +282,8 @@ def test_draw_of_few(starts, wanted, spans):
 
 @pytest.mark.parametrize("count, words", [(500, []), (12000, ["--bytes"])])
 def test_draw_as_the_tool(count, words):
-    """By default GPT-2's tokens, and for validation the smaller of 100,000 and a tenth. Both programs draw the
-    same, and say so."""
+    """By default GPT-2's tokens, and for validation the smaller of 100,000 and a tenth. Both programs draw
+    the same, and say so."""
     rng = random.Random(count)
     write("x.txt", "\n<|endoftext|>\n".join("x" * rng.randrange(1, 180) for _ in range(count)))
     said = subprocess.run([TOOL, "x.txt", "-o", "x", f"--bytes={len(words)}"], capture_output=True,
