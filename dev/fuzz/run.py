@@ -47,7 +47,7 @@ def main():
     if args.target not in targets:
         sys.exit(f"error: no fuzz target '{args.target}', choose one of {', '.join(targets)}")
     seeds = sorted(glob.glob(f"{SEEDS}/{args.target}/*"))
-    code, said = fuzz(args.target, seeds)                   # one after the other, up to the first that crashes
+    code, said = fuzz(args.target, seeds)               # one after the other, up to the first that crashes
     results = {seed: f"Executed {seed} in " in said for seed in seeds}
     results[f"{len(seeds)} seeds: exit code {code}"] = code == 0
     if args.seconds:

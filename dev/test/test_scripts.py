@@ -87,35 +87,32 @@ def test_quickstart():
     for mode in ("first", "second", "third"):
         code, out, err = quickstart(mode)
         assert code == 0, err
-    assert len(glob.glob("runs/*")) == 3
     assert [read(f"runs/quickstart{n}/model_00001350.bin") for n in (".1", ".2", "")] == \
-        [b"first\n", b"second\n", b"third\n"]
-    assert "_train" not in out and all(f"dev/data/stories/gpt2/{part}.bin: 3 tokens" in out
-                                       for part in ("train", "held_out")), "the files of its data"
-    assert "make train_gpt2cpu  # trains" in out, "what it builds"
+        [b"first\n", b"second\n", b"third\n"] and len(glob.glob("runs/*")) == 3
+    for said in ("dev/data/stories/gpt2/train.bin: 3 tokens", "dev/data/stories/gpt2/held_out.bin: 3 tokens",
+                 "make train_gpt2cpu  # trains", "`./train_gpt2cpu eval runs/quickstart`", "--prompt",
+                 "`python3 dev/data/plot_log.py runs/quickstart`"):
+        assert said in out
+    assert "_train" not in out, "the files of its data have their new names"
     assert "nobody sees" not in out, "the trainer's stdout is the script's"
-    val, last = out.splitlines()[-2:]
-    assert val == "val loss 5.579 at the start, 1.023 at the end; a bigram model has 2.326"
+    assert out.splitlines()[-2] == "val loss 5.579 at the start, 1.023 at the end; a bigram model has 2.326"
     assert "plot_log.py runs/quickstart --line 2.326 bigram model\n" in called()
     prompt = "Once there was a little"
     assert read("runs/quickstart/samples.txt").decode() == f"{prompt} girl\n\nMore\n---\n{prompt} boy\n"
-    for word in ("runs/quickstart: ", "`./train_gpt2cpu eval runs/quickstart`", "--prompt",
-                 "`python3 dev/data/plot_log.py runs/quickstart`"):
-        assert word in last
     assert quickstart("no build")[0] != 0
     assert read("runs/quickstart/model_00001350.bin") == b"third\n", "the run before is where it was"
-    for env, said in (({"LAST": "2.4"}, "2.400 at the end"), ({"FIRST": "1.9"}, "1.023 at the end"),
-                      ({"LAST": "x"}, "0.000 at the end")):
-        code, out, err = quickstart("nothing learned", **env)
-        assert code == 1 and said in out and "error: it should be" in err
 
 
-@pytest.mark.parametrize("mode, expected", [("fails", 3), ("killed", 137), ("interrupted", 1)])
-def test_quickstart_fails(mode, expected):
-    code, out, err = quickstart(mode)
-    assert code == expected and "at the end" not in out and "== samples" not in out
-    last = err.rstrip().split("\n")[-2:]            # before them the trainer's own, or the shell's of a kill
-    assert last[0].startswith("error: ./train_gpt2cpu ") and last[1].startswith("hint: ")
+@pytest.mark.parametrize("mode, env, expected, said", [
+    ("fails", {}, 3, "error: ./train_gpt2cpu "), ("killed", {}, 137, "error: ./train_gpt2cpu "),
+    ("interrupted", {}, 1, "error: ./train_gpt2cpu "),
+    ("learned nothing", {"LAST": "2.4"}, 1, "error: it should be"),
+    ("learned nothing", {"FIRST": "1.9"}, 1, "error: it should be"),
+    ("learned nothing", {"LAST": "x"}, 1, "error: it should be")])
+def test_quickstart_fails(mode, env, expected, said):
+    code, out, err = quickstart(mode, **env)
+    assert code == expected and said in err and ("at the end" in out) == bool(env)
+    assert bool(env) or "hint: " in err.splitlines()[-1]
 
 
 # ---- run_*.sh: the recipes ----
