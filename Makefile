@@ -44,8 +44,8 @@ MPI_ANY = -DUSE_MPI -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX \
           $(filter -I% -L% -l% -Wl%,$(shell mpicc -show 2>/dev/null))
 MPI_FLAGS = $(eval MPI_FLAGS := $(call wanted,MPI,$(call works,$(MPI_ANY),$(MPI_CALL))))$(MPI_FLAGS)
 NCCL_CALL := $(HASH)include <nccl.h>\nint main(int n, char** p) { return ncclMemAlloc((void**)p, n); }
-NVCC_SAYS = $(need_nvcc)$(shell $(NVCC) -dryrun -x cu /dev/null 2>&1 | sed -n '/INCLUDES=\|LIBRARIES=/s/"//gp')
-NVCC_DIRS = $(filter -I% -L%,$(subst =, ,$(NVCC_SAYS)))
+NVCC_SAYS = $(shell $(NVCC) -dryrun -x cu /dev/null 2>&1 | sed -n '/INCLUDES=\|LIBRARIES=/s/"//gp')
+NVCC_DIRS = $(need_nvcc)$(filter -I% -L%,$(subst =, ,$(NVCC_SAYS)))
 NCCL_ANY = $(if $(call works,-DUSE_NCCL $(NVCC_DIRS) -lnccl,$(NCCL_CALL)),-DUSE_NCCL -lnccl)
 NCCL_FLAGS = $(eval NCCL_FLAGS := $(call wanted,NCCL,$(NCCL_ANY)))$(NCCL_FLAGS)
 
