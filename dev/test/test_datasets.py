@@ -466,7 +466,9 @@ def test_retries():
     hub, documents = hub_files(1)
     waits = {"prepare": lambda: setattr(time, "sleep", lambda seconds: print(f"waits {seconds} s"))}
     with serving(hub, status=503, times=2) as url:
-        code, out, err = call(*HUB, "--from", url, **waits)
+        refused(*HUB, "--from", url, "--retries", 1, said=("503",), **waits)
+        Hub.times = 2
+        code, out, err = call(*HUB, "--from", url, "--retries", 2, **waits)
     assert code == 0 and "503" in err and "trying again" in err
     assert re.findall("waits (.*)", out) == ["1 s", "3 s"]
     check_set("out", documents, 100, 1000, first=True)
