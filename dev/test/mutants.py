@@ -149,7 +149,7 @@ def main():
     random.Random(args.seed).shuffle(everything)
     one_a_line = list({mutant[:2]: mutant for mutant in everything}.values())[:args.count]
     said = [f"{name}:{number}: {line.strip()}  ->  {new.strip()}" for name, number, line, new in one_a_line]
-    if args.list or not said:
+    if args.list:
         print("\n".join(said))
         return 0
     found = []

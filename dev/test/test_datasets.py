@@ -142,7 +142,7 @@ def some_texts(seed, n):
 class Hub(http.server.BaseHTTPRequestHandler):
     SETTINGS = {"cut": {},              # path: at most so many bytes an answer
                 "stop": None,           # (end of a path, what is called before its answer)
-                "ranges": True, "lies": False, "sizeless": False,
+                "ranges": True, "sizeless": False,
                 "following": "",        # site of a listing's next page, if not this one
                 "status": 0, "times": 10**9}        # what is answered instead, so many times
     files = {}                          # path in the repository: bytes
@@ -163,7 +163,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         """A page of it, that is one entry."""
         entries = [{"type": "directory", "path": folder + "x", "size": 0, "oid": "0"}]
         for name in sorted(name for name in self.files if name.startswith(folder)):
-            digest = hashlib.sha256(b"other" if Hub.lies else self.files[name]).hexdigest()
+            digest = hashlib.sha256(self.files[name]).hexdigest()
             size = {} if Hub.sizeless else {"size": len(self.files[name])}
             entries.append({"type": "file", "path": name, "oid": "0", "lfs": {"oid": digest}, **size})
         page = int(self.path.partition("cursor=")[2] or 0)
@@ -453,8 +453,7 @@ def test_broken_downloads():
 
 
 @pytest.mark.parametrize("settings, words, said", [
-    ({"lies": True}, [], ("data/000.jsonl", "sha256")), ({"status": 404}, [], ("404", "hint: ")),
-    ({"status": 401}, [], ("HF_TOKEN", "hint: ")), ({"status": 503}, [], ("503", "hint: ")),
+    ({"status": 404}, [], ("404", "hint: ")), ({"status": 401}, [], ("HF_TOKEN", "hint: ")),
     ({}, ["--from", "http://127.0.0.1:1"], ("cannot reach http://127.0.0.1:1", "--from FOLDER"))])
 def test_bad_hubs(settings, words, said):
     with serving(hub_files(1)[0], **settings) as url:
