@@ -24,6 +24,7 @@ sys.path[:0] = [os.path.join(ROOT, "dev/reference"), os.path.join(ROOT, "dev/eva
 import export_hf                                    # noqa: E402
 import formats                                      # noqa: E402
 import import_hf                                    # noqa: E402
+from model_files import read_safetensors            # noqa: E402
 
 pytestmark = pytest.mark.cpu_only
 SHAPES = ["L2,NH4,C64,T32,V256", "L1,NH1,C24,T17,V300", "L3,NH2,C40,T48,V509"]     # V=256 needs no padding
@@ -117,21 +118,6 @@ def random_model(path, text, version=3, seed=1):
     return path
 
 
-def read_tensors(path):
-    """{name: (dtype, array)}; bf16 as uint16."""
-    data = read_bytes(path)
-    length = struct.unpack("<Q", data[:8])[0]
-    assert length % 8 == 0, "its bytes begin at a multiple of 8"
-    table = json.loads(data[8:8 + length])
-    assert table.pop("__metadata__") == {"format": "pt"}, "what PyTorch's readers ask for"
-    types, tensors = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}, {}
-    for name, t in table.items():
-        begin, end = t["data_offsets"]
-        part = np.frombuffer(data[8 + length + begin:8 + length + end], types[t["dtype"]])
-        tensors[name] = t["dtype"], part.reshape(t["shape"])
-    return tensors
-
-
 def write_tensors(path, tensors):
     table, at = {}, 0
     for name, (dtype, array) in tensors.items():
@@ -161,7 +147,7 @@ def changed_folder(name, tensors=None, **config):
 
 
 def plain():
-    return read_tensors("plain/model.safetensors")
+    return read_safetensors("plain/model.safetensors")
 
 
 # ---- tests ----
@@ -183,7 +169,7 @@ def test_round_trip(text):
         dims, params = formats.read_checkpoint(random_model("m.bin", text, version))
         tool_ok("export", "m.bin", "hf", "--force")
         imports("hf", "m.bin")
-    got, want = read_tensors("hf/model.safetensors"), exported(dims, params)
+    got, want = read_safetensors("hf/model.safetensors"), exported(dims, params)
     assert set(got) == set(want), "the head is the embedding"
     for name, array in want.items():
         assert got[name][0] == "F32" and np.array_equal(got[name][1], array), name
@@ -253,6 +239,10 @@ def test_config():
     assert b"endoftext" not in read_bytes("plain/README.md"), "nor a word of it on the card"
     assert set(read_json("plain/generation_config.json").values()) == {None}
     assert "no tokenizer" in tool_ok("export", "plain.bin", "plain2").out
+    weights = read_bytes("plain/model.safetensors")
+    length = struct.unpack("<Q", weights[:8])[0]
+    assert length % 8 == 0, "its bytes begin at a multiple of 8"
+    assert json.loads(weights[8:8 + length])["__metadata__"] == {"format": "pt"}, "what PyTorch asks for"
 
 
 def test_gpt2_tokenizer():
@@ -302,7 +292,7 @@ def test_foreign_files():
     # one tensor in fp32 is enough for the file to be fp32
     tool_ok("export", "plain.bin", "narrow", "--dtype", "bf16")
     name = "transformer.wte.weight"
-    changed_folder("mixed", {**read_tensors("narrow/model.safetensors"), name: tensors[name]})
+    changed_folder("mixed", {**read_safetensors("narrow/model.safetensors"), name: tensors[name]})
     rounded = {**formats.round_params(params, "bfloat16"), "wte": params["wte"]}
     formats.write_checkpoint("want.bin", dims, rounded)
     imports("mixed", "want.bin")
