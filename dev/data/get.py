@@ -298,7 +298,7 @@ def make_shards(dataset, args):
         print(f"{number + 1} of {len(sources)}: {source['files'][0]['name']}"
               f"{' and others' if len(paths) > 1 else ''}, {work.state['parts'][-1]['tokens']} tokens",
               flush=True)
-        for path in removable if not args.keep else ():
+        for path in removable:
             os.unlink(path)
         work.cut(args.shards, False)
     if len(work.state["parts"]) == len(sources):
@@ -386,7 +386,6 @@ def arguments():
            help="so many tokens are for validation: of your own files documents drawn over all of them "
            "(default: the smaller of 100,000 and a tenth), else the first documents")
     option("--bytes", action="store_true", help="tokens are bytes (V=256), not GPT-2's")
-    option("--keep", action="store_true", help="keep downloads that are tokenized until all is done")
     option("--restart", action="store_true", help="forget what is there, its shards too")
     option("--retries", type=int, default=5, metavar="N", help="of a download that does not advance")
     option("--tokenize", default=os.path.join(ROOT, "build", "tokenize"), metavar="TOOL",

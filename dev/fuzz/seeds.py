@@ -1,13 +1,9 @@
-#!/usr/bin/env python3
-"""Writes dev/fuzz/seeds: small inputs of every target, good ones and wrong ones (dev/fuzz/fuzz.cpp says what
-their first bytes mean). What fuzzing finds goes there by hand, as found-SOMETHING, and stays.
+"""The seeds of every fuzz target: small inputs, good ones and wrong ones (dev/fuzz/fuzz.cpp says what their
+first bytes mean). What fuzzing finds becomes one of them, as found-SOMETHING, when it is mended.
 
-    python3 dev/fuzz/seeds.py
+    SEEDS["shard"]["good"]                  # bytes
 """
-import os
 import struct
-
-FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "seeds")
 
 
 # ---- files of the trainer, in a few lines each ----
@@ -130,11 +126,3 @@ SEEDS = {
                    b'"data_offsets": [16, 24]}}',
         "object": b'{"a": {"b": -0.5e+3, "c": true, "d": {}}, "e": "\\u20ac \\ud83d\\ude42\\n"}'},
 }
-
-
-if __name__ == "__main__":
-    for target, seeds in SEEDS.items():
-        os.makedirs(os.path.join(FOLDER, target), exist_ok=True)
-        for name, data in seeds.items():
-            with open(os.path.join(FOLDER, target, name), "wb") as f:
-                f.write(data)
