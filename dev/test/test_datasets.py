@@ -144,7 +144,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
                 "stop": None,           # (end of a path, what is called before its answer)
                 "ranges": True, "sizeless": False,
                 "following": "",        # site of a listing's next page, if not this one
-                "status": 0, "times": 10**9}        # what is answered instead, so many times
+                "errors": []}           # what is answered instead, one after the other
     files = {}                          # path in the repository: bytes
     seen = []                           # (path, first byte) of every file asked for
 
@@ -172,9 +172,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
         return self.answer(200, json.dumps(entries[page:page + 1]).encode(), **more)
 
     def do_GET(self):
-        if Hub.status and Hub.times > 0:
-            Hub.times -= 1
-            return self.answer(Hub.status, b"")
+        if Hub.errors:
+            return self.answer(Hub.errors.pop(0), b"")
         path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
         if path.startswith("/api/datasets/o/n/tree/main"):
             return self.listing(path[len("/api/datasets/o/n/tree/main"):].lstrip("/"))
@@ -452,21 +451,20 @@ def test_broken_downloads():
         hub_makes(documents, "--from", url)
 
 
-@pytest.mark.parametrize("settings, words, said", [
-    ({"status": 404}, [], ("404", "hint: ")), ({"status": 401}, [], ("HF_TOKEN", "hint: ")),
-    ({}, ["--from", "http://127.0.0.1:1"], ("cannot reach http://127.0.0.1:1", "--from FOLDER"))])
-def test_bad_hubs(settings, words, said):
-    with serving(hub_files(1)[0], **settings) as url:
-        refused(*HUB, "--retries", 0, "--from", url, *words, said=said)
+def test_bad_hubs():
+    with serving(hub_files(1)[0], errors=[404, 401]) as url:
+        refused(*HUB, "--from", url, said=("404", "hint: "))
+        refused(*HUB, "--from", url, said=("401", "HF_TOKEN", "hint: "))
+    refused(*HUB, "--retries", 0, "--from", "http://127.0.0.1:1",
+            said=("cannot reach http://127.0.0.1:1", "--from FOLDER"))
     assert not contents("out")
 
 
 def test_retries():
     hub, documents = hub_files(1)
     waits = {"prepare": lambda: setattr(time, "sleep", lambda seconds: print(f"waits {seconds} s"))}
-    with serving(hub, status=503, times=2) as url:
+    with serving(hub, errors=[503] * 4) as url:
         refused(*HUB, "--from", url, "--retries", 1, said=("503",), **waits)
-        Hub.times = 2
         code, out, err = call(*HUB, "--from", url, "--retries", 2, **waits)
     assert code == 0 and "503" in err and "trying again" in err
     assert re.findall("waits (.*)", out) == ["1 s", "3 s"]

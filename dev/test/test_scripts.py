@@ -280,7 +280,7 @@ MPI, CLANG = "libopenmpi-dev openmpi-bin", "recommends clang libclang-rt-dev\n" 
 PIP, BOTH = "pip install -r dev/requirements.txt", "-DUSE_MPI -DUSE_NCCL"
 
 
-@pytest.mark.parametrize("words, make, env, calls, never, said", [
+SETUPS = [
     ("tests", "", {}, [MPI, CLANG], [PIP], ""),
     ("tests", "", {"GPUS": "2"}, [MPI], [], "libnccl-dev"),
     ("tests", "", {"GPUS": "1"}, [MPI], [], ""),
@@ -294,8 +294,11 @@ PIP, BOTH = "pip install -r dev/requirements.txt", "-DUSE_MPI -DUSE_NCCL"
       for word, calls in (("data", ["pip install pyarrow"]), ("tensorboard", ["pip install tensorboard=="]))
       for env, calls, said in (({"LACKS": "arrow|tens"}, calls, ""), ({}, [], ""),
                                ({"LACKS": "arrow|tens", "OFFLINE": "1"}, calls, "error: no"))],
-    ("", BOTH, {"LACKS": "arrow|tens"}, [], ["pip"], "")])
-@pytest.mark.parametrize("venv", [False, True], ids=["", "venv"])
+    ("", BOTH, {"LACKS": "arrow|tens"}, [], ["pip"], "")]
+
+
+@pytest.mark.parametrize("words, make, env, calls, never, said, venv", [
+    (*row, venv) for row in SETUPS for venv in ([False, True] if "LACKS" in row[2] else [False])])
 def test_setup(words, make, env, calls, never, said, venv):
     """What is called, and said. Only where an extra is asked for and cannot be had, that is an error; a .venv
     that was there stays."""
