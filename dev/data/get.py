@@ -285,17 +285,14 @@ def make_shards(dataset, args):
     check_room(work, dataset, args)
     work.cut(args.shards, False)
     ahead = fetch_ahead(work, dataset, len(sources), args)
-    for number, source in enumerate(sources):
-        enough = args.shards and work.state["cut"].get("train", 0) >= args.shards
-        if number < len(work.state["parts"]) or enough:
-            continue
+    while (number := len(work.state["parts"])) < len(sources) and not work.enough(args.shards):
         ahead.join()
         paths, removable = fetch_source(work, dataset, number, args)
         ahead = fetch_ahead(work, dataset, number + 1, args)
         prefix = work.path(f"tmp.{os.getpid()}")
         tokenize(args.tokenize, prefix, paths, args.text_field, args.bytes)
-        work.add_part(source["split"], prefix + "_train.bin")
-        print(f"{number + 1} of {len(sources)}: {source['files'][0]['name']}"
+        work.add_part(prefix + "_train.bin")
+        print(f"{number + 1} of {len(sources)}: {sources[number]['files'][0]['name']}"
               f"{' and others' if len(paths) > 1 else ''}, {work.state['parts'][-1]['tokens']} tokens",
               flush=True)
         for path in removable:
