@@ -3,7 +3,7 @@ Fuzz targets for libFuzzer: whatever bytes come from outside, a program ends wit
 what it should. Built by clang with ASan and UBSan; one program, because most of it is train_gpt2.cu.
 
     make build/fuzz
-    build/fuzz shard                                        fuzzes for ever; folders and libFuzzer's flags follow
+    build/fuzz shard                                        for ever; folders and libFuzzer's flags follow
     build/fuzz shard build/fuzz-shard-crash-1234            one input again
     python3 dev/fuzz/run.py shard --seconds 600             what the tests do, for ten minutes
 
