@@ -148,7 +148,9 @@ static inline void logger_best(Logger* log, const std::string& text) {
     log->best_val = INFINITY;
     for (size_t at = 0; (at = text.find(" tel:", at)) != std::string::npos; at++) {
         const double loss = atof(&text[at + 5]);
-        if (loss < log->best_val) { log->best_val = loss, log->best_step = atoll(&text[text.rfind("s:", at) + 2]); }
+        if (!(loss < log->best_val)) { continue; }
+        log->best_val = loss;
+        log->best_step = atoll(&text[text.rfind("s:", at) + 2]);
     }
 }
 

@@ -51,10 +51,10 @@ static inline bool progress_utf8() {
 // A column for each value: U+2581 for the least to U+2588 for the greatest.
 static inline std::string progress_sparkline(const std::vector<double>& values) {
     const auto ends = std::minmax_element(values.begin(), values.end());
+    const double least = *ends.first, range = *ends.second - least;
     std::string text;
     for (double x : values) {
-        const double height = *ends.second > *ends.first ? (x - *ends.first) / (*ends.second - *ends.first) : 0;
-        text += std::string("\xE2\x96") + (char)(0x81 + (int)(7.999 * height));
+        text += std::string("\xE2\x96") + (char)(0x81 + (range > 0 ? (int)(7.999 * (x - least) / range) : 0));
     }
     return text;
 }
