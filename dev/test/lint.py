@@ -9,7 +9,7 @@ need theirs), no blanks at their end, and no path of somebody's machine. A heade
 llmc/README.md lists beside or below its own room.
 
 README.md and docs/ have at most 110 columns outside tables and lines with a link, README.md 200 lines, and
-their relative links lead to a file, or to a heading of one. The table of what has run where is status.py's.
+their relative links lead to a file, or to a heading of one.
 
 pyflakes reads the Python, too: a name that nothing defines, an import that nothing uses. It cannot see
 through `from X import *` and complains of it: names are imported one by one.
@@ -21,7 +21,6 @@ import subprocess
 import sys
 
 sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
-import status                                       # noqa: E402
 from venv_python import take_the_venv               # noqa: E402
 
 try:
@@ -75,8 +74,6 @@ def look_at_docs(path, text):
     lines = text.split("\n")
     if path == "README.md" and len(lines) > README_LINES + 1:
         yield README_LINES + 1, f"{len(lines) - 1} lines, at most {README_LINES}"
-    if path == status.PAGE and status.with_table(text, status.table()) != text:
-        yield len(lines), "its table is old: python3 dev/test/status.py --write"
     for number, line in enumerate(lines, 1):
         if len(line) > MAX_COLUMNS and not line.startswith("|") and "](" not in line:
             yield number, f"{len(line)} columns, at most {MAX_COLUMNS}"

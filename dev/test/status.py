@@ -4,17 +4,17 @@
     python3 dev/test/status.py              # the table; CURRENT or STALE: did the suites run today's sources?
     python3 dev/test/status.py --write      # puts the table into docs/performance.md
 
-The table on the page depends on these two files alone: a change of the sources changes no page. `make lint`
-compares the two.
+The table on the page depends on these two files alone: a change of the sources changes no page. A test in
+test_harness.py compares the two.
 """
 import os
 import re
 import sys
 
 import gpus
-from checks import ROOT
+from checks import ROOT, read, write
 
-PAGE = "docs/performance.md"
+PAGE = os.path.join(ROOT, "docs/performance.md")
 BY_HAND = os.path.join(ROOT, "dev/test/by-hand.txt")
 BEGIN, END = "<!-- dev/test/status.py writes this table -->\n", "<!-- its end -->\n"
 
@@ -34,11 +34,9 @@ def table(results=gpus.RESULTS, by_hand=BY_HAND):
     rows = [("what", "result, of suites passed/failed/skipped", "date", "GPUs", "command"), ["---"] * 5]
     rows += [(suite, ", ".join(sorted(counts)), fields["date"], fields["gpu"].removeprefix("NVIDIA "),
               "`make test-gpu`") for suite, counts in sorted(suites(fields).items())]
-    with open(by_hand, encoding="utf-8") as f:
-        for line in f:
-            if not line.startswith("#"):
-                *words, command = line.strip().split(" | ")
-                rows.append((*words, f"`{command}`"))
+    for line in read(by_hand).decode().splitlines()[1:]:
+        *words, command = line.split(" | ")
+        rows.append((*words, f"`{command}`"))
     said = f"The suites ran CUDA sources of the hash {fields.get('sha256', 'none')[:12]}.\n\n"
     return said + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
@@ -46,16 +44,12 @@ def table(results=gpus.RESULTS, by_hand=BY_HAND):
 def with_table(text, new):
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
-    return before + begin + new + end + after if end else None
+    return before + begin + new + end + after
 
 
 def main():
     if "--write" in sys.argv:
-        path = os.path.join(ROOT, PAGE)
-        with open(path, encoding="utf-8") as f:
-            text = with_table(f.read(), table())
-        with open(path, "w", encoding="utf-8") as f:
-            f.write(text)
+        write(PAGE, with_table(read(PAGE).decode(), table()))
         return
     current = gpus.read_results().get("sha256") == gpus.cuda_hash()
     print(table() + ("CURRENT" if current else "STALE: the CUDA sources have changed since"))
