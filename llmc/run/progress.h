@@ -2,7 +2,8 @@
 Two lines at the bottom of a terminal that rewrite themselves. Host only.
 
     progress_start();                                           // all do nothing if stdout is no terminal
-    progress_show("step 12/100 " + progress_bar(12, 100, 20), "loss 3.2");      // replaces the lines
+    const std::string loss = "loss 3.2 " + progress_sparkline({5, 4, 3.2});
+    progress_show("step 12/100 " + progress_bar(12, 100, 20), loss);            // replaces the lines
     progress_clear();                                           // erases them, before other output (check.h)
 */
 #ifndef LLMC_RUN_PROGRESS_H

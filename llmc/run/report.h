@@ -197,7 +197,7 @@ static inline void report_show(Report* r) {
     progress_show(format("step %lld/%lld ", (long long)done, (long long)r->max_steps) +
                   progress_bar(done, r->max_steps, 40) +
                   format(" %.0f%% | ETA %s", floor(100.0 * (double)done / (double)r->max_steps),
-                         report_eta(*r).c_str()), report_fields(fields, terminal_columns(80)));
+                         report_eta(*r).c_str()), report_fields(fields, terminal_columns(80) - 1));
 }
 
 // A validation after `step` steps of a run; step -1: of a model alone. Scripts look for `val loss X`.
