@@ -16,6 +16,7 @@ reports. Everything random comes from fixed seeds, so a result never changes fro
 #include "llmc/run/run_folder.h"
 #include "llmc/files/json.h"
 #include "llmc/run/logger.h"
+#include "llmc/run/plan.h"
 #include "llmc/run/report.h"
 #include "llmc/run/samples.h"
 #include "llmc/host_memory.h"
@@ -1610,8 +1611,8 @@ static void test_report() {
               "val loss nan @3\n"
               "val loss 800.000000 | ppl inf\n",
               "%s", c.out.c_str());
-        CHECK(gpu_peak("NVIDIA H100 80GB HBM3 (sm_90, 132 SMs)") == 989e12 &&
-              gpu_peak("NVIDIA H100 PCIe") == 756e12 && gpu_peak("CPU (2 threads)") == 0, "peaks of GPUs");
+        CHECK(gpu_kind("NVIDIA H100 80GB HBM3 (sm_90, 132 SMs)")->tflops == 989 &&
+              gpu_kind("NVIDIA H100 PCIe")->tflops == 756 && !gpu_kind("CPU (2 threads)"), "peaks of GPUs");
         CHECK_TEXT(progress_sparkline({3, 1, 2, 3}), "\u2588\u2581\u2584\u2588");
         CHECK_TEXT(progress_sparkline({2, 2}), "\u2581\u2581");
         CHECK(text_columns("loss \u2588\u2581 |") == 9, "columns of a text");
