@@ -49,7 +49,7 @@ struct StepTime { double micro_s, update_s; };      // of a micro-step; of what 
 // figures are an H200's: 124M to 1558M are within 3 % of what was measured there.
 static inline StepTime plan_step(const GpuKind& gpu, const Config& c, double params, const PlanBatch& batch) {
     const double kGemm = 0.665, kAttention = 0.35, kMemory = 0.875, kUpdate = 0.79;
-    const double kMoves = 48;           // of (B,T,C) 16-bit values, that a layer's other kernels read or write
+    const double kMoves = 48;           // (B,T,C) 16-bit values that a layer's other kernels read or write
     const double kLaunch = 3e-6, kExposed = 0.03;   // seconds; part of the exchange that is not hidden
     const double flops = gpu.tflops * 1e12, bytes = gpu.gb_per_s * 1e9;
     const double L = c.L, C = c.C, B = batch.B, T = batch.T, N = B * T;
