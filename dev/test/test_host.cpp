@@ -388,10 +388,10 @@ static void test_memory_plan() {
         check_dies("none fits", [&] { check(1100, {8, 64, false, false}); }, {"not even -b 1 fits"});
         check_dies("a resumed run", [&] { check(1350, {8, 64, true, false}); }, {"keeps its -b"});
         const std::vector<MemoryItem> plan = {{"a", 1 << 20}, {"b", 3 << 20}, {"c", 1 << 20}};
-        const std::string all = "memory: 5.000 MiB in all";
-        check_lives("a plan", [&] { memory_print(plan, false); }, all + "\n");
+        const std::string all = "memory: 5.000 MiB in all\n";
+        check_lives("a plan", [&] { memory_print(plan, false); }, all);
         check_lives("a plan with its items", [&] { memory_print(plan, true); },
-                    all + "; the largest: b 3.000, a 1.000, c 1.000\n");
+                    all + "           3.000  b\n           1.000  a\n           1.000  c\n");
     }
 }
 
@@ -1164,10 +1164,12 @@ static void test_logger_go_back() {
     log_steps(&log, 10, 25);
     const std::string all = read_text(main_log), all_metrics = read_text(metrics);
     TEST("logger: a run goes on after a step") {
+        log.best_val = 4, log.best_step = 20;               // of the steps that go
         for (const bool another_process : {false, true}) {
             if (another_process) { log = reopened(10); } else { logger_go_back(&log, 10); }
             CHECK_TEXT(read_text(main_log), ten);
             CHECK_TEXT(read_text(metrics), ten_metrics);
+            CHECK(log.best_val == 5, "the best is %g, of a step that is gone", log.best_val);
             CHECK_TEXT(read_text(cut), all);                // and does not go less far the second time
             CHECK_TEXT(read_text(metrics + ".cut"), all_metrics);
             log_steps(&log, 10, 12);
@@ -1177,6 +1179,8 @@ static void test_logger_go_back() {
     }
     TEST("logger: a later checkpoint can be read again") {
         log = reopened(20);
+        CHECK(log.best_val == 5 && log.best_step == 0, "the best is %g, of step %lld", log.best_val,
+              (long long)log.best_step);
         CHECK_TEXT(read_text(main_log), all.substr(0, all.find("s:20 ")));
         const std::string twenty = read_text(metrics);
         CHECK(all_metrics.find(twenty) == 0 && twenty.size() > ten_metrics.size(), "%s", twenty.c_str());
@@ -1271,7 +1275,7 @@ static void test_report() {
         progress_on = false;
         CHECK_IS(report_every(r), 1);                   // no terminal: a line each step
     }
-    TEST("report: lines of means, skipped updates") {
+    TEST("report: lines of means, validations, skipped updates") {
         const Child c = run_child([] {
             Report r = {10, 1000, 2, 0};
             report_line(&r);                            // no step: no line
@@ -1287,8 +1291,17 @@ static void test_report() {
             r.begun_s = progress_now() - 61;
             report_end(r, 2.5, 2);
             r.peak_speed = 2000, r.max_steps = 18865;
-            report_add(&r, {9999, 10.5, 6e-4, 12.345, 0, 1000, 0});
+            report_add(&r, {9999, 10.5, 6e-4, 12.345, 10000000, 1000, 0});
             report_line(&r);
+            r.first = 7;
+            report_end(r, INFINITY, 0);
+            Logger log;
+            const double vals[] = {3, 1, 2, NAN};
+            for (int step = 0; step < 4; step++) {
+                report_val(log, step, vals[step]);
+                logger_val(&log, step, vals[step]);
+            }
+            report_val(Logger(), -1, 800);
             UpdateState u = {};
             u.norm = 7, u.loss_score = 8, u.norm_score = 9;
             for (int skip : {SKIP_NO, SKIP_NOT_FINITE, SKIP_LOSS, SKIP_NORM}) {
@@ -1300,15 +1313,44 @@ static void test_report() {
             "step 2/10 | loss 4.000000  | lr 2.50e-01 | norm 1.00  | 5000.0 ms | 200 tok/s | ETA 0:00:08\n"
             "0:00:11\n"
             "step 3/10 | loss nan       | lr 1.67e-01 | norm 4.00  | 2000.0 ms | 500 tok/s | ETA 0:00:11\n"
-            "end: loss nan, best validation loss 2.500000 after step 2\n"
+            "end: loss nan, best validation loss 2.500000 @2\n"
             "3000 tokens in 0:01:01\n"
             "mean step time 1500.0 ms, 667 tokens/s over 2 steps\n"
             "step 10000/18865 | loss 10.500000 | lr 6.00e-04 | norm 12.35 | 1000.0 ms | 1000 tok/s | "
-            "MFU 50.0%\n");
+            "MFU 50.0%\n"
+            "end: loss 10.500000\n"
+            "4000 tokens in 0:01:01 since step 7; 10000000 tokens in all\n"
+            "mean step time 1333.3 ms, 750 tokens/s over 3 steps\n"
+            "val loss 3.000000 @0 | ppl 20.09\n"
+            "val loss 1.000000 @1 (best, -2.0000) | ppl 2.72\n"
+            "val loss 2.000000 @2 (+1.0000, best @1) | ppl 7.39\n"
+            "val loss nan @3\n"
+            "val loss 800.000000 | ppl inf\n");
         const std::string far = " standard deviations above the mean of the last 128: update skipped\n";
         CHECK_TEXT(c.err,
                    "step 5: the gradient is not finite (norm 7.000000, loss 6.000000): update skipped\n"
                    "step 5: loss 6.000000 is 8.0" + far + "step 5: norm 7.000000 is 9.0" + far);
+    }
+}
+
+static void test_progress() {
+    TEST("report: the live block's sparkline, cut to the terminal") {
+        CHECK_TEXT(progress_sparkline({3, 1, 2, 3}), "\u2588\u2581\u2584\u2588");
+        CHECK_TEXT(progress_sparkline({2, 2}), "\u2581\u2581");
+        CHECK_IS(text_columns("loss \u2588\u2581 |"), 9);
+        CHECK_TEXT(text_cut("loss \u2588\u2581 |", 6), "loss \u2588");
+        Report trend = {400, 1, 0, 0};                  // a mark is four steps
+        for (int step = 0; step < 47; step++) { report_add(&trend, {step, step / 4 + 1.0, 0, 0, 0, 1, 0}); }
+        report_add(&trend, {47, NAN, 0, 0, 0, 1, 0});
+        CHECK(trend.marks == std::vector<double>({2, 3, 4, 5, 6, 7, 8, 9, 10, 11}), "%zu marks, the first %g",
+              trend.marks.size(), trend.marks[0]);
+        const struct { const char *all, *ctype, *lang; bool utf8; } rows[] = {
+            {"C", "", "en_US.UTF-8", false}, {"", "de_DE.utf8", "C", true}, {"", "", "C.UTF-8", true},
+            {"", "", "", false}};
+        for (const auto& row : rows) {
+            setenv("LC_ALL", row.all, 1), setenv("LC_CTYPE", row.ctype, 1), setenv("LANG", row.lang, 1);
+            CHECK(progress_utf8() == row.utf8, "%s, %s, %s", row.all, row.ctype, row.lang);
+        }
     }
 }
 
@@ -1381,6 +1423,7 @@ int main() {
     test_logger();
     test_logger_go_back();
     test_report();
+    test_progress();
     test_text_out();
     return folder_end();
 }
