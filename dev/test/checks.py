@@ -8,16 +8,6 @@ import os
 
 ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
 NAMES = os.path.join(ROOT, "dev/test/names.txt")
-skipped = []                                        # why parts of the test that runs are
-
-
-def check(condition, what):
-    assert condition, what
-    return True
-
-
-def skip(tests, why):
-    skipped.append(why)
 
 
 def write(path, data):
