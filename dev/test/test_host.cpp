@@ -790,6 +790,20 @@ static void test_run() {
         check_dies("no run", [&] { in_full({"eval"}); }, {"eval: of which run?"});
         check_dies("a flag", [&] { in_full({"chat", "-x", "0"}); }, {"chat: of which run?"});
     }
+    TEST("run: descriptors of models") {
+        // GPT-2's: Radford et al. 2019, table 2 (d6 by its rule); GPT-3's: Brown et al. 2020, table 2.1
+        const struct { const char* name; int L, NH, C, T; } sizes[] = {
+            {"d6", 6, 6, 384, 1024}, {"d12", 12, 12, 768, 1024}, {"d24", 24, 16, 1024, 1024},
+            {"d36", 36, 20, 1280, 1024}, {"d48", 48, 25, 1600, 1024}, {"gpt3:c384", 6, 6, 384, 2048},
+            {"gpt3:c768", 12, 12, 768, 2048}, {"gpt3:c1024", 24, 16, 1024, 2048},
+            {"gpt3:c1536", 24, 16, 1536, 2048}, {"gpt3:c2048", 24, 16, 2048, 2048},
+            {"gpt3:c2560", 32, 32, 2560, 2048}, {"gpt3:c4096", 32, 32, 4096, 2048}};
+        for (const auto& m : sizes) {
+            const Config c = descriptor_config(m.name);
+            CHECK(c.L == m.L && c.NH == m.NH && c.C == m.C && c.maxT == m.T && c.V == 50257 && c.Vp == 50304,
+                  "%s: L%d,NH%d,C%d,T%d,V%d", m.name, c.L, c.NH, c.C, c.maxT, c.V);
+        }
+    }
     TEST("run: numbers of a state to resume from") {
         const Facts facts = {{"n", "7"}, {"negative", "-5"}, {"short", "1e9"}, {"huge", "1099511627776"}};
         CHECK(fact_number(facts, "n", 7, 7) == 7, "it is another number");

@@ -2,8 +2,8 @@
 
     pytest dev/test/test_refusals.py -k shard
 
-What numbers and flags look like at all is test_host.cpp's, shards' bytes are test_dataloader.cpp's, questions'
-test_evalloader.cpp's, how ranks are started test_comm.cpp's.
+What numbers and flags look like at all is test_host.cpp's, shards' bytes are test_dataloader.cpp's,
+questions' test_evalloader.cpp's, how ranks are started test_comm.cpp's.
 """
 import os
 import struct
@@ -21,14 +21,14 @@ NO_TEXT = "L2,NH2,C32,T32,V300"         # no tokenizer has 300 tokens
 
 # FLAG: values that it does not take. The sentence has both.
 VALUES = """
--b 0 65537 1e1 10000000000000000000 | -t -1 | -z 1000000000000000 | -l -1 | -q 2 | -k cosin | -x -1 +2 epochs
--u -1 | -c -0.1 | -v -1 | -m 0 | -s -1 | -g 0 | -n -1 | -nk -1 | -nm -1 | -lg -1 | --log-every -1 | -r 3 | -f 2
--a yes | -w 2 | -y 2 | -h 2 | -ge 3 | -sl -1 | -sg -1 | --seed -1 | --grad-clip -1 | --beta1 1 | --beta2 1
---eps 0 | --optimizer sgd | --muon-lr -1 | --muon-momentum 1 | --muon-steps 0 | --muon-decay -1 | --shuffle 2
---eval-every -1 | --num-samples 0 | --temperature -1 | --top-k -1 | --top-p 1.5 | --chat 2 | --verbose 2
---residual-dtype fp16 | --block serial | --norm layer | --dropout 1 | --kernels fast | --grad-dtype fp8
---on-bad-loss go | --gpus 65 | -zs 3 | --lanes -1 | --reduction ring nccl | --check-ranks 2 | -pi udp
--pn 4097 | -pg -1 | --start-timeout 0
+-b 0 65537 1e1 10000000000000000000 | -t -1 | -z 1000000000000000 | -l -1 | -q 2 | -k cosin
+-x -1 +2 epochs | -u -1 | -c -0.1 | -v -1 | -m 0 | -s -1 | -g 0 | -n -1 | -nk -1 | -nm -1 | -lg -1
+--log-every -1 | -r 3 | -f 2 | -a yes | -w 2 | -y 2 | -h 2 | -ge 3 | -sl -1 | -sg -1 | --seed -1
+--grad-clip -1 | --beta1 1 | --beta2 1 | --eps 0 | --optimizer sgd | --muon-lr -1 | --muon-momentum 1
+--muon-steps 0 | --muon-decay -1 | --shuffle 2 | --eval-every -1 | --num-samples 0 | --temperature -1
+--top-k -1 | --top-p 1.5 | --chat 2 | --verbose 2 | --residual-dtype fp16 | --block serial | --norm layer
+--dropout 1 | --kernels fast | --grad-dtype fp8 | --on-bad-loss go | --gpus 65 | -zs 3 | --lanes -1
+--reduction ring nccl | --check-ranks 2 | -pi udp | -pn 4097 | -pg -1 | --start-timeout 0
 """
 
 
