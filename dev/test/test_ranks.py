@@ -429,7 +429,7 @@ def test_stop(n, zs, number):
     assert job.until("step 3/"), job.err()
     os.killpg(job.p.pid, number)
     result = job.result()
-    assert result.err == STOPPING
+    assert result.err == STOPPING and result.out.count("val loss") == 1, "the one before the first step"
     check_stopped(result, f"stop{n}{zs}", {**flags, **({"-zs": 2} if zs == 2 else {})})
 
 

@@ -6,7 +6,6 @@ import functools
 import glob
 import json
 import os
-import pty
 import random
 import re
 import resource
@@ -335,18 +334,6 @@ def test_stopped_inside(where, flags, until, steps):
         run_ok({"-o": "inside_" + where, "-x": 1})
 
 
-def test_stopped_between():
-    """Nothing is validated or sampled after the signal, and the model is that of so many steps."""
-    flags = {"-z": 20 * T, "-b": 1, "-k": "constant", "-l": "1e-3"}         # a signal meets a step half done
-    out = stopped({**flags, "-x": 10**6, "-v": 10**5, "-s": 10**5, "-o": "stopped"}, "step 3/").out
-    steps = len(log_lines("stopped"))
-    assert f"stopped by a signal after step {steps}\n" in out
-    assert f"step {steps}/1000000" in out and out.count("val loss") == 1 and "\nsample " not in out
-    run_ok({**flags, "-x": steps, "-o": "whole"})
-    assert os.path.basename(model_path("stopped")) == f"model_{steps:08d}.bin"
-    assert read_bytes(model_path("stopped")) == read_bytes(model_path("whole"))
-
-
 def test_reader_goes_away():
     """(| head, or tee at Ctrl-C) It stops the run as a signal does: it is saved."""
     with subprocess.Popen(Program.command({"-x": 10**6, "-o": "closed"}), stdout=subprocess.PIPE,
@@ -452,12 +439,6 @@ def test_folder_writes(folder):
     trained = run_ok({"-e": f"{folder}/model_00000006.bin", "-x": 1, "-t": 24, "-s": 1, "-l": 0,
                       "--prompt": "tak ", "-g": 9, "--temperature": 0, "-f": None})
     assert trained.samples() == result.samples()
-    terminal, end = pty.openpty()
-    subprocess.run(Program.command(flags), stdout=end, stderr=subprocess.PIPE, check=True, timeout=LIMIT_S,
-                   env=Program.environment(1))
-    os.close(end)
-    assert os.read(terminal, 1000).decode("latin-1").replace("\r\n", "\n") == "tak " + result.out
-    os.close(terminal)
 
 
 def test_resumed_otherwise():
