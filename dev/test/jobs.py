@@ -180,7 +180,7 @@ class Job:
 
     def __init__(self, flags, words=None, env=None, cwd=None, before=(), pipe=False, fault=None, **popen):
         Job.made += 1
-        self.name, self.flags, self.read = os.path.abspath(f"job{Job.made}"), flags, b""
+        self.name, self.read = os.path.abspath(f"job{Job.made}"), b""
         # ends with this test, even if that is killed
         leash = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
         words = leash + list(before) + (words or Program.command(flags))
@@ -211,9 +211,8 @@ class Job:
     def until(self, line):
         return self.when(lambda: f"\n{line}" in self.out())
 
-    def signal(self, number, *more):
-        for one in (number, *more):
-            self.p.send_signal(one)
+    def signal(self, number):
+        self.p.send_signal(number)
         return self
 
     def gone(self, limit=LIMIT_S):
