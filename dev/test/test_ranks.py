@@ -46,24 +46,18 @@ def batch(M, length=SMALL_T, rows=1):
 
 # ---- the same bits ----
 
-class Left:
-    """What a run leaves behind, and prints, but for times and what names its folder."""
-
-    def __init__(self, flags, folder):
-        shutil.rmtree(folder, ignore_errors=True)
-        self.result = run({**flags, "-o": folder})
-        out = re.sub(r" \| [\d.]+ ms \| .*", "", self.result.out)
-        self.facts = {"output": re.findall(r"^(?:step|val loss|sample) .*", out, re.M),
-                      "stderr": self.result.err, "samples": self.result.samples()}
-        for path in glob.glob(folder + "/*"):
-            name = os.path.basename(path)
-            if name == "main.log" or name.startswith("model_"):
-                self.facts[name] = read_bytes(path)
-
-
 @functools.cache
 def left_by(key):
-    return Left(dict(key), f"run{len(os.listdir())}")
+    """(its result, {fact: what a run leaves behind and prints}), but for times and what names its folder."""
+    folder = f"run{len(os.listdir())}"
+    result = run({**dict(key), "-o": folder})
+    out = re.sub(r" \| [\d.]+ ms \| .*", "", result.out)
+    facts = {"output": re.findall(r"^(?:step|val loss|sample) .*", out, re.M), "stderr": result.err,
+             "samples": result.samples()}
+    for name in os.listdir(folder):
+        if name == "main.log" or name.startswith("model_"):
+            facts[name] = read_bytes(f"{folder}/{name}")
+    return result, facts
 
 
 def left_of(flags):
@@ -76,15 +70,15 @@ def same_bits(flags, variants, complaints=False):
     here = [variant for variant in variants if variant.get("--gpus", 1) <= most_ranks()]
     if len(here) < 2:
         need(most)
-    want = left_of({**flags, **here[0]})
+    result, want = left_of({**flags, **here[0]})
     steps = flags.get("-x", USUAL["-x"])
-    assert len(want.result.losses()) == steps or steps == "epoch"
-    assert "main.log" in want.facts and len(want.facts) == 5
+    assert len(result.losses()) == steps or steps == "epoch"
+    assert "main.log" in want and len(want) == 5
     for variant in here[1:]:
-        got = left_of({**flags, **variant})
+        result, got = left_of({**flags, **variant})
         if not complaints:
-            check_ran(got.result)
-        unlike = [fact for fact in {**want.facts, **got.facts} if want.facts.get(fact) != got.facts.get(fact)]
+            check_ran(result)
+        unlike = [fact for fact in {**want, **got} if want.get(fact) != got.get(fact)]
         assert not unlike, f"{named(variant)} differs from {named(here[0])} in {unlike}"
     need(most)
 
@@ -153,10 +147,10 @@ def test_bits(name):
 @pytest.mark.cpu_only
 def test_lanes():
     """Each number of lanes has its bits, which are all the same sum."""
-    all_left = [left_of({"-l": "1e-3", **batch(8), "--lanes": lanes}) for lanes in (1, 2, 8)]
-    for left in all_left[1:]:
-        assert_close(left.result.losses(), all_left[0].result.losses(), tolerance(1e-4, 3e-2), "losses")
-    assert len({str(left.facts) for left in all_left}) == 3
+    runs = [left_of({"-l": "1e-3", **batch(8), "--lanes": lanes}) for lanes in (1, 2, 8)]
+    for result, _ in runs[1:]:
+        assert_close(result.losses(), runs[0][0].losses(), tolerance(1e-4, 3e-2), "losses")
+    assert len({str(facts) for _, facts in runs}) == 3
 
 
 @pytest.mark.cpu_only
@@ -182,8 +176,8 @@ def test_low_precision():
         # of bf16's rounding it is not promised that the number of ranks does not matter
         for n, zs in ((1, 0), (most, 0), (most, 1), (most, 2)):
             same_bits({**flags, **more, **ranks(n, zs)}, [ranks(n, zs), {"--check-ranks": 1}])
-        got = left_of({**flags, **more, **ranks(most, 1)}).result.losses()
-        assert_close(got, usual, 5e-2, f"{named(more)}: losses")
+        result, _ = left_of({**flags, **more, **ranks(most, 1)})
+        assert_close(result.losses(), usual, 5e-2, f"{named(more)}: losses")
     same_bits({**flags, "-w": 0}, worlds((1, 2, 4), 0, 1, 2))
 
 
@@ -199,7 +193,7 @@ def test_nccl_order():
         for zs in (0, 1):
             more = {**flags, **ranks(n, zs), "--reduction": "nccl"}
             same_bits(more, [ranks(n, zs), {"--check-ranks": 1}])
-            relative = [a / b for a, b in zip(left_of({**more, **ranks(n, zs)}).result.losses(), tree)]
+            relative = [a / b for a, b in zip(left_of({**more, **ranks(n, zs)})[0].losses(), tree)]
             assert_close(relative, [1] * len(tree), tolerance(1e-5, 1e-2), f"{n} ranks, -zs {zs}: losses")
 
 
@@ -282,42 +276,23 @@ def test_poor_rank():
 MPIRUN = {f"{of}_ALLOW_RUN_AS_ROOT{end}": "1" for of in ("OMPI", "PRTE") for end in ("", "_CONFIRM")}
 MPIRUN.update({"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_plm_rsh_agent": "sh",
                "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "PRTE_MCA_plm_ssh_agent": "sh"})
-STARTED = {"-v": 3, **batch(8)}
-
-
-def jobs_by(way):
-    if way == "mpirun":
-        return [Job({**STARTED, "-o": way}, env=MPIRUN, before=["mpirun", "-np", "2"])]
-    port, jobs = free_port(), []
-    os.makedirs("meet", exist_ok=True)
-    for rank in (1, 0):                             # rank 0 comes later
-        how = tcp(rank, port, **{"-pg": 2})
-        if way != "tcp":
-            how = {"-pi": "fs", "-pf": "meet", "-pn": 2, "-pr": rank}
-        jobs.insert(0, Job({**STARTED, **how, "-o": way}))
-        time.sleep(0.3)
-    return jobs
-
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("way", ["tcp", "fs", "mpirun"])
-def test_ways_to_start(way):
-    """All as --gpus 2."""
-    if way == "mpirun" and not shutil.which("mpirun"):
+def test_mpirun():
+    """As --gpus 2; other ways to start are test_comm.cpp's."""
+    if not shutil.which("mpirun"):
         pytest.skip("no mpirun here")
-    results = [job.result() for job in jobs_by(way)]
+    result = Job({**batch(8), "-o": "mpi"}, env=MPIRUN, before=["mpirun", "-np", "2"]).result()
     libraries = subprocess.run(["ldd", Program.path], capture_output=True, text=True, check=False).stdout
-    if way == "mpirun" and "libmpi" not in libraries:
-        lines = [line for line in results[0].err.splitlines() if line.startswith("error: ")]
-        assert results[0].code not in (0, None) and len(lines) == 1 and "MPI" in lines[0]
-        assert not os.path.exists(way)
+    if "libmpi" not in libraries:
+        lines = [line for line in result.err.splitlines() if line.startswith("error: ")]
+        assert result.code not in (0, None) and len(lines) == 1 and "MPI" in lines[0]
+        assert not os.path.exists("mpi")
         return
-    assert [(r.code, r.err) for r in results] == [(0, "")] * len(results)
-    assert not any(r.out for r in results[1:]), "only rank 0 prints"
-    judge = left_of({**STARTED, "--gpus": 2}).facts
-    assert read_bytes(way + "/main.log") == judge["main.log"]
-    assert read_bytes(model_path(way)) == judge["model_00000006.bin"]
-    assert way != "fs" or os.listdir("meet") == [], "what a rendezvous leaves"
+    assert (result.code, result.err) == (0, "")
+    judge = left_of({**batch(8), "--gpus": 2})[1]
+    assert read_bytes("mpi/main.log") == judge["main.log"]
+    assert read_bytes(model_path("mpi")) == judge["model_00000006.bin"]
 
 
 # ---- bad input ----

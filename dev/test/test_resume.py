@@ -365,8 +365,8 @@ def flipped(path, at=-1):
 
 DONE_13, MODEL_13, STATE_13, OTHER_13 = "DONE_00000013", MODEL % 13, STATE % 13, "state_00000013_00001.bin"
 MODEL_12 = MODEL % 12
-# What happens to files of the last checkpoints: a flipped bit of this byte, or None: they are gone. What is said
-# of each checkpoint that is skipped for it; OTHER_13 is rank 1's.
+# What happens to files of the last checkpoints: a flipped bit of this byte, or None: they are gone. What is
+# said of each checkpoint that is skipped for it. OTHER_13 is rank 1's.
 DAMAGES = [({DONE_13: -1}, [": " + DONE_13]), ({MODEL_13: -1}, [": " + MODEL_13]),
            ({STATE_13: 5}, [": " + STATE_13]), ({STATE_13: -1}, [": " + STATE_13]),
            ({STATE_13: -1, MODEL_12: 2000}, [": " + STATE_13, ": " + MODEL_12]),
