@@ -1,4 +1,4 @@
-"""Several ranks as their users see them: the same bits on any number, ways to start, bad input, ends.
+"""Several ranks as their users see them: the same bits on any number, bad input, stops, deaths.
 
     pytest dev/test/test_ranks.py -k "bits and Muon"
     pytest dev/test/test_ranks.py --slow                # all sizes and ZeRO stages, many deaths

@@ -399,23 +399,25 @@ def test_damage(damages, said):
 
 
 @pytest.mark.cpu_only
-def test_all_damaged():
+@pytest.mark.parametrize("at, marked", [(-1, True), (-1, False), (5, True)])
+def test_all_damaged(at, marked):
     """No checkpoint is left that could be used: one sentence, and everything stays as it is."""
-    shutil.copytree(undisturbed({}), "hopeless")
-    for path in glob.glob("hopeless/state_*"):
-        flipped(path)
-    for unmarked in (False, True):
-        for path in glob.glob("hopeless/DONE_*") if unmarked else ():
-            os.remove(path)
-        before = snapshot("hopeless")
-        result = run({"-y": 1, "-o": "hopeless"})
-        lines = result.err.splitlines()
-        assert result.code == 1 and 3 <= len(lines) <= 4 and "hopeless" in lines[2]
-        assert [line.split(":")[0] for line in lines] == ["warning", "warning", "error", "hint"][:len(lines)]
-        assert snapshot("hopeless") == before
-    for path in glob.glob("hopeless/state_*"):
+    folder = shutil.copytree(undisturbed({}), f"hopeless{at}{marked}")
+    for path in glob.glob(folder + "/state_*"):
+        flipped(path, at)
+    for path in glob.glob(folder + "/DONE_*") if not marked else ():
         os.remove(path)
-    refused({"-y": 1, "-o": "hopeless"}, "no state_*.bin to go on from")
+    before = snapshot(folder)
+    result = run({"-y": 1, "-o": folder})
+    lines = result.err.splitlines()
+    assert result.code == 1 and len(lines) in (3, 4)
+    assert f"{folder}: none of its checkpoints can be used" in lines[2]
+    assert [line.split(":")[0] for line in lines] == ["warning", "warning", "error", "hint"][:len(lines)]
+    assert snapshot(folder) == before
+    for path in glob.glob(folder + "/state_*"):
+        os.remove(path)
+    if not marked:
+        refused({"-y": 1, "-o": folder}, "no state_*.bin to go on from")
 
 
 # ---- signals ----
