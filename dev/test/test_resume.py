@@ -340,6 +340,10 @@ def test_other_runs():
     said = run({"-y": 1, "-o": "began"}).err
     assert re.fullmatch("warning: the run in -o began has no checkpoint: it begins anew\n", said)
     assert unlike("began", undisturbed({})) == []
+    os.mkdir("older")                           # begun by a program that had another flag
+    settings = b'"settings": {"residual": "layernorm", '
+    write_bytes("older/run.json", read_bytes("began/run.json").replace(b'"settings": {', settings))
+    refused({"-y": 1, "-o": "older"}, "began with --residual layernorm")
 
 
 @pytest.mark.cpu_only
