@@ -176,7 +176,8 @@ def test_plan_of_evaluation():
     """Without what only training needs: weights once, one layer's activations, logits, inputs with two staged
     copies, a tensor from a file."""
     d, n = formats.parse_model("L4,NH2,C512,T32,V300"), 16 * 32
-    plan = float(re.search(r"^memory: (\S+) MiB", run_ok({"-e": d.text(), "-x": 0, "-b": 16}).out, re.M)[1])
+    out = run_ok({"-e": d.text(), "-x": 0, "-b": 16, "-m": 1}).out
+    plan = float(re.search(r"^memory: (\S+) MiB", out, re.M)[1])
     largest = max(d.Vp * d.C, d.maxT * d.C, 4 * d.C**2)
     floats = sum(buckets_of(d).values()) + n * (d.C * 19 + d.NH + 7 + d.Vp) + 1.5 * largest
     inputs = 3 * (3 * 4 * n + 16 * n + 16 * n // 129) + 4 * 4 * n

@@ -264,7 +264,8 @@ def test_own_flags():
         f"in its run.json where no flag says otherwise\n{STOPPING}", stopped.err), stopped.err
     [command] = re.findall("^`(.*)` goes on with this run$", stopped.out, re.M)
     os.remove(model)                            # a run that has a checkpoint does not need it
-    result = Job({}, shlex.split(command) + ["-x", "20"]).result()
+    os.makedirs("own_third")
+    result = Job({}, shlex.split(command) + ["-x", "20"], cwd="own_third").result()
     assert (result.code, result.err) == (0, "")
     assert "launch: --gpus 2, as the run was started" in result.out
     assert [name for name in ("main.log", MODEL % 20)
