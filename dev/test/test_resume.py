@@ -264,14 +264,18 @@ def test_own_flags():
         f"in its run.json where no flag says otherwise\n{STOPPING}", stopped.err), stopped.err
     [command] = re.findall("^`(.*)` goes on with this run$", stopped.out, re.M)
     os.remove(model)                            # a run that has a checkpoint does not need it
-    os.makedirs("own_third")
-    result = Job({}, shlex.split(command) + ["-x", "20"], cwd="own_third").result()
+    result = Job({}, shlex.split(command) + ["-x", "20"]).result()
     assert (result.code, result.err) == (0, "")
     assert "launch: --gpus 2, as the run was started" in result.out
     assert [name for name in ("main.log", MODEL % 20)
             if read_bytes(f"own/{name}") != read_bytes(f"{judge}/{name}")] == []
     result = Job({}, resume_words("own", {"-x": 20, "--gpus": 1})).result()
     assert "launch: ranks now 1, before 2\n" in result.out
+    # what was left open is settled anew where there is no checkpoint
+    fault = Fault("fputs", "main.log", 2, KILL)
+    begun = Job({"-z": None, "--lanes": None, "-o": "open"}, fault=fault).result()
+    assert f"batch: {T_ROWS} tokens a step" in begun.out and steps_of("open") == []
+    assert f"batch: {2 * T_ROWS} tokens" in Job({}, resume_words("open", {"--gpus": 2})).result().out
 
 
 @pytest.mark.numeric
@@ -316,6 +320,8 @@ def test_fixed_flags():
         settings = json.load(f)["settings"]
     as_it_was = {name: settings[name[2:]] for name in FIXED if name != "--sequence-length"}     # left open
     as_it_was.update((name, int(value)) for name, value in as_it_was.items() if isinstance(value, bool))
+    shutil.copytree("fixed", "elsewhere/fixed")         # the data's names are relative to where it began
+    assert run(again, cwd="elsewhere").code == 0
     same_end(run({**again, **as_it_was}), "fixed", undisturbed({}))
     marked = read_bytes(os.path.join(ROOT, "llmc/run/run_config.h")).count(b"FLAG_FIXED},")
     assert marked == len(FIXED), "a flag that FIXED lacks"
