@@ -192,13 +192,9 @@ magic=20240325     => 20240325 | {MODEL_MAGIC}
 version=1          => version 1 | 3 | 5
 version=5          => has SIZE bytes
 version=203        => 203
-L=1073741824       => 1073741824
 L=-1               => -1
-C=0                => C=0
-C=-32              => -32
 C=36               => C=36 is not a multiple of 8
 NH=0               => NH=0
-T=0                => T=0
 V=257              => 257 | 256
 V=2147483647,Vp=2147483647 => 2147483647
 Vp=-256            => -256
