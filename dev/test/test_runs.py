@@ -121,6 +121,7 @@ def test_every_flag_has_a_row():
     assert not [name for name in names if "(default " not in " ".join(rows[name].split())]
     known = {"train-data", "val-data", "model", "output-dir", "max-steps"}  # files and lengths
     known |= {"evaluate", "eval-data", "eval-every", "chat", "log-gpu", "verbose"}  # tests of their own
+    known |= {"plan", "price"}
     known |= {"gpus", "zero-stage", "lanes", "reduction", "check-ranks", "process-init", "process-server",
               "process-folder", "processes", "process-rank", "gpus-per-node", "start-timeout"}
     flags = {row[0].split()[-2] for row in CHANGES if row[0]}
