@@ -526,25 +526,19 @@ static void test_grad_accumulate(size_t n) {
 
 // ---- attention ----
 
-static std::vector<uint32_t> kept_bits(const Dropout& d, int B, int T, int NH) {
-    std::vector<uint32_t> bits(B * NH * keep_words(T) + 1, 0xABCDABCDu);        // and a sentinel
-    attention_dropout_cpu<double>({bits.data(), d, B, T, NH}, 0);
-    CHECK(bits.back() == 0xABCDABCDu, "attention_dropout B=%d T=%d NH=%d wrote beside", B, T, NH);
-    bits.pop_back();
-    return bits;
-}
-
 static void test_attention(int B, int T, int NH, int HS, double p_dropped = 0.0) {
     const std::string shape = format("attention B=%d T=%d NH=%d HS=%d dropout=%g", B, T, NH, HS, p_dropped);
     const size_t C = (size_t)NH * HS, n = (size_t)B * T * C, rows = (size_t)B * NH * T;
     Doubles qkv = random_tensor(3 * n, 1.5), out(n), lse(rows), expected(n), lse_expected(rows);
     const Dropout dropout = dropout_of(p_dropped, {3, 4, 5}, 1000000007ull);
-    std::vector<uint32_t> bits;
+    const size_t words = B * NH * keep_words(T);
+    std::vector<uint32_t> bits(words + 1, 0xABCDABCDu);         // and a sentinel
     AttentionKeep keep;
     if (p_dropped > 0.0) {
-        bits = kept_bits(dropout, B, T, NH);
+        attention_dropout_cpu<double>({bits.data(), dropout, B, T, NH}, 0);
         keep = {bits.data(), dropout.scale};
     }
+    size_t kept = 0, ones = 0, wrong = 0;
     auto forward = [&] { attention_forward_cpu<double>({out, lse, qkv, B, T, NH, HS, keep}, 0); };
     forward();
     for (size_t row = 0; row < rows; row++) {           // (b,h,t), with a row of the explicit matrix
@@ -554,7 +548,14 @@ static void test_attention(int B, int T, int NH, int HS, double p_dropped = 0.0)
         double sum = 0.0;
         for (size_t u = 0; u <= t; u++) { sum += p[u] = exp(dot(vec(0, t), vec(1, u), HS) / sqrt(HS)); }
         lse_expected[row] = log(sum);
-        if (p_dropped > 0.0) { dropout_row(dropout, (int)row, T, [&](int u, float f) { p[u] *= f; }); }
+        if (p_dropped > 0.0) {
+            dropout_row(dropout, (int)row, (int)t + 1, [&](int u, float f) {
+                p[u] *= f;
+                const size_t word = row / T * keep_words(T) + u / 32 * padded_T(T) + t;
+                wrong += (bits[word] >> u % 32 & 1) != (f != 0.0f);
+                kept += f != 0.0f;
+            });
+        }
         for (int i = 0; i < HS; i++) {
             double value = 0.0;
             for (size_t u = 0; u <= t; u++) { value += p[u] / sum * vec(2, u)[i]; }
@@ -563,6 +564,12 @@ static void test_attention(int B, int T, int NH, int HS, double p_dropped = 0.0)
     }
     CHECK_SAME(out, expected, kExact);
     CHECK_SAME(lse, lse_expected, kExact);
+    if (p_dropped > 0.0) {
+        for (size_t i = 0; i < words; i++) { ones += (size_t)__builtin_popcount(bits[i]); }
+        CHECK(wrong == 0, "%s: %zu bits are not those of the rows", shape.c_str(), wrong);
+        CHECK(ones == kept && bits[words] == 0xABCDABCDu, "%s: %zu bits for %zu that are kept, or one beside",
+              shape.c_str(), ones, kept);
+    }
 
     Doubles dout = random_tensor(n), dqkv(3 * n), scratch(rows);
     attention_backward_cpu<double>({dqkv, scratch, dout, out, qkv, lse, B, T, NH, HS, keep}, 0);
@@ -571,27 +578,6 @@ static void test_attention(int B, int T, int NH, int HS, double p_dropped = 0.0)
         return dot(out, dout, n);
     };
     CHECK_GRADIENT(qkv, dqkv, loss);
-}
-
-// Where the bits are, and that they are those of the rows; what these are is test_dropout's.
-static void test_attention_dropout() {
-    const int B = 2, NH = 3, T = 150;
-    for (uint64_t first_row : {0, NH * T}) {
-        const Dropout dropout = dropout_of(0.3, {1, 2, 3}, first_row);
-        const std::vector<uint32_t> bits = kept_bits(dropout, B, T, NH);
-        size_t wrong = 0, ones = 0, kept = 0;
-        for (uint32_t word : bits) { ones += (size_t)__builtin_popcount(word); }
-        for (int row = 0; row < B * NH * T; row++) {
-            const int bh = row / T, t = row % T;
-            dropout_row(dropout, row, T, [&](int u, float f) {
-                const uint32_t bit = bits[bh * keep_words(T) + u / 32 * padded_T(T) + t] >> u % 32 & 1;
-                wrong += bit != (uint32_t)(f != 0.0f && u <= t);
-                kept += bit;
-            });
-        }
-        CHECK(wrong == 0, "%zu bits are not those of the rows", wrong);
-        CHECK(ones == kept, "%zu bits are set beside the rows'", ones - kept);
-    }
 }
 
 template <class Real> static bool all_finite(const Tensor<Real>& x) {
@@ -1261,7 +1247,6 @@ static const Group groups[] = {
         test_matmul(270, 9, 18);                    // backward to the weight
         test_grad_accumulate(333);
     }},
-    {"attention's dropout", test_attention_dropout},
     {"attention", [] {
         test_attention(2, 33, 2, 20);
         test_attention(1, 1, 2, 20);

@@ -5,8 +5,7 @@ Tests of llmc/data/tokenizer.h and of the tokenize program.
     build/test_tokenizer [build/tokenize]       # without the program its part is skipped
 
 The expected ids come from tiktoken: the fixture dev/test/fixtures/tokenizer.{txt,ids} was written by
-`python3 dev/test/test_tiktoken.py` (tiktoken 0.14.0), the short ones below were read off it as
-well. The tests run in a folder of their own.
+`python3 dev/test/test_tiktoken.py` (tiktoken 0.14.0). The tests run in a folder of their own.
 */
 #include <ctype.h>          // gives: islower
 #include <sys/resource.h>   // gives: setrlimit
@@ -77,6 +76,9 @@ static void test_fixture() {
         want.push_back((uint8_t)fixture_ids[i] | (uint32_t)(uint8_t)fixture_ids[i + 1] << 8);
     }
     TokenizerCache cache;
+    Ids appended = {bpe.eot};
+    tokenizer_encode(&bpe, "Hello", 5, appended);
+    CHECK_TEXT(show(appended), "50256 15496");
     for (TokenizerCache* c : {(TokenizerCache*)nullptr, &cache, &cache}) {     // the last time from the cache
         const Ids ids = encode(fixture_text, c);
         const size_t same = std::mismatch(ids.begin(), ids.begin() + std::min(ids.size(), want.size()),
@@ -86,22 +88,6 @@ static void test_fixture() {
               before.substr(before.size() - std::min(before.size(), (size_t)20)).c_str());
         CHECK(decode(ids) == fixture_text, "the fixture does not decode to itself");
     }
-}
-
-static void test_known_ids() {
-    struct { const char* text; Ids ids; } cases[] = {
-        {"", {}},
-        {"Hello world", {15496, 995}},
-        {" ", {220}},
-        {"\n\n", {628}},
-        {"a\n\nb", {64, 198, 198, 65}},
-        {"I'll can't 's", {40, 1183, 460, 470, 705, 82}},
-        {"<|endoftext|>", {27, 91, 437, 1659, 5239, 91, 29}},       // text never makes that token
-    };
-    for (auto& c : cases) { CHECK_TEXT(show(encode(c.text)), show(c.ids)); }
-    Ids appended = {bpe.eot};
-    tokenizer_encode(&bpe, "Hello", 5, appended);
-    CHECK_TEXT(show(appended), "50256 15496");
 }
 
 static void test_pieces() {
@@ -260,7 +246,7 @@ static void test_far_dependence() {
 static void test_windows() {
     int wrong = 0, cuts = 0, cut_wrong = 0, runs_cut = 0;
     for (uint32_t k = 0; k < 240; k++) {
-        const std::string piece = endless_piece(k, 65 + rand_u32(5, RAND_STORY, 9, k) % 600);
+        const std::string piece = endless_piece(k, 65 + rand_u32(5, RAND_STORY, 9, k) % 400);
         Ids got;
         tokenizer_encode_piece(&bpe, (const uint8_t*)piece.data(), piece.size(), got);
         wrong += got != merge_plain(piece);
@@ -282,7 +268,7 @@ static void test_windows() {
         cut += begin;
         cuts++;
         const Ids head = encode(text.substr(begin, cut - begin));
-        for (size_t stop = n; stop < n + 260; stop += 1 + stop % 41) {
+        for (size_t stop = n; stop < n + 260; stop += 1 + stop % 97) {
             for (const char* then : {"", "'s", " ", "\n", "x", "\xE2\x82\xAC", "\xFF"}) {
                 const Ids tail = encode(text.substr(cut, stop - cut) + then);
                 cut_wrong += joined(head, tail) != encode(text.substr(begin, stop - begin) + then);
@@ -697,7 +683,6 @@ int main(int argc, char** argv) {
     if (chdir(folder.c_str()) != 0) { die("cannot enter '%s'", folder.c_str()); }
 
     TEST("fixture from tiktoken") { test_fixture(); }
-    TEST("known ids") { test_known_ids(); }
     TEST("pieces") { test_pieces(); }
     TEST("places to cut") { test_cut(); }
     TEST("merges") { test_merges(); }
