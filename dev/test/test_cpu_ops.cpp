@@ -240,12 +240,6 @@ struct NormCase {
     bool in_place;              // the sum stands where inp stood, or the last branch if that starts
 };
 
-static double factor_of(const Dropout& d, int n, int C, int c) {
-    double factor = 1.0;
-    if (d.dropped > 0) { dropout_row(d, n, C, [&](int i, float f) { if (i == c) { factor = f; } }); }
-    return factor;
-}
-
 // A case with its tensors, the calls of both twins and what they should give.
 struct NormTest {
     NormCase is;
@@ -294,31 +288,29 @@ struct NormTest {
     }
     void check_forward() {
         forward();
-        Doubles sums(n), want[2] = {Doubles(n), Doubles(n)}, means(N), rstds(N);
-        for (int row = 0; row < N; row++) {
-            double sum = 0.0, squares = 0.0;
-            for (int c = 0; c < C; c++) {
-                const size_t i = (size_t)row * C + c;
-                double x = is.starts ? 0.0 : inp[i];
-                for (int k = 0; k < is.branches; k++) {
-                    x += branch[k][i] * factor_of(dropout[k], row, C, c);
-                }
-                sums[i] = x;
-                sum += x;
-                squares += x * x;
-            }
-            means[row] = layer() ? sum / C : 0.0;
-            rstds[row] = pow(squares / C - means[row] * means[row] + 1e-5, -0.5);
-            for (int c = 0; c < C; c++) {
-                const size_t i = (size_t)row * C + c;
-                const double norm = (sums[i] - means[row]) * rstds[row];
-                for (int k = 0; k < 2; k++) {
-                    want[k][i] = norm * weight[k][c] + (layer() ? bias[k][c] : 0.0);
-                }
+        Doubles sums = doubles(n, [&](size_t i) { return is.starts ? 0.0 : inp[i]; });
+        for (int k = 0; k < is.branches; k++) {
+            for (int row = 0; row < N; row++) {
+                dropout_row(dropout[k], row, C, [&](int c, float factor) {
+                    sums[(size_t)row * C + c] += branch[k][(size_t)row * C + c] * factor;
+                });
             }
         }
+        const Doubles ones = doubles(C, [](size_t) { return 1.0; });
+        const Doubles means = doubles(N, [&](size_t row) {
+            return layer() ? dot(sums + row * C, ones, C) / C : 0.0;
+        });
+        const Doubles rstds = doubles(N, [&](size_t row) {
+            return pow(dot(sums + row * C, sums + row * C, C) / C - means[row] * means[row] + 1e-5, -0.5);
+        });
+        for (int k = 0; k < is.norms; k++) {
+            const Doubles want = doubles(n, [&](size_t i) {
+                const double norm = (sums[i] - means[i / C]) * rstds[i / C];
+                return norm * weight[k][i % C] + (layer() ? bias[k][i % C] : 0.0);
+            });
+            CHECK_SAME(y[k], want, 1e-12);
+        }
         if (is.branches > 0) { CHECK_SAME(residual, sums, 1e-15); }
-        for (int k = 0; k < is.norms; k++) { CHECK_SAME(y[k], want[k], 1e-12); }
         if (layer()) { CHECK_SAME(mean, means, 1e-12); }
         CHECK_SAME(rstd, rstds, 1e-12);
     }
@@ -327,9 +319,9 @@ struct NormTest {
         Doubles dresidual, branch[2], columns[6];       // columns: dweight, dbias, the branches' bias of both
         Gradients(size_t n, int C) : dresidual(n), branch{Doubles(n), Doubles(n)},
             columns{Doubles(C), Doubles(C), Doubles(C), Doubles(C), Doubles(C), Doubles(C)} {}
-        Doubles &dweight(int i) { return columns[i]; }
-        Doubles &dbias(int i) { return columns[2 + i]; }
-        Doubles &branch_bias(int i) { return columns[4 + i]; }
+        Doubles& dweight(int i) { return columns[i]; }
+        Doubles& dbias(int i) { return columns[2 + i]; }
+        Doubles& branch_bias(int i) { return columns[4 + i]; }
     };
     // Where a stream starts, its gradient is stored; else it is added to `old`.
     void backward(Gradients& g, Accumulate acc) {
