@@ -567,7 +567,7 @@ static void test_tool_endless() {
         {{"0", "1"}, {"\"key\":", "12345,", "{\"a\":[", "],", "bar", "'s", "'", line, "\xFF", "\xE3\x80"}},
         {{"1"}, {"\xE7\x9A\x84", "\xE4\xB8\x80", "\xE6\x98\xAF", "\xE6\x97\xA5", "\xE6\x9C\xAC"}},
         {{"0"}, {"\xC3\xA9", "\xC3\xA8", "\xC3\xBC"}}, {{"1"}, {"\xF0\x9F\x98\x80", "\xE2\x82\xAC"}},
-        {{"0"}, {"'s"}}, {{"1"}, {"'"}}, {{"0"}, {"-"}}, {{"1"}, {"\xE3\x80\x80"}}, {{"0"}, {"\x80"}}};
+        {{"0"}, {"'s"}}, {{"1"}, {"'"}}, {{"1"}, {"\xE3\x80\x80"}}, {{"0"}, {"\x80"}}};
     TokenizerCache cache;
     for (const auto& kind : kinds) {
         const uint32_t k = (uint32_t)(&kind - kinds);
@@ -630,7 +630,7 @@ static void test_tool_errors() {
     const Child help = run_child(with_args({"--help"}));
     CHECK(help.code == 0 && holds(help.out, "--shard-tokens"), "--help: %s", help.out.c_str());
 
-    write_text("xs.txt", std::string(3 << 20, 'x'));        // found by a write, not only by the last flush
+    write_text("xs.txt", std::string(100000, 'x'));         // found by a write, not only by the last flush
     tool_runs({"1.txt", "-o", "few"});
     tool_runs({"xs.txt", "-o", "many"});
     const struct { Strings args; const char* said; } full[] = {
@@ -646,9 +646,9 @@ static void test_tool_errors() {
 
 // Whatever the limit, the program ends well or with one sentence.
 static void test_tool_memory() {
-    write_text("xs.txt", std::string(2 << 20, 'x'));
+    write_text("xs.txt", std::string((1 << 20) + 60000, 'x'));      // more than a block
     int well = 0, out_of_memory = 0;
-    for (rlim_t mb = 8; mb < 2000; mb += mb / 2) {
+    for (rlim_t mb = 8; mb < 700; mb += mb / 2) {
         const Child c = run_child([&] {
             struct rlimit limit = {mb << 20, mb << 20};
             setrlimit(RLIMIT_AS, &limit);
