@@ -138,12 +138,11 @@ static void accumulate(GPT2* model, const Batch& batch, int micro_steps = 1) {
     }
 }
 
-// The mean loss of a batch, whose logits then stay.
-static float mean_loss(GPT2* model, const Batch& batch) {
+// The mean loss of a batch. LossOnly: its logits stay.
+static float mean_loss(GPT2* model, const Batch& batch, ClassifierMode mode = ClassifierMode::LossOnly) {
     const int B = batch.B, T = batch.T;
-    gpt2_feed(model, batch.x.data(), batch.y.data(), B, T, ClassifierMode::LossOnly);
-    gpt2_loss(model, B, T, ClassifierMode::LossOnly, 1.0f / (float)(B * T), &model->state->loss,
-              Accumulate::No);
+    gpt2_feed(model, batch.x.data(), batch.y.data(), B, T, mode);
+    gpt2_loss(model, B, T, mode, 1.0f / (float)(B * T), &model->state->loss, Accumulate::No);
     return gpt2_read_state(model).loss;
 }
 
@@ -611,6 +610,36 @@ static Vector run_levels(const std::string& what, const Config& c, Options o) {
     return base;
 }
 
+// The gradient beside differences of the loss along it. An fp32 loss has 6 digits, so all tensors together go
+// far enough for it to change by a hundredth, or by 0.3.
+static void check_slope(const std::string& what, GPT2* model, const Batch& batch,
+                        const std::vector<Vector>& grads) {
+    std::map<std::pair<int, int>, Vector> start;
+    double square = 0.0;
+    for (int i = 0; i < NUM_PARAMS; i++) {
+        for (float g : grads[i]) { square += (double)g * g; }
+        for (int l = 0; l < model->param_specs[i].copies; l++) {
+            start[{i, l}] = host_param(model, i, l, true);
+        }
+    }
+    auto loss_at = [&](double t) {
+        for (const auto& it : start) {
+            const int i = it.first.first, l = it.first.second;
+            const float* grad = &grads[i][l * it.second.size()];
+            Vector moved = it.second;
+            for (size_t k = 0; k < moved.size(); k++) { moved[k] += (float)(t * grad[k]); }
+            gpt2_set_param(model, i, l, moved.data());
+        }
+        return (double)mean_loss(model, batch, ClassifierMode::LossAndGrad);        // with dropout
+    };
+    const double step = std::min(0.01 / square, 0.3 / sqrt(square)), want = step * square;
+    const double near = loss_at(step) - loss_at(-step), far = loss_at(2 * step) - loss_at(-2 * step);
+    const double slope = (8 * near - far) / 12;
+    loss_at(0.0);
+    CHECK(fabs(slope - want) <= 4e-3 * want + 2e-6,
+          "%s: along the gradient the loss changes by %g, not by %g", what.c_str(), slope, want);
+}
+
 // Without dropout, and with it: levels of recomputing, and a batch in 1, 2 and 4 micro-steps.
 static Vector test_variant(const Config& c, double dropout) {
     const std::string what = variant_name(c, dropout);
@@ -620,6 +649,7 @@ static Vector test_variant(const Config& c, double dropout) {
     RandomModel model(c, o, batch.B);
     accumulate(&model, batch);
     const std::vector<Vector> whole = host_grads(&model);
+    if (!kLowPrecision) { check_slope(what, &model, batch, whole); }
     for (int micro_steps : {2, 4}) {
         accumulate(&model, batch, micro_steps);
         check_grads(format("%s, in %d micro-steps", what.c_str(), micro_steps), &model, whole,
@@ -872,8 +902,8 @@ struct Job {
         comm_state = nullptr;
     }
     static bool is_patient() { return comm_state->allowed > kUsual; }
-    static bool becomes_patient(CommState* state) {             // within ten seconds
-        for (int i = 0; i < 1000 && state->allowed <= kUsual; i++) { usleep(10000); }
+    static bool becomes_patient(CommState* state) {             // within a minute
+        for (int i = 0; i < 6000 && state->allowed <= kUsual; i++) { usleep(10000); }
         return state->allowed > kUsual;
     }
 };
@@ -983,9 +1013,10 @@ static void test_checkpoint(const Config& c, const Options& o, bool in_parts) {
 
     static CommState* watched;                  // the writer's thread may outlast the job
     static std::atomic<bool> patient, main_log_synced, metrics_synced, in_order;
-    patient = main_log_synced = metrics_synced = in_order = false;
+    main_log_synced = metrics_synced = in_order = false;
+    patient = true;
     file_layer.fsync = [](int fd) {
-        if (Job::becomes_patient(watched)) { patient = true; }
+        if (!Job::becomes_patient(watched)) { patient = false; }
         main_log_synced = main_log_synced || fd == fileno(logger.main_log);
         metrics_synced = metrics_synced || fd == fileno(logger.metrics);
         return fsync(fd);
