@@ -6,7 +6,7 @@ does not. Host only.
     auto plan_of = [&](int B) { return Plan{{"parameters", 248 << 20}, {"ln1", (size_t)B << 20}}; };
     const MemoryRoom room = {"NVIDIA H200", free_bytes, reserve_bytes};
     memory_check(plan_of, room, {64, 1024, false, true});   // dies with a hint if 64 rows do not fit
-    memory_print(plan_of(64), true);                        // "memory: 312.000 MiB in all; the largest: ..."
+    memory_print(plan_of(64), true);                        // "memory: 312.000 MiB in all", and a table
 */
 #ifndef LLMC_MODEL_MEMORY_PLAN_H
 #define LLMC_MODEL_MEMORY_PLAN_H
@@ -36,19 +36,25 @@ static inline bool memory_fits(const std::vector<MemoryItem>& plan, const Memory
     return room.free == 0 || memory_total(plan) + room.reserve <= room.free;
 }
 
-// The user's batch. keeps: B cannot become smaller. may_recompute: -r 2 would need less memory.
-struct MemoryBatch { int B, T; bool keeps, may_recompute; };
-
-// plan_of(B): the plan with B rows. Dies if `batch` does not fit, with a hint what would.
-template <class Plan>
-static inline void memory_check(Plan plan_of, const MemoryRoom& room, const MemoryBatch& batch) {
-    if (memory_fits(plan_of(batch.B), room)) { return; }
-    int low = 0, high = batch.B;                // low fits (0 without a check), high does not
+// The largest B up to `most` that fits; 0: none does. plan_of(B): the plan with B rows.
+template <class Plan> static inline int memory_largest(Plan plan_of, const MemoryRoom& room, int most) {
+    int low = 0, high = most + 1;               // low fits (0 without a check), high does not or is too many
     while (high - low > 1) {
         const int mid = low + (high - low) / 2;
         (memory_fits(plan_of(mid), room) ? low : high) = mid;
     }
-    std::string hint = low > 0 ? format("the largest micro-batch that fits is -b %d", low)
+    return low;
+}
+
+// The user's batch. keeps: B cannot become smaller. may_recompute: -r 2 would need less memory.
+struct MemoryBatch { int B, T; bool keeps, may_recompute; };
+
+// Dies if `batch` does not fit, with a hint what would.
+template <class Plan>
+static inline void memory_check(Plan plan_of, const MemoryRoom& room, const MemoryBatch& batch) {
+    if (memory_fits(plan_of(batch.B), room)) { return; }
+    const int largest = memory_largest(plan_of, room, batch.B - 1);
+    std::string hint = largest > 0 ? format("the largest micro-batch that fits is -b %d", largest)
                                : std::string("not even -b 1 fits: choose a smaller model or -t");
     if (batch.keeps) { hint = "a resumed run keeps its -b: more GPUs with -zs 1 or 2 share its state out"; }
     if (batch.may_recompute) { hint += "; -r 2 needs less memory"; }
@@ -57,18 +63,17 @@ static inline void memory_check(Plan plan_of, const MemoryRoom& room, const Memo
         bytes_text(wanted).c_str(), room.device.c_str(), bytes_text(room.free).c_str(), hint.c_str());
 }
 
-// Prints the total, and in the same line the ten largest items if they are wanted.
+// Prints the total and, if they are wanted, the ten largest items, a line each.
 static inline void memory_print(std::vector<MemoryItem> plan, bool items) {
     std::stable_sort(plan.begin(), plan.end(),
                      [](const MemoryItem& a, const MemoryItem& b) { return a.bytes > b.bytes; });
     const size_t total = memory_total(plan);
     const bool gib = total >= (size_t)1 << 30;
     const double unit = gib ? 1073741824.0 : 1048576.0;
-    printf("memory: %.3f %s in all", total / unit, gib ? "GiB" : "MiB");
+    printf("memory: %.3f %s in all\n", total / unit, gib ? "GiB" : "MiB");
     for (size_t i = 0; items && i < plan.size() && i < 10; i++) {
-        printf("%s %s %.3f", i ? "," : "; the largest:", plan[i].name.c_str(), plan[i].bytes / unit);
+        printf("%16.3f  %s\n", plan[i].bytes / unit, plan[i].name.c_str());
     }
-    printf("\n");
 }
 
 #endif  // LLMC_MODEL_MEMORY_PLAN_H
