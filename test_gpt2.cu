@@ -918,7 +918,7 @@ static void test_stalled_disk(const Config& c) {
     atomic_write(&file, header, sizeof(header));
     atomic_write(&file, tokens.data(), tokens.size() * sizeof(tokens[0]));
     atomic_commit(&file);
-    run.B = 2, run.T = c.maxT, run.val_batches = 1;
+    run.B = 2, run.T = c.maxT, run.val_batches = 1, run.max_steps_text = "1";
     RandomModel model(c, default_options(), run.B);
     DataLoader loader;
     dataloader_init(&loader, path.c_str(), run.B, run.T, false, 0, c.V);
