@@ -58,6 +58,15 @@ static inline void write_text(const std::string& path, const std::string& text) 
     }
 }
 
+// The bytes of a shard of tokens (llmc/data/dataloader.h). count: what its header says, if it is not right.
+static inline std::string shard_text(const std::vector<uint16_t>& tokens, int tokenizer = 0,
+                                     long long count = -1) {
+    const int32_t header[256] = {20240520, 1, (int32_t)(count == -1 ? (long long)tokens.size() : count),
+                                 tokenizer};
+    return std::string((const char*)header, sizeof(header)) +
+           std::string((const char*)tokens.data(), 2 * tokens.size());
+}
+
 static inline std::vector<std::string> names_in(const std::string& path) {      // sorted, without hidden ones
     std::vector<std::string> names;
     DIR* dir = opendir(path.c_str());
