@@ -15,7 +15,6 @@ A plan takes the library's first suggestion. No timing takes part, so equal runs
 
 #include <cublasLt.h>           // gives: cublasLtMatmul
 #include <stdint.h>             // gives: int64_t
-#include <stdio.h>              // gives: FILE
 
 #include <algorithm>            // gives: std::min
 #include <array>                // gives: std::array
@@ -214,27 +213,6 @@ static inline void gemm_or_die(const Gemm& g, Stream stream) {
     die("cuBLASLt has no algorithm for a matrix product of %d x %d x %d (m, n, k) in %s\n"
         "hint: channel counts that are multiples of 8 always have one",
         g.m, g.n, g.k, PRECISION_NAME);
-}
-
-// For profile_gpt2.cu: a line per plan, with what the library chose (-1: it did not say).
-static inline void gemm_print_plans(FILE* f) {
-    for (const GemmPlan& p : gemm_state.plans) {
-        int id = -1, tile = -1, stages = -1, split_k = -1;
-        auto get = [&](cublasLtMatmulAlgoConfigAttributes_t attribute, int* value) {
-            size_t written = 0;
-            if (p.found) {
-                cublasLtMatmulAlgoConfigGetAttribute(&p.algo, attribute, value, sizeof(*value), &written);
-            }
-        };
-        get(CUBLASLT_ALGO_CONFIG_ID, &id);
-        get(CUBLASLT_ALGO_CONFIG_TILE_ID, &tile);
-        get(CUBLASLT_ALGO_CONFIG_STAGES_ID, &stages);
-        get(CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &split_k);
-        fprintf(f,
-                "gemm m %d n %d k %d %c%c epilogue %d beta %d: algorithm %d tile %d stages %d split-k %d\n",
-                (int)p.key[0], (int)p.key[1], (int)p.key[2], p.key[3] ? 'T' : 'N', p.key[4] ? 'T' : 'N',
-                (int)p.key[6], (int)p.key[7], id, tile, stages, split_k);
-    }
 }
 
 #endif  // LLMC_OPS_CUBLASLT_H
