@@ -27,30 +27,27 @@ l, and h for a head; bt is b*T+t.
 */
 
 // == 1 includes ==
-#include <errno.h>      // gives: errno
 #include <float.h>      // gives: FLT_MAX
 #include <limits.h>     // gives: INT_MAX, PATH_MAX
 #include <math.h>       // gives: sqrtf, isfinite
 #include <stdint.h>     // gives: int64_t
 #include <stdio.h>      // gives: printf
-#include <stdlib.h>     // gives: strtod, free
-#include <string.h>     // gives: strcmp
-#include <sys/stat.h>   // gives: stat
-#include <unistd.h>     // gives: access, getcwd
+#include <string.h>     // gives: memcpy
+#include <unistd.h>     // gives: getcwd
 
-#include <algorithm>    // gives: std::min, std::stable_sort
+#include <algorithm>    // gives: std::min, std::max
 #include <set>          // gives: std::set
 #include <string>       // gives: std::string
-#include <type_traits>  // gives: std::decay_t
+#include <type_traits>  // gives: std::decay_t, std::conditional_t
 #include <vector>       // gives: std::vector
 
-#include "llmc/check.h"              // gives: die, fopen_check, AtomicFile
+#include "llmc/check.h"              // gives: die, format, file_size
 #include "llmc/rand.h"               // gives: rand_normal4, rand_unit, RoundKey
-#include "llmc/numbers.h"            // gives: ceil_div, round_up, parse_int
-#include "llmc/model/model_config.h" // gives: Config, descriptor_config, config_error
-#include "llmc/model/lanes.h"          // gives: lanes_default, lanes_error, lane_buffer, lane_merges
+#include "llmc/numbers.h"            // gives: ceil_div, round_up
+#include "llmc/model/model_config.h" // gives: Config, descriptor_config
+#include "llmc/model/lanes.h"        // gives: lane_buffer, lane_buffers, lane_merges, lane_part
 #include "llmc/model/layout.h"       // gives: ParamSpec, ActSpec, Layout, param_address
-#include "llmc/model/memory_plan.h"  // gives: MemoryItem, memory_fits, memory_check, memory_print, bytes_text
+#include "llmc/model/memory_plan.h"  // gives: MemoryItem, memory_fits, memory_check, memory_print
 #include "llmc/model/muon_plan.h"    // gives: MuonShare, muon_share, muon_shapes
 #include "llmc/ops/ops.h"            // gives: GPT2_OPS, each op's arguments, Grad, UpdateState, ChunkRange
 #include "llmc/ops/token_buckets.h"  // gives: build_token_buckets
@@ -63,15 +60,14 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/run/run_folder.h"     // gives: find_resumed, folder_resolve, run_folder_check
 #include "llmc/run/flags.h"          // gives: flags_parse, flags_print
 #include "llmc/run/logger.h"         // gives: Logger
-#include "llmc/run/progress.h"       // gives: progress_start, progress_clear
+#include "llmc/run/progress.h"       // gives: progress_start
 #include "llmc/run/telemetry.h"      // gives: telemetry_start, telemetry_end
 #include "llmc/run/report.h"         // gives: Report, report_model, report_add, report_line
 #include "llmc/run/stop.h"           // gives: catch_signals, stop_agreed, stop_requested
 #include "llmc/run/samples.h"        // gives: write_samples, chat, prompt_tokens, TextDraw
-#include "llmc/host_memory.h"        // gives: host_memory_free, addresses_limited
-#include "llmc/files/state_file.h"   // gives: StateFile, Facts
-#include "llmc/files/checkpoints.h"  // gives: checkpoint_done, checkpoint_newest, checkpoint_retain
-#include "llmc/files/model_file.h"   // gives: model_read_config, model_read, ModelWriter
+#include "llmc/files/state_file.h"   // gives: Facts, fact_number, state_row
+#include "llmc/files/checkpoints.h"  // gives: checkpoint_before, checkpoint_retain, Retention
+#include "llmc/files/model_file.h"   // gives: model_read_config, model_read
 #include "llmc/files/hf_file.h"      // gives: hf_is, hf_read_config, hf_read
 #include "llmc/files/saver.h"        // gives: Saver, SavedPiece, saver_advance
 #include "llmc/files/resume.h"       // gives: Checkpoint, checkpoint_find, resumed_check, facts_config
@@ -80,35 +76,25 @@ l, and h for a head; bt is b*T+t.
 // == 2 types and limits ==
 // floatX is the type of weights and activations. LayerNorm's parameters, statistics, losses, norms and
 // optimizer state are fp32 in every build.
-#if defined(GPT2_CPU)
+#if defined(GPT2_CPU) || defined(ENABLE_FP32)
 typedef float floatX;
 #define PRECISION_NAME "FP32"
-#elif defined(ENABLE_FP32)
-typedef float floatX;
-#define PRECISION_NAME "FP32"
+constexpr bool kFp16 = false;
 #elif defined(ENABLE_FP16)
 #include <cuda_bf16.h>          // gives: __nv_bfloat16
 #include <cuda_fp16.h>          // gives: half
 typedef half floatX;
 #define PRECISION_NAME "FP16"
+constexpr bool kFp16 = true;
+template <> struct MuonValue<half> { typedef __nv_bfloat16 type; };
 #else
-#ifndef ENABLE_BF16
-#define ENABLE_BF16
-#endif
 #include <cuda_bf16.h>          // gives: __nv_bfloat16
 typedef __nv_bfloat16 floatX;
 #define PRECISION_NAME "BF16"
+constexpr bool kFp16 = false;
 #endif
 
 constexpr bool kLowPrecision = sizeof(floatX) == 2;     // parameters may have fp32 master copies
-#ifdef ENABLE_FP16
-constexpr bool kFp16 = true;
-#else
-constexpr bool kFp16 = false;
-#endif
-#if !defined(GPT2_CPU) && defined(ENABLE_FP16)
-template <> struct MuonValue<half> { typedef __nv_bfloat16 type; };
-#endif
 typedef MuonValue<floatX>::type muonX;      // what Muon multiplies
 // FP16 multiplies the loss by a scale, so that small gradients do not become zero. The loss is a mean over a
 // step's tokens, so the scale starts at their number, rounded up to a power of two, or at kFirstLossScale if
@@ -214,7 +200,7 @@ enum ActId { GPT2_ACTS(X) NUM_ACTS };
 GPT2_PARAMS(X)
 #undef X
 
-// One pointer per tensor; a Block's points to one layer's copy (param_views and act_views, below).
+// One pointer per tensor; a Block's points to one layer's copy (gpt2_params and act_views).
 struct Params {
 #define X(name, type, ...) const type* name;
     GPT2_PARAMS(X)
@@ -273,15 +259,6 @@ static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recom
     return offset;
 }
 
-static Params param_views(const char* base, const ParamSpec* specs, const Layout& layout, int l) {
-    Params views;
-    for (int i = 0; i < NUM_PARAMS; i++) {
-        const ParamAddress at = param_address(specs, layout, i, l);
-        ((const void**)&views)[i] = base + layout.buckets[at.bucket].params + at.offset * specs[i].elem_bytes;
-    }
-    return views;
-}
-
 static Acts act_views(char* base, const ActSpec* specs, int l) {
     Acts views;
     for (int i = 0; i < NUM_ACTS; i++) {
@@ -303,9 +280,9 @@ static Acts act_views(char* base, const ActSpec* specs, int l) {
 
 // == 6 ops ==
 // Each op of ops.h has its maths, its kernels and last its launcher, which has the op's name. A launcher
-// checks its arguments, allocates nothing and waits for nothing. Kernels walk rows in vectors of kWidth
-// elements: C, OC and Vp are multiples of 8 (config_error); a head's size need not be. nvcc unrolls
-// short inner loops, such as those over a vector, by itself; larger ones say #pragma unroll.
+// checks its arguments, allocates nothing and waits for nothing; its OpScope dies if a launch has failed.
+// Kernels walk rows in vectors of kWidth elements: C, OC and Vp are multiples of 8 (config_error); a head's
+// size need not be. nvcc unrolls short inner loops by itself; the others say #pragma unroll.
 #define X(op, Args, ...) static void op(const Args<floatX, float>& a, Stream stream);
 GPT2_OPS(X)
 #undef X
@@ -1128,50 +1105,40 @@ static void grad_accumulate(const GradAccumulate<floatX, float>& a, Stream strea
 static void matmul_forward(const MatmulForward<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     if (a.pre_gelu && a.residual) { die("matmul_forward: GELU and a residual do not go together"); }
-    Gemm g = {.d = a.out, .a = a.weight, .b = a.inp, .c = a.residual, .bias = a.bias, .aux = nullptr,
-              .m = a.OC, .n = a.N, .k = a.C, .trans_a = true, .trans_b = false,
-              .d_type = cuda_type(floatX()),
+    Gemm g = {.d = a.out, .a = a.weight, .b = a.inp, .c = a.residual, .bias = a.bias, .m = a.OC, .n = a.N,
+              .k = a.C, .trans_a = true,
               .epilogue = a.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT};
-    bool done = false;                                      // GELU in the epilogue, where the library can
-    if (a.pre_gelu) {
+    if (a.pre_gelu) {                                       // GELU in the epilogue, where the library can
         Gemm fused = g;
         fused.aux = a.pre_gelu;
         fused.epilogue = a.bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
-        done = gemm(fused, stream);
+        if (gemm(fused, stream)) { return; }
+        g.d = a.pre_gelu;
     }
-    if (!done) {
-        if (a.pre_gelu) { g.d = a.pre_gelu; }
-        gemm_or_die(g, stream);
-        if (a.pre_gelu) { gelu_forward({a.out, a.pre_gelu, (size_t)a.N * a.OC}, stream); }
-    }
+    gemm_or_die(g, stream);
+    if (a.pre_gelu) { gelu_forward({a.out, a.pre_gelu, (size_t)a.N * a.OC}, stream); }
 }
 
 static void matmul_backward_input(const MatmulBackwardInput<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     if (a.pre_gelu && a.residual) { die("matmul_backward_input: GELU and a residual do not go together"); }
-    Gemm g = {.d = a.dinp, .a = a.weight, .b = a.dout, .c = a.residual, .bias = nullptr, .aux = nullptr,
-              .m = a.C, .n = a.N, .k = a.OC, .trans_a = false, .trans_b = false,
-              .d_type = cuda_type(floatX()), .epilogue = CUBLASLT_EPILOGUE_DEFAULT};
-    bool done = false;
+    const Gemm g = {.d = a.dinp, .a = a.weight, .b = a.dout, .c = a.residual, .m = a.C, .n = a.N, .k = a.OC};
     if (a.pre_gelu) {
         Gemm fused = g;
         fused.aux = const_cast<floatX*>(a.pre_gelu);        // only read by this epilogue
         fused.epilogue = CUBLASLT_EPILOGUE_DGELU;
-        done = gemm(fused, stream);
+        if (gemm(fused, stream)) { return; }
     }
-    if (!done) {
-        gemm_or_die(g, stream);
-        if (a.pre_gelu) { gelu_backward_inplace({a.dinp, {}, nullptr, a.pre_gelu, a.N, a.C}, stream); }
-    }
+    gemm_or_die(g, stream);
+    if (a.pre_gelu) { gelu_backward_inplace({a.dinp, {}, nullptr, a.pre_gelu, a.N, a.C}, stream); }
 }
 
 static void matmul_backward_weight(const MatmulBackwardWeight<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     void* d = a.dweight.is_bf16 ? a.scratch : a.dweight.data;
     const bool add = !a.dweight.is_bf16 && a.dweight.acc == Accumulate::Yes;
-    gemm_or_die({.d = d, .a = a.inp, .b = a.dout, .c = add ? d : nullptr, .bias = nullptr, .aux = nullptr,
-                 .m = a.C, .n = a.OC, .k = a.N, .trans_a = false, .trans_b = true, .d_type = CUDA_R_32F,
-                 .epilogue = CUBLASLT_EPILOGUE_DEFAULT}, stream);
+    gemm_or_die({.d = d, .a = a.inp, .b = a.dout, .c = add ? d : nullptr, .m = a.C, .n = a.OC, .k = a.N,
+                 .trans_b = true, .d_type = CUDA_R_32F}, stream);
     if (a.dweight.is_bf16) { grad_accumulate({a.dweight, a.scratch, (size_t)a.OC * a.C}, stream); }
 }
 
@@ -1584,6 +1551,7 @@ __global__ void __launch_bounds__(kLaneThreads) lane_sum_kernel(LaneSum<floatX, 
     }
 }
 
+// The kernel for this number of pieces.
 template <bool kPiecesBf16> static auto lane_sum_for(int pieces) {
     switch (pieces) {
         case 1: return lane_sum_kernel<1, kPiecesBf16>;
@@ -1876,9 +1844,8 @@ struct MuonProduct {
 // The algorithm is chosen for the matrices of the whole job and has no split-K, so a matrix has the same bits
 // whichever rank multiplies it, beside however many others.
 static void muon_multiply(const MuonProduct& p, const MuonOrthogonalise<floatX, float>& a, Stream stream) {
-    gemm_or_die({.d = p.d.first, .a = p.l.first, .b = p.r.first, .c = p.c.first, .bias = nullptr,
-                 .aux = nullptr, .m = p.m, .n = p.n, .k = p.k, .trans_a = p.trans_l, .trans_b = p.trans_r,
-                 .d_type = cuda_type(muonX()), .epilogue = CUBLASLT_EPILOGUE_DEFAULT,
+    gemm_or_die({.d = p.d.first, .a = p.l.first, .b = p.r.first, .c = p.c.first, .m = p.m, .n = p.n,
+                 .k = p.k, .trans_a = p.trans_l, .trans_b = p.trans_r, .d_type = cuda_type(muonX()),
                  .inp_type = cuda_type(muonX()), .alpha = p.alpha, .beta = p.beta,
                  .count = p.parts * a.places.layers, .count_all = p.parts * a.layers_all,
                  .a_stride = p.l.stride, .b_stride = p.r.stride, .c_stride = p.c.stride,
@@ -2405,6 +2372,7 @@ struct KeepAll {
     __device__ __forceinline__ float operator()(float x, int, int, int) const { return x; }
 };
 
+// What the two kinds below have in common.
 struct KeepBits {
     const uint32_t* bits;                                   // of the head
     size_t stride;
@@ -3333,7 +3301,7 @@ static void attention_mma(const AttentionBackward<floatX, float>& a, Stream stre
     attention_launch_mma<2, kHS, Dkv>(attention_backward_dkv_mma_kernel<kHS, Dkv, kDrops>, a, stream);
 }
 
-// Either pass.
+// Either pass, in the form that attention_form names.
 template <bool kDrops, class Args> static void attention_by_form(const Args& a, Stream stream) {
     if constexpr (sizeof(floatX) == 2) {
         if (attention_uses_sm90(a.HS)) { return attention_sm90<kDrops>(a, stream); }
@@ -4115,8 +4083,16 @@ static void gpt2_free(GPT2* model) {
 }
 
 // ---- tensors by name: where they are, loading, initialisation ----
+static char* gpt2_param_data(const GPT2* model, int i, int l) {
+    const ParamAddress at = param_address(model->param_specs, model->layout, i, l);
+    return model->params + model->layout.buckets[at.bucket].params +
+           at.offset * model->param_specs[i].elem_bytes;
+}
+
 static Params gpt2_params(const GPT2* model, int l) {
-    return param_views(model->params, model->param_specs, model->layout, l);
+    Params views;
+    for (int i = 0; i < NUM_PARAMS; i++) { ((const void**)&views)[i] = gpt2_param_data(model, i, l); }
+    return views;
 }
 
 static Acts gpt2_acts(const GPT2* model, int l) { return act_views(model->acts.data, model->acts.specs, l); }
@@ -4136,12 +4112,6 @@ static HeldPart gpt2_held_part(const GPT2* model, int i, int l) {
     return {from - address.offset, to - address.offset,
             {{"master", at(model->opt.master, b.state)}, {"m", at(model->opt.m, b.state)},
              {"v", b.muon ? nullptr : at(model->opt.v, b.v)}}};
-}
-
-static char* gpt2_param_data(const GPT2* model, int i, int l) {
-    const ParamAddress at = param_address(model->param_specs, model->layout, i, l);
-    return model->params + model->layout.buckets[at.bucket].params +
-           at.offset * model->param_specs[i].elem_bytes;
 }
 
 static void gpt2_set_param(GPT2* model, int i, int l, const float* values /*(elems)*/) {

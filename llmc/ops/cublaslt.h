@@ -4,8 +4,7 @@ The linear layers (train_gpt2.cu, section 6.3) and Muon (6.8) use it. The includ
 PRECISION_NAME.
 
     gemm_init(workspace, gemm_workspace_bytes(), tf32);
-    bool done = gemm({.d = d, .a = a, .b = b, .m = m, .n = n, .k = k, .d_type = CUDA_R_32F,
-                      .epilogue = CUBLASLT_EPILOGUE_DEFAULT}, stream);
+    bool done = gemm({.d = d, .a = a, .b = b, .m = m, .n = n, .k = k}, stream);
     gemm_free();
 
 A plan takes the library's first suggestion. No timing takes part, so equal runs take equal algorithms.
@@ -37,13 +36,13 @@ static inline cudaDataType_t cuda_type(half) { return CUDA_R_16F; }
 // Leading dimensions follow from that: no matrix has gaps.
 struct Gemm {
     void* d;
-    const void *a, *b, *c;              // c: null, or added; layout and type are D's, but for the stride
-    const void* bias;                   // (m), or null; the epilogue must be one that adds it
-    void* aux;                          // (m,n): GELU's input, written (GELU_AUX) or read (DGELU); or null
+    const void *a, *b, *c = nullptr;    // c: null, or added; layout and type are D's, but for the stride
+    const void* bias = nullptr;         // (m), or null; the epilogue must be one that adds it
+    void* aux = nullptr;                // (m,n): GELU's input, written (GELU_AUX) or read (DGELU); or null
     int m, n, k;
-    bool trans_a, trans_b;              // op: the stored matrix is (k,m), or (n,k)
-    cudaDataType_t d_type;
-    cublasLtEpilogue_t epilogue;
+    bool trans_a = false, trans_b = false;      // op: the stored matrix is (k,m), or (n,k)
+    cudaDataType_t d_type = cuda_type(floatX());
+    cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
     cudaDataType_t inp_type = cuda_type(floatX());      // of A and B
     float alpha = 1.0f, beta = 1.0f;    // D = alpha op(A) op(B) + beta C
     // A batch of products, whose matrices are the strides apart, in elements. count_all > 0: the batch is a
