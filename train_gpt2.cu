@@ -1436,25 +1436,21 @@ static bool classifier_streams(int Vp) {
            2 * Vp * sizeof(floatX) + 1024 <= shared_memory_limit();    // 1024: the static part
 }
 
-template <bool kGrad> static void classifier_launch(const Classifier<floatX, float>& a, Stream stream) {
-    if (classifier_streams(a.Vp)) {
-        const int shared = 2 * a.Vp * (int)sizeof(floatX);
-        allow_shared_memory(classifier_stream_kernel<kGrad>, shared);
-        const int blocks = std::min(a.N, device_sm_count);
-        classifier_stream_kernel<kGrad><<<blocks, kClassifierThreads, shared, stream>>>(
-            a.logits, a.losses, a.targets, a.dloss, a.loss_scale, a.N, a.V, a.Vp);
-    } else {
-        const int threads = std::min(round_up(ceil_div(a.Vp, kWidth), kWarp), kClassifierThreads);
-        classifier_kernel<kGrad><<<a.N, threads, 0, stream>>>(a.logits, a.losses, a.targets, a.dloss,
-                                                              a.loss_scale, a.V, a.Vp);
-    }
-}
-
 static void classifier(const Classifier<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     check_width(a, a.Vp);
-    if (a.mode == ClassifierMode::LossAndGrad) { classifier_launch<true>(a, stream); }
-    else { classifier_launch<false>(a, stream); }
+    const bool grad = a.mode == ClassifierMode::LossAndGrad;
+    if (classifier_streams(a.Vp)) {
+        auto kernel = grad ? classifier_stream_kernel<true> : classifier_stream_kernel<false>;
+        const int shared = 2 * a.Vp * (int)sizeof(floatX);
+        allow_shared_memory(kernel, shared);
+        kernel<<<std::min(a.N, device_sm_count), kClassifierThreads, shared, stream>>>(
+            a.logits, a.losses, a.targets, a.dloss, a.loss_scale, a.N, a.V, a.Vp);
+    } else {
+        auto kernel = grad ? classifier_kernel<true> : classifier_kernel<false>;
+        const int threads = std::min(round_up(ceil_div(a.Vp, kWidth), kWarp), kClassifierThreads);
+        kernel<<<a.N, threads, 0, stream>>>(a.logits, a.losses, a.targets, a.dloss, a.loss_scale, a.V, a.Vp);
+    }
 }
 
 // out[n,:] = inp[rows[n],:]: what the LM head reads where only some positions' losses count. A block a row.
@@ -3456,12 +3452,10 @@ static void decode_matmul(const DecodeMatmul<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     decode_check(a.N);
     if (a.C % 8 != 0) { die("decode_matmul: %d channels; a multiple of 8 is possible", a.C); }
-    auto launch = [&](auto kernel, int rows, int outputs) {
-        const int blocks = ceil_div(a.N, rows) * ceil_div(a.OC, kDecodeWarps * outputs);
-        decode_launch(kernel, dim3(blocks), kDecodeWarps * kWarp, stream, a);
-    };
-    if (a.N == 1) { launch(decode_matmul_kernel<1, 1>, 1, 1); }
-    else { launch(decode_matmul_kernel<8, 4>, 8, 4); }
+    const int rows = a.N == 1 ? 1 : 8, outputs = a.N == 1 ? 1 : 4;
+    const int blocks = ceil_div(a.N, rows) * ceil_div(a.OC, kDecodeWarps * outputs);
+    decode_launch(a.N == 1 ? decode_matmul_kernel<1, 1> : decode_matmul_kernel<8, 4>, dim3(blocks),
+                  kDecodeWarps * kWarp, stream, a);
 }
 
 // A block a position, for all rows.
@@ -5354,9 +5348,8 @@ struct Training {
     Decoder decoder = {};
     DataLoader train_loader = {}, val_loader = {};      // empty where the task does not need them
     EvalSet questions = {};
-    Tokenizer tokenizer;
-    bool has_text = false;      // else samples are printed as token ids
-    const Tokenizer* text() const { return has_text ? &tokenizer : nullptr; }
+    Tokenizer tokenizer = {};   // without tokens: samples are printed as token ids
+    const Tokenizer* text() const { return tokenizer.bytes.empty() ? nullptr : &tokenizer; }
     Logger logger;
     Saver saver = {};
     bool tells_speed = false;   // tokens/s of texts, on stderr
@@ -5496,10 +5489,8 @@ static void open_data(Training* t, const Config& config) {
 // Opens the tokenizer, if texts are written. Returns how many tokens the prompt has.
 static size_t open_text(Training* t, const Config& config) {
     if (!run_writes_text()) { return 0; }
-    std::string missing;
-    t->has_text = text_init(&t->tokenizer, config.V, &missing);
-    if (!missing.empty()) { warn("%s is not there: samples are printed as token ids", missing.c_str()); }
-    if (run.chat && !t->has_text) {
+    text_init(&t->tokenizer, config.V);
+    if (run.chat && !t->text()) {
         die("--chat needs a tokenizer: there is none for V=%d (256: bytes, 50257: GPT-2)", config.V);
     }
     return prompt_tokens(t->text(), run.prompt, config.V, run.T).size() - 1;
@@ -5983,7 +5974,7 @@ int main(int argc, char** argv) {
 
     dataloader_free(&t.train_loader);
     dataloader_free(&t.val_loader);
-    if (t.has_text) { tokenizer_free(&t.tokenizer); }
+    tokenizer_free(&t.tokenizer);
     logger_free(&t.logger);
     comm_any(false);                        // all ranks wait here, and not in NCCL, for rank 0's last sample
     decoder_free(&t.decoder);
