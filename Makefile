@@ -190,11 +190,9 @@ tokenize stories bigram checkpoint: %: build/% ## tools: shards, a story corpus,
 tinyshakespeare: build/tokenize ## its shards (TEXT=file: from that text, without a download)
 	dev/data/tinyshakespeare.sh $(if $(value TEXT),--text "$$TEXT")
 
-# Each folder quoted, but those of RUNS.
-PLOT_RUNS = $(foreach v,RUN $(addprefix RUN,2 3 4 5 6 7 8 9),$(if $(value $(v)),"$$$(v)")) $(RUNS)
-plot: ## draw runs: RUN=dir [RUN2=dir ...] or RUNS="a b" [PNG=both.png] [GPT2=1: OpenAI's levels]
-	$(if $(strip $(PLOT_RUNS)),,$(error make plot wants a run: RUN=dir [RUN2=dir ...], or RUNS="a b"))
-	@python3 dev/data/plot_log.py $(PLOT_RUNS) $(if $(value PNG),-o "$$PNG") $(if $(filter 1,$(GPT2)),--gpt2)
+plot: ## draw runs: RUN=dir, or RUNS="a b" [PNG=both.png]
+	$(if $(value RUN)$(value RUNS),,$(error make plot wants a run: RUN=dir, or RUNS="a b"))
+	@python3 dev/data/plot_log.py $(if $(value RUN),"$$RUN") $(RUNS) $(if $(value PNG),-o "$$PNG")
 
 # docs/testing.md. What is missing is installed first, the compiler too; a make of its own then builds.
 PYTEST = $$(.venv/bin/python -c 'import xdist' 2>/dev/null && echo .venv/bin/python || echo python3) -m pytest

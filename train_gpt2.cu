@@ -32,7 +32,7 @@ l, and h for a head; bt is b*T+t.
 #include <math.h>       // gives: sqrtf, isfinite
 #include <stdint.h>     // gives: int64_t
 #include <stdio.h>      // gives: printf
-#include <string.h>     // gives: memcpy
+#include <string.h>     // gives: memcpy, strcmp
 #include <unistd.h>     // gives: getcwd
 
 #include <algorithm>    // gives: std::min, std::max
@@ -61,6 +61,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/run/flags.h"          // gives: flags_parse, flags_print
 #include "llmc/run/logger.h"         // gives: Logger
 #include "llmc/run/progress.h"       // gives: progress_start
+#include "llmc/run/plan.h"           // gives: gpu_kind, gpu_names, plan_step
 #include "llmc/run/telemetry.h"      // gives: telemetry_start, telemetry_end
 #include "llmc/run/report.h"         // gives: Report, report_model, report_add, report_line
 #include "llmc/run/stop.h"           // gives: catch_signals, stop_agreed, stop_requested
@@ -96,6 +97,7 @@ constexpr bool kFp16 = false;
 
 constexpr bool kLowPrecision = sizeof(floatX) == 2;     // parameters may have fp32 master copies
 typedef MuonValue<floatX>::type muonX;      // what Muon multiplies
+static_assert(sizeof(muonX) == sizeof(floatX), "gpt2_arrays counts its buffers by bytes_floatX");
 // FP16 multiplies the loss by a scale, so that small gradients do not become zero. The loss is a mean over a
 // step's tokens, so the scale starts at their number, rounded up to a power of two, or at kFirstLossScale if
 // that is more. It doubles after kLossScaleSteps good steps and halves on overflow. kMaxLossScale keeps it
@@ -119,11 +121,15 @@ static struct TestHooks {
 // The model is two tables. Everything that walks over tensors (allocation, init, AdamW, norm, checkpoints,
 // memory report, tests) walks over these. llmc/model/layout.h explains the columns.
 
+// Bytes of an element of the tables' types. --plan in the CPU build counts with a BF16 program's.
+static size_t bytes_floatX = sizeof(floatX);
+constexpr size_t bytes_float = sizeof(float), bytes_uint32_t = sizeof(uint32_t);
+
 // Whether the residual stream is fp32 beside 16-bit branches. The norms then add the branches to it (the
 // embedding is the first), and each branch has a gradient of its own. FP32 builds do not need this; in tests
 // they take the same path, to the same numbers.
 static bool has_fp32_residual(const Config& c) {
-    return c.residual_fp32 && (kLowPrecision || hooks.fp32_builds_follow);
+    return c.residual_fp32 && (bytes_floatX == 2 || hooks.fp32_builds_follow);
 }
 
 // The order is the checkpoint's order: append nothing in the middle. Rows beyond the live ones are padding:
@@ -221,7 +227,7 @@ static void param_specs(ParamSpec* specs, const Config& c) {
     int i = 0;
 #define X(name_, type_, where_, rows_, cols_, init_, kind_, live_, muon_, hf_)                               \
     static_assert(Kind::kind_ != Kind::Norm || sizeof(type_) == sizeof(float), "norms are fp32");            \
-    specs[i++] = param_spec(#name_, sizeof(type_), Where::where_, rows_, cols_, Init::init_, Kind::kind_,    \
+    specs[i++] = param_spec(#name_, bytes_##type_, Where::where_, rows_, cols_, Init::init_, Kind::kind_,    \
                             live_, muon_, hf_, c.L);
     GPT2_PARAMS(X)
 #undef X
@@ -234,25 +240,19 @@ static std::vector<ParamSpec> param_table(const Config& c) {       // for files
     return specs;
 }
 
-// Bytes of an element.
-template <class T> static size_t act_bytes(T*, const Config&) { return sizeof(T); }
-static size_t act_bytes(void*, const Config& c) {
-    return has_fp32_residual(c) ? sizeof(float) : sizeof(floatX);
-}
-
 // Fills specs and returns the bytes of all activations.
 static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recompute, bool trains = true,
                         bool drops = false) {
     const size_t N = (size_t)B * T, C = c.C, NH = c.NH, Vp = c.Vp;
     const size_t sequential = c.block == Block::Sequential, parallel = !sequential;
     const size_t second = c.block != Block::ParallelTied, apart = drops || has_fp32_residual(c);
-    const size_t dropout = trains && drops;
+    const size_t dropout = trains && drops, bytes_void = has_fp32_residual(c) ? bytes_float : bytes_floatX;
     const bool ALWAYS = trains;
     auto SAVED = [=](int level) { return trains && recompute < level; };
     size_t offset = 0;
     int i = 0;
 #define X(name_, type_, where_, kept_, elems_)                                                               \
-    specs[i++] = act_spec(#name_, act_bytes((type_*)nullptr, c), elems_,                                     \
+    specs[i++] = act_spec(#name_, bytes_##type_, elems_,                                                     \
                           Where::where_ == Where::Block && (kept_) ? c.L : 0, &offset);
     GPT2_ACTS(X)
 #undef X
@@ -3879,7 +3879,7 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
 
 // ---- memory ----
 static MuonShare gpt2_muon_share(const GPT2* model) {
-    return muon_share(model->layout, model->config.C, model->options.split, sizeof(muonX), hooks.muon_bytes);
+    return muon_share(model->layout, model->config.C, model->options.split, bytes_floatX, hooks.muon_bytes);
 }
 
 enum class Memory { Plain, Zeroed, Shared };    // Shared: zeroed, and exchanged with other ranks
@@ -3915,13 +3915,13 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
           Memory::Shared);
 
     visit("master weights", &model->opt.master,
-          kLowPrecision && o.master ? layout.state_elems * sizeof(float) : 0, Memory::Zeroed);
+          bytes_floatX == 2 && o.master ? layout.state_elems * sizeof(float) : 0, Memory::Zeroed);
     visit(o.muon ? "m and AdamW's v" : "AdamW m and v", &model->opt.m,
           (layout.state_elems + layout.v_elems) * sizeof(float), Memory::Zeroed);
     visit("chunk ranges", &model->opt.ranges, layout.buckets.size() * sizeof(ChunkRange), Memory::Plain);
     if (!o.muon) { return; }
     const MuonShare share = gpt2_muon_share(model);
-    visit("Muon's updates", &model->opt.muon_updates, share.elems * sizeof(muonX), Memory::Shared);
+    visit("Muon's updates", &model->opt.muon_updates, share.elems * bytes_floatX, Memory::Shared);
     visit("Muon's products", &model->opt.muon_products, 4 * share.place + share.sums, Memory::Plain);
 }
 
@@ -3959,6 +3959,7 @@ static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& 
     }
     plan.push_back({"keys and values of texts", model.acts.text_bytes});
 #ifdef GPT2_CPU
+    if (bytes_floatX != sizeof(floatX)) { return plan; }       // of a CUDA program
     // Here the host's own buffers take the same memory: staged inputs, each loader's two batches of tokens
     // and targets (without training there is one loader), and one tensor on its way from or to a file, in
     // fp32 and in its type.
@@ -5596,6 +5597,54 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
     fflush(stdout);                         // the first step may take long
 }
 
+// --plan GPU: prints what the run would take there, and trains nothing. The CPU build plans for the CUDA
+// program in BF16.
+static void print_plan() {
+    const bool here = strcmp(run.plan, "auto") == 0;
+    if (!kBuild.is_cuda) { bytes_floatX = 2; }
+    const char* precision = kBuild.is_cuda ? PRECISION_NAME : "BF16";
+    comm.world = std::max(1, run.comm.gpus);
+    const Config config = run_model();
+    const Options options = run_options();
+
+    DeviceInfo device = {};
+    if (here && kBuild.is_cuda) { device = device_init(); }
+    const GpuKind* gpu = gpu_kind(here ? device.name : run.plan);
+    if (!gpu && device.name.empty()) { die("--plan %s: choose %s", run.plan, gpu_names().c_str()); }
+    if (device.name.empty()) {
+        device.name = gpu->part;
+        device.memory_free = device.memory_total = (size_t)(gpu->gib * (1 << 30));
+    }
+    auto plan_of = [&](int B) { return gpt2_memory_plan(config, options, B, run.T); };
+    ParamSpec specs[NUM_PARAMS];
+    param_specs(specs, config);
+    const double params = (double)report_parameters(specs, NUM_PARAMS);
+    printf("plan: %s on %d x %s, %s\n", run.model, comm.world, device.name.c_str(), precision);
+    report_model(config, specs, NUM_PARAMS, options.muon, false);
+    memory_print(plan_of(run.B), run.verbose > 0);
+    const int largest = memory_largest(plan_of, memory_room(device), std::min(65536, INT_MAX / run.T));
+    printf("-b %d %s%s; the largest that fits is -b %d\n", run.B, run.B > largest ? "does not fit" : "fits",
+           comm.world > 1 ? " on each GPU" : "", largest);
+    const double flops = step_flops(config, params, run.T);     // a token's
+    printf("a step: %lld tokens, %.1f TFLOP, micro-steps: %d\n", (long long)run.total_batch,
+           flops * (double)run.total_batch * 1e-12, rank_micro_steps());
+    if (!gpu || !strcmp(precision, "FP32")) { return; }         // the table has 16-bit figures alone
+
+    const PlanBatch batch = {run.B, run.T, comm.world, run.recompute, options.muon, options.split.zero > 0};
+    const StepTime time = plan_step(*gpu, config, params, batch);
+    const double seconds = rank_micro_steps() * time.micro_s + time.update_s;
+    const double speed = (double)run.total_batch / seconds;
+    const double tokens = run.max_steps > 0 ? (double)run.max_steps * (double)run.total_batch : 1e9;
+    const double hours = tokens / speed / 3600;
+    printf("speed: about %.1f ms a step, %.0f tok/s, MFU %.0f%%\n"
+           "time: about %.3g hours for %.3gB tokens", seconds * 1e3, speed,
+           100.0 * flops * speed / (gpu->tflops * 1e12 * comm.world), hours, tokens * 1e-9);
+    if (run.price > 0) {
+        printf(", $%.2f at $%g for an hour of a GPU", hours * comm.world * run.price, run.price);
+    }
+    printf("\n");
+}
+
 // == 12 training loop ==
 // ---- validation, questions, texts ----
 // Prints and logs the mean loss over the first val_batches*B rows of the set, or over all if there are fewer.
@@ -5737,10 +5786,10 @@ static void reports_init(Reports* r, const GPT2& model, const DeviceInfo& device
     r->pending = -1;
     r->report = {run.max_steps, run.total_batch, run.log_every, run.log_gpu};
     if (run.log_gpu > 0 && comm.rank == 0) { r->report.telemetry = telemetry_start(device.bus_id); }
-    const Config& c = model.config;         // as llm.c counts: attention is causal, so half of 12*L*C*T
-    const double flops = 6.0 * (double)report_parameters(model.param_specs, NUM_PARAMS) +
-                         6.0 * (double)c.L * c.C * model.T;
-    r->report.peak_speed = kLowPrecision ? gpu_peak(device.name) * comm.world / flops : 0.0;
+    const double flops = step_flops(model.config, (double)report_parameters(model.param_specs, NUM_PARAMS),
+                                    model.T);
+    const GpuKind* gpu = gpu_kind(device.name);
+    r->report.peak_speed = kLowPrecision && gpu ? gpu->tflops * 1e12 * comm.world / flops : 0.0;
     progress_start();
 }
 
@@ -5927,6 +5976,7 @@ int main(int argc, char** argv) {
     device_prepare(argv);
     const std::vector<const char*> words = words_in_full(argc, argv);
     flags_parse(kFlags, kNumFlags, (int)words.size(), words.data(), kFlagGroups);
+    if (run.plan[0] != '\0') { print_plan(); return 0; }
     const std::string init = flags_text(flags_find(kFlags, kNumFlags, "--process-init"));
     run.comm.init = init.c_str();           // comm.h takes the word itself
     launch_resume();                        // -y 1: the run's number of GPUs

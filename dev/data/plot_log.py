@@ -3,15 +3,16 @@
 the GPU.
 
     make plot RUN=runs/mine                                         # loss.png in the run's folder
-    make plot RUN=runs/a RUN2=runs/b PNG=both.png
-    python3 dev/data/plot_log.py runs/a runs/b -o both.png --gpt2 --line 1.93 "bigram baseline"
+    make plot RUNS="runs/a runs/b" PNG=both.png
+    python3 dev/data/plot_log.py runs/a runs/b -o both.png --line 1.93 "bigram baseline"
     python3 dev/data/plot_log.py runs/a runs/b -o race.png --seconds --loss     # over time, the loss alone
 
-Reads main.log, of this program or of llm.c, and metrics.jsonl beside it for the speed; what a run has not
-measured is not drawn. A run that is still going on may be drawn, too. --gpt2 draws in what OpenAI's 124M
-model reaches; of a run on FineWeb that is done unasked.
+Reads main.log, of this program or of llm.c, and metrics.jsonl beside it for tokens and speed; what a run has
+not measured is not drawn. A run that is still going on may be drawn, too. Runs of different batches are drawn
+over tokens, others over steps. A run on FineWeb gets the levels of OpenAI's 124M model.
 """
 import argparse
+import itertools
 import json
 import math
 import os
@@ -21,38 +22,66 @@ import sys
 sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 from venv_python import take_the_venv               # noqa: E402
 
-# the forms of a line, as (curve, its value's group); llm.c's older logs have no lr and norm
-FORMS = ((re.compile(r"s:(\d+) trl:(\S+)(?: lr:(\S+))?(?: norm:(\S+))?\s*"), ("train", "lr", "norm")),
-         (re.compile(r"s:(\d+) tel:(\S+)\s*"), ("val",)),
-         (re.compile(r"s:(\d+) eval:(\S+)\s*"), ("eval",)))
-# curve: title, scale of the axis
-PANELS = {"loss": ("loss (nats per token)", "linear"), "eval": ("questions, normalised accuracy", "linear"),
-          "lr": ("learning rate", "linear"), "norm": ("gradient norm", "log"),
-          "speed": ("tokens/s", "linear"), "clock": ("GPU clock (MHz)", "linear"),
-          "power": ("GPU power (W)", "linear"), "temperature": ("GPU temperature (C)", "linear"),
-          "memory": ("GPU memory in use (GiB)", "linear")}
+# a line's curves, and its form, behind which more words may stand; llm.c's older logs have no lr and norm
+FORMS = [(curves, re.compile(r"s:(\d+) " + form + r"(?: .*)?\s*")) for curves, form in (
+    (("train", "lr", "norm"), r"trl:(\S+)(?: lr:(\S+))?(?: norm:(\S+))?"),
+    (("val",), r"tel:(\S+)"), (("eval",), r"eval:(\S+)"))]
+# panel: its title, and how its last values are written
+PANELS = {"loss": ("loss (nats per token)", "{:.3f}"), "eval": ("questions, normalised accuracy", "{:.3f}"),
+          "lr": ("learning rate", ""), "norm": ("gradient norm", "{:.2f}"), "speed": ("tokens/s", "{:,.0f}"),
+          "clock": ("GPU clock (MHz)", "{:.0f}"), "power": ("GPU power (W)", "{:.0f}"),
+          "temperature": ("GPU temperature (C)", "{:.0f}"), "memory": ("GPU memory in use (GiB)", "{:.1f}")}
 # key in metrics.jsonl: the curve, where main.log has none of it
 METRICS = {"tokens_per_s": "speed", "gpu_mhz": "clock", "gpu_watts": "power", "gpu_celsius": "temperature",
            "gpu_gib": "memory"}
-NOISY = ("train", "norm")           # a smooth curve is drawn over these
+NOISY = ("train", "norm", "speed")  # a smooth curve is drawn over these
+# Okabe's and Ito's: colour-blind people can tell them apart
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+STYLE = {"font.size": 11, "axes.titlesize": 11, "axes.titlelocation": "left", "axes.spines.top": False,
+         "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "axes.xmargin": 0.01,
+         "legend.frameon": False, "legend.fontsize": 9.5, "lines.linewidth": 1.5, "lines.markersize": 4,
+         "figure.titlesize": 12, "figure.titleweight": "bold", "figure.labelsize": 11}
 # OpenAI's model of 124M parameters: on FineWeb's validation tokens, and on HellaSwag's
-GPT2_LOSS, GPT2_HELLASWAG = 3.425, 0.294
+GPT2 = {"loss": (3.425, "GPT-2 124M on FineWeb"), "eval": (0.294, "GPT-2 124M on HellaSwag")}
 
 
 class Run:
-    """name; curves: {"train" "val", or one of PANELS: ([steps], [values])}; settings of run.json."""
+    """name; curves: {"train" "val", or one of PANELS: ([steps], [values])}; steps; batch: tokens a step, 0 if
+    unknown; seconds: {steps done: the time they took}; settings of run.json."""
 
     def __init__(self, path):
         self.log = os.path.join(path, "main.log") if os.path.isdir(path) else path
         self.folder = os.path.dirname(os.path.abspath(self.log))
         self.name = os.path.basename(self.folder).replace("$", r"\$")      # else it would begin a formula
-        beside = os.path.dirname(self.log)
         self.curves = read_log(self.log)
-        for record in read_metrics(os.path.join(beside, "metrics.jsonl")):
+        self.steps = max(steps[-1] + (name == "train") for name, (steps, _) in self.curves.items())
+        self.batch, self.seconds, now = 0, {0: 0.0}, 0.0
+        for record in read_metrics(os.path.join(self.folder, "metrics.jsonl")):
             # main.log's numbers, as for the other curves: metrics.jsonl counts this step, too
             for key in METRICS.keys() & record.keys():
                 add(self.curves, METRICS[key], record["step"] - 1, number(record[key]))
-        self.settings = read_settings(os.path.join(beside, "run.json"))
+            if "ms" in record:
+                now += number(record["ms"]) / 1e3
+                self.seconds[record["step"]] = now
+                self.batch = record.get("tokens", 0) // record["step"]
+        self.settings = read_settings(os.path.join(self.folder, "run.json"))
+
+    def go_over(self, unit):
+        """Its curves' steps become tokens or seconds: those of all steps before."""
+        for name, (steps, values) in self.curves.items():
+            at = [self.seconds.get(step) if unit == "seconds" else step * self.batch for step in steps]
+            if None in at:
+                fail(f"{self.log} has no times for all of its steps", "metrics.jsonl beside it has a run's")
+            self.curves[name] = at, values
+
+    def facts(self):
+        """Its model, how much it was trained, and its last values."""
+        model = os.path.basename(str(self.settings.get("model", "")).rstrip("/"))
+        trained = f"{short(self.steps * self.batch)} tokens" if self.batch else f"{self.steps:,} steps"
+        words = {"val": "validation loss"} if "val" in self.curves else {"train": "training loss"}
+        words.update({"eval": "accuracy"} if "eval" in self.curves else {})
+        return [model] * bool(model) + [trained] + [
+            f"{word} {self.curves[name][1][-1]:.3f}" for name, word in words.items()]
 
     def is_on_fineweb(self):
         """Its losses are in nats per token of GPT-2's, on the text of which GPT-2's is known. FineWeb-Edu is
@@ -62,8 +91,7 @@ class Run:
         return "fineweb" in data and "edu" not in data and not other_tokens
 
     def asks_hellaswag(self):
-        """As llm.c always does, which has no run.json."""
-        return "hellaswag" in str(self.settings.get("eval-data", "hellaswag")).lower()
+        return "eval" in self.curves and "hellaswag" in str(self.settings.get("eval-data", "")).lower()
 
 
 def fail(text, hint=""):
@@ -96,13 +124,8 @@ def read_log(path):
     """Curves of a main.log; a line of another form is an error: nothing is skipped silently."""
     curves = {}
     for at, line in whole_lines(path):
-        for form, names in FORMS:
-            match = form.fullmatch(line)
-            if match:
-                break
-        else:
-            fail(f"{path}:{at} is no line of a main.log: {line.rstrip()[:60]!r}")
         try:
+            [(names, match)] = [(names, m) for names, form in FORMS for m in [form.fullmatch(line)] if m]
             for name, value in zip(names, match.groups()[1:]):
                 if value is not None:
                     add(curves, name, int(match[1]), float(value))
@@ -136,89 +159,108 @@ def read_settings(path):
         fail(f"{path} is no run.json")
 
 
-def by_seconds(run):
-    """The run's steps become the time that they had taken: s:STEP stands behind so many of them."""
-    after, now = {0: 0.0}, 0.0
-    for record in read_metrics(os.path.join(os.path.dirname(run.log), "metrics.jsonl")):
-        if "ms" in record:
-            now += number(record["ms"]) / 1e3
-            after[record["step"]] = now
-    for name, (steps, values) in run.curves.items():
-        if not after.keys() >= set(steps):
-            fail(f"{run.log} has no times for all of its steps", "metrics.jsonl beside it has those of a run")
-        run.curves[name] = [after[step] for step in steps], values
+def short(x, _=None):
+    """1.23M; matplotlib hands a second argument over."""
+    letter = next((i for i in (4, 3, 2, 1) if abs(x) >= 0.9995 * 1000**i), 0)
+    return f"{float(f'{x / 1000**letter:.3g}'):g}{' KMBT'[letter].strip()}"
 
 
 def smooth(values):
-    """Means over about a fiftieth of the curve around each point, fewer near its ends, so that a falling
-    curve is not shifted. A NaN leaves a gap and does not spread."""
-    total, count = [0.0], [0]
+    """Means over about a fiftieth of the curve around each point, of a short curve over up to 17 points. Near
+    its beginning fewer, so that a falling curve is not shifted. A NaN leaves a gap and does not spread."""
+    total, count, widest = [0.0], [0], max(len(values) // 100, min(8, len(values) // 20))
     for x in values:
         total.append(total[-1] + (x if math.isfinite(x) else 0.0))
         count.append(count[-1] + math.isfinite(x))
     out = []
     for i, x in enumerate(values):
-        half = min(i, len(values) - 1 - i, len(values) // 100)
-        begin, end = i - half, i + half + 1
+        half = min(i, widest)
+        begin, end = i - half, min(i + half + 1, len(values))
         mean = (total[end] - total[begin]) / max(1, count[end] - count[begin])
         out.append(mean if math.isfinite(x) else math.nan)
     return out
 
 
-def levels(runs, curve, gpt2, lines):
-    """[(value, name)] to compare a panel's curves with."""
-    known = gpt2 or any(run.is_on_fineweb() for run in runs)
-    if curve == "loss":
-        return lines + ([(GPT2_LOSS, "GPT-2 124M on FineWeb")] if known else [])
-    asked = any("eval" in run.curves and run.asks_hellaswag() for run in runs)
-    return [(GPT2_HELLASWAG, "GPT-2 124M on HellaSwag")] if curve == "eval" and known and asked else []
+def write_ends(axes, ends, form, gap):
+    """The curves' last values, to the right of the axes; one that would cover another stands above it."""
+    to_axes, (low, high), at = axes.transData + axes.transAxes.inverted(), axes.get_ylim(), -1
+    for value, color in sorted(end for end in ends if low <= end[0] <= high):
+        at = max(at + gap, to_axes.transform((0, value))[1])
+        axes.text(1.01, at, form.format(value), color=color, size=10, va="center", transform=axes.transAxes)
 
 
-def draw_panel(axes, name, runs, lines):
-    title, scale = PANELS[name]
-    for index, run in enumerate(runs):
-        color, who = f"C{index}", run.name + " " if len(runs) > 1 else ""
-        for curve in ("train", "val") if name == "loss" else (name,):
-            if curve not in run.curves:
-                continue
-            steps, values = run.curves[curve]
-            last = f"last {values[-1]:.3f}"
-            if curve in ("val", "eval"):
-                axes.plot(steps, values, marker="o", markersize=4, linewidth=1.2, linestyle="--",
-                          color="black" if len(runs) == 1 else color,
-                          label=who + ("validation loss, " if curve == "val" else "") + last)
-                continue
-            if curve in NOISY:
-                axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
-                values = smooth(values)
-            axes.plot(steps, values, color=color, linewidth=1.5 if curve in NOISY else 1.0,
-                      label=who + "training loss" if curve == "train" else None)
-    for level, label in lines:
+def draw_panel(axes, panel, runs, levels):
+    (title, form), seen, ends, alone = PANELS[panel], [level for level, _ in levels], {}, len(runs) == 1
+    curves = [(run, color, name) for run, color in zip(runs, itertools.cycle(COLORS))
+              for name in (("train", "val") if panel == "loss" else (panel,)) if name in run.curves]
+    for run, color, name in curves:
+        (at, values), label = run.curves[name], run.label
+        if name in NOISY:
+            axes.plot(at, values, color=color, alpha=0.25, linewidth=0.8)
+            seen.append(min(values))
+            values = smooth(values)
+        elif name == "val" and at[0] == 0 and len(at) > 1 and values[0] > values[1] + 1:
+            at, values = at[1:], values[1:]             # else a long chord from before training
+        seen += values[len(values) // 10:] if name in NOISY else values     # the fall before that is cut off
+        if alone:
+            color, label = (COLORS[1], "validation") if name == "val" else (color, "training, smoothed")
+        elif name == "val" and "train" in run.curves:
+            label = None
+        axes.plot(at, values, color=color, linestyle="--" if name == "val" else "-", label=label,
+                  marker="o" if name in ("val", "eval") and len(at) < 100 else None)
+        ends[name if alone else run] = values[-1], color
+    for level, label in levels:
         axes.axhline(level, color="gray", linestyle=":", label=f"{label} {level:.3f}")
-    axes.set_title(title, fontsize="medium")
-    axes.set_yscale(scale)
-    axes.grid(alpha=0.3)
-    if name in METRICS.values():
-        axes.set_ylim(bottom=0)
-    if name in ("loss", "eval"):
-        axes.legend(fontsize="small")
+    seen = list(filter(math.isfinite, seen)) or [0]
+    if panel == "loss":
+        title += ", validation dashed" if not alone and any("val" in run.curves for run in runs) else ""
+        axes.legend(loc="upper right")
+        margin = 0.04 * (max(seen) - min(seen)) or 1
+        axes.set_ylim(min(seen) - margin, max(seen) + margin)
+    elif levels:
+        axes.legend(axes.lines[-1:], [axes.lines[-1].get_label()], loc="lower right")
+    elif panel == "norm" and max(seen) > 0:
+        axes.set_yscale("log", subs=())
+        axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+    elif panel in METRICS.values():
+        axes.set_ylim(0, 1.15 * max(seen) or 1)
+    if panel not in ("loss", "eval"):
+        axes.yaxis.set_major_formatter(short)
+    axes.set_title(title)
+    write_ends(axes, ends.values() if form else (), form, 0.05 if panel == "loss" else 0.1)
 
 
-def draw(runs, gpt2=False, lines=(), across="step", loss_alone=False):
-    """A figure: the loss on top, the others that any run has below."""
+def draw(runs, lines=(), seconds=False, loss_alone=False):
+    """A figure: the loss on top, what else any run has below. lines: [(loss, name)] to compare with."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure                # which needs no display
 
-    small = [name for name in PANELS if name != "loss" and any(name in run.curves for run in runs)]
-    small = [] if loss_alone else small
-    rows = (len(small) + 1) // 2
-    size = (7, 4) if loss_alone else (11, 5 + 2.6 * rows)
-    figure = Figure(figsize=size, dpi=100 if loss_alone else 110, layout="constrained")
-    grid = figure.add_gridspec(1 + rows, 2, height_ratios=[2] + [1] * rows)
-    places = [grid[0, :]] + [grid[1 + i // 2, i % 2] for i in range(len(small))]
-    for name, place in zip(["loss"] + small, places):
-        axes = figure.add_subplot(place)
-        draw_panel(axes, name, runs, levels(runs, name, gpt2, list(lines)))
-        axes.set_xlabel(across)
+    batches = {run.batch for run in runs}
+    unit = "seconds" if seconds else "tokens" if len(batches) > 1 and 0 not in batches else "step"
+    common = [fact for fact in runs[0].facts() if all(fact in run.facts() for run in runs)]
+    for run in runs:
+        if unit != "step":
+            run.go_over(unit)
+        run.label = " · ".join([run.name] + [fact for fact in run.facts() if fact not in common])
+    known = any(run.is_on_fineweb() for run in runs)
+    levels = {"loss": list(lines) + [GPT2["loss"]] * known,
+              "eval": [GPT2["eval"]] * (known and any(run.asks_hellaswag() for run in runs))}
+    small = [name for name in PANELS if any(name in run.curves for run in runs) and not loss_alone]
+    count = -(-len(small) // 3)                         # rows of one, two or three, as wide as the loss
+    rows = [small[len(small) * i // count:len(small) * (i + 1) // count] for i in range(count)]
+    with rc_context(STYLE):
+        size = (7, 4) if loss_alone else (11, 4.7 + 2.4 * count)
+        figure = Figure(figsize=size, dpi=120, layout="constrained")
+        mosaic = [["loss"] * 6] + [[name for name in row for _ in range(6 // len(row))] for row in rows]
+        places = figure.subplot_mosaic(mosaic, height_ratios=[2] + [1] * count)
+        for panel, axes in places.items():
+            draw_panel(axes, panel, runs, levels.get(panel, []))
+            axes.set_xlim(places["loss"].get_xlim())
+            if unit == "tokens":
+                axes.xaxis.set_major_formatter(short)
+        names = [", ".join(run.name for run in runs)] if len(runs) == 1 or not common else []
+        figure.suptitle(" · ".join(names + common), x=0.01, ha="left")
+        figure.supxlabel("seconds of training" if seconds else unit)
     return figure
 
 
@@ -232,7 +274,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("runs", nargs="+", help="run folders, or main.log files")
     parser.add_argument("-o", "--output", help="picture to write (default: loss.png beside the first log)")
-    parser.add_argument("--gpt2", action="store_true", help="draw in what OpenAI's 124M model reaches")
     parser.add_argument("--line", nargs=2, action="append", default=[], metavar=("LOSS", "NAME"),
                         help="a loss to compare with")
     parser.add_argument("--seconds", action="store_true", help="over the seconds of training, not its steps")
@@ -244,12 +285,9 @@ def main():
         fail(f"--line wants a number and a name, not {args.line[-1]}")
     runs = [Run(path) for path in args.runs]            # before the slow import: a wrong path is told at once
     tell_apart(runs)
-    if args.seconds:
-        for run in runs:
-            by_seconds(run)
     output = args.output or os.path.join(os.path.dirname(runs[0].log), "loss.png")
     try:
-        figure = draw(runs, args.gpt2, lines, "seconds of training" if args.seconds else "step", args.loss)
+        figure = draw(runs, lines, args.seconds, args.loss)
     except ImportError:
         take_the_venv()
         fail("no plot without matplotlib", "scripts/setup.sh installs it into .venv")

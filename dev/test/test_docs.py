@@ -99,7 +99,7 @@ def make_error(words):
         text = f.read()
     lines = re.findall(r"^(?:\.PHONY: (.*)|([\w. /%$()-]+?):(?!=))", text, re.M)
     targets = {name for line in lines for name in "".join(line).split()}
-    settings = set(re.findall(r"(?:\$\(|\$\(value |\"\$\$)(\w+)", text)) | {"RUN", "RUN2"}
+    settings = set(re.findall(r"(?:\$\(|\$\(value |\"\$\$)(\w+)", text))
     for word in words:
         name, setting, _ = word.partition("=")
         if name not in (settings if setting else targets) and not word.startswith("build/"):

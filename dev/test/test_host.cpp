@@ -16,6 +16,7 @@ reports. Everything random comes from fixed seeds, so a result never changes fro
 #include "llmc/run/run_folder.h"
 #include "llmc/files/json.h"
 #include "llmc/run/logger.h"
+#include "llmc/run/plan.h"
 #include "llmc/run/report.h"
 #include "llmc/run/samples.h"
 #include "llmc/host_memory.h"
@@ -1588,8 +1589,8 @@ static void test_report() {
               "step 10000/18865 | loss 10.500000 | lr 6.00e-04 | norm 12.35 | 1000.0 ms | 1000 tok/s | "
               "MFU 50.0%\n",
               "%s", c.out.c_str());
-        CHECK(gpu_peak("NVIDIA H100 80GB HBM3 (sm_90, 132 SMs)") == 989e12 &&
-              gpu_peak("NVIDIA H100 PCIe") == 756e12 && gpu_peak("CPU (2 threads)") == 0, "peaks of GPUs");
+        CHECK(gpu_kind("NVIDIA H100 80GB HBM3 (sm_90, 132 SMs)")->tflops == 989 &&
+              gpu_kind("NVIDIA H100 PCIe")->tflops == 756 && !gpu_kind("CPU (2 threads)"), "peaks of GPUs");
         Report every = {};
         progress_on = true;
         for (const int64_t steps : {20, 21, 101, 18865}) {

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -19,15 +20,16 @@ import plot_log                         # noqa: E402
 import tensorboard_log                  # noqa: E402
 
 pytestmark = pytest.mark.cpu_only
+LOSS, HALF = "loss (nats per token)", f"{11 / 21:.3f}"
 
 
-def write(path, text):
+def write(path, text, mode="w"):
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(path, "w", encoding="utf-8") as f:
+    with open(path, mode, encoding="utf-8") as f:
         f.write(text)
 
 
-def made_run(folder, steps=20, **settings):
+def made_run(folder, steps=20, batch=64, **settings):
     """A run's files, in the forms that llmc/run/logger.h writes; the loss of step k is 10/(k+1)."""
     log, records = "", ""
     for step in range(steps + 1):
@@ -37,15 +39,10 @@ def made_run(folder, steps=20, **settings):
         if step < steps:
             log += f"s:{step} trl:{10 / (step + 1):.6f} lr:1.000000e-03 norm:{step + 1}.0000\n"
             records += (f'{{"step": {step + 1}, "loss": {10 / (step + 1)}, "lr": 1e-3, "norm": {step + 1}, '
-                        f'"tokens": {64 * (step + 1)}, "ms": 2, "tokens_per_s": {32000 + step}}}\n')
+                        f'"tokens": {batch * (step + 1)}, "ms": 2, "tokens_per_s": {32000 + step}}}\n')
     write(folder + "/main.log", log)
     write(folder + "/metrics.jsonl", records)
     write(folder + "/run.json", json.dumps({"settings": settings}))
-
-
-def append(path, text):
-    with open(path, "a", encoding="ascii") as f:
-        f.write(text)
 
 
 def fails(function, *args):
@@ -67,6 +64,7 @@ def test_plot_of_a_real_run():
         speeds = [r["tokens_per_s"] for r in map(json.loads, f) if "loss" in r]
     assert run.curves["speed"] == ([0, 1, 2, 3, 4, 5], speeds)
     assert run.curves["val"][0] == [0, 3, 6] and "eval" not in run.curves
+    assert run.facts()[1:] == ["48 tokens", f"validation loss {run.curves['val'][1][-1]:.3f}"]
 
 
 def test_plot_reads():
@@ -74,21 +72,23 @@ def test_plot_reads():
     made_run("made")
     whole = plot_log.Run("made").curves
     assert whole["eval"] == ([0, 10, 20], [0.250000, 0.250010, 0.250020])
-    append("made/metrics.jsonl", '{"step": 20, "loss": 1, "ms": 2, "tokens_per_s": 3, "abandoned": 1}\n')
-    append("made/metrics.jsonl", '{"step": 21, "val_lo')
-    append("made/main.log", "s:20 tel:5.")
+    write("made/metrics.jsonl", '{"step": 20, "loss": 1, "ms": 2, "tokens_per_s": 3, "abandoned": 1}\n'
+          '{"step": 21, "val_lo', "a")
+    write("made/main.log", "s:20 tel:5.", "a")
     assert plot_log.Run("made").curves == whole
-    append("made/metrics.jsonl", "x\n")
+    write("made/metrics.jsonl", "x\n", "a")
     assert "made/metrics.jsonl:" in fails(plot_log.Run, "made")
     made_run("gpu", 1)
-    append("gpu/metrics.jsonl",
-           '{"step": 2, "gpu_mhz": 1910, "gpu_watts": 7, "gpu_celsius": null, "gpu_gib": 30}\n')
+    write("gpu/metrics.jsonl",
+          '{"step": 2, "gpu_mhz": 1910, "gpu_watts": 7, "gpu_celsius": null, "gpu_gib": 30}\n', "a")
     curves = plot_log.Run("gpu").curves
     assert [curves[name] for name in ("clock", "power", "memory")] == [([1], [1910]), ([1], [7]), ([1], [30])]
     assert math.isnan(curves["temperature"][1][0])
-    write("llmc/main.log", "s:0 tel:11.1\ns:0 trl:11.0 lr:0.000001 norm:15.3\n"
-          "s:1 trl:nan lr:0.000002 norm:inf\n")
-    assert plot_log.Run("llmc").curves["lr"] == ([0, 1], [1e-6, 2e-6]), "llm.c's log, and no other file"
+    write("llmc/main.log", "s:0 tel:11.1 more words\ns:0 trl:11.0 lr:0.000001 norm:15.3\n"
+          "s:1 trl:nan lr:0.000002 norm:inf ms:7\n")
+    run = plot_log.Run("llmc")
+    assert run.curves["lr"] == ([0, 1], [1e-6, 2e-6]), "llm.c's log, and no other file"
+    assert run.curves["val"] == ([0], [11.1]) and run.facts() == ["2 steps", "validation loss 11.100"]
     write("old/main.log", "s:0 trl:11.0\n")
     assert plot_log.Run("old/main.log").curves == {"train": ([0], [11.0])}, "an old log of llm.c"
 
@@ -101,154 +101,175 @@ def test_plot_refuses(log, said):
     assert said in fails(plot_log.Run, "nowhere" if log is None else "wrong")
 
 
+def test_plot_smooth():
+    """Means around each point, at the end of those before it; a NaN leaves a gap and nothing else."""
+    line = [float(x) for x in range(1000)]
+    assert_close(plot_log.smooth(line)[:990], line[:990], 1e-9, "a straight line")
+    assert plot_log.smooth(line)[-1] == sum(line[-11:]) / 11
+    gap = plot_log.smooth(line[:500] + [math.nan, math.inf] + line[502:])
+    assert [i for i, x in enumerate(gap) if math.isnan(x)] == [500, 501]
+    assert all(abs(x - i) < 6 for i, x in enumerate(gap) if i not in (500, 501))
+    assert (plot_log.smooth([]), plot_log.smooth([2.0])) == ([], [2.0])
+    assert [plot_log.short(x) for x in (0, 6e-4, 999, 1280, 999960, 1e10)] == [
+        "0", "0.0006", "999", "1.28K", "1M", "10B"]
+
+
+# ---- what is drawn ----
+
+def draw(*folders, **more):
+    """The figure, its panels by title, and the curves of each: {label: [xs, ys]}."""
+    pytest.importorskip("matplotlib")
+    figure = plot_log.draw([plot_log.Run(folder) for folder in folders], **more)
+    return figure, {axes.get_title("left"): axes for axes in figure.axes}, [
+        {line.get_label(): [list(line.get_xdata()), list(line.get_ydata())] for line in axes.lines}
+        for axes in figure.axes]
+
+
+def test_plot_of_one_run():
+    made_run("web", model="data/d12/")
+    made_run("a", model="d12")
+    write("tuned/main.log", "s:0 tel:3.0\ns:0 trl:3.0\ns:5 tel:2.5\n")
+    figure, panels, curves = draw("web")
+    assert (figure.get_suptitle(), figure.get_supxlabel()) == (
+        f"web · d12 · 1.28K tokens · validation loss {HALF} · accuracy 0.250", "step")
+    assert list(panels) == [LOSS, "questions, normalised accuracy", "learning rate", "gradient norm",
+                            "tokens/s"]
+    write("web/metrics.jsonl", '{"step": 3, "gpu_mhz": 1910, "gpu_watts": 7, "gpu_gib": 30}\n', "a")
+    for folder, count in (("web", 8), ("tuned", 1), ("a", 5)):
+        places = [axes.get_subplotspec() for axes in draw(folder)[0].axes]
+        filled, grid = sum(len(p.rowspan) * len(p.colspan) for p in places), places[0].get_gridspec()
+        assert (len(places), filled) == (count, grid.nrows * grid.ncols), "an empty place"
+    loss = plot_log.Run("web").curves["train"]
+    assert list(loss) in curves[0].values() and "training, smoothed" in curves[0]
+    assert curves[0]["validation"] == [[10, 20], [1.0, 0.523810]], "without that of the untrained model"
+    low, high = panels[LOSS].get_ylim()
+    assert low < loss[1][-1] and loss[1][2] < high < loss[1][1], "the fall of the first tenth"
+    assert panels["tokens/s"].get_ylim()[0] == 0
+    assert [[text.get_text() for text in axes.texts] for axes in panels.values()] == [
+        ["0.513", "0.524"], ["0.250"], [], ["19.50"], ["32,018"]]
+    assert panels[LOSS].texts[1].get_position()[1] > panels[LOSS].texts[0].get_position()[1] + 0.04, "overlap"
+    assert draw("tuned")[2][0]["validation"] == [[0, 5], [3.0, 2.5]], "of a model that was trained before"
+    write("llmc2/main.log", "s:0 tel:11.1\n")
+    assert list(draw("llmc2")[1]) == [LOSS], "only what was measured"
+
+
+def test_plot_of_several_runs():
+    """Over steps, or over tokens if their batches differ; the title has what all share."""
+    made_run("a", model="d12")
+    made_run("b", 10, model="d12")
+    made_run("large", batch=256, model="d12")
+    write("llmc3/main.log", "s:0 trl:9.5\n")
+    figure, panels, curves = draw("a", "b")
+    assert (figure.get_suptitle(), figure.get_supxlabel()) == ("d12 · accuracy 0.250", "step")
+    names = [f"a · 1.28K tokens · validation loss {HALF}", "b · 640 tokens · validation loss 1.000"]
+    assert panels[LOSS + ", validation dashed"].get_legend_handles_labels()[1] == names
+    assert curves[0][names[1]][0] == list(range(10))
+    figure, _, curves = draw("a", "large", loss_alone=True)
+    assert (figure.get_supxlabel(), len(figure.axes)) == ("tokens", 1)
+    assert curves[0]["large · 5.12K tokens"][0] == [256 * step for step in range(20)]
+    figure, _, _ = draw("a", "llmc3")
+    assert (figure.get_suptitle(), figure.get_supxlabel()) == ("a, llmc3", "step"), "whose batch nobody knows"
+
+
 def test_plot_over_seconds():
     """A point stands where the steps before it end, first steps that compile included."""
     made_run("timed", 4)
     log = read_bytes("timed/metrics.jsonl").decode()
     write("timed/metrics.jsonl", log.replace('"ms": 2', '"ms": 5000', 1))
-    run = plot_log.Run("timed")
-    values = {name: curve[1] for name, curve in run.curves.items()}
-    plot_log.by_seconds(run)
-    for name, at in (("train", [0, 5, 5.002, 5.004]), ("val", [0]), ("speed", [0, 5, 5.002, 5.004])):
-        assert_close(run.curves[name][0], at, 1e-9, f"{name}: seconds")
-        assert run.curves[name][1] == values[name]
+    figure, _, curves = draw("timed", seconds=True)
+    assert figure.get_supxlabel() == "seconds of training"
+    assert_close(curves[0]["training, smoothed"][0], [0, 5, 5.002, 5.004], 1e-9, "seconds")
     os.remove("timed/metrics.jsonl")
-    assert "timed/main.log has no times" in fails(plot_log.by_seconds, plot_log.Run("timed"))
+    assert "timed/main.log has no times" in fails(plot_log.draw, [plot_log.Run("timed")], (), True)
 
 
-def test_plot_smooth():
-    """Means around each point: a straight line stays as it is, a NaN leaves a gap and nothing else."""
-    line = [float(x) for x in range(1000)]
-    assert_close(plot_log.smooth(line), line, 1e-9, "a straight line")
-    assert_close(plot_log.smooth([float(x % 2) for x in range(1000)])[50:950], [0.5] * 900, 0.03, "noise")
-    gap = plot_log.smooth(line[:500] + [math.nan, math.inf] + line[502:])
-    assert [i for i, x in enumerate(gap) if math.isnan(x)] == [500, 501]
-    assert all(abs(x - i) < 3 for i, x in enumerate(gap) if i not in (500, 501))
-    assert (plot_log.smooth([]), plot_log.smooth([2.0])) == ([], [2.0])
-
-
-# ---- what is drawn ----
-
-def panels(figure):
-    return {axes.get_title(): axes for axes in figure.axes}
-
-
-def levels_of(*runs, **more):
-    return [line.get_label() for axes in plot_log.draw(runs, **more).axes for line in axes.lines
-            if len(line.get_xdata()) == 2 and line.get_linestyle() == ":"]
-
-
-def test_plot_draws():
-    """What is in the picture: panels, curves, names, levels."""
-    pytest.importorskip("matplotlib")
-    made_run("web", **{"val-data": "data/fineweb10B/fineweb_val_*.bin", "model": "d12"})
-    made_run("other", 10, **{"val-data": "val.bin", "model": "d12"})
-    web, other = plot_log.Run("web"), plot_log.Run("other")
-    known = ["GPT-2 124M on FineWeb 3.425", "GPT-2 124M on HellaSwag 0.294"]
-    assert levels_of(web) == known and levels_of(other) == [] and levels_of(other, gpt2=True) == known
-    other.settings["eval-data"] = "dev/data/mmlu/mmlu_test.bin"
-    assert levels_of(other, gpt2=True) == known[:1], "a run that answers other questions"
-    assert levels_of(other, lines=[(1.5, "a bigram")]) == ["a bigram 1.500"]
-    for data, model, wanted in (("edu_fineweb_val_0.bin", "d12", False), ("fineweb_val.bin", "d12", True),
-                                ("fineweb.bin", "L4,NH4,C128,T128,V256", False),
-                                ("FineWeb.bin", "L4,NH4,C128,T128,V50257", True)):
-        web.settings = {"val-data": data, "model": model}
-        assert web.is_on_fineweb() == wanted, f"{data}, {model}"
-    web.settings = {}
-    assert [axes.get_xlabel() for axes in plot_log.draw([web], across="s", loss_alone=True).axes] == ["s"]
-    figure = panels(plot_log.draw([web, other]))
-    titles = ["loss (nats per token)", "questions, normalised accuracy", "learning rate", "gradient norm",
-              "tokens/s"]
-    assert sorted(figure) == sorted(titles)
-    assert figure[titles[0]].get_legend_handles_labels()[1] == [
-        "web training loss", f"web validation loss, last {11 / 21:.3f}", "other training loss",
-        "other validation loss, last 1.000"]
-    drawn = [list(line.get_ydata()) for line in figure[titles[0]].lines]
-    assert web.curves["train"][1] in drawn and other.curves["val"][1] in drawn
-    assert web.curves["speed"][1] in [list(line.get_ydata()) for line in figure["tokens/s"].lines]
-    write("llmc2/main.log", "s:0 tel:11.1\n")
-    assert list(panels(plot_log.draw([plot_log.Run("llmc2")]))) == titles[:1], "only what was measured"
+@pytest.mark.parametrize("data, model, known", [
+    ("edu_fineweb_val_0.bin", "d12", False), ("data/fineweb10B/fineweb_val_*.bin", "d12", True),
+    ("fineweb.bin", "L4,NH4,C128,T128,V256", False), ("FineWeb.bin", "L4,NH4,C128,T128,V50257", True)])
+def test_plot_levels(data, model, known):
+    """OpenAI's, of the data that they were measured on, and those that the caller names."""
+    for questions, named in (("hellaswag_val.bin", ["GPT-2 124M on HellaSwag 0.294"]), ("mmlu_test.bin", [])):
+        made_run("level", 4, **{"val-data": data, "model": model, "eval-data": questions})
+        figure = draw("level", lines=[(1.5, "a bigram")])[0]
+        assert [line.get_label() for axes in figure.axes for line in axes.lines
+                if line.get_linestyle() == ":"] == ["a bigram 1.500"] + (
+                    ["GPT-2 124M on FineWeb 3.425"] + named if known else [])
 
 
 def test_plot_writes(monkeypatch):
-    """Without a display; two folders of one name are told apart."""
+    """Without a display, also a run of NaNs; two folders of one name are told apart."""
     pytest.importorskip("matplotlib")
     made_run("one", 4)
+    write("bad/main.log", "s:0 tel:nan\ns:0 trl:nan lr:0 norm:nan\ns:1 trl:nan lr:0 norm:inf\n")
     shutil.copytree("one", "sub/one")
     runs = [plot_log.Run(path) for path in ("one", "sub/one")]
     plot_log.tell_apart(runs)
     assert runs[1].name == "sub/one" != runs[0].name
-    p = subprocess.run([sys.executable, plot_log.__file__, "one", "sub/one", "-o", "both.png"], check=True,
-                       capture_output=True, text=True,
+    p = subprocess.run([sys.executable, plot_log.__file__, "one", "sub/one", "bad", "-o", "all.png"],
+                       check=True, capture_output=True, text=True,
                        env={name: value for name, value in os.environ.items() if name != "DISPLAY"})
-    assert (p.stdout, p.stderr) == ("wrote both.png\n", "")
-    assert read_bytes("both.png")[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (p.stdout, p.stderr) == ("wrote all.png\n", "")
+    assert read_bytes("all.png")[:8] == b"\x89PNG\r\n\x1a\n"
     monkeypatch.setattr(sys, "argv", ["plot_log.py", "one", "-o", "nowhere/x.png"])
     assert "cannot write nowhere/x.png" in fails(plot_log.main)
 
 
 # ---- TensorBoard ----
 
+class Recorder:
+    """In the place of the library's writer; the last that began has steps: {step: {tag: value}}."""
+    def __init__(self, folder):
+        Recorder.last, self.steps, self.times, self.flush, self.closed = self, {}, [], list, False
+        write(f"{folder}/events.out.tfevents.{id(self)}", "")
+
+    def add_event(self, event):
+        values = {v["tag"]: v["simple_value"] for v in event["summary"]["value"]}
+        self.steps.setdefault(event["step"], {}).update(values)
+        self.times.append(event["wall_time"])
+
+    def close(self):
+        self.closed = True
+
+
 class Summary(dict):
     Value = dict
 
 
-class Writer:
-    """In the place of TensorBoard's own: each event becomes a line."""
-    count = 0
-
-    def __init__(self, folder):
-        Writer.count += 1
-        self.f = open(f"{folder}/events.out.tfevents.{Writer.count}", "w", encoding="ascii")
-
-    def add_event(self, event):
-        self.f.write(json.dumps(event) + "\n")
-
-    def flush(self):
-        self.f.flush()
-
-    def close(self):
-        self.f.close()
+@pytest.fixture(name="call")
+def call_with_stand_ins(monkeypatch):
+    """Runs the tool; returns what the library got."""
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["tensorboard_log.py", *words])
+        tensorboard_log.main()
+        return Recorder.last
+    for module, name, what in (
+            ("tensorboard.compat.proto.event_pb2", "Event", dict),
+            ("tensorboard.compat.proto.summary_pb2", "Summary", Summary),
+            ("tensorboard.summary.writer.event_file_writer", "EventFileWriter", Recorder)):
+        monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{name: what}))
+    return call
 
 
-def events(folder):
-    """[(step, {tag: value}, time)] of the one event file."""
-    [name] = os.listdir(folder + "/tensorboard")
-    with open(f"{folder}/tensorboard/{name}", encoding="ascii") as f:
-        return [(event["step"], {v["tag"]: v["simple_value"] for v in event["summary"]["value"]},
-                 event["wall_time"]) for event in map(json.loads, f)]
-
-
-@pytest.fixture(name="stub")
-def stub_of_the_library(monkeypatch):
-    monkeypatch.setattr(tensorboard_log, "import_writer", lambda: (Writer, dict, Summary))
-    return lambda *words: monkeypatch.setattr(sys, "argv", ["tensorboard_log.py", *words])
-
-
-def test_tensorboard(stub, capsys):
+def test_tensorboard(call, capsys):
     """Every number of metrics.jsonl, at the terminal's steps; once, also the second time."""
     made_run("board")
-    stub("board")
     for _ in range(2):
-        tensorboard_log.main()
+        got = call("board")
         assert capsys.readouterr().out == "wrote board/tensorboard: 23 records\n"
-        got = events("board")
-        assert len(got) == 23
-        assert [(k, v["loss/train"]) for k, v, _ in got if "loss/train" in v] == [(k + 1, 10 / (k + 1))
-                                                                                for k in range(20)]
-        assert [(k, v["loss/validation"]) for k, v, _ in got if "loss/validation" in v] == [
-            (k, 11 / (k + 1)) for k in (0, 10, 20)]
-        assert sorted({tag for _, v, _ in got for tag in v}) == [
+        assert [values.get("loss/train") for values in got.steps.values()] == [None] + [
+            10 / (k + 1) for k in range(20)]
+        assert [got.steps[k]["loss/validation"] for k in (0, 10, 20)] == [11, 1, 11 / 21]
+        assert sorted({tag for values in got.steps.values() for tag in values}) == [
             "loss/train", "loss/validation", "speed/ms", "speed/tokens_per_s", "train/lr", "train/norm",
             "train/tokens"]
-        times = [at for _, _, at in got]
-        assert_close([times[-1] - times[0], times[-1]], [0.04, os.stat("board/metrics.jsonl").st_mtime], 1e-3,
-                     "times")
-    stub("nowhere")
-    assert "there is no nowhere/metrics.jsonl" in fails(tensorboard_log.main)
+        assert got.closed and len(got.times) == 23
+        assert len(os.listdir("board/tensorboard")) == 1, "those before are gone"
+        assert_close([got.times[-1] - got.times[0], got.times[-1]],
+                     [0.04, os.stat("board/metrics.jsonl").st_mtime], 1e-3, "times")
+    assert "there is no nowhere/metrics.jsonl" in fails(call, "nowhere")
 
 
-def test_tensorboard_follows(stub, monkeypatch):
+def test_tensorboard_follows(call, monkeypatch):
     """New lines come as they are written; a run that went back to a checkpoint is written anew."""
     made_run("live", 10)
     with open("live/metrics.jsonl", encoding="ascii") as f:
@@ -258,28 +279,24 @@ def test_tensorboard_follows(stub, monkeypatch):
 
     def wait(seconds):                                  # what happens while it waits
         assert 0.5 <= seconds <= 10
-        seen.append([step for step, _, _ in events("live")])
+        seen.append(list(Recorder.last.steps))
         if len(seen) == 1:
-            append("live/metrics.jsonl", lines[5] + lines[6][:7])
+            write("live/metrics.jsonl", lines[5] + lines[6][:7], "a")
         elif len(seen) == 2:
             write("live/metrics.jsonl", "".join(lines[:3]) + '{"step": 3, "loss": 7}\n')
         else:
             raise KeyboardInterrupt
     monkeypatch.setattr(tensorboard_log.time, "sleep", wait)
-    stub("live", "--follow")
-    tensorboard_log.main()
+    call("live", "--follow")
     assert seen == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3]]
 
 
 def test_tensorboard_is_missing():
-    shutil.copytree(os.path.join(ROOT, "dev/data"), "tree/dev/data",
-                    ignore=lambda _, names: [name for name in names if not name.endswith("_log.py")])
-    shutil.copy(os.path.join(ROOT, "dev/venv_python.py"), "tree/dev")
     write("missing/tensorboard.py", "raise ImportError\n")
     made_run("alone", 1)
-    p = subprocess.run([sys.executable, "tree/dev/data/tensorboard_log.py", "alone"], capture_output=True,
-                       text=True, env={**os.environ, "PYTHONPATH": "missing"}, check=False)
-    assert p.returncode == 1 and "scripts/setup.sh tensorboard" in p.stderr and "Trace" not in p.stderr
+    p = subprocess.run([sys.executable, tensorboard_log.__file__, "alone"], text=True, capture_output=True,
+                       env={**os.environ, "PYTHONPATH": "missing"}, check=False)
+    assert p.returncode == 1 and "setup.sh tensorboard" in p.stderr and "Trace" not in p.stderr
 
 
 def test_tensorboard_itself(monkeypatch):

@@ -36,19 +36,25 @@ static inline bool memory_fits(const std::vector<MemoryItem>& plan, const Memory
     return room.free == 0 || memory_total(plan) + room.reserve <= room.free;
 }
 
-// The user's batch. keeps: B cannot become smaller. may_recompute: -r 2 would need less memory.
-struct MemoryBatch { int B, T; bool keeps, may_recompute; };
-
-// plan_of(B): the plan with B rows. Dies if `batch` does not fit, with a hint what would.
-template <class Plan>
-static inline void memory_check(Plan plan_of, const MemoryRoom& room, const MemoryBatch& batch) {
-    if (memory_fits(plan_of(batch.B), room)) { return; }
-    int low = 0, high = batch.B;                // low fits (0 without a check), high does not
+// The largest B up to `most` that fits; 0: none does. plan_of(B): the plan with B rows.
+template <class Plan> static inline int memory_largest(Plan plan_of, const MemoryRoom& room, int most) {
+    int low = 0, high = most + 1;               // low fits (0 without a check), high does not or is too many
     while (high - low > 1) {
         const int mid = low + (high - low) / 2;
         (memory_fits(plan_of(mid), room) ? low : high) = mid;
     }
-    std::string hint = low > 0 ? format("the largest micro-batch that fits is -b %d", low)
+    return low;
+}
+
+// The user's batch. keeps: B cannot become smaller. may_recompute: -r 2 would need less memory.
+struct MemoryBatch { int B, T; bool keeps, may_recompute; };
+
+// Dies if `batch` does not fit, with a hint what would.
+template <class Plan>
+static inline void memory_check(Plan plan_of, const MemoryRoom& room, const MemoryBatch& batch) {
+    if (memory_fits(plan_of(batch.B), room)) { return; }
+    const int largest = memory_largest(plan_of, room, batch.B - 1);
+    std::string hint = largest > 0 ? format("the largest micro-batch that fits is -b %d", largest)
                                : std::string("not even -b 1 fits: choose a smaller model or -t");
     if (batch.keeps) { hint = "a resumed run keeps its -b: more GPUs with -zs 1 or 2 share its state out"; }
     if (batch.may_recompute) { hint += "; -r 2 needs less memory"; }

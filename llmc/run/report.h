@@ -45,15 +45,9 @@ struct Report {
     std::string gpu = "";                       // telemetry for the next line
 };
 
-// Dense BF16 and FP16 FLOP/s with sums in fp32, from NVIDIA's data sheets; 0: not known.
-static inline double gpu_peak(const std::string& name) {
-    const struct { const char* part; double tflops; } rows[] = {
-        {"A100", 312}, {"H100 PCIe", 756}, {"H100 NVL", 835}, {"H100", 989}, {"H200 NVL", 835}, {"H200", 989},
-        {"RTX 4090", 165}};
-    for (const auto& row : rows) {
-        if (name.find(row.part) != std::string::npos) { return row.tflops * 1e12; }
-    }
-    return 0.0;
+// Of a token, forward and backward, as llm.c counts: attention is causal, so half of 12*L*C*T.
+static inline double step_flops(const Config& c, double parameters, int T) {
+    return 6.0 * parameters + 6.0 * (double)c.L * c.C * T;
 }
 
 static inline std::string duration_text(double seconds) {

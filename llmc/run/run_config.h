@@ -71,6 +71,8 @@ struct RunConfig {
     Kernels kernels;
     CommOptions comm;
     int comm_init;
+    const char* plan;
+    double price;
     int zero, lanes, check_ranks;
     Reduction reduction;
 
@@ -246,6 +248,11 @@ static const Flag kFlags[] = {
     {"",    "verbose",         FLAG_INT,    &run.verbose,        "0",       -1, 1, nullptr,
         "1: at the start also the settings by default and what takes the memory; -1: on stdout steps, "
         "validation losses, samples and saved checkpoints alone", FLAG_NOW},
+    {"",    "plan",            FLAG_STRING, &run.plan,           "",        0, 0, nullptr,
+        "train nothing: print the memory, the largest -b and the time that the run would take on this kind "
+        "of GPU (A100, H100, H200, 4090; auto: the one here)", FLAG_NOW},
+    {"",    "price",           FLAG_FLOAT,  &run.price,          "0",       0, 1e6, nullptr,
+        "--plan: dollars for an hour of one GPU", FLAG_NOW},
     {"",    "start-timeout",   FLAG_INT,    &run.comm.start_timeout_s, "120", 1, 86400, nullptr,
         "seconds that ranks wait for each other at the start", FLAG_NOW},
 };
@@ -269,7 +276,7 @@ static const std::vector<FlagGroup> kFlagGroups = {
     {"validation, text and checkpoints", "val-every sample-every prompt checkpoint-every verbose",
      "val-batches evaluate eval-data eval-every sample-tokens num-samples temperature top-k top-p chat keep "
      "major-every log-every"},
-    {"memory and several GPUs", "recompute gpus zero-stage",
+    {"memory and several GPUs", "recompute gpus zero-stage plan price",
      "master-weights grad-dtype process-init process-server process-folder processes process-rank "
      "gpus-per-node start-timeout"},
     {"for measuring and debugging", "",
@@ -569,6 +576,9 @@ static inline void config_check(Config* c, bool is_descriptor, const Build& buil
     run.max_steps = max_steps_of(run.max_steps_text);
     if (run.output_dir[0] == '\0' && (run.resume || run.on_bad_loss == OnBadLoss::Rewind)) {
         die("%s needs -o, the run's folder", run.resume ? "-y 1" : "--on-bad-loss rewind");
+    }
+    if (run.plan[0] != '\0' && (run.max_steps == 0 || run.resume)) {
+        die("--plan is for training that begins: leave %s out", run.resume ? "-y 1" : "-x 0");
     }
     if (run.chat && run.max_steps != 0) { die("--chat needs -x 0: it does not train"); }
     if (run.max_steps == 0 && run.output_dir[0] != '\0') {

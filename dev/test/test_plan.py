@@ -1,0 +1,48 @@
+"""--plan: memory and time of a run on a GPU that need not be here.
+
+    pytest dev/test/test_plan.py
+"""
+import re
+
+import pytest
+
+from trainer import refused, run_ok
+
+pytestmark = pytest.mark.cpu_only
+
+# ms a step, measured on H200s (docs/performance.md, dev/bench/scaling.md)
+MEASURED = [("d12", 64, 1, 106.2), ("d12", 4, 1, 8.85), ("d24", 48, 1, 214.0), ("d36", 32, 1, 306.5),
+            ("d48", 16, 1, 309.1), ("d12", 64, 2, 110.5), ("d48", 16, 2, 313.8)]
+
+
+def plan(model, batch, gpu="H200", **flags):
+    names = {"-" + name if len(name) < 3 else "--" + name: value for name, value in flags.items()}
+    return run_ok({"-e": model, "-t": 1024, "-b": batch, "--plan": gpu, **names}).out
+
+
+@pytest.mark.parametrize("model, batch, gpus, measured", MEASURED)
+def test_time(model, batch, gpus, measured):
+    out = plan(model, batch, gpus=gpus, zs=1 if gpus > 1 else 0)
+    planned = float(re.search(r"^speed: about ([\d.]+) ms a step", out, re.M)[1])
+    assert abs(planned / measured - 1) < 0.05
+
+
+def test_memory_and_cost():
+    """The CUDA program in BF16 takes 27.095 GiB for 124M; 10B tokens take 4.5 hours."""
+    out = plan("d12", 64, x=19073, z=524288, price=2)
+    memory = float(re.search(r"^memory: ([\d.]+) GiB", out, re.M)[1])
+    one_lane = float(re.search(r"^memory: ([\d.]+) GiB", plan("d12", 64), re.M)[1])
+    assert abs(one_lane / 27.095 - 1) < 0.01 and memory > one_lane
+    hours, cost = re.search(r"^time: about ([\d.]+) hours for 10B tokens, \$([\d.]+) at", out, re.M).groups()
+    assert abs(2 * float(hours) - float(cost)) < 0.02 and abs(float(hours) / 4.5 - 1) < 0.05
+    small = plan("d12", 64, gpu="4090")
+    most = int(re.search(r"^-b 64 does not fit; the largest that fits is -b (\d+)$", small, re.M)[1])
+    assert "fits; the largest" in plan("d12", most, gpu="rtx 4090")
+    assert "does not fit" in plan("d12", most + 1, gpu="4090")
+
+
+@pytest.mark.parametrize("flags, words", [
+    ({"--plan": "TPU"}, ["--plan TPU", "H200"]), ({"--plan": "auto"}, ["--plan auto", "H200"]),
+    ({"--plan": "H200", "-x": 0}, ["--plan", "-x 0"]), ({"--plan": "H200", "-y": 1, "-o": "r"}, ["-y 1"])])
+def test_refusals(flags, words):
+    refused(flags, *words)
