@@ -54,7 +54,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/data/dataloader.h"    // gives: DataLoader
 #include "llmc/data/evalloader.h"    // gives: EvalSet
 #include "llmc/data/tokenizer.h"     // gives: Tokenizer
-#include "llmc/data/sampler.h"       // gives: sample_token
+#include "llmc/data/sampler.h"       // gives: Sampling, sample_weight, sample_target
 #include "llmc/run/schedulers.h"     // gives: lr_at
 #include "llmc/run/run_config.h"     // gives: run, kFlags, run_task, run_given, config_check
 #include "llmc/run/run_folder.h"     // gives: find_resumed, folder_resolve, run_folder_check

@@ -9,7 +9,7 @@ GPT-2's byte-level BPE, text to token ids and back, and the byte tokenizer (V=25
     tokenizer_free(&tok);
 
 A Tokenizer does not change after init, so threads share one. dev/data/tokenizer_tool.h has what `tokenize`
-needs for much text.
+needs for much text and for long pieces.
 
 Encoding has two steps. The text is cut into pieces by GPT-2's pattern, here a scanner written by hand:
     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
@@ -22,10 +22,9 @@ bytes decodes exactly. No text becomes the end-of-text token: the caller adds it
 #ifndef LLMC_DATA_TOKENIZER_H
 #define LLMC_DATA_TOKENIZER_H
 
-#include <stddef.h>     // gives: ptrdiff_t
 #include <stdint.h>     // gives: uint32_t, uint64_t
 #include <stdio.h>      // gives: FILE
-#include <string.h>     // gives: memcpy
+#include <string.h>     // gives: memset
 #include <unistd.h>     // gives: readlink
 
 #include <algorithm>    // gives: std::push_heap
@@ -206,7 +205,7 @@ static inline size_t tokenizer_merge_short(const Tokenizer* tok, uint32_t* ids, 
 // differs from merged[position].
 static inline size_t tokenizer_merge_long(const Tokenizer* tok, uint32_t* ids, size_t n) {
     std::vector<uint32_t> merged(n, kNoMerge);
-    std::vector<uint32_t> next(n), prev(n);     // 32 bits suffice: n is a window's length
+    std::vector<uint32_t> next(n), prev(n);     // 32 bits suffice for a prompt or a window
     std::vector<uint64_t> heap;         // merged << 48 | position
     auto look = [&](size_t i) {
         merged[i] = next[i] < n ? tokenizer_pair(tok, ids[i], ids[next[i]]) : kNoMerge;
@@ -253,78 +252,7 @@ static inline void tokenizer_merge(const Tokenizer* tok, const uint8_t* bytes, s
     out.resize(start + left);
 }
 
-// ---- merging long pieces in windows ----
-// A merge looks at two neighbours only, so a long piece can be merged in overlapping windows. Call a row of
-// tokens stable if merging its bytes gives exactly this row.
-//  1. Any part of a stable row is stable. No merge crossed its two ends, so its bytes alone would have made
-//     the merges inside it, in the same order.
-//  2. A row is stable if every two neighbours in it are. Otherwise merging its bytes has a first merge across
-//     the boundary of two tokens. Until then each of the two had only merges of its own. So these two
-//     neighbours alone would have come to this merge, too, and were not stable.
-// Let two stable rows overlap and share one token (equal bytes at one position). Then the first row up to
-// that token and the second row from there form one stable row.
-
-// Bytes that a window shares with the window before, and bytes that it adds: most windows are short pieces
-// then. If they share no token (a token may have 128 bytes), both numbers grow, and shrink again later.
-static const size_t kOverlap = 16, kAdvance = 40;
-
-struct TokenizerRow {               // a stable row of tokens, from the first byte of a piece
-    std::vector<uint32_t>* ids;
-    size_t first, end;              // the row is ids[first..]; the byte where it ends
-    size_t overlap;                 // bytes that the next window shares with the row
-};
-
-// Steps back over the last tokens, at least `bytes` bytes if the row has them. Returns the index of the token
-// where it stops, and the byte where that token begins in *at.
-static inline size_t tokenizer_step_back(const Tokenizer* tok, const TokenizerRow& row, size_t bytes,
-                                         size_t* at) {
-    size_t i = row.ids->size();
-    *at = row.end;
-    while (i > row.first && row.end - *at < bytes) { *at -= tok->bytes[(*row.ids)[--i]].size(); }
-    return i;
-}
-
-// Token i of row a and token j of row b begin at one byte. Moves i and j on to the first shared token, or
-// returns false.
-static inline bool tokenizer_common(const Tokenizer* tok, const std::vector<uint32_t>& a, size_t* i,
-                                    const std::vector<uint32_t>& b, size_t* j) {
-    size_t at_a = 0, at_b = 0;
-    while (*i < a.size() && *j < b.size()) {
-        if (at_a == at_b && a[*i] == b[*j]) { return true; }
-        bool move_a = at_a <= at_b, move_b = at_b <= at_a;
-        if (move_a) { at_a += tok->bytes[a[(*i)++]].size(); }
-        if (move_b) { at_b += tok->bytes[b[(*j)++]].size(); }
-    }
-    return false;
-}
-
-// Merges one more window of the piece's n bytes. part: scratch for its tokens.
-static inline void tokenizer_extend(const Tokenizer* tok, const uint8_t* piece, size_t n, TokenizerRow* row,
-                                    std::vector<uint32_t>& part) {
-    size_t end = std::min(n, row->end + row->overlap * kAdvance / kOverlap);
-    for (;; row->overlap *= 2) {
-        size_t from, i = tokenizer_step_back(tok, *row, row->overlap, &from), j = 0;
-        part.clear();
-        tokenizer_merge(tok, piece + from, end - from, part);
-        bool whole = i == row->first;           // the window begins with the row and replaces it
-        if (!whole && !tokenizer_common(tok, *row->ids, &i, part, &j)) { continue; }
-        row->ids->resize(i);
-        row->ids->insert(row->ids->end(), part.begin() + (ptrdiff_t)j, part.end());
-        row->end = end;
-        row->overlap = std::max(kOverlap, row->overlap - row->overlap / 16);
-        return;
-    }
-}
-
 // ---- encode, decode ----
-
-static inline void tokenizer_encode_piece(const Tokenizer* tok, const uint8_t* piece, size_t n,
-                                          std::vector<uint32_t>& out) {
-    if (n <= kShortPiece) { tokenizer_merge(tok, piece, n, out); return; }
-    TokenizerRow row = {&out, out.size(), 0, kOverlap};
-    std::vector<uint32_t> part;
-    while (row.end < n) { tokenizer_extend(tok, piece, n, &row, part); }
-}
 
 // Appends the ids of text to out.
 static inline void tokenizer_encode(const Tokenizer* tok, const char* text, size_t len,
@@ -332,7 +260,7 @@ static inline void tokenizer_encode(const Tokenizer* tok, const char* text, size
     const uint8_t* s = (const uint8_t*)text;
     for (size_t i = 0, n; i < len; i += n) {
         n = tokenizer_piece(tok, s + i, len - i);
-        tokenizer_encode_piece(tok, s + i, n, out);
+        tokenizer_merge(tok, s + i, n, out);
     }
 }
 

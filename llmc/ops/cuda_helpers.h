@@ -16,7 +16,7 @@ function per instruction of the tensor cores and copy engines. No kernel. The in
 #include <stdint.h>             // gives: uint32_t
 #include <string.h>             // gives: memcpy
 
-#include <type_traits>          // gives: std::true_type, std::integral_constant
+#include <type_traits>          // gives: std::is_same
 
 #include "op_types.h"           // gives: Accumulate, Grad
 #include "../rand.h"            // gives: RoundKey, round_block, bf16_encode_dithered
