@@ -27,6 +27,7 @@ l, and h for a head; bt is b*T+t.
 */
 
 // == 1 includes ==
+#include <assert.h>     // gives: assert
 #include <float.h>      // gives: FLT_MAX
 #include <limits.h>     // gives: INT_MAX, PATH_MAX
 #include <math.h>       // gives: sqrtf, isfinite
@@ -46,7 +47,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/numbers.h"            // gives: ceil_div, round_up
 #include "llmc/model/model_config.h" // gives: Config, descriptor_config
 #include "llmc/model/lanes.h"        // gives: lane_buffer, lane_buffers, lane_merges, lane_part
-#include "llmc/model/layout.h"       // gives: ParamSpec, ActSpec, Layout, param_address
+#include "llmc/model/layout.h"       // gives: ParamSpec, ActSpec, Layout, Places, param_address
 #include "llmc/model/memory_plan.h"  // gives: MemoryItem, memory_fits, memory_check, memory_print
 #include "llmc/model/muon_plan.h"    // gives: MuonShare, muon_share, muon_shapes
 #include "llmc/ops/ops.h"            // gives: GPT2_OPS, each op's arguments, Grad, UpdateState, ChunkRange
@@ -461,12 +462,8 @@ static size_t encoder_backward_scratch_bytes(int B, int T, int C) {
 static void encoder_backward(const EncoderBackward<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     const int B = a.B, T = a.T, maxT = a.maxT, C = a.C;
-    if (a.dwte.is_bf16) {
-        die("encoder_backward adds to rows of dwte: bf16 must be rounded as a whole, by grad_accumulate");
-    }
-    if (a.dwte.acc != Accumulate::Yes) {
-        die("encoder_backward only adds to dwte: the LM head has stored its part before");
-    }
+    assert(!a.dwte.is_bf16);                        // bf16 is rounded once, by grad_accumulate
+    assert(a.dwte.acc == Accumulate::Yes);          // the LM head has stored its part before
     check_width(a, C);
     const int threads = std::min(round_up(ceil_div(C, kWidth), kWarp), kEncoderThreads);
     const int slabs = ceil_div(C, threads * kWidth);    // blocks side by side along a row
@@ -1059,10 +1056,7 @@ static void norm_backward(const NormBackwardX& a, Stream stream) {
     const int norms = a.y[1].dout ? 2 : 1;
     const int branches = a.branch[1].dout || a.branch[1].dbias.data ? 2 : 1;
     const bool fp32 = kLowPrecision && a.residual_fp32, one = norms == 1 && branches == 1;
-    for (int i = 0; i < branches; i++) {
-        if (!fp32 || a.branch[i].dout) { continue; }
-        die("norm_backward: branch %d beside a stream in fp32 needs a dout", i);
-    }
+    for (int i = 0; i < branches; i++) { assert(!fp32 || a.branch[i].dout); }
     const auto run = ceil_div(a.C, kWidth) > kNormMaxThreads ? norm_backward_long
                      : fp32 ? (one ? norm_backward_launch<1, float> : norm_backward_launch<2, float>)
                             : (one ? norm_backward_launch<1, floatX> : norm_backward_launch<2, floatX>);
@@ -1272,14 +1266,12 @@ constexpr int kClassifierThreads = 1024, kClassifierVectors = 7;
 constexpr float kLowest = -FLT_MAX / 4;
 
 // The largest element. NaN is ignored here; the sum of exp() keeps it.
-__device__ __forceinline__ float pack_max(const Pack<float>& x) {
-    float top = x.data[0];
-    for (int k = 1; k < kWidth; k++) { top = fmaxf(top, x.data[k]); }
-    return top;
-}
-template <class Half> __device__ __forceinline__ float pack_max(const Pack<Half>& x) {
-    Half top = x.data[0];
-    for (int k = 1; k < kWidth; k++) { top = __hmax(top, x.data[k]); }
+template <class T> __device__ __forceinline__ float pack_max(const Pack<T>& x) {
+    T top = x.data[0];
+    for (int k = 1; k < kWidth; k++) {
+        if constexpr (sizeof(T) == 4) { top = fmaxf(top, x.data[k]); }
+        else { top = __hmax(top, x.data[k]); }
+    }
     return (float)top;
 }
 
@@ -1685,14 +1677,6 @@ static dim3 update_blocks(const char* op, size_t n, size_t first, int rows) {
 // PyTorch's AdamW rounds (its foreach form), constants taken in double: from equal gradients, equal weights.
 // A launch for each kind of bucket, of all layers at once; p is the master copy, or the parameter itself
 // (fp32), or the 16-bit parameter, rounded stochastically. Gaps between tensors are zeros and stay zeros.
-__device__ inline double power(double x, long long n) {     // x^n by squaring: the same bits on every GPU
-    double result = 1.0;
-    for (; n > 0; n /= 2, x *= x) {
-        if (n % 2 == 1) { result *= x; }
-    }
-    return result;
-}
-
 // Param: floatX or float.
 template <class Param, bool kGradsBf16, bool kMaster>
 __global__ void __launch_bounds__(kUpdateThreads) adamw_kernel(AdamW<floatX, float> a) {
@@ -3249,13 +3233,9 @@ constexpr size_t kMmaBytes = std::max({sizeof(MmaShared<1, kHS, typename MmaShap
 // The head size of the mma.sync kernels that serve HS here: the next multiple of 32. 0: there are none.
 static int mma_head_size(int HS) {
     const int size = round_up(HS, 32);
-    if (HS % kWidth != 0 || (sizeof(floatX) == 4 && !use_tf32)) { return 0; }
-    const size_t bytes = size == 32    ? kMmaBytes<32>
-                         : size == 64  ? kMmaBytes<64>
-                         : size == 96  ? kMmaBytes<96>
-                         : size == 128 ? kMmaBytes<128>
-                                       : SIZE_MAX;
-    return bytes <= shared_memory_limit() ? size : 0;
+    if (size > 128 || HS % kWidth != 0 || (sizeof(floatX) == 4 && !use_tf32)) { return 0; }
+    const size_t bytes[] = {kMmaBytes<32>, kMmaBytes<64>, kMmaBytes<96>, kMmaBytes<128>};
+    return bytes[size / 32 - 1] <= shared_memory_limit() ? size : 0;
 }
 
 // The name of the form that runs here, for the printed line.
@@ -3629,25 +3609,6 @@ struct SampleRow {                      // as a block sees it
     }
 };
 
-// x of this thread and those before it, and of the whole block.
-struct BlockScan { unsigned long long upto, total; };
-__device__ __forceinline__ BlockScan block_scan(unsigned long long x, unsigned long long* shared /*(32)*/) {
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    for (int d = 1; d < kWarp; d *= 2) {
-        const unsigned long long other = __shfl_up_sync(0xFFFFFFFFu, x, d);
-        x += lane >= d ? other : 0ull;
-    }
-    if (lane == kWarp - 1) { shared[warp] = x; }
-    __syncthreads();
-    BlockScan scan = {x, 0};
-    for (int w = 0; w < (int)blockDim.x / kWarp; w++) {
-        scan.upto += w < warp ? shared[w] : 0ull;
-        scan.total += shared[w];
-    }
-    __syncthreads();            // the next call may write `shared`
-    return scan;
-}
-
 __global__ void __launch_bounds__(kSampleThreads, 1) sample_tokens_kernel(SampleTokens<floatX, float> a) {
     __shared__ unsigned long long shared[kWarp];
     decode_await_last();
@@ -3835,16 +3796,6 @@ struct GPT2 {
 };
 
 static size_t decoder_bytes(const Config& c, int T, int rows);     // section 9: what writing texts needs
-
-// Places arrays one behind the other. Addresses are numbers: for sizes alone, the base is null.
-struct Places {
-    uintptr_t base, at = base;
-    template <class T> void take(T** array, size_t elems) {
-        *array = (T*)at;
-        at += round_up(elems * sizeof(T), kAlign);
-    }
-    size_t bytes() const { return at - base; }
-};
 
 static Inputs inputs_layout(char* base, int B, int T) {
     const size_t N = (size_t)B * T;
@@ -4114,8 +4065,7 @@ static void gpt2_set_param(GPT2* model, int i, int l, const float* values /*(ele
     std::vector<floatX> rounded;
     const void* data = values;
     if (s.elem_bytes != sizeof(float)) {
-        rounded.resize(s.elems);
-        for (size_t k = 0; k < s.elems; k++) { rounded[k] = (floatX)values[k]; }
+        rounded.assign(values, values + s.elems);
         data = rounded.data();
     }
     copy_to_device(gpt2_param_data(model, i, l), data, s.elems * s.elem_bytes, model->stream);

@@ -180,29 +180,9 @@ static inline size_t tokenizer_piece(const Tokenizer* tok, const uint8_t* s, siz
 
 // ---- merging ----
 
-// Up to this length a search through all pairs, n^2 steps, is faster than a heap, n log n.
-static const size_t kShortPiece = 64;
-
-// Merges ids[0..n) in place and returns how many are left. n <= kShortPiece.
-static inline size_t tokenizer_merge_short(const Tokenizer* tok, uint32_t* ids, size_t n) {
-    uint32_t merged[kShortPiece];       // merged[i]: the token of ids[i] and ids[i+1]
-    for (size_t i = 0; i + 1 < n; i++) { merged[i] = tokenizer_pair(tok, ids[i], ids[i + 1]); }
-    merged[n - 1] = kNoMerge;
-    for (;;) {
-        size_t best = 0;
-        for (size_t i = 1; i < n; i++) { if (merged[i] < merged[best]) { best = i; } }
-        if (merged[best] == kNoMerge) { return n; }
-        ids[best] = merged[best];
-        n--;
-        for (size_t i = best + 1; i < n; i++) { ids[i] = ids[i + 1]; merged[i] = merged[i + 1]; }
-        merged[best] = best + 1 < n ? tokenizer_pair(tok, ids[best], ids[best + 1]) : kNoMerge;
-        if (best > 0) { merged[best - 1] = tokenizer_pair(tok, ids[best - 1], ids[best]); }
-    }
-}
-
-// Merges ids[0..n) for any n. The remaining tokens form a doubly linked list. A heap holds (merged id,
-// position), so the lowest id and then the leftmost pair come first. An entry is outdated, and dropped, if it
-// differs from merged[position].
+// Merges ids[0..n) in place and returns how many are left. The remaining tokens form a doubly linked list. A
+// heap holds (merged id, position), so the lowest id and then the leftmost pair come first. An entry is
+// outdated, and dropped, if it differs from merged[position].
 static inline size_t tokenizer_merge_long(const Tokenizer* tok, uint32_t* ids, size_t n) {
     std::vector<uint32_t> merged(n, kNoMerge);
     std::vector<uint32_t> next(n), prev(n);     // 32 bits suffice for a prompt or a window
@@ -241,15 +221,13 @@ static inline size_t tokenizer_merge_long(const Tokenizer* tok, uint32_t* ids, s
     return left;
 }
 
-// Appends the ids of n bytes, merged as one piece.
+// Appends the ids of n bytes, merged as one piece. merge: merges ids in place and returns how many are left.
+typedef size_t (*TokenizerMerge)(const Tokenizer* tok, uint32_t* ids, size_t n);
 static inline void tokenizer_merge(const Tokenizer* tok, const uint8_t* bytes, size_t n,
-                                   std::vector<uint32_t>& out) {
-    size_t start = out.size();
-    out.resize(start + n);
-    uint32_t* ids = &out[start];
-    for (size_t i = 0; i < n; i++) { ids[i] = tok->byte_id[bytes[i]]; }
-    size_t left = n <= kShortPiece ? tokenizer_merge_short(tok, ids, n) : tokenizer_merge_long(tok, ids, n);
-    out.resize(start + left);
+                                   std::vector<uint32_t>& out, TokenizerMerge merge = tokenizer_merge_long) {
+    const size_t start = out.size();
+    for (size_t i = 0; i < n; i++) { out.push_back(tok->byte_id[bytes[i]]); }
+    out.resize(start + merge(tok, &out[start], n));
 }
 
 // ---- encode, decode ----
