@@ -5539,7 +5539,7 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
     const char* each = comm.world > 1 ? "on each rank " : "";
     say("data: %lld training tokens (%lld rows of %d)\n"
         "batch: %lld tokens a step; %s%d rows at once, micro-steps a step: %d\n"
-        "schedule: %lld steps, %.3g epochs; learning rate %g, %s, warm-up %lld steps\n",
+        "schedule: %lld steps, %.3g epochs; lr %g, %s, warm-up %lld steps\n",
         (long long)t->train_loader.tokens, (long long)rows, run.T, (long long)run.total_batch, each, run.B,
         rank_micro_steps(), (long long)run.max_steps,
         (double)run.max_steps * (double)run.total_batch / ((double)rows * run.T), run.lr,
@@ -5632,8 +5632,7 @@ static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t st
     }
     const float loss = (float)sum;
     DiskWait disk(step);
-    printf("val loss %s\n", logger_number("%.6f", loss).c_str());
-    fflush(stdout);
+    report_val(*logger, run_task() == Task::Train ? step : -1, loss);
     logger_val(logger, step, loss);
     if (isfinite(loss)) { return true; }
     warn("the validation loss is not finite: the weights hold NaN or far too large numbers");
@@ -5740,6 +5739,7 @@ static void reports_init(Reports* r, const GPT2& model, const DeviceInfo& device
                                     model.T);
     const GpuKind* gpu = gpu_kind(device.name);
     r->report.peak_speed = kLowPrecision && gpu ? gpu->tflops * 1e12 * comm.world / flops : 0.0;
+    r->report.sparks = progress_utf8();
     progress_start();
 }
 

@@ -138,5 +138,6 @@ others=$(printf '%s\n' "${table[@]}" | grep -v -E '^(build|test|missing) ')
 if [ -n "$others" ] && grep -q "^sha256: $(python3 dev/test/gpus.py)$" $results; then
     printf '\ndev/gpu.sh, %s\n%s\n' "$(date -u +%Y-%m-%d)" "$others" >>$results
 fi
+python3 dev/test/status.py --write
 echo "$passed passed, $failed failed, $skipped skipped"
 [ $failures = 0 ]

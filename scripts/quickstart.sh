@@ -93,5 +93,3 @@ awk -v first="$first" -v val="$val" -v bigram="$bigram" 'BEGIN {
     if (!learned) { print "error: it should be below that, and at least 1 below the start" > "/dev/stderr" }
     exit !learned
 }'
-echo "$run: \`./$trainer eval $run\` evaluates it, \`./$trainer sample $run --prompt TEXT\` writes, and" \
-    "\`python3 dev/data/plot_log.py $run\` draws it"

@@ -32,7 +32,7 @@ loss)
     for block in $blocks; do
         $train -e d12 -b 64 -t 1024 -x "$steps" -l 6e-4 -u $((steps / 10)) -c 0.1 -v 100 -m 20 -s 0 \
             --block "$block" -i "${prefix}_train*.bin" -j "${prefix}_val*.bin" >build/bench.log
-        echo "$block: $(grep '^val loss' build/bench.log | sed 's/val loss //' | tr '\n' ' ')"
+        echo "$block: $(sed -n 's/^val loss \([^ ]*\).*/\1/p' build/bench.log | tr '\n' ' ')"
     done
     ;;
 *)

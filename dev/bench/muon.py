@@ -107,7 +107,7 @@ def loss_run(args, flags, stored):
     if words in stored:
         return stored[words]
     out, seconds = trainer(args, flags)
-    losses = [float(x) for x in re.findall(r"^val loss (\S+)$", out, re.M)]
+    losses = [float(x) for x in re.findall(r"^val loss (\S+)", out, re.M)]
     ms = statistics.mean([float(x) for x in re.findall(r"\| ([\d.]+) ms \|", out)][1:])
     run = {"flags": words, "losses": losses, "ms": ms, "seconds": seconds}
     if args.results:

@@ -159,7 +159,7 @@ class Size:
     def loss(self, args):
         out = run(trainer(args, "FP32", "-e", self.path("model.bin"), "-x", 0, "-j", self.path("val.bin"),
                           "-b", 1, "-m", 2, "-t", self.dims.maxT - 1))
-        return float(re.search(r"^val loss (\S+)$", out, re.M)[1])
+        return float(re.search(r"^val loss (\S+)", out, re.M)[1])
 
     def text_of(self, args):
         command = trainer(args, "FP32", "-e", self.path("model.bin"), "-x", 0, "--prompt", PROMPT,
@@ -481,7 +481,7 @@ def check_race(args):
         for who, model in (("ours", our_model), ("PyTorch", their_model)):
             asked = run(trainer(args, args.precisions[-1], "-e", model, "-x", 0, "-j",
                                 args.data + "_val*.bin", "-b", args.rows, "-t", args.length, "-m", 16))
-            val.append(float(re.search(r"^val loss (\S+)$", asked, re.M)[1]))
+            val.append(float(re.search(r"^val loss (\S+)", asked, re.M)[1]))
             f.write(f"== {who}, after {args.steps} steps, validation loss {val[-1]}\n")
             f.write(f"-- {PROMPT} ...\n")
             f.write(run(trainer(args, args.precisions[-1], "-e", model, "-x", 0, "--prompt", PROMPT,

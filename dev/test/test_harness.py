@@ -13,8 +13,9 @@ import sys
 import pytest
 
 import gpus
+import status
 import test_programs
-from checks import NAMES, ROOT, write
+from checks import NAMES, ROOT, read, write
 
 
 def names_of(path):
@@ -90,6 +91,21 @@ def test_gpu_results():
     gpus.write_results({"cli FP16": (1, 0, 0)}, "other sources", "results")
     text = open("results", encoding="utf-8").read()
     assert "memcheck" not in text and "BF16" not in text, "those of other sources go"
+
+
+def test_status():
+    """The table is of two committed files alone, so no change of the sources makes the page an old one."""
+    page = read(status.PAGE).decode()
+    assert status.with_table(page, status.table()) == page, "python3 dev/test/status.py --write"
+    gpus.write_results({"cli BF16": (5, 0, 1), "cli FP32": (6, 0, 0), "ranks BF16, 2 GPUs": (7, 1, 0)},
+                       "0123456789abcdef", "for_status")
+    write("by_hand", "# what\nsanitizers | no errors | 2026-11-22 | H200 | make sanitize\n")
+    rows = status.table("for_status", "by_hand").splitlines()
+    assert "hash 0123456789ab." in rows[0]
+    assert [row.split(" | ")[:2] for row in rows[4:]] == [
+        ["| cli", "BF16 5/0/1, FP32 6/0/0"], ["| ranks, 2 GPUs", "BF16 7/1/0"], ["| sanitizers", "no errors"]]
+    page = "# A\n" + status.BEGIN + "old" + status.END + "more\n"
+    assert status.with_table(page, "new\n") == page.replace("old", "new\n")
 
 
 def test_report_without_a_gpu():

@@ -394,10 +394,11 @@ static void test_memory_plan() {
         check_dies("none fits", [&] { check(1100, {8, 64, false, false}); }, {"not even -b 1 fits"});
         check_dies("a resumed run", [&] { check(1350, {8, 64, true, false}); }, {"keeps its -b"});
         for (const bool items : {false, true}) {
-            const std::string largest = items ? "; the largest: b 3.000, a 1.000, c 1.000" : "";
+            const std::string largest = items ? "           3.000  b\n           1.000  a\n"
+                                                "           1.000  c\n" : "";
             const std::vector<MemoryItem> plan = {{"a", 1 << 20}, {"b", 3 << 20}, {"c", 1 << 20}};
             check_lives("a plan", [=] { memory_print(plan, items); },
-                        "memory: 5.000 MiB in all" + largest + "\n");
+                        "memory: 5.000 MiB in all\n" + largest);
         }
     }
 }
@@ -1421,7 +1422,9 @@ static void test_logger_go_back() {
     log_steps(&log, 10, 25);
     const std::string all = read_text(main_log), all_metrics = read_text(metrics);
     TEST("logger: a run goes on after a step") {
+        log.best_val = 4, log.best_step = 20;               // of the steps that go
         logger_go_back(&log, 10);                           // in the same process,
+        CHECK(log.best_val == 5, "the best is %g, of a step that is gone", log.best_val);
         CHECK(read_text(main_log) == ten && read_text(metrics) == ten_metrics, "later lines are there");
         CHECK(read_text(cut) == all && read_text(metrics + ".cut") == all_metrics, "and are not kept");
         log_steps(&log, 10, 12);
@@ -1436,6 +1439,8 @@ static void test_logger_go_back() {
     }
     TEST("logger: a later checkpoint can be read again") {
         log = reopened(20);
+        CHECK(log.best_val == 5 && log.best_step == 0, "the best is %g, of step %lld", log.best_val,
+              (long long)log.best_step);
         const std::string twenty = all.substr(0, all.find("s:20 "));
         CHECK_TEXT(read_text(main_log), twenty);
         CHECK(all_metrics.find(read_text(metrics)) == 0 && read_text(metrics).size() > ten_metrics.size(),
@@ -1549,7 +1554,7 @@ static void test_logger_pipes() {
 // ---- report.h: what a terminal is told of the steps ----
 
 static void test_report() {
-    TEST("report: durations, lines of means, skipped updates") {
+    TEST("report: durations, lines of means, validations, skipped updates") {
         const struct { double seconds; const char* text; } rows[] = {
             {0, "0:00:00"}, {59.4, "0:00:59"}, {59.5, "0:01:00"}, {3599.9, "1:00:00"}, {360000, "100:00:00"}};
         for (const auto& row : rows) {
@@ -1570,8 +1575,17 @@ static void test_report() {
             r.begun_s = progress_now() - 61;
             report_end(r, 2.5, 2);
             r.peak_speed = 2000, r.max_steps = 18865;
-            report_add(&r, {9999, 10.5, 6e-4, 12.345, 0, 1000, 0});
+            report_add(&r, {9999, 10.5, 6e-4, 12.345, 10000000, 1000, 0});
             report_line(&r);
+            r.first = 7;
+            report_end(r, INFINITY, 0);
+            Logger log;
+            const double vals[] = {3, 1, 2, NAN};
+            for (int step = 0; step < 4; step++) {
+                report_val(log, step, vals[step]);
+                logger_val(&log, step, vals[step]);
+            }
+            report_val(Logger(), -1, 800);
             UpdateState u = {};
             u.norm = 7, u.loss_score = 8, u.norm_score = 9;
             for (int skip : {SKIP_NO, SKIP_NOT_FINITE, SKIP_LOSS, SKIP_NORM}) {
@@ -1583,14 +1597,37 @@ static void test_report() {
               "step 2/10 | loss 4.000000  | lr 2.50e-01 | norm 1.00  | 5000.0 ms | 200 tok/s | ETA 0:00:08\n"
               "0:00:11\n"
               "step 3/10 | loss nan       | lr 1.67e-01 | norm 4.00  | 2000.0 ms | 500 tok/s | ETA 0:00:11\n"
-              "end: loss nan, best validation loss 2.500000 after step 2\n"
+              "end: loss nan, best validation loss 2.500000 @2\n"
               "3000 tokens in 0:01:01\n"
               "mean step time 1500.0 ms, 667 tokens/s over 2 steps\n"
               "step 10000/18865 | loss 10.500000 | lr 6.00e-04 | norm 12.35 | 1000.0 ms | 1000 tok/s | "
-              "MFU 50.0%\n",
+              "MFU 50.0%\n"
+              "end: loss 10.500000\n"
+              "4000 tokens in 0:01:01 since step 7; 10000000 tokens in all\n"
+              "mean step time 1333.3 ms, 750 tokens/s over 3 steps\n"
+              "val loss 3.000000 @0 | ppl 20.09\n"
+              "val loss 1.000000 @1 (best, -2.0000) | ppl 2.72\n"
+              "val loss 2.000000 @2 (+1.0000, best @1) | ppl 7.39\n"
+              "val loss nan @3\n"
+              "val loss 800.000000 | ppl inf\n",
               "%s", c.out.c_str());
         CHECK(gpu_kind("NVIDIA H100 80GB HBM3 (sm_90, 132 SMs)")->tflops == 989 &&
               gpu_kind("NVIDIA H100 PCIe")->tflops == 756 && !gpu_kind("CPU (2 threads)"), "peaks of GPUs");
+        CHECK_TEXT(progress_sparkline({3, 1, 2, 3}), "\u2588\u2581\u2584\u2588");
+        CHECK_TEXT(progress_sparkline({2, 2}), "\u2581\u2581");
+        CHECK(text_columns("loss \u2588\u2581 |") == 9, "columns of a text");
+        CHECK_TEXT(text_cut("loss \u2588\u2581 |", 6), "loss \u2588");
+        Report trend = {400, 1, 0, 0};                      // a mark is four steps
+        for (int step = 0; step < 47; step++) { report_add(&trend, {step, step / 4 + 1.0, 0, 0, 0, 1, 0}); }
+        report_add(&trend, {47, NAN, 0, 0, 0, 1, 0});
+        CHECK(trend.marks == std::vector<double>({2, 3, 4, 5, 6, 7, 8, 9, 10, 11}), "%zu marks, the first %g",
+              trend.marks.size(), trend.marks[0]);
+        for (const auto& row : std::vector<std::vector<const char*>>{
+                 {"C", "", "en_US.UTF-8", "no"}, {"", "de_DE.utf8", "C", "yes"}, {"", "", "C.UTF-8", "yes"},
+                 {"", "", "", "no"}}) {
+            setenv("LC_ALL", row[0], 1), setenv("LC_CTYPE", row[1], 1), setenv("LANG", row[2], 1);
+            CHECK(progress_utf8() == (row[3][0] == 'y'), "%s, %s, %s", row[0], row[1], row[2]);
+        }
         Report every = {};
         progress_on = true;
         for (const int64_t steps : {20, 21, 101, 18865}) {

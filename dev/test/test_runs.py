@@ -5,6 +5,7 @@
 import functools
 import glob
 import json
+import math
 import os
 import pty
 import random
@@ -177,7 +178,7 @@ SAID = r"""
 -x 3                 => out: ^step 3/3 \| loss \d+\.\d{6} \| lr \S+ \| norm \S+ +\| .* ETA 0:00:00$
 -x 1 -b 2                         => out: ^settings: [^:]*micro-batch=2, | no: defaults|beta1|the largest
 -x 1 --verbose 1                  => out: ^defaults: [^:]*beta1=0.9, | no: quiet
--x 4 -v 2      => out: ^end: loss \d+\.\d{6}, best validation loss \d+\.\d{6} after step 4\n512 tokens in
+-x 4 -v 2      => out: ^end: loss \d+\.\d{6}, best validation loss \d+\.\d{6} @4\n512 tokens in
 -i part_*.bin -x epoch            => out: ^data: 1093 training tokens \(33 rows of 32\)$ | steps: 8
 -i part_*.bin -x NONE             => steps: 8
 -i part_*.bin -x 12               => steps: 12
@@ -249,7 +250,7 @@ def test_quiet():
     assert re.match(kinds, quiet.out) and re.match(kinds, quiet.out.splitlines()[-1])
     assert read_bytes("quiet0/main.log") == read_bytes("quiet1/main.log")
     loss = run_ok({"-x": 0}).val_losses()[0]
-    assert run_ok({"-x": 0, "--verbose": -1}).out == f"val loss {loss:.6f}\n"
+    assert run_ok({"-x": 0, "--verbose": -1}).out == f"val loss {loss:.6f} | ppl {math.exp(loss):.2f}\n"
 
 
 @pytest.mark.cpu_only

@@ -94,14 +94,10 @@ def test_quickstart():
                                        for part in ("train", "held_out")), "the files of its data"
     assert "make train_gpt2cpu  # trains" in out, "what it builds"
     assert "nobody sees" not in out, "the trainer's stdout is the script's"
-    val, last = out.splitlines()[-2:]
-    assert val == "val loss 5.579 at the start, 1.023 at the end; a bigram model has 2.326"
+    assert out.splitlines()[-1] == "val loss 5.579 at the start, 1.023 at the end; a bigram model has 2.326"
     assert "plot_log.py runs/quickstart --line 2.326 bigram model\n" in called()
     prompt = "Once there was a little"
     assert read("runs/quickstart/samples.txt").decode() == f"{prompt} girl\n\nMore\n---\n{prompt} boy\n"
-    for word in ("runs/quickstart: ", "`./train_gpt2cpu eval runs/quickstart`", "--prompt",
-                 "`python3 dev/data/plot_log.py runs/quickstart`"):
-        assert word in last
     assert quickstart("no build")[0] != 0
     assert read("runs/quickstart/model_00001350.bin") == b"third\n", "the run before is where it was"
     for env, said in (({"LAST": "2.4"}, "2.400 at the end"), ({"FIRST": "1.9"}, "1.023 at the end"),

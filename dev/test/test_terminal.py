@@ -1,8 +1,8 @@
-"""What one sees of a run on a terminal: a line every few steps, progress between them, the GPU's telemetry.
+"""What one sees of a run: its lines on a terminal and in a file, progress between them, the GPU's telemetry.
 
     pytest dev/test/test_terminal.py -k progress
 
-A terminal is a pseudo-terminal here, and a few lines of our own work out what its screen shows in the end.
+A terminal is a pseudo-terminal here. The forms of single lines are test_host.cpp's.
 """
 import fcntl
 import json
@@ -20,58 +20,33 @@ import time
 
 import pytest
 
-from trainer import (LIMIT_S, USUAL as COMMON, Program, assert_close, log_lines, read_bytes,
-                     run_ok, without_checksum, write_bytes)
+from trainer import (LIMIT_S, USUAL as COMMON, Program, log_lines, read_bytes, run_ok, without_checksum,
+                     write_bytes)
 
 USUAL = {**COMMON, "-b": 1, "-t": 8}
-STEP = re.compile(r"step (\d+)/(\d+) \| loss (\S+) +\| lr (\S+) \| norm (\S+) +\| (\S+) ms \| (\d+) tok/s \| "
-                  r"(?:MFU \S+% \| )?ETA \d+:\d\d:\d\d(?: \| (.*))?")
+STEP = re.compile(r"step (\d+)/(\d+) \| loss (\S+) +\| lr (\S+) \| norm (\S+) +\| (\S+) ms \| (\d+) tok/s"
+                  r"(?: \| MFU \S+%)?(?: \| ETA \d+:\d\d:\d\d)?(?:(?: \| |\n    )(.* GiB.*))?")
 BAR = re.compile(r"step (\d+)/(\d+) \[([#.]{40})\] (\d+)% \| ETA \d+:\d\d:\d\d")
-LIVE = re.compile(r"loss \S+ \| lr \S+ \| norm \S+ \| \d+ tok/s(?: \| MFU \S+%)?")
-BLOCK = re.compile(r"\r(?:\x1b\[A)?(step [^\r\x1b]*)\x1b\[K\r\n([^\r\x1b]*)\x1b\[K")
-CLEAR = "\r\x1b[A\x1b[J"
+LIVE = re.compile(r"loss \S+( (?:\xe2\x96[\x81-\x88]){2,10})? \| lr \S+ \| norm \S+ \| \d+ tok/s.*")
+TWO_LINES = r"([^\r\x1b]+)\x1b\[K\r\n([^\r\x1b]+)\x1b\[K"
+BLOCK = re.compile(rf"\r(?:\x1b\[A)?{TWO_LINES}")       # the first one, or over the one before
+SHOWN = re.compile(rf"\r{TWO_LINES}(?:\r\x1b\[A{TWO_LINES})*\r\x1b\[A\x1b\[J")      # blocks, and their end
 LONG = {"-x": 10**6, "--log-every": 10**6}
 
 
-def screen(data):
-    """The lines that a terminal shows in the end, as wide as need be: printing, newline, carriage return, a
-    line up, erase to the end of the line or screen. Anything else is not expected, and stays to be seen."""
-    lines, row, column = [""], 0, 0
-    for part in re.findall(r"\x1b\[[KAJ]|[\r\n]|[^\r\n\x1b]+|\x1b", data):
-        if part == "\n":
-            row += 1                    # the line discipline has put a carriage return before it
-            lines += [""] * (row == len(lines))
-        elif part == "\r":
-            column = 0
-        elif part == "\x1b[A":
-            row -= 1
-        elif part in ("\x1b[K", "\x1b[J"):
-            lines[row] = lines[row][:column]
-            del lines[row + 1 if part == "\x1b[J" else len(lines):]
-        else:
-            lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + len(part):]
-            column += len(part)
-    return lines
-
-
-def on_terminal(flags, columns=200, term="xterm", until=None, then=None, **popen):
-    """(exit code, all that came) of a run whose stdout and stderr are a terminal. After the bytes `until`
-    comes then(process): Ctrl-C, if it is not given."""
+def on_terminal(flags, columns=200, until=None, then=None, env=None, **popen):
+    """(exit code, all that came, the lines that stay) of a run whose stdout and stderr are a terminal. After
+    the bytes `until` comes then(process): Ctrl-C, if it is not given."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 25, columns, 0, 0))
     p = subprocess.Popen(Program.command(flags), stdin=theirs, stdout=theirs, stderr=theirs,
-                         env=Program.environment(1, TERM=term), **popen)
+                         env=Program.environment(1, **{"TERM": "xterm", **(env or {})}), **popen)
     os.close(theirs)
     data, end = b"", time.monotonic() + LIMIT_S
-    while time.monotonic() < end:
-        if not select.select([ours], [], [], 1)[0]:
-            continue
+    while select.select([ours], [], [], LIMIT_S)[0] and time.monotonic() < end:
         try:
-            part = os.read(ours, 65536)
+            data += os.read(ours, 65536)
         except OSError:                 # Linux: the other side is closed
-            break
-        data += part
-        if not part:
             break
         if until and until in data:
             then(p) if then else p.send_signal(signal.SIGINT)
@@ -80,19 +55,16 @@ def on_terminal(flags, columns=200, term="xterm", until=None, then=None, **popen
         p.kill()
         raise TimeoutError(f"no end after {LIMIT_S} s")
     os.close(ours)
-    return p.wait(), data.decode("latin-1")
+    text = data.decode("latin-1")
+    lines = SHOWN.sub("", text).replace("\r\n", "\n").split("\n")
+    assert not any(map(BAR.search, lines)), "progress stays on the screen"
+    return p.wait(), text, lines
 
 
-def bars(lines):
-    return [line for line in lines if BAR.search(line) or line.startswith("loss ")]
-
-
-def untimed(lines):
-    """Without what differs between two equal runs: times, and what is printed before the first step."""
-    first = next((i for i, line in enumerate(lines) if line.startswith("data: ")), 0)
-    text = re.sub(r"\S+ ms \| \d+ tok/s \|.* ETA \S+$", "TIMES", "\n".join(lines[first:]), flags=re.M)
-    text = re.sub(r"^mean step time .*$", "MEAN", text, flags=re.M)
-    return re.sub(r" in \S+(?: s)?$", " in TIME", text, flags=re.M).strip("\n").split("\n")
+def untimed(text):
+    """Without what differs between two equal runs: times, and what is printed before `data:`."""
+    times = r"\S+(?= (?:ms|tok/s|tokens/s)\b| s$)|\d+:\d\d:\d\d"
+    return re.sub(times, "N", text[text.index("\ndata: "):], flags=re.M)
 
 
 def steps_of(folder):
@@ -100,115 +72,110 @@ def steps_of(folder):
         return [record for record in map(json.loads, f) if "loss" in record]
 
 
-# ---- --log-every ----
+# ---- the lines that stay ----
 
 @pytest.mark.cpu_only
 def test_log_every():
-    """One line for so many steps, of their means (test_host.cpp's); the files have every step as before."""
-    every = run_ok({"-x": 10, "-o": "each", "-v": 4, "-m": 1})
-    some = run_ok({"-x": 10, "-o": "some", "-v": 4, "-m": 1, "--log-every": 3})
-    rows, losses = STEP.findall(some.out), [r["loss"] for r in steps_of("some")]
-    # 4 and 8 say where the validation stands that follows
-    ends = [int(row[0]) for row in rows]
-    assert len(STEP.findall(every.out)) == 10 and ends == [3, 4, 6, 8, 9, 10]
-    want = [sum(losses[begin:end]) / (end - begin) for begin, end in zip([0, *ends], ends)]
-    assert_close([float(row[2]) for row in rows], want, 1e-6, "mean losses")
-    assert read_bytes("some/main.log") == read_bytes("each/main.log") and len(losses) == 10
+    """One line for so many steps, and before what has a line of its own; the files have every step."""
+    every, some = (run_ok({"-x": 10, "-o": f"every{n}", "-v": 4, "-m": 1, "--log-every": n}) for n in (1, 3))
+    assert [int(row[0]) for row in STEP.findall(some.out)] == [3, 4, 6, 8, 9, 10]
+    assert read_bytes("every3/main.log") == read_bytes("every1/main.log") and len(log_lines("every1")) == 10
     assert some.val_losses() == every.val_losses() and not re.search("[\r\x1b]", some.out)
 
 
 @pytest.mark.cpu_only
-def test_log_every_ends():
-    """A run that is stopped tells of the steps since its last line; one that goes on keeps the flag."""
-    code, text = on_terminal({**LONG, "-o": "ends"}, until=b" [")
-    assert "`" + Program.path + " -y 1 -o ends` goes on with this run" in screen(text)
-    rows, done = [m for m in map(STEP.fullmatch, screen(text)) if m], len(log_lines("ends"))
+def test_stopped_and_resumed():
+    """The end tells of the steps since the last line; of a resumed run it says from where it counts. A
+    validation is held against the run's best, from before the stop, too."""
+    code, _, lines = on_terminal({**LONG, "-o": "ends", "-v": 10**6}, until=b" [")
+    assert "`" + Program.path + " -y 1 -o ends` goes on with this run" in lines
     losses = [r["loss"] for r in steps_of("ends")]
-    assert code == 0 and [int(row[1]) for row in rows] == [done]
-    assert_close([float(row[3]) for row in rows], [sum(losses) / done], 1e-6, "its mean loss")
-    again = {"-o": "ends", "-y": 1, "-b": None, "-t": None}
-    for steps, flags, want in ((done + 5, {}, [done + 5]),
-                               (done + 7, {"--log-every": 1}, [done + 6, done + 7])):
-        more = run_ok({"-x": steps, **again, **flags})
-        assert [int(row[0]) for row in STEP.findall(more.out)] == want
+    done, [row] = len(losses), filter(None, map(STEP.fullmatch, lines))
+    assert code == 0 and int(row[1]) == done and abs(float(row[3]) - sum(losses) / done) < 2e-6
+    vals = [(float(re.search(r"^val loss (\S+) @0 \|", "\n".join(lines), re.M)[1]), 0)]
+    again = {"-o": "ends", "-y": 1, "-b": None, "-t": None, "-v": 1}
+    for begin, end, flags in ((done, done + 5, {}), (done + 5, done + 7, {"--log-every": 1})):
+        out = run_ok({"-x": end, **again, **flags}).out
+        assert [int(row[0]) for row in STEP.findall(out)] == list(range(begin + 1, end + 1))
+        tokens = f"{8 * (end - begin)} tokens in \\S+ since step {begin}; {8 * end} tokens in all"
+        assert re.search(f"^{tokens}$", out, re.M)
+        vals = [val for val in vals if val[1] < begin]
+        for loss, step, said in re.findall(r"^val loss (\S+) @(\d+) \((.*)\) \| ppl \S+$", out, re.M):
+            (best, at), by = min(vals), re.search(r"[-+]\S+\d", said)[0]
+            assert said == (f"best, {by}" if float(loss) < best else f"{by}, best @{at}")
+            assert abs(float(by) - (float(loss) - best)) < 1e-4
+            vals.append((float(loss), int(step)))
+        assert [step for _, step in vals][1:] == list(range(done, end + 1))
+        assert re.search("^end: .* best validation loss {:.6f} @{}$".format(*min(vals)), out, re.M)
 
 
 @pytest.mark.cpu_only
-def test_log_every_auto():
-    """Without the flag a file has a line each step, a terminal some twenty. No line is wider than 80 columns
-    there, or 100 in a file; what does not fit is left out."""
-    flags = {"-x": 50, "-u": 10, "-s": 0}
-    piped = run_ok({**flags, "-o": "in_a_file"}).out
-    assert len(re.findall("^step ", piped, re.M)) == 50 and max(map(len, piped.splitlines())) <= 100
-    code, text = on_terminal({**flags, "-o": "narrow"}, columns=80)
-    lines = [line for line in screen(text) if line[:1] != "`"]     # commands are as long as the names in them
-    assert code == 0 and max(map(len, lines)) <= 80, lines
-    rows = [line for line in lines if line.startswith("step ")]
-    assert [int(row[5:].split("/")[0]) for row in rows] == list(range(5, 51, 5))
-    assert all(re.match(r"step \d+/50 \| loss \S+ +\| lr \S+ \| norm \S+ +\| \S+ ms", row) for row in rows)
-    assert lines.index(rows[0]) <= 13, "the start"
+def test_widths():
+    """No line is wider than 80 columns on such a terminal, or 100 in a file; what does not fit is left out or
+    goes on below. Without --log-every a file has a line each step, a terminal some twenty."""
+    flags = {"-x": 50, "-v": 25, "-u": 10, "-s": 50, "-g": 40, "--temperature": 0}
+    for verbose in (-1, 0, 1):
+        piped = run_ok({**flags, "--verbose": verbose, "-o": f"in_a_file{verbose}"}).out
+        code, _, lines = on_terminal({**flags, "--verbose": verbose, "-o": f"narrow{verbose}"}, columns=80)
+        shown = "\n".join(lines)
+        for width, text in ((100, piped), (80, shown)):         # commands have names of any length
+            assert code == 0 and not re.search(f"^[^`\n].{{{width},}}", text, re.M)
+        steps = re.findall(r"^step (\d+)/50 \| loss \S+ +\| lr \S+ \| norm \S+ +\| \S+ ms", shown, re.M)
+        assert steps == [str(i) for i in range(5, 51, 5)] and piped.count("\nstep ") == 50
+        assert verbose > 0 or shown[:shown.index("\nstep")].count("\n") < 15, "the start"
 
 
 # ---- the lines that rewrite themselves ----
 
 @pytest.mark.cpu_only
 def test_progress():
-    """The screen in the end is what a pipe gets: that line leaves nothing behind."""
+    """The screen in the end is what a pipe gets. A terminal that shows UTF-8 has a sparkline of the loss."""
     flags = {"-x": 12, "-v": 5, "-m": 1, "-s": 6, "-g": 12, "-n": 0, "--log-every": 4}
     piped = run_ok({"-o": "piped", **flags})
-    code, text = on_terminal({"-o": "shown", **flags})
-    lines = [line.replace("shown", "piped") for line in screen(text)]
-    assert code == 0 and untimed(lines) == untimed(piped.out.split("\n"))
+    code, text, lines = on_terminal({"-o": "shown", **flags})
+    assert code == 0 and untimed("\n".join(lines).replace("shown", "piped")) == untimed(piped.out)
     blocks = BLOCK.findall(text)
     shown = [BAR.fullmatch(first) for first, _ in blocks]
-    assert shown and all(shown) and all(LIVE.fullmatch(second) for _, second in blocks)
+    assert shown and all(shown) and {LIVE.fullmatch(second)[1] for _, second in blocks} == {None}
     for bar in shown:
         done, full = int(bar[1]), bar[3].count("#")
         assert (int(bar[2]), full, int(bar[4])) == (12, done * 40 // 12, done * 100 // 12)
         assert bar[3] == "#" * full + "." * (40 - full)
     assert {1, 5, 9} <= {int(bar[1]) for bar in shown}, "after a line the next step is shown at once"
+    for columns in (80, 30):            # of lines that wrap only the end could be taken back
+        _, text, _ = on_terminal(flags, columns=columns, env={"LC_ALL": "C.UTF-8"})
+        blocks = [[line.encode("latin-1").decode() for line in block] for block in BLOCK.findall(text)]
+        assert blocks and all(len(line) < columns for block in blocks for line in block)
+        assert {"\u2581", "\u2588"} < set(blocks[-1][1].split(" |")[0])
     for term, every in (("dumb", 4), ("xterm", 1)):
-        _, text = on_terminal({**flags, "--log-every": every}, term=term)
+        _, text, _ = on_terminal({**flags, "--log-every": every}, env={"TERM": term})
         assert "\x1b" not in text and "[#" not in text
-
-
-@pytest.mark.cpu_only
-def test_progress_width():
-    """Nothing is wider than the terminal: of lines that wrap only the end could be taken back."""
-    _, text = on_terminal({"-x": 6, "--log-every": 6}, columns=30)
-    shown = BLOCK.findall(text)
-    assert shown and all(len(first) == 29 >= len(second) for first, second in shown)
 
 
 @pytest.mark.cpu_only
 def test_progress_and_messages():
     """What is saved, warnings, errors and the answer to Ctrl-C stand on lines of their own."""
-    _, text = on_terminal({"-x": 8, "-o": "saving", "-n": 1, "--log-every": 8})
+    _, _, lines = on_terminal({"-x": 8, "-o": "saving", "-n": 1, "--log-every": 8})
     good = re.compile(r"saved saving/model_(\d{8})\.bin and its state: \S+ MiB in \S+ s")
-    assert [int(m[1]) for m in map(good.fullmatch, screen(text)) if m] == list(range(1, 9))
+    assert [int(m[1]) for m in map(good.fullmatch, lines) if m] == list(range(1, 9))
 
     data = without_checksum(read_bytes("saving/model_00000008.bin"))
     data[1024:1028] = b"\0\0\xc0\x7f"                   # NaN, in FP32 and in two bf16
-    code, text = on_terminal({"-e": write_bytes("nan.bin", data), "-x": 50, "--log-every": 30})
-    lines = screen(text)
+    code, text, lines = on_terminal({"-e": write_bytes("nan.bin", data), "-x": 50, "--log-every": 30})
     said = [line for line in lines if "skipped" in line]
     good = re.compile(r"step \d+: the gradient is not finite \(norm \S+, loss \S+\): update skipped|"
                       r"error: \d+ updates in a row were skipped: the run stops after step \d+, and .*")
     assert code == 1 and len(said) >= 20 and all(good.fullmatch(line) for line in said)
-    assert CLEAR + "step" in text and not bars(lines)
-    rows = [line for line in lines if STEP.fullmatch(line)]
-    assert [row.split(" | lr")[0].rstrip() for row in rows] == ["step 20/50 | loss nan"]
-
-    _, text = on_terminal(LONG, until=b" [")
-    assert "stopping after the last complete step; Ctrl-C: at once, unsaved" in screen(text)
-    assert not bars(screen(text))
-    code, text = on_terminal({**LONG, "--gpus": 2}, until=b" [", then=lambda p: p.send_signal(signal.SIGTERM))
-    assert code == 0 and not bars(screen(text))
+    [row] = filter(STEP.fullmatch, lines)
+    assert BLOCK.search(text) and row.startswith("step 20/50 | loss nan ")
+    _, _, lines = on_terminal(LONG, until=b" [")
+    assert "stopping after the last complete step; Ctrl-C: at once, unsaved" in lines
+    assert on_terminal({**LONG, "--gpus": 2}, until=b" [", then=lambda p: p.terminate())[0] == 0
 
 
 @pytest.mark.cpu_only
 def test_progress_and_errors():
-    """So does the error that ends a run while the line is there: of this process, or because a rank died."""
+    """So does the error that ends a run while they are there: of this process, or because a rank died."""
     def small_files():
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
 
@@ -217,8 +184,8 @@ def test_progress_and_errors():
             os.kill(int(f.read().split()[1]), signal.SIGKILL)
     for said, flags, more in (("error: cannot write 'full/", {"-o": "full"}, {"preexec_fn": small_files}),
                               ("error: rank 1 (", {"--gpus": 2}, {"until": b" [", "then": kill_rank_1})):
-        code, text = on_terminal({**LONG, **flags}, **more)
-        [error] = [line for line in screen(text) if "error: " in line]
+        code, _, lines = on_terminal({**LONG, **flags}, **more)
+        [error] = [line for line in lines if "error: " in line]
         assert code != 0 and error.startswith(said)
 
 
@@ -230,58 +197,46 @@ FAKE_NVML = r"""
 #include <stdlib.h>
 #include <string.h>
 static bool can(const char* what) { return strstr(getenv("NVML"), what) != nullptr; }
-static void note(const char* what) {
+static int note(const char* what, int result) {
     FILE* f = fopen(getenv("NVML_LOG"), "a");
-    fprintf(f, "%s\n", what);
-    fclose(f);
+    return fprintf(f, "%s\n", what) > 0 && fclose(f) == 0 ? result : 1;
 }
 static int gpu, reads;
-static const int kNotSupported = 3, kNotFound = 6;
+template <class T> static int tell(void* handle, T* where, T value, bool known = true) {
+    *where = value;
+    return handle == &gpu && known ? 0 : 3;                 // not supported
+}
 extern "C" {
-int nvmlInit_v2() { note("init"); return can("init") ? 0 : 9; }
-int nvmlShutdown() { note("end"); return 0; }
+int nvmlInit_v2() { return note("init", can("init") ? 0 : 9); }
+int nvmlShutdown() { return note("end", 0); }
 int nvmlDeviceGetHandleByPciBusId_v2(const char* id, void** handle) {
-    note(id);
     *handle = &gpu;
-    return can("gpu") ? 0 : kNotFound;
+    return note(id, can("gpu") ? 0 : 6);                    // not found
 }
-int nvmlDeviceGetClockInfo(void* h, int type, unsigned* mhz) {
-    *mhz = 1900 + 10 * ++reads;
-    return h == &gpu && type == 1 ? 0 : 2;
+int nvmlDeviceGetClockInfo(void* h, int type, unsigned* x) {
+    return tell(h, x, 1900u + 10 * ++reads, type == 1);
 }
-int nvmlDeviceGetPowerUsage(void* h, unsigned* mw) {
-    *mw = 690600;
-    return can("watts") && h == &gpu ? 0 : kNotSupported;
-}
-int nvmlDeviceGetTemperature(void* h, int sensor, unsigned* celsius) {
-    *celsius = 63;
-    return h == &gpu && sensor == 0 ? 0 : 2;
-}
+int nvmlDeviceGetPowerUsage(void* h, unsigned* x) { return tell(h, x, 690600u, can("watts")); }
+int nvmlDeviceGetTemperature(void* h, int sensor, unsigned* x) { return tell(h, x, 63u, sensor == 0); }
 int nvmlDeviceGetMemoryInfo(void* h, unsigned long long* bytes) {
-    bytes[0] = 150ull << 30, bytes[1] = 120ull << 30, bytes[2] = 30ull << 30;
-    return h == &gpu ? 0 : 2;
+    bytes[0] = 150ull << 30, bytes[1] = 120ull << 30;
+    return tell(h, bytes + 2, 30ull << 30);
 }
-#ifdef OLD
-int nvmlDeviceGetCurrentClocksThrottleReasons
-#else
-int nvmlDeviceGetCurrentClocksEventReasons
-#endif
-(void* h, unsigned long long* reasons) {
-    *reasons = can("cool") ? 1 : 0x4 | 0x20;
-    return h == &gpu ? 0 : 2;
-}
+int REASONS(void* h, unsigned long long* x) { return tell(h, x, can("cool") ? 1ull : 0x24ull); }
 }
 """
+
+
+def fake_nvml(folder, can):
+    open("nvml.log", "w", encoding="ascii").close()
+    return {"LD_LIBRARY_PATH": os.path.abspath(folder), "NVML": can, "NVML_LOG": "nvml.log"}
 
 
 def telemetry(folder, can, flags):
     """({step: fields of metrics.jsonl that begin with gpu_}, words of the lines, lines of NVML_LOG)"""
     shutil.rmtree("lg", ignore_errors=True)
-    with open("nvml.log", "w", encoding="ascii"):
-        pass
-    env = Program.environment(1, LD_LIBRARY_PATH=os.path.abspath(folder), NVML=can, NVML_LOG="nvml.log")
-    p = subprocess.run(Program.command({"-o": "lg", **flags}), capture_output=True, timeout=LIMIT_S, env=env,
-                       check=True, text=True)
+    p = subprocess.run(Program.command({"-o": "lg", **flags}), capture_output=True, timeout=LIMIT_S,
+                       env=Program.environment(1, **fake_nvml(folder, can)), check=True, text=True)
     assert p.stderr == ""
     told = {r["step"]: {key: x for key, x in r.items() if key.startswith("gpu_")} for r in steps_of("lg")}
     return told, [row[7] for row in STEP.findall(p.stdout)], read_bytes("nvml.log").decode().split()
@@ -292,11 +247,11 @@ def telemetry(folder, can, flags):
 def test_telemetry():
     """On the line and in metrics.jsonl, every so many steps, of the GPU that the program computes on; nothing
     else changes. Where there is no library, or it does not know that GPU, nothing is said."""
-    for name, words in (("nvml", []), ("nvml_old", ["-DOLD"])):
+    for name, reasons in (("nvml", "ClocksEvent"), ("nvml_old", "ClocksThrottle")):
         os.makedirs(name)
         write_bytes(name + ".cpp", FAKE_NVML.encode())
-        subprocess.run(["g++", "-shared", "-fPIC", *words, "-o", name + "/libnvidia-ml.so.1", name + ".cpp"],
-                       check=True)
+        subprocess.run(["g++", "-shared", "-fPIC", f"-DREASONS=nvmlDeviceGetCurrent{reasons}Reasons", "-o",
+                        name + "/libnvidia-ml.so.1", name + ".cpp"], check=True)
     run_ok({"-x": 6, "-o": "plain"})
 
     def sample(n):
@@ -308,6 +263,8 @@ def test_telemetry():
                      for step in range(1, 7)]
     assert asked == ["init", "cpu", "end"], "a CPU is no GPU, so this is no bus id"
     assert read_bytes("lg/main.log") == read_bytes("plain/main.log")
+    _, _, lines = on_terminal({"-x": 1, "-lg": 1}, columns=80, env=fake_nvml("nvml", "init gpu watts"))
+    assert "    1910 MHz 691 W 63 C 30.0 GiB, power cap, heat" in lines, "what does not fit goes on below"
 
     told, words, _ = telemetry("nvml", "init gpu cool", {"-x": 6, "-lg": 2, "--log-every": 3})
     assert told[2] == {"gpu_mhz": 1910, "gpu_celsius": 63, "gpu_gib": 30, "gpu_limits": ""}, "no watts"

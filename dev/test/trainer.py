@@ -68,7 +68,7 @@ class Result:
         return [float(x) for x in re.findall(r"^step \d+/\d+ \| loss (\S+)", self.out, re.M)]
 
     def val_losses(self):
-        return [float(x) for x in re.findall(r"^val loss (\S+)$", self.out, re.M)]
+        return [float(x) for x in re.findall(r"^val loss (\S+)", self.out, re.M)]
 
     def samples(self):
         """Texts after `sample N at step S:`, prompt included. Of -x 0: stdout, which lacks the prompt."""

@@ -6,7 +6,7 @@ does not. Host only.
     auto plan_of = [&](int B) { return Plan{{"parameters", 248 << 20}, {"ln1", (size_t)B << 20}}; };
     const MemoryRoom room = {"NVIDIA H200", free_bytes, reserve_bytes};
     memory_check(plan_of, room, {64, 1024, false, true});   // dies with a hint if 64 rows do not fit
-    memory_print(plan_of(64), true);                        // "memory: 312.000 MiB in all; the largest: ..."
+    memory_print(plan_of(64), true);                        // "memory: 312.000 MiB in all", and a table
 */
 #ifndef LLMC_MODEL_MEMORY_PLAN_H
 #define LLMC_MODEL_MEMORY_PLAN_H
@@ -63,18 +63,17 @@ static inline void memory_check(Plan plan_of, const MemoryRoom& room, const Memo
         bytes_text(wanted).c_str(), room.device.c_str(), bytes_text(room.free).c_str(), hint.c_str());
 }
 
-// Prints the total, and in the same line the ten largest items if they are wanted.
+// Prints the total and, if they are wanted, the ten largest items, a line each.
 static inline void memory_print(std::vector<MemoryItem> plan, bool items) {
     std::stable_sort(plan.begin(), plan.end(),
                      [](const MemoryItem& a, const MemoryItem& b) { return a.bytes > b.bytes; });
     const size_t total = memory_total(plan);
     const bool gib = total >= (size_t)1 << 30;
     const double unit = gib ? 1073741824.0 : 1048576.0;
-    printf("memory: %.3f %s in all", total / unit, gib ? "GiB" : "MiB");
+    printf("memory: %.3f %s in all\n", total / unit, gib ? "GiB" : "MiB");
     for (size_t i = 0; items && i < plan.size() && i < 10; i++) {
-        printf("%s %s %.3f", i ? "," : "; the largest:", plan[i].name.c_str(), plan[i].bytes / unit);
+        printf("%16.3f  %s\n", plan[i].bytes / unit, plan[i].name.c_str());
     }
-    printf("\n");
 }
 
 #endif  // LLMC_MODEL_MEMORY_PLAN_H

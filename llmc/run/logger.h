@@ -26,7 +26,7 @@ line is flushed, so a kill loses none. The run ends if a write fails, or if anot
 #include <math.h>       // gives: isnan, INFINITY
 #include <stdint.h>     // gives: int64_t
 #include <stdio.h>      // gives: FILE, fprintf
-#include <stdlib.h>     // gives: atoi
+#include <stdlib.h>     // gives: atof, atoi, atoll
 
 #include <string>       // gives: std::string
 #include <utility>      // gives: std::pair
@@ -42,7 +42,7 @@ struct Logger {
     FILE* metrics = nullptr;
     std::string run_json;       // the whole file
     std::string early_text, early_json;     // lines before the files exist
-    double best_val = INFINITY;             // the lowest validation loss since this start, after `best_step`
+    double best_val = INFINITY;             // the run's lowest validation loss so far, after `best_step`
     int64_t best_step = 0;
 };
 
@@ -143,6 +143,17 @@ static inline std::string logger_abandoned(const std::string& lines, int rewinds
     return marked;
 }
 
+// Finds the best validation in what main.log keeps.
+static inline void logger_best(Logger* log, const std::string& text) {
+    log->best_val = INFINITY;
+    for (size_t at = 0; (at = text.find(" tel:", at)) != std::string::npos; at++) {
+        const double loss = atof(&text[at + 5]);
+        if (!(loss < log->best_val)) { continue; }
+        log->best_val = loss;
+        log->best_step = atoll(&text[text.rfind("s:", at) + 2]);
+    }
+}
+
 // The run continues from the checkpoint of `step`, which it reached after `rewinds` rewinds. Cuts the lines
 // of later steps. Saves the logs as *.cut first, if they are longer than the *.cut that exist. If the logs do
 // not belong to the checkpoint but *.cut do, restores them from *.cut.
@@ -164,6 +175,7 @@ static inline void logger_go_back(Logger* log, int64_t step, int rewinds = 0, in
         const bool lacks = now.end[i] == std::string::npos;
         const size_t end = restores ? 0 : lacks ? now.text[i].rfind('\n') + 1 : now.end[i];    // no half line
         std::string more = restores ? kept.text[i].substr(0, kept.end[i]) : "";
+        if (step > 0 && i == 0) { logger_best(log, restores ? more : now.text[i].substr(0, end)); }
         if (abandons && i == 1) { more += logger_abandoned(now.text[i].substr(end), abandons); }
         if (lacks && !restores) {
             fprintf(stderr, "warning: '%s/%s' lost its last lines: it goes on behind the gap\n",

@@ -1,5 +1,6 @@
 /*
-A run's lines on the terminal: its model, the mean of the last steps, progress, skipped updates. Host only.
+A run's lines on the terminal: its model, the mean of the last steps, progress, validations, skipped updates.
+Host only.
 
     report_model(config, specs, num_specs, uses_muon);          // at the start
     Report report = {max_steps, tokens_per_step, 10, 0};        // a line every 10 steps, no GPU telemetry
@@ -7,12 +8,13 @@ A run's lines on the terminal: its model, the mean of the last steps, progress, 
     const std::string gpu = report_gpu(&report);                // fields for metrics.jsonl
     report_show(&report);                                       // prints a line if one is due, else progress
     report_line(&report);                                       // at the end: the line of the last steps
+    report_val(logger, 18000, 3.28);                            // `val loss 3.280000 @18000 (best, ...`
     report_end(report, 3.28, 18000);                            // and the run's last figures
 */
 #ifndef LLMC_RUN_REPORT_H
 #define LLMC_RUN_REPORT_H
 
-#include <math.h>       // gives: floor
+#include <math.h>       // gives: floor, exp
 #include <stdint.h>     // gives: int64_t
 #include <stdio.h>      // gives: printf
 
@@ -24,8 +26,8 @@ A run's lines on the terminal: its model, the mean of the last steps, progress, 
 #include "../model/model_config.h"      // gives: Config, BLOCK_NAMES, NORM_NAMES
 #include "../ops/op_types.h"    // gives: UpdateState, kWindow
 #include "flags.h"              // gives: flags_split
-#include "logger.h"             // gives: TrainMetrics, logger_number
-#include "progress.h"           // gives: progress_show, progress_bar, progress_now
+#include "logger.h"             // gives: Logger, TrainMetrics, logger_number
+#include "progress.h"           // gives: progress_show, progress_bar, progress_sparkline, text_columns
 #include "telemetry.h"          // gives: Telemetry, telemetry_read
 
 struct Report {
@@ -34,8 +36,9 @@ struct Report {
     Telemetry telemetry = {};
     double peak_speed = 0.0;                    // tokens/s at the GPUs' peak; 0: not known
     double begun_s = progress_now();
-    int64_t steps = 0;                          // of this start, and the last one's loss
-    double loss = 0.0;
+    int64_t steps = 0, first = 0;               // of this start, and how many were done before it
+    int64_t tokens = 0;                         // of the run
+    double loss = 0.0;                          // of the last step
     // Step times, without the first step, which also loads kernels.
     bool seen_first = false;
     double ms_sum = 0.0;
@@ -43,7 +46,14 @@ struct Report {
     // For the next line: sums over the steps since the previous line; step and lr of the last step.
     struct { int64_t steps, last; double loss, norm, ms, lr; } line = {};
     std::string gpu = "";                       // telemetry for the next line
+    // The sparkline: means of a hundredth of the run each, and the sum for the next one.
+    bool sparks = false;
+    std::vector<double> marks = {};
+    double mark_sum = 0.0;
+    int64_t mark_steps = 0;
 };
+
+constexpr size_t kSparklineColumns = 10;        // then all fields of its line fit into 80 columns
 
 // Of a token, forward and backward, as llm.c counts: attention is causal, so half of 12*L*C*T.
 static inline double step_flops(const Config& c, double parameters, int T) {
@@ -71,8 +81,7 @@ static inline void report_model(const Config& c, const ParamSpec* specs, int n, 
     }
     printf("model: L=%d NH=%d C=%d T=%d V=%d, %zu parameters\n", c.L, c.NH, c.C, c.maxT, c.V, all);
     if (details) {
-        printf("%zu parameters with weight decay, %zu without; and %zu zeros that pad wte to %d rows\n",
-               decayed, all - decayed, (size_t)(c.Vp - c.V) * c.C, c.Vp);
+        printf("%zu with weight decay, %zu without; wte padded to %d rows\n", decayed, all - decayed, c.Vp);
     }
     if (!c.is_gpt2()) {
         printf("not GPT-2: block %s, norm %s\n", flags_split(BLOCK_NAMES, '|')[(int)c.block].c_str(),
@@ -87,7 +96,14 @@ static inline void report_model(const Config& c, const ParamSpec* specs, int n, 
 static inline void report_add(Report* r, const TrainMetrics& m) {
     if (r->seen_first) { r->ms_sum += m.ms; r->ms_count++; }
     r->seen_first = true;
-    r->steps++, r->loss = m.loss;
+    if (r->steps++ == 0) { r->first = m.step; }
+    r->tokens = m.tokens, r->loss = m.loss;
+    if (isfinite(m.loss)) { r->mark_sum += m.loss, r->mark_steps++; }
+    if (r->mark_steps * 100 >= std::max(r->max_steps, (int64_t)100)) {
+        r->marks.push_back(r->mark_sum / (double)r->mark_steps);
+        if (r->marks.size() > kSparklineColumns) { r->marks.erase(r->marks.begin()); }
+        r->mark_sum = 0.0, r->mark_steps = 0;
+    }
     r->line = {r->line.steps + 1, m.step, r->line.loss + m.loss, r->line.norm + m.norm, r->line.ms + m.ms,
                m.lr};
 }
@@ -116,7 +132,7 @@ static inline std::string report_fields(const std::vector<std::string>& fields, 
                                         size_t least = 1) {
     std::string line;
     for (size_t i = 0; i < fields.size(); i++) {
-        if (i >= least && line.size() + 3 + fields[i].size() > columns) { break; }
+        if (i >= least && text_columns(line) + 3 + fields[i].size() > columns) { break; }
         line += (i ? " | " : "") + fields[i];
     }
     return line;
@@ -147,7 +163,8 @@ static inline void report_line(Report* r) {
     progress_clear();
     const size_t least = terminal_columns(0) ? 1 : 5;       // in a file step, loss, lr, norm, ms, tok/s
     const std::string text = report_fields(fields, terminal_columns(100), least);
-    printf("%s%s%s\n", text.c_str(), r->gpu.empty() ? "" : " | ", r->gpu.c_str());
+    const bool fits = text.size() + 3 + r->gpu.size() <= terminal_columns(SIZE_MAX);
+    printf("%s%s%s\n", text.c_str(), r->gpu.empty() ? "" : fits ? " | " : "\n    ", r->gpu.c_str());
     fflush(stdout);
     r->line = {};
     r->gpu.clear();
@@ -167,25 +184,43 @@ static inline void report_show(Report* r) {
     const int64_t done = r->line.last + 1;
     if (done % report_every(*r) == 0) { report_line(r); return; }
     const double n = (double)r->line.steps;
-    std::vector<std::string> fields = {format("loss %.4f", r->line.loss / n), format("lr %.2e", r->line.lr),
-                                       format("norm %.2f", r->line.norm / n)};
+    const std::string sparks = r->sparks && r->marks.size() > 1 ? " " + progress_sparkline(r->marks) : "";
+    std::vector<std::string> fields = {format("loss %.4f", r->line.loss / n) + sparks,
+                                       format("lr %.2e", r->line.lr), format("norm %.2f", r->line.norm / n)};
     for (const std::string& field : report_speed(*r)) { fields.push_back(field); }
     progress_show(format("step %lld/%lld ", (long long)done, (long long)r->max_steps) +
                   progress_bar(done, r->max_steps, 40) +
                   format(" %.0f%% | ETA %s", floor(100.0 * (double)done / (double)r->max_steps),
-                         report_eta(*r).c_str()), report_fields(fields, terminal_columns(80)));
+                         report_eta(*r).c_str()), report_fields(fields, terminal_columns(80) - 1));
 }
 
-// The run's last figures, of the steps since this start.
+// A validation after `step` steps of a run; step -1: of a model alone. Scripts look for `val loss X`.
+static inline void report_val(const Logger& log, int64_t step, double loss) {
+    progress_clear();
+    printf("val loss %s", logger_number("%.6f", loss).c_str());
+    if (step >= 0) { printf(" @%lld", (long long)step); }
+    if (loss < log.best_val && isfinite(log.best_val)) { printf(" (best, %.4f)", loss - log.best_val); }
+    if (loss >= log.best_val) {
+        printf(" (%+.4f, best @%lld)", loss - log.best_val, (long long)log.best_step);
+    }
+    if (isfinite(loss)) { printf(" | ppl %.2f", exp(loss)); }
+    printf("\n");
+    fflush(stdout);
+}
+
+// The run's last figures: steps, time and speed are of this start.
 static inline void report_end(const Report& r, double best_val, int64_t best_step) {
     if (r.steps == 0) { return; }
     printf("end: loss %s", logger_number("%.6f", r.loss).c_str());
     if (isfinite(best_val)) {
-        printf(", best validation loss %.6f after step %lld", best_val, (long long)best_step);
+        printf(", best validation loss %.6f @%lld", best_val, (long long)best_step);
+    }
+    printf("\n%lld tokens in %s", (long long)(r.steps * r.total_batch),
+           duration_text(progress_now() - r.begun_s).c_str());
+    if (r.first > 0) {
+        printf(" since step %lld; %lld tokens in all", (long long)r.first, (long long)r.tokens);
     }
     printf("\n");
-    printf("%lld tokens in %s\n", (long long)(r.steps * r.total_batch),
-           duration_text(progress_now() - r.begun_s).c_str());
     if (r.ms_count > 0) {
         const double ms = report_mean_ms(r);
         printf("mean step time %.1f ms, %.0f tokens/s over %lld steps\n", ms,

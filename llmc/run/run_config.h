@@ -590,17 +590,18 @@ static inline void config_check(Config* c, bool is_descriptor, const Build& buil
 static inline void surprises_print(size_t prompt_tokens) {
     const int room = run.T - (int)prompt_tokens;            // the first position stands before the document
     if (run_writes_text() && run.sample_tokens > room && run_given("sample-tokens")) {
-        const std::string text = format("samples: after %d of %d tokens all T=%d positions are taken; texts "
-                                        "go on from their last %d tokens", room, run.sample_tokens, run.T,
+        const std::string text = format("after %d of %d tokens all T=%d positions are taken; texts go on "
+                                        "from their last %d tokens", room, run.sample_tokens, run.T,
                                         std::max(1, run.T / 2));
-        if (run_task() == Task::Train) { say("%s\n", text.c_str()); }
-        else if (!comm.rank) { fprintf(stderr, "note: %s\n", text.c_str()); }
+        const bool trains = run_task() == Task::Train;
+        if (trains && run.verbose >= 0) { flags_wrap("samples: ", text, terminal_columns(100)); }
+        if (!trains && !comm.rank) { fprintf(stderr, "note: samples: %s\n", text.c_str()); }
     }
     if (run_task() != Task::Train) { return; }
     if (run.output_dir[0] == '\0') { say("no -o: nothing of this run will be saved\n"); }
     else {
         const int n = run.checkpoint_every;
-        const std::string often = n > 0 ? format("every %d steps and ", n) : "";
+        const std::string often = n > 0 && n < run.max_steps ? format("every %d steps and ", n) : "";
         say("output: %s, with a checkpoint %sat the end\n", shown(run.output_dir).c_str(), often.c_str());
     }
     if (run.warmup > 0 && run.warmup >= run.max_steps) {
