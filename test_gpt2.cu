@@ -723,6 +723,7 @@ static void test_stalled_disk(const Config& c) {
     atomic_write(&file, tokens.data(), tokens.size() * sizeof(tokens[0]));
     atomic_commit(&file);
     run.B = 2, run.T = c.maxT, run.val_batches = 1;
+    run.max_steps_text = "9";                   // validate asks whether this is a training
     GPT2 model;
     start_model(&model, c, default_options(), run.B, run.T);
     DataLoader loader;
