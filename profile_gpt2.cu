@@ -15,6 +15,24 @@ last one is the one to look at: ncu's --nvtx --nvtx-include "profiled/" keeps on
 #include <functional>               // gives: std::function
 #include "dev/cuda/norms.h"         // gives: norms_bench
 
+// A line per plan of llmc/ops/cublaslt.h, with what the library chose (-1: it did not say).
+static void print_plans() {
+    for (const GemmPlan& p : gemm_state.plans) {
+        auto get = [&](cublasLtMatmulAlgoConfigAttributes_t attribute) {
+            int value = -1;
+            size_t written = 0;
+            if (p.found) {
+                cublasLtMatmulAlgoConfigGetAttribute(&p.algo, attribute, &value, sizeof(value), &written);
+            }
+            return value;
+        };
+        printf("gemm m %d n %d k %d %c%c epilogue %d beta %d: algorithm %d tile %d stages %d split-k %d\n",
+               (int)p.key[0], (int)p.key[1], (int)p.key[2], p.key[3] ? 'T' : 'N', p.key[4] ? 'T' : 'N',
+               (int)p.key[6], (int)p.key[7], get(CUBLASLT_ALGO_CONFIG_ID), get(CUBLASLT_ALGO_CONFIG_TILE_ID),
+               get(CUBLASLT_ALGO_CONFIG_STAGES_ID), get(CUBLASLT_ALGO_CONFIG_SPLITK_NUM));
+    }
+}
+
 int main(int argc, char** argv) {
     const char* model_name = argc > 1 ? argv[1] : "d12";
     if (argc == 2 && strcmp(model_name, "norms") == 0) {
@@ -51,7 +69,7 @@ int main(int argc, char** argv) {
         gpt2_update(&model, 1e-4);
         printf("loss %.6f\n", gpt2_read_state(&model).loss);
     }
-    gemm_print_plans(stdout);
+    print_plans();
     gpt2_free(&model);
     return 0;
 }

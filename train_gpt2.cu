@@ -27,52 +27,49 @@ l, and h for a head; bt is b*T+t.
 */
 
 // == 1 includes ==
-#include <errno.h>      // gives: errno
+#include <assert.h>     // gives: assert
 #include <float.h>      // gives: FLT_MAX
 #include <limits.h>     // gives: INT_MAX, PATH_MAX
 #include <math.h>       // gives: sqrtf, isfinite
 #include <stdint.h>     // gives: int64_t
 #include <stdio.h>      // gives: printf
-#include <stdlib.h>     // gives: strtod, free
-#include <string.h>     // gives: strcmp
-#include <sys/stat.h>   // gives: stat
-#include <unistd.h>     // gives: access, getcwd
+#include <string.h>     // gives: memcpy, strcmp
+#include <unistd.h>     // gives: getcwd
 
-#include <algorithm>    // gives: std::min, std::stable_sort
+#include <algorithm>    // gives: std::min, std::max
 #include <set>          // gives: std::set
 #include <string>       // gives: std::string
-#include <type_traits>  // gives: std::decay_t
+#include <type_traits>  // gives: std::decay_t, std::conditional_t
 #include <vector>       // gives: std::vector
 
-#include "llmc/check.h"              // gives: die, fopen_check, AtomicFile
+#include "llmc/check.h"              // gives: die, format, file_size
 #include "llmc/rand.h"               // gives: rand_normal4, rand_unit, RoundKey
-#include "llmc/numbers.h"            // gives: ceil_div, round_up, parse_int
-#include "llmc/model/model_config.h" // gives: Config, descriptor_config, config_error
-#include "llmc/model/lanes.h"          // gives: lanes_default, lanes_error, lane_buffer, lane_merges
-#include "llmc/model/layout.h"       // gives: ParamSpec, ActSpec, Layout, param_address
-#include "llmc/model/memory_plan.h"  // gives: MemoryItem, memory_fits, memory_check, memory_print, bytes_text
+#include "llmc/numbers.h"            // gives: ceil_div, round_up
+#include "llmc/model/model_config.h" // gives: Config, descriptor_config
+#include "llmc/model/lanes.h"        // gives: lane_buffer, lane_buffers, lane_merges, lane_part
+#include "llmc/model/layout.h"       // gives: ParamSpec, ActSpec, Layout, Places, param_address
+#include "llmc/model/memory_plan.h"  // gives: MemoryItem, memory_fits, memory_check, memory_print
 #include "llmc/model/muon_plan.h"    // gives: MuonShare, muon_share, muon_shapes
 #include "llmc/ops/ops.h"            // gives: GPT2_OPS, each op's arguments, Grad, UpdateState, ChunkRange
 #include "llmc/ops/token_buckets.h"  // gives: build_token_buckets
 #include "llmc/data/dataloader.h"    // gives: DataLoader
 #include "llmc/data/evalloader.h"    // gives: EvalSet
 #include "llmc/data/tokenizer.h"     // gives: Tokenizer
-#include "llmc/data/sampler.h"       // gives: sample_token
+#include "llmc/data/sampler.h"       // gives: Sampling, sample_weight, sample_target
 #include "llmc/run/schedulers.h"     // gives: lr_at
 #include "llmc/run/run_config.h"     // gives: run, kFlags, run_task, run_given, config_check
 #include "llmc/run/run_folder.h"     // gives: find_resumed, folder_resolve, run_folder_check
 #include "llmc/run/flags.h"          // gives: flags_parse, flags_print
 #include "llmc/run/logger.h"         // gives: Logger
-#include "llmc/run/progress.h"       // gives: progress_start, progress_clear
+#include "llmc/run/progress.h"       // gives: progress_start
 #include "llmc/run/plan.h"           // gives: gpu_kind, gpu_names, plan_step
 #include "llmc/run/telemetry.h"      // gives: telemetry_start, telemetry_end
 #include "llmc/run/report.h"         // gives: Report, report_model, report_add, report_line
 #include "llmc/run/stop.h"           // gives: catch_signals, stop_agreed, stop_requested
 #include "llmc/run/samples.h"        // gives: write_samples, chat, prompt_tokens, TextDraw
-#include "llmc/host_memory.h"        // gives: host_memory_free, addresses_limited
-#include "llmc/files/state_file.h"   // gives: StateFile, Facts
-#include "llmc/files/checkpoints.h"  // gives: checkpoint_done, checkpoint_newest, checkpoint_retain
-#include "llmc/files/model_file.h"   // gives: model_read_config, model_read, ModelWriter
+#include "llmc/files/state_file.h"   // gives: Facts, fact_number, state_row
+#include "llmc/files/checkpoints.h"  // gives: checkpoint_before, checkpoint_retain, Retention
+#include "llmc/files/model_file.h"   // gives: model_read_config, model_read
 #include "llmc/files/hf_file.h"      // gives: hf_is, hf_read_config, hf_read
 #include "llmc/files/saver.h"        // gives: Saver, SavedPiece, saver_advance
 #include "llmc/files/resume.h"       // gives: Checkpoint, checkpoint_find, resumed_check, facts_config
@@ -81,35 +78,25 @@ l, and h for a head; bt is b*T+t.
 // == 2 types and limits ==
 // floatX is the type of weights and activations. LayerNorm's parameters, statistics, losses, norms and
 // optimizer state are fp32 in every build.
-#if defined(GPT2_CPU)
+#if defined(GPT2_CPU) || defined(ENABLE_FP32)
 typedef float floatX;
 #define PRECISION_NAME "FP32"
-#elif defined(ENABLE_FP32)
-typedef float floatX;
-#define PRECISION_NAME "FP32"
+constexpr bool kFp16 = false;
 #elif defined(ENABLE_FP16)
 #include <cuda_bf16.h>          // gives: __nv_bfloat16
 #include <cuda_fp16.h>          // gives: half
 typedef half floatX;
 #define PRECISION_NAME "FP16"
+constexpr bool kFp16 = true;
+template <> struct MuonValue<half> { typedef __nv_bfloat16 type; };
 #else
-#ifndef ENABLE_BF16
-#define ENABLE_BF16
-#endif
 #include <cuda_bf16.h>          // gives: __nv_bfloat16
 typedef __nv_bfloat16 floatX;
 #define PRECISION_NAME "BF16"
+constexpr bool kFp16 = false;
 #endif
 
 constexpr bool kLowPrecision = sizeof(floatX) == 2;     // parameters may have fp32 master copies
-#ifdef ENABLE_FP16
-constexpr bool kFp16 = true;
-#else
-constexpr bool kFp16 = false;
-#endif
-#if !defined(GPT2_CPU) && defined(ENABLE_FP16)
-template <> struct MuonValue<half> { typedef __nv_bfloat16 type; };
-#endif
 typedef MuonValue<floatX>::type muonX;      // what Muon multiplies
 static_assert(sizeof(muonX) == sizeof(floatX), "gpt2_arrays counts its buffers by bytes_floatX");
 // FP16 multiplies the loss by a scale, so that small gradients do not become zero. The loss is a mean over a
@@ -220,7 +207,7 @@ enum ActId { GPT2_ACTS(X) NUM_ACTS };
 GPT2_PARAMS(X)
 #undef X
 
-// One pointer per tensor; a Block's points to one layer's copy (param_views and act_views, below).
+// One pointer per tensor; a Block's points to one layer's copy (gpt2_params and act_views).
 struct Params {
 #define X(name, type, ...) const type* name;
     GPT2_PARAMS(X)
@@ -273,15 +260,6 @@ static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recom
     return offset;
 }
 
-static Params param_views(const char* base, const ParamSpec* specs, const Layout& layout, int l) {
-    Params views;
-    for (int i = 0; i < NUM_PARAMS; i++) {
-        const ParamAddress at = param_address(specs, layout, i, l);
-        ((const void**)&views)[i] = base + layout.buckets[at.bucket].params + at.offset * specs[i].elem_bytes;
-    }
-    return views;
-}
-
 static Acts act_views(char* base, const ActSpec* specs, int l) {
     Acts views;
     for (int i = 0; i < NUM_ACTS; i++) {
@@ -303,8 +281,9 @@ static Acts act_views(char* base, const ActSpec* specs, int l) {
 
 // == 6 ops ==
 // Each op of ops.h has its maths, its kernels and last its launcher, which has the op's name. A launcher
-// checks its arguments, allocates nothing and waits for nothing. Kernels walk rows in vectors of kWidth
-// elements: C, OC and Vp are multiples of 8 (config_error); a head's size need not be.
+// checks its arguments, allocates nothing and waits for nothing; its OpScope dies if a launch has failed.
+// Kernels walk rows in vectors of kWidth elements: C, OC and Vp are multiples of 8 (config_error); a head's
+// size need not be. nvcc unrolls short inner loops by itself; the others say #pragma unroll.
 #define X(op, Args, ...) static void op(const Args<floatX, float>& a, Stream stream);
 GPT2_OPS(X)
 #undef X
@@ -405,7 +384,6 @@ __global__ void encoder_forward_kernel(floatX* out, const int* tokens, const flo
     const floatX* wpe_t = wpe + (size_t)(bt % T) * C;
     for (int c = threadIdx.x * kWidth; c < C; c += blockDim.x * kWidth) {
         Floats a = load_floats(wte_ix, c, C), b = load_floats(wpe_t, c, C);
-#pragma unroll
         for (int k = 0; k < kWidth; k++) { a.at[k] += b.at[k]; }
         store(out_bt, c, C, to_pack<floatX>(a));
     }
@@ -419,7 +397,6 @@ __device__ __forceinline__ Floats sum_rows(const T* rows, int count, int c, int 
     Floats sum = {};
     for (int first = 0; first < count; first += kUnroll) {
         Pack<T> x[kUnroll];
-#pragma unroll
         for (int u = 0; u < kUnroll; u++) {
             const bool live = first + u < count;
             const T* row = rows + (live ? (size_t)row_of(first + u) * C : 0);
@@ -427,7 +404,6 @@ __device__ __forceinline__ Floats sum_rows(const T* rows, int count, int c, int 
         }
 #pragma unroll
         for (int u = 0; u < kUnroll; u++) {
-#pragma unroll
             for (int k = 0; k < kWidth; k++) { sum.at[k] += (float)x[u].data[k]; }
         }
     }
@@ -477,7 +453,6 @@ static void encoder_forward(const EncoderForward<floatX, float>& a, Stream strea
     check_width(a, C);
     encoder_forward_kernel<<<ceil_div(N, (int)block.y), block, 0, stream>>>(a.out, a.tokens, a.wte, a.wpe, N,
                                                                             T, C);
-    cudaCheck(cudaGetLastError());
 }
 
 static size_t encoder_backward_scratch_bytes(int B, int T, int C) {
@@ -487,26 +462,19 @@ static size_t encoder_backward_scratch_bytes(int B, int T, int C) {
 static void encoder_backward(const EncoderBackward<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     const int B = a.B, T = a.T, maxT = a.maxT, C = a.C;
-    if (a.dwte.is_bf16) {
-        die("encoder_backward adds to rows of dwte: bf16 must be rounded as a whole, by grad_accumulate");
-    }
-    if (a.dwte.acc != Accumulate::Yes) {
-        die("encoder_backward only adds to dwte: the LM head has stored its part before");
-    }
+    assert(!a.dwte.is_bf16);                        // bf16 is rounded once, by grad_accumulate
+    assert(a.dwte.acc == Accumulate::Yes);          // the LM head has stored its part before
     check_width(a, C);
     const int threads = std::min(round_up(ceil_div(C, kWidth), kWarp), kEncoderThreads);
     const int slabs = ceil_div(C, threads * kWidth);    // blocks side by side along a row
     encoder_backward_wte_kernel<<<dim3(a.buckets.num_segments, slabs), threads, 0, stream>>>(
         a.dwte, a.scratch, a.dout, a.buckets.order, a.buckets.segments, C);
-    cudaCheck(cudaGetLastError());
     if (a.buckets.num_splits > 0) {
         encoder_backward_split_kernel<<<dim3(a.buckets.num_splits, slabs), threads, 0, stream>>>(
             a.dwte, a.scratch, a.buckets.splits, C);
-        cudaCheck(cudaGetLastError());
     }
     const int rows = a.dwpe.acc == Accumulate::Yes ? T : maxT;
     encoder_backward_wpe_kernel<<<dim3(rows, slabs), threads, 0, stream>>>(a.dwpe, a.dout, B, T, C);
-    cudaCheck(cudaGetLastError());
 }
 
 // == 6.2 norms of the residual stream ==
@@ -531,7 +499,6 @@ typedef NormBackward<floatX, float> NormBackwardX;
 // values[k] *= what the dropout of element c + k of row n is
 __device__ __forceinline__ void apply_dropout(Floats& values, const Dropout& d, int n, int c) {
     const Rand4 block = dropout_block(d.key, d.first_row + n, (uint32_t)(c / 8));
-#pragma unroll
     for (int k = 0; k < kWidth; k++) { values.at[k] *= dropout_factor(d, block, c % 8 + k); }
 }
 
@@ -554,7 +521,6 @@ __global__ void __launch_bounds__(kNormWarps * kWarp) norm_forward_kernel(NormFo
     for (int j = 0; j < kVectors; j++) {
         const int c = (j * kWarp + lane) * kWidth;
         x[j] = load((starts ? a.branch[0] : a.inp) + at, c, starts ? 0 : C);
-#pragma unroll
         for (int i = 0; i < kBranches; i++) { branch[i][j] = load(a.branch[i] + at, c, C); }
     }
 
@@ -570,7 +536,6 @@ __global__ void __launch_bounds__(kNormWarps * kWarp) norm_forward_kernel(NormFo
             for (int i = 0; i < kBranches; i++) {
                 Floats added = to_floats(branch[i][j]);
                 if (a.dropout[i].dropped > 0) { apply_dropout(added, a.dropout[i], row, c); }
-#pragma unroll
                 for (int k = 0; k < kWidth; k++) { total.at[k] += added.at[k]; }
             }
             x[j] = to_pack<floatX>(total);
@@ -578,22 +543,18 @@ __global__ void __launch_bounds__(kNormWarps * kWarp) norm_forward_kernel(NormFo
         }
         memcpy(&words[j], &x[j], sizeof(words[j]));
         const Floats values = to_floats(as_pack(words[j]));
-#pragma unroll
         for (int k = 0; k < kWidth; k++) { sum += values.at[k]; }
     }
     const float mean = rms ? 0.0f : divide(warp_sum(sum), C, inverse_C);
-
 
     // The variance around that mean, without what lies beyond C.
 #pragma unroll
     for (int j = 0; j < kVectors; j++) {
         if ((j * kWarp + lane) * kWidth >= C) { continue; }
         const Floats values = to_floats(as_pack(words[j]));
-#pragma unroll
         for (int k = 0; k < kWidth; k++) { squares += (values.at[k] - mean) * (values.at[k] - mean); }
     }
     const float rstd = 1.0f / sqrtf(divide(warp_sum(squares), C, inverse_C) + (float)kNormEps);
-
 
     // Normalise, once or twice.
 #pragma unroll
@@ -605,7 +566,6 @@ __global__ void __launch_bounds__(kNormWarps * kWarp) norm_forward_kernel(NormFo
             const Floats w = load_floats(a.y[i].weight, c, C);
             const Floats values = to_floats(as_pack(words[j]));
             Floats y = load_floats(a.y[i].bias, c, rms ? 0 : C);
-#pragma unroll
             for (int k = 0; k < kWidth; k++) {
                 y.at[k] = fmaf((values.at[k] - mean) * rstd, w.at[k], y.at[k]);
             }
@@ -653,12 +613,10 @@ __global__ void __launch_bounds__(kNormLongThreads, 2) norm_forward_long_kernel(
             if (!a.branch[i]) { continue; }
             Floats added = load_floats(a.branch[i] + at, c, C);
             if (a.dropout[i].dropped > 0) { apply_dropout(added, a.dropout[i], row, c); }
-#pragma unroll
             for (int k = 0; k < kWidth; k++) { x.at[k] += added.at[k]; }
         }
         if (a.residual) { x = store_stream(a.residual, a.residual_fp32, at + c, x); }
         norm_row[c / kWidth] = to_pack<float>(x);
-#pragma unroll
         for (int k = 0; k < kWidth; k++) { sum += x.at[k]; }
     }
     const float mean = rms ? 0.0f : block_sum(sum, shared) / C;
@@ -666,7 +624,6 @@ __global__ void __launch_bounds__(kNormLongThreads, 2) norm_forward_long_kernel(
     // The variance around that mean.
     for (int c = first; c < C; c += step) {
         const Floats x = to_floats(norm_row[c / kWidth]);
-#pragma unroll
         for (int k = 0; k < kWidth; k++) { squares += (x.at[k] - mean) * (x.at[k] - mean); }
     }
     const float rstd = 1.0f / sqrtf(block_sum(squares, shared) / C + (float)kNormEps);
@@ -679,7 +636,6 @@ __global__ void __launch_bounds__(kNormLongThreads, 2) norm_forward_long_kernel(
             if (!a.y[i].out) { continue; }
             Floats w = load_floats(a.y[i].weight, c, C), y = {};
             if (!rms) { y = load_floats(a.y[i].bias, c, C); }
-#pragma unroll
             for (int k = 0; k < kWidth; k++) { y.at[k] = fmaf((x.at[k] - mean) * rstd, w.at[k], y.at[k]); }
             store(a.y[i].out + at, c, C, to_pack<floatX>(y));
         }
@@ -719,7 +675,6 @@ static void column_sums(const ColumnSums& sums, int tensors, const float* partia
                         Stream stream) {
     column_sums_kernel<<<dim3(ceil_div(C, kWarp), tensors), dim3(kWarp, kWarp), 0, stream>>>(sums, partial,
                                                                                                partials, C);
-    cudaCheck(cudaGetLastError());
 }
 
 // The backward for rows that a block holds, up to 4096 columns of 16 bits. A thread owns a vector of columns
@@ -757,7 +712,6 @@ __device__ __forceinline__ Floats norm_gradient(const Floats (&dout)[kCount],
 #pragma unroll
     for (int k = 0; k < kWidth; k++) {
         g.at[k] = dout[0].at[k] * weight[0].at[k];
-#pragma unroll
         for (int i = 1; i < kCount; i++) { g.at[k] = fmaf(dout[i].at[k], weight[i].at[k], g.at[k]); }
     }
     return g;
@@ -792,7 +746,6 @@ __global__ void __launch_bounds__(kNormMaxThreads)
             x128* slot = staged + (s * kRows + r) * kTensors * threads + thread;
             const bool live = first + r < a.N && c < C;
             const size_t at = live ? (size_t)(first + r) * C + c : 0;
-#pragma unroll
             for (int w = 0; w < kWide; w++) {
                 cp_async_16_or_zero(slot + w * threads, (const x128*)(inp + at) + w, live);
             }
@@ -800,7 +753,6 @@ __global__ void __launch_bounds__(kNormMaxThreads)
             for (int i = 0; i < kCount; i++) {
                 cp_async_16_or_zero(slot + (kWide + i) * threads, a.y[i].dout + at, live && i < norms);
             }
-#pragma unroll
             for (int w = 0; w < kWide; w++) {
                 cp_async_16_or_zero(slot + (kDresidual + w) * threads, (const x128*)(dresidual + at) + w,
                                     live && add);
@@ -812,13 +764,11 @@ __global__ void __launch_bounds__(kNormMaxThreads)
     int first = (blockIdx.x * blockDim.y + threadIdx.y) * kRows;
     float next_mean[kRows], next_rstd[kRows];
     auto load_statistics = [&](int row) {
-#pragma unroll
         for (int r = 0; r < kRows; r++) {
             next_mean[r] = row + r < a.N && !rms ? a.mean[row + r] : 0.0f;
             next_rstd[r] = row + r < a.N ? a.rstd[row + r] : 0.0f;
         }
     };
-#pragma unroll
     for (int s = 0; s < Slots::kStages; s++) { stage(first + s * step, s); }
     load_statistics(first);
 
@@ -873,7 +823,6 @@ __global__ void __launch_bounds__(kNormMaxThreads)
         stage(first + Slots::kStages * step, s);
         float row_sums[kRowSums] = {};
         for (int w = 0; w < warps; w++) {
-#pragma unroll
             for (int i = 0; i < kRowSums; i++) { row_sums[i] += exchange[w * kRowSums + i]; }
         }
         turn ^= 1;
@@ -892,7 +841,6 @@ __global__ void __launch_bounds__(kNormMaxThreads)
 #pragma unroll
             for (int i = 0; i < kCount; i++) { d[i] = to_floats(as_pack(words[r][kWide + i])); }
             const Floats g = norm_gradient(d, weight);
-#pragma unroll
             for (int k = 0; k < kWidth; k++) {
                 const float xhat = fmaf(x.at[k], rstd[r], shift[r]);
                 result.at[k] += fmaf(g.at[k], rstd[r], fmaf(xhat, minus_gx, minus_g));
@@ -911,7 +859,6 @@ __global__ void __launch_bounds__(kNormMaxThreads)
                     store(a.branch[i].dout + at, c, end, branch);
                     stored = to_floats(branch);
                 }
-#pragma unroll
                 for (int k = 0; k < kWidth; k++) { total[2 * kCount + i].at[k] += stored.at[k]; }
             }
         }
@@ -937,7 +884,6 @@ __global__ void __launch_bounds__(kNormMaxThreads)
         for (int i = 0; i < 3 * kCount; i++) {
             if (threadIdx.y > 0) { continue; }
             const Floats other = load_floats(group_sums + i * columns, c, columns);
-#pragma unroll
             for (int k = 0; k < kWidth; k++) { total[i].at[k] += other.at[k]; }
         }
     }
@@ -976,7 +922,6 @@ __global__ void __launch_bounds__(kNormLongThreads) norm_backward_long_kernel(No
     float sum_g = 0.0f, sum_gx = 0.0f;
     for (int c = first; c < C; c += step) {
         const Floats x = load_stream(a.inp, a.residual_fp32, at + c), g = gradient(c);
-#pragma unroll
         for (int k = 0; k < kWidth; k++) {
             sum_g += g.at[k];
             sum_gx = fmaf(g.at[k], (x.at[k] - mean) * rstd, sum_gx);
@@ -989,7 +934,6 @@ __global__ void __launch_bounds__(kNormLongThreads) norm_backward_long_kernel(No
         const Floats x = load_stream(a.inp, a.residual_fp32, at + c), g = gradient(c);
         Floats result = {};
         if (add) { result = load_stream(a.dresidual, a.residual_fp32, at + c); }
-#pragma unroll
         for (int k = 0; k < kWidth; k++) {
             const float xhat = (x.at[k] - mean) * rstd;
             result.at[k] = fmaf(rstd, g.at[k] - mean_g - xhat * mean_gx, result.at[k]);
@@ -1020,7 +964,6 @@ __global__ void norm_backward_columns_kernel(NormBackwardX a,
         for (int i = 0; i < 2; i++) {
             if (i < norms) {
                 const Floats d = load_floats(a.y[i].dout, at, at + 1);
-#pragma unroll
                 for (int k = 0; k < kWidth; k++) {
                     dweight[i].at[k] = fmaf(d.at[k], (x.at[k] - mean) * rstd, dweight[i].at[k]);
                     dbias[i].at[k] += d.at[k];
@@ -1030,7 +973,6 @@ __global__ void norm_backward_columns_kernel(NormBackwardX a,
                 const floatX* own = a.branch[i].dout;
                 const Floats stored = own ? load_floats(own, at, at + 1)
                                           : load_stream(a.dresidual, a.residual_fp32, at);
-#pragma unroll
                 for (int k = 0; k < kWidth; k++) { dbranch[i].at[k] += stored.at[k]; }
             }
         }
@@ -1053,31 +995,29 @@ static void norm_forward(const NormForwardX& a, Stream stream) {
     const int vectors = ceil_div(a.C, kWidth), a_lane = ceil_div(vectors, kWarp);
     check_width(a, a.C);
     if (!a.inp && branches == 0) { die("norm_forward: nothing is added to nothing"); }
-    auto launch = [&](auto kernel) {
-        kernel<<<ceil_div(a.N, kNormWarps), kNormWarps * kWarp, 0, stream>>>(a);
-    };
     // GPT-2's rows up to 16-bit C=2048 (d12 has 3 vectors a lane, d48 7), others up to 1024.
     const bool gpt2 = branches == 0 && a.kind == NormKind::Layer && !a.y[1].out;
     const bool fits = !(kLowPrecision && a.residual_fp32) && a_lane <= (gpt2 ? 8 : 4);
-    if (!fits) {
-        const size_t row_bytes = a.C * sizeof(float);
-        if (row_bytes + 1024 > shared_memory_limit()) {         // 1024: what else the block has
-            die("norm_forward: a row of C=%d takes %zu bytes of shared memory; a block of this GPU has %zu",
-                a.C, row_bytes, shared_memory_limit());
-        }
-        allow_shared_memory(norm_forward_long_kernel, row_bytes);
-        norm_forward_long_kernel<<<a.N, std::min(round_up(vectors, kWarp), kNormLongThreads), row_bytes,
-                                   stream>>>(a);
-    } else if (branches == 2) { launch(norm_forward_kernel<4, 2, false>);
-    } else if (branches == 1) { launch(norm_forward_kernel<4, 1, false>);
-    } else if (!gpt2) { launch(norm_forward_kernel<4, 0, false>);
-    } else if (a_lane <= 2) { launch(norm_forward_kernel<2, 0, true>);
-    } else if (a_lane == 3) { launch(norm_forward_kernel<3, 0, true>);
-    } else if (a_lane == 4) { launch(norm_forward_kernel<4, 0, true>);
-    } else if (a_lane == 5) { launch(norm_forward_kernel<5, 0, true>);
-    } else if (a_lane <= 7) { launch(norm_forward_kernel<7, 0, true>);
-    } else { launch(norm_forward_kernel<8, 0, true>); }
-    cudaCheck(cudaGetLastError());
+    if (fits) {
+        void (*const of_gpt2[])(NormForwardX) = {           // by vectors a lane
+            norm_forward_kernel<2, 0, true>, norm_forward_kernel<2, 0, true>, norm_forward_kernel<3, 0, true>,
+            norm_forward_kernel<4, 0, true>, norm_forward_kernel<5, 0, true>, norm_forward_kernel<7, 0, true>,
+            norm_forward_kernel<7, 0, true>, norm_forward_kernel<8, 0, true>};
+        void (*const others[])(NormForwardX) = {            // by branches
+            norm_forward_kernel<4, 0, false>, norm_forward_kernel<4, 1, false>,
+            norm_forward_kernel<4, 2, false>};
+        auto kernel = gpt2 ? of_gpt2[a_lane - 1] : others[branches];
+        kernel<<<ceil_div(a.N, kNormWarps), kNormWarps * kWarp, 0, stream>>>(a);
+        return;
+    }
+    const size_t row_bytes = a.C * sizeof(float);
+    if (row_bytes + 1024 > shared_memory_limit()) {         // 1024: what else the block has
+        die("norm_forward: a row of C=%d takes %zu bytes of shared memory; a block of this GPU has %zu",
+            a.C, row_bytes, shared_memory_limit());
+    }
+    allow_shared_memory(norm_forward_long_kernel, row_bytes);
+    norm_forward_long_kernel<<<a.N, std::min(round_up(vectors, kWarp), kNormLongThreads), row_bytes,
+                               stream>>>(a);
 }
 
 // Most blocks of the backward, and so rows of partials: 3 for each of the GPU's SMs.
@@ -1100,16 +1040,13 @@ static int norm_backward_launch(const NormBackwardX& a, int norms, int branches,
     allow_shared_memory(norm_backward_kernel<kCount, Residual>, bytes);
     norm_backward_kernel<kCount, Residual>
         <<<blocks, dim3(x, y), bytes, stream>>>(a, a.scratch, norms, branches);
-    cudaCheck(cudaGetLastError());
     return blocks;
 }
 static int norm_backward_long(const NormBackwardX& a, int norms, int branches, Stream stream) {
     const int partials = std::min(a.N, norm_most_blocks());
     norm_backward_long_kernel<<<a.N, kNormLongThreads, 0, stream>>>(a, norms);
-    cudaCheck(cudaGetLastError());
     norm_backward_columns_kernel<<<dim3(ceil_div(a.C, kWidth * 128), partials), 128, 0, stream>>>(
         a, a.scratch, norms, branches);
-    cudaCheck(cudaGetLastError());
     return partials;
 }
 
@@ -1119,10 +1056,7 @@ static void norm_backward(const NormBackwardX& a, Stream stream) {
     const int norms = a.y[1].dout ? 2 : 1;
     const int branches = a.branch[1].dout || a.branch[1].dbias.data ? 2 : 1;
     const bool fp32 = kLowPrecision && a.residual_fp32, one = norms == 1 && branches == 1;
-    for (int i = 0; i < branches; i++) {
-        if (!fp32 || a.branch[i].dout) { continue; }
-        die("norm_backward: branch %d beside a stream in fp32 needs a dout", i);
-    }
+    for (int i = 0; i < branches; i++) { assert(!fp32 || a.branch[i].dout); }
     const auto run = ceil_div(a.C, kWidth) > kNormMaxThreads ? norm_backward_long
                      : fp32 ? (one ? norm_backward_launch<1, float> : norm_backward_launch<2, float>)
                             : (one ? norm_backward_launch<1, floatX> : norm_backward_launch<2, floatX>);
@@ -1160,56 +1094,45 @@ static void grad_accumulate(const GradAccumulate<floatX, float>& a, Stream strea
     check_width(a, a.n);
     const size_t threads = 256, blocks = ceil_div(a.n, threads * kWidth);
     grad_accumulate_kernel<<<(unsigned)blocks, (unsigned)threads, 0, stream>>>(a.grad, a.values, a.n);
-    cudaCheck(cudaGetLastError());
 }
 
 static void matmul_forward(const MatmulForward<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     if (a.pre_gelu && a.residual) { die("matmul_forward: GELU and a residual do not go together"); }
-    Gemm g = {.d = a.out, .a = a.weight, .b = a.inp, .c = a.residual, .bias = a.bias, .aux = nullptr,
-              .m = a.OC, .n = a.N, .k = a.C, .trans_a = true, .trans_b = false,
-              .d_type = cuda_type(floatX()),
+    Gemm g = {.d = a.out, .a = a.weight, .b = a.inp, .c = a.residual, .bias = a.bias, .m = a.OC, .n = a.N,
+              .k = a.C, .trans_a = true,
               .epilogue = a.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT};
-    bool done = false;                                      // GELU in the epilogue, where the library can
-    if (a.pre_gelu) {
+    if (a.pre_gelu) {                                       // GELU in the epilogue, where the library can
         Gemm fused = g;
         fused.aux = a.pre_gelu;
         fused.epilogue = a.bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
-        done = gemm(fused, stream);
+        if (gemm(fused, stream)) { return; }
+        g.d = a.pre_gelu;
     }
-    if (!done) {
-        if (a.pre_gelu) { g.d = a.pre_gelu; }
-        gemm_or_die(g, stream);
-        if (a.pre_gelu) { gelu_forward({a.out, a.pre_gelu, (size_t)a.N * a.OC}, stream); }
-    }
+    gemm_or_die(g, stream);
+    if (a.pre_gelu) { gelu_forward({a.out, a.pre_gelu, (size_t)a.N * a.OC}, stream); }
 }
 
 static void matmul_backward_input(const MatmulBackwardInput<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     if (a.pre_gelu && a.residual) { die("matmul_backward_input: GELU and a residual do not go together"); }
-    Gemm g = {.d = a.dinp, .a = a.weight, .b = a.dout, .c = a.residual, .bias = nullptr, .aux = nullptr,
-              .m = a.C, .n = a.N, .k = a.OC, .trans_a = false, .trans_b = false,
-              .d_type = cuda_type(floatX()), .epilogue = CUBLASLT_EPILOGUE_DEFAULT};
-    bool done = false;
+    const Gemm g = {.d = a.dinp, .a = a.weight, .b = a.dout, .c = a.residual, .m = a.C, .n = a.N, .k = a.OC};
     if (a.pre_gelu) {
         Gemm fused = g;
         fused.aux = const_cast<floatX*>(a.pre_gelu);        // only read by this epilogue
         fused.epilogue = CUBLASLT_EPILOGUE_DGELU;
-        done = gemm(fused, stream);
+        if (gemm(fused, stream)) { return; }
     }
-    if (!done) {
-        gemm_or_die(g, stream);
-        if (a.pre_gelu) { gelu_backward_inplace({a.dinp, {}, nullptr, a.pre_gelu, a.N, a.C}, stream); }
-    }
+    gemm_or_die(g, stream);
+    if (a.pre_gelu) { gelu_backward_inplace({a.dinp, {}, nullptr, a.pre_gelu, a.N, a.C}, stream); }
 }
 
 static void matmul_backward_weight(const MatmulBackwardWeight<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     void* d = a.dweight.is_bf16 ? a.scratch : a.dweight.data;
     const bool add = !a.dweight.is_bf16 && a.dweight.acc == Accumulate::Yes;
-    gemm_or_die({.d = d, .a = a.inp, .b = a.dout, .c = add ? d : nullptr, .bias = nullptr, .aux = nullptr,
-                 .m = a.C, .n = a.OC, .k = a.N, .trans_a = false, .trans_b = true, .d_type = CUDA_R_32F,
-                 .epilogue = CUBLASLT_EPILOGUE_DEFAULT}, stream);
+    gemm_or_die({.d = d, .a = a.inp, .b = a.dout, .c = add ? d : nullptr, .m = a.C, .n = a.OC, .k = a.N,
+                 .trans_b = true, .d_type = CUDA_R_32F}, stream);
     if (a.dweight.is_bf16) { grad_accumulate({a.dweight, a.scratch, (size_t)a.OC * a.C}, stream); }
 }
 
@@ -1239,7 +1162,6 @@ __device__ __forceinline__ float gelu_grad(float x) {
 __global__ void gelu_forward_kernel(floatX* out, const floatX* inp, size_t n) {
     const size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
     Floats x = load_floats<Cache::Streaming>(inp, i, n);
-#pragma unroll
     for (int k = 0; k < kWidth; k++) { x.at[k] = gelu(x.at[k]); }
     store(out, i, n, to_pack<floatX>(x));
 }
@@ -1259,7 +1181,6 @@ __global__ void __launch_bounds__(kWarp * kColumnRows)
     for (int first = begin + threadIdx.y; first < end; first += kColumnRows * kUnroll) {
         // Ask for kUnroll rows before the first is used; what lies beyond the chunk is zero.
         x128 x[kUnroll], y[kUnroll];
-#pragma unroll
         for (int u = 0; u < kUnroll; u++) {
             const int row = first + u * kColumnRows, columns = row < end ? OC : 0;
             const size_t at = row < end ? (size_t)row * OC : 0;
@@ -1270,14 +1191,12 @@ __global__ void __launch_bounds__(kWarp * kColumnRows)
 #pragma unroll
         for (int u = 0; u < kUnroll; u++) {
             if (kGelu) {
-#pragma unroll
                 for (int k = 0; k < kWidth; k++) {
                     x[u].data[k] = (floatX)((float)x[u].data[k] * gelu_grad((float)y[u].data[k]));
                 }
                 const int row = first + u * kColumnRows, columns = row < end ? OC : 0;
                 store(d_inplace + (row < end ? (size_t)row * OC : 0), c, columns, x[u]);
             }
-#pragma unroll
             for (int k = 0; k < kWidth; k++) { sum.at[k] += (float)x[u].data[k]; }
         }
     }
@@ -1312,7 +1231,6 @@ static void column_pass(Grad dbias, float* scratch, floatX* d_inplace, const flo
     float* partial = dbias.data ? scratch : nullptr;
     const dim3 grid(ceil_div(OC, kWarp * kWidth), chunks), block(kWarp, kColumnRows);
     partial_sums_kernel<kGelu><<<grid, block, 0, stream>>>(partial, d_inplace, d, inp, N, OC, chunk_rows);
-    cudaCheck(cudaGetLastError());
     if (dbias.data) { column_sums({{dbias}}, 1, partial, chunks, OC, stream); }
 }
 
@@ -1327,7 +1245,6 @@ static void gelu_forward(const GeluForward<floatX, float>& a, Stream stream) {
     check_width(a, a.n);
     const size_t threads = 256, blocks = ceil_div(a.n, threads * kWidth);
     gelu_forward_kernel<<<(unsigned)blocks, (unsigned)threads, 0, stream>>>(a.out, a.inp, a.n);
-    cudaCheck(cudaGetLastError());
 }
 
 static void gelu_backward_inplace(const GeluBackward<floatX, float>& a, Stream stream) {
@@ -1349,22 +1266,17 @@ constexpr int kClassifierThreads = 1024, kClassifierVectors = 7;
 constexpr float kLowest = -FLT_MAX / 4;
 
 // The largest element. NaN is ignored here; the sum of exp() keeps it.
-__device__ __forceinline__ float pack_max(const Pack<float>& x) {
-    float top = x.data[0];
-#pragma unroll
-    for (int k = 1; k < kWidth; k++) { top = fmaxf(top, x.data[k]); }
-    return top;
-}
-template <class Half> __device__ __forceinline__ float pack_max(const Pack<Half>& x) {
-    Half top = x.data[0];
-#pragma unroll
-    for (int k = 1; k < kWidth; k++) { top = __hmax(top, x.data[k]); }
+template <class T> __device__ __forceinline__ float pack_max(const Pack<T>& x) {
+    T top = x.data[0];
+    for (int k = 1; k < kWidth; k++) {
+        if constexpr (sizeof(T) == 4) { top = fmaxf(top, x.data[k]); }
+        else { top = __hmax(top, x.data[k]); }
+    }
     return (float)top;
 }
 
 __device__ __forceinline__ void mask_padding(x128* x, int c, int V) {   // columns V and up get no probability
     if (c + kWidth <= V) { return; }
-#pragma unroll
     for (int k = 0; k < kWidth; k++) {
         if (c + k >= V) { x->data[k] = (floatX)-INFINITY; }
     }
@@ -1372,7 +1284,6 @@ __device__ __forceinline__ void mask_padding(x128* x, int c, int V) {   // colum
 
 __device__ __forceinline__ float exp_sum(const x128& x, float top) {    // sum of exp(x - top)
     float sum = 0.0f;
-#pragma unroll
     for (int k = 0; k < kWidth; k++) { sum += exp2_fast(fmaf((float)x.data[k], kLog2e, -top * kLog2e)); }
     return sum;
 }
@@ -1394,12 +1305,10 @@ __device__ __forceinline__ void softmax_combine(float& top, float& sum, float2* 
 __device__ __forceinline__ x128 softmax_grad(const x128& x, float top, float scale_over_sum, int c,
                                              int target, float scale) {
     Floats d;
-#pragma unroll
     for (int k = 0; k < kWidth; k++) {
         d.at[k] = exp2_fast(fmaf((float)x.data[k], kLog2e, -top * kLog2e)) * scale_over_sum;
     }
     if (target >= c && target < c + kWidth) {
-#pragma unroll
         for (int k = 0; k < kWidth; k++) {
             if (c + k == target) { d.at[k] -= scale; }
         }
@@ -1428,7 +1337,6 @@ __global__ void __launch_bounds__(kClassifierThreads, 1)
         if (row < N) {
             const floatX* x_row = row_at(row);
             x128* slot_at = staged + slot * vectors + first;
-#pragma unroll
             for (int j = 0; j < kClassifierVectors; j++) {
                 const int v = j * kClassifierThreads;
                 if (first + v < vectors) { cp_async_16(slot_at + v, x_row + v * kWidth); }
@@ -1459,7 +1367,6 @@ __global__ void __launch_bounds__(kClassifierThreads, 1)
         }
         // The row's maximum and sum of exp(x - max): this thread's part, then everybody's.
         float sum = 0.0f;
-#pragma unroll
         for (int j = 0; j < kClassifierVectors; j++) {
             if (first + j * kClassifierThreads < vectors) { sum += exp_sum(as_pack(row_x[j]), top); }
         }
@@ -1521,27 +1428,21 @@ static bool classifier_streams(int Vp) {
            2 * Vp * sizeof(floatX) + 1024 <= shared_memory_limit();    // 1024: the static part
 }
 
-template <bool kGrad> static void classifier_launch(const Classifier<floatX, float>& a, Stream stream) {
-    if (classifier_streams(a.Vp)) {
-        const int shared = 2 * a.Vp * (int)sizeof(floatX);
-        cudaCheck(cudaFuncSetAttribute(classifier_stream_kernel<kGrad>,
-                                       cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-        const int blocks = std::min(a.N, device_sm_count);
-        classifier_stream_kernel<kGrad><<<blocks, kClassifierThreads, shared, stream>>>(
-            a.logits, a.losses, a.targets, a.dloss, a.loss_scale, a.N, a.V, a.Vp);
-    } else {
-        const int threads = std::min(round_up(ceil_div(a.Vp, kWidth), kWarp), kClassifierThreads);
-        classifier_kernel<kGrad><<<a.N, threads, 0, stream>>>(a.logits, a.losses, a.targets, a.dloss,
-                                                              a.loss_scale, a.V, a.Vp);
-    }
-    cudaCheck(cudaGetLastError());
-}
-
 static void classifier(const Classifier<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     check_width(a, a.Vp);
-    if (a.mode == ClassifierMode::LossAndGrad) { classifier_launch<true>(a, stream); }
-    else { classifier_launch<false>(a, stream); }
+    const bool grad = a.mode == ClassifierMode::LossAndGrad;
+    if (classifier_streams(a.Vp)) {
+        auto kernel = grad ? classifier_stream_kernel<true> : classifier_stream_kernel<false>;
+        const int shared = 2 * a.Vp * (int)sizeof(floatX);
+        allow_shared_memory(kernel, shared);
+        kernel<<<std::min(a.N, device_sm_count), kClassifierThreads, shared, stream>>>(
+            a.logits, a.losses, a.targets, a.dloss, a.loss_scale, a.N, a.V, a.Vp);
+    } else {
+        auto kernel = grad ? classifier_kernel<true> : classifier_kernel<false>;
+        const int threads = std::min(round_up(ceil_div(a.Vp, kWidth), kWarp), kClassifierThreads);
+        kernel<<<a.N, threads, 0, stream>>>(a.logits, a.losses, a.targets, a.dloss, a.loss_scale, a.V, a.Vp);
+    }
 }
 
 // out[n,:] = inp[rows[n],:]: what the LM head reads where only some positions' losses count. A block a row.
@@ -1554,7 +1455,6 @@ __global__ void gather_rows_kernel(GatherRows<floatX, float> a) {
 static void gather_rows(const GatherRows<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     gather_rows_kernel<<<a.N, 256, 0, stream>>>(a);
-    cudaCheck(cudaGetLastError());
 }
 
 // == 6.6 loss ==
@@ -1570,7 +1470,6 @@ __global__ void loss_sum_kernel(float* mean, const float* losses, float weight, 
 static void loss_sum(const LossSum<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     loss_sum_kernel<<<1, 1024, 0, stream>>>(a.mean, a.losses, a.weight, a.acc, a.N);
-    cudaCheck(cudaGetLastError());
 }
 
 // == 6.7 gradients: lanes and the norm ==
@@ -1580,6 +1479,14 @@ static void loss_sum(const LossSum<floatX, float>& a, Stream stream) {
 constexpr int kLaneThreads = 256;
 constexpr int kMaxPieceLevels = 13;
 static_assert(kCommMaxWorld <= 1 << (kMaxPieceLevels - 1), "a piece from each rank");
+
+// Elements [i, i + kWidth) of stored gradients, the first of which has number `first` in the whole.
+template <Cache kCache>
+__device__ __forceinline__ Floats load_stored(const void* grads, bool is_bf16, size_t i, size_t n,
+                                              const RoundKey& key, size_t first) {
+    if (is_bf16) { return load_dithered<kCache>((const __nv_bfloat16*)grads, i, n, key, first); }
+    return load_floats<kCache>((const float*)grads, i, n);
+}
 
 template <bool kPiecesBf16>
 __device__ __forceinline__ Floats load_piece(const LaneSum<floatX, float>& a, int r, size_t i) {
@@ -1594,7 +1501,6 @@ __device__ __forceinline__ Floats load_piece(const LaneSum<floatX, float>& a, in
 }
 
 __device__ __forceinline__ void add_to(Floats* sum, const Floats& left) {
-#pragma unroll
     for (int k = 0; k < kWidth; k++) { sum->at[k] = left.at[k] + sum->at[k]; }
 }
 
@@ -1633,6 +1539,17 @@ __global__ void __launch_bounds__(kLaneThreads) lane_sum_kernel(LaneSum<floatX, 
     }
 }
 
+// The kernel for this number of pieces.
+template <bool kPiecesBf16> static auto lane_sum_for(int pieces) {
+    switch (pieces) {
+        case 1: return lane_sum_kernel<1, kPiecesBf16>;
+        case 2: return lane_sum_kernel<2, kPiecesBf16>;
+        case 4: return lane_sum_kernel<4, kPiecesBf16>;
+        case 8: return lane_sum_kernel<8, kPiecesBf16>;
+        default: return lane_sum_kernel<0, kPiecesBf16>;
+    }
+}
+
 static void lane_sum(const LaneSum<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     if (a.n % kChunk != 0 || a.num_pieces < 1 || a.num_pieces > 1 << (kMaxPieceLevels - 1)) {
@@ -1640,21 +1557,8 @@ static void lane_sum(const LaneSum<floatX, float>& a, Stream stream) {
     }
     const size_t needed = a.n / (kLaneThreads * kWidth);
     const int blocks = (int)std::min(needed, (size_t)device_sm_count * 8);
-    auto run = [&](auto pieces) {
-        if (a.pieces.is_bf16) {
-            lane_sum_kernel<pieces.value, true><<<blocks, kLaneThreads, 0, stream>>>(a);
-        } else {
-            lane_sum_kernel<pieces.value, false><<<blocks, kLaneThreads, 0, stream>>>(a);
-        }
-    };
-    switch (a.num_pieces) {
-    case 1: run(std::integral_constant<int, 1>()); break;
-    case 2: run(std::integral_constant<int, 2>()); break;
-    case 4: run(std::integral_constant<int, 4>()); break;
-    case 8: run(std::integral_constant<int, 8>()); break;
-    default: run(std::integral_constant<int, 0>());
-    }
-    cudaCheck(cudaGetLastError());
+    auto kernel = a.pieces.is_bf16 ? lane_sum_for<true>(a.num_pieces) : lane_sum_for<false>(a.num_pieces);
+    kernel<<<blocks, kLaneThreads, 0, stream>>>(a);
 }
 
 // A block sums the squares of a chunk: in fp32 within a thread (32 elements), in double from there on.
@@ -1672,14 +1576,12 @@ __global__ void __launch_bounds__(kNormThreads) square_sums_kernel(SquareSums<fl
 #pragma unroll
     for (int u = 0; u < kVectors; u++) {
         const size_t i = first + (size_t)u * kNormThreads * kWidth;
-        if (kBf16) { x[u] = load_dithered((const __nv_bfloat16*)data, i, a.n, a.grads.key, position); }
-        else { x[u] = load_floats((const float*)data, i, a.n); }
+        x[u] = load_stored<Cache::Default>(data, kBf16, i, a.n, a.grads.key, position);
     }
     float squares = 0.0f;
 #pragma unroll
     for (int u = 0; u < kVectors; u++) {
         float sum = 0.0f;       // a vector's squares meet before the larger sum: less is rounded away
-#pragma unroll
         for (int k = 0; k < kWidth; k++) { sum = fmaf(x[u].at[k], x[u].at[k], sum); }
         squares += sum;
     }
@@ -1693,35 +1595,11 @@ static void square_sums(const SquareSums<floatX, float>& a, Stream stream) {
     auto kernel = a.grads.is_bf16 ? square_sums_kernel<true> : square_sums_kernel<false>;
     const dim3 grid((unsigned)(a.n / kChunk), a.rows.count);
     kernel<<<grid, kNormThreads, 0, stream>>>(a);
-    cudaCheck(cudaGetLastError());
 }
 
-// norm = sqrt(sum of squares of all gradients) / loss_scale, then the decision about this update, all on the
-// device: the host reads both a step later. One block; which thread adds a chunk or a lane depends on its
-// number in the job alone. The comparisons are such that a norm of NaN skips.
+// The sums behind the decision about this update, all on the device: the host reads both a step later. One
+// block; which thread adds a chunk or a lane depends on its number in the job alone.
 constexpr int kDecisionThreads = 1024;
-
-// Standard deviations of x above the window's mean, or 0, as the twin (window_score_cpu) says when. By one
-// thread, in the twin's order and with its roundings, so that the same values are judged alike everywhere:
-// some microseconds (counted, not measured), and only where -sl or -sg asks for them.
-__device__ static float window_score(const Window& w, float x) {
-    if (w.count < kWindow) { return 0.0f; }
-    double sum = 0.0, squares = 0.0;
-#pragma unroll 16
-    for (int i = 0; i < kWindow; i++) { sum += w.values[i]; }
-    const double mean = sum / kWindow;
-#pragma unroll 16
-    for (int i = 0; i < kWindow; i++) {
-        const double d = w.values[i] - mean;
-        squares = fma(d, d, squares);
-    }
-    return squares > 0.0 ? (float)((x - mean) / sqrt(squares / kWindow)) : 0.0f;
-}
-
-__device__ static void window_add(Window* w, float x) {
-    w->values[w->count % kWindow] = x;
-    w->count++;
-}
 
 __global__ void update_decision_kernel(UpdateDecision<floatX, float> a) {
     __shared__ double shared[kWarp];
@@ -1745,44 +1623,12 @@ __global__ void update_decision_kernel(UpdateDecision<floatX, float> a) {
     loss = block_sum(loss, shared);
     if (threadIdx.x > 0) { return; }
     *a.loss = (float)loss;
-    UpdateState* state = a.state;
-    const float scale = state->loss_scale;
-    const float norm = (float)(sqrt(sum) / scale);
-    state->norm = norm;
-    const float max_loss = a.policy.max_loss_score, max_norm = a.policy.max_norm_score;
-    const float loss_score = max_loss > 0.0f ? window_score(state->losses, (float)loss) : 0.0f;
-    const float norm_score = max_norm > 0.0f ? window_score(state->norms, norm) : 0.0f;
-    state->loss_score = loss_score;
-    state->norm_score = norm_score;
-    const bool finite = isfinite(norm) && isfinite((float)loss);
-    const int skip = !finite ? SKIP_NOT_FINITE
-                     : loss_score > max_loss ? SKIP_LOSS
-                     : norm_score > max_norm ? SKIP_NORM : SKIP_NO;
-    state->skip = skip;
-    state->skipped_in_a_row = skip == SKIP_NO ? 0 : state->skipped_in_a_row + 1;
-    if (skip == SKIP_NO) {
-        state->t++;
-        window_add(&state->losses, (float)loss);
-        window_add(&state->norms, norm);
-    }
-    if (!finite) {
-        state->good_steps = 0;
-        if (a.policy.dynamic_loss_scale) { state->loss_scale = fmaxf(scale * 0.5f, 1.0f); }
-        return;
-    }
-    const float clip = a.max_norm / (norm + kClipEps);
-    state->grad_scale = (a.max_norm > 0.0f && clip < 1.0f ? clip : 1.0f) / scale;
-    state->good_steps++;
-    if (a.policy.dynamic_loss_scale && state->good_steps >= a.policy.growth_interval) {
-        state->loss_scale = fminf(scale * 2.0f, a.policy.max_scale);
-        state->good_steps = 0;
-    }
+    decide_update(a.state, a.policy, a.max_norm, sum, (float)loss);
 }
 
 static void update_decision(const UpdateDecision<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     update_decision_kernel<<<1, kDecisionThreads, 0, stream>>>(a);
-    cudaCheck(cudaGetLastError());
 }
 
 // == 6.8 adamw, muon ==
@@ -1804,7 +1650,6 @@ __device__ __forceinline__ Pack<Param> round_weights(const Floats& p, bool has_m
     Pack<Param> rounded = to_pack<Param>(p);
     if (!has_master && sizeof(Param) == 2) {
         const Draws draws = round_draws(key, position);
-#pragma unroll
         for (int k = 0; k < kWidth; k++) { store_stochastic(&rounded.data[k], p.at[k], draws.at[k]); }
     }
     return rounded;
@@ -1815,13 +1660,6 @@ __device__ __forceinline__ void store_weights(Param* params, float* master, bool
                                               size_t n, const Floats& p, const Pack<Param>& rounded) {
     if (has_master) { store<Cache::Streaming>(master, i, n, to_pack<float>(p)); }
     store(params, i, n, rounded);
-}
-
-// Elements [i, i + kWidth) of summed gradients, the first of which has number `first` in the whole.
-__device__ __forceinline__ Floats load_summed(const void* grads, bool is_bf16, size_t i, size_t n,
-                                              const RoundKey& key, size_t first) {
-    if (is_bf16) { return load_dithered<Cache::Streaming>((const __nv_bfloat16*)grads, i, n, key, first); }
-    return load_floats<Cache::Streaming>((const float*)grads, i, n);
 }
 
 // Blocks for `rows` rows of n elements, one row in each y.
@@ -1839,14 +1677,6 @@ static dim3 update_blocks(const char* op, size_t n, size_t first, int rows) {
 // PyTorch's AdamW rounds (its foreach form), constants taken in double: from equal gradients, equal weights.
 // A launch for each kind of bucket, of all layers at once; p is the master copy, or the parameter itself
 // (fp32), or the 16-bit parameter, rounded stochastically. Gaps between tensors are zeros and stay zeros.
-__device__ inline double power(double x, long long n) {     // x^n by squaring: the same bits on every GPU
-    double result = 1.0;
-    for (; n > 0; n /= 2, x *= x) {
-        if (n % 2 == 1) { result *= x; }
-    }
-    return result;
-}
-
 // Param: floatX or float.
 template <class Param, bool kGradsBf16, bool kMaster>
 __global__ void __launch_bounds__(kUpdateThreads) adamw_kernel(AdamW<floatX, float> a) {
@@ -1870,7 +1700,8 @@ __global__ void __launch_bounds__(kUpdateThreads) adamw_kernel(AdamW<floatX, flo
     const size_t first = row * a.rows.first;
     const size_t step = (size_t)gridDim.x * blockDim.x * kWidth;
     for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
-        const Floats g = load_summed(grads, kGradsBf16, i, a.n, a.grads.key, a.grads.first + first);
+        const Floats g = load_stored<Cache::Streaming>(grads, kGradsBf16, i, a.n, a.grads.key,
+                                                       a.grads.first + first);
         Floats m = load_floats<Cache::Streaming>(ms, i, a.n),
                v = load_floats<Cache::Streaming>(vs, i, a.n);
         Floats p = load_weights(params, master, kMaster, i, a.n);
@@ -1904,7 +1735,6 @@ static void adamw_update(const AdamW<floatX, float>& a, Stream stream) {
     };
     if (a.params_fp32) { run(0.0f); }
     else { run(floatX()); }
-    cudaCheck(cudaGetLastError());
 }
 
 // Muon, as ops.h has it: momentum, then Newton-Schulz steps by cuBLASLt, then the update of the weights.
@@ -1924,9 +1754,8 @@ __global__ void __launch_bounds__(kUpdateThreads) muon_momentum_kernel(MuonMomen
     float* ms = a.m + row * a.n;
     const size_t first = a.grads.first + row * a.rows.first, step = (size_t)gridDim.x * blockDim.x * kWidth;
     for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
-        const Floats g = load_summed(grads, a.grads.is_bf16, i, a.n, a.grads.key, first);
+        const Floats g = load_stored<Cache::Streaming>(grads, a.grads.is_bf16, i, a.n, a.grads.key, first);
         Floats m = load_floats<Cache::Streaming>(ms, i, a.n), update;
-#pragma unroll
         for (int k = 0; k < kWidth; k++) {
             const float grad = g.at[k] * scale;
             m.at[k] = fmaf(part, grad - m.at[k], m.at[k]);
@@ -1941,7 +1770,6 @@ static void muon_momentum(const MuonMomentum<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     const dim3 blocks = update_blocks("muon_momentum", a.n, a.grads.first, a.rows.count);
     muon_momentum_kernel<<<blocks, kUpdateThreads, 0, stream>>>(a);
-    cudaCheck(cudaGetLastError());
 }
 
 // x = inp / |inp| takes two kernels. In each, a block has a chunk of matrix number blockIdx.y, n elements.
@@ -1955,7 +1783,6 @@ __global__ void __launch_bounds__(kUpdateThreads)
     double sum = 0.0;
     for (size_t i = blockIdx.x * kChunk + threadIdx.x * kWidth; i < end; i += blockDim.x * kWidth) {
         const Floats x = load_floats(inp, i, n);
-#pragma unroll
         for (int k = 0; k < kWidth; k++) { sum += (double)x.at[k] * x.at[k]; }
     }
     sum = block_sum(sum, shared);
@@ -1978,7 +1805,6 @@ __global__ void __launch_bounds__(kUpdateThreads)
     const size_t end = min(n, (blockIdx.x + 1) * kChunk);
     for (size_t i = blockIdx.x * kChunk + threadIdx.x * kWidth; i < end; i += blockDim.x * kWidth) {
         Floats x = load_floats(inp, i, n);
-#pragma unroll
         for (int k = 0; k < kWidth; k++) { x.at[k] = (float)(x.at[k] * factor); }
         store(out, i, n, to_pack<muonX>(x));
     }
@@ -1998,9 +1824,8 @@ struct MuonProduct {
 // The algorithm is chosen for the matrices of the whole job and has no split-K, so a matrix has the same bits
 // whichever rank multiplies it, beside however many others.
 static void muon_multiply(const MuonProduct& p, const MuonOrthogonalise<floatX, float>& a, Stream stream) {
-    gemm_or_die({.d = p.d.first, .a = p.l.first, .b = p.r.first, .c = p.c.first, .bias = nullptr,
-                 .aux = nullptr, .m = p.m, .n = p.n, .k = p.k, .trans_a = p.trans_l, .trans_b = p.trans_r,
-                 .d_type = cuda_type(muonX()), .epilogue = CUBLASLT_EPILOGUE_DEFAULT,
+    gemm_or_die({.d = p.d.first, .a = p.l.first, .b = p.r.first, .c = p.c.first, .m = p.m, .n = p.n,
+                 .k = p.k, .trans_a = p.trans_l, .trans_b = p.trans_r, .d_type = cuda_type(muonX()),
                  .inp_type = cuda_type(muonX()), .alpha = p.alpha, .beta = p.beta,
                  .count = p.parts * a.places.layers, .count_all = p.parts * a.layers_all,
                  .a_stride = p.l.stride, .b_stride = p.r.stride, .c_stride = p.c.stride,
@@ -2017,7 +1842,6 @@ static void muon_orthogonalise(const MuonOrthogonalise<floatX, float>& a, Stream
     }
     const dim3 blocks((unsigned)ceil_div(size, kChunk), a.places.count());
     muon_sums_kernel<<<blocks, kUpdateThreads, 0, stream>>>(a.sums, a.inp, size, a.places);
-    cudaCheck(cudaGetLastError());
     muon_normalise_kernel<<<blocks, kUpdateThreads, 0, stream>>>(a.x, a.inp, a.sums, size, a.places);
     cudaCheck(cudaGetLastError());
 
@@ -2055,7 +1879,6 @@ __global__ void __launch_bounds__(kUpdateThreads) muon_update_kernel(MuonUpdate<
     for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
         const Floats update = load_floats(a.update + row * a.update_row, i, a.n);
         Floats p = load_weights(params, master, has_master, i, a.n);
-#pragma unroll
         for (int k = 0; k < kWidth; k++) { p.at[k] = fmaf(minus_rate, update.at[k], p.at[k] * keep); }
         const Pack<floatX> rounded = round_weights<floatX>(p, has_master, a.key, first + i);
         store_weights(params, master, has_master, i, a.n, p, rounded);
@@ -2066,7 +1889,6 @@ static void muon_update(const MuonUpdate<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     const dim3 blocks = update_blocks("muon_update", a.n, a.first, a.rows.count);
     muon_update_kernel<<<blocks, kUpdateThreads, 0, stream>>>(a);
-    cudaCheck(cudaGetLastError());
 }
 
 // == 6.9 attention ==
@@ -2160,13 +1982,15 @@ static size_t attention_backward_scratch_bytes(int B, int T, int NH) {
 template <class Args, class... Params>
 static void attention_launch(void (*kernel)(Params...), const Args& a, int rows, int threads, size_t bytes,
                              Stream stream, const std::decay_t<Params>&... params) {
+    if (a.B < 1 || a.T < 1 || a.NH < 1) {
+        die("attention: B=%d T=%d NH=%d; all must be positive", a.B, a.T, a.NH);
+    }
     const size_t blocks = (size_t)ceil_div(a.T, rows) * a.B * a.NH;
     if (blocks > 0x7fffffffu) {
         die("attention: B=%d T=%d NH=%d needs more than 2^31 blocks", a.B, a.T, a.NH);
     }
     if (bytes > 0) { allow_shared_memory(kernel, bytes); }
     kernel<<<(unsigned)blocks, threads, bytes, stream>>>(params...);
-    cudaCheck(cudaGetLastError());
 }
 
 // ---- dropout: which probabilities are kept ----
@@ -2189,7 +2013,6 @@ __global__ void __launch_bounds__(kKeepThreads) attention_dropout_kernel(uint32_
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const Rand4 block = dropout_block(d.key, row, (uint32_t)(4 * j + i));
-#pragma unroll
                 for (int lane = 0; lane < 8; lane++) {
                     word |= (uint32_t)(dropout_bits16(block, lane) >= d.dropped) << (8 * i + lane);
                 }
@@ -2202,9 +2025,6 @@ __global__ void __launch_bounds__(kKeepThreads) attention_dropout_kernel(uint32_
 
 static void attention_dropout(const AttentionDropout<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
-    if (a.B < 1 || a.T < 1 || a.NH < 1) {
-        die("attention_dropout: B=%d T=%d NH=%d; all must be positive", a.B, a.T, a.NH);
-    }
     attention_launch(attention_dropout_kernel, a, kKeepThreads, kKeepThreads, 0, stream, a.keep, a.dropout,
                      a.T);
 }
@@ -2242,7 +2062,6 @@ __device__ __forceinline__ float plain_dots(const PlainRow& row, const HeadRows<
     for (int j0 = 0; j0 < kWarp; j0 += 8) {
         float part[8] = {};
         for (int d = lane; d < matrix.HS; d += kWarp) {
-#pragma unroll
             for (int j = 0; j < 8; j++) {
                 const int at = min(first + j0 + j, matrix.T - 1);
                 part[j] += row[d] * (float)matrix.data[at * matrix.stride + d];
@@ -2369,12 +2188,12 @@ __global__ void __launch_bounds__(kPlainWarps * kWarp)
     plain_store(work.v(a.dqkv), key, dv[warp], a.keep.scale, lane);
 }
 
-static void attention_forward_plain(const AttentionForward<floatX, float>& a, Stream stream) {
+static void attention_plain(const AttentionForward<floatX, float>& a, Stream stream) {
     attention_launch(attention_forward_plain_kernel, a, kPlainWarps, kPlainWarps * kWarp, 0, stream, a,
                      1.0f / sqrtf(a.HS));
 }
 
-static void attention_backward_plain(const AttentionBackward<floatX, float>& a, Stream stream) {
+static void attention_plain(const AttentionBackward<floatX, float>& a, Stream stream) {
     const float scale = 1.0f / sqrtf(a.HS);
     for (auto kernel : {attention_backward_dq_plain_kernel, attention_backward_dkv_plain_kernel}) {
         attention_launch(kernel, a, kPlainWarps, kPlainWarps * kWarp, 0, stream, a, scale);
@@ -2404,7 +2223,6 @@ __device__ __forceinline__ void for_tile(Tile<kGroups, kN>& tile, F f) {
     for (int n = 0; n < kN; n++) {
 #pragma unroll
         for (int m = 0; m < kGroups; m++) {
-#pragma unroll
             for (int i = 0; i < 4; i++) { f(tile[m][n][i], m, n, i); }
         }
     }
@@ -2412,9 +2230,7 @@ __device__ __forceinline__ void for_tile(Tile<kGroups, kN>& tile, F f) {
 
 // f(m, r) for each row of a lane.
 template <int kGroups, class F> __device__ __forceinline__ void for_rows(F f) {
-#pragma unroll
     for (int m = 0; m < kGroups; m++) {
-#pragma unroll
         for (int r = 0; r < 2; r++) { f(m, r); }
     }
 }
@@ -2472,7 +2288,6 @@ template <int kGroups> struct OnlineSoftmax {
         bool above = false;
         for_rows<kGroups>([&](int m, int r) {
             float row_max = max[m][r];
-#pragma unroll
             for (int n = 0; n < kN; n++) {
                 row_max = fmaxf(row_max, fmaxf(s[m][n][2 * r], s[m][n][2 * r + 1]));
             }
@@ -2489,7 +2304,6 @@ template <int kGroups> struct OnlineSoftmax {
         }
         for_rows<kGroups>([&](int m, int r) {
             const float max_log2 = max[m][r] * scale_log2;
-#pragma unroll
             for (int n = 0; n < kN; n++) {
                 float &x = s[m][n][2 * r], &y = s[m][n][2 * r + 1];
                 x = exp2_fast(fmaf(x, scale_log2, -max_log2));
@@ -2538,24 +2352,28 @@ struct KeepAll {
     __device__ __forceinline__ float operator()(float x, int, int, int) const { return x; }
 };
 
-// Where rows are queries. To be loaded early and used late.
-template <int kGroups, int kN> struct KeepRows {
-    static_assert(16 % kN == 0, "padded_T makes whole tiles");
-    static constexpr int kWords = (kN + 3) / 4;             // of 32 keys
+// What the two kinds below have in common.
+struct KeepBits {
     const uint32_t* bits;                                   // of the head
     size_t stride;
     float scale;
-    int lane, shift;                                        // shift: to the lane's first column
-    uint32_t words[kGroups][2][kWords];                     // of rows g and g + 8
+    int lane, shift;                                        // shift: to the lane's first key in a word
 
-    __device__ __forceinline__ KeepRows(const AttentionKeep& keep, const AttentionWork& work, int lane)
+    __device__ __forceinline__ KeepBits(const AttentionKeep& keep, const AttentionWork& work, int lane)
         : bits(work.keep(keep.bits)), stride(padded_T(work.T)), scale(keep.scale), lane(lane) {}
+};
+
+// Where rows are queries. To be loaded early and used late.
+template <int kGroups, int kN> struct KeepRows : KeepBits {
+    using KeepBits::KeepBits;
+    static_assert(16 % kN == 0, "padded_T makes whole tiles");
+    static constexpr int kWords = (kN + 3) / 4;             // of 32 keys
+    uint32_t words[kGroups][2][kWords];                     // of rows g and g + 8
 
     // row0: the first query; column0: the first key, a multiple of the tile's columns.
     __device__ __forceinline__ void load(int row0, int column0) {
         const uint32_t* from = bits + column0 / 32 * stride + row0;
         for_rows<kGroups>([&](int m, int r) {
-#pragma unroll
             for (int w = 0; w < kWords; w++) { words[m][r][w] = from[w * stride + tile_row(m, 2 * r, lane)]; }
         });
         shift = (kN % 4 == 0 ? 0 : column0 % 32) + lane % 4 * 2;
@@ -2566,21 +2384,14 @@ template <int kGroups, int kN> struct KeepRows {
 };
 
 // Where columns are queries: the words of each accumulator's two queries, of the 32 keys around the rows.
-template <int kGroups, int kN> struct KeepColumns {
+template <int kGroups, int kN> struct KeepColumns : KeepBits {
+    using KeepBits::KeepBits;
     static_assert(32 % (16 * kGroups) == 0, "a warp's keys have one word");
-    const uint32_t* bits;                                   // of the head
-    size_t stride;
-    float scale;
-    int lane, shift;                                        // shift: to key g of the rows
     uint2 words[kN];
-
-    __device__ __forceinline__ KeepColumns(const AttentionKeep& keep, const AttentionWork& work, int lane)
-        : bits(work.keep(keep.bits)), stride(padded_T(work.T)), scale(keep.scale), lane(lane) {}
 
     // row0: the first key; column0: the first query.
     __device__ __forceinline__ void load(int row0, int column0) {
         const uint32_t* from = bits + row0 / 32 * stride + column0;
-#pragma unroll
         for (int n = 0; n < kN; n++) { words[n] = *(const uint2*)(from + tile_column(n, 0, lane)); }
         shift = row0 % 32 + lane / 4;
     }
@@ -2619,13 +2430,11 @@ __device__ __forceinline__ void to_fragments(uint32_t (&a)[kGroups][kK][4], cons
 #pragma unroll
         for (int n = 0; n < kN; n++) {
             float x[4];
-#pragma unroll
             for (int i = 0; i < 4; i++) { x[i] = kept(acc[m][n][i], m, n, i); }
             if constexpr (sizeof(floatX) == 2) {
                 a[m][n / 2][n % 2 * 2] = pack_pair(x[0], x[1]);
                 a[m][n / 2][n % 2 * 2 + 1] = pack_pair(x[2], x[3]);
             } else {
-#pragma unroll
                 for (int i = 0; i < 4; i++) { a[m][n][i % 2 * 2 + i / 2] = to_tf32(x[i]); }
             }
         }
@@ -2654,14 +2463,12 @@ __device__ __forceinline__ StatsOfRows<kGroups> load_row_stats(float2* stats, co
             for (int chunk = lane % 2; chunk < kHS / kWidth; chunk += 2) {
                 const Floats x = load_floats(out.data + row * out.stride, chunk * kWidth, out.HS);
                 const Floats y = load_floats(dout.data + row * dout.stride, chunk * kWidth, out.HS);
-#pragma unroll
                 for (int k = 0; k < kWidth; k++) { sum += x.at[k] * y.at[k]; }
             }
             lse2 = lse[row] * kLog2e;
         }
         sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
         if (lane % 2 == 0 && row < padded_T(out.T)) { stats[row] = make_float2(lse2, sum); }
-#pragma unroll
         for (int r = 0; r < 2; r++) {
             const int source = 2 * tile_row(0, 2 * r, lane);
             result.at[m][r] = make_float2(__shfl_sync(0xFFFFFFFFu, lse2, source),
@@ -2695,7 +2502,6 @@ __device__ __forceinline__ void store_tile(const HeadRows<floatX>& to, int row0,
     for (int m = 0; m < kGroups; m++) {
 #pragma unroll
         for (int n = 0; n < kN; n++) {
-#pragma unroll
             for (int i = 0; i < 4; i += 2) {
                 floatX* pair = staging + Layout::at(tile_row(m, i, lane), tile_column(n, i, lane));
                 const float x = acc[m][n][i], y = acc[m][n][i + 1];
@@ -2776,7 +2582,6 @@ __device__ __forceinline__ void load_fragments(uint32_t (&a)[kGroups][kK][4], co
     const uint32_t address = fragment_address<kHS>(rows, lane);
 #pragma unroll
     for (int m = 0; m < kGroups; m++) {
-#pragma unroll
         for (int kk = 0; kk < kK; kk++) {
             ldmatrix_x4(a[m][kk], address + Padded<kHS>::at(m * 16, kk * kMmaK) * (int)sizeof(floatX));
             round_operands(a[m][kk]);
@@ -2797,7 +2602,6 @@ __device__ __forceinline__ void mma_times_rows(Tile<kGroups, kN>& acc, const uin
             uint32_t b[4];
             ldmatrix_x4(b, address + Padded<kHS>::at(n * 8, kk * kMmaK) * (int)sizeof(floatX));
             round_operands(b);
-#pragma unroll
             for (int m = 0; m < kGroups; m++) {
                 mma_16x8(acc[m][n], a[m][kk], b[0], b[1]);
                 mma_16x8(acc[m][n + 1], a[m][kk], b[2], b[3]);
@@ -2814,7 +2618,6 @@ template <int kHS, int kGroups, int kN>
 __device__ __forceinline__ void mma_rows_times_rows(Tile<kGroups, kN>& acc, const floatX* rows,
                                                     const floatX* tile, int lane) {
     constexpr int kColumns = kLongRows<kGroups, kHS> ? kMmaK : kHS;
-#pragma unroll
     for (int column = 0; column < kHS; column += kColumns) {
         uint32_t a[kGroups][kColumns / kMmaK][4];
         load_fragments<kHS>(a, rows + column, lane);
@@ -2842,10 +2645,8 @@ __device__ __forceinline__ void mma_times_columns(Tile<kGroups, kHS / 8>& acc,
             if constexpr (sizeof(floatX) == 2) {
                 ldmatrix_x4_trans(b, address + at * (int)sizeof(floatX));
             } else {
-#pragma unroll
                 for (int i = 0; i < 4; i++) { b[i] = to_tf32(own[at + Padded<kHS>::at(i % 2, i / 2 * 8)]); }
             }
-#pragma unroll
             for (int m = 0; m < kGroups; m++) {
                 mma_16x8(acc[m][n], a[m][kk], b[0], b[1]);
                 mma_16x8(acc[m][n + 1], a[m][kk], b[2], b[3]);
@@ -3063,22 +2864,11 @@ __global__ void __launch_bounds__(kMmaThreads, Shape::kMinBlocks)
     store_tile<Padded<kHS>>(work.v(a.dqkv), row0, v_rows, dv, lane);
 }
 
-template <int kHS, class Shape, bool kDrops>
-static void attention_forward_mma(const AttentionForward<floatX, float>& a, Stream stream) {
-    attention_launch(attention_forward_mma_kernel<kHS, Shape, kDrops>, a, Shape::kOwned, kMmaThreads,
-                     sizeof(MmaShared<1, kHS, Shape>), stream, a, 1.0f / sqrtf(a.HS));
-}
-
-template <int kHS, class Shape, bool kDrops>
-static void attention_backward_dq_mma(const AttentionBackward<floatX, float>& a, Stream stream) {
-    attention_launch(attention_backward_dq_mma_kernel<kHS, Shape, kDrops>, a, Shape::kOwned, kMmaThreads,
-                     sizeof(MmaShared<2, kHS, Shape>), stream, a, 1.0f / sqrtf(a.HS));
-}
-
-template <int kHS, class Shape, bool kDrops>
-static void attention_backward_dkv_mma(const AttentionBackward<floatX, float>& a, Stream stream) {
-    attention_launch(attention_backward_dkv_mma_kernel<kHS, Shape, kDrops>, a, Shape::kOwned, kMmaThreads,
-                     sizeof(MmaShared<2, kHS, Shape>), stream, a, 1.0f / sqrtf(a.HS));
+// Launches one of these kernels, whose blocks keep kOwn tiles of their own.
+template <int kOwn, int kHS, class Shape, class Args>
+static void attention_launch_mma(void (*kernel)(Args, float), const Args& a, Stream stream) {
+    attention_launch(kernel, a, Shape::kOwned, kMmaThreads, sizeof(MmaShared<kOwn, kHS, Shape>), stream, a,
+                     1.0f / sqrtf(a.HS));
 }
 
 // ---- sm90: Hopper's tensor cores (wgmma) and copy engine (TMA), head size 64 ----
@@ -3150,7 +2940,6 @@ template <int kOwn, int kStages> struct Sm90Shared {
 __device__ __forceinline__ void wgmma_rows(Sm90Tile& d, const floatX* a_tile, const floatX* b_tile) {
     const uint64_t a = wgmma_descriptor(a_tile), b = wgmma_descriptor(b_tile);
     wgmma_shared<false>(d[0], a, b);
-#pragma unroll
     for (int kk = 1; kk < 4; kk++) {                    // 16 columns: 32 bytes
         wgmma_shared<true>(d[0], a + 2 * kk, b + 2 * kk);
     }
@@ -3160,7 +2949,6 @@ __device__ __forceinline__ void wgmma_rows(Sm90Tile& d, const floatX* a_tile, co
 // Starts d (64,64) += A (64,64) B, A in registers, and closes the group.
 __device__ __forceinline__ void wgmma_columns(Sm90Tile& d, const uint32_t (&a_frag)[1][4][4],
                                               const floatX* b_tile) {
-#pragma unroll
     for (int kk = 0; kk < 4; kk++) {                    // 16 rows: 2048 bytes
         wgmma_registers(d[0], a_frag[0][kk], wgmma_descriptor(b_tile) + 128 * kk);
     }
@@ -3404,25 +3192,15 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
                          {row_bytes, 64 * sizeof(floatX), row_bytes * T}, {64, kSm90Rows, 1, 1});
 }
 
-template <int kStages, int kMinBlocks, bool kDrops>
-static void attention_forward_sm90(const AttentionForward<floatX, float>& a, Stream stream) {
-    attention_launch(attention_forward_sm90_kernel<kStages, kMinBlocks, kDrops>, a, kSm90Rows, kSm90Threads,
-                     sizeof(Sm90Shared<1, kStages>), stream, a,
+// Launch one of these kernels.
+template <int kStages, class Kernel>
+static void attention_launch_sm90(Kernel kernel, const AttentionForward<floatX, float>& a, Stream stream) {
+    attention_launch(kernel, a, kSm90Rows, kSm90Threads, sizeof(Sm90Shared<1, kStages>), stream, a,
                      attention_tensor_map(a.qkv, a.B, a.T, 3 * a.NH), 1.0f / sqrtf(64.0f));
 }
-
-template <int kStages, int kMinBlocks, bool kDrops>
-static void attention_backward_dq_sm90(const AttentionBackward<floatX, float>& a, Stream stream) {
-    attention_launch(attention_backward_dq_sm90_kernel<kStages, kMinBlocks, kDrops>, a, kSm90Rows,
-                     kSm90Threads, sizeof(Sm90Shared<2, kStages>), stream, a,
-                     attention_tensor_map(a.qkv, a.B, a.T, 3 * a.NH),
-                     attention_tensor_map(a.dout, a.B, a.T, a.NH), 1.0f / sqrtf(64.0f));
-}
-
-template <int kStages, int kMinBlocks, bool kDrops>
-static void attention_backward_dkv_sm90(const AttentionBackward<floatX, float>& a, Stream stream) {
-    attention_launch(attention_backward_dkv_sm90_kernel<kStages, kMinBlocks, kDrops>, a, kSm90Rows,
-                     kSm90Threads, sizeof(Sm90Shared<2, kStages>), stream, a,
+template <int kStages, class Kernel>
+static void attention_launch_sm90(Kernel kernel, const AttentionBackward<floatX, float>& a, Stream stream) {
+    attention_launch(kernel, a, kSm90Rows, kSm90Threads, sizeof(Sm90Shared<2, kStages>), stream, a,
                      attention_tensor_map(a.qkv, a.B, a.T, 3 * a.NH),
                      attention_tensor_map(a.dout, a.B, a.T, a.NH), 1.0f / sqrtf(64.0f));
 }
@@ -3455,13 +3233,9 @@ constexpr size_t kMmaBytes = std::max({sizeof(MmaShared<1, kHS, typename MmaShap
 // The head size of the mma.sync kernels that serve HS here: the next multiple of 32. 0: there are none.
 static int mma_head_size(int HS) {
     const int size = round_up(HS, 32);
-    if (HS % kWidth != 0 || (sizeof(floatX) == 4 && !use_tf32)) { return 0; }
-    const size_t bytes = size == 32    ? kMmaBytes<32>
-                         : size == 64  ? kMmaBytes<64>
-                         : size == 96  ? kMmaBytes<96>
-                         : size == 128 ? kMmaBytes<128>
-                                       : SIZE_MAX;
-    return bytes <= shared_memory_limit() ? size : 0;
+    if (size > 128 || HS % kWidth != 0 || (sizeof(floatX) == 4 && !use_tf32)) { return 0; }
+    const size_t bytes[] = {kMmaBytes<32>, kMmaBytes<64>, kMmaBytes<96>, kMmaBytes<128>};
+    return bytes[size / 32 - 1] <= shared_memory_limit() ? size : 0;
 }
 
 // The name of the form that runs here, for the printed line.
@@ -3478,66 +3252,53 @@ static std::string attention_error(int HS) {
                   "hint: choose more heads (head size = C / NH)", HS, kPlainMaxHeadSize);
 }
 
-static void attention_check(int B, int T, int NH, int HS) {
-    if (B < 1 || T < 1 || NH < 1) { die("attention: B=%d T=%d NH=%d; all must be positive", B, T, NH); }
-    const std::string error = attention_error(HS);
-    if (!error.empty()) { die("%s", error.c_str()); }
-}
-
 template <bool kDrops>
-static void attention_forward_by_form(const AttentionForward<floatX, float>& a, Stream stream) {
-    if constexpr (sizeof(floatX) == 2) {
-        if (attention_uses_sm90(a.HS)) { return attention_forward_sm90<2, 4, kDrops>(a, stream); }
-    }
-    switch (mma_head_size(a.HS)) {
-        case 32: return attention_forward_mma<32, MmaShapes<32>::Forward, kDrops>(a, stream);
-        case 64: return attention_forward_mma<64, MmaShapes<64>::Forward, kDrops>(a, stream);
-        case 96: return attention_forward_mma<96, MmaShapes<96>::Forward, kDrops>(a, stream);
-        case 128: return attention_forward_mma<128, MmaShapes<128>::Forward, kDrops>(a, stream);
-        default: attention_forward_plain(a, stream);
-    }
+static void attention_sm90(const AttentionForward<floatX, float>& a, Stream stream) {
+    attention_launch_sm90<2>(attention_forward_sm90_kernel<2, 4, kDrops>, a, stream);
 }
-
-static void attention_forward(const AttentionForward<floatX, float>& a, Stream stream) {
-    OpScope scope(a, stream);
-    attention_check(a.B, a.T, a.NH, a.HS);
-    if (a.keep.bits) { attention_forward_by_form<true>(a, stream); }
-    else { attention_forward_by_form<false>(a, stream); }
+template <bool kDrops>
+static void attention_sm90(const AttentionBackward<floatX, float>& a, Stream stream) {
+    attention_launch_sm90<2>(attention_backward_dq_sm90_kernel<2, 4, kDrops>, a, stream);
+    attention_launch_sm90<3>(attention_backward_dkv_sm90_kernel<3, 3, kDrops>, a, stream);
 }
 
 template <int kHS, bool kDrops>
-static void attention_backward_mma(const AttentionBackward<floatX, float>& a, Stream stream) {
+static void attention_mma(const AttentionForward<floatX, float>& a, Stream stream) {
+    typedef typename MmaShapes<kHS>::Forward Shape;
+    attention_launch_mma<1, kHS, Shape>(attention_forward_mma_kernel<kHS, Shape, kDrops>, a, stream);
+}
+template <int kHS, bool kDrops>
+static void attention_mma(const AttentionBackward<floatX, float>& a, Stream stream) {
     typedef typename MmaShapes<kHS>::Dq Dq;
     typedef typename MmaShapes<kHS>::Dkv Dkv;
     static_assert(Dq::kOwned % Dkv::kTile == 0,
                   "dK/dV reads statistics in whole tiles: dQ's blocks must have written all of the last one");
-    attention_backward_dq_mma<kHS, Dq, kDrops>(a, stream);
-    attention_backward_dkv_mma<kHS, Dkv, kDrops>(a, stream);
+    attention_launch_mma<2, kHS, Dq>(attention_backward_dq_mma_kernel<kHS, Dq, kDrops>, a, stream);
+    attention_launch_mma<2, kHS, Dkv>(attention_backward_dkv_mma_kernel<kHS, Dkv, kDrops>, a, stream);
 }
 
-template <bool kDrops>
-static void attention_backward_by_form(const AttentionBackward<floatX, float>& a, Stream stream) {
+// Either pass, in the form that attention_form names.
+template <bool kDrops, class Args> static void attention_by_form(const Args& a, Stream stream) {
     if constexpr (sizeof(floatX) == 2) {
-        if (attention_uses_sm90(a.HS)) {
-            attention_backward_dq_sm90<2, 4, kDrops>(a, stream);
-            return attention_backward_dkv_sm90<3, 3, kDrops>(a, stream);
-        }
+        if (attention_uses_sm90(a.HS)) { return attention_sm90<kDrops>(a, stream); }
     }
     switch (mma_head_size(a.HS)) {
-        case 32: return attention_backward_mma<32, kDrops>(a, stream);
-        case 64: return attention_backward_mma<64, kDrops>(a, stream);
-        case 96: return attention_backward_mma<96, kDrops>(a, stream);
-        case 128: return attention_backward_mma<128, kDrops>(a, stream);
-        default: attention_backward_plain(a, stream);
+        case 32: return attention_mma<32, kDrops>(a, stream);
+        case 64: return attention_mma<64, kDrops>(a, stream);
+        case 96: return attention_mma<96, kDrops>(a, stream);
+        case 128: return attention_mma<128, kDrops>(a, stream);
+        default: attention_plain(a, stream);
     }
 }
-
-static void attention_backward(const AttentionBackward<floatX, float>& a, Stream stream) {
+template <class Args> static void attention(const Args& a, Stream stream) {
     OpScope scope(a, stream);
-    attention_check(a.B, a.T, a.NH, a.HS);
-    if (a.keep.bits) { attention_backward_by_form<true>(a, stream); }
-    else { attention_backward_by_form<false>(a, stream); }
+    const std::string error = attention_error(a.HS);
+    if (!error.empty()) { die("%s", error.c_str()); }
+    if (a.keep.bits) { attention_by_form<true>(a, stream); }
+    else { attention_by_form<false>(a, stream); }
 }
+static void attention_forward(const AttentionForward<floatX, float>& a, Stream s) { attention(a, s); }
+static void attention_backward(const AttentionBackward<floatX, float>& a, Stream s) { attention(a, s); }
 
 // == 6.10 decoding ==
 // The ops that write text: one new token of each of N rows, N <= kDecodeRows. Between them stand the norms of
@@ -3610,7 +3371,6 @@ static void decode_encoder(const DecodeEncoder<floatX, float>& a, Stream stream)
     OpScope scope(a, stream);
     decode_check(a.N);
     decode_encoder_kernel<<<a.N, 256, 0, stream>>>(a);
-    cudaCheck(cudaGetLastError());
 }
 
 // A warp computes a tile of the output, kRows x kOutputs: each lane sums over its vectors of C, and warp_sums
@@ -3644,11 +3404,9 @@ __global__ void __launch_bounds__(kDecodeWarps * kWarp, 3)
 #pragma unroll
         for (int v = 0; v < kVectors; v++) {
             const int c = start + v * kWarp * kWidth;
-#pragma unroll
             for (int j = 0; j < kOutputs; j++) {
                 w[v][j] = load(weight + (size_t)min(j, outputs - 1) * C, c, C);
             }
-#pragma unroll
             for (int i = 0; i < kRows; i++) {
                 x[v][i] = load(a.inp + (size_t)min(first_n + i, a.N - 1) * C, c, C);
             }
@@ -3658,7 +3416,6 @@ __global__ void __launch_bounds__(kDecodeWarps * kWarp, 3)
 #pragma unroll
             for (int i = 0; i < kRows * kOutputs; i++) {
                 const Floats x_i = to_floats(x[v][i / kOutputs]), w_j = to_floats(w[v][i % kOutputs]);
-#pragma unroll
                 for (int k = 0; k < kWidth; k++) { sums[i] = fmaf(x_i.at[k], w_j.at[k], sums[i]); }
             }
         }
@@ -3675,12 +3432,10 @@ static void decode_matmul(const DecodeMatmul<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     decode_check(a.N);
     if (a.C % 8 != 0) { die("decode_matmul: %d channels; a multiple of 8 is possible", a.C); }
-    auto launch = [&](auto kernel, int rows, int outputs) {
-        const int blocks = ceil_div(a.N, rows) * ceil_div(a.OC, kDecodeWarps * outputs);
-        decode_launch(kernel, dim3(blocks), kDecodeWarps * kWarp, stream, a);
-    };
-    if (a.N == 1) { launch(decode_matmul_kernel<1, 1>, 1, 1); }
-    else { launch(decode_matmul_kernel<8, 4>, 8, 4); }
+    const int rows = a.N == 1 ? 1 : 8, outputs = a.N == 1 ? 1 : 4;
+    const int blocks = ceil_div(a.N, rows) * ceil_div(a.OC, kDecodeWarps * outputs);
+    decode_launch(a.N == 1 ? decode_matmul_kernel<1, 1> : decode_matmul_kernel<8, 4>, dim3(blocks),
+                  kDecodeWarps * kWarp, stream, a);
 }
 
 // A block a position, for all rows.
@@ -3698,7 +3453,6 @@ __global__ void cache_store_kernel(CacheStore<floatX, float> a) {
 static void cache_store(const CacheStore<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     cache_store_kernel<<<a.count, 256, 0, stream>>>(a);
-    cudaCheck(cudaGetLastError());
 }
 
 // Attention of one query: a block takes a head of a row. Its warps take turns with the positions,
@@ -3854,26 +3608,6 @@ struct SampleRow {                      // as a block sees it
         return low;
     }
 };
-
-// x of this thread and those before it, and of the whole block.
-struct BlockScan { unsigned long long upto, total; };
-__device__ __forceinline__ BlockScan block_scan(unsigned long long x, unsigned long long* shared /*(32)*/) {
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-#pragma unroll
-    for (int d = 1; d < kWarp; d *= 2) {
-        const unsigned long long other = __shfl_up_sync(0xFFFFFFFFu, x, d);
-        x += lane >= d ? other : 0ull;
-    }
-    if (lane == kWarp - 1) { shared[warp] = x; }
-    __syncthreads();
-    BlockScan scan = {x, 0};
-    for (int w = 0; w < (int)blockDim.x / kWarp; w++) {
-        scan.upto += w < warp ? shared[w] : 0ull;
-        scan.total += shared[w];
-    }
-    __syncthreads();            // the next call may write `shared`
-    return scan;
-}
 
 __global__ void __launch_bounds__(kSampleThreads, 1) sample_tokens_kernel(SampleTokens<floatX, float> a) {
     __shared__ unsigned long long shared[kWarp];
@@ -4065,17 +3799,13 @@ static size_t decoder_bytes(const Config& c, int T, int rows);     // section 9:
 
 static Inputs inputs_layout(char* base, int B, int T) {
     const size_t N = (size_t)B * T;
-    const size_t ids = round_up(N * sizeof(int), kAlign);
-    const size_t segments = round_up((size_t)max_bucket_segments((int64_t)N) * sizeof(int4), kAlign);
-    const size_t splits = round_up((size_t)max_bucket_splits((int64_t)N) * sizeof(int4), kAlign);
-    const uintptr_t at = (uintptr_t)base;           // a number: for `bytes` alone, base is null
+    Places places = {(uintptr_t)base};
     Inputs in;
-    in.tokens = (int*)at;
-    in.targets = (int*)(at + ids);
-    in.order = in.counted = (int*)(at + 2 * ids);
-    in.segments = (int4*)(at + 3 * ids);
-    in.splits = (int4*)(at + 3 * ids + segments);
-    in.bytes = 3 * ids + segments + splits;
+    places.take(&in.tokens, N), places.take(&in.targets, N), places.take(&in.order, N);
+    in.counted = in.order;
+    places.take(&in.segments, (size_t)max_bucket_segments((int64_t)N));
+    places.take(&in.splits, (size_t)max_bucket_splits((int64_t)N));
+    in.bytes = places.bytes();
     return in;
 }
 
@@ -4083,13 +3813,12 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
                                  const ParamSpec* specs) {
     const int N = B * T;
     if (!options.trains) { return 0; }          // only backward passes need any
-    size_t bytes = encoder_backward_scratch_bytes(B, T, c.C);
-    // GPT-2: a norm's weight and bias and a branch's bias; other blocks have up to two of each
-    bytes = std::max(bytes, norm_backward_scratch_bytes(N, c.C, c.is_gpt2() ? 3 : 6));
-    // qkvb and fcb: the narrower one may be summed in more chunks and then needs more
-    bytes = std::max(bytes, bias_backward_scratch_bytes(N, 3 * c.C));
-    bytes = std::max(bytes, bias_backward_scratch_bytes(N, 4 * c.C));
-    bytes = std::max(bytes, attention_backward_scratch_bytes(B, T, c.NH));
+    // GPT-2: a norm's weight and bias and a branch's bias; other blocks have up to two of each. qkvb and fcb:
+    // the narrower one may be summed in more chunks and then needs more
+    size_t bytes = std::max({encoder_backward_scratch_bytes(B, T, c.C),
+                             norm_backward_scratch_bytes(N, c.C, c.is_gpt2() ? 3 : 6),
+                             bias_backward_scratch_bytes(N, 3 * c.C), bias_backward_scratch_bytes(N, 4 * c.C),
+                             attention_backward_scratch_bytes(B, T, c.NH)});
     if (options.grads_bf16) {                   // a weight gradient in fp32, behind that of wte
         for (int i = 0; i < NUM_PARAMS; i++) {
             if (i != PARAM_wte) { bytes = std::max(bytes, specs[i].elems * sizeof(float)); }
@@ -4300,8 +4029,16 @@ static void gpt2_free(GPT2* model) {
 }
 
 // ---- tensors by name: where they are, loading, initialisation ----
+static char* gpt2_param_data(const GPT2* model, int i, int l) {
+    const ParamAddress at = param_address(model->param_specs, model->layout, i, l);
+    return model->params + model->layout.buckets[at.bucket].params +
+           at.offset * model->param_specs[i].elem_bytes;
+}
+
 static Params gpt2_params(const GPT2* model, int l) {
-    return param_views(model->params, model->param_specs, model->layout, l);
+    Params views;
+    for (int i = 0; i < NUM_PARAMS; i++) { ((const void**)&views)[i] = gpt2_param_data(model, i, l); }
+    return views;
 }
 
 static Acts gpt2_acts(const GPT2* model, int l) { return act_views(model->acts.data, model->acts.specs, l); }
@@ -4323,19 +4060,12 @@ static HeldPart gpt2_held_part(const GPT2* model, int i, int l) {
              {"v", b.muon ? nullptr : at(model->opt.v, b.v)}}};
 }
 
-static char* gpt2_param_data(const GPT2* model, int i, int l) {
-    const ParamAddress at = param_address(model->param_specs, model->layout, i, l);
-    return model->params + model->layout.buckets[at.bucket].params +
-           at.offset * model->param_specs[i].elem_bytes;
-}
-
 static void gpt2_set_param(GPT2* model, int i, int l, const float* values /*(elems)*/) {
     const ParamSpec& s = model->param_specs[i];
     std::vector<floatX> rounded;
     const void* data = values;
     if (s.elem_bytes != sizeof(float)) {
-        rounded.resize(s.elems);
-        for (size_t k = 0; k < s.elems; k++) { rounded[k] = (floatX)values[k]; }
+        rounded.assign(values, values + s.elems);
         data = rounded.data();
     }
     copy_to_device(gpt2_param_data(model, i, l), data, s.elems * s.elem_bytes, model->stream);
@@ -5241,18 +4971,15 @@ static Decoder decoder_layout(char* base, const Config& c, int T, int rows) {
     Decoder d = {};
     const size_t C = c.C, n = rows, cache = (size_t)c.L * n * T * C;
     d.rows = rows;
-    uintptr_t at = (uintptr_t)base + act_specs(d.act_specs, c, 1, T, 0, false);
-    auto take = [&](auto** p, size_t elems) {
-        *p = (decltype(*p + 0))at;
-        at += round_up(elems * sizeof(**p), kAlign);
-    };
-    take(&d.keys, cache), take(&d.values, cache);
-    take(&d.residual, n * C * (has_fp32_residual(c) ? sizeof(float) / sizeof(floatX) : 1));
-    take(&d.branches, 2 * n * C), take(&d.normalised, 2 * n * C);
-    take(&d.qkv, n * 3 * C), take(&d.atty, n * C), take(&d.fch, n * 4 * C), take(&d.logits, n * c.V);
-    take(&d.mean, n), take(&d.rstd, n);
-    take(&d.tokens, n), take(&d.positions, n), take(&d.draws, n), take(&d.ids, n);
-    d.bytes = rows > 0 ? at - (uintptr_t)base : 0;
+    Places p = {(uintptr_t)base};
+    p.at += act_specs(d.act_specs, c, 1, T, 0, false);
+    p.take(&d.keys, cache), p.take(&d.values, cache);
+    p.take(&d.residual, n * C * (has_fp32_residual(c) ? sizeof(float) / sizeof(floatX) : 1));
+    p.take(&d.branches, 2 * n * C), p.take(&d.normalised, 2 * n * C);
+    p.take(&d.qkv, n * 3 * C), p.take(&d.atty, n * C), p.take(&d.fch, n * 4 * C), p.take(&d.logits, n * c.V);
+    p.take(&d.mean, n), p.take(&d.rstd, n);
+    p.take(&d.tokens, n), p.take(&d.positions, n), p.take(&d.draws, n), p.take(&d.ids, n);
+    d.bytes = rows > 0 ? p.bytes() : 0;
     return d;
 }
 
@@ -5572,9 +5299,8 @@ struct Training {
     Decoder decoder = {};
     DataLoader train_loader = {}, val_loader = {};      // empty where the task does not need them
     EvalSet questions = {};
-    Tokenizer tokenizer;
-    bool has_text = false;      // else samples are printed as token ids
-    const Tokenizer* text() const { return has_text ? &tokenizer : nullptr; }
+    Tokenizer tokenizer = {};   // without tokens: samples are printed as token ids
+    const Tokenizer* text() const { return tokenizer.bytes.empty() ? nullptr : &tokenizer; }
     Logger logger;
     Saver saver = {};
     bool tells_speed = false;   // tokens/s of texts, on stderr
@@ -5714,10 +5440,8 @@ static void open_data(Training* t, const Config& config) {
 // Opens the tokenizer, if texts are written. Returns how many tokens the prompt has.
 static size_t open_text(Training* t, const Config& config) {
     if (!run_writes_text()) { return 0; }
-    std::string missing;
-    t->has_text = text_init(&t->tokenizer, config.V, &missing);
-    if (!missing.empty()) { warn("%s is not there: samples are printed as token ids", missing.c_str()); }
-    if (run.chat && !t->has_text) {
+    text_init(&t->tokenizer, config.V);
+    if (run.chat && !t->text()) {
         die("--chat needs a tokenizer: there is none for V=%d (256: bytes, 50257: GPT-2)", config.V);
     }
     return prompt_tokens(t->text(), run.prompt, config.V, run.T).size() - 1;
@@ -6252,7 +5976,7 @@ int main(int argc, char** argv) {
 
     dataloader_free(&t.train_loader);
     dataloader_free(&t.val_loader);
-    if (t.has_text) { tokenizer_free(&t.tokenizer); }
+    tokenizer_free(&t.tokenizer);
     logger_free(&t.logger);
     comm_any(false);                        // all ranks wait here, and not in NCCL, for rank 0's last sample
     decoder_free(&t.decoder);

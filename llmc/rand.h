@@ -22,8 +22,10 @@ Generator: Philox 4x32 with 10 rounds (Salmon, Moraes, Dror, Shaw, "Parallel ran
 
 #ifdef __CUDACC__
 #define LLMC_HD __host__ __device__
+#define LLMC_UNROLL_16 _Pragma("unroll 16")
 #else
 #define LLMC_HD
+#define LLMC_UNROLL_16
 #endif
 
 // The purpose is the last counter word, so that no two uses ever share a number.

@@ -34,16 +34,19 @@ struct Step {
 };
 
 template <int kHS, int kGroups, int kTile, int kMinBlocks> static void forward_mma(const Buffers& b) {
-    attention_forward_mma<kHS, MmaShape<kGroups, kTile, kMinBlocks>, false>(b.forward, 0);
+    typedef MmaShape<kGroups, kTile, kMinBlocks> Shape;
+    attention_launch_mma<1, kHS, Shape>(attention_forward_mma_kernel<kHS, Shape, false>, b.forward, 0);
 }
 template <int kHS, int kGroups, int kTile, int kMinBlocks> static void dq_mma(const Buffers& b) {
-    attention_backward_dq_mma<kHS, MmaShape<kGroups, kTile, kMinBlocks>, false>(b.backward, 0);
+    typedef MmaShape<kGroups, kTile, kMinBlocks> Shape;
+    attention_launch_mma<2, kHS, Shape>(attention_backward_dq_mma_kernel<kHS, Shape, false>, b.backward, 0);
 }
 template <int kHS, int kGroups, int kTile, int kMinBlocks> static void dkv_mma(const Buffers& b) {
-    attention_backward_dkv_mma<kHS, MmaShape<kGroups, kTile, kMinBlocks>, false>(b.backward, 0);
+    typedef MmaShape<kGroups, kTile, kMinBlocks> Shape;
+    attention_launch_mma<2, kHS, Shape>(attention_backward_dkv_mma_kernel<kHS, Shape, false>, b.backward, 0);
 }
-static void forward_plain(const Buffers& b) { attention_forward_plain(b.forward, 0); }
-static void backward_plain(const Buffers& b) { attention_backward_plain(b.backward, 0); }
+static void forward_plain(const Buffers& b) { attention_plain(b.forward, 0); }
+static void backward_plain(const Buffers& b) { attention_plain(b.backward, 0); }
 static void forward_shipped(const Buffers& b) { attention_forward(b.forward, 0); }
 static void backward_shipped(const Buffers& b) { attention_backward(b.backward, 0); }
 static void forward_dropout(const Buffers& b) {
@@ -92,13 +95,21 @@ static const Step kSteps[] = {
     DKV(128, 1, 16, 2), DKV(128, 1, 32, 2),
 #else
     {64, AttentionPass::Forward, "forward wgmma + TMA, 3 stages, 3 blocks an SM",
-     [](const Buffers& b) { attention_forward_sm90<3, 3, false>(b.forward, 0); }},
+     [](const Buffers& b) {
+         attention_launch_sm90<3>(attention_forward_sm90_kernel<3, 3, false>, b.forward, 0);
+     }},
     {64, AttentionPass::Forward, "forward wgmma + TMA, 2 stages, 4 blocks an SM",
-     [](const Buffers& b) { attention_forward_sm90<2, 4, false>(b.forward, 0); }},
+     [](const Buffers& b) {
+         attention_launch_sm90<2>(attention_forward_sm90_kernel<2, 4, false>, b.forward, 0);
+     }},
     {64, AttentionPass::Dq, "dQ wgmma + TMA, 2 stages, 4 blocks an SM",
-     [](const Buffers& b) { attention_backward_dq_sm90<2, 4, false>(b.backward, 0); }},
+     [](const Buffers& b) {
+         attention_launch_sm90<2>(attention_backward_dq_sm90_kernel<2, 4, false>, b.backward, 0);
+     }},
     {64, AttentionPass::Dkv, "dK/dV wgmma + TMA, 3 stages, 3 blocks an SM",
-     [](const Buffers& b) { attention_backward_dkv_sm90<3, 3, false>(b.backward, 0); }},
+     [](const Buffers& b) {
+         attention_launch_sm90<3>(attention_backward_dkv_sm90_kernel<3, 3, false>, b.backward, 0);
+     }},
     FORWARD(32, 2, 64, 3), FORWARD(32, 2, 64, 2), FORWARD(32, 1, 64, 4),
     DQ(32, 2, 32, 3), DQ(32, 2, 32, 2), DQ(32, 1, 64, 3),
     DKV(32, 2, 32, 3), DKV(32, 2, 32, 2), DKV(32, 1, 64, 3),

@@ -13,6 +13,7 @@ import argparse
 import os
 import re
 import sys
+import textwrap
 
 UNICODE_VERSION = "16.0.0"
 HEADER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "llmc", "data",
@@ -22,23 +23,22 @@ SPACES = [range(0x09, 0x0E), range(0x20, 0x21), range(0x85, 0x86), range(0xA0, 0
           range(0x3000, 0x3001)]    # the property White_Space: no Python module has it; unchanged since 6.3
 OTHER, LETTER, NUMBER, SPACE = range(4)
 PATTERNS = {LETTER: r"\p{L}", NUMBER: r"\p{N}", SPACE: r"\s"}
+TABLES = {LETTER: "kLetters", NUMBER: "kNumbers", SPACE: "kSpaces"}
 TOP = """/*
 Character classes of Unicode {version} as ranges of code points; what is in no range is CHAR_OTHER.
 Made by dev/data/gen_unicode_tables.py: edit that, not this.
 
-    for (const CharRange& r : kCharRanges) {{ memset(table + r.first, r.kind, r.last - r.first + 1); }}
+    for (const CharRange& r : kLetters) {{ memset(table + r.first, CHAR_LETTER, r.last - r.first + 1); }}
 */
-#ifndef LLMC_UNICODE_TABLES_H
-#define LLMC_UNICODE_TABLES_H
+#ifndef LLMC_DATA_UNICODE_TABLES_H
+#define LLMC_DATA_UNICODE_TABLES_H
 
 #include <stdint.h>     // gives: uint32_t
 
 // \\p{{L}}, \\p{{N}}, \\s of regular expressions, and the rest
 enum CharClass {{ CHAR_OTHER = 0, CHAR_LETTER = 1, CHAR_NUMBER = 2, CHAR_SPACE = 3 }};
 
-struct CharRange {{ uint32_t first, last; CharClass kind; }};     // both ends included
-
-static const CharRange kCharRanges[] = {{
+struct CharRange {{ uint32_t first, last; }};                      // both ends included
 """
 
 
@@ -84,23 +84,27 @@ def classes_from_tiktoken():
 def classes_from_header(path):
     kinds = bytearray(0x110000)
     with open(path) as f:
-        for first, last, kind in re.findall(r"\{0x([0-9A-F]+), 0x([0-9A-F]+), CHAR_(\w+)\}", f.read()):
+        text = f.read()
+    for kind, table in TABLES.items():
+        ranges = re.search(table + r"\[\] = {(.*?)};", text, re.S)[1]
+        for first, last in re.findall(r"{0x(\w+), 0x(\w+)}", ranges):
             for cp in range(int(first, 16), int(last, 16) + 1):
-                kinds[cp] = {"LETTER": LETTER, "NUMBER": NUMBER, "SPACE": SPACE}[kind]
+                kinds[cp] = kind
     return kinds
 
 
 def header_text(kinds):
-    names = {LETTER: "CHAR_LETTER", NUMBER: "CHAR_NUMBER", SPACE: "CHAR_SPACE"}
-    ranges, first = [], 0
+    ranges, first = {kind: [] for kind in TABLES}, 0
     for cp in range(1, 0x110001):
         if cp == 0x110000 or kinds[cp] != kinds[first]:
             if kinds[first] != OTHER:
-                ranges.append(f"{{0x{first:04X}, 0x{cp - 1:04X}, {names[kinds[first]]}}},")
+                ranges[kinds[first]].append(f"{{0x{first:X},~0x{cp - 1:X}}}")       # ~: no line ends there
             first = cp
-    lines = ["    " + " ".join(ranges[i:i + 3]) for i in range(0, len(ranges), 3)]
-    top, bottom = TOP.format(version=UNICODE_VERSION), "\n};\n\n#endif  // LLMC_UNICODE_TABLES_H\n"
-    return top + "\n".join(lines) + bottom
+    text = TOP.format(version=UNICODE_VERSION)
+    for kind, table in TABLES.items():
+        lines = textwrap.fill(", ".join(ranges[kind]), 110, initial_indent="    ", subsequent_indent="    ")
+        text += f"\nstatic const CharRange {table}[] = {{\n{lines.replace('~', ' ')}}};\n"
+    return text + "\n#endif  // LLMC_DATA_UNICODE_TABLES_H\n"
 
 
 def check(path):

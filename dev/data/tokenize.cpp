@@ -1,7 +1,7 @@
 /*
 Text to token shards: the files that train_gpt2 reads with -i and -j.
 
-    g++ -std=c++17 -O3 -pthread dev/data/tokenize.cpp -o build/tokenize
+    g++ -std=c++17 -O3 -I. -pthread dev/data/tokenize.cpp -o build/tokenize
     build/tokenize a.txt b.txt -o data/docs                     # data/docs_train.bin, data/docs_val.bin
     xz -dc web.xz | build/tokenize - -o data/web --val-tokens 0 --shard-tokens 100000000
                                                                 # data/web_train_000000.bin, ...
@@ -35,6 +35,7 @@ size of the text.
 #include "llmc/check.h"             // gives: die, AtomicFile
 #include "llmc/run/flags.h"         // gives: Flag, flags_parse
 #include "llmc/data/tokenizer.h"    // gives: Tokenizer
+#include "tokenizer_tool.h"         // gives: TokenizerCache, tokenizer_can_cut, tokenizer_write
 
 static const char kSeparatorLine[] = "<|endoftext|>";
 enum Separators { SEPARATORS_NONE, SEPARATORS_LINE, SEPARATORS_NUL };       // as in kFlags

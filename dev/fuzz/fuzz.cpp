@@ -39,6 +39,7 @@ static int fuzz_fclose(FILE* f) {
 #include "../../train_gpt2.cu"  // gives: what is tested
 
 #include <sys/mman.h>           // gives: memfd_create
+#include "dev/data/tokenizer_tool.h"    // gives: what is tested
 #include "llmc/files/state_file.h"      // gives: what is tested
 
 // Nothing is made wrong on purpose here, as test_gpt2.cu's --break does.

@@ -15,6 +15,7 @@ The expected ids come from tiktoken: the fixture dev/test/fixtures/tokenizer.{tx
 
 #include "llmc/rand.h"              // gives: rand_u32
 #include "llmc/data/tokenizer.h"    // the subject
+#include "dev/data/tokenizer_tool.h"    // gives: TokenizerCache, tokenizer_can_cut, tokenizer_write
 #include "child.h"                  // gives: folder, run_child, check_dies, CHECK_TEXT
 #include "test.h"                   // gives: CHECK, TEST
 

@@ -13,6 +13,7 @@ The buckets of parameters, gradients and optimizer state follow from the specs, 
 #define LLMC_MODEL_LAYOUT_H
 
 #include <stddef.h>     // gives: size_t
+#include <stdint.h>     // gives: uintptr_t
 
 #include <algorithm>    // gives: std::max
 #include <vector>       // gives: std::vector
@@ -54,6 +55,16 @@ struct ActSpec {
     size_t elems, elem_bytes;
     size_t stride;      // elements from layer to layer; 0: all layers share one buffer
     size_t offset;      // bytes from the arena's start
+};
+
+// Places arrays one behind the other. Addresses are numbers: for sizes alone, the base is null.
+struct Places {
+    uintptr_t base, at = base;
+    template <class T> void take(T** array, size_t elems) {
+        *array = (T*)at;
+        at += round_up(elems * sizeof(T), kAlign);
+    }
+    size_t bytes() const { return at - base; }
 };
 
 // Dies if a tensor has more than 2^62 elements. The product comes as a double, which does not wrap.

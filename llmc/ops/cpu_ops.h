@@ -739,34 +739,9 @@ template <class Real> void square_sums_cpu(const SquareSums<Real, Real>& a, Stre
     OP_DONE(a);
 }
 
-// How many standard deviations x, which is not in the window, lies above the window's mean (below: negative).
-// 0 until the window is full, because the first losses of a run fall fast. 0 if all values are equal: no
-// distance from them is usual or unusual. (A run on one batch at a learning rate of 0, say, would otherwise
-// stop at the first rounding error.) In double and in the window's order. fma() is written out: if compilers
-// chose where to fuse, two builds could decide differently.
-static inline float window_score_cpu(const Window& w, float x) {
-    if (w.count < kWindow) { return 0.0f; }
-    double sum = 0.0, squares = 0.0;
-    for (float value : w.values) { sum += value; }
-    const double mean = sum / kWindow;
-    for (float value : w.values) { squares = fma(value - mean, value - mean, squares); }
-    return squares > 0.0 ? (float)((x - mean) / sqrt(squares / kWindow)) : 0.0f;
-}
-
-static inline void window_add_cpu(Window* w, float x) {
-    w->values[w->count++ % kWindow] = x;
-}
-
-// loss = sum of all lanes' losses; norm = sqrt(sum of all live chunks' sums) / loss_scale. Then, for the
-// update that follows:
-// loss or norm not finite: it is skipped, and a dynamic loss scale halves, not below 1.
-// loss or norm more than max_loss_score or max_norm_score (0: no limit) standard deviations above the mean of
-// their windows: it is skipped. A lasting jump is skipped until the training loop gives up.
-// else: t advances, and both enter their windows.
-// both finite: grad_scale takes the loss scale out of the gradients and clips their norm to max_norm (0:
-// never); after growth_interval good steps a dynamic loss scale doubles, not above max_scale.
+// loss = sum of all lanes' losses; the norm is sqrt(sum of all live chunks' sums) / loss_scale. Both decide
+// about the update that follows: see decide_update in op_types.h.
 template <class Real> void update_decision_cpu(const UpdateDecision<Real, Real>& a, Stream) {
-    UpdateState* state = a.state;
     double sum = 0.0, loss = 0.0;
     for (int k = 0; k < a.num_ranges; k++) {
         const ChunkRange& range = a.ranges[k];
@@ -781,34 +756,7 @@ template <class Real> void update_decision_cpu(const UpdateDecision<Real, Real>&
         loss += ((const Real*)(a.records + (size_t)rank * a.record_bytes + a.lanes_at))[lane];
     }
     *a.loss = (Real)loss;
-
-    const float scale_used = state->loss_scale;
-    state->norm = (float)(sqrt(sum) / scale_used);
-    const float max_loss = a.policy.max_loss_score, max_norm = a.policy.max_norm_score;
-    state->loss_score = max_loss > 0 ? window_score_cpu(state->losses, (float)loss) : 0.0f;
-    state->norm_score = max_norm > 0 ? window_score_cpu(state->norms, state->norm) : 0.0f;
-    const bool finite = isfinite(state->norm) && isfinite((float)loss);
-    state->skip = !finite ? SKIP_NOT_FINITE
-                  : state->loss_score > max_loss ? SKIP_LOSS
-                  : state->norm_score > max_norm ? SKIP_NORM : SKIP_NO;
-    state->skipped_in_a_row = state->skip == SKIP_NO ? 0 : state->skipped_in_a_row + 1;
-    if (state->skip == SKIP_NO) {
-        state->t++;
-        window_add_cpu(&state->losses, (float)loss);
-        window_add_cpu(&state->norms, state->norm);
-    }
-    if (state->skip == SKIP_NOT_FINITE) {
-        state->good_steps = 0;
-        if (a.policy.dynamic_loss_scale) { state->loss_scale = scale_used > 2.0f ? scale_used / 2 : 1.0f; }
-    } else {
-        state->good_steps++;
-        const float clip = a.max_norm / (state->norm + kClipEps);
-        state->grad_scale = (a.max_norm > 0 && clip < 1.0f ? clip : 1.0f) / scale_used;
-        if (a.policy.dynamic_loss_scale && state->good_steps >= a.policy.growth_interval) {
-            state->loss_scale = scale_used * 2 < a.policy.max_scale ? scale_used * 2 : a.policy.max_scale;
-            state->good_steps = 0;
-        }
-    }
+    decide_update(a.state, a.policy, a.max_norm, sum, (float)loss);
     OP_DONE(a);
 }
 

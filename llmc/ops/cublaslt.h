@@ -4,8 +4,7 @@ The linear layers (train_gpt2.cu, section 6.3) and Muon (6.8) use it. The includ
 PRECISION_NAME.
 
     gemm_init(workspace, gemm_workspace_bytes(), tf32);
-    bool done = gemm({.d = d, .a = a, .b = b, .m = m, .n = n, .k = k, .d_type = CUDA_R_32F,
-                      .epilogue = CUBLASLT_EPILOGUE_DEFAULT}, stream);
+    bool done = gemm({.d = d, .a = a, .b = b, .m = m, .n = n, .k = k}, stream);
     gemm_free();
 
 A plan takes the library's first suggestion. No timing takes part, so equal runs take equal algorithms.
@@ -15,7 +14,6 @@ A plan takes the library's first suggestion. No timing takes part, so equal runs
 
 #include <cublasLt.h>           // gives: cublasLtMatmul
 #include <stdint.h>             // gives: int64_t
-#include <stdio.h>              // gives: FILE
 
 #include <algorithm>            // gives: std::min
 #include <array>                // gives: std::array
@@ -38,13 +36,13 @@ static inline cudaDataType_t cuda_type(half) { return CUDA_R_16F; }
 // Leading dimensions follow from that: no matrix has gaps.
 struct Gemm {
     void* d;
-    const void *a, *b, *c;              // c: null, or added; layout and type are D's, but for the stride
-    const void* bias;                   // (m), or null; the epilogue must be one that adds it
-    void* aux;                          // (m,n): GELU's input, written (GELU_AUX) or read (DGELU); or null
+    const void *a, *b, *c = nullptr;    // c: null, or added; layout and type are D's, but for the stride
+    const void* bias = nullptr;         // (m), or null; the epilogue must be one that adds it
+    void* aux = nullptr;                // (m,n): GELU's input, written (GELU_AUX) or read (DGELU); or null
     int m, n, k;
-    bool trans_a, trans_b;              // op: the stored matrix is (k,m), or (n,k)
-    cudaDataType_t d_type;
-    cublasLtEpilogue_t epilogue;
+    bool trans_a = false, trans_b = false;      // op: the stored matrix is (k,m), or (n,k)
+    cudaDataType_t d_type = cuda_type(floatX());
+    cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
     cudaDataType_t inp_type = cuda_type(floatX());      // of A and B
     float alpha = 1.0f, beta = 1.0f;    // D = alpha op(A) op(B) + beta C
     // A batch of products, whose matrices are the strides apart, in elements. count_all > 0: the batch is a
@@ -214,27 +212,6 @@ static inline void gemm_or_die(const Gemm& g, Stream stream) {
     die("cuBLASLt has no algorithm for a matrix product of %d x %d x %d (m, n, k) in %s\n"
         "hint: channel counts that are multiples of 8 always have one",
         g.m, g.n, g.k, PRECISION_NAME);
-}
-
-// For profile_gpt2.cu: a line per plan, with what the library chose (-1: it did not say).
-static inline void gemm_print_plans(FILE* f) {
-    for (const GemmPlan& p : gemm_state.plans) {
-        int id = -1, tile = -1, stages = -1, split_k = -1;
-        auto get = [&](cublasLtMatmulAlgoConfigAttributes_t attribute, int* value) {
-            size_t written = 0;
-            if (p.found) {
-                cublasLtMatmulAlgoConfigGetAttribute(&p.algo, attribute, value, sizeof(*value), &written);
-            }
-        };
-        get(CUBLASLT_ALGO_CONFIG_ID, &id);
-        get(CUBLASLT_ALGO_CONFIG_TILE_ID, &tile);
-        get(CUBLASLT_ALGO_CONFIG_STAGES_ID, &stages);
-        get(CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &split_k);
-        fprintf(f,
-                "gemm m %d n %d k %d %c%c epilogue %d beta %d: algorithm %d tile %d stages %d split-k %d\n",
-                (int)p.key[0], (int)p.key[1], (int)p.key[2], p.key[3] ? 'T' : 'N', p.key[4] ? 'T' : 'N',
-                (int)p.key[6], (int)p.key[7], id, tile, stages, split_k);
-    }
 }
 
 #endif  // LLMC_OPS_CUBLASLT_H

@@ -6,7 +6,6 @@ C++, so the model and the training loop are written once.
     Stream stream = stream_create();
     float* x = (float*)device_malloc(bytes, "x");       // at start only: nothing on the step's path allocates
     copy_to_device(x, host, bytes, stream);             // asynchronous when `host` is pinned
-    cudaCheck(cudaGetLastError());                      // after each launch
 
 Everything is asynchronous on the stream it is given, unless its name or comment says that it waits.
 */
@@ -55,8 +54,8 @@ struct NvtxRange {
     NvtxRange(const NvtxRange&) = delete;
 };
 
-// At the top of every launcher: gives the op its range in Nsight's timeline, and lets the tests disturb one
-// of its outputs at the end (--break).
+// At the top of every launcher: gives the op its range in Nsight's timeline. At the launcher's end it dies if
+// a launch has failed, and lets the tests disturb one of the op's outputs (--break).
 #ifdef TESTING
 template <class Args> static void break_outputs(const Args& args, Stream stream);     // of test_gpt2.cu
 #endif
@@ -65,14 +64,17 @@ template <class Args> struct OpScope {
     const Args& args;
     Stream stream;
     OpScope(const Args& args, Stream stream) : range(op_name(args)), args(args), stream(stream) {}
+    ~OpScope() {
+        cuda_check(cudaGetLastError(), op_name(args), __FILE__, __LINE__);
 #ifdef TESTING
-    ~OpScope() { break_outputs(args, stream); }
+        break_outputs(args, stream);
 #endif
+    }
 };
 
 struct DeviceInfo { std::string name; size_t memory_free, memory_total; std::string bus_id; };
 // Set by device_init. Launchers whose blocks each take several rows read it: blocks for one wave are enough.
-// None reads it if the number of blocks would change the order of a sum.
+// Only norm_backward sums in another order for another number of blocks: its bits depend on the kind of GPU.
 static int device_sm_count = 0;
 static int device_index = 0;        // which of this machine's GPUs it is
 

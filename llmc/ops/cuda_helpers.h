@@ -16,7 +16,7 @@ function per instruction of the tensor cores and copy engines. No kernel. The in
 #include <stdint.h>             // gives: uint32_t
 #include <string.h>             // gives: memcpy
 
-#include <type_traits>          // gives: std::true_type, std::integral_constant
+#include <type_traits>          // gives: std::is_same
 
 #include "op_types.h"           // gives: Accumulate, Grad
 #include "../rand.h"            // gives: RoundKey, round_block, bf16_encode_dithered
@@ -57,7 +57,6 @@ __device__ __forceinline__ Pack<T> load(const T* p, Index i, Index n) {
         if (i < n) { word = load_word<kCache>((const uint2*)(p + i)); }
         memcpy(&pack, &word, sizeof(pack));
     } else {
-#pragma unroll
         for (int w = 0; w < (int)sizeof(pack) / 16; w++) {
             uint4 word = make_uint4(0, 0, 0, 0);
             if (i < n) { word = load_word<kCache>((const uint4*)(p + i) + w); }
@@ -74,7 +73,6 @@ __device__ __forceinline__ void store(T* p, Index i, Index n, const Pack<T>& pac
         memcpy(&word, &pack, sizeof(pack));
         if (i < n) { store_word<kCache>((uint2*)(p + i), word); }
     } else {
-#pragma unroll
         for (int w = 0; w < (int)sizeof(pack) / 16; w++) {
             uint4 word;
             memcpy(&word, (const char*)&pack + 16 * w, 16);
@@ -104,13 +102,11 @@ template <class T> __device__ __forceinline__ Floats to_floats(const Pack<T>& pa
     if constexpr (std::is_same<T, __nv_bfloat16>::value) {
         uint32_t words[kWidth / 2];
         memcpy(words, &pack, sizeof(pack));
-#pragma unroll
         for (int k = 0; k < kWidth; k++) {
             const uint32_t word = words[k / 2];
             f.at[k] = __uint_as_float(k % 2 == 0 ? word << 16 : word & 0xffff0000u);
         }
     } else {
-#pragma unroll
         for (int k = 0; k < kWidth; k++) { f.at[k] = (float)pack.data[k]; }
     }
     return f;
@@ -133,7 +129,6 @@ template <class T> __device__ __forceinline__ Pack<T> to_pack(const Floats& f) {
         }
         memcpy(&pack, words, sizeof(pack));
     } else {
-#pragma unroll
         for (int k = 0; k < kWidth; k++) { pack.data[k] = (T)f.at[k]; }
     }
     return pack;
@@ -208,11 +203,38 @@ template <class T> __device__ __forceinline__ T block_max(T x, T* shared /*(32)*
     return x;
 }
 
+// x of this thread and those before it, and of the whole block.
+struct BlockScan { unsigned long long upto, total; };
+__device__ __forceinline__ BlockScan block_scan(unsigned long long x, unsigned long long* shared /*(32)*/) {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    for (int d = 1; d < kWarp; d *= 2) {
+        const unsigned long long other = __shfl_up_sync(0xFFFFFFFFu, x, d);
+        x += lane >= d ? other : 0ull;
+    }
+    if (lane == kWarp - 1) { shared[warp] = x; }
+    __syncthreads();
+    BlockScan scan = {x, 0};
+    for (int w = 0; w < (int)blockDim.x / kWarp; w++) {
+        scan.upto += w < warp ? shared[w] : 0ull;
+        scan.total += shared[w];
+    }
+    __syncthreads();            // the next call may write `shared`
+    return scan;
+}
+
 // ---- maths ----
 __device__ __forceinline__ float exp2_fast(float x) {       // 2 ulp (PTX ex2.approx); exp2(-inf) = 0
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+__device__ inline double power(double x, long long n) {     // x^n by squaring: the same bits on every GPU
+    double result = 1.0;
+    for (; n > 0; n /= 2, x *= x) {
+        if (n % 2 == 1) { result *= x; }
+    }
+    return result;
 }
 
 // ---- stochastic rounding: E[result] = x ----
@@ -237,7 +259,6 @@ struct Draws { uint32_t at[kWidth]; };
 __device__ __forceinline__ Draws round_draws(const RoundKey& key, size_t first) {
     const Rand4 random = round_block(key, first / 8);
     Draws draws;
-#pragma unroll
     for (int k = 0; k < kWidth; k++) {
         const int lane = (int)(first % 8) + k;
         draws.at[k] = (random.w[lane / 2] >> (16 * (lane % 2))) & 0xFFFFu;
@@ -261,7 +282,6 @@ __device__ __forceinline__ Floats load_dithered(const __nv_bfloat16* p, size_t i
     const Pack<__nv_bfloat16> pack = load<kCache>(p, i, n);
     const Draws draws = round_draws(key, first + i);
     Floats f;
-#pragma unroll
     for (int k = 0; k < kWidth; k++) {
         f.at[k] = bf16_decode_dithered(__bfloat16_as_ushort(pack.data[k]), draws.at[k]);
     }
@@ -291,7 +311,6 @@ __device__ __forceinline__ void grad_store(const Grad& grad, size_t i, size_t en
         if (add) { old = load_dithered(p, i, end, previous_micro_step(grad.key), grad.first); }
         const Draws draws = round_draws(grad.key, grad.first + i);
         Pack<__nv_bfloat16> pack;
-#pragma unroll
         for (int k = 0; k < kWidth; k++) {
             pack.data[k] = __ushort_as_bfloat16(bf16_encode_dithered(old.at[k] + value.at[k], draws.at[k]));
         }
@@ -300,7 +319,6 @@ __device__ __forceinline__ void grad_store(const Grad& grad, size_t i, size_t en
         float* p = (float*)grad.data;
         if (add) {
             Floats old = load_floats(p, i, end);
-#pragma unroll
             for (int k = 0; k < kWidth; k++) { value.at[k] += old.at[k]; }
         }
         store(p, i, end, to_pack<float>(value));
@@ -379,7 +397,6 @@ __device__ __forceinline__ uint32_t to_tf32(float x) {
 // Makes operands from ldmatrix ready for mma: fp32 is rounded, 16-bit types stay as they are.
 __device__ __forceinline__ void round_operands(uint32_t (&r)[4]) {
     if constexpr (sizeof(floatX) == 4) {
-#pragma unroll
         for (int i = 0; i < 4; i++) { r[i] = to_tf32(__uint_as_float(r[i])); }
     }
 }
@@ -453,14 +470,12 @@ template <int kPending> __device__ __forceinline__ void wgmma_wait() {
 template <int kRows> __device__ __forceinline__ void pin_registers(float (&d)[kRows][4]) {
 #pragma unroll
     for (int n = 0; n < kRows; n++) {
-#pragma unroll
         for (int i = 0; i < 4; i++) { asm volatile("" : "+f"(d[n][i])::"memory"); }
     }
 }
 __device__ __forceinline__ void pin_registers(uint32_t (&a)[4][4]) {
 #pragma unroll
     for (int kk = 0; kk < 4; kk++) {
-#pragma unroll
         for (int i = 0; i < 4; i++) { asm volatile("" : "+r"(a[kk][i])::"memory"); }
     }
 }

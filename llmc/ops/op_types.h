@@ -7,13 +7,13 @@ update, chunks of the gradient.
 #ifndef LLMC_OPS_OP_TYPES_H
 #define LLMC_OPS_OP_TYPES_H
 
-#include <math.h>       // gives: fmin, fmax
+#include <math.h>       // gives: fmin, fmaxf, fma, isfinite
 #include <stddef.h>     // gives: size_t
 #include <stdint.h>     // gives: uint32_t
 
 #include <type_traits>  // gives: std::is_trivially_copyable
 
-#include "../rand.h"    // gives: RoundKey, DropoutKey
+#include "../rand.h"    // gives: RoundKey, DropoutKey, LLMC_HD
 
 #ifdef __CUDACC__
 #include <cuda_runtime.h>   // gives: cudaStream_t, int4
@@ -153,6 +153,71 @@ struct UpdatePolicy {
     float max_loss_score = 0;   // a loss or a norm that lies more standard deviations above its window's mean
     float max_norm_score = 0;   // skips the update; 0: no limit
 };
+
+// How many standard deviations x, which is not in the window, lies above the window's mean (below: negative).
+// 0 until the window is full, because the first losses of a run fall fast. 0 if all values are equal: no
+// distance from them is usual or unusual. (A run on one batch at a learning rate of 0, say, would otherwise
+// stop at the first rounding error.) In double and in the window's order. fma() is written out: if compilers
+// chose where to fuse, two builds could decide differently. On the device by one thread, in microseconds.
+LLMC_HD static inline float window_score(const Window& w, float x) {
+    if (w.count < kWindow) { return 0.0f; }
+    double sum = 0.0, squares = 0.0;
+    LLMC_UNROLL_16
+    for (int i = 0; i < kWindow; i++) { sum += w.values[i]; }
+    const double mean = sum / kWindow;
+    LLMC_UNROLL_16
+    for (int i = 0; i < kWindow; i++) {
+        const double d = w.values[i] - mean;
+        squares = fma(d, d, squares);
+    }
+    return squares > 0.0 ? (float)((x - mean) / sqrt(squares / kWindow)) : 0.0f;
+}
+LLMC_HD static inline void window_add(Window* w, float x) {
+    w->values[w->count % kWindow] = x;
+    w->count++;
+}
+
+// Decides about an update from the gradient's sum of squares and the loss. norm = sqrt(sum) / loss_scale.
+// loss or norm not finite: it is skipped, and a dynamic loss scale halves, not below 1.
+// loss or norm more than max_loss_score or max_norm_score (0: no limit) standard deviations above the mean of
+// their windows: it is skipped. A lasting jump is skipped until the training loop gives up.
+// else: t advances, and both enter their windows.
+// both finite: grad_scale takes the loss scale out of the gradients and clips their norm to max_norm (0:
+// never); after growth_interval good steps a dynamic loss scale doubles, not above max_scale.
+LLMC_HD static inline void decide_update(UpdateState* state, const UpdatePolicy& policy, float max_norm,
+                                         double sum, float loss) {
+    const float scale = state->loss_scale;
+    const float norm = (float)(sqrt(sum) / scale);
+    state->norm = norm;
+    const float max_loss = policy.max_loss_score, max_norm_score = policy.max_norm_score;
+    const float loss_score = max_loss > 0.0f ? window_score(state->losses, loss) : 0.0f;
+    const float norm_score = max_norm_score > 0.0f ? window_score(state->norms, norm) : 0.0f;
+    state->loss_score = loss_score;
+    state->norm_score = norm_score;
+    const bool finite = isfinite(norm) && isfinite(loss);       // false for NaN
+    const int skip = !finite ? SKIP_NOT_FINITE
+                     : loss_score > max_loss ? SKIP_LOSS
+                     : norm_score > max_norm_score ? SKIP_NORM : SKIP_NO;
+    state->skip = skip;
+    state->skipped_in_a_row = skip == SKIP_NO ? 0 : state->skipped_in_a_row + 1;
+    if (skip == SKIP_NO) {
+        state->t++;
+        window_add(&state->losses, loss);
+        window_add(&state->norms, norm);
+    }
+    if (!finite) {
+        state->good_steps = 0;
+        if (policy.dynamic_loss_scale) { state->loss_scale = fmaxf(scale * 0.5f, 1.0f); }
+        return;
+    }
+    const float clip = max_norm / (norm + kClipEps);
+    state->grad_scale = (max_norm > 0.0f && clip < 1.0f ? clip : 1.0f) / scale;
+    state->good_steps++;
+    if (policy.dynamic_loss_scale && state->good_steps >= policy.growth_interval) {
+        state->loss_scale = fminf(scale * 2.0f, policy.max_scale);
+        state->good_steps = 0;
+    }
+}
 
 // An op works on a row of n elements in each of several buckets of one kind. These are the distances from row
 // to row; tensors without one here (m, v, sums) have no gaps between their rows.

@@ -25,7 +25,7 @@ Texts on the terminal: samples, and a chat. A callback draws the tokens, so no m
 #include <vector>       // gives: std::vector
 
 #include "../check.h"           // gives: die, format, shown, file_size
-#include "../comm/net.h"        // gives: comm_now
+#include "../comm/comm.h"       // gives: comm_now, warn
 #include "../data/tokenizer.h"  // gives: Tokenizer
 #include "stop.h"               // gives: stop_requested
 
@@ -43,15 +43,14 @@ struct TextTask {
     bool tell_speed;
 };
 
-// Chooses the tokenizer by the vocabulary: 50257 is GPT-2's, 256 the bytes'. False: there is none, or its
-// file, then *missing, does not exist.
-static inline bool text_init(Tokenizer* tokenizer, int V, std::string* missing) {
-    if (V == 256) { tokenizer_init_bytes(tokenizer); return true; }
-    if (V != 50257) { return false; }
+// Chooses the tokenizer by the vocabulary: 50257 is GPT-2's, 256 the bytes'. For others, or without GPT-2's
+// file, it stays empty.
+static inline void text_init(Tokenizer* tokenizer, int V) {
+    if (V == 256) { tokenizer_init_bytes(tokenizer); }
+    if (V != (int)kGpt2Eot + 1) { return; }
     const std::string path = tokenizer_default_path();
-    if (file_size(path.c_str()) < 0) { *missing = path; return false; }
-    tokenizer_init_bpe(tokenizer, nullptr);
-    return true;
+    if (file_size(path.c_str()) >= 0) { tokenizer_init_bpe(tokenizer, nullptr); }
+    else { warn("%s is not there: samples are printed as token ids", path.c_str()); }
 }
 
 // The end-of-text token, which begins every document, and --prompt. Dies if the prompt does not fit.

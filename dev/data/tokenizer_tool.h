@@ -1,0 +1,258 @@
+/*
+What tokenize.cpp needs beyond llmc/data/tokenizer.h: pieces of any length in linear time, a cache of words,
+places where a long text can be cut, and the vocabulary as llm.c's gpt2_tokenizer.bin. Host only.
+
+    TokenizerCache cache;                                               // one for each thread
+    tokenizer_encode(&tok, text.data(), text.size(), ids, &cache);      // appends
+    if (tokenizer_can_cut(&tok, text.data(), text.size(), i)) { ... }   // [0, i) and [i, size) by themselves
+    tokenizer_write(&tok, "gpt2_tokenizer.bin");
+    tokenizer_read(&tok, "gpt2_tokenizer.bin");
+*/
+#ifndef DEV_DATA_TOKENIZER_TOOL_H
+#define DEV_DATA_TOKENIZER_TOOL_H
+
+#include <stddef.h>     // gives: ptrdiff_t
+#include <stdint.h>     // gives: uint32_t, uint64_t
+#include <string.h>     // gives: memcpy
+
+#include <algorithm>    // gives: std::copy, std::max
+#include <string>       // gives: std::string
+#include <vector>       // gives: std::vector
+
+#include "llmc/check.h"             // gives: die, AtomicFile
+#include "llmc/data/tokenizer.h"    // gives: Tokenizer, tokenizer_merge, tokenizer_piece
+
+// ---- merging short pieces ----
+// Up to this length a search through all pairs, n^2 steps, is faster than a heap, n log n.
+static const size_t kShortPiece = 64;
+
+// Merges ids[0..n) in place and returns how many are left. n <= kShortPiece.
+static inline size_t tokenizer_merge_short(const Tokenizer* tok, uint32_t* ids, size_t n) {
+    uint32_t merged[kShortPiece];       // merged[i]: the token of ids[i] and ids[i+1]
+    for (size_t i = 0; i + 1 < n; i++) { merged[i] = tokenizer_pair(tok, ids[i], ids[i + 1]); }
+    merged[n - 1] = kNoMerge;
+    for (;;) {
+        size_t best = 0;
+        for (size_t i = 1; i < n; i++) { if (merged[i] < merged[best]) { best = i; } }
+        if (merged[best] == kNoMerge) { return n; }
+        ids[best] = merged[best];
+        n--;
+        for (size_t i = best + 1; i < n; i++) { ids[i] = ids[i + 1]; merged[i] = merged[i + 1]; }
+        merged[best] = best + 1 < n ? tokenizer_pair(tok, ids[best], ids[best + 1]) : kNoMerge;
+        if (best > 0) { merged[best - 1] = tokenizer_pair(tok, ids[best - 1], ids[best]); }
+    }
+}
+
+static inline void tokenizer_merge_fast(const Tokenizer* tok, const uint8_t* bytes, size_t n,
+                                        std::vector<uint32_t>& out) {
+    tokenizer_merge(tok, bytes, n, out, n <= kShortPiece ? tokenizer_merge_short : tokenizer_merge_long);
+}
+
+// ---- merging long pieces in windows ----
+// A merge looks at two neighbours only, so a long piece can be merged in overlapping windows. Call a row of
+// tokens stable if merging its bytes gives exactly this row.
+//  1. Any part of a stable row is stable. No merge crossed its two ends, so its bytes alone would have made
+//     the merges inside it, in the same order.
+//  2. A row is stable if every two neighbours in it are. Otherwise merging its bytes has a first merge across
+//     the boundary of two tokens. Until then each of the two had only merges of its own. So these two
+//     neighbours alone would have come to this merge, too, and were not stable.
+// Let two stable rows overlap and share one token (equal bytes at one position). Then the first row up to
+// that token and the second row from there form one stable row.
+
+// Bytes that a window shares with the window before, and bytes that it adds: most windows are short pieces
+// then. If they share no token (a token may have 128 bytes), both numbers grow, and shrink again later.
+static const size_t kOverlap = 16, kAdvance = 40;
+
+struct TokenizerRow {               // a stable row of tokens, from the first byte of a piece
+    std::vector<uint32_t>* ids;
+    size_t first, end;              // the row is ids[first..]; the byte where it ends
+    size_t overlap;                 // bytes that the next window shares with the row
+};
+
+// Steps back over the last tokens, at least `bytes` bytes if the row has them. Returns the index of the token
+// where it stops, and the byte where that token begins in *at.
+static inline size_t tokenizer_step_back(const Tokenizer* tok, const TokenizerRow& row, size_t bytes,
+                                         size_t* at) {
+    size_t i = row.ids->size();
+    *at = row.end;
+    while (i > row.first && row.end - *at < bytes) { *at -= tok->bytes[(*row.ids)[--i]].size(); }
+    return i;
+}
+
+// Token i of row a and token j of row b begin at one byte. Moves i and j on to the first shared token, or
+// returns false.
+static inline bool tokenizer_common(const Tokenizer* tok, const std::vector<uint32_t>& a, size_t* i,
+                                    const std::vector<uint32_t>& b, size_t* j) {
+    size_t at_a = 0, at_b = 0;
+    while (*i < a.size() && *j < b.size()) {
+        if (at_a == at_b && a[*i] == b[*j]) { return true; }
+        bool move_a = at_a <= at_b, move_b = at_b <= at_a;
+        if (move_a) { at_a += tok->bytes[a[(*i)++]].size(); }
+        if (move_b) { at_b += tok->bytes[b[(*j)++]].size(); }
+    }
+    return false;
+}
+
+// Merges one more window of the piece's n bytes. part: scratch for its tokens.
+static inline void tokenizer_extend(const Tokenizer* tok, const uint8_t* piece, size_t n, TokenizerRow* row,
+                                    std::vector<uint32_t>& part) {
+    size_t end = std::min(n, row->end + row->overlap * kAdvance / kOverlap);
+    for (;; row->overlap *= 2) {
+        size_t from, i = tokenizer_step_back(tok, *row, row->overlap, &from), j = 0;
+        part.clear();
+        tokenizer_merge_fast(tok, piece + from, end - from, part);
+        bool whole = i == row->first;           // the window begins with the row and replaces it
+        if (!whole && !tokenizer_common(tok, *row->ids, &i, part, &j)) { continue; }
+        row->ids->resize(i);
+        row->ids->insert(row->ids->end(), part.begin() + (ptrdiff_t)j, part.end());
+        row->end = end;
+        row->overlap = std::max(kOverlap, row->overlap - row->overlap / 16);
+        return;
+    }
+}
+
+// Appends the ids of a piece of n bytes.
+static inline void tokenizer_encode_piece(const Tokenizer* tok, const uint8_t* piece, size_t n,
+                                          std::vector<uint32_t>& out) {
+    if (n <= kShortPiece) { tokenizer_merge_fast(tok, piece, n, out); return; }
+    TokenizerRow row = {&out, out.size(), 0, kOverlap};
+    std::vector<uint32_t> part;
+    while (row.end < n) { tokenizer_extend(tok, piece, n, &row, part); }
+}
+
+// ---- a cache ----
+
+// The ids of recent short pieces: text repeats its words, so most pieces need no merging.
+struct TokenizerCache {
+    static const size_t kBits = 16, kKey = 15, kIds = 7;
+    struct Entry {
+        uint64_t key[2];        // the piece's bytes, then zeros; the last byte is its length (0: free)
+        uint16_t ids[kIds], count;
+    };
+    std::vector<Entry> entries = std::vector<Entry>((size_t)1 << kBits, Entry());       // 2 MB
+};
+
+static inline TokenizerCache::Entry* tokenizer_cache_entry(TokenizerCache* cache, const uint8_t* piece,
+                                                           size_t n, uint64_t key[2]) {
+    key[0] = key[1] = 0;
+    memcpy(key, piece, n);
+    key[1] |= (uint64_t)n << 56;
+    uint64_t hash = (key[0] ^ (key[1] << 29 | key[1] >> 35)) * 0x9E3779B97F4A7C15ull;
+    return &cache->entries[(hash ^ hash >> 32) * 0x9E3779B97F4A7C15ull >> (64 - TokenizerCache::kBits)];
+}
+
+// Appends the ids of text to out. cache: null, or this thread's.
+static inline void tokenizer_encode(const Tokenizer* tok, const char* text, size_t len,
+                                    std::vector<uint32_t>& out, TokenizerCache* cache) {
+    const uint8_t* s = (const uint8_t*)text;
+    for (size_t i = 0, n; i < len; i += n) {
+        n = tokenizer_piece(tok, s + i, len - i);
+        if (!cache || n > TokenizerCache::kKey) {
+            tokenizer_encode_piece(tok, s + i, n, out);
+            continue;
+        }
+        uint64_t key[2];
+        TokenizerCache::Entry* e = tokenizer_cache_entry(cache, s + i, n, key);
+        if (e->key[0] == key[0] && e->key[1] == key[1]) {
+            out.insert(out.end(), e->ids, e->ids + e->count);
+            continue;
+        }
+        size_t start = out.size();
+        tokenizer_encode_piece(tok, s + i, n, out);
+        size_t count = out.size() - start;
+        if (count > TokenizerCache::kIds) { continue; }
+        memcpy(e->key, key, sizeof(key));
+        e->count = (uint16_t)count;
+        std::copy(out.begin() + (ptrdiff_t)start, out.end(), e->ids);
+    }
+}
+
+// ---- where text can be cut ----
+
+// True if a piece surely begins at position i: white space after another character. Text cut at such
+// positions encodes to the ids of the whole.
+static inline bool tokenizer_can_cut(const Tokenizer* tok, const char* text, size_t len, size_t i) {
+    const uint8_t* s = (const uint8_t*)text;
+    if (i == 0 || i >= len || s[i] >= 0x80 || tok->char_class[s[i]] != CHAR_SPACE) { return false; }
+    size_t back = 1, width;         // to the first byte of the character before i
+    while (back < 4 && back < i && (s[i - back] & 0xC0) == 0x80) { back++; }
+    CharClass before = tokenizer_class(tok, s + i - back, back, &width);
+    return width != back || before != CHAR_SPACE;       // width != back: malformed UTF-8, class other
+}
+
+// `piece` holds the first n bytes of a piece whose end is not known. Returns a position where the text can be
+// cut and encoded in parts, whatever follows, or 0 if none was found.
+// No token is longer than `longest`, so in the whole piece some token ends at a byte e of the last `longest`
+// bytes. The tokens up to e are those of these bytes alone. If for every e they share a token with the row of
+// all n bytes, the tokens before it do not depend on what follows.
+static inline size_t tokenizer_cut_inside(const Tokenizer* tok, const uint8_t* piece, size_t n) {
+    std::vector<uint32_t> ids, part;
+    tokenizer_encode_piece(tok, piece, n, ids);
+    TokenizerRow row = {&ids, 0, n, 0};
+    size_t longest = std::max(tok->longest, (size_t)4);     // white space leaves its last character
+    for (size_t back = 2 * longest; back < n / 2; back *= 2) {
+        size_t cut, first = tokenizer_step_back(tok, row, back, &cut);
+        // the rest must be one piece by itself: it must not begin inside a character, or like 's
+        while (first > 0 && tokenizer_piece(tok, piece + cut, n - cut) != n - cut) {
+            cut -= tok->bytes[ids[--first]].size();
+        }
+        bool sure = first > 0;
+        for (size_t e = n - longest + 1; e < n && sure; e++) {
+            part.clear();
+            tokenizer_encode_piece(tok, piece + cut, e - cut, part);
+            size_t i = first, j = 0;
+            sure = tokenizer_common(tok, ids, &i, part, &j);
+        }
+        if (sure) { return cut; }
+    }
+    return 0;
+}
+
+// ---- gpt2_tokenizer.bin ----
+// 256 int32 header {magic, version, V, eot, 0...}, then for each token one length byte and its bytes.
+
+static const uint32_t kTokenizerMagic = 20240328, kTokenizerVersion = 2;
+
+static inline void tokenizer_write(const Tokenizer* tok, const char* path) {
+    AtomicFile out = atomic_open(path);
+    uint32_t header[256] = {kTokenizerMagic, kTokenizerVersion, (uint32_t)tok->bytes.size(), tok->eot};
+    atomic_write(&out, header, sizeof(header));
+    for (const std::string& token : tok->bytes) {
+        uint8_t length = (uint8_t)token.size();         // GPT-2's longest is 128
+        atomic_write(&out, &length, 1);
+        atomic_write(&out, token.data(), token.size());
+    }
+    atomic_commit(&out);
+}
+
+// The merges follow from the tokens, so a tokenizer that was read can encode.
+static inline void tokenizer_read(Tokenizer* tok, const char* path) {
+    std::string data = tokenizer_read_file(path, "tokenize --write-vocab FILE makes one");
+    uint32_t header[256];
+    if (data.size() < sizeof(header)) {
+        die("'%s' is truncated: its header takes 1024 bytes, the file has %zu", path, data.size());
+    }
+    memcpy(header, data.data(), sizeof(header));
+    if (header[0] != kTokenizerMagic || header[1] != kTokenizerVersion) {
+        die("'%s' is no tokenizer file: it begins %u %u, expected %u %u", path, header[0], header[1],
+            kTokenizerMagic, kTokenizerVersion);
+    }
+    uint32_t V = header[2];
+    if (V < 256 || V > 65536 || header[3] >= V) {
+        die("'%s' has %u tokens and end of text %u; allowed are 256 to 65536 tokens and an id below that",
+            path, V, header[3]);
+    }
+    *tok = Tokenizer();
+    tok->eot = header[3];
+    size_t pos = sizeof(header);
+    while (tok->bytes.size() < V && pos < data.size() && pos + 1 + (uint8_t)data[pos] <= data.size()) {
+        tok->bytes.push_back(data.substr(pos + 1, (uint8_t)data[pos]));
+        pos += 1 + (uint8_t)data[pos];
+    }
+    if (tok->bytes.size() < V || pos != data.size()) {
+        die("'%s' has %zu bytes; its %u tokens end after %zu of them", path, data.size(), V, pos);
+    }
+    tokenizer_build(tok, path);
+}
+
+#endif  // DEV_DATA_TOKENIZER_TOOL_H
