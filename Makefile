@@ -26,26 +26,24 @@ HASH := \#
 # (to /dev/null: several makes may be at work at once)
 TRY := $(CXX) -x c++ - -o /dev/null
 works = $(shell printf '$(2)\n' | $(TRY) $(1) 2>/dev/null && echo '$(1)')
-ifneq ($(filter-out help clean lint plot quickstart test test-gpu test-all,$(or $(MAKECMDGOALS),all)),)
-OPENMP := $(call works,-fopenmp,int main() {})
-BLAS_PROGRAM := $(HASH)include <cblas.h>\nint main() { openblas_get_config(); }
-OPENBLAS := $(call works,-DUSE_OPENBLAS -lopenblas,$(BLAS_PROGRAM))
-endif
+# Looked for once, when something is made that would use it.
+BLAS_CALL := $(HASH)include <cblas.h>\nint main() { openblas_get_config(); }
+OPENMP = $(eval OPENMP := $(call works,-fopenmp,int main() {}))$(OPENMP)
+OPENBLAS = $(eval OPENBLAS := $(call works,-DUSE_OPENBLAS -lopenblas,$(BLAS_CALL)))$(OPENBLAS)
 
 # $(call wanted,SETTING,FLAGS): FLAGS, as SETTING is auto, 0 or 1
 wanted = $(if $(filter 0,$($(1))),,$(or $(2),$(if $(filter 1,$($(1))),$(no_$(1)))))
 no_MPI = $(error MPI=1, but a program with MPI does not compile and link here: install libopenmpi-dev)
 no_NCCL = $(error NCCL=1, but a program with NCCL 2.19 does not compile and link here: install libnccl-dev)
-# Looked for once, when something is made that would use it. mpicc, of every kind of MPI, shows what it would
-# call; the C++ classes of old kinds would need a library more. NCCL may lie in the toolkit's own folders,
-# which nvcc knows and g++ does not: nvcc is asked for them.
+# mpicc, of every kind of MPI, shows what it would call; the C++ classes of old kinds would need a library
+# more. NCCL may lie in the toolkit's own folders, which nvcc knows and g++ does not: nvcc is asked for them.
 MPI_CALL := $(HASH)include <mpi.h>\nint main(int n, char** words) { return MPI_Init(&n, &words); }
 MPI_ANY = -DUSE_MPI -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX \
           $(filter -I% -L% -l% -Wl%,$(shell mpicc -show 2>/dev/null))
 MPI_FLAGS = $(eval MPI_FLAGS := $(call wanted,MPI,$(call works,$(MPI_ANY),$(MPI_CALL))))$(MPI_FLAGS)
 NCCL_CALL := $(HASH)include <nccl.h>\nint main(int n, char** p) { return ncclMemAlloc((void**)p, n); }
 NVCC_SAYS = $(shell $(NVCC) -dryrun -x cu /dev/null 2>&1 | sed -n '/INCLUDES=\|LIBRARIES=/s/"//gp')
-NVCC_DIRS = $(filter -I% -L%,$(subst =, ,$(NVCC_SAYS)))
+NVCC_DIRS = $(need_nvcc)$(filter -I% -L%,$(subst =, ,$(NVCC_SAYS)))
 NCCL_ANY = $(if $(call works,-DUSE_NCCL $(NVCC_DIRS) -lnccl,$(NCCL_CALL)),-DUSE_NCCL -lnccl)
 NCCL_FLAGS = $(eval NCCL_FLAGS := $(call wanted,NCCL,$(NCCL_ANY)))$(NCCL_FLAGS)
 

@@ -5839,7 +5839,8 @@ static void print_plan() {
     if (!gpu && device.name.empty()) { die("--plan %s: choose %s", run.plan, gpu_names().c_str()); }
     if (device.name.empty()) {
         device.name = gpu->part;
-        device.memory_free = device.memory_total = (size_t)(gpu->gib * (1 << 30));
+        device.memory_total = (size_t)(gpu->gib * (1 << 30));
+        device.memory_free = device.memory_total - ((size_t)3 << 29);   // 1.5 GiB: driver, libraries, NCCL
     }
     auto plan_of = [&](int B) { return gpt2_memory_plan(config, options, B, run.T); };
     ParamSpec specs[NUM_PARAMS];

@@ -36,12 +36,12 @@ if [ "${1:-}" = tests ] &&
     fuzzing+=(clang libclang-rt-dev)
 fi
 
-imports='import matplotlib, numpy, tiktoken'
+# can_import MODULES: in one of the Pythons that are used
+can_import() { python3 -c "import $1" 2>/dev/null || .venv/bin/python -c "import $1" 2>/dev/null; }
+imports='matplotlib, numpy, tiktoken'
 if [ "${1:-}" = tests ]; then imports+=', pyflakes, pytest, pytest_timeout, xdist'; fi
-need_venv=1 had_venv=0
-for python in python3 .venv/bin/python; do
-    if "$python" -c "$imports" 2>/dev/null; then need_venv=0; fi
-done
+need_venv=0 had_venv=0
+can_import "$imports" || need_venv=1
 if [ -x .venv/bin/python ]; then had_venv=1; fi
 # A package that only one script wants: what it is imported as, and what is not possible without it.
 extra='' need_extra=0
@@ -50,12 +50,7 @@ case ${1:-} in
     tensorboard) extra=tensorboard==2.21.0 module=tensorboard.summary.writer.event_file_writer
         lost="dev/data/tensorboard_log.py writes no event files" ;;
 esac
-if [ -n "$extra" ]; then
-    need_extra=1
-    for python in python3 .venv/bin/python; do
-        if "$python" -c "import $module" 2>/dev/null; then need_extra=0; fi
-    done
-fi
+if [ -n "$extra" ]; then can_import "$module" || need_extra=1; fi
 if [ $((need_venv + need_extra)) != 0 ] && ! python3 -c 'import ensurepip' 2>/dev/null; then
     useful+=(python3-venv)
 fi

@@ -11,7 +11,6 @@ import io
 import json
 import os
 import struct
-import sys
 import tarfile
 
 from documents import reading
@@ -73,8 +72,6 @@ def encode(tool, prefix, texts):
         f.seek(HEADER_BYTES)
         tokens.frombytes(f.read())
     os.unlink(prefix + "_train.bin")
-    if sys.byteorder == "big":
-        tokens.byteswap()
     encoded = []
     for token in tokens:
         if token == EOT:

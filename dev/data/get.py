@@ -285,20 +285,17 @@ def make_shards(dataset, args):
     check_room(work, dataset, args)
     work.cut(args.shards, False)
     ahead = fetch_ahead(work, dataset, len(sources), args)
-    for number, source in enumerate(sources):
-        enough = args.shards and work.state["cut"].get("train", 0) >= args.shards
-        if number < len(work.state["parts"]) or enough:
-            continue
+    while (number := len(work.state["parts"])) < len(sources) and not work.enough(args.shards):
         ahead.join()
         paths, removable = fetch_source(work, dataset, number, args)
         ahead = fetch_ahead(work, dataset, number + 1, args)
         prefix = work.path(f"tmp.{os.getpid()}")
         tokenize(args.tokenize, prefix, paths, args.text_field, args.bytes)
-        work.add_part(source["split"], prefix + "_train.bin")
-        print(f"{number + 1} of {len(sources)}: {source['files'][0]['name']}"
+        work.add_part(prefix + "_train.bin")
+        print(f"{number + 1} of {len(sources)}: {sources[number]['files'][0]['name']}"
               f"{' and others' if len(paths) > 1 else ''}, {work.state['parts'][-1]['tokens']} tokens",
               flush=True)
-        for path in removable if not args.keep else ():
+        for path in removable:
             os.unlink(path)
         work.cut(args.shards, False)
     if len(work.state["parts"]) == len(sources):
@@ -386,7 +383,6 @@ def arguments():
            help="so many tokens are for validation: of your own files documents drawn over all of them "
            "(default: the smaller of 100,000 and a tenth), else the first documents")
     option("--bytes", action="store_true", help="tokens are bytes (V=256), not GPT-2's")
-    option("--keep", action="store_true", help="keep downloads that are tokenized until all is done")
     option("--restart", action="store_true", help="forget what is there, its shards too")
     option("--retries", type=int, default=5, metavar="N", help="of a download that does not advance")
     option("--tokenize", default=os.path.join(ROOT, "build", "tokenize"), metavar="TOOL",
@@ -449,12 +445,10 @@ def run(args):
 
 def main():
     args = arguments()
-    if not args.name:
-        show_table()
-        return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        run(args)
+        run(args) if args.name else show_table()
+        sys.stdout.flush()
     except Problem as problem:
         sys.stdout.flush()
         if problem.what:
@@ -465,6 +459,9 @@ def main():
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
         return 130
+    except BrokenPipeError:                     # nobody reads what is printed, as with `| head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # what is left of it
+        return 128 + signal.SIGPIPE
     return 0
 
 

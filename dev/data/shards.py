@@ -219,14 +219,14 @@ class Work:
     def part_path(self, number):
         return self.path(f"part_{number:06d}.bin")
 
-    def add_part(self, split, made):
+    def add_part(self, made):
         """made: the file with the tokens of the next source, or nothing if it has none."""
         number = len(self.state["parts"])
         tokens = 0
         if os.path.exists(made):
             tokens = shard_tokens(made)[0]
             os.replace(made, self.part_path(number))
-        self.state["parts"].append({"split": split, "tokens": tokens})
+        self.state["parts"].append({"tokens": tokens})
         self.save()
 
     def tokens(self):
@@ -279,11 +279,18 @@ class Work:
         edges = [0, *(edge for span in self.state["val"] for edge in span), self.tokens()]
         return list(zip(edges[::2], edges[1::2]))
 
+    def done(self, split):
+        """How many of its shards there are."""
+        return self.state["cut"].get(split, 0)
+
+    def enough(self, limit):
+        return limit and self.done("train") >= limit
+
     def left(self, split):
         """(tokens that are in no shard yet, tokens of the next whole shard)"""
         there = sum(end - begin for begin, end in self.spans(split))
         size = there if split == "val" else self.recipe["shard_tokens"]
-        return there - self.state["cut"].get(split, 0) * size, size
+        return there - self.done(split) * size, size
 
     def cut(self, limit, last):
         """Writes the shards that are complete, at most `limit` of training (0: all); last: and the rest."""
@@ -293,11 +300,11 @@ class Work:
                 return
             self.state["val"] = found
         for split in ("val", "train"):
-            while not (split == "train" and limit and self.state["cut"].get("train", 0) >= limit):
+            while not (split == "train" and self.enough(limit)):
                 left, size = self.left(split)
                 if left <= 0 or (left < size and not last):
                     break
-                number = self.state["cut"].get(split, 0)
+                number = self.done(split)
                 path = self.shard_path(split, number + (split == "train"))
                 count = min(left, size)
                 replace_file(path, self.shard_bytes(split, number * size, count))
@@ -335,7 +342,7 @@ class Work:
 
     def drop_parts(self):
         """Those whose tokens are all in shards: validation is always cut first."""
-        skip, position = self.state["cut"].get("train", 0) * self.recipe["shard_tokens"], 0
+        skip, position = self.done("train") * self.recipe["shard_tokens"], 0
         done = self.tokens()
         for begin, end in self.spans("train"):
             if skip < end - begin:

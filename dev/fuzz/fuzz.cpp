@@ -3,13 +3,13 @@ Fuzz targets for libFuzzer: whatever bytes come from outside, a program ends wit
 what it should. Built by clang with ASan and UBSan; one program, because most of it is train_gpt2.cu.
 
     make build/fuzz
-    build/fuzz shard dev/fuzz/seeds/shard                   fuzzes for ever; libFuzzer's own flags may follow
+    build/fuzz shard                                        for ever; folders and libFuzzer's flags follow
     build/fuzz shard build/fuzz-shard-crash-1234            one input again
     python3 dev/fuzz/run.py shard --seconds 600             what the tests do, for ten minutes
 
 A target is a row of kTargets: a name, a function, the longest input, and how many MB a single allocation may
 have. A property that does not hold is a crash, like all that the sanitizers see. die() throws Died here, and
-what it says is held to the house's rules. New: a function, a row, and seeds in dev/fuzz/seeds/NAME.
+what it says is held to the house's rules. New: a function, a row, and seeds in dev/fuzz/seeds.py.
 */
 #include <cstdio>       // gives: fopen, fclose: before the two are renamed
 #include <set>          // gives: std::set

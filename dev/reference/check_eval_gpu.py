@@ -14,9 +14,8 @@ Three parts (--only). The first two take weights drawn at random, all of them: n
     questions  HellaSwag's and MMLU's form: each row's loss, each choice and the scores, of both precisions.
                Then the time that rows of a bucketed length take against rows of T, in ours and in PyTorch.
     race       124M on --data (PREFIX_train*.bin, PREFIX_val*.bin), bf16, beside the PyTorch twin: the same
-               weights, tokens, order and schedule. --out gets both losses with their seconds as curves.csv,
-               as main.log and metrics.jsonl of two folders (dev/data/plot_log.py --seconds draws them), both
-               models' samples, and all that is printed here.
+               weights, tokens, order and schedule. --out gets main.log and metrics.jsonl of both in two
+               folders (dev/data/plot_log.py --seconds draws them), and both models' samples.
 
 Bounds. Logits: three times (root mean square) and six times (largest) the distance that transformers' own
 fp32 has from its float64: ours adds in the order of k, a library may split sums and lose less. A row's mean
@@ -29,7 +28,6 @@ import argparse
 import concurrent.futures
 import contextlib
 import copy
-import csv
 import glob
 import json
 import os
@@ -62,17 +60,10 @@ TEXTS = [("The package manager keeps a list of", " all packages that are install
          ("A man is sitting on a roof. He", " starts pulling up roofing on a roof."), ("Yes", "?"),
          ("1 + 1 =", " 2\n"), ("In den Bergen liegt", " im Winter viel Schnee, \u00fcberall.")]
 LOSS_LIMIT = 2e-5                                       # in fp32, as in test_gpt2.cu
-SHOWN = []                                              # all that was printed
 
 
 def say(text):
-    SHOWN.append(text)
     print(text, flush=True)
-
-
-def checked(ok, text):
-    SHOWN.append(("ok    " if ok else "FAIL  ") + text)
-    check(ok, text)
 
 
 @contextlib.contextmanager
@@ -82,7 +73,7 @@ def failures(what):
         yield
     except (Exception, SystemExit) as e:
         where = traceback.extract_tb(e.__traceback__)[-1]
-        checked(False, f"{what}: {type(e).__name__} in {where.name}, line {where.lineno}: {e}")
+        check(False, f"{what}: {type(e).__name__} in {where.name}, line {where.lineno}: {e}")
 
 
 def cpus():
@@ -194,7 +185,7 @@ def check_hf(args):
                         check_harness(args, size, model.float(), tokenizer)
         for size, task in back.items():
             with failures(f"hf {size.text}"):
-                checked(task.result(), f"hf {size.text}: back as a model file, every byte the same")
+                check(task.result(), f"hf {size.text}: back as a model file, every byte the same")
     for size in sizes:
         shutil.rmtree(size.folder)
 
@@ -221,11 +212,11 @@ def compare_hf(args, size, model, tokenizer, our_logits, our_loss, our_text):
     for kind, factor, measure in (("rms", 3, lambda d: float(d.square().mean().sqrt())),
                                   ("largest", 6, lambda d: float(d.abs().max()))):
         mine, limit = measure(far["ours"]), factor * measure(far["theirs"])
-        checked(mine <= limit, f"{what}: logits, {kind} error / rms: {mine:.2e}, limit {limit:.2e}: "
-                f"{factor} times transformers' own fp32")
-    checked(abs(our_loss - loss) <= LOSS_LIMIT,
-            f"{what}: loss {our_loss:.6f}, transformers {loss:.6f}, limit {LOSS_LIMIT:g}")
-    checked(len(set(new)) > 3, f"{what}: {len(set(new))} different tokens in its greedy text")
+        check(mine <= limit, f"{what}: logits, {kind} error / rms: {mine:.2e}, limit {limit:.2e}: "
+              f"{factor} times transformers' own fp32")
+    check(abs(our_loss - loss) <= LOSS_LIMIT,
+          f"{what}: loss {our_loss:.6f}, transformers {loss:.6f}, limit {LOSS_LIMIT:g}")
+    check(len(set(new)) > 3, f"{what}: {len(set(new))} different tokens in its greedy text")
     # in fp32 texts may part only where two tokens' logits are as near to each other as rounding is far
     alike = len(os.path.commonprefix([our_text, text]))
     parting = sum(len(begin) <= alike for begin in texts) - 1       # the token that differs; the end counts
@@ -233,7 +224,7 @@ def compare_hf(args, size, model, tokenizer, our_logits, our_loss, our_text):
     two = best[min(parting, len(best) - 1)]
     gap, rounding = float(two[0] - two[1]), 6 * float(far["theirs"].abs().max() * scale)
     note = "" if our_text == text else f": ours {our_text!r}, transformers {text!r}; gap there {gap:.1e}"
-    checked(our_text == text or gap <= 2 * rounding, f"{what}: greedy text of {len(new)} tokens{note}")
+    check(our_text == text or gap <= 2 * rounding, f"{what}: greedy text of {len(new)} tokens{note}")
 
 
 def check_harness(args, size, model, tokenizer):
@@ -244,19 +235,19 @@ def check_harness(args, size, model, tokenizer):
     config = AutoConfig.from_pretrained(size.path("hf"))
     facts = (config.model_type, config.n_positions, config.vocab_size, len(tokenizer), tokenizer.eos_token_id)
     want = ("gpt2", size.dims.maxT, size.dims.V, size.dims.V, size.dims.V - 1)
-    checked(facts == want, f"harness: type, positions, vocabulary, tokenizer, end of text: {facts}")
+    check(facts == want, f"harness: type, positions, vocabulary, tokenizer, end of text: {facts}")
     rows = []
     for context, continuation in TEXTS:
         head, whole = tokenizer(context).input_ids, tokenizer(context + continuation).input_ids
         rows.append((head, whole[len(head):]))
-        checked(tokenizer.decode(whole) == context + continuation, f"harness: {context!r}... and back")
+        check(tokenizer.decode(whole) == context + continuation, f"harness: {context!r}... and back")
     theirs = torch_sums(args, model, rows, size.dims.maxT)
     write_questions(size.path("texts.bin"), [(head, [tail] * 4) for head, tail in rows], [0] * len(rows))
     ours = our_sums(args, "FP32", size, "texts.bin", 2)[:, 0]
     lengths = np.array([len(tail) for _, tail in rows])
     worst = float(np.abs((ours - theirs) / lengths).max())
-    checked(worst <= LOSS_LIMIT,
-            f"harness: log-likelihoods of {len(rows)} texts: {worst:.1e} a token, limit {LOSS_LIMIT:g}")
+    check(worst <= LOSS_LIMIT,
+          f"harness: log-likelihoods of {len(rows)} texts: {worst:.1e} a token, limit {LOSS_LIMIT:g}")
     try:
         from lm_eval.api.instance import Instance
         from lm_eval.models.huggingface import HFLM
@@ -266,7 +257,7 @@ def check_harness(args, size, model, tokenizer):
     asked = [Instance("loglikelihood", {}, text, i) for i, text in enumerate(TEXTS)]
     said = np.array([value for value, _ in harness.loglikelihood(asked, disable_tqdm=True)])
     worst = float(np.abs((ours + said) / lengths).max())
-    checked(worst <= LOSS_LIMIT, f"harness: lm_eval itself says the same: {worst:.1e} a token")
+    check(worst <= LOSS_LIMIT, f"harness: lm_eval itself says the same: {worst:.1e} a token")
 
 
 # ---- questions ----
@@ -345,25 +336,25 @@ def compare_sums(args, size, form, precision, labels, lengths, exact, low):
     what = f"{form} {precision}"
     ours = our_sums(args, precision, size, form + ".bin", 8)
     if ours.shape != exact.shape:
-        checked(False, f"{what}: {ours.size} rows, expected {exact.size}")
+        check(False, f"{what}: {ours.size} rows, expected {exact.size}")
         return
     far = np.abs((ours - exact) / lengths)
     if precision == "FP32":
-        checked(far.max() <= LOSS_LIMIT,
-                f"{what}: {far.size} rows' mean losses: {far.max():.1e}, limit {LOSS_LIMIT:g}")
+        check(far.max() <= LOSS_LIMIT,
+              f"{what}: {far.size} rows' mean losses: {far.max():.1e}, limit {LOSS_LIMIT:g}")
     else:
         theirs = np.abs((low - exact) / lengths)
         mine, limit = (float(np.sqrt(np.mean(d * d))) for d in (far, 2 * theirs))
-        checked(mine <= limit, f"{what}: {far.size} rows' mean losses: {mine:.1e} rms, limit {limit:.1e}: "
-                "twice PyTorch's in bf16")
+        check(mine <= limit, f"{what}: {far.size} rows' mean losses: {mine:.1e} rms, limit {limit:.1e}: "
+              "twice PyTorch's in bf16")
     for kind, mine, theirs, rough in (("sum", ours, exact, low),
                                       ("mean", ours / lengths, exact / lengths, low / lengths)):
         near = LOSS_LIMIT * (lengths.max() if kind == "sum" else 1) if precision == "FP32" else \
             2 * np.abs(rough - theirs).max()
         open_ones = undecided(theirs, near)
         same = (mine.argmin(1) == theirs.argmin(1)) | open_ones
-        checked(same.all(), f"{what}: choices by {kind}: {(~same).sum()} of {len(same)} others, "
-                f"{open_ones.sum()} nearly undecided")
+        check(same.all(), f"{what}: choices by {kind}: {(~same).sum()} of {len(same)} others, "
+              f"{open_ones.sum()} nearly undecided")
     asked = run(trainer(args, precision, "-e", size.path("model.bin"), "-x", 0, "-h", 1, "-b", 3,
                         "--eval-data", size.path(form + ".bin")))
     printed = [float(v) for v in re.search(r"^eval acc_norm (\S+) \| acc (\S+) \| loss (\S+)$", asked,
@@ -374,9 +365,9 @@ def compare_sums(args, size, form, precision, labels, lengths, exact, low):
     # -b 3 against 8 may use other tiles, so the loss may round otherwise; of questions hardly one can turn
     limit = [0 if precision == "FP32" else 2 / len(labels)] * 2 + [1e-5 if precision == "FP32" else 1e-3]
     worst = [abs(a - b) for a, b in zip(printed, score)]
-    checked(all(d <= bound + 1e-6 for d, bound in zip(worst, limit)),
-            f"{what}: -h 1 -b 3 prints acc_norm, acc, loss {printed}; these rows' "
-            f"{np.round(score, 6).tolist()}")
+    check(all(d <= bound + 1e-6 for d, bound in zip(worst, limit)),
+          f"{what}: -h 1 -b 3 prints acc_norm, acc, loss {printed}; these rows' "
+          f"{np.round(score, 6).tolist()}")
 
 
 def time_questions(args, size, model, few, rng):
@@ -463,9 +454,7 @@ def twin_race(args, folder):
 def check_race(args):
     patterns = [args.data + end for end in ("_train*.bin", "_val*.bin")]
     if not args.data or not all(glob.glob(pattern) for pattern in patterns):
-        text = f"race: no shards {' and '.join(patterns)}: give --data"
-        SHOWN.append("SKIP  " + text)
-        skip(text)
+        skip(f"race: no shards {' and '.join(patterns)}: give --data")
         return
     out = args.out or args.work
     folders = [os.path.join(out, name) for name in ("ours", "pytorch")]
@@ -475,7 +464,7 @@ def check_race(args):
         for name in ("main.log", "metrics.jsonl"):
             shutil.copy(os.path.join(args.work, "ours", name), folders[0])
     theirs, their_model = twin_race(args, folders[1])
-    compare_race(args, ours, theirs, os.path.join(out, "curves.csv"))
+    compare_race(args, ours, theirs)
     val = []
     with open(os.path.join(out, "samples.txt"), "w") as f:
         for who, model in (("ours", our_model), ("PyTorch", their_model)):
@@ -486,29 +475,24 @@ def check_race(args):
             f.write(f"-- {PROMPT} ...\n")
             f.write(run(trainer(args, args.precisions[-1], "-e", model, "-x", 0, "--prompt", PROMPT,
                                 "-g", 100, "--temperature", 0.8, "--top-k", 40, "--num-samples", 2)) + "\n")
-    checked(abs(val[0] - val[1]) <= 0.05,
-            f"race: validation losses by our program: {val[0]:.4f}, PyTorch's model {val[1]:.4f}, limit 0.05")
+    check(abs(val[0] - val[1]) <= 0.05,
+          f"race: validation losses by our program: {val[0]:.4f}, PyTorch's model {val[1]:.4f}, limit 0.05")
 
 
-def compare_race(args, ours, theirs, path):
+def compare_race(args, ours, theirs):
     if len(ours) != len(theirs):
-        checked(False, f"race: {len(ours)} steps of ours, {len(theirs)} of PyTorch")
+        check(False, f"race: {len(ours)} steps of ours, {len(theirs)} of PyTorch")
         return
     losses = np.array([[row[0] for row in side] for side in (ours, theirs)])        # (2,steps)
     times = np.cumsum([[row[1] for row in side] for side in (ours, theirs)], axis=1) / 1e3
-    with open(path, "w", newline="") as f:
-        w = csv.writer(f)
-        w.writerow(["step", "ours_loss", "pytorch_loss", "ours_seconds", "pytorch_seconds"])
-        for i in range(len(ours)):
-            w.writerow([i + 1, *("%.6f" % v for v in losses[:, i]), *("%.4f" % v for v in times[:, i])])
     low = args.device == "cuda"
     first, near = abs(losses[0, 0] - losses[1, 0]), 1e-2 if low else 1e-4
-    checked(first <= near, f"race: first losses {losses[0, 0]:.5f}, {losses[1, 0]:.5f}, limit {near:g}")
+    check(first <= near, f"race: first losses {losses[0, 0]:.5f}, {losses[1, 0]:.5f}, limit {near:g}")
     window = min(20, len(ours))
     means = np.stack([np.convolve(side, np.ones(window) / window, "valid") for side in losses])
     far = float(np.abs(means[0] - means[1]).max())
-    checked(far <= 0.05, f"race: means of {window} steps: {far:.4f} apart at most, limit 0.05; a single step "
-            f"{np.abs(losses[0] - losses[1]).max():.4f}; the last {means[0, -1]:.4f}, {means[1, -1]:.4f}")
+    check(far <= 0.05, f"race: means of {window} steps: {far:.4f} apart at most, limit 0.05; a single step "
+          f"{np.abs(losses[0] - losses[1]).max():.4f}; the last {means[0, -1]:.4f}, {means[1, -1]:.4f}")
     for share in (0.25, 0.5, 1.0):                      # from the first step's end on: it loads and compiles
         level = means[:, int(share * means.shape[1]) - 1].max()
         reach = [window - 1 + next(i for i, v in enumerate(side) if v <= level) for side in means]
@@ -565,11 +549,7 @@ def main():
         for folder in filter(None, (args.work, args.out)):
             os.makedirs(folder, exist_ok=True)
         check_all(args)
-    last = "%d passed, %d failed, %d skipped" % (counts["passed"], counts["failed"], counts["skipped"])
-    if args.out:
-        with open(os.path.join(args.out, "report.txt"), "w") as f:
-            f.write("\n".join([*SHOWN, last]) + "\n")
-    print(last)
+    print("%d passed, %d failed, %d skipped" % (counts["passed"], counts["failed"], counts["skipped"]))
     raise SystemExit(1 if counts["failed"] else 0)
 
 

@@ -82,7 +82,7 @@ def run(command, timeout=400):
 def our_losses(args, precision, flags):
     """Training losses printed by the trainer, one per step."""
     out = run([args.train.format(precision=precision)] + flags)
-    return [float(v) for v in re.findall(r"(?<!val )\bloss ([-+.\w]+)", out)]
+    return [float(v) for v in re.findall(r"^step \d+/\d+ \| loss ([-+.\w]+)", out, re.M)]
 
 
 def our_tensors(args, precision, model, tensors, out, micro_steps=1, extra=""):

@@ -167,35 +167,6 @@ def to_numpy(tensors):
     return {name: t.float().cpu().numpy() for name, t in tensors.items()}
 
 
-def params_from_huggingface(name_or_path):
-    """(dims, params) of a GPT-2 that transformers finds on this machine. Never downloads."""
-    try:
-        from transformers import GPT2LMHeadModel        # only needed here
-    except ImportError:
-        raise SystemExit("error: hf: needs transformers\nhint: pip install transformers") from None
-
-    from formats import Dims
-    try:
-        hf = GPT2LMHeadModel.from_pretrained(name_or_path, local_files_only=True)
-    except OSError:
-        raise SystemExit(f"error: no model hf:{name_or_path} on this machine\n"
-                         f"hint: hf download {name_or_path} config.json model.safetensors") from None
-    c, sd = hf.config, {k.removeprefix("transformer."): v.float().numpy() for k, v in hf.state_dict().items()}
-    dims = Dims(maxT=c.n_positions, V=c.vocab_size, L=c.n_layer, NH=c.n_head, C=c.n_embd)
-    paths = {"ln1": "ln_1", "qkv": "attn.c_attn", "attproj": "attn.c_proj", "ln2": "ln_2", "fc": "mlp.c_fc",
-             "fcproj": "mlp.c_proj"}
-    params = {"wte": np.zeros((dims.Vp, dims.C), np.float32), "wpe": sd["wpe.weight"],
-              "lnfw": sd["ln_f.weight"], "lnfb": sd["ln_f.bias"]}
-    params["wte"][:dims.V] = sd["wte.weight"]
-    for short, path in paths.items():
-        weights = np.stack([sd[f"h.{l}.{path}.weight"] for l in range(dims.L)])
-        if weights.ndim == 3:                           # their linear layers are (in, out), ours (out, in)
-            weights = np.ascontiguousarray(weights.transpose(0, 2, 1))
-        params[short + "w"] = weights
-        params[short + "b"] = np.stack([sd[f"h.{l}.{path}.bias"] for l in range(dims.L)])
-    return dims, params
-
-
 # ---- the optimizer and its schedule ----
 def make_optimizer(model, hyper, fused=False, without=()):
     """AdamW; weight decay only on tensors of two dimensions. Not fused: PyTorch's default for the device."""

@@ -3,7 +3,6 @@
 
     python dev/reference/train_gpt2.py --total_batch_size=512
     ./train_gpt2cu -b 4 -t 64 -l 1e-4 -v 0 -s 0 -a 1 -x 10 -f 0 -z 512      # FP32 build: same losses to 1e-4
-    python dev/reference/train_gpt2.py --model hf:gpt2 --num_iterations 0 --write_model gpt2_124M.bin
 
 With --write_tensors 1 it first writes the reference files of the first batch (see reference.py).
 """
@@ -22,7 +21,7 @@ except ImportError:
 import reference
 from formats import Loader, init_params, parse_model, read_checkpoint, write_checkpoint
 from gpt2 import (MuonAndAdamW, get_params, learning_rate, load_params, make_optimizer, new_model,
-                  params_from_huggingface, setup_device, update)
+                  setup_device, update)
 
 SHARDS = "dev/data/tinyshakespeare/tiny_shakespeare_"
 
@@ -34,7 +33,7 @@ def parse_arguments(argv):
     p.add_argument("--input_val_bin", default="", help="pattern of validation shards")
     p.add_argument("--shuffle", type=int, default=1, choices=(0, 1), help="0: shards and windows in order")
     p.add_argument("--model", default="d12",
-                   help="d12 d24 d36 d48, gpt3:c768, L4,NH4,C128,T128,V256, FILE.bin, or hf:NAME (local)")
+                   help="d12 d24 d36 d48, gpt3:c768, L4,NH4,C128,T128,V256, or FILE.bin")
     p.add_argument("--seed", type=int, default=1337)
     p.add_argument("--init", default="gpt2", choices=("gpt2", "wide-positions"), help="see formats.py")
     p.add_argument("--batch_size", type=int, default=4)
@@ -71,7 +70,6 @@ def parse_arguments(argv):
     p.add_argument("--fused", type=int, default=0, choices=(0, 1), help="fused AdamW")
     p.add_argument("--deterministic", type=int, default=1, choices=(0, 1), help="0: PyTorch's own choices")
     p.add_argument("--write_tensors", type=int, default=0, choices=(0, 1))
-    p.add_argument("--write_model", default="", help="write the initial weights here (.bin, version 3)")
     p.add_argument("--write_final", default="", help="write the trained weights here (.bin, version 3)")
     p.add_argument("--output_prefix", default="", help="of the reference files; default: the model's name")
     args = p.parse_args(argv)
@@ -85,9 +83,7 @@ def parse_arguments(argv):
 
 
 def initial_weights(args):
-    """(dims, params): from a file, from Hugging Face, or drawn from the seed."""
-    if args.model.startswith("hf:"):
-        return params_from_huggingface(args.model[3:])
+    """(dims, params): from a file, or drawn from the seed."""
     if args.model.endswith(".bin"):
         return read_checkpoint(args.model)
     dims = parse_model(args.model)
@@ -130,7 +126,7 @@ def validation_loss(loss_of, args, dims):
 def train(args, dims, params, show=print):
     """Runs the whole training; returns one dict per step: loss, norm, lr, ms."""
     if not args.num_iterations and not args.input_val_bin and not args.write_final:
-        return []                                   # only --write_model, which needs no shard
+        return []                                   # only --write_tensors
     setup_device(args.device, tf32=bool(args.tensorcores), deterministic=bool(args.deterministic))
     if not args.deterministic:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
@@ -186,8 +182,6 @@ def main(argv=None):
     dims, params = initial_weights(args)
     print(f"model {dims.text()} | {args.dtype}{' pure bf16' if args.pure_bf16 else ''} | {args.device} | "
           f"torch {torch.__version__}", flush=True)
-    if args.write_model:
-        write_checkpoint(args.write_model, dims, params)
     if args.write_tensors:
         loader = training_loader(args, dims)
         prefix = args.output_prefix or "gpt2_" + re.sub(r"[^\w.-]+", "_", args.model)

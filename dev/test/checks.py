@@ -2,22 +2,11 @@
 
     from checks import ROOT, has_module, read, write
 """
-import glob
 import importlib.util
 import os
 
 ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
 NAMES = os.path.join(ROOT, "dev/test/names.txt")
-skipped = []                                        # why parts of the test that runs are
-
-
-def check(condition, what):
-    assert condition, what
-    return True
-
-
-def skip(tests, why):
-    skipped.append(why)
 
 
 def write(path, data):
@@ -42,15 +31,3 @@ def fewest_checks(program):
 
 def has_module(name):
     return importlib.util.find_spec(name) is not None
-
-
-def session_stats(session):
-    """(pid, what /proc/PID/stat says behind its name) of a session's processes."""
-    for path in glob.glob("/proc/[0-9]*/stat"):
-        try:
-            with open(path, encoding="utf-8", errors="replace") as f:
-                fields = f.read().rpartition(")")[2].split()
-        except OSError:                         # it has just ended
-            continue
-        if int(fields[3]) == session:
-            yield int(path.split("/")[2]), fields

@@ -16,12 +16,11 @@ import tempfile
 import pytest
 
 pytest.register_assert_rewrite("trainer", "checks", "jobs")
-import checks                                       # noqa: E402
+from checks import ROOT                              # noqa: E402
 import gpus                                         # noqa: E402
 import trainer                                      # noqa: E402
 from trainer import Program                         # noqa: E402
 
-ROOT = checks.ROOT
 CUDA = ("BF16", "FP16", "FP32")
 PROGRAMS = {"cpu": "train_gpt2cpu", "lazy": "build/train_gpt2lazy", "asan": "build/asan/train_gpt2cpu",
             "plain": "build/plain/train_gpt2cpu", **{kind: "build/check/train_gpt2." + kind for kind in CUDA}}
@@ -46,7 +45,7 @@ def pytest_configure(config):
     signal.signal(signal.SIGTERM, signal.default_int_handler)       # what has ended is still written
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda number, frame: None)
-    if config.option.dist == "load":                                # as -n chooses by itself
+    if getattr(config.option, "dist", "") == "load":                # as -n chooses by itself
         config.option.dist = "worksteal"
     config.gpus, config.sources = gpus.list_gpus(), gpus.cuda_hash()
     if given := config.getoption("--program"):
@@ -67,15 +66,6 @@ def runs_a_program(module):
     return any(getattr(value, "__module__", "") == "trainer" for value in vars(module).values())
 
 
-def add_old_markers(definition, module):
-    """Modules that have no markers yet name their tests in lists, as in NUMERIC."""
-    name = definition.name.partition("[")[0][5:]
-    if name in getattr(module, "NUMERIC", ()):
-        definition.add_marker("numeric")
-    if name not in getattr(module, "ON_GPUS", [name]):
-        definition.add_marker("cpu_only")
-
-
 def programs_of(definition, given):
     markers = {marker.name: marker.args for marker in definition.iter_markers()}
     on_cpu = [] if {"gpu"} & set(markers) else markers.get("programs", ["cpu"])
@@ -86,9 +76,6 @@ def programs_of(definition, given):
 
 def pytest_generate_tests(metafunc):
     if runs_a_program(metafunc.module):
-        add_old_markers(metafunc.definition, metafunc.module)
-        if Program.usual is not trainer.USUAL:              # the module was imported just now
-            metafunc.module.USUAL, Program.usual = Program.usual, trainer.USUAL
         metafunc.fixturenames.append("program")
         given = metafunc.config.getoption("--program")
         metafunc.parametrize("program", programs_of(metafunc.definition, given), indirect=True)
@@ -117,7 +104,6 @@ def pytest_collection_modifyitems(config, items):
     modules = list(dict.fromkeys(item.module for item in items))
     kinds = list(PROGRAMS)
     for item in items:
-        add_old_markers(item, item.module)
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: --slow runs it"))
         if needs_gpus(item):
@@ -215,12 +201,13 @@ def in_its_folder(request, monkeypatch):
     path = request.getfixturevalue("program") if program_name(item) else None
     enter(request.module, path, config.getoption("--keep"))
     if path:
+        device, precision = trainer.device_of(path)
+        assert config.getoption("--precision") in (None, precision), f"{path} is built for {precision}"
+        Program.path, Program.device, Program.precision = path, device, precision
         Program.usual = getattr(request.module, "USUAL", trainer.USUAL)
-        trainer.look_at(path, config.getoption("--precision"))
         Program.slow = config.getoption("--slow")
-        if "CPU" not in Program.device and item.get_closest_marker("cpu_only"):
+        if "CPU" not in device and item.get_closest_marker("cpu_only"):
             pytest.skip("for CPU programs only")
-    checks.skipped.clear()
     yield
     os.chdir(ROOT)
 
@@ -229,15 +216,6 @@ def in_its_folder(request, monkeypatch):
 def own_folder(in_its_folder, tmp_path, monkeypatch):
     """A new folder for each test that asks for it."""
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    """A test in which checks.skip() was called is no passed one."""
-    report = yield
-    if call.when == "call" and report.passed and checks.skipped:
-        report.outcome, report.longrepr = "skipped", (str(item.path), 0, "; ".join(checks.skipped))
-    return report
 
 
 def pytest_sessionfinish(session):

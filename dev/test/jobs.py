@@ -10,13 +10,11 @@
 
 Faults come from a library that is loaded before libc and counts calls, so each moment can be met again.
 """
-import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
 import functools
 import glob
-import json
 import os
 import re
 import shutil
@@ -26,8 +24,9 @@ import struct
 import subprocess
 import time
 
-from checks import session_stats
-from trainer import (LIMIT_S, Program, Result, model_path, param_sizes, read_bytes, run, run_ok, skip,
+import pytest
+
+from trainer import (LIMIT_S, Program, Result, metrics, model_path, on_cpu, read_bytes, run, run_ok,
                      without_checksum, without_scaling, write_bytes)
 
 ENDED_S = 120                           # after a death everything has ended: only a hang takes longer
@@ -40,10 +39,6 @@ TERM, KILL, USR1, HUP, INT, PIPE = (signal.SIGTERM, signal.SIGKILL, signal.SIGUS
 
 # ---- this machine ----
 
-def on_cpu():
-    return "CPU" in Program.device
-
-
 def most_ranks():
     """How many ranks can be tested here: on a CPU as many as one likes."""
     if on_cpu():
@@ -55,18 +50,10 @@ def most_ranks():
     return listed.count("GPU ")
 
 
-def enough(ranks):
-    """Are there GPUs for so many ranks? If not, the test counts as skipped."""
+def need(ranks):
+    """Without GPUs for so many ranks the test counts as skipped, whatever it did before."""
     if ranks > most_ranks():
-        skip(f"{ranks} ranks need {ranks} GPUs")
-    return ranks <= most_ranks()
-
-
-def side_by_side(function, items, workers=None):
-    """[function(item)], several at a time."""
-    workers = workers or (max(2, min(8, (os.cpu_count() or 1) // 4)) if on_cpu() else 2)
-    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(function, items))
+        pytest.skip(f"{ranks} ranks need {ranks} GPUs")
 
 
 def ranks(n, zero_stage=0):
@@ -177,8 +164,13 @@ def fault_environment(fault=None, log=None):
 
 def session_processes(session):
     """[(when it started, pid)] of a session's processes that are alive, its first process left out."""
-    return sorted((int(fields[19]), pid) for pid, fields in session_stats(session)
-                  if fields[0] not in "ZX" and pid != session)
+    found = []
+    for path in glob.glob("/proc/[0-9]*/stat"):
+        with contextlib.suppress(OSError):      # it has just ended
+            fields, pid = read_bytes(path).rpartition(b")")[2].split(), int(path.split("/")[2])
+            if int(fields[3]) == session != pid and fields[0] not in (b"Z", b"X"):
+                found.append((int(fields[19]), pid))
+    return sorted(found)
 
 
 class Job:
@@ -188,7 +180,7 @@ class Job:
 
     def __init__(self, flags, words=None, env=None, cwd=None, before=(), pipe=False, fault=None, **popen):
         Job.made += 1
-        self.name, self.flags, self.read = os.path.abspath(f"job{Job.made}"), flags, b""
+        self.name, self.read = os.path.abspath(f"job{Job.made}"), b""
         # ends with this test, even if that is killed
         leash = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
         words = leash + list(before) + (words or Program.command(flags))
@@ -219,9 +211,8 @@ class Job:
     def until(self, line):
         return self.when(lambda: f"\n{line}" in self.out())
 
-    def signal(self, number, *more):
-        for one in (number, *more):
-            self.p.send_signal(one)
+    def signal(self, number):
+        self.p.send_signal(number)
         return self
 
     def gone(self, limit=LIMIT_S):
@@ -249,16 +240,12 @@ class Job:
 kept_ports = []                         # sockets
 
 
-def free_port(port=0):
+def free_port():
     """A port that nobody listens on, this test's own until it ends: given back, it may be anybody's before it
-    is used. Beside the socket that keeps it a rank 0 may listen, since both have SO_REUSEADDR. 0: taken."""
+    is used. Beside the socket that keeps it a rank 0 may listen, since both have SO_REUSEADDR."""
     kept = socket.socket()
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        kept.bind(("127.0.0.1", port))
-    except OSError:
-        kept.close()
-        return 0
+    kept.bind(("127.0.0.1", 0))
     kept_ports.append(kept)
     return kept.getsockname()[1]
 
@@ -274,11 +261,10 @@ def rare_model(home):
     model, C = {"-e": "L1,NH1,C256,T1,V256", "-b": 1, "-z": 1, "-i": "val.bin", "-l": "1e-6", "-v": 0,
                 "--lanes": None, "--shuffle": 0}, 256
     run_ok({**model, "-x": 1, "-o": home + "/rare"})
-    raw, size = without_checksum(read_bytes(model_path("rare"))), sum(param_sizes(1, 256, 1, 1, C, 256))
-    width = 2 if Program.precision == "BF16" else 4
-    for first, value in ((C, -3e38), (size - 2 * C, 0), (size - C, 2**-12)):    # wte of token 1, lnfw, lnfb
-        at = 1024 + first * width
-        raw[at:at + C * width] = struct.pack("<f", value)[4 - width:] * C
+    raw, width = without_checksum(read_bytes(model_path("rare"))), 2 if Program.precision == "BF16" else 4
+    row = C * width
+    for at, value in ((1024 + row, -3e38), (len(raw) - 2 * row, 0), (len(raw) - row, 2**-12)):
+        raw[at:at + row] = struct.pack("<f", value)[4 - width:] * C     # wte of token 1, lnfw, lnfb
     write_bytes("rare.bin", raw)
     return {**model, "-e": "rare.bin"}
 
@@ -326,11 +312,9 @@ def last_state(folder):
     return step, facts, tensors
 
 
-def metrics(folder):
-    """Its lines but for times."""
-    with open(folder + "/metrics.jsonl", encoding="ascii") as f:
-        return [{key: x for key, x in json.loads(line).items() if key not in ("ms", "tokens_per_s")}
-                for line in f]
+def untimed_metrics(folder):
+    return [{key: x for key, x in record.items() if key not in ("ms", "tokens_per_s")}
+            for record in metrics(folder)]
 
 
 # what a resumed run may say otherwise: times, and who computed it on how many ranks
@@ -348,7 +332,7 @@ def unlike(folder, judge):
     found = [key for key in {**facts, **want_facts}
              if facts.get(key) != want_facts.get(key) and not OTHERWISE.fullmatch(key)]
     found += [name for name in {**tensors, **want_tensors} if tensors.get(name) != want_tensors.get(name)]
-    if metrics(folder) != metrics(judge):
+    if untimed_metrics(folder) != untimed_metrics(judge):
         found.append("metrics.jsonl")
     return found[:9] + [name for name in ("main.log", f"model_{step:08d}.bin")
                         if read_bytes(f"{folder}/{name}") != read_bytes(f"{judge}/{name}")]

@@ -6,12 +6,11 @@ at a time, and runs the suites that should fail.
     python3 dev/test/mutants.py --base HEAD~1 --count 100 --seed 2 --only llmc/comm
     python3 dev/test/mutants.py --base HEAD~1 --list       # only prints them
 
-A mistake that no suite notices is printed as a patch. The sources are copied into a temporary folder and
+A mistake that no suite notices is NOBODY's. The sources are copied into a temporary folder and
 built there at -O1; the working tree is not touched. A mutant takes about a minute; those that do not compile
 count as skipped.
 """
 import argparse
-import difflib
 import importlib.util
 import os
 import random
@@ -68,6 +67,11 @@ def run(words, folder, **more):
     return subprocess.run(words, cwd=folder, text=True, capture_output=True, errors="replace", **more)
 
 
+def lines_of(name):
+    with open(os.path.join(ROOT, name), encoding="utf-8") as f:
+        return f.read().split("\n")
+
+
 def touched_lines(base, only):
     """{file: numbers of its lines that are not in `base`}, of what is compiled or run, tests left out."""
     words = ["git", "diff", "-U0", base, "--", "*.cu", "*.h", "*.cpp", "dev/data/*.py", "dev/eval/*.py"]
@@ -98,10 +102,9 @@ def compiled_lines(name):
 
 def mutants_of(name, touched):
     """(file, line number, line, mutated line), all that the table makes of these lines."""
-    with open(os.path.join(ROOT, name), encoding="utf-8") as f:
-        text = f.read()
-    lines = text.split("\n")
-    code_lines = re.sub(r"/\*.*?\*/", lambda c: re.sub(".", " ", c[0]), text, flags=re.S).split("\n")
+    lines = lines_of(name)
+    code_lines = re.sub(r"/\*.*?\*/", lambda comment: re.sub(".", " ", comment[0]), "\n".join(lines),
+                        flags=re.S).split("\n")
     numbers = set(touched) & compiled_lines(name) if name.endswith(".cu") else touched
     for number in sorted(numbers):
         line, code = lines[number - 1], code_lines[number - 1]
@@ -116,14 +119,11 @@ def mutants_of(name, touched):
             yield name, number, line, re.match(r"\s*", line)[0] + ";"
 
 
-def suites_of(name):
-    words = next((words for pattern, words in SUITES if re.fullmatch(pattern, name)), ["runs", "refusals"])
-    return [word.format(name=os.path.basename(name).split(".")[0]) for word in words]
-
-
 def noticed_by(folder, name):
     """The first suite that fails, "the compiler", or None."""
-    for suite in suites_of(name):
+    suites = next((words for pattern, words in SUITES if re.fullmatch(pattern, name)), ["runs", "refusals"])
+    for suite in suites:
+        suite = suite.format(name=os.path.basename(name).split(".")[0])
         programs = ["build/test_" + suite[5:], *TOOLS] if suite.startswith("host ") else \
             MADE_OF.get(suite, ["train_gpt2cpu", *TOOLS])
         if run(["make", "-s", "-j2", "CPU_OPT=-O1", *programs], folder).returncode:
@@ -147,41 +147,29 @@ def main():
     everything = [m for name, lines in touched_lines(args.base, args.only).items()
                   for m in mutants_of(name, lines)]
     random.Random(args.seed).shuffle(everything)
-    chosen, seen = [], set()
-    for mutant in everything:                   # one a line as far as they reach
-        if mutant[:2] not in seen and len(chosen) < args.count:
-            seen.add(mutant[:2])
-            chosen.append(mutant)
-    if args.list or not chosen:
-        for name, number, line, new in chosen:
-            print(f"{name}:{number}: {line.strip()}  ->  {new.strip()}")
+    one_a_line = list({mutant[:2]: mutant for mutant in everything}.values())[:args.count]
+    said = [f"{name}:{number}: {line.strip()}  ->  {new.strip()}" for name, number, line, new in one_a_line]
+    if args.list:
+        print("\n".join(said))
         return 0
+    found = []
     with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
         listed = run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], ROOT).stdout
-        for path in filter(None, listed.split("\0")):
+        for path in listed.split("\0"):
             target = os.path.join(folder, path)
             os.makedirs(os.path.dirname(target), exist_ok=True)
             if os.path.isfile(os.path.join(ROOT, path)):
                 shutil.copy2(os.path.join(ROOT, path), target)
-        survivors = uncompiled = 0
-        for name, number, line, new in chosen:
-            path = os.path.join(folder, name)
-            with open(path, encoding="utf-8") as f:
-                text = f.read()
-            lines = text.split("\n")
+        for what, (name, number, _, new) in zip(said, one_a_line):
+            lines = lines_of(name)
             lines[number - 1] = new
-            with open(path, "w", encoding="utf-8") as f:
+            with open(os.path.join(folder, name), "w", encoding="utf-8") as f:
                 f.write("\n".join(lines))
-            who = noticed_by(folder, name)
-            print(f"{who or 'NOBODY'}: {name}:{number}: {line.strip()}  ->  {new.strip()}", flush=True)
-            uncompiled += who == "the compiler"
-            if not who:
-                survivors += 1
-                print("\n".join(difflib.unified_diff(text.split("\n"), lines, "a/" + name, "b/" + name,
-                                                     lineterm="", n=2)), flush=True)
-            with open(path, "w", encoding="utf-8") as f:
-                f.write(text)
-    print(f"{len(chosen) - survivors - uncompiled} passed, {survivors} failed, {uncompiled} skipped")
+            found.append(noticed_by(folder, name))
+            shutil.copy2(os.path.join(ROOT, name), os.path.join(folder, name))
+            print(f"{found[-1] or 'NOBODY'}: {what}", flush=True)
+    survivors, uncompiled = found.count(None), found.count("the compiler")
+    print(f"{len(found) - survivors - uncompiled} passed, {survivors} failed, {uncompiled} skipped")
     return 1 if survivors else 0
 
 

@@ -5,15 +5,13 @@
 The judge is twins.py. Files of questions, their rows, batches and the score are test_evalloader.cpp's, losses
 at the places that count test_gpt2's; here all of it meets a model.
 """
-import json
 import random
 import re
-import signal
-import subprocess
 
 import pytest
 
-from trainer import (B, LIMIT_S, LOG_LINE, T, Program, assert_close, exact, log_lines, model_path, read_bytes,
+from jobs import TERM, Job
+from trainer import (B, LOG_LINE, T, assert_close, exact, log_lines, metrics, model_path, on_cpu, read_bytes,
                      run, run_ok, tolerance, write_questions, write_shard)
 from twins import doubles, formats, np, row_losses, token_losses, trained, uneven_rows, windows
 
@@ -143,7 +141,7 @@ def test_questions():
     both = run_ok({**flags, "-b": 7, "-j": "val.bin"})              # with -j: the validation, too
     assert len(both.val_losses()) == 1 and eval_scores(both) == eval_scores(results[7, LONG])
     one = run_ok({**flags, "-b": 2})
-    for ranks in (2, 3, 5) if "CPU" in Program.device else ():
+    for ranks in (2, 3, 5) if on_cpu() else ():
         assert EVAL.findall(run_ok({**flags, "-b": 2, "--gpus": ranks}).out) == EVAL.findall(one.out)
 
 
@@ -161,16 +159,15 @@ def test_questions_in_training():
         scores = eval_scores(result)
         assert [int(line[1]) for line in logged] == steps
         assert_close([float(line[6]) for line in logged], [score[0] for score in scores], 1e-6, "main.log")
-        with open(folder + "/metrics.jsonl", encoding="utf-8") as f:
-            rows = [row for row in map(json.loads, f) if "eval_acc_norm" in row]
-        got = [(row["step"], row["eval_acc_norm"], row["eval_acc"], row["eval_loss"]) for row in rows]
+        got = [(row["step"], row["eval_acc_norm"], row["eval_acc"], row["eval_loss"])
+               for row in metrics(folder) if "eval_acc_norm" in row]
         want = [(step, *score) for step, score in zip(steps, scores)]
         assert_close(sum(got, ()), sum(want, ()), 1e-6, "metrics.jsonl")
         assert log_lines(folder) == log_lines("unasked")
         assert read_bytes(model_path(folder)) == read_bytes(model_path("unasked"))
     saved = run_ok({**asked, "-x": 0, "-e": model_path("at_end")})
     assert_close(eval_scores(saved)[0], scores[-1], tolerance(1e-6, 0.05), "the saved model's")
-    if "CPU" in Program.device:
+    if on_cpu():
         for ranks in (1, 2):
             run_ok({**asked, "-z": 4 * B * T, "-v": 2, "--gpus": ranks, "-o": f"shared_{ranks}"})
         assert read_bytes("shared_1/main.log") == read_bytes("shared_2/main.log")
@@ -181,14 +178,9 @@ def test_questions_resumed():
     write_questions("bytes.bin", [([1, 2], [[3], [4], [5], [6]])], [1], tokenizer=2)
     flags = {"-h": 1, "--eval-data": "bytes.bin", "--eval-every": 1, "-x": 3, "-z": 200 * B * T, "-y": 1}
     run_ok({**flags, "-o": "whole"})
-    with subprocess.Popen(Program.command({**flags, "-o": "parts"}), stdout=subprocess.PIPE, text=True,
-                          stderr=subprocess.PIPE, env=Program.environment(1)) as p:
-        seen = 0
-        while seen < 2 and (line := p.stdout.readline()):
-            seen += bool(EVAL.match(line))
-        p.send_signal(signal.SIGTERM)                   # in the middle of a long step
-        p.communicate(timeout=LIMIT_S)
-        assert p.returncode == 0
+    job = Job({**flags, "-o": "parts"})
+    assert job.when(lambda: len(EVAL.findall(job.out())) == 2)
+    assert job.signal(TERM).result().code == 0          # in the middle of a long step
     run_ok({**flags, "-o": "parts"})
     assert read_bytes("parts/main.log") == read_bytes("whole/main.log")
 

@@ -1,8 +1,6 @@
-"""dev/eval: models to Hugging Face's files and back, held against the trainer's own loss, against files
-spelled out here, and against transformers where this Python has it (with torch; CI has neither).
-
-The forward pass here is written from transformers' names and shapes, in double, and knows nothing of ours: a
-tensor that is not transposed, or changed for another, gives another loss than the trainer's.
+"""dev/eval: models to Hugging Face's files and back, and the trainer on these files, held against names and
+shapes spelled out here. dev/reference/check_eval_gpu.py holds both against transformers on a machine that has
+it; here test_transformers does what that leaves (CI has neither torch nor transformers).
 """
 import hashlib
 import json
@@ -12,14 +10,13 @@ import signal
 import struct
 import subprocess
 import sys
-import types
 
 import pytest
 
 from checks import ROOT
 from forked import Forked
-from trainer import (LIMIT_S, Result, assert_close, check_ran, log_lines, model_path, read_bytes, run_ok,
-                     snapshot, write_bytes)
+from trainer import (LIMIT_S, Result, check_ran, log_lines, model_path, read_bytes, run_ok, snapshot,
+                     write_bytes)
 import trainer
 
 np = pytest.importorskip("numpy")
@@ -27,10 +24,14 @@ sys.path[:0] = [os.path.join(ROOT, "dev/reference"), os.path.join(ROOT, "dev/eva
 import export_hf                                    # noqa: E402
 import formats                                      # noqa: E402
 import import_hf                                    # noqa: E402
+from model_files import read_safetensors            # noqa: E402
 
 pytestmark = pytest.mark.cpu_only
 SHAPES = ["L2,NH4,C64,T32,V256", "L1,NH1,C24,T17,V300", "L3,NH2,C40,T48,V509"]     # V=256 needs no padding
-KINDS = [(text, version) for text in SHAPES for version in (3, 5)]      # fp32, bf16
+HF_NAMES = {"wte": "wte.weight", "wpe": "wpe.weight", "lnfw": "ln_f.weight", "lnfb": "ln_f.bias"}
+for ours, theirs in (("ln1", "ln_1"), ("qkv", "attn.c_attn"), ("attproj", "attn.c_proj"), ("ln2", "ln_2"),
+                     ("fc", "mlp.c_fc"), ("fcproj", "mlp.c_proj")):
+    HF_NAMES.update({ours + kind[0]: f"h.{{}}.{theirs}.{kind}" for kind in ("weight", "bias")})
 
 
 @pytest.fixture(autouse=True)
@@ -117,21 +118,6 @@ def random_model(path, text, version=3, seed=1):
     return path
 
 
-def read_tensors(path):
-    """{name: (dtype, array)}; bf16 as uint16."""
-    data = read_bytes(path)
-    length = struct.unpack("<Q", data[:8])[0]
-    assert length % 8 == 0, "its bytes begin at a multiple of 8"
-    table = json.loads(data[8:8 + length])
-    assert table.pop("__metadata__") == {"format": "pt"}, "what PyTorch's readers ask for"
-    types, tensors = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}, {}
-    for name, t in table.items():
-        begin, end = t["data_offsets"]
-        part = np.frombuffer(data[8 + length + begin:8 + length + end], types[t["dtype"]])
-        tensors[name] = t["dtype"], part.reshape(t["shape"])
-    return tensors
-
-
 def write_tensors(path, tensors):
     table, at = {}, 0
     for name, (dtype, array) in tensors.items():
@@ -161,69 +147,32 @@ def changed_folder(name, tensors=None, **config):
 
 
 def plain():
-    return read_tensors("plain/model.safetensors")
-
-
-# ---- GPT-2 as transformers names it, in double ----
-
-def logits_of(folder, x):
-    config, stored = read_json(folder + "/config.json"), read_tensors(folder + "/model.safetensors")
-    p = {name: ((a.astype("<u4") << 16).view("<f4") if dtype == "BF16" else a).astype(np.float64)
-         for name, (dtype, a) in stored.items()}
-    (B, T), C, NH = x.shape, config["n_embd"], config["n_head"]
-
-    def linear(x, name):
-        return x @ p[name + ".weight"] + p[name + ".bias"]
-
-    def norm(x, name):
-        x = x - x.mean(-1, keepdims=True)
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * p[name + ".weight"] + p[name + ".bias"]
-
-    h = p["transformer.wte.weight"][x] + p["transformer.wpe.weight"][:T]
-    for layer in range(config["n_layer"]):
-        at = f"transformer.h.{layer}."
-        q, k, v = (part.reshape(B, T, NH, C // NH).transpose(0, 2, 1, 3) for part in
-                   np.split(linear(norm(h, at + "ln_1"), at + "attn.c_attn"), 3, axis=-1))
-        scores = q @ k.transpose(0, 1, 3, 2) / np.sqrt(C // NH)
-        scores = np.where(np.tri(T, dtype=bool), scores, -np.inf)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        attended = weights / weights.sum(-1, keepdims=True) @ v
-        h = h + linear(attended.transpose(0, 2, 1, 3).reshape(B, T, C), at + "attn.c_proj")
-        wide = linear(norm(h, at + "ln_2"), at + "mlp.c_fc")
-        wide = 0.5 * wide * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))
-        h = h + linear(wide, at + "mlp.c_proj")
-    return norm(h, "transformer.ln_f") @ p["transformer.wte.weight"].T
-
-
-def rows(T):
-    """Inputs and targets of val.bin's first 16 rows."""
-    tokens = np.frombuffer(read_bytes("val.bin")[1024:], "<u2").astype(np.int64)
-    starts = T * np.arange(16)[:, None]
-    return tokens[starts + np.arange(T)], tokens[starts + np.arange(1, T + 1)]
-
-
-def mean_loss(logits, y):
-    top = logits.max(-1, keepdims=True)
-    log_sum = np.log(np.exp(logits - top).sum(-1)) + top[..., 0]
-    return float((log_sum - np.take_along_axis(logits, y[..., None], -1)[..., 0]).mean())
+    return read_safetensors("plain/model.safetensors")
 
 
 # ---- tests ----
 
-@pytest.mark.parametrize("text, version", KINDS)
-def test_round_trip(text, version):
-    """A file, its export and that one's import; the trainer's loss is that of transformers' names."""
-    random_model("m.bin", text, version)
-    tool_ok("export", "m.bin", "hf")
-    imports("hf", "m.bin")
-    tensors, dims = read_tensors("hf/model.safetensors"), formats.parse_model(text)
-    assert tensors["transformer.wte.weight"][1].shape == (dims.V, dims.C), "the padding is not exported"
-    assert tensors["transformer.h.0.mlp.c_proj.weight"][1].shape == (4 * dims.C, dims.C), "(in, out)"
-    assert "lm_head.weight" not in tensors, "the head is the embedding"
-    T = min(32, dims.maxT)
-    ours = run_ok({"-e": "m.bin", "-x": 0, "-b": 4, "-m": 4, "-t": T}).val_losses()
-    x, y = rows(T)
-    assert_close(ours, [mean_loss(logits_of("hf", x), y)], 1e-5, "loss")
+def exported(dims, params):
+    """{transformers' name: array}: without padding, one for each layer, linear layers (in, out)."""
+    tensors = {}
+    for name, values in {**params, "wte": params["wte"][:dims.V]}.items():
+        layered = "{}" in HF_NAMES[name]
+        for layer, array in enumerate(values if layered else [values]):
+            tensors["transformer." + HF_NAMES[name].format(layer)] = array.T if layered else array
+    return tensors
+
+
+@pytest.mark.parametrize("text", SHAPES)
+def test_round_trip(text):
+    """A file, its export and that one's import."""
+    for version in (5, 3):
+        dims, params = formats.read_checkpoint(random_model("m.bin", text, version))
+        tool_ok("export", "m.bin", "hf", "--force")
+        imports("hf", "m.bin")
+    got, want = read_safetensors("hf/model.safetensors"), exported(dims, params)
+    assert set(got) == set(want), "the head is the embedding"
+    for name, array in want.items():
+        assert got[name][0] == "F32" and np.array_equal(got[name][1], array), name
 
 
 def test_other_padding():
@@ -290,6 +239,10 @@ def test_config():
     assert b"endoftext" not in read_bytes("plain/README.md"), "nor a word of it on the card"
     assert set(read_json("plain/generation_config.json").values()) == {None}
     assert "no tokenizer" in tool_ok("export", "plain.bin", "plain2").out
+    weights = read_bytes("plain/model.safetensors")
+    length = struct.unpack("<Q", weights[:8])[0]
+    assert length % 8 == 0, "its bytes begin at a multiple of 8"
+    assert json.loads(weights[8:8 + length])["__metadata__"] == {"format": "pt"}, "what PyTorch asks for"
 
 
 def test_gpt2_tokenizer():
@@ -339,7 +292,7 @@ def test_foreign_files():
     # one tensor in fp32 is enough for the file to be fp32
     tool_ok("export", "plain.bin", "narrow", "--dtype", "bf16")
     name = "transformer.wte.weight"
-    changed_folder("mixed", {**read_tensors("narrow/model.safetensors"), name: tensors[name]})
+    changed_folder("mixed", {**read_safetensors("narrow/model.safetensors"), name: tensors[name]})
     rounded = {**formats.round_params(params, "bfloat16"), "wte": params["wte"]}
     formats.write_checkpoint("want.bin", dims, rounded)
     imports("mixed", "want.bin")
@@ -363,79 +316,94 @@ def test_several_files():
         refused("import", "parts", "x.bin", said="has no weight_map")
 
 
-@pytest.mark.parametrize("key, value, said, ours", [
-    *[(key, value, f"{key} is {value!r}", f"{key} is {json.dumps(value)}".replace('"', ""))
-      for key, value in (("model_type", "gpt_neo"), ("activation_function", "gelu"), ("n_inner", 95),
-                         ("activation_function", "relu"), ("layer_norm_epsilon", 1e-6),
-                         ("scale_attn_weights", False), ("scale_attn_by_inverse_layer_idx", True),
-                         ("reorder_and_upcast_attn", True), ("add_cross_attention", True))],
-    ("quantization_config", {"bits": 4}, "quantization_config is {'bits': 4}", "config.bits is 4"),
-    ("vocab_size", 70000, "V from 2 to 65536", "V is at most 65536"),
-    ("n_embd", 36, "C=36 is not a multiple of 8", ""),
-    ("n_layer", "1", "lacks a whole number", None),         # the trainer does not tell texts from numbers
-    ("n_layer", None, "lacks a whole number", ""), ("n_embd", 24.0, "lacks a whole number", ""),
-    ("n_head", 5, "C=24 is not a multiple of NH=5", ""), ("n_head", 0, "at least 1", ""),
-    ("n_positions", 16, "wpe.weight has the shape (17, 24), config.json means (16, 24)", ""),
-    ("n_layer", 2, "lacks the tensor transformer.h.1.ln_1.weight", ""),
-    ("tie_word_embeddings", False, "lacks the tensor lm_head.weight", "")])
-def test_other_models(key, value, said, ours):
-    """What looks like GPT-2 and computes something else."""
-    changed_folder("other", **{key: value}, **({"n_head": 2} if value == 36 else {}))
-    both_refuse(said, ours)
+# ---- the folder `other` is like `plain`, but for ----
+
+def config(**keys):
+    return lambda: changed_folder("other", **keys)
 
 
-WTE, HEAD, LNFB = "transformer.wte.weight", "lm_head.weight", "transformer.ln_f.bias"
-SQUARE, FC = "transformer.h.0.attn.c_proj.weight", "transformer.h.0.mlp.c_fc.weight"
+def tensor(name, value=None):
+    """value(all tensors): what it is instead; None: it is not there."""
+    def make():
+        tensors = plain()
+        new = {name: value(tensors)} if value else {}
+        changed_folder("other", {**{n: old for n, old in tensors.items() if n != name}, **new})
+    return make
 
 
-@pytest.mark.parametrize("name, change, said, ours", [
-    (HEAD, lambda t: ("F32", t[WTE][1] + np.float32(1e-6)), "lm_head.weight differs", ""),
-    (HEAD, lambda t: ("F32", t[WTE][1][:-1]), "lm_head.weight differs", HEAD + " has the shape"),
-    (HEAD, lambda t: ("F16", t[WTE][1].astype("<f2")), "lm_head.weight differs", ""),
-    (HEAD, lambda t: ("I32", np.ones((300, 24), "<i4")), "lm_head.weight differs", HEAD + " is of type I32"),
-    ("transformer.h.1.ln_1.weight", lambda t: ("F32", np.ones(24, "<f4")),
-     "has transformer.h.1.ln_1.weight, which a GPT-2 of 1 layers has not", ""),
-    (FC, lambda t: ("F32", t[FC][1].T.copy()), "shape (96, 24)", ""),
-    (SQUARE, lambda t: ("F32", np.ones(24 * 24, "<f4")), "shape (576", ""),
-    (SQUARE, lambda t: ("I32", np.ones((24, 24), "<i4")), f"{SQUARE} is of type I32", ""),
-    (SQUARE, None, f"lacks the tensor {SQUARE}", ""), (LNFB, None, f"lacks the tensor {LNFB}", "")])
-def test_other_tensors(name, change, said, ours):
-    tensors = plain()
-    if change:
-        tensors[name] = change(tensors)
-    else:
-        del tensors[name]
-    changed_folder("other", tensors)
-    both_refuse(said, ours)
+def data(change):
+    def make():
+        changed_folder("other")
+        write_bytes("other/model.safetensors", change(read_bytes("plain/model.safetensors")))
+    return make
 
 
-def with_row(**change):
-    """A file of weights with one more row in its table, like that of ln_f.bias but for the change."""
+def one_row_more(**change):
+    """In the table of tensors: like that of ln_f.bias but for the change."""
     def changed(good):
         length = struct.unpack("<Q", good[:8])[0]
         table = json.loads(good[8:8 + length])
         text = json.dumps({**table, "a": {**table[LNFB], **change}}).encode()
         return struct.pack("<Q", len(text)) + text + good[8 + length:]
-    return changed
+    return data(changed)
 
 
-DAMAGED, UNREADABLE = "is damaged", "cannot be read"
+def floats(*shape):
+    return lambda tensors: ("F32", np.ones(shape, "<f4"))
 
 
-@pytest.mark.parametrize("change, said, ours", [
-    (lambda good: b"", "truncated one: 0 bytes", ""), (lambda good: good[:7], "truncated one: 7 bytes", ""),
-    (lambda good: good[:len(good) // 2], "is truncated or damaged", ""),
-    (lambda good: good[:-1], "is truncated", ""), (lambda good: good + b"x", "is truncated", ""),
-    (lambda good: struct.pack("<Q", 2**63) + good[8:], "truncated one", ""),
-    (lambda good: struct.pack("<Q", 8) + b"[1, 2,3]" + good[8:], UNREADABLE, ""),
-    (lambda good: good[:8] + b"x" + good[9:], UNREADABLE, ""),
-    (with_row(data_offsets=None), UNREADABLE, ""), (with_row(shape=[25]), DAMAGED, ""),
-    (with_row(shape=[-4, -6]), DAMAGED, UNREADABLE),
-    (with_row(data_offsets=[96, 0]), DAMAGED, UNREADABLE),
-    (with_row(data_offsets=[-96, 0]), DAMAGED, UNREADABLE)])
-def test_damaged_weights(change, said, ours):
-    changed_folder("other")
-    write_bytes("other/model.safetensors", change(read_bytes("plain/model.safetensors")))
+def integers(*shape):
+    return lambda tensors: ("I32", np.ones(shape, "<i4"))
+
+
+WTE, HEAD, LNFB = "transformer.wte.weight", "lm_head.weight", "transformer.ln_f.bias"
+SQUARE, FC = "transformer.h.0.attn.c_proj.weight", "transformer.h.0.mlp.c_fc.weight"
+DIFFERS, DAMAGED, UNREADABLE = "lm_head.weight differs", "is damaged", "cannot be read"
+OTHERS = [      # what the import says, and the trainer if in other words; None: it takes it
+    # what looks like GPT-2 and computes something else
+    *[(config(**{key: value}), f"{key} is {value!r}", f"{key} is {json.dumps(value)}".replace('"', ""))
+      for key, value in (("model_type", "gpt_neo"), ("activation_function", "gelu"), ("n_inner", 95),
+                         ("activation_function", "relu"), ("layer_norm_epsilon", 1e-6),
+                         ("scale_attn_weights", False), ("scale_attn_by_inverse_layer_idx", True),
+                         ("reorder_and_upcast_attn", True), ("add_cross_attention", True))],
+    (config(quantization_config={"bits": 4}), "quantization_config is {'bits': 4}", "config.bits is 4"),
+    # sizes
+    (config(vocab_size=70000), "V from 2 to 65536", "V is at most 65536"),
+    (config(n_embd=36, n_head=2), "C=36 is not a multiple of 8", ""),
+    (config(n_layer="1"), "lacks a whole number", None),    # the trainer does not tell texts from numbers
+    (config(n_layer=None), "lacks a whole number", ""), (config(n_embd=24.0), "lacks a whole number", ""),
+    (config(n_head=5), "C=24 is not a multiple of NH=5", ""), (config(n_head=0), "at least 1", ""),
+    (config(n_positions=16), "wpe.weight has the shape (17, 24), config.json means (16, 24)", ""),
+    (config(n_layer=2), "lacks the tensor transformer.h.1.ln_1.weight", ""),
+    # tensors
+    (config(tie_word_embeddings=False), "lacks the tensor lm_head.weight", ""),
+    (tensor(HEAD, lambda t: ("F32", t[WTE][1] + np.float32(1e-6))), DIFFERS, ""),
+    (tensor(HEAD, lambda t: ("F32", t[WTE][1][:-1])), DIFFERS, HEAD + " has the shape"),
+    (tensor(HEAD, lambda t: ("F16", t[WTE][1].astype("<f2"))), DIFFERS, ""),
+    (tensor(HEAD, integers(300, 24)), DIFFERS, HEAD + " is of type I32"),
+    (tensor("transformer.h.1.ln_1.weight", floats(24)),
+     "has transformer.h.1.ln_1.weight, which a GPT-2 of 1 layers has not", ""),
+    (tensor(FC, lambda t: ("F32", t[FC][1].T.copy())), "shape (96, 24)", ""),
+    (tensor(SQUARE, floats(24 * 24)), "shape (576", ""),
+    (tensor(SQUARE, integers(24, 24)), f"{SQUARE} is of type I32", ""),
+    (tensor(SQUARE), f"lacks the tensor {SQUARE}", ""), (tensor(LNFB), f"lacks the tensor {LNFB}", ""),
+    # damaged files
+    (data(lambda good: b""), "truncated one: 0 bytes", ""),
+    (data(lambda good: good[:7]), "truncated one: 7 bytes", ""),
+    (data(lambda good: good[:len(good) // 2]), "is truncated or damaged", ""),
+    (data(lambda good: good[:-1]), "is truncated", ""), (data(lambda good: good + b"x"), "is truncated", ""),
+    (data(lambda good: struct.pack("<Q", 2**63) + good[8:]), "truncated one", ""),
+    (data(lambda good: struct.pack("<Q", 8) + b"[1, 2,3]" + good[8:]), UNREADABLE, ""),
+    (data(lambda good: good[:8] + b"x" + good[9:]), UNREADABLE, ""),
+    (one_row_more(data_offsets=None), UNREADABLE, ""), (one_row_more(shape=[25]), DAMAGED, ""),
+    (one_row_more(shape=[-4, -6]), DAMAGED, UNREADABLE),
+    (one_row_more(data_offsets=[96, 0]), DAMAGED, UNREADABLE),
+    (one_row_more(data_offsets=[-96, 0]), DAMAGED, UNREADABLE)]
+
+
+@pytest.mark.parametrize("make, said, ours", OTHERS, ids=[said for _, said, _ in OTHERS])
+def test_refused(make, said, ours):
+    make()
     both_refuse(said, ours)
 
 
@@ -550,64 +518,17 @@ def test_command(words, stubs, code, said):
         assert read_bytes("command.bin") == read_bytes("plain.bin")
 
 
-def test_reference():
-    """dev/reference/train_gpt2.py takes a model of transformers, too. The stand-ins have as much of it and of
-    torch as that looks at."""
-    class Tensor(np.ndarray):
-        def float(self):
-            return self
-
-        def numpy(self):
-            return np.asarray(self)
-
-    class GPT2LMHeadModel:
-        config = type("", (), read_json("plain/config.json"))
-
-        @staticmethod
-        def from_pretrained(name, local_files_only):
-            if name != "plain":
-                raise OSError("a long story\n" * 40)
-            return GPT2LMHeadModel
-
-        @staticmethod
-        def state_dict():
-            return {name: array.view(Tensor) for name, (_, array) in plain().items()}
-
-    def convert(name, transformers):
-        def main():
-            for module in ("torch.nn.functional", "torch.nn", "torch", "transformers"):
-                sys.modules[module] = types.ModuleType(module)
-            sys.modules["torch.nn"].Module = object
-            sys.modules["torch"].cuda = types.SimpleNamespace(is_available=lambda: False)
-            sys.modules["torch"].__version__ = "none"
-            vars(sys.modules["transformers"]).update(transformers)
-            import train_gpt2
-            return train_gpt2.main()
-        return Forked(main, ["x", "--model", name, "--num_iterations", "0", "--write_model", "m.bin"]).end()
-
-    there = {"GPT2LMHeadModel": GPT2LMHeadModel}
-    assert convert("hf:plain", there)[::2] == (0, "") and read_bytes("m.bin") == read_bytes("plain.bin")
-    for name, has, said in (("hf:other", there, "hf download other"), ("hf:plain", {}, "pip install transf")):
-        code, _, err = convert(name, has)
-        assert code == 1 and said in err and err.count("\n") <= 3, err
-
-
 def test_transformers():
-    """The real ones: logits, both ways, their own files, their tokenizer."""
+    """What the real ones write: several files, PyTorch's own format, a model of theirs."""
     torch, theirs = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    for i, text in enumerate(SHAPES):
-        tool_ok("export", random_model(f"t{i}.bin", text), f"t{i}")
-        model = theirs.GPT2LMHeadModel.from_pretrained(f"t{i}").eval()
-        x, _ = rows(min(32, formats.parse_model(text).maxT))
-        wide = logits_of(f"t{i}", x)
-        error = np.abs(model(torch.from_numpy(x.copy())).logits.detach().numpy().astype(np.float64) - wide)
-        assert error.max() <= 2e-5 * np.sqrt((wide**2).mean())
-        model.save_pretrained(f"theirs{i}", max_shard_size="100KB")
-        imports(f"theirs{i}", f"t{i}.bin")
-    assert os.path.exists("theirs2/model.safetensors.index.json"), "several files were tried"
+    tool_ok("export", random_model("mine.bin", SHAPES[2]), "mine")
+    model = theirs.GPT2LMHeadModel.from_pretrained("mine").eval()
     assert model.generation_config.pad_token_id is None, "V=509 has no token for padding"
+    model.save_pretrained("theirs", max_shard_size="100KB")
+    assert os.path.exists("theirs/model.safetensors.index.json"), "several files were tried"
+    imports("theirs", "mine.bin")
     os.makedirs("pickled")
-    shutil.copy("theirs2/config.json", "pickled")
+    shutil.copy("theirs/config.json", "pickled")
     for dtype, version in ((torch.float32, 3), (torch.bfloat16, 5)):
         torch.save(model.to(dtype).state_dict(), "pickled/pytorch_model.bin")
         tool_ok("import", "pickled", "pickled.bin", "--force")
@@ -616,7 +537,3 @@ def test_transformers():
     theirs.GPT2LMHeadModel(config).save_pretrained("fresh")
     tool_ok("import", "fresh", "fresh.bin")
     check_weights_stay("fresh/model.safetensors", "fresh.bin")
-    tool_ok("export", "fresh.bin", "gpt2_again")
-    text = "It's 12345 <|endoftext|>  na\u00efve\n\n\t\u6f22\u5b57"
-    ids = theirs.AutoTokenizer.from_pretrained("gpt2_again")(text)["input_ids"]
-    assert ids[:5] + ids[-1:] == [1026, 338, 17031, 2231, 220, 245]

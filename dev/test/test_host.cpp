@@ -792,6 +792,51 @@ static void test_run() {
         check_dies("no run", [&] { in_full({"eval"}); }, {"eval: of which run?"});
         check_dies("a flag", [&] { in_full({"chat", "-x", "0"}); }, {"chat: of which run?"});
     }
+    TEST("run: descriptors of models") {
+        // GPT-2's: Radford et al. 2019, table 2 (d6 by its rule); GPT-3's: Brown et al. 2020, table 2.1
+        const struct { const char* name; int L, NH, C, T; } sizes[] = {
+            {"d6", 6, 6, 384, 1024}, {"d12", 12, 12, 768, 1024}, {"d24", 24, 16, 1024, 1024},
+            {"d36", 36, 20, 1280, 1024}, {"d48", 48, 25, 1600, 1024}, {"gpt3:c384", 6, 6, 384, 2048},
+            {"gpt3:c768", 12, 12, 768, 2048}, {"gpt3:c1024", 24, 16, 1024, 2048},
+            {"gpt3:c1536", 24, 16, 1536, 2048}, {"gpt3:c2048", 24, 16, 2048, 2048},
+            {"gpt3:c2560", 32, 32, 2560, 2048}, {"gpt3:c4096", 32, 32, 4096, 2048}};
+        for (const auto& m : sizes) {
+            const Config c = descriptor_config(m.name);
+            CHECK(c.L == m.L && c.NH == m.NH && c.C == m.C && c.maxT == m.T && c.V == 50257 && c.Vp == 50304,
+                  "%s: L%d,NH%d,C%d,T%d,V%d", m.name, c.L, c.NH, c.C, c.maxT, c.V);
+        }
+    }
+    TEST("run: numbers of a state to resume from") {
+        const Facts facts = {{"n", "7"}, {"negative", "-5"}, {"short", "1e9"}, {"huge", "1099511627776"}};
+        CHECK(fact_number(facts, "n", 7, 7) == 7, "it is another number");
+        const struct { const char *name, *message; } cases[] = {
+            {"none", "does not say 'none'"}, {"negative", "'negative' is -5: expected 0 to 2147483647"},
+            {"short", "'short' is 1e9"}, {"huge", "'huge' is 1099511627776"}};
+        for (const auto& c : cases) {
+            check_dies(c.name, [&] { fact_number(facts, c.name, 0, INT_MAX); }, {c.message});
+        }
+        check_dies("too small", [&] { fact_number(facts, "n", 8, 9); }, {"'n' is 7: expected 8 to 9"});
+
+        UpdateState update = {}, again = {};
+        update.norm = 0.1f, update.norms.count = 3, update.losses.values[kWindow - 1] = -1e30f;
+        Facts said;
+        update_facts(update, &said);
+        CHECK_TEXT(facts_update(said, &again), "");
+        CHECK(again.norm == 0.1f && again.norms.count == 3 && again.losses.values[kWindow - 1] == -1e30f,
+              "%.9g %lld", again.norm, again.norms.count);
+        for (const char* bad : {"", "x", "-1", "1e308"}) {
+            Facts forged = said;
+            for (auto& fact : forged) { if (fact.first == "update.norms_count") { fact.second = bad; } }
+            CHECK(holds(facts_update(forged, &again), "update.norms_count"), "'%s' is taken", bad);
+        }
+    }
+    TEST("run: flags of programs that had others") {
+        settings_known({{"flag.residual", "gemm"}, {"flag.quiet", "1"}, {"flag.seed", "1"}, {"T", "8"}},
+                       "flag.");
+        check_dies("--residual", [&] {
+            settings_resume({{"flag.residual", "layernorm"}}, descriptor_config("d12"), cuda);
+        }, {"began with --residual layernorm", "hint:"});
+    }
     TEST("run: names as words of a command line") {
         const char* cases[][2] = {{"runs/a-1,b", "runs/a-1,b"}, {"", "''"}, {"a b", "'a b'"},
                                   {"it's", "'it'\\''s'"}, {"a\nb'", "$'a\\012b\\047'"}};

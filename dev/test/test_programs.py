@@ -14,6 +14,9 @@ import pytest
 
 from checks import ROOT, fewest_checks
 
+sys.path.append(os.path.join(ROOT, "dev/fuzz"))
+from seeds import SEEDS                             # noqa: E402
+
 CLOSING = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped$")
 SLOW, GPU = pytest.mark.slow, pytest.mark.gpu
 # The second that TSan would wait at the end of each process finds nothing here; some tests fork while a
@@ -45,8 +48,7 @@ def listed():
     for name, words, marks in (("dataloader", [], []), ("comm", ["die"], []), ("host", [], [SLOW]),
                                ("checkpoints", [], [SLOW])):
         yield f"tsan {name}", ["build/tsan/test_" + name, *words], marks
-    for path in sorted(glob.glob(ROOT + "/dev/fuzz/seeds/*")):
-        name = os.path.basename(path)
+    for name in sorted(SEEDS):
         yield f"seeds {name}", script("fuzz/run.py", name), []
         yield f"fuzz {name}", script("fuzz/run.py", name, "--seconds", "60"), [SLOW]
     yield "mutants", script("test/mutants.py", "--base", "HEAD~1"), [SLOW, pytest.mark.timeout(10000)]

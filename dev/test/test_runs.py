@@ -7,14 +7,10 @@ import glob
 import json
 import math
 import os
-import pty
 import random
 import re
 import resource
-import select
-import shlex
 import shutil
-import signal
 import struct
 import subprocess
 import time
@@ -22,21 +18,13 @@ import time
 import pytest
 
 from checks import ROOT
-from trainer import (B, LIMIT_S, LOG_LINE, MODEL_MAGIC, T, TINY, Program, Result, assert_close, log_columns,
-                     log_lines, model_path, param_sizes, read_bytes, read_model, refused, run, run_ok,
-                     sentences, tolerance, write_bytes, write_questions, write_shard)
+from jobs import STOPPING, TERM, UNREAD, Job
+from trainer import (ALONE, B, LIMIT_S, LOG_LINE, MODEL_MAGIC, T, TINY, Program, Result, assert_close,
+                     flags_of, log_columns, log_lines, metrics, model_path, on_cpu, read_bytes, refused, run,
+                     run_ok, sentences, tolerance, write_bytes, write_questions, write_shard)
 
 FIXTURE = os.path.join(ROOT, "dev/reference/fixture")
 SHAKESPEARE = os.path.join(ROOT, "dev/data/tinyshakespeare/tiny_shakespeare_")
-STOPPING = "stopping after the last complete step; Ctrl-C: at once, unsaved\n"
-ALONE = {"-e": None, "-i": None, "-j": None, "-b": None, "-v": None, "-s": None, "-f": None}
-
-
-def metrics(folder):
-    def no_constants(word):             # Python's reader would take NaN, which is not JSON
-        raise ValueError(word)
-    with open(folder + "/metrics.jsonl", encoding="utf-8") as f:
-        return [json.loads(line, parse_constant=no_constants) for line in f]
 
 
 # ---- what each flag changes ----
@@ -57,7 +45,7 @@ OBSERVED = {"-e": "L2,NH2,C16,T16,V256", "-x": 5, "-l": "1e-2", "-v": 3, "-s": 3
             "--eps": "1e-4", "--verbose": 1}
 
 
-@functools.lru_cache(None)
+@functools.cache
 def observed(optimizer):
     return observe({**OBSERVED, "--optimizer": optimizer}, "flags_" + optimizer)
 
@@ -107,48 +95,38 @@ CHANGES = [
 @pytest.mark.parametrize("words, must, may", CHANGES, ids=[row[0] or "same" for row in CHANGES])
 def test_flag_changes(words, must, may):
     """Each flag changes what it names and nothing else."""
-    cuda, low = "CPU" not in Program.device, Program.precision != "FP32"
+    cuda, low = not on_cpu(), Program.precision != "FP32"
     if not cuda and words in ("--grad-dtype bf16", "-ge 1"):
         pytest.skip("the CUDA program's")
 
     def here(kinds):
         return {kind.removeprefix(LOW).removeprefix(CUDA) for kind in kinds
                 if (low or LOW not in kind) and (cuda or CUDA not in kind)}
-    words = words.split()
-    base = observed("muon" if len(words) > 2 else "adamw")
-    got = observe({**OBSERVED, **dict(zip(words[::2], words[1::2]))}, "flags" + "".join(words))
+    flags = flags_of(words)
+    base = observed("muon" if len(flags) > 1 else "adamw")
+    got = observe({**OBSERVED, **flags}, "flags" + words.replace(" ", ""))
     changed = {kind for kind in base if got[kind] != base[kind]}
     assert here(must) <= changed <= here(must) | here(may)
 
 
 @pytest.mark.cpu_only
 def test_every_flag_has_a_row():
-    short, text, mixed = (
-        subprocess.run([Program.path, *words], capture_output=True, text=True, check=True).stdout
-        for words in (["--help"], ["--help", "all"], ["-b", "8", "--help", "all"]))
-    assert mixed == text and max(map(len, (short + text).splitlines()[1:])) <= 80
-    assert 20 <= len(re.findall(r"^(?: -\S+)? {1,7}--[a-z]", short, re.M)) <= 25
-    entries = {}                    # {name: [letters, its entry]}, up to the next flag's
-    for line in text.splitlines():
-        if match := re.match(r"(?: (-\S+))? {1,7}--(\S+)", line):
-            name, entries[match[2]] = match[2], [(match[1] or "").split(","), ""]
-        if entries:
-            entries[name][1] += line.strip() + " "
-    assert set(re.findall(r"; or --(\S+)", " ".join(row[1] for row in entries.values()))) == {
-        "micro-batch-size", "total-batch-size", "seq-len", "warmup-steps", "lr"}
+    """In --help all with its default, in run.json, and in CHANGES or tests of its own."""
+    text = subprocess.run([Program.path, "--help", "all"], capture_output=True, text=True, check=True).stdout
+    entries = re.split(r"^(?= -\S+ {1,7}--| {1,7}--)", text, flags=re.M)[1:]
+    rows = {re.search(r"--(\S+)", entry)[1]: entry for entry in entries}
     run_ok({"-o": "settings", "-x": 1})
     with open("settings/run.json", encoding="utf-8") as f:
         names = set(json.load(f)["settings"])
-    assert sorted(entries) == sorted([*names, "help"]) and len(names) >= 30
-    assert not [name for name in names if "(default " not in entries[name][1]]
-    letters = {letter for row in entries.values() for letter in row[0]}
-    assert {"-" + x for x in "i j e o b t z d x l k u q c v m h s g a f w r ge".split()} <= letters
+    assert sorted(rows) == sorted([*names, "help"]) and len(names) >= 30
+    assert not [name for name in names if "(default " not in " ".join(rows[name].split())]
     known = {"train-data", "val-data", "model", "output-dir", "max-steps"}  # files and lengths
     known |= {"evaluate", "eval-data", "eval-every", "chat", "log-gpu", "verbose"}  # tests of their own
+    known |= {"plan", "price"}
     known |= {"gpus", "zero-stage", "lanes", "reduction", "check-ranks", "process-init", "process-server",
               "process-folder", "processes", "process-rank", "gpus-per-node", "start-timeout"}
     flags = {row[0].split()[-2] for row in CHANGES if row[0]}
-    known |= {name for name, row in entries.items() if flags & {*row[0], "--" + name}}
+    known |= {name for name, row in rows.items() if flags & {*re.split("[ ,]", row.strip()), "--" + name}}
     assert not names - known, "flags that no row is about"
 
 
@@ -204,8 +182,7 @@ SAID = r"""
 @pytest.mark.parametrize("line", SAID, ids=lambda line: line.split(" =>")[0].strip())
 def test_said(line):
     flags, wants = line.split(" => ")
-    words = [None if word == "NONE" else word for word in shlex.split(flags)]
-    result = run(dict(zip(words[::2], words[1::2])))
+    result = run(flags_of(flags))
     assert result.code == 0 and len(result.err.splitlines()) == wants.count("err: "), result.err
     counts = {"steps": result.losses(), "vals": result.val_losses(), "samples": result.samples()}
     for kind, want in re.findall(r"(\w+): (.*?)(?: \| (?=[a-z]+: )|$)", wants):
@@ -271,7 +248,7 @@ def test_last_line(folder):
 def test_clock():
     """What lines and metrics.jsonl say of time agrees with itself and with a clock outside."""
     batch, began = 3 * B * T, time.monotonic()
-    out, _ = stopped({"-x": 10**8, "-z": batch, "-o": "clock"}, "step 20/")
+    out = stopped({"-x": 10**8, "-z": batch, "-o": "clock"}, "step 20/").out
     wall_ms, records = (time.monotonic() - began) * 1e3, metrics("clock")
     ms = [r["ms"] for r in records]
     assert 0 < sum(ms) <= wall_ms
@@ -329,20 +306,13 @@ def test_failed_start():
 # ---- runs that are stopped ----
 
 def stopped(flags, until, wait=0.0):
-    """(stdout, stderr) of a run that gets SIGTERM once it has printed that, or for how long it waits then."""
-    p = subprocess.Popen(Program.command(flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
-                         env=Program.environment(1))
-    seen = b""
-    while until.encode() not in seen:
-        assert select.select([p.stdout], [], [], LIMIT_S)[0]
-        line = p.stdout.readline()
-        assert line, p.stderr.read()
-        seen += line
+    """A run that gets SIGTERM once it has printed that, or for how long it waits then."""
+    job = Job(flags)
+    assert job.when(lambda: until in job.out()), job.err()
     time.sleep(wait)
-    p.send_signal(signal.SIGTERM)
-    out, err = p.communicate(timeout=LIMIT_S)
-    assert p.returncode == 0 and STOPPING in err.decode()
-    return (seen + out).decode("latin-1"), err.decode()
+    result = job.signal(TERM).result()
+    assert (result.code, result.err) == (0, STOPPING)
+    return result
 
 
 @pytest.mark.cpu_only
@@ -350,30 +320,20 @@ def stopped(flags, until, wait=0.0):
     ("validation", {"-v": 1, "-b": 1, "-t": 1, "-j": "long_val.bin", "-m": 10**6}, "micro-steps a step", 0),
     ("evaluation", {"-h": 1, "--eval-data": "many.bin", "--eval-every": 1, "-b": 1}, "micro-steps a step", 0),
     ("samples", {"-s": 3, "-x": 6, "--num-samples": 10**5}, "sample 2 at step 3", 3),
-    ("micro-steps", {"-z": B * T * 10**6}, "micro-steps a step", 0)])
+    ("micro-steps", {"-z": 2 * B * T * 10**6}, "micro-steps a step", 0)])
 def test_stopped_inside(where, flags, until, steps):
-    """What was begun is not finished; without a step there is no run, and its folder may be used again."""
+    """On two ranks. What was begun is not finished; without a step there is no run, and its folder may be
+    used again."""
     write_shard("long_val.bin", [0, 1] * 500000)
     write_questions("many.bin", [([1] * 20, [[2, 3], [4], [5, 6, 7], [8]])] * 40000, [0] * 40000)
-    out, _ = stopped({"-x": 10, "-o": "inside_" + where, **flags}, until, wait=0.2 * (steps == 0))
+    out = stopped({"--gpus": 2, "-x": 10, "-o": "inside_" + where, **flags}, until,
+                  wait=0.2 * (steps == 0)).out
     assert (out.count("val loss"), out.count("eval acc"), out.count("\nstep ")) == (0, 0, steps)
     assert out.count("\nsample ") < 10**5 and f"stopped by a signal after step {steps}\n" in out
     assert len(glob.glob(f"inside_{where}/model_*")) == (steps > 0)
     if steps == 0:
         assert "no step was completed: nothing is saved" in out
         run_ok({"-o": "inside_" + where, "-x": 1})
-
-
-def test_stopped_between():
-    """Nothing is validated or sampled after the signal, and the model is that of so many steps."""
-    flags = {"-z": 20 * T, "-b": 1, "-k": "constant", "-l": "1e-3"}         # a signal meets a step half done
-    out, err = stopped({**flags, "-x": 10**6, "-v": 10**5, "-s": 10**5, "-o": "stopped"}, "step 3/")
-    steps = len(log_lines("stopped"))
-    assert err == STOPPING and f"stopped by a signal after step {steps}\n" in out
-    assert f"step {steps}/1000000" in out and out.count("val loss") == 1 and "\nsample " not in out
-    run_ok({**flags, "-x": steps, "-o": "whole"})
-    assert os.path.basename(model_path("stopped")) == f"model_{steps:08d}.bin"
-    assert read_bytes(model_path("stopped")) == read_bytes(model_path("whole"))
 
 
 def test_reader_goes_away():
@@ -383,8 +343,7 @@ def test_reader_goes_away():
         while p.stdout.readline()[:7] not in (b"step 2/", b""):
             pass
         p.stdout.close()
-        said = b"nobody reads what is printed: stopping after the last complete step\n"
-        assert (p.stderr.read(), p.wait(LIMIT_S)) == (said, 0)
+        assert (p.stderr.read().decode(), p.wait(LIMIT_S)) == (UNREAD, 0)
     assert int(model_path("closed")[-12:-4]) == len(log_lines("closed"))
 
 
@@ -482,17 +441,11 @@ def test_folder_writes(folder):
     trained = run_ok({"-e": f"{folder}/model_00000006.bin", "-x": 1, "-t": 24, "-s": 1, "-l": 0,
                       "--prompt": "tak ", "-g": 9, "--temperature": 0, "-f": None})
     assert trained.samples() == result.samples()
-    terminal, end = pty.openpty()
-    subprocess.run(Program.command(flags), stdout=end, stderr=subprocess.PIPE, check=True, timeout=LIMIT_S,
-                   env=Program.environment(1))
-    os.close(end)
-    assert os.read(terminal, 1000).decode("latin-1").replace("\r\n", "\n") == "tak " + result.out
-    os.close(terminal)
 
 
 def test_resumed_otherwise():
     """What a resumed run cannot change is said; what it left open may be given as it was settled."""
-    cpu = "CPU" in Program.device
+    cpu = on_cpu()
     start = {"-e": "L1,NH2,C64,T16,V20000", "-b": 1, "-n": 2, "-x": 4, "-o": "settled",
              **({"--gpus": 2} if cpu else {"-z": 8 * 16})}
     run_ok(start)
@@ -530,16 +483,17 @@ def test_llmc_format(version, sizes):
     multiple of 8 that is not one of 128: the file says what the padding is."""
     L, NH, C, vocabulary, padded = sizes
     fields, rng = (32, vocabulary, L, NH, C, padded), random.Random(1)
-    params = [[rng.randrange(-8, 9) / 64 for _ in range(size)] for size in param_sizes(*fields)]
-    params[0][vocabulary * C:] = [0.0] * ((padded - vocabulary) * C)
-    values = b"".join(struct.pack(f"<{len(param)}f", *param) for param in params)
-    if version == 5:                            # bf16 is the upper half, here without a loss
-        values = b"".join(values[at + 2:at + 4] for at in range(0, len(values), 4))
+    count = (padded + 32) * C + L * (12 * C * C + 13 * C) + 2 * C
+    values = [rng.randrange(-8, 9) / 64 for _ in range(count)]
+    values[vocabulary * C:padded * C] = [0] * ((padded - vocabulary) * C)
+    fp32 = struct.pack(f"<{count}f", *values)
+    kinds = {3: fp32, 5: b"".join(fp32[at + 2:at + 4] for at in range(0, len(fp32), 4))}    # exact in bf16
     model, folder = f"theirs_{version}_{padded}.bin", f"theirs_{version}_{padded}"
-    write_bytes(model, struct.pack("<256i", MODEL_MAGIC, version, *fields, *[0] * 248) + values)
+    write_bytes(model, struct.pack("<256i", MODEL_MAGIC, version, *fields, *[0] * 248) + kinds[version])
     result = run_ok({"-e": model, "-v": 1, "-l": 0, "-x": 1, "-o": folder})
-    header, saved = read_model(model_path(folder))
-    assert header[2:] == fields and list(map(list, saved.values())) == params
+    saved = read_bytes(model_path(folder))
+    header = struct.unpack("<8i", saved[:32])
+    assert header[2:] == fields and saved[1024:] == kinds[header[1]]
     evaluated = run_ok({"-e": model, "-x": 0}).val_losses()
     assert_close(evaluated, result.val_losses()[:1], tolerance(0, 1e-2), "val loss of their model")
 

@@ -15,10 +15,8 @@ import termios
 
 import pytest
 
-from trainer import LIMIT_S, T, Program, run_ok, snapshot, write_shard
+from trainer import ALONE, LIMIT_S, T, Program, run_ok, snapshot, write_shard
 from twins import constant_model, formats, hand_made, np, trained
-
-ALONE = {"-e": None, "-i": None, "-j": None, "-b": None, "-v": None, "-s": None, "-f": None}
 
 
 def texts(flags, **more):

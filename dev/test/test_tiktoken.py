@@ -12,7 +12,7 @@ from array import array
 
 import pytest
 
-from checks import ROOT
+from checks import ROOT, read, write
 
 tiktoken = pytest.importorskip("tiktoken")
 TOOL = os.path.join(ROOT, "build/tokenize")
@@ -47,16 +47,12 @@ def run_tool(*words):
 
 def check(data, theirs):
     """Our program's ids of these bytes, taken as one text, are theirs, and decode to the bytes."""
-    with open("in.txt", "wb") as f:
-        f.write(data)
+    write("in.txt", data)
     run_tool("in.txt", "-o", "out", "--separators", "0", "--val-tokens", "0")
-    with open("out_train.bin", "rb") as f:
-        ours, theirs = array("H", f.read()[1024:]), array("H", theirs)
-    if ours != theirs:
-        at = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
-        near = gpt2().decode_bytes(theirs[max(0, at - 8):at + 4])
-        pytest.fail(f"token {at} of {len(theirs)}: ours {list(ours[at:at + 6])}, tiktoken "
-                    f"{list(theirs[at:at + 6])}, near {near!r}")
+    ours, theirs = array("H", read("out_train.bin")[1024:]), array("H", theirs)
+    at = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
+    near = gpt2().decode_bytes(theirs[max(0, at - 8):at + 4])
+    assert ours == theirs, f"token {at} of {len(theirs)}, near {near!r}"
     assert run_tool("--decode", "out_train.bin", "--separators", "0") == data
 
 
@@ -71,12 +67,10 @@ WORDS = ("the of and to in a is that for it as was with be by on not he this are
          "'ll've").split()
 SPACES = [" ", " ", " ", "  ", "   ", "\n", "\n\n", "\t", "\r\n", " \n", "\n ", "\u00a0", "\u2003", "\u3000",
           "\u0085", "\u2028", "\u200b", "\x1c", "\x0b", "\x0c", " \u00a0", "\u00a0 ", "\t\t\t", "        "]
-EMOJI = ["😀", "👍🏽", "👩‍👩‍👧‍👦", "🇫🇷", "❤️", "🏳️‍🌈", "🧑🏿‍🚀", "✨", "©", "™️", "5️⃣", "\U0001fae0"]
+EMOJI = "😀 👍🏽 👩‍👩‍👧‍👦 🇫🇷 ❤️ 🏳️‍🌈 🧑🏿‍🚀 ✨ © ™️ 5️⃣ \U0001fae0".split()
 MARKS = list(".,;:!?-_()[]{}<>/\\|@#$%^&*+=~`\"'")
-MARKS += ["...", "--", "->", "==", "!=", "://", "'''", "\"\"\"", "<|endoftext|>",
-          "—", "…", "“", "”", "’s", "«", "»", "•", "₿", "\u0301", "\u20dd"]
-NUMBERS = ["0", "7", "42", "1234567890", "3.14159", "1e-5", "0x7fff", "²", "½", "Ⅷ",
-           "٣٤", "४२", "①②", "100,000"]
+MARKS += ["...", "--", "->", "==", "!=", "://", "'''", "\"\"\"", "<|endoftext|>", *"—…“”’«»•₿\u0301\u20dd"]
+NUMBERS = "0 7 42 1234567890 3.14159 1e-5 0x7fff ² ½ Ⅷ ٣٤ ४२ ①② 100,000".split()
 
 
 def generate(rng, size):
@@ -97,13 +91,10 @@ def endless(rng, size):
     """Texts that are one piece."""
     def runs(letters):
         return "".join(rng.choice(letters) * rng.randrange(1, 300) for _ in range(size // 150))
-    yield "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=size))
-    yield "".join(rng.choices("0123456789", k=size))
-    yield runs("-=*_#.")
-    yield runs(" \n\t\u3000")
-    yield runs("aeno\u00c2\u00c3\u3042")
-    for unit in ("a", " ", "-", "\u00c3\u00c2"):
-        yield unit * (size // len(unit.encode()))
+    for letters in ("abcdefghijklmnopqrstuvwxyz", "0123456789"):
+        yield "".join(rng.choices(letters, k=size))
+    yield from map(runs, ("-=*_#.", " \n\t\u3000", "aeno\u00c2\u00c3\u3042"))
+    yield from (unit * (size // len(unit.encode())) for unit in ("a", " ", "-", "\u00c3\u00c2"))
 
 
 def every_code_point(before, after):
@@ -119,27 +110,23 @@ def broken_bytes(rng, size):
     bad = [b"\x80", b"\xbf", b"\xc0\x80", b"\xc3", b"\xe2\x82", b"\xed\xa0\x80", b"\xf0\x9f\x98",
            b"\xf4\x90\x80\x80", b"\xf5", b"\xff", b"\xfe\xff", b"\xe0\x80\xaf", b"\xc2",
            b"\xf0\x80\x80\x80", b"\xe2\x28\xa1"]
-    out = bytearray()
-    while len(out) < size:
-        out += rng.choice(bad) if rng.random() < 0.4 else rng.choice(WORDS + SPACES + MARKS + EMOJI).encode()
-    return bytes(out)
+    pools = [bad, bad, *([part.encode() for part in pool] for pool in (WORDS, SPACES, MARKS))]
+    return b"".join(rng.choice(rng.choice(pools)) for _ in range(size // 4))
 
 
 # ---- tests ----
 
 def test_fixture():
-    with open(FIXTURE + ".txt", "rb") as f, open(FIXTURE + ".ids", "rb") as g:
-        assert array("H", gpt2().encode_ordinary(f.read().decode())).tobytes() == g.read()
+    text, ids = read(FIXTURE + ".txt").decode(), read(FIXTURE + ".ids")
+    assert array("H", gpt2().encode_ordinary(text)).tobytes() == ids
 
 
 @pytest.mark.slow
 def test_vocabulary():
     run_tool("--write-vocab", "vocab.bin")
-    want = struct.pack("<256i", 20240328, 2, EOT + 1, EOT, *[0] * 252)
-    for token in map(gpt2().decode_single_token_bytes, range(EOT + 1)):
-        want += bytes([len(token)]) + token
-    with open("vocab.bin", "rb") as f:
-        assert f.read() == want
+    tokens = map(gpt2().decode_single_token_bytes, range(EOT + 1))
+    header = struct.pack("<256i", 20240328, 2, EOT + 1, EOT, *[0] * 252)
+    assert read("vocab.bin") == header + b"".join(bytes([len(token)]) + token for token in tokens)
 
 
 @pytest.mark.slow
@@ -175,7 +162,5 @@ def test_broken_bytes():
 
 if __name__ == "__main__":
     fixture = " ".join(WORDS) + "\n" + generate(random.Random(1), 40000)
-    with open(FIXTURE + ".txt", "wb") as out:
-        out.write(fixture.encode())
-    with open(FIXTURE + ".ids", "wb") as out:
-        array("H", gpt2().encode_ordinary(fixture)).tofile(out)
+    write(FIXTURE + ".txt", fixture)
+    write(FIXTURE + ".ids", array("H", gpt2().encode_ordinary(fixture)).tobytes())

@@ -8,22 +8,18 @@
 Standard library only. Bit-equality is asked for in every build; comparisons of different arithmetic are as
 tight as the build's precision allows.
 """
-import fcntl
 import functools
 import glob
 import hashlib
+import json
 import math
 import os
 import random
 import re
+import shlex
 import shutil
 import struct
 import subprocess
-import sys
-import termios
-
-import checks
-from checks import check
 
 SHARD_MAGIC, EVAL_MAGIC, MODEL_MAGIC = 20240520, 20240522, 20240326
 B, T, V, C, L = 4, 32, 256, 32, 2
@@ -37,25 +33,6 @@ def assert_close(got, want, tolerance, what):
     assert len(got) == len(want), f"{what}: how many values"
     worst = max((abs(a - b) if a == a and b == b else math.inf for a, b in zip(got, want)), default=math.inf)
     assert worst <= tolerance, f"{what}: differs by {worst:.3g}, allowed {tolerance:.3g}"
-
-
-# Until all modules have plain asserts:
-def check_equal(got, want, what):
-    return check(got == want, f"{what}: {shorten(got)}, expected {shorten(want)}")
-
-
-def check_close(got, want, tolerance, what):
-    assert_close(got, want, tolerance, what)
-    return True
-
-
-def skip(why, count=1):
-    checks.skip(count, why)
-
-
-def shorten(value):
-    text = repr(value)
-    return text if len(text) <= 200 else text[:200] + "..."
 
 
 # ---- the program ----
@@ -80,17 +57,22 @@ class Result:
 
 
 JOB_VARIABLE = re.compile("SLURM_|OMPI_|PMI|PRTE_|MASTER_|TORCHELASTIC_|LLMC_|(LOCAL_)?(RANK|WORLD_SIZE)$")
-
-
 USUAL = {"-e": TINY, "-i": "train.bin", "-j": "val.bin", "-b": B, "-x": 5, "-v": 0, "-s": 0, "-f": 0}
+
+
+ALONE = dict.fromkeys(USUAL)            # none of the usual flags
+
+
+def flags_of(line):
+    """{flag: value} of a line of a table, FLAG NONE: without it."""
+    words = [None if word == "NONE" else word for word in shlex.split(line)]
+    return dict(zip(words[::2], words[1::2]))
 
 
 class Program:
     """What conftest.py has set for the test that runs; usual: the module's USUAL, or the one above."""
     path = precision = device = None
-    slow = quick = False
-    numbers = {"kills": 25, "seed": 1}
-    usual = USUAL
+    slow, usual = False, USUAL
 
     @staticmethod
     def command(flags):
@@ -121,12 +103,6 @@ def run(flags=None, extra=(), threads=1, **popen):
     return Result(p.returncode, p.stdout.decode("latin-1"), p.stderr.decode("latin-1"), words)
 
 
-def no_room(pipe):
-    """Is it too full for another line of a run? (Its last lines are longer than the others.)"""
-    held = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))[0]
-    return held > fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) - 150
-
-
 def run_ok(flags=None, **kwargs):
     return check_ran(run(flags, **kwargs))
 
@@ -143,6 +119,20 @@ def check_ran(result):
     ran = result.code == 0 and all(line.startswith("note: ") for line in said)
     assert ran, f"{' '.join(result.command)}\nexit code {result.code}: {result.err.strip()}"
     return result
+
+
+@functools.cache
+def device_of(path):
+    """(device, precision) as the program names them."""
+    Program.path, Program.usual = path, USUAL
+    result = run({"-x": 0})
+    match = re.search(r"^device: (.*), precision (\w+)$", result.out, re.M)
+    assert match, f"{path} -x 0 does not print its device and precision: {result.err.strip()}"
+    return match.groups()
+
+
+def on_cpu():
+    return "CPU" in Program.device
 
 
 def exact():
@@ -189,38 +179,9 @@ def sentences(seed, length):
     """Bytes of made-up words in a made-up grammar: a model of bytes learns from them within a few steps."""
     rng = random.Random(seed)
     words = ["ba", "dum", "tak", "lorin", "mek", "sa", "vou", "rik", "teno", "pald"]
-    text = "".join(rng.choice(words) + rng.choice(["  ", " ", " ", ". ",
-                                                   ", "]) for _ in range(length // 3 + 8))
+    ends = ["  ", " ", " ", ". ", ", "]
+    text = "".join(rng.choice(words) + rng.choice(ends) for _ in range(length // 3 + 8))
     return text.encode()[:length]
-
-
-PARAMS = [("wte", 2), ("wpe", 2), ("ln1w", 1), ("ln1b", 1), ("qkvw", 2), ("qkvb", 1), ("attprojw", 2),
-          ("attprojb", 1), ("ln2w", 1), ("ln2b", 1), ("fcw", 2), ("fcb", 1), ("fcprojw", 2), ("fcprojb", 1),
-          ("lnfw", 1), ("lnfb", 1)]
-
-
-def param_sizes(maxT, vocabulary, layers, heads, channels, padded):
-    c = channels
-    return [padded * c, maxT * c] + [layers * n for n in (c, c, 3 * c * c, 3 * c, c * c, c, c, c, 4 * c * c,
-                                                          4 * c,
-                                                          4 * c * c, c)] + [c, c]
-
-
-def read_model(path):
-    """(header's first 8 numbers, {name: values as float})"""
-    data = read_bytes(path)
-    header = struct.unpack("<8i", data[:32])
-    at, params = 1024, {}
-    for (name, _), size in zip(PARAMS, param_sizes(*header[2:8])):
-        if header[1] == 3:
-            params[name] = struct.unpack(f"<{size}f", data[at:at + 4 * size])
-            at += 4 * size
-        else:
-            halves = struct.unpack(f"<{size}H", data[at:at + 2 * size])
-            params[name] = struct.unpack(f"<{size}f", struct.pack(f"<{size}I", *[h << 16 for h in halves]))
-            at += 2 * size
-    check_equal(len(data), at, f"{path}: bytes")
-    return header, params
 
 
 def without_checksum(data):
@@ -230,7 +191,8 @@ def without_checksum(data):
 
 def model_path(folder):
     found = glob.glob(folder + "/model_*.bin")
-    return found[0] if check_equal(len(found), 1, f"checkpoints in {folder}") else ""
+    assert len(found) == 1, f"{len(found)} models in {folder}, expected 1"
+    return found[0]
 
 
 LOG_LINE = re.compile(r"s:(\d+) (?:trl:(\S+) lr:(\S+) norm:(\S+)|tel:(\S+)|eval:(\S+))")
@@ -245,6 +207,14 @@ def log_columns(folder):
     """{"step": [...], "trl": [...], "lr": [...], "norm": [...]} of the training lines."""
     rows = [LOG_LINE.fullmatch(line.strip()).groups()[:4] for line in log_lines(folder)]
     return {name: [float(row[i]) for row in rows] for i, name in enumerate(("step", "trl", "lr", "norm"))}
+
+
+def metrics(folder):
+    """The records of metrics.jsonl."""
+    def no_constant(word):              # Python's reader would take NaN, which is not JSON
+        raise ValueError(word)
+    with open(folder + "/metrics.jsonl", encoding="ascii") as f:
+        return [json.loads(line, parse_constant=no_constant) for line in f]
 
 
 def snapshot(folder="."):
@@ -271,33 +241,3 @@ def refused(flags, *said, extra=()):
     lacking = [text for text in map(str, said) if text not in result.err]
     assert not lacking, f"stderr lacks {lacking}: {result.err}{command}"
     assert not changed, f"the disk changed: {changed}\n{command}"
-
-
-def check_refused(name, flags, *said, extra=()):
-    refused(flags, *said, extra=extra)
-
-
-# ---- what a test runs ----
-
-@functools.lru_cache(None)
-def device_of(path):
-    """(device, precision) as the program names them."""
-    Program.path, Program.usual = path, USUAL
-    result = run({"-x": 0})
-    match = re.search(r"^device: (.*), precision (\w+)$", result.out, re.M)
-    assert match, f"{path} -x 0 does not print its device and precision: {result.err.strip()}"
-    return match.groups()
-
-
-def look_at(path, precision=None):
-    """Sets Program to this one, which must be built for `precision` if one is given."""
-    usual = Program.usual
-    Program.device, Program.precision = device_of(path)
-    Program.path, Program.usual = path, usual
-    assert precision in (None, Program.precision), f"{path} is built for {Program.precision}"
-
-
-def main(about, names, **numbers):
-    """Until nobody calls it: `pytest FILE` is the command."""
-    import pytest
-    return pytest.main([names["__file__"], *sys.argv[1:]])

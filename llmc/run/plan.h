@@ -17,7 +17,7 @@
 // reports it.
 struct GpuKind { const char* part; double tflops, gb_per_s, gib; };
 static const GpuKind kGpuKinds[] = {
-    {"A100-SXM4-40GB", 312, 1555, 40}, {"A100", 312, 2039, 80},
+    {"A100-SXM4-40GB", 312, 1555, 40}, {"A100-PCIE-40GB", 312, 1555, 40}, {"A100", 312, 2039, 80},
     {"H100 PCIe", 756, 2000, 80}, {"H100 NVL", 835, 3900, 94}, {"H100", 989, 3350, 80},
     {"H200 NVL", 835, 4800, 140}, {"H200", 989, 4800, 140}, {"RTX 4090", 165, 1008, 24}};
 
