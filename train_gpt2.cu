@@ -6095,6 +6095,7 @@ static void rewind_or_stop(Training* t) {
     const char* hint = outliers ? "\nhint: look at the data; a larger -sl or -sg skips less"
                                 : "\nhint: a smaller -l or a longer -u; look at the data";
     if (t->saves) { saver_advance(&t->saver, t->step, true); }
+    comm_any(false);                        // no rank dies before rank 0 has printed what was skipped
     if (run.on_bad_loss == OnBadLoss::Stop) {
         const std::string last = t->saves && t->saver.step >= 0
             ? format("the last checkpoint is of step %lld", (long long)t->saver.step)

@@ -4,8 +4,8 @@
 #
 #   dev/bench/bench.sh [PREFIX of tinyshakespeare's shards] [MODEL:B ...]        default: d12:64
 #
-# Ours and PyTorch's take turns, so that both meet the same clocks. Ours is the mean of all steps but the first,
-# each by the GPU's clock. With several GPUs dev/bench/multi.sh follows.
+# Ours and PyTorch's take turns, so that both meet the same clocks. Ours is the mean of all steps but the
+# first, each by the GPU's clock. With several GPUs dev/bench/multi.sh follows.
 set -eu
 cd "$(dirname "$0")/../.."
 data=${1:-dev/data/tinyshakespeare/tiny_shakespeare}

@@ -164,7 +164,7 @@ def pytorch(args):
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         sys.exit(f"{shlex.join(words)}\n{done.stderr.strip()}")
-    ours, theirs, control = ([float(x) for x in re.findall(r"\bloss ([-+.\w]+)", text)]
+    ours, theirs, control = ([float(x) for x in re.findall(r"^step +\d+/\d+ \| loss ([-+.\w]+)", text, re.M)]
                              for text in (out, done.stdout, again))
     if {len(ours), len(theirs), len(control)} != {args.steps}:
         sys.exit(f"{len(ours)}, {len(theirs)} and {len(control)} losses of {args.steps} steps")

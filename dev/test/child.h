@@ -5,6 +5,9 @@ function in a child process, to test what ends a process: errors, --help, kills.
     folder_begin("host");                                   // in main; it ends with `return folder_end();`
     write_text(in_folder("a"), "text");
     CHECK_TEXT(read_text(in_folder("a")), "text");
+    CHECK_HOLDS(read_text(in_folder("a")), "ex");
+    CHECK_TEXT(joined(names_in(folder)), "a");
+    CHECK_IS(file_size(in_folder("a").c_str()), 4);
     Child c = run_child([] { flags_parse(...); });          // c.code, c.out, c.err
     check_dies("-b 0", [] { ... }, {"-b", "1 to 65536"});
     check_lives("-b 1", [] { ... }, "what it prints");
@@ -38,8 +41,21 @@ static inline void check_text(const char* file, int line, const char* what, cons
     fflush(stdout);
 }
 
+// Of whole numbers.
+#define CHECK_IS(got, expected) \
+    check_text(__FILE__, __LINE__, #got, std::to_string(got), std::to_string(expected))
+
 static inline bool holds(const std::string& text, const std::string& word) {
     return text.find(word) != std::string::npos;
+}
+
+#define CHECK_HOLDS(text, word) check_holds(__FILE__, __LINE__, #text, text, word)
+static inline void check_holds(const char* file, int line, const char* what, const std::string& text,
+                               const std::string& word) {
+    if (holds(text, word)) { test_passed++; return; }
+    test_failed++;
+    printf("FAIL %s:%d: %s: no '%s' in:\n%s\n", file, line, what, word.c_str(), text.c_str());
+    fflush(stdout);
 }
 
 static inline std::string read_text(const std::string& path) {
@@ -58,6 +74,15 @@ static inline void write_text(const std::string& path, const std::string& text) 
     }
 }
 
+// The bytes of a shard of tokens (llmc/data/dataloader.h). count: what its header says, if it is not right.
+static inline std::string shard_text(const std::vector<uint16_t>& tokens, int tokenizer = 0,
+                                     long long count = -1) {
+    const int32_t header[256] = {20240520, 1, (int32_t)(count == -1 ? (long long)tokens.size() : count),
+                                 tokenizer};
+    return std::string((const char*)header, sizeof(header)) +
+           std::string((const char*)tokens.data(), 2 * tokens.size());
+}
+
 static inline std::vector<std::string> names_in(const std::string& path) {      // sorted, without hidden ones
     std::vector<std::string> names;
     DIR* dir = opendir(path.c_str());
@@ -67,6 +92,12 @@ static inline std::vector<std::string> names_in(const std::string& path) {      
     if (dir) { closedir(dir); }
     std::sort(names.begin(), names.end());
     return names;
+}
+
+static inline std::string joined(const std::vector<std::string>& words) {
+    std::string all;
+    for (const std::string& word : words) { all += (all.empty() ? "" : " ") + word; }
+    return all;
 }
 
 static std::string folder;          // of this run, removed at the end

@@ -1,26 +1,28 @@
 /*
 Tests of jobs of several processes: comm/comm.h and what it includes. Each case is a small program of ranks,
-run by this very program (`test_comm rank PROGRAM FOLDER ...`), alone or beside other cases, since most of the
-time they wait. The limits of the watchdog are lowered in those cases that are about them, and raised in all
+run by this very program (`test_comm rank PROGRAM FOLDER ...`), beside other cases, since most of the time
+they wait. The limits of the watchdog are lowered in those cases that are about them, and raised in all
 others: beside other suites a rank may not get a core for seconds. What is tested is never how long something
-took.
+took. test_ranks.py has jobs that train.
 
     make build/test_comm && build/test_comm
     build/test_comm die                 only the cases whose name holds the word
 */
-#include <dirent.h>                     // gives: opendir
 #include <map>                          // gives: std::map
 
 #include "llmc/comm/comm.h"             // gives: what is tested
 #include "child.h"                      // gives: folder; of a rank, its case's
-#include "test.h"                       // gives: TEST, CHECK, test_summary
+#include "test.h"                       // gives: TEST, CHECK
 
 // ---- the ranks' programs ----
 
 static volatile sig_atomic_t interrupted = 0;      // by this signal
-static int victim = -1;                 // of the program: the rank that does what the program is about
+static int victim = -1;                 // the rank that does what the program is about; or
+enum { NONE = -1, ALL = -2, OTHERS = -3 };      // no rank, each one, all but rank 0
 
-static std::string rank_file(int rank) { return folder + format("/rank.%d", rank); }
+static bool is_victim(int rank) {
+    return victim == ALL || (victim == OTHERS && rank != 0) || victim == rank;
+}
 
 // Byte i of what rank `from` has for rank `to`.
 static char pattern(int from, int to, size_t i) { return (char)(from * 31 + to * 17 + i * 7 + i / 251); }
@@ -53,35 +55,24 @@ static void rank_collectives() {
         if (comm_any(false)) { die("somebody said what nobody did"); }
     }
     comm_check_same({{"-b", "4"}, {"empty", ""}});
-    struct Place { int rank, local_rank, local_world, pid; };
+    struct Place { int rank, local_rank, local_world; };
     std::vector<Place> places(world);
-    places[me] = {comm.rank, comm.local_rank, comm.local_world, (int)getpid()};
+    places[me] = {comm.rank, comm.local_rank, comm.local_world};
     comm_all_gather(places.data(), sizeof(Place));
     printf("collectives of %d:", world);        // rank 0's; the others' stdout is nowhere
     for (const Place& p : places) { printf(" %d.%d/%d", p.rank, p.local_rank, p.local_world); }
     printf("\n");
 }
 
-// A signal that the trainer, too, takes for the wish to stop.
-static void stop_on(int number) {
-    if (signal(number, [](int n) { interrupted = n; }) == SIG_IGN) { signal(number, SIG_IGN); }
-}
-
-// Trains nothing until it is told to end.
-static void rank_loop(const std::function<void(int)>& in_step) {
+// Trains nothing until it is told to end. The victim does this in a step when all are under way.
+static void rank_loop(const std::function<void(int)>& in_step = [](int) {}) {
     for (int step = 0; step < 10000 && !comm_any(interrupted); step++) {
         comm_progress(step);
-        if (step == 5) { write_text(rank_file(comm.rank), std::to_string(getpid())); }     // under way
-        if (comm.rank == victim && step >= 5) { in_step(step); }
+        if (step == 5) { write_text(folder + format("/rank.%d", comm.rank), std::to_string(getpid())); }
+        if (is_victim(comm.rank) && step >= 5) { in_step(step); }
         usleep(20000);
     }
     printf("the loop has ended: %d\n", (int)interrupted);
-}
-
-static void rank_facts() {
-    const std::string long_name(200, 'a');
-    const std::string config = comm.rank == victim ? long_name + "4" : long_name + "8";
-    comm_check_same({{"program", "same"}, {"-b", config}, {"last", comm.rank == victim ? "1" : "2"}});
 }
 
 static void slow_launcher() {
@@ -94,7 +85,7 @@ static void slow_launcher() {
         kill(launcher, SIGCONT);
         _exit(0);
     });
-    rank_loop([](int) {});
+    rank_loop();
 }
 
 static void rank_flood() {                  // more than a pipe holds
@@ -111,19 +102,14 @@ static void compute_long() {
     interrupted = SIGINT;
 }
 
-static void wait_as_victim() { while (comm.rank == victim) { pause(); } }
+static void wait_as_victim() { while (is_victim(comm.rank)) { pause(); } }
 
-static const struct { const char* name; void (*run)(); } programs[] = {
+static const struct { const char* name; std::function<void()> run; } programs[] = {
     {"collectives", rank_collectives},
-    {"loop", [] { rank_loop([](int) {}); }},
-    {"unhandled", [] { signal(SIGHUP, SIG_DFL); rank_loop([](int) {}); }},
+    {"loop", [] { rank_loop(); }},
+    {"unhandled", [] { signal(SIGHUP, SIG_DFL); rank_loop(); }},
     {"slow_launcher", slow_launcher},
     {"die", [] { rank_loop([](int step) { die("bad thing in step %d\nhint: none", step); }); }},
-    {"die_all", [] { victim = comm.rank; rank_loop([](int) { die("the same everywhere"); }); }},
-    {"die_others", [] {
-        victim = comm.rank == 0 ? -1 : comm.rank;
-        rank_loop([](int) { die("the same on the others"); });
-    }},
     {"thread_dies", [] { rank_loop([](int) { std::thread([] { die("from a thread"); }).join(); }); }},
     {"exit", [] { rank_loop([](int) { exit(0); }); }},
     {"stuck_early", wait_as_victim},
@@ -135,26 +121,28 @@ static const struct { const char* name; void (*run)(); } programs[] = {
         });
     }},
     {"other_call", [] { rank_loop([](int) { char c; comm_broadcast(&c, 1); }); }},
-    {"facts", rank_facts},
     {"flood", rank_flood},
     {"patience", [] { rank_loop([](int) { comm_patience(200); compute_long(); }); }},
     {"slow_start", [] {                         // all compute, and nobody knows yet how long a step takes
         for (int part = 0; part < 3; part++) { comm_progress(0); }
         compute_long();
-        rank_loop([](int) {});
+        rank_loop();
     }},
     {"health", [] {
         comm_abort = [] { sleep(1000); };
-        if (comm.rank == victim) { comm_health = [] { return std::string("NCCL: unhandled error"); }; }
-        rank_loop([](int) {});
+        if (is_victim(comm.rank)) { comm_health = [] { return std::string("NCCL: unhandled error"); }; }
+        rank_loop();
     }},
-    {"code", [] { comm_end(); if (comm.rank == victim) { exit(3); } }},
-    {"late", [] { comm_end(); if (comm.rank == victim) { die("after the end"); } }},
+    {"code", [] { comm_end(); if (is_victim(comm.rank)) { exit(3); } }},
+    {"late", [] { comm_end(); if (is_victim(comm.rank)) { die("after the end"); } }},
     {"hang_late", [] { comm_end(); wait_as_victim(); }},
+    // what happens before the start is below
+    {"never_begins", [] {}}, {"ends_early", [] {}}, {"dies_early", [] {}},
 };
 
 // rank PROGRAM FOLDER VICTIM key=value...
 static int rank_main(int argc, char** argv) {
+    const std::string program = argv[2];
     std::map<std::string, std::string> given;
     for (int i = 5; i < argc; i++) {
         const std::string s = argv[i];
@@ -172,25 +160,27 @@ static int rank_main(int argc, char** argv) {
     o.process = number("process", -1);
     o.per_node = number("per_node", 0);
     o.start_timeout_s = number("timeout", 200);
-    comm_limits.beat = 0.5;
+    comm_limits.beat = comm_limits.health = 0.5;
     comm_limits.silence = number("silence", 100);
     comm_limits.still = number("still", 100);
     comm_limits.first = number("first", 600);
-    comm_limits.health = 0.5;
     comm_limits.abort = number("abort", 100);
     comm_local_start_s = number("local", 200);
     comm_after_s = number("after", 20);
     folder = argv[3];
     victim = atoi(argv[4]);
     CommChild child;
-    const bool is_victim = comm_child(&child) && child.rank == victim;
-    if (strcmp(argv[2], "never_begins") == 0 && is_victim) { raise(SIGSTOP); }
-    if (strcmp(argv[2], "ends_early") == 0 && is_victim) { raise(SIGKILL); }
-    if (strcmp(argv[2], "early") == 0 && getenv(kCommChild)) { die("before the start"); }
+    if (comm_child(&child) && is_victim(child.rank)) {
+        if (program == "never_begins") { raise(SIGSTOP); }
+        if (program == "ends_early") { raise(SIGKILL); }
+        if (program == "dies_early") { die("before the start"); }
+    }
     comm_start(o, argv);
-    for (int number : {SIGINT, SIGTERM, SIGHUP, SIGUSR1}) { stop_on(number); }
+    for (int number : {SIGINT, SIGTERM, SIGHUP, SIGUSR1}) {         // as the trainer: wishes to stop
+        if (signal(number, [](int n) { interrupted = n; }) == SIG_IGN) { signal(number, SIG_IGN); }
+    }
     signal(SIGUSR2, [](int signal_number) { _exit(128 + signal_number); });     // a second Ctrl-C does so
-    for (const auto& p : programs) { if (strcmp(p.name, argv[2]) == 0) { p.run(); } }
+    for (const auto& p : programs) { if (program == p.name) { p.run(); } }
     comm_end();
     stdout_check();
     return 0;
@@ -199,27 +189,29 @@ static int rank_main(int argc, char** argv) {
 // ---- cases ----
 
 static const int kSilence = 5, kStill = 3;      // seconds, in cases that are about these limits
+static const std::string kSilenceArg = format("silence=%d", kSilence), kStillArg = format("still=%d", kStill);
 
 struct Case {
-    std::string name, program;
-    int world = 3, victim = -1;
+    std::string name = "", program = "loop";
+    int victim = NONE;
+    std::vector<int> codes = {0};       // of the launcher; or of each rank. 128+n: ended by signal n
+    std::vector<std::string> words = {};    // of the one message; none: there must be none
+    std::vector<std::string> args = {}, env = {};
+    std::string out = "";               // all of stdout, "": anything
+    int world = 3;
     bool local = true;                  // else each rank is started with `args` and its own number
-    std::vector<std::string> args, env;
     int signal_number = 0, to = -1;     // sent to rank `to`, or to the launcher, when all ranks run
     bool continued = false;             // rank `to` is, when it is the last that has not ended
     bool frozen = false;                // before that all ranks are stopped for longer than silence may be
     bool nohup = false;                 // SIGHUP is ignored, and comes before that
-    std::vector<int> codes;             // of the launcher; or of each rank. 128+n: ended by signal n
-    std::vector<std::string> words;     // of the one message; none: there must be none
-    std::string out;                    // all of stdout
     int out_fd = -1;                    // where stdout goes, if not to a file
-    int start = 0;                      // processes that are started, if not `world`
-    std::string rank_variable;          // of a scheduler that numbers the ranks; "": -pn and -pr do
+    std::vector<int> start = {};        // the ranks that are started, if not all
+    std::string rank_variable = "";     // of a scheduler that numbers the ranks; "": -pn and -pr do
 
     // while it runs
-    std::string dir;
-    std::vector<pid_t> pids;
-    std::vector<int> ended;             // exit codes, -1: runs
+    std::string dir = "";
+    std::vector<pid_t> pids = {};
+    std::vector<int> ended = {};        // exit codes, -1: runs
     bool hung = false;
     double started = 0, sent = 0;
 };
@@ -232,25 +224,32 @@ static std::string read_all(const std::string& path) {      // "" if there is no
     return text;
 }
 
-static pid_t start_process(const Case& c, const std::vector<std::string>& more) {
-    std::vector<std::string> words = {"test_comm", "rank", c.program, c.dir, std::to_string(c.victim)};
-    words.insert(words.end(), c.args.begin(), c.args.end());
-    words.insert(words.end(), more.begin(), more.end());
+static void start_rank(Case* c, int rank) {
+    const std::string number = std::to_string(rank), world = std::to_string(c->world);
+    std::vector<std::string> words = {"test_comm", "rank", c->program, c->dir, std::to_string(c->victim)};
+    words.insert(words.end(), c->args.begin(), c->args.end());
+    if (c->local) { words.push_back("gpus=" + world); }
+    else if (c->rank_variable.empty()) {
+        words.insert(words.end(), {"processes=" + world, "process=" + number});
+    }
     std::vector<char*> argv;
     for (std::string& w : words) { argv.push_back(&w[0]); }
     argv.push_back(nullptr);
     fflush(stdout);
     const pid_t pid = fork();
-    if (pid != 0) { return pid; }
+    c->pids.push_back(pid);
+    c->ended.push_back(-1);
+    if (pid != 0) { return; }
     for (int fd : {STDOUT_FILENO, STDERR_FILENO}) {
-        const std::string path = c.dir + (fd == STDOUT_FILENO ? "/out" : "/err");
-        const bool given = fd == STDOUT_FILENO && c.out_fd >= 0;
-        dup2(given ? c.out_fd : open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0666), fd);
+        const std::string path = c->dir + (fd == STDOUT_FILENO ? "/out" : "/err");
+        const bool is_given = fd == STDOUT_FILENO && c->out_fd >= 0;
+        dup2(is_given ? c->out_fd : open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0666), fd);
     }
     signal(SIGINT, SIG_DFL);                    // a shell's & ignores it, nohup the other
-    signal(SIGHUP, c.nohup ? SIG_IGN : SIG_DFL);
-    setenv("LLMC_TEST_CASE", c.dir.c_str(), 1);     // by which what is left of it is found
-    for (const std::string& e : c.env) {
+    signal(SIGHUP, c->nohup ? SIG_IGN : SIG_DFL);
+    setenv("LLMC_TEST_CASE", c->dir.c_str(), 1);        // by which what is left of it is found
+    if (!c->rank_variable.empty()) { setenv(c->rank_variable.c_str(), number.c_str(), 1); }
+    for (const std::string& e : c->env) {
         setenv(e.substr(0, e.find('=')).c_str(), e.substr(e.find('=') + 1).c_str(), 1);
     }
     execv("/proc/self/exe", argv.data());
@@ -262,16 +261,9 @@ static void start_case(Case* c) {
     for (char& ch : c->dir) { if (ch == ' ') { ch = '_'; } }
     mkdir_check(c->dir.c_str());
     c->started = comm_now();
-    const int count = c->local ? 1 : c->start ? c->start : c->world;
-    for (int r = 0; r < count; r++) {
-        const std::string rank = std::to_string(r), world = std::to_string(c->world);
-        std::vector<std::string> more;
-        if (c->local) { more = {"gpus=" + world}; }
-        else if (c->rank_variable.empty()) { more = {"processes=" + world, "process=" + rank}; }
-        else { setenv(c->rank_variable.c_str(), rank.c_str(), 1); }
-        c->pids.push_back(start_process(*c, more));
-        unsetenv(c->rank_variable.empty() ? "LLMC_NONE" : c->rank_variable.c_str());
-        c->ended.push_back(-1);
+    for (int r = 0; r < (c->local ? 1 : c->world); r++) {
+        const bool is_absent = !c->start.empty() && !std::count(c->start.begin(), c->start.end(), r);
+        if (!is_absent) { start_rank(c, r); }
     }
 }
 
@@ -282,17 +274,18 @@ static pid_t rank_pid(const Case& c, int rank) {
 // Processes that carry this case's mark.
 static std::vector<pid_t> left_of(const Case& c) {
     std::vector<pid_t> left;
-    DIR* dir = opendir("/proc");
-    while (struct dirent* entry = dir ? readdir(dir) : nullptr) {
-        const pid_t pid = atoi(entry->d_name);
-        const std::string mark = "LLMC_TEST_CASE=" + c.dir + '\0';
-        if (pid > 0 && pid != getpid() &&
-            read_all(format("/proc/%d/environ", (int)pid)).find(mark) != std::string::npos) {
+    const std::string mark = "LLMC_TEST_CASE=" + c.dir + '\0';
+    for (const std::string& name : names_in("/proc")) {
+        const pid_t pid = atoi(name.c_str());
+        if (pid > 0 && pid != getpid() && holds(read_all("/proc/" + name + "/environ"), mark)) {
             left.push_back(pid);
         }
     }
-    if (dir) { closedir(dir); }
     return left;
+}
+
+static void kill_ranks(const Case& c, int number) {
+    for (int r = 0; r < c.world; r++) { kill(rank_pid(c, r), number); }
 }
 
 // One look at a running case. False: it is over.
@@ -310,11 +303,15 @@ static bool case_runs(Case* c) {
     for (int r = 0; r < c->world && c->signal_number && !c->sent; r++) { ready += rank_pid(*c, r) > 0; }
     if (ready == c->world) {
         c->sent = comm_now() + (c->frozen ? kSilence + 3 : c->nohup ? 1 : 0);
-        for (int r = 0; r < c->world && c->frozen; r++) { kill(rank_pid(*c, r), SIGSTOP); }
+        if (c->frozen) { kill_ranks(*c, SIGSTOP); }
         if (c->nohup) { kill(c->pids[0], SIGHUP); }
     }
     if (c->sent && comm_now() >= c->sent && c->signal_number) {
-        for (int r = 0; r < c->world && c->frozen; r++) { kill(rank_pid(*c, r), SIGCONT); }
+        if (c->frozen) {                        // rank 0 has heard nothing when it goes on
+            kill(rank_pid(*c, 0), SIGCONT);
+            usleep(300000);
+            kill_ranks(*c, SIGCONT);
+        }
         kill(c->to < 0 ? c->pids[0] : rank_pid(*c, c->to), c->signal_number);
         c->signal_number = 0;
     }
@@ -341,15 +338,12 @@ static void check_case(const Case& c) {
     CHECK(!c.words.empty() || err.empty(), "%s: on stderr:\n%s", name, err.c_str());
     CHECK(std::count(err.begin(), err.end(), '\n') <= 3, "%s: more than three lines:\n%s", name, err.c_str());
     for (const std::string& word : c.words) {
-        CHECK(err.find(word) != std::string::npos, "%s: no '%s' in:\n%s", name, word.c_str(), err.c_str());
+        CHECK(holds(err, word), "%s: no '%s' in:\n%s", name, word.c_str(), err.c_str());
     }
     CHECK(c.out.empty() || out == c.out, "%s: on stdout:\n%s", name, out.c_str());
     const double until = comm_now() + 60;       // who is killed is gone when he next gets a core
-    std::vector<pid_t> left = left_of(c);
-    while (!left.empty() && comm_now() < until) {
-        usleep(20000);
-        left = left_of(c);
-    }
+    while (!left_of(c).empty() && comm_now() < until) { usleep(20000); }
+    const std::vector<pid_t> left = left_of(c);
     CHECK(left.empty(), "%s: %zu processes are left", name, left.size());
     for (pid_t pid : left) { kill(pid, SIGKILL); }
 }
@@ -380,18 +374,13 @@ static void add_cases(const std::vector<Case>& cases) {
     for (const Case& c : cases) { if (holds(c.name, only)) { to_run.insert(to_run.begin(), c); } }
 }
 
-static struct sockaddr_in loopback(int port) {
+// A socket that is bound to a port of 127.0.0.1 and does not listen; -1: the port is taken.
+static int bound_socket(int port, int reuse) {
+    const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     struct sockaddr_in a = {};
     a.sin_family = AF_INET;
     a.sin_port = htons((uint16_t)port);
     a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    return a;
-}
-
-// A socket that is bound to a port of 127.0.0.1 and does not listen; -1: the port is taken.
-static int bound_socket(int port, int reuse) {
-    const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    const struct sockaddr_in a = loopback(port);
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &reuse, sizeof(reuse));
     if (bind(fd, (const struct sockaddr*)&a, sizeof(a)) == 0) { return fd; }
     close(fd);
@@ -417,200 +406,143 @@ static int port_in_use() {
     return port;
 }
 
-static std::string local_server(int port) { return format("127.0.0.1:%d", port); }
-
-static Case make_case(const std::string& name, const std::string& program, int world, std::vector<int> codes,
-                      std::vector<std::string> words = {}, int victim = -1,
-                      std::vector<std::string> args = {}) {
-    Case c;
-    c.name = name;
-    c.program = program;
-    c.world = world;
-    c.codes = codes;
-    c.words = words;
-    c.victim = victim;
-    c.args = args;
-    return c;
-}
-
-// A signal to the launcher or to a rank, when all run.
-static Case signalled(const std::string& name, int number, int to, std::vector<int> codes,
-                      std::vector<std::string> words = {}, const std::string& program = "loop") {
-    Case c = make_case(name, program, 3, codes, words);
-    c.signal_number = number;
-    c.to = to;
-    return c;
-}
+static std::string local_server(int port) { return format("server=127.0.0.1:%d", port); }
 
 // The same over TCP: one process for each rank, all but `odd` end with `code`.
 static Case over_tcp(Case c, int code = 0, int odd = -1, int odd_code = 0) {
     c.name += " tcp";
     c.local = false;
-    c.args.insert(c.args.begin(), {"init=tcp", "server=" + local_server(free_port())});
+    c.args.insert(c.args.begin(), {"init=tcp", local_server(free_port())});
     c.codes.assign(c.world, code);
     if (odd >= 0) { c.codes[odd] = odd_code; }
     return c;
 }
 
-static const std::string kSilenceArg = format("silence=%d", kSilence), kStillArg = format("still=%d", kStill);
-
-// What a failure of rank 0, of the last rank and of others looks like.
+// What a failure of rank 0, of the last rank and of others looks like; what waits longest comes first.
 static std::vector<Case> failure_cases() {
     std::vector<Case> cases = {
-        // those that wait longest come first
-        make_case("a slow first step", "slow_start", 3, {0}, {}, -1, {kStillArg}),
-        make_case("patience of rank 0", "patience", 3, {0}, {}, 0, {kStillArg}),
-        make_case("patience of rank 1", "patience", 3, {0}, {}, 1, {kStillArg}),
-        make_case("stuck before the first step", "stuck_early", 3, {1},
-                  {"error: rank 1 (", "makes no progress", "had not begun its first step"}, 1, {"first=3"}),
-        make_case("stopped at the start", "never_begins", 3, {1}, {"rank 1 of 3 did not come"}, 1,
-                  {"local=4"}),
-        make_case("a hang after the end", "hang_late", 3, {1},
-                  {"error: rank 2 (pid ", "did not end when rank 0 had"}, 2, {"after=2"}),
+        over_tcp({.name = "never come", .words = {"ranks 1, 2 of 4 did not", "LLMC_JOB_ID"},    // 3 is silent
+                  .args = {"timeout=8"}, .world = 4, .start = {0, 3}}, 1),
+        over_tcp({.name = "never come, of many", .words = {"ranks 1, 2, 3, 4, 5, 6, 7, 8 and 2 more of 11"},
+                  .args = {"timeout=1"}, .world = 11, .start = {0}}, 1),
+        {.name = "a slow first step", .program = "slow_start", .args = {kStillArg}},
+        {.name = "patience of rank 0", .program = "patience", .victim = 0, .args = {kStillArg}},
+        {.name = "patience of rank 1", .program = "patience", .victim = 1, .args = {kStillArg}},
+        {.name = "stuck before the first step", .program = "stuck_early", .victim = 1, .codes = {1},
+         .words = {"error: rank 1 (", "makes no progress", "had not begun its first step"},
+         .args = {"first=3"}},
+        {.name = "stopped at the start", .program = "never_begins", .victim = 1, .codes = {1},
+         .words = {"rank 1 of 3 did not come"}, .args = {"local=4"}},
+        {.name = "a hang after the end", .program = "hang_late", .victim = 2, .codes = {1},
+         .words = {"error: rank 2 (pid ", "did not end when rank 0 had"}, .args = {"after=2"}},
         // comm_abort hangs
-        make_case("health of rank 0", "health", 3, {1}, {"error: NCCL: unhandled"}, 0, {"abort=3"}),
-        make_case("health of rank 1", "health", 3, {1}, {"error: rank 1: NCCL: unhandled"}, 1, {"abort=3"}),
-        over_tcp(make_case("die", "die", 3, {}, {"error: rank 2: bad thing in step 5"}, 2), 1),
-        make_case("die all", "die_all", 4, {1}, {"the same everywhere"}),
-        over_tcp(make_case("die all", "die_all", 4, {}, {"the same everywhere"}), 1),
+        {.name = "health of rank 0", .program = "health", .victim = 0, .codes = {1},
+         .words = {"error: NCCL: unhandled"}, .args = {"abort=3"}},
+        {.name = "health of rank 1", .program = "health", .victim = 1, .codes = {1},
+         .words = {"error: rank 1: NCCL: unhandled"}, .args = {"abort=3"}},
+        over_tcp({.name = "die", .program = "die", .victim = 2, .words = {"error: rank 2: bad thing"}}, 1),
+        over_tcp({.name = "die all", .program = "die", .victim = ALL, .words = {"bad thing"}, .world = 4}, 1),
         // rank 0 speaks for the first of them, and has the others end silently
-        over_tcp(make_case("die others", "die_others", 4, {}, {": the same on the others"}), 1),
-        make_case("die in a thread", "thread_dies", 2, {1}, {"error: rank 1: from a thread"}, 1),
-        make_case("die early", "early", 3, {1}, {"error: before the start\n"}),
-        make_case("rank 2 killed at the start", "ends_early", 3, {137},
-                  {"error: rank 2 (pid ", "was ended by signal 9"}, 2),
-        make_case("rank 0 killed at the start", "ends_early", 3, {137},
-                  {"error: rank 0 (pid ", "was ended by signal 9"}, 0),
-        make_case("die late", "late", 3, {1}, {"error: rank 2: after the end"}, 2),
-        make_case("other call", "other_call", 3, {1}, {"rank 1 is at operation"}, 1),
-        make_case("facts", "facts", 4, {1}, {"differ in -b", "on rank 0", "8'", "4' on rank 2"}, 2),
-        make_case("code", "code", 3, {3}, {}, 1),
-        signalled("the launcher is killed", SIGKILL, -1, {137}),
-    };
-    Case lonely = over_tcp(make_case("never come", "loop", 4, {}, {"ranks 2, 3 of 4 did not", "LLMC_JOB_ID"}),
-                           1);
-    lonely.args.push_back("timeout=8");
-    lonely.start = 2;                           // rank 1 has come and ends silently
-    cases.insert(cases.begin(), lonely);
+        over_tcp({.name = "die others", .program = "die", .victim = OTHERS, .words = {": bad thing"},
+                  .world = 4}, 1),
+        {.name = "die in a thread", .program = "thread_dies", .victim = 1, .codes = {1},
+         .words = {"error: rank 1: from a thread"}, .world = 2},
+        {.name = "die early", .program = "dies_early", .victim = ALL, .codes = {1},
+         .words = {"error: before the start\n"}},
+        {.name = "die early, rank 2", .program = "dies_early", .victim = 2, .codes = {1},
+         .words = {"error: rank 2: before the start\n"}, .args = {"abort=1"}},
+        {.name = "rank 2 killed at the start", .program = "ends_early", .victim = 2, .codes = {137},
+         .words = {"error: rank 2 (pid ", "was ended by signal 9"}},
+        {.name = "rank 0 killed at the start", .program = "ends_early", .victim = 0, .codes = {137},
+         .words = {"error: rank 0 (pid ", "was ended by signal 9"}},
+        {.name = "die late", .program = "late", .victim = 2, .codes = {1},
+         .words = {"error: rank 2: after the end"}},
+        {.name = "other call", .program = "other_call", .victim = 1, .codes = {1},
+         .words = {"rank 1 is at operation"}},
+        {.name = "code", .program = "code", .victim = 1, .codes = {3}},
+        {.name = "the launcher is killed", .codes = {137}, .signal_number = SIGKILL}};
     for (int rank : {0, 2}) {
-        const std::string who = format("error: rank %d (", rank);
+        const std::string who = format("error: rank %d (", rank), of = format("%d", rank);
         for (int number : {SIGKILL, SIGSTOP}) {
-            const std::string silent = format("no sign of life for %d s", kSilence);
-            // who fails first is the rank that was killed, or the one that saw the stopped one
-            Case c = signalled(format("signal %d to rank %d", number, rank), number, rank,
-                               {number == SIGKILL ? 137 : 1},
-                               {who, number == SIGKILL ? "died" : silent, "its last step was"});
-            c.args = {kSilenceArg};
+            const bool killed = number == SIGKILL;
+            const std::string said = killed ? "died" : format("no sign of life for %d s", kSilence);
+            const int code = killed ? 137 : 1;  // of the one that saw the stopped one
+            Case c = {.name = format("signal %d to rank %d", number, rank), .codes = {code},
+                      .words = {who, said, "its last step was"}, .args = {kSilenceArg},
+                      .signal_number = number, .to = rank};
             cases.push_back(c);
             c.words.pop_back();                 // over TCP the step is as old as the last heartbeat
-            c.continued = number == SIGSTOP;    // nobody kills it: it ends when it goes on
-            cases.push_back(over_tcp(c, 1, rank, number == SIGKILL ? 137 : 1));
+            c.world = 4;                        // two hear of rank 0's end, and one of them speaks
+            c.continued = !killed;              // nobody kills it: it ends when it goes on
+            cases.push_back(over_tcp(c, 1, rank, code));
         }
         const std::string speaks = rank ? format("error: rank %d: ", rank) : "error: ";
-        cases.push_back(make_case(format("die %d", rank), "die", 3, {1},
-                                  {speaks + "bad thing in step 5", "\nhint: none\n"}, rank));
-        cases.push_back(make_case(format("stuck %d", rank), "stuck", 3, {1},
-                                  {who, "makes no progress for", "step was 5"}, rank, {kStillArg}));
-        cases.push_back(make_case(format("exit %d", rank), "exit", 3, {1}, {who, "died; its last step was 5"},
-                                  rank));
+        cases.push_back({.name = "die " + of, .program = "die", .victim = rank, .codes = {1},
+                         .words = {speaks + "bad thing in step 5", "\nhint: none\n"}});
+        cases.push_back({.name = "stuck " + of, .program = "stuck", .victim = rank, .codes = {1},
+                         .words = {who, "makes no progress for", "step was 5"}, .args = {kStillArg}});
+        cases.push_back({.name = "exit " + of, .program = "exit", .victim = rank, .codes = {1},
+                         .words = {who, "died; its last step was 5"}});
     }
     return cases;
 }
 
 // A signal to the launcher, or to any rank that has none, stops all ranks at the same step.
 static std::vector<Case> stop_cases() {
-    std::vector<Case> cases;
-    for (int number : {SIGINT, SIGTERM, SIGHUP, SIGUSR1}) {
-        cases.push_back(signalled(format("stop by signal %d", number), number, -1, {0}));
-        cases.back().out = format("the loop has ended: %d\n", number);     // once: the others print nothing
+    std::vector<Case> cases = {
+        // as a scheduler or a debugger does
+        {.name = "all are stopped for a while", .args = {kSilenceArg}, .out = "the loop has ended: 2\n",
+         .signal_number = SIGINT, .frozen = true},
+        // it was SIGINT that stopped it
+        {.name = "stop with nohup", .out = "the loop has ended: 2\n", .signal_number = SIGINT, .nohup = true},
+        over_tcp({.name = "stop by rank 2", .signal_number = SIGINT, .to = 2}),
+        // the user's own doing is no error
+        {.name = "a signal that kills", .program = "unhandled", .codes = {128 + SIGHUP},
+         .signal_number = SIGHUP},
+        {.name = "a signal that ends at once", .codes = {128 + SIGUSR2}, .signal_number = SIGUSR2},
+        {.name = "at once, and the launcher comes late", .program = "slow_launcher",
+         .codes = {128 + SIGUSR2}, .signal_number = SIGUSR2}};
+    for (int number : {SIGINT, SIGTERM, SIGHUP, SIGUSR1}) {         // once: the others print nothing
+        cases.push_back({.name = format("stop by signal %d", number),
+                         .out = format("the loop has ended: %d\n", number), .signal_number = number});
     }
-    Case nohup = cases[0], frozen = cases[0];
-    nohup.name = "stop with nohup";
-    nohup.nohup = true;                         // it was SIGINT that stopped it
-    cases.push_back(nohup);
-    frozen.name = "all are stopped for a while";        // as a scheduler or a debugger does
-    frozen.frozen = true;
-    frozen.args = {kSilenceArg};
-    cases.insert(cases.begin(), frozen);
-    for (int rank : {0, 2}) {
-        cases.push_back(over_tcp(signalled(format("stop by rank %d", rank), SIGINT, rank, {})));
-    }
-    // the user's own doing is no error
-    cases.push_back(signalled("a signal that kills", SIGHUP, -1, {128 + SIGHUP}, {}, "unhandled"));
-    cases.push_back(signalled("a signal that ends at once", SIGUSR2, -1, {128 + SIGUSR2}));
-    cases.push_back(signalled("at once, and the launcher comes late", SIGUSR2, -1, {128 + SIGUSR2}, {},
-                              "slow_launcher"));
     return cases;
-}
-
-// One process for each rank, which a scheduler's variables number.
-static Case scheduled(const std::string& name, const std::string& variable, std::vector<std::string> env) {
-    Case c = make_case(name, "collectives", 2, {0, 0});
-    c.local = false;
-    c.rank_variable = variable;
-    c.env = env;
-    return c;
 }
 
 static std::vector<Case> start_cases() {
     std::vector<Case> cases;
     for (int world : {8, 5, 3, 2}) {
-        Case c = make_case(format("collectives of %d", world), "collectives", world, {0});
-        c.out = format("collectives of %d:", world);
+        Case c = {.name = format("collectives of %d", world), .program = "collectives", .world = world};
+        c.out = c.name + ":";
         for (int r = 0; r < world; r++) { c.out += format(" %d.%d/%d", r, r, world); }
         c.out += "\n";
         cases.push_back(c);
     }
-    Case tcp = over_tcp(make_case("collectives", "collectives", 3, {}));
-    tcp.args.push_back("per_node=2");
-    tcp.out = "collectives of 3: 0.0/2 1.1/2 2.0/1\n";      // rank 0's; the others print nothing
-    cases.push_back(tcp);
-    Case ip6 = over_tcp(make_case("collectives v6", "collectives", 2, {}));
+    // rank 0's; the others print nothing
+    cases.push_back(over_tcp({.name = "collectives", .program = "collectives", .args = {"per_node=2"},
+                              .out = "collectives of 3: 0.0/2 1.1/2 2.0/1\n"}));
+    Case ip6 = over_tcp({.name = "collectives v6", .program = "collectives", .world = 2});
     ip6.args[1] = "server=localhost:" + std::to_string(free_port());
     cases.push_back(ip6);
-    Case port = over_tcp(make_case("port in use", "loop", 2, {},
-                                   {"cannot listen on port", "in use", "hint:"}), 1);
-    port.args[1] = "server=" + local_server(port_in_use());
-    port.start = 1;
+    Case port = over_tcp({.name = "port in use", .words = {"cannot listen on port", "in use", "hint:"},
+                          .world = 2, .start = {0}}, 1);
+    port.args[1] = local_server(port_in_use());
     cases.push_back(port);
-    cases.push_back(scheduled("torchrun", "RANK", {"WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1",
-                                                   format("MASTER_PORT=%d", free_port() - 1)}));
+    // One process for each rank, which a scheduler's variables number
     int job = 70000 + (int)getpid() % 10000;    // the port is made of the job's number
     while (free_port(20000 + job % 10000) < 0) { job++; }
-    cases.push_back(scheduled("slurm", "SLURM_PROCID", {"SLURM_NTASKS=2", "SLURM_STEP_NODELIST=localhost",
-                                                        "SLURM_STEP_ID=0", format("SLURM_JOB_ID=%d", job)}));
+    cases.push_back({.name = "torchrun", .program = "collectives", .codes = {0, 0},
+                     .env = {"WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1",
+                             format("MASTER_PORT=%d", free_port() - 1)},
+                     .world = 2, .local = false, .rank_variable = "RANK"});
+    cases.push_back({.name = "slurm", .program = "collectives", .codes = {0, 0},
+                     .env = {"SLURM_NTASKS=2", "SLURM_STEP_NODELIST=localhost", "SLURM_STEP_ID=0",
+                             format("SLURM_JOB_ID=%d", job)},
+                     .world = 2, .local = false, .rank_variable = "SLURM_PROCID"});
     return cases;
 }
 
 // ---- the folder of -pi fs ----
-
-// Whose file it is, who may read it, and who may write it when.
-static void test_meeting_file(const std::string& place) {
-    CommOptions o;
-    o.folder = place.c_str();
-    const std::string path = comm_meeting_file(o);
-    struct stat st = {};
-    const mode_t mask = umask(0);
-    const int locked = comm_write_meeting(o, "rank 0 is here");
-    umask(mask);
-    CHECK(stat(path.c_str(), &st) == 0 && (st.st_mode & 0777) == 0600, "mode %o", st.st_mode);
-    CHECK(comm_read_meeting(o) == "rank 0 is here", "its own user cannot read it");
-    check_dies("two jobs in a folder", [&] { comm_write_meeting(o, ""); }, {"another job", "LLMC_JOB_ID"});
-    close(locked);
-    CHECK(symlink(path.c_str(), (place + "/link").c_str()) == 0, "no link");
-    CHECK(rename((place + "/link").c_str(), path.c_str()) == 0, "no link");
-    CHECK(comm_read_meeting(o).empty(), "a link is read");
-    check_dies("a link", [&] { comm_write_meeting(o, ""); }, {"cannot create", "rendezvous"});
-    unlink(path.c_str());
-    write_text(path, "of another user");
-    if (chown(path.c_str(), 65534, 65534) != 0) { SKIP(2, "only root can give a file away"); }
-    else {
-        CHECK(comm_read_meeting(o).empty(), "another user's file is read");
-        check_dies("another's file", [&] { comm_write_meeting(o, ""); },
-                   {"no file of this user", "LLMC_JOB_ID"});
-    }
-    unlink(path.c_str());
-}
 
 static std::string meeting_point() { return in_folder("meeting point"); }
 
@@ -619,45 +551,59 @@ static std::vector<Case> folder_cases() {
     const std::string place = meeting_point(), stale = comm_describe(comm_random_key(), free_port());
     mkdir_check(place.c_str());
     write_text(place + "/rendezvous-other", stale);
-    std::vector<Case> cases;
+    std::vector<Case> cases = {{.name = "folder that is a file", .codes = {1}, .words = {"is not a folder"},
+                                .args = {"init=fs", "folder=" + place + "/rendezvous-other"}, .world = 2,
+                                .local = false, .start = {0}}};
     const std::string mute = comm_describe(1, port_in_use());
     for (const std::string& left : {stale, mute, stale.substr(0, stale.size() / 2)}) {
         const std::string id = std::to_string(cases.size());
-        Case c = make_case("folder " + id, "collectives", 3, {0, 0, 0}, {}, -1,
-                           {"init=fs", "folder=" + place});
-        c.local = false;
-        c.env = {"LLMC_JOB_ID=" + id};
+        cases.push_back({.name = "folder " + id, .program = "collectives", .codes = {0, 0, 0},
+                         .args = {"init=fs", "folder=" + place}, .env = {"LLMC_JOB_ID=" + id},
+                         .local = false});
         write_text(place + "/rendezvous-" + id, left);
-        cases.push_back(c);
     }
-    Case file = make_case("folder that is a file", "loop", 2, {1}, {"is not a folder"}, -1,
-                          {"init=fs", "folder=" + place + "/rendezvous-other"});
-    file.local = false;
-    file.start = 1;
-    cases.push_back(file);
     return cases;
 }
 
-// After the cases.
+// After the cases: whose file it is, who may read it, and who may write it when.
 static void test_folder() {
     const std::string place = meeting_point(), stale = read_text(place + "/rendezvous-other");
-    const std::vector<std::string> names = names_in(place);
-    CHECK(names == std::vector<std::string>{"rendezvous-other"}, "after a job its folder holds %zu files",
-          names.size());
+    CHECK_TEXT(joined(names_in(place)), "rendezvous-other");
     CHECK(comm_addresses(stale).size() >= 1, "a whole file has no address");
     size_t taken = 0;
     for (size_t n = 0; n < stale.size(); n++) { taken += !comm_addresses(stale.substr(0, n)).empty(); }
     CHECK(taken == 0, "%zu parts of a file are taken for one", taken);
-    test_meeting_file(place);
+
+    CommOptions o;
+    o.folder = place.c_str();
+    const std::string path = comm_meeting_file(o), link = place + "/link";
+    struct stat st = {};
+    write_text(path, std::string(1000, 'l') + "onger, of a killed job");
+    close(comm_write_meeting(o, "rank 0 is here"));
+    CHECK_TEXT(comm_read_meeting(o), "rank 0 is here");
+    unlink(path.c_str());
+    const mode_t mask = umask(0);
+    const int locked = comm_write_meeting(o, "rank 0 is here");
+    umask(mask);
+    CHECK(stat(path.c_str(), &st) == 0 && (st.st_mode & 0777) == 0600, "mode %o", st.st_mode);
+    check_dies("two jobs in a folder", [&] { comm_write_meeting(o, ""); }, {"another job", "LLMC_JOB_ID"});
+    close(locked);
+    CHECK(rename(path.c_str(), link.c_str()) == 0 && symlink(link.c_str(), path.c_str()) == 0, "no link");
+    CHECK_TEXT(comm_read_meeting(o), "");
+    check_dies("a link", [&] { comm_write_meeting(o, ""); }, {"cannot create", "rendezvous"});
+    unlink(path.c_str());
+    write_text(path, "of another user");
+    if (chown(path.c_str(), 65534, 65534) != 0) { SKIP(5, "only root can give a file away"); }
+    else {
+        CHECK_TEXT(comm_read_meeting(o), "");
+        check_dies("another's file", [&] { comm_write_meeting(o, ""); },
+                   {"no file of this user", "LLMC_JOB_ID"});
+    }
+    unlink(path.c_str());
     if (geteuid() != 0) {
         chmod(place.c_str(), 0500);
-        check_dies("folder read-only", [&] {
-            CommJob job;
-            job.world = 2;
-            CommOptions o;
-            o.folder = place.c_str();
-            comm_find_fs(&job, o);
-        }, {"cannot create", "Permission denied"});
+        check_dies("folder read-only", [&] { comm_write_meeting(o, ""); },
+                   {"cannot create", "Permission denied"});
         chmod(place.c_str(), 0700);
     }
 }
@@ -688,7 +634,7 @@ struct Callers {
     std::vector<int> fds;
 
     explicit Callers(Case c) : job(c) {
-        job.start = 1;
+        job.start = {0};
         address = comm_parse_server(c.args[1].substr(7), kCommPort, 0);
         start_case(&job);
     }
@@ -708,8 +654,7 @@ struct Callers {
         CommHello hello = comm_hello(CommJob());
         hello.rank = rank, hello.world = world, hello.key = key;
         char answer[sizeof(kCommKnown)];
-        const int fd = says(&hello, sizeof(hello));
-        return comm_read(fd, answer, sizeof(answer), comm_now() + 60);
+        return comm_read(says(&hello, sizeof(hello)), answer, sizeof(answer), comm_now() + 60);
     }
     void hang_up() {
         close(fds.back());
@@ -723,9 +668,8 @@ struct Callers {
 };
 
 static void test_strangers() {
-    Case c = over_tcp(make_case("strangers", "collectives", 3, {}));
-    c.env = {"LLMC_JOB_ID=of this test"};
-    Callers callers(c);
+    Callers callers(over_tcp({.name = "strangers", .program = "collectives",
+                              .env = {"LLMC_JOB_ID=of this test"}}));
     const uint64_t key = key_of("of this test");
     auto knows = [&](uint64_t job_key) {        // as rank 1, which then leaves
         const bool known = callers.is_answered(1, 3, job_key);
@@ -750,17 +694,14 @@ static void test_strangers() {
         most = std::max(most, names_in(format("/proc/%d/fd", (int)callers.job.pids[0])).size());
     }
     CHECK(most > kCommStrangers / 2 && most < 2 * kCommStrangers, "rank 0 has %zu open files", most);
-    for (int r : {1, 2}) {
-        callers.job.pids.push_back(start_process(callers.job, {"processes=3", format("process=%d", r)}));
-        callers.job.ended.push_back(-1);
-    }
+    start_rank(&callers.job, 1);
+    start_rank(&callers.job, 2);
     callers.end();
 }
 
-// ---- ranks that do not fit: another number of processes, a rank that has come already ----
-
+// Another number of processes, a rank that has come already.
 static void test_places() {
-    Callers callers(over_tcp(make_case("places", "loop", 3, {})));
+    Callers callers(over_tcp({.name = "places"}));
     const struct { const char* who; int rank, world; bool answered; } rows[] = {
         {"rank 1", 1, 3, true}, {"rank 2 of 4 processes", 2, 4, false}, {"a second rank 1", 1, 3, false},
         {"a second rank 0", 0, 3, false}, {"rank 3 of 3", 3, 3, false}, {"rank -1", -1, 3, false},
@@ -774,13 +715,12 @@ static void test_places() {
     callers.end();
 }
 
-// ---- a reader that takes its time, as less does ----
-
+// A reader that takes its time, as less does.
 static void test_reader() {
     int ends[2];
     CHECK(pipe2(ends, O_CLOEXEC) == 0, "no pipe");
-    Case c = make_case("a slow reader", "flood", 2, {0}, {}, -1, {kStillArg});
-    c.out_fd = ends[1];
+    Case c = {.name = "a slow reader", .program = "flood", .args = {kStillArg}, .world = 2,
+              .out_fd = ends[1]};
     start_case(&c);
     close(ends[1]);
     for (const double until = comm_now() + 2 * kStill; comm_now() < until;) { step_cases(); }
@@ -834,13 +774,11 @@ static void test_own_port() {
 static void test_names() {
     const char* const lists[][2] = {
         {"node1", "node1"}, {"node1,node2", "node1"}, {"n[07-12,20],gpu3", "n07"}, {"r[1-2]n[3,4]x", "r1n3x"},
-        {"n[5]", "n5"}, {"", ""}, {"n[1-", "n1"},
-    };
+        {"n[5]", "n5"}, {"", ""}, {"n[1-", "n1"}};
     for (const auto& l : lists) { CHECK_TEXT(comm_first_host(l[0]), l[1]); }
     const char* const servers[][2] = {
         {"a", "a 29547"}, {"a.b:1", "a.b 1"}, {"[::1]:65535", "::1 65535"}, {"::1", "::1 29547"},
-        {"[::1]", "::1 29547"},
-    };
+        {"[::1]", "::1 29547"}};
     for (const auto& s : servers) {
         const CommAddress a = comm_parse_server(s[0], kCommPort, 0);
         CHECK_TEXT(a.host + " " + a.port, s[1]);
@@ -848,53 +786,53 @@ static void test_names() {
     for (const char* bad : {"a:", ":1", "a:0", "a:65536", "a:b", "a:1x", "[::1", "[::1]x"}) {
         check_dies(bad, [&] { comm_parse_server(bad, kCommPort, 0); }, {"-ps", bad, "65535"});
     }
-    const std::string same(100, 's');
-    const std::string shortened = comm_shorten(same + "1" + same, same + "2" + same);
+    const std::string same(100, 's'), shortened = comm_shorten(same + "1" + same, same + "2" + same);
     CHECK(shortened.size() <= 66 && holds(shortened, "1"), "%s", shortened.c_str());
-}
-
-static void test_places_of_schedulers() {
-    struct { const char* name; std::vector<const char*> env; const char* port; } kinds[] = {
-        {"srun", {"SLURM_JOB_ID=1234567", "SLURM_JOB_NODELIST=n1"}, "24567"},
-        {"srun", {"SLURM_JOB_ID=98765", "SLURM_JOB_NODELIST=n1"}, "28765"},
-        {"torchrun", {"MASTER_ADDR=n1", "MASTER_PORT=500"}, "501"},
-    };
-    for (const auto& k : kinds) {
+    const struct { const char* name; std::vector<const char*> env; const char* server; } schedulers[] = {
+        {"srun", {"SLURM_JOB_ID=1234567", "SLURM_JOB_NODELIST=n1"}, "n1:24567"},
+        {"srun", {"SLURM_JOB_ID=98765", "SLURM_JOB_NODELIST=n1"}, "n1:28765"},
+        {"torchrun", {"MASTER_ADDR=n1", "MASTER_PORT=500"}, "n1:501"}};
+    for (const auto& k : schedulers) {
         check_lives(k.env[0], [&] {
             for (const char* e : k.env) { putenv((char*)e); }
             const CommAddress a = comm_foreign_server(CommOptions(), {k.name, 0, 2});
             printf("%s:%s", a.host.c_str(), a.port.c_str());
-        }, std::string("n1:") + k.port);
+        }, k.server);
     }
 }
 
 // How long a rank may stand still, with a clock that is put forward.
 static void test_patience() {
-    CommState* s = comm_state = new CommState();
+    CommState* s = nullptr;
+    auto begin = [&] {
+        delete s;
+        s = comm_state = new CommState();
+        s->since = comm_now();
+    };
+    auto allowed = [&](double seconds) { return s->allowed > seconds - 1 && s->allowed < seconds + 1; };
     auto step = [&](int64_t number, double took) {
         s->since = s->since - took;
         comm_progress(number);
-        return (double)s->allowed;
     };
-    auto is = [](double got, double want) { return got > want - 1 && got < want + 1; };
-    s->since = comm_now();
-    CHECK(is(step(0, 70), comm_limits.first) && is(step(0, 1), comm_limits.first), "the first step has time");
-    CHECK(is(step(1, 1), comm_limits.still), "short steps");
+    begin();
+    step(0, 70), step(0, 1);
+    CHECK(allowed(comm_limits.first), "the first step has %g s", (double)s->allowed);
+    step(1, 1);
+    CHECK(allowed(comm_limits.still), "short steps have %g s", (double)s->allowed);
     comm_patience(200);
-    CHECK(is(s->allowed, 200), "patience is for %g s", (double)s->allowed);
-    CHECK(is(step(2, 150), comm_limits.still), "patience lasts longer than the step that asked for it");
-    CHECK(is(step(3, 30), 300) && is(step(4, 1), 300), "steps may take ten times the longest");
-    delete s;
-    s = comm_state = new CommState();
-    s->since = comm_now();
-    step(0, 70);                                // before it nobody knows
-    step(0, 50);
-    CHECK(is(step(1, 1), 500) && is(step(2, 60), 600), "steps take as long as the first, and longer");
+    CHECK(allowed(200), "patience is for %g s", (double)s->allowed);
+    step(2, 150);
+    CHECK(allowed(comm_limits.still), "patience lasts longer than the step that asked for it");
+    step(3, 30), step(4, 1);
+    CHECK(allowed(300), "steps may take ten times the longest, not %g s", (double)s->allowed);
+    begin();
+    step(0, 70), step(0, 50), step(1, 1);                  // before the first call nobody knows
+    CHECK(allowed(500), "steps take as long as the first, not %g s", (double)s->allowed);
     comm_state = nullptr;
     delete s;
 }
 
-// What a peer says of sizes is not believed, and of its place in the job neither.
+// What a peer says of sizes is not believed.
 static void test_sizes() {
     for (uint64_t size : {(uint64_t)1 << 62, (uint64_t)20 << 30}) {
         check_dies("a size", [&] {
@@ -942,44 +880,36 @@ static void test_open_files() {
     }, {"connections of all ranks", strerror(EMFILE)});
 }
 
+// test_ranks.py has more of them.
 static void test_contradictions() {
-    typedef std::function<void(CommOptions*)> Change;
-    struct { const char* name; Change change; std::vector<std::string> words; std::vector<const char*> env; }
-    wrong[] = {
-        {"gpus under mpirun", [](CommOptions* o) { o->gpus = 2; }, {"--gpus 2", "mpirun", "4 ranks"},
-         {"OMPI_COMM_WORLD_RANK=0", "OMPI_COMM_WORLD_SIZE=4"}},
-        {"gpus and tcp", [](CommOptions* o) { o->gpus = 2; o->init = "tcp"; }, {"--gpus 2", "-pi"}, {}},
-        {"no such init", [](CommOptions* o) { o->init = "udp"; }, {"-pi 'udp'", "tcp"}, {}},
-        {"tcp alone", [](CommOptions* o) { o->init = "tcp"; }, {"-ps HOST"}, {}},
-        {"no -pn", [](CommOptions* o) { o->init = "tcp"; o->server = "a"; }, {"-pn", "-pr"}, {}},
-        {"fs alone", [](CommOptions* o) { o->init = "fs"; }, {"-pf"}, {}},
-        {"-pr too big",
-         [](CommOptions* o) { o->init = "fs"; o->folder = "x"; o->processes = o->process = 2; },
-         {"-pr 2", "-pn 2", "0 to 1"}, {}},
-        {"-ps for nothing", [](CommOptions* o) { o->server = "a"; }, {"-ps needs -pi tcp"}, {}},
-        {"-pn for nothing", [](CommOptions* o) { o->processes = 2; }, {"-pn and -pr need"}, {}},
-        {"-pn against srun", [](CommOptions* o) { o->init = "fs"; o->folder = "x"; o->processes = 3; },
-         {"-pn 3", "srun", "rank 0 of 2"}, {"SLURM_PROCID=0", "SLURM_NTASKS=2", "SLURM_STEP_ID=0"}},
-        {"too many", [](CommOptions*) {}, {"5000 ranks", "4096"},
-         {"SLURM_PROCID=0", "SLURM_NTASKS=5000", "SLURM_STEP_ID=0"}},
-        {"no master", [](CommOptions*) {}, {"torchrun", "-ps"}, {"RANK=0", "WORLD_SIZE=2"}},
+    struct Wrong { CommOptions o; std::vector<std::string> words; std::vector<const char*> env; };
+    const std::vector<const char*> of_mpi = {"OMPI_COMM_WORLD_RANK=0", "OMPI_COMM_WORLD_SIZE=4"};
+    const Wrong wrong[] = {
+        {{.gpus = 2}, {"--gpus 2", "mpirun", "4 ranks"}, of_mpi},
+        {{.gpus = 2, .processes = 2}, {"--gpus 2", "-pn"}, {}},
+        {{.init = "tcp"}, {"-ps HOST"}, {}},
+        {{.init = "tcp", .server = "a"}, {"-pn", "-pr"}, {}},
+        {{.init = "fs"}, {"-pf"}, {}},
+        {{.init = "fs", .folder = "x", .processes = 2, .process = 2}, {"-pr 2", "-pn 2", "0 to 1"}, {}},
+        {{.server = "a"}, {"-ps needs -pi tcp"}, {}},
+        {{.folder = "a"}, {"-pf needs -pi fs"}, {}},
+        {{.init = "fs", .folder = "x", .processes = 3}, {"-pn 3", "srun", "rank 0 of 2"},
+         {"SLURM_PROCID=0", "SLURM_NTASKS=2", "SLURM_STEP_ID=0"}},
+        {{}, {"5000 ranks", "4096"}, {"SLURM_PROCID=0", "SLURM_NTASKS=5000", "SLURM_STEP_ID=0"}},
+        {{}, {"torchrun", "-ps"}, {"RANK=0", "WORLD_SIZE=2"}},
 #ifndef USE_MPI
-        {"no MPI", [](CommOptions*) {}, {"without MPI", "hint:"},
-         {"OMPI_COMM_WORLD_RANK=0", "OMPI_COMM_WORLD_SIZE=2"}},
+        {{}, {"without MPI", "hint:"}, of_mpi},
 #endif
     };
-    for (const auto& w : wrong) {
-        check_dies(w.name, [&] {
+    char* argv[] = {nullptr};
+    for (const Wrong& w : wrong) {
+        check_dies(w.words[0], [&] {
             for (const char* e : w.env) { putenv((char*)e); }
-            CommOptions o;
-            w.change(&o);
-            char* argv[] = {nullptr};
-            comm_start(o, argv);
+            comm_start(w.o, argv);
         }, w.words);
     }
-    check_lives("a batch script is none of the tasks that it may start", [] {
+    check_lives("a batch script is none of the tasks that it may start", [&] {
         for (const char* e : {"SLURM_PROCID=0", "SLURM_NTASKS=8", "ENVIRONMENT=BATCH"}) { putenv((char*)e); }
-        char* argv[] = {nullptr};
         comm_start(CommOptions(), argv);
         printf("%d of %d, %d", comm.rank, comm.world, (int)comm_any(true));
         comm_end();
@@ -1002,11 +932,10 @@ int main(int argc, char** argv) {
         while (step_cases(14)) {}
         return folder_end();
     }
-    TEST("comm: names of hosts, servers") { test_names(); }
+    TEST("comm: names of hosts, servers, where schedulers have rank 0") { test_names(); }
     TEST("comm: ports") { test_ports(); }
     TEST("comm: a connection to oneself") { test_own_port(); }
     TEST("comm: contradictions") { test_contradictions(); }
-    TEST("comm: where schedulers have rank 0") { test_places_of_schedulers(); }
     TEST("comm: patience") { test_patience(); }
     TEST("comm: sizes, open files") { test_sizes(); test_open_files(); }
     add_cases(failure_cases());

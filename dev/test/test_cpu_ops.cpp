@@ -5,12 +5,11 @@ of threads. At the end every output of every op is scaled by 1.01, one at a time
 
     make build/test_cpu_ops && build/test_cpu_ops
 */
-#include <math.h>       // gives: sqrt, sqrtl, isfinite, isnan
+#include <math.h>       // gives: sqrt, isfinite, isnan
 #ifdef _OPENMP
 #include <omp.h>        // gives: omp_set_num_threads
 #endif
 
-#include <deque>        // gives: std::deque
 #include <set>          // gives: std::set
 
 #include "child.h"              // gives: run_child
@@ -92,15 +91,23 @@ template <class Real> struct Tensor {       // full of NaN until something is st
 };
 typedef Tensor<double> Doubles;
 
+// value(i) of each i below n
+template <class F> static Doubles doubles(size_t n, F value) {
+    Doubles x(n);
+    for (size_t i = 0; i < n; i++) { x[i] = value(i); }
+    return x;
+}
+
 static uint32_t random_id = 0;              // each random tensor takes the next stream
-static double uniform(uint32_t id, size_t i) { return 2.0 * rand_unit(7, RAND_SAMPLE, id, i) - 1.0; }
 
 // Uniform in shift +- scale, and a float's value: float and double twins can start from the same numbers.
 template <class Real = double>
 static Tensor<Real> random_tensor(size_t n, double scale = 1.0, double shift = 0.0) {
     Tensor<Real> x(n);
     random_id++;
-    for (size_t i = 0; i < n; i++) { x[i] = (Real)(float)(shift + scale * uniform(random_id, i)); }
+    for (size_t i = 0; i < n; i++) {
+        x[i] = (Real)(float)(shift + scale * (2.0 * rand_unit(7, RAND_SAMPLE, random_id, i) - 1.0));
+    }
     return x;
 }
 
@@ -133,20 +140,25 @@ template <class Real> static double difference(const Tensor<Real>& a, const Doub
 constexpr double kExact = 1e-13;            // two ways to sum the same numbers in double
 constexpr double kNumeric = 1e-8;           // derivative against finite differences
 
-// Relative error of `gradient` = d loss / d x at up to 60 elements of x, against differences of fourth order.
+static double dot(const double* x, const double* y, size_t n) {
+    double sum = 0.0;
+    for (size_t i = 0; i < n; i++) { sum += x[i] * y[i]; }
+    return sum;
+}
+
+// How far the sum of gradient * direction is from the loss's derivative along a random direction of x, by
+// differences of fourth order. Relative to what an error in one element of the gradient would be.
 static double numeric_error(Doubles& x, const Doubles& gradient, const std::function<double()>& loss) {
-    const size_t samples = std::min<size_t>(x.n, 60);
-    const double h = 1e-3;
-    std::vector<double> numeric, analytic;
-    for (size_t s = 0; s < samples; s++) {
-        const size_t i = x.n <= samples ? s : (size_t)(rand_unit(7, RAND_SAMPLE, 0, s) * x.n);
-        const double x0 = x[i];
-        auto at = [&](double step) { x[i] = x0 + step; return loss(); };
-        numeric.push_back((at(-2 * h) - 8 * at(-h) + 8 * at(h) - at(2 * h)) / (12 * h));
-        analytic.push_back(gradient[i]);
-        x[i] = x0;
-    }
-    return difference(analytic.data(), numeric.data(), samples);
+    const Doubles x0 = x, direction = random_tensor(x.n);
+    const double *from = x0, *by = direction, *g = gradient, h = 1e-3;
+    auto at = [&](double step) {
+        for (size_t i = 0; i < x.n; i++) { x[i] = from[i] + step * by[i]; }
+        return loss();
+    };
+    const double numeric = (at(-2 * h) - 8 * at(-h) + 8 * at(h) - at(2 * h)) / (12 * h);
+    x = x0;
+    const double analytic = dot(g, by, x.n);
+    return numeric == analytic ? 0.0 : fabs(numeric - analytic) / sqrt(dot(g, g, x.n));
 }
 
 #define CHECK_GRADIENT(x, gradient, loss)                                                               \
@@ -156,30 +168,23 @@ static double numeric_error(Doubles& x, const Doubles& gradient, const std::func
               #gradient, error_);                                                                       \
     } while (0)
 
-static double dot(const double* x, const double* y, size_t n) {
-    double sum = 0.0;
-    for (size_t i = 0; i < n; i++) { sum += x[i] * y[i]; }
-    return sum;
-}
-
 // Runs op(GradOf) with = on NaN and with += on old numbers; returns what = stored.
 typedef std::function<void(GradOf<double>)> GradientOp;
 static Doubles gradient_of(const std::string& shape, size_t n, const GradientOp& op) {
-    Doubles stored(n), added = random_tensor(n), expected = added;
+    Doubles stored(n), added = random_tensor(n), old = added;
     op({stored, Accumulate::No});
     op({added, Accumulate::Yes});
-    for (size_t i = 0; i < n; i++) { expected[i] += stored[i]; }
+    const Doubles expected = doubles(n, [&](size_t i) { return old[i] + stored[i]; });
     CHECK_SAME(added, expected, 1e-15);
     return stored;
 }
 
 static Doubles column_sums_of(const Doubles& x, int N, int C) {
-    Doubles sums(C);
-    for (int c = 0; c < C; c++) {
-        sums[c] = 0.0;
-        for (int n = N - 1; n >= 0; n--) { sums[c] += x[(size_t)n * C + c]; }
-    }
-    return sums;
+    return doubles(C, [&](size_t c) {
+        double sum = 0.0;
+        for (int n = N - 1; n >= 0; n--) { sum += x[n * C + c]; }
+        return sum;
+    });
 }
 
 // ---- encoder ----
@@ -199,36 +204,28 @@ struct Buckets {                            // TokenBuckets with the memory that
 
 static void test_encoder(int B, int T, int maxT, int Vp, int C, int different_tokens) {
     const std::string shape = format("encoder B=%d T=%d C=%d tokens=%d", B, T, C, different_tokens);
-    const int N = B * T;
-    std::vector<int> tokens = random_ints(N, different_tokens);
-    Doubles wte = random_tensor((size_t)Vp * C), wpe = random_tensor((size_t)maxT * C), out((size_t)N * C);
-    Doubles expected((size_t)N * C);
-    encoder_forward_cpu<double>({out, tokens.data(), wte, wpe, B, T, C}, 0);
-    for (size_t i = 0; i < expected.n; i++) {
-        const int bt = (int)(i / C), c = (int)(i % C);
-        expected[i] = wte[(size_t)tokens[bt] * C + c] + wpe[(size_t)(bt % T) * C + c];
-    }
+    const size_t n = (size_t)B * T * C;
+    const std::vector<int> tokens = random_ints(B * T, different_tokens);
+    Doubles wte = random_tensor((size_t)Vp * C), wpe = random_tensor((size_t)maxT * C), out(n);
+    auto forward = [&] { encoder_forward_cpu<double>({out, tokens.data(), wte, wpe, B, T, C}, 0); };
+    forward();
+    const Doubles expected = doubles(n, [&](size_t i) {
+        return wte[tokens[i / C] * C + i % C] + wpe[i / C % T * C + i % C];
+    });
     CHECK_SAME(out, expected, 0.0);
 
     Buckets buckets(tokens, Vp);
-    Doubles dout = random_tensor((size_t)N * C);
-    Doubles dwte = random_tensor((size_t)Vp * C), dwte_before = dwte, dwte_expected = dwte;
-    Doubles dwpe_expected((size_t)maxT * C);
-    for (size_t i = 0; i < dwpe_expected.n; i++) { dwpe_expected[i] = 0.0; }
-    for (int bt = 0; bt < N; bt++) {
-        for (int c = 0; c < C; c++) {
-            dwte_expected[(size_t)tokens[bt] * C + c] += dout[(size_t)bt * C + c];
-            dwpe_expected[(size_t)(bt % T) * C + c] += dout[(size_t)bt * C + c];
-        }
-    }
-    Doubles scratch((size_t)max_bucket_slots(N) * C);
-    Doubles dwpe = gradient_of(shape, dwpe_expected.n, [&](GradOf<double> grad) {
-        dwte = dwte_before;
+    Doubles dout = random_tensor(n), scratch((size_t)max_bucket_slots(B * T) * C);
+    Doubles before = random_tensor(wte.n), dwte = before;
+    const Doubles dwpe = gradient_of(shape, wpe.n, [&](GradOf<double> grad) {
+        dwte = before;                          // which is only ever added to
         encoder_backward_cpu<double>({{dwte, Accumulate::Yes}, grad, scratch, dout, buckets.view, B, T, maxT,
                                       C}, 0);
     });
-    CHECK_SAME(dwpe, dwpe_expected, kExact);
-    CHECK_SAME(dwte, dwte_expected, kExact);
+    const Doubles added = doubles(wte.n, [&](size_t i) { return dwte[i] - before[i]; });
+    auto loss = [&] { forward(); return dot(out, dout, n); };
+    CHECK_GRADIENT(wte, added, loss);
+    CHECK_GRADIENT(wpe, dwpe, loss);
 }
 
 // ---- norms of the residual stream ----
@@ -240,30 +237,26 @@ struct NormCase {
     int branches;               // 0 to 2
     double dropout;             // of the branches
     bool starts;                // nothing comes before the branches
-    bool in_place;              // the sum stands where the last branch stood, or inp
+    bool in_place;              // the sum stands where inp stood, or the last branch if that starts
 };
-
-static double factor_of(const Dropout& d, int n, int C, int c) {
-    double factor = 1.0;
-    if (d.dropped > 0) { dropout_row(d, n, C, [&](int i, float f) { if (i == c) { factor = f; } }); }
-    return factor;
-}
 
 // A case with its tensors, the calls of both twins and what they should give.
 struct NormTest {
     NormCase is;
     int N, C;
+    size_t n;
     std::string shape;
-    Doubles inp, branch0, branch1, weight0, weight1, bias0, bias1, dout0, dout1, old;
-    Doubles residual, y0, y1, mean, rstd;
+    Doubles inp, branch[2], weight[2], bias[2], dout[2];
+    Doubles old;                // gradient of the sum that comes from elsewhere
+    Doubles residual, y[2], mean, rstd;
     Dropout dropout[2];
 
     NormTest(const NormCase& is, int N, int C)
-        : is(is), N(N), C(C), inp(random_tensor((size_t)N * C)), branch0(random_tensor(inp.n, 1.0, 0.5)),
-          branch1(random_tensor(inp.n)), weight0(random_tensor(C, 0.5, 1.0)),
-          weight1(random_tensor(C, 0.5, 1.0)), bias0(random_tensor(C, 0.5)), bias1(random_tensor(C, 0.5)),
-          dout0(random_tensor(inp.n)), dout1(random_tensor(inp.n)), old(random_tensor(inp.n, 1.0, 1.0)),
-          residual(inp.n), y0(inp.n), y1(inp.n), mean(N), rstd(N) {
+        : is(is), N(N), C(C), n((size_t)N * C), inp(random_tensor(n)),
+          branch{random_tensor(n, 1.0, 0.5), random_tensor(n)},
+          weight{random_tensor(C, 0.5, 1.0), random_tensor(C, 0.5, 1.0)},
+          bias{random_tensor(C, 0.5), random_tensor(C, 0.5)}, dout{random_tensor(n), random_tensor(n)},
+          old(random_tensor(n, 1.0, 1.0)), residual(n), y{Doubles(n), Doubles(n)}, mean(N), rstd(N) {
         shape = format("norm N=%d C=%d kind=%d norms=%d branches=%d dropout=%g starts=%d in_place=%d", N, C,
                        (int)is.kind, is.norms, is.branches, is.dropout, is.starts, is.in_place);
         for (uint32_t i = 0; i < 2; i++) {
@@ -271,145 +264,122 @@ struct NormTest {
         }
     }
     bool layer() const { return is.kind == NormKind::Layer; }
-    bool two() const { return is.norms == 2; }
 
     void forward() {
         NormForward<double, double> a = {};
-        a.y[0] = {y0, weight0, layer() ? (const double*)bias0 : nullptr};
-        if (two()) { a.y[1] = {y1, weight1, layer() ? (const double*)bias1 : nullptr}; }
+        a.kind = is.kind, a.N = N, a.C = C;
+        for (int i = 0; i < is.norms; i++) {
+            a.y[i] = {y[i], weight[i], layer() ? (const double*)bias[i] : nullptr};
+        }
         a.mean = layer() ? (double*)mean : nullptr, a.rstd = rstd;
         a.inp = is.starts ? nullptr : (const double*)inp;
         for (int i = 0; i < is.branches; i++) {
-            a.branch[i] = i == 0 ? branch0 : branch1;
+            a.branch[i] = branch[i];
             a.dropout[i] = dropout[i];
         }
-        Doubles in_place = is.starts ? (is.branches == 2 ? branch1 : branch0) : inp;
-        if (is.branches > 0) { a.residual = residual; }
-        if (is.branches > 0 && is.in_place) {
-            a.residual = in_place;
-            if (!is.starts) { a.inp = in_place; }
-            else { a.branch[is.branches - 1] = in_place; }
-        }
-        a.kind = is.kind, a.N = N, a.C = C;
+        Doubles& replaced = is.starts ? branch[is.branches - 1] : inp;
+        const Doubles before = replaced;
+        if (is.branches > 0) { a.residual = is.in_place ? replaced : residual; }
         norm_forward_cpu<double>(a, 0);
-        if (is.branches > 0 && is.in_place) { residual = in_place; }
-    }
-    double x(size_t i) {                        // of the sum
-        const int n = (int)(i / C), c = (int)(i % C);
-        double sum = is.starts ? 0.0 : inp[i];
-        if (is.branches > 0) { sum += branch0[i] * factor_of(dropout[0], n, C, c); }
-        if (is.branches > 1) { sum += branch1[i] * factor_of(dropout[1], n, C, c); }
-        return sum;
+        if (is.branches > 0 && is.in_place) {
+            residual = replaced;
+            replaced = before;
+        }
     }
     void check_forward() {
         forward();
-        Doubles sums(inp.n), want0(inp.n), want1(inp.n), means(N), rstds(N);
-        for (int n = 0; n < N; n++) {
-            double sum = 0.0, squares = 0.0;
-            for (int c = 0; c < C; c++) {
-                const double value = sums[(size_t)n * C + c] = x((size_t)n * C + c);
-                sum += value;
-                squares += value * value;
-            }
-            means[n] = layer() ? sum / C : 0.0;
-            rstds[n] = pow(squares / C - means[n] * means[n] + 1e-5, -0.5);
-            for (int c = 0; c < C; c++) {
-                const double norm = (sums[(size_t)n * C + c] - means[n]) * rstds[n];
-                want0[(size_t)n * C + c] = norm * weight0[c] + (layer() ? (double)bias0[c] : 0.0);
-                want1[(size_t)n * C + c] = norm * weight1[c] + (layer() ? (double)bias1[c] : 0.0);
+        Doubles sums = doubles(n, [&](size_t i) { return is.starts ? 0.0 : inp[i]; });
+        for (int k = 0; k < is.branches; k++) {
+            for (int row = 0; row < N; row++) {
+                dropout_row(dropout[k], row, C, [&](int c, float factor) {
+                    sums[(size_t)row * C + c] += branch[k][(size_t)row * C + c] * factor;
+                });
             }
         }
+        const Doubles ones = doubles(C, [](size_t) { return 1.0; });
+        const Doubles means = doubles(N, [&](size_t row) {
+            return layer() ? dot(sums + row * C, ones, C) / C : 0.0;
+        });
+        const Doubles rstds = doubles(N, [&](size_t row) {
+            return pow(dot(sums + row * C, sums + row * C, C) / C - means[row] * means[row] + 1e-5, -0.5);
+        });
+        for (int k = 0; k < is.norms; k++) {
+            const Doubles want = doubles(n, [&](size_t i) {
+                const double norm = (sums[i] - means[i / C]) * rstds[i / C];
+                return norm * weight[k][i % C] + (layer() ? bias[k][i % C] : 0.0);
+            });
+            CHECK_SAME(y[k], want, 1e-12);
+        }
         if (is.branches > 0) { CHECK_SAME(residual, sums, 1e-15); }
-        CHECK_SAME(y0, want0, 1e-12);
-        if (two()) { CHECK_SAME(y1, want1, 1e-12); }
         if (layer()) { CHECK_SAME(mean, means, 1e-12); }
         CHECK_SAME(rstd, rstds, 1e-12);
     }
-    // What the gradients are taken of; with_old: the sum goes on down the stream, too.
-    double loss(bool with_old) {
-        forward();
-        double sum = dot(y0, dout0, inp.n);
-        if (two()) { sum += dot(y1, dout1, inp.n); }
-        if (with_old) { sum += dot(is.branches > 0 ? residual : inp, old, inp.n); }
-        return sum;
-    }
 
     struct Gradients {
-        Doubles dresidual, dweight[2], dbias[2], branch[2], branch_bias[2];
-        Gradients(size_t n, int C) : dresidual(n), dweight{Doubles(C), Doubles(C)},
-            dbias{Doubles(C), Doubles(C)}, branch{Doubles(n), Doubles(n)},
-            branch_bias{Doubles(C), Doubles(C)} {}
+        Doubles dresidual, branch[2], columns[6];       // columns: dweight, dbias, the branches' bias of both
+        Gradients(size_t n, int C) : dresidual(n), branch{Doubles(n), Doubles(n)},
+            columns{Doubles(C), Doubles(C), Doubles(C), Doubles(C), Doubles(C), Doubles(C)} {}
+        Doubles& dweight(int i) { return columns[i]; }
+        Doubles& dbias(int i) { return columns[2 + i]; }
+        Doubles& branch_bias(int i) { return columns[4 + i]; }
     };
-    void backward(Gradients& g, Accumulate residual_acc, Accumulate acc) {
+    // Where a stream starts, its gradient is stored; else it is added to `old`.
+    void backward(Gradients& g, Accumulate acc) {
         NormBackward<double, double> a = {};
+        if (!is.starts) { g.dresidual = old; }
         a.dresidual = g.dresidual;
-        a.dresidual_acc = residual_acc;
+        a.dresidual_acc = is.starts ? Accumulate::No : Accumulate::Yes;
         for (int i = 0; i < is.norms; i++) {
-            a.y[i].dout = i == 0 ? dout0 : dout1;
-            a.y[i].weight = i == 0 ? weight0 : weight1;
-            a.y[i].dweight = {g.dweight[i], acc};
-            if (layer()) { a.y[i].dbias = {g.dbias[i], acc}; }
+            a.y[i] = {dout[i], weight[i], {g.dweight(i), acc}, {nullptr, acc}};
+            if (layer()) { a.y[i].dbias.data = g.dbias(i); }
         }
         for (int i = 0; i < is.branches; i++) {
             if (is.dropout > 0.0) { a.branch[i].dout = g.branch[i]; }
             a.branch[i].dropout = dropout[i];
-            a.branch[i].dbias = {g.branch_bias[i], acc};
+            a.branch[i].dbias = {g.branch_bias(i), acc};
         }
         a.inp = is.branches > 0 ? residual : inp;
         a.mean = layer() ? (double*)mean : nullptr, a.rstd = rstd;
         a.kind = is.kind, a.N = N, a.C = C;
         norm_backward_cpu<double>(a, 0);
     }
-    void check_backward(bool with_old) {
+    void check_backward() {
         forward();
-        Gradients g(inp.n, C);
-        if (with_old) { g.dresidual = old; }
-        backward(g, with_old ? Accumulate::Yes : Accumulate::No, Accumulate::No);
-        auto loss = [&] { return this->loss(with_old); };
-        if (!is.starts) { CHECK_GRADIENT(inp, g.dresidual, loss); }
-        CHECK_GRADIENT(weight0, g.dweight[0], loss);
-        if (layer()) { CHECK_GRADIENT(bias0, g.dbias[0], loss); }
-        if (two()) { CHECK_GRADIENT(weight1, g.dweight[1], loss); }
-        if (two() && layer()) { CHECK_GRADIENT(bias1, g.dbias[1], loss); }
-        for (int i = 0; i < is.branches; i++) {
-            Doubles& branch = is.dropout > 0.0 ? g.branch[i] : g.dresidual;
-            CHECK_GRADIENT((i == 0 ? branch0 : branch1), branch, loss);
-            Doubles sums = column_sums_of(branch, N, C);
-            CHECK_SAME(g.branch_bias[i], sums, 1e-11);      // of a norm's gradient: they nearly cancel
-        }
-    }
-    // += adds what = stores, for each gradient; the gradient of the stream adds, too.
-    void check_accumulation() {
-        forward();
-        Gradients g(inp.n, C), added(inp.n, C), want(inp.n, C);
-        auto all = [](Gradients& x) {
-            return std::vector<Doubles*>{&x.dweight[0], &x.dweight[1], &x.dbias[0], &x.dbias[1],
-                                         &x.branch_bias[0], &x.branch_bias[1]};
-        };
-        backward(g, Accumulate::No, Accumulate::No);
-        for (size_t i = 0; i < all(g).size(); i++) { *all(want)[i] = *all(added)[i] = random_tensor(C); }
-        backward(added, Accumulate::No, Accumulate::Yes);
+        Gradients g(n, C), added(n, C);
+        backward(g, Accumulate::No);
+        for (Doubles& sums : added.columns) { sums = random_tensor(C); }
+        Gradients before = added;
+        backward(added, Accumulate::Yes);
         CHECK(added.dresidual == g.dresidual, "%s: not the same twice", shape.c_str());
-        for (size_t i = 0; i < all(g).size(); i++) {
-            const double* stored = *all(g)[i];
-            if (isnan(stored[0])) { continue; }             // this case has no such gradient
-            for (int c = 0; c < C; c++) { (*all(want)[i])[c] += stored[c]; }
-            CHECK_SAME(*all(added)[i], *all(want)[i], 1e-15);
+        for (int k = 0; k < 6; k++) {
+            if (isnan(g.columns[k][0])) { continue; }           // this case has no such gradient
+            const Doubles sum = doubles(C, [&](size_t c) { return before.columns[k][c] + g.columns[k][c]; });
+            CHECK_SAME(added.columns[k], sum, 1e-15);
         }
-        Doubles sum = old;
-        for (size_t i = 0; i < sum.n; i++) { sum[i] += g.dresidual[i]; }
-        added.dresidual = old;
-        backward(added, Accumulate::Yes, Accumulate::No);
-        CHECK_SAME(added.dresidual, sum, 1e-15);
+        auto loss = [&] {
+            forward();
+            double sum = is.starts ? 0.0 : dot(is.branches > 0 ? residual : inp, old, n);
+            for (int i = 0; i < is.norms; i++) { sum += dot(y[i], dout[i], n); }
+            return sum;
+        };
+        if (!is.starts) { CHECK_GRADIENT(inp, g.dresidual, loss); }
+        for (int i = 0; i < is.norms; i++) {
+            CHECK_GRADIENT(weight[i], g.dweight(i), loss);
+            if (layer()) { CHECK_GRADIENT(bias[i], g.dbias(i), loss); }
+        }
+        for (int i = 0; i < is.branches; i++) {
+            const Doubles& dbranch = is.dropout > 0.0 ? g.branch[i] : g.dresidual;
+            CHECK_GRADIENT(branch[i], dbranch, loss);
+            const Doubles sums = column_sums_of(dbranch, N, C);
+            CHECK_SAME(g.branch_bias(i), sums, 1e-11);          // of a norm's gradient: they nearly cancel
+        }
     }
 };
 
 static void test_norm(const NormCase& is, int N, int C) {
     NormTest test(is, N, C);
     test.check_forward();
-    if (is.in_place) { return; }                // a matter of the forward
-    test.check_backward(!is.starts);
-    test.check_accumulation();
+    if (!is.in_place) { test.check_backward(); }        // in place: a matter of the forward
 }
 
 static void test_norms() {
@@ -421,79 +391,39 @@ static void test_norms() {
     test_norm({NormKind::Layer, 2, 2, 0.25, false, false}, 33, 40);
     test_norm({NormKind::Rms, 1, 2, 0.25, false, true}, 70, 131);
     test_norm({NormKind::Layer, 1, 0, 0.0, false, false}, 1, 40);
-    if (broken) { return; }                     // enough to notice anything
-    int i = 0;                                  // of the wide rows a few combinations, others for each
-    for (int C : {768, 1000, 1600, 5120, 8192, 16384}) {
+    for (int i = 0; i < 6; i++) {               // of the wide rows a few combinations, others for each
+        const int widths[] = {768, 1000, 1600, 5120, 8192, 16384};
         const NormKind kind = i % 2 == 0 ? NormKind::Layer : NormKind::Rms;
-        NormTest test({kind, 1 + i % 2, 1 + i / 3, i < 3 ? 0.1 : 0.0, false, false}, 2, C);
-        test.check_forward();
-        if (C <= 1600) { test.check_backward(true); }       // minutes, beyond
-        test.check_accumulation();
-        i++;
+        test_norm({kind, 1 + i % 2, 1 + i / 3, i < 3 ? 0.1 : 0.0, false, false}, 2, widths[i]);
     }
 }
 
-// How often elements are kept, what becomes of them, and that no two masks know of each other.
+// Each element's draw as the comment of dropout_block says it, and what becomes of the element.
 static void test_dropout() {
-    const std::string shape = "dropout";
-    const int N = 400, C = 100;
-    const size_t n = (size_t)N * C;
-    auto mask = [&](double p, const DropoutKey& key, uint64_t first_row) {
-        Doubles x(n);
-        const Dropout d = dropout_of(p, key, first_row);
-        for (int row = 0; row < N; row++) {
-            dropout_row(d, row, C, [&](int c, float factor) { x[(size_t)row * C + c] = factor; });
+    const struct { double p; uint32_t dropped; DropoutKey key; uint64_t first_row; } cases[] = {
+        {1e-9, 1, {1, 2, 3}, 0}, {0.01, 655, {1, 2, 3}, 300}, {0.1, 6554, {1 + (5ull << 32), 2, 3}, 0},
+        {0.5, 32768, {11 + (1ull << 32), 6, 9}, (2ull << 32) - 2}, {0.95, 62259, {~0ull, ~0u, 65535}, 7},
+        {1.0 - 1e-9, 65535, {1, 2, 4}, 0}};
+    for (const auto& is : cases) {
+        const Dropout d = dropout_of(is.p, is.key, is.first_row);
+        CHECK(d.dropped == is.dropped, "p=%g: %u of 65536 are dropped", is.p, d.dropped);
+        const float scale = (float)(65536.0 / (65536 - is.dropped));    // keeps the mean
+        int wrong = 0, elements = 0;
+        for (int n = 0; n < 5; n++) {
+            const uint64_t row = is.first_row + (uint64_t)n;
+            const uint32_t place = is.key.place | (uint32_t)(row >> 32) << 16, step = is.key.step;
+            dropout_row(d, n, 100, [&](int c, float factor) {
+                const Rand4 block = philox4x32((uint32_t)c / 8, (uint32_t)row, place, RAND_DROPOUT,
+                                               (uint32_t)is.key.seed ^ step * 0x9E3779B1u,
+                                               (uint32_t)(is.key.seed >> 32) + step);
+                const uint32_t draw = block.w[c % 8 / 2] >> (c % 2 * 16) & 0xffff;
+                wrong += c != elements++ % 100;
+                wrong += factor != (draw < is.dropped ? 0.0f : scale);
+            });
         }
-        return x;
-    };
-    for (double p : {1e-9, 0.01, 0.1, 0.5, 0.95}) {
-        const Doubles x = mask(p, {1, 2, 3}, 0);
-        double kept = 0.0, sum = 0.0, rounded = std::max(1.0, floor(p * 65536 + 0.5)) / 65536;
-        bool two_values = true;
-        for (size_t i = 0; i < n; i++) {
-            const double value = ((const double*)x)[i];
-            kept += value != 0.0;
-            sum += value;
-            two_values = two_values && (value == 0.0 || value == (double)(float)(1.0 / (1.0 - rounded)));
-        }
-        const double sigma = sqrt(n * rounded * (1 - rounded));
-        CHECK(two_values, "p=%g: a value is neither 0 nor 1/(1-p)", p);
-        CHECK(fabs(kept - n * (1 - rounded)) <= 5 * sigma, "p=%g: %g of %zu kept", p, kept, n);
-        CHECK(fabs(sum - n) <= 5 * sigma / (1 - rounded), "p=%g: the mean factor is %g", p, sum / n);
-        for (size_t step : {1, 2, 4, 8, 16, C, 8 * C}) {    // neighbours, draws of one block, rows
-            double both = 0.0;
-            for (size_t i = 0; i + step < n; i++) {
-                both += ((const double*)x)[i] != 0.0 && ((const double*)x)[i + step] != 0.0;
-            }
-            const double q = (1 - rounded) * (1 - rounded), pairs = (double)(n - step);
-            CHECK(fabs(both - pairs * q) <= 5 * sqrt(3 * pairs * q * (1 - q)) + 1, "p=%g: %g pairs at %zu", p,
-                  both, step);
-        }
+        CHECK(wrong == 0 && elements == 500, "p=%g: %d of %d factors are wrong", is.p, wrong, elements);
     }
-    const Doubles base = mask(0.5, {1, 2, 3}, 0);
-    const struct { const char* name; DropoutKey key; uint64_t first; } others[] = {
-        {"seed", {2, 2, 3}, 0}, {"high seed", {1 + (1ull << 32), 2, 3}, 0}, {"step", {1, 3, 3}, 0},
-        {"layer", {1, 2, 5}, 0}, {"branch", {1, 2, 4}, 0}, {"rows of another rank", {1, 2, 3}, N},
-        {"rows beyond 2^32", {1, 2, 3}, 1ull << 32}};
-    for (const auto& other : others) {
-        const Doubles x = mask(0.5, other.key, other.first);
-        double same = 0.0;
-        for (size_t i = 0; i < n; i++) { same += ((const double*)x)[i] == ((const double*)base)[i]; }
-        CHECK(fabs(same - 0.5 * n) <= 2.5 * sqrt((double)n), "another %s: %g of %zu equal", other.name, same,
-              n);
-    }
-    // the same rows, whoever has them: 300 of the batch's rows on
-    const Doubles later = mask(0.5, {1, 2, 3}, 300);
-    CHECK(memcmp((const double*)later, (const double*)base + 300 * (size_t)C, 100 * (size_t)C * 8) == 0,
-          "a row's mask depends on who has the row");
-    CHECK(dropout_of(0.0, {}, 0).dropped == 0 && dropout_of(1e-9, {}, 0).dropped == 1, "p of 0, and above");
-    // as the comment of dropout_block says it
-    const Rand4 block = philox4x32(4, 7, 9 | 2 << 16, RAND_DROPOUT, 11 ^ 6 * 0x9E3779B1u, 1 + 6);
-    const Dropout d = dropout_of(0.5, {11 + (1ull << 32), 6, 9}, (2ull << 32) + 7);
-    dropout_row(d, 0, 40, [&](int c, float factor) {
-        const uint32_t bits = block.w[c % 8 / 2] >> (c % 2 * 16) & 0xffff;
-        if (c >= 32) { CHECK((bits < 32768) == (factor == 0.0f), "element %d has another draw", c); }
-    });
+    CHECK(dropout_of(0.0, {}, 0).dropped == 0, "p of 0");
 }
 
 // ---- GELU ----
@@ -505,17 +435,16 @@ static double gelu_direct(double x) {
 static void test_gelu(int N, int OC) {
     const std::string shape = format("gelu N=%d OC=%d", N, OC);
     const size_t n = (size_t)N * OC;
-    Doubles inp = random_tensor(n, 4.0), out(n), expected(n), dout = random_tensor(n);
+    Doubles inp = random_tensor(n, 4.0), out(n), dout = random_tensor(n), dinp(n), without = dout;
     gelu_forward_cpu<double>({out, inp, n}, 0);
-    for (size_t i = 0; i < n; i++) { expected[i] = gelu_direct(inp[i]); }
+    const Doubles expected = doubles(n, [&](size_t i) { return gelu_direct(inp[i]); });
     CHECK_SAME(out, expected, kExact);
 
-    Doubles dinp(n);
-    Doubles dbias = gradient_of(shape, OC, [&](GradOf<double> grad) {
+    const Doubles dbias = gradient_of(shape, OC, [&](GradOf<double> grad) {
         dinp = dout;
         gelu_backward_inplace_cpu<double>({dinp, grad, nullptr, inp, N, OC}, 0);
     });
-    Doubles sums = column_sums_of(dinp, N, OC), without = dout;
+    const Doubles sums = column_sums_of(dinp, N, OC);
     CHECK_SAME(dbias, sums, kExact);
     gelu_backward_inplace_cpu<double>({without, {nullptr, Accumulate::No}, nullptr, inp, N, OC}, 0);
     CHECK(without == dinp, "%s: dbias changes dinp", shape.c_str());
@@ -532,51 +461,44 @@ static void test_matmul(int N, int C, int OC) {
     const std::string shape = format("matmul N=%d C=%d OC=%d", N, C, OC);
     const size_t n = (size_t)N * OC;
     Doubles inp = random_tensor((size_t)N * C), weight = random_tensor((size_t)OC * C);
-    Doubles bias = random_tensor(OC), residual = random_tensor(n), dout = random_tensor(n);
-    Doubles products(n), out(n), expected(n), pre_gelu(n), gelu_expected(n);
-    for (int i = 0; i < N; i++) {
-        for (int o = 0; o < OC; o++) {
-            products[(size_t)i * OC + o] = dot(inp + (size_t)i * C, weight + (size_t)o * C, C);
-        }
-    }
-    auto forward = [&](double* out, const double* bias, const double* residual, double* pre_gelu) {
+    Doubles bias = random_tensor(OC), residual = random_tensor(n), out(n), pre_gelu(n);
+    auto forward = [&](const double* bias, const double* residual, double* pre_gelu) {
         matmul_forward_cpu<double>({out, inp, weight, bias, residual, pre_gelu, N, C, OC}, 0);
     };
-    forward(out, nullptr, nullptr, nullptr);
+    const Doubles products = doubles(n, [&](size_t i) {
+        return dot(inp + i / OC * C, weight + i % OC * C, C);
+    });
+    const Doubles biased = doubles(n, [&](size_t i) { return products[i] + bias[i % OC]; });
+    const Doubles sum = doubles(n, [&](size_t i) { return biased[i] + residual[i]; });
+    const Doubles activated = doubles(n, [&](size_t i) { return gelu_direct(biased[i]); });
+    forward(nullptr, nullptr, nullptr);
     CHECK_SAME(out, products, kExact);
-    forward(out, bias, nullptr, nullptr);
-    for (size_t i = 0; i < n; i++) { expected[i] = products[i] + bias[i % OC]; }
-    CHECK_SAME(out, expected, kExact);
-    Doubles with_gelu(n);
-    forward(with_gelu, bias, nullptr, pre_gelu);
-    for (size_t i = 0; i < n; i++) { gelu_expected[i] = gelu_direct(expected[i]); }
-    CHECK_SAME(pre_gelu, expected, kExact);
-    CHECK_SAME(with_gelu, gelu_expected, kExact);
-    forward(out, bias, residual, nullptr);
-    for (size_t i = 0; i < n; i++) { expected[i] += residual[i]; }
-    CHECK_SAME(out, expected, kExact);
+    forward(bias, residual, nullptr);
+    CHECK_SAME(out, sum, kExact);
+    forward(bias, nullptr, pre_gelu);
+    CHECK_SAME(pre_gelu, biased, kExact);
+    CHECK_SAME(out, activated, kExact);
 
-    Doubles dinp((size_t)N * C);
+    Doubles dout = random_tensor(n), dinp(inp.n), other = random_tensor(inp.n), both(inp.n);
     matmul_backward_input_cpu<double>({dinp, dout, weight, nullptr, nullptr, N, C, OC}, 0);
-    Doubles dweight = gradient_of(shape, weight.n, [&](GradOf<double> grad) {
+    matmul_backward_input_cpu<double>({both, dout, weight, other, nullptr, N, C, OC}, 0);
+    const Doubles dinp_and_other = doubles(inp.n, [&](size_t i) { return dinp[i] + other[i]; });
+    CHECK_SAME(both, dinp_and_other, kExact);
+    const Doubles dweight = gradient_of(shape, weight.n, [&](GradOf<double> grad) {
         matmul_backward_weight_cpu<double>({grad, nullptr, dout, inp, N, C, OC}, 0);
     });
-    Doubles dbias = gradient_of(shape, OC, [&](GradOf<double> grad) {
+    const Doubles dbias = gradient_of(shape, OC, [&](GradOf<double> grad) {
         bias_backward_cpu<double>({grad, nullptr, dout, N, OC}, 0);
     });
     auto loss = [&] {
-        forward(out, bias, nullptr, nullptr);
+        forward(bias, nullptr, nullptr);
         return dot(out, dout, n);
     };
     CHECK_GRADIENT(inp, dinp, loss);
     CHECK_GRADIENT(weight, dweight, loss);
     CHECK_GRADIENT(bias, dbias, loss);
-    Doubles other = random_tensor(dinp.n), both(dinp.n), sum = dinp;
-    matmul_backward_input_cpu<double>({both, dout, weight, other, nullptr, N, C, OC}, 0);
-    for (size_t i = 0; i < sum.n; i++) { sum[i] += other[i]; }
-    CHECK_SAME(both, sum, kExact);
 
-    Doubles hidden = random_tensor((size_t)N * C, 2.0), dhidden((size_t)N * C);
+    Doubles hidden = random_tensor(inp.n, 2.0), dhidden(inp.n);
     matmul_backward_input_cpu<double>({dhidden, dout, weight, nullptr, hidden, N, C, OC}, 0);
     auto loss_through_gelu = [&] {
         gelu_forward_cpu<double>({inp, hidden, hidden.n}, 0);
@@ -587,8 +509,8 @@ static void test_matmul(int N, int C, int OC) {
 
 static void test_grad_accumulate(size_t n) {
     const std::string shape = format("grad_accumulate n=%zu", n);
-    Doubles values = random_tensor(n);
-    Doubles stored = gradient_of(shape, n, [&](GradOf<double> grad) {
+    const Doubles values = random_tensor(n);
+    const Doubles stored = gradient_of(shape, n, [&](GradOf<double> grad) {
         grad_accumulate_cpu<double>({grad, values, n}, 0);
     });
     CHECK(stored == values, "%s: not the values", shape.c_str());
@@ -596,147 +518,117 @@ static void test_grad_accumulate(size_t n) {
 
 // ---- attention ----
 
-static std::vector<uint32_t> kept_bits(const Dropout& d, int B, int T, int NH) {
-    std::vector<uint32_t> bits(B * NH * keep_words(T) + 1, 0xABCDABCDu);        // and a sentinel
-    attention_dropout_cpu<double>({bits.data(), d, B, T, NH}, 0);
-    CHECK(bits.back() == 0xABCDABCDu, "attention_dropout B=%d T=%d NH=%d wrote beside", B, T, NH);
-    bits.pop_back();
-    return bits;
-}
-
 static void test_attention(int B, int T, int NH, int HS, double p_dropped = 0.0) {
     const std::string shape = format("attention B=%d T=%d NH=%d HS=%d dropout=%g", B, T, NH, HS, p_dropped);
     const size_t C = (size_t)NH * HS, n = (size_t)B * T * C, rows = (size_t)B * NH * T;
     Doubles qkv = random_tensor(3 * n, 1.5), out(n), lse(rows), expected(n), lse_expected(rows);
     const Dropout dropout = dropout_of(p_dropped, {3, 4, 5}, 1000000007ull);
-    std::vector<uint32_t> bits;
+    const size_t words = B * NH * keep_words(T);
+    std::vector<uint32_t> bits(words + 1, 0xABCDABCDu);         // and a sentinel
     AttentionKeep keep;
     if (p_dropped > 0.0) {
-        bits = kept_bits(dropout, B, T, NH);
+        attention_dropout_cpu<double>({bits.data(), dropout, B, T, NH}, 0);
         keep = {bits.data(), dropout.scale};
     }
-    attention_forward_cpu<double>({out, lse, qkv, B, T, NH, HS, keep}, 0);
-    for (int b = 0; b < B; b++) {
-        for (int h = 0; h < NH; h++) {
-            auto vec = [&](int which, int t) {
-                return qkv + ((size_t)b * T + t) * 3 * C + which * C + (size_t)h * HS;
-            };
-            for (int t = 0; t < T; t++) {
-                std::vector<double> p(T, 0.0);          // one row of the explicit matrix
-                double sum = 0.0;
-                for (int u = 0; u <= t; u++) { sum += p[u] = exp(dot(vec(0, t), vec(1, u), HS) / sqrt(HS)); }
-                lse_expected[((size_t)b * NH + h) * T + t] = log(sum);
-                if (p_dropped > 0.0) {
-                    dropout_row(dropout, (b * NH + h) * T + t, T, [&](int u, float f) { p[u] *= f; });
-                }
-                for (int i = 0; i < HS; i++) {
-                    double value = 0.0;
-                    for (int u = 0; u < T; u++) { value += p[u] / sum * vec(2, u)[i]; }
-                    expected[((size_t)b * T + t) * C + (size_t)h * HS + i] = value;
-                }
-            }
+    size_t kept = 0, ones = 0, wrong = 0;
+    auto forward = [&] { attention_forward_cpu<double>({out, lse, qkv, B, T, NH, HS, keep}, 0); };
+    forward();
+    for (size_t row = 0; row < rows; row++) {           // (b,h,t), with a row of the explicit matrix
+        const size_t b = row / T / NH, h = row / T % NH, t = row % T;
+        auto vec = [&](int which, size_t u) { return qkv + ((b * T + u) * 3 + which) * C + h * HS; };
+        std::vector<double> p(T, 0.0);
+        double sum = 0.0;
+        for (size_t u = 0; u <= t; u++) { sum += p[u] = exp(dot(vec(0, t), vec(1, u), HS) / sqrt(HS)); }
+        lse_expected[row] = log(sum);
+        if (p_dropped > 0.0) {
+            dropout_row(dropout, (int)row, (int)t + 1, [&](int u, float f) {
+                p[u] *= f;
+                const size_t word = row / T * keep_words(T) + u / 32 * padded_T(T) + t;
+                wrong += (bits[word] >> u % 32 & 1) != (f != 0.0f);
+                kept += f != 0.0f;
+            });
+        }
+        for (int i = 0; i < HS; i++) {
+            double value = 0.0;
+            for (size_t u = 0; u <= t; u++) { value += p[u] / sum * vec(2, u)[i]; }
+            expected[(b * T + t) * C + h * HS + i] = value;
         }
     }
     CHECK_SAME(out, expected, kExact);
     CHECK_SAME(lse, lse_expected, kExact);
+    if (p_dropped > 0.0) {
+        for (size_t i = 0; i < words; i++) { ones += (size_t)__builtin_popcount(bits[i]); }
+        CHECK(wrong == 0, "%s: %zu bits are not those of the rows", shape.c_str(), wrong);
+        CHECK(ones == kept && bits[words] == 0xABCDABCDu, "%s: %zu bits for %zu that are kept, or one beside",
+              shape.c_str(), ones, kept);
+    }
 
-    Doubles dout = random_tensor(n), dqkv(3 * n), scratch(rows), out2(n), lse2(rows);
+    Doubles dout = random_tensor(n), dqkv(3 * n), scratch(rows);
     attention_backward_cpu<double>({dqkv, scratch, dout, out, qkv, lse, B, T, NH, HS, keep}, 0);
     auto loss = [&] {
-        attention_forward_cpu<double>({out2, lse2, qkv, B, T, NH, HS, keep}, 0);
-        return dot(out2, dout, n);
+        forward();
+        return dot(out, dout, n);
     };
     CHECK_GRADIENT(qkv, dqkv, loss);
 }
 
-// Where the bits are, and that they are those of the rows; what these are is test_dropout's.
-static void test_attention_dropout() {
-    const int B = 2, NH = 3, T = 150;
-    for (uint64_t first_row : {0, NH * T}) {
-        const Dropout dropout = dropout_of(0.3, {1, 2, 3}, first_row);
-        const std::vector<uint32_t> bits = kept_bits(dropout, B, T, NH);
-        size_t wrong = 0, ones = 0, kept = 0;
-        for (uint32_t word : bits) { ones += (size_t)__builtin_popcount(word); }
-        for (int row = 0; row < B * NH * T; row++) {
-            const int bh = row / T, t = row % T;
-            dropout_row(dropout, row, T, [&](int u, float f) {
-                const uint32_t bit = bits[bh * keep_words(T) + u / 32 * padded_T(T) + t] >> u % 32 & 1;
-                wrong += bit != (uint32_t)(f != 0.0f && u <= t);
-                kept += bit;
-            });
-        }
-        CHECK(wrong == 0, "%zu bits are not those of the rows", wrong);
-        CHECK(ones == kept, "%zu bits are set beside the rows'", ones - kept);
-    }
+template <class Real> static bool all_finite(const Tensor<Real>& x) {
+    const Real* first = x;
+    return std::all_of(first, first + x.n, [](Real value) { return isfinite(value); });
 }
 
 // Scores of thousands: one key takes all the weight. Also in float, where exp of such a score is inf.
 template <class Real> static void test_attention_large() {
-    const std::string shape = format("attention, large scores, %d bits", (int)sizeof(Real) * 8);
     const int T = 70, HS = 20;
     Tensor<Real> qkv = random_tensor<Real>((size_t)T * 3 * HS, 100.0);
     Tensor<Real> out((size_t)T * HS), lse(T), dqkv((size_t)T * 3 * HS), scratch(T);
     Tensor<Real> dout = random_tensor<Real>((size_t)T * HS);
     attention_forward_cpu<Real>({out, lse, qkv, 1, T, 1, HS}, 0);
     attention_backward_cpu<Real>({dqkv, scratch, dout, out, qkv, lse, 1, T, 1, HS}, 0);
-    bool finite = true, bounded = true;
-    for (size_t i = 0; i < dqkv.n; i++) { finite = finite && isfinite(dqkv[i]); }
-    for (int t = 0; t < T; t++) { finite = finite && isfinite(lse[t]); }
+    bool bounded = true;
     for (size_t i = 0; i < out.n; i++) { bounded = bounded && fabs(out[i]) <= 101.01; }
-    CHECK(finite, "%s: inf or NaN", shape.c_str());
-    CHECK(bounded, "%s: not an average of values", shape.c_str());
+    CHECK(all_finite(dqkv) && all_finite(lse) && bounded,
+          "large scores, %d bits: inf, NaN, or not an average of values", (int)sizeof(Real) * 8);
 }
 
 // ---- classifier and loss ----
 
 static void test_classifier(int N, int V, int Vp) {
     const std::string shape = format("classifier N=%d V=%d Vp=%d", N, V, Vp);
-    const float dloss = 0.25f, loss_scale = 8.0f;
-    Doubles logits = random_tensor((size_t)N * Vp, 3.0), losses(N), losses_expected(N);
+    const float dloss = 0.25f, loss_scale = 8.0f, one = 1.0f;
+    Doubles logits = random_tensor((size_t)N * Vp, 3.0), losses(N), losses2(N);
     std::vector<int> targets = random_ints(N, V);
     targets[0] = V - 1;
-    Doubles untouched = logits, dlogits = logits;
     auto classify = [&](double* in_place, double* losses, const float* scale, ClassifierMode mode) {
         classifier_cpu<double>({in_place, losses, targets.data(), dloss, scale, N, V, Vp, mode}, 0);
     };
-    classify(untouched, losses, nullptr, ClassifierMode::LossOnly);
-    CHECK(untouched == logits, "%s: LossOnly changes the logits", shape.c_str());
-    for (int n = 0; n < N; n++) {
-        const double* row = logits + (size_t)n * Vp;
+    const Doubles before = logits;
+    classify(logits, losses, nullptr, ClassifierMode::LossOnly);
+    CHECK(logits == before, "%s: LossOnly changes the logits", shape.c_str());
+    const Doubles expected = doubles(N, [&](size_t n) {
         double sum = 0.0;
-        for (int v = 0; v < V; v++) { sum += exp(row[v] - row[targets[n]]); }
-        losses_expected[n] = log(sum);
-    }
-    CHECK_SAME(losses, losses_expected, 1e-12);
+        for (int v = 0; v < V; v++) { sum += exp(logits[n * Vp + v] - logits[n * Vp + targets[n]]); }
+        return log(sum);
+    });
+    CHECK_SAME(losses, expected, 1e-12);
 
-    Doubles losses2(N);
-    classify(dlogits, losses2, &loss_scale, ClassifierMode::LossAndGrad);
+    // What is done to logits: the gradient. Padding has none, and its values do not matter.
+    Doubles dlogits = logits, scaled_by_one = logits, not_scaled = logits;
+    Doubles other_padding = doubles(logits.n, [&](size_t i) {
+        return (int)(i % Vp) < V ? logits[i] : i % 2 ? NAN : 1e9;
+    });
+    const ClassifierMode both = ClassifierMode::LossAndGrad;
+    classify(dlogits, losses2, &loss_scale, both);
     CHECK(losses2 == losses, "%s: the losses depend on the mode", shape.c_str());
     auto loss = [&] {
         classify(logits, losses2, nullptr, ClassifierMode::LossOnly);
-        double sum = 0.0;
-        for (int n = 0; n < N; n++) { sum += losses2[n]; }
-        return dloss * loss_scale * sum;
+        return dloss * loss_scale * dot(losses2, doubles(N, [](size_t) { return 1.0; }), N);
     };
-    if (V > 1) { CHECK_GRADIENT(logits, dlogits, loss); }
-    for (int n = 0; n < N; n++) {           // each row of a gradient of softmax sums to zero, padding is zero
-        double sum = 0.0, padding = 0.0;
-        for (int v = 0; v < Vp; v++) { (v < V ? sum : padding) += fabs(dlogits[(size_t)n * Vp + v]); }
-        double target_part = -2.0 * dlogits[(size_t)n * Vp + targets[n]];
-        CHECK(fabs(sum - target_part) <= 1e-12 * sum, "%s: row %d sums to %g", shape.c_str(), n,
-              sum - target_part);
-        CHECK(padding == 0.0, "%s: the padding of row %d has a gradient", shape.c_str(), n);
-    }
-    Doubles other_padding = logits;
-    for (size_t i = 0; i < logits.n; i++) {
-        if ((int)(i % Vp) >= V) { other_padding[i] = i % 2 ? NAN : 1e9; }
-    }
-    classify(other_padding, losses2, &loss_scale, ClassifierMode::LossAndGrad);
+    CHECK_GRADIENT(logits, dlogits, loss);
+    classify(other_padding, losses2, &loss_scale, both);
     CHECK(other_padding == dlogits && losses2 == losses, "%s: the padding's values matter", shape.c_str());
-    const float one = 1.0f;                 // no loss scale means 1
-    Doubles scaled_by_one = logits, not_scaled = logits;
-    classify(scaled_by_one, losses2, &one, ClassifierMode::LossAndGrad);
-    classify(not_scaled, losses2, nullptr, ClassifierMode::LossAndGrad);
+    classify(scaled_by_one, losses2, &one, both);
+    classify(not_scaled, losses2, nullptr, both);
     CHECK(scaled_by_one == not_scaled, "%s: no loss scale is not a loss scale of 1", shape.c_str());
 }
 
@@ -752,10 +644,7 @@ template <class Real> static void test_classifier_large() {
     std::vector<int> targets(N, 3);
     const ClassifierMode mode = ClassifierMode::LossAndGrad;
     classifier_cpu<Real>({logits, losses, targets.data(), 1.0f, nullptr, N, V, Vp, mode}, 0);
-    bool finite = true;
-    for (size_t i = 0; i < logits.n; i++) { finite = finite && isfinite(logits[i]); }
-    for (int n = 0; n < N; n++) { finite = finite && isfinite(losses[n]); }
-    CHECK(finite, "%s: inf or NaN", shape.c_str());
+    CHECK(all_finite(logits) && all_finite(losses), "%s: inf or NaN", shape.c_str());
     CHECK(losses[0] == 0 && logits[3] == 0, "%s: certain and right: %g", shape.c_str(), (double)losses[0]);
     CHECK(fabs(losses[1] - 2e4) <= 1e-3 && logits[Vp + 4] == 1 && logits[Vp + 3] == -1,
           "%s: certain and wrong: %g", shape.c_str(), (double)losses[1]);
@@ -763,26 +652,21 @@ template <class Real> static void test_classifier_large() {
 }
 
 static void test_gather_rows(int N, int from, int C) {
-    const std::string shape = format("gather_rows N=%d of %d C=%d", N, from, C);
     const std::vector<int> rows = random_ints(N, from);
-    Doubles inp = random_tensor((size_t)from * C), out((size_t)N * C), expected((size_t)N * C);
+    Doubles inp = random_tensor((size_t)from * C), out((size_t)N * C);
     inp[0] = NAN;                           // to the bit, whatever it is
     gather_rows_cpu<double>({out, inp, rows.data(), N, C}, 0);
-    for (int n = 0; n < N; n++) {
-        for (int c = 0; c < C; c++) { expected[(size_t)n * C + c] = inp[(size_t)rows[n] * C + c]; }
-    }
-    CHECK(memcmp(&out[0], &expected[0], out.n * sizeof(double)) == 0, "%s: other rows", shape.c_str());
+    const Doubles expected = doubles(out.n, [&](size_t i) { return inp[rows[i / C] * C + i % C]; });
+    CHECK(out == expected, "gather_rows N=%d of %d C=%d: other rows", N, from, C);
 }
 
 static void test_loss_sum(int N) {
     const std::string shape = format("loss_sum N=%d", N);
-    Doubles losses = random_tensor(N, 1.0, 5.0), expected(1);
-    expected[0] = 0.0;
-    for (int n = N - 1; n >= 0; n--) { expected[0] += 0.125 * losses[n]; }
-    Doubles mean = gradient_of(shape, 1, [&](GradOf<double> out) {
+    const Doubles losses = random_tensor(N, 1.0, 5.0), expected = column_sums_of(losses, N, 1);
+    const Doubles mean = gradient_of(shape, 1, [&](GradOf<double> out) {
         loss_sum_cpu<double>({out.data, losses, 0.125f, out.acc, N}, 0);
     });
-    CHECK_SAME(mean, expected, kExact);
+    CHECK(fabs(mean[0] - 0.125 * expected[0]) <= kExact * expected[0], "%s: %g", shape.c_str(), mean[0]);
 }
 
 // ---- update ----
@@ -793,261 +677,157 @@ static UpdateState update_state(float loss_scale) {
     return state;
 }
 
+// Of rows of n elements: some pieces, and a chain behind them.
 template <class Real>
-static Real lane_sum_of(const std::vector<Real>& pieces, const std::vector<Real>& chain) {
-    Tensor<Real> in(pieces.size()), out(1);
-    std::copy(pieces.begin(), pieces.end(), (Real*)in);
-    std::vector<Real> sums = chain;
+static Tensor<Real> lane_sum_of(Tensor<Real> rows, size_t pieces, size_t n) {
+    Tensor<Real> out(n);
     LaneSum<Real, Real> a = {};
     a.out = {out, Accumulate::No};
-    a.pieces = {.data = (Real*)in};
-    a.num_pieces = (int)pieces.size();
-    a.num_chain = (int)chain.size();
-    for (size_t c = 0; c < chain.size(); c++) { a.chain[c] = &sums[c]; }
-    a.n = 1;
+    a.pieces = {.data = (Real*)rows};
+    a.num_pieces = (int)pieces;
+    a.num_chain = (int)(rows.n / n - pieces);
+    for (int c = 0; c < a.num_chain; c++) { a.chain[c] = (Real*)rows + (pieces + (size_t)c) * n; }
+    a.n = n;
     lane_sum_cpu<Real>(a, 0);
-    return out[0];
+    return out;
 }
 
 static void test_lane_sum() {
     const float big = 16777216.0f;      // 2^24: +1 is lost, +2 is not
-    const struct { std::vector<float> pieces, chain; float sum; const char* order; } cases[] = {
-        {{1, 1, big}, {}, big + 2, "(1+1)+big"},
-        {{big, 1, 1}, {}, big, "(big+1)+1"},
-        {{big, 1, 1, 1}, {}, big + 2, "(big+1)+(1+1)"},
-        {{1, 1, 1, 1, big}, {}, big + 4, "((1+1)+(1+1))+big"},
-        {{big, 0, 0, 0, 1, 1}, {}, big + 2, "((big+0)+(0+0))+(1+1)"},
-        {{big, 0, 0, 1, 1, 1}, {}, big + 2, "((big+0)+(0+1))+(1+1): the first 1 is lost"},
-        {{1, 0, 0, 0, big, 1, 1}, {}, big, "((1+0)+(0+0))+((big+1)+1): each 1 alone"},
-        {{1, 1}, {-big, big}, 2, "after the pieces the chain, from its end: -big + (big + (1+1))"},
-        {{1, 0}, {-big, big}, 0, "-big + (big + (1+0))"}};
+    const struct { std::vector<float> values; size_t pieces; float sum; const char* order; } cases[] = {
+        {{1, 1, big}, 3, big + 2, "(1+1)+big"},
+        {{big, 1, 1}, 3, big, "(big+1)+1"},
+        {{big, 1, 1, 1}, 4, big + 2, "(big+1)+(1+1)"},
+        {{1, 1, 1, 1, big}, 5, big + 4, "((1+1)+(1+1))+big"},
+        {{big, 0, 0, 0, 1, 1}, 6, big + 2, "((big+0)+(0+0))+(1+1)"},
+        {{big, 0, 0, 1, 1, 1}, 6, big + 2, "((big+0)+(0+1))+(1+1): the first 1 is lost"},
+        {{1, 0, 0, 0, big, 1, 1}, 7, big, "((1+0)+(0+0))+((big+1)+1): each 1 alone"},
+        {{1, 1, -big, big}, 2, 2, "after the pieces the chain, from its end: -big + (big + (1+1))"},
+        {{1, 0, -big, big}, 2, 0, "-big + (big + (1+0))"}};
     for (const auto& c : cases) {
-        const float sum = lane_sum_of(c.pieces, c.chain);
+        Tensor<float> rows(c.values.size());
+        std::copy(c.values.begin(), c.values.end(), (float*)rows);
+        const float sum = lane_sum_of(rows, c.pieces, 1)[0];
         CHECK(sum == c.sum, "%s: %.1f, expected %.1f", c.order, sum, c.sum);
     }
     for (size_t pieces = 1; pieces <= 9; pieces++) {
         for (size_t chain = 0; chain <= 3; chain++) {
-            const Doubles x = random_tensor(pieces + chain);
-            const double* at = x;
-            double expected = 0.0;
-            for (size_t i = 0; i < x.n; i++) { expected += at[i]; }
-            const double sum = lane_sum_of<double>({at, at + pieces}, {at + pieces, at + x.n});
-            CHECK(fabs(sum - expected) <= 1e-14, "%zu pieces, a chain of %zu: %g", pieces, chain, sum);
+            const std::string shape = format("lane_sum of %zu pieces, a chain of %zu", pieces, chain);
+            const Doubles rows = random_tensor((pieces + chain) * 3), sums = lane_sum_of(rows, pieces, 3);
+            const Doubles expected = column_sums_of(rows, (int)(pieces + chain), 3);
+            CHECK_SAME(sums, expected, 1e-14);
         }
     }
-    const std::string shape = "lane_sum of 3 elements, 2 pieces";
-    Doubles in = random_tensor(6), out(3), expected(3);
-    for (size_t i = 0; i < 3; i++) { expected[i] = in[i] + in[3 + i]; }
-    LaneSum<double, double> a = {};
-    a.out = {out, Accumulate::No};
-    a.pieces = {.data = (double*)in};
-    a.num_pieces = 2;
-    a.n = 3;
-    lane_sum_cpu<double>(a, 0);
-    CHECK_SAME(out, expected, 1e-15);
 }
 
 static void test_square_sums() {
     const std::string shape = "square_sums";
-    Doubles g = random_tensor(6 * kChunk), sums(6), expected(6);
+    Doubles g = random_tensor(6 * kChunk), sums(6), four(4);
+    const Doubles expected = doubles(6, [&](size_t chunk) {
+        return dot(g + chunk * kChunk, g + chunk * kChunk, kChunk);
+    });
+    const Doubles picked = doubles(4, [&](size_t c) { return expected[c + c / 2]; });
     square_sums_cpu<double>({sums, {.data = (double*)g}, g.n, {}}, 0);
-    for (int c = 0; c < 6; c++) { expected[c] = 0.0; }
-    for (size_t i = 0; i < g.n; i++) { expected[i / kChunk] += g[i] * g[i]; }
     CHECK_SAME(sums, expected, kExact);
-    Doubles four(4), picked(4);                 // of each half two chunks
-    const Rows halves = {2, 0, 3 * kChunk * sizeof(double), 0};
+    const Rows halves = {2, 0, 3 * kChunk * sizeof(double), 0};     // of each half two chunks
     square_sums_cpu<double>({four, {.data = (double*)g}, 2 * kChunk, halves}, 0);
-    for (int c = 0; c < 4; c++) { picked[c] = expected[c + c / 2]; }
     CHECK_SAME(four, picked, kExact);
 }
 
-// One rank, one bucket, one chunk, one lane. False: the loss is wrong.
-struct Record { double sum; float loss; };
-template <class Real>
-static bool decide_on(UpdateState* state, double squares, float max_norm, UpdatePolicy policy, float loss) {
-    Record record = {squares, 0};
-    static_assert(sizeof(Record) == 16, "room for a double, too");
-    const Real real_loss = (Real)loss;
-    memcpy((char*)&record + 8, &real_loss, sizeof(real_loss));
+// One rank, one bucket, one chunk, one lane.
+static void decide(UpdateState* state, double squares, float loss, float max_norm,
+                   const UpdatePolicy& policy) {
+    const double record[] = {squares, loss};
     const ChunkRange range = {1, 1, 0};
-    Real mean = 7;
-    update_decision_cpu<Real>({state, &mean, (const char*)&record, sizeof(record), 8, 1, 1, false, &range, 1,
-                               max_norm, policy}, 0);
-    return mean == real_loss || (isnan(mean) && isnan(loss));
-}
-template <class Real>
-static void decide(UpdateState* state, double squares, float max_norm, UpdatePolicy policy) {
-    CHECK(decide_on<Real>(state, squares, max_norm, policy, 0.5f), "the loss is not the lane's");
+    double mean = 7;
+    update_decision_cpu<double>({state, &mean, (const char*)record, sizeof(record), 8, 1, 1, false, &range, 1,
+                                 max_norm, policy}, 0);
+    CHECK(mean == loss || (isnan(mean) && isnan(loss)), "loss %g, not the lane's %g", mean, loss);
 }
 
 static void test_update_decision() {
     const UpdatePolicy fixed = {false, 3, 65536.0f}, dynamic = {true, 3, 16.0f};
     for (double norm : {0.01, 3.0, 1e6}) {
-        const double squares = 16.0 * norm * norm;
-        UpdateState state = update_state(4.0f);
-        decide<double>(&state, squares, 0.0f, fixed);
-        CHECK(fabs(state.norm / norm - 1) <= 1e-7, "norm %g, expected %g", state.norm, norm);
-        CHECK(state.t == 1 && state.skip == 0 && state.loss_scale == 4.0f, "norm %g: state", norm);
-        CHECK(state.grad_scale == 0.25f, "norm %g: without clipping grad_scale is %g", norm,
-              state.grad_scale);
-        decide<double>(&state, squares, (float)norm * 0.5f, fixed);
-        const double half = 0.125 * norm / (norm + kClipEps);
-        CHECK(fabs(state.grad_scale / half - 1) <= 2e-7, "norm %g: clipped to half: %.8g, expected %.8g",
-              norm, state.grad_scale, half);
-        decide<double>(&state, squares, (float)norm * 2.0f, fixed);
-        CHECK(state.grad_scale == 0.25f && state.t == 3, "norm %g: clipped below max_norm", norm);
+        for (double limit : {0.0, 0.5, 2.0}) {                  // no clipping, to half, not reached
+            UpdateState state = update_state(4.0f);
+            decide(&state, 16.0 * norm * norm, 0.5f, (float)(limit * norm), fixed);
+            const double clip = limit == 0.5 ? 0.5 * norm / (norm + kClipEps) : 1.0;
+            CHECK(fabs(state.norm / norm - 1) <= 1e-7 && fabs(4 * state.grad_scale / clip - 1) <= 2e-7,
+                  "norm %g to %g times that: %g, scaled by %.8g, expected %.8g", norm, limit, state.norm,
+                  4 * state.grad_scale, clip);
+        }
     }
-
-    const struct {              // one run: steps of these squares, and the state behind them
+    const struct {              // one run: steps of these squares and losses, and the state behind them
         const char* what;
         int steps;
         double squares;
+        float loss;
         UpdatePolicy policy;
         float scale;
-        int skip, in_a_row;
+        int skip, in_a_row, good;
         long long t;
     } rows[] = {
-        {"3 good steps double the scale", 3, 1.0, dynamic, 8.0f, 0, 0, 3},
-        {"inf is skipped and halves it", 1, INFINITY, dynamic, 4.0f, 1, 1, 3},
-        {"NaN does so, too", 1, NAN, dynamic, 2.0f, 1, 2, 3},
-        {"it does not go below 1", 3, INFINITY, dynamic, 1.0f, 1, 5, 3},
-        {"good again", 1, 1.0, dynamic, 1.0f, 0, 0, 4},
-        {"it stops at its maximum", 30, 1.0, dynamic, 16.0f, 0, 0, 34},
-        {"a fixed one stays", 5, 1.0, fixed, 16.0f, 0, 0, 39},
-        {"a fixed one stays after NaN", 1, NAN, fixed, 16.0f, 1, 1, 39}};
+        {"2 good steps", 2, 1.0, 1, dynamic, 4.0f, 0, 0, 2, 2},
+        {"a third doubles the scale", 1, 1.0, 1, dynamic, 8.0f, 0, 0, 0, 3},
+        {"inf is skipped and halves it", 1, INFINITY, 1, dynamic, 4.0f, 1, 1, 0, 3},
+        {"NaN does so, too", 1, NAN, 1, dynamic, 2.0f, 1, 2, 0, 3},
+        {"it does not go below 1", 3, INFINITY, 1, dynamic, 1.0f, 1, 5, 0, 3},
+        {"good again", 1, 1.0, 1, dynamic, 1.0f, 0, 0, 1, 4},
+        {"a loss that is not finite", 1, 1.0, -INFINITY, dynamic, 1.0f, 1, 1, 0, 4},
+        {"a loss that is no number", 1, 1.0, NAN, dynamic, 1.0f, 1, 2, 0, 4},
+        {"it stops at its maximum", 30, 1.0, 1, dynamic, 16.0f, 0, 0, 0, 34},
+        {"a fixed one stays", 5, 1.0, 1, fixed, 16.0f, 0, 0, 5, 39},
+        {"a fixed one stays after NaN", 1, NAN, 1, fixed, 16.0f, 1, 1, 0, 39}};
     UpdateState state = update_state(4.0f);
     for (const auto& r : rows) {
-        for (int i = 0; i < r.steps; i++) { decide<double>(&state, r.squares, 1.0f, r.policy); }
+        for (int i = 0; i < r.steps; i++) { decide(&state, r.squares, r.loss, 1.0f, r.policy); }
         CHECK(state.loss_scale == r.scale && state.skip == r.skip && state.skipped_in_a_row == r.in_a_row &&
-              state.t == r.t, "%s: scale %g, skip %d, %d in a row, t %lld", r.what, state.loss_scale,
-              state.skip, state.skipped_in_a_row, state.t);
+              state.good_steps == r.good && state.t == r.t,
+              "%s: scale %g, skip %d, %d in a row, %d good, t %lld", r.what, state.loss_scale, state.skip,
+              state.skipped_in_a_row, state.good_steps, state.t);
     }
 }
 
-// Plain: the last values in a deque, mean and deviation from their definitions, in long double.
-struct PlainWindow {
-    std::deque<double> values;
-    double score(double x) const {
-        if (values.size() < 128) { return 0.0; }
-        long double mean = 0, variance = 0;
-        for (double value : values) { mean += value / 128.0L; }
-        for (double value : values) { variance += (value - mean) * (value - mean) / 128.0L; }
-        return variance > 0 ? (double)((x - mean) / sqrtl(variance)) : 0.0;
-    }
-    void add(double x) {
-        values.push_back(x);
-        if (values.size() > 128) { values.pop_front(); }
-    }
-};
-
-// A ring's values from the oldest on.
-static std::vector<double> in_order(const Window& w) {
-    std::vector<double> values;
-    for (long long i = w.count < kWindow ? 0 : w.count - kWindow; i < w.count; i++) {
-        values.push_back(w.values[i % kWindow]);
-    }
-    return values;
-}
-
-// Steps of all kinds beside the plain computation: usual ones, outliers above and below, values that are not
-// finite, and a level that rises.
-template <class Real> static void test_outliers(float max_loss, float max_norm) {
-    const char* title = sizeof(Real) == sizeof(double) ? "double" : "float";
-    UpdateState state = update_state(4.0f);
-    const UpdatePolicy policy = {true, 1 << 20, 65536.0f, max_loss, max_norm};
-    PlainWindow losses, norms;
-    long long t = 0, in_a_row = 0, good = 0, count[4] = {};
-    float loss_scale = 4.0f;
-    for (uint32_t step = 0; step < 1500; step++) {
-        const double level = 3.0 + step / 750.0, coin = rand_unit(11, RAND_SAMPLE, 0, step);
-        float loss = (float)(level + 0.1 * rand_normal(11, 0, step));
-        double norm = 1.0 + 0.2 * fabs(rand_normal(11, 1, step));
-        if (coin < 0.02) { loss += 1.0f; }
-        else if (coin < 0.04) { loss -= 1.0f; }
-        else if (coin < 0.06) { norm *= 5.0; }
-        else if (coin < 0.08) { norm *= 0.1; }
-        else if (coin < 0.10) { norm = coin < 0.09 ? NAN : INFINITY; }
-        else if (coin < 0.12) { loss = coin < 0.11 ? NAN : -INFINITY; }
-        else if (coin < 0.13) { loss = NAN; norm = NAN; }
-        const double scaled = norm * loss_scale;
-        const bool right = decide_on<Real>(&state, scaled * scaled, 1.0f, policy, loss);
-        norm = state.norm;
-        const double loss_score = max_loss > 0 ? losses.score(loss) : 0.0;
-        const double norm_score = max_norm > 0 ? norms.score(norm) : 0.0;
-        const Skip skip = !isfinite(norm) || !isfinite(loss) ? SKIP_NOT_FINITE
-                          : max_loss > 0 && loss_score > max_loss ? SKIP_LOSS
-                          : max_norm > 0 && norm_score > max_norm ? SKIP_NORM : SKIP_NO;
-        count[skip]++;
-        if (skip == SKIP_NO) {
-            losses.add(loss);
-            norms.add(norm);
-            t++;
-        }
-        in_a_row = skip == SKIP_NO ? 0 : in_a_row + 1;
-        good = skip == SKIP_NOT_FINITE ? 0 : good + 1;
-        if (skip == SKIP_NOT_FINITE) { loss_scale = loss_scale > 2.0f ? loss_scale / 2 : 1.0f; }
-        auto near = [](double got, double want) {
-            return isfinite(want) ? fabs(got - want) <= 1e-6 * (1.0 + fabs(want))
-                                  : isnan(want) ? isnan(got) : got == want;
-        };
-        const bool decided = right && state.skip == skip && near(state.loss_score, loss_score) &&
-                             near(state.norm_score, norm_score);
-        const bool counted = state.t == t && state.skipped_in_a_row == in_a_row && state.good_steps == good &&
-                             state.loss_scale == loss_scale;
-        if (decided && counted && step % 100 != 0) { continue; }
-        CHECK(decided, "%s: step %u, loss %g, norm %g: skip %d by %g and %g, expected %d by %g and %g", title,
-              step, loss, norm, state.skip, state.loss_score, state.norm_score, skip, loss_score, norm_score);
-        CHECK(counted, "%s: step %u: t %lld, %d in a row, %d good, scale %g; expected %lld, %lld, %lld, %g",
-              title, step, state.t, state.skipped_in_a_row, state.good_steps, state.loss_scale, t, in_a_row,
-              good, loss_scale);
-        CHECK(in_order(state.losses) == std::vector<double>(losses.values.begin(), losses.values.end()) &&
-                  in_order(state.norms) == std::vector<double>(norms.values.begin(), norms.values.end()),
-              "%s: the windows after step %u", title, step);
-    }
-    CHECK((max_loss > 0) == (count[SKIP_LOSS] > 10) && (max_norm > 0) == (count[SKIP_NORM] > 10) &&
-              count[SKIP_NOT_FINITE] > 50 && count[SKIP_NO] > 1200,
-          "%s: skips of all kinds: %lld of losses, %lld of norms, %lld not finite", title, count[SKIP_LOSS],
-          count[SKIP_NORM], count[SKIP_NOT_FINITE]);
-}
-
-// The facts one by one.
-static void test_window() {
-    const UpdatePolicy policy = {false, 1, 65536.0f, 3.0f, 3.0f};
+// Losses and norms that are not what the last 128 were.
+static void test_unusual() {
+    const UpdatePolicy none = {false, 1, 1.0f}, both = {false, 1, 1.0f, 3.0f, 3.0f};
+    const UpdatePolicy of_losses = {false, 1, 1.0f, 3.0f, 0.0f}, of_norms = {false, 1, 1.0f, 0.0f, 3.0f};
     UpdateState state = update_state(1.0f);
-    auto step = [&](float loss, float norm) {
-        decide_on<double>(&state, (double)norm * norm, 0.0f, policy, loss);
+    auto step = [&](float loss, float norm, const UpdatePolicy& policy) {
+        decide(&state, (double)norm * norm, loss, 0.0f, policy);
         return state.skip;
     };
-    for (int i = 0; i < 127; i++) { step(i % 2 ? 1.0f : 3.0f, i % 2 ? 1.0f : 3.0f); }
-    CHECK(step(100.0f, 3.0f) == SKIP_NO && state.t == 128, "127 values are not enough to judge by");
-    CHECK(step(100.0f, 100.0f) != SKIP_NO && state.t == 128, "128 are");
-    state = update_state(1.0f);
-    for (int i = 0; i < 128; i++) { step(i % 2 ? 1.0f : 3.0f, i % 2 ? 1.0f : 3.0f); }  // mean 2, deviation 1
-    const UpdateState full = state;
-    struct Row { float loss, norm; int skip; const char* what; };
-    const Row rows[] = {
-        {5.0f, 2.0f, SKIP_NO, "a loss at the limit"},
-        {5.00001f, 2.0f, SKIP_LOSS, "a loss above it"},
-        {2.0f, 5.0f, SKIP_NO, "a norm at the limit"},
-        {2.0f, 5.00001f, SKIP_NORM, "a norm above it"},
-        {6.0f, 7.0f, SKIP_LOSS, "both"},
-        {-1e30f, 0.0f, SKIP_NO, "far below"},
-        {INFINITY, 2.0f, SKIP_NOT_FINITE, "an infinite loss"},
-        {NAN, 2.0f, SKIP_NOT_FINITE, "a loss that is no number"},
-        {6.0f, INFINITY, SKIP_NOT_FINITE, "a loss above the limit and a norm that is infinite"},
+    auto usual = [&](int steps, float mean) {                   // the deviation is 1
+        for (int i = 0; i < steps; i++) { step(mean + (i % 2 ? 1 : -1), mean + (i % 2 ? 1 : -1), both); }
     };
-    for (const Row& row : rows) {
-        state = full;
-        CHECK(step(row.loss, row.norm) == row.skip, "%s: skip %d, expected %d", row.what, state.skip,
-              row.skip);
-    }
-    state = full;
-    step(6.0f, 7.0f);
-    CHECK(state.loss_score == 4.0f && state.norm_score == 5.0f, "scores %g and %g", state.loss_score,
-          state.norm_score);
+    usual(127, 2.0f);
+    CHECK(step(100.0f, 3.0f, both) == SKIP_NO && state.t == 128, "127 values are not enough to judge by");
+    CHECK(step(100.0f, 100.0f, both) != SKIP_NO && state.t == 128, "128 are");
     state = update_state(1.0f);
-    for (int i = 0; i < 200; i++) { step(0.1f, 0.1f); }
-    CHECK(step(0.2f, 0.2f) == SKIP_NO, "where all are equal, nothing is unusual");
+    usual(50, 9.0f);                                            // forgotten after 128 more
+    usual(128, 2.0f);
+    const UpdateState full = state;
+    const struct { float loss, norm; UpdatePolicy policy; int skip; float loss_score, norm_score; } rows[] = {
+        {5.0f, 4.0f, both, SKIP_NO, 3, 2}, {5.00001f, 2.0f, both, SKIP_LOSS, 3.00001f, 0},
+        {2.0f, 5.0f, both, SKIP_NO, 0, 3}, {2.0f, 5.00001f, both, SKIP_NORM, 0, 3.00001f},
+        {6.0f, 7.0f, both, SKIP_LOSS, 4, 5}, {-98.0f, 0.0f, both, SKIP_NO, -100, -2},
+        {6.0f, 7.0f, of_losses, SKIP_LOSS, 4, 0}, {2.0f, 7.0f, of_losses, SKIP_NO, 0, 0},
+        {6.0f, 7.0f, of_norms, SKIP_NORM, 0, 5}, {6.0f, 2.0f, of_norms, SKIP_NO, 0, 0},
+        {6.0f, 7.0f, none, SKIP_NO, 0, 0}, {6.0f, INFINITY, both, SKIP_NOT_FINITE, 4, INFINITY}};
+    for (const auto& r : rows) {
+        state = full;
+        step(r.loss, r.norm, r.policy);
+        CHECK(state.skip == r.skip && fabs(state.loss_score - r.loss_score) <= 1e-6 &&
+              (state.norm_score == r.norm_score || fabs(state.norm_score - r.norm_score) <= 1e-6),
+              "loss %g, norm %g: skip %d by %g and %g, expected %d by %g and %g", r.loss, r.norm, state.skip,
+              state.loss_score, state.norm_score, r.skip, r.loss_score, r.norm_score);
+        const bool done = r.skip == SKIP_NO;
+        CHECK(state.losses.count == full.losses.count + done && state.norms.count == full.norms.count + done,
+              "loss %g, norm %g: skip %d, but the windows say otherwise", r.loss, r.norm, state.skip);
+    }
+    state = update_state(1.0f);
+    for (int i = 0; i < 200; i++) { step(0.1f, 0.1f, both); }
+    CHECK(step(0.2f, 0.2f, both) == SKIP_NO, "where all are equal, nothing is unusual");
 }
 
 // update_state_fields() names every byte once, and what it reads it can write.
@@ -1055,20 +835,18 @@ static void test_update_state_fields() {
     UpdateState state, copy;
     for (size_t i = 0; i < sizeof(state); i++) { ((unsigned char*)&state)[i] = (unsigned char)(i * 7 + 1); }
     memset((void*)&copy, 0, sizeof(copy));
-    std::vector<std::vector<char>> fields;
-    std::set<std::string> field_names;
-    size_t bytes = 0;
+    std::string bytes;
+    std::set<std::string> names;
     update_state_fields((const UpdateState&)state, [&](const char* name, auto* first, size_t count) {
-        CHECK((const char*)first == (const char*)&state + bytes, "%s is not what comes next", name);
-        CHECK(field_names.insert(name).second, "two fields %s", name);
-        bytes += count * sizeof(*first);
-        fields.push_back({(const char*)first, (const char*)(first + count)});
+        CHECK((const char*)first == (const char*)&state + bytes.size(), "%s is not what comes next", name);
+        CHECK(names.insert(name).second, "two fields %s", name);
+        bytes.append((const char*)first, count * sizeof(*first));
     });
-    CHECK(bytes == sizeof(state), "%zu bytes have a name, of %zu", bytes, sizeof(state));
-    size_t next = 0;
-    update_state_fields(copy, [&](const char*, auto* first, size_t) {
-        memcpy((void*)first, fields[next].data(), fields[next].size());
-        next++;
+    CHECK(bytes.size() == sizeof(state), "%zu bytes have a name, of %zu", bytes.size(), sizeof(state));
+    size_t at = 0;
+    update_state_fields(copy, [&](const char*, auto* first, size_t count) {
+        memcpy((void*)first, &bytes[at], count * sizeof(*first));
+        at += count * sizeof(*first);
     });
     CHECK(memcmp(&state, &copy, sizeof(state)) == 0, "read and written again it is another state");
 }
@@ -1076,32 +854,25 @@ static void test_update_state_fields() {
 // Records of several ranks: every live chunk once, no padding, every lane once, in whatever order they lie.
 static void test_records(int ranks, int lanes, bool interleaved) {
     const ChunkRange ranges[] = {{(size_t)(2 * ranks), 2, 0}, {1, 1, 2}, {(size_t)(ranks + 1), 2, 3}};
-    const size_t per_rank = 5, lanes_at = per_rank * sizeof(double);
-    const size_t bytes = lanes_at + lanes * sizeof(double);
-    std::vector<char> records(ranks * bytes);
-    std::vector<double> all(per_rank, NAN);
+    const size_t sums = 5, record = sums + (size_t)lanes;               // in doubles
+    std::vector<double> records((size_t)ranks * record, NAN);           // padding is NaN
     double squares = 0.0, loss = 0.0;
-    for (int r = 0; r < ranks; r++) { memcpy(&records[r * bytes], all.data(), lanes_at); }
     for (const ChunkRange& range : ranges) {
         for (size_t c = 0; c < range.chunks; c++) {
-            const double x = 1.0 + (double)c;
-            memcpy(&records[c / range.per_rank * bytes + (range.at + c % range.per_rank) * 8], &x, 8);
-            squares += x;
+            squares += records[c / range.per_rank * record + range.at + c % range.per_rank] = 1.0 + (double)c;
         }
     }
     for (int g = 0; g < ranks * lanes; g++) {
-        const double x = 1.0 / (1 + g);
         const int rank = interleaved ? g % ranks : g / lanes, lane = interleaved ? g / ranks : g % lanes;
-        memcpy(&records[rank * bytes + lanes_at + lane * 8], &x, 8);
-        loss += x;
+        loss += records[(size_t)rank * record + sums + (size_t)lane] = 1.0 / (1 + g);
     }
     UpdateState state = update_state(1.0f);
     double mean = 0.0;
-    update_decision_cpu<double>({&state, &mean, records.data(), bytes, lanes_at, ranks, lanes, interleaved,
-                                 ranges, 3, 0.0f, {false, 1, 1.0f}}, 0);
-    CHECK(fabs(state.norm / sqrt(squares) - 1) <= 1e-6, "%d ranks: norm %g, expected %g", ranks, state.norm,
-          sqrt(squares));
-    CHECK(mean == loss, "%d ranks, %d lanes: loss %.17g, expected %.17g", ranks, lanes, mean, loss);
+    update_decision_cpu<double>({&state, &mean, (const char*)records.data(), record * 8, sums * 8, ranks,
+                                 lanes, interleaved, ranges, 3, 0.0f, {false, 1, 1.0f}}, 0);
+    CHECK(fabs(state.norm / sqrt(squares) - 1) <= 1e-6 && mean == loss,
+          "%d ranks, %d lanes: norm %g, loss %.17g, expected %g, %.17g", ranks, lanes, state.norm, mean,
+          sqrt(squares), loss);
 }
 
 // Ten updates beside the formulas, element by element, in two rows with other things between them; the third
@@ -1113,7 +884,7 @@ template <class Real> static void test_updates(bool muon, bool with_master, doub
     const double lr = 1e-2, beta1 = muon ? 0.95 : 0.9, beta2 = 0.95, eps = 1e-8;
     const Rows rows = {2, params_row * sizeof(Real), grads_row * sizeof(Real), 100};
     Tensor<Real> params = random_tensor<Real>(2 * params_row), master = random_tensor<Real>(2 * n);
-    Tensor<Real> m(2 * n), v(2 * n), update(2 * update_row);
+    Tensor<Real> m(2 * n), v(2 * n), update(2 * update_row), p(2 * n);
     Doubles p_expected(2 * n), m_expected(2 * n), v_expected(2 * n);    // v: Muon's direction
     for (size_t i = 0; i < 2 * n; i++) {
         Real& param = params[i / n * params_row + i % n];
@@ -1145,17 +916,16 @@ template <class Real> static void test_updates(bool muon, bool with_master, doub
             }
         }
         Real* const masters = with_master ? (Real*)master : nullptr;
+        const StoredGrads stored = {.data = (Real*)grads};
         if (muon) {
-            muon_momentum_cpu<Real>({update, m, {.data = (Real*)grads}, &state, n, update_row, rows, beta1},
-                                    0);
+            muon_momentum_cpu<Real>({update, m, stored, &state, n, update_row, rows, beta1}, 0);
             muon_update_cpu<Real>({(Real*)params, masters, update, &state, n, update_row, rows, decay, lr,
                                    RoundKey{}, 0}, 0);
         } else {
-            adamw_update_cpu<Real>({(Real*)params, false, masters, m, v, {.data = (Real*)grads}, &state, n,
-                                    rows, decay, lr, beta1, beta2, eps, RoundKey{}, 0}, 0);
+            adamw_update_cpu<Real>({(Real*)params, false, masters, m, v, stored, &state, n, rows, decay, lr,
+                                    beta1, beta2, eps, RoundKey{}, 0}, 0);
         }
     }
-    Tensor<Real> p(2 * n);
     bool beside = true;
     for (size_t i = 0; i < params.n; i++) {
         if (i % params_row < n) { p[i / params_row * n + i % params_row] = params[i]; }
@@ -1172,160 +942,6 @@ template <class Real> static void test_updates(bool muon, bool with_master, doub
     CHECK(beside, "%s: written between rows", shape.c_str());
 }
 
-// ---- bf16 ----
-
-// Mean and root mean square, over elements, of how far 32 micro-steps accumulated in bf16 are from their sum.
-struct Bf16Errors { double mean[2], rms[2]; };      // [0] dithered, [1] rounded to nearest
-
-static Bf16Errors accumulate_bf16(double noise, double first) {
-    const size_t n = 20000;
-    std::vector<float> add(n);
-    std::vector<double> exact(n);
-    std::vector<uint16_t> dithered(n), nearest(n);
-    for (int micro = 0; micro < 32; micro++) {      // magnitudes over a factor of 8, one of them per element
-        for (size_t i = 0; i < n; i++) {
-            add[i] = (float)(exp2(1.5 * uniform(900, i)) * (1.0 + noise * uniform(901 + micro, i)));
-            if (micro == 0) { add[i] *= (float)first; }
-            exact[i] += add[i];
-            nearest[i] = bf16_round_nearest((micro == 0 ? 0.0f : bf16_to_float(nearest[i])) + add[i]);
-        }
-        for (size_t i = 0; i < n; i++) {            // as grad_store of cuda_helpers.h does
-            float sum = add[i];
-            if (micro > 0) {
-                sum += bf16_decode_dithered(dithered[i], round_bits16({1337, 1, (uint32_t)micro - 1, 5}, i));
-            }
-            dithered[i] = bf16_encode_dithered(sum, round_bits16({1337, 1, (uint32_t)micro, 5}, i));
-        }
-    }
-    Bf16Errors e = {};
-    for (size_t i = 0; i < n; i++) {
-        for (int k = 0; k < 2; k++) {
-            const float sum = k == 0 ? bf16_decode_dithered(dithered[i], round_bits16({1337, 1, 31, 5}, i))
-                                     : bf16_to_float(nearest[i]);
-            const double error = sum / exact[i] - 1.0;
-            e.mean[k] += error / n;
-            e.rms[k] += error * error / n;
-        }
-    }
-    for (int k = 0; k < 2; k++) { e.rms[k] = sqrt(e.rms[k]); }
-    const double sigma = e.rms[0] / sqrt((double)n);
-    printf("noise %.1f, first x%.0f: rms error %.1e dithered, %.1e nearest; mean %.1e and %.1e\n", noise,
-           first, e.rms[0], e.rms[1], e.mean[0], e.mean[1]);
-    CHECK(fabs(e.mean[0]) <= 4 * sigma, "dithered sums are biased: %.1e, sigma %.1e", e.mean[0], sigma);
-    return e;
-}
-
-static void test_bf16() {
-    // Where micro-steps differ at random, either errs by up to half a unit in the last place, independently
-    // each time. Where they agree, rounding to nearest makes the same error 32 times.
-    const Bf16Errors random = accumulate_bf16(0.5, 1.0);
-    CHECK(random.rms[0] < 1.03 * random.rms[1], "rms error %g dithered, %g nearest", random.rms[0],
-          random.rms[1]);
-    for (double first : {1.0, 300.0}) {
-        Bf16Errors e = accumulate_bf16(0.0, first);
-        CHECK(e.rms[0] < e.rms[1], "rms error %g dithered, %g nearest", e.rms[0], e.rms[1]);
-    }
-}
-
-// ---- float twins ----
-
-// Every op once, on numbers that do not depend on Real; shapes large enough to keep several threads busy.
-template <class Real> static std::vector<Named> run_all_ops() {
-    random_id = 5000;
-    std::vector<Named> results;
-    recorded = &results;
-    const int B = 3, T = 70, maxT = 80, NH = 2, HS = 20, C = NH * HS, OC = 133, V = 509, Vp = 512, N = B * T;
-    const size_t n = (size_t)N * C;
-    std::vector<int> tokens = random_ints(N, 5), targets = random_ints(N, V);
-    Buckets buckets(tokens, V);
-    auto random = [](size_t n, double scale, double shift) { return random_tensor<Real>(n, scale, shift); };
-
-    Tensor<Real> wte = random((size_t)Vp * C, 1, 0), wpe = random((size_t)maxT * C, 1, 0), encoded(n);
-    encoder_forward_cpu<Real>({encoded, tokens.data(), wte, wpe, B, T, C}, 0);
-    Tensor<Real> dout = random(n, 1, 0), dwte = random((size_t)Vp * C, 1, 0), dwpe((size_t)maxT * C);
-    Tensor<Real> scratch((size_t)max_bucket_slots(N) * C);
-    encoder_backward_cpu<Real>({{dwte, Accumulate::Yes}, {dwpe, Accumulate::No}, scratch, dout, buckets.view,
-                                B, T, maxT, C}, 0);
-
-    Tensor<Real> inp1 = random(n, 1, 0), inp2 = random(n, 1, 0);
-    Tensor<Real> weight = random(C, 0.5, 1), bias = random(C, 1, 0), residual(n), ln(n), ln2(n);
-    Tensor<Real> mean(N), rstd(N);
-    NormForward<Real, Real> forward = {};
-    forward.y[0] = {ln, weight, bias}, forward.y[1] = {ln2, bias, weight};
-    forward.mean = mean, forward.rstd = rstd, forward.residual = residual, forward.inp = inp1;
-    forward.N = N, forward.C = C;
-    forward.branch[0] = inp2, forward.branch[1] = dout;
-    forward.dropout[1] = dropout_of(0.3, {1, 2, 3}, 5);
-    norm_forward_cpu<Real>(forward, 0);
-    Tensor<Real> dresidual = random(n, 1, 0), dbranch(n);
-    Tensor<Real> dweight(C), dbias(C), dweight1(C), dbias1(C), dsum(C), dsum1(C);
-    NormBackward<Real, Real> back = {};
-    back.dresidual = dresidual, back.dresidual_acc = Accumulate::Yes;
-    back.y[0] = {dout, weight, {dweight, Accumulate::No}, {dbias, Accumulate::No}};
-    back.y[1] = {inp1, bias, {dweight1, Accumulate::No}, {dbias1, Accumulate::No}};
-    back.branch[0].dbias = {dsum, Accumulate::No};
-    back.branch[1] = {dbranch, forward.dropout[1], {dsum1, Accumulate::No}};
-    back.inp = residual, back.mean = mean, back.rstd = rstd, back.N = N, back.C = C;
-    norm_backward_cpu<Real>(back, 0);
-
-    Tensor<Real> inp = random(n, 1, 0), w = random((size_t)OC * C, 1, 0), b = random(OC, 1, 0);
-    Tensor<Real> y((size_t)N * OC), x((size_t)N * OC), dy = random((size_t)N * OC, 1, 0);
-    Tensor<Real> dinp(n), dw((size_t)OC * C);
-    matmul_forward_cpu<Real>({y, inp, w, b, nullptr, x, N, C, OC}, 0);
-    matmul_backward_input_cpu<Real>({dinp, dy, w, nullptr, inp1, N, C, OC}, 0);
-    matmul_backward_weight_cpu<Real>({{dw, Accumulate::No}, nullptr, dy, inp, N, C, OC}, 0);
-    Tensor<Real> db(OC);
-    gelu_backward_inplace_cpu<Real>({dy, {db, Accumulate::No}, nullptr, x, N, OC}, 0);
-    gelu_forward_cpu<Real>({y, x, y.n}, 0);
-
-    const size_t rows = (size_t)B * NH * T;
-    Tensor<Real> qkv = random(3 * n, 2, 0), att(n), lse(rows), dqkv(3 * n), D(rows);
-    attention_forward_cpu<Real>({att, lse, qkv, B, T, NH, HS}, 0);
-    attention_backward_cpu<Real>({dqkv, D, dout, att, qkv, lse, B, T, NH, HS}, 0);
-
-    Tensor<Real> logits = random((size_t)N * Vp, 5, 0), losses(N), loss(1);
-    const ClassifierMode mode = ClassifierMode::LossAndGrad;
-    classifier_cpu<Real>({logits, losses, targets.data(), 1.0f / N, nullptr, N, V, Vp, mode}, 0);
-    loss_sum_cpu<Real>({loss, losses, 1.0f / N, Accumulate::No, N}, 0);
-
-    const size_t count = 18 * kChunk;
-    Tensor<Real> params = random(count, 1, 0), m = random(count, 0.1, 0), v = random(count, 0.1, 0.2);
-    Tensor<Real> grads = random(count, 1, 0), sum(count / 2);
-    LaneSum<Real, Real> lanes = {};
-    lanes.out = {sum, Accumulate::No};
-    lanes.pieces = {.data = (Real*)grads};
-    lanes.num_pieces = 2;
-    lanes.n = count / 2;
-    lane_sum_cpu<Real>(lanes, 0);
-    std::vector<double> sums(count / kChunk + 1);
-    square_sums_cpu<Real>({sums.data(), {.data = (Real*)grads}, count, {}}, 0);
-    UpdateState state = update_state(1.0f);
-    const ChunkRange range = {count / kChunk, count / kChunk, 0};
-    update_decision_cpu<Real>({&state, loss, (const char*)sums.data(), sums.size() * sizeof(double),
-                               (count / kChunk) * sizeof(double), 1, 1, false, &range, 1, 1.0f,
-                               {false, 1, 1.0f}}, 0);
-    adamw_update_cpu<Real>({(Real*)params, false, nullptr, m, v, {.data = (Real*)grads}, &state, count, {},
-                            0.1, 1e-3, 0.9, 0.95, 1e-8, RoundKey{}, 0}, 0);
-
-    Tensor<Real> out(count), gram(64 * 64), poly(64 * 64);
-    muon_momentum_cpu<Real>({out, m, {.data = (Real*)grads}, &state, count, count, {}, 0.95}, 0);
-    Tensor<Real> square(64 * 64), first(64 * 64), second(64 * 64);
-    muon_orthogonalise_cpu<Real>({square, out, first, second, gram, poly, nullptr, {1, 1, {}, 0}, 64, 64, 1,
-                                  1}, 0);
-    muon_update_cpu<Real>({(Real*)params, nullptr, out, &state, count, count, {}, 0.1, 1e-3, RoundKey{}, 0},
-                          0);
-    recorded = nullptr;
-    return results;
-}
-
-static void test_float_against_double() {
-    std::vector<Named> floats = run_all_ops<float>(), doubles = run_all_ops<double>();
-    for (size_t k = 0; k < doubles.size(); k++) {
-        double off = difference(floats[k].values.data(), doubles[k].values.data(), doubles[k].values.size());
-        CHECK(off <= 5e-7, "%s: float is off by %.2e", doubles[k].name.c_str(), off);
-    }
-}
-
 // ---- Muon ----
 
 // `count` orthonormal rows of n elements: random ones, each made orthogonal to those before, twice.
@@ -1338,94 +954,157 @@ static std::vector<Doubles> orthonormal_rows(int count, int n) {
             for (int e = 0; e < n; e++) { row[e] -= part * rows[k % i][e]; }
         }
         const double norm = sqrt(dot(row, row, n));
-        for (int e = 0; e < n; e++) { row[e] /= norm; }
-        rows.push_back(row);
+        rows.push_back(doubles(n, [&](size_t e) { return row[e] / norm; }));
     }
     return rows;
-}
-
-// sum over k of values[k] left[k] right[k]^T
-static Doubles from_svd(const std::vector<Doubles>& left, const std::vector<double>& values,
-                        const std::vector<Doubles>& right, int rows, int cols) {
-    Doubles x(rows * cols);
-    for (int r = 0; r < rows; r++) {
-        for (int c = 0; c < cols; c++) {
-            double sum = 0.0;
-            for (size_t k = 0; k < values.size(); k++) { sum += values[k] * left[k][r] * right[k][c]; }
-            x[r * cols + c] = sum;
-        }
-    }
-    return x;
 }
 
 // Two parts of each of two layers with known singular vectors and values, with something between them: the
 // vectors stay, and a value s goes to p(p(...(s/|x|))), times sqrt(max(1, rows/cols)).
 template <class Real> static void test_orthogonalise(int rows, int cols, int steps, double tolerance) {
-    const int k = std::min(rows, cols), parts = std::min(2, kMuonParts), count = 2 * parts;
+    const int k = std::min(rows, cols), parts = 2, count = 2 * parts;
     const size_t size = (size_t)rows * cols, square = (size_t)k * k, stride = 2 * size + 12;
-    MuonPlaces places = {parts, 2, {}, stride};
-    for (int part = 0; part < parts; part++) { places.at[part] = 3 + part * (size + 4); }
+    const MuonPlaces places = {parts, 2, {3, 3 + size + 4}, stride};
     const std::string shape = format("muon %d x %d, %d steps, %d bits", rows, cols, steps,
                                      (int)sizeof(Real) * 8);
     Tensor<Real> inp(2 * stride), out(2 * stride), x(count * size), y(count * size);
     Tensor<Real> gram(count * square), poly(count * square);
-    std::vector<Doubles> want;
-    std::vector<bool> taken(inp.n);
-    for (size_t i = 0; i < inp.n; i++) { inp[i] = (Real)3.25; out[i] = (Real)1.5; }
+    Doubles want(2 * stride);
+    for (size_t i = 0; i < inp.n; i++) { want[i] = inp[i] = out[i] = (Real)3.25; }      // stays between them
     for (int m = 0; m < count; m++) {
         const std::vector<Doubles> left = orthonormal_rows(k, rows), right = orthonormal_rows(k, cols);
-        std::vector<double> values, after;
-        double norm = 0.0;
-        for (int i = 0; i < k; i++) { values.push_back(0.01 * (m + 1) / (1 + i)); }
-        for (double s : values) { norm += s * s; }
-        for (double s : values) {
-            double x = s / sqrt(norm);
+        const Doubles values = doubles(k, [&](size_t i) { return 0.01 * (m + 1) / (1.0 + (double)i); });
+        const Doubles after = doubles(k, [&](size_t i) {
+            double s = values[i] / sqrt(dot(values, values, k));
             for (int step = 0; step < steps; step++) {
-                x = 3.4445 * x - 4.7750 * x * x * x + 2.0315 * x * x * x * x * x;
+                s = 3.4445 * s - 4.7750 * pow(s, 3) + 2.0315 * pow(s, 5);
             }
-            CHECK(steps < 5 || s < 0.02 * sqrt(norm) || (x > 0.66 && x < 1.22), "%s: %g became %g",
-                  shape.c_str(), s / sqrt(norm), x);
-            after.push_back(x * (rows > cols ? sqrt((double)rows / cols) : 1.0));
-        }
-        const Doubles start = from_svd(left, values, right, rows, cols);
+            return s * sqrt(std::max(1.0, (double)rows / cols));
+        });
         const size_t at = m % 2 * stride + (m / 2 == 0 ? 3 : size + 7);     // what places.of(m) should be
         for (size_t i = 0; i < size; i++) {
-            inp[at + i] = (Real)start[i];
-            taken[at + i] = true;
+            double before = 0.0, then = 0.0;
+            for (int s = 0; s < k; s++) {
+                const double both = left[s][i / cols] * right[s][i % cols];
+                before += values[s] * both;
+                then += after[s] * both;
+            }
+            inp[at + i] = (Real)before;
+            want[at + i] = then;
         }
-        want.push_back(from_svd(left, after, right, rows, cols));
     }
     const Tensor<Real> start = inp;
     MuonOrthogonalise<Real, Real> a = {out, inp, x, y, gram, poly, nullptr, places, rows, cols, steps, 12};
     muon_orthogonalise_cpu<Real>(a, 0);
-    for (int m = 0; m < count; m++) {
-        const double off = difference((Real*)out + places.of(m), (const double*)want[m], size);
-        CHECK(off <= tolerance, "%s: matrix %d is off by %.2e", shape.c_str(), m, off);
-    }
-    for (size_t i = 0; i < out.n; i++) {
-        CHECK(taken[i] || out[i] == (Real)1.5, "%s: written beside", shape.c_str());
-    }
-    CHECK(inp == start, "%s: its input has changed", shape.c_str());
-    // A power of two, and another number: what counts is the direction.
     const Tensor<Real> result = out;
-    for (double factor : {0x1p-70, 3e-20}) {
+    CHECK_SAME(out, want, tolerance);
+    CHECK(inp == start, "%s: its input has changed", shape.c_str());
+    for (double factor : {0x1p-70, 3e-20}) {            // what counts is the direction
         for (size_t i = 0; i < inp.n; i++) { inp[i] = (Real)(start[i] * factor); }
         muon_orthogonalise_cpu<Real>(a, 0);
-        const double off = difference((Real*)out, (const Real*)result, out.n);
-        CHECK(factor == 0x1p-70 ? out == result : off <= tolerance, "%s: times %g: off by %.2e",
-              shape.c_str(), factor, off);
+        CHECK_SAME(out, want, tolerance);
+        CHECK(factor == 3e-20 || out == result, "%s: times a power of two: other bits", shape.c_str());
     }
     inp = start;                                        // and where it stood
     a.out = inp;
     muon_orthogonalise_cpu<Real>(a, 0);
-    for (size_t i = 0; i < inp.n; i++) {
-        CHECK(inp[i] == (taken[i] ? result[i] : start[i]), "%s: in place: other bits", shape.c_str());
-    }
-    for (size_t i = 0; i < inp.n; i++) { inp[i] = taken[i] ? 0 : inp[i]; }
+    CHECK(inp == result, "%s: in place: other bits", shape.c_str());
+    for (size_t i = 0; i < inp.n; i++) { inp[i] = want[i] == 3.25 ? (Real)3.25 : (Real)0; }
+    const Tensor<Real> zeros = inp;
     muon_orthogonalise_cpu<Real>(a, 0);
-    double sum = 0.0;
-    for (size_t i = 0; i < inp.n; i++) { sum += taken[i] ? fabs(inp[i]) : 0; }
-    CHECK(sum == 0.0, "%s: of zeros it makes %g", shape.c_str(), sum);
+    CHECK(inp == zeros, "%s: zeros do not stay", shape.c_str());
+}
+
+// ---- float twins ----
+
+// Every op once, on numbers that do not depend on Real; shapes large enough to keep several threads busy.
+template <class Real> static std::vector<Named> run_all_ops() {
+    random_id = 5000;
+    std::vector<Named> results;
+    recorded = &results;
+    const int B = 3, T = 70, maxT = 80, NH = 2, HS = 20, C = NH * HS, OC = 133, V = 509, Vp = 512, N = B * T;
+    const size_t n = (size_t)N * C, rows = (size_t)B * NH * T;
+    const Accumulate no = Accumulate::No;
+    std::vector<int> tokens = random_ints(N, 5), targets = random_ints(N, V);
+    Buckets buckets(tokens, V);
+    auto random = [](size_t n, double scale = 1, double shift = 0) {
+        return random_tensor<Real>(n, scale, shift);
+    };
+
+    Tensor<Real> wte = random((size_t)Vp * C), wpe = random((size_t)maxT * C), encoded(n), dout = random(n);
+    Tensor<Real> dwte = random((size_t)Vp * C), dwpe((size_t)maxT * C);
+    Tensor<Real> slots((size_t)max_bucket_slots(N) * C);
+    encoder_forward_cpu<Real>({encoded, tokens.data(), wte, wpe, B, T, C}, 0);
+    encoder_backward_cpu<Real>({{dwte, Accumulate::Yes}, {dwpe, no}, slots, dout, buckets.view, B, T, maxT,
+                                C}, 0);
+
+    Tensor<Real> inp1 = random(n), inp2 = random(n), weight = random(C, 0.5, 1), bias = random(C);
+    Tensor<Real> residual(n), ln(n), ln2(n), mean(N), rstd(N), dresidual = random(n), dbranch(n);
+    Tensor<Real> dweight(C), dbias(C), dweight1(C), dbias1(C), dsum(C), dsum1(C);
+    const Dropout dropout = dropout_of(0.3, {1, 2, 3}, 5);
+    NormForward<Real, Real> forward = {};
+    forward.y[0] = {ln, weight, bias}, forward.y[1] = {ln2, bias, weight};
+    forward.mean = mean, forward.rstd = rstd, forward.residual = residual, forward.inp = inp1;
+    forward.branch[0] = inp2, forward.branch[1] = dout, forward.dropout[1] = dropout;
+    forward.N = N, forward.C = C;
+    norm_forward_cpu<Real>(forward, 0);
+    NormBackward<Real, Real> back = {};
+    back.dresidual = dresidual, back.dresidual_acc = Accumulate::Yes;
+    back.y[0] = {dout, weight, {dweight, no}, {dbias, no}};
+    back.y[1] = {inp1, bias, {dweight1, no}, {dbias1, no}};
+    back.branch[0].dbias = {dsum, no};
+    back.branch[1] = {dbranch, dropout, {dsum1, no}};
+    back.inp = residual, back.mean = mean, back.rstd = rstd, back.N = N, back.C = C;
+    norm_backward_cpu<Real>(back, 0);
+
+    Tensor<Real> w = random((size_t)OC * C), b = random(OC), y((size_t)N * OC), x((size_t)N * OC), db(OC);
+    Tensor<Real> dy = random((size_t)N * OC), dinp(n), dw((size_t)OC * C);
+    matmul_forward_cpu<Real>({y, inp2, w, b, nullptr, x, N, C, OC}, 0);
+    matmul_backward_input_cpu<Real>({dinp, dy, w, nullptr, inp1, N, C, OC}, 0);
+    matmul_backward_weight_cpu<Real>({{dw, no}, nullptr, dy, inp2, N, C, OC}, 0);
+    gelu_backward_inplace_cpu<Real>({dy, {db, no}, nullptr, x, N, OC}, 0);
+    gelu_forward_cpu<Real>({y, x, y.n}, 0);
+
+    Tensor<Real> qkv = random(3 * n, 2), att(n), lse(rows), dqkv(3 * n), D(rows);
+    attention_forward_cpu<Real>({att, lse, qkv, B, T, NH, HS}, 0);
+    attention_backward_cpu<Real>({dqkv, D, dout, att, qkv, lse, B, T, NH, HS}, 0);
+
+    Tensor<Real> logits = random((size_t)N * Vp, 5), losses(N), loss(1);
+    classifier_cpu<Real>({logits, losses, targets.data(), 1.0f / N, nullptr, N, V, Vp,
+                          ClassifierMode::LossAndGrad}, 0);
+    loss_sum_cpu<Real>({loss, losses, 1.0f / N, no, N}, 0);
+
+    const size_t count = 18 * kChunk;
+    Tensor<Real> params = random(count), m = random(count, 0.1), v = random(count, 0.1, 0.2);
+    Tensor<Real> grads = random(count);
+    const StoredGrads stored = {.data = (Real*)grads};
+    lane_sum_of(grads, 2, count / 2);
+    std::vector<double> sums(count / kChunk + 1);
+    square_sums_cpu<Real>({sums.data(), stored, count, {}}, 0);
+    UpdateState state = update_state(1.0f);
+    const ChunkRange range = {count / kChunk, count / kChunk, 0};
+    update_decision_cpu<Real>({&state, loss, (const char*)sums.data(), sums.size() * sizeof(double),
+                               range.chunks * sizeof(double), 1, 1, false, &range, 1, 1.0f,
+                               {false, 1, 1.0f}}, 0);
+    adamw_update_cpu<Real>({(Real*)params, false, nullptr, m, v, stored, &state, count, {}, 0.1, 1e-3, 0.9,
+                            0.95, 1e-8, RoundKey{}, 0}, 0);
+    Tensor<Real> out(count), gram(4096), poly(4096), square(4096), first(4096), second(4096);
+    muon_momentum_cpu<Real>({out, m, stored, &state, count, count, {}, 0.95}, 0);
+    muon_orthogonalise_cpu<Real>({square, out, first, second, gram, poly, nullptr, {1, 1, {}, 0}, 64, 64, 1,
+                                  1}, 0);
+    muon_update_cpu<Real>({(Real*)params, nullptr, out, &state, count, count, {}, 0.1, 1e-3, RoundKey{}, 0},
+                          0);
+    recorded = nullptr;
+    return results;
+}
+
+static void test_float_against_double() {
+    const std::vector<Named> floats = run_all_ops<float>(), doubles = run_all_ops<double>();
+    for (size_t k = 0; k < doubles.size(); k++) {
+        const std::vector<double> &a = floats[k].values, &b = doubles[k].values;
+        const double off = difference(a.data(), b.data(), b.size());
+        CHECK(off <= 5e-7, "%s: float is off by %.2e", doubles[k].name.c_str(), off);
+    }
 }
 
 template <class Real> static void test_threads() {
@@ -1462,13 +1141,13 @@ static void test_float_functions() {
     CHECK(worst_exp <= 1.3e-7, "exp is off by %.2e", worst_exp);
     CHECK(worst_gelu <= 2e-7, "gelu is off by %.2e", worst_gelu);
     CHECK(worst_derivative <= 4e-7, "gelu's derivative is off by %.2e", worst_derivative);
-    CHECK(exp_cpu(0.0f) == 1.0f && exp_cpu(-88.0f) == 0.0f && exp_cpu(-1e30f) == 0.0f, "exp at 0 and below");
-    CHECK(exp_cpu(-(float)INFINITY) == 0.0f, "exp of -inf");
-    CHECK(exp_cpu((float)INFINITY) == INFINITY && exp_cpu(1e30f) == INFINITY && isnan(exp_cpu((float)NAN)),
-          "exp far above, and of NaN");
-    CHECK(gelu(100.0f) == 100.0f && gelu(-100.0f) == 0.0f && gelu(1e9f) == 1e9f && isnan(gelu((float)NAN)),
-          "gelu far out, and of NaN");
+    const float inf = (float)INFINITY;
+    const struct { float x, want; } exps[] = {{0, 1}, {-88, 0}, {-1e30f, 0}, {-inf, 0}, {1e30f, inf},
+                                              {inf, inf}};
+    for (auto [x, want] : exps) { CHECK(exp_cpu(x) == want, "exp of %g is %g", x, exp_cpu(x)); }
+    CHECK(gelu(100.0f) == 100.0f && gelu(-100.0f) == 0.0f && gelu(1e9f) == 1e9f, "gelu far out");
     CHECK(gelu_derivative(100.0f) == 1.0f && gelu_derivative(-100.0f) == 0.0f, "gelu's derivative far out");
+    CHECK(isnan(exp_cpu((float)NAN)) && isnan(gelu((float)NAN)), "exp and gelu of NaN");
 }
 
 // ---- writing text ----
@@ -1477,17 +1156,17 @@ static void test_float_functions() {
 static void test_decoding(int T, int NH, int HS, int OC) {
     const std::string shape = format("decoding T=%d NH=%d HS=%d OC=%d", T, NH, HS, OC);
     const int C = NH * HS, N = 3, V = 40;
-    std::vector<int> tokens = random_ints(T, V);
+    const size_t n = (size_t)N * C, last = (size_t)(T - 1) * C;
+    const std::vector<int> tokens = random_ints(T, V);
     Doubles wte = random_tensor((size_t)V * C), wpe = random_tensor((size_t)T * C), out((size_t)T * C);
     encoder_forward_cpu<double>({out, tokens.data(), wte, wpe, 1, T, C}, 0);
-    std::vector<int> last = {tokens[T - 1], tokens[0], -1}, positions = {T - 1, 0, T - 1};
-    Doubles embedded((size_t)N * C), wanted((size_t)N * C);
-    decode_encoder_cpu<double>({embedded, last.data(), positions.data(), wte, wpe, N, C}, 0);
-    for (int c = 0; c < C; c++) {
-        wanted[c] = out[(size_t)(T - 1) * C + c];
-        wanted[C + c] = out[c];
-        wanted[2 * C + c] = wte[c] + wpe[(size_t)(T - 1) * C + c];      // no token is read as the first
-    }
+    const std::vector<int> given = {tokens[T - 1], tokens[0], -1}, places = {T - 1, 0, T - 1};
+    Doubles embedded(n);
+    decode_encoder_cpu<double>({embedded, given.data(), places.data(), wte, wpe, N, C}, 0);
+    const Doubles wanted = doubles(n, [&](size_t i) {       // in the last row, no token is read as the first
+        const size_t c = i % C;
+        return i / C == 0 ? out[last + c] : i / C == 1 ? out[c] : wte[c] + wpe[last + c];
+    });
     CHECK_SAME(embedded, wanted, 0.0);
 
     // The matmul without and with a bias, and with GELU.
@@ -1502,27 +1181,19 @@ static void test_decoding(int T, int NH, int HS, int OC) {
     }
 
     // Attention's last position, after a prompt of all but that.
-    Doubles qkv = random_tensor((size_t)T * 3 * C), lse((size_t)NH * T), att((size_t)T * C);
+    Doubles qkv = random_tensor((size_t)T * 3 * C), lse((size_t)NH * T), att((size_t)T * C), got(n);
     attention_forward_cpu<double>({att, lse, qkv, 1, T, NH, HS}, 0);
     Doubles keys = random_tensor((size_t)N * T * C), values = random_tensor((size_t)N * T * C);
     cache_store_cpu<double>({keys, values, qkv, N, T - 1, T, C}, 0);
-    Doubles now((size_t)N * 3 * C), got((size_t)N * C), expected((size_t)N * C);
-    for (int n = 0; n < N; n++) {
-        positions[n] = T - 1;
-        memcpy(now + (size_t)n * 3 * C, qkv + (size_t)(T - 1) * 3 * C, 3 * C * sizeof(double));
-        memcpy(expected + (size_t)n * C, att + (size_t)(T - 1) * C, C * sizeof(double));
-    }
+    const std::vector<int> positions(N, T - 1);
+    const Doubles now = doubles(3 * n, [&](size_t i) { return qkv[3 * last + i % (3 * C)]; });
+    const Doubles expected = doubles(n, [&](size_t i) { return att[last + i % C]; });
     decode_attention_cpu<double>({got, keys, values, now, positions.data(), N, T, NH, HS}, 0);
     CHECK_SAME(got, expected, kExact);
-    Doubles stored((size_t)2 * N * T * C), original((size_t)2 * N * T * C);
-    for (size_t i = 0; i < (size_t)N * T * C; i++) {
-        const size_t t = i / C % T, c = i % C, other = (size_t)N * T * C + i;
-        stored[i] = keys[i];
-        stored[other] = values[i];
-        original[i] = qkv[(t * 3 + 1) * C + c];
-        original[other] = qkv[(t * 3 + 2) * C + c];
-    }
-    CHECK_SAME(stored, original, 0.0);
+    auto in_cache = [&](size_t which) {
+        return doubles(keys.n, [&](size_t i) { return qkv[(i / C % T * 3 + which) * C + i % C]; });
+    };
+    CHECK(keys == in_cache(1) && values == in_cache(2), "%s: other keys or values", shape.c_str());
 }
 
 static void test_sample_tokens() {
@@ -1558,10 +1229,7 @@ static const Group groups[] = {
     }},
     {"norms", test_norms},
     {"dropout", test_dropout},
-    {"gelu", [] {
-        test_gelu(33, 70);
-        test_gelu(1, 1);
-    }},
+    {"gelu", [] { test_gelu(33, 70); test_gelu(1, 1); }},
     {"matmul", [] {
         test_matmul(33, 40, 67);
         test_matmul(1, 40, 7);
@@ -1571,7 +1239,6 @@ static const Group groups[] = {
         test_matmul(270, 9, 18);                    // backward to the weight
         test_grad_accumulate(333);
     }},
-    {"attention's dropout", test_attention_dropout},
     {"attention", [] {
         test_attention(2, 33, 2, 20);
         test_attention(1, 1, 2, 20);
@@ -1596,20 +1263,13 @@ static const Group groups[] = {
         test_classifier_large<double>();
         test_classifier_large<float>();
     }},
-    {"loss_sum", [] {
-        test_loss_sum(1);
-        test_loss_sum(777);
-    }},
+    {"loss_sum", [] { test_loss_sum(1); test_loss_sum(777); }},
     {"lane_sum", test_lane_sum},
     {"square_sums", test_square_sums},
     {"update_decision", [] {
         test_update_decision();
-        test_window();
+        test_unusual();
         test_update_state_fields();
-        for (float max_loss : {0.0f, 3.0f}) {
-            for (float max_norm : {0.0f, 3.0f}) { test_outliers<double>(max_loss, max_norm); }
-        }
-        test_outliers<float>(4.0f, 5.0f);
         for (int ranks : {1, 2, 3, 8}) {
             for (int lanes : {1, 2, 5}) {
                 for (bool interleaved : {false, true}) { test_records(ranks, lanes, interleaved); }
@@ -1640,13 +1300,9 @@ static const Group groups[] = {
         test_decoding(1, 1, 3, 5);
         test_sample_tokens();
     }},
-    {"bf16", test_bf16},
     {"float functions", test_float_functions},
     {"float against double", test_float_against_double},
-    {"thread counts", [] {
-        test_threads<float>();
-        test_threads<double>();
-    }},
+    {"thread counts", [] { test_threads<float>(); test_threads<double>(); }},
 };
 static const size_t kGroups = sizeof(groups) / sizeof(groups[0]);
 

@@ -1,27 +1,22 @@
 /*
-Tests of the tools that make and judge data: stories, bigram, tinyshakespeare.sh; and of the loader with a
-shard of tokenize. What the stories say is read by test_stories.py. `make test` builds the tools.
+Tests of the tools that make and judge data: stories, bigram, tinyshakespeare.sh. What the stories say is read
+by test_stories.py, shards of tokenize by test_tokenizer. `make test` builds the tools.
 
     build/test_data_tools               # from the root of the repository
 */
 #include <math.h>                   // gives: log, fabs
+
 #include <map>                      // gives: std::map
 
-#include "llmc/data/dataloader.h"   // gives: DataLoader
-#include "child.h"                  // gives: folder, CHECK_TEXT
+#include "llmc/rand.h"              // gives: rand_u32
+#include "child.h"                  // gives: folder, shard_text
 #include "test.h"                   // gives: TEST, CHECK, SKIP
 
 struct Output { int code; std::string text; };      // exit code; stdout and stderr
 
 static Output shell(const std::string& command) {
-    fflush(stdout);
-    FILE* f = popen((command + " 2>&1").c_str(), "r");
-    if (!f) { die("cannot run '%s'", command.c_str()); }
-    Output out = {0, ""};
-    char buffer[4096];
-    for (size_t n; (n = fread(buffer, 1, sizeof(buffer), f)) > 0;) { out.text.append(buffer, n); }
-    out.code = exit_code(pclose(f));
-    return out;
+    const Child c = run_child([&] { execl("/bin/sh", "sh", "-c", (command + " 2>&1").c_str(), nullptr); });
+    return {c.code, c.out};
 }
 
 // The command must end with this exit code, its output must hold this.
@@ -31,42 +26,38 @@ static void check_shell(const std::string& command, int code, const std::string&
           words.c_str(), out.text.c_str());
 }
 
-// How many of the stories hold one of these texts, which bars part.
-static int stories_with(const std::string& stories, const std::string& signs) {
-    int count = 0;
-    for (size_t from = 0, to; from < stories.size(); from = to) {
-        to = std::min(stories.find("<|endoftext|>\n", from), stories.size() - 1) + 1;
-        const std::string story = stories.substr(from, to - from);
-        bool found = false;
-        for (size_t at = 0, end; at <= signs.size(); at = end + 1) {
-            end = std::min(signs.find('|', at), signs.size());
-            found |= holds(story, signs.substr(at, end - at));
-        }
-        count += found;
-    }
-    return count;
-}
-
 static void test_stories() {
-    const std::string one = shell("build/stories --seed 1 -n 2000").text;
+    const std::string text = shell("build/stories --seed 1 -n 2000").text, end = "<|endoftext|>\n";
     // The text is a pure function of the seed on every machine: quickstart's numbers rest on it. Who means to
     // change the stories changes this number, too.
     uint64_t hash = 14695981039346656037ull;            // FNV-1a
-    for (char c : one) { hash = (hash ^ (unsigned char)c) * 1099511628211ull; }
+    for (char c : text) { hash = (hash ^ (unsigned char)c) * 1099511628211ull; }
     CHECK(hash == 0x01bebcadfb3b9f20ull, "2000 stories of seed 1 have the hash 0x%016llx",
           (unsigned long long)hash);
-    int told = 0;                                       // every plot about as often
-    for (const char* plot : {"so I put it ", " like to do?\"", "What did I do wrong", "heard a ", "rained",
-                             "never play with you again|not my friend any more", "a noise ", "birthday",
-                             " race ", " seed.", "belonged to ", "walked past ", "Now there were ",
-                             "no running near", "do not stop on the way", "On Wednesday"}) {
-        const int count = stories_with(one, plot);
-        CHECK(count > 100 && count < 260, "%d of 2000 stories have '%s', expected 156", count, plot);
+
+    std::vector<std::string> stories;
+    for (size_t from = 0, to; from < text.size(); from = to) {
+        to = std::min(text.find(end, from), text.size() - end.size()) + end.size();
+        stories.push_back(text.substr(from, to - from));
+    }
+    const std::vector<std::vector<std::string>> plots = {       // each by one of these
+        {"so I put it "}, {" like to do?\""}, {"What did I do wrong"}, {"heard a "}, {"rained"},
+        {"never play with you again", "not my friend any more"}, {"a noise "}, {"birthday"}, {" race "},
+        {" seed."}, {"belonged to "}, {"walked past "}, {"Now there were "}, {"no running near"},
+        {"do not stop on the way"}, {"On Wednesday"}};
+    long told = 0;                                      // every plot about as often
+    for (const std::vector<std::string>& signs : plots) {
+        const long count = std::count_if(stories.begin(), stories.end(), [&](const std::string& story) {
+            return holds(story, signs.front()) || holds(story, signs.back());
+        });
+        CHECK(count > 100 && count < 260, "%ld of 2000 stories have '%s', expected 156", count,
+              signs[0].c_str());
         told += count;
     }
-    CHECK(told > 2300 && told < 2700, "%d plots in 2000 stories, expected 2500", told);
+    CHECK(told > 2300 && told < 2700, "%ld plots in 2000 stories, expected 2500", told);
+
     check_shell("build/stories --seed 1 -n 2000 -o " + in_folder("stories.txt"), 0, "");
-    CHECK(read_text(in_folder("stories.txt")) == one, "-o and stdout differ");
+    CHECK(read_text(in_folder("stories.txt")) == text, "-o and stdout differ");
     check_shell("build/stories -n 0", 1, "-n");
     check_shell("(build/stories -n 1 > /dev/full)", 1, "standard output");
     check_shell("(build/stories -n 2000 > /dev/full)", 1, "standard output");
@@ -74,22 +65,16 @@ static void test_stories() {
     check_shell("build/stories -o " + in_folder("no/such/folder"), 1, "no/such/folder");
 }
 
-static void write_tokens(const std::string& path, const std::vector<uint16_t>& tokens) {
-    const int32_t header[256] = {20240520, 1, (int32_t)tokens.size()};
-    write_text(path, std::string((const char*)header, sizeof(header)) +
-                         std::string((const char*)tokens.data(), 2 * tokens.size()));
-}
-
 static void test_bigram() {
     // the loss by another way: maps, and one smoothing at a time
     std::vector<uint16_t> train, val;
     for (uint32_t i = 0; i < 3000; i++) {
-        uint32_t r = rand_u32(7, RAND_SAMPLE, 0, i);
+        const uint32_t r = rand_u32(7, RAND_SAMPLE, 0, i);
         train.push_back((uint16_t)(r % 3 ? (i * i) % 17 : (r >> 8) % 40));
         if (i < 500) { val.push_back((uint16_t)(r % 5 ? (i * i) % 17 : (r >> 8) % 43)); }
     }
-    write_tokens(in_folder("bi_train.bin"), train);
-    write_tokens(in_folder("bi_val.bin"), val);
+    write_text(in_folder("train.bin"), shard_text(train));
+    write_text(in_folder("val.bin"), shard_text(val));
     std::map<std::pair<int, int>, double> pairs;
     std::map<int, double> firsts, seconds;
     for (size_t i = 1; i < train.size(); i++) {
@@ -97,47 +82,24 @@ static void test_bigram() {
         firsts[train[i - 1]]++;
         seconds[train[i]]++;
     }
-    double best = 1e9;
+    double best = 1e9, said = NAN;
     for (double s : {0.01, 0.1, 0.3, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 1024.0}) {
         for (double t : {0.001, 0.01, 0.1, 1.0}) {
             double loss = 0;
             for (size_t i = 1; i < val.size(); i++) {
-                double single = (seconds[val[i]] + t) / (2999 + t * 43);
+                const double single = (seconds[val[i]] + t) / (2999 + t * 43);
                 loss -= log((pairs[{val[i - 1], val[i]}] + s * single) / (firsts[val[i - 1]] + s));
             }
             best = std::min(best, loss / 499);
         }
     }
-    const std::string command = "timeout 60 build/bigram -j " + in_folder("bi_val.bin") + " -i ";
-    double loss = NAN;
-    sscanf(shell(command + in_folder("bi_train.bin")).text.c_str(), "bigram val loss %lf", &loss);
-    CHECK(fabs(loss - best) <= 2e-6, "bigram says %f, expected %f", loss, best);
+    const std::string command = "timeout 60 build/bigram -j " + in_folder("val.bin") + " -i ";
+    sscanf(shell(command + in_folder("train.bin")).text.c_str(), "bigram val loss %lf", &said);
+    CHECK(fabs(said - best) <= 2e-6, "bigram says %f, expected %f", said, best);
     check_shell(command + in_folder("missing.bin"), 1, "missing.bin");
-    check_shell("(" + command + in_folder("bi_train.bin") + " > /dev/full)", 1, "standard output");
+    check_shell("(" + command + in_folder("train.bin") + " > /dev/full)", 1, "standard output");
     shell("mkfifo " + in_folder("pipe.bin"));           // nobody writes to it: must not be waited for
     check_shell(command + in_folder("pipe.bin"), 1, "regular file");
-}
-
-// The sum of all tokens as the loader sees them, one window of T = 1 after the other.
-static unsigned long sum_of_loader(const std::string& path, int64_t tokens) {
-    DataLoader loader;
-    dataloader_init(&loader, path.c_str(), 1, 1, false, 0, 65536);
-    unsigned long sum = 0;
-    for (int64_t i = 0; i + 1 < tokens; i++) {
-        dataloader_next(&loader);
-        sum += (unsigned long)(i == 0 ? loader.inputs[0] + loader.targets[0] : loader.targets[0]);
-    }
-    CHECK(loader.tokens == tokens, "%lld tokens, expected %lld", (long long)loader.tokens, (long long)tokens);
-    dataloader_free(&loader);
-    return sum;
-}
-
-static void test_formats() {
-    const std::string ours = in_folder("ours");         // bytes, so that the sum is known
-    write_text(ours + ".txt", "abc\nd");
-    check_shell("build/tokenize " + ours + ".txt --bytes 1 --separators 0 -o " + ours, 0, "");
-    const unsigned long sum = sum_of_loader(ours + "_train.bin", 5);
-    CHECK(sum == 404, "the loader's sum is %lu", sum);
 }
 
 static void test_tinyshakespeare() {
@@ -146,11 +108,10 @@ static void test_tinyshakespeare() {
     write_text(in_folder("hamlet.txt"), "To be or not to be\n");
     check_shell(script + in_folder("hamlet.txt"), 1, "is not tinyshakespeare");
     check_shell(script + in_folder("missing.txt"), 1, "missing.txt");
-    // the name of a text may hold whatever a file name may
+    // the name of a text may hold whatever a file name may; $ is make's: it is written twice
     const std::string odd = in_folder("it's a; touch evil; $HOME `touch evil`\"x.txt");
     write_text(odd, "");
     setenv("ODD", odd.c_str(), 1);
-    // $ is make's: it is written twice
     const Output out = shell("make -s tinyshakespeare TEXT=\"$(printf %s \"$ODD\" | sed 's/\\$/$$/g')\"");
     CHECK(holds(out.text, odd + "' is not tinyshakespeare"), "%s", out.text.c_str());
     CHECK(access("evil", F_OK) != 0, "the name was run");
@@ -162,10 +123,8 @@ static void test_tinyshakespeare() {
         return;
     }
     check_shell(script + text, 0, "");
-    DataLoader loader;
-    dataloader_init(&loader, in_folder("tiny/tiny_shakespeare_all.bin").c_str(), 16, 1024, false, 0, 50257);
-    CHECK(loader.tokens == 338025, "%lld tokens", (long long)loader.tokens);
-    dataloader_free(&loader);
+    const int64_t bytes = file_size(in_folder("tiny/tiny_shakespeare_all.bin").c_str());
+    CHECK(bytes == 1024 + 2 * 338025, "%lld bytes", (long long)bytes);
 }
 
 int main() {
@@ -178,7 +137,6 @@ int main() {
     folder_begin("data_tools");
     TEST("stories") { test_stories(); }
     TEST("bigram") { test_bigram(); }
-    TEST("formats") { test_formats(); }
     TEST("tinyshakespeare") { test_tinyshakespeare(); }
     return folder_end();
 }
