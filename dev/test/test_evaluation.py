@@ -2,8 +2,8 @@
 
     pytest dev/test/test_evaluation.py
 
-The judge is twins.py. Files of questions, their rows, batches and the score are test_evalloader.cpp's, losses
-at the places that count test_gpt2's; here all of it meets a model.
+The judge is twins.py. Files of questions, their rows, batches and the score are test_evalloader.cpp's; here
+all of it meets a model.
 """
 import random
 import re
