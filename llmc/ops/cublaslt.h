@@ -62,6 +62,7 @@ struct GemmPlan {
 };
 
 static struct {
+    int users;                          // models; tests have two at a time
     cublasLtHandle_t handle;
     void* workspace;
     size_t workspace_bytes;
@@ -70,13 +71,14 @@ static struct {
 } gemm_state;
 
 static inline void gemm_init(void* workspace, size_t workspace_bytes, bool tf32) {
-    cublasCheck(cublasLtCreate(&gemm_state.handle));
+    if (gemm_state.users++ == 0) { cublasCheck(cublasLtCreate(&gemm_state.handle)); }
     gemm_state.workspace = workspace;
     gemm_state.workspace_bytes = workspace_bytes;
     gemm_state.compute = tf32 && sizeof(floatX) == 4 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
 }
 
 static inline void gemm_free() {
+    if (--gemm_state.users > 0) { return; }
     for (GemmPlan& plan : gemm_state.plans) {
         cublasCheck(cublasLtMatmulDescDestroy(plan.desc));
         for (cublasLtMatrixLayout_t layout : {plan.a, plan.b, plan.c, plan.d}) {

@@ -138,8 +138,11 @@ static inline void* pinned_try(size_t bytes) {      // null: not enough memory
     return nullptr;
 }
 static inline void* pinned_malloc(size_t bytes, const char* what) {
-    void* p = pinned_try(bytes);
-    if (!p) { die("cannot pin %zu bytes of host memory for %s", bytes, what); }
+    void* p = nullptr;
+    const cudaError_t status = cudaMallocHost(&p, bytes ? bytes : 1);      // or an earlier kernel's error
+    if (status != cudaSuccess) {
+        die("cannot pin %zu bytes of host memory for %s: %s", bytes, what, cudaGetErrorString(status));
+    }
     return p;
 }
 static inline void pinned_free(void* p) { cudaCheck(cudaFreeHost(p)); }
