@@ -199,7 +199,7 @@ define build_and_test
 @$(MAKE) -s -j$$(nproc) $(1) || { echo "0 passed, 1 failed, 0 skipped"; exit 1; }
 @$(PYTEST) -q --no-header -n auto $(2)
 endef
-test: ## what a push has to pass: nine minutes on two cores, from a clean clone
+test: ## what a push has to pass: six minutes on two cores, from a clean clone
 	$(call build_and_test,built-test,dev/test)
 test-quick: ## beside the editor: the CPU model, golden losses, unit tests of what has changed since HEAD
 	@$(MAKE) -s -j$$(nproc) test_gpt2cpu build/plain/train_gpt2cpu train_gpt2cpu \
