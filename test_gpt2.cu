@@ -1829,9 +1829,9 @@ static void add_scaled(double* sum, double factor, const double* x, int n) {
 
 // Attention as tensor cores must do it: exact products and sums, P, dS and O rounded where they become
 // operands. In fp32 builds without TF32 it rounds to fp32 and so says what that type can do.
-static void attention_plain(double* out /*(B,T,NH,HS)*/, double* lse /*(B,NH,T)*/,
-                            double* dqkv /*(B,T,3,NH,HS) zeros*/, Doubles qkv, const Doubles& dout, int B,
-                            int T, int NH, int HS, bool tf32, const AttentionKeep& keep) {
+static void direct_attention(double* out /*(B,T,NH,HS)*/, double* lse /*(B,NH,T)*/,
+                             double* dqkv /*(B,T,3,NH,HS) zeros*/, Doubles qkv, const Doubles& dout, int B,
+                             int T, int NH, int HS, bool tf32, const AttentionKeep& keep) {
     const Type type = type_of<floatX>();
     const double scale = 1.0 / sqrt((double)HS);
     Doubles dout_operand = dout;
@@ -1907,8 +1907,8 @@ static void test_attention(int B, int T, int NH, int HS, const char* form = null
     };
     compute(k, [&](auto at) { both(at, drops); });
     Doubles out(n), lse(rows), dqkv(3 * n);
-    attention_plain(out.data(), lse.data(), dqkv.data(), k["qkv"].twin, k["dout"].twin, B, T, NH, HS, tf32,
-                    {drops ? bits.data() : nullptr, dropout.scale});
+    direct_attention(out.data(), lse.data(), dqkv.data(), k["qkv"].twin, k["dout"].twin, B, T, NH, HS, tf32,
+                     {drops ? bits.data() : nullptr, dropout.scale});
     k["out"].expect_as_good_as(out);
     k["dqkv"].expect_as_good_as(dqkv);
     if (tf32) { k["lse"].expect_as_good_as(lse); }

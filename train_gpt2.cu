@@ -1843,7 +1843,6 @@ static void muon_orthogonalise(const MuonOrthogonalise<floatX, float>& a, Stream
     const dim3 blocks((unsigned)ceil_div(size, kChunk), a.places.count());
     muon_sums_kernel<<<blocks, kUpdateThreads, 0, stream>>>(a.sums, a.inp, size, a.places);
     muon_normalise_kernel<<<blocks, kUpdateThreads, 0, stream>>>(a.x, a.inp, a.sums, size, a.places);
-    cudaCheck(cudaGetLastError());
 
     const float scale = tall ? (float)sqrt((double)a.rows / a.cols) : 1.0f;
     const MuonMatrices gram = {a.gram, square}, poly = {a.poly, square};
@@ -3910,7 +3909,10 @@ static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& 
     }
     plan.push_back({"keys and values of texts", model.acts.text_bytes});
 #ifdef GPT2_CPU
-    if (bytes_floatX != sizeof(floatX)) { return plan; }       // of a CUDA program
+    if (bytes_floatX != sizeof(floatX)) {       // of the CUDA program
+        plan.push_back({"cuBLASLt's workspace", (size_t)64 << 20});
+        return plan;
+    }
     // Here the host's own buffers take the same memory: staged inputs, each loader's two batches of tokens
     // and targets (without training there is one loader), and one tensor on its way from or to a file, in
     // fp32 and in its type.
@@ -5315,11 +5317,11 @@ struct Training {
 };
 
 // Returns the model that the flags ask for, or that of the run to resume; checks the flags against it.
-static Config run_model(const Facts* resumed = nullptr) {
+static Config run_model(const Build& build, const Facts* resumed = nullptr) {
     const bool is_file = model_is_file(run.model);
     Config c = resumed ? facts_config(*resumed)
              : is_file ? checkpoint_config(run.model) : descriptor_config(run.model);
-    config_check(&c, !resumed && !is_file, kBuild);
+    config_check(&c, !resumed && !is_file, build);
     return c;
 }
 
@@ -5369,11 +5371,18 @@ static void fit_texts(const Config& config, Options* options, const DeviceInfo& 
 
 // Lowers the number of lanes where memory is short: each takes a buffer for gradients. The run then has the
 // bits of fewer lanes, so --lanes, which asks for certain bits, is kept.
+static bool may_lower_lanes() { return !run_given("lanes") && run.zero < 2; }
+static void lower_lanes(const Config& config, Options* options, const DeviceInfo& device) {
+    while (may_lower_lanes() && options->lanes > 1 && !run_fits(config, *options, device)) {
+        options->lanes /= 2;
+    }
+}
+
+// The same on all ranks.
 static void fit_lanes(const Config& config, Options* options, const DeviceInfo& device) {
     if (!options->trains) { return; }
     const int wanted = run.lanes;
-    const bool may_choose = !run_given("lanes") && run.zero < 2;
-    while (may_choose && options->lanes > 1 && !run_fits(config, *options, device)) { options->lanes /= 2; }
+    lower_lanes(config, options, device);
     std::vector<int> lanes(comm.world, options->lanes);
     comm_all_gather(lanes.data(), sizeof(int));
     options->lanes = *std::min_element(lanes.begin(), lanes.end());
@@ -5551,49 +5560,47 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
 // program in BF16.
 static void print_plan() {
     const bool here = strcmp(run.plan, "auto") == 0;
-    if (!kBuild.is_cuda) { bytes_floatX = 2; }
-    const char* precision = kBuild.is_cuda ? PRECISION_NAME : "BF16";
-    comm.world = std::max(1, run.comm.gpus);
-    const Config config = run_model();
-    const Options options = run_options();
-
-    DeviceInfo device = {};
-    if (here && kBuild.is_cuda) { device = device_init(); }
-    const GpuKind* gpu = gpu_kind(here ? device.name : run.plan);
-    if (!gpu && device.name.empty()) { die("--plan %s: choose %s", run.plan, gpu_names().c_str()); }
-    if (device.name.empty()) {
+    const Build build = kBuild.is_cuda ? kBuild : Build{"BF16", true, true};
+    const GpuKind* gpu = gpu_kind(run.plan);
+    if (here && !kBuild.is_cuda) { die("--plan auto needs the CUDA program: this one has no GPU"); }
+    if (!here && !gpu) { die("--plan %s: choose auto, or one of %s", run.plan, gpu_names().c_str()); }
+    if (build.is_cuda && !kBuild.is_cuda) { bytes_floatX = 2; }
+    comm.world = std::max({1, run.comm.gpus, run.comm.processes});
+    if (model_is_folder()) { folder_resolve(); }
+    const Config config = run_model(build);
+    Options options = run_options();
+    DeviceInfo device;
+    if (here) {
+        device = device_init();
+        gpu = gpu_kind(device.name);
+    } else {
         device.name = gpu->part;
         device.memory_total = (size_t)(gpu->gib * (1 << 30));
         device.memory_free = device.memory_total - ((size_t)3 << 29);   // 1.5 GiB: driver, libraries, NCCL
     }
-    auto plan_of = [&](int B) { return gpt2_memory_plan(config, options, B, run.T); };
+    fit_texts(config, &options, device);
+    lower_lanes(config, &options, device);
+    Options least = options;
+    if (may_lower_lanes()) { least.lanes = 1; }
+
     ParamSpec specs[NUM_PARAMS];
     param_specs(specs, config);
-    const double params = (double)report_parameters(specs, NUM_PARAMS);
-    printf("plan: %s on %d x %s, %s\n", run.model, comm.world, device.name.c_str(), precision);
+    printf("plan: %s on %d x %s, %s\n", run.model, comm.world, device.name.c_str(), build.precision);
     report_model(config, specs, NUM_PARAMS, options.muon, false);
-    memory_print(plan_of(run.B), run.verbose > 0);
-    const int largest = memory_largest(plan_of, memory_room(device), std::min(65536, INT_MAX / run.T));
-    printf("-b %d %s%s; the largest that fits is -b %d\n", run.B, run.B > largest ? "does not fit" : "fits",
-           comm.world > 1 ? " on each GPU" : "", largest);
-    const double flops = step_flops(config, params, run.T);     // a token's
-    printf("a step: %lld tokens, %.1f TFLOP, micro-steps: %d\n", (long long)run.total_batch,
-           flops * (double)run.total_batch * 1e-12, rank_micro_steps());
-    if (!gpu || !strcmp(precision, "FP32")) { return; }         // the table has 16-bit figures alone
-
-    const PlanBatch batch = {run.B, run.T, comm.world, run.recompute, options.muon, options.split.zero > 0};
-    const StepTime time = plan_step(*gpu, config, params, batch);
-    const double seconds = rank_micro_steps() * time.micro_s + time.update_s;
-    const double speed = (double)run.total_batch / seconds;
-    const double tokens = run.max_steps > 0 ? (double)run.max_steps * (double)run.total_batch : 1e9;
-    const double hours = tokens / speed / 3600;
-    printf("speed: about %.1f ms a step, %.0f tok/s, MFU %.0f%%\n"
-           "time: about %.3g hours for %.3gB tokens", seconds * 1e3, speed,
-           100.0 * flops * speed / (gpu->tflops * 1e12 * comm.world), hours, tokens * 1e-9);
-    if (run.price > 0) {
-        printf(", $%.2f at $%g for an hour of a GPU", hours * comm.world * run.price, run.price);
+    memory_print(gpt2_memory_plan(config, options, run.B, run.T), run.verbose > 0);
+    const int largest = memory_largest([&](int B) { return gpt2_memory_plan(config, least, B, run.T); },
+                                       memory_room(device), std::min(65536, INT_MAX / run.T));
+    if (largest == 0) {
+        die("not even -b 1 fits\nhint: choose a smaller model or -t, or another GPU; -r 2 needs less memory");
     }
-    printf("\n");
+    printf("-b %d %s; the largest that fits is -b %d\n", run.B, run.B > largest ? "does not fit" : "fits",
+           largest);
+    printf("a step: %lld tokens, micro-steps: %d, lanes: %d\n", (long long)run.total_batch,
+           rank_micro_steps(), options.lanes * comm.world);
+    if (!gpu || !strcmp(build.precision, "FP32")) { return; }           // the table has 16-bit figures alone
+    plan_print_time(*gpu, config, (double)report_parameters(specs, NUM_PARAMS),
+                    {run.B, run.T, comm.world, rank_micro_steps(), run.recompute, options.muon,
+                     options.split.zero > 0}, run.max_steps, run.price);
 }
 
 // == 12 training loop ==
@@ -5928,7 +5935,11 @@ int main(int argc, char** argv) {
     device_prepare(argv);
     const std::vector<const char*> words = words_in_full(argc, argv);
     flags_parse(kFlags, kNumFlags, (int)words.size(), words.data(), kFlagGroups);
-    if (run.plan[0] != '\0') { print_plan(); return 0; }
+    if (run.plan[0] != '\0') {
+        print_plan();
+        stdout_check();
+        return 0;
+    }
     const std::string init = flags_text(flags_find(kFlags, kNumFlags, "--process-init"));
     run.comm.init = init.c_str();           // comm.h takes the word itself
     launch_resume();                        // -y 1: the run's number of GPUs
@@ -5938,7 +5949,7 @@ int main(int argc, char** argv) {
     Training t;
     Checkpoint resumed = find_resumed(&t.saver.retention.bad, kBuild);
     if (!run.resumed && model_is_folder()) { folder_resolve(); }
-    const Config config = run_model(run.resumed ? &resumed.facts : nullptr);
+    const Config config = run_model(kBuild, run.resumed ? &resumed.facts : nullptr);
     Options options = run_options();
     const Task task = run_task();
     if (task == Task::Write) {

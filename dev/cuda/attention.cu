@@ -162,6 +162,7 @@ static float median_ms(void (*run)(const Buffers&), const Buffers* buffers) {
         run(buffers[i % kBuffers]);
         cudaCheck(cudaEventRecord(events[i + 1]));
     }
+    cudaCheck(cudaGetLastError());          // of the launches
     cudaCheck(cudaDeviceSynchronize());
     std::vector<float> ms(kRuns);
     for (int i = 0; i < kRuns; i++) { cudaCheck(cudaEventElapsedTime(&ms[i], events[i], events[i + 1])); }

@@ -33,16 +33,20 @@ def test_memory_and_cost():
     memory = float(re.search(r"^memory: ([\d.]+) GiB", out, re.M)[1])
     one_lane = float(re.search(r"^memory: ([\d.]+) GiB", plan("d12", 64), re.M)[1])
     assert abs(one_lane / 27.095 - 1) < 0.01 and memory > one_lane
-    hours, cost = re.search(r"^time: about ([\d.]+) hours for 10B tokens, \$([\d.]+) at", out, re.M).groups()
+    hours, cost = re.search(r"^time: about (\S+) hours for 10B tokens, \$([\d.]+) at", out, re.M).groups()
     assert abs(2 * float(hours) - float(cost)) < 0.02 and abs(float(hours) / 4.5 - 1) < 0.05
+    assert "fits; the largest that fits is -b 16\na step: 524288 tokens, micro-steps: 32, lanes: 1\n" in plan(
+        "d36", 16, z=524288, gpu="a100-sxm4-40gb"), "as a run does, it takes fewer lanes where memory is short"
     small = plan("d12", 64, gpu="4090")
     most = int(re.search(r"^-b 64 does not fit; the largest that fits is -b (\d+)$", small, re.M)[1])
-    assert "fits; the largest" in plan("d12", most, gpu="rtx 4090")
+    assert "fits; the largest" in plan("d12", most, gpu="NVIDIA GeForce RTX 4090")
     assert "does not fit" in plan("d12", most + 1, gpu="4090")
 
 
 @pytest.mark.parametrize("flags, words", [
-    ({"--plan": "TPU"}, ["--plan TPU", "H200"]), ({"--plan": "auto"}, ["--plan auto", "H200"]),
+    ({"--plan": "TPU"}, ["--plan TPU", "H200"]), ({"--plan": "auto"}, ["--plan auto", "CUDA program"]),
+    ({"--plan": "GH200"}, ["--plan GH200"]), ({"--price": 2}, ["--price", "--plan"]),
+    ({"-e": "d48", "-t": 1024, "--plan": "4090"}, ["not even -b 1"]),
     ({"--plan": "H200", "-x": 0}, ["--plan", "-x 0"]), ({"--plan": "H200", "-y": 1, "-o": "r"}, ["-y 1"])])
 def test_refusals(flags, words):
     refused(flags, *words)

@@ -12,6 +12,7 @@ A plan takes the library's first suggestion. No timing takes part, so equal runs
 #ifndef LLMC_OPS_CUBLASLT_H
 #define LLMC_OPS_CUBLASLT_H
 
+#include <assert.h>             // gives: assert
 #include <cublasLt.h>           // gives: cublasLtMatmul
 #include <stdint.h>             // gives: int64_t
 
@@ -62,7 +63,7 @@ struct GemmPlan {
 };
 
 static struct {
-    int users;                          // models; tests have two at a time
+    int users;                          // models; of two at a time, in tests, the first must end first
     cublasLtHandle_t handle;
     void* workspace;
     size_t workspace_bytes;
@@ -78,6 +79,7 @@ static inline void gemm_init(void* workspace, size_t workspace_bytes, bool tf32)
 }
 
 static inline void gemm_free() {
+    assert(gemm_state.users > 0);
     if (--gemm_state.users > 0) { return; }
     for (GemmPlan& plan : gemm_state.plans) {
         cublasCheck(cublasLtMatmulDescDestroy(plan.desc));

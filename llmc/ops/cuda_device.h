@@ -139,7 +139,7 @@ static inline void* pinned_try(size_t bytes) {      // null: not enough memory
 }
 static inline void* pinned_malloc(size_t bytes, const char* what) {
     void* p = nullptr;
-    const cudaError_t status = cudaMallocHost(&p, bytes ? bytes : 1);      // or an earlier kernel's error
+    const cudaError_t status = cudaMallocHost(&p, bytes ? bytes : 1);      // may report an earlier kernel's
     if (status != cudaSuccess) {
         die("cannot pin %zu bytes of host memory for %s: %s", bytes, what, cudaGetErrorString(status));
     }

@@ -7,7 +7,7 @@ update, chunks of the gradient.
 #ifndef LLMC_OPS_OP_TYPES_H
 #define LLMC_OPS_OP_TYPES_H
 
-#include <math.h>       // gives: fmin, fmaxf, fma, isfinite
+#include <math.h>       // gives: fminf, fmaxf, fma, sqrt, isfinite
 #include <stddef.h>     // gives: size_t
 #include <stdint.h>     // gives: uint32_t
 
@@ -158,7 +158,7 @@ struct UpdatePolicy {
 // 0 until the window is full, because the first losses of a run fall fast. 0 if all values are equal: no
 // distance from them is usual or unusual. (A run on one batch at a learning rate of 0, say, would otherwise
 // stop at the first rounding error.) In double and in the window's order. fma() is written out: if compilers
-// chose where to fuse, two builds could decide differently. On the device by one thread, in microseconds.
+// chose where to fuse, two builds could decide differently. One thread of the device computes it.
 LLMC_HD static inline float window_score(const Window& w, float x) {
     if (w.count < kWindow) { return 0.0f; }
     double sum = 0.0, squares = 0.0;

@@ -2,14 +2,18 @@
 --plan: how long a step would take on a GPU, estimated from its data sheet. Host only.
 
     const GpuKind* gpu = gpu_kind("NVIDIA H200");                       // nullptr: not in the table
-    const StepTime t = plan_step(*gpu, config, params, {64, 1024, 1});  // 64 rows, one micro-step, one GPU
-    const double seconds = t.micro_s + t.update_s;
+    const StepTime t = plan_step(*gpu, config, params, {64, 1024, 1, 8});   // 64 rows, one GPU, 8 micro-steps
+    const double seconds = 8 * t.micro_s + t.update_s;
 */
 #ifndef LLMC_RUN_PLAN_H
 #define LLMC_RUN_PLAN_H
 
+#include <ctype.h>      // gives: isalnum
+#include <stdint.h>     // gives: int64_t
+#include <stdio.h>      // gives: printf
+#include <string.h>     // gives: strcasestr, strlen
+
 #include <string>       // gives: std::string
-#include <strings.h>    // gives: strcasecmp
 
 #include "../model/model_config.h"      // gives: Config
 
@@ -19,30 +23,35 @@ struct GpuKind { const char* part; double tflops, gb_per_s, gib; };
 static const GpuKind kGpuKinds[] = {
     {"A100-SXM4-40GB", 312, 1555, 40}, {"A100-PCIE-40GB", 312, 1555, 40}, {"A100", 312, 2039, 80},
     {"H100 PCIe", 756, 2000, 80}, {"H100 NVL", 835, 3900, 94}, {"H100", 989, 3350, 80},
-    {"H200 NVL", 835, 4800, 140}, {"H200", 989, 4800, 140}, {"RTX 4090", 165, 1008, 24}};
+    {"H200 NVL", 835, 4800, 140}, {"H200", 989, 4800, 140}, {"4090", 165, 1008, 24}};
 
-// The GPU whose name contains a row's, or which the user calls so ("h200", "4090"); nullptr: not known.
+// The first row whose words are part of a driver's name ("NVIDIA H200") or a user's ("h200"); nullptr: none.
 static inline const GpuKind* gpu_kind(const std::string& name) {
     for (const GpuKind& kind : kGpuKinds) {
-        if (name.find(kind.part) != std::string::npos) { return &kind; }
-    }
-    for (const GpuKind& kind : kGpuKinds) {
-        const std::string part = kind.part, number = part.substr(part.find(' ') + 1);
-        for (const std::string& called : {part, number}) {
-            if (strcasecmp(called.c_str(), name.c_str()) == 0) { return &kind; }
-        }
+        const char* found = strcasestr(name.c_str(), kind.part);
+        if (!found) { continue; }
+        const bool begins = found == name.c_str() || !isalnum((unsigned char)found[-1]);
+        if (begins && !isalnum((unsigned char)found[strlen(kind.part)])) { return &kind; }
     }
     return nullptr;
 }
 
 static inline std::string gpu_names() {
-    std::string names = "auto, for the GPU in this machine,";
-    for (const GpuKind& kind : kGpuKinds) { names += std::string(" ") + kind.part + ","; }
-    names.pop_back();
+    std::string names;
+    for (const GpuKind& kind : kGpuKinds) { names += (names.empty() ? "" : ", ") + std::string(kind.part); }
     return names;
 }
 
-struct PlanBatch { int B, T, world; int recompute = 0; bool muon = false, shards_state = false; };
+// Of a token, forward and backward, as llm.c counts: attention is causal, so half of 12*L*C*T.
+static inline double step_flops(const Config& c, double parameters, int T) {
+    return 6.0 * parameters + 6.0 * (double)c.L * c.C * T;
+}
+
+struct PlanBatch {
+    int B, T, world, micro_steps;       // rows and tokens of a GPU's micro-step; GPUs; micro-steps of each
+    int recompute;
+    bool muon, shards_state;
+};
 struct StepTime { double micro_s, update_s; };      // of a micro-step; of what each step adds to those
 
 // Sums what GEMMs, attention, the kernels that move memory, and launches take. The shares of the data sheet's
@@ -64,6 +73,22 @@ static inline StepTime plan_step(const GpuKind& gpu, const Config& c, double par
     const double shares = batch.shards_state ? batch.world : 1;
     const double muon = batch.muon ? 300 * L * C * C * C / (kGemm * flops) / batch.world : 0;
     return {micro, params * (4 + 30 / shares) / (kUpdate * bytes) + muon};
+}
+
+// Prints what a step and a run of `steps` take, or a billion tokens if steps is not known, -1. price: dollars
+// for an hour of a GPU; 0: not known.
+static inline void plan_print_time(const GpuKind& gpu, const Config& c, double params, const PlanBatch& batch,
+                                   int64_t steps, double price) {
+    const StepTime time = plan_step(gpu, c, params, batch);
+    const double seconds = batch.micro_steps * time.micro_s + time.update_s;
+    const double batch_tokens = (double)batch.B * batch.T * batch.world * batch.micro_steps;
+    const double speed = batch_tokens / seconds, tokens = steps > 0 ? (double)steps * batch_tokens : 1e9;
+    const double hours = tokens / speed / 3600, peak = gpu.tflops * 1e12 * batch.world;
+    printf("speed: about %.1f ms a step, %.0f tok/s, MFU %.0f%%\n", seconds * 1e3, speed,
+           100.0 * step_flops(c, params, batch.T) * speed / peak);
+    printf("time: about %.3g hours for %.3gB tokens", hours, tokens * 1e-9);
+    if (price > 0) { printf(", $%.2f at $%g for an hour of a GPU", hours * batch.world * price, price); }
+    printf("\n");
 }
 
 #endif  // LLMC_RUN_PLAN_H

@@ -55,11 +55,6 @@ struct Report {
 
 constexpr size_t kSparklineColumns = 10;        // then all fields of its line fit into 80 columns
 
-// Of a token, forward and backward, as llm.c counts: attention is causal, so half of 12*L*C*T.
-static inline double step_flops(const Config& c, double parameters, int T) {
-    return 6.0 * parameters + 6.0 * (double)c.L * c.C * T;
-}
-
 static inline std::string duration_text(double seconds) {
     const int64_t s = (int64_t)(seconds + 0.5);
     return format("%lld:%02d:%02d", (long long)(s / 3600), (int)(s / 60 % 60), (int)(s % 60));
@@ -199,11 +194,10 @@ static inline void report_val(const Logger& log, int64_t step, double loss) {
     progress_clear();
     printf("val loss %s", logger_number("%.6f", loss).c_str());
     if (step >= 0) { printf(" @%lld", (long long)step); }
-    if (loss < log.best_val && isfinite(log.best_val)) { printf(" (best, %.4f)", loss - log.best_val); }
-    if (loss >= log.best_val) {
-        printf(" (%+.4f, best @%lld)", loss - log.best_val, (long long)log.best_step);
-    }
-    if (isfinite(loss)) { printf(" | ppl %.2f", exp(loss)); }
+    const double more = loss - log.best_val;
+    if (isfinite(more) && more < 0) { printf(" (best, %.4f)", more); }
+    else if (isfinite(more)) { printf(" (%+.4f, best @%lld)", more, (long long)log.best_step); }
+    if (isfinite(loss)) { printf(loss < 20 ? " | ppl %.2f" : " | ppl %.2e", exp(loss)); }
     printf("\n");
     fflush(stdout);
 }

@@ -580,6 +580,7 @@ static inline void config_check(Config* c, bool is_descriptor, const Build& buil
     if (run.plan[0] != '\0' && (run.max_steps == 0 || run.resume)) {
         die("--plan is for training that begins: leave %s out", run.resume ? "-y 1" : "-x 0");
     }
+    if (run.price > 0 && run.plan[0] == '\0') { die("--price is for --plan, which is not given"); }
     if (run.chat && run.max_steps != 0) { die("--chat needs -x 0: it does not train"); }
     if (run.max_steps == 0 && run.output_dir[0] != '\0') {
         die("-x 0 trains nothing, so there is nothing to write to -o %s", run.output_dir);
