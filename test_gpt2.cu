@@ -465,6 +465,7 @@ struct RandomModel : Model {
 static void one_step(GPT2* model, int B, uint32_t batch, int micro_steps = 1) {
     accumulate(model, random_batch(model->config, B, batch), micro_steps);
     gpt2_update(model, 1e-3, 1e-2);
+    stream_sync(model->stream);     // the next step may be another model's, and they share a workspace
 }
 
 // A few steps of training; returns the losses, then the parameters.
@@ -545,25 +546,6 @@ static void test_layout() {
                 }
             }
         }
-    }
-}
-
-static void test_lanes() {
-    const struct { int micro_steps, world, zero, lanes; } defaults[] = {
-        {1, 1, 0, 1}, {5, 1, 0, 1}, {6, 1, 0, 2}, {12, 1, 0, 4}, {12, 4, 0, 4}, {24, 1, 0, 8}, {24, 2, 0, 8},
-        {24, 8, 0, 8}, {24, 3, 0, 12}, {40, 5, 0, 10}, {64, 64, 0, 64}, {24, 1, 2, 24}};
-    for (const auto& it : defaults) {
-        const int lanes = (int)lanes_default(it.micro_steps, it.world, it.zero);
-        CHECK(lanes == it.lanes, "%d lanes of %d micro-steps, not %d", lanes, it.micro_steps, it.lanes);
-    }
-    const struct { int lanes, micro_steps, world, zero; bool good; } choices[] = {
-        {0, 8, 1, 0, false}, {3, 8, 1, 0, false}, {5, 8, 1, 0, false}, {16, 8, 1, 0, false},
-        {7, 8, 1, 0, false}, {6, 24, 1, 0, false}, {6, 24, 3, 0, true}, {4, 8, 1, 2, false},
-        {8, 8, 1, 2, true}, {6, 6, 3, 2, true}, {6, 6, 3, 0, true}};
-    for (const auto& it : choices) {
-        const std::string error = lanes_error(it.lanes, it.micro_steps, it.world, it.zero);
-        CHECK(error.empty() == it.good, "%d lanes of %d, %d ranks: '%s'", it.lanes, it.micro_steps, it.world,
-              error.c_str());
     }
 }
 
@@ -2567,7 +2549,6 @@ int main(int argc, char** argv) {
         if (mode == "invariance") {
             TEST("layout of the arenas, lanes") {
                 test_layout();
-                test_lanes();
             }
             TEST("sums of lanes") { test_lane_gradients(kTiny); }
             if (variants && !kDeviceIsAsync) TEST("a stream in fp32 beside rounded branches") {

@@ -18,6 +18,7 @@ import pytest
 pytest.register_assert_rewrite("trainer", "checks", "jobs")
 from checks import ROOT                              # noqa: E402
 import gpus                                         # noqa: E402
+import status                                       # noqa: E402
 import trainer                                      # noqa: E402
 from trainer import Program                         # noqa: E402
 
@@ -258,6 +259,7 @@ class Table:
                  if self.totals[suite] == len(self.outcomes.get(suite, ()))}
         if self.config.gpus and ended and "::" not in "".join(self.config.args):
             gpus.write_results(ended, self.config.sources)
+            status.write_page()
         if session.exitstatus in (0, 5) and (self.total()[1] or not self.total()[0]):
             session.exitstatus = 1
 

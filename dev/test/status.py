@@ -47,9 +47,13 @@ def with_table(text, new):
     return before + begin + new + end + after
 
 
+def write_page():
+    write(PAGE, with_table(read(PAGE).decode(), table()))
+
+
 def main():
     if "--write" in sys.argv:
-        write(PAGE, with_table(read(PAGE).decode(), table()))
+        write_page()
         return
     current = gpus.read_results().get("sha256") == gpus.cuda_hash()
     print(table() + ("CURRENT" if current else "STALE: the CUDA sources have changed since"))

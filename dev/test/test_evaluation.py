@@ -179,7 +179,7 @@ def test_questions_resumed():
     flags = {"-h": 1, "--eval-data": "bytes.bin", "--eval-every": 1, "-x": 3, "-z": 200 * B * T, "-y": 1}
     run_ok({**flags, "-o": "whole"})
     job = Job({**flags, "-o": "parts"})
-    assert job.when(lambda: len(EVAL.findall(job.out())) == 2)
+    assert job.when(lambda: len(EVAL.findall(job.out())) >= 2)
     assert job.signal(TERM).result().code == 0          # in the middle of a long step
     run_ok({**flags, "-o": "parts"})
     assert read_bytes("parts/main.log") == read_bytes("whole/main.log")

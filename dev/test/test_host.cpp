@@ -20,6 +20,7 @@ from run to run.
 #include "llmc/run/report.h"
 #include "llmc/run/samples.h"
 #include "llmc/host_memory.h"
+#include "llmc/model/lanes.h"
 #include "llmc/model/memory_plan.h"
 #include "llmc/rand.h"
 #include "llmc/data/sampler.h"
@@ -762,6 +763,14 @@ static void test_run() {
             check_dies(c.name, [&] { fact_number(facts, c.name, 0, INT_MAX); }, {c.message});
         }
         check_dies("too small", [&] { fact_number(facts, "n", 8, 9); }, {"'n' is 7: expected 8 to 9"});
+        const Facts forged[] = {{{"T", "0"}}, {{"T", "8"}, {"total_batch", "1e308"}},
+                                {{"T", "8"}, {"total_batch", "8"}, {"lanes", "-1"}}};
+        for (const Facts& all : forged) {
+            check_dies("forged", [&] {
+                parse_run({});
+                settings_resume(all, descriptor_config("d12"), cuda);
+            }, {"'" + all.back().first + "' is " + all.back().second});
+        }
 
         UpdateState update = {}, again = {};
         update.norm = 0.1f, update.norms.count = 3, update.losses.values[kWindow - 1] = -1e30f;
@@ -801,6 +810,63 @@ static void test_run() {
             run.model = "missing";
             printf("%d", model_is_folder());
         }, "01" "11" "01" "01" "11" "0");
+    }
+}
+
+// ---- lanes.h ----
+
+static void test_lanes() {
+    const struct { int micro_steps, world, zero, lanes; } defaults[] = {
+        {1, 1, 0, 1}, {5, 1, 0, 1}, {6, 1, 0, 2}, {12, 1, 0, 4}, {12, 4, 0, 4}, {24, 1, 0, 8}, {24, 2, 0, 8},
+        {24, 8, 0, 8}, {24, 3, 0, 12}, {40, 5, 0, 10}, {64, 64, 0, 64}, {24, 1, 2, 24}};
+    for (const auto& it : defaults) {
+        const int lanes = (int)lanes_default(it.micro_steps, it.world, it.zero);
+        CHECK(lanes == it.lanes, "%d lanes of %d micro-steps, not %d", lanes, it.micro_steps, it.lanes);
+    }
+    const struct { int lanes, micro_steps, world, zero; bool good; } choices[] = {
+        {0, 8, 1, 0, false}, {3, 8, 1, 0, false}, {5, 8, 1, 0, false}, {16, 8, 1, 0, false},
+        {7, 8, 1, 0, false}, {6, 24, 1, 0, false}, {6, 24, 3, 0, true}, {4, 8, 1, 2, false},
+        {8, 8, 1, 2, true}, {6, 6, 3, 2, true}, {6, 6, 3, 0, true}};
+    for (const auto& it : choices) {
+        const std::string error = lanes_error(it.lanes, it.micro_steps, it.world, it.zero);
+        CHECK(error.empty() == it.good, "%d lanes of %d, %d ranks: '%s'", it.lanes, it.micro_steps, it.world,
+              error.c_str());
+    }
+
+    // Follow a rank's buffers with texts instead of numbers: "(0+1)" for a sum. Ranks together give `world`
+    // lanes at a time.
+    auto pairs = [](int from, int count) {      // the tree, bottom up
+        std::vector<std::string> level;
+        for (int i = 0; i < count; i++) { level.push_back(format("%d", from + i)); }
+        while (level.size() > 1) {
+            std::vector<std::string> next;
+            for (size_t i = 0; i + 1 < level.size(); i += 2) {
+                next.push_back("(" + level[i] + "+" + level[i + 1] + ")");
+            }
+            if (level.size() % 2 == 1) { next.push_back(level.back()); }
+            level = next;
+        }
+        return level[0];
+    };
+    for (int lanes = 1; lanes <= 48; lanes++) {
+        for (int world = 1; world <= lanes; world++) {
+            if (lanes % world != 0) { continue; }
+            const int merged = is_power_of_two(world) ? lanes / world : lanes;
+            std::vector<std::string> buffers(lane_buffers(merged));
+            bool fits = true;
+            for (int lane = 0, part; fits && lane < lanes; lane += part) {
+                part = lane_part(lane, world - lane % world);
+                const int top = lane_buffer(lane);
+                const int merges = lane_merges(lane + part - 1, lanes) - __builtin_ctz(part);
+                fits = merges >= 0 && merges <= top && top - merges < (int)buffers.size();
+                if (!fits) { break; }
+                std::string sum = pairs(lane, part);
+                for (int k = top - 1; k >= top - merges; k--) { sum = "(" + buffers[k] + "+" + sum + ")"; }
+                buffers[top - merges] = sum;
+            }
+            CHECK(fits && buffers[0] == pairs(0, lanes), "%d lanes of %d ranks: %s", lanes, world,
+                  buffers[0].c_str());
+        }
     }
 }
 
@@ -1460,6 +1526,7 @@ int main() {
     test_flag_errors();
     test_flag_texts();
     test_run();
+    test_lanes();
     test_schedulers();
     test_sampler();
     test_rand();

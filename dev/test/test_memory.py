@@ -131,11 +131,12 @@ def planned_and_taken(flags):
         line = p.stdout.readline()
         assert line, p.stderr.read()
         out += line
-    busy = 0.0 if b"evaluating " in out else 1.0            # seconds of processor time: past the first batch
-    while busy < 0.1 and p.poll() is None:
-        time.sleep(0.02)
+    def busy():                                             # seconds of processor time
         with open(f"/proc/{p.pid}/stat", encoding="ascii") as f:
-            busy = int(f.read().rsplit(")", 1)[1].split()[11]) / os.sysconf("SC_CLK_TCK")
+            return int(f.read().rsplit(")", 1)[1].split()[11]) / os.sysconf("SC_CLK_TCK")
+    since = busy()
+    while b"evaluating " in out and busy() < since + 0.1 and p.poll() is None:
+        time.sleep(0.02)                                    # past the first batch
     with open(f"/proc/{p.pid}/status", encoding="ascii") as f:
         peak = re.search(r"^VmPeak:\s+(\d+) kB$", f.read(), re.M)
     p.kill()
