@@ -5317,7 +5317,7 @@ struct Training {
 };
 
 // Returns the model that the flags ask for, or that of the run to resume; checks the flags against it.
-static Config run_model(const Build& build, const Facts* resumed = nullptr) {
+static Config run_model(const Facts* resumed = nullptr, const Build& build = kBuild) {
     const bool is_file = model_is_file(run.model);
     Config c = resumed ? facts_config(*resumed)
              : is_file ? checkpoint_config(run.model) : descriptor_config(run.model);
@@ -5567,7 +5567,7 @@ static void print_plan() {
     if (build.is_cuda && !kBuild.is_cuda) { bytes_floatX = 2; }
     comm.world = std::max({1, run.comm.gpus, run.comm.processes});
     if (model_is_folder()) { folder_resolve(); }
-    const Config config = run_model(build);
+    const Config config = run_model(nullptr, build);
     Options options = run_options();
     DeviceInfo device;
     if (here) {
@@ -5949,7 +5949,7 @@ int main(int argc, char** argv) {
     Training t;
     Checkpoint resumed = find_resumed(&t.saver.retention.bad, kBuild);
     if (!run.resumed && model_is_folder()) { folder_resolve(); }
-    const Config config = run_model(kBuild, run.resumed ? &resumed.facts : nullptr);
+    const Config config = run_model(run.resumed ? &resumed.facts : nullptr);
     Options options = run_options();
     const Task task = run_task();
     if (task == Task::Write) {
