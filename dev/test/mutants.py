@@ -30,8 +30,8 @@ ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)),
 
 # What should notice a mistake in a file, the first row that fits: modules of dev/test and programs of
 # test_programs.py, cheapest first.
-MODEL = ["test_gpt2", "golden", "refusals", "runs", "training", "evaluation", "texts", "memory", "terminal",
-         "lazy", "hf", "resume", "ranks"]
+MODEL = ["test_gpt2", "golden", "refusals", "runs", "training", "evaluation", "texts", "memory", "plan",
+         "terminal", "lazy", "hf", "resume", "ranks"]
 SUITES = [
     (r"llmc/ops/(cpu_ops|ops|op_types)\.h", ["host cpu_ops", *MODEL]),
     (r"llmc/comm/.*", ["host comm", "ranks"]),
