@@ -5564,7 +5564,7 @@ static void print_plan() {
     const GpuKind* gpu = gpu_kind(run.plan);
     if (here && !kBuild.is_cuda) { die("--plan auto needs the CUDA program: this one has no GPU"); }
     if (!here && !gpu) { die("--plan %s: choose auto, or one of %s", run.plan, gpu_names().c_str()); }
-    if (build.is_cuda && !kBuild.is_cuda) { bytes_floatX = 2; }
+    if (!kBuild.is_cuda) { bytes_floatX = 2; }
     comm.world = std::max({1, run.comm.gpus, run.comm.processes});
     if (model_is_folder()) { folder_resolve(); }
     const Config config = run_model(nullptr, build);
