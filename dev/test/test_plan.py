@@ -30,6 +30,7 @@ def test_time(model, batch, gpus, measured):
 def test_memory_and_cost():
     """The CUDA program in BF16 takes 27.095 GiB for 124M; 10B tokens take 4.5 hours."""
     out = plan("d12", 64, x=19073, z=524288, price=2)
+    assert " 124439808 parameters\n" in out, "as published"
     memory = float(re.search(r"^memory: ([\d.]+) GiB", out, re.M)[1])
     one_lane = float(re.search(r"^memory: ([\d.]+) GiB", plan("d12", 64), re.M)[1])
     assert abs(one_lane / 27.095 - 1) < 0.01 and memory > one_lane

@@ -106,9 +106,10 @@ def test_plot_smooth():
     line = [float(x) for x in range(1000)]
     assert_close(plot_log.smooth(line)[:990], line[:990], 1e-9, "a straight line")
     assert plot_log.smooth(line)[-1] == sum(line[-11:]) / 11
+    assert_close(plot_log.smooth([float(x % 2) for x in range(1000)])[50:950], [0.5] * 900, 0.03, "noise")
     gap = plot_log.smooth(line[:500] + [math.nan, math.inf] + line[502:])
     assert [i for i, x in enumerate(gap) if math.isnan(x)] == [500, 501]
-    assert all(abs(x - i) < 6 for i, x in enumerate(gap) if i not in (500, 501))
+    assert all(abs(x - i) < 3 for i, x in enumerate(gap[:990]) if i not in (500, 501))
     assert (plot_log.smooth([]), plot_log.smooth([2.0])) == ([], [2.0])
     assert [plot_log.short(x) for x in (0, 6e-4, 999, 1280, 999960, 1e10)] == [
         "0", "0.0006", "999", "1.28K", "1M", "10B"]
@@ -176,6 +177,12 @@ def test_plot_over_seconds():
     made_run("timed", 4)
     log = read_bytes("timed/metrics.jsonl").decode()
     write("timed/metrics.jsonl", log.replace('"ms": 2', '"ms": 5000', 1))
+    run = plot_log.Run("timed")
+    values = {name: curve[1] for name, curve in run.curves.items()}
+    run.go_over("seconds")
+    for name, at in (("train", [0, 5, 5.002, 5.004]), ("val", [0]), ("speed", [0, 5, 5.002, 5.004])):
+        assert_close(run.curves[name][0], at, 1e-9, f"{name}: seconds")
+        assert run.curves[name][1] == values[name]
     figure, _, curves = draw("timed", seconds=True)
     assert figure.get_supxlabel() == "seconds of training"
     assert_close(curves[0]["training, smoothed"][0], [0, 5, 5.002, 5.004], 1e-9, "seconds")

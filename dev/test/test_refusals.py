@@ -36,7 +36,8 @@ VALUES = """
 def test_value(row):
     flag, *values = row.split()
     for value in values:
-        refused({flag: value}, flag, value)
+        said = refused({flag: value}, flag).err
+        assert f"not '{value}'" in said or f"{flag} {value} " in said, said
 
 
 # FLAGS => words of the sentence; FLAG NONE: without it

@@ -9,6 +9,7 @@ damaged, their markers, retention and each call that a disk can refuse are test_
 their tables test_host.cpp's.
 """
 import collections
+import contextlib
 import fcntl
 import functools
 import glob
@@ -27,7 +28,7 @@ import pytest
 
 from checks import ROOT
 from jobs import (DAY, HUP, INT, KILL, PIPE, STOPPING, TERM, UNREAD, USR1, Fault, Job, fault_environment,
-                  left_over, named, need, ranks, rare_model, read_state, steps_of, undisturbed, unlike)
+                  left_over, most_ranks, named, need, ranks, rare_model, read_state, steps_of, undisturbed, unlike)
 from trainer import (LIMIT_S, Program, flags_of, log_columns, metrics, model_path, on_cpu, read_bytes,
                      refused, run, run_ok, sentences, snapshot, without_scaling, write_bytes, write_shard)
 
@@ -366,6 +367,47 @@ def test_failed_start():
         assert snapshot() == before
 
 
+@pytest.mark.programs("cpu", "asan", "lazy")
+@pytest.mark.gpus
+@pytest.mark.numeric
+@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 25))])
+def test_kill_at_any_time(seed):
+    """kill -9 of a random rank at random times, which no call of a library marks; one rank goes on."""
+    rng, folder = random.Random(f"{DAY} {seed}"), f"any_time{seed}"
+    flags = {**rng.choice(SAVES), "-x": 40, "-y": 1, "-o": folder}
+    judge = judge_of(flags)
+    for _ in range(3):
+        size = rng.choice([n for n in (1, 2, 4) if n <= most_ranks()])
+        job = Job({**flags, **ranks(size, rng.randrange(3))})
+        job.when(lambda: len(job.ranks()) == size - (size == 1))
+        time.sleep(rng.uniform(0, 0.5 if on_cpu() else 5))
+        victims = job.ranks() or [job.p.pid]
+        with contextlib.suppress(ProcessLookupError):           # the run may just be over
+            os.kill(rng.choice(victims), KILL)
+        result = job.result()
+        assert result.err.count("error: ") <= 1 and (result.code or steps_of(folder)[-1:] == [40]), result.err
+    result = run(flags)
+    assert re.fullmatch("(warning: the run in -o .*\n)?", without_scaling(result.err)) and result.code == 0
+    assert unlike(folder, judge) == [] and left_over(folder) == []
+
+
+@pytest.mark.cpu_only
+def test_vanished_folder():
+    """The run's folder is moved away while it runs, and comes back; what was half written there could not be
+    removed, but is when the run goes on."""
+    flags = {"-n": 3, "-k": "constant"}
+    job = Job({**flags, "-x": 10**6, "-o": "vanishing"})        # there is always a save to come
+    job.until("saved ")
+    os.rename("vanishing", "vanished")
+    result, last = job.result(), steps_of("vanished")[-1]
+    assert result.code == 1 and "vanishing" in result.err and result.err.count("error: ") == 1
+    os.rename("vanished", "vanishing")
+    # farther than the logs went before, so that their *.cut goes
+    flags = {**flags, "-x": int(max(log_columns("vanishing")["step"][-1], last)) + 10}
+    same_end(run({**flags, "-y": 1, "-o": "vanishing"}), "vanishing", undisturbed(flags))
+    assert left_over("vanishing") == []
+
+
 # ---- damage ----
 
 def flipped(path, at=-1):
@@ -542,13 +584,20 @@ def test_bad_loss(rewinding, every, back):
 
 @pytest.mark.numeric
 def test_bad_loss_again(rewinding):
-    """The fourth time, and where there is no checkpoint, the run ends; two ranks go back as one does."""
+    """The fourth time, and where there is no checkpoint, the run ends."""
     many = {**rewinding, **rare_rows("many.bin", range(12, 290))}
     result = run({**many, "-n": 10, "-x": 200, "-o": "too_often"})
     fails(result, "\nerror: 20 updates in a row were skipped, after going back 3 times")
     assert result.err.count("warning: 20 updates") == 3
     fails(run({**many, "-n": 0, "-o": "nowhere"}), "no checkpoint to go back to")
+
+
+@pytest.mark.numeric
+@pytest.mark.gpus
+def test_two_ranks_go_back(rewinding):
+    """As one rank does, to the byte."""
     need(2)
+    many = {**rewinding, **rare_rows("many.bin", range(12, 290))}
     rows = {**many, "-z": 2, "-n": 12, "-x": 40}
     judge, result = run({**rows, "-o": "rows_judge"}), run({**rows, **ranks(2, 1), "-o": "rows"})
     assert (result.code, result.err) == (judge.code, judge.err) and unlike("rows", "rows_judge") == []

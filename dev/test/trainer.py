@@ -241,3 +241,4 @@ def refused(flags, *said, extra=()):
     lacking = [text for text in map(str, said) if text not in result.err]
     assert not lacking, f"stderr lacks {lacking}: {result.err}{command}"
     assert not changed, f"the disk changed: {changed}\n{command}"
+    return result
