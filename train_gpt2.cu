@@ -5369,9 +5369,10 @@ static void fit_texts(const Config& config, Options* options, const DeviceInfo& 
     while (options->text_rows > 1 && !fits()) { options->text_rows /= 2; }
 }
 
-// Lowers the number of lanes where memory is short: each takes a buffer for gradients. The run then has the
-// bits of fewer lanes, so --lanes, which asks for certain bits, is kept.
+// --lanes asks for certain bits, and at -zs 2 each micro-step is a lane.
 static bool may_lower_lanes() { return !run_given("lanes") && run.zero < 2; }
+// Lowers the number of lanes where memory is short: each takes a buffer for gradients. The run then has the
+// bits of fewer lanes.
 static void lower_lanes(const Config& config, Options* options, const DeviceInfo& device) {
     while (may_lower_lanes() && options->lanes > 1 && !run_fits(config, *options, device)) {
         options->lanes /= 2;
@@ -5593,9 +5594,8 @@ static void print_plan() {
     if (largest == 0) {
         die("not even -b 1 fits\nhint: choose a smaller model or -t, or another GPU; -r 2 needs less memory");
     }
-    printf("-b %d %s; the largest that fits is -b %d\n", run.B, run.B > largest ? "does not fit" : "fits",
-           largest);
-    printf("a step: %lld tokens, micro-steps: %d, lanes: %d\n", (long long)run.total_batch,
+    printf("-b %d %s; the largest that fits is -b %d\na step: %lld tokens, micro-steps: %d, lanes: %d\n",
+           run.B, run.B > largest ? "does not fit" : "fits", largest, (long long)run.total_batch,
            rank_micro_steps(), options.lanes * comm.world);
     if (!gpu || !strcmp(build.precision, "FP32")) { return; }           // the table has 16-bit figures alone
     plan_print_time(*gpu, config, (double)report_parameters(specs, NUM_PARAMS),
