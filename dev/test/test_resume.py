@@ -28,7 +28,8 @@ import pytest
 
 from checks import ROOT
 from jobs import (DAY, HUP, INT, KILL, PIPE, STOPPING, TERM, UNREAD, USR1, Fault, Job, fault_environment,
-                  left_over, most_ranks, named, need, ranks, rare_model, read_state, steps_of, undisturbed, unlike)
+                  left_over, most_ranks, named, need, ranks, rare_model, read_state, steps_of, undisturbed,
+                  unlike)
 from trainer import (LIMIT_S, Program, flags_of, log_columns, metrics, model_path, on_cpu, read_bytes,
                      refused, run, run_ok, sentences, snapshot, without_scaling, write_bytes, write_shard)
 
