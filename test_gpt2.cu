@@ -1631,7 +1631,7 @@ static void test_norm_forward(const NormCase& is, int N, int C) {
             else { a.residual = residual; }
         }
         for (int i = 0; i < is.branches && !is_added; i++) {
-            a.branch[i] = at.x(kNormNames[i][6], In(n));
+            a.branch[i] = at.x(kNormNames[i][6], In(n, 1.0, 0.1));     // a mean of zero has no digits
             a.dropout[i] = norm_dropout(is, i);
         }
         a.kind = is.kind, a.N = N, a.C = C, a.residual_fp32 = is.fp32;

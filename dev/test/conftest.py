@@ -55,6 +55,7 @@ def pytest_configure(config):
         config.pluginmanager.register(Table(config))
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
     """`-n auto`: some tests wait half of their time."""
     cores, here = len(os.sched_getaffinity(0)), len(gpus.list_gpus())

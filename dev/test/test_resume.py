@@ -204,7 +204,7 @@ def test_fault(start, fault, moment):
 
 
 # What changes the arithmetic, the data's order or the times of saving. A run with dropout has its own masks.
-LOW = [{"--grad-dtype": "bf16", "-n": 2}, {"--grad-dtype": "bf16", "-w": 0}]
+LOW = [{"--grad-dtype": "bf16", "--lanes": None, **more} for more in ({"-n": 2}, {"-w": 0})]
 VARIANTS = [{"-n": 1, "-r": 1, "-a": 1}, {"-n": 0, "-b": 4, "--lanes": None, "--shuffle": 0},
             {"-n": 5, "-nk": 0, "-s": 5, "-g": 4, "-r": 2, "-w": 0},
             {"-z": 2 * T_ROWS, "-b": 2, "-x": 60, "-n": 20, "-u": 10, "-k": "wsd", "--lanes": None},
