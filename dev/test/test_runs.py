@@ -115,6 +115,7 @@ def test_every_flag_has_a_row():
     text = subprocess.run([Program.path, "--help", "all"], capture_output=True, text=True, check=True).stdout
     entries = re.split(r"^(?= -\S+ {1,7}--| {1,7}--)", text, flags=re.M)[1:]
     rows = {re.search(r"--(\S+)", entry)[1]: entry for entry in entries}
+    assert len(rows) == len(entries), "a flag is shown twice"
     run_ok({"-o": "settings", "-x": 1})
     with open("settings/run.json", encoding="utf-8") as f:
         names = set(json.load(f)["settings"])
