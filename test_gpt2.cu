@@ -27,7 +27,6 @@ both against fp32; their losses and norms are held to 3 %. Closing line: `N pass
 // ---- --break: what the ops' outputs pass before the next op reads them ----
 static const char* break_name = nullptr;
 static int64_t break_hits = 0;
-static bool rounds_outputs = false;         // the CPU build: to 16 bits what a BF16 build keeps so
 
 static std::vector<std::string> output_names() {        // OP.OUTPUT of every output of every op
     std::vector<std::string> names;
@@ -58,36 +57,28 @@ template <class Real> static void break_output(Real* data, size_t count, Stream 
 }
 #endif
 
-template <class Real> static void round_output(const std::string& output, Real* data, size_t count) {
-    if constexpr (std::is_same<Real, float>::value) {
-        if (output == "mean" || output == "rstd" || output == "lse" || output == "losses") { return; }
-        for (size_t i = 0; i < count; i++) { data[i] = bf16_to_float(bf16_round_nearest(data[i])); }
-    }
-}
-
-// Calls f(pointer of the output's type, whether it is fp32 in every build) if the op was to compute it.
+// Calls f(pointer of the output's type) if the op was to compute it.
 template <class Real, class F> static void with_output(Real* data, F f) {
-    if (data) { f(data, false); }
+    if (data) { f(data); }
 }
 template <class S, class F> static void with_output(const GradOf<S>& grad, F f) {
     if (!grad.data) { return; }
 #ifndef GPT2_CPU
-    if (grad.is_bf16) { f((__nv_bfloat16*)grad.data, false); return; }
+    if (grad.is_bf16) { f((__nv_bfloat16*)grad.data); return; }
 #endif
-    f(grad.data, true);
+    f(grad.data);
 }
 template <class Real, class F> static void with_output(const ResidualOf<Real>& residual, F f) {
     if (!residual.data) { return; }
-    if (residual.is_fp32) { f((float*)residual.data, true); }
-    else { f(residual.data, false); }
+    if (residual.is_fp32) { f((float*)residual.data); }
+    else { f(residual.data); }
 }
 
 template <class Args> static void break_outputs(const Args& args, Stream stream) {
-    if (!break_name && !rounds_outputs) { return; }
+    if (!break_name) { return; }
     op_outputs(args, [&](const char* op, const char* output, auto where, size_t count) {
-        with_output(where, [&](auto* data, bool is_fp32) {
-            if (rounds_outputs && !is_fp32) { round_output(output, data, count); }
-            if (!break_name || count == 0 || format("%s.%s", op, output) != break_name) { return; }
+        with_output(where, [&](auto* data) {
+            if (count == 0 || format("%s.%s", op, output) != break_name) { return; }
             break_hits++;
             break_output(data, count, stream);
         });
@@ -592,35 +583,6 @@ static Vector run_levels(const std::string& what, const Config& c, Options o) {
     return base;
 }
 
-// The gradient of each tensor beside differences of the loss along it. An fp32 loss has 6 digits, so a tensor
-// goes far enough for the loss to change by a hundredth, or by 0.3.
-static void check_slopes(const std::string& what, GPT2* model, const Batch& batch) {
-    accumulate(model, batch);
-    const std::vector<Vector> grads = host_grads(model);
-    for (int i = 0; i < NUM_PARAMS; i++) {
-        const ParamSpec& s = model->param_specs[i];
-        double square = 0.0;
-        for (float g : grads[i]) { square += (double)g * g; }
-        if (square == 0.0) { continue; }                // the model lacks it
-        std::vector<Vector> start;
-        for (int l = 0; l < s.copies; l++) { start.push_back(host_param(model, i, l, true)); }
-        auto loss_at = [&](double t) {
-            for (int l = 0; l < s.copies; l++) {
-                Vector moved = start[l];
-                for (size_t k = 0; k < s.elems; k++) { moved[k] += (float)(t * grads[i][l * s.elems + k]); }
-                gpt2_set_param(model, i, l, moved.data());
-            }
-            return (double)mean_loss(model, batch, ClassifierMode::LossAndGrad);        // with dropout
-        };
-        const double step = std::min(0.01 / square, 0.3 / sqrt(square)), want = step * square;
-        const double near = loss_at(step) - loss_at(-step), far = loss_at(2 * step) - loss_at(-2 * step);
-        const double slope = (8 * near - far) / 12;
-        loss_at(0.0);
-        CHECK(fabs(slope - want) <= 4e-3 * want + 2e-6, "%s: along d%s the loss changes by %g, not by %g",
-              what.c_str(), s.name, slope, want);
-    }
-}
-
 // Without dropout, and with it: levels of recomputing, and a batch in 1, 2 and 4 micro-steps.
 static Vector test_variant(const Config& c, double dropout) {
     const std::string what = variant_name(c, dropout);
@@ -635,7 +597,6 @@ static Vector test_variant(const Config& c, double dropout) {
         check_grads(format("%s, in %d micro-steps", what.c_str(), micro_steps), &model, whole,
                     kLowPrecision ? 1e-2 : 1e-6);
     }
-    if (!kLowPrecision && dropout > 0.0) { check_slopes(what, &model, random_batch(c, 2, 0)); }
     return run_levels(what, c, o);
 }
 
@@ -664,29 +625,6 @@ static void test_variants(Config c) {
     }
 }
 
-// Why a stream in fp32: in the branches' type it is rounded after each of 2L additions, and errors grow with
-// the depth; in fp32 they are those of branches and operands, at any depth. BF16 on a CPU, where rounding is
-// emulated, of gradients: L=2 .0057 and, in fp32, .0052; L=24 .0170 and .0080; L=48 .0167 and .0075.
-static void test_stream_rounding() {
-    const StreamApart apart;
-    auto grads = [](const Config& c, bool rounds) {
-        rounds_outputs = rounds;
-        RandomModel model(c, default_options(), 1);
-        accumulate(&model, random_batch(c, 1, 0));
-        rounds_outputs = false;
-        Vector all;
-        for (const Vector& grad : host_grads(&model)) { all.insert(all.end(), grad.begin(), grad.end()); }
-        return all;
-    };
-    const Config plain = {32, 131, 256, 24, 2, 64}, fp32 = with_fp32_stream(plain);
-    const Vector exact = grads(plain, false);
-    const double kept = relative_error(grads(fp32, true), exact);
-    const double rounded = relative_error(grads(plain, true), exact);
-    CHECK(kept > 0.0 && kept <= 0.6 * rounded, "error %.5f, beside a rounded stream %.5f", kept, rounded);
-    printf("   error %.5f, beside a rounded stream %.5f\n", kept, rounded);
-}
-
-// ---- updates that change nothing ----
 // Everything that decides about the next steps, as bytes.
 static std::vector<Vector> host_state(GPT2* model) {
     const size_t n = model->layout.state_elems;
@@ -695,63 +633,6 @@ static std::vector<Vector> host_state(GPT2* model) {
         from_device(model, model->opt.m, n), from_device(model, model->opt.v, model->layout.v_elems)};
     if (model->opt.master) { all.push_back(from_device(model, model->opt.master, n)); }
     return all;
-}
-
-static void test_skipped_updates(const Config& c) {
-    const int B = 2;
-    const struct { const char* name; Skip why; float poison; bool muon; } rows[] = {
-        {"NaN", SKIP_NOT_FINITE, NAN, false}, {"inf", SKIP_NOT_FINITE, INFINITY, false},
-        {"NaN, Muon", SKIP_NOT_FINITE, NAN, true}, {"an unusual loss", SKIP_LOSS, 0.0f, false},
-        {"an unusual norm", SKIP_NORM, 0.0f, false}};
-    for (const auto& it : rows) {
-        Options o = default_options();
-        o.muon = it.muon;
-        o.skip_loss = it.why == SKIP_LOSS ? 3.0f : 0.0f;
-        o.skip_norm = it.why == SKIP_NORM ? 3.0f : 0.0f;
-        RandomModel model(c, o, B);
-        one_step(&model, B, 0);
-        DeviceState state = gpt2_read_state(&model);
-        const UpdateState good = state.update;
-        CHECK(good.t == 1 && good.skip == SKIP_NO && isfinite(good.norm), "%s: t %lld skip %d norm %f",
-              it.name, good.t, good.skip, good.norm);
-        Window* window = it.why == SKIP_LOSS ? &state.update.losses : &state.update.norms;
-        window->count = it.why == SKIP_NOT_FINITE ? window->count : kWindow;
-        for (int i = 0; i < kWindow; i++) { window->values[i] = 1e-3f * (float)(1 + i % 2); }
-        gpt2_write_state(&model, state);
-        const std::vector<Vector> before = host_state(&model);
-        for (int skips = 1; skips <= 2; skips++) {
-            accumulate(&model, random_batch(c, B, 0));
-            if (it.why == SKIP_NOT_FINITE) {
-                float* at = gpt2_grad(&model, PARAM_fcw, c.L - 1, Accumulate::No).data + 3;
-                copy_to_device(at, &it.poison, sizeof(float), model.stream);
-            }
-            gpt2_update(&model, 1e-3, 1e-2);
-            const DeviceState after = gpt2_read_state(&model);
-            const UpdateState& u = after.update;
-            CHECK(u.skip == it.why && u.t == 1 && u.skipped_in_a_row == skips,
-                  "%s: skip %d t %lld in a row %d", it.name, u.skip, u.t, u.skipped_in_a_row);
-            CHECK(host_state(&model) == before, "%s: parameters or the optimizer's state changed", it.name);
-            const bool halved = kFp16 && it.why == SKIP_NOT_FINITE;
-            CHECK(u.loss_scale == good.loss_scale * (halved ? ldexpf(1.0f, -skips) : 1.0f),
-                  "%s: the loss scale is %g", it.name, u.loss_scale);
-            CHECK(u.losses.count == state.update.losses.count && u.norms.count == state.update.norms.count,
-                  "%s: a skipped step's loss or norm is in its window", it.name);
-            if (it.why == SKIP_NOT_FINITE) {
-                CHECK(!isfinite(u.norm), "%s: norm %f", it.name, u.norm);
-                continue;
-            }
-            const float x = it.why == SKIP_LOSS ? after.loss : u.norm;
-            const double score = it.why == SKIP_LOSS ? u.loss_score : u.norm_score;
-            CHECK(fabs(score / ((x - 1.5e-3) / 0.5e-3) - 1) <= 1e-5, "%s: %g has a score of %g", it.name, x,
-                  score);
-        }
-        if (it.why != SKIP_NOT_FINITE) { continue; }
-        one_step(&model, B, 0);
-        const UpdateState after = gpt2_read_state(&model).update;
-        CHECK(after.skip == SKIP_NO && after.t == 2 && after.skipped_in_a_row == 0, "%s: then skip %d t %lld",
-              it.name, after.skip, after.t);
-        CHECK(host_state(&model) != before, "%s: a good step must change the parameters", it.name);
-    }
 }
 
 // ---- Muon ----
@@ -943,38 +824,13 @@ static void test_stalled_disk(const Config& c) {
     unlink(path.c_str());
 }
 
-// The file for everybody holds what the parameters are in its type.
-static void check_model_file(GPT2* a, const Options& o, const std::string& path) {
-    const Config c = checkpoint_config(path.c_str());
-    Model b(c, o, 2, c.maxT);
-    std::string error;
-    die_throw = [](const char* text) { throw std::string(text); };
-    b.config.NH++;                          // as if the file had been replaced by another of its size
-    try { checkpoint_load(&b, path.c_str()); }
-    catch (const std::string& text) { error = text; }
-    b.config.NH--;
-    die_throw = nullptr;
-    CHECK(error.find("is another model than it was at the start") != std::string::npos, "%s", error.c_str());
-    checkpoint_load(&b, path.c_str());
-    for (int i = 0; i < NUM_PARAMS; i++) {
-        for (int l = 0; l < a->param_specs[i].copies; l++) {
-            Vector want = host_param(a, i, l, kFp16);
-            // a BF16 build's file is bf16 throughout, LayerNorm's fp32 too
-            if (kModelIsBf16) { for (float& x : want) { x = bf16_to_float(bf16_round_nearest(x)); } }
-            CHECK(same_bits(want, host_param(&b, i, l, kFp16)), "%s of layer %d differs",
-                  a->param_specs[i].name, l);
-        }
-    }
-}
-
 // Saved after the first step while two more go on; another model goes on from there, and both end with the
 // same bits. in_parts: no memory can be pinned for all of it.
 static void test_checkpoint(const Config& c, const Options& o, bool in_parts) {
     const TemporaryFolder folder;
     const int B = 2;
-    RandomModel a(c, o, B), same(c, o, B);
+    RandomModel a(c, o, B);
     one_step(&a, B, 0);
-    one_step(&same, B, 0);
     DeviceState full = gpt2_read_state(&a);     // its windows hold floats that need nine digits
     for (int i = 0; i < kWindow; i++) {
         full.update.losses.values[i] = 1000.0f + rand_normal(1, 0, i);
@@ -1032,7 +888,14 @@ static void test_checkpoint(const Config& c, const Options& o, bool in_parts) {
     CHECK(host_state(&a) == host_state(&b), "a resumed run ends with other bits");
     CHECK(memcmp(&end_a.update, &end_b.update, sizeof(UpdateState)) == 0 && end_a.loss == end_b.loss,
           "a resumed run ends in another state");
-    check_model_file(&same, o, checkpoint_model(folder.name, 1));
+    std::string replaced;
+    die_throw = [](const char* text) { throw std::string(text); };
+    b.config.NH++;                          // as if the file had been replaced by another of its size
+    try { checkpoint_load(&b, checkpoint_model(folder.name, 1).c_str()); }
+    catch (const std::string& text) { replaced = text; }
+    b.config.NH--;
+    die_throw = nullptr;
+    CHECK(replaced.find("is another model than it was at the start") < replaced.size(), "%s", replaced.c_str());
     checkpoint_remove(folder.name, 1);
     logger_free(&logger);
     for (const char* file : {"/main.log", "/metrics.jsonl", "/run.json"}) {
@@ -2551,9 +2414,6 @@ int main(int argc, char** argv) {
                 test_layout();
             }
             TEST("sums of lanes") { test_lane_gradients(kTiny); }
-            if (variants && !kDeviceIsAsync) TEST("a stream in fp32 beside rounded branches") {
-                test_stream_rounding();
-            }
             if (variants) TEST("other blocks, norms and dropout") {
                 test_variants(kSmall);
                 if (kDeviceIsAsync) { test_variants(kTensorCore); }
@@ -2561,7 +2421,6 @@ int main(int argc, char** argv) {
             TEST("recomputing, micro-steps") {
                 for (const Config& c : {kTiny, kTensorCore}) { test_variant(c, 0.0); }
             }
-            TEST("updates that change nothing") { test_skipped_updates(kTiny); }
             TEST("Muon: two updates, some layers at a time") {
                 test_muon_updates(kSmall);
                 if (kDeviceIsAsync) { test_muon_updates(kTensorCore); }

@@ -167,8 +167,8 @@ def test_skip_limit(steps, skips, code):
         assert all(np.array_equal(after[name], params[name], equal_nan=True) for name in formats.NAMES)
 
 
-@pytest.mark.parametrize("flag, limit, what", [("-sl", 4, "loss"), ("-sg", 6, "norm")])
-def test_outliers(flag, limit, what):
+@pytest.mark.parametrize("flag, limit, what, optimizer", [("-sl", 4, "loss", "muon"), ("-sg", 6, "norm", "adamw")])
+def test_outliers(flag, limit, what, optimizer):
     """Steps with unusual data are skipped, and the run goes on as if they had not been there."""
     before, spike, after, batch = 140, 3, 8, B * T
     clean, rng = list(sentences(9, (before + after) * batch + 1)), random.Random(4)
@@ -176,7 +176,7 @@ def test_outliers(flag, limit, what):
     noise = [clean[before * batch]] + [rng.randrange(128, 256) for _ in range(spike * batch - 1)]
     write_shard("clean.bin", clean)
     write_shard("spiky.bin", clean[:before * batch] + noise + clean[before * batch:])
-    usual = {"--shuffle": 0, "-k": "constant", "-l": "3e-3"}
+    usual = {"--shuffle": 0, "-k": "constant", "-l": "3e-3", "--optimizer": optimizer}
     want = run_ok({**usual, "-i": "clean.bin", "-x": before + after, "-o": "clean" + what})
     got = run({**usual, "-i": "spiky.bin", flag: limit, "-x": before + spike + after, "-o": "spiky" + what})
     said = re.findall(r"^step (\d+): (\w+) \S+ is \S+ standard deviations above .*: update skipped$", got.err,
