@@ -5,8 +5,6 @@ test_host's (rand_permuted).
 
     make build/test_dataloader && build/test_dataloader
 */
-#include <sys/resource.h>           // gives: setrlimit
-
 #include <numeric>                  // gives: std::accumulate
 
 #include "llmc/data/dataloader.h"   // gives: what is tested
@@ -184,18 +182,6 @@ static void test_facts() {
     }
 }
 
-// Sanitizers take terabytes of addresses for themselves.
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-static const bool kSanitized = true;
-#else
-static const bool kSanitized = false;
-#endif
-
-static void limit_memory(size_t bytes) {
-    struct rlimit limit = {bytes, bytes};
-    if (!kSanitized) { setrlimit(RLIMIT_AS, &limit); }
-}
-
 // A sparse file, which takes no room on the disk: its header has the count modulo 2^32.
 static bool write_huge(const std::string& path, int64_t tokens) {
     write_text(path, shard_text({}, 0, (int32_t)(uint32_t)(tokens & 0xFFFFFFFF)));
@@ -231,7 +217,6 @@ static void test_huge() {
         printf(" %d", loader.inputs[0]);
     }, format("%lld: %d 0 0", (long long)tokens, mark));
     check_lives("shuffling 5 * 2^30 rows", [&] {
-        limit_memory(1ull << 30);
         Loader loader(path, 1, 1, true, 3);
         dataloader_seek(&loader, epoch * rows + place);
         loader.next();
@@ -339,19 +324,6 @@ static void test_bad_files() {
     }
 }
 
-// A loader that cannot have what it needs says so.
-static void test_no_memory() {
-    if (kSanitized) { SKIP(4, "the sanitizer's own memory cannot be limited"); return; }
-    const std::string pattern = write_set("memory", {100});
-    check_dies("no room for the thread's stack", [&] {
-        FILE* f = fopen("/proc/self/statm", "r");           // pages that the program has now
-        size_t pages = 0;
-        if (!f || fscanf(f, "%zu", &pages) != 1) { _exit(99); }
-        limit_memory(pages * (size_t)sysconf(_SC_PAGESIZE) + (4u << 20));
-        load(pattern);
-    }, {"cannot start the thread", "hint:"});
-}
-
 static void test_token_range() {
     Tokens tokens(100, 254);
     tokens[37] = 256;
@@ -384,7 +356,6 @@ static void test_token_range() {
 
 int main() {
     folder_begin("dataloader");
-    TEST("no memory") { test_no_memory(); }         // first: later, stacks of ended threads are at hand
     TEST("every row once per epoch, by one rank, in the promised order; any row may be sought") {
         test_positions();
     }

@@ -381,7 +381,6 @@ static void test_memory_plan() {
                 return std::vector<MemoryItem>{{"parameters", 1000}, {"ln1", (size_t)B * 100}, {"none", 0}};
             }, {"a GPU", free, 50}, batch);
         };
-        check_dies("none fits", [&] { check(1100, {8, 64, false, false}); }, {"not even -b 1 fits"});
         check_dies("a resumed run", [&] { check(1350, {8, 64, true, false}); }, {"keeps its -b"});
         const std::vector<MemoryItem> plan = {{"a", 1 << 20}, {"b", 3 << 20}, {"c", 1 << 20}};
         const std::string all = "memory: 5.000 MiB in all\n";

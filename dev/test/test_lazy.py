@@ -107,8 +107,3 @@ def test_rank_0_is_last():
     assert "saved late/model_00000002.bin" in result.out and os.path.exists("late/DONE_00000002")
 
 
-def test_unknown_policy(monkeypatch):
-    monkeypatch.setenv("GPT2_LAZY", "early")
-    result = run({})
-    said = "error: GPT2_LAZY='early': choose an order of streams, as 201, or random:SEED\n"
-    assert (result.code, result.err) == (1, said)

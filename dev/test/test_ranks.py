@@ -1,7 +1,7 @@
 """Several ranks as their users see them: the same bits on any number, bad input, stops, deaths.
 
     pytest dev/test/test_ranks.py -k "bits and Muon"
-    pytest dev/test/test_ranks.py --slow                # all sizes and ZeRO stages, many deaths
+    pytest dev/test/test_ranks.py --slow                # all sizes and ZeRO stages
 
 The judge of several ranks is one rank (test_training.py is its judge): all but times must be byte-equal, the
 files and what is printed. Words used below: M is the number of micro-steps in a total batch, G that of its
@@ -12,18 +12,16 @@ import functools
 import glob
 import math
 import os
-import random
 import re
 import shutil
-import signal
 import struct
 import subprocess
 import time
 
 import pytest
 
-from jobs import (DAY, ENDED_S, HUP, INT, KILL, STOPPING, TERM, USR1, Job, free_port, most_ranks, named, need,
-                  ranks, rare_model, tcp)
+from jobs import (ENDED_S, HUP, INT, KILL, STOPPING, TERM, Job, free_port, most_ranks, named, need, ranks,
+                  rare_model, tcp)
 from trainer import (LOG_LINE, Program, assert_close, check_ran, log_lines, metrics, model_path, on_cpu,
                      read_bytes, refused, run, run_ok, sentences, tolerance, without_checksum, write_bytes,
                      write_shard)
@@ -411,66 +409,7 @@ def test_stop(n, zs, number):
     check_stopped(result, f"stop{n}{zs}", {**flags, **({"-zs": 2} if zs == 2 else {})})
 
 
-@pytest.mark.cpu_only
-def test_stop_of_one():
-    """Where each rank was started by itself, a signal to any of them stops the job."""
-    flags, port = batch(24), free_port()
-    jobs = [Job({**flags, **tcp(r, port), "-x": 10**6, "-s": 10**6, "-o": "told"}) for r in (0, 1)]
-    assert jobs[0].until("step 3/"), jobs[0].err()
-    jobs[1].signal(USR1)
-    results = [job.result() for job in jobs]
-    assert [result.err for result in results] == ["", STOPPING] and results[1].code == 0
-    assert "\nsample " not in results[0].out.split("stopped by")[-1]
-    check_stopped(results[0], "told", flags)
-
-
-# ---- deaths: of a random rank, the hub included, at a random moment; without a launcher ----
-
-LAST_STEP = re.compile(r"last step was (\d+)")
-
-
-def judge_death(err, victim, pid, folder, young=False):
-    """One message, that names the rank, its process and its last step, which the others hear of once a second
-    (young: they may not have heard of the first); whole files."""
-    lines = err.splitlines()
-    assert 1 <= len(lines) <= 3 and [line[:7] == "error: " for line in lines].count(True) == 1, err
-    assert re.search(rf"\brank {victim}\b", err), err
-    assert "pid" not in err or re.search(rf"\bpid {pid}\b", err), err
-    log = folder + "/main.log"
-    logged = read_bytes(log).decode().splitlines() if os.path.exists(log) else []
-    assert all(LOG_LINE.fullmatch(line) for line in logged)
-    steps, said = sum(" trl:" in line for line in logged), LAST_STEP.search(err)
-    assert said or young, err
-    assert not said or int(said[1]) <= steps + 2, f"{steps} were logged: {err}"
-    assert not glob.glob(folder + "/model_*")
-
-
-DOING = ({}, {}, {"-v": 1, "-m": 10}, {"-s": 1, "-g": 8}, {"-z": 96 * SMALL_T})
-
-
-@pytest.mark.parametrize("how, number", [(signal.SIGSTOP, 0), (KILL, 0), (KILL, 1), *(
-    pytest.param(how, i, marks=pytest.mark.slow) for how, first in ((signal.SIGSTOP, 1), (KILL, 2))
-    for i in range(first, 20))])
-def test_death(how, number):
-    """A stopped rank is noticed after ten seconds of silence: most of this is waiting."""
-    need(2)
-    rng, folder = random.Random(f"{DAY} {how.name} {number}"), f"death_{how.name}_{number}"
-    n, early = rng.randint(2, min(most_ranks(), 4)), number % 2 == 1
-    victim = 0 if number % 3 == 0 else rng.randrange(n)
-    flags = {**ranks(n, rng.randrange(3)), "-x": 10**6, "-z": 8 * n * SMALL_T, "-o": folder}
-    if not early:
-        flags.update(rng.choice(DOING))
-        flags["-z"] = flags["-z"] // n * n
-    job = Job(flags)
-    job.when(lambda: len(job.ranks()) == n) if early else job.until("step 3/")
-    wait = rng.uniform(0, 0.5 if early else 2)
-    time.sleep(wait)
-    pids = job.ranks()
-    assert len(pids) == n, job.err()
-    os.kill(pids[victim], how)
-    assert job.gone(ENDED_S) and job.p.returncode != 0
-    judge_death(job.err(), victim, pids[victim], folder, young=early or wait < 2)
-
+# ---- deaths; of ranks with a launcher in test_resume.py and test_comm.cpp ----
 
 @pytest.mark.cpu_only
 def test_death_without_a_launcher():
@@ -487,5 +426,7 @@ def test_death_without_a_launcher():
         jobs[victim].signal(KILL)
         assert [job.gone(ENDED_S) for job in jobs] == [True, True] and jobs[1 - victim].p.returncode != 0
         err = jobs[0].err() + jobs[1].err()
-        judge_death(err, victim, jobs[victim].p.pid, f"alone{victim}")
-        assert int(LAST_STEP.search(err)[1]) >= early[victim] > 0 and "died" in err
+        assert err.count("error: ") == 1 and err.count("\n") <= 3 and re.search(rf"\brank {victim}\b", err), err
+        said = int(re.search(r"died; its last step was (\d+)", err)[1])
+        assert 0 < early[victim] <= said <= len(log_lines(f"alone{victim}")) + 2
+        assert not glob.glob(f"alone{victim}/model_*")

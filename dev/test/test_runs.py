@@ -24,7 +24,6 @@ from trainer import (ALONE, B, LIMIT_S, LOG_LINE, MODEL_MAGIC, T, TINY, Program,
                      run_ok, sentences, tolerance, write_bytes, write_questions, write_shard)
 
 FIXTURE = os.path.join(ROOT, "dev/reference/fixture")
-SHAKESPEARE = os.path.join(ROOT, "dev/data/tinyshakespeare/tiny_shakespeare_")
 
 
 # ---- what each flag changes ----
@@ -202,17 +201,6 @@ def test_order_of_lines():
     texts = [[f"sample {n} at step {step}" for n in (1, 2)] for step in range(6)]
     assert lines == ["val", "step 1", "step 2", "val", *texts[2], "step 3", "step 4", "val", *texts[4],
                      "step 5", f"saved {model_path('order')}", "val", *texts[5]]
-
-
-@pytest.mark.cpu_only
-def test_command_line_forms():
-    """Long names, with = or blank; -d for -z; a descriptor in another order; a number without a zero."""
-    usual = run_ok({"-b": 2}).losses()
-    words = [Program.path, "--model=" + TINY, "--train-data", "train.bin", "--val-data=val.bin", "-d", "64",
-             "--micro-batch=2", "--max-steps", "5", "--val-every=0", "--sample-every=0", "--tf32=0"]
-    p = subprocess.run(words, capture_output=True, text=True, check=True, env=Program.environment(1))
-    assert Result(0, p.stdout, p.stderr, words).losses() == usual
-    assert run_ok({"-b": 2, "-e": "V256,T32,C32,NH2,L2", "-l": ".0003"}).losses() == usual
 
 
 @pytest.mark.cpu_only
@@ -499,17 +487,3 @@ def test_llmc_format(version, sizes):
     assert_close(evaluated, result.val_losses()[:1], tolerance(0, 1e-2), "val loss of their model")
 
 
-@pytest.mark.slow
-@pytest.mark.numeric
-def test_d12():
-    """The 124M model on tinyshakespeare: five losses of two runs in PyTorch; the file says what made them."""
-    if not os.path.exists(SHAKESPEARE + "train.bin"):
-        pytest.skip("no tinyshakespeare shards: make tinyshakespeare")
-    with open(os.path.join(ROOT, "dev/test/fixtures/d12_losses.json"), encoding="utf-8") as f:
-        runs = json.load(f)["runs"]
-    for reference in runs:
-        words = reference["our_flags"].split()
-        result = run_ok({"-e": "d12", "-b": 2, "-t": 64, "-x": 5, "-l": "1e-4",
-                         "-i": SHAKESPEARE + "train.bin", "-j": SHAKESPEARE + "val.bin",
-                         **dict(zip(words[::2], words[1::2]))}, threads=2)
-        assert_close(result.losses(), reference["losses"], tolerance(1e-4, 5e-2), reference["our_flags"])

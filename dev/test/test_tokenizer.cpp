@@ -644,27 +644,6 @@ static void test_tool_errors() {
     }
 }
 
-// Whatever the limit, the program ends well or with one sentence.
-static void test_tool_memory() {
-    write_text("xs.txt", std::string((1 << 20) + 60000, 'x'));      // more than a block
-    int well = 0, out_of_memory = 0;
-    for (rlim_t mb = 16; mb < 700; mb += mb * 3 / 4) {
-        const Child c = run_child([&] {
-            struct rlimit limit = {mb << 20, mb << 20};
-            setrlimit(RLIMIT_AS, &limit);
-            with_args({"xs.txt", "-o", "mem", "-j", "2"})();
-        });
-        const bool loaded = c.code != 127 && c.code != 98;      // below that, not even the libraries fit
-        const long lines = std::count(c.err.begin(), c.err.end(), '\n');
-        const bool one_sentence = c.err.find("error: ") == 0 && lines <= 3;
-        CHECK(!loaded || c.code == 0 || (c.code == 1 && one_sentence), "%d MB: exit code %d: %s", (int)mb,
-              c.code, c.err.c_str());
-        well += c.code == 0;
-        out_of_memory += holds(c.err, "out of memory");
-    }
-    CHECK(well > 0 && out_of_memory > 0, "%d runs ended well, %d without memory", well, out_of_memory);
-}
-
 static std::string whole_path(const std::string& path) {
     char* whole = realpath(path.c_str(), nullptr);
     const std::string found = whole ? whole : "";
@@ -699,7 +678,6 @@ int main(int argc, char** argv) {
         TEST("tokenize: shards and threads") { test_tool_shards(); }
         TEST("tokenize: text without an end") { test_tool_endless(); }
         TEST("tokenize: errors") { test_tool_errors(); }
-        TEST("tokenize: no memory left") { test_tool_memory(); }
     }
     return folder_end();
 }
