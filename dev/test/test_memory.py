@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from trainer import C, V, Program, assert_close, on_cpu, run, run_ok, sentences, write_shard
+from trainer import C, V, Program, run, run_ok, sentences, write_shard
 from twins import formats
 
 MIB = 2**20
@@ -22,9 +22,6 @@ MIB = 2**20
 def round_up(n, to):
     return -(-n // to) * to
 
-
-def width():
-    return 4 if Program.precision == "FP32" else 2
 
 
 # ---- parameters ----
@@ -52,24 +49,6 @@ def test_parameters(text):
 
 # ---- the plan ----
 
-def act_bytes(d, batch, length, recompute, residual_fp32=False, dropout=False):
-    """{name: bytes} of what a step keeps, each buffer rounded up to 256."""
-    n, c, x = batch * length, d.C, width()
-    ln, gelu = (d.L if recompute < level else 1 for level in (2, 1))
-    row, stat = x * n * c, 4 * n
-    stream, apart = (4 * n * c, x < 4) if residual_fp32 else (row, False)
-    padded = round_up(length, 128)              # of attention's probabilities: a bit for each
-    keep = dropout * batch * d.NH * padded * padded // 8
-    table = [("encoded", stream, 1), ("ln1", row, ln), ("ln1_mean", stat, d.L), ("ln1_rstd", stat, d.L),
-             ("qkv", 3 * row, d.L), ("att_keep", keep, gelu), ("att_lse", stat * d.NH, d.L),
-             ("atty", row, d.L), ("residual2", stream, d.L), ("ln2", row, ln), ("ln2_mean", stat, d.L),
-             ("ln2_rstd", stat, d.L), ("fch", 4 * row, d.L), ("fch_gelu", 4 * row, gelu),
-             ("residual3", stream, d.L), ("lnf", row, 1), ("lnf_mean", stat, 1), ("lnf_rstd", stat, 1),
-             ("logits", x * n * d.Vp, 1), ("losses", stat, 1), ("dresidual", stream, 1), ("dnarrow", row, 1),
-             ("dbranch", (apart or dropout) * row, 1), ("dwide", 4 * row, 1)]
-    return {name: round_up(size, 256) * copies for name, size, copies in table}
-
-
 def buckets_of(d):
     """{bucket: elements}: tensors start at multiples of 128 elements in buckets of whole chunks: one of both
     embeddings, one of each layer's matrices, one of all biases and one of all norms."""
@@ -82,43 +61,6 @@ def buckets_of(d):
             key = vectors or (layer if layered else "embeddings")
             buckets[key] = buckets.get(key, 0) + slot
     return {key: round_up(elems, 8192) for key, elems in buckets.items()}
-
-
-def weight_bytes(d, muon=False):
-    """{name: bytes}; norms are in fp32."""
-    x, padded = width(), buckets_of(d)
-    total = sum(padded.values())
-    plan = {"parameters": x * total + (4 - x) * padded["norms"], "gradients": 4 * total,
-            "AdamW m and v": 8 * total}
-    if muon:                # no v of the layers' matrices, a buffer for them and four for products
-        layers = d.L * padded[0]
-        del plan["AdamW m and v"]
-        plan["m and AdamW's v"] = 8 * total - 4 * layers
-        plan["Muon's updates"] = x * layers
-        plan["Muon's products"] = 4 * round_up(x * d.L * 4 * d.C**2, 256) + 8 * d.L * 4 * -(-d.C**2 // 8192)
-    return plan if x == 4 else {**plan, "master weights": 4 * total}
-
-
-@pytest.mark.parametrize("recompute, flags", [(0, {}), (1, {}), (2, {}), (0, {"--optimizer": "muon"}),
-                                              (0, {"--residual-dtype": "fp32"}), (0, {"--dropout": 0.1}),
-                                              (1, {"--dropout": 0.1})], ids=str)
-def test_plan(recompute, flags):
-    """The table's names and sizes, the largest first."""
-    text, muon, residual, dropout = "L4,NH8,C32,T64,V256", *(
-        "--" + name in flags for name in ("optimizer", "residual-dtype", "dropout"))
-    out = run_ok({"-e": text, "-b": 8, "-x": 1, "-r": recompute, "--verbose": 1, **flags}).out
-    total, listed = re.search(r"^memory: ([\d.]+) MiB in all\n((?: +\S+  .*\n)+)", out, re.M).groups()
-    items = {name: float(size) for size, name in re.findall(r"(\S+)  (.*)\n", listed)}
-    d = formats.parse_model(text)
-    want = {**act_bytes(d, 8, 64, recompute, residual, dropout), **weight_bytes(d, muon)}
-    want = {name: size / MIB for name, size in want.items()}
-    ours = {name: size for name, size in items.items() if name in want}
-    assert len(ours) >= 7 and ("att_keep" in items) == (dropout and recompute == 0)
-    assert_close(list(ours.values()), [want[name] for name in ours], 0.00051, str(list(ours)))
-    assert min(ours.values()) >= sorted(want.values())[-10] - 0.00051, "the largest are listed"
-    assert list(items.values()) == sorted(items.values(), reverse=True)
-    known = sum(want.values())
-    assert not on_cpu() or known <= float(total) + 0.00051 <= 1.1 * known
 
 
 def planned_and_taken(flags):
@@ -150,7 +92,9 @@ EVALUATES = {"-x": 0, "-j": "long/*.bin", "-m": 10**6}
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("task, flags, largest", [
-    ({}, {"-b": 256}, V * C), ({}, {"-b": 256, "-r": 2}, V * C),
+    ({}, {"-b": 256}, V * C), ({}, {"-b": 256, "-r": 2}, V * C), ({}, {"-b": 256, "-r": 1}, V * C),
+    ({}, {"-b": 256, "--dropout": 0.1, "--residual-dtype": "fp32"}, V * C),
+    ({}, {"-b": 2, "-e": "L3,NH2,C512,T32,V300", "--optimizer": "muon"}, 4 * 512 * 512),
     ({}, {"-b": 2, "-e": "L3,NH2,C512,T32,V300"}, 4 * 512 * 512),
     ({}, {"-b": 64, "-e": "L1,NH2,C16,T32,V50000"}, 50048 * 16),
     ({}, {"-b": 1, "-e": "L1,NH1,C8,T100000,V256", "-t": 8}, 800000),
