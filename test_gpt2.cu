@@ -895,7 +895,8 @@ static void test_checkpoint(const Config& c, const Options& o, bool in_parts) {
     catch (const std::string& text) { replaced = text; }
     b.config.NH--;
     die_throw = nullptr;
-    CHECK(replaced.find("is another model than it was at the start") < replaced.size(), "%s", replaced.c_str());
+    CHECK(replaced.find("is another model than it was at the start") < replaced.size(), "'%s'",
+          replaced.c_str());
     checkpoint_remove(folder.name, 1);
     logger_free(&logger);
     for (const char* file : {"/main.log", "/metrics.jsonl", "/run.json"}) {

@@ -33,19 +33,18 @@ ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)),
 MODEL = ["test_gpt2", "golden", "refusals", "runs", "training", "evaluation", "texts", "memory", "plan",
          "terminal", "lazy", "hf", "resume", "ranks"]
 SUITES = [
-    (r"llmc/ops/(cpu_ops|ops|op_types)\.h", ["host cpu_ops", *MODEL]),
+    (r"llmc/ops/(cpu_ops|ops|op_types|token_buckets)\.h", ["host cpu_ops", *MODEL]),
     (r"llmc/comm/.*", ["host comm", "ranks"]),
     (r"llmc/(files/|)(checkpoints|state_file|checksum)\.h", ["host checkpoints", "host host", "resume",
                                                               "ranks"]),
-    (r"\w+/data/(tokenizer|tokenizer_tool|unicode_tables)\.h", ["host tokenizer", "host data_tools",
-                                                                 "tiktoken"]),
-    (r"llmc/(data|ops)/(dataloader|evalloader|token_buckets)\.h", ["host {name}", *MODEL]),
+    (r"\w+/data/(tokenizer|tokenizer_tool|unicode_tables)\.h", ["host tokenizer", "stories", "tiktoken"]),
+    (r"llmc/data/(dataloader|evalloader)\.h", ["host {name}", *MODEL]),
     (r"llmc/\w+/(sampler|progress|telemetry|json|safetensors)\.h", ["host host", "terminal", "hf", "texts"]),
     (r"llmc/.*\.h|train_gpt2\.cu", ["host host", *MODEL]),
     (r"dev/eval/.*\.py", ["hf"]),
     (r"dev/data/(plot_log|tensorboard_log)\.py", ["plots"]),
     (r"dev/data/.*\.py", ["datasets", "scripts"]),
-    (r"dev/(data|tools)/.*\.cpp", ["host data_tools", "host checkpoints", "datasets", "stories"]),
+    (r"dev/(data|tools)/.*\.cpp", ["stories", "host checkpoints", "datasets"]),
 ]
 TOOLS = ["build/tokenize", "build/stories", "build/bigram", "build/checkpoint"]
 MADE_OF = {"test_gpt2": ["test_gpt2cpu"], "golden": ["build/plain/train_gpt2cpu"], "tiktoken": TOOLS,

@@ -1,16 +1,15 @@
 /*
 Tests of llmc/ops/cpu_ops.h, in double: each forward pass against a formula written another way, each backward
-pass against finite differences of its forward pass. Sums of lanes, norms, Muon and decoding are seen by
-test_gpt2's invariance mode in the model, several ranks' records and threads by test_ranks.py and test_training.py.
+pass against finite differences of its forward pass. test_gpt2's invariance mode sees sums of lanes, the norm,
+Muon's values and decoding in the model, test_ranks.py records of ranks, test_training.py several threads.
 
     make build/test_cpu_ops && build/test_cpu_ops
 */
 #include <math.h>       // gives: sqrt, isfinite, isnan
 
-#include <algorithm>    // gives: std::all_of
-#include <functional>   // gives: std::function
-#include <string>       // gives: std::string
+#include <algorithm>    // gives: std::all_of, std::is_sorted
 
+#include "child.h"                  // gives: check_dies
 #include "test.h"                   // gives: TEST, CHECK
 #include "llmc/ops/cpu_ops.h"       // gives: the twins
 #include "llmc/ops/token_buckets.h" // gives: build_token_buckets
@@ -161,8 +160,21 @@ struct Buckets {                            // TokenBuckets with the memory that
         segments.resize(max_bucket_segments(n));
         splits.resize(max_bucket_splits(n) + 1);
         build_token_buckets(&view, order.data(), segments.data(), splits.data(), tokens.data(), n, vocab);
+        auto before = [&](const int4& a, const int4& b) {       // the largest bucket first, then by token
+            const long sizes[] = {std::count(tokens.begin(), tokens.end(), a.x),
+                                  std::count(tokens.begin(), tokens.end(), b.x)};
+            return sizes[0] > sizes[1] || (sizes[0] == sizes[1] && a.x < b.x);
+        };
+        CHECK(view.num_segments <= max_bucket_segments(n) && view.num_splits <= max_bucket_splits(n),
+              "%d segments, %d splits of %d tokens", view.num_segments, view.num_splits, n);
+        CHECK(std::is_sorted(&segments[0], &segments[0] + view.num_segments, before), "another order");
     }
 };
+
+static void test_wrong_tokens() {
+    check_dies("token 4 of 4", [] { Buckets({0, 1, 4}, 4); }, {"token 4", "position 2", "0 to 3"});
+    check_dies("a negative token", [] { Buckets({-1}, 4); }, {"token -1", "position 0"});
+}
 
 static void test_encoder(int B, int T, int maxT, int Vp, int C, int different_tokens) {
     const std::string shape = format("encoder B=%d T=%d C=%d tokens=%d", B, T, C, different_tokens);
@@ -188,6 +200,18 @@ static void test_encoder(int B, int T, int maxT, int Vp, int C, int different_to
     auto loss = [&] { forward(); return dot(out, dout, n); };
     CHECK_GRADIENT(wte, added, loss);
     CHECK_GRADIENT(wpe, dwpe, loss);
+}
+
+// Rows of a text, each at its own place; where no token was drawn, it is read as the first.
+static void test_decode_encoder() {
+    const std::string shape = "decode_encoder";
+    const int C = 5, tokens[] = {6, 2, -1}, places[] = {0, 8, 3};
+    Doubles wte = random_tensor(7 * C), wpe = random_tensor(9 * C), out(3 * C);
+    decode_encoder_cpu<double>({out, tokens, places, wte, wpe, 3, C}, 0);
+    const Doubles expected = doubles(3 * C, [&](size_t i) {
+        return wte[std::max(tokens[i / C], 0) * C + i % C] + wpe[places[i / C] * C + i % C];
+    });
+    CHECK_SAME(out, expected, 0.0);
 }
 
 // ---- norms of the residual stream ----
@@ -717,8 +741,8 @@ static void test_unusual() {
     CHECK(step(0.2f, 0.2f, both) == SKIP_NO, "where all are equal, nothing is unusual");
 }
 
-// Ten updates beside the formula, element by element, in two rows with other things between them; the third is
-// skipped.
+// Ten updates beside the formula, element by element, in two rows with other things between them; the third
+// is skipped.
 template <class Real> static void test_adamw(bool with_master, double decay, double tolerance) {
     const std::string shape = format("adamw %d bits%s, decay %g", (int)sizeof(Real) * 8,
                                      with_master ? ", master" : "", decay);
@@ -775,7 +799,7 @@ static void test_orthogonalise(int rows, int cols) {
     const std::string shape = format("muon %d x %d", rows, cols);
     const size_t k = (size_t)std::min(rows, cols), size = (size_t)rows * cols, stride = 2 * size + 12;
     const MuonPlaces places = {2, 2, {3, 3 + size + 4}, stride};
-    Tensor<float> inp(2 * stride), out(2 * stride), x(4 * size), y(4 * size), gram(4 * k * k), poly(4 * k * k);
+    Tensor<float> inp(2 * stride), out(inp), x(4 * size), y(4 * size), gram(4 * k * k), poly(4 * k * k);
     for (size_t i = 0; i < inp.n; i++) { inp[i] = out[i] = 3.25f; }
     for (int m = 0; m < 4; m++) {
         const Tensor<float> values = random_tensor<float>(size, 1e-2);
@@ -790,7 +814,8 @@ static void test_orthogonalise(int rows, int cols) {
     muon_orthogonalise_cpu<float>(a, 0);
     const Tensor<float> result = out;
     CHECK(inp == start, "%s: its input has changed", shape.c_str());
-    CHECK((size_t)std::count((float*)out, out + out.n, 3.25f) == out.n - 4 * size, "%s: beside", shape.c_str());
+    const auto beside = std::count((float*)out, out + out.n, 3.25f);
+    CHECK((size_t)beside == out.n - 4 * size, "%s: other numbers between matrices", shape.c_str());
     changes(0x1p-70);
     CHECK(out == result, "%s: times a power of two: other bits", shape.c_str());
     changes(0.0);
@@ -834,6 +859,9 @@ int main() {
         test_encoder(1, 1, 1, 128, 7, 100);
         test_encoder(9, 65, 65, 128, 70, 3);        // three tokens, nearly 200 positions each: split buckets
         test_encoder(2, 100, 128, 128, 5, 1);
+        test_encoder(1, 129, 129, 128, 3, 1);       // one more than a segment
+        test_wrong_tokens();
+        test_decode_encoder();
     }
     TEST("norms") { test_norms(); }
     TEST("dropout") { test_dropout(); }

@@ -317,6 +317,7 @@ def test_fixed_flags():
     again, before = {**dict.fromkeys(USUAL), "-y": 1, "-o": "fixed"}, snapshot("fixed")
     for name, other in FIXED.items():
         fails(run({**again, name: other}), f"{name}", f" {other}: the run in this folder began with ")
+    fails(run({**again, "--gpus": 3}), "3 ranks", "hint: a resumed run keeps its batch: ")
     assert snapshot("fixed") == before
     with open("fixed/run.json", encoding="utf-8") as f:
         settings = json.load(f)["settings"]

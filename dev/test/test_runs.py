@@ -432,22 +432,6 @@ def test_folder_writes(folder):
     assert trained.samples() == result.samples()
 
 
-def test_resumed_otherwise():
-    """What a resumed run cannot change is said; what it left open may be given as it was settled."""
-    cpu = on_cpu()
-    start = {"-e": "L1,NH2,C64,T16,V20000", "-b": 1, "-n": 2, "-x": 4, "-o": "settled",
-             **({"--gpus": 2} if cpu else {"-z": 8 * 16})}
-    run_ok(start)
-    again, tokens = {**{flag: None for flag in Program.usual}, "-y": 1, "-o": "settled"}, 32 if cpu else 128
-    run_ok({**again, "-x": 5, "-t": 16, "-z": tokens})
-    for flag, value in (("-t", 8), ("-z", 2 * tokens)):
-        assert f"{value}: the run in this folder began with " in run({**again, "-x": 6, flag: value}).err
-    if cpu:
-        run_ok({**again, "-x": 6, "--lanes": 2})
-        error = run({**again, "-x": 7, "--gpus": 3}).err
-        assert "3 ranks" in error and "hint: a resumed run keeps its batch: " in error
-
-
 # ---- against other programs ----
 
 @pytest.mark.numeric

@@ -1,18 +1,24 @@
 """The built-in corpus makes sense: what its stories say follows from what they said, and its text is tidy.
+The tools beside it: bigram, tinyshakespeare.sh.
 
 A model can only learn from the corpus what is true in it. Read here with regular expressions, by somebody who
 knows the plots but not the generator: sums come out right, the way home passes the landmarks backwards, swaps
 add up, a name keeps its pronouns, every sentence begins with a capital.
 """
+import collections
+import hashlib
+import math
 import os
+import random
 import re
+import struct
 import subprocess
 
 import pytest
 
-from checks import ROOT
+from checks import ROOT, read, write
 
-PROGRAM = os.path.join(ROOT, "build/stories")
+PROGRAM, BIGRAM = os.path.join(ROOT, "build/stories"), os.path.join(ROOT, "build/bigram")
 SEPARATOR = "<|endoftext|>\n"
 NUMBERS = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
            "sixteen seventeen").split()
@@ -131,3 +137,60 @@ def test_plots(documents):
                 and all(whole.endswith(" " + part) for whole, part in short))
     all_of(SWAP, documents, swaps, "swaps", 60)
     all_of(ERRAND, documents, lambda m: m[1].endswith(" " + m[2]) and m[3] == m[1], "what is carried", 60)
+
+
+# ---- the programs ----
+
+def fails(command, said, **env):
+    """A line of a shell ends with 1, and says this."""
+    p = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=False,
+                       env={**os.environ, "STORIES": PROGRAM, "BIGRAM": BIGRAM, "ROOT": ROOT, **env})
+    assert p.returncode == 1 and said in p.stderr, f"{command}: {p.returncode}, {p.stderr}"
+
+
+def test_program(own_folder):
+    """The text is a pure function of the seed on every machine: quickstart's numbers rest on it. Who means to
+    change the stories changes this number, too."""
+    text = tell("--seed", 1, "-n", 2000).encode()
+    assert hashlib.sha256(text).hexdigest()[:16] == "b58f68ee7c1234ce"
+    tell("--seed", 1, "-n", 2000, "-o", "stories.txt")
+    assert read("stories.txt") == text
+    for words, said in (("-n 0", "-n"), ("-n 1 > /dev/full", "standard output"), ("-o /dev/null", "a device"),
+                        ("-n 2000 > /dev/full", "standard output"), ("-o no/such/folder", "no/such/folder")):
+        fails("$STORIES " + words, said)
+
+
+def test_bigram(own_folder):
+    """Its loss by another way: one smoothing at a time."""
+    rng = random.Random(7)
+    train = [i * i % 17 if rng.random() < 0.7 else rng.randrange(40) for i in range(3000)]
+    val = [i * i % 17 if rng.random() < 0.8 else rng.randrange(43) for i in range(500)]
+    for name, tokens in (("train.bin", train), ("val.bin", val)):
+        write(name, struct.pack(f"<256i{len(tokens)}H", 20240520, 1, len(tokens), *[0] * 253, *tokens))
+    pairs, firsts, seconds = map(collections.Counter, (zip(train, train[1:]), train[:-1], train[1:]))
+
+    def loss(s, t):
+        return -sum(math.log((pairs[a, b] + s * (seconds[b] + t) / (2999 + t * 43)) / (firsts[a] + s))
+                    for a, b in zip(val, val[1:])) / 499
+    best = min(loss(s, t) for s in (0.01, 0.1, 0.3, 1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
+               for t in (0.001, 0.01, 0.1, 1))
+    said = subprocess.run([BIGRAM, "-i", "train.bin", "-j", "val.bin"], stdout=-1, check=True).stdout
+    assert abs(float(re.match(rb"bigram val loss (\S+)", said)[1]) - best) <= 2e-6
+    os.mkfifo("pipe.bin")                               # nobody writes to it: must not be waited for
+    for command, words in (("-i missing.bin", "missing.bin"), ("-i train.bin > /dev/full", "standard output"),
+                           ("-i pipe.bin", "regular file")):
+        fails("$BIGRAM -j val.bin " + command, words)
+
+
+def test_tinyshakespeare(own_folder):
+    write("hamlet.txt", "To be or not to be\n")
+    for text, said in (("hamlet.txt", "is not tinyshakespeare"), ("missing.txt", "missing.txt")):
+        fails("cd $ROOT; dev/data/tinyshakespeare.sh --tokenize build/tokenize --out o --text " +
+              os.path.abspath(text), said)
+    # the name of a text may hold whatever a file name may; $ is make's: it is written twice
+    odd = os.path.abspath("it's a; touch evil; $HOME `touch evil`\"x.txt")
+    write(odd, "")
+    p = subprocess.run(["make", "-s", "tinyshakespeare", "TEXT=" + odd.replace("$", "$$")], cwd=ROOT,
+                       capture_output=True, text=True, check=False)
+    assert p.returncode != 0 and odd + "' is not tinyshakespeare" in p.stderr
+    assert not os.path.exists(ROOT + "/evil"), "the name was run"

@@ -167,7 +167,8 @@ def test_skip_limit(steps, skips, code):
         assert all(np.array_equal(after[name], params[name], equal_nan=True) for name in formats.NAMES)
 
 
-@pytest.mark.parametrize("flag, limit, what, optimizer", [("-sl", 4, "loss", "muon"), ("-sg", 6, "norm", "adamw")])
+@pytest.mark.parametrize("flag, limit, what, optimizer", [("-sl", 4, "loss", "muon"),
+                                                          ("-sg", 6, "norm", "adamw")])
 def test_outliers(flag, limit, what, optimizer):
     """Steps with unusual data are skipped, and the run goes on as if they had not been there."""
     before, spike, after, batch = 140, 3, 8, B * T
