@@ -1,9 +1,9 @@
 /*
-Tests of what a run survives by: checksum.h, state_file.h, model_file.h, checkpoints.h, worker.h, and
-build/checkpoint that reads their files. Damage is tried exhaustively on small files: each byte, each length,
-each field. test_resume.py resumes runs from such files, and reads the format with a program of its own.
+Tests of what a run survives by: checksum.h, state_file.h, model_file.h, checkpoints.h, worker.h. Damage is
+tried exhaustively on small files: each byte, each length, each field. test_resume.py resumes runs from such
+files, reads the format with a program of its own, and calls build/checkpoint.
 
-    make build/test_checkpoints build/checkpoint && build/test_checkpoints      # from the root
+    make build/test_checkpoints && build/test_checkpoints
 */
 #include <stddef.h>                     // gives: offsetof
 #include <sys/resource.h>               // gives: setrlimit
@@ -16,7 +16,7 @@ each field. test_resume.py resumes runs from such files, and reads the format wi
 #include "llmc/files/state_file.h"
 #include "llmc/worker.h"
 #include "child.h"                      // gives: folder, run_child, check_dies, CHECK_TEXT, CHECK_HOLDS
-#include "test.h"                       // gives: TEST, CHECK, SKIP
+#include "test.h"                       // gives: TEST, CHECK
 
 // The largest piece of memory that was asked for: a file's numbers must not decide about it.
 static std::atomic<size_t> largest_wanted(0);
@@ -746,87 +746,6 @@ static void test_worker() {
     }
 }
 
-// ---- build/checkpoint ----
-
-static void check_tool(const std::string& words, int code, const std::vector<std::string>& parts,
-                       const std::string& absent = "") {
-    const std::string out = in_folder("tool.out");
-    const int ended = exit_code(system(("(build/checkpoint " + words + ") > " + out + " 2>&1").c_str()));
-    const std::string text = read_text(out);
-    CHECK(ended == code, "%s: exit code %d: %s", words.c_str(), ended, text.c_str());
-    for (const std::string& part : parts) { CHECK_HOLDS(text, part); }
-    CHECK(absent.empty() || !holds(text, absent), "%s: '%s' in:\n%s", words.c_str(), absent.c_str(),
-          text.c_str());
-}
-
-static void test_tool() {
-    if (access("build/checkpoint", X_OK) != 0) {
-        SKIP(80, "no build/checkpoint: run `make checkpoint`, and this in the same folder");
-        return;
-    }
-    const std::string run = new_folder("tool"), path = run + "/state.bin", model = run + "/model.bin";
-    TEST("build/checkpoint: a state") {
-        write_state(path);
-        const std::string good = read_text(path);
-        check_tool(path, 0, {path + ": ", "  step = 12\n", "  prompt = two\\nlines, a \\ and a \\n\\n\n",
-                             "4 tensors, all as they were written\n"}, "qkvw");
-        check_tool("--tensors " + path, 0, {"m.qkvw.11", "2 x 5", "3 to 9", "all", "bf16",
-                                            checksum_text(checksum(small_pieces()[1].data.data(), 28))});
-        std::string bad = good;
-        bad[good.size() - 1]++;                     // m.one; and of m.qkvw.11
-        bad[good.size() - 10]++;
-        write_text(path, bad);
-        check_tool(path, 1, {"NOT SOUND: it is damaged: the data of m.qkvw.11", "data of m.one", "step = 12"},
-                   "all as they");
-        check_tool(path + " --tensors", 1, {"DAMAGED\n", "NOT SOUND"});
-        write_text(path, good.substr(0, good.size() - 1));
-        check_tool(path, 1, {"NOT SOUND: it has", "and its header says"});
-    }
-    TEST("build/checkpoint: a model") {
-        Config ones = {};                           // 1 + 1 + 25 + 2 numbers
-        ones.maxT = ones.V = ones.Vp = ones.L = ones.NH = ones.C = 1;
-        write_model(model, std::vector<float>(29, 1.0f).data(), "f32", false, 29, ones);
-        const std::string good = read_text(model);
-        std::string bad = good, newer = good;
-        bad[1100]++, newer[4] = 4;
-        const struct { std::string text; int code; std::vector<std::string> parts; } cases[] = {
-            {good, 0, {"version 3 (fp32), maxT 1, V 1, L 1, NH 1, C 1, Vp 1", "as it was written"}},
-            {without_checksum(good), 0, {"no checksum"}},
-            {bad, 1, {"NOT SOUND: it is damaged"}},
-            {good + "x", 1, {"NOT SOUND: it has 1141 bytes, and its header means 1140"}},
-            {newer, 1, {"NOT SOUND: it has version 4"}},
-            {"text", 1, {"NOT SOUND: it is neither"}}};
-        for (const auto& c : cases) {
-            write_text(model, c.text);
-            check_tool(model, c.code, c.parts);
-        }
-    }
-    TEST("build/checkpoint: a run") {
-        const std::string twice = new_folder("tool_run");
-        check_tool(twice, 0, {": 0 checkpoints\n"});
-        const std::vector<std::string> states = write_checkpoint(twice, 10, 2);
-        write_checkpoint(twice, 20);
-        check_tool(twice, 0, {": 2 checkpoints\n", "step 10: 2.5 KiB in 3 files, sound\n", "step 20: "},
-                   "NOT SOUND");
-        unlink(checkpoint_marker(twice, 10).c_str());
-        check_tool(twice, 0, {": 2 checkpoints\n", "in 3 files, sound, but without its DONE file\n"});
-        std::string bad = read_text(states[1]);
-        bad.back()++;                               // its start is as it was
-        write_text(states[1], bad);
-        unlink(checkpoint_model(twice, 20).c_str());
-        check_tool(twice, 1, {"step 10: NOT SOUND: state_00000010_00001.bin is damaged: the data of m.one",
-                              "step 20: NOT SOUND: model_00000020.bin is missing"});
-    }
-    TEST("build/checkpoint: command lines") {
-        check_tool("--help", 0, {"usage: build/checkpoint [--tensors] PATH...\n"});
-        check_tool("", 1, {"error: no PATH is given\nhint: "});
-        check_tool("--tensor " + run, 1, {"error: unknown flag '--tensor'\nhint: "});
-        check_tool(run + "/none", 1, {"error: cannot open '" + run + "/none': No such file"});
-        check_tool("/dev/null", 1, {"error: cannot read '/dev/null': it is a device"});
-        check_tool(run + " > /dev/full", 1, {"cannot write to standard output: No space left"});
-    }
-}
-
 int main() {
     folder_begin("checkpoints");
     file_layer.fsync = [](int) { return 0; };       // nobody cuts the power; that it is called is counted
@@ -840,7 +759,6 @@ int main() {
     test_retention();
     test_clean();
     test_refusals();
-    test_tool();
     test_worker();                      // the last: a child of a program with threads has none of them
     return folder_end();
 }

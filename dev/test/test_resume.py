@@ -21,6 +21,7 @@ import shlex
 import shutil
 import signal
 import struct
+import subprocess
 import termios
 import time
 
@@ -31,7 +32,8 @@ from jobs import (DAY, HUP, INT, KILL, PIPE, STOPPING, TERM, UNREAD, USR1, Fault
                   left_over, most_ranks, named, need, ranks, rare_model, read_state, steps_of, undisturbed,
                   unlike)
 from trainer import (LIMIT_S, Program, flags_of, log_columns, metrics, model_path, on_cpu, read_bytes,
-                     refused, run, run_ok, sentences, snapshot, without_scaling, write_bytes, write_shard)
+                     refused, run, run_ok, sentences, snapshot, without_checksum, without_scaling,
+                     write_bytes, write_shard)
 
 T_ROWS = 16
 # 16 rows a step, each a lane, as ZeRO stage 2 wants it: 1, 2, 4 or 8 ranks share them out. 13 steps are 2.3
@@ -419,7 +421,7 @@ def flipped(path, at=-1):
 
 
 DONE_13, MODEL_13, STATE_13, OTHER_13 = "DONE_00000013", MODEL % 13, STATE % 13, "state_00000013_00001.bin"
-MODEL_12 = MODEL % 12
+MODEL_12, OTHER_12 = MODEL % 12, "state_00000012_00001.bin"
 # What happens to files of the last checkpoints: a flipped bit of this byte, or None: they are gone. What is
 # said of each checkpoint that is skipped for it. OTHER_13 is rank 1's.
 DAMAGES = [({DONE_13: -1}, [": " + DONE_13]), ({MODEL_13: -1}, [": " + MODEL_13]),
@@ -473,6 +475,55 @@ def test_all_damaged(at, marked):
         os.remove(path)
     if not marked:
         refused({"-y": 1, "-o": folder}, "no state_*.bin to go on from")
+
+
+# ---- build/checkpoint, which looks at files ----
+
+TOOL = os.path.join(ROOT, "build/checkpoint")
+
+
+def damaged(raw):
+    return raw[:-1] + bytes([raw[-1] ^ 1])
+
+
+LOOKS = [       # words after the program's name, what becomes of a file's bytes before, what is said
+    (f"F/{STATE_13}", {}, ["  step = 13\n", r"flag.prompt = a\\n\\b\n", "tensors, all as they were writ"]),
+    (f"--tensors F/{STATE_13}", {}, [r"m.wte +f32 +256 x 32 +all +\w{16}\n", "param.wpe +f32 +16 x 32"]),
+    (f"--tensors F/{STATE_13}", {STATE_13: damaged}, ["DAMAGED\n", "NOT SOUND"]),
+    (f"F/{STATE_13}", {STATE_13: damaged}, ["  step = 13\n", "NOT SOUND: it is damaged: the data of "]),
+    (f"F/{STATE_13}", {STATE_13: lambda raw: raw[:-1]}, ["NOT SOUND: it has .* and its header says"]),
+    (f"F/{MODEL_13}", {}, [r"version 3 \(fp32\), maxT 16, V 256, L 2, NH 2, C 32, Vp 256\n", "as it was"]),
+    (f"F/{MODEL_13}", {MODEL_13: without_checksum}, ["no checksum: "]),
+    (f"F/{MODEL_13}", {MODEL_13: damaged}, ["NOT SOUND: it is damaged"]),
+    (f"F/{MODEL_13}", {MODEL_13: lambda raw: raw + b"x"}, [r"NOT SOUND: it has \d+ bytes, .* means \d+"]),
+    (f"F/{MODEL_13}", {MODEL_13: lambda raw: raw[:4] + b"\4" + raw[5:]}, ["NOT SOUND: it has version 4"]),
+    (f"F/{MODEL_13}", {MODEL_13: lambda raw: b"text"}, ["NOT SOUND: it is neither"]),
+    ("F", {}, [": 3 checkpoints\n", r"step 6: [\d.]+ KiB in 3 files, sound\n", "step 13: .*, sound\n"]),
+    ("F", {DONE_13: None}, [": 3 checkpoints\n", "in 3 files, sound, but without its DONE file\n"]),
+    ("F", {MODEL_13: None, OTHER_12: damaged}, [
+        "step 13: NOT SOUND: model_00000013.bin is missing",
+        f"step 12: NOT SOUND: {OTHER_12} is damaged: the data of "]),
+    ("F/none", {}, ["error: cannot open 'F/none': No such file"]),
+    ("/dev/null", {}, ["error: cannot read '/dev/null': it is a device"]),
+    ("F > /dev/full", {}, ["error: cannot write to standard output: No space left"]),
+    ("", {}, ["error: no PATH is given\nhint: "]), ("--tensor F", {}, ["error: unknown flag '--tensor'"])]
+
+
+@pytest.mark.cpu_only
+@pytest.mark.skipif(not os.access(TOOL, os.X_OK), reason="no build/checkpoint: make checkpoint")
+@pytest.mark.parametrize("words, changes, said", LOOKS)
+def test_looking(words, changes, said):
+    judge = undisturbed({**ranks(2, 1), "-n": 6, "-nk": 0, "--prompt": "a\n\\b"})
+    shutil.rmtree("F", ignore_errors=True)
+    shutil.copytree(judge, "F")
+    for name, change in changes.items():
+        if change:
+            write_bytes(f"F/{name}", change(read_bytes(f"F/{name}")))
+        else:
+            os.remove(f"F/{name}")
+    p = subprocess.run(f"{TOOL} {words}", shell=True, capture_output=True, text=True, check=False)
+    assert [form for form in said if not re.search(form, p.stdout + p.stderr)] == [], p.stdout + p.stderr
+    assert p.returncode == int("NOT SOUND" in said[-1] or "error" in said[0])
 
 
 # ---- signals ----
