@@ -1,5 +1,5 @@
-"""The seeds of every fuzz target: small inputs, good ones and wrong ones (dev/fuzz/fuzz.cpp says what their
-first bytes mean). What fuzzing finds becomes one of them, as found-SOMETHING, when it is mended.
+"""The seeds of every fuzz target: small inputs, from which libFuzzer makes wrong ones (dev/fuzz/fuzz.cpp says
+what their first bytes mean). What fuzzing finds becomes one of them, as found-SOMETHING, when it is mended.
 
     SEEDS["shard"]["good"]                  # bytes
 """
@@ -56,41 +56,24 @@ TEXT = "It's 3 o'clock, isn't it?  We'll see;\n\n\n I've\t12345 caf\u00e9 \u4f60
 MERGES = b"".join(bytes([len(token)]) + token for token in
                   (b"ab", b"abc", b"bc", b" a", b"12", b"  ", b"\n\n", b"eot"))
 VOCAB = header(20240328, 2, 258, 257) + b"".join(bytes([1, b]) for b in range(256)) + b"\2ab\3eot"
-DESCRIPTORS = ["d12", "d48", "d13", "gpt3:c768", "gpt3:c1", "L4,NH4,C128,T128,V256", "L4,NH4,C128,T0,V256",
-               "V65536,T16777216,C8,NH1,L9", "L4,L4,C128,T128,V256", "L4,NH3,C128,T128,V256", "d-12", "",
-               "L2147483648,NH4,C128,T128,V256"]
+DESCRIPTORS = ["d12", "gpt3:c768", "L4,NH4,C128,T128,V256", "V65536,T16777216,C8,NH1,L9"]
 SEEDS = {
     "shard": {
         "good": shard(4, 256, TOKENS, 20240520, 1, 20),
-        "id-too-large": shard(3, 10, TOKENS, 20240520, 1, 20),
-        "short": shard(4, 256, TOKENS[:3], 20240520, 1, 20),
-        "negative": shard(4, 256, TOKENS[:3], 20240520, 1, -3),
-        "version": shard(4, 256, TOKENS[:3], 20240520, 7, 3),
-        "text": b"\3\xff\0\0To be, or not to be\n"},
+        "id-too-large": shard(3, 10, TOKENS, 20240520, 1, 20)},
     "questions": {
         "good": questions(2, 64, 256, BODY, 2, 114, 1),
         "fit": questions(3, 5, 256, BODY, fit=1),
-        "id-too-large": questions(1, 8, 10, BODY, fit=1),
-        "label": questions(1, 8, 256, BODY[:6] + b"\4" + BODY[7:], fit=1),
-        "three": questions(1, 8, 256, question(0, 1, [1], [2], [3], [4]), fit=1),
-        "cut": questions(1, 8, 256, BODY[:-3], 2, 114),
-        "huge": questions(1, 8, 256, BODY, 2**31 - 1, 65534)},
+        "cut": questions(1, 8, 256, BODY[:-3], 2, 114)},
     "model": {
         "fp32": model(3, 2, 3, 1, 1, 2, 8),
         "bf16": model(5, 1, 8, 2, 2, 2, 8),
         "one-channel": model(3, 1, 2, 1, 1, 1, 8, b"\1"),
-        "checksum": model(3, 2, 3, 1, 1, 2, 8, b"\2"),
-        "cut": model(3, 2, 3, 1, 1, 2, 8)[:-5],
-        "huge": b"\0" + header(20240326, 3, 1024, 50257, 2**31 - 1, 12, 768, 50304),
-        "a-shard": b"\0" + header(20240520, 1, 0)},
+        "checksum": model(3, 2, 3, 1, 1, 2, 8, b"\2")},
     "state": {
         "good": state(ROWS, FACTS, 4 * 8 + 2 * 5),
         "bare": state([], b"", 0),
-        "bad-checksum": state(ROWS, FACTS, 4 * 8 + 2 * 5, b"\1"),
-        "bad-size": state(ROWS, FACTS, 7, b"\0"),
-        "bad-facts": state(ROWS[:1], b"step12\n", 32),
-        "bad-type": state([row("a", "f64", 1, 1, 0, 1)], FACTS, 8),
-        "bad-count": state([row("a", "f16", 2**40, 2**40, 2**63, 4)], FACTS, 8)},
+        "bad-checksum": state(ROWS, FACTS, 4 * 8 + 2 * 5, b"\1")},
     "tokens": {
         "bpe": b"\1" + TEXT,
         "bytes": b"\0" + TEXT,
@@ -100,8 +83,6 @@ SEEDS = {
     "vocab": {
         "merges": b"\2" + MERGES,
         "file": b"\0" + VOCAB,
-        "same-twice": b"\2\2ab\2ab\3eot",
-        "no-byte": b"\0" + VOCAB.replace(b"\1\x41", b"\2A!"),
         "merge-list": b"\1#version: 0.2\n\xc4\xa0 t\n\xc4\xa0 a\nh e\ni n\n"},
     "flags": {
         "usual": flags(1, "-e d12 -b 64 -t 1024 -z 524288 -l 6e-4 -u 700 -q 0 -c 0.1 -x 19073 -v 250 "
@@ -109,13 +90,9 @@ SEEDS = {
         "equals": flags(2, "--micro-batch=2 --model=L4,NH4,C128,T128,V256 -zs=1 --prompt=-b -x=epoch "
                         "--lanes=4 -z=4096 --reduction=tree"),
         "enums": flags(1, "-k linear --kernels portable --grad-dtype fp32 -pi tcp -ps host:80 --seed 7"),
-        "unknown": flags(1, "--micro-bach 3"),
-        "twice": flags(1, "-z 4096 -d 4096"),
-        "wrong": flags(1, "-b 1e5"),
-        "missing": flags(1, "-b -t 64"),
         "floats": flags(3, "--beta1 .9 --beta2=0.95 --eps 1E-8 --temperature 5. --grad-clip 1e30 -f 0 -r 2 "
                         "-ge 0")},
-    "descriptor": {text.replace(":", "_") or "empty": text.encode() for text in DESCRIPTORS},
+    "descriptor": {text.replace(":", "_"): text.encode() for text in DESCRIPTORS},
     "json": {
         "text": 'a "quoted" \\ word\n\t\x7f caf\u00e9 \U0001f600'.encode(),
         "not-utf8": b"a\xff\xc3 \xe2\x82 \xed\xa0\x80 \xf4\x90\x80\x80 \xc0\x80 \xf0\x80\x80\x80",

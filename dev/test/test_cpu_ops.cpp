@@ -374,6 +374,8 @@ static void test_norms() {
                              k / 12 % 2 ? 0.25 : 0.0, k / 24 % 2 == 1, k / 48 == 1};
         if (is.branches > 0 || k < 12) { test_norm(is, 5, 13); }
     }
+    auto dropped = [](double p) { return dropout_of(p, {}, 0).dropped; };       // of 65536
+    CHECK(dropped(0.0) == 0 && dropped(1e-9) == 1 && dropped(0.1) == 6554 && dropped(1 - 1e-9) == 65535, "p");
     test_norm({NormKind::Layer, 2, 2, 0.25, false, false}, 33, 40);
     test_norm({NormKind::Rms, 1, 2, 0.25, false, true}, 70, 131);
     test_norm({NormKind::Layer, 1, 0, 0.0, false, false}, 1, 40);
@@ -382,34 +384,6 @@ static void test_norms() {
         const NormKind kind = i % 2 == 0 ? NormKind::Layer : NormKind::Rms;
         test_norm({kind, 1 + i % 2, 1 + i / 3, i < 3 ? 0.1 : 0.0, false, false}, 2, widths[i]);
     }
-}
-
-// Each element's draw as the comment of dropout_block says it, and what becomes of the element.
-static void test_dropout() {
-    const struct { double p; uint32_t dropped; DropoutKey key; uint64_t first_row; } cases[] = {
-        {1e-9, 1, {1, 2, 3}, 0}, {0.01, 655, {1, 2, 3}, 300}, {0.1, 6554, {1 + (5ull << 32), 2, 3}, 0},
-        {0.5, 32768, {11 + (1ull << 32), 6, 9}, (2ull << 32) - 2}, {0.95, 62259, {~0ull, ~0u, 65535}, 7},
-        {1.0 - 1e-9, 65535, {1, 2, 4}, 0}};
-    for (const auto& is : cases) {
-        const Dropout d = dropout_of(is.p, is.key, is.first_row);
-        CHECK(d.dropped == is.dropped, "p=%g: %u of 65536 are dropped", is.p, d.dropped);
-        const float scale = (float)(65536.0 / (65536 - is.dropped));    // keeps the mean
-        int wrong = 0, elements = 0;
-        for (int n = 0; n < 5; n++) {
-            const uint64_t row = is.first_row + (uint64_t)n;
-            const uint32_t place = is.key.place | (uint32_t)(row >> 32) << 16, step = is.key.step;
-            dropout_row(d, n, 100, [&](int c, float factor) {
-                const Rand4 block = philox4x32((uint32_t)c / 8, (uint32_t)row, place, RAND_DROPOUT,
-                                               (uint32_t)is.key.seed ^ step * 0x9E3779B1u,
-                                               (uint32_t)(is.key.seed >> 32) + step);
-                const uint32_t draw = block.w[c % 8 / 2] >> (c % 2 * 16) & 0xffff;
-                wrong += c != elements++ % 100;
-                wrong += factor != (draw < is.dropped ? 0.0f : scale);
-            });
-        }
-        CHECK(wrong == 0 && elements == 500, "p=%g: %d of %d factors are wrong", is.p, wrong, elements);
-    }
-    CHECK(dropout_of(0.0, {}, 0).dropped == 0, "p of 0");
 }
 
 // ---- GELU ----
@@ -864,7 +838,6 @@ int main() {
         test_decode_encoder();
     }
     TEST("norms") { test_norms(); }
-    TEST("dropout") { test_dropout(); }
     TEST("gelu") { test_gelu(33, 70); test_gelu(1, 1); }
     TEST("matmul") {
         test_matmul(33, 40, 67);

@@ -11,7 +11,6 @@ import sys
 import pytest
 
 from checks import ROOT, read, write
-import break_all
 
 sys.path.insert(1, os.path.join(ROOT, "dev", "data"))
 import get                                          # noqa: E402
@@ -432,28 +431,6 @@ def test_plot_takes_the_venv():
     write(".venv/bin/python", '#!/bin/sh\necho "venv $*"\n')
     code, out, err = call(plot, PYTHONPATH=os.path.abspath("none"))
     assert (code, out) == (0, "venv dev/data/plot_log.py runs/mine\n")
-
-
-# ---- break_all.py ----
-
-@pytest.mark.parametrize("device, name, computed, code, last", [
-    ("CPU (2 threads)", "", True, 0, "1 passed, 0 failed, 0 skipped"),
-    ("CPU (2 threads)", "dead", False, 1, "1 passed, 1 failed, 0 skipped"),
-    ("CPU (2 threads)", "known", False, 0, "1 passed, 0 failed, 1 skipped"),
-    ("CPU (2 threads)", "known", True, 1, "1 passed, 1 failed, 0 skipped"),
-    ("NVIDIA H200", "known", False, 1, "1 passed, 1 failed, 0 skipped")])
-def test_break_all_knows_its_skips(device, name, computed, code, last):
-    """Beside an output that it notices there is another, which the program computes or does not."""
-    name = name.replace("known", sorted(break_all.NOT_COMPUTED["CPU"])[0])
-    write("program", f"""#!/bin/sh
-[ "$1" = --list ] && {{ echo out {name}; exit; }}
-echo 'device: {device}, precision FP32'
-[ "$2{computed}" = "{name}False" ] && echo "note: $2 was not computed in this run"
-echo '1 passed, 1 failed, 0 skipped'
-exit 1
-""")
-    got, out, _ = call([sys.executable, os.path.join(ROOT, "dev/test/break_all.py"), "./program"])
-    assert (got, out.rstrip().split("\n")[-1]) == (code, last)
 
 
 def test_what_readme_writes_is_ignored():
