@@ -257,8 +257,8 @@ static void test_score() {
             CHECK(s.acc == 0.25 && s.acc_norm == 0.25, "acc %f, acc_norm %f", s.acc, s.acc_norm);
             CHECK(s.loss == (0.5 + 2.0 + 1.0 + 0.0) / 4, "loss %f", s.loss);
             for (double bad : {(double)NAN, (double)INFINITY}) {        // even of one that is not asked for
-                const EvalScore none = score_of(set, {{0, bad, 2, 3}, {4, 3, 2, 1}, {4, 3, 2, 1}, {0, 9, 9, 9}});
-                CHECK(isnan(none.acc) && isnan(none.loss), "acc %f", none.acc);
+                const EvalScore n = score_of(set, {{0, bad, 2, 3}, {4, 3, 2, 1}, {4, 3, 2, 1}, {0, 9, 9, 9}});
+                CHECK(isnan(n.acc) && isnan(n.acc_norm) && isnan(n.loss), "acc %f, loss %f", n.acc, n.loss);
             }
         }
     }
