@@ -494,7 +494,7 @@ static void check_layout(const ParamSpec* specs, const Config& c, const Split& s
         }
     }
     auto grad_bytes = [&](const Bucket& b) { return b.padded * (bf16 && b.kind == Kind::Matrix ? 2 : 4); };
-    size_t params = 0, state = 0, shards = 0, first = 0;
+    size_t first = 0;
     for (int k = 0; k < buckets; k++) {
         const Bucket& b = layout.buckets[k];
         std::sort(taken[k].begin(), taken[k].end());
@@ -503,11 +503,7 @@ static void check_layout(const ParamSpec* specs, const Config& c, const Split& s
         }
         good = good && b.padded == b.shard * split.world && b.shard % kChunk == 0 && b.padded >= b.elems &&
                b.padded - b.elems < kChunk * split.world + split.world * (size_t)128;
-        good = good && b.params == params && b.state == state && b.shards == shards && b.first == first &&
-               b.first == alone.buckets[k].first && b.params % kAlign == 0 && b.grads % kAlign == 0;
-        params += b.padded * (b.kind == Kind::Norm ? 4 : sizeof(floatX));
-        state += split.zero ? b.shard : b.padded;
-        shards += b.shard;
+        good = good && b.first == first && b.params % kAlign == 0 && b.grads % kAlign == 0;
         first += alone.buckets[k].padded;
         good = good && b.grads + grad_bytes(b) <= layout.grads_bytes;
         for (int j = 0; j < k; j++) {           // at stage 2 layers of one parity share a place, else none do
@@ -518,9 +514,7 @@ static void check_layout(const ParamSpec* specs, const Config& c, const Split& s
                                          b.grads + grad_bytes(b) <= other.grads);
         }
     }
-    CHECK(good && params == layout.params_bytes && state == layout.state_elems &&
-              shards == layout.shard_elems, "L=%d, %d ranks, stage %d, bf16 %d", c.L, split.world, split.zero,
-          bf16);
+    CHECK(good, "L=%d, %d ranks, stage %d, bf16 %d", c.L, split.world, split.zero, bf16);
 }
 
 // Every tensor's place: whole, aligned, in a bucket of its kind, alone; every bucket cut into equal shards of

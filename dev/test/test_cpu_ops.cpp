@@ -168,6 +168,7 @@ struct Buckets {                            // TokenBuckets with the memory that
         CHECK(view.num_segments <= max_bucket_segments(n) && view.num_splits <= max_bucket_splits(n),
               "%d segments, %d splits of %d tokens", view.num_segments, view.num_splits, n);
         CHECK(std::is_sorted(&segments[0], &segments[0] + view.num_segments, before), "another order");
+        for (int i = 0; i < view.num_splits; i++) { CHECK(splits[i].z > 1, "a split of one segment"); }
     }
 };
 
@@ -833,7 +834,7 @@ int main() {
         test_encoder(1, 1, 1, 128, 7, 100);
         test_encoder(9, 65, 65, 128, 70, 3);        // three tokens, nearly 200 positions each: split buckets
         test_encoder(2, 100, 128, 128, 5, 1);
-        test_encoder(1, 129, 129, 128, 3, 1);       // one more than a segment
+        for (int T : {128, 129}) { test_encoder(1, T, T, 128, 3, 1); }      // a segment, and one more
         test_wrong_tokens();
         test_decode_encoder();
     }
