@@ -1116,9 +1116,9 @@ static void log_steps(Logger* log, int from, int until, double loss = 5) {
 static void test_logger_go_back() {
     const std::string run = in_folder("runs/back"), main_log = run + "/main.log",
                       metrics = run + "/metrics.jsonl", cut = main_log + ".cut";
-    auto reopened = [&](int64_t step) {
+    auto reopened = [&](int64_t step, int rewinds = 0, int abandons = 0) {
         Logger log = log_of(run, {{"start", "another"}});
-        logger_go_back(&log, step);
+        logger_go_back(&log, step, rewinds, abandons);
         return log;
     };
     Logger log = log_of(run);
@@ -1154,6 +1154,34 @@ static void test_logger_go_back() {
         logger_free(&log);
         CHECK_TEXT(joined(names_in(run)), "main.log metrics.jsonl run.json");
         CHECK(read_text(main_log) == all && read_text(metrics) == all_metrics, "the end is another");
+    }
+    TEST("logger: abandoned steps") {
+        for (int i = 0; i < 2; i++) {                       // the second time some have their mark already
+            log = reopened(10, 0, i + 1);
+            CHECK_TEXT(read_text(main_log), ten);
+            log_steps(&log, 10, 12, 4 - i);
+            logger_free(&log);
+        }
+        const std::string text = read_text(metrics), mark = "\"abandoned\": ";
+        std::string marks;
+        for (size_t at = 0; (at = text.find(mark, at)) != std::string::npos; at++) {
+            marks += text[at + mark.size()];
+        }
+        CHECK_TEXT(marks, "11111111111111111222");
+        CHECK_TEXT(text.substr(0, ten_metrics.size()), ten_metrics);
+        CHECK_IS(std::count(text.begin(), text.end(), '\n'), 11 + 17 + 3 + 3);
+        const std::string last = "{\"step\": 20, \"loss\": ";        // a step that was only done in vain
+        CHECK(holds(text, last) && logger_end(text, 20, last) == std::string::npos, "%s", text.c_str());
+        log = reopened(11, 2);                              // the step that counts, not one in vain
+        const std::string eleven = read_text(metrics);
+        CHECK(text.find(eleven) == 0 && eleven.find("\"loss\": 3,") < text.size(), "%s", eleven.c_str());
+        logger_free(&log);
+        for (int step : {11, 15}) {                         // killed, and on from checkpoints in vain
+            log = reopened(step);
+            CHECK_TEXT(read_text(main_log), all.substr(0, all.find(format("s:%d ", step))));
+            CHECK(all_metrics.find(read_text(metrics)) == 0, "%s", read_text(metrics).c_str());
+            logger_free(&log);
+        }
     }
     TEST("logger: of a log that lost its end") {
         unlink(cut.c_str());

@@ -642,7 +642,6 @@ def test_bad_loss_again(rewinding):
     result = run({**many, "-n": 10, "-x": 200, "-o": "too_often"})
     fails(result, "\nerror: 20 updates in a row were skipped, after going back 3 times")
     assert result.err.count("warning: 20 updates") == 3
-    assert {line.count(b"abandoned") for line in read_bytes("too_often/metrics.jsonl").splitlines()} == {0, 1}
     fails(run({**many, "-n": 0, "-o": "nowhere"}), "no checkpoint to go back to")
 
 

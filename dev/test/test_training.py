@@ -112,7 +112,7 @@ def test_dropout_aside():
 
 def test_threads():
     """They share out rows, columns and heads, and change no bit."""
-    flags = {"-e": "L2,NH3,C72,T70,V500", "-b": 4, "-x": 3, "-l": "1e-2", "--dropout": 0.1, "-c": 0.1}
+    flags = {"-e": "L2,NH3,C72,T70,V500", "-b": 9, "-x": 3, "-l": "1e-2", "--dropout": 0.1, "-c": 0.1}
     for optimizer in ("adamw", "muon"):
         models = [read_bytes(model_path(f"threads{n}{optimizer}")) for n in (1, 3) if run_ok(
             {**flags, "--optimizer": optimizer, "-o": f"threads{n}{optimizer}"}, threads=n)]
