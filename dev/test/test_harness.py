@@ -15,13 +15,13 @@ import pytest
 import gpus
 import status
 import test_programs
-from checks import NAMES, ROOT, read, write
+from checks import NAMES, ROOT, known_names, read, row_of, write
 
 
 def names_of(path):
     with open(path, encoding="utf-8") as f:
         tree = ast.parse(f.read())
-    return [f"{os.path.basename(path)}::{node.name}" for node in tree.body
+    return [node.name.removeprefix("test_") for node in tree.body
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
 
 
@@ -39,23 +39,24 @@ def checks_of(program):
 
 
 def test_names(request):
-    with open(NAMES, encoding="utf-8") as f:
-        known = [line.strip() for line in f if line.strip() and line[0] != "#"]
-    there = [name for path in sorted(glob.glob(ROOT + "/dev/test/test_*.py")) for name in names_of(path)]
-    least = {name: int(count) for name, count in (line.split(": ") for line in known if ": " in line)}
+    paths = sorted(glob.glob(ROOT + "/dev/test/test_*.py"))
+    there = {os.path.basename(path): names_of(path) for path in paths}
+    known, rows = known_names(), {row_of(name) for name in test_programs.PROGRAMS} - {"lint", "mutants"}
     if request.config.getoption("--update-names"):
-        steady = sorted(set(test_programs.PROGRAMS) - {"lint", "mutants"})
-        least = {name: checks_of(name) or least.get(name, 0) for name in steady}
         with open(NAMES, "w", encoding="utf-8") as f:
             f.write("# All tests, and the fewest checks that each program must count: what disappears has "
                     "failed.\n# Written after a run by `pytest dev/test/test_harness.py --update-names`.\n")
-            f.writelines(f"{name}\n" for name in there)
-            f.writelines(f"{name}: {count}\n" for name, count in least.items() if count)
+            f.writelines(f"{module}: {' '.join(names)}\n" for module, names in there.items())
+            for row in sorted(rows):
+                counted = [checks_of(name) for name in test_programs.PROGRAMS if row_of(name) == row]
+                f.write(f"{row}: {min(filter(None, counted), default=0) or known.get(row, 1)}\n")
         return
-    gone = [name for name in known if ": " not in name and name not in there]
-    gone += [name for name in least if name not in test_programs.PROGRAMS]
+    gone = [f"{module}::test_{name}" for module, names in known.items() if module.endswith(".py")
+            for name in names.split() if name not in there.get(module, ())]
+    gone += [name for name in known if not name.endswith(".py") and name not in rows]
     assert not gone, f"in dev/test/names.txt, but not there any more: {', '.join(gone)}"
-    assert len(set(there)) == len(there), "two tests have one name, and only the last of them runs"
+    twice = [module for module, names in there.items() if len(set(names)) < len(names)]
+    assert not twice, f"{twice}: two tests have one name, and only the last of them runs"
 
 
 def test_hash_of_cuda_sources():
