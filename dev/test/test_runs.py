@@ -286,7 +286,7 @@ def test_failed_start():
     write_bytes("failed/main.log", b"s:0 tel:5.545\n")
     write_bytes("failed/metrics.jsonl", b"")
     run_ok({"-o": "failed", "-x": 2})
-    assert len(log_lines("failed")) == 2
+    assert (len(log_lines("failed")), log_lines("failed", "tel"), len(metrics("failed"))) == (2, [], 2)
     full = run({"-o": "full"}, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1)))
     assert full.code == 1
     run_ok({"-o": "full", "-x": 1})
