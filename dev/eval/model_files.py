@@ -1,15 +1,13 @@
-"""What export_hf.py and import_hf.py share: both kinds of file, and the names of their tensors.
+"""Both kinds of file that export_hf.py knows, and the names of their tensors.
 
     dims, tensors = read_bin("model_00000010.bin")          # {"transformer.h.0.ln_1.weight": Tensor, ...}
     write_safetensors(f, dims, tensors, "BF16")             # f: a file that is open for writing
-    tensors = read_safetensors("model.safetensors")
-    write_bin(f, dims, tensors, "F32")                      # after import_hf.py's check_tensors
 
 A Tensor is a piece of a mapped file: what is in memory besides the file's own pages is the tensor that is
 being written, one layer's. Both sides are in Hugging Face's names and shapes: its linear layers are (in,
 out), those of model_*.bin (out, in). bf16 is held as uint16, since numpy has no such type.
 
-safetensors is read and written here, not by its package: a file is a length, a JSON table and the bytes, and
+safetensors is written here, not by its package: a file is a length, a JSON table and the bytes, and
 .venv, which tests and plots live in, stays as it is.
 """
 import argparse
@@ -40,7 +38,7 @@ except ImportError:             # .venv, which setup.sh has filled, has one: the
 
 MODEL_MAGIC, HEADER_BYTES = 20240326, 1024
 VERSIONS = {3: "F32", 5: "BF16"}                            # of model_*.bin, in safetensors' words
-STORAGE = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+STORAGE = {"F32": np.dtype("<f4"), "BF16": np.dtype("<u2")}
 DTYPES = {"fp32": "F32", "bf16": "BF16"}                    # --dtype
 
 Dims = namedtuple("Dims", "maxT V L NH C")
@@ -66,11 +64,6 @@ TABLE = [
     Row("ln_f.weight", False, lambda d: (d.C,), False),
     Row("ln_f.bias", False, lambda d: (d.C,), False),
 ]
-
-
-def padded(V):
-    """Rows of wte in model_*.bin: whole tiles for the LM head. Those beyond V are zero."""
-    return (V + 127) // 128 * 128
 
 
 def entries(dims):
@@ -158,50 +151,7 @@ def read_bin(path):
     return dims, tensors
 
 
-def write_bin(f, dims, tensors, dtype):
-    header = np.zeros(HEADER_BYTES // 4, "<i4")
-    version = next(number for number, of in VERSIONS.items() if of == dtype)
-    header[:8] = MODEL_MAGIC, version, *dims, padded(dims.V)
-    f.write(header.tobytes())
-    for name, row in entries(dims):
-        tensor = tensors[name]
-        array = convert(tensor.array, tensor.dtype, dtype)
-        f.write(np.ascontiguousarray(array.T if row.transposed else array))
-        if row.name == "wte.weight":
-            f.write(bytes(STORAGE[dtype].itemsize * (padded(dims.V) - dims.V) * dims.C))
-
-
 # ---- safetensors: length of the table, the table, the tensors' bytes ----
-
-def read_safetensors(path):
-    """{name: Tensor}; a type that GPT-2's weights never have is an error when check_tensors meets it."""
-    data = map_file(path)
-    length = int.from_bytes(data[:8].tobytes(), "little")
-    if len(data) < 8 or length > len(data) - 8:
-        die(f"'{path}' is no safetensors file, or a truncated one: {len(data)} bytes")
-    try:
-        table = json.loads(data[8:8 + length].tobytes())
-        table.pop("__metadata__", None)
-        places = {name: (str(t["dtype"]), tuple(map(int, t["shape"])), *map(int, t["data_offsets"]))
-                  for name, t in table.items()}
-    except (ValueError, TypeError, KeyError, AttributeError):
-        die(f"'{path}' is no safetensors file: its table of tensors cannot be read")
-    end = max((place[3] for place in places.values()), default=0)
-    if end != len(data) - 8 - length:
-        die(f"'{path}' is truncated or damaged: {len(data)} bytes, its table means {8 + length + end}")
-    tensors = {}
-    for name, (dtype, shape, begin, stop) in places.items():
-        if dtype not in STORAGE:
-            tensors[name] = Tensor(dtype, np.zeros(0))
-            continue
-        if min(shape, default=1) < 0 or not 0 <= begin <= stop or (
-                stop - begin != math.prod(shape) * STORAGE[dtype].itemsize):
-            die(f"'{path}' is damaged: bytes {begin} to {stop} are no {dtype} tensor {name} of shape {shape}")
-        array = np.frombuffer(data, STORAGE[dtype], math.prod(shape), 8 + length + begin) if stop > begin \
-            else np.zeros(0, STORAGE[dtype])
-        tensors[name] = Tensor(dtype, array.reshape(shape))
-    return tensors
-
 
 def write_safetensors(f, dims, tensors, dtype):
     table, at = {"__metadata__": {"format": "pt"}}, 0

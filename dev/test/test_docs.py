@@ -57,7 +57,7 @@ NOT_HERE = [
     (r"make test\b", lambda: False, "runs this very check"),
     (r"get.py fineweb10B( |$)|get.py hub |make tinyshakespeare$", lambda: False, "needs the network"),
     (r"get.py debian-docs", lambda: False, "asks apt for 38 packages"),
-    (r"pip install|import_hf.py gpt2 ", lambda: False, "installs or downloads"),
+    (r"pip install|hf download", lambda: False, "installs or downloads"),
     (r"pytest|build/(asan/)?test_|setup.sh", lambda: False, "installs, or runs this very check"),
     (r"make bench", lambda: False, "takes minutes of a GPU"),
     (r"check_eval|make build/check/", lambda: False, "takes minutes of a GPU, and of nvcc"),
@@ -140,7 +140,7 @@ def command_error(line):
         return make_error([words[0] if words[0].count("/") > 1 else words[0][6:]])
     if "/" in words[0] and not words[0].startswith(".venv/"):
         return script_error(words[0], [])
-    known = words[0] in ("pip", "lm_eval", "mpirun", "srun", "torchrun", "git", "ncu") or "/" in words[0]
+    known = words[0] in "pip hf lm_eval mpirun srun torchrun git ncu".split() or "/" in words[0]
     return "" if known else f"{words[0]} is neither a known command nor fenced output"
 
 

@@ -1,6 +1,6 @@
 /*
 Reads a model as Hugging Face's transformers save it: model.safetensors with config.json beside it. Plain
-GPT-2 only: the same checks and the same weights as through dev/eval/import_hf.py. Host only.
+GPT-2 only. Host only.
 
     if (hf_is(path)) {
         const Config config = hf_read_config(path, table);      // dies if the model is not GPT-2
@@ -117,7 +117,7 @@ static inline Config hf_open(SafeTensors* file, const char* path, ParamTable tab
         const auto found = tensors.find(name);
         if (found == tensors.end()) {
             die("'%s' lacks the tensor %s\n"
-                "hint: a model in several files is one for dev/eval/import_hf.py", path, name.c_str());
+                "hint: save_pretrained of transformers makes one file of several", path, name.c_str());
         }
         const SafeTensor& t = found->second;
         if (safetensors_bytes(t.dtype) == 0) {
