@@ -2,8 +2,6 @@
 Tests of what a run survives by: checksum.h, state_file.h, model_file.h, checkpoints.h, worker.h. Damage is
 tried exhaustively on small files: each byte, each length, each field. test_resume.py resumes runs from such
 files, reads the format with a program of its own, and calls build/checkpoint.
-
-    make build/test_checkpoints && build/test_checkpoints
 */
 #include <stddef.h>                     // gives: offsetof
 #include <sys/resource.h>               // gives: setrlimit

@@ -2,8 +2,6 @@
 Tests of llmc/ops/cpu_ops.h, in double: each forward pass against a formula written another way, each backward
 pass against finite differences of its forward pass. test_gpt2's invariance mode sees sums of lanes, the norm,
 Muon's values and decoding in the model, test_ranks.py records of ranks, test_training.py several threads.
-
-    make build/test_cpu_ops && build/test_cpu_ops
 */
 #include <math.h>       // gives: sqrt, isfinite, isnan
 

@@ -2,8 +2,6 @@
 Tests of data/dataloader.h: who sees which token in which order, positions, and every way in which a file can
 be wrong. The expected order is computed here again, straight from the definition; that it looks random is
 test_host's (rand_permuted).
-
-    make build/test_dataloader && build/test_dataloader
 */
 #include <numeric>                  // gives: std::accumulate
 

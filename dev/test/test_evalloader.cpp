@@ -1,7 +1,5 @@
 /*
 Tests of llmc/data/evalloader.h: files of questions, right and wrong, rows, batches, sums and the score.
-
-    make build/test_evalloader && build/test_evalloader
 */
 #include "llmc/data/evalloader.h"
 

@@ -1,7 +1,5 @@
 """Validation losses and answers to multiple-choice questions (-h), in training and with -x 0.
 
-    pytest dev/test/test_evaluation.py
-
 The judge is twins.py. Files of questions, their rows, batches and the score are test_evalloader.cpp's; here
 all of it meets a model.
 """

@@ -2,8 +2,6 @@
 Tests of the small host headers: check, host_memory, json, memory plans, numbers, flags, settings, schedulers,
 sampler, rand, logger, reports, texts. Everything random comes from fixed seeds, so a result never changes
 from run to run.
-
-    make build/test_host && build/test_host
 */
 #include <float.h>                      // gives: FLT_MAX
 #include <math.h>                       // gives: fabs, sqrt, INFINITY, NAN

@@ -1,7 +1,5 @@
 """Sizes: parameters, and the memory that a run plans, takes and refuses.
 
-    pytest dev/test/test_memory.py
-
 The arithmetic of what would fit is test_host.cpp's; shards of several ranks are test_ranks.py's.
 """
 import math

@@ -1,6 +1,4 @@
 """--plan: memory and time of a run on a GPU that need not be here.
-
-    pytest dev/test/test_plan.py
 """
 import re
 
@@ -13,7 +11,6 @@ pytestmark = pytest.mark.cpu_only
 # ms a step, measured on H200s (docs/performance.md, dev/bench/scaling.md)
 MEASURED = [("d12", 64, 1, 106.2), ("d12", 4, 1, 8.85), ("d24", 48, 1, 214.0), ("d36", 32, 1, 306.5),
             ("d48", 16, 1, 309.1), ("d12", 64, 2, 110.5), ("d48", 16, 2, 313.8)]
-
 
 def plan(model, batch, gpu="H200", **flags):
     names = {"-" + name if len(name) < 3 else "--" + name: value for name, value in flags.items()}

@@ -1,6 +1,4 @@
 """Pictures and TensorBoard's event files of runs: dev/data/plot_log.py and tensorboard_log.py.
-
-    pytest dev/test/test_plots.py -k tensorboard
 """
 import json
 import math
@@ -21,7 +19,6 @@ import tensorboard_log                  # noqa: E402
 
 pytestmark = pytest.mark.cpu_only
 LOSS, HALF = "loss (nats per token)", f"{11 / 21:.3f}"
-
 
 def write(path, text, mode="w"):
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)

@@ -1,7 +1,5 @@
 """What is refused before anything is written: exit code 1, one sentence, the disk unchanged.
 
-    pytest dev/test/test_refusals.py -k shard
-
 What numbers and flags look like at all is test_host.cpp's, shards' bytes are test_dataloader.cpp's,
 questions' test_evalloader.cpp's, how ranks are started test_comm.cpp's.
 """

@@ -1,6 +1,4 @@
 """Runs of the training program: what each flag changes, what a run says and leaves behind, and folders.
-
-    pytest dev/test/test_runs.py -k folder
 """
 import functools
 import glob
@@ -24,7 +22,6 @@ from trainer import (ALONE, B, LIMIT_S, LOG_LINE, MODEL_MAGIC, T, TINY, Program,
                      run_ok, sentences, tolerance, write_bytes, write_questions, write_shard)
 
 FIXTURE = os.path.join(ROOT, "dev/reference/fixture")
-
 
 # ---- what each flag changes ----
 

@@ -1,7 +1,5 @@
 """What one sees of a run: its lines on a terminal and in a file, progress between them, the GPU's telemetry.
 
-    pytest dev/test/test_terminal.py -k progress
-
 A terminal is a pseudo-terminal here. The forms of single lines are test_host.cpp's.
 """
 import fcntl

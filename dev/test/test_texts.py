@@ -1,7 +1,5 @@
 """Texts that the program writes: prompts, samples in training, --chat.
 
-    pytest dev/test/test_texts.py -k chat
-
 Models that leave no doubt tell samples apart. What is drawn from given logits is for test_host.cpp, texts
 beyond T against whole forwards for test_gpt2, greedy texts against the judge for test_training.py.
 """

@@ -1,8 +1,6 @@
 """What training computes: losses, gradients, updates, the order of rows, what is skipped, what is saved; of
 GPT-2 and of models that are not, with and without dropout.
 
-    pytest dev/test/test_training.py -k gradients
-
 The judge is twins.py. Losses are told apart by rows of text that differ much in how hard they are.
 """
 import glob
