@@ -1,10 +1,4 @@
-"""The built-in corpus makes sense: what its stories say follows from what they said, and its text is tidy.
-The tools beside it: bigram, tinyshakespeare.sh.
-
-A model can only learn from the corpus what is true in it. Read here with regular expressions, by somebody who
-knows the plots but not the generator: sums come out right, the way home passes the landmarks backwards, swaps
-add up, a name keeps its pronouns, every sentence begins with a capital.
-"""
+"""The built-in corpus: its text is tidy and stays as it is. The tools beside it: bigram, tinyshakespeare.sh."""
 import collections
 import hashlib
 import math
@@ -20,22 +14,11 @@ from checks import ROOT, read, write
 
 PROGRAM, BIGRAM = os.path.join(ROOT, "build/stories"), os.path.join(ROOT, "build/bigram")
 SEPARATOR = "<|endoftext|>\n"
-NUMBERS = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
-           "sixteen seventeen").split()
 NAME = r"([A-Z][a-z]+)"
 
 
 def tell(*flags):
     return subprocess.run([PROGRAM, *map(str, flags)], capture_output=True, text=True, check=True).stdout
-
-
-def all_of(pattern, documents, right, what, least):
-    """Enough stories have it, and in all of them it is right."""
-    pattern = re.compile(pattern, re.S | re.X)
-    found = [match for doc in documents for match in pattern.finditer(doc)]
-    wrong = [match[0] for match in found if not right(match)]
-    assert len(found) >= least, f"{what}: only {len(found)} found"
-    assert not wrong, f"{what}: {len(wrong)} of {len(found)} wrong: {''.join(wrong[:1])[:300]!r}"
 
 
 @pytest.fixture(scope="module")
@@ -73,70 +56,6 @@ def test_sentences(documents):
     found["a small letter after ! or ? outside of speech"] = re.search(r"[!?] ([a-z]+)", told)
     found["a quotation mark alone"] = next((line for line in text.split("\n") if line.count('"') % 2), None)
     assert not any(found.values()), {what: match for what, match in found.items() if match}
-
-
-def test_pronouns(documents):
-    text = "\n".join(documents)
-    he = {}
-    for name, pronoun in re.findall(rf"(?:called|named) {NAME}\. (He|She) lived", text):
-        he.setdefault(name, set()).add(pronoun)
-    assert len(he) >= 30, f"only {len(he)} names are introduced"
-    assert all(len(pronouns) == 1 for pronouns in he.values()), f"names with two pronouns: {he}"
-    assert (he.get("Mina"), he.get("Oscar")) == ({"She"}, {"He"}), "Mina is she and Oscar is he"
-
-    def fits(name, word):
-        return name not in he or word in {"He": ("him", "his"), "She": ("her",)}[min(he[name])]
-    all_of(rf"called\ {NAME}\ lived\ [^.]*\.\ Everybody\ knew\ (him|her)\.", documents,
-           lambda m: fits(m[1], m[2]), "whom everybody knew", 30)
-    all_of(rf"\b{NAME}\ could\ \w[^.]*\ with\ (his|her)\ eyes\ closed", documents,
-           lambda m: fits(m[1], m[2]), "whose eyes are closed", 5)
-
-
-FRUIT = rf"""
-    (?:picked|gathered|was\ given)\ ({"|".join(NUMBERS)})\ .*?
-    gave\ {NAME}\ (\w+)\.\ Now\ there\ were\ (\w+)\ left\..*?
-    There\ sat\ {NAME},.*?  gave\ (?:him|her)\ (\w+)\ of\ the\ (\w+)\.\ Now\ \w+\ had\ (\w+)\ .*?
-    Only\ (\w+)\?[^!]*\ (\w+)!.*?  "I\ gave\ (\w+)\ to\ \2\ and\ (\w+)\ to\ \5,"
-"""
-WAY = r"""
-    They\ walked\ past\ ([^.]*)\.  \ (?:Then\ they\ walked\ past|After\ that\ they\ came\ to)\ ([^.]*)\.
-    \ (?:A\ little\ later|At\ last)\ they\ passed\ ([^,.]*),\ and\ behind\ it.*?
-    What\ did\ we\ pass\ last[^"]*"\s*"([^"]*),"\ said.*?  look\ for\ ([^.]*?)\ first,".*?
-    "([^"]*)!"\ said.*?  found\ ([^.]*)\.\ "Now\ only\ ([^,]*?)\ is\ .*?  passed\ ([^,.]*),\ they\ saw
-"""
-SWAP = r"""
-    away\ for\ an?\ ([^.]*)\."\ \S+\ had\ no\ ([^.]*)\.\ All\ s?he\ had\ was\ an?\ ([^.]*)\..*?
-    I\ have\ only\ this\ ([^.]*)\..*?  So\ \S+\ gave\ \S+\ the\ ([^.]*?)\ and\ got\ the\ ([^.]*)\..*?
-    There\ sat\ \S+\ with\ an?\ ([^!]*)!.*?  So\ \S+\ gave\ \S+\ the\ ([^.]*?)\ and\ got\ the\ ([^.]*)\..*?
-    I\ gave\ my\ ([^"]*?)\ to\ \S+\ for\ an?\ ([^"]*?),
-    \ and\ the\ ([^"]*?)\ to\ \S+\ for\ the\ ([^"]*?),"
-"""
-ERRAND = r"""
-    (?:Please\ take|Will\ you\ take)\ this\ ([^?]*)\ to\ \w+\?.*?  set\ out\ with\ the\ ([^.]*)\..*?
-    who\ was\ carrying\ an?\ ([^.]*)\.
-"""
-
-
-def test_plots(documents):
-    def adds_up(m):
-        total, first, left, second, of, kept, only, told, said1, said2 = (
-            NUMBERS.index(m[i].lower()) for i in (1, 3, 4, 6, 7, 8, 9, 10, 11, 12))
-        return (left == of == total - first and kept == only == left - second and told == total
-                and (said1, said2) == (first, second))
-    all_of(FRUIT, documents, adds_up, "fruit that are given away", 60)
-
-    def backwards(m):
-        first, second, third = (m[i].lower() for i in (1, 2, 3))
-        return [m[i].lower() for i in range(4, 10)] == [third, third, second, second, first, first]
-    all_of(WAY, documents, backwards, "landmarks on the way home", 60)
-
-    def swaps(m):
-        wanted, mine, theirs = m[1], m[3], m[4]
-        short = zip((wanted, mine, theirs, theirs, wanted), (m[2], m[10], m[11], m[12], m[13]))
-        return ([m[i] for i in range(5, 10)] == [mine, theirs, wanted, theirs, wanted]
-                and all(whole.endswith(" " + part) for whole, part in short))
-    all_of(SWAP, documents, swaps, "swaps", 60)
-    all_of(ERRAND, documents, lambda m: m[1].endswith(" " + m[2]) and m[3] == m[1], "what is carried", 60)
 
 
 # ---- the programs ----
