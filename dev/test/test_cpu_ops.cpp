@@ -798,6 +798,21 @@ static void test_orthogonalise(int rows, int cols) {
     CHECK(inp == result, "%s: in place: other bits", shape.c_str());
 }
 
+// With a master copy, which decides; the CPU build has none.
+static void test_muon_update() {
+    const std::string shape = "muon_update";
+    Doubles master = random_tensor(6), params(10), update = random_tensor(8), stored(6);
+    const Doubles expected = doubles(6, [&](size_t i) {
+        return master[i] * 0.95 - 0.1 * update[i / 3 * 4 + i % 3];
+    });
+    UpdateState state = update_state(1.0f);
+    muon_update_cpu<double>({(double*)params, (double*)master, update, &state, 3, 4,
+                             {2, 5 * sizeof(double), 0, 0}, 0.5, 0.1, RoundKey{}, 0}, 0);
+    for (size_t i = 0; i < 6; i++) { stored[i] = params[i / 3 * 5 + i % 3]; }
+    CHECK_SAME(master, expected, 1e-15);
+    CHECK(stored == master && isnan(params[3]), "%s: params are not the master's", shape.c_str());
+}
+
 // ---- float ----
 
 // exp and GELU in float against double, over their whole range.
@@ -876,6 +891,7 @@ int main() {
             test_adamw<double>(k % 2, k / 2 ? 0.1 : 0.0, 1e-12);
             test_adamw<float>(k % 2, k / 2 ? 0.1 : 0.0, 5e-7);
         }
+        test_muon_update();
         for (auto [rows, cols] : {std::pair(8, 8), std::pair(7, 20), std::pair(24, 6), std::pair(1, 1)}) {
             test_orthogonalise(rows, cols);
         }
