@@ -1,4 +1,4 @@
-"""The built-in corpus: its text is tidy and stays as it is. The tools beside it: bigram, tinyshakespeare.sh."""
+"""The built-in corpus: its text is tidy, and stays as it is. Beside it: bigram, tinyshakespeare.sh."""
 import collections
 import hashlib
 import math
@@ -14,7 +14,6 @@ from checks import ROOT, read, write
 
 PROGRAM, BIGRAM = os.path.join(ROOT, "build/stories"), os.path.join(ROOT, "build/bigram")
 SEPARATOR = "<|endoftext|>\n"
-NAME = r"([A-Z][a-z]+)"
 
 
 def tell(*flags):
@@ -46,7 +45,7 @@ WRONG = [
     ("a small letter at the start of a paragraph", r"^\"?[a-z]\w*"), ("two blanks", "  "),
     ("a small letter where somebody begins to speak", r"(?:, |: )\"[a-z]\w*"),
     ("a blank before a comma or full stop", r" [.,!?]"), ("a sign of a template", r"[{}\[\]|/]"),
-    ("the same person twice", rf"\b{NAME} and \1\b")]
+    ("the same person twice", r"\b([A-Z][a-z]+) and \1\b")]
 
 
 def test_sentences(documents):
