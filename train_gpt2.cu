@@ -2333,8 +2333,8 @@ template <int kGroups> struct OnlineSoftmax {
 
 // {lse * log2(e), D} of the query that element (m, n, i) of a tile belongs to.
 template <Own kOwn, int kGroups> struct QueryStats {
-    float2 rows[kGroups][2];        // queries own the rows: in registers, for the whole walk
-    const float2* columns;          // keys own the rows: in shared memory, of the lane's first two columns
+    float2 rows[kGroups][2];        // where rows are queries: in registers for the whole walk
+    const float2* columns;          // where columns are: in shared memory, from the lane's first column on
 
     __device__ __forceinline__ float2 of(int m, int n, int i) const {
         if constexpr (kOwn == Own::Queries) { return rows[m][i / 2]; }
@@ -2342,8 +2342,8 @@ template <Own kOwn, int kGroups> struct QueryStats {
         return i % 2 == 0 ? make_float2(two.x, two.y) : make_float2(two.z, two.w);
     }
 
-    // The rows, from row0 on, two lanes a row: D = rowsum(dO * O). They are stored for the launch for keys,
-    // with zeros for rows from T on: P is exp2(0) = 1 there, and meets rows of zeros only.
+    // Those of rows, from row0 on, two lanes a row: D = rowsum(dO * O). They are stored for the launch for
+    // keys, with zeros for rows from T on: P is exp2(0) = 1 there, and meets rows of zeros only.
     template <int kHS, class Block>
     __device__ __forceinline__ void load_rows(const Block& block, const AttentionBackwardX& a, int row0,
                                               int lane) {
@@ -2696,7 +2696,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     for (int it = 0; it < block.tiles; it++) {
         const int stage = shared.wait(block, it, other), k0 = block.tile(it);
         if (it == 0) { load_fragments<kHS>(q_frag, q_rows, lane); }
-        if (all_future<Own::Queries>(row0, Shape::kRows, k0, kTile)) { continue; }
+        if (all_future<Own::Queries>(row0, Shape::kRows, k0, kTile)) { continue; }      // for this warp
 
         // S = Q K^T
         Tile<kGroups, kTile / 8> s = {};
@@ -2756,7 +2756,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
             load_fragments<kHS>(a_frag, a_rows, lane);
             load_fragments<kHS>(b_frag, b_rows, lane);
         }
-        if (all_future<kOwn>(row0, Shape::kRows, column0, kTile)) { continue; }
+        if (all_future<kOwn>(row0, Shape::kRows, column0, kTile)) { continue; }         // for this warp
 
         // S and dP
         kept.load(row0, column0);                           // there when the products are done
@@ -2802,7 +2802,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 //                    ^ full[0]        ^ full[1]         ^ barrier ^ full[0]     ^ barrier
 //
 //     full[stage]    an mbarrier in shared memory that hears of the copy's bytes: all there, its phase ends
-//     wait<1>, <0>   until only the last group of wgmma, or none, is under way: S is there first, O later
+//     wgmma_end      waits until only the last group of wgmma, <1>, or none, <0>, is under way: for S, for O
 //     barrier        all warps are done with a stage; thread 0 then starts the next copy into it
 //
 // The backward has no such overlap of one step's product with the next step's exponentials (it measured no
@@ -2819,7 +2819,8 @@ template <int kNumStages, int kBlocks> struct Sm90Shape {
 constexpr int kSm90Tile = 64 * 64;                      // elements
 typedef Tile<1, 8> Sm90Tile;                            // a warp's 16 rows of an accumulator (64,64)
 
-// The rows of one head as the copy engine knows them: a slot of an attention_map.
+// The rows of one head as the copy engine knows them: a slot of an attention_map. qkv's slots are the heads
+// of Q, of K, of V.
 struct Sm90Rows { const CUtensorMap* map; int slot; };
 
 // Tiles that stay, Q or a pair, and in the end are the staging of stores; kStages of a pair that comes and
@@ -2915,10 +2916,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * 16;
     const AttentionBlock<Own::Queries, Shape> block(args.B, args.T, args.NH, 64);
     const int row0 = block.row0 + warp_row;             // the warp's first query
-    const Sm90Rows q = {&qkv_map, block.h}, k = {&qkv_map, args.NH + block.h},
-                   v = {&qkv_map, 2 * args.NH + block.h};
-    const Pair<Sm90Rows> other = {k, v};
-    shared.start(block, {q}, other);
+    const Pair<Sm90Rows> other = {{&qkv_map, args.NH + block.h}, {&qkv_map, 2 * args.NH + block.h}};
+    shared.start(block, {{&qkv_map, block.h}}, other);
 
     const float scale_log2 = scale * kLog2e;            // exp(x) is calculated as exp2(x * log2(e))
     Sm90Tile o = {}, s;                                 // o: not yet divided by the row's sum
@@ -2982,9 +2981,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * 16;
     const AttentionBlock<kOwn, Shape> block(args.B, args.T, args.NH, 64);
     const int row0 = block.row0 + warp_row;             // the warp's first
-    const Sm90Rows q = {&qkv_map, block.h}, k = {&qkv_map, args.NH + block.h},
-                   v = {&qkv_map, 2 * args.NH + block.h}, dout = {&dout_map, block.h};
-    const Pair<Sm90Rows> queries = {q, dout}, keys = {k, v};
+    const Pair<Sm90Rows> queries = {{&qkv_map, block.h}, {&dout_map, block.h}};
+    const Pair<Sm90Rows> keys = {{&qkv_map, args.NH + block.h}, {&qkv_map, 2 * args.NH + block.h}};
     const Pair<Sm90Rows>&own = kQueries ? queries : keys, &other = kQueries ? keys : queries;
     const float2* all_stats = kQueries ? nullptr : block.stats(args.scratch);
     shared.start(block, {own.a, own.b}, other, all_stats);
