@@ -1900,26 +1900,32 @@ static void muon_update(const MuonUpdate<floatX, float>& a, Stream stream) {
 //     O = (F * P) V     dS = P * (F * (dO V^T) - D)     dV = (F * P)^T dO
 // The softmax still sums all of P, and D is still rowsum(dO * O).
 //
-// Nothing of shape (T,T) is ever stored. A block owns some rows of one side. The rows of the other side come
-// by in tiles, and the piece of S where the two meet lives in registers only. The backward computes P again,
-// from S and lse.
+// Nothing of shape (T,T) is ever stored. A block owns rows of one side, queries or keys, and walks over tiles
+// of the other side. The piece of S where the two meet lives in registers only. The backward computes P
+// again, from S and lse.
 //
-//     forward   owns queries   sees K and V   a running maximum and sum per row; O is rescaled as they change
-//     dQ        owns queries   sees K and V   and computes D on its way, for the next kernel
-//     dK, dV    owns keys      sees Q and dO  works on S^T
+//                 own a, b   other a, b   S = own a * other a^T   dP = own b * other b^T   sums
+//     forward     Q          K, V         Q K^T                                            O += P V
+//     backward    Q, dO      K, V         Q K^T                   dO V^T                   dQ += dS K
+//     backward    K, V       Q, dO        K Q^T = S^T             V dO^T = dP^T            dK += dS^T Q
+//                                                                                          dV += P^T dO
 //
-// The backward is two kernels. That costs 7 matrix products where one kernel with atomic adds into dQ needs
-// 5. But every output has one owner that sums in a fixed order, so two runs have the same bits, and no fp32
-// dQ is cleared, added to and converted.
+// The backward is one kernel, written for either side and launched for both. That costs 7 matrix products;
+// a single pass with atomic additions into dQ needs 5. But here every output has one owner that sums in a
+// fixed order, so two runs have the same bits, and no fp32 dQ is cleared, added to and converted.
 //
-// Scratch of the backward: float2 {lse * log2(e), D} per query (plain kernels: {lse, D}), laid out
-// (B,NH,padded_T). The dQ kernel writes zeros behind T, so that dK/dV can copy whole tiles.
+// The launch for queries computes {lse, D} of each query on its way and leaves them to the launch for keys in
+// the scratch (B,NH,padded_T). Tensor-core forms store lse * log2(e), and zeros behind T, as they copy whole
+// tiles.
 //
 // There are three forms, from the simplest to the fastest:
 //     plain       fp32 arithmetic on the ordinary cores: any type, any head size up to 512
 //     mma.sync    tensor cores of sm_80 and later: 16 bits or TF32, head sizes up to 128, multiples of kWidth
 //     sm90        Hopper's tensor cores and copy engine (wgmma, TMA): 16 bits, head size 64
 // The last two are built from the same tile functions.
+
+typedef AttentionForward<floatX, float> AttentionForwardX;
+typedef AttentionBackward<floatX, float> AttentionBackwardX;
 
 // How many tiles or blocks of `size` rows make `rows` (ceil_div, for the device).
 __device__ __forceinline__ int tile_count(int rows, int size) { return (rows + size - 1) / size; }
@@ -1930,31 +1936,52 @@ template <class X> struct HeadRows {
     size_t stride;
     int T, HS;
 };
+typedef HeadRows<const floatX> InputRows;
+typedef HeadRows<floatX> OutputRows;
 
-// Which block of which head a thread block computes. Blocks come in sections of 32 heads, in a section the
-// longest first. A section's K and V (8 MB at T=1024, HS=64) stay in the L2 while its blocks run, and short
-// blocks fill the end of the grid.
+// What one side brings: {Q, dO} or {K, V}.
+template <class Rows> struct Pair { Rows a, b; };
+
+enum class Own { Queries, Keys };
+
+// The work of a thread block: Shape::kOwned rows of one head on side kOwn, and a walk over the tiles of the
+// other side, Shape::kTile rows each. The walk starts at the diagonal; it goes left if the block owns
+// queries, down if it owns keys. So only its first tiles are masked, and in the forward every row's maximum
+// is finite from its first tile on.
+//
+// Blocks come in sections of 32 heads, in a section the longest walks first. A section's K and V (8 MB at
+// T=1024, HS=64) stay in the L2 while its blocks run, and short walks fill the end of the grid.
 constexpr int kSectionHeads = 32;
 
-struct AttentionWork {
-    int blocks, rank;           // of the head; 0 = the block with the most to do
+template <Own kOwn, class Shape> struct AttentionBlock {
+    static constexpr bool kQueries = kOwn == Own::Queries;
     int bh, b, h;               // bh = b*NH + h
     int T, HS;
     size_t C;
+    int row0;                   // the first row of its own
+    int tiles;                  // of the walk
 
-    __device__ __forceinline__ AttentionWork(int block_rows, int B, int T, int NH, int HS)
-        : blocks(tile_count(T, block_rows)), T(T), HS(HS), C((size_t)NH * HS) {
-        const int per_section = kSectionHeads * blocks;
+    __device__ __forceinline__ AttentionBlock(int B, int T, int NH, int HS)
+        : T(T), HS(HS), C((size_t)NH * HS) {
+        const int blocks = tile_count(T, Shape::kOwned), per_section = kSectionHeads * blocks;
         const int first_head = (int)(blockIdx.x / per_section) * kSectionHeads;
         const int rest = (int)(blockIdx.x % per_section);
         const int section_heads = min(kSectionHeads, B * NH - first_head);
-        rank = rest / section_heads;
         bh = first_head + rest % section_heads;
         b = bh / NH;
         h = bh % NH;
+        const int rank = rest / section_heads;          // in the head; 0: the longest walk
+        row0 = (kQueries ? blocks - 1 - rank : rank) * Shape::kOwned;
+        tiles = kQueries ? tile_count(min(row0 + Shape::kOwned, T), Shape::kTile)
+                         : tile_count(T, Shape::kTile) - row0 / Shape::kTile;
     }
 
-    // Of qkv or dqkv (B,T,3,NH,HS), and of out or dout (B,T,NH,HS).
+    // The first row of the walk's tile `it`.
+    __device__ __forceinline__ int tile(int it) const {
+        return (kQueries ? tiles - 1 - it : row0 / Shape::kTile + it) * Shape::kTile;
+    }
+
+    // The head's rows in qkv or dqkv (B,T,3,NH,HS), and in out or dout (B,T,NH,HS).
     template <class X> __device__ __forceinline__ HeadRows<X> q(X* qkv) const {
         return {qkv + b * (T * 3 * C) + (size_t)h * HS, 3 * C, T, HS};
     }
@@ -1963,10 +1990,17 @@ struct AttentionWork {
     template <class X> __device__ __forceinline__ HeadRows<X> out(X* out) const {
         return {out + b * (T * C) + (size_t)h * HS, C, T, HS};
     }
-    // Of lse (B,NH,T), the backward's scratch (B,NH,padded_T) and the dropout's bits.
+    // What the block owns in the backward, and what it sees.
+    __device__ __forceinline__ Pair<InputRows> own(const AttentionBackwardX& a) const {
+        return kQueries ? Pair<InputRows>{q(a.qkv), out(a.dout)} : Pair<InputRows>{k(a.qkv), v(a.qkv)};
+    }
+    __device__ __forceinline__ Pair<InputRows> other(const AttentionBackwardX& a) const {
+        return kQueries ? Pair<InputRows>{k(a.qkv), v(a.qkv)} : Pair<InputRows>{q(a.qkv), out(a.dout)};
+    }
+    // The head's part of lse (B,NH,T), of the backward's scratch (B,NH,padded_T) and of the dropout's bits.
     template <class X> __device__ __forceinline__ X* lse(X* lse) const { return lse + (size_t)bh * T; }
-    template <class X> __device__ __forceinline__ X* stats(X* scratch) const {
-        return scratch + bh * padded_T(T);
+    __device__ __forceinline__ float2* stats(float* scratch) const {
+        return (float2*)scratch + bh * padded_T(T);
     }
     __device__ __forceinline__ const uint32_t* keep(const uint32_t* bits) const {
         return bits + bh * keep_words(T);
@@ -1977,43 +2011,45 @@ static size_t attention_backward_scratch_bytes(int B, int T, int NH) {
     return (size_t)B * NH * padded_T(T) * sizeof(float2);
 }
 
-// Launches a kernel with a block for every `rows` rows of every head.
-template <class Args, class... Params>
-static void attention_launch(void (*kernel)(Params...), const Args& a, int rows, int threads, size_t bytes,
-                             Stream stream, const std::decay_t<Params>&... params) {
-    if (a.B < 1 || a.T < 1 || a.NH < 1) {
-        die("attention: B=%d T=%d NH=%d; all must be positive", a.B, a.T, a.NH);
-    }
+// The size of a grid in which each block owns `rows` rows of a head.
+template <class Args> static unsigned attention_blocks(const Args& a, int rows) {
     const size_t blocks = (size_t)ceil_div(a.T, rows) * a.B * a.NH;
-    if (blocks > 0x7fffffffu) {
-        die("attention: B=%d T=%d NH=%d needs more than 2^31 blocks", a.B, a.T, a.NH);
+    if (a.B < 1 || a.T < 1 || a.NH < 1 || blocks > 0x7fffffffu) {
+        die("attention: B=%d T=%d NH=%d; all must be positive, and at most 2^31 blocks", a.B, a.T, a.NH);
     }
-    if (bytes > 0) { allow_shared_memory(kernel, bytes); }
-    kernel<<<(unsigned)blocks, threads, bytes, stream>>>(params...);
+    return (unsigned)blocks;
+}
+
+// Launches a kernel of any form. maps: what only sm90 kernels take.
+template <class Shape, class Args, class... Maps>
+static void attention_launch(void (*kernel)(Args, float, Maps...), const Args& a, size_t shared_bytes,
+                             Stream stream, const Maps&... maps) {
+    if (shared_bytes > 0) { allow_shared_memory(kernel, shared_bytes); }
+    kernel<<<attention_blocks(a, Shape::kOwned), Shape::kThreads, shared_bytes, stream>>>(
+        a, 1.0f / sqrtf(a.HS), maps...);
 }
 
 // ---- dropout: which probabilities are kept ----
 // F is a bit matrix (AttentionKeep in op_types.h), drawn by a separate kernel. All forms and both passes read
 // it, so they drop the same probabilities with any tiles. A word has 32 keys of one query, and the next word
 // is the next query's. A warp thus reads words of neighbouring queries as one piece, as rows or as columns.
-constexpr int kKeepThreads = 128;       // a block draws the rows of so many queries, a thread one
+struct KeepShape { static constexpr int kOwned = 128, kTile = 32; };     // queries of a block, a thread one
 
-__global__ void __launch_bounds__(kKeepThreads) attention_dropout_kernel(uint32_t* keep, Dropout d, int T) {
-    const int stride = (int)padded_T(T), blocks = stride / kKeepThreads;
-    const size_t bh = blockIdx.x / blocks;
-    const int rank = (int)(blockIdx.x % blocks);        // in its head, 0 = the block with the most to do
-    const int q = (blocks - 1 - rank) * kKeepThreads + (int)threadIdx.x;
-    const uint64_t row = d.first_row + bh * T + q;
-    uint32_t* keep_q = keep + bh * keep_words(T) + q;
+__global__ void __launch_bounds__(KeepShape::kOwned)
+    attention_dropout_kernel(const AttentionDropout<floatX, float> a) {
+    const AttentionBlock<Own::Queries, KeepShape> block(a.B, a.T, a.NH, 0);
+    const int q = block.row0 + (int)threadIdx.x, stride = (int)padded_T(a.T);
+    const uint64_t row = a.dropout.first_row + (size_t)block.bh * a.T + q;
+    uint32_t* keep_q = a.keep + block.bh * keep_words(a.T) + q;
 
     for (int j = 0; j < stride / 32; j++) {             // keys 32 j to 32 j + 31
         uint32_t word = 0;
-        if (q < T && j <= q / 32) {
+        if (q < a.T && j <= q / 32) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const Rand4 block = dropout_block(d.key, row, (uint32_t)(4 * j + i));
-                for (int lane = 0; lane < 8; lane++) {
-                    word |= (uint32_t)(dropout_bits16(block, lane) >= d.dropped) << (8 * i + lane);
+                const Rand4 random = dropout_block(a.dropout.key, row, (uint32_t)(4 * j + i));
+                for (int k = 0; k < 8; k++) {
+                    word |= (uint32_t)(dropout_bits16(random, k) >= a.dropout.dropped) << (8 * i + k);
                 }
             }
             if (j == q / 32) { word &= (2u << q % 32) - 1; }    // up to the query itself
@@ -2024,39 +2060,35 @@ __global__ void __launch_bounds__(kKeepThreads) attention_dropout_kernel(uint32_
 
 static void attention_dropout(const AttentionDropout<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
-    attention_launch(attention_dropout_kernel, a, kKeepThreads, kKeepThreads, 0, stream, a.keep, a.dropout,
-                     a.T);
+    attention_dropout_kernel<<<attention_blocks(a, KeepShape::kOwned), KeepShape::kOwned, 0, stream>>>(a);
 }
 
 // ---- plain: any element type and head size up to 512, fp32 arithmetic ----
 // The shape of the maths, and what the other forms are held against: nothing is tiled, nothing overlaps. A
-// warp owns one row and sees the rows of the other side 32 at a time:
+// warp owns one row and sees the rows of the other side 32 at a time, each lane one:
 //     dots      lanes share the columns of 32 products; the sums then lie one a lane
 //     softmax   of one row: maximum and sum over the lanes
 //     add       lanes share the columns of the result; the 32 weights come from their lanes by shuffles
 // The warp's rows and results lie in shared memory, and each lane touches only its own columns of them.
-constexpr int kPlainWarps = 4;
+struct PlainShape { static constexpr int kOwned = 4, kThreads = kOwned * kWarp, kTile = kWarp; };
 constexpr int kPlainMaxHeadSize = 512;
 typedef float PlainRow[kPlainMaxHeadSize];
 
 // A row as fp32.
-__device__ __forceinline__ void plain_load(PlainRow& row, const HeadRows<const floatX>& from, int at,
-                                           int lane) {
+__device__ __forceinline__ void plain_load(PlainRow& row, const InputRows& from, int at, int lane) {
     for (int d = lane; d < from.HS; d += kWarp) { row[d] = (float)from.data[at * from.stride + d]; }
 }
-
-__device__ __forceinline__ void plain_store(const HeadRows<floatX>& to, int at, const PlainRow& row,
-                                            float scale, int lane) {
+__device__ __forceinline__ void plain_store(const OutputRows& to, int at, const PlainRow& row, float scale,
+                                            int lane) {
     for (int d = lane; d < to.HS; d += kWarp) { to.data[at * to.stride + d] = (floatX)(row[d] * scale); }
 }
-
 __device__ __forceinline__ void plain_clear(PlainRow& row, int HS, int lane) {
     for (int d = lane; d < HS; d += kWarp) { row[d] = 0.0f; }
 }
 
 // To lane j, `row` times row first + j of a matrix. Behind the last row it is that of the last.
-__device__ __forceinline__ float plain_dots(const PlainRow& row, const HeadRows<const floatX>& matrix,
-                                            int first, int lane) {
+__device__ __forceinline__ float plain_dots(const PlainRow& row, const InputRows& matrix, int first,
+                                            int lane) {
     float result = 0.0f;
     for (int j0 = 0; j0 < kWarp; j0 += 8) {
         float part[8] = {};
@@ -2074,8 +2106,8 @@ __device__ __forceinline__ float plain_dots(const PlainRow& row, const HeadRows<
 }
 
 // row = row * factor + the sum of rows first + j of a matrix, times lane j's weight.
-__device__ __forceinline__ void plain_add(PlainRow& row, float factor, float weight,
-                                          const HeadRows<const floatX>& matrix, int first, int lane) {
+__device__ __forceinline__ void plain_add(PlainRow& row, float factor, float weight, const InputRows& matrix,
+                                          int first, int lane) {
     for (int d0 = 0; d0 < matrix.HS; d0 += kWarp) {
         const int d = min(d0 + lane, matrix.HS - 1);
         float sum = 0.0f;
@@ -2089,27 +2121,28 @@ __device__ __forceinline__ void plain_add(PlainRow& row, float factor, float wei
 }
 
 // x, or 0 where the probability of this query and key is dropped.
-__device__ __forceinline__ float plain_keep(float x, const AttentionKeep& keep, const AttentionWork& work,
-                                            int query, int key) {
-    if (!keep.bits || query >= work.T) { return x; }
-    return work.keep(keep.bits)[key / 32 * padded_T(work.T) + query] >> key % 32 & 1 ? x : 0.0f;
+template <class Block>
+__device__ __forceinline__ float plain_keep(float x, const AttentionKeep& keep, const Block& block, int query,
+                                            int key) {
+    if (!keep.bits || query >= block.T) { return x; }
+    return block.keep(keep.bits)[key / 32 * padded_T(block.T) + query] >> key % 32 & 1 ? x : 0.0f;
 }
 
-__global__ void __launch_bounds__(kPlainWarps * kWarp)
-    attention_forward_plain_kernel(const AttentionForward<floatX, float> a, float scale) {
-    __shared__ PlainRow q[kPlainWarps], o[kPlainWarps];
+__global__ void __launch_bounds__(PlainShape::kThreads)
+    attention_forward_plain_kernel(const AttentionForwardX a, float scale) {
+    __shared__ PlainRow q[PlainShape::kOwned], o[PlainShape::kOwned];
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    const AttentionWork work(kPlainWarps, a.B, a.T, a.NH, a.HS);
-    const int query = (work.blocks - 1 - work.rank) * kPlainWarps + warp;
+    const AttentionBlock<Own::Queries, PlainShape> block(a.B, a.T, a.NH, a.HS);
+    const int query = block.row0 + warp;
     if (query >= a.T) { return; }
-    plain_load(q[warp], work.q(a.qkv), query, lane);
+    plain_load(q[warp], block.q(a.qkv), query, lane);
     plain_clear(o[warp], a.HS, lane);
 
     float row_max = -INFINITY, row_sum = 0.0f;              // row_sum: this lane's share
     for (int k0 = 0; k0 <= query; k0 += kWarp) {
         // S, and the softmax so far: what was summed under an older maximum is scaled to the new one
         const int key = k0 + lane;
-        const float dot = plain_dots(q[warp], work.k(a.qkv), k0, lane);
+        const float dot = plain_dots(q[warp], block.k(a.qkv), k0, lane);
         const float s = key <= query ? dot * scale : -INFINITY;
         const float new_max = fmaxf(row_max, warp_max(s));
         const float correction = expf(row_max - new_max), p = expf(s - new_max);
@@ -2117,93 +2150,66 @@ __global__ void __launch_bounds__(kPlainWarps * kWarp)
         row_sum = row_sum * correction + p;
 
         // O += P V
-        plain_add(o[warp], correction, plain_keep(p, a.keep, work, query, key), work.v(a.qkv), k0, lane);
+        plain_add(o[warp], correction, plain_keep(p, a.keep, block, query, key), block.v(a.qkv), k0, lane);
     }
     const float sum = warp_sum(row_sum);
-    plain_store(work.out(a.out), query, o[warp], a.keep.scale / sum, lane);
-    if (lane == 0) { work.lse(a.lse)[query] = row_max + logf(sum); }
+    plain_store(block.out(a.out), query, o[warp], a.keep.scale / sum, lane);
+    if (lane == 0) { block.lse(a.lse)[query] = row_max + logf(sum); }
 }
 
-__global__ void __launch_bounds__(kPlainWarps * kWarp)
-    attention_backward_dq_plain_kernel(const AttentionBackward<floatX, float> a, float scale) {
-    __shared__ PlainRow q[kPlainWarps], dout[kPlainWarps], dq[kPlainWarps];     // dq: not yet scaled
+template <Own kOwn>
+__global__ void __launch_bounds__(PlainShape::kThreads)
+    attention_backward_plain_kernel(const AttentionBackwardX a, float scale) {
+    constexpr bool kQueries = kOwn == Own::Queries;
+    __shared__ PlainRow own_a[PlainShape::kOwned], own_b[PlainShape::kOwned];
+    __shared__ PlainRow grad_a[PlainShape::kOwned], grad_b[PlainShape::kOwned];     // not yet scaled
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    const AttentionWork work(kPlainWarps, a.B, a.T, a.NH, a.HS);
-    const int query = (work.blocks - 1 - work.rank) * kPlainWarps + warp;
-    if (query >= a.T) { return; }
-    plain_load(q[warp], work.q(a.qkv), query, lane);
-    plain_load(dout[warp], work.out(a.dout), query, lane);
-    plain_clear(dq[warp], a.HS, lane);
+    const AttentionBlock<kOwn, PlainShape> block(a.B, a.T, a.NH, a.HS);
+    const int row = block.row0 + warp;
+    if (row >= a.T) { return; }
+    const Pair<InputRows> own = block.own(a), other = block.other(a);
+    plain_load(own_a[warp], own.a, row, lane);
+    plain_load(own_b[warp], own.b, row, lane);
+    plain_clear(grad_a[warp], a.HS, lane);
+    if (!kQueries) { plain_clear(grad_b[warp], a.HS, lane); }
 
-    // The row's statistics, also for the dK/dV kernel
-    const HeadRows<const floatX> out = work.out(a.out);
-    float sum = 0.0f;
-    for (int d = lane; d < a.HS; d += kWarp) {
-        sum += (float)out.data[query * out.stride + d] * dout[warp][d];
+    // The query's {lse, D}, also for the launch for keys
+    float2 stats;
+    if (kQueries) {
+        const InputRows out = block.out(a.out);
+        float sum = 0.0f;
+        for (int d = lane; d < a.HS; d += kWarp) {
+            sum += (float)out.data[row * out.stride + d] * own_b[warp][d];
+        }
+        stats = make_float2(block.lse(a.lse)[row], warp_sum(sum));
+        if (lane == 0) { block.stats(a.scratch)[row] = stats; }
     }
-    const float row_d = warp_sum(sum), row_lse = work.lse(a.lse)[query];
-    if (lane == 0) { work.stats((float2*)a.scratch)[query] = make_float2(row_lse, row_d); }
 
-    // P and dP, then dQ += dS K
-    for (int k0 = 0; k0 <= query; k0 += kWarp) {
-        const int key = k0 + lane;
-        const float s = plain_dots(q[warp], work.k(a.qkv), k0, lane) * scale;
-        const float dp = plain_dots(dout[warp], work.v(a.qkv), k0, lane);
-        const float p = key <= query ? expf(s - row_lse) : 0.0f;
-        const float ds = p * fmaf(plain_keep(dp, a.keep, work, query, key), a.keep.scale, -row_d);
-        plain_add(dq[warp], 1.0f, ds, work.k(a.qkv), k0, lane);
+    const int begin = kQueries ? 0 : row / kWarp * kWarp, end = kQueries ? row + 1 : a.T;
+    for (int first = begin; first < end; first += kWarp) {
+        // P, dP and dS
+        const int query = kQueries ? row : first + lane, key = kQueries ? first + lane : row;
+        if (!kQueries) { stats = block.stats(a.scratch)[min(query, a.T - 1)]; }
+        const float s = plain_dots(own_a[warp], other.a, first, lane) * scale;
+        const float dp = plain_dots(own_b[warp], other.b, first, lane);
+        const float p = key <= query && query < a.T ? expf(s - stats.x) : 0.0f;
+        const float ds = p * fmaf(plain_keep(dp, a.keep, block, query, key), a.keep.scale, -stats.y);
+
+        // dQ += dS K, or dV += P^T dO and dK += dS^T Q
+        if (!kQueries) {
+            plain_add(grad_b[warp], 1.0f, plain_keep(p, a.keep, block, query, key), other.b, first, lane);
+        }
+        plain_add(grad_a[warp], 1.0f, ds, other.a, first, lane);
     }
-    plain_store(work.q(a.dqkv), query, dq[warp], scale, lane);
-}
-
-__global__ void __launch_bounds__(kPlainWarps * kWarp)
-    attention_backward_dkv_plain_kernel(const AttentionBackward<floatX, float> a, float scale) {
-    __shared__ PlainRow k[kPlainWarps], v[kPlainWarps];
-    __shared__ PlainRow dk[kPlainWarps], dv[kPlainWarps];       // not yet scaled
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    const AttentionWork work(kPlainWarps, a.B, a.T, a.NH, a.HS);
-    const int key = work.rank * kPlainWarps + warp;             // the first keys see the most queries
-    if (key >= a.T) { return; }
-    plain_load(k[warp], work.k(a.qkv), key, lane);
-    plain_load(v[warp], work.v(a.qkv), key, lane);
-    plain_clear(dk[warp], a.HS, lane);
-    plain_clear(dv[warp], a.HS, lane);
-
-    for (int q0 = key / kWarp * kWarp; q0 < a.T; q0 += kWarp) {
-        // P and dP: the lane owns a query
-        const int query = q0 + lane;
-        const bool sees_key = key <= query && query < a.T;
-        const float2 stats = work.stats((const float2*)a.scratch)[min(query, a.T - 1)];
-        const float s = plain_dots(k[warp], work.q(a.qkv), q0, lane) * scale;
-        const float dp = plain_dots(v[warp], work.out(a.dout), q0, lane);
-        const float p = sees_key ? expf(s - stats.x) : 0.0f;
-        const float ds = p * fmaf(plain_keep(dp, a.keep, work, query, key), a.keep.scale, -stats.y);
-
-        // dV += P^T dO, dK += dS^T Q
-        plain_add(dv[warp], 1.0f, plain_keep(p, a.keep, work, query, key), work.out(a.dout), q0, lane);
-        plain_add(dk[warp], 1.0f, ds, work.q(a.qkv), q0, lane);
-    }
-    plain_store(work.k(a.dqkv), key, dk[warp], scale, lane);
-    plain_store(work.v(a.dqkv), key, dv[warp], a.keep.scale, lane);
-}
-
-static void attention_plain(const AttentionForward<floatX, float>& a, Stream stream) {
-    attention_launch(attention_forward_plain_kernel, a, kPlainWarps, kPlainWarps * kWarp, 0, stream, a,
-                     1.0f / sqrtf(a.HS));
-}
-
-static void attention_plain(const AttentionBackward<floatX, float>& a, Stream stream) {
-    const float scale = 1.0f / sqrtf(a.HS);
-    for (auto kernel : {attention_backward_dq_plain_kernel, attention_backward_dkv_plain_kernel}) {
-        attention_launch(kernel, a, kPlainWarps, kPlainWarps * kWarp, 0, stream, a, scale);
-    }
+    plain_store(kQueries ? block.q(a.dqkv) : block.k(a.dqkv), row, grad_a[warp], scale, lane);
+    if (!kQueries) { plain_store(block.v(a.dqkv), row, grad_b[warp], a.keep.scale, lane); }
 }
 
 // ---- tile functions: what a warp does with its part of S, P, dP and dS, for mma.sync and sm90 alike ----
-// A tile has 16 * kGroups rows and 8 * kN columns, in the accumulators of the tensor cores. PTX ISA, "Matrix
-// Fragments for mma.m16n8k16" and, for wgmma, "Register Fragments for wgmma.mma_async.m64nNk16": with
-// g = lane / 4 and c = 2 * (lane % 4), a lane has of each 16 rows and 8 columns the elements
-// (g,c) (g,c+1) (g+8,c) (g+8,c+1).
+// A tile has 16 * kGroups rows and 8 * kN columns, in the accumulators of the tensor cores. Its rows are of
+// the side that the block owns, its columns of the other. PTX ISA, "Matrix Fragments for mma.m16n8k16" and,
+// for wgmma, "Register Fragments for wgmma.mma_async.m64nNk16": with g = lane / 4 and c = 2 * (lane % 4), a
+// lane has of each 16 rows and 8 columns the elements (g,c) (g,c+1) (g+8,c) (g+8,c+1).
 //
 // In the code, m counts the groups of 16 rows, n the accumulators along a row (8 columns each), i a lane's
 // four elements of an accumulator, and r its two rows, g and g + 8.
@@ -2211,9 +2217,6 @@ template <int kGroups, int kN> using Tile = float[kGroups][kN][4];
 
 __device__ __forceinline__ int tile_row(int m, int i, int lane) { return m * 16 + lane / 4 + i / 2 * 8; }
 __device__ __forceinline__ int tile_column(int n, int i, int lane) { return n * 8 + lane % 4 * 2 + i % 2; }
-
-// The side that a tile's rows belong to. Its columns belong to the other side.
-enum class TileRows { Queries, Keys };
 
 // f(element, m, n, i) for each element of a lane.
 template <int kGroups, int kN, class F>
@@ -2234,24 +2237,27 @@ template <int kGroups, class F> __device__ __forceinline__ void for_rows(F f) {
     }
 }
 
-// S becomes -inf where the key comes after the query, so that P is 0 there. row0, column0: what the tile's
-// first row and column are in the sequence.
-template <TileRows kRows, int kGroups, int kN>
+// Whether every key of a tile comes after every query. row0, column0: what the tile's first row and column
+// are in the sequence.
+template <Own kOwn> __device__ __forceinline__ bool all_future(int row0, int rows, int column0, int columns) {
+    return kOwn == Own::Queries ? column0 > row0 + rows - 1 : column0 + columns - 1 < row0;
+}
+
+// S becomes -inf where the key comes after the query, so that P is 0 there.
+template <Own kOwn, int kGroups, int kN>
 __device__ __forceinline__ void mask_future(Tile<kGroups, kN>& s, int row0, int column0, int lane) {
+    const bool all_past = kOwn == Own::Queries ? column0 + 8 * kN - 1 <= row0
+                                                : column0 >= row0 + 16 * kGroups - 1;
+    if (all_past) { return; }
     for_tile(s, [&](float& x, int m, int n, int i) {
         const int row = row0 + tile_row(m, i, lane), column = column0 + tile_column(n, i, lane);
-        if (kRows == TileRows::Queries ? column > row : row > column) { x = -INFINITY; }
+        if (kOwn == Own::Queries ? column > row : row > column) { x = -INFINITY; }
     });
 }
 
 template <int kGroups, int kN>
 __device__ __forceinline__ void scale_rows(Tile<kGroups, kN>& acc, const float (&factor)[kGroups][2]) {
     for_tile(acc, [&](float& x, int m, int, int i) { x *= factor[m][i / 2]; });
-}
-
-template <int kGroups, int kN>
-__device__ __forceinline__ void scale_tile(Tile<kGroups, kN>& acc, float factor) {
-    for_tile(acc, [&](float& x, int, int, int) { x *= factor; });
 }
 
 // Sum or maximum over the four lanes that share the rows of an accumulator.
@@ -2313,7 +2319,7 @@ template <int kGroups> struct OnlineSoftmax {
         return rescale;
     }
 
-    // What is left to do with O, whose rows start at row0: a factor a row. Stores lse.
+    // Divides O, whose rows start at row0, by the sums, and stores lse.
     __device__ __forceinline__ void finish(float (&factor)[kGroups][2], float* lse, int row0, int T,
                                            float scale, float keep_scale, int lane) const {
         for_rows<kGroups>([&](int m, int r) {
@@ -2325,24 +2331,50 @@ template <int kGroups> struct OnlineSoftmax {
     }
 };
 
-// {lse * log2(e), D} of the queries that element i of an accumulator may belong to: of_rows where rows are
-// queries, of columns where columns are.
-template <int kGroups> struct StatsOfRows {
-    float2 at[kGroups][2];
+// {lse * log2(e), D} of the query that element (m, n, i) of a tile belongs to.
+template <Own kOwn, int kGroups> struct QueryStats {
+    float2 rows[kGroups][2];        // where rows are queries: in registers for the whole walk
+    const float2* columns;          // where columns are: in shared memory, from the lane's first column on
 
-    __device__ __forceinline__ float2 of(int m, int, int i) const { return at[m][i / 2]; }
-};
-struct StatsOfColumns {
-    const float2* at;               // in shared memory: of the lane's first two columns
-
-    __device__ __forceinline__ float2 of(int, int n, int i) const {
-        const float4 two = *(const float4*)(at + n * 8);
+    __device__ __forceinline__ float2 of(int m, int n, int i) const {
+        if constexpr (kOwn == Own::Queries) { return rows[m][i / 2]; }
+        const float4 two = *(const float4*)(columns + n * 8);
         return i % 2 == 0 ? make_float2(two.x, two.y) : make_float2(two.z, two.w);
+    }
+
+    // Those of rows, from row0 on, two lanes a row: D = rowsum(dO * O). They are stored for the launch for
+    // keys, with zeros for rows from T on: P is exp2(0) = 1 there, and meets rows of zeros only.
+    template <int kHS, class Block>
+    __device__ __forceinline__ void load_rows(const Block& block, const AttentionBackwardX& a, int row0,
+                                              int lane) {
+        const InputRows out = block.out(a.out), dout = block.out(a.dout);
+#pragma unroll
+        for (int m = 0; m < kGroups; m++) {
+            const int row = row0 + m * 16 + lane / 2;
+            float sum = 0.0f, lse2 = 0.0f;
+            if (row < a.T) {
+#pragma unroll
+                for (int chunk = lane % 2; chunk < kHS / kWidth; chunk += 2) {
+                    const Floats x = load_floats(out.data + row * out.stride, chunk * kWidth, out.HS);
+                    const Floats y = load_floats(dout.data + row * dout.stride, chunk * kWidth, out.HS);
+                    for (int k = 0; k < kWidth; k++) { sum += x.at[k] * y.at[k]; }
+                }
+                lse2 = block.lse(a.lse)[row] * kLog2e;
+            }
+            sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
+            const bool stores = lane % 2 == 0 && row < padded_T(a.T);
+            if (stores) { block.stats(a.scratch)[row] = make_float2(lse2, sum); }
+            for (int r = 0; r < 2; r++) {
+                const int source = 2 * tile_row(0, 2 * r, lane);
+                rows[m][r] = make_float2(__shfl_sync(0xFFFFFFFFu, lse2, source),
+                                         __shfl_sync(0xFFFFFFFFu, sum, source));
+            }
+        }
     }
 };
 
-// Which probabilities of a tile a dropout keeps. kept(x, m, n, i) is x, or 0 where that element is dropped.
-// Without dropout it is this empty type, which costs nothing.
+// Which probabilities of a tile a dropout keeps: kept(x, m, n, i) is x, or 0 where that element is dropped.
+// `load` asks for the tile's bits early. KeepAll, without dropout, costs nothing.
 struct KeepAll {
     static constexpr float scale = 1.0f;
 
@@ -2351,54 +2383,46 @@ struct KeepAll {
     __device__ __forceinline__ float operator()(float x, int, int, int) const { return x; }
 };
 
-// What the two kinds below have in common.
-struct KeepBits {
+template <Own kOwn, int kGroups, int kN> struct KeepBits {
+    static constexpr bool kQueries = kOwn == Own::Queries;
+    static constexpr int kRowWords = (kN + 3) / 4;          // of 32 keys, where a row is a query
+    static_assert(kQueries ? 16 % kN == 0 : 32 % (16 * kGroups) == 0, "no word is of two tiles");
     const uint32_t* bits;                                   // of the head
     size_t stride;
     float scale;
     int lane, shift;                                        // shift: to the lane's first key in a word
+    uint32_t words[kQueries ? 2 * kGroups * kRowWords : 2 * kN];
 
-    __device__ __forceinline__ KeepBits(const AttentionKeep& keep, const AttentionWork& work, int lane)
-        : bits(work.keep(keep.bits)), stride(padded_T(work.T)), scale(keep.scale), lane(lane) {}
-};
+    template <class Block>
+    __device__ __forceinline__ KeepBits(const AttentionKeep& keep, const Block& block, int lane)
+        : bits(block.keep(keep.bits)), stride(padded_T(block.T)), scale(keep.scale), lane(lane) {}
 
-// Where rows are queries. To be loaded early and used late.
-template <int kGroups, int kN> struct KeepRows : KeepBits {
-    using KeepBits::KeepBits;
-    static_assert(16 % kN == 0, "padded_T makes whole tiles");
-    static constexpr int kWords = (kN + 3) / 4;             // of 32 keys
-    uint32_t words[kGroups][2][kWords];                     // of rows g and g + 8
-
-    // row0: the first query; column0: the first key, a multiple of the tile's columns.
     __device__ __forceinline__ void load(int row0, int column0) {
-        const uint32_t* from = bits + column0 / 32 * stride + row0;
-        for_rows<kGroups>([&](int m, int r) {
-            for (int w = 0; w < kWords; w++) { words[m][r][w] = from[w * stride + tile_row(m, 2 * r, lane)]; }
-        });
-        shift = (kN % 4 == 0 ? 0 : column0 % 32) + lane % 4 * 2;
+        if constexpr (kQueries) {               // of the lane's rows
+            const uint32_t* from = bits + column0 / 32 * stride + row0;
+            for_rows<kGroups>([&](int m, int r) {
+                for (int w = 0; w < kRowWords; w++) {
+                    words[(2 * m + r) * kRowWords + w] = from[w * stride + tile_row(m, 2 * r, lane)];
+                }
+            });
+            shift = (kN % 4 == 0 ? 0 : column0 % 32) + lane % 4 * 2;
+        } else {                                // of each accumulator's two columns
+            const uint32_t* from = bits + row0 / 32 * stride + column0;
+            for (int n = 0; n < kN; n++) {
+                const uint2 two = *(const uint2*)(from + tile_column(n, 0, lane));
+                words[2 * n] = two.x, words[2 * n + 1] = two.y;
+            }
+            shift = row0 % 32 + lane / 4;
+        }
     }
     __device__ __forceinline__ float operator()(float x, int m, int n, int i) const {
-        return words[m][i / 2][n / 4] >> shift >> (n % 4 * 8 + i % 2) & 1 ? x : 0.0f;
+        const uint32_t word = kQueries ? words[(2 * m + i / 2) * kRowWords + n / 4] : words[2 * n + i % 2];
+        return word >> shift >> (kQueries ? n % 4 * 8 + i % 2 : m * 16 + i / 2 * 8) & 1 ? x : 0.0f;
     }
 };
 
-// Where columns are queries: the words of each accumulator's two queries, of the 32 keys around the rows.
-template <int kGroups, int kN> struct KeepColumns : KeepBits {
-    using KeepBits::KeepBits;
-    static_assert(32 % (16 * kGroups) == 0, "a warp's keys have one word");
-    uint2 words[kN];
-
-    // row0: the first key; column0: the first query.
-    __device__ __forceinline__ void load(int row0, int column0) {
-        const uint32_t* from = bits + row0 / 32 * stride + column0;
-        for (int n = 0; n < kN; n++) { words[n] = *(const uint2*)(from + tile_column(n, 0, lane)); }
-        shift = row0 % 32 + lane / 4;
-    }
-    __device__ __forceinline__ float operator()(float x, int m, int n, int i) const {
-        const uint32_t word = i % 2 == 0 ? words[n].x : words[n].y;
-        return word >> shift >> (m * 16 + i / 2 * 8) & 1 ? x : 0.0f;
-    }
-};
+template <bool kDrops, Own kOwn, int kGroups, int kN>
+using Keep = std::conditional_t<kDrops, KeepBits<kOwn, kGroups, kN>, KeepAll>;
 
 // S becomes P = exp(S - lse).
 template <int kGroups, int kN, class Stats>
@@ -2418,11 +2442,11 @@ __device__ __forceinline__ void score_gradients(Tile<kGroups, kN>& dp, const Til
 }
 
 // Of a tile that is rounded: the A operand of the next product, as two neighbouring accumulators of 16 bits
-// are one (16,16). So P of O += P V, and dS of dQ += dS K, never leave the registers. For dV = P^T dO and
-// dK = dS^T Q the kernel calculates S^T and dP^T to begin with. TF32: see mma_times_columns.
-template <int kGroups, int kN, int kK, class Keep>
+// are one (16,16). So P of O += P V, and dS of dQ += dS K, never leave the registers, nor do P^T and dS^T of
+// a block that owns keys. TF32: see mma_times_columns.
+template <int kGroups, int kN, int kK, class Keep = KeepAll>
 __device__ __forceinline__ void to_fragments(uint32_t (&a)[kGroups][kK][4], const Tile<kGroups, kN>& acc,
-                                             const Keep& kept) {
+                                             const Keep& kept = {}) {
     static_assert(kK * kMmaK == kN * 8, "as many columns");
 #pragma unroll
     for (int m = 0; m < kGroups; m++) {
@@ -2439,43 +2463,6 @@ __device__ __forceinline__ void to_fragments(uint32_t (&a)[kGroups][kK][4], cons
         }
     }
 }
-template <int kGroups, int kN, int kK>
-__device__ __forceinline__ void to_fragments(uint32_t (&a)[kGroups][kK][4], const Tile<kGroups, kN>& acc) {
-    to_fragments(a, acc, KeepAll());
-}
-
-// The statistics of the warp's queries from row0 on, two lanes a row: D = rowsum(dO * O), and lse * log2(e).
-// They are stored for the dK/dV kernel. Rows from T on get zeros: their P is exp2(0) = 1, which then meets
-// rows of zeros only.
-template <int kHS, int kGroups>
-__device__ __forceinline__ StatsOfRows<kGroups> load_row_stats(float2* stats, const float* lse,
-                                                            const HeadRows<const floatX>& out,
-                                                            const HeadRows<const floatX>& dout, int row0,
-                                                            int lane) {
-    StatsOfRows<kGroups> result;
-#pragma unroll
-    for (int m = 0; m < kGroups; m++) {
-        const int row = row0 + m * 16 + lane / 2;
-        float sum = 0.0f, lse2 = 0.0f;
-        if (row < out.T) {
-#pragma unroll
-            for (int chunk = lane % 2; chunk < kHS / kWidth; chunk += 2) {
-                const Floats x = load_floats(out.data + row * out.stride, chunk * kWidth, out.HS);
-                const Floats y = load_floats(dout.data + row * dout.stride, chunk * kWidth, out.HS);
-                for (int k = 0; k < kWidth; k++) { sum += x.at[k] * y.at[k]; }
-            }
-            lse2 = lse[row] * kLog2e;
-        }
-        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
-        if (lane % 2 == 0 && row < padded_T(out.T)) { stats[row] = make_float2(lse2, sum); }
-        for (int r = 0; r < 2; r++) {
-            const int source = 2 * tile_row(0, 2 * r, lane);
-            result.at[m][r] = make_float2(__shfl_sync(0xFFFFFFFFu, lse2, source),
-                                          __shfl_sync(0xFFFFFFFFu, sum, source));
-        }
-    }
-    return result;
-}
 
 // How a tile of kHS columns lies in shared memory: element (row, column) at Layout::at. Padded: rows are 16
 // bytes longer, so the 16-byte chunks of 8 consecutive rows start in 8 different groups of banks. ldmatrix
@@ -2491,11 +2478,11 @@ struct Swizzled {
     }
 };
 
-// Stores the warp's tile to rows row0.. of a head. It goes through rows of shared memory that nobody else
-// uses (`staging`), so that global stores are 16 bytes wide and whole rows.
+// Stores the warp's tile times `factor` to rows row0.. of a head. It goes through rows of shared memory that
+// nobody else uses (`staging`), so that global stores are 16 bytes wide and whole rows.
 template <class Layout, int kGroups, int kN>
-__device__ __forceinline__ void store_tile(const HeadRows<floatX>& to, int row0, floatX* staging,
-                                           const Tile<kGroups, kN>& acc, int lane) {
+__device__ __forceinline__ void store_tile(const OutputRows& to, int row0, floatX* staging,
+                                           const Tile<kGroups, kN>& acc, float factor, int lane) {
     __syncwarp();
 #pragma unroll
     for (int m = 0; m < kGroups; m++) {
@@ -2503,7 +2490,7 @@ __device__ __forceinline__ void store_tile(const HeadRows<floatX>& to, int row0,
         for (int n = 0; n < kN; n++) {
             for (int i = 0; i < 4; i += 2) {
                 floatX* pair = staging + Layout::at(tile_row(m, i, lane), tile_column(n, i, lane));
-                const float x = acc[m][n][i], y = acc[m][n][i + 1];
+                const float x = acc[m][n][i] * factor, y = acc[m][n][i + 1] * factor;
                 if constexpr (sizeof(floatX) == 2) { *(uint32_t*)pair = pack_pair(x, y); }
                 else { *(float2*)pair = make_float2(x, y); }
             }
@@ -2532,37 +2519,35 @@ __device__ __forceinline__ void store_tile(const HeadRows<floatX>& to, int row0,
 //
 // At the top of a step each thread waits for its own copies. The barrier behind that says two things at
 // once: the tile of this step has landed for everybody, and everybody is done with the tile before, into
-// whose stage the next copies go. The walk starts at the diagonal and goes left (forward, dQ) or down
-// (dK/dV): only the first tiles are masked, and in the forward every row's maximum is finite from its first
-// tile on.
+// whose stage the next copies go.
 //
 // Kernels exist for head sizes kHS of 32, 64, 96 and 128. A head size between two of them takes the larger:
 // its missing columns are zeros in shared memory, and are not stored.
 //
 // All of it is written for floatX of 16 bits and of 32. An fp32 operand is rounded to TF32 (10 bits after the
 // point) on its way from shared memory to the tensor core, so FP32 builds come here only with -f 1.
-constexpr int kMmaWarps = 4, kMmaThreads = kMmaWarps * kWarp;
 
-// Groups of 16 rows a warp, rows of a tile, and blocks on an SM, for which the compiler has to save registers
-// (255 a thread at 2, 168 at 3). Two groups halve what shared memory has to deliver for a product, but
-// accumulators take HS / 2 registers a group, dK/dV's twice that.
-template <int kRowGroups, int kTileRows, int kBlocks> struct MmaShape {
-    static constexpr int kGroups = kRowGroups, kTile = kTileRows, kMinBlocks = kBlocks;
-    static constexpr int kRows = 16 * kGroups, kOwned = kMmaWarps * kRows;      // of a warp, of a block
+// Head size, groups of 16 rows a warp, rows of a tile, and blocks on an SM, for which the compiler has to
+// save registers (255 a thread at 2, 168 at 3). Two groups halve what shared memory has to deliver for a
+// product, but accumulators take HS / 2 registers a group, dK/dV's twice that.
+template <int kHeadSize, int kRowGroups, int kTileRows, int kBlocks> struct MmaShape {
+    static constexpr int kHS = kHeadSize, kGroups = kRowGroups, kTile = kTileRows, kMinBlocks = kBlocks;
+    static constexpr int kWarps = 4, kThreads = kWarps * kWarp;
+    static constexpr int kRows = 16 * kGroups, kOwned = kWarps * kRows;         // of a warp, of a block
 };
 
 // Starts the copy of rows row0.. of a head into a tile (kRows, kHS), Padded. Rows from T on and columns from
 // HS on become zero; their addresses are not read.
-template <int kHS, int kRows>
-__device__ __forceinline__ void load_tile(floatX* tile, const HeadRows<const floatX>& from, int row0) {
-    constexpr int kChunks = kHS / kWidth, kTotal = kRows * kChunks;
+template <class Shape, int kRows>
+__device__ __forceinline__ void load_tile(floatX* tile, const InputRows& from, int row0) {
+    constexpr int kThreads = Shape::kThreads, kChunks = Shape::kHS / kWidth, kTotal = kRows * kChunks;
 #pragma unroll
-    for (int first = 0; first < kTotal; first += kMmaThreads) {
+    for (int first = 0; first < kTotal; first += kThreads) {
         const int i = first + (int)threadIdx.x;
-        if (kTotal % kMmaThreads == 0 || i < kTotal) {
+        if (kTotal % kThreads == 0 || i < kTotal) {
             const int row = i / kChunks, column = i % kChunks * kWidth;
             const bool live = row0 + row < from.T && column < from.HS;
-            cp_async_16_or_zero(tile + Padded<kHS>::at(row, column),
+            cp_async_16_or_zero(tile + Padded<Shape::kHS>::at(row, column),
                                 from.data + (row0 + row) * from.stride + column, live);
         }
     }
@@ -2654,67 +2639,70 @@ __device__ __forceinline__ void mma_times_columns(Tile<kGroups, kHS / 8>& acc,
     }
 }
 
-// kOwn tiles that stay (q; or q and dout; or k and v), two stages of two tiles that come and go.
-template <int kOwn, int kHS, class Shape> struct MmaShared {
-    alignas(16) floatX own[kOwn][Shape::kOwned * Padded<kHS>::kStride];     // (kOwned, HS), later staging
-    floatX a[2][Shape::kTile * Padded<kHS>::kStride];                       // (stage, kTile, HS) k, or q
-    floatX b[2][Shape::kTile * Padded<kHS>::kStride];                       // (stage, kTile, HS) v, or dout
-    alignas(16) float2 stats[2][Shape::kTile];      // (stage, kTile) dK/dV: {lse * log2(e), D} of the queries
+// Tiles that stay, Q or a pair, and in the end are the staging of stores; two stages of a pair that comes and
+// goes.
+template <int kOwnTiles, class Shape> struct MmaShared {
+    static constexpr int kStride = Padded<Shape::kHS>::kStride;
+    alignas(16) floatX own[kOwnTiles][Shape::kOwned * kStride];     // (kOwned, HS)
+    floatX a[2][Shape::kTile * kStride];                            // (stage, kTile, HS)
+    floatX b[2][Shape::kTile * kStride];
+    alignas(16) float2 stats[2][Shape::kTile];      // (stage, kTile) {lse * log2(e), D}, if queries come
 
-    // Starts the copies of rows row0.. of two heads, and of their statistics.
-    __device__ __forceinline__ void load_stage(int stage, const HeadRows<const floatX>& from_a,
-                                               const HeadRows<const floatX>& from_b, int row0,
-                                               const float2* from_stats = nullptr) {
-        static_assert(Shape::kTile <= 2 * kMmaThreads, "a thread copies the statistics of two queries");
-        load_tile<kHS, Shape::kTile>(a[stage], from_a, row0);
-        load_tile<kHS, Shape::kTile>(b[stage], from_b, row0);
-        const int i = 2 * (int)threadIdx.x;
-        if (from_stats && i < Shape::kTile) {
-            cp_async_16_or_zero(&stats[stage][i], from_stats + row0 + i, true);
+    // Starts the copies of the walk's tile `it`. all_stats: the head's, or null.
+    template <class Block>
+    __device__ __forceinline__ void load(const Block& block, int it, const Pair<InputRows>& other,
+                                         const float2* all_stats = nullptr) {
+        static_assert(Shape::kTile <= 2 * Shape::kThreads, "a thread copies the statistics of two queries");
+        const int stage = it % 2, row0 = block.tile(it), i = 2 * (int)threadIdx.x;
+        load_tile<Shape, Shape::kTile>(a[stage], other.a, row0);
+        load_tile<Shape, Shape::kTile>(b[stage], other.b, row0);
+        if (all_stats && i < Shape::kTile) {
+            cp_async_16_or_zero(&stats[stage][i], all_stats + row0 + i, true);
         }
         cp_async_commit();
     }
+    // Waits for tile `it`, starts the copies of the next one, and returns the tile's stage.
+    template <class Block>
+    __device__ __forceinline__ int wait(const Block& block, int it, const Pair<InputRows>& other,
+                                        const float2* all_stats = nullptr) {
+        cp_async_wait<0>();
+        __syncthreads();
+        if (it + 1 < block.tiles) { load(block, it + 1, other, all_stats); }
+        return it % 2;
+    }
 };
 
-template <int kHS, class Shape, bool kDrops>
-__global__ void __launch_bounds__(kMmaThreads, Shape::kMinBlocks)
-    attention_forward_mma_kernel(const AttentionForward<floatX, float> a, float scale) {
-    constexpr int kGroups = Shape::kGroups, kTile = Shape::kTile;
+template <class Shape, bool kDrops>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
+    attention_forward_mma_kernel(const AttentionForwardX a, float scale) {
+    constexpr int kHS = Shape::kHS, kGroups = Shape::kGroups, kTile = Shape::kTile;
     static_assert(kTile % Shape::kRows == 0, "a warp's rows must not straddle the first column of a tile");
     extern __shared__ __align__(16) unsigned char mma_bytes[];
-    auto& shared = *(MmaShared<1, kHS, Shape>*)mma_bytes;
+    auto& shared = *(MmaShared<1, Shape>*)mma_bytes;
 
     const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * Shape::kRows;
-    const AttentionWork work(Shape::kOwned, a.B, a.T, a.NH, a.HS);
-    const HeadRows<const floatX> k = work.k(a.qkv), v = work.v(a.qkv);
-    const int q0 = (work.blocks - 1 - work.rank) * Shape::kOwned;   // the block's first query
-    const int row0 = q0 + warp_row;                                 // the warp's
-    const int tiles = tile_count(min(q0 + Shape::kOwned, a.T), kTile);
-
-    // The first copies: the block's own queries and the rightmost tile
-    load_tile<kHS, Shape::kOwned>(shared.own[0], work.q(a.qkv), q0);
-    shared.load_stage(0, k, v, (tiles - 1) * kTile);
+    const AttentionBlock<Own::Queries, Shape> block(a.B, a.T, a.NH, a.HS);
+    const int row0 = block.row0 + warp_row;                 // the warp's first query
+    const Pair<InputRows> other = {block.k(a.qkv), block.v(a.qkv)};
+    load_tile<Shape, Shape::kOwned>(shared.own[0], block.q(a.qkv), block.row0);
+    shared.load(block, 0, other);
 
     const float scale_log2 = scale * kLog2e;                // exp(x) is calculated as exp2(x * log2(e))
     floatX* q_rows = shared.own[0] + Padded<kHS>::at(warp_row, 0);
     uint32_t q_frag[kGroups][kHS / kMmaK][4];
     Tile<kGroups, kHS / 8> o = {};                          // not yet divided by the row's sum
     OnlineSoftmax<kGroups> softmax;
-    std::conditional_t<kDrops, KeepRows<kGroups, kTile / 8>, KeepAll> kept(a.keep, work, lane);
-    for (int it = 0; it < tiles; it++) {
-        // Wait for this step's tile, start the copies of the next one
-        const int k0 = (tiles - 1 - it) * kTile, stage = it % 2;
-        cp_async_wait<0>();
-        __syncthreads();
-        if (it + 1 < tiles) { shared.load_stage(stage ^ 1, k, v, k0 - kTile); }
+    Keep<kDrops, Own::Queries, kGroups, kTile / 8> kept(a.keep, block, lane);
+    for (int it = 0; it < block.tiles; it++) {
+        const int stage = shared.wait(block, it, other), k0 = block.tile(it);
         if (it == 0) { load_fragments<kHS>(q_frag, q_rows, lane); }
-        if (k0 > row0 + Shape::kRows - 1) { continue; }     // all masked for this warp
+        if (all_future<Own::Queries>(row0, Shape::kRows, k0, kTile)) { continue; }      // for this warp
 
-        // S = Q K^T, and the mask where the tile meets the diagonal
+        // S = Q K^T
         Tile<kGroups, kTile / 8> s = {};
         mma_times_rows<kHS>(s, q_frag, shared.a[stage], lane);
         kept.load(row0, k0);                                // there when the softmax is done
-        if (k0 + kTile - 1 > row0) { mask_future<TileRows::Queries>(s, row0, k0, lane); }
+        mask_future<Own::Queries>(s, row0, k0, lane);
 
         // P = exp(S - maximum so far). What was summed under an older maximum is scaled to the new one
         softmax.template add<false>(s, scale_log2);
@@ -2725,149 +2713,81 @@ __global__ void __launch_bounds__(kMmaThreads, Shape::kMinBlocks)
         to_fragments(p_frag, s, kept);
         mma_times_columns<kHS>(o, p_frag, shared.b[stage], lane);
     }
-
     float factor[kGroups][2];
-    softmax.finish(factor, work.lse(a.lse), row0, a.T, scale, kept.scale, lane);
+    softmax.finish(factor, block.lse(a.lse), row0, a.T, scale, kept.scale, lane);
     scale_rows(o, factor);
-    store_tile<Padded<kHS>>(work.out(a.out), row0, q_rows, o, lane);
+    store_tile<Padded<kHS>>(block.out(a.out), row0, q_rows, o, 1.0f, lane);
 }
 
-// dQ, and D on the way. The forward's pipeline, with three products a step:
-//     | S = Q K^T | dP = dO V^T | P = exp(S - lse), dS = P * (dP - D) | dQ += dS K |
-template <int kHS, class Shape, bool kDrops>
-__global__ void __launch_bounds__(kMmaThreads, Shape::kMinBlocks)
-    attention_backward_dq_mma_kernel(const AttentionBackward<floatX, float> a, float scale) {
-    constexpr int kGroups = Shape::kGroups, kTile = Shape::kTile;
+// The backward for either side. The same pipeline, with more products a step:
+//     | S = own a * other a^T | dP = own b * other b^T | P = exp(S - lse), dS = P * (dP - D) |
+//     | dV += P * other b, if keys own | dQ or dK += dS * other a |
+template <Own kOwn, class Shape, bool kDrops>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
+    attention_backward_mma_kernel(const AttentionBackwardX a, float scale) {
+    constexpr bool kQueries = kOwn == Own::Queries;
+    constexpr int kHS = Shape::kHS, kGroups = Shape::kGroups, kTile = Shape::kTile;
+    static_assert(128 % kTile == 0, "padded_T makes whole tiles");
+    // Operands that stay are kept in registers, but two accumulators of kHS columns leave none for that
+    constexpr bool kKeepsOperands = kQueries && !kLongRows<kGroups, kHS>;
     extern __shared__ __align__(16) unsigned char mma_bytes[];
-    auto& shared = *(MmaShared<2, kHS, Shape>*)mma_bytes;
+    auto& shared = *(MmaShared<2, Shape>*)mma_bytes;
 
     const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * Shape::kRows;
-    const AttentionWork work(Shape::kOwned, a.B, a.T, a.NH, a.HS);
-    const HeadRows<const floatX> k = work.k(a.qkv), v = work.v(a.qkv), dout = work.out(a.dout);
-    const int q0 = (work.blocks - 1 - work.rank) * Shape::kOwned;   // the block's first query
-    const int row0 = q0 + warp_row;                                 // the warp's
-    const int tiles = tile_count(min(q0 + Shape::kOwned, a.T), kTile);
-
-    // The first copies; the statistics are calculated while they are on their way
-    load_tile<kHS, Shape::kOwned>(shared.own[0], work.q(a.qkv), q0);
-    load_tile<kHS, Shape::kOwned>(shared.own[1], dout, q0);
-    shared.load_stage(0, k, v, (tiles - 1) * kTile);
-    const StatsOfRows<kGroups> stats = load_row_stats<kHS, kGroups>(
-        work.stats((float2*)a.scratch), work.lse(a.lse), work.out(a.out), dout, row0, lane);
+    const AttentionBlock<kOwn, Shape> block(a.B, a.T, a.NH, a.HS);
+    const int row0 = block.row0 + warp_row;                 // the warp's
+    const Pair<InputRows> own = block.own(a), other = block.other(a);
+    const float2* all_stats = kQueries ? nullptr : block.stats(a.scratch);
+    load_tile<Shape, Shape::kOwned>(shared.own[0], own.a, block.row0);
+    load_tile<Shape, Shape::kOwned>(shared.own[1], own.b, block.row0);
+    shared.load(block, 0, other, all_stats);
+    QueryStats<kOwn, kGroups> stats;                        // queries': calculated while the copies fly
+    if constexpr (kQueries) { stats.template load_rows<kHS>(block, a, row0, lane); }
 
     const float scale_log2 = scale * kLog2e;
-    floatX* q_rows = shared.own[0] + Padded<kHS>::at(warp_row, 0);
-    const floatX* dout_rows = shared.own[1] + Padded<kHS>::at(warp_row, 0);
-    uint32_t q_frag[kGroups][kHS / kMmaK][4], dout_frag[kGroups][kHS / kMmaK][4];
-    Tile<kGroups, kHS / 8> dq = {};                         // not yet scaled
-    std::conditional_t<kDrops, KeepRows<kGroups, kTile / 8>, KeepAll> kept(a.keep, work, lane);
-    for (int it = 0; it < tiles; it++) {
-        // Wait for this step's tile, start the copies of the next one
-        const int k0 = (tiles - 1 - it) * kTile, stage = it % 2;
-        cp_async_wait<0>();
-        __syncthreads();
-        if (it + 1 < tiles) { shared.load_stage(stage ^ 1, k, v, k0 - kTile); }
-        if (it == 0 && !kLongRows<kGroups, kHS>) {
-            load_fragments<kHS>(q_frag, q_rows, lane);
-            load_fragments<kHS>(dout_frag, dout_rows, lane);
+    floatX* a_rows = shared.own[0] + Padded<kHS>::at(warp_row, 0);
+    floatX* b_rows = shared.own[1] + Padded<kHS>::at(warp_row, 0);
+    uint32_t a_frag[kGroups][kHS / kMmaK][4], b_frag[kGroups][kHS / kMmaK][4];
+    Tile<kGroups, kHS / 8> grad_a = {}, grad_b = {};        // dQ; or dK and dV. Not yet scaled
+    Keep<kDrops, kOwn, kGroups, kTile / 8> kept(a.keep, block, lane);
+    for (int it = 0; it < block.tiles; it++) {
+        const int stage = shared.wait(block, it, other, all_stats), column0 = block.tile(it);
+        if (it == 0 && kKeepsOperands) {
+            load_fragments<kHS>(a_frag, a_rows, lane);
+            load_fragments<kHS>(b_frag, b_rows, lane);
         }
-        if (k0 > row0 + Shape::kRows - 1) { continue; }     // all masked for this warp
+        if (all_future<kOwn>(row0, Shape::kRows, column0, kTile)) { continue; }         // for this warp
 
-        // S = Q K^T and dP = dO V^T
-        kept.load(row0, k0);                                // there when the products are done
+        // S and dP
+        kept.load(row0, column0);                           // there when the products are done
         Tile<kGroups, kTile / 8> s = {}, dp = {};
-        if constexpr (kLongRows<kGroups, kHS>) {
-            mma_rows_times_rows<kHS>(s, q_rows, shared.a[stage], lane);
-            mma_rows_times_rows<kHS>(dp, dout_rows, shared.b[stage], lane);
+        if constexpr (kKeepsOperands) {
+            mma_times_rows<kHS>(s, a_frag, shared.a[stage], lane);
+            mma_times_rows<kHS>(dp, b_frag, shared.b[stage], lane);
         } else {
-            mma_times_rows<kHS>(s, q_frag, shared.a[stage], lane);
-            mma_times_rows<kHS>(dp, dout_frag, shared.b[stage], lane);
+            mma_rows_times_rows<kHS>(s, a_rows, shared.a[stage], lane);
+            mma_rows_times_rows<kHS>(dp, b_rows, shared.b[stage], lane);
         }
 
-        // P = exp(S - lse), masked where the tile meets the diagonal, and dS in place of dP
-        if (k0 + kTile - 1 > row0) { mask_future<TileRows::Queries>(s, row0, k0, lane); }
+        // P in place of S, dS in place of dP
+        mask_future<kOwn>(s, row0, column0, lane);
+        if constexpr (!kQueries) { stats.columns = shared.stats[stage] + tile_column(0, 0, lane); }
         probabilities(s, stats, scale_log2);
         score_gradients(dp, s, stats, kept);
 
-        // dQ += dS K
-        uint32_t ds_frag[kGroups][kTile / kMmaK][4];
-        to_fragments(ds_frag, dp);
-        mma_times_columns<kHS>(dq, ds_frag, shared.a[stage], lane);
+        // dQ += dS K; or dV += P^T dO, dK += dS^T Q
+        uint32_t frag[kGroups][kTile / kMmaK][4];
+        if constexpr (!kQueries) {
+            to_fragments(frag, s, kept);
+            mma_times_columns<kHS>(grad_b, frag, shared.b[stage], lane);
+        }
+        to_fragments(frag, dp);
+        mma_times_columns<kHS>(grad_a, frag, shared.a[stage], lane);
     }
-    scale_tile(dq, scale);
-    store_tile<Padded<kHS>>(work.q(a.dqkv), row0, q_rows, dq, lane);
-}
-
-// dK and dV: the block owns keys and walks the query tiles from the diagonal down. Four products a step:
-//     | S^T = K Q^T | dP^T = V dO^T | P^T = exp(S^T - lse), dS^T = P^T * (dP^T - D) |
-//     | dV += P^T dO | dK += dS^T Q |
-// A column is a query here, so lse and D belong to columns; they come with the tile.
-template <int kHS, class Shape, bool kDrops>
-__global__ void __launch_bounds__(kMmaThreads, Shape::kMinBlocks)
-    attention_backward_dkv_mma_kernel(const AttentionBackward<floatX, float> a, float scale) {
-    constexpr int kGroups = Shape::kGroups, kTile = Shape::kTile;
-    static_assert(128 % kTile == 0, "padded_T makes whole tiles");
-    extern __shared__ __align__(16) unsigned char mma_bytes[];
-    auto& shared = *(MmaShared<2, kHS, Shape>*)mma_bytes;
-
-    const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * Shape::kRows;
-    const AttentionWork work(Shape::kOwned, a.B, a.T, a.NH, a.HS);
-    const HeadRows<const floatX> q = work.q(a.qkv), dout = work.out(a.dout);
-    const int k0 = work.rank * Shape::kOwned;               // the block's first key
-    const int row0 = k0 + warp_row;                         // the warp's
-    const float2* stats = work.stats((const float2*)a.scratch);
-
-    // The first copies: the block's own keys and values and the tile on the diagonal
-    const int first_q = k0 / kTile * kTile;
-    load_tile<kHS, Shape::kOwned>(shared.own[0], work.k(a.qkv), k0);
-    load_tile<kHS, Shape::kOwned>(shared.own[1], work.v(a.qkv), k0);
-    shared.load_stage(0, q, dout, first_q, stats);
-
-    const float scale_log2 = scale * kLog2e;
-    floatX* k_rows = shared.own[0] + Padded<kHS>::at(warp_row, 0);
-    floatX* v_rows = shared.own[1] + Padded<kHS>::at(warp_row, 0);
-    Tile<kGroups, kHS / 8> dk = {}, dv = {};                // not yet scaled
-    std::conditional_t<kDrops, KeepColumns<kGroups, kTile / 8>, KeepAll> kept(a.keep, work, lane);
-    int stage = 0;
-    for (int q0 = first_q; q0 < a.T; q0 += kTile, stage ^= 1) {
-        // Wait for this step's tile, start the copies of the next one
-        cp_async_wait<0>();
-        __syncthreads();
-        if (q0 + kTile < a.T) { shared.load_stage(stage ^ 1, q, dout, q0 + kTile, stats); }
-        if (q0 + kTile - 1 < row0) { continue; }            // all masked for this warp
-
-        // S^T = K Q^T and dP^T = V dO^T. K and V are read from shared memory in every step: two accumulators
-        // of HS columns leave no registers to keep them in
-        Tile<kGroups, kTile / 8> s = {}, dp = {};
-        mma_rows_times_rows<kHS>(s, k_rows, shared.a[stage], lane);
-        kept.load(row0, q0);                                // there when dP^T is
-        mma_rows_times_rows<kHS>(dp, v_rows, shared.b[stage], lane);
-
-        // P^T in place of S^T, masked where the tile meets the diagonal
-        if (q0 < row0 + Shape::kRows - 1) { mask_future<TileRows::Keys>(s, row0, q0, lane); }
-        const StatsOfColumns columns = {shared.stats[stage] + tile_column(0, 0, lane)};
-        probabilities(s, columns, scale_log2);
-
-        // dS^T in place of dP^T; dV += P^T dO, dK += dS^T Q
-        score_gradients(dp, s, columns, kept);
-        uint32_t p_frag[kGroups][kTile / kMmaK][4];
-        to_fragments(p_frag, s, kept);
-        mma_times_columns<kHS>(dv, p_frag, shared.b[stage], lane);
-        uint32_t ds_frag[kGroups][kTile / kMmaK][4];
-        to_fragments(ds_frag, dp);
-        mma_times_columns<kHS>(dk, ds_frag, shared.a[stage], lane);
+    store_tile<Padded<kHS>>(kQueries ? block.q(a.dqkv) : block.k(a.dqkv), row0, a_rows, grad_a, scale, lane);
+    if constexpr (!kQueries) {
+        store_tile<Padded<kHS>>(block.v(a.dqkv), row0, b_rows, grad_b, kept.scale, lane);
     }
-    scale_tile(dk, scale);
-    scale_tile(dv, kept.scale);
-    store_tile<Padded<kHS>>(work.k(a.dqkv), row0, k_rows, dk, lane);
-    store_tile<Padded<kHS>>(work.v(a.dqkv), row0, v_rows, dv, lane);
-}
-
-// Launches one of these kernels, whose blocks keep kOwn tiles of their own.
-template <int kOwn, int kHS, class Shape, class Args>
-static void attention_launch_mma(void (*kernel)(Args, float), const Args& a, Stream stream) {
-    attention_launch(kernel, a, Shape::kOwned, kMmaThreads, sizeof(MmaShared<kOwn, kHS, Shape>), stream, a,
-                     1.0f / sqrtf(a.HS));
 }
 
 // ---- sm90: Hopper's tensor cores (wgmma) and copy engine (TMA), head size 64 ----
@@ -2882,7 +2802,7 @@ static void attention_launch_mma(void (*kernel)(Args, float), const Args& a, Str
 //                    ^ full[0]        ^ full[1]         ^ barrier ^ full[0]     ^ barrier
 //
 //     full[stage]    an mbarrier in shared memory that hears of the copy's bytes: all there, its phase ends
-//     wait<1>, <0>   until only the last group of wgmma, or none, is under way: S is there first, O later
+//     wgmma_end      waits until only the last group of wgmma, <1>, or none, <0>, is under way: for S, for O
 //     barrier        all warps are done with a stage; thread 0 then starts the next copy into it
 //
 // The backward has no such overlap of one step's product with the next step's exponentials (it measured no
@@ -2892,44 +2812,68 @@ static void attention_launch_mma(void (*kernel)(Args, float), const Args& a, Str
 // Tiles are (64,64), Swizzled. The block's own rows in registers as A operands would spare shared memory a
 // third of its reads, but ptxas 13.0.88 then puts P into the registers that still hold Q: wrong from the
 // second tile on.
-constexpr int kSm90Rows = 64;                           // of a block, and of a tile
-constexpr int kSm90Tile = kSm90Rows * 64;               // elements
-constexpr int kSm90Threads = 4 * kWarp;
+template <int kNumStages, int kBlocks> struct Sm90Shape {
+    static constexpr int kOwned = 64, kTile = 64, kThreads = 4 * kWarp;
+    static constexpr int kStages = kNumStages, kMinBlocks = kBlocks;        // blocks on an SM
+};
+constexpr int kSm90Tile = 64 * 64;                      // elements
 typedef Tile<1, 8> Sm90Tile;                            // a warp's 16 rows of an accumulator (64,64)
 
-// The rows of one head as the copy engine knows them: a slot of an attention_tensor_map.
-struct Sm90Source { const CUtensorMap* map; int slot, b; };
+// The rows of one head as the copy engine knows them: a slot of an attention_map. qkv's slots are the heads
+// of Q, of K, of V.
+struct Sm90Rows { const CUtensorMap* map; int slot; };
 
-// kOwn tiles that stay (q; or q and dout; or k and v), kStages of two tiles that come and go.
-template <int kOwn, int kStages> struct Sm90Shared {
-    alignas(1024) floatX own[kOwn][kSm90Tile];
-    floatX a[kStages][kSm90Tile];                       // k, or q
-    floatX b[kStages][kSm90Tile];                       // v, or dout
-    alignas(16) float2 stats[kStages][kSm90Rows];       // dK/dV: {lse * log2(e), D} of the queries
-    uint64_t own_full, full[kStages];                   // mbarriers
+// Tiles that stay, Q or a pair, and in the end are the staging of stores; kStages of a pair that comes and
+// goes.
+template <int kOwnTiles, class Shape> struct Sm90Shared {
+    alignas(1024) floatX own[kOwnTiles][kSm90Tile];
+    floatX a[Shape::kStages][kSm90Tile];
+    floatX b[Shape::kStages][kSm90Tile];
+    alignas(16) float2 stats[Shape::kStages][Shape::kTile];     // {lse * log2(e), D} of queries that come by
+    uint64_t own_full, full[Shape::kStages];                    // mbarriers
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    // One thread, before the first copy: each barrier expects one arrival, of the thread that starts copies.
-    __device__ __forceinline__ void init_barriers() {
-        mbarrier_init(&own_full, 1);
-        for (int i = 0; i < kStages; i++) { mbarrier_init(&full[i], 1); }
-        mbarrier_fence_init();
-    }
-
-    // One thread: starts the copies of rows row0.. of the block's own heads, or of a stage's two.
-    __device__ __forceinline__ void load_own(const Sm90Source (&from)[kOwn], int row0) {
-        mbarrier_expect(&own_full, sizeof(own));
-        for (int i = 0; i < kOwn; i++) {
-            tma_load_4d(own[i], from[i].map, &own_full, 0, row0, from[i].slot, from[i].b);
-        }
-    }
-    __device__ __forceinline__ void load_stage(int stage, const Sm90Source& from_a, const Sm90Source& from_b,
-                                               int row0, const float2* from_stats = nullptr) {
-        const int stats_bytes = from_stats ? sizeof(stats[stage]) : 0;
+    // One thread: starts the copies of the walk's tile `it`. all_stats: the head's, or null.
+    template <class Block>
+    __device__ __forceinline__ void load(const Block& block, int it, const Pair<Sm90Rows>& other,
+                                         const float2* all_stats) {
+        const int stage = it % Shape::kStages, row0 = block.tile(it);
+        const int stats_bytes = all_stats ? sizeof(stats[stage]) : 0;
         mbarrier_expect(&full[stage], 2 * sizeof(a[stage]) + stats_bytes);
-        tma_load_4d(a[stage], from_a.map, &full[stage], 0, row0, from_a.slot, from_a.b);
-        if (from_stats) { bulk_load(stats[stage], from_stats + row0, &full[stage], stats_bytes); }
-        tma_load_4d(b[stage], from_b.map, &full[stage], 0, row0, from_b.slot, from_b.b);
+        tma_load_4d(a[stage], other.a.map, &full[stage], 0, row0, other.a.slot, block.b);
+        if (all_stats) { bulk_load(stats[stage], all_stats + row0, &full[stage], stats_bytes); }
+        tma_load_4d(b[stage], other.b.map, &full[stage], 0, row0, other.b.slot, block.b);
+    }
+    // Starts the first copies: the block's own rows and kStages tiles. Each barrier expects one arrival a
+    // phase, that of the thread which starts copies.
+    template <class Block>
+    __device__ __forceinline__ void start(const Block& block, const Sm90Rows (&from)[kOwnTiles],
+                                          const Pair<Sm90Rows>& other, const float2* all_stats = nullptr) {
+        if (threadIdx.x == 0) {
+            mbarrier_init(&own_full, 1);
+            for (int i = 0; i < Shape::kStages; i++) { mbarrier_init(&full[i], 1); }
+            mbarrier_fence_init();
+            mbarrier_expect(&own_full, sizeof(own));
+            for (int i = 0; i < kOwnTiles; i++) {
+                tma_load_4d(own[i], from[i].map, &own_full, 0, block.row0, from[i].slot, block.b);
+            }
+            const int first = min(Shape::kStages, block.tiles);
+            for (int it = 0; it < first; it++) { load(block, it, other, all_stats); }
+        }
+        __syncthreads();                                // the barriers exist
+    }
+    // Waits for tile `it` and returns its stage.
+    __device__ __forceinline__ int wait(int it) {
+        mbarrier_wait(&full[it % Shape::kStages], it / Shape::kStages % 2);
+        return it % Shape::kStages;
+    }
+    // All are done with tile `it`: its stage gets a later one.
+    template <class Block>
+    __device__ __forceinline__ void release(const Block& block, int it, const Pair<Sm90Rows>& other,
+                                            const float2* all_stats = nullptr) {
+        __syncthreads();
+        const int next = it + Shape::kStages;
+        if (threadIdx.x == 0 && next < block.tiles) { load(block, next, other, all_stats); }
     }
 #endif
 };
@@ -2953,230 +2897,138 @@ __device__ __forceinline__ void wgmma_columns(Sm90Tile& d, const uint32_t (&a_fr
     }
     wgmma_commit();
 }
+
+// Waits until at most the last kPending groups are under way: the others have left these registers.
+template <int kPending, class... Registers>
+__device__ __forceinline__ void wgmma_end(Registers&... registers) {
+    wgmma_wait<kPending>();
+    (pin_registers(registers[0]), ...);
+}
 #endif
 
-template <int kStages, int kMinBlocks, bool kDrops>
-__global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
-    attention_forward_sm90_kernel(const AttentionForward<floatX, float> args,
-                                  const __grid_constant__ CUtensorMap qkv_map, float scale) {
+template <class Shape, bool kDrops>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
+    attention_forward_sm90_kernel(const AttentionForwardX args, float scale,
+                                  const __grid_constant__ CUtensorMap qkv_map) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
-    auto& shared = *(Sm90Shared<1, kStages>*)sm90_bytes;
+    auto& shared = *(Sm90Shared<1, Shape>*)sm90_bytes;
     const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * 16;
-    const AttentionWork work(kSm90Rows, args.B, args.T, args.NH, 64);
-    const int last = work.blocks - 1 - work.rank;       // the query tile, and the key tile on its diagonal
-    const int row0 = last * kSm90Rows + warp_row;       // the warp's first query
-
-    // Start the first copies: the block's own queries and the first kStages tiles
-    const Sm90Source q = {&qkv_map, work.h, work.b}, k = {&qkv_map, args.NH + work.h, work.b},
-                     v = {&qkv_map, 2 * args.NH + work.h, work.b};
-    auto load_keys = [&](int it) { shared.load_stage(it % kStages, k, v, (last - it) * kSm90Rows); };
-    if (threadIdx.x == 0) {
-        shared.init_barriers();
-        shared.load_own({q}, last * kSm90Rows);
-        for (int it = 0; it < min(kStages, last + 1); it++) { load_keys(it); }
-    }
-    __syncthreads();                                    // the barriers exist
+    const AttentionBlock<Own::Queries, Shape> block(args.B, args.T, args.NH, 64);
+    const int row0 = block.row0 + warp_row;             // the warp's first query
+    const Pair<Sm90Rows> other = {{&qkv_map, args.NH + block.h}, {&qkv_map, 2 * args.NH + block.h}};
+    shared.start(block, {{&qkv_map, block.h}}, other);
 
     const float scale_log2 = scale * kLog2e;            // exp(x) is calculated as exp2(x * log2(e))
     Sm90Tile o = {}, s;                                 // o: not yet divided by the row's sum
     uint32_t p_frag[1][4][4];
     OnlineSoftmax<1> softmax;
-    std::conditional_t<kDrops, KeepRows<1, 8>, KeepAll> kept(args.keep, work, lane);
+    Keep<kDrops, Own::Queries, 1, 8> kept(args.keep, block, lane);
 
     // The tile on the diagonal: S, mask, P
-    kept.load(row0, last * kSm90Rows);
+    kept.load(row0, block.row0);
     mbarrier_wait(&shared.own_full, 0);
-    mbarrier_wait(&shared.full[0], 0);
+    int stage = shared.wait(0);
     wgmma_fence();
-    wgmma_rows(s, shared.own[0], shared.a[0]);
-    wgmma_wait<0>();
-    pin_registers(s[0]);
-    mask_future<TileRows::Queries>(s, warp_row, 0, lane);
+    wgmma_rows(s, shared.own[0], shared.a[stage]);
+    wgmma_end<0>(s);
+    mask_future<Own::Queries>(s, warp_row, 0, lane);
     softmax.template add<true>(s, scale_log2);
     to_fragments(p_frag, s, kept);
 
     // Each further tile: its S, and then O += P V of the tile before, which runs under this tile's softmax
-    int stage = 0;
-    for (int it = 1; it <= last; it++) {
-        const int next = stage + 1 == kStages ? 0 : stage + 1;
-        mbarrier_wait(&shared.full[next], it / kStages % 2);
+    for (int it = 1; it < block.tiles; it++) {
+        const int before = stage;
+        stage = shared.wait(it);
         wgmma_fence();
-        wgmma_rows(s, shared.own[0], shared.a[next]);
-        wgmma_columns(o, p_frag, shared.b[stage]);
-        kept.load(row0, (last - it) * kSm90Rows);       // there when the softmax is done
-        wgmma_wait<1>();
-        pin_registers(s[0]);
+        wgmma_rows(s, shared.own[0], shared.a[stage]);
+        wgmma_columns(o, p_frag, shared.b[before]);
+        kept.load(row0, block.tile(it));                // there when the softmax is done
+        wgmma_end<1>(s);
         const bool rescale = softmax.template add<true>(s, scale_log2);
-        wgmma_wait<0>();
-        pin_registers(o[0]);
-        pin_registers(p_frag[0]);
+        wgmma_end<0>(o, p_frag);
         if (rescale) { scale_rows(o, softmax.correction); }
         to_fragments(p_frag, s, kept);
-        __syncthreads();                                // all are done with the old stage
-        if (threadIdx.x == 0 && it - 1 + kStages <= last) { load_keys(it - 1 + kStages); }
-        stage = next;
+        shared.release(block, it - 1, other);
     }
     wgmma_fence();
     wgmma_columns(o, p_frag, shared.b[stage]);
-    wgmma_wait<0>();
-    pin_registers(o[0]);
-    pin_registers(p_frag[0]);
+    wgmma_end<0>(o, p_frag);
 
     float factor[1][2];
-    softmax.finish(factor, work.lse(args.lse), row0, args.T, scale, kept.scale, lane);
+    softmax.finish(factor, block.lse(args.lse), row0, args.T, scale, kept.scale, lane);
     scale_rows(o, factor);
     __syncthreads();                                    // all are done with Q
-    store_tile<Swizzled>(work.out(args.out), row0, shared.own[0] + warp_row * 64, o, lane);
+    store_tile<Swizzled>(block.out(args.out), row0, shared.own[0] + warp_row * 64, o, 1.0f, lane);
 #else
     __trap();
 #endif
 }
 
-// A step of dQ, all of it on one tile:
-//     wgmma           | S = Q K^T | dP = dO V^T |             | dQ += dS K |
-//     ordinary cores              | P = exp(S - lse) | dS, packed |        | barrier, copy of a later tile |
+// The backward for either side. A step:
+//     wgmma           | S | dP |                 | only keys: dV += P^T dO | dQ += dS K or dK += dS^T Q |
+//     ordinary cores      | P = exp(S - lse), packed | dS, packed          |             barrier, copy |
 //                     ^ full[stage]
-template <int kStages, int kMinBlocks, bool kDrops>
-__global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
-    attention_backward_dq_sm90_kernel(const AttentionBackward<floatX, float> args,
-                                      const __grid_constant__ CUtensorMap qkv_map,
-                                      const __grid_constant__ CUtensorMap dout_map, float scale) {
+template <Own kOwn, class Shape, bool kDrops>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
+    attention_backward_sm90_kernel(const AttentionBackwardX args, float scale,
+                                   const __grid_constant__ CUtensorMap qkv_map,
+                                   const __grid_constant__ CUtensorMap dout_map) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    constexpr bool kQueries = kOwn == Own::Queries;
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
-    auto& shared = *(Sm90Shared<2, kStages>*)sm90_bytes;
+    auto& shared = *(Sm90Shared<2, Shape>*)sm90_bytes;
     const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * 16;
-    const AttentionWork work(kSm90Rows, args.B, args.T, args.NH, 64);
-    const int last = work.blocks - 1 - work.rank;       // the query tile, and the key tile on its diagonal
-    const int row0 = last * kSm90Rows + warp_row;       // the warp's first query
-
-    // Start the first copies; the statistics are calculated while they are on their way
-    const Sm90Source q = {&qkv_map, work.h, work.b}, dout = {&dout_map, work.h, work.b},
-                     k = {&qkv_map, args.NH + work.h, work.b}, v = {&qkv_map, 2 * args.NH + work.h, work.b};
-    auto load_keys = [&](int it) { shared.load_stage(it % kStages, k, v, (last - it) * kSm90Rows); };
-    if (threadIdx.x == 0) {
-        shared.init_barriers();
-        shared.load_own({q, dout}, last * kSm90Rows);
-        for (int it = 0; it < min(kStages, last + 1); it++) { load_keys(it); }
-    }
-    __syncthreads();                                    // the barriers exist
-    const StatsOfRows<1> stats =
-        load_row_stats<64, 1>(work.stats((float2*)args.scratch), work.lse(args.lse), work.out(args.out),
-                              work.out(args.dout), row0, lane);
+    const AttentionBlock<kOwn, Shape> block(args.B, args.T, args.NH, 64);
+    const int row0 = block.row0 + warp_row;             // the warp's first
+    const Pair<Sm90Rows> queries = {{&qkv_map, block.h}, {&dout_map, block.h}};
+    const Pair<Sm90Rows> keys = {{&qkv_map, args.NH + block.h}, {&qkv_map, 2 * args.NH + block.h}};
+    const Pair<Sm90Rows>&own = kQueries ? queries : keys, &other = kQueries ? keys : queries;
+    const float2* all_stats = kQueries ? nullptr : block.stats(args.scratch);
+    shared.start(block, {own.a, own.b}, other, all_stats);
+    QueryStats<kOwn, 1> stats;                          // queries': calculated while the copies fly
+    if constexpr (kQueries) { stats.template load_rows<64>(block, args, row0, lane); }
 
     const float scale_log2 = scale * kLog2e;
-    Sm90Tile dq = {}, s, dp;                            // dq: not yet scaled
-    uint32_t ds_frag[1][4][4];
-    std::conditional_t<kDrops, KeepRows<1, 8>, KeepAll> kept(args.keep, work, lane);
+    Sm90Tile grad_a = {}, grad_b = {}, s, dp;           // dQ; or dK and dV. Not yet scaled
+    uint32_t p_frag[1][4][4], ds_frag[1][4][4];
+    Keep<kDrops, kOwn, 1, 8> kept(args.keep, block, lane);
     mbarrier_wait(&shared.own_full, 0);
-    for (int it = 0; it <= last; it++) {
+    for (int it = 0; it < block.tiles; it++) {
         // S and dP start together; P is calculated from S while dP is under way
-        const int stage = it % kStages;
-        mbarrier_wait(&shared.full[stage], it / kStages % 2);
+        const int stage = shared.wait(it);
+        if constexpr (!kQueries) { stats.columns = shared.stats[stage] + tile_column(0, 0, lane); }
         wgmma_fence();
         wgmma_rows(s, shared.own[0], shared.a[stage]);
         wgmma_rows(dp, shared.own[1], shared.b[stage]);
-        kept.load(row0, (last - it) * kSm90Rows);
-        wgmma_wait<1>();
-        pin_registers(s[0]);
-        if (it == 0) { mask_future<TileRows::Queries>(s, warp_row, 0, lane); }      // the diagonal
+        kept.load(row0, block.tile(it));
+        wgmma_end<1>(s);
+        if (it == 0) { mask_future<kOwn>(s, warp_row, 0, lane); }       // the diagonal
         probabilities(s, stats, scale_log2);
 
-        // dS in place of dP, dQ += dS K
-        wgmma_wait<0>();
-        pin_registers(dp[0]);
+        // dV += P^T dO runs under the arithmetic of dS, which takes the place of dP
+        if constexpr (!kQueries) { to_fragments(p_frag, s, kept); }
+        wgmma_end<0>(dp);
+        if constexpr (!kQueries) {
+            wgmma_fence();
+            wgmma_columns(grad_b, p_frag, shared.b[stage]);
+        }
         score_gradients(dp, s, stats, kept);
+
+        // dQ += dS K or dK += dS^T Q
         to_fragments(ds_frag, dp);
         wgmma_fence();
-        wgmma_columns(dq, ds_frag, shared.a[stage]);
-        wgmma_wait<0>();
-        pin_registers(dq[0]);
-        pin_registers(ds_frag[0]);
-        __syncthreads();                                // all are done with the stage
-        if (threadIdx.x == 0 && it + kStages <= last) { load_keys(it + kStages); }
+        wgmma_columns(grad_a, ds_frag, shared.a[stage]);
+        if constexpr (kQueries) { wgmma_end<0>(grad_a, ds_frag); }
+        else { wgmma_end<0>(grad_b, grad_a, p_frag, ds_frag); }
+        shared.release(block, it, other, all_stats);
     }
-    scale_tile(dq, scale);
-    store_tile<Swizzled>(work.q(args.dqkv), row0, shared.own[0] + warp_row * 64, dq, lane);
-#else
-    __trap();
-#endif
-}
-
-// A step of dK and dV. Rows are keys, columns queries, whose statistics come with the tile:
-//     wgmma           | S^T = K Q^T | dP^T = V dO^T |        | dV += P^T dO | dK += dS^T Q |
-//     ordinary cores                | P^T = exp(S^T - lse), packed | dS^T, packed |       | barrier, copy |
-//                     ^ full[stage]
-template <int kStages, int kMinBlocks, bool kDrops>
-__global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
-    attention_backward_dkv_sm90_kernel(const AttentionBackward<floatX, float> args,
-                                       const __grid_constant__ CUtensorMap qkv_map,
-                                       const __grid_constant__ CUtensorMap dout_map, float scale) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    extern __shared__ __align__(1024) unsigned char sm90_bytes[];
-    auto& shared = *(Sm90Shared<2, kStages>*)sm90_bytes;
-    const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * 16;
-    const AttentionWork work(kSm90Rows, args.B, args.T, args.NH, 64);
-    const int first = work.rank;                        // the key tile, and the query tile on its diagonal
-    const int last = work.blocks - 1 - first;           // query tiles after that
-    const int row0 = first * kSm90Rows + warp_row;      // the warp's first key
-
-    // Start the first copies: the block's own keys and values and the first kStages tiles
-    const Sm90Source k = {&qkv_map, args.NH + work.h, work.b}, v = {&qkv_map, 2 * args.NH + work.h, work.b},
-                     q = {&qkv_map, work.h, work.b}, dout = {&dout_map, work.h, work.b};
-    const float2* stats = work.stats((const float2*)args.scratch);
-    auto load_queries = [&](int it) {
-        shared.load_stage(it % kStages, q, dout, (first + it) * kSm90Rows, stats);
-    };
-    if (threadIdx.x == 0) {
-        shared.init_barriers();
-        shared.load_own({k, v}, first * kSm90Rows);
-        for (int it = 0; it < min(kStages, last + 1); it++) { load_queries(it); }
+    store_tile<Swizzled>(kQueries ? block.q(args.dqkv) : block.k(args.dqkv), row0,
+                         shared.own[0] + warp_row * 64, grad_a, scale, lane);
+    if constexpr (!kQueries) {
+        store_tile<Swizzled>(block.v(args.dqkv), row0, shared.own[1] + warp_row * 64, grad_b, kept.scale,
+                             lane);
     }
-    __syncthreads();                                    // the barriers exist
-
-    const float scale_log2 = scale * kLog2e;
-    Sm90Tile dk = {}, dv = {}, s, dp;                   // dk: not yet scaled
-    uint32_t p_frag[1][4][4], ds_frag[1][4][4];
-    std::conditional_t<kDrops, KeepColumns<1, 8>, KeepAll> kept(args.keep, work, lane);
-    mbarrier_wait(&shared.own_full, 0);
-    for (int it = 0; it <= last; it++) {
-        // S^T and dP^T start together; P^T is calculated from S^T while dP^T is under way
-        const int stage = it % kStages;
-        mbarrier_wait(&shared.full[stage], it / kStages % 2);
-        const StatsOfColumns columns = {shared.stats[stage] + tile_column(0, 0, lane)};
-        wgmma_fence();
-        wgmma_rows(s, shared.own[0], shared.a[stage]);
-        wgmma_rows(dp, shared.own[1], shared.b[stage]);
-        kept.load(row0, (first + it) * kSm90Rows);
-        wgmma_wait<1>();
-        pin_registers(s[0]);
-        if (it == 0) { mask_future<TileRows::Keys>(s, warp_row, 0, lane); }         // the diagonal
-        probabilities(s, columns, scale_log2);
-
-        // dV += P^T dO runs under the arithmetic of dS^T, which takes the place of dP^T
-        to_fragments(p_frag, s, kept);
-        wgmma_wait<0>();
-        pin_registers(dp[0]);
-        wgmma_fence();
-        wgmma_columns(dv, p_frag, shared.b[stage]);
-        score_gradients(dp, s, columns, kept);
-
-        // dK += dS^T Q
-        to_fragments(ds_frag, dp);
-        wgmma_fence();
-        wgmma_columns(dk, ds_frag, shared.a[stage]);
-        wgmma_wait<0>();
-        pin_registers(dv[0]);
-        pin_registers(dk[0]);
-        pin_registers(p_frag[0]);
-        pin_registers(ds_frag[0]);
-        __syncthreads();                                // all are done with the stage
-        if (threadIdx.x == 0 && it + kStages <= last) { load_queries(it + kStages); }
-    }
-    scale_tile(dk, scale);
-    scale_tile(dv, kept.scale);
-    store_tile<Swizzled>(work.k(args.dqkv), row0, shared.own[0] + warp_row * 64, dk, lane);
-    store_tile<Swizzled>(work.v(args.dqkv), row0, shared.own[1] + warp_row * 64, dv, lane);
 #else
     __trap();
 #endif
@@ -3184,56 +3036,43 @@ __global__ void __launch_bounds__(kSm90Threads, kMinBlocks)
 
 // A (B,T,slots,64) tensor in boxes of 64 rows of one slot, by coordinates {0, t, slot, b}. Slots are heads:
 // 3*NH of qkv, NH of dout. (FP32 builds never call it.)
-[[maybe_unused]] static CUtensorMap attention_tensor_map(const floatX* tensor, int B, int T, int slots) {
+[[maybe_unused]] static CUtensorMap attention_map(const floatX* tensor, int B, int T, int slots) {
     const cuuint64_t row_bytes = (cuuint64_t)slots * 64 * sizeof(floatX);
     return tensor_map<4>(kFp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, tensor,
                          {64, (cuuint64_t)T, (cuuint64_t)slots, (cuuint64_t)B},
-                         {row_bytes, 64 * sizeof(floatX), row_bytes * T}, {64, kSm90Rows, 1, 1});
+                         {row_bytes, 64 * sizeof(floatX), row_bytes * T}, {64, 64, 1, 1});
 }
 
-// Launch one of these kernels.
-template <int kStages, class Kernel>
-static void attention_launch_sm90(Kernel kernel, const AttentionForward<floatX, float>& a, Stream stream) {
-    attention_launch(kernel, a, kSm90Rows, kSm90Threads, sizeof(Sm90Shared<1, kStages>), stream, a,
-                     attention_tensor_map(a.qkv, a.B, a.T, 3 * a.NH), 1.0f / sqrtf(64.0f));
+// ---- launchers of each form, and which form runs ----
+static void attention_plain(const AttentionForwardX& a, Stream stream) {
+    attention_launch<PlainShape>(attention_forward_plain_kernel, a, 0, stream);
 }
-template <int kStages, class Kernel>
-static void attention_launch_sm90(Kernel kernel, const AttentionBackward<floatX, float>& a, Stream stream) {
-    attention_launch(kernel, a, kSm90Rows, kSm90Threads, sizeof(Sm90Shared<2, kStages>), stream, a,
-                     attention_tensor_map(a.qkv, a.B, a.T, 3 * a.NH),
-                     attention_tensor_map(a.dout, a.B, a.T, a.NH), 1.0f / sqrtf(64.0f));
+static void attention_plain(const AttentionBackwardX& a, Stream stream) {
+    attention_launch<PlainShape>(attention_backward_plain_kernel<Own::Queries>, a, 0, stream);
+    attention_launch<PlainShape>(attention_backward_plain_kernel<Own::Keys>, a, 0, stream);
 }
 
-// ---- which form runs ----
-static bool attention_uses_sm90(int HS) { return sizeof(floatX) == 2 && sm90_kernels_run() && HS == 64; }
-
-// The shapes of the mma.sync kernels, by head size. NOTES.md and dev/cuda/attention.cu have others.
-template <int kHS> struct MmaShapes;
-#ifdef ENABLE_FP32
-template <> struct MmaShapes<32> { typedef MmaShape<2, 64, 2> Forward; typedef MmaShape<2, 32, 2> Dq, Dkv; };
-template <> struct MmaShapes<64> { typedef MmaShape<2, 32, 2> Forward; typedef MmaShape<2, 16, 2> Dq, Dkv; };
-template <> struct MmaShapes<96> { typedef MmaShape<1, 32, 2> Forward; typedef MmaShape<1, 16, 2> Dq, Dkv; };
-template <> struct MmaShapes<128> { typedef MmaShape<1, 32, 2> Forward; typedef MmaShape<1, 16, 2> Dq, Dkv; };
-#else
-template <> struct MmaShapes<32> { typedef MmaShape<2, 64, 3> Forward; typedef MmaShape<2, 32, 3> Dq, Dkv; };
-template <> struct MmaShapes<64> { typedef MmaShape<2, 64, 2> Forward; typedef MmaShape<2, 32, 2> Dq, Dkv; };
-template <> struct MmaShapes<96> {
-    typedef MmaShape<1, 64, 2> Forward, Dq;
-    typedef MmaShape<1, 32, 2> Dkv;
+// The shapes of the mma.sync kernels. NOTES.md and dev/cuda/attention.cu have others.
+template <int kHS> struct MmaShapes {
+    static constexpr bool k16Bits = sizeof(floatX) == 2;
+    static constexpr int kGroups = kHS <= 64 ? 2 : 1, kTile = k16Bits || kHS == 32 ? 64 : 32;
+    static constexpr int kBlocks = k16Bits && kHS == 32 ? 3 : 2;
+    typedef MmaShape<kHS, kGroups, kTile, kBlocks> Forward;
+    typedef MmaShape<kHS, kGroups, k16Bits && kHS == 96 ? kTile : kTile / 2, kBlocks> Dq;
+    typedef MmaShape<kHS, kGroups, kTile / 2, kBlocks> Dkv;
+    static constexpr size_t kBytes = std::max(
+        {sizeof(MmaShared<1, Forward>), sizeof(MmaShared<2, Dq>), sizeof(MmaShared<2, Dkv>)});
 };
-template <> struct MmaShapes<128> { typedef MmaShape<1, 64, 2> Forward; typedef MmaShape<1, 32, 2> Dq, Dkv; };
-#endif
 
-template <int kHS>
-constexpr size_t kMmaBytes = std::max({sizeof(MmaShared<1, kHS, typename MmaShapes<kHS>::Forward>),
-                                       sizeof(MmaShared<2, kHS, typename MmaShapes<kHS>::Dq>),
-                                       sizeof(MmaShared<2, kHS, typename MmaShapes<kHS>::Dkv>)});
+
+static bool attention_uses_sm90(int HS) { return sizeof(floatX) == 2 && sm90_kernels_run() && HS == 64; }
 
 // The head size of the mma.sync kernels that serve HS here: the next multiple of 32. 0: there are none.
 static int mma_head_size(int HS) {
     const int size = round_up(HS, 32);
     if (size > 128 || HS % kWidth != 0 || (sizeof(floatX) == 4 && !use_tf32)) { return 0; }
-    const size_t bytes[] = {kMmaBytes<32>, kMmaBytes<64>, kMmaBytes<96>, kMmaBytes<128>};
+    const size_t bytes[] = {MmaShapes<32>::kBytes, MmaShapes<64>::kBytes, MmaShapes<96>::kBytes,
+                            MmaShapes<128>::kBytes};
     return bytes[size / 32 - 1] <= shared_memory_limit() ? size : 0;
 }
 
@@ -3251,29 +3090,35 @@ static std::string attention_error(int HS) {
                   "hint: choose more heads (head size = C / NH)", HS, kPlainMaxHeadSize);
 }
 
-template <bool kDrops>
-static void attention_sm90(const AttentionForward<floatX, float>& a, Stream stream) {
-    attention_launch_sm90<2>(attention_forward_sm90_kernel<2, 4, kDrops>, a, stream);
+template <bool kDrops> static void attention_sm90(const AttentionForwardX& a, Stream stream) {
+    typedef Sm90Shape<2, 4> Shape;
+    attention_launch<Shape>(attention_forward_sm90_kernel<Shape, kDrops>, a, sizeof(Sm90Shared<1, Shape>),
+                            stream, attention_map(a.qkv, a.B, a.T, 3 * a.NH));
 }
-template <bool kDrops>
-static void attention_sm90(const AttentionBackward<floatX, float>& a, Stream stream) {
-    attention_launch_sm90<2>(attention_backward_dq_sm90_kernel<2, 4, kDrops>, a, stream);
-    attention_launch_sm90<3>(attention_backward_dkv_sm90_kernel<3, 3, kDrops>, a, stream);
+template <bool kDrops> static void attention_sm90(const AttentionBackwardX& a, Stream stream) {
+    typedef Sm90Shape<2, 4> Dq;
+    typedef Sm90Shape<3, 3> Dkv;
+    const CUtensorMap qkv = attention_map(a.qkv, a.B, a.T, 3 * a.NH);
+    const CUtensorMap dout = attention_map(a.dout, a.B, a.T, a.NH);
+    attention_launch<Dq>(attention_backward_sm90_kernel<Own::Queries, Dq, kDrops>, a,
+                         sizeof(Sm90Shared<2, Dq>), stream, qkv, dout);
+    attention_launch<Dkv>(attention_backward_sm90_kernel<Own::Keys, Dkv, kDrops>, a,
+                          sizeof(Sm90Shared<2, Dkv>), stream, qkv, dout);
 }
 
-template <int kHS, bool kDrops>
-static void attention_mma(const AttentionForward<floatX, float>& a, Stream stream) {
-    typedef typename MmaShapes<kHS>::Forward Shape;
-    attention_launch_mma<1, kHS, Shape>(attention_forward_mma_kernel<kHS, Shape, kDrops>, a, stream);
+template <class Shapes, bool kDrops> static void attention_mma(const AttentionForwardX& a, Stream stream) {
+    typedef typename Shapes::Forward Shape;
+    attention_launch<Shape>(attention_forward_mma_kernel<Shape, kDrops>, a, sizeof(MmaShared<1, Shape>),
+                            stream);
 }
-template <int kHS, bool kDrops>
-static void attention_mma(const AttentionBackward<floatX, float>& a, Stream stream) {
-    typedef typename MmaShapes<kHS>::Dq Dq;
-    typedef typename MmaShapes<kHS>::Dkv Dkv;
-    static_assert(Dq::kOwned % Dkv::kTile == 0,
-                  "dK/dV reads statistics in whole tiles: dQ's blocks must have written all of the last one");
-    attention_launch_mma<2, kHS, Dq>(attention_backward_dq_mma_kernel<kHS, Dq, kDrops>, a, stream);
-    attention_launch_mma<2, kHS, Dkv>(attention_backward_dkv_mma_kernel<kHS, Dkv, kDrops>, a, stream);
+template <class Shapes, bool kDrops> static void attention_mma(const AttentionBackwardX& a, Stream stream) {
+    typedef typename Shapes::Dq Dq;
+    typedef typename Shapes::Dkv Dkv;
+    static_assert(Dq::kOwned % Dkv::kTile == 0, "dQ's blocks write all statistics of dK/dV's last tile");
+    attention_launch<Dq>(attention_backward_mma_kernel<Own::Queries, Dq, kDrops>, a,
+                         sizeof(MmaShared<2, Dq>), stream);
+    attention_launch<Dkv>(attention_backward_mma_kernel<Own::Keys, Dkv, kDrops>, a,
+                          sizeof(MmaShared<2, Dkv>), stream);
 }
 
 // Either pass, in the form that attention_form names.
@@ -3282,10 +3127,10 @@ template <bool kDrops, class Args> static void attention_by_form(const Args& a, 
         if (attention_uses_sm90(a.HS)) { return attention_sm90<kDrops>(a, stream); }
     }
     switch (mma_head_size(a.HS)) {
-        case 32: return attention_mma<32, kDrops>(a, stream);
-        case 64: return attention_mma<64, kDrops>(a, stream);
-        case 96: return attention_mma<96, kDrops>(a, stream);
-        case 128: return attention_mma<128, kDrops>(a, stream);
+        case 32: return attention_mma<MmaShapes<32>, kDrops>(a, stream);
+        case 64: return attention_mma<MmaShapes<64>, kDrops>(a, stream);
+        case 96: return attention_mma<MmaShapes<96>, kDrops>(a, stream);
+        case 128: return attention_mma<MmaShapes<128>, kDrops>(a, stream);
         default: attention_plain(a, stream);
     }
 }
@@ -3296,8 +3141,8 @@ template <class Args> static void attention(const Args& a, Stream stream) {
     if (a.keep.bits) { attention_by_form<true>(a, stream); }
     else { attention_by_form<false>(a, stream); }
 }
-static void attention_forward(const AttentionForward<floatX, float>& a, Stream s) { attention(a, s); }
-static void attention_backward(const AttentionBackward<floatX, float>& a, Stream s) { attention(a, s); }
+static void attention_forward(const AttentionForwardX& a, Stream s) { attention(a, s); }
+static void attention_backward(const AttentionBackwardX& a, Stream s) { attention(a, s); }
 
 // == 6.10 decoding ==
 // The ops that write text: one new token of each of N rows, N <= kDecodeRows. Between them stand the norms of

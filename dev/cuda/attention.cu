@@ -33,17 +33,28 @@ struct Step {
     void (*run)(const Buffers&);
 };
 
-template <int kHS, int kGroups, int kTile, int kMinBlocks> static void forward_mma(const Buffers& b) {
-    typedef MmaShape<kGroups, kTile, kMinBlocks> Shape;
-    attention_launch_mma<1, kHS, Shape>(attention_forward_mma_kernel<kHS, Shape, false>, b.forward, 0);
+template <int kHS, int kGroups, int kTile, int kBlocks> static void forward_mma(const Buffers& b) {
+    typedef MmaShape<kHS, kGroups, kTile, kBlocks> Shape;
+    attention_launch<Shape>(attention_forward_mma_kernel<Shape, false>, b.forward,
+                            sizeof(MmaShared<1, Shape>), 0);
 }
-template <int kHS, int kGroups, int kTile, int kMinBlocks> static void dq_mma(const Buffers& b) {
-    typedef MmaShape<kGroups, kTile, kMinBlocks> Shape;
-    attention_launch_mma<2, kHS, Shape>(attention_backward_dq_mma_kernel<kHS, Shape, false>, b.backward, 0);
+template <Own kOwn, int kHS, int kGroups, int kTile, int kBlocks> static void backward_mma(const Buffers& b) {
+    typedef MmaShape<kHS, kGroups, kTile, kBlocks> Shape;
+    attention_launch<Shape>(attention_backward_mma_kernel<kOwn, Shape, false>, b.backward,
+                            sizeof(MmaShared<2, Shape>), 0);
 }
-template <int kHS, int kGroups, int kTile, int kMinBlocks> static void dkv_mma(const Buffers& b) {
-    typedef MmaShape<kGroups, kTile, kMinBlocks> Shape;
-    attention_launch_mma<2, kHS, Shape>(attention_backward_dkv_mma_kernel<kHS, Shape, false>, b.backward, 0);
+template <int kStages, int kBlocks> static void forward_sm90(const Buffers& b) {
+    typedef Sm90Shape<kStages, kBlocks> Shape;
+    attention_launch<Shape>(attention_forward_sm90_kernel<Shape, false>, b.forward,
+                            sizeof(Sm90Shared<1, Shape>), 0,
+                            attention_map(b.forward.qkv, B, T, 3 * b.forward.NH));
+}
+template <Own kOwn, int kStages, int kBlocks> static void backward_sm90(const Buffers& b) {
+    typedef Sm90Shape<kStages, kBlocks> Shape;
+    attention_launch<Shape>(attention_backward_sm90_kernel<kOwn, Shape, false>, b.backward,
+                            sizeof(Sm90Shared<2, Shape>), 0,
+                            attention_map(b.backward.qkv, B, T, 3 * b.backward.NH),
+                            attention_map(b.backward.dout, B, T, b.backward.NH));
 }
 static void forward_plain(const Buffers& b) { attention_plain(b.forward, 0); }
 static void backward_plain(const Buffers& b) { attention_plain(b.backward, 0); }
@@ -64,13 +75,15 @@ static void drawn_forward_dropout(const Buffers& b) {
     forward_dropout(b);
 }
 
-// HS, then as in MmaShape: groups of 16 rows a warp, rows of a tile, blocks on an SM.
-#define STEP(PASS, TITLE, RUN, ...) \
-    {first_of(__VA_ARGS__), PASS, TITLE " <" #__VA_ARGS__ ">", RUN<__VA_ARGS__>}
-#define FORWARD(...) STEP(AttentionPass::Forward, "forward mma.sync", forward_mma, __VA_ARGS__)
-#define DQ(...) STEP(AttentionPass::Dq, "dQ mma.sync", dq_mma, __VA_ARGS__)
-#define DKV(...) STEP(AttentionPass::Dkv, "dK/dV mma.sync", dkv_mma, __VA_ARGS__)
-static constexpr int first_of(int HS, int, int, int) { return HS; }
+// As in MmaShape: head size, groups of 16 rows a warp, rows of a tile, blocks on an SM.
+#define FORWARD(HS, ...) \
+    {HS, AttentionPass::Forward, "forward mma.sync <" #HS ", " #__VA_ARGS__ ">", forward_mma<HS, __VA_ARGS__>}
+#define DQ(HS, ...) \
+    {HS, AttentionPass::Dq, "dQ mma.sync <" #HS ", " #__VA_ARGS__ ">", \
+     backward_mma<Own::Queries, HS, __VA_ARGS__>}
+#define DKV(HS, ...) \
+    {HS, AttentionPass::Dkv, "dK/dV mma.sync <" #HS ", " #__VA_ARGS__ ">", \
+     backward_mma<Own::Keys, HS, __VA_ARGS__>}
 
 static const Step kSteps[] = {
     {0, AttentionPass::Forward, "forward plain", forward_plain},
@@ -94,22 +107,10 @@ static const Step kSteps[] = {
     DQ(128, 1, 16, 2), DQ(128, 1, 32, 2),
     DKV(128, 1, 16, 2), DKV(128, 1, 32, 2),
 #else
-    {64, AttentionPass::Forward, "forward wgmma + TMA, 3 stages, 3 blocks an SM",
-     [](const Buffers& b) {
-         attention_launch_sm90<3>(attention_forward_sm90_kernel<3, 3, false>, b.forward, 0);
-     }},
-    {64, AttentionPass::Forward, "forward wgmma + TMA, 2 stages, 4 blocks an SM",
-     [](const Buffers& b) {
-         attention_launch_sm90<2>(attention_forward_sm90_kernel<2, 4, false>, b.forward, 0);
-     }},
-    {64, AttentionPass::Dq, "dQ wgmma + TMA, 2 stages, 4 blocks an SM",
-     [](const Buffers& b) {
-         attention_launch_sm90<2>(attention_backward_dq_sm90_kernel<2, 4, false>, b.backward, 0);
-     }},
-    {64, AttentionPass::Dkv, "dK/dV wgmma + TMA, 3 stages, 3 blocks an SM",
-     [](const Buffers& b) {
-         attention_launch_sm90<3>(attention_backward_dkv_sm90_kernel<3, 3, false>, b.backward, 0);
-     }},
+    {64, AttentionPass::Forward, "forward wgmma + TMA, 3 stages, 3 blocks an SM", forward_sm90<3, 3>},
+    {64, AttentionPass::Forward, "forward wgmma + TMA, 2 stages, 4 blocks an SM", forward_sm90<2, 4>},
+    {64, AttentionPass::Dq, "dQ wgmma + TMA, 2 stages, 4 blocks an SM", backward_sm90<Own::Queries, 2, 4>},
+    {64, AttentionPass::Dkv, "dK/dV wgmma + TMA, 3 stages, 3 blocks an SM", backward_sm90<Own::Keys, 3, 3>},
     FORWARD(32, 2, 64, 3), FORWARD(32, 2, 64, 2), FORWARD(32, 1, 64, 4),
     DQ(32, 2, 32, 3), DQ(32, 2, 32, 2), DQ(32, 1, 64, 3),
     DKV(32, 2, 32, 3), DKV(32, 2, 32, 2), DKV(32, 1, 64, 3),
