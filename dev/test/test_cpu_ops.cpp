@@ -225,82 +225,54 @@ struct NormCase {
     bool in_place;              // the sum stands where inp stood, or the last branch if that starts
 };
 
-// A case with its tensors, the calls of both twins and what they should give.
-struct NormTest {
-    NormCase is;
-    int N, C;
-    size_t n;
-    std::string shape;
-    Doubles inp, branch[2], weight[2], bias[2];
-    Doubles residual, y[2], mean, rstd;
-    Dropout dropout[2];
-
-    NormTest(const NormCase& is, int N, int C)
-        : is(is), N(N), C(C), n((size_t)N * C), inp(random_tensor(n)),
-          branch{random_tensor(n, 1.0, 0.5), random_tensor(n)},
-          weight{random_tensor(C, 0.5, 1.0), random_tensor(C, 0.5, 1.0)},
-          bias{random_tensor(C, 0.5), random_tensor(C, 0.5)}, residual(n), y{Doubles(n), Doubles(n)}, mean(N), rstd(N) {
-        shape = format("norm N=%d C=%d kind=%d norms=%d branches=%d dropout=%g starts=%d in_place=%d", N, C,
-                       (int)is.kind, is.norms, is.branches, is.dropout, is.starts, is.in_place);
-        for (uint32_t i = 0; i < 2; i++) {
-            dropout[i] = dropout_of(is.dropout, {77, 5, 3 + i}, 1000000007ull << i);
-        }
-    }
-    bool layer() const { return is.kind == NormKind::Layer; }
-
-    void forward() {
-        NormForward<double, double> a = {};
-        a.kind = is.kind, a.N = N, a.C = C;
-        for (int i = 0; i < is.norms; i++) {
-            a.y[i] = {y[i], weight[i], layer() ? (const double*)bias[i] : nullptr};
-        }
-        a.mean = layer() ? (double*)mean : nullptr, a.rstd = rstd;
-        a.inp = is.starts ? nullptr : (const double*)inp;
-        for (int i = 0; i < is.branches; i++) {
-            a.branch[i] = branch[i];
-            a.dropout[i] = dropout[i];
-        }
-        Doubles& replaced = is.starts ? branch[is.branches - 1] : inp;
-        const Doubles before = replaced;
-        if (is.branches > 0) { a.residual = is.in_place ? replaced : residual; }
-        norm_forward_cpu<double>(a, 0);
-        if (is.branches > 0 && is.in_place) {
-            residual = replaced;
-            replaced = before;
-        }
-    }
-    void check_forward() {
-        forward();
-        Doubles sums = doubles(n, [&](size_t i) { return is.starts ? 0.0 : inp[i]; });
-        for (int k = 0; k < is.branches; k++) {
-            for (int row = 0; row < N; row++) {
-                dropout_row(dropout[k], row, C, [&](int c, float factor) {
-                    sums[(size_t)row * C + c] += branch[k][(size_t)row * C + c] * factor;
-                });
-            }
-        }
-        const Doubles ones = doubles(C, [](size_t) { return 1.0; });
-        const Doubles means = doubles(N, [&](size_t row) {
-            return layer() ? dot(sums + row * C, ones, C) / C : 0.0;
-        });
-        const Doubles rstds = doubles(N, [&](size_t row) {
-            return pow(dot(sums + row * C, sums + row * C, C) / C - means[row] * means[row] + 1e-5, -0.5);
-        });
-        for (int k = 0; k < is.norms; k++) {
-            const Doubles want = doubles(n, [&](size_t i) {
-                const double norm = (sums[i] - means[i / C]) * rstds[i / C];
-                return norm * weight[k][i % C] + (layer() ? bias[k][i % C] : 0.0);
+static void test_norm(const NormCase& is, int N, int C) {
+    const std::string shape = format("norm N=%d C=%d kind=%d norms=%d branches=%d dropout=%g starts=%d "
+                                     "in_place=%d", N, C, (int)is.kind, is.norms, is.branches, is.dropout,
+                                     is.starts, is.in_place);
+    const size_t n = (size_t)N * C;
+    const bool layer = is.kind == NormKind::Layer;
+    Doubles inp = random_tensor(n), branch[] = {random_tensor(n, 1.0, 0.5), random_tensor(n)}, residual(n);
+    Doubles weight[] = {random_tensor(C, 0.5, 1.0), random_tensor(C, 0.5, 1.0)}, mean(N), rstd(N);
+    Doubles bias[] = {random_tensor(C, 0.5), random_tensor(C, 0.5)}, y[] = {Doubles(n), Doubles(n)};
+    NormForward<double, double> a = {};
+    a.kind = is.kind, a.N = N, a.C = C;
+    Doubles sums = doubles(n, [&](size_t i) { return is.starts ? 0.0 : inp[i]; });
+    for (int k = 0; k < is.branches; k++) {
+        a.branch[k] = branch[k];
+        a.dropout[k] = dropout_of(is.dropout, {77, 5, (uint32_t)(3 + k)}, 1000000007ull << k);
+        for (int row = 0; row < N; row++) {
+            dropout_row(a.dropout[k], row, C, [&](int c, float factor) {
+                sums[(size_t)row * C + c] += branch[k][(size_t)row * C + c] * factor;
             });
-            CHECK_SAME(y[k], want, 1e-12);
         }
-        if (is.branches > 0) { CHECK_SAME(residual, sums, 1e-15); }
-        if (layer()) { CHECK_SAME(mean, means, 1e-12); }
-        CHECK_SAME(rstd, rstds, 1e-12);
     }
+    for (int k = 0; k < is.norms; k++) {
+        a.y[k] = {y[k], weight[k], layer ? (const double*)bias[k] : nullptr};
+    }
+    a.mean = layer ? (double*)mean : nullptr, a.rstd = rstd;
+    a.inp = is.starts ? nullptr : (const double*)inp;
+    Doubles& sum = !is.in_place ? residual : is.starts ? branch[is.branches - 1] : inp;
+    if (is.branches > 0) { a.residual = sum; }
+    norm_forward_cpu<double>(a, 0);
 
-};
-
-static void test_norm(const NormCase& is, int N, int C) { NormTest(is, N, C).check_forward(); }
+    const Doubles ones = doubles(C, [](size_t) { return 1.0; });
+    const Doubles means = doubles(N, [&](size_t row) {
+        return layer ? dot(sums + row * C, ones, C) / C : 0.0;
+    });
+    const Doubles rstds = doubles(N, [&](size_t row) {
+        return pow(dot(sums + row * C, sums + row * C, C) / C - means[row] * means[row] + 1e-5, -0.5);
+    });
+    for (int k = 0; k < is.norms; k++) {
+        const Doubles want = doubles(n, [&](size_t i) {
+            const double norm = (sums[i] - means[i / C]) * rstds[i / C];
+            return norm * weight[k][i % C] + (layer ? bias[k][i % C] : 0.0);
+        });
+        CHECK_SAME(y[k], want, 1e-12);
+    }
+    if (is.branches > 0) { CHECK_SAME(sum, sums, 1e-15); }
+    if (layer) { CHECK_SAME(mean, means, 1e-12); }
+    CHECK_SAME(rstd, rstds, 1e-12);
+}
 
 static void test_norms() {
     for (int k = 0; k < 96; k++) {              // in_place and starts: where there is something to add
