@@ -646,6 +646,73 @@ static std::vector<Vector> host_state(GPT2* model) {
     return all;
 }
 
+// ---- FP8 ----
+static bool fp8_runs() {
+#ifdef GPT2_CPU
+    return true;
+#else
+    return kLowPrecision && !kFp16 && fp8_error().empty();
+#endif
+}
+
+static std::vector<Fp8Tensor> fp8_state(GPT2* model) {
+    return from_device(model, model->fp8.tensors, fp8_saved(model->config));
+}
+
+// bound: on the error of a gradient against that without FP8. Three operands are rounded by 2.6 % each, and
+// the gradients of the last layers' outputs have come through several products.
+static void test_fp8(const Config& c, bool head, double bound) {
+    const int B = 8;
+    Options o = default_options(), plain = o;
+    o.fp8 = true, o.fp8_head = head;
+    RandomModel model(c, o, B), other(c, plain, B);
+    auto update = [&](double lr) {
+        gpt2_update(&model, lr, 0.0);
+        return gpt2_read_state(&model);
+    };
+    accumulate(&model, random_batch(c, B, 0));
+    accumulate(&other, random_batch(c, B, 0));
+    const std::vector<Vector> want = host_grads(&other);
+    check_grads("FP8, first step", &model, want, 0.0);
+    DeviceState state = update(0.0);
+    CHECK(state.update.skip == SKIP_NO && state.fp8_saturated == 0.0f, "skip %d", state.update.skip);
+    const std::vector<Fp8Tensor> scaled = fp8_state(&model);
+    for (int i = 0; i < (int)scaled.size(); i++) {
+        const bool cast = head || i < 8 * c.L;
+        CHECK((scaled[i].amax[0] > 0.0f) == cast && scaled[i].scale == fp8_scale(scaled[i].amax[0], 1),
+              "tensor %d: amax %g scale %g", i, scaled[i].amax[0], scaled[i].scale);
+    }
+
+    // the second step, twice: its scales are the first's
+    accumulate(&model, random_batch(c, B, 0));
+    for (int i = 0; i < NUM_PARAMS; i++) {
+        const double error = relative_error(host_grad(&model, i), want[i]);
+        printf("FP8: gradient of %-8s differs by %.4f\n", model.param_specs[i].name, error);
+        CHECK(error > 0.0 && error <= bound, "FP8: gradient of %s differs by %g", model.param_specs[i].name,
+              error);
+    }
+    const std::vector<Vector> first = host_grads(&model);
+    accumulate(&model, random_batch(c, B, 0));
+    check_grads("FP8, again", &model, first, 0.0);
+
+    // scales that no longer fit: the update is skipped, and the next one is made with scales that do
+    const std::vector<Vector> before = host_state(&model);
+    std::vector<Fp8Tensor> wrong = scaled;
+    fp8_set_scale(&wrong[2], wrong[2].scale * 64.0f);
+    copy_to_device(model.fp8.tensors, wrong.data(), wrong.size() * sizeof(wrong[0]), model.stream);
+    accumulate(&model, random_batch(c, B, 0));
+    state = update(1e-3);
+    CHECK(state.update.skip == SKIP_NOT_FINITE && state.fp8_saturated > kFp8MaxSaturated &&
+              host_state(&model) == before, "saturated %g, skip %d", state.fp8_saturated, state.update.skip);
+    const Fp8Tensor repaired = fp8_state(&model)[2];
+    CHECK(repaired.scale == fp8_scale(std::max(repaired.amax[0], repaired.amax[1]), kFp8Headroom) &&
+              fabsf(repaired.amax[0] / scaled[2].amax[0] - 1.0f) <= 0.1f, "scale %g", repaired.scale);
+    accumulate(&model, random_batch(c, B, 0));
+    check_grads("FP8, after a skipped update", &model, want, bound);
+    state = update(1e-3);
+    CHECK(state.update.skip == SKIP_NO && host_state(&model) != before, "then skip %d", state.update.skip);
+}
+
 // ---- Muon ----
 // Newton-Schulz in plain loops; rounded(x) is what x becomes when it is stored.
 static Doubles plain_newton_schulz(Doubles x, int rows, int cols, int steps, double (*rounded)(double)) {
@@ -1624,6 +1691,118 @@ static void test_matmul(int N, int C, int OC) {
     }
 }
 
+// Bytes, counts and scales to the bit.
+static void test_fp8_cast(int N, int C, float scale) {
+    Case k(format("fp8_cast N=%d C=%d scale=%g", N, C, scale));
+    Fp8Tensor tensor = {};
+    fp8_set_scale(&tensor, scale);
+    const std::vector<uint8_t> bytes(N * C, 0xFF);
+    check(k, [&](auto at) {
+        auto* stats = at.exact("stats", std::vector<Fp8Stats>{{7, 1, 0, 0}}, true);
+        auto* own = at.exact("own stats", std::vector<Fp8Stats>(1), true);
+        auto *x = at.x("inp", In(N * C)), *weight = at.x("weight", In(N * C, 4.0));
+        auto* t = at.exact("tensor", std::vector<Fp8Tensor>{tensor});
+        auto* own_t = at.exact("own tensor", std::vector<Fp8Tensor>{tensor}, true);
+        op<Fp8Cast>(at, {at.exact_out("out", bytes), at.exact_out("out_t", bytes), stats, t,
+                         at.grad("dbias", In(C, sqrt(N)), Accumulate::Yes, false),
+                         at.s("sums", Scratch(fp8_cast_scratch_bytes(N, C) / 4)), x, nullptr,
+                         Fp8Source::Plain, N, C});
+        op<Fp8Cast>(at, {nullptr, nullptr, own, own_t, {}, nullptr, weight, nullptr, Fp8Source::Weight, N,
+                         C});
+        op<Fp8Cast>(at, {at.exact_out("own out", bytes), at.exact_out("own out_t", bytes), own, own_t, {},
+                         nullptr, weight, nullptr, Fp8Source::Weight, N, C});
+    });
+    // With GELU: a kernel's fast exp may round to the neighbour.
+    for (Fp8Source source : {Fp8Source::Gelu, Fp8Source::GeluGrad}) {
+        Case g(format("fp8_cast N=%d C=%d scale=%g source=%d", N, C, scale, (int)source));
+        auto cast = [&](auto at) {
+            op<Fp8Cast>(at, {at.exact("out", bytes), at.exact("out_t", bytes),
+                             at.exact("stats", std::vector<Fp8Stats>(1)),
+                             at.exact("tensor", std::vector<Fp8Tensor>{tensor}),
+                             at.grad("dbias", In(C, sqrt(N)), Accumulate::No, false),
+                             at.s("sums", Scratch(fp8_cast_scratch_bytes(N, C) / 4)), at.x("inp", In(N * C)),
+                             at.x("pre_gelu", In(N * C, 2.0)), source, N, C});
+        };
+        repeat(g, cast);
+        const std::vector<uint8_t> got = g["out"].read<uint8_t>(), got_t = g["out_t"].read<uint8_t>();
+        const Fp8Stats stats = g["stats"].read<Fp8Stats>()[0];
+        cast(Twin{&g});
+        g["dbias"].expect();
+        const uint8_t* want = (const uint8_t*)g["out"].twin.data();
+        const Fp8Stats& twin_stats = *(const Fp8Stats*)g["stats"].twin.data();
+        size_t wrong = 0, unlike = 0;
+        for (int i = 0; i < N * C; i++) {
+            const double x = fp8_decode(got[i]), y = fp8_decode(want[i]);
+            unlike += got[i] != want[i] && x != y;
+            wrong += !(fabs(x - y) <= std::max(fabs(y) / 7.0, 0x1p-9)) || got_t[i % C * N + i / C] != got[i];
+        }
+        CHECK(wrong == 0 && unlike <= 1 + (size_t)N * C / 500, "%s: %zu wrong, %zu rounded otherwise",
+              g.title.c_str(), wrong, unlike);
+        const float amax = fp8_float(stats.amax);
+        CHECK(fabsf(amax / fp8_float(twin_stats.amax) - 1.0f) <= 1e-3f &&
+                  stats.elements == twin_stats.elements, "%s: amax %g", g.title.c_str(), amax);
+    }
+}
+
+// Tensor cores add up 128 products with some 14 bits before they add to an fp32 sum; `fast` skips the latter.
+constexpr double kFp8Floor = 3e-4;
+static void test_fp8_matmul(int M, int N, int K) {
+    auto bytes = [](size_t n, uint32_t id) {        // of normal numbers, some of which saturate
+        std::vector<uint8_t> b(n);
+        for (size_t i = 0; i < n; i++) { b[i] = fp8_encode(150.0f * rand_normal(7, id, i)); }
+        return b;
+    };
+    const std::vector<uint8_t> a_bytes = bytes((size_t)M * K, 1), b_bytes = bytes((size_t)N * K, 2);
+    std::vector<Fp8Tensor> tensors(2);
+    fp8_set_scale(&tensors[0], 128.0f), fp8_set_scale(&tensors[1], 128.0f * (float)exp2(round(log2(K) / 2)));
+    for (int mode = 0; mode < 6; mode++) {          // plain; bias; bias + residual, slow and fast
+        const bool fast = mode % 2;
+        Case k(format("fp8_matmul M=%d N=%d K=%d mode=%d", M, N, K, mode));
+        check(k, [&](auto at) {
+            auto* t = at.exact("tensors", tensors);
+            auto a = args<Fp8Matmul>(at);
+            a.out = at.x("out", Out(M * N, fast ? 1e-3 : kFp8Floor));
+            a.a = at.exact("a", a_bytes), a.b = at.exact("b", b_bytes), a.a_tensor = t, a.b_tensor = t + 1;
+            a.bias = mode >= 2 ? at.x("bias", In(N)) : nullptr;
+            a.residual = mode >= 4 ? at.x("residual", In(M * N)) : nullptr;
+            a.M = M, a.N = N, a.K = K, a.fast = fast;
+            call(a);
+        });
+    }
+    for (const GradForm& is : kGradForms) {
+        Case k(format("fp8_matmul M=%d N=%d K=%d acc=%d bf16=%d", M, N, K, (int)is.acc, is.bf16));
+        check(k, [&](auto at) {
+            auto* t = at.exact("tensors", tensors);
+            auto a = args<Fp8Matmul>(at);
+            a.grad = at.grad("grad", In(M * N), is.acc, is.bf16);
+            k["grad"].floor = kFp8Floor;
+            a.scratch = at.s("scratch", Scratch(M * N));
+            a.a = at.exact("a", a_bytes), a.b = at.exact("b", b_bytes), a.a_tensor = t, a.b_tensor = t + 1;
+            a.M = M, a.N = N, a.K = K;
+            call(a);
+        });
+    }
+}
+
+static void test_fp8_scales(int count, float amax) {
+    const int ranks = 3;
+    const size_t stats_at = 24, bytes = stats_at + count * sizeof(Fp8Stats);
+    std::vector<char> records(ranks * bytes);
+    std::vector<Fp8Tensor> tensors(count);
+    for (int i = 0; i < count * ranks; i++) {
+        const Fp8Stats stats = {1000, (uint64_t)(i % 4), fp8_bits(i == 5 ? amax : 0.01f * (float)i), 0};
+        memcpy(&records[i / count * bytes + stats_at + i % count * sizeof(stats)], &stats, sizeof(stats));
+        for (float& x : tensors[i % count].amax) { x = rand_normal(7, 3, i) * rand_normal(7, 3, i); }
+    }
+    for (Fp8Tensor& t : tensors) { for (float& x : t.amax) { x = fabsf(x); } }
+    Case k(format("fp8_scales count=%d amax=%g", count, amax));
+    check(k, [&](auto at) {
+        const Start saturated = isfinite(amax) ? Out(1) : Scratch(1);       // inf - inf is no distance
+        op<Fp8Scales>(at, {at.exact("tensors", tensors, true), at.s("saturated", saturated),
+                           at.exact("records", records, true), bytes, stats_at, ranks, 1, count});
+    });
+}
+
 // In bf16, to the bit: the sum in fp32, dithered.
 static void test_grad_accumulate(size_t n) {
     for (const GradForm& is : kGradForms) {
@@ -2285,6 +2464,20 @@ static void test_kernels() {
             test_matmul(1000, 128, 512);
         }
     }
+    if (fp8_runs()) TEST("kernels: FP8") {
+        for (int count : {3, 1000}) {
+            for (float amax : {1.0f, INFINITY}) { test_fp8_scales(count, amax); }
+        }
+        test_fp8_cast(16, 16, 64.0f);
+        test_fp8_cast(144, 400, 256.0f);
+        test_fp8_matmul(16, 16, 16);
+        test_fp8_matmul(144, 400, 272);
+        if (!small_shapes) {
+            test_fp8_cast(1024, 3072, 128.0f);
+            test_fp8_matmul(1024, 2304, 768);
+            test_fp8_matmul(768, 768, 16384);
+        }
+    }
     TEST("kernels: gradients in bf16") {
         test_grad_accumulate(1000);
         if (!small_shapes) { test_grad_accumulate(1 << 20); }
@@ -2433,6 +2626,10 @@ int main(int argc, char** argv) {
             }
             TEST("recomputing, micro-steps") {
                 for (const Config& c : {kTiny, kTensorCore}) { test_variant(c, 0.0); }
+            }
+            if (variants && fp8_runs()) TEST("FP8: gradients, scales, skipped updates") {
+                test_fp8(kTensorCore, false, 0.15);
+                test_fp8(kTensorCore, true, 0.15);
             }
             TEST("Muon: two updates, some layers at a time") {
                 test_muon_updates(kSmall);

@@ -124,7 +124,7 @@ static struct TestHooks {
 
 // Bytes of an element of the tables' types. --plan in the CPU build counts with a BF16 program's.
 static size_t bytes_floatX = sizeof(floatX);
-constexpr size_t bytes_float = sizeof(float), bytes_uint32_t = sizeof(uint32_t);
+constexpr size_t bytes_float = sizeof(float), bytes_uint32_t = sizeof(uint32_t), bytes_uint8_t = 1;
 
 // Whether the residual stream is fp32 beside 16-bit branches. The norms then add the branches to it (the
 // embedding is the first), and each branch has a gradient of its own. FP32 builds do not need this; in tests
@@ -163,7 +163,8 @@ static bool has_fp32_residual(const Config& c) {
 // model that does not train (`trains` is 0) keeps nothing: its layers share all buffers, and the backward's
 // tensors have no elements. Other names that are 0 or 1: `sequential` and `parallel`, the kind of block;
 // `second`, a norm ln2, in whose place a tied block reads ln1; `apart`, gradients of the branches that differ
-// from the stream's; `dropout`. Type void stands for the residual stream's type, floatX or fp32.
+// from the stream's; `dropout`; `fp8` and `fp8_head`. Type void stands for the residual stream's type, floatX
+// or fp32.
 //    name        type    where   kept    elements
 #define GPT2_ACTS(X)                                                                                      \
     X(encoded,    void,   Global, ALWAYS, N * C)            /* (B,T,C) */                                 \
@@ -192,7 +193,14 @@ static bool has_fp32_residual(const Config& c) {
     X(dnarrow2,   floatX, Global, ALWAYS, parallel * N * C) /* (B,T,C) dln2 beside dln1; a branch */      \
     X(dbranch,    floatX, Global, ALWAYS, trains * apart * N * C)   /* dresidual through a branch's */    \
     X(dbranch2,   floatX, Global, ALWAYS, trains * apart * parallel * N * C)    /* dropout; the MLP's */  \
-    X(dwide,      floatX, Global, ALWAYS, trains * N * 4 * C)       /* (B,T,4C) dfch; (B,T,3C) dqkv */
+    X(dwide,      floatX, Global, ALWAYS, trains * N * 4 * C)       /* (B,T,4C) dfch; (B,T,3C) dqkv */     \
+    X(qkv_inp8,   uint8_t, Block, ALWAYS, fp8 * N * C)      /* (C,B,T) e4m3 inputs of linear layers, */   \
+    X(attproj_inp8, uint8_t, Block, ALWAYS, fp8 * N * C)    /* transposed: for the weights' gradients */  \
+    X(fc_inp8,    uint8_t, Block, ALWAYS, fp8 * N * C)                                                    \
+    X(fcproj_inp8, uint8_t, Block, ALWAYS, fp8 * N * 4 * C)                                               \
+    X(head_inp8,  uint8_t, Global, ALWAYS, fp8_head * N * C)                                              \
+    X(rows8,      uint8_t, Global, ALWAYS, fp8 * N * wide8) /* e4m3 input or output's gradient of the */  \
+    X(columns8,   uint8_t, Global, ALWAYS, fp8 * N * wide8) /* layer at hand; this one transposed */
 
 #define X(name, ...) PARAM_##name,
 enum ParamId { GPT2_PARAMS(X) NUM_PARAMS };
@@ -243,11 +251,12 @@ static std::vector<ParamSpec> param_table(const Config& c) {       // for files
 
 // Fills specs and returns the bytes of all activations.
 static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recompute, bool trains = true,
-                        bool drops = false) {
+                        bool drops = false, bool fp8 = false, bool fp8_head = false) {
     const size_t N = (size_t)B * T, C = c.C, NH = c.NH, Vp = c.Vp;
     const size_t sequential = c.block == Block::Sequential, parallel = !sequential;
     const size_t second = c.block != Block::ParallelTied, apart = drops || has_fp32_residual(c);
     const size_t dropout = trains && drops, bytes_void = has_fp32_residual(c) ? bytes_float : bytes_floatX;
+    const size_t wide8 = fp8_head ? std::max(4 * C, Vp) : 4 * C;
     const bool ALWAYS = trains;
     auto SAVED = [=](int level) { return trains && recompute < level; };
     size_t offset = 0;
@@ -1251,6 +1260,189 @@ static void gelu_backward_inplace(const GeluBackward<floatX, float>& a, Stream s
     OpScope scope(a, stream);
     check_width(a, a.OC);
     column_pass<true>(a.dbias, a.scratch, a.d, a.d, a.inp, a.N, a.OC, stream);
+}
+
+// Products of e4m3 bytes (llmc/ops/fp8.h). Hopper's FP8 units read both operands along K alone. So each
+// product is a b^T of row-major matrices, and a cast also writes the transpose:
+//     forward      out (N,OC) = inp weight^T         input grad   dinp (N,C) = dout (weight^T)^T
+//     weight grad  dweight (OC,C) (+)= dout^T (inp^T)^T
+// A block of fp8_cast takes a tile of 128 rows and columns. A thread converts a vector of each of four rows,
+// turns every 4 x 4 bytes round in registers and puts them into shared memory: a word holds four rows of a
+// column. A warp then stores a column, 128 bytes. GELU and the sums of columns for a bias's gradient ride
+// along: a tile's sums are a row of partials, as in partial_sums_kernel.
+constexpr int kCastTile = 128, kCastThreads = 256;
+
+__device__ __forceinline__ uint32_t fp8_quad(const float* x) {          // x[0] in the lowest byte
+    uint32_t quad = 0;
+#if __CUDA_ARCH__ >= 890
+    asm("{.reg .b16 low, high;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high};}" : "=r"(quad) : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
+#endif
+    return quad;
+}
+
+// kSource: Plain stands for Weight, too.
+template <Fp8Source kSource>
+__global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast<floatX, float> a) {
+    constexpr int kGroups = kCastTile / kWidth, kWarps = kCastThreads / kWarp, kWords = kWidth / 4;
+    __shared__ uint32_t tile[kCastTile][kCastTile / 4 + 1];             // (column, quad of rows)
+    __shared__ float sums[4][kCastTile];                                // of 32 rows each
+    __shared__ uint2 stats[kWarps];                                     // of each warp: amax, saturated
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const int row_0 = blockIdx.y * kCastTile, column_0 = blockIdx.x * kCastTile;
+    const bool first = blockIdx.x + blockIdx.y + threadIdx.x == 0;
+    const bool sets_scale = a.source == Fp8Source::Weight && a.out;
+    const float scale = sets_scale ? fp8_scale(__uint_as_float(a.stats->amax), 0) : a.tensor->scale;
+    float amax = 0.0f;
+    bool nan = false;
+    uint32_t saturated = 0;
+#pragma unroll
+    for (int part = warp; part < kGroups; part += kWarps) {             // of 8 quads of rows and 4 vectors
+        const int quad = part / (kGroups / 4) * 8 + lane / 4, group = part % (kGroups / 4) * 4 + lane % 4;
+        const int row = row_0 + 4 * quad, c = column_0 + group * kWidth, end = row < a.N ? a.C : 0;
+        const size_t at = row < a.N ? (size_t)row * a.C : 0;
+        uint32_t words[4][kWords];
+        x128 x[4], before[4];
+        Floats sum = {};
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            const size_t row_at = at + (end ? (size_t)r * a.C : 0);
+            x[r] = load(a.inp + row_at, c, end);        // Cache::Streaming would be 7 % slower
+            if (kSource == Fp8Source::GeluGrad) { before[r] = load(a.pre_gelu + row_at, c, end); }
+        }
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            Floats f = to_floats(x[r]), slope = {};
+            if (kSource == Fp8Source::GeluGrad) { slope = to_floats(before[r]); }
+#pragma unroll
+            for (int k = 0; k < kWidth; k++) {
+                if (kSource == Fp8Source::Gelu) { f.at[k] = gelu(f.at[k]); }
+                if (kSource == Fp8Source::GeluGrad) { f.at[k] *= gelu_grad(slope.at[k]); }
+                sum.at[k] += f.at[k];
+                amax = fmaxf(amax, fabsf(f.at[k]));
+                nan |= f.at[k] != f.at[k];
+                f.at[k] *= scale;
+                saturated += fabsf(f.at[k]) > kFp8Max;
+            }
+#pragma unroll
+            for (int w = 0; w < kWords; w++) { words[r][w] = fp8_quad(f.at + 4 * w); }
+            typedef std::conditional_t<kWords == 2, uint2, uint32_t> Word;
+            Word word;
+            memcpy(&word, words[r], sizeof(word));
+            if (a.out && c < end) { *(Word*)(a.out + at + (size_t)r * a.C + c) = word; }
+        }
+        if (!a.out) { continue; }
+        if (a.dbias.data) {                         // lanes of one group have 8 quads, one below the other
+            for (int k = 0; k < kWidth; k++) {
+                for (int distance = 4; distance < kWarp; distance *= 2) {
+                    sum.at[k] += __shfl_xor_sync(~0u, sum.at[k], distance);
+                }
+                if (lane < 4) { sums[quad / 8][group * kWidth + k] = sum.at[k]; }
+            }
+        }
+#pragma unroll
+        for (int w = 0; w < kWords; w++) {
+            uint32_t* columns = &tile[group * kWidth + 4 * w][quad];
+            const uint32_t ab = __byte_perm(words[0][w], words[1][w], 0x5140);
+            const uint32_t ab2 = __byte_perm(words[0][w], words[1][w], 0x7362);
+            const uint32_t cd = __byte_perm(words[2][w], words[3][w], 0x5140);
+            const uint32_t cd2 = __byte_perm(words[2][w], words[3][w], 0x7362);
+            constexpr int kColumn = kCastTile / 4 + 1;
+            columns[0] = __byte_perm(ab, cd, 0x5410);
+            columns[kColumn] = __byte_perm(ab, cd, 0x7632);
+            columns[2 * kColumn] = __byte_perm(ab2, cd2, 0x5410);
+            columns[3 * kColumn] = __byte_perm(ab2, cd2, 0x7632);
+        }
+    }
+
+    const uint32_t warp_amax = __reduce_max_sync(~0u, nan ? 0x7FFFFFFFu : __float_as_uint(amax));
+    saturated = __reduce_add_sync(~0u, saturated);
+    if (lane == 0) { stats[warp] = make_uint2(warp_amax, a.out ? saturated : 0); }
+    __syncthreads();
+    if (threadIdx.x < kWarps) {
+        constexpr unsigned kLanes = (1u << kWarps) - 1;
+        const uint32_t most = __reduce_max_sync(kLanes, stats[lane].x);
+        const uint32_t count = __reduce_add_sync(kLanes, stats[lane].y);
+        if (lane == 0 && most > *(volatile uint32_t*)&a.stats->amax) { atomicMax(&a.stats->amax, most); }
+        if (lane == 0 && count > 0) { atomicAdd((unsigned long long*)&a.stats->saturated, count); }
+    }
+    if (first) { a.stats->elements += (size_t)a.N * a.C; }
+    if (first && sets_scale) { fp8_set_scale(a.tensor, scale); }
+    if (!a.out) { return; }
+    const int row = row_0 + 4 * lane, column = column_0 + threadIdx.x;
+    if (a.dbias.data && threadIdx.x < kCastTile && column < a.C) {
+        a.scratch[(size_t)blockIdx.y * a.C + column] =
+            sums[0][threadIdx.x] + sums[1][threadIdx.x] + sums[2][threadIdx.x] + sums[3][threadIdx.x];
+    }
+#pragma unroll 8
+    for (int c = warp; c < kCastTile; c += kWarps) {
+        if (column_0 + c < a.C && row < a.N) {
+            *(uint32_t*)(a.out_t + (size_t)(column_0 + c) * a.N + row) = tile[c][lane];
+        }
+    }
+}
+
+static size_t fp8_cast_scratch_bytes(int N, int C) {
+    return (size_t)ceil_div(N, kCastTile) * C * sizeof(float);
+}
+
+// Why the casts cannot run here, or "": older GPUs have no FP8, nor has code that is compiled for them.
+static std::string fp8_error() {
+    cudaFuncAttributes attributes;
+    cudaCheck(cudaFuncGetAttributes(&attributes, fp8_cast_kernel<Fp8Source::Plain>));
+    if (attributes.ptxVersion >= 89) { return ""; }
+    return format("--matmul-dtype fp8 needs a GPU of compute capability 8.9 or later (RTX 40, H100, ...) and "
+                  "a program compiled for it; the code that runs here is sm_%d's", attributes.ptxVersion);
+}
+
+static void fp8_cast(const Fp8Cast<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    if (a.N % 16 != 0 || a.C % 16 != 0) { die("fp8_cast: %d x %d is not a multiple of 16", a.N, a.C); }
+    const dim3 grid(ceil_div(a.C, kCastTile), ceil_div(a.N, kCastTile));
+    auto kernel = a.source == Fp8Source::Gelu       ? fp8_cast_kernel<Fp8Source::Gelu>
+                  : a.source == Fp8Source::GeluGrad ? fp8_cast_kernel<Fp8Source::GeluGrad>
+                                                    : fp8_cast_kernel<Fp8Source::Plain>;
+    kernel<<<grid, kCastThreads, 0, stream>>>(a);
+    if (a.dbias.data) { column_sums({{a.dbias}}, 1, a.scratch, grid.y, a.C, stream); }
+}
+
+static void fp8_matmul(const Fp8Matmul<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    void* d = a.out ? (void*)a.out : a.grad.is_bf16 ? a.scratch : a.grad.data;
+    const bool add = !a.out && !a.grad.is_bf16 && a.grad.acc == Accumulate::Yes;
+    gemm_or_die({.d = d, .a = a.b, .b = a.a, .c = add ? d : a.residual, .bias = a.bias, .m = a.N, .n = a.M,
+                 .k = a.K, .trans_a = true, .d_type = a.out ? cuda_type(floatX()) : CUDA_R_32F,
+                 .epilogue = a.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT,
+                 .inp_type = CUDA_R_8F_E4M3, .a_scale = &a.b_tensor->inverse,
+                 .b_scale = &a.a_tensor->inverse, .fast = a.fast}, stream);
+    if (!a.out && a.grad.is_bf16) { grad_accumulate({a.grad, a.scratch, (size_t)a.M * a.N}, stream); }
+}
+
+// One block; a thread has every 256th tensor.
+__global__ void fp8_scales_kernel(Fp8Scales<floatX, float> a) {
+    __shared__ float shared[kWarp];
+    float worst = 0.0f;
+    for (int i = threadIdx.x; i < a.count; i += blockDim.x) {
+        Fp8Stats all = {};
+        for (int r = 0; r < a.ranks; r++) {
+            Fp8Stats* stats = (Fp8Stats*)(a.records + r * a.record_bytes + a.stats_at) + i;
+            fp8_add(&all, *stats);
+            if (r == a.rank) { *stats = {}; }
+        }
+        worst = fmaxf(worst, fp8_is_finite(all.amax) ? fp8_saturated(all) : INFINITY);
+        fp8_next_scale(a.tensors + i, all.amax);
+    }
+    worst = block_max(worst, shared);
+    if (threadIdx.x > 0) { return; }
+    *a.saturated = worst;
+    if (worst > kFp8MaxSaturated) { *(double*)a.records = INFINITY; }
+}
+
+static void fp8_scales(const Fp8Scales<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    fp8_scales_kernel<<<1, 256, 0, stream>>>(a);
 }
 
 // == 6.5 classifier ==
@@ -3541,6 +3733,7 @@ struct Options {                // what a run may choose; fixed after gpt2_alloc
     double dropout;             // probability, in training: embedding, attention's probabilities, branches
     Kernels kernels;            // which kernels an op with several may use
     bool tf32;                  // FP32 builds: tensor cores for GEMMs and attention
+    bool fp8 = false, fp8_head = false;         // the layers' matrix products, and the LM head's, in FP8
     float weight_decay;         // AdamW's, on the tensors with two dimensions
     double beta1 = 0.9, beta2 = 0.95, eps = 1e-8;               // AdamW's
     float grad_clip = 1.0f;     // largest norm of the gradient; 0: no clipping
@@ -3561,6 +3754,7 @@ struct Options {                // what a run may choose; fixed after gpt2_alloc
 struct DeviceState {
     UpdateState update;         // AdamW's t, loss scale, norm, the decision to skip
     float loss;                 // mean over the total batch
+    float fp8_saturated;        // the largest part of a tensor that saturated
 };
 
 // One batch: on the device, or in a staging slot of pinned memory, with the same layout.
@@ -3618,8 +3812,20 @@ struct Exchange {
     uint32_t next_slot;         // counts up: buckets take slots 0 and 1 in turn; the embedding has slot 2
     int bucket_in_flight;       // the bucket that is being exchanged; -1: none
     char* records;              // (world,record_bytes) what the ranks tell each other about a step
-    size_t record_bytes, losses_at;     // a record: sums of squares of the rank's chunks, its lanes' losses
+    size_t record_bytes, losses_at;     // a record: sums of squares of the rank's chunks, its lanes' losses,
+    size_t stats_at;                    // with FP8 what its casts have seen
 };
+
+// --matmul-dtype fp8. A linear layer's tensors are its input and its output's gradient; the weights' come
+// behind those of all layers, because only the first are saved: the weights' scales follow from the weights.
+struct Fp8 {
+    Fp8Tensor* tensors;         // (fp8_tensors)
+    uint8_t* weights;           // each matrix in e4m3, and behind it its transpose
+    bool weights_cast;          // those of this step
+};
+static int fp8_linears(const Config& c) { return 4 * c.L + 1; }         // the layers', then the LM head
+static int fp8_tensors(const Config& c) { return 3 * fp8_linears(c); }
+static int fp8_saved(const Config& c) { return 2 * fp8_linears(c); }
 
 struct GPT2 {
     Config config;
@@ -3633,6 +3839,7 @@ struct GPT2 {
     Activations acts;
     Feed feed;
     Exchange exchange;
+    Fp8 fp8;
     DeviceState* state;
     Stream stream;
     uint32_t step, micro;       // keys of stochastic rounding and dropout; micro: the last micro-step's
@@ -3663,6 +3870,7 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
                              norm_backward_scratch_bytes(N, c.C, c.is_gpt2() ? 3 : 6),
                              bias_backward_scratch_bytes(N, 3 * c.C), bias_backward_scratch_bytes(N, 4 * c.C),
                              attention_backward_scratch_bytes(B, T, c.NH)});
+    if (options.fp8) { bytes = std::max(bytes, fp8_cast_scratch_bytes(N, 4 * c.C)); }
     if (options.grads_bf16) {                   // a weight gradient in fp32, behind that of wte
         for (int i = 0; i < NUM_PARAMS; i++) {
             if (i != PARAM_wte) { bytes = std::max(bytes, specs[i].elems * sizeof(float)); }
@@ -3714,6 +3922,10 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
     visit(o.muon ? "m and AdamW's v" : "AdamW m and v", &model->opt.m,
           (layout.state_elems + layout.v_elems) * sizeof(float), Memory::Zeroed);
     visit("chunk ranges", &model->opt.ranges, layout.buckets.size() * sizeof(ChunkRange), Memory::Plain);
+    visit("FP8 scales", &model->fp8.tensors, o.fp8 * fp8_tensors(c) * sizeof(Fp8Tensor), Memory::Zeroed);
+    visit("FP8 weights", &model->fp8.weights,
+          o.fp8 * 2 * (c.L * layout.buckets[1].elems + o.fp8_head * model->param_specs[PARAM_wte].slot),
+          Memory::Plain);
     if (!o.muon) { return; }
     const MuonShare share = gpt2_muon_share(model);
     visit("Muon's updates", &model->opt.muon_updates, share.elems * bytes_floatX, Memory::Shared);
@@ -3733,12 +3945,13 @@ static void gpt2_describe(GPT2* model, const Config& config, const Options& opti
                                  options.muon);
     Activations& acts = model->acts;
     const size_t passes = act_specs(acts.specs, config, B, T, options.recompute, options.trains,
-                                    options.dropout > 0.0);
+                                    options.dropout > 0.0, options.fp8, options.fp8_head);
     acts.bytes = std::max(passes, decoder_bytes(config, T, options.text_rows));
     acts.text_bytes = acts.bytes - passes;
     Exchange& x = model->exchange;
     x.losses_at = model->layout.shard_elems / kChunk * sizeof(double);
-    x.record_bytes = round_up(x.losses_at + options.lanes * sizeof(float), kAlign);
+    x.stats_at = round_up(x.losses_at + options.lanes * sizeof(float), sizeof(Fp8Stats));
+    x.record_bytes = round_up(x.stats_at + options.fp8 * fp8_tensors(config) * sizeof(Fp8Stats), kAlign);
 }
 
 // Every byte that the run will take on the device, by name. Each tensor of the activations has a line.
@@ -3909,6 +4122,7 @@ static HeldPart gpt2_held_part(const GPT2* model, int i, int l) {
 
 static void gpt2_set_param(GPT2* model, int i, int l, const float* values /*(elems)*/) {
     const ParamSpec& s = model->param_specs[i];
+    model->fp8.weights_cast = false;
     std::vector<floatX> rounded;
     const void* data = values;
     if (s.elem_bytes != sizeof(float)) {
@@ -4191,6 +4405,106 @@ static NormForward<floatX, float> point_norms(const GPT2* model, const ResidualP
     return norm;
 }
 
+// ---- linear layers ----
+// With --matmul-dtype fp8 they multiply e4m3 bytes (llmc/ops/fp8.h), in training only. A run's first step
+// multiplies as without FP8 and takes the largest elements alone; the second's scales come from these.
+enum class Linear { Qkv, AttProj, Fc, FcProj, Head };
+enum class Fp8Mode { Off, Measure, On };
+static Fp8Mode gpt2_fp8_mode(const GPT2* model, Linear which) {
+    const Options& o = model->options;
+    if (!o.fp8 || (which == Linear::Head && !o.fp8_head)) { return Fp8Mode::Off; }
+    return model->step == 0 ? Fp8Mode::Measure : Fp8Mode::On;
+}
+
+// A linear layer's operands. Each is read as rows of K bytes: an input or a gradient of the output row by row
+// for a product with the weights, and transposed for the weights' gradient.
+struct Fp8Linear {
+    int inp, dout, weight;              // numbers of its tensors
+    uint8_t *rows, *columns, *inp_t;    // see GPT2_ACTS
+    uint8_t *w, *w_t;                   // (OC,C) (C,OC)
+};
+static Fp8Linear gpt2_fp8_linear(const Pass& pass, int l, Linear which) {
+    const GPT2* model = pass.model;
+    const Acts a = pass.acts(l);
+    const ParamId ids[] = {PARAM_qkvw, PARAM_attprojw, PARAM_fcw, PARAM_fcprojw, PARAM_wte};
+    uint8_t* const inputs[] = {a.qkv_inp8, a.attproj_inp8, a.fc_inp8, a.fcproj_inp8, a.head_inp8};
+    const int k = (int)which, L = model->config.L, i = which == Linear::Head ? 4 * L : 4 * l + k;
+    const ParamSpec& s = model->param_specs[ids[k]];
+    const size_t layer = model->layout.buckets[1].elems;
+    uint8_t* w = model->fp8.weights + 2 * (which == Linear::Head ? L * layer : l * layer + s.offset);
+    return {2 * i, 2 * i + 1, fp8_saved(model->config) + i, a.rows8, a.columns8, inputs[k], w, w + s.slot};
+}
+
+static void gpt2_fp8_cast(const GPT2* model, int tensor, uint8_t* out, uint8_t* out_t, const floatX* inp,
+                          int N, int C, Fp8Source source = Fp8Source::Plain, const floatX* pre_gelu = nullptr,
+                          Grad dbias = {}, float* scratch = nullptr) {
+    Fp8Stats* stats = (Fp8Stats*)(gpt2_record(model) + model->exchange.stats_at);
+    fp8_cast({out, out_t, stats + tensor, model->fp8.tensors + tensor, dbias, scratch, inp, pre_gelu, source,
+              N, C}, model->stream);
+}
+
+// pre_gelu: null, or the input is its GELU and has not been computed; a.inp is memory for it.
+static void linear_forward(const Pass& pass, int l, Linear which, Fp8Mode mode,
+                           const MatmulForward<floatX, float>& a, const floatX* pre_gelu = nullptr) {
+    const GPT2* model = pass.model;
+    const Fp8Linear p = gpt2_fp8_linear(pass, l, which);
+    if (mode != Fp8Mode::On) {
+        floatX* inp = const_cast<floatX*>(a.inp);
+        if (pre_gelu) { gelu_forward({inp, pre_gelu, (size_t)a.N * a.C}, model->stream); }
+        if (mode == Fp8Mode::Measure) { gpt2_fp8_cast(model, p.inp, nullptr, nullptr, a.inp, a.N, a.C); }
+        return matmul_forward(a, model->stream);
+    }
+    gpt2_fp8_cast(model, p.inp, p.rows, p.inp_t, pre_gelu ? pre_gelu : a.inp, a.N, a.C,
+                  pre_gelu ? Fp8Source::Gelu : Fp8Source::Plain);
+    if (!model->fp8.weights_cast) {                     // first its largest element, then with that the cast
+        gpt2_fp8_cast(model, p.weight, nullptr, nullptr, a.weight, a.OC, a.C, Fp8Source::Weight);
+        gpt2_fp8_cast(model, p.weight, p.w, p.w_t, a.weight, a.OC, a.C, Fp8Source::Weight);
+    }
+    const Fp8Tensor* t = model->fp8.tensors;
+    fp8_matmul({.out = a.out, .grad = {}, .scratch = nullptr, .a = p.rows, .b = p.w, .a_tensor = t + p.inp,
+                .b_tensor = t + p.weight, .bias = a.bias, .residual = a.residual, .M = a.N, .N = a.OC,
+                .K = a.C, .fast = true}, model->stream);
+}
+
+// The gradient dout of a layer's output, for the next two functions. pre_gelu: null, or dout is that of the
+// output's GELU and is first multiplied by the slope there. dbias: null, or the sums of dout's columns.
+static void linear_dout(const Pass& pass, int l, Linear which, floatX* dout, int N, int OC, Grad dbias = {},
+                        float* scratch = nullptr, const floatX* pre_gelu = nullptr) {
+    const GPT2* model = pass.model;
+    const Fp8Mode mode = gpt2_fp8_mode(model, which);
+    const Fp8Linear p = gpt2_fp8_linear(pass, l, which);
+    if (mode == Fp8Mode::On) {
+        gpt2_fp8_cast(model, p.dout, p.rows, p.columns, dout, N, OC,
+                      pre_gelu ? Fp8Source::GeluGrad : Fp8Source::Plain, pre_gelu, dbias, scratch);
+        return;
+    }
+    if (pre_gelu) { gelu_backward_inplace({dout, dbias, scratch, pre_gelu, N, OC}, model->stream); }
+    else if (dbias.data) { bias_backward({dbias, scratch, dout, N, OC}, model->stream); }
+    if (mode == Fp8Mode::Measure) { gpt2_fp8_cast(model, p.dout, nullptr, nullptr, dout, N, OC); }
+}
+
+static void linear_backward_input(const Pass& pass, int l, Linear which,
+                                  const MatmulBackwardInput<floatX, float>& a) {
+    const GPT2* model = pass.model;
+    if (gpt2_fp8_mode(model, which) != Fp8Mode::On) { return matmul_backward_input(a, model->stream); }
+    const Fp8Linear p = gpt2_fp8_linear(pass, l, which);
+    const Fp8Tensor* t = model->fp8.tensors;
+    fp8_matmul({.out = a.dinp, .grad = {}, .scratch = nullptr, .a = p.rows, .b = p.w_t,
+                .a_tensor = t + p.dout, .b_tensor = t + p.weight, .bias = nullptr, .residual = a.residual,
+                .M = a.N, .N = a.C, .K = a.OC, .fast = false}, model->stream);
+}
+
+static void linear_backward_weight(const Pass& pass, int l, Linear which,
+                                   const MatmulBackwardWeight<floatX, float>& a) {
+    const GPT2* model = pass.model;
+    if (gpt2_fp8_mode(model, which) != Fp8Mode::On) { return matmul_backward_weight(a, model->stream); }
+    const Fp8Linear p = gpt2_fp8_linear(pass, l, which);
+    const Fp8Tensor* t = model->fp8.tensors;
+    fp8_matmul({.out = nullptr, .grad = a.dweight, .scratch = a.scratch, .a = p.columns, .b = p.inp_t,
+                .a_tensor = t + p.dout, .b_tensor = t + p.inp, .bias = nullptr, .residual = nullptr,
+                .M = a.OC, .N = a.C, .K = a.N, .fast = false}, model->stream);
+}
+
 // ---- forward ----
 // For section 9: a forward over one text also copies keys and values of its first `count` positions into
 // `rows` rows of the decoder's cache.
@@ -4206,8 +4520,14 @@ struct CacheFill {
 // embedding. Nothing else uses that memory before the backward.
 struct Forward : Pass {
     const CacheFill* cache;             // null: none is filled
+    ClassifierMode mode;                // LossAndGrad: with dropout and FP8
     bool drops, adds_in_gemm;
     floatX* waiting[2];                 // (B,T,C)
+    void linear(int l, Linear which, const MatmulForward<floatX, float>& a,
+                const floatX* pre_gelu = nullptr) const {
+        const bool trains = mode == ClassifierMode::LossAndGrad;
+        linear_forward(*this, l, which, trains ? gpt2_fp8_mode(model, which) : Fp8Mode::Off, a, pre_gelu);
+    }
 };
 
 // out = attention(inp) + before: (B,T,C) each; before: null for 0
@@ -4217,7 +4537,7 @@ static void gpt2_attention_forward(const Forward& f, int l, floatX* out, const f
     const Params p = f.params(l);
     const Acts a = f.acts(l);
     Stream stream = f.model->stream;
-    matmul_forward({a.qkv, inp, p.qkvw, p.qkvb, nullptr, nullptr, N, C, 3 * C}, stream);        // (B,T,3C)
+    f.linear(l, Linear::Qkv, {a.qkv, inp, p.qkvw, p.qkvb, nullptr, nullptr, N, C, 3 * C});      // (B,T,3C)
     if (f.cache) {
         const size_t at = l * f.cache->layer_stride;
         cache_store({f.cache->keys + at, f.cache->values + at, a.qkv, f.cache->rows, f.cache->count,
@@ -4226,7 +4546,7 @@ static void gpt2_attention_forward(const Forward& f, int l, floatX* out, const f
     AttentionKeep keep = {};
     if (f.drops) { keep = gpt2_attention_keep(f, l, false); }
     attention_forward({a.atty, a.att_lse, a.qkv, B, T, NH, C / NH, keep}, stream);              // (B,T,C)
-    matmul_forward({out, a.atty, p.attprojw, p.attprojb, before, nullptr, N, C, C}, stream);    // (B,T,C)
+    f.linear(l, Linear::AttProj, {out, a.atty, p.attprojw, p.attprojb, before, nullptr, N, C, C});  // (B,T,C)
 }
 
 // out = mlp(inp) + before: as in gpt2_attention_forward
@@ -4236,13 +4556,14 @@ static void gpt2_mlp_forward(const Forward& f, int l, floatX* out, const floatX*
     const Params p = f.params(l);
     const Acts a = f.acts(l);
     Stream stream = model->stream;
-    if (model->options.gelu_fusion >= 1 && model->options.recompute == 0) {
+    const bool gelu_in_gemm = model->options.gelu_fusion >= 1 && model->options.recompute == 0;
+    if (gelu_in_gemm) {
         matmul_forward({a.fch_gelu, inp, p.fcw, p.fcb, nullptr, a.fch, N, C, 4 * C}, stream);   // (B,T,4C)
     } else {
-        matmul_forward({a.fch, inp, p.fcw, p.fcb, nullptr, nullptr, N, C, 4 * C}, stream);      // (B,T,4C)
-        gelu_forward({a.fch_gelu, a.fch, (size_t)N * 4 * C}, stream);
+        f.linear(l, Linear::Fc, {a.fch, inp, p.fcw, p.fcb, nullptr, nullptr, N, C, 4 * C});     // (B,T,4C)
     }
-    matmul_forward({out, a.fch_gelu, p.fcprojw, p.fcprojb, before, nullptr, N, 4 * C, C}, stream);  // (B,T,C)
+    f.linear(l, Linear::FcProj, {out, a.fch_gelu, p.fcprojw, p.fcprojb, before, nullptr, N, 4 * C, C},
+             gelu_in_gemm ? nullptr : a.fch);
 }
 
 // The norms that read point x. Where no GEMM has added x's branches, the kernel first adds them to the sum of
@@ -4269,8 +4590,8 @@ static void gpt2_forward(GPT2* model, int B, int T, ClassifierMode mode = Classi
     const Config& c = model->config;
     const bool drops = mode == ClassifierMode::LossAndGrad && model->options.dropout > 0.0;
     const bool apart = has_fp32_residual(c);
-    Forward f = {{model, cache ? cache->act_specs : model->acts.specs, B, T}, cache, drops, !drops && !apart,
-                 {}};
+    Forward f = {{model, cache ? cache->act_specs : model->acts.specs, B, T}, cache, mode, drops,
+                 !drops && !apart, {}};
     f.waiting[0] = f.acts(0).dnarrow, f.waiting[1] = f.acts(0).dnarrow2;
     for (Kind kind : {Kind::Matrix, Kind::Bias, Kind::Norm}) {
         gpt2_await_params(model, model->layout.bucket_of(kind, Where::Global, 0));
@@ -4306,10 +4627,11 @@ static void gpt2_forward(GPT2* model, int B, int T, ClassifierMode mode = Classi
 
 // ---- loss ----
 // Logits (rows,Vp) of rows of lnf, (rows,C).
-static void gpt2_logits(GPT2* model, const floatX* lnf, int rows) {
-    const floatX* wte = gpt2_params(model, 0).wte;
-    matmul_forward({gpt2_acts(model, 0).logits, lnf, wte, nullptr, nullptr, nullptr, rows, model->config.C,
-                    model->config.Vp}, model->stream);
+static void gpt2_logits(GPT2* model, const floatX* lnf, int rows, Fp8Mode fp8 = Fp8Mode::Off) {
+    const Pass pass = {model, model->acts.specs, 1, rows};
+    linear_forward(pass, 0, Linear::Head, fp8,
+                   {pass.acts(0).logits, lnf, pass.params(0).wte, nullptr, nullptr, nullptr, rows,
+                    model->config.C, model->config.Vp});
 }
 
 // An evaluation's losses: those of `count` positions of the N that the forward was over. The LM head, 31 % of
@@ -4334,8 +4656,10 @@ static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float weig
     const int N = B * T;
     const Acts a = gpt2_acts(model, 0);
     const float* loss_scale = &model->state->update.loss_scale;
+    const bool trains = mode == ClassifierMode::LossAndGrad;
     gpt2_forward(model, B, T, mode);
-    gpt2_logits(model, a.lnf, N);
+    gpt2_logits(model, a.lnf, N, trains ? gpt2_fp8_mode(model, Linear::Head) : Fp8Mode::Off);
+    if (trains) { model->fp8.weights_cast = model->step > 0; }
     classifier({a.logits, a.losses, model->feed.inputs.targets, weight, loss_scale, N, c.V, c.Vp, mode},
                model->stream);
     loss_sum({mean, a.losses, weight, acc, N}, model->stream);
@@ -4355,7 +4679,8 @@ struct Backward : Pass {
 // The last gradient of layer l, that of qkvw, from dqkv (B,T,3C) in dwide. Its bucket is then complete.
 static void gpt2_layer_complete(const Backward& b, int l, const floatX* inp) {
     const int N = b.B * b.T, C = b.model->config.C;
-    matmul_backward_weight({b.grad(PARAM_qkvw, l), b.scratch, b.acts(l).dwide, inp, N, C, 3 * C}, b.stream());
+    linear_backward_weight(b, l, Linear::Qkv,
+                           {b.grad(PARAM_qkvw, l), b.scratch, b.acts(l).dwide, inp, N, C, 3 * C});
     gpt2_bucket_complete(b.model, b.model->layout.bucket_of(Kind::Matrix, Where::Block, l), b.exchanges);
 }
 
@@ -4369,17 +4694,20 @@ static void gpt2_attention_backward(const Backward& b, int l, floatX* dinp, cons
     const Params p = b.params(l);
     const Acts a = b.acts(l);
     Stream stream = b.stream();
-    matmul_backward_weight({b.grad(PARAM_attprojw, l), b.scratch, dout, a.atty, N, C, C}, stream);
-    matmul_backward_input({a.dnarrow, dout, p.attprojw, nullptr, nullptr, N, C, C}, stream);    // (B,T,C)
+    linear_dout(b, l, Linear::AttProj, const_cast<floatX*>(dout), N, C);
+    linear_backward_weight(b, l, Linear::AttProj,
+                           {b.grad(PARAM_attprojw, l), b.scratch, dout, a.atty, N, C, C});
+    linear_backward_input(b, l, Linear::AttProj,
+                          {a.dnarrow, dout, p.attprojw, nullptr, nullptr, N, C, C});            // (B,T,C)
     AttentionKeep keep = {};
     if (model->options.dropout > 0.0) {
         keep = gpt2_attention_keep(b, l, model->options.recompute == 0);
     }
     attention_backward({a.dwide, b.scratch, a.dnarrow, a.atty, a.qkv, a.att_lse, b.B, b.T, NH, C / NH, keep},
                        stream);                                                                 // (B,T,3C)
-    bias_backward({b.grad(PARAM_qkvb, l), b.scratch, a.dwide, N, 3 * C}, stream);
+    linear_dout(b, l, Linear::Qkv, a.dwide, N, 3 * C, b.grad(PARAM_qkvb, l), b.scratch);
     if (l > 0) { gpt2_layer_complete(b, l, inp); }
-    matmul_backward_input({dinp, a.dwide, p.qkvw, dinp_mlp, nullptr, N, C, 3 * C}, stream);     // (B,T,C)
+    linear_backward_input(b, l, Linear::Qkv, {dinp, a.dwide, p.qkvw, dinp_mlp, nullptr, N, C, 3 * C});
 }
 
 static void gpt2_mlp_backward(const Backward& b, int l, floatX* dinp, const floatX* dout,
@@ -4390,14 +4718,18 @@ static void gpt2_mlp_backward(const Backward& b, int l, floatX* dinp, const floa
     const Acts a = b.acts(l);
     const bool gelu_in_gemm = o.gelu_fusion >= 2 && o.recompute == 0;
     Stream stream = b.stream();
-    if (o.recompute >= 1) { gelu_forward({a.fch_gelu, a.fch, (size_t)N * 4 * C}, stream); }
-    matmul_backward_weight({b.grad(PARAM_fcprojw, l), b.scratch, dout, a.fch_gelu, N, 4 * C, C}, stream);
-    matmul_backward_input({a.dwide, dout, p.fcprojw, nullptr, gelu_in_gemm ? a.fch : nullptr, N, 4 * C, C},
-                          stream);                                                              // (B,T,4C)
-    if (gelu_in_gemm) { bias_backward({b.grad(PARAM_fcb, l), b.scratch, a.dwide, N, 4 * C}, stream); }
-    else { gelu_backward_inplace({a.dwide, b.grad(PARAM_fcb, l), b.scratch, a.fch, N, 4 * C}, stream); }
-    matmul_backward_weight({b.grad(PARAM_fcw, l), b.scratch, a.dwide, inp, N, C, 4 * C}, stream);
-    matmul_backward_input({dinp, a.dwide, p.fcw, nullptr, nullptr, N, C, 4 * C}, stream);       // (B,T,C)
+    if (o.recompute >= 1 && gpt2_fp8_mode(b.model, Linear::FcProj) != Fp8Mode::On) {
+        gelu_forward({a.fch_gelu, a.fch, (size_t)N * 4 * C}, stream);
+    }
+    linear_dout(b, l, Linear::FcProj, const_cast<floatX*>(dout), N, C);
+    linear_backward_weight(b, l, Linear::FcProj,
+                           {b.grad(PARAM_fcprojw, l), b.scratch, dout, a.fch_gelu, N, 4 * C, C});
+    linear_backward_input(b, l, Linear::FcProj, {a.dwide, dout, p.fcprojw, nullptr,
+                          gelu_in_gemm ? a.fch : nullptr, N, 4 * C, C});                        // (B,T,4C)
+    linear_dout(b, l, Linear::Fc, a.dwide, N, 4 * C, b.grad(PARAM_fcb, l), b.scratch,
+                gelu_in_gemm ? nullptr : a.fch);
+    linear_backward_weight(b, l, Linear::Fc, {b.grad(PARAM_fcw, l), b.scratch, a.dwide, inp, N, C, 4 * C});
+    linear_backward_input(b, l, Linear::Fc, {dinp, a.dwide, p.fcw, nullptr, nullptr, N, C, 4 * C});
 }
 
 // Backward of the norms that read point x: dresidual (+)= their gradients; it is then the gradient of x's
@@ -4443,7 +4775,8 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool exchan
     Stream stream = model->stream;
     Backward b = {{model, model->acts.specs, B, T}, model->acts.scratch, acc, exchanges};
     auto recompute = [&](const ResidualPoint& x) {
-        if (o.recompute >= 2) { norm_forward(point_norms(model, x, N), stream); }
+        if (o.recompute < 2 || gpt2_fp8_mode(model, Linear::Qkv) == Fp8Mode::On) { return; }
+        norm_forward(point_norms(model, x, N), stream);
     };
     auto complete = [&](Kind kind) {
         gpt2_bucket_complete(model, model->layout.bucket_of(kind, Where::Global, 0), exchanges);
@@ -4460,8 +4793,10 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool exchan
     const size_t wte_elems = model->param_specs[PARAM_wte].elems;
     Grad dwte = o.grads_bf16 ? Grad{b.scratch, Accumulate::No} : b.grad(PARAM_wte, 0);
     if (o.grads_bf16) { b.scratch += wte_elems; }
-    matmul_backward_weight({dwte, b.scratch, shared.logits, shared.lnf, N, C, c.Vp}, stream);
-    matmul_backward_input({shared.dnarrow, shared.logits, p.wte, nullptr, nullptr, N, C, c.Vp}, stream);
+    linear_dout(b, 0, Linear::Head, shared.logits, N, c.Vp);
+    linear_backward_weight(b, 0, Linear::Head, {dwte, b.scratch, shared.logits, shared.lnf, N, C, c.Vp});
+    linear_backward_input(b, 0, Linear::Head, {shared.dnarrow, shared.logits, p.wte, nullptr, nullptr, N, C,
+                          c.Vp});
     gpt2_norms_backward(b, point_after_layer(b, c.L - 1), Accumulate::No);                  // lnf
     for (int l = c.L - 1; l >= 0; l--) {
         const Acts a = b.acts(l);
@@ -4766,6 +5101,13 @@ static void gpt2_update(GPT2* model, double lr, double muon_lr) {
     gpt2_exchange_now(model, [&](Stream stream) {
         device_all_gather(exchange.records, exchange.record_bytes, stream);
     });
+    if (o.fp8) {
+        fp8_scales({.tensors = model->fp8.tensors, .saturated = &model->state->fp8_saturated,
+                    .records = exchange.records, .record_bytes = exchange.record_bytes,
+                    .stats_at = exchange.stats_at, .ranks = split.world, .rank = split.rank,
+                    .count = fp8_tensors(model->config)}, model->stream);
+        model->fp8.weights_cast = false;
+    }
     update_decision({.state = &model->state->update, .loss = &model->state->loss,
                      .records = exchange.records, .record_bytes = exchange.record_bytes,
                      .lanes_at = exchange.losses_at, .ranks = split.world, .lanes = o.lanes,
@@ -5057,6 +5399,12 @@ static std::vector<SavedPiece> saved_pieces(GPT2* model) {
             }
         }
     }
+    if (model->options.fp8 && first) {
+        const int tensors = fp8_saved(model->config);
+        pieces.push_back({.row = state_row("fp8", "f32", tensors, kFp8TensorFloats, 0,
+                                           (uint64_t)tensors * kFp8TensorFloats),
+                          .device = model->fp8.tensors, .in_state = true});
+    }
     return pieces;
 }
 
@@ -5094,6 +5442,15 @@ static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
     const PieceIndex index = checkpoint_index(*c);
     std::vector<char> data;
     std::string error;
+    if (model->options.fp8) {
+        ParamSpec s = {};
+        s.rows = fp8_saved(model->config), s.cols = kFp8TensorFloats;
+        error = checkpoint_read(*c, index, "fp8", "f32", s, 0, s.rows * s.cols, &data);
+        if (!error.empty()) { return error; }
+        copy_to_device(model->fp8.tensors, data.data(), data.size(), model->stream);
+        stream_sync(model->stream);
+        model->fp8.weights_cast = false;
+    }
     for (int i = 0; i < NUM_PARAMS; i++) {
         const ParamSpec& s = model->param_specs[i];
         for (int l = 0; l < s.copies; l++) {
@@ -5173,13 +5530,15 @@ static Config run_model(const Facts* resumed = nullptr, const Build& build = kBu
 static Options run_options() {
     Options o = {};
     o.trains = run_task() == Task::Train;
-    o.recompute = run.recompute;
     o.gelu_fusion = run.gelu_fusion;
     o.master = run.master != 0;
     o.grads_bf16 = run.grad_dtype == GradDtype::Bf16;
     o.dropout = run.dropout;
     o.tf32 = run.tf32 != 0;
     o.kernels = run.kernels;
+    o.fp8 = o.trains && run.matmul_dtype == MatmulDtype::Fp8;
+    o.fp8_head = o.fp8 && run.fp8_head != 0;
+    o.recompute = o.fp8 ? 2 : run.recompute;    // FP8 recomputes in its first step only
     o.weight_decay = (float)run.weight_decay;
     o.beta1 = run.beta1, o.beta2 = run.beta2, o.eps = run.eps;
     o.grad_clip = (float)run.grad_clip;
@@ -5255,6 +5614,7 @@ static void take_device(Training* t, const Config& config, Options* options) {
     gpt2_check_memory(config, *options, run.B, run.T, t->device, run.resumed);
     const std::string unfit = attention_error(config.C / config.NH);
     if (!unfit.empty()) { die("%s", unfit.c_str()); }
+    if (options->fp8 && !fp8_error().empty()) { die("%s", fp8_error().c_str()); }
 }
 
 // Opens the training, validation and evaluation data that the task needs.
@@ -5330,6 +5690,9 @@ static void print_model(const GPT2& model) {
     }
     report_model(c, model.param_specs, NUM_PARAMS, model.options.muon, run.verbose > 0);
     if (has_fp32_residual(c)) { printf("residual stream: fp32, beside branches in " PRECISION_NAME "\n"); }
+    if (model.options.fp8) {
+        printf("matrix products: e4m3, %s the LM head's\n", model.options.fp8_head ? "also" : "but for");
+    }
     memory_print(gpt2_memory_plan(c, model.options, run.B, model.T), run.verbose > 0);
     printf("kernels: attention %s\n", attention_form(c.C / c.NH));
 }
@@ -5444,8 +5807,9 @@ static void print_plan() {
            rank_micro_steps(), options.lanes * comm.world);
     if (!gpu || !strcmp(build.precision, "FP32")) { return; }           // the table has 16-bit figures alone
     plan_print_time(*gpu, config, (double)report_parameters(specs, NUM_PARAMS),
-                    {run.B, run.T, comm.world, rank_micro_steps(), run.recompute, options.muon,
-                     options.split.zero > 0}, run.max_steps, run.price);
+                    {run.B, run.T, comm.world, rank_micro_steps(), options.fp8 ? 0 : run.recompute,
+                     options.muon, options.split.zero > 0, options.fp8, options.fp8_head}, run.max_steps,
+                    run.price);
 }
 
 // == 12 training loop ==
@@ -5629,11 +5993,14 @@ static bool report_step(Reports* r, Logger* logger, const LrSchedule& schedule) 
     const TrainMetrics metrics = {step, state.loss, lr_at(schedule, step), state.update.norm,
                                   (step + 1) * report->total_batch, ms, tokens_per_s};
     report_add(report, metrics);
-    const std::string gpu = report_gpu(report);
+    std::string more = report_gpu(report);
+    if (run.matmul_dtype == MatmulDtype::Fp8) {
+        more += ", \"saturated\": " + json_number(state.fp8_saturated);
+    }
     DiskWait disk(step + 1);                // for the logs; stdout may be a file, too
     report_show(report);
-    logger_train(logger, metrics, gpu);
-    if (comm.rank == 0) { report_skip(step, state.loss, state.update); }
+    logger_train(logger, metrics, more);
+    if (comm.rank == 0) { report_skip(step, state.loss, state.update, state.fp8_saturated); }
     return state.update.skipped_in_a_row >= kMaxSkipsInARow;
 }
 

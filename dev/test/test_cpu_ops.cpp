@@ -384,6 +384,175 @@ static void test_grad_accumulate(size_t n) {
 
 // ---- attention ----
 
+// ---- FP8 ----
+
+// e4m3 as its definition says it
+static double fp8_direct(int byte) {
+    const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+    const double size = exponent == 15 && mantissa == 7 ? NAN
+                      : exponent == 0 ? mantissa * 0x1p-9 : ldexp(8 + mantissa, exponent - 10);
+    return byte & 128 ? -size : size;
+}
+
+static void test_fp8_numbers() {
+    for (int i = 0; i < 256; i++) {
+        const float x = fp8_decode((uint8_t)i);
+        if ((i & 127) == 127) {
+            CHECK(isnan(x) && fp8_encode(x) == 127, "byte %d: NaN", i);
+            continue;
+        }
+        CHECK(x == fp8_direct(i) && !signbit(x) == (i < 128), "byte %d stands for %g", i, x);
+        CHECK(fp8_encode(x) == i, "%g becomes byte %d, not %d", x, fp8_encode(x), i);
+        if ((i & 127) == 126) { continue; }
+        const float next = (float)fp8_direct(i + 1), middle = 0.5f * (x + next);        // away from zero
+        const int even = i % 2 == 0 ? i : i + 1;
+        CHECK(fp8_encode(middle) == even, "%g is a tie and becomes byte %d", middle, fp8_encode(middle));
+        CHECK(fp8_encode(nextafterf(middle, x)) == i && fp8_encode(nextafterf(middle, next)) == i + 1,
+              "beside the tie %g", middle);
+    }
+    for (float x : {448.0f, 449.0f, 480.0f, 1e30f, INFINITY}) {
+        CHECK(fp8_encode(x) == 126 && fp8_encode(-x) == 254, "%g saturates to %d", x, fp8_encode(x));
+    }
+    for (int k = 0; k < 2000; k++) {
+        const float amax = (float)ldexp(1.0 + rand_unit(7, RAND_SAMPLE, 90, k), k % 100 - 50);
+        for (int headroom : {0, 1}) {
+            const float scale = fp8_scale(amax, headroom), most = amax * scale * (float)(1 << headroom);
+            int exponent;
+            CHECK(frexpf(scale, &exponent) == 0.5f && most <= 448.0f && 2 * most > 448.0f,
+                  "amax %g: scale %g", amax, scale);
+        }
+    }
+    for (float x : {448.0f, 3.5f, 0x1.cp-20f}) {
+        CHECK(fp8_scale(x, 0) * x == 448.0f && fp8_scale(nextafterf(x, 1e9f), 0) * x == 224.0f, "%g", x);
+    }
+    CHECK(fp8_scale(0.0f, 1) == 1.0f && fp8_scale(1e-40f, 1) == 0x1p60f && fp8_scale(3e38f, 0) == 0x1p-60f,
+          "scales of 0 and of numbers far out");
+}
+
+static void test_fp8_cast(int N, int C) {
+    const size_t n = (size_t)N * C;
+    const Doubles inp = random_tensor(n, 3.0), pre_gelu = random_tensor(n, 2.0);
+    std::vector<uint8_t> out(n), out_t(n);
+    Fp8Tensor tensor = {};
+    fp8_set_scale(&tensor, 256.0f);             // 448/256 = 1.75: of +-3 many saturate
+    Fp8Stats stats = {100, 10, 0, 0};
+    fp8_cast_cpu<double>({out.data(), out_t.data(), &stats, &tensor, {}, nullptr, inp, nullptr,
+                          Fp8Source::Plain, N, C}, 0);
+    float amax = 0.0f;
+    uint64_t saturated = 10;
+    size_t wrong = 0;
+    for (size_t i = 0; i < n; i++) {
+        const double x = inp[i] * 256.0, got = fp8_direct(out[i]);
+        amax = std::max(amax, fabsf((float)inp[i]));
+        saturated += fabs(x) > 448.0;
+        double best = INFINITY;
+        for (int k = 0; k < 256; k++) { best = fmin(best, fabs(fp8_direct(k) - x)); }   // fmin ignores NaN
+        wrong += fabs(got - x) != best || out_t[i % C * N + i / C] != out[i];
+    }
+    CHECK(wrong == 0, "fp8_cast %d x %d: %zu elements are wrong", N, C, wrong);
+    CHECK(fp8_float(stats.amax) == amax && stats.saturated == saturated && stats.elements == n + 100,
+          "fp8_cast %d x %d: amax %g, not %g; %lld saturated, not %lld", N, C, fp8_float(stats.amax), amax,
+          (long long)stats.saturated, (long long)saturated);
+
+    // a weight: a call for its amax, then one with the scale for it
+    stats = {};
+    fp8_cast_cpu<double>({nullptr, nullptr, &stats, &tensor, {}, nullptr, inp, nullptr, Fp8Source::Weight, N,
+                          C}, 0);
+    CHECK(fp8_float(stats.amax) == amax && tensor.scale == 256.0f, "amax alone");
+    fp8_cast_cpu<double>({out.data(), out_t.data(), &stats, &tensor, {}, nullptr, inp, nullptr,
+                          Fp8Source::Weight, N, C}, 0);
+    CHECK(tensor.scale == fp8_scale(amax, 0) && tensor.inverse * tensor.scale == 1.0f &&
+              stats.saturated == 0, "a weight's scale is %g", tensor.scale);
+    for (size_t i = 0; i < n; i++) { wrong += out[i] != fp8_encode((float)inp[i] * tensor.scale); }
+    CHECK(wrong == 0, "%zu weights are wrong", wrong);
+
+    // GELU and its slope, and the sums of columns
+    const std::string shape = format("fp8_cast %d x %d", N, C);
+    fp8_set_scale(&tensor, 64.0f);
+    for (Fp8Source source : {Fp8Source::Gelu, Fp8Source::GeluGrad}) {
+        const Doubles x = doubles(n, [&](size_t i) {
+            return source == Fp8Source::Gelu ? gelu_direct(inp[i]) : inp[i] * gelu_derivative(pre_gelu[i]);
+        });
+        Doubles sums = random_tensor(C);
+        const Doubles before = sums, added = column_sums_of(x, N, C);
+        stats = {};
+        fp8_cast_cpu<double>({out.data(), out_t.data(), &stats, &tensor, {sums, Accumulate::Yes}, nullptr,
+                              inp, pre_gelu, source, N, C}, 0);
+        for (size_t i = 0; i < n; i++) {        // a rounding of x may make a tie of it
+            const double got = fp8_direct(out[i]) / 64.0, gap = std::max(fabs(got) / 8.0, 0x1p-15);
+            wrong += fabs(got - x[i]) > 0.501 * gap || out_t[i % C * N + i / C] != out[i];
+        }
+        CHECK(wrong == 0 && stats.saturated == 0, "%s: %zu elements are wrong", shape.c_str(), wrong);
+        CHECK_SAME(sums, doubles(C, [&](size_t c) { return before[c] + added[c]; }), 1e-12);
+    }
+}
+
+static void test_fp8_matmul(int M, int N, int K) {
+    const std::string shape = format("fp8_matmul %d x %d x %d", M, N, K);
+    auto bytes = [](size_t n) {
+        std::vector<uint8_t> b(n);
+        for (int k : random_ints(n, 252)) { b[--n] = (uint8_t)(k < 126 ? k : k + 2); }      // no NaN
+        return b;
+    };
+    const std::vector<uint8_t> a = bytes((size_t)M * K), b = bytes((size_t)N * K);
+    const Doubles bias = random_tensor(N), residual = random_tensor((size_t)M * N);
+    Fp8Tensor s = {}, t = {};
+    fp8_set_scale(&s, 64.0f), fp8_set_scale(&t, 0.25f);
+    Doubles out((size_t)M * N), grad = random_tensor((size_t)M * N), before = grad, stored((size_t)M * N);
+    fp8_matmul_cpu<double>({.out = out, .grad = {}, .scratch = nullptr, .a = a.data(), .b = b.data(),
+                            .a_tensor = &s, .b_tensor = &t, .bias = bias, .residual = residual, .M = M,
+                            .N = N, .K = K, .fast = true}, 0);
+    for (Accumulate acc : {Accumulate::No, Accumulate::Yes}) {
+        fp8_matmul_cpu<double>({.out = nullptr, .grad = {acc == Accumulate::No ? stored : grad, acc},
+                                .scratch = nullptr, .a = a.data(), .b = b.data(), .a_tensor = &s,
+                                .b_tensor = &t, .bias = nullptr, .residual = nullptr, .M = M, .N = N, .K = K,
+                                .fast = false}, 0);
+    }
+    const Doubles product = doubles((size_t)M * N, [&](size_t i) {
+        double sum = 0.0;
+        for (int k = 0; k < K; k++) { sum += fp8_direct(a[i / N * K + k]) * fp8_direct(b[i % N * K + k]); }
+        return sum / 16;
+    });
+    CHECK_SAME(stored, product, 1e-13);
+    CHECK_SAME(grad, doubles((size_t)M * N, [&](size_t i) { return before[i] + product[i]; }), 1e-13);
+    CHECK_SAME(out, doubles((size_t)M * N, [&](size_t i) { return product[i] + bias[i % N] + residual[i]; }),
+               1e-13);
+}
+
+// A step of two tensors on three ranks; returns what the decision reads.
+static void test_fp8_scales() {
+    const int ranks = 3, count = 2;
+    struct { double sum; Fp8Stats stats[2]; } records[ranks] = {};
+    Fp8Tensor tensors[count] = {};
+    double saturated = 0.0;
+    auto step = [&](float amax, uint64_t over, uint32_t other_bits) {
+        for (int r = 0; r < ranks; r++) {
+            records[r].sum = 1.0;
+            records[r].stats[0] = {1000, r == 1 ? over : 0, fp8_bits(r == 2 ? amax : amax / 2), 0};
+            records[r].stats[1] = {500, 0, r == 1 ? other_bits : 0, 0};
+        }
+        fp8_scales_cpu<double>({tensors, &saturated, (char*)records, sizeof(records[0]), sizeof(double),
+                                ranks, 1, count}, 0);
+        CHECK(records[1].stats[0].elements == 0 && records[1].stats[1].amax == 0 &&
+                  records[0].stats[0].elements == 1000, "rank 1 begins again, and knows of no other's");
+        return records[0].sum;
+    };
+    for (int i = 0; i < 40; i++) {              // of 14 steps the largest is remembered
+        const float amax = i == 3 ? 100.0f : i == 20 ? 10.0f : 1.0f;
+        CHECK(step(amax, 3, fp8_bits(2.0f)) == 1.0 && saturated == (double)(0.001f), "step %d", i);
+        const float most = i >= 3 && i < 17 ? 100.0f : i >= 20 && i < 34 ? 10.0f : 1.0f;
+        CHECK(tensors[0].scale == fp8_scale(most, kFp8Headroom) && tensors[0].amax[0] == amax &&
+                  tensors[0].inverse == 1.0f / tensors[0].scale && tensors[1].scale == fp8_scale(2.0f, 1),
+              "step %d: scale %g", i, tensors[0].scale);
+    }
+    const Fp8Tensor before = tensors[1];
+    CHECK(step(8.0f, 4, fp8_bits(INFINITY)) == INFINITY && saturated == INFINITY, "infinite");
+    CHECK(memcmp(&before, &tensors[1], sizeof(before)) == 0 && tensors[0].amax[0] == 8.0f,
+          "an infinite amax says nothing; another tensor's does");
+    CHECK(step(8.0f, 0, fp8_bits(NAN)) == INFINITY && saturated == INFINITY, "NaN");
+    CHECK(step(8.0f, 4, 0) == INFINITY && fabs(saturated - 4.0 / 3000) < 1e-9, "too many saturate");
+}
+
 static void test_attention(int B, int T, int NH, int HS, double p_dropped = 0.0) {
     const std::string shape = format("attention B=%d T=%d NH=%d HS=%d dropout=%g", B, T, NH, HS, p_dropped);
     const size_t C = (size_t)NH * HS, n = (size_t)B * T * C, rows = (size_t)B * NH * T;
@@ -781,6 +950,14 @@ int main() {
         test_attention(2, 130, 1, 4, 0.95);
         test_attention_large<double>();
         test_attention_large<float>();
+    }
+    TEST("fp8") {
+        test_fp8_numbers();
+        test_fp8_cast(5, 13);
+        test_fp8_cast(40, 16);
+        test_fp8_matmul(5, 7, 30);
+        test_fp8_matmul(1, 33, 16);
+        test_fp8_scales();
     }
     TEST("classifier") {
         test_classifier(33, 509, 512);

@@ -116,8 +116,12 @@ BITS = {
     "-r 0, 1 and 2": (batch(8), [{"--gpus": 1, "-r": 0}, {"--gpus": 2, "-r": 1}, {**ranks(2, 1), "-r": 2}]),
     # three layers: two ranks share them out by two and one, and the fourth of four has none
     "Muon": (MUON, worlds((1, 4), 0) + worlds((2,), 1) + worlds((4,), 2)),
+    "FP8": ({"--matmul-dtype": "fp8", "--fp8-head": 1, "-b": 2, "-z": 16 * SMALL_T, "--lanes": 4},
+            worlds((1, 2, 4), 0, lanes=4) + worlds((2,), 1, lanes=4)),
+    "FP8, M=G": ({"--matmul-dtype": "fp8", "--optimizer": "muon", "--dropout": 0.1, **batch(8)},
+                 worlds((1, 4), 2) + [{**ranks(2, 1), "-r": 2}]),
 }
-ON_GPUS_TOO = ("M=8", "M=16", "M=16=G", "M=24=G", "M=24, 6 lanes", "--check-ranks", "Muon")
+ON_GPUS_TOO = ("M=8", "M=16", "M=16=G", "M=24=G", "M=24, 6 lanes", "--check-ranks", "Muon", "FP8")
 # --slow: all sizes at all stages
 MORE_BITS = {
     "M=8, all": ({**LOUD, **batch(8)}, worlds((1, 2, 4, 8), 0, 1, 2)),
@@ -136,6 +140,8 @@ def test_bits(name):
     """On any number of ranks, at any ZeRO stage: the bytes of one."""
     if not on_cpu() and name not in ON_GPUS_TOO and name not in MORE_BITS:
         pytest.skip("the CPU's")
+    if name == "FP8" and not on_cpu() and Program.precision != "BF16":
+        pytest.skip("the BF16 build's")
     write_shard("rows.bin", sentences(5, 37 * SMALL_T + 1))
     if name == "--check-ranks":
         shutil.copy(trained(), "trained.bin")

@@ -81,6 +81,9 @@ CHANGES = [
     ("-f 1", set(), {CUDA + kind for kind in ALL_NUMBERS}),
     ("-w 0", {LOW + "memory", LOW + "weights"}, {LOW + kind for kind in LEARNED | SHOWN}),
     ("--grad-dtype bf16", {CUDA + "memory"}, {CUDA + kind for kind in LEARNED | SHOWN | FIRST}),
+    # the first step multiplies as without FP8
+    ("--matmul-dtype fp8", LEARNED | {"memory"}, SHOWN),
+    ("--matmul-dtype fp8 --fp8-head 1", LEARNED | {"memory"}, SHOWN),
     ("-ge 1", set(), {CUDA + kind for kind in ALL_NUMBERS | {"memory"}}),
     *[(flag, set(), set()) for flag in ("-n 2", "-nk 1", "-nm 1", "-y 1", "--on-bad-loss rewind",
                                         "--log-every 3")],
@@ -94,12 +97,14 @@ def test_flag_changes(words, must, may):
     cuda, low = not on_cpu(), Program.precision != "FP32"
     if not cuda and words in ("--grad-dtype bf16", "-ge 1"):
         pytest.skip("the CUDA program's")
+    if cuda and "fp8" in words and Program.precision != "BF16":
+        pytest.skip("the BF16 build's")
 
     def here(kinds):
         return {kind.removeprefix(LOW).removeprefix(CUDA) for kind in kinds
                 if (low or LOW not in kind) and (cuda or CUDA not in kind)}
     flags = flags_of(words)
-    base = observed("muon" if len(flags) > 1 else "adamw")
+    base = observed("muon" if "--optimizer" in flags and len(flags) > 1 else "adamw")
     got = observe({**OBSERVED, **flags}, "flags" + words.replace(" ", ""))
     changed = {kind for kind in base if got[kind] != base[kind]}
     assert here(must) <= changed <= here(must) | here(may)

@@ -195,6 +195,7 @@ static inline void select_kernels(bool, bool) {}
 static inline bool attention_uses_sm90(int) { return false; }
 static inline const char* attention_form(int) { return "plain loops"; }
 static inline std::string attention_error(int) { return ""; }
+static inline std::string fp8_error() { return ""; }
 
 // ---- ops: the launcher's name, the twin's code ----
 #define X(op, Args, ...) \
@@ -208,6 +209,7 @@ static inline size_t encoder_backward_scratch_bytes(int B, int T, int C) {
 }
 static inline size_t norm_backward_scratch_bytes(int, int, int) { return 0; }
 static inline size_t bias_backward_scratch_bytes(int, int) { return 0; }
+static inline size_t fp8_cast_scratch_bytes(int, int) { return 0; }
 static inline size_t attention_backward_scratch_bytes(int B, int T, int NH) {
     return (size_t)B * T * NH * sizeof(float);
 }

@@ -485,6 +485,77 @@ template <class Real> void grad_accumulate_cpu(const GradAccumulate<Real, Real>&
     OP_DONE(a);
 }
 
+// out[n,c] and out_t[c,n] = e4m3(x[n,c] * scale); dbias[c] (=, +=) sum over n of x[n,c]. stats: the largest
+// |x|, and how many were counted and how many saturated.
+template <class Real> void fp8_cast_cpu(const Fp8Cast<Real, Real>& a, Stream) {
+    const int N = a.N, C = a.C;
+    if (a.source == Fp8Source::Weight && a.out) {
+        fp8_set_scale(a.tensor, fp8_scale(fp8_float(a.stats->amax), 0));
+    }
+    const float scale = a.tensor->scale;
+    uint32_t amax = a.stats->amax;
+    uint64_t saturated = 0;
+    std::vector<Real> x(a.inp, a.inp + (size_t)N * C);
+    #pragma omp parallel for reduction(max : amax) reduction(+ : saturated)
+    for (int n = 0; n < N; n++) {
+        for (int c = 0; c < C; c++) {
+            const size_t i = (size_t)n * C + c;
+            if (a.source == Fp8Source::Gelu) { x[i] = gelu(x[i]); }
+            if (a.source == Fp8Source::GeluGrad) { x[i] *= gelu_derivative(a.pre_gelu[i]); }
+            const uint32_t size = fp8_bits((float)x[i]) & 0x7FFFFFFFu;
+            amax = size > amax ? size : amax;
+            if (!a.out) { continue; }
+            a.out[i] = a.out_t[(size_t)c * N + n] = fp8_encode((float)x[i] * scale);
+            saturated += fp8_float(size) * scale > kFp8Max;
+        }
+    }
+    column_sums(a.dbias, x.data(), N, C);
+    a.stats->amax = amax;
+    a.stats->elements += (uint64_t)N * C;
+    a.stats->saturated += saturated;
+    OP_DONE(a);
+}
+
+template <class Real> static inline std::vector<Real> fp8_values(const uint8_t* bytes, size_t n,
+                                                                 const Fp8Tensor& tensor) {
+    Real value_of[256];
+    for (int i = 0; i < 256; i++) { value_of[i] = fp8_decode((uint8_t)i) * tensor.inverse; }
+    std::vector<Real> values(n);
+    for (size_t i = 0; i < n; i++) { values[i] = value_of[bytes[i]]; }
+    return values;
+}
+
+// x[m,n] = sum over k of a[m,k]*b[n,k], each byte divided by its tensor's scale
+// out = x + bias[n] + residual[m,n], or grad (=, +=) x
+template <class Real> void fp8_matmul_cpu(const Fp8Matmul<Real, Real>& a, Stream) {
+    const std::vector<Real> left = fp8_values<Real>(a.a, (size_t)a.M * a.K, *a.a_tensor);
+    const std::vector<Real> right = fp8_values<Real>(a.b, (size_t)a.N * a.K, *a.b_tensor);
+    gemm_cpu(a.out ? a.out : a.grad.data, a.out ? Accumulate::No : a.grad.acc, left.data(), Transpose::No,
+             right.data(), Transpose::Yes, a.M, a.N, a.K);
+    for (int m = 0; m < a.M && a.out; m++) {
+        Real* out_m = a.out + (size_t)m * a.N;
+        for (int n = 0; n < a.N; n++) {
+            out_m[n] += (a.bias ? a.bias[n] : 0) + (a.residual ? a.residual[(size_t)m * a.N + n] : 0);
+        }
+    }
+    OP_DONE(a);
+}
+
+template <class Real> void fp8_scales_cpu(const Fp8Scales<Real, Real>& a, Stream) {
+    auto stats_of = [&](int rank) { return (Fp8Stats*)(a.records + rank * a.record_bytes + a.stats_at); };
+    float worst = 0.0f;
+    for (int i = 0; i < a.count; i++) {
+        Fp8Stats all = {};
+        for (int r = 0; r < a.ranks; r++) { fp8_add(&all, stats_of(r)[i]); }
+        stats_of(a.rank)[i] = {};
+        worst = fmaxf(worst, fp8_is_finite(all.amax) ? fp8_saturated(all) : INFINITY);
+        fp8_next_scale(&a.tensors[i], all.amax);
+    }
+    *a.saturated = (Real)worst;
+    if (worst > kFp8MaxSaturated) { *(double*)a.records = INFINITY; }
+    OP_DONE(a);
+}
+
 // dbias[o] (=, +=) sum over n of dout[n,o]
 template <class Real> void bias_backward_cpu(const BiasBackward<Real, Real>& a, Stream) {
     column_sums(a.dbias, a.dout, a.N, a.OC);

@@ -46,6 +46,10 @@ struct Gemm {
     cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
     cudaDataType_t inp_type = cuda_type(floatX());      // of A and B
     float alpha = 1.0f, beta = 1.0f;    // D = alpha op(A) op(B) + beta C
+    // FP8 operands: on the device, what their bytes are multiplied by. fast: sums may have fewer bits than
+    // fp32's.
+    const float *a_scale = nullptr, *b_scale = nullptr;
+    bool fast = false;
     // A batch of products, whose matrices are the strides apart, in elements. count_all > 0: the batch is a
     // part of count_all products. The algorithm is then chosen for count_all and without split-K, so that a
     // product's bits do not depend on how ranks share the batch.
@@ -53,7 +57,7 @@ struct Gemm {
     size_t a_stride = 0, b_stride = 0, c_stride = 0, d_stride = 0;
 };
 
-typedef std::array<int64_t, 21> GemmKey;        // all that the choice of an algorithm may depend on
+typedef std::array<int64_t, 22> GemmKey;        // all that the choice of an algorithm may depend on
 struct GemmPlan {
     GemmKey key;
     bool found;                         // false: the library has no algorithm for this
@@ -110,6 +114,8 @@ static inline void gemm_set_pointers(cublasLtMatmulDesc_t desc, const Gemm& g) {
     };
     set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, g.bias);
     set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, g.aux);
+    set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, g.a_scale);
+    set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, g.b_scale);
 }
 
 // Sets the plan's algorithm, the one that the library's model takes for the fastest.
@@ -168,10 +174,11 @@ static inline GemmPlan gemm_plan(const Gemm& g) {
     set(CUBLASLT_MATMUL_DESC_TRANSA, g.trans_a ? CUBLAS_OP_T : CUBLAS_OP_N);
     set(CUBLASLT_MATMUL_DESC_TRANSB, g.trans_b ? CUBLAS_OP_T : CUBLAS_OP_N);
     set(CUBLASLT_MATMUL_DESC_EPILOGUE, g.epilogue);
-    if (g.bias) { set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, type); }
+    if (g.fast) { set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, (int8_t)1); }
+    if (g.bias) { set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, cuda_type(floatX())); }
     if (g.aux) {
         set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, (int64_t)g.m);
-        set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, type);
+        set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, cuda_type(floatX()));
     }
     gemm_set_pointers(plan.desc, g);                    // before the search: it reads their alignment
     const int a_rows = g.trans_a ? g.k : g.m, b_rows = g.trans_b ? g.n : g.k;
@@ -192,7 +199,7 @@ static inline bool gemm(const Gemm& g, Stream stream) {
     const GemmKey key = {
         g.m, g.n, g.k, g.trans_a, g.trans_b, g.d_type, g.epilogue, g.c != nullptr, at.a, at.b, at.c, at.d,
         pointer_alignment(g.bias), pointer_alignment(g.aux), g.inp_type, g.count, g.count_all,
-        (int64_t)g.a_stride, (int64_t)g.b_stride, (int64_t)g.c_stride, (int64_t)g.d_stride};
+        (int64_t)g.a_stride, (int64_t)g.b_stride, (int64_t)g.c_stride, (int64_t)g.d_stride, g.fast};
     GemmPlan* plan = nullptr;
     for (GemmPlan& p : gemm_state.plans) {
         if (p.key == key) { plan = &p; }

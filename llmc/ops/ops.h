@@ -16,6 +16,7 @@ its comment says so.
 #define LLMC_OPS_OPS_H
 
 #include "op_types.h"   // gives: GradOf, Accumulate, Dropout, NormKind, TokenBuckets, UpdateState, Stream
+#include "fp8.h"        // gives: Fp8Tensor, Fp8Stats
 #include "../data/sampler.h" // gives: Sampling
 
 template <class X, class S> struct EncoderForward {     // token plus position embedding
@@ -109,6 +110,45 @@ template <class X, class S> struct GradAccumulate {     // grad (+)= values, rou
     GradOf<S> grad;                     // (n)
     const S* values;                    // (n)
     size_t n;
+};
+
+// Matrix products of e4m3 bytes (--matmul-dtype fp8). A tensor is multiplied by a power of two and rounded; a
+// product divides by its operands' powers again. The tensor of a weight gets its scale from its own largest
+// element, which a call without outputs has found; others keep theirs for a step. What is cast:
+//     Plain     x = inp          Gelu      x = gelu(inp)
+//     Weight    x = inp          GeluGrad  x = inp * gelu'(pre_gelu)
+enum class Fp8Source { Plain, Weight, Gelu, GeluGrad };
+template <class X, class S> struct Fp8Cast {
+    uint8_t *out, *out_t;               // (N,C) (C,N) bytes of x * scale. Null, both: only amax is taken
+    Fp8Stats* stats;                    // added to
+    Fp8Tensor* tensor;                  // read; Weight: first set from stats->amax, where out is wanted
+    GradOf<S> dbias;                    // (C) or null: column sums of x
+    S* scratch;                         // where dbias is wanted
+    const X* inp;                       // (N,C)
+    const X* pre_gelu;                  // (N,C), or null if not GeluGrad
+    Fp8Source source;
+    int N, C;                           // multiples of 16
+};
+template <class X, class S> struct Fp8Matmul {          // a b^T, divided by both scales
+    X* out;                             // (M,N) = the product + bias + residual; null: grad is wanted
+    GradOf<S> grad;                     // (M,N) (+)= the product
+    S* scratch;                         // (M,N) where grad is bf16, else not used
+    const uint8_t *a, *b;               // (M,K) (N,K)
+    const Fp8Tensor *a_tensor, *b_tensor;
+    const X *bias, *residual;           // (N) (M,N), or null; of out
+    int M, N, K;                        // multiples of 16
+    bool fast;                          // a GPU may add up some products with fewer bits than fp32's
+};
+template <class X, class S> struct Fp8Scales {          // after a step: the next one's scales
+    Fp8Tensor* tensors;                 // (count) their histories and scales
+    S* saturated;                       // one value: the largest part of a tensor that has saturated, or
+                                        // infinite where a tensor was not finite
+    char* records;                      // (ranks,record_bytes) at stats_at: a rank's Fp8Stats, (count). This
+                                        // rank's become 0. The first number of records becomes infinite, and
+                                        // so the gradient's norm, if *saturated is above kFp8MaxSaturated:
+                                        // update_decision then skips the update
+    size_t record_bytes, stats_at;
+    int ranks, rank, count;
 };
 
 template <class X, class S> struct GeluForward {
@@ -324,6 +364,11 @@ template <class X, class S> struct SampleTokens {       // sample_token() of eac
     X(matmul_backward_weight, MatmulBackwardWeight, out("dweight", a.dweight, a.OC, a.C))              \
     X(bias_backward, BiasBackward, out("dbias", a.dbias, a.OC))                                        \
     X(grad_accumulate, GradAccumulate, out("grad", a.grad, a.n))                                       \
+    X(fp8_cast, Fp8Cast, out("out", a.out, a.N, a.C), out("out_t", a.out_t, a.C, a.N),                 \
+      out("amax", a.stats ? &a.stats->amax : nullptr, 1), out("dbias", a.dbias, a.C))                  \
+    X(fp8_matmul, Fp8Matmul, out("out", a.out, a.M, a.N), out("grad", a.grad, a.M, a.N))               \
+    X(fp8_scales, Fp8Scales, out("scale", a.tensors ? &a.tensors->scale : nullptr, 1),                 \
+      out("saturated", a.saturated, 1))                                                                \
     X(gelu_forward, GeluForward, out("out", a.out, a.n))                                               \
     X(gelu_backward_inplace, GeluBackward, out("dinp", a.d, a.N, a.OC), out("dbias", a.dbias, a.OC))   \
     X(attention_dropout, AttentionDropout, out("keep", a.keep, a.B, a.NH, keep_words(a.T)))            \

@@ -24,6 +24,7 @@ Host only.
 #include "../check.h"           // gives: format, progress_clear, terminal_columns
 #include "../model/layout.h"    // gives: ParamSpec
 #include "../model/model_config.h"      // gives: Config, BLOCK_NAMES, NORM_NAMES
+#include "../ops/fp8.h"         // gives: kFp8MaxSaturated
 #include "../ops/op_types.h"    // gives: UpdateState, kWindow
 #include "flags.h"              // gives: flags_split
 #include "logger.h"             // gives: Logger, TrainMetrics, logger_number
@@ -223,11 +224,14 @@ static inline void report_end(const Report& r, double best_val, int64_t best_ste
 }
 
 // If the step's update was skipped, prints why.
-static inline void report_skip(int64_t step, float loss, const UpdateState& u) {
+static inline void report_skip(int64_t step, float loss, const UpdateState& u, float saturated = 0.0f) {
     const bool by_loss = u.skip == SKIP_LOSS;
     if (u.skip == SKIP_NO) { return; }
     progress_clear();
-    if (u.skip == SKIP_NOT_FINITE) {
+    if (u.skip == SKIP_NOT_FINITE && saturated > kFp8MaxSaturated && saturated <= 1.0f) {
+        fprintf(stderr, "step %lld: %.2f %% of a tensor was too large for its FP8 scale: update skipped\n",
+                (long long)step + 1, 100.0 * saturated);
+    } else if (u.skip == SKIP_NOT_FINITE) {
         fprintf(stderr, "step %lld: the gradient is not finite (norm %f, loss %f): update skipped\n",
                 (long long)step + 1, u.norm, loss);
     } else {

@@ -40,6 +40,7 @@ struct Build { const char* precision; bool is_cuda, has_nccl; };
 // Options of ENUM flags, in the order of the table's texts.
 enum class Reduction { Tree, Nccl };            // how gradients of all ranks are summed
 enum class GradDtype { Fp32, Bf16 };
+enum class MatmulDtype { Bf16, Fp8 };
 enum class OptimizerKind { AdamW, Muon };
 enum class ResidualDtype { Branch, Fp32 };
 enum class OnBadLoss { Stop, Rewind };
@@ -68,6 +69,8 @@ struct RunConfig {
     int recompute, gelu_fusion, tf32, master;
     ResidualDtype residual_dtype;
     GradDtype grad_dtype;
+    MatmulDtype matmul_dtype;
+    int fp8_head;
     Kernels kernels;
     CommOptions comm;
     int comm_init;
@@ -218,6 +221,10 @@ static const Flag kFlags[] = {
     {"",    "grad-dtype",      FLAG_ENUM,   &run.grad_dtype,     "fp32",    0, 0, "fp32|bf16",
         "gradient accumulation; bf16: 2-D gradients in bf16, rounded without bias, others in fp32",
         FLAG_FIXED},
+    {"",    "matmul-dtype",    FLAG_ENUM,   &run.matmul_dtype,   "bf16",    0, 0, "bf16|fp8",
+        "what the layers' matrix products multiply in training: the weights' type, or e4m3", FLAG_FIXED},
+    {"",    "fp8-head",        FLAG_BOOL,   &run.fp8_head,       "0",       0, 1, nullptr,
+        "--matmul-dtype fp8: the LM head's products, too", FLAG_FIXED},
     {"",    "on-bad-loss",     FLAG_ENUM,   &run.on_bad_loss,    "stop",    0, 0, "stop|rewind",
         "too many skipped updates in a row: stop, or go back to the last checkpoint and past these data"},
     {"",    "gpus",            FLAG_INT,    &run.comm.gpus,      "0",       0, kCommMaxLocal, nullptr,
@@ -277,8 +284,8 @@ static const std::vector<FlagGroup> kFlagGroups = {
      "val-batches evaluate eval-data eval-every sample-tokens num-samples temperature top-k top-p chat keep "
      "major-every log-every"},
     {"memory and several GPUs", "recompute gpus zero-stage plan price",
-     "master-weights grad-dtype process-init process-server process-folder processes process-rank "
-     "gpus-per-node start-timeout"},
+     "master-weights grad-dtype matmul-dtype fp8-head process-init process-server process-folder processes "
+     "process-rank gpus-per-node start-timeout"},
     {"for measuring and debugging", "",
      "overfit log-gpu tf32 gelu-fusion kernels lanes reduction check-ranks"}};
 
@@ -539,6 +546,25 @@ static inline void batch_check(const Config& c, const Build& build) {
     lanes_check(micro_steps, build);
 }
 
+// The products' sizes are multiples of 16: channels, wte's padded rows, and B*T.
+static inline void fp8_check(const Config& c, const Build& build) {
+    if (run.matmul_dtype != MatmulDtype::Fp8) {
+        if (run.fp8_head) { die("--fp8-head 1 needs --matmul-dtype fp8"); }
+        return;
+    }
+    if (build.is_cuda && strcmp(build.precision, "BF16") != 0) {
+        die("--matmul-dtype fp8 needs a program with PRECISION=BF16; this one computes in %s",
+            build.precision);
+    }
+    if (run.gelu_fusion > 0) {
+        die("--matmul-dtype fp8 needs -ge 0: its matrix products have no GELU in the epilogue");
+    }
+    if (run.B * run.T % 16 != 0 || c.C % 16 != 0 || (run.fp8_head && c.Vp % 16 != 0)) {
+        die("--matmul-dtype fp8 needs multiples of 16: -b %d x -t %d = %d tokens, C = %d, wte of %d rows",
+            run.B, run.T, run.B * run.T, c.C, c.Vp);
+    }
+}
+
 // -x as a number of steps; -1: an epoch.
 static inline int64_t max_steps_of(const char* text) {
     if (strcmp(text, "epoch") == 0) { return -1; }
@@ -557,6 +583,7 @@ static inline int64_t max_steps_of(const char* text) {
 static inline void config_check(Config* c, bool is_descriptor, const Build& build) {
     variant_check(c, is_descriptor);
     batch_check(*c, build);
+    fp8_check(*c, build);
     if (run.gelu_fusion > 0 && run.recompute > 0) {
         die("-ge %d needs -r 0: a recomputed GELU works on rounded values and would differ from the fused "
             "one", run.gelu_fusion);
