@@ -3555,6 +3555,7 @@ struct Options {                // what a run may choose; fixed after gpt2_alloc
     Split split;                // this rank's part of the job
     int lanes = 1;              // of this rank; all have the same number of micro-steps (see the exchange)
     bool nccl_order = false;    // NCCL sums the gradients, in its own order; false: the tree of lanes does
+    bool graphs = true;         // on one GPU a micro-step is a CUDA graph
 };
 
 // A step's results on the device. The host reads them one step later; the next step starts from them.
@@ -3635,6 +3636,7 @@ struct GPT2 {
     Exchange exchange;
     DeviceState* state;
     Stream stream;
+    Graph micro_step[2][2];     // of those that add to gradients, and of those with a split token (6.1)
     uint32_t step, micro;       // keys of stochastic rounding and dropout; micro: the last micro-step's
     int micro_steps;            // of this rank, in a step
 };
@@ -3857,6 +3859,7 @@ static void gpt2_free(GPT2* model) {
     stream_sync(model->stream);
     stream_sync(model->exchange.stream);
     gemm_free();
+    for (Graph* graphs : model->micro_step) { graph_free(&graphs[0]), graph_free(&graphs[1]); }
     for (int i = 0; i < Feed::kSlots; i++) {
         pinned_free(model->feed.staging[i].tokens);
         event_destroy(model->feed.staged[i]);
@@ -4028,8 +4031,18 @@ static void gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, 
     model->grads.lane = lane;
 
     gpt2_feed(model, tokens, targets, B, T, ClassifierMode::LossAndGrad);
-    gpt2_loss(model, B, T, ClassifierMode::LossAndGrad, weight, losses + lane, add);
-    gpt2_backward(model, B, T, split.zero == 2 ? Accumulate::No : add, exchanges);
+    auto work = [&] {
+        gpt2_loss(model, B, T, ClassifierMode::LossAndGrad, weight, losses + lane, add);
+        gpt2_backward(model, B, T, split.zero == 2 ? Accumulate::No : add, exchanges);
+    };
+    // In a graph a kernel begins 1 us sooner after the one before: 0.35 ms for 124M's 350. An exchange waits
+    // for events from outside, which a graph cannot.
+    if (model->options.graphs && split.world == 1) {
+        Graph* graphs = model->micro_step[add == Accumulate::Yes];
+        graph_run(&graphs[model->feed.buckets.num_splits > 0], model->stream, work, true);
+    } else {
+        work();
+    }
     if (ends_lane && !exchanges) { gpt2_merge_lanes(model, 0, model->layout.elems); }
     if (is_last) { model->grads.lane = 0; }     // so gpt2_grad finds the sum of all lanes: it is in buffer 0
 }
