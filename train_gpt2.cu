@@ -1658,7 +1658,7 @@ __device__ __forceinline__ Pack<Param> round_weights(const Floats& p, bool has_m
 template <class Param>
 __device__ __forceinline__ void store_weights(Param* params, float* master, bool has_master, size_t i,
                                               size_t n, const Floats& p, const Pack<Param>& rounded) {
-    if (has_master) { store<Cache::Streaming>(master, i, n, to_pack<float>(p)); }
+    if (has_master) { store_sectors<Cache::Streaming>(master, i, n, p); }
     store(params, i, n, rounded);
 }
 
@@ -1699,7 +1699,8 @@ __global__ void __launch_bounds__(kUpdateThreads) adamw_kernel(AdamW<floatX, flo
     float *master = kMaster ? a.master + row * a.n : nullptr, *ms = a.m + row * a.n, *vs = a.v + row * a.n;
     const size_t first = row * a.rows.first;
     const size_t step = (size_t)gridDim.x * blockDim.x * kWidth;
-    for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
+    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
+    for (; warp_begin(i) < a.n; i += step) {
         const Floats g = load_stored<Cache::Streaming>(grads, kGradsBf16, i, a.n, a.grads.key,
                                                        a.grads.first + first);
         Floats m = load_floats<Cache::Streaming>(ms, i, a.n),
@@ -1717,8 +1718,8 @@ __global__ void __launch_bounds__(kUpdateThreads) adamw_kernel(AdamW<floatX, flo
         }
 
         const Pack<Param> rounded = round_weights<Param>(p, kMaster, a.key, a.first + first + i);
-        store<Cache::Streaming>(ms, i, a.n, to_pack<float>(m));
-        store<Cache::Streaming>(vs, i, a.n, to_pack<float>(v));
+        store_sectors<Cache::Streaming>(ms, i, a.n, m);
+        store_sectors<Cache::Streaming>(vs, i, a.n, v);
         store_weights(params, master, kMaster, i, a.n, p, rounded);
     }
 }
@@ -1753,7 +1754,8 @@ __global__ void __launch_bounds__(kUpdateThreads) muon_momentum_kernel(MuonMomen
     const void* grads = (const char*)a.grads.data + row * a.rows.grads;
     float* ms = a.m + row * a.n;
     const size_t first = a.grads.first + row * a.rows.first, step = (size_t)gridDim.x * blockDim.x * kWidth;
-    for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
+    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
+    for (; warp_begin(i) < a.n; i += step) {
         const Floats g = load_stored<Cache::Streaming>(grads, a.grads.is_bf16, i, a.n, a.grads.key, first);
         Floats m = load_floats<Cache::Streaming>(ms, i, a.n), update;
         for (int k = 0; k < kWidth; k++) {
@@ -1761,7 +1763,7 @@ __global__ void __launch_bounds__(kUpdateThreads) muon_momentum_kernel(MuonMomen
             m.at[k] = fmaf(part, grad - m.at[k], m.at[k]);
             update.at[k] = fmaf(ahead, m.at[k] - grad, grad);
         }
-        store<Cache::Streaming>(ms, i, a.n, to_pack<float>(m));
+        store_sectors<Cache::Streaming>(ms, i, a.n, m);
         store(a.update + row * a.update_row, i, a.n, to_pack<muonX>(update));
     }
 }
@@ -1875,7 +1877,8 @@ __global__ void __launch_bounds__(kUpdateThreads) muon_update_kernel(MuonUpdate<
     floatX* params = (floatX*)((char*)a.params + row * a.rows.params);
     float* master = has_master ? a.master + row * a.n : nullptr;
     const size_t first = a.first + row * a.rows.first, step = (size_t)gridDim.x * blockDim.x * kWidth;
-    for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
+    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
+    for (; warp_begin(i) < a.n; i += step) {
         const Floats update = load_floats(a.update + row * a.update_row, i, a.n);
         Floats p = load_weights(params, master, has_master, i, a.n);
         for (int k = 0; k < kWidth; k++) { p.at[k] = fmaf(minus_rate, update.at[k], p.at[k] * keep); }
