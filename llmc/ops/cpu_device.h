@@ -74,7 +74,7 @@ static inline void pinned_ends(const void*) {}
 #endif
 
 struct Graph {};
-template <class Work> static inline void graph_run(Graph*, Stream, const Work& work) { work(); }
+template <class Work> static inline void graph_run(Graph*, Stream, const Work& work, bool = false) { work(); }
 static inline void graph_free(Graph*) {}
 
 // Two libraries read the environment before main() and choose badly on common machines. So the program sets

@@ -184,24 +184,32 @@ static inline Event event_create() {
 static inline void event_destroy(Event event) { cudaCheck(cudaEventDestroy(event)); }
 static inline void event_record(Event event, Stream stream) { cudaCheck(cudaEventRecord(event, stream)); }
 static inline void event_wait(Event event) { cudaCheck(cudaEventSynchronize(event)); }
-// A CUDA graph of work that repeats: recorded once, then replayed in one call. The first run is not recorded,
-// because a kernel's first launch makes the driver load code, which cannot be recorded.
+// A CUDA graph of work that repeats: recorded, then replayed in one call. The first run is not recorded,
+// because a kernel's first launch makes the driver load code, which cannot be recorded. `changes`: the work's
+// arguments are others each time. It is then recorded each time, and the graph takes the new arguments.
 struct Graph { cudaGraphExec_t exec = nullptr; bool begun = false; };
-template <class Work> static inline void graph_run(Graph* g, Stream stream, const Work& work) {
-    if (!g->begun) { g->begun = true; work(); return; }
-    if (!g->exec) {
-        cudaGraph_t graph;
-        cudaCheck(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-        work();
-        cudaCheck(cudaStreamEndCapture(stream, &graph));
-        cudaCheck(cudaGraphInstantiateWithFlags(&g->exec, graph, 0));
-        cudaCheck(cudaGraphDestroy(graph));
-    }
-    cudaCheck(cudaGraphLaunch(g->exec, stream));
-}
 static inline void graph_free(Graph* g) {
     if (g->exec) { cudaCheck(cudaGraphExecDestroy(g->exec)); }
     *g = Graph();
+}
+template <class Work>
+static inline void graph_run(Graph* g, Stream stream, const Work& work, bool changes = false) {
+    if (!g->begun) { g->begun = true; work(); return; }
+    if (!g->exec || changes) {
+        cudaGraph_t graph;
+        cudaGraphExecUpdateResultInfo info;
+        cudaCheck(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+        work();
+        cudaCheck(cudaStreamEndCapture(stream, &graph));
+        if (g->exec && cudaGraphExecUpdate(g->exec, graph, &info) != cudaSuccess) {
+            cudaGetLastError();                 // other kernels than before: they take a new graph
+            graph_free(g);
+            g->begun = true;
+        }
+        if (!g->exec) { cudaCheck(cudaGraphInstantiateWithFlags(&g->exec, graph, 0)); }
+        cudaCheck(cudaGraphDestroy(graph));
+    }
+    cudaCheck(cudaGraphLaunch(g->exec, stream));
 }
 static inline double event_ms(Event from, Event to) {       // the device has passed both
     float ms;

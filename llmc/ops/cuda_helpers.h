@@ -138,6 +138,31 @@ __device__ __forceinline__ Floats load_floats(const T* p, Index i, Index n) {
     return to_floats(load<kCache>(p, i, n));
 }
 
+// Stores fp32 where the lanes of a warp have neighbouring vectors. All lanes call it, also with i beyond n: a
+// loop ends at the warp's first element. In a 16-bit build a vector is 32 bytes, a sector, and a plain store
+// of 16 bytes a lane would fill half of each. So two lanes swap halves, and an instruction stores both halves
+// of one lane's vector: 0.1 of 1.14 ms less for 124M's AdamW.
+__device__ __forceinline__ size_t warp_begin(size_t i) { return i & ~(size_t)(kWarp * kWidth - 1); }
+template <Cache kCache>
+__device__ __forceinline__ void store_sectors(float* p, size_t i, size_t n, const Floats& x) {
+    if constexpr (kWidth == 8) {
+        const bool odd = threadIdx.x % 2 == 1;
+        float4 half[2];                                 // of the even lane's vector, of the odd lane's
+        for (int k = 0; k < 4; k++) {
+            const float got = __shfl_xor_sync(0xFFFFFFFFu, odd ? x.at[k] : x.at[4 + k], 1);
+            (&half[0].x)[k] = odd ? got : x.at[k];
+            (&half[1].x)[k] = odd ? x.at[4 + k] : got;
+        }
+        const size_t even = odd ? i - kWidth : i;
+        for (int v = 0; v < 2; v++) {
+            float* to = p + even + v * kWidth + 4 * odd;
+            if (even + v * kWidth < n) { store_word<kCache>((float4*)to, half[v]); }
+        }
+    } else {
+        store<kCache>(p, i, n, to_pack<float>(x));
+    }
+}
+
 // x / n, rounded like the division; inverse is 1.0f / n. The remainder corrects the product. A division would
 // compute the inverse each time, and it has a slow path for zeros and subnormals.
 __device__ __forceinline__ float divide(float x, float n, float inverse) {
