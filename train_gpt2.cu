@@ -498,12 +498,13 @@ static void encoder_backward(const EncoderBackward<floatX, float>& a, Stream str
 //           branch[i].dout = dresidual*f     branch[i].dbias (+)= its column sums, as stored
 // Column sums take two stages: each block sums its rows into a row of partials (blocks,sums,C) in scratch,
 // then column_sums_kernel adds those up in order. Dropout masks are recomputed from the Philox counters and
-// never stored. A thread moves a vector of kWidth columns at a time, so C is a multiple of kWidth.
-// Each direction has a kernel that keeps rows in registers, for the widths that people train, and a plain one
-// for longer rows. Only what changes registers is a template argument; dropout, RMSNorm and a second norm are
-// read from the arguments.
+// never stored.
+// Whole warps share a row, blockDim.x threads. A thread moves vectors of kWidth columns: its vector v is
+// columns [c, c + kWidth) with c = (v*blockDim.x + threadIdx.x)*kWidth. Only what changes registers is a
+// template argument; dropout, RMSNorm and a second norm are read from the arguments.
 typedef NormForward<floatX, float> NormForwardX;
 typedef NormBackward<floatX, float> NormBackwardX;
+constexpr int kRowThreads = 512;                // most of a row
 
 // values[k] *= what the dropout of element c + k of row n is
 __device__ __forceinline__ void apply_dropout(Floats& values, const Dropout& d, int n, int c) {
@@ -511,147 +512,120 @@ __device__ __forceinline__ void apply_dropout(Floats& values, const Dropout& d, 
     for (int k = 0; k < kWidth; k++) { values.at[k] *= dropout_factor(d, block, c % 8 + k); }
 }
 
-// The forward for rows of floatX that a warp holds in registers, kVectors a lane: mean and variance take two
-// passes without memory traffic. A lane's vector j is columns [c, c + kWidth) with c = (32 j + lane)*kWidth.
-// kGpt2: a single LayerNorm. Where RMSNorm and a second norm are possible, ptxas keeps the row as floats: 128
-// registers for 59 at C=1600, so half the warps.
-constexpr int kNormWarps = 8;                   // of a block, each with a row of its own
-template <int kVectors, int kBranches, bool kGpt2>
-__global__ void __launch_bounds__(kNormWarps * kWarp) norm_forward_kernel(NormForwardX a) {
-    const int row = blockIdx.x * kNormWarps + threadIdx.x / kWarp, lane = threadIdx.x % kWarp, C = a.C;
-    if (row >= a.N) { return; }
-    const size_t at = (size_t)row * C;
-    const bool rms = !kGpt2 && a.kind == NormKind::Rms, starts = kBranches > 0 && !a.inp;
-    const float inverse_C = 1.0f / C;
-
-    // Load: all loads are on their way before the first is needed. Beyond C there are zeros.
-    x128 x[kVectors], branch[2][kVectors];
-#pragma unroll
-    for (int j = 0; j < kVectors; j++) {
-        const int c = (j * kWarp + lane) * kWidth;
-        x[j] = load((starts ? a.branch[0] : a.inp) + at, c, starts ? 0 : C);
-        for (int i = 0; i < kBranches; i++) { branch[i][j] = load(a.branch[i] + at, c, C); }
-    }
-
-    // Add the branches, round and store; sum what was stored. It stays in registers as words: see as_pack.
-    uint4 words[kVectors];
-    float sum = 0.0f, squares = 0.0f;
-#pragma unroll
-    for (int j = 0; j < kVectors; j++) {
-        if constexpr (kBranches > 0) {
-            const int c = (j * kWarp + lane) * kWidth;
-            Floats total = to_floats(x[j]);
-#pragma unroll
-            for (int i = 0; i < kBranches; i++) {
-                Floats added = to_floats(branch[i][j]);
-                if (a.dropout[i].dropped > 0) { apply_dropout(added, a.dropout[i], row, c); }
-                for (int k = 0; k < kWidth; k++) { total.at[k] += added.at[k]; }
-            }
-            x[j] = to_pack<floatX>(total);
-            store(a.residual + at, c, C, x[j]);
-        }
-        memcpy(&words[j], &x[j], sizeof(words[j]));
-        const Floats values = to_floats(as_pack(words[j]));
-        for (int k = 0; k < kWidth; k++) { sum += values.at[k]; }
-    }
-    const float mean = rms ? 0.0f : divide(warp_sum(sum), C, inverse_C);
-
-    // The variance around that mean, without what lies beyond C.
-#pragma unroll
-    for (int j = 0; j < kVectors; j++) {
-        if ((j * kWarp + lane) * kWidth >= C) { continue; }
-        const Floats values = to_floats(as_pack(words[j]));
-        for (int k = 0; k < kWidth; k++) { squares += (values.at[k] - mean) * (values.at[k] - mean); }
-    }
-    const float rstd = 1.0f / sqrtf(divide(warp_sum(squares), C, inverse_C) + (float)kNormEps);
-
-    // Normalise, once or twice.
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        if (i == 1 && (kGpt2 || !a.y[1].out)) { break; }
-#pragma unroll
-        for (int j = 0; j < kVectors; j++) {
-            const int c = (j * kWarp + lane) * kWidth;
-            const Floats w = load_floats(a.y[i].weight, c, C);
-            const Floats values = to_floats(as_pack(words[j]));
-            Floats y = load_floats(a.y[i].bias, c, rms ? 0 : C);
-            for (int k = 0; k < kWidth; k++) {
-                y.at[k] = fmaf((values.at[k] - mean) * rstd, w.at[k], y.at[k]);
-            }
-            store(a.y[i].out + at, c, C, to_pack<floatX>(y));
-        }
-    }
-    if (lane == 0) {
-        if (!rms) { a.mean[row] = mean; }
-        a.rstd[row] = rstd;
+// kCount sums over the threads of a row, in the order of its warps: share_sums leaves each warp's in
+// `exchange` (warps,kCount) and ends with a barrier, add_sums adds them up for every thread.
+template <int kCount> __device__ __forceinline__ void share_sums(float (&x)[kCount], float* exchange) {
+    constexpr int kLanes = kWarp / kCount;
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const float sum = warp_sums(x);
+    if (lane % kLanes == 0) { exchange[warp * kCount + lane / kLanes] = sum; }
+    __syncthreads();
+}
+template <int kCount> __device__ __forceinline__ void add_sums(float (&x)[kCount], const float* exchange) {
+    for (int i = 0; i < kCount; i++) { x[i] = 0.0f; }
+    for (int w = 0; w < (int)blockDim.x / kWarp; w++) {
+        for (int i = 0; i < kCount; i++) { x[i] += exchange[w * kCount + i]; }
     }
 }
 
-// Elements [i, i + kWidth) of the stream, whose type is known at run time only.
-// store_stream returns them as rounded.
-__device__ __forceinline__ Floats load_stream(const floatX* x, bool fp32, size_t i) {
-    return fp32 ? load_floats((const float*)x, i, i + 1) : load_floats(x, i, i + 1);
-}
-__device__ __forceinline__ Floats store_stream(floatX* x, bool fp32, size_t i, const Floats& values) {
-    if (fp32) {
-        store((float*)x, i, i + 1, to_pack<float>(values));
-        return values;
-    }
-    const x128 rounded = to_pack<floatX>(values);
-    store(x, i, i + 1, rounded);
-    return to_floats(rounded);
-}
-
-// The forward for longer rows, and for a stream in fp32. A block takes a row, which waits in shared memory,
-// as rounded, for the second and the third pass. A thread reads there what it wrote itself.
-constexpr int kNormLongThreads = 512;
-__global__ void __launch_bounds__(kNormLongThreads, 2) norm_forward_long_kernel(NormForwardX a) {
-    extern __shared__ Pack<float> norm_row[];           // (C)
-    __shared__ float shared[kWarp];
-    const int C = a.C, row = blockIdx.x, first = threadIdx.x * kWidth, step = blockDim.x * kWidth;
-    const size_t at = (size_t)row * C;
+// The forward. A block takes kRows rows, which stay in registers as words. Several rows share the loads of
+// weight and bias. kAdds: there may be branches.
+template <int kRows, int kVectors, bool kAdds, class Residual>
+__global__ void __launch_bounds__(kVectors == 7 ? kWarp : kRowThreads, kVectors == 7 ? 24 : kRows * kVectors * (kAdds ? 2 : 1) > 4 ? 1 : 2)
+    norm_forward_kernel(NormForwardX a) {
+    constexpr int kWide = sizeof(Residual) / sizeof(floatX);            // words of 16 bytes of a vector
+    __shared__ float exchange[2][kRowThreads / kWarp * kRows];
+    const int C = a.C, first = blockIdx.x * kRows, c0 = threadIdx.x * kWidth, c_step = blockDim.x * kWidth;
     const bool rms = a.kind == NormKind::Rms;
+    const float inverse_C = 1.0f / C;
+    const Residual* inp = (const Residual*)a.inp;
+    Residual* residual = (Residual*)a.residual;
 
-    // The row and its mean.
-    float sum = 0.0f, squares = 0.0f;
-    for (int c = first; c < C; c += step) {
-        Floats x = {};
-        if (a.inp) { x = load_stream(a.inp, a.residual_fp32, at + c); }
+    // 1. Load: all loads are on their way before the first is needed. What is missing is zeros.
+    uint4 x[kRows][kVectors][kWide], branch[2][kRows][kVectors];
+#pragma unroll
+    for (int r = 0; r < kRows; r++) {
+        const size_t at = (size_t)(first + r) * C;
+        const int end = first + r < a.N ? C : 0;
+#pragma unroll
+        for (int v = 0; v < kVectors; v++) {
+            const int c = c0 + v * c_step;
+            const Pack<Residual> pack = load(inp + at, c, !kAdds || inp ? end : 0);
+            memcpy(x[r][v], &pack, sizeof(pack));
+            for (int i = 0; i < (kAdds ? 2 : 0); i++) {
+                const x128 added = load(a.branch[i] + at, c, a.branch[i] ? end : 0);
+                memcpy(&branch[i][r][v], &added, sizeof(added));
+            }
+        }
+    }
+    auto vector = [&](int r, int v) { return to_floats(as_pack<Residual>(x[r][v][0], x[r][v][kWide - 1])); };
+
+    // 2. Add the branches, round and store.
+#pragma unroll
+    for (int m = 0; m < (kAdds ? kRows * kVectors : 0); m++) {
+        const int r = m / kVectors, v = m % kVectors, c = c0 + v * c_step;
+        Floats sum = vector(r, v);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             if (!a.branch[i]) { continue; }
-            Floats added = load_floats(a.branch[i] + at, c, C);
-            if (a.dropout[i].dropped > 0) { apply_dropout(added, a.dropout[i], row, c); }
-            for (int k = 0; k < kWidth; k++) { x.at[k] += added.at[k]; }
+            Floats added = to_floats(as_pack(branch[i][r][v]));
+            if (a.dropout[i].dropped > 0) { apply_dropout(added, a.dropout[i], first + r, c); }
+            for (int k = 0; k < kWidth; k++) { sum.at[k] += added.at[k]; }
         }
-        if (a.residual) { x = store_stream(a.residual, a.residual_fp32, at + c, x); }
-        norm_row[c / kWidth] = to_pack<float>(x);
-        for (int k = 0; k < kWidth; k++) { sum += x.at[k]; }
+        const Pack<Residual> rounded = to_pack<Residual>(sum);
+        store(residual + (size_t)(first + r) * C, c, residual && first + r < a.N ? C : 0, rounded);
+        memcpy(x[r][v], &rounded, sizeof(rounded));
     }
-    const float mean = rms ? 0.0f : block_sum(sum, shared) / C;
 
-    // The variance around that mean.
-    for (int c = first; c < C; c += step) {
-        const Floats x = to_floats(norm_row[c / kWidth]);
-        for (int k = 0; k < kWidth; k++) { squares += (x.at[k] - mean) * (x.at[k] - mean); }
-    }
-    const float rstd = 1.0f / sqrtf(block_sum(squares, shared) / C + (float)kNormEps);
-
-    // Normalise, once or twice.
-    for (int c = first; c < C; c += step) {
-        const Floats x = to_floats(norm_row[c / kWidth]);
+    // 3. Mean, and the variance around it without what lies beyond C.
+    float mean[kRows] = {}, rstd[kRows] = {};
+    keep_packed(x);
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            if (!a.y[i].out) { continue; }
-            Floats w = load_floats(a.y[i].weight, c, C), y = {};
-            if (!rms) { y = load_floats(a.y[i].bias, c, C); }
-            for (int k = 0; k < kWidth; k++) { y.at[k] = fmaf((x.at[k] - mean) * rstd, w.at[k], y.at[k]); }
-            store(a.y[i].out + at, c, C, to_pack<floatX>(y));
-        }
+    for (int m = 0; m < kRows * kVectors; m++) {
+        const Floats values = vector(m / kVectors, m % kVectors);
+        for (int k = 0; k < kWidth; k++) { mean[m / kVectors] += values.at[k]; }
     }
-    if (threadIdx.x == 0) {
-        if (!rms) { a.mean[row] = mean; }
-        a.rstd[row] = rstd;
+    keep_packed(x);
+    share_sums(mean, exchange[0]);
+    add_sums(mean, exchange[0]);
+    for (int r = 0; r < kRows; r++) { mean[r] = rms ? 0.0f : divide(mean[r], C, inverse_C); }
+#pragma unroll
+    for (int m = 0; m < kRows * kVectors; m++) {
+        const int r = m / kVectors, v = m % kVectors;
+        if (c0 + v * c_step >= C) { continue; }
+        const Floats values = vector(r, v);
+        for (int k = 0; k < kWidth; k++) { rstd[r] += (values.at[k] - mean[r]) * (values.at[k] - mean[r]); }
+    }
+    keep_packed(x);
+    share_sums(rstd, exchange[1]);
+    add_sums(rstd, exchange[1]);
+#pragma unroll
+    for (int r = 0; r < kRows; r++) {
+        rstd[r] = 1.0f / sqrtf(divide(rstd[r], C, inverse_C) + (float)kNormEps);
+        if (threadIdx.x > 0 || first + r >= a.N) { continue; }
+        if (!rms) { a.mean[first + r] = mean[r]; }
+        a.rstd[first + r] = rstd[r];
+    }
+
+    // 4. Normalise, once or twice.
+#pragma unroll 1
+    for (int i = 0; i < 2 && a.y[i].out; i++) {
+        keep_packed(x);
+#pragma unroll
+        for (int v = 0; v < kVectors; v++) {
+            const int c = c0 + v * c_step;
+            const Floats weight = load_floats(a.y[i].weight, c, C);
+            const Floats bias = load_floats(a.y[i].bias, c, rms ? 0 : C);
+#pragma unroll
+            for (int r = 0; r < kRows; r++) {
+                Floats y = vector(r, v);
+                for (int k = 0; k < kWidth; k++) {
+                    y.at[k] = fmaf((y.at[k] - mean[r]) * rstd[r], weight.at[k], bias.at[k]);
+                }
+                const int end = first + r < a.N ? C : 0;
+                store(a.y[i].out + (size_t)(first + r) * C, c, end, to_pack<floatX>(y));
+            }
+        }
     }
 }
 
@@ -686,31 +660,31 @@ static void column_sums(const ColumnSums& sums, int tensors, const float* partia
                                                                                                partials, C);
 }
 
-// The backward for rows that a block holds, up to 4096 columns of 16 bits. A thread owns a vector of columns
-// and walks down the rows, kRows at a time. blockDim.x threads (whole warps) make a row, and blockDim.y
-// groups of them work on different rows. Column sums stay in registers from the first row to the last, 24 of
-// them for one norm at 16 bits. Only the two sums along a row cross threads: those of kRows rows with one
-// exchange and one barrier. A step is the rows that all blocks take at once; i is this group's first row:
+// The backward. A thread walks down the rows, kRows at a time, always with the same kVectors vectors of
+// columns; blockDim.y groups of threads work on different rows. Column sums stay in registers from the first
+// row to the last, 24 of them for one norm at 16 bits. Only the two sums along a row cross threads: those of
+// kRows rows with one exchange and one barrier. A step is the rows that all blocks take at once; i is this
+// group's first row:
 //
 //     copies       | rows i + 2 steps (cp.async, into this thread's slots) | rows i + 3 steps
 //     this thread  | rows i: sums -> exchange -> barrier -> dresidual      | rows i + 1 step: sums -> ...
 //
-// A slot in shared memory belongs to one thread, so waiting for its own copies is enough. With plain loads
-// into registers the memory idles during the arithmetic: 177 us instead of 104 for C=768, 124M.
+// With plain loads into registers C=768, 124M, takes 177 us instead of 104.
 //
-// kCount is 1 for one norm and one branch, and 2 for everything else. A norm or branch that is missing of two
-// reads as zeros, and its sums are not stored.
-constexpr int kNormMaxThreads = 512;            // with 128 registers each, all that an SM has
-template <int kCount, class Residual> struct NormSlots {        // of a thread, 16 bytes each
-    static constexpr int kWide = sizeof(Residual) / sizeof(floatX);     // of a vector of the stream
-    static constexpr int kRows = kWide == 1 && kCount == 1 ? 2 : 1;     // more have no registers
+// Rows longer than a block are cut into tiles, blockIdx.y; norm_backward_sums_kernel has then taken their
+// sums before. kCount is 1 for one norm and one branch, and 2 for everything else. A norm or branch that is
+// missing of two reads as zeros, and its sums are not stored.
+template <int kCount, int kVectors, class Residual> struct NormSlots {      // of a thread, 16 bytes each
+    static constexpr int kWide = sizeof(Residual) / sizeof(floatX);         // of a vector of the stream
+    static constexpr int kRows = kWide == 1 && kCount == 1 && kVectors == 1 ? 2 : 1;    // else no registers
+    static constexpr int kItems = kRows * kVectors;     // item m is vector m % kVectors of row m / kVectors
     static constexpr int kStages = 2;                                   // more have no shared memory
     static constexpr int kTensors = 2 * kWide + kCount;                 // inp, douts, dresidual
-    static constexpr int kAll = kStages * kRows * kTensors;
+    static constexpr int kAll = kStages * kItems * kTensors;
     // The sums of a row's warps, twice, for `groups` rows.
     static constexpr int exchange_bytes(int warps) { return 2 * warps * 2 * kRows * (int)sizeof(float); }
-    static_assert(kAll * kNormMaxThreads * (int)sizeof(x128) + exchange_bytes(kNormMaxThreads / kWarp) <=
-                  99 * 1024, "what most GPUs' blocks may have of shared memory");
+    static_assert(kAll * (int)sizeof(x128) * kRowThreads + exchange_bytes(kRowThreads / kWarp) <= 99 * 1024,
+                  "what most GPUs' blocks may have of shared memory");
 };
 
 // g of a vector of columns.
@@ -726,35 +700,74 @@ __device__ __forceinline__ Floats norm_gradient(const Floats (&dout)[kCount],
     return g;
 }
 
-template <int kCount, class Residual>
-__global__ void __launch_bounds__(kNormMaxThreads)
+// The sums of g and of g*xhat, a block a row.
+constexpr int kNormSumsThreads = 256;
+__global__ void __launch_bounds__(kNormSumsThreads)
+    norm_backward_sums_kernel(NormBackwardX a, float2* sums /*(N)*/, int norms) {
+    __shared__ float shared[kWarp];
+    const int C = a.C, row = blockIdx.x;
+    const size_t at = (size_t)row * C;
+    const float mean = a.kind == NormKind::Rms ? 0.0f : a.mean[row], rstd = a.rstd[row];
+    float2 sum = {0.0f, 0.0f};
+#pragma unroll 4
+    for (int c = threadIdx.x * kWidth; c < C; c += kNormSumsThreads * kWidth) {
+        const Floats x = a.residual_fp32 ? load_floats((const float*)a.inp + at, c, C)
+                                         : load_floats(a.inp + at, c, C);
+        Floats dout[2], weight[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            dout[i] = load_floats(a.y[i].dout + at, c, i < norms ? C : 0);
+            weight[i] = load_floats(a.y[i].weight, c, i < norms ? C : 0);
+        }
+        const Floats g = norm_gradient(dout, weight);
+        for (int k = 0; k < kWidth; k++) {
+            sum.x += g.at[k];
+            sum.y = fmaf(g.at[k], (x.at[k] - mean) * rstd, sum.y);
+        }
+    }
+    sum = {block_sum(sum.x, shared), block_sum(sum.y, shared)};
+    if (threadIdx.x == 0) { sums[row] = sum; }
+}
+
+template <int kCount, int kVectors, class Residual>
+__global__ void __launch_bounds__(kRowThreads)
     norm_backward_kernel(NormBackwardX a,
                          float* partial,                // (gridDim.x,2*norms+branches,C)
+                         const float2* known,           // (N) sums of rows longer than a block; else null
                          int norms, int branches) {
-    typedef NormSlots<kCount, Residual> Slots;
+    typedef NormSlots<kCount, kVectors, Residual> Slots;
+    if (kVectors > 1) { known = nullptr; }              // such rows fit a block
     constexpr int kWide = Slots::kWide, kRows = Slots::kRows, kTensors = Slots::kTensors;
+    constexpr int kItems = Slots::kItems;
     constexpr int kDresidual = kTensors - kWide, kRowSums = 2 * kRows;
     extern __shared__ x128 staged[];                    // (stage, row, tensor, thread), then the exchange
     const Residual* inp = (const Residual*)a.inp;
     Residual* dresidual = (Residual*)a.dresidual;
     const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
-    const int warps = blockDim.x / kWarp, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    const int C = a.C, c = threadIdx.x * kWidth, step = gridDim.x * blockDim.y * kRows;
+    const int C = a.C, c0 = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth, c_step = blockDim.x * kWidth;
+    const int step = gridDim.x * blockDim.y * kRows;
     const bool add = a.dresidual_acc == Accumulate::Yes, rms = a.kind == NormKind::Rms;
     const float inverse_C = 1.0f / C;
-    float* sums_shared = (float*)(staged + Slots::kAll * threads);      // (2, group, warp, kRowSums)
-    Floats weight[kCount], total[3 * kCount] = {};      // total: of dweight, dbias; then of the branches
+    float* exchange = (float*)(staged + Slots::kAll * threads);         // (2, group, warp, kRowSums)
+    const int exchanged = blockDim.x / kWarp * kRowSums;                // of a group
+    Floats weight[kVectors][kCount], total[kVectors][3 * kCount] = {};  // of dweight, dbias; then of branches
 #pragma unroll
-    for (int i = 0; i < kCount; i++) { weight[i] = load_floats(a.y[i].weight, c, i < norms ? C : 0); }
+    for (int v = 0; v < kVectors; v++) {
+#pragma unroll
+        for (int i = 0; i < kCount; i++) {
+            weight[v][i] = load_floats(a.y[i].weight, c0 + v * c_step, i < norms ? C : 0);
+        }
+    }
 
     // Starts the copies of kRows rows from `first` on into stage s. Rows beyond N, columns beyond C and a
     // missing norm become zeros, which add nothing.
     auto stage = [&](int first, int s) {
 #pragma unroll
-        for (int r = 0; r < kRows; r++) {
-            x128* slot = staged + (s * kRows + r) * kTensors * threads + thread;
-            const bool live = first + r < a.N && c < C;
-            const size_t at = live ? (size_t)(first + r) * C + c : 0;
+        for (int m = 0; m < kItems; m++) {
+            x128* slot = staged + (s * kItems + m) * kTensors * threads + thread;
+            const int row = first + m / kVectors, c = c0 + m % kVectors * c_step;
+            const bool live = row < a.N && c < C;
+            const size_t at = live ? (size_t)row * C + c : 0;
             for (int w = 0; w < kWide; w++) {
                 cp_async_16_or_zero(slot + w * threads, (const x128*)(inp + at) + w, live);
             }
@@ -769,45 +782,49 @@ __global__ void __launch_bounds__(kNormMaxThreads)
         }
         cp_async_commit();
     };
-    // Mean and rstd of rows come one step ahead, in registers.
-    int first = (blockIdx.x * blockDim.y + threadIdx.y) * kRows;
-    float next_mean[kRows], next_rstd[kRows];
+    // The numbers of a row come one step ahead, in registers.
+    struct { float mean, rstd; float2 sums; } next[kRows] = {};
     auto load_statistics = [&](int row) {
         for (int r = 0; r < kRows; r++) {
-            next_mean[r] = row + r < a.N && !rms ? a.mean[row + r] : 0.0f;
-            next_rstd[r] = row + r < a.N ? a.rstd[row + r] : 0.0f;
+            next[r].mean = row + r < a.N && !rms ? a.mean[row + r] : 0.0f;
+            next[r].rstd = row + r < a.N ? a.rstd[row + r] : 0.0f;
+            if (known && row + r < a.N) { next[r].sums = known[row + r]; }
         }
     };
+    int first = (blockIdx.x * blockDim.y + threadIdx.y) * kRows;
     for (int s = 0; s < Slots::kStages; s++) { stage(first + s * step, s); }
     load_statistics(first);
 
     // All groups of a block take the same number of rounds, because they wait for each other at barriers.
-    // base: the block's first row; s: this round's stage; turn: this round's half of sums_shared.
+    // base: the block's first row; s: this round's stage; turn: this round's half of the exchange.
     int s = 0, turn = 0;
     for (int base = blockIdx.x * blockDim.y * kRows; base < a.N; base += step, first += step) {
         // This round's rows into registers, as words: see as_pack. xhat = inp*rstd + shift.
         cp_async_wait<Slots::kStages - 1>();
-        uint4 words[kRows][kTensors];
-        float rstd[kRows], shift[kRows], sums[kRowSums];
-#pragma unroll
+        uint4 words[kItems][kTensors];
+        float rstd[kRows], shift[kRows], sums[kRowSums] = {};
+        float2 row_sums[kRows];
         for (int r = 0; r < kRows; r++) {
-            const x128* slot = staged + (s * kRows + r) * kTensors * threads + thread;
-#pragma unroll
-            for (int i = 0; i < kTensors; i++) { words[r][i] = *(const uint4*)(slot + i * threads); }
-            rstd[r] = next_rstd[r];
-            shift[r] = -next_mean[r] * next_rstd[r];
+            rstd[r] = next[r].rstd, shift[r] = -next[r].mean * next[r].rstd, row_sums[r] = next[r].sums;
         }
         load_statistics(first + step);
+        Floats x, d[kCount], g;
+        auto unpack = [&](int m) {
+            x = to_floats(as_pack<Residual>(words[m][0], words[m][kWide - 1]));
+#pragma unroll
+            for (int i = 0; i < kCount; i++) { d[i] = to_floats(as_pack(words[m][kWide + i])); }
+            g = norm_gradient(d, weight[m % kVectors]);
+        };
 
         // First pass over the rows: their sums of g and of g*xhat, and the columns of dweight and dbias.
 #pragma unroll
-        for (int r = 0; r < kRows; r++) {
-            sums[2 * r] = sums[2 * r + 1] = 0.0f;
-            const Floats x = to_floats(as_pack<Residual>(words[r][0], words[r][kWide - 1]));
-            Floats d[kCount];
+        for (int m = 0; m < kItems; m++) {
+            const int r = m / kVectors;
+            Floats* columns = total[m % kVectors];
+            const x128* slot = staged + (s * kItems + m) * kTensors * threads + thread;
 #pragma unroll
-            for (int i = 0; i < kCount; i++) { d[i] = to_floats(as_pack(words[r][kWide + i])); }
-            const Floats g = norm_gradient(d, weight);
+            for (int i = 0; i < kTensors; i++) { words[m][i] = *(const uint4*)(slot + i * threads); }
+            unpack(m);
 #pragma unroll
             for (int k = 0; k < kWidth; k++) {
                 const float xhat = fmaf(x.at[k], rstd[r], shift[r]);
@@ -815,41 +832,36 @@ __global__ void __launch_bounds__(kNormMaxThreads)
                 sums[2 * r + 1] = fmaf(g.at[k], xhat, sums[2 * r + 1]);
 #pragma unroll
                 for (int i = 0; i < kCount; i++) {
-                    total[2 * i].at[k] = fmaf(d[i].at[k], xhat, total[2 * i].at[k]);
-                    total[2 * i + 1].at[k] += d[i].at[k];
+                    columns[2 * i].at[k] = fmaf(d[i].at[k], xhat, columns[2 * i].at[k]);
+                    columns[2 * i + 1].at[k] += d[i].at[k];
                 }
             }
         }
 
         // The warps of a row exchange their sums. One barrier a round is enough: the next round writes the
-        // other half, and the one after that comes only when all have read this one. A stage is free for a
-        // later round's copies once its rows are in registers.
-        float* exchange = sums_shared + (turn * blockDim.y + threadIdx.y) * warps * kRowSums;
-        constexpr int kLanesPerSum = kWarp / kRowSums;
-        const float warp_total = warp_sums(sums);
-        if (lane % kLanesPerSum == 0) { exchange[warp * kRowSums + lane / kLanesPerSum] = warp_total; }
-        __syncthreads();
+        // other half of the exchange, and the one after that comes only when all have read this one. A stage
+        // is free for a later round's copies once its rows are in registers.
+        float* half = exchange + (turn * blockDim.y + threadIdx.y) * exchanged;
+        if (!known) { share_sums(sums, half); }
         stage(first + Slots::kStages * step, s);
-        float row_sums[kRowSums] = {};
-        for (int w = 0; w < warps; w++) {
-            for (int i = 0; i < kRowSums; i++) { row_sums[i] += exchange[w * kRowSums + i]; }
+        if (!known) { add_sums(sums, half); }
+        for (int r = 0; r < kRows && known; r++) {
+            sums[2 * r] = row_sums[r].x, sums[2 * r + 1] = row_sums[r].y;
         }
+        s = s + 1 == Slots::kStages ? 0 : s + 1;
         turn ^= 1;
 
         // Second pass: the gradient of x, added to the residual stream's; that of a branch that has its own,
         // behind a dropout or rounded; and the columns of what is stored.
 #pragma unroll
-        for (int r = 0; r < kRows; r++) {
-            const float minus_g = rms ? 0.0f : divide(-rstd[r] * row_sums[2 * r], C, inverse_C),
-                        minus_gx = divide(-rstd[r] * row_sums[2 * r + 1], C, inverse_C);
+        for (int m = 0; m < kItems; m++) {
+            const int r = m / kVectors, v = m % kVectors, c = c0 + v * c_step;
+            const float minus_g = rms ? 0.0f : divide(-rstd[r] * sums[2 * r], C, inverse_C),
+                        minus_gx = divide(-rstd[r] * sums[2 * r + 1], C, inverse_C);
             const int end = first + r < a.N ? C : 0;
             const size_t at = (size_t)(first + r) * C;
-            const Floats x = to_floats(as_pack<Residual>(words[r][0], words[r][kWide - 1]));
-            Floats d[kCount],
-                result = to_floats(as_pack<Residual>(words[r][kDresidual], words[r][kTensors - 1]));
-#pragma unroll
-            for (int i = 0; i < kCount; i++) { d[i] = to_floats(as_pack(words[r][kWide + i])); }
-            const Floats g = norm_gradient(d, weight);
+            Floats result = to_floats(as_pack<Residual>(words[m][kDresidual], words[m][kTensors - 1]));
+            unpack(m);
             for (int k = 0; k < kWidth; k++) {
                 const float xhat = fmaf(x.at[k], rstd[r], shift[r]);
                 result.at[k] += fmaf(g.at[k], rstd[r], fmaf(xhat, minus_gx, minus_g));
@@ -868,195 +880,108 @@ __global__ void __launch_bounds__(kNormMaxThreads)
                     store(a.branch[i].dout + at, c, end, branch);
                     stored = to_floats(branch);
                 }
-                for (int k = 0; k < kWidth; k++) { total[2 * kCount + i].at[k] += stored.at[k]; }
+                for (int k = 0; k < kWidth; k++) { total[v][2 * kCount + i].at[k] += stored.at[k]; }
             }
         }
-        s = s + 1 == Slots::kStages ? 0 : s + 1;
     }
     cp_async_wait<0>();
 
     // The groups' column sums meet in group 0, one after the other, which stores the block's row of partials.
-    // Where there are several groups, the slots have room for one's.
+    // Where there are several groups, a thread has one vector, and the slots have room for a group's.
     static_assert(2 * Slots::kAll * sizeof(x128) >= 3 * kCount * sizeof(Pack<float>), "of two groups");
     float* group_sums = (float*)staged;                 // (3*kCount, columns of the block)
-    const int columns = blockDim.x * kWidth;
+    const int columns = blockDim.x * kWidth, own = threadIdx.x * kWidth;
     for (int group = 1; group < (int)blockDim.y; group++) {
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < 3 * kCount; i++) {
-            if ((int)threadIdx.y == group) {
-                store(group_sums + i * columns, c, columns, to_pack<float>(total[i]));
-            }
+            const int end = (int)threadIdx.y == group ? columns : 0;
+            store(group_sums + i * columns, own, end, to_pack<float>(total[0][i]));
         }
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < 3 * kCount; i++) {
-            if (threadIdx.y > 0) { continue; }
-            const Floats other = load_floats(group_sums + i * columns, c, columns);
-            for (int k = 0; k < kWidth; k++) { total[i].at[k] += other.at[k]; }
+            const Floats other = load_floats(group_sums + i * columns, own, threadIdx.y == 0 ? columns : 0);
+            for (int k = 0; k < kWidth; k++) { total[0][i].at[k] += other.at[k]; }
         }
     }
     if (threadIdx.y > 0) { return; }
     partial += (size_t)blockIdx.x * (2 * norms + branches) * C;
 #pragma unroll
-    for (int i = 0; i < 2 * kCount; i++) {
-        if (i < 2 * norms) { store(partial + (size_t)i * C, c, C, to_pack<float>(total[i])); }
-    }
+    for (int i = 0; i < 3 * kCount; i++) {
+        const bool of_norm = i < 2 * kCount, wanted = of_norm ? i < 2 * norms : i - 2 * kCount < branches;
+        float* to = partial + (size_t)(of_norm ? i : i - 2 * kCount + 2 * norms) * C;
 #pragma unroll
-    for (int i = 0; i < kCount; i++) {
-        if (i == branches) { break; }
-        store(partial + (size_t)(2 * norms + i) * C, c, C, to_pack<float>(total[2 * kCount + i]));
-    }
-}
-
-// The backward for longer rows, in two passes over everything. First a block takes a row, and each thread its
-// part of the columns: dresidual and the branches' gradients.
-__global__ void __launch_bounds__(kNormLongThreads) norm_backward_long_kernel(NormBackwardX a, int norms) {
-    __shared__ float shared[kWarp];
-    const int C = a.C, row = blockIdx.x, first = threadIdx.x * kWidth, step = blockDim.x * kWidth;
-    const size_t at = (size_t)row * C;
-    const bool rms = a.kind == NormKind::Rms, add = a.dresidual_acc == Accumulate::Yes;
-    const float mean = rms ? 0.0f : a.mean[row], rstd = a.rstd[row];
-    auto gradient = [&](int c) {
-        Floats dout[2], weight[2];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            dout[i] = load_floats(a.y[i].dout + at, c, i < norms ? C : 0);
-            weight[i] = load_floats(a.y[i].weight, c, i < norms ? C : 0);
+        for (int v = 0; v < kVectors; v++) {
+            store(to, c0 + v * c_step, wanted ? C : 0, to_pack<float>(total[v][i]));
         }
-        return norm_gradient(dout, weight);
-    };
-
-    // The row's two sums: of g and of g*xhat.
-    float sum_g = 0.0f, sum_gx = 0.0f;
-    for (int c = first; c < C; c += step) {
-        const Floats x = load_stream(a.inp, a.residual_fp32, at + c), g = gradient(c);
-        for (int k = 0; k < kWidth; k++) {
-            sum_g += g.at[k];
-            sum_gx = fmaf(g.at[k], (x.at[k] - mean) * rstd, sum_gx);
-        }
-    }
-    const float mean_g = rms ? 0.0f : block_sum(sum_g, shared) / C, mean_gx = block_sum(sum_gx, shared) / C;
-
-    // The gradient of x, added to the residual stream's, and those of branches that have one of their own.
-    for (int c = first; c < C; c += step) {
-        const Floats x = load_stream(a.inp, a.residual_fp32, at + c), g = gradient(c);
-        Floats result = {};
-        if (add) { result = load_stream(a.dresidual, a.residual_fp32, at + c); }
-        for (int k = 0; k < kWidth; k++) {
-            const float xhat = (x.at[k] - mean) * rstd;
-            result.at[k] = fmaf(rstd, g.at[k] - mean_g - xhat * mean_gx, result.at[k]);
-        }
-        store_stream(a.dresidual, a.residual_fp32, at + c, result);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            if (!a.branch[i].dout) { continue; }
-            Floats masked = result;
-            if (a.branch[i].dropout.dropped > 0) { apply_dropout(masked, a.branch[i].dropout, row, c); }
-            store(a.branch[i].dout + at, c, C, to_pack<floatX>(masked));
-        }
-    }
-}
-
-// Second, a block owns some columns (blockIdx.x) and every gridDim.y-th row, and sums what was stored.
-__global__ void norm_backward_columns_kernel(NormBackwardX a,
-                                             float* partial,    // (gridDim.y,2*norms+branches,C)
-                                             int norms, int branches) {
-    const int C = a.C, c = (blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
-    if (c >= C) { return; }
-    Floats dweight[2] = {}, dbias[2] = {}, dbranch[2] = {};
-    for (int row = blockIdx.y; row < a.N; row += gridDim.y) {
-        const size_t at = (size_t)row * C + c;
-        const Floats x = load_stream(a.inp, a.residual_fp32, at);
-        const float mean = a.kind == NormKind::Rms ? 0.0f : a.mean[row], rstd = a.rstd[row];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            if (i < norms) {
-                const Floats d = load_floats(a.y[i].dout, at, at + 1);
-                for (int k = 0; k < kWidth; k++) {
-                    dweight[i].at[k] = fmaf(d.at[k], (x.at[k] - mean) * rstd, dweight[i].at[k]);
-                    dbias[i].at[k] += d.at[k];
-                }
-            }
-            if (i < branches) {
-                const floatX* own = a.branch[i].dout;
-                const Floats stored = own ? load_floats(own, at, at + 1)
-                                          : load_stream(a.dresidual, a.residual_fp32, at);
-                for (int k = 0; k < kWidth; k++) { dbranch[i].at[k] += stored.at[k]; }
-            }
-        }
-    }
-    float* to = partial + (size_t)blockIdx.y * (2 * norms + branches) * C;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        if (i < norms) {
-            store(to + 2 * i * C, c, C, to_pack<float>(dweight[i]));
-            store(to + (2 * i + 1) * C, c, C, to_pack<float>(dbias[i]));
-        }
-        if (i < branches) { store(to + (2 * norms + i) * C, c, C, to_pack<float>(dbranch[i])); }
     }
 }
 
 // residual may be inp or a branch: each element is read before it is written, by the same thread.
 static void norm_forward(const NormForwardX& a, Stream stream) {
     OpScope scope(a, stream);
-    const int branches = (a.branch[0] != nullptr) + (a.branch[1] != nullptr);
-    const int vectors = ceil_div(a.C, kWidth), a_lane = ceil_div(vectors, kWarp);
     check_width(a, a.C);
-    if (!a.inp && branches == 0) { die("norm_forward: nothing is added to nothing"); }
-    // GPT-2's rows up to 16-bit C=2048 (d12 has 3 vectors a lane, d48 7), others up to 1024.
-    const bool gpt2 = branches == 0 && a.kind == NormKind::Layer && !a.y[1].out;
-    const bool fits = !(kLowPrecision && a.residual_fp32) && a_lane <= (gpt2 ? 8 : 4);
-    if (fits) {
-        void (*const of_gpt2[])(NormForwardX) = {           // by vectors a lane
-            norm_forward_kernel<2, 0, true>, norm_forward_kernel<2, 0, true>, norm_forward_kernel<3, 0, true>,
-            norm_forward_kernel<4, 0, true>, norm_forward_kernel<5, 0, true>, norm_forward_kernel<7, 0, true>,
-            norm_forward_kernel<7, 0, true>, norm_forward_kernel<8, 0, true>};
-        void (*const others[])(NormForwardX) = {            // by branches
-            norm_forward_kernel<4, 0, false>, norm_forward_kernel<4, 1, false>,
-            norm_forward_kernel<4, 2, false>};
-        auto kernel = gpt2 ? of_gpt2[a_lane - 1] : others[branches];
-        kernel<<<ceil_div(a.N, kNormWarps), kNormWarps * kWarp, 0, stream>>>(a);
-        return;
+    if (a.C > kMaxC) { die("norm_forward: C=%d; at most %d is possible", a.C, kMaxC); }
+    if (!a.inp && !a.branch[0]) { die("norm_forward: nothing is added to nothing"); }
+    const int vectors = a.C / kWidth, a_lane = ceil_div(vectors, kWarp);
+    auto launch = [&](auto kernel, int rows, int held) {                // held: vectors of a thread
+        kernel<<<ceil_div(a.N, rows), round_up(ceil_div(vectors, held), kWarp), 0, stream>>>(a);
+    };
+    constexpr int kMost = ceil_div(kMaxC, kRowThreads * kWidth);
+    if (kLowPrecision && a.residual_fp32) {
+        if (vectors <= kRowThreads) { launch(norm_forward_kernel<2, 1, true, float>, 2, 1); }
+        else { launch(norm_forward_kernel<1, kMost, true, float>, 1, kMost); }
+    } else if (a.branch[0]) {
+        if (vectors <= kRowThreads) { launch(norm_forward_kernel<2, 1, true, floatX>, 2, 1); }
+        else { launch(norm_forward_kernel<1, kMost, true, floatX>, 1, kMost); }
+    } else if (a_lane <= 3) {                                           // d12: a warp a row
+        launch(norm_forward_kernel<1, 3, false, floatX>, 1, 3);
+    } else if (a_lane >= 5 && a_lane <= 7) {                            // d36, d48: the same
+        launch(norm_forward_kernel<1, 7, false, floatX>, 1, 7);
+    } else if (vectors <= 2 * kRowThreads) {
+        launch(norm_forward_kernel<2, 2, false, floatX>, 2, 2);
+    } else {
+        launch(norm_forward_kernel<1, kMost, false, floatX>, 1, kMost);
     }
-    const size_t row_bytes = a.C * sizeof(float);
-    if (row_bytes + 1024 > shared_memory_limit()) {         // 1024: what else the block has
-        die("norm_forward: a row of C=%d takes %zu bytes of shared memory; a block of this GPU has %zu",
-            a.C, row_bytes, shared_memory_limit());
-    }
-    allow_shared_memory(norm_forward_long_kernel, row_bytes);
-    norm_forward_long_kernel<<<a.N, std::min(round_up(vectors, kWarp), kNormLongThreads), row_bytes,
-                               stream>>>(a);
 }
 
 // Most blocks of the backward, and so rows of partials: 3 for each of the GPU's SMs.
 static int norm_most_blocks() { return std::min(3 * device_sm_count, hooks.norm_blocks); }
+static bool norm_is_long(int C) { return C > kRowThreads * kWidth; }
 // sums: of columns, two for each norm and one for each branch.
 static size_t norm_backward_scratch_bytes(int N, int C, int sums) {
-    return (size_t)std::min(N, norm_most_blocks()) * sums * C * sizeof(float);
+    return (size_t)std::min(N, norm_most_blocks()) * sums * C * sizeof(float) +
+           (norm_is_long(C) ? N * sizeof(float2) : 0);
 }
 
-// Both return the number of rows of partials.
-template <int kCount, class Residual>
-static int norm_backward_launch(const NormBackwardX& a, int norms, int branches, Stream stream) {
-    typedef NormSlots<kCount, Residual> Slots;
-    // Narrow rows share a block of some 192 threads: C=768 (124M) has 96 x 2.
-    const int x = round_up(ceil_div(a.C, kWidth), kWarp), y = std::max(1, 192 / x);
-    // As many blocks as fit the GPU, with room for up to 480 threads of 128 registers on each SM.
-    const int most = std::min(device_sm_count * std::max(1, 480 / (x * y)), norm_most_blocks());
-    const int blocks = std::min(most, ceil_div(a.N, y * Slots::kRows));
+template <int kCount, int kVectors, class Residual>
+static void norm_backward_launch(const NormBackwardX& a, int norms, int branches, Stream stream) {
+    typedef NormSlots<kCount, kVectors, Residual> Slots;
+    const auto kernel = norm_backward_kernel<kCount, kVectors, Residual>;
+    // Narrow rows share a block of some 192 threads: C=768 (124M) has 96 x 2. Long rows are cut into tiles.
+    const int vectors = ceil_div(a.C, kWidth * kVectors), tiles = ceil_div(vectors, kRowThreads);
+    const int x = round_up(ceil_div(vectors, tiles), kWarp), y = kVectors > 1 ? 1 : std::max(1, 192 / x);
+    // As many blocks as fit the GPU at once: an SM's registers are 512 threads' of 128. For one norm 480 is
+    // better: C=2048 with dropout has 96 % of a copy then, 86 % with a second block of 256 on each SM.
+    const int fit = device_sm_count * std::max(1, (kCount == 1 ? 480 : 512) / (x * y)) / tiles;
+    const int blocks = std::max(1, std::min({fit, norm_most_blocks(), ceil_div(a.N, y * Slots::kRows)}));
     const int bytes = Slots::kAll * x * y * (int)sizeof(x128) + y * Slots::exchange_bytes(x / kWarp);
-    allow_shared_memory(norm_backward_kernel<kCount, Residual>, bytes);
-    norm_backward_kernel<kCount, Residual>
-        <<<blocks, dim3(x, y), bytes, stream>>>(a, a.scratch, norms, branches);
-    return blocks;
-}
-static int norm_backward_long(const NormBackwardX& a, int norms, int branches, Stream stream) {
-    const int partials = std::min(a.N, norm_most_blocks());
-    norm_backward_long_kernel<<<a.N, kNormLongThreads, 0, stream>>>(a, norms);
-    norm_backward_columns_kernel<<<dim3(ceil_div(a.C, kWidth * 128), partials), 128, 0, stream>>>(
-        a, a.scratch, norms, branches);
-    return partials;
+    const int sums = 2 * norms + branches;
+    float2* known = nullptr;
+    if (tiles > 1) {
+        known = (float2*)(a.scratch + (size_t)blocks * sums * a.C);
+        norm_backward_sums_kernel<<<a.N, kNormSumsThreads, 0, stream>>>(a, known, norms);
+    }
+    allow_shared_memory(kernel, bytes);
+    kernel<<<dim3(blocks, tiles), dim3(x, y), bytes, stream>>>(a, a.scratch, known, norms, branches);
+    ColumnSums grads = {};
+    for (int i = 0; i < norms; i++) {
+        grads.out[2 * i] = a.y[i].dweight;
+        grads.out[2 * i + 1] = a.y[i].dbias;
+    }
+    for (int i = 0; i < branches; i++) { grads.out[2 * norms + i] = a.branch[i].dbias; }
+    column_sums(grads, sums, a.scratch, blocks, a.C, stream);
 }
 
 static void norm_backward(const NormBackwardX& a, Stream stream) {
@@ -1066,17 +991,11 @@ static void norm_backward(const NormBackwardX& a, Stream stream) {
     const int branches = a.branch[1].dout || a.branch[1].dbias.data ? 2 : 1;
     const bool fp32 = kLowPrecision && a.residual_fp32, one = norms == 1 && branches == 1;
     for (int i = 0; i < branches; i++) { assert(!fp32 || a.branch[i].dout); }
-    const auto run = ceil_div(a.C, kWidth) > kNormMaxThreads ? norm_backward_long
-                     : fp32 ? (one ? norm_backward_launch<1, float> : norm_backward_launch<2, float>)
-                            : (one ? norm_backward_launch<1, floatX> : norm_backward_launch<2, floatX>);
-    const int partials = run(a, norms, branches, stream);
-    ColumnSums grads = {};
-    for (int i = 0; i < norms; i++) {
-        grads.out[2 * i] = a.y[i].dweight;
-        grads.out[2 * i + 1] = a.y[i].dbias;
-    }
-    for (int i = 0; i < branches; i++) { grads.out[2 * norms + i] = a.branch[i].dbias; }
-    column_sums(grads, 2 * norms + branches, a.scratch, partials, a.C, stream);
+    const bool two_vectors = one && !fp32 && norm_is_long(a.C) && !norm_is_long(a.C / 2);
+    const auto launch = fp32 ? (one ? norm_backward_launch<1, 1, float> : norm_backward_launch<2, 1, float>)
+                        : two_vectors ? norm_backward_launch<1, 2, floatX>
+                        : one ? norm_backward_launch<1, 1, floatX> : norm_backward_launch<2, 1, floatX>;
+    launch(a, norms, branches, stream);
 }
 
 // == 6.3 matmul ==

@@ -95,6 +95,16 @@ template <class T> __device__ __forceinline__ Pack<T> as_pack(uint4 first, uint4
     if constexpr (sizeof(pack) > 16) { memcpy((char*)&pack + 16, &last, 16); }
     return pack;
 }
+// Makes the compiler read these words anew. It would otherwise keep the floats that an earlier phase made of
+// them, in twice the registers.
+template <int kRows, int kVectors, int kWide>
+__device__ __forceinline__ void keep_packed(uint4 (&words)[kRows][kVectors][kWide]) {
+#pragma unroll
+    for (int i = 0; i < kRows * kVectors * kWide; i++) {
+        uint4& word = words[i / (kVectors * kWide)][i / kWide % kVectors][i % kWide];
+        asm volatile("" : "+r"(word.x), "+r"(word.y), "+r"(word.z), "+r"(word.w));
+    }
+}
 // bf16 is the upper half of a float, so a shift or a mask of the word converts it. The compiler on its own
 // extracts the element first.
 template <class T> __device__ __forceinline__ Floats to_floats(const Pack<T>& pack) {
