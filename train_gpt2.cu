@@ -3269,17 +3269,11 @@ static void attention_backward(const AttentionBackwardX& a, Stream s) { attentio
 //     sample_tokens       draws the next tokens (sampler.h) and moves positions on
 // Memory decides about the time: with one row each weight serves a single product, 248 MB a token for 124M.
 // Positions and tokens are read from the device, so one CUDA graph serves all steps. A row is summed in an
-// order that does not depend on N, so a text is the same alone and in a batch. cuBLASLt chooses by N how it
-// splits sums, so it is not used here.
+// order that does not depend on N, so a text is the same alone and in a batch; cuBLASLt splits sums by N.
 //
 // On Hopper a kernel begins while the one before it still runs (PTX griddepcontrol, "programmatic dependent
-// launch"). No kernel of the step writes the weights or the earlier keys and values, so these come to the L2
-// meanwhile. Else each kernel would start with a trip to memory.
-//
-//     kernel before   | products ...                        | ends |
-//     this kernel         | prefetches to the L2 |  waits          | products ...
-//
-// A kernel waits before it reads what others write, and before it writes.
+// launch"). It fetches weights and earlier keys and values, which no kernel of the step writes, to the L2.
+// Then it waits, before it reads what others write, and before it writes.
 __device__ __forceinline__ void decode_next_may_begin() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -3300,12 +3294,8 @@ static void decode_launch(void (*kernel)(Args), dim3 grid, int threads, Stream s
     cudaLaunchAttribute early = {};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = grid;
-    config.blockDim = dim3(threads);
-    config.stream = stream;
-    config.attrs = &early;
-    config.numAttrs = sm90_kernels_run() ? 1 : 0;
+    const unsigned attributes = sm90_kernels_run() ? 1 : 0;
+    const cudaLaunchConfig_t config = {grid, dim3(threads), 0, stream, &early, attributes};
     cudaCheck(cudaLaunchKernelEx(&config, kernel, args));
 }
 
@@ -3389,7 +3379,7 @@ __global__ void __launch_bounds__(kDecodeWarps * kWarp, 3)
 static void decode_matmul(const DecodeMatmul<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     decode_check(a.N);
-    if (a.C % 8 != 0) { die("decode_matmul: %d channels; a multiple of 8 is possible", a.C); }
+    check_width(a, a.C);
     const int rows = a.N == 1 ? 1 : 8, outputs = a.N == 1 ? 1 : 4;
     const int blocks = ceil_div(a.N, rows) * ceil_div(a.OC, kDecodeWarps * outputs);
     decode_launch(a.N == 1 ? decode_matmul_kernel<1, 1> : decode_matmul_kernel<8, 4>, dim3(blocks),
@@ -3422,7 +3412,8 @@ constexpr int kDecodeSplits = 16, kDecodeAtOnce = 4;    // warps of a block, pos
 template <int kElements>
 __global__ void __launch_bounds__(kDecodeSplits * kWarp)
     decode_attention_kernel(DecodeAttention<floatX, float> a) {
-    __shared__ float maxima[kDecodeSplits], sums[kDecodeSplits], outs[kDecodeSplits][kElements * kWarp];
+    __shared__ float2 parts[kDecodeSplits];                             // a warp's largest score and sum
+    __shared__ float outs[kDecodeSplits][kElements * kWarp];
     const int HS = a.HS, h = blockIdx.x, n = blockIdx.y, warp = threadIdx.x / kWarp;
     const int lane = threadIdx.x % kWarp, t = a.positions[n];           // set in the step before
     const size_t C = (size_t)a.NH * HS, head = (size_t)h * HS;
@@ -3447,13 +3438,13 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
     }
     __syncthreads();
 
-    // 3. This warp's positions.
+    // 3. This warp's positions. element: lane's j-th of a head, 0 beyond it.
+    auto element = [=](const floatX* row, int j) {
+        return lane + j * kWarp < HS ? (float)row[lane + j * kWarp] : 0.0f;
+    };
     float q[kElements], out[kElements] = {}, max = -FLT_MAX, sum = 0.0f;
 #pragma unroll
-    for (int j = 0; j < kElements; j++) {
-        const int i = lane + j * kWarp;
-        q[j] = i < HS ? (float)qkv[i] : 0.0f;
-    }
+    for (int j = 0; j < kElements; j++) { q[j] = element(qkv, j); }
     for (int first = warp * kDecodeAtOnce; first <= t; first += kDecodeSplits * kDecodeAtOnce) {
         float scores[kDecodeAtOnce], v[kDecodeAtOnce][kElements], new_max = max;
 #pragma unroll
@@ -3462,9 +3453,8 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
             float dot = 0.0f;
 #pragma unroll
             for (int j = 0; j < kElements; j++) {
-                const int i = lane + j * kWarp;
-                v[b][j] = i < HS ? (float)values[at + i] : 0.0f;
-                dot = fmaf(q[j], i < HS ? (float)keys[at + i] : 0.0f, dot);
+                v[b][j] = element(values + at, j);
+                dot = fmaf(q[j], element(keys + at, j), dot);
             }
             scores[b] = warp_sum(dot) * scale;
             if (first + b > t) { scores[b] = -INFINITY; }
@@ -3485,19 +3475,16 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
     }
 
     // 4. The warps' parts, in order. A warp without positions has a sum of 0.
-    if (lane == 0) {
-        maxima[warp] = max;
-        sums[warp] = sum;
-    }
+    if (lane == 0) { parts[warp] = {max, sum}; }
 #pragma unroll
     for (int j = 0; j < kElements; j++) { outs[warp][lane + j * kWarp] = out[j]; }
     __syncthreads();
     for (int i = threadIdx.x; i < HS; i += blockDim.x) {
         float most = -FLT_MAX, total = 0.0f, x = 0.0f;
-        for (int w = 0; w < kDecodeSplits; w++) { most = fmaxf(most, maxima[w]); }
+        for (int w = 0; w < kDecodeSplits; w++) { most = fmaxf(most, parts[w].x); }
         for (int w = 0; w < kDecodeSplits; w++) {
-            const float factor = exp2_fast(maxima[w] - most);
-            total = fmaf(factor, sums[w], total);
+            const float factor = exp2_fast(parts[w].x - most);
+            total = fmaf(factor, parts[w].y, total);
             x = fmaf(factor, outs[w][i], x);
         }
         a.out[n * C + head + i] = (floatX)(x / total);
@@ -3515,11 +3502,13 @@ static void decode_attention(const DecodeAttention<floatX, float>& a, Stream str
     decode_launch(kernel, dim3(a.NH, a.N), kDecodeSplits * kWarp, stream, a);
 }
 
-// Draws as sample_token() does (sampler.h) and takes the same token, a block a row. A logit's key is a
-// number that grows with it; 16 to 32 halvings find the key at which top-k or top-p cut off. Weights are
-// whole numbers, so their sums may be taken in any order.
+// Draws as sample_token() does (sampler.h) and takes the same token, a block a row. A logit's key is a whole
+// number that grows with it. One search halves a range of keys until it has the key at which top-k or top-p
+// cuts, the other a range of ids until it has the token. Weights are whole numbers, so their sums do not
+// depend on the order.
 constexpr int kSampleThreads = 1024;
 constexpr int kKeyShift = sizeof(floatX) == 4 ? 0 : kFp16 ? 13 : 16;    // bits of fp32 that floatX lacks
+typedef unsigned long long Weight64;
 
 // 0 for NaN; zeros have one key.
 __device__ __forceinline__ uint32_t sample_key(float x) {
@@ -3532,107 +3521,106 @@ __device__ __forceinline__ float sample_value(uint32_t key) {
     return __uint_as_float(bits & 0x80000000u ? bits & 0x7FFFFFFFu : ~(bits | ((1u << kKeyShift) - 1u)));
 }
 
+struct SampleCut {                      // what is left: larger keys, and the first `fits` ids with this key
+    uint32_t key;
+    Weight64 fits;
+};
 struct SampleRow {                      // as a block sees it
     const floatX* logits;               // (V)
     int V;
-    unsigned long long* shared;         // (32)
+    Weight64* shared;                   // (32)
 
-    // The sum of f(key, logit) over the row. Every thread gets it.
-    template <class F> __device__ __forceinline__ unsigned long long sum(F f) const {
-        unsigned long long x = 0;
+    // The sum of f(id, key, logit) over ids [first, end). Every thread gets it.
+    template <class F> __device__ __forceinline__ Weight64 sum(uint32_t first, uint32_t end, F f) const {
+        Weight64 x = 0;
 #pragma unroll 8
-        for (int i = threadIdx.x; i < V; i += kSampleThreads) {
+        for (uint32_t i = first + threadIdx.x; i < end; i += kSampleThreads) {
             const float logit = (float)logits[i];
-            x += f(sample_key(logit), logit);
+            x += f(i, sample_key(logit), logit);
         }
         return block_sum(x, shared);
     }
 
-    // Returns the largest key such that f(logit) of it and larger ones adds up to `wanted` or more, but not
-    // less than `low`. *above: what the larger ones have. `best` is the row's largest key.
-    template <class F>
-    __device__ __forceinline__ uint32_t threshold(uint32_t low, uint32_t best, unsigned long long wanted,
-                                                  unsigned long long* above, F f) const {
-        uint32_t high = best + 1;               // keys from here on have too little
-        *above = 0;
-        while (high - low > 1) {
-            const uint32_t middle = low + (high - low) / 2;
-            const unsigned long long more = sum([=](uint32_t key, float x) {
-                return key >= middle && key < high ? f(x) : 0ull;
-            });
-            if (*above + more >= wanted) { low = middle; }
-            else { high = middle; *above += more; }
+    // The smallest i below `n` such that part(0, i + 1) exceeds *target, which loses part(0, i); n - 1 if
+    // none does. part(i, j): what numbers i to j - 1 weigh.
+    template <class Part>
+    __device__ __forceinline__ uint32_t find(uint32_t n, Weight64* target, Part part) const {
+        uint32_t low = 0;
+        while (n - low > 1) {
+            const uint32_t middle = low + (n - low) / 2;
+            const Weight64 lower = part(low, middle);
+            if (lower > *target) { n = middle; }
+            else { low = middle, *target -= lower; }
         }
         return low;
+    }
+    template <class F> __device__ __forceinline__ uint32_t find_id(Weight64 target, F f) const {
+        return find(V, &target, [=](uint32_t i, uint32_t j) { return sum(i, j, f); });
+    }
+
+    // Of the likeliest tokens, the fewest such that their f(logit) adds up to `wanted`. No key below `low` is
+    // tried, nor one above `best`, the row's largest. NaN, which has key 0, never fits.
+    template <class F>
+    __device__ __forceinline__ SampleCut cut(uint32_t low, uint32_t best, Weight64 wanted, F f) const {
+        Weight64 rest = wanted - 1;
+        const uint32_t key = best - find(best - low + 1, &rest, [=](uint32_t i, uint32_t j) {
+            return sum(0, V, [=](uint32_t, uint32_t key, float x) -> Weight64 {
+                return key <= best - i && key > best - j ? f(x) : 0;
+            });
+        });
+        return {key, key > 0 ? rest / f(sample_value(key)) + 1 : 0};
     }
 };
 
 __global__ void __launch_bounds__(kSampleThreads, 1) sample_tokens_kernel(SampleTokens<floatX, float> a) {
-    __shared__ unsigned long long shared[kWarp];
+    __shared__ Weight64 shared[kWarp];
     decode_await_last();
     const int n = blockIdx.x, V = a.V;
     const SampleRow row = {a.logits + (size_t)n * V, V, shared};
     const Sampling& s = a.sampling;
 
     // 1. The likeliest token: the largest key, and of its ids the lowest.
-    unsigned long long likeliest = 0;
+    Weight64 likeliest = 0;
 #pragma unroll 8
     for (int i = threadIdx.x; i < V; i += kSampleThreads) {
         const uint32_t key = sample_key((float)row.logits[i]);
-        if (key > 0) { likeliest = max(likeliest, (unsigned long long)key << 32 | (0xFFFFFFFFu - i)); }
+        if (key > 0) { likeliest = max(likeliest, (Weight64)key << 32 | (0xFFFFFFFFu - i)); }
     }
     likeliest = block_max(likeliest, shared);
     const uint32_t best = (uint32_t)(likeliest >> 32);
     const float largest = sample_value(best);
-    const int first_id = (int)(0xFFFFFFFFu - (uint32_t)likeliest);
+    int token = best == 0 ? -1 : (int)(0xFFFFFFFFu - (uint32_t)likeliest);
 
-    if (best == 0 || s.temperature == 0.0f || s.top_k == 1) {           // nothing to draw
-        if (threadIdx.x == 0) { a.tokens[n] = best == 0 ? -1 : first_id; }
-    } else {
-        // 2. What top-k and top-p leave: keys above `threshold`, and the first `fits` ids with that key,
-        // which weigh `tie` each. All together weigh `total`.
-        auto weight = [=](float x) -> unsigned long long {
-            return sample_weight(x, largest, s.temperature);
+    if (best > 0 && s.temperature > 0.0f && s.top_k != 1) {
+        // 2. What top-k and top-p leave.
+        SampleCut cut = {0, 0};
+        auto weight = [=](float x) -> Weight64 { return sample_weight(x, largest, s.temperature); };
+        auto total = [&] {
+            const uint32_t limit = cut.key;
+            const Weight64 larger = row.sum(0, V, [=](uint32_t, uint32_t key, float x) {
+                return key > limit ? weight(x) : 0;
+            });
+            return larger + cut.fits * weight(sample_value(limit));
         };
-        uint32_t threshold = 0;
-        unsigned long long above = 0, fits = 0, tie = 0;
         if (s.top_k > 0 && s.top_k < V) {
-            threshold = row.threshold(0, best, s.top_k, &above, [](float) { return 1ull; });
-            fits = threshold > 0 ? s.top_k - above : 0;         // 0: fewer than k are not NaN
-            tie = weight(sample_value(threshold));
+            cut = row.cut(0, best, s.top_k, [](float) -> Weight64 { return 1; });
         }
-        unsigned long long total = fits * tie + row.sum([=](uint32_t key, float x) {
-            return key > threshold ? weight(x) : 0ull;
-        });
-        if (s.top_p < 1.0f) {
-            const unsigned long long wanted = sample_kept(total, s.top_p);
-            threshold = row.threshold(threshold, best, wanted, &above, weight);
-            tie = weight(sample_value(threshold));
-            fits = (wanted - above + tie - 1) / tie;
-            total = above + fits * tie;
-        }
+        if (s.top_p < 1.0f) { cut = row.cut(cut.key, best, sample_kept(total(), s.top_p), weight); }
 
-        // 3. Tile by tile in the order of ids: the token whose weight covers the target.
-        const double coin = rand_unit(a.seed, RAND_SAMPLE, a.ids[n], a.draws[n]);
-        const unsigned long long target = sample_target(total, coin);
-        unsigned long long before = 0, ties = 0;        // of the tiles before this one
-        for (int first = 0; first < V && before <= target; first += kSampleThreads) {
-            const int i = first + threadIdx.x;
-            const float x = i < V ? (float)row.logits[i] : NAN;
-            const uint32_t key = sample_key(x);
-            const bool is_tie = fits > 0 && key == threshold;
-            BlockScan tied = {};
-            if (fits > 0) { tied = block_scan(is_tie, shared); }
-            const bool fits_in = is_tie && ties + tied.upto <= fits;
-            const unsigned long long mine = key > threshold ? weight(x) : fits_in ? tie : 0;
-            const BlockScan scan = block_scan(mine, shared);
-            const unsigned long long end = before + scan.upto;
-            if (end > target && end - mine <= target) { a.tokens[n] = i; }
-            before += scan.total;
-            ties += tied.total;
+        // 3. The token at which the weights of what is left, in the order of ids, exceed the target.
+        const SampleCut kept = cut;
+        const Weight64 target = sample_target(total(), rand_unit(a.seed, RAND_SAMPLE, a.ids[n], a.draws[n]));
+        uint32_t last = 0;                      // of the ids that fit
+        if (kept.fits > 0) {
+            last = row.find_id(kept.fits - 1,
+                               [=](uint32_t, uint32_t key, float) -> Weight64 { return key == kept.key; });
         }
+        token = (int)row.find_id(target, [=](uint32_t i, uint32_t key, float x) {
+            return key > kept.key || (key == kept.key && kept.fits > 0 && i <= last) ? weight(x) : 0;
+        });
     }
     if (threadIdx.x == 0) {
+        a.tokens[n] = token;
         a.positions[n]++;
         a.draws[n]++;
     }

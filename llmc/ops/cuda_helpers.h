@@ -238,25 +238,6 @@ template <class T> __device__ __forceinline__ T block_max(T x, T* shared /*(32)*
     return x;
 }
 
-// x of this thread and those before it, and of the whole block.
-struct BlockScan { unsigned long long upto, total; };
-__device__ __forceinline__ BlockScan block_scan(unsigned long long x, unsigned long long* shared /*(32)*/) {
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    for (int d = 1; d < kWarp; d *= 2) {
-        const unsigned long long other = __shfl_up_sync(0xFFFFFFFFu, x, d);
-        x += lane >= d ? other : 0ull;
-    }
-    if (lane == kWarp - 1) { shared[warp] = x; }
-    __syncthreads();
-    BlockScan scan = {x, 0};
-    for (int w = 0; w < (int)blockDim.x / kWarp; w++) {
-        scan.upto += w < warp ? shared[w] : 0ull;
-        scan.total += shared[w];
-    }
-    __syncthreads();            // the next call may write `shared`
-    return scan;
-}
-
 // ---- maths ----
 __device__ __forceinline__ float exp2_fast(float x) {       // 2 ulp (PTX ex2.approx); exp2(-inf) = 0
     float y;
