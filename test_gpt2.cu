@@ -2446,11 +2446,11 @@ static void test_kernels() {
         hooks.norm_blocks = INT_MAX;
         if (!small_shapes) {
             test_norm(1, 768);
-            // on both sides of what a warp holds, and a block with one vector a thread, and with two
-            for (int held : {kWarp, kRowThreads, 2 * kRowThreads}) {
+            // on both sides of what a warp holds with 1 and 3 vectors a thread, and a block with 1 and 2
+            for (int held : {kWarp, 3 * kWarp, kRowThreads, 2 * kRowThreads}) {
                 for (int vectors : {held, held + 1}) { test_norm(33, vectors * kWidth); }
             }
-            for (int C : {1600, 4096, 8192, kMaxC}) { test_norm(5, C); }
+            for (int C : {1024, 1280, 1600, 4096, 8192, kMaxC}) { test_norm(5, C); }
             test_norm(7001, 40);                // so many rows that all blocks take several steps
         }
     }

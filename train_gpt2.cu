@@ -527,11 +527,19 @@ template <int kCount> __device__ __forceinline__ void add_sums(float (&x)[kCount
         for (int i = 0; i < kCount; i++) { x[i] += exchange[w * kCount + i]; }
     }
 }
+template <int kCount> __device__ __forceinline__ void row_sums(float (&x)[kCount], float* exchange) {
+    if (kCount == 1 && blockDim.x == kWarp) {           // no barrier: C=768 gains 5 % of a copy
+        x[0] = warp_sum(x[0]);
+    } else {
+        share_sums(x, exchange);
+        add_sums(x, exchange);
+    }
+}
 
-// The forward. A block takes kRows rows, which stay in registers as words. Several rows share the loads of
-// weight and bias. kAdds: there may be branches.
+// The forward. A block takes kRows rows, which stay in registers as words. Two rows share the loads of weight
+// and bias. kAdds: there may be branches. With up to 4 vectors an SM has room for 1024 threads, else for 512.
 template <int kRows, int kVectors, bool kAdds, class Residual>
-__global__ void __launch_bounds__(kVectors == 7 ? kWarp : kRowThreads, kVectors == 7 ? 24 : kRows * kVectors * (kAdds ? 2 : 1) > 4 ? 1 : 2)
+__global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1) > 4 ? 1 : 2)
     norm_forward_kernel(NormForwardX a) {
     constexpr int kWide = sizeof(Residual) / sizeof(floatX);            // words of 16 bytes of a vector
     __shared__ float exchange[2][kRowThreads / kWarp * kRows];
@@ -586,8 +594,7 @@ __global__ void __launch_bounds__(kVectors == 7 ? kWarp : kRowThreads, kVectors 
         for (int k = 0; k < kWidth; k++) { mean[m / kVectors] += values.at[k]; }
     }
     keep_packed(x);
-    share_sums(mean, exchange[0]);
-    add_sums(mean, exchange[0]);
+    row_sums(mean, exchange[0]);
     for (int r = 0; r < kRows; r++) { mean[r] = rms ? 0.0f : divide(mean[r], C, inverse_C); }
 #pragma unroll
     for (int m = 0; m < kRows * kVectors; m++) {
@@ -597,8 +604,7 @@ __global__ void __launch_bounds__(kVectors == 7 ? kWarp : kRowThreads, kVectors 
         for (int k = 0; k < kWidth; k++) { rstd[r] += (values.at[k] - mean[r]) * (values.at[k] - mean[r]); }
     }
     keep_packed(x);
-    share_sums(rstd, exchange[1]);
-    add_sums(rstd, exchange[1]);
+    row_sums(rstd, exchange[1]);
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
         rstd[r] = 1.0f / sqrtf(divide(rstd[r], C, inverse_C) + (float)kNormEps);
@@ -924,24 +930,21 @@ static void norm_forward(const NormForwardX& a, Stream stream) {
     check_width(a, a.C);
     if (a.C > kMaxC) { die("norm_forward: C=%d; at most %d is possible", a.C, kMaxC); }
     if (!a.inp && !a.branch[0]) { die("norm_forward: nothing is added to nothing"); }
-    const int vectors = a.C / kWidth, a_lane = ceil_div(vectors, kWarp);
+    const int vectors = a.C / kWidth;
     auto launch = [&](auto kernel, int rows, int held) {                // held: vectors of a thread
         kernel<<<ceil_div(a.N, rows), round_up(ceil_div(vectors, held), kWarp), 0, stream>>>(a);
     };
-    constexpr int kMost = ceil_div(kMaxC, kRowThreads * kWidth);
+    constexpr int kMost = ceil_div(kMaxC, kRowThreads * kWidth);        // 3 in 16 bits, 6 in FP32 builds
+    const bool fits = vectors <= kRowThreads;
     if (kLowPrecision && a.residual_fp32) {
-        if (vectors <= kRowThreads) { launch(norm_forward_kernel<2, 1, true, float>, 2, 1); }
+        if (fits) { launch(norm_forward_kernel<2, 1, true, float>, 2, 1); }
         else { launch(norm_forward_kernel<1, kMost, true, float>, 1, kMost); }
     } else if (a.branch[0]) {
-        if (vectors <= kRowThreads) { launch(norm_forward_kernel<2, 1, true, floatX>, 2, 1); }
+        if (fits) { launch(norm_forward_kernel<2, 1, true, floatX>, 2, 1); }
         else { launch(norm_forward_kernel<1, kMost, true, floatX>, 1, kMost); }
-    } else if (a_lane <= 3) {                                           // d12: a warp a row
-        launch(norm_forward_kernel<1, 3, false, floatX>, 1, 3);
-    } else if (a_lane >= 5 && a_lane <= 7) {                            // d36, d48: the same
-        launch(norm_forward_kernel<1, 7, false, floatX>, 1, 7);
-    } else if (vectors <= 2 * kRowThreads) {
+    } else if (vectors > kMost * kWarp && vectors <= 2 * kRowThreads) {
         launch(norm_forward_kernel<2, 2, false, floatX>, 2, 2);
-    } else {
+    } else {                                                            // d12: a warp a row; or the longest
         launch(norm_forward_kernel<1, kMost, false, floatX>, 1, kMost);
     }
 }
