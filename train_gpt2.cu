@@ -808,17 +808,17 @@ __global__ void __launch_bounds__(kRowThreads)
         cp_async_wait<Slots::kStages - 1>();
         uint4 words[kItems][kTensors];
         float rstd[kRows], shift[kRows], sums[kRowSums] = {};
-        float2 row_sums[kRows];
+        float2 known_sums[kRows];
         for (int r = 0; r < kRows; r++) {
-            rstd[r] = next[r].rstd, shift[r] = -next[r].mean * next[r].rstd, row_sums[r] = next[r].sums;
+            rstd[r] = next[r].rstd, shift[r] = -next[r].mean * next[r].rstd, known_sums[r] = next[r].sums;
         }
         load_statistics(first + step);
         Floats x, d[kCount], g;
-        auto unpack = [&](int m) {
-            x = to_floats(as_pack<Residual>(words[m][0], words[m][kWide - 1]));
+        auto unpack = [&](const uint4 (&item)[kTensors], int v) {
+            x = to_floats(as_pack<Residual>(item[0], item[kWide - 1]));
 #pragma unroll
-            for (int i = 0; i < kCount; i++) { d[i] = to_floats(as_pack(words[m][kWide + i])); }
-            g = norm_gradient(d, weight[m % kVectors]);
+            for (int i = 0; i < kCount; i++) { d[i] = to_floats(as_pack(item[kWide + i])); }
+            g = norm_gradient(d, weight[v]);
         };
 
         // First pass over the rows: their sums of g and of g*xhat, and the columns of dweight and dbias.
@@ -829,7 +829,7 @@ __global__ void __launch_bounds__(kRowThreads)
             const x128* slot = staged + (s * kItems + m) * kTensors * threads + thread;
 #pragma unroll
             for (int i = 0; i < kTensors; i++) { words[m][i] = *(const uint4*)(slot + i * threads); }
-            unpack(m);
+            unpack(words[m], m % kVectors);
 #pragma unroll
             for (int k = 0; k < kWidth; k++) {
                 const float xhat = fmaf(x.at[k], rstd[r], shift[r]);
@@ -851,7 +851,7 @@ __global__ void __launch_bounds__(kRowThreads)
         stage(first + Slots::kStages * step, s);
         if (!known) { add_sums(sums, half); }
         for (int r = 0; r < kRows && known; r++) {
-            sums[2 * r] = row_sums[r].x, sums[2 * r + 1] = row_sums[r].y;
+            sums[2 * r] = known_sums[r].x, sums[2 * r + 1] = known_sums[r].y;
         }
         s = s + 1 == Slots::kStages ? 0 : s + 1;
         turn ^= 1;
@@ -866,7 +866,7 @@ __global__ void __launch_bounds__(kRowThreads)
             const int end = first + r < a.N ? C : 0;
             const size_t at = (size_t)(first + r) * C;
             Floats result = to_floats(as_pack<Residual>(words[m][kDresidual], words[m][kTensors - 1]));
-            unpack(m);
+            unpack(words[m], m % kVectors);
             for (int k = 0; k < kWidth; k++) {
                 const float xhat = fmaf(x.at[k], rstd[r], shift[r]);
                 result.at[k] += fmaf(g.at[k], rstd[r], fmaf(xhat, minus_gx, minus_g));
