@@ -2439,18 +2439,18 @@ static void test_kernels() {
     TEST("kernels: norms of the residual stream") {
         for (int C : {8, 40, 768}) { test_norm(7, C); }
         hooks.norm_blocks = 2;                    // few rows then go through all stages
-        test_norm(11, (kNormMaxThreads + 1) * kWidth);      // a vector more than a block has threads
+        test_norm(11, (kRowThreads + 1) * kWidth);         // a vector more than a block has threads
         if (!small_shapes) {
-            for (int C : {40, 768, kNormMaxThreads * kWidth}) { test_norm(29, C); }
+            for (int C : {40, 768, kRowThreads * kWidth}) { test_norm(29, C); }
         }
         hooks.norm_blocks = INT_MAX;
         if (!small_shapes) {
             test_norm(1, 768);
-            // on both sides of what a lane's vectors hold, with branches, without, and of GPT-2's forms
-            for (int lanes : {64, 96, 128, 160, 224, 256}) {
-                for (int vectors : {lanes, lanes + 1}) { test_norm(33, vectors * kWidth); }
+            // on both sides of what a warp holds with 1 and 3 vectors a thread, and a block with 1 and 2
+            for (int held : {kWarp, 3 * kWarp, kRowThreads, 2 * kRowThreads}) {
+                for (int vectors : {held, held + 1}) { test_norm(33, vectors * kWidth); }
             }
-            for (int C : {1600, 16384}) { test_norm(5, C); }
+            for (int C : {1024, 1280, 1600, 4096, 8192, kMaxC}) { test_norm(5, C); }
             test_norm(7001, 40);                // so many rows that all blocks take several steps
         }
     }

@@ -498,12 +498,13 @@ static void encoder_backward(const EncoderBackward<floatX, float>& a, Stream str
 //           branch[i].dout = dresidual*f     branch[i].dbias (+)= its column sums, as stored
 // Column sums take two stages: each block sums its rows into a row of partials (blocks,sums,C) in scratch,
 // then column_sums_kernel adds those up in order. Dropout masks are recomputed from the Philox counters and
-// never stored. A thread moves a vector of kWidth columns at a time, so C is a multiple of kWidth.
-// Each direction has a kernel that keeps rows in registers, for the widths that people train, and a plain one
-// for longer rows. Only what changes registers is a template argument; dropout, RMSNorm and a second norm are
-// read from the arguments.
+// never stored.
+// Whole warps share a row, blockDim.x threads. A thread moves vectors of kWidth columns: its vector v is
+// columns [c, c + kWidth) with c = (v*blockDim.x + threadIdx.x)*kWidth. Only what changes registers is a
+// template argument; dropout, RMSNorm and a second norm are read from the arguments.
 typedef NormForward<floatX, float> NormForwardX;
 typedef NormBackward<floatX, float> NormBackwardX;
+constexpr int kRowThreads = 512;                // most of a row
 
 // values[k] *= what the dropout of element c + k of row n is
 __device__ __forceinline__ void apply_dropout(Floats& values, const Dropout& d, int n, int c) {
@@ -511,147 +512,126 @@ __device__ __forceinline__ void apply_dropout(Floats& values, const Dropout& d, 
     for (int k = 0; k < kWidth; k++) { values.at[k] *= dropout_factor(d, block, c % 8 + k); }
 }
 
-// The forward for rows of floatX that a warp holds in registers, kVectors a lane: mean and variance take two
-// passes without memory traffic. A lane's vector j is columns [c, c + kWidth) with c = (32 j + lane)*kWidth.
-// kGpt2: a single LayerNorm. Where RMSNorm and a second norm are possible, ptxas keeps the row as floats: 128
-// registers for 59 at C=1600, so half the warps.
-constexpr int kNormWarps = 8;                   // of a block, each with a row of its own
-template <int kVectors, int kBranches, bool kGpt2>
-__global__ void __launch_bounds__(kNormWarps * kWarp) norm_forward_kernel(NormForwardX a) {
-    const int row = blockIdx.x * kNormWarps + threadIdx.x / kWarp, lane = threadIdx.x % kWarp, C = a.C;
-    if (row >= a.N) { return; }
-    const size_t at = (size_t)row * C;
-    const bool rms = !kGpt2 && a.kind == NormKind::Rms, starts = kBranches > 0 && !a.inp;
-    const float inverse_C = 1.0f / C;
-
-    // Load: all loads are on their way before the first is needed. Beyond C there are zeros.
-    x128 x[kVectors], branch[2][kVectors];
-#pragma unroll
-    for (int j = 0; j < kVectors; j++) {
-        const int c = (j * kWarp + lane) * kWidth;
-        x[j] = load((starts ? a.branch[0] : a.inp) + at, c, starts ? 0 : C);
-        for (int i = 0; i < kBranches; i++) { branch[i][j] = load(a.branch[i] + at, c, C); }
+// kCount sums over the threads of a row, in the order of its warps: share_sums leaves each warp's in
+// `exchange` (warps,kCount) and ends with a barrier, add_sums adds them up for every thread.
+template <int kCount> __device__ __forceinline__ void share_sums(float (&x)[kCount], float* exchange) {
+    constexpr int kLanes = kWarp / kCount;
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const float sum = warp_sums(x);
+    if (lane % kLanes == 0) { exchange[warp * kCount + lane / kLanes] = sum; }
+    __syncthreads();
+}
+template <int kCount> __device__ __forceinline__ void add_sums(float (&x)[kCount], const float* exchange) {
+    for (int i = 0; i < kCount; i++) { x[i] = 0.0f; }
+    for (int w = 0; w < (int)blockDim.x / kWarp; w++) {
+        for (int i = 0; i < kCount; i++) { x[i] += exchange[w * kCount + i]; }
     }
-
-    // Add the branches, round and store; sum what was stored. It stays in registers as words: see as_pack.
-    uint4 words[kVectors];
-    float sum = 0.0f, squares = 0.0f;
-#pragma unroll
-    for (int j = 0; j < kVectors; j++) {
-        if constexpr (kBranches > 0) {
-            const int c = (j * kWarp + lane) * kWidth;
-            Floats total = to_floats(x[j]);
-#pragma unroll
-            for (int i = 0; i < kBranches; i++) {
-                Floats added = to_floats(branch[i][j]);
-                if (a.dropout[i].dropped > 0) { apply_dropout(added, a.dropout[i], row, c); }
-                for (int k = 0; k < kWidth; k++) { total.at[k] += added.at[k]; }
-            }
-            x[j] = to_pack<floatX>(total);
-            store(a.residual + at, c, C, x[j]);
-        }
-        memcpy(&words[j], &x[j], sizeof(words[j]));
-        const Floats values = to_floats(as_pack(words[j]));
-        for (int k = 0; k < kWidth; k++) { sum += values.at[k]; }
-    }
-    const float mean = rms ? 0.0f : divide(warp_sum(sum), C, inverse_C);
-
-    // The variance around that mean, without what lies beyond C.
-#pragma unroll
-    for (int j = 0; j < kVectors; j++) {
-        if ((j * kWarp + lane) * kWidth >= C) { continue; }
-        const Floats values = to_floats(as_pack(words[j]));
-        for (int k = 0; k < kWidth; k++) { squares += (values.at[k] - mean) * (values.at[k] - mean); }
-    }
-    const float rstd = 1.0f / sqrtf(divide(warp_sum(squares), C, inverse_C) + (float)kNormEps);
-
-    // Normalise, once or twice.
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        if (i == 1 && (kGpt2 || !a.y[1].out)) { break; }
-#pragma unroll
-        for (int j = 0; j < kVectors; j++) {
-            const int c = (j * kWarp + lane) * kWidth;
-            const Floats w = load_floats(a.y[i].weight, c, C);
-            const Floats values = to_floats(as_pack(words[j]));
-            Floats y = load_floats(a.y[i].bias, c, rms ? 0 : C);
-            for (int k = 0; k < kWidth; k++) {
-                y.at[k] = fmaf((values.at[k] - mean) * rstd, w.at[k], y.at[k]);
-            }
-            store(a.y[i].out + at, c, C, to_pack<floatX>(y));
-        }
-    }
-    if (lane == 0) {
-        if (!rms) { a.mean[row] = mean; }
-        a.rstd[row] = rstd;
+}
+template <int kCount> __device__ __forceinline__ void row_sums(float (&x)[kCount], float* exchange) {
+    if (kCount == 1 && blockDim.x == kWarp) {           // no barrier: C=768 gains 5 % of a copy
+        x[0] = warp_sum(x[0]);
+    } else {
+        share_sums(x, exchange);
+        add_sums(x, exchange);
     }
 }
 
-// Elements [i, i + kWidth) of the stream, whose type is known at run time only.
-// store_stream returns them as rounded.
-__device__ __forceinline__ Floats load_stream(const floatX* x, bool fp32, size_t i) {
-    return fp32 ? load_floats((const float*)x, i, i + 1) : load_floats(x, i, i + 1);
-}
-__device__ __forceinline__ Floats store_stream(floatX* x, bool fp32, size_t i, const Floats& values) {
-    if (fp32) {
-        store((float*)x, i, i + 1, to_pack<float>(values));
-        return values;
-    }
-    const x128 rounded = to_pack<floatX>(values);
-    store(x, i, i + 1, rounded);
-    return to_floats(rounded);
-}
-
-// The forward for longer rows, and for a stream in fp32. A block takes a row, which waits in shared memory,
-// as rounded, for the second and the third pass. A thread reads there what it wrote itself.
-constexpr int kNormLongThreads = 512;
-__global__ void __launch_bounds__(kNormLongThreads, 2) norm_forward_long_kernel(NormForwardX a) {
-    extern __shared__ Pack<float> norm_row[];           // (C)
-    __shared__ float shared[kWarp];
-    const int C = a.C, row = blockIdx.x, first = threadIdx.x * kWidth, step = blockDim.x * kWidth;
-    const size_t at = (size_t)row * C;
+// The forward. A block takes kRows rows, which stay in registers as words. Two rows share the loads of weight
+// and bias. kAdds: there may be branches. With up to 4 vectors an SM has room for 1024 threads, else for 512.
+template <int kRows, int kVectors, bool kAdds, class Residual>
+__global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1) > 4 ? 1 : 2)
+    norm_forward_kernel(NormForwardX a) {
+    constexpr int kWide = sizeof(Residual) / sizeof(floatX);            // words of 16 bytes of a vector
+    __shared__ float exchange[2][kRowThreads / kWarp * kRows];
+    const int C = a.C, first = blockIdx.x * kRows, c0 = threadIdx.x * kWidth, c_step = blockDim.x * kWidth;
     const bool rms = a.kind == NormKind::Rms;
+    const float inverse_C = 1.0f / C;
+    const Residual* inp = (const Residual*)a.inp;
+    Residual* residual = (Residual*)a.residual;
 
-    // The row and its mean.
-    float sum = 0.0f, squares = 0.0f;
-    for (int c = first; c < C; c += step) {
-        Floats x = {};
-        if (a.inp) { x = load_stream(a.inp, a.residual_fp32, at + c); }
+    // 1. Load: all loads are on their way before the first is needed. What is missing is zeros.
+    uint4 x[kRows][kVectors][kWide], branch[2][kRows][kVectors];
+#pragma unroll
+    for (int r = 0; r < kRows; r++) {
+        const size_t at = (size_t)(first + r) * C;
+        const int end = first + r < a.N ? C : 0;
+#pragma unroll
+        for (int v = 0; v < kVectors; v++) {
+            const int c = c0 + v * c_step;
+            const Pack<Residual> pack = load(inp + at, c, !kAdds || inp ? end : 0);
+            memcpy(x[r][v], &pack, sizeof(pack));
+            for (int i = 0; i < (kAdds ? 2 : 0); i++) {
+                const x128 added = load(a.branch[i] + at, c, a.branch[i] ? end : 0);
+                memcpy(&branch[i][r][v], &added, sizeof(added));
+            }
+        }
+    }
+    auto vector = [&](int r, int v) { return to_floats(as_pack<Residual>(x[r][v][0], x[r][v][kWide - 1])); };
+
+    // 2. Add the branches, round and store.
+#pragma unroll
+    for (int m = 0; m < (kAdds ? kRows * kVectors : 0); m++) {
+        const int r = m / kVectors, v = m % kVectors, c = c0 + v * c_step;
+        Floats sum = vector(r, v);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             if (!a.branch[i]) { continue; }
-            Floats added = load_floats(a.branch[i] + at, c, C);
-            if (a.dropout[i].dropped > 0) { apply_dropout(added, a.dropout[i], row, c); }
-            for (int k = 0; k < kWidth; k++) { x.at[k] += added.at[k]; }
+            Floats added = to_floats(as_pack(branch[i][r][v]));
+            if (a.dropout[i].dropped > 0) { apply_dropout(added, a.dropout[i], first + r, c); }
+            for (int k = 0; k < kWidth; k++) { sum.at[k] += added.at[k]; }
         }
-        if (a.residual) { x = store_stream(a.residual, a.residual_fp32, at + c, x); }
-        norm_row[c / kWidth] = to_pack<float>(x);
-        for (int k = 0; k < kWidth; k++) { sum += x.at[k]; }
+        const Pack<Residual> rounded = to_pack<Residual>(sum);
+        store(residual + (size_t)(first + r) * C, c, residual && first + r < a.N ? C : 0, rounded);
+        memcpy(x[r][v], &rounded, sizeof(rounded));
     }
-    const float mean = rms ? 0.0f : block_sum(sum, shared) / C;
 
-    // The variance around that mean.
-    for (int c = first; c < C; c += step) {
-        const Floats x = to_floats(norm_row[c / kWidth]);
-        for (int k = 0; k < kWidth; k++) { squares += (x.at[k] - mean) * (x.at[k] - mean); }
-    }
-    const float rstd = 1.0f / sqrtf(block_sum(squares, shared) / C + (float)kNormEps);
-
-    // Normalise, once or twice.
-    for (int c = first; c < C; c += step) {
-        const Floats x = to_floats(norm_row[c / kWidth]);
+    // 3. Mean, and the variance around it without what lies beyond C.
+    float mean[kRows] = {}, rstd[kRows] = {};
+    keep_packed(x);
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            if (!a.y[i].out) { continue; }
-            Floats w = load_floats(a.y[i].weight, c, C), y = {};
-            if (!rms) { y = load_floats(a.y[i].bias, c, C); }
-            for (int k = 0; k < kWidth; k++) { y.at[k] = fmaf((x.at[k] - mean) * rstd, w.at[k], y.at[k]); }
-            store(a.y[i].out + at, c, C, to_pack<floatX>(y));
-        }
+    for (int m = 0; m < kRows * kVectors; m++) {
+        const Floats values = vector(m / kVectors, m % kVectors);
+        for (int k = 0; k < kWidth; k++) { mean[m / kVectors] += values.at[k]; }
     }
-    if (threadIdx.x == 0) {
-        if (!rms) { a.mean[row] = mean; }
-        a.rstd[row] = rstd;
+    keep_packed(x);
+    row_sums(mean, exchange[0]);
+    for (int r = 0; r < kRows; r++) { mean[r] = rms ? 0.0f : divide(mean[r], C, inverse_C); }
+#pragma unroll
+    for (int m = 0; m < kRows * kVectors; m++) {
+        const int r = m / kVectors, v = m % kVectors;
+        if (c0 + v * c_step >= C) { continue; }
+        const Floats values = vector(r, v);
+        for (int k = 0; k < kWidth; k++) { rstd[r] += (values.at[k] - mean[r]) * (values.at[k] - mean[r]); }
+    }
+    keep_packed(x);
+    row_sums(rstd, exchange[1]);
+#pragma unroll
+    for (int r = 0; r < kRows; r++) {
+        rstd[r] = 1.0f / sqrtf(divide(rstd[r], C, inverse_C) + (float)kNormEps);
+        if (threadIdx.x > 0 || first + r >= a.N) { continue; }
+        if (!rms) { a.mean[first + r] = mean[r]; }
+        a.rstd[first + r] = rstd[r];
+    }
+
+    // 4. Normalise, once or twice.
+#pragma unroll 1
+    for (int i = 0; i < 2 && a.y[i].out; i++) {
+        keep_packed(x);
+#pragma unroll
+        for (int v = 0; v < kVectors; v++) {
+            const int c = c0 + v * c_step;
+            const Floats weight = load_floats(a.y[i].weight, c, C);
+            const Floats bias = load_floats(a.y[i].bias, c, rms ? 0 : C);
+#pragma unroll
+            for (int r = 0; r < kRows; r++) {
+                Floats y = vector(r, v);
+                for (int k = 0; k < kWidth; k++) {
+                    y.at[k] = fmaf((y.at[k] - mean[r]) * rstd[r], weight.at[k], bias.at[k]);
+                }
+                const int end = first + r < a.N ? C : 0;
+                store(a.y[i].out + (size_t)(first + r) * C, c, end, to_pack<floatX>(y));
+            }
+        }
     }
 }
 
@@ -686,31 +666,30 @@ static void column_sums(const ColumnSums& sums, int tensors, const float* partia
                                                                                                partials, C);
 }
 
-// The backward for rows that a block holds, up to 4096 columns of 16 bits. A thread owns a vector of columns
-// and walks down the rows, kRows at a time. blockDim.x threads (whole warps) make a row, and blockDim.y
-// groups of them work on different rows. Column sums stay in registers from the first row to the last, 24 of
-// them for one norm at 16 bits. Only the two sums along a row cross threads: those of kRows rows with one
-// exchange and one barrier. A step is the rows that all blocks take at once; i is this group's first row:
+// The backward. A thread walks down the rows, kRows at a time, always with the same kVectors vectors of
+// columns; blockDim.y groups of threads work on different rows. Column sums stay in registers from the first
+// row to the last, 24 of them for one norm at 16 bits. Only the two sums along a row cross threads: those of
+// kRows rows with one exchange and one barrier. A step is the rows that all blocks take at once; i is this
+// group's first row:
 //
 //     copies       | rows i + 2 steps (cp.async, into this thread's slots) | rows i + 3 steps
 //     this thread  | rows i: sums -> exchange -> barrier -> dresidual      | rows i + 1 step: sums -> ...
 //
 // A slot in shared memory belongs to one thread, so waiting for its own copies is enough. With plain loads
 // into registers the memory idles during the arithmetic: 177 us instead of 104 for C=768, 124M.
-//
-// kCount is 1 for one norm and one branch, and 2 for everything else. A norm or branch that is missing of two
-// reads as zeros, and its sums are not stored.
-constexpr int kNormMaxThreads = 512;            // with 128 registers each, all that an SM has
-template <int kCount, class Residual> struct NormSlots {        // of a thread, 16 bytes each
-    static constexpr int kWide = sizeof(Residual) / sizeof(floatX);     // of a vector of the stream
-    static constexpr int kRows = kWide == 1 && kCount == 1 ? 2 : 1;     // more have no registers
+// Rows longer than a block are cut into tiles, blockIdx.y; norm_backward_sums_kernel has then taken their
+// sums before. kCount is 1 for one norm and one branch, and 2 for everything else. A norm or branch that is
+// missing of two reads as zeros, and its sums are not stored.
+template <int kCount, int kVectors, class Residual> struct NormSlots {      // of a thread, 16 bytes each
+    static constexpr int kWide = sizeof(Residual) / sizeof(floatX);         // of a vector of the stream
+    static constexpr int kRows = kWide == 1 && kCount == 1 && kVectors == 1 ? 2 : 1;    // else no registers
+    static constexpr int kItems = kRows * kVectors;     // item m is vector m % kVectors of row m / kVectors
     static constexpr int kStages = 2;                                   // more have no shared memory
     static constexpr int kTensors = 2 * kWide + kCount;                 // inp, douts, dresidual
-    static constexpr int kAll = kStages * kRows * kTensors;
-    // The sums of a row's warps, twice, for `groups` rows.
+    static constexpr int kAll = kStages * kItems * kTensors;
     static constexpr int exchange_bytes(int warps) { return 2 * warps * 2 * kRows * (int)sizeof(float); }
-    static_assert(kAll * kNormMaxThreads * (int)sizeof(x128) + exchange_bytes(kNormMaxThreads / kWarp) <=
-                  99 * 1024, "what most GPUs' blocks may have of shared memory");
+    static_assert(kAll * (int)sizeof(x128) * kRowThreads + exchange_bytes(kRowThreads / kWarp) <= 99 * 1024,
+                  "what most GPUs' blocks may have of shared memory");
 };
 
 // g of a vector of columns.
@@ -726,35 +705,74 @@ __device__ __forceinline__ Floats norm_gradient(const Floats (&dout)[kCount],
     return g;
 }
 
-template <int kCount, class Residual>
-__global__ void __launch_bounds__(kNormMaxThreads)
+// The sums of g and of g*xhat, a block a row.
+constexpr int kNormSumsThreads = 256;
+__global__ void __launch_bounds__(kNormSumsThreads)
+    norm_backward_sums_kernel(NormBackwardX a, float2* sums /*(N)*/, int norms) {
+    __shared__ float shared[kWarp];
+    const int C = a.C, row = blockIdx.x;
+    const size_t at = (size_t)row * C;
+    const float mean = a.kind == NormKind::Rms ? 0.0f : a.mean[row], rstd = a.rstd[row];
+    float2 sum = {0.0f, 0.0f};
+#pragma unroll 4
+    for (int c = threadIdx.x * kWidth; c < C; c += kNormSumsThreads * kWidth) {
+        const Floats x = a.residual_fp32 ? load_floats((const float*)a.inp + at, c, C)
+                                         : load_floats(a.inp + at, c, C);
+        Floats dout[2], weight[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            dout[i] = load_floats(a.y[i].dout + at, c, i < norms ? C : 0);
+            weight[i] = load_floats(a.y[i].weight, c, i < norms ? C : 0);
+        }
+        const Floats g = norm_gradient(dout, weight);
+        for (int k = 0; k < kWidth; k++) {
+            sum.x += g.at[k];
+            sum.y = fmaf(g.at[k], (x.at[k] - mean) * rstd, sum.y);
+        }
+    }
+    sum = {block_sum(sum.x, shared), block_sum(sum.y, shared)};
+    if (threadIdx.x == 0) { sums[row] = sum; }
+}
+
+template <int kCount, int kVectors, class Residual>
+__global__ void __launch_bounds__(kRowThreads)
     norm_backward_kernel(NormBackwardX a,
                          float* partial,                // (gridDim.x,2*norms+branches,C)
+                         const float2* known,           // (N) sums of rows longer than a block; else null
                          int norms, int branches) {
-    typedef NormSlots<kCount, Residual> Slots;
+    typedef NormSlots<kCount, kVectors, Residual> Slots;
+    if (kVectors > 1) { known = nullptr; }              // such rows fit a block
     constexpr int kWide = Slots::kWide, kRows = Slots::kRows, kTensors = Slots::kTensors;
+    constexpr int kItems = Slots::kItems;
     constexpr int kDresidual = kTensors - kWide, kRowSums = 2 * kRows;
     extern __shared__ x128 staged[];                    // (stage, row, tensor, thread), then the exchange
     const Residual* inp = (const Residual*)a.inp;
     Residual* dresidual = (Residual*)a.dresidual;
     const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
-    const int warps = blockDim.x / kWarp, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    const int C = a.C, c = threadIdx.x * kWidth, step = gridDim.x * blockDim.y * kRows;
+    const int C = a.C, c0 = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth, c_step = blockDim.x * kWidth;
+    const int step = gridDim.x * blockDim.y * kRows;
     const bool add = a.dresidual_acc == Accumulate::Yes, rms = a.kind == NormKind::Rms;
     const float inverse_C = 1.0f / C;
-    float* sums_shared = (float*)(staged + Slots::kAll * threads);      // (2, group, warp, kRowSums)
-    Floats weight[kCount], total[3 * kCount] = {};      // total: of dweight, dbias; then of the branches
+    float* exchange = (float*)(staged + Slots::kAll * threads);         // (2, group, warp, kRowSums)
+    const int exchanged = blockDim.x / kWarp * kRowSums;                // of a group
+    Floats weight[kVectors][kCount], total[kVectors][3 * kCount] = {};  // of dweight, dbias; then of branches
 #pragma unroll
-    for (int i = 0; i < kCount; i++) { weight[i] = load_floats(a.y[i].weight, c, i < norms ? C : 0); }
+    for (int v = 0; v < kVectors; v++) {
+#pragma unroll
+        for (int i = 0; i < kCount; i++) {
+            weight[v][i] = load_floats(a.y[i].weight, c0 + v * c_step, i < norms ? C : 0);
+        }
+    }
 
     // Starts the copies of kRows rows from `first` on into stage s. Rows beyond N, columns beyond C and a
     // missing norm become zeros, which add nothing.
     auto stage = [&](int first, int s) {
 #pragma unroll
-        for (int r = 0; r < kRows; r++) {
-            x128* slot = staged + (s * kRows + r) * kTensors * threads + thread;
-            const bool live = first + r < a.N && c < C;
-            const size_t at = live ? (size_t)(first + r) * C + c : 0;
+        for (int m = 0; m < kItems; m++) {
+            x128* slot = staged + (s * kItems + m) * kTensors * threads + thread;
+            const int row = first + m / kVectors, c = c0 + m % kVectors * c_step;
+            const bool live = row < a.N && c < C;
+            const size_t at = live ? (size_t)row * C + c : 0;
             for (int w = 0; w < kWide; w++) {
                 cp_async_16_or_zero(slot + w * threads, (const x128*)(inp + at) + w, live);
             }
@@ -769,45 +787,49 @@ __global__ void __launch_bounds__(kNormMaxThreads)
         }
         cp_async_commit();
     };
-    // Mean and rstd of rows come one step ahead, in registers.
-    int first = (blockIdx.x * blockDim.y + threadIdx.y) * kRows;
-    float next_mean[kRows], next_rstd[kRows];
+    // The numbers of a row come one step ahead, in registers.
+    struct { float mean, rstd; float2 sums; } next[kRows] = {};
     auto load_statistics = [&](int row) {
         for (int r = 0; r < kRows; r++) {
-            next_mean[r] = row + r < a.N && !rms ? a.mean[row + r] : 0.0f;
-            next_rstd[r] = row + r < a.N ? a.rstd[row + r] : 0.0f;
+            next[r].mean = row + r < a.N && !rms ? a.mean[row + r] : 0.0f;
+            next[r].rstd = row + r < a.N ? a.rstd[row + r] : 0.0f;
+            if (known && row + r < a.N) { next[r].sums = known[row + r]; }
         }
     };
+    int first = (blockIdx.x * blockDim.y + threadIdx.y) * kRows;
     for (int s = 0; s < Slots::kStages; s++) { stage(first + s * step, s); }
     load_statistics(first);
 
     // All groups of a block take the same number of rounds, because they wait for each other at barriers.
-    // base: the block's first row; s: this round's stage; turn: this round's half of sums_shared.
+    // base: the block's first row; s: this round's stage; turn: this round's half of the exchange.
     int s = 0, turn = 0;
     for (int base = blockIdx.x * blockDim.y * kRows; base < a.N; base += step, first += step) {
         // This round's rows into registers, as words: see as_pack. xhat = inp*rstd + shift.
         cp_async_wait<Slots::kStages - 1>();
-        uint4 words[kRows][kTensors];
-        float rstd[kRows], shift[kRows], sums[kRowSums];
-#pragma unroll
+        uint4 words[kItems][kTensors];
+        float rstd[kRows], shift[kRows], sums[kRowSums] = {};
+        float2 known_sums[kRows];
         for (int r = 0; r < kRows; r++) {
-            const x128* slot = staged + (s * kRows + r) * kTensors * threads + thread;
-#pragma unroll
-            for (int i = 0; i < kTensors; i++) { words[r][i] = *(const uint4*)(slot + i * threads); }
-            rstd[r] = next_rstd[r];
-            shift[r] = -next_mean[r] * next_rstd[r];
+            rstd[r] = next[r].rstd, shift[r] = -next[r].mean * next[r].rstd, known_sums[r] = next[r].sums;
         }
         load_statistics(first + step);
+        Floats x, d[kCount], g;
+        auto unpack = [&](const uint4 (&item)[kTensors], int v) {
+            x = to_floats(as_pack<Residual>(item[0], item[kWide - 1]));
+#pragma unroll
+            for (int i = 0; i < kCount; i++) { d[i] = to_floats(as_pack(item[kWide + i])); }
+            g = norm_gradient(d, weight[v]);
+        };
 
         // First pass over the rows: their sums of g and of g*xhat, and the columns of dweight and dbias.
 #pragma unroll
-        for (int r = 0; r < kRows; r++) {
-            sums[2 * r] = sums[2 * r + 1] = 0.0f;
-            const Floats x = to_floats(as_pack<Residual>(words[r][0], words[r][kWide - 1]));
-            Floats d[kCount];
+        for (int m = 0; m < kItems; m++) {
+            const int r = m / kVectors;
+            Floats* columns = total[m % kVectors];
+            const x128* slot = staged + (s * kItems + m) * kTensors * threads + thread;
 #pragma unroll
-            for (int i = 0; i < kCount; i++) { d[i] = to_floats(as_pack(words[r][kWide + i])); }
-            const Floats g = norm_gradient(d, weight);
+            for (int i = 0; i < kTensors; i++) { words[m][i] = *(const uint4*)(slot + i * threads); }
+            unpack(words[m], m % kVectors);
 #pragma unroll
             for (int k = 0; k < kWidth; k++) {
                 const float xhat = fmaf(x.at[k], rstd[r], shift[r]);
@@ -815,41 +837,36 @@ __global__ void __launch_bounds__(kNormMaxThreads)
                 sums[2 * r + 1] = fmaf(g.at[k], xhat, sums[2 * r + 1]);
 #pragma unroll
                 for (int i = 0; i < kCount; i++) {
-                    total[2 * i].at[k] = fmaf(d[i].at[k], xhat, total[2 * i].at[k]);
-                    total[2 * i + 1].at[k] += d[i].at[k];
+                    columns[2 * i].at[k] = fmaf(d[i].at[k], xhat, columns[2 * i].at[k]);
+                    columns[2 * i + 1].at[k] += d[i].at[k];
                 }
             }
         }
 
         // The warps of a row exchange their sums. One barrier a round is enough: the next round writes the
-        // other half, and the one after that comes only when all have read this one. A stage is free for a
-        // later round's copies once its rows are in registers.
-        float* exchange = sums_shared + (turn * blockDim.y + threadIdx.y) * warps * kRowSums;
-        constexpr int kLanesPerSum = kWarp / kRowSums;
-        const float warp_total = warp_sums(sums);
-        if (lane % kLanesPerSum == 0) { exchange[warp * kRowSums + lane / kLanesPerSum] = warp_total; }
-        __syncthreads();
+        // other half of the exchange, and the one after that comes only when all have read this one. A stage
+        // is free for a later round's copies once its rows are in registers.
+        float* half = exchange + (turn * blockDim.y + threadIdx.y) * exchanged;
+        if (!known) { share_sums(sums, half); }
         stage(first + Slots::kStages * step, s);
-        float row_sums[kRowSums] = {};
-        for (int w = 0; w < warps; w++) {
-            for (int i = 0; i < kRowSums; i++) { row_sums[i] += exchange[w * kRowSums + i]; }
+        if (!known) { add_sums(sums, half); }
+        for (int r = 0; r < kRows && known; r++) {
+            sums[2 * r] = known_sums[r].x, sums[2 * r + 1] = known_sums[r].y;
         }
+        s = s + 1 == Slots::kStages ? 0 : s + 1;
         turn ^= 1;
 
         // Second pass: the gradient of x, added to the residual stream's; that of a branch that has its own,
         // behind a dropout or rounded; and the columns of what is stored.
 #pragma unroll
-        for (int r = 0; r < kRows; r++) {
-            const float minus_g = rms ? 0.0f : divide(-rstd[r] * row_sums[2 * r], C, inverse_C),
-                        minus_gx = divide(-rstd[r] * row_sums[2 * r + 1], C, inverse_C);
+        for (int m = 0; m < kItems; m++) {
+            const int r = m / kVectors, v = m % kVectors, c = c0 + v * c_step;
+            const float minus_g = rms ? 0.0f : divide(-rstd[r] * sums[2 * r], C, inverse_C),
+                        minus_gx = divide(-rstd[r] * sums[2 * r + 1], C, inverse_C);
             const int end = first + r < a.N ? C : 0;
             const size_t at = (size_t)(first + r) * C;
-            const Floats x = to_floats(as_pack<Residual>(words[r][0], words[r][kWide - 1]));
-            Floats d[kCount],
-                result = to_floats(as_pack<Residual>(words[r][kDresidual], words[r][kTensors - 1]));
-#pragma unroll
-            for (int i = 0; i < kCount; i++) { d[i] = to_floats(as_pack(words[r][kWide + i])); }
-            const Floats g = norm_gradient(d, weight);
+            Floats result = to_floats(as_pack<Residual>(words[m][kDresidual], words[m][kTensors - 1]));
+            unpack(words[m], m % kVectors);
             for (int k = 0; k < kWidth; k++) {
                 const float xhat = fmaf(x.at[k], rstd[r], shift[r]);
                 result.at[k] += fmaf(g.at[k], rstd[r], fmaf(xhat, minus_gx, minus_g));
@@ -868,195 +885,100 @@ __global__ void __launch_bounds__(kNormMaxThreads)
                     store(a.branch[i].dout + at, c, end, branch);
                     stored = to_floats(branch);
                 }
-                for (int k = 0; k < kWidth; k++) { total[2 * kCount + i].at[k] += stored.at[k]; }
+                for (int k = 0; k < kWidth; k++) { total[v][2 * kCount + i].at[k] += stored.at[k]; }
             }
         }
-        s = s + 1 == Slots::kStages ? 0 : s + 1;
     }
     cp_async_wait<0>();
 
     // The groups' column sums meet in group 0, one after the other, which stores the block's row of partials.
-    // Where there are several groups, the slots have room for one's.
+    // Where there are several groups, a thread has one vector, and the slots have room for a group's.
     static_assert(2 * Slots::kAll * sizeof(x128) >= 3 * kCount * sizeof(Pack<float>), "of two groups");
     float* group_sums = (float*)staged;                 // (3*kCount, columns of the block)
-    const int columns = blockDim.x * kWidth;
+    const int columns = blockDim.x * kWidth, own = threadIdx.x * kWidth;
     for (int group = 1; group < (int)blockDim.y; group++) {
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < 3 * kCount; i++) {
-            if ((int)threadIdx.y == group) {
-                store(group_sums + i * columns, c, columns, to_pack<float>(total[i]));
-            }
+            const int end = (int)threadIdx.y == group ? columns : 0;
+            store(group_sums + i * columns, own, end, to_pack<float>(total[0][i]));
         }
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < 3 * kCount; i++) {
-            if (threadIdx.y > 0) { continue; }
-            const Floats other = load_floats(group_sums + i * columns, c, columns);
-            for (int k = 0; k < kWidth; k++) { total[i].at[k] += other.at[k]; }
+            const Floats other = load_floats(group_sums + i * columns, own, threadIdx.y == 0 ? columns : 0);
+            for (int k = 0; k < kWidth; k++) { total[0][i].at[k] += other.at[k]; }
         }
     }
     if (threadIdx.y > 0) { return; }
     partial += (size_t)blockIdx.x * (2 * norms + branches) * C;
 #pragma unroll
-    for (int i = 0; i < 2 * kCount; i++) {
-        if (i < 2 * norms) { store(partial + (size_t)i * C, c, C, to_pack<float>(total[i])); }
-    }
+    for (int i = 0; i < 3 * kCount; i++) {
+        const bool of_norm = i < 2 * kCount, wanted = of_norm ? i < 2 * norms : i - 2 * kCount < branches;
+        float* to = partial + (size_t)(of_norm ? i : i - 2 * kCount + 2 * norms) * C;
 #pragma unroll
-    for (int i = 0; i < kCount; i++) {
-        if (i == branches) { break; }
-        store(partial + (size_t)(2 * norms + i) * C, c, C, to_pack<float>(total[2 * kCount + i]));
-    }
-}
-
-// The backward for longer rows, in two passes over everything. First a block takes a row, and each thread its
-// part of the columns: dresidual and the branches' gradients.
-__global__ void __launch_bounds__(kNormLongThreads) norm_backward_long_kernel(NormBackwardX a, int norms) {
-    __shared__ float shared[kWarp];
-    const int C = a.C, row = blockIdx.x, first = threadIdx.x * kWidth, step = blockDim.x * kWidth;
-    const size_t at = (size_t)row * C;
-    const bool rms = a.kind == NormKind::Rms, add = a.dresidual_acc == Accumulate::Yes;
-    const float mean = rms ? 0.0f : a.mean[row], rstd = a.rstd[row];
-    auto gradient = [&](int c) {
-        Floats dout[2], weight[2];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            dout[i] = load_floats(a.y[i].dout + at, c, i < norms ? C : 0);
-            weight[i] = load_floats(a.y[i].weight, c, i < norms ? C : 0);
+        for (int v = 0; v < kVectors; v++) {
+            store(to, c0 + v * c_step, wanted ? C : 0, to_pack<float>(total[v][i]));
         }
-        return norm_gradient(dout, weight);
-    };
-
-    // The row's two sums: of g and of g*xhat.
-    float sum_g = 0.0f, sum_gx = 0.0f;
-    for (int c = first; c < C; c += step) {
-        const Floats x = load_stream(a.inp, a.residual_fp32, at + c), g = gradient(c);
-        for (int k = 0; k < kWidth; k++) {
-            sum_g += g.at[k];
-            sum_gx = fmaf(g.at[k], (x.at[k] - mean) * rstd, sum_gx);
-        }
-    }
-    const float mean_g = rms ? 0.0f : block_sum(sum_g, shared) / C, mean_gx = block_sum(sum_gx, shared) / C;
-
-    // The gradient of x, added to the residual stream's, and those of branches that have one of their own.
-    for (int c = first; c < C; c += step) {
-        const Floats x = load_stream(a.inp, a.residual_fp32, at + c), g = gradient(c);
-        Floats result = {};
-        if (add) { result = load_stream(a.dresidual, a.residual_fp32, at + c); }
-        for (int k = 0; k < kWidth; k++) {
-            const float xhat = (x.at[k] - mean) * rstd;
-            result.at[k] = fmaf(rstd, g.at[k] - mean_g - xhat * mean_gx, result.at[k]);
-        }
-        store_stream(a.dresidual, a.residual_fp32, at + c, result);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            if (!a.branch[i].dout) { continue; }
-            Floats masked = result;
-            if (a.branch[i].dropout.dropped > 0) { apply_dropout(masked, a.branch[i].dropout, row, c); }
-            store(a.branch[i].dout + at, c, C, to_pack<floatX>(masked));
-        }
-    }
-}
-
-// Second, a block owns some columns (blockIdx.x) and every gridDim.y-th row, and sums what was stored.
-__global__ void norm_backward_columns_kernel(NormBackwardX a,
-                                             float* partial,    // (gridDim.y,2*norms+branches,C)
-                                             int norms, int branches) {
-    const int C = a.C, c = (blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
-    if (c >= C) { return; }
-    Floats dweight[2] = {}, dbias[2] = {}, dbranch[2] = {};
-    for (int row = blockIdx.y; row < a.N; row += gridDim.y) {
-        const size_t at = (size_t)row * C + c;
-        const Floats x = load_stream(a.inp, a.residual_fp32, at);
-        const float mean = a.kind == NormKind::Rms ? 0.0f : a.mean[row], rstd = a.rstd[row];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            if (i < norms) {
-                const Floats d = load_floats(a.y[i].dout, at, at + 1);
-                for (int k = 0; k < kWidth; k++) {
-                    dweight[i].at[k] = fmaf(d.at[k], (x.at[k] - mean) * rstd, dweight[i].at[k]);
-                    dbias[i].at[k] += d.at[k];
-                }
-            }
-            if (i < branches) {
-                const floatX* own = a.branch[i].dout;
-                const Floats stored = own ? load_floats(own, at, at + 1)
-                                          : load_stream(a.dresidual, a.residual_fp32, at);
-                for (int k = 0; k < kWidth; k++) { dbranch[i].at[k] += stored.at[k]; }
-            }
-        }
-    }
-    float* to = partial + (size_t)blockIdx.y * (2 * norms + branches) * C;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        if (i < norms) {
-            store(to + 2 * i * C, c, C, to_pack<float>(dweight[i]));
-            store(to + (2 * i + 1) * C, c, C, to_pack<float>(dbias[i]));
-        }
-        if (i < branches) { store(to + (2 * norms + i) * C, c, C, to_pack<float>(dbranch[i])); }
     }
 }
 
 // residual may be inp or a branch: each element is read before it is written, by the same thread.
 static void norm_forward(const NormForwardX& a, Stream stream) {
     OpScope scope(a, stream);
-    const int branches = (a.branch[0] != nullptr) + (a.branch[1] != nullptr);
-    const int vectors = ceil_div(a.C, kWidth), a_lane = ceil_div(vectors, kWarp);
     check_width(a, a.C);
-    if (!a.inp && branches == 0) { die("norm_forward: nothing is added to nothing"); }
-    // GPT-2's rows up to 16-bit C=2048 (d12 has 3 vectors a lane, d48 7), others up to 1024.
-    const bool gpt2 = branches == 0 && a.kind == NormKind::Layer && !a.y[1].out;
-    const bool fits = !(kLowPrecision && a.residual_fp32) && a_lane <= (gpt2 ? 8 : 4);
-    if (fits) {
-        void (*const of_gpt2[])(NormForwardX) = {           // by vectors a lane
-            norm_forward_kernel<2, 0, true>, norm_forward_kernel<2, 0, true>, norm_forward_kernel<3, 0, true>,
-            norm_forward_kernel<4, 0, true>, norm_forward_kernel<5, 0, true>, norm_forward_kernel<7, 0, true>,
-            norm_forward_kernel<7, 0, true>, norm_forward_kernel<8, 0, true>};
-        void (*const others[])(NormForwardX) = {            // by branches
-            norm_forward_kernel<4, 0, false>, norm_forward_kernel<4, 1, false>,
-            norm_forward_kernel<4, 2, false>};
-        auto kernel = gpt2 ? of_gpt2[a_lane - 1] : others[branches];
-        kernel<<<ceil_div(a.N, kNormWarps), kNormWarps * kWarp, 0, stream>>>(a);
-        return;
+    if (a.C > kMaxC) { die("norm_forward: C=%d; at most %d is possible", a.C, kMaxC); }
+    if (!a.inp && !a.branch[0]) { die("norm_forward: nothing is added to nothing"); }
+    const int vectors = a.C / kWidth;
+    auto launch = [&](auto kernel, int rows, int held) {                // held: vectors of a thread
+        kernel<<<ceil_div(a.N, rows), round_up(ceil_div(vectors, held), kWarp), 0, stream>>>(a);
+    };
+    constexpr int kMost = ceil_div(kMaxC, kRowThreads * kWidth);        // 3 in 16 bits, 6 in FP32 builds
+    const bool fp32 = kLowPrecision && a.residual_fp32, fits = vectors <= kRowThreads;
+    if (fp32 && fits) { launch(norm_forward_kernel<2, 1, true, float>, 2, 1); }
+    else if (fp32) { launch(norm_forward_kernel<1, kMost, true, float>, 1, kMost); }
+    else if (a.branch[0] && fits) { launch(norm_forward_kernel<2, 1, true, floatX>, 2, 1); }
+    else if (a.branch[0]) { launch(norm_forward_kernel<1, kMost, true, floatX>, 1, kMost); }
+    else if (vectors > kMost * kWarp && vectors <= 2 * kRowThreads) {
+        launch(norm_forward_kernel<2, 2, false, floatX>, 2, 2);
+    } else {
+        launch(norm_forward_kernel<1, kMost, false, floatX>, 1, kMost);         // C=768: a warp a row
     }
-    const size_t row_bytes = a.C * sizeof(float);
-    if (row_bytes + 1024 > shared_memory_limit()) {         // 1024: what else the block has
-        die("norm_forward: a row of C=%d takes %zu bytes of shared memory; a block of this GPU has %zu",
-            a.C, row_bytes, shared_memory_limit());
-    }
-    allow_shared_memory(norm_forward_long_kernel, row_bytes);
-    norm_forward_long_kernel<<<a.N, std::min(round_up(vectors, kWarp), kNormLongThreads), row_bytes,
-                               stream>>>(a);
 }
 
 // Most blocks of the backward, and so rows of partials: 3 for each of the GPU's SMs.
 static int norm_most_blocks() { return std::min(3 * device_sm_count, hooks.norm_blocks); }
+static bool norm_is_long(int C) { return C > kRowThreads * kWidth; }
 // sums: of columns, two for each norm and one for each branch.
 static size_t norm_backward_scratch_bytes(int N, int C, int sums) {
-    return (size_t)std::min(N, norm_most_blocks()) * sums * C * sizeof(float);
+    return (size_t)std::min(N, norm_most_blocks()) * sums * C * sizeof(float) +
+           (norm_is_long(C) ? N * sizeof(float2) : 0);
 }
 
-// Both return the number of rows of partials.
-template <int kCount, class Residual>
-static int norm_backward_launch(const NormBackwardX& a, int norms, int branches, Stream stream) {
-    typedef NormSlots<kCount, Residual> Slots;
-    // Narrow rows share a block of some 192 threads: C=768 (124M) has 96 x 2.
-    const int x = round_up(ceil_div(a.C, kWidth), kWarp), y = std::max(1, 192 / x);
-    // As many blocks as fit the GPU, with room for up to 480 threads of 128 registers on each SM.
-    const int most = std::min(device_sm_count * std::max(1, 480 / (x * y)), norm_most_blocks());
-    const int blocks = std::min(most, ceil_div(a.N, y * Slots::kRows));
+template <int kCount, int kVectors, class Residual>
+static void norm_backward_launch(const NormBackwardX& a, int norms, int branches, Stream stream) {
+    typedef NormSlots<kCount, kVectors, Residual> Slots;
+    const auto kernel = norm_backward_kernel<kCount, kVectors, Residual>;
+    // Narrow rows share a block of some 192 threads: C=768 (124M) has 96 x 2. Long rows are cut into tiles.
+    const int vectors = ceil_div(a.C, kWidth * kVectors), tiles = ceil_div(vectors, kRowThreads);
+    const int x = round_up(ceil_div(vectors, tiles), kWarp), y = kVectors > 1 ? 1 : std::max(1, 192 / x);
+    // As many blocks as fit the GPU at once: an SM's registers are 512 threads' of 128. For one norm 480 is
+    // better: C=2048 with dropout has 96 % of a copy then, 86 % with a second block of 256 on each SM.
+    const int fit = device_sm_count * std::max(1, (kCount == 1 ? 480 : 512) / (x * y)) / tiles;
+    const int blocks = std::max(1, std::min({fit, norm_most_blocks(), ceil_div(a.N, y * Slots::kRows)}));
     const int bytes = Slots::kAll * x * y * (int)sizeof(x128) + y * Slots::exchange_bytes(x / kWarp);
-    allow_shared_memory(norm_backward_kernel<kCount, Residual>, bytes);
-    norm_backward_kernel<kCount, Residual>
-        <<<blocks, dim3(x, y), bytes, stream>>>(a, a.scratch, norms, branches);
-    return blocks;
-}
-static int norm_backward_long(const NormBackwardX& a, int norms, int branches, Stream stream) {
-    const int partials = std::min(a.N, norm_most_blocks());
-    norm_backward_long_kernel<<<a.N, kNormLongThreads, 0, stream>>>(a, norms);
-    norm_backward_columns_kernel<<<dim3(ceil_div(a.C, kWidth * 128), partials), 128, 0, stream>>>(
-        a, a.scratch, norms, branches);
-    return partials;
+    const int sums = 2 * norms + branches;
+    float2* known = nullptr;
+    if (tiles > 1) {
+        known = (float2*)(a.scratch + (size_t)blocks * sums * a.C);
+        norm_backward_sums_kernel<<<a.N, kNormSumsThreads, 0, stream>>>(a, known, norms);
+    }
+    allow_shared_memory(kernel, bytes);
+    kernel<<<dim3(blocks, tiles), dim3(x, y), bytes, stream>>>(a, a.scratch, known, norms, branches);
+    ColumnSums grads = {};
+    for (int i = 0; i < 2 * norms; i++) { grads.out[i] = i % 2 == 0 ? a.y[i / 2].dweight : a.y[i / 2].dbias; }
+    for (int i = 0; i < branches; i++) { grads.out[2 * norms + i] = a.branch[i].dbias; }
+    column_sums(grads, sums, a.scratch, blocks, a.C, stream);
 }
 
 static void norm_backward(const NormBackwardX& a, Stream stream) {
@@ -1066,17 +988,11 @@ static void norm_backward(const NormBackwardX& a, Stream stream) {
     const int branches = a.branch[1].dout || a.branch[1].dbias.data ? 2 : 1;
     const bool fp32 = kLowPrecision && a.residual_fp32, one = norms == 1 && branches == 1;
     for (int i = 0; i < branches; i++) { assert(!fp32 || a.branch[i].dout); }
-    const auto run = ceil_div(a.C, kWidth) > kNormMaxThreads ? norm_backward_long
-                     : fp32 ? (one ? norm_backward_launch<1, float> : norm_backward_launch<2, float>)
-                            : (one ? norm_backward_launch<1, floatX> : norm_backward_launch<2, floatX>);
-    const int partials = run(a, norms, branches, stream);
-    ColumnSums grads = {};
-    for (int i = 0; i < norms; i++) {
-        grads.out[2 * i] = a.y[i].dweight;
-        grads.out[2 * i + 1] = a.y[i].dbias;
-    }
-    for (int i = 0; i < branches; i++) { grads.out[2 * norms + i] = a.branch[i].dbias; }
-    column_sums(grads, 2 * norms + branches, a.scratch, partials, a.C, stream);
+    const bool two_vectors = one && !fp32 && norm_is_long(a.C) && !norm_is_long(a.C / 2);
+    const auto launch = fp32 ? (one ? norm_backward_launch<1, 1, float> : norm_backward_launch<2, 1, float>)
+                        : two_vectors ? norm_backward_launch<1, 2, floatX>
+                        : one ? norm_backward_launch<1, 1, floatX> : norm_backward_launch<2, 1, floatX>;
+    launch(a, norms, branches, stream);
 }
 
 // == 6.3 matmul ==
@@ -3350,17 +3266,11 @@ static void attention_backward(const AttentionBackwardX& a, Stream s) { attentio
 //     sample_tokens       draws the next tokens (sampler.h) and moves positions on
 // Memory decides about the time: with one row each weight serves a single product, 248 MB a token for 124M.
 // Positions and tokens are read from the device, so one CUDA graph serves all steps. A row is summed in an
-// order that does not depend on N, so a text is the same alone and in a batch. cuBLASLt chooses by N how it
-// splits sums, so it is not used here.
+// order that does not depend on N, so a text is the same alone and in a batch; cuBLASLt splits sums by N.
 //
 // On Hopper a kernel begins while the one before it still runs (PTX griddepcontrol, "programmatic dependent
-// launch"). No kernel of the step writes the weights or the earlier keys and values, so these come to the L2
-// meanwhile. Else each kernel would start with a trip to memory.
-//
-//     kernel before   | products ...                        | ends |
-//     this kernel         | prefetches to the L2 |  waits          | products ...
-//
-// A kernel waits before it reads what others write, and before it writes.
+// launch"). It fetches weights and earlier keys and values, which no kernel of the step writes, to the L2.
+// Then it waits, before it reads what others write, and before it writes.
 __device__ __forceinline__ void decode_next_may_begin() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -3381,12 +3291,8 @@ static void decode_launch(void (*kernel)(Args), dim3 grid, int threads, Stream s
     cudaLaunchAttribute early = {};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = grid;
-    config.blockDim = dim3(threads);
-    config.stream = stream;
-    config.attrs = &early;
-    config.numAttrs = sm90_kernels_run() ? 1 : 0;
+    const unsigned attributes = sm90_kernels_run() ? 1 : 0;
+    const cudaLaunchConfig_t config = {grid, dim3(threads), 0, stream, &early, attributes};
     cudaCheck(cudaLaunchKernelEx(&config, kernel, args));
 }
 
@@ -3470,7 +3376,7 @@ __global__ void __launch_bounds__(kDecodeWarps * kWarp, 3)
 static void decode_matmul(const DecodeMatmul<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     decode_check(a.N);
-    if (a.C % 8 != 0) { die("decode_matmul: %d channels; a multiple of 8 is possible", a.C); }
+    check_width(a, a.C);
     const int rows = a.N == 1 ? 1 : 8, outputs = a.N == 1 ? 1 : 4;
     const int blocks = ceil_div(a.N, rows) * ceil_div(a.OC, kDecodeWarps * outputs);
     decode_launch(a.N == 1 ? decode_matmul_kernel<1, 1> : decode_matmul_kernel<8, 4>, dim3(blocks),
@@ -3503,7 +3409,8 @@ constexpr int kDecodeSplits = 16, kDecodeAtOnce = 4;    // warps of a block, pos
 template <int kElements>
 __global__ void __launch_bounds__(kDecodeSplits * kWarp)
     decode_attention_kernel(DecodeAttention<floatX, float> a) {
-    __shared__ float maxima[kDecodeSplits], sums[kDecodeSplits], outs[kDecodeSplits][kElements * kWarp];
+    __shared__ float2 parts[kDecodeSplits];                             // a warp's largest score and sum
+    __shared__ float outs[kDecodeSplits][kElements * kWarp];
     const int HS = a.HS, h = blockIdx.x, n = blockIdx.y, warp = threadIdx.x / kWarp;
     const int lane = threadIdx.x % kWarp, t = a.positions[n];           // set in the step before
     const size_t C = (size_t)a.NH * HS, head = (size_t)h * HS;
@@ -3528,13 +3435,13 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
     }
     __syncthreads();
 
-    // 3. This warp's positions.
+    // 3. This warp's positions. element: lane's j-th of a head, 0 beyond it.
+    auto element = [=](const floatX* row, int j) {
+        return lane + j * kWarp < HS ? (float)row[lane + j * kWarp] : 0.0f;
+    };
     float q[kElements], out[kElements] = {}, max = -FLT_MAX, sum = 0.0f;
 #pragma unroll
-    for (int j = 0; j < kElements; j++) {
-        const int i = lane + j * kWarp;
-        q[j] = i < HS ? (float)qkv[i] : 0.0f;
-    }
+    for (int j = 0; j < kElements; j++) { q[j] = element(qkv, j); }
     for (int first = warp * kDecodeAtOnce; first <= t; first += kDecodeSplits * kDecodeAtOnce) {
         float scores[kDecodeAtOnce], v[kDecodeAtOnce][kElements], new_max = max;
 #pragma unroll
@@ -3543,9 +3450,8 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
             float dot = 0.0f;
 #pragma unroll
             for (int j = 0; j < kElements; j++) {
-                const int i = lane + j * kWarp;
-                v[b][j] = i < HS ? (float)values[at + i] : 0.0f;
-                dot = fmaf(q[j], i < HS ? (float)keys[at + i] : 0.0f, dot);
+                v[b][j] = element(values + at, j);
+                dot = fmaf(q[j], element(keys + at, j), dot);
             }
             scores[b] = warp_sum(dot) * scale;
             if (first + b > t) { scores[b] = -INFINITY; }
@@ -3566,19 +3472,16 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
     }
 
     // 4. The warps' parts, in order. A warp without positions has a sum of 0.
-    if (lane == 0) {
-        maxima[warp] = max;
-        sums[warp] = sum;
-    }
+    if (lane == 0) { parts[warp] = {max, sum}; }
 #pragma unroll
     for (int j = 0; j < kElements; j++) { outs[warp][lane + j * kWarp] = out[j]; }
     __syncthreads();
     for (int i = threadIdx.x; i < HS; i += blockDim.x) {
         float most = -FLT_MAX, total = 0.0f, x = 0.0f;
-        for (int w = 0; w < kDecodeSplits; w++) { most = fmaxf(most, maxima[w]); }
+        for (int w = 0; w < kDecodeSplits; w++) { most = fmaxf(most, parts[w].x); }
         for (int w = 0; w < kDecodeSplits; w++) {
-            const float factor = exp2_fast(maxima[w] - most);
-            total = fmaf(factor, sums[w], total);
+            const float factor = exp2_fast(parts[w].x - most);
+            total = fmaf(factor, parts[w].y, total);
             x = fmaf(factor, outs[w][i], x);
         }
         a.out[n * C + head + i] = (floatX)(x / total);
@@ -3596,11 +3499,13 @@ static void decode_attention(const DecodeAttention<floatX, float>& a, Stream str
     decode_launch(kernel, dim3(a.NH, a.N), kDecodeSplits * kWarp, stream, a);
 }
 
-// Draws as sample_token() does (sampler.h) and takes the same token, a block a row. A logit's key is a
-// number that grows with it; 16 to 32 halvings find the key at which top-k or top-p cut off. Weights are
-// whole numbers, so their sums may be taken in any order.
+// Draws as sample_token() does (sampler.h) and takes the same token, a block a row. A logit's key is a whole
+// number that grows with it. One search halves a range of keys until it has the key at which top-k or top-p
+// cuts, the other a range of ids until it has the token. Weights are whole numbers, so their sums do not
+// depend on the order.
 constexpr int kSampleThreads = 1024;
 constexpr int kKeyShift = sizeof(floatX) == 4 ? 0 : kFp16 ? 13 : 16;    // bits of fp32 that floatX lacks
+typedef unsigned long long Weight64;
 
 // 0 for NaN; zeros have one key.
 __device__ __forceinline__ uint32_t sample_key(float x) {
@@ -3613,107 +3518,106 @@ __device__ __forceinline__ float sample_value(uint32_t key) {
     return __uint_as_float(bits & 0x80000000u ? bits & 0x7FFFFFFFu : ~(bits | ((1u << kKeyShift) - 1u)));
 }
 
+struct SampleCut {                      // what is left: larger keys, and the first `fits` ids with this key
+    uint32_t key;
+    Weight64 fits;
+};
 struct SampleRow {                      // as a block sees it
     const floatX* logits;               // (V)
     int V;
-    unsigned long long* shared;         // (32)
+    Weight64* shared;                   // (32)
 
-    // The sum of f(key, logit) over the row. Every thread gets it.
-    template <class F> __device__ __forceinline__ unsigned long long sum(F f) const {
-        unsigned long long x = 0;
+    // The sum of f(id, key, logit) over ids [first, end). Every thread gets it.
+    template <class F> __device__ __forceinline__ Weight64 sum(uint32_t first, uint32_t end, F f) const {
+        Weight64 x = 0;
 #pragma unroll 8
-        for (int i = threadIdx.x; i < V; i += kSampleThreads) {
+        for (uint32_t i = first + threadIdx.x; i < end; i += kSampleThreads) {
             const float logit = (float)logits[i];
-            x += f(sample_key(logit), logit);
+            x += f(i, sample_key(logit), logit);
         }
         return block_sum(x, shared);
     }
 
-    // Returns the largest key such that f(logit) of it and larger ones adds up to `wanted` or more, but not
-    // less than `low`. *above: what the larger ones have. `best` is the row's largest key.
-    template <class F>
-    __device__ __forceinline__ uint32_t threshold(uint32_t low, uint32_t best, unsigned long long wanted,
-                                                  unsigned long long* above, F f) const {
-        uint32_t high = best + 1;               // keys from here on have too little
-        *above = 0;
-        while (high - low > 1) {
-            const uint32_t middle = low + (high - low) / 2;
-            const unsigned long long more = sum([=](uint32_t key, float x) {
-                return key >= middle && key < high ? f(x) : 0ull;
-            });
-            if (*above + more >= wanted) { low = middle; }
-            else { high = middle; *above += more; }
+    // The smallest i below `n` such that part(0, i + 1) exceeds *target, which loses part(0, i); n - 1 if
+    // none does. part(i, j): what numbers i to j - 1 weigh.
+    template <class Part>
+    __device__ __forceinline__ uint32_t find(uint32_t n, Weight64* target, Part part) const {
+        uint32_t low = 0;
+        while (n - low > 1) {
+            const uint32_t middle = low + (n - low) / 2;
+            const Weight64 lower = part(low, middle);
+            if (lower > *target) { n = middle; }
+            else { low = middle, *target -= lower; }
         }
         return low;
+    }
+    template <class F> __device__ __forceinline__ uint32_t find_id(Weight64 target, F f) const {
+        return find(V, &target, [=](uint32_t i, uint32_t j) { return sum(i, j, f); });
+    }
+
+    // Of the likeliest tokens, the fewest such that their f(logit) adds up to `wanted`. No key below `low` is
+    // tried, nor one above `best`, the row's largest. NaN, which has key 0, never fits.
+    template <class F>
+    __device__ __forceinline__ SampleCut cut(uint32_t low, uint32_t best, Weight64 wanted, F f) const {
+        Weight64 rest = wanted - 1;
+        const uint32_t key = best - find(best - low + 1, &rest, [=](uint32_t i, uint32_t j) {
+            return sum(0, V, [=](uint32_t, uint32_t key, float x) -> Weight64 {
+                return key <= best - i && key > best - j ? f(x) : 0;
+            });
+        });
+        return {key, key > 0 ? rest / f(sample_value(key)) + 1 : 0};
     }
 };
 
 __global__ void __launch_bounds__(kSampleThreads, 1) sample_tokens_kernel(SampleTokens<floatX, float> a) {
-    __shared__ unsigned long long shared[kWarp];
+    __shared__ Weight64 shared[kWarp];
     decode_await_last();
     const int n = blockIdx.x, V = a.V;
     const SampleRow row = {a.logits + (size_t)n * V, V, shared};
     const Sampling& s = a.sampling;
 
     // 1. The likeliest token: the largest key, and of its ids the lowest.
-    unsigned long long likeliest = 0;
+    Weight64 likeliest = 0;
 #pragma unroll 8
     for (int i = threadIdx.x; i < V; i += kSampleThreads) {
         const uint32_t key = sample_key((float)row.logits[i]);
-        if (key > 0) { likeliest = max(likeliest, (unsigned long long)key << 32 | (0xFFFFFFFFu - i)); }
+        if (key > 0) { likeliest = max(likeliest, (Weight64)key << 32 | (0xFFFFFFFFu - i)); }
     }
     likeliest = block_max(likeliest, shared);
     const uint32_t best = (uint32_t)(likeliest >> 32);
     const float largest = sample_value(best);
-    const int first_id = (int)(0xFFFFFFFFu - (uint32_t)likeliest);
+    int token = best == 0 ? -1 : (int)(0xFFFFFFFFu - (uint32_t)likeliest);
 
-    if (best == 0 || s.temperature == 0.0f || s.top_k == 1) {           // nothing to draw
-        if (threadIdx.x == 0) { a.tokens[n] = best == 0 ? -1 : first_id; }
-    } else {
-        // 2. What top-k and top-p leave: keys above `threshold`, and the first `fits` ids with that key,
-        // which weigh `tie` each. All together weigh `total`.
-        auto weight = [=](float x) -> unsigned long long {
-            return sample_weight(x, largest, s.temperature);
+    if (best > 0 && s.temperature > 0.0f && s.top_k != 1) {
+        // 2. What top-k and top-p leave.
+        SampleCut cut = {0, 0};
+        auto weight = [=](float x) -> Weight64 { return sample_weight(x, largest, s.temperature); };
+        auto total = [&] {
+            const uint32_t limit = cut.key;
+            const Weight64 larger = row.sum(0, V, [=](uint32_t, uint32_t key, float x) {
+                return key > limit ? weight(x) : 0;
+            });
+            return larger + cut.fits * weight(sample_value(limit));
         };
-        uint32_t threshold = 0;
-        unsigned long long above = 0, fits = 0, tie = 0;
         if (s.top_k > 0 && s.top_k < V) {
-            threshold = row.threshold(0, best, s.top_k, &above, [](float) { return 1ull; });
-            fits = threshold > 0 ? s.top_k - above : 0;         // 0: fewer than k are not NaN
-            tie = weight(sample_value(threshold));
+            cut = row.cut(0, best, s.top_k, [](float) -> Weight64 { return 1; });
         }
-        unsigned long long total = fits * tie + row.sum([=](uint32_t key, float x) {
-            return key > threshold ? weight(x) : 0ull;
-        });
-        if (s.top_p < 1.0f) {
-            const unsigned long long wanted = sample_kept(total, s.top_p);
-            threshold = row.threshold(threshold, best, wanted, &above, weight);
-            tie = weight(sample_value(threshold));
-            fits = (wanted - above + tie - 1) / tie;
-            total = above + fits * tie;
-        }
+        if (s.top_p < 1.0f) { cut = row.cut(cut.key, best, sample_kept(total(), s.top_p), weight); }
 
-        // 3. Tile by tile in the order of ids: the token whose weight covers the target.
-        const double coin = rand_unit(a.seed, RAND_SAMPLE, a.ids[n], a.draws[n]);
-        const unsigned long long target = sample_target(total, coin);
-        unsigned long long before = 0, ties = 0;        // of the tiles before this one
-        for (int first = 0; first < V && before <= target; first += kSampleThreads) {
-            const int i = first + threadIdx.x;
-            const float x = i < V ? (float)row.logits[i] : NAN;
-            const uint32_t key = sample_key(x);
-            const bool is_tie = fits > 0 && key == threshold;
-            BlockScan tied = {};
-            if (fits > 0) { tied = block_scan(is_tie, shared); }
-            const bool fits_in = is_tie && ties + tied.upto <= fits;
-            const unsigned long long mine = key > threshold ? weight(x) : fits_in ? tie : 0;
-            const BlockScan scan = block_scan(mine, shared);
-            const unsigned long long end = before + scan.upto;
-            if (end > target && end - mine <= target) { a.tokens[n] = i; }
-            before += scan.total;
-            ties += tied.total;
+        // 3. The token at which the weights of what is left, in the order of ids, exceed the target.
+        const SampleCut kept = cut;
+        const Weight64 target = sample_target(total(), rand_unit(a.seed, RAND_SAMPLE, a.ids[n], a.draws[n]));
+        uint32_t last = 0;                      // of the ids that fit
+        if (kept.fits > 0) {
+            last = row.find_id(kept.fits - 1,
+                               [=](uint32_t, uint32_t key, float) -> Weight64 { return key == kept.key; });
         }
+        token = (int)row.find_id(target, [=](uint32_t i, uint32_t key, float x) {
+            return key > kept.key || (key == kept.key && kept.fits > 0 && i <= last) ? weight(x) : 0;
+        });
     }
     if (threadIdx.x == 0) {
+        a.tokens[n] = token;
         a.positions[n]++;
         a.draws[n]++;
     }

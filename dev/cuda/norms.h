@@ -49,7 +49,7 @@ static int norms_bench() {
         {"+ branch, layernorm, stream in fp32", 1, 1, false, false, kLowPrecision},
         {"+ two branches, two layernorms, stream in fp32", 2, 2, false, false, kLowPrecision}};
     constexpr size_t kElements = (size_t)65536 * 768;
-    constexpr int kTensors = 7, kMaxC = 16384;
+    constexpr int kTensors = 7;
     floatX *x[kTensors], *stream[3];            // stream: floatX, or fp32
     for (int i = 0; i < kTensors; i++) {
         x[i] = (floatX*)device_malloc(kElements * sizeof(floatX), "a tensor");
@@ -73,7 +73,7 @@ static int norms_bench() {
     const double copy = 2.0 * kElements * sizeof(floatX) / copy_us * 1e-3;
     printf("copy of %.0f MB: %.0f us, %.0f GB/s (" PRECISION_NAME ")\n", kElements * sizeof(floatX) * 1e-6,
            copy_us, copy);
-    for (int C : {768, 1600, 4096, 8192, 16384}) {
+    for (int C : {768, 1024, 1280, 1600, 2048, 4096, 8192, kMaxC}) {
         const int N = (int)(kElements / C);
         printf("C=%d, N=%d%*sforward us  GB/s  %% copy   backward us  GB/s  %% copy\n", C, N, 22, "");
         for (const NormTimed& kind : kinds) {

@@ -53,9 +53,9 @@ static inline std::string config_error(const Config& c) {
     if ((int)c.block < 0 || c.block > Block::ParallelTied || (int)c.norm < 0 || c.norm > NormKind::Rms) {
         return format("block %d or norm %d is not known", (int)c.block, (int)c.norm);
     }
-    if (c.L > 10000 || c.C > (1 << 20) || c.maxT > (1 << 24)) {
-        return format("L=%d C=%d T=%d: at most 10000 layers, 2^20 channels, 2^24 positions", c.L, c.C,
-                      c.maxT);
+    if (c.L > 10000 || c.C > kMaxC || c.maxT > (1 << 24)) {
+        return format("L=%d C=%d T=%d: at most 10000 layers, %d channels, 2^24 positions", c.L, c.C, c.maxT,
+                      kMaxC);
     }
     return "";
 }

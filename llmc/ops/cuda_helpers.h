@@ -95,6 +95,16 @@ template <class T> __device__ __forceinline__ Pack<T> as_pack(uint4 first, uint4
     if constexpr (sizeof(pack) > 16) { memcpy((char*)&pack + 16, &last, 16); }
     return pack;
 }
+// Makes the compiler read these words anew. It would otherwise keep the floats that an earlier phase made of
+// them, in twice the registers.
+template <int kRows, int kVectors, int kWide>
+__device__ __forceinline__ void keep_packed(uint4 (&words)[kRows][kVectors][kWide]) {
+#pragma unroll
+    for (int i = 0; i < kRows * kVectors * kWide; i++) {
+        uint4& word = words[i / (kVectors * kWide)][i / kWide % kVectors][i % kWide];
+        asm volatile("" : "+r"(word.x), "+r"(word.y), "+r"(word.z), "+r"(word.w));
+    }
+}
 // bf16 is the upper half of a float, so a shift or a mask of the word converts it. The compiler on its own
 // extracts the element first.
 template <class T> __device__ __forceinline__ Floats to_floats(const Pack<T>& pack) {
@@ -226,25 +236,6 @@ template <class T> __device__ __forceinline__ T block_max(T x, T* shared /*(32)*
     x = warp_max(lane < (int)blockDim.x / kWarp ? shared[lane] : (T)0);
     __syncthreads();            // the next call may write `shared`
     return x;
-}
-
-// x of this thread and those before it, and of the whole block.
-struct BlockScan { unsigned long long upto, total; };
-__device__ __forceinline__ BlockScan block_scan(unsigned long long x, unsigned long long* shared /*(32)*/) {
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    for (int d = 1; d < kWarp; d *= 2) {
-        const unsigned long long other = __shfl_up_sync(0xFFFFFFFFu, x, d);
-        x += lane >= d ? other : 0ull;
-    }
-    if (lane == kWarp - 1) { shared[warp] = x; }
-    __syncthreads();
-    BlockScan scan = {x, 0};
-    for (int w = 0; w < (int)blockDim.x / kWarp; w++) {
-        scan.upto += w < warp ? shared[w] : 0ull;
-        scan.total += shared[w];
-    }
-    __syncthreads();            // the next call may write `shared`
-    return scan;
 }
 
 // ---- maths ----
