@@ -125,7 +125,7 @@ for step in $steps; do
             --only "hf,questions${DOCS:+,race}" --data "${DOCS:-}"
         ;;
     bench)
-        check bench dev/bench/bench.sh "$DATA"
+        check bench make -s bench
         ;;
     *) echo "error: '$step' is not a step of dev/gpu.sh" >&2; exit 1 ;;
     esac

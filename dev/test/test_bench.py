@@ -1,0 +1,72 @@
+"""make bench and make profile without a GPU: what they read of the programs' output, and the tables.
+
+    pytest dev/test/test_bench.py
+"""
+import argparse
+import json
+import os
+import sys
+
+import pytest
+
+from checks import ROOT, read, write
+
+sys.path.insert(0, os.path.join(ROOT, "dev/bench"))
+import bench                                        # noqa: E402
+
+PROFILED = """NVIDIA H200, d12, B=64, T=1024, BF16
+step 106.000 ms, of it its matrix products alone 74.200 ms
+ceilings: 655 TFLOP/s, copy 4228 GB/s
+op                                   calls        ms   share    GB/s  TFLOP/s   of ceiling
+matmul_forward 768x3072                 12    10.000   9.4 %     500      600         90 %
+classifier                               1     3.500   3.3 %    3742        0         89 %
+all                                     13    13.500  12.7 %    1000      400         90 %
+"""
+
+
+def trains(ms, more=""):
+    """A program that prints steps for ever."""
+    return f"#!/bin/sh\nwhile :; do echo 'step 1/9 | loss 1.0 | lr 3e-04 | norm 1.0 | {ms} ms{more}'; done\n"
+
+
+def test_step_times():
+    lines = ["device: H200\n", *(f"step {i}/9 | loss 1.0 | {ms} ms | 5 tok/s | MFU {i}.0% |\n"
+                                 for i, ms in enumerate((900, 500, 300, 400, 350, 100)))]
+    assert bench.step_times(lines, 0.75, warm=1.4) == ([300, 400, 350], 4.0)
+    assert bench.step_times(["step 1 | 5.0 ms | x\n"], 1) == ([], None)
+
+
+def test_ops():
+    assert bench.ceilings(PROFILED) == {"gemm_ms": 74.2, "gemm_tflops": 655, "copy_gb_s": 4228}
+    floors = bench.op_floors(PROFILED)
+    assert floors == {"matmul_forward 768x3072": 9.0, "classifier": pytest.approx(3.115), "all": 12.15}
+
+
+def test_turns(monkeypatch, capsys):
+    """The whole of `make bench`, with programs that only print."""
+    monkeypatch.setattr(bench, "ROOT", os.getcwd())
+    monkeypatch.setattr(bench, "made_up_shard", lambda path: write(path, b""))
+    write("train_gpt2cu", trains("100.0", " | 1 tok/s | MFU 46.0% | ETA 1 s"))
+    write("profile_gpt2cu", f"#!/bin/sh\ncat <<'E'\n{PROFILED}E\n")
+    write("llmc", trains("110.00", " | 40.0% bf16 MFU |"))
+    write("other", trains("125.0", " | 1 tok/s"))
+    write("broken", "#!/bin/sh\necho no GPU here >&2\nexit 1\n")
+    bench.step(argparse.Namespace(sizes="d12:64", who="llm.c, ./other, ./broken", llmc="llmc", flags="",
+                                  seconds=1, json="bench.json"))
+    assert "no GPU here" in capsys.readouterr().out
+    runs = json.loads(read("bench.json"))["sizes"]["d12:64"]["runs"]
+    assert {name: len(runs[name]) for name in runs} == {"ours": 4, "llm.c": 1, "./other": 1, "./broken": 1}
+    assert runs["llm.c"][0]["ratio"] == pytest.approx(1.1) and "ratio" not in runs["./broken"][0]
+    rows = bench.table(bench.merged(["bench.json"])).splitlines()
+    assert rows[2] == ("| 124M, B=64 | 655K, 0.0 | 46 % | 74.2 of 100.0 ms, 74 %; 655 TFLOP/s "
+                       "| 596K (1.10), 0.0 | 524K (1.25), 0.0 | - |")
+    more = bench.merged(["bench.json", "bench.json"])["sizes"]["d12:64"]["runs"]
+    assert len(more["ours"]) == 8 and len(more["llm.c"]) == 2
+
+
+def test_page():
+    """The table on the pages is that of the kept figures."""
+    table = bench.table(bench.merged([os.path.join(ROOT, bench.KEPT)]))
+    for page in bench.PAGES:
+        text = read(os.path.join(ROOT, page)).decode()
+        assert bench.with_table(text, table) == text, "python3 dev/bench/bench.py table ... --write"
