@@ -128,13 +128,13 @@ template <class Args> static void profile_end(const Args&, Stream stream) {
     nvtxRangePop();
 }
 
-// The median of what op takes, run again and again for `seconds`, without the first quarter.
-static double sustained_ms(const std::function<void()>& op, double seconds) {
+// The median of what op takes on its stream, run again and again for `seconds`, without the first quarter.
+static double sustained_ms(const std::function<void()>& op, Stream stream, double seconds) {
     std::vector<double> ms;
     for (double sum = 0; sum < 1e3 * seconds; sum += ms.back()) {
-        const cudaEvent_t begin = event_now(0);
+        const cudaEvent_t begin = event_now(stream);
         op();
-        const cudaEvent_t end = event_now(0);
+        const cudaEvent_t end = event_now(stream);
         cudaCheck(cudaDeviceSynchronize());
         ms.push_back(ms_between(begin, end));
     }
@@ -152,7 +152,7 @@ static double copy_rate() {
         for (int i = 0; i < 8; i++) {
             cudaCheck(cudaMemcpyAsync(buffer, buffer + kBytes, kBytes, cudaMemcpyDeviceToDevice, 0));
         }
-    }, 0.3);
+    }, 0, 0.3);
     device_free(buffer);
     return 8 * 2 * kBytes / ms * 1e3;
 }
@@ -195,7 +195,7 @@ static void print_ops(int steps, double step_ms, double copy, double gemm) {
     printf("%-36s %5s %9s %7s %7s %8s %12s\n", "op", "calls", "ms", "share", "GB/s", "TFLOP/s",
            "of ceiling");
     for (const Row& r : rows) {
-        printf("%-36s %5d %9.3f %5.1f %% %7.0f %8.0f %10.0f %%\n", r.name.c_str(), r.calls / steps,
+        printf("%-36s %5d %9.3f %5.1f %% %7.0f %8.0f %10.1f %%\n", r.name.c_str(), r.calls / steps,
                r.ms / steps, 100 * r.ms / steps / step_ms, r.bytes / r.ms * 1e-6, r.flops / r.ms * 1e-9,
                100 * r.floor / r.ms);
     }
@@ -205,7 +205,7 @@ int main(int argc, char** argv) {
     flags_parse(kFlags, kNumFlags, argc, argv, kFlagGroups);
     const Config c = run_model();
     const Options options = run_options();
-    const int B = run.B, T = run.T, steps = run.max_steps > 0 ? (int)run.max_steps : 20;
+    const int B = run.B, T = run.T, steps = run.max_steps > 0 ? (int)run.max_steps : 40;
     const DeviceInfo device = device_init();
     gpt2_check_memory(c, options, B, T, device);
     GPT2 model;
@@ -216,7 +216,7 @@ int main(int argc, char** argv) {
         x[i] = (int)(rand_u32(1, RAND_SAMPLE, 0, i) % (uint32_t)c.V);
         y[i] = (int)(rand_u32(1, RAND_SAMPLE, 1, i) % (uint32_t)c.V);
     }
-    const int timed = std::max(1, steps / 2);
+    const int timed = std::max(1, steps / 2), micro_steps = rank_micro_steps();
     double step_ms = 0;
     for (int step = 0; step < steps; step++) {
         profile.on = step >= steps - timed;
@@ -224,7 +224,9 @@ int main(int argc, char** argv) {
         profile.gemm_flops = 0;
         if (step == steps - 1) { cudaCheck(cudaProfilerStart()); }      // for ncu --profile-from-start off
         const cudaEvent_t begin = event_now(model.stream);
-        gpt2_micro_step(&model, x.data(), y.data(), B, T, 0, 1);
+        for (int micro = 0; micro < micro_steps; micro++) {
+            gpt2_micro_step(&model, x.data(), y.data(), B, T, micro, micro_steps);
+        }
         gpt2_update(&model, run.lr, run.muon_lr);
         const cudaEvent_t end = event_now(model.stream);
         gpt2_read_state(&model);                                        // waits
@@ -234,7 +236,8 @@ int main(int argc, char** argv) {
     cudaCheck(cudaProfilerStop());
     profile.on = false;
 
-    const double gemm_ms = sustained_ms([] { for (const auto& gemm : profile.gemms) { gemm(); } }, 4);
+    const double gemm_ms =
+        sustained_ms([] { for (const auto& gemm : profile.gemms) { gemm(); } }, model.stream, 4);
     if (run.verbose > 0) { print_plans(); }
     gpt2_free(&model);
     const double copy = copy_rate(), gemm = profile.gemm_flops / gemm_ms * 1e3;

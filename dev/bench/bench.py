@@ -2,7 +2,7 @@
 """The trainer beside PyTorch and llm.c, by turns on one GPU, and beside what the GPU can do.
 
     make bench                              # five sizes, a quarter of an hour: a table, and build/bench.json
-    make bench SIZES="d12:64 d48:16" WHO="pytorch llm.c" LLMC=../llm.c/train_gpt2cu
+    make bench SIZES="d12:64 d48:16" WHO=pytorch,llm.c LLMC=../llm.c/train_gpt2cu
     make bench WHO="./train_gpt2cu --block parallel"        # any program with the trainer's flags
     make profile                            # ncu's counters of every op; `make bench-ops` needs none
     python3 dev/bench/bench.py table build/bench.json --write       # into README.md and docs/performance.md
@@ -135,12 +135,6 @@ def in_turns(all_of):
         yield ours
 
 
-def add_ratio(run, before, after):
-    """Our speed over theirs."""
-    if not {"error"} & {*run, *before, *after}:
-        run["ratio"] = run["ms"] / statistics.mean((before["ms"], after["ms"]))
-
-
 def ceilings(text):
     """What profile_gpt2cu measures before it lists the ops."""
     found = re.search(r"products alone ([\d.]+) ms\nceilings: (\d+) TFLOP/s, copy (\d+) GB/s", text)
@@ -170,18 +164,15 @@ def step(args):
         model, B = size.split(":")
         print(f"== {size}, T={T}", flush=True)
         profiled = run(PROFILE, "-e", model, "-b", B, "-t", str(T), "-x", "4", *flags)
-        row = {**ceilings(profiled.stdout + profiled.stderr), "runs": {}}
+        row = {**ceilings(profiled.stdout + profiled.stderr), "runs": []}
         print(f"  its matrix products alone {row['gemm_ms']:.2f} ms, {row['gemm_tflops']} TFLOP/s; copy "
               f"{row['copy_gb_s']} GB/s", flush=True)
-        runs = row["runs"]
         for name, command in in_turns(contestants(size, who, args.llmc, flags)):
             one = measure(command, args.seconds)
-            runs.setdefault(name, []).append(one)
+            row["runs"].append({"who": name, **one})
             print(f"  {name:20} " + (one.get("error") or (
                 f"{one['ms']:8.2f} ms  {int(B) * T / one['ms'] * 1e3:9.0f} tokens/s  {one['gib']:6.2f} GiB  "
                 f"median of {one['steps']} steps")), flush=True)
-        for i, name in enumerate(list(runs)[1:]):
-            add_ratio(runs[name][0], *runs["ours"][i:i + 2])
         results["sizes"][size] = row
         with open(args.json, "w", encoding="utf-8") as f:
             json.dump(results, f, indent=1)
@@ -190,17 +181,16 @@ def step(args):
 
 # ---- the table ----
 def merged(files):
-    """Runs of several calls: each ratio is of one call."""
+    """The runs of several calls."""
     results = {"provenance": {}, "sizes": {}}
     for path in files:
         with open(path, encoding="utf-8") as f:
             more = json.load(f)
-        results["provenance"].update({key: value for key, value in more["provenance"].items()
-                                      if value or key not in results["provenance"]})
+        for key, value in more["provenance"].items():
+            results["provenance"][key] = value or results["provenance"].get(key, "")
         for size, row in more["sizes"].items():
-            runs = results["sizes"].setdefault(size, {**row, "runs": {}})["runs"]
-            for name, new in row["runs"].items():
-                runs[name] = runs.get(name, []) + [run for run in new if "error" not in run]
+            runs = results["sizes"].get(size, {"runs": []})["runs"]
+            results["sizes"][size] = {**row, "runs": runs + row["runs"]}
     return results
 
 
@@ -208,31 +198,43 @@ def thousands(speed):
     return f"{speed / 1e3:.0f}K" if speed >= 1e5 else f"{speed / 1e3:.1f}K"
 
 
+def median_of(runs, key):
+    """None: no run has it."""
+    values = [run[key] for run in runs if run.get(key)]
+    return statistics.median(values) if values else None
+
+
+def ratios(runs, name):
+    """Our speed, just before and just after, over theirs."""
+    for before, theirs, after in zip(runs, runs[1:], runs[2:]):
+        if theirs["who"] == name and all("ms" in one for one in (before, theirs, after)):
+            yield theirs["ms"] / statistics.mean((before["ms"], after["ms"]))
+
+
+def cell(tokens, runs, name):
+    theirs = [run for run in runs if run["who"] == name and "ms" in run]
+    if not theirs:
+        return "-"
+    known = list(ratios(runs, name)) if name != "ours" else []
+    ratio = f" ({statistics.mean(known):.2f})" if known else ""
+    return f"{thousands(tokens / median_of(theirs, 'ms') * 1e3)}{ratio}, {median_of(theirs, 'gib') or 0:.1f}"
+
+
 def table(results):
     """A row a size, and a line that says where they come from."""
-    others = {name: None for row in results["sizes"].values() for name in row["runs"] if name != "ours"}
-    rows = [["tokens/s, GiB", "ours", "MFU", "its matrix products alone", *others]]
+    sizes, source = results["sizes"], results["provenance"]
+    ours, *others = dict.fromkeys(run["who"] for row in sizes.values() for run in row["runs"])
+    rows = [["tokens/s, GiB", ours, "MFU", "its matrix products alone", *others]]
     rows.append(["---"] * len(rows[0]))
-    for size, row in results["sizes"].items():
+    for size, row in sizes.items():
         model, B = size.split(":")
-
-        def cell(name):
-            good = [run for run in row["runs"].get(name, []) if "error" not in run]
-            if not good:
-                return "-"
-            speed = int(B) * T / statistics.median(run["ms"] for run in good) * 1e3
-            ratios = [run["ratio"] for run in good if "ratio" in run]
-            ratio = f" ({statistics.mean(ratios):.2f})" if ratios else ""
-            return f"{thousands(speed)}{ratio}, {max(run['gib'] for run in good):.1f}"
-        ours = [run for run in row["runs"]["ours"] if "error" not in run]
-        ms = statistics.median(run["ms"] for run in ours)
-        mfu = [run["mfu"] for run in ours if run["mfu"]]
-        rows.append([f"{NAMES.get(model, model)}, B={B}", cell("ours"),
-                     f"{statistics.median(mfu):.0f} %" if mfu else "-",
-                     f"{row['gemm_ms']:.1f} of {ms:.1f} ms, {100 * row['gemm_ms'] / ms:.0f} %; "
-                     f"{row['gemm_tflops']} TFLOP/s", *map(cell, others)])
-    source = results["provenance"]
-    copy = statistics.median(row["copy_gb_s"] for row in results["sizes"].values())
+        tokens, mine = int(B) * T, [run for run in row["runs"] if run["who"] == ours]
+        ms, mfu = median_of(mine, "ms"), median_of(mine, "mfu")
+        share = f"{row['gemm_ms']:.1f} of {ms:.1f} ms, {100 * row['gemm_ms'] / ms:.0f} %; " if ms else ""
+        rows.append([f"{NAMES.get(model, model)}, B={B}", cell(tokens, row["runs"], ours),
+                     f"{mfu:.0f} %" if mfu else "-", f"{share}{row['gemm_tflops']} TFLOP/s",
+                     *(cell(tokens, row["runs"], name) for name in others)])
+    copy = median_of(list(sizes.values()), "copy_gb_s")
     programs = [f"{name} {source[name]}" for name in ("PyTorch", "llm.c") if source.get(name)]
     line = ", ".join([source["gpu"], f"driver {source['driver']}", f"copy {copy:.0f} GB/s", *programs,
                       source["date"], f"commit {source['commit']}", "`make bench`"])
@@ -279,8 +281,8 @@ def ncu_rows(text):
 
 def op_floors(text):
     """{op: ms at the ceiling} of what profile_gpt2cu prints."""
-    found = re.findall(r"^(\S+(?: \d+x\d+)?) +\d+ +([\d.]+) +[\d.]+ % .* +(\d+) %$", text, re.M)
-    return {op: float(ms) * int(share) / 100 for op, ms, share in found}
+    found = re.findall(r"^(\S+(?: \d+x\d+)?) +\d+ +([\d.]+) +[\d.]+ % .* +([\d.]+) %$", text, re.M)
+    return {op: float(ms) * float(share) / 100 for op, ms, share in found}
 
 
 def profile_table(text):
@@ -300,6 +302,8 @@ def profile(args):
     command = ["ncu", *options.split(), ",".join(NCU_METRICS), PROFILE, "-x", "3", *shlex.split(args.flags)]
     done = run(*command)
     text = done.stdout + done.stderr
+    with open(os.path.join(ROOT, "build/profile.csv"), "w", encoding="utf-8") as f:
+        f.write(text)
     if not ncu_rows(text):
         why = re.search(r"==ERROR== (.*)|(.*)$", text.strip())
         sys.exit(f"ncu gives no counters ({why[1] or why[2]}): `make bench-ops` times every op without it")

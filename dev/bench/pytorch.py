@@ -44,15 +44,15 @@ def median_ms(run, count=20):
 
 
 def attention_times(dims, B):
-    """{back end: (ms forward, ms backward)} of one layer; q, k and v lie in one tensor, as in training."""
-    HS = dims.C // dims.NH
-    qkv = torch.randn(B, T, 3, dims.NH, HS, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    dout = torch.randn(B, dims.NH, T, HS, device="cuda", dtype=torch.bfloat16)
-    times = {}
+    """{back end: (ms forward, ms backward)} of one layer."""
+    def tensor():                               # (B,NH,T,HS), where a projection's rows lie
+        x = torch.randn(B, T, dims.NH, dims.C // dims.NH, device="cuda", dtype=torch.bfloat16)
+        return x.transpose(1, 2).requires_grad_()
+    qkv, dout, times = (tensor(), tensor(), tensor()), tensor().detach(), {}
+
+    def forward():
+        return F.scaled_dot_product_attention(*qkv, is_causal=True)
     for name, backend in BACKENDS.items():
-        def forward():
-            q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         try:
             with sdpa_kernel(backend):
                 there = median_ms(forward)
