@@ -36,6 +36,23 @@ def test_step_times():
     assert bench.step_times(["step 1 | 5.0 ms | x\n"], 1) == ([], None)
 
 
+def test_ncu(monkeypatch):
+    """Launches of an op together, shares weighted by time; without ncu one sentence."""
+    names = ["ID", "Kernel Name", *bench.NCU_METRICS]
+    rows = [names, ["", "", "ns", "%", "%"], ["0", "classifier", "1,000,000", "80", "0"],
+            ["1", "matmul_forward 768x3072", "9000000", "30", "70"],
+            ["2", "classifier", "3000000", "40", "4"]]
+    text = "==PROF== Connected\n" + "".join(",".join(f'"{word}"' for word in row) + "\n" for row in rows)
+    assert bench.ncu_rows(text) == {"classifier": [2, 4.0, 50.0, 3.0],
+                                    "matmul_forward 768x3072": [1, 9.0, 30.0, 70.0]}
+    _, *lines = bench.profile_table(PROFILED + text).splitlines()
+    assert [line.split()[::len(line.split()) - 1] for line in lines] == [
+        ["matmul_forward", "9.000"], ["classifier", "3.115"], ["all", "13.000"]]
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SystemExit, match="^ncu gives no counters .*make bench-ops"):
+        bench.profile(argparse.Namespace(flags=""))
+
+
 def test_ops():
     assert bench.ceilings(PROFILED) == {"gemm_ms": 74.2, "gemm_tflops": 655, "copy_gb_s": 4228}
     floors = bench.op_floors(PROFILED)
@@ -66,7 +83,11 @@ def test_turns(monkeypatch, capsys):
 
 def test_page():
     """The table on the pages is that of the kept figures."""
-    table = bench.table(bench.merged([os.path.join(ROOT, bench.KEPT)]))
-    for page in bench.PAGES:
-        text = read(os.path.join(ROOT, page)).decode()
-        assert bench.with_table(text, table) == text, "python3 dev/bench/bench.py table ... --write"
+    assert bench.with_table("a\n<!-- make bench -->\nb\n<!-- its end -->\nc\n", "d\n") == (
+        "a\n<!-- make bench -->\nd\n<!-- its end -->\nc\n")
+    pages = [read(os.path.join(ROOT, page)).decode() for page in bench.PAGES]
+    assert all(bench.with_table(page, "") != page for page in pages), "each has a place for it"
+    kept = os.path.join(ROOT, bench.KEPT)
+    if os.path.exists(kept):
+        table = bench.table(bench.merged([kept]))
+        assert [bench.with_table(page, table) for page in pages] == pages, "bench.py table ... --write"
