@@ -204,7 +204,7 @@ static void print_ops(int steps, double step_ms, double copy, double gemm) {
 int main(int argc, char** argv) {
     flags_parse(kFlags, kNumFlags, argc, argv, kFlagGroups);
     const Config c = run_model();
-    const Options options = run_options();
+    Options options = run_options();
     const int B = run.B, T = run.T, steps = run.max_steps > 0 ? (int)run.max_steps : 40;
     const DeviceInfo device = device_init();
     gpt2_check_memory(c, options, B, T, device);

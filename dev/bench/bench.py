@@ -148,7 +148,8 @@ def provenance(llmc):
     version = "import torch; print(torch.__version__.partition('+')[0])"
     return {"gpu": f"{name.removeprefix('NVIDIA ')} {watts.partition('.')[0]} W", "driver": driver,
             "PyTorch": said(sys.executable, "-c", version), "date": datetime.date.today().isoformat(),
-            "llm.c": said("git", "rev-parse", "--short", "HEAD", cwd=os.path.dirname(llmc)) if llmc else "",
+            "llm.c": said("git", "rev-parse", "--short", "HEAD", cwd=os.path.dirname(os.path.abspath(llmc)))
+            if llmc else "",
             "commit": said("git", "rev-parse", "--short", "HEAD")}
 
 
