@@ -54,6 +54,10 @@ WORK(NormBackward) {
 WORK(MatmulForward) { return product(a.N, a.C, a.OC, kX, kX, kX * (1 + !!a.residual + !!a.pre_gelu)); }
 WORK(MatmulBackwardInput) { return product(a.N, a.C, a.OC, kX * (1 + !!a.residual + !!a.pre_gelu), kX, kX); }
 WORK(MatmulBackwardWeight) { return product(a.N, a.C, a.OC, kX, width(a.dweight), kX); }
+WORK(Fp8Matmul) {
+    return product(a.M, a.K, a.N, 1, 1, a.out ? kX * (1 + !!a.residual) : width(a.grad));
+}
+WORK(Fp8Cast) { return {(kX * (1 + !!a.pre_gelu) + !!a.out + !!a.out_t) * a.N * a.C, 0}; }
 WORK(BiasBackward) { return {kX * a.N * a.OC, 0}; }
 WORK(GradAccumulate) { return {(kS + width(a.grad)) * (double)a.n, 0}; }
 WORK(GeluForward) { return {2 * kX * (double)a.n, 0}; }
@@ -105,15 +109,16 @@ static double ms_between(cudaEvent_t begin, cudaEvent_t end) {
 
 // The matrix products have their shape in their name, and are kept to be run again.
 template <class Args> static std::string profile_name(const Args& a, Stream) { return op_name(a); }
-#define NAME(op, Args)                                                              \
+#define NAME(op, Args, inp, out)                                                    \
     static std::string profile_name(const Args<floatX, float>& a, Stream stream) {  \
         profile.gemms.push_back([=] { op(a, stream); });                            \
         profile.gemm_flops += work(a).flops;                                        \
-        return format("%s %dx%d", op_name(a), a.C, a.OC);                           \
+        return format("%s %dx%d", op_name(a), a.inp, a.out);                        \
     }
-NAME(matmul_forward, MatmulForward)
-NAME(matmul_backward_input, MatmulBackwardInput)
-NAME(matmul_backward_weight, MatmulBackwardWeight)
+NAME(matmul_forward, MatmulForward, C, OC)
+NAME(matmul_backward_input, MatmulBackwardInput, C, OC)
+NAME(matmul_backward_weight, MatmulBackwardWeight, C, OC)
+NAME(fp8_matmul, Fp8Matmul, K, N)
 #undef NAME
 
 template <class Args> static void profile_begin(const Args& a, Stream stream) {
@@ -205,6 +210,7 @@ int main(int argc, char** argv) {
     flags_parse(kFlags, kNumFlags, argc, argv, kFlagGroups);
     const Config c = run_model();
     Options options = run_options();
+    options.graphs = false;                     // a graph's kernels are in no op's range
     const int B = run.B, T = run.T, steps = run.max_steps > 0 ? (int)run.max_steps : 40;
     const DeviceInfo device = device_init();
     gpt2_check_memory(c, options, B, T, device);
