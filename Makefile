@@ -96,7 +96,7 @@ TESTS := $(patsubst dev/test/%.cpp,build/%,$(wildcard dev/test/test_*.cpp))
 .DEFAULT_GOAL := help
 .PHONY: help quickstart tinyshakespeare tokenize stories bigram checkpoint plot check-docs fuzz lint
 .PHONY: test test-quick test-gpu test-all test-mutants built-cpu built-gpu built-all built-test look look-all
-.PHONY: sanitize bench bench-ops clean FORCE
+.PHONY: sanitize bench bench-ops profile clean FORCE
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -246,12 +246,14 @@ sanitize: $(addprefix build/check/test_gpt2.,BF16 FP32 FP16) ## on a GPU: kernel
 check-docs: train_gpt2cpu ## runs the commands of README and docs, made small, in a copy of the repository
 	@$(PYTEST) -q --no-header -rA --slow dev/test/test_docs.py
 
-bench-ops: build/check/profile_gpt2.BF16 ## on a GPU: the norms' kernels beside a copy and PyTorch's
-	build/check/profile_gpt2.BF16 norms
-	@python3 dev/bench/norms.py
-
-bench: build/check/train_gpt2.BF16 ## on a GPU: tokens/s beside PyTorch's
-	dev/bench/bench.sh
+# On one GPU, the first that CUDA_VISIBLE_DEVICES names. FLAGS: for the trainer. More in dev/bench/bench.py.
+bench: train_gpt2cu profile_gpt2cu ## tokens/s, by turns with PyTorch and llm.c: SIZES, WHO, LLMC, FLAGS
+	python3 dev/bench/bench.py step --sizes '$(SIZES)' --who '$(WHO)' --llmc '$(LLMC)' --flags '$(FLAGS)'
+bench-ops: profile_gpt2cu ## every op of a step beside what the GPU can do; attention's in PyTorch
+	./profile_gpt2cu $(or $(FLAGS),-b 64)
+	@-python3 dev/bench/pytorch.py $(or $(FLAGS),-b 64)
+profile: profile_gpt2cu ## ncu's counters of every op of a step
+	@python3 dev/bench/bench.py profile --flags '$(or $(FLAGS),-b 64)'
 
 lint: ## launches without a stream, long lines, undefined names in Python, paths of one machine
 	python3 dev/test/lint.py

@@ -1,19 +1,166 @@
 /*
-One training step for a profiler: no data files, no logs, random tokens.
+Where a training step's time goes: every op of the model at its own shape, beside what the GPU can do. Random
+tokens, no data files, the trainer's flags.
 
     make profile_gpt2cu
-    ncu --set full --clock-control none -o step ./profile_gpt2cu            # every kernel of one micro-step
-    nsys profile -o step ./profile_gpt2cu d12 64 1024 3                     # model, B, T, steps
-    ./profile_gpt2cu norms                                                  # times of dev/cuda/norms.h
+    ./profile_gpt2cu -e d12 -b 64                   # `make bench-ops`; -x N: steps, the second half is timed
+    ./profile_gpt2cu -e L1,NH64,C4096 -b 12 --block parallel --dropout 0.1      # other norms, other rows
+    nsys profile -o step ./profile_gpt2cu -x 3      # each op is an NVTX range, with its shape inside
 
-Every op is an NVTX range with its own name. The first step loads kernels and picks GEMM algorithms, so the
-last one is the one to look at: ncu's --nvtx --nvtx-include "profiled/" keeps only that.
+`make profile` adds ncu's counters of the last step. The ceilings are measured in the same run: copies, and
+the step's own matrix products again and again for seconds, at the clock that the power limit leaves.
 */
+#define PROFILING
 #define main train_gpt2_main
 #include "train_gpt2.cu"
 #undef main
+#include <cuda_profiler_api.h>      // gives: cudaProfilerStart
 #include <functional>               // gives: std::function
-#include "dev/cuda/norms.h"         // gives: norms_bench
+
+// ---- what an op has to do ----
+struct Work { double bytes, flops; };       // bytes: if each operand moves once; flops: of products alone
+
+constexpr double kX = sizeof(floatX), kS = sizeof(float);
+static double width(const Grad& g) {        // bytes of an element
+    return g.data ? (g.is_bf16 ? 2 : kS) * (g.acc == Accumulate::Yes ? 2 : 1) : 0;
+}
+static double width(const StoredGrads& g) { return g.is_bf16 ? 2 : kS; }
+static double elements(const Rows& rows, size_t n) { return (double)rows.count * (double)n; }
+// inp, weight, out: bytes of an element, with those of tensors that have its shape.
+static Work product(double N, double C, double OC, double inp, double weight, double out) {
+    return {N * C * inp + C * OC * weight + N * OC * out, 2 * N * C * OC};
+}
+// Of n queries over T keys: causal, so half of each product.
+static Work attention_work(double n, double T, double tensors, double products) {
+    return {kX * tensors * n, products * n * T};
+}
+
+template <class Args> static Work work(const Args&) { return {}; }
+#define WORK(Args) static Work work(const Args<floatX, float>& a)
+WORK(EncoderForward) { return {2 * kX * a.B * a.T * a.C, 0}; }
+WORK(EncoderBackward) {
+    return {(kX * a.B * a.T + 2 * kS * a.buckets.num_segments + kS * a.maxT) * a.C, 0};
+}
+WORK(NormForward) {
+    const double stream = (a.residual_fp32 ? kS : kX) * (!!a.inp + !!a.residual);
+    const int others = !!a.branch[0] + !!a.branch[1] + !!a.y[0].out + !!a.y[1].out;
+    return {(stream + kX * others) * a.N * a.C, 0};
+}
+WORK(NormBackward) {
+    const double stream = (a.residual_fp32 ? kS : kX) * (a.dresidual_acc == Accumulate::Yes ? 3 : 2);
+    const int others = !!a.branch[0].dout + !!a.branch[1].dout + !!a.y[0].dout + !!a.y[1].dout;
+    return {(stream + kX * others) * a.N * a.C, 0};
+}
+WORK(MatmulForward) { return product(a.N, a.C, a.OC, kX, kX, kX * (1 + !!a.residual + !!a.pre_gelu)); }
+WORK(MatmulBackwardInput) { return product(a.N, a.C, a.OC, kX * (1 + !!a.residual + !!a.pre_gelu), kX, kX); }
+WORK(MatmulBackwardWeight) { return product(a.N, a.C, a.OC, kX, width(a.dweight), kX); }
+WORK(Fp8Matmul) {
+    return product(a.M, a.K, a.N, 1, 1, a.out ? kX * (1 + !!a.residual) : width(a.grad));
+}
+WORK(Fp8Cast) { return {(kX * (1 + !!a.pre_gelu) + !!a.out + !!a.out_t) * a.N * a.C, 0}; }
+WORK(BiasBackward) { return {kX * a.N * a.OC, 0}; }
+WORK(GradAccumulate) { return {(kS + width(a.grad)) * (double)a.n, 0}; }
+WORK(GeluForward) { return {2 * kX * (double)a.n, 0}; }
+WORK(GeluBackward) { return {3 * kX * a.N * a.OC, 0}; }
+WORK(AttentionDropout) { return {kS * a.B * a.NH * (double)keep_words(a.T), 0}; }
+WORK(AttentionForward) { return attention_work((double)a.B * a.T * a.NH * a.HS, a.T, 4, 2); }
+WORK(AttentionBackward) { return attention_work((double)a.B * a.T * a.NH * a.HS, a.T, 8, 5); }
+WORK(Classifier) { return {kX * a.N * a.Vp * (a.mode == ClassifierMode::LossAndGrad ? 2 : 1), 0}; }
+WORK(LossSum) { return {kS * a.N, 0}; }
+WORK(LaneSum) {
+    return {(double)a.n * (kS * a.num_chain + width(a.pieces) * a.num_pieces + width(a.out)), 0};
+}
+WORK(SquareSums) { return {elements(a.rows, a.n) * width(a.grads), 0}; }
+WORK(AdamW) {                               // m and v both ways, weights one way or both
+    const double weight = a.params_fp32 ? kS : kX, weights = weight + (a.master ? 2 * kS : weight);
+    return {elements(a.rows, a.n) * (width(a.grads) + 4 * kS + weights), 0};
+}
+WORK(MuonMomentum) { return {elements(a.rows, a.n) * (width(a.grads) + 2 * kS + sizeof(muonX)), 0}; }
+WORK(MuonOrthogonalise) {
+    const double m = std::min(a.rows, a.cols), n = std::max(a.rows, a.cols);
+    return {0, a.steps * a.places.count() * (4 * m * m * n + 2 * m * m * m)};
+}
+WORK(MuonUpdate) { return {elements(a.rows, a.n) * (sizeof(muonX) + kX + (a.master ? 2 * kS : kX)), 0}; }
+#undef WORK
+
+// ---- what it took ----
+struct Timed { std::string name; Work work; cudaEvent_t begin, end; };
+static struct {
+    bool on = false;
+    int depth = 0;                              // an op that another one calls is part of that
+    std::vector<Timed> ops;
+    std::vector<std::function<void()>> gemms;
+    double gemm_flops = 0;
+} profile;
+
+static cudaEvent_t event_now(Stream stream) {
+    cudaEvent_t event;
+    cudaCheck(cudaEventCreate(&event));
+    cudaCheck(cudaEventRecord(event, stream));
+    return event;
+}
+static double ms_between(cudaEvent_t begin, cudaEvent_t end) {
+    float ms = 0;
+    cudaCheck(cudaEventElapsedTime(&ms, begin, end));
+    cudaCheck(cudaEventDestroy(begin));
+    cudaCheck(cudaEventDestroy(end));
+    return ms;
+}
+
+// The matrix products have their shape in their name, and are kept to be run again.
+template <class Args> static std::string profile_name(const Args& a, Stream) { return op_name(a); }
+#define NAME(op, Args, inp, out)                                                    \
+    static std::string profile_name(const Args<floatX, float>& a, Stream stream) {  \
+        profile.gemms.push_back([=] { op(a, stream); });                            \
+        profile.gemm_flops += work(a).flops;                                        \
+        return format("%s %dx%d", op_name(a), a.inp, a.out);                        \
+    }
+NAME(matmul_forward, MatmulForward, C, OC)
+NAME(matmul_backward_input, MatmulBackwardInput, C, OC)
+NAME(matmul_backward_weight, MatmulBackwardWeight, C, OC)
+NAME(fp8_matmul, Fp8Matmul, K, N)
+#undef NAME
+
+template <class Args> static void profile_begin(const Args& a, Stream stream) {
+    if (!profile.on || profile.depth++ > 0) { return; }
+    const std::string name = profile_name(a, stream);
+    nvtxRangePushA(name.c_str());
+    profile.ops.push_back({name, work(a), event_now(stream), nullptr});
+}
+template <class Args> static void profile_end(const Args&, Stream stream) {
+    if (!profile.on || --profile.depth > 0) { return; }
+    profile.ops.back().end = event_now(stream);
+    nvtxRangePop();
+}
+
+// The median of what op takes on its stream, run again and again for `seconds`, without the first quarter.
+static double sustained_ms(const std::function<void()>& op, Stream stream, double seconds) {
+    std::vector<double> ms;
+    for (double sum = 0; sum < 1e3 * seconds; sum += ms.back()) {
+        const cudaEvent_t begin = event_now(stream);
+        op();
+        const cudaEvent_t end = event_now(stream);
+        cudaCheck(cudaDeviceSynchronize());
+        ms.push_back(ms_between(begin, end));
+    }
+    ms.erase(ms.begin(), ms.begin() + (ptrdiff_t)ms.size() / 4);
+    std::sort(ms.begin(), ms.end());
+    return ms[ms.size() / 2];
+}
+
+// bytes/s, read and written.
+static double copy_rate() {
+    constexpr size_t kBytes = (size_t)1 << 29;
+    char* buffer = (char*)device_malloc(2 * kBytes, "a copy");
+    cudaCheck(cudaMemset(buffer, 1, 2 * kBytes));
+    const double ms = sustained_ms([&] {
+        for (int i = 0; i < 8; i++) {
+            cudaCheck(cudaMemcpyAsync(buffer, buffer + kBytes, kBytes, cudaMemcpyDeviceToDevice, 0));
+        }
+    }, 0, 0.3);
+    device_free(buffer);
+    return 8 * 2 * kBytes / ms * 1e3;
+}
 
 // A line per plan of llmc/ops/cublaslt.h, with what the library chose (-1: it did not say).
 static void print_plans() {
@@ -33,27 +180,38 @@ static void print_plans() {
     }
 }
 
+// Ops of one name together, the longest first. The ceiling is what an op's bytes take at a copy's rate, or
+// its FLOPs at that of the matrix products, whichever is longer.
+static void print_ops(int steps, double step_ms, double copy, double gemm) {
+    struct Row { std::string name; int calls; double ms, bytes, flops, floor; };
+    std::vector<Row> rows;
+    Row all = {"all", 0, 0, 0, 0, 0};
+    for (const Timed& op : profile.ops) {
+        auto row = std::find_if(rows.begin(), rows.end(), [&](const Row& r) { return r.name == op.name; });
+        if (row == rows.end()) { row = rows.insert(row, {op.name, 0, 0, 0, 0, 0}); }
+        const double ms = ms_between(op.begin, op.end);
+        const double floor = 1e3 * std::max(op.work.bytes / copy, op.work.flops / gemm);
+        for (Row* r : {&*row, &all}) {
+            r->calls++, r->ms += ms, r->bytes += op.work.bytes, r->flops += op.work.flops, r->floor += floor;
+        }
+    }
+    std::sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.ms > b.ms; });
+    rows.push_back(all);
+    printf("%-36s %5s %9s %7s %7s %8s %12s\n", "op", "calls", "ms", "share", "GB/s", "TFLOP/s",
+           "of ceiling");
+    for (const Row& r : rows) {
+        printf("%-36s %5d %9.3f %5.1f %% %7.0f %8.0f %10.1f %%\n", r.name.c_str(), r.calls / steps,
+               r.ms / steps, 100 * r.ms / steps / step_ms, r.bytes / r.ms * 1e-6, r.flops / r.ms * 1e-9,
+               100 * r.floor / r.ms);
+    }
+}
+
 int main(int argc, char** argv) {
-    const char* model_name = argc > 1 ? argv[1] : "d12";
-    if (argc == 2 && strcmp(model_name, "norms") == 0) {
-        printf("%s\n", device_init().name.c_str());
-        return norms_bench();
-    }
-    const Config c = descriptor_config(model_name);
-    int64_t numbers[3] = {64, 1024, 2};
-    bool good = argc <= 5;
-    for (int i = 2; i < argc && good; i++) {
-        int64_t* n = &numbers[i - 2];
-        good = parse_int(argv[i], argv[i] + strlen(argv[i]), n) && *n >= 1 && *n <= 65536;
-    }
-    const int B = (int)numbers[0], T = (int)numbers[1], steps = (int)numbers[2];
-    if (!good || T > c.maxT) {
-        die("usage: profile_gpt2cu [MODEL [B [T [STEPS]]]], 1 to 65536 each, with T at most %d", c.maxT);
-    }
-    Options options = {};
-    options.master = options.tf32 = true;
+    flags_parse(kFlags, kNumFlags, argc, argv, kFlagGroups);
+    const Config c = run_model();
+    Options options = run_options();
     options.graphs = false;                     // a graph's kernels are in no op's range
-    options.seed = 1337;
+    const int B = run.B, T = run.T, steps = run.max_steps > 0 ? (int)run.max_steps : 40;
     const DeviceInfo device = device_init();
     gpt2_check_memory(c, options, B, T, device);
     GPT2 model;
@@ -64,13 +222,34 @@ int main(int argc, char** argv) {
         x[i] = (int)(rand_u32(1, RAND_SAMPLE, 0, i) % (uint32_t)c.V);
         y[i] = (int)(rand_u32(1, RAND_SAMPLE, 1, i) % (uint32_t)c.V);
     }
+    const int timed = std::max(1, steps / 2), micro_steps = rank_micro_steps();
+    double step_ms = 0;
     for (int step = 0; step < steps; step++) {
-        NvtxRange range(step + 1 == steps ? "profiled" : "warm-up");
-        gpt2_micro_step(&model, x.data(), y.data(), B, T, 0, 1);
-        gpt2_update(&model, 1e-4);
-        printf("loss %.6f\n", gpt2_read_state(&model).loss);
+        profile.on = step >= steps - timed;
+        profile.gemms.clear();
+        profile.gemm_flops = 0;
+        if (step == steps - 1) { cudaCheck(cudaProfilerStart()); }      // for ncu --profile-from-start off
+        const cudaEvent_t begin = event_now(model.stream);
+        for (int micro = 0; micro < micro_steps; micro++) {
+            gpt2_micro_step(&model, x.data(), y.data(), B, T, micro, micro_steps);
+        }
+        gpt2_update(&model, run.lr, run.muon_lr);
+        const cudaEvent_t end = event_now(model.stream);
+        gpt2_read_state(&model);                                        // waits
+        const double ms = ms_between(begin, end);
+        if (profile.on) { step_ms += ms / timed; }
     }
-    print_plans();
+    cudaCheck(cudaProfilerStop());
+    profile.on = false;
+
+    const double gemm_ms =
+        sustained_ms([] { for (const auto& gemm : profile.gemms) { gemm(); } }, model.stream, 4);
+    if (run.verbose > 0) { print_plans(); }
     gpt2_free(&model);
+    const double copy = copy_rate(), gemm = profile.gemm_flops / gemm_ms * 1e3;
+    printf("%s, %s, B=%d, T=%d, " PRECISION_NAME "\n", device.name.c_str(), run.model, B, T);
+    printf("step %.3f ms, of it its matrix products alone %.3f ms\n", step_ms, gemm_ms);
+    printf("ceilings: %.0f TFLOP/s, copy %.0f GB/s\n", gemm * 1e-12, copy * 1e-9);
+    print_ops(timed, step_ms, copy, gemm);
     return 0;
 }

@@ -62,7 +62,7 @@ echo "$gpu, driver $driver"
 for step in $steps; do
     case $step in
     build)
-        check build make -s -j"$(nproc)" built-gpu build/check/profile_gpt2.BF16
+        check build make -s -j"$(nproc)" built-gpu
         check "build PTX" make -s build/ptx/test_gpt2.BF16
         ;;
     test)   # the suites of `make test-gpu`
@@ -125,7 +125,7 @@ for step in $steps; do
             --only "hf,questions${DOCS:+,race}" --data "${DOCS:-}"
         ;;
     bench)
-        check bench dev/bench/bench.sh "$DATA"
+        check bench make -s bench
         ;;
     *) echo "error: '$step' is not a step of dev/gpu.sh" >&2; exit 1 ;;
     esac

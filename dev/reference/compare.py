@@ -6,29 +6,25 @@
     $P curves OUT.json        # 50 steps of tinyshakespeare, eager against compiled
     $P published FOLDER       # the published losses of the same recipe, and weights such as they came from
     $P splits FOLDER          # one batch split 1x32, 2x16, 8x4, 32x1; splits_*.bin, splits.json
-    $P speed                  # tokens/s of the best PyTorch we know how to write
     $P errors MODEL.bin REF_tensors.bin OUR_tensors.bin [--limits REF.json ...]
 
 Every subcommand takes --device and --model, prints a short table and exits 1 when something fails.
 check_gpu.py runs ours against these files.
 """
 import argparse
-import dataclasses
 import json
 import math
 import os
-import statistics
 import sys
 import time
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import reference
 import train_gpt2
 from formats import (NAMES, Loader, init_params, parse_model, rand_unit, read_checkpoint_header, read_tensors,
                      round_params, write_checkpoint, write_tensors)
-from gpt2 import load_params, make_optimizer, new_model, setup_device, to_numpy, versions
+from gpt2 import setup_device, to_numpy, versions
 
 COMMAND = "python dev/reference/compare.py " + " ".join(sys.argv[1:])
 HYPER = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0,
@@ -179,75 +175,6 @@ def splits(args):
     return all(math.isfinite(v) for k in data if k.endswith("_difference") for v in data[k].values())
 
 
-# ---- speed ----
-# SDPA's kernels; which is faster depends on the card, so both are measured.
-ATTENTION = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-
-
-def speed(args):
-    """Tokens/s of a whole step: forward, backward, clip, AdamW; a line for each way, the best is PyTorch's.
-
-    With torch.compile, SDPA, fused AdamW and a padded vocabulary, whose padding counts as tokens: cutting it
-    off the logits would cost a copy. Only the loss leaves the compiled function, so logits are not stored."""
-    setup_device(args.device, tf32=True, deterministic=False)
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True       # PyTorch's default
-    dims = parse_model(args.model)
-    dims = dataclasses.replace(dims, V=dims.Vp)
-    B, T = args.batch_size, args.sequence_length
-    data = {"command": COMMAND, "model": dims.text(), "B": B, "T": T, "versions": versions(args.device)}
-    ways = [(kind, attention) for kind in args.kinds.split(",") for attention in args.attention.split(",")]
-    for kind, attention in ways:
-        with sdpa_kernel(ATTENTION[attention]):
-            row = step_time(args, dims, kind)
-        data[f"{kind} {attention}"] = row
-        print("%-9s %-6s median %8.2f ms  %9.0f tokens/s  best %8.2f ms  peak %5.1f GiB  loss %.3f"
-              % (kind, attention, row["ms"], row["tokens_per_second"], row["best_ms"], row["peak_gib"],
-                 row["loss"]), flush=True)
-        release()
-    if args.out:
-        reference.write_json(args.out, data)
-    return all(math.isfinite(data[" ".join(way)]["loss"]) for way in ways)
-
-
-def step_time(args, dims, kind):
-    """Of args.steps steps after args.warmup: {ms, best_ms, tokens_per_second, peak_gib, loss}."""
-    on_gpu = args.device == "cuda"
-    synchronize = torch.cuda.synchronize if on_gpu else (lambda: None)
-    B, T = args.batch_size, args.sequence_length
-    model = new_model(dims, args.device)
-    load_params(model, init_params(dims, args.seed))
-    model = model.to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
-    loss_of = torch.compile(model.loss, mode=None if args.compile_mode == "default" else args.compile_mode)
-    optimizer = make_optimizer(model, HYPER, fused=True)
-    x, y = reference.batch_tensors(*batch(dims, B, T, args.input_bin, args.seed), args.device)
-
-    def one_step():
-        with torch.autocast(args.device, torch.bfloat16, enabled=kind == "autocast"):
-            loss = loss_of(x, y)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss
-
-    # ten steps between two synchronisations: a training loop does not wait for each step either
-    times, chunk = [], 10
-    for _ in range(args.warmup):
-        loss = one_step()
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    for _ in range(max(1, args.steps // chunk)):
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(chunk):
-            loss = one_step()
-        synchronize()
-        times.append((time.perf_counter() - start) / chunk)
-    median = statistics.median(times)
-    return {"ms": 1000 * median, "best_ms": 1000 * min(times), "tokens_per_second": B * T / median,
-            "peak_gib": torch.cuda.max_memory_allocated() / 2 ** 30 if on_gpu else 0.0, "loss": loss.item()}
-
-
 # ---- ours against a reference ----
 def compare_tensors(model, ref_path, our_path, grad_limits, logits_limit=math.inf):
     """Rows (name, error, limit, ok) of two files in the reference-tensor format. NaN is not ok."""
@@ -296,8 +223,6 @@ def main():
     command("published", published, ["folder"], model="L12,NH12,C768,T1024,V50304", batch_size=16,
             sequence_length=1024, input_bin=train_gpt2.SHARDS + "all.bin")
     command("splits", splits, ["folder"], rows=32, sequence_length=64)
-    command("speed", speed, batch_size=64, sequence_length=1024, steps=20,
-            warmup=5, kinds="autocast,bfloat16", attention="flash,cudnn", compile_mode="default", out="")
     command("errors", errors, ["model", "ref", "ours"], limits="", key="bfloat16_grad_error", factor=2.0,
             grad_limit=1e-4, logits_limit=math.inf)
     args = p.parse_args()

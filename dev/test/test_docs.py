@@ -59,7 +59,7 @@ NOT_HERE = [
     (r"get.py debian-docs", lambda: False, "asks apt for 38 packages"),
     (r"pip install|hf download", lambda: False, "installs or downloads"),
     (r"pytest|build/(asan/)?test_|setup.sh", lambda: False, "installs, or runs this very check"),
-    (r"make bench", lambda: False, "takes minutes of a GPU"),
+    (r"make (bench|profile)", lambda: False, "takes minutes of a GPU"),
     (r"check_eval|make build/check/", lambda: False, "takes minutes of a GPU, and of nvcc"),
     (r"check_blocks|muon.py pytorch", lambda: False, "needs PyTorch, and takes minutes"),
     (r"mmlu_test.bin", lambda: False, "MMLU is not made here"),

@@ -55,19 +55,31 @@ struct NvtxRange {
 };
 
 // At the top of every launcher: gives the op its range in Nsight's timeline. At the launcher's end it dies if
-// a launch has failed, and lets the tests disturb one of the op's outputs (--break).
+// a launch has failed, and lets the tests disturb one of the op's outputs (--break). profile_gpt2.cu times
+// what lies between.
 #ifdef TESTING
 template <class Args> static void break_outputs(const Args& args, Stream stream);     // of test_gpt2.cu
+#endif
+#ifdef PROFILING
+template <class Args> static void profile_begin(const Args& args, Stream stream);     // of profile_gpt2.cu
+template <class Args> static void profile_end(const Args& args, Stream stream);
 #endif
 template <class Args> struct OpScope {
     NvtxRange range;
     const Args& args;
     Stream stream;
-    OpScope(const Args& args, Stream stream) : range(op_name(args)), args(args), stream(stream) {}
+    OpScope(const Args& args, Stream stream) : range(op_name(args)), args(args), stream(stream) {
+#ifdef PROFILING
+        profile_begin(args, stream);
+#endif
+    }
     ~OpScope() {
         cuda_check(cudaGetLastError(), op_name(args), __FILE__, __LINE__);
 #ifdef TESTING
         break_outputs(args, stream);
+#endif
+#ifdef PROFILING
+        profile_end(args, stream);
 #endif
     }
 };

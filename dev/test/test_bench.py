@@ -1,0 +1,93 @@
+"""make bench and make profile without a GPU: what they read of the programs' output, and the tables.
+
+    pytest dev/test/test_bench.py
+"""
+import argparse
+import json
+import os
+import sys
+
+import pytest
+
+from checks import ROOT, read, write
+
+sys.path.insert(0, os.path.join(ROOT, "dev/bench"))
+import bench                                        # noqa: E402
+
+PROFILED = """NVIDIA H200, d12, B=64, T=1024, BF16
+step 106.000 ms, of it its matrix products alone 74.200 ms
+ceilings: 655 TFLOP/s, copy 4228 GB/s
+op                                   calls        ms   share    GB/s  TFLOP/s   of ceiling
+matmul_forward 768x3072                 12    10.000   9.4 %     500      600       90.0 %
+classifier                               1     3.500   3.3 %    3742        0       89.0 %
+all                                     13    13.500  12.7 %    1000      400       90.0 %
+"""
+
+
+def trains(ms, more=""):
+    """A program that prints steps for ever."""
+    return f"#!/bin/sh\nwhile :; do echo 'step 1/9 | loss 1.0 | lr 3e-04 | norm 1.0 | {ms} ms{more}'; done\n"
+
+
+def test_step_times():
+    lines = ["device: H200\n", *(f"step {i}/9 | loss 1.0 | {ms} ms | 5 tok/s | MFU {i}.0% |\n"
+                                 for i, ms in enumerate((900, 500, 300, 400, 350, 100)))]
+    assert bench.step_times(lines, 0.75, warm=1.4) == ([300, 400, 350], 4.0)
+    assert bench.step_times(["step 1 | 5.0 ms | x\n"], 1) == ([], None)
+
+
+def test_ncu(monkeypatch):
+    """Launches of an op together, shares weighted by time; without ncu one sentence."""
+    names = ["ID", "Kernel Name", *bench.NCU_METRICS]
+    rows = [names, ["", "", "ns", "%", "%"], ["0", "classifier", "1,000,000", "80", "0"],
+            ["1", "matmul_forward 768x3072", "9000000", "30", "70"],
+            ["2", "classifier", "3000000", "40", "4"]]
+    text = "==PROF== Connected\n" + "".join(",".join(f'"{word}"' for word in row) + "\n" for row in rows)
+    assert bench.ncu_rows(text) == {"classifier": [2, 4.0, 50.0, 3.0],
+                                    "matmul_forward 768x3072": [1, 9.0, 30.0, 70.0]}
+    _, *lines = bench.profile_table(PROFILED + text).splitlines()
+    assert [line.split()[::len(line.split()) - 1] for line in lines] == [
+        ["matmul_forward", "9.000"], ["classifier", "3.115"], ["all", "13.000"]]
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SystemExit, match="^ncu gives no counters .*make bench-ops"):
+        bench.profile(argparse.Namespace(flags=""))
+
+
+def test_ops():
+    assert bench.ceilings(PROFILED) == {"gemm_ms": 74.2, "gemm_tflops": 655, "copy_gb_s": 4228}
+    floors = bench.op_floors(PROFILED)
+    assert floors == {"matmul_forward 768x3072": 9.0, "classifier": pytest.approx(3.115), "all": 12.15}
+
+
+def test_turns(monkeypatch, capsys):
+    """The whole of `make bench`, with programs that only print."""
+    monkeypatch.setattr(bench, "ROOT", os.getcwd())
+    monkeypatch.setattr(bench, "made_up_shard", lambda path: write(path, b""))
+    write("train_gpt2cu", trains("100.0", " | 1 tok/s | MFU 46.0% | ETA 1 s"))
+    write("profile_gpt2cu", f"#!/bin/sh\ncat <<'E'\n{PROFILED}E\n")
+    write("llmc", trains("110.00", " | 40.0% bf16 MFU |"))
+    write("other", trains("125.0", " | 1 tok/s"))
+    write("broken", "#!/bin/sh\necho no GPU here >&2\nexit 1\n")
+    bench.step(argparse.Namespace(sizes="d12:64", who="llm.c, ./other, ./broken", llmc="llmc", flags="",
+                                  seconds=1, json="bench.json"))
+    assert "no GPU here" in capsys.readouterr().out
+    runs = json.loads(read("bench.json"))["sizes"]["d12:64"]["runs"]
+    assert [run["who"] for run in runs] == ["ours", "llm.c", "ours", "./other", "ours", "./broken", "ours"]
+    assert runs[5] == {"who": "./broken", "error": "no GPU here"}
+    rows = bench.table(bench.merged(["bench.json"])).splitlines()
+    assert rows[2] == ("| 124M, B=64 | 655K, 0.0 | 46 % | 74.2 of 100.0 ms, 74 %; 655 TFLOP/s "
+                       "| 596K (1.10), 0.0 | 524K (1.25), 0.0 | - |")
+    twice = bench.merged(["bench.json", "bench.json"])
+    assert len(twice["sizes"]["d12:64"]["runs"]) == 14 and bench.table(twice).splitlines() == rows
+
+
+def test_page():
+    """The table on the pages is that of the kept figures."""
+    assert bench.with_table("a\n<!-- make bench -->\nb\n<!-- its end -->\nc\n", "d\n") == (
+        "a\n<!-- make bench -->\nd\n<!-- its end -->\nc\n")
+    pages = [read(os.path.join(ROOT, page)).decode() for page in bench.PAGES]
+    assert all(bench.with_table(page, "") != page for page in pages), "each has a place for it"
+    kept = os.path.join(ROOT, bench.KEPT)
+    if os.path.exists(kept):
+        table = bench.table(bench.merged([kept]))
+        assert [bench.with_table(page, table) for page in pages] == pages, "bench.py table ... --write"
