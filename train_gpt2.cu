@@ -3175,7 +3175,6 @@ template <int kHS> struct MmaShapes {
         {sizeof(MmaShared<1, Forward>), sizeof(MmaShared<2, Dq>), sizeof(MmaShared<2, Dkv>)});
 };
 
-
 static bool attention_uses_sm90(int HS) { return sizeof(floatX) == 2 && sm90_kernels_run() && HS == 64; }
 
 // The head size of the mma.sync kernels that serve HS here: the next multiple of 32. 0: there are none.
@@ -4368,11 +4367,13 @@ static void gpt2_fp8_cast(const GPT2* model, int tensor, uint8_t* out, uint8_t* 
 static void linear_forward(const Pass& pass, int l, Linear which, Fp8Mode mode,
                            const MatmulForward<floatX, float>& a, const floatX* pre_gelu = nullptr) {
     const GPT2* model = pass.model;
+    if (mode != Fp8Mode::On && pre_gelu) {
+        gelu_forward({const_cast<floatX*>(a.inp), pre_gelu, (size_t)a.N * a.C}, model->stream);
+    }
+    if (mode == Fp8Mode::Off) { return matmul_forward(a, model->stream); }
     const Fp8Linear p = gpt2_fp8_linear(pass, l, which);
-    if (mode != Fp8Mode::On) {
-        floatX* inp = const_cast<floatX*>(a.inp);
-        if (pre_gelu) { gelu_forward({inp, pre_gelu, (size_t)a.N * a.C}, model->stream); }
-        if (mode == Fp8Mode::Measure) { gpt2_fp8_cast(model, p.inp, nullptr, nullptr, a.inp, a.N, a.C); }
+    if (mode == Fp8Mode::Measure) {
+        gpt2_fp8_cast(model, p.inp, nullptr, nullptr, a.inp, a.N, a.C);
         return matmul_forward(a, model->stream);
     }
     gpt2_fp8_cast(model, p.inp, p.rows, p.inp_t, pre_gelu ? pre_gelu : a.inp, a.N, a.C,
@@ -4393,7 +4394,7 @@ static void linear_dout(const Pass& pass, int l, Linear which, floatX* dout, int
                         float* scratch = nullptr, const floatX* pre_gelu = nullptr) {
     const GPT2* model = pass.model;
     const Fp8Mode mode = gpt2_fp8_mode(model, which);
-    const Fp8Linear p = gpt2_fp8_linear(pass, l, which);
+    const Fp8Linear p = mode == Fp8Mode::Off ? Fp8Linear() : gpt2_fp8_linear(pass, l, which);
     if (mode == Fp8Mode::On) {
         gpt2_fp8_cast(model, p.dout, p.rows, p.columns, dout, N, OC,
                       pre_gelu ? Fp8Source::GeluGrad : Fp8Source::Plain, pre_gelu, dbias, scratch);
