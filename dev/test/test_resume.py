@@ -31,8 +31,8 @@ from checks import ROOT
 from jobs import (DAY, HUP, INT, KILL, PIPE, STOPPING, TERM, UNREAD, USR1, Fault, Job, fault_environment,
                   left_over, most_ranks, named, need, ranks, rare_model, read_state, steps_of, undisturbed,
                   unlike)
-from trainer import (LIMIT_S, Program, flags_of, log_columns, metrics, model_path, on_cpu, read_bytes,
-                     refused, run, run_ok, sentences, snapshot, without_checksum, without_scaling,
+from trainer import (LIMIT_S, Program, flags_of, log_columns, metrics, model_path, need_fp8, on_cpu,
+                     read_bytes, refused, run, run_ok, sentences, snapshot, without_checksum, without_scaling,
                      write_bytes, write_shard)
 
 T_ROWS = 16
@@ -225,6 +225,8 @@ def test_variant(flags):
     """Stopped, killed, and in the end equal; on one rank."""
     if flags in LOW and Program.precision == "FP32":
         pytest.skip("a 16-bit build's")
+    if "--matmul-dtype" in flags:
+        need_fp8()
     rng = random.Random(f"{DAY} {named(flags)}")
     faults = [Fault("fputs", "main.log", rng.randint(1, 8), TERM), any_kill(rng)]
     live(rng, flags, faults, [{}] * 3)

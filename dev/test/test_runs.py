@@ -18,8 +18,8 @@ import pytest
 from checks import ROOT
 from jobs import STOPPING, TERM, UNREAD, Job
 from trainer import (ALONE, B, LIMIT_S, LOG_LINE, MODEL_MAGIC, T, TINY, Program, Result, assert_close,
-                     flags_of, log_columns, log_lines, metrics, model_path, on_cpu, read_bytes, refused, run,
-                     run_ok, sentences, tolerance, write_bytes, write_questions, write_shard)
+                     flags_of, log_columns, log_lines, metrics, model_path, need_fp8, on_cpu, read_bytes,
+                     refused, run, run_ok, sentences, tolerance, write_bytes, write_questions, write_shard)
 
 FIXTURE = os.path.join(ROOT, "dev/reference/fixture")
 
@@ -97,8 +97,8 @@ def test_flag_changes(words, must, may):
     cuda, low = not on_cpu(), Program.precision != "FP32"
     if not cuda and words in ("--grad-dtype bf16", "-ge 1"):
         pytest.skip("the CUDA program's")
-    if cuda and "fp8" in words and Program.precision != "BF16":
-        pytest.skip("the BF16 build's")
+    if "fp8" in words:
+        need_fp8()
 
     def here(kinds):
         return {kind.removeprefix(LOW).removeprefix(CUDA) for kind in kinds

@@ -5,8 +5,8 @@
     result = run_ok({"-x": 5, "-o": "folder"})  # those and these; result.losses()
     refused({"-b": 0}, "-b", "0")               # ends with 1 and one sentence with these words
 
-Standard library only. Bit-equality is asked for in every build; comparisons of different arithmetic are as
-tight as the build's precision allows.
+Standard library and pytest. Bit-equality is asked for in every build; comparisons of different arithmetic are
+as tight as the build's precision allows.
 """
 import functools
 import glob
@@ -20,6 +20,8 @@ import shlex
 import shutil
 import struct
 import subprocess
+
+import pytest
 
 SHARD_MAGIC, EVAL_MAGIC, MODEL_MAGIC = 20240520, 20240522, 20240326
 B, T, V, C, L = 4, 32, 256, 32, 2
@@ -137,6 +139,12 @@ def on_cpu():
 
 def exact():
     return Program.precision == "FP32"
+
+
+def need_fp8():
+    """FP8 is the CPU build's and, of the CUDA builds, BF16's."""
+    if not on_cpu() and Program.precision != "BF16":
+        pytest.skip("the BF16 build's")
 
 
 def tolerance(fp32, low):
