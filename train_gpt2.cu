@@ -5997,7 +5997,8 @@ static bool due(int every, int64_t step) { return every > 0 && step % every == 0
 
 static void train(Training* t) {
     GPT2* model = &t->model;
-    const LrSchedule schedule = {run.schedule, run.lr, run.warmup, run.max_steps, run.final_fraction};
+    const LrSchedule schedule = {run.schedule,  run.lr,             run.warmup,
+                                 run.max_steps, run.final_fraction, run.cooldown};
     LrSchedule muon_schedule = schedule;
     muon_schedule.peak = run.muon_lr;
     Reports reports = {};

@@ -58,7 +58,7 @@ CHANGES = [
     ("", set(), set()),
     ("-b 2", ROWS, {"samples"}), ("-t 8", ROWS, {"samples"}), ("-z 192", FIRST | LEARNED, SHOWN),
     *[(flag, LEARNED | {"rates"}, SHOWN) for flag in ("-l 2e-2", "-k linear", "-k constant", "-k wsd", "-u 3",
-                                                      "-q 0.5")],
+                                                      "-k wsd --cooldown 0.6", "-q 0.5")],
     *[(flag, LEARNED, SHOWN) for flag in ("-c 1", "--beta1 0.5", "--beta2 0.5", "--eps 1e-2",
                                           "--grad-clip 0.01")],
     ("--optimizer muon", LEARNED | {"memory"}, SHOWN),

@@ -57,7 +57,7 @@ struct RunConfig {
     double dropout;
 
     // training
-    double lr, final_fraction, weight_decay, beta1, beta2, eps, grad_clip, skip_loss, skip_norm;
+    double lr, final_fraction, cooldown, weight_decay, beta1, beta2, eps, grad_clip, skip_loss, skip_norm;
     int64_t warmup, seed;
     int schedule, overfit, shuffle; // schedule: LrKind
     OptimizerKind optimizer;
@@ -131,6 +131,8 @@ static const Flag kFlags[] = {
         "steps of linear warm-up", FLAG_FIXED},
     {"q",   "final-fraction",  FLAG_FLOAT,  &run.final_fraction, "0",       0, 1, nullptr,
         "learning rate at the last step, as a fraction of the peak", FLAG_FIXED},
+    {"",    "cooldown",        FLAG_FLOAT,  &run.cooldown,       "0.2",     0, 1, nullptr,
+        "-k wsd: the part of the run, at its end, in which the learning rate falls", FLAG_FIXED},
     {"c",   "weight-decay",    FLAG_FLOAT,  &run.weight_decay,   "0",       0, 10, nullptr,
         "AdamW's decay of tensors with two dimensions", FLAG_FIXED},
     {"",    "beta1",           FLAG_FLOAT,  &run.beta1,          "0.9",     0, 0.9999999, nullptr,
@@ -278,8 +280,8 @@ static const std::vector<FlagGroup> kFlagGroups = {
     {"batch and schedule",
      "micro-batch sequence-length total-batch max-steps learning-rate warmup lr-schedule weight-decay "
      "optimizer",
-     "final-fraction beta1 beta2 eps muon-lr muon-momentum muon-steps muon-decay grad-clip skip-loss "
-     "skip-norm on-bad-loss"},
+     "final-fraction cooldown beta1 beta2 eps muon-lr muon-momentum muon-steps muon-decay grad-clip "
+     "skip-loss skip-norm on-bad-loss"},
     {"validation, text and checkpoints", "val-every sample-every prompt checkpoint-every verbose",
      "val-batches evaluate eval-data eval-every sample-tokens num-samples temperature top-k top-p chat keep "
      "major-every log-every"},
@@ -593,6 +595,10 @@ static inline void config_check(Config* c, bool is_descriptor, const Build& buil
             die("--%s is for --optimizer muon, and this run has --optimizer adamw\n"
                 "hint: give --optimizer muon, or leave --%s out", name, name);
         }
+    }
+    if (run.schedule != LR_WSD && !run.resumed && run_given("cooldown")) {
+        die("--cooldown is for -k wsd, and this run has -k %s\nhint: give -k wsd, or leave --cooldown out",
+            flags_text(flags_find(kFlags, kNumFlags, "--lr-schedule")).c_str());
     }
     if (!build.is_cuda && run.grad_dtype != GradDtype::Fp32) {
         die("--grad-dtype bf16 needs the CUDA program; the CPU build accumulates in fp32");

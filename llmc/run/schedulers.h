@@ -24,16 +24,18 @@ struct LrSchedule {
     double peak;
     int64_t warmup, total;      // steps; the warm-up may be longer than the run
     double final_fraction;      // of the peak; unused by `constant`
+    double cooldown = 0.0;      // part of the run, at its end, in which the rate of `wsd` falls
 };
 
 static inline double lr_at(const LrSchedule& s, int64_t step) {
     if (step < s.warmup) { return s.peak * (double)(step + 1) / (double)s.warmup; }
     if (s.kind == LR_CONSTANT) { return s.peak; }
 
-    // wsd (warm-up, stable, decay) keeps the peak until the last fifth. Its decay is 1 - sqrt(x), which
-    // reached a lower loss than a linear one in Haegele et al., "Scaling laws and compute-optimal training
-    // beyond fixed training durations", 2024.
-    int64_t start = s.kind == LR_WSD ? std::max(s.warmup, s.total - s.total / 5) : s.warmup;
+    // wsd (warm-up, stable, decay) keeps the peak until the cooldown. Its decay is 1 - sqrt(x), which reached
+    // a lower loss than a linear one in Haegele et al., "Scaling laws and compute-optimal training beyond
+    // fixed training durations", 2024.
+    int64_t start = s.warmup;
+    if (s.kind == LR_WSD) { start = std::max(start, s.total - (int64_t)((double)s.total * s.cooldown)); }
     double x = 1.0;                                     // 0 where the decay starts, 1 from `total` on
     if (step < s.total) { x = step <= start ? 0.0 : (double)(step - start) / (double)(s.total - start); }
     double left = s.kind == LR_COSINE ? 0.5 * (1.0 + cos(x * 3.14159265358979323846))
