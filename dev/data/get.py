@@ -42,7 +42,7 @@ GROUP_FILES, GROUP_BYTES = 1000, 1 << 28    # of your own small files: so many a
 @dataclass
 class Dataset:
     name: str
-    kind: str           # text: tokenized here; shards: published as such; choices, script, debian, files
+    kind: str           # text: tokenized here; shards: published as such; choices, script, files
     source: str         # a repository of the hub, or a URL
     what: str
     licence: str
@@ -79,8 +79,6 @@ DATASETS = [
             "206 GB, 103B tokens", "fineweb_train_*.bin", "fineweb_val_*.bin", "fineweb"),
     Dataset("fineweb-edu10B-shards", "shards", "kjj0/finewebedu10B-gpt2", "fineweb-edu10B, likewise", ODC,
             "20 GB, 10B tokens", "finewebedu_train_*.bin", "finewebedu_val_*.bin", "finewebedu"),
-    Dataset("debian-docs", "debian", "apt", "English documentation from Debian's packages",
-            "each package's, free", "300 MB of packages, 75M tokens", "", "", "debian_docs", 500_000),
     Dataset("files", "files", "--from", "your own .txt .md .jsonl .parquet, also .gz .xz .bz2", "yours", "",
             "", "", "", "auto"),
     Dataset("hub", "text", "--repo", "text, JSONL or parquet files of any data set on huggingface.co",
@@ -166,8 +164,6 @@ def sources_of(dataset, args, mine):
 
     if dataset.kind == "files":
         return sources("train", groups(mine))
-    if dataset.kind == "debian":
-        return sources("train", [[File("documents.txt")]])
     found = []
     if dataset.val:
         found += sources("val", [[file] for file in remote_files(dataset, dataset.val, args)])
@@ -201,14 +197,6 @@ def check_complete(args, recipe, mine):
 def fetch_source(work, dataset, number, args):
     """([paths], those of them to be removed when they are tokenized) of a source. What was begun from the hub
     may go on from a mirror or a folder."""
-    if dataset.kind == "debian":
-        import debian
-        path = work.path("documents.txt")
-        if not os.path.exists(path):
-            debs = (debian.deb_files(args.origin) if args.origin else
-                    debian.download_packages(debian.PACKAGES, work.path("files")))
-            print(f"{debian.write_documents(debs, path)} documents", flush=True)
-        return [path], []
     files = [File(**facts) for facts in work.state["sources"][number]["files"]]
     if files[0].path:
         return [file.path for file in files], []
