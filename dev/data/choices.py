@@ -15,7 +15,7 @@ import tarfile
 
 from documents import reading
 from fetch import Problem
-from shards import EOT, HEADER_BYTES, joined, replace_file, run_tool
+from shards import EOT, HEADER_BYTES, replace_file, run_tool
 
 MAGIC, VERSION, START = 20240522, 1, 65535
 GPT2 = 1                        # whose ids they are, as shards say it; other readers skip this number
@@ -66,7 +66,7 @@ READERS = {"hellaswag": hellaswag, "mmlu": mmlu}
 
 def encode(tool, prefix, texts):
     """The tokens of each text, by the tokenize tool: one document each."""
-    run_tool(tool, prefix, ["--val-tokens", "0", "--separators", "nul"], feed=joined(texts))
+    run_tool(tool, prefix, ["--val-tokens", 0], (text + b"\0" for text in texts))
     tokens = array.array("H")
     with open(prefix + "_train.bin", "rb") as f:
         f.seek(HEADER_BYTES)

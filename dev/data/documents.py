@@ -1,7 +1,6 @@
-"""Documents out of text, JSONL and parquet files, for shards.py.
+"""Documents out of text, JSONL and parquet files, as the tokenize tool's pipe wants them: a byte 0 ends each.
 
-Text files are for the tokenize tool itself: a line <|endoftext|> separates documents. The others hold one
-document a row, whose text goes into the tool's pipe as it is, with a byte 0 between two.
+In a text file a line <|endoftext|> ends a document, and so does its end. The others hold one document a row.
 """
 import bz2
 import contextlib
@@ -20,14 +19,14 @@ from venv_python import take_the_venv               # noqa: E402
 
 KINDS = {".txt": "text", ".text": "text", ".md": "text", ".rst": "text",
          ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+SEPARATORS = (b"<|endoftext|>\n", b"<|endoftext|>\r\n", b"<|endoftext|>")
 OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 
 
 def kind_of(path):
-    """("text", "jsonl", "parquet" or "" for a name that says nothing, compressed)"""
+    """"text", "jsonl", "parquet" or "" for a name that says nothing"""
     base, ending = os.path.splitext(path.lower())
-    compressed = ending in OPENERS
-    return KINDS.get(os.path.splitext(base)[1] if compressed else ending, ""), compressed
+    return KINDS.get(os.path.splitext(base)[1] if ending in OPENERS else ending, "")
 
 
 def open_any(path):
@@ -53,13 +52,6 @@ def need_pyarrow():
         take_the_venv()
         raise Problem("parquet files cannot be read without pyarrow",
                       "scripts/setup.sh data, or: pip install pyarrow") from None
-
-
-def blocks(path):
-    """The bytes of a file, unpacked."""
-    with reading(path), open_any(path) as f:
-        while block := f.read(1 << 20):
-            yield block
 
 
 def jsonl_rows(path, field):
@@ -99,14 +91,26 @@ def parquet_rows(path, field):
                       "fetch it again") from error
 
 
-def documents(path, field):
+def rows(path, field):
     """The texts of a JSONL or parquet file as bytes. A byte 0, which would end a document, is left out."""
-    rows = parquet_rows if kind_of(path)[0] == "parquet" else jsonl_rows
-    with reading(path):
-        for number, text in rows(path, field):
-            if text is None:
-                continue
-            if not isinstance(text, str):
-                raise Problem(f"'{path}' row {number}: '{field}' is no text, but {type(text).__name__}",
-                              "--text-field NAME says where the text is")
-            yield text.encode("utf-8", "replace").replace(b"\0", b"")
+    for number, text in (parquet_rows if kind_of(path) == "parquet" else jsonl_rows)(path, field):
+        if isinstance(text, str):
+            yield text.encode("utf-8", "replace").replace(b"\0", b"") + b"\0"
+        elif text is not None:
+            raise Problem(f"'{path}' row {number}: '{field}' is no text, but {type(text).__name__}",
+                          "--text-field NAME says where the text is")
+
+
+def lines(path):
+    """Of a text file, many at a time."""
+    with open_any(path) as f:
+        while some := f.readlines(1 << 20):
+            yield b"".join(b"\0" if line in SEPARATORS else line for line in some)
+    yield b"\0"
+
+
+def texts(paths, field):
+    """All documents of these files."""
+    for path in paths:
+        with reading(path):
+            yield from rows(path, field) if kind_of(path) in ("jsonl", "parquet") else lines(path)

@@ -6,37 +6,37 @@
     python3 dev/data/get.py files --from my/texts --out data/mine       # .txt .md .jsonl .parquet, .gz .xz
     python3 dev/data/get.py hub --repo OWNER/NAME --pattern 'data/*.parquet' --out data/theirs
 
-The C++ tokenizer (build/tokenize, made if it is not there) does all encoding. Whatever interrupts this, the
-same command goes on: with the first file that is not tokenized yet, to the same bytes. A shard, that is
-STEM_val_000000.bin, STEM_train_000001.bin and so on, has its name only when it is whole; dataset.json says
-that all are there. Parquet takes pyarrow (scripts/setup.sh data); all else is Python's standard library.
+The C++ tokenizer (build/tokenize, made if it is not there) does all encoding. It makes shards of a source at
+a time: of a downloaded file, or of all your own. Whatever interrupts this, the same command goes on with the
+first source that dataset.json does not count as done, to the same bytes. A shard, STEM_val_000000.bin or
+STEM_train_000001.bin and so on, has its name only when it is whole. Parquet takes pyarrow (scripts/setup.sh
+data); all else is Python's standard library.
 
 Without a network, or from a mirror: --from FOLDER takes the files that would be downloaded from there, and
 --from https://HOST asks HOST for the same paths (for the hub also HF_ENDPOINT=https://HOST, as everywhere).
 """
 import argparse
 import contextlib
+import fcntl
 import fnmatch
 import glob
+import itertools
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 from dataclasses import dataclass
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.normpath(os.path.join(HERE, "..", ".."))
 sys.path.insert(0, HERE)
 import fetch                                        # noqa: E402
-from documents import kind_of, need_pyarrow         # noqa: E402
+from documents import kind_of, need_pyarrow, texts  # noqa: E402
 from fetch import File, Problem, is_url             # noqa: E402
-from shards import (Work, changes, read_facts, replace_file, shard_tokens, tokenize,      # noqa: E402
-                    write_facts)
+from shards import read_facts, replace_file, run_tool, shard_tokens, write_facts        # noqa: E402
 
 SHARD_TOKENS = 100_000_000
-GROUP_FILES, GROUP_BYTES = 1000, 1 << 28    # of your own small files: so many are tokenized at a time
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Dataset:
     licence: str
     size: str
     train: str = ""     # which files: patterns of paths in the repository
-    val: str = ""       # "": documents of the training files, val_tokens of them
+    val: str = ""       # "": documents drawn over the first source, val_tokens of them
     stem: str = ""      # shards are STEM_train_000001.bin
     val_tokens: int = 0     # "auto": the smaller of 100,000 and a tenth
     tokens: float = 0   # about; to see that the disk is large enough
@@ -58,7 +58,6 @@ FINEWEB, EDU, ODC = "HuggingFaceFW/fineweb", "HuggingFaceFW/fineweb-edu", "ODC-B
 SHAKESPEARE = "github.com/karpathy/char-rnn"
 HELLASWAG = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 MMLU = "https://people.eecs.berkeley.edu/~hendrycks/data.tar"
-FIRST = SHARD_TOKENS        # the first shard is for validation
 DATASETS = [
     Dataset("tinyshakespeare", "script", SHAKESPEARE, "40,000 lines of plays", "public domain",
             "1 MB, 338K tokens"),
@@ -66,13 +65,13 @@ DATASETS = [
             "CDLA-Sharing 1.0", "2.3 GB, 0.5B tokens", "TinyStoriesV2-GPT4-train.txt",
             "TinyStoriesV2-GPT4-valid.txt", "tinystories", 0, 0.55e9),
     Dataset("fineweb10B", "text", FINEWEB, "web pages, a sample", ODC, "30 GB, 10B tokens",
-            "sample/10BT/*.parquet", "", "fineweb", FIRST, 10.4e9),
+            "sample/10BT/*.parquet", "", "fineweb", SHARD_TOKENS, 10.4e9),
     Dataset("fineweb100B", "text", FINEWEB, "a larger sample", ODC, "300 GB, 100B tokens",
-            "sample/100BT/*.parquet", "", "fineweb", FIRST, 104e9),
+            "sample/100BT/*.parquet", "", "fineweb", SHARD_TOKENS, 104e9),
     Dataset("fineweb-edu10B", "text", EDU, "web pages of educational value, a sample", ODC,
-            "28 GB, 10B tokens", "sample/10BT/*.parquet", "", "finewebedu", FIRST, 10e9),
+            "28 GB, 10B tokens", "sample/10BT/*.parquet", "", "finewebedu", SHARD_TOKENS, 10e9),
     Dataset("fineweb-edu100B", "text", EDU, "a larger sample", ODC, "280 GB, 100B tokens",
-            "sample/100BT/*.parquet", "", "finewebedu", FIRST, 100e9),
+            "sample/100BT/*.parquet", "", "finewebedu", SHARD_TOKENS, 100e9),
     Dataset("fineweb10B-shards", "shards", "kjj0/fineweb10B-gpt2", "fineweb10B, tokenized by others", ODC,
             "21 GB, 10B tokens", "fineweb_train_*.bin", "fineweb_val_*.bin", "fineweb"),
     Dataset("fineweb100B-shards", "shards", "kjj0/fineweb100B-gpt2", "fineweb100B, likewise", ODC,
@@ -82,7 +81,7 @@ DATASETS = [
     Dataset("files", "files", "--from", "your own .txt .md .jsonl .parquet, also .gz .xz .bz2", "yours", "",
             "", "", "", "auto"),
     Dataset("hub", "text", "--repo", "text, JSONL or parquet files of any data set on huggingface.co",
-            "see its page", "", "", "", "", 1_000_000),
+            "see its page", "", "", "", "", "auto"),
     Dataset("hellaswag", "choices", HELLASWAG, "10,042 questions: which ending follows?", "MIT", "12 MB"),
     Dataset("mmlu", "choices", MMLU, "14,042 questions of 57 subjects", "MIT", "166 MB"),
 ]
@@ -127,27 +126,12 @@ def remote_files(dataset, pattern, args):
     return fetch.hub_files(hub_site(args), dataset.source, pattern, args.retries)
 
 
-def groups(files):
-    """Your own files: small ones of one kind together. A compressed text is alone, because it goes through a
-    pipe, in which the end of a file could not be seen."""
-    group, kind, size = [], None, 0
-    for file in files:
-        this = kind_of(file.path)
-        if group and (this != kind or this == ("text", True) or this == ("", True) or
-                      len(group) == GROUP_FILES or size + file.size > GROUP_BYTES):
-            yield group
-            group, size = [], 0
-        group.append(file)
-        kind, size = this, size + file.size
-    yield group
-
-
 def own_files(args):
     files = local_files(args.origin, "*")
     if os.path.isdir(args.origin):              # there may be anything in a folder; who names a file means it
-        known = [file for file in files if kind_of(file.path)[0]]
+        known = [file for file in files if kind_of(file.path)]
         if len(known) < len(files):
-            left = next(file for file in files if not kind_of(file.path)[0])
+            left = next(file for file in files if not kind_of(file.path))
             print(f"{len(files) - len(known)} files left out, '{left.name}' for one: no .txt, .md, .rst, "
                   ".jsonl or .parquet", file=sys.stderr)
         files = known
@@ -157,87 +141,13 @@ def own_files(args):
     return files
 
 
-def sources_of(dataset, args, mine):
-    """What there is to tokenize, in order, as it stands in state.json. mine: your own files."""
-    def sources(split, files):
-        return [{"split": split, "files": [file.facts() for file in group]} for group in files]
-
+def sources_of(dataset, args):
+    """[(split, [File])]: what there is to tokenize, in order, one after the other."""
     if dataset.kind == "files":
-        return sources("train", groups(mine))
-    found = []
-    if dataset.val:
-        found += sources("val", [[file] for file in remote_files(dataset, dataset.val, args)])
-    return found + sources("train", [[file] for file in remote_files(dataset, dataset.train, args)])
-
-
-def same_files(sources, args, mine):
-    """Your own files must be those that the shards were made of, or begun with."""
-    before = {file["name"]: file for source in sources for file in source["files"]}
-    now = {file.name: file.facts() for file in mine}
-    for name in sorted({*before, *now}, key=lambda name: (name in before and name in now, name)):
-        if before.get(name) != now.get(name):
-            known = "is new" if name not in before else "is missing" if name not in now else \
-                f"was '{before[name]['path']}' of {before[name]['size']} bytes, is '{now[name]['path']}' " \
-                f"of {now[name]['size']}"
-            raise Problem(f"'{args.out}' was made of other files than those of '{args.origin}': "
-                          f"'{name}' {known}", "--restart makes it anew; or another --out")
-
-
-def check_complete(args, recipe, mine):
-    made = read_facts(os.path.join(args.out, "dataset.json"))
-    if changed := changes({**recipe, **made["recipe"]}, recipe):
-        raise Problem(f"'{args.out}' was made with {changed}", "--restart makes it anew; or another --out")
-    if mine:
-        same_files(made["sources"], args, mine)
-    print(f"'{args.out}' is complete; --restart makes it anew")
-
-
-# ---- making shards ----
-
-def fetch_source(work, dataset, number, args):
-    """([paths], those of them to be removed when they are tokenized) of a source. What was begun from the hub
-    may go on from a mirror or a folder."""
-    files = [File(**facts) for facts in work.state["sources"][number]["files"]]
-    if files[0].path:
-        return [file.path for file in files], []
-    file = files[0]
-    if args.origin and not is_url(args.origin):
-        here = local_files(args.origin, file.name)[0]
-        if file.size not in (-1, here.size):
-            raise Problem(f"'{here.path}' has {here.size} bytes, {file.name} of {dataset.source} {file.size}",
-                          "it is another file, or not whole")
-        return [here.path], []
-    file.url = hub_site(args) + file.url[len(fetch.site_of(file.url)):]
-    os.makedirs(work.path("files"), exist_ok=True)
-    path = os.path.join(work.path("files"), f"{number:06d}_{os.path.basename(file.name)}")
-    fetch.download(file, path, args.retries)
-    return [path], [path]
-
-
-def fetch_ahead(work, dataset, number, args):
-    """Downloads this source while the one before it is tokenized. What goes wrong is told when its turn comes
-    and it is asked for again. Returns the thread, which ends with the program."""
-    def fetch_quietly():
-        with contextlib.suppress(Problem):
-            fetch_source(work, dataset, number, args)
-
-    wanted = number < len(work.state["sources"]) and not args.shards    # of a few shards it may not be one
-    thread = threading.Thread(target=fetch_quietly if wanted else lambda: None, daemon=True)
-    thread.start()
-    return thread
-
-
-def check_room(work, dataset, args):
-    """Before hours of work: is the disk large enough for what is still to come?"""
-    if not dataset.tokens:
-        return
-    tokens = min(dataset.tokens, (args.shards + 1) * args.shard_tokens if args.shards else dataset.tokens)
-    largest = max(file["size"] for source in work.state["sources"] for file in source["files"])
-    there = sum(os.path.getsize(os.path.join(work.out, name)) for name in work.shards())
-    needed, free = int(2 * tokens) + 3 * max(largest, 0) - there, shutil.disk_usage(work.out).free
-    if needed > free:
-        raise Problem(f"'{work.out}' has room for {free / 1e9:.1f} GB, {dataset.name} takes "
-                      f"{needed / 1e9:.1f} GB", "--shards N makes the first N only; --out FOLDER elsewhere")
+        return [("train", own_files(args))]
+    found = remote_files(dataset, dataset.val, args) if dataset.val else []
+    return [("val", [file]) for file in found] + [
+        ("train", [file]) for file in remote_files(dataset, dataset.train, args)]
 
 
 def need_tool(args):
@@ -251,49 +161,124 @@ def need_tool(args):
         raise Problem("the tokenize tool cannot be built", "scripts/setup.sh installs what it takes")
 
 
-def make_shards(dataset, args):
-    recipe = {"name": dataset.name, "source": dataset.source, "train": dataset.train, "val": dataset.val,
-              "stem": dataset.stem, "val_tokens": args.val_tokens, "shard_tokens": args.shard_tokens,
-              "validation": "drawn" if dataset.kind == "files" else "first",
-              "text_field": args.text_field, "bytes": args.bytes}
-    mine = own_files(args) if dataset.kind == "files" else []
-    if os.path.exists(os.path.join(args.out, "dataset.json")) and not args.restart:
-        check_complete(args, recipe, mine)
+@contextlib.contextmanager
+def alone(folder):
+    """The only get.py at work in this folder."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with open(os.path.join(folder, "lock"), "w", encoding="ascii") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+    except BlockingIOError:
+        raise Problem(f"another get.py is at work in '{os.path.dirname(folder)}'",
+                      "wait for it, or choose another --out") from None
+
+
+def known_facts(out, recipe, restart):
+    """dataset.json: what has been made, and of what; or what it begins with."""
+    path = os.path.join(out, "dataset.json")
+    shards = sorted(glob.glob(glob.escape(os.path.join(out, recipe["stem"])) + "_*_*.bin"))
+    if restart:
+        for old in shards + glob.glob(glob.escape(path)):
+            os.unlink(old)
+    elif os.path.exists(path):
+        facts = read_facts(path)
+        if changed := [f"{key} {facts['recipe'].get(key)!r} and not {value!r}" for key, value in
+                       recipe.items() if facts["recipe"].get(key) != value]:
+            raise Problem(f"'{out}' was begun with {', '.join(changed)}",
+                          "the same options go on with it; --restart begins anew; or another --out")
+        return facts
+    elif shards:
+        raise Problem(f"'{out}' holds {os.path.basename(shards[0])}, which another program wrote",
+                      "choose another --out, or --restart, which removes them")
+    return {"recipe": recipe, "sources": None, "done": 0, "tokens": 0, "shards": {"val": 0, "train": 0}}
+
+
+def same_sources(facts, now, args):
+    """What goes on must have the files that it began with."""
+    before = facts["sources"] or now
+    if before != now:
+        known = {tuple(file) for _, files in before for file in files}
+        other = [file for _, files in now for file in files if tuple(file) not in known]
+        what = "'{}' of {} bytes is new".format(*other[0]) if other else "some are missing"
+        raise Problem(f"'{args.out}' was made of other files than those of '{args.origin}': {what}",
+                      "--restart makes it anew; or another --out")
+
+
+def check_room(dataset, args, facts, sources):
+    """Before hours of work: is the disk large enough for what is still to come?"""
+    if not dataset.tokens:
         return
-    need_tool(args)
-    work = Work(args.out, recipe)
-    if args.restart:
-        work.restart()
-    work.load(lambda: sources_of(dataset, args, mine))
-    if dataset.kind == "files":
-        same_files(work.state["sources"], args, mine)
-    sources = work.state["sources"]
-    if any(kind_of(file["name"])[0] == "parquet" for source in sources for file in source["files"]):
-        need_pyarrow()
-    check_room(work, dataset, args)
-    work.cut(args.shards, False)
-    ahead = fetch_ahead(work, dataset, len(sources), args)
-    while (number := len(work.state["parts"])) < len(sources) and not work.enough(args.shards):
-        ahead.join()
-        paths, removable = fetch_source(work, dataset, number, args)
-        ahead = fetch_ahead(work, dataset, number + 1, args)
-        prefix = work.path(f"tmp.{os.getpid()}")
-        tokenize(args.tokenize, prefix, paths, args.text_field, args.bytes)
-        work.add_part(prefix + "_train.bin")
-        print(f"{number + 1} of {len(sources)}: {sources[number]['files'][0]['name']}"
-              f"{' and others' if len(paths) > 1 else ''}, {work.state['parts'][-1]['tokens']} tokens",
-              flush=True)
-        for path in removable:
-            os.unlink(path)
-        work.cut(args.shards, False)
-    if len(work.state["parts"]) == len(sources):
-        work.cut(args.shards, True)
-        if work.left("train")[0] <= 0:
-            work.finish({"name": dataset.name, "source": dataset.source, "licence": dataset.licence,
-                         "recipe": recipe, "tokens": work.tokens(),
-                         "sources": sources, "shards": work.shards()})
-            return
-    print(f"{args.shards} shards, as asked for; the same command with more of them goes on")
+    tokens = min(dataset.tokens, (args.shards + 1) * args.shard_tokens if args.shards else dataset.tokens)
+    largest = max(file.size for _, files in sources for file in files)
+    needed = int(2 * (tokens - facts["tokens"])) + 3 * max(largest, 0)
+    free = shutil.disk_usage(args.out).free
+    if needed > free:
+        raise Problem(f"'{args.out}' has room for {free / 1e9:.1f} GB, {dataset.name} takes "
+                      f"{needed / 1e9:.1f} GB", "--shards N makes the first N only; --out FOLDER elsewhere")
+
+
+def make_source(dataset, args, facts, split, files, work):
+    """The shards of one source; returns what dataset.json is to say of them."""
+    paths, made, number = [file.path for file in files], facts["shards"], facts["done"]
+    if not paths[0]:
+        paths = [os.path.join(work, f"{number:06d}_{os.path.basename(files[0].name)}")]
+        fetch.download(files[0], paths[0], args.retries)
+    found = texts(paths, args.text_field)
+    first = next((text for text in found if text.strip(b"\0")), None)
+    if first is None and not facts["tokens"]:
+        raise Problem(f"there is no text in '{files[0].name}'" + " and the others" * (len(files) > 1))
+    drawn = 0 if number else args.val_tokens
+    flags = ["--bytes", int(args.bytes), "--val-tokens", drawn, "--shard-tokens",
+             args.shard_tokens if split == "train" else 0]
+    if first is not None:
+        said = run_tool(args.tokenize, os.path.join(work, "tokens"), flags, itertools.chain([first], found))
+        print("\n".join(line for line in said if line.startswith("validation: ")), end="\n" if drawn else "")
+    new = {**facts, "done": number + 1, "shards": {**made}}
+    for part in sorted(glob.glob(glob.escape(work) + "/tokens_*.bin")):
+        to = "val" if split == "val" or "tokens_val" in part else "train"
+        path = os.path.join(args.out, f"{dataset.stem}_{to}_{new['shards'][to] + (to == 'train'):06d}.bin")
+        os.replace(part, path)
+        tokens, _ = shard_tokens(path)
+        print(f"{path}: {tokens} tokens", flush=True)
+        new["shards"][to] += 1
+        new["tokens"] += tokens
+    return new
+
+
+def make_shards(dataset, args):
+    recipe = {"version": 2, "name": dataset.name, "source": dataset.source, "train": dataset.train,
+              "val": dataset.val, "stem": dataset.stem, "val_tokens": args.val_tokens,
+              "shard_tokens": args.shard_tokens, "text_field": args.text_field, "bytes": args.bytes}
+    work, record = os.path.join(args.out, ".work"), os.path.join(args.out, "dataset.json")
+    with alone(work):
+        facts = known_facts(args.out, recipe, args.restart)
+        for name in os.listdir(work):           # of a run that was killed
+            if args.restart and name != "lock" or name.startswith("tokens_"):
+                os.unlink(os.path.join(work, name))
+        complete = facts["sources"] and facts["done"] == len(facts["sources"])
+        if not complete or dataset.kind == "files":     # who has all needs no network
+            sources = sources_of(dataset, args)
+            now = [[split, [[file.name, file.size] for file in files]] for split, files in sources]
+            same_sources(facts, now, args)
+            facts["sources"] = now
+        if complete:
+            print(f"'{args.out}' is complete; --restart makes it anew")
+        else:
+            need_tool(args)
+            if any(kind_of(file.name) == "parquet" for _, files in sources for file in files):
+                need_pyarrow()
+            check_room(dataset, args, facts, sources)
+        while facts["done"] < len(facts["sources"]):
+            if args.shards and facts["shards"]["train"] >= args.shards:
+                print(f"{args.shards} shards, as asked for; the same command with more of them goes on")
+                return
+            split, files = sources[facts["done"]]
+            print(f"{facts['done'] + 1} of {len(sources)}: {files[0].name}"
+                  f"{' and others' if len(files) > 1 else ''}", flush=True)
+            facts = make_source(dataset, args, facts, split, files, work)
+            write_facts(record, facts)
+        shutil.rmtree(work)
 
 
 # ---- shards that others have published ----
@@ -365,11 +350,11 @@ def arguments():
     option("--repo", metavar="OWNER/NAME", help="hub: which repository")
     option("--pattern", metavar="PATTERN", help="hub: which of its files, for instance data/*.parquet")
     option("--text-field", metavar="NAME", default="text", help="where JSONL and parquet hold the text")
-    option("--shards", type=int, default=0, metavar="N", help="make the first N training shards only")
+    option("--shards", type=int, default=0, metavar="N", help="stop when N training shards are there")
     option("--shard-tokens", type=int, default=SHARD_TOKENS, metavar="N", help="length of a shard")
     option("--val-tokens", type=int, metavar="N",
-           help="so many tokens are for validation: of your own files documents drawn over all of them "
-           "(default: the smaller of 100,000 and a tenth), else the first documents")
+           help="so many tokens are for validation: documents drawn over your own files (default: the "
+           "smaller of 100,000 and a tenth), else over the first file")
     option("--bytes", action="store_true", help="tokens are bytes (V=256), not GPT-2's")
     option("--restart", action="store_true", help="forget what is there, its shards too")
     option("--retries", type=int, default=5, metavar="N", help="of a download that does not advance")

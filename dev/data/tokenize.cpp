@@ -124,7 +124,7 @@ static void outputs_put(Outputs* out, const uint16_t* tokens, size_t n) {
 
 struct Span { int64_t begin, end; };
 
-// splitmix64: the order in which documents are drawn, as in dev/data/shards.py.
+// splitmix64: the order in which documents are drawn, as in dev/test/test_datasets.py.
 static uint64_t draw_key(size_t document) {
     uint64_t z = ((uint64_t)document + 1) * 0x9E3779B97F4A7C15ull;
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
