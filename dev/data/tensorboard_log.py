@@ -6,14 +6,14 @@
     python3 dev/data/tensorboard_log.py runs/mine --follow      # and goes on while the run does; Ctrl-C ends
     .venv/bin/tensorboard --logdir runs
 
-Each time the files are written from the beginning, in the place of those before. The writer is TensorBoard's
-own. metrics.jsonl has no dates: the last step that is there counts as done when the file was last written,
-and those before it as far back as they took.
+Each time the files are written from the beginning, in the place of those before. metrics.jsonl has no dates:
+the last step that is there counts as done when the file was last written, and those before it as far back as
+they took.
 """
 import argparse
-import glob
 import math
 import os
+import shutil
 import sys
 import time
 
@@ -28,58 +28,36 @@ POLL_S = 2.0
 
 
 def import_writer():
-    """(EventFileWriter, Event, Summary)"""
     try:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary import Writer
     except ImportError:
         take_the_venv()
         fail("no event files without tensorboard", "scripts/setup.sh tensorboard installs it into .venv")
-    return EventFileWriter, Event, Summary
+    return Writer
 
 
-class Follower:
-    """What has been written of one run's metrics.jsonl."""
-
-    def __init__(self, run, library):
-        self.path, self.folder = os.path.join(run, "metrics.jsonl"), os.path.join(run, "tensorboard")
-        self.library, self.writer = library, None
-        self.records = []
-        if not os.path.isfile(self.path):
-            fail(f"there is no {self.path}", "give the folder that -o named")
-
-    def advance(self):
-        """Writes what has come. A run that went back to a checkpoint has other lines than before: then all
-        is written anew."""
-        records = read_metrics(self.path)
-        if self.writer is None or records[:len(self.records)] != self.records:
-            self.begin()
-        new = records[len(self.records):]
-        at = os.stat(self.path).st_mtime - sum(number(r.get("ms", 0)) for r in new) * 1e-3
-        for record in new:
-            at += number(record.get("ms", 0)) * 1e-3
-            self.write(record, at)
-        self.records = records
-        self.writer.flush()
-
-    def begin(self):
-        self.close()
-        os.makedirs(self.folder, exist_ok=True)
-        for old in glob.glob(os.path.join(glob.escape(self.folder), "events.out.tfevents.*")):
-            os.remove(old)
-        self.writer, self.records = self.library[0](self.folder), []
-
-    def write(self, record, at):
-        _, Event, Summary = self.library
-        values = [Summary.Value(tag=TAGS.get(key, key), simple_value=number(x)) for key, x in record.items()
-                  if key != "step" and (x is None or isinstance(x, (int, float)))]
-        self.writer.add_event(Event(wall_time=at if math.isfinite(at) else time.time(), step=record["step"],
-                                    summary=Summary(value=values)))
-
-    def close(self):
-        if self.writer:
-            self.writer.close()
+def advance(run, new_writer, writer, written):
+    """Writes what has come since `written`; returns its writer and all records. A run that went back to a
+    checkpoint has other records than before: then all is written anew."""
+    path, folder = os.path.join(run, "metrics.jsonl"), os.path.join(run, "tensorboard")
+    if not os.path.isfile(path):
+        fail(f"there is no {path}", "give the folder that -o named")
+    records = read_metrics(path)
+    if writer is None or records[:len(written)] != written:
+        if writer:
+            writer.close()
+        shutil.rmtree(folder, ignore_errors=True)
+        writer, written = new_writer(folder), []
+    new = records[len(written):]
+    at = os.stat(path).st_mtime - sum(number(record.get("ms", 0)) for record in new) * 1e-3
+    for record in new:
+        at += number(record.get("ms", 0)) * 1e-3
+        for key, x in record.items():
+            if key != "step" and (x is None or isinstance(x, (int, float))):
+                writer.add_scalar(TAGS.get(key, key), number(x), record["step"],
+                                  wall_time=at if math.isfinite(at) else time.time())
+    writer.flush()
+    return writer, records
 
 
 def main():
@@ -87,15 +65,13 @@ def main():
     parser.add_argument("runs", nargs="+", help="run folders")
     parser.add_argument("--follow", action="store_true", help="go on while the runs do; Ctrl-C ends")
     args = parser.parse_args()
-    library = import_writer()
-    followers = [Follower(run, library) for run in args.runs]
+    new_writer, written = import_writer(), {run: (None, []) for run in args.runs}
     try:
         while True:
-            for follower in followers:
-                started = follower.writer is not None
-                follower.advance()
-                if not started:
-                    print(f"wrote {follower.folder}: {len(follower.records)} records", flush=True)
+            for run, (writer, before) in written.items():
+                written[run] = advance(run, new_writer, writer, before)
+                if writer is None:
+                    print(f"wrote {run}/tensorboard: {len(written[run][1])} records", flush=True)
             if not args.follow:
                 break
             time.sleep(POLL_S)
@@ -103,8 +79,8 @@ def main():
         pass
     except OSError as e:
         fail(f"cannot write the event files: {e.filename}: {e.strerror}")
-    for follower in followers:
-        follower.close()
+    for writer, _ in written.values():
+        writer.close()
 
 
 if __name__ == "__main__":
