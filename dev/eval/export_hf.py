@@ -9,21 +9,93 @@ the vocabulary is GPT-2's (V=50257) or single bytes (V=256), tokenizer.json, tok
 and merges.txt, made from dev/data/gpt2_bpe: nothing is downloaded. The weights keep their bits unless --dtype
 names another type. It appears whole or not at all. Needs numpy, neither torch nor transformers.
 """
-import contextlib
+import argparse
 import json
 import os
 import re
 import shutil
+import signal
+import sys
 
-from model_files import (DTYPES, Parser, beside, count_parameters, die, last_model, read_bin, run_main,
-                         synced_file, write_safetensors)
-from venv_python import ROOT                        # model_files has added its folder
+sys.path[1:1] = [os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", *more)
+                 for more in ((), ("reference",))]
+from venv_python import ROOT, take_the_venv         # noqa: E402
+
+
+def die(message):
+    sys.exit("error: " + message)
+
+
+try:
+    import numpy as np
+except ImportError:             # .venv, which setup.sh has filled, has one: the program starts again with it
+    take_the_venv()
+    die("no numpy in this Python\n"
+        "hint: scripts/setup.sh installs it into .venv; or pip install numpy, in a venv of yours")
+
+from formats import read_checkpoint, read_checkpoint_header, to_bf16_bits       # noqa: E402
 
 MERGES = os.path.join(ROOT, "dev/data/gpt2_bpe/vocab.bpe")
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_NAMES = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"]
 NAMES = {"model.safetensors", "config.json", "generation_config.json", "README.md", *TOKENIZER_NAMES}
+DTYPES = {"fp32": "F32", "bf16": "BF16"}            # --dtype, and safetensors' word for it
+LAYER = {"ln1": "ln_1", "qkv": "attn.c_attn", "attproj": "attn.c_proj", "ln2": "ln_2", "fc": "mlp.c_fc",
+         "fcproj": "mlp.c_proj"}
 
+
+# ---- weights ----
+
+def weights(dims, params):
+    """{transformers' name: array}: no padding, one for each layer, linear layers (in, out)."""
+    tensors = {"wte.weight": params["wte"][:dims.V], "wpe.weight": params["wpe"]}
+    for layer in range(dims.L):
+        for ours, theirs in LAYER.items():
+            tensors[f"h.{layer}.{theirs}.weight"] = params[ours + "w"][layer].T
+            tensors[f"h.{layer}.{theirs}.bias"] = params[ours + "b"][layer]
+    tensors.update({"ln_f.weight": params["lnfw"], "ln_f.bias": params["lnfb"]})
+    return {"transformer." + name: array for name, array in tensors.items()}
+
+
+def write_safetensors(path, tensors, dtype):
+    """The length of a table, the table, the bytes. The package of this name has no bf16 without PyTorch."""
+    table, at, width = {"__metadata__": {"format": "pt"}}, 0, 4 if dtype == "F32" else 2
+    for name, array in tensors.items():
+        table[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [at, at + width * array.size]}
+        at += width * array.size
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)                         # what follows is aligned for readers that map it
+    with open(path, "wb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        for array in tensors.values():
+            f.write(np.ascontiguousarray(array if dtype == "F32" else to_bf16_bits(array)))
+
+
+def count_parameters(dims):
+    return (dims.V + dims.maxT) * dims.C + dims.L * (12 * dims.C + 13) * dims.C + 2 * dims.C
+
+
+def last_model(folder):
+    """The newest model_*.bin of a run."""
+    steps = [int(m[1]) for m in (re.fullmatch(r"model_(\d{8,})\.bin", n) for n in os.listdir(folder)) if m]
+    if not steps:
+        die(f"no model_*.bin in '{folder}'\nhint: give a model_*.bin, or the folder of a run that saved one")
+    return os.path.join(folder, f"model_{max(steps):08d}.bin")
+
+
+def read_model(path):
+    """(dims, {name: array}, its type)"""
+    if not os.path.isfile(path):
+        die(f"no file '{path}'\nhint: give a model_*.bin, or the folder of a run")
+    dims, version, _ = read_checkpoint_header(path)
+    if dims.block or dims.norm:
+        kinds = ("sequential", "parallel", "parallel-tied")[dims.block], ("layernorm", "rmsnorm")[dims.norm]
+        die(f"'{path}' is not GPT-2: its block is {kinds[0]} and its norm {kinds[1]}, which "
+            "transformers' GPT-2 does not compute\nhint: such a model runs here alone: train_gpt2cu -e FILE")
+    return dims, read_checkpoint(path)[1], {3: "F32", 5: "BF16"}[version]
+
+
+# ---- the configuration ----
 
 def model_config(dims, dtype):
     """What transformers must be told; whatever it could take otherwise by default is spelled out."""
@@ -139,31 +211,19 @@ def check_folder(folder, force):
             "does not replace it\nhint: give another folder")
 
 
-def move_folder(made, folder):
-    """There is always one whole export: an earlier one is moved aside first, then removed."""
-    if not os.path.isdir(folder) or not os.listdir(folder):
-        os.rename(made, folder)
-        return
-    old = beside(folder)
-    try:
-        os.rename(folder, old)
-        os.rename(made, folder)
-    finally:                                # a signal, too, may come between the two
-        if not os.path.lexists(folder):
-            os.rename(old, folder)
-    shutil.rmtree(old)
-
-
 def main():
-    parser = Parser(description=__doc__.split("\n", maxsplit=1)[0])
+    for number in (signal.SIGINT, signal.SIGTERM):          # what was begun is removed
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.error = lambda message: die(f"{message}\nhint: {parser.prog} --help")
     parser.add_argument("model", help="model_*.bin, or the folder of a run (its last model)")
     parser.add_argument("folder", help="folder to write")
     parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (default: the file's)")
     parser.add_argument("--force", action="store_true", help="replace an earlier export")
     args = parser.parse_args()
     source = last_model(args.model) if os.path.isdir(args.model) else args.model
-    dims, tensors = read_bin(source)
-    dtype = DTYPES[args.dtype] if args.dtype else tensors["transformer.wte.weight"].dtype
+    dims, params, dtype = read_model(source)
+    dtype = DTYPES.get(args.dtype, dtype)
     check_folder(args.folder, args.force)
     folder = os.path.realpath(args.folder)              # a link to a folder stays a link
     config = model_config(dims, dtype)
@@ -172,23 +232,24 @@ def main():
     texts = {"config.json": json.dumps(config, indent=2) + "\n",
              "generation_config.json": json.dumps(generation, indent=2) + "\n",
              "README.md": model_card(os.path.basename(folder), dims, dtype, source), **tokenizer_files(dims)}
-    os.makedirs(os.path.dirname(folder), exist_ok=True)
-    made = beside(folder)
-    os.mkdir(made)
+    made = f"{folder}.{os.getpid()}.tmp"
     try:
+        os.makedirs(made)
         for name, text in texts.items():
-            with synced_file(os.path.join(made, name)) as f:
-                f.write(text.encode())
-        with synced_file(os.path.join(made, "model.safetensors")) as f:
-            write_safetensors(f, dims, tensors, dtype)
-        move_folder(made, folder)
+            with open(os.path.join(made, name), "w", encoding="utf-8") as f:
+                f.write(text)
+        write_safetensors(os.path.join(made, "model.safetensors"), weights(dims, params), dtype)
+        if os.path.exists(folder):
+            shutil.rmtree(folder)
+        os.rename(made, folder)
+    except OSError as e:
+        die(f"'{e.filename or made}': {e.strerror}")
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(made)
+        shutil.rmtree(made, ignore_errors=True)
     print(f"wrote {args.folder}: {os.path.basename(source)}, {count_parameters(dims):,} parameters, {dtype}"
           + ("" if end_of_text(dims.V) is not None else
              f"; no tokenizer: there is none for V={dims.V} (50257: GPT-2, 256: bytes)"))
 
 
 if __name__ == "__main__":
-    run_main(main)
+    main()

@@ -211,10 +211,11 @@ def init_params(dims, seed, kind="gpt2"):
 
 # ---- bf16 in numpy ----
 def to_bf16_bits(x):
-    """Round to nearest, ties to even; finite values only."""
+    """Round to nearest, ties to even. A NaN stays one: rounding could carry it into -0."""
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
     half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    return ((bits + half) >> np.uint32(16)).astype(np.uint16)
+    rounded = np.where(np.isnan(x), bits | np.uint32(0x400000), bits + half)
+    return (rounded >> np.uint32(16)).astype(np.uint16)
 
 
 def from_bf16_bits(bits):
@@ -259,7 +260,8 @@ def read_array(f, path, dtype, shape):
 
 
 def read_checkpoint_header(path):
-    """(dims, version) of a model file; version is 3 or 5, of what is not GPT-2, too."""
+    """(dims, version, padded V) of a model file; version is 3 or 5, of what is not GPT-2, too. Other programs
+    may have padded V to another multiple than Dims.Vp."""
     with open_checked(path) as f:
         header = read_header(f, path, MAGIC_MODEL)
     version, maxT, V, L, NH, C, Vp = (int(v) for v in header[1:8])
@@ -268,24 +270,27 @@ def read_checkpoint_header(path):
     dims = Dims(maxT=maxT, V=V, L=L, NH=NH, C=C, block=block, norm=norm)
     if version not in (3, 5):
         raise FileError(path, f"version {version}; 3 (fp32) and 5 (bf16) can be read, or 100 more")
-    if min(maxT, V, L, NH, C) < 1 or Vp != dims.Vp:
-        raise FileError(path, f"impossible sizes {header[2:8].tolist()}")
-    count = sum(math.prod(param_shape(dims, name)) for name in NAMES)
+    if min(maxT, V, L, NH, C) < 1 or C % NH or Vp < V or block not in (0, 1, 2) or norm not in (0, 1):
+        raise FileError(path, f"impossible sizes: {dims.text()}, V padded to {Vp}, block {block} norm {norm}")
+    count = sum(math.prod(param_shape(dims, name)) for name in NAMES) + (Vp - dims.Vp) * C
     expected = 1024 + count * (4 if version == 3 else 2)
     if os.path.getsize(path) != expected:
         raise FileError(path, f"{os.path.getsize(path)} bytes, expected {expected}")
-    return dims, version
+    return dims, version, Vp
 
 
 def read_checkpoint(path):
     """(dims, params as float32 whatever the version)."""
-    dims, version = read_checkpoint_header(path)
+    dims, version, Vp = read_checkpoint_header(path)
     params = {}
     with open_checked(path) as f:
         f.seek(1024)
         for name in NAMES:
-            data = read_array(f, path, "<f4" if version == 3 else "<u2", param_shape(dims, name))
+            shape = (Vp, dims.C) if name == "wte" else param_shape(dims, name)
+            data = read_array(f, path, "<f4" if version == 3 else "<u2", shape)
             params[name] = data if version == 3 else from_bf16_bits(data)
+    if Vp != dims.Vp:
+        params["wte"] = np.pad(params["wte"][:dims.V], ((0, dims.Vp - dims.V), (0, 0)))
     return dims, params
 
 
