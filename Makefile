@@ -186,7 +186,7 @@ tokenize stories bigram checkpoint: %: build/% ## tools: shards, a story corpus,
 
 # ---- data, plots, tests ----
 tinyshakespeare: build/tokenize ## its shards (TEXT=file: from that text, without a download)
-	dev/data/tinyshakespeare.sh $(if $(value TEXT),--text "$$TEXT")
+	@python3 dev/data/get.py tinyshakespeare $(if $(value TEXT),--from "$$TEXT")
 
 plot: ## draw runs: RUN=dir, or RUNS="a b" [PNG=both.png]
 	$(if $(value RUN)$(value RUNS),,$(error make plot wants a run: RUN=dir, or RUNS="a b"))

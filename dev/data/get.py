@@ -42,7 +42,7 @@ SHARD_TOKENS = 100_000_000
 @dataclass
 class Dataset:
     name: str
-    kind: str           # text: tokenized here; shards: published as such; choices, script, files
+    kind: str           # text: tokenized here; shards: published as such; choices, plays, files
     source: str         # a repository of the hub, or a URL
     what: str
     licence: str
@@ -55,11 +55,12 @@ class Dataset:
 
 
 FINEWEB, EDU, ODC = "HuggingFaceFW/fineweb", "HuggingFaceFW/fineweb-edu", "ODC-By 1.0"
-SHAKESPEARE = "github.com/karpathy/char-rnn"
+SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 HELLASWAG = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 MMLU = "https://people.eecs.berkeley.edu/~hendrycks/data.tar"
 DATASETS = [
-    Dataset("tinyshakespeare", "script", SHAKESPEARE, "40,000 lines of plays", "public domain",
+    Dataset("tinyshakespeare", "plays", SHAKESPEARE, "40,000 lines of plays", "public domain",
             "1 MB, 338K tokens"),
     Dataset("tinystories", "text", "roneneldan/TinyStories", "stories in a small child's words, by GPT-4",
             "CDLA-Sharing 1.0", "2.3 GB, 0.5B tokens", "TinyStoriesV2-GPT4-train.txt",
@@ -309,20 +310,35 @@ def copy_shards(dataset, args):
         print(f"{path}: {tokens} tokens", flush=True)
 
 
-# ---- questions ----
+# ---- data sets of one file: questions, and tinyshakespeare ----
+
+def fetch_file(dataset, args, sha256=""):
+    """Its path; from a mirror or a folder, too."""
+    url, name = dataset.source, os.path.basename(dataset.source)
+    os.makedirs(args.out, exist_ok=True)
+    if args.origin and not is_url(args.origin):
+        return local_files(args.origin, name)[0].path
+    if args.origin:
+        url = args.origin.rstrip("/") + url[len(fetch.site_of(url)):]
+    path = os.path.join(args.out, name)
+    fetch.download(File(name, url, sha256=sha256), path, args.retries)
+    return path
+
+
+def make_plays(dataset, args):
+    """As llm.c cuts the text: all of it in _all, its first 32,768 tokens in _val, the rest in _train."""
+    path = fetch_file(dataset, args, SHAKESPEARE_SHA256)
+    if fetch.sha256_of(path) != SHAKESPEARE_SHA256:
+        raise Problem(f"'{path}' is not tinyshakespeare", f"the text is at {dataset.source}")
+    if subprocess.run([args.tokenize, "-o", os.path.join(args.out, "tiny_shakespeare"), "--separators", "0",
+                       "--all", "1", "--val-tokens", "32768", "--", path], check=False).returncode:
+        raise Problem("")
+
 
 def make_choices(dataset, args):
     from choices import write_choices
-    url, name = dataset.source, os.path.basename(dataset.source)
-    os.makedirs(args.out, exist_ok=True)
     path = os.path.join(args.out, {"hellaswag": "hellaswag_val.bin", "mmlu": "mmlu_test.bin"}[dataset.name])
-    if args.origin and not is_url(args.origin):
-        source = local_files(args.origin, name)[0].path
-    else:
-        if args.origin:
-            url = args.origin.rstrip("/") + url[len(fetch.site_of(url)):]
-        source = os.path.join(args.out, name)
-        fetch.download(File(name, url), source, args.retries)
+    source = fetch_file(dataset, args)
     # No checksum of these is published: the first download's is kept, and later ones must have it.
     sha256, facts = fetch.sha256_of(source), os.path.join(args.out, "dataset.json")
     first = read_facts(facts)["sha256"] if os.path.exists(facts) and not args.restart else sha256
@@ -396,21 +412,11 @@ def run(args):
     if not dataset:
         raise Problem(f"there is no data set '{args.name}', but {', '.join(d.name for d in DATASETS)}")
     check_arguments(dataset, args)
-    if dataset.kind == "script":
-        more = ["--text", args.origin] if args.origin else []
-        script = subprocess.run([os.path.join(HERE, "tinyshakespeare.sh"), "--out", os.path.abspath(args.out),
-                                 *more], check=False)
-        if script.returncode:
-            raise Problem("")
-        return
-    if dataset.kind == "shards":
-        copy_shards(dataset, args)
-    elif dataset.kind == "choices":
+    if dataset.kind in ("plays", "choices"):
         need_tool(args)
-        make_choices(dataset, args)
+        (make_plays if dataset.kind == "plays" else make_choices)(dataset, args)
         return
-    else:
-        make_shards(dataset, args)
+    (copy_shards if dataset.kind == "shards" else make_shards)(dataset, args)
     stem = os.path.join(args.out, dataset.stem)
     val = f" -j '{stem}_val_*.bin'" if glob.glob(glob.escape(stem) + "_val_*.bin") else ""
     print(f"./train_gpt2cu -i '{stem}_train_*.bin'{val} ...")

@@ -320,7 +320,7 @@ def test_shard_is_synced(monkeypatch):
 
 
 @pytest.mark.parametrize("words, said", [
-    ("files --from in/a.jsonl --out o", ["a.jsonl' line 2"]),
+    ("files --from in/a.jsonl --out o --val-tokens 99", ["a.jsonl' line 2"]),
     ("files --from in/b.jsonl --out o", ["'text'", "'body'", "--text-field"]),
     ("files --from in/c.jsonl --out o", ["row 1", "int"]),
     ("files --from in/d.txt.gz --out o", ["d.txt.gz' is damaged"]),
@@ -350,6 +350,7 @@ def test_second_thoughts():
     words = [*files("a.jsonl", "out"), "--text-field", "body"]
     refused(*words, said=("a.jsonl' line 2",))
     write("a.jsonl", '{"body": "good"}\n')
+    write("out/.work/tokens_train_000007.bin", "of a run that was killed")
     makes("a.jsonl", "out", [b"good"], 2, "--text-field", "body")
     write("theirs/theirs_train_000001.bin", "x")
     refused(*files("a.jsonl", "theirs"), said=("theirs_train_000001.bin",))
@@ -395,6 +396,9 @@ def test_hub():
         hub_makes(documents, HF_ENDPOINT=url)
         Hub.following = "file:///tmp"
         refused(*HUB, "--from", url, said=("'file:///tmp", "no URL"))
+        Hub.following = ""
+        works(*HUB, "--from", url)
+    assert "complete" in works(*HUB, "--from", url), "who has all needs no network"
     shutil.rmtree("out")
     for name, data in hub.items():
         write("copy/" + name, data)
@@ -591,6 +595,22 @@ def test_published():
     assert contents("out") == row_files
 
 
+# ---- tinyshakespeare ----
+
+def test_tinyshakespeare():
+    text = "To be, or not to be: that is the question.\n" * 4000
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    known = {"prepare": lambda: setattr(get, "SHAKESPEARE_SHA256", sha256)}
+    path = "/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+    with serving({path: text}) as url:
+        refused("tinyshakespeare", "--from", url, "--out", "no", said=("sha256",))
+        works("tinyshakespeare", "--from", url, "--out", "out", **known)
+    everything = shard("out/tiny_shakespeare_all.bin", 1)
+    assert len(everything) > 40000 and 50256 not in everything
+    parts = [shard(f"out/tiny_shakespeare_{part}.bin", 1) for part in ("val", "train")]
+    assert flat(parts) == everything and len(parts[0]) == 32768
+
+
 # ---- questions ----
 
 def questions(path):
@@ -683,7 +703,7 @@ def test_table():
     out = subprocess.run([sys.executable, GET], capture_output=True, text=True, check=True).stdout
     for d in get.DATASETS:
         assert d.name in out and d.licence and d.what and d.source
-        assert d.kind in ("script", "text", "shards", "files", "choices")
+        assert d.kind in ("text", "shards", "files", "choices", "plays")
     names = [d.name for d in get.DATASETS]
     assert len(set(names)) == len(names)
     reader, pipe = os.pipe()

@@ -227,7 +227,8 @@ class Recorder:
         write(f"{folder}/events.out.tfevents.{id(self)}", "")
 
     def add_scalar(self, tag, value, step, wall_time):
-        self.steps.setdefault(step, {})[tag] = value
+        assert tag not in self.steps.setdefault(step, {}), "written twice"
+        self.steps[step][tag] = value
         self.times.append(wall_time)
 
     def close(self):
