@@ -248,7 +248,7 @@ def test_files():
     """Each kind, packed or not, in the order of names; a file ends a document; texts stay as they are."""
     texts = some_texts(1, 300)
     for name, data in {
-            "a.txt": "one\n<|endoftext|>\ntwo", "b.md": "three\n", "c.jsonl": jsonl(texts),
+            "a.txt": "one\n<|endoftext|>\r\ntwo", "b.md": "three\n", "c.jsonl": jsonl(texts),
             "d.txt.gz": gzip.compress(b"four\n<|endoftext|>\nfive\n"), "e.txt.xz": lzma.compress(b"six"),
             "f.jsonl.bz2": bz2.compress(b'{"text": "seven"}\n\n{"text": null}\n'
                                         b'{"text": " eig\\u0000ht\\n"}\n"9"\n'),
