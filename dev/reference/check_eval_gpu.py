@@ -12,7 +12,6 @@ Three parts (--only). The first two take weights drawn at random, all of them: n
                program are transformers'. And the first model, opened as the lm-eval harness opens it, says
                of texts what our own program says.
     questions  HellaSwag's and MMLU's form: each row's loss, each choice and the scores, of both precisions.
-               Then the time that rows of a bucketed length take against rows of T, in ours and in PyTorch.
     race       124M on --data (PREFIX_train*.bin, PREFIX_val*.bin), bf16, beside the PyTorch twin: the same
                weights, tokens, order and schedule. --out gets main.log and metrics.jsonl of both in two
                folders (dev/data/plot_log.py --seconds draws them), and both models' samples.
@@ -90,12 +89,6 @@ def trainer(args, precision, *flags):
 def tester(args, precision, *words):
     exact = ["-f", 0] if precision == "FP32" else []
     return [str(word) for word in [args.test.format(precision=precision), *words, *exact]]
-
-
-def seconds_of(command):
-    start = time.perf_counter()
-    out = run(command)
-    return time.perf_counter() - start, out
 
 
 # ---- random models and tokens ----
@@ -258,13 +251,13 @@ def make_questions(rng, V, T, count, context, completion):
     return [(tokens(*context), [tokens(*completion) for _ in range(4)]) for _ in range(count)]
 
 
-def torch_sums(args, model, rows, T, autocast=False, padded=0):
+def torch_sums(args, model, rows, T):
     """The summed loss of each row's completion: each row cut on its left to T + 1 tokens and padded on its
-    right to the longest of its batch, or to `padded`. Written from the evaluation's definition alone."""
+    right to the longest of its batch. Written from the evaluation's definition alone."""
     cut = [((context + completion)[-(T + 1):], len(completion)) for context, completion in rows]
     sums, order = np.zeros(len(rows)), sorted(range(len(rows)), key=lambda i: len(cut[i][0]))
     while order:
-        longest = padded or min(T, 32 + len(cut[order[0]][0]))
+        longest = min(T, 32 + len(cut[order[0]][0]))
         batch = [i for i in order[:max(1, args.positions // longest)] if len(cut[i][0]) <= longest + 1]
         order = order[len(batch):]
         x = torch.zeros(len(batch), longest, dtype=torch.long)
@@ -274,7 +267,7 @@ def torch_sums(args, model, rows, T, autocast=False, padded=0):
             x[at, :length] = row[:-1]
             first = max(0, length - cut[i][1])
             y[at, first:length] = row[first + 1:]
-        with torch.no_grad(), torch.autocast(args.device, torch.bfloat16, enabled=autocast):
+        with torch.no_grad():
             logits = model(x.to(args.device)).logits
         losses = F.cross_entropy(logits.float().flatten(0, 1), y.to(args.device).flatten(), reduction="none")
         sums[batch] = losses.view(y.shape).double().sum(1).cpu().numpy()
@@ -318,7 +311,6 @@ def check_questions(args):
         low = torch_sums(args, copy.deepcopy(model).bfloat16(), rows, T).reshape(-1, 4)
         for precision in args.precisions:
             compare_sums(args, size, form, precision, labels, lengths, exact, low)
-    time_questions(args, size, model, forms["hellaswag"], rng)
     shutil.rmtree(size.folder)
 
 
@@ -358,36 +350,6 @@ def compare_sums(args, size, form, precision, labels, lengths, exact, low):
     check(all(d <= bound + 1e-6 for d, bound in zip(worst, limit)),
           f"{what}: -h 1 -b 3 prints acc_norm, acc, loss {printed}; these rows' "
           f"{np.round(score, 6).tolist()}")
-
-
-def time_questions(args, size, model, few, rng):
-    """Facts to print, nothing that passes or fails: what a row costs, without the program's start."""
-    precision, T, V = args.precisions[-1], size.dims.maxT, size.dims.V
-    many = make_questions(rng, V, T, args.timed, (15, 100), (5, 45))
-    wide = [(made_up(rng, V, T + 1 - max(map(len, four))).tolist(), four) for _, four in many]
-    took, said = {}, {}
-    for name, questions in (("one", few[:1]), ("bucketed", many), ("rows of T", wide)):
-        path = size.path("timed.bin")
-        write_questions(path, questions, [0] * len(questions))
-        command = trainer(args, precision, "-e", size.path("model.bin"), "-x", 0, "-h", 1, "-b", args.rows,
-                          "--eval-data", path)
-        runs = [seconds_of(command) for _ in range(3)]      # a start takes longer if others start beside it
-        took[name] = min(seconds for seconds, _ in runs)
-        said[name] = re.search(r"^questions:.*$", runs[0][1], re.M)[0]
-    rows = 4 * args.timed
-    for name in ("bucketed", "rows of T"):
-        s = took[name] - took["one"]
-        say(f"      time, ours {precision}, {name}: {s:.2f} s for {rows} rows ({1e3 * s / rows:.4f} ms a row)"
-            f" and {took['one']:.2f} s to start; {said[name]}")
-    part = [(head, tail) for head, four in many[:max(1, args.timed // 16)] for tail in four]
-    low = args.device == "cuda"
-    for name, padded in (("padded to the batch's longest", 0), ("padded to T", T)):
-        torch_sums(args, model, part[:args.rows], T, low, padded)
-        start = time.perf_counter()
-        torch_sums(args, model, part, T, low, padded)
-        s = time.perf_counter() - start
-        say(f"      time, PyTorch {'autocast' if low else 'fp32'}, sorted, {name}: "
-            f"{1e3 * s / len(part):.4f} ms a row, of {len(part)} rows")
 
 
 # ---- race ----
@@ -504,17 +466,16 @@ def parse_arguments():
     p.add_argument("--only", default=",".join(PARTS))
     p.add_argument("--train", default="build/check/train_gpt2.{precision}", help="may contain {precision}")
     p.add_argument("--test", default="build/check/test_gpt2.{precision}", help="likewise")
-    p.add_argument("--precisions", default="FP32,BF16", help="the last one is timed and races")
+    p.add_argument("--precisions", default="FP32,BF16", help="the last one races")
     p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     p.add_argument("--sizes", nargs="+", default=["d12", "d24", "d36", "d48"])
     p.add_argument("--generate", type=int, default=32, help="tokens of greedy text")
     p.add_argument("--questions", type=int, default=400, help="whose rows are compared; of MMLU's a fourth")
-    p.add_argument("--timed", type=int, default=2000, help="questions that are timed")
     p.add_argument("--positions", type=int, default=16384, help="of PyTorch's batches of questions")
     p.add_argument("--data", default="", help="of the race: shards up to _train*.bin and _val*.bin")
     p.add_argument("--race_model", default="d12")
     p.add_argument("--steps", type=int, default=600)
-    p.add_argument("--rows", type=int, default=64, help="of a step of the race, and -b where -h 1 is timed")
+    p.add_argument("--rows", type=int, default=64, help="of a step of the race")
     p.add_argument("--length", type=int, default=1024, help="of a row of the race")
     p.add_argument("--work", default="", help="folder for models, 36 GB for all sizes (default: in /dev/shm "
                    "if it has the room, else build/check_eval)")

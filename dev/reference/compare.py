@@ -6,7 +6,6 @@
     $P curves OUT.json        # 50 steps of tinyshakespeare, eager against compiled
     $P published FOLDER       # the published losses of the same recipe, and weights such as they came from
     $P splits FOLDER          # one batch split 1x32, 2x16, 8x4, 32x1; splits_*.bin, splits.json
-    $P errors MODEL.bin REF_tensors.bin OUR_tensors.bin [--limits REF.json ...]
 
 Every subcommand takes --device and --model, prints a short table and exits 1 when something fails.
 check_gpu.py runs ours against these files.
@@ -191,17 +190,6 @@ def compare_tensors(model, ref_path, our_path, grad_limits, logits_limit=math.in
     return rows
 
 
-def errors(args):
-    limits = {n: args.grad_limit for n in NAMES}
-    if args.limits:
-        yardstick = json.load(open(args.limits))[args.key]
-        limits = {n: args.factor * yardstick[n] for n in NAMES}
-    rows = compare_tensors(args.model, args.ref, args.ours, limits, args.logits_limit)
-    for name, error, limit, ok in rows:
-        print("%-9s %10.3e  limit %10.3e  %s" % (name, error, limit, "ok" if ok else "FAIL"))
-    return all(ok for _, _, _, ok in rows)
-
-
 def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     sub = p.add_subparsers(dest="what", required=True)
@@ -213,7 +201,7 @@ def main():
             s.add_argument(arg)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         common = {"model": "d12", "seed": 1337, "input_bin": "", "device": device}
-        for key, value in {**(common if function is not errors else {}), **defaults}.items():
+        for key, value in {**common, **defaults}.items():
             s.add_argument("--" + key, type=type(value), default=value)
 
     command("references", references, ["folder"], prefix="d12", shapes="4x64,1x1024",
@@ -223,8 +211,6 @@ def main():
     command("published", published, ["folder"], model="L12,NH12,C768,T1024,V50304", batch_size=16,
             sequence_length=1024, input_bin=train_gpt2.SHARDS + "all.bin")
     command("splits", splits, ["folder"], rows=32, sequence_length=64)
-    command("errors", errors, ["model", "ref", "ours"], limits="", key="bfloat16_grad_error", factor=2.0,
-            grad_limit=1e-4, logits_limit=math.inf)
     args = p.parse_args()
     raise SystemExit(0 if args.function(args) else 1)
 
