@@ -350,7 +350,7 @@ static Options dump_options(const std::vector<std::string>& args, size_t first) 
 }
 
 // What this build computes for a reference's batch, written like a reference (dev/reference/check_gpu.py,
-// check_eval_gpu.py and check_blocks.py compare): logits without dropout, loss and gradients with it.
+// check_eval_gpu.py and check_gpu.py compare): logits without dropout, loss and gradients with it.
 static void dump_grads(const std::vector<std::string>& args) {
     if (args.size() < 4) { die("dump-grads needs MODEL.bin TENSORS.bin OUT.bin MICRO_STEPS"); }
     const bool forward_alone = args[3] == "0";

@@ -118,8 +118,6 @@ for step in $steps; do
         suite "against PyTorch" python3 dev/reference/check_gpu.py --build 0 --data "$DATA" \
             --work build/reference --train 'build/check/train_gpt2.{precision}' \
             --test 'build/check/test_gpt2.{precision}'
-        suite "blocks, against PyTorch" python3 dev/reference/check_blocks.py --build 0 \
-            --work build/gpu/blocks --test 'build/check/test_gpt2.{precision}'
         # with DOCS, a prefix of shards, also 124M beside PyTorch for some minutes
         suite "around, against PyTorch" python3 dev/reference/check_eval_gpu.py --out build/gpu/around \
             --only "hf,questions${DOCS:+,race}" --data "${DOCS:-}"

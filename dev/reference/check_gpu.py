@@ -16,13 +16,22 @@ PyTorch's side is computed once into --work by compare.py and reused. Checks, an
     published  BF16       the same with positions from N(0,1): steps 0-9 within 0.15 of the published losses
     splits     FP32 BF16  1x32, 2x16 and 8x4 agree: FP32 1e-6, BF16 within twice PyTorch's own difference
     rounding   BF16       32 micro-steps accumulated in bf16 land closer to fp32 than PyTorch's do
+    blocks     all        every block with every norm, without dropout and with masks that formats.py
+                          recomputes from the trainer's random numbers, at each of --sizes: one batch, its
+                          logits (which have no dropout), its loss and every gradient. All weights are random:
+                          no bias is 0, no gain is 1. With dropout the batch goes in two micro-steps, whose
+                          masks are those of the rows' places. Bounds as for grads; the loss 2e-5, in 16 bits
+                          0.02. Without a GPU: --device cpu --test ./test_gpt2cpu --precisions FP32 --build 0
 
 Our gradients come from a command that writes the reference-tensor format (--dump): {model} is a checkpoint,
 {tensors} a reference file whose x and y are to be used, {out} the file to write, {micro_steps} into how many
 equal parts the rows of the batch are split, {extra} further flags (`-f 0`, `--grad-dtype bf16`).
 """
 import argparse
+import dataclasses
+import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -33,11 +42,13 @@ import sys
 import numpy as np
 import torch
 
+import reference
 import train_gpt2
-from compare import HYPER, SUFFIX, compare_tensors
-from formats import (NAMES, Loader, init_params, parse_model, read_checkpoint, read_checkpoint_header,
-                     read_tensors, write_checkpoint, write_tensors)
-from gpt2 import get_params, load_params, make_optimizer, new_model, tensor_list
+from compare import HYPER, SUFFIX, batch, compare_tensors
+from formats import (NAMES, Loader, dropout_factors, init_params, parse_model, read_checkpoint,
+                     read_checkpoint_header, read_tensors, round_params, write_checkpoint, write_tensors)
+from gpt2 import (get_params, load_params, make_optimizer, new_model, random_params, setup_device,
+                  tensor_list, to_numpy, undropped)
 from reference import grad_errors
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -244,10 +255,73 @@ def check_rounding(args, precision):
                [(n, errors[n], theirs[n], errors[n] < theirs[n]) for n in NAMES])
 
 
+# ---- blocks ----
+BLOCKS, NORMS = ("sequential", "parallel", "parallel-tied"), ("layernorm", "rmsnorm")
+SEED, DROPOUT, ROWS = 1337, 0.15, 4                     # SEED: the dump's
+
+
+def masks(p, device):
+    """gpt2.py's `dropped`: the masks of a first update, for rows of C, or of attention's T keys."""
+    def dropped(x, place):
+        factors = dropout_factors(SEED, 0, place, 0, x.numel() // x.shape[-1], x.shape[-1], p)
+        factors = torch.from_numpy(factors.astype(np.float64)).to(device).view(x.shape)
+        wide = x.dtype if x.dtype == torch.float64 else torch.float32
+        return (x.to(wide) * factors.to(wide)).to(x.dtype)      # the scale is not rounded to 16 bits
+    return dropped if p else undropped
+
+
+def yardstick(kind, dims, params, x, y, device, dropped, truth):
+    """What logits and each gradient may be wrong by: (limit, {name: limit})."""
+    if kind == "float32":
+        return 2e-5, {name: 1e-4 for name in NAMES}
+    if kind == "bfloat16":
+        logits, _, grads = reference.run(dims, params, x, y, torch.bfloat16, device, sdpa=True,
+                                         dropped=dropped)
+    else:
+        _, logits, _, grads = reference.run_float16(dims, params, x, y, device, dropped)
+    errors = reference.grad_errors(grads, truth[2])
+    return 2 * reference.logits_error(logits, truth[0]), {name: 2 * e for name, e in errors.items()}
+
+
+def check_block(args, precision, dims, p):
+    kind, path = TYPE[precision], lambda name: os.path.join(args.work, name)
+    params = random_params(dims, 1 + dims.block + 3 * dims.norm, args.device)
+    if kind != "float32":
+        params = round_params(params, kind)
+    write_checkpoint(path("model.bin"), dims, params, version=5 if kind == "bfloat16" else 3)
+    x, y = batch(dims, ROWS, dims.maxT, "", SEED)
+    dropped = masks(p, args.device)
+    truth = reference.run(dims, params, x, y, torch.float32, args.device, dropped=dropped)
+    logits_limit, limits = yardstick(kind, dims, params, x, y, args.device, dropped, truth)
+    write_tensors(path("theirs.bin"), dims, x, y, truth[0].cpu().numpy(), truth[1], to_numpy(truth[2]))
+    our_tensors(args, precision, path("model.bin"), path("theirs.bin"), path("ours.bin"),
+                2 if p else 1, f"--dropout {p}" if p else "")
+    title = f"{dims.text()} {BLOCKS[dims.block]} {NORMS[dims.norm]} dropout {p}"
+    rows = compare_tensors(path("model.bin"), path("theirs.bin"), path("ours.bin"), limits,
+                           math.inf if p else logits_limit)
+    check_each(title, [row for row in rows if row[0] not in params or params[row[0]].size])
+    loss, limit = read_tensors(path("ours.bin"), dims)["loss"], 2e-5 if kind == "float32" else 0.02
+    check(abs(loss - truth[1]) <= limit, f"{title}: loss {loss:.6f}, PyTorch {truth[1]:.6f}, limit {limit:g}")
+
+
+def check_blocks(args, precision):
+    setup_device(args.device)
+    for text, block, norm, p in itertools.product(args.sizes, range(3), range(2), (0, DROPOUT)):
+        dims = dataclasses.replace(parse_model(text), block=block, norm=norm)
+        try:
+            check_block(args, precision, dims, p)
+        except (CommandFailed, subprocess.TimeoutExpired, OSError, SystemExit) as e:
+            check(False, f"{text} {BLOCKS[block]} {NORMS[norm]} dropout {p}: {e}")
+    for name in ("model.bin", "theirs.bin", "ours.bin"):
+        if os.path.exists(os.path.join(args.work, name)):
+            os.unlink(os.path.join(args.work, name))
+
+
 CHECKS = {"losses": (check_losses, ("FP32",)), "adamw": (check_adamw, ("FP32",)),
           "grads": (check_grads, ("FP32", "BF16", "FP16")),
           "curves": (check_curves, ("FP32", "BF16")), "published": (check_published, ("BF16",)),
-          "splits": (check_splits, ("FP32", "BF16")), "rounding": (check_rounding, ("BF16",))}
+          "splits": (check_splits, ("FP32", "BF16")), "rounding": (check_rounding, ("BF16",)),
+          "blocks": (check_blocks, ("FP32", "BF16", "FP16"))}
 
 
 def prepare(args):
@@ -283,6 +357,8 @@ def main():
                    help="tinyshakespeare shards up to _train.bin, _val.bin, _all.bin")
     p.add_argument("--lengths", default="64,1024", help="sequence lengths of the gradient references")
     p.add_argument("--model", default="d12")
+    p.add_argument("--sizes", nargs="+", default=["L3,NH2,C40,T33,V509", "L2,NH12,C768,T64,V1000",
+                                                  "L2,NH10,C1000,T40,V300"], help="of blocks")
     p.add_argument("--device", default="cuda")
     args = p.parse_args()
     args.only, args.lengths = args.only.split(","), args.lengths.split(",")

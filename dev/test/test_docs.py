@@ -60,7 +60,7 @@ NOT_HERE = [
     (r"pytest|build/(asan/)?test_|setup.sh", lambda: False, "installs, or runs this very check"),
     (r"make (bench|profile)", lambda: False, "takes minutes of a GPU"),
     (r"check_eval|make build/check/", lambda: False, "takes minutes of a GPU, and of nvcc"),
-    (r"check_blocks|muon.py pytorch", lambda: False, "needs PyTorch, and takes minutes"),
+    (r"check_gpu|muon.py pytorch", lambda: False, "needs PyTorch, and takes minutes"),
     (r"mmlu_test.bin", lambda: False, "MMLU is not made here"),
     (r"HOST:PORT", lambda: False, "HOST stands for one of yours"),
     (r"mpirun", lambda: shutil.which("mpirun"), "no mpirun"),
