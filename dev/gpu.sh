@@ -9,7 +9,7 @@
 # Prints a short table last and keeps all output in build/gpu/*.log. The step test is `make test-gpu`, which
 # writes dev/test/gpu-results.txt; the other steps' rows are added below, if they ran the same sources.
 # DATA: prefix of tinyshakespeare's shards (default dev/data/tinyshakespeare/tiny_shakespeare); DOCS: of a
-# corpus on which 124M is to race with PyTorch, for instance dev/data/tinystories/tinystories.
+# corpus on which 124M is to race with PyTorch, for instance dev/data/debian-docs/debian_docs.
 set -u
 cd "$(dirname "$0")/.."
 steps=${*:-build test ptx sanitize determinism multi compare bench}

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Which settings end at a lower loss? Short training runs, paired by seed against a base.
 
-    python3 dev/bench/ladder.py dev/bench/optimizers.txt --data dev/data/tinystories/tinystories \\
+    python3 dev/bench/ladder.py dev/bench/optimizers.txt --data dev/data/debian-docs/debian_docs \\
         --results build/optimizers.jsonl --jobs 2   # two runs at a time, on two GPUs
     ... --flags "-e d24 -b 48 -x 300" --seeds 2     # in place of the table's, into other --results
     ... --seeds 0                                   # only prints what is in --results

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.normpath(os.path.join(HERE, "..", ".."))
 sys.path.insert(0, HERE)
+import debian                                       # noqa: E402
 import fetch                                        # noqa: E402
 from documents import kind_of, need_pyarrow, texts  # noqa: E402
 from fetch import File, Problem, is_url             # noqa: E402
@@ -42,7 +43,7 @@ SHARD_TOKENS = 100_000_000
 @dataclass
 class Dataset:
     name: str
-    kind: str           # text: tokenized here; shards: published as such; choices, plays, files
+    kind: str           # text: tokenized here; shards: published as such; choices, debian, files, plays
     source: str         # a repository of the hub, or a URL
     what: str
     licence: str
@@ -79,6 +80,8 @@ DATASETS = [
             "206 GB, 103B tokens", "fineweb_train_*.bin", "fineweb_val_*.bin", "fineweb"),
     Dataset("fineweb-edu10B-shards", "shards", "kjj0/finewebedu10B-gpt2", "fineweb-edu10B, likewise", ODC,
             "20 GB, 10B tokens", "finewebedu_train_*.bin", "finewebedu_val_*.bin", "finewebedu"),
+    Dataset("debian-docs", "debian", "apt", "English documentation from Debian's packages",
+            "each package's, free", "300 MB of packages, 75M tokens", "", "", "debian_docs", 500_000),
     Dataset("files", "files", "--from", "your own .txt .md .jsonl .parquet, also .gz .xz .bz2", "yours", "",
             "", "", "", "auto"),
     Dataset("hub", "text", "--repo", "text, JSONL or parquet files of any data set on huggingface.co",
@@ -146,6 +149,8 @@ def sources_of(dataset, args):
     """[(split, [File])]: what there is to tokenize, in order, one after the other."""
     if dataset.kind == "files":
         return [("train", own_files(args))]
+    if dataset.kind == "debian":
+        return [("train", [File("documents.txt")])]
     found = remote_files(dataset, dataset.val, args) if dataset.val else []
     return [("val", [file]) for file in found] + [
         ("train", [file]) for file in remote_files(dataset, dataset.train, args)]
@@ -224,7 +229,12 @@ def make_source(dataset, args, facts, split, files, work):
     paths, made, number = [file.path for file in files], facts["shards"], facts["done"]
     if not paths[0]:
         paths = [os.path.join(work, f"{number:06d}_{os.path.basename(files[0].name)}")]
-        fetch.download(files[0], paths[0], args.retries)
+        if dataset.kind == "debian":
+            debs = debian.deb_files(args.origin) if args.origin else \
+                debian.download_packages(debian.PACKAGES, os.path.join(work, "packages"))
+            print(f"{debian.write_documents(debs, paths[0])} documents", flush=True)
+        else:
+            fetch.download(files[0], paths[0], args.retries)
     found = texts(paths, args.text_field)
     first = next((text for text in found if text.strip(b"\0")), None)
     if first is None and not facts["tokens"]:
@@ -279,6 +289,8 @@ def make_shards(dataset, args):
                   f"{' and others' if len(files) > 1 else ''}", flush=True)
             facts = make_source(dataset, args, facts, split, files, work)
             write_facts(record, facts)
+            for path in glob.glob(glob.escape(work) + "/[0-9]*"):       # what was downloaded for it
+                os.unlink(path)
         shutil.rmtree(work)
 
 

@@ -2,7 +2,7 @@
 """Holds what surrounds training against PyTorch on the same GPU. Last line: N passed, N failed, N skipped.
 
     make build/check/{train,test}_gpt2.{FP32,BF16}
-    python dev/reference/check_eval_gpu.py --data dev/data/tinystories/tinystories --out build/eval
+    python dev/reference/check_eval_gpu.py --data dev/data/debian-docs/debian_docs --out build/eval
     python dev/reference/check_eval_gpu.py --device cpu --train ./train_gpt2cpu --test ./test_gpt2cpu \\
         --precisions FP32 --sizes L3,NH2,C64,T96,V50257 --only hf,questions     # two minutes, for a try
 

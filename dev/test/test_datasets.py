@@ -36,6 +36,7 @@ TOOL = os.path.join(ROOT, "build/tokenize")
 pytestmark = [pytest.mark.skipif(not os.access(TOOL, os.X_OK), reason="no build/tokenize: make tokenize"),
               pytest.mark.usefixtures("own_folder")]
 sys.path.insert(0, os.path.join(ROOT, "dev/data"))
+import debian                                       # noqa: E402
 import get                                          # noqa: E402
 import shards as made                               # noqa: E402
 
@@ -411,6 +412,7 @@ def test_first_shards():
     with serving(hub) as url:
         works(*HUB, "--from", url, "--shards", 2)
         assert len(shards("out", "train")) >= 2 and len(Hub.seen) == 1, "more files than it takes"
+        assert not glob.glob("out/.work/0*"), "what was downloaded for shards that are made stays"
         refused(*HUB, "--from", url, "--val-tokens", 50, said=("val_tokens 100 and not 50", "--restart"))
         hub_makes(documents, "--from", url)
         assert len(Hub.seen) == len(hub), "files were fetched twice"
@@ -696,6 +698,50 @@ def test_bad_questions(name, data, said):
     assert not contents("out")
 
 
+# ---- Debian's packages ----
+
+PROSE = "It is known that the best of all the things in a house is the one that is not for sale; it can be "
+PAGE = f"""<html><head><title>gone</title></head><body><div class="sphinxsidebar"><div>gone</div>gone</div>
+<h1>Head &amp; tail</h1><p>{PROSE}
+seen.</p><pre>  two  blanks
+line</pre><ul><li>{PROSE * 3}</li></ul><script>gone()</script></body></html>"""
+
+
+def test_html():
+    text = debian.plain("a.html", PAGE.encode())
+    assert text.startswith("Head & tail\n\nIt is known") and "gone" not in text
+    assert "can be seen.\n" in text and "\n  two  blanks\nline\n" in text and "\n- It is" in text
+    assert debian.plain("a.txt", b"a\t\r\n\n\n\n\nb\0 ") == "a\n\nb\n"
+    assert debian.is_prose(PROSE * 3) and not debian.is_prose("int main void return " * 50)
+    names = ["linux-doc-6.1", "linux-doc-6.12", "linux-doc-6.9", "git-doc", "python3.9-doc", "python3.11-doc"]
+    assert debian.newest(names) == ["git-doc", "linux-doc-6.12", "python3.11-doc"]
+
+
+@pytest.mark.skipif(not shutil.which("dpkg-deb"), reason="no dpkg-deb")
+def test_debian():
+    os.makedirs("debs")
+    packages = {"one": {"a.html": PAGE, "b.txt.gz": PROSE * 5, "copyright": PROSE * 9, "c.png": "x"},
+                "two": {"same.html": PAGE, "fr-FR/a.txt": PROSE * 7, "d.txt": PROSE * 6,
+                        "code.txt": "int x; " * 200}}
+    for name, members in packages.items():
+        for member, text in members.items():
+            data = gzip.compress(text.encode()) if member.endswith(".gz") else text
+            write(f"{name}/usr/share/doc/{name}/{member}", data)
+        write(f"{name}/DEBIAN/control", f"Package: {name}-doc\nVersion: 1\nArchitecture: all\n"
+              "Maintainer: a <a@b>\nDescription: x\n")
+        subprocess.run(["dpkg-deb", "--root-owner-group", "-Znone", "-b", name, f"debs/{name}-doc.deb"],
+                       capture_output=True, check=True)
+    words = ["debian-docs", "--from", "debs", *in_bytes(100), "--out"]
+    works(*words, "out")
+    wanted = [debian.plain(name, text.encode()).encode() for name, text in (
+        ("a.txt", PROSE * 5), ("a.txt", PROSE * 6), ("a.html", PAGE))]
+    check_set("out", [sorted(wanted, key=lambda data: hashlib.sha256(data).digest())], 100)
+    write("debs/two-doc.deb", read("debs/two-doc.deb")[:-400])
+    refused(*words, "o2", said=("two-doc.deb",))
+    os.makedirs("empty")
+    refused("debian-docs", "--from", "empty", "--out", "o3", said=("empty",))
+
+
 # ---- the table ----
 
 def test_table():
@@ -703,7 +749,7 @@ def test_table():
     out = subprocess.run([sys.executable, GET], capture_output=True, text=True, check=True).stdout
     for d in get.DATASETS:
         assert d.name in out and d.licence and d.what and d.source
-        assert d.kind in ("text", "shards", "files", "choices", "plays")
+        assert d.kind in ("text", "shards", "debian", "files", "choices", "plays")
     names = [d.name for d in get.DATASETS]
     assert len(set(names)) == len(names)
     reader, pipe = os.pipe()
