@@ -538,6 +538,12 @@ static void test_model_file() {
             });
             CHECK(calls == 1, "%s into %d bits reads back as something else", it.type, it.to_bf16 ? 16 : 32);
         }
+        std::vector<Config> others(8, c);
+        others[0].maxT++, others[1].V++, others[2].L++, others[3].NH++, others[4].C++, others[5].Vp++;
+        others[6].block = Block::Parallel, others[7].norm = NormKind::Layer;
+        for (const Config& other : others) {
+            check_dies("exchanged", [&] { check_same_model(c, other, "m"); }, {"'m' is another model"});
+        }
     }
 }
 

@@ -302,6 +302,8 @@ static bool case_runs(Case* c) {
     if (c->continued && running == 1 && c->sent && c->ended[c->to] < 0) { kill(c->pids[c->to], SIGCONT); }
     for (int r = 0; r < c->world && c->signal_number && !c->sent; r++) { ready += rank_pid(*c, r) > 0; }
     if (ready == c->world) {
+        CHECK(!c->local || getpgid(rank_pid(*c, 0)) != getpgid(c->pids[0]),
+              "%s: a terminal's Ctrl-C reaches the ranks, too", c->name.c_str());
         c->sent = comm_now() + (c->frozen ? kSilence + 3 : c->nohup ? 1 : 0);
         if (c->frozen) { kill_ranks(*c, SIGSTOP); }
         if (c->nohup) { kill(c->pids[0], SIGHUP); }
@@ -450,7 +452,7 @@ static std::vector<Case> failure_cases() {
         {.name = "die early", .program = "dies_early", .victim = ALL, .codes = {1},
          .words = {"error: before the start\n"}},
         {.name = "die early, rank 2", .program = "dies_early", .victim = 2, .codes = {1},
-         .words = {"error: rank 2: before the start\n"}, .args = {"abort=1"}},
+         .words = {"error: rank 2: before the start\n"}, .args = {"abort=1", "local=8"}},
         {.name = "rank 2 killed at the start", .program = "ends_early", .victim = 2, .codes = {137},
          .words = {"error: rank 2 (pid ", "was ended by signal 9"}},
         {.name = "rank 0 killed at the start", .program = "ends_early", .victim = 0, .codes = {137},
@@ -786,6 +788,13 @@ static void test_names() {
     for (const char* bad : {"a:", ":1", "a:0", "a:65536", "a:b", "a:1x", "[::1", "[::1]x"}) {
         check_dies(bad, [&] { comm_parse_server(bad, kCommPort, 0); }, {"-ps", bad, "65535"});
     }
+    for (const char* rank : {"", "1x", "-1", "4294967297"}) {          // is no job's variable
+        check_lives(rank, [=] {
+            setenv("RANK", rank, 1);
+            setenv("WORLD_SIZE", "2", 1);
+            printf("%s.", comm_foreign().name);
+        }, ".");
+    }
     const std::string same(100, 's'), shortened = comm_shorten(same + "1" + same, same + "2" + same);
     CHECK(shortened.size() <= 66 && holds(shortened, "1"), "%s", shortened.c_str());
     const struct { const char* name; std::vector<const char*> env; const char* server; } schedulers[] = {
@@ -856,8 +865,11 @@ static void test_open_files() {
         setrlimit(RLIMIT_NOFILE, &limit);
         f();
     };
-    check_dies("ulimit -n 40", [&] { with(40, 40, [] { comm_need_files(24); }); },
-               {"24 ranks take", "open files", "have 40", "ulimit"});
+    check_dies("ulimit -n 40", [&] {
+        CommJob job;
+        job.world = 24;
+        with(40, 40, [&] { comm_gather(&job, -1, 0, 0, ""); });
+    }, {"24 ranks take", "open files", "have 40", "ulimit"});
     check_lives("a limit that may be raised", [&] {
         with(40, 500, [] {
             struct rlimit now;

@@ -312,6 +312,14 @@ def one_row_more(**change):
     return data(changed)
 
 
+def long_table(length):
+    """The table of tensors with blanks behind it."""
+    def changed(good):
+        end = 8 + struct.unpack("<Q", good[:8])[0]
+        return struct.pack("<Q", length) + good[8:end].ljust(length) + good[end:]
+    return changed
+
+
 def floats(*shape):
     return lambda tensors: ("F32", np.ones(shape, "<f4"))
 
@@ -352,6 +360,8 @@ OTHERS = [
     (data(lambda good: b""), "truncated one: 0 bytes"), (data(lambda good: good[:7]), "one: 7 bytes"),
     (data(lambda good: good[:len(good) // 2]), "is truncated or damaged"),
     (data(lambda good: good[:-1]), "is truncated"), (data(lambda good: good + b"x"), "is truncated"),
+    (data(long_table(2**20 + 1)), "has a table of 1048577 bytes"),
+    (data(lambda good: long_table(2**20)(good) + b"x"), "is truncated"),
     (data(lambda good: struct.pack("<Q", 2**63) + good[8:]), "truncated one"),
     (data(lambda good: struct.pack("<Q", 8) + b"[1, 2,3]" + good[8:]), UNREADABLE),
     (data(lambda good: good[:8] + b"x" + good[9:]), UNREADABLE),

@@ -1175,6 +1175,7 @@ static void test_logger_go_back() {
         CHECK_IS(std::count(text.begin(), text.end(), '\n'), 11 + 17 + 3 + 3);
         const std::string last = "{\"step\": 20, \"loss\": ";        // a step that was only done in vain
         CHECK(holds(text, last) && logger_end(text, 20, last) == std::string::npos, "%s", text.c_str());
+        CHECK(logger_end(last, 20, last) == std::string::npos, "a line without its end");
         log = reopened(11, 2);                              // the step that counts, not one in vain
         const std::string eleven = read_text(metrics);
         CHECK(text.find(eleven) == 0 && eleven.find("\"loss\": 3,") < text.size(), "%s", eleven.c_str());

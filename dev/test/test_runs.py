@@ -158,6 +158,7 @@ SAID = r"""
 -x 3                 => out: ^step 3/3 \| loss \d+\.\d{6} \| lr \S+ \| norm \S+ +\| .* ETA 0:00:00$
 -x 1 -b 2                         => out: ^settings: [^:]*micro-batch=2, | no: defaults|beta1|the largest
 -x 1 --verbose 1                  => out: ^defaults: [^:]*beta1=0.9, | no: quiet
+-x 1 --matmul-dtype fp8 --fp8-head 1 => out: ^matrix products: e4m3, also the LM head's$
 -x 4 -v 2      => out: ^end: loss \d+\.\d{6}, best validation loss \d+\.\d{6} @4\n512 tokens in
 -i part_*.bin -x epoch            => out: ^data: 1093 training tokens \(33 rows of 32\)$ | steps: 8
 -i part_*.bin -x NONE             => steps: 8
@@ -166,7 +167,7 @@ SAID = r"""
 -i part_*.bin -x epoch -z 256 => out: ^batch: 256 tok.* micro-steps a step: 2\nschedule: 4 steps, | steps: 4
 -i part_*.bin -x epoch -z 5120    => out: micro-steps a step: 40\nschedule: 1 steps, 4.85 epochs | steps: 1
 -i part_*.bin -x epoch -b 1       => steps: 33
--i row.bin -x epoch -o row        => steps: 1
+-i row.bin -x epoch -o row        => steps: 1 | out: ^output: row, with a checkpoint at the end$
 -i row.bin -j part_1.bin -v 1 -m 1000 -b 16 -x 3 => steps: 3 | vals: 4
 -j row.bin -v 1 -x 1              => vals: 2
 -b 1 -t 1 -z 3 -x 2               => out: micro-steps a step: 3 | steps: 2

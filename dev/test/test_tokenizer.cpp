@@ -568,6 +568,16 @@ static void test_tool_endless() {
         CHECK(shard("endless_train.bin") == encode_documents(text, kind.separators, &cache),
               "text %u, --separators %s: wrong tokens", k, kind.separators);
     }
+    for (const std::string& end : {std::string("'ll"), line + "\n"}) {
+        for (size_t seen : {2, 9}) {            // bytes of it in the first block
+            std::string text;
+            while (text.size() + seen < 1 << 20) { text += "ab!?"[text.size() % 4]; }
+            text += end + "ab";
+            tool_runs({"-", "-o", "endless"}, text);
+            CHECK(shard("endless_train.bin") == encode_documents(text, "1", &cache),
+                  "a block ends %zu bytes into %s: wrong tokens", seen, end.c_str());
+        }
+    }
     const long size = 6 << 20;
     const char* const texts[] = {"short.txt", "endless.txt"};
     for (int many : {0, 1}) { write_text(texts[many], std::string(many ? size : 1000, 'a')); }

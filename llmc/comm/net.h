@@ -282,6 +282,7 @@ static inline void comm_accept(int listener, std::vector<CommPending>* pending) 
 // Waits for all ranks and tells them to go on. file: the rendezvous file, removed at the end.
 static inline void comm_gather(CommJob* job, int listener, uint64_t key, int limit_s,
                                const std::string& where, const std::string& file = "") {
+    comm_need_files(job->world);
     const double deadline = comm_now() + limit_s;
     int left = job->world - 1;
     job->peers.assign(job->world, CommPeer{-1, -1, {}});

@@ -213,7 +213,6 @@ static inline void comm_find_mpi(CommJob* job, const CommOptions& o) {
     job->mpi = true;
     comm_early_rank = job->rank;
     if (job->world == 1) { MPI_Finalize(); return; }
-    if (job->rank == 0) { comm_need_files(job->world); }
     const uint64_t key = comm_random_key();
     char text[4096] = "";
     int port, listener = -1;
@@ -324,7 +323,6 @@ static inline void comm_find(CommJob* job, const CommOptions& o, char** argv) {
     comm_early_rank = job->rank = o.process >= 0 ? o.process : f.rank;
     job->world = o.processes > 0 ? o.processes : f.world;
     if (job->world == 1) { return; }
-    if (job->rank == 0) { comm_need_files(job->world); }
     if (comm_is(o.init, "fs")) { comm_find_fs(job, o); }
     else { comm_find_tcp(job, o, comm_foreign_server(o, f)); }
 }

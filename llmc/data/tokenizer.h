@@ -125,7 +125,7 @@ static inline void tokenizer_free(Tokenizer* tok) { *tok = Tokenizer(); }
 // ---- characters and pieces ----
 
 // The code point at s[0], its bytes in *width. If no well-formed UTF-8 sequence begins there: -1 and width 1.
-// len >= 1.
+// (Surrogates have a code point here: they are of class other, as their bytes are.) len >= 1.
 static inline int32_t utf8_decode(const uint8_t* s, size_t len, size_t* width) {
     uint32_t lead = s[0];
     *width = 1;
@@ -138,7 +138,7 @@ static inline int32_t utf8_decode(const uint8_t* s, size_t len, size_t* width) {
         cp = cp << 6 | (s[i] & 0x3Fu);
     }
     bool overlong = (n == 3 && cp < 0x800) || (n == 4 && cp < 0x10000);
-    if (overlong || (cp >= 0xD800 && cp < 0xE000) || cp > 0x10FFFF) { return -1; }
+    if (overlong || cp > 0x10FFFF) { return -1; }
     *width = n;
     return (int32_t)cp;
 }
