@@ -7,11 +7,10 @@ This script takes the general categories from Python's own unicodedata where tha
 else from `pip install unicodedata2==16.0.0`.
 
     python3 dev/data/gen_unicode_tables.py            # writes llmc/data/unicode_tables.h
-    python3 dev/data/gen_unicode_tables.py --check    # compares the header with Unicode and with tiktoken
+
+dev/test/test_tiktoken.py compares every code point with tiktoken.
 """
-import argparse
 import os
-import re
 import sys
 import textwrap
 
@@ -22,7 +21,6 @@ SPACES = [range(0x09, 0x0E), range(0x20, 0x21), range(0x85, 0x86), range(0xA0, 0
           range(0x2000, 0x200B), range(0x2028, 0x202A), range(0x202F, 0x2030), range(0x205F, 0x2060),
           range(0x3000, 0x3001)]    # the property White_Space: no Python module has it; unchanged since 6.3
 OTHER, LETTER, NUMBER, SPACE = range(4)
-PATTERNS = {LETTER: r"\p{L}", NUMBER: r"\p{N}", SPACE: r"\s"}
 TABLES = {LETTER: "kLetters", NUMBER: "kNumbers", SPACE: "kSpaces"}
 TOP = """/*
 Character classes of Unicode {version} as ranges of code points; what is in no range is CHAR_OTHER.
@@ -67,32 +65,6 @@ def classes_from_database(db):
     return kinds
 
 
-def classes_from_tiktoken():
-    """Asks tiktoken's regex engine: what a pattern does not match is dropped, the class comes back."""
-    import tiktoken
-    single_bytes = {bytes([i]): i for i in range(256)}
-    kinds = bytearray(0x110000)
-    for kind, pattern in PATTERNS.items():
-        probe = tiktoken.Encoding("probe", pat_str=pattern, mergeable_ranks=single_bytes, special_tokens={})
-        for start in range(0, 0x110000, 0x8000):
-            text = "".join(chr(cp) for cp in range(start, start + 0x8000) if not 0xD800 <= cp < 0xE000)
-            for char in bytes(probe.encode_ordinary(text)).decode():
-                kinds[ord(char)] = kind
-    return kinds
-
-
-def classes_from_header(path):
-    kinds = bytearray(0x110000)
-    with open(path) as f:
-        text = f.read()
-    for kind, table in TABLES.items():
-        ranges = re.search(table + r"\[\] = {(.*?)};", text, re.S)[1]
-        for first, last in re.findall(r"{0x(\w+), 0x(\w+)}", ranges):
-            for cp in range(int(first, 16), int(last, 16) + 1):
-                kinds[cp] = kind
-    return kinds
-
-
 def header_text(kinds):
     ranges, first = {kind: [] for kind in TABLES}, 0
     for cp in range(1, 0x110001):
@@ -107,36 +79,8 @@ def header_text(kinds):
     return text + "\n#endif  // LLMC_DATA_UNICODE_TABLES_H\n"
 
 
-def check(path):
-    have = classes_from_header(path)
-    passed = failed = skipped = 0
-    for name, source in (("Unicode " + UNICODE_VERSION, lambda: classes_from_database(database())),
-                         ("tiktoken", classes_from_tiktoken)):
-        try:
-            want = source()
-        except (ImportError, SystemExit) as e:
-            print(f"SKIP {name}: {e}")
-            skipped += 1
-            continue
-        wrong = [cp for cp in range(0x110000) if have[cp] != want[cp]]
-        print(f"{'ok' if not wrong else 'FAIL'}: all code points against {name}: {len(wrong)} differ"
-              + "".join(f" U+{cp:04X}" for cp in wrong[:5]))
-        passed, failed = passed + (not wrong), failed + bool(wrong)
-    print(f"{passed} passed, {failed} failed, {skipped} skipped")
-    return 1 if failed else 0
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="compare, write nothing")
-    args = parser.parse_args()
-    path = os.path.normpath(HEADER)
-    if args.check:
-        sys.exit(check(path))
-    with open(path, "w") as f:
-        f.write(header_text(classes_from_database(database())))
-    print(f"wrote {path}")
-
-
 if __name__ == "__main__":
-    main()
+    made = header_text(classes_from_database(database()))
+    with open(HEADER, "w") as f:
+        f.write(made)
+    print(f"wrote {os.path.normpath(HEADER)}")
