@@ -509,6 +509,7 @@ LOOKS = [       # words after the program's name, what becomes of a file's bytes
     ("F", {MODEL_13: None, OTHER_12: damaged}, [
         "step 13: NOT SOUND: model_00000013.bin is missing",
         f"step 12: NOT SOUND: {OTHER_12} is damaged: the data of "]),
+    ("F", {MODEL_13: damaged}, [f"step 13: NOT SOUND: {MODEL_13} is damaged"]),
     ("F/none", {}, ["error: cannot open 'F/none': No such file"]),
     ("/dev/null", {}, ["error: cannot read '/dev/null': it is a device"]),
     ("F > /dev/full", {}, ["error: cannot write to standard output: No space left"]),
