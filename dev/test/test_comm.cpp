@@ -302,8 +302,6 @@ static bool case_runs(Case* c) {
     if (c->continued && running == 1 && c->sent && c->ended[c->to] < 0) { kill(c->pids[c->to], SIGCONT); }
     for (int r = 0; r < c->world && c->signal_number && !c->sent; r++) { ready += rank_pid(*c, r) > 0; }
     if (ready == c->world) {
-        CHECK(!c->local || getpgid(rank_pid(*c, 0)) != getpgid(c->pids[0]),
-              "%s: a terminal's Ctrl-C reaches the ranks, too", c->name.c_str());
         c->sent = comm_now() + (c->frozen ? kSilence + 3 : c->nohup ? 1 : 0);
         if (c->frozen) { kill_ranks(*c, SIGSTOP); }
         if (c->nohup) { kill(c->pids[0], SIGHUP); }
