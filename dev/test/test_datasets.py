@@ -735,7 +735,19 @@ def test_debian():
     works(*words, "out")
     wanted = [debian.plain(name, text.encode()).encode() for name, text in (
         ("a.txt", PROSE * 5), ("a.txt", PROSE * 6), ("a.html", PAGE))]
-    check_set("out", [sorted(wanted, key=lambda data: hashlib.sha256(data).digest())], 100)
+    in_order = [sorted(wanted, key=lambda data: hashlib.sha256(data).digest())]
+    check_set("out", in_order, 100)
+    at = os.getcwd()                                    # apt has one of them at first, then both
+    write("bin/apt-cache", "#!/bin/sh\nprintf '%s - x\\n' git-doc python3.9-doc python3.11-doc no-doc\n")
+    write("bin/apt-get", f"#!/bin/sh\necho $3 >> {at}/asked\n"
+          f"case $3 in git-doc) cp {at}/debs/one-doc.deb .;; *) cp {at}/later/two-doc.deb .;; esac\n")
+    by_apt = ["debian-docs", *in_bytes(100), "--out", "apt"]
+    path = f"{at}/bin:{os.environ['PATH']}"
+    refused(*by_apt, PATH=path, said=("apt-get download python3.11-doc: cp: ",))
+    shutil.copytree("debs", "later")
+    works(*by_apt, PATH=path)
+    check_set("apt", in_order, 100)
+    assert read("asked").split() == [b"git-doc", b"python3.11-doc", b"python3.11-doc"]
     write("debs/two-doc.deb", read("debs/two-doc.deb")[:-400])
     refused(*words, "o2", said=("two-doc.deb",))
     os.makedirs("empty")
