@@ -659,8 +659,9 @@ static std::vector<Fp8Tensor> fp8_state(GPT2* model) {
     return from_device(model, model->fp8.tensors, fp8_saved(model->config));
 }
 
-// bound: on the error of a gradient against that without FP8. Three operands are rounded by 2.6 % each, and
-// the gradients of the last layers' outputs have come through several products.
+// bound: on the mean error of the gradients against those without FP8; each may have 1.5 times that. Three
+// operands are rounded by 2.6 % each, and the gradients of the first layers have come through many products.
+// Scales four times too large, or gradients in e5m2, are outside; smaller scales change nothing.
 static void test_fp8(const Config& c, bool head, double bound) {
     const int B = 8;
     Options o = default_options(), plain = o;
@@ -685,12 +686,15 @@ static void test_fp8(const Config& c, bool head, double bound) {
 
     // the second step, twice: its scales are the first's
     accumulate(&model, random_batch(c, B, 0));
+    double mean = 0.0;
     for (int i = 0; i < NUM_PARAMS; i++) {
         const double error = relative_error(host_grad(&model, i), want[i]);
         printf("FP8: gradient of %-8s differs by %.4f\n", model.param_specs[i].name, error);
-        CHECK(error > 0.0 && error <= bound, "FP8: gradient of %s differs by %g", model.param_specs[i].name,
-              error);
+        CHECK(error > 0.0 && error <= 1.5 * bound, "FP8: gradient of %s differs by %g",
+              model.param_specs[i].name, error);
+        mean += error / NUM_PARAMS;
     }
+    CHECK(mean <= bound, "FP8: gradients differ by %g in the mean", mean);
     const std::vector<Vector> first = host_grads(&model);
     accumulate(&model, random_batch(c, B, 0));
     check_grads("FP8, again", &model, first, 0.0);
@@ -708,7 +712,7 @@ static void test_fp8(const Config& c, bool head, double bound) {
     CHECK(repaired.scale == fp8_scale(std::max(repaired.amax[0], repaired.amax[1]), kFp8Headroom) &&
               fabsf(repaired.amax[0] / scaled[2].amax[0] - 1.0f) <= 0.1f, "scale %g", repaired.scale);
     accumulate(&model, random_batch(c, B, 0));
-    check_grads("FP8, after a skipped update", &model, want, bound);
+    check_grads("FP8, after a skipped update", &model, want, 1.5 * bound);
     state = update(1e-3);
     CHECK(state.update.skip == SKIP_NO && host_state(&model) != before, "then skip %d", state.update.skip);
 }
@@ -2628,8 +2632,8 @@ int main(int argc, char** argv) {
                 for (const Config& c : {kTiny, kTensorCore}) { test_variant(c, 0.0); }
             }
             if (variants && fp8_runs()) TEST("FP8: gradients, scales, skipped updates") {
-                test_fp8(kTensorCore, false, 0.15);
-                test_fp8(kTensorCore, true, 0.15);
+                test_fp8(kTensorCore, false, 0.08);
+                test_fp8(kTensorCore, true, 0.095);
             }
             TEST("Muon: two updates, some layers at a time") {
                 test_muon_updates(kSmall);

@@ -3728,7 +3728,7 @@ struct Exchange {
 struct Fp8 {
     Fp8Tensor* tensors;         // (fp8_tensors)
     uint8_t* weights;           // each matrix in e4m3, and behind it its transpose
-    bool weights_cast;          // those of this step
+    bool casts_weights;         // this micro-step does: a step's first
 };
 static int fp8_linears(const Config& c) { return 4 * c.L + 1; }         // the layers', then the LM head
 static int fp8_tensors(const Config& c) { return 3 * fp8_linears(c); }
@@ -4031,7 +4031,6 @@ static HeldPart gpt2_held_part(const GPT2* model, int i, int l) {
 
 static void gpt2_set_param(GPT2* model, int i, int l, const float* values /*(elems)*/) {
     const ParamSpec& s = model->param_specs[i];
-    model->fp8.weights_cast = false;
     std::vector<floatX> rounded;
     const void* data = values;
     if (s.elem_bytes != sizeof(float)) {
@@ -4149,6 +4148,7 @@ static void gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, 
                                               : split.rank * micro_steps + micro);
     model->micro_steps = micro_steps;
     model->grads.lane = lane;
+    model->fp8.casts_weights = micro == 0;
 
     gpt2_feed(model, tokens, targets, B, T, ClassifierMode::LossAndGrad);
     auto work = [&] {
@@ -4363,10 +4363,12 @@ static void gpt2_fp8_cast(const GPT2* model, int tensor, uint8_t* out, uint8_t* 
               N, C}, model->stream);
 }
 
-// pre_gelu: null, or the input is its GELU and has not been computed; a.inp is memory for it.
-static void linear_forward(const Pass& pass, int l, Linear which, Fp8Mode mode,
+// trains: false: without FP8. pre_gelu: null, or the input is its GELU and has not been computed; a.inp is
+// memory for it.
+static void linear_forward(const Pass& pass, int l, Linear which, bool trains,
                            const MatmulForward<floatX, float>& a, const floatX* pre_gelu = nullptr) {
     const GPT2* model = pass.model;
+    const Fp8Mode mode = trains ? gpt2_fp8_mode(model, which) : Fp8Mode::Off;
     if (mode != Fp8Mode::On && pre_gelu) {
         gelu_forward({const_cast<floatX*>(a.inp), pre_gelu, (size_t)a.N * a.C}, model->stream);
     }
@@ -4378,7 +4380,7 @@ static void linear_forward(const Pass& pass, int l, Linear which, Fp8Mode mode,
     }
     gpt2_fp8_cast(model, p.inp, p.rows, p.inp_t, pre_gelu ? pre_gelu : a.inp, a.N, a.C,
                   pre_gelu ? Fp8Source::Gelu : Fp8Source::Plain);
-    if (!model->fp8.weights_cast) {                     // first its largest element, then with that the cast
+    if (model->fp8.casts_weights) {                     // first its largest element, then with that the cast
         gpt2_fp8_cast(model, p.weight, nullptr, nullptr, a.weight, a.OC, a.C, Fp8Source::Weight);
         gpt2_fp8_cast(model, p.weight, p.w, p.w_t, a.weight, a.OC, a.C, Fp8Source::Weight);
     }
@@ -4447,8 +4449,7 @@ struct Forward : Pass {
     floatX* waiting[2];                 // (B,T,C)
     void linear(int l, Linear which, const MatmulForward<floatX, float>& a,
                 const floatX* pre_gelu = nullptr) const {
-        const bool trains = mode == ClassifierMode::LossAndGrad;
-        linear_forward(*this, l, which, trains ? gpt2_fp8_mode(model, which) : Fp8Mode::Off, a, pre_gelu);
+        linear_forward(*this, l, which, mode == ClassifierMode::LossAndGrad, a, pre_gelu);
     }
 };
 
@@ -4549,9 +4550,9 @@ static void gpt2_forward(GPT2* model, int B, int T, ClassifierMode mode = Classi
 
 // ---- loss ----
 // Logits (rows,Vp) of rows of lnf, (rows,C).
-static void gpt2_logits(GPT2* model, const floatX* lnf, int rows, Fp8Mode fp8 = Fp8Mode::Off) {
+static void gpt2_logits(GPT2* model, const floatX* lnf, int rows, bool trains = false) {
     const Pass pass = {model, model->acts.specs, 1, rows};
-    linear_forward(pass, 0, Linear::Head, fp8,
+    linear_forward(pass, 0, Linear::Head, trains,
                    {pass.acts(0).logits, lnf, pass.params(0).wte, nullptr, nullptr, nullptr, rows,
                     model->config.C, model->config.Vp});
 }
@@ -4578,10 +4579,8 @@ static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float weig
     const int N = B * T;
     const Acts a = gpt2_acts(model, 0);
     const float* loss_scale = &model->state->update.loss_scale;
-    const bool trains = mode == ClassifierMode::LossAndGrad;
     gpt2_forward(model, B, T, mode);
-    gpt2_logits(model, a.lnf, N, trains ? gpt2_fp8_mode(model, Linear::Head) : Fp8Mode::Off);
-    if (trains) { model->fp8.weights_cast = model->step > 0; }
+    gpt2_logits(model, a.lnf, N, mode == ClassifierMode::LossAndGrad);
     classifier({a.logits, a.losses, model->feed.inputs.targets, weight, loss_scale, N, c.V, c.Vp, mode},
                model->stream);
     loss_sum({mean, a.losses, weight, acc, N}, model->stream);
@@ -5028,7 +5027,6 @@ static void gpt2_update(GPT2* model, double lr, double muon_lr) {
                     .records = exchange.records, .record_bytes = exchange.record_bytes,
                     .stats_at = exchange.stats_at, .ranks = split.world, .rank = split.rank,
                     .count = fp8_tensors(model->config)}, model->stream);
-        model->fp8.weights_cast = false;
     }
     update_decision({.state = &model->state->update, .loss = &model->state->loss,
                      .records = exchange.records, .record_bytes = exchange.record_bytes,
@@ -5371,7 +5369,6 @@ static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
         if (!error.empty()) { return error; }
         copy_to_device(model->fp8.tensors, data.data(), data.size(), model->stream);
         stream_sync(model->stream);
-        model->fp8.weights_cast = false;
     }
     for (int i = 0; i < NUM_PARAMS; i++) {
         const ParamSpec& s = model->param_specs[i];

@@ -190,11 +190,19 @@ def test_outliers(flag, limit, what, optimizer):
 
 # ---- FP8 ----
 
-@pytest.mark.parametrize("more", ["", "--fp8-head 1", "--fp8-head 1 --optimizer muon --block parallel-tied"])
+@pytest.mark.parametrize("more", [
+    "", "--fp8-head 1", "--fp8-head 1 --optimizer muon --block parallel-tied",
+    pytest.param("--fp8-head 1 -e outlier.bin -l 6e-3", marks=pytest.mark.cpu_only)])
 def test_fp8(more):
-    """Learns as well as without FP8, whose roundings make each step's loss another. Nothing saturates."""
+    """Learns as well as without FP8, whose roundings make each step's loss another. Nothing saturates. Also
+    at twice the learning rate, from channels that are 64 times as large as the others."""
     need_fp8()
     usual = {"-e": "L2,NH2,C32,T32,V256", "-b": 8, "-x": 150, "-l": "3e-3", "-u": 5, "-c": 0.1}
+    if "outlier.bin" in more:
+        dims, params = formats.read_checkpoint(trained({"-e": usual["-e"]}, "before_outlier", 30))
+        params["fcw"][0, 5] *= 64               # what a layer puts out, and what another one reads
+        params["ln1w"][1, 3] *= 64
+        formats.write_checkpoint("outlier.bin", dims, params)
     more = dict(zip(more.split()[::2], more.split()[1::2]))
     plain = {**usual, **{flag: value for flag, value in more.items() if flag != "--fp8-head"}}
     want = run_ok(plain).losses()
@@ -212,10 +220,13 @@ def test_fp8(more):
 @pytest.mark.parametrize("flags", [{**flags_of(*kind)} for kind in KINDS] + [
     {"-e": "L1,NH1,C8,T16,V256"}, {"-e": "L3,NH2,C24,T16,V200", "-c": 0.5}, {"-t": 7}, {"-t": 1},
     {"-e": "L1,NH4,C40,T31,V384", "-r": 2, "-z": 62 * B}, {"--residual-dtype": "fp32"},
-    {"--dropout": 0.4}, {**flags_of(2, 1), "--residual-dtype": "fp32", "--dropout": 0.2}], ids=str)
+    {"--dropout": 0.4}, {**flags_of(2, 1), "--residual-dtype": "fp32", "--dropout": 0.2},
+    {"-e": "L2,NH2,C32,T16,V256", "--matmul-dtype": "fp8", "--fp8-head": 1}], ids=str)
 def test_saved(flags):
     """A file says what it is, loads again and is the model that was trained, whose likeliest letters it
     writes; a position that was not seen, and the padded vocabulary, are as they were."""
+    if "--matmul-dtype" in flags:
+        need_fp8()
     folder = "./saved" + "".join(map(str, flags.values()))
     write_shard("low.bin", list(sentences(5, 3000)))
     flags = {"-x": 4, "-v": 3, "-l": "1e-2", "-i": "low.bin", **flags}
