@@ -235,9 +235,7 @@ def fetch_source(dataset, args, files, work):
 
 
 def made_files(work):
-    """The tool's, validation first."""
-    names = [name for name in os.listdir(work) if name.startswith("tokens_")]
-    return sorted(names, key=lambda name: ("val" not in name, name))
+    return sorted(name for name in os.listdir(work) if name.startswith("tokens_"))
 
 
 def make_source(dataset, args, facts, split, files, work):

@@ -405,7 +405,8 @@ def test_without_the_library():
             sys.modules[module] = None
             get.fetch.take_the_venv = lambda: None
         write("copy/a.parquet", "x")
-        refused(*words, prepare=lacking, said=(module.partition(".")[0], "scripts/setup.sh data"))
+        refused(*words, prepare=lacking,
+                said=("without " + module.partition(".")[0], "hint: scripts/setup.sh data"))
 
 
 def test_first_shards():
@@ -541,8 +542,7 @@ def test_published():
         there[name] = data
         refused(*words, said=("000002",), **theirs)
         assert name not in contents("out")
-        write("out/" + name, "x")
-    os.unlink("out/" + name)
+        write("out/" + name, "x")                       # neither is what lies there
     for name, data in row_files.items():
         write("copy/" + name, data)
     works(*words, "--from", "copy")
@@ -608,6 +608,8 @@ def test_hellaswag():
         first = json.loads(read("net/dataset.json"))["sha256"]
         assert first == hashlib.sha256(read("copy/hellaswag_val.jsonl")).hexdigest()
         Site.files[path] = read("copy/hellaswag_val.jsonl") + b"\n"
+        works(*net, "net")
+        assert not glob.glob("net/*.part"), "it is there already"
         os.unlink("net/hellaswag_val.jsonl")
         refused(*net, "net", said=(first, "--restart"))
         Site.cut = 100
