@@ -349,8 +349,8 @@ static Options dump_options(const std::vector<std::string>& args, size_t first) 
     return o;
 }
 
-// What this build computes for a reference's batch, written like a reference (dev/reference/check_gpu.py,
-// check_eval_gpu.py and check_gpu.py compare): logits without dropout, loss and gradients with it.
+// What this build computes for a reference's batch, written like a reference (dev/reference/check_gpu.py
+// and check_eval_gpu.py compare): logits without dropout, loss and gradients with it.
 static void dump_grads(const std::vector<std::string>& args) {
     if (args.size() < 4) { die("dump-grads needs MODEL.bin TENSORS.bin OUT.bin MICRO_STEPS"); }
     const bool forward_alone = args[3] == "0";

@@ -3,7 +3,7 @@
 #
 #   scripts/setup.sh            what building and training use
 #   scripts/setup.sh tests      and what only tests use: pytest, MPI (12 MB), clang's libFuzzer (55 MB)
-#   scripts/setup.sh data       and what dev/data/get.py reads parquet with: pyarrow (50 MB)
+#   scripts/setup.sh data       and what dev/data/get.py fetches and reads parquet with (60 MB)
 #   scripts/setup.sh tensorboard    and TensorBoard, for dev/data/tensorboard_log.py (60 MB)
 #
 # On Debian or Ubuntu as root it installs packages; elsewhere it prints the command and ends with 1. Python
@@ -46,7 +46,8 @@ if [ -x .venv/bin/python ]; then had_venv=1; fi
 # A package that only one script wants: what it is imported as, and what is not possible without it.
 extra='' need_extra=0
 case ${1:-} in
-    data) extra=pyarrow module=pyarrow.parquet lost="dev/data/get.py cannot read parquet" ;;
+    data) extra='pyarrow huggingface_hub' module='pyarrow.parquet, huggingface_hub'
+        lost="dev/data/get.py can neither fetch from the hub nor read parquet" ;;
     tensorboard) extra=tensorboard==2.21.0 module=tensorboard.summary.writer.event_file_writer
         lost="dev/data/tensorboard_log.py writes no event files" ;;
 esac
@@ -96,7 +97,7 @@ fi
 if [ $need_extra = 1 ]; then
     echo "installing $extra into .venv"
     if ! { { [ -x .venv/bin/pip ] || python3 -m venv .venv; } &&
-               .venv/bin/pip install "$extra"; } >"$log" 2>&1; then
+               .venv/bin/pip install $extra; } >"$log" 2>&1; then
         tail -3 "$log" >&2
         echo "error: no ${extra%%=*}, so $lost" >&2
         echo "hint: python3 -m venv .venv && .venv/bin/pip install $extra" >&2

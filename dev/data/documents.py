@@ -6,16 +6,11 @@ import bz2
 import contextlib
 import gzip
 import json
-import importlib
 import lzma
 import os
-import sys
 import zlib
 
 from fetch import Problem
-
-sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
-from venv_python import take_the_venv               # noqa: E402
 
 KINDS = {".txt": "text", ".text": "text", ".md": "text", ".rst": "text",
          ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
@@ -42,16 +37,6 @@ def reading(path):
         raise Problem(f"'{path}' is damaged: {error}", "fetch it again") from error
     except OSError as error:
         raise Problem(f"cannot read '{path}': {error.strerror or error}", "is the file whole?") from error
-
-
-def need_pyarrow():
-    """Before the work begins; .venv may have what this Python lacks."""
-    try:
-        importlib.import_module("pyarrow.parquet")
-    except ImportError:
-        take_the_venv()
-        raise Problem("parquet files cannot be read without pyarrow",
-                      "scripts/setup.sh data, or: pip install pyarrow") from None
 
 
 def jsonl_rows(path, field):

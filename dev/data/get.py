@@ -9,8 +9,8 @@
 The C++ tokenizer (build/tokenize, made if it is not there) does all encoding. It makes shards of a source at
 a time: of a downloaded file, or of all your own. Whatever interrupts this, the same command goes on with the
 first source that dataset.json does not count as done, to the same bytes. A shard, STEM_val_000000.bin or
-STEM_train_000001.bin and so on, has its name only when it is whole. Parquet takes pyarrow (scripts/setup.sh
-data); all else is Python's standard library.
+STEM_train_000001.bin and so on, has its name only when it is whole. The hub takes huggingface_hub, parquet
+pyarrow (scripts/setup.sh data); all else is Python's standard library.
 
 Without a network, or from a mirror: --from FOLDER takes the files that would be downloaded from there, and
 --from https://HOST asks HOST for the same paths (for the hub also HF_ENDPOINT=https://HOST, as everywhere).
@@ -33,7 +33,7 @@ ROOT = os.path.normpath(os.path.join(HERE, "..", ".."))
 sys.path.insert(0, HERE)
 import debian                                       # noqa: E402
 import fetch                                        # noqa: E402
-from documents import kind_of, need_pyarrow, texts  # noqa: E402
+from documents import kind_of, texts                # noqa: E402
 from fetch import File, Problem, is_url             # noqa: E402
 from shards import read_facts, replace_file, run_tool, shard_tokens, write_facts        # noqa: E402
 
@@ -116,18 +116,14 @@ def local_files(origin, pattern):
         what = "" if pattern == "*" else f" '{os.path.basename(pattern)}'"
         raise Problem(f"there is no file{what} in '{origin}'" if os.path.isdir(origin) else
                       f"no file matches '{origin}'", "--from takes a folder, a file or a pattern in quotes")
-    return [File(name, "", os.path.abspath(path), os.path.getsize(path)) for name, path in sorted(found)]
-
-
-def hub_site(args):
-    return (args.origin or os.environ.get("HF_ENDPOINT") or fetch.HUB).rstrip("/")
+    return [File(name, os.path.getsize(path), os.path.abspath(path)) for name, path in sorted(found)]
 
 
 def remote_files(dataset, pattern, args):
     """[File] of the data set that match the pattern, from the hub, a mirror of it or a folder."""
     if args.origin and not is_url(args.origin):
         return local_files(args.origin, pattern)
-    return fetch.hub_files(hub_site(args), dataset.source, pattern, args.retries)
+    return fetch.hub_files(args.origin or None, dataset.source, pattern)
 
 
 def own_files(args):
@@ -150,7 +146,7 @@ def sources_of(dataset, args):
     if dataset.kind == "files":
         return [("train", own_files(args))]
     if dataset.kind == "debian":
-        return [("train", [File("documents.txt")])]
+        return [("train", [File("documents.txt", -1)])]
     found = remote_files(dataset, dataset.val, args) if dataset.val else []
     return [("val", [file]) for file in found] + [
         ("train", [file]) for file in remote_files(dataset, dataset.train, args)]
@@ -224,17 +220,27 @@ def check_room(dataset, args, facts, sources):
                       f"{needed / 1e9:.1f} GB", "--shards N makes the first N only; --out FOLDER elsewhere")
 
 
+def fetch_source(dataset, args, files, work):
+    """The paths of a source's files. What is fetched for it lies in WORK/fetched."""
+    folder = os.path.join(work, "fetched")
+    if files[0].path:
+        return [file.path for file in files]
+    if dataset.kind == "text":
+        return [fetch.hub_download(args.origin or None, dataset.source, files[0].name, folder)]
+    os.makedirs(folder, exist_ok=True)
+    path = os.path.join(folder, files[0].name)
+    debs = debian.deb_files(args.origin) if args.origin else debian.download_packages(debian.PACKAGES, folder)
+    print(f"{debian.write_documents(debs, path)} documents", flush=True)
+    return [path]
+
+
+def made_files(work):
+    return sorted(name for name in os.listdir(work) if name.startswith("tokens_"))
+
+
 def make_source(dataset, args, facts, split, files, work):
     """The shards of one source; returns what dataset.json is to say of them."""
-    paths, made, number = [file.path for file in files], facts["shards"], facts["done"]
-    if not paths[0]:
-        paths = [os.path.join(work, f"{number:06d}_{os.path.basename(files[0].name)}")]
-        if dataset.kind == "debian":
-            debs = debian.deb_files(args.origin) if args.origin else \
-                debian.download_packages(debian.PACKAGES, os.path.join(work, "packages"))
-            print(f"{debian.write_documents(debs, paths[0])} documents", flush=True)
-        else:
-            fetch.download(files[0], paths[0], args.retries)
+    paths, number = fetch_source(dataset, args, files, work), facts["done"]
     found = texts(paths, args.text_field)
     first = next((text for text in found if text.strip(b"\0")), None)
     if first is None and not facts["tokens"]:
@@ -242,14 +248,16 @@ def make_source(dataset, args, facts, split, files, work):
     drawn = 0 if number else args.val_tokens
     flags = ["--bytes", int(args.bytes), "--val-tokens", drawn, "--shard-tokens",
              args.shard_tokens if split == "train" else 0]
+    for name in made_files(work):               # of a run that was killed
+        os.unlink(os.path.join(work, name))
     if first is not None:
         said = run_tool(args.tokenize, os.path.join(work, "tokens"), flags, itertools.chain([first], found))
         print("\n".join(line for line in said if line.startswith("validation: ")), end="\n" if drawn else "")
-    new = {**facts, "done": number + 1, "shards": {**made}}
-    for part in sorted(glob.glob(glob.escape(work) + "/tokens_*.bin")):
-        to = "val" if split == "val" or "tokens_val" in part else "train"
+    new = {**facts, "done": number + 1, "shards": {**facts["shards"]}}
+    for name in made_files(work):
+        to = "val" if split == "val" or name.startswith("tokens_val") else "train"
         path = os.path.join(args.out, f"{dataset.stem}_{to}_{new['shards'][to] + (to == 'train'):06d}.bin")
-        os.replace(part, path)
+        os.replace(os.path.join(work, name), path)
         tokens, _ = shard_tokens(path)
         print(f"{path}: {tokens} tokens", flush=True)
         new["shards"][to] += 1
@@ -264,9 +272,8 @@ def make_shards(dataset, args):
     work, record = os.path.join(args.out, ".work"), os.path.join(args.out, "dataset.json")
     with alone(work):
         facts = known_facts(args.out, recipe, args.restart)
-        for name in os.listdir(work):           # of a run that was killed
-            if args.restart and name != "lock" or name.startswith("tokens_"):
-                os.unlink(os.path.join(work, name))
+        if args.restart:
+            shutil.rmtree(work + "/fetched", ignore_errors=True)
         complete = facts["sources"] and facts["done"] == len(facts["sources"])
         if not complete or dataset.kind == "files":     # who has all needs no network
             sources = sources_of(dataset, args)
@@ -278,7 +285,7 @@ def make_shards(dataset, args):
         else:
             need_tool(args)
             if any(kind_of(file.name) == "parquet" for _, files in sources for file in files):
-                need_pyarrow()
+                fetch.need("pyarrow.parquet", "parquet files cannot be read", "pyarrow")
             check_room(dataset, args, facts, sources)
         while facts["done"] < len(facts["sources"]):
             if args.shards and facts["shards"]["train"] >= args.shards:
@@ -289,8 +296,7 @@ def make_shards(dataset, args):
                   f"{' and others' if len(files) > 1 else ''}", flush=True)
             facts = make_source(dataset, args, facts, split, files, work)
             write_facts(record, facts)
-            for path in glob.glob(glob.escape(work) + "/[0-9]*"):       # what was downloaded for it
-                os.unlink(path)
+            shutil.rmtree(work + "/fetched", ignore_errors=True)        # it is in shards now
         shutil.rmtree(work)
 
 
@@ -298,11 +304,12 @@ def make_shards(dataset, args):
 
 def copy_shards(dataset, args):
     """Each as it is, once its size and header agree; those that are there are not fetched again."""
+    work = os.path.join(args.out, ".work")
     os.makedirs(args.out, exist_ok=True)
     train = remote_files(dataset, dataset.train, args)
     for file in remote_files(dataset, dataset.val, args) + train[:args.shards or len(train)]:
         path = os.path.join(args.out, os.path.basename(file.name))
-        if os.path.exists(path) and file.size in (-1, os.path.getsize(path)):
+        if os.path.exists(path) and file.size == os.path.getsize(path):
             shard_tokens(path)
             continue
         arrived = path + ".new"                 # not a shard's name before it is known to be one
@@ -310,7 +317,7 @@ def copy_shards(dataset, args):
             with open(file.path, "rb") as f:
                 replace_file(arrived, iter(lambda f=f: f.read(1 << 22), b""))
         else:
-            fetch.download(file, arrived, args.retries)
+            os.replace(fetch.hub_download(args.origin or None, dataset.source, file.name, work), arrived)
         try:
             tokens, tokenizer = shard_tokens(arrived)
             if tokenizer not in (0, 1):
@@ -320,26 +327,27 @@ def copy_shards(dataset, args):
             raise
         os.replace(arrived, path)
         print(f"{path}: {tokens} tokens", flush=True)
+    shutil.rmtree(work, ignore_errors=True)
 
 
 # ---- data sets of one file: questions, and tinyshakespeare ----
 
-def fetch_file(dataset, args, sha256=""):
+def fetch_file(dataset, args):
     """Its path; from a mirror or a folder, too."""
     url, name = dataset.source, os.path.basename(dataset.source)
     os.makedirs(args.out, exist_ok=True)
     if args.origin and not is_url(args.origin):
         return local_files(args.origin, name)[0].path
     if args.origin:
-        url = args.origin.rstrip("/") + url[len(fetch.site_of(url)):]
+        url = args.origin.rstrip("/") + "/" + url.split("/", 3)[3]
     path = os.path.join(args.out, name)
-    fetch.download(File(name, url, sha256=sha256), path, args.retries)
+    fetch.download(url, path)
     return path
 
 
 def make_plays(dataset, args):
     """As llm.c cuts the text: all of it in _all, its first 32,768 tokens in _val, the rest in _train."""
-    path = fetch_file(dataset, args, SHAKESPEARE_SHA256)
+    path = fetch_file(dataset, args)
     if fetch.sha256_of(path) != SHAKESPEARE_SHA256:
         raise Problem(f"'{path}' is not tinyshakespeare", f"the text is at {dataset.source}")
     if subprocess.run([args.tokenize, "-o", os.path.join(args.out, "tiny_shakespeare"), "--separators", "0",
@@ -385,7 +393,6 @@ def arguments():
            "smaller of 100,000 and a tenth), else over the first file")
     option("--bytes", action="store_true", help="tokens are bytes (V=256), not GPT-2's")
     option("--restart", action="store_true", help="forget what is there, its shards too")
-    option("--retries", type=int, default=5, metavar="N", help="of a download that does not advance")
     option("--tokenize", default=os.path.join(ROOT, "build", "tokenize"), metavar="TOOL",
            help="default: build/tokenize")
     return parser.parse_args()
@@ -393,7 +400,7 @@ def arguments():
 
 def check_arguments(dataset, args):
     """What fits the data set; fills in what was not given."""
-    for name in ("shards", "val_tokens", "retries"):
+    for name in ("shards", "val_tokens"):
         if (getattr(args, name) or 0) < 0:
             raise Problem(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 0")
     if args.shard_tokens < 1:

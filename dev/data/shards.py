@@ -7,7 +7,7 @@ import struct
 import subprocess
 import tempfile
 
-from fetch import Problem, write_or_tell
+from fetch import Problem
 
 MAGIC, VERSION = 20240520, 1
 HEADER_BYTES = 1024
@@ -18,16 +18,17 @@ def replace_file(path, blocks_of_bytes):
     """The file appears whole, or not at all."""
     part = path + ".part"
     try:
-        with open(part, "wb", buffering=0) as f:
-            for block in blocks_of_bytes:
-                write_or_tell(f, block, path)
+        with open(part, "wb") as f:
+            f.writelines(blocks_of_bytes)
+            f.flush()
             os.fsync(f.fileno())
         os.replace(part, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(part)
         if isinstance(error, OSError):
-            raise Problem(f"cannot write '{path}': {error.strerror}", "choose another --out") from error
+            raise Problem(f"cannot write '{path}': {error.strerror}",
+                          "free some space, or choose another --out") from error
         raise
 
 

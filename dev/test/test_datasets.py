@@ -1,5 +1,5 @@
-"""dev/data/get.py as a user meets it: data sets from files and from a hub of the test's own on localhost,
-with downloads that break off, lie and stop, kills, and full disks.
+"""dev/data/get.py as a user meets it: data sets from files, from a stand-in for huggingface_hub and from a
+server on localhost, with downloads that break off, kills, and full disks.
 
 Standard library only; with pyarrow parquet is tested, too. What a shard must hold is computed here: with
 --bytes a document is a 0 and its bytes. build/tokenize must be there.
@@ -16,7 +16,6 @@ import json
 import lzma
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -24,7 +23,7 @@ import sys
 import tarfile
 import threading
 import time
-import urllib.parse
+import types
 
 import pytest
 
@@ -159,73 +158,68 @@ def some_texts(seed, n):
 
 # ---- a hub on this machine ----
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    SETTINGS = {"cut": {},              # path: at most so many bytes an answer
-                "stop": None,           # (end of a path, what is called before its answer)
-                "ranges": True,
-                "following": "",        # site of a listing's next page, if not this one
-                "errors": []}           # what is answered instead, one after the other
-    files = {}                          # path in the repository: bytes
-    seen = []                           # (path, first byte) of every file asked for
+def hub(files, broken=(), before=lambda name: None, repo="o/n", site=None):
+    """What get.py is started with to find these files in the place of the hub: its library, but for the net.
+    broken: files that do not come; before(name): is called in get.py before a file comes."""
+    def ask(where, endpoint, repo_type):
+        assert (where, endpoint, repo_type) == (repo, site, "dataset")
+
+    class HfApi:
+        def __init__(self, endpoint):
+            self.endpoint = endpoint
+
+        def list_repo_tree(self, where, folder, recursive, repo_type):
+            ask(where, self.endpoint, repo_type)
+            found = [types.SimpleNamespace(path=name, size=len(data)) for name, data in files.items()
+                     if recursive and name.startswith(folder or "")]
+            return [types.SimpleNamespace(path=f"{folder}/x.jsonl"), *found]        # a folder has no size
+
+    def hf_hub_download(where, name, repo_type, local_dir, endpoint):
+        ask(where, endpoint, repo_type)
+        before(name)
+        if name in broken:
+            raise OSError(f"cannot send {name}\nand more words")
+        with open("seen.log", "a", encoding="utf-8") as f:
+            f.write(name + "\n")
+        write(f"{local_dir}/{name}", files[name])
+        return f"{local_dir}/{name}"
+    library = types.SimpleNamespace(HfApi=HfApi, hf_hub_download=hf_hub_download)
+    return {"prepare": lambda: sys.modules.update(huggingface_hub=library)}
+
+
+def seen():
+    """Which files came from the hub since the last call."""
+    names = read("seen.log").decode().splitlines() if os.path.exists("seen.log") else []
+    write("seen.log", "")
+    return names
+
+
+class Site(http.server.BaseHTTPRequestHandler):
+    files, cut = {}, None               # cut: at most so many bytes of an answer
 
     def log_message(self, *_):
         pass
 
-    def answer(self, code, data, **headers):
-        self.send_response(code)
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        with contextlib.suppress(OSError):          # who asked may have been killed
-            self.wfile.write(data)
-
-    def listing(self, folder):
-        """A page of it, that is one entry."""
-        entries = [{"type": "directory", "path": folder + "x", "size": 0, "oid": "0"}]
-        for name in sorted(name for name in self.files if name.startswith(folder)):
-            digest = hashlib.sha256(self.files[name]).hexdigest()
-            entries.append({"type": "file", "path": name, "oid": "0", "lfs": {"oid": digest},
-                            "size": len(self.files[name])})
-        page = int(self.path.partition("cursor=")[2] or 0)
-        site, path = Hub.following or f'http://{self.headers["Host"]}', self.path.partition("?")[0]
-        more = {"Link": f'<{site}{path}?cursor={page + 1}>; rel="next"'} if page + 1 < len(entries) else {}
-        return self.answer(200, json.dumps(entries[page:page + 1]).encode(), **more)
-
     def do_GET(self):
-        if Hub.errors:
-            return self.answer(Hub.errors.pop(0), b"")
-        path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
-        if path.startswith("/api/datasets/o/n/tree/main"):
-            return self.listing(path[len("/api/datasets/o/n/tree/main"):].lstrip("/"))
-        if path.startswith("/datasets/o/n/resolve/main/"):          # as the real one sends on to its storage
-            return self.answer(302, b"", Location="/cdn/" + urllib.parse.quote(path.split("/main/", 1)[1]))
-        name = path.removeprefix("/cdn/")
-        if name not in self.files:
-            return self.answer(404, b"nothing")
-        if Hub.stop and name.endswith(Hub.stop[0]):
-            Hub.stop[1]()
-        data, wanted = self.files[name], self.headers.get("Range", "")
-        first = int(wanted.removeprefix("bytes=").rstrip("-")) if wanted and Hub.ranges else 0
-        self.seen.append((name, first))
-        more = {"Content_Range": f"bytes {first}-{len(data) - 1}/{len(data)}"} if first else {}
-        return self.answer(206 if first else 200, data[first:][:Hub.cut.get(name, len(data))],
-                           Content_Length=str(len(data) - first), **more)
+        data = self.files.get(self.path, b"")
+        self.send_response(200 if data else 404)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data[:Site.cut])
 
 
 @contextlib.contextmanager
-def serving(files, **settings):
-    """The hub with these files, for as long as the block lasts; what it is called is its URL."""
-    Hub.files = {name: data if isinstance(data, bytes) else data.encode() for name, data in files.items()}
-    Hub.seen = []
-    for name, value in {**Hub.SETTINGS, **settings}.items():
-        setattr(Hub, name, value)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+def serving(files, cut=None):
+    """The URL of a server with these files, for as long as the block lasts."""
+    Site.files, Site.cut = files, cut
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Site) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
 
 
+PARQUET = ["hub", "--repo", "o/n", "--pattern", "*.parquet", "--out", "o", "--from", "copy"]
 HUB = ["hub", "--repo", "o/n", "--pattern", "data/*.jsonl", "--out", "out", *in_bytes(100, 1000)]
 
 
@@ -236,9 +230,9 @@ def hub_files(n=5):
             [[text.encode() for text in some] for some in texts])
 
 
-def hub_makes(documents, *words, **env):
+def hub_makes(documents, *words, **more):
     """Goes on with `out` or begins it; ends with the whole set, which is removed."""
-    works(*HUB, *words, **env)
+    works(*HUB, *words, **more)
     check_set("out", documents, 100, 1000)
     shutil.rmtree("out")
 
@@ -377,45 +371,52 @@ def test_parquet():
     parquet.write_table(pyarrow.table({"text": pyarrow.array(["", None, "one", "", "two"], "large_string")}),
                         "in/l.parquet")
     makes("in/l.parquet", "o5", [b"one", b"two"], 0)
-    with serving({"sample/10BT/000.parquet": read("in/a.parquet"), "sample/100BT/x.parquet": b"",
-                  "README.md": b""}) as url:
-        works("hub", "--repo", "o/n", "--pattern", row("fineweb10B").train, "--out", "o4", "--from", url,
-              *in_bytes(999, 9999))
-        assert [name for name, _ in Hub.seen] == ["sample/10BT/000.parquet"]
+    web = {"sample/10BT/000.parquet": read("in/a.parquet"), "sample/100BT/x.parquet": b"", "README.md": b""}
+    works("hub", "--repo", "o/n", "--pattern", row("fineweb10B").train, "--out", "o4", *in_bytes(999, 9999),
+          **hub(web))
+    assert seen() == ["sample/10BT/000.parquet"]
     check_set("o4", [documents], 999, 9999)
 
 
 # ---- the hub ----
 
 def test_hub():
-    hub, documents = hub_files(2)
-    hub["data/005 é#.jsonl"] = jsonl(["last"])
+    files, documents = hub_files(2)
+    files["data/005 é#.jsonl"] = jsonl(["last"])
     documents.append([b"last"])
-    with serving({**hub, "data/x.txt": "no", "other/y.jsonl": "no"}) as url:
-        hub_makes(documents, "--from", url)
-        assert sorted(name for name, _ in Hub.seen) == sorted(hub)
-        hub_makes(documents, HF_ENDPOINT=url)
-        Hub.following = "file:///tmp"
-        refused(*HUB, "--from", url, said=("'file:///tmp", "no URL"))
-        Hub.following = ""
-        works(*HUB, "--from", url)
-    assert "complete" in works(*HUB, "--from", url), "who has all needs no network"
+    more = {**files, "data/x.txt": "no", "other/y.jsonl": "no"}
+    works(*HUB, **hub(more))
+    assert "complete" in works(*HUB, **hub({})), "who has all needs no network"
+    assert seen() == sorted(files)
     shutil.rmtree("out")
-    for name, data in hub.items():
+    hub_makes(documents, "--from", "http://mirror", **hub(more, site="http://mirror"))
+    refused(*HUB, "--pattern", "data/z*", said=("data/z*",), **hub(more))
+    for name, data in files.items():
         write("copy/" + name, data)
     hub_makes(documents, "--from", "copy")
-    assert len(glob.glob("copy/data/*")) == len(hub), "the user's own files are gone"
+    assert len(glob.glob("copy/data/*")) == len(files), "the user's own files are gone"
+
+
+def test_without_the_library():
+    """Without huggingface_hub or pyarrow the hint installs them."""
+    for module, words, extra in (("huggingface_hub", HUB, {}), ("pyarrow.parquet", PARQUET, hub({"a": ""}))):
+        def lacking(module=module, extra=extra):
+            extra.get("prepare", dict)()
+            sys.modules[module] = None
+            get.fetch.take_the_venv = lambda: None
+        write("copy/a.parquet", "x")
+        refused(*words, prepare=lacking,
+                said=("without " + module.partition(".")[0], "hint: scripts/setup.sh data"))
 
 
 def test_first_shards():
-    hub, documents = hub_files()
-    with serving(hub) as url:
-        works(*HUB, "--from", url, "--shards", 2)
-        assert len(shards("out", "train")) >= 2 and len(Hub.seen) == 1, "more files than it takes"
-        assert not glob.glob("out/.work/0*"), "what was downloaded for shards that are made stays"
-        refused(*HUB, "--from", url, "--val-tokens", 50, said=("val_tokens 100 and not 50", "--restart"))
-        hub_makes(documents, "--from", url)
-        assert len(Hub.seen) == len(hub), "files were fetched twice"
+    files, documents = hub_files()
+    works(*HUB, "--shards", 2, **hub(files))
+    assert len(shards("out", "train")) >= 2 and len(seen()) == 1, "more files than it takes"
+    assert not glob.glob("out/.work/**/*.jsonl", recursive=True), "what is in shards stays on the disk"
+    refused(*HUB, "--val-tokens", 50, said=("val_tokens 100 and not 50", "--restart"), **hub(files))
+    hub_makes(documents, **hub(files))
+    assert seen() == list(files)[1:], "files were fetched twice"
 
 
 def test_validation_of_its_own():
@@ -441,58 +442,20 @@ def row(name):
 
 
 def test_broken_downloads():
-    hub, documents = hub_files(3)
+    """Goes on with the file that did not come, also from another place."""
+    files, documents = hub_files(3)
     name = "data/001.jsonl"
-    with serving(hub, cut={name: 1000}) as url:         # goes on as long as something comes
-        hub_makes(documents, "--from", url)
-        firsts = [first for path, first in Hub.seen if path == name]
-        assert firsts == list(range(0, len(hub[name].encode()), 1000))
-    with serving(hub, cut={name: 0}) as url:
-        refused(*HUB, "--from", url, "--retries", 0, said=(name, "goes on from here"))
-        Hub.cut, Hub.ranges = {}, False
-        write("out/.work/000001_001.jsonl.part", b"rest")
-        hub_makes(documents, "--from", url)
-        assert [path for path, _ in Hub.seen].count("data/000.jsonl") == 1, "a finished file came again"
-    with serving(hub) as url:
-        refused(*HUB, "--from", url, "--pattern", "data/x*", said=("data/x*",))
-        write("out/.work/000000_000.jsonl.part", b"x" * 500)
-        refused(*HUB, "--from", url, said=("sha256",))
-        hub_makes(documents, "--from", url)
-
-
-def test_bad_hubs():
-    with serving(hub_files(1)[0], errors=[404, 401]) as url:
-        refused(*HUB, "--from", url, said=("404", "hint: "))
-        refused(*HUB, "--from", url, said=("401", "HF_TOKEN", "hint: "))
-    refused(*HUB, "--retries", 0, "--from", "http://127.0.0.1:1",
-            said=("cannot reach http://127.0.0.1:1", "--from FOLDER"))
-    assert not contents("out")
-
-
-def test_retries():
-    hub, documents = hub_files(1)
-    waits = {"prepare": lambda: setattr(time, "sleep", lambda seconds: print(f"waits {seconds} s"))}
-    with serving(hub, errors=[503] * 4) as url:
-        refused(*HUB, "--from", url, "--retries", 1, said=("503",), **waits)
-        code, out, err = call(*HUB, "--from", url, "--retries", 2, **waits)
-    assert code == 0 and "503" in err and "trying again" in err
-    assert re.findall("waits (.*)", out) == ["1 s", "3 s"]
-    check_set("out", documents, 100, 1000)
-
-
-def test_another_place():
-    """Begun from a hub that then stops, goes on from a folder or from another hub."""
-    hub, documents = hub_files(3)
-    for name, data in hub.items():
-        write("copy/" + name, data)
+    for path, data in files.items():
+        write("copy/" + path, data)
     write("short/001.jsonl", "x")
-    with serving(hub) as other:
-        for place in ("copy", other):
-            with serving(hub, cut={"data/001.jsonl": 0}) as url:
-                refused(*HUB, "--from", url, "--retries", 0, said=("data/001.jsonl",))
-                refused(*HUB, "--from", "short", said=("'001.jsonl' of 1 bytes is new",))
-            Hub.cut = {}
-            hub_makes(documents, "--from", place)
+    mirror = "http://mirror"
+    for place, more in ((None, hub(files)), ("copy", {}), (mirror, hub(files, site=mirror))):
+        refused(*HUB, said=(f"{name}: cannot send {name}\nhint: ", "goes on from here", "HF_TOKEN"),
+                **hub(files, broken=[name]))
+        refused(*HUB, "--from", "short", said=("'001.jsonl' of 1 bytes is new",))
+        seen()
+        hub_makes(documents, *(["--from", place] if place else []), **more)
+        assert "data/000.jsonl" not in seen(), "a finished file came again"
 
 
 def wait_for(condition):
@@ -504,37 +467,27 @@ def wait_for(condition):
 
 def test_kills():
     """Killed before a file comes, then called again: equal bytes, no finished file comes again."""
-    hub, documents = hub_files(4)
+    files, documents = hub_files(4)
     for number, how in ((0, signal.SIGKILL), (2, signal.SIGTERM), (3, signal.SIGKILL)):
-        with serving(hub) as url:
-            pids = []
-
-            def kill():
-                wait_for(lambda: pids)
-                os.kill(pids[0], how)
-                time.sleep(0.1)
-            Hub.stop = (f"{number}.jsonl", kill)
-            child = start(*HUB, "--from", url)
-            pids.append(child.pid)
-            assert child.end()[0] == (-9 if how == signal.SIGKILL else 130)
-            Hub.stop = None
-            contents("out")
-            hub_makes(documents, "--from", url)
-            assert len([path for path, _ in Hub.seen if path in list(hub)[:number]]) == number
+        child = start(*HUB, **hub(files, before=lambda name, number=number, how=how:
+                                  f"{number}.jsonl" in name and os.kill(os.getpid(), how)))
+        assert child.end()[0] == (-9 if how == signal.SIGKILL else 130)
+        contents("out")
+        hub_makes(documents, **hub(files))
+        assert sorted(seen()) == list(files)
 
 
 def test_kill_while_tokenizing():
     """A tool that waits to be killed, with its reader: what it leaves does not count."""
-    hub, documents = hub_files(2)
+    files_there, documents = hub_files(2)
     write("slow", "#!/bin/sh\ntouch at_work\nwhile kill -0 $PPID 2>/dev/null; do sleep 0.05; done\n"
           f'exec {TOOL} "$@"\n')
-    with serving(hub) as url:
-        child = start(*HUB, "--from", url, "--tokenize", "./slow")
-        wait_for(lambda: os.path.exists("at_work"))
-        refused(*HUB, "--from", url, said=("another get.py",))
-        os.kill(child.pid, signal.SIGKILL)
-        child.end()                                     # now the tool takes what it was fed for the whole
-        hub_makes(documents, "--from", url)
+    child = start(*HUB, "--tokenize", "./slow", **hub(files_there))
+    wait_for(lambda: os.path.exists("at_work"))
+    refused(*HUB, said=("another get.py",), **hub(files_there))
+    os.kill(child.pid, signal.SIGKILL)
+    child.end()                                         # now the tool takes what it was fed for the whole
+    hub_makes(documents, **hub(files_there))
     write("dies", "#!/bin/sh\nkill -9 $$\n")
     write("pipe.jsonl", jsonl(["x" * 1000] * 1000))
     refused(*files("pipe.jsonl", "o2"), "--tokenize", "./dies", said=("signal 9",))
@@ -555,7 +508,7 @@ def test_full_disk():
 def test_room():
     """Too small a disk is told before the work."""
     def small():
-        get.need_pyarrow = lambda: None
+        get.fetch.need = lambda *_: None
         get.shutil.disk_usage = lambda path: type("", (), {"free": 5e9})
     write("copy/sample/10BT/0.parquet", "x")
     for more, said in (((), "20.8 GB"), (("--shards", 30), "6.2 GB")):
@@ -575,25 +528,24 @@ def published(tokens, header=()):
 def test_published():
     row_files = {f"fineweb_{split}_{n:06d}.bin": published(list(range(n, n + 50)))
                  for split, n in (("val", 0), ("train", 1), ("train", 2), ("train", 3))}
-    words = ["fineweb10B-shards", "--out", "out", "--from"]
-    theirs = {"prepare": lambda: setattr(row("fineweb10B-shards"), "source", "o/n")}
-    with serving({**row_files, "README.md": "no"}) as url:
-        works(*words, url, "--shards", 2, **theirs)
-        assert contents("out") == {name: data for name, data in row_files.items() if "3" not in name}
-        works(*words, url, **theirs)
-        assert contents("out") == row_files and len(Hub.seen) == 4, "fetched twice"
-        name = "fineweb_train_000002.bin"
-        for data in (row_files[name][:-2], b"<html>" * 300, published([1, 2], [(3, 2)]),
-                     published([1, 2], [(2, 3)])):      # cut, a text, tokens of bytes, another count
-            os.unlink("out/" + name)
-            Hub.files[name] = data
-            refused(*words, url, said=("000002",), **theirs)
-            assert name not in contents("out")
-            write("out/" + name, "x")
+    words = ["fineweb10B-shards", "--out", "out"]
+    there = {**row_files, "README.md": "no"}
+    theirs = hub(there, repo="kjj0/fineweb10B-gpt2")
+    works(*words, "--shards", 2, **theirs)
+    assert contents("out") == {name: data for name, data in row_files.items() if "3" not in name}
+    works(*words, **theirs)
+    assert contents("out") == row_files and len(seen()) == 4 and not os.path.exists("out/.work")
+    name = "fineweb_train_000002.bin"
+    for data in (row_files[name][:-2], b"<html>" * 300, published([1, 2], [(3, 2)]),
+                 published([1, 2], [(2, 3)])):          # cut, a text, tokens of bytes, another count
         os.unlink("out/" + name)
+        there[name] = data
+        refused(*words, said=("000002",), **theirs)
+        assert name not in contents("out")
+        write("out/" + name, "x")                       # neither is what lies there
     for name, data in row_files.items():
         write("copy/" + name, data)
-    works(*words, "copy")
+    works(*words, "--from", "copy")
     assert contents("out") == row_files
 
 
@@ -604,8 +556,9 @@ def test_tinyshakespeare():
     sha256 = hashlib.sha256(text.encode()).hexdigest()
     known = {"prepare": lambda: setattr(get, "SHAKESPEARE_SHA256", sha256)}
     path = "/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-    with serving({path: text}) as url:
-        refused("tinyshakespeare", "--from", url, "--out", "no", said=("sha256",))
+    with serving({path: text.encode()}) as url:
+        refused("tinyshakespeare", "--from", url, "--out", "no", said=("is not tinyshakespeare",))
+        refused("tinyshakespeare", "--from", url + "/none", "--out", "none", said=("404", "--from FOLDER"))
         works("tinyshakespeare", "--from", url, "--out", "out", **known)
     everything = shard("out/tiny_shakespeare_all.bin", 1)
     assert len(everything) > 40000 and 50256 not in everything
@@ -654,11 +607,13 @@ def test_hellaswag():
         assert read("net/hellaswag_val.bin") == read("out/hellaswag_val.bin")
         first = json.loads(read("net/dataset.json"))["sha256"]
         assert first == hashlib.sha256(read("copy/hellaswag_val.jsonl")).hexdigest()
-        Hub.files[path] = read("copy/hellaswag_val.jsonl") + b"\n"
+        Site.files[path] = read("copy/hellaswag_val.jsonl") + b"\n"
+        works(*net, "net")
+        assert not glob.glob("net/*.part"), "it is there already"
         os.unlink("net/hellaswag_val.jsonl")
         refused(*net, "net", said=(first, "--restart"))
-        Hub.cut = {path: 100}
-        refused(*net, "cut", "--retries", 0, said=("broken off",))
+        Site.cut = 100
+        refused(*net, "cut", said=("broken off",))
         assert os.listdir("cut") == ["hellaswag_val.jsonl.part"]
 
 
