@@ -3705,16 +3705,14 @@ struct Feed {
 
 // The exchange between ranks. A job of one rank uses only the records.
 struct BucketExchange {
-    Event complete;             // the backward has computed the bucket's gradients
     Event arrived;              // the gradients of all ranks are here
-    Event summed;               // so are their sums
-    Event updated, gathered;    // parameters: this rank's shard is new; so are all shards
+    Event gathered;             // the updated parameters of all ranks' shards are here
     int slot;                   // the part of `received` that the gradients arrive in
 };
 struct Exchange {
     Stream stream;
     std::vector<BucketExchange> buckets;
-    Event begins, ends;         // of an exchange that the model's stream waits for at once
+    Event handover;             // of stream_follow
     char* received;             // other ranks' gradients, in three slots
     uint32_t next_slot;         // counts up: buckets take slots 0 and 1 in turn; the embedding has slot 2
     int bucket_in_flight;       // the bucket that is being exchanged; -1: none
@@ -3915,12 +3913,10 @@ static void feed_init(Feed* feed, int B, int T) {
 
 static void exchange_init(Exchange* exchange, const Layout& layout) {
     exchange->stream = stream_create_urgent();
-    exchange->begins = event_create();
-    exchange->ends = event_create();
+    exchange->handover = event_create();
     exchange->bucket_in_flight = -1;
     for (size_t b = 0; b < layout.buckets.size(); b++) {
-        exchange->buckets.push_back({event_create(), event_create(), event_create(), event_create(),
-                                     event_create(), 0});
+        exchange->buckets.push_back({event_create(), event_create(), 0});
     }
 }
 
@@ -3984,10 +3980,10 @@ static void gpt2_free(GPT2* model) {
         event_destroy(model->feed.staged[i]);
     }
     for (const BucketExchange& b : model->exchange.buckets) {
-        for (Event e : {b.complete, b.arrived, b.summed, b.updated, b.gathered}) { event_destroy(e); }
+        event_destroy(b.arrived);
+        event_destroy(b.gathered);
     }
-    event_destroy(model->exchange.begins);
-    event_destroy(model->exchange.ends);
+    event_destroy(model->exchange.handover);
     gpt2_arrays(model, [&](const char*, auto** at, size_t, Memory kind) {
         const bool shared = kind == Memory::Shared && model->options.split.world > 1;
         if (*at && shared) { device_comm_free(*at); }
@@ -4235,6 +4231,8 @@ struct Pass {
     GPT2* model;
     const ActSpec* act_specs;           // the model's; section 9 has its own, for one row
     int B, T;
+    bool trains;                        // with dropout and FP8
+    float* scratch = nullptr;           // of a backward
     Params params(int l) const { return gpt2_params(model, l); }
     Acts acts(int l) const { return act_views(model->acts.data, act_specs, l); }
 };
@@ -4326,105 +4324,92 @@ static NormForward<floatX, float> point_norms(const GPT2* model, const ResidualP
 }
 
 // ---- linear layers ----
+// out (N,OC) = inp (N,C) weight^T + bias. N is the pass's B*T; the weight's shape says C and OC.
 // With --matmul-dtype fp8 they multiply e4m3 bytes (llmc/ops/fp8.h), in training only. A run's first step
 // multiplies as without FP8 and takes the largest elements alone; the second's scales come from these.
 enum class Linear { Qkv, AttProj, Fc, FcProj, Head };
+constexpr struct { ParamId weight, bias; ActId inp8; } kLinears[] = {
+    {PARAM_qkvw, PARAM_qkvb, ACT_qkv_inp8}, {PARAM_attprojw, PARAM_attprojb, ACT_attproj_inp8},
+    {PARAM_fcw, PARAM_fcb, ACT_fc_inp8}, {PARAM_fcprojw, PARAM_fcprojb, ACT_fcproj_inp8},
+    {PARAM_wte, NUM_PARAMS, ACT_head_inp8}};            // no bias
 enum class Fp8Mode { Off, Measure, On };
-static Fp8Mode gpt2_fp8_mode(const GPT2* model, Linear which) {
-    const Options& o = model->options;
-    if (!o.fp8 || (which == Linear::Head && !o.fp8_head)) { return Fp8Mode::Off; }
-    return model->step == 0 ? Fp8Mode::Measure : Fp8Mode::On;
+static Fp8Mode fp8_mode(const Pass& pass, Linear which) {
+    const Options& o = pass.model->options;
+    if (!pass.trains || !o.fp8 || (which == Linear::Head && !o.fp8_head)) { return Fp8Mode::Off; }
+    return pass.model->step == 0 ? Fp8Mode::Measure : Fp8Mode::On;
 }
 
-// A linear layer's operands. Each is read as rows of K bytes: an input or a gradient of the output row by row
-// for a product with the weights, and transposed for the weights' gradient.
-struct Fp8Linear {
-    int inp, dout, weight;              // numbers of its tensors
-    uint8_t *rows, *columns, *inp_t;    // see GPT2_ACTS
-    uint8_t *w, *w_t;                   // (OC,C) (C,OC)
+// One layer in one pass. A product reads each operand as rows of K bytes: an input or a gradient of the output
+// row by row for a product with the weights, and transposed for the weights' gradient.
+struct Fp8Operand { Fp8Tensor* tensor; uint8_t *bytes, *transposed; };
+struct LinearLayer {
+    int N, C, OC;
+    const floatX *weight, *bias;        // (OC,C) (OC); bias: null in the LM head
+    Fp8Mode fp8;
+    Fp8Operand inp8, dout8, weight8;    // (N,C) (N,OC) (OC,C); see GPT2_ACTS
 };
-static Fp8Linear gpt2_fp8_linear(const Pass& pass, int l, Linear which) {
+static LinearLayer linear_layer(const Pass& pass, int l, Linear which) {
     const GPT2* model = pass.model;
-    const Acts a = pass.acts(l);
-    const ParamId ids[] = {PARAM_qkvw, PARAM_attprojw, PARAM_fcw, PARAM_fcprojw, PARAM_wte};
-    uint8_t* const inputs[] = {a.qkv_inp8, a.attproj_inp8, a.fc_inp8, a.fcproj_inp8, a.head_inp8};
-    const int k = (int)which, L = model->config.L, i = which == Linear::Head ? 4 * L : 4 * l + k;
-    const ParamSpec& s = model->param_specs[ids[k]];
+    const auto& ids = kLinears[(int)which];
+    const ParamSpec& s = model->param_specs[ids.weight];
+    const Params params = pass.params(l);
+    const Acts acts = pass.acts(l);
+    const floatX* const* param = (const floatX* const*)&params;
+    uint8_t* const* act = (uint8_t* const*)&acts;
+    LinearLayer p = {pass.B * pass.T, (int)s.cols, (int)s.rows, param[ids.weight],
+                     which == Linear::Head ? nullptr : param[ids.bias], fp8_mode(pass, which), {}, {}, {}};
+    if (p.fp8 == Fp8Mode::Off) { return p; }
+    const bool head = which == Linear::Head;
+    const int L = model->config.L, i = head ? 4 * L : 4 * l + (int)which;
     const size_t layer = model->layout.buckets[1].elems;
-    uint8_t* w = model->fp8.weights + 2 * (which == Linear::Head ? L * layer : l * layer + s.offset);
-    return {2 * i, 2 * i + 1, fp8_saved(model->config) + i, a.rows8, a.columns8, inputs[k], w, w + s.slot};
+    uint8_t* weight = model->fp8.weights + 2 * (head ? L * layer : l * layer + s.offset);
+    Fp8Tensor* tensors = model->fp8.tensors;
+    p.inp8 = {tensors + 2 * i, acts.rows8, act[ids.inp8]};
+    p.dout8 = {tensors + 2 * i + 1, acts.rows8, acts.columns8};
+    p.weight8 = {tensors + fp8_saved(model->config) + i, weight, weight + s.slot};
+    return p;
 }
 
-static void gpt2_fp8_cast(const GPT2* model, int tensor, uint8_t* out, uint8_t* out_t, const floatX* inp,
-                          int N, int C, Fp8Source source = Fp8Source::Plain, const floatX* pre_gelu = nullptr,
-                          Grad dbias = {}, float* scratch = nullptr) {
+// a.inp to the operand's bytes, or only_amax: what it takes of a.inp is the largest element.
+static void cast_fp8(const Pass& pass, const Fp8Operand& to, bool only_amax, Fp8Cast<floatX, float> a) {
+    const GPT2* model = pass.model;
     Fp8Stats* stats = (Fp8Stats*)(gpt2_record(model) + model->exchange.stats_at);
-    fp8_cast({out, out_t, stats + tensor, model->fp8.tensors + tensor, dbias, scratch, inp, pre_gelu, source,
-              N, C}, model->stream);
+    if (!only_amax) { a.out = to.bytes, a.out_t = to.transposed; }
+    a.tensor = to.tensor, a.stats = stats + (to.tensor - model->fp8.tensors);
+    a.scratch = pass.scratch;
+    fp8_cast(a, model->stream);
 }
 
-// pre_gelu: null, or the input is its GELU and has not been computed; a.inp is memory for it.
-static void linear_forward(const Pass& pass, int l, Linear which, Fp8Mode mode,
-                           const MatmulForward<floatX, float>& a, const floatX* pre_gelu = nullptr) {
+struct LinearForward {
+    floatX* out;                        // = inp weight^T + bias + residual
+    const floatX* inp;
+    const floatX* residual = nullptr;   // (N,OC) or null
+    const floatX* pre_gelu = nullptr;   // null; else inp is memory for its GELU, not yet computed
+};
+static void linear_forward(const Pass& pass, int l, Linear which, const LinearForward& a) {
     const GPT2* model = pass.model;
-    if (mode != Fp8Mode::On && pre_gelu) {
-        gelu_forward({const_cast<floatX*>(a.inp), pre_gelu, (size_t)a.N * a.C}, model->stream);
+    const LinearLayer p = linear_layer(pass, l, which);
+    const bool is_fp8 = p.fp8 == Fp8Mode::On, gelu_in_cast = is_fp8 && a.pre_gelu;
+    if (a.pre_gelu && !is_fp8) {
+        gelu_forward({const_cast<floatX*>(a.inp), a.pre_gelu, (size_t)p.N * p.C}, model->stream);
     }
-    if (mode == Fp8Mode::Off) { return matmul_forward(a, model->stream); }
-    const Fp8Linear p = gpt2_fp8_linear(pass, l, which);
-    if (mode == Fp8Mode::Measure) {
-        gpt2_fp8_cast(model, p.inp, nullptr, nullptr, a.inp, a.N, a.C);
-        return matmul_forward(a, model->stream);
+    if (p.fp8 != Fp8Mode::Off) {
+        cast_fp8(pass, p.inp8, !is_fp8, {.inp = gelu_in_cast ? a.pre_gelu : a.inp,
+                 .source = gelu_in_cast ? Fp8Source::Gelu : Fp8Source::Plain, .N = p.N, .C = p.C});
     }
-    gpt2_fp8_cast(model, p.inp, p.rows, p.inp_t, pre_gelu ? pre_gelu : a.inp, a.N, a.C,
-                  pre_gelu ? Fp8Source::Gelu : Fp8Source::Plain);
+    if (!is_fp8) {
+        return matmul_forward({.out = a.out, .inp = a.inp, .weight = p.weight, .bias = p.bias,
+                               .residual = a.residual, .N = p.N, .C = p.C, .OC = p.OC}, model->stream);
+    }
     if (!model->fp8.weights_cast) {                     // first its largest element, then with that the cast
-        gpt2_fp8_cast(model, p.weight, nullptr, nullptr, a.weight, a.OC, a.C, Fp8Source::Weight);
-        gpt2_fp8_cast(model, p.weight, p.w, p.w_t, a.weight, a.OC, a.C, Fp8Source::Weight);
+        for (bool only_amax : {true, false}) {
+            cast_fp8(pass, p.weight8, only_amax, {.inp = p.weight, .source = Fp8Source::Weight, .N = p.OC,
+                     .C = p.C});
+        }
     }
-    const Fp8Tensor* t = model->fp8.tensors;
-    fp8_matmul({.out = a.out, .grad = {}, .scratch = nullptr, .a = p.rows, .b = p.w, .a_tensor = t + p.inp,
-                .b_tensor = t + p.weight, .bias = a.bias, .residual = a.residual, .M = a.N, .N = a.OC,
-                .K = a.C, .fast = true}, model->stream);
-}
-
-// The gradient dout of a layer's output, for the next two functions. pre_gelu: null, or dout is that of the
-// output's GELU and is first multiplied by the slope there. dbias: null, or the sums of dout's columns.
-static void linear_dout(const Pass& pass, int l, Linear which, floatX* dout, int N, int OC, Grad dbias = {},
-                        float* scratch = nullptr, const floatX* pre_gelu = nullptr) {
-    const GPT2* model = pass.model;
-    const Fp8Mode mode = gpt2_fp8_mode(model, which);
-    const Fp8Linear p = mode == Fp8Mode::Off ? Fp8Linear() : gpt2_fp8_linear(pass, l, which);
-    if (mode == Fp8Mode::On) {
-        gpt2_fp8_cast(model, p.dout, p.rows, p.columns, dout, N, OC,
-                      pre_gelu ? Fp8Source::GeluGrad : Fp8Source::Plain, pre_gelu, dbias, scratch);
-        return;
-    }
-    if (pre_gelu) { gelu_backward_inplace({dout, dbias, scratch, pre_gelu, N, OC}, model->stream); }
-    else if (dbias.data) { bias_backward({dbias, scratch, dout, N, OC}, model->stream); }
-    if (mode == Fp8Mode::Measure) { gpt2_fp8_cast(model, p.dout, nullptr, nullptr, dout, N, OC); }
-}
-
-static void linear_backward_input(const Pass& pass, int l, Linear which,
-                                  const MatmulBackwardInput<floatX, float>& a) {
-    const GPT2* model = pass.model;
-    if (gpt2_fp8_mode(model, which) != Fp8Mode::On) { return matmul_backward_input(a, model->stream); }
-    const Fp8Linear p = gpt2_fp8_linear(pass, l, which);
-    const Fp8Tensor* t = model->fp8.tensors;
-    fp8_matmul({.out = a.dinp, .grad = {}, .scratch = nullptr, .a = p.rows, .b = p.w_t,
-                .a_tensor = t + p.dout, .b_tensor = t + p.weight, .bias = nullptr, .residual = a.residual,
-                .M = a.N, .N = a.C, .K = a.OC, .fast = false}, model->stream);
-}
-
-static void linear_backward_weight(const Pass& pass, int l, Linear which,
-                                   const MatmulBackwardWeight<floatX, float>& a) {
-    const GPT2* model = pass.model;
-    if (gpt2_fp8_mode(model, which) != Fp8Mode::On) { return matmul_backward_weight(a, model->stream); }
-    const Fp8Linear p = gpt2_fp8_linear(pass, l, which);
-    const Fp8Tensor* t = model->fp8.tensors;
-    fp8_matmul({.out = nullptr, .grad = a.dweight, .scratch = a.scratch, .a = p.columns, .b = p.inp_t,
-                .a_tensor = t + p.dout, .b_tensor = t + p.inp, .bias = nullptr, .residual = nullptr,
-                .M = a.OC, .N = a.C, .K = a.N, .fast = false}, model->stream);
+    fp8_matmul({.out = a.out, .a = p.inp8.bytes, .b = p.weight8.bytes, .a_tensor = p.inp8.tensor,
+                .b_tensor = p.weight8.tensor, .bias = p.bias, .residual = a.residual, .M = p.N, .N = p.OC,
+                .K = p.C, .fast = true}, model->stream);
 }
 
 // ---- forward ----
@@ -4442,24 +4427,17 @@ struct CacheFill {
 // embedding. Nothing else uses that memory before the backward.
 struct Forward : Pass {
     const CacheFill* cache;             // null: none is filled
-    ClassifierMode mode;                // LossAndGrad: with dropout and FP8
     bool drops, adds_in_gemm;
     floatX* waiting[2];                 // (B,T,C)
-    void linear(int l, Linear which, const MatmulForward<floatX, float>& a,
-                const floatX* pre_gelu = nullptr) const {
-        const bool trains = mode == ClassifierMode::LossAndGrad;
-        linear_forward(*this, l, which, trains ? gpt2_fp8_mode(model, which) : Fp8Mode::Off, a, pre_gelu);
-    }
 };
 
 // out = attention(inp) + before: (B,T,C) each; before: null for 0
 static void gpt2_attention_forward(const Forward& f, int l, floatX* out, const floatX* before,
                                    const floatX* inp) {
-    const int B = f.B, T = f.T, N = B * T, C = f.model->config.C, NH = f.model->config.NH;
-    const Params p = f.params(l);
+    const int B = f.B, T = f.T, C = f.model->config.C, NH = f.model->config.NH;
     const Acts a = f.acts(l);
     Stream stream = f.model->stream;
-    f.linear(l, Linear::Qkv, {a.qkv, inp, p.qkvw, p.qkvb, nullptr, nullptr, N, C, 3 * C});      // (B,T,3C)
+    linear_forward(f, l, Linear::Qkv, {a.qkv, inp});                                            // (B,T,3C)
     if (f.cache) {
         const size_t at = l * f.cache->layer_stride;
         cache_store({f.cache->keys + at, f.cache->values + at, a.qkv, f.cache->rows, f.cache->count,
@@ -4468,7 +4446,7 @@ static void gpt2_attention_forward(const Forward& f, int l, floatX* out, const f
     AttentionKeep keep = {};
     if (f.drops) { keep = gpt2_attention_keep(f, l, false); }
     attention_forward({a.atty, a.att_lse, a.qkv, B, T, NH, C / NH, keep}, stream);              // (B,T,C)
-    f.linear(l, Linear::AttProj, {out, a.atty, p.attprojw, p.attprojb, before, nullptr, N, C, C});  // (B,T,C)
+    linear_forward(f, l, Linear::AttProj, {out, a.atty, before});                               // (B,T,C)
 }
 
 // out = mlp(inp) + before: as in gpt2_attention_forward
@@ -4477,15 +4455,13 @@ static void gpt2_mlp_forward(const Forward& f, int l, floatX* out, const floatX*
     const int N = f.B * f.T, C = model->config.C;
     const Params p = f.params(l);
     const Acts a = f.acts(l);
-    Stream stream = model->stream;
     const bool gelu_in_gemm = model->options.gelu_fusion >= 1 && model->options.recompute == 0;
-    if (gelu_in_gemm) {
-        matmul_forward({a.fch_gelu, inp, p.fcw, p.fcb, nullptr, a.fch, N, C, 4 * C}, stream);   // (B,T,4C)
+    if (gelu_in_gemm) {                                                                         // (B,T,4C)
+        matmul_forward({a.fch_gelu, inp, p.fcw, p.fcb, nullptr, a.fch, N, C, 4 * C}, model->stream);
     } else {
-        f.linear(l, Linear::Fc, {a.fch, inp, p.fcw, p.fcb, nullptr, nullptr, N, C, 4 * C});     // (B,T,4C)
+        linear_forward(f, l, Linear::Fc, {a.fch, inp});                                         // (B,T,4C)
     }
-    f.linear(l, Linear::FcProj, {out, a.fch_gelu, p.fcprojw, p.fcprojb, before, nullptr, N, 4 * C, C},
-             gelu_in_gemm ? nullptr : a.fch);
+    linear_forward(f, l, Linear::FcProj, {out, a.fch_gelu, before, gelu_in_gemm ? nullptr : a.fch});
 }
 
 // The norms that read point x. Where no GEMM has added x's branches, the kernel first adds them to the sum of
@@ -4510,9 +4486,9 @@ static void gpt2_add_and_norm(const Forward& f, const ResidualPoint& x, const Re
 static void gpt2_forward(GPT2* model, int B, int T, ClassifierMode mode = ClassifierMode::LossOnly,
                          const CacheFill* cache = nullptr) {
     const Config& c = model->config;
-    const bool drops = mode == ClassifierMode::LossAndGrad && model->options.dropout > 0.0;
+    const bool trains = mode == ClassifierMode::LossAndGrad, drops = trains && model->options.dropout > 0.0;
     const bool apart = has_fp32_residual(c);
-    Forward f = {{model, cache ? cache->act_specs : model->acts.specs, B, T}, cache, mode, drops,
+    Forward f = {{model, cache ? cache->act_specs : model->acts.specs, B, T, trains}, cache, drops,
                  !drops && !apart, {}};
     f.waiting[0] = f.acts(0).dnarrow, f.waiting[1] = f.acts(0).dnarrow2;
     for (Kind kind : {Kind::Matrix, Kind::Bias, Kind::Norm}) {
@@ -4549,11 +4525,9 @@ static void gpt2_forward(GPT2* model, int B, int T, ClassifierMode mode = Classi
 
 // ---- loss ----
 // Logits (rows,Vp) of rows of lnf, (rows,C).
-static void gpt2_logits(GPT2* model, const floatX* lnf, int rows, Fp8Mode fp8 = Fp8Mode::Off) {
-    const Pass pass = {model, model->acts.specs, 1, rows};
-    linear_forward(pass, 0, Linear::Head, fp8,
-                   {pass.acts(0).logits, lnf, pass.params(0).wte, nullptr, nullptr, nullptr, rows,
-                    model->config.C, model->config.Vp});
+static void gpt2_logits(GPT2* model, const floatX* lnf, int rows, bool trains = false) {
+    const Pass pass = {model, model->acts.specs, 1, rows, trains};
+    linear_forward(pass, 0, Linear::Head, {pass.acts(0).logits, lnf});
 }
 
 // An evaluation's losses: those of `count` positions of the N that the forward was over. The LM head, 31 % of
@@ -4580,7 +4554,7 @@ static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float weig
     const float* loss_scale = &model->state->update.loss_scale;
     const bool trains = mode == ClassifierMode::LossAndGrad;
     gpt2_forward(model, B, T, mode);
-    gpt2_logits(model, a.lnf, N, trains ? gpt2_fp8_mode(model, Linear::Head) : Fp8Mode::Off);
+    gpt2_logits(model, a.lnf, N, trains);
     if (trains) { model->fp8.weights_cast = model->step > 0; }
     classifier({a.logits, a.losses, model->feed.inputs.targets, weight, loss_scale, N, c.V, c.Vp, mode},
                model->stream);
@@ -4591,18 +4565,55 @@ static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float weig
 // A lane's first micro-step stores gradients, later ones add: no memset. exchanges: each bucket of gradients
 // goes to the other ranks as soon as it is complete.
 struct Backward : Pass {
-    float* scratch;
     Accumulate acc;
     bool exchanges;
+    Grad dwte;                          // see gpt2_backward
     Grad grad(ParamId id, int l) const { return gpt2_grad(model, id, l, acc); }
     Stream stream() const { return model->stream; }
 };
 
+// A linear layer's backward is these three, in this order. dout: the gradient of its output.
+// First dout itself. pre_gelu: null, or dout is the gradient of the output's GELU and is first multiplied by
+// the slope there. dbias: null, or the sums of dout's columns.
+static void linear_dout(const Backward& b, int l, Linear which, floatX* dout, Grad dbias = {},
+                        const floatX* pre_gelu = nullptr) {
+    const LinearLayer p = linear_layer(b, l, which);
+    if (p.fp8 != Fp8Mode::On && pre_gelu) {
+        gelu_backward_inplace({dout, dbias, b.scratch, pre_gelu, p.N, p.OC}, b.stream());
+    } else if (p.fp8 != Fp8Mode::On && dbias.data) {
+        bias_backward({dbias, b.scratch, dout, p.N, p.OC}, b.stream());
+    }
+    if (p.fp8 == Fp8Mode::Measure) { cast_fp8(b, p.dout8, true, {.inp = dout, .N = p.N, .C = p.OC}); }
+    if (p.fp8 == Fp8Mode::On) {
+        cast_fp8(b, p.dout8, false, {.dbias = dbias, .inp = dout, .pre_gelu = pre_gelu,
+                 .source = pre_gelu ? Fp8Source::GeluGrad : Fp8Source::Plain, .N = p.N, .C = p.OC});
+    }
+}
+static void linear_dweight(const Backward& b, int l, Linear which, const floatX* dout, const floatX* inp) {
+    const LinearLayer p = linear_layer(b, l, which);
+    const Grad dweight = which == Linear::Head ? b.dwte : b.grad(kLinears[(int)which].weight, l);
+    if (p.fp8 != Fp8Mode::On) {
+        return matmul_backward_weight({dweight, b.scratch, dout, inp, p.N, p.C, p.OC}, b.stream());
+    }
+    fp8_matmul({.grad = dweight, .scratch = b.scratch, .a = p.dout8.transposed, .b = p.inp8.transposed,
+                .a_tensor = p.dout8.tensor, .b_tensor = p.inp8.tensor, .M = p.OC, .N = p.C, .K = p.N},
+               b.stream());
+}
+// residual: another gradient of the input, or null. pre_gelu: null, or dinp is multiplied by the slope there.
+static void linear_dinp(const Backward& b, int l, Linear which, floatX* dinp, const floatX* dout,
+                        const floatX* residual = nullptr, const floatX* pre_gelu = nullptr) {
+    const LinearLayer p = linear_layer(b, l, which);
+    if (p.fp8 != Fp8Mode::On) {
+        return matmul_backward_input({dinp, dout, p.weight, residual, pre_gelu, p.N, p.C, p.OC}, b.stream());
+    }
+    fp8_matmul({.out = dinp, .a = p.dout8.bytes, .b = p.weight8.transposed, .a_tensor = p.dout8.tensor,
+                .b_tensor = p.weight8.tensor, .residual = residual, .M = p.N, .N = p.C, .K = p.OC},
+               b.stream());
+}
+
 // The last gradient of layer l, that of qkvw, from dqkv (B,T,3C) in dwide. Its bucket is then complete.
 static void gpt2_layer_complete(const Backward& b, int l, const floatX* inp) {
-    const int N = b.B * b.T, C = b.model->config.C;
-    linear_backward_weight(b, l, Linear::Qkv,
-                           {b.grad(PARAM_qkvw, l), b.scratch, b.acts(l).dwide, inp, N, C, 3 * C});
+    linear_dweight(b, l, Linear::Qkv, b.acts(l).dwide, inp);
     gpt2_bucket_complete(b.model, b.model->layout.bucket_of(Kind::Matrix, Where::Block, l), b.exchanges);
 }
 
@@ -4610,48 +4621,37 @@ static void gpt2_layer_complete(const Backward& b, int l, const floatX* inp) {
 // last bias's is missing: gpt2_norms_backward computes it. dinp_mlp: the MLP's gradient of the same input,
 // added to dinp, or null. For layer 0, gpt2_backward calls gpt2_layer_complete itself, later.
 static void gpt2_attention_backward(const Backward& b, int l, floatX* dinp, const floatX* dinp_mlp,
-                                    const floatX* dout, const floatX* inp) {
+                                    floatX* dout, const floatX* inp) {
     const GPT2* model = b.model;
-    const int N = b.B * b.T, C = model->config.C, NH = model->config.NH;
-    const Params p = b.params(l);
+    const int C = model->config.C, NH = model->config.NH;
     const Acts a = b.acts(l);
-    Stream stream = b.stream();
-    linear_dout(b, l, Linear::AttProj, const_cast<floatX*>(dout), N, C);
-    linear_backward_weight(b, l, Linear::AttProj,
-                           {b.grad(PARAM_attprojw, l), b.scratch, dout, a.atty, N, C, C});
-    linear_backward_input(b, l, Linear::AttProj,
-                          {a.dnarrow, dout, p.attprojw, nullptr, nullptr, N, C, C});            // (B,T,C)
+    linear_dout(b, l, Linear::AttProj, dout);
+    linear_dweight(b, l, Linear::AttProj, dout, a.atty);
+    linear_dinp(b, l, Linear::AttProj, a.dnarrow, dout);                                        // (B,T,C)
     AttentionKeep keep = {};
     if (model->options.dropout > 0.0) {
         keep = gpt2_attention_keep(b, l, model->options.recompute == 0);
     }
     attention_backward({a.dwide, b.scratch, a.dnarrow, a.atty, a.qkv, a.att_lse, b.B, b.T, NH, C / NH, keep},
-                       stream);                                                                 // (B,T,3C)
-    linear_dout(b, l, Linear::Qkv, a.dwide, N, 3 * C, b.grad(PARAM_qkvb, l), b.scratch);
+                       b.stream());                                                             // (B,T,3C)
+    linear_dout(b, l, Linear::Qkv, a.dwide, b.grad(PARAM_qkvb, l));
     if (l > 0) { gpt2_layer_complete(b, l, inp); }
-    linear_backward_input(b, l, Linear::Qkv, {dinp, a.dwide, p.qkvw, dinp_mlp, nullptr, N, C, 3 * C});
+    linear_dinp(b, l, Linear::Qkv, dinp, a.dwide, dinp_mlp);                                    // (B,T,C)
 }
 
-static void gpt2_mlp_backward(const Backward& b, int l, floatX* dinp, const floatX* dout,
-                              const floatX* inp) {
+static void gpt2_mlp_backward(const Backward& b, int l, floatX* dinp, floatX* dout, const floatX* inp) {
     const Options& o = b.model->options;
-    const int N = b.B * b.T, C = b.model->config.C;
-    const Params p = b.params(l);
     const Acts a = b.acts(l);
     const bool gelu_in_gemm = o.gelu_fusion >= 2 && o.recompute == 0;
-    Stream stream = b.stream();
-    if (o.recompute >= 1 && gpt2_fp8_mode(b.model, Linear::FcProj) != Fp8Mode::On) {
-        gelu_forward({a.fch_gelu, a.fch, (size_t)N * 4 * C}, stream);
+    if (o.recompute >= 1 && fp8_mode(b, Linear::FcProj) != Fp8Mode::On) {
+        gelu_forward({a.fch_gelu, a.fch, (size_t)b.B * b.T * 4 * b.model->config.C}, b.stream());
     }
-    linear_dout(b, l, Linear::FcProj, const_cast<floatX*>(dout), N, C);
-    linear_backward_weight(b, l, Linear::FcProj,
-                           {b.grad(PARAM_fcprojw, l), b.scratch, dout, a.fch_gelu, N, 4 * C, C});
-    linear_backward_input(b, l, Linear::FcProj, {a.dwide, dout, p.fcprojw, nullptr,
-                          gelu_in_gemm ? a.fch : nullptr, N, 4 * C, C});                        // (B,T,4C)
-    linear_dout(b, l, Linear::Fc, a.dwide, N, 4 * C, b.grad(PARAM_fcb, l), b.scratch,
-                gelu_in_gemm ? nullptr : a.fch);
-    linear_backward_weight(b, l, Linear::Fc, {b.grad(PARAM_fcw, l), b.scratch, a.dwide, inp, N, C, 4 * C});
-    linear_backward_input(b, l, Linear::Fc, {dinp, a.dwide, p.fcw, nullptr, nullptr, N, C, 4 * C});
+    linear_dout(b, l, Linear::FcProj, dout);
+    linear_dweight(b, l, Linear::FcProj, dout, a.fch_gelu);
+    linear_dinp(b, l, Linear::FcProj, a.dwide, dout, nullptr, gelu_in_gemm ? a.fch : nullptr);  // (B,T,4C)
+    linear_dout(b, l, Linear::Fc, a.dwide, b.grad(PARAM_fcb, l), gelu_in_gemm ? nullptr : a.fch);
+    linear_dweight(b, l, Linear::Fc, a.dwide, inp);
+    linear_dinp(b, l, Linear::Fc, dinp, a.dwide);                                               // (B,T,C)
 }
 
 // Backward of the norms that read point x: dresidual (+)= their gradients; it is then the gradient of x's
@@ -4692,19 +4692,18 @@ static void gpt2_norms_backward(const Backward& b, const ResidualPoint& x, Accum
 static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool exchanges) {
     const Config& c = model->config;
     const Options& o = model->options;
-    const int N = B * T, C = c.C;
+    const int N = B * T;
     const bool apart = o.dropout > 0.0 || has_fp32_residual(c);    // branches have their own gradients
     Stream stream = model->stream;
-    Backward b = {{model, model->acts.specs, B, T}, model->acts.scratch, acc, exchanges};
+    Backward b = {{model, model->acts.specs, B, T, true, model->acts.scratch}, acc, exchanges, {}};
     auto recompute = [&](const ResidualPoint& x) {
-        if (o.recompute < 2 || gpt2_fp8_mode(model, Linear::Qkv) == Fp8Mode::On) { return; }
+        if (o.recompute < 2 || fp8_mode(b, Linear::Qkv) == Fp8Mode::On) { return; }
         norm_forward(point_norms(model, x, N), stream);
     };
     auto complete = [&](Kind kind) {
         gpt2_bucket_complete(model, model->layout.bucket_of(kind, Where::Global, 0), exchanges);
     };
 
-    const Params p = b.params(0);
     const Acts shared = b.acts(0);                    // tensors that all layers share
     floatX *const dln1 = shared.dnarrow, *const dln2 = shared.dnarrow2;
     floatX* const dresidual = (floatX*)shared.dresidual;
@@ -4713,12 +4712,11 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool exchan
     // dwte is the LM head's part, first, plus the embedding's, last. A bf16 gradient is rounded once, so its
     // parts are summed in fp32, at the start of scratch; other ops use the rest.
     const size_t wte_elems = model->param_specs[PARAM_wte].elems;
-    Grad dwte = o.grads_bf16 ? Grad{b.scratch, Accumulate::No} : b.grad(PARAM_wte, 0);
+    b.dwte = o.grads_bf16 ? Grad{b.scratch, Accumulate::No} : b.grad(PARAM_wte, 0);
     if (o.grads_bf16) { b.scratch += wte_elems; }
-    linear_dout(b, 0, Linear::Head, shared.logits, N, c.Vp);
-    linear_backward_weight(b, 0, Linear::Head, {dwte, b.scratch, shared.logits, shared.lnf, N, C, c.Vp});
-    linear_backward_input(b, 0, Linear::Head, {shared.dnarrow, shared.logits, p.wte, nullptr, nullptr, N, C,
-                          c.Vp});
+    linear_dout(b, 0, Linear::Head, shared.logits);
+    linear_dweight(b, 0, Linear::Head, shared.logits, shared.lnf);
+    linear_dinp(b, 0, Linear::Head, shared.dnarrow, shared.logits);                             // dlnf
     gpt2_norms_backward(b, point_after_layer(b, c.L - 1), Accumulate::No);                  // lnf
     for (int l = c.L - 1; l >= 0; l--) {
         const Acts a = b.acts(l);
@@ -4743,10 +4741,10 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool exchan
     // is computed, which hides a part of its way.
     complete(Kind::Norm);
     complete(Kind::Bias);
-    dwte.acc = Accumulate::Yes;
-    encoder_backward({dwte, b.grad(PARAM_wpe, 0), b.scratch, dbranch, model->feed.buckets, B, T, c.maxT, C},
-                     stream);
-    if (o.grads_bf16) { grad_accumulate({b.grad(PARAM_wte, 0), dwte.data, wte_elems}, stream); }
+    b.dwte.acc = Accumulate::Yes;
+    encoder_backward({b.dwte, b.grad(PARAM_wpe, 0), b.scratch, dbranch, model->feed.buckets, B, T, c.maxT,
+                      c.C}, stream);
+    if (o.grads_bf16) { grad_accumulate({b.grad(PARAM_wte, 0), b.dwte.data, wte_elems}, stream); }
     complete(Kind::Matrix);
     gpt2_layer_complete(b, 0, shared.ln1);
     gpt2_bucket_complete(model, -1, exchanges);
@@ -4790,10 +4788,11 @@ static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n) {
     lane_sum(a, model->stream);
 }
 
-// From now on, work enqueued on `later` waits for the work that `earlier` has.
-static void stream_follow(Stream later, Event event, Stream earlier) {
-    event_record(event, earlier);
-    stream_wait(later, event);
+// From now on, work enqueued on `later` waits for the work that `earlier` has. A wait is for what the event
+// has recorded by then, so one event serves all.
+static void stream_follow(const GPT2* model, Stream later, Stream earlier) {
+    event_record(model->exchange.handover, earlier);
+    stream_wait(later, model->exchange.handover);
 }
 
 static char* exchange_slot(const GPT2* model, int slot) {
@@ -4860,7 +4859,7 @@ static void gpt2_sum_bucket(GPT2* model, int bucket) {
     else if (stage2) { gpt2_sum_micro_steps(model, bucket); }
     else if (!nccl) { gpt2_sum_pieces(model, bucket); }
     if (model->options.split.zero == 0 && !nccl) {
-        stream_follow(model->exchange.stream, x.summed, model->stream);
+        stream_follow(model, model->exchange.stream, model->stream);
         device_all_gather(model->grads.data + b.grads, b.shard * b.grad_bytes, model->exchange.stream);
     }
 }
@@ -4879,7 +4878,7 @@ static void gpt2_bucket_complete(GPT2* model, int bucket, bool exchanges) {
         BucketExchange& x = exchange.buckets[bucket];
         char* grads = model->grads.data + b.grads;
         if (split.zero < 2) { gpt2_merge_lanes(model, b.grads, b.padded); }
-        stream_follow(exchange.stream, x.complete, model->stream);  // the slot's last sums are done, too
+        stream_follow(model, exchange.stream, model->stream);       // the slot's last sums are done, too
         if (!o.nccl_order) {
             x.slot = bucket == 0 ? 2 : exchange.next_slot++ % 2;
             device_all_to_all(exchange_slot(model, x.slot), grads, b.shard * b.grad_bytes, exchange.stream);
@@ -4896,10 +4895,10 @@ static void gpt2_bucket_complete(GPT2* model, int bucket, bool exchanges) {
 // An exchange between the ranks that the model's stream waits for at once: send(stream) enqueues it.
 template <class Send> static void gpt2_exchange_now(GPT2* model, Send send) {
     if (model->options.split.world == 1) { return; }
-    const Exchange& exchange = model->exchange;
-    stream_follow(exchange.stream, exchange.begins, model->stream);
-    send(exchange.stream);
-    stream_follow(model->stream, exchange.ends, exchange.stream);
+    const Stream stream = model->exchange.stream;
+    stream_follow(model, stream, model->stream);
+    send(stream);
+    stream_follow(model, model->stream, stream);
 }
 
 // Gathers the updated parameters of `count` buckets from `first` on, while the next forward runs.
@@ -4907,7 +4906,7 @@ static void gpt2_gather_params(GPT2* model, int first, int count) {
     const Split& split = model->options.split;
     if (split.world == 1 || split.zero == 0) { return; }
     const Exchange& exchange = model->exchange;
-    stream_follow(exchange.stream, exchange.buckets[first].updated, model->stream);
+    stream_follow(model, exchange.stream, model->stream);
     for (int bucket = first; bucket < first + count; bucket++) {
         const Bucket& b = model->layout.buckets[bucket];
         device_all_gather(model->params + b.params, b.shard * b.elem_bytes, exchange.stream);
@@ -5191,7 +5190,7 @@ static void decoder_step(Decoder* d, int slot) {
     const Config& c = model->config;
     Stream stream = model->stream;
     const int n = d->rows, C = c.C;
-    const Pass pass = {model, d->act_specs, 1, model->T};       // for the points; no activations are read
+    const Pass pass = {model, d->act_specs, 1, model->T, false};    // for the points; no activations are read
     floatX* const branch[2] = {d->branches, d->branches + (size_t)n * C};           // (rows,C) each
     const floatX* const normalised[2] = {d->normalised, d->normalised + (size_t)n * C};
     graph_run(&d->step, stream, [&] {
