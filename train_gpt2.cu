@@ -1541,9 +1541,9 @@ static void loss_sum(const LossSum<floatX, float>& a, Stream stream) {
 }
 
 // == 6.7 gradients: lanes and the norm ==
-// out = chain[0] + (chain[1] + (... + tree of the pieces)): each thread walks over the pieces of its elements
-// and merges like a binary counter: piece r, then one earlier sum for every trailing one bit of r. What is
-// left at the end belongs together from the last to the first, as in the twin's pairs.
+// out = chain[0] + (chain[1] + (... + tree of the pieces)). A thread adds up the pieces of its elements like a
+// binary counter: piece r takes one earlier sum from a stack for each trailing one bit of r, and the new sum
+// goes onto it. At the end the stack is added up, the last sum first. These are the twin's pairs.
 constexpr int kLaneThreads = 256;
 constexpr int kMaxPieceLevels = 13;
 static_assert(kCommMaxWorld <= 1 << (kMaxPieceLevels - 1), "a piece from each rank");
@@ -3755,8 +3755,8 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
     visit("state", &model->state, sizeof(DeviceState), Memory::Plain);
     if (!o.trains) { return; }
 
-    // At stage 2 a power of two of ranks computes a whole subtree at a time. Other numbers of ranks compute
-    // parts of the tree, and a rank's shards need the buffers of all ranks' lanes.
+    // At stage 2 the micro-steps that ranks do at one time are summed together. A power of two of them is a
+    // subtree, so a rank keeps sums of as many lanes as are its own; else of as many as all ranks have.
     const bool parts = shards_grads && !o.nccl_order && !is_power_of_two(o.split.world);
     const size_t buffers = (size_t)lane_buffers(o.lanes * (parts ? o.split.world : 1));
     visit("gradients", &model->grads.data, layout.grads_bytes * (shards_grads ? 1 : buffers), Memory::Shared);
