@@ -4270,10 +4270,10 @@ static NormForward<floatX, float> point_norms(const GPT2* model, const ResidualP
 // With --matmul-dtype fp8 they multiply e4m3 bytes (llmc/ops/fp8.h), in training only. A run's first step
 // multiplies as without FP8 and takes the largest elements alone; the second's scales come from these.
 enum class Linear { Qkv, AttProj, Fc, FcProj, Head };
-constexpr struct { ParamId weight, bias; uint8_t* Acts::*inp8; } kLinears[] = {
-    {PARAM_qkvw, PARAM_qkvb, &Acts::qkv_inp8}, {PARAM_attprojw, PARAM_attprojb, &Acts::attproj_inp8},
-    {PARAM_fcw, PARAM_fcb, &Acts::fc_inp8}, {PARAM_fcprojw, PARAM_fcprojb, &Acts::fcproj_inp8},
-    {PARAM_wte, NUM_PARAMS, &Acts::head_inp8}};         // no bias
+constexpr struct { ParamId weight, bias; ActId inp8; } kLinears[] = {
+    {PARAM_qkvw, PARAM_qkvb, ACT_qkv_inp8}, {PARAM_attprojw, PARAM_attprojb, ACT_attproj_inp8},
+    {PARAM_fcw, PARAM_fcb, ACT_fc_inp8}, {PARAM_fcprojw, PARAM_fcprojb, ACT_fcproj_inp8},
+    {PARAM_wte, NUM_PARAMS, ACT_head_inp8}};            // no bias
 enum class Fp8Mode { Off, Measure, On };
 static Fp8Mode fp8_mode(const Pass& pass, Linear which) {
     const Options& o = pass.model->options;
@@ -4304,7 +4304,7 @@ static LinearLayer linear_layer(const Pass& pass, int l, Linear which) {
     const size_t layer = model->layout.buckets[1].elems;
     uint8_t* weight = model->fp8.weights + 2 * (head ? L * layer : l * layer + s.offset);
     Fp8Tensor* tensors = model->fp8.tensors;
-    p.inp8 = {tensors + 2 * i, acts.rows8, acts.*names.inp8};
+    p.inp8 = {tensors + 2 * i, acts.rows8, ((uint8_t* const*)&acts)[names.inp8]};
     p.dout8 = {tensors + 2 * i + 1, acts.rows8, acts.columns8};
     p.weight8 = {tensors + fp8_saved(model->config) + i, weight, weight + s.slot};
     return p;
